@@ -269,7 +269,7 @@ def forward(
 
 
 def backward(function: Callable[..., None], spec: KernelSpec, call: Call) -> tuple[Tensor, ...]:
-    """dQ, dK and dV; scratch as src/backward.cpp has it."""
+    """dQ, dK and dV; scratch as src/ops/backward.cpp has it."""
     case, inputs = call.case, call.inputs
     given = attention(call, torch.float64)
     tiles = -(-case.Sq // LISTED) * (LISTED // spec.tile_m) if call.kinds is not None else -(-case.Sq // spec.tile_m)

@@ -360,7 +360,7 @@ def check(posed: Posed, answers: Answers, mode: str, off: Off) -> Verdict:
 def is_stocks(call: Call, mode: str, verdict: Verdict) -> bool:
     """Calls that are stock's by design and that stock ran: its faults with them are known, and listed apart. Refusals
     where an order was asked for, and grouped heads that the FLOP formula of torch 2.11 does not count; what else it
-    gets wrong is ours, or another one of its backends' (stock_faults.cpp).
+    gets wrong is ours, or another one of its backends' (stock_bugs.cpp).
     """
     unordered = call.deterministic and "deterministic" in verdict.detail
     uncounted = call.way == "flop_counter" and call.Hq != call.Hkv and "sdpa_flop_count" in verdict.detail

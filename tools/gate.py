@@ -1,5 +1,5 @@
 """Constants of the decode gate: times calls of few query rows in many numbers of splits, and finds the constants under
-which the dispatcher's own rule (src/plan/decode.cpp) loses least against the best number of splits of each call.
+which the dispatcher's own rule (src/dispatch/split_heuristic.cpp) loses least against the best number of splits of each call.
 
     python tools/tune.py gate --out results              on the GPU: times, then the fit
     python tools/tune.py gate --times gate-h100.json     the fit again, to the times of one or several machines

@@ -358,7 +358,7 @@ STRUCTS = {name: row for name, row in vars(table_structs).items() if name.endswi
 
 @pytest.mark.parametrize("name", STRUCTS)
 def test_rows_have_the_members_of_their_structs(name: str) -> None:
-    """In the same order, as src/tables.h says them; their sizes are checked where they cross."""
+    """In the same order, as src/core/tables.h says them; their sizes are checked where they cross."""
     source = (Path(__file__).parents[2] / "src" / "tables.h").read_text()
     body = re.sub(r"//.*", "", re.search(rf"struct {name} {{\n(.*?)\n}};", source, re.DOTALL)[1])
     members = [

@@ -90,8 +90,8 @@ EXCUSED: dict[str, str] = {
 
 # Where words of one concern may appear: pattern -> files.
 HOMES = {
-    r"_ZN[0-9K]": {"src/torch_symbols.cpp", "src/stock_kernels.cpp", "src/errors.cpp"},
-    r"DLTensor|TVMFFIAny": {"src/arguments.h", "src/arguments.cpp", "src/launch.cpp"},
+    r"_ZN[0-9K]": {"src/stock/torch_symbols.cpp", "src/stock/stock_kernels.cpp", "src/core/errors.cpp"},
+    r"DLTensor|TVMFFIAny": {"src/launch/kernel_args.h", "src/launch/kernel_args.cpp", "src/launch/launch.cpp"},
     r"\bgetenv\b": set(),
 }
 ENVIRON_HOMES = {

@@ -101,7 +101,7 @@ def test_versions_of_the_install_page_are_those_of_the_package() -> None:
 
 LOG_LINES = {
     "pip": "  Downloading torch-2.13.0.whl (180.0 MB)",
-    "ninja": "  [3/12] Building CXX object CMakeFiles/_C.dir/src/router.cpp.o",
+    "ninja": "  [3/12] Building CXX object CMakeFiles/_C.dir/src/hooks/sdp_choice.cpp.o",
     "packs": "[aot] 7 of 377 kernels, 20 s, about 900 s left: fwd_sm90",
 }
 

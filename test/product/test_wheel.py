@@ -57,7 +57,7 @@ def test_c_loads_on_systems_as_old_as_torch_does(built: Path) -> None:
         pytest.skip(f"this _C was not built by g++ {NEWEST_GCC} or older, which wheels are built by")
     needed = shared_object.read_file(built)
     assert needed.versions and {name.rpartition("_")[0] for name in needed.versions} <= set(CEILINGS)
-    assert not needed.above(CEILINGS), "src/portable.h or src/portable.cpp must avoid these symbols"
+    assert not needed.above(CEILINGS), "src/core/portable.h or src/core/portable.cpp must avoid these symbols"
 
 
 def test_c_needs_no_library_of_a_python_or_a_cuda(built: Path) -> None:

@@ -232,7 +232,7 @@ def test_same_error_or_result_as_without(any_road: Road, name: str, grad: bool, 
 
 @pytest.mark.parametrize("name", CASES)
 def test_explain_asks_what_the_router_asks(road: Road, name: str) -> None:
-    """describe_call.py asks of Python's tensors what router.cpp asks of torch's: a rule in one of them alone shows here."""
+    """describe_call.py asks of Python's tensors what sdp_choice.cpp asks of torch's: a rule in one of them alone shows here."""
     args, more = CASES[name](road)
     road.took()
     result = outcome((args, more), grad=False)

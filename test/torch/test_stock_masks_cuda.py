@@ -1,4 +1,4 @@
-"""Float masks of calls with dropout that stay with stock's cuDNN attention, at any address (src/repair.cpp)."""
+"""Float masks of calls with dropout that stay with stock's cuDNN attention, at any address (src/hooks/stock_workarounds.cpp)."""
 
 from __future__ import annotations
 

@@ -215,7 +215,7 @@ def test_vmap_of_grad(any_road: Road, compiled: bool) -> None:
 
 
 def test_jacrev(road: Road) -> None:
-    q, k, v = road.qkv(rows=104)  # no other test's: cuDNN's plans may be for another grad_out (src/stock.cpp)
+    q, k, v = road.qkv(rows=104)  # no other test's: cuDNN's plans may be for another grad_out (src/stock/stock.cpp)
     jacobian = torch.func.jacrev(lambda x: sdpa(x, k, v).float().sum((0, 2, 3)))(q)
     want = torch.func.grad(lambda x: sdpa(x, k, v).float()[:, 1].sum())(q)
     torch.testing.assert_close(jacobian[1], want, atol=6e-2, rtol=6e-2)

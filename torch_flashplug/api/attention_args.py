@@ -16,7 +16,7 @@ from ..torch_hooks import describe_call, tracing
 SIXTEEN_BITS, LARGEST_DIM = (torch.bfloat16, torch.float16), 256
 _LARGEST = torch.finfo(torch.float32).max
 _CAUSAL = (False, True, "bottom_right", "top_left")
-MOST_SPLITS, SPLIT_UNIT = 255, 128  # kMaxSplits and kSplitUnit of src/flashplug.h
+MOST_SPLITS, SPLIT_UNIT = 255, 128  # kMaxSplits and kSplitUnit of src/core/flashplug.h
 Scale = Tensor | float
 Scales = tuple[Scale | None, Scale | None]  # of k and v
 NO_SCALES: Scales = (None, None)
@@ -79,7 +79,7 @@ def _is_bound(bound: object) -> bool:
 
 def check_split_size(size: int, window: tuple[int, int], query: Tensor, value: Tensor, keys: int) -> None:
     """Of rows (B, Hq, Sq, D), and as many keys as a sequence has room for, whose values are (.., Hkv, .., Dv); as
-    splits_of_size of src/plan/decode.cpp, and check_splits of src/own_ops.cpp.
+    splits_of_size of src/dispatch/split_heuristic.cpp, and check_splits of src/ops/attention_ops.cpp.
     """
     Hkv, Dv = value.shape[1], value.shape[3]
     if not size or not is_few(query.shape[1], query.shape[2], Hkv):

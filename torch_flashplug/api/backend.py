@@ -95,7 +95,7 @@ def disable() -> None:
 
 # ---- sdpa_backend ----
 
-SPLITS_SHIFT, MAX_SPLITS = 8, 255  # of a mode word (Mode in src/flashplug.h)
+SPLITS_SHIFT, MAX_SPLITS = 8, 255  # of a mode word (Mode in src/core/flashplug.h)
 
 
 class _Entered(threading.local):

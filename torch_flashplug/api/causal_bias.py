@@ -1,6 +1,6 @@
 """The masks of torch.nn.attention.bias, for explain(). Upper-left ones, and square ones, are is_causal to F.sdpa; with
-others torch itself calls its flash or efficient attention, where kernels of ours stand (src/flash_door.cpp,
-src/efficient_door.cpp).
+others torch itself calls its flash or efficient attention, where kernels of ours stand (src/hooks/flash_attention_op.cpp,
+src/hooks/efficient_attention_op.cpp).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..registry import dispatch_table, features
 from ..registry.architectures import BACKENDS, KERNEL_BACKENDS
 from ..torch_hooks import describe_call
 
-_DIM_STEP, _LARGEST_DIM = 8, 256  # of doors.cpp
+_DIM_STEP, _LARGEST_DIM = 8, 256  # of varlen_common.cpp
 
 
 def is_causal_bias(mask: object) -> bool:

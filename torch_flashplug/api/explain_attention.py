@@ -35,7 +35,7 @@ _ENDS = (
 )
 _NEVER_NONE = {name for name, x in inspect.signature(attention).parameters.items() if x.default is not None}
 _WHOLE = "key and value are made 16 bits first"
-_TOGETHER = 16  # rows of a page that kernels read where it lies: can_be_read of src/own_ops.cpp
+_TOGETHER = 16  # rows of a page that kernels read where it lies: can_be_read of src/ops/attention_ops.cpp
 
 
 def explain_attention(

@@ -1,4 +1,4 @@
-"""explain_varlen(): what a call of torch's varlen_attn would do. The rule is C++'s (src/plan/varlen.cpp), which gets
+"""explain_varlen(): what a call of torch's varlen_attn would do. The rule is C++'s (src/dispatch/varlen_decision.cpp), which gets
 the same facts from here as from the op; the kernel is the one that attention() would run.
 """
 
@@ -21,7 +21,7 @@ from .explain_attention import explain_attention
 _SETTINGS = ("scale", "window_size", "enable_gqa", "seqused_k", "block_table", "num_splits", "return_aux", "out")
 _UNIT = 16  # bytes, in which cuDNN reads
 _DIM_STEP, _LARGEST_DIM = 8, 256
-_WINDOWS = {(-1, -1): 0, (-1, 0): 1}  # VarlenWindow of src/plan/varlen.h; any other: 2
+_WINDOWS = {(-1, -1): 0, (-1, 0): 1}  # VarlenWindow of src/dispatch/varlen_decision.h; any other: 2
 _STOCK = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 
 
@@ -114,7 +114,7 @@ def _backend(varlen: object, tensors: tuple, max_q: int, settings: dict[str, obj
 def _facts(
     operands: tuple[Tensor, ...], cu_seq_k: Tensor | None, max_q: int, settings: dict[str, object]
 ) -> dict[str, int]:
-    """Return the facts of a call, as facts_of_call() of src/varlen.cpp reads them, but for `backend`."""
+    """Return the facts of a call, as facts_of_call() of src/hooks/varlen_attn.cpp reads them, but for `backend`."""
     query, key, value = operands
     rule = varlen_decision.varlen_rule()
     return {

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .varlen_plan import LengthsPlan
 
 Lengths = tuple[Tensor | None, Tensor | None, Tensor | None]  # cu_seqlens_q, cu_seqlens_k, seqused_k
-_OTHER_PLAN = "plan was made for another call"  # src/lists.cpp says so
+_OTHER_PLAN = "plan was made for another call"  # src/operands/varlen_tile_list.cpp says so
 # seen: of Window, then softcap, scale, splits and their size. into: where the output goes, as it is returned.
 
 

@@ -44,7 +44,7 @@ class LengthsPlan(NamedTuple):
     """What plan() returns, and attention() takes."""
 
     lists: Tensor | None  # (1 or 2, n) int32, of the forward's kernel and the backward's; None: no kernel of ours runs
-    key: int  # which kernels those are, and what else the lists are made of: src/lists.cpp
+    key: int  # which kernels those are, and what else the lists are made of: src/operands/varlen_tile_list.cpp
     rows: int
     keys: int
     window: Window

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from ..registry import dispatch_table, kernel_table, stock_bugs
 
 CPU_SLOT, CUDA_SLOT = 0, 1  # of torch's choice stub; the CPU slot serves the tests' stand-in
-# Of a mode word (Mode in src/flashplug.h): where its precision lies, and what it may be beside a recipe's number.
+# Of a mode word (Mode in src/core/flashplug.h): where its precision lies, and what it may be beside a recipe's number.
 PRECISION_SHIFT, PRECISION_OF_PROCESS, WHOLE_PRECISION, PRECISION_OF_THREAD = 16, 0, 0xFF, 0xFE
-SCALE_IDS = {"positive": 0, "zero": 1, "negative": 2, "not finite": 3}  # as Scale in src/problem.h
-_BACKEND_BITS, PREFERENCE = 0x7F, 0x80  # of a mode word (Mode in src/flashplug.h)
-STOCK_BACKENDS = ("cudnn", "flash", "efficient")  # order as StockBackend in src/torch_symbols.h
+SCALE_IDS = {"positive": 0, "zero": 1, "negative": 2, "not finite": 3}  # as Scale in src/core/call_facts.h
+_BACKEND_BITS, PREFERENCE = 0x7F, 0x80  # of a mode word (Mode in src/core/flashplug.h)
+STOCK_BACKENDS = ("cudnn", "flash", "efficient")  # order as StockBackend in src/stock/torch_symbols.h
 FACTS_FIELDS = ("cc", "sm_count", "smem_bytes", "l2_bytes", "memory_rate")
 NO_DEVICE = dict.fromkeys(FACTS_FIELDS, 0)
 # Counters, in the order of enum class Path.
@@ -280,7 +280,7 @@ def push_rows(
 
 @functools.cache
 def problem_facts() -> dict[str, float]:
-    """What describes a call, in the order of src/problem.h, and what it is where it is not said: bf16, packed, no
+    """What describes a call, in the order of src/core/call_facts.h, and what it is where it is not said: bf16, packed, no
     mask, no grad, on a GPU. Sizes are negative: they have to be said.
     """
     plain, facts = doubles([0.0]), {}

@@ -16,7 +16,7 @@ _COMPILE_TYPE = ctypes.CFUNCTYPE(
     *(ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_int),
     *(ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_char), ctypes.c_int),
 )
-_KERNEL, _NONE, _NOT_YET = range(3)  # enum class Provided of src/flashplug.h
+_KERNEL, _NONE, _NOT_YET = range(3)  # enum class Provided of src/core/flashplug.h
 _CAPTURING, _REQUIRED, _TRAINING = 1, 2, 4  # enum Circumstances there
 _LOG_TYPE = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p)
 _TRACE_TYPE = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4, ctypes.POINTER(ctypes.c_int64 * 12))
@@ -79,7 +79,7 @@ def set_learn(run_probe: Callable[[], None]) -> None:
     lib().flashplug_set_learn_callback(_keep["learn"])
 
 
-_STOCKS, _SIZED, _SIZES_LATER, _PART, _STEP = range(5)  # enum class Traced of src/flashplug.h
+_STOCKS, _SIZED, _SIZES_LATER, _PART, _STEP = range(5)  # enum class Traced of src/core/flashplug.h
 Sizes = Sequence[Sequence[int | None]]
 
 

@@ -1,4 +1,4 @@
-"""The tables as C++ holds them: one ctypes structure for each struct of src/tables.h, with the same members in the same
+"""The tables as C++ holds them: one ctypes structure for each struct of src/core/tables.h, with the same members in the same
 order. Texts must live until the structure is pushed.
 """
 

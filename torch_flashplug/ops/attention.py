@@ -1,6 +1,6 @@
 """The ops torch_flashplug::attention_fwd and attention_bwd: attention in a window, of sequences of different lengths on
 end, with sinks and an LSE that has gradients. Schema, fake, autograd, and their mathematics on any device
-(_attention_math_fwd and _bwd, whose memory is O(Sq * Sk)); kernels are called in src/own_ops.cpp.
+(_attention_math_fwd and _bwd, whose memory is O(Sq * Sk)); kernels are called in src/ops/attention_ops.cpp.
 
 Scores are softcap * tanh(score / softcap) where that is not 0 (Gemma 2, arXiv 2408.00118), ahead of what hides some.
 Query i sees the keys from i + diagonal - left to i + diagonal + right; a bound of -1 is none. The diagonal is Sk - Sq
@@ -26,7 +26,7 @@ from . import reference
 from .sdpa import empty_results, mathematics, not_twice
 
 _WINDOW = "int left, int right, bool bottom_right, float softcap, float? scale"
-# 1 and any size: kernels by kind, see Problem of src/problem.h; else only ones of few rows look at them.
+# 1 and any size: kernels by kind, see Problem of src/core/call_facts.h; else only ones of few rows look at them.
 SPLITS = "int num_splits=0, int fixed_split_size=0"
 # For kernels, not for mathematics: of varlen_plan.py, and tracing.mode_of_block().
 _KERNELS = ", Tensor? plan=None, SymInt plan_key=0, int block_mode=0"

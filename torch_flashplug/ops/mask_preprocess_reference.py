@@ -12,7 +12,7 @@ from ..registry.kernel_spec import LISTED, TALL
 from ..registry.mask_layout import FLAGS, HALVES, KIND, MASKED, NONE, THREADS, TILE, WHOLE
 from .bitmask import bits, words
 
-MOST_NUMBERS = (2**31 - 1, 2**32 - 1)  # of a plane, and of all: can_be_digested of src/mask.cpp
+MOST_NUMBERS = (2**31 - 1, 2**32 - 1)  # of a plane, and of all: can_be_digested of src/operands/mask.cpp
 
 
 def digest(mask: Tensor, numbers: int) -> Tensor:
@@ -60,7 +60,7 @@ def seen(digest: Tensor, Sq: int, Sk: int) -> Tensor:
 
 
 def numbers_of(rows: int, Sq: int, Sk: int, *, gradients: bool = True) -> int:
-    """Of a plane's digest, as src/mask.cpp counts them."""
+    """Of a plane's digest, as src/operands/mask.cpp counts them."""
     lines, M, N = (-(-size // LISTED) for size in (rows, Sq, Sk))
     of_rows, of_columns = (-(-size // TILE) for size in (rows, Sk))
     forward = lines * N + _lists_of_keys(Sq, Sk) + of_rows * (of_columns + 1) * THREADS

@@ -1,6 +1,6 @@
 """The custom ops torch_flashplug::sdpa_fwd and sdpa_bwd: schema, fake, autograd, and their reference mathematics.
 
-The kernels at key CUDA live in src/sdpa_ops.cpp. This file owns everything a tracer needs to know about the ops, and
+The kernels at key CUDA live in src/ops/sdpa_ops.cpp. This file owns everything a tracer needs to know about the ops, and
 the math that serves CPU tensors and calls no kernel can take (_math_fwd and _math_bwd, any device, memory O(Sq * Sk)).
 It never decides which backend runs.
 

@@ -24,7 +24,7 @@ SERVE_RATIO = 0.97  # auto takes a class of calls only where stock time / our ti
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """What is asked of calls of few query rows (src/plan/decode.cpp)."""
+    """What is asked of calls of few query rows (src/dispatch/split_heuristic.cpp)."""
 
     rows: int  # Sq * (Hq / Hkv) up to here is a decode call: packed query rows of one tile;
     wide_rows: int  # up to here, where packing and splitting should take less time than the forward,
@@ -355,7 +355,7 @@ CHOICE_ROWS: tuple[ChoiceRow, ...] = (
     ChoiceRow("fwd", "square", 90, False, "causal+8bit", 249, 256, 16384, ANY, 16384, ANY, 1024, 1.204, _EIGHT),
     ChoiceRow("fwd", "square", 90, False, "causal+e4m3", 249, 256, 16384, ANY, 16384, ANY, 1024, 1.197, _EIGHT),
     # Dropout of 0.1 (96 cells), forward and backward: forwards alone go by the same rows (as_with_gradients() of
-    # src/problem.h). Of these the lowest is 0.93: short ones wait for the host.
+    # src/core/call_facts.h). Of these the lowest is 0.93: short ones wait for the host.
     ChoiceRow("fwd", "square", 90, True, "dropout", 1, 128, 128, ANY, 128, ANY, 0, 1.160, _DROPOUT),
     ChoiceRow("fwd", "square", 90, True, "causal+dropout", 1, 128, 512, ANY, 512, ANY, 0, 1.139, _DROPOUT),
     ChoiceRow("fwd", "square", 90, True, "mask+dropout", 1, 128, 128, ANY, 128, ANY, 0, 1.259, _DROPOUT),
@@ -367,7 +367,7 @@ CHOICE_ROWS: tuple[ChoiceRow, ...] = (
     ChoiceRow("fwd", "mixed", 90, True, "full", 129, 192, 256, ANY, 256, ANY, 0, 1.176, _WIDE),
     ChoiceRow("fwd", "mixed", 90, True, "causal", 129, 192, _MIN_SQ, 2048, 1, ANY, 0, 1.111, _WIDE),
     ChoiceRow("fwd", "mixed", 90, True, "causal", 129, 192, 2049, ANY, 1, ANY, 0, 0.934, _WIDE),
-    # Lower-right masks of torch.nn.attention.bias, where stock takes its efficient attention (src/efficient_door.cpp).
+    # Lower-right masks of torch.nn.attention.bias, where stock takes its efficient attention (src/hooks/efficient_attention_op.cpp).
     # Up to (16, 1024, 2048) heads, rows and keys ours waits for its host: forwards have 0.57 to 0.74.
     ChoiceRow("fwd", "mixed", 90, False, "window", 1, 128, 2048, ANY, 4096, ANY, 512, 2.75, _LOWER, elements=_BF16),
     ChoiceRow("fwd", "mixed", 90, True, "window", 1, 128, 2048, ANY, 4096, ANY, 512, 4.14, _LOWER, elements=_BF16),

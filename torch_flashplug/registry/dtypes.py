@@ -1,4 +1,4 @@
-"""What tensors and kernels are made of. A new element type is a row here (and in kDTypes of src/tensor_facts.h, where
+"""What tensors and kernels are made of. A new element type is a row here (and in kDTypes of src/core/tensor_facts.h, where
 no other kernel is made of it), and what kernels do with it: a row of kernels/primitives/dtype.py. Standard library only.
 """
 
@@ -16,7 +16,7 @@ class Number:
     bytes: int
 
 
-# All that are told apart; kDTypes of src/tensor_facts.h mirrors them, test_facts holds the two together.
+# All that are told apart; kDTypes of src/core/tensor_facts.h mirrors them, test_facts holds the two together.
 NUMBERS = {
     "bf16": Number("bfloat16", 2),
     "fp16": Number("float16", 2),

@@ -1,5 +1,5 @@
 """THE list of features: what calls of attention may need beyond softmax(Q K^T) V, and kernels take. A new one is a line
-here, its row in src/problem.h, which reads calls, and what its kernels do.
+here, its row in src/core/call_facts.h, which reads calls, and what its kernels do.
 
 Presence is a matter of which kernel runs; values (a probability, a cap) are arguments. Standard library only.
 """

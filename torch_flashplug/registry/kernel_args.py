@@ -1,4 +1,4 @@
-"""The ABI of every kernel: its arguments by name, in order; C++ packs what is listed here (src/arguments.h). The stream
+"""The ABI of every kernel: its arguments by name, in order; C++ packs what is listed here (src/launch/kernel_args.h). The stream
 comes last in each and is not listed. Standard library only.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 class Argument:
     """One argument of a kernel: a tensor in global memory, or a number."""
 
-    name: str  # a slot of src/tables.h, which a call fills, or a fact of src/problem.h, which fills itself
+    name: str  # a slot of src/core/tables.h, which a call fills, or a fact of src/core/call_facts.h, which fills itself
     rank: int  # dims of a tensor; of a number 0
     dtype: str  # one of DTYPES: the operand that the kernel takes it to be made like, or a fixed one
     scalar: bool  # passed by value
@@ -46,7 +46,7 @@ _RESULTS = (
 _SCALE = _number("scale", "fp32", "of the scores")
 _SCALES = (_number("scale_log2", "fp32", "scale * log2(e)"), _SCALE)
 _DRAWN = (
-    _tensor("counter", 1, "int32", "(1,), zero, of src/counters.cpp; this launch's alone while it runs"),
+    _tensor("counter", 1, "int32", "(1,), zero, of src/launch/counters.cpp; this launch's alone while it runs"),
     _number("num_ctas", "int32", "SMs of the device: CTAs to run"),
 )
 

@@ -44,7 +44,7 @@ THIRDS = 0.35
 @dataclass(frozen=True, slots=True)
 class KernelRow:
     """A kernel of each of these elements and with each of these sets of features, and the calls whose shapes it fits.
-    What else C++ asks of a row (struct KernelRow in src/tables.h) are properties.
+    What else C++ asks of a row (struct KernelRow in src/core/tables.h) are properties.
     """
 
     kind: str

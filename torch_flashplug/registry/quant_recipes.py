@@ -38,7 +38,7 @@ class Recipe:
     values: str | None
 
 
-# By the name that users say, in the order of a mode word's numbers, from 1 on (Mode in src/flashplug.h).
+# By the name that users say, in the order of a mode word's numbers, from 1 on (Mode in src/core/flashplug.h).
 RECIPES = {
     "qk8": Recipe("int8", None),
     "8bit": Recipe("int8", "e4m3"),

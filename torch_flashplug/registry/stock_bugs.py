@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# What a row may ask of a call, in the order of CallFact in src/tables.h.
+# What a row may ask of a call, in the order of CallFact in src/core/tables.h.
 FACTS = (
     "odd_base",  # the address of an operand is no multiple of 16 bytes
     "odd_ones",  # the stride of an operand's dim of size 1 is none

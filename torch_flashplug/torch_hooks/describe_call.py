@@ -1,7 +1,7 @@
 """What Python tensors say of one F.sdpa call, for native.plan(): explain() and Plan B use it; served calls are read in
-C++, which also makes the facts of a call of what is said here (src/problem.h).
+C++, which also makes the facts of a call of what is said here (src/core/call_facts.h).
 
-Mirrors the first questions of src/router.cpp. Reads hints of symbolic sizes, so it never adds a guard.
+Mirrors the first questions of src/hooks/sdp_choice.cpp. Reads hints of symbolic sizes, so it never adds a guard.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def kernels_allowed() -> bool:
 
 def _becomes_floats(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool:
     """Return whether F.sdpa makes floats of a bool mask, also for kernels of ours: under functorch and dispatch modes
-    (`as_floats` of src/router.cpp).
+    (`as_floats` of src/hooks/sdp_choice.cpp).
     """
     if mask.dtype != torch.bool:
         return False
@@ -141,7 +141,7 @@ def under_autocast(device_type: str, *tensors: Tensor | None) -> tuple[Tensor | 
 
 
 def misfit(query: Tensor, key: Tensor, mask: Tensor) -> str | None:
-    """Why a mask is none that kernels take, as mask_fits of src/mask.cpp; None if it is. Sizes that depend on data may
+    """Why a mask is none that kernels take, as mask_fits of src/operands/mask.cpp; None if it is. Sizes that depend on data may
     fit.
     """
     if mask.dtype not in {torch.bool, torch.float32, query.dtype}:
@@ -274,12 +274,12 @@ def describe(
 
 
 def _is_wide(mask: Tensor, query: Tensor) -> bool:
-    """is_wide_bias of src/problem.h."""
+    """is_wide_bias of src/core/call_facts.h."""
     return mask.dtype == torch.float32 and query.dtype != torch.float32
 
 
 def bias_in_words(query: Tensor, key: Tensor, mask: Tensor, few: bool, hopper: bool) -> str:
-    """Say how kernels read a float mask that fits (src/bias.cpp).
+    """Say how kernels read a float mask that fits (src/operands/bias.cpp).
 
     Args:
         query, key, mask: operands of the call.
@@ -322,7 +322,7 @@ def right_choice(
     is_causal: bool,
     scale: float | None,
 ) -> tuple[int, str]:
-    """What the router makes of stock's choice for a call, both of SDPBackend's numbers (src/stock_faults.cpp), and what
+    """What the router makes of stock's choice for a call, both of SDPBackend's numbers (src/hooks/stock_bugs.cpp), and what
     is wrong with that one; "": nothing. Past whatever would trace it: only facts are read.
     """
     right, fault = _RIGHT_CHOICE.redispatch(_AT_CUDA, query, key, value, attn_mask, dropout_p, is_causal, scale, choice)

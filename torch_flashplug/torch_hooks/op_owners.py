@@ -7,7 +7,7 @@ import warnings
 
 import torch
 
-_OURS = "torch_flashplug:"  # kOwner of src/values.h, with the line of its registration
+_OURS = "torch_flashplug:"  # kOwner of src/core/values.h, with the line of its registration
 _TORCHS = "aten/src/ATen/"  # in the path of each file that torch's own kernels are registered in
 
 

@@ -1,4 +1,4 @@
-"""Switches the repair of stock's attention (src/repair.cpp), for calls that stay with stock: cuDNN's misreads addresses
+"""Switches the repair of stock's attention (src/hooks/stock_workarounds.cpp), for calls that stay with stock: cuDNN's misreads addresses
 and strides that are no multiples of 16 bytes, at which flash and the efficient attention fail, and cuDNN's backward
 forgets how grad_out lies in memory.
 
@@ -66,13 +66,13 @@ def _schema(name: str) -> str:
 
 
 def _known() -> dict[str, str]:
-    """Schemas of stock's ops that are repaired, by name, as src/schemas.h has them."""
+    """Schemas of stock's ops that are repaired, by name, as src/core/schemas.h has them."""
     known = {schema.partition("(")[0]: schema for schema in bindings.names("schemas")}
     return {name: known[name] for name in known if any(f"_{backend}_" in name for backend in bindings.STOCK_BACKENDS)}
 
 
 def _changed() -> list[str]:
-    """Stock's ops that are not as src/schemas.h has them. src/stock_kernels.cpp calls their functions by mangled names,
+    """Stock's ops that are not as src/core/schemas.h has them. src/stock/stock_kernels.cpp calls their functions by mangled names,
     which say nothing of results.
     """
     return [name for name, schema in _known().items() if _schema(name) != schema]

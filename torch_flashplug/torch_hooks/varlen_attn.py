@@ -1,4 +1,4 @@
-"""torch.nn.attention.varlen on kernels of ours: what src/varlen.cpp, whose kernels stand at its private ops, cannot
+"""torch.nn.attention.varlen on kernels of ours: what src/hooks/varlen_attn.cpp, whose kernels stand at its private ops, cannot
 know before torch's module is imported, and the bodies that torch would have run, for what is not ours.
 
 In auto calls are ours where VARLEN_ROWS (dispatch_table.py) has the kernel that torch would run; else where a block of

@@ -21,7 +21,7 @@ from .operands import (
     given_bias,
 )
 
-WANT_DQ, WANT_DKDV = 1, 2  # kWantDq, kWantDkDv of src/flashplug.h
+WANT_DQ, WANT_DKDV = 1, 2  # kWantDq, kWantDkDv of src/core/flashplug.h
 
 
 @dataclass(frozen=True)

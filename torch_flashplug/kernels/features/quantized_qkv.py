@@ -49,7 +49,7 @@ class Eight(Seams):
         return Given(of_type(made.q, scores), of_type(made.k, scores), v, scaling)
 
     def made(self, call: object) -> Made:
-        """Where everything lies, as src/eight.cpp counts its bytes."""
+        """Where everything lies, as src/operands/quant_workspace.cpp counts its bytes."""
         B, Hq, Sq, _ = call.q.shape
         _, Hkv, Sk, _ = call.k.shape
         Dv, room = call.v.shape[3], Room(call.scratch8.iterator)

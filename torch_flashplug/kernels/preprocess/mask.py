@@ -36,7 +36,7 @@ PER_ROW = LISTED // BYTES
 
 
 def numbers(rows: int | Int32, Sq: int | Int32, Sk: int | Int32, *, gradients: bool) -> int | Int32:
-    """How many 32-bit numbers a plane's digest takes, as src/mask.cpp counts them."""
+    """How many 32-bit numbers a plane's digest takes, as src/operands/mask.cpp counts them."""
     lines, M, N = ((size + LISTED - 1) // LISTED for size in (rows, Sq, Sk))
     of_rows, of_columns, tall = ((size + unit - 1) // unit for size, unit in ((rows, TILE), (Sk, TILE), (Sq, TALL)))
     taken = lines * N + 2 * (M + tall) * (N + 1) + of_rows * (of_columns + 1) * THREADS

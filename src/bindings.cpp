@@ -1,0 +1,337 @@
+// The C functions that torch_flashplug/dispatch/bindings.py binds with ctypes: no Python objects, no exceptions across
+// the boundary.
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <type_traits>
+
+#include "core/errors.h"
+#include "core/flashplug.h"
+#include "core/schemas.h"
+#include "core/state.h"
+#include "dispatch/varlen_decision.h"
+#include "hooks/varlen_common.h"
+#include "ops/attention.h"
+#include "stock/torch_symbols.h"
+
+using namespace flashplug;
+
+#define FLASHPLUG_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+// 0 and no exception; or 1 and a text for flashplug_last_error.
+template <typename Body>
+int guarded(Body body) {
+  try {
+    body();
+    return 0;
+  } catch (const std::exception& error) {
+    set_last_error(error.what());
+    return 1;
+  }
+}
+
+// Plans that threads remember are of another version from here on.
+Tables& changing_tables() {
+  Tables& t = tables();
+  ++t.version;
+  return t;
+}
+
+// Adds a row, if Python means the same by it.
+template <typename Row, typename Add>
+int pushed(const Row& row, size_t size, Add add) {
+  return guarded([&] {
+    if (size != sizeof(Row))
+      throw std::runtime_error("torch_flashplug: _C was built for other rows than table_structs.py's");
+    add(changing_tables(), row);
+  });
+}
+
+// Copies text, cut to fit; returns the bytes needed with the final zero.
+int copy_text(const std::string& text, char* out, int capacity) {
+  if (capacity > 0) {
+    const size_t n = text.size() < static_cast<size_t>(capacity - 1) ? text.size() : static_cast<size_t>(capacity - 1);
+    std::memcpy(out, text.data(), n);
+    out[n] = '\0';
+  }
+  return static_cast<int>(text.size()) + 1;
+}
+
+// A call by its facts, in the order of visit_facts().
+Problem problem_from(const double* facts) {
+  Problem p;
+  visit_facts(p, [&facts](const char*, auto& fact) { fact = static_cast<std::decay_t<decltype(fact)>>(*facts++); });
+  p.needs |= needs_of({.dropout_p = p.dropout_p});  // the other needs are said by their names
+  return p;
+}
+
+void copy_facts(Problem p, double* out) {
+  visit_facts(p, [&out](const char*, const auto& fact) { *out++ = static_cast<double>(fact); });
+}
+
+// What a call is where nothing is said: bf16 and packed, on a GPU. Its sizes, which have to be said, are negative.
+Problem plain_call() {
+  Problem p;
+  p.B = p.Hq = p.Hkv = p.Sq = p.Sk = p.D = p.Dv = -1;
+  std::fill_n(p.dtype, kNumOperands, DType::kFirst);
+  p.on_cuda = true;
+  return p;
+}
+
+template <typename Row, size_t n>
+constexpr std::array<const char*, n> names_of(const Row (&rows)[n]) {
+  std::array<const char*, n> names{};
+  for (size_t i = 0; i < n; ++i) names[i] = rows[i].name;
+  return names;
+}
+constexpr auto kFeatureNames = names_of(kFeatures);
+
+struct Names {
+  const char* list;
+  const char* const* names;
+  int count;
+  template <int n>
+  constexpr Names(const char* list, const char* const (&names)[n]) : list(list), names(names), count(n) {}
+  template <size_t n>
+  constexpr Names(const char* list, const std::array<const char*, n>& names)
+      : list(list), names(names.data()), count(n) {}
+};
+const Names kVocabulary[] = {{"backends", kBackendNames},
+                             {"features", kFeatureNames},
+                             {"kinds", kKindNames},
+                             {"operands", kOperandsNames},
+                             {"call facts", kCallFactNames},
+                             {"number types", kNumberTypeNames},
+                             {"schemas", kSchemas},
+                             {"exits", kExitNames},
+                             {"reasons", kWhyNames},
+                             {"varlen rules", kVarlenRuleNames},
+                             {"varlen facts", kVarlenFactNames},
+                             {"varlen exits", kVarlenExitNames},
+                             {"varlen kernels", kVarlenKernelNames},
+                             {"varlen fact bits", kVarlenFactBits}};
+
+// Field order: FACTS_FIELDS of native.py.
+DeviceFacts facts_from(const int64_t* f) {
+  return DeviceFacts{static_cast<int>(f[0]), static_cast<int>(f[1]), static_cast<int>(f[2]), static_cast<int>(f[3]),
+                     static_cast<int>(f[4])};
+}
+
+}  // namespace
+
+FLASHPLUG_EXPORT int flashplug_install(int slot) { return install(slot); }
+FLASHPLUG_EXPORT int flashplug_uninstall(int slot) { return uninstall(slot); }
+FLASHPLUG_EXPORT int flashplug_installed(int slot) { return installed(slot); }
+FLASHPLUG_EXPORT int flashplug_take_last_exit() { return take_last_exit(); }
+FLASHPLUG_EXPORT int flashplug_register_ops(const char* dispatch_key, int own_ops) {
+  return guarded([&] { register_ops(dispatch_key, own_ops != 0); });
+}
+FLASHPLUG_EXPORT void flashplug_unregister_ops() { unregister_ops(); }
+
+FLASHPLUG_EXPORT int flashplug_repair(int backends) {
+  return guarded([&] { repair(backends); });
+}
+
+FLASHPLUG_EXPORT int flashplug_open_varlen(const char* dispatch_key) {
+  return guarded([&] { open_varlen(dispatch_key); });
+}
+FLASHPLUG_EXPORT void flashplug_close_varlen() { close_varlen(); }
+FLASHPLUG_EXPORT int flashplug_know_varlen(const char* op, const char* schema) {
+  return guarded([&] { know_varlen(op, schema); });
+}
+FLASHPLUG_EXPORT void flashplug_know_varlen_rule(int rule) { know_varlen_rule(rule); }
+FLASHPLUG_EXPORT int flashplug_varlen_rule() { return varlen_rule(); }
+// Facts: kVarlenFactNames, in their order. JSON of what is decided of such a call.
+FLASHPLUG_EXPORT int flashplug_varlen_text(const int64_t* facts, int cc, int64_t mode, char* out, int capacity) {
+  VarlenCall call;
+  std::memcpy(static_cast<void*>(&call), facts, sizeof call);  // all of its members are int64_t
+  const VarlenVerdict verdict = judge_varlen(call, enabled(), Mode{mode}, cc, tables());
+  return copy_text(varlen_json(call, verdict, Mode{mode}, cc, tables()), out, capacity);
+}
+FLASHPLUG_EXPORT void flashplug_set_prepare_callback(PrepareCallback callback) { set_prepare_callback(callback); }
+
+FLASHPLUG_EXPORT void flashplug_hold_error(void* exception) { hold_python_error(exception); }
+
+FLASHPLUG_EXPORT int flashplug_know_flash(const char* schema) { return know_flash(schema); }
+FLASHPLUG_EXPORT int flashplug_open_flash(const char* dispatch_key) {
+  return guarded([&] { open_flash(dispatch_key); });
+}
+FLASHPLUG_EXPORT void flashplug_close_flash() { close_flash(); }
+FLASHPLUG_EXPORT int flashplug_open_efficient(const char* dispatch_key) {
+  return guarded([&] { open_efficient(dispatch_key); });
+}
+FLASHPLUG_EXPORT void flashplug_close_efficient() { close_efficient(); }
+FLASHPLUG_EXPORT void flashplug_prefer_flash(int on) { prefer_flash(on != 0); }
+
+FLASHPLUG_EXPORT void flashplug_set_enabled(int on) { state().enabled.store(on != 0); }
+FLASHPLUG_EXPORT int flashplug_enabled() { return enabled(); }
+FLASHPLUG_EXPORT int64_t flashplug_set_mode(int64_t word) { return exchange_thread_mode(word); }
+FLASHPLUG_EXPORT void flashplug_set_learn_callback(LearnCallback callback) { set_learn_callback(callback); }
+FLASHPLUG_EXPORT int flashplug_learn_node(int64_t sequence) { return learn_node(static_cast<uint64_t>(sequence)); }
+FLASHPLUG_EXPORT int64_t flashplug_mode() { return current_thread_mode(); }
+FLASHPLUG_EXPORT int flashplug_set_cta_margin(int ctas) { return exchange_cta_margin(std::max(ctas, 0)); }
+FLASHPLUG_EXPORT int64_t flashplug_effective_mode() { return effective_mode().word; }
+FLASHPLUG_EXPORT void flashplug_set_process_precision(int precision) { set_process_precision(precision); }
+FLASHPLUG_EXPORT void flashplug_set_process_backend(int backend) { state().process_backend.store(backend); }
+FLASHPLUG_EXPORT void flashplug_set_standin(int level) { state().standin.store(static_cast<Standin>(level)); }
+
+// Names that Python has, too, each list in the order of its numbers or bits; empty after the last one. Tests ask.
+FLASHPLUG_EXPORT int flashplug_name(const char* list, int number, char* out, int capacity) {
+  for (const Names& names : kVocabulary) {
+    if (std::strcmp(names.list, list) == 0 && number >= 0 && number < names.count)
+      return copy_text(names.names[number], out, capacity);
+  }
+  return copy_text("", out, capacity);
+}
+
+// The name of a dtype, the bytes of an element and its DLPack code; empty after the last one.
+FLASHPLUG_EXPORT int flashplug_dtype(int number, int64_t* bytes, int64_t* dlpack, char* out, int capacity) {
+  if (number < 0 || number >= kNumDTypes) return copy_text("", out, capacity);
+  *bytes = kDTypes[number].bytes, *dlpack = kDTypes[number].dlpack;
+  return copy_text(kDTypes[number].name, out, capacity);
+}
+
+FLASHPLUG_EXPORT void flashplug_device_facts(int device_index, int64_t* out) {
+  const DeviceFacts facts = device_facts(device_index);
+  out[0] = facts.cc, out[1] = facts.sm_count, out[2] = facts.smem_bytes, out[3] = facts.l2_bytes;
+  out[4] = facts.memory_rate;
+}
+FLASHPLUG_EXPORT void flashplug_set_facts_override(const int64_t* facts) {  // null: back to the real ones
+  State& s = state();
+  if (facts != nullptr) s.facts_override = facts_from(facts);
+  s.facts_overridden.store(facts != nullptr, std::memory_order_release);
+}
+
+// Rows of src/core/tables.h as table_structs.py mirrors them, whose sizes must say so. Texts are copied.
+FLASHPLUG_EXPORT void flashplug_clear_rows() {
+  Tables& t = changing_tables();
+  const uint64_t version = t.version;
+  t = Tables{};
+  t.version = version;
+  forget_kernels();
+}
+FLASHPLUG_EXPORT int flashplug_add_family_row(const FamilyRow* row, size_t size) {
+  return pushed(*row, size, [](Tables& t, const FamilyRow& family) { t.add(family); });
+}
+FLASHPLUG_EXPORT int flashplug_add_kernel_row(const KernelRow* row, size_t size) {
+  return pushed(*row, size, [](Tables& t, const KernelRow& kernel) {
+    t.add(kernel);
+    expect_kernels(t.kernels.size());
+  });
+}
+FLASHPLUG_EXPORT int flashplug_add_argument_row(const ArgumentRow* row, size_t size) {
+  return pushed(*row, size, [](Tables& t, const ArgumentRow& argument) { t.add(argument); });
+}
+FLASHPLUG_EXPORT int flashplug_add_choice_row(const ChoiceRow* row, size_t size) {
+  return pushed(*row, size, [](Tables& t, ChoiceRow choice) {
+    choice.said = t.keep(choice.said), choice.measured = t.keep(choice.measured);
+    t.choices.push_back(choice);
+  });
+}
+FLASHPLUG_EXPORT int flashplug_add_rescue_row(const RescueRow* row, size_t size) {
+  return pushed(*row, size, [](Tables& t, const RescueRow& rescue) {
+    t.rescues.push_back(rescue);
+    t.rescues.back().stock = t.keep(rescue.stock);
+    t.rescues.back().evidence = t.keep(rescue.evidence);
+  });
+}
+FLASHPLUG_EXPORT int flashplug_add_varlen_row(const VarlenRow* row, size_t size) {
+  return pushed(*row, size, [](Tables& t, VarlenRow varlen) {
+    varlen.measured = t.keep(varlen.measured), varlen.wrong = t.keep(varlen.wrong);
+    t.varlen.push_back(varlen);
+  });
+}
+FLASHPLUG_EXPORT int64_t flashplug_digest_numbers(int64_t rows, int64_t Sq, int64_t Sk, int gradients) {
+  return digest_numbers(rows, Sq, Sk, gradients != 0);
+}
+FLASHPLUG_EXPORT int flashplug_add_feature_row(const FeatureRow* row, size_t size) {
+  return pushed(*row, size, [](Tables& t, const FeatureRow& feature) {
+    t.features.push_back(FeatureRow{t.keep(feature.said), t.keep(feature.words)});
+  });
+}
+FLASHPLUG_EXPORT int flashplug_add_gate_row(const GateRow* row, size_t size) {
+  return pushed(*row, size, [](Tables& t, const GateRow& gate) { t.gate = gate; });
+}
+
+// The name of a fact of a call, and what it is where it is not said; empty after the last one.
+FLASHPLUG_EXPORT int flashplug_fact(int number, double* plain, char* out, int capacity) {
+  std::string found;
+  Problem p = plain_call();
+  visit_facts(p, [&](const char* name, const auto& fact) {
+    if (number-- == 0) found = name, *plain = static_cast<double>(fact);
+  });
+  return copy_text(found, out, capacity);
+}
+// Sizes and layouts of a call whose operands Python holds: of each four sizes, four strides, an address in bytes, and
+// the bytes of an element.
+FLASHPLUG_EXPORT void flashplug_read_operands(const int64_t* sizes, const int64_t* strides, const int64_t* addresses,
+                                              const int64_t* element_bytes, double* problem) {
+  Problem p = problem_from(problem);
+  const Shape shapes[kNumOperands] = {{sizes, strides}, {sizes + 4, strides + 4}, {sizes + 8, strides + 8}};
+  fill_shapes(shapes, &p);
+  for (int i = 0; i < kNumOperands; ++i) p.layout[i] = layout_of(shapes[i], addresses[i], element_bytes[i]);
+  copy_facts(p, problem);
+}
+FLASHPLUG_EXPORT int flashplug_shapes_fit(const int64_t* sizes, int enable_gqa) {
+  const Shape shapes[kNumOperands] = {{sizes}, {sizes + 4}, {sizes + 8}};
+  return shapes_fit(shapes, enable_gqa != 0);
+}
+FLASHPLUG_EXPORT int flashplug_fault_said(int fault, char* out, int capacity) {
+  return copy_text(fault_said(fault), out, capacity);
+}
+FLASHPLUG_EXPORT int flashplug_scale(double scale) { return static_cast<int>(scale_of(scale)); }
+
+// `remembered`: from this thread's memory of plans, as calls get theirs.
+FLASHPLUG_EXPORT int flashplug_plan_text(const double* problem, const int64_t* facts, int64_t mode, int remembered,
+                                         char* out, int capacity) {
+  const Problem p = problem_from(problem);
+  const DeviceFacts device = facts_from(facts);
+  const Plan plan =
+      remembered != 0 ? remembered_plan(p, device, Mode{mode}, tables()) : plan_call(p, device, Mode{mode}, tables());
+  return copy_text(plan_json(plan, p, device, Mode{mode}, tables()), out, capacity);
+}
+// Whether this thread's memory holds the plan of exactly this call.
+FLASHPLUG_EXPORT int flashplug_is_remembered(const double* problem, const int64_t* facts, int64_t mode) {
+  return is_remembered(problem_from(problem), facts_from(facts), Mode{mode}, tables());
+}
+FLASHPLUG_EXPORT int64_t flashplug_missing_changes() { return missing_changes(); }
+// 1: the plan is ours, but its kernel was looked for in vain.
+FLASHPLUG_EXPORT int flashplug_kernel_missing(const double* problem, const int64_t* facts, int64_t mode) {
+  const Problem p = problem_from(problem);
+  const DeviceFacts device = facts_from(facts);
+  const Plan& plan = remembered_plan(p, device, Mode{mode}, tables());
+  return plan.ours() && kernel_missing(plan.kernel_row, device);
+}
+FLASHPLUG_EXPORT int flashplug_forced_error(const double* problem, const int64_t* facts, int64_t mode, char* out,
+                                            int capacity) {
+  return copy_text(forced_error(problem_from(problem), facts_from(facts), Mode{mode}, tables()), out, capacity);
+}
+
+FLASHPLUG_EXPORT void flashplug_counters(int64_t* out, int reset) {
+  for (int i = 0; i < kNumPaths; ++i) {
+    std::atomic<int64_t>& counter = state().counters[i];
+    out[i] = reset ? counter.exchange(0) : counter.load();
+  }
+}
+FLASHPLUG_EXPORT void flashplug_set_log_callback(LogCallback callback, int log_plans) {
+  {
+    std::lock_guard<std::mutex> lock(state().told_mutex);
+    state().told.clear();  // who listens from here on has been told nothing
+  }
+  state().log_plans.store(log_plans != 0);
+  state().log_callback.store(callback, std::memory_order_release);
+}
+
+// THPVariable_Wrap: at::Tensor* -> a new reference to its Python object, for the up-call below; null if unknown here.
+FLASHPLUG_EXPORT void* flashplug_wrap_function() { return torch_symbols().wrap; }
+FLASHPLUG_EXPORT void flashplug_set_trace_callback(TraceCallback callback) { state().trace_callback.store(callback); }
+FLASHPLUG_EXPORT void flashplug_set_compile_callback(CompileCallback callback) { set_compile_callback(callback); }
+FLASHPLUG_EXPORT void flashplug_load_pack(const char* path, const char* target) { load_pack(path, target); }
+FLASHPLUG_EXPORT void flashplug_clear_packs() { clear_packs(); }
+FLASHPLUG_EXPORT int flashplug_last_error(char* out, int capacity) {
+  State& s = state();
+  std::lock_guard<std::mutex> lock(s.error_mutex);
+  return copy_text(s.last_error, out, capacity);
+}

@@ -1,0 +1,164 @@
+// Tensors -> Problem, step by step. Nothing here decides whose call it is.
+#include "core/call_facts.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "core/flashplug.h"
+#include "stock/torch_symbols.h"
+
+namespace flashplug {
+
+namespace {
+
+bool on_one_device(const TensorClass (&operand)[kNumOperands]) {
+  const TensorClass& first = operand[0];
+  return eligible_device(first.device_type) &&
+         std::all_of(operand, operand + kNumOperands, [&first](const TensorClass& other) {
+           return other.device_type == first.device_type && other.device_index == first.device_index;
+         });
+}
+
+// What tells alignment. A tensor that is only traced has no address yet; its storage will have one that is aligned.
+int64_t address_of(AtenTensorHandle tensor, Memory memory, int64_t element_bytes) {
+  const void* data = nullptr;
+  if (memory == Memory::kReal && torch_get_const_data_ptr(tensor, &data) == 0) return reinterpret_cast<int64_t>(data);
+  int64_t offset = 0;
+  return aoti_torch_get_storage_offset(tensor, &offset) == 0 ? offset * element_bytes : 0;
+}
+
+// A bound that there is not is one that all keys are inside of, of a tile's rows behind the last one, too: else its
+// blocks are walked over in another order, by how many keys there are beside a sequence's (kernels/parts/window.py).
+void set_window(const Window& window, Problem* p) {
+  constexpr int64_t tile = 256;
+  const int64_t all = p->Sq + p->Sk + tile;
+  const auto bound = [all](int64_t keys) { return keys < 0 ? all : std::min(keys, all); };
+  p->left = bound(window.left), p->right = bound(window.right);
+  p->bottom_right = window.bottom_right ? 1 : 0;
+}
+
+bool is_of(AtenTensorHandle tensor, int32_t dtype) {
+  int32_t found = -1;
+  return aoti_torch_get_dtype(tensor, &found) == 0 && found == dtype;
+}
+
+}  // namespace
+
+std::optional<Window> window_of(const Attention& call) {
+  if (call.causal == Causal::kBottomRight) return Window{-1, 0, true};
+  return call.window;
+}
+
+bool is_there(AtenTensorHandle tensor) {
+  bool defined = false;
+  return tensor != nullptr && aoti_torch_is_defined(tensor, &defined) == 0 && defined;
+}
+
+bool is_mask(AtenTensorHandle tensor) { return is_of(tensor, aoti_torch_dtype_bool()) || is_kept(tensor); }
+
+bool is_kept(AtenTensorHandle tensor) { return is_digest(tensor) || is_of(tensor, aoti_torch_dtype_uint8()); }
+
+bool is_digest(AtenTensorHandle tensor) { return is_of(tensor, aoti_torch_dtype_int32()); }
+
+bool is_wide_bias(const Attention& call) {
+  static const int32_t fp32 = aoti_torch_dtype_float32();
+  return is_of(call.mask, fp32) && !is_of(call.q, fp32);
+}
+
+bool traced(const Attention& call) {
+  const TorchSymbols& torch = torch_symbols();
+  return torch.python_dispatch(call.q) || torch.python_dispatch(call.k) || torch.python_dispatch(call.v);
+}
+
+bool wrapped(const Attention& call) {
+  const TorchSymbols& torch = torch_symbols();
+  return torch.wrapped(call.q) || torch.wrapped(call.k) || torch.wrapped(call.v) ||
+         (call.mask != nullptr && torch.wrapped(call.mask));
+}
+
+int64_t needs_of(const Attention& call) {
+  int64_t needs = 0, bit = 1;
+  for (const Feature& feature : kFeatures) {
+    needs |= feature.needed(call) ? bit : 0;
+    bit <<= 1;
+  }
+  return needs;
+}
+
+bool read_class(const Attention& call, Facts* facts) {
+  const AtenTensorHandle tensors[kNumOperands] = {call.q, call.k, call.v};
+  Problem& p = facts->problem;
+  for (int i = 0; i < kNumOperands; ++i) {
+    if (!read_class(tensors[i], &facts->operand[i])) return false;
+    p.dtype[i] = facts->operand[i].dtype;
+  }
+  p.on_cuda = on_one_device(facts->operand);
+  p.needs = needs_of(call);
+  p.dropout_p = call.dropout_p;
+  p.softcap = call.softcap;
+  p.by_kind = call.num_splits == 1 || call.fixed_split_size != 0;
+  p.split_size = call.fixed_split_size;
+  p.tall = call.tall;
+  p.scale = scale_of(call.scale);
+  return true;
+}
+
+bool four_dims(const Facts& facts) {
+  return std::all_of(facts.operand, facts.operand + kNumOperands, [](const TensorClass& x) { return x.dim == 4; });
+}
+
+bool read_shapes(const Attention& call, Memory memory, Facts* facts) {
+  if (!four_dims(*facts)) return false;
+  const AtenTensorHandle tensors[kNumOperands] = {call.q, call.k, call.v};
+  for (int i = 0; i < kNumOperands; ++i) {
+    if (!read_shape(tensors[i], &facts->shape[i])) return false;
+  }
+  fill_shapes(facts->shape, &facts->problem);
+  Shape pages;
+  if (is_there(call.pages) && read_shape(call.pages, &pages)) facts->problem.Sk *= pages.size[1];
+  if (const std::optional<Window> window = window_of(call)) set_window(*window, &facts->problem);
+  int64_t starts = 0;
+  if (is_there(call.cu_q) && aoti_torch_get_numel(call.cu_q, &starts) == 0) facts->problem.sequences = starts - 1;
+  for (int i = 0; i < kNumOperands; ++i) {
+    const int64_t bytes = facts_of(facts->problem.dtype[i]).bytes;
+    facts->problem.layout[i] = layout_of(facts->shape[i], address_of(tensors[i], memory, bytes), bytes);
+  }
+  return true;
+}
+
+void fill_shapes(const Shape (&shape)[kNumOperands], Problem* p) {
+  const auto& [q, k, v] = shape;
+  p->B = q.size[0], p->Hq = q.size[1], p->Sq = q.size[2], p->D = q.size[3];
+  p->Hkv = k.size[1], p->Sk = k.size[2], p->Dv = v.size[3];
+}
+
+bool shapes_fit(const Shape (&shape)[kNumOperands], bool enable_gqa) {
+  const int64_t *q = shape[0].size, *k = shape[1].size, *v = shape[2].size;
+  const bool heads = q[1] == k[1] || k[1] == 1 || (enable_gqa && k[1] > 0 && q[1] % k[1] == 0);
+  return heads && std::equal(k, k + 3, v) && q[0] == k[0] && q[3] == k[3];
+}
+
+Scale scale_of(std::optional<double> scale) {
+  if (!scale) return Scale::kPositive;
+  constexpr double smallest = std::numeric_limits<float>::min(), largest = std::numeric_limits<float>::max();
+  if (!(std::abs(*scale) <= largest)) return Scale::kNotFinite;
+  return *scale >= smallest ? Scale::kPositive : *scale <= -smallest ? Scale::kNegative : Scale::kZero;
+}
+
+bool eligible_device(int32_t device_type) {
+  static const int32_t cuda = aoti_torch_device_type_cuda(), cpu = aoti_torch_device_type_cpu();
+  return device_type == cuda || (device_type == cpu && standin() != Standin::kOff);
+}
+
+bool wants_grad(const Attention& call) {
+  const TorchSymbols& torch = torch_symbols();
+  const bool of_operands = torch.requires_grad(call.q) || torch.requires_grad(call.k) || torch.requires_grad(call.v);
+  return (of_operands && aoti_torch_grad_mode_is_enabled()) || wants_bias_grad(call);
+}
+
+bool wants_bias_grad(const Attention& call) {
+  return is_there(call.mask) && torch_symbols().requires_grad(call.mask) && aoti_torch_grad_mode_is_enabled();
+}
+
+}  // namespace flashplug

@@ -1,0 +1,326 @@
+// How an error gets through a shim, which returns a code and no exception. Up to torch 2.12 it only logs the text.
+//
+// An exception of Python code is thrown again as the object it is, with type, value and traceback. The bodies of our
+// own ops hand theirs over (native.held). A TorchDispatchMode leaves its exception set on the thread: torch throws
+// python_error, which owns nothing yet, and the shim catches that. What C++ raised is found out by a second call past
+// the shim, or told by its text.
+#include "core/errors.h"
+
+#include <dlfcn.h>
+
+#include <array>
+#include <cstring>
+#include <exception>
+#include <optional>
+#include <stdexcept>
+#include <string_view>
+#include <utility>
+
+#include "stock/torch_symbols.h"
+
+// ---- Python's exceptions ----
+
+namespace flashplug {
+namespace {
+
+using Object = void;  // PyObject
+
+// Python's stable C interface. _C is not linked with libpython.
+struct Python {
+  int (*initialized)() = nullptr;
+  Object* (*thread_state)() = nullptr;
+  int (*ensure)() = nullptr;
+  void (*release)(int) = nullptr;
+  Object* (*occurred)() = nullptr;
+  void (*fetch)(Object**, Object**, Object**) = nullptr;
+  void (*normalize)(Object**, Object**, Object**) = nullptr;
+  void (*clear)() = nullptr;
+  void (*set_string)(Object*, const char*) = nullptr;
+  void (*incref)(Object*) = nullptr;
+  void (*decref)(Object*) = nullptr;
+  Object* (*type_of)(Object*) = nullptr;
+  Object* (*traceback_of)(Object*) = nullptr;
+  Object* (*str)(Object*) = nullptr;
+  const char* (*utf8)(Object*, ptrdiff_t*) = nullptr;
+  Object* (*import)(const char*) = nullptr;
+  Object* (*attribute)(Object*, const char*) = nullptr;
+  bool found = true;
+};
+
+const Python& python() {
+  static const Python instance = [] {
+    Python p;
+    void* torch = in_process("libtorch_python.so");
+    const auto look = [&](auto& function, const char* name) {
+      void* symbol = dlsym(RTLD_DEFAULT, name);
+      if (symbol == nullptr && torch != nullptr) symbol = dlsym(torch, name);
+      function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(symbol);
+      p.found &= symbol != nullptr;
+    };
+    look(p.initialized, "Py_IsInitialized");
+    look(p.thread_state, "PyGILState_GetThisThreadState");
+    look(p.ensure, "PyGILState_Ensure");
+    look(p.release, "PyGILState_Release");
+    look(p.occurred, "PyErr_Occurred");
+    look(p.fetch, "PyErr_Fetch");
+    look(p.normalize, "PyErr_NormalizeException");
+    look(p.clear, "PyErr_Clear");
+    look(p.set_string, "PyErr_SetString");
+    look(p.incref, "Py_IncRef");
+    look(p.decref, "Py_DecRef");
+    look(p.type_of, "PyObject_Type");
+    look(p.traceback_of, "PyException_GetTraceback");
+    look(p.str, "PyObject_Str");
+    look(p.utf8, "PyUnicode_AsUTF8AndSize");
+    look(p.import, "PyImport_ImportModule");
+    look(p.attribute, "PyObject_GetAttrString");
+    p.found = p.found && torch != nullptr;
+    return p;
+  }();
+  return instance;
+}
+
+class Gil {
+ public:
+  Gil() : state_(python().ensure()) {}
+  ~Gil() { python().release(state_); }
+  Gil(const Gil&) = delete;
+
+ private:
+  int state_;
+};
+
+std::string text_of(Object* value) {
+  const Python& p = python();
+  Object* text = value == nullptr ? nullptr : p.str(value);
+  ptrdiff_t size = 0;
+  const char* bytes = text == nullptr ? nullptr : p.utf8(text, &size);
+  std::string found = bytes == nullptr ? "an error in Python" : std::string(bytes, size);
+  p.decref(text);  // which may be null
+  p.clear();
+  return found;
+}
+
+}  // namespace
+}  // namespace flashplug
+
+// torch/csrc/Exceptions.h has this class, and its handlers restore what it holds. Exceptions are matched by the name of
+// their type, so ours is caught as torch's; base, members and their order have to be the same.
+struct __attribute__((visibility("default"))) python_error : public std::exception {
+  python_error() = default;
+  python_error(python_error&& other) noexcept
+      : type(std::exchange(other.type, nullptr)),
+        value(std::exchange(other.value, nullptr)),
+        traceback(std::exchange(other.traceback, nullptr)),
+        message(std::move(other.message)) {}
+  python_error(const python_error&) = delete;
+  ~python_error() override {
+    if (type == nullptr || flashplug::python().initialized() == 0) return;
+    const flashplug::Gil gil;
+    for (void* object : {type, value, traceback}) flashplug::python().decref(object);
+  }
+  const char* what() const noexcept override { return message.c_str(); }
+
+  void* type = nullptr;
+  void* value = nullptr;
+  void* traceback = nullptr;
+  std::string message;
+};
+
+namespace flashplug {
+namespace {
+
+// With the exception that is set. The caller has the GIL.
+python_error fetched() {
+  const Python& p = python();
+  python_error error;
+  p.fetch(&error.type, &error.value, &error.traceback);
+  p.normalize(&error.type, &error.value, &error.traceback);
+  error.message = text_of(error.value);
+  return error;
+}
+
+// What bodies in Python hand over, and how many calls of this thread wait for it.
+thread_local int waiting = 0;
+thread_local Object* held = nullptr;
+
+void drop_held() {
+  if (held == nullptr) return;
+  const Gil gil;
+  python().decref(std::exchange(held, nullptr));
+}
+
+bool has_python() {
+  const Python& p = python();
+  return p.found && p.initialized() != 0;
+}
+
+// ---- texts ----
+
+std::string_view kept_text() {
+  using What = const char* (*)();
+  static const What what = [] {
+    void* cpu = in_process("libtorch_cpu.so");
+    return cpu ? reinterpret_cast<What>(dlsym(cpu, "torch_exception_get_what_without_backtrace")) : nullptr;
+  }();
+  const char* text = what != nullptr ? what() : nullptr;
+  return text != nullptr ? text : std::string_view();
+}
+
+// What torch's texts begin with, of errors that are no RuntimeError. Others are known by a second call only.
+struct Spelled {
+  const char* begin;
+  const char *module, *type;
+};
+// pybind11 says the type, the text and behind kPlaces a traceback.
+constexpr std::string_view kPlaces = "\n\nAt:\n";
+constexpr Spelled kSpelled[] = {{"CUDA out of memory", "torch", "OutOfMemoryError"},
+                                {"CUDA error: ", "torch", "AcceleratorError"},
+                                {"Could not run '", "builtins", "NotImplementedError"},
+                                {"There were no tensor arguments to this function", "builtins", "NotImplementedError"}};
+
+// Returns where there is no exception of that name.
+void raise_as(const char* module_name, const char* type_name, const std::string& text) {
+  const Python& p = python();
+  if (!has_python()) return;
+  std::optional<python_error> error;
+  {
+    const Gil gil;
+    Object* module = p.import(module_name);
+    Object* type = module == nullptr ? nullptr : p.attribute(module, type_name);
+    if (type != nullptr) {
+      p.set_string(type, text.c_str());  // which refuses what is no exception
+      error.emplace(fetched());
+    }
+    p.clear();
+    p.decref(type);
+    p.decref(module);
+  }
+  if (error) throw std::move(*error);
+}
+
+void raise_as_spelled(const std::string& text) {
+  for (const Spelled& spelled : kSpelled) {
+    if (text.starts_with(spelled.begin)) raise_as(spelled.module, spelled.type, text);
+  }
+  const size_t places = text.find(kPlaces), colon = text.find(": ");
+  if (places == std::string::npos || colon > places) return;
+  const std::string type = text.substr(0, colon), said = text.substr(colon + 2, places - colon - 2);
+  if (!type.ends_with("Error") && !type.ends_with("Exception")) return;
+  for (const char* module : {"builtins", "torch"}) raise_as(module, type.c_str(), said);
+}
+
+// ---- entries that throw: at::_ops::...::call ----
+
+struct Tensor {  // at::Tensor, returned in memory
+  void* impl = nullptr;
+  Tensor() = default;
+  Tensor(const Tensor&) = delete;
+  ~Tensor() {}
+  AtenTensorHandle handle() const { return reinterpret_cast<AtenTensorHandle>(new void*(impl)); }
+};
+struct Numbers {  // c10::ArrayRef<c10::SymInt>: a number that is none of symbols is itself
+  const int64_t* data;
+  size_t size;
+};
+struct Device {  // c10::Device
+  int8_t type, index;
+};
+using Byte = std::optional<int8_t>;  // ScalarType, Layout
+using Flag = std::optional<bool>;
+using MaybeSymInt = std::optional<int64_t>;  // c10::SymInt has a destructor, so it is passed by its address
+
+template <typename Function>
+Function entry(const char* name) {
+  void* cpu = in_process("libtorch_cpu.so");
+  return cpu == nullptr ? nullptr : reinterpret_cast<Function>(dlsym(cpu, name));
+}
+
+AtenTensorHandle empty_strided_again(int dims, const int64_t* size, const int64_t* stride, int32_t dtype,
+                                     int32_t device_type, int32_t device_index) {
+  using Call = Tensor (*)(Numbers, Numbers, Byte, Byte, std::optional<Device>, Flag);
+  static const auto call = entry<Call>(
+      "_ZN2at4_ops13empty_strided4callEN3c108ArrayRefINS2_6SymIntEEES5_St8optionalINS2_10ScalarTypeEES6_INS2_"
+      "6LayoutEES6_INS2_6DeviceEES6_IbE");
+  if (call == nullptr) return nullptr;
+  const size_t n = static_cast<size_t>(dims);
+  const Device device{static_cast<int8_t>(device_type), static_cast<int8_t>(device_index)};
+  return call({size, n}, {stride, n}, static_cast<int8_t>(dtype), std::nullopt, device, std::nullopt).handle();
+}
+
+}  // namespace
+
+void rethrow_python_error() {
+  const Python& p = python();
+  // A thread that Python does not know has no exception set.
+  if (!has_python() || p.thread_state() == nullptr) return;
+  std::optional<python_error> error;
+  {
+    const Gil gil;
+    if (p.occurred() != nullptr) {
+      error.emplace(fetched());
+    } else if (held != nullptr) {
+      error.emplace();
+      error->value = std::exchange(held, nullptr);
+      error->type = p.type_of(error->value);
+      error->traceback = p.traceback_of(error->value);
+      error->message = text_of(error->value);
+    }
+  }
+  drop_held();
+  if (error) throw std::move(*error);
+}
+
+void hold_python_error(void* exception) {
+  if (waiting == 0 || !has_python()) return;
+  drop_held();
+  const Gil gil;
+  python().incref(exception);
+  held = exception;
+}
+
+bool dispatched(const char* op, const char* overload, StableIValue* stack) {
+  drop_held();  // of a call inside this one that somebody recovered from
+  ++waiting;
+  const bool done = torch_call_dispatcher(op, overload, stack, TORCH_ABI_VERSION) == 0;
+  --waiting;
+  if (done) drop_held();
+  return done;
+}
+
+void rethrow(const char* call) {
+  rethrow_python_error();
+  const std::string text(kept_text());
+  if (text.empty())
+    throw std::runtime_error(std::string("torch_flashplug: ") + call + " failed: the log above has libtorch's message");
+  raise_as_spelled(text);
+  throw std::runtime_error(text);
+}
+
+AtenTensorHandle new_strided(int dims, const int64_t* size, const int64_t* stride, int32_t dtype, int32_t device_type,
+                             int32_t device_index) {
+  AtenTensorHandle made = nullptr;
+  if (aoti_torch_empty_strided(dims, size, stride, dtype, device_type, device_index, &made) == 0) return made;
+  rethrow_python_error();
+  made = empty_strided_again(dims, size, stride, dtype, device_type, device_index);
+  if (made == nullptr) rethrow("empty_strided");
+  return made;
+}
+
+void copy_into(AtenTensorHandle to, AtenTensorHandle from) {
+  if (aoti_torch_copy_(to, from, 0) == 0) return;
+  rethrow_python_error();
+  static const auto call = entry<void* (*)(void*, const void*, bool)>("_ZN2at4_ops5copy_4callERNS_6TensorERKS2_b");
+  if (call == nullptr) rethrow("copy_");
+  call(to, from, false);
+}
+
+AtenTensorHandle repeat_interleave_again(AtenTensorHandle tensor, int64_t repeats, int64_t dim) {
+  using Call = Tensor (*)(const void*, const int64_t*, std::optional<int64_t>, const MaybeSymInt*);
+  static const auto call =
+      entry<Call>("_ZN2at4_ops26repeat_interleave_self_int4callERKNS_6TensorEN3c106SymIntESt8optionalIlES7_IS6_E");
+  const MaybeSymInt unsaid;
+  return call == nullptr ? nullptr : call(tensor, &repeats, dim, &unsaid).handle();
+}
+
+}  // namespace flashplug

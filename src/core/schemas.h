@@ -1,0 +1,236 @@
+// The ops whose calls we take or make, by the schemas that torch prints for them (test_ops.py holds them against
+// torch's own). Places on a stack are looked up in them by name, when this is compiled.
+#pragma once
+
+#include <algorithm>
+#include <string_view>
+
+namespace flashplug {
+
+class Schema {
+ public:
+  consteval explicit Schema(const char* text) : text_(text) {
+    const size_t end = text_.find('('), dot = text_.substr(0, end).find('.');
+    text_.substr(0, std::min(dot, end)).copy(name_, sizeof name_ - 1);
+    if (dot < end) text_.substr(dot + 1, end - dot - 1).copy(overload_, sizeof overload_ - 1);
+    while (!argument(count_).empty()) ++count_;
+  }
+  constexpr const char* text() const { return text_.data(); }
+  const char* name() const { return name_; }
+  const char* overload() const { return overload_; }
+  int count() const { return count_; }  // of arguments
+  constexpr std::string_view argument(int place) const { return name_in(between("(", ") -> "), place); }
+  // Of an argument by its name; a name that the op does not have is no constant, so it does not compile.
+  consteval int operator[](std::string_view name) const { return place(between("(", ") -> "), name); }
+  consteval int result(std::string_view name) const { return place(between(") -> (", ")"), name); }
+
+ private:
+  constexpr std::string_view between(std::string_view begin, std::string_view end) const {
+    const size_t first = text_.find(begin) + begin.size();
+    return text_.substr(first, text_.find(end, first) - first);
+  }
+  // Empty behind the last one.
+  static constexpr std::string_view name_in(std::string_view list, int place) {
+    while (!list.empty()) {
+      const size_t comma = list.find(", ");
+      const std::string_view item = list.substr(0, comma);
+      list = comma == list.npos ? std::string_view() : list.substr(comma + 2);
+      if (item == "*") continue;  // what follows has to be named, and has its place all the same
+      const std::string_view word = item.substr(item.rfind(' ') + 1);
+      if (place-- == 0) return word.substr(0, word.find('='));
+    }
+    return {};
+  }
+  static consteval int place(std::string_view list, std::string_view name) {
+    for (int at = 0; !name_in(list, at).empty(); ++at) {
+      if (name_in(list, at) == name) return at;
+    }
+    throw "the schema has no such name";
+  }
+
+  std::string_view text_;
+  char name_[96] = {}, overload_[32] = {};
+  int count_ = 0;
+};
+
+// ---- the carrier, and the project's own (ops.py defines these) ----
+
+inline constexpr Schema kCarrierForward(
+    "aten::_scaled_dot_product_fused_attention_overrideable(Tensor query, Tensor key, Tensor value, "
+    "Tensor? attn_bias=None, float dropout_p=0., bool is_causal=False, bool return_debug_mask=False, *, "
+    "float? scale=None) -> (Tensor output, Tensor logsumexp, Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, "
+    "SymInt max_k, Tensor philox_seed, Tensor philox_offset, Tensor debug_attn_mask)");
+inline constexpr Schema kCarrierBackward(
+    "aten::_scaled_dot_product_fused_attention_overrideable_backward(Tensor grad_out, Tensor query, Tensor key, "
+    "Tensor value, Tensor attn_bias, bool[4] grad_input_mask, Tensor out, Tensor logsumexp, Tensor cum_seq_q, "
+    "Tensor cum_seq_k, SymInt max_q, SymInt max_k, float dropout_p, bool is_causal, Tensor philox_seed, "
+    "Tensor philox_offset, *, float? scale=None) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, "
+    "Tensor grad_attn_bias)");
+inline constexpr Schema kOwnForward(
+    "torch_flashplug::sdpa_fwd(Tensor query, Tensor key, Tensor value, Tensor? attn_bias, float dropout_p, "
+    "int causal_mode, float? scale, int mode) -> (Tensor out, Tensor lse, Tensor seed, Tensor offset)");
+inline constexpr Schema kOwnBackward(
+    "torch_flashplug::sdpa_bwd(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor? attn_bias, Tensor out, "
+    "Tensor lse, Tensor seed, Tensor offset, float dropout_p, int causal_mode, float? scale, int mode, "
+    "bool bias_grad) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)");
+inline constexpr Schema kCachedForward(
+    "torch_flashplug::cached_fwd(Tensor query, Tensor key, Tensor value, Tensor k_scale, Tensor v_scale, "
+    "Tensor? attn_mask, bool rotated, float? scale) -> Tensor");
+inline constexpr Schema kCachedMath(
+    "torch_flashplug::_cached_math(Tensor query, Tensor key, Tensor value, Tensor k_scale, Tensor v_scale, "
+    "Tensor? attn_mask, bool rotated, float? scale) -> Tensor");
+inline constexpr Schema kPagedForward(
+    "torch_flashplug::paged_fwd(Tensor query, Tensor key, Tensor value, Tensor pages, Tensor used_k, Tensor? k_scale, "
+    "Tensor? v_scale, Tensor? sinks, int left, int right, bool bottom_right, float softcap, float? scale, "
+    "int num_splits=0, int fixed_split_size=0, int block_mode=0) -> (Tensor out, Tensor lse)");
+inline constexpr Schema kPagedMath(
+    "torch_flashplug::_paged_math(Tensor query, Tensor key, Tensor value, Tensor pages, Tensor used_k, "
+    "Tensor? k_scale, Tensor? v_scale, Tensor? sinks, int left, int right, bool bottom_right, float softcap, "
+    "float? scale, int num_splits=0, int fixed_split_size=0, int block_mode=0) -> (Tensor out, Tensor lse)");
+inline constexpr Schema kAttentionForward(
+    "torch_flashplug::attention_fwd(Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? cu_q, "
+    "Tensor? cu_k, Tensor? used_k, int left, int right, bool bottom_right, float softcap, float? scale, "
+    "int num_splits=0, int fixed_split_size=0, Tensor? plan=None, SymInt plan_key=0, int block_mode=0) "
+    "-> (Tensor out, Tensor lse)");
+inline constexpr Schema kPlanLists(
+    "torch_flashplug::_plan_lists(Tensor query, Tensor key, Tensor value, Tensor cu_q, Tensor cu_k, Tensor? used_k, "
+    "int left, int right, bool bottom_right, float softcap, float? scale, int num_splits, int fixed_split_size, "
+    "bool gradients) -> (Tensor lists, int key)");
+inline constexpr Schema kAttentionBackward(
+    "torch_flashplug::attention_bwd(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
+    "Tensor out, Tensor lse, Tensor? cu_q, Tensor? cu_k, int left, int right, bool bottom_right, float softcap, "
+    "float? scale, bool wants_delta, int num_splits=0, int fixed_split_size=0, Tensor? plan=None, SymInt plan_key=0, "
+    "int block_mode=0) -> (Tensor dq, Tensor dk, Tensor dv, Tensor delta)");
+inline constexpr Schema kAttentionMathForward(
+    "torch_flashplug::_attention_math_fwd(Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? cu_q, "
+    "Tensor? cu_k, Tensor? used_k, int left, int right, bool bottom_right, float softcap, float? scale, "
+    "int num_splits=0, int fixed_split_size=0) -> (Tensor out, Tensor lse)");
+inline constexpr Schema kAttentionMathBackward(
+    "torch_flashplug::_attention_math_bwd(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
+    "Tensor out, Tensor lse, Tensor? cu_q, Tensor? cu_k, int left, int right, bool bottom_right, float softcap, "
+    "float? scale, bool wants_delta, int num_splits=0, int fixed_split_size=0) "
+    "-> (Tensor dq, Tensor dk, Tensor dv, Tensor delta)");
+inline constexpr Schema kListedForward(
+    "torch_flashplug::listed_fwd(Tensor query, Tensor key, Tensor value, Tensor digest, float tall, float? scale, "
+    "int block_mode=0) -> (Tensor out, Tensor lse)");
+inline constexpr Schema kListedBackward(
+    "torch_flashplug::listed_bwd(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor digest, Tensor out, "
+    "Tensor lse, float? scale, int block_mode=0) -> (Tensor dq, Tensor dk, Tensor dv)");
+inline constexpr Schema kListedMathForward(
+    "torch_flashplug::_listed_math_fwd(Tensor query, Tensor key, Tensor value, Tensor digest, float? scale) -> (Tensor "
+    "out, Tensor lse)");
+inline constexpr Schema kListedMathBackward(
+    "torch_flashplug::_listed_math_bwd(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor digest, "
+    "Tensor out, Tensor lse, float? scale) -> (Tensor dq, Tensor dk, Tensor dv)");
+inline constexpr Schema kAttentionForwardOut(
+    "torch_flashplug::attention_fwd_out(Tensor(a!) out, Tensor query, Tensor key, Tensor value, Tensor? sinks, "
+    "Tensor? cu_q, Tensor? cu_k, Tensor? used_k, int left, int right, bool bottom_right, float softcap, "
+    "float? scale, int num_splits=0, int fixed_split_size=0, Tensor? plan=None, SymInt plan_key=0, int block_mode=0) "
+    "-> Tensor lse");
+inline constexpr Schema kPagedForwardOut(
+    "torch_flashplug::paged_fwd_out(Tensor(a!) out, Tensor query, Tensor key, Tensor value, Tensor pages, "
+    "Tensor used_k, Tensor? k_scale, Tensor? v_scale, Tensor? sinks, int left, int right, bool bottom_right, "
+    "float softcap, float? scale, int num_splits=0, int fixed_split_size=0, int block_mode=0) -> Tensor lse");
+inline constexpr Schema kDigest("torch_flashplug::_digest(Tensor mask, int numbers) -> Tensor");
+inline constexpr Schema kRightChoice(
+    "torch_flashplug::_right_choice(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, float dropout_p, "
+    "bool is_causal, float? scale, int chosen) -> (int choice, int fault)");
+inline constexpr Schema kMathForward(
+    "torch_flashplug::_math_fwd(Tensor query, Tensor key, Tensor value, Tensor? attn_bias, float dropout_p, "
+    "int causal_mode, float? scale, int mode) -> (Tensor out, Tensor lse, Tensor seed, Tensor offset)");
+inline constexpr Schema kMathBackward(
+    "torch_flashplug::_math_bwd(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor? attn_bias, "
+    "Tensor out, Tensor lse, Tensor seed, Tensor offset, float dropout_p, int causal_mode, float? scale, int mode, "
+    "bool bias_grad) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)");
+
+// ---- stock's ----
+
+inline constexpr Schema kCudnnForward(
+    "aten::_scaled_dot_product_cudnn_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_bias, "
+    "bool compute_log_sumexp, float dropout_p=0., bool is_causal=False, bool return_debug_mask=False, *, "
+    "float? scale=None) -> (Tensor output, Tensor logsumexp, Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, "
+    "SymInt max_k, Tensor philox_seed, Tensor philox_offset, Tensor debug_attn_mask)");
+inline constexpr Schema kCudnnBackward(
+    "aten::_scaled_dot_product_cudnn_attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, "
+    "Tensor out, Tensor logsumexp, Tensor philox_seed, Tensor philox_offset, Tensor attn_bias, Tensor cum_seq_q, "
+    "Tensor cum_seq_k, SymInt max_q, SymInt max_k, float dropout_p, bool is_causal, *, "
+    "float? scale=None) -> (Tensor, Tensor, Tensor)");
+inline constexpr Schema kFlashForward(
+    "aten::_scaled_dot_product_flash_attention(Tensor query, Tensor key, Tensor value, float dropout_p=0., "
+    "bool is_causal=False, bool return_debug_mask=False, *, float? scale=None) -> (Tensor output, Tensor logsumexp, "
+    "Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, SymInt max_k, Tensor rng_state, Tensor unused, "
+    "Tensor debug_attn_mask)");
+inline constexpr Schema kFlashBackward(
+    "aten::_scaled_dot_product_flash_attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, "
+    "Tensor out, Tensor logsumexp, Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, SymInt max_k, float dropout_p, "
+    "bool is_causal, Tensor philox_seed, Tensor philox_offset, *, float? scale=None) -> (Tensor grad_query, "
+    "Tensor grad_key, Tensor grad_value)");
+inline constexpr Schema kEfficientForward(
+    "aten::_scaled_dot_product_efficient_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_bias, "
+    "bool compute_log_sumexp, float dropout_p=0., bool is_causal=False, *, float? scale=None) -> (Tensor output, "
+    "Tensor log_sumexp, Tensor philox_seed, Tensor philox_offset)");
+inline constexpr Schema kEfficientBackward(
+    "aten::_scaled_dot_product_efficient_attention_backward(Tensor grad_out_, Tensor query, Tensor key, Tensor value, "
+    "Tensor attn_bias, Tensor out, Tensor logsumexp, Tensor philox_seed, Tensor philox_offset, float dropout_p, "
+    "bool[4] grad_input_mask, bool is_causal=False, *, float? scale=None) -> (Tensor, Tensor, Tensor, Tensor)");
+
+inline constexpr Schema kNegate("aten::neg_(Tensor(a!) self) -> Tensor(a!)");
+inline constexpr Schema kRepeat(
+    "aten::repeat_interleave.self_int(Tensor self, SymInt repeats, int? dim=None, *, "
+    "SymInt? output_size=None) -> Tensor");
+inline constexpr Schema kSum(
+    "aten::sum.IntList_out(Tensor self, int[1]? dim, bool keepdim=False, *, ScalarType? dtype=None, "
+    "Tensor(a!) out) -> Tensor(a!)");
+
+inline constexpr Schema kNanToNum(
+    "aten::nan_to_num_(Tensor(a!) self, float? nan=None, float? posinf=None, float? neginf=None) -> Tensor(a!)");
+inline constexpr Schema kRandom("aten::random_(Tensor(a!) self, *, Generator? generator=None) -> Tensor(a!)");
+
+// What the efficient attention's are made of, and what comes to it otherwise (efficient_attention_op.cpp).
+inline constexpr Schema kRowsForward(
+    "aten::_efficient_attention_forward(Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? cu_seqlens_q, "
+    "Tensor? cu_seqlens_k, SymInt? max_seqlen_q, SymInt? max_seqlen_k, float dropout_p, int custom_mask_type, "
+    "bool compute_log_sumexp=False, *, float? scale=None, Tensor? seqlen_k=None, int? window_size=None) -> "
+    "(Tensor output, Tensor logsumexp, Tensor philox_seed, Tensor philox_offset, SymInt max_seqlen_batch_q, "
+    "SymInt max_seqlen_batch_k)");
+inline constexpr Schema kRowsBackward(
+    "aten::_efficient_attention_backward(Tensor grad_out_, Tensor query, Tensor key, Tensor value, Tensor? bias, "
+    "Tensor out, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
+    "Tensor logsumexp, float dropout_p, Tensor philox_seed, Tensor philox_offset, int custom_mask_type, "
+    "bool bias_requires_grad, *, float? scale=None, int? num_splits_key=None, int? window_size=None, "
+    "bool shared_storage_dqdkdv=False) -> (Tensor, Tensor, Tensor, Tensor)");
+inline constexpr const char* kSchemas[] = {kCarrierForward.text(),
+                                           kCarrierBackward.text(),
+                                           kOwnForward.text(),
+                                           kOwnBackward.text(),
+                                           kRightChoice.text(),
+                                           kMathForward.text(),
+                                           kMathBackward.text(),
+                                           kCachedForward.text(),
+                                           kCachedMath.text(),
+                                           kCudnnForward.text(),
+                                           kCudnnBackward.text(),
+                                           kFlashForward.text(),
+                                           kFlashBackward.text(),
+                                           kEfficientForward.text(),
+                                           kEfficientBackward.text(),
+                                           kRowsForward.text(),
+                                           kRowsBackward.text(),
+                                           kNegate.text(),
+                                           kRepeat.text(),
+                                           kSum.text(),
+                                           kNanToNum.text(),
+                                           kRandom.text(),
+                                           kAttentionForward.text(),
+                                           kAttentionBackward.text(),
+                                           kAttentionForwardOut.text(),
+                                           kPlanLists.text(),
+                                           kPagedForwardOut.text(),
+                                           kAttentionMathForward.text(),
+                                           kAttentionMathBackward.text(),
+                                           kListedForward.text(),
+                                           kListedBackward.text(),
+                                           kListedMathForward.text(),
+                                           kListedMathBackward.text()};
+
+}  // namespace flashplug

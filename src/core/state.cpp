@@ -1,0 +1,163 @@
+// Switches, tables and counters; and device facts, asked of the driver once per device. The C functions that Python
+// calls are in bindings.cpp.
+#include "core/flashplug.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <iterator>
+#include <mutex>
+#include <stdexcept>
+#include <utility>
+
+#include "core/state.h"
+#include "stock/torch_symbols.h"
+
+namespace flashplug {
+
+State& state() {
+  static State* instance = new State();  // never destroyed: ops may run while the process ends
+  return *instance;
+}
+
+namespace {
+// SMs that the launches of a ring's step leave free. The step's own frame sets and restores the number, forward and
+// backward, so no recomputation meets another thread's.
+thread_local int thread_margin = 0;
+}  // namespace
+
+int exchange_cta_margin(int ctas) { return std::exchange(thread_margin, ctas); }
+
+int cta_margin() { return thread_margin; }
+
+void Tables::add(FamilyRow row) {
+  if (families.size() == kMostFamilies)
+    throw std::runtime_error("torch_flashplug: kMostFamilies is less than FAMILIES");
+  row.backend = keep(row.backend), row.gpus = keep(row.gpus);
+  families.push_back(row);
+  groups.emplace_back();
+}
+
+void Tables::add(KernelRow row) {
+  row.name = keep(row.name);
+  Group& group = groups.at(row.family);
+  group.of[row.kind][static_cast<int>(row.dtype[0])].push_back(static_cast<int>(kernels.size()));
+  group.taken = std::max<int64_t>(group.taken, 0) | row.takes;
+  if (const Features set{row.takes, row.always}; std::ranges::find(group.sets, set) == group.sets.end())
+    group.sets.push_back(set);
+  group.made.set(place_of(row.dtype));
+  kernels.push_back(row);
+}
+
+bool Tables::takes_together(int family, int64_t needs) const {
+  const std::vector<Features>& sets = groups[family].sets;
+  return sets.empty() || std::ranges::any_of(sets, [needs](const Features& set) { return set.fit(needs); });
+}
+
+void Tables::add(const ArgumentRow& row) {
+  Signature& signature = signatures[row.kind];
+  if (signature.count == kMostArguments)
+    throw std::runtime_error("torch_flashplug: kMostArguments is less than what a kind of kernels takes");
+  if (row.rank > kMostDims)
+    throw std::runtime_error(std::string("torch_flashplug: more dims than Arguments has room for: ") + row.name);
+  const auto said = [&row](const char* name) { return std::strcmp(name, row.name) == 0; };
+  if (const auto name = std::ranges::find_if(kSlotNames, said); name != std::end(kSlotNames)) {
+    const Slot slot(static_cast<int>(name - kSlotNames));
+    signature.parameters[slot.number()] = Parameter{row.features, signature.count++, row.rank, row.type};
+    if (row.features == 0)
+      ++signature.always;
+    else
+      signature.brought.push_back(row.features);
+    return;
+  }
+  int fact = -1, number = 0;
+  Problem any;
+  visit_facts(any, [&](const char* name, const auto&) {
+    if (said(name)) fact = number;
+    ++number;
+  });
+  if (fact < 0 || row.rank != 0)
+    throw std::runtime_error(std::string("torch_flashplug: no call has an argument named ") + row.name);
+  signature.facts.push_back(FactParameter{row.features, signature.count++, fact, row.type});
+}
+
+Tables& tables() { return state().tables; }
+bool enabled() { return state().enabled.load(std::memory_order_relaxed); }
+Standin standin() { return state().standin.load(std::memory_order_relaxed); }
+Backend process_backend() { return static_cast<Backend>(state().process_backend.load(std::memory_order_relaxed)); }
+
+Mode effective_mode() {
+  const Backend everywhere = process_backend();
+  const Mode mine{current_thread_mode()};
+  const Mode mode = everywhere != Backend::kAuto ? Mode::preferring(everywhere) : mine;
+  const int asked = mine.precision();
+  const int permitted = state().process_precision.load(std::memory_order_relaxed);
+  if (asked == 0) return mode.with_precision(permitted == 0 ? 0 : permitted | kPermitted);
+  return mode.with_precision(asked == kWholePrecision ? 0 : asked);
+}
+
+Mode own_op_mode(int64_t baked) {
+  if (Mode{baked}.family() >= tables().num_families())
+    throw std::runtime_error("torch_flashplug: mode=" + std::to_string(baked) +
+                             " asks for no backend of architectures.py");
+  const Mode now = effective_mode(), said{baked & kModeMask};
+  const bool as_now = process_backend() != Backend::kAuto || said.with_precision(0).word == 0;
+  // Whether gradients are wanted, only who traces knows.
+  const int precision = said.precision() == kPrecisionOfThread ? now.precision() : said.precision();
+  return (as_now ? now : said).with_precision(precision == kWholePrecision ? 0 : precision);
+}
+
+void set_process_precision(int precision) { state().process_precision.store(precision); }
+
+DeviceFacts device_facts(int device_index) {
+  State& s = state();
+  if (s.facts_overridden.load(std::memory_order_acquire)) return s.facts_override;
+  if (device_index < 0 || device_index >= kMaxDevices) return {};
+  State::CachedFacts& cached = s.facts[device_index];
+  if (!cached.ready.load(std::memory_order_acquire)) {
+    std::lock_guard<std::mutex> lock(s.facts_mutex);
+    if (!cached.ready.load(std::memory_order_relaxed)) {
+      cached.facts = query_device(device_index);
+      if (cached.facts.cc != 0) cached.ready.store(true, std::memory_order_release);
+      return cached.facts;
+    }
+  }
+  return cached.facts;
+}
+
+void count(Path path) { state().counters[static_cast<int>(path)].fetch_add(1, std::memory_order_relaxed); }
+
+// Called with every decision; costs one load unless a listener is set. What reads the same is told once.
+void note_plan(const char* where, const Problem& p, const DeviceFacts& device, Mode mode, const Plan& plan) {
+  State& s = state();
+  LogCallback callback = s.log_callback.load(std::memory_order_acquire);
+  if (callback == nullptr || !s.log_plans.load(std::memory_order_relaxed)) return;
+  const std::string text =
+      std::string(where) + ": " + call_text(p, s.tables) + " -> " + plan_json(plan, p, device, mode, s.tables);
+  {
+    std::lock_guard<std::mutex> lock(s.told_mutex);
+    if (s.told.size() >= kMostTold) s.told.clear();
+    if (!s.told.insert(text).second) return;
+  }
+  callback(kLogDebug, text.c_str());
+}
+
+bool plans_are_logged() {
+  State& s = state();
+  return s.log_plans.load(std::memory_order_relaxed) && s.log_callback.load(std::memory_order_relaxed) != nullptr;
+}
+
+void log_warning(const std::string& text) {
+  LogCallback callback = state().log_callback.load(std::memory_order_acquire);
+  if (callback != nullptr) callback(kLogWarning, text.c_str());
+}
+
+TraceCallback trace_callback() { return state().trace_callback.load(std::memory_order_acquire); }
+
+void set_last_error(const std::string& text) {
+  State& s = state();
+  std::lock_guard<std::mutex> lock(s.error_mutex);
+  s.last_error = text;
+}
+
+}  // namespace flashplug

@@ -1,0 +1,133 @@
+// Values that cross the dispatcher's boxed ABI: owned tensor handles and conversions to and from StableIValue. No
+// decisions.
+#pragma once
+
+#include <torch/csrc/stable/stableivalue_conversions.h>
+
+#include <bit>
+#include <optional>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+#include "core/errors.h"
+#include "core/schemas.h"
+#include "stock/torch_symbols.h"
+
+namespace flashplug {
+
+// What the dispatcher's dumps say of our registrations, by which op_owners.py tells them from others'.
+inline constexpr const char* kOwner = "torch_flashplug";
+
+inline void check_shim(AOTITorchError error, const char* what) {
+  if (error != 0) rethrow(what);
+}
+
+// One reference to a tensor. An empty Owned stands for "no tensor"; undefined() makes torch's undefined tensor.
+class Owned {
+ public:
+  Owned() = default;
+  explicit Owned(AtenTensorHandle handle) : handle_(handle) {}
+  Owned(Owned&& other) noexcept : handle_(std::exchange(other.handle_, nullptr)) {}
+  Owned& operator=(Owned&& other) noexcept {
+    std::swap(handle_, other.handle_);
+    return *this;
+  }
+  ~Owned() {
+    if (handle_ != nullptr) aoti_torch_delete_tensor_object(handle_);
+  }
+  static Owned undefined() {
+    AtenTensorHandle handle = nullptr;
+    check_shim(aoti_torch_new_uninitialized_tensor(&handle), "new_uninitialized_tensor");
+    return Owned(handle);
+  }
+  static Owned share(AtenTensorHandle tensor) {
+    AtenTensorHandle handle = nullptr;
+    check_shim(aoti_torch_new_tensor_handle(tensor, &handle), "new_tensor_handle");
+    return Owned(handle);
+  }
+  AtenTensorHandle get() const { return handle_; }
+  AtenTensorHandle release() { return std::exchange(handle_, nullptr); }
+  bool defined() const {
+    bool answer = false;
+    return handle_ != nullptr && aoti_torch_is_defined(handle_, &answer) == 0 && answer;
+  }
+
+ private:
+  AtenTensorHandle handle_ = nullptr;
+};
+
+namespace box {
+
+template <typename T>
+StableIValue from(T value) {
+  return torch::stable::detail::from(value);
+}
+// Gives the reference away.
+inline StableIValue from_tensor(Owned tensor) {
+  return torch::stable::detail::from((tensor.get() ? std::move(tensor) : Owned::undefined()).release());
+}
+inline StableIValue from_borrowed(AtenTensorHandle tensor) {
+  return from_tensor(tensor ? Owned::share(tensor) : Owned::undefined());
+}
+// Tensor? and float?: a null pointer or a heap cell that the receiver frees.
+inline StableIValue from_optional_tensor(AtenTensorHandle tensor) {
+  return tensor == nullptr ? from(std::nullopt) : from(new StableIValue(from_borrowed(tensor)));
+}
+inline StableIValue from_optional_double(const std::optional<double>& value) {
+  return torch::stable::detail::from(value);
+}
+
+inline Owned to_tensor(StableIValue value) { return Owned(torch::stable::detail::to<AtenTensorHandle>(value)); }
+inline Owned to_optional_tensor(StableIValue value) {
+  StableIValue* cell = torch::stable::detail::to<StableIValue*>(value);
+  if (cell == nullptr) return Owned();
+  Owned tensor = to_tensor(*cell);
+  delete cell;
+  return tensor;
+}
+inline std::optional<double> to_optional_double(StableIValue value) {
+  return torch::stable::detail::to<std::optional<double>>(value);
+}
+template <typename T>
+T to(StableIValue value) {
+  return torch::stable::detail::to<T>(value);
+}
+
+}  // namespace box
+
+// A call of one op: arguments go to their places, results come out in order. Arguments are freed by the dispatcher.
+class OpCall {
+ public:
+  explicit OpCall(const Schema& op) : op_(op) {}  // which lives as long
+  StableIValue& operator[](int place) {
+    given_ |= uint32_t{1} << place;
+    return stack_[place];
+  }
+  void run() {
+    if (!called()) rethrow(op_.name());
+  }
+  // again: where the call fails, is given the places of results, and fills them or throws what the call threw.
+  template <typename Again>
+  void run_or(Again again) {
+    if (called()) return;
+    rethrow_python_error();
+    if (!again(stack_)) rethrow(op_.name());
+  }
+  Owned result(int i) const { return box::to_tensor(stack_[i]); }
+
+ private:
+  bool called() {
+    // The dispatcher would take a place that was left alone for a tensor's address.
+    if (const int missing = std::countr_one(given_); missing < op_.count())
+      throw std::runtime_error(std::string("torch_flashplug: ") + op_.name() + " without its argument " +
+                               std::string(op_.argument(missing)));
+    return dispatched(op_.name(), op_.overload(), stack_);
+  }
+
+  const Schema& op_;
+  StableIValue stack_[20];
+  uint32_t given_ = 0;  // a bit for each place
+};
+
+}  // namespace flashplug

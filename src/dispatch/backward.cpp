@@ -1,0 +1,117 @@
+// The rule for gradients: whose backward follows our forward, and which of its kernels.
+#include <algorithm>
+#include <limits>
+
+#include "core/flashplug.h"
+
+namespace flashplug {
+
+namespace {
+
+constexpr int64_t kMuchScratch = int64_t{1} << 28;  // bytes
+
+// Whether the workspace of a fused backward would take more memory than the call's operands, output and gradients. Rows
+// are padded to whole blocks there: many short sequences would need many times what they hold.
+bool has_much_scratch(const Problem& p, const KernelRow& row) {
+  const int64_t bytes = scratch_floats(p, row) * static_cast<int64_t>(sizeof(float));
+  const int64_t of_queries = p.B * p.Hq * p.Sq * (p.D + p.Dv), of_keys = p.B * p.Hkv * p.Sk * (p.D + p.Dv);
+  return bytes > kMuchScratch && bytes > 2 * (of_queries + of_keys) * facts_of(p.dtype[0]).bytes;
+}
+
+// A kernel for sequences that fit into one of its tiles, which gives every gradient at once; -1 where there is none.
+int find_tile_row(const Problem& p, const DeviceFacts& device, const Tables& tables, int family, int64_t wanted) {
+  if (wanted != kWantAll || p.by_kind || p.group() != 1) return -1;
+  const int found = find_kernel_row(p, kTileBwd, family, device, tables);
+  if (found < 0) return -1;
+  const KernelRow& row = tables.kernels[found];
+  return p.Sq <= row.tile_m && p.Sk <= row.tile_n ? found : -1;
+}
+
+// In parts where no other kernel is, where its scratch would have more than 2^31 - 1 floats (kernels count them in 32
+// bits) or more memory than the call itself, where parts were measured to be faster, and where one part is enough: dQ
+// alone is three of seven products, dK and dV are four, but narrow ones lose more by their halves of the columns. Parts
+// add up in one order, too.
+int find_backward_row(const Problem& p, const DeviceFacts& device, const Tables& tables, int family, int64_t wanted) {
+  const int tile = find_tile_row(p, device, tables, family, wanted);
+  if (tile >= 0) return tile;
+  const int parts = find_kernel_row(p, kPartBwd, family, device, tables);
+  if (parts >= 0 && p.by_kind) return parts;
+  if (parts >= 0 && (wanted == kWantDq || (wanted == kWantDkDv && tables.kernels[parts].dkdv_alone))) return parts;
+  const int fused = find_kernel_row(p, p.deterministic ? kDetBwd : kBwd, family, device, tables);
+  if (fused < 0 || scratch_floats(p, tables.kernels[fused]) > std::numeric_limits<int32_t>::max()) return parts;
+  if (parts < 0) return fused;
+  if (has_much_scratch(p, tables.kernels[fused])) return parts;
+  const int faster = find_parts_row(p, tables.kernels[fused], tables);
+  return faster >= 0 && tables.choices[faster].serve ? parts : fused;
+}
+
+// Where few blocks of keys leave SMs idle, a block is several tiles, each of which has some of the query heads: as many
+// as are done in the fewest turns. Their results have to be added up, which must be worth it.
+int64_t sharing_of(const Problem& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables) {
+  const int64_t blocks = p.B * p.Hkv * ceil_div(p.Sk, row.tile_n), sms = std::max(device.sm_count, 1);
+  const auto heads_in_turn = [&](int64_t sharing) { return ceil_div(blocks * sharing, sms) * (p.group() / sharing); };
+  int64_t best = 1;
+  if (row.shares_heads == 0 || (p.needs & kRagged) != 0 || p.by_kind) return best;
+  for (int64_t sharing = 2; sharing <= p.group(); ++sharing) {
+    if (p.group() % sharing == 0 && heads_in_turn(sharing) < heads_in_turn(best)) best = sharing;
+  }
+  return (heads_in_turn(1) - heads_in_turn(best)) * p.Sq < tables.gate.rows_spared ? 1 : best;
+}
+
+BackwardPlan refused(Reason why) { return BackwardPlan{-1, -1, why}; }
+
+// By kernels of one family.
+BackwardPlan attempt(const Problem& p, const DeviceFacts& device, const Tables& tables, int family, int64_t wanted) {
+  Reason why;
+  if (unsupported(p, device, tables, family, &why, 1) != 0) return refused(why);
+  const int row = wanted == 0 ? -1 : find_backward_row(p, device, tables, family, wanted);
+  const int bias_row = p.bias_grad ? find_kernel_row(p, kDBias, family, device, tables) : -1;
+  if (wanted != 0 && row < 0) return refused(Reason{Why::kNoKernel});
+  if (p.bias_grad && bias_row < 0) return refused(Reason{Why::kNoBiasGradient});
+  const bool shared = row >= 0 && (wanted & kWantDkDv) != 0;
+  return BackwardPlan{row, bias_row, {}, shared ? sharing_of(p, tables.kernels[row], device, tables) : 1};
+}
+
+// By those of the family that is asked for, else of the first that can.
+BackwardPlan attempt_all(const Problem& p, const DeviceFacts& device, const Tables& tables, int asked, int64_t wanted) {
+  BackwardPlan plan = attempt(p, device, tables, asked, wanted);
+  if (plan.ours()) return plan;
+  any_family(tables, [&](int family) {
+    if (family == asked) return false;
+    const BackwardPlan other = attempt(p, device, tables, family, wanted);
+    if (other.ours()) plan = other;
+    return other.ours();
+  });
+  return plan;
+}
+
+}  // namespace
+
+int64_t scratch_rows(const Problem& p, const KernelRow& row) {
+  // Of sequences on end each has blocks of its own, and what is none's (kernels/features/varlen.py).
+  const bool on_end = (p.needs & kRagged) != 0;
+  const int64_t blocks = on_end ? p.Sq / row.scratch_rows + p.sequences + 2 : ceil_div(p.Sq, row.scratch_rows);
+  return blocks * row.scratch_rows;
+}
+
+int64_t scratch_floats(const Problem& p, const KernelRow& row) {
+  if (row.counters == 0) return 0;
+  // dQ in fp32, a counter for each sixteen rows' half of the columns, two for each KV head.
+  const int64_t rows = scratch_rows(p, row), counters = rows / row.tile_m * row.counters + 2;
+  return p.B * p.Hq * (rows * row.d_max + counters);
+}
+
+// Ours wherever it can run: what else could follow our forward is the efficient attention's, which is slower, or
+// math's. Auto takes ours on a GPU that was not measured only where math's would follow.
+BackwardPlan plan_backward(const Problem& given, const DeviceFacts& device, Mode mode, const Tables& tables,
+                           int64_t wanted) {
+  if (mode.backend() == Backend::kStock) return refused(Reason{Why::kNoKernel});
+  const Problem p = as_read(given, tables);
+  const BackwardPlan plan = attempt_all(p, device, tables, std::max(mode.family(), 0), wanted);
+  const bool unmeasured = mode.backend() == Backend::kAuto && device.cc != tables.gate.measured_cc;
+  if (!plan.ours() || !unmeasured || !efficient_takes(p)) return plan;
+  const int row = std::max(plan.kernel_row, plan.bias_row);  // of the same family
+  return refused(Reason{Why::kUnmeasuredDevice, device.cc, tables.kernels[row].family});
+}
+
+}  // namespace flashplug

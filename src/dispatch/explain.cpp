@@ -1,0 +1,350 @@
+// Plans and reasons in words: what explain() prints, what a forced backend raises, what the log says. Never on the path
+// of a call that is served.
+#include "core/flashplug.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <limits>
+#include <type_traits>
+
+namespace flashplug {
+
+std::string capability(int64_t cc) { return std::to_string(cc / 10) + "." + std::to_string(cc % 10); }
+
+std::string quoted(const std::string& text) {
+  std::string out = "\"";
+  for (char c : text) {
+    if (c == '"' || c == '\\') out += '\\';
+    if (static_cast<unsigned char>(c) >= 0x20) out += c;
+  }
+  return out + "\"";
+}
+
+namespace {
+
+const char* const kOperandNames[kNumOperands] = {"query", "key", "value"};
+
+std::string number(int64_t value) { return std::to_string(value); }
+
+std::string fixed(double value) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.3f", value);
+  return text;
+}
+
+// What kernels of a family are made of.
+std::string elements_text(int family, const char* between, const Tables& tables) {
+  std::string out;
+  for (int i = 0; i < kNumDTypes; ++i) {
+    const DType one = static_cast<DType>(i), all[kNumOperands] = {one, one, one};
+    if (tables.made_of(family, all)) out += (out.empty() ? "" : between) + std::string(kDTypes[i].name);
+  }
+  return out;
+}
+
+// As few digits as say it.
+std::string shortest(double value) {
+  char text[32];
+  int digits = 0;
+  do std::snprintf(text, sizeof text, "%.*g", ++digits, value);
+  while (digits < std::numeric_limits<double>::max_digits10 && std::strtod(text, nullptr) != value);
+  return text;
+}
+
+// Words with the facts of a call where they say {fact}.
+std::string with_facts(std::string words, Problem p) {
+  visit_facts(p, [&words](const char* name, const auto& fact) {
+    const std::string hole = "{" + std::string(name) + "}";
+    const size_t at = words.find(hole);
+    if (at == std::string::npos) return;
+    if constexpr (std::is_floating_point_v<std::decay_t<decltype(fact)>>)
+      words.replace(at, hole.size(), shortest(fact));
+    else
+      words.replace(at, hole.size(), number(static_cast<int64_t>(fact)));
+  });
+  return words;
+}
+
+std::string needs_text(int64_t needs) {
+  std::string names;
+  for (size_t i = 0; i < std::size(kFeatures); ++i) {
+    if ((needs >> i & 1) != 0) names += (names.empty() ? "" : " and ") + std::string(kFeatures[i].name);
+  }
+  return names;
+}
+
+// Of features that kernels have, but none has all of them.
+std::string together_reason(int64_t needs) {
+  if (needs == 0)
+    return "every kernel has features that this call does not need (torch_flashplug/registry/features.py)";
+  if ((needs & kCausal) != 0 && (needs & kAnyMask) != 0)
+    return "is_causal is given beside attn_mask, which torch does not define (its math raises); pass one mask for both";
+  return "none of these kernels has exactly " + needs_text(needs) + " together; stock attention serves this call";
+}
+
+// What was measured of such calls, and this one is not.
+std::string unmeasured_reason(int kernel_row, int64_t tiles, const Problem& p, const DeviceFacts& device,
+                              const Tables& tables) {
+  const KernelRow& kernel = tables.kernels[kernel_row];
+  const int nearest = nearest_choice_row(p, kernel, tiles, tables);
+  std::string missed;
+  if (nearest >= 0) {
+    for (const Range& range : ranges_of(tables.choices[nearest], p, kernel, tiles)) {
+      if (range.holds()) continue;
+      const bool low = range.given < range.low;
+      missed += (missed.empty() ? "" : ", ") + std::string(range.of) + (low ? " >= " : " <= ") +
+                number(low ? range.low : range.high) + " (here " + number(range.given) + ")";
+    }
+  }
+  return std::string("no measured row for this ") + (missed.empty() ? "class of calls" : "call") +
+         " (compute capability " + capability(device.cc) + (p.grad ? ", with grad" : ", no grad") +
+         (p.D == p.Dv ? "" : ", D != Dv") + ")" + (missed.empty() ? "" : ": the nearest asks for " + missed) +
+         "; auto takes only what was measured; force it with sdpa_backend('" + tables.families[kernel.family].backend +
+         "')";
+}
+
+// How the keys of a packed tile are split.
+std::string split_text(const Plan& plan, const Problem& p, const DeviceFacts& device, const Tables& tables) {
+  const KernelRow& row = tables.kernels[plan.kernel_row];
+  const int64_t ctas = plan.tiles * plan.splits.n, sms = std::max(device.sm_count, 1);
+  const int64_t blocks =
+      p.split_size > 0 ? p.split_size / row.tile_n : ceil_div(ceil_div(p.Sk, row.tile_n), plan.splits.n);
+  return "tiles = B*Hkv*ceil(Sq*G/" + number(row.tile_m) + ") = " + number(plan.tiles) + " on " + number(sms) +
+         " SMs: splits " + number(plan.splits.n) + " of " + number(blocks) + " blocks of " + number(row.tile_n) +
+         " keys, " + (plan.splits.cluster > 1 ? "in clusters, " : "") + number(ctas) + " CTAs (" +
+         number(100 * ctas / sms) + " % of the SMs)";
+}
+
+std::string gate_text(const Plan& plan, const Problem& p, const DeviceFacts& device, const Tables& tables) {
+  const Gate& gate = plan.gate;
+  const std::string rows = "Sq*G = " + number(p.Sq) + "*" + number(p.group()) + " = " + number(packed_rows(p));
+  std::string why = rows + (gate.decode ? " <= " : " > ") + number(tables.gate.rows);
+  if (plan.packed_ns > 0)
+    why += ", <= " + number(tables.gate.wide_rows) + ": about " + fixed(1e-3 * plan.packed_ns) + " us packed, " +
+           fixed(1e-3 * plan.unpacked_ns) + " not";
+  if (plan.kernel_row >= 0 && tables.kernels[plan.kernel_row].kind == kDecode)
+    return why + ": " + split_text(plan, p, device, tables);
+  if (!gate.decode) return why + ": not a decode call";
+  return why + ": tiles = B*Hkv*ceil(Sq*G/" + number(tables.gate.rows) + ") = " + number(p.B) + "*" + number(p.Hkv) +
+         "*1 = " + number(gate.tiles) + (gate.closed ? " < " : " >= ") + fixed(tables.gate.occupancy) + "*" +
+         number(device.sm_count) + " SMs -> " +
+         (!gate.closed           ? "open"
+          : plan.rescue_row >= 0 ? "closed, but stock is not right here"
+          : plan.ours()          ? "closed, but asked for"
+                                 : "stock");
+}
+
+std::string row_text(int choice_row, const Tables& tables) {
+  if (choice_row < 0) return "";
+  const ChoiceRow& row = tables.choices[choice_row];
+  const char* than = (row.features & kEightBits) != 0 ? " x ours of 16 bits (" : " x stock (";
+  return std::string(row.said) + ": " + fixed(row.ratio) + than + row.measured + ")";
+}
+
+std::string rescue_text(int rescue_row, const Tables& tables) {
+  if (rescue_row < 0) return "";
+  const RescueRow& row = tables.rescues[rescue_row];
+  return std::string(row.stock) + " (" + row.evidence + ")";
+}
+
+std::string name_of(Backend backend, const Tables& tables) {
+  return is_ours(backend) ? tables.families[Mode{static_cast<int64_t>(backend)}.family()].backend
+                          : kBackendNames[static_cast<int>(backend)];
+}
+
+// Why a backend that was not looked at was not needed.
+std::string not_needed(const Plan& plan, Mode mode, const Tables& tables) {
+  const bool asked = mode.backend() != Backend::kAuto;
+  return name_of(asked ? mode.backend() : plan.backend, tables) + (!asked ? " comes first and serves this call"
+                                                                   : mode.is_preference()
+                                                                       ? " is asked for by TORCH_FLASHPLUG_BACKEND"
+                                                                       : " is forced");
+}
+
+// Everything that is in the way of one of our backends.
+std::string family_text(int family, const Plan& plan, const Problem& p, const DeviceFacts& device, Mode mode,
+                        const Tables& tables) {
+  const Reason& why = plan.why[family];
+  if (!why) return not_needed(plan, mode, tables);
+  Reason all[kMaxReasons];
+  const int count = unsupported(p, device, tables, family, all, kMaxReasons);
+  std::string text = reason_text(why, p, device, tables);
+  for (int i = 1; i < count; ++i) text += "; also: " + reason_text(all[i], p, device, tables);
+  return text;
+}
+
+}  // namespace
+
+// No default: a reason without words does not compile.
+#pragma GCC diagnostic push
+#pragma GCC diagnostic error "-Wswitch"
+std::string reason_text(const Reason& reason, const Problem& p, const DeviceFacts& device, const Tables& tables) {
+  const std::string name = kOperandNames[reason.operand], given = number(reason.given),
+                    allowed = number(reason.allowed);
+  switch (reason.why) {
+    case Why::kNone:
+    case Why::kCount:
+      break;
+    case Why::kDevice:
+      return device.cc == 0 ? "no CUDA device; these kernels run on GPUs"
+                            : "tensors are not all on one CUDA device; move query, key and value to the same GPU";
+    case Why::kArch:
+      return "compute capability " + capability(reason.given) + ", these kernels need " +
+             tables.families[reason.allowed].gpus + "; stock attention serves this device";
+    case Why::kDtype:
+      return std::string("dtype ") + facts_of(p.dtype[0]).name + ", kernels take " +
+             elements_text(reason.allowed, " and ", tables) + "; cast, or use torch.autocast";
+    case Why::kMixedDtype:
+      return std::string("dtypes differ (") + facts_of(p.dtype[0]).name + ", " + facts_of(p.dtype[1]).name + ", " +
+             facts_of(p.dtype[2]).name + "); cast them all to " + elements_text(reason.allowed, " or ", tables);
+    case Why::kFeature:
+      return with_facts(tables.features[reason.given].words, p);
+    case Why::kTogether:
+      return together_reason(reason.given);
+    case Why::kScale:
+      return "scale is not finite; stock attention serves this call";
+    case Why::kProbability:
+      return "dropout_p=" + shortest(p.dropout_p) +
+             " is not above 0 and up to 1; pass one that is (on a GPU stock attention ends the process with others)";
+    case Why::kEmpty:
+      return "a dimension is 0; stock attention handles empty tensors";
+    case Why::kHeadDimStep:
+      return name + " has head dim " + given + ", kernels take multiples of " + allowed + "; pad the head dim";
+    case Why::kHeadDimLimit:
+      return name + " has head dim " + given + ", kernels take up to " + allowed +
+             "; stock attention serves larger ones";
+    case Why::kHeadDimOfFeatures:
+      return name + " has head dim " + given + ", kernels with " + needs_text(p.needs) + " take up to " + allowed +
+             "; stock attention serves larger ones";
+    case Why::kLastStride:
+      return name + " has stride " + given + " in its last dim, kernels need 1; call .contiguous()";
+    case Why::kAlignment:
+      return name + " is aligned to " + given + " bytes (base address and strides), kernels need " + allowed +
+             "; call .contiguous() or .clone()";
+    case Why::kNoKernel:
+      return "no kernel row " + (p.needs == 0 ? "" : "for " + needs_text(p.needs) + " ") + "takes D=" + number(p.D) +
+             ", Dv=" + number(p.Dv) + ", Sq=" + number(p.Sq) +
+             (device.smem_bytes > 0 ? " in " + number(device.smem_bytes) + " bytes of shared memory" : "") +
+             "; see torch_flashplug/registry/kernel_table.py";
+    case Why::kSplits:
+      return "num_splits=" + given + ", no kernel splits this call's keys (with is_causal none does); use num_splits=1";
+    case Why::kUnmeasuredDevice:
+      return "auto takes only what was measured, and no GPU of compute capability " + capability(reason.given) +
+             " was at hand; opt in with TORCH_FLASHPLUG_BACKEND=" + tables.families[reason.allowed].backend +
+             " or sdpa_backend('" + tables.families[reason.allowed].backend + "')";
+    case Why::kNoRow:
+      return unmeasured_reason(static_cast<int>(reason.given), reason.allowed, p, device, tables);
+    case Why::kSlower:
+      return "measured " + fixed(static_cast<double>(reason.given) / 1000) +
+             " x stock's speed, auto needs the table's serve ratio; stock is faster";
+    case Why::kDecodeGate:
+      return "decode gate: " + given + " tiles, " + allowed +
+             " needed to fill the SMs, and no kernel splits this call's keys; stock is faster";
+    case Why::kDeterministic:
+      return "torch.use_deterministic_algorithms is on and our deterministic backward does not take this call; use "
+             "torch.no_grad() or the stock backend";
+    case Why::kNoBackward:
+      return "gradients are wanted and no backward of ours takes this call on this GPU; stock serves both directions";
+    case Why::kNoBiasGradient:
+      return "attn_mask wants a gradient, and no kernel of ours that makes one takes this call";
+    case Why::kGradientsInEightBits:
+      return "8-bit attention has no backward; use torch.no_grad() or precision='16bit'";
+  }
+  return "";
+}
+#pragma GCC diagnostic pop
+
+// Which backward follows our forward.
+std::string gradients_text(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables) {
+  const BackwardPlan plan = plan_backward(p, device, mode, tables);
+  const auto name = [&tables](int row) { return std::string(tables.kernels[row].name); };
+  const bool in_tiles = plan.kernel_row >= 0 && tables.kernels[plan.kernel_row].kind == kTileBwd;
+  if (plan.ours()) return name(plan.kernel_row) + (plan.bias_row < 0 || in_tiles ? "" : " and " + name(plan.bias_row));
+  return std::string(efficient_takes(p) ? "stock's efficient" : "math's") +
+         " backward; ours: " + reason_text(plan.why, p, device, tables);
+}
+
+// Which operands are copied for kernels of ours, and how much that is.
+std::string copies_text(const Problem& p, const Tables& tables) {
+  if (!copies_operands(p, tables)) return "";
+  const int64_t numbers[kNumOperands] = {p.B * p.Hq * p.Sq * p.D, p.B * p.Hkv * p.Sk * p.D, p.B * p.Hkv * p.Sk * p.Dv};
+  std::string names;
+  double bytes = 0;
+  bool broadcast = false;
+  for (int i = 0; i < kNumOperands; ++i) {
+    if (whole_units(p.layout[i])) continue;
+    names += (names.empty() ? "" : ", ") + std::string(kOperandNames[i]);
+    bytes += static_cast<double>(numbers[i] * facts_of(p.dtype[i]).bytes);
+    broadcast |= p.layout[i].broadcast;
+  }
+  return names + ": copied into rows of whole " + number(kUnitBytes) + " bytes first, " + fixed(bytes / 1e6) + " MB" +
+         (broadcast ? " less what is broadcast" : "");
+}
+
+std::string plan_json(const Plan& plan, const Problem& given, const DeviceFacts& device, Mode mode,
+                      const Tables& tables) {
+  // What the plan is one of: with 8 bits, or without them after all.
+  const bool whole = static_cast<bool>(plan.why_whole);
+  const Problem p = whole ? given : as_asked(given, mode);
+  std::string out = "{\"backend\": " + quoted(name_of(plan.backend, tables));
+  out += ", \"kernel\": " + quoted(plan.ours() ? tables.kernels[plan.kernel_row].name : "");
+  out += ", \"splits\": " + number(plan.splits.n) + ", \"cluster\": " + number(plan.splits.cluster) +
+         ", \"tiles\": " + number(plan.tiles) + ", \"reasons\": {";
+  const char* separator = "";
+  auto add = [&](Backend backend, const std::string& text) {
+    if (backend == plan.backend) return;
+    out += separator + quoted(name_of(backend, tables)) + ": " + quoted(text);
+    separator = ", ";
+  };
+  for (int family = 0; family < tables.num_families(); ++family)
+    add(backend_of(family), family_text(family, plan, p, device, mode, tables));
+  add(Backend::kMath, plan.backend == Backend::kStock && mode.backend() != Backend::kStock
+                          ? "never taken unasked; stock's own choice may end in it; force it with sdpa_backend('math')"
+                          : not_needed(plan, mode, tables));
+  add(Backend::kStock, not_needed(plan, mode, tables));
+  const bool measured =
+      device.cc != 0 && (plan.choice_row >= 0 || plan.rescue_row >= 0 || plan.gate.decode || plan.splits.n > 1);
+  const bool has_gradients = plan.ours() && p.grad;
+  out += "}, \"why\": {";
+  for (int family = 0; family < tables.num_families(); ++family)
+    out += (family > 0 ? ", " : "") + quoted(name_of(backend_of(family), tables)) + ": " +
+           quoted(kWhyNames[static_cast<int>(plan.why[family].why)]);
+  out += "}, \"precision\": " + quoted(needs_text(plan.features)) +
+         ", \"whole\": " + quoted(whole ? reason_text(plan.why_whole, as_asked(given, mode), device, tables) : "") +
+         ", \"gate\": " + quoted(measured ? gate_text(plan, p, device, tables) : "") +
+         ", \"row\": " + quoted(row_text(plan.choice_row, tables)) +
+         ", \"rescue\": " + quoted(rescue_text(plan.rescue_row, tables)) +
+         ", \"copies\": " + quoted(plan.ours() ? copies_text(p, tables) : "") +
+         ", \"sharing\": " + number(has_gradients ? plan_backward(p, device, mode, tables).sharing : 1) +
+         ", \"gradients\": " + quoted(has_gradients ? gradients_text(p, device, mode, tables) : "") + "}";
+  return out;
+}
+
+std::string call_text(const Problem& p, const Tables& tables) {
+  auto shape = [](int64_t a, int64_t b, int64_t c, int64_t d) {
+    return "[" + number(a) + ", " + number(b) + ", " + number(c) + ", " + number(d) + "]";
+  };
+  std::string needs;
+  for (size_t i = 0; i < tables.features.size(); ++i) {
+    const char* said = tables.features[i].said;
+    if ((p.needs >> i & 1) != 0 && *said != 0) needs += std::string(" ") + said;
+  }
+  return "query " + shape(p.B, p.Hq, p.Sq, p.D) + " key " + shape(p.B, p.Hkv, p.Sk, p.D) + " value " +
+         shape(p.B, p.Hkv, p.Sk, p.Dv) + " " + facts_of(p.dtype[0]).name + needs + (p.grad ? " with grad" : "");
+}
+
+std::string forced_error(const Problem& given, const DeviceFacts& device, Mode mode, const Tables& tables) {
+  const Problem p = as_asked(given, mode);
+  const Plan plan = plan_call(given, device, mode, tables);
+  const int family = mode.family();
+  Reason all[kMaxReasons];
+  const int count = unsupported(p, device, tables, family, all, kMaxReasons);
+  std::string text = "torch_flashplug: backend '" + name_of(mode.backend(), tables) +
+                     "' is forced and cannot run this call (" + call_text(p, tables) + "):";
+  if (count == 0) text += "\n  - " + reason_text(plan.why[family], p, device, tables);
+  for (int i = 0; i < count; ++i) text += "\n  - " + reason_text(all[i], p, device, tables);
+  return text + "\nUse sdpa_backend('auto') to let stock attention serve such calls.";
+}
+
+}  // namespace flashplug

@@ -1,0 +1,221 @@
+// Which row of the tables a call gets: the kernel that should be done first, and the measured class that holds the
+// call.
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <numeric>
+
+#include "core/flashplug.h"
+
+namespace flashplug {
+
+namespace {
+
+constexpr int64_t kListedRows = 128;  // of a listed block (spec.LISTED)
+constexpr double kEdgeBlocks = 1;     // what a tile costs beside its KV blocks: start and end, in blocks
+constexpr int64_t kManyRows = 1024, kManyDims = 1024, kManyKeys = 1024;  // more than any tile has
+
+// Whether a call's rows start with a sector of what L2 hands out at once.
+bool whole_sectors(const Problem& p, const KernelRow& row) {
+  const auto whole = [&row](int64_t columns, int operand) {
+    return columns * facts_of(row.dtype[operand]).bytes % row.sector_bytes == 0;
+  };
+  return whole(p.D, 0) && whole(p.D, 1) && whole(p.Dv, 2);
+}
+
+// Elementwise kernels are for the calls that no other can read.
+bool row_fits(const Problem& p, const DeviceFacts& device, const KernelRow& row) {
+  return made_of(row, p) && p.D <= row.d_max && p.Dv <= row.dv_max && has_features(row, p.needs) &&
+         (row.whole_sectors == 0 || whole_sectors(p, row)) && (row.elementwise != 0) != whole_units(p) &&
+         smem_fits(row, device);
+}
+
+bool same_family(const KernelRow& a, const KernelRow& b) { return a.d_max == b.d_max && a.dv_max == b.dv_max; }
+
+// What a head's last tile costs beside a full one: a part always, the rest by the groups of rows that have work.
+double last_tile(const Problem& p, const KernelRow& row) {
+  if (p.Sq % row.tile_m == 0) return 1.0;
+  const int64_t rows = ceil_div(p.Sq % row.tile_m, row.group_rows) * row.group_rows;
+  return row.last_tile + (1 - row.last_tile) * static_cast<double>(rows) / row.tile_m;
+}
+
+// Sequences on end as ones of their mean length: nobody knows theirs.
+Problem of_one_length(const Problem& p) {
+  Problem mean = p;
+  if (p.sequences <= 0) return mean;
+  mean.B = p.sequences;
+  mean.Sq = ceil_div(p.Sq, p.sequences), mean.Sk = ceil_div(p.Sk, p.sequences);
+  return mean;
+}
+
+// What kernels are chosen by where a sequence's results must not tell what is beside it: enough sequences for any GPU.
+// How many rows batches have, each of them has; lengths on end, of caches and of tables, and what a window is cut to,
+// are of all together.
+Problem of_its_kind(const Problem& p) {
+  if (!p.by_kind) return p;
+  constexpr int64_t sequences = 64, length = 4096;
+  Problem kind = p;
+  kind.Sk = length;
+  if (p.sequences > 0)
+    kind.sequences = sequences, kind.Sq = kind.Sk = sequences * length;
+  else
+    kind.B = sequences;
+  kind.left = kind.right = kind.Sq + kind.Sk;
+  return kind;
+}
+
+// Blocks of keys that the tiles of a head walk over, and the longest tile's (kernels/parts/window.py).
+struct WindowBlocks {
+  double all = 0, longest = 0;
+};
+WindowBlocks blocks_of_windows(const Problem& p, const KernelRow& row) {
+  WindowBlocks found;
+  const int64_t diagonal = p.bottom_right * (p.Sk - p.Sq);
+  for (int64_t first = 0; first < p.Sq; first += row.tile_m) {
+    const int64_t begin = first + diagonal - p.left, last = first + row.tile_m - 1 + diagonal + p.right;
+    const int64_t end = ceil_div(std::clamp<int64_t>(last + 1, 1, p.Sk), row.tile_n);
+    const int64_t blocks = end - std::min(std::max<int64_t>(begin, 0) / row.tile_n, end - 1);
+    found.all += static_cast<double>(blocks);
+    found.longest = std::max(found.longest, static_cast<double>(blocks));
+  }
+  return found;
+}
+
+// What find_kernel_row compares. Decode: K and V are read once for each tile, so the fewest tiles, of the fewest rows;
+// then the smallest head dims; then the longest steps, as long as every SM has one. One number, digit after digit.
+double rank(const Problem& p, const KernelRow& row, const DeviceFacts& device) {
+  if (row.kind != kDecode) return estimate(p, row, device);
+  const int64_t tiles = packed_tiles(p, row), steps = tiles * ceil_div(p.Sk, row.tile_n);
+  const int64_t rows = tiles * kManyRows + row.tile_m, dims = rows * kManyDims + row.d_max + row.dv_max;
+  return static_cast<double>(dims * kManyKeys + kManyKeys / 2 + (steps < device.sm_count ? row.tile_n : -row.tile_n));
+}
+
+}  // namespace
+
+// Time of the whole launch in units of a row's cost: the SMs draw tiles longest first, so it ends when the work is
+// spread evenly or when the longest tile is done, and equal tiles (no causal mask) come in whole waves.
+double estimate(const Problem& given, const KernelRow& row, const DeviceFacts& device) {
+  const Problem p = of_one_length(given);
+  const int sm_count = std::max(device.sm_count, 1);
+  const double m = row.tile_m, n = row.tile_n;
+  const double heads = static_cast<double>(p.B) * p.Hq, num_m = static_cast<double>(ceil_div(p.Sq, row.tile_m));
+  const double all_blocks = static_cast<double>(ceil_div(p.Sk, row.tile_n));
+  const double spared = 1.0 - last_tile(p, row);
+  if ((row.takes & kWindow) != 0) {
+    const auto [blocks, longest] = blocks_of_windows(p, row);
+    return std::max(heads * (blocks + num_m * kEdgeBlocks) / sm_count, longest + kEdgeBlocks) * row.cost;
+  }
+  if ((row.takes & kCausal) == 0) {
+    const double waves = std::ceil(heads * num_m / sm_count) * (1.0 - spared / num_m);
+    const bool tall = (row.takes & kMask) != 0 && row.tile_m > kListedRows;
+    return waves * (all_blocks * (tall ? p.tall : 1.0) + kEdgeBlocks) * row.cost;
+  }
+  // Tile i sees the first (i + 1) * tile_m keys, rounded up to whole blocks: by half a step of the pattern on average.
+  const double rounding = 0.5 * (1.0 - static_cast<double>(std::gcd(row.tile_m, row.tile_n)) / n);
+  const double growing = std::min(num_m, std::floor(static_cast<double>(p.Sk) / m));
+  const double blocks = m / n * growing * (growing + 1) / 2 + (num_m - growing) * all_blocks;
+  const double longest = std::min(all_blocks, num_m * m / n + rounding) + kEdgeBlocks;
+  const double work = heads * (blocks + num_m * (rounding + kEdgeBlocks) - spared * longest);
+  return std::max(work / sm_count, longest) * row.cost;
+}
+
+// Of the rows that fit those with the fewest features that the call does not need; of these, those for the smallest
+// head dims (all, where few of the smallest suit); of these the one that should be done first.
+int find_kernel_row(const Problem& given, Kind kind, int family, const DeviceFacts& device, const Tables& tables) {
+  const Problem p = of_its_kind(given);
+  int best = -1, fewest = 0;
+  double least = 0;
+  for (int i : tables.of(kind, family, p.dtype[0])) {
+    const KernelRow& row = tables.kernels[i];
+    if (!row_fits(p, device, row)) continue;
+    const int spare = std::popcount(static_cast<uint64_t>(row.takes & ~p.needs));
+    if (best >= 0 && spare > fewest) continue;
+    const bool rival = best >= 0 && spare == fewest;
+    if (rival && whole_sectors(p, row) && !same_family(row, tables.kernels[best])) continue;
+    const double time = rank(p, row, device);
+    if (rival && time >= least) continue;
+    best = i;
+    fewest = spare;
+    least = time;
+  }
+  return best;
+}
+
+namespace {
+
+// As stock gets them: rows that it copies, too, count as what they become, columns are math's there.
+Operands operands_of(const Problem& p, const KernelRow& kernel) {
+  if (!whole_rows(p)) return kColumns;
+  if (kernel.elementwise == 0) return p.D == p.Dv ? kSquare : kMixed;
+  return whole_dims(p) ? kUnaligned : kOddDims;
+}
+
+bool is_of_class(const ChoiceRow& row, const Problem& p, int kind, const KernelRow& kernel) {
+  return row.kind == kind && (row.operands & operands_of(p, kernel)) != 0 && row.family == kernel.family &&
+         (row.elements >> kernel.element & 1) != 0 && (row.grad != 0) == p.as_with_gradients() &&
+         row.features == p.needs;
+}
+
+int64_t ranges_missed(const ChoiceRow& row, const Problem& p, const KernelRow& kernel, int64_t tiles) {
+  const auto ranges = ranges_of(row, p, kernel, tiles);
+  return std::count_if(ranges.begin(), ranges.end(), [](const Range& range) { return !range.holds(); });
+}
+
+int find_row_of_kind(const Problem& p, int kind, const KernelRow& kernel, int64_t tiles, const Tables& tables) {
+  const auto row = std::find_if(tables.choices.begin(), tables.choices.end(), [&](const ChoiceRow& choice) {
+    return is_of_class(choice, p, kind, kernel) && ranges_missed(choice, p, kernel, tiles) == 0;
+  });
+  return row == tables.choices.end() ? -1 : static_cast<int>(row - tables.choices.begin());
+}
+
+// A call as rows know it: sequences on end of their mean length, and of a window the keys that a query may see.
+Problem as_measured(const Problem& given) {
+  Problem p = of_one_length(given);
+  if ((p.needs & kWindow) != 0) p.Sk = std::min(p.Sk, p.left + p.right + 1);
+  return p;
+}
+
+}  // namespace
+
+std::array<Range, 6> ranges_of(const ChoiceRow& row, const Problem& given, const KernelRow& kernel,
+                               int64_t forward_tiles) {
+  const Problem p = as_measured(given);
+  const int64_t tiles = row.keys_of_tile == 0 ? forward_tiles : p.B * p.Hkv * ceil_div(p.Sk, row.keys_of_tile);
+  const int64_t tile_m = row.tile_m == 0 ? kernel.tile_m : row.tile_m;
+  return {{{"D", std::max(p.D, p.Dv), row.d_min, row.d_max},
+           {"Sq", p.Sq, row.min_sq, row.max_sq},
+           {"Sk", p.Sk, row.min_sk, row.max_sk},
+           {"tiles", tiles, row.min_tiles, tiles},
+           {"packed rows", packed_rows(p), row.min_packed, row.max_packed},
+           {"rows of a tile", kernel.tile_m, tile_m, tile_m}}};
+}
+
+int nearest_choice_row(const Problem& p, const KernelRow& kernel, int64_t tiles, const Tables& tables) {
+  int nearest = -1;
+  int64_t fewest = 0;
+  for (size_t i = 0; i < tables.choices.size(); ++i) {
+    const ChoiceRow& row = tables.choices[i];
+    if (row.serve == 0 || !is_of_class(row, p, kernel.kind, kernel)) continue;
+    const int64_t missed = ranges_missed(row, p, kernel, tiles);
+    if (nearest >= 0 && missed >= fewest) continue;
+    nearest = static_cast<int>(i);
+    fewest = missed;
+  }
+  return nearest;
+}
+
+int find_choice_row(const Problem& p, const KernelRow& kernel, int64_t tiles, const Tables& tables) {
+  return find_row_of_kind(p, kernel.kind, kernel, tiles, tables);
+}
+
+int find_parts_row(const Problem& p, const KernelRow& fused, const Tables& tables) {
+  return find_row_of_kind(p, kPartBwd, fused, 0, tables);
+}
+
+Reason slower_by_row(const Plan& plan, const Tables& tables) {
+  if (plan.choice_row < 0) return Reason{Why::kNoRow, plan.kernel_row, plan.tiles};
+  const ChoiceRow& row = tables.choices[plan.choice_row];
+  return row.serve ? Reason{} : Reason{Why::kSlower, static_cast<int64_t>(row.ratio * 1000 + 0.5)};
+}
+
+}  // namespace flashplug

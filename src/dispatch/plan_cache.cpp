@@ -1,0 +1,53 @@
+// The same calls come again and again, layer after layer and step after step: plans that this thread made lately, by
+// everything that plan_call looks at.
+#include <array>
+
+#include "core/flashplug.h"
+
+namespace flashplug {
+
+namespace {
+
+constexpr int kPlaceBits = 6;  // of a thread's places; a plan that collides with another one is made again
+
+// Compared whole: a new field of Problem is a part of the key from the day it exists.
+struct Key {
+  Problem problem;
+  DeviceFacts device;
+  Mode mode;
+  uint64_t version = 0;  // no table's: those start at 1
+  bool operator==(const Key&) const = default;
+};
+
+struct Place {
+  Key key;
+  Plan plan;
+};
+
+// Only where to look: what tells most calls of a program apart.
+size_t place_of(const Problem& p, Mode mode) {
+  uint64_t hash = 0;
+  for (int64_t fact : {p.B, p.Hq, p.Hkv, p.Sq, p.Sk, p.D, p.Dv, mode.word, p.needs << 1 | static_cast<int64_t>(p.grad)})
+    hash = (hash ^ static_cast<uint64_t>(fact)) * 0x9e3779b97f4a7c15u;
+  return hash >> (64 - kPlaceBits);
+}
+
+std::array<Place, 1 << kPlaceBits>& places() {
+  thread_local std::array<Place, 1 << kPlaceBits> own;
+  return own;
+}
+
+}  // namespace
+
+const Plan& remembered_plan(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables) {
+  Place& place = places()[place_of(p, mode)];
+  const Key key{p, device, mode, tables.version};
+  if (place.key != key) place = {key, plan_call(p, device, mode, tables)};
+  return place.plan;
+}
+
+bool is_remembered(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables) {
+  return places()[place_of(p, mode)].key == Key{p, device, mode, tables.version};
+}
+
+}  // namespace flashplug

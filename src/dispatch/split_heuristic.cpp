@@ -1,0 +1,140 @@
+// Calls of few query rows: the gate in front of them, and among how many CTAs the keys of a tile of rows are split.
+// Pure functions of ints.
+#include "core/flashplug.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+namespace flashplug {
+
+namespace {
+
+constexpr int64_t kFloatBytes = 4;
+constexpr int64_t kPartialBytes = 2 * kFloatBytes;  // written once and read once
+
+int64_t all_rows(const Problem& p) { return p.B * p.Hq * p.Sq; }
+
+// That some query may see.
+int64_t keys_of(const Problem& p) { return (p.needs & kWindow) != 0 ? std::min(p.Sk, p.left + p.right + p.Sq) : p.Sk; }
+
+int64_t kv_bytes(const Problem& p, const KernelRow& row) {
+  return p.B * p.Hkv * keys_of(p) * (p.D * facts_of(row.dtype[1]).bytes + p.Dv * facts_of(row.dtype[2]).bytes);
+}
+
+double partial_ns(const Problem& p, const Tables& tables) {
+  return static_cast<double>(all_rows(p) * p.Dv * kPartialBytes) / tables.gate.combine_rate;
+}
+
+// What adding up the splits of every tile takes. In a cluster every CTA adds up its share of a tile, its warpgroups
+// some peers at a time; else a second kernel reads what was written.
+double adding_time(const Problem& p, const KernelRow& row, const Tables& tables, Splits splits) {
+  if (splits.n == 1) return 0;
+  if (splits.in_memory()) return tables.gate.combine_ns + static_cast<double>(splits.n) * partial_ns(p, tables);
+  const double rows = static_cast<double>(std::min<int64_t>(packed_rows(p), row.tile_m));
+  const double share = rows * static_cast<double>(p.Dv * kFloatBytes) / static_cast<double>(splits.n);
+  const double rounds = static_cast<double>(ceil_div(splits.n, row.peers_at_once) * row.group_rows) / row.tile_m;
+  return tables.gate.cluster_ns + rounds * share / tables.gate.cluster_rate;
+}
+
+// Splits up to here can be a cluster's.
+int64_t largest_cluster(const KernelRow& row, const Tables& tables) {
+  return std::min<int64_t>(row.max_cluster, tables.gate.cluster);
+}
+
+// How often the SMs are filled.
+double waves(const Problem& p, const KernelRow& row, const DeviceFacts& device, Splits splits) {
+  const auto ctas = static_cast<double>(packed_tiles(p, row) * splits.n);
+  return std::max(1.0, ctas / (row.at_once * std::max(device.sm_count, 1)));
+}
+
+// Time of a call: K and V come from memory while every CTA works through its own blocks, whichever takes longer, and
+// partial results are added up.
+double split_time(const Problem& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables,
+                  Splits splits) {
+  const double rate = device.memory_rate > 0 ? device.memory_rate : tables.gate.unknown_rate;
+  const double reading = static_cast<double>(kv_bytes(p, row)) / (tables.gate.read_share * rate);
+  const int64_t blocks = ceil_div(ceil_div(keys_of(p), row.tile_n), splits.n);
+  const double working = waves(p, row, device, splits) * static_cast<double>(blocks * row.cost);
+  return std::hypot(reading, working) + adding_time(p, row, tables, splits);
+}
+
+}  // namespace
+
+int64_t packed_rows(const Problem& p) { return p.Sq * p.group(); }
+
+Gate decode_gate(const Problem& p, const DeviceFacts& device, const Tables& tables) {
+  Gate gate;
+  if (packed_rows(p) > tables.gate.rows) return gate;
+  gate.decode = true;
+  gate.tiles = p.B * p.Hkv * ceil_div(packed_rows(p), tables.gate.rows);
+  gate.needed = static_cast<int64_t>(tables.gate.occupancy * device.sm_count + 0.999999);
+  gate.closed = gate.tiles < gate.needed;
+  return gate;
+}
+
+int64_t packed_tiles(const Problem& p, const KernelRow& row) {
+  return p.B * p.Hkv * ceil_div(packed_rows(p), row.tile_m);
+}
+
+int64_t partial_floats(const Problem& p, int64_t splits) { return all_rows(p) * splits * (p.Dv + 2); }
+
+// A cluster where that is the faster way to add up, and where clusters find room.
+Splits split_among(const Problem& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables, int64_t n) {
+  const Splits apart{n, 1}, together{n, n};
+  if (n > largest_cluster(row, tables)) return apart;
+  const double share = tables.gate.cluster_share[n];
+  const bool room = share == 0 || static_cast<double>(n * packed_tiles(p, row)) <= share * device.sm_count;
+  return room && adding_time(p, row, tables, together) <= adding_time(p, row, tables, apart) ? together : apart;
+}
+
+double packed_time(const Problem& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables,
+                   Splits splits) {
+  return tables.gate.wide_ns * waves(p, row, device, splits) + split_time(p, row, device, tables, splits);
+}
+
+// At most one for each block of keys, and partials that the kernels can count in 32 bits.
+int64_t possible_splits(const Problem& p, const KernelRow& row, int64_t wanted) {
+  const int64_t countable = std::numeric_limits<int32_t>::max() / partial_floats(p, 1);
+  const int64_t most = std::min({ceil_div(keys_of(p), row.tile_n), countable, kMaxSplits});
+  return std::clamp<int64_t>(wanted, 1, std::max<int64_t>(most, 1));
+}
+
+// As many as the longest sequence that there may be needs, whose first block need not begin where its window does. Two
+// at least: one writes other roundings.
+Splits splits_of_size(const Problem& p) {
+  const int64_t keys = std::min(p.Sk, keys_of(p) + kSplitUnit - 1);
+  return {std::max<int64_t>(ceil_div(keys, p.split_size), 2), 1};
+}
+
+// Every size that a cluster can have is tried; beyond, what CTAs work and what is combined weigh least together where
+// they are equal: at blocks * cost / n = n * partial_ns.
+Splits best_of(const Problem& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables, int64_t most) {
+  const int64_t blocks = ceil_div(keys_of(p), row.tile_n);
+  const auto equal = static_cast<int64_t>(std::sqrt(static_cast<double>(blocks * row.cost) / partial_ns(p, tables)));
+  Splits best;
+  const auto consider = [&](int64_t wanted) {
+    const int64_t even = ceil_div(blocks, ceil_div(blocks, wanted));
+    const Splits splits = split_among(p, row, device, tables, even);
+    if (split_time(p, row, device, tables, splits) < split_time(p, row, device, tables, best)) best = splits;
+  };
+  const int64_t cluster = largest_cluster(row, tables);
+  for (int64_t n = 2; n <= std::min(cluster, most); ++n) consider(n);
+  if (most > cluster) consider(std::clamp(equal, cluster + 1, most));
+  return best;
+}
+
+// More CTAs than SMs read faster where a kernel says so; but more splits take longer to add up, too, than this knows
+// where a mask hides most keys.
+Splits best_splits(const Problem& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables) {
+  const auto of = [&](int64_t ctas) {
+    return best_of(p, row, device, tables, possible_splits(p, row, ctas / packed_tiles(p, row)));
+  };
+  const auto time = [&](Splits splits) { return split_time(p, row, device, tables, splits); };
+  const Splits alone = of(device.sm_count);
+  if (row.at_once == 1) return alone;
+  const Splits shared = of(row.at_once * device.sm_count);
+  return time(alone) - time(shared) >= tables.gate.shared_ns ? shared : alone;
+}
+
+}  // namespace flashplug

@@ -1,0 +1,229 @@
+// Whether kernels of an architecture can run a call at all, whatever their speed. The words are in explain.cpp.
+#include <algorithm>
+#include <bit>
+#include <utility>
+
+#include "core/flashplug.h"
+
+namespace flashplug {
+
+bool is_empty(const Problem& p) {
+  return p.B <= 0 || p.Hq <= 0 || p.Hkv <= 0 || p.Sq <= 0 || p.Sk <= 0 || p.D <= 0 || p.Dv <= 0;
+}
+
+namespace {
+
+// Collects reasons up to a limit, so that one list of checks serves both the fast "may I?" and the full "why not?".
+struct Collector {
+  Reason* reasons;
+  int limit;
+  int count = 0;
+  bool full() const { return count >= limit; }
+  void add(Why why, int64_t given = 0, int64_t allowed = 0, int operand = 0) {
+    if (!full()) reasons[count++] = Reason{why, given, allowed, operand};
+  }
+};
+
+// The largest head dims that such kernels hold on this device; 0: there are none. Of those that are made of what the
+// call is, and have what it needs; a call that is to be cast first may become any, one that nothing takes need nothing.
+struct HeadDims {
+  int64_t d = 0, dv = 0;
+};
+HeadDims largest_head_dims(const Problem& p, int family, bool elementwise, const DeviceFacts& device,
+                           const Tables& tables) {
+  const bool cast = !tables.made_of(family, p.dtype), taken = tables.takes_together(family, p.needs);
+  HeadDims most;
+  for (const Kind kind : {kFwd, kDecode}) {  // some calls have kernels of few rows alone
+    if (most.d != 0) break;
+    for (int element = 0; element < kNumDTypes; ++element) {
+      for (int i : tables.of(kind, family, static_cast<DType>(element))) {
+        const KernelRow& row = tables.kernels[i];
+        if ((row.elementwise != 0) != elementwise || !smem_fits(row, device)) continue;
+        if ((!cast && !made_of(row, p)) || (taken && !has_features(row, p.needs))) continue;
+        most = {std::max(most.d, row.d_max), std::max(most.dv, row.dv_max)};
+      }
+    }
+  }
+  return most;
+}
+
+// What is known before shapes are.
+void add_class_reasons(const Problem& p, const DeviceFacts& device, const Tables& tables, int family, Collector* out) {
+  if (!p.on_cuda || device.cc == 0)
+    out->add(Why::kDevice);
+  else if (!runs_on(tables.families[family], device.cc))
+    out->add(Why::kArch, device.cc, family);
+  if (!tables.made_of(family, p.dtype)) {
+    const bool mixed = p.dtype[0] != p.dtype[1] || p.dtype[0] != p.dtype[2];
+    out->add(mixed ? Why::kMixedDtype : Why::kDtype, 0, family);
+  }
+  const int64_t missing = p.needs & ~tables.takes(family);
+  for (int64_t left = missing; left != 0; left &= left - 1)
+    out->add(Why::kFeature, std::countr_zero(static_cast<uint64_t>(left)));
+  if (missing == 0 && !tables.takes_together(family, p.needs)) out->add(Why::kTogether, p.needs);
+  if ((p.needs & kEightBits) != 0 && p.grad) out->add(Why::kGradientsInEightBits);
+  if (p.scale == Scale::kNotFinite) out->add(Why::kScale);
+  if ((p.needs & kDropout) != 0 && !(p.dropout_p > 0.0 && p.dropout_p <= 1.0)) out->add(Why::kProbability);
+}
+
+void add_broken_units(const Problem& p, Collector* out) {
+  const int64_t dims[kNumOperands] = {p.D, p.D, p.Dv};
+  for (int i = 0; i < kNumOperands; ++i) {
+    const int64_t step = unit_elements(p.dtype[i]);
+    const bool said = i == 1 && step == unit_elements(p.dtype[0]);  // of the query
+    if (dims[i] % step != 0 && !said) out->add(Why::kHeadDimStep, dims[i], step, i);
+  }
+  for (int i = 0; i < kNumOperands; ++i) {
+    const Layout& layout = p.layout[i];
+    if (layout.last_stride != 1) out->add(Why::kLastStride, layout.last_stride, 1, i);
+    if (layout.align_bytes < kUnitBytes) out->add(Why::kAlignment, layout.align_bytes, kUnitBytes, i);
+  }
+}
+
+}  // namespace
+
+bool made_of(const KernelRow& row, const Problem& p) { return std::equal(p.dtype, p.dtype + kNumOperands, row.dtype); }
+
+bool has_features(const KernelRow& row, int64_t needs) { return Features{row.takes, row.always}.fit(needs); }
+
+bool smem_fits(const KernelRow& row, const DeviceFacts& device) {
+  return device.smem_bytes == 0 || row.smem_bytes <= device.smem_bytes;  // 0: unknown
+}
+
+bool whole_rows(const Problem& p) {
+  return std::all_of(p.layout, p.layout + kNumOperands, [](const Layout& layout) { return layout.last_stride == 1; });
+}
+
+bool whole_dims(const Problem& p) {
+  return p.D % unit_elements(p.dtype[0]) == 0 && p.D % unit_elements(p.dtype[1]) == 0 &&
+         p.Dv % unit_elements(p.dtype[2]) == 0;
+}
+
+bool whole_units(const Problem& p) {
+  const auto whole = [](const Layout& layout) { return whole_units(layout); };
+  return whole_dims(p) && std::all_of(p.layout, p.layout + kNumOperands, whole);
+}
+
+// Stock's kernels get copies as well (stock_workarounds.cpp), but for a last dim that is not contiguous, which goes to
+// math. Plain calls are not copied, whatever rows a table has.
+bool copies_operands(const Problem& p, const Tables& tables) {
+  return (p.needs & ~kCausal) != 0 && !whole_units(p) && whole_dims(p) &&
+         std::none_of(tables.kernels.begin(), tables.kernels.end(),
+                      [&p](const KernelRow& row) { return row.elementwise != 0 && has_features(row, p.needs); });
+}
+
+Problem as_read(const Problem& p, const Tables& tables) {
+  Problem read = p;
+  if (!copies_operands(p, tables)) return read;
+  for (Layout& layout : read.layout) {
+    if (!whole_units(layout)) layout = Layout{};
+  }
+  return read;
+}
+
+// It knows one of the things that calls may need; a call with any other one would come back without it. (Dropout, too,
+// but it draws other bits than kernels of ours and math, and its tensors do not say whose seed they hold: no backward
+// could tell.) And it is made of these dtypes, whatever else is in kDTypes.
+bool efficient_takes(const Problem& p) {
+  constexpr int64_t made_of = dtype_bit("bfloat16") | dtype_bit("float16") | dtype_bit("float32");
+  return (p.needs & ~kCausal) == 0 && (made_of >> static_cast<int>(p.dtype[0]) & 1) != 0 && p.dtype[0] == p.dtype[1] &&
+         p.dtype[0] == p.dtype[2] && !is_empty(p) && whole_units(p) && p.Hq % p.Hkv == 0;
+}
+
+namespace {
+
+// What the class of a call says, before its shapes are read.
+constexpr int64_t kFactsOfClass = kMasked | kBiased | kWideBiased | kAllDropped | kGradients;
+
+int64_t facts_of_class(const Problem& p) {
+  int64_t facts = 0;
+  if ((p.needs & kMask) != 0) facts |= kMasked;
+  if ((p.needs & feature_bit("bias")) != 0) facts |= kBiased;
+  if ((p.needs & feature_bit("bias32")) != 0) facts |= kWideBiased;
+  if (p.dropout_p == 1.0) facts |= kAllDropped;
+  if (p.as_with_gradients()) facts |= kGradients;
+  return facts;
+}
+
+constexpr int64_t kMostOfGrid = 65535;  // CTAs along the second and third dim of a grid
+
+// facts: those that hold, or may.
+int find_rescue_of(const Problem& p, int64_t facts, const Tables& tables) {
+  const auto row = std::find_if(tables.rescues.begin(), tables.rescues.end(), [facts, &p](const RescueRow& rescue) {
+    return (facts & rescue.facts) == rescue.facts && (p.needs & ~rescue.features) == 0;
+  });
+  return row == tables.rescues.end() ? -1 : static_cast<int>(row - tables.rescues.begin());
+}
+
+}  // namespace
+
+int find_rescue(const Problem& p, const Tables& tables) {
+  const auto any = [&p](bool Layout::* fact) {
+    return std::any_of(p.layout, p.layout + kNumOperands, [fact](const Layout& layout) { return layout.*fact; });
+  };
+  const std::pair<CallFact, bool> known[] = {
+      {kOddBase, any(&Layout::odd_base)},
+      {kOddOnes, any(&Layout::odd_ones)},
+      {kBroadcastQuery, p.layout[0].broadcast},
+      {kMixedDims, p.D != p.Dv},
+      {kWholeDims, whole_dims(p)},
+      {kOneRow, p.Sq == 1},
+      {kOneKey, p.Sk == 1},
+      {kUnusualScale, is_unusual(p.scale)},
+      {kRows, whole_rows(p)},
+      {kBeyondGrid, std::max(p.B, p.Hq) > kMostOfGrid},
+      {kHalfKeyBlock, has_half_key_block(p)},
+  };
+  int64_t facts = facts_of_class(p);
+  for (const auto& [fact, holds] : known) facts |= holds ? static_cast<int64_t>(fact) : 0;
+  return find_rescue_of(p, facts, tables);
+}
+
+int unsupported(const Problem& given, const DeviceFacts& device, const Tables& tables, int family, Reason* reasons,
+                int limit) {
+  const Problem p = as_read(given, tables);
+  Collector out{reasons, limit};
+  add_class_reasons(p, device, tables, family, &out);
+  if (out.full()) return out.count;
+  if (is_empty(p)) {
+    out.add(Why::kEmpty);
+    return out.count;
+  }
+  const bool whole = whole_units(p);
+  // What others could hold is not in the way.
+  const DeviceFacts holder = runs_on(tables.families[family], device.cc) ? device : DeviceFacts{};
+  HeadDims most = largest_head_dims(p, family, !whole, holder, tables);
+  if (!whole && most.d == 0) {  // no kernel of this family goes element by element
+    add_broken_units(p, &out);
+    most = largest_head_dims(p, family, false, holder, tables);
+  }
+  if (most.d == 0) out.add(Why::kNoKernel);
+  const auto too_wide = [&](int64_t given, int64_t HeadDims::* of, int operand) {
+    if (most.d == 0 || given <= most.*of) return;
+    Problem plain = p;
+    plain.needs = 0;
+    const bool narrowed = given <= largest_head_dims(plain, family, !whole, holder, tables).*of;
+    out.add(narrowed ? Why::kHeadDimOfFeatures : Why::kHeadDimLimit, given, most.*of, operand);
+  };
+  too_wide(p.D, &HeadDims::d, 0);
+  too_wide(p.Dv, &HeadDims::dv, 2);
+  return out.count;
+}
+
+// A backend that is asked for goes ahead of choice rows, which hold for the GPU that was measured.
+bool class_may_serve(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables) {
+  const auto may_run = [&](int family) {
+    Reason why;
+    Collector out{&why, 1};
+    add_class_reasons(p, device, tables, family, &out);
+    return !out.full();
+  };
+  if (mode.backend() != Backend::kAuto) return mode.family() >= 0 && may_run(mode.family());
+  if (device.cc != tables.gate.measured_cc || !any_family(tables, may_run)) return false;
+  const bool chosen = std::any_of(tables.choices.begin(), tables.choices.end(), [&p](const ChoiceRow& row) {
+    return row.kind != kPartBwd && row.serve && (row.grad != 0) == p.as_with_gradients() && row.features == p.needs;
+  });
+  return chosen || find_rescue_of(p, facts_of_class(p) | ~kFactsOfClass, tables) >= 0;
+}
+
+}  // namespace flashplug

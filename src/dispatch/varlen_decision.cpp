@@ -1,0 +1,151 @@
+// The rule of torch's varlen_attn: a mode that forces kernels first, then the measured rows of the kernel that torch
+// itself would run (VARLEN_ROWS of dispatch_table.py).
+#include "dispatch/varlen_decision.h"
+
+#include <algorithm>
+
+namespace flashplug {
+
+namespace {
+
+constexpr int64_t kMaxDecodeRows = 128;    // of torch 2.14: up to so many query rows cuDNN is not asked
+constexpr int64_t kLargestCudnnDim = 128;  // of torch 2.15 on Hopper
+constexpr int64_t kLargestDim = 256, kDimStep = 8;
+
+bool is_window(const VarlenCall& call, VarlenWindow window) { return call.window == static_cast<int64_t>(window); }
+
+// Of torch 2.14: _can_use_cudnn of torch/nn/attention/varlen.py, for calls that kernels of ours take.
+bool fits_cudnn(const VarlenCall& call) {
+  const bool grouped = call.enable_gqa != 0 || call.heads_q != call.heads_k;
+  return call.into == 0 && call.max_q > kMaxDecodeRows && is_window(call, VarlenWindow::kNone) && !grouped &&
+         call.splits < 0;
+}
+
+// Of torch 2.15, whose op is told of its choice: calls that can be cuDNN's on some machine with a Hopper GPU.
+bool may_be_cudnns(const VarlenCall& call) {
+  return !is_window(call, VarlenWindow::kOther) && call.splits < 0 && std::max(call.D, call.Dv) <= kLargestCudnnDim;
+}
+
+int64_t facts_of(const VarlenCall& call) {
+  return (call.misaligned != 0 ? int64_t{kMisaligned} : 0) |
+         (call.unusual_scale != 0 ? int64_t{kUnusualVarlenScale} : 0);
+}
+
+bool has_row_of(int cc, const Tables& tables) {
+  return std::ranges::any_of(tables.varlen, [cc](const VarlenRow& row) { return row.cc == cc; });
+}
+
+int find_row(VarlenKernel stock, int64_t facts, int cc, const Tables& tables) {
+  const auto holds = [&](const VarlenRow& row) {
+    return row.cc == cc && row.stock == stock && (row.facts & ~facts) == 0;
+  };
+  const auto found = std::ranges::find_if(tables.varlen, holds);
+  return found == tables.varlen.end() ? -1 : static_cast<int>(found - tables.varlen.begin());
+}
+
+bool kernels_take(const VarlenCall& call) {
+  const auto fits = [](int64_t dim) { return dim % kDimStep == 0 && dim <= kLargestDim; };
+  return call.readable != 0 && call.has_cu_k != 0 && call.paged == 0 && (call.splits < 0 || call.splits == 1) &&
+         fits(call.D) && fits(call.Dv);
+}
+
+std::string said(const VarlenCall& call, const VarlenVerdict& verdict, int cc) {
+  const std::string stock = kVarlenKernelSaid[stock_varlen(call, cc)];
+  switch (verdict.exit) {
+    case VarlenExit::kDisabled:
+      return "the plugin is disabled; call torch_flashplug.enable()";
+    case VarlenExit::kOtherBackend:
+      return "another backend is asked for";
+    case VarlenExit::kNotAllowed:
+      return "torch.nn.attention.sdpa_kernel allows neither FLASH_ATTENTION nor OVERRIDEABLE";
+    case VarlenExit::kNotTaken:
+      return "kernels of ours do not take " + lacking_text(call);
+    case VarlenExit::kForced:
+      return "forced";
+    case VarlenExit::kServed:
+      return "torch would run " + stock;
+    case VarlenExit::kDevice:
+      return "varlen_attn was not measured on compute capability " + capability(cc) +
+             "; use sdpa_backend('fa3') or sdpa_backend('fa2')";
+    case VarlenExit::kUnmeasured:
+      return "torch would run " + stock +
+             ", and no row of VARLEN_ROWS (dispatch_table.py) compares ours with it; use sdpa_backend('fa3')";
+    case VarlenExit::kSlower:
+      return "torch would run " + stock + ", which was measured to be faster";
+    case VarlenExit::kCount:
+      break;
+  }
+  return "";
+}
+
+}  // namespace
+
+VarlenKernel stock_varlen(const VarlenCall& call, int cc) {
+  const bool has_cudnn = cc / 10 == 9 || cc / 10 == 10;  // GPUs that torch asks cuDNN on
+  switch (static_cast<VarlenRule>(call.rule)) {
+    case VarlenRule::kFlash:
+      return kVarlenFlash;
+    case VarlenRule::kShapes:
+      return has_cudnn && fits_cudnn(call) ? kVarlenCudnn : kVarlenFlash;
+    case VarlenRule::kArgument:
+      if (call.backend < 0) return has_cudnn && may_be_cudnns(call) ? kVarlenCudnn : kVarlenFlash;
+      return call.backend == kChoiceFlash ? kVarlenFlash : kVarlenCudnn;
+    case VarlenRule::kUnknown:
+      break;
+  }
+  return kVarlenCudnn;
+}
+
+bool flash_is_measured(int cc, const Tables& tables) {
+  const int row = find_row(kVarlenFlash, 0, cc, tables);
+  return row >= 0 && tables.varlen[row].serve != 0;
+}
+
+VarlenVerdict judge_varlen(const VarlenCall& call, bool is_on, Mode mode, int cc, const Tables& tables) {
+  if (!is_on) return {VarlenExit::kDisabled};
+  if (mode.backend() != Backend::kAuto && mode.family() < 0) return {VarlenExit::kOtherBackend};
+  if (call.allowed == 0) return {VarlenExit::kNotAllowed};
+  if (!kernels_take(call)) return {VarlenExit::kNotTaken};
+  if (mode.forces_kernels()) return {VarlenExit::kForced};
+  const int row = find_row(stock_varlen(call, cc), facts_of(call), cc, tables);
+  if (row >= 0) return {tables.varlen[row].serve != 0 ? VarlenExit::kServed : VarlenExit::kSlower, row};
+  return {has_row_of(cc, tables) ? VarlenExit::kUnmeasured : VarlenExit::kDevice};
+}
+
+std::string lacking_text(const VarlenCall& call) {
+  const auto is_odd = [](int64_t dim) { return dim % kDimStep != 0 || dim > kLargestDim; };
+  const DTypeFacts& dtype = kDTypes[call.dtype];
+  const auto [low, high] = std::minmax(call.D, call.Dv);
+  const std::string dims = low == high ? std::to_string(low) : std::to_string(low) + ", " + std::to_string(high);
+  const std::pair<bool, std::string> lacks[] = {
+      {call.has_cu_k == 0, "no cu_seq_k"},
+      {call.paged != 0, "block_table"},
+      {call.splits >= 0 && call.splits != 1, "num_splits=" + std::to_string(call.splits)},
+      {dtype.bytes != 2, std::string("torch.") + dtype.name},
+      {is_odd(call.D) || is_odd(call.Dv), "head dims [" + dims + "]"}};
+  std::string all;
+  for (const auto& [lacking, what] : lacks) all += lacking ? (all.empty() ? "" : ", ") + what : "";
+  return all.empty() ? "these tensors" : all;
+}
+
+std::string varlen_json(const VarlenCall& call, const VarlenVerdict& verdict, Mode mode, int cc, const Tables& tables) {
+  const VarlenRow* row = verdict.row < 0 ? nullptr : &tables.varlen[verdict.row];
+  const bool raises = verdict.exit == VarlenExit::kNotTaken && mode.forces_kernels();
+  const std::pair<const char*, std::string> members[] = {
+      {"exit", kVarlenExitNames[static_cast<int>(verdict.exit)]},
+      {"stock", kVarlenKernelNames[stock_varlen(call, cc)]},
+      {"said", said(call, verdict, cc)},
+      {"row", row != nullptr ? row->measured : ""},
+      {"rescue", row != nullptr ? row->wrong : ""},
+      {"error", raises ? forced_varlen_error(call, mode, tables) : ""}};
+  std::string json;
+  for (const auto& [name, text] : members) json += (json.empty() ? "{" : ", ") + quoted(name) + ": " + quoted(text);
+  return json + "}";
+}
+
+std::string forced_varlen_error(const VarlenCall& call, Mode mode, const Tables& tables) {
+  return "varlen_attn: kernels of ours do not take " + lacking_text(call) + "; call it outside of sdpa_backend('" +
+         tables.families[mode.family()].backend + "')";
+}
+
+}  // namespace flashplug

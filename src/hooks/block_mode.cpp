@@ -1,0 +1,202 @@
+// The mode of this thread's sdpa_backend block, and the mode of a recomputation.
+//
+// torch.utils.checkpoint repeats a forward while autograd evaluates a node, on the calling thread (CPU) or on the
+// device's own thread (CUDA). The repeated forward must use the mode of the original one: another backend draws other
+// dropout bits, or saves other tensors. The node tells which mode that was. Every node has a number, in order of
+// creation on its thread, and the number of that thread. A block writes down at which number it begins and ends, so the
+// node's number says in which block it was made. A block that is entered during the recomputation itself comes first.
+//
+// libtorch has no stable access to the evaluated node. The first recomputation of a process asks Python to run a small
+// backward whose node is known; learn_node() is called inside of it and finds where the two numbers lie (torch 2.11
+// hands out a std::shared_ptr<Node>, 2.13 a c10::intrusive_ptr). Where that fails, the thread's own block counts.
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "core/state.h"
+#include "stock/torch_symbols.h"
+
+namespace flashplug {
+
+namespace {
+
+constexpr int64_t kNoTask = -1;
+constexpr int kTaskShift = 24;  // of a token: above the mode word
+constexpr int64_t kIsToken = int64_t{1} << 62;
+constexpr int64_t kTaskMask = (int64_t{1} << 32) - 1;
+constexpr size_t kMostChanges = 1 << 20;  // of a thread; the older half is forgotten then
+
+// The innermost block of this thread, and the graph task (one run of backward()) that it was entered in.
+struct Block {
+  int64_t word = 0;
+  int64_t task = kNoTask;
+};
+thread_local Block block;
+thread_local uint64_t noted_until = 0;     // nodes of this thread below this number have their mode in the history
+thread_local bool is_recomputing = false;  // the history's last mode of this thread is a recomputation's
+
+// From this node number on, nodes of a thread are made in that mode.
+struct Change {
+  uint64_t sequence;
+  int64_t word;
+};
+
+struct History {
+  std::mutex mutex;
+  std::unordered_map<uint64_t, std::vector<Change>> changes;  // by thread
+};
+History& history() {
+  static auto* instance = new History();  // never destroyed: threads may outlive the process's statics
+  return *instance;
+}
+std::atomic<bool> any_block{false};
+
+void note_change(uint64_t thread, uint64_t sequence, int64_t word) {
+  History& all = history();
+  std::lock_guard<std::mutex> lock(all.mutex);
+  std::vector<Change>& changes = all.changes[thread];
+  while (!changes.empty() && changes.back().sequence >= sequence) changes.pop_back();  // nothing was made in between
+  if (word == (changes.empty() ? 0 : changes.back().word)) return;
+  if (changes.size() == kMostChanges) changes.erase(changes.begin(), changes.begin() + kMostChanges / 2);
+  changes.push_back({sequence, word});
+}
+
+// Nodes that this thread has made since the last note, and those that it makes from now on, are of that mode.
+void note_nodes(int64_t word) {
+  note_change(torch_symbols().record_thread(), noted_until, word);
+  noted_until = torch_symbols().sequence_number();
+}
+
+int64_t mode_at(uint64_t thread, uint64_t sequence) {
+  History& all = history();
+  std::lock_guard<std::mutex> lock(all.mutex);
+  const auto found = all.changes.find(thread);
+  if (found == all.changes.end()) return 0;
+  const auto after = std::ranges::upper_bound(found->second, sequence, {}, &Change::sequence);
+  return after == found->second.begin() ? 0 : std::prev(after)->word;
+}
+
+// ---- the evaluated node ----
+
+struct NodeLayout {
+  std::atomic<int> sequence_word{-1};  // place of the node's number, in words of 8 bytes; -1: not known
+  bool is_shared = false;              // std::shared_ptr, else c10::intrusive_ptr
+};
+NodeLayout layout;
+std::atomic<LearnCallback> learn_callback{nullptr};
+constexpr int kThreadAfter = 3;  // words from the node's number to its thread's (a depth and a flag lie between)
+constexpr int kWordsLookedAt = 8;
+constexpr uint64_t kUntouched = 0x5f5f5f5f5f5f5f5f;
+
+// What libtorch writes where it returns its pointer to the evaluated node.
+struct NodeReference {
+  uint64_t* node = nullptr;
+  uint64_t second = kUntouched;  // of a std::shared_ptr: its control block
+};
+
+NodeReference evaluated_node() {
+  NodeReference reference;
+  torch_symbols().evaluated_node(&reference);
+  return reference;
+}
+
+// The engine holds the node as well, so the count never ends here.
+void drop(const NodeReference& reference, bool is_shared) {
+  if (reference.node == nullptr) return;
+  if (!is_shared) {
+    std::atomic_ref<uint64_t>(reference.node[1]).fetch_sub(1);
+    return;
+  }
+  std::shared_ptr<void> owner;
+  static_assert(sizeof owner == sizeof reference);
+  std::memcpy(static_cast<void*>(&owner), &reference, sizeof reference);
+}
+
+struct NodeNumbers {
+  uint64_t thread, sequence;
+};
+std::optional<NodeNumbers> evaluated_numbers() {
+  static std::once_flag once;
+  int place = layout.sequence_word.load(std::memory_order_acquire);
+  if (place < 0) {
+    const LearnCallback learn = learn_callback.load(std::memory_order_acquire);
+    if (learn != nullptr) std::call_once(once, learn);
+    place = layout.sequence_word.load(std::memory_order_acquire);
+  }
+  if (place < 0) return std::nullopt;
+  const NodeReference reference = evaluated_node();
+  if (reference.node == nullptr) return std::nullopt;
+  const NodeNumbers numbers{reference.node[place + kThreadAfter], reference.node[place]};
+  drop(reference, layout.is_shared);
+  return numbers;
+}
+
+}  // namespace
+
+void set_learn_callback(LearnCallback callback) { learn_callback.store(callback, std::memory_order_release); }
+
+bool learn_node(uint64_t sequence) {
+  const TorchSymbols& torch = torch_symbols();
+  if (!torch.knows_nodes()) return false;
+  const NodeReference reference = evaluated_node();
+  if (reference.node == nullptr) return false;
+  const bool is_shared = reference.second != kUntouched;
+  if (!is_shared) {  // the count has to be where drop() takes one away
+    const uint64_t before = reference.node[1];
+    const NodeReference again = evaluated_node();
+    if (again.node != reference.node || reference.node[1] != before + 1) return false;
+    drop(again, false);
+  }
+  int place = -1;
+  for (int word = 1; word < kWordsLookedAt; ++word) {
+    if (reference.node[word] == sequence && reference.node[word + kThreadAfter] == torch.record_thread()) place = word;
+  }
+  drop(reference, is_shared);
+  layout.is_shared = is_shared;
+  layout.sequence_word.store(place, std::memory_order_release);
+  return place >= 0;
+}
+
+int64_t exchange_thread_mode(int64_t word) {
+  const TorchSymbols& torch = torch_symbols();
+  const int64_t previous = kIsToken | (block.task & kTaskMask) << kTaskShift | block.word;
+  if (!torch.knows_nodes()) {
+    block.word = word & kModeMask;
+    return previous;
+  }
+  if ((word & kIsToken) != 0) {
+    const int64_t task = word >> kTaskShift & kTaskMask;
+    block = {word & kModeMask, task == kTaskMask ? kNoTask : task};
+  } else {
+    block = {word & kModeMask, torch.graph_task()};
+  }
+  any_block.store(true, std::memory_order_relaxed);
+  noted_until = torch.sequence_number();
+  note_nodes(current_thread_mode());
+  return previous;
+}
+
+int64_t current_thread_mode() {
+  if (!any_block.load(std::memory_order_relaxed)) return block.word;
+  const int64_t task = torch_symbols().graph_task();
+  if (task == kNoTask) {
+    if (std::exchange(is_recomputing, false)) note_nodes(block.word);
+    return block.word;
+  }
+  if (task == block.task) return block.word;
+  const std::optional<NodeNumbers> node = evaluated_numbers();
+  // Nodes without a number of their own accumulate gradients: no forward made them.
+  if (!node.has_value() || node->sequence == std::numeric_limits<uint64_t>::max()) return block.word;
+  const int64_t word = mode_at(node->thread, node->sequence);
+  // A checkpoint inside of this recomputation has its nodes made on this thread. They are of its mode, too.
+  note_nodes(word);
+  is_recomputing = true;
+  return word;
+}
+
+}  // namespace flashplug

@@ -1,0 +1,166 @@
+// Arguments by name, on stacks of the stable ABI.
+#include "hooks/boxed_args.h"
+
+#include <torch/csrc/stable/c/shim.h>
+
+#include <algorithm>
+#include <iterator>
+#include <string>
+
+namespace flashplug {
+
+namespace {
+
+struct Named {
+  const char* name;
+  Arg arg;
+};
+constexpr Named kNames[] = {{"grad_out", Arg::kGradOut},
+                            {"grad_out_", Arg::kGradOut},
+                            {"out", Arg::kOut},
+                            {"query", Arg::kQuery},
+                            {"key", Arg::kKey},
+                            {"value", Arg::kValue},
+                            {"lse", Arg::kLse},
+                            {"logsumexp", Arg::kLse},
+                            {"cu_seq_q", Arg::kCuQ},
+                            {"cum_seq_q", Arg::kCuQ},
+                            {"cu_seqlens_q", Arg::kCuQ},
+                            {"cu_seq_k", Arg::kCuK},
+                            {"cum_seq_k", Arg::kCuK},
+                            {"cu_seqlens_k", Arg::kCuK},
+                            {"max_q", Arg::kMaxQ},
+                            {"max_k", Arg::kMaxK},
+                            {"max_seqlen_q", Arg::kMaxQ},
+                            {"max_seqlen_k", Arg::kMaxK},
+                            {"dropout_p", Arg::kDropout},
+                            {"is_causal", Arg::kCausal},
+                            {"return_debug_mask", Arg::kDebugMask},
+                            {"rng_state", Arg::kRng},
+                            {"unused", Arg::kUnused},
+                            {"scale", Arg::kScale},
+                            {"window_size", Arg::kWindow},
+                            {"window_size_left", Arg::kLeft},
+                            {"window_size_right", Arg::kRight},
+                            {"seqused_k", Arg::kUsedK},
+                            {"seqlen_k", Arg::kUsedK},
+                            {"alibi_slopes", Arg::kAlibi},
+                            {"block_table", Arg::kPages},
+                            {"num_splits", Arg::kSplits},
+                            {"num_splits_key", Arg::kSplits},
+                            {"enable_gqa", Arg::kGrouped},
+                            {"backend", Arg::kBackend},
+                            {"bias", Arg::kBias},
+                            {"custom_mask_type", Arg::kMaskType},
+                            {"compute_log_sumexp", Arg::kNeedsLse},
+                            {"philox_seed", Arg::kSeed},
+                            {"philox_offset", Arg::kOffset},
+                            {"bias_requires_grad", Arg::kBiasGrad},
+                            {"shared_storage_dqdkdv", Arg::kOneStorage}};
+
+template <typename T>
+T as(StableIValue value) {
+  return torch::stable::detail::to<T>(value);
+}
+
+}  // namespace
+
+LiveSchema::Boxing LiveSchema::boxing_of(std::string_view type) {
+  const bool maybe = type.ends_with('?'), list = type.find('[') != type.npos;
+  const bool tensor = type.starts_with("Tensor");
+  if (list && (tensor || !maybe)) throw std::runtime_error("torch_flashplug: lists of " + std::string(type));
+  if (!maybe) return tensor ? Boxing::kTensor : Boxing::kPlain;
+  return list ? Boxing::kMaybeList : tensor ? Boxing::kMaybeTensor : Boxing::kMaybeNumber;
+}
+
+LiveSchema::LiveSchema(std::string_view schema) {
+  place_.fill(-1);
+  const size_t begin = schema.find('(') + 1;
+  std::string_view list = schema.substr(begin, schema.find(") -> ") - begin);
+  while (!list.empty()) {
+    const size_t comma = list.find(", ");
+    const std::string_view item = list.substr(0, comma);
+    list = comma == list.npos ? std::string_view() : list.substr(comma + 2);
+    if (item == "*") continue;
+    if (count_ == kMost) throw std::runtime_error("torch_flashplug: an op of more arguments than LiveSchema::kMost");
+    const size_t space = item.rfind(' ');
+    const std::string_view name = item.substr(space + 1, item.find('=', space) - space - 1);
+    const auto known =
+        std::find_if(std::begin(kNames), std::end(kNames), [&](const Named& x) { return x.name == name; });
+    if (known != std::end(kNames)) place_[static_cast<int>(known->arg)] = count_;
+    boxing_[count_++] = boxing_of(item.substr(0, space));
+  }
+}
+
+void LiveSchema::free(const StableIValue* arguments) const {
+  for (int i = 0; i < count_; ++i) {
+    if (boxing_[i] == Boxing::kPlain) continue;
+    if (boxing_[i] == Boxing::kTensor) {
+      aoti_torch_delete_tensor_object(as<AtenTensorHandle>(arguments[i]));
+      continue;
+    }
+    StableIValue* cell = as<StableIValue*>(arguments[i]);
+    if (cell == nullptr) continue;
+    if (boxing_[i] == Boxing::kMaybeTensor) aoti_torch_delete_tensor_object(as<AtenTensorHandle>(*cell));
+    if (boxing_[i] == Boxing::kMaybeList) torch_delete_list(as<StableListHandle>(*cell));
+    delete cell;
+  }
+}
+
+Boxed::Boxed(const LiveSchema& signature, StableIValue* stack, uint64_t count) : signature_(signature), stack_(stack) {
+  if (count != static_cast<uint64_t>(signature.count()))
+    throw std::runtime_error("torch_flashplug: an op of torch's was called with other arguments than its schema has");
+  std::copy_n(stack, count, given_.begin());
+}
+
+const StableIValue* Boxed::at(Arg arg) const {
+  const int place = signature_.place(arg);
+  if (place < 0) return nullptr;
+  return signature_.is_optional(place) ? as<StableIValue*>(given_[place]) : &given_[place];
+}
+
+AtenTensorHandle Boxed::undefined(Arg arg) const {
+  const StableIValue* value = at(arg);
+  return value == nullptr ? nullptr : as<AtenTensorHandle>(*value);
+}
+
+AtenTensorHandle Boxed::tensor(Arg arg) const {
+  const AtenTensorHandle found = undefined(arg);
+  bool defined = false;
+  return found != nullptr && aoti_torch_is_defined(found, &defined) == 0 && defined ? found : nullptr;
+}
+
+std::optional<double> Boxed::real(Arg arg) const {
+  const StableIValue* value = at(arg);
+  return value == nullptr ? std::nullopt : std::optional<double>(as<double>(*value));
+}
+
+bool Boxed::flag(Arg arg) const {
+  const StableIValue* value = at(arg);
+  return value != nullptr && as<bool>(*value);
+}
+
+std::optional<int64_t> Boxed::integer(Arg arg) const {
+  const StableIValue* value = at(arg);
+  return value == nullptr ? std::nullopt : std::optional<int64_t>(as<int64_t>(*value));
+}
+
+std::optional<std::array<int64_t, 2>> Boxed::pair(Arg arg) const {
+  const StableIValue* value = at(arg);
+  size_t size = 0;
+  if (value == nullptr || torch_list_size(as<StableListHandle>(*value), &size) != 0 || size != 2) return std::nullopt;
+  std::array<int64_t, 2> numbers;
+  for (size_t i = 0; i < 2; ++i) {
+    StableIValue item = 0;
+    check_shim(torch_list_get_item(as<StableListHandle>(*value), i, &item), "list_get_item");
+    numbers[i] = as<int64_t>(item);
+  }
+  return numbers;
+}
+
+void Boxed::go_on_to(const char* op) {
+  given_away_ = true;
+  if (!dispatched(op, "", stack_)) rethrow(op);
+}
+
+}  // namespace flashplug

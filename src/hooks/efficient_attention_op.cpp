@@ -1,0 +1,193 @@
+// aten::_efficient_attention_forward and ..._backward at a dispatch key, over stock's: there arrive lower-right causal
+// masks of torch.nn.attention.bias that flash attention cannot run (D != Dv, fp32), jagged nested tensors, and stock's
+// own dense efficient attention.
+//
+//   (B, S, H, D) causal to the bottom right, of many rows   ours as attention()'s are, in auto by rows of
+//   dispatch_table.py everything else                                         stock's kernel, called below this one
+//   with operands that it
+//                                                           can read (stock_workarounds.cpp)
+//
+// Nobody asked for us by name here, so a forced backend takes what its kernels can run and leaves the rest. Without
+// dropout either backward takes what either forward left.
+#include <torch/csrc/stable/library.h>
+
+#include <cstring>
+#include <memory>
+#include <mutex>
+
+#include "hooks/varlen_common.h"
+
+namespace flashplug {
+
+namespace {
+
+using torch::stable::detail::StableLibrary;
+
+constexpr int64_t kBottomRight = 2;  // custom_mask_type
+constexpr Window kCausal{-1, 0, true};
+
+const LiveSchema& forward_schema() {
+  static const LiveSchema schema(kRowsForward.text());
+  return schema;
+}
+const LiveSchema& backward_schema() {
+  static const LiveSchema schema(kRowsBackward.text());
+  return schema;
+}
+
+// By measured rows or, of a backend that is asked for, whatever the speed.
+bool is_ours_to_run(const Boxed& given, bool gradients) {
+  const Mode mode = effective_mode();
+  if (!enabled() || (mode.backend() != Backend::kAuto && mode.family() < 0)) return false;
+  const TorchSymbols& torch = torch_symbols();
+  if (!torch.flash_enabled() && !torch.overrideable_enabled()) return false;
+  if (given.integer(Arg::kMaskType).value_or(0) != kBottomRight || given.real(Arg::kDropout).value_or(0.0) != 0.0 ||
+      given.integer(Arg::kWindow).value_or(0) != 0 || given.flag(Arg::kBiasGrad) || given.flag(Arg::kOneStorage))
+    return false;
+  for (const Arg arg : {Arg::kBias, Arg::kCuQ, Arg::kCuK, Arg::kUsedK}) {
+    if (given.tensor(arg) != nullptr) return false;
+  }
+  if (!kernels_take(given, 4)) return false;
+  const Shape q = shape_of(given.tensor(Arg::kQuery)), k = shape_of(given.tensor(Arg::kKey));
+  if (q.size[1] <= tables().gate.rows || q.size[2] != k.size[2]) return false;
+  if (mode.family() >= 0) return true;
+  const DoorCall door(given, kCausal);
+  Facts facts = read_facts(door.call);
+  facts.problem.grad = gradients;
+  const DeviceFacts device = device_facts(facts.device_index());
+  const Plan& plan = remembered_plan(facts.problem, device, mode, tables());
+  return plan.ours() && !kernel_missing(plan.kernel_row, device);
+}
+
+// ---- stock's ----
+
+void need_stock() {
+  if (!has_stock_rows()) throw std::runtime_error("torch_flashplug: this torch has no efficient attention here");
+}
+
+// Operands as stock can read them; what nobody gave stays null.
+struct Readable {
+  Owned q, k, v, bias;
+  RowsCall call;
+  explicit Readable(const Boxed& given)
+      : q(units(given, Arg::kQuery)), k(units(given, Arg::kKey)), v(units(given, Arg::kValue)) {
+    if (const AtenTensorHandle own = given.tensor(Arg::kBias); own != nullptr) {
+      bias = Owned::share(own);
+      if (is_repaired(kStockEfficient)) bias = bias_on_units(std::move(bias));
+    }
+    call = {q.get(),
+            k.get(),
+            v.get(),
+            bias.get(),
+            given.tensor(Arg::kCuQ),
+            given.tensor(Arg::kCuK),
+            given.integer(Arg::kMaxQ),
+            given.integer(Arg::kMaxK),
+            given.real(Arg::kDropout).value_or(0.0),
+            given.integer(Arg::kMaskType).value_or(0),
+            given.flag(Arg::kNeedsLse),
+            given.real(Arg::kScale),
+            given.tensor(Arg::kUsedK),
+            given.integer(Arg::kWindow)};
+  }
+  static Owned units(const Boxed& given, Arg arg) {
+    Owned operand = Owned::share(given.undefined(arg));
+    return is_repaired(kStockEfficient) ? on_units(std::move(operand)) : std::move(operand);
+  }
+};
+
+// ---- ours ----
+
+bool forward_by_kernels(const Boxed& given, StableIValue* stack) {
+  if (!is_ours_to_run(given, given.flag(Arg::kNeedsLse))) return false;
+  DoorCall door(given, kCausal);
+  if (door.call.mode.forces_kernels()) door.call.mode = Mode::preferring(door.call.mode.backend());
+  ForwardResult found;
+  if (!by_kernels("_efficient_attention_forward", door, &found)) return false;
+  const AtenTensorHandle query = given.tensor(Arg::kQuery);
+  FlashResult left = as_stocks(std::move(found), door, query);
+  TensorClass facts;
+  read_class(query, &facts);
+  const Shape out = shape_of(left.out.get()), lse = shape_of(left.lse.get());
+  int64_t packed[4];
+  pack_strides(out.size, packed);
+  const int64_t none[3] = {lse.size[0], lse.size[1], 0}, strides[3] = {0, 0, 1};
+  const auto number = [&facts] {
+    return empty_strided(0, nullptr, nullptr, aoti_torch_dtype_int64(), facts.device_type, facts.device_index);
+  };
+  constexpr const Schema& op = kRowsForward;
+  stack[op.result("output")] = box::from_tensor(under_strides(left.out.get(), packed));
+  stack[op.result("logsumexp")] = box::from_tensor(
+      given.flag(Arg::kNeedsLse) ? pad_lse(left.lse.get()) : new_like(left.lse.get(), 3, none, strides, nullptr));
+  stack[op.result("philox_seed")] = box::from_tensor(number());
+  stack[op.result("philox_offset")] = box::from_tensor(number());
+  stack[op.result("max_seqlen_batch_q")] = box::from(out.size[1]);
+  stack[op.result("max_seqlen_batch_k")] = box::from(shape_of(given.tensor(Arg::kKey)).size[1]);
+  return true;
+}
+
+bool backward_by_kernels(const Boxed& given, Owned grads[3]) {
+  const AtenTensorHandle lse = given.tensor(Arg::kLse);
+  if (lse == nullptr || !is_ours_to_run(given, true)) return false;
+  const Shape padded = shape_of(lse);
+  const int64_t rows[3] = {padded.size[0], padded.size[1], shape_of(given.tensor(Arg::kQuery)).size[1]};
+  if (padded.size[2] < rows[2]) return false;
+  return gradients_by_kernels(given, kCausal, grads, view(lse, 3, rows, padded.stride).get());
+}
+
+// ---- kernels ----
+
+void forward(StableIValue* stack, uint64_t count, uint64_t) {
+  const Boxed given(forward_schema(), stack, count);
+  if (forward_by_kernels(given, stack)) return;
+  need_stock();
+  const Readable operands(given);
+  const RowsResult results = stock_rows_forward(operands.call);
+  constexpr int kResults = 4;
+  for (int i = 0; i < kResults; ++i) stack[i] = box::from_tensor(Owned(results.tensors[i]));
+  stack[kResults] = box::from(results.max_q);
+  stack[kResults + 1] = box::from(results.max_k);
+}
+
+void backward(StableIValue* stack, uint64_t count, uint64_t) {
+  const Boxed given(backward_schema(), stack, count);
+  Owned grads[4];
+  if (!backward_by_kernels(given, grads)) {
+    need_stock();
+    const Readable operands(given);
+    const Owned grad_out = Readable::units(given, Arg::kGradOut), out = Readable::units(given, Arg::kOut);
+    AtenTensorHandle results[4];
+    stock_rows_backward(operands.call,
+                        {grad_out.get(), out.get(), given.undefined(Arg::kLse), given.undefined(Arg::kSeed),
+                         given.undefined(Arg::kOffset), given.flag(Arg::kBiasGrad), given.flag(Arg::kOneStorage),
+                         given.integer(Arg::kSplits)},
+                        results);
+    for (int i = 0; i < 4; ++i) grads[i] = Owned(results[i]);
+  }
+  for (int i = 0; i < 4; ++i) stack[i] = box::from_tensor(std::move(grads[i]));
+}
+
+std::mutex mutex;
+std::unique_ptr<StableLibrary>& library() {
+  static auto* instance = new std::unique_ptr<StableLibrary>();  // outlives the dispatcher's own teardown
+  return *instance;
+}
+
+}  // namespace
+
+void open_efficient(const char* dispatch_key) {
+  std::lock_guard<std::mutex> lock(mutex);
+  library().reset();
+  if (std::strcmp(dispatch_key, "CPU") != 0) need_stock();  // where torch has none, the stand-in's
+  auto made = std::make_unique<StableLibrary>(StableLibrary::Kind::IMPL, "aten", dispatch_key, kOwner, __LINE__);
+  made->impl("_efficient_attention_forward", &forward);
+  made->impl("_efficient_attention_backward", &backward);
+  library() = std::move(made);
+}
+
+void close_efficient() {
+  std::lock_guard<std::mutex> lock(mutex);
+  library().reset();
+}
+
+}  // namespace flashplug

@@ -1,0 +1,213 @@
+// aten::_flash_attention_forward and ..._backward at a dispatch key, over stock's: there arrive jagged and strided
+// nested tensors, torch.nn.attention.bias's lower-right causal masks, context parallel, and stock's own dense flash.
+//
+//   (T, H, D) with both cu_seq       sequences on end: ours as varlen_attn's are
+//   (B, S, H, D) with a window       or causal to the bottom right, of many rows: ours as attention()'s are
+//   everything else                  plain dense calls, dropout, pages, ...: stock's kernel, called below this one
+//
+// Nobody asked for us by name here, so a forced backend takes what its kernels can run and leaves the rest.
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <memory>
+#include <mutex>
+
+#include "dispatch/varlen_decision.h"
+#include "hooks/varlen_common.h"
+
+namespace flashplug {
+
+namespace {
+
+using torch::stable::detail::StableLibrary;
+
+// ---- torch's own ----
+
+#define FLASHPLUG_OPERANDS                                                                                         \
+  "Tensor query, Tensor key, Tensor value, Tensor? cum_seq_q, Tensor? cum_seq_k, SymInt max_q, SymInt max_k, "     \
+  "float dropout_p, bool is_causal, bool return_debug_mask, *, float? scale=None, SymInt? window_size_left=None, " \
+  "SymInt? window_size_right=None, Tensor? seqused_k=None, Tensor? alibi_slopes=None"
+#define FLASHPLUG_PAGES ", Tensor? block_table=None, int? num_splits=None"
+#define FLASHPLUG_FIVE \
+  "(Tensor output, Tensor softmax_logsumexp, Tensor rng_state, Tensor unused, Tensor debug_attn_mask)"
+
+// As stock_kernels.cpp calls them: torch 2.11's first, where another form came.
+constexpr const char* kForms[] = {
+    "aten::_flash_attention_forward(" FLASHPLUG_OPERANDS ") -> " FLASHPLUG_FIVE,
+    "aten::_flash_attention_forward(" FLASHPLUG_OPERANDS FLASHPLUG_PAGES ") -> " FLASHPLUG_FIVE,
+    "aten::_flash_attention_forward_no_dropout_inplace(Tensor(a!) out, " FLASHPLUG_OPERANDS FLASHPLUG_PAGES
+    ") -> Tensor softmax_logsumexp",
+    "aten::_flash_attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, "
+    "Tensor logsumexp, Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, SymInt max_k, float dropout_p, "
+    "bool is_causal, Tensor rng_state, Tensor unused, *, float? scale=None, SymInt? window_size_left=None, "
+    "SymInt? window_size_right=None) -> (Tensor, Tensor, Tensor)"};
+
+struct Op {
+  const char* name;
+  std::atomic<const LiveSchema*> schema{nullptr};
+};
+Op forward_op{"_flash_attention_forward"}, into_op{"_flash_attention_forward_no_dropout_inplace"},
+    backward_op{"_flash_attention_backward"};
+
+std::atomic<bool> preferred{false};
+
+OnEndCall as_stock_takes_it(const Boxed& given) {
+  return {given.tensor(Arg::kQuery),
+          given.tensor(Arg::kKey),
+          given.tensor(Arg::kValue),
+          given.tensor(Arg::kCuQ),
+          given.tensor(Arg::kCuK),
+          given.integer(Arg::kMaxQ).value_or(0),
+          given.integer(Arg::kMaxK).value_or(0),
+          given.real(Arg::kDropout).value_or(0.0),
+          given.flag(Arg::kCausal),
+          given.flag(Arg::kDebugMask),
+          given.real(Arg::kScale),
+          given.integer(Arg::kLeft),
+          given.integer(Arg::kRight),
+          given.tensor(Arg::kUsedK),
+          given.tensor(Arg::kAlibi),
+          given.tensor(Arg::kPages),
+          given.integer(Arg::kSplits)};
+}
+
+void need(bool there) {
+  if (!there) throw std::runtime_error("torch_flashplug: this torch has no flash attention of its own here");
+}
+
+// ---- whose a call is ----
+
+Window window_of_call(const Boxed& given) {
+  return bottom_right(given.integer(Arg::kLeft), given.integer(Arg::kRight), given.flag(Arg::kCausal));
+}
+
+// Whether a window hides what F.sdpa would need a mask for, of more rows than are better off with one: attention()'s
+// rule (attention.py), here too.
+bool hides_from_many(const Boxed& given, const Window& window) {
+  const Shape q = shape_of(given.tensor(Arg::kQuery)), k = shape_of(given.tensor(Arg::kKey));
+  const int64_t Sq = q.size[1], Sk = k.size[1], group = k.size[2] > 0 ? q.size[2] / k.size[2] : 0;
+  const bool left = window.left >= 0 && window.left < Sk - 1, right = window.right >= 0 && window.right < Sq - 1;
+  const bool plain = Sq == Sk && window.right == 0 && !left;
+  const bool few = group * Sq <= tables().gate.rows;
+  return (left || right) && !plain && (!few || preferred.load());
+}
+
+bool one_dim(const Boxed& given, int last) {
+  return shape_of(given.tensor(Arg::kQuery)).size[last] == shape_of(given.tensor(Arg::kValue)).size[last];
+}
+
+bool are_asked(const Boxed& given, Mode mode, const Window& window) {
+  if (!enabled() || (mode.backend() != Backend::kAuto && mode.family() < 0)) return false;
+  if (given.real(Arg::kDropout).value_or(0.0) != 0.0 || given.flag(Arg::kDebugMask)) return false;
+  const bool cu_q = given.tensor(Arg::kCuQ) != nullptr, cu_k = given.tensor(Arg::kCuK) != nullptr;
+  if (cu_q != cu_k || !kernels_take(given, cu_q ? 3 : 4) || (!cu_q && !hides_from_many(given, window))) return false;
+  if (!cu_q && given.tensor(Arg::kUsedK) != nullptr) return false;
+  if (!one_dim(given, cu_q ? 2 : 3)) return false;  // torch's fakes know no other
+  return mode.family() >= 0 || flash_is_measured(compute_capability(given.tensor(Arg::kQuery)), tables());
+}
+
+bool ours(const Boxed& given, AtenTensorHandle into, FlashResult* result) {
+  const Mode mode = effective_mode();
+  const Window window = window_of_call(given);
+  if (!are_asked(given, mode, window)) return false;
+  DoorCall door(given, window, into);
+  if (mode.forces_kernels()) door.call.mode = Mode::preferring(mode.backend());
+  ForwardResult found;
+  if (!by_kernels("_flash_attention_forward", door, &found)) return false;
+  *result = as_stocks(std::move(found), door, given.tensor(Arg::kQuery));
+  return true;
+}
+
+// ---- kernels ----
+
+void forward(StableIValue* stack, uint64_t count, uint64_t) {
+  const Boxed given(*forward_op.schema.load(), stack, count);
+  FlashResult result;
+  if (!ours(given, nullptr, &result)) {
+    need(has_stock_on_end());
+    AtenTensorHandle results[5];
+    stock_on_end_forward(as_stock_takes_it(given), results);
+    for (int i = 0; i < 5; ++i) stack[i] = box::from_tensor(Owned(results[i]));
+    return;
+  }
+  TensorClass query;
+  read_class(given.tensor(Arg::kQuery), &query);
+  const int64_t none = 0, one = 1;
+  stack[0] = box::from_tensor(std::move(result.out));
+  stack[1] = box::from_tensor(std::move(result.lse));
+  stack[2] = box::from_tensor(std::move(result.rng));
+  stack[3] =
+      box::from_tensor(empty_strided(0, &none, &one, aoti_torch_dtype_uint64(), query.device_type, query.device_index));
+  stack[4] = box::from_tensor(new_like(given.tensor(Arg::kQuery), 1, &none, &one, nullptr));
+}
+
+void forward_into(StableIValue* stack, uint64_t count, uint64_t) {
+  const Boxed given(*into_op.schema.load(), stack, count);
+  const AtenTensorHandle out = given.tensor(Arg::kOut);
+  FlashResult result;
+  if (!ours(given, out, &result)) {
+    need(has_stock_on_end_into());
+    stack[0] = box::from_tensor(Owned(stock_on_end_into(out, as_stock_takes_it(given))));
+    return;
+  }
+  write_to(out, result.out.get());
+  stack[0] = box::from_tensor(std::move(result.lse));
+}
+
+void backward(StableIValue* stack, uint64_t count, uint64_t) {
+  const Boxed given(*backward_op.schema.load(), stack, count);
+  Owned grads[3];
+  if (!is_ours(given.tensor(Arg::kRng)) || !gradients_by_kernels(given, window_of_call(given), grads)) {
+    need(has_stock_on_end());
+    constexpr Arg tensors[] = {Arg::kGradOut, Arg::kQuery, Arg::kKey, Arg::kValue, Arg::kOut,
+                               Arg::kLse,     Arg::kCuQ,   Arg::kCuK, Arg::kRng,   Arg::kUnused};
+    AtenTensorHandle handles[std::size(tensors)], results[3];
+    std::ranges::transform(tensors, handles, [&given](Arg arg) { return given.undefined(arg); });
+    stock_on_end_backward(handles, as_stock_takes_it(given), results);
+    for (int i = 0; i < 3; ++i) grads[i] = Owned(results[i]);
+  }
+  for (int i = 0; i < 3; ++i) stack[i] = box::from_tensor(std::move(grads[i]));
+}
+
+std::mutex mutex;
+std::unique_ptr<StableLibrary>& library() {
+  static auto* instance = new std::unique_ptr<StableLibrary>();  // outlives the dispatcher's own teardown
+  return *instance;
+}
+
+}  // namespace
+
+bool know_flash(const char* schema) {
+  const auto known = std::ranges::find_if(kForms, [&](const char* form) { return std::strcmp(form, schema) == 0; });
+  if (known == std::end(kForms)) return false;
+  for (Op* op : {&forward_op, &into_op, &backward_op}) {
+    const std::string of_op = std::string("aten::") + op->name + "(";
+    if (std::strncmp(schema, of_op.c_str(), of_op.size()) == 0 && op->schema.load() == nullptr)
+      op->schema.store(new LiveSchema(*known));
+  }
+  return true;
+}
+
+void open_flash(const char* dispatch_key) {
+  std::lock_guard<std::mutex> lock(mutex);
+  const bool on_cpu = std::strcmp(dispatch_key, "CPU") == 0;  // where torch has none, the stand-in's
+  library().reset();
+  if (forward_op.schema.load() == nullptr || backward_op.schema.load() == nullptr || !(on_cpu || has_stock_on_end()))
+    throw std::runtime_error("torch_flashplug: this torch's flash attention is not one that can be called from here");
+  auto made = std::make_unique<StableLibrary>(StableLibrary::Kind::IMPL, "aten", dispatch_key, kOwner, __LINE__);
+  made->impl(forward_op.name, &forward);
+  made->impl(backward_op.name, &backward);
+  if (into_op.schema.load() != nullptr && (on_cpu || has_stock_on_end_into())) made->impl(into_op.name, &forward_into);
+  library() = std::move(made);
+}
+
+void close_flash() {
+  std::lock_guard<std::mutex> lock(mutex);
+  library().reset();
+}
+
+void prefer_flash(bool on) { preferred.store(on); }
+
+}  // namespace flashplug

@@ -1,0 +1,232 @@
+// The choice function that sits in the CUDA slot of at::native::_fused_sdp_choice_stub, and putting it there and back.
+//
+// It answers SDPBackend.OVERRIDEABLE where a call is ours, and asks the saved stock choice everywhere else, so that
+// stock behaviour (and stock's errors for bad input) stays what it is. Rule of the house: it never reads sizes of
+// symbolic tensors, it never throws, and it allocates nothing but what a bool mask becomes (mask.cpp).
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <cstring>
+#include <mutex>
+#include <string_view>
+#include <utility>
+
+#include "core/flashplug.h"
+#include "ops/attention.h"
+#include "stock/torch_symbols.h"
+
+namespace flashplug {
+
+namespace {
+
+constexpr int kStubSlots = 2;  // pointers at the start of DispatchStubImpl: cpu, cuda
+
+std::atomic<void*> saved[kStubSlots];            // what the slot held; uninstall() puts exactly this back
+std::atomic<void*> stock_functions[kStubSlots];  // what to call for stock's answer: the same, or the CPU default where
+                                                 // the slot was still unresolved
+std::mutex install_mutex;
+
+struct Call : Attention {
+  bool enable_gqa;
+};
+
+enum class Whose { kStocks, kOurs, kMaths };
+// Whose call it is, and where it left the router.
+struct Verdict {
+  int exit;
+  Whose whose = Whose::kStocks;
+  bool leaves = false;  // something in the mask's place
+  bool asked = false;   // the tensors were looked at
+};
+Whose ours_if(bool ours) { return ours ? Whose::kOurs : Whose::kStocks; }
+thread_local int last_exit = -1;
+
+// An exit without a name does not compile.
+consteval int exit_named(std::string_view name) {
+  int place = 0;
+  while (kExitNames[place] != name) ++place;
+  return place;
+}
+
+using Sizes = int64_t[kNumOperands][4];
+
+// Python knows what C++ cannot ask of its subclasses: whether they are only traced or lie on several devices, and hints
+// of their symbolic sizes. Where those depend on data (left as they are) the op decides at run time.
+Traced python_says(const Call& call, Sizes* hints) {
+  const TraceCallback ask = trace_callback();
+  if (ask == nullptr) return call.mask == nullptr ? Traced::kSizesLater : Traced::kStocks;
+  const auto answer = static_cast<Traced>(ask(call.q, call.k, call.v, call.mask, **hints));
+  if (answer == Traced::kStocks || answer == Traced::kSizesLater) return answer;
+  const Shape shapes[kNumOperands] = {{(*hints)[0]}, {(*hints)[1]}, {(*hints)[2]}};
+  return shapes_fit(shapes, call.enable_gqa) ? answer : Traced::kStocks;
+}
+
+// Whether auto takes a call of these sizes, dense in memory.
+bool serves_hinted(Problem p, const Sizes& hints, const DeviceFacts& device, Mode mode) {
+  int64_t strides[kNumOperands][4];
+  Shape shapes[kNumOperands];
+  for (int i = 0; i < kNumOperands; ++i) {
+    pack_strides(hints[i], strides[i]);
+    shapes[i] = {hints[i], strides[i]};
+    p.layout[i] = layout_of(shapes[i], 0, facts_of(p.dtype[i]).bytes);
+  }
+  fill_shapes(shapes, &p);
+  const Plan& plan = remembered_plan(p, device, mode, tables());
+  return plan.ours() && !kernel_missing(plan.kernel_row, device);
+}
+
+Verdict judge(const Call& call, Mode mode, Facts* read) {
+  const TorchSymbols& torch = torch_symbols();
+  Facts& facts = *read;
+  Problem& p = facts.problem;
+  if (!read_class(call, &facts) || !four_dims(facts)) return {exit_named("dims")};
+  if (!p.on_cuda) return {exit_named("device")};
+  if (has_no_elements(call)) return {exit_named("empty")};
+  const bool only_traced = traced(call);
+  // Under a TorchDispatchMode or functorch another function than our op may get what is left in a mask's place. There
+  // F.sdpa makes floats of a bool mask, as it does for stock, and the call is one with a bias.
+  const bool as_floats =
+      (p.needs & kMask) != 0 && !only_traced && !torch.jit_traced() && (wrapped(call) || torch.modes_set());
+  if (as_floats) p.needs = (p.needs & ~kMask) | feature_bit("bias");
+  const bool forced = mode.forces_kernels();
+  const DeviceFacts device = device_facts(facts.device_index());
+  p.grad = wants_grad(call);
+  p.bias_grad = p.grad && wants_bias_grad(call);
+  p.deterministic = torch.deterministic();
+  // No row of this class can win: out, before shapes are read.
+  if (!forced && !plans_are_logged() && !class_may_serve(p, device, mode, tables())) return {exit_named("class")};
+  if (torch.nested(call.q) || torch.nested(call.k) || torch.nested(call.v)) return {exit_named("nested")};
+  Sizes hints = {};
+  const Traced said = only_traced ? python_says(call, &hints) : Traced::kSized;
+  if (said == Traced::kStocks) return {exit_named("subclass")};
+  if (said == Traced::kStep && (p.needs & kDropout) != 0) return {exit_named("subclass")};
+  // By sizes that are the same on all devices: they have to agree on the op, which may move what it is given.
+  if (said == Traced::kPart || said == Traced::kStep)
+    return {exit_named("part"), ours_if(forced || serves_hinted(p, hints, device, mode))};
+  // What is left in a mask's place is for our op alone. In graphs nothing is: tracing.py finds the mask again.
+  const bool has_mask = (p.needs & kAnyMask) != 0, is_bool = (p.needs & kMask) != 0, leaves = is_bool && !only_traced;
+  if (is_bool && (wrapped(call) || torch.jit_traced())) return {exit_named("mask")};
+  // Asking a symbolic size fails, which is how it is told apart; that failure is not for the log.
+  std::optional<QuietShims> quiet;
+  if (only_traced || wrapped(call)) quiet.emplace();
+  if (!read_shapes(call, memory_of(only_traced), &facts)) {
+    // Traced with symbolic sizes: the op decides at run time, on concrete ones. With a mask or dropout it has none of
+    // stock's kernels then, so hints have to say that ours are as fast. Anything else without sizes is not ours.
+    if (has_mask && !traced_mask_fits(call.mask, facts)) return {exit_named("mask")};
+    const bool alone = (p.needs & (kAnyMask | kDropout)) != 0;
+    const bool served =
+        forced || (alone ? serves_hinted(p, hints, device, mode) : class_may_serve(p, device, mode, tables()));
+    return {exit_named("no sizes"), ours_if(only_traced && served)};
+  }
+  if (!shapes_fit(facts.shape, call.enable_gqa)) return {exit_named("shapes")};
+  const auto fits = only_traced || wrapped(call) ? traced_mask_fits : mask_fits;
+  if (has_mask && !fits(call.mask, facts)) return {exit_named("mask")};
+  const Plan& plan = remembered_plan(p, device, mode, tables());
+  note_plan("router", p, device, mode, plan);
+  // If a forced one is impossible, the op raises the reasons.
+  const bool ours = forced || (plan.ours() && !kernel_missing(plan.kernel_row, device));
+  return {exit_named("planned"), ours_if(ours), leaves};
+}
+
+// The switches first.
+Verdict decide(const Call& call, Mode mode, Facts* facts) {
+  const TorchSymbols& torch = torch_symbols();
+  if (!enabled()) return {exit_named("disabled")};
+  if (process_backend() == Backend::kMath) return {exit_named("math everywhere"), Whose::kMaths};
+  const Backend wanted = mode.backend();
+  const bool allowed = torch.flash_enabled() || torch.overrideable_enabled();  // sdpa_kernel: our class of backend
+  if (!allowed) return {exit_named("not allowed")};
+  if (wanted == Backend::kMath && torch.math_enabled()) return {exit_named("math"), Whose::kMaths};
+  if (wanted == Backend::kStock || wanted == Backend::kMath) return {exit_named("other backend")};
+  Verdict verdict = judge(call, mode, facts);
+  verdict.asked = true;
+  return verdict;
+}
+
+template <int slot>
+int64_t choice(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v, const std::optional<void*>* mask,
+               double dropout_p, bool is_causal, std::optional<double> scale, bool enable_gqa) {
+  // An optional holds its tensor at its own address.
+  const auto mask_handle = reinterpret_cast<AtenTensorHandle>(const_cast<std::optional<void*>*>(mask));
+  const Causal causal = is_causal ? Causal::kTopLeft : Causal::kNone;
+  const Call call{{q, k, v, mask->has_value() ? mask_handle : nullptr, dropout_p, causal, scale}, enable_gqa};
+  forget_mask();
+  Facts facts;
+  const Verdict verdict = decide(call, effective_mode(), &facts);
+  last_exit = verdict.exit;
+  if (verdict.whose == Whose::kMaths) return kChoiceMath;
+  const bool ours = verdict.whose == Whose::kOurs && (!verdict.leaves || leave_kept(call.mask, facts));
+  count(ours ? Path::kRoutedOurs : Path::kRoutedStock);
+  if (ours) return kChoiceOverrideable;
+  // Stock's choice divides by the number of heads, and what it chooses gives no output, or ends the process.
+  if (verdict.exit == exit_named("empty") && torch_symbols().math_enabled() && !is_undefined(call)) return kChoiceMath;
+  auto stock = reinterpret_cast<ChoiceFunction>(stock_functions[slot].load(std::memory_order_acquire));
+  const int64_t chosen = stock(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa);
+  return verdict.asked ? right_choice(chosen, call).choice : chosen;
+}
+
+void* our_choice(int slot) {
+  return slot == 0 ? reinterpret_cast<void*>(&choice<0>) : reinterpret_cast<void*>(&choice<1>);
+}
+
+std::atomic<void*>* slot_pointer(int slot) {
+  return reinterpret_cast<std::atomic<void*>*>(static_cast<char*>(torch_symbols().stub) + slot * sizeof(void*));
+}
+
+bool lies_in(void* function, const char* library) {
+  Dl_info info;
+  return dladdr(function, &info) != 0 && info.dli_fname != nullptr && std::strstr(info.dli_fname, library) != nullptr;
+}
+
+int fail(int code, const std::string& text) {
+  set_last_error("torch_flashplug: router not installed: " + text);
+  return code;
+}
+
+}  // namespace
+
+int take_last_exit() { return std::exchange(last_exit, -1); }
+
+bool installed(int slot) {
+  return slot >= 0 && slot < kStubSlots && torch_symbols().stub != nullptr &&
+         slot_pointer(slot)->load(std::memory_order_acquire) == our_choice(slot);
+}
+
+int64_t stock_choice(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v, double dropout_p, bool is_causal,
+                     std::optional<double> scale, bool enable_gqa) {
+  auto stock = reinterpret_cast<ChoiceFunction>(stock_functions[1].load(std::memory_order_acquire));
+  const std::optional<void*> no_mask;
+  return stock == nullptr ? kChoiceMath : stock(q, k, v, &no_mask, dropout_p, is_causal, scale, enable_gqa);
+}
+
+int install(int slot) {
+  std::lock_guard<std::mutex> lock(install_mutex);
+  if (slot < 0 || slot >= kStubSlots) return fail(1, "no such slot; use 1 (CUDA) or 0 (CPU, tests)");
+  const TorchSymbols& torch = torch_symbols();
+  if (const char* symbol = torch.lacking())
+    return fail(2, std::string("this torch lacks ") + symbol + "; use TORCH_FLASHPLUG_HOOK=composite");
+  if (!torch.signature)
+    return fail(3, "the choice function of this torch has another signature; use TORCH_FLASHPLUG_HOOK=composite");
+  if (installed(slot)) return 0;
+  void* old = slot_pointer(slot)->load(std::memory_order_acquire);
+  if (slot == 1 && old == nullptr) {
+    if (dlopen("libtorch_cuda.so", RTLD_NOLOAD | RTLD_NOW) == nullptr)
+      return fail(4, "this torch is a CPU build; there is nothing to route");
+    return fail(5, "the CUDA slot of the choice stub is empty");
+  }
+  if (slot == 1 && !lies_in(old, "libtorch_cuda"))
+    return fail(6, "the CUDA slot already holds another plugin's function");
+  saved[slot].store(old, std::memory_order_release);
+  stock_functions[slot].store(old != nullptr ? old : torch.cpu_default, std::memory_order_release);
+  slot_pointer(slot)->store(our_choice(slot), std::memory_order_release);
+  return 0;
+}
+
+int uninstall(int slot) {
+  std::lock_guard<std::mutex> lock(install_mutex);
+  if (!installed(slot)) return fail(7, "it is not in place");
+  slot_pointer(slot)->store(saved[slot].load(std::memory_order_acquire), std::memory_order_release);
+  return 0;
+}
+
+}  // namespace flashplug

@@ -1,0 +1,123 @@
+// Calls that stay with stock, and that the backend which stock chooses for them gets wrong where another one of its
+// does not: for those the router says the other one, as do Plan B and explain, which ask _right_choice.
+#include <algorithm>
+#include <iterator>
+
+#include "core/flashplug.h"
+#include "stock/torch_symbols.h"
+
+namespace flashplug {
+
+namespace {
+
+bool has_unusual_scale(const Attention& call) { return is_unusual(scale_of(call.scale)); }
+
+bool drops_everything(const Attention& call) { return call.dropout_p == 1.0; }
+
+bool has_wide_bias(const Attention& call) { return is_there(call.mask) && is_wide_bias(call); }
+
+// Masked calls that a mode or a transform keeps from our kernels. cuDNN attends to all keys where a row sees none, and
+// gives NaN in dQ where 64 rows are left over from blocks of 128.
+bool has_mask_in_transform(const Attention& call) {
+  return is_there(call.mask) && !traced(call) && (wrapped(call) || torch_symbols().modes_set());
+}
+
+// The facts of a call with concrete sizes, traced or not.
+bool read_sized(const Attention& call, Facts* facts) {
+  if (torch_symbols().nested(call.q)) return false;
+  const bool only_traced = traced(call);
+  std::optional<QuietShims> quiet;  // symbolic sizes, no storage
+  if (only_traced || wrapped(call)) quiet.emplace();
+  return read_class(call, facts) && read_shapes(call, memory_of(only_traced), facts);
+}
+
+// cuDNN's backward on Hopper takes query rows behind the only one, and keys behind a half block of 128, for scores of
+// 0: exp(0 - LSE) is infinite where LSE is below -88.7, and times zeros NaN. With is_causal it masks them. With
+// dropout a forward without gradients counts, too (Problem::as_with_gradients).
+bool has_unmasked_rest(const Attention& call) {
+  if (call.mask != nullptr || call.causal != Causal::kNone) return false;
+  if (!wants_grad(call) && call.dropout_p == 0.0) return false;
+  Facts facts;
+  if (!read_sized(call, &facts) || device_facts(facts.device_index()).cc != tables().gate.measured_cc) return false;
+  return facts.problem.Sq == 1 || has_half_key_block(facts.problem);
+}
+
+// Whether the efficient attention reads the operands as they are. It wants as many KV heads as query heads, and a mask
+// whose rows are elements on end and not broadcast, boolean (stock makes it the query's) or of the query's dtype.
+bool efficient_reads(const Attention& call) {
+  if (standin() != Standin::kOff) return false;
+  if (call.mask != nullptr && wrapped(call)) return false;  // torch's rule for vmap wants it batched as the query is
+  Facts facts;
+  const Problem& p = facts.problem;
+  if (!read_sized(call, &facts)) return false;
+  if (call.mask != nullptr) {
+    int64_t dims = 0;
+    Shape mask;
+    if (aoti_torch_get_dim(call.mask, &dims) != 0 || dims == 0 || !read_shape(call.mask, &mask)) return false;
+    if (mask.stride[dims - 1] != 1) return false;
+    int32_t mask_dtype = -1, query_dtype = -1;
+    if (aoti_torch_get_dtype(call.mask, &mask_dtype) != 0 || aoti_torch_get_dtype(call.q, &query_dtype) != 0)
+      return false;
+    if (mask.size[dims - 1] != p.Sk || (mask_dtype != query_dtype && mask_dtype != aoti_torch_dtype_bool()))
+      return false;
+  }
+  const auto odd_ones = [](const Layout& layout) { return layout.odd_ones; };
+  return whole_units(p) && p.Hq == p.Hkv && std::none_of(p.layout, p.layout + kNumOperands, odd_ones);
+}
+
+struct Fault {
+  const char* says;  // of a backend that has it
+  bool (*in)(const Attention& call);
+  int64_t of[3];   // whose it is; 0, math, is nobody's
+  bool efficient;  // the efficient attention has it right, where it reads the call
+};
+// The first that a backend has counts.
+constexpr Fault kFaults[] = {
+    // torch says that any p from 0 to 1 will do
+    {"refuses a dropout_p of 1, or gives NaN", drops_everything, {kChoiceCudnn, kChoiceFlash, kChoiceEfficient}, false},
+    {"would give NaN with this scale", has_unusual_scale, {kChoiceCudnn, kChoiceFlash}, true},
+    {"reads masks of fp32 as if they were of 16 bits, or refuses them",
+     has_wide_bias,
+     {kChoiceCudnn, kChoiceEfficient},
+     false},
+    {"may attend to all keys where a row sees none, or give NaN in its gradients",
+     has_mask_in_transform,
+     {kChoiceCudnn},
+     true},
+    {"gives NaN in gradients where the scores of a row are all below about -88",
+     has_unmasked_rest,
+     {kChoiceCudnn},
+     true},
+};
+
+}  // namespace
+
+bool has_no_elements(const Attention& call) {
+  if (torch_symbols().nested(call.q)) return false;
+  std::optional<QuietShims> quiet;  // symbolic sizes
+  if (traced(call)) quiet.emplace();
+  const AtenTensorHandle operands[kNumOperands] = {call.q, call.k, call.v};
+  return std::any_of(operands, operands + kNumOperands, [](AtenTensorHandle tensor) {
+    int64_t numbers = -1;
+    return aoti_torch_get_numel(tensor, &numbers) == 0 && numbers == 0;
+  });
+}
+
+const char* fault_said(int fault) {
+  const bool known = fault >= 0 && fault < static_cast<int>(std::size(kFaults));
+  return known ? kFaults[fault].says : "";
+}
+
+RightChoice right_choice(int64_t chosen, const Attention& call) {
+  if (is_undefined(call)) return {chosen};
+  for (const Fault& fault : kFaults) {
+    if (chosen == kChoiceMath || std::ranges::find(fault.of, chosen) == std::end(fault.of) || !fault.in(call)) continue;
+    const int place = static_cast<int>(&fault - kFaults);
+    if (fault.efficient && torch_symbols().efficient_enabled() && efficient_reads(call))
+      return {kChoiceEfficient, place};
+    return {torch_symbols().math_enabled() ? kChoiceMath : chosen, place};
+  }
+  return {chosen};
+}
+
+}  // namespace flashplug

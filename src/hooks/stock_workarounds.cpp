@@ -1,0 +1,356 @@
+// Stock's attention, made right for the calls that stay with it: kernels of ours over stock's, which hand them operands
+// that they take for what they are (torch 2.11, cuDNN 9.19, H100; calls that need no repair pass untouched).
+//
+// - All read 16 bytes at a time. cuDNN and flash do not look whether addresses and strides are multiples of that: with
+//   TMA, cuDNN rounds them down, and the numbers are those of other elements; with one row or one key it ends the CUDA
+//   context, as flash always does. The efficient attention looks at some of it, the stride of a dim of size 1 too, and
+//   refuses. Copied. Of attn_mask F.sdpa pads rows, and nobody looks at its address, which the efficient attention
+//   reads 16 bytes at a time, too: fp32 ends the context, 16 bits raise or end it. Copied for that one; cuDNN takes
+//   any, but not with dropout (misaligned address, or its execute fails). Copied there.
+// - A broadcast query with Dv != D asks cuDNN for an output whose rows are no consecutive elements: refused, and the
+//   second such call ends the process. Copied.
+// - cuDNN's backward keeps its plans by the sizes and strides of query, key and value alone; those of `out` and
+//   `grad_out` are of the call that built the plan. A later call whose grad_out lies in memory in another order,
+//   (B, S, H, D) against (B, H, S, D), gets wrong gradients. Both are put in one order, which depends on the query
+//   alone. Plans from before we were in place are out of reach, too: a plan is also kept by the bits of dropout_p (as
+//   float), so our calls say the number beside the caller's (-0 for 0), which no other call says. The mask that it
+//   draws stays the forward's (test_repair.py).
+// - Where the gradient of a float mask alone is wanted, F.sdpa asks the efficient forward for no LSE, and its backward
+//   reads it all the same: refused, or, of one head, read at address 0. Made up for.
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cmath>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "core/schemas.h"
+#include "ops/attention.h"
+
+namespace flashplug {
+
+namespace {
+
+using torch::stable::detail::StableLibrary;
+
+// What stock itself refuses, or makes nothing of, it gets as it is.
+bool four_dims(std::initializer_list<AtenTensorHandle> tensors) {
+  const auto has_four = [](AtenTensorHandle tensor) {
+    bool defined = false;
+    int64_t dims = 0;
+    return aoti_torch_is_defined(tensor, &defined) == 0 && defined && aoti_torch_get_dim(tensor, &dims) == 0 &&
+           dims == 4;
+  };
+  return std::all_of(tensors.begin(), tensors.end(), has_four);
+}
+
+// ---- what cuDNN and flash return ----
+
+RepairedForward owned(const FusedResult& raw) {
+  RepairedForward result{{}, raw.max_q, raw.max_k};
+  for (size_t i = 0; i < std::size(raw.tensors); ++i) result.tensors[i] = Owned(raw.tensors[i]);
+  return result;
+}
+
+// Flash's two of dropout's have other names, and the same places.
+void give_back(RepairedForward result, StableIValue* stack) {
+  constexpr Schema op = kCudnnForward;
+  constexpr int places[] = {op.result("output"),         op.result("logsumexp"),   op.result("cum_seq_q"),
+                            op.result("cum_seq_k"),      op.result("philox_seed"), op.result("philox_offset"),
+                            op.result("debug_attn_mask")};
+  static_assert(op.result("max_q") == kFlashForward.result("max_q") &&
+                op.result("debug_attn_mask") == kFlashForward.result("debug_attn_mask"));
+  for (size_t i = 0; i < std::size(places); ++i) stack[places[i]] = box::from_tensor(std::move(result.tensors[i]));
+  stack[op.result("max_q")] = box::from(result.max_q);
+  stack[op.result("max_k")] = box::from(result.max_k);
+}
+
+// ---- cuDNN ----
+
+// Whether its output for a query would have rows that are no consecutive elements.
+bool scatters_rows(AtenTensorHandle query, AtenTensorHandle value) {
+  const Shape q = shape_of(query);
+  return q.size[3] != shape_of(value).size[3] && layout_of(q, 0, element_bytes(query)).broadcast;
+}
+
+// Whether cuDNN takes them for what they are.
+bool reads_all(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v) {
+  return is_readable(q) && is_readable(k) && is_readable(v) && !scatters_rows(q, v);
+}
+
+Owned query_for_cudnn(AtenTensorHandle query, AtenTensorHandle value) {
+  return scatters_rows(query, value) ? packed_copy(query) : readable(query);
+}
+
+// What there is of a bias of 2 to 4 dims, copied into rows that begin at whole units.
+Owned copy_on_units(AtenTensorHandle bias, int dims) {
+  constexpr int64_t kPad = 16;  // elements that F.sdpa pads rows to
+  const Shape shape = shape_of(bias);
+  int64_t size[4], stride[4];
+  for (int i = 0; i < dims; ++i) size[i] = i < dims - 1 && shape.stride[i] == 0 ? 1 : shape.size[i];
+  const Owned copy = copy_of_padded_rows(bias, dims, size, shape.stride, kPad);
+  const Shape made = shape_of(copy.get());
+  for (int i = 0; i < dims; ++i) stride[i] = size[i] < shape.size[i] ? 0 : made.stride[i];
+  return view(copy.get(), dims, shape.size, stride);
+}
+
+// A bias as cuDNN reads it beside dropout: itself, or a copy.
+Owned bias_beside_dropout(Owned bias, double dropout_p) {
+  int64_t dims = 0;
+  const void* data = nullptr;
+  if (dropout_p == 0.0 || !is_there(bias.get()) || aoti_torch_get_dim(bias.get(), &dims) != 0 || dims < 2 || dims > 4)
+    return bias;
+  check_shim(torch_get_const_data_ptr(bias.get(), &data), "get_const_data_ptr");
+  if (reinterpret_cast<int64_t>(data) % kUnitBytes == 0) return bias;
+  return copy_on_units(bias.get(), static_cast<int>(dims));
+}
+
+void cudnn_forward_kernel(StableIValue* stack, uint64_t, uint64_t) {
+  constexpr Schema op = kCudnnForward;
+  const auto dropout_p = box::to<double>(stack[op["dropout_p"]]);
+  const Owned q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
+              v = box::to_tensor(stack[op["value"]]),
+              bias = bias_beside_dropout(box::to_optional_tensor(stack[op["attn_bias"]]), dropout_p);
+  const CudnnForwardCall call{q.get(),
+                              k.get(),
+                              v.get(),
+                              bias.defined() ? bias.get() : nullptr,
+                              box::to<bool>(stack[op["compute_log_sumexp"]]),
+                              dropout_p,
+                              box::to<bool>(stack[op["is_causal"]]),
+                              box::to<bool>(stack[op["return_debug_mask"]]),
+                              box::to_optional_double(stack[op["scale"]])};
+  give_back(repaired_cudnn_forward(call), stack);
+}
+
+// The backward's tensors are its first arguments.
+constexpr int kTensors = kCudnnBackward["max_q"];
+constexpr int kGradOut = kCudnnBackward["grad_out"], kQuery = kCudnnBackward["query"], kKey = kCudnnBackward["key"],
+              kValue = kCudnnBackward["value"], kOut = kCudnnBackward["out"], kAttnBias = kCudnnBackward["attn_bias"];
+
+double its_neighbour(double dropout_p) {
+  return dropout_p == 0.0 ? -0.0 : std::nextafter(static_cast<float>(dropout_p), 0.0f);
+}
+
+// Whether `out` and `grad_out` lie in the one order that a plan may have been built with.
+bool in_order(const Owned (&tensors)[kTensors]) {
+  const Shape out = shape_of(tensors[kOut].get()), grad_out = shape_of(tensors[kGradOut].get());
+  int64_t stride[4];
+  output_strides(shape_of(tensors[kQuery].get()), out.size, stride);
+  return std::equal(stride, stride + 4, out.stride) && std::equal(stride, stride + 4, grad_out.stride);
+}
+
+bool needs_mending(const Owned (&t)[kTensors]) {
+  if (!four_dims({t[kGradOut].get(), t[kQuery].get(), t[kKey].get(), t[kValue].get(), t[kOut].get()})) return false;
+  const bool operands = reads_all(t[kQuery].get(), t[kKey].get(), t[kValue].get());
+  return !operands || !in_order(t) || !is_readable(t[kGradOut].get()) || !is_readable(t[kOut].get());
+}
+
+// What cuDNN takes for what it is. Returns the operands that were given.
+std::array<Owned, 3> mend(Owned (&tensors)[kTensors]) {
+  std::array<Owned, 3> given;
+  for (int i = 0; i < 3; ++i) given[i] = Owned::share(tensors[kQuery + i].get());
+  tensors[kQuery] = query_for_cudnn(given[0].get(), given[2].get());
+  for (int i : {kKey, kValue}) tensors[i] = readable(tensors[i].get());
+  const Shape out = shape_of(tensors[kOut].get());
+  int64_t stride[4];
+  output_strides(shape_of(tensors[kQuery].get()), out.size, stride);
+  for (int i : {kGradOut, kOut}) tensors[i] = readable(under_strides(tensors[i].get(), stride).get());
+  return given;
+}
+
+void cudnn_backward_kernel(StableIValue* stack, uint64_t, uint64_t) {
+  constexpr Schema op = kCudnnBackward;
+  Owned tensors[kTensors];
+  for (int i = 0; i < kTensors; ++i) tensors[i] = box::to_tensor(stack[i]);
+  const auto max_q = box::to<int64_t>(stack[op["max_q"]]), max_k = box::to<int64_t>(stack[op["max_k"]]);
+  const auto dropout_p = box::to<double>(stack[op["dropout_p"]]);
+  const auto is_causal = box::to<bool>(stack[op["is_causal"]]);
+  const std::optional<double> scale = box::to_optional_double(stack[op["scale"]]);
+  std::array<Owned, 3> given;
+  const bool mending = needs_mending(tensors);
+  if (mending) given = mend(tensors);
+  tensors[kAttnBias] = bias_beside_dropout(std::move(tensors[kAttnBias]), dropout_p);
+  AtenTensorHandle borrowed[kTensors], grads[3];
+  for (int i = 0; i < kTensors; ++i) borrowed[i] = tensors[i].get();
+  stock_cudnn_backward(borrowed, max_q, max_k, its_neighbour(dropout_p), is_causal, scale, grads);
+  count(Path::kRepairedBackward);
+  for (int i = 0; i < 3; ++i) {
+    Owned grad(grads[i]);
+    if (mending && grad.defined()) grad = laid_out_like(std::move(grad), given[i].get());
+    stack[i] = box::from_tensor(std::move(grad));
+  }
+}
+
+// ---- flash and efficient ----
+
+// Whether rows that are whole units of 16 bytes begin elsewhere. Other rows stock pads, or refuses.
+bool off_units(AtenTensorHandle tensor) {
+  const Shape shape = shape_of(tensor);
+  const void* data = nullptr;
+  const int64_t bytes = element_bytes(tensor);
+  if (shape.stride[3] != 1 || shape.size[3] * bytes % kUnitBytes != 0) return false;
+  check_shim(torch_get_const_data_ptr(tensor, &data), "get_const_data_ptr");
+  bool off = reinterpret_cast<int64_t>(data) % kUnitBytes != 0;
+  for (int i = 0; i < 3; ++i) off |= shape.size[i] > 1 && shape.stride[i] * bytes % kUnitBytes != 0;
+  return off;
+}
+
+// Tensors of the stack, all of them taken before anything can fail; `operands` of them as stock can read them.
+template <size_t n>
+struct Taken {
+  Owned tensors[n];
+  AtenTensorHandle handles[n];
+  Taken(const StableIValue* stack, const int (&places)[n], std::initializer_list<int> operands) {
+    for (size_t i = 0; i < n; ++i) tensors[i] = box::to_tensor(stack[places[i]]);
+    for (int i : operands) tensors[i] = on_units(std::move(tensors[i]));
+    for (size_t i = 0; i < n; ++i) handles[i] = tensors[i].get();
+  }
+};
+
+template <size_t n>
+void give_back(const AtenTensorHandle (&tensors)[n], StableIValue* stack) {
+  for (size_t i = 0; i < n; ++i) stack[i] = box::from_tensor(Owned(tensors[i]));
+}
+
+void flash_forward_kernel(StableIValue* stack, uint64_t, uint64_t) {
+  constexpr Schema op = kFlashForward;
+  const Taken taken(stack, {op["query"], op["key"], op["value"]}, {0, 1, 2});
+  const auto [q, k, v] = taken.handles;
+  give_back(owned(stock_flash_forward(
+                {q, k, v, box::to<double>(stack[op["dropout_p"]]), box::to<bool>(stack[op["is_causal"]]),
+                 box::to<bool>(stack[op["return_debug_mask"]]), box::to_optional_double(stack[op["scale"]])})),
+            stack);
+}
+
+void efficient_forward_kernel(StableIValue* stack, uint64_t, uint64_t) {
+  constexpr Schema op = kEfficientForward;
+  Owned bias = box::to_optional_tensor(stack[op["attn_bias"]]);
+  const Taken taken(stack, {op["query"], op["key"], op["value"]}, {0, 1, 2});
+  bias = bias_on_units(std::move(bias));
+  const auto [q, k, v] = taken.handles;
+  AtenTensorHandle results[4];
+  stock_efficient_forward({q, k, v, bias.defined() ? bias.get() : nullptr,
+                           box::to<bool>(stack[op["compute_log_sumexp"]]), box::to<double>(stack[op["dropout_p"]]),
+                           box::to<bool>(stack[op["is_causal"]]), box::to_optional_double(stack[op["scale"]])},
+                          results);
+  give_back(results, stack);
+}
+
+void flash_backward_kernel(StableIValue* stack, uint64_t, uint64_t) {
+  constexpr Schema op = kFlashBackward;
+  const Taken taken(stack,
+                    {op["grad_out"], op["query"], op["key"], op["value"], op["out"], op["logsumexp"], op["cum_seq_q"],
+                     op["cum_seq_k"], op["philox_seed"], op["philox_offset"]},
+                    {0, 1, 2, 3, 4});
+  AtenTensorHandle grads[3];
+  stock_flash_backward(taken.handles, box::to<int64_t>(stack[op["max_q"]]), box::to<int64_t>(stack[op["max_k"]]),
+                       box::to<double>(stack[op["dropout_p"]]), box::to<bool>(stack[op["is_causal"]]),
+                       box::to_optional_double(stack[op["scale"]]), grads);
+  give_back(grads, stack);
+}
+
+// The LSE that a forward has not left; undefined where there is one.
+Owned missing_lse(AtenTensorHandle lse, const EfficientForwardCall& call) {
+  const auto is_empty = [](AtenTensorHandle tensor) {
+    int64_t numbers = 0;
+    return aoti_torch_get_numel(tensor, &numbers) == 0 && numbers == 0;
+  };
+  if (!is_there(lse) || !is_empty(lse) || !four_dims({call.q}) || is_empty(call.q)) return {};
+  AtenTensorHandle results[4];
+  stock_efficient_forward(call, results);
+  Owned owned[4];
+  for (int i = 0; i < 4; ++i) owned[i] = Owned(results[i]);
+  return std::move(owned[1]);
+}
+
+void efficient_backward_kernel(StableIValue* stack, uint64_t, uint64_t) {
+  constexpr Schema op = kEfficientBackward;
+  Taken taken(stack,
+              {op["grad_out_"], op["query"], op["key"], op["value"], op["attn_bias"], op["out"], op["logsumexp"],
+               op["philox_seed"], op["philox_offset"]},
+              {0, 1, 2, 3, 5});
+  constexpr int kBias = 4;
+  taken.tensors[kBias] = bias_on_units(std::move(taken.tensors[kBias]));
+  taken.handles[kBias] = taken.tensors[kBias].get();
+  const auto is_causal = box::to<bool>(stack[op["is_causal"]]);
+  const std::optional<double> scale = box::to_optional_double(stack[op["scale"]]);
+  const auto listed = box::to<std::vector<bool>>(stack[op["grad_input_mask"]]);
+  std::array<bool, 4> wanted{};
+  std::copy_n(listed.begin(), std::min(listed.size(), wanted.size()), wanted.begin());
+  auto& [grad_out, q, k, v, bias, out, lse, seed, offset] = taken.handles;
+  // Dropout does not change it.
+  const Owned made = missing_lse(lse, {q, k, v, is_there(bias) ? bias : nullptr, true, 0.0, is_causal, scale});
+  if (made.defined()) lse = made.get();
+  AtenTensorHandle grads[4];
+  stock_efficient_backward(taken.handles, box::to<double>(stack[op["dropout_p"]]), wanted, is_causal, scale, grads);
+  give_back(grads, stack);
+}
+
+std::mutex repair_mutex;
+std::atomic<int> repaired{0};  // backends
+std::unique_ptr<StableLibrary>& library() {
+  static auto* instance = new std::unique_ptr<StableLibrary>();
+  return *instance;
+}
+
+}  // namespace
+
+Owned on_units(Owned tensor) {
+  if (!four_dims({tensor.get()})) return tensor;
+  return aligned_ones(off_units(tensor.get()) ? dense_copy(tensor.get()) : std::move(tensor));
+}
+
+// A bias of 4 dims whose rows begin at whole units: itself, or a copy of what there is of it.
+Owned bias_on_units(Owned bias) {
+  if (!bias.defined() || !four_dims({bias.get()})) return bias;
+  const Shape shape = shape_of(bias.get());
+  if (shape.stride[3] != 1 || layout_in_memory(bias.get(), shape).align_bytes >= kUnitBytes) return bias;
+  return copy_on_units(bias.get(), 4);
+}
+
+bool is_repaired(int backend) { return (repaired.load() & backend) != 0; }
+
+RepairedForward repaired_cudnn_forward(CudnnForwardCall call) {
+  if (!four_dims({call.q, call.k, call.v}) || reads_all(call.q, call.k, call.v))
+    return owned(stock_cudnn_forward(call));
+  const AtenTensorHandle query = call.q;
+  const Owned q = query_for_cudnn(call.q, call.v), k = readable(call.k), v = readable(call.v);
+  call.q = q.get(), call.k = k.get(), call.v = v.get();
+  RepairedForward result = owned(stock_cudnn_forward(call));
+  Owned& out = result.tensors[0];
+  if (out.defined()) out = in_output_layout(std::move(out), query);  // of empty operands stock makes none
+  return result;
+}
+
+void repair(int backends) {
+  std::lock_guard<std::mutex> lock(repair_mutex);
+  const int possible = backends & stock_backends();
+  if (possible != repaired) {
+    library().reset();  // stock's kernels are in place again
+    repaired = 0;
+  }
+  if (possible != 0 && repaired == 0) {
+    auto made = std::make_unique<StableLibrary>(StableLibrary::Kind::IMPL, "aten", "CUDA", kOwner, __LINE__);
+    const auto put = [&](StockBackend backend, const char* forward, auto forward_kernel, const char* backward,
+                         auto backward_kernel) {
+      if ((possible & backend) == 0) return;
+      made->impl(forward, forward_kernel);
+      made->impl(backward, backward_kernel);
+    };
+    put(kStockCudnn, "_scaled_dot_product_cudnn_attention", &cudnn_forward_kernel,
+        "_scaled_dot_product_cudnn_attention_backward", &cudnn_backward_kernel);
+    put(kStockFlash, "_scaled_dot_product_flash_attention", &flash_forward_kernel,
+        "_scaled_dot_product_flash_attention_backward", &flash_backward_kernel);
+    put(kStockEfficient, "_scaled_dot_product_efficient_attention", &efficient_forward_kernel,
+        "_scaled_dot_product_efficient_attention_backward", &efficient_backward_kernel);
+    library() = std::move(made);
+    repaired = possible;
+  }
+  if (possible != backends) throw std::runtime_error("torch_flashplug: this torch lacks CUDA attention to repair");
+}
+
+}  // namespace flashplug

@@ -1,0 +1,205 @@
+// torch.nn.attention.varlen on kernels of ours: its private ops, at a dispatch key where torch has no kernel of its
+// own. So nothing is overridden, a call that is not ours goes to the body that torch would have run, and taking these
+// out leaves no trace. Autograd, fakes and compilation are torch's.
+//
+// The ops are defined when torch's module is imported, which takes a second and is the caller's to do: what they take
+// is asked for at the first call.
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <utility>
+
+#include "dispatch/varlen_decision.h"
+#include "hooks/varlen_common.h"
+#include "stock/torch_symbols.h"
+
+namespace flashplug {
+
+namespace {
+
+using torch::stable::detail::StableLibrary;
+
+// ---- torch's own ----
+
+struct Op {
+  const char* name;   // in torch_attn
+  const char* stock;  // its body
+  std::atomic<const LiveSchema*> schema{nullptr};
+};
+Op forward_op{"_varlen_attn", "torch_flashplug::_stock_varlen_attn"};
+Op forward_out_op{"_varlen_attn_out", "torch_flashplug::_stock_varlen_attn_out"};
+Op backward_op{"_varlen_attn_backward", "torch_flashplug::_stock_varlen_attn_backward"};
+
+constexpr const char* kFlashBackward = "torch_flashplug::_flash_varlen_attn_backward";
+
+std::atomic<PrepareCallback> prepare{nullptr};
+
+const LiveSchema& schema_of(Op& op) {
+  const LiveSchema* known = op.schema.load(std::memory_order_acquire);
+  if (known == nullptr) {
+    if (const PrepareCallback callback = prepare.load()) callback();
+    known = op.schema.load(std::memory_order_acquire);
+  }
+  if (known == nullptr)
+    throw std::runtime_error(std::string("torch_flashplug: what torch_attn::") + op.name + " takes is not known");
+  return *known;
+}
+
+void go_on(Boxed& given, const Op& op) { given.go_on_to(op.stock); }
+
+// ---- whose a call is ----
+
+// How this torch chooses the kernel of its body.
+std::atomic<VarlenRule> rule{VarlenRule::kUnknown};
+
+// As cuDNN's varlen attention wants operands: whole units of 16 bytes, rows of consecutive elements, no broadcast.
+bool lies_as_cudnn_wants(AtenTensorHandle tensor) {
+  const Shape shape = shape_of(tensor);
+  const int64_t bytes = element_bytes(tensor), last = dims_of(tensor) - 1;
+  bool fits = last >= 0 && shape.stride[last] == 1;
+  for (int64_t i = 0; i < last; ++i) {
+    const bool is_broadcast = shape.size[i] > 1 && shape.stride[i] == 0;
+    fits &= !is_broadcast && shape.stride[i] * bytes % kUnitBytes == 0;
+  }
+  const void* data = nullptr;
+  check_shim(torch_get_const_data_ptr(tensor, &data), "get_const_data_ptr");
+  return fits && reinterpret_cast<int64_t>(data) % kUnitBytes == 0;
+}
+
+// cc: of the GPU that our kernels would run on; 0 where they read no such tensors.
+VarlenCall facts_of_call(const Boxed& given, int* cc) {
+  const AtenTensorHandle q = given.tensor(Arg::kQuery), k = given.tensor(Arg::kKey), v = given.tensor(Arg::kValue);
+  const auto size = [](AtenTensorHandle tensor, int64_t from_end) {
+    const int64_t dims = tensor == nullptr ? 0 : dims_of(tensor);
+    return dims < from_end ? int64_t{0} : shape_of(tensor).size[dims - from_end];
+  };
+  TensorClass query;
+  if (q != nullptr) read_class(q, &query);
+  const std::array<int64_t, 2> window = given.pair(Arg::kWindow).value_or(std::array<int64_t, 2>{-1, -1});
+  const bool has_choice = given.has(Arg::kBackend);
+  VarlenCall call;
+  call.rule = static_cast<int64_t>(rule.load(std::memory_order_relaxed));
+  call.backend = given.integer(Arg::kBackend).value_or(-1);
+  // A torch whose op has no argument for it does not ask sdpa_kernel either.
+  call.allowed = !has_choice || torch_symbols().flash_enabled() || torch_symbols().overrideable_enabled();
+  call.into = given.has(Arg::kOut);
+  call.enable_gqa = given.flag(Arg::kGrouped);
+  call.max_q = given.integer(Arg::kMaxQ).value_or(0);
+  call.heads_q = size(q, 2), call.heads_k = size(k, 2);
+  call.D = size(q, 1), call.Dv = size(v, 1);
+  call.dtype = static_cast<int64_t>(query.dtype);
+  const bool whole = window == std::array<int64_t, 2>{-1, -1}, causal = window == std::array<int64_t, 2>{-1, 0};
+  call.window = static_cast<int64_t>(whole    ? VarlenWindow::kNone
+                                     : causal ? VarlenWindow::kCausal
+                                              : VarlenWindow::kOther);
+  call.splits = given.integer(Arg::kSplits).value_or(-1);
+  call.paged = given.tensor(Arg::kPages) != nullptr;
+  call.has_cu_k = given.tensor(Arg::kCuK) != nullptr;
+  call.readable = kernels_take(given, 3);
+  *cc = call.readable != 0 ? compute_capability(q) : 0;
+  if (call.readable != 0 && stock_varlen(call, *cc) == kVarlenCudnn) {  // else nothing asks for these
+    call.misaligned = !lies_as_cudnn_wants(q) || !lies_as_cudnn_wants(k) || !lies_as_cudnn_wants(v);
+    call.unusual_scale = scale_of(given.real(Arg::kScale)) != Scale::kPositive;
+  }
+  return call;
+}
+
+bool are_asked(const Boxed& given) {
+  if (given.has(Arg::kWindow) && !given.pair(Arg::kWindow)) return false;  // stock says what is wrong with it
+  const Mode mode = effective_mode();
+  if (!enabled()) return false;
+  int cc = 0;
+  const VarlenCall call = facts_of_call(given, &cc);
+  const VarlenVerdict verdict = judge_varlen(call, true, mode, cc, tables());
+  if (verdict.exit == VarlenExit::kNotTaken && mode.forces_kernels())
+    throw std::runtime_error(forced_varlen_error(call, mode, tables()));
+  return verdict.ours();
+}
+
+Window window_of_call(const Boxed& given) {
+  const auto window = given.pair(Arg::kWindow).value_or(std::array<int64_t, 2>{-1, -1});
+  return bottom_right(window[0], window[1], given.flag(Arg::kCausal));
+}
+
+// into: null, or where the output is to be.
+bool ours(const Boxed& given, AtenTensorHandle into, FlashResult* result) {
+  if (!are_asked(given)) return false;
+  const DoorCall door(given, window_of_call(given), into);
+  ForwardResult found;
+  if (!by_kernels("varlen_attn", door, &found)) return false;
+  *result = as_stocks(std::move(found), door, given.tensor(Arg::kQuery));
+  return true;
+}
+
+// ---- kernels ----
+
+void forward(StableIValue* stack, uint64_t count, uint64_t) {
+  Boxed given(schema_of(forward_op), stack, count);
+  FlashResult result;
+  if (!ours(given, nullptr, &result)) return go_on(given, forward_op);
+  stack[0] = box::from_tensor(std::move(result.out));
+  stack[1] = box::from_tensor(std::move(result.lse));
+  stack[2] = box::from_tensor(std::move(result.rng));
+}
+
+void forward_out(StableIValue* stack, uint64_t count, uint64_t) {
+  Boxed given(schema_of(forward_out_op), stack, count);
+  FlashResult result;
+  const AtenTensorHandle out = given.tensor(Arg::kOut);
+  if (!ours(given, out, &result)) return go_on(given, forward_out_op);
+  write_to(out, result.out.get());
+  stack[0] = box::from_tensor(std::move(result.lse));
+}
+
+void backward(StableIValue* stack, uint64_t count, uint64_t) {
+  Boxed given(schema_of(backward_op), stack, count);
+  Owned grads[3];
+  if (!is_ours(given.tensor(Arg::kRng))) return go_on(given, backward_op);
+  // cuDNN's backward never follows our forward, whatever torch's body would choose.
+  if (!gradients_by_kernels(given, window_of_call(given), grads)) return given.go_on_to(kFlashBackward);
+  for (int i = 0; i < 3; ++i) stack[i] = box::from_tensor(std::move(grads[i]));
+}
+
+std::mutex mutex;
+using Libraries = std::map<std::string, std::unique_ptr<StableLibrary>>;  // by dispatch key
+Libraries& libraries() {
+  static auto* instance = new Libraries();  // outlives the dispatcher's own teardown
+  return *instance;
+}
+
+}  // namespace
+
+void open_varlen(const char* dispatch_key) {
+  std::lock_guard<std::mutex> lock(mutex);
+  std::unique_ptr<StableLibrary>& made = libraries()[dispatch_key];
+  if (made != nullptr) return;
+  made = std::make_unique<StableLibrary>(StableLibrary::Kind::IMPL, "torch_attn", dispatch_key, kOwner, __LINE__);
+  made->impl(forward_op.name, &forward);
+  made->impl(forward_out_op.name, &forward_out);
+  made->impl(backward_op.name, &backward);
+}
+
+void close_varlen() {
+  std::lock_guard<std::mutex> lock(mutex);
+  libraries().clear();
+}
+
+void know_varlen(const char* op, const char* schema) {
+  for (Op* one : {&forward_op, &forward_out_op, &backward_op}) {
+    // Never freed: other threads may be reading it.
+    if (std::strcmp(op, one->name) == 0) one->schema.store(new LiveSchema(schema), std::memory_order_release);
+  }
+}
+
+void know_varlen_rule(int number) { rule.store(static_cast<VarlenRule>(number), std::memory_order_relaxed); }
+int varlen_rule() { return static_cast<int>(rule.load(std::memory_order_relaxed)); }
+
+void set_prepare_callback(PrepareCallback callback) { prepare.store(callback); }
+
+}  // namespace flashplug

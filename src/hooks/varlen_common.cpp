@@ -1,0 +1,225 @@
+// Rows ahead of heads and back, what kernels take, and results as stock's flash leaves them.
+#include "hooks/varlen_common.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+namespace flashplug {
+
+namespace {
+
+constexpr int64_t kLargestDim = 256, kDimStep = 8;
+// A state of dropout that our forward leaves begins there in its storage, where stock's begins at 0. Compiled graphs
+// assert that it is aligned to 16 bytes.
+constexpr int64_t kMark = 2, kState = 2;
+
+struct Strided {
+  int64_t size[4], stride[4];
+};
+
+// The two middle ones of four dims change places; three are those of one batch.
+Strided turned(const Shape& x, int64_t dims) {
+  if (dims == 4)
+    return {{x.size[0], x.size[2], x.size[1], x.size[3]}, {x.stride[0], x.stride[2], x.stride[1], x.stride[3]}};
+  return {{1, x.size[1], x.size[0], x.size[2]}, {x.size[0] * x.stride[0], x.stride[1], x.stride[0], x.stride[2]}};
+}
+
+Owned heads_first(AtenTensorHandle x) {
+  const Strided seen = turned(shape_of(x), dims_of(x));
+  return view(x, 4, seen.size, seen.stride);
+}
+
+// The way back, laid out as torch.empty_like(operand) where it has that size.
+Owned rows_first(Owned x, AtenTensorHandle operand) {
+  const int64_t dims = dims_of(operand), skipped = 4 - dims;
+  const Strided seen = turned(shape_of(x.get()), 4);
+  const int64_t *size = seen.size + skipped, *stride = seen.stride + skipped;
+  const Shape like = shape_of(operand);
+  int64_t wanted[4];
+  std::copy_n(stride, dims, wanted);
+  if (std::equal(size, size + dims, like.size)) dense_strides(like.size, like.stride, static_cast<int>(dims), wanted);
+  bool same = true;
+  for (int64_t i = 0; i < dims; ++i) same &= size[i] == 1 || stride[i] == wanted[i];
+  Owned found = view(x.get(), static_cast<int>(dims), size, same ? wanted : stride);
+  return same ? std::move(found) : new_like(x.get(), static_cast<int>(dims), size, wanted, found.get());
+}
+
+AtenTensorHandle operand(const Boxed& given, Arg arg) {
+  const AtenTensorHandle found = given.tensor(arg);
+  if (found == nullptr) throw std::runtime_error("torch_flashplug: attention without one of its operands");
+  return found;
+}
+
+const void* address(AtenTensorHandle tensor) {
+  const void* data = nullptr;
+  check_shim(torch_get_const_data_ptr(tensor, &data), "get_const_data_ptr");
+  return data;
+}
+
+// Whether a row may be one that sees no key.
+bool may_see_nothing(const ForwardCall& call, const Problem& p) {
+  if (call.cu_q == nullptr) return p.Sq > p.Sk;
+  return call.used_k != nullptr || address(call.cu_q) != address(call.cu_k);
+}
+
+// +inf for -inf.
+void positive_infinities(AtenTensorHandle lse) {
+  constexpr double infinity = std::numeric_limits<double>::infinity();
+  constexpr const Schema& op = kNanToNum;
+  OpCall call(op);
+  call[op["self"]] = box::from_borrowed(lse);
+  call[op["nan"]] = box::from(std::optional<double>(std::numeric_limits<double>::quiet_NaN()));
+  call[op["posinf"]] = box::from(std::optional<double>(infinity));
+  call[op["neginf"]] = box::from(std::optional<double>(infinity));
+  call.run();
+  call.result(0);
+}
+
+// The LSE of a forward, (H, T) or (B, H, S), as (B, H, S) on end.
+Owned rows_of(AtenTensorHandle lse, const Problem& p) {
+  const int64_t size[3] = {p.B, p.Hq, p.Sq}, stride[3] = {p.Hq * p.Sq, p.Sq, 1};
+  const int64_t dims = dims_of(lse), skipped = 3 - dims;
+  const Shape have = shape_of(lse);
+  if (skipped < 0 || !std::equal(have.size, have.size + dims, size + skipped))
+    throw std::runtime_error("torch_flashplug: an LSE is not that of its query");
+  const bool on_end = std::equal(have.stride, have.stride + dims, stride + skipped);
+  const Owned packed =
+      on_end ? Owned::share(lse) : new_like(lse, static_cast<int>(dims), size + skipped, stride + skipped, lse);
+  return view(packed.get(), 3, size, stride);
+}
+
+Owned new_state(const TensorClass& query, int64_t mark) {
+  const int64_t size = mark + kState, one = 1;
+  const Owned storage = empty_strided(1, &size, &one, aoti_torch_dtype_uint64(), query.device_type, query.device_index);
+  return view(storage.get(), 1, &kState, &one, mark);
+}
+
+// Whether kernels can write the output there.
+bool is_writable(AtenTensorHandle out, AtenTensorHandle q, AtenTensorHandle v) {
+  TensorClass of_out, of_q;
+  if (!read_class(out, &of_out) || !read_class(q, &of_q) || of_out.dtype != of_q.dtype || !is_readable(out))
+    return false;
+  const Shape have = shape_of(out), query = shape_of(q);
+  return beside(out, of_q) && !layout_in_memory(out, have).broadcast &&
+         std::equal(query.size, query.size + 3, have.size) && have.size[3] == shape_of(v).size[3];
+}
+
+}  // namespace
+
+int64_t dims_of(AtenTensorHandle tensor) {
+  int64_t dims = 0;
+  check_shim(aoti_torch_get_dim(tensor, &dims), "get_dim");
+  return dims;
+}
+
+Window bottom_right(std::optional<int64_t> left, std::optional<int64_t> right, bool is_causal) {
+  const auto bound = [](std::optional<int64_t> keys) { return std::max<int64_t>(keys.value_or(-1), -1); };
+  return {bound(left), is_causal ? 0 : bound(right), true};
+}
+
+DoorCall::DoorCall(const Boxed& given, Window window, AtenTensorHandle into)
+    : q(heads_first(operand(given, Arg::kQuery))),
+      k(heads_first(operand(given, Arg::kKey))),
+      v(heads_first(operand(given, Arg::kValue))) {
+  call.q = q.get(), call.k = k.get(), call.v = v.get();
+  call.mode = effective_mode();
+  call.scale = given.real(Arg::kScale);
+  call.window = window;
+  call.cu_q = given.tensor(Arg::kCuQ), call.cu_k = given.tensor(Arg::kCuK);
+  call.used_k = given.tensor(Arg::kUsedK);
+  call.num_splits = given.integer(Arg::kSplits).value_or(0);
+  if (into == nullptr || dims_of(into) != dims_of(given.tensor(Arg::kQuery))) return;
+  this->into = heads_first(into);
+  if (is_writable(this->into.get(), call.q, call.v)) call.out = this->into.get();
+}
+
+bool kernels_take(const Boxed& given, int64_t dims) {
+  if (given.tensor(Arg::kPages) != nullptr || given.tensor(Arg::kAlibi) != nullptr) return false;
+  if (given.integer(Arg::kSplits).value_or(1) != 1) return false;
+  for (const Arg arg : {Arg::kQuery, Arg::kKey, Arg::kValue}) {
+    const AtenTensorHandle x = given.tensor(arg);
+    TensorClass facts;
+    if (x == nullptr || !read_class(x, &facts) || facts.dim != dims || !eligible_device(facts.device_type))
+      return false;
+    constexpr int64_t sixteen = dtype_bit("bfloat16") | dtype_bit("float16");
+    const int64_t dim = shape_of(x).size[dims - 1];
+    if ((sixteen >> static_cast<int>(facts.dtype) & 1) == 0 || dim % kDimStep != 0 || dim > kLargestDim) return false;
+  }
+  return true;
+}
+
+int compute_capability(AtenTensorHandle query) {
+  int32_t index = 0;
+  check_shim(aoti_torch_get_device_index(query, &index), "get_device_index");
+  return device_facts(index).cc;
+}
+
+bool by_kernels(const char* where, const DoorCall& door, ForwardResult* result) {
+  const ForwardCall& call = door.call;
+  const auto attended = [&](Mode by) {
+    const Facts facts = read_facts(call);
+    check_lengths(call, facts);
+    return attend(where, call, facts, by, result);
+  };
+  if (call.mode.forces_kernels()) {
+    if (!attended(call.mode)) *result = attention_math(call);
+    return true;
+  }
+  try {  // what else may be wrong stock says in its words
+    return attended(Mode::forcing(std::max(call.mode.family(), 0)));
+  } catch (const std::exception&) {
+    return false;
+  }
+}
+
+FlashResult as_stocks(ForwardResult result, const DoorCall& door, AtenTensorHandle query) {
+  const ForwardCall& call = door.call;
+  TensorClass facts;
+  read_class(query, &facts);
+  Problem p;
+  const Shape shape[kNumOperands] = {shape_of(call.q), shape_of(call.k), shape_of(call.v)};
+  fill_shapes(shape, &p);
+  FlashResult left;
+  left.out = rows_first(std::move(result.out), query);
+  if (facts.dim == 3) {
+    const int64_t size[2] = {p.Hq, p.Sq}, stride[2] = {p.Sq, 1};
+    left.lse = view(result.lse.get(), 2, size, stride);
+  } else {
+    left.lse = std::move(result.lse);
+  }
+  if (may_see_nothing(call, p)) positive_infinities(left.lse.get());
+  left.rng = new_state(facts, call.used_k != nullptr ? 0 : kMark);  // its backward is told of all keys, as stock's
+  return left;
+}
+
+void write_to(AtenTensorHandle out, AtenTensorHandle found) {
+  if (address(out) != address(found)) copy_into(out, found);
+}
+
+bool is_ours(AtenTensorHandle rng) {
+  int64_t offset = 0;
+  return rng != nullptr && aoti_torch_get_storage_offset(rng, &offset) == 0 && offset == kMark;
+}
+
+bool gradients_by_kernels(const Boxed& given, Window window, Owned grads[3], AtenTensorHandle lse) {
+  const DoorCall door(given, window);
+  const Owned grad_out = heads_first(operand(given, Arg::kGradOut)), out = heads_first(operand(given, Arg::kOut));
+  const Facts facts = read_facts(door.call);
+  check_lengths(door.call, facts);
+  const Owned rows = rows_of(lse != nullptr ? lse : operand(given, Arg::kLse), facts.problem);
+  const BackwardCall call{grad_out.get(),           door.call, out.get(), rows.get(), nullptr, nullptr,
+                          {true, true, true, false}};
+  BackwardResult result;
+  if (!differentiate(call, facts, &result)) {
+    // Of nothing, which a forced backend takes as well, and which stock's kernels need not.
+    if (!is_empty(facts.problem) && standin() != Standin::kMath) return false;
+    result = attention_math_backward(call);
+  }
+  constexpr Arg operands[3] = {Arg::kQuery, Arg::kKey, Arg::kValue};
+  for (int i = 0; i < 3; ++i) grads[i] = rows_first(std::move(result.grads[i]), given.tensor(operands[i]));
+  return true;
+}
+
+}  // namespace flashplug

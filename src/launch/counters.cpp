@@ -1,0 +1,67 @@
+// Launch counters: the global integer from which a persistent kernel draws its tiles. A launch finds it zero and leaves
+// it zero (kernels/primitives/tile_scheduler.py), so nothing is cleared between calls; what matters is that no two
+// launches in flight share one.
+//
+// Eager launches take the counters of a ring in turn: far more of them than a device runs kernels at once. A launch
+// recorded into a CUDA graph may run again at any time, so it gets a counter that nobody else ever has.
+#include <atomic>
+#include <mutex>
+#include <stdexcept>
+
+#include "core/flashplug.h"
+#include "stock/torch_symbols.h"
+
+namespace flashplug {
+
+namespace {
+
+constexpr uint32_t kRing = 1 << 16;  // a device runs at most 128 kernels at once, a stream holds some thousand back
+constexpr uint32_t kBlock = 16384;   // counters per allocation: 64 KiB
+constexpr int64_t kCounterBytes = sizeof(int32_t);
+
+struct DeviceCounters {
+  std::atomic<char*> ring{nullptr};
+  std::atomic<uint32_t> next{0};
+  char* block = nullptr;  // where counters of recorded launches come from
+  uint32_t used = kBlock;
+};
+
+DeviceCounters& counters_of(int device_index) {
+  static DeviceCounters devices[kMaxDevices];
+  if (device_index < 0 || device_index >= kMaxDevices)
+    throw std::runtime_error("torch_flashplug: device index out of range");
+  return devices[device_index];
+}
+
+std::mutex mutex;
+
+char* allocate(uint32_t count) {
+  void* memory = device_zeros(count * kCounterBytes);
+  if (memory == nullptr) throw std::runtime_error("torch_flashplug: no device memory for launch counters (64 KiB)");
+  return static_cast<char*>(memory);
+}
+
+}  // namespace
+
+void* launch_counter(int device_index, void* stream) {
+  static int32_t host_counter = 0;
+  if (standin() != Standin::kOff) return &host_counter;
+  DeviceCounters& own = counters_of(device_index);
+  if (stream_is_capturing(stream)) {
+    std::lock_guard<std::mutex> lock(mutex);
+    if (own.used == kBlock) {
+      own.block = allocate(kBlock);
+      own.used = 0;
+    }
+    return own.block + kCounterBytes * own.used++;
+  }
+  char* ring = own.ring.load(std::memory_order_acquire);
+  if (ring == nullptr) {
+    std::lock_guard<std::mutex> lock(mutex);
+    ring = own.ring.load(std::memory_order_acquire);
+    if (ring == nullptr) own.ring.store(ring = allocate(kRing), std::memory_order_release);
+  }
+  return ring + kCounterBytes * (own.next.fetch_add(1, std::memory_order_relaxed) % kRing);
+}
+
+}  // namespace flashplug

@@ -1,0 +1,144 @@
+// Arguments as TVM-FFI wants them: tensors as DLTensors, numbers by value, None for what a call does not have.
+#include "launch/kernel_args.h"
+
+#include <numbers>
+#include <string>
+
+#include "core/values.h"
+
+namespace flashplug {
+
+namespace {
+
+// A value of that type, all bits zero until its caller sets it.
+TVMFFIAny typed(int32_t type_index) {
+  TVMFFIAny any;
+  any.type_index = type_index;
+  any.zero_padding = 0;
+  any.v_int64 = 0;
+  return any;
+}
+
+}  // namespace
+
+void* mutable_data(AtenTensorHandle tensor) {
+  void* data = nullptr;
+  check_shim(torch_get_mutable_data_ptr(tensor, &data), "get_data_ptr");
+  return data;
+}
+
+Arguments::Arguments(const KernelRow& row, const Problem& p, int device_index)
+    : signature_(tables().signatures[row.kind]), row_(row), device_index_(device_index), unsaid_(signature_.always) {
+  for (int64_t features : signature_.brought) unsaid_ += takes_argument(row, features);
+  for (int i = 0; i < signature_.count; ++i) packed_[i] = typed(kTVMFFINone);
+  for (const FactParameter& one : signature_.facts) {
+    if (!takes_argument(row, one.features)) continue;
+    const bool real = one.type == NumberType::kFp32;
+    TVMFFIAny& any = packed_[one.place] = typed(real ? kTVMFFIFloat : kTVMFFIInt);
+    const double value = fact_of(p, one.fact);
+    if (real)
+      any.v_float64 = value;
+    else
+      any.v_int64 = static_cast<int64_t>(value);
+  }
+}
+
+DLDataType Arguments::type_of(const Parameter& parameter) const {
+  switch (parameter.type) {
+    case NumberType::kFp32:
+      return {kDLFloat, 32, 1};
+    case NumberType::kInt32:
+      return {kDLInt, 32, 1};
+    case NumberType::kInt64:
+      return {kDLInt, 64, 1};
+    case NumberType::kBool:
+      return {kDLUInt, 8, 1};
+    default: {
+      const DTypeFacts& facts = facts_of(row_.dtype[static_cast<int>(parameter.type)]);
+      if (facts.bytes == 1) return {kDLUInt, 8, 1};  // whatever they say (kernels/features/quantized_kv_cache.py)
+      return {facts.dlpack, static_cast<uint8_t>(8 * facts.bytes), 1};
+    }
+  }
+}
+
+// Where a value of that type goes; null where the kernel does not take it.
+TVMFFIAny* Arguments::place_of(Slot slot, int32_t type_index) {
+  if (!takes(slot)) return nullptr;
+  TVMFFIAny& any = packed_[signature_.of(slot).place];
+  unsaid_ -= any.type_index == kTVMFFINone;
+  any = typed(type_index);
+  return &any;
+}
+
+void Arguments::tensor(Slot slot, AtenTensorHandle tensor, bool writes) {
+  TVMFFIAny* any = place_of(slot, kTVMFFIDLTensorPtr);
+  if (any == nullptr) return;
+  const Parameter& parameter = signature_.of(slot);
+  Described& out = described_[parameter.place];
+  Shape shape;
+  if (!read_shape(tensor, &shape))
+    throw std::runtime_error("torch_flashplug: a tensor has no concrete shape at launch");
+  const void* data = nullptr;
+  if (writes)
+    data = mutable_data(tensor);
+  else
+    check_shim(torch_get_const_data_ptr(tensor, &data), "get_data_ptr");
+  // torch leaves any number as the stride of a dim of size 1; the kernels' TMA descriptors need a multiple of 16 bytes
+  // there too.
+  const int rank = parameter.rank;
+  const DLDataType type = type_of(parameter);
+  const int64_t unit = 8 * kUnitBytes / type.bits;
+  for (int i = 0; i < rank; ++i) {
+    const bool any_stride = shape.size[i] == 1 && i + 1 < rank;
+    out.stride[i] = any_stride ? ceil_div(shape.size[rank - 1], unit) * unit : shape.stride[i];
+  }
+  out.tensor = DLTensor{const_cast<void*>(data),
+                        DLDevice{kDLCUDA, device_index_},
+                        rank,
+                        type,
+                        const_cast<int64_t*>(shape.size),
+                        out.stride,
+                        0};
+  any->v_ptr = &out.tensor;
+}
+
+void Arguments::one_number(Slot slot, void* address) {
+  static int64_t one = 1;
+  TVMFFIAny* any = place_of(slot, kTVMFFIDLTensorPtr);
+  if (any == nullptr) return;
+  const Parameter& parameter = signature_.of(slot);
+  DLTensor& out = described_[parameter.place].tensor;
+  out = DLTensor{address, DLDevice{kDLCUDA, device_index_}, 1, type_of(parameter), &one, &one, 0};
+  any->v_ptr = &out;
+}
+
+void Arguments::integer(Slot slot, int64_t value) {
+  if (TVMFFIAny* any = place_of(slot, kTVMFFIInt)) any->v_int64 = value;
+}
+
+void Arguments::real(Slot slot, double value) {
+  if (TVMFFIAny* any = place_of(slot, kTVMFFIFloat)) any->v_float64 = value;
+}
+
+void Arguments::scale(double scale) {
+  real("scale_log2", scale * std::numbers::log2e);
+  real("scale", scale);
+}
+
+void Arguments::throw_for_unsaid() const {
+  std::string names;
+  for (int i = 0; i < kNumSlots; ++i) {
+    const Slot slot(i);
+    if (takes(slot) && packed_[signature_.of(slot).place].type_index == kTVMFFINone)
+      names += std::string(names.empty() ? "" : ", ") + kSlotNames[i];
+  }
+  throw std::runtime_error("torch_flashplug: a kernel takes " + names + ", which this call does not have");
+}
+
+void Arguments::stream(void* stream) {
+  if (unsaid_ != 0) throw_for_unsaid();
+  packed_[signature_.count] = typed(kTVMFFIOpaquePtr);
+  packed_[signature_.count].v_ptr = stream;
+}
+
+}  // namespace flashplug

@@ -1,0 +1,181 @@
+// The source of kernels: kernel packs (shared objects with a symbol for each kernel), else one up-call into Python,
+// which has a cache of compiled kernels and a compiler (torch_flashplug/codegen/jit.py).
+//
+// A kernel is looked up at its first use and kept by table row and generation of the device: no strings, maps or locks
+// after that.
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <mutex>
+#include <vector>
+
+#include "core/flashplug.h"
+#include "core/state.h"
+#include "stock/torch_symbols.h"
+
+namespace flashplug {
+
+namespace {
+
+constexpr int kOldest = 8, kNumGenerations = 8;  // major numbers of compute capabilities that are told apart
+
+// GPUs of one major number run the same code.
+int generation(int cc) { return cc / 10; }
+
+struct Pack {
+  std::string path;  // empty: not installed
+  std::string target;
+  int generation;
+  void* library = nullptr;
+  std::string error;
+};
+
+struct Entry {
+  Kernel kernel;
+  std::atomic<bool> missing{false};
+  std::atomic<bool> warned{false};
+};
+
+struct Registry {
+  std::deque<Entry> entries;        // of each row one for each generation; grows before calls run, and never moves them
+  std::atomic<int64_t> changes{0};  // of what is missing
+  std::vector<Pack> packs;
+  std::atomic<CompileCallback> compile{nullptr};
+  std::mutex mutex;  // guards packs and the writing of entries; never held during an up-call, which waits for the GIL
+};
+
+Registry& registry() {
+  static Registry* instance = new Registry();
+  return *instance;
+}
+
+// Head of a TVM-FFI function object; the callable behind a handle that the compiler returns.
+struct FunctionObject {
+  uint64_t reference_counts;
+  int32_t type_index;
+  uint32_t padding;
+  void* deleter;
+  KernelCall safe_call;
+};
+
+Entry& entry_of(int row, const DeviceFacts& device) {
+  const int slot = std::clamp(generation(device.cc) - kOldest, 0, kNumGenerations - 1);
+  return registry().entries[static_cast<size_t>(row) * kNumGenerations + slot];
+}
+
+KernelCall find_in_packs(const std::string& name, const DeviceFacts& device, std::string* why) {
+  Registry& r = registry();
+  std::lock_guard<std::mutex> lock(r.mutex);
+  *why = "no kernel pack for this GPU is installed";
+  for (Pack& pack : r.packs) {
+    if (pack.generation != generation(device.cc) || pack.path.empty()) continue;
+    if (pack.library == nullptr && pack.error.empty()) {
+      pack.library = dlopen(pack.path.c_str(), RTLD_NOW | RTLD_LOCAL);
+      if (pack.library == nullptr) pack.error = dlerror();
+    }
+    if (pack.library == nullptr) {
+      *why = "kernel pack " + pack.path + " does not load: " + pack.error;
+      continue;
+    }
+    if (void* symbol = dlsym(pack.library, ("__tvm_ffi_" + name).c_str())) return reinterpret_cast<KernelCall>(symbol);
+    *why = "kernel pack " + pack.path + " does not hold it";
+  }
+  return nullptr;
+}
+
+// Asks Python. `later`: the answer may be another one at a later call.
+KernelCall compile(const std::string& name, const DeviceFacts& device, int circumstances, void** self, std::string* why,
+                   bool* later) {
+  CompileCallback callback = registry().compile.load(std::memory_order_acquire);
+  if (callback == nullptr) {
+    *why += "; no compiler is installed";
+    return nullptr;
+  }
+  void* function = nullptr;
+  char reason[1024] = "";
+  const auto answer =
+      static_cast<Provided>(callback(name.c_str(), device.cc, circumstances, &function, self, reason, sizeof reason));
+  *later = answer == Provided::kNotYet;
+  if (answer != Provided::kKernel || (function == nullptr && *self == nullptr)) {
+    *why += std::string("; ") + reason;
+    return nullptr;
+  }
+  return function != nullptr ? reinterpret_cast<KernelCall>(function)
+                             : reinterpret_cast<FunctionObject*>(*self)->safe_call;
+}
+
+Kernel* search(Entry& entry, const std::string& name, int device_index, int circumstances) {
+  const DeviceFacts device = device_facts(device_index);
+  std::string why;
+  void* self = nullptr;
+  KernelCall call = find_in_packs(name, device, &why);
+  if (call == nullptr) {
+    const bool capturing = stream_is_capturing(current_cuda_stream(device_index));
+    bool later = false;
+    call = compile(name, device, circumstances | (capturing ? kCapturing : 0), &self, &why, &later);
+    if (call == nullptr) {
+      const std::string text = "torch_flashplug: kernel " + name + " is not available (" + why + ")";
+      if ((circumstances & kRequired) != 0) throw std::runtime_error(text);
+      if (!later && !entry.missing.exchange(true)) registry().changes.fetch_add(1, std::memory_order_relaxed);
+      if ((!later || capturing) && !entry.warned.exchange(true))
+        log_warning(text + "; stock attention serves " + (later ? "this call" : "these calls"));
+      return nullptr;
+    }
+  }
+  std::lock_guard<std::mutex> lock(registry().mutex);
+  if (entry.kernel.call.load(std::memory_order_relaxed) == nullptr) {
+    entry.kernel.self = self;
+    entry.kernel.call.store(call, std::memory_order_release);
+  }
+  return &entry.kernel;
+}
+
+}  // namespace
+
+Kernel* find_kernel(int row, int device_index, int circumstances) {
+  Entry& entry = entry_of(row, device_facts(device_index));
+  if (entry.kernel.call.load(std::memory_order_acquire) != nullptr) return &entry.kernel;
+  if ((circumstances & kRequired) == 0 && entry.missing.load(std::memory_order_relaxed)) return nullptr;
+  return search(entry, tables().kernels[row].name, device_index, circumstances);
+}
+
+bool kernel_missing(int row, const DeviceFacts& device) {
+  return entry_of(row, device).missing.load(std::memory_order_relaxed);
+}
+
+int64_t missing_changes() { return registry().changes.load(std::memory_order_relaxed); }
+
+void load_pack(const char* path, const char* target) {
+  Registry& r = registry();
+  const int cc = std::atoi(target + std::strcspn(target, "0123456789"));
+  std::lock_guard<std::mutex> lock(r.mutex);
+  r.packs.push_back(Pack{path, target, generation(cc), nullptr, ""});
+}
+
+void clear_packs() {
+  Registry& r = registry();
+  std::lock_guard<std::mutex> lock(r.mutex);
+  r.packs.clear();  // libraries stay loaded: kernels in flight may still run their code
+}
+
+void forget_kernels() {
+  registry().changes.fetch_add(1, std::memory_order_relaxed);
+  for (Entry& entry : registry().entries) {
+    entry.kernel.call.store(nullptr, std::memory_order_release);
+    entry.kernel.devices.store(0, std::memory_order_release);
+    entry.missing.store(false, std::memory_order_release);
+    entry.warned.store(false, std::memory_order_release);
+  }
+}
+
+void expect_kernels(size_t rows) {
+  std::deque<Entry>& entries = registry().entries;
+  while (entries.size() < rows * kNumGenerations) entries.emplace_back();
+}
+
+void set_compile_callback(CompileCallback callback) { registry().compile.store(callback, std::memory_order_release); }
+
+}  // namespace flashplug

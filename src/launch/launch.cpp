@@ -1,0 +1,108 @@
+// A kernel on the device: stream, counter, modules that are loaded at first use, errors.
+#include <dlfcn.h>
+
+#include <algorithm>
+
+#include "core/values.h"
+#include "launch/kernel_args.h"
+#include "stock/torch_symbols.h"
+
+namespace flashplug {
+
+static_assert(sizeof(TVMFFIFunctionCell) == 2 * sizeof(void*),
+              "kernels.cpp reads safe_call as the first field behind the object header");
+static_assert(sizeof(TVMFFIObject) == 24, "kernels.cpp knows the object header");
+
+namespace {
+
+// What TVM-FFI kept of the failure. Its library is in the process already: the packs and the JIT need it.
+std::string raised_text() {
+  void* library = dlopen("libtvm_ffi.so", RTLD_NOLOAD | RTLD_NOW);
+  void* scope = library != nullptr ? library : RTLD_DEFAULT;
+  auto move_raised = reinterpret_cast<void (*)(TVMFFIObjectHandle*)>(dlsym(scope, "TVMFFIErrorMoveFromRaised"));
+  auto release = reinterpret_cast<int (*)(TVMFFIObjectHandle)>(dlsym(scope, "TVMFFIObjectDecRef"));
+  if (move_raised == nullptr || release == nullptr) return "no text: libtvm_ffi.so is not loaded";
+  TVMFFIObjectHandle error = nullptr;
+  move_raised(&error);
+  if (error == nullptr) return "no text was left";
+  const auto* cell = reinterpret_cast<const TVMFFIErrorCell*>(static_cast<const char*>(error) + sizeof(TVMFFIObject));
+  std::string text(cell->kind.data, cell->kind.size);
+  text += ": " + std::string(cell->message.data, cell->message.size);
+  release(error);
+  return text;
+}
+
+// Makes the tensors' device current, if it is not already, and puts the old one back.
+class OnDevice {
+ public:
+  explicit OnDevice(int device_index) {
+    if (standin() != Standin::kOff) return;
+    int32_t current = -1;
+    check_shim(aoti_torch_get_current_device_index(&current), "get_current_device_index");
+    if (current != device_index)
+      check_shim(aoti_torch_create_device_guard(device_index, &guard_), "create_device_guard");
+    ensure_context(device_index);
+  }
+  ~OnDevice() {
+    if (guard_ != nullptr) aoti_torch_delete_device_guard(guard_);
+  }
+  OnDevice(const OnDevice&) = delete;
+  OnDevice& operator=(const OnDevice&) = delete;
+
+ private:
+  DeviceGuardHandle guard_ = nullptr;
+};
+
+void run(Kernel& kernel, const Arguments& arguments) {
+  TVMFFIAny result{};  // None
+  KernelCall call = kernel.call.load(std::memory_order_acquire);
+  if (call(kernel.self, arguments.packed(), arguments.count(), &result) != 0)
+    throw std::runtime_error("torch_flashplug: kernel launch failed: " + raised_text());
+}
+
+// First use on a device loads the kernel's module, which a stream capture of this thread would forbid in its strict
+// mode.
+void run_on(Kernel& kernel, const Arguments& arguments) {
+  const uint64_t bit = uint64_t{1} << (arguments.device_index() & 63);
+  if ((kernel.devices.load(std::memory_order_acquire) & bit) != 0) {
+    run(kernel, arguments);
+    return;
+  }
+  RelaxedCapture relaxed;
+  run(kernel, arguments);
+  kernel.devices.fetch_or(bit, std::memory_order_release);
+}
+
+// To a persistent kernel, whose CTAs draw tiles.
+void give_ctas(Arguments& arguments, void* stream, bool none = false) {
+  if (!arguments.takes("counter")) return;
+  const int device_index = arguments.device_index();
+  arguments.one_number("counter", launch_counter(device_index, stream));
+  arguments.integer("num_ctas", none ? 0 : std::max(1, device_facts(device_index).sm_count - cta_margin()));
+}
+
+}  // namespace
+
+void launch(Kernel& kernel, Arguments& arguments, bool loads) {
+  const int device_index = arguments.device_index();
+  OnDevice on_device(device_index);
+  void* stream = current_cuda_stream(device_index);
+  give_ctas(arguments, stream);
+  arguments.stream(stream);
+  std::optional<RelaxedCapture> relaxed;
+  if (loads) relaxed.emplace();
+  run_on(kernel, arguments);
+}
+
+// The rest of the kernel's module may still have to be loaded: it does not count as one that ran here.
+void launch_what_is_ahead(Kernel& kernel, Arguments& arguments) {
+  const int device_index = arguments.device_index();
+  OnDevice on_device(device_index);
+  void* stream = current_cuda_stream(device_index);
+  give_ctas(arguments, stream, true);
+  arguments.stream(stream);
+  RelaxedCapture relaxed;
+  run(kernel, arguments);
+}
+
+}  // namespace flashplug

@@ -1,0 +1,140 @@
+// A float mask as kernels read it: four dims, stride 0 where it is broadcast, contiguous rows. Kernels for Hopper read
+// rows at any address, those for sm_80 rows that begin at multiples of 16 bytes. Any other mask is copied once, without
+// its broadcast dims: one whose heads lie innermost (T5), or one with one number for all keys. Where more than a
+// tile's rows of queries share one row, the row begins at a multiple of 16 bytes. Kernels for sm_80 get 64 copies.
+#include <algorithm>
+
+#include "launch/kernel_args.h"
+#include "ops/attention.h"
+
+namespace flashplug {
+
+namespace {
+
+// A plane sums so many batches or heads at least: planes take little memory beside what every score would take.
+constexpr int64_t kLeastSummed = 8;
+
+bool is_read_where_it_lies(AtenTensorHandle bias, const int64_t stride[4], int64_t unit, bool anywhere) {
+  if (anywhere) return stride[3] == 1;
+  const void* data = nullptr;
+  check_shim(torch_get_const_data_ptr(bias, &data), "get_data_ptr");
+  return stride[3] == 1 && stride[0] % unit == 0 && stride[1] % unit == 0 && stride[2] % unit == 0 &&
+         reinterpret_cast<uintptr_t>(data) % kUnitBytes == 0;
+}
+
+Owned as_kernels_read(const ForwardCall& call, const Problem& p, const TensorClass& query, const KernelRow& row) {
+  const AtenTensorHandle bias = call.mask;
+  const int64_t unit = kUnitBytes / element_bytes(bias);
+  int64_t size[4], stride[4];
+  if (!right_dtype(bias, p))
+    throw std::runtime_error("torch_flashplug: attn_mask must be bool, float32 or of the query's dtype");
+  if (!beside(bias, query)) throw std::runtime_error("torch_flashplug: attn_mask must be on the device of query");
+  if (!spread(bias, p, size, stride))
+    throw std::runtime_error("torch_flashplug: attn_mask must have 2 to 4 dims that broadcast to (B, Hq, Sq, Sk)");
+  if (p.Sk == 1) stride[3] = 1;
+  const bool hopper = tables().families[row.family].arch >= 90;
+  const bool shared = row.kind != kDecode && stride[2] == 0 && p.Sq > row.group_rows;  // a row, by all queries
+  const bool repeats = shared && !hopper;
+  const int64_t whole[4] = {p.B, p.Hq, repeats ? row.group_rows : p.Sq, p.Sk};
+  if (!repeats && is_read_where_it_lies(bias, stride, unit, hopper && !shared)) return view(bias, 4, whole, stride);
+  for (int i = 0; i < 3; ++i) size[i] = stride[i] == 0 && !(repeats && i == 2) ? 1 : whole[i];
+  const Owned copy = copy_of_padded_rows(bias, 4, size, stride, unit);
+  int64_t repeated[4];
+  for (int i = 0; i < 4; ++i) repeated[i] = size[i] == 1 && i < 3 ? 0 : shape_of(copy.get()).stride[i];
+  return view(copy.get(), 4, whole, repeated);
+}
+
+// All four dims of what a gradient of it has, and torch.empty_like's strides.
+struct Gradient {
+  int64_t size[4], stride[4];
+  int64_t missing;  // dims that the bias does not have
+};
+
+Gradient gradient_like(AtenTensorHandle bias) {
+  int64_t dims = 0;
+  check_shim(aoti_torch_get_dim(bias, &dims), "get_dim");
+  const Shape shape = shape_of(bias);
+  Gradient like{{1, 1, 1, 1}, {}, 4 - dims};
+  std::copy_n(shape.size, dims, like.size + like.missing);
+  dense_strides(shape.size, shape.stride, static_cast<int>(dims), like.stride + like.missing);
+  return like;
+}
+
+}  // namespace
+
+Owned new_bias_gradient(AtenTensorHandle bias) {
+  const Gradient like = gradient_like(bias);
+  int64_t stride[4];
+  pack_strides(like.size, stride);
+  if (like.stride[3] == 1 || like.size[3] == 1) std::copy_n(like.stride, 3, stride);
+  return new_like(bias, 4, like.size, stride, nullptr);
+}
+
+Planes planes_of(AtenTensorHandle gradient) {
+  const Shape shape = shape_of(gradient);
+  return Planes{shape.size[0], shape.size[1], shape.size[2], shape.size[3]};
+}
+
+Planes gradient_planes(AtenTensorHandle gradient, const Problem& p, const KernelRow& row, int sm_count) {
+  const Shape like = shape_of(gradient);
+  const auto blocks = [](int64_t wide, int64_t length, int64_t tile) { return wide > 1 ? ceil_div(length, tile) : 1; };
+  const int64_t tiles =
+      like.size[0] * like.size[1] * blocks(like.size[2], p.Sq, row.tile_m) * blocks(like.size[3], p.Sk, row.tile_n);
+  Planes planes = planes_of(gradient);
+  int64_t wanted = std::max(sm_count, 1) / tiles;  // so many planes for each of the gradient's keep all SMs busy
+  const auto share = [&wanted](int64_t* number, int64_t all) {
+    const int64_t most = std::min(wanted, all / kLeastSummed);
+    if (*number != 1 || most < 2) return;
+    *number = ceil_div(all, ceil_div(all, most));  // none without work
+    wanted /= *number;
+  };
+  share(&planes.batches, p.B);
+  share(&planes.heads, p.Hq);
+  return planes;
+}
+
+// Rows begin on units: the kernel stores vectors there.
+Owned new_bias_planes(AtenTensorHandle gradient, const Planes& planes) {
+  const int64_t unit = kUnitBytes / element_bytes(gradient), pitch = ceil_div(planes.keys, unit) * unit;
+  const int64_t padded[4] = {planes.batches, planes.heads, planes.rows, pitch};
+  int64_t stride[4];
+  pack_strides(padded, stride);
+  const int64_t size[4] = {planes.batches, planes.heads, planes.rows, planes.keys};
+  return view(new_like(gradient, 4, padded, stride, nullptr).get(), 4, size, stride);
+}
+
+void sum_bias_planes(Owned planes, AtenTensorHandle gradient) {
+  const Shape from = shape_of(planes.get()), to = shape_of(gradient);
+  std::vector<int64_t> dims;
+  for (int64_t dim : {0, 1}) {
+    if (from.size[dim] > to.size[dim]) dims.push_back(dim);
+  }
+  OpCall op(kSum);
+  op[kSum["self"]] = box::from_tensor(std::move(planes));
+  op[kSum["dim"]] = box::from(std::optional<std::vector<int64_t>>(dims));
+  op[kSum["keepdim"]] = box::from(true);
+  op[kSum["dtype"]] = box::from(std::nullopt);
+  op[kSum["out"]] = box::from_borrowed(gradient);
+  op.run();
+  op.result(0);  // the gradient once more
+}
+
+Owned laid_out_as_bias(Owned gradient, AtenTensorHandle bias) {
+  const Gradient like = gradient_like(bias);
+  const Owned laid_out = under_strides(gradient.get(), like.stride);
+  return view(laid_out.get(), static_cast<int>(4 - like.missing), like.size + like.missing, like.stride + like.missing);
+}
+
+Owned give_bias(const ForwardCall& call, const Problem& p, const TensorClass& query, const KernelRow& row,
+                Arguments* arguments) {
+  const bool wide = arguments->takes("bias32");
+  if (!wide && !arguments->takes("bias")) return {};
+  Owned bias = as_kernels_read(call, p, query, row);
+  if (wide)
+    arguments->tensor("bias32", bias.get());
+  else
+    arguments->tensor("bias", bias.get());
+  return bias;
+}
+
+}  // namespace flashplug

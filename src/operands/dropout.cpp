@@ -1,0 +1,40 @@
+// What dropout's bits are drawn from: a seed of the default generator, as stock's kernels take theirs, so that
+// manual_seed, checkpoints and replays of graphs hold. The bits themselves are made in registers
+// (kernels/parts/scores/dropout.py) and, the same ones, by math (dropout_reference.py): a backward follows any forward.
+#include <torch/csrc/inductor/aoti_torch/generated/c_shim_aten.h>
+
+#include "launch/kernel_args.h"
+#include "ops/attention.h"
+
+namespace flashplug {
+
+Drawn draw(const TensorClass& query) {
+  const auto number = [&query] {
+    return empty_strided(0, nullptr, nullptr, aoti_torch_dtype_int64(), query.device_type, query.device_index);
+  };
+  OpCall random(kRandom);
+  random[kRandom["self"]] = box::from_tensor(number());
+  random[kRandom["generator"]] = box::from(std::nullopt);
+  random.run();
+  Drawn drawn{random.result(0), number()};
+  check_shim(aoti_torch_aten_fill__Scalar(drawn.offset.get(), 0.0), "fill_");  // every call has a seed of its own
+  return drawn;
+}
+
+Owned give_seed(AtenTensorHandle seed, const TensorClass& query, Arguments* arguments) {
+  if (!arguments->takes("seed")) return {};
+  int64_t numbers = 0;
+  int32_t dtype = -1, device_type = -1, device_index = -1;
+  const bool read = is_there(seed) && aoti_torch_get_numel(seed, &numbers) == 0 &&
+                    aoti_torch_get_dtype(seed, &dtype) == 0 && aoti_torch_get_device_type(seed, &device_type) == 0 &&
+                    aoti_torch_get_device_index(seed, &device_index) == 0;
+  const bool beside = device_type == query.device_type && device_index == query.device_index;
+  if (!read || numbers != 1 || dtype != aoti_torch_dtype_int64() || !beside)
+    throw std::runtime_error("torch_flashplug: seed must be one int64 on the device of query, the forward's");
+  constexpr int64_t one = 1;
+  Owned given = view(seed, 1, &one, &one);
+  arguments->tensor("seed", given.get());
+  return given;
+}
+
+}  // namespace flashplug

@@ -1,0 +1,247 @@
+// A bool mask on its way to kernels. Behind the router F.sdpa would make floats of it, 3 bytes a score, for its op and
+// for autograd to keep. It reads its argument again then, and leaves alone what is not bool: so the router puts what
+// kernels read in the mask's place (a digest, kernels/preprocess/mask.py: two or four bits a score), still empty; the
+// op, called from the same frame of F.sdpa, puts the mask back and has it digested. Autograd keeps the digest. Measured
+// on an H200: the floats alone took 590 us at 16k x 16k, where a window's attention takes 240 and its digest 105.
+#include <pthread.h>
+#include <torch/csrc/inductor/aoti_torch/generated/c_shim_aten.h>
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+#include "core/schemas.h"
+#include "launch/kernel_args.h"
+#include "ops/attention.h"
+#include "stock/torch_symbols.h"
+
+namespace flashplug {
+
+namespace {
+
+constexpr int kMostMaskDims = 4;
+constexpr int64_t kBlock = 128;  // queries and keys that lists count by
+
+// A tensor is one pointer, which tells which one it is.
+void*& pointer_in(AtenTensorHandle tensor) { return *reinterpret_cast<void**>(tensor); }
+
+// Never torn down: at the end of a thread, or of the process, libtorch may be gone.
+struct Kept {
+  AtenTensorHandle mask = nullptr;
+  AtenTensorHandle place = nullptr;  // where the caller had it
+  void* left = nullptr;              // what is there now
+};
+thread_local Kept kept;
+
+// Torch hands arguments on from frame to frame. One that lies elsewhere may be read by other threads meanwhile.
+bool on_this_stack(const void* address) {
+  thread_local const char* const top = [] {
+    pthread_attr_t attributes;
+    void* start = nullptr;
+    size_t size = 0;
+    if (pthread_getattr_np(pthread_self(), &attributes) != 0) return static_cast<const char*>(nullptr);
+    pthread_attr_getstack(&attributes, &start, &size);
+    pthread_attr_destroy(&attributes);
+    return static_cast<const char*>(start) + size;
+  }();
+  const auto* at = static_cast<const char*>(address);
+  return at > static_cast<const char*>(__builtin_frame_address(0)) && at < top;
+}
+
+// Rows that kernels look at: a block of them, where all are the same.
+int64_t rows_of(const Problem& p, const int64_t stride[4]) { return stride[2] == 0 ? std::min(p.Sq, kBlock) : p.Sq; }
+
+bool has_mask_dims(AtenTensorHandle mask) {
+  int64_t dims = 0;
+  return aoti_torch_get_dim(mask, &dims) == 0 && dims >= 2 && dims <= kMostMaskDims;
+}
+
+bool has_memory(AtenTensorHandle mask) {
+  const void* data = nullptr;
+  return torch_get_const_data_ptr(mask, &data) == 0 && data != nullptr;
+}
+
+bool dense(AtenTensorHandle mask) {
+  int32_t layout = -1;
+  return aoti_torch_get_layout(mask, &layout) == 0 && layout == aoti_torch_layout_strided() && !is_kept(mask);
+}
+
+bool broadcasts(AtenTensorHandle mask, const Problem& p) {
+  int64_t size[4], stride[4];
+  return spread(mask, p, size, stride) && ((p.needs & kMask) == 0 || can_be_digested(mask, p));
+}
+
+Owned new_digest(const int64_t size[4], int64_t numbers, const TensorClass& query) {
+  const int64_t sizes[3] = {size[0], size[1], numbers}, strides[3] = {size[1] * numbers, numbers, 1};
+  return empty_strided(3, sizes, strides, aoti_torch_dtype_int32(), query.device_type, query.device_index);
+}
+
+// The mask's bytes, once where they are broadcast.
+Owned copy_of(AtenTensorHandle mask, const int64_t size[4], const int64_t stride[4], const TensorClass& query) {
+  int64_t once[4], packed[4];
+  for (int i = 0; i < 4; ++i) once[i] = stride[i] == 0 ? 1 : size[i];
+  pack_strides(once, packed);
+  Owned copy = empty_strided(4, once, packed, aoti_torch_dtype_uint8(), query.device_type, query.device_index);
+  copy_into(copy.get(), view(mask, 4, once, stride).get());
+  return copy;
+}
+
+// What a forward of ours had autograd keep: of all rows, or of a block that is like the others. Or lists of blocks that
+// came with the call, which without gradients hold what a forward reads.
+Masked digested_before(AtenTensorHandle digest, const Problem& p, bool gradients) {
+  const Shape shape = shape_of(digest);
+  int64_t dims = 0, rows = std::min(p.Sq, kBlock);
+  if (aoti_torch_get_dim(digest, &dims) != 0 || dims != 3) rows = -1;
+  const auto holds = [&](int64_t of, bool all) { return shape.size[2] == digest_numbers(of, p.Sq, p.Sk, all); };
+  if (rows > 0 && !holds(rows, true)) rows = p.Sq;
+  const bool fits = rows > 0 && (shape.size[0] == 1 || shape.size[0] == p.B) &&
+                    (shape.size[1] == 1 || shape.size[1] == p.Hq) &&
+                    (holds(rows, true) || (!gradients && holds(rows, false)));
+  if (!fits) throw std::runtime_error("torch_flashplug: attn_bias is int32 and no mask that a forward has kept");
+  const int64_t size[4] = {0, 0, rows, 0}, stride[4] = {};
+  return {view(digest, 4, size, stride), Owned::share(digest)};
+}
+
+// digest: whether one is wanted.
+Masked masked(const ForwardCall& call, const Problem& p, const TensorClass& query, bool digest, bool gradients) {
+  if (is_digest(call.mask)) return digested_before(call.mask, p, gradients);
+  int64_t size[4], stride[4];
+  if (!beside(call.mask, query)) throw std::runtime_error("torch_flashplug: attn_mask must be on the device of query");
+  if (!spread(call.mask, p, size, stride))
+    throw std::runtime_error("torch_flashplug: attn_mask must have 2 to 4 dims that broadcast to (B, Hq, Sq, Sk)");
+  if (!digest) return {view(call.mask, 4, size, stride), Owned()};
+  size[2] = rows_of(p, stride);
+  Owned room = call.digest != nullptr ? Owned::share(call.digest)
+                                      : new_digest(size, digest_numbers(size[2], p.Sq, p.Sk, gradients), query);
+  return {view(call.mask, 4, size, stride), std::move(room)};
+}
+
+}  // namespace
+
+bool spread(AtenTensorHandle mask, const Problem& p, int64_t size[4], int64_t stride[4]) {
+  int64_t dims = 0;
+  Shape shape;
+  if (aoti_torch_get_dim(mask, &dims) != 0 || dims < 2 || dims > kMostMaskDims || !read_shape(mask, &shape))
+    return false;
+  const int64_t wanted[4] = {p.B, p.Hq, p.Sq, p.Sk}, missing = kMostMaskDims - dims;
+  for (int64_t i = 0; i < kMostMaskDims; ++i) {
+    const int64_t have = i < missing ? 1 : shape.size[i - missing];
+    if (have != 1 && have != wanted[i]) return false;
+    stride[i] = have == 1 ? 0 : shape.stride[i - missing];
+    size[i] = i < 2 && stride[i] == 0 ? 1 : wanted[i];
+  }
+  return true;
+}
+
+bool beside(AtenTensorHandle mask, const TensorClass& query) {
+  TensorClass of_mask;
+  return read_class(mask, &of_mask) && of_mask.device_type == query.device_type &&
+         of_mask.device_index == query.device_index;
+}
+
+bool right_dtype(AtenTensorHandle mask, const Problem& p) {
+  TensorClass of_mask;
+  if ((p.needs & feature_bit("bias")) == 0) return true;  // bool, or fp32
+  if (is_mask(mask) && !is_kept(mask)) return true;       // F.sdpa makes floats of the query's dtype of it
+  return read_class(mask, &of_mask) && of_mask.dtype == p.dtype[0];
+}
+
+bool mask_fits(AtenTensorHandle mask, const Facts& facts) {
+  const TorchSymbols& torch = torch_symbols();
+  const bool left = (facts.problem.needs & kMask) != 0;  // something in its place
+  if (left && !on_this_stack(mask)) return false;        // that is where the caller has it
+  if (torch.python_dispatch(mask) || torch.wrapped(mask) || !has_memory(mask)) return false;  // no address of its own
+  return dense(mask) && right_dtype(mask, facts.problem) && beside(mask, facts.operand[0]) &&
+         broadcasts(mask, facts.problem);
+}
+
+bool traced_mask_fits(AtenTensorHandle mask, const Facts& facts) {
+  Shape shape;
+  if (torch_symbols().nested(mask) || !dense(mask) || !right_dtype(mask, facts.problem) ||
+      !beside(mask, facts.operand[0]))
+    return false;
+  const bool known = facts.shape[kNumOperands - 1].size != nullptr && read_shape(mask, &shape);
+  return known ? broadcasts(mask, facts.problem) : has_mask_dims(mask);
+}
+
+bool leave_kept(AtenTensorHandle mask, const Facts& facts) {
+  try {
+    int64_t size[4], stride[4];
+    spread(mask, facts.problem, size, stride);
+    const Problem& p = facts.problem;
+    const int64_t numbers = p.grad ? digest_numbers(rows_of(p, stride), p.Sq, p.Sk, true) : 0;  // nobody keeps it
+    // Hooks of saved tensors may copy what is left here, which they are given before the op fills it in.
+    Owned left = p.grad && torch_symbols().saved_hooks() ? copy_of(mask, size, stride, facts.operand[0])
+                                                         : new_digest(size, numbers, facts.operand[0]);
+    if (torch_symbols().wrapped(left.get())) return false;  // inside a transform the op would get another one
+    std::swap(pointer_in(mask), pointer_in(left.get()));
+    kept = {left.release(), mask, pointer_in(mask)};
+    return true;
+  } catch (const std::exception&) {
+    return false;
+  }
+}
+
+void forget_mask() {
+  if (kept.mask != nullptr) Owned{std::exchange(kept.mask, nullptr)};
+}
+
+Owned take_mask(AtenTensorHandle left) {
+  Owned there(std::exchange(kept.mask, nullptr));
+  if (there.get() == nullptr || pointer_in(left) != kept.left || pointer_in(kept.place) != kept.left) return {};
+  Owned mask = Owned::share(there.get());
+  std::swap(pointer_in(there.get()), pointer_in(kept.place));
+  return mask;
+}
+
+AtenTensorHandle digest_of(AtenTensorHandle left) {
+  int64_t numbers = 0;
+  check_shim(aoti_torch_get_numel(left, &numbers), "get_numel");
+  return is_digest(left) && numbers > 0 ? left : nullptr;
+}
+
+void refuse_kept(AtenTensorHandle mask) {
+  if (mask != nullptr && is_kept(mask))
+    throw std::runtime_error(std::string("torch_flashplug: attn_mask is ") + (is_digest(mask) ? "int32" : "uint8") +
+                             "; use bool, float32 or the query's dtype");
+}
+
+Masked give_mask(const ForwardCall& call, const Problem& p, const TensorClass& query, bool gradients,
+                 Arguments* arguments) {
+  if (!arguments->takes("mask")) return {};
+  const bool digest = arguments->takes("digest");
+  Masked given = masked(call, p, query, digest, gradients);
+  arguments->tensor("mask", given.mask.get());
+  if (digest) arguments->tensor("digest", given.digest.get(), true);
+  return given;
+}
+
+void digest_in_torch(const ForwardCall& call, const Problem& p, const TensorClass& query) {
+  const Masked given = masked(call, p, query, false, false);
+  OpCall op(kDigest);
+  op[kDigest["mask"]] = box::from_borrowed(given.mask.get());
+  op[kDigest["numbers"]] = box::from(shape_of(call.digest).size[2]);
+  op.run();
+  copy_into(call.digest, op.result(0).get());
+}
+
+// As `numbers` of kernels/preprocess/mask.py.
+int64_t digest_numbers(int64_t rows, int64_t Sq, int64_t Sk, bool gradients) {
+  constexpr int64_t kTile = 64, kTall = 192, kWords = 128;
+  const int64_t lines = ceil_div(rows, kBlock), M = ceil_div(Sq, kBlock), N = ceil_div(Sk, kBlock),
+                of_rows = ceil_div(rows, kTile), of_columns = ceil_div(Sk, kTile), tall = ceil_div(Sq, kTall);
+  const int64_t forward = lines * N + 2 * (M + tall) * (N + 1) + of_rows * (of_columns + 1) * kWords;
+  return gradients ? forward + 2 * (N + M * N) + of_columns * (of_rows + 1) * kWords + 2 * M * N : forward;
+}
+
+bool can_be_digested(AtenTensorHandle mask, const Problem& p) {
+  if (is_digest(mask)) return true;  // a forward of ours asked
+  int64_t size[4], stride[4];
+  if (!spread(mask, p, size, stride)) return true;  // refused where it is read
+  const int64_t numbers = digest_numbers(rows_of(p, stride), p.Sq, p.Sk, true);
+  // Kernels count a plane's in 31 bits, and all of them in 32.
+  return numbers <= std::numeric_limits<int32_t>::max() &&
+         size[0] * size[1] * numbers <= std::numeric_limits<uint32_t>::max();
+}
+
+}  // namespace flashplug

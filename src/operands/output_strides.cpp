@@ -1,0 +1,225 @@
+// Strides of outputs, exactly as torch's meta functions compute them: compiled graphs assert on them.
+#include <algorithm>
+#include <cstring>
+
+#include "ops/attention.h"
+
+namespace flashplug {
+
+Owned empty_strided(int dims, const int64_t* size, const int64_t* stride, int32_t dtype, int32_t device_type,
+                    int32_t device_index) {
+  return Owned(new_strided(dims, size, stride, dtype, device_type, device_index));
+}
+
+Shape shape_of(AtenTensorHandle tensor) {
+  Shape shape;
+  if (!read_shape(tensor, &shape)) throw std::runtime_error("torch_flashplug: a tensor has no concrete shape");
+  return shape;
+}
+
+Owned new_like(AtenTensorHandle like, int dims, const int64_t* size, const int64_t* stride, AtenTensorHandle from) {
+  int32_t dtype = 0, device_type = 0, device_index = 0;
+  check_shim(aoti_torch_get_dtype(like, &dtype), "get_dtype");
+  check_shim(aoti_torch_get_device_type(like, &device_type), "get_device_type");
+  check_shim(aoti_torch_get_device_index(like, &device_index), "get_device_index");
+  Owned out = empty_strided(dims, size, stride, dtype, device_type, device_index);
+  if (from != nullptr) copy_into(out.get(), from);
+  return out;
+}
+
+Owned view(AtenTensorHandle tensor, int dims, const int64_t* size, const int64_t* stride, int64_t offset) {
+  AtenTensorHandle handle = nullptr;
+  check_shim(aoti_torch__reinterpret_tensor(tensor, dims, size, stride, offset, &handle), "_reinterpret_tensor");
+  return Owned(handle);
+}
+
+Owned under_strides(AtenTensorHandle tensor, const int64_t stride[4]) {
+  const Shape have = shape_of(tensor);
+  if (std::memcmp(have.stride, stride, 4 * sizeof *stride) == 0) return Owned::share(tensor);
+  bool same = true;
+  for (int i = 0; i < 4; ++i) same &= have.size[i] == 1 || have.stride[i] == stride[i];
+  return same ? view(tensor, 4, have.size, stride) : new_like(tensor, 4, have.size, stride, tensor);
+}
+
+int64_t element_bytes(AtenTensorHandle tensor) {
+  int32_t dtype = 0;
+  check_shim(aoti_torch_get_dtype(tensor, &dtype), "get_dtype");
+  return static_cast<int64_t>(aoti_torch_dtype_element_size(dtype));
+}
+
+Layout layout_in_memory(AtenTensorHandle tensor, const Shape& shape) {
+  const void* data = nullptr;
+  check_shim(torch_get_const_data_ptr(tensor, &data), "get_const_data_ptr");
+  return layout_of(shape, reinterpret_cast<int64_t>(data), element_bytes(tensor));
+}
+
+Owned packed_copy(AtenTensorHandle tensor) {
+  const Shape shape = shape_of(tensor);
+  int64_t stride[4];
+  pack_strides(shape.size, stride);
+  return new_like(tensor, 4, shape.size, stride, tensor);
+}
+
+Owned copy_of_padded_rows(AtenTensorHandle tensor, int dims, const int64_t* size, const int64_t* stride, int64_t unit) {
+  int64_t room[4] = {1, 1, 1, 1}, padded[4];
+  std::copy_n(size, dims, room);
+  room[dims - 1] = ceil_div(size[dims - 1], unit) * unit;
+  pack_strides(room, padded);
+  Owned copy = view(new_like(tensor, dims, room, padded, nullptr).get(), dims, size, padded);
+  copy_into(copy.get(), view(tensor, dims, size, stride).get());
+  return copy;
+}
+
+Owned dense_copy(AtenTensorHandle tensor) {
+  const Shape shape = shape_of(tensor);
+  int64_t stride[4];
+  dense_strides(shape.size, shape.stride, 4, stride);
+  return stride[3] == 1 ? new_like(tensor, 4, shape.size, stride, tensor) : packed_copy(tensor);
+}
+
+bool is_readable(AtenTensorHandle tensor) { return whole_units(layout_in_memory(tensor, shape_of(tensor))); }
+
+Owned readable(AtenTensorHandle tensor) { return is_readable(tensor) ? Owned::share(tensor) : dense_copy(tensor); }
+
+namespace {
+
+// What is there of a 4-d tensor, copied, and seen as often as it was: dims of stride 0 but the last stay so.
+Owned copied_once(AtenTensorHandle tensor) {
+  const Shape shape = shape_of(tensor);
+  int64_t size[4], stride[4];
+  for (int i = 0; i < 4; ++i) size[i] = i < 3 && shape.stride[i] == 0 ? 1 : shape.size[i];
+  const Owned copy = dense_copy(view(tensor, 4, size, shape.stride).get());
+  const int64_t* const made = shape_of(copy.get()).stride;
+  for (int i = 0; i < 4; ++i) stride[i] = size[i] < shape.size[i] ? 0 : made[i];
+  return view(copy.get(), 4, shape.size, stride);
+}
+
+}  // namespace
+
+ReadCall as_kernels_read(const ForwardCall& call, const Problem& p) {
+  ReadCall read{call, {}};
+  if (!copies_operands(p, tables())) return read;
+  AtenTensorHandle* operands[kNumOperands] = {&read.call.q, &read.call.k, &read.call.v};
+  for (int i = 0; i < kNumOperands; ++i) {
+    if (is_readable(*operands[i])) continue;
+    read.copies[i] = copied_once(*operands[i]);
+    *operands[i] = read.copies[i].get();
+  }
+  return read;
+}
+
+Owned aligned_ones(Owned tensor) {
+  constexpr int64_t kWholeElements = 8;  // units of 16 bytes for every dtype of two bytes or more
+  const Shape shape = shape_of(tensor.get());
+  int64_t stride[4];
+  bool changed = false;
+  for (int i = 0; i < 4; ++i) {
+    const bool odd = i < 3 && shape.size[i] == 1 && shape.stride[i] % kWholeElements != 0;
+    stride[i] = odd ? ceil_div(shape.size[3], kWholeElements) * kWholeElements : shape.stride[i];
+    changed |= odd;
+  }
+  return changed ? view(tensor.get(), 4, shape.size, stride) : std::move(tensor);
+}
+
+namespace {
+
+// 1: dim a belongs outside dim b; -1: inside; 0: undecided (a broadcast dim, or a tie).
+int compare_dims(const int64_t* size, const int64_t* stride, int a, int b) {
+  if (stride[a] == 0 || stride[b] == 0) return 0;
+  if (stride[a] != stride[b]) return stride[a] < stride[b] ? -1 : 1;
+  return size[a] > size[b] ? 1 : 0;
+}
+
+}  // namespace
+
+// empty_like keeps the strides of a tensor without holes or overlaps; any other is packed in the order of its strides
+// (c10's infer_dense_strides).
+void dense_strides(const int64_t* size, const int64_t* stride, int dims, int64_t* out) {
+  int order[5];  // innermost first
+  for (int i = 0; i < dims; ++i) order[i] = dims - 1 - i;
+  for (int i = 1; i < dims; ++i) {
+    int moving = i;
+    for (int j = i - 1; j >= 0; --j) {
+      const int comparison = compare_dims(size, stride, order[j], order[moving]);
+      if (comparison > 0) {
+        std::swap(order[j], order[moving]);
+        moving = j;
+      } else if (comparison < 0) {
+        break;
+      }
+    }
+  }
+  bool dense = true;
+  int64_t next = 1;
+  for (int i = 0; i < dims; ++i) {
+    const int dim = order[i];
+    out[dim] = next;
+    if (size[dim] != 1 && stride[dim] != next) dense = false;
+    next *= size[dim] > 1 ? size[dim] : 1;
+  }
+  if (dense) std::memcpy(out, stride, sizeof(int64_t) * dims);
+}
+
+void output_strides(const Shape& query, const int64_t out_size[4], int64_t out_stride[4]) {
+  if (std::memcmp(query.size, out_size, 4 * sizeof(int64_t)) == 0) {
+    dense_strides(query.size, query.stride, 4, out_stride);
+    return;
+  }
+  // torch: stable sort of the dims by stride, largest first; strides packed in that order.
+  int order[4] = {0, 1, 2, 3};
+  for (int i = 1; i < 4; ++i) {
+    for (int j = i; j > 0 && query.stride[order[j - 1]] < query.stride[order[j]]; --j)
+      std::swap(order[j - 1], order[j]);
+  }
+  int64_t next = 1;
+  for (int i = 3; i >= 0; --i) {
+    out_stride[order[i]] = next;
+    next *= out_size[order[i]];
+  }
+}
+
+void pack_strides(const int64_t size[4], int64_t stride[4]) {
+  int64_t next = 1;
+  for (int i = 3; i >= 0; --i) {
+    stride[i] = next;
+    next *= size[i];
+  }
+}
+
+// The output's layout is a promise to compiled graphs too.
+Owned in_output_layout(Owned out, AtenTensorHandle query) {
+  const Shape have = shape_of(out.get());
+  int64_t want[4];
+  output_strides(shape_of(query), have.size, want);
+  return under_strides(out.get(), want);
+}
+
+Owned sum_of_heads(Owned grad, AtenTensorHandle operand) {
+  const Shape like = shape_of(operand), given = shape_of(grad.get());
+  if (given.size[1] == like.size[1]) return grad;
+  const int64_t apart = given.size[1] / like.size[1];
+  const int64_t size[5] = {given.size[0], like.size[1], apart, given.size[2], given.size[3]};
+  const int64_t stride[5] = {given.stride[0], given.stride[1] * apart, given.stride[1], given.stride[2],
+                             given.stride[3]};
+  int64_t want[4];
+  dense_strides(like.size, like.stride, 4, want);
+  Owned sum = new_like(operand, 4, like.size, want, nullptr);
+  OpCall op(kSum);
+  op[kSum["self"]] = box::from_tensor(view(grad.get(), 5, size, stride));
+  op[kSum["dim"]] = box::from(std::optional<std::vector<int64_t>>(std::vector<int64_t>{2}));
+  op[kSum["keepdim"]] = box::from(false);
+  op[kSum["dtype"]] = box::from(std::nullopt);
+  op[kSum["out"]] = box::from_borrowed(sum.get());
+  op.run();
+  op.result(0);  // the sum once more
+  return sum;
+}
+
+Owned laid_out_like(Owned grad, AtenTensorHandle operand) {
+  const Shape like = shape_of(operand);
+  int64_t want[4];
+  dense_strides(like.size, like.stride, 4, want);
+  return under_strides(grad.get(), want);
+}
+
+}  // namespace flashplug

@@ -1,0 +1,39 @@
+// Scratch of kernels that make operands in 8 bits: what lies where, kernels/features/quantized_qkv.py says.
+#include "launch/kernel_args.h"
+#include "ops/attention.h"
+
+namespace flashplug {
+
+namespace {
+
+constexpr int64_t kAligned = 128, kKeyOrder = 16;  // ALIGNED there; len(KEY_ORDER) of quant_recipes.py
+
+int64_t rounded(int64_t bytes, int64_t unit) { return ceil_div(bytes, unit) * unit; }
+
+int64_t scratch8_bytes(const Problem& p, const KernelRow& row) {
+  const int64_t queries = p.B * p.Hq * p.Sq, kv_heads = p.B * p.Hkv, fp32 = 4;
+  int64_t bytes = 0;
+  const auto take = [&bytes](int64_t more) { bytes += rounded(more, kAligned); };
+  take(queries * row.d_max);
+  take(kv_heads * p.Sk * row.d_max);
+  const bool values = (row.takes & feature_bit("qk8")) == 0;
+  if (values) take(kv_heads * p.Dv * rounded(p.Sk, kKeyOrder));
+  take(queries * fp32);
+  take(queries * fp32);
+  take(kv_heads * ceil_div(p.Sk, row.tile_n) * fp32);
+  for (int of_channel = 0; values && of_channel < 2; ++of_channel) take(kv_heads * row.dv_max * fp32);
+  return bytes;
+}
+
+}  // namespace
+
+Owned give_scratch8(const Problem& p, const TensorClass& query, const KernelRow& row, Arguments* arguments) {
+  if (!arguments->takes("scratch8")) return {};
+  static const int32_t int32 = aoti_torch_dtype_int32();
+  const int64_t words = scratch8_bytes(p, row) / 4, one = 1;
+  Owned scratch = empty_strided(1, &words, &one, int32, query.device_type, query.device_index);
+  arguments->tensor("scratch8", scratch.get(), true);
+  return scratch;
+}
+
+}  // namespace flashplug

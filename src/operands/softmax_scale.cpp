@@ -1,0 +1,36 @@
+// Scales that are not positive. The kernels find a row's maximum before they scale, so a factor must not turn the order
+// of scores around: softmax(-s Q K^T) is softmax(s (-Q) K^T), and scores that are all 0 come from a query of zeros.
+// (cuDNN's and flash's kernels have the same limit, and give NaN.)
+#include <torch/csrc/inductor/aoti_torch/generated/c_shim_aten.h>
+
+#include <cmath>
+
+#include "ops/attention.h"
+
+namespace flashplug {
+
+namespace {
+
+void times_sign(AtenTensorHandle tensor, Scale scale) {
+  if (scale == Scale::kZero) check_shim(aoti_torch_aten_fill__Scalar(tensor, 0.0), "fill_");
+  if (scale == Scale::kNegative) {
+    OpCall negate(kNegate);
+    negate[kNegate["self"]] = box::from_borrowed(tensor);
+    negate.run();
+    negate.result(0);
+  }
+}
+
+}  // namespace
+
+SignedScale with_positive_scale(const ForwardCall& call, const Problem& p) {
+  const double scale = call.scale.has_value() ? *call.scale : 1.0 / std::sqrt(static_cast<double>(p.D));
+  if (p.scale == Scale::kPositive) return {Owned::share(call.q), scale};
+  Owned q = packed_copy(call.q);
+  times_sign(q.get(), p.scale);
+  return {std::move(q), p.scale == Scale::kZero ? 1.0 : std::abs(scale)};
+}
+
+void give_sign(AtenTensorHandle grad_q, const Problem& p) { times_sign(grad_q, p.scale); }
+
+}  // namespace flashplug

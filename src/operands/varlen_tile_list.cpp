@@ -1,0 +1,151 @@
+// Lists of tiles that kernels of sequences on end walk over (kernels/features/varlen.py): scratch of a call, which its
+// kernel makes ahead of itself, or those of a plan (varlen_plan.py), which a kernel has made and nothing else.
+#include <algorithm>
+
+#include "launch/kernel_args.h"
+#include "ops/attention.h"
+
+namespace flashplug {
+
+namespace {
+
+constexpr int64_t kSector = 8;  // numbers
+
+// As many as a kernel may want: room for blocks of the least size, one more for each sequence, and for what is none's
+// on either side; a sector each, and one for its number.
+int64_t numbers_of(const Problem& p) {
+  constexpr int64_t most_lists = 3, least = 64;
+  const int64_t room = std::max(p.Sq, p.Sk) / least + p.sequences + 2;
+  return most_lists * kSector * (room + 1);
+}
+
+Owned new_lists(int64_t kernels, const Problem& p, const TensorClass& query) {
+  const int64_t size[2] = {kernels, numbers_of(p)}, stride[2] = {size[1], 1};
+  return empty_strided(2, size, stride, aoti_torch_dtype_int32(), query.device_type, query.device_index);
+}
+
+Owned of_kernel(AtenTensorHandle lists, int64_t nth, const Problem& p) {
+  const int64_t numbers = numbers_of(p), one = 1;
+  return view(lists, 1, &numbers, &one, nth * numbers);
+}
+
+// What a plan was made for, in one number: its kernels, one more than their rows of the table, and a hash of what else
+// lists are made of.
+constexpr int kRowBits = 12;
+constexpr int64_t kRows = int64_t{1} << kRowBits;
+
+int64_t facts_key(const Problem& p) {
+  uint64_t hash = 0;
+  for (int64_t fact : {p.Sq, p.Sk, p.sequences, p.left, p.right, p.bottom_right})
+    hash = ((hash ^ static_cast<uint64_t>(fact)) * 0x9e3779b97f4a7c15u) ^ (hash >> 29);
+  return static_cast<int64_t>(hash >> (2 * kRowBits + 2)) << 2 * kRowBits;
+}
+
+int64_t key_of(const Problem& p, int forward_row, int backward_row) {
+  return facts_key(p) | (int64_t{forward_row} + 1) << kRowBits | (int64_t{backward_row} + 1);
+}
+
+// Lists of a plan for the kernel of this row. None where it is a backward's that they were not made for: a plan may be
+// without gradients, and which kernel follows may have changed since. Throws where it was made for another call.
+Owned planned(const ForwardCall& call, const Problem& p, const KernelRow& row, const TensorClass& query) {
+  if (!is_there(call.lists)) return {};
+  const int64_t number = &row - tables().kernels.data() + 1;
+  const bool backward = row.kind != kFwd;
+  const int64_t key = call.plan_key, made_for = backward ? key & (kRows - 1) : key >> kRowBits & (kRows - 1);
+  const bool of_call = (key >> 2 * kRowBits) == (facts_key(p) >> 2 * kRowBits);
+  if (backward && made_for != number && of_call) return {};
+  Shape shape;
+  TensorClass lists;
+  if (!of_call || made_for != number || !read_class(call.lists, &lists) || lists.dim != 2 || !is_digest(call.lists) ||
+      !beside(call.lists, query) || !read_shape(call.lists, &shape) || shape.size[0] <= int64_t{backward} ||
+      shape.size[1] != numbers_of(p) || shape.stride[1] != 1 || shape.stride[0] != shape.size[1])
+    throw std::runtime_error(
+        "torch_flashplug: plan was made for another call: for another kernel, window, number of rows, keys or "
+        "sequences; make it with this call's arguments, under its sdpa_backend");
+  return of_kernel(call.lists, backward ? 1 : 0, p);
+}
+
+// A tensor of that size whose rows are all the same one: to a kernel that reads none.
+Owned hollow(std::initializer_list<int64_t> size, int32_t dtype, const TensorClass& query) {
+  int64_t stride[kMostDims] = {};
+  stride[size.size() - 1] = 1;
+  return empty_strided(static_cast<int>(size.size()), size.begin(), stride, dtype, query.device_type,
+                       query.device_index);
+}
+
+void give_starts(const ForwardCall& call, const Owned& used_k, const Owned& lists, Arguments* arguments) {
+  arguments->tensor("cu_q", call.cu_q);
+  arguments->tensor("cu_k", call.cu_k);
+  arguments->tensor("used_k", used_k.get());
+  arguments->tensor("lists", lists.get(), true);
+}
+
+Owned used_or_all(const ForwardCall& call) {
+  constexpr int64_t none = 0, one = 1;
+  return is_there(call.used_k) ? Owned::share(call.used_k) : view(call.cu_k, 1, &none, &one);
+}
+
+}  // namespace
+
+Lengths give_lengths(const ForwardCall& call, const Problem& p, const KernelRow& row, const TensorClass& query,
+                     Arguments* arguments) {
+  if (!arguments->takes("lists")) return {};
+  Lengths given;
+  given.lists = planned(call, p, row, query);
+  const bool made = given.lists.get() != nullptr;
+  if (!made) given.lists = of_kernel(new_lists(1, p, query).get(), 0, p);
+  given.used_k = made ? Owned::share(call.cu_q) : used_or_all(call);  // which says that lists are there
+  give_starts(call, given.used_k, given.lists, arguments);
+  return given;
+}
+
+void make_lists(Kernel& kernel, const KernelRow& row, const ForwardCall& call, const Problem& p,
+                const TensorClass& query, const Owned& lists) {
+  static const int32_t fp32 = aoti_torch_dtype_float32();
+  int32_t dtype = -1;
+  check_shim(aoti_torch_get_dtype(call.q, &dtype), "get_dtype");
+  const auto of = [&](int64_t heads, int64_t rows, int64_t columns) {
+    return hollow({p.B, heads, rows, columns}, dtype, query);
+  };
+  const Owned q = of(p.Hq, p.Sq, p.D), k = of(p.Hkv, p.Sk, p.D), v = of(p.Hkv, p.Sk, p.Dv), o = of(p.Hq, p.Sq, p.Dv);
+  const Owned lse = hollow({p.B, p.Hq, p.Sq}, fp32, query), scratch = hollow({4}, fp32, query);
+  const Owned rows = hollow({p.B, p.Hq, 2, row.kind == kFwd ? 1 : scratch_rows(p, row)}, fp32, query);
+  Arguments arguments(row, p, query.device_index);
+  arguments.tensor("q", q.get()), arguments.tensor("dq", q.get());
+  arguments.tensor("k", k.get()), arguments.tensor("dk", k.get());
+  arguments.tensor("v", v.get()), arguments.tensor("dv", v.get());
+  arguments.tensor("o", o.get()), arguments.tensor("do", o.get());
+  arguments.tensor("lse", lse.get());
+  arguments.tensor("rows", rows.get());
+  arguments.tensor("scratch", scratch.get());
+  arguments.integer("wanted", kWantAll);
+  arguments.scale(1.0);
+  const Owned sinks = give_sinks(nullptr, lse.get(), &arguments);
+  const Owned gradient = give_lse_gradient(nullptr, lse.get(), p, &arguments);
+  const Owned used_k = used_or_all(call);
+  give_starts(call, used_k, lists, &arguments);
+  launch_what_is_ahead(kernel, arguments);
+}
+
+PlannedLists plan_lists(const ForwardCall& call, const Facts& facts, const Plan& plan, const BackwardPlan& backward) {
+  const Problem& p = facts.problem;
+  const TensorClass& query = facts.operand[0];
+  const auto takes_lists = [&](int row) { return row >= 0 && (tables().kernels[row].takes & kRagged) != 0; };
+  int rows[2] = {plan.ours() ? plan.kernel_row : -1, backward.ours() ? backward.kernel_row : -1};
+  Kernel* kernels[2] = {};
+  for (int i = 0; i < 2; ++i) {
+    const int required = i == 0 && call.mode.forces_kernels() ? kRequired : 0;
+    const int training = backward.ours() ? kTraining : 0;
+    if (takes_lists(rows[i])) kernels[i] = find_kernel(rows[i], query.device_index, required | training);
+    if (kernels[i] == nullptr) rows[i] = -1;
+    if (rows[0] < 0) return {placeholder(call, aoti_torch_dtype_int32()), 0};
+  }
+  PlannedLists made{new_lists(rows[1] < 0 ? 1 : 2, p, query), key_of(p, rows[0], rows[1])};
+  for (int i = 0; i < 2; ++i) {
+    if (kernels[i] != nullptr)
+      make_lists(*kernels[i], tables().kernels[rows[i]], call, p, query, of_kernel(made.lists.get(), i, p));
+  }
+  return made;
+}
+
+}  // namespace flashplug

@@ -1,0 +1,377 @@
+// The third door: ops of attention(), which says what F.sdpa cannot. A kernel of ours wherever one can run the call,
+// since stock has none to compare it with; else the mathematics that Python registers beside each op.
+//
+//   torch_flashplug::cached_fwd: key and value in 8 bits (quantized_kv.py)
+//   torch_flashplug::attention_fwd / attention_bwd: windows, sinks, an LSE with gradients (attention.py)
+//   torch_flashplug::_plan_lists: what calls of them may share (varlen_plan.py)
+//   torch_flashplug::paged_fwd: key and value in pages (paged.py)
+//   torch_flashplug::listed_fwd / listed_bwd: lists of blocks (block_sparse_ops.cpp)
+//   attention_fwd_out, paged_fwd_out: the same into a given tensor
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <limits>
+
+#include "core/schemas.h"
+#include "ops/attention.h"
+
+namespace flashplug {
+
+void check_fp32(const char* name, AtenTensorHandle tensor, std::initializer_list<int64_t> wanted, const Facts& facts) {
+  static const int32_t fp32 = aoti_torch_dtype_float32();
+  int32_t dtype = -1;
+  int64_t dims = 0;
+  Shape shape;
+  check_shim(aoti_torch_get_dtype(tensor, &dtype), "get_dtype");
+  check_shim(aoti_torch_get_dim(tensor, &dims), "get_dim");
+  const bool fits = dtype == fp32 && dims == static_cast<int64_t>(wanted.size()) && read_shape(tensor, &shape) &&
+                    beside(tensor, facts.operand[0]) && std::equal(wanted.begin(), wanted.end(), shape.size);
+  if (fits) return;
+  std::string sizes;
+  for (int64_t size : wanted) sizes += (sizes.empty() ? "" : ", ") + std::to_string(size);
+  throw std::runtime_error(std::string("torch_flashplug: ") + name + " has to be float32 [" + sizes +
+                           "], on the query's device");
+}
+
+bool wants_math(Mode mode) { return mode.backend() == Backend::kMath || mode.backend() == Backend::kStock; }
+
+bool are_kernels(const Problem& p) { return facts_of(p.dtype[0]).bytes == 2; }
+
+namespace {
+
+// How many rows a tensor of int32 numbers has that kernels can read: each row on end, on the query's device; or -1.
+int64_t rows_of_int32(AtenTensorHandle x, int64_t dims, const Facts& facts) {
+  int32_t dtype = -1;
+  int64_t found = 0;
+  Shape shape;
+  const bool fits = is_there(x) && aoti_torch_get_dtype(x, &dtype) == 0 && dtype == aoti_torch_dtype_int32() &&
+                    aoti_torch_get_dim(x, &found) == 0 && found == dims && read_shape(x, &shape) &&
+                    (shape.stride[dims - 1] == 1 || shape.size[dims - 1] <= 1) && beside(x, facts.operand[0]);
+  return fits ? shape.size[0] : -1;
+}
+
+void cached_forward(StableIValue* stack, uint64_t, uint64_t) {
+  constexpr Schema op = kCachedForward;
+  const Owned q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
+              v = box::to_tensor(stack[op["value"]]), k_scale = box::to_tensor(stack[op["k_scale"]]),
+              v_scale = box::to_tensor(stack[op["v_scale"]]), mask = box::to_optional_tensor(stack[op["attn_mask"]]);
+  refuse_kept(mask.get());
+  ForwardCall call{{q.get(), k.get(), v.get(), mask.get()}, {}};
+  call.scale = box::to_optional_double(stack[op["scale"]]);
+  call.k_scale = k_scale.get(), call.v_scale = v_scale.get();
+  call.rotated = box::to<bool>(stack[op["rotated"]]);
+  const Facts facts = read_facts(call);
+  const Problem& p = facts.problem;
+  check_fp32("k_scale", call.k_scale, {p.B, p.Hkv, p.Sk}, facts);
+  check_fp32("v_scale", call.v_scale, {p.B, p.Hkv, p.Sk}, facts);
+  const bool sees = !is_there(call.mask) || mask_fits(call.mask, facts);  // others are stock's to refuse
+  const DeviceFacts device = device_facts(facts.device_index());
+  const Plan plan = plan_in_op(p, device, tables());
+  note_plan("cached_fwd", p, device, call.mode, plan);
+  ForwardResult result;
+  if (sees && plan.ours() && standin() != Standin::kMath && our_forward(call, facts, plan, &result)) {
+    stack[0] = box::from_tensor(std::move(result.out));
+    return;
+  }
+  stack[0] = box::from_tensor(cached_math(call));
+}
+
+// What a thread's or the process's mode makes of a call: a forced backend or a reason why not, else whatever can run
+// it. None of these kernels splits keys, whatever a call asks for.
+Plan plan_of_own(const Problem& p, const DeviceFacts& device, Mode mode) {
+  if (wants_math(mode)) return {};
+  return mode.forces_kernels() ? remembered_plan(p, device, Mode::forcing(mode.family()), tables())
+                               : plan_in_op(p, device, tables());
+}
+
+Window read_window(int64_t left, int64_t right, bool bottom_right) {
+  if (left < -1 || right < -1)
+    throw std::runtime_error("torch_flashplug: a window (" + std::to_string(left) + ", " + std::to_string(right) +
+                             ") has bounds from -1 (none) on");
+  return {left, right, bottom_right};
+}
+
+double read_softcap(double softcap) {
+  if (!(softcap >= 0.0 && softcap <= std::numeric_limits<float>::max()))
+    throw std::runtime_error("torch_flashplug: softcap is " + std::to_string(softcap) + "; give a cap, or 0 for none");
+  return softcap;
+}
+
+int64_t read_splits(int64_t splits) {
+  if (splits < 0 || splits > kMaxSplits)
+    throw std::runtime_error("torch_flashplug: num_splits is " + std::to_string(splits) + "; give 1 to " +
+                             std::to_string(kMaxSplits) + ", or 0 for as many as are fast");
+  return splits;
+}
+
+int64_t read_split_size(int64_t size, int64_t splits) {
+  if (size < 0 || size % kSplitUnit != 0 || (size != 0 && splits != 0))
+    throw std::runtime_error("torch_flashplug: fixed_split_size is " + std::to_string(size) + ", num_splits " +
+                             std::to_string(splits) + "; give one of them, a size in multiples of " +
+                             std::to_string(kSplitUnit));
+  return std::min(size, int64_t{1} << 30);  // which no sequence has twice, and kernels count in 32 bits
+}
+
+// What attention_fwd, attention_bwd and paged_fwd say beside tensors.
+template <const Schema& op>
+void read_settings(StableIValue* stack, ForwardCall* call) {
+  call->scale = box::to_optional_double(stack[op["scale"]]);
+  call->window = read_window(box::to<int64_t>(stack[op["left"]]), box::to<int64_t>(stack[op["right"]]),
+                             box::to<bool>(stack[op["bottom_right"]]));
+  call->softcap = read_softcap(box::to<double>(stack[op["softcap"]]));
+  call->num_splits = read_splits(box::to<int64_t>(stack[op["num_splits"]]));
+  call->fixed_split_size = read_split_size(box::to<int64_t>(stack[op["fixed_split_size"]]), call->num_splits);
+}
+
+}  // namespace
+
+// Values are the device's to clamp.
+void check_lengths(const ForwardCall& call, const Facts& facts) {
+  if (!is_there(call.cu_q) && !is_there(call.cu_k) && !is_there(call.used_k)) return;
+  const int64_t starts = rows_of_int32(call.cu_q, 1, facts);
+  if (starts < 1 || rows_of_int32(call.cu_k, 1, facts) != starts ||
+      (is_there(call.used_k) && rows_of_int32(call.used_k, 1, facts) != starts - 1))
+    throw std::runtime_error(
+        "torch_flashplug: cu_q and cu_k have to be int32 [sequences + 1], used_k [sequences], contiguous, on the "
+        "query's device");
+  const Problem& p = facts.problem;
+  constexpr int64_t most = int64_t{1} << 30;
+  if (p.B != 1) throw std::runtime_error("torch_flashplug: sequences on end are one batch, not " + std::to_string(p.B));
+  if (p.Sq + p.Sk >= most)
+    throw std::runtime_error("torch_flashplug: sequences on end have at most 2^30 rows and keys");
+}
+
+bool attend(const char* where, const ForwardCall& call, const Facts& facts, Mode by, ForwardResult* result) {
+  const Problem& p = facts.problem;
+  const DeviceFacts device = device_facts(facts.device_index());
+  const Plan plan = plan_of_own(p, device, by);
+  note_plan(where, p, device, by, plan);
+  if (plan.ours() && standin() != Standin::kMath && our_forward(call, facts, plan, result)) return true;
+  // Of nothing there is nothing that a backend could do.
+  if (call.mode.forces_kernels() && !is_empty(p))
+    throw std::runtime_error(forced_error(p, device, call.mode, tables()));
+  return false;
+}
+
+namespace {
+
+// A backward's call and mode. Whatever is forced where it runs: another thread's mode is not this call's.
+Problem as_differentiated(const Facts& facts) {
+  Problem p = facts.problem;
+  p.deterministic = torch_symbols().deterministic();
+  return p;
+}
+Mode by_any(Mode mode) { return Mode::forcing(std::max(mode.family(), 0)); }
+
+}  // namespace
+
+bool differentiate(const BackwardCall& call, const Facts& facts, BackwardResult* result) {
+  return our_backward(call, as_differentiated(facts), device_facts(facts.device_index()), facts.device_index(),
+                      by_any(call.forward.mode), result);
+}
+
+namespace {
+
+void check_out(const ForwardCall& call, const Facts& facts) {
+  if (call.out == nullptr) return;
+  const Problem& p = facts.problem;
+  const int64_t wanted[4] = {p.B, p.Hq, p.Sq, p.Dv};
+  TensorClass out;
+  Shape shape;
+  if (!read_class(call.out, &out) || out.dtype != p.dtype[0] || out.dim != 4 || !read_shape(call.out, &shape) ||
+      !std::equal(wanted, wanted + 4, shape.size) || !beside(call.out, facts.operand[0]))
+    throw std::runtime_error("torch_flashplug: out has to be [B, Hq, Sq, Dv] of the query's dtype, on its device");
+}
+
+// The LSE, after whatever is still to be done for the call's own output.
+StableIValue lse_beside(AtenTensorHandle out, ForwardResult result) {
+  if (!result.in_place) copy_into(out, result.out.get());
+  return box::from_tensor(std::move(result.lse));
+}
+
+template <const Schema& op>
+Owned read_plan(StableIValue* stack, ForwardCall* call) {
+  Owned lists = box::to_optional_tensor(stack[op["plan"]]);
+  call->lists = lists.get();
+  call->plan_key = box::to<int64_t>(stack[op["plan_key"]]);
+  return lists;
+}
+
+template <const Schema& op>
+ForwardResult attend_on_stack(StableIValue* stack, AtenTensorHandle out = nullptr) {
+  const Owned q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
+              v = box::to_tensor(stack[op["value"]]), sinks = box::to_optional_tensor(stack[op["sinks"]]);
+  const Owned cu_q = box::to_optional_tensor(stack[op["cu_q"]]), cu_k = box::to_optional_tensor(stack[op["cu_k"]]),
+              used_k = box::to_optional_tensor(stack[op["used_k"]]);
+  ForwardCall call{{q.get(), k.get(), v.get()}, own_op_mode(box::to<int64_t>(stack[op["block_mode"]]))};
+  read_settings<op>(stack, &call);
+  call.out = out;
+  call.sinks = sinks.get();
+  call.cu_q = cu_q.get(), call.cu_k = cu_k.get(), call.used_k = used_k.get();
+  const Owned lists = read_plan<op>(stack, &call);
+  const Facts facts = read_facts(call);
+  check_out(call, facts);
+  check_lengths(call, facts);
+  const Problem& p = facts.problem;
+  if (is_there(call.sinks) && are_kernels(p)) check_fp32("sinks", call.sinks, {p.Hq}, facts);
+  ForwardResult result;
+  return attend("attention_fwd", call, facts, call.mode, &result) ? std::move(result) : attention_math(call);
+}
+
+void attention_forward(StableIValue* stack, uint64_t, uint64_t) {
+  constexpr Schema op = kAttentionForward;
+  ForwardResult result = attend_on_stack<kAttentionForward>(stack);
+  stack[op.result("out")] = box::from_tensor(std::move(result.out));
+  stack[op.result("lse")] = box::from_tensor(std::move(result.lse));
+}
+
+void planned_lists(StableIValue* stack, uint64_t, uint64_t) {
+  constexpr Schema op = kPlanLists;
+  const Owned q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
+              v = box::to_tensor(stack[op["value"]]), cu_q = box::to_tensor(stack[op["cu_q"]]),
+              cu_k = box::to_tensor(stack[op["cu_k"]]), used_k = box::to_optional_tensor(stack[op["used_k"]]);
+  ForwardCall call{{q.get(), k.get(), v.get()}, effective_mode()};
+  read_settings<kPlanLists>(stack, &call);
+  call.cu_q = cu_q.get(), call.cu_k = cu_k.get(), call.used_k = used_k.get();
+  const Facts facts = read_facts(call);
+  check_lengths(call, facts);
+  const DeviceFacts device = device_facts(facts.device_index());
+  const bool kernels = standin() != Standin::kMath;
+  const Plan plan = kernels ? plan_of_own(facts.problem, device, call.mode) : Plan{};
+  BackwardPlan backward;
+  if (kernels && box::to<bool>(stack[op["gradients"]])) {
+    Problem p = as_differentiated(facts);
+    p.grad = true;
+    backward = plan_backward(p, device, by_any(call.mode), tables());
+  }
+  PlannedLists made = plan_lists(call, facts, plan, backward);
+  stack[op.result("lists")] = box::from_tensor(std::move(made.lists));
+  stack[op.result("key")] = box::from(made.key);
+}
+
+void attention_forward_out(StableIValue* stack, uint64_t, uint64_t) {
+  const Owned out = box::to_tensor(stack[kAttentionForwardOut["out"]]);
+  stack[0] = lse_beside(out.get(), attend_on_stack<kAttentionForwardOut>(stack, out.get()));
+}
+
+// Values are the device's to clamp.
+void check_pages(const ForwardCall& call, const Facts& facts) {
+  const Problem& p = facts.problem;
+  if (rows_of_int32(call.pages, 2, facts) != p.B || rows_of_int32(call.used_k, 1, facts) != p.B)
+    throw std::runtime_error(
+        "torch_flashplug: pages have to be int32 [B, n] and used_k int32 [B], rows on end, on the "
+        "query's device");
+  if (is_there(call.k_scale) != is_there(call.v_scale))
+    throw std::runtime_error("torch_flashplug: give k_scale and v_scale, or none of them");
+  if (!is_there(call.k_scale)) return;
+  const int64_t* key = facts.shape[1].size;
+  check_fp32("k_scale", call.k_scale, {key[0], key[1], key[2]}, facts);
+  check_fp32("v_scale", call.v_scale, {key[0], key[1], key[2]}, facts);
+}
+
+// Rows that a thread copies together lie in one page (kernels/parts/paged.py).
+bool can_be_read(const ForwardCall& call, const Facts& facts) {
+  constexpr int64_t together = 16;
+  Shape pages;
+  return read_shape(call.pages, &pages) && facts.shape[1].size[0] > 0 &&
+         (pages.size[1] == 1 || facts.shape[1].size[2] % together == 0);
+}
+
+// Of splits that a fixed size makes: as many as others may be, and partials that kernels can count in 32 bits.
+void check_splits(const Problem& p, int64_t splits) {
+  if (splits > kMaxSplits)
+    throw std::runtime_error("torch_flashplug: fixed_split_size=" + std::to_string(p.split_size) + " makes " +
+                             std::to_string(splits) + " splits of " + std::to_string(p.Sk) + " keys, at most " +
+                             std::to_string(kMaxSplits) + "; give a larger one");
+  if (partial_floats(p, splits) > std::numeric_limits<int32_t>::max())
+    throw std::runtime_error("torch_flashplug: " + std::to_string(splits) +
+                             " splits of fixed_split_size=" + std::to_string(p.split_size) +
+                             " leave more than 2^31 partial results; give a larger one, or fewer sequences");
+}
+
+template <const Schema& op>
+ForwardResult attend_pages(StableIValue* stack, AtenTensorHandle out = nullptr) {
+  const Owned q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
+              v = box::to_tensor(stack[op["value"]]), pages = box::to_tensor(stack[op["pages"]]),
+              used_k = box::to_tensor(stack[op["used_k"]]);
+  const Owned k_scale = box::to_optional_tensor(stack[op["k_scale"]]),
+              v_scale = box::to_optional_tensor(stack[op["v_scale"]]),
+              sinks = box::to_optional_tensor(stack[op["sinks"]]);
+  ForwardCall call{{q.get(), k.get(), v.get()}, own_op_mode(box::to<int64_t>(stack[op["block_mode"]]))};
+  read_settings<op>(stack, &call);
+  call.out = out;
+  call.pages = pages.get(), call.used_k = used_k.get(), call.sinks = sinks.get();
+  if (is_there(k_scale.get())) call.k_scale = k_scale.get();
+  if (is_there(v_scale.get())) call.v_scale = v_scale.get();
+  const Facts facts = read_facts(call);
+  check_out(call, facts);
+  check_pages(call, facts);
+  const Problem& p = facts.problem;
+  if (is_there(call.sinks) && are_kernels(p)) check_fp32("sinks", call.sinks, {p.Hq}, facts);
+  const DeviceFacts device = device_facts(facts.device_index());
+  const bool fits = can_be_read(call, facts);
+  const Plan plan = fits ? plan_in_op(p, device, tables(), call.num_splits) : Plan{};
+  if (p.split_size > 0 && plan.ours()) check_splits(p, plan.splits.n);
+  note_plan("paged_fwd", p, device, call.mode, plan);
+  const bool math = wants_math(call.mode) || standin() == Standin::kMath;
+  ForwardResult result;
+  const bool ours = !math && plan.ours() && our_forward(call, facts, plan, &result);
+  return ours ? std::move(result) : paged_math(call);
+}
+
+void paged_forward(StableIValue* stack, uint64_t, uint64_t) {
+  constexpr Schema op = kPagedForward;
+  ForwardResult result = attend_pages<kPagedForward>(stack);
+  stack[op.result("out")] = box::from_tensor(std::move(result.out));
+  stack[op.result("lse")] = box::from_tensor(std::move(result.lse));
+}
+
+void paged_forward_out(StableIValue* stack, uint64_t, uint64_t) {
+  const Owned out = box::to_tensor(stack[kPagedForwardOut["out"]]);
+  stack[0] = lse_beside(out.get(), attend_pages<kPagedForwardOut>(stack, out.get()));
+}
+
+void attention_backward(StableIValue* stack, uint64_t, uint64_t) {
+  constexpr Schema op = kAttentionBackward;
+  const Owned grad = box::to_tensor(stack[op["grad_out"]]), grad_lse = box::to_optional_tensor(stack[op["grad_lse"]]),
+              q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
+              v = box::to_tensor(stack[op["value"]]), out = box::to_tensor(stack[op["out"]]),
+              lse = box::to_tensor(stack[op["lse"]]);
+  const Owned cu_q = box::to_optional_tensor(stack[op["cu_q"]]), cu_k = box::to_optional_tensor(stack[op["cu_k"]]);
+  ForwardCall forward{{q.get(), k.get(), v.get()}, own_op_mode(box::to<int64_t>(stack[op["block_mode"]]))};
+  read_settings<kAttentionBackward>(stack, &forward);
+  forward.cu_q = cu_q.get(), forward.cu_k = cu_k.get();
+  const Owned lists = read_plan<kAttentionBackward>(stack, &forward);
+  BackwardCall call{grad.get(), forward, out.get(), lse.get(), nullptr, nullptr, {true, true, true, false}};
+  call.grad_lse = grad_lse.get();
+  call.wants_delta = box::to<bool>(stack[op["wants_delta"]]);
+  const Facts facts = read_facts(forward);
+  check_lengths(forward, facts);
+  if (call.wants_delta && is_there(forward.cu_q))
+    throw std::runtime_error("torch_flashplug: attention_bwd has no delta of sequences on end; leave wants_delta out");
+  const Problem& p = facts.problem;
+  if (are_kernels(p)) {
+    check_fp32("lse", call.lse, {p.B, p.Hq, p.Sq}, facts);
+    if (is_there(call.grad_lse)) check_fp32("grad_lse", call.grad_lse, {p.B, p.Hq, p.Sq}, facts);
+  }
+  BackwardResult result;
+  if (wants_math(forward.mode) || !differentiate(call, facts, &result)) result = attention_math_backward(call);
+  if (!result.delta.defined()) result.delta = placeholder(forward, aoti_torch_dtype_float32());
+  for (int i = 0; i < 3; ++i) stack[i] = box::from_tensor(std::move(result.grads[i]));
+  stack[op.result("delta")] = box::from_tensor(std::move(result.delta));
+}
+
+}  // namespace
+
+void register_own_ops(torch::stable::detail::StableLibrary* library) {
+  library->impl("cached_fwd", &cached_forward);
+  library->impl("attention_fwd", &attention_forward);
+  library->impl("attention_bwd", &attention_backward);
+  library->impl("attention_fwd_out", &attention_forward_out);
+  library->impl("_plan_lists", &planned_lists);
+  library->impl("paged_fwd", &paged_forward);
+  register_listed(library);
+  library->impl("paged_fwd_out", &paged_forward_out);
+}
+
+}  // namespace flashplug

@@ -1,0 +1,230 @@
+// Our gradients: scratch, outputs and one launch.
+#include <algorithm>
+
+#include "launch/kernel_args.h"
+#include "ops/attention.h"
+
+namespace flashplug {
+
+namespace {
+
+// grad_out as a kernel can read it. An expanded scalar, as `.sum().backward()` gives, is no such thing.
+Owned read_by(const KernelRow& row, AtenTensorHandle tensor) {
+  return row.elementwise ? Owned::share(tensor) : readable(tensor);
+}
+
+// A gradient as a kernel can write it: laid out as empty_like(operand) where that has rows, else packed, unless it goes
+// element by element. heads: for each of the operand's so many, one after the other.
+Owned gradient_of(AtenTensorHandle operand, bool elementwise, int64_t heads = 1) {
+  const Shape like = shape_of(operand);
+  const int64_t size[4] = {like.size[0], like.size[1] * heads, like.size[2], like.size[3]};
+  int64_t stride[4];
+  dense_strides(like.size, like.stride, 4, stride);
+  if (heads > 1 || (stride[3] != 1 && !elementwise)) pack_strides(size, stride);
+  return new_like(operand, 4, size, stride, nullptr);
+}
+
+// What every kernel of a backward reads of a call. Lives until they are launched.
+class Given {
+ public:
+  Given(const BackwardCall& call, const Problem& p, const KernelRow& row)
+      : call_(call),
+        read_(as_kernels_read(call.forward, p)),
+        positive_(with_positive_scale(read_.call, p)),
+        out_(read_by(row, call.out)),
+        grad_out_(read_by(row, call.grad_out)) {}
+
+  void to(Arguments* arguments) const {
+    arguments->tensor("q", positive_.q.get());
+    arguments->tensor("k", read_.call.k);
+    arguments->tensor("v", read_.call.v);
+    arguments->tensor("o", out_.get());
+    arguments->tensor("do", grad_out_.get());
+    arguments->tensor("lse", call_.lse);
+    arguments->scale(positive_.scale);
+  }
+
+  // Of its size and type, which a kernel could read.
+  AtenTensorHandle like(int operand) const {
+    const AtenTensorHandle operands[kNumOperands] = {read_.call.q, read_.call.k, read_.call.v};
+    return operands[operand];
+  }
+
+ private:
+  const BackwardCall& call_;
+  const ReadCall read_;
+  const SignedScale positive_;
+  const Owned out_, grad_out_;
+};
+
+Owned new_rows(const Problem& p, const KernelRow& row, const TensorClass& query) {
+  const int64_t padded = scratch_rows(p, row);
+  const int64_t size[4] = {p.B, p.Hq, 2, padded}, stride[4] = {p.Hq * 2 * padded, 2 * padded, padded, 1};
+  return empty_strided(4, size, stride, aoti_torch_dtype_float32(), query.device_type, query.device_index);
+}
+
+// Of the two facts in scratch the second one.
+Owned delta_of(AtenTensorHandle rows, const Problem& p) {
+  const int64_t padded = shape_of(rows).size[3], size[3] = {p.B, p.Hq, p.Sq};
+  const int64_t from[3] = {p.Hq * 2 * padded, 2 * padded, 1}, stride[3] = {p.Hq * p.Sq, p.Sq, 1};
+  return new_like(rows, 3, size, stride, view(rows, 3, size, from, padded).get());
+}
+
+// dQ, dK and dV, `parts` of them at least. sharing: as of a BackwardPlan. Returns the bias as the kernel reads it.
+Owned operand_gradients(Kernel& kernel, const KernelRow& row, const BackwardCall& call, const Problem& p,
+                        const TensorClass& query, const Given& given, int64_t parts, int64_t sharing,
+                        BackwardResult* result) {
+  const ForwardCall& forward = call.forward;
+  const int64_t floats = std::max<int64_t>(scratch_floats(p, row), 4), one = 1;  // some, so that there is an address
+  const Owned rows = new_rows(p, row, query);
+  const Owned scratch =
+      empty_strided(1, &floats, &one, aoti_torch_dtype_float32(), query.device_type, query.device_index);
+  const AtenTensorHandle operands[3] = {forward.q, forward.k, forward.v};
+  const int64_t written = row.kind == kPartBwd ? parts : kWantAll;
+  const auto writes = [written](int i) { return (written & (i == 0 ? kWantDq : kWantDkDv)) != 0; };
+  for (int i = 0; i < 3; ++i)  // one that is not written is not read either: its operand stands in for it
+    result->grads[i] =
+        writes(i) ? gradient_of(operands[i], row.elementwise, i == 0 ? 1 : sharing) : Owned::share(given.like(i));
+  Arguments arguments(row, p, query.device_index);
+  given.to(&arguments);
+  arguments.tensor("dq", result->grads[0].get(), writes(0));
+  arguments.tensor("dk", result->grads[1].get(), writes(1));
+  arguments.tensor("dv", result->grads[2].get(), writes(2));
+  arguments.tensor("rows", rows.get(), true);
+  arguments.tensor("scratch", scratch.get(), true);
+  arguments.integer("wanted", written);
+  const Masked mask = give_mask(forward, p, query, true, &arguments);
+  Owned bias = give_bias(forward, p, query, row, &arguments);
+  const Owned seed = give_seed(call.seed, query, &arguments);
+  const Owned grad_lse = give_lse_gradient(call.grad_lse, call.lse, p, &arguments);
+  const Lengths lengths = give_lengths(forward, p, row, query, &arguments);
+  launch(kernel, arguments, written != kWantAll);
+  if (call.wants_delta) result->delta = delta_of(rows.get(), p);
+  if (writes(0)) give_sign(result->grads[0].get(), p);
+  for (int i = 0; i < 3; ++i) {
+    if (writes(i))
+      result->grads[i] = laid_out_like(sum_of_heads(std::move(result->grads[i]), operands[i]), operands[i]);
+  }
+  return bias;
+}
+
+// Of the caller's bias. read: what another kernel has read of it, copied where it must be; or nothing.
+Owned bias_gradient(Kernel& kernel, const KernelRow& row, const BackwardCall& call, const Problem& p,
+                    const TensorClass& query, const Given& given, Owned read, int sm_count) {
+  const ForwardCall& forward = call.forward;
+  const Owned rows = new_rows(p, row, query);
+  Owned gradient = new_bias_gradient(forward.mask);
+  const Planes planes = gradient_planes(gradient.get(), p, row, sm_count);
+  const bool is_split = planes != planes_of(gradient.get());
+  Owned written = is_split ? new_bias_planes(gradient.get(), planes) : Owned::share(gradient.get());
+  Arguments arguments(row, p, query.device_index);
+  const bool wide = arguments.takes("dbias32");
+  given.to(&arguments);
+  arguments.tensor("rows", rows.get(), true);
+  arguments.tensor(wide ? Slot("dbias32") : Slot("dbias"), written.get(), true);
+  if (read.get() != nullptr)
+    arguments.tensor(wide ? Slot("bias32") : Slot("bias"), read.get());
+  else
+    read = give_bias(forward, p, query, row, &arguments);
+  const Owned seed = give_seed(call.seed, query, &arguments);
+  launch(kernel, arguments);
+  if (is_split) sum_bias_planes(std::move(written), gradient.get());
+  return laid_out_as_bias(std::move(gradient), forward.mask);
+}
+
+// Into how many ranges the batch is split for kernels of one tile, whose CTAs have one head and one range: as many as
+// are done first, and of these the fewest, which leave the fewest planes of a bias's gradient to be added up.
+int64_t batch_ranges(const Problem& p, int sm_count) {
+  constexpr int64_t kCtasPerSm = 2, kMostWaves = 4;
+  const int64_t at_once = std::max(sm_count, 1) * kCtasPerSm;
+  int64_t best = 1, fewest_turns = ceil_div(p.Hq, at_once) * p.B;
+  for (int64_t waves = 1; waves <= kMostWaves; ++waves) {  // of so many waves, the most ranges are done first
+    const int64_t ranges = std::max<int64_t>(std::min(waves * at_once / p.Hq, p.B), 1);
+    const int64_t turns = ceil_div(p.Hq * ranges, at_once) * ceil_div(p.B, ranges);
+    if (turns < fewest_turns) best = ranges, fewest_turns = turns;
+  }
+  return ceil_div(p.B, ceil_div(p.B, best));  // none without work
+}
+
+// Whether a bias has a number of its own for every query and every key.
+bool has_whole_planes(AtenTensorHandle bias, const Problem& p) {
+  int64_t size[4], stride[4];
+  return spread(bias, p, size, stride) && (stride[2] != 0 || p.Sq == 1) && (stride[3] != 0 || p.Sk == 1);
+}
+
+// Every gradient of sequences that fit into one tile, that of a bias among them where it is wanted.
+void gradients_of_tiles(Kernel& kernel, const KernelRow& row, const BackwardCall& call, const Problem& p,
+                        const TensorClass& query, const Given& given, bool with_bias, int sm_count,
+                        BackwardResult* result) {
+  const ForwardCall& forward = call.forward;
+  const AtenTensorHandle operands[3] = {forward.q, forward.k, forward.v};
+  for (int i = 0; i < 3; ++i) result->grads[i] = gradient_of(operands[i], row.elementwise);
+  Arguments arguments(row, p, query.device_index);
+  given.to(&arguments);
+  arguments.tensor("dq", result->grads[0].get(), true);
+  arguments.tensor("dk", result->grads[1].get(), true);
+  arguments.tensor("dv", result->grads[2].get(), true);
+  const int64_t ranges = batch_ranges(p, sm_count);
+  arguments.integer("ranges", ranges);
+  const Owned bias = give_bias(forward, p, query, row, &arguments);
+  Owned gradient, planes;
+  bool is_split = false;
+  if (with_bias) {
+    gradient = new_bias_gradient(forward.mask);
+    const Planes wanted = planes_of(gradient.get());
+    const Planes written{wanted.batches > 1 ? p.B : ranges, p.Hq, p.Sq, p.Sk};
+    is_split = written != wanted;
+    planes = is_split ? new_bias_planes(gradient.get(), written) : Owned::share(gradient.get());
+  } else if (bias.get() != nullptr) {
+    const Planes none{0, p.Hq, p.Sq, p.Sk};
+    planes = new_bias_planes(bias.get(), none);
+  }
+  if (planes.get() != nullptr)
+    arguments.tensor(arguments.takes("dbias32") ? Slot("dbias32") : Slot("dbias"), planes.get(), with_bias);
+  launch(kernel, arguments);
+  give_sign(result->grads[0].get(), p);
+  for (int i = 0; i < 3; ++i) result->grads[i] = laid_out_like(std::move(result->grads[i]), operands[i]);
+  if (is_split) sum_bias_planes(std::move(planes), gradient.get());
+  if (with_bias) result->grads[3] = laid_out_as_bias(std::move(gradient), forward.mask);
+}
+
+}  // namespace
+
+bool our_backward(const BackwardCall& call, const Problem& p, const DeviceFacts& device, int device_index, Mode mode,
+                  BackwardResult* result) {
+  if (standin() == Standin::kMath) return false;
+  if ((p.needs & kMask) != 0 && !can_be_digested(call.forward.mask, p)) return false;
+  Problem problem = p;
+  problem.grad = true;
+  problem.bias_grad = call.wanted[3];
+  const bool* wanted = call.wanted;
+  const int64_t parts = (wanted[0] ? kWantDq : 0) + (wanted[1] || wanted[2] ? kWantDkDv : 0);
+  const BackwardPlan plan = plan_backward(problem, device, mode, tables(), parts);
+  if (!plan.ours()) return false;
+  const int some = std::max(plan.kernel_row, plan.bias_row);
+  if (some < 0) return true;  // nothing is wanted
+  const bool in_tiles = plan.kernel_row >= 0 && tables().kernels[plan.kernel_row].kind == kTileBwd;
+  const bool bias_in_tiles = in_tiles && plan.bias_row >= 0 && has_whole_planes(call.forward.mask, p);
+  const int planned[2] = {plan.kernel_row, bias_in_tiles ? -1 : plan.bias_row};
+  Kernel* kernels[2] = {};
+  for (int i = 0; i < 2; ++i) {
+    if (planned[i] < 0) continue;
+    kernels[i] = find_kernel(planned[i], device_index, kTraining);
+    if (kernels[i] == nullptr) return false;
+  }
+  TensorClass query;
+  read_class(call.forward.q, &query);
+  const auto row = [&planned](int i) -> const KernelRow& { return tables().kernels[planned[i]]; };
+  const Given given(call, p, tables().kernels[some]);
+  Owned bias;
+  if (in_tiles)
+    gradients_of_tiles(*kernels[0], row(0), call, p, query, given, bias_in_tiles, device.sm_count, result);
+  else if (kernels[0] != nullptr)
+    bias = operand_gradients(*kernels[0], row(0), call, p, query, given, parts, plan.sharing, result);
+  if (kernels[1] != nullptr)
+    result->grads[3] = bias_gradient(*kernels[1], row(1), call, p, query, given, std::move(bias), device.sm_count);
+  count(Path::kOursBackward);
+  return true;
+}
+
+}  // namespace flashplug

@@ -1,0 +1,59 @@
+// Ops of attention() with lists of blocks (block_sparse.py): torch_flashplug::listed_fwd, listed_bwd.
+#include <torch/csrc/stable/library.h>
+
+#include "core/schemas.h"
+#include "ops/attention.h"
+
+namespace flashplug {
+
+namespace {
+
+// Of a call with lists of blocks in the mask's place; sizes of them are looked at where they are read.
+Facts read_lists(const ForwardCall& call) {
+  Facts facts = read_facts(call);
+  facts.problem.grad = true;  // kernels of few rows read masks, and no digests; none of them has gradients
+  if (!is_digest(call.mask) || !beside(call.mask, facts.operand[0]))
+    throw std::runtime_error("torch_flashplug: lists of blocks have to be int32, on the query's device");
+  return facts;
+}
+
+void listed_forward(StableIValue* stack, uint64_t, uint64_t) {
+  constexpr Schema op = kListedForward;
+  const Owned q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
+              v = box::to_tensor(stack[op["value"]]), digest = box::to_tensor(stack[op["digest"]]);
+  ForwardCall call{{q.get(), k.get(), v.get(), digest.get()}, own_op_mode(box::to<int64_t>(stack[op["block_mode"]]))};
+  call.scale = box::to_optional_double(stack[op["scale"]]);
+  call.tall = box::to<double>(stack[op["tall"]]);
+  const Facts facts = read_lists(call);
+  ForwardResult result;
+  if (!attend("listed_fwd", call, facts, call.mode, &result)) result = listed_math(call);
+  stack[op.result("out")] = box::from_tensor(std::move(result.out));
+  stack[op.result("lse")] = box::from_tensor(std::move(result.lse));
+}
+
+void listed_backward(StableIValue* stack, uint64_t, uint64_t) {
+  constexpr Schema op = kListedBackward;
+  const Owned grad = box::to_tensor(stack[op["grad_out"]]), q = box::to_tensor(stack[op["query"]]),
+              k = box::to_tensor(stack[op["key"]]), v = box::to_tensor(stack[op["value"]]),
+              digest = box::to_tensor(stack[op["digest"]]), out = box::to_tensor(stack[op["out"]]),
+              lse = box::to_tensor(stack[op["lse"]]);
+  ForwardCall forward{{q.get(), k.get(), v.get(), digest.get()},
+                      own_op_mode(box::to<int64_t>(stack[op["block_mode"]]))};
+  forward.scale = box::to_optional_double(stack[op["scale"]]);
+  const BackwardCall call{grad.get(), forward, out.get(), lse.get(), nullptr, nullptr, {true, true, true, false}};
+  const Facts facts = read_lists(forward);
+  const Problem& p = facts.problem;
+  if (are_kernels(p)) check_fp32("lse", call.lse, {p.B, p.Hq, p.Sq}, facts);
+  BackwardResult result;
+  if (wants_math(forward.mode) || !differentiate(call, facts, &result)) result = listed_math_backward(call);
+  for (int i = 0; i < 3; ++i) stack[i] = box::from_tensor(std::move(result.grads[i]));
+}
+
+}  // namespace
+
+void register_listed(torch::stable::detail::StableLibrary* library) {
+  library->impl("listed_fwd", &listed_forward);
+  library->impl("listed_bwd", &listed_backward);
+}
+
+}  // namespace flashplug

@@ -1,0 +1,369 @@
+// The ops that torch calls once the router said "ours", and the project's own ops: one road behind two doors.
+//
+//   aten::_scaled_dot_product_fused_attention_overrideable (+ _backward): eager; autograd, autocast and functorch are
+//     libtorch's
+//   torch_flashplug::sdpa_fwd / sdpa_bwd: traced graphs and direct users; schemas, fakes, autograd in ops.py
+//
+// A third one, for ops of attention(), is attention_ops.cpp.
+//
+// Run-time order: ours if the plan says so; else what stock would choose where it can be called from here, cuDNN's or
+// the efficient attention; else math. A forced backend that cannot run raises its reasons. The backward follows its
+// forward's mode: autograd threads do not see the caller's thread-local, so the aten carrier lets the mode ride in the
+// upper bits of max_q, an integer that the generated autograd formula saves and hands back untouched (0 in auto mode,
+// so max_q is Sq there).
+#include <torch/csrc/inductor/aoti_torch/generated/c_shim_aten.h>
+#include <torch/csrc/stable/library.h>
+#include <algorithm>
+
+#include <cstring>
+#include <memory>
+
+#include "core/schemas.h"
+#include "launch/kernel_args.h"
+#include "ops/attention.h"
+
+namespace flashplug {
+
+namespace {
+
+constexpr int kModeShift = 40;  // above any sequence length
+
+using torch::stable::detail::StableLibrary;
+
+}  // namespace
+
+Facts read_facts(const ForwardCall& call) {
+  Facts facts;
+  const Problem& p = facts.problem;
+  if (!read_class(call, &facts) || !four_dims(facts)) {
+    throw std::runtime_error("torch_flashplug: query, key and value must be 4-D tensors [B, H, S, D]; got " +
+                             std::to_string(facts.operand[0].dim) + "-D, " + std::to_string(facts.operand[1].dim) +
+                             "-D and " + std::to_string(facts.operand[2].dim) + "-D");
+  }
+  if (!read_shapes(call, Memory::kReal, &facts))
+    throw std::runtime_error("torch_flashplug: query, key and value must be dense tensors with concrete shapes");
+  Shape shape[kNumOperands] = {facts.shape[0], facts.shape[1], facts.shape[2]};
+  int64_t sizes[kNumOperands][4];
+  const bool pooled = is_there(call.pages) && shape[1].size[0] == shape[2].size[0];  // as many pages as there are
+  for (int i = 0; i < kNumOperands; ++i) {
+    std::copy_n(shape[i].size, 4, sizes[i]);
+    if (pooled) sizes[i][0] = p.B;
+    shape[i].size = sizes[i];
+  }
+  if (!shapes_fit(shape, true)) {
+    throw std::runtime_error("torch_flashplug: shapes do not go together: query [" + std::to_string(p.B) + ", " +
+                             std::to_string(p.Hq) + ", " + std::to_string(p.Sq) + ", " + std::to_string(p.D) +
+                             "] needs key [B, Hkv, Sk, D] and value [B, Hkv, Sk, Dv], Hq a multiple of Hkv");
+  }
+  return facts;
+}
+
+bool our_forward(const ForwardCall& given, const Facts& facts, const Plan& plan, ForwardResult* result) {
+  Problem p = facts.problem;
+  p.needs |= plan.features;
+  const TensorClass& query = facts.operand[0];
+  if ((p.needs & kMask) != 0 && !can_be_digested(given.mask, p)) return false;
+  if (standin() == Standin::kMath) {  // everything but the kernel is real
+    *result = math_forward(given);
+    if (given.digest != nullptr) digest_in_torch(given, p, query);
+    if (given.dropout_p == 0.0) {  // as the kernels: nothing is drawn, so nothing is returned
+      result->seed = Owned();
+      result->offset = Owned();
+    }
+    count(Path::kOursForward);
+    return true;
+  }
+  const int circumstances = (given.mode.forces_kernels() ? kRequired : 0) | (facts.problem.grad ? kTraining : 0);
+  Kernel* kernel = find_kernel(plan.kernel_row, query.device_index, circumstances);
+  if (kernel == nullptr) return false;
+  const ReadCall read = as_kernels_read(given, p);
+  const ForwardCall& call = read.call;
+  const int64_t out_size[4] = {p.B, p.Hq, p.Sq, p.Dv};
+  const int64_t lse_size[3] = {p.B, p.Hq, p.Sq}, lse_stride[3] = {p.Hq * p.Sq, p.Sq, 1};
+  int64_t out_stride[4];
+  output_strides(facts.shape[0], out_size, out_stride);
+  const KernelRow& row = tables().kernels[plan.kernel_row];
+  // A broadcast query with Dv != D: torch's layout puts the broadcast dim innermost, where only single elements can be
+  // written.
+  const bool writable = row.elementwise || out_stride[3] == 1;
+  if (!writable) pack_strides(out_size, out_stride);
+  result->in_place = is_there(call.out) && (row.elementwise || is_readable(call.out));
+  static const int32_t fp32 = aoti_torch_dtype_float32();
+  result->out = result->in_place ? Owned::share(call.out) : new_like(call.q, 4, out_size, out_stride, nullptr);
+  result->lse = empty_strided(3, lse_size, lse_stride, fp32, query.device_type, query.device_index);
+  const SignedScale positive = with_positive_scale(call, p);
+  Owned partials;
+  if (plan.splits.in_memory()) {
+    const int64_t floats = partial_floats(p, plan.splits.n), one = 1;
+    partials = empty_strided(1, &floats, &one, fp32, query.device_type, query.device_index);
+  }
+  Arguments arguments(row, p, query.device_index);
+  arguments.tensor("q", positive.q.get());
+  arguments.tensor("k", call.k);
+  arguments.tensor("v", call.v);
+  arguments.tensor("o", result->out.get(), true);
+  arguments.tensor("lse", result->lse.get(), true);
+  arguments.scale(positive.scale);
+  if (partials.get() != nullptr)
+    arguments.tensor("partials", partials.get(), true);
+  else if (arguments.takes("partials"))  // nothing is written there, but it has an address: that of the LSE
+    arguments.one_number("partials", mutable_data(result->lse.get()));
+  const Owned eight = give_scratch8(p, query, row, &arguments);
+  const Masked mask = give_mask(call, p, query, false, &arguments);
+  const Owned bias = give_bias(call, p, query, row, &arguments);
+  if (call.dropout_p != 0.0) {
+    Drawn drawn = draw(query);
+    result->seed = std::move(drawn.seed);
+    result->offset = std::move(drawn.offset);
+  }
+  const Owned seed = give_seed(result->seed.get(), query, &arguments);
+  if (call.k_scale != nullptr) {
+    arguments.tensor("k_scale", call.k_scale);
+    arguments.tensor("v_scale", call.v_scale);
+    arguments.integer("rotated", call.rotated);
+  }
+  const Owned sinks = give_sinks(call.sinks, result->lse.get(), &arguments);
+  const Lengths lengths = give_lengths(call, p, row, query, &arguments);
+  give_pages(call, &arguments);
+  // All that kernels are told of splits, beside their size where the call fixes it, a fact of it.
+  arguments.integer("splits", plan.splits.n);
+  arguments.integer("cluster", plan.splits.cluster);
+  launch(*kernel, arguments, plan.splits.n > 1);
+  if (!writable && !result->in_place) result->out = in_output_layout(std::move(result->out), given.q);
+  count(Path::kOursForward);
+  return true;
+}
+
+namespace {
+
+ForwardResult counted_math(const ForwardCall& call) {
+  count(Path::kMathForward);
+  return math_forward(call);
+}
+
+// What stock would run for this call, so that a traced graph that meets it at run time is not slower for having taken
+// our op.
+ForwardResult stock_forward(const ForwardCall& call, const Facts& facts, const DeviceFacts& device) {
+  const Problem& p = facts.problem;
+  ForwardResult result;
+  const auto by_ours = [&] {
+    const Plan plan = plan_in_op(p, device, tables());
+    return plan.ours() && our_forward(call, facts, plan, &result);
+  };
+  const bool plain = p.on_cuda && (p.needs & ~kCausal) == 0 && p.scale == Scale::kPositive;
+  if (standin() == Standin::kOff && plain && !is_empty(p)) {
+    const int64_t choice =
+        stock_choice(call.q, call.k, call.v, 0.0, (p.needs & kCausal) != 0, call.scale, p.Hq != p.Hkv);
+    if (choice == kChoiceCudnn && cudnn_forward(call, p, &result)) return result;
+    // Flash's results cannot be saved for our backward, ours is the nearest; and all else beats math.
+    if ((choice == kChoiceFlash || !efficient_can_run(p)) && by_ours()) return result;
+  }
+  // None of stock's that can be called from here takes a mask or a window, or draws dropout's bits as math and ours.
+  if ((p.needs & (kAnyMask | kDropout | kWindow)) != 0 && call.mode.backend() != Backend::kStock && by_ours())
+    return result;
+  return efficient_can_run(p) ? efficient_forward(call, p) : counted_math(call);
+}
+
+ForwardResult forward(const ForwardCall& call) {
+  Facts facts = read_facts(call);
+  Problem& p = facts.problem;
+  p.deterministic = torch_symbols().deterministic();
+  const DeviceFacts device = device_facts(facts.device_index());
+  const auto plan_with = [&](bool grad) {
+    p.grad = grad;
+    p.bias_grad = grad && call.bias_grad;
+    return remembered_plan(p, device, call.mode, tables());
+  };
+  Plan plan = plan_with(call.grad.value_or(false));
+  if (!plan.ours() && !call.grad.has_value()) plan = plan_with(true);  // a graph that the router sent here for both
+  note_plan("op", p, device, call.mode, plan);
+  ForwardResult result;
+  if (plan.ours() && our_forward(call, facts, plan, &result)) return result;
+  if (call.digest != nullptr) digest_in_torch(call, p, facts.operand[0]);  // a backward may be ours all the same
+  if (plan.backend == Backend::kMath) return counted_math(call);
+  if (call.mode.forces_kernels()) throw std::runtime_error(forced_error(p, device, call.mode, tables()));
+  return stock_forward(call, facts, device);
+}
+
+// Whatever forward ran: our backward wherever it can run, else the efficient attention's, else math's. Never cuDNN's,
+// whose plans forget the order of grad_out (stock_workarounds.cpp).
+BackwardResult backward(const BackwardCall& call) {
+  Facts facts = read_facts(call.forward);
+  Problem& p = facts.problem;
+  p.deterministic = torch_symbols().deterministic();
+  const DeviceFacts device = device_facts(facts.device_index());
+  BackwardResult result;
+  const Mode mode = call.forward.mode;
+  const bool math = mode.backend() == Backend::kMath;
+  if (math || !our_backward(call, p, device, facts.device_index(), mode, &result))
+    result = math || !efficient_can_run(p) ? math_backward(call) : efficient_backward(call, p);
+  for (int i = 0; i < 4; ++i) {
+    if (!call.wanted[i]) result.grads[i] = Owned();
+  }
+  return result;
+}
+
+Causal own_op_causal(int64_t causal_mode, AtenTensorHandle mask) {
+  if (causal_mode < 0 || causal_mode > static_cast<int64_t>(Causal::kBottomRight))
+    throw std::runtime_error("torch_flashplug: causal_mode is " + std::to_string(causal_mode) +
+                             "; use 0 (none), 1 (top-left) or 2 (bottom-right)");
+  if (causal_mode != 0 && is_there(mask))
+    throw std::runtime_error("torch_flashplug: attn_bias and a causal_mode were given; use one of them");
+  return static_cast<Causal>(causal_mode);
+}
+
+// ---- door 1: the aten carrier ----
+
+void carrier_forward(StableIValue* stack, uint64_t, uint64_t) {
+  constexpr Schema op = kCarrierForward;
+  const Owned q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
+              v = box::to_tensor(stack[op["value"]]), bias = box::to_optional_tensor(stack[op["attn_bias"]]);
+  const Owned taken = bias.defined() ? take_mask(bias.get()) : Owned();
+  const AtenTensorHandle mask = taken.get() != nullptr ? taken.get() : bias.get();
+  refuse_kept(mask);
+  const Causal causal = box::to<bool>(stack[op["is_causal"]]) ? Causal::kTopLeft : Causal::kNone;
+  const Attention said{q.get(),
+                       k.get(),
+                       v.get(),
+                       mask,
+                       box::to<double>(stack[op["dropout_p"]]),
+                       causal,
+                       box::to_optional_double(stack[op["scale"]])};
+  const ForwardCall call{said, effective_mode(), wants_grad(said),
+                         taken.get() != nullptr ? digest_of(bias.get()) : nullptr, wants_bias_grad(said)};
+  ForwardResult result = forward(call);
+  int64_t rows = 0, keys = 0;
+  check_shim(aoti_torch_get_size(call.q, 2, &rows), "get_size");
+  check_shim(aoti_torch_get_size(call.k, 2, &keys), "get_size");
+  stack[op.result("output")] = box::from_tensor(std::move(result.out));
+  stack[op.result("logsumexp")] = box::from_tensor(std::move(result.lse));
+  stack[op.result("cum_seq_q")] = box::from_tensor(Owned());
+  stack[op.result("cum_seq_k")] = box::from_tensor(Owned());
+  stack[op.result("max_q")] = box::from(rows | (call.mode.word << kModeShift));
+  stack[op.result("max_k")] = box::from(keys);
+  stack[op.result("philox_seed")] = box::from_tensor(std::move(result.seed));
+  stack[op.result("philox_offset")] = box::from_tensor(std::move(result.offset));
+  stack[op.result("debug_attn_mask")] = box::from_tensor(Owned());
+}
+
+void carrier_backward(StableIValue* stack, uint64_t, uint64_t) {
+  constexpr Schema op = kCarrierBackward;
+  const Owned grad = box::to_tensor(stack[op["grad_out"]]), q = box::to_tensor(stack[op["query"]]),
+              k = box::to_tensor(stack[op["key"]]), v = box::to_tensor(stack[op["value"]]);
+  const Owned mask = box::to_tensor(stack[op["attn_bias"]]), out = box::to_tensor(stack[op["out"]]),
+              lse = box::to_tensor(stack[op["logsumexp"]]);
+  const Owned cum_q = box::to_tensor(stack[op["cum_seq_q"]]), cum_k = box::to_tensor(stack[op["cum_seq_k"]]),
+              seed = box::to_tensor(stack[op["philox_seed"]]), offset = box::to_tensor(stack[op["philox_offset"]]);
+  const std::vector<bool> wanted = box::to<std::vector<bool>>(stack[op["grad_input_mask"]]);
+  const std::optional<double> scale = box::to_optional_double(stack[op["scale"]]);
+  const Mode mode{(box::to<int64_t>(stack[op["max_q"]]) >> kModeShift) & kModeMask};
+  const Causal causal = box::to<bool>(stack[op["is_causal"]]) ? Causal::kTopLeft : Causal::kNone;
+  const bool has_mask = mask.defined();
+  BackwardCall call{grad.get(),
+                    {{q.get(), k.get(), v.get(), has_mask ? mask.get() : nullptr,
+                      box::to<double>(stack[op["dropout_p"]]), causal, scale},
+                     mode},
+                    out.get(),
+                    lse.get(),
+                    seed.get(),
+                    offset.get(),
+                    {wanted[0], wanted[1], wanted[2], wanted[3] && has_mask}};
+  BackwardResult result = backward(call);
+  for (int i = 0; i < 4; ++i) stack[i] = box::from_tensor(std::move(result.grads[i]));
+}
+
+// ---- door 2: torch_flashplug::sdpa_fwd / sdpa_bwd, whose returns are always real tensors ----
+
+}  // namespace
+
+Owned placeholder(const ForwardCall& call, int32_t dtype) {
+  TensorClass query;
+  read_class(call.q, &query);
+  const int64_t zero = 0, one = 1;
+  return empty_strided(1, &zero, &one, dtype, query.device_type, query.device_index);
+}
+
+namespace {
+
+void own_forward(StableIValue* stack, uint64_t, uint64_t) {
+  constexpr Schema op = kOwnForward;
+  const Owned q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
+              v = box::to_tensor(stack[op["value"]]), mask = box::to_optional_tensor(stack[op["attn_bias"]]);
+  refuse_kept(mask.get());
+  const Causal causal = own_op_causal(box::to<int64_t>(stack[op["causal_mode"]]), mask.get());
+  const ForwardCall call{{q.get(), k.get(), v.get(), mask.get(), box::to<double>(stack[op["dropout_p"]]), causal,
+                          box::to_optional_double(stack[op["scale"]])},
+                         own_op_mode(box::to<int64_t>(stack[op["mode"]]))};
+  ForwardResult result = forward(call);
+  if (call.dropout_p == 0.0) {  // nothing was drawn, whichever path ran; ops.py's fake says the same
+    result.seed = placeholder(call, aoti_torch_dtype_int64());
+    result.offset = placeholder(call, aoti_torch_dtype_int64());
+  }
+  stack[op.result("out")] = box::from_tensor(std::move(result.out));
+  stack[op.result("lse")] = box::from_tensor(std::move(result.lse));
+  stack[op.result("seed")] = box::from_tensor(std::move(result.seed));
+  stack[op.result("offset")] = box::from_tensor(std::move(result.offset));
+}
+
+void own_backward(StableIValue* stack, uint64_t, uint64_t) {
+  constexpr Schema op = kOwnBackward;
+  const Owned grad = box::to_tensor(stack[op["grad_out"]]), q = box::to_tensor(stack[op["query"]]),
+              k = box::to_tensor(stack[op["key"]]), v = box::to_tensor(stack[op["value"]]);
+  const Owned mask = box::to_optional_tensor(stack[op["attn_bias"]]), out = box::to_tensor(stack[op["out"]]),
+              lse = box::to_tensor(stack[op["lse"]]);
+  const Owned seed = box::to_tensor(stack[op["seed"]]), offset = box::to_tensor(stack[op["offset"]]);
+  refuse_kept(mask.get());
+  const Causal causal = own_op_causal(box::to<int64_t>(stack[op["causal_mode"]]), mask.get());
+  const ForwardCall forward_call{{q.get(), k.get(), v.get(), mask.get(), box::to<double>(stack[op["dropout_p"]]),
+                                  causal, box::to_optional_double(stack[op["scale"]])},
+                                 own_op_mode(box::to<int64_t>(stack[op["mode"]]))};
+  const bool bias_grad = box::to<bool>(stack[op["bias_grad"]]) && mask.defined();
+  BackwardCall call{
+      grad.get(), forward_call, out.get(), lse.get(), seed.get(), offset.get(), {true, true, true, bias_grad}};
+  BackwardResult result = backward(call);
+  if (!result.grads[3].defined()) {
+    int32_t dtype = 0;
+    check_shim(aoti_torch_get_dtype(call.forward.q, &dtype), "get_dtype");
+    result.grads[3] = placeholder(call.forward, dtype);
+  }
+  for (int i = 0; i < 4; ++i) stack[i] = box::from_tensor(std::move(result.grads[i]));
+}
+
+void right_choice_of_call(StableIValue* stack, uint64_t, uint64_t) {
+  constexpr Schema op = kRightChoice;
+  const Owned q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
+              v = box::to_tensor(stack[op["value"]]), mask = box::to_optional_tensor(stack[op["attn_mask"]]);
+  const Causal causal = box::to<bool>(stack[op["is_causal"]]) ? Causal::kTopLeft : Causal::kNone;
+  const RightChoice right =
+      right_choice(box::to<int64_t>(stack[op["chosen"]]),
+                   {q.get(), k.get(), v.get(), mask.get(), box::to<double>(stack[op["dropout_p"]]), causal,
+                    box::to_optional_double(stack[op["scale"]])});
+  stack[op.result("choice")] = box::from(right.choice);
+  stack[op.result("fault")] = box::from(int64_t{right.fault});
+}
+
+std::vector<std::unique_ptr<StableLibrary>>& libraries() {
+  static auto* instance = new std::vector<std::unique_ptr<StableLibrary>>();  // outlives the dispatcher's own teardown
+  return *instance;
+}
+
+}  // namespace
+
+void register_ops(const char* dispatch_key, bool own_ops) {
+  auto aten = std::make_unique<StableLibrary>(StableLibrary::Kind::IMPL, "aten", dispatch_key, kOwner, __LINE__);
+  aten->impl("_scaled_dot_product_fused_attention_overrideable", &carrier_forward);
+  aten->impl("_scaled_dot_product_fused_attention_overrideable_backward", &carrier_backward);
+  libraries().push_back(std::move(aten));
+  if (!own_ops) return;
+  auto own =
+      std::make_unique<StableLibrary>(StableLibrary::Kind::IMPL, "torch_flashplug", dispatch_key, kOwner, __LINE__);
+  own->impl("sdpa_fwd", &own_forward);
+  own->impl("sdpa_bwd", &own_backward);
+  register_own_ops(own.get());
+  own->impl("_right_choice", &right_choice_of_call);
+  libraries().push_back(std::move(own));
+}
+
+void unregister_ops() { libraries().clear(); }
+
+}  // namespace flashplug

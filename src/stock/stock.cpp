@@ -1,0 +1,326 @@
+// Stock attention kernels called through the dispatcher: the efficient forward and backward, and the math ops of
+// ops.py; and cuDNN's forward.
+//
+// torch_call_dispatcher serves ops whose returns are all tensors; these four are. (The cuDNN and flash forwards return
+// SymInts and cannot be called.) Undefined tensors stand for absent ones where a schema says Tensor. cuDNN's backward
+// is not here: none of our forwards is followed by it, because it can be silently wrong (stock_workarounds.cpp).
+#include <torch/csrc/inductor/aoti_torch/generated/c_shim_aten.h>
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+
+#include "ops/attention.h"
+
+namespace flashplug {
+
+namespace {
+
+constexpr int64_t kLsePad = 32;  // the efficient kernels keep LSE rows in multiples of this
+
+// (B, S, H, D) in memory: how the efficient kernels write their output, and how their backward reads it, unasked.
+void rows_before_heads(const int64_t size[4], int64_t stride[4]) {
+  stride[3] = 1;
+  stride[1] = size[3];
+  stride[2] = size[1] * stride[1];
+  stride[0] = size[2] * stride[2];
+}
+
+// [B, Hkv, S, D] -> [B, Hq, S, D]: key and value heads repeated for the query heads that share them.
+Owned repeat_heads(AtenTensorHandle tensor, int64_t group) {
+  if (group == 1) return aligned_ones(Owned::share(tensor));
+  OpCall op(kRepeat);
+  op[kRepeat["self"]] = box::from_borrowed(tensor);
+  op[kRepeat["repeats"]] = box::from(group);
+  op[kRepeat["dim"]] = box::from(std::optional<int64_t>(1));
+  op[kRepeat["output_size"]] = box::from(std::nullopt);
+  op.run_or([&](StableIValue* results) {
+    const AtenTensorHandle repeated = repeat_interleave_again(tensor, group, 1);
+    if (repeated != nullptr) results[0] = box::from(repeated);
+    return repeated != nullptr;
+  });
+  return op.result(0);
+}
+
+Owned slice_lse(Owned lse, const Problem& p) {
+  const Shape shape = shape_of(lse.get());
+  if (shape.size[2] == p.Sq) return lse;
+  const int64_t size[3] = {p.B, p.Hq, p.Sq}, stride[3] = {p.Hq * p.Sq, p.Sq, 1};
+  return new_like(lse.get(), 3, size, stride, view(lse.get(), 3, size, shape.stride).get());
+}
+
+Owned shared(AtenTensorHandle tensor) { return tensor == nullptr ? Owned::undefined() : Owned::share(tensor); }
+
+StableIValue optional(AtenTensorHandle tensor) {
+  return box::from_optional_tensor(is_there(tensor) ? tensor : nullptr);
+}
+
+template <const Schema& schema>
+void put_operands(const ForwardCall& call, OpCall* to) {
+  OpCall& op = *to;
+  op[schema["query"]] = box::from_borrowed(call.q);
+  op[schema["key"]] = box::from_borrowed(call.k);
+  op[schema["value"]] = box::from_borrowed(call.v);
+}
+
+template <const Schema& schema>
+ForwardResult out_and_lse(OpCall* of) {
+  ForwardResult result;
+  result.out = of->result(schema.result("out"));
+  result.lse = of->result(schema.result("lse"));
+  return result;
+}
+
+}  // namespace
+
+Owned pad_lse(AtenTensorHandle lse) {
+  const Shape shape = shape_of(lse);
+  const int64_t B = shape.size[0], H = shape.size[1], Sq = shape.size[2];
+  if (Sq % kLsePad == 0) return Owned::share(lse);
+  const int64_t padded = ceil_div(Sq, kLsePad) * kLsePad;
+  const int64_t size[3] = {B, H, padded}, stride[3] = {H * padded, padded, 1};
+  Owned out = new_like(lse, 3, size, stride, nullptr);
+  check_shim(aoti_torch_aten_fill__Scalar(out.get(), std::numeric_limits<double>::infinity()), "fill_");
+  copy_into(view(out.get(), 3, shape.size, stride).get(), lse);
+  return out;
+}
+
+bool cudnn_forward(const ForwardCall& call, const Problem& p, ForwardResult* result) {
+  if (!(stock_backends() & kStockCudnn)) return false;
+  RepairedForward raw;
+  try {
+    const bool causal = call.causal == Causal::kTopLeft;
+    raw = repaired_cudnn_forward({call.q, call.k, call.v, nullptr, true, 0.0, causal, false, call.scale});
+  } catch (const std::exception& error) {  // the caller goes on to another kernel; what needs less memory there is none
+    if (std::strstr(error.what(), "out of memory") != nullptr) throw;
+    return false;
+  }
+  count(Path::kCudnnForward);
+  result->out = in_output_layout(std::move(raw.tensors[0]), call.q);
+  const Owned& lse = raw.tensors[1];  // [B, H, Sq, 1] or [B, H, Sq]
+  const int64_t size[3] = {p.B, p.Hq, p.Sq}, stride[3] = {p.Hq * p.Sq, p.Sq, 1};
+  const Owned rows = view(lse.get(), 3, size, shape_of(lse.get()).stride);
+  const bool packed = std::memcmp(shape_of(rows.get()).stride, stride, sizeof stride) == 0;
+  result->lse = packed ? Owned::share(rows.get()) : new_like(rows.get(), 3, size, stride, rows.get());
+  return true;
+}
+
+bool efficient_can_run(const Problem& p) { return p.on_cuda && standin() == Standin::kOff && efficient_takes(p); }
+
+ForwardResult efficient_forward(const ForwardCall& call, const Problem& p) {
+  count(Path::kEfficientForward);
+  constexpr const Schema& schema = kEfficientForward;
+  const Owned q = aligned_ones(Owned::share(call.q)), k = repeat_heads(call.k, p.group()),
+              v = repeat_heads(call.v, p.group());
+  const bool causal = call.causal == Causal::kTopLeft;
+  OpCall op(schema);
+  op[schema["query"]] = box::from_borrowed(q.get());
+  op[schema["key"]] = box::from_borrowed(k.get());
+  op[schema["value"]] = box::from_borrowed(v.get());
+  op[schema["attn_bias"]] = box::from_optional_tensor(nullptr);
+  op[schema["compute_log_sumexp"]] = box::from(true);
+  op[schema["dropout_p"]] = box::from(call.dropout_p);
+  op[schema["is_causal"]] = box::from(causal);
+  op[schema["scale"]] = box::from_optional_double(call.scale);
+  op.run_or([&](StableIValue* results) {
+    AtenTensorHandle made[4];
+    if (!(stock_backends() & kStockEfficient)) return false;
+    stock_efficient_forward({q.get(), k.get(), v.get(), nullptr, true, call.dropout_p, causal, call.scale}, made);
+    std::ranges::transform(made, results, [](AtenTensorHandle tensor) { return box::from(tensor); });
+    return true;
+  });
+  ForwardResult result;
+  result.out = in_output_layout(op.result(schema.result("output")), call.q);
+  result.lse = slice_lse(op.result(schema.result("log_sumexp")), p);
+  result.seed = op.result(schema.result("philox_seed"));
+  result.offset = op.result(schema.result("philox_offset"));
+  return result;
+}
+
+ForwardResult math_forward(const ForwardCall& call) {
+  constexpr const Schema& schema = kMathForward;
+  OpCall op(schema);
+  put_operands<schema>(call, &op);
+  op[schema["attn_bias"]] = optional(call.mask);
+  op[schema["dropout_p"]] = box::from(call.dropout_p);
+  op[schema["causal_mode"]] = box::from(static_cast<int64_t>(call.causal));
+  op[schema["scale"]] = box::from_optional_double(call.scale);
+  op[schema["mode"]] = box::from(call.mode.word);
+  op.run();
+  ForwardResult result = out_and_lse<schema>(&op);
+  result.seed = op.result(schema.result("seed"));
+  result.offset = op.result(schema.result("offset"));
+  return result;
+}
+
+Owned cached_math(const ForwardCall& call) {
+  constexpr const Schema& schema = kCachedMath;
+  OpCall op(schema);
+  put_operands<schema>(call, &op);
+  op[schema["k_scale"]] = box::from_borrowed(call.k_scale);
+  op[schema["v_scale"]] = box::from_borrowed(call.v_scale);
+  op[schema["attn_mask"]] = optional(call.mask);
+  op[schema["rotated"]] = box::from(call.rotated);
+  op[schema["scale"]] = box::from_optional_double(call.scale);
+  op.run();
+  return op.result(0);
+}
+
+// What the ops of attention.py and paged.py are told beside tensors.
+template <const Schema& schema>
+void put_window(const ForwardCall& call, OpCall* to) {
+  OpCall& op = *to;
+  op[schema["left"]] = box::from(call.window->left);
+  op[schema["right"]] = box::from(call.window->right);
+  op[schema["bottom_right"]] = box::from(call.window->bottom_right);
+  op[schema["softcap"]] = box::from(call.softcap);
+  op[schema["scale"]] = box::from_optional_double(call.scale);
+  op[schema["num_splits"]] = box::from(call.num_splits);
+  op[schema["fixed_split_size"]] = box::from(call.fixed_split_size);
+}
+
+// What both ops of attention.py are told beside operands and results.
+template <const Schema& schema>
+void put_settings(const ForwardCall& call, OpCall* to) {
+  OpCall& op = *to;
+  op[schema["cu_q"]] = optional(call.cu_q);
+  op[schema["cu_k"]] = optional(call.cu_k);
+  put_window<schema>(call, to);
+}
+
+ForwardResult paged_math(const ForwardCall& call) {
+  constexpr const Schema& schema = kPagedMath;
+  OpCall op(schema);
+  put_operands<schema>(call, &op);
+  op[schema["pages"]] = box::from_borrowed(call.pages);
+  op[schema["used_k"]] = box::from_borrowed(call.used_k);
+  op[schema["k_scale"]] = optional(call.k_scale);
+  op[schema["v_scale"]] = optional(call.v_scale);
+  op[schema["sinks"]] = optional(call.sinks);
+  put_window<schema>(call, &op);
+  op[schema["block_mode"]] = box::from(call.mode.word & kModeMask);
+  op.run();
+  return out_and_lse<schema>(&op);
+}
+
+ForwardResult attention_math(const ForwardCall& call) {
+  count(Path::kMathForward);
+  constexpr const Schema& schema = kAttentionMathForward;
+  OpCall op(schema);
+  put_operands<schema>(call, &op);
+  op[schema["sinks"]] = optional(call.sinks);
+  op[schema["used_k"]] = optional(call.used_k);
+  put_settings<schema>(call, &op);
+  op.run();
+  return out_and_lse<schema>(&op);
+}
+
+BackwardResult attention_math_backward(const BackwardCall& call) {
+  count(Path::kMathBackward);
+  const ForwardCall& forward = call.forward;
+  constexpr const Schema& schema = kAttentionMathBackward;
+  OpCall op(schema);
+  op[schema["grad_out"]] = box::from_borrowed(call.grad_out);
+  op[schema["grad_lse"]] = optional(call.grad_lse);
+  put_operands<schema>(forward, &op);
+  op[schema["out"]] = box::from_borrowed(call.out);
+  op[schema["lse"]] = box::from_borrowed(call.lse);
+  put_settings<schema>(forward, &op);
+  op[schema["wants_delta"]] = box::from(call.wants_delta);
+  op.run();
+  BackwardResult result;
+  for (int i = 0; i < 3; ++i) result.grads[i] = op.result(i);
+  result.delta = op.result(schema.result("delta"));
+  return result;
+}
+
+ForwardResult listed_math(const ForwardCall& call) {
+  count(Path::kMathForward);
+  constexpr const Schema& schema = kListedMathForward;
+  OpCall op(schema);
+  put_operands<schema>(call, &op);
+  op[schema["digest"]] = box::from_borrowed(call.mask);
+  op[schema["scale"]] = box::from_optional_double(call.scale);
+  op.run();
+  return out_and_lse<schema>(&op);
+}
+
+BackwardResult listed_math_backward(const BackwardCall& call) {
+  count(Path::kMathBackward);
+  constexpr const Schema& schema = kListedMathBackward;
+  OpCall op(schema);
+  op[schema["grad_out"]] = box::from_borrowed(call.grad_out);
+  put_operands<schema>(call.forward, &op);
+  op[schema["digest"]] = box::from_borrowed(call.forward.mask);
+  op[schema["out"]] = box::from_borrowed(call.out);
+  op[schema["lse"]] = box::from_borrowed(call.lse);
+  op[schema["scale"]] = box::from_optional_double(call.forward.scale);
+  op.run();
+  BackwardResult result;
+  for (int i = 0; i < 3; ++i) result.grads[i] = op.result(i);
+  return result;
+}
+
+BackwardResult efficient_backward(const BackwardCall& call, const Problem& p) {
+  count(Path::kEfficientBackward);
+  const ForwardCall& forward = call.forward;
+  int64_t stride[4];
+  rows_before_heads(shape_of(call.out).size, stride);
+  constexpr const Schema& schema = kEfficientBackward;
+  const Owned tensors[] = {readable(under_strides(call.grad_out, stride).get()),
+                           aligned_ones(Owned::share(forward.q)),
+                           repeat_heads(forward.k, p.group()),
+                           repeat_heads(forward.v, p.group()),
+                           Owned::undefined(),  // bias
+                           under_strides(call.out, stride),
+                           pad_lse(call.lse),
+                           shared(call.seed),
+                           shared(call.offset)};
+  OpCall op(schema);
+  for (int i = 0; i < 9; ++i) op[i] = box::from_borrowed(tensors[i].get());
+  op[schema["dropout_p"]] = box::from(forward.dropout_p);
+  const bool wanted[4] = {true, true, true, false};
+  op[schema["grad_input_mask"]] = box::from(torch::headeronly::HeaderOnlyArrayRef<bool>(wanted, 4));
+  op[schema["is_causal"]] = box::from(forward.causal == Causal::kTopLeft);
+  op[schema["scale"]] = box::from_optional_double(forward.scale);
+  op.run_or([&](StableIValue* results) {
+    AtenTensorHandle borrowed[9], made[4];
+    if (!(stock_backends() & kStockEfficient)) return false;
+    std::ranges::transform(tensors, borrowed, &Owned::get);
+    stock_efficient_backward(borrowed, forward.dropout_p, {true, true, true, false}, forward.causal == Causal::kTopLeft,
+                             forward.scale, made);
+    std::ranges::transform(made, results, [](AtenTensorHandle tensor) { return box::from(tensor); });
+    return true;
+  });
+  BackwardResult result;
+  result.grads[0] = laid_out_like(op.result(0), forward.q);
+  result.grads[1] = laid_out_like(sum_of_heads(op.result(1), forward.k), forward.k);
+  result.grads[2] = laid_out_like(sum_of_heads(op.result(2), forward.v), forward.v);
+  op.result(3);  // the bias gradient that was not asked for
+  return result;
+}
+
+BackwardResult math_backward(const BackwardCall& call) {
+  count(Path::kMathBackward);
+  const ForwardCall& forward = call.forward;
+  constexpr const Schema& schema = kMathBackward;
+  OpCall op(schema);
+  op[schema["grad_out"]] = box::from_borrowed(call.grad_out);
+  put_operands<schema>(forward, &op);
+  op[schema["attn_bias"]] = optional(forward.mask);
+  op[schema["out"]] = box::from_borrowed(call.out);
+  op[schema["lse"]] = box::from_borrowed(call.lse);
+  op[schema["seed"]] = box::from_borrowed(call.seed);
+  op[schema["offset"]] = box::from_borrowed(call.offset);
+  op[schema["dropout_p"]] = box::from(forward.dropout_p);
+  op[schema["causal_mode"]] = box::from(static_cast<int64_t>(forward.causal));
+  op[schema["scale"]] = box::from_optional_double(forward.scale);
+  op[schema["mode"]] = box::from(forward.mode.word);
+  op[schema["bias_grad"]] = box::from(call.wanted[3]);
+  op.run();
+  BackwardResult result;
+  for (int i = 0; i < 4; ++i) result.grads[i] = op.result(i);
+  return result;
+}
+
+}  // namespace flashplug

@@ -1,0 +1,258 @@
+// Stock's attention kernels for CUDA, called past the dispatcher by their mangled names, which spell all arguments but
+// no results: stock_workarounds.py compares the schemas. cuDNN's names were present in torch 2.11 to 2.15; the others
+// were seen in 2.11, and follow from 2.13's declarations.
+#include <dlfcn.h>
+
+#include <tuple>
+#include <type_traits>
+
+#include "stock/torch_symbols.h"
+
+namespace flashplug {
+
+namespace {
+
+// at::cuda::_scaled_dot_product_{cudnn, flash, efficient}_attention and ..._backward, arguments and all
+constexpr const char* kCudnnForward =
+    "_ZN2at4cuda35_scaled_dot_product_cudnn_attentionERKNS_6TensorES3_S3_RKSt8optionalIS1_EbdbbS4_IdE";
+constexpr const char* kCudnnBackward =
+    "_ZN2at4cuda44_scaled_dot_product_cudnn_attention_backwardERKNS_6TensorES3_S3_S3_S3_S3_S3_S3_S3_S3_S3_"
+    "lldbSt8optionalIdE";
+constexpr const char* kFlashForward =
+    "_ZN2at4cuda35_scaled_dot_product_flash_attentionERKNS_6TensorES3_S3_dbbSt8optionalIdE";
+constexpr const char* kFlashBackward =
+    "_ZN2at4cuda44_scaled_dot_product_flash_attention_backwardERKNS_6TensorES3_S3_S3_S3_S3_S3_S3_lldbS3_S3_"
+    "St8optionalIdE";
+constexpr const char* kEfficientForward =
+    "_ZN2at4cuda39_scaled_dot_product_efficient_attentionERKNS_6TensorES3_S3_RKSt8optionalIS1_EbdbS4_IdE";
+constexpr const char* kEfficientBackward =
+    "_ZN2at4cuda48_scaled_dot_product_efficient_attention_backwardERKNS_6TensorES3_S3_S3_S3_S3_S3_S3_S3_"
+    "dSt5arrayIbLm4EEbSt8optionalIdE";
+
+// at::cuda::_flash_attention_forward, whose later form has pages and splits as well; ..._no_dropout_inplace, which only
+// that one has; and ..._backward: seen in torch 2.11, 2.12 and 2.14
+constexpr const char* kOnEndForward =
+    "_ZN2at4cuda24_flash_attention_forwardERKNS_6TensorES3_S3_RKSt8optionalIS1_ES7_lldbbS4_IdES4_IlES9_S7_S7_";
+constexpr const char* kPagedOnEndForward =
+    "_ZN2at4cuda24_flash_attention_forwardERKNS_6TensorES3_S3_RKSt8optionalIS1_ES7_lldbbS4_IdES4_IlES9_S7_S7_S7_S9_";
+constexpr const char* kOnEndInto =
+    "_ZN2at4cuda43_flash_attention_forward_no_dropout_inplaceERNS_6TensorERKS1_S4_S4_RKSt8optionalIS1_ES8_lldbbS5_IdE"
+    "S5_IlESA_S8_S8_S8_SA_";
+constexpr const char* kOnEndBackward =
+    "_ZN2at4cuda25_flash_attention_backwardERKNS_6TensorES3_S3_S3_S3_S3_S3_S3_lldbS3_S3_St8optionalIdES4_IlES6_";
+
+// at::cuda::_efficient_attention_forward and ..._backward: seen in torch 2.12, 2.14 and 2.15
+constexpr const char* kRowsForward =
+    "_ZN2at4cuda28_efficient_attention_forwardERKNS_6TensorES3_S3_RKSt8optionalIS1_ES7_S7_S4_IlES8_dlbS4_IdES7_S8_";
+constexpr const char* kRowsBackward =
+    "_ZN2at4cuda29_efficient_attention_backwardERKNS_6TensorES3_S3_S3_RKSt8optionalIS1_ES3_S7_S7_llS3_dS3_S3_lb"
+    "S4_IdES4_IlES9_b";
+
+// Classes as the C++ ABI returns them: in memory, never in registers, because they have destructors.
+struct TensorValue {  // at::Tensor: one pointer
+  void* impl = nullptr;
+  TensorValue() = default;
+  TensorValue(const TensorValue&) = delete;
+  ~TensorValue() {}
+  // A handle points at an at::Tensor of its own on the heap, which takes over the reference.
+  AtenTensorHandle handle() const { return reinterpret_cast<AtenTensorHandle>(new void*(impl)); }
+};
+struct SymIntValue {  // c10::SymInt: the number itself, unless it is symbolic
+  int64_t number = 0;
+  SymIntValue() = default;
+  SymIntValue(const SymIntValue&) = delete;
+  ~SymIntValue() {}
+};
+using T = TensorValue;
+using Reference = const void*;  // const at::Tensor&
+using OptionalReference = const std::optional<void*>*;
+using MaybeScale = std::optional<double>;
+using MaybeInt = std::optional<int64_t>;
+using Five = std::tuple<T, T, T, T, T>;
+
+using Fused = std::tuple<T, T, T, T, SymIntValue, SymIntValue, T, T, T>;
+
+// Stock's kernels past the dispatcher; null where this torch has them not.
+struct StockKernels {
+  Fused (*cudnn_forward)(Reference, Reference, Reference, OptionalReference, bool, double, bool, bool,
+                         MaybeScale) = nullptr;
+  Fused (*flash_forward)(Reference, Reference, Reference, double, bool, bool, MaybeScale) = nullptr;
+  std::tuple<T, T, T, T> (*efficient_forward)(Reference, Reference, Reference, OptionalReference, bool, double, bool,
+                                              MaybeScale) = nullptr;
+  std::tuple<T, T, T> (*cudnn_backward)(Reference, Reference, Reference, Reference, Reference, Reference, Reference,
+                                        Reference, Reference, Reference, Reference, int64_t, int64_t, double, bool,
+                                        MaybeScale) = nullptr;
+  std::tuple<T, T, T> (*flash_backward)(Reference, Reference, Reference, Reference, Reference, Reference, Reference,
+                                        Reference, int64_t, int64_t, double, bool, Reference, Reference,
+                                        MaybeScale) = nullptr;
+  std::tuple<T, T, T, T> (*efficient_backward)(Reference, Reference, Reference, Reference, Reference, Reference,
+                                               Reference, Reference, Reference, double, std::array<bool, 4>, bool,
+                                               MaybeScale) = nullptr;
+  Five (*on_end_forward)(Reference, Reference, Reference, OptionalReference, OptionalReference, int64_t, int64_t,
+                         double, bool, bool, MaybeScale, MaybeInt, MaybeInt, OptionalReference,
+                         OptionalReference) = nullptr;
+  Five (*paged_on_end_forward)(Reference, Reference, Reference, OptionalReference, OptionalReference, int64_t, int64_t,
+                               double, bool, bool, MaybeScale, MaybeInt, MaybeInt, OptionalReference, OptionalReference,
+                               OptionalReference, MaybeInt) = nullptr;
+  T (*on_end_into)(Reference, Reference, Reference, Reference, OptionalReference, OptionalReference, int64_t, int64_t,
+                   double, bool, bool, MaybeScale, MaybeInt, MaybeInt, OptionalReference, OptionalReference,
+                   OptionalReference, MaybeInt) = nullptr;
+  std::tuple<T, T, T> (*on_end_backward)(Reference, Reference, Reference, Reference, Reference, Reference, Reference,
+                                         Reference, int64_t, int64_t, double, bool, Reference, Reference, MaybeScale,
+                                         MaybeInt, MaybeInt) = nullptr;
+  std::tuple<T, T, T, T, SymIntValue, SymIntValue> (*rows_forward)(Reference, Reference, Reference, OptionalReference,
+                                                                   OptionalReference, OptionalReference, MaybeInt,
+                                                                   MaybeInt, double, int64_t, bool, MaybeScale,
+                                                                   OptionalReference, MaybeInt) = nullptr;
+  std::tuple<T, T, T, T> (*rows_backward)(Reference, Reference, Reference, Reference, OptionalReference, Reference,
+                                          OptionalReference, OptionalReference, int64_t, int64_t, Reference, double,
+                                          Reference, Reference, int64_t, bool, MaybeScale, MaybeInt, MaybeInt,
+                                          bool) = nullptr;
+};
+
+const StockKernels& stock_kernels() {
+  static const StockKernels instance = [] {
+    StockKernels found;
+    void* cuda = in_process("libtorch_cuda.so");
+    if (cuda == nullptr) return found;
+    const auto look = [&](auto& function, const char* name) {
+      function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(cuda, name));
+    };
+    look(found.cudnn_forward, kCudnnForward);
+    look(found.flash_forward, kFlashForward);
+    look(found.efficient_forward, kEfficientForward);
+    look(found.cudnn_backward, kCudnnBackward);
+    look(found.flash_backward, kFlashBackward);
+    look(found.efficient_backward, kEfficientBackward);
+    look(found.on_end_forward, kOnEndForward);
+    look(found.paged_on_end_forward, kPagedOnEndForward);
+    look(found.on_end_into, kOnEndInto);
+    look(found.on_end_backward, kOnEndBackward);
+    look(found.rows_forward, kRowsForward);
+    look(found.rows_backward, kRowsBackward);
+    return found;
+  }();
+  return instance;
+}
+
+template <typename Tuple>
+void hand_out(const Tuple& tensors, AtenTensorHandle* handles) {
+  std::apply([&](const auto&... tensor) { ((*handles++ = tensor.handle()), ...); }, tensors);
+}
+
+FusedResult hand_out(const Fused& results) {
+  const auto& [out, lse, cum_q, cum_k, max_q, max_k, seed, offset, debug] = results;
+  FusedResult handles{{}, max_q.number, max_k.number};
+  hand_out(std::tie(out, lse, cum_q, cum_k, seed, offset, debug), handles.tensors);
+  return handles;
+}
+
+// The at::Tensor behind a handle is one pointer; null stands for none.
+std::optional<void*> optional_tensor(AtenTensorHandle handle) {
+  return handle == nullptr ? std::nullopt : std::optional<void*>(*reinterpret_cast<void**>(handle));
+}
+
+}  // namespace
+
+int stock_backends() {
+  const StockKernels& stock = stock_kernels();
+  return (stock.cudnn_forward && stock.cudnn_backward ? kStockCudnn : 0) |
+         (stock.flash_forward && stock.flash_backward ? kStockFlash : 0) |
+         (stock.efficient_forward && stock.efficient_backward ? kStockEfficient : 0);
+}
+
+FusedResult stock_cudnn_forward(const CudnnForwardCall& c) {
+  const std::optional<void*> bias = optional_tensor(c.bias);
+  return hand_out(stock_kernels().cudnn_forward(c.q, c.k, c.v, &bias, c.needs_lse, c.dropout_p, c.is_causal,
+                                                c.returns_debug_mask, c.scale));
+}
+
+FusedResult stock_flash_forward(const FlashForwardCall& c) {
+  return hand_out(
+      stock_kernels().flash_forward(c.q, c.k, c.v, c.dropout_p, c.is_causal, c.returns_debug_mask, c.scale));
+}
+
+void stock_efficient_forward(const EfficientForwardCall& c, AtenTensorHandle results[4]) {
+  const std::optional<void*> bias = optional_tensor(c.bias);
+  hand_out(stock_kernels().efficient_forward(c.q, c.k, c.v, &bias, c.needs_lse, c.dropout_p, c.is_causal, c.scale),
+           results);
+}
+
+void stock_cudnn_backward(const AtenTensorHandle t[11], int64_t max_q, int64_t max_k, double dropout_p, bool is_causal,
+                          MaybeScale scale, AtenTensorHandle grads[3]) {
+  hand_out(stock_kernels().cudnn_backward(t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], t[8], t[9], t[10], max_q,
+                                          max_k, dropout_p, is_causal, scale),
+           grads);
+}
+
+void stock_flash_backward(const AtenTensorHandle t[10], int64_t max_q, int64_t max_k, double dropout_p, bool is_causal,
+                          MaybeScale scale, AtenTensorHandle grads[3]) {
+  hand_out(stock_kernels().flash_backward(t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], max_q, max_k, dropout_p,
+                                          is_causal, t[8], t[9], scale),
+           grads);
+}
+
+void stock_efficient_backward(const AtenTensorHandle t[9], double dropout_p, std::array<bool, 4> wanted, bool is_causal,
+                              MaybeScale scale, AtenTensorHandle grads[4]) {
+  hand_out(stock_kernels().efficient_backward(t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], t[8], dropout_p, wanted,
+                                              is_causal, scale),
+           grads);
+}
+
+bool has_stock_on_end() {
+  const StockKernels& stock = stock_kernels();
+  return (stock.on_end_forward || stock.paged_on_end_forward) && stock.on_end_backward;
+}
+bool has_stock_on_end_into() { return stock_kernels().on_end_into != nullptr; }
+
+void stock_on_end_forward(const OnEndCall& c, AtenTensorHandle results[5]) {
+  const auto cu_q = optional_tensor(c.cu_q), cu_k = optional_tensor(c.cu_k), used_k = optional_tensor(c.used_k),
+             alibi = optional_tensor(c.alibi), pages = optional_tensor(c.pages);
+  const StockKernels& stock = stock_kernels();
+  if (stock.paged_on_end_forward)
+    return hand_out(
+        stock.paged_on_end_forward(c.q, c.k, c.v, &cu_q, &cu_k, c.max_q, c.max_k, c.dropout_p, c.is_causal,
+                                   c.returns_debug_mask, c.scale, c.left, c.right, &used_k, &alibi, &pages, c.splits),
+        results);
+  hand_out(stock.on_end_forward(c.q, c.k, c.v, &cu_q, &cu_k, c.max_q, c.max_k, c.dropout_p, c.is_causal,
+                                c.returns_debug_mask, c.scale, c.left, c.right, &used_k, &alibi),
+           results);
+}
+
+AtenTensorHandle stock_on_end_into(AtenTensorHandle out, const OnEndCall& c) {
+  const auto cu_q = optional_tensor(c.cu_q), cu_k = optional_tensor(c.cu_k), used_k = optional_tensor(c.used_k),
+             alibi = optional_tensor(c.alibi), pages = optional_tensor(c.pages);
+  return stock_kernels()
+      .on_end_into(out, c.q, c.k, c.v, &cu_q, &cu_k, c.max_q, c.max_k, c.dropout_p, c.is_causal, c.returns_debug_mask,
+                   c.scale, c.left, c.right, &used_k, &alibi, &pages, c.splits)
+      .handle();
+}
+
+void stock_on_end_backward(const AtenTensorHandle t[10], const OnEndCall& c, AtenTensorHandle grads[3]) {
+  hand_out(stock_kernels().on_end_backward(t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], c.max_q, c.max_k,
+                                           c.dropout_p, c.is_causal, t[8], t[9], c.scale, c.left, c.right),
+           grads);
+}
+
+bool has_stock_rows() { return stock_kernels().rows_forward && stock_kernels().rows_backward; }
+
+RowsResult stock_rows_forward(const RowsCall& c) {
+  const auto bias = optional_tensor(c.bias), cu_q = optional_tensor(c.cu_q), cu_k = optional_tensor(c.cu_k),
+             used_k = optional_tensor(c.used_k);
+  const auto results = stock_kernels().rows_forward(c.q, c.k, c.v, &bias, &cu_q, &cu_k, c.max_q, c.max_k, c.dropout_p,
+                                                    c.mask_type, c.needs_lse, c.scale, &used_k, c.window);
+  const auto& [out, lse, seed, offset, max_q, max_k] = results;
+  RowsResult handles{{}, max_q.number, max_k.number};
+  hand_out(std::tie(out, lse, seed, offset), handles.tensors);
+  return handles;
+}
+
+void stock_rows_backward(const RowsCall& c, const RowsGradients& g, AtenTensorHandle grads[4]) {
+  const auto bias = optional_tensor(c.bias), cu_q = optional_tensor(c.cu_q), cu_k = optional_tensor(c.cu_k);
+  hand_out(stock_kernels().rows_backward(g.grad_out, c.q, c.k, c.v, &bias, g.out, &cu_q, &cu_k, c.max_q.value_or(0),
+                                         c.max_k.value_or(0), g.lse, c.dropout_p, g.seed, g.offset, c.mask_type,
+                                         g.bias_grad, c.scale, g.splits, c.window, g.one_storage),
+           grads);
+}
+
+}  // namespace flashplug

@@ -1,0 +1,318 @@
+// The symbols that are looked up at run time, and the facts about torch versions that stand behind them. Only
+// stock_kernels.cpp and errors.cpp know other mangled names.
+//
+// libtorch_cpu.so and libc10.so are in the process before us (import torch); libtorch_cuda.so only in CUDA builds; the
+// driver only on GPU machines. The names were present in the Linux libraries of torch 2.11 to 2.15. If one is missing,
+// install() says so and the caller takes Plan B.
+#include "stock/torch_symbols.h"
+
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <memory>
+#include <mutex>
+#include <stack>
+#include <stdexcept>
+#include <utility>
+
+namespace flashplug {
+
+void* in_process(const char* library) { return dlopen(library, RTLD_NOLOAD | RTLD_NOW); }
+
+namespace {
+
+// DispatchStub<signature, tag>::DEFAULT: the mangled name spells the function type, so its presence proves the
+// signature.
+constexpr const char* kSignature =
+    "_ZN2at6native12DispatchStubIPFlRKNS_6TensorES4_S4_RKSt8optionalIS2_EdbS5_IdEbENS0_44_fused_sdp_choice_stub_"
+    "DECLARE_DISPATCH_typeEE"
+    "7DEFAULTE";
+constexpr const char* kStub = "_ZN2at6native22_fused_sdp_choice_stubE";
+constexpr const char* kGlobalContext = "_ZN2at13globalContextEv";
+constexpr const char* kFlashEnabled = "_ZNK2at7Context19userEnabledFlashSDPEv";
+constexpr const char* kOverrideableEnabled = "_ZNK2at7Context26userEnabledOverrideableSDPEv";
+constexpr const char* kMathEnabled = "_ZNK2at7Context18userEnabledMathSDPEv";
+constexpr const char* kEfficientEnabled = "_ZNK2at7Context26userEnabledMemEfficientSDPEv";
+constexpr const char* kWrap = "_Z16THPVariable_WrapRKN2at10TensorBaseE";
+constexpr const char* kDeterministic = "_ZNK2at7Context23deterministicAlgorithmsEv";
+constexpr const char* kRequiresGrad = "_ZNK3c1010TensorImpl13requires_gradEv";
+constexpr const char* kPythonDispatch = "_ZN2at4impl19tensor_has_dispatchERKNS_6TensorE";
+constexpr const char* kModesSet = "_ZN3c104impl20TorchDispatchModeTLS13any_modes_setEb";
+constexpr const char* kTracingState = "_ZN5torch3jit6tracer15getTracingStateEv";
+constexpr const char* kSavedHooks = "_ZN2at23SavedTensorDefaultHooks13get_tls_stateEv";
+constexpr const char* kNestedType = "_ZTIN2at6native16NestedTensorImplE";
+constexpr const char* kPlainType = "_ZTIN3c1010TensorImplE";
+constexpr const char* kGraphTask = "_ZN5torch8autograd25get_current_graph_task_idEv";
+constexpr const char* kEvaluatedNode = "_ZN5torch8autograd16get_current_nodeEv";
+constexpr const char* kSequenceNumber = "_ZN2at15sequence_number4peekEv";
+constexpr const char* kRecordThread = "_ZN2at14RecordFunction15currentThreadIdEv";
+constexpr const char* kLogLevel = "FLAGS_caffe2_log_level";
+
+using ContextFlag = bool (*)(const void* context);
+using TensorFlag = bool (*)(const void* tensor_impl);
+
+struct Found {
+  void* context = nullptr;
+  ContextFlag flash = nullptr, overrideable = nullptr, math = nullptr, efficient = nullptr, deterministic = nullptr;
+  TensorFlag requires_grad = nullptr;
+  bool (*python_dispatch)(const void* tensor) = nullptr;
+  bool (*modes_set)(bool skip_infra_modes) = nullptr;
+  const std::shared_ptr<void>& (*tracing_state)() = nullptr;
+  const std::stack<int>& (*saved_hooks)() = nullptr;  // its state begins with a stack, of whatever
+  const void* nested_type = nullptr;
+  const void* plain_type = nullptr;
+  int* log_level = nullptr;
+  int (*graph_task)() = nullptr;
+  void* (*evaluated_node)(void* returned) = nullptr;  // x86-64 passes the place of a returned object first
+  uint64_t (*sequence_number)() = nullptr;
+  uint64_t (*record_thread)() = nullptr;
+};
+
+Found& found() {
+  static Found instance;
+  return instance;
+}
+
+TorchSymbols look_up() {
+  TorchSymbols symbols;
+  Found& f = found();
+  void* cpu = in_process("libtorch_cpu.so");
+  void* c10 = in_process("libc10.so");
+  if (cpu == nullptr || c10 == nullptr) return symbols;
+  symbols.stub = dlsym(cpu, kStub);
+  void** cpu_default = static_cast<void**>(dlsym(cpu, kSignature));
+  symbols.signature = cpu_default != nullptr;
+  if (cpu_default != nullptr) symbols.cpu_default = *cpu_default;
+  if (auto context = reinterpret_cast<void* (*)()>(dlsym(cpu, kGlobalContext))) f.context = context();
+  f.flash = reinterpret_cast<ContextFlag>(dlsym(cpu, kFlashEnabled));
+  f.overrideable = reinterpret_cast<ContextFlag>(dlsym(cpu, kOverrideableEnabled));
+  f.math = reinterpret_cast<ContextFlag>(dlsym(cpu, kMathEnabled));
+  f.efficient = reinterpret_cast<ContextFlag>(dlsym(cpu, kEfficientEnabled));
+  f.deterministic = reinterpret_cast<ContextFlag>(dlsym(cpu, kDeterministic));
+  f.requires_grad = reinterpret_cast<TensorFlag>(dlsym(c10, kRequiresGrad));
+  f.python_dispatch = reinterpret_cast<bool (*)(const void*)>(dlsym(cpu, kPythonDispatch));
+  f.modes_set = reinterpret_cast<bool (*)(bool)>(dlsym(c10, kModesSet));
+  f.tracing_state = reinterpret_cast<const std::shared_ptr<void>& (*)()>(dlsym(cpu, kTracingState));
+  f.saved_hooks = reinterpret_cast<const std::stack<int>& (*)()>(dlsym(cpu, kSavedHooks));
+  f.nested_type = dlsym(cpu, kNestedType);
+  f.plain_type = dlsym(c10, kPlainType);
+  f.graph_task = reinterpret_cast<int (*)()>(dlsym(cpu, kGraphTask));
+  f.evaluated_node = reinterpret_cast<void* (*)(void*)>(dlsym(cpu, kEvaluatedNode));
+  f.sequence_number = reinterpret_cast<uint64_t (*)()>(dlsym(cpu, kSequenceNumber));
+  f.record_thread = reinterpret_cast<uint64_t (*)()>(dlsym(cpu, kRecordThread));
+  f.log_level = static_cast<int*>(dlsym(c10, kLogLevel));
+  if (void* python = in_process("libtorch_python.so")) symbols.wrap = dlsym(python, kWrap);
+  return symbols;
+}
+
+// The CUDA driver, for what the stable ABI lacks. Its functions are versioned by name and never leave; no CUDA runtime
+// version is needed.
+struct Driver {
+  using Attribute = int (*)(int* value, int attribute, int device);
+  using ExchangeCaptureMode = int (*)(int* mode);
+  using IsCapturing = int (*)(void* stream, int* status);
+  Attribute attribute = nullptr;
+  int (*device_get)(int* device, int ordinal) = nullptr;
+  int (*init)(unsigned flags) = nullptr;
+  ExchangeCaptureMode exchange_capture_mode = nullptr;
+  IsCapturing is_capturing = nullptr;
+  int (*mem_alloc)(uint64_t* pointer, size_t bytes) = nullptr;
+  int (*memset_async)(uint64_t pointer, unsigned char value, size_t bytes, void* stream) = nullptr;
+  int (*stream_create)(void** stream, unsigned flags) = nullptr;
+  int (*stream_synchronize)(void* stream) = nullptr;
+  int (*stream_destroy)(void* stream) = nullptr;
+  int (*context_current)(void** context) = nullptr;
+  int (*context_set)(void* context) = nullptr;
+  int (*primary_context)(void** context, int device) = nullptr;
+};
+
+const Driver& driver() {
+  static const Driver instance = [] {
+    Driver d;
+    void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+    if (library == nullptr) return d;
+    d.init = reinterpret_cast<int (*)(unsigned)>(dlsym(library, "cuInit"));
+    d.device_get = reinterpret_cast<int (*)(int*, int)>(dlsym(library, "cuDeviceGet"));
+    d.attribute = reinterpret_cast<Driver::Attribute>(dlsym(library, "cuDeviceGetAttribute"));
+    d.exchange_capture_mode =
+        reinterpret_cast<Driver::ExchangeCaptureMode>(dlsym(library, "cuThreadExchangeStreamCaptureMode"));
+    d.is_capturing = reinterpret_cast<Driver::IsCapturing>(dlsym(library, "cuStreamIsCapturing"));
+    d.mem_alloc = reinterpret_cast<decltype(d.mem_alloc)>(dlsym(library, "cuMemAlloc_v2"));
+    d.memset_async = reinterpret_cast<decltype(d.memset_async)>(dlsym(library, "cuMemsetD8Async"));
+    d.stream_create = reinterpret_cast<decltype(d.stream_create)>(dlsym(library, "cuStreamCreate"));
+    d.stream_synchronize = reinterpret_cast<decltype(d.stream_synchronize)>(dlsym(library, "cuStreamSynchronize"));
+    d.stream_destroy = reinterpret_cast<decltype(d.stream_destroy)>(dlsym(library, "cuStreamDestroy_v2"));
+    d.context_current = reinterpret_cast<decltype(d.context_current)>(dlsym(library, "cuCtxGetCurrent"));
+    d.context_set = reinterpret_cast<decltype(d.context_set)>(dlsym(library, "cuCtxSetCurrent"));
+    d.primary_context = reinterpret_cast<decltype(d.primary_context)>(dlsym(library, "cuDevicePrimaryCtxRetain"));
+    return d;
+  }();
+  return instance;
+}
+
+// CUdevice_attribute and CUstreamCaptureMode values, fixed by the driver's ABI.
+constexpr int kAttributeSmCount = 16;
+constexpr int kAttributeMemoryKhz = 36;
+constexpr int kAttributeMemoryBits = 37;
+constexpr int kAttributeL2Bytes = 38;
+constexpr int kAttributeMajor = 75;
+constexpr int kAttributeMinor = 76;
+constexpr int kAttributeSmemOptin = 97;
+constexpr int kCaptureModeRelaxed = 2;
+constexpr int kFirstCaptureError = 900, kLastCaptureError = 908;  // CUDA_ERROR_STREAM_CAPTURE_...
+constexpr unsigned kStreamNonBlocking = 1;  // not ordered with the legacy stream, which a capture may forbid
+
+constexpr int kLogFatal = 3;
+std::mutex quiet_mutex;
+
+}  // namespace
+
+QuietShims::QuietShims() {
+  quiet_mutex.lock();
+  if (int* level = found().log_level) previous_ = std::exchange(*level, kLogFatal);
+}
+
+QuietShims::~QuietShims() {
+  if (int* level = found().log_level) *level = previous_;
+  quiet_mutex.unlock();
+}
+
+const TorchSymbols& torch_symbols() {
+  static const TorchSymbols instance = look_up();
+  return instance;
+}
+
+bool TorchSymbols::flash_enabled() const { return found().flash(found().context); }
+bool TorchSymbols::overrideable_enabled() const { return found().overrideable(found().context); }
+bool TorchSymbols::math_enabled() const { return found().math(found().context); }
+bool TorchSymbols::efficient_enabled() const { return found().efficient(found().context); }
+bool TorchSymbols::deterministic() const { return found().deterministic(found().context); }
+
+// at::Tensor is one intrusive_ptr<TensorImpl>; a handle points at the at::Tensor.
+bool TorchSymbols::requires_grad(AtenTensorHandle tensor) const {
+  return found().requires_grad(*reinterpret_cast<void**>(tensor));
+}
+
+namespace {
+
+// The C++ ABI keeps the address of an object's type_info in front of its virtual functions.
+const void* type_of(AtenTensorHandle tensor) {
+  void*** object = *reinterpret_cast<void****>(tensor);
+  return (*object)[-1];
+}
+
+}  // namespace
+
+bool TorchSymbols::nested(AtenTensorHandle tensor) const { return type_of(tensor) == found().nested_type; }
+bool TorchSymbols::wrapped(AtenTensorHandle tensor) const { return type_of(tensor) != found().plain_type; }
+
+bool TorchSymbols::python_dispatch(AtenTensorHandle tensor) const { return found().python_dispatch(tensor); }
+
+bool TorchSymbols::modes_set() const { return found().modes_set == nullptr || found().modes_set(false); }
+
+bool TorchSymbols::jit_traced() const { return found().tracing_state != nullptr && found().tracing_state() != nullptr; }
+
+bool TorchSymbols::saved_hooks() const { return found().saved_hooks == nullptr || !found().saved_hooks().empty(); }
+
+bool TorchSymbols::knows_nodes() const {
+#if defined(__x86_64__)
+  const Found& f = found();
+  return f.graph_task != nullptr && f.evaluated_node != nullptr && f.sequence_number != nullptr &&
+         f.record_thread != nullptr;
+#else
+  return false;
+#endif
+}
+
+int64_t TorchSymbols::graph_task() const { return found().graph_task(); }
+uint64_t TorchSymbols::sequence_number() const { return found().sequence_number(); }
+uint64_t TorchSymbols::record_thread() const { return found().record_thread(); }
+void TorchSymbols::evaluated_node(void* returned) const { found().evaluated_node(returned); }
+
+const char* TorchSymbols::lacking() const {
+  const Found& f = found();
+  const std::pair<const char*, bool> needed[] = {{kStub, stub != nullptr},
+                                                 {kGlobalContext, f.context != nullptr},
+                                                 {kFlashEnabled, f.flash != nullptr},
+                                                 {kOverrideableEnabled, f.overrideable != nullptr},
+                                                 {kMathEnabled, f.math != nullptr},
+                                                 {kEfficientEnabled, f.efficient != nullptr},
+                                                 {kDeterministic, f.deterministic != nullptr},
+                                                 {kRequiresGrad, f.requires_grad != nullptr},
+                                                 {kPythonDispatch, f.python_dispatch != nullptr}};
+  const auto first = std::ranges::find(needed, false, &std::pair<const char*, bool>::second);
+  return first == std::end(needed) ? nullptr : first->first;
+}
+
+void* current_cuda_stream(int device_index) {
+  if (standin() != Standin::kOff) return nullptr;
+  using Shim = AOTITorchError (*)(int32_t, void**);
+  static const Shim shim = [] {
+    void* cuda = in_process("libtorch_cuda.so");
+    return cuda ? reinterpret_cast<Shim>(dlsym(cuda, "aoti_torch_get_current_cuda_stream")) : nullptr;
+  }();
+  void* stream = nullptr;
+  if (shim == nullptr || shim(device_index, &stream) != 0)
+    throw std::runtime_error("torch_flashplug: no current CUDA stream; is this torch a CUDA build?");
+  return stream;
+}
+
+bool stream_is_capturing(void* stream) {
+  if (driver().is_capturing == nullptr) return false;
+  int status = 0;
+  const int error = driver().is_capturing(stream, &status);
+  // A capture can forbid the question itself. Other errors tell nothing of captures: threads of autograd that have not
+  // touched the GPU yet have no context, for example.
+  return error == 0 ? status != 0 : error >= kFirstCaptureError && error <= kLastCaptureError;
+}
+
+RelaxedCapture::RelaxedCapture() {
+  int mode = kCaptureModeRelaxed;
+  if (driver().exchange_capture_mode != nullptr && driver().exchange_capture_mode(&mode) == 0) previous_ = mode;
+}
+
+RelaxedCapture::~RelaxedCapture() {
+  if (previous_ >= 0) driver().exchange_capture_mode(&previous_);
+}
+
+void ensure_context(int device_index) {
+  const Driver& d = driver();
+  if (d.context_current == nullptr || d.context_set == nullptr || d.primary_context == nullptr) return;
+  void* context = nullptr;
+  int device = 0;
+  if (d.context_current(&context) != 0 || context != nullptr) return;
+  if (d.device_get(&device, device_index) == 0 && d.primary_context(&context, device) == 0) d.context_set(context);
+}
+
+void* device_zeros(size_t bytes) {
+  const Driver& d = driver();
+  if (d.mem_alloc == nullptr || d.memset_async == nullptr || d.stream_create == nullptr) return nullptr;
+  RelaxedCapture relaxed;
+  uint64_t pointer = 0;
+  void* stream = nullptr;
+  if (d.mem_alloc(&pointer, bytes) != 0 || d.stream_create(&stream, kStreamNonBlocking) != 0) return nullptr;
+  const bool cleared = d.memset_async(pointer, 0, bytes, stream) == 0 && d.stream_synchronize(stream) == 0;
+  d.stream_destroy(stream);
+  return cleared ? reinterpret_cast<void*>(pointer) : nullptr;
+}
+
+DeviceFacts query_device(int device_index) {
+  const Driver& d = driver();
+  DeviceFacts facts;
+  int device = 0;
+  if (d.init == nullptr || d.init(0) != 0 || d.device_get(&device, device_index) != 0) return facts;
+  int major = 0, minor = 0;
+  d.attribute(&major, kAttributeMajor, device);
+  d.attribute(&minor, kAttributeMinor, device);
+  d.attribute(&facts.sm_count, kAttributeSmCount, device);
+  d.attribute(&facts.smem_bytes, kAttributeSmemOptin, device);
+  d.attribute(&facts.l2_bytes, kAttributeL2Bytes, device);
+  int khz = 0, bits = 0;
+  d.attribute(&khz, kAttributeMemoryKhz, device);
+  d.attribute(&bits, kAttributeMemoryBits, device);
+  facts.memory_rate = static_cast<int>(2e-6 * khz * bits / 8);  // two transfers a clock
+  facts.cc = 10 * major + minor;
+  return facts;
+}
+
+}  // namespace flashplug
