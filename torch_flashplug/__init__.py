@@ -21,7 +21,7 @@ if not inert:
     from .api.backend import disable, enable, explain, sdpa_backend
     from .api.explain_attention import explain_attention
     from .api.explain_varlen import explain_varlen
-    from .api.varlen import append_kv
+    from .api.kv_cache import append_kv
     from .api.varlen_plan import LengthsPlan, plan
     from .ops.block_mask import BlockLists, block_lists
     from .ops.quantized_kv import QuantizedTensor

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .api.attention import attention, check_before
 from .api.attention_args import splits_of
-from .api.varlen import append_kv
+from .api.kv_cache import append_kv
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
 

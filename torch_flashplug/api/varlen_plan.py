@@ -15,8 +15,8 @@ from ..ops import attention
 from ..ops.attention import Window
 from ..ops.quantized_kv import multiplied_in
 from ..torch_hooks import describe_call
-from . import varlen
 from .attention_args import softcap_of, split_size_of, splits_of, window_of
+from .varlen_args import Lengths, check_on_end
 
 
 class _Seen(NamedTuple):
@@ -48,14 +48,14 @@ class LengthsPlan(NamedTuple):
     rows: int
     keys: int
     window: Window
-    lengths: varlen.Lengths  # as they were given
+    lengths: Lengths  # as they were given
     seen_as: tuple[_Seen | None, ...]  # those tensors then
 
     @property
     def of_op(self) -> tuple[Tensor | None, int]:
         return self.lists, self.key
 
-    def check(self, q: Tensor, k: Tensor, given: varlen.Lengths, window: tuple[int, int, bool]) -> None:
+    def check(self, q: Tensor, k: Tensor, given: Lengths, window: tuple[int, int, bool]) -> None:
         """ValueError where it was made for another call, as far as the host knows; graphs compare no tensors."""
         for what, made_for, now in (
             ("q.shape[0]", self.rows, q.shape[0]),
@@ -96,7 +96,7 @@ def check_is_plan(plan: object, on_end: bool) -> None:
 
 @torch.inference_mode(False)  # what is kept may meet gradients later
 @torch.no_grad()
-def _lists(operands: list[Tensor], lengths: varlen.Lengths, seen: tuple, gradients: bool) -> tuple[Tensor, int]:
+def _lists(operands: list[Tensor], lengths: Lengths, seen: tuple, gradients: bool) -> tuple[Tensor, int]:
     return attention.namespace._plan_lists(*operands, *(None if x is None else x.contiguous() for x in lengths), *seen,
                                           gradients)  # fmt: skip
 
@@ -142,7 +142,7 @@ def plan(  # noqa: PLR0913
     splits = splits_of(num_splits), split_size_of(fixed_split_size, num_splits)
     seen = (*window_of(causal, window), softcap_of(softcap), None, *splits)
     given = (cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k, seqused_k)
-    eight = varlen.check_on_end((q, k, v), given)
+    eight = check_on_end((q, k, v), given)
     operands = [x.unsqueeze(0).transpose(1, 2) for x in (q, k, v)]
     lists, key = _lists(_as_multiplied(operands, eight), given, seen, _wants(gradients, operands))
     seen_as, window = tuple(map(_Seen.now, given)), Window(*seen[:3])

@@ -8,18 +8,9 @@ backward in parts), it is good to 2^-8 / cap.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ..score_stages.pipeline import Chain
 from ..score_stages.softcap import Softcap
 from .base import Seams
-
-if TYPE_CHECKING:
-    pass
-
-
-
-
 
 
 class Softcapped(Seams):

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from cutlass import Int32
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)
