@@ -1,8 +1,8 @@
 """Roads to the kernels for the tests: CUDA as it is, and a CPU stand-in where everything but the kernel is real.
 
 In the stand-in CPU tensors are eligible, every device looks like an H100, and where our kernel would be launched the
-reference math runs (our_forward in src/ops/sdpa_ops.cpp). On both roads auto mode takes whatever our kernels can run, so
-that tests meet the road and not today's table.
+reference math runs (our_forward in src/ops/sdpa_ops.cpp). On both roads auto mode takes whatever our kernels can run,
+so that tests meet the road and not today's table.
 """
 
 from __future__ import annotations

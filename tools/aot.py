@@ -179,7 +179,9 @@ def write(file: Path, names: list[str], store: Store) -> None:
     rows = [store.row(name) for name in names]
     spilled = [row["name"] for row in rows if row.get("spills") or row.get("stack_bytes")]
     if spilled:
-        raise SystemExit(f"spilled registers: {', '.join(spilled)}; lower tile_n or tile_m of their rows in kernel_table.py")
+        raise SystemExit(
+            f"spilled registers: {', '.join(spilled)}; lower tile_n or tile_m of their rows in kernel_table.py"
+        )
     link([store.path(name, ".o") for name in names], file)
     report = {
         "arch": store.target,

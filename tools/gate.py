@@ -1,5 +1,6 @@
 """Constants of the decode gate: times calls of few query rows in many numbers of splits, and finds the constants under
-which the dispatcher's own rule (src/dispatch/split_heuristic.cpp) loses least against the best number of splits of each call.
+which the dispatcher's own rule (src/dispatch/split_heuristic.cpp) loses least against the best number of splits of each
+call.
 
     python tools/tune.py gate --out results              on the GPU: times, then the fit
     python tools/tune.py gate --times gate-h100.json     the fit again, to the times of one or several machines
@@ -59,7 +60,9 @@ def measure(facts: dict[str, int], rounds: int) -> dict[str, dict[str, dict[str,
             runs = {}
             for limit, wanted in itertools.product((CLUSTER, 1), SPLITS):
                 # a cluster wherever there can be one
-                bindings.push_rows(kernel_table.KERNEL_ROWS, (), replace(packing(dispatch_table.GATE), cluster=limit, combine_ns=1e9))
+                bindings.push_rows(
+                    kernel_table.KERNEL_ROWS, (), replace(packing(dispatch_table.GATE), cluster=limit, combine_ns=1e9)
+                )
                 splits, tiles = planned(case, facts, wanted)
                 if splits[0] != wanted or written(splits) in runs or splits[0] * tiles > MOST_CTAS * facts["sm_count"]:
                     continue

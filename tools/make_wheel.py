@@ -103,7 +103,9 @@ def check(wheel: Path, cpu: str) -> shared_object.SharedObject:
         raise BadWheel(f"{EXTENSION} must be for {cpu}, but is for {needed.machine}")
     if above := needed.above(CEILINGS):
         said = "; ".join(f"{version}: {', '.join(symbols)}" for version, symbols in above.items())
-        raise BadWheel(f"{EXTENSION} needs more than {PLATFORM} has ({said}). Extend src/core/portable.h, or use g++ 12")
+        raise BadWheel(
+            f"{EXTENSION} needs more than {PLATFORM} has ({said}). Extend src/core/portable.h, or use g++ 12"
+        )
     if foreign := set(needed.libraries) - LIBRARIES:
         raise BadWheel(f"{EXTENSION} must need no library but {', '.join(sorted(LIBRARIES))}, but needs {foreign}")
     torch = shared_object.read_file(find_dependencies.folder_of("torch") / "lib" / "libtorch_cpu.so")
@@ -129,7 +131,7 @@ def build_packs(names: Sequence[str]) -> list[Path]:
 
 def core_packs() -> list[str]:
     """Return the names of the core packs, from the table beside this file, whatever is installed."""
-    code = "import aot; print(*aot.configs.CORE)"
+    code = "import aot; print(*aot.kernel_table.CORE)"
     tools = ROOT / "tools"
     done = subprocess.run([sys.executable, "-c", code], cwd=tools, check=True, capture_output=True, text=True)
     return done.stdout.split()

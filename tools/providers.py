@@ -121,7 +121,10 @@ def in_one_order(scope: Callable[[], AbstractContextManager]) -> Iterator[None]:
 def tall_tiles() -> Iterator[None]:
     """Ours, with bool masks in the tallest tiles that there are."""
     rows = kernel_table.KERNEL_ROWS
-    kernels = [replace(row, cost=1) if (row.features, row.tile_m) == (kernel_table.MASK, kernel_spec.TALL) else row for row in rows]
+    kernels = [
+        replace(row, cost=1) if (row.features, row.tile_m) == (kernel_table.MASK, kernel_spec.TALL) else row
+        for row in rows
+    ]
     startup.push_tables(kernels)
     try:
         with torch_flashplug.sdpa_backend("fa3"):

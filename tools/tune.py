@@ -6,9 +6,9 @@ and timed beside stock; prints replacement rows for torch_flashplug/registry/ker
     python tools/tune.py time --pack DIR --out results           on the GPU: numbers first, then interleaved rounds
     python tools/tune.py gate --out results                      constants of the decode gate, timed and fitted
 
-Legal is what torch_flashplug/registry/kernel_spec.py computes: registers, shared memory, wgmma shapes. Nothing is guessed and nothing
-is written into the table: a row is pasted by whoever has read the times above it. To compare two versions of a kernel,
-give `time` one pack of each, made by its own tree's `compile`.
+Legal is what torch_flashplug/registry/kernel_spec.py computes: registers, shared memory, wgmma shapes. Nothing is
+guessed and nothing is written into the table: a row is pasted by whoever has read the times above it. To compare two
+versions of a kernel, give `time` one pack of each, made by its own tree's `compile`.
 """
 
 from __future__ import annotations

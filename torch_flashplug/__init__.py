@@ -16,7 +16,7 @@ inert = env.torch_is_loading_backends() and "inert" not in globals()
 if not inert:
     env.check()
 
-    from . import integrations
+    from . import integrations as integrations
     from .api.attention import attention
     from .api.backend import disable, enable, explain, sdpa_backend
     from .api.explain_attention import explain_attention
@@ -38,7 +38,6 @@ if not inert:
         "explain",
         "explain_attention",
         "explain_varlen",
-        "integrations",
         "plan",
         "sdpa_backend",
     ]

@@ -1,5 +1,5 @@
-"""What C++ passes to a kernel (torch_flashplug/registry/kernel_args.py) is what its signature takes: names, order, ranks, types.
-No GPU.
+"""What C++ passes to a kernel (torch_flashplug/registry/kernel_args.py) is what its signature takes: names, order,
+ranks, types. No GPU.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ from torch_flashplug.kernels.primitives import dtype as made_of
 ROOT = Path(__file__).resolve().parents[2]
 CALLS = {"fwd": "forward.ForwardCall", "decode": "decode.DecodeCall", "bwd": "backward.BackwardCall"}
 MADE = {
-    (spec.kind, spec.arch, spec.dtype, spec.mask): spec for family in FAMILIES for spec in kernel_table.specs(family.arch)
+    (spec.kind, spec.arch, spec.dtype, spec.mask): spec
+    for family in FAMILIES
+    for spec in kernel_table.specs(family.arch)
 }
 CUTLASS = {"fp32": "Float32", "int32": "Int32", "int64": "Int64", "bool": "Uint8"}
 CUTLASS |= {name: element.dtype.__name__ for name, element in made_of.ELEMENTS.items()}
@@ -40,7 +42,7 @@ CUTLASS |= dict.fromkeys(FORMATS, "Uint8")  # bytes, whatever they say
 def signature(name: str) -> list[tuple[str, str]]:
     """Names and types of the parameters of a class's __call__, which the DSL has wrapped."""
     module, name = name.split(".")
-    tree = ast.parse((ROOT / "torch_flashplug" / "kernels" / "parts" / "arguments" / f"{module}.py").read_text())
+    tree = ast.parse((ROOT / "torch_flashplug" / "kernels" / "call_args" / f"{module}.py").read_text())
     (owner,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
     (call,) = (node for node in owner.body if isinstance(node, ast.FunctionDef) and node.name == "__call__")
     return [(argument.arg, ast.unparse(argument.annotation)) for argument in call.args.args[1:]]

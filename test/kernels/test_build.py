@@ -70,7 +70,9 @@ def test_a_checkout_compiles_its_own_kernels(checkout):
     run = run_aot(checkout)
     assert run.returncode == 0, run.stdout + run.stderr
     loaded = {Path(line.split()[1]) for line in run.stdout.splitlines() if line.startswith("loaded ")}
-    assert loaded == {package / name for name in ("kernel_table.py", "kernels/fwd_sm90.py", "kernels/tiling/block_iterator.py")}
+    assert loaded == {
+        package / name for name in ("kernel_table.py", "kernels/fwd_sm90.py", "kernels/tiling/block_iterator.py")
+    }
     report = json.loads((checkout / "out" / "flashplug_sm90a.json").read_text())
     assert [row["name"] for row in report["kernels"]] == [SPECS[0].name()]
     assert len(report["sources"]) == len(source_fingerprint()) and report["sources"] != source_fingerprint()
@@ -160,7 +162,10 @@ def test_comments_and_docstrings_change_no_byte_of_an_object(tmp_path):
     name = "decode_sm80_bf16_d64_full_m64n128s2"
     shutil.copytree(ROOT / "torch_flashplug", tmp_path / "torch_flashplug", ignore=shutil.ignore_patterns("*.so"))
     shutil.copytree(ROOT / "tools", tmp_path / "tools", ignore=shutil.ignore_patterns("results"))
-    for path in [*(tmp_path / "torch_flashplug" / "kernels").rglob("*.py"), tmp_path / "torch_flashplug" / "kernel_spec.py"]:
+    for path in [
+        *(tmp_path / "torch_flashplug" / "kernels").rglob("*.py"),
+        tmp_path / "torch_flashplug" / "kernel_spec.py",
+    ]:
         first, future, rest = path.read_text().partition("from __future__ import annotations\n")
         path.write_text(f"{first}# changed\n\n{future}\n# changed\n\n{rest}\n# changed\n")
     objects = {}

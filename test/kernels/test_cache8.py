@@ -21,7 +21,9 @@ from torch_flashplug.registry.kernel_spec import KernelSpec
 from torch_flashplug.testing import new_case
 
 SEED = 20261125
-SPECS = [spec for spec in kernel_table.specs(80, "decode") if "cache8" in spec.features and "paged" not in spec.features]
+SPECS = [
+    spec for spec in kernel_table.specs(80, "decode") if "cache8" in spec.features and "paged" not in spec.features
+]
 BY_FORMAT = pytest.mark.parametrize("kv", FORMATS)
 TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8, "e4m3": torch.float8_e4m3fn}
 TORCH["e5m2"] = torch.float8_e5m2

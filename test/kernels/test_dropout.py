@@ -41,7 +41,10 @@ SEED = 20261124
 HEADS = (2, 4, 2)  # B, Hq, Hkv
 BACKENDS = {90: "fa3", 80: "fa2"}
 DROPPED = [
-    spec for arch in BACKENDS for spec in kernel_table.specs(arch) if "dropout" in spec.features and spec.kind != "dbias"
+    spec
+    for arch in BACKENDS
+    for spec in kernel_table.specs(arch)
+    if "dropout" in spec.features and spec.kind != "dbias"
 ]
 bits_of = torch.ops.torch_flashplug.dropout_mask
 

@@ -1,5 +1,5 @@
-"""8-bit attention by kernels: operands that they make ahead of it, against quantize_reference.py bit for bit; what they make of
-these, against the same arithmetic in fp64 (testing/eight_bit.py); and the classic ways to get it wrong.
+"""8-bit attention by kernels: operands that they make ahead of it, against quantize_reference.py bit for bit; what they
+make of these, against the same arithmetic in fp64 (testing/eight_bit.py); and the classic ways to get it wrong.
 """
 
 from __future__ import annotations

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-key_order = pytest.importorskip("torch_flashplug.kernels.tiling.backward_tile_scheduler", reason="the DSL is needed for kernels")
+key_order = pytest.importorskip(
+    "torch_flashplug.kernels.tiling.backward_tile_scheduler", reason="the DSL is needed for kernels"
+)
 walk = pytest.importorskip("torch_flashplug.kernels.parts.walk")
 
 BANDS = {"full": walk.Band, "causal": walk.CausalBand}

@@ -55,7 +55,9 @@ def test_turns_are_those_of_brute_force(call, seed):
 @pytest.mark.parametrize("call", CALLS, ids=str)
 def test_turns_count_what_was_launched_before(call, tile_n):
     """For every block of queries: the tiles of keys that list it, in launch order, have turns 0, 1, 2, ..."""
-    key_order = pytest.importorskip("torch_flashplug.kernels.tiling.backward_tile_scheduler", reason="the DSL is needed for kernels")
+    key_order = pytest.importorskip(
+        "torch_flashplug.kernels.tiling.backward_tile_scheduler", reason="the DSL is needed for kernels"
+    )
     from torch_flashplug.kernels.tiling import block_iterator, block_sparse
 
     batch, heads, Sq, Sk = call

@@ -117,7 +117,9 @@ def test_samples_have_every_family_and_feature():
             for specs in (pack.sample(), pack.specs())
         )
         assert samples == whole, pack.name
-    few, all_of_them = (sum(map(len, map(take, kernel_table.PACKS))) for take in (kernel_table.Pack.sample, kernel_table.Pack.specs))
+    few, all_of_them = (
+        sum(map(len, map(take, kernel_table.PACKS))) for take in (kernel_table.Pack.sample, kernel_table.Pack.specs)
+    )
     assert f"{few:,} of {all_of_them:,}" in (ROOT / "docs" / "developing.md").read_text()
 
 

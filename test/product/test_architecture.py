@@ -5,6 +5,7 @@ pages say of the files.
 from __future__ import annotations
 
 import ast
+import graphlib
 import re
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from torch_flashplug import env
-from torch_flashplug.registry import features, kernel_spec
+from torch_flashplug.registry import kernel_spec
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "torch_flashplug"
@@ -24,50 +25,40 @@ TEST_FOLDERS = ("plan", "kernels", "torch", "product")
 PAGES = ("README.md", "tools/results/LOG.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
 TEXT = {".py", ".cpp", ".h", ".c", ".md", ".toml", ".txt", ".yml", ".json", ""}
 
-# A module may import those to the right of it, never back. A package name stands for its modules, which may import
-# each other.
-ORDER = (
-    *("__main__", "demo", "warmup", "what_if", "check", "inventory", "_autoload", "__init__", "explained_varlen"),
-    *("interpreted", "explained", "api", "_start", "model_config", "config_classes", "kernel_sets"),
-    *("composite", "repair"),
-    *("integrations",),
-    *("flash_attn", "attention", "listed", "plans"),
-    *("sequences", "operands", "causal_bias", "problem", "tracing", "paged", "windowed", "block_sparse"),
-    *("ops", "cached", "up_calls", "overrides", "recomputation"),
-    *("packs", "doors", "native", "library", "rows", "codegen", "kernels", "reference"),
-    *("block_masks", "digested", "dropped", "lists", "words", "testing", "quantised", "env", "choices"),
-    *("rescues", "configs", "blocks", "spec"),
-    *("families", "elements", "features", "arguments", "recipes"),
+# Layers from top to bottom: a module imports from its own folder and from rows below its own row, never from above.
+LAYERS = (
+    ("__main__",),
+    ("cli", "demo"),
+    ("testing",),
+    ("__init__", "_autoload"),
+    ("integrations",),
+    ("flash_attn",),
+    ("api",),
+    ("torch_hooks",),
+    ("ops",),
+    ("dispatch",),
+    ("codegen",),
+    ("kernels",),
+    ("registry",),
+    ("env", "version"),
 )
-COMPOSED = {"backward_split.py": {"dq_sm90", "dkdv_sm90"}}  # one call that launches kernels of two files
-STDLIB_ONLY = {
-    *("env", "spec", "configs", "choices", "rescues", "recipes", "families", "elements", "features", "arguments"),
-}
-NO_TORCH = {
-    *STDLIB_ONLY,
-    "kernel_sets",
-    "model_config",
-    "config_classes",
-    "native",
-    "library",
-    "packs",
-    "rows",
-    "up_calls",
-    "codegen",
-    "kernels",
-    "__main__",
-}
+# The same, inside of kernels/.
+KERNEL_LAYERS = (
+    ("__init__",),
+    ("sm90", "sm80"),
+    ("features",),
+    ("preprocess", "mainloop", "backward", "decode"),
+    ("score_stages",),
+    ("tiling", "call_args"),
+    ("primitives",),
+)
+KERNEL_FILES = ("sm90", "sm80")  # folders of kernels; no kernel imports another one
+COMPOSED = {"sm90/backward_split.py": {"backward_dq", "backward_dkdv"}}  # one call that launches kernels of two files
+STDLIB_ONLY = {"env", "version", "registry"}
+NO_TORCH = {*STDLIB_ONLY, "dispatch", "codegen", "kernels", "__main__"}
+TORCHLESS_VERBS = {"cli/model_config.py", "cli/config_classes.py"}
 CUTLASS = {"codegen", "kernels"}
 LAZY = {"kernels": {"codegen"}}  # imported inside functions only, and only there
-# Parts that others are made of.
-BELOW = {
-    *("arguments.operands", "cache8", "digest", "element", "fragments", "listed", "packed", "pieces", "quantise"),
-    *("ragged", "rotate", "scaled", "scheduler", "scores", "scratch", "sm80", "sm90", "softmax", "stored", "walk"),
-    "window",
-}
-
-# Which seams import.
-PARTS_OF_FEATURES = {part.rpartition(".")[0] for one in features.FEATURES for part in (one.part, one.decode)}
 
 MAX_LINES = 800
 MAX_FUNCTION, MAX_KERNEL_FUNCTION = 120, 90
@@ -75,11 +66,14 @@ MAX_PARAMETERS, MAX_BOOLS = 10, 3
 # "path" or "path:function" -> why it must break a ceiling
 EXCUSED: dict[str, str] = {
     **{
-        f"torch_flashplug/kernels/parts/arguments/{kind}.py:__call__": "a kernel's ABI: TVM-FFI takes no structs"
-        for kind in ("forward", "decode", "backward", "dbias", "tilebwd")
+        f"torch_flashplug/kernels/call_args/{kind}.py:__call__": "a kernel's ABI: TVM-FFI takes no structs"
+        for kind in ("forward", "decode", "backward", "dbias", "tile_backward")
     },
     "test/trials.py:__call__": "the same, and one more",
-    **{f"torch_flashplug/torch_hooks/distributed/ring_merge_triton.py:{x}": "Triton takes no structs" for x in ("_merge", "_add")},
+    **{
+        f"torch_flashplug/torch_hooks/distributed/ring_merge_triton.py:{x}": "Triton takes no structs"
+        for x in ("_merge", "_add")
+    },
     "torch_flashplug/api/attention.py:attention": "one function for what others have three for, by the field's names",
     "torch_flashplug/api/varlen_plan.py:plan": "as many of the same arguments as lists depend on",
     **{
@@ -154,53 +148,77 @@ def imports(path: Path) -> Iterator[tuple[str, bool, bool]]:
 
 
 def own(name: str) -> str | None:
-    """Module of ours that an absolute import names; "__init__" for names of the package itself."""
+    """Return the folder or module of ours that an absolute import names; "__init__" for the package itself."""
     first, *rest = name.split(".")
     if first != "torch_flashplug":
         return None
-    return rest[0] if rest and rest[0] in ORDER else "__init__"
+    return rest[0] if rest and (rest[0] in row_of(LAYERS) and rest[0] != "__init__") else "__init__"
 
 
-def test_every_module_has_its_place_in_the_order():
-    modules = {module_of(path) for path in python_files("torch_flashplug")}
-    assert modules == set(ORDER)
+def row_of(layers: tuple[tuple[str, ...], ...]) -> dict[str, int]:
+    """Return the row of each folder or module; 0 is the top."""
+    return {name: row for row, names in enumerate(layers) for name in names}
+
+
+def test_every_folder_has_a_layer():
+    assert {module_of(path) for path in python_files("torch_flashplug")} == set(row_of(LAYERS))
+    inside = {
+        path.relative_to(PACKAGE / "kernels").with_suffix("").parts[0]
+        for path in python_files("torch_flashplug/kernels")
+    }
+    assert inside == set(row_of(KERNEL_LAYERS))
 
 
 @pytest.mark.parametrize("path", python_files("torch_flashplug"), ids=lambda path: path.relative_to(PACKAGE).as_posix())
-def test_imports_point_one_way(path):
-    here = module_of(path)
+def test_imports_point_down(path):
+    home, rows = module_of(path), row_of(LAYERS)
     for name, lazy, types_only in imports(path):
-        there = own(name)
-        if there is not None and there != here and not types_only:
-            assert ORDER.index(here) < ORDER.index(there), f"{here} imports {there}, which stands above it"
-            if there in LAZY:
-                assert lazy and here in LAZY[there], f"{there} is imported lazily, by {LAZY[there]} alone"
+        target = own(name)
+        if target is not None and target != home and not types_only:
+            assert rows[home] < rows[target], f"{home} imports {target}, which is in the same layer or above"
+            if target in LAZY:
+                assert lazy and home in LAZY[target], f"{target} is imported lazily, by {LAZY[target]} alone"
         top = name.split(".")[0]
         if top == "cutlass":
-            assert here in CUTLASS and (lazy or here == "kernels"), "only codegen (lazily) and kernels know the DSL"
+            assert home in CUTLASS and (lazy or home == "kernels"), "only codegen (lazily) and kernels import the DSL"
         if top == "torch":
-            assert here not in NO_TORCH, f"{here} works without torch"
-        if here in STDLIB_ONLY and there is None:
-            assert top in sys.stdlib_module_names, f"{here} imports {top}; it is standard library only"
+            verb = path.relative_to(PACKAGE).as_posix()
+            assert home not in NO_TORCH and verb not in TORCHLESS_VERBS, f"{verb} must work without torch"
+        if home in STDLIB_ONLY and target is None:
+            assert top in sys.stdlib_module_names, f"{home} imports {top}; it is standard library only"
 
 
-def test_kernels_know_only_parts_and_parts_only_what_all_share():
+def test_imports_inside_of_kernels_point_down():
+    rows = row_of(KERNEL_LAYERS)
     for path in python_files("torch_flashplug/kernels"):
-        inside = path.relative_to(PACKAGE / "kernels").parts
-        for name, _, _ in imports(path):
-            if not name.startswith("torch_flashplug.kernels."):
+        inside = path.relative_to(PACKAGE / "kernels")
+        home = inside.with_suffix("").parts[0]
+        for name, _, types_only in imports(path):
+            if not name.startswith("torch_flashplug.kernels.") or types_only:
                 continue
-            target = name.removeprefix("torch_flashplug.kernels.").split(".")
-            if inside[0] == "parts":
-                what = ".".join(inside[1:]).removesuffix(".py")
-                below = {*BELOW, "seams"} if what in PARTS_OF_FEATURES else BELOW
-                known = any(f"{'.'.join(target[1:])}.".startswith(f"{part}.") for part in below)
-                assert target[0] == "parts" and known, (
-                    f"{inside}: a part imports only spec and {', '.join(sorted(BELOW))}, not {target}"
-                )
-            elif inside != ("__init__.py",):
-                known = target[0] == "parts" or target[0] in COMPOSED.get(inside[0], ())
-                assert known, f"{inside}: kernels never import each other ({target})"
+            folder, *rest = name.removeprefix("torch_flashplug.kernels.").split(".")
+            if folder != home:
+                assert rows[home] < rows[folder], f"{inside} imports {folder}, which is in the same layer or above"
+            elif home in KERNEL_FILES:
+                assert rest[0] in COMPOSED.get(inside.as_posix(), ()), f"{inside} imports another kernel: {name}"
+
+
+def test_imports_make_no_circle():
+    """Not even inside of a folder, or by an import inside of a function."""
+    modules = {}
+    for path in python_files("torch_flashplug"):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    graph = {}
+    for module, path in modules.items():
+        names = {name for name, _, types_only in imports(path) if not types_only}
+        graph[module] = {name if name in modules else name.rpartition(".")[0] for name in names} & modules.keys() - {
+            module
+        }
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(f"these modules import each other: {' -> '.join(error.args[1])}")
 
 
 # What a kernel file must not know by name: stages, walks and pieces do.
@@ -208,7 +226,7 @@ FEATURES = r"\b(causal|window|band|bits|bias|dropout|softcap|sinks?|ragged|paged
 
 
 def test_kernel_files_name_no_feature():
-    for path in sorted((PACKAGE / "kernels").glob("*_sm*.py")):
+    for path in python_files(*(f"torch_flashplug/kernels/{folder}" for folder in KERNEL_FILES)):
         tree = tree_of(path)
         names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
         names |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
@@ -233,11 +251,17 @@ def code_of(path: Path) -> list[str]:
     return [line for line in lines if re.search(r"\w", line) and not re.match(r"#|import |from ", line)]
 
 
+def kernel_files_of(arch: int) -> list[Path]:
+    """Return the kernels of an architecture, and its primitives."""
+    kernels = PACKAGE / "kernels"
+    return [*sorted((kernels / f"sm{arch}").glob("*.py")), kernels / "primitives" / f"sm{arch}.py"]
+
+
 def test_families_look_alike_nowhere():
     """What Hopper's kernels and those for every GPU since sm_80 have in common stands in parts, once."""
     run = 6  # lines
     families = [
-        {tuple(code[i : i + run]): path.name for path in sorted((PACKAGE / "kernels").rglob(f"*sm{arch}.py"))
+        {tuple(code[i : i + run]): path.name for path in kernel_files_of(arch)
          for code in (code_of(path),) for i in range(len(code) - run + 1)}
         for arch in (80, 90)
     ]  # fmt: skip
@@ -302,8 +326,8 @@ def test_module_says_what_it_owns(path):
 
 # What kernels and the host count in alike: file and name there -> its value in kernel_spec.py.
 SHARED_NUMBERS = {
-    ("scratch", "UNITS"): "SCRATCH_UNITS",
-    ("combine", "AT_ONCE"): "PEERS_AT_ONCE",
+    ("backward/workspace", "UNITS"): "SCRATCH_UNITS",
+    ("decode/split_kv", "AT_ONCE"): "PEERS_AT_ONCE",
 }
 
 
@@ -312,7 +336,7 @@ def test_numbers_that_kernels_and_host_share(where):
     part, name = where
     values = [
         node.value.value
-        for node in tree_of(PACKAGE / "kernels" / "parts" / f"{part}.py").body
+        for node in tree_of(PACKAGE / "kernels" / f"{part}.py").body
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name
     ]
     assert values == [getattr(kernel_spec, SHARED_NUMBERS[where])]
@@ -381,14 +405,29 @@ def rows_of_table(page: str, heading: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines][2:]
 
 
-def test_the_map_is_the_files_on_disk():
-    entries = section("docs/developing.md", "Where things are").split("\n- ")[1:]
-    mapped = {path for entry in entries for path in re.findall(r"`([^`]+)`", entry.split(": ", 1)[0])}
-    missing = [path for path in mapped if not (ROOT / path).exists()]
-    assert not missing, f"the map names what does not exist: {missing}"
-    folders = tuple(path for path in mapped if path.endswith("/"))
-    unmapped = [name for name in files_on_disk() if name not in mapped and not name.startswith(folders)]
-    assert not unmapped, f"the map of docs/developing.md lacks {unmapped}"
+FOLDERS = sorted({Path(name).parent for name in files_on_disk() if name.startswith("torch_flashplug/")})
+
+
+@pytest.mark.parametrize("folder", FOLDERS[1:], ids=str)
+def test_docstring_of_a_folder_lists_its_files(folder):
+    text = ast.get_docstring(tree_of(ROOT / folder / "__init__.py"))
+    inside = {path.name for path in (ROOT / folder).iterdir() if path.suffix in {".py", ".c"} or path.is_dir()}
+    for name in inside - {"__init__.py", "__pycache__"}:
+        assert re.search(rf"^- `{name.removesuffix('.py')}[`/]", text, re.M), (
+            f"{folder}/__init__.py does not list {name}"
+        )
+
+
+def test_architecture_page_lists_the_folders_and_files():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    on_disk = {f"{Path(name).parent.as_posix()}/" for name in files_on_disk()}
+    on_disk |= {name for name in files_on_disk() if name.startswith(("src/", "tools/")) and name.count("/") <= 2}
+    on_disk = {name for name in on_disk if "data" not in name}
+    named = set(re.findall(r"`([\w./]+)`", page))
+    missing = sorted(on_disk - named - {"tools/results/"})
+    assert not missing, f"docs/architecture.md lacks {missing}"
+    gone = sorted(name for name in named if "/" in name and not name.startswith("aten") and not (ROOT / name).exists())
+    assert not gone, f"docs/architecture.md names what does not exist: {gone}"
 
 
 def test_readme_environment_is_env_py():

@@ -495,7 +495,9 @@ def run_python(program: str, **variables: str) -> subprocess.CompletedProcess[st
 
 @pytest.mark.parametrize("variable", ["", "1"])
 def test_import_torch_works_where_our_extension_is_missing(tmp_path, variable):
-    program = "import sys; sys.modules['torch_flashplug.dispatch.library'] = None; import torch; print(torch.ones(1).item())"
+    program = (
+        "import sys; sys.modules['torch_flashplug.dispatch.library'] = None; import torch; print(torch.ones(1).item())"
+    )
     done = run_python(program, TORCH_FLASHPLUG=variable)
     assert done.returncode == 0 and done.stdout.strip() == "1.0", done.stderr
 

@@ -19,10 +19,13 @@ MESSAGES = re.findall(r"^- `([^`]+)`:", PAGE, re.M)
 MOST_BETWEEN = 300  # characters of C++ between two pieces of one message
 # Modules whose errors users meet: what these raise stands on the page.
 RAISING = (
-    *("attention", "operands", "sequences", "plans", "listed", "block_masks", "flash_attn", "cached", "windowed"),
-    *("paged", "ops", "api", "explained", "explained_varlen", "recipes", "env", "library", "warmup", "model_config"),
+    *("api/attention", "api/attention_args", "api/varlen", "api/varlen_args", "api/varlen_plan", "api/kv_cache"),
+    *("api/block_sparse", "api/backend", "api/explain_attention", "api/explain_varlen", "flash_attn", "env"),
+    *("ops/block_mask", "ops/quantized_kv", "ops/attention", "ops/paged", "ops/sdpa", "registry/quant_recipes"),
+    *("dispatch/library", "cli/warmup", "cli/model_config"),
     *("codegen/jit", "codegen/dsl", "codegen/linker", "codegen/kernel_cache", "codegen/worker"),
-    *("integrations/int8_cache", "integrations/context_parallel", "integrations/ring", "integrations/vmap"),
+    *("integrations/int8_cache", "torch_hooks/distributed/context_parallel"),
+    *("torch_hooks/distributed/ring_attention", "torch_hooks/vmap"),
 )
 # Only made of what differs from call to call, and of texts that stand on the page themselves.
 WITHOUT_WORDS = {"attention: {}{}", "{}: {} must be {}, but got {}.", "{}: {}", "item assignment: {}"}
@@ -103,7 +106,7 @@ def test_what_python_raises_is_on_the_page() -> None:
 
 
 def test_reasons_of_the_dispatcher_are_on_the_page() -> None:
-    source = re.sub(r'"\s*\n\s*"', "", (ROOT / "src" / "plan" / "text.cpp").read_text())
+    source = re.sub(r'"\s*\n\s*"', "", (ROOT / "src" / "dispatch" / "explain.cpp").read_text())
     cases = re.findall(r"case Why::(k\w+):\n(.*?)(?=\n    case Why|\n  \}\n)", source, re.DOTALL)
     spoken = {name: code for name, code in cases if '"' in code}
 
@@ -113,7 +116,7 @@ def test_reasons_of_the_dispatcher_are_on_the_page() -> None:
 
 
 def test_reasons_of_calls_outside_the_dispatcher_are_on_the_page() -> None:
-    texts = list(returned("problem", "outside_dispatcher", "misfit"))
+    texts = list(returned("torch_hooks/describe_call", "outside_dispatcher", "misfit"))
 
     assert len(texts) > 12
     texts.remove("{}; stock attention takes or rejects it")  # a reason of misfit() and an end

@@ -73,7 +73,7 @@ def test_a_wrong_gradient_is_a_violation(standin: Road, monkeypatch: pytest.Monk
 
     def corrupted(*arguments: object) -> dict[str, torch.Tensor]:
         found = run(*arguments)
-        if programs.native.enabled() and found[CORRUPTED].dtype == torch.bfloat16:  # not the reference
+        if programs.bindings.enabled() and found[CORRUPTED].dtype == torch.bfloat16:  # not the reference
             found[CORRUPTED] = found[CORRUPTED] * 1.1
         return found
 

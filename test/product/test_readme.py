@@ -51,7 +51,7 @@ def test_one_range_of_torch_is_claimed():
     docs/developing.md, "another torch version".
     """
     build, cmake = (ROOT / "pyproject.toml").read_text(), (ROOT / "CMakeLists.txt").read_text()
-    named = "\n".join(path.read_text() for path in (*PAGES, *(ROOT / "src").glob("*.cpp")))
+    named = "\n".join(path.read_text() for path in (*PAGES, *(ROOT / "src").rglob("*.cpp")))
     ((first, last),) = set(re.findall(r"torch (\d+\.\d+) to (\d+\.\d+)", named))
     assert re.findall(r'"torch>=(.*?)"', build) == [first]
     assert re.findall(r"torch ([\d.]+) (?:or|and) later", (ROOT / "README.md").read_text() + cmake) == [first] * 2

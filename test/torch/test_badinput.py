@@ -232,7 +232,9 @@ def test_same_error_or_result_as_without(any_road: Road, name: str, grad: bool, 
 
 @pytest.mark.parametrize("name", CASES)
 def test_explain_asks_what_the_router_asks(road: Road, name: str) -> None:
-    """describe_call.py asks of Python's tensors what sdp_choice.cpp asks of torch's: a rule in one of them alone shows here."""
+    """describe_call.py asks of Python's tensors what sdp_choice.cpp asks of torch's: a rule in one of them alone shows
+    here.
+    """
     args, more = CASES[name](road)
     road.took()
     result = outcome((args, more), grad=False)
@@ -311,8 +313,8 @@ OF_ATTENTION = {"left", "right", "bottom_right", "softcap", "sequences", "by_kin
 
 @pytest.mark.parametrize("fact", [fact for fact in bindings.problem_facts() if fact not in OF_ATTENTION])
 def test_every_fact_is_read_and_said_by_problem_py(fact: str) -> None:
-    """The plan that a call leaves in the memory of plans is that of the facts that describe_call.py says of its tensors. A
-    fact without a reader is the same in all calls.
+    """The plan that a call leaves in the memory of plans is that of the facts that describe_call.py says of its
+    tensors. A fact without a reader is the same in all calls.
     """
     with road_to("cpu") as road, sdpa_backend("fa3"):
         call, here = OTHERWISE[fact](road), fact != "on_cuda"

@@ -260,8 +260,8 @@ def test_of_a_real_allocation(cpu: Road) -> None:
 
 ASKED = """
 #include <dlfcn.h>
-#include "values.h"
-#include "errors.cpp"
+#include "core/values.h"
+#include "core/errors.cpp"
 namespace flashplug {
 void* in_process(const char* library) { return dlopen(library, RTLD_NOLOAD | RTLD_NOW); }
 }

@@ -1,5 +1,5 @@
-"""Calls on which stock torch is known to be wrong or to fail: those that auto takes (stock_bugs.py), those that another of
-stock's backends has right (stock_bugs.cpp); scales that are not positive; what else a call with gradients is owed:
+"""Calls on which stock torch is known to be wrong or to fail: those that auto takes (stock_bugs.py), those that another
+of stock's backends has right (stock_bugs.cpp); scales that are not positive; what else a call with gradients is owed:
 the plan that the router made, and a math backward that is a step of ring attention.
 """
 

@@ -105,7 +105,7 @@ def test_explain_says_that_the_plugin_is_off(word: str) -> None:
 import torch, torch_flashplug
 q = torch.empty(2, 4, 4096, 64, dtype=torch.bfloat16, device="meta")
 plan = torch_flashplug.explain(q, q, q, device="h100")
-print(plan.backend, "|", plan.reasons["fa3"], "|", torch_flashplug.native.enabled())
+print(plan.backend, "|", plan.reasons["fa3"], "|", torch_flashplug.dispatch.bindings.enabled())
 torch_flashplug.enable()
 print(torch_flashplug.explain(q, q, q, device="h100").backend)
 """

@@ -164,7 +164,7 @@ def test_schemas_that_cpp_knows_are_torchs(schema: str) -> None:
 
 FORGETFUL = """
 #include <cstring>
-#include "values.h"
+#include "core/values.h"
 namespace flashplug {
 void rethrow(const char* call) { throw std::runtime_error("the dispatcher was asked"); }
 void rethrow_python_error() {}

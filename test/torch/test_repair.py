@@ -1,6 +1,6 @@
-"""Stock's cuDNN attention, repaired for the calls that stay with it (src/hooks/stock_workarounds.cpp): gradients whose grad_out lies in
-memory in another order than an earlier one's, in every order of calls, eager and compiled; operands that cuDNN would
-misread; that what it raises is raised, and disable() takes it out.
+"""Stock's cuDNN attention, repaired for the calls that stay with it (src/hooks/stock_workarounds.cpp): gradients whose
+grad_out lies in memory in another order than an earlier one's, in every order of calls, eager and compiled; operands
+that cuDNN would misread; that what it raises is raised, and disable() takes it out.
 """
 
 from __future__ import annotations

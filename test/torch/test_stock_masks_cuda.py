@@ -1,4 +1,6 @@
-"""Float masks of calls with dropout that stay with stock's cuDNN attention, at any address (src/hooks/stock_workarounds.cpp)."""
+"""Float masks of calls with dropout that stay with stock's cuDNN attention, at any address
+(src/hooks/stock_workarounds.cpp).
+"""
 
 from __future__ import annotations
 

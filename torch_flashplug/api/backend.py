@@ -46,7 +46,9 @@ DEVICES: dict[str, dict[str, int]] = {
 
 def _cache_mark() -> str:
     """What a traced graph depends on besides the program: the table, the flags that decide what is traced, and how."""
-    table = zlib.crc32(repr((FAMILIES, kernel_table.KERNEL_ROWS, dispatch_table.CHOICE_ROWS, stock_bugs.RESCUES)).encode())
+    table = zlib.crc32(
+        repr((FAMILIES, kernel_table.KERNEL_ROWS, dispatch_table.CHOICE_ROWS, stock_bugs.RESCUES)).encode()
+    )
     table = zlib.crc32(Path(tracing.__file__).read_bytes(), table)
     flags = ":".join(flag.get() for flag in env.FLAGS if flag.traced)
     return f"|torch_flashplug:{flags}:{table:08x}"
@@ -123,8 +125,9 @@ class sdpa_backend:  # noqa: N801  (named like torch.nn.attention.sdpa_kernel)
     `precision`, with "auto" or a backend of ours: what products are multiplied in. "16bit": the operands' own; "qk8":
     scores in INT8; "8bit" (or "fp8"): scores in INT8, probabilities and values in e4m3; "e4m3": all in e4m3; None:
     what the process permits (enable). Operands are made ahead of each call, rotated and with scales (quant_recipes.py,
-    quantize_reference.py). With "auto", and of the process, it is a permission: a call is multiplied in 8 bits only where that
-    was measured to be faster than our 16, and never where gradients are wanted. Beside a forced backend it is an order.
+    quantize_reference.py). With "auto", and of the process, it is a permission: a call is multiplied in 8 bits only
+    where that was measured to be faster than our 16, and never where gradients are wanted. Beside a forced backend it
+    is an order.
 
     Blocks nest. Inside a torch.compile region the block is compiled in, for F.sdpa and attention() (ops of torch's
     own, as varlen_attn's, go by what surrounds the run of a graph); entered outside of one, it is read by the

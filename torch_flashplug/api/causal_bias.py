@@ -1,6 +1,6 @@
 """The masks of torch.nn.attention.bias, for explain(). Upper-left ones, and square ones, are is_causal to F.sdpa; with
-others torch itself calls its flash or efficient attention, where kernels of ours stand (src/hooks/flash_attention_op.cpp,
-src/hooks/efficient_attention_op.cpp).
+others torch itself calls its flash or efficient attention, where kernels of ours stand
+(src/hooks/flash_attention_op.cpp, src/hooks/efficient_attention_op.cpp).
 """
 
 from __future__ import annotations

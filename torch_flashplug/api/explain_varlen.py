@@ -1,5 +1,5 @@
-"""explain_varlen(): what a call of torch's varlen_attn would do. The rule is C++'s (src/dispatch/varlen_decision.cpp), which gets
-the same facts from here as from the op; the kernel is the one that attention() would run.
+"""explain_varlen(): what a call of torch's varlen_attn would do. The rule is C++'s (src/dispatch/varlen_decision.cpp),
+which gets the same facts from here as from the op; the kernel is the one that attention() would run.
 """
 
 from __future__ import annotations

@@ -67,7 +67,9 @@ def provide(name: str, cc: int, given: Circumstances) -> Provided:
 def push_tables(kernels: Sequence[kernel_table.KernelRow] | None = None) -> None:
     """The measured tables, of all kernels or of these."""
     kernels = kernel_table.KERNEL_ROWS if kernels is None else kernels
-    bindings.push_rows(kernels, dispatch_table.CHOICE_ROWS, dispatch_table.GATE, stock_bugs.RESCUES, dispatch_table.VARLEN_ROWS)
+    bindings.push_rows(
+        kernels, dispatch_table.CHOICE_ROWS, dispatch_table.GATE, stock_bugs.RESCUES, dispatch_table.VARLEN_ROWS
+    )
 
 
 def _load_core() -> None:

@@ -67,7 +67,9 @@ def _devices() -> list[dict[str, object]]:
         return found
     if not torch.cuda.is_available():
         return []
-    return [{"name": torch.cuda.get_device_name(i), **bindings.device_facts(i)} for i in range(torch.cuda.device_count())]
+    return [
+        {"name": torch.cuda.get_device_name(i), **bindings.device_facts(i)} for i in range(torch.cuda.device_count())
+    ]
 
 
 def packs() -> list[dict[str, object]]:

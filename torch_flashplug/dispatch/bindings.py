@@ -280,8 +280,8 @@ def push_rows(
 
 @functools.cache
 def problem_facts() -> dict[str, float]:
-    """What describes a call, in the order of src/core/call_facts.h, and what it is where it is not said: bf16, packed, no
-    mask, no grad, on a GPU. Sizes are negative: they have to be said.
+    """What describes a call, in the order of src/core/call_facts.h, and what it is where it is not said: bf16, packed,
+    no mask, no grad, on a GPU. Sizes are negative: they have to be said.
     """
     plain, facts = doubles([0.0]), {}
     while name := text(lambda out, size: lib().flashplug_fact(len(facts), plain, out, size)):

@@ -1,5 +1,5 @@
-"""The tables as C++ holds them: one ctypes structure for each struct of src/core/tables.h, with the same members in the same
-order. Texts must live until the structure is pushed.
+"""The tables as C++ holds them: one ctypes structure for each struct of src/core/tables.h, with the same members in the
+same order. Texts must live until the structure is pushed.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Kernels of _C over torch's efficient attention (src/hooks/efficient_attention_op.cpp); what _C decides about calls of torch's
-varlen_attn (src/dispatch/varlen_decision.cpp), for Python that asks.
+"""Kernels of _C over torch's efficient attention (src/hooks/efficient_attention_op.cpp); what _C decides about calls of
+torch's varlen_attn (src/dispatch/varlen_decision.cpp), for Python that asks.
 """
 
 from __future__ import annotations

@@ -43,8 +43,8 @@ class _Rows:
 
 class Int8Layer(DynamicLayer):
     """Keys and values of a layer in INT8, a scale for each token and head. Of keys a constant is taken first, the mean
-    of the first update if that is long enough, and they are rotated (quantize_reference.py): so no channel stands out. What a
-    token leaves does not depend on what comes with it or later, but for that constant.
+    of the first update if that is long enough, and they are rotated (quantize_reference.py): so no channel stands out.
+    What a token leaves does not depend on what comes with it or later, but for that constant.
 
     The first update gives back what it was given: attention over the prompt is exact. No gradient goes through what is
     read back.

@@ -1,6 +1,6 @@
-"""FlexAttention's BlockMask as kernels read it: lists of blocks and words (mask_preprocess_reference.py), made in plain torch on the
-mask's device, once for each mask. Only its blocks that hide something are looked into: nothing of Sq * Sk is made but
-a bit a score, two where gradients are wanted.
+"""FlexAttention's BlockMask as kernels read it: lists of blocks and words (mask_preprocess_reference.py), made in plain
+torch on the mask's device, once for each mask. Only its blocks that hide something are looked into: nothing of Sq * Sk
+is made but a bit a score, two where gradients are wanted.
 """
 
 from __future__ import annotations
@@ -154,7 +154,9 @@ def _made(block_mask: object, gradients: bool) -> BlockLists:
     if len(planes) != 2 or min(Sq, Sk) < 1:
         raise ValueError(f"attention: block_mask is {(*planes, Sq, Sk)}; give (B or 1, Hq or 1, Sq, Sk), none of it 0")
     P, numbers = planes[0] * planes[1], mask_preprocess_reference.numbers_of(Sq, Sq, Sk, gradients=gradients)
-    if any(found > most for found, most in zip((numbers, P * numbers), mask_preprocess_reference.MOST_NUMBERS, strict=True)):
+    if any(
+        found > most for found, most in zip((numbers, P * numbers), mask_preprocess_reference.MOST_NUMBERS, strict=True)
+    ):
         raise ValueError(f"attention: block_mask {(*planes, Sq, Sk)} has more scores than kernels count; give one head")
     pairs = ((block_mask.kv_num_blocks, block_mask.kv_indices, MASKED),
              (block_mask.full_kv_num_blocks, block_mask.full_kv_indices, WHOLE))  # fmt: skip

@@ -1,7 +1,8 @@
 """The ops torch_flashplug::listed_fwd and listed_bwd: block-sparse attention (FlashAttention, arXiv 2205.14135, section
 3.3) by lists of blocks that were made ahead of the call (block_mask.py). Schema, fake, autograd, and their mathematics
-on any device (_listed_math_fwd and _bwd, whose memory is O(Sq * Sk)); kernels are called in src/ops/attention_ops.cpp, those of
-masks, which one by `tall`, the work of tiles of TALL rows over that of others. Their backward knows no gradient of the
+on any device (_listed_math_fwd and _bwd, whose memory is O(Sq * Sk)); kernels are called in src/ops/attention_ops.cpp,
+those of masks, which one by `tall`, the work of tiles of TALL rows over that of others. Their backward knows no
+gradient of the
 LSE: that is made of two more calls.
 """
 

@@ -1,5 +1,5 @@
-"""What kernels read beside the lists of a block-sparse call (kernels/tiling/block_sparse.py), made from FlexAttention's own
-tensors on their device: nothing synchronises.
+"""What kernels read beside the lists of a block-sparse call (kernels/tiling/block_sparse.py), made from FlexAttention's
+own tensors on their device: nothing synchronises.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The op torch_flashplug::paged_fwd: attention of a batch of queries to keys and values in pages, of which each
 sequence has some (vLLM, arXiv 2309.06180); of its keys the first used_k[i] count. Few query rows are a kernel's that
-reads pages where they lie, in 16 bits or 8 (src/ops/attention_ops.cpp); of more the pages are gathered first, for the kernels of
-sequences on end, as they are on a CPU. No gradients.
+reads pages where they lie, in 16 bits or 8 (src/ops/attention_ops.cpp); of more the pages are gathered first, for the
+kernels of sequences on end, as they are on a CPU. No gradients.
 
 A pool is (pages, Hkv, rows of a page, D); pages (B, n) int32 holds the numbers of each sequence's. Numbers beyond the
 pool, and behind the keys that count, may be anything.

@@ -1,8 +1,8 @@
 """The custom ops torch_flashplug::sdpa_fwd and sdpa_bwd: schema, fake, autograd, and their reference mathematics.
 
-The kernels at key CUDA live in src/ops/sdpa_ops.cpp. This file owns everything a tracer needs to know about the ops, and
-the math that serves CPU tensors and calls no kernel can take (_math_fwd and _math_bwd, any device, memory O(Sq * Sk)).
-It never decides which backend runs.
+The kernels at key CUDA live in src/ops/sdpa_ops.cpp. This file owns everything a tracer needs to know about the ops,
+and the math that serves CPU tensors and calls no kernel can take (_math_fwd and _math_bwd, any device, memory O(Sq *
+Sk)). It never decides which backend runs.
 
 Names of dims: B batch, Hq and Hkv heads of the query and of key and value, Sq and Sk rows, D head dim of query and key,
 Dv of value and output.
@@ -218,7 +218,8 @@ def check_arguments(a: ForwardArgs) -> None:
         lambda: f"causal_mode is {a.causal_mode}; use 0 (none), 1 (top-left) or 2 (bottom-right)",
     )
     torch._check(
-        bindings.names_backend(a.mode), lambda: f"mode={a.mode} asks for no backend of torch_flashplug/registry/architectures.py"
+        bindings.names_backend(a.mode),
+        lambda: f"mode={a.mode} asks for no backend of torch_flashplug/registry/architectures.py",
     )
     _check_bias(a)
 

@@ -32,7 +32,8 @@ FAMILIES = (  # in the order in which auto asks
 )
 BY_ARCH = {family.arch: family for family in FAMILIES}
 KERNEL_BACKENDS = tuple(family.backend for family in FAMILIES)
-# Mode ids are positions in this tuple; the enum in src/core/flashplug.h mirrors it and test_facts holds the two together.
+# Mode ids are positions in this tuple; the enum in src/core/flashplug.h mirrors it and test_facts holds the two
+# together.
 BACKENDS = ("auto", "math", "stock", *KERNEL_BACKENDS)
 # What is compiled for, and the kernels that run there, by their architecture: those of sm_80 (mma.sync, cp.async) on
 # every GPU since, those of sm_90 (wgmma, TMA) on Hopper alone.

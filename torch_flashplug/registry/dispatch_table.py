@@ -325,9 +325,9 @@ CHOICE_ROWS: tuple[ChoiceRow, ...] = (
     ChoiceRow("fwd", "mixed", 90, True, "mask", 129, 192, 65, 512, 4097, ANY, 0, 0.868, _MASKS),
     ChoiceRow("fwd", "mixed", 90, True, "mask", 129, 192, 65, ANY, 1, ANY, 0, 1.11, _MASKS),
     # Float masks (370 cells, of which 41 of decode). Where the ratio is below 1, stock is wrong all the same for rows
-    # that see no key (stock_bugs.py). Padding masks (B, 1, 1, S) have 0.96 and more since they are read as one row (H200).
-    # Of fp32 ones the lowest is D 64, Sq 16384: bytes of the bias. With gradients the lowest are of one tile or of 256
-    # keys. Rows do not tell whether the mask's own gradient is wanted: with it the lowest is 1.78 (16 cells).
+    # that see no key (stock_bugs.py). Padding masks (B, 1, 1, S) have 0.96 and more since they are read as one row
+    # (H200). Of fp32 ones the lowest is D 64, Sq 16384: bytes of the bias. With gradients the lowest are of one tile or
+    # of 256 keys. Rows do not tell whether the mask's own gradient is wanted: with it the lowest is 1.78 (16 cells).
     ChoiceRow("decode", "square", 90, False, "bias", 1, 64, 1, ANY, 1, ANY, 0, 0.943, _BIASES_AGAIN),
     ChoiceRow("decode", "square", 90, False, "bias", 65, 128, 1, ANY, 1, ANY, 0, 0.959, _BIASES_AGAIN),
     ChoiceRow("decode", "square", 90, False, "bias", 129, 256, 1, ANY, 1, ANY, 0, 1.162, _BIASES_AGAIN),
@@ -367,8 +367,9 @@ CHOICE_ROWS: tuple[ChoiceRow, ...] = (
     ChoiceRow("fwd", "mixed", 90, True, "full", 129, 192, 256, ANY, 256, ANY, 0, 1.176, _WIDE),
     ChoiceRow("fwd", "mixed", 90, True, "causal", 129, 192, _MIN_SQ, 2048, 1, ANY, 0, 1.111, _WIDE),
     ChoiceRow("fwd", "mixed", 90, True, "causal", 129, 192, 2049, ANY, 1, ANY, 0, 0.934, _WIDE),
-    # Lower-right masks of torch.nn.attention.bias, where stock takes its efficient attention (src/hooks/efficient_attention_op.cpp).
-    # Up to (16, 1024, 2048) heads, rows and keys ours waits for its host: forwards have 0.57 to 0.74.
+    # Lower-right masks of torch.nn.attention.bias, where stock takes its efficient attention
+    # (src/hooks/efficient_attention_op.cpp). Up to (16, 1024, 2048) heads, rows and keys ours waits for its host:
+    # forwards have 0.57 to 0.74.
     ChoiceRow("fwd", "mixed", 90, False, "window", 1, 128, 2048, ANY, 4096, ANY, 512, 2.75, _LOWER, elements=_BF16),
     ChoiceRow("fwd", "mixed", 90, True, "window", 1, 128, 2048, ANY, 4096, ANY, 512, 4.14, _LOWER, elements=_BF16),
 )

@@ -1,5 +1,6 @@
-"""What tensors and kernels are made of. A new element type is a row here (and in kDTypes of src/core/tensor_facts.h, where
-no other kernel is made of it), and what kernels do with it: a row of kernels/primitives/dtype.py. Standard library only.
+"""What tensors and kernels are made of. A new element type is a row here (and in kDTypes of src/core/tensor_facts.h,
+where no other kernel is made of it), and what kernels do with it: a row of kernels/primitives/dtype.py. Standard
+library only.
 """
 
 from __future__ import annotations

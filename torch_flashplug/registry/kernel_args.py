@@ -1,5 +1,5 @@
-"""The ABI of every kernel: its arguments by name, in order; C++ packs what is listed here (src/launch/kernel_args.h). The stream
-comes last in each and is not listed. Standard library only.
+"""The ABI of every kernel: its arguments by name, in order; C++ packs what is listed here (src/launch/kernel_args.h).
+The stream comes last in each and is not listed. Standard library only.
 """
 
 from __future__ import annotations
@@ -85,7 +85,9 @@ _PAGES = _tensor("pages", 2, "int32", "(B, n), numbers of each sequence's pages;
 _SPLIT_SIZE = _number("split_size", "int32", "keys of a split, a multiple of tile_n; 0: alike", optional=True)
 _SINKS = _tensor("sinks", 1, "fp32", "(Hq,), a logit in each row's sum beside keys'; (0,): none", optional=True)
 _OF_LSE = _tensor("dlse", 3, "fp32", "(B, Hq, Sq), autograd's, of the LSE; (B, Hq, 0): none", optional=True)
-_EIGHT = _tensor("scratch8", 1, "int32", "(n,), scratch: operands in 8 bits (quantized_qkv.py); the op's", optional=True)
+_EIGHT = _tensor(
+    "scratch8", 1, "int32", "(n,), scratch: operands in 8 bits (quantized_qkv.py); the op's", optional=True
+)
 _CACHE = (
     _tensor("k_scale", 3, "fp32", "(B, Hkv, Sk), stride 0 where one serves all: of a key's numbers", optional=True),
     _tensor("v_scale", 3, "fp32", "(B, Hkv, Sk), likewise of a value's", optional=True),

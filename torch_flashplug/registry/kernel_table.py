@@ -113,12 +113,11 @@ class KernelRow:
 # tools/tune.py, S 4096 (d 256: 2048, 128x64 4096), full: kernel time / (waves of tiles * (KV blocks + 1)). Not measured
 # but taken from neighbours: (128, 64), (64, 128), and 64 rows at 160, (192, 128) and 192. fwd of sm_80: 2026-11-22, the
 # same way; D 64 128x112 by what it takes at 512 keys.
-# decode: 2026-11-22, fitted together with GATE of dispatch_table.py; tiles of 128 rows, (192, 128) and 192 by whether packing
-# pays (bench --suite decode --filter wide_). at_once: 2026-11-24, H200, D 64 beside a mask, 537 MB in 2, 3, 4 splits of
-# 64 tiles: 152, 141, 130 us; D 128 242, 281, 250.
-# decode of sm_80: 2026-11-22, H100, time over blocks with K and V in L2, brought to the scale of Hopper's rows; 256 by
-# few calls. Two CTAs an SM hide more than a deeper ring of one: of 22 tiles these were the fastest from memory.
-# fmt: off
+# decode: 2026-11-22, fitted together with GATE of dispatch_table.py; tiles of 128 rows, (192, 128) and 192 by whether
+# packing pays (bench --suite decode --filter wide_). at_once: 2026-11-24, H200, D 64 beside a mask, 537 MB in 2, 3, 4
+# splits of 64 tiles: 152, 141, 130 us; D 128 242, 281, 250. decode of sm_80: 2026-11-22, H100, time over blocks with K
+# and V in L2, brought to the scale of Hopper's rows; 256 by few calls. Two CTAs an SM hide more than a deeper ring of
+# one: of 22 tiles these were the fastest from memory. fmt: off
 KERNEL_ROWS = (
     #         kind  arch d_max dv_max features tile_m tile_n stages cost
     KernelRow("fwd", 90, 64, 64, BOTH, 192, 128, 2, 1532, last_tile=THIRDS),

@@ -1,5 +1,6 @@
-"""Numbers on which agree who digests a bool mask (kernels/preprocess/mask.py on the device, mask_preprocess_reference.py in torch) and who
-reads what comes of it: words, one bit a score; states and lists, of blocks. Standard library only.
+"""Numbers on which agree who digests a bool mask (kernels/preprocess/mask.py on the device,
+mask_preprocess_reference.py in torch) and who reads what comes of it: words, one bit a score; states and lists, of
+blocks. Standard library only.
 """
 
 from __future__ import annotations

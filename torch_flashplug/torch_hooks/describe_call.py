@@ -141,8 +141,8 @@ def under_autocast(device_type: str, *tensors: Tensor | None) -> tuple[Tensor | 
 
 
 def misfit(query: Tensor, key: Tensor, mask: Tensor) -> str | None:
-    """Why a mask is none that kernels take, as mask_fits of src/operands/mask.cpp; None if it is. Sizes that depend on data may
-    fit.
+    """Why a mask is none that kernels take, as mask_fits of src/operands/mask.cpp; None if it is. Sizes that depend on
+    data may fit.
     """
     if mask.dtype not in {torch.bool, torch.float32, query.dtype}:
         return f"attn_mask is of {mask.dtype}, kernels take bool, fp32 or the query's dtype"
@@ -322,8 +322,8 @@ def right_choice(
     is_causal: bool,
     scale: float | None,
 ) -> tuple[int, str]:
-    """What the router makes of stock's choice for a call, both of SDPBackend's numbers (src/hooks/stock_bugs.cpp), and what
-    is wrong with that one; "": nothing. Past whatever would trace it: only facts are read.
+    """What the router makes of stock's choice for a call, both of SDPBackend's numbers (src/hooks/stock_bugs.cpp), and
+    what is wrong with that one; "": nothing. Past whatever would trace it: only facts are read.
     """
     right, fault = _RIGHT_CHOICE.redispatch(_AT_CUDA, query, key, value, attn_mask, dropout_p, is_causal, scale, choice)
     return right, bindings.fault_said(fault)

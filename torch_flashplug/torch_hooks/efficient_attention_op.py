@@ -1,6 +1,6 @@
-"""aten::_efficient_attention_forward and its backward on kernels of ours (src/hooks/efficient_attention_op.cpp): there arrive
-lower-right causal masks that flash attention cannot run. Stock's kernel stays callable below, by its C++ name, and gets
-operands that it can read.
+"""aten::_efficient_attention_forward and its backward on kernels of ours (src/hooks/efficient_attention_op.cpp): there
+arrive lower-right causal masks that flash attention cannot run. Stock's kernel stays callable below, by its C++ name,
+and gets operands that it can read.
 """
 
 from __future__ import annotations

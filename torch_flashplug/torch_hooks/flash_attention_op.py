@@ -1,6 +1,6 @@
-"""aten::_flash_attention_forward and its backward on kernels of ours (src/hooks/flash_attention_op.cpp): there arrive nested tensors,
-lower-right causal masks and whoever calls these ops. Stock's kernel stays callable below, by its C++ name, so this is
-put in place only where torch's schemas are those that it is called by.
+"""aten::_flash_attention_forward and its backward on kernels of ours (src/hooks/flash_attention_op.cpp): there arrive
+nested tensors, lower-right causal masks and whoever calls these ops. Stock's kernel stays callable below, by its C++
+name, so this is put in place only where torch's schemas are those that it is called by.
 """
 
 from __future__ import annotations

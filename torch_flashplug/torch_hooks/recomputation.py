@@ -1,4 +1,6 @@
-"""The small backward that shows C++ where libtorch keeps the numbers of an evaluated node (src/hooks/block_mode.cpp)."""
+"""The small backward that shows C++ where libtorch keeps the numbers of an evaluated node
+(src/hooks/block_mode.cpp).
+"""
 
 from __future__ import annotations
 

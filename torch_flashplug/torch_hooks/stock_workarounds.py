@@ -1,6 +1,6 @@
-"""Switches the repair of stock's attention (src/hooks/stock_workarounds.cpp), for calls that stay with stock: cuDNN's misreads addresses
-and strides that are no multiples of 16 bytes, at which flash and the efficient attention fail, and cuDNN's backward
-forgets how grad_out lies in memory.
+"""Switches the repair of stock's attention (src/hooks/stock_workarounds.cpp), for calls that stay with stock: cuDNN's
+misreads addresses and strides that are no multiples of 16 bytes, at which flash and the efficient attention fail, and
+cuDNN's backward forgets how grad_out lies in memory.
 
 Compiled graphs call the repaired kernels, too, but for those of Inductor's C++ wrapper, which calls stock's past the
 dispatcher. For these a backward is traced with grad_out in the order of out, and, without dropout, under the key of its
@@ -72,8 +72,8 @@ def _known() -> dict[str, str]:
 
 
 def _changed() -> list[str]:
-    """Stock's ops that are not as src/core/schemas.h has them. src/stock/stock_kernels.cpp calls their functions by mangled names,
-    which say nothing of results.
+    """Stock's ops that are not as src/core/schemas.h has them. src/stock/stock_kernels.cpp calls their functions by
+    mangled names, which say nothing of results.
     """
     return [name for name, schema in _known().items() if _schema(name) != schema]
 

@@ -159,7 +159,9 @@ def _trace_backward(mode: ProxyTorchDispatchMode, *args, scale: float | None = N
     settings = (dropout_p, int(is_causal), scale, forward.mode, bias_grad)
     mask = attn_bias if bias_grad or _mask_behind(mode, attn_bias) is attn_bias else _given_by(mode, forward.attn_bias)
     with mode:
-        dq, dk, dv, dbias = sdpa.namespace.sdpa_bwd(grad_out, query, key, value, mask, out, lse, seed, offset, *settings)
+        dq, dk, dv, dbias = sdpa.namespace.sdpa_bwd(
+            grad_out, query, key, value, mask, out, lse, seed, offset, *settings
+        )
     return dq, dk, dv, dbias if bias_grad else None
 
 

@@ -1,5 +1,5 @@
-"""torch.nn.attention.varlen on kernels of ours: what src/hooks/varlen_attn.cpp, whose kernels stand at its private ops, cannot
-know before torch's module is imported, and the bodies that torch would have run, for what is not ours.
+"""torch.nn.attention.varlen on kernels of ours: what src/hooks/varlen_attn.cpp, whose kernels stand at its private ops,
+cannot know before torch's module is imported, and the bodies that torch would have run, for what is not ours.
 
 In auto calls are ours where VARLEN_ROWS (dispatch_table.py) has the kernel that torch would run; else where a block of
 sdpa_backend, or the process, asks for "fa3" or "fa2". The LSE of a row without keys is inf, as stock has it; a gradient

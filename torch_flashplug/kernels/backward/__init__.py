@@ -1,1 +1,7 @@
-"""TODO."""
+"""Parts of the backward kernels.
+
+- `pre_post_process`: The kernels before and after the backward: delta, and the conversion of dQ.
+- `dq_writer`: The warp that adds dQ up in global memory.
+- `dbias_reduce`: The sum of the gradient of a broadcast bias.
+- `workspace`: The workspace of dQ.
+"""

@@ -1,5 +1,5 @@
-"""What kernels of every kind are called with. Arguments come in the order of torch_flashplug/registry/kernel_args.py, by which
-src/launch/kernel_args.cpp packs them; the stream, which src/launch/launch.cpp gives, is last.
+"""What kernels of every kind are called with. Arguments come in the order of torch_flashplug/registry/kernel_args.py,
+by which src/launch/kernel_args.cpp packs them; the stream, which src/launch/launch.cpp gives, is last.
 """
 
 from __future__ import annotations

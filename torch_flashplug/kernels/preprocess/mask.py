@@ -1,6 +1,6 @@
 """A bool mask as kernels read it: words (scores/words.py), and lists of the blocks that hide something or nothing
-(block_sparse.py). Made on the device by two small kernels, so that nothing waits for the host, and a CUDA graph digests what
-the mask holds when it is replayed.
+(block_sparse.py). Made on the device by two small kernels, so that nothing waits for the host, and a CUDA graph digests
+what the mask holds when it is replayed.
 
 The mask is (B or 1, Hq or 1, rows, Sk) of any strides, 0 where it is broadcast; each of its planes is digested once.
 rows are Sq, or min(Sq, LISTED) of a mask that is the same for all queries: states and words are of those, lists of all.

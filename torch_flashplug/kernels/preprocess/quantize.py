@@ -1,4 +1,5 @@
-"""Operands in 8 bits, from 16: one kernel, in one pass (quantize_reference.py has the mathematics, and the same in torch).
+"""Operands in 8 bits, from 16: one kernel, in one pass (quantize_reference.py has the mathematics, and the same in
+torch).
 
 A CTA has a block of keys of K, 128 keys of V, or some rows of Q (hadamard.py). Each finds for itself what it needs of a
 whole head, from the same SAMPLES keys: the constant key of K, the scales of V's channels. So nothing waits for

@@ -1,8 +1,8 @@
 """Dropout: probabilities are dropped on their way to the output, and what comes back to them (Srivastava et al. 2014).
 
 Which ones says a bit for every score, drawn in registers from the seed and the score's place, and nothing else: all
-kernels of all tiles draw the same, forward and backward, and nothing is stored. torch_flashplug/ops/dropout_reference.py says the
-same in plain torch.
+kernels of all tiles draw the same, forward and backward, and nothing is stored.
+torch_flashplug/ops/dropout_reference.py says the same in plain torch.
 
 A word has 32 bits: of two rows of queries, eight apart, and sixteen keys, so that both orders in which threads hold
 scores (fragments.py) need no more than their own warp's words. Of query i and key j of head n (over the batch)

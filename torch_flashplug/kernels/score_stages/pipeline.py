@@ -29,7 +29,8 @@ argument and names no stage. It asks, in this order:
 `count` is the number of a block among all that a CTA works on, which slots and phases of rings follow from: the same to
 who loads and to who reads. Every block that is loaded is read, or passed over, by all: a stage with a ring is asked
 everywhere. What stages hold of a block costs the kernel's own buffers room: Feature.score_bytes of features.py, which
-kernel_spec.py counts. Decode and sm_80's backward bring nothing, and give no count. Kernels of sm_80 have one loop, and ask
+kernel_spec.py counts. Decode and sm_80's backward bring nothing, and give no count. Kernels of sm_80 have one loop, and
+ask
 `begin`, `make_ready` and `apply` for each block.
 
 `masked` is known when a kernel is traced: loops over whole sections hold no code of stages that are not asked there. A

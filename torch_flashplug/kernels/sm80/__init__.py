@@ -1,1 +1,6 @@
-"""TODO."""
+"""Kernels for sm_80 and newer: cp.async and mma.sync.
+
+- `forward`: The forward.
+- `backward`: The backward.
+- `decode`: Few queries against many keys.
+"""

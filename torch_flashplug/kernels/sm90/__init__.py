@@ -1,1 +1,11 @@
-"""TODO."""
+"""Kernels for Hopper: TMA, WGMMA and warp specialization.
+
+- `forward`: The forward.
+- `backward`: The backward, one kernel.
+- `backward_split`: The backward in two kernels, backward_dq and backward_dkdv.
+- `backward_dq`: The gradient of the queries.
+- `backward_dkdv`: The gradients of keys and values.
+- `backward_tile`: The backward of calls that fit one tile.
+- `backward_dbias`: The gradient of a float mask.
+- `decode`: Few queries against many keys.
+"""

@@ -1,8 +1,8 @@
 """The gradient of a bias on Hopper: dS, summed over what the bias is broadcast to, in the same order in every run.
 
 A CTA stays on its SM and draws tiles of the gradient, 128 queries x 64 or 128 keys. It walks over all blocks of scores
-that add up there (kernels/backward/dbias_reduce.py), computes both products of each anew, and sums dS in registers: no scratch but LSE
-and delta of rows, no atomics, whatever the batch. Each of two consumer warpgroups owns 64 of the rows.
+that add up there (kernels/backward/dbias_reduce.py), computes both products of each anew, and sums dS in registers: no
+scratch but LSE and delta of rows, no atomics, whatever the batch. Each of two consumer warpgroups owns 64 of the rows.
 
 A step has two pairs of operands, Q and K, then dO and V, which go through one ring: three pairs of D 128 fit, where two
 steps would not. What bounds it is L2, since every step needs four new tiles; hiding keys beyond the last in every block

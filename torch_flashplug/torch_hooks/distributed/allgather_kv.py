@@ -26,7 +26,9 @@ _WINDOW = attention.Window(right=0, bottom_right=True)
 _library = torch.library.Library("torch_flashplug", "FRAGMENT")
 for _name in ("fwd", "bwd"):
     _schema = getattr(ring_attention.namespace, f"ring_{_name}").default._schema
-    _library.define(str(_schema).removeprefix("torch_flashplug::").replace("ring_", "gathered_"), tags=ring_attention.TAGS)
+    _library.define(
+        str(_schema).removeprefix("torch_flashplug::").replace("ring_", "gathered_"), tags=ring_attention.TAGS
+    )
 
 namespace = torch.ops.torch_flashplug
 

@@ -1,5 +1,6 @@
 """torch's context_parallel on kernels of ours: two entries in torch's own table of handlers, which it gives to DTensor
-each time context parallelism is switched on. Load balance, rotation and collectives are torch's; the loop is ring_attention.py's.
+each time context parallelism is switched on. Load balance, rotation and collectives are torch's; the loop is
+ring_attention.py's.
 
 All of torch's that is named here is private: where it is not what we know, one warning, and stock serves the calls.
 """
@@ -128,8 +129,8 @@ _method = "ring"
 
 def use(method: str) -> None:
     """How keys and values come to the rows of other ranks, in calls that are ours from here on, but for graphs that
-    were compiled before: "ring", the default, step by step, or "gather", all at once (allgather_kv.py). What ranks exchange
-    differs, so all of them have to say the same, also before a backward, and none may leave calls to stock.
+    were compiled before: "ring", the default, step by step, or "gather", all at once (allgather_kv.py). What ranks
+    exchange differs, so all of them have to say the same, also before a backward, and none may leave calls to stock.
     """
     global _method  # noqa: PLW0603  (as torch's own options, it is the process's)
     if method not in _METHODS:
@@ -147,7 +148,9 @@ def _mode_of(x: Tensor) -> int:
     return 0 if bindings.is_preference(mode) else mode & _WORD
 
 
-def _settings(query: Tensor, is_causal: bool, scale: float | None, mode: int, balanced: bool) -> ring_attention.Settings:
+def _settings(
+    query: Tensor, is_causal: bool, scale: float | None, mode: int, balanced: bool
+) -> ring_attention.Settings:
     """torch's options are the process's; which rows a rank has does not change behind a forward."""
     options, group = sys.modules[_MODULE]._cp_options, query.device_mesh.get_group()
     how = (options.rotate_method.name, balanced, options.convert_to_f32)

@@ -78,7 +78,9 @@ def why_not(query: DTensor, key: DTensor, value: DTensor, mask: DTensor | None, 
     if any(x.device_mesh != query.device_mesh or x.placements != query.placements for x in (key, value)):
         said = ", ".join(f"{name} {list(x.placements)}" for name, x in zip("qkv", (query, key, value)))
         return f"query, key and value are placed differently ({said}); redistribute them alike"
-    if mask is not None and (mask.dtype.is_floating_point is False or describe_call.misfit(query, key, mask) is not None):
+    if mask is not None and (
+        mask.dtype.is_floating_point is False or describe_call.misfit(query, key, mask) is not None
+    ):
         return "a bool attn_mask of a DTensor, or one that does not fit, is stock attention's"
     if _is_step(query) and (mask is not None or dropout_p):
         return "stock's context_parallel takes no attn_mask, and its gradients none of dropout; it has to answer"

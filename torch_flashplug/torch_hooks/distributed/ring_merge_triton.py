@@ -1,4 +1,5 @@
-"""The kernels of ring_merge.py in Triton. A program takes some rows of one head; everything is read once, and written once.
+"""The kernels of ring_merge.py in Triton. A program takes some rows of one head; everything is read once, and written
+once.
 
 Imports Triton, so it is imported at the first merge on a GPU and not before.
 """
