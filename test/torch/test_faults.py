@@ -23,6 +23,7 @@ from torch_flashplug.api.backend import DEVICES
 from torch_flashplug.dispatch import bindings
 from torch_flashplug.ops import sdpa as ops
 from torch_flashplug.registry import kernel_table, stock_bugs
+from torch_flashplug.torch_hooks import describe_call
 from torch_flashplug.registry.dispatch_table import ANY, ChoiceRow
 from torch_flashplug.testing import Inputs, new_case
 
@@ -207,7 +208,7 @@ def test_such_scales_under_vmap() -> None:
 @pytest.mark.parametrize("scale", [0.0, -0.25, 1e-50])
 def test_such_scales_are_ours(road: Road, scale: float) -> None:
     q, k, v = road.qkv(grad=True)
-    assert bindings.plan(torch_flashplug.torch_hooks.describe_call.describe(q, k, v, None, 0.0, False, scale) | {"on_cuda": 1},
+    assert bindings.plan(describe_call.describe(q, k, v, None, 0.0, False, scale) | {"on_cuda": 1},
                        DEVICES["h100"])["backend"] == "fa3"  # fmt: skip
     road.took()
     out = sdpa(q, k, v, scale=scale)

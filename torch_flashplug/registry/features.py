@@ -91,7 +91,8 @@ FEATURES = (
     Feature(
         "cache8", "cache8", "with K and V in 8 bits",
         "key and value have 8 bits and scales, these kernels take neither; dequantise them first",
-        arguments=("k_scale", "v_scale", "rotated"), decode="quantized_kv_cache.CacheInEightBits", always=True, key_bytes=8,
+        arguments=("k_scale", "v_scale", "rotated"), decode="quantized_kv_cache.CacheInEightBits",
+        always=True, key_bytes=8,
     ),
     Feature(
         "paged", "paged", "in pages",
