@@ -74,7 +74,7 @@ def _tables() -> list[Path]:
 
 
 def _all_sources() -> list[Path]:
-    return sorted([*_tables(), _PACKAGE / "kernel_spec.py", *(_PACKAGE / "kernels").rglob("*.py")])
+    return sorted([*_tables(), _PACKAGE / "registry" / "kernel_spec.py", *(_PACKAGE / "kernels").rglob("*.py")])
 
 
 def _hash_of(files: list[Path], more: str = "") -> str:

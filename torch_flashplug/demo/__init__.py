@@ -1,4 +1,18 @@
-"""`python -m torch_flashplug demo`: a byte-level GPT on real text, whose attention runs on our kernels beside stock
-torch's. The model knows F.scaled_dot_product_attention alone. Without a GPU one kernel is interpreted, and nothing is
-timed.
+"""`python -m torch_flashplug demo`: a byte-level GPT, trained and sampled with and without the plugin.
+
+The model calls F.scaled_dot_product_attention only. Without a GPU, one kernel is interpreted and nothing is timed.
+
+- `model`: The model.
+- `llama`: A model in the style of Llama, for several GPUs.
+- `text`: The text file.
+- `train`: Training.
+- `serve`: Sampling from a KV cache.
+- `long`: Long contexts.
+- `precision`: 8-bit attention.
+- `several`: Several GPUs.
+- `record`: The record of all attention calls.
+- `scopes`: Switches the plugin off and on.
+- `show`: Tables.
+- `measured`: Numbers measured on an H100, read from tools/results.
+- `without_gpu`: The demo on a machine without a GPU.
 """

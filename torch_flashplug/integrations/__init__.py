@@ -1,4 +1,9 @@
-"""Public modules for other programs: transformers and torch's context_parallel. Each is imported at its first use."""
+"""Public modules for other programs. Each module is imported at its first use.
+
+- `transformers`: Attention functions for Hugging Face models.
+- `int8_cache`: An INT8 KV cache for Hugging Face models.
+- `context_parallel`: The setting of torch's context_parallel.
+"""
 
 from __future__ import annotations
 

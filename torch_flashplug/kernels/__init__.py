@@ -1,10 +1,23 @@
-"""Kernels in CuTe DSL. Importing a kernel module needs the DSL; only codegen/compiler.py imports them."""
+"""Kernels in CuTe DSL. Importing a kernel module needs the DSL; only codegen/compiler.py imports them.
+
+- `sm90/`: Kernels for Hopper.
+- `sm80/`: Kernels for sm_80 and newer.
+- `features/`: One file for each feature.
+- `preprocess/`: Kernels launched before the main kernel.
+- `mainloop/`: Softmax and output accumulation.
+- `backward/`: Parts of the backward kernels.
+- `decode/`: Parts of the decode kernels.
+- `score_stages/`: Score modification between the two products.
+- `tiling/`: Tile coordinates and block iterators.
+- `call_args/`: The kernel ABI in the DSL.
+- `primitives/`: Building blocks that know nothing about attention.
+"""
 
 from __future__ import annotations
 
 import importlib
 
-from ..registry import features
+from ..registry import features as feature_table
 
 # (kind, arch) -> module.class; the one place that knows which file builds which spec.
 BUILDERS = {
@@ -28,5 +41,5 @@ def builder(spec):
 
     module, name = BUILDERS[spec.kind, spec.arch]
     own = getattr(importlib.import_module(f".{module}", __name__), name)
-    ahead = [part_named(feature.ahead) for feature in features.of(spec.features) if feature.ahead]
+    ahead = [part_named(feature.ahead) for feature in feature_table.of(spec.features) if feature.ahead]
     return (type(name, (*ahead, own), {"__module__": own.__module__}) if ahead else own)(spec)

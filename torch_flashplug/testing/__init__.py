@@ -1,7 +1,15 @@
-"""The vocabulary of tests, benchmarks and bug reports: named cases, their inputs, the fp64 oracle, the error budget
-and the timer.
+"""Named cases, the fp64 oracle, the error budget and the timer of tests, benchmarks and bug reports.
 
-Imports torch and the standard library only, so it runs wherever torch does; product code never imports it.
+Product code never imports this folder. Most files import torch and the standard library only.
+
+- `cases`: The named cases, and their inputs.
+- `oracle`: Attention and gradients in fp64.
+- `budget`: The error budget, and the comparison with the oracle.
+- `timing`: Interleaved timing.
+- `activations`: Operands distributed as in real models.
+- `eight_bit`: The arithmetic of 8-bit kernels in fp64.
+- `direct`: The launch of one kernel by name, without the dispatcher.
+- `interpreted`: Kernels that run on a CPU, for `check`, the demo and tests.
 """
 
 from .budget import ErrorReport, assert_bitwise_equal, assert_lse, assert_within_budget, measure_error
