@@ -1,7 +1,7 @@
-"""Hopper attention kernels behind an unchanged torch.nn.functional.scaled_dot_product_attention.
+"""Attention kernels for Hopper GPUs behind an unchanged torch.nn.functional.scaled_dot_product_attention.
 
-Importing this package loads _C, pushes the table and the environment flags into it and installs the router; it never
-imports cutlass. TORCH_FLASHPLUG=0 leaves torch untouched.
+Importing the package loads `_C`, passes the kernel tables and the environment flags to `_C`, and installs the
+dispatcher. The import never imports cutlass. TORCH_FLASHPLUG=0 leaves torch untouched.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from . import env
 from .version import __version__ as __version__
 
-# While `import torch` runs its plugins' entry points, nobody asked for us yet: touch nothing. _autoload.hook() runs
-# this file a second time if it is wanted.
+# While `import torch` runs the entry points of plugins, no program has asked for the package yet. So torch must stay
+# untouched. `_autoload.hook()` runs `__init__` a second time if the plugin is wanted.
 inert = env.torch_is_loading_backends() and "inert" not in globals()
 
 if not inert:

@@ -1,8 +1,8 @@
-"""Entry point of group torch.backends: `import torch` calls hook() wherever this package is installed.
+"""Entry point of the group torch.backends: `import torch` calls `hook()` where the package is installed.
 
-Without TORCH_FLASHPLUG=1 it must leave no trace. Loading this module runs the package's __init__, which stays inert
-while torch itself is still being imported; hook() then runs it in earnest, or forgets it, so that a later import of the
-package starts afresh.
+Without TORCH_FLASHPLUG=1, the entry point must leave no trace. Loading `_autoload` runs the package's `__init__`, but
+`__init__` does nothing while torch is still being imported. Then `hook()` either runs `__init__` again, now completely,
+or removes the package from `sys.modules`. After the removal, a later import of the package starts from the beginning.
 """
 
 from __future__ import annotations
@@ -20,15 +20,18 @@ def _forget(package: str) -> None:
 
 
 def hook() -> None:
-    """Activates the plugin if TORCH_FLASHPLUG=1. Never raises: a failure here would break `import torch`."""
+    """Activate the plugin if TORCH_FLASHPLUG=1.
+
+    No exception leaves the function, because an exception would break `import torch`.
+    """
     package = __name__.rpartition(".")[0]
     if not getattr(sys.modules.get(package), "inert", False):
-        return  # somebody imported the package, and that import brought torch in
+        return  # the program imported the package first, and the package imported torch
     try:
         if env.autoload():
             importlib.reload(sys.modules[package])
             return
     except Exception as error:
-        text = f"torch_flashplug: not activated: {type(error).__name__}: {error}"
+        text = f"torch_flashplug: the plugin was not activated: {type(error).__name__}: {error}"
         warnings.warn(text, RuntimeWarning, stacklevel=2)
     _forget(package)

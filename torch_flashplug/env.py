@@ -1,4 +1,7 @@
-"""Environment flags: the only place that reads os.environ. Standard library only."""
+"""Environment flags.
+
+Only this module reads os.environ. The module imports the standard library alone.
+"""
 
 from __future__ import annotations
 
@@ -6,42 +9,63 @@ import os
 import sys
 from dataclasses import dataclass
 
-OFF, ON = ("0", "off", "false", "no"), ("1", "on", "true", "yes")  # words for a switch, in any case
+OFF, ON = ("0", "off", "false", "no"), ("1", "on", "true", "yes")  # words for a switch, in upper or lower case
 
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """One environment variable: its name, its default and what it does (the README table is checked against this).
+    """An environment variable with a name, a default and a description.
 
-    `traced`: it decides what is traced, so graphs that are kept are those of its value (_cache_mark in backend.py).
+    A test compares the table in README with the flags.
+
+    Attributes:
+        name: the name of the variable.
+        default: the value if the variable is not set.
+        help: the description of the variable.
+        traced: whether the flag affects traced graphs. Cached graphs are then kept separately for each value of the
+            flag (_cache_mark in backend.py).
+        values: all allowed values. An empty value is allowed, too, and means the default. An empty tuple allows every
+            value.
     """
 
     name: str
     default: str
     help: str
     traced: bool
-    values: tuple[str, ...] = ()  # all that are allowed beside an empty one, which is as none; none: any
+    values: tuple[str, ...] = ()
 
     def get(self) -> str:
-        """Raises ValueError for a value that is not allowed."""
+        """Return the value of the variable, or the default.
+
+        Raises:
+            ValueError: the value is not allowed.
+        """
         value = os.environ.get(self.name, self.default)
         if self.values and value not in ("", *self.values):
-            raise ValueError(f"{self.name}={value!r}; use one of {', '.join(self.values)}")
+            raise ValueError(f"{self.name} must be one of {', '.join(self.values)}, but got {value!r}.")
         return value
 
     def is_on(self) -> bool | None:
-        """Return what a switch says; None where it says nothing. Raise ValueError for an unknown word."""
+        """Return whether a switch is on; None if the variable is empty.
+
+        Raises:
+            ValueError: the value is an unknown word.
+        """
         value = os.environ.get(self.name, self.default)
         word = value.strip().lower()
         if word and word not in OFF + ON:
-            raise ValueError(f"{self.name}={value!r}; use one of {', '.join(OFF + ON)}")
+            raise ValueError(f"{self.name} must be one of {', '.join(OFF + ON)}, but got {value!r}.")
         return word in ON if word else None
 
     def count(self) -> int:
-        """Raises ValueError for what is no number, or less than 0."""
+        """Return the value as a number.
+
+        Raises:
+            ValueError: the value is not a whole number, or is less than 0.
+        """
         value = self.get() or self.default
         if not (value.isascii() and value.isdigit()):
-            raise ValueError(f"{self.name}={value!r}; use a number, 0 or more")
+            raise ValueError(f"{self.name} must be a whole number, 0 or more, but got {value!r}.")
         return int(value)
 
 
@@ -49,7 +73,7 @@ ENABLED = Flag(
     "TORCH_FLASHPLUG",
     "",
     "0: leave torch untouched; 1: also load with every `import torch` (entry point)",
-    traced=False,  # of a process without us nothing is marked
+    traced=False,  # without the plugin, the process marks no graphs
 )
 BACKEND = Flag(
     "TORCH_FLASHPLUG_BACKEND",
@@ -95,7 +119,11 @@ FLAGS = (ENABLED, BACKEND, PRECISION, CACHE_DIR, JIT, HOOK, REPAIR, RING_MARGIN)
 
 
 def check() -> None:
-    """Raise ValueError for a flag with an unknown value. Importing the package calls this."""
+    """Check the values of the flags. Importing the package calls `check`.
+
+    Raises:
+        ValueError: a flag has an unknown value.
+    """
     for switch in (ENABLED, REPAIR):
         switch.is_on()
     jit_mode()
@@ -112,9 +140,10 @@ def autoload() -> bool:
 
 
 def torch_is_loading_backends() -> bool:
-    """True inside the loop of `import torch` that calls the entry points of its plugins.
+    """Return whether `import torch` is in the loop that calls the entry points of plugins.
 
-    Being inside `import torch` is not enough: TORCH_LOGS=+torch_flashplug makes torch import us then, in earnest.
+    A test for a running `import torch` is not enough. With TORCH_LOGS=+torch_flashplug, torch imports the package
+    during `import torch`, and such an import must be complete.
     """
     frame = sys._getframe()
     while frame is not None and frame.f_code.co_name != "_import_device_backends":
@@ -123,7 +152,10 @@ def torch_is_loading_backends() -> bool:
 
 
 def torch_logs_us() -> bool:
-    """TORCH_LOGS names us. torch sets the loggers' levels after it has imported what the variable names."""
+    """Return whether TORCH_LOGS names torch_flashplug.
+
+    The levels of the loggers do not tell, because torch sets the levels after importing the packages in TORCH_LOGS.
+    """
     return "torch_flashplug" in os.environ.get("TORCH_LOGS", "")
 
 
@@ -131,30 +163,30 @@ WAIT, BACKGROUND, NEVER = "wait", "background", "never"
 
 
 def jit_mode() -> str:
-    """Return WAIT, BACKGROUND or NEVER. Words for switches are allowed, too: on waits, off is never.
+    """Return WAIT, BACKGROUND or NEVER. Words for switches are allowed, too: "on" means WAIT, and "off" means NEVER.
 
     Raises:
-        ValueError: the flag has another value.
+        ValueError: the value is unknown.
     """
     value = JIT.get()
     words = dict.fromkeys(("", WAIT, *ON), WAIT) | dict.fromkeys(OFF, NEVER) | {BACKGROUND: BACKGROUND}
     if (mode := words.get(value.strip().lower())) is None:
-        raise ValueError(f"{JIT.name}={value!r}; use one of wait, background, {', '.join(OFF + ON)}")
+        raise ValueError(f"{JIT.name} must be one of wait, background, {', '.join(OFF + ON)}, but got {value!r}.")
     return mode
 
 
 def set_cache_dir(folder: str) -> None:
-    """Make a folder the cache of this process and of those that it starts."""
+    """Make a folder the kernel cache of this process and of all child processes."""
     os.environ[CACHE_DIR.name] = folder
 
 
 def c_compiler() -> list[str]:
-    """Return the command that the variable CC names; empty if it names none."""
+    """Return the command in the variable CC as a list of words; an empty list if CC is not set."""
     return os.environ.get("CC", "").split()
 
 
 def cpp_compiler() -> str:
-    """Return the C++ compiler that the variable CXX names; c++ if it names none."""
+    """Return the C++ compiler in the variable CXX; "c++" if CXX is not set."""
     return os.environ.get("CXX") or "c++"
 
 
@@ -162,9 +194,9 @@ _WORKER_PATH = "FLASHPLUG_WORKER_PATH"
 
 
 def for_workers(target: str) -> dict[str, str]:
-    """Return the environment of a process that compiles kernels: no GPU, one target, and our packages' folders.
+    """Return the environment of a worker process: no GPU, a single target, and the import paths of this process.
 
-    Variables of the compiler (CUTE_DSL_...) are left out, because they can change the code of kernels.
+    Variables of the compiler (CUTE_DSL_...) are left out, because such variables can change the code of kernels.
     """
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("CUTE_DSL_", "PYTHONINSPECT"))}
     places = [place for place in sys.path if place]
@@ -177,14 +209,18 @@ def for_workers(target: str) -> dict[str, str]:
 
 
 def extend_path_of_worker() -> None:
-    """Let a process that compiles kernels import what the process that started it can import, behind its own."""
+    """Append the import paths of the parent process to the import paths of a worker process."""
     sys.path += [place for place in os.environ.get(_WORKER_PATH, "").split(os.pathsep) if place not in sys.path]
 
 
 def compile_workers(most: int, per_host: bool = False) -> int:
-    """Return how many kernels this process, or this host, compiles at once: at most so many, and at least one.
+    """Return how many kernels this process, or this host, compiles in parallel.
 
-    A process takes its part of the CPUs that it may use; ranks of one host (LOCAL_WORLD_SIZE) share them.
+    The ranks of one host (LOCAL_WORLD_SIZE) share the CPUs that a process may use.
+
+    Args:
+        most: the upper limit. The lower limit is 1.
+        per_host: whether the number is for the whole host instead of this process.
     """
     cpus = len(os.sched_getaffinity(0))
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
@@ -193,5 +229,5 @@ def compile_workers(most: int, per_host: bool = False) -> int:
 
 
 def local_rank() -> int:
-    """Which process of this host it is, as torchrun says."""
+    """Return the index of this process among the processes of this host, from torchrun's LOCAL_RANK."""
     return int(os.environ.get("LOCAL_RANK", "0"))

@@ -383,7 +383,7 @@ def test_target_of_a_gpu(cc, target):
 
 @pytest.mark.parametrize("cc", [75, 110])
 def test_a_gpu_without_target_is_named(cc):
-    with pytest.raises(ValueError, match=rf"compute capability {cc // 10}\.{cc % 10}; .*sm_80, sm_90a"):
+    with pytest.raises(ValueError, match=rf"sm_80, sm_90a.*, but the GPU has compute capability {cc // 10}\.{cc % 10}$"):
         compiler.target_of(cc)
 
 
@@ -391,7 +391,7 @@ def test_a_target_holds_kernels_of_its_architectures_alone() -> None:
     hopper, ampere = (kernel_table.specs(arch)[0] for arch in (90, 80))
     with pytest.raises(ValueError, match=r"fwd_sm90_.*: sm_80 runs kernels that are written for sm_80"):
         compiler.compile_spec(hopper, "sm_80")
-    with pytest.raises(ValueError, match="target 'sm_75'; use one of sm_80"):
+    with pytest.raises(ValueError, match="target must be one of sm_80, .*, but got 'sm_75'"):
         compiler.compile_spec(ampere, "sm_75")
 
 

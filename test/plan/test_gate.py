@@ -112,7 +112,9 @@ def test_head_dims_come_before_steps():
 
 @pytest.mark.parametrize("backend, splits", [("fa3", 256), ("fa3", -1), ("math", 2), ("auto", 1), ("fa2", 256)])
 def test_bad_num_splits(backend, splits):
-    with pytest.raises(ValueError, match=rf"num_splits={splits} with '{backend}'; use 1 to 255, with 'fa3' or 'fa2'"):
+    with pytest.raises(
+        ValueError, match=rf"num_splits must be 0, or 1 to 255 with 'fa3' or 'fa2', but got {splits} with '{backend}'"
+    ):
         sdpa_backend(backend, num_splits=splits)
 
 

@@ -221,7 +221,7 @@ def _let_others_write(path: Path) -> None:
 BROKEN = {
     "cut_short": (_cut, "cut short"),
     "empty": (_empty, "cut short"),
-    "changed": (_change, "another content"),
+    "changed": (_change, "does not have the content that was written"),
     "writable_by_others": (_let_others_write, "can be written by other users"),
 }
 
@@ -423,7 +423,7 @@ def test_no_compiler(cache, monkeypatch):
     monkeypatch.setattr(dsl, "version", lambda: None)
     answer = provide()
     assert not answer.is_there and not answer.later
-    assert "no compiler is installed. pip install 'torch_flashplug[jit]'" in answer.why
+    assert "no compiler is installed. Run `pip install 'torch_flashplug[jit]'`" in answer.why
 
 
 def test_entries_serve_where_no_compiler_is(cache, monkeypatch):
@@ -647,7 +647,7 @@ def test_a_cache_that_cannot_be_read_is_named(cache, problem, monkeypatch):
         denied = PermissionError(13, "Permission denied")
         monkeypatch.setattr(Path, "iterdir", lambda path: (_ for _ in ()).throw(denied))
     facts = env_info.collect()["cache"]
-    assert facts["problem"].startswith("it cannot be read: ") and facts["kernels"] == 0
+    assert facts["problem"].startswith("the folder cannot be read: ") and facts["kernels"] == 0
     env_info.show(env_info.collect())
 
 
@@ -656,7 +656,7 @@ def test_a_cache_that_cannot_be_read_is_named(cache, problem, monkeypatch):
 
 def test_a_compiler_that_writes_nothing_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("CC", "true")
-    with pytest.raises(RuntimeError, match=r"true could not link x.so: it wrote no file, and its exit status is 0"):
+    with pytest.raises(RuntimeError, match=r"true could not link x.so: the compiler wrote no file, with exit status 0"):
         linker.link([], tmp_path / "x.so")
     assert "true could not link" in linker.failure()
     monkeypatch.delenv("CC")

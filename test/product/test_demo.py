@@ -351,7 +351,7 @@ def test_explain_of_masks_and_dropout(output):
 def test_the_demo_counts_from_nothing(option, capsys):
     with pytest.raises(SystemExit):
         main(["demo", option, "-1"])
-    assert "'-1' is no number of them" in capsys.readouterr().err
+    assert "must be a whole number, 1 or more, or 0 for the default, but got '-1'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda words: words[0])
@@ -413,7 +413,7 @@ def test_demo_of_serving():
     assert done.returncode == 0, done.stderr
     assert torch.cuda.is_available() or not [title for title in TIMES if title in done.stdout]
     shown = rows(done.stdout, "bytes each")
-    assert list(shown) == ["padded, F.sdpa without the plugin", "padded, F.sdpa", "on end and in pages, attention()"]
+    assert list(shown) == ["padded, F.sdpa without the plugin", "padded, F.sdpa", "packed and paged, attention()"]
     for *speeds, equal in shown.values():
         same, of = map(int, equal.split(" of "))
         assert len(speeds) == (2 if torch.cuda.is_available() else 0)

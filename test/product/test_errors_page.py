@@ -119,7 +119,7 @@ def test_reasons_of_calls_outside_the_dispatcher_are_on_the_page() -> None:
     texts = list(returned("torch_hooks/describe_call", "outside_dispatcher", "misfit"))
 
     assert len(texts) > 12
-    texts.remove("{}; stock attention takes or rejects it")  # a reason of misfit() and an end
+    texts.remove("{}; stock attention decides")  # a reason of misfit() and an end
     assert not [text for text in texts if not is_on_the_page(text)]
 
 

@@ -197,8 +197,8 @@ def test_the_dtype_is_that_of_the_configuration(said, dtype):
 
 
 BAD = {
-    "no_file": (None, "gave: "),
-    "no_json": ("{", "gave: "),
+    "no_file": (None, "a model's folder, but got .*: "),
+    "no_json": ("{", "a model's folder, but got .*: "),
     "a_list": ("[]", "holds list"),
     "no_heads": ("{}", "name attention heads"),
 }
@@ -235,13 +235,14 @@ def test_list_prints_names_alone(tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((), "give --model-config, --shapes or --from-log"),
+        ((), "at least one of --model-config, --shapes and --from-log must be given"),
         (("--shapes", "1,16,512,64"), "--shapes must be 2 or 3 shapes"),
-        (("--from-log", "/nowhere"), "--from-log must be a file that can be read"),
+        (("--from-log", "/nowhere"), "--from-log must be a readable file, but got /nowhere: "),
         (("--model-config", "/nowhere"), "--model-config must be a config.json"),
         (("--shapes", "1,16,512,64", "1,16,512,64", "--device", "h1000"), "--device must be one of h100"),
-        (("--shapes", "1,16,512,64", "1,16,512,64", "--dtype", "fp32"), "no kernel of ours serves these calls"),
-        (("--shapes", "1,16,512,64", "1,16,512,64", "--out", "/dev/null/x"), "--out must be a folder that can be"),
+        (("--shapes", "1,16,512,64", "1,16,512,64", "--dtype", "fp32"), "no torch_flashplug kernel serves these calls"),
+        (("--shapes", "1,16,512,64", "1,16,512,64", "--out", "/dev/null/x"),
+         "--out must be a writable folder, but got /dev/null/x: "),
     ],
 )  # fmt: skip
 def test_bad_options_end_with_one_line(words, said):

@@ -223,7 +223,7 @@ def test_without_any_folder_kernels_are_compiled(install, lines):
         folder.write_text("a file where the folder should be")
     assert packs.provide(KERNEL, TARGET) is None and packs.provide(KERNEL, TARGET) is None
     (line,) = lines()
-    assert "flashplug_sm90a.so.xz is not used: it cannot be unpacked" in line
+    assert "flashplug_sm90a.so.xz is not used: the pack cannot be unpacked" in line
     assert line.endswith("Its kernels are compiled at first use")
 
 
@@ -279,7 +279,7 @@ def test_a_pack_for_another_cpu_is_not_loaded(install, lines, monkeypatch, compr
     packs.register()
     assert loaded == [None] * 2 * len(kernel_table.PACKS) and packs.provide(KERNEL, TARGET) is None
     (line,) = lines()
-    assert f"{pack.path.name} is not used: it was compiled for a CPU with avx1024, which this CPU lacks" in line
+    assert f"{pack.path.name} is not used: the pack was compiled for a CPU with avx1024, which this CPU lacks" in line
     assert packs.held(TARGET) == set() and env_info.packs()[0]["unusable"]
     assert "in 1 pack" not in check.kernels().text
 

@@ -359,12 +359,12 @@ def test_explain_says_who_reads_it() -> None:
     keys, values = cached(x, rotated=True), cached(x)
     plan = torch_flashplug.explain(q, keys, values, enable_gqa=True, device="h100")
     assert plan.backend == "fa2" and plan.kernel.startswith("decode_sm80_bf16_int8_d128_cache8_") and plan.splits > 1
-    assert "in int8, keys rotated" in plan.copies and "8 bits" in plan.reasons["fa3"]
+    assert "as int8 (rotated);" in plan.copies and "8 bits" in plan.reasons["fa3"]
     for call, device in (((drawn(1, 32, 300, 128), keys, values), "h100"), ((q, keys, values), None)):
         plan = torch_flashplug.explain(*call, enable_gqa=True, device=device)
-        assert plan.whole.startswith("key and value are made 16 bits first (") and "cache8" not in plan.kernel
+        assert plan.whole.startswith("key and value are converted to 16 bits first (") and "cache8" not in plan.kernel
     plan = torch_flashplug.explain(q, keys, values, dropout_p=0.1, enable_gqa=True, device="h100")
-    assert "cache8" not in plan.kernel and "made 16 bits" in str(plan)
+    assert "cache8" not in plan.kernel and "converted to 16 bits" in str(plan)
 
 
 @torch.no_grad()

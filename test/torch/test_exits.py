@@ -129,9 +129,9 @@ class Exit:
     settings: dict[str, bool | float] = field(default_factory=dict)
 
 
-DIMS, DEVICES, SHAPES = "need 4 dims", "different devices", "need broadcasting or do not fit"
+DIMS, DEVICES, SHAPES = "must have 4 dims", "different devices", "need broadcasting or do not fit"
 ADDS_BATCH_DIM, DATA = describe_call.adds_batch_dim(), "depend on data"
-MASKS, MASK_DIMS = "does not broadcast to (batch, heads, rows, keys)", "kernels take 2 to 4"
+MASKS, MASK_DIMS = "must broadcast to (batch, heads, rows, keys)", "must have 2 to 4 dims"
 EXITS = {
     "none": Exit("", took=OURS, backend="fa3"),
     "traced": Exit("", only_traced(128), took=TRACED, backend="fa3"),
@@ -170,7 +170,8 @@ EXITS = {
     "traced_mask_of_other_rows": Exit(MASKS, only_traced(128, 3, 128), took=STOCK, raises="broadcast"),
     "subclass_of_mask": Exit("subclass", lambda tensors: [*tensors, subclass(torch.ones(128, 128, dtype=torch.bool))]),
     "mask_of_other_rows": Exit(MASKS, masked(3, 128), took=STOCK, raises="broadcast"),
-    "mask_of_fp64": Exit("attn_mask is of torch.float64", lambda tensors: [*tensors, torch.zeros(128, 128).double()],
+    "mask_of_fp64": Exit("dtype for the kernels, but has torch.float64",
+                         lambda tensors: [*tensors, torch.zeros(128, 128).double()],
                          took=NOTHING, raises="attn_mask dtype"),
     "math_of_other_rows": Exit("math is forced", masked(3, 128), forced("math"), NOTHING, "math", raises="broadcast"),
     "math_of_causal_and_mask": Exit("math is forced", masked(128, 128), forced("math"), NOTHING, "math",

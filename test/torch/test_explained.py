@@ -46,7 +46,7 @@ ROADS: dict[str, tuple[tuple[Tensor, ...], dict[str, object], str, str]] = {
     "on_end": (ON_END, {"cu_seqlens_q": ints(9)}, "fwd_sm90_bf16_d128_window+ragged_", ""),
     "pages": (in_pages(2, 3), PAGES, "decode_sm80_bf16_d128_window+paged_", ""),
     "pages_of_15": (in_pages(2, 3, page=15), PAGES, "fwd_sm90_bf16_d128_window+ragged_",
-                    "pages are gathered first: of 15 rows"),
+                    "pages are gathered first: pages have 15 rows"),
     "pages_many": (in_pages(2, 90), PAGES, "fwd_sm90_bf16_d128_window+ragged_", "pages are gathered first: no kernel"),
     "pages_on_end": (in_pages(90), PAGES | {"cu_seqlens_q": ints(3)}, "fwd_sm90_bf16_d128_window+ragged_",
                      "pages are gathered first"),
@@ -54,17 +54,18 @@ ROADS: dict[str, tuple[tuple[Tensor, ...], dict[str, object], str, str]] = {
                       "decode_sm80_bf16_d128_window+paged_", ""),
     "eight": (dense(3, 512, torch.int8), EIGHT, "decode_sm80_bf16_int8_d128_cache8_", ""),
     "eight_softcap": (dense(3, 512, torch.int8), EIGHT | {"softcap": 2.0}, "fwd_sm90_bf16_d128_window+softcap_",
-                      "key and value are made 16 bits first"),
+                      "key and value are converted to 16 bits first"),
     "eight_sinks": (dense(3, 512, torch.int8), EIGHT | {"sinks": meta(HQ)}, "decode_sm90_bf16_d128_full_",
-                    "key and value are made 16 bits first"),
-    "eight_many": (dense(90, 512, torch.int8), EIGHT, "", "key and value are made 16 bits first"),
+                    "key and value are converted to 16 bits first"),
+    "eight_many": (dense(90, 512, torch.int8), EIGHT, "", "key and value are converted to 16 bits first"),
     "eight_pages": (in_pages(2, 3, dtype=torch.int8), EIGHT | PAGES, "decode_sm80_bf16_int8_d128_window+cache8+paged_",
                     ""),
     "eight_pages_softcap": (in_pages(2, 3, dtype=torch.int8), EIGHT | PAGES | {"softcap": 2.0},
-                            "fwd_sm90_bf16_d128_window+softcap+ragged_", "pages are gathered first, and made 16 bits"),
+                            "fwd_sm90_bf16_d128_window+softcap+ragged_",
+                            "pages are gathered first and converted to 16 bits"),
     "eight_pages_on_end": (in_pages(90, dtype=torch.int8), EIGHT | PAGES | {"cu_seqlens_q": ints(3)},
                            "fwd_sm90_bf16_d128_window+ragged_",
-                           "pages are gathered first; key and value are made 16 bits first"),
+                           "pages are gathered first; key and value are converted to 16 bits first"),
 }  # fmt: skip
 
 
@@ -155,7 +156,7 @@ def test_nothing_runs_and_what_is_wrong_is_said() -> None:
         (ValueError, r"sinks are \(3,\)", {"sinks": torch.zeros(3)}),
         (ValueError, "must be an int32 tensor", {"seqused_k": ints(1)}),
         (TypeError, "unexpected keyword", {"sofcap": 1.0}),
-        (ValueError, "presets are h100", {"device": "h101"}),
+        (ValueError, "explain_attention: device must be one of h100, .* but got 'h101'", {"device": "h101"}),
     ):
         with pytest.raises(error, match=says):
             explain_attention(q, k, v, **arguments)

@@ -245,6 +245,6 @@ def test_explain_says_that_nothing_is_forced_for_tensors_outside_a_gpu(name: str
         plan = torch_flashplug.explain(query, query, query)
         F.scaled_dot_product_attention(query, query, query)  # raises nothing
 
-    ignored = "; a forced backend changes nothing for tensors on cpu"
+    ignored = "; forcing a backend has no effect for tensors on cpu"
     assert plan.backend == "stock" and not plan.error
     assert plan.reasons == unasked.reasons | {name: unasked.reasons[name] + ignored}

@@ -115,7 +115,7 @@ def test_three_dims_are_stocks_where_torch_adds_no_batch(name: str, adds_batch_d
         plan = torch_flashplug.explain(*tensors, **settings, device="h100")
 
     assert plan.backend == "stock" and not plan.error
-    assert all("need 4 dims" in why for why in plan.reasons.values())
+    assert all("must have 4 dims" in why for why in plan.reasons.values())
 
 
 def test_three_dims_are_stocks_under_plan_b_which_comes_before_the_batch(
@@ -125,7 +125,7 @@ def test_three_dims_are_stocks_under_plan_b_which_comes_before_the_batch(
     with road_to("cpu", "plan_b") as road:
         plan = agrees_with_router(road, *operands())
 
-    assert plan.backend == "stock" and "need 4 dims" in plan.reasons["fa3"]
+    assert plan.backend == "stock" and "must have 4 dims" in plan.reasons["fa3"]
 
 
 @pytest.mark.parametrize("answer", [True, False])

@@ -152,7 +152,7 @@ def test_explain_says_what_else_is_in_the_way(rule: Callable[[str], None]) -> No
         with torch_flashplug.sdpa_backend("fa3"):
             error = explain_varlen(*operands, *lengths, **settings, device="h100").error
         assert error.startswith("varlen_attn: kernels of ours do not take") and "sdpa_backend('fa3')" in error
-    assert "lie on cpu" in explain_varlen(q, k, v, *lengths).reasons["fa3"]
+    assert "tensors are on cpu" in explain_varlen(q, k, v, *lengths).reasons["fa3"]
     with pytest.raises(TypeError, match="settings must be among"):
         explain_varlen(q, k, v, *lengths, causal=True)
     with pytest.raises(ValueError, match="device must be one of h100"):

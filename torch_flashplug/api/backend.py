@@ -1,5 +1,7 @@
-"""The public face: enable, disable, sdpa_backend, explain. Decisions are made in C++ (src/plan/); this file switches
-them and words them.
+"""Public functions `enable`, `disable`, `sdpa_backend` and `explain`.
+
+C++ decides how a call is served (src/plan/). This module switches the C++ dispatcher on and off, and describes the
+decisions in words.
 """
 
 from __future__ import annotations
@@ -28,11 +30,13 @@ from . import startup
 from .causal_bias import is_causal_bias, is_upper_left, plan_lower_right
 
 _log = logging.getLogger("torch_flashplug")
-_NOT_HOOKABLE = (2, 3)  # of native.install: this torch lacks the symbols, or its choice function has another signature
+# Results of native.install: torch lacks the symbols, or the choice function has an unknown signature.
+_NOT_HOOKABLE = (2, 3)
 
 _MIB = 1 << 20
-# DeviceFacts for explain() on a machine without the GPU in question (data sheets; shared memory is what one CTA may ask
-# for). A GPU's compute capability is its own; which kernels run there, architectures.py says.
+# DeviceFacts for explain() on a machine without the named GPU. The numbers are from data sheets. Shared memory is the
+# most that one CTA may request. The compute capability is the GPU's own; architectures.py says which kernels run on a
+# GPU.
 DEVICES: dict[str, dict[str, int]] = {
     "h100": {"cc": 90, "sm_count": 132, "smem_bytes": 232448, "l2_bytes": 50 * _MIB, "memory_rate": 3352},
     "h200": {"cc": 90, "sm_count": 132, "smem_bytes": 232448, "l2_bytes": 60 * _MIB, "memory_rate": 4814},
@@ -45,7 +49,10 @@ DEVICES: dict[str, dict[str, int]] = {
 
 
 def _cache_mark() -> str:
-    """What a traced graph depends on besides the program: the table, the flags that decide what is traced, and how."""
+    """Return a text that identifies the state, besides the program, on which a traced graph depends.
+
+    The text covers the dispatch tables, the flags that affect tracing, and the source of the tracing module.
+    """
     table = zlib.crc32(
         repr((FAMILIES, kernel_table.KERNEL_ROWS, dispatch_table.CHOICE_ROWS, stock_bugs.RESCUES)).encode()
     )
@@ -55,13 +62,19 @@ def _cache_mark() -> str:
 
 
 def enable(*, precision: str | None = None) -> None:
-    """Routes F.scaled_dot_product_attention calls of the whole process through the dispatcher; import did so already.
-    Undone by disable(). precision: what all calls of the process may be multiplied in that no sdpa_backend block gives
-    one; None: as it is, 16 bits at first or TORCH_FLASHPLUG_PRECISION.
+    """Route the F.scaled_dot_product_attention calls of the whole process through the dispatcher.
 
-    Where torch's choice function cannot be hooked, a Python kernel on F.sdpa takes its place (Plan B). Stock's
-    attention is repaired for the calls that stay with it (unless TORCH_FLASHPLUG_REPAIR=0). Graphs compiled before stay
-    as they are.
+    `import torch_flashplug` calls this function already; `disable()` reverses the effect. If torch's choice function
+    cannot be hooked, a Python kernel on F.sdpa is used instead (Plan B). Bugs of stock attention are repaired for the
+    calls served by stock, unless TORCH_FLASHPLUG_REPAIR=0. Graphs compiled earlier do not change.
+
+    Args:
+        precision: the precision permitted in products of all calls of the process outside of `sdpa_backend` blocks
+            with a precision: "16bit", "qk8", "8bit" (or "fp8") or "e4m3". None keeps the present setting, which is
+            16 bits at first, or the value of TORCH_FLASHPLUG_PRECISION.
+
+    Raises:
+        ValueError: the precision is unknown.
     """
     startup.load()
     if precision is not None:
@@ -81,8 +94,9 @@ def enable(*, precision: str | None = None) -> None:
 
 
 def disable() -> None:
-    """Puts stock attention back exactly, for eager calls and newly traced code. Backwards of calls served before still
-    work.
+    """Restore stock attention exactly, for eager calls and newly traced code.
+
+    The backward of a call served earlier still works.
     """
     startup.load()
     bindings.set_enabled(False)
@@ -97,11 +111,14 @@ def disable() -> None:
 
 # ---- sdpa_backend ----
 
-SPLITS_SHIFT, MAX_SPLITS = 8, 255  # of a mode word (Mode in src/core/flashplug.h)
+SPLITS_SHIFT, MAX_SPLITS = 8, 255  # in a mode word (Mode in src/core/flashplug.h)
 
 
 class _Entered(threading.local):
-    """What this thread's eager sdpa_backend blocks must put back, innermost last: (mode word, compile cache tag)."""
+    """State to restore when the eager `sdpa_backend` blocks of this thread end.
+
+    Each entry of `blocks` is a pair (mode word, compile cache tag). The innermost block is the last entry.
+    """
 
     def __init__(self) -> None:
         self.blocks: list[tuple[int, object]] = []
@@ -115,35 +132,45 @@ def _ours_in_words() -> str:
 
 
 class sdpa_backend:  # noqa: N801  (named like torch.nn.attention.sdpa_kernel)
-    """Forces a backend for the attention calls of this thread inside a `with` block or a decorated function.
+    """Context manager and decorator that forces a backend for the attention calls of this thread.
 
-    `backend` is "auto", "fa3" (Hopper's kernels), "fa2" (those for every GPU of compute capability 8.0 or more, which
-    auto takes only where they were measured), "math" or "stock". A forced backend that cannot run a call raises an
-    error that lists the reasons. `num_splits`, with "fa3" or "fa2": among how many CTAs the keys of a tile of query
-    rows are split, 1 to 255, never more than it has blocks of keys; 0: as the decode gate says.
+    Blocks nest. A block inside a torch.compile region is compiled into the graph, for F.sdpa and attention(). Ops of
+    torch itself, such as those of varlen_attn, instead obey the block around the run of the graph. A block entered
+    outside of the region is read by the compiled attention ops at run time. But a graph whose attention was traced to
+    stock keeps stock, as with torch.nn.attention.sdpa_kernel.
 
-    `precision`, with "auto" or a backend of ours: what products are multiplied in. "16bit": the operands' own; "qk8":
-    scores in INT8; "8bit" (or "fp8"): scores in INT8, probabilities and values in e4m3; "e4m3": all in e4m3; None:
-    what the process permits (enable). Operands are made ahead of each call, rotated and with scales (quant_recipes.py,
-    quantize_reference.py). With "auto", and of the process, it is a permission: a call is multiplied in 8 bits only
-    where that was measured to be faster than our 16, and never where gradients are wanted. Beside a forced backend it
-    is an order.
+    A forced backend that cannot run a call on a GPU raises a RuntimeError with the reasons.
 
-    Blocks nest. Inside a torch.compile region the block is compiled in, for F.sdpa and attention() (ops of torch's
-    own, as varlen_attn's, go by what surrounds the run of a graph); entered outside of one, it is read by the
-    compiled attention ops when they run, but a graph whose attention went to stock when it was traced stays stock (as
-    with torch.nn.attention.sdpa_kernel).
+    Args:
+        backend: "auto", "fa3", "fa2", "math" or "stock". "fa3" are the kernels for Hopper. "fa2" are the kernels for
+            every GPU of compute capability 8.0 or more; "auto" selects "fa2" kernels only for measured calls.
+        num_splits: with "fa3" or "fa2", the number of CTAs among which the keys of a tile of query rows are split:
+            1 to 255, and never more than the tile has KV blocks. 0 leaves the number to the decode gate.
+        precision: with "auto", "fa3" or "fa2", the precision of the products. "16bit": the dtype of the operands.
+            "qk8": scores in INT8. "8bit" (or "fp8"): scores in INT8, probabilities and values in e4m3. "e4m3": all
+            products in e4m3. None: the precision permitted for the process (see `enable`). The quantized operands are
+            made before each call, with rotation and scales (quant_recipes.py, quantize_reference.py). With "auto", and
+            as a setting of the process, the precision is a permission: a call uses 8 bits only where 8 bits were
+            measured to be faster than 16, and never where gradients are needed. With a forced backend, the precision is
+            an order.
+
+    Raises:
+        ValueError: the backend or the precision is unknown, num_splits is out of range, or the backend does not
+            support num_splits or the precision.
     """
 
     def __init__(self, backend: str, *, num_splits: int = 0, precision: str | None = None) -> None:
         if backend not in BACKENDS:
-            raise ValueError(f"backend={backend!r}; use one of {', '.join(BACKENDS)}")
+            raise ValueError(f"sdpa_backend: backend must be one of {', '.join(BACKENDS)}, but got {backend!r}.")
         if not 0 <= num_splits <= MAX_SPLITS or (num_splits and backend not in KERNEL_BACKENDS):
-            allowed = f"use 1 to {MAX_SPLITS}, with {_ours_in_words()}"
-            raise ValueError(f"num_splits={num_splits} with {backend!r}; {allowed}")
+            allowed = f"0, or 1 to {MAX_SPLITS} with {_ours_in_words()}"
+            raise ValueError(f"sdpa_backend: num_splits must be {allowed}, but got {num_splits} with {backend!r}.")
         field = bindings.PRECISION_OF_PROCESS if precision is None else quant_recipes.number_of(precision)
         if field and backend in ("math", "stock"):
-            raise ValueError(f"precision={precision!r} with {backend!r}; use it with 'auto', {_ours_in_words()}")
+            raise ValueError(
+                f"sdpa_backend: precision must be None or '16bit' with {backend!r}, but got {precision!r}. Use 'auto', "
+                f"{_ours_in_words()} for 8 bits."
+            )
         if precision is not None and not field:
             field = bindings.WHOLE_PRECISION
         self.backend, self.num_splits, self.precision = backend, num_splits, precision
@@ -171,7 +198,7 @@ class sdpa_backend:  # noqa: N801  (named like torch.nn.attention.sdpa_kernel)
 
         @functools.wraps(function)
         def wrapper(*args, **kwargs):
-            # A new block: Dynamo cannot enter one that was made outside of the graph.
+            # Each call makes a new block, because Dynamo cannot enter a block made outside of the graph.
             with sdpa_backend(backend, num_splits=num_splits, precision=precision):
                 return function(*args, **kwargs)
 
@@ -182,30 +209,33 @@ class sdpa_backend:  # noqa: N801  (named like torch.nn.attention.sdpa_kernel)
 
 
 _NAMES = len("stock would ")  # width of the first column
-_UNKNOWN = -1  # stock's choice, where it was not asked
+_UNKNOWN = -1  # stock's choice if stock's choice function was not called
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What the dispatcher does with one call, and why. str() is the text for people."""
+    """Decision of the dispatcher about one call, with the reasons.
 
-    call: str  # the facts of the call, in one line
+    `str(plan)` is a text for people.
+    """
+
+    call: str  # the shapes and properties of the call, in one line
     backend: str  # "fa3", "fa2", "math" or "stock"
-    kernel: str = ""  # name of the kernel; empty where it is not ours
-    splits: int = 1  # parts that the keys are split into
-    reasons: dict[str, str] = field(default_factory=dict)  # for every backend not taken, why
-    gate: str = ""  # arithmetic of the decode gate
-    row: str = ""  # the measured row that decided
-    precision: str = ""  # the recipe of 8 bits that products are multiplied in; empty: the operands' 16
-    whole: str = ""  # why 16 bits, where fewer are allowed
-    mask: str = ""  # how kernels of ours read a mask of floats
-    copies: str = ""  # which operands are copied first, since no such kernel reads them as they lie
-    rescue: str = ""  # what stock would do with this call, where that decided
-    gradients: str = ""  # which backward follows our forward, and why; empty where none is wanted
-    sharing: int = 1  # tiles of a block of keys in it, which share the query heads of a KV head
-    part: str = ""  # of a call on several devices: which part of it the plan is of
-    error: str = ""  # what the call raises: a forced backend that cannot run it, or stock or math, which refuse it
-    stock_choice: str = ""  # what stock's own choice is for this call (real CUDA tensors only)
+    kernel: str = ""  # name of the kernel; empty where no torch_flashplug kernel runs
+    splits: int = 1  # number of parts into which the keys are split
+    reasons: dict[str, str] = field(default_factory=dict)  # for every backend that was not selected, the reason
+    gate: str = ""  # the arithmetic of the decode gate
+    row: str = ""  # the measured entry of the dispatch table that decided
+    precision: str = ""  # the 8-bit recipe of the products; empty: the products have 16 bits
+    whole: str = ""  # why the products have 16 bits although 8 are permitted
+    mask: str = ""  # how torch_flashplug kernels read a float mask
+    copies: str = ""  # operands that are copied first, because no kernel reads the present layout
+    rescue: str = ""  # what stock would do wrong with this call, where the stock bug decided
+    gradients: str = ""  # the backward of a torch_flashplug forward, and why; empty without gradients
+    sharing: int = 1  # number of tiles of a KV block in the backward, which share the query heads of a KV head
+    part: str = ""  # for a call on several devices, the part of the call that the plan describes
+    error: str = ""  # the error that the call raises, from a forced backend, from stock or from math
+    stock_choice: str = ""  # stock's own choice of a backend for this call (real CUDA tensors only)
 
     def __str__(self) -> str:
         taken = self.backend + (f" ({self.stock_choice})" if self.backend == "stock" and self.stock_choice else "")
@@ -215,7 +245,7 @@ class Plan:
         if self.precision:
             lines.append(("precision", f"{self.precision}: {quant_recipes.in_words(self.precision)}"))
         lines += [("16 bits", self.whole), ("operands", self.copies), ("mask", self.mask), ("stock would", self.rescue)]
-        shared = f", the query heads of a KV head shared among {self.sharing} tiles" * (self.sharing > 1)
+        shared = f"; {self.sharing} tiles share the query heads of a KV head" * (self.sharing > 1)
         lines += [("gradients", self.gradients + shared), ("raises", self.error)]
         lines += [(f"not {name}", reason) for name, reason in self.reasons.items()]
         if self.backend != "stock" and self.stock_choice:
@@ -235,15 +265,33 @@ def explain(
     enable_gqa: bool = False,
     device: str | None = None,
 ) -> Plan:
-    """The plan for the same call of F.scaled_dot_product_attention, made without running it; autograd and sdpa_backend
-    state count.
+    """Return the plan of an F.scaled_dot_product_attention call without running the call.
 
-    `device` names a preset ("h100", "h200", "a100", "l4", "rtx4090"): the plan on that GPU, for tensors that may lie
-    anywhere, on the meta device too.
+    The plan depends on autograd, autocast and `sdpa_backend`, as the call itself does.
+
+    Args:
+        query: queries (B, Hq, Sq, D).
+        key: keys (B, Hkv, Sk, D), or a `QuantizedTensor`.
+        value: values (B, Hkv, Sk, Dv), or a `QuantizedTensor`.
+        attn_mask: a bool or float mask of 2 to 4 dims that broadcasts to (B, Hq, Sq, Sk), a bias of
+            torch.nn.attention.bias, or None.
+        dropout_p: the probability of dropout.
+        is_causal: whether the call is causal, aligned to the top-left corner of the scores.
+        scale: the factor of the scores; None for 1 / sqrt(D).
+        enable_gqa: whether Hq may be a multiple of Hkv.
+        device: "h100", "h200", "a100", "l4" or "rtx4090" for the plan on that GPU. The tensors may then be on any
+            device, including the meta device. None for the plan on the tensors' own device.
+
+    Returns:
+        The plan of the call.
+
+    Raises:
+        ValueError: the device is unknown.
     """
     if device is not None and device not in DEVICES:
         raise ValueError(
-            f"device={device!r}; presets are {', '.join(DEVICES)}; leave it out for the tensors' own device"
+            f"explain: device must be one of {', '.join(DEVICES)}, or None for the tensors' own device, but got "
+            f"{device!r}."
         )
     startup.load()
     settings = {"scale": scale, "enable_gqa": enable_gqa}
@@ -262,25 +310,27 @@ def explain(
     asked = describe_call.as_router_gets(query, key, value, attn_mask)
     query, key, value, attn_mask = _as_hook_gets(query, key, value, attn_mask)
     choice, raised = _UNKNOWN, ""
-    # Calls on other devices never come to the hook: nothing is forced there.
+    # Only calls on CUDA tensors reach the hook. So a forced backend has no effect on other devices.
     wanted = bindings.effective_mode()
     mode = wanted if device is not None or query.is_cuda else 0
     known = device is None and query.is_cuda and torch.backends.cuda.is_built()
     known = known and not describe_call.decides_itself(query, key, value)
-    if known and describe_call.has_no_elements(query, key, value):  # stock's choice may end the process
+    if known and describe_call.has_no_elements(
+        query, key, value
+    ):  # stock's choice can abort the process for empty tensors
         if describe_call.is_asked(mode) and describe_call.math_takes_empty(attn_mask, is_causal):
             choice = SDPBackend.MATH.value
     elif known:
-        # The op asks stock's choice function itself, past the router.
+        # The op calls stock's choice function directly, and bypasses the dispatcher's hook.
         try:
             choice = torch._fused_sdp_choice(*asked, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-        except RuntimeError as error:  # sdpa_kernel allows nothing that can run it
+        except RuntimeError as error:  # sdpa_kernel allows no backend that can run the call
             raised = str(error).splitlines()[0]
     refusal = functools.partial(describe_call.refusal, query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     right = ""
     if choice != _UNKNOWN:
         becomes, fault = describe_call.right_choice(choice, *asked, dropout_p, is_causal, scale)
-        in_math = sdpa_composite.installed() and becomes != choice  # all that Plan B can put in the place of stock's
+        in_math = sdpa_composite.installed() and becomes != choice  # math is the only replacement that Plan B can make
         right = _right(choice, SDPBackend.MATH.value if in_math else becomes, fault)
     of_stock = functools.partial(refusal, by_math=choice == SDPBackend.MATH.value)
     if describe_call.takes_math(mode):
@@ -291,9 +341,9 @@ def explain(
     if outside is describe_call.SUBCLASS and several.is_dtensor(query, key, value, attn_mask):
         outside = several.why_not(query, key, value, attn_mask, dropout_p)
     if outside is not None:
-        left = "; a forced backend leaves such calls to stock" if bindings.forced_kernels(wanted) else ""
+        left = "; even with a forced backend, stock serves such calls" if bindings.forced_kernels(wanted) else ""
         reasons = dict.fromkeys((*KERNEL_BACKENDS, "math"), outside + left)
-        mended = describe_call.is_asked(mode) and not sdpa_composite.installed()  # Plan B sees its own calls alone
+        mended = describe_call.is_asked(mode) and not sdpa_composite.installed()  # Plan B changes only calls of F.sdpa
         stocks = right if mended else _name(choice)
         return Plan(call, "stock", reasons=reasons, error=of_stock() or raised, stock_choice=stocks)
     facts = _facts_of(query, device)
@@ -312,13 +362,16 @@ def explain(
 
 
 def _as_hook_gets(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Return what decides about a call's query, key, value and mask: Plan B stands ahead of torch's change of dims."""
+    """Return query, key, value and mask with the dims that the dispatcher receives.
+
+    Plan B receives the caller's tensors, because Plan B runs before torch adds a batch dim to 3-D operands.
+    """
     return tensors if sdpa_composite.installed() else describe_call.as_router_gets(*tensors)
 
 
 def _ignored(mode: int, reasons: dict[str, str], query: Tensor) -> dict[str, str]:
-    """Return the reason of the backend that a mode names in vain, since the tensors lie on no GPU."""
-    why = f"; a forced backend changes nothing for tensors on {query.device.type}"
+    """Return the reason of a forced backend that has no effect, because the tensors are not on a GPU."""
+    why = f"; forcing a backend has no effect for tensors on {query.device.type}"
     return {name: said + why for name, said in reasons.items() if name == bindings.backend_of(mode)}
 
 
@@ -329,7 +382,7 @@ def _facts_of(query: Tensor, device: str | None) -> dict[str, int]:
 
 
 def _described(device: str | None, *call: object) -> dict[str, float]:
-    """problem.describe(), of a GPU where a preset is asked about."""
+    """Return the facts of a call from `problem.describe()`, on a GPU if `device` names a preset."""
     return describe_call.describe(*call) | ({"on_cuda": True} if device is not None else {})
 
 
@@ -337,7 +390,10 @@ def _explain_unusual(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool,
     device: str | None, settings: dict[str, object],
 ) -> Plan | None:  # fmt: skip
-    """Of arguments that F.sdpa hands to Python: keys and values in 8 bits, masks of torch.nn.attention.bias."""
+    """Return the plan of a call whose arguments F.sdpa passes to Python; None for all other calls.
+
+    Such arguments are 8-bit keys and values, and masks of torch.nn.attention.bias.
+    """
     if isinstance(key, QuantizedTensor) or isinstance(value, QuantizedTensor):
         return _explain_cached(query, key, value, attn_mask, dropout_p, is_causal, device, settings)
     if not is_causal_bias(attn_mask):
@@ -353,9 +409,13 @@ def _explain_cached(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool,
     device: str | None, settings: dict[str, object],
 ) -> Plan:  # fmt: skip
-    """Of key and value in 8 bits: a kernel that reads them, whatever backend is asked for, or the call of 16 bits."""
+    """Return the plan of a call with 8-bit key and value.
+
+    A kernel that reads 8 bits serves the call, no matter which backend is requested. If there is no such kernel, the
+    plan is that of the call with dequantized 16-bit key and value.
+    """
     given = readable(query, key, value, attn_mask, dropout_p, is_causal, **settings)
-    why = "dropout, gradients, or tensors of several dtypes or kinds"
+    why = "because of dropout, gradients, or tensors of different dtypes or classes"
     if given is not None:
         q, k, v, _, _, mask, rotated, scale = given
         described = _described(device, q, k, v, mask, 0.0, False, scale) | {"cache8": True}
@@ -363,18 +423,18 @@ def _explain_cached(
         for backend in KERNEL_BACKENDS:
             made = bindings.plan(described, facts, BACKENDS.index(backend))
             if made["backend"] == backend:
-                read = f"key and value are read in {_dtype_name(k)}{', keys rotated' * rotated}; products have 16 bits"
+                read = f"key and value are read as {_dtype_name(k)}{' (rotated)' * rotated}; the products have 16 bits"
                 call = _in_one_line(query, key, value, attn_mask, dropout_p, is_causal)
                 fields = {name: made[name] for name in ("kernel", "splits", "gate")}
                 return Plan(call, backend, **fields, reasons=reasons, copies=read)
-            # The first reason may be the dtypes themselves.
+            # The first reason can be the 8-bit dtypes themselves, which say nothing new.
             reasons[backend] = made["reasons"].get(backend, "").rpartition("also: ")[2]
         why = reasons[KERNEL_BACKENDS[-1]]
         if query.shape[1] // max(key.shape[1], 1) * query.shape[2] > dispatch_table.GATE.rows:
             why = f"more than {dispatch_table.GATE.rows} query rows for each KV head"
     whole = [x.dequantize() if isinstance(x, QuantizedTensor) else x for x in (key, value)]
     plan = explain(query, *whole, attn_mask, dropout_p, is_causal, **settings, device=device)
-    return replace(plan, whole=f"key and value are made 16 bits first ({why})")
+    return replace(plan, whole=f"key and value are converted to 16 bits first ({why})")
 
 
 def _name(choice: int) -> str:
@@ -382,12 +442,12 @@ def _name(choice: int) -> str:
 
 
 def _right(choice: int, right: int, fault: str) -> str:
-    """What the router makes of stock's choice, and why."""
+    """Return stock's choice as corrected by the dispatcher, with the reason, in words."""
     if not fault:
         return _name(choice)
     wrong = f"{_name(choice)} {fault}"
     if right == choice:
-        return f"{wrong}, and torch.nn.attention.sdpa_kernel allows none that is right"
+        return f"{wrong}, and torch.nn.attention.sdpa_kernel allows no correct backend"
     return f"{_name(right)}; {wrong}"
 
 

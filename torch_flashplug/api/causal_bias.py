@@ -1,5 +1,7 @@
-"""The masks of torch.nn.attention.bias, for explain(). Upper-left ones, and square ones, are is_causal to F.sdpa; with
-others torch itself calls its flash or efficient attention, where kernels of ours stand
+"""Plans of calls with the causal masks of torch.nn.attention.bias, for explain().
+
+Upper-left masks and square masks mean `is_causal` to F.sdpa. With a lower-right mask that is not square, torch itself
+calls its flash or efficient attention op. torch_flashplug kernels are registered for both ops
 (src/hooks/flash_attention_op.cpp, src/hooks/efficient_attention_op.cpp).
 """
 
@@ -15,11 +17,14 @@ from ..registry import dispatch_table, features
 from ..registry.architectures import BACKENDS, KERNEL_BACKENDS
 from ..torch_hooks import describe_call
 
-_DIM_STEP, _LARGEST_DIM = 8, 256  # of varlen_common.cpp
+_DIM_STEP, _LARGEST_DIM = 8, 256  # as in varlen_common.cpp
 
 
 def is_causal_bias(mask: object) -> bool:
-    """Return whether it is one, without importing torch's module, which imports all of torch._dynamo."""
+    """Return whether `mask` is a `CausalBias`.
+
+    torch.nn.attention.bias is not imported here, because that import loads all of torch._dynamo.
+    """
     module = sys.modules.get("torch.nn.attention.bias")
     return module is not None and isinstance(mask, module.CausalBias)
 
@@ -31,7 +36,16 @@ def is_upper_left(mask: Tensor) -> bool:
 def plan_lower_right(
     query: Tensor, key: Tensor, value: Tensor, dropout_p: float, scale: float | None, facts: dict[str, int]
 ) -> dict[str, object]:
-    """Return the fields of explain()'s Plan for a lower-right mask, on a GPU with these facts."""
+    """Return the fields of a `Plan` for a call with a lower-right mask.
+
+    Args:
+        query: queries (B, Hq, Sq, D).
+        key: keys (B, Hkv, Sk, D).
+        value: values (B, Hkv, Sk, Dv).
+        dropout_p: the probability of dropout.
+        scale: the factor of the scores; None for 1 / sqrt(D).
+        facts: the facts of the GPU.
+    """
     mode = bindings.effective_mode()
     why = _why_stock(query, key, value, dropout_p, facts, mode)
     if why:
@@ -40,7 +54,7 @@ def plan_lower_right(
     described |= {"window": 1, "needs": features.bits(["window"]), "on_cuda": True}
     described |= {"left": query.shape[2] + key.shape[2], "right": 0, "bottom_right": True}
     asked, reasons = bindings.backend_of(mode), {}
-    if asked == "auto" and query.shape[-1] != value.shape[-1]:  # at the efficient attention measured rows decide
+    if asked == "auto" and query.shape[-1] != value.shape[-1]:  # the efficient attention op decides by measured entries
         made = bindings.plan(described, facts, BACKENDS.index(asked))
         return {name: made[name] for name in ("backend", "kernel", "row", "copies", "gradients", "reasons")}
     for backend in (asked,) if asked in KERNEL_BACKENDS else KERNEL_BACKENDS:
@@ -54,24 +68,24 @@ def plan_lower_right(
 def _why_stock(
     query: Tensor, key: Tensor, value: Tensor, dropout_p: float, facts: dict[str, int], mode: int
 ) -> str:  # fmt: skip
-    """Return what keeps the call from our kernels before they are asked; empty: nothing does."""
+    """Return why stock serves the call before any kernel is considered; empty if kernels are considered."""
     asked, dims = bindings.backend_of(mode), (query.shape[-1], value.shape[-1])
     grouped = query.shape[1] != key.shape[1]
     few, whole = dispatch_table.GATE.rows, [-(-dim // _DIM_STEP) * _DIM_STEP for dim in dims]
     if not bindings.enabled():
         return "the plugin is disabled; call torch_flashplug.enable()"
     if asked in {"math", "stock"}:
-        return f"{asked} is forced; a lower-right mask is stock's then"
+        return f"{asked} is forced, so that stock serves calls with a lower-right mask"
     if not describe_call.kernels_allowed():
         return "torch.nn.attention.sdpa_kernel allows neither FLASH_ATTENTION nor OVERRIDEABLE"
     if dropout_p != 0.0 or query.dtype not in {torch.bfloat16, torch.float16}:
-        return "a lower-right mask with dropout or operands of other than 16 bits is stock's"
+        return "with a lower-right mask, kernels support only bf16 and fp16 without dropout; stock serves this call"
     if query.shape[1] % max(key.shape[1], 1):
         return "the number of KV heads does not divide the number of query heads; stock attention rejects the call"
     if max(whole) > _LARGEST_DIM or (dims[0] != dims[1] and (list(dims) != whole or grouped)):
-        return f"a lower-right mask with such head dims and heads is stock's; ours take up to {_LARGEST_DIM}"
+        return f"stock serves lower-right masks with these heads; kernels support head dims up to {_LARGEST_DIM}"
     if query.shape[1] // max(key.shape[1], 1) * query.shape[2] <= few:
-        return f"a lower-right mask of at most {few} query rows for each KV head is stock's, which splits their keys"
+        return f"stock, which splits keys, serves lower-right masks with at most {few} query rows for each KV head"
     if asked == "auto" and facts["cc"] != dispatch_table.GATE.measured_cc:
-        return "auto takes only what was measured, on GPUs of compute capability 9.0"
+        return "auto selects only measured kernels, and measurements are from GPUs of compute capability 9.0"
     return ""

@@ -1,5 +1,7 @@
-"""explain_attention(): what attention() would do with a call. Its own code runs, on tensors that hold nothing, up to
-the op that it comes to; the dispatcher is asked what it makes of that.
+"""Plans of attention() calls: the public function `explain_attention`.
+
+The code of attention() itself runs on meta tensors, up to the op that attention() calls. Then the dispatcher is asked
+for the plan of that op.
 """
 
 from __future__ import annotations
@@ -34,30 +36,49 @@ _ENDS = (
     *(namespace.attention_fwd, namespace.paged_fwd, namespace.cached_fwd, namespace.listed_fwd, namespace.sdpa_fwd),
 )
 _NEVER_NONE = {name for name, x in inspect.signature(attention).parameters.items() if x.default is not None}
-_WHOLE = "key and value are made 16 bits first"
-_TOGETHER = 16  # rows of a page that kernels read where it lies: can_be_read of src/ops/attention_ops.cpp
+_WHOLE = "key and value are converted to 16 bits first"
+_TOGETHER = 16  # kernels read pages of a multiple of this many rows in place: can_be_read of src/ops/attention_ops.cpp
 
 
 def explain_attention(
     q: Tensor, k: Tensor, v: Tensor, *, device: str | None = None, **arguments: object
 ) -> Plan:  # fmt: skip
-    """The plan for the same call of attention(), with all its arguments, made without running it: nothing is launched,
-    nothing waited for but what block_lists() waits for. autograd, autocast and sdpa_backend state count. It raises what
-    attention() raises of arguments, but for a plan of another kernel.
+    """Return the plan of an attention() call without running the call.
 
-    The backend is "math" where no kernel of ours runs the call, "stock" where F.scaled_dot_product_attention has it and
-    stock's do. `device` names a preset, as for explain().
+    No kernel is launched, and the only synchronization is the synchronization inside block_lists(). The plan depends on
+    autograd, autocast and `sdpa_backend`, as the call itself does. The backend of the plan is "math" if no
+    torch_flashplug kernel runs the call. The backend is "stock" if attention() passes the call to
+    F.scaled_dot_product_attention, and stock serves the call.
+
+    Args:
+        q: queries, as for attention().
+        k: keys, as for attention().
+        v: values, as for attention().
+        device: "h100", "h200", "a100", "l4" or "rtx4090" for the plan on that GPU; None for the plan on the device of
+            the tensors.
+        arguments: all other arguments of attention(), by name.
+
+    Returns:
+        The plan of the call.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: attention() rejects the arguments, except that a `plan` made for a
+            different kernel is not noticed.
+        ValueError: the device is unknown.
     """
     if device is not None and device not in DEVICES:
-        raise ValueError(f"device={device!r}; presets are {', '.join(DEVICES)}; leave it out for the tensors' own")
+        raise ValueError(
+            f"explain_attention: device must be one of {', '.join(DEVICES)}, or None for the tensors' own device, but "
+            f"got {device!r}."
+        )
     startup.load()
     given = (q, k, v)
     if not all(isinstance(x, Tensor) for x in given):
-        attention(*given, **arguments)  # which says so
+        attention(*given, **arguments)  # raises the error
     if (out := arguments.pop("out", None)) is not None:
         check_out(out, given, *arguments.values())
     arguments = {name: x for name, x in arguments.items() if x is not None or name in _NEVER_NONE}
-    lists = arguments.pop("plan", None)  # which no kernel is chosen by
+    lists = arguments.pop("plan", None)  # the kernel does not depend on the plan
     if "block_mask" in arguments and not isinstance(arguments["block_mask"], BlockLists):
         arguments["block_mask"] = block_lists(arguments["block_mask"], gradients=describe_call.wants_grad(*given))
     road = _Road(q.device if device is None else torch.device("cuda"), device)
@@ -74,8 +95,10 @@ def explain_attention(
 
 
 class _Road(TorchFunctionMode):
-    """Records the op of _ENDS that a call comes to, and what it is given; of one that is made of another, that, too.
-    Tensors are meta's, and say that they lie where the call's do.
+    """Mode that records which op of `_ENDS` an attention() call reaches, and the arguments of the op.
+
+    If an op calls a second op, both are recorded. The tensors are meta tensors that report the device of the call's
+    tensors.
     """
 
     def __init__(self, where: torch.device, device: str | None):
@@ -84,7 +107,7 @@ class _Road(TorchFunctionMode):
         self.ends, self.args, self.dequantises = [], (), False
 
     def faked(self, x: object) -> object:
-        """Like a tensor of the call; other things as they are."""
+        """Return a meta tensor with the layout of a tensor of the call; return other objects unchanged."""
         if isinstance(x, BlockLists):
             return x._replace(digest=self.faked(x.digest))
         if not isinstance(x, Tensor):
@@ -108,7 +131,10 @@ class _Road(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def follow(self, call: Callable[[], object]) -> Plan | None:
-        """None of what F.scaled_dot_product_attention decides, or its op."""
+        """Run the call, and return the plan of the recorded op.
+
+        Return None if F.scaled_dot_product_attention, or the op of F.scaled_dot_product_attention, decides.
+        """
         with self:
             call()
         end = self.ends[-1]
@@ -116,7 +142,7 @@ class _Road(TorchFunctionMode):
             plan = self._of_pages()
         elif end is namespace.attention_fwd:
             given = _Given(*self.args)
-            plan = self._of_op(self.args, given.needs(given.key.shape[2]), 0, forced=True)  # keys are not split
+            plan = self._of_op(self.args, given.needs(given.key.shape[2]), 0, forced=True)  # keys are never split here
         elif end is namespace.cached_fwd:
             plan = self._of_op(self.args, {"cache8": 1, "mask": self.args[5] is not None}, 0, mode=0)
             if not plan.kernel:
@@ -135,15 +161,25 @@ class _Road(TorchFunctionMode):
         whole = len(k) and (k.shape[2] % _TOGETHER == 0 or pages.shape[1] == 1)
         if plan.kernel and whole:
             return plan
-        why = f"of {k.shape[2]} rows" if plan.kernel else plan.reasons.get(KERNEL_BACKENDS[-1], "math is asked for")
-        made = ", and made 16 bits" * (k_scale is not None)
+        why = (
+            f"pages have {k.shape[2]} rows"
+            if plan.kernel
+            else plan.reasons.get(KERNEL_BACKENDS[-1], "math is asked for")
+        )
+        made = " and converted to 16 bits" * (k_scale is not None)
         return _behind(f"pages are gathered first{made}: {why}", self.follow(lambda: paged._math(*given)))
 
     def _of_op(
         self, args: tuple, needs: dict[str, float], splits: int, *, forced: bool = False, mode: int | None = None
     ) -> Plan:
-        """By the first family of kernels that can, or the mode's; else mathematics. forced: what such a mode's kernels
-        cannot run raises. mode: of an op that goes by no other.
+        """Return the plan of an op: the first kernel family that can run the op, or the mode's family, else math.
+
+        Args:
+            args: the arguments of the op; the first three are query, key and value.
+            needs: facts of the call in addition to the facts of the three tensors.
+            splits: the requested number of splits; 0 leaves the number to the dispatcher.
+            forced: whether a call that the kernels of a forced mode cannot run raises an error.
+            mode: the mode word of an op that ignores the mode of the process and thread; None for all other ops.
         """
         described = describe_call.describe(*args[:3], None, 0.0, False, None) | needs
         described |= {"needs": features.bits(name for name in features.NAMES if needs.get(name))}
@@ -157,7 +193,7 @@ class _Road(TorchFunctionMode):
             made = bindings.plan(described, facts, word)
             if made["backend"] == backend:
                 fields = {name: made[name] for name in ("kernel", "splits", "copies", "gradients", "sharing")}
-                gate = made["gate"] if made["kernel"].startswith("decode") else ""  # nothing stands before the others
+                gate = made["gate"] if made["kernel"].startswith("decode") else ""  # only decode kernels have a gate
                 return Plan("", backend, **fields, gate=gate, reasons=reasons)
             reasons[backend] = made["reasons"].get(backend, "")
             error = "" if only is None else bindings.forced_error(described, facts, word)
@@ -194,10 +230,14 @@ class _Given(NamedTuple):
     fixed_split_size: int = 0
     plan: Tensor | None = None
     plan_key: int = 0
-    mode: int = 0  # _Road._mode() knows it
+    mode: int = 0  # not read here: `_Road._mode()` has the mode
 
     def needs(self, keys: int) -> dict[str, float]:
-        """Facts of the call beside its tensors', of so many keys."""
+        """Return the facts of the call besides the facts of the tensors.
+
+        Args:
+            keys: the number of keys.
+        """
         rows = self.query.shape[2]
         bounds = (rows + keys if bound < 0 else min(bound, rows + keys) for bound in (self.left, self.right))
         said = dict(zip(Window._fields, (*bounds, self.bottom_right), strict=True))
@@ -207,7 +247,7 @@ class _Given(NamedTuple):
 
 
 def _check_lists(plan: object, given: tuple[Tensor, ...], arguments: dict[str, object]) -> None:
-    """attention()'s argument plan, as it is checked there, but for kernels."""
+    """Check the argument `plan` as attention() does, except for the kernel that the plan was made for."""
     cu_q, cu_k, used = (arguments.get(name) for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k"))
     check_is_plan(plan, cu_q is not None and "block_table" not in arguments and "block_mask" not in arguments)
     window = window_of(arguments.get("causal", False), arguments.get("window"))
@@ -219,7 +259,7 @@ def _behind(first: str, plan: Plan) -> Plan:
 
 
 def _of_sdpa(road: _Road, given: tuple[Tensor, ...], device: str | None) -> Plan:
-    """Of a call of F.scaled_dot_product_attention, on what the call's own tensors hold."""
+    """Return the plan of the F.scaled_dot_product_attention call, with the addresses of the caller's tensors."""
     query, key, value, mask, *more = road.args
     twins = [_twin(x, like) for x, like in zip(given, (query, key, value), strict=True)]
     if mask is not None:
@@ -230,7 +270,7 @@ def _of_sdpa(road: _Road, given: tuple[Tensor, ...], device: str | None) -> Plan
 
 
 def _twin(x: Tensor, like: Tensor) -> Tensor:
-    """The part of x that `like` stands for; of one that was made 16 bits, nothing."""
+    """Return the view of `x` that `like` stands for, or an empty tensor like `like` if the dtypes differ."""
     if x.dtype != like.dtype:
         return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=x.device)
     return x.as_strided(like.shape, like.stride(), x.storage_offset() + like.storage_offset())

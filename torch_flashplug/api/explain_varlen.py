@@ -1,5 +1,7 @@
-"""explain_varlen(): what a call of torch's varlen_attn would do. The rule is C++'s (src/dispatch/varlen_decision.cpp),
-which gets the same facts from here as from the op; the kernel is the one that attention() would run.
+"""Plans of varlen_attn calls: the public function `explain_varlen`.
+
+C++ decides whether torch_flashplug serves a call (src/dispatch/varlen_decision.cpp), from the facts that the op passes,
+too. The kernel is the kernel that attention() would run.
 """
 
 from __future__ import annotations
@@ -19,9 +21,9 @@ from .backend import DEVICES, Plan, sdpa_backend
 from .explain_attention import explain_attention
 
 _SETTINGS = ("scale", "window_size", "enable_gqa", "seqused_k", "block_table", "num_splits", "return_aux", "out")
-_UNIT = 16  # bytes, in which cuDNN reads
+_UNIT = 16  # bytes of cuDNN's loads
 _DIM_STEP, _LARGEST_DIM = 8, 256
-_WINDOWS = {(-1, -1): 0, (-1, 0): 1}  # VarlenWindow of src/dispatch/varlen_decision.h; any other: 2
+_WINDOWS = {(-1, -1): 0, (-1, 0): 1}  # VarlenWindow of src/dispatch/varlen_decision.h; all other windows: 2
 _STOCK = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 
 
@@ -37,11 +39,30 @@ def explain_varlen(
     device: str | None = None,
     **settings: object,
 ) -> Plan:
-    """Return the plan for the same call of torch.nn.attention.varlen.varlen_attn (with `out`: of varlen_attn_out),
-    made without running it; sdpa_backend, torch.nn.attention.sdpa_kernel and autograd state count.
+    """Return the plan of a torch.nn.attention.varlen.varlen_attn call without running the call.
 
-    `device` names a preset, as for explain(). Where the running torch would ask a GPU which kernel its own body runs
-    (from 2.15 on), cuDNN is assumed then for every call that it takes on Hopper.
+    With `out` among the settings, the plan is that of varlen_attn_out. The plan depends on `sdpa_backend`,
+    torch.nn.attention.sdpa_kernel and autograd, as the call itself does.
+
+    Args:
+        query: packed queries (T, Hq, D).
+        key: packed keys (Tk, Hkv, D).
+        value: packed values (Tk, Hkv, Dv).
+        cu_seq_q: int32 (sequences + 1,), the start of each sequence in query.
+        cu_seq_k: int32 (sequences + 1,), the start of each sequence in key; or None.
+        max_q: the length of the longest sequence of queries.
+        max_k: the length of the longest sequence of keys.
+        device: "h100", "h200", "a100", "l4" or "rtx4090" for the plan on that GPU. None for the plan on the tensors'
+            own device. From torch 2.15 on, varlen_attn asks the GPU for stock's kernel. With a named device, stock's
+            kernel is then assumed to be cuDNN for every call that cuDNN supports on Hopper.
+        settings: all other arguments of varlen_attn, by name, and `out`.
+
+    Returns:
+        The plan of the call.
+
+    Raises:
+        TypeError: a setting is no argument of varlen_attn.
+        ValueError: the device is unknown.
     """
     if unknown := set(settings) - set(_SETTINGS):
         raise TypeError(
@@ -50,23 +71,23 @@ def explain_varlen(
         )
     if device is not None and device not in DEVICES:
         raise ValueError(
-            f"explain_varlen: device must be one of {', '.join(DEVICES)}, but got {device!r}. Leave it out for the "
-            "tensors' own."
+            f"explain_varlen: device must be one of {', '.join(DEVICES)}, or None for the tensors' own device, "
+            f"but got {device!r}."
         )
     startup.load()
-    from torch.nn.attention import varlen  # a second or more
+    from torch.nn.attention import varlen  # the import takes a second or more
 
     varlen_hooks.prepare()
     settings = {"window_size": (-1, -1), **settings}
     call = _in_one_line((query, key, value), (cu_seq_q, cu_seq_k), (max_q, max_k), settings)
     if device is None and not query.is_cuda:
-        return _stocks(call, f"the tensors lie on {query.device.type}")
+        return _stocks(call, f"the tensors are on {query.device.type}")
     if (place := varlen_hooks.other_owner()) and bindings.enabled():
-        return _stocks(call, f"another library's kernels, registered at {place}, stand at torch's op")
+        return _stocks(call, f"torch's op runs the kernels of another library, registered at {place}")
     try:
         backend = _backend(varlen, (query, key, value, cu_seq_q, cu_seq_k), max_q, settings, device)
     except (RuntimeError, ValueError) as refused:
-        return replace(_stocks(call, "torch refuses the call first"), error=str(refused))
+        return replace(_stocks(call, "torch rejects the call before the op runs"), error=str(refused))
     facts = _facts((query, key, value), cu_seq_k, max_q, settings) | {"backend": backend}
     cc = DEVICES[device]["cc"] if device is not None else bindings.device_facts(query.device.index or 0)["cc"]
     mode = bindings.effective_mode()
@@ -82,7 +103,7 @@ def explain_varlen(
     try:
         with sdpa_backend(asked):
             plan = explain_attention(query, key, value, device=device, **told)
-    except (TypeError, ValueError) as refused:  # in auto stock says what is wrong, in its own words
+    except (TypeError, ValueError) as refused:  # in auto, stock raises an error in its own words
         return replace(_stocks(call, str(refused)), error=str(refused) if forced else "", stock_choice=stock)
     if not plan.kernel and not forced:
         return replace(_stocks(call, plan.error), reasons=plan.reasons, stock_choice=stock)
@@ -96,8 +117,12 @@ def _stocks(call: str, why: str) -> Plan:
 
 
 def _backend(varlen: object, tensors: tuple, max_q: int, settings: dict[str, object], device: str | None) -> int:
-    """Return SDPBackend's number that torch passes to its op, -1 where it passes none or that is not known here. Raise
-    what it raises ahead of the op.
+    """Return the number of the SDPBackend that torch passes to the op of varlen_attn.
+
+    The number is -1 if torch passes none, or if the number is not known here.
+
+    Raises:
+        RuntimeError, ValueError: torch rejects the call before the op runs.
     """
     if varlen_decision.varlen_rule() != "argument":
         return -1
@@ -114,7 +139,7 @@ def _backend(varlen: object, tensors: tuple, max_q: int, settings: dict[str, obj
 def _facts(
     operands: tuple[Tensor, ...], cu_seq_k: Tensor | None, max_q: int, settings: dict[str, object]
 ) -> dict[str, int]:
-    """Return the facts of a call, as facts_of_call() of src/hooks/varlen_attn.cpp reads them, but for `backend`."""
+    """Return the facts of a call except `backend`, in the form of facts_of_call() of src/hooks/varlen_attn.cpp."""
     query, key, value = operands
     rule = varlen_decision.varlen_rule()
     return {
@@ -139,7 +164,7 @@ def _facts(
 
 
 def _number_of(dtype: torch.dtype) -> int:
-    """Return its place among native.dtypes(), whose last one stands for all others."""
+    """Return the index of a dtype in native.dtypes(), whose last entry stands for all dtypes not listed."""
     names = list(bindings.dtypes())
     name = str(dtype).removeprefix("torch.")
     return names.index(name) if name in names else len(names) - 1

@@ -1,5 +1,7 @@
-"""What switching the plugin on needs, once: table and flags into _C, packs and up-calls registered, ops implemented,
-tracers told.
+"""Initialization of the plugin, once per process, before the dispatcher is switched on.
+
+The steps: pass the tables and the flags to `_C`, register kernel packs and callbacks, implement the ops, and register
+the tracing support.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ _plan_log = logging.getLogger("torch_flashplug.plan")
 def _process_backend() -> int:
     name = env.BACKEND.get()
     if name and name not in BACKENDS:
-        raise ValueError(f"{env.BACKEND.name}={name!r}; use one of {', '.join(BACKENDS)}")
+        raise ValueError(f"{env.BACKEND.name} must be one of {', '.join(BACKENDS)}, but got {name!r}.")
     return BACKENDS.index(name) if name else 0
 
 
@@ -43,16 +45,16 @@ def provide(name: str, cc: int, given: Circumstances) -> Provided:
     """Return a kernel that no open pack holds: from a compressed pack, from the disk cache, or compiled now.
 
     Args:
-        name: of a KernelSpec.
+        name: the name of a `KernelSpec`.
         cc: the compute capability of the GPU; 90 is 9.0.
-        given: what the call allows.
+        given: the conditions of the call, such as a running graph capture.
     """
     target = compiler.target_of(cc)
     if packed := packs.provide(name, target):
         return packed
     spec = KernelSpec.from_name(name)
-    # Stock's result of these calls is another one: other dropout masks, another order of sums, a backward whose
-    # forward was ours.
+    # Stock cannot serve these calls meanwhile, because stock's result differs: different dropout masks, a different
+    # order of sums, or a backward for a forward that ran on a torch_flashplug kernel.
     deterministic = torch.are_deterministic_algorithms_enabled()
     given = replace(given, must_wait=given.must_wait or spec.is_backward or "dropout" in spec.features or deterministic)
 
@@ -65,7 +67,11 @@ def provide(name: str, cc: int, given: Circumstances) -> Provided:
 
 
 def push_tables(kernels: Sequence[kernel_table.KernelRow] | None = None) -> None:
-    """The measured tables, of all kernels or of these."""
+    """Pass the measured tables to `_C`.
+
+    Args:
+        kernels: rows of the kernel table; None for all rows of `configs.KERNEL_ROWS`.
+    """
     kernels = kernel_table.KERNEL_ROWS if kernels is None else kernels
     bindings.push_rows(
         kernels, dispatch_table.CHOICE_ROWS, dispatch_table.GATE, stock_bugs.RESCUES, dispatch_table.VARLEN_ROWS
@@ -73,7 +79,7 @@ def push_tables(kernels: Sequence[kernel_table.KernelRow] | None = None) -> None
 
 
 def _load_core() -> None:
-    env.HOOK.get()  # raises before anything is switched on
+    env.HOOK.get()  # an unknown value raises here, before anything is switched on
     push_tables()
     bindings.set_process_backend(_process_backend())
     bindings.set_process_precision(_process_precision())
@@ -87,8 +93,9 @@ def _load_core() -> None:
 
 @functools.cache
 def load() -> None:
-    """Once, and before anything is switched on. Touches nothing that stock torch does: the router is put in place by
-    api.enable().
+    """Initialize the plugin once, before anything is switched on.
+
+    Stock torch behaves as before after this call: `api.enable()` installs the dispatcher.
     """
     _load_core()
     bindings.register_ops("CUDA")

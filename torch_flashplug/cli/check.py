@@ -1,7 +1,8 @@
-"""A self-test of an installation: the `check` verb. It prints one line for each check, then a text for a bug report.
+"""Self-test of an installation: the `check` verb prints a line per check, and then a text for a bug report.
 
-The checks of a GPU compare a forward and a backward with fp64, and time one call beside stock torch. On a machine
-without a GPU they are skipped, and one kernel is interpreted on the CPU instead, which takes a checkout.
+The checks of a GPU compare a forward and a backward with fp64, and time a call against stock torch. On a machine
+without a GPU, the GPU checks are skipped. Instead, a kernel is interpreted on the CPU. The interpreter requires a
+checkout.
 """
 
 from __future__ import annotations
@@ -26,21 +27,21 @@ from . import env_info
 
 PASS, FAIL, SKIP = "PASS", "FAIL", "SKIP"
 OLDEST_CC = min(family.arch for family in FAMILIES)
-CALL = (2, 4, 300, 64)  # batch, heads, length and head dim of the call that is compared with fp64
-TIMED = (4, 16, 2048, 64)  # of the call that is timed
+CALL = (2, 4, 300, 64)  # batch, heads, length and head dim of the call compared with fp64
+TIMED = (4, 16, 2048, 64)  # batch, heads, length and head dim of the timed call
 ROUNDS = 7
-SLOWEST = 0.9  # stock time / our time below which the timed call fails; one call on a busy GPU may lose 5 %
+SLOWEST = 0.9  # the timed call fails below this ratio stock time / plugin time; a call on a busy GPU may lose 5 %
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """The outcome of one check.
+    """Outcome of a check.
 
     Attributes:
         status: PASS, FAIL or SKIP.
-        name: what was checked.
-        text: what was found.
-        remedy: what a user can do; empty where the check did not fail.
+        name: the subject of the check.
+        text: the finding.
+        remedy: an action for the user; empty if the check did not fail.
     """
 
     status: str
@@ -54,7 +55,7 @@ class Line:
 
 
 def torch_build() -> Line:
-    """Report the version of torch and the CUDA toolkit that it was built with."""
+    """Report the versions of torch and of torch's CUDA toolkit."""
     return Line(PASS, "torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'none: a CPU build'}")
 
 
@@ -84,7 +85,7 @@ def hook() -> Line:
 
 
 def kernels() -> Line:
-    """Check that kernels are there, or a compiler that makes them at first use and a folder to keep them in."""
+    """Check that kernels are installed, or can be compiled at first use and kept in a folder."""
     packs = [pack for pack in env_info.packs() if not pack["unusable"]]
     if packs:
         count = sum(pack["symbols"] for pack in packs)
@@ -92,15 +93,17 @@ def kernels() -> Line:
         text = f"{count} in {len(packs)} pack{'s' if len(packs) > 1 else ''}"
         return Line(PASS, "kernels", f"{text}, unpacked at first use" if waiting else text)
     if env.jit_mode() == env.NEVER:
-        return Line(FAIL, "kernels", f"no pack, and {env.JIT.name} forbids to compile", f"unset {env.JIT.name}")
+        return Line(
+            FAIL, "kernels", f"no pack is installed, and {env.JIT.name} forbids compiling", f"unset {env.JIT.name}"
+        )
     if dsl.version() is None:
-        return Line(FAIL, "kernels", "no pack and no compiler", dsl.INSTALL)
+        return Line(FAIL, "kernels", "neither a pack nor a compiler is installed", dsl.INSTALL)
     writable, reasons = kernel_cache.writable_folders()
     if not writable:
-        return Line(FAIL, "kernels", f"no cache: {'; '.join(reasons)}", f"set {env.CACHE_DIR.name}")
+        return Line(FAIL, "kernels", f"no folder for the cache: {'; '.join(reasons)}", f"set {env.CACHE_DIR.name}")
     text = f"compiled at first use by CuTe DSL {dsl.version()}"
     if linker.c_compiler() is None:
-        text += "; no C compiler is installed, so that they load in 0.6 s instead of 1 ms"
+        text += "; without a C compiler, each kernel loads in 0.6 s instead of 1 ms"
     elif reason := linker.failure():
         return Line(FAIL, "kernels", reason, "set CC to a C compiler that links, or install gcc")
     if reasons:
@@ -109,26 +112,28 @@ def kernels() -> Line:
 
 
 def gpu() -> Line:
-    """Check that the first GPU is one that kernels are for."""
+    """Check that kernels support the first GPU."""
     if torch.version.cuda is None:
         return Line(SKIP, "GPU", "a CPU build of torch")
     if not torch.cuda.is_available():
-        return Line(SKIP, "GPU", "no GPU, or no driver that fits this torch; see `nvidia-smi`")
+        return Line(SKIP, "GPU", "no GPU, or no driver that supports this torch; see `nvidia-smi`")
     major, minor = torch.cuda.get_device_capability()
     found = f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}"
     if 10 * major + minor < OLDEST_CC:
         needed = f"{OLDEST_CC // 10}.{OLDEST_CC % 10}"
-        return Line(FAIL, "GPU", found, f"kernels need compute capability {needed}; all calls stay with stock torch")
+        return Line(
+            FAIL, "GPU", found, f"kernels need compute capability {needed} or later; stock torch serves all calls"
+        )
     return Line(PASS, "GPU", found)
 
 
 def numbers() -> Line:
-    """Compare the output and the gradients of one causal call with fp64.
+    """Compare the output and the gradients of a causal call with fp64.
 
-    The budget is that of the tests (testing/budget.py). The call fails if stock serves it.
+    The error budget is the budget of the tests (testing/budget.py). The check also fails if stock serves the call.
     """
     if gpu().status != PASS:
-        return Line(SKIP, "numbers", "needs a GPU that kernels are for")
+        return Line(SKIP, "numbers", "needs a GPU that kernels support")
     torch.manual_seed(0)
     q, k, v, grad_out = (torch.randn(CALL, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
@@ -148,16 +153,19 @@ def numbers() -> Line:
     except (RuntimeError, AssertionError) as error:
         return Line(FAIL, "numbers", " ".join(str(error).split())[:300], "report this text")
     if not (counts["ours_fwd"] and counts["ours_bwd"]):
-        return Line(FAIL, "numbers", "stock torch served the call", "`python -m torch_flashplug explain` says why")
+        return Line(
+            FAIL, "numbers", "stock torch served the call", "`python -m torch_flashplug explain` prints the reasons"
+        )
     worst = max(float((a.double() - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True))
     return Line(PASS, "numbers", f"forward and backward of {CALL}: {worst:.2%} off fp64 at most (relative L2 norm)")
 
 
 def interpreted_kernel() -> Line:
-    """Run one kernel on this CPU, interpreted from its PTX, and compare its output with fp64.
+    """Run a kernel on the CPU, interpreted from PTX, and compare the output with fp64.
 
-    The call goes through F.sdpa and the dispatcher as on an H100. The line fails if stock torch serves the call, if the
-    kernel cannot be compiled, or if the error exceeds the budget of the tests. The first run compiles the interpreter.
+    The call goes through F.sdpa and the dispatcher as on an H100. The check fails if stock torch serves the call, if
+    the kernel cannot be compiled, or if the error exceeds the error budget of the tests. The first run compiles the
+    interpreter.
     """
     if torch.cuda.is_available():
         return Line(SKIP, "interpret", "for machines without a GPU; the line `numbers` runs kernels on the GPU itself")
@@ -170,7 +178,7 @@ def interpreted_kernel() -> Line:
     kernel = interpreted.kernel_of(q, k, v, is_causal=True)
     if not kernel:
         mode = bindings.backend_of(bindings.effective_mode())
-        return Line(SKIP, "interpret", f"stock torch serves this call on an H100, too (mode {mode})")
+        return Line(SKIP, "interpret", f"stock torch would serve this call on an H100, too (mode {mode})")
     try:
         pack = interpreted.build(kernel, _show_progress)
         with interpreted.kernels(pack):
@@ -185,19 +193,19 @@ def interpreted_kernel() -> Line:
         return Line(FAIL, "interpret", " ".join(str(error).split())[-300:], "report this text")
     if counts["ours_fwd"] != 1:
         return Line(FAIL, "interpret", f"{kernel} did not run: {counts}", "report this text")
-    text = f"{kernel}, its PTX run on this CPU, causal forward of {CALL}: RMS error against fp64 {report.rms:.2e}"
+    text = f"{kernel}, PTX interpreted on this CPU, causal forward of {CALL}: RMS error against fp64 {report.rms:.2e}"
     return Line(PASS, "interpret", f"{text}, plain bf16 math {report.plain_rms:.2e}")
 
 
 def _show_progress(line: str) -> None:
-    """Print a line of progress where it does not mix with the lines of the checks."""
+    """Print a line of progress to standard error, apart from the lines of the checks."""
     print(f"     {line}", file=sys.stderr, flush=True)
 
 
 def speed() -> Line:
-    """Time one causal forward in auto mode and by stock torch, interleaved."""
+    """Time a causal forward in auto mode and by stock torch, interleaved."""
     if gpu().status != PASS:
-        return Line(SKIP, "speed", "needs a GPU that kernels are for")
+        return Line(SKIP, "speed", "needs a GPU that kernels support")
     q, k, v = (torch.randn(TIMED, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     call = functools.partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
     candidates = {mode: Candidate(call, functools.partial(sdpa_backend, mode)) for mode in ("auto", "stock")}
@@ -205,7 +213,7 @@ def speed() -> Line:
     ours, stock, ratio = times["auto"].ms, times["stock"].ms, paired_ratio(times["stock"], times["auto"])
     text = f"causal forward of {TIMED}: {ours * 1e3:.0f} us, stock torch {stock * 1e3:.0f} us: {ratio:.2f} x"
     if ratio < SLOWEST:
-        return Line(FAIL, "speed", text, "repeat on an idle GPU; if it stays, report this line")
+        return Line(FAIL, "speed", text, "repeat on an idle GPU; if the check fails again, report this line")
     return Line(PASS, "speed", text)
 
 
@@ -216,7 +224,7 @@ CHECKS: tuple[Callable[[], Line], ...] = (
 
 
 def _family() -> str:
-    """The first family whose kernels run on this GPU."""
+    """Return the backend of the first kernel family for the current GPU."""
     major, minor = torch.cuda.get_device_capability()
     return next(family.backend for family in FAMILIES if family.runs_on(10 * major + minor))
 
@@ -232,7 +240,7 @@ def run() -> int:
         line = one()
         print(line, flush=True)
         failed += line.status == FAIL
-    print("\nFor a bug report, copy everything above and this:")
+    print("\nFor a bug report, copy everything above and the lines below:")
     env_info.show(env_info.collect())
     print(f"\n{'FAIL' if failed else 'PASS'}: {failed} of {len(CHECKS)} checks failed")
     return int(failed > 0)

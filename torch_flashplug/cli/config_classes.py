@@ -1,8 +1,8 @@
-"""Configurations of models, with the defaults of their classes in transformers.
+"""Configurations of models, completed with the defaults of the configuration classes in transformers.
 
-Published files leave out what equals a default: a file alone may name neither heads nor head dims. transformers is
-optional; without it, or for model types that it does not know, a file says all that is known. Nothing is downloaded,
-and no code of a model's repository runs.
+Published files leave out values equal to a default. So a file alone may name neither heads nor head dims. transformers
+is optional. Without transformers, or for a model type unknown to transformers, only the values in the file are known.
+Nothing is downloaded, and no code of a model's repository runs.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ _ABSENT = "transformers, which knows the defaults of many model types, is not in
 
 
 def completed(config: Mapping[str, object]) -> dict[str, object] | None:
-    """Return a configuration with the defaults of its class, and those of its parts with those of theirs.
+    """Return a configuration completed with the defaults of the configuration class, including all parts.
 
     Args:
-        config: a configuration as its file has it.
+        config: a configuration as read from a file.
 
     Returns:
-        The configuration; None where no class is known, or where the class does not take the configuration.
+        The configuration; None if no class is known, or if the class rejects the configuration.
     """
     try:
         with _quiet():
             made = _class_of(config)
             return None if made is None else _facts_of(made.from_dict(copy.deepcopy(dict(config))))
-    except Exception:  # classes check values, and raise what they like
+    except Exception:  # configuration classes check values, and raise exceptions of any type
         return None
 
 
@@ -36,30 +36,30 @@ def why_unknown(config: Mapping[str, object]) -> str:
     """Return why the defaults of a configuration are unknown.
 
     Args:
-        config: a configuration that completed() returned None for.
+        config: a configuration for which completed() returned None.
     """
     if _class_of({"model_type": "llama"}) is None:
         return _ABSENT
     kind = config.get("model_type")
     if kind is None:
-        return "it has no model_type, which would name its defaults"
-    takes = "does not take the values of" if _class_of(config) else "does not know"
-    return f"transformers {takes} its model_type {str(kind)[:60]!r}"
+        return "the configuration has no model_type, which would identify the defaults"
+    takes = "rejects the values for" if _class_of(config) else "does not know"
+    return f"transformers {takes} the model_type {str(kind)[:60]!r}"
 
 
 def _class_of(config: Mapping[str, object]) -> type | None:
-    """Return the class of a configuration; None where transformers or the class is missing."""
+    """Return the class of a configuration; None if transformers or the class is missing."""
     kind = config.get("model_type")
     try:
         from transformers import CONFIG_MAPPING
-    except Exception:  # a broken installation is as good as none
+    except Exception:  # a broken installation counts as a missing installation
         return None
     return CONFIG_MAPPING[kind] if isinstance(kind, str) and kind in CONFIG_MAPPING else None
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep transformers from printing what a class thinks of a configuration."""
+    """Suppress the messages of transformers about a configuration."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -76,7 +76,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _facts_of(made: object) -> dict[str, object]:
-    """Return what a configuration object says, under its own names and under the usual ones."""
+    """Return the values of a configuration object, under the object's own names and under the usual names."""
     facts = made.to_dict()
     for usual, own in made.attribute_map.items():
         if own in facts:

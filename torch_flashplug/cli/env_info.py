@@ -1,6 +1,6 @@
-"""What is installed and in force on this machine: the `info` verb, and facts for `check`.
+"""Inventory of this machine's installation and settings: the `info` verb, and facts for `check`.
 
-This module reads and never changes anything. Versions come from metadata; no compiler is imported.
+The inventory reads and never changes anything. Versions come from package metadata. So no compiler is imported.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ def _version(package: str) -> str | None:
 
 
 def _devices_by_cuda_python() -> list[dict[str, object]] | None:
-    """Facts of each GPU from the driver, without making a context; None where cuda-python or the driver is missing."""
+    """Return the facts of each GPU from the driver, without creating a CUDA context.
+
+    Return None if cuda-python or the driver is missing.
+    """
     try:
         from cuda.bindings import driver
     except ImportError:
@@ -56,7 +59,7 @@ def _devices_by_cuda_python() -> list[dict[str, object]] | None:
             cc = 10 * ask(driver.cuDeviceGetAttribute, major, device) + ask(driver.cuDeviceGetAttribute, minor, device)
             facts = {key: ask(driver.cuDeviceGetAttribute, which, device) for key, which in wanted.items()}
             found.append({"name": name, "cc": cc, **facts, "driver": ask(driver.cuDriverGetVersion)})
-    except RuntimeError:  # no driver, or no device: the same as none
+    except RuntimeError:  # no driver or no device: reported as no GPU
         return None
     return found
 
@@ -73,7 +76,10 @@ def _devices() -> list[dict[str, object]]:
 
 
 def packs() -> list[dict[str, object]]:
-    """Return each kernel pack that is installed, with the kernels that it holds, and why it must not be loaded here."""
+    """Return the facts of each installed kernel pack, with the kernels in the pack.
+
+    The entry "unusable" says why this machine must not load the pack; an empty text means that loading is allowed.
+    """
     found = []
     for pack in installed_packs.installed():
         kernels = pack.kernels()
@@ -87,7 +93,7 @@ def packs() -> list[dict[str, object]]:
 
 
 def _cache() -> dict[str, object]:
-    """Return what lies in the chosen folder of the kernel cache, and in its fallback if kernels were written there."""
+    """Return the facts of the chosen kernel cache folder, and of the fallback folder if kernels were written there."""
     fallback = _facts_of_folder(kernel_cache.fallback_folder())
     return _facts_of_folder(kernel_cache.chosen_folder()) | {"fallback": fallback if fallback["kernels"] else None}
 
@@ -95,16 +101,18 @@ def _cache() -> dict[str, object]:
 def _facts_of_folder(folder: Path) -> dict[str, object]:
     facts: dict[str, object] = {"directory": str(folder), "kernels": 0, "bytes": 0, "problem": ""}
     try:
-        files = [path for path in kernel_cache.entries_in(folder) if not path.name.startswith("flashplug_")]  # packs
+        files = [
+            path for path in kernel_cache.entries_in(folder) if not path.name.startswith("flashplug_")
+        ]  # no unpacked kernel packs
         facts |= {"kernels": len(files), "bytes": sum(path.stat().st_size for path in files)}
     except OSError as error:
-        facts["problem"] = f"it cannot be read: {error.strerror}"
+        facts["problem"] = f"the folder cannot be read: {error.strerror}"
     return facts
 
 
 def hook() -> dict[str, object]:
     """Return whether calls of F.scaled_dot_product_attention reach the dispatcher, in which mode, and why not."""
-    if env.disabled() and not bindings.enabled():  # enable() may have been called since
+    if env.disabled() and not bindings.enabled():  # a later enable() overrides the variable
         return {"installed": False, "enabled": False, "why": f"{env.ENABLED.name}={env.ENABLED.get()}"}
     from ..torch_hooks import sdpa_composite
 
@@ -112,7 +120,7 @@ def hook() -> dict[str, object]:
     why = (
         ""
         if stub or plan_b
-        else "a CPU build of torch: nothing to route"
+        else "a CPU build of torch: there are no CUDA calls to dispatch"
         if torch.version.cuda is None
         else bindings.last_error()
     )
@@ -126,7 +134,11 @@ def hook() -> dict[str, object]:
 
 
 def kept_by_others() -> dict[str, str]:
-    """Ops of torch's that ours would stand at, and where another library has registered the kernels that they run."""
+    """Return the torch ops with kernels of a third library instead of torch_flashplug kernels.
+
+    Returns:
+        For each such op, where the third library registered the kernels.
+    """
     from ..torch_hooks import flash_attention_op, stock_workarounds, varlen_attn
 
     owners = {"varlen_attn": varlen_attn.other_owner()}
@@ -136,7 +148,7 @@ def kept_by_others() -> dict[str, str]:
 
 
 def collect() -> dict[str, object]:
-    """Everything as plain data: the form of `info --json`."""
+    """Return the whole inventory as plain data, for `info --json`."""
     return {
         "torch_flashplug": __version__,
         "torch": torch.__version__,
@@ -190,7 +202,7 @@ def _lines(facts: dict[str, object]) -> list[tuple[str, str]]:
 
 
 def show(facts: dict[str, object]) -> None:
-    """The same for people."""
+    """Print the facts of collect() as lines of text."""
     for name, text in _lines(facts):
         print(f"{name:<20}{text}")
     print("\nEnvironment")

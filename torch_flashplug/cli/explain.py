@@ -1,4 +1,4 @@
-"""The plan of a call given by its shapes alone, on a GPU that need not be here: the `explain` verb."""
+"""Plan of a call described by shapes alone, for a GPU that need not be present: the `explain` verb."""
 
 from __future__ import annotations
 
@@ -10,12 +10,19 @@ import torch
 from ..api.backend import DEVICES, Plan, explain, sdpa_backend
 from ..torch_hooks.describe_call import DTYPES
 
-_LIMIT = 58  # torch counts bytes in 63 bits, and numbers have up to 8 bytes
+_LIMIT = 58  # log2 of elements: torch counts bytes in 63 bits, and an element may have 8 bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv); mask: 2 to 4 dims that broadcast to (B, Hq, Sq, Sk)."""
+    """Shapes of the tensors of one call.
+
+    Attributes:
+        q: (B, Hq, Sq, D).
+        k: (B, Hkv, Sk, D).
+        v: (B, Hkv, Sk, Dv).
+        mask: 2 to 4 dims that broadcast to (B, Hq, Sq, Sk); None for a call without a mask.
+    """
 
     q: tuple[int, ...]
     k: tuple[int, ...]
@@ -24,23 +31,26 @@ class Shapes:
 
 
 def _check(shapes: Shapes) -> None:
-    """Raise ValueError for shapes of tensors, or of their scores, that torch cannot count.
+    """Check that torch can count the elements of each tensor and of the scores.
 
     Args:
         shapes: the shapes of one call.
+
+    Raises:
+        ValueError: a tensor, or the scores, would have 2^58 elements or more.
     """
     scores = (*shapes.q[:3], *shapes.k[2:3])
     given = {"query": shapes.q, "key": shapes.k, "value": shapes.v, "attn_mask": shapes.mask or (), "scores": scores}
     for name, shape in given.items():
         if math.prod(max(size, 1) for size in shape) >= 1 << _LIMIT:
             raise ValueError(
-                f"{name} must have fewer than 2^{_LIMIT} numbers, but got the shape {','.join(map(str, shape))}. "
-                "Give smaller sizes."
+                f"{name} must have fewer than 2^{_LIMIT} elements, but got the shape {','.join(map(str, shape))}. "
+                "Use smaller sizes."
             )
 
 
 def _place(device: str) -> tuple[str, str | None]:
-    """Where the tensors lie, and the preset that explain() is asked for."""
+    """Return the device of the tensors, and the `device` argument for explain()."""
     if device:
         return "meta", device
     return ("cuda", None) if torch.cuda.is_available() else ("meta", next(iter(DEVICES)))
@@ -57,7 +67,7 @@ def plan(
     device: str = "",
     backend: str = "auto",
 ) -> Plan:
-    """Return the plan for contiguous tensors of these shapes; of a mask's gradient nothing is asked.
+    """Return the plan of a call with contiguous tensors; a mask never requires a gradient.
 
     Args:
         shapes: the shapes of the call.
@@ -65,12 +75,12 @@ def plan(
         mask_dtype: the name of the mask's dtype.
         dropout: the probability of dropout.
         causal: whether is_causal is set.
-        grad: whether gradients are wanted.
-        device: a key of DEVICES; empty: this machine's GPU, else the first preset.
-        backend: the backend that is forced, as sdpa_backend() takes it.
+        grad: whether the call needs gradients.
+        device: a key of `DEVICES`. Empty: this machine's GPU, or the first preset on a machine without a GPU.
+        backend: the forced backend, as for sdpa_backend().
 
     Raises:
-        ValueError: a size or another argument is out of range, or this machine's GPU has no room for the tensors.
+        ValueError: an argument is out of range, or this machine's GPU has too little memory for the tensors.
     """
     _check(shapes)
     where, preset = _place(device)
@@ -83,7 +93,7 @@ def plan(
         )
     except torch.OutOfMemoryError:
         raise ValueError(
-            "the tensors must fit into this machine's GPU, but it ran out of memory. Give --device."
+            "the tensors must fit into the memory of this machine's GPU, but the GPU ran out of memory. Pass --device."
         ) from None
     with sdpa_backend(backend), torch.set_grad_enabled(grad):
         gqa = shapes.q[1] != shapes.k[1]

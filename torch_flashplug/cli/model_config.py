@@ -1,7 +1,7 @@
-"""The attention layers of a model, read from its configuration file (config.json of Hugging Face models).
+"""Attention layers of a model, read from a configuration file (config.json of Hugging Face models).
 
-Configurations of language, vision, audio and diffusion models have the same few facts under several names. What a file
-leaves out is as config_classes knows it. Nothing is downloaded, and no model is built.
+Configurations of language, vision, audio and diffusion models have the same few facts under several names. Values
+missing in a file come from config_classes. Nothing is downloaded, and no model is built.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from . import config_classes
 
 Config = Mapping[str, object]
 
-# Names of a fact, in the order in which they are looked for.
+# Names of each fact, in the order of the search.
 _HIDDEN = ("hidden_size", "d_model", "n_embd", "n_embed", "embed_dim", "dim")
 _HEADS = ("num_attention_heads", "n_head", "num_heads", "encoder_attention_heads", "n_heads", "attention_heads")
 _KV_HEADS = ("num_key_value_heads", "n_head_kv", "num_kv_heads", "n_kv_heads")
 _HEAD_DIM = ("head_dim", "attention_head_dim", "d_kv", "d_head", "kv_channels")
-_LATENT = ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")  # of multi-head latent attention
+_LATENT = ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")  # names of multi-head latent attention (MLA)
 _GLOBAL_HEAD_DIM = ("global_head_dim",)
 _LENGTH = ("max_position_embeddings", "n_positions", "max_sequence_length", "n_ctx", "seq_length")
 _DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
 _SMALL = (*_HEADS, *_KV_HEADS, *_HEAD_DIM, *_LATENT, *_GLOBAL_HEAD_DIM)
-_MAY_BE_ZERO = {*_HEAD_DIM, *_LATENT}  # a head dim of 0 says as little as none
+_MAY_BE_ZERO = {*_HEAD_DIM, *_LATENT}  # a head dim of 0 means the same as a missing head dim
 _MOST_SMALL, _MOST = 1 << 16, 1 << 53
-# Where one of these is true the scores have a bias of floats.
+# If one of these facts is true, the scores have a float bias.
 _RELATIVE = (
     *("has_relative_attention_bias", "has_spatial_attention_bias"),
     *("use_relative_position_bias", "use_shared_relative_position_bias"),
 )
 _NO_PARTS = {"quantization_config", "compression_config", "generation_config"}
 _MOST_NESTED = 32
-# Model types, with underscores. Towers for text like CLIP's are causal, but generate nothing.
+# Model types, with underscores. Text towers such as CLIP's are causal, but generate nothing.
 _CAUSAL_TEXT = re.compile(r"^(clip|clipseg|owlvit|owlv2|groupvit|x_?clip|metaclip_2|aimv2)_text")
 _ENCODERS = re.compile(
     "bert|vit|clip|dinov|electra|wav2vec|wavlm|beit|deit|canine|flava|funnel|longformer|nystromformer|roformer"
@@ -48,10 +48,10 @@ _WIDE_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "bf16": "bf16", "fp16": "
 
 
 class Skip(NamedTuple):
-    """A part of a model that nothing is planned for.
+    """Part of a model for which no kernels are planned.
 
     Attributes:
-        said: which part it is, and why, in a sentence or two.
+        said: the name of the part and the reason, in a sentence or two.
         is_fault: whether the part may have attention.
     """
 
@@ -60,13 +60,13 @@ class Skip(NamedTuple):
 
 
 def read(path: Path) -> dict[str, object]:
-    """Return a configuration.
+    """Return the configuration in a file.
 
     Args:
         path: a config.json, or the folder of a model.
 
     Raises:
-        ValueError: the file is not there, or is no JSON object.
+        ValueError: the file is missing, or is not a JSON object.
     """
     file = path
     try:
@@ -78,20 +78,20 @@ def read(path: Path) -> dict[str, object]:
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise ValueError(
-            f"--model-config must be a config.json or a model's folder, but {_short(str(file))} gave: {why}"
+            f"--model-config must be a config.json or a model's folder, but got {_short(str(file))}: {why}"
         ) from None
     if is_deep:
         raise ValueError(
-            f"--model-config must be nested at most {_MOST_NESTED} deep, but {_short(str(file))} is nested deeper. "
-            "Give a model's config.json."
+            f"--model-config must be nested at most {_MOST_NESTED} levels deep, but {_short(str(file))} is nested "
+            "deeper. Pass a model's config.json."
         )
     if not isinstance(config, dict):
-        raise ValueError(f"--model-config must hold a JSON object, but {file} holds {type(config).__name__}")
+        raise ValueError(f"--model-config must hold a JSON object, but {file} holds {type(config).__name__}.")
     return config
 
 
 def _is_deep(config: object) -> bool:
-    """Return whether objects and lists are nested deeper than configurations are."""
+    """Return whether objects and lists are nested deeper than in any real configuration."""
     layer = [config]
     for _ in range(_MOST_NESTED):
         inner = (value.values() if isinstance(value, dict) else value for value in layer)
@@ -116,14 +116,14 @@ def attentions(
     """Return the kinds of attention layers of a model.
 
     Args:
-        config: the configuration, with those of parts (text_config, vision_config, ...) inside.
-        dtype: "bf16" or "fp16"; empty: what the configuration says, and bf16 if it says float32 or nothing.
-        training: whether gradients are wanted.
-        deterministic: whether they are to be deterministic.
-        on_skip: called with each part that nothing is planned for, but for one that the error names.
+        config: the configuration, with the configurations of parts (text_config, vision_config, ...) inside.
+        dtype: "bf16" or "fp16". Empty: the dtype in the configuration, and bf16 for float32 or a missing dtype.
+        training: whether the calls need gradients.
+        deterministic: whether the gradients must be deterministic.
+        on_skip: a function called with each part for which no kernels are planned, except a part named in the error.
 
     Raises:
-        ValueError: nothing can be planned for any part, or a value is out of range.
+        ValueError: no part can be planned, or a value is out of range.
     """
     _check(config)
     found: list[Attention] = []
@@ -144,19 +144,19 @@ def attentions(
     if last:
         raise ValueError(last)
     if not found:
-        raise ValueError(f"--model-config must name attention heads, but it has none of {', '.join(_HEADS)}")
+        raise ValueError(f"--model-config must name attention heads, but has none of {', '.join(_HEADS)}.")
     return found
 
 
 class _Part(NamedTuple):
-    """A configuration that may be that of layers.
+    """Configuration that may describe attention layers.
 
     Attributes:
-        facts: what the configuration says, with defaults where they are known.
-        name: where it stands in the file; empty: at the top.
-        kind: its model type, or where it stands in that of another, with underscores.
+        facts: the values of the configuration, with defaults where defaults are known.
+        name: the path of the configuration in the file; empty at the top level.
+        kind: the model type, or the outer model type with the key of the configuration, with underscores.
         is_known: whether defaults are known.
-        length: the longest sequence by the file alone; 0: the file does not say.
+        length: the longest sequence according to the file alone; 0 if the file does not say.
     """
 
     facts: Config
@@ -170,11 +170,11 @@ class _Part(NamedTuple):
         return self.name or "the model"
 
     def key(self, *names: str) -> str:
-        """Return the first of the names that is there; empty: none is."""
+        """Return the first of the names present in the configuration; empty if no name is present."""
         return next((name for name in names if self.facts.get(name) is not None), "")
 
     def number(self, *names: str) -> int:
-        """Return the first of these facts that is there, of a list its first; 0 where none is."""
+        """Return the first present fact, or the first item of a fact that is a list; 0 if no fact is present."""
         key = self.key(*names)
         return _number(self.facts, key, self.name) if key else 0
 
@@ -201,7 +201,11 @@ def _as_in_file(value: object) -> str:
 
 
 def _check(config: Config, name: str = "") -> None:
-    """Raise ValueError for a number that is out of range, in the words of the file, before any class reads it."""
+    """Check the range of each number, before any configuration class reads the numbers.
+
+    Raises:
+        ValueError: a number is out of range. The message names the key in the file.
+    """
     part = _Part(config, name, "", False)
     if part.key(*_HEADS, "model_type"):
         for names in (_HEADS, _KV_HEADS, _HEAD_DIM, *((one,) for one in _LATENT), _GLOBAL_HEAD_DIM, _HIDDEN, _LENGTH):
@@ -212,13 +216,15 @@ def _check(config: Config, name: str = "") -> None:
 
 
 def _parts(config: Config, outer: _Part, key: str, raw: object = None) -> Iterator[_Part]:
-    """Yield a configuration and those inside it, but for those that only hold others, and what is no model's.
+    """Yield a configuration and the nested configurations.
+
+    Configurations that are mere containers are left out, and so are configurations of other things than models.
 
     Args:
         config: the configuration.
         outer: the part that holds the configuration.
-        key: where it stands in there; empty: at the top.
-        raw: the same as the file has it, where config has defaults, too.
+        key: the key of the configuration in `outer`; empty at the top level.
+        raw: the configuration as read from the file, if `config` also has defaults.
     """
     name = _path(outer.name, key) if key else ""
     kind = str(config.get("model_type") or config.get("_class_name") or f"{outer.kind}_{key}")
@@ -227,7 +233,9 @@ def _parts(config: Config, outer: _Part, key: str, raw: object = None) -> Iterat
     facts = config if full is None else full
     length = _Part(raw, name, "", False).number(*_LENGTH)
     part = _Part(facts, name, kind.lower().replace("-", "_"), full is not None, length)
-    if outer.is_known and not config.get("model_type") and part.key(*_HEADS):  # such as of some of the layers
+    if (
+        outer.is_known and not config.get("model_type") and part.key(*_HEADS)
+    ):  # for example the configuration of some layers
         part = part._replace(facts={**outer.facts, **config})
     inner = [
         one
@@ -247,7 +255,9 @@ def _skip_of(part: _Part) -> Skip | None:
     if not part.key(*_HEADS):
         if part.is_known:
             kind = _short(str(part.facts.get("model_type")))
-            return Skip(f"{where} ({kind}) names no attention heads, so that nothing is planned for that part", False)
+            return Skip(
+                f"{where} ({kind}) names no attention heads, so that no kernels are planned for that part.", False
+            )
         lacks = _HEADS
     elif part.key(*_HEAD_DIM, *_HIDDEN) or (part.key(_LATENT[0]) and part.key(_LATENT[2])):
         return None
@@ -255,8 +265,8 @@ def _skip_of(part: _Part) -> Skip | None:
         lacks = (*_HIDDEN, *_HEAD_DIM)
     why = "" if part.is_known else f"; {config_classes.why_unknown(part.facts)}"
     return Skip(
-        f"{where} must name {lacks[0]}, but it has none of {', '.join(lacks)}{why}. Add the key, or give the calls of "
-        "that part by --shapes.",
+        f"{where} must name {lacks[0]}, but has none of {', '.join(lacks)}{why}. Add the key, or describe the calls of "
+        "that part with --shapes.",
         True,
     )
 
@@ -279,7 +289,7 @@ def _layers(part: _Part, dtype: str, training: bool, deterministic: bool) -> Ite
         features += [wanted | {"dropout"} for wanted in features]
     for dims in _dims(part, heads):
         yield Attention(
-            # Programs give K and V as they are, or repeated for the query heads.
+            # Programs pass K and V either with KV heads, or repeated for the query heads.
             tuple(dict.fromkeys(((heads, kv_heads), (heads, heads)))),
             dims,
             dtype,
@@ -294,12 +304,12 @@ def _layers(part: _Part, dtype: str, training: bool, deterministic: bool) -> Ite
 
 
 def _length(part: _Part, decodes: bool) -> int:
-    """Return the longest sequence; 0 where it is unknown. A default is no limit to those that generate."""
+    """Return the longest sequence; 0 if unknown. For models that generate text, a default is no limit."""
     return part.length if decodes else part.length or part.number(*_LENGTH)
 
 
 def _heads(part: _Part) -> tuple[int, int]:
-    """Return how many heads the query has, and how many key and value have."""
+    """Return the number of query heads and the number of KV heads."""
     heads, kv_heads = part.number(*_HEADS), part.number(*_KV_HEADS)
     if kv_heads in {0, heads}:
         is_shared = part.facts.get("multi_query") and not part.facts.get("new_decoder_architecture")
@@ -323,7 +333,7 @@ def _dropout(part: _Part, key: str) -> float:
 
 
 def _is_relative(part: _Part) -> bool:
-    """Return whether the scores have a learned bias of floats, by the distance of tokens."""
+    """Return whether the scores have a learned float bias that depends on the distance of tokens."""
     if "relative_attention_num_buckets" in part.facts or any(part.facts.get(name) for name in _RELATIVE):
         return True
     by_default = re.match("layoutlmv[23]|layoutxlm", part.kind)
@@ -341,18 +351,18 @@ def _kind(part: _Part) -> tuple[bool, bool]:
         return False, False
     if _CAUSAL_TEXT.search(part.kind):
         return True, False
-    listens = "encoder_layers" in config and "decoder_layers" not in config  # such as encoders of audio
+    listens = "encoder_layers" in config and "decoder_layers" not in config  # for example audio encoders
     decodes = "decoder" in part.kind or not (listens or _ENCODERS.search(part.kind))
     return decodes, decodes
 
 
 def _dims(part: _Part, heads: int) -> Iterator[tuple[int, int]]:
-    """Yield the pairs of head dims (of query and key, of value)."""
+    """Yield the pairs (head dim of query and key, head dim of value)."""
     rope, nope, of_value = (part.number(name) for name in _LATENT)
     if rope and of_value:
         yield rope + nope, of_value
         return
-    # Vision towers with depths have an embed_dim; beside it hidden_size is that of what follows.
+    # Vision towers with depths have an embed_dim. Their hidden_size is then the width of the following layers.
     hidden = ("embed_dim", *_HIDDEN) if part.key("depth", "depths") else _HIDDEN
     dim = part.number(*_HEAD_DIM) or part.number(*hidden) // heads
     if not dim:

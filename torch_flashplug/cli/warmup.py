@@ -1,6 +1,6 @@
-"""The `warmup` verb: compile the kernels of a model ahead of its first call.
+"""Compilation of a model's kernels before the first call of the model: the `warmup` verb.
 
-Warming up needs no GPU. Kernels that the cache has are not compiled again.
+A warm-up needs no GPU. Kernels in the cache are not compiled again.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ _OBJECTS_ALONE = (
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of the kernels that were asked for.
+    """Outcome of a warm-up.
 
     Attributes:
-        compiled: names of kernels that were compiled now.
-        known: how many the packs or the cache had.
-        failed: names of kernels that could not be compiled, and why.
-        seconds: from the first kernel to the last.
-        by_others: names of kernels that another process compiled meanwhile.
-        folders: where the kernels lie in the cache.
+        compiled: names of the kernels compiled by this process.
+        known: number of kernels that the packs or the cache had already.
+        failed: names of the kernels that could not be compiled, with the reasons.
+        seconds: time from the first kernel to the last.
+        by_others: names of the kernels compiled by different processes meanwhile.
+        folders: folders of the cache that hold the kernels.
     """
 
     compiled: tuple[str, ...]
@@ -50,15 +50,15 @@ class Outcome:
 
 
 def kernels_of_models(paths: Iterable[Path], facts: dict[str, int], **wanted: object) -> list[str]:
-    """Return the kernels that models ask for, by their configurations and the backend of this process.
+    """Return the kernels of models, as determined by configuration files and the backend of this process.
 
     Args:
         paths: config.json files, or folders of models.
-        facts: of the GPU.
-        wanted: as model_config.attentions() takes it.
+        facts: the facts of the GPU.
+        wanted: keyword arguments for model_config.attentions().
 
     Raises:
-        ValueError: a file is no configuration of a model with attention.
+        ValueError: a file is not the configuration of a model with attention.
     """
     startup.load()
     layers = [layer for path in paths for layer in model_config.attentions(model_config.read(path), **wanted)]
@@ -69,47 +69,47 @@ def kernels_of_models(paths: Iterable[Path], facts: dict[str, int], **wanted: ob
 
 
 def why_none(facts: dict[str, int]) -> str:
-    """Return why calls ask for no kernel, with a remedy.
+    """Return the reason why no torch_flashplug kernel serves the calls, with a remedy.
 
     Args:
-        facts: of the GPU.
+        facts: the facts of the GPU.
     """
     startup.load()
     backend = bindings.backend_of(bindings.effective_mode())
     if backend in {"math", "stock"}:
-        return f"{env.BACKEND.name}={backend} leaves all calls to torch; unset the variable"
+        return f"{env.BACKEND.name}={backend} passes all calls to torch. Unset the variable."
     if backend == "auto" and facts["cc"] != dispatch_table.GATE.measured_cc:
         return (
-            f"auto takes none on a GPU of compute capability {facts['cc'] / 10:.1f}, which was not measured; set "
-            f"{env.BACKEND.name}=fa2 for the warm-up and for the program"
+            f"Auto selects no kernels on a GPU of compute capability {facts['cc'] / 10:.1f}, which was not measured. "
+            f"Set {env.BACKEND.name}=fa2 for the warm-up and for the program."
         )
-    return "`python -m torch_flashplug explain` says why"
+    return "`python -m torch_flashplug explain` prints the reasons."
 
 
 def kernels_of_shapes(
     calls: Iterable[Sequence[tuple[int, ...]]], mask: tuple[int, ...] | None = None, **wanted: object
 ) -> list[str]:
-    """Return the kernels of calls that are given by their shapes.
+    """Return the kernels of calls described by shapes.
 
     Args:
-        calls: of each call the shapes of query, key and perhaps value, each (batch, heads, length, head dim).
+        calls: for each call, the shapes of query, key and optionally value, each (batch, heads, length, head dim).
         mask: the shape of attn_mask, or None.
-        wanted: as what_if.plan() takes it.
+        wanted: keyword arguments for what_if.plan().
 
     Raises:
-        ValueError: a call has another number of shapes.
+        ValueError: a call has not 2 or 3 shapes.
     """
     names = []
     for shapes in calls:
         if len(shapes) not in (2, 3):
-            raise ValueError(f"--shapes must be 2 or 3 shapes (query, key, value), but got {len(shapes)}")
+            raise ValueError(f"--shapes must be 2 or 3 shapes (query, key, value), but got {len(shapes)}.")
         plan = explain.plan(explain.Shapes(shapes[0], shapes[1], shapes[-1], mask), **wanted)
         names += kernel_sets.names_in(f"{plan.kernel} {plan.gradients}")
     return names
 
 
 def kernels_of_logs(files: Iterable[Path]) -> list[str]:
-    """Return the kernels that logs name.
+    """Return the kernels named in log files.
 
     Raises:
         ValueError: a file cannot be read.
@@ -119,7 +119,7 @@ def kernels_of_logs(files: Iterable[Path]) -> list[str]:
         try:
             names += kernel_sets.names_in(file.read_text(errors="replace"))
         except OSError as error:
-            raise ValueError(f"--from-log must be a file that can be read, but {file} gave: {error.strerror}") from None
+            raise ValueError(f"--from-log must be a readable file, but got {file}: {error.strerror}") from None
     return names
 
 
@@ -127,7 +127,7 @@ def facts_of(device: str) -> dict[str, int]:
     """Return the facts of a GPU.
 
     Args:
-        device: a key of api.DEVICES; empty: this machine's GPU, else an H100.
+        device: a key of api.DEVICES. Empty: this machine's GPU, or an H100 on a machine without a GPU.
 
     Raises:
         ValueError: the device is unknown.
@@ -136,17 +136,18 @@ def facts_of(device: str) -> dict[str, int]:
         startup.load()
         return bindings.device_facts()
     if (device or "h100") not in api.DEVICES:
-        raise ValueError(f"--device must be one of {', '.join(api.DEVICES)}, but got {device!r}")
+        raise ValueError(f"--device must be one of {', '.join(api.DEVICES)}, but got {device!r}.")
     return api.DEVICES[device or "h100"]
 
 
 def missing(names: Sequence[str], target: str, packs: bool = True) -> list[str]:
-    """Return the kernels that the cache has not.
+    """Return the kernels that the cache does not have.
 
-    An object file counts as missing where a C compiler is installed: a shared object loads without the kernel compiler.
+    If a C compiler is installed, a kernel cached only as an object file counts as missing. The reason is that the C
+    compiler can make a shared object, which loads without the kernel compiler.
 
     Args:
-        names: of kernels.
+        names: names of kernels.
         target: a key of TARGETS.
         packs: whether kernels of installed packs are left out.
     """
@@ -154,7 +155,7 @@ def missing(names: Sequence[str], target: str, packs: bool = True) -> list[str]:
 
 
 def _entries(names: Sequence[str], target: str, packs: bool) -> dict[str, Path | None]:
-    """Return the entry of each kernel, or None, as missing() counts them."""
+    """Return the cache entry of each kernel; None for a missing kernel by the rules of missing()."""
     packed = installed_packs.held(target) if packs else set()
     suffixes = {kernel_cache.SHARED, *(() if linker.c_compiler() else (kernel_cache.OBJECT,))}
     entries = {name: jit.find(name, target) for name in names if name not in packed}
@@ -162,16 +163,16 @@ def _entries(names: Sequence[str], target: str, packs: bool) -> dict[str, Path |
 
 
 def compile_all(names: Sequence[str], cc: int, workers: int = 0, packs: bool = True) -> Outcome:
-    """Compile the kernels that are missing, and show the progress on standard error.
+    """Compile the missing kernels, and show the progress on standard error.
 
     Args:
-        names: of kernels.
+        names: names of kernels.
         cc: the compute capability of the GPU; 90 is 9.0.
-        workers: how many are compiled at once; 0: as many as CPUs, at most 8.
-        packs: whether kernels of installed packs count as there.
+        workers: number of kernels compiled in parallel; 0 for the number of CPUs, at most 8.
+        packs: whether kernels of installed packs count as present.
 
     Raises:
-        ValueError: no compiler is installed, or no folder can be written.
+        ValueError: no compiler is installed, or no folder is writable.
     """
     target = compiler.target_of(cc)
     entries = _entries(names, target, packs)
@@ -213,10 +214,10 @@ def compile_all(names: Sequence[str], cc: int, workers: int = 0, packs: bool = T
 
 
 class _Bar:
-    """A progress bar on a terminal; elsewhere a line for each kernel, and one for each long wait."""
+    """Progress bar on a terminal; without a terminal, a line for each kernel and for each long wait."""
 
     _WIDTH = 30
-    _SILENCE = 20.0  # seconds without a line, after which a line says that the process waits
+    _SILENCE = 20.0  # seconds of silence after which a line says that the process is waiting
 
     def __init__(self, total: int):
         self._total, self._done, self._start = total, 0, time.monotonic()
@@ -224,14 +225,14 @@ class _Bar:
         self._on_terminal = sys.stderr.isatty()
 
     def step(self, name: str, error: str) -> None:
-        """Note that a kernel is done."""
+        """Record that a kernel is done."""
         self._done += 1
         if error or not self._on_terminal:
             outcome = f"failed: {error}" if error else "compiled"
             self._print(f"[{self._done}/{self._total}] {name} {outcome}, {self._seconds():.0f} s")
 
     def show(self) -> None:
-        """Draw the bar, or say after a long silence that kernels are waited for."""
+        """Draw the bar, or print after a long silence that the process is waiting for kernels."""
         if self._on_terminal:
             filled = self._WIDTH * self._done // self._total
             left = (
@@ -240,7 +241,9 @@ class _Bar:
             text = f"[{'#' * filled}{' ' * (self._WIDTH - filled)}] {self._done} of {self._total} kernels"
             print(f"\r\033[K{text}, {self._seconds():.0f} s{left}", end="", file=sys.stderr, flush=True)
         elif time.monotonic() - self._last_line > self._SILENCE and self._done < self._total:
-            waiting = f"waiting for {self._total - self._done} kernels, perhaps of other processes of this host"
+            waiting = (
+                f"waiting for {self._total - self._done} kernels, some perhaps compiled by other processes of this host"
+            )
             self._print(f"[{self._done}/{self._total}] {waiting}, {self._seconds():.0f} s")
 
     def end(self) -> None:
@@ -258,17 +261,17 @@ class _Bar:
 
 
 def use_folder(folder: Path) -> None:
-    """Make a folder the only cache of this process and its workers.
+    """Make a folder the only kernel cache of this process and of the worker processes.
 
     Raises:
-        ValueError: the folder cannot be written.
+        ValueError: the folder is not writable.
     """
     if reason := kernel_cache.use_alone(folder.absolute()):
-        raise ValueError(f"--out must be a folder that can be written, but got {folder}: {reason}")
+        raise ValueError(f"--out must be a writable folder, but got {folder}: {reason}")
 
 
 def prune() -> int:
-    """Delete what the cache has of other versions of the kernels, and return how many entries that were."""
+    """Delete the cache entries of outdated kernel versions, and return the number of deleted entries."""
     paths = [entry.path for entry in kernel_cache.find_like("*")]
     outdated = [path for path in paths if not (jit.is_current(path) or installed_packs.is_current(path))]
     for path in outdated:
@@ -277,7 +280,7 @@ def prune() -> int:
 
 
 def report(outcome: Outcome) -> str:
-    """Return the outcome in a sentence."""
+    """Return a sentence that describes the outcome."""
     folders = ", ".join(map(str, outcome.folders or kernel_cache.folders()[:1]))
     others = f", {len(outcome.by_others)} by other processes" if outcome.by_others else ""
     failed = f", {len(outcome.failed)} failed" if outcome.failed else ""

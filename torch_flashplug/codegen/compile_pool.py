@@ -1,8 +1,8 @@
-"""The workers of this process: kernels that are asked for are compiled in parallel processes that see no GPU.
+"""Pool of worker processes for compiling requested kernels in parallel, without access to a GPU.
 
-Each worker thread owns one worker process (worker.py). A thread takes the first kernel that no other process of this
-host compiles, so that ranks which ask for the same kernels share the work. Slots limit the number of kernels that a
-host compiles at once. Kernels and slots are file locks in the cache.
+Each worker thread owns a worker process (worker.py). A thread takes the first kernel not being compiled by a different
+process of the host. So ranks with requests for the same kernels share the work. Slots limit the number of kernels
+compiled in parallel on a host. Kernels and slots are file locks in the kernel cache.
 """
 
 from __future__ import annotations
@@ -27,28 +27,31 @@ from . import kernel_cache
 log = logging.getLogger("torch_flashplug.compile")
 
 WORKER = Path(__file__).with_name("worker.py")
-MAX_WORKERS = 8  # of a process
+MAX_WORKERS = 8  # per process
 MAX_PER_HOST = 64
-POLL_SECONDS = 0.02  # between looks at kernels that another process compiles
-LOCK_SECONDS = 60  # after which a lock counts as stuck, and the kernel is compiled without it
-IDLE_SECONDS = 10  # after which a worker ends
+POLL_SECONDS = 0.02  # interval for checking kernels compiled by different processes
+LOCK_SECONDS = 60  # age at which a lock counts as stuck, and the kernel is compiled without the lock
+IDLE_SECONDS = 10  # time without work until a worker ends
 
 
 class CompileError(RuntimeError):
-    """A kernel that could not be compiled."""
+    """Error for a kernel that could not be compiled."""
 
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """One kernel that is asked for.
+    """Request for a kernel.
 
     Attributes:
-        name: the kernel.
+        name: the name of the kernel.
         target: a key of TARGETS.
-        key: of its entry in the cache.
-        done: set when `path` or `error` is known.
-        seconds: what compilation took in this process's workers; 0 where another process compiled it.
-        tried: when a thread first wanted to compile it (monotonic seconds); infinite before.
+        key: the key of the kernel's cache entry.
+        done: an event, set when `path` or `error` is known.
+        path: the cache entry; None before the kernel is done, and after a failure.
+        error: the reason of a failure.
+        traceback: the traceback of a failure.
+        seconds: the compilation time in a worker of the own process; 0 if a different process compiled the kernel.
+        tried: the time of the first attempt to compile the kernel (monotonic seconds); infinite before.
     """
 
     name: str
@@ -62,15 +65,15 @@ class Job:
     tried: float = math.inf
 
     def finish(self, path: Path | None, error: str = "", traceback: str = "", seconds: float = 0.0) -> None:
-        """Make the outcome known to all that wait."""
+        """Set the outcome, and wake all waiting threads."""
         self.path, self.error, self.traceback, self.seconds = path, error, traceback, seconds
         self.done.set()
 
     def result(self) -> Path:
-        """Wait for the kernel, and return its entry. Other threads of the process run meanwhile.
+        """Wait for the kernel, and return the cache entry. All threads of the process keep running meanwhile.
 
         Raises:
-            CompileError: it could not be compiled.
+            CompileError: the kernel could not be compiled.
         """
         self.done.wait()
         if self.path is None:
@@ -79,7 +82,7 @@ class Job:
 
 
 class Worker:
-    """A worker process, started at its first kernel."""
+    """Worker process, started for the first kernel."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
@@ -87,7 +90,7 @@ class Worker:
         self._target = ""
 
     def compile(self, job: Job, folders: Sequence[Path]) -> dict[str, object]:
-        """Return the worker's answer, as Job.finish() takes it. A worker that dies is started again once."""
+        """Return the worker's answer as arguments for `Job.finish`. A dead worker is restarted once."""
         request = {"name": job.name, "target": job.target, "key": job.key, "folders": list(map(str, folders))}
         for _ in range(2):
             process = self._started(job.target)
@@ -114,8 +117,8 @@ class Worker:
         return self._process
 
     def _end(self) -> str:
-        """End the process; return its status and the last line that it wrote to its standard error."""
-        with contextlib.suppress(OSError):  # what the process did not read
+        """End the process. Return the exit status and the last line written to standard error."""
+        with contextlib.suppress(OSError):  # raised if the process has not read all input
             self._process.stdin.close()
         try:
             status = self._process.wait(timeout=5)
@@ -135,25 +138,29 @@ class Worker:
 
 
 class Pool:
-    """The kernels that this process waits for or wants soon, and the threads that see to them."""
+    """Kernels needed now or soon by the process, and the threads for providing the kernels."""
 
     def __init__(self, workers: int = 0) -> None:
-        """workers: how many kernels are compiled at once; 0: as many as this process may use CPUs, at most 8."""
+        """Create a pool without threads.
+
+        Args:
+            workers: number of kernels compiled in parallel; 0 for the number of CPUs of the process, at most 8.
+        """
         self._workers = workers or env.compile_workers(MAX_WORKERS)
         self._condition = threading.Condition()
-        self._waiting: list[Job] = []  # in the order in which they are wanted
+        self._waiting: list[Job] = []  # in the order of need
         self._running: dict[str, Job] = {}
         self._threads = 0
 
     def request(self, jobs: Sequence[Job], first: bool = False) -> list[Job]:
-        """Ask for kernels; those that were asked for already are not asked for twice.
+        """Request kernels. A kernel requested earlier is not requested twice.
 
         Args:
             jobs: the kernels.
-            first: they are wanted ahead of all that wait.
+            first: whether the kernels are needed before all waiting kernels.
 
         Returns:
-            For each kernel the job to wait for.
+            For each kernel, the job to wait for.
         """
         with self._condition:
             known = {job.key: job for job in (*self._waiting, *self._running.values())}
@@ -172,7 +179,7 @@ class Pool:
         return answers
 
     def _serve(self) -> None:
-        """A thread: compile kernels until none was wanted for a while."""
+        """Compile kernels until none was requested for IDLE_SECONDS. Each thread of the pool runs `_serve`."""
         worker = Worker()
         try:
             folders, reasons = kernel_cache.writable_folders()
@@ -183,13 +190,13 @@ class Pool:
                     raise OSError(f"no folder for compiled kernels: {'; '.join(reasons)}")
                 if not self._serve_one(candidates, worker, folders):
                     time.sleep(POLL_SECONDS)
-        except BaseException as error:  # whoever waits for a kernel must not wait for ever
+        except BaseException as error:  # threads that wait for a kernel must not wait forever
             self._fail_all(str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}")
         finally:
             worker.close()
 
     def _candidates(self) -> list[Job] | None:
-        """Return the kernels that wait, at least one; None if the thread is to end."""
+        """Return the waiting kernels, at least one; None if the thread must end."""
         with self._condition:
             if self._condition.wait_for(lambda: self._waiting, IDLE_SECONDS):
                 return list(self._waiting)
@@ -197,7 +204,7 @@ class Pool:
             return None
 
     def _fail_all(self, error: str) -> None:
-        """End all kernels that wait, and the thread, which cannot go on."""
+        """Finish all waiting kernels with an error, because the thread cannot continue."""
         with self._condition:
             jobs, self._waiting = self._waiting, []
             self._threads -= 1
@@ -205,36 +212,36 @@ class Pool:
             job.finish(None, error)
 
     def _serve_one(self, candidates: Sequence[Job], worker: Worker, folders: Sequence[Path]) -> bool:
-        """See to the first of these kernels that can be had now; False if there is none."""
+        """Provide the first kernel that can be provided now; return False if there is none."""
         with contextlib.ExitStack() as locks:
             has_slot = self._lock(locks, folders[0], *_slots())
             return any(self._try(job, worker, folders, has_slot) for job in candidates)
 
     def _try(self, job: Job, worker: Worker, folders: Sequence[Path], has_slot: bool) -> bool:
-        """See to one kernel; False if another process or thread does, or if the host is busy."""
+        """Provide a kernel. Return False if a different process or thread does, or if the host is busy."""
         job.tried = min(job.tried, time.monotonic())
-        is_stuck = time.monotonic() - job.tried > LOCK_SECONDS  # locks of others no longer count
+        is_stuck = time.monotonic() - job.tried > LOCK_SECONDS  # locks of different processes then no longer count
         with contextlib.ExitStack() as locks:
             if (entry := kernel_cache.find(job.key)) is None:
                 if not is_stuck and not (has_slot and self._lock(locks, folders[0], job.key)):
                     return False
-                entry = kernel_cache.find(job.key)  # it may have been made between the look and the lock
+                entry = kernel_cache.find(job.key)  # a process may have written the entry before the lock was taken
             if not self._take(job):
                 return False
             try:
                 job.finish(**({"path": entry.path} if entry else worker.compile(job, folders)))
-            except BaseException as error:  # whoever waits for the kernel must not wait for ever
+            except BaseException as error:  # threads that wait for the kernel must not wait forever
                 job.finish(None, f"{type(error).__name__}: {error}")
             finally:
                 self._release(job)
         return True
 
     def _lock(self, locks: contextlib.ExitStack, folder: Path, *keys: str) -> bool:
-        """Take the first of these locks that is free; False if none is."""
+        """Take the first free lock; return False if no lock is free."""
         return any(locks.enter_context(kernel_cache.locked(folder, key)) for key in keys)
 
     def _take(self, job: Job) -> bool:
-        """Make a kernel this thread's; False if another thread was faster."""
+        """Assign a kernel to the calling thread; return False if a different thread was faster."""
         with self._condition:
             if job not in self._waiting:
                 return False
@@ -248,7 +255,7 @@ class Pool:
 
 
 def _slots() -> list[str]:
-    """Return the names of the locks that limit how many kernels a host compiles at once."""
+    """Return the names of the locks for limiting the number of kernels compiled in parallel on a host."""
     return [f"slot-{number}" for number in range(env.compile_workers(MAX_PER_HOST, per_host=True))]
 
 
@@ -256,12 +263,15 @@ _pool = Pool()
 
 
 def pool() -> Pool:
-    """Return the pool of this process."""
+    """Return the pool of the process."""
     return _pool
 
 
 def _renew() -> None:
-    """A forked child has none of the threads, and locks may be held by them."""
+    """Replace the pool in a forked child process.
+
+    A forked child does not have the threads of the pool. The threads may have held locks at the time of the fork.
+    """
     global _pool  # noqa: PLW0603
     _pool = Pool()
 

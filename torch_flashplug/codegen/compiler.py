@@ -1,6 +1,7 @@
-"""Compilation of one kernel: the only module besides kernels/ that imports the DSL.
+"""Compilation of one kernel. Besides kernels/, only this module imports the CuTe DSL.
 
-Compilation needs no GPU. Parallel compilation takes separate processes: threads break the DSL's session.
+Compilation needs no GPU. Parallel compilation requires separate processes, because threads break the session of the
+DSL.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from ..registry.kernel_spec import KernelSpec
 from . import dsl
 from .fingerprint import fingerprint
 
-# By target, architecture, kind and mask, perhaps an element: where ptxas at its usual level spills a few registers of
-# some kernel, and at this one none.
+# Optimization levels of ptxas, by target, architecture, kind, mask and optionally dtype. With the default level, ptxas
+# spills a few registers of some kernel with these keys. With the level given here, ptxas spills none.
 PTXAS = dict.fromkeys(
     (
         *(("sm_80", 80, "bwd", mask) for mask in ("full", "causal", "mask", "bias")),
@@ -36,7 +37,7 @@ PTXAS = dict.fromkeys(
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """One kernel, compiled; `cubin` and `ptx` are there if asked for."""
+    """Compiled kernel; `cubin` and `ptx` are None unless requested."""
 
     spec: KernelSpec
     function: Any
@@ -45,21 +46,30 @@ class Compiled:
     ptx: str | None
 
     def export(self, path: Path) -> None:
-        """Write an object file whose one visible symbol is `__tvm_ffi_<spec name>`."""
+        """Write an object file with `__tvm_ffi_<spec name>` as the only visible symbol."""
         self.function.export_to_c(str(path), function_name=self.spec.name(), export_only_tvm_ffi_symbols=True)
 
 
 def target_of(cc: int) -> str:
-    """The target whose code runs on GPUs of this compute capability (90 is 9.0). Raises ValueError where none does."""
+    """Return the target for GPUs of a compute capability.
+
+    Args:
+        cc: the compute capability; 90 is 9.0.
+
+    Raises:
+        ValueError: the code of no target runs on such a GPU.
+    """
     for target in targets_of(cc):
         return target
-    raise ValueError(f"compute capability {cc // 10}.{cc % 10}; kernels are compiled for {', '.join(TARGETS)}")
+    raise ValueError(
+        f"kernels are compiled for {', '.join(TARGETS)}, but the GPU has compute capability {cc // 10}.{cc % 10}"
+    )
 
 
 def _misfit(spec: KernelSpec, target: str) -> str | None:
-    """Why this kernel is not compiled for that target; None if it can be."""
+    """Return why a kernel cannot be compiled for a target; None if the kernel can be compiled."""
     if target not in TARGETS:
-        return f"target {target!r}; use one of {', '.join(TARGETS)}"
+        return f"target must be one of {', '.join(TARGETS)}, but got {target!r}."
     if spec.arch not in TARGETS[target]:
         archs = ", ".join(f"sm_{arch}" for arch in TARGETS[target])
         return f"{spec.name()}: {target} runs kernels that are written for {archs}"
@@ -67,19 +77,26 @@ def _misfit(spec: KernelSpec, target: str) -> str | None:
 
 
 def _ptxas_level(spec: KernelSpec, target: str) -> str:
-    """Empty: the usual one."""
+    """Return the optimization level for ptxas; empty for the default level."""
     key = (target, spec.arch, spec.kind, spec.mask)
     return PTXAS.get((*key, spec.dtype)) or PTXAS.get(key, "")
 
 
 def compile_spec(spec: KernelSpec, target: str, keep: bool = False) -> Compiled:
-    """Compile one spec for a key of TARGETS. Raises ValueError if its tile cannot be built, or not for that target.
-    `keep`: its cubin and its PTX, too, which the DSL also dumps in CUTE_DSL_DUMP_DIR.
+    """Compile one kernel spec.
+
+    Args:
+        spec: the kernel.
+        target: a key of TARGETS.
+        keep: whether the result also has the cubin and the PTX. The DSL then also writes both to CUTE_DSL_DUMP_DIR.
+
+    Raises:
+        ValueError: the tile of the kernel cannot be built, or not for this target.
     """
     if reason := _misfit(spec, target):
         raise ValueError(reason)
-    # Ops check the architecture when they are constructed. The DSL reads this when it is imported, once: a process
-    # compiles for one target, unless ops are constructed under the options below.
+    # DSL ops check the architecture in the constructor. The DSL reads this variable once, at the import of the DSL.
+    # So a process compiles for one target, unless ops are constructed under the options below.
     os.environ.setdefault("CUTE_DSL_ARCH", target)
     dsl.make_importable()
     import cutlass.cute as cute
@@ -91,26 +108,27 @@ def compile_spec(spec: KernelSpec, target: str, keep: bool = False) -> Compiled:
     options = f"--enable-tvm-ffi --gpu-arch {target}" + (" --keep-cubin --keep-ptx" if keep else "")
     if level := _ptxas_level(spec, target):
         options += f" --ptxas-options='{level}'"
-    # Without the engine that would run the kernel in this process: objects are the same, and take a tenth less time.
+    # no_jit_engine leaves out the engine for running the kernel in this process. The objects are the same, and
+    # compilation takes a tenth less time.
     function = cute.compile(kernel, *kernel.fake_arguments(), options=options, no_jit_engine=True)
     cubin, ptx = (bytes(function.__cubin__), function.__ptx__) if keep else (None, None)
     return Compiled(spec, function, time.perf_counter() - start, cubin, ptx)
 
 
 def key(spec: KernelSpec, target: str) -> str:
-    """Return a name for an object: the kernel, its sources, the compiler that made it, and what it was made for.
+    """Return a name for an object, from the kernel, the sources of the kernel, the target and the compiler.
 
-    The compiler's version is "none" where no compiler is installed.
+    The version of the compiler is "none" if no compiler is installed.
     """
     return f"{key_without_compiler(spec, target)}-{dsl.version() or 'none'}"
 
 
 def key_without_compiler(spec: KernelSpec, target: str, sources: str = "") -> str:
-    """Return the part of a key that no compiler decides.
+    """Return the part of a key that does not depend on the compiler.
 
     Args:
         spec: the kernel.
         target: a key of TARGETS.
-        sources: the fingerprint of the kernel's sources; computed if it is empty.
+        sources: the fingerprint of the kernel's sources; empty to compute the fingerprint.
     """
     return f"{spec.name()}-{sources or fingerprint(spec)}-{target}{_ptxas_level(spec, target)}"

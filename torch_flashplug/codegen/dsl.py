@@ -1,4 +1,4 @@
-"""The installation of the CuTe DSL, which compiles kernels: whether there is one, which one, and its import."""
+"""Installation of the CuTe DSL, the compiler of kernels: lookup, version and import."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import importlib.util
 import sys
 from pathlib import Path
 
-_HALVES = ("cu13", "cu12")  # the DSL takes the newest CUDA half that is installed
+_HALVES = ("cu13", "cu12")  # the DSL uses the newest installed CUDA half
 INSTALL = "pip install 'torch_flashplug[jit]'"
 
 
 @functools.cache
 def folder() -> Path | None:
-    """Return the folder of the package nvidia_cutlass_dsl, or None where it is not installed."""
+    """Return the folder of the package nvidia_cutlass_dsl, or None if the package is not installed."""
     spec = importlib.util.find_spec("nvidia_cutlass_dsl")
     places = [Path(place) for place in (spec.submodule_search_locations or ())] if spec else []
     return next((place for place in places if (place / "dsl_packages" / "cutlass").is_dir()), None)
@@ -22,10 +22,10 @@ def folder() -> Path | None:
 
 @functools.cache
 def version() -> str | None:
-    """Return the version and the CUDA half of the compiler, such as "4.8.1+cu13"; None where there is none.
+    """Return the version and the CUDA half of the compiler, such as "4.8.1+cu13"; None if there is no compiler.
 
-    The distributions with the compiler itself are asked: the front package may be missing, because it always brings
-    the CUDA 12 half, which we do not need.
+    The version is that of the distributions with the compiler itself. The front package may be missing, because the
+    front package always installs the CUDA 12 half, which is not needed here.
     """
     if folder() is None:
         return None
@@ -38,7 +38,7 @@ def version() -> str | None:
 
 
 def make_importable() -> None:
-    """Put `cutlass` on sys.path. The front package does so by a path file, which may be missing.
+    """Add `cutlass` to sys.path. The front package does so by a path file, which may be missing.
 
     Raises:
         ModuleNotFoundError: the compiler is not installed.
@@ -54,7 +54,7 @@ def runtime_archive() -> Path:
     """Return the static library of the DSL's CUDA runtime, which is linked into each shared object of kernels.
 
     Raises:
-        FileNotFoundError: the archive is not there.
+        FileNotFoundError: the archive is missing.
     """
     archives = [folder() / half / "lib" / "libcuda_dialect_runtime_static.a" for half in _HALVES] if folder() else []
     for archive in archives:

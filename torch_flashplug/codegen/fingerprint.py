@@ -1,7 +1,8 @@
-"""Hashes of the sources that a kernel is compiled from.
+"""Hashes of the sources of kernels.
 
-Comments, docstrings, blank lines and the places of files do not count, because they do not change an object. The hash
-of a source is that of its syntax tree without docstrings. Python 3.10 to 3.14 agree on the hash.
+Comments, docstrings, blank lines and the paths of files do not affect the hash, because an object does not depend on
+such changes. The hash of a source is the hash of the syntax tree without docstrings. Python 3.10 to 3.14 compute the
+same hash.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def fingerprint(spec: KernelSpec) -> str:
-    """Return the hash of everything that the code of one kernel depends on.
+    """Return the hash of everything with an effect on the code of a kernel.
 
-    These are the kernel's module and all modules of ours that it imports, the modules of its features, and its rows
-    of the tables. A change of one kernel file or of one feature leaves the hashes of the other kernels as they are.
+    The hash covers the kernel's module, all imported modules of this package, the modules of the kernel's features, and
+    the kernel's rows of the tables. A change of a kernel file or of a feature does not change the hashes of
+    unrelated kernels.
     """
     operands = ELEMENTS[spec.dtype].operands
     rows = [(operands, *(NUMBERS[name] for name in operands))]
@@ -37,12 +39,15 @@ def fingerprint(spec: KernelSpec) -> str:
 
 
 def source_fingerprint() -> str:
-    """Return the hash of all kernels, the spec, and the tables of arguments, elements and features."""
+    """Return the hash of all kernel sources, the spec, and the tables of arguments, elements and features."""
     return _hash_of(_all_sources())
 
 
 def raw_fingerprint() -> str:
-    """Return the hash of the bytes of all sources. It takes milliseconds, and changes with every comment."""
+    """Return the hash of the bytes of all sources.
+
+    The computation takes milliseconds. The hash changes with every comment.
+    """
     digest = hashlib.sha256()
     for path in _all_sources():
         data = path.read_bytes()
@@ -51,7 +56,7 @@ def raw_fingerprint() -> str:
 
 
 def sources_of(spec: KernelSpec) -> list[Path]:
-    """Return the files of ours that the code of a kernel is made by. They are read, not imported."""
+    """Return the source files of this package for the code of a kernel. The files are read, not imported."""
     from ..kernels import BUILDERS
 
     module, _ = BUILDERS[spec.kind, spec.arch]
@@ -69,7 +74,7 @@ def sources_of(spec: KernelSpec) -> list[Path]:
 
 
 def _tables() -> list[Path]:
-    """Return the tables, of which a kernel depends on its own rows alone."""
+    """Return the files of the tables. A kernel depends only on the rows for the kernel's arguments and features."""
     return [_PACKAGE / "registry" / f"{table}.py" for table in ("kernel_args", "dtypes", "features")]
 
 
@@ -84,11 +89,13 @@ def _hash_of(files: list[Path], more: str = "") -> str:
 
 @functools.cache
 def _read(path: Path, changed: int) -> tuple[str, list[Path]]:
-    """Return the hash of one source, and the files of ours that the source imports.
+    """Return the hash of a source file, and the imported source files of this package.
+
+    The result is cached, because a build reads the same few files hundreds of times.
 
     Args:
         path: the source.
-        changed: its time of change in ns. A build asks for the same few files hundreds of times.
+        changed: the modification time of the source in ns.
     """
     tree = ast.parse(path.read_text(), str(path))
     files = []
@@ -104,7 +111,10 @@ _OPENERS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def _words(node: object) -> Iterator[str]:
-    """Yield the syntax tree as text. Empty fields are left out, since newer versions of Python have more of them."""
+    """Yield the syntax tree as text.
+
+    Empty fields are left out, because newer versions of Python have additional, empty fields.
+    """
     if isinstance(node, list):
         yield "["
         for item in node:
@@ -117,7 +127,7 @@ def _words(node: object) -> Iterator[str]:
         is_import = isinstance(node, ast.ImportFrom) and node.level
         for name, value in ast.iter_fields(node):
             if value is None or value == [] or (is_import and name in {"module", "level"}):
-                continue  # which file is imported shows in the files' hashes
+                continue  # the hashes of the imported files tell which file is imported
             if name == "body" and isinstance(node, _OPENERS) and ast.get_docstring(node, clean=False) is not None:
                 value = value[1:]  # noqa: PLW2901
             yield f"{name}="

@@ -1,7 +1,7 @@
-"""The CPU features that the host code of compiled kernels may use.
+"""CPU features allowed in the host code of compiled kernels.
 
-The compiler makes host code for the CPU that it runs on. Such code ends a process with an illegal instruction on a CPU
-that lacks a feature, so that the features are a part of a kernel's key.
+The compiler emits host code for the CPU of the compiling machine. On a CPU without one of the features, such code ends
+the process with an illegal instruction. So the features are a part of a kernel's cache key.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-# Extensions of the instruction set that LLVM chooses instructions from. Other words of /proc/cpuinfo describe virtual
-# machines, power and security, and change with the kernel of the operating system. Left out is sse4a, which CPUs of one
-# maker alone have: no kernel's host code has its instructions (test_wheel.py), and packs are built on CPUs of both.
+# Extensions of the instruction set from which LLVM selects instructions. The remaining words of /proc/cpuinfo describe
+# virtual machines, power and security, and change with the kernel of the operating system. sse4a is left out, because
+# only the CPUs of a single vendor have sse4a. No kernel's host code contains sse4a instructions (test_wheel.py), and
+# packs are built on CPUs of both vendors.
 _EXTENSIONS = re.compile(
     r"p?ni|(?!sse4a)sse\w*|ssse3|avx\w*|amx\w*|fma4?|f16c|bmi\w*|abm|lzcnt|popcnt|movbe|adx|v?aes|v?pclmulqdq|sha_ni"
     r"|gfni|tbm|xop|lahf_lm|cx16|rdrnd|rdseed|prfchw|3dnowprefetch|movdir\w*|serialize|cldemote|clwb|clflushopt"
@@ -26,7 +27,7 @@ _EXTENSIONS = re.compile(
 
 @functools.cache
 def features() -> frozenset[str]:
-    """Return the instruction set extensions of this CPU; empty where the operating system does not tell."""
+    """Return the instruction set extensions of this CPU; empty if the operating system does not list the extensions."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -36,16 +37,16 @@ def features() -> frozenset[str]:
 
 
 def lacking(wanted: Iterable[str]) -> list[str]:
-    """Return the extensions among these words that this CPU lacks, in order. Words that are none do not count.
+    """Return the sorted extensions missing on this CPU. Words other than names of extensions are ignored.
 
     Args:
-        wanted: features of the CPU that made the code, as features() had them.
+        wanted: the features of the compiling machine's CPU, from features() on the compiling machine.
     """
     return sorted(word for word in set(wanted) - features() if _EXTENSIONS.fullmatch(word))
 
 
 @functools.cache
 def tag() -> str:
-    """Return a word for the architecture and its features, such as "x86_64-3f1c09ab"."""
+    """Return a word for the architecture and the CPU features, such as "x86_64-3f1c09ab"."""
     machine = platform.machine()
     return f"{machine}-{hashlib.sha256(' '.join(sorted(features())).encode()).hexdigest()[:8]}"

@@ -1,6 +1,7 @@
-"""Kernels at their first use: from the disk cache, else compiled now by worker processes.
+"""Kernels at the first use: loaded from the disk cache, or compiled now by worker processes.
 
-A miss asks for the kernels that the same model will want next, too. The call waits for its own kernel alone.
+A cache miss also requests the kernels needed next by the same model. The call waits only for the call's own
+kernel.
 """
 
 from __future__ import annotations
@@ -24,28 +25,29 @@ from .provided import Circumstances, Provided
 log = logging.getLogger("torch_flashplug.compile")
 
 WARM_UP = "python -m torch_flashplug warmup"
-_loaded: dict[tuple[str, str], Provided] = {}  # kernel and target -> what C++ holds for as long as the process lives
+_loaded: dict[tuple[str, str], Provided] = {}  # (kernel, target) -> kernel that C++ keeps until the process ends
 
 
 def provide(
     name: str, target: str, circumstances: Circumstances, next_kernels: Callable[[], Iterable[str]] = tuple
 ) -> Provided:
-    """Return a kernel: loaded before, from the disk cache, or compiled now.
+    """Return a kernel from memory or from the disk cache, or compile the kernel now.
 
     Args:
-        name: of a KernelSpec.
+        name: the name of a `KernelSpec`.
         target: a key of TARGETS.
-        circumstances: what the call allows.
-        next_kernels: names the kernels that the same model will want next; asked at a miss alone.
+        circumstances: the conditions of the call.
+        next_kernels: a function for the names of the kernels needed next by the same model. The function is called
+            only after a cache miss.
 
     Returns:
-        The kernel, or why there is none. Nothing is raised for kernels that cannot be had.
+        The kernel, or the reason why there is none. A missing kernel raises no error.
     """
     if (name, target) not in _loaded:
         try:
             answer = _look_up(name, target) or _compile(name, target, circumstances, next_kernels)
         except KeyboardInterrupt:
-            # C++ has called us, so that the exception cannot reach the user from here.
+            # C++ has called `provide`. So the exception cannot reach the user from here.
             threading.Timer(0.05, _thread.interrupt_main).start()
             return Provided(why="interrupted", later=True)
         if not answer.is_there:
@@ -55,10 +57,10 @@ def provide(
 
 
 def find(name: str, target: str) -> kernel_cache.Entry | None:
-    """Return the entry of a kernel that this CPU can run; None if the cache has none.
+    """Return the cache entry of a kernel with host code for this CPU; None if the cache has no such entry.
 
-    An entry of another CPU serves if this CPU has all features of that one. Without a compiler here, an entry of any
-    version of the compiler serves.
+    An entry from a different CPU is valid if this CPU has all features of the different CPU. If no compiler is
+    installed here, an entry of any compiler version is valid.
     """
     sources_key, version = _key_of_sources(name, target), dsl.version()
     if version is not None and (entry := kernel_cache.find(_entry_key(name, target))):
@@ -68,11 +70,11 @@ def find(name: str, target: str) -> kernel_cache.Entry | None:
 
 
 def is_current(path: Path) -> bool:
-    """Whether an entry was made of the sources that are installed."""
+    """Return whether an entry was compiled from the installed sources."""
     name, _, rest = path.stem.partition("-")
     try:
         return any(f"{name}-{rest}".startswith(f"{_key_of_sources(name, target)}-") for target in TARGETS)
-    except (ValueError, KeyError):  # a kernel that there is no more
+    except (ValueError, KeyError):  # the name of a kernel that no longer exists
         return False
 
 
@@ -86,7 +88,7 @@ def _entry_key(name: str, target: str) -> str:
 
 
 def job(name: str, target: str) -> compile_pool.Job:
-    """Return the job of compiling a kernel."""
+    """Return the compilation job of a kernel."""
     return compile_pool.Job(name, target, _entry_key(name, target))
 
 
@@ -108,7 +110,7 @@ def _load(name: str, path: Path) -> Provided:
         module = cute.runtime.load_module(str(path), enable_tvm_ffi=True)
         return Provided(handle=module[name].__chandle__(), library=(module, module[name]))
     except Exception as error:
-        return Provided(why=f"its compiled code does not load: {error}")
+        return Provided(why=f"the compiled code does not load: {error}")
 
 
 _MEMO = "sources-{}.json"
@@ -117,7 +119,8 @@ _MEMO = "sources-{}.json"
 def _sources(spec: KernelSpec) -> str:
     """Return the fingerprint of a kernel's sources.
 
-    Parsing a kernel's sources takes 0.2 s, so that the cache keeps fingerprints, by a hash of the bytes of all sources.
+    Parsing a kernel's sources takes 0.2 s. So the cache keeps the fingerprints, with a hash of the bytes of all sources
+    as the key.
     """
     known = _fingerprints()
     if spec.name() not in known:
@@ -157,11 +160,13 @@ def _compile(
 ) -> Provided:
     mode = env.jit_mode()
     if mode == env.NEVER:
-        return Provided(why=f"{env.JIT.name}=0 forbids compiling. Unset it, or run `{WARM_UP}`")
+        return Provided(why=f"{env.JIT.name}=0 forbids compiling. Unset the variable, or run `{WARM_UP}`")
     if dsl.version() is None:
-        return Provided(why=f"no compiler is installed. {dsl.INSTALL}, or run `{WARM_UP} --out DIR` on another machine")
+        return Provided(
+            why=f"no compiler is installed. Run `{dsl.INSTALL}`, or run `{WARM_UP} --out DIR` on a different machine"
+        )
     if circumstances.capturing:
-        why = f"nothing is compiled while a CUDA graph is captured. Run `{WARM_UP}`, or make the call once before"
+        why = f"nothing is compiled while a CUDA graph is captured. Run `{WARM_UP}`, or make the call once earlier"
         return Provided(why=why, later=True)
     start = time.monotonic()
     pool = compile_pool.pool()
@@ -170,14 +175,14 @@ def _compile(
         [job(other, target) for other in dict.fromkeys(next_kernels()) if other != name and not find(other, target)]
     )
     if mode == env.BACKGROUND and not circumstances.must_wait and not own_job.done.is_set():
-        return Provided(why="it is being compiled in the background", later=True)
+        return Provided(why="the kernel is being compiled in the background", later=True)
     try:
         path = own_job.result()
     except compile_pool.CompileError as error:
         log.debug("%s", own_job.traceback)
-        return Provided(why=f"it could not be compiled: {error}")
+        return Provided(why=f"the kernel could not be compiled: {error}")
     seconds = time.monotonic() - start
-    how = "was compiled" if own_job.seconds else "was compiled by another process"
-    log.warning("torch_flashplug: kernel %s %s at its first use: the call waited %.1f s. `%s` compiles ahead of calls",
+    how = "was compiled" if own_job.seconds else "was compiled by a different process"
+    log.warning("torch_flashplug: kernel %s %s at its first use: the call waited %.1f s. `%s` compiles in advance",
                 name, how, seconds, WARM_UP)  # fmt: skip
     return _load(name, path)

@@ -1,11 +1,12 @@
-"""The disk cache of compiled kernels: one file for each kernel, checked before it is loaded.
+"""Disk cache of compiled kernels, with one file per kernel, which is checked before loading.
 
-An entry is a shared object (.so), or an object file (.o) where no C compiler is installed. Behind its code lie the
-facts of the entry as JSON, their length and a SHA-256 of all of it, so that one file is whole or broken, and no group
-of files can be mixed. Loaders ignore what lies behind the sections of an object.
+An entry is a shared object (.so), or an object file (.o) if no C compiler is installed. The code is
+followed by the facts of the entry as JSON, the length of the facts, and a SHA-256 of all preceding bytes. So a file is
+either complete or broken, and files of different entries cannot be mixed. Loaders ignore bytes after the sections of an
+object.
 
-Entries are code that the process runs. An entry is loaded only if it and its folder belong to the user or to root, and
-no one else can write them.
+Entries are code that the process runs. An entry is loaded only if file and folder belong to the user or to root, and if
+no other user can write to file or folder.
 """
 
 from __future__ import annotations
@@ -31,34 +32,34 @@ log = logging.getLogger("torch_flashplug.cache")
 
 SHARED, OBJECT = ".so", ".o"
 _MAGIC = b"flashplug entry 1\n"
-_LENGTH = 8  # bytes of the length of the facts
+_LENGTH = 8  # bytes that hold the length of the facts
 _TAIL = len(_MAGIC) + _LENGTH + hashlib.sha256().digest_size
 _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
-# The names of the files that are written here: entries of kernels and of packs, the hashes of sources, locks, and what
-# a killed process leaves behind. A folder may hold files of its user, too, which are neither read nor deleted.
+# Names of the files that the cache writes: entries of kernels and packs, hashes of sources, locks, and temporary files
+# of killed processes. A folder may also hold the user's own files, which the cache neither reads nor deletes.
 _ENTRY_NAME = re.compile(r"(?:[\w+]+-[0-9a-f]{16}-sm_\d+a?\S*|flashplug_\w+-[0-9a-f]{16})\.(?:so|o)")
 _OTHER_NAME = re.compile(
     r"sources-[0-9a-f]{64}\.json|slot-\d+\.lock|[\w+]+-[0-9a-f]{16}\S*\.lock|\.(?:writing|probe)-\S{8}"
 )
-UNUSED_DAYS = 90  # after which an entry that nobody loaded is deleted
+UNUSED_DAYS = 90  # an entry not loaded for this number of days is deleted
 _exclusive = False  # whether the chosen folder has no fallback; use_alone() sets it
 
 
 class BrokenEntry(Exception):
-    """An entry whose content is not what was written."""
+    """Error for an entry whose content differs from the written content."""
 
 
 class DistrustedEntry(Exception):
-    """An entry that other users may have written."""
+    """Error for an entry that other users may have written."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A checked entry.
+    """Checked entry of the cache.
 
     Attributes:
         path: the file.
-        facts: what the writer noted, such as the seconds that compilation took.
+        facts: the facts recorded by the writer, such as the compilation time in seconds.
     """
 
     path: Path
@@ -69,9 +70,9 @@ class Entry:
 
 
 def chosen_folder() -> Path:
-    """Return the folder that users know: TORCH_FLASHPLUG_CACHE_DIR, else the user's cache folder.
+    """Return the folder of TORCH_FLASHPLUG_CACHE_DIR, or the user's cache folder if the variable is empty.
 
-    The path starts with ~ where no home directory is known; entries are neither read nor written there.
+    The path starts with ~ if the home directory is unknown. Entries are neither read from nor written to such a path.
     """
     if chosen := env.CACHE_DIR.get():
         return Path(os.path.expanduser(chosen))
@@ -84,9 +85,10 @@ def chosen_folder() -> Path:
 
 
 def fallback_folder() -> Path:
-    """Return the folder that serves where the chosen one cannot be written: a read-only home or a full disk.
+    """Return the folder used if the chosen folder is not writable, as with a read-only home or a full disk.
 
-    Each folder that TORCH_FLASHPLUG_CACHE_DIR names has a fallback of its own: an empty folder is an empty cache.
+    Each value of TORCH_FLASHPLUG_CACHE_DIR has a separate fallback folder, so that an empty chosen folder always means
+    an empty cache.
     """
     tag = ""
     if env.CACHE_DIR.get():
@@ -95,15 +97,15 @@ def fallback_folder() -> Path:
 
 
 def folders() -> list[Path]:
-    """Return the folders that entries are looked for in and written to, in this order."""
+    """Return the folders of the cache, in the order of reading and writing."""
     return [chosen_folder()] if _exclusive else [chosen_folder(), fallback_folder()]
 
 
 def use_alone(folder: Path) -> str:
-    """Make a folder the cache of this process and its workers, without a fallback.
+    """Make a folder the cache of this process and the worker processes, without a fallback.
 
     Returns:
-        Why entries cannot be written there; empty where they can.
+        The reason why entries cannot be written to the folder; empty if entries can be written.
     """
     global _exclusive  # noqa: PLW0603
     if not (reason := prepare(folder)):
@@ -113,12 +115,12 @@ def use_alone(folder: Path) -> str:
 
 
 def is_entry(path: Path) -> bool:
-    """Return whether the name of a file is that of an entry."""
+    """Return whether a file has the name of an entry."""
     return _ENTRY_NAME.fullmatch(path.name) is not None
 
 
 def entries_in(folder: Path) -> list[Path]:
-    """Return the entries of a folder, unchecked; none where there is no folder.
+    """Return the entries of a folder, unchecked; an empty list if the folder does not exist.
 
     Raises:
         OSError: the folder cannot be read.
@@ -130,10 +132,10 @@ def entries_in(folder: Path) -> list[Path]:
 
 
 def prepare(folder: Path) -> str:
-    """Make a folder of entries, readable by all and writable by its owner alone.
+    """Create a folder for entries, readable by all users and writable only by the owner.
 
     Returns:
-        Why entries cannot be written there; empty where they can.
+        The reason why entries cannot be written to the folder; empty if entries can be written.
     """
     if str(folder).startswith("~"):
         return f"the home directory in {folder} is unknown"
@@ -150,7 +152,11 @@ def prepare(folder: Path) -> str:
 
 
 def distrusted(path: Path) -> str:
-    """Return why code from this file or folder is not loaded; empty where it is. Raises OSError if it is not there."""
+    """Return why code from a file or folder must not be loaded; empty if loading is allowed.
+
+    Raises:
+        OSError: the file or folder does not exist.
+    """
     facts = path.stat()
     if not (stat.S_ISREG(facts.st_mode) or stat.S_ISDIR(facts.st_mode)):
         return f"{path} is not a regular file"
@@ -169,13 +175,16 @@ def _said(error: OSError) -> str:
 
 
 def find(key: str) -> Entry | None:
-    """Return the entry of a key, or None. Entries that must not be loaded are reported once, broken ones deleted."""
+    """Return the entry of a key, or None.
+
+    Entries that must not be loaded are reported once. Broken entries are deleted.
+    """
     names = [f"{key}{suffix}" for suffix in (SHARED, OBJECT)]
     return next(_checked(folder / name for folder in folders() for name in names), None)
 
 
 def find_like(pattern: str) -> Iterator[Entry]:
-    """Yield the entries whose keys match a pattern of fnmatch, the newest of a folder first."""
+    """Yield the entries with keys that match an fnmatch pattern, the newest entry of a folder first."""
     for folder in folders():
         with contextlib.suppress(OSError):
             found = [path for path in folder.glob(pattern) if is_entry(path)]
@@ -188,21 +197,22 @@ def _checked(paths: Iterable[Path]) -> Iterator[Entry]:
             if path.exists():
                 yield Entry(path, check(path))
         except DistrustedEntry as error:
-            _report(str(error))  # the file stays: it may be another user's
+            _report(str(error))  # the file is kept, because the file may belong to a different user
         except BrokenEntry as error:
             with contextlib.suppress(OSError):
                 path.unlink()
             _report(str(error))
         except OSError:
-            continue  # deleted by another process, or a network file system that is away
+            continue  # a process deleted the file, or a network file system is unavailable
 
 
 def check(path: Path) -> dict[str, object]:
-    """Check owner, mode and content of an entry, and return its facts.
+    """Check owner, mode and content of an entry, and return the facts of the entry.
 
     Raises:
-        DistrustedEntry: the file or its folder belongs to another user, or others can write it.
-        BrokenEntry: the content is not what was written.
+        DistrustedEntry: the file or the folder belongs to a different user, or other users can write to the file or
+            the folder.
+        BrokenEntry: the content differs from the written content.
         OSError: the entry cannot be read.
     """
     if reason := distrusted(path.parent) or distrusted(path):
@@ -211,24 +221,25 @@ def check(path: Path) -> dict[str, object]:
     if data[-_TAIL:][: len(_MAGIC)] != _MAGIC:
         raise BrokenEntry(f"{path} is cut short")
     if hashlib.sha256(data[: -hashlib.sha256().digest_size]).digest() != data[-hashlib.sha256().digest_size :]:
-        raise BrokenEntry(f"{path} has another content than was written")
+        raise BrokenEntry(f"{path} does not have the content that was written")
     length = int.from_bytes(data[-_TAIL + len(_MAGIC) :][:_LENGTH], "little")
     with contextlib.suppress(OSError):
-        os.utime(path)  # so that prune() keeps what is in use
+        os.utime(path)  # so that prune() keeps entries in use
     return json.loads(data[-_TAIL - length : -_TAIL])
 
 
 @functools.cache
 def _report(reason: str) -> None:
-    """Log once that an entry is not used."""
-    log.warning("torch_flashplug: an entry of the kernel cache is not used and will be made again: %s", reason)
+    """Log once per reason that an entry is not used."""
+    log.warning("torch_flashplug: a kernel cache entry is not used and will be made again: %s", reason)
 
 
 def load(path: Path) -> ctypes.CDLL:
-    """Open the shared object of a checked entry, also from a file system that forbids to execute files.
+    """Open the shared object of a checked entry, even on a file system mounted without execute permission.
 
     Raises:
-        OSError: it does not load. Its content is what was written, so that something else is missing in this process.
+        OSError: the shared object does not load. The content of the entry is intact. So this process lacks something
+            that the shared object needs, such as a library.
     """
     try:
         return ctypes.CDLL(str(path))
@@ -238,14 +249,16 @@ def load(path: Path) -> ctypes.CDLL:
     handle = os.memfd_create(path.stem[:200])
     with open(handle, "wb", closefd=False) as copy:
         copy.write(path.read_bytes())
-    return ctypes.CDLL(f"/proc/self/fd/{handle}")  # stays open: its number is the library's name
+    return ctypes.CDLL(
+        f"/proc/self/fd/{handle}"
+    )  # the handle stays open, because the path of the library contains the number
 
 
 # ---- writing ----
 
 
 def writable_folders() -> tuple[list[Path], list[str]]:
-    """Return the folders that entries can be written to, and why not to the others."""
+    """Return the writable folders of the cache, and the reasons why the remaining folders are not writable."""
     reasons = {folder: prepare(folder) for folder in folders()}
     writable = [folder for folder, reason in reasons.items() if not reason]
     first, reason = next(iter(reasons.items()))
@@ -256,20 +269,20 @@ def writable_folders() -> tuple[list[Path], list[str]]:
 
 @functools.cache
 def _report_fallback(folder: Path, fallback: Path, reason: str) -> None:
-    """Log once that kernels are kept in another folder than the chosen one."""
+    """Log once that kernels are kept in the fallback folder instead of the chosen folder."""
     log.warning("torch_flashplug: the kernel cache is %s, because %s cannot be written: %s", fallback, folder, reason)
 
 
 def write_to_first(places: Iterable[Path], name: str, code: bytes, facts: dict[str, object]) -> Path:
-    """Write an entry to the first of these folders that takes it.
+    """Write an entry to the first writable folder.
 
     Raises:
-        OSError: none of the folders takes it; the text has the reason of each.
+        OSError: no folder is writable; the message has the reason for each folder.
     """
     reasons = []
     for folder in places:
         try:
-            if not (reason := prepare(folder)):  # a folder may have been deleted since it was made
+            if not (reason := prepare(folder)):  # creates the folder again if the folder was deleted meanwhile
                 return write(folder, name, code, facts)
         except OSError as error:
             reason = f"{folder}: {error.strerror or error}"
@@ -289,7 +302,7 @@ def write(folder: Path, name: str, code: bytes, facts: dict[str, object]) -> Pat
 
 
 def write_atomically(folder: Path, name: str, data: bytes) -> Path:
-    """Write a file. Other processes see the whole file or none, also if this process is killed.
+    """Write a file atomically: other processes see the complete file or no file, even if this process is killed.
 
     Raises:
         OSError: the folder cannot be written, or the disk is full.
@@ -310,10 +323,10 @@ def write_atomically(folder: Path, name: str, data: bytes) -> Path:
 
 @contextlib.contextmanager
 def locked(folder: Path, key: str) -> Iterator[bool]:
-    """Try to take the lock of a key, and say whether it was taken. A killed process gives its locks back.
+    """Try to take the lock of a key, and yield whether the lock was taken.
 
-    A file system without locks counts as one whose locks are free: entries are written atomically, so that two
-    processes that compile the same kernel do no harm.
+    The operating system releases the locks of a killed process. On a file system without locks, every lock counts as
+    free. Entries are written atomically. So two processes that compile the same kernel do no harm.
     """
     import filelock
 
@@ -333,9 +346,9 @@ def locked(folder: Path, key: str) -> Iterator[bool]:
 
 
 def prune(folder: Path, days: float = UNUSED_DAYS) -> list[Path]:
-    """Delete the cache's own files that were not used for so many days, and return their paths.
+    """Delete the cache's own files that were not used for a number of days, and return the paths of the deleted files.
 
-    Entries, locks and what killed processes left are the cache's own. Other files in the folder stay.
+    The cache's own files are entries, locks and temporary files of killed processes. All other files are kept.
     """
     deleted = []
     oldest = time.time() - days * 86400

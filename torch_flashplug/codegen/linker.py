@@ -1,4 +1,4 @@
-"""Linking of compiled kernels into a shared object, which loads where the compiler is not installed."""
+"""Linking of compiled kernels into a shared object, which loads even where the kernel compiler is not installed."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ ERROR_REPORTERS = Path(__file__).parent / "pack_error.c"
 
 
 def c_compiler() -> str | None:
-    """Return the C compiler: that of the variable CC, Python's own, or cc; None where none is installed."""
+    """Return the C compiler: the variable CC, Python's own compiler, or cc; None if no compiler is installed."""
     asked = env.c_compiler() or (sysconfig.get_config_var("CC") or "").split()
     return next((name for name in (*asked[:1], "cc", "gcc", "clang") if shutil.which(name)), None)
 
 
 def tvm_ffi_library() -> Path:
-    """Return libtvm_ffi.so, which shared objects of kernels need. tvm_ffi is not imported: that takes a second.
+    """Return the path of libtvm_ffi.so, which shared objects of kernels need.
+
+    tvm_ffi is not imported here, because the import takes a second.
 
     Raises:
         FileNotFoundError: apache-tvm-ffi is not installed.
@@ -38,16 +40,16 @@ def tvm_ffi_library() -> Path:
 def link(objects: Sequence[Path], target: Path, more: Sequence[str | Path] = ()) -> None:
     """Link objects into one shared object.
 
-    Symbols of CUDA and of TVM-FFI come from the libraries that the process has loaded.
+    Symbols of CUDA and TVM-FFI are resolved from the libraries loaded in the process.
 
     Args:
         objects: object files of kernels.
         target: the shared object to write.
-        more: more files and options for the linker.
+        more: additional files and options for the linker.
 
     Raises:
-        FileNotFoundError: there is no C compiler, or a library is missing.
-        RuntimeError: the linker failed; the text has its messages.
+        FileNotFoundError: no C compiler is installed, or a library is missing.
+        RuntimeError: the linker failed; the message has the output of the linker.
     """
     compiler = c_compiler()
     if compiler is None:
@@ -56,12 +58,12 @@ def link(objects: Sequence[Path], target: Path, more: Sequence[str | Path] = ())
     command += [ERROR_REPORTERS, *objects, *more, dsl.runtime_archive(), tvm_ffi_library(), "-ldl"]
     done = subprocess.run(list(map(str, command)), check=False, capture_output=True, text=True)
     if done.returncode != 0 or not Path(target).is_file():
-        said = done.stderr.strip()[-2000:] or f"it wrote no file, and its exit status is {done.returncode}"
+        said = done.stderr.strip()[-2000:] or f"the compiler wrote no file, with exit status {done.returncode}"
         raise RuntimeError(f"{compiler} could not link {Path(target).name}: {said}")
 
 
 def failure() -> str:
-    """Return why no shared object can be linked here; empty where one can. A small one is linked for the answer."""
+    """Return why linking fails on this machine; empty if linking a small shared object succeeds."""
     with tempfile.TemporaryDirectory() as scratch:
         try:
             link([], Path(scratch) / "empty.so")

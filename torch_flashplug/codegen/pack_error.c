@@ -1,11 +1,12 @@
-/* The two error reporters that generated kernel wrappers call (declared in CuteDSLRuntime.h of the DSL wheel). Defining them here lets a kernel
-   pack load where the DSL is not installed. Each gets TVM-FFI's "set raised error" first and turns CUDA facts into one sentence. */
+/* Error reporters that generated kernel wrappers call (declared in CuteDSLRuntime.h of the DSL wheel). Defining both
+   functions here lets a kernel pack load where the DSL is not installed. The first argument of each function is
+   TVM-FFI's "set raised error". Each function turns the CUDA error into one sentence. */
 #include <stdint.h>
 #include <stdio.h>
 
 typedef void (*SetRaised)(const char *kind, const char **parts, int32_t num_parts);
 
-/* Resolved in whichever libcudart the process has loaded. */
+/* Resolved from the libcudart loaded in the process. */
 extern const char *cudaGetErrorName(int code);
 extern const char *cudaGetErrorString(int code);
 
@@ -25,7 +26,7 @@ void CuteDSLRT_TVMFFISetRaisedCudaLaunchError(
     int32_t max_block_z, int32_t max_grid_x, int32_t max_grid_y, int32_t max_grid_z, int32_t max_smem, int32_t max_smem_optin,
     const char *violation, const char *source_file, int32_t source_line, int32_t source_col, int32_t source_end_col) {
   char text[640];
-  (void)source_file, (void)source_line, (void)source_col, (void)source_end_col; /* paths of the machine that built the pack */
+  (void)source_file, (void)source_line, (void)source_col, (void)source_end_col; /* paths on the machine that built the pack */
   snprintf(text, sizeof text,
            "torch_flashplug kernel launch refused: %s; grid (%d, %d, %d) of at most (%d, %d, %d), block (%d, %d, %d) = %d threads of at most %d "
            "(%d, %d, %d), shared memory %lld B of at most %d B (%d B by opt-in), device %d",

@@ -1,4 +1,4 @@
-"""The question for a kernel that no pack holds, and its answer."""
+"""Request for a kernel that no pack holds, and the answer to the request."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Provided:
-    """The answer to a call whose kernel is in no pack.
+    """Answer to a request for a kernel that is in no pack.
 
     Attributes:
         function: the address of the kernel's host function, or 0.
-        handle: a TVM-FFI function object that the compiler loaded, or 0.
-        why: why there is no kernel.
-        later: whether the answer may be another one at a later call.
-        library: what must stay loaded.
+        handle: a TVM-FFI function object loaded by the compiler, or 0.
+        why: the reason why there is no kernel.
+        later: whether a later call may get a different answer.
+        library: the object that must stay loaded.
     """
 
     function: int = 0
@@ -30,7 +30,7 @@ class Provided:
 
         Args:
             library: the shared object.
-            name: of the kernel.
+            name: the name of the kernel.
 
         Raises:
             AttributeError: the shared object has no such kernel.
@@ -40,18 +40,18 @@ class Provided:
 
     @property
     def is_there(self) -> bool:
-        """Whether there is a kernel."""
+        """True if there is a kernel."""
         return bool(self.function or self.handle)
 
 
 @dataclass(frozen=True, slots=True)
 class Circumstances:
-    """What a call that asks for a kernel allows.
+    """Conditions of a call that requests a kernel.
 
     Attributes:
-        capturing: the call is recorded in a CUDA graph; nothing is compiled.
-        must_wait: stock cannot serve the call in the meantime with the same result.
-        training: gradients are wanted, so that kernels of the backward follow.
+        capturing: whether the call is recorded in a CUDA graph. Nothing is compiled then.
+        must_wait: whether the call must wait, because stock's result would differ.
+        training: whether the call needs gradients. Backward kernels follow then.
     """
 
     capturing: bool = False

@@ -1,10 +1,10 @@
-"""A process that compiles kernels for another one: `python worker.py`.
+"""Worker process that compiles kernels for the process that started the worker: `python worker.py`.
 
-The process reads one line of JSON for each kernel from its standard input, answers each with one line on its standard
-output, and ends at the end of the input. It imports neither torch nor the package's __init__, sees no GPU, and imports
-the compiler at the first kernel. Only files pass from it to the process that asked.
+The worker reads a line of JSON per kernel from standard input, and answers each line with a line on standard
+output. The worker ends at the end of the input. The worker imports neither torch nor the package's `__init__`, has no
+access to a GPU, and imports the compiler at the first kernel. Kernels pass to the requesting process only as files.
 
-A request has the keys `name`, `target`, `key` and `folders`: the entry is written to the first folder that takes it. An
+A request has the keys `name`, `target`, `key` and `folders`. The entry is written to the first writable folder. An
 answer has `path` and `seconds`, or the path null, `error` and `traceback`.
 """
 
@@ -20,13 +20,13 @@ import types
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent.parent
-# Packages that the compiler imports if they are installed, and that we do not need: they take 40 % of the time until
-# the first kernel is compiled.
+# Packages imported by the compiler if installed, but not needed here. Importing the packages takes 40 % of the time
+# until the first kernel is compiled.
 NEEDLESS = ("torch", "jax", "numpy")
 
 
 def import_package_without_torch() -> None:
-    """Make the modules of the package importable without its __init__, and make imports of NEEDLESS fail."""
+    """Make the package's modules importable without `__init__`, and make imports of NEEDLESS fail."""
     sys.modules.update(dict.fromkeys(NEEDLESS))
     package = types.ModuleType(PACKAGE.name)
     package.__path__ = [str(PACKAGE)]
@@ -38,10 +38,10 @@ def import_package_without_torch() -> None:
 
 
 def compile_kernel(request: dict) -> dict[str, object]:
-    """Compile one kernel and write its entry.
+    """Compile one kernel and write the cache entry.
 
     Raises:
-        OSError: none of the folders can be written.
+        OSError: no folder is writable.
         ValueError, RuntimeError: the kernel does not compile or does not link.
     """
     from torch_flashplug.codegen import compiler, host_cpu, kernel_cache, linker
@@ -64,7 +64,7 @@ def compile_kernel(request: dict) -> dict[str, object]:
 
 
 def answer_to(request: dict) -> dict[str, object]:
-    """Compile a kernel, or say why it cannot be compiled."""
+    """Compile a kernel, and return the answer, with the error if the kernel cannot be compiled."""
     try:
         return compile_kernel(request)
     except BaseException as error:
@@ -73,7 +73,7 @@ def answer_to(request: dict) -> dict[str, object]:
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what the compiler prints must not be read as an answer
+    os.dup2(2, 1)  # output of the compiler must not be read as an answer
     import_package_without_torch()
     for line in sys.stdin:
         answers.write(json.dumps(answer_to(json.loads(line))) + "\n")

@@ -1,6 +1,7 @@
-"""A Llama over bytes in plain torch, such that other parts of torch can divide it among GPUs: q, k and v come from
-weights of their own, and positions are given, since a rank may hold any rows of a text. Its only attention is
-F.scaled_dot_product_attention; nothing here knows of torch_flashplug.
+"""Llama over bytes in plain torch, in a form that torch can distribute over several GPUs.
+
+q, k and v have separate weights. Positions are arguments, because a rank may hold any rows of a text. All attention is
+F.scaled_dot_product_attention. This module does not depend on torch_flashplug.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .model import BYTES, Shape, rotate
 
-COLUMNS, ROWS = ("q", "k", "v", "gate", "up"), ("out", "down")  # weights by the dim that tensor parallelism divides
+COLUMNS, ROWS = (
+    ("q", "k", "v", "gate", "up"),
+    ("out", "down"),
+)  # names of weights, by the dim that tensor parallelism divides
 
 
 class Block(nn.Module):
@@ -32,7 +36,10 @@ class Block(nn.Module):
         return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
 
     def attend(self, x: Tensor, positions: Tensor | None) -> Tensor:
-        """positions None: no rotation, which DTensors mixed with tensors do not allow."""
+        """Return the attention output for x (B, S, width).
+
+        If positions is None, q and k are not rotated, because a rotation cannot mix DTensors with plain tensors.
+        """
         heads = (linear(x).unflatten(-1, (-1, self.shape.head_dim)) for linear in (self.q, self.k, self.v))
         q, k, v = (x.transpose(1, 2) for x in heads)
         if positions is not None:
@@ -50,7 +57,12 @@ class ByteLlama(nn.Module):
         self.head = nn.Linear(shape.width, BYTES, bias=False)
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Logits (B, S, 256) of the byte after each of `tokens` (B, S), which are at positions (S,)."""
+        """Return the logits (B, S, 256) of the byte after each token.
+
+        Args:
+            tokens: (B, S).
+            positions: (S,), the positions of the tokens.
+        """
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x, positions)
@@ -58,7 +70,7 @@ class ByteLlama(nn.Module):
 
 
 def build(shape: Shape, device: str, seed: int = 0) -> ByteLlama:
-    """In fp32, with the same weights on every rank."""
+    """Return a model in fp32, with the same weights on every rank."""
     generator = torch.Generator().manual_seed(seed)
     with torch.device("meta"):
         model = ByteLlama(shape)
@@ -74,7 +86,13 @@ def build(shape: Shape, device: str, seed: int = 0) -> ByteLlama:
 
 
 def tensor_parallel(block: Block, mesh: DeviceMesh, local: bool = True) -> None:
-    """Divides heads and the MLP among the ranks. local: attention gets plain tensors; else DTensors."""
+    """Divide the heads and the MLP of a block among the ranks.
+
+    Args:
+        block: the block to divide.
+        mesh: the ranks.
+        local: whether attention receives plain tensors instead of DTensors.
+    """
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -84,7 +102,7 @@ def tensor_parallel(block: Block, mesh: DeviceMesh, local: bool = True) -> None:
 
 
 def fully_shard(model: ByteLlama, mesh: DeviceMesh) -> None:
-    """FSDP2; products in bf16."""
+    """Shard the model with FSDP2. The products are computed in bf16."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
     from torch.distributed.fsdp import fully_shard as shard
 

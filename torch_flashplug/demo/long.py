@@ -1,4 +1,4 @@
-"""The demo's long prompt: one causal prefill of 131072 bytes, and the memory that its attention needs."""
+"""Long-prompt part of the demo: one causal prefill of 131072 bytes, and the memory needed by attention."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .text import as_tokens, read_text, repeated
 
 GPU_LENGTH, CPU_LENGTH = 131072, 1024
 GIB = 2**30
-LOW, SINGLE = 2, 4  # bytes of a bf16 and of an fp32 number
+LOW, SINGLE = 2, 4  # bytes of a bf16 number and of an fp32 number
 
 
 def _prefill_seconds(model: gpt.ByteGPT, prompt: torch.Tensor, wait) -> tuple[float, bool]:
-    """Seconds of the second prefill, and whether its logits are finite."""
+    """Run the prefill twice. Return the seconds of the second run, and whether all logits are finite."""
     for _ in range(2):
         wait()
         start = time.perf_counter()
@@ -31,7 +31,7 @@ def _prefill_seconds(model: gpt.ByteGPT, prompt: torch.Tensor, wait) -> tuple[fl
 
 
 def _measured_bytes(shape: gpt.Shape, length: int) -> int:
-    """Peak of one attention call beyond its inputs, from the caching allocator."""
+    """Return the peak memory of one attention call besides the inputs, from the caching allocator, in bytes."""
     draw = {"device": "cuda", "dtype": torch.bfloat16}
     q = torch.randn(1, shape.heads, length, shape.head_dim, **draw)
     k, v = (torch.randn(1, shape.kv_heads, length, shape.head_dim, **draw) for _ in range(2))
@@ -48,7 +48,7 @@ def _measured_bytes(shape: gpt.Shape, length: int) -> int:
 def run(file: str | None = None, *, console: Console | None = None) -> None:
     """Print the time of the prefill and a table of memory.
 
-    Without a GPU the prompt is short and serves as a test alone: nothing is timed, and memory is arithmetic.
+    Without a GPU, the prompt is short and only serves as a test. Then nothing is timed, and the memory is computed.
     """
     console = console or Console(width=max(Console().width, 120))
     on_gpu = torch.cuda.is_available()

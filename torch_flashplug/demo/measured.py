@@ -1,7 +1,7 @@
-"""The demo's measured table: speeds on an H100, from the files that tools/bench.py left in tools/results.
+"""Table of measured speeds on an H100 for the demo, read from the results of tools/bench.py in tools/results.
 
-Ratios are those of docs/benchmarks.md: a peer's time over the time of our kernel, so that a number above 1 says that
-ours is faster. The files belong to a checkout.
+The ratios are those of docs/benchmarks.md: the time of a peer divided by the time of the torch_flashplug kernel. A
+ratio above 1 means that the torch_flashplug kernel is faster. The files are part of a checkout.
 """
 
 from __future__ import annotations
@@ -30,11 +30,13 @@ def _summary(ratios: Sequence[float]) -> tuple[str, str]:
 
 
 def show(console: Console) -> None:
-    """Print the table of all suites, or where it can be found."""
+    """Print the table of all suites, or where to find the table."""
     documents = {name: RESULTS / f"{name}-h100.json" for name in SUITES}
     documents = {name: json.loads(path.read_text()) for name, path in documents.items() if path.is_file()}
     if not documents:
-        console.print("The speeds measured on an H100 are in tools/results of a checkout, which this is not.")
+        console.print(
+            "The speeds measured on an H100 are in tools/results of a checkout; this installation is not a checkout."
+        )
         return
     first = next(iter(documents.values()))
     title = f"Measured earlier on one {first['gpu']}, torch {first['torch']}, not on this machine: speed of our kernels"

@@ -1,7 +1,9 @@
-"""A byte-level GPT in plain torch. Its only attention is F.scaled_dot_product_attention; nothing here knows of
-torch_flashplug. It reads with a cache (prefill, then decode) and trains without one.
+"""Byte-level GPT in plain torch.
 
-Weights are random from a fixed seed: what is shown is arithmetic and speed, not language.
+All attention is F.scaled_dot_product_attention. This module does not depend on torch_flashplug. Inference uses a cache
+(prefill, then decode), and training uses none.
+
+The weights are random, from a fixed seed. So the demo shows arithmetic and speed, not language.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ class Shape:
 
 @dataclass(slots=True)
 class Cache:
-    """Keys and values of every layer, (1, Hkv, capacity, D); the first `length` positions are filled."""
+    """Keys and values of every layer, each (1, Hkv, capacity, D); the first `length` positions are filled."""
 
     keys: list[Tensor]
     values: list[Tensor]
@@ -43,8 +45,9 @@ class Cache:
         return cls([blank() for _ in range(shape.layers)], [blank() for _ in range(shape.layers)])
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Puts k and v (1, Hkv, S, D) behind what the layer holds; all that it holds then. Whoever has served every
-        layer moves `length`.
+        """Append k and v (1, Hkv, S, D) to the cache of a layer, and return all keys and values of the layer.
+
+        The caller must increase `length` after all layers are extended.
         """
         stop = self.length + k.shape[-2]
         self.keys[layer][:, :, self.length : stop] = k
@@ -53,7 +56,7 @@ class Cache:
 
 
 def rotate(x: Tensor, positions: Tensor) -> Tensor:
-    """Rotary position embedding of x (..., D) at positions, which broadcast to the dims before D."""
+    """Apply rotary position embedding to x (..., D) at positions, which broadcast to the dims before D."""
     half = x.shape[-1] // 2
     frequency = 10000.0 ** (-torch.arange(half, device=x.device) / half)
     angle = positions.unsqueeze(-1) * frequency
@@ -63,7 +66,7 @@ def rotate(x: Tensor, positions: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    """Pre-norm attention with grouped KV heads, then a two-layer MLP."""
+    """Transformer block: pre-norm attention with grouped KV heads, then a two-layer MLP."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -102,10 +105,10 @@ class ByteGPT(nn.Module):
         self.head = nn.Linear(shape.width, BYTES, bias=False)
 
     def forward(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
-        """Logits (B, S, 256) of the byte after each of `tokens` (B, S).
+        """Return the logits (B, S, 256) of the byte after each of `tokens` (B, S).
 
-        With a cache, of one text: a prompt first (empty cache), then one byte at a time; logits (1, 1, 256) of the
-        byte after the last one.
+        With a cache, B is 1. The first call receives the prompt and an empty cache. Each later call receives one byte.
+        The result is then the logits (1, 1, 256) of the byte after the last token.
         """
         x = self.embed(tokens)
         for layer, block in enumerate(self.blocks):
@@ -117,7 +120,7 @@ class ByteGPT(nn.Module):
 
 
 def build(shape: Shape, device: str, dtype: torch.dtype, seed: int = 0) -> ByteGPT:
-    """The model with weights drawn from `seed`, the same on every machine."""
+    """Return a model with random weights from `seed`, which are the same on every machine."""
     generator = torch.Generator().manual_seed(seed)
     with torch.device("meta"):
         model = ByteGPT(shape)
@@ -128,20 +131,21 @@ def build(shape: Shape, device: str, dtype: torch.dtype, seed: int = 0) -> ByteG
                 weight.fill_(1.0)
                 continue
             spread = 1.0 if name.startswith("embed") else weight.shape[-1] ** -0.5
-            # Sharper queries and keys than usual: attention of random weights would otherwise be nearly uniform.
+            # Larger weights of queries and keys than usual, because attention with random weights would otherwise be
+            # nearly uniform.
             spread *= 3.0 if name.endswith("qkv.weight") else 1.0
             weight.copy_(torch.randn(weight.shape, generator=generator) * spread)
     return model
 
 
 def prefill(model: ByteGPT, prompt: Tensor, capacity: int) -> tuple[Tensor, Cache]:
-    """Runs the prompt (1, S) through the model once: logits after it, and the filled cache."""
+    """Run the prompt (1, S) through the model once; return the logits after the prompt and the filled cache."""
     cache = Cache.empty(model.shape, capacity, model.embed.weight)
     return model(prompt, cache)[:, -1], cache
 
 
 def decode(model: ByteGPT, logits: Tensor, cache: Cache, steps: int) -> tuple[Tensor, Tensor]:
-    """`steps` greedy bytes (steps,) and the logits (steps, 256) each was chosen from."""
+    """Return `steps` greedily chosen bytes (steps,), and the logits (steps, 256) of each choice."""
     chosen, seen = [], []
     for _ in range(steps):
         token = logits.argmax(-1)
@@ -152,6 +156,9 @@ def decode(model: ByteGPT, logits: Tensor, cache: Cache, steps: int) -> tuple[Te
 
 
 def next_byte_loss(model: ByteGPT, text: Tensor) -> Tensor:
-    """Mean cross entropy, in nats, of every byte of `text` (B, S + 1) but the first, given those before it."""
+    """Return the mean cross entropy, in nats, of each byte of `text` (B, S + 1) given all earlier bytes.
+
+    The first byte of each row is not predicted.
+    """
     logits = model(text[:, :-1])
     return F.cross_entropy(logits.flatten(0, 1).float(), text[:, 1:].flatten())

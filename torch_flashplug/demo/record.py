@@ -1,5 +1,6 @@
-"""Which attention calls a program makes: a mode that watches F.sdpa from outside, so that the program stays
-unmodified.
+"""Recorder of the attention calls of a program.
+
+The recorder is a mode and observes F.sdpa from outside. So the program needs no change.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 @dataclass(slots=True)
 class Call:
-    """One F.sdpa call: its tensors (views, not copies) and its other arguments."""
+    """F.sdpa call: the tensors (views, not copies) and all remaining arguments."""
 
     q: Tensor
     k: Tensor
@@ -36,24 +37,24 @@ class Call:
 
 @dataclass(slots=True)
 class Kind:
-    """Calls that differ only in how many keys they see and get the same plan."""
+    """Group of calls with the same plan, different only in the number of keys."""
 
     first: Call
     last: Call
-    plan: object  # torch_flashplug.explain's answer to the last call
+    plan: object  # the result of torch_flashplug.explain for the last call
     count: int = 1
 
     def label(self) -> str:
         s, keys = self.first.shape, sorted({self.first.shape["Sk"], self.last.shape["Sk"]})
         phase = "training" if self.first.q.requires_grad else "decode" if s["Sq"] == 1 else "prefill"
-        texts = f"{s['B']} texts, " if s["B"] > 1 else ""
+        texts = f"{s['B']} sequences, " if s["B"] > 1 else ""
         seen = "..".join(map(str, keys))
         heads = f"{s['Hq']}/{s['Hkv']} heads" if s["Hq"] != s["Hkv"] else f"{s['Hq']} heads"
         return f"{phase}: {texts}{heads}, {s['Sq']} x {seen}, D {s['D']}" + (", causal" if self.first.causal else "")
 
 
 class Recorder(TorchFunctionMode):
-    """Keeps every F.sdpa call made inside it, and lets it run."""
+    """Mode for recording every F.sdpa call inside the mode, before running the call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +68,7 @@ class Recorder(TorchFunctionMode):
 
 
 class OutputRecorder(Recorder):
-    """A recorder that keeps what the calls returned, too."""
+    """Recorder that also keeps the outputs of the calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +82,12 @@ class OutputRecorder(Recorder):
 
 
 def distinct(calls: Iterable[Call], explain) -> list[Kind]:
-    """Groups calls by everything but the number of keys, and by the plan that `explain(q, k, v, **kwargs)` gives."""
+    """Group calls by the plan and by all properties except the number of keys.
+
+    Args:
+        calls: the recorded calls.
+        explain: a function returning the plan of a call from `(q, k, v, **kwargs)`.
+    """
     kinds: dict[tuple, Kind] = {}
     for call in calls:
         plan = explain(call.q, call.k, call.v, **call.kwargs)

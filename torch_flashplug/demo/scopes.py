@@ -1,4 +1,4 @@
-"""Stock torch beside the plugin, in one process: the scopes in which a comparison runs."""
+"""Scopes for comparing stock torch with the plugin in one process."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ STOCK = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
-# Stock's backends without a GPU. The first is a CPU kernel of torch, which shares no code with FlashAttention-2.
+# Stock's backends without a GPU. "CPU flash" is a CPU kernel of torch that shares no code with FlashAttention-2.
 CPU_STOCK = {"CPU flash": SDPBackend.FLASH_ATTENTION, "math": SDPBackend.MATH}
 
 
 @contextmanager
 def plugin_off() -> Iterator[None]:
-    """Stock torch, as if torch_flashplug had never been enabled; enables it when left."""
+    """Run stock torch as if torch_flashplug had never been enabled; enable the plugin again at the end."""
     torch_flashplug.disable()
     try:
         yield
@@ -33,15 +33,18 @@ def plugin_off() -> Iterator[None]:
 
 @contextmanager
 def stock_backend(backend: SDPBackend) -> Iterator[None]:
-    """One of stock's own backends, nothing else."""
+    """Run only the given backend of stock torch."""
     with plugin_off(), sdpa_kernel(backend), warnings.catch_warnings():
-        # torch warns once per reason where this backend has no kernel; the tables say so
+        # torch warns once per reason if the backend has no kernel. The tables of the demo report such cases.
         warnings.simplefilter("ignore")
         yield
 
 
 def all_scopes(on_gpu: bool) -> dict[str, Scope]:
-    """Return every way that the same model can run here, ours first. Without a GPU "auto" and "plugin off" are one."""
+    """Return all scopes in which the same model can run on this machine, the scopes of the plugin first.
+
+    Without a GPU, "auto" and "plugin off" run the same code.
+    """
     ours: dict[str, Scope] = {"auto": nullcontext}
     if on_gpu:
         ours["fa3 forced"] = lambda: torch_flashplug.sdpa_backend("fa3")

@@ -1,9 +1,12 @@
-"""The demo on several GPUs, a process for each: a small Llama over bytes is trained with FSDP2 and context parallelism
-(every rank has some rows of one long text), then with tensor parallelism (every rank has some heads), each time under
-ours and under stock's attention, from the same weights and with the same texts. Losses, tokens per second, memory.
+"""Multi-GPU part of the demo, with one process per GPU: training of a small Llama over bytes.
 
-Without GPUs ranks are processes on the CPU, where torch's context_parallel knows no attention: there FSDP2 alone
-divides texts among ranks.
+The model is trained with FSDP2 and context parallelism, where every rank has some rows of one long sequence. Then the
+model is trained with tensor parallelism, where every rank has some heads. Each training runs with the plugin's
+attention and with stock's attention, from the same weights and with the same data. The demo prints losses, tokens per
+second and memory.
+
+Without GPUs, the ranks are processes on the CPU. torch's context_parallel does not support attention on a CPU. So FSDP2
+alone distributes the sequences among the ranks.
 
     python -m torch_flashplug demo --gpus 2
 """
@@ -42,29 +45,33 @@ from .scopes import Scope, all_scopes
 from .text import as_tokens, read_text, repeated
 
 SEED, WARM_STEPS = 0, 3
-LEARNING_RATE = 0.1  # over the width, as in train.py
-HANG_S = 120  # of one training: then each rank says where it is, and ends
+LEARNING_RATE = 0.1  # divided by the width of the model, as in train.py
+HANG_S = 120  # time limit of one step: each rank then prints a traceback and ends
 BASE = "plugin off"
-SHOWN = ("auto", BASE, "flash (FA2)")  # of scopes.py
+SHOWN = ("auto", BASE, "flash (FA2)")  # names from scopes.py
 GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """One text of `length` bytes a step, divided among the ranks."""
+    """Training recipe: each step trains on one sequence of `length` bytes, divided among the ranks."""
 
     shape: Shape
     length: int
     steps: int
 
 
-# Long enough for GPUs to be what a step waits for: at 16k rows it is the host, whatever attends.
+# The sequence is long enough that a step is limited by the GPUs. At 16k rows, a step is limited by the host, with any
+# attention.
 GPU_RECIPE = Recipe(Shape(layers=8, heads=16, kv_heads=4, head_dim=128), 32768, 30)
 CPU_RECIPE = Recipe(Shape(layers=2, heads=4, kv_heads=2, head_dim=32), 64, 5)
 
 
 class Program:
-    """How a model, and the text of a step, lie on the ranks. A step of it returns the loss of the whole text."""
+    """Distribution of a model and of a step's sequence over the ranks.
+
+    A step returns the loss of the whole sequence.
+    """
 
     def __init__(self, mesh: DeviceMesh, recipe: Recipe) -> None:
         self.mesh, self.device = mesh, mesh.device_type
@@ -72,7 +79,8 @@ class Program:
         self.divide()
         divided = [x for x in self.model.parameters() if isinstance(x, DTensor)]
         whole = [x for x in self.model.parameters() if not isinstance(x, DTensor)]
-        # Apart: an optimizer on a GPU takes all weights of a group at once, and DTensor mixes with nothing else.
+        # Separate groups, because an optimizer on a GPU processes all weights of a group in one call, and a call cannot
+        # mix DTensors with plain tensors.
         groups = [{"params": weights} for weights in (divided, whole) if weights]
         self.optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE / recipe.shape.width)
 
@@ -80,11 +88,11 @@ class Program:
         raise NotImplementedError
 
     def losses(self, tokens: Tensor, labels: Tensor, positions: Tensor) -> Iterator[Tensor]:
-        """One, inside of what its backward has to be in."""
+        """Yield one loss, inside the context in which the backward must run."""
         raise NotImplementedError
 
     def step(self, text: Tensor) -> float:
-        """text (length + 1,)."""
+        """Train on `text` (length + 1,), and return the mean loss of all ranks."""
         tokens, labels = text[None, :-1].clone(), text[None, 1:].clone()
         for loss in self.losses(tokens, labels, torch.arange(tokens.shape[1], device=text.device)):
             self.optimizer.zero_grad()
@@ -111,7 +119,7 @@ class ContextParallel(Program):
 
 
 class FullySharded(Program):
-    """Each rank has a text of its own: a part of the step's."""
+    """FSDP2 training, where each rank has a separate part of the step's sequence."""
 
     def divide(self) -> None:
         llama.fully_shard(self.model, self.mesh)
@@ -140,18 +148,18 @@ def programs(on_gpu: bool) -> dict[str, type[Program]]:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a training under one attention left behind."""
+    """Results of a training with one attention."""
 
     losses: Sequence[float]
     step_s: float
     peak_bytes: int
-    took: Mapping[str, int]  # paths of the attention calls of this rank
+    took: Mapping[str, int]  # counters of the dispatch paths of this rank's attention calls
 
 
 def train(make: type[Program], mesh: DeviceMesh, recipe: Recipe, texts: Tensor) -> Run:
     on_gpu = mesh.device_type == "cuda"
     wait: Callable[[], object] = torch.cuda.synchronize if on_gpu else lambda: None
-    gc.collect()  # FSDP's modules are in cycles: the training before this one would count
+    gc.collect()  # FSDP's modules form reference cycles, so that the memory of the previous training would count
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     program, losses, spans = make(mesh, recipe), [], []
@@ -187,13 +195,17 @@ def table(name: str, recipe: Recipe, runs: Mapping[str, Run]) -> Table:
         measured = (*rates, f"{run.peak_bytes / GIB:.2f}") if on_gpu else ()
         found.add_row(
             attention, f"{run.losses[0]:.3f} to {run.losses[-1]:.3f}", f"{apart:.1e}", *measured,
-            f"{ours}, {stock}" if ours + stock else "stock's, not asked",
+            f"{ours}, {stock}" if ours + stock else "stock's, not counted",
         )  # fmt: skip
     return found
 
 
 def plot(found: Mapping[str, Mapping[str, Run]], path: Path) -> str:
-    """Losses by step, a panel for each program; says in a line where, or why not."""
+    """Plot the losses by step, with a panel for each program.
+
+    Returns:
+        A line that says where the picture is, or why there is none.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -212,7 +224,13 @@ def plot(found: Mapping[str, Mapping[str, Run]], path: Path) -> str:
 
 
 def show(file: str | None, picture: Path, device: str) -> None:
-    """On each rank; the first one prints."""
+    """Run all trainings on this rank. The first rank prints the tables.
+
+    Args:
+        file: the text; None for the default text.
+        picture: the file for the loss curves.
+        device: "cuda" or "cpu".
+    """
     on_gpu, first = device == "cuda", dist.get_rank() == 0
     recipe = GPU_RECIPE if on_gpu else CPU_RECIPE
     content, origin = read_text(file)
@@ -237,10 +255,16 @@ def show(file: str | None, picture: Path, device: str) -> None:
 
 
 def launch(file: str | None, gpus: int, picture: str) -> None:
-    """Starts the ranks, and ends with an error where one does."""
+    """Start the ranks, and exit with an error if a rank does.
+
+    Args:
+        file: the text; None for the default text.
+        gpus: the number of ranks.
+        picture: the file for the loss curves.
+    """
     have = torch.cuda.device_count()
     if 0 < have < gpus:
-        raise SystemExit(f"demo: --gpus {gpus}, but there are {have}")
+        raise SystemExit(f"demo: --gpus must be at most {have}, the number of GPUs here, but got {gpus}.")
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(gpus)]
     words = ["-m", "torch_flashplug.demo.several", "--picture", picture, *([file] if file else [])]
     if code := subprocess.run([*run, *words], check=False).returncode:
@@ -262,7 +286,7 @@ def main() -> None:
     dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timeout, **of_gpu)
     show(options.file, Path(options.picture), device)
     faulthandler.cancel_dump_traceback_later()
-    with contextlib.suppress(RuntimeError):  # everything is said
+    with contextlib.suppress(RuntimeError):  # all results are printed already
         dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""The demo's run and its tables: which calls the model makes, how right the answers are, what they cost."""
+"""Main part of the demo, with tables of the model's attention calls, the errors and the times."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from .text import as_tokens, read_text
 GPU_SHAPE, GPU_PROMPT, GPU_STEPS = gpt.Shape(layers=4, heads=16, kv_heads=4, head_dim=128), 8192, 64
 CPU_SHAPE, CPU_PROMPT, CPU_STEPS = gpt.Shape(layers=2, heads=4, kv_heads=2, head_dim=64), 1024, 24
 GPU_ROUNDS = 11
-WHAT_IF = ("h100", "h200", "a100")  # of api.DEVICES: the GPUs that a machine without one shows plans for
+WHAT_IF = ("h100", "h200", "a100")  # keys of api.DEVICES: GPUs for which a machine without a GPU shows plans
 ON_H100 = (  # the last sentence of the demo on a machine without a GPU
     f"On an H100 this demo reads the first {GPU_PROMPT} bytes with a model of {GPU_SHAPE.layers} layers and "
     f"{GPU_SHAPE.heads} heads of {GPU_SHAPE.head_dim} on these kernels, and prints the plan of each attention call, "
     f"its error against fp64 and the time of prefill and decode, each beside stock torch's."
 )
-SLOWER = 1.03  # auto / stock above this is marked
+SLOWER = 1.03  # a ratio auto / stock above this value is marked
 
 
 def calls_table(console: Console, kinds: list[Kind], on_gpu: bool) -> None:
@@ -55,7 +55,10 @@ def plans_elsewhere(call: Call) -> dict[str, object]:
 
 
 def _errors_table(console: Console, kinds: list[Kind], scopes: dict[str, Scope]) -> None:
-    """RMS error of each call against fp64; the last column is ours over the best stock backend's."""
+    """Print the RMS error of each call against fp64.
+
+    The last column is the error of "auto" divided by the error of the best stock backend.
+    """
     table = Table(title="RMS error against fp64 math (smaller is better)")
     table.add_column("call")
     for name in scopes:
@@ -72,7 +75,7 @@ def _errors_table(console: Console, kinds: list[Kind], scopes: dict[str, Scope])
                     out = call.run()
                 errors[name] = measure_error(out, exact, out).rms
             except (RuntimeError, ValueError):
-                continue  # this backend has no kernel for the call
+                continue  # the backend has no kernel for the call
         best = min((name for name in STOCK if name in errors), key=errors.get, default=None)
         ratio = f"{errors['auto'] / errors[best]:.3f} ({best})" if best and errors[best] else "-"
         cells = [f"{errors[name]:.3e}" if name in errors else "no kernel" for name in scopes]
@@ -97,7 +100,7 @@ def _compare_bytes(console: Console, ours: tuple[Tensor, Tensor], stock: tuple[T
 
 
 def _times_table(console: Console, runs: dict[str, dict[str, Candidate]], device: str, rounds: int) -> None:
-    """Prefill and decode of the whole model under every scope, side by side; ratios are paired by round."""
+    """Print the times of prefill and decode of the whole model in every scope, with ratios paired by round."""
     for phase, candidates in runs.items():
         timings = time_interleaved(candidates, rounds=rounds, device=device, min_calls=1, round_ms=20.0, warmup=1)
         base = timings["plugin off"]
@@ -114,7 +117,7 @@ def _times_table(console: Console, runs: dict[str, dict[str, Candidate]], device
 def _time_candidates(
     model: gpt.ByteGPT, prompt: Tensor, steps: int, scopes: dict[str, Scope]
 ) -> dict[str, dict[str, Candidate]]:
-    """What can be timed under each scope: backends without a kernel for one of the phases are left out of it."""
+    """Return the candidates for timing, by phase and scope, without scopes that have no kernel for the phase."""
     capacity = prompt.shape[1] + steps
     logits, cache = gpt.prefill(model, prompt, capacity)
     filled = cache.length
@@ -135,17 +138,17 @@ def _time_candidates(
                     call()
                 runs[phase][name] = Candidate(call, scope)
             except (RuntimeError, ValueError):
-                continue  # no kernel; the table of errors says so
+                continue  # no kernel, as the table of errors reports
     return runs
 
 
 @torch.inference_mode()
 def run(file: str | None = None, *, rounds: int = 0, console: Console | None = None) -> None:
-    """Run the whole demo and print it.
+    """Run the whole demo and print the results.
 
     Args:
-        file: the text that the model reads; None for the default text.
-        rounds: of timing on a GPU; 0 for the default. Without a GPU nothing is timed.
+        file: the text for the model; None for the default text.
+        rounds: the number of timing rounds on a GPU; 0 for the default. Without a GPU, nothing is timed.
         console: where to print.
     """
     console = console or Console(width=max(Console().width, 120))

@@ -1,4 +1,4 @@
-"""What the demo reads: a text file's bytes, as many as are wanted, as tokens."""
+"""Input text of the demo: the bytes of a text file, repeated to a requested length, as tokens."""
 
 from __future__ import annotations
 
@@ -9,11 +9,16 @@ from torch import Tensor
 
 
 def read_text(file: str | None) -> tuple[bytes, str]:
-    """The text and where it came from: the file given, else README.md of a checkout, else our own source."""
+    """Return the text and the origin of the text.
+
+    The text is the given file, or else the README.md of a checkout, or else the source of this package.
+    """
     if file is not None:
         path = Path(file)
         if not path.is_file():
-            raise SystemExit(f"demo: no file {file}; give a text file, or none for the built-in text")
+            raise SystemExit(
+                f"demo: file must be an existing text file, but got {file}. Leave it out for the built-in text."
+            )
         content, origin = path.read_bytes(), str(path)
     else:
         package = Path(__file__).resolve().parent.parent
@@ -24,15 +29,15 @@ def read_text(file: str | None) -> tuple[bytes, str]:
             sources = sorted(package.glob("*.py"))
             content, origin = b"".join(source.read_bytes() for source in sources), "the package's own source"
     if not content:
-        raise SystemExit(f"demo: {origin} is empty; give a file with some text")
+        raise SystemExit(f"demo: file must contain text, but {origin} is empty. Pass a different file.")
     return content, origin
 
 
 def repeated(content: bytes, length: int) -> bytes:
-    """`length` bytes of a text that starts anew where it ends."""
+    """Return `length` bytes of a text that is repeated endlessly."""
     return (content * -(-length // len(content)))[:length]
 
 
 def as_tokens(content: bytes) -> Tensor:
-    """Bytes as int64 (len,), on the CPU."""
+    """Return bytes as an int64 tensor (len,) on the CPU."""
     return torch.frombuffer(bytearray(content), dtype=torch.uint8).long()

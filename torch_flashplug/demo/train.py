@@ -1,23 +1,25 @@
-"""The demo's training: one GPT, the same batches under every attention; losses, gradients, speed, memory.
+"""Training part of the demo: one GPT trained on the same batches with every attention.
 
-Every attention trains its own copies from the start, alone on the device: its losses, and the peak of memory that this
-adds (weights, AdamW's state, activations). Tokens per second come from a pass of their own, where whole steps (forward,
-backward, update) of one model run under each attention in turn: the median of interleaved rounds.
+The demo prints losses, gradient errors, speed and memory. Every attention trains separate copies of the model from the
+start, alone on the device. The training gives the losses and the added peak of memory (weights, AdamW's state,
+activations). Tokens per second are measured in a separate pass. In that pass, whole steps (forward, backward, update)
+of one model run with each attention in turn, and the result is the median of interleaved rounds.
 
-Curves of two attentions part even if both are right: they round differently, the random weights of a deep model make
-any rounding as large as the gradient of its weights, and training makes differences grow. Two measurements tell that
-from a wrong gradient:
+The loss curves of two attentions diverge even if both attentions are correct, because of rounding. In a deep model with
+random weights, a rounding error can be as large as the gradient of the weights, and training makes differences grow.
+Two measurements distinguish rounding from a wrong gradient:
 
-* Gradients. Every attention computes dq, dk and dv of the same calls, with the q, k, v and dout of a step, and their
-  errors are taken against fp64 math. Nothing is fed back, so nothing grows: a gradient wrong by 2 % has an error of
-  2 %, where rounding makes less than 1 % or so. Gradients of the weights, against a model all in fp32, stand beside
-  them: they say how much rounding grows on its way through the layers, and are no judge of an attention.
-* Repeats. Every attention trains several times, from weights that are off by about 2^-20: bf16 hardly sees it, yet
-  roundings change, and so the band of an attention's own runs is what rounding does. Run r of all attentions starts
-  from the same weights. If rounding is all, runs of two attentions are draws of one distribution: their bands have no
-  loss in common at as many steps as chance says, give or take a few (steps that follow each other go together).
-  Where an attention learns something else, its runs leave together: bands part for most of the training. Only gross
-  errors do that, such as gradients wrong by 30 %.
+* Gradients. Every attention computes dq, dk and dv of the same calls, with the q, k, v and dout of a step. The errors
+  are taken against fp64 math. Nothing is fed back, so that no error grows. A gradient wrong by 2 % has an error of 2 %,
+  and rounding causes less than about 1 %. The gradients of the weights are compared with a model computed in fp32.
+  Weight gradients show how rounding errors grow through the layers, and do not judge an attention.
+* Repeats. Every attention trains several times, from weights perturbed by about 2^-20. The perturbation is almost
+  invisible in bf16, but changes roundings. So the band of the runs of an attention shows the effect of rounding. Run r
+  of all attentions starts from the same weights. If only rounding differs, the runs of two attentions are samples of
+  the same distribution. Then the number of steps with disjoint bands is about the number expected by chance. A
+  deviation of a few steps is normal, because neighboring steps are correlated. If an attention learns something
+  different, all runs of that attention leave the band together, and the bands are disjoint for most of the training.
+  Only gross errors have this effect, such as gradients wrong by 30 %.
 """
 
 from __future__ import annotations
@@ -43,16 +45,20 @@ from .show import CPU_SHAPE, GPU_ROUNDS, calls_table
 from .text import as_tokens, read_text, repeated
 
 SEED = 0
-LEARNING_RATE = 0.1  # over the width: AdamW moves all terms of a sum over the width alike, so their sum moves by this
-PERTURBATION = 2.0**-20  # of weights, between repeats: far below a rounding to bf16, yet some weights round otherwise
+# Divided by the width of the model. AdamW moves all terms of a sum over the width by the same amount, so that the sum
+# moves by LEARNING_RATE.
+LEARNING_RATE = 0.1
+# Relative change of the weights between repeats. The change is far below a rounding to bf16, but some weights still
+# round differently.
+PERTURBATION = 2.0**-20
 GPU_REPEATS, CPU_REPEATS = 5, 2
-BASE = "plugin off"  # what the others are compared with
+BASE = "plugin off"  # the reference of all comparisons
 GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What is trained, and on how much text: `steps` batches of `batch` texts of `length` bytes."""
+    """Training recipe: the shape of the model, and `steps` batches of `batch` sequences of `length` bytes."""
 
     shape: gpt.Shape
     batch: int
@@ -60,17 +66,18 @@ class Recipe:
     steps: int
 
 
-# As many KV heads as heads: the efficient backend knows no groups. No longer texts: math keeps 1 GiB of scores a layer.
+# The number of KV heads equals the number of heads, because the efficient backend does not support grouped heads. The
+# sequences are not longer, because math keeps 1 GiB of scores per layer.
 GPU_RECIPE = Recipe(gpt.Shape(layers=8, heads=16, kv_heads=16, head_dim=128), batch=1, length=4096, steps=50)
 CPU_RECIPE = Recipe(CPU_SHAPE, batch=2, length=128, steps=12)
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What the trainings under one attention left behind."""
+    """Results of the trainings with one attention."""
 
     losses: Tensor  # (repeats, steps), on the CPU
-    peak_bytes: int | None  # None where no allocator counts
+    peak_bytes: int | None  # None if no allocator counts memory
 
     @property
     def mean(self) -> Tensor:
@@ -82,13 +89,13 @@ class Run:
         return self.losses.amin(0), self.losses.amax(0)
 
     def steps_apart(self, other: Run) -> int:
-        """At how many steps the bands have no loss in common."""
+        """Return the number of steps at which the bands of two runs are disjoint."""
         (low, high), (other_low, other_high) = self.band, other.band
         return int(((low > other_high) | (high < other_low)).sum())
 
 
 class Trainer:
-    """A copy of a model and its optimizer. Weights are fp32, matrix products and attention bf16 (autocast)."""
+    """Copy of a model with an optimizer. Weights are fp32; matrix products and attention are bf16 (autocast)."""
 
     def __init__(self, model: gpt.ByteGPT, device: str) -> None:
         self.device = device
@@ -101,7 +108,7 @@ class Trainer:
             return gpt.next_byte_loss(self.model, text)
 
     def step(self, text: Tensor) -> Tensor:
-        """Forward, backward and update on `text` (B, S + 1); the loss before the update."""
+        """Run forward, backward and update on `text` (B, S + 1), and return the loss before the update."""
         loss = self.loss(text)
         self.optimizer.zero_grad()
         loss.backward()
@@ -110,7 +117,7 @@ class Trainer:
 
     @torch.no_grad()
     def perturb(self, seed: int) -> None:
-        """The same change of the weights under every attention."""
+        """Perturb the weights, in the same way for every attention."""
         generator = torch.Generator(self.device).manual_seed(seed)
         for weight in self.model.parameters():
             noise = torch.randn(weight.shape, generator=generator, device=self.device)
@@ -118,7 +125,7 @@ class Trainer:
 
 
 def windows(content: bytes, recipe: Recipe) -> Tensor:
-    """Windows of the text at random places, (steps, B, S + 1)."""
+    """Return windows of the text at random positions, (steps, B, S + 1)."""
     tokens = as_tokens(repeated(content, max(len(content), 2 * recipe.length)))
     generator = torch.Generator().manual_seed(SEED)
     starts = torch.randint(len(tokens) - recipe.length, (recipe.steps, recipe.batch, 1), generator=generator)
@@ -126,7 +133,10 @@ def windows(content: bytes, recipe: Recipe) -> Tensor:
 
 
 def _losses(model: gpt.ByteGPT, batches: Tensor, seed: int) -> Tensor:
-    """Of one training, (steps,). A function of its own: its model is gone before the next one comes."""
+    """Run one training, and return the losses (steps,).
+
+    A separate function, so that the model is freed before the next training starts.
+    """
     trainer = Trainer(model, batches.device.type)
     trainer.perturb(seed)
     return torch.stack([trainer.step(text) for text in batches]).cpu()
@@ -144,13 +154,17 @@ def _train(model: gpt.ByteGPT, batches: Tensor, repeats: int) -> Run:
 def train_all(
     model: gpt.ByteGPT, batches: Tensor, scopes: Mapping[str, Scope], repeats: int
 ) -> tuple[dict[str, Run], dict[str, str]]:
-    """A Run for each scope, and for each of stock's backends that cannot train here the reason."""
+    """Train in every scope.
+
+    Returns:
+        The `Run` of each scope, and the reason for each stock backend that cannot train on this machine.
+    """
     runs, absent = {}, {}
     for name, scope in scopes.items():
         try:
             with scope():
                 runs[name] = _train(model, batches, repeats)
-        except RuntimeError as error:  # no kernel, or too little memory; ours and stock's default have no such excuse
+        except RuntimeError as error:  # no kernel or too little memory; only named stock backends may fail so
             if name not in STOCK | CPU_STOCK:
                 raise
             absent[name] = str(error).split(".")[0]
@@ -162,8 +176,9 @@ def _relative(error: Tensor, exact: Tensor) -> float:
 
 
 def call_errors(trainer: Trainer, text: Tensor, scopes: Mapping[str, Scope]) -> dict[str, tuple[float, ...]]:
-    """Relative L2 errors of dq, dk and dv under each scope, each the worst of all layers. All scopes get the q, k, v
-    and dout of one step of BASE; exact is what fp64 math makes of them.
+    """Return the relative L2 errors of dq, dk and dv in each scope, each the largest error of all layers.
+
+    All scopes receive the q, k, v and dout of one step of BASE. The exact gradients are computed by fp64 math.
     """
     with scopes[BASE](), OutputRecorder() as watch:
         loss = trainer.loss(text)
@@ -181,7 +196,10 @@ def call_errors(trainer: Trainer, text: Tensor, scopes: Mapping[str, Scope]) -> 
 
 
 def weight_errors(trainer: Trainer, text: Tensor, scopes: Mapping[str, Scope]) -> dict[str, float]:
-    """Relative L2 error of the gradients of all weights under each scope; exact is the model all in fp32, with math."""
+    """Return the relative L2 error of the gradients of all weights in each scope.
+
+    The exact gradients are those of the model computed in fp32 with math attention.
+    """
     weights = list(trainer.model.parameters())
 
     def gradients(loss: Tensor) -> Tensor:
@@ -204,7 +222,7 @@ def _time_all(model: gpt.ByteGPT, text: Tensor, scopes: Mapping[str, Scope], rou
 
 
 def _show_calls(console: Console, model: gpt.ByteGPT, text: Tensor) -> None:
-    """The attention calls of one step, and who takes them forward and backward."""
+    """Print the attention calls of one step, and the kernels that run forward and backward."""
     with Recorder() as recorder:
         Trainer(model, text.device.type).loss(text)
     kinds = distinct(recorder.calls, torch_flashplug.explain)
@@ -247,7 +265,7 @@ def _speed_table(recipe: Recipe, runs: Mapping[str, Run], timings: Mapping[str, 
 def _loss_table(runs: Mapping[str, Run]) -> Table:
     base = runs[BASE]
     repeats, steps = base.losses.shape
-    # Of all ways to deal 2 N losses to two attentions, two leave all of the one's below all of the other's.
+    # Of all ways to distribute 2 N losses among two attentions, two ways leave the bands disjoint.
     by_chance = steps * 2 / math.comb(2 * repeats, repeats)
     rows = {}
     for name, run in runs.items():
@@ -268,7 +286,7 @@ def _loss_table(runs: Mapping[str, Run]) -> Table:
 
 
 def _gradient_table(model: gpt.ByteGPT, batches: Tensor, scopes: Mapping[str, Scope]) -> Table:
-    """At the first batch, then with weights that BASE trained, at the last batch."""
+    """Return the table of gradient errors, at the first batch, and at the last batch with weights trained by BASE."""
     trainer = Trainer(model, batches.device.type)
 
     def measure(text: Tensor) -> dict[str, list[str]]:
@@ -286,7 +304,11 @@ def _gradient_table(model: gpt.ByteGPT, batches: Tensor, scopes: Mapping[str, Sc
 
 
 def plot(runs: Mapping[str, Run], path: Path) -> str:
-    """Draws the mean losses, and beside stock's band that of each attention; says in a line where, or why not."""
+    """Plot the mean losses, and the band of each attention with the band of BASE.
+
+    Returns:
+        A line that says where the picture is, or why there is none.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -321,14 +343,15 @@ def plot(runs: Mapping[str, Run], path: Path) -> str:
 def run(
     file: str | None = None, *, picture: str, rounds: int = 0, repeats: int = 0, console: Console | None = None
 ) -> None:
-    """Train under every attention, print the tables, and draw the loss curves.
+    """Train with every attention, print the tables, and draw the loss curves.
 
     Args:
         file: the text to train on; None for the default text.
-        picture: where the loss curves are written.
-        rounds: of timing; 0 for the default. Without a GPU nothing is timed, since stock torch serves every call.
-        repeats: trainings under each attention; 0 for the default.
-        console: where the tables are printed.
+        picture: the file for the loss curves.
+        rounds: number of timing rounds; 0 for the default. Without a GPU, nothing is timed, because stock torch serves
+            every call.
+        repeats: number of trainings with each attention; 0 for the default.
+        console: where to print the tables.
     """
     console = console or Console(width=max(Console().width, 120))
     on_gpu = torch.cuda.is_available()

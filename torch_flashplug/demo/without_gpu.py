@@ -1,7 +1,7 @@
-"""The part of the demo for machines without a GPU: the model's prefill runs on one of our kernels, whose PTX is
-interpreted on this CPU (interpreted.py), and its outputs are compared with fp64 and with stock torch.
+"""Demo for machines without a GPU: the model's prefill runs on one interpreted torch_flashplug kernel.
 
-Nothing is timed: without a GPU stock torch serves every call, with the plugin or without.
+The PTX of the kernel is interpreted on this CPU (interpreted.py). The outputs are compared with fp64 and with stock
+torch. Nothing is timed, because without a GPU stock torch serves every call, with and without the plugin.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def show(console: Console, model: gpt.ByteGPT, prompt: Tensor, closing: str) -> 
 
 
 def _show_kernel(console: Console, model: gpt.ByteGPT, prompt: Tensor) -> None:
-    """Run the prefill on the kernel that an H100 would run it on; print its errors, or why that cannot be."""
+    """Run the prefill on the kernel that an H100 would use, and print the errors, or why no kernel can run."""
     if lack := interpreted.missing():
         console.print(f"No kernel runs on this CPU: the interpreter {lack}.")
         return
@@ -44,7 +44,7 @@ def _show_kernel(console: Console, model: gpt.ByteGPT, prompt: Tensor) -> None:
     try:
         pack = interpreted.build(kernel, lambda line: console.print(f"  {line}", highlight=False))
     except interpreted.BuildError as error:
-        console.print(f"It could not be built: {error}", markup=False)
+        console.print(f"The kernel could not be built: {error}", markup=False)
         return
     logits, ours, num_served = prefill_on(pack, model, prompt)
     console.print(_errors_table(ours))
@@ -58,7 +58,7 @@ def prefill_on(pack: Path, model: gpt.ByteGPT, prompt: Tensor) -> tuple[Tensor, 
     """Run the prompt through the unchanged model, with attention by the kernel of an interpreted pack.
 
     Returns:
-        The logits after the prompt, the attention calls with their outputs, and how many of them our kernel served.
+        The logits after the prompt, the attention calls with outputs, and the number of calls served by the kernel.
     """
     with interpreted.kernels(pack), OutputRecorder() as recorder:
         bindings.counters(reset=True)
@@ -68,7 +68,7 @@ def prefill_on(pack: Path, model: gpt.ByteGPT, prompt: Tensor) -> tuple[Tensor, 
 
 
 def call_errors(call: Call, out: Tensor) -> tuple[float, float, float]:
-    """Return the RMS errors against fp64 of an output, of stock torch's, and of plain math in the call's dtype."""
+    """Return the RMS errors against fp64 of an output, of stock torch, and of plain math in the call's dtype."""
     settings = {"scale": call.kwargs.get("scale"), "mask": Masking(int(call.causal))}
     exact, plain = (
         attention_math(call.q, call.k, call.v, **settings, dtype=dtype).out for dtype in (torch.float64, call.q.dtype)
@@ -79,7 +79,7 @@ def call_errors(call: Call, out: Tensor) -> tuple[float, float, float]:
 
 
 def _errors_table(recorder: OutputRecorder) -> Table:
-    """Make the table of errors, one row for each attention call."""
+    """Return the table of errors, with one row for each attention call."""
     table = Table(title="RMS error against fp64 math (smaller is better)")
     for column in ("call", "our kernel, interpreted", "stock torch on the CPU", "plain bf16 math", "ours / stock"):
         table.add_column(column, justify="left" if column == "call" else "right")
@@ -91,8 +91,8 @@ def _errors_table(recorder: OutputRecorder) -> Table:
 
 
 def _next_byte(logits: Tensor, stock_logits: Tensor) -> str:
-    """Compare the bytes that the two prefills end with."""
+    """Return a sentence that compares the next bytes predicted by the two prefills."""
     ours, stock = int(logits.argmax()), int(stock_logits.argmax())
     apart = float((logits.float() - stock_logits.float()).abs().max())
-    verdict = "as with stock torch" if ours == stock else f"with stock torch {stock}"
+    verdict = "as with stock torch" if ours == stock else f"but {stock} with stock torch"
     return f"The next byte is {ours}, {verdict}; the logits of both differ by at most {apart:.4f}."

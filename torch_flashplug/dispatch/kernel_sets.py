@@ -1,7 +1,7 @@
-"""Which kernels a model asks for: the dispatcher's answers for the calls that the model makes.
+"""Sets of kernels that a model needs, as selected by the dispatcher for the attention calls of the model.
 
-The dispatcher says within 50 us and without a GPU which kernel serves a call, so that a grid of lengths and batches
-takes milliseconds.
+The dispatcher selects the kernel of a call within 50 us and without a GPU. So a grid of lengths and batches takes
+milliseconds.
 """
 
 from __future__ import annotations
@@ -22,31 +22,32 @@ Call = Mapping[str, float]  # facts of a call, as native.plan() takes them
 LENGTHS = (16, 17, 64, 100, 128, 200, 256, 300, 384, 512, 700, 1024, 1500, 2048, 3000, 4096, 6000, 8192, 16384, 32768,
            65536, 131072)  # fmt: skip
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
-MAX_TOKENS = 1 << 21  # of a batch; larger ones fit no GPU
-# Guesses, where no more than a kernel is known of a model. They are made while a call waits, so that they are few.
+MAX_TOKENS = 1 << 21  # tokens of a batch; no GPU has the memory for larger batches
+# Guesses for a model of which only one kernel is known. The guessed calls are planned while a call waits. So there are
+# few of them.
 GUESSED_HEADS = ((32, 8), (16, 16))
 GUESSED_BATCHES = (1, 4, 32)
-FEW_ROWS = (1, 2, 4, 8, 16, 32, 64, 100, 128)  # query rows of decode calls, and of short prompts behind a cache
+FEW_ROWS = (1, 2, 4, 8, 16, 32, 64, 100, 128)  # query rows of decode calls, and of short prompts after a cache
 DROPOUT = 0.1
-PLANNED = frozenset({"causal", "mask", "bias", "bias32", "dropout"})  # features that F.sdpa's calls bring
+PLANNED = frozenset({"causal", "mask", "bias", "bias32", "dropout"})  # features of F.sdpa calls
 
 
 @dataclass(frozen=True)
 class Attention:
-    """One kind of attention layer, as far as kernels depend on it.
+    """Kind of attention layer, described by the properties on which kernels depend.
 
     Attributes:
-        heads: (query heads, KV heads) of its calls; several where calls differ.
-        dims: head dims of query and key, and of value.
+        heads: pairs (query heads, KV heads); several pairs if the calls of the layer differ.
+        dims: head dim of query and key, and head dim of value.
         dtype: "bf16" or "fp16".
-        features: for each kind of call the features that it brings, such as {"causal"} or {"mask"}.
-        decodes: whether calls of one and of few query rows follow, without a mask and with one.
-        cross_attention: whether decoders attend to an encoder, too.
-        training: whether gradients are wanted.
-        bias_grad: whether gradients of a bias are wanted, too.
+        features: for each kind of call, the features of the call, such as {"causal"} or {"mask"}.
+        decodes: whether decode calls with one or a few query rows follow, both without and with a mask.
+        cross_attention: whether decoders also attend to an encoder.
+        training: whether the calls need gradients.
+        bias_grad: whether the calls also need gradients of a bias.
         deterministic: whether gradients are deterministic.
-        max_length: the longest sequence.
-        batches: numbers of sequences that are computed at once.
+        max_length: the length of the longest sequence.
+        batches: numbers of sequences in a batch.
     """
 
     heads: Sequence[tuple[int, int]]
@@ -62,11 +63,12 @@ class Attention:
     batches: Sequence[int] = BATCHES
 
     def calls(self) -> Iterator[Call]:
-        """Yield the calls, the most usual ones first."""
+        """Yield the calls, the most usual calls first."""
         lengths = [length for length in LENGTHS if length <= self.max_length] or [self.max_length]
         prefills = [(rows, rows, wanted) for wanted in self.features for rows in lengths]
         few = itertools.product(FEW_ROWS if self.decodes else (), lengths, (frozenset(), frozenset({"mask"})))
-        # Several rows behind a cache see different keys, which takes a mask; those that attend to an encoder do not.
+        # Several query rows after a cache have different visible keys, which requires a mask. Rows that attend to an
+        # encoder need no mask.
         decodes = [x for x in few if x[0] <= x[1] and (x[0] == 1 or x[2] or self.cross_attention)]
         operand = DTYPE_IDS[self.dtype]
         names = ("B", "Hq", "Hkv", "Sq", "Sk", "D", "Dv")
@@ -90,9 +92,9 @@ def kernels_of(calls: Iterable[Call], facts: Mapping[str, int], mode: int = 0) -
     """Return the names of the kernels that serve these calls on a GPU, forward and backward, in order of first use.
 
     Args:
-        calls: facts of calls.
-        facts: of the GPU, as native.device_facts() or api.DEVICES have them.
-        mode: a word of sdpa_backend; 0 is auto.
+        calls: the facts of each call.
+        facts: the facts of the GPU, from native.device_facts() or api.DEVICES.
+        mode: a mode word of `sdpa_backend`; 0 is auto.
     """
     names: dict[str, None] = {}
     for call in calls:
@@ -102,13 +104,13 @@ def kernels_of(calls: Iterable[Call], facts: Mapping[str, int], mode: int = 0) -
 
 
 def following(spec: KernelSpec, facts: Mapping[str, int], training: bool, deterministic: bool) -> list[str]:
-    """Return the kernels that a model is expected to ask for soon, given one that it asks for now.
+    """Return the kernels that a model is expected to need soon after a given kernel.
 
     Args:
-        spec: the kernel that is asked for.
-        facts: of the GPU.
-        training: whether gradients may be wanted.
-        deterministic: whether they are to be deterministic.
+        spec: the kernel needed now.
+        facts: the facts of the GPU.
+        training: whether the calls may need gradients.
+        deterministic: whether the gradients must be deterministic.
     """
     if not spec.features <= PLANNED or spec.dtype not in WHOLE:
         return _alike(spec, training)
@@ -129,7 +131,7 @@ def following(spec: KernelSpec, facts: Mapping[str, int], training: bool, determ
 
 
 def _alike(spec: KernelSpec, training: bool) -> list[str]:
-    """Return the kernels of attention() with the same dims, element and features."""
+    """Return the kernels of attention() with the same head dims, dtype and features."""
     specs = (other for row in kernel_table.KERNEL_ROWS if row.arch == spec.arch for other in row.specs())
     return [
         other.name()
@@ -140,7 +142,7 @@ def _alike(spec: KernelSpec, training: bool) -> list[str]:
 
 
 def names_in(text: str) -> list[str]:
-    """Return the names of kernels in a text, such as a log of plans, in order of first appearance."""
+    """Return the kernel names in a text, such as a log of plans, in order of first appearance."""
     names = []
     for name in dict.fromkeys(_KERNEL.findall(text)):
         try:

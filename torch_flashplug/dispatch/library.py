@@ -1,5 +1,6 @@
-"""_C itself: where an install or a build put it, loading it, and the C types of its functions. Owns the lookup of built
-files, the kernel packs among them.
+"""Lookup and loading of the extension `_C`, and the C types of the functions in `_C`.
+
+The kernel packs are found in the same way, because an install or a build puts packs into the same directories.
 """
 
 from __future__ import annotations
@@ -14,18 +15,19 @@ from pathlib import Path
 
 from ..codegen import linker
 
-_keep: dict[str, object] = {}  # libraries that others need
+_keep: dict[str, object] = {}  # libraries that stay loaded, because kernel packs need the symbols
 
 
 class NotBuilt(ImportError):
-    """_C is not where an install or a developer build puts it."""
+    """Error for a missing `_C`: neither an install nor a developer build has put the file into a known directory."""
 
 
 def built_files() -> list[Path]:
-    """Directories that may hold _C and the kernel packs, in the order they are tried.
+    """Return the directories to search for `_C` and the kernel packs, in the order of the search.
 
-    Beside this file in an install; in the build directory of a source tree; in the folder of our name on sys.path,
-    which is where an editable install leaves them (site-packages) while this file lies in the tree.
+    An install puts the files beside library.py. A source tree has the files in the build directory. An editable
+    install leaves the files in a folder named after the package on sys.path (site-packages), while library.py lies in
+    the source tree.
     """
     package = Path(__file__).resolve().parents[1]
     tree = package.parent / "build" / "dev"
@@ -34,24 +36,28 @@ def built_files() -> list[Path]:
 
 
 def find_built(name: str) -> Path | None:
-    """Full path of a built file, or None."""
+    """Return the full path of a built file, or None."""
     return next((place / name for place in built_files() if (place / name).is_file()), None)
 
 
 def _preload_tvm_ffi() -> None:
-    """Makes libtvm_ffi.so global, which the packs need, without importing tvm_ffi."""
+    """Load libtvm_ffi.so with global symbols for the packs, without importing tvm_ffi."""
     with contextlib.suppress(FileNotFoundError):
         _keep["tvm_ffi"] = ctypes.CDLL(str(linker.tvm_ffi_library()), mode=ctypes.RTLD_GLOBAL)
 
 
 @functools.cache
 def lib() -> ctypes.CDLL:
-    """_C, loaded once. Raises NotBuilt if there is none."""
+    """Return `_C`, loaded at the first call.
+
+    Raises:
+        NotBuilt: no directory holds `_C`.
+    """
     suffixes = [".so", *importlib.machinery.EXTENSION_SUFFIXES]
     path = next((found for found in (find_built(f"_C{suffix}") for suffix in suffixes) if found), None)
     if path is None:
         places = ", ".join(str(place) for place in built_files())
-        raise NotBuilt(f"torch_flashplug: _C.so is in none of {places}; install the package, or run ./tools/dev build")
+        raise NotBuilt(f"torch_flashplug: _C.so is in none of {places}. Install the package, or run ./tools/dev build.")
     _preload_tvm_ffi()
     return _declare(ctypes.CDLL(str(path)))
 

@@ -1,10 +1,10 @@
-"""Installed kernel packs: shared objects beside _C, and compressed ones (.so.xz) that are unpacked at first use.
+"""Installed kernel packs: shared objects beside `_C`, and compressed packs (.so.xz), which are unpacked at first use.
 
-A pack is unpacked into the folder of the kernel cache, as an entry like a kernel that was compiled there: it is written
-atomically, and its owner, mode and SHA-256 are checked before it is loaded.
+A pack is unpacked into the folder of the kernel cache, as a cache entry like a compiled kernel. The entry is written
+atomically. The owner, mode and SHA-256 of the entry are checked before the entry is loaded.
 
-The host code of a pack is made for the CPU that compiled it. The report beside a pack (.json) has the features of that
-CPU, and a pack is not loaded on a CPU that lacks one of them.
+The host code of a pack is compiled for the CPU of the build machine. The report beside a pack (.json) lists the
+features of that CPU. A pack is not loaded on a CPU that lacks a listed feature.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ _SYMBOL = re.compile(rb"__tvm_ffi_([a-z]+_sm\d+_\w+)\x00")
 
 
 class NotUnpacked(Exception):
-    """A compressed pack that cannot be used."""
+    """Error for a compressed pack that cannot be used."""
 
 
 @dataclass(frozen=True, slots=True)
 class InstalledPack:
-    """A kernel pack that is installed.
+    """Installed kernel pack.
 
     Attributes:
-        name: of the row in configs.PACKS.
+        name: the name of the row in configs.PACKS.
         target: a key of TARGETS.
-        path: the shared object, or the compressed one.
-        report: what the tool that built it wrote beside it; empty where nothing lies there.
+        path: the shared object, or the compressed shared object.
+        report: the report written by the build tool; empty if the file is missing.
     """
 
     name: str
@@ -53,28 +53,31 @@ class InstalledPack:
 
     @property
     def is_compressed(self) -> bool:
-        """Whether it must be unpacked first."""
+        """True if the pack must be unpacked before loading."""
         return self.path.suffix == COMPRESSED
 
     @property
     def key(self) -> str:
-        """The key of the unpacked pack in the kernel cache, which is another one for each content."""
+        """Key of the unpacked pack in the kernel cache; packs with different contents have different keys."""
         return f"flashplug_{self.name}-{str(self.report.get('sha256', ''))[:16]}"
 
     def kernels(self) -> list[str]:
-        """Return the names of the kernels that it holds: by its report, or by its symbols where it has none."""
+        """Return the names of the kernels in the pack, from the report, or from the symbols if there is no report."""
         if self.is_compressed or "kernels" in self.report:
             return sorted(row["name"] for row in self.report.get("kernels", ()))
         return sorted({match.decode() for match in _SYMBOL.findall(self.path.read_bytes())})
 
     def unusable(self) -> str:
-        """Return why this machine must not load it; empty where it may."""
+        """Return why loading the pack is forbidden on this machine; empty if loading is allowed."""
         lacking = host_cpu.lacking(self.report.get("cpu", ()))
-        return f"it was compiled for a CPU with {', '.join(lacking)}, which this CPU lacks" if lacking else ""
+        return f"the pack was compiled for a CPU with {', '.join(lacking)}, which this CPU lacks" if lacking else ""
 
 
 def installed() -> list[InstalledPack]:
-    """Return the packs that are installed, in the order of configs.PACKS. A compressed one counts where no other is."""
+    """Return the installed packs, in the order of configs.PACKS.
+
+    A compressed pack counts only if the same pack is not also installed uncompressed.
+    """
     packs = []
     for pack in kernel_table.PACKS:
         path = library.find_built(pack.file) or library.find_built(pack.file + COMPRESSED)
@@ -92,7 +95,7 @@ def _read(report: Path) -> dict:
 
 
 def register() -> None:
-    """Tell C++ of the packs that lie beside _C ready to load. C++ opens one when a kernel is first needed."""
+    """Register the uncompressed packs beside `_C` with C++, which opens a pack when a kernel is first needed."""
     usable = {}
     for pack in installed():
         if reason := pack.unusable():
@@ -104,10 +107,10 @@ def register() -> None:
 
 
 def provide(name: str, target: str) -> Provided | None:
-    """Return a kernel of a compressed pack, which is unpacked at its first kernel; None if no such pack has it.
+    """Return a kernel of a compressed pack, which is unpacked at the first use; None if no such pack has the kernel.
 
     Args:
-        name: of a KernelSpec.
+        name: the name of a `KernelSpec`.
         target: a key of TARGETS.
     """
     for pack in _compressed():
@@ -120,7 +123,7 @@ def provide(name: str, target: str) -> Provided | None:
 
 
 def held(target: str) -> set[str]:
-    """Return the names of the kernels of a target that the packs have, those aside that this machine must not load."""
+    """Return the names of the kernels of a target in all packs that this machine may load."""
     usable = [pack for pack in installed() if pack.target == target and not pack.unusable()]
     return {name for pack in usable for name in pack.kernels()}
 
@@ -132,7 +135,7 @@ def _compressed() -> list[InstalledPack]:
 
 @functools.cache
 def _open(path: Path) -> ctypes.CDLL | None:
-    """Unpack and load a compressed pack, once in a process; None, and one line in the log, where that fails."""
+    """Unpack and load a compressed pack once per process; on failure, log one line and return None."""
     pack = next(pack for pack in _compressed() if pack.path == path)
     try:
         return kernel_cache.load(unpack(pack))
@@ -142,34 +145,34 @@ def _open(path: Path) -> ctypes.CDLL | None:
 
 
 def unpacked(pack: InstalledPack) -> Path | None:
-    """Return where a compressed pack was unpacked; None if it was not. The file is not checked."""
+    """Return the path of the unpacked form of a compressed pack, unchecked; None if there is no such file."""
     places = (folder / (pack.key + kernel_cache.SHARED) for folder in kernel_cache.folders())
     return next((place for place in places if place.is_file()), None)
 
 
 def unpack(pack: InstalledPack) -> Path:
-    """Return the unpacked form of a compressed pack. Processes that unpack it at once write the same file.
+    """Return the unpacked form of a compressed pack. Processes that unpack the pack concurrently write the same file.
 
     Raises:
-        NotUnpacked: the file is damaged, or no folder of the kernel cache takes it.
+        NotUnpacked: the file is damaged, or no folder of the kernel cache is writable.
     """
     if entry := kernel_cache.find(pack.key):
         return entry.path
     try:
         code = lzma.decompress(pack.path.read_bytes())
     except (OSError, lzma.LZMAError, EOFError) as error:
-        raise NotUnpacked(f"it cannot be read ({error}). Install the wheel again") from None
+        raise NotUnpacked(f"the pack cannot be read ({error}). Install the wheel again") from None
     if hashlib.sha256(code).hexdigest() != pack.report.get("sha256"):
-        raise NotUnpacked("its content is not what was built. Install the wheel again")
+        raise NotUnpacked("the content differs from the content that was built. Install the wheel again")
     facts = {"name": f"flashplug_{pack.name}", "cpu": pack.report.get("cpu", [])}
     try:
         return kernel_cache.write_to_first(kernel_cache.folders(), pack.key + kernel_cache.SHARED, code, facts)
     except OSError as error:
-        raise NotUnpacked(f"it cannot be unpacked: {error}") from None
+        raise NotUnpacked(f"the pack cannot be unpacked: {error}") from None
 
 
 def is_current(path: Path) -> bool:
-    """Whether an entry of the kernel cache is an installed pack."""
+    """Return whether an entry of the kernel cache is an installed pack."""
     return path.stem in {pack.key for pack in installed() if pack.is_compressed}
 
 

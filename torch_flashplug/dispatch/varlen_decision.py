@@ -1,5 +1,8 @@
-"""Kernels of _C over torch's efficient attention (src/hooks/efficient_attention_op.cpp); what _C decides about calls of
-torch's varlen_attn (src/dispatch/varlen_decision.cpp), for Python that asks.
+"""Python bindings of `_C` for two torch ops.
+
+The first op is torch's efficient attention: `_C` can register kernels for the op
+(src/hooks/efficient_attention_op.cpp). The second op is torch's varlen_attn: `_C` decides about calls of the op
+(src/dispatch/varlen_decision.cpp).
 """
 
 from __future__ import annotations
@@ -12,37 +15,51 @@ from .library import ints, lib, text
 
 
 def know_varlen_rule(rule: str) -> None:
-    """Say how the running torch chooses the kernel of its varlen_attn: one of native.names("varlen rules")."""
+    """Set the running torch's rule for selecting the kernel of varlen_attn.
+
+    Args:
+        rule: one of native.names("varlen rules").
+    """
     lib().flashplug_know_varlen_rule(bindings.names("varlen rules").index(rule))
 
 
 def varlen_rule() -> str:
-    """Return what know_varlen_rule() was told last; "unknown" before that."""
+    """Return the rule set by know_varlen_rule(); "unknown" before the first such call."""
     return bindings.names("varlen rules")[lib().flashplug_varlen_rule()]
 
 
 def varlen_verdict(facts: Mapping[str, int], cc: int, mode_word: int) -> dict[str, str]:
-    """Return what is decided of a call with these facts on a GPU of that compute capability.
+    """Return the decision about a varlen_attn call.
 
-    `facts` has all of native.names("varlen facts"). The result has "exit" (one of native.names("varlen exits")),
-    "stock" (the kernel that torch would run), "said" (why, in words), and, empty where they do not apply, "row" (the
-    measurement that decided), "rescue" (what stock would do that is wrong) and "error" (what the call raises).
+    Args:
+        facts: the facts of the call, with exactly the names in native.names("varlen facts").
+        cc: the compute capability of the GPU; 90 is 9.0.
+        mode_word: the mode word of `sdpa_backend`.
+
+    Returns:
+        "exit": one of native.names("varlen exits"). "stock": the kernel for stock torch. "said": the reason in words.
+        "row": the deciding measurement. "rescue": the deciding bug of stock. "error": the error raised by the call. The
+        last three entries are empty where not applicable.
+
+    Raises:
+        TypeError: a fact is missing or unknown.
     """
     known = bindings.names("varlen facts")
     if unlike := set(known) ^ set(facts):
-        raise TypeError(f"varlen_verdict: facts must be {', '.join(known)}, but {', '.join(sorted(unlike))} differ")
+        raise TypeError(f"varlen_verdict: facts must be {', '.join(known)}, but {', '.join(sorted(unlike))} differ.")
     values = ints([int(facts[name]) for name in known])
     return json.loads(text(lambda out, size: lib().flashplug_varlen_text(values, cc, mode_word, out, size)))
 
 
 def open_efficient(dispatch_key: str) -> bool:
-    """Put kernels over torch's efficient attention at that key; return False where this torch's cannot be called below.
+    """Register kernels for torch's efficient attention op at a dispatch key.
 
-    native.last_error() then says why.
+    Returns:
+        False if torch's own kernel of the op cannot be called as the fallback; native.last_error() then has the reason.
     """
     return lib().flashplug_open_efficient(dispatch_key.encode()) == 0
 
 
 def close_efficient() -> None:
-    """Put torch's own kernels in place again."""
+    """Restore torch's own kernels of the efficient attention op."""
     lib().flashplug_close_efficient()

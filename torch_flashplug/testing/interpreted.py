@@ -1,9 +1,9 @@
-"""Kernels without a GPU: calls of F.scaled_dot_product_attention on CPU tensors run a kernel's PTX, interpreted.
+"""Kernels without a GPU: F.scaled_dot_product_attention calls on CPU tensors interpret the PTX of a kernel.
 
-The path of such a call is that of an H100, from F.sdpa to the kernel's last store. Only the device is missing, so that
-numbers are the kernel's own and times mean nothing. The interpreter belongs to a checkout: tools/interpreted.py, which
-a process of its own runs, compiles it and one kernel, and links both into a pack. `check` and the demo use this module,
-and test/on_cpu.py does.
+Such a call takes the path of a call on an H100, from F.sdpa to the last store of the kernel. Only the device is
+missing. So the numbers are the numbers of the kernel, and the times mean nothing. The interpreter is part of a
+checkout. tools/interpreted.py, run in a separate process, compiles the interpreter and a kernel, and links both into
+a pack. `check`, the demo and test/on_cpu.py use `interpreted`.
 """
 
 from __future__ import annotations
@@ -26,38 +26,38 @@ from ..dispatch import bindings, callbacks, packs
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools" / "interpreted.py"
 PACKS = ROOT / "build" / "interpreted"
-DEVICE, TARGET = "h100", "sm_90a"  # the GPU that calls are planned for, and what its kernels are compiled for
-PROGRESS = "[aot] "  # how a line of progress starts that tools/aot.py prints
+DEVICE, TARGET = "h100", "sm_90a"  # the GPU of the plans, and the compile target of the GPU
+PROGRESS = "[aot] "  # prefix of the progress lines of tools/aot.py
 
 
 class BuildError(RuntimeError):
-    """A kernel or the interpreter could not be compiled. The message has the last lines of the compiler."""
+    """Error for a failed compilation of a kernel or of the interpreter; the message has the compiler's last lines."""
 
 
 def missing() -> str:
-    """Return what this machine lacks to interpret a kernel; an empty text where it lacks nothing."""
+    """Return the missing requirement for interpreting a kernel on this machine; empty if there is none."""
     if not TOOL.is_file():
-        return "needs a checkout of torch_flashplug: the interpreter in tools/ is not installed"
+        return "needs a checkout of torch_flashplug, because the interpreter in tools/ is not installed"
     if dsl.version() is None:
         return f"needs the compiler of kernels (CuTe DSL): {dsl.INSTALL}"
     if shutil.which(env.cpp_compiler()) is None:
-        return f"needs a C++ compiler: {env.cpp_compiler()} is not installed; install g++, or set CXX"
+        return f"needs a C++ compiler, but {env.cpp_compiler()} is not installed; install g++, or set CXX"
     return ""
 
 
 def kernel_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **settings: object) -> str:
-    """Return the name of the kernel that this call runs on an H100; an empty text where stock torch serves it."""
+    """Return the name of the kernel for the call on an H100; empty if stock torch serves the call."""
     return backend.explain(query, key, value, **settings, device=DEVICE).kernel or ""
 
 
 def build(kernel: str, progress: Callable[[str], None] = lambda line: None) -> Path:
     """Return a pack of one kernel that runs on this CPU.
 
-    Measured: 2026-11-28, 44 s of CPU time the first time, of which the interpreter takes 33 s; 1 s afterwards.
+    Measured: 2026-11-28, 44 s of CPU time for the first call (33 s for the interpreter); 1 s for later calls.
 
     Args:
-        kernel: the name of a kernel. It is taken from build/objects, or compiled now.
-        progress: called with each line of progress.
+        kernel: the name of a kernel. The kernel is taken from build/objects, or compiled now.
+        progress: a function called with each line of progress.
 
     Raises:
         BuildError: the compiler failed.
@@ -78,15 +78,17 @@ def build(kernel: str, progress: Callable[[str], None] = lambda line: None) -> P
 
 @contextlib.contextmanager
 def kernels(
-    pack: Path, provide: Callable[[str, int, Circumstances], Provided | str] = lambda *_: "it is not in the pack"
+    pack: Path,
+    provide: Callable[[str, int, Circumstances], Provided | str] = lambda *_: "the kernel is not in the pack",
 ) -> Iterator[None]:
-    """Run calls of F.sdpa on CPU tensors by the kernels of a pack, as if this machine had an H100.
+    """Run F.sdpa calls on CPU tensors with the kernels of a pack, as if this machine had an H100.
 
-    All that is changed is put back at the end: packs, device facts, the registered ops, and whether the plugin is on.
+    At the end, the changed state is restored: packs, device facts, the registered ops, and whether the plugin is on.
 
     Args:
-        pack: a shared object that tools/interpreted.py has linked.
-        provide: answers for kernels outside the pack, as up_calls.set_compile takes it; there are none by default.
+        pack: a shared object linked by tools/interpreted.py.
+        provide: a function that provides kernels outside of the pack, as for up_calls.set_compile. By default, there
+            are no such kernels.
 
     Raises:
         RuntimeError: torch's choice function for CPU tensors cannot be hooked.
@@ -99,8 +101,10 @@ def kernels(
     bindings.load_pack(pack, TARGET)
     callbacks.set_compile(provide)
     bindings.register_ops("CPU")
-    startup.push_tables()  # C++ looks for kernels again
-    torch._fused_sdp_choice(*torch.empty(3, 1, 1, 8, 8).unbind())  # resolves the CPU slot of torch's stub
+    startup.push_tables()  # makes C++ search the kernels again
+    torch._fused_sdp_choice(
+        *torch.empty(3, 1, 1, 8, 8).unbind()
+    )  # makes torch resolve the CPU slot of the dispatch stub
     try:
         backend.enable()
         if bindings.install(bindings.CPU_SLOT) != 0:

@@ -1,7 +1,10 @@
-"""What Python tensors say of one F.sdpa call, for native.plan(): explain() and Plan B use it; served calls are read in
-C++, which also makes the facts of a call of what is said here (src/core/call_facts.h).
+"""Facts of an F.sdpa call read from Python tensors, for native.plan().
 
-Mirrors the first questions of src/hooks/sdp_choice.cpp. Reads hints of symbolic sizes, so it never adds a guard.
+explain() and Plan B use this module. For served calls, C++ reads the tensors. C++ also computes the facts of a call
+from the values collected here (src/core/call_facts.h).
+
+The functions mirror the first decisions of src/hooks/sdp_choice.cpp. Only the hints of symbolic sizes are read, so that
+no guard is added.
 """
 
 from __future__ import annotations
@@ -26,8 +29,9 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _OTHER_DTYPE = len(rows.DTYPE_IDS)
 _RIGHT_CHOICE = sdpa.namespace._right_choice.default
 _AT_CUDA = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
-_HAVE_AUTOCAST = {kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(kind)}  # to trace
-SUBCLASS = "a tensor subclass (DTensor, ...) decides what it does with attention; stock's ops are what it knows"
+# Computed at import, so that tracing is_autocast() does not trace is_autocast_available().
+_HAVE_AUTOCAST = {kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(kind)}
+SUBCLASS = "a tensor subclass (DTensor, ...) handles attention itself, and supports only stock's ops"
 
 
 def wants_grad(*tensors: Tensor) -> bool:
@@ -35,7 +39,7 @@ def wants_grad(*tensors: Tensor) -> bool:
 
 
 def decides_itself(*tensors: Tensor) -> bool:
-    """One of them is of a class that Python dispatches, and not only traces."""
+    """Return whether a tensor is of a subclass with a Python dispatch of ops, other than the classes for tracing."""
     return any(
         type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
         and not isinstance(tensor, (FakeTensor, FunctionalTensor))
@@ -46,8 +50,9 @@ def decides_itself(*tensors: Tensor) -> bool:
 def sizes_of_traced(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None
 ) -> tuple[tuple[int | None, ...], ...] | None:
-    """What the router asks about operands that Python dispatches, all of them 4-d: their sizes as far as they are
-    known, None for one that depends on data. None for all: stock serves the call.
+    """Return the sizes of 4-D operands that Python dispatches; the dispatcher calls this function.
+
+    A size that depends on data is None. The result is None if stock must serve the call.
     """
     if decides_itself(query, key, value) or (attn_mask is not None and _mask_is_stocks(query, key, attn_mask)):
         return None
@@ -55,8 +60,11 @@ def sizes_of_traced(
 
 
 def _mask_is_stocks(query: Tensor, key: Tensor, attn_mask: Tensor) -> bool:
-    """It decides itself, or is stock's to refuse, or of bool and one that a graph has as floats: what is not
-    functionalized is recorded as it comes, without tracing.py.
+    """Return whether stock must serve the call because of the mask.
+
+    There are three cases. The mask is of a subclass with a Python dispatch of ops. The mask is invalid, so that stock
+    raises the error. Or the mask is a bool mask that a graph records as floats: calls that are not functionalized are
+    recorded unchanged, without tracing.py.
     """
     recorded = get_proxy_mode() is not None and not isinstance(query, FunctionalTensor)
     lost = recorded and attn_mask.dtype == torch.bool
@@ -64,8 +72,9 @@ def _mask_is_stocks(query: Tensor, key: Tensor, attn_mask: Tensor) -> bool:
 
 
 def takes_math(mode: int) -> bool:
-    """The router answers math before it looks at the tensors. torch.nn.attention.sdpa_kernel counts, but not against a
-    process-wide backend.
+    """Return whether the dispatcher selects math before reading the tensors.
+
+    torch.nn.attention.sdpa_kernel must allow math, except if math is the backend of the whole process.
     """
     if not bindings.enabled() or bindings.backend_of(mode) != "math":
         return False
@@ -73,13 +82,14 @@ def takes_math(mode: int) -> bool:
 
 
 def kernels_allowed() -> bool:
-    """By torch.nn.attention.sdpa_kernel: our class of backends."""
+    """Return whether torch.nn.attention.sdpa_kernel allows a backend that stands for this plugin."""
     return torch.backends.cuda.flash_sdp_enabled() or torch._C._get_overrideable_sdp_enabled()
 
 
 def _becomes_floats(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool:
-    """Return whether F.sdpa makes floats of a bool mask, also for kernels of ours: under functorch and dispatch modes
-    (`as_floats` of src/hooks/sdp_choice.cpp).
+    """Return whether F.sdpa converts a bool mask to floats, also for torch_flashplug kernels.
+
+    F.sdpa does so under functorch and under dispatch modes (`as_floats` of src/hooks/sdp_choice.cpp).
     """
     if mask.dtype != torch.bool:
         return False
@@ -92,20 +102,20 @@ def _becomes_floats(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> 
 
 
 def _is_transformed(tensor: Tensor) -> bool:
-    """By torch.func, but for functionalize, which is undone before attention is asked for."""
+    """Return whether torch.func wraps a tensor, except for functionalize, which is undone before attention runs."""
     functorch = torch._C._functorch
     return functorch.is_functorch_wrapped_tensor(tensor) and not functorch.is_functionaltensor(tensor)
 
 
 def adds_batch_dim() -> bool:
-    """Return whether this torch gives 3-D operands a batch dim before it chooses a backend; 2.14 is the first."""
+    """Return whether torch adds a batch dim to 3-D operands before choosing a backend, as torch 2.14 and later do."""
     return tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 14)
 
 
 def as_router_gets(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the tensors of an F.sdpa call as torch hands them to its choice function."""
+    """Return the tensors of an F.sdpa call in the form passed to torch's choice function."""
     operands = (query, key, value)
     if not adds_batch_dim() or any(tensor.is_nested or tensor.dim() != 3 for tensor in operands):
         return (*operands, attn_mask)
@@ -116,13 +126,14 @@ def as_router_gets(
 
 
 def has_no_elements(*tensors: Tensor) -> bool:
-    """One of them, as far as is known: neither nested nor of symbolic sizes."""
+    """Return whether a tensor is known to be empty; nested tensors and unknown symbolic sizes do not count."""
     return not any(tensor.is_nested for tensor in tensors) and any(0 in hints(tensor.shape) for tensor in tensors)
 
 
 def math_takes_empty(attn_mask: Tensor | None, is_causal: bool) -> bool:
-    """Whether math serves operands without elements, which others of stock's may end the process for: unless it may
-    not, or refuses is_causal beside a mask, which torch does not define.
+    """Return whether math serves operands without elements, for which other stock backends can abort the process.
+
+    Math does so if torch allows math, and unless the call has both is_causal and a mask, which torch does not define.
     """
     return torch.backends.cuda.math_sdp_enabled() and not (is_causal and attn_mask is not None)
 
@@ -132,7 +143,7 @@ def is_autocast(device_type: str) -> bool:
 
 
 def under_autocast(device_type: str, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """What attention gets of its operands and a mask where autocast is on: floats but fp64 in its dtype."""
+    """Return the tensors that attention receives under autocast: all floats except fp64 in the autocast dtype."""
     if not is_autocast(device_type):
         return tensors
     dtype = torch.get_autocast_dtype(device_type)
@@ -141,68 +152,72 @@ def under_autocast(device_type: str, *tensors: Tensor | None) -> tuple[Tensor | 
 
 
 def misfit(query: Tensor, key: Tensor, mask: Tensor) -> str | None:
-    """Why a mask is none that kernels take, as mask_fits of src/operands/mask.cpp; None if it is. Sizes that depend on
-    data may fit.
+    """Return why kernels do not support a mask; None if kernels support the mask.
+
+    The rules are those of mask_fits in src/operands/mask.cpp. Sizes that depend on data are assumed to be supported.
     """
     if mask.dtype not in {torch.bool, torch.float32, query.dtype}:
-        return f"attn_mask is of {mask.dtype}, kernels take bool, fp32 or the query's dtype"
+        return f"attn_mask must have dtype bool, fp32 or the query's dtype for the kernels, but has {mask.dtype}"
     if mask.layout != torch.strided:
-        return f"attn_mask is of layout {mask.layout}, kernels take dense ones"
+        return f"attn_mask must be dense for the kernels, but has layout {mask.layout}"
     if not 2 <= mask.dim() <= 4:
-        return f"attn_mask {list(mask.shape)} has {mask.dim()} dims, kernels take 2 to 4"
+        return f"attn_mask must have 2 to 4 dims for the kernels, but has {mask.dim()} dims, {list(mask.shape)}"
     wanted = hints((*query.shape[:3], key.shape[2]))
     pairs = zip(hints(mask.shape), wanted[-mask.dim() :])
     if not all(None in {have, want} or have in {1, want} for have, want in pairs):
-        return f"attn_mask {list(mask.shape)} does not broadcast to (batch, heads, rows, keys), {list(wanted)}"
+        return (
+            f"attn_mask must broadcast to (batch, heads, rows, keys), {list(wanted)}, but has shape {list(mask.shape)}"
+        )
     if mask.device != query.device:
-        return f"attn_mask is on {mask.device}, query on {query.device}"
+        return f"attn_mask must be on the query's device, {query.device}, but is on {mask.device}"
     if mask.dtype == torch.bool and None not in wanted:
         (stride,), (Sq, Sk) = hints(mask.stride()[-2:-1]), wanted[2:]
         looked_at = mask_preprocess_reference.looked_at(Sq) if stride == 0 or hints(mask.shape)[-2] == 1 else Sq
         if mask_preprocess_reference.numbers_of(looked_at, Sq, Sk) > mask_preprocess_reference.MOST_NUMBERS[0]:
-            return f"attn_mask {list(mask.shape)} has more scores than kernels count"
+            return f"attn_mask {list(mask.shape)} is too large: the kernels cannot index all scores"
     return None
 
 
 def outside_dispatcher(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, enable_gqa: bool, mode: int
 ) -> str | None:
-    """Why the dispatcher is not asked about this call at all; None if it is. Not for calls that takes_math() has."""
+    """Return why the dispatcher does not consider this call; None if the dispatcher does.
+
+    Calls for which takes_math() is True must not come here.
+    """
     if not bindings.enabled():
         return "the plugin is disabled; call torch_flashplug.enable()"
     if any(tensor.dim() != 4 for tensor in (query, key, value)):
-        return (
-            "query, key and value need 4 dims (batch, heads, rows, head dim); stock attention takes or rejects others"
-        )
+        return "query, key and value must have 4 dims (batch, heads, rows, head dim); stock attention decides"
     if not query.device == key.device == value.device:
         return "query, key and value are on different devices; stock attention rejects the call"
     if has_no_elements(query, key, value):
-        return "operands have no elements; stock attention takes or rejects them, its math if the plugin is asked"
+        return "operands have no elements; stock attention decides (stock's math if the plugin is consulted)"
     if any(tensor.is_nested for tensor in (query, key, value)):
-        return "nested tensors go by stock's choice; what comes to its flash attention may be ours (docs/support.md)"
+        return "stock chooses the backend of nested tensors; kernels may serve stock's flash calls (docs/support.md)"
     if decides_itself(query, key, value, *([] if attn_mask is None else [attn_mask])):
         return SUBCLASS
     sizes = [hints(tensor.shape) for tensor in (query, key, value)]
     if any(None in size for size in sizes):
         return (
-            "sizes depend on data: in a traced graph the op decides when it runs, where kernels take such calls at "
-            "all (with a bool attn_mask only if forced); else stock attention serves this call"
+            "sizes depend on data: in a traced graph, the op decides at run time, if kernels support such calls (calls "
+            "with a bool attn_mask only if a backend is forced); otherwise stock attention serves this call"
         )
     if not bindings.shapes_fit(sizes, enable_gqa):
         return (
-            "shapes need broadcasting or do not fit (more than one key head, and another number of query heads, need "
+            "shapes need broadcasting or do not fit (several key heads, and a different number of query heads, need "
             "enable_gqa=True); stock attention decides"
         )
     unfit = None if attn_mask is None else misfit(query, key, attn_mask)
     if unfit is not None:
-        return f"{unfit}; stock attention takes or rejects it"
+        return f"{unfit}; stock attention decides"
     if not kernels_allowed():
         return (
             "torch.nn.attention.sdpa_kernel allows neither FLASH_ATTENTION nor OVERRIDEABLE, "
-            "the two that stand for this plugin"
+            "the two backends that stand for this plugin"
         )
     if bindings.backend_of(mode) == "math":
-        return "math is forced, but torch.nn.attention.sdpa_kernel does not allow it; stock attention decides"
+        return "math is forced, but torch.nn.attention.sdpa_kernel does not allow math; stock attention decides"
     return None
 
 
@@ -217,9 +232,19 @@ def refusal(
     *,
     by_math: bool,
 ) -> str:
-    """What stock raises for a call, as its math tells of tensors without data; "" if nothing, or where it is not known
-    what it would get. by_math: it is math that gets it, the only one to refuse some probabilities, and is_causal beside
-    a mask.
+    """Return the error that stock raises for a call, found by running stock's math on meta tensors.
+
+    The text is empty if stock raises nothing, or if the operands that stock would receive are not known.
+
+    Args:
+        query: queries of F.sdpa.
+        key: keys of F.sdpa.
+        value: values of F.sdpa.
+        attn_mask: the mask of F.sdpa, or None.
+        dropout_p: the probability of dropout.
+        is_causal: whether the call is causal.
+        enable_gqa: whether the call permits grouped heads.
+        by_math: whether math receives the call. Only math rejects some probabilities, and is_causal with a mask.
     """
     given = [tensor for tensor in (query, key, value, attn_mask) if tensor is not None]
     if any(tensor.is_nested for tensor in given) or decides_itself(*given):
@@ -245,7 +270,10 @@ def describe(
     is_causal: bool,
     scale: float | None,
 ) -> dict[str, float]:
-    """Of native.problem_facts(), for a call that outside_dispatcher() lets through; `on_cuda` as query says."""
+    """Return the facts of a call, as named in native.problem_facts().
+
+    outside_dispatcher() must have returned None for the call. `on_cuda` is taken from the query.
+    """
     operands = (query, key, value)
     grad = wants_grad(*operands, *([] if attn_mask is None else [attn_mask]))
     is_mask = attn_mask is not None and attn_mask.dtype == torch.bool and not _becomes_floats(*operands, attn_mask)
@@ -274,17 +302,21 @@ def describe(
 
 
 def _is_wide(mask: Tensor, query: Tensor) -> bool:
-    """is_wide_bias of src/core/call_facts.h."""
+    """Return whether a mask is an fp32 bias for operands of a different dtype, like is_wide_bias of
+    src/core/call_facts.h.
+    """
     return mask.dtype == torch.float32 and query.dtype != torch.float32
 
 
 def bias_in_words(query: Tensor, key: Tensor, mask: Tensor, few: bool, hopper: bool) -> str:
-    """Say how kernels read a float mask that fits (src/operands/bias.cpp).
+    """Return a text that describes how kernels read a supported float mask (src/operands/bias.cpp).
 
     Args:
-        query, key, mask: operands of the call.
-        few: whether the kernel is one of decode.
-        hopper: whether the kernel is written for Hopper, and reads rows wherever they begin.
+        query: queries of the call.
+        key: keys of the call.
+        mask: the float mask.
+        few: whether the kernel is a decode kernel.
+        hopper: whether the kernel is written for Hopper, and so reads rows that start at any address.
     """
     sizes = (*hints(query.shape[:3]), *hints(key.shape[2:3]))
     missing, unit = 4 - mask.dim(), 16 // mask.element_size()
@@ -295,20 +327,23 @@ def bias_in_words(query: Tensor, key: Tensor, mask: Tensor, few: bool, hopper: b
     repeats, anywhere = shared and not hopper, hopper and not shared
     said = f"{str(mask.dtype).removeprefix('torch.')} {list(mask.shape)}, "
     if (aligned or anywhere) and not repeats and (strides[3] == 1 or sizes[3] == 1):
-        return f"{said}read where it lies"
+        return f"{said}read in place, without a copy"
     rows = math.prod(size for size, stride in zip(sizes[:3], strides) if stride != 0)
     copied = rows * (ROWS_PER_WARPGROUP if repeats else 1) * -(-sizes[3] // unit) * 16
     if repeats:
-        why = f"the same for all queries: {ROWS_PER_WARPGROUP} rows of it"
+        why = f"the same for all queries, repeated to {ROWS_PER_WARPGROUP} rows"
     elif _address(mask) % 16:
-        why = f"strides {list(mask.stride())}, an address that is no multiple of 16 bytes"
+        why = f"strides {list(mask.stride())}, address not a multiple of 16 bytes"
     else:
         why = f"strides {list(mask.stride())}"
-    return f"{said}{why}: copied into rows of whole 16 bytes first, {copied / 1e6:.1f} MB"
+    return f"{said}{why}: first copied to rows of a multiple of 16 bytes, {copied / 1e6:.1f} MB"
 
 
 def is_asked(mode: int) -> bool:
-    """The router has a say in calls of this mode: also in which of stock's backends takes one that stays with stock."""
+    """Return whether the dispatcher decides about calls of this mode.
+
+    The dispatcher then also corrects the choice among stock's backends for calls served by stock.
+    """
     return bindings.enabled() and kernels_allowed() and bindings.backend_of(mode) not in {"math", "stock"}
 
 
@@ -322,8 +357,22 @@ def right_choice(
     is_causal: bool,
     scale: float | None,
 ) -> tuple[int, str]:
-    """What the router makes of stock's choice for a call, both of SDPBackend's numbers (src/hooks/stock_bugs.cpp), and
-    what is wrong with that one; "": nothing. Past whatever would trace it: only facts are read.
+    """Return the dispatcher's correction of stock's choice for a call (src/hooks/stock_bugs.cpp).
+
+    The op is called below all tracing, because only facts of the call are read.
+
+    Args:
+        choice: stock's choice, a number of SDPBackend.
+        query: queries of F.sdpa.
+        key: keys of F.sdpa.
+        value: values of F.sdpa.
+        attn_mask: the mask of F.sdpa, or None.
+        dropout_p: the probability of dropout.
+        is_causal: whether the call is causal.
+        scale: the factor of the scores, or None.
+
+    Returns:
+        The corrected choice, a number of SDPBackend, and the bug of stock's choice in words; empty if there is no bug.
     """
     right, fault = _RIGHT_CHOICE.redispatch(_AT_CUDA, query, key, value, attn_mask, dropout_p, is_causal, scale, choice)
     return right, bindings.fault_said(fault)
@@ -334,7 +383,11 @@ def hints(sizes: tuple) -> tuple[int | None, ...]:
 
 
 def _address(tensor: Tensor) -> int:
-    """In bytes. Storages of tensors that are only traced will be aligned, those that torch.func wraps are not shown."""
+    """Return the address of a tensor in bytes, as far as alignment matters.
+
+    For a traced tensor, the storage is assumed to be aligned, so that the offset alone counts. The storage of a tensor
+    wrapped by torch.func is hidden; the address is then 0.
+    """
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return 0
     real = type(tensor) in {Tensor, torch.nn.Parameter} and not tensor.is_meta
