@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -32,6 +33,27 @@ def test_python_changes(old, new, texts, same):
     changed = PYTHON.replace(old, new)
     assert changed != PYTHON
     assert (same_code.python_code(PYTHON, texts) == same_code.python_code(changed, texts)) is same
+
+
+LOCALS = "def run(rows, seen):\n    found = [row for row in rows if row in seen]\n    return found, other(seen)\n"
+
+
+@pytest.mark.parametrize(
+    ("renames", "same"),
+    [
+        ({"found": "visible", "seen": "keys"}, True),
+        ({"row": "rows"}, False),  # two names become one
+        ({"other": "another"}, False),  # a global name
+        ({"run": "walk"}, False),
+        ({"in rows": "in seen"}, False),
+    ],
+)
+def test_renamed_locals_are_the_same_code(renames, same):
+    changed = LOCALS
+    for old, new in renames.items():
+        changed = re.sub(rf"\b{old}\b", new, changed)
+    assert changed != LOCALS
+    assert (same_code.python_code(LOCALS, False, True) == same_code.python_code(changed, False, True)) is same
 
 
 @pytest.mark.parametrize(
