@@ -1,5 +1,5 @@
-// The C functions that torch_flashplug/dispatch/bindings.py binds with ctypes: no Python objects, no exceptions across
-// the boundary.
+// C functions bound by torch_flashplug/dispatch/bindings.py with ctypes. No Python object and no exception crosses the
+// boundary.
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -20,7 +20,7 @@ using namespace flashplug;
 
 namespace {
 
-// 0 and no exception; or 1 and a text for flashplug_last_error.
+// Run a body. Returns 0; or, after an exception, 1 with the text available from flashplug_last_error.
 template <typename Body>
 int guarded(Body body) {
   try {
@@ -32,14 +32,14 @@ int guarded(Body body) {
   }
 }
 
-// Plans that threads remember are of another version from here on.
+// Return the tables for a change. The new version invalidates the plans cached by threads.
 Tables& changing_tables() {
   Tables& t = tables();
   ++t.version;
   return t;
 }
 
-// Adds a row, if Python means the same by it.
+// Add a row, if Python's struct has the same size.
 template <typename Row, typename Add>
 int pushed(const Row& row, size_t size, Add add) {
   return guarded([&] {
@@ -49,7 +49,7 @@ int pushed(const Row& row, size_t size, Add add) {
   });
 }
 
-// Copies text, cut to fit; returns the bytes needed with the final zero.
+// Copy a text, truncated to the capacity. Returns the number of bytes needed, with the final zero.
 int copy_text(const std::string& text, char* out, int capacity) {
   if (capacity > 0) {
     const size_t n = text.size() < static_cast<size_t>(capacity - 1) ? text.size() : static_cast<size_t>(capacity - 1);
@@ -59,11 +59,11 @@ int copy_text(const std::string& text, char* out, int capacity) {
   return static_cast<int>(text.size()) + 1;
 }
 
-// A call by its facts, in the order of visit_facts().
+// Return the call described by facts, in the order of `visit_facts()`.
 Problem problem_from(const double* facts) {
   Problem p;
   visit_facts(p, [&facts](const char*, auto& fact) { fact = static_cast<std::decay_t<decltype(fact)>>(*facts++); });
-  p.needs |= needs_of({.dropout_p = p.dropout_p});  // the other needs are said by their names
+  p.needs |= needs_of({.dropout_p = p.dropout_p});  // all other needs come from Python by name
   return p;
 }
 
@@ -71,7 +71,7 @@ void copy_facts(Problem p, double* out) {
   visit_facts(p, [&out](const char*, const auto& fact) { *out++ = static_cast<double>(fact); });
 }
 
-// What a call is where nothing is said: bf16 and packed, on a GPU. Its sizes, which have to be said, are negative.
+// Return the default call: bf16 and packed, on a GPU. Sizes have no default and are negative.
 Problem plain_call() {
   Problem p;
   p.B = p.Hq = p.Hkv = p.Sq = p.Sk = p.D = p.Dv = -1;
@@ -113,7 +113,7 @@ const Names kVocabulary[] = {{"backends", kBackendNames},
                              {"varlen kernels", kVarlenKernelNames},
                              {"varlen fact bits", kVarlenFactBits}};
 
-// Field order: FACTS_FIELDS of native.py.
+// Return the device facts, in the field order of FACTS_FIELDS in native.py.
 DeviceFacts facts_from(const int64_t* f) {
   return DeviceFacts{static_cast<int>(f[0]), static_cast<int>(f[1]), static_cast<int>(f[2]), static_cast<int>(f[3]),
                      static_cast<int>(f[4])};
@@ -143,10 +143,10 @@ FLASHPLUG_EXPORT int flashplug_know_varlen(const char* op, const char* schema) {
 }
 FLASHPLUG_EXPORT void flashplug_know_varlen_rule(int rule) { know_varlen_rule(rule); }
 FLASHPLUG_EXPORT int flashplug_varlen_rule() { return varlen_rule(); }
-// Facts: kVarlenFactNames, in their order. JSON of what is decided of such a call.
+// Write the decision about a varlen call as JSON. `facts` has the values of `kVarlenFactNames`, in order.
 FLASHPLUG_EXPORT int flashplug_varlen_text(const int64_t* facts, int cc, int64_t mode, char* out, int capacity) {
   VarlenCall call;
-  std::memcpy(static_cast<void*>(&call), facts, sizeof call);  // all of its members are int64_t
+  std::memcpy(static_cast<void*>(&call), facts, sizeof call);  // all members are int64_t
   const VarlenVerdict verdict = judge_varlen(call, enabled(), Mode{mode}, cc, tables());
   return copy_text(varlen_json(call, verdict, Mode{mode}, cc, tables()), out, capacity);
 }
@@ -177,7 +177,8 @@ FLASHPLUG_EXPORT void flashplug_set_process_precision(int precision) { set_proce
 FLASHPLUG_EXPORT void flashplug_set_process_backend(int backend) { state().process_backend.store(backend); }
 FLASHPLUG_EXPORT void flashplug_set_standin(int level) { state().standin.store(static_cast<Standin>(level)); }
 
-// Names that Python has, too, each list in the order of its numbers or bits; empty after the last one. Tests ask.
+// Write a name that Python also has. Each list has the order of the numbers or bits, and ends with an empty name. Used
+// by tests.
 FLASHPLUG_EXPORT int flashplug_name(const char* list, int number, char* out, int capacity) {
   for (const Names& names : kVocabulary) {
     if (std::strcmp(names.list, list) == 0 && number >= 0 && number < names.count)
@@ -186,7 +187,7 @@ FLASHPLUG_EXPORT int flashplug_name(const char* list, int number, char* out, int
   return copy_text("", out, capacity);
 }
 
-// The name of a dtype, the bytes of an element and its DLPack code; empty after the last one.
+// Write the name of a dtype, with the bytes of an element and the DLPack code. The list ends with an empty name.
 FLASHPLUG_EXPORT int flashplug_dtype(int number, int64_t* bytes, int64_t* dlpack, char* out, int capacity) {
   if (number < 0 || number >= kNumDTypes) return copy_text("", out, capacity);
   *bytes = kDTypes[number].bytes, *dlpack = kDTypes[number].dlpack;
@@ -198,13 +199,13 @@ FLASHPLUG_EXPORT void flashplug_device_facts(int device_index, int64_t* out) {
   out[0] = facts.cc, out[1] = facts.sm_count, out[2] = facts.smem_bytes, out[3] = facts.l2_bytes;
   out[4] = facts.memory_rate;
 }
-FLASHPLUG_EXPORT void flashplug_set_facts_override(const int64_t* facts) {  // null: back to the real ones
+FLASHPLUG_EXPORT void flashplug_set_facts_override(const int64_t* facts) {  // null: restores the real facts
   State& s = state();
   if (facts != nullptr) s.facts_override = facts_from(facts);
   s.facts_overridden.store(facts != nullptr, std::memory_order_release);
 }
 
-// Rows of src/core/tables.h as table_structs.py mirrors them, whose sizes must say so. Texts are copied.
+// Table rows: the structs of src/core/tables.h, mirrored by table_structs.py with equal sizes. Texts are copied.
 FLASHPLUG_EXPORT void flashplug_clear_rows() {
   Tables& t = changing_tables();
   const uint64_t version = t.version;
@@ -255,7 +256,7 @@ FLASHPLUG_EXPORT int flashplug_add_gate_row(const GateRow* row, size_t size) {
   return pushed(*row, size, [](Tables& t, const GateRow& gate) { t.gate = gate; });
 }
 
-// The name of a fact of a call, and what it is where it is not said; empty after the last one.
+// Write the name of a fact of a call, and its default value. The list ends with an empty name.
 FLASHPLUG_EXPORT int flashplug_fact(int number, double* plain, char* out, int capacity) {
   std::string found;
   Problem p = plain_call();
@@ -264,8 +265,8 @@ FLASHPLUG_EXPORT int flashplug_fact(int number, double* plain, char* out, int ca
   });
   return copy_text(found, out, capacity);
 }
-// Sizes and layouts of a call whose operands Python holds: of each four sizes, four strides, an address in bytes, and
-// the bytes of an element.
+// Set sizes and layouts of a call whose operands Python holds. Each operand has four sizes, four strides, an address in
+// bytes, and the bytes of an element.
 FLASHPLUG_EXPORT void flashplug_read_operands(const int64_t* sizes, const int64_t* strides, const int64_t* addresses,
                                               const int64_t* element_bytes, double* problem) {
   Problem p = problem_from(problem);
@@ -283,7 +284,7 @@ FLASHPLUG_EXPORT int flashplug_fault_said(int fault, char* out, int capacity) {
 }
 FLASHPLUG_EXPORT int flashplug_scale(double scale) { return static_cast<int>(scale_of(scale)); }
 
-// `remembered`: from this thread's memory of plans, as calls get theirs.
+// Write the plan of a call as JSON. `remembered`: use the thread's plan cache, as real calls do.
 FLASHPLUG_EXPORT int flashplug_plan_text(const double* problem, const int64_t* facts, int64_t mode, int remembered,
                                          char* out, int capacity) {
   const Problem p = problem_from(problem);
@@ -292,12 +293,12 @@ FLASHPLUG_EXPORT int flashplug_plan_text(const double* problem, const int64_t* f
       remembered != 0 ? remembered_plan(p, device, Mode{mode}, tables()) : plan_call(p, device, Mode{mode}, tables());
   return copy_text(plan_json(plan, p, device, Mode{mode}, tables()), out, capacity);
 }
-// Whether this thread's memory holds the plan of exactly this call.
+// Return whether the thread's plan cache has the plan of exactly this call.
 FLASHPLUG_EXPORT int flashplug_is_remembered(const double* problem, const int64_t* facts, int64_t mode) {
   return is_remembered(problem_from(problem), facts_from(facts), Mode{mode}, tables());
 }
 FLASHPLUG_EXPORT int64_t flashplug_missing_changes() { return missing_changes(); }
-// 1: the plan is ours, but its kernel was looked for in vain.
+// Return 1 if a plugin kernel was planned, but an earlier kernel lookup failed.
 FLASHPLUG_EXPORT int flashplug_kernel_missing(const double* problem, const int64_t* facts, int64_t mode) {
   const Problem p = problem_from(problem);
   const DeviceFacts device = facts_from(facts);
@@ -318,13 +319,14 @@ FLASHPLUG_EXPORT void flashplug_counters(int64_t* out, int reset) {
 FLASHPLUG_EXPORT void flashplug_set_log_callback(LogCallback callback, int log_plans) {
   {
     std::lock_guard<std::mutex> lock(state().told_mutex);
-    state().told.clear();  // who listens from here on has been told nothing
+    state().told.clear();  // a new listener has heard nothing so far
   }
   state().log_plans.store(log_plans != 0);
   state().log_callback.store(callback, std::memory_order_release);
 }
 
-// THPVariable_Wrap: at::Tensor* -> a new reference to its Python object, for the up-call below; null if unknown here.
+// Return THPVariable_Wrap, for the callback below; null if unknown in the running torch. The function takes an
+// at::Tensor* and returns a new reference to the Python object.
 FLASHPLUG_EXPORT void* flashplug_wrap_function() { return torch_symbols().wrap; }
 FLASHPLUG_EXPORT void flashplug_set_trace_callback(TraceCallback callback) { state().trace_callback.store(callback); }
 FLASHPLUG_EXPORT void flashplug_set_compile_callback(CompileCallback callback) { set_compile_callback(callback); }

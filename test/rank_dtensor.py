@@ -78,7 +78,7 @@ def case_heads_that_do_not_divide(rank: Rank) -> None:
         inputs = whole(case, rank.device)
         q, k, v, grad = _placed(rank, inputs, HEADS)
         said = torch_flashplug.explain(q, k, v, **case.sdpa_kwargs(), device="h100")
-        assert said.backend == "stock" and "do not divide" in said.reasons["fa3"], said
+        assert said.backend == "stock" and "must be multiples of" in said.reasons["fa3"], said
         results = tracing.OVERRIDEABLE(q, k, v, None, 0.0, True)
         out, lse, max_q, max_k = results[0], results[1], results[4], results[5]
         given = (
@@ -159,7 +159,7 @@ def case_explained(rank: Rank) -> None:
     assert said.backend == "fa3" and f"[1, {8 // rank.world}, {case.Sq}, 64]" in said.call, said
     assert "this rank's part" in str(said)
     other = DTensor.from_local(k.to_local(), k.device_mesh, [BATCH])
-    assert "placed differently" in torch_flashplug.explain(q, other, v, device="h100").reasons["fa3"]
+    assert "must have the same placements" in torch_flashplug.explain(q, other, v, device="h100").reasons["fa3"]
     plain = torch_flashplug.explain(q, k.full_tensor(), v, device="h100")
     assert plain.backend == "stock" and "subclass" in plain.reasons["fa3"]
 

@@ -151,7 +151,7 @@ def case_not_balanced(rank: Rank) -> None:
 
 def case_gathered(rank: Rank) -> None:
     """Instead of a ring: a call for each chunk of rows."""
-    with pytest.raises(ValueError, match="use one of ring, gather"):
+    with pytest.raises(ValueError, match="method must be one of ring, gather"):
         context_parallel_hooks.use("mesh")
     context_parallel_hooks.use("gather")
     try:

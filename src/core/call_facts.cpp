@@ -1,4 +1,4 @@
-// Tensors -> Problem, step by step. Nothing here decides whose call it is.
+// The reader of a call's facts: tensors -> `Problem`, step by step. Nothing here decides who serves the call.
 #include "core/call_facts.h"
 
 #include <algorithm>
@@ -20,7 +20,8 @@ bool on_one_device(const TensorClass (&operand)[kNumOperands]) {
          });
 }
 
-// What tells alignment. A tensor that is only traced has no address yet; its storage will have one that is aligned.
+// Return the address or storage offset, in bytes, for the alignment. A traced tensor has no address yet; its future
+// storage will be aligned.
 int64_t address_of(AtenTensorHandle tensor, Memory memory, int64_t element_bytes) {
   const void* data = nullptr;
   if (memory == Memory::kReal && torch_get_const_data_ptr(tensor, &data) == 0) return reinterpret_cast<int64_t>(data);
@@ -28,8 +29,8 @@ int64_t address_of(AtenTensorHandle tensor, Memory memory, int64_t element_bytes
   return aoti_torch_get_storage_offset(tensor, &offset) == 0 ? offset * element_bytes : 0;
 }
 
-// A bound that there is not is one that all keys are inside of, of a tile's rows behind the last one, too: else its
-// blocks are walked over in another order, by how many keys there are beside a sequence's (kernels/parts/window.py).
+// Set the window of a problem. An absent bound becomes a bound beyond all keys, even for a tile's rows after the last
+// row. Otherwise the block order would depend on the number of keys beside a sequence's own (kernels/parts/window.py).
 void set_window(const Window& window, Problem* p) {
   constexpr int64_t tile = 256;
   const int64_t all = p->Sq + p->Sk + tile;

@@ -1,5 +1,5 @@
-// The facts of a call, and the one reader that makes them of tensors: the router's, the ops', and of what Python says
-// of tensors that it holds.
+// The facts of a call, and their reader from tensors. The router, the ops, and calls described by Python share the
+// reader.
 #pragma once
 
 #include <torch/csrc/stable/c/shim.h>
@@ -12,59 +12,63 @@
 
 namespace flashplug {
 
-// How a call says what it is to be causal to: causal_mode of ops.py.
+// Alignment of the causal mask: causal_mode of ops.py.
 enum class Causal : int { kNone = 0, kTopLeft = 1, kBottomRight = 2 };
-// Query i sees the keys from i + diagonal - left to i + diagonal + right; -1: there is no bound on that side. The
-// diagonal is 0 or, to the bottom right, Sk - Sq.
+// Sliding window: query i sees the keys from i + diagonal - left to i + diagonal + right. A bound of -1 means no bound
+// on that side. The diagonal is 0 or, with `bottom_right`, Sk - Sq.
 struct Window {
   int64_t left = -1, right = -1;
   bool bottom_right = true;
 };
-// A call of attention as its caller gave it; tensors are borrowed, mask may be null.
+// A call of attention with the caller's arguments. Tensors are borrowed, and mask may be null.
 struct Attention {
   AtenTensorHandle q = nullptr, k = nullptr, v = nullptr, mask = nullptr;
   double dropout_p = 0.0;
   Causal causal = Causal::kNone;
   std::optional<double> scale = {};
-  // Of key and value in 8 bits, (B, Hkv, Sk) fp32; rotated: the keys (quantised.rotate).
+  // Scales of key and value in 8 bits, (B, Hkv, Sk) fp32. `rotated`: the keys are rotated (quantised.rotate).
   AtenTensorHandle k_scale = nullptr, v_scale = nullptr;
   bool rotated = false;
   std::optional<Window> window = {};
-  double softcap = 0.0;              // likewise; 0: none
-  AtenTensorHandle sinks = nullptr;  // beside a window, (Hq,) fp32: a logit that each row's sum has beside its keys
-  // Of sequences on end, in tensors of one batch: (sequences + 1,) int32, where each begins, and ends.
-  AtenTensorHandle cu_q = nullptr, cu_k = nullptr, used_k = nullptr;  // (sequences,): how many keys count; or null
-  // (B, n) int32: numbers of each batch's pages, (rows, D) of each head, in key and value (pages, Hkv, rows, D). Beside
-  // them used_k is (B,).
+  double softcap = 0.0;  // 0: none
+  // with a window: (Hq,) fp32, an extra logit of each head in the softmax sum of every row
+  AtenTensorHandle sinks = nullptr;
+  // Packed sequences, in tensors of batch 1: (sequences + 1,) int32, the start of each sequence and the end of the
+  // last.
+  AtenTensorHandle cu_q = nullptr, cu_k = nullptr, used_k = nullptr;  // (sequences,): KV length of each; or null
+  // Paged KV cache: (B, n) int32 page numbers of each batch. Key and value are (pages, Hkv, rows, D), and a page holds
+  // (rows, D) of each head. With pages, `used_k` is (B,).
   AtenTensorHandle pages = nullptr;
-  // Of attention(): among how many CTAs the keys of few rows are split, 0: as is fastest. 1 says more:
-  // Problem::by_kind.
+  // Number of CTAs for the split keys of a decode call of attention(); 0: automatic. The value 1 also makes the call
+  // batch-invariant (`Problem::by_kind`).
   int64_t num_splits = 0;
-  int64_t fixed_split_size = 0;  // in its place: Problem::split_size
-  double tall = 1.0;             // of lists of blocks: Problem::tall
+  int64_t fixed_split_size = 0;  // alternative to `num_splits`: `Problem::split_size`
+  double tall = 1.0;             // for block-sparse lists: `Problem::tall`
 };
-std::optional<Window> window_of(const Attention& call);  // the same of `causal`
+std::optional<Window> window_of(const Attention& call);  // also gives the window of `causal`
 bool is_there(AtenTensorHandle tensor);                  // neither null nor undefined
-// torch does not say what is_causal beside a mask is: its math raises.
+// Return true for is_causal with a mask: torch does not define the combination, and the math backend raises.
 inline bool is_undefined(const Attention& call) { return call.causal != Causal::kNone && is_there(call.mask); }
-// Whether it is bool, or what autograd keeps instead (mask.cpp), which nobody else makes of these dtypes; or that
-// alone, a digest or a copy of the mask's bytes.
+// `is_mask()`: true for a bool mask, and for the tensor kept by autograd in place of a bool mask (mask.cpp). No foreign
+// code makes masks of the kept dtypes. `is_kept()`: true for a kept tensor, either mask metadata or a copy of the
+// mask's bytes. `is_digest()`: true for mask metadata.
 bool is_mask(AtenTensorHandle tensor);
 bool is_kept(AtenTensorHandle tensor);
 bool is_digest(AtenTensorHandle tensor);
 
-// Whether Python dispatches operands (tracing.py may know better); whether functorch wraps some: those have no address,
-// and asking for one fails.
+// `traced()`: true if Python dispatches an operand; tracing.py may know better. `wrapped()`: true if functorch wraps an
+// operand. Wrapped operands have no address, and asking for the address fails.
 bool traced(const Attention& call);
 bool wrapped(const Attention& call);
-// Whether a mask is of floats wider than the query's, fp32 (stock takes those of the query's own dtype, too).
+// Return true for a mask of floats wider than the query's dtype: fp32. Stock takes float masks of the query's own
+// dtype, too.
 bool is_wide_bias(const Attention& call);
 
-// What a call may need beyond softmax(Q K^T) V, and kernels take: its name, and whether a call needs it. Its bit is its
-// place, in the order of features.py.
+// A feature: a need of a call beyond softmax(Q K^T) V, served by kernels. `needed` tells whether a call needs the
+// feature. The bit of a feature is the index in the order of features.py.
 struct Feature {
   using Needed = bool (*)(const Attention& call);
-  consteval Feature(const char* name, Needed needed) : name(name), needed(needed) {}  // none without a reader
+  consteval Feature(const char* name, Needed needed) : name(name), needed(needed) {}  // no feature without a reader
   const char* name;
   Needed needed;
 };
@@ -77,15 +81,15 @@ inline constexpr Feature kFeatures[] = {
     {"softcap", [](const Attention& call) { return call.softcap != 0.0; }},
     {"ragged", [](const Attention& call) { return is_there(call.cu_q); }},
     {"dropout", [](const Attention& call) { return call.dropout_p != 0.0; }},
-    // What a mode asks for, and no tensor says.
+    // Features requested by a mode, invisible in the tensors.
     {"qk8", [](const Attention&) { return false; }},
     {"8bit", [](const Attention&) { return false; }},
     {"e4m3", [](const Attention&) { return false; }},
     {"cache8", [](const Attention& call) { return is_there(call.k_scale); }},
     {"paged", [](const Attention& call) { return is_there(call.pages); }},
 };
-int64_t needs_of(const Attention& call);  // a sum of their bits
-// One of them that some rule of ours knows by its name. A name that is not there does not compile.
+int64_t needs_of(const Attention& call);  // a sum of feature bits
+// Return the bit of a feature that C++ code knows by name. An unknown name does not compile.
 consteval int64_t feature_bit(std::string_view name) {
   int place = 0;
   while (kFeatures[place].name != name) ++place;
@@ -93,46 +97,48 @@ consteval int64_t feature_bit(std::string_view name) {
 }
 constexpr int64_t kCausal = feature_bit("causal"), kMask = feature_bit("mask"), kDropout = feature_bit("dropout"),
                   kWindow = feature_bit("window"), kRagged = feature_bit("ragged");
-// By a mode's precision, from 1 on: RECIPES of quant_recipes.py.
+// Features by precision of a mode, from 1 on: RECIPES of quant_recipes.py.
 constexpr int64_t kRecipes[] = {feature_bit("qk8"), feature_bit("8bit"), feature_bit("e4m3")};
 constexpr int64_t kEightBits = kRecipes[0] | kRecipes[1] | kRecipes[2];
 constexpr int64_t kBiases = feature_bit("bias") | feature_bit("bias32"), kAnyMask = kMask | kBiases;
-// Of the softmax scale. The kernels' running maximum is one of unscaled scores, so they take positive ones; the sign of
-// another finite one goes to the query (SignedScale in attention.h).
+// Sign of the softmax scale. Kernels compute the running maximum of unscaled scores, and therefore take positive scales
+// only. The sign of a different finite scale moves to the query (`SignedScale` in attention.h).
 enum class Scale : int { kPositive = 0, kZero = 1, kNegative = 2, kNotFinite = 3 };
 inline bool is_unusual(Scale scale) { return scale == Scale::kZero || scale == Scale::kNegative; }
 
 constexpr int kNumOperands = 3;  // query, key, value
 
-// Plain facts of one call: all that a plan depends on, beside the device. Batch is shared; heads of the query may be a
-// multiple of those of key and value.
+// Plain facts of a call: everything that a plan depends on, beside the device. All operands have the same batch size.
+// The query heads may be a multiple of the KV heads.
 struct Problem {
   int64_t B = 0, Hq = 0, Hkv = 0, Sq = 0, Sk = 0, D = 0, Dv = 0;
   DType dtype[kNumOperands] = {DType::kOther, DType::kOther, DType::kOther};
   Layout layout[kNumOperands];
-  int64_t needs = 0;           // a sum of bits of kFeatures
-  bool on_cuda = false;        // all operands on one CUDA device (or on the CPU, where the tests' stand-in is on)
-  bool grad = false;           // autograd will want a backward
-  bool bias_grad = false;      // and of it the gradient of a bias
+  int64_t needs = 0;       // a sum of bits of `kFeatures`
+  bool on_cuda = false;    // all operands on one CUDA device (or on the CPU, with the CPU stub backend of the tests)
+  bool grad = false;       // autograd will want a backward
+  bool bias_grad = false;  // and in the backward the gradient of a bias
   bool deterministic = false;  // torch.use_deterministic_algorithms
   Scale scale = Scale::kPositive;
   double dropout_p = 0.0, softcap = 0.0;
-  int64_t left = 0, right = 0, bottom_right = 0;  // of a window, which ends somewhere
-  int64_t sequences = 0;                          // on end; else 0
-  // Results of a sequence are to be the same bits alone and beside any others: kernels are chosen by what sequences are
-  // of (of_its_kind), keys are not split, gradients are added up in one order.
+  int64_t left = 0, right = 0, bottom_right = 0;  // of a window; at least one bound is set
+  int64_t sequences = 0;                          // number of packed sequences, else 0
+  // Batch-invariant: the result of a sequence has the same bits alone and in any batch. Kernels are then selected by
+  // facts of a single sequence (`of_its_kind()`), keys are not split, and gradients are accumulated in a fixed order.
   bool by_kind = false;
-  int64_t split_size = 0;  // by kind, but keys of few rows are split after so many of each sequence's; 0: they are not
-  double tall = 1.0;       // blocks that tiles of more rows than a listed block walk over, of those that others do
+  int64_t split_size = 0;  // batch-invariant decode with a split after so many keys of each sequence; 0: no splits
+  // ratio of visited blocks: tiles with more rows than a block of the block-sparse lists, to tiles with as many rows
+  double tall = 1.0;
   bool operator==(const Problem&) const = default;
   int64_t group() const { return Hkv > 0 ? Hq / Hkv : 0; }  // query heads per KV head
-  // What a forward without gradients drops, one with them may have to drop again (a reentrant checkpoint): where nobody
-  // is forced both are whose the latter is.
+  // Return true if the call counts as a call with gradients. With dropout, a reentrant checkpoint may run a forward
+  // without gradients first and repeat the same dropout with gradients. Without a forced backend, both forwards must
+  // have the same owner.
   bool as_with_gradients() const { return grad || (needs & kDropout) != 0; }
 };
 
-// Every fact by its name, in the order in which they cross from Python. The binding names every member: a new one does
-// not compile until it is here, which is all that Python and the tests need to know it.
+// Visit each fact by name, in the order of the Python interface. The binding names every member, so a new member
+// compiles only after an entry here. Python and the tests need nothing else.
 template <typename Visit>
 void visit_facts(Problem& p, Visit&& visit) {
   auto& [B, Hq, Hkv, Sq, Sk, D, Dv, dtype, layout, needs, on_cuda, grad, bias_grad, deterministic, scale, dropout_p,
@@ -162,40 +168,43 @@ inline double fact_of(Problem p, int number) {
   return value;
 }
 
-// A call while it is read, in two steps, since sizes of tensors that are only traced may be symbolic.
+// A call during the reading of facts. Reading takes two steps, since the sizes of traced tensors may be symbolic.
 struct Facts {
   Problem problem;
   TensorClass operand[kNumOperands];
   Shape shape[kNumOperands];
-  int32_t device_index() const { return operand[0].device_index; }  // where the call runs
+  int32_t device_index() const { return operand[0].device_index; }  // device of the call
 };
 
-// What can be asked of any tensors: dims, dtypes, device, settings. False where they do not tell.
+// Read the facts that any tensor can tell: number of dims, dtype, device, settings. Returns false if a tensor does not
+// tell.
 bool read_class(const Attention& call, Facts* facts);
-bool four_dims(const Facts& facts);  // of every operand, as all below wants them
+bool four_dims(const Facts& facts);  // true if every operand has 4 dims, as all functions below require
 
-// Where operands lie: at their addresses; or, being only traced, where their storages will.
+// Location of the operands: at real addresses; or, for traced tensors, in future storages.
 enum class Memory { kReal, kTraced };
 inline Memory memory_of(bool only_traced) { return only_traced ? Memory::kTraced : Memory::kReal; }
-// Sizes and layouts of what read_class() has read: they go by dtypes. False where there are none, or symbolic ones.
+// Read sizes and layouts. `read_class()` must come first, because layouts depend on the dtypes. Returns false without
+// sizes or with symbolic sizes.
 bool read_shapes(const Attention& call, Memory memory, Facts* facts);
-void fill_shapes(const Shape (&shape)[kNumOperands], Problem* p);  // the sizes alone
+void fill_shapes(const Shape (&shape)[kNumOperands], Problem* p);  // sizes only
 
-// Shapes that stock neither rejects nor broadcasts, but for one head of key and value, which all of the query's share;
-// more than one, and fewer than the query's, only where the caller says so.
+// Return true for shapes that stock neither rejects nor broadcasts. A single KV head, shared by all query heads, is
+// allowed. Several KV heads, fewer than the query's, are allowed only with `enable_gqa`.
 bool shapes_fit(const Shape (&shape)[kNumOperands], bool enable_gqa);
 
-// Whether a mask is one that kernels take and stock does not reject: on the same device, of 2 to 4 dims that broadcast
+// Return true if kernels take the mask and stock does not reject the mask: same device, 2 to 4 dims that broadcast
 // (mask.cpp).
 bool mask_fits(AtenTensorHandle mask, const Facts& facts);
-// The same of one that is only traced, as far as its sizes, or those of the operands, are known.
+// Return `mask_fits()` for a traced mask, as far as sizes of the mask and of the operands are known.
 bool traced_mask_fits(AtenTensorHandle mask, const Facts& facts);
 
-// As kernels take it: a float of 32 bits, of which they flush subnormal ones to 0. The default one is positive.
+// Classify a scale from the kernels' view: a 32-bit float, where subnormal numbers are flushed to 0. The default scale
+// is positive.
 Scale scale_of(std::optional<double> scale);
 
 bool eligible_device(int32_t device_type);
-bool wants_grad(const Attention& call);       // here and now
-bool wants_bias_grad(const Attention& call);  // likewise
+bool wants_grad(const Attention& call);       // under the current grad mode
+bool wants_bias_grad(const Attention& call);  // under the current grad mode
 
 }  // namespace flashplug

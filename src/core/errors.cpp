@@ -1,9 +1,9 @@
-// How an error gets through a shim, which returns a code and no exception. Up to torch 2.12 it only logs the text.
+// Transport of errors through a shim. A shim returns a code and no exception, and up to torch 2.12 only logs the text.
 //
-// An exception of Python code is thrown again as the object it is, with type, value and traceback. The bodies of our
-// own ops hand theirs over (native.held). A TorchDispatchMode leaves its exception set on the thread: torch throws
-// python_error, which owns nothing yet, and the shim catches that. What C++ raised is found out by a second call past
-// the shim, or told by its text.
+// An exception of Python code is thrown again as the original object, with type, value and traceback. The bodies of the
+// project's own ops hand exceptions over (native.held). A TorchDispatchMode leaves an exception set on the thread:
+// torch throws a python_error, which owns nothing yet, and the shim catches the python_error. A C++ exception is found
+// by a second call past the shim, or recognized by the text.
 #include "core/errors.h"
 
 #include <dlfcn.h>
@@ -18,7 +18,7 @@
 
 #include "stock/torch_symbols.h"
 
-// ---- Python's exceptions ----
+// ---- exceptions of Python ----
 
 namespace flashplug {
 namespace {
@@ -96,7 +96,7 @@ std::string text_of(Object* value) {
   ptrdiff_t size = 0;
   const char* bytes = text == nullptr ? nullptr : p.utf8(text, &size);
   std::string found = bytes == nullptr ? "an error in Python" : std::string(bytes, size);
-  p.decref(text);  // which may be null
+  p.decref(text);  // may be null
   p.clear();
   return found;
 }
@@ -104,8 +104,8 @@ std::string text_of(Object* value) {
 }  // namespace
 }  // namespace flashplug
 
-// torch/csrc/Exceptions.h has this class, and its handlers restore what it holds. Exceptions are matched by the name of
-// their type, so ours is caught as torch's; base, members and their order have to be the same.
+// Copy of a class in torch/csrc/Exceptions.h, whose handlers restore the held exception. Exceptions are matched by the
+// name of their type, so the copy is caught as torch's class. Base, members and their order must be the same.
 struct __attribute__((visibility("default"))) python_error : public std::exception {
   python_error() = default;
   python_error(python_error&& other) noexcept
@@ -130,7 +130,7 @@ struct __attribute__((visibility("default"))) python_error : public std::excepti
 namespace flashplug {
 namespace {
 
-// With the exception that is set. The caller has the GIL.
+// Return a python_error with the exception set on the thread. The caller has the GIL.
 python_error fetched() {
   const Python& p = python();
   python_error error;
@@ -140,7 +140,7 @@ python_error fetched() {
   return error;
 }
 
-// What bodies in Python hand over, and how many calls of this thread wait for it.
+// Exceptions handed over by Python bodies, and the number of the thread's calls that wait for an exception.
 thread_local int waiting = 0;
 thread_local Object* held = nullptr;
 
@@ -157,6 +157,7 @@ bool has_python() {
 
 // ---- texts ----
 
+// Return libtorch's text of the last error; empty if the running torch keeps none.
 std::string_view kept_text() {
   using What = const char* (*)();
   static const What what = [] {
@@ -167,19 +168,19 @@ std::string_view kept_text() {
   return text != nullptr ? text : std::string_view();
 }
 
-// What torch's texts begin with, of errors that are no RuntimeError. Others are known by a second call only.
+// Beginnings of torch's texts for errors that are no RuntimeError. All other types are known only after a second call.
 struct Spelled {
   const char* begin;
   const char *module, *type;
 };
-// pybind11 says the type, the text and behind kPlaces a traceback.
+// A text of pybind11 has the type, the message and, after `kPlaces`, a traceback.
 constexpr std::string_view kPlaces = "\n\nAt:\n";
 constexpr Spelled kSpelled[] = {{"CUDA out of memory", "torch", "OutOfMemoryError"},
                                 {"CUDA error: ", "torch", "AcceleratorError"},
                                 {"Could not run '", "builtins", "NotImplementedError"},
                                 {"There were no tensor arguments to this function", "builtins", "NotImplementedError"}};
 
-// Returns where there is no exception of that name.
+// Throw a Python exception of the given type. Returns if there is no such exception type.
 void raise_as(const char* module_name, const char* type_name, const std::string& text) {
   const Python& p = python();
   if (!has_python()) return;
@@ -189,7 +190,7 @@ void raise_as(const char* module_name, const char* type_name, const std::string&
     Object* module = p.import(module_name);
     Object* type = module == nullptr ? nullptr : p.attribute(module, type_name);
     if (type != nullptr) {
-      p.set_string(type, text.c_str());  // which refuses what is no exception
+      p.set_string(type, text.c_str());  // refuses a type that is no exception
       error.emplace(fetched());
     }
     p.clear();
@@ -199,6 +200,7 @@ void raise_as(const char* module_name, const char* type_name, const std::string&
   if (error) throw std::move(*error);
 }
 
+// Throw an exception whose Python type is recognized by the text. Returns if no type is recognized.
 void raise_as_spelled(const std::string& text) {
   for (const Spelled& spelled : kSpelled) {
     if (text.starts_with(spelled.begin)) raise_as(spelled.module, spelled.type, text);
@@ -210,7 +212,7 @@ void raise_as_spelled(const std::string& text) {
   for (const char* module : {"builtins", "torch"}) raise_as(module, type.c_str(), said);
 }
 
-// ---- entries that throw: at::_ops::...::call ----
+// ---- throwing entries of libtorch: at::_ops::...::call ----
 
 struct Tensor {  // at::Tensor, returned in memory
   void* impl = nullptr;
@@ -219,7 +221,7 @@ struct Tensor {  // at::Tensor, returned in memory
   ~Tensor() {}
   AtenTensorHandle handle() const { return reinterpret_cast<AtenTensorHandle>(new void*(impl)); }
 };
-struct Numbers {  // c10::ArrayRef<c10::SymInt>: a number that is none of symbols is itself
+struct Numbers {  // c10::ArrayRef<c10::SymInt>: a concrete SymInt is the number itself
   const int64_t* data;
   size_t size;
 };
@@ -228,7 +230,7 @@ struct Device {  // c10::Device
 };
 using Byte = std::optional<int8_t>;  // ScalarType, Layout
 using Flag = std::optional<bool>;
-using MaybeSymInt = std::optional<int64_t>;  // c10::SymInt has a destructor, so it is passed by its address
+using MaybeSymInt = std::optional<int64_t>;  // c10::SymInt has a destructor, so it is passed by address
 
 template <typename Function>
 Function entry(const char* name) {
@@ -252,7 +254,7 @@ AtenTensorHandle empty_strided_again(int dims, const int64_t* size, const int64_
 
 void rethrow_python_error() {
   const Python& p = python();
-  // A thread that Python does not know has no exception set.
+  // A thread unknown to Python has no exception set.
   if (!has_python() || p.thread_state() == nullptr) return;
   std::optional<python_error> error;
   {
@@ -280,7 +282,7 @@ void hold_python_error(void* exception) {
 }
 
 bool dispatched(const char* op, const char* overload, StableIValue* stack) {
-  drop_held();  // of a call inside this one that somebody recovered from
+  drop_held();  // drops the exception of an inner call after a recovery
   ++waiting;
   const bool done = torch_call_dispatcher(op, overload, stack, TORCH_ABI_VERSION) == 0;
   --waiting;

@@ -1,4 +1,4 @@
-// Errors that libtorch's C functions (the shims) caught, thrown again as what they were.
+// Errors caught by libtorch's C functions (the shims), thrown again in their original form.
 #pragma once
 
 #include <torch/csrc/stable/stableivalue_conversions.h>
@@ -7,22 +7,23 @@
 
 namespace flashplug {
 
-// torch_call_dispatcher; false: the call failed, and rethrow() is next.
+// Call `torch_call_dispatcher`. After a false result, the caller must call `rethrow()`.
 bool dispatched(const char* op, const char* overload, StableIValue* stack);
 
-// After a shim failed on this thread. Python gets the original exception where it can be had, else a RuntimeError with
-// libtorch's text where this torch keeps it. `call` names the failed call where there is no text.
+// Throw the error of a shim that failed on the calling thread. Python gets the original exception if available, else a
+// RuntimeError with libtorch's text if the running torch keeps the text. `call` names the failed call for lack of a
+// text.
 [[noreturn]] void rethrow(const char* call);
 
-// An exception that Python code raised inside the shim is thrown as it is; without one this returns.
+// Rethrow the exception raised by Python code inside the shim. Returns if there is none.
 void rethrow_python_error();
 
-// What the body of an op in Python raises, a PyObject. It is kept if this thread waits for it in dispatched(), since
-// pybind11 takes the exception from the thread and the shim frees it.
+// Keep an exception raised by the Python body of an op (a PyObject), if the thread waits for it in `dispatched()`.
+// Keeping is necessary, since pybind11 takes the exception from the thread and the shim frees the exception.
 void hold_python_error(void* exception);
 
-// Calls that allocate. Where the shim fails they are repeated by an entry of libtorch that throws: its exception passes
-// through us. A repeat that succeeds gives the result.
+// Calls that allocate. After a failed shim, the call is repeated by a throwing entry of libtorch, and the exception
+// passes through the plugin. A successful repeat gives the result.
 AtenTensorHandle new_strided(int dims, const int64_t* size, const int64_t* stride, int32_t dtype, int32_t device_type,
                              int32_t device_index);
 void copy_into(AtenTensorHandle to, AtenTensorHandle from);

@@ -1,11 +1,11 @@
-// Definitions that newer versions of libstdc++ and glibc have, and that older systems lack (portable.h). The linker
-// hides them from other libraries (exports.map).
+// Definitions from newer versions of libstdc++ and glibc, absent on older systems (portable.h). The linker hides the
+// definitions from other libraries (exports.map).
 #include <new>
 #include <sstream>
 
 #if defined(FLASHPLUG_OLDEST) && defined(__GLIBCXX__)
 
-// Members that headers declare as a part of the library: the move of a stream's text, and a stream's first constructor.
+// Members declared by headers as a part of the library: the move of a stream's text, and a stream's first constructor.
 template class std::basic_stringbuf<char>;
 template class std::basic_stringstream<char>;
 
@@ -13,7 +13,7 @@ namespace std {
 void __throw_bad_array_new_length() { throw std::bad_array_new_length(); }
 }  // namespace std
 
-// False: pointers are counted with atomic instructions, as in any process that has threads.
+// False: pointers are counted with atomic instructions, as in any process with threads.
 extern "C" char __libc_single_threaded;
 char __libc_single_threaded = 0;
 

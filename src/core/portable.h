@@ -1,5 +1,5 @@
-// Included ahead of every file, so that _C loads on older systems than the one that it is built on: glibc 2.28 and the
-// libstdc++ of GCC 8 (test_wheel.py). portable.cpp defines what that libstdc++ lacks.
+// Compatibility header, included before every file. _C thereby loads on systems older than the build machine: glibc
+// 2.28 and the libstdc++ of GCC 8 (test_wheel.py). portable.cpp defines functions absent from the old libstdc++.
 #pragma once
 
 #include <cstddef>  // the macros of the C and C++ libraries
@@ -13,8 +13,8 @@
 #endif
 
 #ifdef FLASHPLUG_OLDEST
-// glibc keeps the old version of each function beside the new one. The new ones differ in the library that they lie in,
-// and hypot in its rounding.
+// glibc keeps the old version of each function beside the new one. The new versions differ in their library, and hypot
+// also in rounding.
 #define FLASHPLUG_USE_OLDEST(name) __asm__(".symver " #name "," #name "@" FLASHPLUG_OLDEST)
 FLASHPLUG_USE_OLDEST(dlopen);
 FLASHPLUG_USE_OLDEST(dlsym);

@@ -1,5 +1,5 @@
-// The ops whose calls we take or make, by the schemas that torch prints for them (test_ops.py holds them against
-// torch's own). Places on a stack are looked up in them by name, when this is compiled.
+// Schemas of the ops that the plugin implements or calls, as printed by torch (test_ops.py compares them with torch's
+// own). Positions on a stack are looked up by argument name at compile time.
 #pragma once
 
 #include <algorithm>
@@ -18,9 +18,9 @@ class Schema {
   constexpr const char* text() const { return text_.data(); }
   const char* name() const { return name_; }
   const char* overload() const { return overload_; }
-  int count() const { return count_; }  // of arguments
+  int count() const { return count_; }  // number of arguments
   constexpr std::string_view argument(int place) const { return name_in(between("(", ") -> "), place); }
-  // Of an argument by its name; a name that the op does not have is no constant, so it does not compile.
+  // Return the position of an argument. An unknown name is no constant expression, so the call does not compile.
   consteval int operator[](std::string_view name) const { return place(between("(", ") -> "), name); }
   consteval int result(std::string_view name) const { return place(between(") -> (", ")"), name); }
 
@@ -29,13 +29,13 @@ class Schema {
     const size_t first = text_.find(begin) + begin.size();
     return text_.substr(first, text_.find(end, first) - first);
   }
-  // Empty behind the last one.
+  // Return an empty name after the last argument.
   static constexpr std::string_view name_in(std::string_view list, int place) {
     while (!list.empty()) {
       const size_t comma = list.find(", ");
       const std::string_view item = list.substr(0, comma);
       list = comma == list.npos ? std::string_view() : list.substr(comma + 2);
-      if (item == "*") continue;  // what follows has to be named, and has its place all the same
+      if (item == "*") continue;  // following arguments are keyword-only, but have positions as well
       const std::string_view word = item.substr(item.rfind(' ') + 1);
       if (place-- == 0) return word.substr(0, word.find('='));
     }
@@ -53,7 +53,7 @@ class Schema {
   int count_ = 0;
 };
 
-// ---- the carrier, and the project's own (ops.py defines these) ----
+// ---- the overrideable op, and the project's own ops (ops.py defines the latter) ----
 
 inline constexpr Schema kCarrierForward(
     "aten::_scaled_dot_product_fused_attention_overrideable(Tensor query, Tensor key, Tensor value, "
@@ -143,7 +143,7 @@ inline constexpr Schema kMathBackward(
     "Tensor out, Tensor lse, Tensor seed, Tensor offset, float dropout_p, int causal_mode, float? scale, int mode, "
     "bool bias_grad) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)");
 
-// ---- stock's ----
+// ---- ops of stock torch ----
 
 inline constexpr Schema kCudnnForward(
     "aten::_scaled_dot_product_cudnn_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_bias, "
@@ -186,7 +186,7 @@ inline constexpr Schema kNanToNum(
     "aten::nan_to_num_(Tensor(a!) self, float? nan=None, float? posinf=None, float? neginf=None) -> Tensor(a!)");
 inline constexpr Schema kRandom("aten::random_(Tensor(a!) self, *, Generator? generator=None) -> Tensor(a!)");
 
-// What the efficient attention's are made of, and what comes to it otherwise (efficient_attention_op.cpp).
+// Ops underneath stock's efficient attention; further calls reach them directly (efficient_attention_op.cpp).
 inline constexpr Schema kRowsForward(
     "aten::_efficient_attention_forward(Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? cu_seqlens_q, "
     "Tensor? cu_seqlens_k, SymInt? max_seqlen_q, SymInt? max_seqlen_k, float dropout_p, int custom_mask_type, "

@@ -1,5 +1,5 @@
-// Switches, tables and counters; and device facts, asked of the driver once per device. The C functions that Python
-// calls are in bindings.cpp.
+// State of the process: switches, tables, counters, and device facts, asked of the driver once per device. The C
+// functions called by Python are in bindings.cpp.
 #include "core/flashplug.h"
 
 #include <algorithm>
@@ -21,8 +21,8 @@ State& state() {
 }
 
 namespace {
-// SMs that the launches of a ring's step leave free. The step's own frame sets and restores the number, forward and
-// backward, so no recomputation meets another thread's.
+// Number of SMs that launches of a ring-attention step leave free. The step's own frame sets and restores the number,
+// forward and backward, so no recomputation meets the number of a different thread.
 thread_local int thread_margin = 0;
 }  // namespace
 
@@ -102,7 +102,7 @@ Mode own_op_mode(int64_t baked) {
                              " asks for no backend of architectures.py");
   const Mode now = effective_mode(), said{baked & kModeMask};
   const bool as_now = process_backend() != Backend::kAuto || said.with_precision(0).word == 0;
-  // Whether gradients are wanted, only who traces knows.
+  // Only the tracer knows whether gradients are wanted.
   const int precision = said.precision() == kPrecisionOfThread ? now.precision() : said.precision();
   return (as_now ? now : said).with_precision(precision == kWholePrecision ? 0 : precision);
 }
@@ -127,7 +127,8 @@ DeviceFacts device_facts(int device_index) {
 
 void count(Path path) { state().counters[static_cast<int>(path)].fetch_add(1, std::memory_order_relaxed); }
 
-// Called with every decision; costs one load unless a listener is set. What reads the same is told once.
+// Log a plan. The function is called for every decision, and costs one load without a listener. Equal texts are logged
+// once.
 void note_plan(const char* where, const Problem& p, const DeviceFacts& device, Mode mode, const Plan& plan) {
   State& s = state();
   LogCallback callback = s.log_callback.load(std::memory_order_acquire);

@@ -1,4 +1,4 @@
-// What state.cpp owns; only state.cpp and bindings.cpp (the C functions for Python) look inside.
+// State of the process, owned by state.cpp. Only state.cpp and bindings.cpp (the C functions for Python) look inside.
 #pragma once
 
 #include <atomic>
@@ -10,14 +10,14 @@
 
 namespace flashplug {
 
-constexpr size_t kMostTold = 4096;  // log lines that are not said again
-// Levels are those of Python's logging.
+constexpr size_t kMostTold = 4096;  // number of remembered log lines that are not repeated
+// Log levels of Python's logging.
 constexpr int kLogDebug = 10;
 constexpr int kLogWarning = 30;
 using LogCallback = void (*)(int level, const char* text);
 
 struct State {
-  std::atomic<bool> enabled{false};  // until enable(), which TORCH_FLASHPLUG=0 leaves out
+  std::atomic<bool> enabled{false};  // set by enable(), which TORCH_FLASHPLUG=0 omits
   std::atomic<Standin> standin{Standin::kOff};
   std::atomic<int> process_backend{0};
   std::atomic<int> process_precision{0};
@@ -36,7 +36,7 @@ struct State {
   std::atomic<TraceCallback> trace_callback{nullptr};
   std::atomic<LogCallback> log_callback{nullptr};
   std::atomic<bool> log_plans{false};
-  std::unordered_set<std::string> told;  // of the log of plans
+  std::unordered_set<std::string> told;  // lines of the plan log
   std::mutex told_mutex;
 
   std::mutex error_mutex;
@@ -44,12 +44,13 @@ struct State {
 };
 
 State& state();
-// block_mode.cpp: sets this thread's mode word; returns a token that restores the one before. A word that is no token
-// belongs to a block that is entered now.
+// Set the thread's mode word (block_mode.cpp). Returns a token that restores the previous mode. A word that is no token
+// enters a new block.
 int64_t exchange_thread_mode(int64_t word);
-// The mode word of this thread's innermost block; in a recomputation that of its forward.
+// Return the mode word of the thread's innermost block; during a recomputation, the mode word of the original forward.
 int64_t current_thread_mode();
-// Up-call: runs a small backward that calls learn_node() while its node, of that number, is evaluated.
+// Callback into Python: runs a small backward that calls `learn_node()` during the evaluation of a node, with the
+// node's number.
 using LearnCallback = void (*)();
 void set_learn_callback(LearnCallback callback);
 bool learn_node(uint64_t sequence);

@@ -1,5 +1,5 @@
-// The tables of torch_flashplug/registry/kernel_table.py, dispatch_table.py and stock_bugs.py as they cross from Python
-// (table_structs.py mirrors every struct here, and the size of each is checked), pushed once at import.
+// The tables of torch_flashplug/registry/kernel_table.py, dispatch_table.py and stock_bugs.py as C++ structs. Python
+// pushes the rows once at import. table_structs.py mirrors each struct, and the size of each row is checked.
 #pragma once
 
 #include <bitset>
@@ -14,13 +14,13 @@
 
 namespace flashplug {
 
-// Kernels that are written for one architecture, and the backend that asks for them (architectures.py). Their order is
-// the one in which auto asks.
+// A family: kernels written for a single architecture, and the name of their backend (architectures.py). Auto mode asks
+// the families in table order.
 struct FamilyRow {
   const char* backend;
-  const char* gpus;  // that run them, in words
-  int32_t arch;      // their compute capability: 90 is 9.0
-  int32_t later;     // every one since runs them; else that one alone
+  const char* gpus;  // GPUs that run the kernels, in words
+  int32_t arch;      // compute capability of the kernels: 90 is 9.0
+  int32_t later;     // nonzero: every later GPU runs them, too; 0: only the exact capability
 };
 inline bool runs_on(const FamilyRow& family, int cc) {
   return family.later != 0 ? cc >= family.arch : cc == family.arch;
@@ -31,70 +31,70 @@ enum Kind : int32_t { kFwd, kBwd, kDetBwd, kPartBwd, kDecode, kDBias, kTileBwd }
 constexpr int kNumKinds = 7;
 constexpr const char* kKindNames[kNumKinds] = {"fwd", "bwd", "detbwd", "partbwd", "decode", "dbias", "tilebwd"};
 
-// Of a kernel.
+// Features of a kernel.
 struct Features {
-  int64_t takes;   // those that it has,
-  int64_t always;  // and of them those that it applies to every call
+  int64_t takes;   // bits of the kernel's features
+  int64_t always;  // subset of `takes`: features applied to every call
   bool fit(int64_t needs) const { return (needs & ~takes) == 0 && (always & ~needs) == 0; }
   bool operator==(const Features&) const = default;
 };
 
-// One kernel, and the calls that it fits.
+// A kernel, with limits of the calls that fit.
 struct KernelRow {
   const char* name;
   int64_t d_max, dv_max;
-  int64_t takes;   // features that it has,
-  int64_t always;  // and of them those that it applies to every call
+  int64_t takes;   // bits of the kernel's features
+  int64_t always;  // subset of `takes`: features applied to every call
   Kind kind;
-  int32_t family;                 // a row of `families`
-  int32_t element;                // what it is made of: its place in ELEMENTS of dtypes.py
+  int32_t family;                 // index of a row of `families`
+  int32_t element;                // element type: index in ELEMENTS of dtypes.py
   DType dtype[kNumOperands + 1];  // of query, key, value and output
   int32_t tile_m, tile_n, stages;
-  int32_t cost;           // ns of one KV block of one tile on one SM
-  int32_t elementwise;    // takes any addresses and strides, and calls that need it alone
+  int32_t cost;           // ns for a single KV block of a single tile on one SM
+  int32_t elementwise;    // reads any addresses and strides, and runs only calls with a need for element-wise access
   int32_t smem_bytes;     // of a CTA
-  int32_t sector_bytes;   // what L2 hands out at once, of rows that TMA fetches in boxes; 1: no boxes
-  int32_t whole_sectors;  // only for calls whose rows begin with a sector
-  int32_t group_rows;     // of a tile, which are worked on together
-  int32_t max_cluster;    // CTAs of one that can add up in shared memory
-  int32_t peers_at_once;  // in a cluster: results of other CTAs that are read at the same time
-  int32_t counters;       // of a block of rows of a backward's scratch; 0: it has no scratch
-  int32_t scratch_rows;   // what rows of a backward's scratch are rounded up to
+  int32_t sector_bytes;   // L2 sector size for rows fetched by TMA in boxes; 1: no boxes
+  int32_t whole_sectors;  // only for calls whose rows begin at a sector
+  int32_t group_rows;     // rows of a tile for each group of threads
+  int32_t max_cluster;    // maximal number of CTAs of a cluster for sums in shared memory
+  int32_t peers_at_once;  // in a cluster: number of peer results read at the same time
+  int32_t counters;       // counters for each block of rows of a backward's workspace; 0: no workspace
+  int32_t scratch_rows;   // rows of a backward's workspace are rounded up to a multiple of `scratch_rows`
   int32_t shares_heads;   // tiles of a backward may share the query heads of a KV head
-  int32_t dkdv_alone;     // in parts: faster than the fused kernel where dQ is not wanted
-  int32_t at_once;        // decode: CTAs of an SM that read faster than one does
-  double last_tile;       // what the least of a head's last tiles costs, of a full one's time
+  int32_t dkdv_alone;     // split backward: faster than the fused kernel where dQ is not wanted
+  int32_t at_once;        // decode: number of CTAs of an SM that read faster than a single CTA
+  double last_tile;       // smallest cost of a head's last tile, as a fraction of a full tile's time
 };
 
-// What the operands of a class of calls look like to the kernel that takes them: by vectors, as far as head dims go; or
-// by what no vector fits. OPERANDS of dispatch_table.py.
+// Alignment class of the operands, from the selected kernel's view (OPERANDS of dispatch_table.py). Operands are
+// readable by vectors, with equal or mixed head dims. Or vectors cannot read the operands, for the reason in the name.
 enum Operands : int32_t { kSquare = 1, kMixed = 2, kOddDims = 4, kUnaligned = 8, kColumns = 16 };
 constexpr const char* kOperandsNames[] = {"square", "mixed", "odddims", "unaligned", "columns"};
 
 struct ChoiceRow {
-  const char* said;      // its class in words
+  const char* said;      // class of calls in words
   const char* measured;  // date, machine, suite
-  double ratio;          // stock default time / our time
-  int64_t features;      // exactly what its calls need
-  int64_t elements;      // of the kernels that were measured: a bit for each
+  double ratio;          // stock default time / plugin time
+  int64_t features;      // the exact features of the calls
+  int64_t elements;      // bit set of the element types of the measured kernels
   int64_t d_min, d_max, min_sq, max_sq, min_sk, max_sk, min_tiles, min_packed, max_packed;
   int32_t kind, family, grad;
-  int32_t operands;      // a sum of Operands
-  int32_t tile_m;        // only calls whose kernel has this many query rows; 0: any
-  int32_t keys_of_tile;  // tiles are blocks of so many keys; 0: those of the forward
+  int32_t operands;      // a sum of `Operands`
+  int32_t tile_m;        // only calls whose kernel has `tile_m` query rows; 0: any
+  int32_t keys_of_tile;  // tiles are counted in blocks of so many keys; 0: the forward's tiles
   int32_t serve;
 };
 
-// Calls that stock is known to crash on, refuse or get wrong: auto takes them whatever the speed. A row holds for calls
-// of which all its facts are true.
+// Calls on which stock is known to crash, raise or return wrong results. Auto mode serves such calls regardless of
+// speed. A row holds for a call if all facts of the row are true.
 struct RescueRow {
-  const char* stock;     // what stock would do
-  const char* evidence;  // date, machine, how it was seen
-  int64_t facts;         // a sum of CallFact
-  int64_t features;      // calls that need others were not seen
+  const char* stock;     // behavior of stock
+  const char* evidence;  // date, machine, kind of observation
+  int64_t facts;         // a sum of `CallFact`
+  int64_t features;      // features covered by the evidence; the row does not hold for calls with further needs
 };
 enum CallFact : int64_t {  // FACTS of stock_bugs.py
-  kOddBase = 1,            // of any operand, as the next
+  kOddBase = 1,            // of any operand; so is `kOddOnes`
   kOddOnes = 2,
   kBroadcastQuery = 4,
   kMixedDims = 8,   // D != Dv
@@ -102,7 +102,7 @@ enum CallFact : int64_t {  // FACTS of stock_bugs.py
   kOneRow = 32,     // Sq == 1
   kOneKey = 64,     // Sk == 1
   kUnusualScale = 128,
-  kRows = 256,  // the last dims are contiguous; else stock takes math
+  kRows = 256,  // the last dims are contiguous; otherwise stock uses math
   kMasked = 512,
   kBiased = 1024,
   kWideBiased = 2048,
@@ -117,36 +117,37 @@ constexpr const char* kCallFactNames[] = {"odd_base",      "odd_ones", "broadcas
                                           "bias",          "bias32",   "all_dropped",     "beyond_grid", "gradients",
                                           "half_key_block"};
 
-// What a kernel of torch's varlen_attn would do, and whether auto takes such a call (VARLEN_ROWS of dispatch_table.py).
+// Kernel that torch's varlen_attn would run. `VarlenRow` says whether auto mode takes such a call (VARLEN_ROWS of
+// dispatch_table.py).
 enum VarlenKernel : int32_t { kVarlenFlash, kVarlenCudnn };
 constexpr const char* kVarlenKernelNames[] = {"flash", "cudnn"};
 constexpr const char* kVarlenKernelSaid[] = {"flash attention", "cuDNN"};
-enum VarlenFact : int64_t { kMisaligned = 1, kUnusualVarlenScale = 2 };  // VARLEN_FACTS there
+enum VarlenFact : int64_t { kMisaligned = 1, kUnusualVarlenScale = 2 };  // VARLEN_FACTS of dispatch_table.py
 constexpr const char* kVarlenFactBits[] = {"misaligned", "unusual_scale"};
 struct VarlenRow {
-  const char* measured;  // date, machine, suite; of a fault the evidence
-  const char* wrong;     // what stock would do that is wrong; empty: it is right, and the ratio counts
-  int64_t facts;         // that all have to hold
-  int32_t stock;         // the kernel that torch would run
+  const char* measured;  // date, machine, suite; for a fault the evidence
+  const char* wrong;     // wrong behavior of stock; empty: stock is right, and the ratio decides
+  int64_t facts;         // bits of facts; all must hold
+  int32_t stock;         // kernel chosen by torch
   int32_t cc;            // compute capability of the GPU
   int32_t serve;
 };
 
-// Words for a feature, in the order of their bits (features.py).
+// Words for a feature, in bit order (features.py).
 struct FeatureRow {
-  const char* said;   // of a call that needs it
-  const char* words;  // why kernels cannot run it, with {fact} for a fact of the call
+  const char* said;   // description of a call with the feature
+  const char* words;  // why kernels cannot run the call; {fact} stands for a fact of the call
 };
 
-// What a kernel can be given beside facts of its call (visit_facts), by name; what each is, and which of them a kind of
-// kernels takes: kernel_args.py.
+// Argument slots: values for a kernel beside facts of the call (`visit_facts()`), by name. kernel_args.py describes
+// each slot and lists the slots of each kind of kernel.
 constexpr const char* kSlotNames[] = {
     "q",       "k",        "v",          "o",     "do",      "lse",      "dq",       "dk",      "dv",      "rows",
     "scratch", "partials", "scale_log2", "scale", "counter", "num_ctas", "splits",   "cluster", "wanted",  "mask",
     "digest",  "bias",     "bias32",     "seed",  "dbias",   "dbias32",  "scratch8", "k_scale", "v_scale", "rotated",
     "ranges",  "sinks",    "dlse",       "cu_q",  "cu_k",    "used_k",   "lists",    "pages"};
 constexpr int kNumSlots = std::size(kSlotNames);
-// One of them. A name that is not there does not compile.
+// Index of an argument slot. An unknown name does not compile.
 class Slot {
  public:
   consteval Slot(const char* name) {  // NOLINT(google-explicit-constructor): calls say the name
@@ -170,18 +171,19 @@ enum class NumberType : int32_t {
 };  // DTYPES of kernel_args.py
 constexpr const char* kNumberTypeNames[] = {"query", "key", "value", "output", "fp32", "int32", "int64", "bool"};
 struct ArgumentRow {
-  const char* name;  // one of kSlotNames, or a fact
-  int64_t features;  // that bring it: None to kernels that have none of them; 0: all take it
-  Kind kind;         // of the kernels, which take arguments in the order of their rows
-  int32_t rank;      // 0: a number
+  const char* name;  // a name of kSlotNames, or of a fact
+  // features that bring the argument; kernels without them get None; 0: all kernels take the argument
+  int64_t features;
+  Kind kind;     // kind of kernel; the order of the rows is the order of the arguments
+  int32_t rank;  // 0: a number
   NumberType type;
 };
 inline bool takes_argument(const KernelRow& kernel, int64_t features) {
   return features == 0 || (kernel.takes & features) != 0;
 }
 struct Parameter {
-  int64_t features = 0;  // as of its row
-  int32_t place = -1;    // among the arguments; -1: not taken
+  int64_t features = 0;  // as in `ArgumentRow`
+  int32_t place = -1;    // position among the arguments; -1: not taken
   int32_t rank = 0;
   NumberType type = NumberType::kQuery;
 };
@@ -192,35 +194,36 @@ struct FactParameter {
 };
 constexpr int kMostArguments = 32;
 constexpr int kMostDims = 4;  // of a tensor
-// What a kind of kernels takes.
+// The arguments of a kind of kernels.
 struct Signature {
   int32_t count = 0;
   Parameter parameters[kNumSlots];
   std::vector<FactParameter> facts;
-  int32_t always = 0;            // so many slots are every kernel's
-  std::vector<int64_t> brought;  // the others' features
+  int32_t always = 0;            // number of slots taken by every kernel of the kind
+  std::vector<int64_t> brought;  // features of each remaining slot
   const Parameter& of(Slot slot) const { return parameters[slot.number()]; }
 };
 
 constexpr int kMostInCluster = 8;
 
-// What was measured of the machine, and asked of calls of few query rows (GATE of dispatch_table.py).
+// Measured properties of the machine, and limits of decode calls (GATE of dispatch_table.py).
 struct GateRow {
-  int64_t measured_cc;  // the GPUs that choice rows hold for
-  int64_t rows;         // Sq * G up to here is decode
-  int64_t wide_rows;    // and up to here where that is the faster kernel,
-  int64_t rows_spared;  // of queries, in a row: tiles of a backward that share query heads must spare as many
-  int64_t cluster;      // splits up to here can be CTAs of a cluster, which add up in shared memory:
-  double wide_ns;       // (a wide one takes that much longer for every wave of its CTAs)
-  double occupancy;     // share of the SMs that tiles must fill where keys cannot be split
-  double cluster_ns;    // they wait for each other,
-  double cluster_rate;  // and a warpgroup adds up what it has of peers, bytes per ns
-  double combine_ns;    // What more splits cost: a second kernel,
-  double combine_rate;  // and partial results through memory, bytes per ns
-  double read_share;    // of the memory's rate, which reading K and V comes to
-  double shared_ns;     // what CTAs must save by sharing SMs
-  double unknown_rate;  // of a device that does not tell its memory's, bytes per ns
-  double cluster_share[kMostInCluster + 1];  // of the SMs, which clusters of so many CTAs may fill; 0: any number
+  int64_t measured_cc;  // compute capability of the GPUs in choice rows
+  int64_t rows;         // maximal Sq * G of a decode call
+  int64_t wide_rows;    // maximal Sq * G of a call with packed rows, if the decode kernel is faster
+  int64_t rows_spared;  // minimal saving of tiles of a backward that share query heads, in consecutive query rows
+  int64_t cluster;      // maximal number of CTAs of a cluster with sums in shared memory
+  double wide_ns;       // extra time of a call with packed rows, for every wave of CTAs
+  double occupancy;     // share of the SMs to be filled by tiles where keys cannot be split
+  double cluster_ns;    // waiting time inside a cluster
+  double cluster_rate;  // rate of a warpgroup's sums of peer results, bytes per ns
+  double combine_ns;    // cost of splits beyond a cluster: time of a second kernel
+  double combine_rate;  // rate of partial results through global memory, bytes per ns
+  double read_share;    // share of the memory rate reached by reading K and V
+  double shared_ns;     // minimal time to be saved by several CTAs on an SM
+  double unknown_rate;  // assumed memory rate of a device with an unknown rate, bytes per ns
+  // share of the SMs to be filled by clusters of so many CTAs, at most; 0: no limit
+  double cluster_share[kMostInCluster + 1];
 };
 
 struct Tables {
@@ -232,19 +235,20 @@ struct Tables {
   std::vector<FeatureRow> features;
   Signature signatures[kNumKinds];
   GateRow gate = {};
-  uint64_t version = 1;  // another one after every change
+  uint64_t version = 1;  // changes with every change of the tables
 
-  void add(FamilyRow row);  // throws where there are kMostFamilies
+  void add(FamilyRow row);  // throws if there are `kMostFamilies` already
   void add(KernelRow row);
-  void add(const ArgumentRow& row);  // throws where there is no such slot
-  // Rows of `kernels`, in their order.
+  void add(const ArgumentRow& row);  // throws for an unknown slot
+  // Return the indices of rows of `kernels`, in table order.
   const std::vector<int>& of(Kind kind, int family, DType query) const {
     return groups[family].of[kind][static_cast<int>(query)];
   }
-  // What the kernels of a family take, each some of it, and what they are made of; everything where there are none,
-  // which is a reason of its own.
+  // Return the union of the features of a family's kernels. A family without kernels takes every feature and every
+  // dtype, because the missing kernel is a separate reason. `made_of()` asks for the dtypes.
   int64_t takes(int family) const { return groups[family].taken; }
-  bool takes_together(int family, int64_t needs) const;  // whether some kernel takes all of it, and asks for no more
+  // true if some kernel has all needed features and applies no more
+  bool takes_together(int family, int64_t needs) const;
   bool made_of(int family, const DType (&dtype)[kNumOperands]) const {
     return groups[family].taken < 0 || groups[family].made[place_of(dtype)];
   }
@@ -252,15 +256,15 @@ struct Tables {
   const char* keep(const char* text) { return texts.emplace_back(text).c_str(); }
 
  private:
-  std::deque<std::string> texts;  // what the rows' pointers point to
+  std::deque<std::string> texts;  // storage of the texts in rows
   struct Group {
     std::vector<int> of[kNumKinds][kNumDTypes];
     int64_t taken = -1;
-    std::vector<Features> sets;                              // that kernels have, each once
-    std::bitset<kNumDTypes * kNumDTypes * kNumDTypes> made;  // what their query, key and value are made of
+    std::vector<Features> sets;                              // distinct feature sets of the kernels
+    std::bitset<kNumDTypes * kNumDTypes * kNumDTypes> made;  // dtypes of query, key and value of existing kernels
   };
-  std::vector<Group> groups;  // one for each family
-  // Every three dtypes have one in `made`.
+  std::vector<Group> groups;  // an entry for each family
+  // Return the index in `made` of a combination of three dtypes.
   static size_t place_of(const DType* dtype) {
     size_t place = 0;
     for (int i = 0; i < kNumOperands; ++i) place = place * kNumDTypes + static_cast<size_t>(dtype[i]);
@@ -268,7 +272,7 @@ struct Tables {
   }
 };
 
-// Whether the answer is yes for a family; asks in their order, until it is.
+// Return true if `ask` is true for a family. Families are asked in table order until the first true answer.
 template <typename Ask>
 bool any_family(const Tables& tables, Ask ask) {
   for (int family = 0; family < tables.num_families(); ++family) {

@@ -1,4 +1,4 @@
-// Tensor facts through the stable C shims. Nothing here decides anything.
+// Tensor facts, read through the stable C shims. Nothing here decides anything.
 #include "core/tensor_facts.h"
 
 #include <algorithm>

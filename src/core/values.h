@@ -1,5 +1,5 @@
-// Values that cross the dispatcher's boxed ABI: owned tensor handles and conversions to and from StableIValue. No
-// decisions.
+// Values of the dispatcher's boxed ABI: owned tensor handles, and conversions to and from StableIValue. The file makes
+// no decisions.
 #pragma once
 
 #include <torch/csrc/stable/stableivalue_conversions.h>
@@ -16,14 +16,15 @@
 
 namespace flashplug {
 
-// What the dispatcher's dumps say of our registrations, by which op_owners.py tells them from others'.
+// Owner name of the plugin's registrations in dumps of the dispatcher. op_owners.py recognizes registrations by the
+// name.
 inline constexpr const char* kOwner = "torch_flashplug";
 
 inline void check_shim(AOTITorchError error, const char* what) {
   if (error != 0) rethrow(what);
 }
 
-// One reference to a tensor. An empty Owned stands for "no tensor"; undefined() makes torch's undefined tensor.
+// A reference to a tensor. An empty `Owned` stands for "no tensor"; `undefined()` makes torch's undefined tensor.
 class Owned {
  public:
   Owned() = default;
@@ -63,14 +64,14 @@ template <typename T>
 StableIValue from(T value) {
   return torch::stable::detail::from(value);
 }
-// Gives the reference away.
+// Give the reference away.
 inline StableIValue from_tensor(Owned tensor) {
   return torch::stable::detail::from((tensor.get() ? std::move(tensor) : Owned::undefined()).release());
 }
 inline StableIValue from_borrowed(AtenTensorHandle tensor) {
   return from_tensor(tensor ? Owned::share(tensor) : Owned::undefined());
 }
-// Tensor? and float?: a null pointer or a heap cell that the receiver frees.
+// Tensor? and float? are a null pointer, or a heap cell freed by the receiver.
 inline StableIValue from_optional_tensor(AtenTensorHandle tensor) {
   return tensor == nullptr ? from(std::nullopt) : from(new StableIValue(from_borrowed(tensor)));
 }
@@ -96,10 +97,10 @@ T to(StableIValue value) {
 
 }  // namespace box
 
-// A call of one op: arguments go to their places, results come out in order. Arguments are freed by the dispatcher.
+// A call of an op: arguments are set by position, and results come out in order. The dispatcher frees the arguments.
 class OpCall {
  public:
-  explicit OpCall(const Schema& op) : op_(op) {}  // which lives as long
+  explicit OpCall(const Schema& op) : op_(op) {}  // the schema must live as long
   StableIValue& operator[](int place) {
     given_ |= uint32_t{1} << place;
     return stack_[place];
@@ -107,7 +108,8 @@ class OpCall {
   void run() {
     if (!called()) rethrow(op_.name());
   }
-  // again: where the call fails, is given the places of results, and fills them or throws what the call threw.
+  // Run the op. After a failure, `again` gets the places of the results, and either fills them or throws the call's
+  // error.
   template <typename Again>
   void run_or(Again again) {
     if (called()) return;
@@ -118,7 +120,7 @@ class OpCall {
 
  private:
   bool called() {
-    // The dispatcher would take a place that was left alone for a tensor's address.
+    // The dispatcher would take an unset place for the address of a tensor.
     if (const int missing = std::countr_one(given_); missing < op_.count())
       throw std::runtime_error(std::string("torch_flashplug: ") + op_.name() + " without its argument " +
                                std::string(op_.argument(missing)));

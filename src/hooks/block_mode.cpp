@@ -1,14 +1,15 @@
-// The mode of this thread's sdpa_backend block, and the mode of a recomputation.
+// The mode of the thread's sdpa_backend block, and the mode of a recomputation.
 //
-// torch.utils.checkpoint repeats a forward while autograd evaluates a node, on the calling thread (CPU) or on the
-// device's own thread (CUDA). The repeated forward must use the mode of the original one: another backend draws other
-// dropout bits, or saves other tensors. The node tells which mode that was. Every node has a number, in order of
-// creation on its thread, and the number of that thread. A block writes down at which number it begins and ends, so the
-// node's number says in which block it was made. A block that is entered during the recomputation itself comes first.
+// torch.utils.checkpoint repeats a forward while autograd evaluates a node. The repeat runs on the calling thread (CPU)
+// or on the device's own thread (CUDA). The repeated forward must use the mode of the original forward, because a
+// different backend draws different dropout bits or saves different tensors. The node tells the original mode: every
+// node has a number, in order of creation on its thread, and the number of the thread. A block records the numbers at
+// its begin and end, so the node's number identifies the block of its creation. A block entered during the
+// recomputation itself has priority.
 //
 // libtorch has no stable access to the evaluated node. The first recomputation of a process asks Python to run a small
-// backward whose node is known; learn_node() is called inside of it and finds where the two numbers lie (torch 2.11
-// hands out a std::shared_ptr<Node>, 2.13 a c10::intrusive_ptr). Where that fails, the thread's own block counts.
+// backward with a known node. `learn_node()` is called inside and finds the positions of the two numbers (torch 2.11
+// hands out a std::shared_ptr<Node>, 2.13 a c10::intrusive_ptr). If the search fails, the thread's own block counts.
 #include <algorithm>
 #include <cstring>
 #include <limits>
@@ -26,21 +27,21 @@ namespace flashplug {
 namespace {
 
 constexpr int64_t kNoTask = -1;
-constexpr int kTaskShift = 24;  // of a token: above the mode word
+constexpr int kTaskShift = 24;  // position in a token: above the mode word
 constexpr int64_t kIsToken = int64_t{1} << 62;
 constexpr int64_t kTaskMask = (int64_t{1} << 32) - 1;
-constexpr size_t kMostChanges = 1 << 20;  // of a thread; the older half is forgotten then
+constexpr size_t kMostChanges = 1 << 20;  // limit of a thread; at the limit the older half is forgotten
 
-// The innermost block of this thread, and the graph task (one run of backward()) that it was entered in.
+// The innermost block of the thread, and the graph task (a run of backward()) in which the block was entered.
 struct Block {
   int64_t word = 0;
   int64_t task = kNoTask;
 };
 thread_local Block block;
-thread_local uint64_t noted_until = 0;     // nodes of this thread below this number have their mode in the history
-thread_local bool is_recomputing = false;  // the history's last mode of this thread is a recomputation's
+thread_local uint64_t noted_until = 0;     // the history has the modes of the thread's nodes below this number
+thread_local bool is_recomputing = false;  // the thread's last mode in the history is a recomputation's
 
-// From this node number on, nodes of a thread are made in that mode.
+// Start of a mode: from this node number on, a thread's nodes are made in the mode.
 struct Change {
   uint64_t sequence;
   int64_t word;
@@ -56,22 +57,24 @@ History& history() {
 }
 std::atomic<bool> any_block{false};
 
+// Record the mode of a thread for nodes from number `sequence` on.
 void note_change(uint64_t thread, uint64_t sequence, int64_t word) {
   History& all = history();
   std::lock_guard<std::mutex> lock(all.mutex);
   std::vector<Change>& changes = all.changes[thread];
-  while (!changes.empty() && changes.back().sequence >= sequence) changes.pop_back();  // nothing was made in between
+  while (!changes.empty() && changes.back().sequence >= sequence) changes.pop_back();  // no node was made in between
   if (word == (changes.empty() ? 0 : changes.back().word)) return;
   if (changes.size() == kMostChanges) changes.erase(changes.begin(), changes.begin() + kMostChanges / 2);
   changes.push_back({sequence, word});
 }
 
-// Nodes that this thread has made since the last note, and those that it makes from now on, are of that mode.
+// Record the mode of nodes made by the thread since the last record, and of future nodes.
 void note_nodes(int64_t word) {
   note_change(torch_symbols().record_thread(), noted_until, word);
   noted_until = torch_symbols().sequence_number();
 }
 
+// Return the mode in which a node was made.
 int64_t mode_at(uint64_t thread, uint64_t sequence) {
   History& all = history();
   std::lock_guard<std::mutex> lock(all.mutex);
@@ -84,19 +87,19 @@ int64_t mode_at(uint64_t thread, uint64_t sequence) {
 // ---- the evaluated node ----
 
 struct NodeLayout {
-  std::atomic<int> sequence_word{-1};  // place of the node's number, in words of 8 bytes; -1: not known
+  std::atomic<int> sequence_word{-1};  // position of the node's number, in words of 8 bytes; -1: unknown
   bool is_shared = false;              // std::shared_ptr, else c10::intrusive_ptr
 };
 NodeLayout layout;
 std::atomic<LearnCallback> learn_callback{nullptr};
-constexpr int kThreadAfter = 3;  // words from the node's number to its thread's (a depth and a flag lie between)
+constexpr int kThreadAfter = 3;  // words from the node's number to the thread's number (a depth and a flag lie between)
 constexpr int kWordsLookedAt = 8;
 constexpr uint64_t kUntouched = 0x5f5f5f5f5f5f5f5f;
 
-// What libtorch writes where it returns its pointer to the evaluated node.
+// Memory to which libtorch writes a returned pointer to the evaluated node.
 struct NodeReference {
   uint64_t* node = nullptr;
-  uint64_t second = kUntouched;  // of a std::shared_ptr: its control block
+  uint64_t second = kUntouched;  // control block of a std::shared_ptr
 };
 
 NodeReference evaluated_node() {
@@ -105,7 +108,7 @@ NodeReference evaluated_node() {
   return reference;
 }
 
-// The engine holds the node as well, so the count never ends here.
+// Drop a reference. The engine holds the node as well, so the count never reaches zero here.
 void drop(const NodeReference& reference, bool is_shared) {
   if (reference.node == nullptr) return;
   if (!is_shared) {
@@ -120,6 +123,7 @@ void drop(const NodeReference& reference, bool is_shared) {
 struct NodeNumbers {
   uint64_t thread, sequence;
 };
+// Return the numbers of the node under evaluation; empty if there is no node, or if the layout is unknown.
 std::optional<NodeNumbers> evaluated_numbers() {
   static std::once_flag once;
   int place = layout.sequence_word.load(std::memory_order_acquire);
@@ -146,7 +150,7 @@ bool learn_node(uint64_t sequence) {
   const NodeReference reference = evaluated_node();
   if (reference.node == nullptr) return false;
   const bool is_shared = reference.second != kUntouched;
-  if (!is_shared) {  // the count has to be where drop() takes one away
+  if (!is_shared) {  // check that the count is at the word decremented by `drop()`
     const uint64_t before = reference.node[1];
     const NodeReference again = evaluated_node();
     if (again.node != reference.node || reference.node[1] != before + 1) return false;
@@ -193,7 +197,7 @@ int64_t current_thread_mode() {
   // Nodes without a number of their own accumulate gradients: no forward made them.
   if (!node.has_value() || node->sequence == std::numeric_limits<uint64_t>::max()) return block.word;
   const int64_t word = mode_at(node->thread, node->sequence);
-  // A checkpoint inside of this recomputation has its nodes made on this thread. They are of its mode, too.
+  // A nested checkpoint inside the recomputation makes nodes on the current thread. The nodes have the same mode.
   note_nodes(word);
   is_recomputing = true;
   return word;

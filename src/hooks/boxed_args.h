@@ -1,5 +1,5 @@
-// Calls of ops whose schemas are not the same in every torch: their arguments are found by name, and read where they
-// lie, since the call may go on to another kernel as it is.
+// Boxed arguments of ops whose schemas differ between torch versions. Arguments are found by name and read in place,
+// because the call may go on to a different kernel unchanged.
 #pragma once
 
 #include <array>
@@ -10,7 +10,7 @@
 
 namespace flashplug {
 
-// What torch's ops of attention on end take. Several names are one argument's.
+// Arguments of torch's ops for packed sequences. Several names may mean the same argument.
 enum class Arg : int {
   kGradOut,
   kOut,
@@ -47,12 +47,12 @@ enum class Arg : int {
   kCount
 };
 
-// Of an op, as torch prints its schema.
+// Schema of an op, parsed from the text printed by the running torch.
 class LiveSchema {
  public:
-  static constexpr int kMost = 32;  // arguments
+  static constexpr int kMost = 32;  // maximal number of arguments
   explicit LiveSchema(std::string_view schema);
-  int place(Arg arg) const { return place_[static_cast<int>(arg)]; }  // -1: this torch's op has no such argument
+  int place(Arg arg) const { return place_[static_cast<int>(arg)]; }  // -1: the running torch's op has no such argument
   int count() const { return count_; }
   void free(const StableIValue* arguments) const;
   bool is_optional(int place) const { return boxing_[place] != Boxing::kPlain && boxing_[place] != Boxing::kTensor; }
@@ -66,8 +66,8 @@ class LiveSchema {
   std::array<Boxing, kMost> boxing_{};
 };
 
-// The arguments of one call, freed in the end unless another kernel got them. What is returned is borrowed. Results may
-// be put on the stack at any time.
+// The arguments of a call. The destructor frees the arguments, unless a different kernel received them. Returned
+// tensors are borrowed. Results may be put on the stack at any time.
 class Boxed {
  public:
   Boxed(const LiveSchema& signature, StableIValue* stack, uint64_t count);
@@ -75,18 +75,18 @@ class Boxed {
   ~Boxed() {
     if (!given_away_) signature_.free(given_.data());
   }
-  bool has(Arg arg) const { return at(arg) != nullptr; }  // and it is not None
-  AtenTensorHandle tensor(Arg arg) const;                 // null: there is none
-  AtenTensorHandle undefined(Arg arg) const;              // likewise, but for undefined ones
+  bool has(Arg arg) const { return at(arg) != nullptr; }  // present and not None
+  AtenTensorHandle tensor(Arg arg) const;                 // null: absent
+  AtenTensorHandle undefined(Arg arg) const;              // null: absent; may return an undefined tensor
   std::optional<double> real(Arg arg) const;
   std::optional<int64_t> integer(Arg arg) const;
-  bool flag(Arg arg) const;                                   // false where this torch's op has none
-  std::optional<std::array<int64_t, 2>> pair(Arg arg) const;  // of a list of two
-  // To an op of the same arguments, whose results are on the stack then.
+  bool flag(Arg arg) const;                                   // false if the running torch's op has no such flag
+  std::optional<std::array<int64_t, 2>> pair(Arg arg) const;  // from a list of two numbers
+  // Pass the arguments on to an op with the same schema. The results are on the stack afterwards.
   void go_on_to(const char* op);
 
  private:
-  const StableIValue* at(Arg arg) const;  // null: none, or None
+  const StableIValue* at(Arg arg) const;  // null: absent, or None
 
   const LiveSchema& signature_;
   StableIValue* stack_;

@@ -1,14 +1,14 @@
-// aten::_efficient_attention_forward and ..._backward at a dispatch key, over stock's: there arrive lower-right causal
-// masks of torch.nn.attention.bias that flash attention cannot run (D != Dv, fp32), jagged nested tensors, and stock's
-// own dense efficient attention.
+// Override of aten::_efficient_attention_forward and ..._backward at a dispatch key, over stock's kernels. Callers are
+// lower-right causal masks of torch.nn.attention.bias (with D != Dv or fp32, unsupported by flash attention), jagged
+// nested tensors, and stock's own dense efficient attention.
 //
-//   (B, S, H, D) causal to the bottom right, of many rows   ours as attention()'s are, in auto by rows of
-//   dispatch_table.py everything else                                         stock's kernel, called below this one
-//   with operands that it
-//                                                           can read (stock_workarounds.cpp)
+//   (B, S, H, D), bottom-right causal, many rows   plugin kernels by the rules of attention(); in auto mode by rows of
+//                                                  dispatch_table.py
+//   all remaining calls                            stock's kernel, called below the override with operands that stock
+//                                                  can read (stock_workarounds.cpp)
 //
-// Nobody asked for us by name here, so a forced backend takes what its kernels can run and leaves the rest. Without
-// dropout either backward takes what either forward left.
+// Callers here did not ask for the plugin by name. So a forced backend takes calls that its kernels can run and leaves
+// the rest. Without dropout, either backward accepts the results of either forward.
 #include <torch/csrc/stable/library.h>
 
 #include <cstring>
@@ -35,7 +35,7 @@ const LiveSchema& backward_schema() {
   return schema;
 }
 
-// By measured rows or, of a backend that is asked for, whatever the speed.
+// Return true if a plugin kernel should run: by measured rows or, with a requested backend, regardless of speed.
 bool is_ours_to_run(const Boxed& given, bool gradients) {
   const Mode mode = effective_mode();
   if (!enabled() || (mode.backend() != Backend::kAuto && mode.family() < 0)) return false;
@@ -59,13 +59,13 @@ bool is_ours_to_run(const Boxed& given, bool gradients) {
   return plan.ours() && !kernel_missing(plan.kernel_row, device);
 }
 
-// ---- stock's ----
+// ---- stock's kernels ----
 
 void need_stock() {
   if (!has_stock_rows()) throw std::runtime_error("torch_flashplug: this torch has no efficient attention here");
 }
 
-// Operands as stock can read them; what nobody gave stays null.
+// Operands in layouts that stock can read. Absent operands stay null.
 struct Readable {
   Owned q, k, v, bias;
   RowsCall call;
@@ -96,8 +96,9 @@ struct Readable {
   }
 };
 
-// ---- ours ----
+// ---- plugin kernels ----
 
+// Run a plugin kernel, with results in the form of stock's efficient attention. Returns false if stock is to go on.
 bool forward_by_kernels(const Boxed& given, StableIValue* stack) {
   if (!is_ours_to_run(given, given.flag(Arg::kNeedsLse))) return false;
   DoorCall door(given, kCausal);
@@ -126,6 +127,7 @@ bool forward_by_kernels(const Boxed& given, StableIValue* stack) {
   return true;
 }
 
+// Compute gradients by plugin kernels. Returns false if stock is to go on.
 bool backward_by_kernels(const Boxed& given, Owned grads[3]) {
   const AtenTensorHandle lse = given.tensor(Arg::kLse);
   if (lse == nullptr || !is_ours_to_run(given, true)) return false;
@@ -135,7 +137,7 @@ bool backward_by_kernels(const Boxed& given, Owned grads[3]) {
   return gradients_by_kernels(given, kCausal, grads, view(lse, 3, rows, padded.stride).get());
 }
 
-// ---- kernels ----
+// ---- op implementations ----
 
 void forward(StableIValue* stack, uint64_t count, uint64_t) {
   const Boxed given(forward_schema(), stack, count);
@@ -178,7 +180,8 @@ std::unique_ptr<StableLibrary>& library() {
 void open_efficient(const char* dispatch_key) {
   std::lock_guard<std::mutex> lock(mutex);
   library().reset();
-  if (std::strcmp(dispatch_key, "CPU") != 0) need_stock();  // where torch has none, the stand-in's
+  // torch has no kernel at key CPU, where the CPU stub backend registers
+  if (std::strcmp(dispatch_key, "CPU") != 0) need_stock();
   auto made = std::make_unique<StableLibrary>(StableLibrary::Kind::IMPL, "aten", dispatch_key, kOwner, __LINE__);
   made->impl("_efficient_attention_forward", &forward);
   made->impl("_efficient_attention_backward", &backward);

@@ -1,11 +1,14 @@
-// aten::_flash_attention_forward and ..._backward at a dispatch key, over stock's: there arrive jagged and strided
-// nested tensors, torch.nn.attention.bias's lower-right causal masks, context parallel, and stock's own dense flash.
+// Override of aten::_flash_attention_forward and ..._backward at a dispatch key, over stock's kernels. Callers are
+// jagged and strided nested tensors, lower-right causal masks of torch.nn.attention.bias, context parallel, and stock's
+// own dense flash attention.
 //
-//   (T, H, D) with both cu_seq       sequences on end: ours as varlen_attn's are
-//   (B, S, H, D) with a window       or causal to the bottom right, of many rows: ours as attention()'s are
-//   everything else                  plain dense calls, dropout, pages, ...: stock's kernel, called below this one
+//   (T, H, D) with both cu_seq           packed sequences: plugin kernels by the rules of varlen_attn
+//   (B, S, H, D), many rows, a window    or bottom-right causal: plugin kernels by the rules of attention()
+//   all remaining calls                  plain dense calls, dropout, pages, ...: stock's kernel, called below the
+//                                        override
 //
-// Nobody asked for us by name here, so a forced backend takes what its kernels can run and leaves the rest.
+// Callers here did not ask for the plugin by name. So a forced backend takes calls that its kernels can run and leaves
+// the rest.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -23,7 +26,7 @@ namespace {
 
 using torch::stable::detail::StableLibrary;
 
-// ---- torch's own ----
+// ---- ops of torch ----
 
 #define FLASHPLUG_OPERANDS                                                                                         \
   "Tensor query, Tensor key, Tensor value, Tensor? cum_seq_q, Tensor? cum_seq_k, SymInt max_q, SymInt max_k, "     \
@@ -33,7 +36,7 @@ using torch::stable::detail::StableLibrary;
 #define FLASHPLUG_FIVE \
   "(Tensor output, Tensor softmax_logsumexp, Tensor rng_state, Tensor unused, Tensor debug_attn_mask)"
 
-// As stock_kernels.cpp calls them: torch 2.11's first, where another form came.
+// Schemas that stock_kernels.cpp can call. Where a schema has changed, torch 2.11's form comes first.
 constexpr const char* kForms[] = {
     "aten::_flash_attention_forward(" FLASHPLUG_OPERANDS ") -> " FLASHPLUG_FIVE,
     "aten::_flash_attention_forward(" FLASHPLUG_OPERANDS FLASHPLUG_PAGES ") -> " FLASHPLUG_FIVE,
@@ -53,6 +56,7 @@ Op forward_op{"_flash_attention_forward"}, into_op{"_flash_attention_forward_no_
 
 std::atomic<bool> preferred{false};
 
+// Return the arguments in the form of stock's kernel.
 OnEndCall as_stock_takes_it(const Boxed& given) {
   return {given.tensor(Arg::kQuery),
           given.tensor(Arg::kKey),
@@ -77,14 +81,14 @@ void need(bool there) {
   if (!there) throw std::runtime_error("torch_flashplug: this torch has no flash attention of its own here");
 }
 
-// ---- whose a call is ----
+// ---- owner of a call ----
 
 Window window_of_call(const Boxed& given) {
   return bottom_right(given.integer(Arg::kLeft), given.integer(Arg::kRight), given.flag(Arg::kCausal));
 }
 
-// Whether a window hides what F.sdpa would need a mask for, of more rows than are better off with one: attention()'s
-// rule (attention.py), here too.
+// Return true if a window needs a mask in F.sdpa, and if the call has more rows than a masked call handles better. The
+// same rule holds in attention() (attention.py).
 bool hides_from_many(const Boxed& given, const Window& window) {
   const Shape q = shape_of(given.tensor(Arg::kQuery)), k = shape_of(given.tensor(Arg::kKey));
   const int64_t Sq = q.size[1], Sk = k.size[1], group = k.size[2] > 0 ? q.size[2] / k.size[2] : 0;
@@ -94,17 +98,19 @@ bool hides_from_many(const Boxed& given, const Window& window) {
   return (left || right) && !plain && (!few || preferred.load());
 }
 
+// Return true if query and value have the same size in dim `last`.
 bool one_dim(const Boxed& given, int last) {
   return shape_of(given.tensor(Arg::kQuery)).size[last] == shape_of(given.tensor(Arg::kValue)).size[last];
 }
 
+// Return true if a plugin kernel should run the call: enabled, supported, and either requested or measured.
 bool are_asked(const Boxed& given, Mode mode, const Window& window) {
   if (!enabled() || (mode.backend() != Backend::kAuto && mode.family() < 0)) return false;
   if (given.real(Arg::kDropout).value_or(0.0) != 0.0 || given.flag(Arg::kDebugMask)) return false;
   const bool cu_q = given.tensor(Arg::kCuQ) != nullptr, cu_k = given.tensor(Arg::kCuK) != nullptr;
   if (cu_q != cu_k || !kernels_take(given, cu_q ? 3 : 4) || (!cu_q && !hides_from_many(given, window))) return false;
   if (!cu_q && given.tensor(Arg::kUsedK) != nullptr) return false;
-  if (!one_dim(given, cu_q ? 2 : 3)) return false;  // torch's fakes know no other
+  if (!one_dim(given, cu_q ? 2 : 3)) return false;  // torch's fake kernels know no other shape
   return mode.family() >= 0 || flash_is_measured(compute_capability(given.tensor(Arg::kQuery)), tables());
 }
 
@@ -120,7 +126,7 @@ bool ours(const Boxed& given, AtenTensorHandle into, FlashResult* result) {
   return true;
 }
 
-// ---- kernels ----
+// ---- op implementations ----
 
 void forward(StableIValue* stack, uint64_t count, uint64_t) {
   const Boxed given(*forward_op.schema.load(), stack, count);
@@ -192,7 +198,8 @@ bool know_flash(const char* schema) {
 
 void open_flash(const char* dispatch_key) {
   std::lock_guard<std::mutex> lock(mutex);
-  const bool on_cpu = std::strcmp(dispatch_key, "CPU") == 0;  // where torch has none, the stand-in's
+  // torch has no kernel at key CPU, where the CPU stub backend registers
+  const bool on_cpu = std::strcmp(dispatch_key, "CPU") == 0;
   library().reset();
   if (forward_op.schema.load() == nullptr || backward_op.schema.load() == nullptr || !(on_cpu || has_stock_on_end()))
     throw std::runtime_error("torch_flashplug: this torch's flash attention is not one that can be called from here");

@@ -1,8 +1,9 @@
-// The choice function that sits in the CUDA slot of at::native::_fused_sdp_choice_stub, and putting it there and back.
+// The choice function in the CUDA slot of at::native::_fused_sdp_choice_stub, with installation and removal.
 //
-// It answers SDPBackend.OVERRIDEABLE where a call is ours, and asks the saved stock choice everywhere else, so that
-// stock behaviour (and stock's errors for bad input) stays what it is. Rule of the house: it never reads sizes of
-// symbolic tensors, it never throws, and it allocates nothing but what a bool mask becomes (mask.cpp).
+// The function answers SDPBackend.OVERRIDEABLE for a call that a plugin kernel serves. For every other call, the
+// function asks the saved stock choice, so that stock behavior (and stock's errors for bad input) stays the same. The
+// function never reads sizes of symbolic tensors, never throws, and allocates nothing except the replacement of a bool
+// mask (mask.cpp).
 #include <dlfcn.h>
 
 #include <algorithm>
@@ -21,9 +22,9 @@ namespace {
 
 constexpr int kStubSlots = 2;  // pointers at the start of DispatchStubImpl: cpu, cuda
 
-std::atomic<void*> saved[kStubSlots];            // what the slot held; uninstall() puts exactly this back
-std::atomic<void*> stock_functions[kStubSlots];  // what to call for stock's answer: the same, or the CPU default where
-                                                 // the slot was still unresolved
+std::atomic<void*> saved[kStubSlots];  // original content of the slot, restored by uninstall()
+// stock's choice function: the same, or the CPU default where the slot was still unresolved
+std::atomic<void*> stock_functions[kStubSlots];
 std::mutex install_mutex;
 
 struct Call : Attention {
@@ -31,17 +32,17 @@ struct Call : Attention {
 };
 
 enum class Whose { kStocks, kOurs, kMaths };
-// Whose call it is, and where it left the router.
+// The owner of a call, and the exit where the router decided.
 struct Verdict {
   int exit;
   Whose whose = Whose::kStocks;
-  bool leaves = false;  // something in the mask's place
-  bool asked = false;   // the tensors were looked at
+  bool leaves = false;  // the mask is to be replaced
+  bool asked = false;   // the tensors were inspected
 };
 Whose ours_if(bool ours) { return ours ? Whose::kOurs : Whose::kStocks; }
 thread_local int last_exit = -1;
 
-// An exit without a name does not compile.
+// Return the number of an exit. An unknown name does not compile.
 consteval int exit_named(std::string_view name) {
   int place = 0;
   while (kExitNames[place] != name) ++place;
@@ -50,8 +51,8 @@ consteval int exit_named(std::string_view name) {
 
 using Sizes = int64_t[kNumOperands][4];
 
-// Python knows what C++ cannot ask of its subclasses: whether they are only traced or lie on several devices, and hints
-// of their symbolic sizes. Where those depend on data (left as they are) the op decides at run time.
+// Ask Python about subclasses that C++ cannot inspect: whether operands are only traced or lie on several devices, and
+// hints of symbolic sizes. If sizes depend on data (left unfilled), the op decides at run time.
 Traced python_says(const Call& call, Sizes* hints) {
   const TraceCallback ask = trace_callback();
   if (ask == nullptr) return call.mask == nullptr ? Traced::kSizesLater : Traced::kStocks;
@@ -61,7 +62,7 @@ Traced python_says(const Call& call, Sizes* hints) {
   return shapes_fit(shapes, call.enable_gqa) ? answer : Traced::kStocks;
 }
 
-// Whether auto takes a call of these sizes, dense in memory.
+// Return true if auto mode takes a call of the given sizes, dense in memory.
 bool serves_hinted(Problem p, const Sizes& hints, const DeviceFacts& device, Mode mode) {
   int64_t strides[kNumOperands][4];
   Shape shapes[kNumOperands];
@@ -75,6 +76,7 @@ bool serves_hinted(Problem p, const Sizes& hints, const DeviceFacts& device, Mod
   return plan.ours() && !kernel_missing(plan.kernel_row, device);
 }
 
+// Decide by the facts of a call. The exit names the question that decided.
 Verdict judge(const Call& call, Mode mode, Facts* read) {
   const TorchSymbols& torch = torch_symbols();
   Facts& facts = *read;
@@ -83,8 +85,8 @@ Verdict judge(const Call& call, Mode mode, Facts* read) {
   if (!p.on_cuda) return {exit_named("device")};
   if (has_no_elements(call)) return {exit_named("empty")};
   const bool only_traced = traced(call);
-  // Under a TorchDispatchMode or functorch another function than our op may get what is left in a mask's place. There
-  // F.sdpa makes floats of a bool mask, as it does for stock, and the call is one with a bias.
+  // Under a TorchDispatchMode or functorch, a foreign function may receive the replacement of a mask in place of the
+  // plugin's op. There F.sdpa converts a bool mask to floats, as for stock, so the call counts as a call with a bias.
   const bool as_floats =
       (p.needs & kMask) != 0 && !only_traced && !torch.jit_traced() && (wrapped(call) || torch.modes_set());
   if (as_floats) p.needs = (p.needs & ~kMask) | feature_bit("bias");
@@ -93,25 +95,26 @@ Verdict judge(const Call& call, Mode mode, Facts* read) {
   p.grad = wants_grad(call);
   p.bias_grad = p.grad && wants_bias_grad(call);
   p.deterministic = torch.deterministic();
-  // No row of this class can win: out, before shapes are read.
+  // No row of the class can win: decided before shapes are read.
   if (!forced && !plans_are_logged() && !class_may_serve(p, device, mode, tables())) return {exit_named("class")};
   if (torch.nested(call.q) || torch.nested(call.k) || torch.nested(call.v)) return {exit_named("nested")};
   Sizes hints = {};
   const Traced said = only_traced ? python_says(call, &hints) : Traced::kSized;
   if (said == Traced::kStocks) return {exit_named("subclass")};
   if (said == Traced::kStep && (p.needs & kDropout) != 0) return {exit_named("subclass")};
-  // By sizes that are the same on all devices: they have to agree on the op, which may move what it is given.
+  // Decided by sizes that are the same on all devices. The devices have to agree on the op, which may move its inputs.
   if (said == Traced::kPart || said == Traced::kStep)
     return {exit_named("part"), ours_if(forced || serves_hinted(p, hints, device, mode))};
-  // What is left in a mask's place is for our op alone. In graphs nothing is: tracing.py finds the mask again.
+  // The replacement of a mask is for the plugin's op alone. Graphs keep the mask; tracing.py finds the mask again.
   const bool has_mask = (p.needs & kAnyMask) != 0, is_bool = (p.needs & kMask) != 0, leaves = is_bool && !only_traced;
   if (is_bool && (wrapped(call) || torch.jit_traced())) return {exit_named("mask")};
-  // Asking a symbolic size fails, which is how it is told apart; that failure is not for the log.
+  // A symbolic size is recognized by the failure of the question. The failure is not for the log.
   std::optional<QuietShims> quiet;
   if (only_traced || wrapped(call)) quiet.emplace();
   if (!read_shapes(call, memory_of(only_traced), &facts)) {
-    // Traced with symbolic sizes: the op decides at run time, on concrete ones. With a mask or dropout it has none of
-    // stock's kernels then, so hints have to say that ours are as fast. Anything else without sizes is not ours.
+    // Traced with symbolic sizes: the op decides at run time, on concrete sizes. With a mask or dropout, no stock
+    // kernel is available to the op, so size hints must show that a plugin kernel is as fast. Any other call without
+    // sizes goes to stock.
     if (has_mask && !traced_mask_fits(call.mask, facts)) return {exit_named("mask")};
     const bool alone = (p.needs & (kAnyMask | kDropout)) != 0;
     const bool served =
@@ -123,18 +126,19 @@ Verdict judge(const Call& call, Mode mode, Facts* read) {
   if (has_mask && !fits(call.mask, facts)) return {exit_named("mask")};
   const Plan& plan = remembered_plan(p, device, mode, tables());
   note_plan("router", p, device, mode, plan);
-  // If a forced one is impossible, the op raises the reasons.
+  // If a forced backend cannot run the call, the op raises the reasons.
   const bool ours = forced || (plan.ours() && !kernel_missing(plan.kernel_row, device));
   return {exit_named("planned"), ours_if(ours), leaves};
 }
 
-// The switches first.
+// Decide a call: first by the switches, then by `judge()`.
 Verdict decide(const Call& call, Mode mode, Facts* facts) {
   const TorchSymbols& torch = torch_symbols();
   if (!enabled()) return {exit_named("disabled")};
   if (process_backend() == Backend::kMath) return {exit_named("math everywhere"), Whose::kMaths};
   const Backend wanted = mode.backend();
-  const bool allowed = torch.flash_enabled() || torch.overrideable_enabled();  // sdpa_kernel: our class of backend
+  // sdpa_kernel: the plugin's class of backend
+  const bool allowed = torch.flash_enabled() || torch.overrideable_enabled();
   if (!allowed) return {exit_named("not allowed")};
   if (wanted == Backend::kMath && torch.math_enabled()) return {exit_named("math"), Whose::kMaths};
   if (wanted == Backend::kStock || wanted == Backend::kMath) return {exit_named("other backend")};
@@ -158,7 +162,8 @@ int64_t choice(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v, const
   const bool ours = verdict.whose == Whose::kOurs && (!verdict.leaves || leave_kept(call.mask, facts));
   count(ours ? Path::kRoutedOurs : Path::kRoutedStock);
   if (ours) return kChoiceOverrideable;
-  // Stock's choice divides by the number of heads, and what it chooses gives no output, or ends the process.
+  // Stock's choice divides by the number of heads. For empty calls, the chosen kernel gives no output, or ends the
+  // process.
   if (verdict.exit == exit_named("empty") && torch_symbols().math_enabled() && !is_undefined(call)) return kChoiceMath;
   auto stock = reinterpret_cast<ChoiceFunction>(stock_functions[slot].load(std::memory_order_acquire));
   const int64_t chosen = stock(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa);

@@ -1,5 +1,6 @@
-// Calls that stay with stock, and that the backend which stock chooses for them gets wrong where another one of its
-// does not: for those the router says the other one, as do Plan B and explain, which ask _right_choice.
+// Known faults of stock backends, for calls that stay with stock. If stock chooses a backend that is wrong for a call
+// and a different stock backend is right, the router returns the right backend. The composite hook and explain do the
+// same through the op _right_choice.
 #include <algorithm>
 #include <iterator>
 
@@ -16,13 +17,13 @@ bool drops_everything(const Attention& call) { return call.dropout_p == 1.0; }
 
 bool has_wide_bias(const Attention& call) { return is_there(call.mask) && is_wide_bias(call); }
 
-// Masked calls that a mode or a transform keeps from our kernels. cuDNN attends to all keys where a row sees none, and
-// gives NaN in dQ where 64 rows are left over from blocks of 128.
+// Return true for a masked call kept from plugin kernels by a mode or a transform. There cuDNN attends to all keys of a
+// row without visible keys, and returns NaN in dQ if 64 rows remain after blocks of 128.
 bool has_mask_in_transform(const Attention& call) {
   return is_there(call.mask) && !traced(call) && (wrapped(call) || torch_symbols().modes_set());
 }
 
-// The facts of a call with concrete sizes, traced or not.
+// Read the facts of a call with concrete sizes, traced or not.
 bool read_sized(const Attention& call, Facts* facts) {
   if (torch_symbols().nested(call.q)) return false;
   const bool only_traced = traced(call);
@@ -31,9 +32,10 @@ bool read_sized(const Attention& call, Facts* facts) {
   return read_class(call, facts) && read_shapes(call, memory_of(only_traced), facts);
 }
 
-// cuDNN's backward on Hopper takes query rows behind the only one, and keys behind a half block of 128, for scores of
-// 0: exp(0 - LSE) is infinite where LSE is below -88.7, and times zeros NaN. With is_causal it masks them. With
-// dropout a forward without gradients counts, too (Problem::as_with_gradients).
+// Return true if cuDNN's backward on Hopper reads unmasked padding: query rows after a single row, or keys after a half
+// block of 128. The padding counts as scores of 0. exp(0 - LSE) is infinite where LSE is below -88.7, and infinity
+// times zero is NaN. With is_causal cuDNN masks the padding. With dropout, a forward without gradients counts, too
+// (`Problem::as_with_gradients()`).
 bool has_unmasked_rest(const Attention& call) {
   if (call.mask != nullptr || call.causal != Causal::kNone) return false;
   if (!wants_grad(call) && call.dropout_p == 0.0) return false;
@@ -42,11 +44,12 @@ bool has_unmasked_rest(const Attention& call) {
   return facts.problem.Sq == 1 || has_half_key_block(facts.problem);
 }
 
-// Whether the efficient attention reads the operands as they are. It wants as many KV heads as query heads, and a mask
-// whose rows are elements on end and not broadcast, boolean (stock makes it the query's) or of the query's dtype.
+// Return true if the efficient attention reads the operands unchanged. KV heads must equal query heads. The rows of a
+// mask must be contiguous and not broadcast, boolean (converted by stock to the query's dtype) or of the query's dtype.
 bool efficient_reads(const Attention& call) {
   if (standin() != Standin::kOff) return false;
-  if (call.mask != nullptr && wrapped(call)) return false;  // torch's rule for vmap wants it batched as the query is
+  // torch's rule for vmap requires a mask with the query's batching
+  if (call.mask != nullptr && wrapped(call)) return false;
   Facts facts;
   const Problem& p = facts.problem;
   if (!read_sized(call, &facts)) return false;
@@ -66,14 +69,14 @@ bool efficient_reads(const Attention& call) {
 }
 
 struct Fault {
-  const char* says;  // of a backend that has it
+  const char* says;  // wrong behavior of the backend
   bool (*in)(const Attention& call);
-  int64_t of[3];   // whose it is; 0, math, is nobody's
-  bool efficient;  // the efficient attention has it right, where it reads the call
+  int64_t of[3];   // backends with the fault; 0, math, has no fault
+  bool efficient;  // the efficient attention is right, where it can read the call
 };
-// The first that a backend has counts.
+// The first fault of the chosen backend counts.
 constexpr Fault kFaults[] = {
-    // torch says that any p from 0 to 1 will do
+    // torch allows any p from 0 to 1
     {"refuses a dropout_p of 1, or gives NaN", drops_everything, {kChoiceCudnn, kChoiceFlash, kChoiceEfficient}, false},
     {"would give NaN with this scale", has_unusual_scale, {kChoiceCudnn, kChoiceFlash}, true},
     {"reads masks of fp32 as if they were of 16 bits, or refuses them",

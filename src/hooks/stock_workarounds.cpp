@@ -1,22 +1,25 @@
-// Stock's attention, made right for the calls that stay with it: kernels of ours over stock's, which hand them operands
-// that they take for what they are (torch 2.11, cuDNN 9.19, H100; calls that need no repair pass untouched).
+// Workarounds for stock's attention kernels, for calls that stay with stock. Kernels registered over stock's hand stock
+// operands in a correctly readable layout (torch 2.11, cuDNN 9.19, H100). Calls without need for a workaround pass
+// untouched.
 //
-// - All read 16 bytes at a time. cuDNN and flash do not look whether addresses and strides are multiples of that: with
-//   TMA, cuDNN rounds them down, and the numbers are those of other elements; with one row or one key it ends the CUDA
-//   context, as flash always does. The efficient attention looks at some of it, the stride of a dim of size 1 too, and
-//   refuses. Copied. Of attn_mask F.sdpa pads rows, and nobody looks at its address, which the efficient attention
-//   reads 16 bytes at a time, too: fp32 ends the context, 16 bits raise or end it. Copied for that one; cuDNN takes
-//   any, but not with dropout (misaligned address, or its execute fails). Copied there.
-// - A broadcast query with Dv != D asks cuDNN for an output whose rows are no consecutive elements: refused, and the
-//   second such call ends the process. Copied.
-// - cuDNN's backward keeps its plans by the sizes and strides of query, key and value alone; those of `out` and
-//   `grad_out` are of the call that built the plan. A later call whose grad_out lies in memory in another order,
-//   (B, S, H, D) against (B, H, S, D), gets wrong gradients. Both are put in one order, which depends on the query
-//   alone. Plans from before we were in place are out of reach, too: a plan is also kept by the bits of dropout_p (as
-//   float), so our calls say the number beside the caller's (-0 for 0), which no other call says. The mask that it
-//   draws stays the forward's (test_repair.py).
-// - Where the gradient of a float mask alone is wanted, F.sdpa asks the efficient forward for no LSE, and its backward
-//   reads it all the same: refused, or, of one head, read at address 0. Made up for.
+// - Alignment: all stock kernels read 16 bytes at a time. cuDNN and flash do not check whether addresses and strides
+//   are multiples of 16 bytes. With TMA, cuDNN rounds addresses and strides down and reads wrong elements. With one row
+//   or one key, cuDNN ends the CUDA context, as flash always does. The efficient attention checks some strides, even of
+//   dims of size 1, and raises. Workaround: operands are copied.
+// - Alignment of attn_mask: F.sdpa pads the rows, and nobody checks the address. The efficient attention reads the mask
+//   16 bytes at a time, too: an fp32 mask ends the context, a 16-bit mask raises or ends the context. Workaround:
+//   copied for the efficient attention. cuDNN takes any address, but not with dropout (misaligned address, or failure
+//   of cuDNN's execute). Workaround: copied there.
+// - Broadcast query with Dv != D: cuDNN is asked for an output with non-contiguous rows. The call raises, and the
+//   second such call ends the process. Workaround: copied.
+// - cuDNN's backward caches plans by the sizes and strides of query, key and value alone. The strides of `out` and
+//   `grad_out` belong to the call that built the plan. A later call with a different order of grad_out in memory, (B,
+//   S, H, D) against (B, H, S, D), gets wrong gradients. Workaround: both tensors are put in a fixed order, dependent
+//   on the query alone. Plans from before the registration must stay out of reach, too. The cache key contains the bits
+//   of dropout_p (as float). So the workaround passes the float next to the caller's value (-0 for 0), and no foreign
+//   call passes such a number. The dropout mask stays the forward's mask (test_repair.py).
+// - Gradient of a float mask alone: F.sdpa asks the efficient forward for no LSE, but the backward reads the LSE. The
+//   backward raises or, with one head, reads address 0. Workaround: the LSE is computed in the backward.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -36,7 +39,7 @@ namespace {
 
 using torch::stable::detail::StableLibrary;
 
-// What stock itself refuses, or makes nothing of, it gets as it is.
+// Return true if all tensors have 4 dims. Calls that stock refuses or ignores pass unchanged.
 bool four_dims(std::initializer_list<AtenTensorHandle> tensors) {
   const auto has_four = [](AtenTensorHandle tensor) {
     bool defined = false;
@@ -47,7 +50,7 @@ bool four_dims(std::initializer_list<AtenTensorHandle> tensors) {
   return std::all_of(tensors.begin(), tensors.end(), has_four);
 }
 
-// ---- what cuDNN and flash return ----
+// ---- results of cuDNN and flash ----
 
 RepairedForward owned(const FusedResult& raw) {
   RepairedForward result{{}, raw.max_q, raw.max_k};
@@ -55,7 +58,7 @@ RepairedForward owned(const FusedResult& raw) {
   return result;
 }
 
-// Flash's two of dropout's have other names, and the same places.
+// Put the results on the stack. Flash's two dropout results have different names, but the same positions.
 void give_back(RepairedForward result, StableIValue* stack) {
   constexpr Schema op = kCudnnForward;
   constexpr int places[] = {op.result("output"),         op.result("logsumexp"),   op.result("cum_seq_q"),
@@ -70,13 +73,13 @@ void give_back(RepairedForward result, StableIValue* stack) {
 
 // ---- cuDNN ----
 
-// Whether its output for a query would have rows that are no consecutive elements.
+// Return true if the rows of cuDNN's output would not be contiguous.
 bool scatters_rows(AtenTensorHandle query, AtenTensorHandle value) {
   const Shape q = shape_of(query);
   return q.size[3] != shape_of(value).size[3] && layout_of(q, 0, element_bytes(query)).broadcast;
 }
 
-// Whether cuDNN takes them for what they are.
+// Return true if cuDNN reads the operands correctly.
 bool reads_all(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v) {
   return is_readable(q) && is_readable(k) && is_readable(v) && !scatters_rows(q, v);
 }
@@ -85,9 +88,9 @@ Owned query_for_cudnn(AtenTensorHandle query, AtenTensorHandle value) {
   return scatters_rows(query, value) ? packed_copy(query) : readable(query);
 }
 
-// What there is of a bias of 2 to 4 dims, copied into rows that begin at whole units.
+// Copy a bias of 2 to 4 dims, without repeats of broadcast dims, into rows that begin at units of 16 bytes.
 Owned copy_on_units(AtenTensorHandle bias, int dims) {
-  constexpr int64_t kPad = 16;  // elements that F.sdpa pads rows to
+  constexpr int64_t kPad = 16;  // F.sdpa pads rows to so many elements
   const Shape shape = shape_of(bias);
   int64_t size[4], stride[4];
   for (int i = 0; i < dims; ++i) size[i] = i < dims - 1 && shape.stride[i] == 0 ? 1 : shape.size[i];
@@ -97,7 +100,7 @@ Owned copy_on_units(AtenTensorHandle bias, int dims) {
   return view(copy.get(), dims, shape.size, stride);
 }
 
-// A bias as cuDNN reads it beside dropout: itself, or a copy.
+// Return a bias that cuDNN reads correctly with dropout: the bias itself, or a copy.
 Owned bias_beside_dropout(Owned bias, double dropout_p) {
   int64_t dims = 0;
   const void* data = nullptr;
@@ -126,16 +129,17 @@ void cudnn_forward_kernel(StableIValue* stack, uint64_t, uint64_t) {
   give_back(repaired_cudnn_forward(call), stack);
 }
 
-// The backward's tensors are its first arguments.
+// The tensors of the backward are its first arguments.
 constexpr int kTensors = kCudnnBackward["max_q"];
 constexpr int kGradOut = kCudnnBackward["grad_out"], kQuery = kCudnnBackward["query"], kKey = kCudnnBackward["key"],
               kValue = kCudnnBackward["value"], kOut = kCudnnBackward["out"], kAttnBias = kCudnnBackward["attn_bias"];
 
+// Return the float next to dropout_p, to avoid cached plans of foreign calls (see the file header).
 double its_neighbour(double dropout_p) {
   return dropout_p == 0.0 ? -0.0 : std::nextafter(static_cast<float>(dropout_p), 0.0f);
 }
 
-// Whether `out` and `grad_out` lie in the one order that a plan may have been built with.
+// Return true if `out` and `grad_out` have the single order in memory with which plans are built.
 bool in_order(const Owned (&tensors)[kTensors]) {
   const Shape out = shape_of(tensors[kOut].get()), grad_out = shape_of(tensors[kGradOut].get());
   int64_t stride[4];
@@ -143,13 +147,14 @@ bool in_order(const Owned (&tensors)[kTensors]) {
   return std::equal(stride, stride + 4, out.stride) && std::equal(stride, stride + 4, grad_out.stride);
 }
 
+// Return true if cuDNN's backward needs copies or a different order of tensors.
 bool needs_mending(const Owned (&t)[kTensors]) {
   if (!four_dims({t[kGradOut].get(), t[kQuery].get(), t[kKey].get(), t[kValue].get(), t[kOut].get()})) return false;
   const bool operands = reads_all(t[kQuery].get(), t[kKey].get(), t[kValue].get());
   return !operands || !in_order(t) || !is_readable(t[kGradOut].get()) || !is_readable(t[kOut].get());
 }
 
-// What cuDNN takes for what it is. Returns the operands that were given.
+// Replace tensors that cuDNN would read wrongly. Returns the original operands.
 std::array<Owned, 3> mend(Owned (&tensors)[kTensors]) {
   std::array<Owned, 3> given;
   for (int i = 0; i < 3; ++i) given[i] = Owned::share(tensors[kQuery + i].get());
@@ -185,9 +190,10 @@ void cudnn_backward_kernel(StableIValue* stack, uint64_t, uint64_t) {
   }
 }
 
-// ---- flash and efficient ----
+// ---- flash and efficient attention ----
 
-// Whether rows that are whole units of 16 bytes begin elsewhere. Other rows stock pads, or refuses.
+// Return true if rows with a length in whole units of 16 bytes begin at unaligned addresses. Stock pads or refuses all
+// other rows.
 bool off_units(AtenTensorHandle tensor) {
   const Shape shape = shape_of(tensor);
   const void* data = nullptr;
@@ -199,7 +205,8 @@ bool off_units(AtenTensorHandle tensor) {
   return off;
 }
 
-// Tensors of the stack, all of them taken before anything can fail; `operands` of them as stock can read them.
+// Tensors from the stack, all taken before anything can fail. The tensors listed in `operands` are converted to
+// readable layouts.
 template <size_t n>
 struct Taken {
   Owned tensors[n];
@@ -253,7 +260,7 @@ void flash_backward_kernel(StableIValue* stack, uint64_t, uint64_t) {
   give_back(grads, stack);
 }
 
-// The LSE that a forward has not left; undefined where there is one.
+// Compute the LSE that the forward has omitted; undefined if the LSE is present.
 Owned missing_lse(AtenTensorHandle lse, const EfficientForwardCall& call) {
   const auto is_empty = [](AtenTensorHandle tensor) {
     int64_t numbers = 0;
@@ -282,7 +289,7 @@ void efficient_backward_kernel(StableIValue* stack, uint64_t, uint64_t) {
   std::array<bool, 4> wanted{};
   std::copy_n(listed.begin(), std::min(listed.size(), wanted.size()), wanted.begin());
   auto& [grad_out, q, k, v, bias, out, lse, seed, offset] = taken.handles;
-  // Dropout does not change it.
+  // Dropout does not change the LSE.
   const Owned made = missing_lse(lse, {q, k, v, is_there(bias) ? bias : nullptr, true, 0.0, is_causal, scale});
   if (made.defined()) lse = made.get();
   AtenTensorHandle grads[4];
@@ -291,7 +298,7 @@ void efficient_backward_kernel(StableIValue* stack, uint64_t, uint64_t) {
 }
 
 std::mutex repair_mutex;
-std::atomic<int> repaired{0};  // backends
+std::atomic<int> repaired{0};  // sum of registered backends
 std::unique_ptr<StableLibrary>& library() {
   static auto* instance = new std::unique_ptr<StableLibrary>();
   return *instance;
@@ -304,7 +311,7 @@ Owned on_units(Owned tensor) {
   return aligned_ones(off_units(tensor.get()) ? dense_copy(tensor.get()) : std::move(tensor));
 }
 
-// A bias of 4 dims whose rows begin at whole units: itself, or a copy of what there is of it.
+// Return a bias of 4 dims whose rows begin at units of 16 bytes: the bias itself, or a copy without repeats.
 Owned bias_on_units(Owned bias) {
   if (!bias.defined() || !four_dims({bias.get()})) return bias;
   const Shape shape = shape_of(bias.get());
@@ -322,7 +329,7 @@ RepairedForward repaired_cudnn_forward(CudnnForwardCall call) {
   call.q = q.get(), call.k = k.get(), call.v = v.get();
   RepairedForward result = owned(stock_cudnn_forward(call));
   Owned& out = result.tensors[0];
-  if (out.defined()) out = in_output_layout(std::move(out), query);  // of empty operands stock makes none
+  if (out.defined()) out = in_output_layout(std::move(out), query);  // stock makes no output for empty operands
   return result;
 }
 
@@ -330,7 +337,7 @@ void repair(int backends) {
   std::lock_guard<std::mutex> lock(repair_mutex);
   const int possible = backends & stock_backends();
   if (possible != repaired) {
-    library().reset();  // stock's kernels are in place again
+    library().reset();  // stock's kernels are active again
     repaired = 0;
   }
   if (possible != 0 && repaired == 0) {

@@ -1,9 +1,9 @@
-// torch.nn.attention.varlen on kernels of ours: its private ops, at a dispatch key where torch has no kernel of its
-// own. So nothing is overridden, a call that is not ours goes to the body that torch would have run, and taking these
-// out leaves no trace. Autograd, fakes and compilation are torch's.
+// Plugin kernels behind torch.nn.attention.varlen, registered for torch's private ops at a dispatch key without a
+// kernel of torch. Nothing is thereby overridden. All other calls go to the body that torch would have run, and
+// unregistering leaves no trace. Autograd, fake kernels and compilation stay torch's.
 //
-// The ops are defined when torch's module is imported, which takes a second and is the caller's to do: what they take
-// is asked for at the first call.
+// torch's module defines the ops at import, which takes a second and is up to the caller. The schemas are therefore
+// requested at the first call.
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -25,11 +25,11 @@ namespace {
 
 using torch::stable::detail::StableLibrary;
 
-// ---- torch's own ----
+// ---- ops of torch ----
 
 struct Op {
-  const char* name;   // in torch_attn
-  const char* stock;  // its body
+  const char* name;   // name in torch_attn
+  const char* stock;  // op with torch's own body
   std::atomic<const LiveSchema*> schema{nullptr};
 };
 Op forward_op{"_varlen_attn", "torch_flashplug::_stock_varlen_attn"};
@@ -53,12 +53,12 @@ const LiveSchema& schema_of(Op& op) {
 
 void go_on(Boxed& given, const Op& op) { given.go_on_to(op.stock); }
 
-// ---- whose a call is ----
+// ---- owner of a call ----
 
-// How this torch chooses the kernel of its body.
+// The rule by which the running torch chooses the kernel of its body.
 std::atomic<VarlenRule> rule{VarlenRule::kUnknown};
 
-// As cuDNN's varlen attention wants operands: whole units of 16 bytes, rows of consecutive elements, no broadcast.
+// Return true if cuDNN's varlen attention reads the tensor: whole units of 16 bytes, contiguous rows, no broadcast.
 bool lies_as_cudnn_wants(AtenTensorHandle tensor) {
   const Shape shape = shape_of(tensor);
   const int64_t bytes = element_bytes(tensor), last = dims_of(tensor) - 1;
@@ -72,7 +72,8 @@ bool lies_as_cudnn_wants(AtenTensorHandle tensor) {
   return fits && reinterpret_cast<int64_t>(data) % kUnitBytes == 0;
 }
 
-// cc: of the GPU that our kernels would run on; 0 where they read no such tensors.
+// Read the facts of a varlen call. `cc`: compute capability of the GPU for plugin kernels; 0 if no plugin kernel reads
+// the tensors.
 VarlenCall facts_of_call(const Boxed& given, int* cc) {
   const AtenTensorHandle q = given.tensor(Arg::kQuery), k = given.tensor(Arg::kKey), v = given.tensor(Arg::kValue);
   const auto size = [](AtenTensorHandle tensor, int64_t from_end) {
@@ -86,7 +87,7 @@ VarlenCall facts_of_call(const Boxed& given, int* cc) {
   VarlenCall call;
   call.rule = static_cast<int64_t>(rule.load(std::memory_order_relaxed));
   call.backend = given.integer(Arg::kBackend).value_or(-1);
-  // A torch whose op has no argument for it does not ask sdpa_kernel either.
+  // A torch version without the op's `backend` argument does not ask sdpa_kernel either.
   call.allowed = !has_choice || torch_symbols().flash_enabled() || torch_symbols().overrideable_enabled();
   call.into = given.has(Arg::kOut);
   call.enable_gqa = given.flag(Arg::kGrouped);
@@ -103,15 +104,16 @@ VarlenCall facts_of_call(const Boxed& given, int* cc) {
   call.has_cu_k = given.tensor(Arg::kCuK) != nullptr;
   call.readable = kernels_take(given, 3);
   *cc = call.readable != 0 ? compute_capability(q) : 0;
-  if (call.readable != 0 && stock_varlen(call, *cc) == kVarlenCudnn) {  // else nothing asks for these
+  if (call.readable != 0 && stock_varlen(call, *cc) == kVarlenCudnn) {  // only cuDNN depends on these facts
     call.misaligned = !lies_as_cudnn_wants(q) || !lies_as_cudnn_wants(k) || !lies_as_cudnn_wants(v);
     call.unusual_scale = scale_of(given.real(Arg::kScale)) != Scale::kPositive;
   }
   return call;
 }
 
+// Return true if a plugin kernel should run the call. Throws if a forced backend cannot run the call.
 bool are_asked(const Boxed& given) {
-  if (given.has(Arg::kWindow) && !given.pair(Arg::kWindow)) return false;  // stock says what is wrong with it
+  if (given.has(Arg::kWindow) && !given.pair(Arg::kWindow)) return false;  // stock reports the error
   const Mode mode = effective_mode();
   if (!enabled()) return false;
   int cc = 0;
@@ -127,7 +129,7 @@ Window window_of_call(const Boxed& given) {
   return bottom_right(window[0], window[1], given.flag(Arg::kCausal));
 }
 
-// into: null, or where the output is to be.
+// Run a plugin kernel if selected. `into`: null, or the output tensor.
 bool ours(const Boxed& given, AtenTensorHandle into, FlashResult* result) {
   if (!are_asked(given)) return false;
   const DoorCall door(given, window_of_call(given), into);
@@ -137,7 +139,7 @@ bool ours(const Boxed& given, AtenTensorHandle into, FlashResult* result) {
   return true;
 }
 
-// ---- kernels ----
+// ---- op implementations ----
 
 void forward(StableIValue* stack, uint64_t count, uint64_t) {
   Boxed given(schema_of(forward_op), stack, count);
@@ -161,7 +163,7 @@ void backward(StableIValue* stack, uint64_t count, uint64_t) {
   Boxed given(schema_of(backward_op), stack, count);
   Owned grads[3];
   if (!is_ours(given.tensor(Arg::kRng))) return go_on(given, backward_op);
-  // cuDNN's backward never follows our forward, whatever torch's body would choose.
+  // cuDNN's backward never follows the plugin's forward, whatever torch's body would choose.
   if (!gradients_by_kernels(given, window_of_call(given), grads)) return given.go_on_to(kFlashBackward);
   for (int i = 0; i < 3; ++i) stack[i] = box::from_tensor(std::move(grads[i]));
 }
@@ -192,7 +194,7 @@ void close_varlen() {
 
 void know_varlen(const char* op, const char* schema) {
   for (Op* one : {&forward_op, &forward_out_op, &backward_op}) {
-    // Never freed: other threads may be reading it.
+    // Never freed: other threads may be reading the schema.
     if (std::strcmp(op, one->name) == 0) one->schema.store(new LiveSchema(schema), std::memory_order_release);
   }
 }

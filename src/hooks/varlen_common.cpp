@@ -1,4 +1,5 @@
-// Rows ahead of heads and back, what kernels take, and results as stock's flash leaves them.
+// Conversions between (rows, heads) and (heads, rows) layouts, the check of arguments for plugin kernels, and results
+// in the form of stock's flash attention.
 #include "hooks/varlen_common.h"
 
 #include <algorithm>
@@ -11,27 +12,28 @@ namespace flashplug {
 namespace {
 
 constexpr int64_t kLargestDim = 256, kDimStep = 8;
-// A state of dropout that our forward leaves begins there in its storage, where stock's begins at 0. Compiled graphs
-// assert that it is aligned to 16 bytes.
+// Storage offset of a dropout state made by the plugin's forward; stock's state has offset 0. The state begins at an
+// aligned address, because compiled graphs assert an alignment of 16 bytes.
 constexpr int64_t kMark = 2, kState = 2;
 
 struct Strided {
   int64_t size[4], stride[4];
 };
 
-// The two middle ones of four dims change places; three are those of one batch.
+// Swap the two middle dims of a 4-d shape. A 3-d shape counts as a batch of 1.
 Strided turned(const Shape& x, int64_t dims) {
   if (dims == 4)
     return {{x.size[0], x.size[2], x.size[1], x.size[3]}, {x.stride[0], x.stride[2], x.stride[1], x.stride[3]}};
   return {{1, x.size[1], x.size[0], x.size[2]}, {x.size[0] * x.stride[0], x.stride[1], x.stride[0], x.stride[2]}};
 }
 
+// Return a view with heads before rows.
 Owned heads_first(AtenTensorHandle x) {
   const Strided seen = turned(shape_of(x), dims_of(x));
   return view(x, 4, seen.size, seen.stride);
 }
 
-// The way back, laid out as torch.empty_like(operand) where it has that size.
+// Return the inverse view of `heads_first()`, in the layout of torch.empty_like(operand) if sizes are equal.
 Owned rows_first(Owned x, AtenTensorHandle operand) {
   const int64_t dims = dims_of(operand), skipped = 4 - dims;
   const Strided seen = turned(shape_of(x.get()), 4);
@@ -58,13 +60,13 @@ const void* address(AtenTensorHandle tensor) {
   return data;
 }
 
-// Whether a row may be one that sees no key.
+// Return true if a query row may have no visible key.
 bool may_see_nothing(const ForwardCall& call, const Problem& p) {
   if (call.cu_q == nullptr) return p.Sq > p.Sk;
   return call.used_k != nullptr || address(call.cu_q) != address(call.cu_k);
 }
 
-// +inf for -inf.
+// Replace -inf by +inf.
 void positive_infinities(AtenTensorHandle lse) {
   constexpr double infinity = std::numeric_limits<double>::infinity();
   constexpr const Schema& op = kNanToNum;
@@ -77,7 +79,7 @@ void positive_infinities(AtenTensorHandle lse) {
   call.result(0);
 }
 
-// The LSE of a forward, (H, T) or (B, H, S), as (B, H, S) on end.
+// Return a forward's LSE, (H, T) or (B, H, S), as a packed (B, H, S) tensor.
 Owned rows_of(AtenTensorHandle lse, const Problem& p) {
   const int64_t size[3] = {p.B, p.Hq, p.Sq}, stride[3] = {p.Hq * p.Sq, p.Sq, 1};
   const int64_t dims = dims_of(lse), skipped = 3 - dims;
@@ -90,13 +92,14 @@ Owned rows_of(AtenTensorHandle lse, const Problem& p) {
   return view(packed.get(), 3, size, stride);
 }
 
+// Return a new dropout state at a storage offset.
 Owned new_state(const TensorClass& query, int64_t mark) {
   const int64_t size = mark + kState, one = 1;
   const Owned storage = empty_strided(1, &size, &one, aoti_torch_dtype_uint64(), query.device_type, query.device_index);
   return view(storage.get(), 1, &kState, &one, mark);
 }
 
-// Whether kernels can write the output there.
+// Return true if kernels can write the output to `out`.
 bool is_writable(AtenTensorHandle out, AtenTensorHandle q, AtenTensorHandle v) {
   TensorClass of_out, of_q;
   if (!read_class(out, &of_out) || !read_class(q, &of_q) || of_out.dtype != of_q.dtype || !is_readable(out))
@@ -167,7 +170,7 @@ bool by_kernels(const char* where, const DoorCall& door, ForwardResult* result) 
     if (!attended(call.mode)) *result = attention_math(call);
     return true;
   }
-  try {  // what else may be wrong stock says in its words
+  try {  // stock reports all other errors in its own words
     return attended(Mode::forcing(std::max(call.mode.family(), 0)));
   } catch (const std::exception&) {
     return false;
@@ -190,7 +193,8 @@ FlashResult as_stocks(ForwardResult result, const DoorCall& door, AtenTensorHand
     left.lse = std::move(result.lse);
   }
   if (may_see_nothing(call, p)) positive_infinities(left.lse.get());
-  left.rng = new_state(facts, call.used_k != nullptr ? 0 : kMark);  // its backward is told of all keys, as stock's
+  // as with stock, the backward gets no KV lengths and includes all keys
+  left.rng = new_state(facts, call.used_k != nullptr ? 0 : kMark);
   return left;
 }
 
@@ -213,7 +217,7 @@ bool gradients_by_kernels(const Boxed& given, Window window, Owned grads[3], Ate
                           {true, true, true, false}};
   BackwardResult result;
   if (!differentiate(call, facts, &result)) {
-    // Of nothing, which a forced backend takes as well, and which stock's kernels need not.
+    // Empty calls: a forced backend takes them as well, and stock's kernels need not.
     if (!is_empty(facts.problem) && standin() != Standin::kMath) return false;
     result = attention_math_backward(call);
   }

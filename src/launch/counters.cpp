@@ -1,9 +1,10 @@
-// Launch counters: the global integer from which a persistent kernel draws its tiles. A launch finds it zero and leaves
-// it zero (kernels/primitives/tile_scheduler.py), so nothing is cleared between calls; what matters is that no two
-// launches in flight share one.
+// Launch counters: the global integers from which persistent kernels fetch tile numbers. A launch finds its counter
+// zero and leaves the counter zero (kernels/primitives/tile_scheduler.py), so nothing is cleared between calls. No two
+// launches in flight may share a counter.
 //
-// Eager launches take the counters of a ring in turn: far more of them than a device runs kernels at once. A launch
-// recorded into a CUDA graph may run again at any time, so it gets a counter that nobody else ever has.
+// Eager launches take the counters of a ring buffer in turn; the buffer has far more counters than a device runs
+// kernels at once. A launch recorded into a CUDA graph may run again at any time, so it gets a counter of its own
+// forever.
 #include <atomic>
 #include <mutex>
 #include <stdexcept>
@@ -15,14 +16,14 @@ namespace flashplug {
 
 namespace {
 
-constexpr uint32_t kRing = 1 << 16;  // a device runs at most 128 kernels at once, a stream holds some thousand back
+constexpr uint32_t kRing = 1 << 16;  // a device runs at most 128 kernels at once; a stream queues some thousand more
 constexpr uint32_t kBlock = 16384;   // counters per allocation: 64 KiB
 constexpr int64_t kCounterBytes = sizeof(int32_t);
 
 struct DeviceCounters {
   std::atomic<char*> ring{nullptr};
   std::atomic<uint32_t> next{0};
-  char* block = nullptr;  // where counters of recorded launches come from
+  char* block = nullptr;  // allocation for counters of recorded launches
   uint32_t used = kBlock;
 };
 

@@ -1,4 +1,4 @@
-// Arguments as TVM-FFI wants them: tensors as DLTensors, numbers by value, None for what a call does not have.
+// Packing of kernel arguments for TVM-FFI: tensors as DLTensors, numbers by value, None for absent arguments.
 #include "launch/kernel_args.h"
 
 #include <numbers>
@@ -10,7 +10,7 @@ namespace flashplug {
 
 namespace {
 
-// A value of that type, all bits zero until its caller sets it.
+// Return a value of a type, with all bits zero until the caller sets the value.
 TVMFFIAny typed(int32_t type_index) {
   TVMFFIAny any;
   any.type_index = type_index;
@@ -55,13 +55,14 @@ DLDataType Arguments::type_of(const Parameter& parameter) const {
       return {kDLUInt, 8, 1};
     default: {
       const DTypeFacts& facts = facts_of(row_.dtype[static_cast<int>(parameter.type)]);
-      if (facts.bytes == 1) return {kDLUInt, 8, 1};  // whatever they say (kernels/features/quantized_kv_cache.py)
+      // uint8 for every 8-bit dtype; kernels interpret the bytes themselves (kernels/features/quantized_kv_cache.py)
+      if (facts.bytes == 1) return {kDLUInt, 8, 1};
       return {facts.dlpack, static_cast<uint8_t>(8 * facts.bytes), 1};
     }
   }
 }
 
-// Where a value of that type goes; null where the kernel does not take it.
+// Return the place for a value of a type; null if the kernel does not take the slot.
 TVMFFIAny* Arguments::place_of(Slot slot, int32_t type_index) {
   if (!takes(slot)) return nullptr;
   TVMFFIAny& any = packed_[signature_.of(slot).place];
@@ -83,7 +84,7 @@ void Arguments::tensor(Slot slot, AtenTensorHandle tensor, bool writes) {
     data = mutable_data(tensor);
   else
     check_shim(torch_get_const_data_ptr(tensor, &data), "get_data_ptr");
-  // torch leaves any number as the stride of a dim of size 1; the kernels' TMA descriptors need a multiple of 16 bytes
+  // torch leaves any number as the stride of a dim of size 1. The kernels' TMA descriptors need a multiple of 16 bytes
   // there too.
   const int rank = parameter.rank;
   const DLDataType type = type_of(parameter);

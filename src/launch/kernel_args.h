@@ -1,5 +1,6 @@
-// The arguments of a kernel: a call says what it has, by slot; what its kernel takes, and at which place, is a table
-// (torch_flashplug/registry/kernel_args.py). With launch.cpp all that knows TVM-FFI.
+// The arguments of a kernel call, packed for TVM-FFI. A call sets values by slot. The slots and positions of each kind
+// of kernel come from a table (torch_flashplug/registry/kernel_args.py). Only kernel_args.h, kernel_args.cpp and
+// launch.cpp know TVM-FFI.
 #pragma once
 
 #include <tvm/ffi/c_api.h>
@@ -8,9 +9,9 @@
 
 namespace flashplug {
 
-// Those of one call of a kernel of `row`, packed as they are said; those that are named like facts of the call, at
-// once. What kernels of that kind do not take is left out, what this one's features do not bring is None. Holds
-// addresses into itself and into tensors' sizes.
+// Packed arguments for a call of the kernel in `row`. Arguments named like facts of the call are packed at
+// construction, the rest as soon as set. A slot unknown to the kind of kernel is ignored. A slot of a feature absent
+// from the kernel stays None. The object holds pointers into itself and into the sizes of tensors.
 class Arguments {
  public:
   Arguments(const KernelRow& row, const Problem& p, int device_index);
@@ -18,11 +19,11 @@ class Arguments {
   Arguments& operator=(const Arguments&) = delete;
 
   void tensor(Slot slot, AtenTensorHandle tensor, bool writes = false);
-  void one_number(Slot slot, void* address);  // in global memory, and no torch tensor
+  void one_number(Slot slot, void* address);  // an address in global memory outside any torch tensor
   void integer(Slot slot, int64_t value);
   void real(Slot slot, double value);
-  void scale(double scale);  // of the softmax
-  // The last one. Throws where the kernel takes one that was not said.
+  void scale(double scale);  // softmax scale
+  // Pack the stream, as the last argument. Throws if a slot taken by the kernel was not set.
   void stream(void* stream);
 
   bool takes(Slot slot) const {
@@ -34,7 +35,7 @@ class Arguments {
   int32_t count() const { return signature_.count + 1; }
 
  private:
-  // A DLTensor with room for its strides; sizes are borrowed from the tensor.
+  // A DLTensor with storage for its strides. The sizes are borrowed from the tensor.
   struct Described {
     DLTensor tensor;
     int64_t stride[kMostDims];
@@ -46,17 +47,17 @@ class Arguments {
   const Signature& signature_;
   const KernelRow& row_;
   const int device_index_;
-  int32_t unsaid_;  // slots that the kernel takes
+  int32_t unsaid_;  // number of slots of the kernel still to be set
   Described described_[kMostArguments];
   TVMFFIAny packed_[kMostArguments + 1];
 };
 
 void* mutable_data(AtenTensorHandle tensor);
 
-// launch.cpp: a kernel on its device and on that device's current stream, with a counter to draw its tiles from.
-// loads: some of what it launches may run for the first time, whatever ran before.
+// Launch a kernel on its device and on the device's current stream, with a counter for the tile scheduler (launch.cpp).
+// `loads`: parts of the launch may run for the first time, regardless of earlier launches.
 void launch(Kernel& kernel, Arguments& arguments, bool loads = false);
-// What it would launch ahead of its own CTAs, and none of those.
+// Launch only the preprocessing kernels that precede the kernel's own CTAs.
 void launch_what_is_ahead(Kernel& kernel, Arguments& arguments);
 
 }  // namespace flashplug

@@ -1,8 +1,8 @@
-// The source of kernels: kernel packs (shared objects with a symbol for each kernel), else one up-call into Python,
-// which has a cache of compiled kernels and a compiler (torch_flashplug/codegen/jit.py).
+// The source of kernels. Kernel packs come first (shared objects with a symbol for each kernel). Else a callback asks
+// Python, with its cache of compiled kernels and its compiler (torch_flashplug/codegen/jit.py).
 //
-// A kernel is looked up at its first use and kept by table row and generation of the device: no strings, maps or locks
-// after that.
+// A kernel is looked up at its first use and stored by table row and device generation. Later uses need no strings,
+// maps or locks.
 #include <dlfcn.h>
 
 #include <algorithm>
@@ -22,7 +22,7 @@ namespace {
 
 constexpr int kOldest = 8, kNumGenerations = 8;  // major numbers of compute capabilities that are told apart
 
-// GPUs of one major number run the same code.
+// Return the major number of a compute capability. GPUs with the same major number run the same code.
 int generation(int cc) { return cc / 10; }
 
 struct Pack {
@@ -40,11 +40,12 @@ struct Entry {
 };
 
 struct Registry {
-  std::deque<Entry> entries;        // of each row one for each generation; grows before calls run, and never moves them
-  std::atomic<int64_t> changes{0};  // of what is missing
+  std::deque<Entry> entries;  // for each row an entry per generation; grows before calls run, and entries never move
+  std::atomic<int64_t> changes{0};  // number of changes of `missing` flags
   std::vector<Pack> packs;
   std::atomic<CompileCallback> compile{nullptr};
-  std::mutex mutex;  // guards packs and the writing of entries; never held during an up-call, which waits for the GIL
+  // guards packs and writes of entries; never held during a callback, because callbacks wait for the GIL
+  std::mutex mutex;
 };
 
 Registry& registry() {
@@ -52,7 +53,7 @@ Registry& registry() {
   return *instance;
 }
 
-// Head of a TVM-FFI function object; the callable behind a handle that the compiler returns.
+// Head of a TVM-FFI function object. The callable sits behind a handle returned by the compiler.
 struct FunctionObject {
   uint64_t reference_counts;
   int32_t type_index;
@@ -86,7 +87,7 @@ KernelCall find_in_packs(const std::string& name, const DeviceFacts& device, std
   return nullptr;
 }
 
-// Asks Python. `later`: the answer may be another one at a later call.
+// Ask Python for a kernel. `later` is set if a later call may get a different answer.
 KernelCall compile(const std::string& name, const DeviceFacts& device, int circumstances, void** self, std::string* why,
                    bool* later) {
   CompileCallback callback = registry().compile.load(std::memory_order_acquire);
@@ -107,6 +108,7 @@ KernelCall compile(const std::string& name, const DeviceFacts& device, int circu
                              : reinterpret_cast<FunctionObject*>(*self)->safe_call;
 }
 
+// Look a kernel up in the packs, then ask Python. A failure is final, unless Python may answer differently later.
 Kernel* search(Entry& entry, const std::string& name, int device_index, int circumstances) {
   const DeviceFacts device = device_facts(device_index);
   std::string why;

@@ -1,4 +1,4 @@
-// A kernel on the device: stream, counter, modules that are loaded at first use, errors.
+// Launch of a kernel on a device: stream, counter, lazily loaded modules, errors.
 #include <dlfcn.h>
 
 #include <algorithm>
@@ -15,7 +15,7 @@ static_assert(sizeof(TVMFFIObject) == 24, "kernels.cpp knows the object header")
 
 namespace {
 
-// What TVM-FFI kept of the failure. Its library is in the process already: the packs and the JIT need it.
+// Return TVM-FFI's text of the failure. The library is in the process already, because packs and the JIT need it.
 std::string raised_text() {
   void* library = dlopen("libtvm_ffi.so", RTLD_NOLOAD | RTLD_NOW);
   void* scope = library != nullptr ? library : RTLD_DEFAULT;
@@ -32,7 +32,7 @@ std::string raised_text() {
   return text;
 }
 
-// Makes the tensors' device current, if it is not already, and puts the old one back.
+// Scope with the tensors' device as the current device. The destructor restores the previous device.
 class OnDevice {
  public:
   explicit OnDevice(int device_index) {
@@ -60,8 +60,8 @@ void run(Kernel& kernel, const Arguments& arguments) {
     throw std::runtime_error("torch_flashplug: kernel launch failed: " + raised_text());
 }
 
-// First use on a device loads the kernel's module, which a stream capture of this thread would forbid in its strict
-// mode.
+// Run a kernel. The first use on a device loads the kernel's module. A stream capture of the thread in strict mode
+// would forbid the load.
 void run_on(Kernel& kernel, const Arguments& arguments) {
   const uint64_t bit = uint64_t{1} << (arguments.device_index() & 63);
   if ((kernel.devices.load(std::memory_order_acquire) & bit) != 0) {
@@ -73,7 +73,7 @@ void run_on(Kernel& kernel, const Arguments& arguments) {
   kernel.devices.fetch_or(bit, std::memory_order_release);
 }
 
-// To a persistent kernel, whose CTAs draw tiles.
+// Pack the counter and the number of CTAs for a persistent kernel, whose CTAs fetch tile numbers.
 void give_ctas(Arguments& arguments, void* stream, bool none = false) {
   if (!arguments.takes("counter")) return;
   const int device_index = arguments.device_index();
@@ -94,7 +94,7 @@ void launch(Kernel& kernel, Arguments& arguments, bool loads) {
   run_on(kernel, arguments);
 }
 
-// The rest of the kernel's module may still have to be loaded: it does not count as one that ran here.
+// The rest of the kernel's module may still have to be loaded, so the kernel does not count as used on the device.
 void launch_what_is_ahead(Kernel& kernel, Arguments& arguments) {
   const int device_index = arguments.device_index();
   OnDevice on_device(device_index);

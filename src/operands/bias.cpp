@@ -1,7 +1,9 @@
-// A float mask as kernels read it: four dims, stride 0 where it is broadcast, contiguous rows. Kernels for Hopper read
-// rows at any address, those for sm_80 rows that begin at multiples of 16 bytes. Any other mask is copied once, without
-// its broadcast dims: one whose heads lie innermost (T5), or one with one number for all keys. Where more than a
-// tile's rows of queries share one row, the row begins at a multiple of 16 bytes. Kernels for sm_80 get 64 copies.
+// Float masks (biases) in the layout that kernels read: four dims, stride 0 in broadcast dims, contiguous rows.
+//
+// Hopper kernels read rows at any address. Kernels for sm_80 read rows that begin at multiples of 16 bytes. Any other
+// mask is copied once, without broadcast dims. Examples: a mask whose heads are innermost (T5), or a mask with a single
+// number for all keys. Where more than a tile's rows of queries share a mask row, the row begins at a multiple of 16
+// bytes. Kernels for sm_80 get 64 copies of such a row.
 #include <algorithm>
 
 #include "launch/kernel_args.h"
@@ -11,7 +13,8 @@ namespace flashplug {
 
 namespace {
 
-// A plane sums so many batches or heads at least: planes take little memory beside what every score would take.
+// Minimal number of batches or heads summed into a plane. Planes then take little memory compared with a number for
+// every score.
 constexpr int64_t kLeastSummed = 8;
 
 bool is_read_where_it_lies(AtenTensorHandle bias, const int64_t stride[4], int64_t unit, bool anywhere) {
@@ -22,6 +25,7 @@ bool is_read_where_it_lies(AtenTensorHandle bias, const int64_t stride[4], int64
          reinterpret_cast<uintptr_t>(data) % kUnitBytes == 0;
 }
 
+// Return a bias in a layout that the kernel reads: a view, or a copy.
 Owned as_kernels_read(const ForwardCall& call, const Problem& p, const TensorClass& query, const KernelRow& row) {
   const AtenTensorHandle bias = call.mask;
   const int64_t unit = kUnitBytes / element_bytes(bias);
@@ -33,7 +37,7 @@ Owned as_kernels_read(const ForwardCall& call, const Problem& p, const TensorCla
     throw std::runtime_error("torch_flashplug: attn_mask must have 2 to 4 dims that broadcast to (B, Hq, Sq, Sk)");
   if (p.Sk == 1) stride[3] = 1;
   const bool hopper = tables().families[row.family].arch >= 90;
-  const bool shared = row.kind != kDecode && stride[2] == 0 && p.Sq > row.group_rows;  // a row, by all queries
+  const bool shared = row.kind != kDecode && stride[2] == 0 && p.Sq > row.group_rows;  // all queries share a mask row
   const bool repeats = shared && !hopper;
   const int64_t whole[4] = {p.B, p.Hq, repeats ? row.group_rows : p.Sq, p.Sk};
   if (!repeats && is_read_where_it_lies(bias, stride, unit, hopper && !shared)) return view(bias, 4, whole, stride);
@@ -44,10 +48,10 @@ Owned as_kernels_read(const ForwardCall& call, const Problem& p, const TensorCla
   return view(copy.get(), 4, whole, repeated);
 }
 
-// All four dims of what a gradient of it has, and torch.empty_like's strides.
+// Sizes of a bias gradient in all four dims, with the strides of torch.empty_like.
 struct Gradient {
   int64_t size[4], stride[4];
-  int64_t missing;  // dims that the bias does not have
+  int64_t missing;  // number of dims absent from the bias
 };
 
 Gradient gradient_like(AtenTensorHandle bias) {
@@ -81,11 +85,12 @@ Planes gradient_planes(AtenTensorHandle gradient, const Problem& p, const Kernel
   const int64_t tiles =
       like.size[0] * like.size[1] * blocks(like.size[2], p.Sq, row.tile_m) * blocks(like.size[3], p.Sk, row.tile_n);
   Planes planes = planes_of(gradient);
-  int64_t wanted = std::max(sm_count, 1) / tiles;  // so many planes for each of the gradient's keep all SMs busy
+  // with so many planes for each plane of the gradient, all SMs are busy
+  int64_t wanted = std::max(sm_count, 1) / tiles;
   const auto share = [&wanted](int64_t* number, int64_t all) {
     const int64_t most = std::min(wanted, all / kLeastSummed);
     if (*number != 1 || most < 2) return;
-    *number = ceil_div(all, ceil_div(all, most));  // none without work
+    *number = ceil_div(all, ceil_div(all, most));  // no plane without work
     wanted /= *number;
   };
   share(&planes.batches, p.B);
@@ -93,7 +98,7 @@ Planes gradient_planes(AtenTensorHandle gradient, const Problem& p, const Kernel
   return planes;
 }
 
-// Rows begin on units: the kernel stores vectors there.
+// Rows begin at units of 16 bytes, because the kernel stores vectors there.
 Owned new_bias_planes(AtenTensorHandle gradient, const Planes& planes) {
   const int64_t unit = kUnitBytes / element_bytes(gradient), pitch = ceil_div(planes.keys, unit) * unit;
   const int64_t padded[4] = {planes.batches, planes.heads, planes.rows, pitch};
@@ -116,7 +121,7 @@ void sum_bias_planes(Owned planes, AtenTensorHandle gradient) {
   op[kSum["dtype"]] = box::from(std::nullopt);
   op[kSum["out"]] = box::from_borrowed(gradient);
   op.run();
-  op.result(0);  // the gradient once more
+  op.result(0);  // frees the second reference to the gradient
 }
 
 Owned laid_out_as_bias(Owned gradient, AtenTensorHandle bias) {

@@ -1,6 +1,6 @@
-// What dropout's bits are drawn from: a seed of the default generator, as stock's kernels take theirs, so that
-// manual_seed, checkpoints and replays of graphs hold. The bits themselves are made in registers
-// (kernels/parts/scores/dropout.py) and, the same ones, by math (dropout_reference.py): a backward follows any forward.
+// Seeds of dropout. The seed comes from the default generator, as in stock's kernels, so that manual_seed, checkpoints
+// and replays of graphs hold. Kernels make the dropout bits in registers (kernels/parts/scores/dropout.py). The
+// reference math makes the same bits (dropout_reference.py), so any backward can follow any forward.
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_aten.h>
 
 #include "launch/kernel_args.h"
@@ -17,7 +17,8 @@ Drawn draw(const TensorClass& query) {
   random[kRandom["generator"]] = box::from(std::nullopt);
   random.run();
   Drawn drawn{random.result(0), number()};
-  check_shim(aoti_torch_aten_fill__Scalar(drawn.offset.get(), 0.0), "fill_");  // every call has a seed of its own
+  // each call has a seed of its own, so the offset is 0
+  check_shim(aoti_torch_aten_fill__Scalar(drawn.offset.get(), 0.0), "fill_");
   return drawn;
 }
 

@@ -1,8 +1,10 @@
-// A bool mask on its way to kernels. Behind the router F.sdpa would make floats of it, 3 bytes a score, for its op and
-// for autograd to keep. It reads its argument again then, and leaves alone what is not bool: so the router puts what
-// kernels read in the mask's place (a digest, kernels/preprocess/mask.py: two or four bits a score), still empty; the
-// op, called from the same frame of F.sdpa, puts the mask back and has it digested. Autograd keeps the digest. Measured
-// on an H200: the floats alone took 590 us at 16k x 16k, where a window's attention takes 240 and its digest 105.
+// Transport of a bool mask to kernels, as mask metadata (kernels/preprocess/mask.py: two or four bits per score).
+//
+// After the router, F.sdpa would convert a bool mask to floats, 3 bytes per score, for the op and for autograd to keep.
+// F.sdpa reads the mask argument again at that point and converts only bool masks. The router therefore replaces the
+// mask by mask metadata, still empty. The op, called from the same frame of F.sdpa, puts the mask back and fills the
+// metadata. Autograd keeps the metadata. Measured on an H200, at 16k x 16k: the floats alone took 590 us. The attention
+// of a window takes 240 us there, and the mask metadata takes 105 us.
 #include <pthread.h>
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_aten.h>
 
@@ -20,20 +22,21 @@ namespace flashplug {
 namespace {
 
 constexpr int kMostMaskDims = 4;
-constexpr int64_t kBlock = 128;  // queries and keys that lists count by
+constexpr int64_t kBlock = 128;  // rows and columns of a block of the block-sparse lists
 
-// A tensor is one pointer, which tells which one it is.
+// Return the pointer inside a tensor. A tensor is a single pointer, and the pointer identifies the tensor.
 void*& pointer_in(AtenTensorHandle tensor) { return *reinterpret_cast<void**>(tensor); }
 
-// Never torn down: at the end of a thread, or of the process, libtorch may be gone.
+// A replaced mask. Never destroyed: at the end of a thread or of the process, libtorch may be gone.
 struct Kept {
   AtenTensorHandle mask = nullptr;
-  AtenTensorHandle place = nullptr;  // where the caller had it
-  void* left = nullptr;              // what is there now
+  AtenTensorHandle place = nullptr;  // the caller's tensor
+  void* left = nullptr;              // pointer of the replacement
 };
 thread_local Kept kept;
 
-// Torch hands arguments on from frame to frame. One that lies elsewhere may be read by other threads meanwhile.
+// Return true for an address on the thread's own stack. Torch passes arguments from frame to frame. A tensor elsewhere
+// may be read by different threads meanwhile.
 bool on_this_stack(const void* address) {
   thread_local const char* const top = [] {
     pthread_attr_t attributes;
@@ -48,7 +51,7 @@ bool on_this_stack(const void* address) {
   return at > static_cast<const char*>(__builtin_frame_address(0)) && at < top;
 }
 
-// Rows that kernels look at: a block of them, where all are the same.
+// Return the number of mask rows that kernels read: the rows of a single block if all rows are the same.
 int64_t rows_of(const Problem& p, const int64_t stride[4]) { return stride[2] == 0 ? std::min(p.Sq, kBlock) : p.Sq; }
 
 bool has_mask_dims(AtenTensorHandle mask) {
@@ -76,7 +79,7 @@ Owned new_digest(const int64_t size[4], int64_t numbers, const TensorClass& quer
   return empty_strided(3, sizes, strides, aoti_torch_dtype_int32(), query.device_type, query.device_index);
 }
 
-// The mask's bytes, once where they are broadcast.
+// Return a copy of the mask's bytes, without repeats of broadcast dims.
 Owned copy_of(AtenTensorHandle mask, const int64_t size[4], const int64_t stride[4], const TensorClass& query) {
   int64_t once[4], packed[4];
   for (int i = 0; i < 4; ++i) once[i] = stride[i] == 0 ? 1 : size[i];
@@ -86,8 +89,8 @@ Owned copy_of(AtenTensorHandle mask, const int64_t size[4], const int64_t stride
   return copy;
 }
 
-// What a forward of ours had autograd keep: of all rows, or of a block that is like the others. Or lists of blocks that
-// came with the call, which without gradients hold what a forward reads.
+// Return mask metadata kept by an earlier plugin forward: of all rows, or of a block that stands for all rows. The
+// metadata may also be block-sparse lists of the call; without gradients, such lists hold only the forward's part.
 Masked digested_before(AtenTensorHandle digest, const Problem& p, bool gradients) {
   const Shape shape = shape_of(digest);
   int64_t dims = 0, rows = std::min(p.Sq, kBlock);
@@ -102,7 +105,7 @@ Masked digested_before(AtenTensorHandle digest, const Problem& p, bool gradients
   return {view(digest, 4, size, stride), Owned::share(digest)};
 }
 
-// digest: whether one is wanted.
+// Return the mask arguments of a kernel. `digest`: whether the kernel takes metadata.
 Masked masked(const ForwardCall& call, const Problem& p, const TensorClass& query, bool digest, bool gradients) {
   if (is_digest(call.mask)) return digested_before(call.mask, p, gradients);
   int64_t size[4], stride[4];
@@ -142,14 +145,14 @@ bool beside(AtenTensorHandle mask, const TensorClass& query) {
 bool right_dtype(AtenTensorHandle mask, const Problem& p) {
   TensorClass of_mask;
   if ((p.needs & feature_bit("bias")) == 0) return true;  // bool, or fp32
-  if (is_mask(mask) && !is_kept(mask)) return true;       // F.sdpa makes floats of the query's dtype of it
+  if (is_mask(mask) && !is_kept(mask)) return true;       // F.sdpa converts the mask to floats of the query's dtype
   return read_class(mask, &of_mask) && of_mask.dtype == p.dtype[0];
 }
 
 bool mask_fits(AtenTensorHandle mask, const Facts& facts) {
   const TorchSymbols& torch = torch_symbols();
-  const bool left = (facts.problem.needs & kMask) != 0;  // something in its place
-  if (left && !on_this_stack(mask)) return false;        // that is where the caller has it
+  const bool left = (facts.problem.needs & kMask) != 0;  // the router replaces the mask
+  if (left && !on_this_stack(mask)) return false;        // only the caller's own tensor, on the stack, can be replaced
   if (torch.python_dispatch(mask) || torch.wrapped(mask) || !has_memory(mask)) return false;  // no address of its own
   return dense(mask) && right_dtype(mask, facts.problem) && beside(mask, facts.operand[0]) &&
          broadcasts(mask, facts.problem);
@@ -169,11 +172,13 @@ bool leave_kept(AtenTensorHandle mask, const Facts& facts) {
     int64_t size[4], stride[4];
     spread(mask, facts.problem, size, stride);
     const Problem& p = facts.problem;
-    const int64_t numbers = p.grad ? digest_numbers(rows_of(p, stride), p.Sq, p.Sk, true) : 0;  // nobody keeps it
-    // Hooks of saved tensors may copy what is left here, which they are given before the op fills it in.
+    // nobody keeps the metadata
+    const int64_t numbers = p.grad ? digest_numbers(rows_of(p, stride), p.Sq, p.Sk, true) : 0;
+    // Hooks of saved tensors get the replacement before the op fills the metadata, and may copy the replacement. So the
+    // hooks get the mask's bytes.
     Owned left = p.grad && torch_symbols().saved_hooks() ? copy_of(mask, size, stride, facts.operand[0])
                                                          : new_digest(size, numbers, facts.operand[0]);
-    if (torch_symbols().wrapped(left.get())) return false;  // inside a transform the op would get another one
+    if (torch_symbols().wrapped(left.get())) return false;  // inside a transform the op would get a different tensor
     std::swap(pointer_in(mask), pointer_in(left.get()));
     kept = {left.release(), mask, pointer_in(mask)};
     return true;
@@ -225,7 +230,7 @@ void digest_in_torch(const ForwardCall& call, const Problem& p, const TensorClas
   copy_into(call.digest, op.result(0).get());
 }
 
-// As `numbers` of kernels/preprocess/mask.py.
+// Return the size of a plane's metadata; same formula as `numbers` of kernels/preprocess/mask.py.
 int64_t digest_numbers(int64_t rows, int64_t Sq, int64_t Sk, bool gradients) {
   constexpr int64_t kTile = 64, kTall = 192, kWords = 128;
   const int64_t lines = ceil_div(rows, kBlock), M = ceil_div(Sq, kBlock), N = ceil_div(Sk, kBlock),
@@ -235,11 +240,11 @@ int64_t digest_numbers(int64_t rows, int64_t Sq, int64_t Sk, bool gradients) {
 }
 
 bool can_be_digested(AtenTensorHandle mask, const Problem& p) {
-  if (is_digest(mask)) return true;  // a forward of ours asked
+  if (is_digest(mask)) return true;  // made by a plugin forward after the same check
   int64_t size[4], stride[4];
-  if (!spread(mask, p, size, stride)) return true;  // refused where it is read
+  if (!spread(mask, p, size, stride)) return true;  // refused where the mask is read
   const int64_t numbers = digest_numbers(rows_of(p, stride), p.Sq, p.Sk, true);
-  // Kernels count a plane's in 31 bits, and all of them in 32.
+  // Kernels count the numbers of a plane in 31 bits, and the numbers of all planes in 32 bits.
   return numbers <= std::numeric_limits<int32_t>::max() &&
          size[0] * size[1] * numbers <= std::numeric_limits<uint32_t>::max();
 }

@@ -1,4 +1,4 @@
-// Strides of outputs, exactly as torch's meta functions compute them: compiled graphs assert on them.
+// Strides of outputs, exactly as torch's meta functions compute them: compiled graphs assert the strides.
 #include <algorithm>
 #include <cstring>
 
@@ -83,7 +83,8 @@ Owned readable(AtenTensorHandle tensor) { return is_readable(tensor) ? Owned::sh
 
 namespace {
 
-// What is there of a 4-d tensor, copied, and seen as often as it was: dims of stride 0 but the last stay so.
+// Copy a 4-d tensor once, without repeats of broadcast dims, and view the copy with the original sizes. Dims of stride
+// 0 keep stride 0, except the last dim.
 Owned copied_once(AtenTensorHandle tensor) {
   const Shape shape = shape_of(tensor);
   int64_t size[4], stride[4];
@@ -132,8 +133,8 @@ int compare_dims(const int64_t* size, const int64_t* stride, int a, int b) {
 
 }  // namespace
 
-// empty_like keeps the strides of a tensor without holes or overlaps; any other is packed in the order of its strides
-// (c10's infer_dense_strides).
+// empty_like keeps the strides of a tensor without holes or overlaps; any other tensor is packed in the order of its
+// strides (c10's infer_dense_strides).
 void dense_strides(const int64_t* size, const int64_t* stride, int dims, int64_t* out) {
   int order[5];  // innermost first
   for (int i = 0; i < dims; ++i) order[i] = dims - 1 - i;
@@ -165,7 +166,7 @@ void output_strides(const Shape& query, const int64_t out_size[4], int64_t out_s
     dense_strides(query.size, query.stride, 4, out_stride);
     return;
   }
-  // torch: stable sort of the dims by stride, largest first; strides packed in that order.
+  // torch sorts the dims by stride, stable and largest first, and packs the strides in the sorted order.
   int order[4] = {0, 1, 2, 3};
   for (int i = 1; i < 4; ++i) {
     for (int j = i; j > 0 && query.stride[order[j - 1]] < query.stride[order[j]]; --j)
@@ -186,7 +187,7 @@ void pack_strides(const int64_t size[4], int64_t stride[4]) {
   }
 }
 
-// The output's layout is a promise to compiled graphs too.
+// Compiled graphs rely on the output's layout, too.
 Owned in_output_layout(Owned out, AtenTensorHandle query) {
   const Shape have = shape_of(out.get());
   int64_t want[4];
@@ -211,7 +212,7 @@ Owned sum_of_heads(Owned grad, AtenTensorHandle operand) {
   op[kSum["dtype"]] = box::from(std::nullopt);
   op[kSum["out"]] = box::from_borrowed(sum.get());
   op.run();
-  op.result(0);  // the sum once more
+  op.result(0);  // frees the second reference to the sum
   return sum;
 }
 

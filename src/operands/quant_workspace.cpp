@@ -1,4 +1,4 @@
-// Scratch of kernels that make operands in 8 bits: what lies where, kernels/features/quantized_qkv.py says.
+// Workspace of kernels that quantize operands to 8 bits. kernels/features/quantized_qkv.py defines the layout.
 #include "launch/kernel_args.h"
 #include "ops/attention.h"
 
@@ -6,10 +6,12 @@ namespace flashplug {
 
 namespace {
 
-constexpr int64_t kAligned = 128, kKeyOrder = 16;  // ALIGNED there; len(KEY_ORDER) of quant_recipes.py
+constexpr int64_t kAligned = 128,
+                  kKeyOrder = 16;  // ALIGNED of kernels/features/quantized_qkv.py; len(KEY_ORDER) of quant_recipes.py
 
 int64_t rounded(int64_t bytes, int64_t unit) { return ceil_div(bytes, unit) * unit; }
 
+// Return the size of the workspace, buffer by buffer in the order of kernels/features/quantized_qkv.py.
 int64_t scratch8_bytes(const Problem& p, const KernelRow& row) {
   const int64_t queries = p.B * p.Hq * p.Sq, kv_heads = p.B * p.Hkv, fp32 = 4;
   int64_t bytes = 0;

@@ -1,5 +1,5 @@
-// What windows and pages bring to kernels beside their bounds, which are facts of a call: a logit of each head, and the
-// gradient of the LSE. A call without one gives a tensor without elements.
+// Packing of sinks, pages and the LSE gradient for kernels. Window bounds need no packing here, because they are facts
+// of a call. A call without sinks or without an LSE gradient passes a tensor without elements.
 #include "launch/kernel_args.h"
 #include "ops/attention.h"
 

@@ -1,6 +1,6 @@
-// Scales that are not positive. The kernels find a row's maximum before they scale, so a factor must not turn the order
-// of scores around: softmax(-s Q K^T) is softmax(s (-Q) K^T), and scores that are all 0 come from a query of zeros.
-// (cuDNN's and flash's kernels have the same limit, and give NaN.)
+// Scales that are not positive. Kernels find the maximum of a row before scaling, so a scale must not reverse the order
+// of scores. softmax(-s Q K^T) equals softmax(s (-Q) K^T), and a query of zeros gives scores that are all 0. (The
+// kernels of cuDNN and flash have the same limit, and return NaN.)
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_aten.h>
 
 #include <cmath>

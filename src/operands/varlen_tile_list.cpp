@@ -1,5 +1,6 @@
-// Lists of tiles that kernels of sequences on end walk over (kernels/features/varlen.py): scratch of a call, which its
-// kernel makes ahead of itself, or those of a plan (varlen_plan.py), which a kernel has made and nothing else.
+// Tile lists for kernels of packed sequences (kernels/features/varlen.py). The lists are either a workspace of the
+// call, filled by a launch ahead of the kernel, or belong to a plan (varlen_plan.py). A plan's lists are made by a
+// kernel that does nothing else.
 #include <algorithm>
 
 #include "launch/kernel_args.h"
@@ -9,10 +10,11 @@ namespace flashplug {
 
 namespace {
 
-constexpr int64_t kSector = 8;  // numbers
+constexpr int64_t kSector = 8;  // in 32-bit numbers
 
-// As many as a kernel may want: room for blocks of the least size, one more for each sequence, and for what is none's
-// on either side; a sector each, and one for its number.
+// Return the capacity of the lists, for any kernel. A list has entries for blocks of the smallest size, an extra block
+// for each sequence, and for the rows before the first and after the last sequence. An entry takes a sector, and so
+// does a list's head.
 int64_t numbers_of(const Problem& p) {
   constexpr int64_t most_lists = 3, least = 64;
   const int64_t room = std::max(p.Sq, p.Sk) / least + p.sequences + 2;
@@ -29,11 +31,12 @@ Owned of_kernel(AtenTensorHandle lists, int64_t nth, const Problem& p) {
   return view(lists, 1, &numbers, &one, nth * numbers);
 }
 
-// What a plan was made for, in one number: its kernels, one more than their rows of the table, and a hash of what else
-// lists are made of.
+// Identity of a plan in a single number: a kernel row number plus 1 for forward and backward, and a hash of the lists'
+// further inputs.
 constexpr int kRowBits = 12;
 constexpr int64_t kRows = int64_t{1} << kRowBits;
 
+// Return a hash of the facts behind the lists, in the bits above the row numbers.
 int64_t facts_key(const Problem& p) {
   uint64_t hash = 0;
   for (int64_t fact : {p.Sq, p.Sk, p.sequences, p.left, p.right, p.bottom_right})
@@ -45,8 +48,9 @@ int64_t key_of(const Problem& p, int forward_row, int backward_row) {
   return facts_key(p) | (int64_t{forward_row} + 1) << kRowBits | (int64_t{backward_row} + 1);
 }
 
-// Lists of a plan for the kernel of this row. None where it is a backward's that they were not made for: a plan may be
-// without gradients, and which kernel follows may have changed since. Throws where it was made for another call.
+// Return a plan's lists for the kernel of a row. Returns nothing for a backward kernel without lists in the plan. A
+// plan may be made without gradients, and kernel selection for the backward may have changed since. Throws if the plan
+// was made for a different call.
 Owned planned(const ForwardCall& call, const Problem& p, const KernelRow& row, const TensorClass& query) {
   if (!is_there(call.lists)) return {};
   const int64_t number = &row - tables().kernels.data() + 1;
@@ -65,7 +69,7 @@ Owned planned(const ForwardCall& call, const Problem& p, const KernelRow& row, c
   return of_kernel(call.lists, backward ? 1 : 0, p);
 }
 
-// A tensor of that size whose rows are all the same one: to a kernel that reads none.
+// Return a tensor of a given size whose rows share the same memory, for a kernel without reads.
 Owned hollow(std::initializer_list<int64_t> size, int32_t dtype, const TensorClass& query) {
   int64_t stride[kMostDims] = {};
   stride[size.size() - 1] = 1;
@@ -94,11 +98,14 @@ Lengths give_lengths(const ForwardCall& call, const Problem& p, const KernelRow&
   given.lists = planned(call, p, row, query);
   const bool made = given.lists.get() != nullptr;
   if (!made) given.lists = of_kernel(new_lists(1, p, query).get(), 0, p);
-  given.used_k = made ? Owned::share(call.cu_q) : used_or_all(call);  // which says that lists are there
+  // the size of cu_q tells the kernel that the lists exist
+  given.used_k = made ? Owned::share(call.cu_q) : used_or_all(call);
   give_starts(call, given.used_k, given.lists, arguments);
   return given;
 }
 
+// Launch only the preprocessing of a kernel, which fills the lists of a plan. All operands have sizes, but share the
+// memory of their rows.
 void make_lists(Kernel& kernel, const KernelRow& row, const ForwardCall& call, const Problem& p,
                 const TensorClass& query, const Owned& lists) {
   static const int32_t fp32 = aoti_torch_dtype_float32();

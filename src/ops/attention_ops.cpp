@@ -1,12 +1,13 @@
-// The third door: ops of attention(), which says what F.sdpa cannot. A kernel of ours wherever one can run the call,
-// since stock has none to compare it with; else the mathematics that Python registers beside each op.
+// Custom ops behind attention(), for calls that F.sdpa has no arguments for. A plugin kernel serves a call wherever
+// possible, since stock has no kernel to compare with. Otherwise the call runs the reference math that Python registers
+// for each op.
 //
-//   torch_flashplug::cached_fwd: key and value in 8 bits (quantized_kv.py)
-//   torch_flashplug::attention_fwd / attention_bwd: windows, sinks, an LSE with gradients (attention.py)
-//   torch_flashplug::_plan_lists: what calls of them may share (varlen_plan.py)
-//   torch_flashplug::paged_fwd: key and value in pages (paged.py)
-//   torch_flashplug::listed_fwd / listed_bwd: lists of blocks (block_sparse_ops.cpp)
-//   attention_fwd_out, paged_fwd_out: the same into a given tensor
+//   torch_flashplug::cached_fwd: quantized KV cache, key and value in 8 bits (quantized_kv.py)
+//   torch_flashplug::attention_fwd / attention_bwd: windows, sinks, differentiable LSE (attention.py)
+//   torch_flashplug::_plan_lists: tile lists shared by calls of attention_fwd and attention_bwd (varlen_plan.py)
+//   torch_flashplug::paged_fwd: paged KV cache (paged.py)
+//   torch_flashplug::listed_fwd / listed_bwd: block-sparse lists (block_sparse_ops.cpp)
+//   attention_fwd_out, paged_fwd_out: variants with an output tensor
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -39,7 +40,8 @@ bool are_kernels(const Problem& p) { return facts_of(p.dtype[0]).bytes == 2; }
 
 namespace {
 
-// How many rows a tensor of int32 numbers has that kernels can read: each row on end, on the query's device; or -1.
+// Return the number of rows of an int32 tensor that kernels can read; or -1. Rows must be contiguous, and the tensor
+// must be on the query's device.
 int64_t rows_of_int32(AtenTensorHandle x, int64_t dims, const Facts& facts) {
   int32_t dtype = -1;
   int64_t found = 0;
@@ -64,7 +66,7 @@ void cached_forward(StableIValue* stack, uint64_t, uint64_t) {
   const Problem& p = facts.problem;
   check_fp32("k_scale", call.k_scale, {p.B, p.Hkv, p.Sk}, facts);
   check_fp32("v_scale", call.v_scale, {p.B, p.Hkv, p.Sk}, facts);
-  const bool sees = !is_there(call.mask) || mask_fits(call.mask, facts);  // others are stock's to refuse
+  const bool sees = !is_there(call.mask) || mask_fits(call.mask, facts);  // all other masks are for stock to refuse
   const DeviceFacts device = device_facts(facts.device_index());
   const Plan plan = plan_in_op(p, device, tables());
   note_plan("cached_fwd", p, device, call.mode, plan);
@@ -76,8 +78,8 @@ void cached_forward(StableIValue* stack, uint64_t, uint64_t) {
   stack[0] = box::from_tensor(cached_math(call));
 }
 
-// What a thread's or the process's mode makes of a call: a forced backend or a reason why not, else whatever can run
-// it. None of these kernels splits keys, whatever a call asks for.
+// Return the plan under the mode of the thread or the process: a forced backend or the reason against it, else any
+// available kernel. None of these kernels splits keys, whatever num_splits a call has.
 Plan plan_of_own(const Problem& p, const DeviceFacts& device, Mode mode) {
   if (wants_math(mode)) return {};
   return mode.forces_kernels() ? remembered_plan(p, device, Mode::forcing(mode.family()), tables())
@@ -109,10 +111,10 @@ int64_t read_split_size(int64_t size, int64_t splits) {
     throw std::runtime_error("torch_flashplug: fixed_split_size is " + std::to_string(size) + ", num_splits " +
                              std::to_string(splits) + "; give one of them, a size in multiples of " +
                              std::to_string(kSplitUnit));
-  return std::min(size, int64_t{1} << 30);  // which no sequence has twice, and kernels count in 32 bits
+  return std::min(size, int64_t{1} << 30);  // no sequence has twice as many keys, and kernels count in 32 bits
 }
 
-// What attention_fwd, attention_bwd and paged_fwd say beside tensors.
+// Read the settings of attention_fwd, attention_bwd and paged_fwd, beside tensors.
 template <const Schema& op>
 void read_settings(StableIValue* stack, ForwardCall* call) {
   call->scale = box::to_optional_double(stack[op["scale"]]);
@@ -125,7 +127,7 @@ void read_settings(StableIValue* stack, ForwardCall* call) {
 
 }  // namespace
 
-// Values are the device's to clamp.
+// Only shapes are checked here; kernels clamp the values on the device.
 void check_lengths(const ForwardCall& call, const Facts& facts) {
   if (!is_there(call.cu_q) && !is_there(call.cu_k) && !is_there(call.used_k)) return;
   const int64_t starts = rows_of_int32(call.cu_q, 1, facts);
@@ -147,7 +149,7 @@ bool attend(const char* where, const ForwardCall& call, const Facts& facts, Mode
   const Plan plan = plan_of_own(p, device, by);
   note_plan(where, p, device, by, plan);
   if (plan.ours() && standin() != Standin::kMath && our_forward(call, facts, plan, result)) return true;
-  // Of nothing there is nothing that a backend could do.
+  // A call without elements needs no backend.
   if (call.mode.forces_kernels() && !is_empty(p))
     throw std::runtime_error(forced_error(p, device, call.mode, tables()));
   return false;
@@ -155,7 +157,8 @@ bool attend(const char* where, const ForwardCall& call, const Facts& facts, Mode
 
 namespace {
 
-// A backward's call and mode. Whatever is forced where it runs: another thread's mode is not this call's.
+// Facts and mode of a backward call. Any plugin kernel may run. The current thread's mode does not count, because
+// another thread's mode is not the call's. The deterministic setting is the current setting.
 Problem as_differentiated(const Facts& facts) {
   Problem p = facts.problem;
   p.deterministic = torch_symbols().deterministic();
@@ -183,7 +186,7 @@ void check_out(const ForwardCall& call, const Facts& facts) {
     throw std::runtime_error("torch_flashplug: out has to be [B, Hq, Sq, Dv] of the query's dtype, on its device");
 }
 
-// The LSE, after whatever is still to be done for the call's own output.
+// Return the LSE, after a copy of the result into the call's own output, if necessary.
 StableIValue lse_beside(AtenTensorHandle out, ForwardResult result) {
   if (!result.in_place) copy_into(out, result.out.get());
   return box::from_tensor(std::move(result.lse));
@@ -254,7 +257,7 @@ void attention_forward_out(StableIValue* stack, uint64_t, uint64_t) {
   stack[0] = lse_beside(out.get(), attend_on_stack<kAttentionForwardOut>(stack, out.get()));
 }
 
-// Values are the device's to clamp.
+// Only shapes are checked here; kernels clamp the values on the device.
 void check_pages(const ForwardCall& call, const Facts& facts) {
   const Problem& p = facts.problem;
   if (rows_of_int32(call.pages, 2, facts) != p.B || rows_of_int32(call.used_k, 1, facts) != p.B)
@@ -269,7 +272,8 @@ void check_pages(const ForwardCall& call, const Facts& facts) {
   check_fp32("v_scale", call.v_scale, {key[0], key[1], key[2]}, facts);
 }
 
-// Rows that a thread copies together lie in one page (kernels/parts/paged.py).
+// Return true if kernels can read the pages: rows copied together by a thread lie in the same page
+// (kernels/parts/paged.py).
 bool can_be_read(const ForwardCall& call, const Facts& facts) {
   constexpr int64_t together = 16;
   Shape pages;
@@ -277,7 +281,8 @@ bool can_be_read(const ForwardCall& call, const Facts& facts) {
          (pages.size[1] == 1 || facts.shape[1].size[2] % together == 0);
 }
 
-// Of splits that a fixed size makes: as many as others may be, and partials that kernels can count in 32 bits.
+// Check the splits of a fixed split size: not more than num_splits may be, and partial results that kernels can count
+// in 32 bits.
 void check_splits(const Problem& p, int64_t splits) {
   if (splits > kMaxSplits)
     throw std::runtime_error("torch_flashplug: fixed_split_size=" + std::to_string(p.split_size) + " makes " +

@@ -1,4 +1,4 @@
-// Our gradients: scratch, outputs and one launch.
+// The plugin's backward: workspace, outputs and launches.
 #include <algorithm>
 
 #include "launch/kernel_args.h"
@@ -8,13 +8,14 @@ namespace flashplug {
 
 namespace {
 
-// grad_out as a kernel can read it. An expanded scalar, as `.sum().backward()` gives, is no such thing.
+// Return grad_out in a layout that a kernel can read. An expanded scalar, as from `.sum().backward()`, is unreadable.
 Owned read_by(const KernelRow& row, AtenTensorHandle tensor) {
   return row.elementwise ? Owned::share(tensor) : readable(tensor);
 }
 
-// A gradient as a kernel can write it: laid out as empty_like(operand) where that has rows, else packed, unless it goes
-// element by element. heads: for each of the operand's so many, one after the other.
+// Return a new gradient in a layout that a kernel can write. The layout is empty_like(operand) if rows are contiguous
+// there, else packed; element-wise kernels write any layout. `heads`: number of gradient heads for each operand head,
+// in consecutive order.
 Owned gradient_of(AtenTensorHandle operand, bool elementwise, int64_t heads = 1) {
   const Shape like = shape_of(operand);
   const int64_t size[4] = {like.size[0], like.size[1] * heads, like.size[2], like.size[3]};
@@ -24,7 +25,7 @@ Owned gradient_of(AtenTensorHandle operand, bool elementwise, int64_t heads = 1)
   return new_like(operand, 4, size, stride, nullptr);
 }
 
-// What every kernel of a backward reads of a call. Lives until they are launched.
+// Inputs read by every kernel of a backward. The object must live until the kernels are launched.
 class Given {
  public:
   Given(const BackwardCall& call, const Problem& p, const KernelRow& row)
@@ -44,7 +45,7 @@ class Given {
     arguments->scale(positive_.scale);
   }
 
-  // Of its size and type, which a kernel could read.
+  // Return a readable tensor with the size and dtype of an operand's gradient.
   AtenTensorHandle like(int operand) const {
     const AtenTensorHandle operands[kNumOperands] = {read_.call.q, read_.call.k, read_.call.v};
     return operands[operand];
@@ -63,26 +64,28 @@ Owned new_rows(const Problem& p, const KernelRow& row, const TensorClass& query)
   return empty_strided(4, size, stride, aoti_torch_dtype_float32(), query.device_type, query.device_index);
 }
 
-// Of the two facts in scratch the second one.
+// Return a copy of delta, the second of the two row statistics in the workspace.
 Owned delta_of(AtenTensorHandle rows, const Problem& p) {
   const int64_t padded = shape_of(rows).size[3], size[3] = {p.B, p.Hq, p.Sq};
   const int64_t from[3] = {p.Hq * 2 * padded, 2 * padded, 1}, stride[3] = {p.Hq * p.Sq, p.Sq, 1};
   return new_like(rows, 3, size, stride, view(rows, 3, size, from, padded).get());
 }
 
-// dQ, dK and dV, `parts` of them at least. sharing: as of a BackwardPlan. Returns the bias as the kernel reads it.
+// Compute dQ, dK and dV, or at least the gradients in `parts`. `sharing`: see `BackwardPlan`. Returns the bias as the
+// kernel reads it.
 Owned operand_gradients(Kernel& kernel, const KernelRow& row, const BackwardCall& call, const Problem& p,
                         const TensorClass& query, const Given& given, int64_t parts, int64_t sharing,
                         BackwardResult* result) {
   const ForwardCall& forward = call.forward;
-  const int64_t floats = std::max<int64_t>(scratch_floats(p, row), 4), one = 1;  // some, so that there is an address
+  // not empty, so that there is an address
+  const int64_t floats = std::max<int64_t>(scratch_floats(p, row), 4), one = 1;
   const Owned rows = new_rows(p, row, query);
   const Owned scratch =
       empty_strided(1, &floats, &one, aoti_torch_dtype_float32(), query.device_type, query.device_index);
   const AtenTensorHandle operands[3] = {forward.q, forward.k, forward.v};
   const int64_t written = row.kind == kPartBwd ? parts : kWantAll;
   const auto writes = [written](int i) { return (written & (i == 0 ? kWantDq : kWantDkDv)) != 0; };
-  for (int i = 0; i < 3; ++i)  // one that is not written is not read either: its operand stands in for it
+  for (int i = 0; i < 3; ++i)  // an unwritten gradient is not read either, so its operand takes the argument's place
     result->grads[i] =
         writes(i) ? gradient_of(operands[i], row.elementwise, i == 0 ? 1 : sharing) : Owned::share(given.like(i));
   Arguments arguments(row, p, query.device_index);
@@ -108,7 +111,8 @@ Owned operand_gradients(Kernel& kernel, const KernelRow& row, const BackwardCall
   return bias;
 }
 
-// Of the caller's bias. read: what another kernel has read of it, copied where it must be; or nothing.
+// Compute the gradient of the caller's bias. `read`: the bias as read by an earlier kernel, copied if necessary; or
+// empty.
 Owned bias_gradient(Kernel& kernel, const KernelRow& row, const BackwardCall& call, const Problem& p,
                     const TensorClass& query, const Given& given, Owned read, int sm_count) {
   const ForwardCall& forward = call.forward;
@@ -132,27 +136,29 @@ Owned bias_gradient(Kernel& kernel, const KernelRow& row, const BackwardCall& ca
   return laid_out_as_bias(std::move(gradient), forward.mask);
 }
 
-// Into how many ranges the batch is split for kernels of one tile, whose CTAs have one head and one range: as many as
-// are done first, and of these the fewest, which leave the fewest planes of a bias's gradient to be added up.
+// Return the number of ranges into which the batch is split for kernels of a single tile. Each CTA has one head and one
+// range. The best number of ranges takes the shortest time. Among equal times the fewest ranges win, because fewer
+// ranges leave fewer planes of a bias gradient to add up.
 int64_t batch_ranges(const Problem& p, int sm_count) {
   constexpr int64_t kCtasPerSm = 2, kMostWaves = 4;
   const int64_t at_once = std::max(sm_count, 1) * kCtasPerSm;
   int64_t best = 1, fewest_turns = ceil_div(p.Hq, at_once) * p.B;
-  for (int64_t waves = 1; waves <= kMostWaves; ++waves) {  // of so many waves, the most ranges are done first
+  // for a given number of waves, the largest number of ranges is the fastest
+  for (int64_t waves = 1; waves <= kMostWaves; ++waves) {
     const int64_t ranges = std::max<int64_t>(std::min(waves * at_once / p.Hq, p.B), 1);
     const int64_t turns = ceil_div(p.Hq * ranges, at_once) * ceil_div(p.B, ranges);
     if (turns < fewest_turns) best = ranges, fewest_turns = turns;
   }
-  return ceil_div(p.B, ceil_div(p.B, best));  // none without work
+  return ceil_div(p.B, ceil_div(p.B, best));  // no range without work
 }
 
-// Whether a bias has a number of its own for every query and every key.
+// Return true if a bias has a separate number for every query and every key.
 bool has_whole_planes(AtenTensorHandle bias, const Problem& p) {
   int64_t size[4], stride[4];
   return spread(bias, p, size, stride) && (stride[2] != 0 || p.Sq == 1) && (stride[3] != 0 || p.Sk == 1);
 }
 
-// Every gradient of sequences that fit into one tile, that of a bias among them where it is wanted.
+// Compute all gradients of sequences that fit into a single tile, with the gradient of a bias if wanted.
 void gradients_of_tiles(Kernel& kernel, const KernelRow& row, const BackwardCall& call, const Problem& p,
                         const TensorClass& query, const Given& given, bool with_bias, int sm_count,
                         BackwardResult* result) {

@@ -1,4 +1,4 @@
-// Ops of attention() with lists of blocks (block_sparse.py): torch_flashplug::listed_fwd, listed_bwd.
+// Ops of attention() with block-sparse lists (block_sparse.py): torch_flashplug::listed_fwd, listed_bwd.
 #include <torch/csrc/stable/library.h>
 
 #include "core/schemas.h"
@@ -8,10 +8,12 @@ namespace flashplug {
 
 namespace {
 
-// Of a call with lists of blocks in the mask's place; sizes of them are looked at where they are read.
+// Read the facts of a call with block-sparse lists in place of the mask. The sizes of the lists are checked at their
+// use.
 Facts read_lists(const ForwardCall& call) {
   Facts facts = read_facts(call);
-  facts.problem.grad = true;  // kernels of few rows read masks, and no digests; none of them has gradients
+  // excludes decode kernels, which read masks and no metadata: no decode kernel has gradients
+  facts.problem.grad = true;
   if (!is_digest(call.mask) || !beside(call.mask, facts.operand[0]))
     throw std::runtime_error("torch_flashplug: lists of blocks have to be int32, on the query's device");
   return facts;

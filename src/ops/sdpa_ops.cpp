@@ -1,16 +1,16 @@
-// The ops that torch calls once the router said "ours", and the project's own ops: one road behind two doors.
+// Ops for calls that the router gave to the plugin, and the project's own ops: one implementation for both.
 //
-//   aten::_scaled_dot_product_fused_attention_overrideable (+ _backward): eager; autograd, autocast and functorch are
-//     libtorch's
-//   torch_flashplug::sdpa_fwd / sdpa_bwd: traced graphs and direct users; schemas, fakes, autograd in ops.py
+//   aten::_scaled_dot_product_fused_attention_overrideable (+ _backward): eager mode; autograd, autocast and functorch
+//     are libtorch's
+//   torch_flashplug::sdpa_fwd / sdpa_bwd: traced graphs and direct users; schemas, fake kernels and autograd in ops.py
 //
-// A third one, for ops of attention(), is attention_ops.cpp.
+// The ops of attention() are in attention_ops.cpp.
 //
-// Run-time order: ours if the plan says so; else what stock would choose where it can be called from here, cuDNN's or
-// the efficient attention; else math. A forced backend that cannot run raises its reasons. The backward follows its
-// forward's mode: autograd threads do not see the caller's thread-local, so the aten carrier lets the mode ride in the
-// upper bits of max_q, an integer that the generated autograd formula saves and hands back untouched (0 in auto mode,
-// so max_q is Sq there).
+// Order at run time: first a plugin kernel, if the plan says so. Then stock's choice, if callable from here (cuDNN or
+// the efficient attention). Then math. A forced backend that cannot run raises its reasons. The backward uses the mode
+// of its forward, but autograd threads do not see the caller's thread-local mode. The overrideable op therefore stores
+// the mode in the upper bits of max_q. The generated autograd formula saves max_q and returns the number unchanged. The
+// mode is 0 in auto mode, so max_q is Sq there.
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_aten.h>
 #include <torch/csrc/stable/library.h>
 #include <algorithm>
@@ -44,7 +44,7 @@ Facts read_facts(const ForwardCall& call) {
     throw std::runtime_error("torch_flashplug: query, key and value must be dense tensors with concrete shapes");
   Shape shape[kNumOperands] = {facts.shape[0], facts.shape[1], facts.shape[2]};
   int64_t sizes[kNumOperands][4];
-  const bool pooled = is_there(call.pages) && shape[1].size[0] == shape[2].size[0];  // as many pages as there are
+  const bool pooled = is_there(call.pages) && shape[1].size[0] == shape[2].size[0];  // as many key pages as value pages
   for (int i = 0; i < kNumOperands; ++i) {
     std::copy_n(shape[i].size, 4, sizes[i]);
     if (pooled) sizes[i][0] = p.B;
@@ -66,7 +66,7 @@ bool our_forward(const ForwardCall& given, const Facts& facts, const Plan& plan,
   if (standin() == Standin::kMath) {  // everything but the kernel is real
     *result = math_forward(given);
     if (given.digest != nullptr) digest_in_torch(given, p, query);
-    if (given.dropout_p == 0.0) {  // as the kernels: nothing is drawn, so nothing is returned
+    if (given.dropout_p == 0.0) {  // as with kernels: nothing is drawn, so nothing is returned
       result->seed = Owned();
       result->offset = Owned();
     }
@@ -83,8 +83,8 @@ bool our_forward(const ForwardCall& given, const Facts& facts, const Plan& plan,
   int64_t out_stride[4];
   output_strides(facts.shape[0], out_size, out_stride);
   const KernelRow& row = tables().kernels[plan.kernel_row];
-  // A broadcast query with Dv != D: torch's layout puts the broadcast dim innermost, where only single elements can be
-  // written.
+  // For a broadcast query with Dv != D, torch's layout puts the broadcast dim innermost, where only single elements can
+  // be written.
   const bool writable = row.elementwise || out_stride[3] == 1;
   if (!writable) pack_strides(out_size, out_stride);
   result->in_place = is_there(call.out) && (row.elementwise || is_readable(call.out));
@@ -106,7 +106,7 @@ bool our_forward(const ForwardCall& given, const Facts& facts, const Plan& plan,
   arguments.scale(positive.scale);
   if (partials.get() != nullptr)
     arguments.tensor("partials", partials.get(), true);
-  else if (arguments.takes("partials"))  // nothing is written there, but it has an address: that of the LSE
+  else if (arguments.takes("partials"))  // nothing is written to partials, but an address is needed: the LSE's
     arguments.one_number("partials", mutable_data(result->lse.get()));
   const Owned eight = give_scratch8(p, query, row, &arguments);
   const Masked mask = give_mask(call, p, query, false, &arguments);
@@ -125,7 +125,7 @@ bool our_forward(const ForwardCall& given, const Facts& facts, const Plan& plan,
   const Owned sinks = give_sinks(call.sinks, result->lse.get(), &arguments);
   const Lengths lengths = give_lengths(call, p, row, query, &arguments);
   give_pages(call, &arguments);
-  // All that kernels are told of splits, beside their size where the call fixes it, a fact of it.
+  // Kernels learn nothing else about splits, except a fixed split size, which is a fact of the call.
   arguments.integer("splits", plan.splits.n);
   arguments.integer("cluster", plan.splits.cluster);
   launch(*kernel, arguments, plan.splits.n > 1);
@@ -141,8 +141,8 @@ ForwardResult counted_math(const ForwardCall& call) {
   return math_forward(call);
 }
 
-// What stock would run for this call, so that a traced graph that meets it at run time is not slower for having taken
-// our op.
+// Run stock's choice for the call. A traced graph with the plugin's op is then not slower than stock, if stock serves
+// the call at run time.
 ForwardResult stock_forward(const ForwardCall& call, const Facts& facts, const DeviceFacts& device) {
   const Problem& p = facts.problem;
   ForwardResult result;
@@ -155,10 +155,12 @@ ForwardResult stock_forward(const ForwardCall& call, const Facts& facts, const D
     const int64_t choice =
         stock_choice(call.q, call.k, call.v, 0.0, (p.needs & kCausal) != 0, call.scale, p.Hq != p.Hkv);
     if (choice == kChoiceCudnn && cudnn_forward(call, p, &result)) return result;
-    // Flash's results cannot be saved for our backward, ours is the nearest; and all else beats math.
+    // Flash's results cannot be saved for the plugin's backward, so the plugin's forward is the nearest choice. Any
+    // kernel beats math.
     if ((choice == kChoiceFlash || !efficient_can_run(p)) && by_ours()) return result;
   }
-  // None of stock's that can be called from here takes a mask or a window, or draws dropout's bits as math and ours.
+  // No stock kernel callable from here takes a mask or a window, or draws the dropout bits of math and of plugin
+  // kernels.
   if ((p.needs & (kAnyMask | kDropout | kWindow)) != 0 && call.mode.backend() != Backend::kStock && by_ours())
     return result;
   return efficient_can_run(p) ? efficient_forward(call, p) : counted_math(call);
@@ -175,18 +177,19 @@ ForwardResult forward(const ForwardCall& call) {
     return remembered_plan(p, device, call.mode, tables());
   };
   Plan plan = plan_with(call.grad.value_or(false));
-  if (!plan.ours() && !call.grad.has_value()) plan = plan_with(true);  // a graph that the router sent here for both
+  // the router sent the graph here for both cases
+  if (!plan.ours() && !call.grad.has_value()) plan = plan_with(true);
   note_plan("op", p, device, call.mode, plan);
   ForwardResult result;
   if (plan.ours() && our_forward(call, facts, plan, &result)) return result;
-  if (call.digest != nullptr) digest_in_torch(call, p, facts.operand[0]);  // a backward may be ours all the same
+  if (call.digest != nullptr) digest_in_torch(call, p, facts.operand[0]);  // the backward may still be the plugin's
   if (plan.backend == Backend::kMath) return counted_math(call);
   if (call.mode.forces_kernels()) throw std::runtime_error(forced_error(p, device, call.mode, tables()));
   return stock_forward(call, facts, device);
 }
 
-// Whatever forward ran: our backward wherever it can run, else the efficient attention's, else math's. Never cuDNN's,
-// whose plans forget the order of grad_out (stock_workarounds.cpp).
+// Run a backward after any forward: the plugin's wherever possible, else the efficient attention's, else math. cuDNN's
+// backward is never used, because its plans ignore the order of grad_out (stock_workarounds.cpp).
 BackwardResult backward(const BackwardCall& call) {
   Facts facts = read_facts(call.forward);
   Problem& p = facts.problem;
@@ -212,7 +215,7 @@ Causal own_op_causal(int64_t causal_mode, AtenTensorHandle mask) {
   return static_cast<Causal>(causal_mode);
 }
 
-// ---- door 1: the aten carrier ----
+// ---- the overrideable aten op ----
 
 void carrier_forward(StableIValue* stack, uint64_t, uint64_t) {
   constexpr Schema op = kCarrierForward;
@@ -272,7 +275,7 @@ void carrier_backward(StableIValue* stack, uint64_t, uint64_t) {
   for (int i = 0; i < 4; ++i) stack[i] = box::from_tensor(std::move(result.grads[i]));
 }
 
-// ---- door 2: torch_flashplug::sdpa_fwd / sdpa_bwd, whose returns are always real tensors ----
+// ---- torch_flashplug::sdpa_fwd / sdpa_bwd, with real tensors in all returns ----
 
 }  // namespace
 
@@ -295,7 +298,7 @@ void own_forward(StableIValue* stack, uint64_t, uint64_t) {
                           box::to_optional_double(stack[op["scale"]])},
                          own_op_mode(box::to<int64_t>(stack[op["mode"]]))};
   ForwardResult result = forward(call);
-  if (call.dropout_p == 0.0) {  // nothing was drawn, whichever path ran; ops.py's fake says the same
+  if (call.dropout_p == 0.0) {  // nothing was drawn on any path; the fake kernel of ops.py returns the same
     result.seed = placeholder(call, aoti_torch_dtype_int64());
     result.offset = placeholder(call, aoti_torch_dtype_int64());
   }

@@ -1,9 +1,10 @@
-// Stock attention kernels called through the dispatcher: the efficient forward and backward, and the math ops of
-// ops.py; and cuDNN's forward.
+// Calls of stock's attention kernels through the dispatcher: efficient forward and backward, the math ops of ops.py,
+// and cuDNN's forward.
 //
-// torch_call_dispatcher serves ops whose returns are all tensors; these four are. (The cuDNN and flash forwards return
-// SymInts and cannot be called.) Undefined tensors stand for absent ones where a schema says Tensor. cuDNN's backward
-// is not here: none of our forwards is followed by it, because it can be silently wrong (stock_workarounds.cpp).
+// torch_call_dispatcher serves only ops with tensors in all returns: the efficient ops and the math ops here. (The
+// cuDNN and flash forwards return SymInts and cannot be called.) Undefined tensors stand for absent tensors where a
+// schema says Tensor. cuDNN's backward is absent: no forward of the plugin is followed by cuDNN's backward, because
+// cuDNN's backward can be silently wrong (stock_workarounds.cpp).
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_aten.h>
 
 #include <algorithm>
@@ -16,9 +17,10 @@ namespace flashplug {
 
 namespace {
 
-constexpr int64_t kLsePad = 32;  // the efficient kernels keep LSE rows in multiples of this
+constexpr int64_t kLsePad = 32;  // the efficient kernels keep LSE rows in multiples of kLsePad
 
-// (B, S, H, D) in memory: how the efficient kernels write their output, and how their backward reads it, unasked.
+// Compute strides of (B, S, H, D) in memory. The efficient kernels write their output in such a layout, and the
+// efficient backward reads it without a check.
 void rows_before_heads(const int64_t size[4], int64_t stride[4]) {
   stride[3] = 1;
   stride[1] = size[3];
@@ -26,7 +28,7 @@ void rows_before_heads(const int64_t size[4], int64_t stride[4]) {
   stride[0] = size[2] * stride[2];
 }
 
-// [B, Hkv, S, D] -> [B, Hq, S, D]: key and value heads repeated for the query heads that share them.
+// Repeat key or value heads for the query heads that share them: [B, Hkv, S, D] -> [B, Hq, S, D].
 Owned repeat_heads(AtenTensorHandle tensor, int64_t group) {
   if (group == 1) return aligned_ones(Owned::share(tensor));
   OpCall op(kRepeat);
@@ -91,7 +93,7 @@ bool cudnn_forward(const ForwardCall& call, const Problem& p, ForwardResult* res
   try {
     const bool causal = call.causal == Causal::kTopLeft;
     raw = repaired_cudnn_forward({call.q, call.k, call.v, nullptr, true, 0.0, causal, false, call.scale});
-  } catch (const std::exception& error) {  // the caller goes on to another kernel; what needs less memory there is none
+  } catch (const std::exception& error) {  // the caller goes on to a different kernel; but no kernel needs less memory
     if (std::strstr(error.what(), "out of memory") != nullptr) throw;
     return false;
   }
@@ -166,7 +168,7 @@ Owned cached_math(const ForwardCall& call) {
   return op.result(0);
 }
 
-// What the ops of attention.py and paged.py are told beside tensors.
+// Set the settings of the ops of attention.py and paged.py, beside tensors.
 template <const Schema& schema>
 void put_window(const ForwardCall& call, OpCall* to) {
   OpCall& op = *to;
@@ -179,7 +181,7 @@ void put_window(const ForwardCall& call, OpCall* to) {
   op[schema["fixed_split_size"]] = box::from(call.fixed_split_size);
 }
 
-// What both ops of attention.py are told beside operands and results.
+// Set the settings of both ops of attention.py, beside operands and results.
 template <const Schema& schema>
 void put_settings(const ForwardCall& call, OpCall* to) {
   OpCall& op = *to;
@@ -296,7 +298,7 @@ BackwardResult efficient_backward(const BackwardCall& call, const Problem& p) {
   result.grads[0] = laid_out_like(op.result(0), forward.q);
   result.grads[1] = laid_out_like(sum_of_heads(op.result(1), forward.k), forward.k);
   result.grads[2] = laid_out_like(sum_of_heads(op.result(2), forward.v), forward.v);
-  op.result(3);  // the bias gradient that was not asked for
+  op.result(3);  // the bias gradient, which was not requested
   return result;
 }
 

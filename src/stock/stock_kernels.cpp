@@ -1,6 +1,6 @@
-// Stock's attention kernels for CUDA, called past the dispatcher by their mangled names, which spell all arguments but
-// no results: stock_workarounds.py compares the schemas. cuDNN's names were present in torch 2.11 to 2.15; the others
-// were seen in 2.11, and follow from 2.13's declarations.
+// Stock's attention kernels for CUDA, called past the dispatcher by their mangled names. The names spell all arguments
+// but no results, so stock_workarounds.py compares the schemas. cuDNN's names were present in torch 2.11 to 2.15. The
+// other names were seen in 2.11, and follow from the declarations of 2.13.
 #include <dlfcn.h>
 
 #include <tuple>
@@ -12,7 +12,7 @@ namespace flashplug {
 
 namespace {
 
-// at::cuda::_scaled_dot_product_{cudnn, flash, efficient}_attention and ..._backward, arguments and all
+// at::cuda::_scaled_dot_product_{cudnn, flash, efficient}_attention and ..._backward, with all arguments.
 constexpr const char* kCudnnForward =
     "_ZN2at4cuda35_scaled_dot_product_cudnn_attentionERKNS_6TensorES3_S3_RKSt8optionalIS1_EbdbbS4_IdE";
 constexpr const char* kCudnnBackward =
@@ -29,8 +29,8 @@ constexpr const char* kEfficientBackward =
     "_ZN2at4cuda48_scaled_dot_product_efficient_attention_backwardERKNS_6TensorES3_S3_S3_S3_S3_S3_S3_S3_"
     "dSt5arrayIbLm4EEbSt8optionalIdE";
 
-// at::cuda::_flash_attention_forward, whose later form has pages and splits as well; ..._no_dropout_inplace, which only
-// that one has; and ..._backward: seen in torch 2.11, 2.12 and 2.14
+// at::cuda::_flash_attention_forward, whose later form also takes pages and splits; ..._no_dropout_inplace, which
+// exists only beside the later form; and ..._backward. Seen in torch 2.11, 2.12 and 2.14.
 constexpr const char* kOnEndForward =
     "_ZN2at4cuda24_flash_attention_forwardERKNS_6TensorES3_S3_RKSt8optionalIS1_ES7_lldbbS4_IdES4_IlES9_S7_S7_";
 constexpr const char* kPagedOnEndForward =
@@ -41,23 +41,23 @@ constexpr const char* kOnEndInto =
 constexpr const char* kOnEndBackward =
     "_ZN2at4cuda25_flash_attention_backwardERKNS_6TensorES3_S3_S3_S3_S3_S3_S3_lldbS3_S3_St8optionalIdES4_IlES6_";
 
-// at::cuda::_efficient_attention_forward and ..._backward: seen in torch 2.12, 2.14 and 2.15
+// at::cuda::_efficient_attention_forward and ..._backward. Seen in torch 2.12, 2.14 and 2.15.
 constexpr const char* kRowsForward =
     "_ZN2at4cuda28_efficient_attention_forwardERKNS_6TensorES3_S3_RKSt8optionalIS1_ES7_S7_S4_IlES8_dlbS4_IdES7_S8_";
 constexpr const char* kRowsBackward =
     "_ZN2at4cuda29_efficient_attention_backwardERKNS_6TensorES3_S3_S3_RKSt8optionalIS1_ES3_S7_S7_llS3_dS3_S3_lb"
     "S4_IdES4_IlES9_b";
 
-// Classes as the C++ ABI returns them: in memory, never in registers, because they have destructors.
-struct TensorValue {  // at::Tensor: one pointer
+// Classes as returned by the C++ ABI: in memory, never in registers, because the classes have destructors.
+struct TensorValue {  // at::Tensor: a single pointer
   void* impl = nullptr;
   TensorValue() = default;
   TensorValue(const TensorValue&) = delete;
   ~TensorValue() {}
-  // A handle points at an at::Tensor of its own on the heap, which takes over the reference.
+  // Return a handle, which points at a separate at::Tensor on the heap. The handle takes over the reference.
   AtenTensorHandle handle() const { return reinterpret_cast<AtenTensorHandle>(new void*(impl)); }
 };
-struct SymIntValue {  // c10::SymInt: the number itself, unless it is symbolic
+struct SymIntValue {  // c10::SymInt: the number itself, unless symbolic
   int64_t number = 0;
   SymIntValue() = default;
   SymIntValue(const SymIntValue&) = delete;
@@ -72,7 +72,7 @@ using Five = std::tuple<T, T, T, T, T>;
 
 using Fused = std::tuple<T, T, T, T, SymIntValue, SymIntValue, T, T, T>;
 
-// Stock's kernels past the dispatcher; null where this torch has them not.
+// Stock's kernels past the dispatcher; null if absent from the running torch.
 struct StockKernels {
   Fused (*cudnn_forward)(Reference, Reference, Reference, OptionalReference, bool, double, bool, bool,
                          MaybeScale) = nullptr;
@@ -147,7 +147,7 @@ FusedResult hand_out(const Fused& results) {
   return handles;
 }
 
-// The at::Tensor behind a handle is one pointer; null stands for none.
+// Return the at::Tensor behind a handle, which is a single pointer. Null stands for no tensor.
 std::optional<void*> optional_tensor(AtenTensorHandle handle) {
   return handle == nullptr ? std::nullopt : std::optional<void*>(*reinterpret_cast<void**>(handle));
 }

@@ -1,9 +1,9 @@
-// The symbols that are looked up at run time, and the facts about torch versions that stand behind them. Only
-// stock_kernels.cpp and errors.cpp know other mangled names.
+// Symbols looked up at run time, and facts about torch versions behind them. Only stock_kernels.cpp and errors.cpp know
+// further mangled names.
 //
-// libtorch_cpu.so and libc10.so are in the process before us (import torch); libtorch_cuda.so only in CUDA builds; the
-// driver only on GPU machines. The names were present in the Linux libraries of torch 2.11 to 2.15. If one is missing,
-// install() says so and the caller takes Plan B.
+// libtorch_cpu.so and libc10.so are in the process already (import torch). libtorch_cuda.so exists only in CUDA builds,
+// and the driver only on GPU machines. The names were present in the Linux libraries of torch 2.11 to 2.15. If a name
+// is missing, install() reports the name, and the caller uses the composite hook.
 #include "stock/torch_symbols.h"
 
 #include <dlfcn.h>
@@ -21,7 +21,7 @@ void* in_process(const char* library) { return dlopen(library, RTLD_NOLOAD | RTL
 
 namespace {
 
-// DispatchStub<signature, tag>::DEFAULT: the mangled name spells the function type, so its presence proves the
+// DispatchStub<signature, tag>::DEFAULT. The mangled name spells the function type, so its presence proves the
 // signature.
 constexpr const char* kSignature =
     "_ZN2at6native12DispatchStubIPFlRKNS_6TensorES4_S4_RKSt8optionalIS2_EdbS5_IdEbENS0_44_fused_sdp_choice_stub_"
@@ -58,12 +58,12 @@ struct Found {
   bool (*python_dispatch)(const void* tensor) = nullptr;
   bool (*modes_set)(bool skip_infra_modes) = nullptr;
   const std::shared_ptr<void>& (*tracing_state)() = nullptr;
-  const std::stack<int>& (*saved_hooks)() = nullptr;  // its state begins with a stack, of whatever
+  const std::stack<int>& (*saved_hooks)() = nullptr;  // the state begins with a stack; the element type does not matter
   const void* nested_type = nullptr;
   const void* plain_type = nullptr;
   int* log_level = nullptr;
   int (*graph_task)() = nullptr;
-  void* (*evaluated_node)(void* returned) = nullptr;  // x86-64 passes the place of a returned object first
+  void* (*evaluated_node)(void* returned) = nullptr;  // x86-64 passes the address of a returned object first
   uint64_t (*sequence_number)() = nullptr;
   uint64_t (*record_thread)() = nullptr;
 };
@@ -105,8 +105,8 @@ TorchSymbols look_up() {
   return symbols;
 }
 
-// The CUDA driver, for what the stable ABI lacks. Its functions are versioned by name and never leave; no CUDA runtime
-// version is needed.
+// The CUDA driver, for functions absent from the stable ABI. The driver's functions are versioned by name and stay
+// forever, so no version of the CUDA runtime is needed.
 struct Driver {
   using Attribute = int (*)(int* value, int attribute, int device);
   using ExchangeCaptureMode = int (*)(int* mode);
@@ -150,7 +150,7 @@ const Driver& driver() {
   return instance;
 }
 
-// CUdevice_attribute and CUstreamCaptureMode values, fixed by the driver's ABI.
+// Values of CUdevice_attribute and CUstreamCaptureMode, fixed by the driver's ABI.
 constexpr int kAttributeSmCount = 16;
 constexpr int kAttributeMemoryKhz = 36;
 constexpr int kAttributeMemoryBits = 37;
@@ -188,14 +188,14 @@ bool TorchSymbols::math_enabled() const { return found().math(found().context); 
 bool TorchSymbols::efficient_enabled() const { return found().efficient(found().context); }
 bool TorchSymbols::deterministic() const { return found().deterministic(found().context); }
 
-// at::Tensor is one intrusive_ptr<TensorImpl>; a handle points at the at::Tensor.
+// at::Tensor is an intrusive_ptr<TensorImpl>; a handle points at the at::Tensor.
 bool TorchSymbols::requires_grad(AtenTensorHandle tensor) const {
   return found().requires_grad(*reinterpret_cast<void**>(tensor));
 }
 
 namespace {
 
-// The C++ ABI keeps the address of an object's type_info in front of its virtual functions.
+// Return the type_info of a tensor. The C++ ABI keeps the address in front of an object's virtual functions.
 const void* type_of(AtenTensorHandle tensor) {
   void*** object = *reinterpret_cast<void****>(tensor);
   return (*object)[-1];
@@ -261,8 +261,8 @@ bool stream_is_capturing(void* stream) {
   if (driver().is_capturing == nullptr) return false;
   int status = 0;
   const int error = driver().is_capturing(stream, &status);
-  // A capture can forbid the question itself. Other errors tell nothing of captures: threads of autograd that have not
-  // touched the GPU yet have no context, for example.
+  // A capture can forbid the question itself. All other errors say nothing about captures: for example, threads of
+  // autograd without earlier use of the GPU have no context.
   return error == 0 ? status != 0 : error >= kFirstCaptureError && error <= kLastCaptureError;
 }
 

@@ -1,4 +1,4 @@
-// What is asked of libtorch and the CUDA driver behind the stable ABI (torch_symbols.cpp).
+// Functions of libtorch and of the CUDA driver outside the stable ABI (torch_symbols.cpp).
 #pragma once
 
 #include <array>
@@ -11,7 +11,7 @@ using ChoiceFunction = int64_t (*)(AtenTensorHandle, AtenTensorHandle, AtenTenso
                                    double, bool, std::optional<double>, bool);
 struct TorchSymbols {
   void* stub = nullptr;         // at::native::_fused_sdp_choice_stub
-  bool signature = false;       // its function type is the one we were written for
+  bool signature = false;       // the function type is the expected one
   void* cpu_default = nullptr;  // stock's choice function for CPU tensors
   void* wrap = nullptr;         // at::Tensor* -> its Python object
   bool flash_enabled() const;   // torch.nn.attention.sdpa_kernel and the global switches
@@ -20,26 +20,28 @@ struct TorchSymbols {
   bool efficient_enabled() const;
   bool deterministic() const;
   bool requires_grad(AtenTensorHandle tensor) const;
-  bool nested(AtenTensorHandle tensor) const;           // a strided NestedTensor, which has no sizes
-  bool wrapped(AtenTensorHandle tensor) const;          // by functorch, say: it has no storage of its own
-  bool python_dispatch(AtenTensorHandle tensor) const;  // a FakeTensor or another Python subclass: maybe traced
-  bool modes_set() const;    // TorchDispatchModes: what is called next may be another op; true where nobody can tell
-  bool jit_traced() const;   // torch.jit.trace writes down what this thread calls
-  bool saved_hooks() const;  // this thread hands what autograd saves to somebody: save_on_cpu, checkpoint, ...
-  // The engine of autograd (block_mode.cpp): whether the next four can be asked; the running graph task of this thread,
-  // -1: none; the number of the node that this thread makes next; this thread's number, as nodes have it; and the node
-  // that is evaluated, written where a smart pointer of libtorch is returned.
+  bool nested(AtenTensorHandle tensor) const;  // a strided NestedTensor, which has no sizes
+  // wrapped, for example by functorch: the tensor has no storage of its own
+  bool wrapped(AtenTensorHandle tensor) const;
+  bool python_dispatch(AtenTensorHandle tensor) const;  // a FakeTensor or a different Python subclass: maybe traced
+  bool modes_set() const;    // a TorchDispatchMode is active, so the next op may be replaced; true if unknown
+  bool jit_traced() const;   // torch.jit.trace records the thread's calls
+  bool saved_hooks() const;  // the thread has hooks for tensors saved by autograd: save_on_cpu, checkpoint, ...
+  // Questions to the engine of autograd (block_mode.cpp). `knows_nodes()`: whether the next four can be asked.
+  // `graph_task()`: the running graph task of the thread; -1: none. `sequence_number()`: number of the thread's next
+  // node. `record_thread()`: the thread's number, as stored in nodes. `evaluated_node()`: writes the node under
+  // evaluation to the place where libtorch returns a smart pointer.
   bool knows_nodes() const;
   int64_t graph_task() const;
   uint64_t sequence_number() const;
   uint64_t record_thread() const;
   void evaluated_node(void* returned) const;
-  const char* lacking() const;  // the first symbol that the hook needs and this torch does not have; null: none
+  const char* lacking() const;  // first symbol that the hook needs and the running torch lacks; null: none
 };
 const TorchSymbols& torch_symbols();
 void* current_cuda_stream(int device_index);
 bool stream_is_capturing(void* stream);
-// Driver calls that record nothing while a stream is captured: relaxed for the lifetime of this object.
+// Scope in which driver calls of a capturing thread are allowed and record nothing (relaxed capture mode).
 class RelaxedCapture {
  public:
   RelaxedCapture();
@@ -51,11 +53,13 @@ class RelaxedCapture {
   int previous_ = -1;
 };
 DeviceFacts query_device(int device_index);
-// Threads that have not called the CUDA runtime yet, as autograd's, have no context, and the driver refuses them.
+// Give the thread a CUDA context. Threads without earlier calls of the CUDA runtime, such as autograd's, have no
+// context, and the driver refuses their calls.
 void ensure_context(int device_index);
-void* device_zeros(size_t bytes);  // on the current device, never freed, also while a stream is captured; null if none
-// Failures that are expected and handled; older libtorch logs every failed shim, backtrace and all, unless one of these
-// lives.
+// on the current device, never freed; works while a stream is captured; null if memory is short
+void* device_zeros(size_t bytes);
+// Scope in which failures of shims are expected and handled. Outside such a scope, older libtorch logs every failed
+// shim with a backtrace.
 class QuietShims {
  public:
   QuietShims();
@@ -66,14 +70,14 @@ class QuietShims {
  private:
   int previous_ = 0;
 };
-void* in_process(const char* library);  // its handle; null where it is not loaded
+void* in_process(const char* library);  // handle of a loaded library; null if not loaded
 
 // ---- stock_kernels.cpp ----
 
-// Stock's own attention kernels, past the dispatcher (stock_workarounds.cpp sits above them). They raise what they
-// raise, torch.OutOfMemoryError too.
+// Stock's own attention kernels, called past the dispatcher; stock_workarounds.cpp sits above them. All exceptions pass
+// through, torch.OutOfMemoryError too.
 enum StockBackend : int { kStockCudnn = 1, kStockFlash = 2, kStockEfficient = 4 };
-int stock_backends();  // the sum of those whose kernels this torch has
+int stock_backends();  // sum of the backends whose kernels exist in the running torch
 struct CudnnForwardCall {
   AtenTensorHandle q, k, v, bias;  // bias may be null
   bool needs_lse;
@@ -95,14 +99,14 @@ struct EfficientForwardCall {
   std::optional<double> scale;
 };
 struct FusedResult {
-  AtenTensorHandle tensors[7];  // output, logsumexp, cum_seq_q, cum_seq_k, two of dropout's, debug mask
+  AtenTensorHandle tensors[7];  // output, logsumexp, cum_seq_q, cum_seq_k, two dropout tensors, debug mask
   int64_t max_q, max_k;
 };
 FusedResult stock_cudnn_forward(const CudnnForwardCall& call);
 FusedResult stock_flash_forward(const FlashForwardCall& call);
 // Results: output, logsumexp, philox_seed, philox_offset.
 void stock_efficient_forward(const EfficientForwardCall& call, AtenTensorHandle results[4]);
-// `tensors`: those of its arguments, in order.
+// `tensors`: the tensor arguments of the backward, in order.
 void stock_cudnn_backward(const AtenTensorHandle tensors[11], int64_t max_q, int64_t max_k, double dropout_p,
                           bool is_causal, std::optional<double> scale, AtenTensorHandle grads[3]);
 void stock_flash_backward(const AtenTensorHandle tensors[10], int64_t max_q, int64_t max_k, double dropout_p,
@@ -110,8 +114,8 @@ void stock_flash_backward(const AtenTensorHandle tensors[10], int64_t max_q, int
 void stock_efficient_backward(const AtenTensorHandle tensors[9], double dropout_p, std::array<bool, 4> wanted,
                               bool is_causal, std::optional<double> scale, AtenTensorHandle grads[4]);
 
-// Flash of sequences on end, or of (B, S, H, D), and of windows: aten::_flash_attention_forward, below what may stand
-// over it. Tensors may be null from cu_q on.
+// Arguments of stock's flash attention for packed sequences, for (B, S, H, D), and for windows:
+// aten::_flash_attention_forward, called below any override. Tensors from `cu_q` on may be null.
 struct OnEndCall {
   AtenTensorHandle q, k, v, cu_q, cu_k;
   int64_t max_q, max_k;
@@ -126,12 +130,12 @@ bool has_stock_on_end();
 bool has_stock_on_end_into();
 // Results: output, logsumexp, rng_state, unused, debug mask.
 void stock_on_end_forward(const OnEndCall& call, AtenTensorHandle results[5]);
-AtenTensorHandle stock_on_end_into(AtenTensorHandle out, const OnEndCall& call);  // logsumexp
-// `tensors`: those of the backward's arguments, in order; of the call its numbers.
+AtenTensorHandle stock_on_end_into(AtenTensorHandle out, const OnEndCall& call);  // returns logsumexp
+// `tensors`: the tensor arguments of the backward, in order. Numbers come from `call`.
 void stock_on_end_backward(const AtenTensorHandle tensors[10], const OnEndCall& call, AtenTensorHandle grads[3]);
 
-// The efficient attention of (B, S, H, D) or sequences on end: aten::_efficient_attention_forward. Tensors may be null
-// from bias on. mask_type: 0 none, 1 causal from the top left, 2 from the bottom right.
+// Arguments of stock's efficient attention for (B, S, H, D) or packed sequences: aten::_efficient_attention_forward.
+// Tensors from `bias` on may be null. `mask_type`: 0 none, 1 causal from the top left, 2 causal from the bottom right.
 struct RowsCall {
   AtenTensorHandle q, k, v, bias, cu_q, cu_k;
   std::optional<int64_t> max_q, max_k;
@@ -148,7 +152,7 @@ struct RowsResult {
 };
 bool has_stock_rows();
 RowsResult stock_rows_forward(const RowsCall& call);
-// What its backward takes besides: of the call its operands, numbers and lengths.
+// Further arguments of the backward. Operands, numbers and lengths come from the `RowsCall`.
 struct RowsGradients {
   AtenTensorHandle grad_out, out, lse, seed, offset;
   bool bias_grad, one_storage;

@@ -375,16 +375,16 @@ def test_every_argument_arrives(argument: str, road: Callable, modes: list[int])
 @pytest.mark.parametrize(
     "change, text",
     [
-        ({"key": torch.randn(2, 4, 16, 4)}, "shapes do not fit"),
+        ({"key": torch.randn(2, 4, 16, 4)}, "all other sizes must match"),
         ({"key": torch.randn(2, 3, 16, 8), "value": torch.randn(2, 3, 16, 8)}, "must divide"),
-        ({"value": torch.randn(2, 4, 12, 8)}, "shapes do not fit"),
+        ({"value": torch.randn(2, 4, 12, 8)}, "all other sizes must match"),
         ({"value": torch.randn(2, 4, 16, 8).double()}, "same dtype"),
         ({"query": torch.randn(4, 16, 8)}, "dims"),
         ({"attn_bias": torch.zeros(16, 16, dtype=torch.int32)}, "mask dtype"),
         ({"attn_bias": torch.zeros(16, 16), "causal_mode": 1}, "Explicit attn_mask"),
         ({"dropout_p": 1.5}, "between 0 and 1"),
-        ({"causal_mode": 3}, "causal_mode is 3"),
-        ({"mode": 0x7F}, "mode=127 asks for no backend"),
+        ({"causal_mode": 3}, "causal_mode must be 0 .none., 1 .top-left. or 2 .bottom-right., but got 3"),
+        ({"mode": 0x7F}, "mode must name a backend of .*, but got 127"),
     ],
 )
 def test_own_op_refuses_what_has_no_meaning(change: dict, text: str) -> None:

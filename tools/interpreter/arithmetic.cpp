@@ -1,4 +1,4 @@
-// What a lane does alone with its registers, and what lanes of a warp tell each other. PTX ISA 9, chapter 9.7.
+// Operations of a lane on registers, and exchanges between the lanes of a warp. PTX ISA 9, chapter 9.7.
 #include <cmath>
 #include <limits>
 
@@ -27,7 +27,7 @@ Outcome compare(Warp& w, const Instruction& in, uint32_t lanes) {
   return Outcome::kNext;
 }
 
-// Of predicates: all lanes are bits of a word.
+// Logic of predicates: the lanes of a predicate are bits of a word.
 template <auto work>
 Outcome logic(Warp& w, const Instruction& in, uint32_t lanes) {
   const uint32_t a = w.predicate(in.operands[1].at);
@@ -37,7 +37,7 @@ Outcome logic(Warp& w, const Instruction& in, uint32_t lanes) {
   return Outcome::kNext;
 }
 
-// Parts from low to high.
+// Packs parts into a register, from low to high.
 template <typename Whole, typename Part>
 Outcome pack(Warp& w, const Instruction& in, uint32_t lanes) {
   Whole* d = w.lanes<Whole>(in.operands[0].at);
@@ -61,9 +61,9 @@ Outcome unpack(Warp& w, const Instruction& in, uint32_t lanes) {
   return Outcome::kNext;
 }
 
-// ---- between lanes ----
+// ---- exchange between lanes ----
 
-// shfl.sync.mode d, a, b, c, members: c is a clamp in its low bits (segments of 32 lanes are all that we write).
+// shfl.sync.mode d, a, b, c, members: the low bits of c are a clamp. The kernels use segments of 32 lanes only.
 template <auto source>
 Outcome shuffle(Warp& w, const Instruction& in, uint32_t lanes) {
   const uint32_t members = w.lanes<uint32_t>(in.operands[4].at)[std::countr_zero(lanes)];
@@ -79,7 +79,7 @@ Outcome shuffle(Warp& w, const Instruction& in, uint32_t lanes) {
   return Outcome::kNext;
 }
 
-// elect.sync d|p, members: the lowest of them.
+// elect.sync d|p, members: elects the lowest member.
 Outcome elect(Warp& w, const Instruction& in, uint32_t lanes) {
   const uint32_t members = w.lanes<uint32_t>(in.operands[2].at)[std::countr_zero(lanes)];
   if (!w.gathered(members)) return Outcome::kBlocked;
@@ -106,7 +106,7 @@ Outcome voted(Warp& w, const Instruction& in, uint32_t lanes) {
   return Outcome::kNext;
 }
 
-// Of all bits of a register, or of a predicate's lanes.
+// Bitwise operations for registers, and for the lanes of predicates.
 constexpr auto both = [](auto a, auto b) { return a & b; };
 constexpr auto either = [](auto a, auto b) { return a | b; };
 constexpr auto one = [](auto a, auto b) { return a ^ b; };
@@ -121,7 +121,7 @@ constexpr const char* letter() {
   return sizeof(T) == 2 ? "h" : sizeof(T) == 4 ? "w" : "x";
 }
 
-// Operands of one width, kept for as long as the table is.
+// Letters of operands, in a string that lives as long as the opcode table.
 template <typename... T>
 const char* letters() {
   static const std::string made = (std::string() + ... + letter<T>());
@@ -133,7 +133,7 @@ void add_numbers(Opcodes& to, const std::string& type) {
   constexpr auto plus = [](T a, T b) { return a + b; };
   constexpr auto minus = [](T a, T b) { return a - b; };
   constexpr auto times = [](T a, T b) { return a * b; };
-  // Of a number and NaN: the number.
+  // The result of a number and NaN is the number.
   constexpr auto least = [](T a, T b) { return a != a ? b : b < a ? b : a; };
   constexpr auto most = [](T a, T b) { return a != a ? b : b > a ? b : a; };
   constexpr auto negative = [](T a) { return -a; };
@@ -159,7 +159,7 @@ void add_numbers(Opcodes& to, const std::string& type) {
   to["setp.le." + type] = {compared, compare<T, le>};
   to["setp.gt." + type] = {compared, compare<T, gt>};
   to["setp.ge." + type] = {compared, compare<T, ge>};
-  if constexpr (std::is_floating_point_v<T>) {  // true where one is NaN
+  if constexpr (std::is_floating_point_v<T>) {  // unordered comparisons: true for a NaN operand
     constexpr auto neu = [](T a, T b) { return !(a == b); };
     constexpr auto ltu = [](T a, T b) { return !(a >= b); };
     constexpr auto leu = [](T a, T b) { return !(a > b); };
@@ -176,7 +176,7 @@ void add_numbers(Opcodes& to, const std::string& type) {
     constexpr auto quotient = [](T a, T b) { return b == 0 ? T(-1) : T(a / b); };
     constexpr auto rest = [](T a, T b) { return b == 0 ? a : T(a % b); };
     constexpr auto multiplied = [](T a, T b, T c) { return a * b + c; };
-    // Shifts of all bits and more are not C++'s.
+    // C++ does not define shifts by the number of bits or more.
     constexpr auto right = [](T a, uint32_t b) {
       constexpr uint32_t bits = 8 * sizeof(T);
       return b < bits ? T(a >> b) : a < T(0) ? T(-1) : T(0);
@@ -218,7 +218,7 @@ void add_bits(Opcodes& to, const std::string& type) {
   to["selp." + type] = {selected.c_str(), select<T>};
 }
 
-// Between integers: registers are at least as wide as the type says (8 bits lie in 16).
+// Conversion between integers. A register is at least as wide as the type; 8-bit values have registers of 16 bits.
 template <typename D, typename A>
 void add_conversion(Opcodes& to, const std::string& name) {
   using Register = std::conditional_t<sizeof(A) == 1, uint16_t, A>;
@@ -235,7 +235,7 @@ void add_conversion(Opcodes& to, const std::string& name) {
   }
 }
 
-// work<T>(name) for every type of integers.
+// Calls work<T>(name) for every integer type.
 template <typename Work>
 void each_integer(Work work) {
   work.template operator()<int8_t>("s8"), work.template operator()<uint8_t>("u8");
@@ -244,7 +244,7 @@ void each_integer(Work work) {
   work.template operator()<int64_t>("s64"), work.template operator()<uint64_t>("u64");
 }
 
-// Of each half, rounded once: fp32 is exact beside 16 bits, or all but.
+// Computes work for each half, rounded once: fp32 is exact, or nearly exact, for 16-bit operands.
 template <auto from, auto into, typename Work>
 uint32_t on_halves(uint32_t a, uint32_t b, uint32_t c, Work work) {
   const auto one = [&](int half) {
@@ -255,14 +255,14 @@ uint32_t on_halves(uint32_t a, uint32_t b, uint32_t c, Work work) {
 
 template <auto from, auto into>
 void add_halves(Opcodes& to, const std::string& type) {
-  // The first operand is the high half.
+  // The first operand becomes the high half.
   constexpr auto two = [](float high, float low) { return uint32_t{into(high)} << 16 | into(low); };
   to["cvt.rn." + type + "x2.f32"] = {"www", binary<uint32_t, float, float, two>};
   to["cvt.rn." + type + ".f32"] = {"hw", unary<uint16_t, float, into>};
   to["cvt.f32." + type] = {"wh", unary<float, uint16_t, from>};
   constexpr auto most_of_two = [](uint32_t a, uint32_t b) {
     uint32_t made = 0;
-    for (const int half : {0, 16}) {  // 0 is more than -0
+    for (const int half : {0, 16}) {  // 0 counts as larger than -0
       const uint16_t one = a >> half, other = b >> half;
       const float x = from(one), y = from(other);
       made |= uint32_t{x != x || y != y ? into(NAN) : x > y ? one : y > x ? other : uint16_t(one & other)} << half;
@@ -365,7 +365,7 @@ void add_arithmetic(Opcodes& to) {
     uint32_t made = 0;
     for (int i = 0; i < 4; ++i) {
       const uint32_t selector = selectors >> 4 * i & 15, byte = bytes >> 8 * (selector & 7) & 255;
-      made |= (selector < 8 ? byte : byte & 128 ? 255 : 0) << 8 * i;  // or its sign
+      made |= (selector < 8 ? byte : byte & 128 ? 255 : 0) << 8 * i;  // selectors of 8 and more take the sign
     }
     return made;
   };
@@ -392,7 +392,7 @@ void add_arithmetic(Opcodes& to) {
   to["bra"] = {"L", jump};
   to["ret"] = to["exit"] = {"", end};
   to["setmaxnreg.inc.sync.u32"] = to["setmaxnreg.dec.sync.u32"] = {"I", together};
-  // Kernels of a stream run one behind the other.
+  // Kernels of a stream run one after the previous, so programmatic launches need no action.
   to["griddepcontrol.wait"] = to["griddepcontrol.launch_dependents"] = {"", nothing};
 }
 

@@ -54,7 +54,7 @@ Outcome initialise(Warp& w, const Instruction& in, uint32_t lanes) {
   return Outcome::kNext;
 }
 
-// arrive state, [barrier], count
+// Operands of arrive: state, [barrier], count.
 Outcome arrive(Warp& w, const Instruction& in, uint32_t lanes) {
   each_lane(lanes, [&](int i) {
     std::byte* at = mbarrier_of(w, in.operands[1], i);
@@ -76,7 +76,7 @@ Outcome arrive_expecting(Warp& w, const Instruction& in, uint32_t lanes) {
   return Outcome::kNext;
 }
 
-// try_wait.parity p, [barrier], parity, ns: waits for as long as it takes.
+// try_wait.parity p, [barrier], parity, ns: waits without a time limit.
 Outcome wait(Warp& w, const Instruction& in, uint32_t lanes) {
   bool over = true;
   each_lane(lanes, [&](int i) {
@@ -128,7 +128,7 @@ Outcome wait_for_cluster(Warp& w, const Instruction&, uint32_t) {
   return w.cta->cluster->barrier.phase >= w.cluster_ticket ? Outcome::kNext : Outcome::kBlocked;
 }
 
-// The same place in the CTA of that rank.
+// mapa: maps a shared memory address to the CTA of a rank.
 Outcome map_address(Warp& w, const Instruction& in, uint32_t lanes) {
   each_lane(lanes, [&](int i) {
     const uint32_t address = w.lanes<uint32_t>(in.operands[1].at)[i] & ((1u << kRankShift) - 1);
@@ -137,7 +137,7 @@ Outcome map_address(Warp& w, const Instruction& in, uint32_t lanes) {
   return Outcome::kNext;
 }
 
-// Of the lanes' stores into shared memory, before copies and wgmma read there.
+// Fence of the lanes' stores into shared memory, before copies and wgmma read the shared memory.
 Outcome fence_async(Warp& w, const Instruction&, uint32_t) {
   w.cta->fence(w);
   return Outcome::kNext;
@@ -163,7 +163,7 @@ void add_barriers(Opcodes& to) {
   for (const auto* name : {"fence.proxy.async.global", "fence.mbarrier_init.cluster",
                            "fence.sync_restrict::shared.cluster", "fence.sync_restrict::shared::cta.cluster",
                            "fence.sync_restrict::shared::cluster.cluster", "fence.acq_rel", "membar.gl", "fence.sc",
-                           "griddepcontrol.wait", "griddepcontrol.launch_dependents"})  // one kernel after the other
+                           "griddepcontrol.wait", "griddepcontrol.launch_dependents"})  // one kernel after the next
     to[name] = {"", nothing};
 }
 

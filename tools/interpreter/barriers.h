@@ -1,4 +1,4 @@
-// An mbarrier as it lies in shared memory. Its bits are ours: kernels do not look into it.
+// An mbarrier in shared memory. The bit layout is an own choice, because kernels do not read the bits.
 #pragma once
 
 #include <cstddef>
@@ -7,15 +7,15 @@
 namespace interpreter {
 
 struct Mbarrier {
-  int64_t expected, pending;  // arrivals: of every phase, left of this one
-  int64_t bytes;              // that copies have yet to bring
-  bool phase;                 // parity of the one that is not complete
+  int64_t expected, pending;  // arrivals of every phase, and pending arrivals of the current phase
+  int64_t bytes;              // pending bytes of copies
+  bool phase;                 // parity of the incomplete phase
 
   static Mbarrier read(const std::byte* at);
-  void write(std::byte* at);  // completes the phase where nothing is left
+  void write(std::byte* at);  // completes the phase without pending arrivals and bytes
 };
 
-// A copy has brought so many bytes.
+// Reports the arrival of `bytes` of a copy.
 void arrive_bytes(std::byte* at, int64_t bytes);
 
 }  // namespace interpreter

@@ -1,6 +1,6 @@
-// As much of the CUDA runtime as the host code of our kernels calls, on this machine's memory. A library is known by
-// the cubin that it holds, whose PTX lies in a folder beside the pack (tools/interpreted.py); a launch is interpreted
-// to its end.
+// The part of the CUDA runtime called by the host code of the kernels, on the memory of this machine. The contained
+// cubin identifies a library. The PTX of the cubin lies in a folder next to the pack (tools/interpreted.py). A launch
+// is interpreted to the end.
 #include <dlfcn.h>
 
 #include <atomic>
@@ -43,7 +43,7 @@ constexpr int32_t kClusterDimension = 4;
 
 constexpr int kSuccess = 0, kFailed = 719;
 
-std::atomic<uint64_t> seed{0};  // of launches: in which order things happen (machine.h)
+std::atomic<uint64_t> seed{0};  // seed of launches: the order of events (machine.h)
 
 std::string& last_error() {
   static std::string text;
@@ -63,14 +63,15 @@ int guarded(Work&& work) {
   }
 }
 
-// FNV-1a of an ELF file in memory, which ends with its section headers: what tools/interpreted.py names its PTX by.
+// FNV-1a hash of an ELF file in memory, up to the end of the section headers. tools/interpreted.py names PTX files by
+// the hash.
 uint64_t name_of(const void* code) {
   const auto* bytes = static_cast<const unsigned char*>(code);
   while (std::memcmp(bytes,
                      "\x7f"
                      "ELF",
                      4) != 0)
-    ++bytes;  // behind the headers of a fat binary
+    ++bytes;  // skip the headers of a fat binary
   uint64_t sections;
   uint16_t entry, count;
   std::memcpy(&sections, bytes + 0x28, sizeof sections);
@@ -84,7 +85,7 @@ uint64_t name_of(const void* code) {
 Library* load(const void* code) {
   char name[32];
   std::snprintf(name, sizeof name, "%016llx.ptx", static_cast<unsigned long long>(name_of(code)));
-  Dl_info pack;  // that this is a part of
+  Dl_info pack;  // pack that contains this function
   dladdr(reinterpret_cast<void*>(&last_error), &pack);
   const std::string path = std::string(pack.dli_fname) + ".ptx/" + name;
   std::ifstream file(path);
@@ -104,13 +105,13 @@ void launch(const LaunchConfig& config, const Kernel& kernel, void** arguments) 
   machine.run(made);
 }
 
-// Of an H100, by cudaDeviceAttr.
+// Attribute of an H100, by cudaDeviceAttr.
 int attribute(int which) {
   switch (which) {
     case 1:
     case 2:
     case 3:
-      return 1024;  // threads of a block, x, y
+      return 1024;  // most threads of a block, in x and in y
     case 4:
       return 64;
     case 5:
@@ -171,7 +172,7 @@ EXPORT int cudaDeviceGetAttribute(int* value, int which, int) {
   return 0;
 }
 EXPORT int cuKernelGetAttribute(int* value, int which, const void*, int) {
-  *value = which == 0 ? 1024 : 0;  // threads of a block; registers and memory of its own: none
+  *value = which == 0 ? 1024 : 0;  // most threads of a block; 0 for registers and local memory
   return 0;
 }
 EXPORT int cudaGetDevice(int* device) {
@@ -206,7 +207,7 @@ EXPORT int cudaGetDriverEntryPointByVersion(const char* name, void** function, u
   });
 }
 
-// What the archive beside the host code names, and our kernels do not reach.
+// Functions named by the archive next to the host code, but never reached by the kernels.
 #define UNUSED(name)                                               \
   EXPORT void name() {                                             \
     std::fprintf(stderr, "interpreter: %s is not there\n", #name); \

@@ -1,4 +1,4 @@
-// Numbers of 8 bits, of fp32. PTX ISA 9, chapter 9.7.9.21.
+// Conversions of fp32 to 8-bit numbers. PTX ISA 9, chapter 9.7.9.21.
 #include <algorithm>
 #include <cmath>
 
@@ -8,7 +8,7 @@ namespace interpreter {
 
 namespace {
 
-// To nearest, ties to even; beyond the largest number, 448, that one.
+// Rounds to nearest, ties to even; numbers beyond the largest number, 448, become 448.
 uint16_t to_e4m3(float x) {
   if (x != x) return 0x7F;
   const uint16_t sign = std::signbit(x) ? 0x80 : 0;
@@ -26,7 +26,7 @@ void add_eight_bits(Opcodes& to) {
     return static_cast<int32_t>(std::fmin(std::fmax(std::nearbyint(a), -0x1p31f), 0x1.fffffep30f));
   };
   to["cvt.rni.s32.f32"] = {"ww", unary<int32_t, float, nearest>};
-  // The first operand is the high one of two bytes; behind them the last one's lower half.
+  // The first operand becomes the high byte of two bytes. The lower half of the last operand stays above the bytes.
   constexpr auto two_bytes = [](int32_t high, int32_t low, uint32_t above) {
     const auto byte = [](int32_t x) { return static_cast<uint8_t>(std::clamp(x, -128, 127)); };
     return above << 16 | uint32_t{byte(high)} << 8 | byte(low);

@@ -1,4 +1,4 @@
-// What every lane does alone: d = work(a), work(a, b), work(a, b, c).
+// Handlers of operations within a lane: d = work(a), work(a, b), work(a, b, c).
 #pragma once
 
 #include "opcodes.h"

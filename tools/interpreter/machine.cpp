@@ -5,7 +5,7 @@ namespace interpreter {
 namespace {
 
 constexpr size_t kResidentCtas = 132;
-constexpr uint64_t kMostInstructions = 20'000'000'000;  // of a launch: minutes; a loop that never ends gets there
+constexpr uint64_t kMostInstructions = 20'000'000'000;  // of a launch: minutes; an endless loop reaches the limit
 constexpr std::byte kPoison{0xff};                      // NaN in every float type
 
 uint64_t value_of(const Constant& constant, const Launch& launch, const Cta& cta, int thread) {
@@ -149,7 +149,7 @@ bool Machine::end_clusters() {
   return std::erase_if(clusters_, [](const auto& cluster) { return cluster->done(); }) > 0;
 }
 
-// One of the copies that are under way, if any.
+// Finishes a random pending copy, if any copy is pending.
 bool Machine::finish_some() {
   if (copies.empty()) return false;
   std::swap(copies[random() % copies.size()], copies.back());
@@ -159,8 +159,8 @@ bool Machine::finish_some() {
   return true;
 }
 
-// Where lanes have parted, those behind go first, until they meet the others.
-// False where all wait.
+// After a divergence, the lanes furthest behind run first, until the lanes meet the rest. Returns false if all lanes
+// wait.
 bool Machine::turn(Warp& warp, int instructions) {
   bool moved = false;
   for (Group& group : warp.groups) group.stuck = false;
@@ -229,7 +229,7 @@ void Machine::advance(Warp& warp, Group& group, const Instruction& in, uint32_t 
   }
 }
 
-// Where the warps wait, a few of them.
+// Returns the positions of a few waiting warps.
 std::string Machine::where() const {
   std::string text;
   int said = 0;

@@ -1,6 +1,6 @@
-// A GPU as our kernels see it: warps that take turns, shared memory with its barriers, and copies and products that are
-// done some time between being asked for and being waited for. When, is chosen by a seed: a kernel that waits too
-// little computes wrong numbers for some seed.
+// Model of a GPU for the kernels: interleaved warps, shared memory with barriers, and asynchronous copies and products.
+// An asynchronous operation finishes at some time between the start and the wait for the operation. A seed determines
+// the time. So a kernel with a missing wait computes wrong numbers for some seed.
 #pragma once
 
 #include <algorithm>
@@ -23,8 +23,8 @@ struct Cta;
 struct Machine;
 
 constexpr uint32_t kAllLanes = 0xffffffff;
-// Where a CTA's shared memory begins, behind what the hardware keeps for itself; multiples of 1024 are where swizzles
-// repeat. Addresses in a cluster have 1 + a CTA's rank above bit kRankShift.
+// Start of a CTA's shared memory, after the part reserved by the hardware. The start is a multiple of 1024, the period
+// of swizzles. Addresses in a cluster have 1 + the rank of a CTA above bit kRankShift.
 constexpr uint32_t kSharedBase = 1024;
 constexpr int kRankShift = 24;
 
@@ -32,23 +32,23 @@ struct Stop : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Lanes of a warp that are at the same instruction.
+// Lanes of a warp at the same instruction.
 struct Group {
   uint32_t pc = 0;
   uint32_t lanes = 0;
-  uint64_t ticket = 0;  // of a barrier at which they have arrived: the phase that they wait for
-  bool stuck = false;   // in this turn
+  uint64_t ticket = 0;  // phase of an awaited barrier; the lanes have arrived at the barrier
+  bool stuck = false;   // blocked in the current turn
 };
 
-// Something asynchronous that was asked for and not yet done.
+// An asynchronous operation, started and not yet done.
 struct Pending {
   std::function<void()> finish;
   int lane = 0;
-  int group = -1;  // as committed by its lane; -1: not yet
+  int group = -1;  // group committed by the lane; -1: not committed
 };
 
-// What was asked for in order and is waited for in groups: wgmma of a warp;
-// cp.async, bulk stores of its lanes.
+// Asynchronous operations started in order and awaited in groups: wgmma of a warp, or cp.async and bulk stores of the
+// warp's lanes.
 class Queue {
  public:
   void add(std::function<void()> finish, int lane = 0) { waiting_.push_back({std::move(finish), lane, -1}); }
@@ -57,7 +57,7 @@ class Queue {
       if (one.lane == lane && one.group < 0) one.group = groups_[lane];
     ++groups_[lane];
   }
-  // All but the latest `left` groups of a lane.
+  // Finishes all but the latest `left` groups of a lane.
   void wait(int left, int lane = 0) {
     const int last = groups_[lane] - left;
     for (size_t i = 0; i < waiting_.size();) {
@@ -86,7 +86,7 @@ struct Warp {
   int index = 0;
   uint32_t alive = kAllLanes;
   std::vector<Group> groups;
-  Group* now = nullptr;  // the one that executes
+  Group* now = nullptr;  // the group under execution
   std::vector<std::byte> registers;
   Queue products, copies, stores;  // wgmma, cp.async, bulk stores
   uint64_t cluster_ticket = 0;
@@ -97,14 +97,14 @@ struct Warp {
   }
   uint32_t& predicate(int32_t at) { return *lanes<uint32_t>(at); }
   Machine& machine();
-  // Whether all of these lanes are here, of those that have not ended.
+  // Returns whether all live lanes of `members` are in the current group.
   bool gathered(uint32_t members) const { return (now->lanes & members & alive) == (members & alive); }
 };
 
 struct Barrier {
   int arrived = 0;
   uint64_t phase = 0;
-  // Whether that completes the phase.
+  // Returns whether the arrival completes the phase.
   bool arrive(int threads, int expected) {
     arrived += threads;
     if (arrived > expected) throw Stop("more threads at a barrier than it expects");
@@ -119,16 +119,17 @@ struct Cta {
   Machine* machine = nullptr;
   Cluster* cluster = nullptr;
   uint32_t index[3] = {};
-  uint32_t rank = 0;  // in the cluster
+  uint32_t rank = 0;  // rank in the cluster
   std::vector<std::byte> shared;
-  std::vector<uint8_t> unfenced;  // of every 16 bytes: 1 + the warp that wrote there and has not fenced since
+  std::vector<uint8_t> unfenced;  // for every 16 bytes: 1 + index of the warp with an unfenced store
   Barrier barriers[16];
   std::vector<Warp> warps;
-  int copies_coming = 0;  // bulk copies that will write here
-  // A place in the shared memory of this CTA, or of one of its cluster. Stops where that is outside.
+  int copies_coming = 0;  // pending bulk copies into the shared memory
+  // Returns the pointer to an address in the shared memory of the CTA, or of a CTA in the cluster. Stops for an address
+  // outside the shared memory.
   std::byte* at(uint64_t address, size_t bytes);
-  // The same, for a warp that stores there; for copies and wgmma, which see what a warp stored once that has fenced
-  // (fence.proxy.async).
+  // to_store is at() for a store by a warp. to_read_async is at() for copies and wgmma: a store is visible to copies
+  // and wgmma only after a fence (fence.proxy.async) of the storing warp.
   std::byte* to_store(uint64_t address, size_t bytes, const Warp& warp);
   const std::byte* to_read_async(uint64_t address, size_t bytes);
   void fence(const Warp& warp);
@@ -137,7 +138,7 @@ struct Cta {
   }
 };
 
-// CTAs that start and end together.
+// CTAs with a common start and end.
 struct Cluster {
   Barrier barrier;
   std::vector<std::unique_ptr<Cta>> ctas;
@@ -159,7 +160,7 @@ struct Machine {
   explicit Machine(uint64_t seed) : seed(seed), random(seed) {}
   void run(const Launch& launch);
 
-  // Asked for now: done at once (seed 0), or when chance or need says.
+  // Starts an operation, which finishes at once (seed 0), or at a random or required time.
   void later(std::function<void()> work) {
     if (seed == 0)
       work();
@@ -174,16 +175,17 @@ struct Machine {
 
   uint64_t seed;
   std::mt19937 random;
-  std::vector<std::function<void()>> copies;  // into shared memory, in no order
-  // Of one product at a time.
+  std::vector<std::function<void()>> copies;  // copies into shared memory, in no order
+  // Operands and result of a product; products are computed one at a time.
   float left[16][32], right[32][256], sums[16][256];
 
  private:
   const Launch* launch_ = nullptr;
   std::vector<std::unique_ptr<Cluster>> clusters_;
-  uint64_t instructions_ = 0;  // of warps
+  uint64_t instructions_ = 0;  // number of executed warp instructions
   void start_cluster(uint32_t first);
-  // Whether anything was done: by a CTA's warps one after the other, by one of them.
+  // Return whether any instruction was executed. The first form runs all warps of a CTA in order, the second form a
+  // single warp.
   bool turn(Cta& cta);
   bool turn(Warp& warp, int instructions);
   void advance(Warp& warp, Group& group, const Instruction& in, uint32_t taken, Outcome outcome);
@@ -192,7 +194,7 @@ struct Machine {
   std::string where() const;
 };
 
-// For what only a whole warp can do (.aligned).
+// For operations of a whole warp (.aligned).
 inline bool whole(const Warp& warp) { return warp.gathered(kAllLanes); }
 
 template <typename Work>

@@ -1,12 +1,12 @@
-// Tensor cores: mma.sync, wgmma, and moves of matrices between shared memory and registers. Which lane holds what: PTX
-// ISA 9, chapters 9.7.14 and 9.7.15.
+// Tensor cores: mma.sync, wgmma, and moves of matrices between shared memory and registers. PTX ISA 9, chapters 9.7.14
+// and 9.7.15, documents the elements held by each lane.
 #include "opcodes.h"
 
 namespace interpreter {
 
 namespace {
 
-// What products multiply: in a register lie as many as fit.
+// Element types of products. A register holds as many elements as fit.
 struct Bf16 {
   using Word = uint16_t;
   static constexpr auto value = from_bf16;
@@ -19,30 +19,30 @@ struct E4m3 {
   using Word = uint8_t;
   static constexpr auto value = from_e4m3;
 };
-struct S8 {  // added up in 32 bits: fp32 has all of them up to 2^24
+struct S8 {  // summed in 32 bits: fp32 represents all integers up to 2^24
   using Word = uint8_t;
   static float value(uint8_t x) { return static_cast<int8_t>(x); }
 };
 
 template <typename Number>
-constexpr int kPacked = 4 / sizeof(typename Number::Word);  // in a register
+constexpr int kPacked = 4 / sizeof(typename Number::Word);  // elements in a register
 template <typename Number>
-constexpr int kDepth = 8 * kPacked<Number>;  // of a product, in elements
+constexpr int kDepth = 8 * kPacked<Number>;  // depth of a product, in elements
 template <typename Number>
-constexpr int kChunk = 16 / sizeof(typename Number::Word);  // elements of 16 bytes
+constexpr int kChunk = 16 / sizeof(typename Number::Word);  // elements in 16 bytes
 template <typename Number>
 constexpr bool kInWholeNumbers = std::is_same_v<Number, S8>;
-constexpr int kRowsOfWarp = 16;  // of a product's 64, or all of mma.sync's
+constexpr int kRowsOfWarp = 16;  // rows of a warp: part of the 64 rows of wgmma, or all rows of mma.sync
 constexpr int kMostColumns = 256;
 
 struct Place {
   int row, column;
 };
 
-// Of element i of a lane's accumulator.
+// Position of element i of a lane's accumulator.
 constexpr Place accumulator(int lane, int i) { return {lane / 4 + i / 2 % 2 * 8, i / 4 * 8 + lane % 4 * 2 + i % 2}; }
 
-// Of one part of register i of a lane's left operand, which has so many of them.
+// Position of a part of register i of a lane's left operand. `parts` is the number of parts in a register.
 constexpr Place left(int lane, int i, int part, int parts) {
   return {lane / 4 + i % 2 * 8, (i / 2 * 4 + lane % 4) * parts + part};
 }
@@ -70,7 +70,7 @@ void read_left(Warp& w, const Instruction& in, const Operand& vector) {
   }
 }
 
-// d (rows x columns, in the lanes' registers) = left right, plus c where there is one.
+// Computes d (rows x columns, in the lanes' registers) = left right, plus c if c exists.
 template <typename Number>
 void multiply(Warp& w, const Instruction& in, int columns, const Operand& d, const Operand* c) {
   const auto& a = w.machine().left;
@@ -93,7 +93,7 @@ void multiply(Warp& w, const Instruction& in, int columns, const Operand& d, con
     for (int lane = 0; lane < kLanes; ++lane) {
       const Place at = accumulator(lane, i);
       const float sum = sums[at.row][at.column];
-      // fp32 is exact for products of a step, not for what they are added to
+      // fp32 is exact for the products of a step, but not for the accumulated sum.
       if constexpr (kInWholeNumbers<Number>)
         words[lane] = static_cast<uint32_t>(static_cast<int32_t>(sum)) + (c != nullptr ? words[lane] : 0);
       else
@@ -121,10 +121,10 @@ Outcome mma(Warp& w, const Instruction& in, uint32_t) {
 
 // ---- wgmma ----
 
-// A matrix in shared memory, as a matrix descriptor says it: lines of 16 bytes, in groups of 8 lines.
+// A matrix in shared memory by a matrix descriptor: lines of 16 bytes, in groups of 8 lines.
 struct Matrix {
   uint64_t start, leading, stride;  // bytes
-  int swizzle;                      // bytes of a row: 128, 64, 32; 16: none
+  int swizzle;                      // bytes of a row: 128, 64, 32; 16 means no swizzle
 
   explicit Matrix(uint64_t descriptor)
       : start((descriptor & 0x3fff) << 4),
@@ -136,20 +136,20 @@ struct Matrix {
 
   uint64_t swizzled(uint64_t address) const { return address ^ ((address >> 7 & (swizzle / 16 - 1)) << 4); }
 
-  // 16 bytes on end: of row `index`, from the `chunk`th on along k; or, where the other dim is the contiguous one, of k
-  // = `index` from row 8 `chunk`.
+  // Both functions return the address of 16 contiguous bytes. by_depth: of row `index`, from the `chunk`th chunk along
+  // k. by_rows, for a matrix with contiguous rows: of k = `index`, from row 8 `chunk`.
   uint64_t by_depth(int index, int chunk) const {
     if (swizzle == 16) return start + index / 8 * stride + index % 8 * 16 + chunk * leading;
     return swizzled(start + index / 8 * stride + index % 8 * swizzle + chunk * 16);
   }
   uint64_t by_rows(int index, int chunk) const {
-    const int wide = swizzle / 16;  // chunks of a row
+    const int wide = swizzle / 16;  // chunks in a row
     if (swizzle == 16) return start + chunk * stride + index % 8 * 16 + index / 8 * leading;
     return swizzled(start + chunk / wide * leading + chunk % wide * 16 + index % 8 * swizzle + index / 8 * stride);
   }
 };
 
-// put(row, k, element) for `rows` rows from `first`.
+// Calls put(row, k, element) for `rows` rows from `first`.
 template <typename Number, typename Put>
 void read_matrix(Cta& cta, const Matrix& matrix, bool rows_contiguous, int first, int rows, Put&& put) {
   constexpr int on_end = kChunk<Number>;
@@ -171,8 +171,8 @@ void read_matrix(Cta& cta, const Matrix& matrix, bool rows_contiguous, int first
   }
 }
 
-// A warp's rows of wgmma d, a, b, scale-d, (imm-scale-a, imm-scale-b,) (imm-trans-a,) (imm-trans-b): whole numbers are
-// not scaled, and only 16 bits come transposed.
+// The rows of a warp in wgmma d, a, b, scale-d, (imm-scale-a, imm-scale-b,) (imm-trans-a,) (imm-trans-b). Integers have
+// no scales, and only 16-bit operands can be transposed.
 template <typename Number, bool in_registers>
 Outcome wgmma(Warp& w, const Instruction& in, uint32_t lanes) {
   if (!whole(w)) return Outcome::kBlocked;
@@ -214,7 +214,7 @@ Outcome wait_products(Warp& w, const Instruction& in, uint32_t) {
   return Outcome::kNext;
 }
 
-// ---- moves: matrices of 8 x 8 halves; lane 8 m + l says where line l of matrix m begins ----
+// ---- moves: matrices of 8 x 8 16-bit elements; lane 8 m + l holds the start of line l of matrix m ----
 
 template <bool transposed>
 constexpr std::pair<int, int> line_and_column(int lane, int half) {
@@ -252,7 +252,7 @@ Outcome move_matrices(Warp& w, const Instruction& in, uint32_t) {
   return Outcome::kNext;
 }
 
-// types: of sums, then of what is multiplied.
+// types: type of the sums, then types of the operands.
 template <typename Number>
 void add_products(Opcodes& to, const std::string& types, const char* of_matrices, const char* of_registers) {
   for (int columns = 8; columns <= kMostColumns; columns += 8) {

@@ -1,4 +1,4 @@
-// Loads, stores, atomics, and copies of a thread's own (cp.async). PTX ISA 9, chapter 9.7.9.
+// Loads, stores, atomics, and copies of a thread (cp.async). PTX ISA 9, chapter 9.7.9.
 #include "opcodes.h"
 
 namespace interpreter {
@@ -9,7 +9,7 @@ enum class Space { kGlobal, kShared, kParameters };
 
 enum class Access { kLoads, kStores };
 
-// What plain accesses of global memory are held to; nothing: not at all.
+// Bounds of plain accesses to global memory; empty means no bounds.
 std::vector<uint64_t> bounds;  // begin and end of each tensor
 
 bool inside(uint64_t begin, uint64_t end) {
@@ -36,7 +36,7 @@ std::byte* place(Warp& w, const Operand& address, int lane, size_t bytes) {
   }
 }
 
-// ld: T into each register of the vector, which it fills up with zeros.
+// ld: loads a T into each register of the vector and extends with zeros.
 template <Space space, typename T, typename Register = T>
 Outcome load(Warp& w, const Instruction& in, uint32_t lanes) {
   const size_t count = in.many.size();
@@ -64,7 +64,7 @@ Outcome store(Warp& w, const Instruction& in, uint32_t lanes) {
   return Outcome::kNext;
 }
 
-// d = the old value; memory = work(old, b).
+// Sets d = the old value and memory = work(old, b).
 template <Space space, typename T, auto work>
 Outcome atomic(Warp& w, const Instruction& in, uint32_t lanes) {
   each_lane(lanes, [&](int i) {
@@ -83,7 +83,7 @@ Outcome reduce(Warp& w, const Instruction& in, uint32_t lanes) {
   return Outcome::kNext;
 }
 
-// red.global.add.vN.f32 [place], {...}
+// red.global.add.vN.f32 [address], {...}
 Outcome reduce_vector(Warp& w, const Instruction& in, uint32_t lanes) {
   each_lane(lanes, [&](int i) {
     std::byte* at = place<Space::kGlobal, Access::kStores>(w, in.operands[0], i, in.many.size() * sizeof(float));
@@ -95,7 +95,7 @@ Outcome reduce_vector(Warp& w, const Instruction& in, uint32_t lanes) {
   return Outcome::kNext;
 }
 
-// cp.async [shared], [global], bytes, of which so many are read and the others zero.
+// cp.async [shared], [global], bytes, read: copies `read` of the bytes and fills the rest with zeros.
 Outcome copy(Warp& w, const Instruction& in, uint32_t lanes) {
   const auto bytes = static_cast<size_t>(in.operands[2].number);
   each_lane(lanes, [&](int i) {
@@ -121,7 +121,7 @@ Outcome wait_all_copies(Warp& w, const Instruction&, uint32_t lanes) {
   return Outcome::kNext;
 }
 
-// form: of the opcode (form_of), where registers are wider than T.
+// form: form of the opcode (form_of) for registers wider than T.
 template <Space space, typename T, typename Register = T>
 void add_access(Opcodes& to, const std::string& where, const std::string& type, const char* form = "") {
   const bool shared = space == Space::kShared;
@@ -187,7 +187,8 @@ void add_memory(Opcodes& to) {
   for (const auto* name : {"red.global.add.v2.f32", "red.global.add.v4.f32"}) to[name] = {"GV", reduce_vector};
   to["cp.async.cg.shared.global"] = {"SGIw", copy};
   to["cp.async.ca.shared.global"] = {"SGIw", copy};
-  // It adds an arrival for each lane, and makes that arrival when the lane's copies have landed: here at once.
+  // The instruction adds a pending arrival for each lane, and arrives after the lane's copies: in the interpreter at
+  // once.
   to["cp.async.mbarrier.arrive.shared.b64"] = {"S", wait_all_copies};
   to["cp.async.commit_group"] = {"", commit_group<&Warp::copies>};
   to["cp.async.wait_group"] = {"I", wait_group<&Warp::copies>};

@@ -6,7 +6,8 @@ namespace interpreter {
 
 namespace {
 
-// Parts of an opcode's name that change nothing here: one thread at a time touches memory, in the order of its text.
+// Parts of an opcode's name without effect in the interpreter, because threads access memory one at a time and in
+// program order.
 const std::set<std::string, std::less<>> kSilent = {"relaxed", "acquire",  "release",  "gpu",      "sys",
                                                     "cta",     "volatile", "weak",     "nc",       "uni",
                                                     "ftz",     "aligned",  "L2::128B", "L2::256B", "L1::no_allocate"};

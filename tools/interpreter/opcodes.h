@@ -1,5 +1,5 @@
-// Tables of opcodes, one for each file that executes some. Names are as in the text, without what does not matter here:
-// scopes, orders and hints (opcodes.cpp).
+// Tables of opcodes, one for each file with handlers. The names are as in the PTX text, without the parts irrelevant to
+// the interpreter: scopes, orders and hints (opcodes.cpp).
 #pragma once
 
 #include <algorithm>
@@ -22,14 +22,16 @@ void add_barriers(Opcodes& to);
 void add_matrices(Opcodes& to);
 void add_tensors(Opcodes& to);
 
-// Begin and end of each tensor, behind which plain loads and stores are errors from now on; none: all memory is theirs.
+// Limits plain loads and stores to the tensors, given by begin and end, from now on. An access outside is an error.
+// Without tensors, all memory is accessible.
 void hold_to(const uint64_t* tensors, size_t count);
 
 inline Outcome nothing(Warp&, const Instruction&, uint32_t) { return Outcome::kNext; }
-// What a warp does together (.aligned), and that changes nothing here.
+// An operation of a whole warp (.aligned) without an effect in the interpreter.
 inline Outcome together(Warp& w, const Instruction&, uint32_t) { return whole(w) ? Outcome::kNext : Outcome::kBlocked; }
 
-// What a lane has asked for of a queue is a group; wait for all but the latest groups, so many as operand 0 says.
+// commit_group forms a group of a lane's operations in a queue. wait_group waits for all but the latest groups; operand
+// 0 is the number of groups left.
 template <Queue Warp::* queue>
 Outcome commit_group(Warp& w, const Instruction&, uint32_t lanes) {
   each_lane(lanes, [&](int i) { (w.*queue).commit(i); });
@@ -41,7 +43,7 @@ Outcome wait_group(Warp& w, const Instruction& in, uint32_t lanes) {
   return Outcome::kNext;
 }
 
-// memory = work(memory, value), at any address; what was there.
+// Stores memory = work(memory, value) at any address, and returns the old value.
 template <typename T, typename Work>
 T update(std::byte* at, T value, Work work) {
   T old;
@@ -51,7 +53,7 @@ T update(std::byte* at, T value, Work work) {
   return old;
 }
 
-// Rounds to the nearest, ties to even.
+// Rounds to nearest, ties to even.
 inline uint16_t to_bf16(float x) {
   const uint32_t bits = std::bit_cast<uint32_t>(x);
   if (x != x) return static_cast<uint16_t>(bits >> 16 | 0x40);

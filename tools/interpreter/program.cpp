@@ -1,4 +1,4 @@
-// The parser: as much of PTX as the compiler writes for our kernels (PTX ISA 9).
+// Parser of the part of PTX that the compiler generates for the kernels (PTX ISA 9).
 #include "program.h"
 
 #include <algorithm>
@@ -13,24 +13,24 @@ namespace {
 
 int bytes_of_class(char letter) { return letter == 'h' ? 2 : letter == 'w' ? 4 : letter == 'x' ? 8 : kBitsOfLanes; }
 
-// Bytes of a lane for a declared type, zero for predicates.
+// Returns the bytes of a lane for a declared type, and 0 for predicates.
 int bytes_of_type(std::string_view type) {
   if (type == ".pred") return 0;
   return std::stoi(std::string(type.substr(2))) / 8;
 }
 
-// Whether that is a register of 32 bits, or a vector of such.
+// Returns whether the operand is a register of 32 bits, or a vector of 32-bit registers.
 bool is_word(std::string_view text) {
   if (text[0] == '{') text = text.substr(1);
   return text.starts_with("%r") && std::isdigit(static_cast<unsigned char>(text[2]));
 }
 
-// Opcodes whose operands tell what they do.
+// Returns the form of an opcode with variants determined by the operands.
 const char* form_of(std::string_view name, const std::vector<std::string_view>& parts) {
   if (name.starts_with("mov.") && parts[0][0] == '{') return " unpack";
   if (name.starts_with("mov.") && parts[1][0] == '{') return " pack";
   if (name.starts_with("wgmma.mma") && parts[1][0] == '{') return " registers";
-  // Registers may be wider than their numbers: 8 bits lie in 16 or in 32, 16 in 32, and 32 in 64.
+  // Registers may be wider than the numbers: 8 bits in 16 or 32, 16 bits in 32, and 32 bits in 64.
   if (name.starts_with("cvt.") && name.ends_with("32") && parts[1].starts_with("%rd")) return " wide";
   if (name.ends_with("8")) {
     if (name.starts_with("ld.") && is_word(parts[0])) return " word";
@@ -50,7 +50,7 @@ constexpr std::pair<const char*, Special> kSpecials[] = {
     {"%nctaid.z", Special::kNctaidZ}, {"%laneid", Special::kLaneid},    {"%cluster_ctarank", Special::kClusterCtarank},
 };
 
-// One kernel's body. Names of a block in braces hide those around it.
+// Body of a kernel. Names in a block in braces hide the names around the block.
 class Body {
  public:
   Body(Kernel& kernel, const std::map<std::string, size_t, std::less<>>& parameters)
@@ -62,7 +62,7 @@ class Body {
 
   void label(std::string_view name) { labels_[scoped(name)] = static_cast<uint32_t>(kernel_.code.size()); }
 
-  // .reg .b32 %r<20>; or one name.
+  // .reg .b32 %r<20>; or a single name.
   void declare(std::string_view type, std::string_view name) {
     const int bytes = bytes_of_type(type);
     if (const size_t angle = name.find('<'); angle != std::string_view::npos) {
@@ -107,7 +107,7 @@ class Body {
 
  private:
   struct Register {
-    int32_t at, bytes;  // of a lane; 0: a predicate
+    int32_t at, bytes;  // bytes of a lane; 0 for a predicate
   };
   struct Jump {
     size_t instruction;
@@ -167,7 +167,7 @@ class Body {
     ++place;
   }
 
-  // [register], [register+12], [name+-4]
+  // Addresses have the forms [register], [register+12], [name+-4].
   void address(Operand& to, std::string_view text, int bytes, int line) {
     if (text[0] != '[') fail(line, "address " + std::string(text));
     text = text.substr(1, text.size() - 2);
@@ -189,7 +189,7 @@ class Body {
     return found.at;
   }
 
-  // A predicate that has one value in all lanes.
+  // A predicate with the same value in all lanes.
   int32_t truth(bool value) { return constant({Constant::kNumber, value ? 0xffffffff : 0, 0, 0}); }
 
   int32_t constant(Constant made) {
@@ -244,7 +244,7 @@ std::set<std::string> Body::names_;
 
 size_t round_up(size_t x, size_t unit) { return (x + unit - 1) / unit * unit; }
 
-// .param .align 64 .b8 name[128]   .param .f32 name   .param .u64 .ptr .global .align 16 name
+// Forms: .param .align 64 .b8 name[128]   .param .f32 name   .param .u64 .ptr .global .align 16 name
 void parameter(Kernel& kernel, std::string_view text, std::map<std::string, size_t, std::less<>>& names) {
   const auto words = split(text, " \t\n");
   size_t align = 0, bytes = 0;

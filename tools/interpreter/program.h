@@ -1,5 +1,5 @@
-// PTX text -> instructions of the interpreter. Registers are places in a warp's register file, 32 lanes each;
-// constants, special registers and addresses of parameters are registers, too, that are filled when a warp starts.
+// Translation of PTX text into instructions of the interpreter. A register is an offset in a warp's register file, with
+// 32 lanes. Constants, special registers and addresses of parameters are registers too, filled at the start of a warp.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@
 namespace interpreter {
 
 constexpr int kLanes = 32;
-constexpr int kBitsOfLanes = 4;  // a predicate: one bit for each lane, in one word
+constexpr int kBitsOfLanes = 4;  // bytes of a predicate: one bit for each lane, in one word
 
 struct Warp;
 struct Instruction;
@@ -21,7 +21,7 @@ enum class Outcome { kNext, kBlocked, kJump, kExit };
 // Executes one instruction for some lanes of a warp.
 using Handler = Outcome (*)(Warp&, const Instruction&, uint32_t lanes);
 
-// A register, and what is added to it where it is an address.
+// A register, and the number added to the register in an address.
 struct Operand {
   int32_t at = -1;
   int64_t number = 0;
@@ -32,22 +32,22 @@ constexpr int kMostOperands = 8;
 struct Instruction {
   Handler run = nullptr;
   Operand operands[kMostOperands];
-  std::vector<int32_t> many;  // registers of its vectors, one behind the other
-  int32_t guard = -1;         // a predicate
+  std::vector<int32_t> many;  // registers of the vectors, in order
+  int32_t guard = -1;         // register of the guard predicate
   bool guard_not = false;
-  uint32_t target = 0;  // of a branch
-  int32_t extra = 0;    // what a handler wants to know of its opcode
-  int32_t line = 0;     // of the text
+  uint32_t target = 0;  // of a branch: index of the target instruction
+  int32_t extra = 0;    // extra number of the opcode for the handler
+  int32_t line = 0;     // line in the PTX text
   const char* opcode = "";
 };
 
 enum class Special { kTidX, kCtaidX, kCtaidY, kCtaidZ, kNctaidX, kNctaidY, kNctaidZ, kLaneid, kClusterCtarank };
 
-// A register that has its value when a warp starts.
+// A register filled with a value at the start of a warp.
 struct Constant {
   enum Kind { kNumber, kSpecial, kParameter, kShared } kind;
-  uint64_t number;  // itself; a Special; where a parameter lies in the block of them
-  int32_t bytes;    // of a lane; 0: a predicate
+  uint64_t number;  // the number; a Special; the offset of a parameter in the parameter block
+  int32_t bytes;    // bytes of a lane; 0 for a predicate
   int32_t at;
   bool operator<(const Constant& x) const {
     return std::tie(kind, number, bytes) < std::tie(x.kind, x.number, x.bytes);
@@ -63,23 +63,28 @@ struct Kernel {
   std::vector<Instruction> code;
   std::vector<Parameter> parameters;
   std::vector<Constant> constants;
-  size_t register_bytes = 0;  // of a warp
+  size_t register_bytes = 0;  // bytes of a warp's register file
   size_t parameter_bytes = 0;
 };
 
-// Kernels of a module, by name. Throws std::runtime_error, with the line, for what it does not know.
+// Returns the kernels of a module by name. Throws std::runtime_error with the line for unknown PTX.
 std::map<std::string, Kernel> parse(std::string_view text);
 
-// What an opcode does, and what its operands are, a letter each:
-//   p predicate    h, w, x register or number of 16, 32, 64 bits    V vector of words (or one)    H, X of halves, of 64
-//   bits S, G address in shared, in global memory: [register + number]    T a tensor's: [descriptor, {coordinates}] P
-//   [parameter + number]    L label    I number of the instruction itself
+// Handler and operands of an opcode. Each operand has a letter:
+//   p          predicate
+//   h, w, x    register or number of 16, 32, 64 bits
+//   V          vector of words (or a single word); H, X: vector of 16-bit, of 64-bit elements
+//   S, G       address in shared, in global memory: [register + number]
+//   T          address of a tensor box: [descriptor, {coordinates}]
+//   P          [parameter + number]
+//   L          label
+//   I          immediate number of the instruction
 struct Opcode {
   const char* operands;
   Handler run;
   int32_t extra = 0;
 };
-// form: of those that have several, by their operands.
+// form: variant of an opcode, determined by the operands; empty for most opcodes.
 const Opcode* find_opcode(std::string_view name, const char* form);
 
 }  // namespace interpreter

@@ -12,13 +12,14 @@ uint64_t word(const std::byte* words, int i) {
   return made;
 }
 
-// As the 32-bit words of a map.
+// Returns a 32-bit word of a map.
 uint32_t half(const std::byte* words, int i) { return static_cast<uint32_t>(word(words, i / 2) >> (32 * (i % 2))); }
 
 }  // namespace
 
-// Where its fields lie is not documented. Found by comparing what the DSL's host code writes for calls that differ in
-// one size, stride or type: address; flags; strides in units of 16 bytes; sizes and boxes, less one.
+// The layout of a tensor map is not documented. The layout was found by a comparison of maps written by the DSL's host
+// code, for calls with a difference in one size, stride or type. The fields are the address, flags, strides in units of
+// 16 bytes, and sizes and boxes, each less 1.
 TensorMap TensorMap::read(const std::byte* words) {
   TensorMap map;
   const uint32_t flags = half(words, 2);

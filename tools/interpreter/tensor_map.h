@@ -1,4 +1,4 @@
-// A tensor map: a tensor in global memory, the box of it that one copy moves, and how that lies in shared memory.
+// A tensor map: a tensor in global memory, the box moved by a copy, and the layout of the box in shared memory.
 #pragma once
 
 #include <algorithm>
@@ -16,7 +16,7 @@ struct TensorMap {
   int64_t sizes[5] = {};    // elements
   int64_t strides[5] = {};  // bytes
   int64_t box[5] = {};      // elements
-  int64_t swizzle = 16;     // bytes of a row in shared memory: 128, 64, 32; 16: none
+  int64_t swizzle = 16;     // bytes of a row in shared memory: 128, 64, 32; 16 means no swizzle
 
   static TensorMap read(const std::byte* words);
 
@@ -26,8 +26,8 @@ struct TensorMap {
     return static_cast<size_t>(bytes);
   }
 
-  // work(global, shared, bytes, bytes of them that lie inside of the tensor) for all of a box, in pieces that lie on
-  // end in both: of 16 bytes, in which swizzles move them.
+  // Calls work(global, shared, bytes, bytes inside the tensor) for all pieces of a box. A piece is contiguous in global
+  // and in shared memory: 16 bytes, the unit of swizzles.
   template <typename Work>
   void each_piece(const int64_t* from, uint64_t shared, Work&& work) const {
     const int64_t row = box[0] * element_bytes, piece = std::min<int64_t>(row, 16);

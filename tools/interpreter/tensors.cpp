@@ -17,7 +17,7 @@ std::byte* global_address(Warp& w, const Operand& address, int lane) {
   return reinterpret_cast<std::byte*>(w.lanes<uint64_t>(address.at)[lane] + static_cast<uint64_t>(address.number));
 }
 
-// Where an asynchronous copy of so many bytes into shared memory arrives when it is done.
+// Starts an asynchronous copy of `bytes` into shared memory, with an arrival at `barrier` at the end of the copy.
 void bring(Warp& w, uint32_t barrier, size_t bytes, std::function<void()> copy) {
   Cta* cta = w.cta;
   ++cta->copies_coming;
@@ -43,7 +43,7 @@ TensorMap map_of(Warp& w, const Operand& tensor, int lane, int rank) {
   return map;
 }
 
-// [shared], [map, coordinates], [mbarrier], policy
+// Operands: [shared], [map, coordinates], [mbarrier], policy.
 template <int rank>
 Outcome load_box(Warp& w, const Instruction& in, uint32_t lanes) {
   each_lane(lanes, [&](int i) {
@@ -52,7 +52,7 @@ Outcome load_box(Warp& w, const Instruction& in, uint32_t lanes) {
     const uint32_t to = shared_address(w, in.operands[0], i);
     Cta* cta = w.cta;
     if (to % 128 != 0) throw Stop("a box at an address that is no multiple of 128");
-    // An H100 ends such a load with "an illegal instruction was encountered".
+    // An H100 ends such a load with the error "an illegal instruction was encountered".
     if (from[0] * map.element_bytes % 16 != 0) throw Stop("a box that begins at no multiple of 16 bytes");
     bring(w, shared_address(w, in.operands[2], i), map.box_bytes(), [=] {
       map.each_piece(from.data(), to, [&](const std::byte* global, uint64_t shared, size_t bytes, size_t inside) {
@@ -65,7 +65,7 @@ Outcome load_box(Warp& w, const Instruction& in, uint32_t lanes) {
   return Outcome::kNext;
 }
 
-// [map, coordinates], [shared], policy
+// Operands: [map, coordinates], [shared], policy.
 template <int rank>
 Outcome store_box(Warp& w, const Instruction& in, uint32_t lanes) {
   each_lane(lanes, [&](int i) {
@@ -90,20 +90,20 @@ void check_lines(uint32_t shared, const std::byte* global, uint32_t bytes) {
     throw Stop("a bulk copy that is not of lines of 16 bytes");
 }
 
-// [shared], [global], bytes, [mbarrier]
+// Operands: [shared], [global], bytes, [mbarrier].
 Outcome load_bytes(Warp& w, const Instruction& in, uint32_t lanes) {
   each_lane(lanes, [&](int i) {
     const uint32_t to = shared_address(w, in.operands[0], i), bytes = w.lanes<uint32_t>(in.operands[2].at)[i];
     const std::byte* from = global_address(w, in.operands[1], i);
     check_lines(to, from, bytes);
     Cta* cta = w.cta;
-    // Ours name their own CTA, as an address in the cluster.
+    // The kernels name their own CTA by an address in the cluster.
     bring(w, shared_address(w, in.operands[3], i), bytes, [=] { std::memcpy(cta->at(to, bytes), from, bytes); });
   });
   return Outcome::kNext;
 }
 
-// [global], [shared], bytes
+// Operands: [global], [shared], bytes.
 template <bool adds>
 Outcome store_bytes(Warp& w, const Instruction& in, uint32_t lanes) {
   each_lane(lanes, [&](int i) {
@@ -154,7 +154,7 @@ void add_tensors(Opcodes& to) {
   to["cp.async.bulk.global.shared.bulk_group"] = {"GSw", store_bytes<false>};
   to["cp.reduce.async.bulk.global.shared.bulk_group.add.f32"] = {"GSw", store_bytes<true>};
   to["cp.async.bulk.commit_group"] = {"", commit_group<&Warp::stores>};
-  // What has been read has been written.
+  // In the interpreter, a store that has read the source has also written the target.
   for (const auto* name : {"cp.async.bulk.wait_group", "cp.async.bulk.wait_group.read"})
     to[name] = {"I", wait_group<&Warp::stores>};
   to["prefetch.tensormap"] = {"G", nothing};

@@ -1,4 +1,6 @@
-"""A cache in INT8 for Hugging Face transformers: a little more than half the memory, and decode reads half the bytes.
+"""KV cache in INT8 for Hugging Face transformers.
+
+The cache takes a little more than half the memory, and decode reads half the bytes.
 """
 
 from __future__ import annotations
@@ -11,23 +13,23 @@ from transformers.cache_utils import DynamicLayer
 from ..ops.quantize_reference import in_int8, mean_of_finite, rotate, signs
 from ..ops.quantized_kv import QuantizedTensor
 
-LEAST, SHARE = 64, 8  # tokens that room is made for beyond those that there are, and of these one in so many
-CONSTANT = 16  # tokens whose mean is no token's own
+LEAST, SHARE = 64, 8  # spare capacity after growth: the larger of LEAST tokens and 1 / SHARE of all tokens
+CONSTANT = 16  # least tokens for a mean: a mean of fewer would follow single tokens
 
 
 class _Rows:
-    """Rows of one kind (B, H, S, D) in INT8 with a scale each, in a buffer that grows."""
+    """Rows of keys or values (B, H, S, D) in INT8 with a scale for each row, in a growing buffer."""
 
     def __init__(self) -> None:
-        self.data8: Tensor | None = None  # (B, H, room, D)
-        self.scale: Tensor | None = None  # (B, H, room)
+        self.data8: Tensor | None = None  # (B, H, capacity, D)
+        self.scale: Tensor | None = None  # (B, H, capacity)
 
     @torch.no_grad()
     def put(self, x: Tensor, at: int) -> None:
         data8, scale = in_int8(x)
         end, full = at + x.shape[2], self.data8 is None or at + x.shape[2] > self.data8.shape[2]
         kept = self.data8 is not None and self.data8.is_inference() and not torch.is_inference_mode_enabled()
-        if full or kept:  # inference mode's tensors are not written outside of it
+        if full or kept:  # an inference tensor is not writable outside inference mode
             room = end + max(LEAST, end // SHARE)
             self.data8, self.scale = (
                 torch.cat([old[:, :, :at], new.new_zeros((*new.shape[:2], room - at, *new.shape[3:]))], 2)
@@ -42,12 +44,14 @@ class _Rows:
 
 
 class Int8Layer(DynamicLayer):
-    """Keys and values of a layer in INT8, a scale for each token and head. Of keys a constant is taken first, the mean
-    of the first update if that is long enough, and they are rotated (quantize_reference.py): so no channel stands out.
-    What a token leaves does not depend on what comes with it or later, but for that constant.
+    """Keys and values of a layer in INT8, with a scale for each token and head.
 
-    The first update gives back what it was given: attention over the prompt is exact. No gradient goes through what is
-    read back.
+    Before quantization, a constant is subtracted from the keys: the mean of the first update, if the update is long
+    enough. The keys are then rotated (quantize_reference.py), so no channel stands out. Apart from the constant, the
+    stored form of a token does not depend on tokens of the same update or later updates.
+
+    The first update returns the given tensors, so attention over the prompt is exact. No gradient flows through tensors
+    read back from the cache.
     """
 
     def __init__(self, **kwargs: object) -> None:
@@ -65,7 +69,18 @@ class Int8Layer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """key_states (B, Hkv, S, D), value_states (B, Hkv, S, Dv): what attention gets."""
+        """Append keys and values, and return the keys and values for the attention.
+
+        Args:
+            key_states (Tensor): new keys (B, Hkv, S, D).
+            value_states (Tensor): new values (B, Hkv, S, Dv).
+            *args (object): unused, for the signature of transformers.
+            **kwargs (object): unused, for the signature of transformers.
+
+        Returns:
+            tuple[Tensor, Tensor]: keys and values of all tokens. The first update returns `key_states` and
+            `value_states`, and later updates return QuantizedTensors.
+        """
         first = not self.is_initialized
         if first:
             self.lazy_initialization(key_states, value_states)
@@ -94,13 +109,22 @@ class Int8Layer(DynamicLayer):
         self.__init__()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forgets so many of the last tokens, given as a negative number."""
+        """Remove tokens from the end of the layer.
+
+        Args:
+            tokens_to_remove (int): the negated number of tokens to remove.
+
+        Raises:
+            ValueError: tokens_to_remove is positive.
+        """
         if tokens_to_remove > 0:
-            raise ValueError(f"crop({tokens_to_remove}): give minus the number of tokens to forget")
+            raise ValueError(
+                f"crop: tokens_to_remove must be the negated number of tokens to remove, but got {tokens_to_remove}."
+            )
         if self.is_initialized:
             self._tokens = max(0, self._tokens + tokens_to_remove)
             self._show()
-            self.is_initialized = self._tokens > 0  # what comes then is a first update again
+            self.is_initialized = self._tokens > 0  # an empty layer starts anew
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._map(lambda x: x.index_select(0, beam_idx.to(x.device)))
@@ -119,8 +143,14 @@ class Int8Layer(DynamicLayer):
 
 
 class Int8Cache(DynamicCache):
-    """model.generate(..., past_key_values=Int8Cache(model.config)): layers with full attention keep keys and values in
-    INT8 (Int8Layer), others, sliding windows say, stay what transformers makes of them.
+    """KV cache with layers in INT8 for model.generate(..., past_key_values=Int8Cache(model.config)).
+
+    Layers with full attention keep keys and values in INT8 (`Int8Layer`). All further layers, such as layers with
+    sliding windows, stay the layers of transformers.
+
+    Args:
+        config (object): configuration of the model, or None.
+        **kwargs (object): further arguments of transformers' DynamicCache.
     """
 
     def __init__(self, config: object = None, **kwargs: object) -> None:

@@ -1,9 +1,11 @@
-"""For Hugging Face transformers: masked attention of grouped heads, without copies of K and V; a cache in INT8; and
-flash attention, with what "sdpa" has no words for.
+"""Attention functions and an INT8 KV cache for Hugging Face transformers.
 
-Where a call has a mask transformers repeats K and V for every query head (new versions pack the heads of one query
-instead): a cache is read once, then written and read G times. F.scaled_dot_product_attention takes grouped heads as
-they are.
+"sdpa_grouped" is masked attention of grouped heads without copies of K and V. "flashplug" is flash attention with
+features missing in "sdpa". `Int8Cache` is a KV cache in INT8.
+
+For a call with a mask, transformers repeats K and V for every query head; new versions pack the heads of a query
+instead. A cache is then read once, and written and read G times, where G is the number of query heads per KV head.
+F.scaled_dot_product_attention accepts grouped heads without copies.
 
     torch_flashplug.integrations.transformers.register()
     model.set_attn_implementation("sdpa_grouped")  # or from_pretrained(..., attn_implementation="sdpa_grouped")
@@ -32,20 +34,27 @@ from .int8_cache import Int8Cache
 
 __all__ = ["Int8Cache", "attend", "install", "register", "uninstall", "unregister"]
 
-NAME = "sdpa_grouped"  # of attn_implementation; names with "flash" in them go elsewhere
-DEVICES = {"cuda"}  # elsewhere transformers' own way is the best
+NAME = "sdpa_grouped"  # attn_implementation; names with "flash" take a different path in transformers
+DEVICES = {"cuda"}  # on any different device, the code of transformers is fastest
 MOST_HEAD_DIM = 256
-_PLAIN = {"position_bias", "cache", "softcap"}  # arguments that change more than what is called
+_PLAIN = {"position_bias", "cache", "softcap"}  # arguments that change more than the called function
 
 
 def register() -> None:
-    """Makes attn_implementation="sdpa_grouped" known: "sdpa" with masks like it, but for grouped heads under a mask."""
+    """Register attn_implementation="sdpa_grouped" with transformers.
+
+    The implementation equals "sdpa" and takes the same masks. For grouped heads with a bool mask, the implementation
+    makes no copies of K and V for each query head.
+    """
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
 def unregister() -> None:
-    """As before. Models that still have that name raise transformers' own error: give them "sdpa" first."""
+    """Remove attn_implementation="sdpa_grouped" from transformers.
+
+    A model with the name raises transformers' own error afterwards. Set "sdpa" for such a model first.
+    """
     AttentionInterface._global_mapping.pop(NAME, None)
     AttentionMaskInterface._global_mapping.pop(NAME, None)
 
@@ -60,8 +69,20 @@ def attend(
     scaling: float | None = None,
     **more: object,
 ) -> tuple[Tensor, None]:
-    """What transformers calls. query (B, Hq, Sq, D), key (B, Hkv, Sk, D), value (B, Hkv, Sk, Dv), attention_mask as
-    F.scaled_dot_product_attention takes it; (B, Sq, Hq, Dv) and no weights.
+    """Compute attention with the signature of an attention function of transformers.
+
+    Args:
+        module (torch.nn.Module): attention layer.
+        query (Tensor): query (B, Hq, Sq, D).
+        key (Tensor): key (B, Hkv, Sk, D).
+        value (Tensor): value (B, Hkv, Sk, Dv).
+        attention_mask (Tensor | None): mask in a form of attn_mask of F.scaled_dot_product_attention.
+        dropout (float): dropout probability.
+        scaling (float | None): factor of the scores. None is 1 / sqrt(D).
+        **more (object): further arguments of transformers' sdpa attention.
+
+    Returns:
+        tuple[Tensor, None]: the output (B, Sq, Hq, Dv), and no attention weights.
     """
     if not _is_ours(query, key, value, attention_mask, more):
         return sdpa_attention_forward(
@@ -79,14 +100,16 @@ def _is_ours(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, mor
     return grouped and taken and query.device.type in DEVICES and all(more.get(name) is None for name in _PLAIN)
 
 
-# ---- what "sdpa" has no words for: lengths, windows, softcaps, sinks ----
+# ---- flash attention: lengths, windows, softcaps and sinks, which "sdpa" cannot express ----
 
-FLASH = "flashplug"  # of attn_implementation: transformers goes by "flash" in it wherever it has no mask to give
+FLASH = "flashplug"  # attn_implementation: transformers tests for "flash" in the name wherever a mask is not passed
 
 
 def install() -> None:
-    """Makes attn_implementation="flashplug" known, to every model: transformers' flash attention (padding taken out,
-    packed sequences, windows, softcaps, sinks) on flash_attn's functions of ours. uninstall() undoes it.
+    """Register attn_implementation="flashplug" with transformers, for all models.
+
+    The implementation is transformers' flash attention (padding removed, packed sequences, windows, softcaps, sinks)
+    with the functions of torch_flashplug.flash_attn. uninstall() reverses install().
     """
     AttentionInterface.register(FLASH, flash_attention_forward)
     AttentionMaskInterface.register(FLASH, flash_attention_mask)
@@ -99,18 +122,22 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """As before. Models that still have that name raise transformers' own error: give them "sdpa" first."""
+    """Remove attn_implementation="flashplug" from transformers.
+
+    A model with the name raises transformers' own error afterwards. Set "sdpa" for such a model first.
+    """
     AttentionInterface._global_mapping.pop(FLASH, None)
     AttentionMaskInterface._global_mapping.pop(FLASH, None)
     for owner, name, _ in _WRAPPED:
         setattr(owner, name, getattr(getattr(owner, name), "flashplug_wraps", getattr(owner, name)))
-    if flash_utils._loaded_implementation == FLASH:  # its functions are kept until another one is asked for
+    if flash_utils._loaded_implementation == FLASH:  # kept by transformers until the next load
         flash_utils._loaded_implementation = None
 
 
 def _loading_ours(theirs: Callable) -> Callable:
-    """What loads the functions of an implementation by its name. transformers passes an argument by what the signature
-    of the one for lengths has.
+    """Return a wrapper of transformers' loader of flash attention functions that knows "flashplug".
+
+    transformers passes an argument only if the signature of the varlen function has the argument.
     """
 
     @functools.wraps(theirs)
@@ -124,8 +151,10 @@ def _loading_ours(theirs: Callable) -> Callable:
 
 
 def _listing_ours(theirs: Callable) -> Callable:
-    """What a model makes of a name. Of those with "flash" in them it may list which it takes (gpt-oss: for sinks), and
-    takes one of these instead of any other.
+    """Return a wrapper of a model's check of implementation names that permits "flashplug".
+
+    A model may list the permitted names with "flash" (gpt-oss has such a list for sinks). Without the wrapper, the
+    model replaces each unlisted flash name by a listed name.
     """
 
     @functools.wraps(theirs)
@@ -137,7 +166,7 @@ def _listing_ours(theirs: Callable) -> Callable:
         try:
             return theirs(model, name, *more, **settings)
         finally:
-            delattr(model, _LISTED)  # the class has its own
+            delattr(model, _LISTED)  # the class attribute stays
 
     return check
 

@@ -19,7 +19,7 @@ import importlib
 
 from ..registry import features as feature_table
 
-# (kind, arch) -> module.class; the one place that knows which file builds which spec.
+# (kind, arch) -> (module, class). Only this table knows the file and class that build a kernel spec.
 BUILDERS = {
     ("fwd", 80): ("sm80.forward", "ForwardSm80"),
     ("fwd", 90): ("sm90.forward", "ForwardSm90"),
@@ -36,7 +36,7 @@ BUILDERS = {
 
 
 def builder(spec):
-    """The kernel object for a spec: callable by cute.compile, with `fake_arguments()` beside it."""
+    """Return the kernel object of a spec: callable by cute.compile, with the method `fake_arguments()`."""
     from .features.base import part_named
 
     module, name = BUILDERS[spec.kind, spec.arch]

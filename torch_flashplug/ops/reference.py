@@ -1,5 +1,6 @@
-"""Attention in plain torch, in fp32 (fp64 of fp64): what the ops compute where no kernel of ours does, memory
-O(Sq * Sk). Names of dims as in ops.py.
+"""Reference attention in plain torch, in fp32 (in fp64 for fp64 inputs), with O(Sq * Sk) memory.
+
+The ops run these functions where no kernel serves a call. ops.py explains the names of dims.
 """
 
 from __future__ import annotations
@@ -11,16 +12,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-LOST = float(2**24)  # kernels/backward/pre_post_process.py
+LOST = float(2**24)  # same constant as in kernels/backward/pre_post_process.py
 
 
 def compute_dtype(query: Tensor) -> torch.dtype:
-    """Of sums, and of the LSE."""
+    """Return the dtype of sums and of the LSE."""
     return torch.float64 if query.dtype == torch.float64 else torch.float32
 
 
 class Scores(NamedTuple):
-    """What forward and backward share, in the compute dtype. Heads of key and value are repeated to Hq."""
+    """Scaled and masked scores and their operands, in the compute dtype, for forward and backward.
+
+    The heads of key and value are repeated to Hq.
+    """
 
     query: Tensor  # (B, Hq, Sq, D), scaled
     key: Tensor  # (B, Hq, Sk, D)
@@ -29,23 +33,26 @@ class Scores(NamedTuple):
     scale: float
 
     def where(self, seen: Tensor) -> Scores:
-        """seen: bool, broadcasts to the scores."""
+        """Return scores with -inf where `seen` (bool, broadcasts to the scores) is False."""
         return self._replace(scores=self.scores.masked_fill(~seen, -math.inf))
 
     def capped(self, softcap: float) -> Scores:
-        """Bent to be less than a cap; 0: none."""
+        """Return scores limited by a softcap; a softcap of 0 changes nothing."""
         return self._replace(scores=softcap * torch.tanh(self.scores / softcap)) if softcap else self
 
     def softmax(self) -> tuple[Tensor, Tensor]:
-        """Probabilities, of a row that sees no key 0, and LSE (B, Hq, Sq)."""
+        """Return the probabilities, 0 for a row without visible keys, and the LSE (B, Hq, Sq)."""
         lse = torch.logsumexp(self.scores, dim=-1)
-        # Not exp(scores - lse): the lse of scores such as finfo.min has no digits left for their number.
+        # exp(scores - lse) would be wrong: the lse of scores such as finfo.min has no digits left for the number of
+        # keys.
         return torch.softmax(self.scores, dim=-1).masked_fill((lse == -math.inf).unsqueeze(-1), 0.0), lse
 
     def probabilities(self, lse: Tensor) -> Tensor:
-        """exp(scores - lse), before dropout; rows that see no key (lse -inf) are 0, as kernels have it also those whose
-        fp32 lse is too large, either way, to tell how many keys there are. The lse may be that of more than these keys
-        (a step of ring attention, sinks).
+        """Return exp(scores - lse), the probabilities before dropout.
+
+        Rows without visible keys (lse -inf) are 0. Rows with an fp32 lse too large in magnitude to encode the number of
+        keys are 0 too, as in the kernels. The lse may include more keys than the scores (a step of ring attention,
+        sinks).
         """
         lost = (lse.abs() > LOST) & lse.isfinite() & (lse.dtype == torch.float32)
         none = (lost | (lse == -math.inf)).unsqueeze(-1)
@@ -54,9 +61,10 @@ class Scores(NamedTuple):
 
 
 def product_of_seen(weights: Tensor, values: Tensor, seen: Tensor) -> Tensor:
-    """Return weights (B, H, Sq, Sk) @ values (B, H, Sk, D), where NaN and inf reach only rows that see them.
+    """Return weights (B, H, Sq, Sk) @ values (B, H, Sk, D), where NaN and inf reach only rows with access to the value.
 
-    Weights of what is not seen are 0, and 0 times NaN would be NaN. seen: bool, broadcasts to the weights.
+    Weights of hidden keys are 0, and 0 times NaN would be NaN. `seen` (bool) marks the visible pairs and broadcasts to
+    the weights.
     """
     whole = values.isfinite()
     if values.device.type == "cpu" and whole.all():
@@ -79,18 +87,18 @@ def scores_of(query: Tensor, key: Tensor, value: Tensor, scale: float | None) ->
 
 
 class Known(NamedTuple):
-    """What the forward and autograd left."""
+    """Results of the forward and gradients from autograd: the inputs of a backward."""
 
     grad_out: Tensor  # (B, Hq, Sq, Dv)
     out: Tensor  # (B, Hq, Sq, Dv)
     lse: Tensor  # (B, Hq, Sq)
-    factors: Tensor | None = None  # of probabilities: dropout's
+    factors: Tensor | None = None  # dropout factors of the probabilities
     grad_lse: Tensor | None = None  # (B, Hq, Sq)
     softcap: float = 0.0
 
 
 class Gradients(NamedTuple):
-    """Those of operands are laid out like them."""
+    """Gradients of the operands (in the memory layout of the operands), of the scores, and delta."""
 
     query: Tensor
     key: Tensor
@@ -102,9 +110,19 @@ class Gradients(NamedTuple):
 def gradients(
     s: Scores, query: Tensor, key: Tensor, value: Tensor, known: Known, seen: Tensor | None = None
 ) -> Gradients:  # fmt: skip
-    """dP = dO V^T, dS = P (dP - delta), dQ = dS K, dK = dS^T Q, dV = P^T dO (FlashAttention, arXiv 2205.14135,
-    appendix B); the LSE's gradient adds P dLSE to dS, and a softcap multiplies it by 1 - (score / cap)^2.
-    seen: bool, broadcasts to the scores, where NaN and inf are to reach nothing else (product_of_seen).
+    """Return the gradients of attention.
+
+    dP = dO V^T, dS = P (dP - delta), dQ = dS K, dK = dS^T Q, dV = P^T dO (FlashAttention, arXiv 2205.14135,
+    appendix B). The gradient of the LSE adds P dLSE to dS. A softcap multiplies dS by 1 - (score / cap)^2.
+
+    Args:
+        s: scores of the forward.
+        query: query (B, Hq, Sq, D), which gives the shape and layout of dQ.
+        key: key (B, Hkv, Sk, D), which gives the shape and layout of dK.
+        value: value (B, Hkv, Sk, Dv), which gives the shape and layout of dV.
+        known: results of the forward and gradients from autograd.
+        seen: bool mask of the visible pairs, broadcasts to the scores. NaN and inf then reach visible pairs alone
+            (`product_of_seen`). None applies no such limit.
     """
     grad_out, kept = known.grad_out.to(s.value.dtype), 1.0 if known.factors is None else known.factors
     probabilities = s.probabilities(known.lse)
@@ -125,7 +143,7 @@ def gradients(
 
 
 def _sum_groups(grad: Tensor, operand: Tensor) -> Tensor:
-    """(B, Hq, Sk, D) -> (B, Hkv, Sk, D): the query heads of one KV head add up."""
+    """Sum a gradient (B, Hq, Sk, D) over the query heads of each KV head and return (B, Hkv, Sk, D)."""
     if grad.shape[1] == operand.shape[1]:
         return grad
     return grad.unflatten(1, (operand.shape[1], -1)).sum(2)

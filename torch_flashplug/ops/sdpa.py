@@ -1,11 +1,11 @@
-"""The custom ops torch_flashplug::sdpa_fwd and sdpa_bwd: schema, fake, autograd, and their reference mathematics.
+"""The custom ops torch_flashplug::sdpa_fwd and sdpa_bwd: schema, fake, autograd, and reference mathematics.
 
-The kernels at key CUDA live in src/ops/sdpa_ops.cpp. This file owns everything a tracer needs to know about the ops,
-and the math that serves CPU tensors and calls no kernel can take (_math_fwd and _math_bwd, any device, memory O(Sq *
-Sk)). It never decides which backend runs.
+The kernels for dispatch key CUDA live in src/ops/sdpa_ops.cpp. This file owns everything a tracer needs to know about
+the ops. This file also owns the mathematics for CPU tensors and for calls without a kernel: `_math_fwd` and `_math_bwd`
+run on any device and take O(Sq * Sk) memory. No code in this file decides which backend runs.
 
-Names of dims: B batch, Hq and Hkv heads of the query and of key and value, Sq and Sk rows, D head dim of query and key,
-Dv of value and output.
+Names of dims: B is the batch. Hq and Hkv are the heads of the query, and of key and value. Sq and Sk are the lengths.
+D is the head dim of query and key, and Dv is the head dim of value and output.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _library.define(
     "_right_choice(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, float dropout_p, bool is_causal, "
     "float? scale, int chosen) -> (int choice, int fault)"
 )
-for _name in ("cached_fwd", "_cached_math"):  # quantized_kv.py's
+for _name in ("cached_fwd", "_cached_math"):  # implemented in quantized_kv.py
     _library.define(
         f"{_name}(Tensor query, Tensor key, Tensor value, Tensor k_scale, Tensor v_scale, Tensor? attn_mask, "
         "bool rotated, float? scale) -> Tensor",
         tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order),
     )
-_library.define("_digest(Tensor mask, int numbers) -> Tensor")  # mask_preprocess_reference.py's
-# dropout_reference.py's, for tests: what a call with that seed keeps
+_library.define("_digest(Tensor mask, int numbers) -> Tensor")  # implemented in mask_preprocess_reference.py
+# Implemented in dropout_reference.py, for tests: the mask of the probabilities kept by a call with the seed.
 _library.define(
     "dropout_mask(Tensor seed, int B, int Hq, int Sq, int Sk, float dropout_p) -> Tensor",
     tags=torch.Tag.pt2_compliant_tag,
@@ -56,8 +56,9 @@ namespace = torch.ops.torch_flashplug
 
 
 def never_a_frame(function: Callable) -> Callable:
-    """Dynamo may inline the function into a graph, but where it is called from code that runs uncompiled it must not
-    become a graph of its own.
+    """Mark a function so that Dynamo compiles no separate graph when uncompiled code calls the function.
+
+    Dynamo may still inline the function into a graph.
     """
     dynamo = torch._C._dynamo.eval_frame
     skip = dynamo._FrameAction.SKIP
@@ -66,13 +67,15 @@ def never_a_frame(function: Callable) -> Callable:
 
 
 def held(function: Callable) -> Callable:
-    """native.held, and never_a_frame."""
+    """Apply both `native.held` and `never_a_frame` to a function."""
     return never_a_frame(bindings.held(function))
 
 
 def mathematics(function: Callable) -> Callable:
-    """never_a_frame, with products in the dtype that is written: autocast around a call would have them in 16 bits, and
-    so the LSE.
+    """Apply `held` and `never_a_frame` to a function, and disable autocast while the function runs.
+
+    Matrix products then have the dtype written in the code. With autocast around a call, the products would have 16
+    bits, and so would the LSE.
     """
 
     @functools.wraps(function)
@@ -93,7 +96,7 @@ class ForwardArgs(NamedTuple):
     query: Tensor  # (B, Hq, Sq, D)
     key: Tensor  # (B, Hkv, Sk, D)
     value: Tensor  # (B, Hkv, Sk, Dv)
-    attn_bias: Tensor | None  # bool (True takes part) or float, broadcasts to (B, Hq, Sq, Sk); _math_bwd: or as kept
+    attn_bias: Tensor | None  # broadcasts to (B, Hq, Sq, Sk): bool (True: visible) or float; for _math_bwd also as kept
     dropout_p: float
     causal_mode: int
     scale: float | None  # None: 1 / sqrt(D)
@@ -114,7 +117,7 @@ class BackwardArgs(NamedTuple):
     out: Tensor  # (B, Hq, Sq, Dv)
     lse: Tensor  # (B, Hq, Sq) fp32 (fp64 for fp64), natural log
     seed: Tensor  # () int64; (0,) without dropout
-    offset: Tensor  # likewise
+    offset: Tensor  # () int64; (0,) without dropout
     dropout_p: float
     causal_mode: int
     scale: float | None
@@ -130,8 +133,9 @@ class BackwardArgs(NamedTuple):
 
 
 def empty_in_layout_of(query: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """An uninitialised tensor of `shape` whose dims lie in memory in the order of query's, as torch's own meta function
-    lays out SDPA outputs.
+    """Return an uninitialized tensor of `shape` whose dims have the memory order of the query's dims.
+
+    torch's own meta function lays out SDPA outputs in this way.
     """
     if tuple(query.shape) == shape:
         return torch.empty_like(query)
@@ -145,7 +149,7 @@ def empty_in_layout_of(query: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def empty_results(query: Tensor, key: Tensor, value: Tensor, *more: object) -> tuple[Tensor, Tensor]:
-    """Output and LSE."""
+    """Return an uninitialized output and LSE."""
     lse = query.new_empty(query.shape[:3], dtype=reference.compute_dtype(query))
     return empty_in_layout_of(query, (*query.shape[:3], value.shape[3])), lse
 
@@ -161,7 +165,7 @@ def _output_shape(a: ForwardArgs) -> tuple[int, ...]:
 
 
 def _drawn_shape(a: ForwardArgs) -> tuple[int, ...]:
-    """Of seed and offset: without dropout nothing is drawn, and an empty tensor costs no launch."""
+    """Return the shape of seed and offset, which is (0,) without dropout because an empty tensor costs no launch."""
     return () if a.dropout_p > 0.0 else (0,)
 
 
@@ -179,19 +183,23 @@ def _backward_fake(*args) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return torch.empty_like(a.query), torch.empty_like(a.key), torch.empty_like(a.value), dbias
 
 
-# ---- what the ops accept ----
+# ---- checks of the arguments ----
 
 
 def _check_ranks(a: ForwardArgs) -> None:
     ranks = [tensor.dim() for tensor in a[:3]]
     torch._check(
         ranks == [4, 4, 4],
-        lambda: f"query, key and value have {ranks} dims; sdpa_fwd takes (batch, heads, rows, head dim)",
+        lambda: f"sdpa_fwd: query, key and value must have 4 dims (batch, heads, length, head dim), but got {ranks}.",
     )
 
 
 def check_arguments(a: ForwardArgs) -> None:
-    """RuntimeError, as torch raises for SDPA, where the call has no meaning. Reads sizes: for real tensors only."""
+    """Check that a call is valid; the checks read sizes, so the tensors must be real.
+
+    Raises:
+        RuntimeError: the arguments are invalid. torch raises the same type for SDPA.
+    """
     _check_ranks(a)
     q, k, v = a[:3]
     torch._check(
@@ -202,12 +210,14 @@ def check_arguments(a: ForwardArgs) -> None:
         q.device == k.device == v.device,
         lambda: f"Expected query, key, and value to have the same device, but got {q.device}, {k.device}, {v.device}",
     )
-    torch._check(q.dtype.is_floating_point, lambda: f"sdpa_fwd takes floating-point tensors, got {q.dtype}")
+    torch._check(
+        q.dtype.is_floating_point, lambda: f"sdpa_fwd: query must be a floating-point tensor, but got {q.dtype}."
+    )
     torch._check(
         bindings.shapes_fit((q.shape, k.shape, v.shape), enable_gqa=True),
         lambda: (
-            f"shapes do not fit: query {tuple(q.shape)}, key {tuple(k.shape)}, value {tuple(v.shape)}; heads of "
-            "key and value must divide those of query, all else be the same"
+            "sdpa_fwd: the heads of key and value must divide the heads of query, and all other sizes must match, but "
+            f"got query {tuple(q.shape)}, key {tuple(k.shape)}, value {tuple(v.shape)}."
         ),
     )
     torch._check(
@@ -215,11 +225,11 @@ def check_arguments(a: ForwardArgs) -> None:
     )
     torch._check(
         a.causal_mode in (CAUSAL_NONE, CAUSAL_TOP_LEFT, CAUSAL_BOTTOM_RIGHT),
-        lambda: f"causal_mode is {a.causal_mode}; use 0 (none), 1 (top-left) or 2 (bottom-right)",
+        lambda: f"sdpa_fwd: causal_mode must be 0 (none), 1 (top-left) or 2 (bottom-right), but got {a.causal_mode}.",
     )
     torch._check(
         bindings.names_backend(a.mode),
-        lambda: f"mode={a.mode} asks for no backend of torch_flashplug/registry/architectures.py",
+        lambda: f"sdpa_fwd: mode must name a backend of torch_flashplug/registry/architectures.py, but got {a.mode}.",
     )
     _check_bias(a)
 
@@ -234,7 +244,7 @@ def _check_bias(a: ForwardArgs) -> None:
     )
 
 
-# ---- mathematics of the ops, on any device: no kernel of ours ----
+# ---- reference mathematics of the ops: runs on any device, launches no torch_flashplug kernel ----
 
 
 def _scores(a: ForwardArgs) -> reference.Scores:
@@ -256,7 +266,7 @@ def _scores(a: ForwardArgs) -> reference.Scores:
 
 
 def _dropout_factors(seed: Tensor, probabilities: Tensor, dropout_p: float) -> Tensor:
-    """0 where an entry is dropped, else 1 / (1 - p): what kernels draw of the same seed."""
+    """Return 0 for each dropped probability and 1 / (1 - p) for the rest, as kernels draw from the same seed."""
     kept = dropout_reference.dropout_mask(seed, *probabilities.shape, dropout_p)
     return kept.to(probabilities.dtype) * dropout_reference.factor(dropout_p)
 
@@ -264,9 +274,14 @@ def _dropout_factors(seed: Tensor, probabilities: Tensor, dropout_p: float) -> T
 def _dropout_mask(seed: Tensor, B: int, Hq: int, Sq: int, Sk: int, dropout_p: float) -> Tensor:
     torch._check(
         seed.numel() == 1 and seed.dtype == torch.int64,
-        lambda: f"seed is {seed.dtype} {tuple(seed.shape)}; dropout_mask takes the int64 that a forward returned",
+        lambda: (
+            f"dropout_mask: seed must be the int64 scalar tensor returned by a forward, but got {seed.dtype} of shape "
+            f"{tuple(seed.shape)}."
+        ),
     )
-    torch._check(0.0 <= dropout_p <= 1.0, lambda: f"dropout_p is {dropout_p}; it has to be between 0 and 1")
+    torch._check(
+        0.0 <= dropout_p <= 1.0, lambda: f"dropout_mask: dropout_p must be between 0 and 1, but got {dropout_p}."
+    )
     return dropout_reference.dropout_mask(seed, B, Hq, Sq, Sk, dropout_p)
 
 
@@ -302,7 +317,7 @@ def _math_backward(*args) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return found.query, found.key, found.value, dbias
 
 
-# ---- key and value in 8 bits ----
+# ---- quantized KV caches: key and value in 8 bits ----
 
 
 def _cached_fake(query: Tensor, key: Tensor, value: Tensor, *more: object) -> Tensor:
@@ -315,7 +330,7 @@ def _cached(query: Tensor, key: Tensor, value: Tensor, *more: object) -> Tensor:
     return _cached_fake(query, key, value).copy_(out)
 
 
-# ---- autograd: for programs that call the op itself; F.sdpa rides on libtorch's formula for the aten op ----
+# ---- autograd for programs that call sdpa_fwd directly; F.sdpa uses libtorch's derivative of the aten op ----
 
 
 def _setup_context(ctx, inputs: tuple, output: tuple) -> None:
@@ -336,12 +351,12 @@ def _backward(ctx, grad_out: Tensor | None, *unused: Tensor | None) -> tuple:
 
 
 def not_twice(op: str) -> Callable:
-    """The derivative of a gradient of attention()'s: none."""
+    """Return a backward that raises, because a gradient of attention() has no derivative."""
 
     def refuse(ctx, *grads: Tensor | None) -> tuple:
         raise RuntimeError(
-            f"torch_flashplug::{op} has no derivative, so attention() cannot be differentiated twice; compute it "
-            "with F.scaled_dot_product_attention under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
+            f"torch_flashplug::{op} has no derivative, so attention() cannot be differentiated twice. Call "
+            "F.scaled_dot_product_attention under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)."
         )
 
     return refuse
@@ -349,8 +364,8 @@ def not_twice(op: str) -> Callable:
 
 def _double_backward(ctx, *grads: Tensor | None) -> tuple:
     raise RuntimeError(
-        "torch_flashplug::sdpa_bwd has no derivative, so attention cannot be differentiated twice; "
-        "compute it under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
+        "torch_flashplug::sdpa_bwd has no derivative, so attention cannot be differentiated twice. "
+        "Compute the attention under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)."
     )
 
 

@@ -1,5 +1,7 @@
-"""Queries, keys and values as models have them: what makes 8 bits hard, by published descriptions. All are drawn on the
-CPU and rounded to bf16: query (B, Hq, Sq, D), key (B, Hkv, Sk, D), value (B, Hkv, Sk, D); queries are the last Sq rows.
+"""Random queries, keys and values with the distributions of real models, which make 8-bit attention hard.
+
+The distributions follow published descriptions. All tensors are drawn on the CPU and rounded to bf16: query
+(B, Hq, Sq, D), key (B, Hkv, Sk, D), value (B, Hkv, Sk, D). The queries belong to the last Sq positions.
 """
 
 from __future__ import annotations
@@ -13,12 +15,12 @@ from torch import Tensor
 
 from .cases import Case
 
-SINK_SCORE, SINK_VALUE = 9.0, 0.02  # of the first key: what queries score it, and how small its value is
+SINK_SCORE, SINK_VALUE = 9.0, 0.02  # first key: score with the queries, and factor of the value
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Numbers of one seed."""
+    """Source of the random numbers of a seed."""
 
     sizes: Case
     generator: torch.Generator
@@ -30,7 +32,7 @@ class Draw:
         return self.normal(self.sizes.B, heads, rows, self.sizes.D)
 
     def channels(self, heads: int, spread: float) -> Tensor:
-        """A positive gain for each channel of a head, log-normal."""
+        """Return a positive log-normal gain for each channel of a head."""
         return (spread * self.normal(1, heads, 1, self.sizes.D)).exp()
 
     def operands(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -43,7 +45,7 @@ def _normal(draw: Draw) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _outliers(draw: Draw) -> tuple[Tensor, Tensor, Tensor]:
-    """N(0, 1), and N(0, 100) beside it in one of a thousand (FlashAttention-3, arXiv 2407.08608, section 4.3)."""
+    """Draw N(0, 1), plus N(0, 100) in 1 of 1,000 elements (FlashAttention-3, arXiv 2407.08608, section 4.3)."""
 
     def with_outliers(x: Tensor) -> Tensor:
         there = torch.rand(x.shape, generator=draw.generator, dtype=torch.float64) < 1e-3
@@ -54,9 +56,11 @@ def _outliers(draw: Draw) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _language(draw: Draw, constant: float, base: float) -> tuple[Tensor, Tensor, Tensor]:
-    """A decoder's: rotary positions, channels of unequal gain, two slow channels of keys with a large constant part
-    (KIVI, arXiv 2402.02750; Qwen2.5's key biases), a first key that all queries look at and that has next to no value
-    (StreamingLLM, arXiv 2309.17453).
+    """Draw operands with the features of a language model's decoder.
+
+    The features are rotary positions, channels of unequal gain, and two slow channels of keys with a large constant
+    part (KIVI, arXiv 2402.02750; key biases of Qwen2.5). The first key has a high score with all queries and a value
+    near zero (StreamingLLM, arXiv 2309.17453).
     """
     s = draw.sizes
     q, k, v = draw.operands()
@@ -80,7 +84,10 @@ def _language(draw: Draw, constant: float, base: float) -> tuple[Tensor, Tensor,
 
 
 def _diffusion(draw: Draw) -> tuple[Tensor, Tensor, Tensor]:
-    """A diffusion transformer's: queries and keys normalised, with gains; keys share a part, values have offsets."""
+    """Draw operands with the features of a diffusion transformer.
+
+    Queries and keys are normalized and have gains. All keys share a common part, and values have offsets.
+    """
     s = draw.sizes
     q, k, v = draw.operands()
     shared = 0.9 * draw.normal(1, s.Hkv, 1, s.D)
@@ -92,7 +99,7 @@ def _diffusion(draw: Draw) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _rotary(x: Tensor, positions: Tensor, base: float) -> Tensor:
-    """RoFormer, arXiv 2104.09864: channel i turns with channel i + D / 2."""
+    """Apply rotary positions (RoFormer, arXiv 2104.09864): channel i rotates with channel i + D / 2."""
     D = x.shape[-1]
     angles = positions.double().unsqueeze(-1) * base ** (-torch.arange(0, D, 2).double() / D)
     cosine, sine, (first, second) = angles.cos(), angles.sin(), x.chunk(2, -1)
@@ -109,6 +116,12 @@ MODELS: dict[str, Callable[[Draw], tuple[Tensor, Tensor, Tensor]]] = {
 
 
 def activations(model: str, sizes: Case, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of one of MODELS, bf16; of a case its sizes alone, Dv as D."""
+    """Draw bf16 query, key and value of a distribution.
+
+    Args:
+        model: name in MODELS.
+        sizes: case with the sizes of the tensors. The rest of the case is not used, and Dv counts as D.
+        seed: seed of the random numbers.
+    """
     q, k, v = MODELS[model](Draw(sizes, torch.Generator().manual_seed(seed)))
     return q.bfloat16(), k.bfloat16(), v.bfloat16()

@@ -1,11 +1,11 @@
-"""Is a result right? The error budget, derived from the data and never set by hand.
+"""Error budget of a result, derived from the data and never set by hand.
 
-    |ours - fp64|  <=  factor * |plain low-precision torch - fp64|  +  one rounding        (largest element and RMS)
+    |result - fp64|  <=  factor * |plain low-precision torch - fp64|  +  one rounding    (largest element and RMS)
 
-factor is 2 for outputs and 3 for gradients. A gradient that is a difference of fp32 sums (dS = P * (dP - delta)) may
-also be off by the last place of those sums: with one key dS is exactly 0, plain torch finds exactly 0, and every
-flash-style backward finds the rounding of two equal sums. Special values are compared by position first. A failure says
-where, both values and the seed.
+The factor is 2 for outputs and 3 for gradients. A gradient from a difference of fp32 sums (dS = P * (dP - delta)) has
+an additional error: the last place of the sums. With one key, dS is exactly 0 and plain torch returns exactly 0, but
+every flash-style backward returns the rounding of two equal sums. Special values are compared by position first. A
+failure names the position, both values and the seed.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ import torch
 
 OUT_FACTOR, GRAD_FACTOR = 2.0, 3.0
 FP32_EPS = 2.0**-23
-# Tensor cores keep fp32 accumulators with a few bits less than IEEE fp32 and exp2 is approximate to 2 ulp: an LSE is
-# good to about 2^-16 of the scores' size.
+# Tensor cores keep fp32 accumulators with a few bits less than IEEE fp32, and exp2 is approximate to 2 ulp. So an LSE
+# has an error of about 2^-16 of the magnitude of the scores.
 LSE_RELATIVE = 2.0**-16
 
 
 def cancelled_sums(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad_out: torch.Tensor, scale: float | None):
-    """Sizes of the fp32 sums whose differences gradients are made of, by name, 0-d tensors: dq = scale * dS K and
-    dk = scale * dS^T Q, where dS is a difference of two sums that |dO| |V| bounds. Roundings of n terms add up like
-    sqrt(n).
+    """Return the magnitudes of the fp32 sums with gradients as differences: 0-d tensors by name.
+
+    dq = scale * dS K and dk = scale * dS^T Q, where dS is a difference of two sums with the bound |dO| |V|. The
+    roundings of n terms add up like sqrt(n).
     """
     norms = [tensor.detach().float().norm(dim=-1).amax() for tensor in (grad_out, v)]
     sums = norms[0] * norms[1] * abs(q.shape[3] ** -0.5 if scale is None else scale)
@@ -38,7 +39,7 @@ def cancelled_sums(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad_out: 
 
 
 def cancelled_bias_sums(v: torch.Tensor, grad_out: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """The same of a bias's gradient: dS, summed over what the bias is broadcast to."""
+    """Return the magnitude of the sums of a bias gradient: dS, summed over the dims broadcast by the bias."""
     norms = [tensor.detach().float().norm(dim=-1).amax() for tensor in (grad_out, v)]
     scores = grad_out.shape[:-1].numel() * v.shape[2]
     return norms[0] * norms[1] * (scores / bias.numel()) ** 0.5
@@ -46,7 +47,7 @@ def cancelled_bias_sums(v: torch.Tensor, grad_out: torch.Tensor, bias: torch.Ten
 
 @dataclass(frozen=True, slots=True)
 class ErrorReport:
-    """Errors against fp64 of a result and of the yardstick, and the budgets that follow."""
+    """Errors of a result and of plain torch against fp64, and the budgets of the result."""
 
     max: float
     rms: float
@@ -69,15 +70,21 @@ def _peak(x: torch.Tensor) -> float:
 
 
 def _difference(a: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-    """a - exact where both are finite, 0 elsewhere."""
+    """Return a - exact where both are finite, and 0 elsewhere."""
     return torch.where(torch.isfinite(exact) & torch.isfinite(a), a.double() - exact, 0.0)
 
 
 def measure_error(
     got: torch.Tensor, exact: torch.Tensor, plain: torch.Tensor, factor: float = OUT_FACTOR, cancelled: float = 0.0
 ) -> ErrorReport:
-    """Errors over the finite elements; `exact` is fp64, `plain` the same formula in the dtype of `got`, `cancelled` the
-    size of the fp32 sums whose difference the result is made of.
+    """Measure the errors over the finite elements.
+
+    Args:
+        got: the result.
+        exact: the fp64 result.
+        plain: result of the same formula in the dtype of `got`.
+        factor: permitted multiple of the error of `plain`.
+        cancelled: magnitude of the fp32 sums with the result as difference.
     """
     rounding = torch.finfo(got.dtype).eps / 2
     finite = torch.where(torch.isfinite(exact), exact, 0.0)
@@ -105,7 +112,7 @@ def _assert_special_values(label: str, got: torch.Tensor, exact: torch.Tensor) -
             at = _coordinate(int(wrong.flatten().to(torch.uint8).argmax()), got.shape)
             raise AssertionError(
                 f"{label}: {int(wrong.sum())} elements differ in {kind}; "
-                f"first at {at}: got {got[at]!s}, fp64 says {exact[at]!s}"
+                f"first at {at}: got {got[at]!s}, fp64 has {exact[at]!s}"
             )
 
 
@@ -119,10 +126,19 @@ def assert_within_budget(
     cancelled: float = 0.0,
     seed: int = 0,
 ) -> ErrorReport:
-    """Raises AssertionError with the worst coordinate, both values and the seed when `got` leaves the budget; else
-    returns the errors.
+    """Assert that a result is within the error budget, and return the errors.
 
-    label is a case name with what is compared ("one_key out"), so that the message alone reproduces the failure.
+    Args:
+        label: name of the case and of the compared tensor ("one_key out"). The message alone then reproduces a failure.
+        got: the result.
+        exact: the fp64 result.
+        plain: result of the same formula in the dtype of `got`.
+        factor: permitted multiple of the error of `plain`.
+        cancelled: magnitude of the fp32 sums with the result as difference.
+        seed: seed of the inputs, for the message.
+
+    Raises:
+        AssertionError: `got` exceeds the budget. The message has the worst coordinate, both values and the seed.
     """
     label = f"{label} (seed {seed})"
     if got.shape != exact.shape:
@@ -144,10 +160,13 @@ def assert_within_budget(
 
 
 def assert_lse(label: str, got: torch.Tensor, exact: torch.Tensor, plain32: torch.Tensor, *, seed: int = 0) -> None:
-    """LSE (B, Hq, Sq) fp32 natural log: 2 x the fp32 formula's error plus what a tensor core's accumulator may lose."""
+    """Assert that an LSE (B, Hq, Sq), fp32 with natural log, is within the error budget.
+
+    The budget is twice the error of the fp32 formula, plus the precision loss of a tensor core's accumulator.
+    """
     label = f"{label} lse (seed {seed})"
     if got.dtype != torch.float32 or not got.is_contiguous():
-        raise AssertionError(f"{label}: must be contiguous fp32, is {got.dtype} with strides {got.stride()}")
+        raise AssertionError(f"{label}: LSE must be contiguous fp32, but got {got.dtype} with strides {got.stride()}.")
     if got.shape != exact.shape:
         raise AssertionError(f"{label}: shape {tuple(got.shape)}, expected {tuple(exact.shape)}")
     _assert_special_values(label, got, exact)
@@ -166,8 +185,18 @@ def assert_lse(label: str, got: torch.Tensor, exact: torch.Tensor, plain32: torc
 def assert_of_sinks(
     label: str, got: torch.Tensor, exact: torch.Tensor, shares: torch.Tensor, out: torch.Tensor, grad_out: torch.Tensor
 ) -> None:
-    """Gradients (Hq,) of sinks, -sum of share * (rowsum(dO O) - dLSE) over rows: off by what rounding O to its dtype
-    moves that sum by, whose terms are independent. shares (B, Hq, Sq): exp(sink - LSE); out: fp64's.
+    """Assert that the gradients (Hq,) of sinks are within the error budget.
+
+    A gradient is -sum of share * (rowsum(dO O) - dLSE) over rows. The budget is the error of the sum by rounding O to
+    the dtype of O. The terms of the sum are independent.
+
+    Args:
+        label: name of the case and of the compared tensor.
+        got: gradients (Hq,) of the sinks.
+        exact: gradients (Hq,) in fp64.
+        shares: exp(sink - LSE), (B, Hq, Sq).
+        out: output O in fp64.
+        grad_out: gradient of the output; the dtype determines the rounding.
     """
     rounding = torch.finfo(grad_out.dtype).eps / 2
     terms = shares.double().unsqueeze(-1) * grad_out.double() * out.double()
@@ -179,27 +208,31 @@ def assert_of_sinks(
 
 
 def assert_dropped_alike(out: torch.Tensor, grad_out: torch.Tensor, dv: torch.Tensor, v: torch.Tensor) -> None:
-    """A backward that drops what its forward did: the output is linear in the values, so <dV, V> = <O, dO>, for every
-    batch and key head by itself. Each term is rounded to `v`'s dtype, and the roundings of n terms add up like sqrt(n):
-    their standard deviation is a quarter of what is allowed. One tile of other bits moves the sums by what it holds, of
-    random signs: most draws of it are seen where tiles are few, and fewer the more there are.
+    """Assert that a backward drops the same probabilities as the forward.
+
+    The output is linear in the values, so <dV, V> = <O, dO> for every batch and key head. Each term is rounded to the
+    dtype of `v`, and the roundings of n terms add up like sqrt(n). The standard deviation is a quarter of the
+    tolerance. A tile with different dropout bits changes the sums by the contents of the tile, with random signs. The
+    check detects most such tiles where tiles are few, and fewer the more tiles there are.
     """
     of_values, of_output = dv.detach().double() * v.detach().double(), out.detach().double() * grad_out.double()
     B, Hkv = v.shape[:2]
-    terms = [product.reshape(B, Hkv, -1) for product in (of_values, of_output)]  # query heads of a key head: neighbours
+    terms = [
+        product.reshape(B, Hkv, -1) for product in (of_values, of_output)
+    ]  # query heads of a key head are adjacent
     allowed = 1.5 * torch.finfo(v.dtype).eps * sum(term.square().sum(-1) for term in terms).sqrt()
     apart = (terms[0].sum(-1) - terms[1].sum(-1)).abs()
-    if not bool((apart <= allowed).all()):  # NaN is not alike
+    if not bool((apart <= allowed).all()):  # NaN fails the comparison
         worst = int((apart - allowed).flatten().nan_to_num(math.inf).argmax())
         sums = [float(term.sum(-1).flatten()[worst]) for term in terms]
         raise AssertionError(
-            f"batch {worst // Hkv}, key head {worst % Hkv}: <dV, V> is {sums[0]:.6g}, <O, dO> {sums[1]:.6g}: apart by "
-            f"{float(apart.flatten()[worst]):.3g}, allowed {float(allowed.flatten()[worst]):.3g}"
+            f"batch {worst // Hkv}, key head {worst % Hkv}: <dV, V> is {sums[0]:.6g} and <O, dO> is {sums[1]:.6g}; the "
+            f"difference is {float(apart.flatten()[worst]):.3g}, the tolerance {float(allowed.flatten()[worst]):.3g}"
         )
 
 
 def assert_bitwise_equal(label: str, got: torch.Tensor, expected: torch.Tensor) -> None:
-    """Bit for bit, NaN equal to NaN."""
+    """Assert that two tensors are equal bit for bit, with NaN equal to NaN."""
     if got.shape != expected.shape or got.dtype != expected.dtype:
         raise AssertionError(
             f"{label}: {tuple(got.shape)} {got.dtype}, expected {tuple(expected.shape)} {expected.dtype}"

@@ -1,9 +1,8 @@
-"""Named attention problems and the tensors that pose them. Tests, benchmarks and bug reports say a case's name, never
-a tuple of numbers.
+"""Named attention problems (cases) and input tensors for the cases.
 
-A case is plain data; `make_inputs(case, device, seed)` gives the same numbers for the same seed on the same kind of
-device. Every multiple of 8 up to 256 is a head dim of a case; lengths sit at and beside the edges of tiles (64, 128,
-192 rows).
+Tests, benchmarks and bug reports use the name of a case, never a tuple of numbers. A case is plain data.
+`make_inputs(case, device, seed)` returns the same numbers for the same seed on the same kind of device. Every multiple
+of 8 up to 256 is a head dim of a case. The lengths lie at and next to the edges of tiles (64, 128, 192 rows).
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from ..registry.dtypes import NUMBERS
 
 DTYPES = {name: getattr(torch, number.torch) for name, number in NUMBERS.items()}
 
-GUARD = 8  # elements of NaN around a "slice" layout: a multiple of 16 bytes, so that TMA can still take the view
+GUARD = 8  # elements of NaN around a "slice" layout: a multiple of 16 bytes, so TMA can still read the view
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One attention problem: q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv)."""
+    """Attention problem with q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv)."""
 
     name: str
     B: int
@@ -33,9 +32,9 @@ class Case:
     Dv: int
     causal: bool = False
     dtype: str = "bf16"
-    layout: str = "bshd"  # how the tensors lie in memory: see LAYOUTS
+    layout: str = "bshd"  # memory layout of the tensors: a key of LAYOUTS
     scale: float | None = None
-    tags: frozenset[str] = frozenset()  # "grad": its gradients are tested for sure; others take every fourth case's
+    tags: frozenset[str] = frozenset()  # "grad": gradients are always tested; else for every fourth case
 
     @property
     def gqa(self) -> bool:
@@ -47,11 +46,11 @@ class Case:
 
     @property
     def flop(self) -> float:
-        """Multiply-adds of the two products, counted as two each; half of them for a causal mask."""
+        """Multiply-adds of the two products, each counted as 2 operations; half of the count with a causal mask."""
         return 2.0 * self.B * self.Hq * self.Sq * self.Sk * (self.D + self.Dv) * (0.5 if self.causal else 1.0)
 
     def sizes(self) -> dict[str, int]:
-        """The call as the dispatcher sees it, dtype apart."""
+        """Return the facts of the call for the dispatch, without the dtype."""
         names = ("B", "Hq", "Hkv", "Sq", "Sk", "D", "Dv", "causal")
         return {name: int(getattr(self, name)) for name in names}
 
@@ -59,7 +58,7 @@ class Case:
         return replace(self, dtype=dtype)
 
     def sdpa_kwargs(self) -> dict[str, object]:
-        """What F.scaled_dot_product_attention is given beside the three tensors."""
+        """Return the keyword arguments of F.scaled_dot_product_attention for the case."""
         kwargs: dict[str, object] = {}
         if self.causal:
             kwargs["is_causal"] = True
@@ -96,7 +95,7 @@ def _sbhd(shape, draw):
 
 
 def _slice(shape, draw):
-    """A view into a larger buffer that is NaN everywhere else: a read outside the view shows in the numbers."""
+    """Return a view into a larger buffer with NaN outside the view, so a read outside the view changes the result."""
     b, h, s, d = shape
     values = draw(shape)
     buffer = torch.full((b, h, s + 2, d + 2 * GUARD), float("nan"), dtype=values.dtype, device=values.device)
@@ -106,13 +105,13 @@ def _slice(shape, draw):
 
 
 def _expand0(shape, draw):
-    """One batch entry and one head stored, the rest stride 0."""
+    """Return one stored batch entry and head, expanded with stride 0 to the whole shape."""
     _, _, s, d = shape
     return draw((1, 1, s, d)).expand(shape)
 
 
 def _odd_ones(shape, draw):
-    """Strides of size-1 dimensions are arbitrary: torch does not promise anything about them."""
+    """Return a tensor with odd strides of size-1 dims; torch promises nothing about such strides."""
     values = draw(shape)
     strides = [stride if size > 1 else 3 for size, stride in zip(shape, values.stride(), strict=True)]
     strides[-1] = 1
@@ -120,7 +119,7 @@ def _odd_ones(shape, draw):
 
 
 def _off_by_one(shape, draw):
-    """Every row starts one element behind an address that vectors could be loaded from."""
+    """Return a tensor with every row one element past an address aligned for vector loads."""
     values = draw(shape)
     buffer = torch.full((values.numel() + 1,), float("nan"), dtype=values.dtype, device=values.device)
     view = buffer[1:].view(shape)
@@ -129,13 +128,13 @@ def _off_by_one(shape, draw):
 
 
 def _odd_rows(shape, draw):
-    """Rows an odd number of elements apart."""
+    """Return a tensor with a row stride of an odd number of elements."""
     b, h, s, d = shape
     return draw((b, h, s, d + 1 + d % 2))[..., :d]
 
 
 def _columns(shape, draw):
-    """Neighbouring elements of a row lie far apart."""
+    """Return a tensor with distant addresses for neighboring elements of a row."""
     b, h, s, d = shape
     return draw((b, h, d, s)).transpose(2, 3)
 
@@ -155,7 +154,7 @@ LAYOUTS = {
 
 
 def make_inputs(case: Case, device: str | torch.device = "cuda", seed: int = 0, requires_grad: bool = False) -> Inputs:
-    """Tensors of `case`, N(0, 1), laid out as it says; grad_out has the layout of an output (bshd)."""
+    """Return N(0, 1) tensors of `case` in the layout of the case; grad_out has the layout of an output (bshd)."""
     generator = torch.Generator(device=device).manual_seed(seed)
 
     def draw(shape):
@@ -175,12 +174,11 @@ def make_inputs(case: Case, device: str | torch.device = "cuda", seed: int = 0, 
 
 
 def make_lookup(case: Case, device: str | torch.device = "cuda", seed: int = 0) -> tuple[Inputs, torch.Tensor]:
-    """Inputs whose answer is known exactly: each query row attends to one key, so the output is that row of v, bit
-    for bit.
+    """Return inputs with an exactly known output, and the expected output.
 
-    q[i] = k[target[i]] with entries +-1: that key scores D, others about sqrt(D), and with scale 4 the rest of the
-    softmax rounds away. A wrong index, which a tolerance could hide, shows as a wrong integer. Returns the inputs and
-    the expected output.
+    Each query row attends to one key, so the output row is the row of v for the key, bit for bit. q[i] = k[target[i]]
+    with entries +-1: the target key scores D, all other keys score about sqrt(D). With scale 4 the rest of the softmax
+    rounds away. A wrong index, which a tolerance could hide, shows as a wrong integer.
     """
     generator = torch.Generator(device=device).manual_seed(seed)
 
@@ -206,14 +204,14 @@ def new_case(
     return Case(name, *heads, *seq, *dims, causal=causal, tags=frozenset(tags), **more)
 
 
-# Square self-attention at and beside the edges of the tiles (64, 128, 192 query rows; 128 keys).
+# Square self-attention at and next to the edges of the tiles (64, 128, 192 query rows; 128 keys).
 _EDGE_LENGTHS = (1, 2, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257, 511, 512, 513, 1024)
 _EDGES = tuple(
     new_case(f"square_s{s}_d{d}" + ("_causal" if mask else ""), (2, 3, 3), (s, s), (d, d), *mask)
     for s in _EDGE_LENGTHS for d in (64, 128) for mask in ((), ("causal",))
 )  # fmt: skip
 
-# Every head dim of the range at its edges; D != Dv both ways round.
+# Every head dim of the range at the edges; D != Dv both ways round.
 _DIMS = tuple((d, d) for d in range(8, 257, 8))
 _DIMS_DIFFER = ((64, 32), (64, 8), (128, 64), (96, 128), (8, 128), (40, 64), (128, 8), (192, 128), (136, 96),
                 (128, 192), (256, 64), (8, 256), (200, 248))  # fmt: skip
@@ -231,7 +229,7 @@ _GQA = tuple(
     new_case("gqa7_hkv3_d64", (1, 21, 3), (130, 258), (64, 64), "gqa"),
 )  # fmt: skip
 
-# Lengths that differ, both ways, full and top-left causal.
+# Unequal lengths Sq and Sk, both ways, full and top-left causal.
 _LENGTHS_DIFFER = ((113, 203), (203, 113), (129, 1024), (1024, 129), (1, 300), (300, 1), (64, 4099), (799, 3), (3, 799),
                    (385, 127))  # fmt: skip
 _RECTANGLES = tuple(
@@ -259,13 +257,12 @@ _NAMED = (
     new_case("many_heads_d64", (96, 24, 24), (33, 33), (64, 64), "many"),
     new_case(
         "many_heads_d128_causal", (70000, 1, 1), (8, 8), (128, 128), "causal", "many"
-    ),  # beyond 65535: no grid dimension but x can hold B*H
+    ),  # beyond 65535: of the grid dimensions, x alone can hold B*H
     new_case("many_heads_h70000_d64", (1, 70000, 1), (3, 9), (64, 64), "gqa", "many"),
     new_case("decode_1x8k_d128_gqa4", (1, 32, 8), (1, 8192), (128, 128), "gqa", "decode"),
     new_case("decode_8x1k_d64", (8, 16, 16), (1, 1024), (64, 64), "decode"),
     new_case("verify_4x2k_d128_gqa4", (2, 16, 4), (4, 2048), (128, 128), "gqa", "decode"),
-    # Grids large enough for the rows of more than 64 query rows where D and Dv differ, and for 192 rows under a causal
-    # mask.
+    # Grids large enough for the kernels of more than 64 query rows with D != Dv, and of 192 rows under a causal mask.
     new_case("grid_2k_d64_causal_gqa4", (1, 32, 8), (2048, 2048), (64, 64), "causal", "gqa"),
     new_case("grid_1k_d128v64", (2, 16, 16), (1024, 1023), (128, 64), "dv"),
     new_case("grid_1k_d128v64_causal", (2, 16, 16), (1023, 1024), (128, 64), "causal", "dv"),
@@ -294,7 +291,7 @@ _LAYOUTS = tuple(
     for d in (40, 64, 128) for mask in ((), ("causal",))
 ) + (new_case("layout_odd_ones_one_query", (1, 1, 1), (1, 1), (64, 64), layout="odd_ones"),)  # fmt: skip
 
-# The smallest calls for which the dispatcher picks the rows that no case above reaches: (B, H), (Sq, Sk), (D, Dv).
+# The smallest calls with kernels in the dispatch that no case above reaches: (B, H), (Sq, Sk), (D, Dv).
 _ROWS = tuple(
     new_case(f"row_d{dims[0]}v{dims[1]}_{sq}x{sk}" + ("_causal" if mask else ""), (b, h, h), (sq, sk), dims, *mask)
     for (b, h), (sq, sk), dims, *mask in (
@@ -309,8 +306,8 @@ _ROWS = tuple(
     )
 )  # fmt: skip
 
-# Few query rows: every decode row of the table, its odd head dims, one tile of packed heads from 1 row to 64, keys at
-# and beside the edges of a block and in many of them: (B, Hq, Hkv), (Sq, Sk), (D, Dv).
+# Short queries (decode): every decode row of the kernel table, odd head dims, one tile of packed heads from 1 row to
+# 64. The keys lie at and next to the edges of a block, and in many blocks: (B, Hq, Hkv), (Sq, Sk), (D, Dv).
 _DECODE = tuple(
     new_case(
         f"decode_h{heads[1]}x{heads[2]}_d{dims[0]}v{dims[1]}_{sq}x{sk}", heads, (sq, sk), dims, *tags, "decode"
@@ -329,7 +326,7 @@ _DECODE = tuple(
     )
 )  # fmt: skip
 
-# What neither TMA nor 16-byte vectors can read: addresses, strides, head dims.
+# Addresses, strides and head dims that neither TMA nor 16-byte vectors can read.
 ODD_CASES: tuple[Case, ...] = tuple(
     new_case(f"odd_{layout}_d{dims[0]}v{dims[1]}" + ("_causal" if mask else ""), (2, 4, 2), (200, 333), dims, "gqa",
              *mask, layout=layout)
@@ -343,14 +340,18 @@ ODD_CASES: tuple[Case, ...] = tuple(
 CASES: tuple[Case, ...] = _EDGES + _HEAD_DIMS + _GQA + _RECTANGLES + _NAMED + _LAYOUTS + _ROWS + _DECODE
 _BY_NAME = {case.name: case for case in CASES + ODD_CASES}
 if len(_BY_NAME) != len(CASES + ODD_CASES):
-    raise RuntimeError("two cases share a name")
+    raise RuntimeError("cases: two cases have the same name")
 
 
 def case_named(name: str) -> Case:
-    """The case of that name; an unknown name is an error that lists close ones."""
+    """Return the case of a name.
+
+    Raises:
+        ValueError: no case has the name. The message lists close names.
+    """
     if name not in _BY_NAME:
         import difflib
 
         close = ", ".join(difflib.get_close_matches(name, _BY_NAME, n=5)) or "none"
-        raise ValueError(f"no case is named {name!r}; close: {close}")
+        raise ValueError(f"case_named: name must be a case name, but got {name!r}. Close names: {close}.")
     return _BY_NAME[name]

@@ -1,6 +1,7 @@
-"""One kernel of a pack by its name, past the dispatcher: for tests that must reach every row, and for the tuner.
+"""Direct launch of a kernel of a pack by name, without the dispatch.
 
-Imports tvm_ffi when it is used, so that the rest of the package does not need its Python side.
+The launch serves tests of every row of the kernel table, and the tuner. The module imports tvm_ffi on first use, so the
+rest of the package does not need the Python side of tvm_ffi.
 """
 
 from __future__ import annotations
@@ -19,27 +20,36 @@ from .cases import Case, Inputs
 
 @cache
 def load_pack(path: Path):
-    """The pack as a tvm_ffi module: `load_pack(path)[kernel name]` is a function."""
+    """Load a pack as a tvm_ffi module; `load_pack(path)[kernel name]` is a function."""
     import tvm_ffi
 
     return tvm_ffi.load_module(str(path))
 
 
 def in_order(taken: Sequence[Argument], values: Mapping[str, object]) -> tuple:
-    """Values by name in the order of a table of kernel_args.py; None for optional ones that are not there. KeyError for
-    others that are not, and for what the kernel does not take.
+    """Return values by name in the order of a table of kernel_args.py, with None for missing optional arguments.
+
+    Raises:
+        KeyError: a required argument is missing, or the kernel has no argument of a name.
     """
     names = {one.name for one in taken}
     if unknown := set(values) - names:
-        raise KeyError(f"no argument {', '.join(sorted(unknown))}; the kernel takes {', '.join(sorted(names))}")
+        raise KeyError(
+            f"in_order: values must name arguments of the kernel, {', '.join(sorted(names))}, but got "
+            f"{', '.join(sorted(unknown))}."
+        )
     return tuple(values.get(one.name) if one.optional else values[one.name] for one in taken)
 
 
 class DirectForward:
-    """One forward kernel on one problem: `call()` launches it into `out` (B, Hq, Sq, Dv) and `lse` (B, Hq, Sq).
+    """A forward kernel with the arguments of a case: `call()` writes `out` (B, Hq, Sq, Dv) and `lse` (B, Hq, Sq).
 
-    `more`: arguments by their names in arguments.FORWARD, beside those of every call: what F.sdpa cannot say. Tensors
-    on the CPU: a function that interprets the kernel, on as few SMs as give each several tiles.
+    Args:
+        function: kernel of a pack. For tensors on the CPU, an interpreted kernel on few SMs, so each SM has several
+            tiles.
+        case: the attention problem.
+        inputs: tensors of the case.
+        **more: further arguments by name in arguments.FORWARD, for features missing in F.sdpa.
     """
 
     def __init__(self, function: Callable, case: Case, inputs: Inputs, **more: object):

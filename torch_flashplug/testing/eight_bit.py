@@ -1,5 +1,6 @@
-"""What 8-bit attention makes of its operands: kernels' arithmetic in fp64, but for what they round; and the recipes of
-others, by the same arithmetic.
+"""Model of 8-bit attention: the arithmetic of the kernels in fp64, with the same roundings as the kernels.
+
+The recipes of further libraries are modeled by the same arithmetic.
 """
 
 from __future__ import annotations
@@ -14,16 +15,27 @@ from ..ops.quantize_reference import Quantised, in_key_order
 from ..registry.quant_recipes import LARGEST, LONGEST_SUM, RAISED, SLACK, Recipe
 from .oracle import Attention
 
-ACCUMULATED = 32  # keys that a tensor core adds up at once in 8 bits
+ACCUMULATED = 32  # keys summed at once by a tensor core in 8 bits
 
 
 def attend(
     operands: Quantised, recipe: Recipe, scale: float, *, causal: bool = False, mask: Tensor | None = None,
     longest: int = LONGEST_SUM, accumulator_bits: int | None = None,
 ) -> Attention:  # fmt: skip
-    """Blocks of keys from the last to the first, or beside a mask, of bools as F.sdpa's, from the first on: as kernels
-    take them. accumulator_bits: of the sums of O, which wgmma cuts off after so many digits (DeepSeek-V3, arXiv
-    2412.19437, section 3.3.2); longest: keys of such a sum.
+    """Compute attention of 8-bit operands with the roundings of the kernels.
+
+    The blocks of keys are iterated from the last to the first, or from the first to the last with a mask. The kernels
+    use the same order.
+
+    Args:
+        operands: quantized operands.
+        recipe: 8-bit recipe.
+        scale: factor of the scores.
+        causal: whether the causal mask (top-left) applies.
+        mask: bool mask in the form of attn_mask of F.sdpa, or None.
+        longest: number of keys in a sum of O before O is promoted.
+        accumulator_bits: digits of the sums of O, because wgmma truncates the sums after so many digits (DeepSeek-V3,
+            arXiv 2412.19437, section 3.3.2). None truncates nothing.
     """
     q, k, v = operands.q.double(), operands.k.double(), operands.values()
     group, (B, Hq, Sq, _) = q.shape[1] // k.shape[1], q.shape
@@ -76,8 +88,10 @@ def _added(out: Tensor, weights: Tensor, values: Tensor, bits: int) -> Tensor:
 
 
 def by_amax(q: Tensor, k: Tensor, v: Tensor, block: int, *, heads: bool = False) -> Quantised:
-    """e4m3 by the largest entry of each tensor, or of each of its heads (FlashAttention-3's interface, with a descale
-    for each KV head): neither shifted nor rotated.
+    """Quantize to e4m3 by the largest absolute entry of each tensor, or of each head with `heads`.
+
+    The scales by head follow the interface of FlashAttention-3, with a descale for each KV head. The operands are
+    neither shifted nor rotated.
     """
     dims = (2, 3) if heads else (0, 1, 2, 3)
     q_scale, k_scale, v_scale = (x.float().abs().amax(dims, keepdim=True) / LARGEST["e4m3"] for x in (q, k, v))

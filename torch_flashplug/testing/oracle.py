@@ -1,8 +1,8 @@
-"""What attention is: the formula, in any precision, with bounded memory. In fp64 it is the oracle, in the call's own
-dtype the yardstick.
+"""Reference formula of attention in any precision, with bounded memory.
 
-The yardstick ("plain low-precision torch") rounds every intermediate to the dtype of the inputs, as eager PyTorch
-code would. No result of a fused kernel is ever compared with another fused kernel's.
+In fp64, the formula is the oracle. In the call's own dtype, the formula is "plain low-precision torch": every
+intermediate is rounded to the dtype of the inputs, as in eager PyTorch code. The result of a fused kernel is never
+compared with the result of a second fused kernel.
 """
 
 from __future__ import annotations
@@ -13,14 +13,18 @@ from dataclasses import dataclass
 
 import torch
 
-MAX_SCORES = 1 << 25  # scores held at once: 256 MiB in fp64 per intermediate
+MAX_SCORES = 1 << 25  # scores in memory at once: 256 MiB in fp64 per intermediate
 
 
 @dataclass(frozen=True, slots=True)
 class Masking:
-    """Which keys a row sees. causal_mode: 0 none, 1 top-left, 2 bottom-right; bias: bool (True = see) or additive,
-    broadcastable to (B, Hq, Sq, Sk). kept: likewise, which probabilities are not dropped; kept_share: how many that is
-    meant to be, by which the kept ones are divided.
+    """Mask and dropout of a call: visible keys of each row, and kept probabilities.
+
+    Args:
+        causal_mode: 0 none, 1 top-left, 2 bottom-right.
+        bias: bool mask (True is visible) or additive bias, broadcasts to (B, Hq, Sq, Sk). None masks nothing.
+        kept: bool mask of the probabilities kept by dropout, broadcasts to (B, Hq, Sq, Sk).
+        kept_share: expected share of kept probabilities. The kept probabilities are divided by the share.
     """
 
     causal_mode: int = 0
@@ -31,7 +35,10 @@ class Masking:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """out (B, Hq, Sq, Dv) and lse (B, Hq, Sq), natural log; a row that sees nothing has out 0 and lse -inf."""
+    """Output and LSE of attention: out (B, Hq, Sq, Dv) and lse (B, Hq, Sq), natural log.
+
+    A row without visible keys has out 0 and lse -inf.
+    """
 
     out: torch.Tensor
     lse: torch.Tensor
@@ -39,25 +46,28 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A cut of the problem: flat heads [h], query rows [m], and what of k and v they see."""
+    """Part of the problem: flat heads [h], query rows [m], and the visible parts of k and v."""
 
     h: slice
     m: slice
     q: torch.Tensor  # (heads, rows, D)
     k: torch.Tensor  # (heads, Sk, D)
     v: torch.Tensor  # (heads, Sk, Dv)
-    kv_index: torch.Tensor  # (heads,) flat KV head of each
+    kv_index: torch.Tensor  # (heads,) flat KV head of each head
     scores: torch.Tensor  # (heads, rows, Sk), masked and scaled
     kept: torch.Tensor | None  # (heads, rows, Sk) bool
     kept_share: float
 
     def drop(self, x: torch.Tensor) -> torch.Tensor:
-        """What dropout leaves of probabilities, or of their gradient."""
+        """Return probabilities, or the gradient of probabilities, after dropout."""
         return x if self.kept is None else x * self.kept / self.kept_share
 
 
 def _cuts(heads: int, sq: int, sk: int, width: int) -> Iterator[tuple[slice, slice]]:
-    """Flat heads and query rows, cut so that neither scores nor copies of the operands (D + Dv = width) grow large."""
+    """Yield slices of flat heads and query rows with bounded memory.
+
+    The bound is on the scores and on the copies of the operands (D + Dv = width).
+    """
     rows = max(1, min(sq, MAX_SCORES // max(sk, 1)))
     group = max(1, MAX_SCORES // max(rows * sk, (rows + sk) * width, 1)) if rows == sq else 1
     for h in range(0, heads, group):
@@ -87,7 +97,7 @@ def _pieces(q, k, v, scale: float | None, mask: Masking, dtype: torch.dtype) -> 
 
 
 def _softmax(scores: torch.Tensor) -> torch.Tensor:
-    """Rows that see nothing give zeros, as torch's _safe_softmax does."""
+    """Compute the softmax; a row without visible keys becomes zeros, as in torch's _safe_softmax."""
     blind = (scores == -math.inf).all(-1, keepdim=True)
     return scores.softmax(-1).masked_fill(blind, 0.0)
 
@@ -96,8 +106,9 @@ def _softmax(scores: torch.Tensor) -> torch.Tensor:
 def attention_math(
     q, k, v, *, scale: float | None = None, mask: Masking = Masking(), dtype: torch.dtype = torch.float64
 ) -> Attention:
-    """Attention of q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv) with every step done and rounded in
-    `dtype`.
+    """Compute attention with every step rounded to `dtype`.
+
+    The operands are q (B, Hq, Sq, D), k (B, Hkv, Sk, D) and v (B, Hkv, Sk, Dv).
     """
     B, Hq, Sq, _ = q.shape
     out = torch.zeros(B * Hq, Sq, v.shape[-1], dtype=dtype, device=q.device)
@@ -113,7 +124,7 @@ def attention_math(
 def grads_math(
     q, k, v, grad_out, *, scale: float | None = None, mask: Masking = Masking(), dtype: torch.dtype = torch.float64
 ):
-    """(dq, dk, dv) in `dtype`; dk and dv of a KV head are summed over its query heads in at least fp32."""
+    """Return (dq, dk, dv) in `dtype`; dk and dv are summed over the query heads of a KV head in at least fp32."""
     B, Hq, Sq, D = q.shape
     scale = 1.0 / math.sqrt(D) if scale is None else scale
     wide = dtype if dtype == torch.float64 else torch.float32
@@ -136,7 +147,7 @@ def grads_math(
 def bias_grad_math(
     q, k, v, grad_out, *, scale: float | None = None, mask: Masking, dtype: torch.dtype = torch.float64
 ) -> torch.Tensor:
-    """The gradient of `mask.bias`, of its shape, in `dtype`; summed where that is broadcast in at least fp32."""
+    """Return the gradient of `mask.bias` in `dtype`, summed over broadcast dims in at least fp32."""
     Hq, flat_do = q.shape[1], grad_out.reshape(-1, *grad_out.shape[2:])
     b, h, rows, keys = shape = (*(1,) * (4 - mask.bias.dim()), *mask.bias.shape)
     wide = dtype if dtype == torch.float64 else torch.float32
@@ -153,13 +164,14 @@ def bias_grad_math(
 
 
 def oracle(case, inputs, mask: Masking | None = None) -> Attention:
-    """fp64 answer to a Case."""
+    """Return the fp64 result of a case."""
     return attention_math(*inputs, scale=case.scale, mask=mask or Masking(int(case.causal)))
 
 
 def plain(case, inputs, mask: Masking | None = None) -> Attention:
-    """The same formula in the case's own dtype: the error anyone would accept. lse comes from fp32, since kernels
-    keep it there.
+    """Return the result of the formula in the case's own dtype, the measure of a tolerable error.
+
+    The LSE comes from fp32, because kernels keep the LSE in fp32.
     """
     mask = mask or Masking(int(case.causal))
     low = attention_math(*inputs, scale=case.scale, mask=mask, dtype=case.torch_dtype)

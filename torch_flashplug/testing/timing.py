@@ -1,6 +1,6 @@
-"""Times that can be compared: candidates interleaved in one process, many rounds, medians, spread.
+"""Comparable times: candidates interleaved in one process, many rounds, medians, spread.
 
-Absolute figures move by several per cent from run to run; only ratios of neighbouring rounds count.
+Absolute times change by several percent from run to run. Only ratios of neighboring rounds are reliable.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from dataclasses import dataclass
 import torch
 
 Call = Callable[[], object]
-L2_BYTES_TO_FLUSH = 256 << 20  # more than any L2 we know
-MAX_QUEUED = 200  # calls in flight while host time is taken: below the depth of a launch queue, so the host never waits
+L2_BYTES_TO_FLUSH = 256 << 20  # larger than any known L2 cache
+MAX_QUEUED = 200  # calls in flight for host times: below the depth of a launch queue, so the host never waits
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Something to time, and the scope its calls run in; the scope is entered outside the timed span."""
+    """A call to time, and the scope of the calls; the scope is entered outside the timed span."""
 
     call: Call
     scope: Callable[[], AbstractContextManager] = nullcontext
@@ -30,8 +30,9 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Milliseconds per call, one entry per round, in the order of the rounds (round i of two candidates ran side by
-    side).
+    """Milliseconds per call, one entry per round, in the order of the rounds.
+
+    Round i of two candidates ran side by side.
     """
 
     rounds: tuple[float, ...]
@@ -49,13 +50,14 @@ class Timing:
 
 
 def paired_ratio(numerator: Timing, denominator: Timing) -> float:
-    """Median over rounds of numerator / denominator: clocks that drift between rounds cancel."""
+    """Return the median over rounds of numerator / denominator, so a clock drift between rounds cancels."""
     return statistics.median(a / max(b, 1e-12) for a, b in zip(numerator.rounds, denominator.rounds, strict=True))
 
 
 def event_time(call: Call, calls: int, flush: torch.Tensor | None = None) -> float:
-    """Milliseconds per call on the GPU. With `flush`, L2 is overwritten before each call and only the calls are
-    timed.
+    """Return milliseconds per call on the GPU.
+
+    With `flush`, the L2 cache is overwritten before each call, and only the calls are timed.
     """
     if flush is None:
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -83,10 +85,10 @@ def _wall_time(call: Call, calls: int) -> float:
 
 
 def _shuffled_rounds(names: list[str], rounds: int):
-    """Every round visits all candidates, each round in another order (the same orders every time).
+    """Yield all candidates in every round, each round in a new order (the same orders in every run).
 
-    A GPU at its power limit is slower after a hot kernel than after a cool one: whoever always followed the slowest
-    peer measured 3 to 5 % faster on an H200 than the same kernel elsewhere in the round.
+    A GPU at the power limit is slower after a hot kernel than after a cool kernel. A candidate right after the slowest
+    candidate measured 3 to 5 % faster on an H200 than the same kernel elsewhere in the round.
     """
     order = random.Random(0)
     for _ in range(rounds):
@@ -94,7 +96,10 @@ def _shuffled_rounds(names: list[str], rounds: int):
 
 
 def captured(call: Call, calls: int = 10) -> Call:
-    """A CUDA graph of `calls` calls; replaying it shows device time alone. Divide its time by `calls`."""
+    """Return a CUDA graph of `calls` calls; a replay shows device time alone.
+
+    The caller divides the time of a replay by `calls`.
+    """
     for _ in range(3):
         call()
     torch.cuda.synchronize()
@@ -107,7 +112,7 @@ def captured(call: Call, calls: int = 10) -> Call:
 
 
 def _replay(graph: torch.cuda.CUDAGraph, _call: Call) -> None:
-    """A graph keeps no tensor alive that its call held before."""
+    """Replay a graph; the partial keeps the call's tensors alive, because a graph keeps no tensor alive."""
     graph.replay()
 
 
@@ -115,13 +120,29 @@ def time_interleaved(
     candidates: Mapping[str, Candidate], *, rounds: int = 7, round_ms: float = 12.0, min_calls: int = 3,
     max_calls: int = 400, rest_ms: float = 0.0, flush_l2: bool = False, device: str = "cuda", warmup: int = 3,
 ) -> dict[str, Timing]:  # fmt: skip
-    """Times each candidate once per round, all side by side; one may take about `round_ms` of a round.
+    """Time each candidate once per round, all candidates side by side; a sample takes about `round_ms`.
 
-    On "cuda" events time a batch of calls from submission to completion, as a user waits for them (the host's time
-    shows where the host is the slower side; time `captured` calls to see the device alone); on "cpu" the wall clock.
+    On "cuda", events time a batch of calls from submission to completion, as a user waits for the results. The host's
+    time shows where the host is the slower side. Time `captured` calls to see the device alone. On "cpu", the wall
+    clock times the calls.
 
-    A GPU under steady load runs at its power limit, where equal kernels differ by 3 % from round to round. To compare
-    two versions of a kernel, rest_ms = 3 before each sample and a round_ms of 1 keep it below: they differ by 0.3 %.
+    A GPU under steady load runs at the power limit, where equal kernels differ by 3 % from round to round. To compare
+    two versions of a kernel, use rest_ms = 3 before each sample and round_ms = 1. The GPU then stays below the power
+    limit, and equal kernels differ by 0.3 %.
+
+    Args:
+        candidates: calls to time, by name.
+        rounds: number of rounds.
+        round_ms: target duration of a candidate's sample in milliseconds.
+        min_calls: least calls in a sample.
+        max_calls: most calls in a sample.
+        rest_ms: pause before each sample in milliseconds, on "cuda".
+        flush_l2: whether to overwrite the L2 cache before each call, on "cuda".
+        device: "cuda" or "cpu".
+        warmup: calls before the first sample.
+
+    Returns:
+        the times of each candidate by name.
     """
     on_gpu = device.startswith("cuda")
     flush = torch.empty(L2_BYTES_TO_FLUSH, dtype=torch.uint8, device=device) if flush_l2 and on_gpu else None
@@ -131,7 +152,7 @@ def time_interleaved(
             if not on_gpu:
                 return _wall_time(candidate.call, calls)
             time.sleep(rest_ms * 1e-3)
-            for _ in range(calls):  # its own heat, not its predecessor's
+            for _ in range(calls):  # the heat of the candidate itself, not of the previous candidate
                 candidate.call()
             return event_time(candidate.call, calls, flush)
 
@@ -151,7 +172,7 @@ def time_interleaved(
 def time_host(
     candidates: Mapping[str, Candidate], *, rounds: int = 15, calls: int = MAX_QUEUED, device: str = "cuda"
 ) -> dict[str, Timing]:
-    """Milliseconds of host time per call: how long Python waits for a call to be submitted, not for its result."""
+    """Return milliseconds of host time per call: the wait of Python for the submission, not for the result."""
     wait = torch.cuda.synchronize if device.startswith("cuda") else (lambda: None)
     samples: dict[str, list[float]] = {name: [] for name in candidates}
     for name in _shuffled_rounds(list(candidates), rounds):

@@ -1,6 +1,8 @@
-"""aten::_efficient_attention_forward and its backward on kernels of ours (src/hooks/efficient_attention_op.cpp): there
-arrive lower-right causal masks that flash attention cannot run. Stock's kernel stays callable below, by its C++ name,
-and gets operands that it can read.
+"""Registration of kernels for aten::_efficient_attention_forward and the backward op
+(src/hooks/efficient_attention_op.cpp).
+
+Lower-right causal masks unsupported by flash attention reach these ops. Stock's kernel stays callable by the C++ name
+and receives operands in a readable layout.
 """
 
 from __future__ import annotations
@@ -17,21 +19,22 @@ _log = logging.getLogger("torch_flashplug")
 
 
 def install(device: str = "CUDA") -> None:
-    """Put them in place, unless this torch has other schemas or another library has kernels there. "CPU" serves the
-    tests' stand-in.
+    """Register the kernels, unless torch's schemas differ or a different library has registered kernels.
+
+    "CPU" serves the CPU stub backend of the tests.
     """
     known = {schema.partition("(")[0]: schema for schema in bindings.names("schemas")}
     for name in _OPS:
         packet = getattr(torch.ops.aten, name.removeprefix("aten::"), None)
         if packet is None or str(packet.default._schema) != known[name]:
-            _log.debug("efficient attention stays stock's: this torch has another %s", name)
+            _log.debug("efficient attention falls back to stock: schema of %s is unknown", name)
             return
     if device != "CPU" and (place := first_other_owner(*_OPS)):
-        _log.info("efficient attention stays with the library that has registered its kernels at %s", place)
+        _log.info("efficient attention: kernels are left to the library that registered kernels at %s", place)
         return
     spend_warning()
     if not varlen_decision.open_efficient(device):
-        _log.debug("efficient attention stays stock's: %s", bindings.last_error())
+        _log.debug("efficient attention falls back to stock: %s", bindings.last_error())
 
 
 def uninstall() -> None:

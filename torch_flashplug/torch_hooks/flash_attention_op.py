@@ -1,6 +1,7 @@
-"""aten::_flash_attention_forward and its backward on kernels of ours (src/hooks/flash_attention_op.cpp): there arrive
-nested tensors, lower-right causal masks and whoever calls these ops. Stock's kernel stays callable below, by its C++
-name, so this is put in place only where torch's schemas are those that it is called by.
+"""Registration of kernels for aten::_flash_attention_forward and the backward op (src/hooks/flash_attention_op.cpp).
+
+Nested tensors, lower-right causal masks and direct callers reach these ops. Stock's kernel stays callable by the C++
+name. So kernels are registered only where torch's schemas match the known schemas of stock's kernel.
 """
 
 from __future__ import annotations
@@ -12,28 +13,32 @@ import torch
 from ..dispatch import bindings
 from .op_owners import first_other_owner, spend_warning
 
-NAME = "FLASHPLUG"  # in torch.nn.attention's registry
+NAME = "FLASHPLUG"  # name in the registry of torch.nn.attention
 _OPS = ("_flash_attention_forward", "_flash_attention_forward_no_dropout_inplace", "_flash_attention_backward")
 _log = logging.getLogger("torch_flashplug")
 
 
 def install(device: str = "CUDA", *, over_others: bool = False) -> None:
-    """Not over an implementation that somebody has activated, or registered at the dispatch key, unless `over_others`:
-    it is to get what it gets. "CPU" serves the tests' stand-in.
+    """Register the kernels, unless a different implementation is active or registered for the dispatch key.
+
+    Args:
+        device: dispatch key. "CPU" serves the CPU stub backend of the tests.
+        over_others: whether to replace registered kernels of a different library, too. An active implementation stays
+            in either case.
     """
     if another_is_active():
         return
     if not over_others and device != "CPU" and (place := other_owner()):
-        _log.info("flash attention stays with the library that has registered its kernels at %s", place)
+        _log.info("flash attention: kernels are left to the library that registered kernels at %s", place)
         return
     for name in _OPS:
-        packet = getattr(torch.ops.aten, name, None)  # torch 2.11 lacks one
+        packet = getattr(torch.ops.aten, name, None)  # torch 2.11 lacks an op
         if packet is not None and not bindings.know_flash(schema := str(packet.default._schema)):
-            _log.debug("flash attention stays stock's: this torch has %s", schema)
+            _log.debug("flash attention falls back to stock: unknown schema %s", schema)
             return
     spend_warning()
     if not bindings.open_flash(device):
-        _log.debug("flash attention stays stock's: %s", bindings.last_error())
+        _log.debug("flash attention falls back to stock: %s", bindings.last_error())
 
 
 def uninstall() -> None:
@@ -41,7 +46,7 @@ def uninstall() -> None:
 
 
 def other_owner() -> str:
-    """Return where another library has registered a kernel that one of these ops runs; empty: there is none."""
+    """Return the place where a different library has registered a kernel for the ops; empty without such a kernel."""
     return first_other_owner(*(f"aten::{name}" for name in _OPS))
 
 

@@ -1,7 +1,8 @@
-"""Our name among torch's flash attentions: torch.nn.attention.activate_flash_attention_impl("FLASHPLUG").
+"""Implementation name for torch's flash attention: torch.nn.attention.activate_flash_attention_impl("FLASHPLUG").
 
-Enabled, we serve what arrives at flash attention anyway, as measured, unless another implementation was active before.
-Activated by name we take that one's place, and few rows, too; restore_flash_attention_impl() ends that.
+The plugin serves flash attention calls in enabled state anyway, as measured, unless a different implementation was
+active before. An activation by name replaces that implementation, and also serves short query calls (decode).
+restore_flash_attention_impl() ends the activation.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from . import flash_attention_op
 
 
 class Handle:
-    """Of an activation; torch's registry ends it by remove()."""
+    """Handle of an activation; torch's registry ends the activation by remove()."""
 
     def __init__(self) -> None:
         bindings.prefer_flash(True)

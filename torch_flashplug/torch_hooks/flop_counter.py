@@ -1,4 +1,4 @@
-"""FLOP formulas for torch.utils.flop_counter: without them attention served by the plugin would count as nothing."""
+"""FLOP formulas for torch.utils.flop_counter, because ops without a formula count as 0 FLOPs."""
 
 from __future__ import annotations
 
@@ -31,5 +31,5 @@ def _windowed_backward(grad_out: tuple, grad_lse: tuple | None, *operands, **unu
 
 
 def _per_query_head(query: tuple, key: tuple, value: tuple) -> tuple[tuple, tuple]:
-    """Shapes of key and value as torch's counting wants them: as many heads as the query has."""
+    """Return the shapes of key and value with the query's number of heads, as torch's formulas require."""
     return tuple((*shape[:1], query[1], *shape[2:]) for shape in (key, value))

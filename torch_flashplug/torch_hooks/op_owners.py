@@ -1,4 +1,4 @@
-"""What torch's dispatcher knows of kernels that stand over one another, and what it says of them."""
+"""Facts of torch's dispatcher about overridden kernels, and the warning about an override."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ import warnings
 
 import torch
 
-_OURS = "torch_flashplug:"  # kOwner of src/core/values.h, with the line of its registration
-_TORCHS = "aten/src/ATen/"  # in the path of each file that torch's own kernels are registered in
+_OURS = "torch_flashplug:"  # kOwner of src/core/values.h; the line number of the registration follows
+_TORCHS = "aten/src/ATen/"  # part of the path of each file that registers torch's own kernels
 
 
 @functools.cache
 def spend_warning() -> None:
-    """torch warns once in a process when a kernel is registered over another one, which we do on purpose."""
+    """Use up torch's warning about overridden kernels.
+
+    torch warns once in a process when a registration replaces a kernel. torch_flashplug replaces kernels on purpose.
+    """
     library = torch.library.Library("flashplug_warned", "DEF")
     library.define("twice(Tensor x) -> Tensor")
     with warnings.catch_warnings():
@@ -24,13 +27,13 @@ def spend_warning() -> None:
 
 
 def other_owner(op: str, key: str = "CUDA") -> str:
-    """Return where another library has registered the kernel that an op runs at a dispatch key.
+    """Return the place where a different library has registered the kernel of an op for a dispatch key.
 
-    The result is empty where that kernel is torch's or ours, where there is none, and where this torch does not tell.
+    The result is empty for a kernel of torch or torch_flashplug, without a kernel, and for a torch that does not tell.
     """
     try:
         dump = torch._C._dispatch_dump(op)
-    except (RuntimeError, AttributeError):  # an op that nobody has defined, or a torch without that function
+    except (RuntimeError, AttributeError):  # an undefined op, or a torch without `_dispatch_dump`
         return ""
     begin = f"{key}: registered at "
     place = next((line.removeprefix(begin) for line in dump.splitlines() if line.startswith(begin)), "")
@@ -39,5 +42,5 @@ def other_owner(op: str, key: str = "CUDA") -> str:
 
 
 def first_other_owner(*ops: str, key: str = "CUDA") -> str:
-    """Return the first place that other_owner() finds for these ops, or an empty string."""
+    """Return the first place found by other_owner() for some ops, or an empty string."""
     return next(filter(None, (other_owner(op, key) for op in ops)), "")

@@ -1,6 +1,4 @@
-"""The small backward that shows C++ where libtorch keeps the numbers of an evaluated node
-(src/hooks/block_mode.cpp).
-"""
+"""Small backward to show C++ where libtorch stores the numbers of an evaluated node (src/hooks/block_mode.cpp)."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from ..dispatch.library import lib
 
 
 class _Probe(torch.autograd.Function):
-    """Node whose backward calls learn_node() with its own number."""
+    """Autograd node with a backward that passes the node's own number to learn_node()."""
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
@@ -25,7 +23,7 @@ class _Probe(torch.autograd.Function):
 
 
 def run_probe() -> None:
-    """Run a backward on the CPU, perhaps inside the evaluation of another one's node, under modes of others."""
+    """Run a backward on the CPU, possibly inside the evaluation of a different node or under foreign dispatch modes."""
     with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
         x = torch.zeros((), requires_grad=True)
         torch.autograd.grad(_Probe.apply(x), x)

@@ -1,9 +1,9 @@
-"""Plan B: a Python kernel on aten::scaled_dot_product_attention, for a torch whose choice function cannot be hooked
-(TORCH_FLASHPLUG_HOOK=composite).
+"""Python kernel for aten::scaled_dot_product_attention, for a torch without a replaceable choice function.
 
-It asks the same dispatcher and calls the same aten carrier as the router does. What it cannot do: host cost stays at
-Python's, torch.func.vmap goes to stock attention (functorch takes the composite apart before this kernel), and
-ExportedProgram.run_decompositions() leaves the composite in the graph.
+TORCH_FLASHPLUG_HOOK=composite selects this hook. The kernel asks the same C++ dispatch and calls the same aten op as
+the default hook (`src/hooks/sdp_choice.cpp`). The hook has three limits. The host cost is the cost of Python.
+torch.func.vmap falls back to stock, because functorch decomposes the composite op before this kernel. And
+ExportedProgram.run_decompositions() leaves the composite op in the graph.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ _libraries: dict[str, torch.library.Library] = {}  # by device type
 
 
 def install(device: str = "CUDA") -> None:
-    """Registers the kernel at `device` and its autograd key; "CPU" serves the tests' stand-in."""
+    """Register the kernel for dispatch key `device` and the autograd key of `device`.
+
+    "CPU" serves the CPU stub backend of the tests.
+    """
     if device.lower() in _libraries:
         return
     library = torch.library.Library("aten", "IMPL")
@@ -39,7 +42,7 @@ def install(device: str = "CUDA") -> None:
 
 
 def uninstall() -> None:
-    """Stock's composite is in place again."""
+    """Restore stock's composite op."""
     while _libraries:
         _libraries.popitem()[1]._destroy()
     _forget_decisions()
@@ -47,7 +50,7 @@ def uninstall() -> None:
 
 def _forget_decisions() -> None:
     _planned_backend.cache_clear()
-    _SDPA._dispatch_cache.clear()  # torch remembers in Python which kernel a dispatch key led to
+    _SDPA._dispatch_cache.clear()  # torch caches the kernel of each dispatch key in Python
 
 
 def installed() -> bool:
@@ -71,11 +74,12 @@ def _sdpa(
         settings = {"scale": scale, "enable_gqa": enable_gqa}
         return _SDPA.decompose(query, key, value, attn_mask, dropout_p, is_causal, **settings)
     if backend == "math":
-        if attn_mask is not None and attn_mask.dtype == torch.bool:  # it adds what it is given
+        if attn_mask is not None and attn_mask.dtype == torch.bool:  # the math op adds attn_mask to the scores
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -torch.inf)
         return _MATH(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
     if attn_mask is not None and attn_mask.dtype == torch.bool and describe_call.wants_grad(query, key, value):
-        # Stock keeps a copy of it: the caller may change it before the backward. Graphs keep values.
+        # Stock keeps a copy of the mask, because the caller may change the mask before the backward. A graph keeps
+        # values, so a functional tensor needs no copy.
         attn_mask = attn_mask if isinstance(attn_mask, FunctionalTensor) else kept_mask(attn_mask)
     return _CARRIER(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)[0]
 
@@ -98,12 +102,12 @@ def _backend(
     part = dtensor.part_of(query, key, value, attn_mask, dropout_p)
     if part is not None:
         query, key, value = dtensor.shown(part, query, key, value)
-    if describe_call.has_no_elements(query, key, value):  # stock's choice divides by the number of heads
+    if describe_call.has_no_elements(query, key, value):  # stock's choice function divides by the number of heads
         return "math" if describe_call.math_takes_empty(attn_mask, is_causal) else "stock"
     if describe_call.outside_dispatcher(query, key, value, attn_mask, enable_gqa, mode):
         return "stock"
     if (forced := bindings.forced_kernels(mode)) is not None:
-        return forced  # if it is impossible, the carrier raises the reasons
+        return forced  # if no kernel can run the call, the aten op raises the reasons
     facts = describe_call.describe(query, key, value, attn_mask, dropout_p, is_causal, scale) | {
         "on_cuda": device.type in _libraries
     }
@@ -119,7 +123,7 @@ def _backend(
 
 
 def _math_can(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> bool:
-    """What stock refuses is left to it."""
+    """Return whether the math op accepts the operands; stock raises for all other operands."""
     alike = query.dtype == key.dtype == value.dtype and query.device == key.device == value.device
     masked = attn_mask is None or attn_mask.dtype in {torch.bool, torch.float32, query.dtype}
     return alike and masked and min(tensor.dim() for tensor in (query, key, value)) > 1
@@ -127,6 +131,10 @@ def _math_can(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | Non
 
 @functools.lru_cache(maxsize=1024)
 def _planned_backend(facts: tuple[tuple[str, int | float], ...], device_index: int, mode: int, changes: int) -> str:
-    """Stock where a kernel is missing, which no call finds out but by looking: `changes` makes it ask again."""
+    """Return the planned backend, or "stock" where a kernel is missing.
+
+    Only a lookup can tell that a kernel is missing. `changes` counts the changes of missing kernels, so a new count
+    makes the cache ask again.
+    """
     call, device = dict(facts), bindings.device_facts(device_index)
     return "stock" if bindings.kernel_missing(call, device, mode) else bindings.plan(call, device, mode)["backend"]

@@ -1,10 +1,12 @@
-"""Switches the repair of stock's attention (src/hooks/stock_workarounds.cpp), for calls that stay with stock: cuDNN's
-misreads addresses and strides that are no multiples of 16 bytes, at which flash and the efficient attention fail, and
-cuDNN's backward forgets how grad_out lies in memory.
+"""Switch for the stock workarounds (src/hooks/stock_workarounds.cpp) in calls that fall back to stock.
 
-Compiled graphs call the repaired kernels, too, but for those of Inductor's C++ wrapper, which calls stock's past the
-dispatcher. For these a backward is traced with grad_out in the order of out, and, without dropout, under the key of its
-own; operands that stock misreads are not repaired there.
+The cuDNN backend misreads addresses and strides that are not multiples of 16 bytes. The flash and efficient backends
+fail for such operands. The backward of the cuDNN backend ignores the memory layout of grad_out.
+
+Compiled graphs call the repaired kernels too, except graphs with Inductor's C++ wrapper, because the wrapper bypasses
+the dispatcher. For such graphs, a backward is traced with grad_out in the memory order of out. Without dropout, the
+traced backward passes dropout_p as -0.0, which gives the call a separate key in cuDNN's plan cache. Misread operands
+are not repaired in such graphs.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ _BACKWARD = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
 
 
 def _in_order_of(out: Tensor, grad_out: Tensor) -> Tensor:
-    """grad_out's numbers with its dims in memory as out's."""
+    """Return a copy of grad_out with dims in the memory order of out."""
     order = sorted(range(out.dim()), key=out.stride, reverse=True)
     packed = grad_out.permute(order).clone(memory_format=torch.contiguous_format)
     return packed.permute([order.index(dim) for dim in range(out.dim())])
@@ -40,7 +42,8 @@ def _trace_backward(
     *rest: Tensor | float | bool | None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    # Here a graph is being traced, so that sympy is loaded. At the top it would double the time that our import takes.
+    # A trace has loaded sympy already. An import of sympy at the top of the file would double the import time of
+    # torch_flashplug.
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     *passed_on, dropout_p, is_causal = rest
@@ -52,7 +55,7 @@ def _trace_backward(
 
 
 def in_graphs(on: bool) -> None:
-    """Of graphs that are traced from now on."""
+    """Switch the replacement of the cuDNN backward in graphs traced from now on."""
     if _BACKWARD.python_key_table.pop(ProxyTorchDispatchMode, None) is not None:
         _BACKWARD._dispatch_cache.clear()
     if on:
@@ -60,27 +63,31 @@ def in_graphs(on: bool) -> None:
 
 
 def _schema(name: str) -> str:
-    """This torch's; empty where it has no such op."""
+    """Return the installed torch's schema of an op, or an empty string without such an op."""
     packet = getattr(torch.ops.aten, name.removeprefix("aten::"), None)
     return "" if packet is None else str(packet.default._schema)
 
 
 def _known() -> dict[str, str]:
-    """Schemas of stock's ops that are repaired, by name, as src/core/schemas.h has them."""
+    """Return the schemas of the repaired stock ops by name, as src/core/schemas.h lists the schemas."""
     known = {schema.partition("(")[0]: schema for schema in bindings.names("schemas")}
     return {name: known[name] for name in known if any(f"_{backend}_" in name for backend in bindings.STOCK_BACKENDS)}
 
 
 def _changed() -> list[str]:
-    """Stock's ops that are not as src/core/schemas.h has them. src/stock/stock_kernels.cpp calls their functions by
-    mangled names, which say nothing of results.
+    """Return the stock ops with a schema different from src/core/schemas.h.
+
+    src/stock/stock_kernels.cpp calls the functions of stock ops by mangled names, and a mangled name encodes no result
+    types.
     """
     return [name for name, schema in _known().items() if _schema(name) != schema]
 
 
 def other_owners() -> dict[str, str]:
-    """Return, by backend, where another library has registered kernels that stock's attention ops run: FlashAttention-4
-    of torch's registry, or cudnn.torch. They are not repaired, and nothing of ours is put over them.
+    """Return, by backend, the place where a different library has registered kernels for stock's attention ops.
+
+    Such libraries are FlashAttention-4 of torch's registry and cudnn.torch. The kernels of such a library are neither
+    repaired nor replaced.
     """
     ops = {backend: [name for name in _known() if f"_{backend}_" in name] for backend in bindings.STOCK_BACKENDS}
     owners = {backend: first_other_owner(*names) for backend, names in ops.items()}
@@ -88,7 +95,7 @@ def other_owners() -> dict[str, str]:
 
 
 def install() -> str:
-    """Puts it in place; says why not, where it cannot be."""
+    """Install the stock workarounds and return why some are missing; an empty text means success."""
     if env.REPAIR.is_on() is False or torch.version.cuda is None:
         return ""
     changed, owners = _changed(), other_owners()
@@ -100,10 +107,10 @@ def install() -> str:
     in_graphs("cudnn" in backends)
     if not bindings.repair(*backends):
         return bindings.last_error()
-    return f"stock is not repaired where this torch has other schemas: {', '.join(changed)}" if changed else ""
+    return f"stock is not repaired: schemas differ from src/core/schemas.h: {', '.join(changed)}" if changed else ""
 
 
 def uninstall() -> None:
-    """Stock's own kernels are in place again."""
+    """Restore stock's own kernels."""
     in_graphs(False)
     bindings.repair()

@@ -1,8 +1,8 @@
-"""How attention calls survive tracing: torch.compile, torch.export.
+"""Tracing of attention calls by torch.compile and torch.export.
 
-Owns the trace carrier (while a graph is traced, the aten pair that F.sdpa reaches becomes torch_flashplug::sdpa_fwd and
-sdpa_bwd with the mode word baked in, and bool masks as they came), the op `force` (sdpa_backend inside a compiled
-region) and the tag that keeps compile caches apart. Decides nothing about backends.
+This module owns three parts. First, trace replacement: in a traced graph, the aten pair called by F.sdpa becomes
+torch_flashplug::sdpa_fwd and sdpa_bwd, with the mode word as a constant and bool masks as given. Second, the op `force`
+(sdpa_backend inside a compiled region). Third, the tag that separates compile caches. No code here selects a backend.
 """
 
 from __future__ import annotations
@@ -38,16 +38,17 @@ _library.define("force(int mode) -> ()")
 _library.define("kept_mask(Tensor mask) -> Tensor")
 
 
-# ---- force: the mode of the sdpa_backend blocks that surround the call being traced ----
+# ---- force: the mode of the sdpa_backend blocks around the traced call ----
 
 
 class _Traced(threading.local):
-    """Blocks entered by the trace that runs in this thread. A trace that failed inside a block leaves them behind:
-    `owner` tells.
+    """sdpa_backend blocks entered by the trace of the current thread.
+
+    A trace that failed inside a block leaves the blocks behind. `owner` identifies the trace of the blocks.
     """
 
     owner: weakref.ref[CompileContext] | None = None
-    blocks: tuple[tuple[int, int], ...] = ()  # (mode word, this thread's eager mode word to put back), innermost last
+    blocks: tuple[tuple[int, int], ...] = ()  # (mode word, thread's eager mode word to restore), innermost last
 
 
 _traced = _Traced()
@@ -70,8 +71,8 @@ def _drop_blocks_at_compile_end(*unused) -> None:
 
 
 def _watch_compile_end() -> None:
-    # torch._dynamo.reset() clears the list, hence the look at every push. Dynamo is loaded: it is what set the
-    # CompileContext.
+    # torch._dynamo.reset() clears the list of callbacks, so every push checks the list again. The import is free:
+    # Dynamo set the CompileContext and is loaded already.
     from torch._dynamo.callback import callback_handler
 
     if _drop_blocks_at_compile_end not in callback_handler.end_callbacks:
@@ -84,8 +85,8 @@ def _force(mode: int) -> None:
         context = CompileContext.try_get()
         _traced.owner = None if context is None else weakref.ref(context)
     if mode != POP:
-        # The router (C++) runs while tracing too, and must see the same mode: "stock" and "math" are choices that it
-        # makes.
+        # The C++ dispatch runs during tracing too and must see the same mode, because the C++ dispatch makes the
+        # choices "stock" and "math".
         _traced.blocks += ((mode, bindings.set_mode(mode)),)
         if _traced.owner is not None:
             _watch_compile_end()
@@ -95,13 +96,16 @@ def _force(mode: int) -> None:
 
 
 def traced_mode() -> int:
-    """Mode word of the innermost sdpa_backend block of the trace that is running; 0 (auto) outside of any."""
+    """Return the mode word of the innermost sdpa_backend block of the running trace; 0 (auto) outside a block."""
     return _traced.blocks[-1][0] if _traced.blocks and _is_current() else 0
 
 
 def _baked_mode() -> int:
-    """The mode word that a graph keeps. One that may want gradients, which who traces cannot tell, multiplies in the
-    operands' own 16 bits; one that wants none goes by what surrounds its run, where no block surrounds the trace.
+    """Return the mode word stored in a graph.
+
+    A graph that may need gradients multiplies in the operands' own 16 bits, because the tracer cannot tell whether
+    gradients are needed. A graph without gradients and without a block around the trace uses the precision of the
+    thread at run time.
     """
     word = traced_mode()
     precision = word >> bindings.PRECISION_SHIFT
@@ -113,17 +117,19 @@ def _baked_mode() -> int:
 
 
 def mode_of_block() -> int:
-    """What our own ops are told of the sdpa_backend block that they are traced in; 0 outside of any, where they go by
-    what surrounds their run.
+    """Return the mode word of the traced sdpa_backend block for the custom ops; 0 outside a block.
+
+    With 0, the ops use the block around the run.
     """
     return _baked_mode() if _traced.blocks and _is_current() else 0
 
 
-# As torch.compiler.assume_constant_result, which loads Dynamo, would mark it: Dynamo runs it while it traces the block.
+# Same mark as torch.compiler.assume_constant_result sets, without loading Dynamo: Dynamo then runs the function while
+# tracing the block.
 mode_of_block._dynamo_marked_constant = True
 
 
-# ---- trace carrier ----
+# ---- replacement of the aten ops in traced graphs ----
 
 
 def _trace_forward(
@@ -153,7 +159,7 @@ def _trace_backward(mode: ProxyTorchDispatchMode, *args, scale: float | None = N
     grad_out, query, key, value, attn_bias, grad_input_mask, out, lse = args[:8]
     dropout_p, is_causal, seed, offset = args[12:]
     forward = _forward_of(mode, offset)
-    if forward is None:  # compiled autograd: an eager one's, whose mode lies in max_q and whose mask may be a digest
+    if forward is None:  # compiled autograd of an eager forward: mode in max_q, mask possibly preprocessed (a digest)
         return proxy_call(mode, OVERRIDEABLE_BACKWARD.default, mode.pre_dispatch, args, {"scale": scale})
     bias_grad = attn_bias is not None and grad_input_mask[3]
     settings = (dropout_p, int(is_causal), scale, forward.mode, bias_grad)
@@ -169,7 +175,7 @@ _PASS_THROUGH = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
 def _node_behind(mode: ProxyTorchDispatchMode, tensor: Tensor | None) -> torch.fx.Node | None:
-    """What gave the tensor in the graph that is being traced."""
+    """Return the node of the traced graph that produced the tensor."""
     slot = None if tensor is None else get_proxy_slot(tensor, mode.tracer, None)
     node = None if slot is None else slot.proxy.node
     while node is not None and node.target in _PASS_THROUGH:
@@ -178,8 +184,9 @@ def _node_behind(mode: ProxyTorchDispatchMode, tensor: Tensor | None) -> torch.f
 
 
 def _mask_behind(mode: ProxyTorchDispatchMode, bias: Tensor | None) -> Tensor | None:
-    """The bool mask that F.sdpa made this bias of, where(mask, 0, -inf); the bias, where it is another. Nobody else
-    reads the floats then, and a graph has them not.
+    """Return the bool mask behind a bias that F.sdpa created by where(mask, 0, -inf); else the bias.
+
+    No other node reads the float bias then, so the graph drops the float bias.
     """
     node = _node_behind(mode, bias)
     if node is None or node.target is not torch.ops.aten.where.self:
@@ -193,15 +200,17 @@ def _mask_behind(mode: ProxyTorchDispatchMode, bias: Tensor | None) -> Tensor | 
 
 
 def _given_by(mode: ProxyTorchDispatchMode, node: torch.fx.Node) -> Tensor:
-    """A tensor of a graph, by what gives it."""
-    found = node.meta["val"].detach()  # another one that this node gives: the graph's own are not kept
+    """Return a tensor of the graph for the node that produces the tensor."""
+    found = node.meta["val"].detach()  # a new tensor for the node: the graph keeps none of its own tensors
     set_proxy_slot(found, mode.tracer, _ProxyTensor(mode.tracer.proxy(node), None))
     return found
 
 
 def _may_change(mode: ProxyTorchDispatchMode, mask: Tensor) -> bool:
-    """Whether it is an input of a graph for gradients, which may write to it when its forward has run, before the
-    backward reads it: F.sdpa has made floats of it by then, and torch's checks know of those alone.
+    """Return whether the mask is an input of a graph with gradients, so the caller may write to the mask.
+
+    The write may come between forward and backward. With F.sdpa, the mask has become floats by then, and torch's
+    checks cover these floats alone.
     """
     is_input = _node_behind(mode, mask).op == "placeholder"
     return is_input and torch.is_grad_enabled() and not torch.compiler.is_exporting()
@@ -213,8 +222,10 @@ def _is_number(node: object, number: float) -> bool:
 
 
 def _forward_of(mode: ProxyTorchDispatchMode, offset: Tensor | None) -> sdpa.ForwardArgs | None:
-    """Of the sdpa_fwd node that gave `offset`, among others its mode: the backward is traced when its block is long
-    left. None: it is in no graph, or in another one.
+    """Return the arguments of the sdpa_fwd node that produced `offset`, such as the mode.
+
+    The backward is traced after the block of the forward has been left. The result is None if the forward is in no
+    graph or in a different graph.
     """
     node = _node_behind(mode, offset)
     if node is None or node.op != "call_function" or not node.args or not isinstance(node.args[0], torch.fx.Node):
@@ -233,8 +244,9 @@ def _backward_meta(*args, scale: float | None = None) -> tuple:
 
 
 class _CacheTag:
-    """Parts of torch.compiler.config.cache_key_tag. Config values set at run time are per thread from torch 2.12 on,
-    defaults are not.
+    """Parts of torch.compiler.config.cache_key_tag.
+
+    Config values set at run time are per thread from torch 2.12 on. Defaults are for the whole process.
     """
 
     def __init__(self) -> None:
@@ -245,7 +257,7 @@ class _CacheTag:
         self._mark = ""
 
     def set_process_mark(self, mark: str) -> None:
-        """Puts `mark` (empty: none) in the place of the last one, for every thread."""
+        """Replace the previous mark by `mark` for every thread; an empty mark removes the previous mark."""
         old, self._mark = self._mark, mark
 
         def edit(tag: str) -> str:
@@ -256,11 +268,11 @@ class _CacheTag:
                 if isinstance(getattr(self._defaults, name, None), str):
                     setattr(self._defaults, name, edit(getattr(self._defaults, name)))
         tag = torch.compiler.config.cache_key_tag
-        if tag != edit(tag):  # this thread has one of its own
+        if tag != edit(tag):  # the current thread has a tag of its own
             torch.compiler.config.cache_key_tag = edit(tag)
 
     def push(self, suffix: str) -> object:
-        """Appends to this thread's tag; the result goes to pop()."""
+        """Append a suffix to the thread's tag and return the argument for pop()."""
         tag = torch.compiler.config.cache_key_tag
         if self._override is not None:
             return self._override.set(tag + suffix)
@@ -271,7 +283,7 @@ class _CacheTag:
         if self._override is None:
             torch.compiler.config.cache_key_tag = pushed
             return
-        with contextlib.suppress(ValueError):  # the block is left in another contextvars.Context: nothing to undo there
+        with contextlib.suppress(ValueError):  # left in a different contextvars.Context: nothing to undo
             self._override.reset(pushed)
 
 
@@ -279,8 +291,10 @@ cache_tag = _CacheTag()
 
 
 def kept_mask(mask: Tensor) -> Tensor:
-    """A copy for the backward, once where it is broadcast. An op of its own: torch.compile would take a clone for
-    something to be made again, of what is there by then.
+    """Return a copy of the mask for the backward; dims that are broadcast are copied once.
+
+    The copy is a custom op, because torch.compile may recompute a plain clone in the backward, from the mask's contents
+    at that time.
     """
     broadcast = [isinstance(stride, int) and stride == 0 for stride in mask.stride()]
     once = mask[tuple(slice(0, 1) if one else slice(None) for one in broadcast)]
@@ -288,7 +302,7 @@ def kept_mask(mask: Tensor) -> Tensor:
 
 
 def register() -> None:
-    """Called once by _start.load()."""
+    """Register the ops and the trace replacements; _start.load() calls register() once."""
     _library.impl("force", _force, "CompositeImplicitAutograd")
     _library.impl("kept_mask", kept_mask, "CompositeExplicitAutograd")
     for side_effect in (sdpa.namespace.force, sdpa.namespace.force.default):

@@ -1,10 +1,12 @@
-"""torch.nn.attention.varlen on kernels of ours: what src/hooks/varlen_attn.cpp, whose kernels stand at its private ops,
-cannot know before torch's module is imported, and the bodies that torch would have run, for what is not ours.
+"""Registration of varlen_attn kernels for torch.nn.attention.varlen, and the stock bodies for the fallback.
 
-In auto calls are ours where VARLEN_ROWS (dispatch_table.py) has the kernel that torch would run; else where a block of
-sdpa_backend, or the process, asks for "fa3" or "fa2". The LSE of a row without keys is inf, as stock has it; a gradient
-of the LSE is torch's to drop. A module of ours may not import torch.nn.attention.varlen: it brings torch._dynamo, a
-second or more.
+src/hooks/varlen_attn.cpp holds the kernels for the private ops of torch's module. This module supplies the facts
+unknown to C++ before torch's module is imported, and the bodies of stock for calls that fall back to stock.
+
+In the mode "auto", a call is served where VARLEN_ROWS (dispatch_table.py) lists the kernel stock would run. Other calls
+are served where an sdpa_backend block or the process selects "fa3" or "fa2". The LSE of a row without keys is inf, as
+in stock. torch drops a gradient of the LSE. No module of this package may import torch.nn.attention.varlen, because the
+import loads torch._dynamo, which takes a second or more.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from . import op_owners
 _MODULE = "torch.nn.attention.varlen"
 _BACKWARD = "_varlen_attn_backward"
 _OPS = ("_varlen_attn", "_varlen_attn_out", _BACKWARD)
-_OLDEST_CUDNN = 91800  # that torch 2.14 and later use for it
+_OLDEST_CUDNN = 91800  # oldest cuDNN used by torch 2.14 and later for varlen_attn
 _bodies = torch.library.Library("torch_flashplug", "FRAGMENT")
 _once = threading.Lock()
 _known: set[str] = set()
@@ -31,13 +33,14 @@ _log = logging.getLogger("torch_flashplug")
 
 
 def install(device: str = "CUDA") -> None:
-    """Put our kernels at the ops of torch's module, which need not be imported yet. "CPU" serves the tests' stand-in.
+    """Register kernels for the ops of torch's module, which need not be imported yet.
 
-    Where another library's kernels stand there, as cudnn.torch's may, they stay in force and ours are not put in place.
+    "CPU" serves the CPU stub backend of the tests. Kernels of a different library at the ops, such as cudnn.torch, stay
+    in force, and no kernel is registered.
     """
     callbacks.set_prepare(prepare)
     if place := other_owner(device):
-        _log.info("varlen_attn stays with the library that has registered its kernels at %s", place)
+        _log.info("varlen_attn: kernels are left to the library that registered kernels at %s", place)
         return
     bindings.open_varlen(device)
 
@@ -47,12 +50,15 @@ def uninstall() -> None:
 
 
 def other_owner(device: str = "CUDA") -> str:
-    """Return where another library has registered a kernel that one of these ops runs; empty: there is none."""
+    """Return the place where a different library has registered a kernel for the ops; empty without such a kernel."""
     return op_owners.first_other_owner(*(f"torch_attn::{name}" for name in _OPS), key=device)
 
 
 def prepare() -> None:
-    """At the first call, so whoever makes it has imported the module."""
+    """Define the stock bodies and report the schemas to C++ at the first call.
+
+    The caller of the first call has imported torch's module.
+    """
     with _once:
         for name in _OPS:
             packet = getattr(torch.ops.torch_attn, name, None)
@@ -73,7 +79,7 @@ def _define(name: str, schema: str, body: Callable) -> None:
 
 
 def _rule(schema: str) -> str:
-    """Return how this torch chooses the kernel of its body, as doors.know_varlen_rule() takes it."""
+    """Return the rule by which the installed torch selects the kernel of the body, for doors.know_varlen_rule()."""
     if "int backend" in schema.lower().replace("symint", "int"):
         return "argument"
     if torch.__version__ < (2, 14):
@@ -85,7 +91,7 @@ def _rule(schema: str) -> str:
 
 
 def _body(name: str) -> Callable:
-    """torch's body, as it is when it is called."""
+    """Return a function with torch's body of an op, looked up again in every call."""
 
     @bindings.held
     @functools.wraps(getattr(sys.modules[_MODULE], name)._init_fn)
@@ -96,7 +102,10 @@ def _body(name: str) -> Callable:
 
 
 def _flash_backward(op: torch._ops.OpOverload) -> Callable:
-    """Flash attention's backward of the same arguments, for forwards of ours: cuDNN's must not follow them."""
+    """Return the flash attention backward of the op for forwards run by torch_flashplug kernels.
+
+    The backward of cuDNN must not follow such a forward.
+    """
     names = [argument.name for argument in op._schema.arguments]
 
     @bindings.held

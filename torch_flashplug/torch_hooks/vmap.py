@@ -1,4 +1,4 @@
-"""vmap rules for the aten pair that F.sdpa reaches and for our own ops: the mapped dim is folded into the batch."""
+"""vmap rules for the aten pair called by F.sdpa and for the custom ops: the mapped dim is folded into the batch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..ops import attention, sdpa
 from . import tracing
 
 _FORWARD_TENSORS = 3  # query, key, value
-_MAPPED_RESULTS = 2  # out and lse; seeds, offsets and sizes are those of the one call that is made
+_MAPPED_RESULTS = 2  # out and lse; seeds, offsets and sizes belong to the single folded call
 
 
 def register() -> None:
@@ -25,12 +25,13 @@ def register() -> None:
 
 
 class _Fold:
-    """Moves tensors between (B, ...) under vmap of size N and (N * B, ...) outside of it."""
+    """Converter of tensors between (B, ...) under vmap of size N and (N * B, ...) outside of vmap."""
 
     def __init__(self, info, dropout_p: float) -> None:
         if dropout_p > 0.0 and info.randomness != "different":
             raise RuntimeError(
-                f"vmap over attention with dropout needs randomness='different', got {info.randomness!r}"
+                f"vmap: randomness must be 'different' for attention with dropout, but got {info.randomness!r}. Pass "
+                "randomness='different' to torch.vmap."
             )
         self.size = info.batch_size
 
@@ -41,7 +42,7 @@ class _Fold:
         return self.front(tensor, dim).flatten(0, 1)
 
     def bias(self, bias: Tensor | None, dim: int | None, batch: int) -> Tensor | None:
-        """A bias of 2 to 4 dims becomes (N * B, heads or 1, Sq, Sk)."""
+        """Return a bias of 2 to 4 dims as (N * B, heads or 1, Sq, Sk)."""
         if bias is None:
             return None
         bias = self.front(bias, dim)
@@ -52,7 +53,7 @@ class _Fold:
         return tensor.unflatten(0, (self.size, -1))
 
     def bias_grad(self, grad: Tensor, bias: Tensor, dim: int | None) -> Tensor:
-        """(N * B, ...) back to (N, shape of one bias)."""
+        """Sum a bias gradient (N * B, ...) to (N, shape of a single bias)."""
         shape = self.front(bias, dim).shape
         return self.out(grad).sum_to_size(self.size, *(1,) * (5 - len(shape)), *shape[1:]).reshape(shape)
 
@@ -75,7 +76,10 @@ def _windowed_forward(info, in_dims: tuple, *args) -> tuple[tuple[Tensor, Tensor
 
 
 def _one_by_one(op: Callable, info, in_dims: tuple, args: tuple, tensors: int) -> tuple[tuple, tuple]:
-    """A call for each, where they are no batch of one: what heads or sequences have of their own differs."""
+    """Run a separate call for each vmapped entry and stack the results.
+
+    Separate calls are needed where the entries cannot share a batch, because sinks or sequence lengths differ.
+    """
     fold = _Fold(info, 0.0)
     given = [None if x is None else fold.front(x, dim) for x, dim in zip(args[:tensors], in_dims)]
     results = [op(*(None if x is None else x[i] for x in given), *args[tensors:]) for i in range(fold.size)]
@@ -103,7 +107,10 @@ def _aten_forward(info, in_dims: tuple, *args, **settings) -> tuple:
 
 
 def _forward(op: Callable, info, in_dims: tuple, args: tuple, settings: dict) -> tuple:
-    """Both forward ops start with query, key, value, bias, dropout_p."""
+    """Run a forward op with the mapped dim folded into the batch.
+
+    Both forward ops start with the arguments query, key, value, bias, dropout_p.
+    """
     bias, dropout_p = args[_FORWARD_TENSORS : _FORWARD_TENSORS + 2]
     fold = _Fold(info, dropout_p)
     query, key, value = (fold.in_(tensor, dim) for tensor, dim in zip(args[:_FORWARD_TENSORS], in_dims))
@@ -134,7 +141,7 @@ def _aten_backward(info, in_dims: tuple, *args, **settings) -> tuple:
 
 
 def _fold_backward(fold: _Fold, a: sdpa.BackwardArgs, dims: sdpa.BackwardArgs) -> tuple[list[Tensor], Tensor | None]:
-    """(grad_out, query, key, value, out, lse) folded, and the bias."""
+    """Return folded (grad_out, query, key, value, out, lse), and the folded bias."""
     names = ("grad_out", "query", "key", "value", "out", "lse")
     tensors = [fold.in_(getattr(a, name), getattr(dims, name)) for name in names]
     return tensors, fold.bias(a.attn_bias, dims.attn_bias, tensors[1].shape[0] // fold.size)

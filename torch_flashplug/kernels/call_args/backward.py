@@ -1,4 +1,4 @@
-"""What backward kernels of every kind are called with."""
+"""Arguments of the backward kernels of the kinds bwd, detbwd and partbwd."""
 
 from __future__ import annotations
 
@@ -21,46 +21,48 @@ from .operands import (
     given_bias,
 )
 
-WANT_DQ, WANT_DKDV = 1, 2  # kWantDq, kWantDkDv of src/core/flashplug.h
+WANT_DQ, WANT_DKDV = 1, 2  # bits of `wanted`: kWantDq, kWantDkDv of src/core/flashplug.h
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """One call's arguments, but for the stream; tensors as BackwardCall says.
+    """Arguments of a backward call, without the stream. `BackwardCall` gives the tensor forms.
 
-    dK and dV have as many heads as K and V, or a multiple. Then a block of keys is so many tiles, which share the query
-    heads of its KV head: each leaves what its own ones add, and who calls sums that up.
+    dK and dV have as many heads as K and V, or a multiple. With a multiple, a block of keys consists of several tiles,
+    which share the query heads of the block's KV head. Each tile writes the gradients of its own query heads, and the
+    caller sums the tiles.
     """
 
-    q: cute.Tensor
-    k: cute.Tensor
-    v: cute.Tensor
-    o: cute.Tensor
-    do: cute.Tensor
-    lse: cute.Tensor
-    dq: cute.Tensor
+    q: cute.Tensor  # (B, Hq, Sq, D)
+    k: cute.Tensor  # (B, Hkv, Sk, D)
+    v: cute.Tensor  # (B, Hkv, Sk, Dv)
+    o: cute.Tensor  # (B, Hq, Sq, Dv)
+    do: cute.Tensor  # (B, Hq, Sq, Dv)
+    lse: cute.Tensor  # (B, Hq, Sq) fp32, natural logarithm
+    dq: cute.Tensor  # (B, Hq, Sq, D)
     dk: cute.Tensor  # (B, shares, Sk, D)
-    dv: cute.Tensor
-    rows: cute.Tensor
-    scratch: cute.Tensor
+    dv: cute.Tensor  # (B, shares, Sk, Dv)
+    rows: cute.Tensor  # (B, Hq, 2, padded Sq) fp32 workspace: LSE * log2(e) and delta
+    scratch: cute.Tensor  # (n,) fp32 workspace of dQ, with counters
     scales: Scales
-    counter: cute.Tensor
-    num_ctas: Int32
-    wanted: Int32
-    mask: cute.Tensor | None
-    digest: cute.Tensor | None
-    bias: cute.Tensor | None  # of either dtype
+    counter: cute.Tensor  # (1,) Int32, from which CTAs fetch tiles
+    num_ctas: Int32  # SMs of the device
+    wanted: Int32  # WANT_DQ and WANT_DKDV
+    mask: cute.Tensor | None  # (B or 1, Hq or 1, rows, Sk) bool
+    digest: cute.Tensor | None  # (B or 1, Hq or 1, n) Int32: the preprocessed mask
+    bias: cute.Tensor | None  # (B, Hq, Sq, Sk), in the dtype of the query or in fp32
     drawn: Drawn | None
     limits: Limits | None
-    dlse: cute.Tensor | None  # (B, Hq, Sq), or of no rows
+    dlse: cute.Tensor | None  # (B, Hq, Sq) fp32, or (B, Hq, 0) if the LSE has no gradient
     softcap: Float32 | None
     lengths: Lengths | None
 
 
 class BackwardCall(KernelCall):
-    """Of the kinds bwd, detbwd and partbwd."""
+    """ABI of the kernels of the kinds bwd, detbwd and partbwd."""
 
     def fake_tensors(self) -> dict[str, cute.Tensor]:
+        """Return the tensor arguments of a backward call by name, with symbolic sizes."""
         tensors = super().fake_tensors()
         shares = cute.sym_int()
         sizes = {name: tensors[of].shape for name, of in {"do": "o", "dq": "q", "dk": "k", "dv": "v"}.items()}
@@ -110,6 +112,7 @@ class BackwardCall(KernelCall):
         lists: cute.Tensor | None,
         stream: cuda.CUstream,
     ):
+        """Collect the ABI arguments into a `Gradients` and launch."""
         tensors = (q, k, v, o, do, lse, dq, dk, dv, rows, scratch)
         scales, drawn = Scales(scale_log2, scale), Drawn.of(seed, dropout_p)
         given = (mask, digest, given_bias(bias, bias32), drawn, Limits.of(left, right, bottom_right), dlse)

@@ -1,4 +1,4 @@
-"""What a bias's gradient is called with."""
+"""Arguments of the bias-gradient kernels (kind dbias)."""
 
 from __future__ import annotations
 
@@ -13,27 +13,28 @@ from .operands import Drawn, KernelCall, Scales, fake_bias, fake_counter, fake_r
 
 @dataclass(frozen=True)
 class BiasGradient:
-    """One call's arguments, but for the stream; tensors as BiasGradientCall says."""
+    """Arguments of a bias-gradient call, without the stream. `BiasGradientCall` gives the tensor forms."""
 
-    q: cute.Tensor
-    k: cute.Tensor
-    v: cute.Tensor
-    o: cute.Tensor
-    do: cute.Tensor
-    lse: cute.Tensor
-    rows: cute.Tensor
+    q: cute.Tensor  # (B, Hq, Sq, D)
+    k: cute.Tensor  # (B, Hkv, Sk, D)
+    v: cute.Tensor  # (B, Hkv, Sk, Dv)
+    o: cute.Tensor  # (B, Hq, Sq, Dv)
+    do: cute.Tensor  # (B, Hq, Sq, Dv)
+    lse: cute.Tensor  # (B, Hq, Sq) fp32, natural logarithm
+    rows: cute.Tensor  # (B, Hq, 2, padded Sq) fp32 workspace: LSE * log2(e) and delta
     scales: Scales
-    counter: cute.Tensor
-    num_ctas: Int32
-    bias: cute.Tensor | None  # of either dtype
-    dbias: cute.Tensor | None  # of the same
+    counter: cute.Tensor  # (1,) Int32, from which CTAs fetch tiles
+    num_ctas: Int32  # SMs of the device
+    bias: cute.Tensor | None  # (B, Hq, Sq, Sk), in the dtype of the query or in fp32
+    dbias: cute.Tensor | None  # (1 to B, 1 to Hq, Sq or 1, Sk or 1), in the dtype of the bias
     drawn: Drawn | None
 
 
 class BiasGradientCall(KernelCall):
-    """Of the kind dbias."""
+    """ABI of the kernels of the kind dbias."""
 
     def fake_tensors(self) -> dict[str, cute.Tensor]:
+        """Return the tensor arguments of a bias-gradient call by name, with symbolic sizes."""
         tensors = super().fake_tensors()
         biases, gradients = (fake_bias(self.element.dtype, self.spec.arch) for _ in range(2))
         own = {"do": self.fake_operand(*tensors["o"].shape), "rows": fake_rows(*tensors["lse"].shape[:2])}
@@ -62,6 +63,7 @@ class BiasGradientCall(KernelCall):
         dropout_p: Float32 | None,
         stream: cuda.CUstream,
     ):
+        """Collect the ABI arguments into a `BiasGradient` and launch."""
         scales, drawn = Scales(scale_log2, scale), Drawn.of(seed, dropout_p)
         bias, dbias = given_bias(bias, bias32), given_bias(dbias, dbias32)
         tensors = (q, k, v, o, do, lse, rows)

@@ -1,4 +1,4 @@
-"""What decode kernels are called with."""
+"""Arguments of the decode kernels (kind decode)."""
 
 from __future__ import annotations
 
@@ -25,40 +25,43 @@ from .operands import (
 
 @dataclass(frozen=True)
 class FewRows:
-    """One call's arguments, but for the stream; tensors as DecodeCall says."""
+    """Arguments of a decode call, without the stream. `DecodeCall` gives the tensor forms."""
 
-    q: cute.Tensor
-    k: cute.Tensor
-    v: cute.Tensor
-    o: cute.Tensor
-    lse: cute.Tensor
-    partials: cute.Tensor
-    scale: Float32
-    splits: Int32
-    cluster: Int32
-    mask: cute.Tensor | None
-    bias: cute.Tensor | None  # of either dtype
-    k_scale: cute.Tensor | None
-    v_scale: cute.Tensor | None
-    rotated: Int32 | None
+    q: cute.Tensor  # (B, Hq, Sq, D)
+    k: cute.Tensor  # (B, Hkv, Sk, D), or pages (pages, Hkv, rows of a page, D)
+    v: cute.Tensor  # (B, Hkv, Sk, Dv), or pages (pages, Hkv, rows of a page, Dv)
+    o: cute.Tensor  # (B, Hq, Sq, Dv)
+    lse: cute.Tensor  # (B, Hq, Sq) fp32, natural logarithm
+    partials: cute.Tensor  # (n,) fp32 workspace: partial results of the splits
+    scale: Float32  # softmax scale
+    splits: Int32  # splits of the keys
+    cluster: Int32  # CTAs of a cluster
+    mask: cute.Tensor | None  # (B or 1, Hq or 1, Sq, Sk) bool
+    bias: cute.Tensor | None  # (B, Hq, Sq, Sk), in the dtype of the query or in fp32
+    k_scale: cute.Tensor | None  # (B, Hkv, Sk) fp32
+    v_scale: cute.Tensor | None  # (B, Hkv, Sk) fp32
+    rotated: Int32 | None  # 1 if keys are rotated (Hadamard); then queries are rotated, too
     limits: Limits | None
-    sinks: cute.Tensor | None
+    sinks: cute.Tensor | None  # (Hq,) fp32, or (0,) without sinks
     softcap: Float32 | None
-    pages: cute.Tensor | None
-    used_k: cute.Tensor | None
-    split_size: Int32 | None
+    pages: cute.Tensor | None  # (B, n) Int32 block table: page numbers of each sequence
+    used_k: cute.Tensor | None  # (sequences,) Int32: KV length of each sequence, or (0,) if all keys count
+    split_size: Int32 | None  # keys of a split, a multiple of tile_n; 0: splits of equal size
 
     @property
     def scales(self) -> Scales:
+        """Softmax scale of the call, natural and times log2(e)."""
         return Scales(self.scale * LOG2_E, self.scale)
 
 
 class DecodeCall(KernelCall):
-    """Of the kind decode."""
+    """ABI of the kernels of the kind decode."""
 
     def fake_tensors(self) -> dict[str, cute.Tensor]:
+        """Return the tensor arguments of a decode call by name, with symbolic sizes."""
         tensors = super().fake_tensors()
-        many, rows = cute.sym_int(), cute.sym_int()  # pages may be as many as there are, and have any rows
+        # In a paged KV cache the number of pages and the rows of a page are arbitrary.
+        many, rows = cute.sym_int(), cute.sym_int()
         for name in ("k", "v"):
             _, heads, _, columns = tensors[name].shape
             tensors[name] = fake_operand(self.element.cached, many, heads, rows, columns)
@@ -97,6 +100,7 @@ class DecodeCall(KernelCall):
         split_size: Int32 | None,
         stream: cuda.CUstream,
     ):
+        """Collect the ABI arguments into a `FewRows` and launch."""
         beside = (mask, given_bias(bias, bias32), k_scale, v_scale, rotated, Limits.of(left, right, bottom_right))
         beside = (*beside, sinks, softcap, pages, used_k, split_size)
         self.launch(FewRows(q, k, v, o, lse, partials, scale, splits, cluster, *beside), stream)

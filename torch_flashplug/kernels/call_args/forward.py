@@ -1,4 +1,4 @@
-"""What forward kernels are called with."""
+"""Arguments of the forward kernels (kind fwd)."""
 
 from __future__ import annotations
 
@@ -24,31 +24,32 @@ from .operands import (
 
 @dataclass(frozen=True)
 class Call:
-    """One call's arguments, but for the stream; tensors as ForwardCall says."""
+    """Arguments of a forward call, without the stream. `ForwardCall` gives the tensor forms."""
 
-    q: cute.Tensor
-    k: cute.Tensor
-    v: cute.Tensor
-    o: cute.Tensor
-    lse: cute.Tensor
+    q: cute.Tensor  # (B, Hq, Sq, D)
+    k: cute.Tensor  # (B, Hkv, Sk, D)
+    v: cute.Tensor  # (B, Hkv, Sk, Dv)
+    o: cute.Tensor  # (B, Hq, Sq, Dv)
+    lse: cute.Tensor  # (B, Hq, Sq) fp32, natural logarithm
     scales: Scales
-    counter: cute.Tensor
-    num_ctas: Int32
-    mask: cute.Tensor | None
-    digest: cute.Tensor | None
-    bias: cute.Tensor | None  # of either dtype
+    counter: cute.Tensor  # (1,) Int32, from which CTAs fetch tiles
+    num_ctas: Int32  # SMs of the device
+    mask: cute.Tensor | None  # (B or 1, Hq or 1, rows, Sk) bool
+    digest: cute.Tensor | None  # (B or 1, Hq or 1, n) Int32: the preprocessed mask
+    bias: cute.Tensor | None  # (B, Hq, Sq, Sk), in the dtype of the query or in fp32
     drawn: Drawn | None
-    scratch8: cute.Tensor | None
+    scratch8: cute.Tensor | None  # (n,) Int32 workspace: 8-bit operands
     limits: Limits | None
-    sinks: cute.Tensor | None
+    sinks: cute.Tensor | None  # (Hq,) fp32, or (0,) without sinks
     softcap: Float32 | None
     lengths: Lengths | None
 
 
 class ForwardCall(KernelCall):
-    """Of the kind fwd."""
+    """ABI of the kernels of the kind fwd."""
 
     def fake_tensors(self) -> dict[str, cute.Tensor]:
+        """Return the tensor arguments of a forward call by name, with symbolic sizes."""
         own = {"counter": fake_counter(), "scratch8": fake_vector(Int32, 16), "sinks": fake_sinks()}
         return super().fake_tensors() | fake_features(self.element.dtype, self.spec.arch) | own
 
@@ -82,6 +83,7 @@ class ForwardCall(KernelCall):
         lists: cute.Tensor | None,
         stream: cuda.CUstream,
     ):
+        """Collect the ABI arguments into a `Call` and launch."""
         scales, drawn = Scales(scale_log2, scale), Drawn.of(seed, dropout_p)
         given = (mask, digest, given_bias(bias, bias32), drawn, scratch8, Limits.of(left, right, bottom_right), sinks)
         lengths = Lengths.of(cu_q, cu_k, used_k, lists)

@@ -1,5 +1,7 @@
-"""What kernels of every kind are called with. Arguments come in the order of torch_flashplug/registry/kernel_args.py,
-by which src/launch/kernel_args.cpp packs them; the stream, which src/launch/launch.cpp gives, is last.
+"""Arguments shared by all kinds of kernels, and the classes called by cute.compile.
+
+Arguments have the order of torch_flashplug/registry/kernel_args.py, in which src/launch/kernel_args.cpp packs them. The
+stream is last and is passed by src/launch/launch.cpp.
 """
 
 from __future__ import annotations
@@ -20,61 +22,66 @@ NUMBERS = {"fp32": Float32, "int32": Int32}
 
 @dataclass(frozen=True)
 class Scales:
-    """The softmax scale of a call."""
+    """Softmax scale of a call."""
 
-    log2: Float32  # times log2(e)
-    natural: Float32
+    log2: Float32  # scale * log2(e)
+    natural: Float32  # scale
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """What is dropped of a call."""
+    """Dropout arguments of a call."""
 
     seed: cute.Tensor  # (1,) Int64
-    p: Float32  # probability with which a score is dropped
+    p: Float32  # probability of dropping a score
 
     @staticmethod
     def of(seed: cute.Tensor | None, p: Float32 | None) -> Drawn | None:
+        """Return the dropout arguments, or None for a kernel without dropout."""
         return None if seed is None else Drawn(seed, p)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Which keys a query sees (window.Window)."""
+    """Sliding window of a call (window.Window)."""
 
-    left: Int32
-    right: Int32
-    bottom_right: Int32
+    left: Int32  # visible keys before the query's own key
+    right: Int32  # visible keys behind the query's own key
+    bottom_right: Int32  # 1 if windows are aligned to the last query and key, 0 if to the first
 
     @staticmethod
     def of(left: Int32 | None, right: Int32 | None, bottom_right: Int32 | None) -> Limits | None:
+        """Return the window arguments, or None for a kernel without a window."""
         return None if left is None else Limits(left, right, bottom_right)
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Sequences on end (varlen.py)."""
+    """Packed sequences of a call (varlen.py)."""
 
-    cu_q: cute.Tensor
-    cu_k: cute.Tensor
-    used_k: cute.Tensor
-    lists: cute.Tensor
+    cu_q: cute.Tensor  # (sequences + 1,) Int32: where the rows of each sequence begin and end
+    cu_k: cute.Tensor  # (sequences + 1,) Int32: where the keys of each sequence begin and end
+    used_k: cute.Tensor  # (sequences,) Int32: KV length of each sequence, or (0,) if all keys count
+    lists: cute.Tensor  # (n,) Int32 workspace: lists of tiles
 
     @staticmethod
     def of(
         cu_q: cute.Tensor | None, cu_k: cute.Tensor | None, used_k: cute.Tensor | None, lists: cute.Tensor | None
     ) -> Lengths | None:
+        """Return the packed-sequence arguments, or None for a kernel without packed sequences."""
         return None if cu_q is None else Lengths(cu_q, cu_k, used_k, lists)
 
 
 def given_bias(bias: cute.Tensor | None, bias32: cute.Tensor | None) -> cute.Tensor | None:
-    """The one of them that the kernel takes, if any."""
+    """Return the bias argument in the dtype that the kernel takes, or None for a kernel without a bias."""
     return bias32 if bias is None else bias
 
 
 def fake_operand(dtype: type[cutlass.Numeric], *shape, elementwise: bool = False) -> cute.Tensor:
-    """Argument for cute.compile, four dims: strides 64-bit (tensors may pass 2^31 elements), rows 16-byte aligned;
-    elementwise: any strides, any address.
+    """Return a four-dimensional tensor argument for cute.compile.
+
+    Strides are 64-bit, because tensors may exceed 2^31 elements. Rows are 16-byte aligned. With `elementwise`, any
+    strides and any address are allowed.
     """
     if elementwise:
         return cute.runtime.make_fake_tensor(dtype, shape, tuple(cute.sym_int64() for _ in shape), assumed_align=2)
@@ -83,35 +90,38 @@ def fake_operand(dtype: type[cutlass.Numeric], *shape, elementwise: bool = False
 
 
 def fake_vector(dtype: type[cutlass.Numeric], align: int, size: int | None = None) -> cute.Tensor:
-    """Numbers on end, as many as come."""
+    """Return a contiguous one-dimensional tensor argument; its size is symbolic unless `size` is given."""
     return cute.runtime.make_fake_tensor(dtype, (cute.sym_int() if size is None else size,), (1,), assumed_align=align)
 
 
 def fake_counter() -> cute.Tensor:
-    """From which CTAs draw their tiles."""
+    """Return the counter argument, from which CTAs fetch tiles."""
     return fake_vector(Int32, 4, size=1)
 
 
 def fake_rows(B: cute.SymInt, Hq: cute.SymInt) -> cute.Tensor:
-    """Of a backward: LSE and delta of rows in scratch."""
+    """Return the row statistics of a backward: LSE and delta in the workspace, (B, Hq, 2, rows)."""
     strides = (*(cute.sym_int64(divisibility=4) for _ in range(3)), 1)
     return cute.runtime.make_fake_tensor(Float32, (B, Hq, 2, cute.sym_int()), strides, assumed_align=16)
 
 
 def fake_mask() -> cute.Tensor:
-    """Bytes of any strides at any address."""
+    """Return a bool mask argument: bytes of any strides at any address."""
     sizes, strides = (tuple(make() for _ in range(4)) for make in (cute.sym_int, cute.sym_int64))
     return cute.runtime.make_fake_tensor(Uint8, sizes, strides, assumed_align=1)
 
 
 def fake_digest() -> cute.Tensor:
-    """Three dims on end."""
+    """Return the argument of a preprocessed mask: three dimensions, contiguous in the last."""
     strides = (cute.sym_int64(), cute.sym_int64(), 1)
     return cute.runtime.make_fake_tensor(Int32, tuple(cute.sym_int() for _ in strides), strides, assumed_align=16)
 
 
 def fake_bias(dtype: type[cutlass.Numeric], arch: int) -> dict[str, cute.Tensor]:
-    """Rows of any stride at any address; for kernels of sm_80 as cp.async reads them."""
+    """Return the bias arguments of both dtypes: rows of any stride at any address.
+
+    Kernels of sm_80 read the bias with cp.async, so their rows are 16-byte aligned.
+    """
 
     def of(number: type[cutlass.Numeric]) -> cute.Tensor:
         element, unit = number.width // 8, 16
@@ -124,18 +134,22 @@ def fake_bias(dtype: type[cutlass.Numeric], arch: int) -> dict[str, cute.Tensor]
 
 
 def fake_scale() -> cute.Tensor:
-    """Of keys (B, Hkv, Sk), at any strides."""
+    """Return the argument of per-key scales, (B, Hkv, Sk), with any strides."""
     sizes, strides = (tuple(make() for _ in range(3)) for make in (cute.sym_int, cute.sym_int64))
     return cute.runtime.make_fake_tensor(Float32, sizes, strides, assumed_align=4)
 
 
 def fake_sinks() -> cute.Tensor:
-    """Of query heads, at any stride."""
+    """Return the argument of the sink logits, (Hq,), with any stride."""
     return cute.runtime.make_fake_tensor(Float32, (cute.sym_int(),), (cute.sym_int64(),), assumed_align=4)
 
 
 def fake_features(dtype: type[cutlass.Numeric], arch: int) -> dict[str, cute.Tensor]:
-    """What features bring to kernels of long calls. dtype: of the query."""
+    """Return the tensor arguments that features add to the kernels of long calls, by name.
+
+    Args:
+        dtype: dtype of the query.
+    """
     sequences = cute.sym_int()
     lengths = {name: fake_vector(Int32, 4, size=sequences) for name in ("cu_q", "cu_k")}
     lengths |= {"used_k": fake_vector(Int32, 4), "lists": fake_vector(Int32, 16)}
@@ -144,16 +158,18 @@ def fake_features(dtype: type[cutlass.Numeric], arch: int) -> dict[str, cute.Ten
 
 
 class KernelCall:
-    """What cute.compile calls. A kind's class has `__call__`, whose parameters the DSL wants spelled out; the launch is
-    left to `launch` of the class that inherits from that one.
+    """Base class of the kernel objects compiled by cute.compile.
+
+    The class of a kind has `__call__`, whose parameters the DSL requires to be spelled out. `__call__` ends in
+    `launch`, a method of the kernel class that inherits from the class of the kind.
     """
 
     spec: KernelSpec
     element: Element
-    elementwise = False  # tensors of any strides at any address
+    elementwise = False  # True if tensors may have any strides and any address
 
     def fake_tensors(self) -> dict[str, cute.Tensor]:
-        """Tensor arguments by name, sizes symbolic; here those of every kind."""
+        """Return the tensor arguments of every kind by name, with symbolic sizes."""
         B, Hq, Hkv, Sq, Sk = (cute.sym_int() for _ in range(5))
         D, Dv = (cute.sym_int(divisibility=1 if self.elementwise else 8) for _ in range(2))
         sizes = {"q": (B, Hq, Sq, D), "k": (B, Hkv, Sk, D), "v": (B, Hkv, Sk, Dv), "o": (B, Hq, Sq, Dv)}
@@ -162,10 +178,14 @@ class KernelCall:
         return {name: self.fake_operand(*size) for name, size in sizes.items()} | {"lse": lse}
 
     def fake_operand(self, *shape) -> cute.Tensor:
+        """Return a tensor argument of the kernel's element type."""
         return fake_operand(self.element.dtype, *shape, elementwise=self.elementwise)
 
     def fake_arguments(self) -> tuple:
-        """Arguments for cute.compile; None in the place of optional ones that no feature of the kernel brings."""
+        """Return the arguments for cute.compile.
+
+        An optional argument is None if no feature of the kernel uses the argument.
+        """
         tensors = self.fake_tensors()
         brought = {name for feature in features.of(self.spec.features) for name in feature.arguments}
         taken = (

@@ -1,4 +1,4 @@
-"""What a backward of sequences that fit into one tile is called with."""
+"""Arguments of the single-tile backward kernels (kind tilebwd)."""
 
 from __future__ import annotations
 
@@ -13,31 +13,33 @@ from .operands import KernelCall, Scales, fake_bias, given_bias
 
 @dataclass(frozen=True)
 class TileGradients:
-    """One call's arguments, but for the stream; tensors as TileBackwardCall says."""
+    """Arguments of a single-tile backward call, without the stream. `TileBackwardCall` gives the tensor forms."""
 
-    q: cute.Tensor
-    k: cute.Tensor
-    v: cute.Tensor
-    do: cute.Tensor
-    lse: cute.Tensor
-    dq: cute.Tensor
-    dk: cute.Tensor
-    dv: cute.Tensor
+    q: cute.Tensor  # (B, H, Sq, D)
+    k: cute.Tensor  # (B, H, Sk, D)
+    v: cute.Tensor  # (B, H, Sk, D)
+    do: cute.Tensor  # (B, H, Sq, D)
+    lse: cute.Tensor  # (B, H, Sq) fp32, natural logarithm
+    dq: cute.Tensor  # (B, H, Sq, D)
+    dk: cute.Tensor  # (B, H, Sk, D)
+    dv: cute.Tensor  # (B, H, Sk, D)
     scales: Scales
-    ranges: Int32  # of the batch
-    bias: cute.Tensor | None  # of either dtype
-    dbias: cute.Tensor | None  # of the same; (ranges or B, Hq, Sq, Sk), or of no batch: not wanted
+    ranges: Int32  # ranges of the batch, each with a CTA per head
+    bias: cute.Tensor | None  # (B, H, Sq, Sk), in the dtype of the query or in fp32
+    # (ranges or B, H, Sq, Sk), in the dtype of the bias; an empty batch dimension: no gradient is wanted.
+    dbias: cute.Tensor | None
 
 
 class TileBackwardCall(KernelCall):
-    """The arguments of kernels of the kind tilebwd."""
+    """ABI of the kernels of the kind tilebwd."""
 
     def fake_tensors(self) -> dict[str, cute.Tensor]:
+        """Return the tensor arguments of a single-tile backward call by name, with symbolic sizes."""
         tensors = super().fake_tensors()
         like = {"do": "o", "dq": "q", "dk": "k", "dv": "v"}
         biases, gradients = (fake_bias(self.element.dtype, self.spec.arch) for _ in range(2))
         own = {name: self.fake_operand(*tensors[of].shape) for name, of in like.items()}
-        del tensors["o"]  # delta comes from P and dP
+        del tensors["o"]  # delta is computed from P and dP, so O is not an argument
         return tensors | own | biases | {f"d{name}": tensor for name, tensor in gradients.items()}
 
     @cute.jit
@@ -60,6 +62,7 @@ class TileBackwardCall(KernelCall):
         dbias32: cute.Tensor | None,
         stream: cuda.CUstream,
     ):
+        """Collect the ABI arguments into a `TileGradients` and launch."""
         biases = given_bias(bias, bias32), given_bias(dbias, dbias32)
         tensors = (q, k, v, do, lse, dq, dk, dv)
         self.launch(TileGradients(*tensors, Scales(scale_log2, scale), ranges, *biases), stream)

@@ -1,18 +1,21 @@
-"""An additive bias, a value for every score: t = S * scale + bias (Press et al. 2022, Raffel et al. 2020), made of what
-the operands are made of, or of fp32.
+"""Score stage of an additive bias: t = S * scale + bias (Press et al. 2022, Raffel et al. 2020).
 
-On Hopper the producer warp brings a warpgroup's part of a block into a ring of its own (bias_load.py), wherever its
-rows begin. A consumer reads what it holds of the scores (fragments.py): by ldmatrix from a swizzled tile of 16 bits, by
-ordinary loads from a swizzled tile of fp32, and element by element from other tiles.
+A bias has a value for every score, in the dtype of the operands or in fp32.
 
-Scores leave in natural units, so that any scale is right, and the softmax goes on with 1: this stage comes first, since
-a scale that is not positive would turn -inf of others around. An entry of -inf hides a score; a row may be empty.
+On Hopper the producer warp loads a warpgroup's part of a block into a dedicated pipeline (bias_load.py), wherever the
+rows of the bias begin. A consumer reads the values of its scores (fragments.py): with ldmatrix from a swizzled tile of
+16 bits, with ordinary loads from a swizzled tile of fp32, and element by element from other tiles.
 
-Of a bias (B, Hq, Sq, Sk) the last stride is 1; the others are arbitrary, and 0 where the bias is broadcast. Kernels of
-sm_80 need rows that begin at multiples of 16 bytes (cp.async), and get one row that all queries share as many rows.
+Scores leave in natural units, so that any scale is allowed, and the softmax continues with scale 1. The bias stage
+comes first, since a zero or negative scale would turn the -inf of later stages around. An entry of -inf hides a score;
+a row may be empty.
 
-A warpgroup has one slot. The slot is free as soon as its values are in registers, a whole step before the next block is
-asked for, and a second slot would take the room of Q.
+A bias has shape (B, Hq, Sq, Sk). The last stride is 1; the other strides are arbitrary, and 0 where the bias is
+broadcast. Kernels of sm_80 need rows that begin at multiples of 16 bytes (cp.async). A row shared by all queries is
+passed to these kernels as 64 copies of the row.
+
+A warpgroup has a single pipeline stage. The pipeline stage is free as soon as the values are in registers, a whole step
+before the next block is requested. A second stage would take the shared memory of Q.
 """
 
 from __future__ import annotations
@@ -43,21 +46,25 @@ CHUNK = 32  # columns of scores that are read at once; a backward has no registe
 
 @dataclass(frozen=True)
 class Bias(Read):
-    """A bias as an argument of a kernel; kernels without room for tiles read each value where it lies."""
+    """Bias as an argument of a kernel; kernels without shared memory for tiles read each value from global memory."""
 
     def tma(self, form: Form) -> Stage:
+        """Return the stage for TMA loads, or the stage itself if shared memory has no room for tiles."""
         if not form.room:
             return self
         return MovedBias(*Tiles.of(form, self.bias.element_type).tma(self.bias), self.bias, self.scale)
 
     def shared(self, smem: cutlass.memory.SmemAllocator, form: Form | SlabForm) -> Stage:
-        """Where TMA brings nothing."""
+        """Return the stage with a tile in shared memory, for sm_80 kernels, which use no TMA.
+
+        If shared memory has no room for tiles, the stage itself is returned.
+        """
         return SlabBias.create(smem, form, self) if form.room else self
 
 
 @dataclass(frozen=True)
 class MovedBias(Stage):
-    """A bias, the TMA atom that loads tiles of it and its coordinates, as arguments of a kernel."""
+    """Bias as an argument of a kernel: the tensor, the TMA atom of the tile loads, and the TMA coordinates."""
 
     atom: cute.CopyAtom
     m: cute.Tensor  # (Sq, Sk, Hq, B)
@@ -65,6 +72,7 @@ class MovedBias(Stage):
     scale: Float32
 
     def shared(self, smem: cutlass.memory.SmemAllocator, form: Form) -> Stage:
+        """Return the stage with its pipeline and its buffer, a stage per warpgroup."""
         tiles = Tiles.of(form, self.bias.element_type)
         ring, buffer = sm90.Ring.create(smem, form.warpgroups, tiles.box_bytes), tiles.buffer(smem, form.warpgroups)
         return BiasTiles(form, tiles, self.atom, self.m, ring, buffer, self.bias, self.scale)
@@ -72,17 +80,17 @@ class MovedBias(Stage):
 
 @dataclass(frozen=True)
 class BiasTiles(Stage):
-    """Tiles of a CTA: a slot for each warpgroup."""
+    """Bias tiles of a CTA in shared memory: a pipeline stage for each warpgroup."""
 
     form: Form
     tiles: Tiles
     atom: cute.CopyAtom
     m: cute.Tensor  # (Sq, Sk, Hq, B)
-    ring: sm90.Ring  # of all warpgroups
-    buffer: cute.Tensor  # (elements of a slot, warpgroup)
+    ring: sm90.Ring  # pipelines of all warpgroups, created as one
+    buffer: cute.Tensor  # (elements of a stage, warpgroup)
     bias: cute.Tensor  # (B, Hq, Sq, Sk)
     scale: Float32
-    wg: Int32 | None = None  # a consumer's
+    wg: Int32 | None = None  # warpgroup of a consumer
     place: Place | None = None
     plane: Plane | None = None
     everywhere = natural_units = True
@@ -96,9 +104,11 @@ class BiasTiles(Stage):
         return ((self.ring, sm90.WARPGROUP // sm90.WARP),)
 
     def ring_of(self, wg: Int32 | int) -> sm90.Ring:
+        """Return the single-stage pipeline of a warpgroup."""
         return self.ring.part(wg, 1)
 
     def slot_of(self, wg: Int32 | int) -> cute.Pointer:
+        """Return the pointer to the stage of a warpgroup."""
         return self.buffer[None, wg].iterator
 
     def scales(self, scales: Scales) -> Scales:
@@ -126,7 +136,7 @@ class BiasTiles(Stage):
 
     @cute.jit
     def apply(self, S: cute.Tensor, block: Int32, count: Int32 | None):
-        """S may be narrower than a block.
+        """Compute S * scale + bias in place. S may be narrower than a block.
 
         Both kinds of tiles are read into the same words, and added outside of the branch. With an addition in each
         branch ptxas waits for all products ahead of the softmax (forward D 256: 13 % longer, on an H100).
@@ -141,22 +151,22 @@ class BiasTiles(Stage):
                 self.read_elements(words, self.slot_of(opaque(self.wg)), first)
             values = cute.make_rmem_tensor((CHUNK // 2,), dtype)
             for i in cutlass.range_constexpr(cute.size(words)):
-                as_words(values)[i] = opaque(words[i])  # Else LLVM unpacks elements in the branch.
+                as_words(values)[i] = opaque(words[i])  # Otherwise LLVM would unpack elements in the branch.
             scores = cute.make_tensor(S.iterator + 2 * first, cute.make_layout(CHUNK // 2))
             add(rows_and_columns(scores), self.scale, rows_and_columns(values))
         self.release(count)
 
     @cute.jit
     def release(self, count: Int32):
-        """A warp has read its part of the slot."""
-        # An arrival does not wait for loads under way: TMA's next tile was there before the last of them (D 64, where
-        # it is asked for at once, on an H100).
+        """Release the warp's part of the stage to the producer."""
+        # An arrival does not wait for loads in flight. Without the fence the next tile of TMA was in shared memory
+        # before the last of these loads (D 64, where the next tile is requested at once, on an H100).
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         self.ring_of(self.wg).release(count)
 
     def read_units(self, words: cute.Tensor, tile: cute.Tensor, chunk: int) -> None:
-        """Read a chunk of columns of scores, in an accumulator's order, from a swizzled tile."""
+        """Read a chunk of columns, in an accumulator's order, from a swizzled tile."""
         if self.form.transposed:
             tile = cute.make_tensor(tile.iterator, cute.select(tile.layout, mode=[1, 0]))
         tile = cute.local_tile(tile, (ROWS, CHUNK), (0, chunk))
@@ -172,10 +182,10 @@ class BiasTiles(Stage):
             words[i] = as_words(values)[i]
 
     def read_elements(self, words: cute.Tensor, slot: cute.Pointer, first: int) -> None:
-        """Read the same one element after the other, from a thread's column `first` on: rows are shifted.
+        """Read a chunk element by element from a tile of shifted rows, from the thread's column `first` on.
 
-        What addresses are made of is hidden from LLVM: computed ahead of the loop it would take registers, of which
-        the backward of D 128 has none left.
+        The parts of the addresses are hidden from LLVM. Computed ahead of the loop, the addresses would take registers,
+        of which the backward of D 128 has none left.
         """
         row, column, pitch = opaque(self.place.row % ROWS), opaque(self.place.column), self.tiles.pitch
         if self.form.transposed:
@@ -197,14 +207,15 @@ class BiasTiles(Stage):
 
 @dataclass(frozen=True)
 class Bringing(Stage):
-    """What a producer warp loads for a tile, of one head."""
+    """Producer's view of the bias for a tile and a query head."""
 
     of: BiasTiles
-    first: Int32  # of the tile's parts, 64 rows of scores each
+    first: Int32  # first part of the tile; a part has 64 rows of scores
     plane: Plane
 
     @cute.jit
     def load(self, block: Int32, count: Int32):
+        """Load the bias of a block, a tile per warpgroup."""
         of = self.of
         for w in cutlass.range(of.form.warpgroups, unroll_full=of.tiles.roomy):
             queries, keys = (block, self.first + w) if of.form.transposed else (self.first + w, block)
@@ -213,17 +224,18 @@ class Bringing(Stage):
 
 @dataclass(frozen=True)
 class SlabBias(Stage):
-    """In a CTA of sm_80's kernels: a block of all rows, which all threads load (cp.async) and warps read in slabs."""
+    """Bias stage of sm_80 kernels: all threads load a block of all rows with cp.async, and warps read slabs."""
 
     form: SlabForm
     tile: sm80.Tile
     bias: cute.Tensor  # (B, Hq, Sq, Sk)
     scale: Float32
-    matrices: sm80.Matrices | None = None  # of a slab
+    matrices: sm80.Matrices | None = None  # ldmatrix view of a slab
     everywhere = natural_units = True
 
     @classmethod
     def create(cls, smem: cutlass.memory.SmemAllocator, form: SlabForm, of: Bias) -> SlabBias:
+        """Allocate the tile of a block in shared memory."""
         tile = sm80.Tile(Int32(0), form.rows, form.columns)
         assert form.columns % tile.panel == 0, "blocks of keys are panels of shared memory"
         assert ROWS % form.rows == 0, "one that all queries share has as many"
@@ -253,7 +265,7 @@ class SlabBias(Stage):
 
 @dataclass(frozen=True)
 class SlabBringing(Stage):
-    """What all threads load for a tile."""
+    """Producer's view of the bias for a tile in sm_80 kernels, used by all threads."""
 
     of: SlabBias
     plane: cute.Tensor  # (Sq, Sk)
@@ -261,6 +273,7 @@ class SlabBringing(Stage):
 
     @cute.jit
     def load(self, block: Int32, count: Int32):
+        """Start the load of the bias of a block."""
         form, first = self.of.form, block * self.of.form.columns
         rows, columns = self.plane.shape
         layout = cute.make_layout((rows, columns - first), stride=self.plane.stride)
@@ -269,17 +282,17 @@ class SlabBringing(Stage):
 
 
 def chunk_mma(form: Form) -> cute.TiledMma:
-    """Make a product whose accumulator has a chunk of columns."""
+    """Return an MMA whose accumulator has a chunk of columns."""
     return sm90.make_mma(form.element.dtype, CHUNK, "rows", "rows")
 
 
 def matrices(form: Form, thread: Int32 | int) -> cute.TiledCopy:
-    """Make the copy by which a thread reads (64, CHUNK) biases of 16 bits in an accumulator's order."""
+    """Return the copy with which a thread reads (64, CHUNK) biases of 16 bits in an accumulator's order."""
     atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(form.transposed, 4), form.element.dtype)
     return cute.make_tiled_copy_C(atom, chunk_mma(form)).get_slice(thread)
 
 
 def as_words(values: cute.Tensor) -> cute.Tensor:
-    """The registers that elements are packed in."""
+    """Return a view of the 32-bit registers in which elements are packed."""
     count = cute.size(values) * values.element_type.width // 32
     return cute.make_tensor(cute.recast_ptr(values.iterator, dtype=Int32), cute.make_layout(count))

@@ -1,14 +1,14 @@
-"""Tiles of a bias (scores/bias.py) in shared memory, and how a producer warp fills them, wherever rows begin.
+"""Bias tiles in shared memory (scores/bias.py), and the loads of the producer warp, wherever rows begin.
 
-Where every row begins at a multiple of 16 bytes (a unit), TMA boxes bring a tile, swizzled as operands are.
+Where every row begins at a multiple of 16 bytes (a unit), TMA loads a tile, swizzled as operands are.
 
-If all queries share such a row, lanes copy its units into the few rows of a tile that threads of the first query read,
-and every thread reads what the thread of the first query with the same keys reads. TMA would fetch the same row 64
-times, which takes twice as long as 64 different rows.
+If all queries share such a row, lanes copy the units of the row into a few tile rows. Threads of the first query read
+these tile rows. Every thread then reads the values of the thread with the first query and the same keys. TMA would
+fetch the same row 64 times, which takes twice as long as 64 different rows.
 
-Elsewhere lanes copy units (cp.async). A row's first unit then holds up to seven elements before the row, and the
-consumer adds this shift to its addresses. Rows of such a tile are a unit longer than the tile is wide: this unit holds
-the end of a shifted row, and eight rows lie in different banks.
+Elsewhere lanes copy units with cp.async. The first unit of a row then holds up to seven elements before the row, and
+the consumer adds this shift to its addresses. Rows of such a tile are a unit longer than the tile is wide. This unit
+holds the end of a shifted row, and eight rows lie in different banks.
 """
 
 from __future__ import annotations
@@ -32,25 +32,27 @@ SWIZZLE_ALIGNMENT = 1024  # bytes
 
 @dataclass(frozen=True)
 class Tiles:
-    """Sizes of a warpgroup's tile, known when a kernel is traced."""
+    """Sizes of a warpgroup's bias tile, compile-time constants."""
 
     dtype: type[cutlass.Numeric]
     rows: int  # queries
     columns: int  # keys
-    transposed: bool  # a backward's: its scores are (keys, queries)
+    transposed: bool  # True in a backward, whose scores are (keys, queries)
 
     @classmethod
     def of(cls, form: Form, dtype: type[cutlass.Numeric]) -> Tiles:
+        """Return the tile sizes of a warpgroup's part of a block."""
         sizes = (sm90.ROWS_PER_WARPGROUP, form.columns)
         return cls(dtype, *(reversed(sizes) if form.transposed else sizes), form.transposed)
 
     @property
     def roomy(self) -> bool:
-        """Whether the producer warp has registers for several copies at once."""
+        """True if the producer warp has registers for several copies at once."""
         return not self.transposed
 
     @property
     def wide(self) -> bool:
+        """True for an fp32 bias."""
         return self.dtype.width == 32
 
     @property
@@ -64,7 +66,7 @@ class Tiles:
 
     @property
     def pitch(self) -> int:
-        """Elements from a row to the next."""
+        """Elements from a row to the next in a tile of shifted rows."""
         return self.columns + self.unit
 
     @property
@@ -73,27 +75,29 @@ class Tiles:
 
     @property
     def bytes(self) -> int:
+        """Bytes of a tile of shifted rows."""
         return self.rows * self.pitch_bytes
 
     @property
     def swizzled(self) -> cute.ComposedLayout:
-        """Layout (rows, columns) of a tile that TMA brings."""
+        """Layout (rows, columns) of a tile loaded by TMA."""
         sizes = (sm90.ROWS_PER_WARPGROUP, self.rows, self.columns)
         layout = hopper.make_smem_layout_b(LayoutEnum.ROW_MAJOR, sizes, self.dtype, 1)
         return cute.slice_(layout, (None, None, 0))
 
     @property
     def box_bytes(self) -> int:
+        """Bytes of a tile loaded by TMA."""
         return self.rows * self.columns * self.element_bytes
 
     def buffer(self, smem: cutlass.memory.SmemAllocator, warpgroups: int) -> cute.Tensor:
-        """Allocate (elements of a slot, warpgroup), a slot for either layout."""
+        """Allocate (elements of a stage, warpgroup); a stage has room for either layout."""
         assert self.bytes % SWIZZLE_ALIGNMENT == 0, "every slot begins where a swizzled tile may"
         layout = cute.make_layout((self.rows * self.pitch, warpgroups))
         return smem.allocate_tensor(self.dtype, layout, SWIZZLE_ALIGNMENT)
 
     def tile(self, slot: cute.Pointer) -> cute.Tensor:
-        """Make the tensor (rows, columns) of a tile as TMA brings it."""
+        """Return the tensor (rows, columns) of a tile loaded by TMA."""
         layout = self.swizzled
         return cute.make_tensor(cute.recast_ptr(slot, layout.inner, dtype=self.dtype), layout.outer)
 
@@ -106,10 +110,10 @@ class Tiles:
         return (0, 8) if self.wide else (0,)
 
     def reader(self, thread: Int32, bias: cute.Tensor) -> Int32:
-        """Return the thread of a warpgroup whose part of a tile a thread reads.
+        """Return the thread of the warpgroup whose part of a tile the given thread reads.
 
-        If all queries share a row, that is the thread of the same keys and of the first query. The bits of a thread
-        that choose keys are those of ldmatrix for 16 bits, and those of an accumulator for fp32.
+        If all queries share a row, this is the thread of the same keys and of the first query. The bits of a thread
+        index that select keys are those of ldmatrix for 16 bits, and those of an accumulator for fp32.
         """
         if self.transposed:
             keys = 0b1111100 if self.wide else 0b1101000
@@ -118,20 +122,20 @@ class Tiles:
         return thread & cutlass.select_(self.is_one_row(bias), Int32(keys), Int32(sm90.WARPGROUP - 1))
 
     def is_one_row(self, bias: cute.Tensor) -> cutlass.Boolean:
-        """Tell whether all queries share a row.
+        """Return True if all queries share a row.
 
         The stride is hidden from LLVM. A value derived from the stride would take a register across the loop, and the
-        backward with masks of fp32 has none left.
+        backward with fp32 masks has none left.
         """
         by_row = Int64(bias.stride[2])
         by_row = Int32(by_row) | Int32(by_row >> 32)
         return (by_row if self.roomy else opaque(by_row)) == 0
 
     def tma(self, bias: cute.Tensor) -> tuple[cute.CopyAtom, cute.Tensor]:
-        """Make the atom that loads tiles of a bias (B, Hq, Sq, Sk), and its coordinates (Sq, Sk, Hq, B).
+        """Return the TMA atom that loads tiles of a bias (B, Hq, Sq, Sk), and its coordinates (Sq, Sk, Hq, B).
 
-        A map must be valid for any bias, also where no box is loaded, so its address and strides are rounded down to
-        whole units.
+        A TMA descriptor must be valid for any bias, even if no tile is loaded by TMA. Therefore the address and the
+        strides are rounded down to whole units.
         """
         start = cute.make_ptr(
             self.dtype, bias.iterator.toint() & -COPY_UNIT, cute.AddressSpace.gmem, assumed_align=COPY_UNIT
@@ -144,7 +148,7 @@ class Tiles:
         return cpasync.make_tiled_tma_atom(op, sm90.rows_first(m), self.swizzled, size)
 
     def in_units(self, bias: cute.Tensor) -> cutlass.Boolean:
-        """Whether every row begins at a unit."""
+        """Return True if every row begins at a unit."""
         low = Int32(bias.iterator.toint() & (COPY_UNIT - 1))
         for stride in bias.stride[:3]:
             low = low | Int32(stride & (self.unit - 1))
@@ -153,7 +157,7 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Plane:
-    """The rows of one batch and head."""
+    """Rows of the bias of a single batch entry and head."""
 
     tiles: Tiles
     bias: cute.Tensor  # (B, Hq, Sq, Sk)
@@ -167,18 +171,18 @@ class Plane:
 
     @property
     def start(self) -> Int64:
-        """Address of the plane's first element."""
+        """Address of the first element of the plane."""
         by_batch, by_head, _, _ = self.bias.stride
         element = Int64(self.batch) * by_batch + Int64(self.head) * by_head
         return self.bias.iterator.toint() + element * self.tiles.element_bytes
 
     @property
     def first_shift(self) -> Int32:
-        """Elements of its unit before the plane's first."""
+        """Elements between the start of a unit and the first element of the plane."""
         return (Int32(self.start) & (COPY_UNIT - 1)) // self.tiles.element_bytes
 
     def shift(self, row: Int32) -> Int32:
-        """Elements of its unit before a row's first."""
+        """Return the number of elements between the start of a unit and the first element of a row."""
         return (self.first_shift + row * Int32(self.stride)) & (self.tiles.unit - 1)
 
     @cute.jit
@@ -186,7 +190,7 @@ class Plane:
         self, row: Int32, column: Int32, tma: tuple[cute.CopyAtom, cute.Tensor], slot: cute.Pointer, ring: sm90.Ring,
         count: Int32,
     ):  # fmt: skip
-        """Producer warp: the tile in that row and column of tiles."""
+        """Load the tile at a row and a column of tiles, executed by the producer warp."""
         tiles, (_, _, queries, keys) = self.tiles, self.bias.shape
         if tiles.in_units(self.bias):
             if tiles.is_one_row(self.bias):
@@ -202,7 +206,7 @@ class Plane:
         else:
             ring.wait_free(count)
             query, key = row * tiles.rows, column * tiles.columns
-            # Inside of the bias every unit is there, also the one behind each row, and none is cut off.
+            # Inside of the bias every unit exists, including the unit behind each row, and no unit is cut off.
             inside = (query + tiles.rows <= queries) & (key + tiles.pitch <= keys)
             if cutlass.const_expr(not tiles.roomy):
                 self.copy_rows(query, key, slot, whole=False)
@@ -214,7 +218,7 @@ class Plane:
 
     @cute.jit
     def copy_row(self, column: Int32, tile: cute.Tensor):
-        """Copy the row that all queries share into the rows of a tile that are read (all lanes)."""
+        """Copy the row that all queries share into the tile rows that are read, executed by all lanes."""
         tiles, keys = self.tiles, self.bias.shape[3]
         units = tiles.columns // tiles.unit
         for turn in cutlass.range_constexpr(0, units, sm90.WARP):
@@ -229,7 +233,10 @@ class Plane:
 
     @cute.jit
     def copy_rows(self, query: Int32, key: Int32, slot: cute.Pointer, whole: cutlass.Constexpr[bool]):
-        """All lanes: units of the tile's width, one each of neighbouring lanes; then the unit behind each row."""
+        """Copy the units of the tile's width, then the unit behind each row, executed by all lanes.
+
+        Neighboring lanes copy neighboring units.
+        """
         units = self.tiles.columns // self.tiles.unit
         lanes, lane = 1 << (units - 1).bit_length(), opaque(cute.arch.lane_idx())
         if lane % lanes < units:
@@ -241,7 +248,7 @@ class Plane:
         self, query: Int32, first: Int32, step: cutlass.Constexpr[int], unit: Int32, key: Int32, slot: cute.Pointer,
         whole: cutlass.Constexpr[bool],
     ):  # fmt: skip
-        """One lane: a unit of every step-th row of the tile from its row `first` on."""
+        """Copy a unit of every step-th tile row, from row `first` on, executed by a single lane."""
         tiles, (_, _, queries, keys) = self.tiles, self.bias.shape
         row, target = query + first, slot.toint() + first * tiles.pitch_bytes + unit * COPY_UNIT
         address = self.start + (Int64(row) * self.stride + key) * tiles.element_bytes + unit * COPY_UNIT
@@ -259,7 +266,7 @@ class Plane:
 def unit_address(tile: cute.Tensor, row: int, unit: Int32) -> Int32:
     """Return the shared-memory address of a unit of a row of a swizzled tile.
 
-    Tiles whose rows r with r % 8 = 1 are filled have the swizzle of 128 bytes. Rows 8 * j are moved by no swizzle.
+    Tiles whose rows r with r % 8 = 1 are filled have the 128-byte swizzle. No swizzle moves rows 8 * j.
     """
     element_bytes = tile.element_type.width // 8
     offset = cute.crd2idx((row, unit * (COPY_UNIT // element_bytes)), tile.layout) * element_bytes
@@ -267,7 +274,7 @@ def unit_address(tile: cute.Tensor, row: int, unit: Int32) -> Int32:
 
 
 def opaque(value: Int32) -> Int32:
-    """Return the same value, hidden from LLVM, which would keep what follows from it across loops.
+    """Return the same value, hidden from LLVM, which would keep derived values across loops.
 
     The producer warp has few registers, and consumers of a backward have none left.
     """
@@ -275,6 +282,6 @@ def opaque(value: Int32) -> Int32:
 
 
 def copy_unit(target: Int32, source: Int64, size: Int32) -> None:
-    """Start a lane's copy of so many bytes of a unit into shared memory; the others become 0."""
+    """Start a lane's copy of `size` bytes of a unit into shared memory; the remaining bytes become 0."""
     text = "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};"
     cute.arch.inline_ptx(text, read_only_args=[target, source, size])

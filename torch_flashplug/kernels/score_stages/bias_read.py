@@ -1,5 +1,7 @@
-"""A bias (scores/bias.py) that threads read from where it lies, each of them what it holds of the scores: where shared
-memory has no room for tiles of it, or rows are too few for them.
+"""Bias stages in which threads read the bias directly from global memory, each thread for its own scores.
+
+These stages serve kernels whose shared memory has no room for bias tiles, and calls with too few rows for tiles
+(scores/bias.py).
 """
 
 from __future__ import annotations
@@ -19,15 +21,15 @@ from .pipeline import Place, Stage
 if TYPE_CHECKING:
     from ..call_args.operands import Scales
 
-PAIR = 2  # neighbouring columns of a thread
+PAIR = 2  # neighboring columns of a thread
 
 
 @dataclass(frozen=True)
 class Read(Stage):
-    """Of a call."""
+    """Bias of a call, read from global memory."""
 
     bias: cute.Tensor  # (B, Hq, Sq, Sk), rows of any stride at any address
-    scale: Float32  # of the scores
+    scale: Float32  # softmax scale
     everywhere = natural_units = True
 
     def scales(self, scales: Scales) -> Scales:
@@ -37,7 +39,7 @@ class Read(Stage):
         return Float32(1.0)
 
     def at(self, place: Place) -> Stage:
-        """Rows behind the last one have what it has."""
+        """Return the stage for a thread's place. Rows behind the last row read the bias of the last row."""
         if place.transposed:
             return Columns(self.bias, self.scale, place, place.head)
         last = self.bias.shape[2] - 1
@@ -46,16 +48,16 @@ class Read(Stage):
 
 
 def starts_of(lines: Iterable[tuple[Int32, Int32, Int32]], bias: cute.Tensor) -> tuple[Int64, ...]:
-    """lines: batch, head and query of each."""
+    """Return the element offset of each line, given by batch, head and query."""
     return tuple(sum(Int64(i) * by for i, by in zip(line, bias.stride[:3], strict=True)) for line in lines)
 
 
 @dataclass(frozen=True)
 class Lines(Read):
-    """Of scores (queries, keys): a thread's two rows."""
+    """Bias stage for scores (queries, keys): a thread reads two rows."""
 
     place: Place
-    starts: tuple[Int64, ...]
+    starts: tuple[Int64, ...]  # element offsets of the two rows
 
     @cute.jit
     def apply(self, S: cute.Tensor, block: Int32, count: Int32 | None):
@@ -65,6 +67,7 @@ class Lines(Read):
 
     @cute.jit
     def read(self, block: Int32, values: cute.Tensor):
+        """Read the bias of a block into `values` (2, columns), in pairs where alignment and bounds allow."""
         keys, first = self.bias.shape[3], block * self.place.block + self.place.column
         whole, pair_bytes = (block + 1) * self.place.block <= keys, PAIR * self.bias.element_type.width // 8
         for r in cutlass.range_constexpr(2):
@@ -83,19 +86,20 @@ class Lines(Read):
                         values[r, c + i] = one[0]
 
     def pair_at(self, start: cute.Pointer) -> cute.Tensor:
+        """Return a view of an aligned pair of values in global memory."""
         dtype = self.bias.element_type
         aligned = cute.make_ptr(dtype, start.toint(), cute.AddressSpace.gmem, assumed_align=PAIR * dtype.width // 8)
         return cute.make_tensor(aligned, cute.make_layout(PAIR))
 
 
 def room(bias: cute.Tensor, columns: int) -> cute.Tensor:
-    """Registers for so many columns of two rows, which are apart."""
+    """Return registers for `columns` columns of two rows; the rows are not interleaved."""
     return cute.make_rmem_tensor(cute.make_layout((2, columns), stride=(columns, 1)), bias.element_type)
 
 
 @dataclass(frozen=True)
 class Columns(Read):
-    """Of scores as the backward has them, (keys, queries): one number after the other."""
+    """Bias stage for transposed scores (keys, queries), as in the backward: values are read singly."""
 
     place: Place
     head: Int32 | None = None

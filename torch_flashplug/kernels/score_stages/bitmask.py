@@ -1,18 +1,19 @@
-"""Stages that read one bit a score: a mask's.
+"""Score stages that read a bitmask: a bit per score.
 
-Bits are stored by tiles of 64 x 64 scores, 128 words of 32 bits each, in the order in which the threads of a warpgroup
-hold them (fragments.py): thread t of warp w has word 32 w + lane, whose bit r + 2 c is its score (r, c) of the tile.
-Two such arrays exist, since no order serves both: `rows` for kernels whose scores are (queries, keys), `columns`, the
-same of the transposed scores, for those of the backward that have (keys, queries). A thread of one shares four pairs
-at most with a thread of the other, so that one array would take eight loads in all instead of one each.
+Bits are stored by tiles of 64 x 64 scores, 128 words of 32 bits each. Their order is the order in which the threads of
+a warpgroup hold scores (fragments.py). Thread t of warp w has word 32 w + lane, whose bit r + 2 c is the thread's score
+(r, c) of the tile. No order serves both score layouts, so there are two such arrays: `rows` for kernels with scores
+(queries, keys), and `columns`, the bitmask of the transposed scores, for backward kernels with scores (keys, queries).
+A thread of one layout shares at most four pairs with a thread of the other. Therefore a single array would take eight
+loads in all instead of one each.
 
-    rows[plane][ceil(Sq / 64)][ceil(Sk / 64) + 1][128]        the last tile of a row is all zeros
-    columns[plane][ceil(Sk / 64)][ceil(Sq / 64) + 1][128]
-    plane = batch * planes_of_batch + head * planes_of_head    0: broadcast
+rows[plane][ceil(Sq / 64)][ceil(Sk / 64) + 1][128]        the last tile of a row is all zeros
+columns[plane][ceil(Sk / 64)][ceil(Sq / 64) + 1][128]
+plane = batch * planes_of_batch + head * planes_of_head    0: broadcast
 
-What lies outside the scores is 0. A mask that is the same for all queries may have words of 128 of them: rows behind
-have the last tile's, and the last tile of `columns` holds what the others do. Blocks of any width that is a multiple of
-16 read the same words: where 64 does not divide where a block begins, two neighbours are shifted into one.
+Bits outside the scores are 0. If all queries have the same mask, the bitmask may have words of 128 queries only: later
+rows use the last tile, and the last tile of `columns` repeats the others. Blocks of any width divisible by 16 read the
+same words. Where a block begins at a column not divisible by 64, two neighboring words are shifted into one.
 """
 
 from __future__ import annotations
@@ -31,18 +32,22 @@ from .pipeline import Place, Stage
 
 @dataclass(frozen=True)
 class Words(Stage):
-    """Reads a block's words one step ahead, before the last one's are used or after: they have registers of their own,
-    which cost nothing where these are free by then. `make_ready`, which decode does not ask, takes them over.
+    """Loader of a block's bitmask words, a step ahead.
+
+    The next words are loaded before or after the last use of the current words. The next words have registers of their
+    own, which cost nothing where registers are free by then. `make_ready`, which decode does not call, makes the next
+    words current.
     """
 
-    words: cute.Tensor  # (n,) Int32: rows, or columns
+    words: cute.Tensor  # (n,) Int32: the array `rows` or `columns`
     planes_of_batch: Int32
     planes_of_head: Int32
-    queries: Int32 | None = None  # that there are words of: those behind have the last one's; None: all
-    now: cute.Tensor | None = None  # (words of a block,) registers
-    coming: cute.Tensor | None = None  # the same of the block that was asked for last
+    # Number of queries with words; later queries use the last tile; None: all queries have words.
+    queries: Int32 | None = None
+    now: cute.Tensor | None = None  # (words of a block,) registers: words of the current block
+    coming: cute.Tensor | None = None  # (words of a block,) registers: words of the block loaded last
     place: Place | None = None
-    line: Int32 | None = None  # of tiles: plane and row
+    line: Int32 | None = None  # index of the thread's row of tiles, over all planes
 
     def hold(self, columns: int) -> Stage:
         now, coming = (cute.make_rmem_tensor((-(-columns // TILE),), Int32) for _ in range(2))
@@ -58,13 +63,13 @@ class Words(Stage):
         return replace(self, line=plane * rows + cutlass.min(self.place.row // TILE, rows - 1))
 
     def tiles(self) -> tuple[Int32, Int32]:
-        """Rows and columns of a plane's tiles."""
+        """Return the number of tile rows and of tile columns of a plane."""
         queries, keys = self.place.sizes.Sq if self.queries is None else self.queries, self.place.sizes.Sk
         rows, columns = (keys, queries) if self.place.transposed else (queries, keys)
         return cute.ceil_div(rows, TILE), cute.ceil_div(columns, TILE)
 
     def begin(self, block: Int32) -> None:
-        self.fetch(cutlass.max(block, 0))  # a section without blocks may begin before the first one
+        self.fetch(cutlass.max(block, 0))  # a section without blocks may begin before the first block
 
     def ahead(self, block: Int32) -> None:
         self.fetch(block)
@@ -72,25 +77,27 @@ class Words(Stage):
     def make_ready(self, block: Int32) -> None:
         for i in range(cute.size(self.now)):
             word = self.coming[i]
-            if self.place.transposed:  # where a tile of keys has none, its words are another's
+            # A tile of keys beyond the last has no words, and the loaded words belong to another tile.
+            if self.place.transposed:
                 word = cutlass.select_(self.place.row < self.place.sizes.Sk, word, Int32(0))
             self.now[i] = word
 
     @cute.jit
     def fetch(self, block: Int32):
+        """Start the loads of a block's words."""
         place, count = self.place, cute.size(self.coming)
         _, columns = self.tiles()
         first, line, row = block * place.block // TILE, self.line, place.row
         if cutlass.const_expr(place.transposed):
-            # The backward has few registers: an address is made in every step. (In the forward ptxas would serialise
-            # every product for it.)
+            # The backward has few registers, so the address is computed in every step. (In the forward ptxas would
+            # serialize every product for such an address.)
             line, row = line + zero_of(block), row + zero_of(block)
         thread = cute.arch.thread_idx()[0] % THREADS
         if cutlass.const_expr(place.by_row):
-            thread = (row & (TILE - SLAB)) * (THREADS // TILE) + cute.arch.lane_idx()  # 32 of them hold 16 rows
+            thread = (row & (TILE - SLAB)) * (THREADS // TILE) + cute.arch.lane_idx()  # 32 threads hold 16 rows
         begin = line * (columns + 1) * THREADS + thread
         if cutlass.const_expr(place.block % TILE == 0 and not place.transposed):
-            for i in cutlass.range_constexpr(count):  # no tile is more than one behind the last
+            for i in cutlass.range_constexpr(count):  # no tile is more than one behind the last tile
                 self.coming[i] = self.word(begin + (first + i) * THREADS)
         elif cutlass.const_expr(place.block % TILE == 0):
             for i in cutlass.range_constexpr(count):
@@ -102,28 +109,28 @@ class Words(Stage):
                 above = self.word(begin + cutlass.min(first + i + 1, columns) * THREADS)
                 self.coming[i] = shifted(below, above, shift)
                 below = above
-        if cutlass.const_expr(place.by_row and place.transposed):  # scores may begin inside a block
+        if cutlass.const_expr(place.by_row and place.transposed):  # the thread's scores may begin inside a block
             self.coming[0] = self.coming[0] >> ((place.column & -8) >> 1)
 
     def word(self, nth: Int32) -> Int32:
-        """A load. There are fewer than 2^32 words."""
+        """Load word `nth`. There are fewer than 2^32 words."""
         return cute.arch.load(self.words.iterator + Int64(Uint32(nth)), Int32)
 
     def bit(self, r: int, c: int) -> cutlass.Boolean:
-        """Of score (r, c) of a block."""
+        """Return the bit of score (r, c) of the current block."""
         word, i = divmod(r + 2 * c, BITS)
         return (self.now[word] & single_bit(i)) != 0
 
 
 def shifted(low: Int32, high: Int32, count: Int32) -> Int32:
-    """32 bits of (high, low), from bit `count` on."""
+    """Return 32 bits of the pair (high, low), from bit `count` on."""
     text = "shf.r.wrap.b32 {$w0}, {$r0}, {$r1}, {$r2};"
     return cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=[low, high, count])
 
 
 @dataclass(frozen=True)
 class Bits(Words):
-    """A mask: scores whose bit is 0 do not count, in any block."""
+    """Bitmask stage for all blocks: scores whose bit is 0 become -inf."""
 
     everywhere = True
 
@@ -136,6 +143,6 @@ class Bits(Words):
 
 @dataclass(frozen=True)
 class ListedBits(Bits):
-    """Of a walk that knows in which blocks something is hidden (block_sparse.py)."""
+    """Bitmask stage for partial blocks only, where block-sparse lists mark the partial blocks (block_sparse.py)."""
 
     everywhere = False

@@ -1,19 +1,21 @@
-"""Dropout: probabilities are dropped on their way to the output, and what comes back to them (Srivastava et al. 2014).
+"""Dropout stage: a random part of P is dropped on the way to the output, and in the gradients (Srivastava et al. 2014).
 
-Which ones says a bit for every score, drawn in registers from the seed and the score's place, and nothing else: all
-kernels of all tiles draw the same, forward and backward, and nothing is stored.
-torch_flashplug/ops/dropout_reference.py says the same in plain torch.
+A bit per score decides. The bit is drawn in registers from the seed and from the position of the score alone. Therefore
+kernels of all tile sizes, forward and backward, draw the same bits, and nothing is stored.
+torch_flashplug/ops/dropout_reference.py implements the same bits in plain torch.
 
-A word has 32 bits: of two rows of queries, eight apart, and sixteen keys, so that both orders in which threads hold
-scores (fragments.py) need no more than their own warp's words. Of query i and key j of head n (over the batch)
+A word has 32 bits: of two query rows, eight apart, and sixteen keys. With this choice, both orders in which threads
+hold scores (fragments.py) need only words of their own warp. For query i and key j of head n (counted over the batch)
 
-    I = i / 16,  h = i / 8 % 2,  g = i % 8      J = j / 16,  half = j / 8 % 2,  t = j / 2 % 4,  e = j % 2
+I = i / 16,  h = i / 8 % 2,  g = i % 8      J = j / 16,  half = j / 8 % 2,  t = j / 2 % 4,  e = j % 2
 
-it is bit 8 t + 4 h + 2 half + e of word (n, 8 I + g, J). Its 32 draws are made at once, bit by bit of their thresholds:
-eight words of Philox4x32 (Salmon et al. 2011; key: the seed, counter: J, 8 I + g, n and which four of the eight) are
-eight binary digits of 32 uniform numbers, and a majority with a digit of the threshold each, from the lowest on, says
-which are below it. What eight digits do not hold of 1 - p is the probability of what the first majority begins with, a
-coin for the whole word: so p is exact, for every score alone.
+the bit is number 8 t + 4 h + 2 half + e of word (n, 8 I + g, J).
+
+The 32 draws of a word are made at once, digit by digit of their threshold. Eight words of Philox4x32 (Salmon et al.
+2011) are eight binary digits of 32 uniform numbers. The Philox key is the seed; the counter is J, 8 I + g, n and the
+index of the group of four words. A majority with a digit of the threshold each, from the lowest digit on, marks the
+numbers below the threshold. The remainder of 1 - p beyond eight digits is the probability of the initial value of the
+first majority, a coin for the whole word. So p is exact for every single score.
 """
 
 from __future__ import annotations
@@ -29,25 +31,28 @@ from ..call_args.operands import Drawn
 from ..primitives.fragments import single_bit, zero_of
 from .pipeline import Kept, Place, Stage
 
-ROUNDS = 10  # of Philox, as in torch and cuRAND
+ROUNDS = 10  # rounds of Philox, as in torch and cuRAND
 MULTIPLIERS, KEY_STEPS = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
 DIGITS, BITS = 8, 32
 KEYS_OF_WORD = 16
-# Of coins: of heads, of rows, of keys (the golden ratio, so that a row's are evenly spread), and between two shifts.
+# Multipliers of the coin hash: of heads, of rows, of keys (the golden ratio, so that the coins of a row are evenly
+# spread), and between two shifts.
 COIN_HEAD, COIN_ROW, COIN_KEYS, COIN_MIX = 0xCD9E8D57, 0xD2511F53, 0x9E3779B9, 0x85EBCA6B
 
 
 @dataclass(frozen=True)
 class Threshold:
-    """Draws below it are kept: 1 - p in 256ths."""
+    """Threshold of the draws: draws below the threshold are kept; 1 - p in 256ths."""
 
-    digits: tuple[Int32, ...]  # of its whole part, the lowest first: all ones, or zero
-    coin: Uint32  # the rest, in 2^-32
+    digits: tuple[Int32, ...]  # digits of the integer part, the lowest first: all ones, or zero
+    coin: Uint32  # remainder, in units of 2^-32
 
     @staticmethod
     def of(share: Float32) -> Threshold:
+        """Return the threshold of a kept share."""
         scaled = share * Float32(1 << DIGITS)
-        whole = cutlass.min(Int32(scaled), (1 << DIGITS) - 1)  # p of less than half a rounding of 1: a coin that is
+        # A p below half a rounding of 1 gives share 1; the integer part is then 255, and the coin covers the rest.
+        whole = cutlass.min(Int32(scaled), (1 << DIGITS) - 1)
         rest = (scaled - Float32(whole)) * Float32(2.0**BITS)
         coin = Uint32(cutlass.min(rest, Float32(2.0**BITS - 2.0**8)))
         return Threshold(tuple(Int32(0) - ((whole >> i) & 1) for i in range(DIGITS)), coin)
@@ -55,22 +60,25 @@ class Threshold:
 
 @dataclass(frozen=True)
 class Dropout(Stage):
-    """With bits Z and share = 1 - p that is kept: O = (Z * P) V / share, dV = (Z * P)^T dO / share, and dS =
-    P * (Z * dP / share - rowsum(dO * O)) = P * (Z * dP - share * rowsum(dO * O)) / share.
+    """Dropout stage with bits Z and kept share 1 - p.
+
+    O = (Z * P) V / share, dV = (Z * P)^T dO / share, and dS = P * (Z * dP / share - rowsum(dO * O)) = P * (Z * dP -
+    share * rowsum(dO * O)) / share.
     """
 
     seed: cute.Tensor  # (1,) Int64
     threshold: Threshold
-    heads: Int32  # of a batch's queries
+    heads: Int32  # query heads of a batch entry
     kept_share: Kept
-    now: cute.Tensor | None = None  # words of a block, registers: byte by byte what this thread's scores need of four
+    now: cute.Tensor | None = None  # registers of a block's words: bytes of four words, needed by the thread's scores
     place: Place | None = None
-    head: Uint32 | None = None  # over the batch
+    head: Uint32 | None = None  # query head, counted over the batch
     everywhere = True
     hides = False
 
     @staticmethod
     def of(drawn: Drawn, heads: Int32) -> Dropout:
+        """Return the stage of a call; `heads` is the number of query heads of a batch entry."""
         share = Float32(1.0) - drawn.p
         inverse = cutlass.select_(share > Float32(0.0), Float32(1.0) / share, Float32(0.0))
         return Dropout(drawn.seed, Threshold.of(share), heads, Kept(share, inverse))
@@ -87,20 +95,23 @@ class Dropout(Stage):
 
     @cute.jit
     def make_ready(self, block: Int32):
+        """Draw the words of a block."""
         place = self.place
-        # The backward has few registers: nothing that follows from the lane, and no address, waits in one.
+        # The backward has few registers, so no value derived from the lane and no address stays in a register across
+        # steps.
         zero = zero_of(block) if cutlass.const_expr(place.transposed) else Int32(0)
         lane, seed = cute.arch.lane_idx() + zero, self.seed[zero]
         key = Uint32(Uint64(seed)), Uint32(Uint64(seed) >> BITS)
         first = block * (place.block // SLAB)
         for i in cutlass.range_constexpr(cute.size(self.now)):
             if cutlass.const_expr(place.transposed):
-                # This thread makes the word of two of its warp's query rows, whichever they are; those that it needs
-                # are of the lanes with the same columns: each hands on a bit of two, then a byte of four.
+                # This thread draws the word of two query rows of the warp, whichever rows these are. The words needed
+                # by a thread belong to the lanes with the same columns: lanes exchange bits in pairs, then bytes in
+                # groups of four.
                 rows = (first + 4 * i + lane // 8) * 8 + lane % 4 * 2 + lane // 4 % 2
                 word = self.word(key, Uint32(rows), Uint32(place.row // SLAB))
                 self.now[i] = turn_bytes(turn_bits(word, lane, 4), lane, 8)
-                if cutlass.const_expr(place.by_row):  # scores may begin inside a block
+                if cutlass.const_expr(place.by_row):  # the thread's scores may begin inside a block
                     self.now[i] = self.now[i] >> ((place.column & -8) >> 1)
             else:
                 rows = place.row // SLAB * 8 + place.row % 8
@@ -108,7 +119,7 @@ class Dropout(Stage):
                 self.now[i] = turn_bytes(word, lane, 1)
 
     def word(self, key: tuple[Uint32, Uint32], rows: Uint32, keys: Uint32) -> Int32:
-        """32 bits: 1 where a score is kept."""
+        """Return a word of 32 bits: a bit is 1 where the score is kept."""
         coin = mixed(Uint32(self.head) * Uint32(COIN_HEAD) + key[0] + rows * Uint32(COIN_ROW)) ^ key[1]
         coin = coin + keys * Uint32(COIN_KEYS)
         bits = Uint32(cutlass.select_(coin < self.threshold.coin, Int32(-1), Int32(0)))
@@ -119,7 +130,11 @@ class Dropout(Stage):
         return Int32(bits)
 
     def bit(self, r: int, c: int, swapped: bool = False) -> cutlass.Boolean:
-        """Of score (r, c) of a block. swapped: of a word whose halves were exchanged."""
+        """Return the bit of score (r, c) of a block.
+
+        Args:
+            swapped: read the bit from the word with exchanged halves.
+        """
         word, c = divmod(c, KEYS_OF_WORD)
         i = c // 4 * 8 + (c % 4 // 2 * 4 + r * 2 + c % 2 if self.place.transposed else r * 4 + c % 4)
         value = self.now[word]
@@ -138,7 +153,7 @@ class Dropout(Stage):
 
 
 def philox(counter: tuple[Uint32, ...], key: tuple[Uint32, Uint32]) -> tuple[Uint32, ...]:
-    """Four words."""
+    """Return four words of Philox4x32 for a counter and a key."""
     a, b, c, d = counter
     for i in range(ROUNDS):
         low, high = (key[j] + Uint32(i * KEY_STEPS[j] % (1 << BITS)) for j in (0, 1))
@@ -148,14 +163,16 @@ def philox(counter: tuple[Uint32, ...], key: tuple[Uint32, Uint32]) -> tuple[Uin
 
 
 def mixed(x: Uint32) -> Uint32:
-    """Another number for every number."""
+    """Return a bijective hash of a 32-bit number."""
     x = (x ^ (x >> Uint32(16))) * Uint32(COIN_MIX)
     return x ^ (x >> Uint32(13))
 
 
 def turn_bits(word: Int32, lane: Int32, apart: int) -> Int32:
-    """Of two lanes so far apart, the lower one's word gets the even bits of both, the other's the odd ones; each word's
-    own lie where they lay in the words, in the order of lanes.
+    """Exchange bits between two lanes that are `apart` lanes from each other.
+
+    The lower lane gets the even bits of both words, the upper lane the odd bits. Each bit pair of a result holds the
+    bit of the lower lane, then the bit of the upper lane.
     """
     other = cute.arch.shuffle_sync_bfly(word, offset=apart)
     upper = (lane & apart) != 0
@@ -167,7 +184,10 @@ def turn_bits(word: Int32, lane: Int32, apart: int) -> Int32:
 
 
 def turn_bytes(word: Int32, lane: Int32, apart: int) -> Int32:
-    """Of four lanes, so far apart each, lane i gets byte i of all four words, in the order of lanes."""
+    """Exchange bytes between four lanes, `apart` lanes from each other: lane i gets byte i of all four words.
+
+    The bytes are in the order of lanes.
+    """
     for step, lower, upper in ((apart, 0x6240, 0x3715), (2 * apart, 0x5410, 0x3276)):
         other = cute.arch.shuffle_sync_bfly(word, offset=step)
         which = cutlass.select_((lane & step) != 0, Int32(upper), Int32(lower))
@@ -177,9 +197,11 @@ def turn_bytes(word: Int32, lane: Int32, apart: int) -> Int32:
 
 
 def exchanged(word: Int32) -> Int32:
-    """Halves exchanged. For a second use of the same bits: ptxas would keep the predicates of the first one between
-    the two, packed bit by bit into a register, which costs as much as everything else and spills; of these it knows
-    nothing, and takes them out again, seven at a time.
+    """Return the word with exchanged halves, for a second use of the same bits.
+
+    For the same word, ptxas would keep the predicates of the first use until the second, packed bit by bit into a
+    register. This packing costs as much as all other work and spills. ptxas does not know the exchanged word, and
+    extracts the predicates again, seven at a time.
     """
     text = "prmt.b32 {$w0}, {$r0}, {$r0}, 0x1032;"
     return cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=[word])

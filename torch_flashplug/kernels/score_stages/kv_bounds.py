@@ -1,5 +1,6 @@
-"""Which scores of a block count: not those of keys beyond the last, nor beyond the diagonal. Which blocks come here is
-the walk's (walk.Band).
+"""Score stages for KV bounds: keys beyond the last, and keys beyond the causal diagonal, get a score of -inf.
+
+The block iterator (`walk.Band`) selects the blocks to which these stages apply.
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ from .pipeline import Place, Stage
 
 
 def scores_before(column: Int32) -> Int32:
-    """How many of a thread's scores are in columns before one (fragments.column_of); before 0 none, or less."""
+    """Return how many of a thread's scores are in columns before `column`; 0 or less for negative columns.
+
+    `fragments.column_of` numbers the columns.
+    """
     return (column >> 3) * 2 + cutlass.min(column & 7, 2)
 
 
 def bits_between(begin: Int32, end: Int32) -> Int32:
-    """Those from one to before another are set; numbers beyond a word stand for its ends."""
+    """Return a word with the bits from `begin` to before `end` set; values outside the word are clamped to its ends."""
     begin = cutlass.max(begin, 0)
     text, given = "bmsk.clamp.b32 {$w0}, {$r0}, {$r1};", [begin, cutlass.max(end - begin, 0)]
     return cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=given)
@@ -29,9 +33,10 @@ def bits_between(begin: Int32, end: Int32) -> Int32:
 
 @cute.jit
 def keep_between(S: cute.Tensor, r: cutlass.Constexpr[int], begin: Int32, end: Int32):
-    """Sets scores of a row to -inf but those from column `begin` to before `end`, counted from the thread's first.
+    """Set scores of row `r` to -inf, except the columns from `begin` to before `end`, counted from the thread's first.
 
-    By a bit each: one instruction tests seven (R2P), where a compare with each bound would be two a score.
+    Each score has a bit: an instruction (R2P) tests seven bits, whereas comparing each score with both bounds would
+    take two instructions per score.
     """
     columns, begin, end = cute.size(S, mode=[1]), scores_before(begin), scores_before(end)
     for first in cutlass.range_constexpr(0, columns, BITS):
@@ -43,7 +48,7 @@ def keep_between(S: cute.Tensor, r: cutlass.Constexpr[int], begin: Int32, end: I
 
 @dataclass(frozen=True)
 class Visible(Stage):
-    """Keys there are."""
+    """Mask of keys beyond the last key."""
 
     causal = False
 
@@ -54,14 +59,14 @@ class Visible(Stage):
 
 @dataclass(frozen=True)
 class CausalVisible(Visible):
-    """And that are not behind the query (walk.CausalBand)."""
+    """Mask of keys beyond the last key and of keys behind the query (walk.CausalBand)."""
 
     causal = True
 
 
 @dataclass(frozen=True)
 class VisibleKeys(Stage):
-    """Sets invisible scores of one block of keys to -inf."""
+    """Mask of a KV block: sets invisible scores to -inf."""
 
     causal: bool
     place: Place
@@ -69,7 +74,8 @@ class VisibleKeys(Stage):
     @cute.jit
     def apply(self, S: cute.Tensor, block: Int32, count: Int32 | None):
         for r in cutlass.range_constexpr(cute.size(S, mode=[0])):
-            # One limit per row; the column numbers are constants, so an element costs one compare and one select.
+            # Each row has a single limit. The column numbers are constants, so an element costs one compare and one
+            # select.
             limit = self.place.sizes.Sk
             if cutlass.const_expr(self.causal):
                 limit = cutlass.min(limit, self.place.row + 8 * r + 1)
@@ -80,7 +86,7 @@ class VisibleKeys(Stage):
 
 @dataclass(frozen=True)
 class VisibleQueries(Stage):
-    """The same for scores as the backward has them, (keys, queries), of one block of queries."""
+    """Mask of a query block for transposed scores (keys, queries), as in the backward."""
 
     causal: bool
     place: Place
@@ -90,7 +96,8 @@ class VisibleQueries(Stage):
         query = block * self.place.block + self.place.column
         for r in cutlass.range_constexpr(cute.size(S, mode=[0])):
             key = self.place.row + 8 * r
-            # The first query that sees this key, counted from this thread's; a whole block: none of it.
+            # The first query that sees this key, counted from the thread's first query. The block size stands for no
+            # query of the block.
             first = key - query if cutlass.const_expr(self.causal) else Int32(-self.place.block)
             first = cutlass.select_(key < self.place.sizes.Sk, first, self.place.block)
             for c in cutlass.range_constexpr(cute.size(S, mode=[1])):

@@ -1,4 +1,7 @@
-"""Scores in natural units, behind a stage that adds to them: any scale is right, and the softmax goes on with 1."""
+"""Scores in natural units, behind a stage that adds to scores.
+
+Any scale is allowed, and the softmax continues with scale 1.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,10 @@ if TYPE_CHECKING:
 
 
 def natural(scales: Scales) -> Scales:
-    """What scores in natural units have left to be multiplied with. log2(e) is hidden from LLVM, which would multiply
-    hidden scores, too, ahead of their -inf, and then subtract: one instruction more for each.
+    """Return the softmax scales of scores in natural units.
+
+    log2(e) is hidden from LLVM. Otherwise LLVM would also multiply hidden scores ahead of their -inf and then subtract,
+    an additional instruction per score.
     """
     text = "mov.f32 {$w0}, {$r0};"
     log2_e = cute.arch.inline_ptx(text, write_only_types=[Float32], read_only_args=[Float32(LOG2_E)])
@@ -26,7 +31,7 @@ def natural(scales: Scales) -> Scales:
 
 @cute.jit
 def add(S: cute.Tensor, scale: Float32, biases: cute.Tensor):
-    """Both (2, columns) of a thread."""
+    """Compute S * scale + biases in place; both are (2, columns) of a thread."""
     for c in cutlass.range_constexpr(cute.size(S, mode=[1])):
         for r in cutlass.range_constexpr(cute.size(S, mode=[0])):
             S[r, c] = S[r, c] * scale + biases[r, c].to(Float32)

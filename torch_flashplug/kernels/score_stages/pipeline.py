@@ -1,42 +1,45 @@
-"""What happens to scores between the product that makes them and 16 bits, stage by stage. A kernel has a chain as an
-argument and names no stage. It asks, in this order:
+"""Score modification: stages applied to scores between the product and the packing into 16 bits.
 
-    chain.tma(form)                 in launch, Hopper: descriptors of what TMA brings
-    chain.shared(smem, form)        in the kernel, ahead of its own buffers: rings and buffers that stages own
-    chain.atoms, chain.rings        Hopper: for start_cta
-    chain.bring(tile, head)         who loads: once a tile, in the backward once a query head
-    brings.load(block, count)       behind the kernel's own loads for a block: what stages need of it
+A kernel has a chain of stages as an argument and names no stage. The kernel calls the chain in this order:
 
-    chain.hold(columns)             once, every consumer: registers that stages own; columns: of a block
-    chain.scales(scales)            those of the scores behind the stages
-    chain.unit(scale)               decode, in launch: the same of one, the natural
-    chain.sinks                     decode: None, or (Hq,) what rows' sums have beside keys
-    chain.everywhere                decode: whether some stage is asked in whole blocks, too
-    chain.at(place)                 once a tile
-    here.of_head(head)              backward: once a query head
-    here.pass_over(count)           a block that this warpgroup does not look at
-    here.begin(block, masked)       once a section: what its first block needs is on its way
-    here.make_ready(block, masked)  but decode: once a block, before apply: work that needs no scores
-    here.apply(S, block, masked, count)     scores, before the exponential
-    here.hides(masked)              whether scores may be -inf now
-    here.kept(masked)               None, or (r, c, value) -> value: P on its way to the next product; P itself stays
-    here.signed(masked)             keys' gradients apart: P handed on once, -P where it is not kept; no derive there
-    here.slope()                    backward: None, or (P, LSE * log2 e) -> what dS of a score is multiplied with
-    here.extra_logit()              forward, behind the last block: None, or what a row's sum has beside its keys
-    here.derive(dP, masked)         backward: dP, in place, before dS = P * (dP - delta)
-    here.ahead(block, masked)       once a step, behind make_ready: what the next block needs is on its way
+chain.tma(form)                      launch, Hopper: TMA descriptors of the tensors that stages load
+chain.shared(smem, form)             kernel, ahead of its own buffers: pipelines and buffers that stages own
+chain.atoms, chain.rings             Hopper: TMA atoms and pipelines for start_cta
+chain.bring(tile, head)              producer: once per tile, in the backward once per query head
+brings.load(block, count)            producer, behind the kernel's own loads for a block: data of the stages
 
-`count` is the number of a block among all that a CTA works on, which slots and phases of rings follow from: the same to
-who loads and to who reads. Every block that is loaded is read, or passed over, by all: a stage with a ring is asked
-everywhere. What stages hold of a block costs the kernel's own buffers room: Feature.score_bytes of features.py, which
-kernel_spec.py counts. Decode and sm_80's backward bring nothing, and give no count. Kernels of sm_80 have one loop, and
-ask
-`begin`, `make_ready` and `apply` for each block.
+chain.hold(columns)                  every consumer, once: registers that stages own; columns: of a block
+chain.scales(scales)                 softmax scales of the scores behind the stages
+chain.unit(scale)                    decode, in launch: the natural softmax scale of the scores behind the stages
+chain.sinks                          decode: None, or (Hq,), extra logits in the row sums
+chain.everywhere                     decode: True if some stage also applies to full blocks
+chain.at(place)                      once per tile
+here.of_head(head)                   backward: once per query head
+here.pass_over(count)                for a block that the warpgroup skips
+here.begin(block, masked)            once per section: start the loads of the section's first block
+here.make_ready(block, masked)       except decode: once per block, before apply: work that needs no scores
+here.apply(S, block, masked, count)  modify the scores, before the exponential
+here.hides(masked)                   True if scores can be -inf now
+here.kept(masked)                    None, or (r, c, value) -> value: P on the way to the next product; P itself stays
+here.signed(masked)                  dK and dV kernel of the split backward: P is handed on once, as -P where P is not
+                                     kept; `derive` is not called in this kernel
+here.slope()                         backward: None, or (P, LSE * log2 e) -> factor of dS of a score
+here.extra_logit()                   forward, behind the last block: None, or an extra logit in the row sum
+here.derive(dP, masked)              backward: modify dP in place, before dS = P * (dP - delta)
+here.ahead(block, masked)            once per step, behind make_ready: start the loads of the next block
 
-`masked` is known when a kernel is traced: loops over whole sections hold no code of stages that are not asked there. A
-stage may keep one register across a step where the backward has few left (D 128): it asks `ahead` behind the last use,
-so that what comes takes the place of what was used. The forward asks as soon as S is there: for the sake of a load
-behind its later waits ptxas waited for all products before the first exponential.
+`count` is the number of a block among all blocks of a CTA, from which the stages and phases of pipelines follow. The
+count is the same for the producer and for the consumers. Every loaded block is read, or skipped with `pass_over`, by
+all consumers. Therefore a stage with a pipeline applies to every block. The data that stages hold of a block takes room
+from the kernel's own buffers: `Feature.score_bytes` of features.py, which kernel_spec.py counts. Decode and the
+backward of sm_80 load no tiles and pass no count. Kernels of sm_80 have a single loop, and call `begin`, `make_ready`
+and `apply` for each block.
+
+`masked` is True for partial blocks, and a compile-time constant: loops over full blocks contain no code of stages that
+do not apply there. The backward of D 128 has few registers left, so a stage may keep only a single register across a
+step. Therefore the backward calls `ahead` behind the last use, and the next value takes the place of the used value.
+The forward calls `ahead` as soon as S is complete. With a load behind the forward's later waits, ptxas waited for all
+products before the first exponential.
 """
 
 from __future__ import annotations
@@ -60,69 +63,78 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Form:
-    """How a CTA shares a block of scores, known when it is traced: every warpgroup has 64 rows of it."""
+    """Partition of a block of scores in a CTA, a compile-time constant: every warpgroup has 64 rows."""
 
     element: Element
-    warpgroups: int
-    columns: int
-    transposed: bool = False  # as in Place
-    room: bool = True  # in shared memory, for what stages hold of a block
+    warpgroups: int  # consumer warpgroups that hold scores
+    columns: int  # columns of a block
+    transposed: bool = False  # True for scores (keys, queries), as in `Place`
+    room: bool = True  # True if shared memory has room for the data that stages hold of a block
 
 
 @dataclass(frozen=True)
 class SlabForm:
-    """The same of sm_80's kernels, where all threads load a block and every warp has slabs of its rows."""
+    """Partition of a block of scores in sm_80 kernels: all threads load a block, and warps own slabs of rows."""
 
     element: Element
     threads: int
     rows: int
     columns: int
-    elementwise: bool  # tensors of any strides at any address
+    elementwise: bool  # True if tensors may have any strides and any address
     room: bool = True
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a thread's scores are, in a tile: rows and columns of its (2, columns) view, whose columns are numbered by
-    fragments.column_of. Rows are queries and blocks are of keys; transposed: the other way round.
+    """Position of a thread's scores in a tile: rows and columns of the thread's (2, columns) view.
+
+    `fragments.column_of` numbers the columns of the view. Rows are queries and blocks consist of keys; with
+    `transposed`, rows are keys and blocks consist of queries.
     """
 
     sizes: Sizes
     block: int  # columns of a block
-    row: Int32  # this thread's first; the second one is the eighth after it
-    column: Int32  # its first inside a block
+    row: Int32  # first row of the thread; the second is eight rows below
+    column: Int32  # first column of the thread in a block
     batch: Int32
-    head: Int32 | None  # query head; backward: of_head says it
+    head: Int32 | None  # query head; None in a backward, where `of_head` sets the head
     transposed: bool = False
-    by_row: bool = False  # which of the threads of 64 rows this one is follows from its row, not from its number
+    # True if the index of a thread among the threads of 64 rows follows from `row`, not from the thread index.
+    by_row: bool = False
 
 
 @dataclass(frozen=True)
 class Kept:
-    """A share, and its inverse, which a division in a kernel would keep in a register."""
+    """Share of P that dropout keeps, and the inverse of the share.
+
+    The inverse is an argument, because a division in a kernel would keep the quotient in a register.
+    """
 
     share: Float32
     inverse: Float32
 
 
 class Stage:
-    """What a stage need not say: it is asked in masked sections alone, holds nothing and loads nothing."""
+    """Base class of a score stage: applies to partial blocks only, holds nothing and loads nothing."""
 
-    everywhere = False  # whole sections, too
-    hides = True  # may set scores to -inf where it is asked
-    natural_units = False  # whether scores leave in natural units
-    kept_share: Kept | None = None  # of P on its way to the next product
-    sinks: cute.Tensor | None = None  # decode: (Hq,) what rows' sums have beside keys, in natural units
+    everywhere = False  # True if the stage also applies to full blocks
+    hides = True  # True if the stage can set scores to -inf where it applies
+    natural_units = False  # True if scores leave the stage in natural units
+    kept_share: Kept | None = None  # share of P that reaches the next product
+    sinks: cute.Tensor | None = None  # decode: (Hq,) extra logits in the row sums, in natural units
     atoms: tuple[cute.CopyAtom, ...] = ()
-    rings: tuple[tuple, ...] = ()  # as start_cta takes them
+    rings: tuple[tuple, ...] = ()  # (pipeline, consumer warps), in the form of start_cta
 
     def tma(self, form: Form) -> Stage:
+        """Return the stage with the TMA descriptors of its tensors."""
         return self
 
     def shared(self, smem: cutlass.memory.SmemAllocator, form: Form | SlabForm) -> Stage:
+        """Return the stage with its shared-memory buffers and pipelines."""
         return self
 
     def bring(self, tile: Tile, head: Int32) -> Stage:
+        """Return the producer's view of the stage for a tile and a query head."""
         return self
 
     def load(self, block: Int32, count: Int32) -> None: ...
@@ -130,18 +142,23 @@ class Stage:
     def pass_over(self, count: Int32) -> None: ...
 
     def scales(self, scales: Scales) -> Scales:
+        """Return the softmax scales of the scores behind the stage."""
         return scales
 
     def unit(self, scale: Float32) -> Float32:
+        """Return the natural softmax scale of the scores behind the stage."""
         return scale
 
     def hold(self, columns: int) -> Stage:
+        """Return the stage with registers for blocks of `columns` columns."""
         return self
 
     def at(self, place: Place) -> Stage:
+        """Return the stage for a thread's place in a tile."""
         return self
 
     def of_head(self, head: Int32) -> Stage:
+        """Return the stage for a query head."""
         return self
 
     def begin(self, block: Int32) -> None: ...
@@ -153,15 +170,15 @@ class Stage:
     def apply(self, S: cute.Tensor, block: Int32, count: Int32 | None) -> None: ...
 
     def keeps(self, r: int, c: int) -> cutlass.Boolean:
-        """Whether P of a score goes to the next product; asked of stages that have a kept_share."""
+        """Return True if P of score (r, c) reaches the next product; called for stages with a kept_share."""
         raise NotImplementedError
 
     def slope(self) -> Callable | None:
-        """Of stages that bend scores, everywhere."""
+        """Return the derivative of a stage that transforms scores, everywhere; None for other stages."""
         return None
 
     def extra_logit(self) -> Float32 | None:
-        """In natural units."""
+        """Return the extra logit of the row sum in natural units, or None."""
         return None
 
     def derive(self, dP: cute.Tensor) -> None: ...
@@ -169,11 +186,12 @@ class Stage:
 
 @dataclass(frozen=True)
 class Chain:
-    """Stages in the order in which they are applied."""
+    """Score stages in the order in which they are applied."""
 
     stages: tuple[Stage, ...]
 
     def asked(self, masked: bool) -> tuple[Stage, ...]:
+        """Return the stages that apply to partial blocks (`masked`), or to full blocks."""
         return tuple(stage for stage in self.stages if masked or stage.everywhere)
 
     def tma(self, form: Form) -> Chain:
@@ -233,23 +251,24 @@ class Chain:
             stage.make_ready(block)
 
     def apply(self, S: cute.Tensor, block: Int32, masked: bool, count: Int32 | None = None) -> None:
-        """S: (2, columns) of a thread, in place."""
+        """Apply the stages to scores S, (2, columns) of a thread, in place."""
         for stage in self.asked(masked):
             stage.apply(S, block, count)
 
     def hides(self, masked: bool) -> bool:
+        """Return True if an applied stage can set scores to -inf."""
         return any(stage.hides for stage in self.asked(masked))
 
     def kept(self, masked: bool) -> Callable | None:
-        """(r, c, value) -> value: P, or 0; None where every stage leaves P as it is."""
+        """Return (r, c, value) -> P or 0, or None if every stage leaves P unchanged."""
         return self.chosen(masked, lambda value: Float32(0.0))
 
     def signed(self, masked: bool) -> Callable | None:
-        """(r, c, value) -> value: P, or -P where it is not kept."""
+        """Return (r, c, value) -> P, or -P for values that are not kept; None if every stage leaves P unchanged."""
         return self.chosen(masked, lambda value: -value)
 
     def chosen(self, masked: bool, otherwise: Callable) -> Callable | None:
-        """P where it is kept."""
+        """Return (r, c, value) -> P for kept values and `otherwise(value)` for dropped values."""
         stages = [stage for stage in self.asked(masked) if stage.kept_share is not None]
         if not stages:
             return None
@@ -263,42 +282,48 @@ class Chain:
         return choose
 
     def slope(self) -> Callable | None:
+        """Return the score derivative of the only stage that has one, or None."""
         found = [slope for stage in self.stages if (slope := stage.slope()) is not None]
         assert len(found) < 2, "two stages bend scores: multiply their slopes here"
         return found[0] if found else None
 
     def extra_logit(self) -> Float32 | None:
+        """Return the extra logit of the only stage that has one, or None."""
         found = [logit for stage in self.stages if (logit := stage.extra_logit()) is not None]
         assert len(found) < 2, "two stages add to a row's sum: add up what they add here"
         return found[0] if found else None
 
     def derive(self, dP: cute.Tensor, masked: bool) -> None:
-        """dP: (2, columns) of a thread, in place."""
+        """Apply the stages' backward to dP, (2, columns) of a thread, in place."""
         for stage in self.asked(masked):
             stage.derive(dP)
 
     @property
     def natural_units(self) -> bool:
+        """True if scores leave the chain in natural units."""
         return any(stage.natural_units for stage in self.stages)
 
     @property
     def everywhere(self) -> bool:
+        """True if some stage also applies to full blocks."""
         return any(stage.everywhere for stage in self.stages)
 
     @property
     def sinks(self) -> cute.Tensor | None:
-        """decode: of the stage that has some."""
+        """The extra logits (Hq,) of the stage that has some (decode)."""
         return next((stage.sinks for stage in self.stages if stage.sinks is not None), None)
 
     @property
     def kept_share(self) -> Kept | None:
-        """Of P; None: all of it. Loops know nothing of it: results are scaled, and the backward's delta is that share
-        of rowsum(dO * O).
+        """The share of P that is kept; None if all of P is kept.
+
+        Mainloops do not use the share. Results are scaled instead, and the delta of the backward is rowsum(dO * O)
+        times the share.
         """
         shares = [stage.kept_share for stage in self.stages if stage.kept_share is not None]
         assert len(shares) < 2, "two stages drop scores: multiply their shares here"
         return shares[0] if shares else None
 
     def scaled(self, factor: Float32) -> Float32:
-        """Of what was multiplied with the P that was kept."""
+        """Return the factor of a result that was multiplied with the kept P."""
         return factor if self.kept_share is None else factor * self.kept_share.inverse

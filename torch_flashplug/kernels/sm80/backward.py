@@ -1,16 +1,18 @@
 """Attention backward for sm_80 and later: dQ, dK and dV from Q, K, V, dO, LSE and delta = rowsum(dO * O).
 
-A CTA has one block of keys of one KV head. It keeps their dK and dV in registers while it walks over the query rows
-that see them, of every query head of the group. Scores are computed transposed (keys x queries), so that P^T and dS^T
-are the left operands of dV += P^T dO and dK += dS^T Q (FlashAttention-2, arXiv 2307.08691, algorithm 2). dQ = dS K
-needs all keys of the CTA: dS crosses shared memory, and the product is added to fp32 scratch in global memory, in the
-order in which registers hold it.
+A CTA has a single block of keys of a KV head. The CTA keeps dK and dV of the block in registers. The mainloop visits
+the query rows that see the block, for every query head of the group. Scores are computed transposed (keys x queries).
+Therefore P^T and dS^T are the left operands of dV += P^T dO and dK += dS^T Q (FlashAttention-2, arXiv 2307.08691,
+algorithm 2). dQ = dS K needs all keys of the CTA: dS crosses shared memory. The product is added to the fp32 dQ
+workspace in global memory, in the order in which registers hold the product.
 
-Up to head dim 64 a warp owns its keys with all columns of their dK and dV, from its registers alone, and dQ is
-multiplied one step later: one barrier a step, so that warps drift apart and fill each other's gaps. Up to 128 two warps
-share the columns of their keys and hand each other P and dS behind barriers of their own. Above, element by element,
-and beside stages that hold something of scores, no warp has room for as much: four share the columns of 32 keys, and
-all warps meet several times a step.
+There are three variants:
+- Up to head dim 64 a warp owns its keys with all columns of their dK and dV, from its registers alone. dQ is multiplied
+  a step later. A step has a single barrier, so that warps drift apart and fill each other's gaps.
+- Up to head dim 128 two warps share the columns of their keys. The two warps exchange P and dS behind barriers of their
+  own.
+- Above, in element-wise kernels, and with score stages that hold data of a block, no warp has enough registers. Four
+  warps share the columns of 32 keys, and all warps meet several times per step.
 """
 
 from __future__ import annotations
@@ -37,42 +39,48 @@ from ..tiling.block_iterator import Downward, Step, Walk
 from ..tiling.seqlen_info import Sizes
 from ..tiling.tile import Pieces, Tile
 
-ROW_FACTS = 2  # LSE and delta
-SLABS = 2  # of keys whose dK and dV a warp has, all or a part of their columns
-ROOMY = 128  # columns up to which addresses of single elements have registers of their own
-HALF = 32  # queries that a warp has scores of at once
+ROW_FACTS = 2  # row statistics: LSE and delta
+SLABS = 2  # slabs of keys whose dK and dV a warp owns, with all or a part of the columns
+ROOMY = 128  # largest number of columns for which addresses of single elements have registers of their own
+HALF = 32  # queries whose scores a warp holds at once
 
 
 @dataclass(frozen=True)
 class Queries:
-    """Q and dO with LSE and delta, on their way step by step into their slots."""
+    """Loads of Q and dO with LSE and delta, step by step, into the stages."""
 
     mover: sm80.Mover
     mQ: cute.Tensor  # (Hq, Sq, D)
     mdO: cute.Tensor  # (Hq, Sq, Dv)
-    mRows: cute.Tensor  # (Hq, 2, padded Sq)
-    q: sm80.Tile  # of slot 0
+    mRows: cute.Tensor  # (Hq, 2, padded Sq): LSE * log2(e) and delta
+    q: sm80.Tile  # Q of stage 0
     do: sm80.Tile
     slot_bytes: int
 
     @property
     def rows(self) -> Int32:
-        """Address of slot 0's LSE and delta."""
+        """Shared-memory address of LSE and delta of stage 0."""
         return self.do.start + self.do.bytes
 
     def slot(self, tile: sm80.Tile, nth: Int32) -> sm80.Tile:
+        """Return a tile of stage `nth`, given the tile of stage 0."""
         return tile.moved(nth * self.slot_bytes)
 
     def load_q(self, head: Int32, block: Int32, nth: Int32) -> None:
+        """Start the load of a block of Q with its LSE and delta into stage `nth`."""
         self.mover.load(self.of_head(self.mQ, head), block * self.q.rows, self.slot(self.q, nth))
         self.load_rows(self.mRows[head, None, None], block * self.q.rows, self.rows + nth * self.slot_bytes)
 
     def load_do(self, head: Int32, block: Int32, nth: Int32) -> None:
+        """Start the load of a block of dO into stage `nth`."""
         self.mover.load(self.of_head(self.mdO, head), block * self.do.rows, self.slot(self.do, nth))
 
     def of_head(self, mX: cute.Tensor, head: Int32) -> cute.Tensor:
-        """Its matrix. Element by element, the compiler would keep the offset of each column of a thread in registers
-        through all products: too many where these need all.
+        """Return the matrix (rows, columns) of a head.
+
+        In element-wise kernels the compiler would keep the offset of each column of a thread in registers through all
+        products. Wide kernels need all registers for the products, so the column stride is hidden from the compiler
+        there.
         """
         gX = mX[head, None, None]
         if not self.mover.elementwise or max(self.q.columns, self.do.columns) <= ROOMY:
@@ -82,6 +90,7 @@ class Queries:
 
     @cute.jit
     def load_rows(self, gRows: cute.Tensor, first: Int32, target: Int32):
+        """Start the load of LSE and delta of a block of queries."""
         thread, units = cute.arch.thread_idx()[0], self.q.rows // QUAD
         if thread < ROW_FACTS * units:
             row = first + thread % units * QUAD
@@ -90,13 +99,13 @@ class Queries:
             sm80.copy_unit(source, target + thread * sm80.VECTOR_BYTES, size)
 
     def facts(self, which: int, nth: Int32, first: Int32 | int) -> cute.Tensor:
-        """LSE * log2(e) (0) or delta (1) of a lane's columns, of HALF queries from `first` on."""
+        """Return LSE * log2(e) (0) or delta (1) of a lane's columns, for HALF queries from `first` on."""
         return row_pairs(self.rows + nth * self.slot_bytes + (which * self.q.rows + first) * FP32_BYTES, HALF)
 
 
 def row_pairs(address: Int32, count: int) -> cute.Tensor:
-    """One of `count` rows' facts, in shared memory, of this lane's columns."""
-    mine = cute.make_rmem_tensor((count // 4,), Float32)
+    """Return the values of a row statistic of `count` queries at this lane's columns, from shared memory."""
+    mine = cute.make_rmem_tensor((count // 4,), Float32)  # (count/4,)
     for c in range(count // 8):
         place = address + (cute.arch.lane_idx() % 4 * 2 + 8 * c) * FP32_BYTES
         source = cute.make_ptr(Float32, place, cute.AddressSpace.smem, assumed_align=8)
@@ -107,20 +116,28 @@ def row_pairs(address: Int32, count: int) -> cute.Tensor:
 
 @dataclass(frozen=True)
 class QueryGradient:
-    """dQ = dS K: a warp's rows and columns of it. A warp has `pairs` pairs of units of every panel of K's row."""
+    """Product dQ = dS K: a warp's rows and columns of dQ.
+
+    A warp has `pairs` pairs of 16-byte units of every panel of a row of K.
+    """
 
     product: sm80.Product
-    left: sm80.Matrices  # dS: keys x this warp's queries
-    right: sm80.Matrices  # K: keys x this warp's columns
-    slabs: int  # of rows
-    pairs: int
+    left: sm80.Matrices  # dS: keys x the warp's queries
+    right: sm80.Matrices  # K: keys x the warp's columns
+    slabs: int  # slabs of rows
+    pairs: int  # pairs of units per panel
     scratch: Scratch
     first_slab: Int32
-    nth: Int32  # which columns
+    nth: Int32  # index of the warp's column part
 
     @cute.jit
     def add(self, slot: Int32, block: Int32, turn: Int32 | None):
-        """Of the dS in a slot, to a block of scratch; turn: after so many adds of every warp."""
+        """Add the product with the dS in stage `slot` to a block of the dQ workspace.
+
+        Args:
+            turn: accumulation order: number of adds of warps to wait for before this add; None in kernels without an
+                order.
+        """
         k, ds = self.right.tile, self.left.tile
         accs = self.multiply(self.left.over(ds.moved(slot * ds.bytes), True))
         counter = self.scratch.turn(block * UNITS)
@@ -138,7 +155,7 @@ class QueryGradient:
                 count_up(counter)
 
     def multiply(self, left: sm80.Matrices) -> tuple:
-        """An accumulator for each slab."""
+        """Return an accumulator of dS K for each slab."""
         k, room = self.right.tile, lambda: sm80.room(self.product.dtype)
         panels = range(k.columns // k.panel)
         accs = tuple(sm80.accumulator(len(panels) * self.pairs * sm80.PAIR) for _ in range(self.slabs))
@@ -153,7 +170,11 @@ class QueryGradient:
         return accs
 
     def add_pair(self, start: Int64, acc: cute.Tensor, chunk: int, slab: Int32, column: Int32) -> None:
-        """Sixteen columns of a slab, from that chunk of an accumulator on, to a lane's place in a block of scratch."""
+        """Add sixteen columns of a slab to a lane's place in a block of the dQ workspace.
+
+        Args:
+            chunk: first chunk of eight columns in the accumulator.
+        """
         half = self.right.tile.columns // 2
         unit = column // half * (UNITS // 2) + slab
         place = (unit * (half // 8) + column % half // 8) * (WARP * QUAD * FP32_BYTES)
@@ -164,28 +185,28 @@ class QueryGradient:
 
 @dataclass(frozen=True)
 class Share:
-    """What a warp keeps of the keys."""
+    """State of a warp: its keys, and the accumulators of dK and dV."""
 
     product: sm80.Product
-    keys: sm80.Matrices  # as left operands of scores
-    rows: sm80.Matrices  # queries as right operands
-    columns: sm80.Matrices  # of a product that sums over queries
-    dK: sm80.Accumulators
-    dV: sm80.Accumulators
+    keys: sm80.Matrices  # K as left operand of the scores
+    rows: sm80.Matrices  # Q as right operand of the scores
+    columns: sm80.Matrices  # the warp's columns of Q as right operand of a sum over queries
+    dK: sm80.Accumulators  # an accumulator of 16 keys per slab
+    dV: sm80.Accumulators  # an accumulator of 16 keys per slab
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """The CTA's tiles in shared memory; dK and dV take the place of K and V at last."""
+    """Tiles of a CTA in shared memory; at the end dK and dV take the place of K and V."""
 
-    k: sm80.Tile
-    v: sm80.Tile
-    weights: sm80.Tile  # keys x queries, the first of two: of P and dS
+    k: sm80.Tile  # (tile_n, D), later dK
+    v: sm80.Tile  # (tile_n, Dv), later dV
+    weights: sm80.Tile  # (keys, queries), the first of two: of two steps' dS, or of dS and P
 
 
 @dataclass(frozen=True)
 class Operands:
-    """In global memory."""
+    """Tensors in global memory."""
 
     q: cute.Tensor
     k: cute.Tensor
@@ -197,45 +218,65 @@ class Operands:
 
 @dataclass(frozen=True)
 class Keys:
-    """The CTA's block of keys, and the query heads that see it."""
+    """Block of keys of a CTA, and the query heads that see the block."""
 
     tile: Tile
-    first_head: Int32  # of the group
-    heads_before: Int32  # those of earlier batches
-    group: Int32
+    first_head: Int32  # first query head of the group
+    heads_before: Int32  # query heads of earlier batch entries
+    group: Int32  # query heads of the KV head
 
 
 @dataclass(frozen=True)
 class Here:
-    """A step's place in its walk."""
+    """Position of a step in the block iteration, and the score stages at this position."""
 
     chain: Chain
-    place: Place  # of the warp's first slab of keys and the first query of its half
+    place: Place  # place of the warp's first slab of keys and of the first query of its half
     run: Downward
     step: Step
 
     @property
     def block(self) -> Int32:
-        """Of queries."""
+        """The query block of the step."""
         return self.step.block
 
     @property
     def masked(self) -> cutlass.Boolean:
+        """True if the step has a partial block."""
         return self.run.masked(self.step)
 
     def hold(self, slabs: int) -> tuple[Chain, ...]:
-        """For so many slabs of keys."""
+        """Return the score stages with registers, for each of `slabs` slabs of keys."""
         return tuple(self.chain.hold(HALF) for _ in range(slabs))
 
     def place_of(self, slab: int, first: int) -> Place:
-        """Of that slab, and of queries from `first` on."""
+        """Return the place of slab `slab` and of the queries from `first` on."""
         row, column = self.place.row + slab * SLAB, self.place.column + first
         return replace(self.place, row=row, column=column, head=self.step.head, by_row=True)
 
 
 class BackwardSm80(BackwardCall):
-    """Builds the three kernels of one spec, launched one after the other by one call; every size below is known when
-    they are traced.
+    """Builder of the three backward kernels of a spec for sm_80, which a call launches in sequence.
+
+    All sizes are compile-time constants. Computes dQ, dK and dV. A deterministic spec (kind `detbwd`) adds to dQ in the
+    same order in every run.
+
+    1. `PrepareBackward` computes LSE * log2(e) and delta per row, and clears the dQ workspace and its counters.
+    2. The main kernel computes dK and dV and adds dQ to the workspace.
+    3. `FinishBackward` converts dQ to 16 bits.
+
+    Inputs: q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv), o and do (B, Hq, Sq, Dv), lse (B, Hq, Sq) in fp32.
+    Outputs: dq, dk and dv, with the shapes of q, k and v. Workspace: rows (B, Hq, 2, padded Sq) in fp32, and the dQ
+    workspace (`Scratch`).
+
+    Warp roles: every warp loads and multiplies. `column_parts` (1, 2 or 4) warps share the columns of dK and dV of 32
+    keys.
+
+    Pipelines: Q with LSE and delta, and dO, are loaded with cp.async into `stages` stages. With two stages the load of
+    the next step runs under the products of the current step.
+
+    Shared memory: K (tile_n, D) and V (tile_n, Dv), later dK and dV; two tiles of weights (tile_n, tile_m); `stages`
+    stages of Q, dO, LSE and delta.
     """
 
     def __init__(self, spec: AmpereSpec):
@@ -249,10 +290,12 @@ class BackwardSm80(BackwardCall):
 
     @cute.jit
     def launch(self, call: Gradients, stream: cuda.CUstream):
+        """Launch the preprocessing kernels of the features, then the three backward kernels."""
         B, Hkv, Sk, _ = call.k.shape
         num_n_blocks, group = cute.ceil_div(Sk, self.tile_n), call.q.shape[1] // Hkv
         pieces, walk, chain = self.seams.pieces(call), self.seams.walk(call), self.seams.chain(call)
-        row_bytes = (self.d + self.dv) * self.element.bytes + self.d * FP32_BYTES  # Q, dO, dQ in fp32
+        # Bytes per query row: Q, dO and dQ in fp32.
+        row_bytes = (self.d + self.dv) * self.element.bytes + self.d * FP32_BYTES
         num_ctas = call.num_ctas if self.in_order else None
         bound = walk.at(Sizes(call.q.shape[2], Sk), self.tile_m, self.tile_n)
         section = heads_in_turn(bound, group, B * Hkv, row_bytes, num_ctas)
@@ -279,6 +322,7 @@ class BackwardSm80(BackwardCall):
         walk: Walk,
         chain: Chain,
     ):
+        """Compute dK and dV of a block of keys, and add dQ to the workspace."""
         B, Hkv, Sk, _ = tensors.k.shape
         Hq, Sq = tensors.q.shape[1], tensors.q.shape[2]
         bound = walk.at(Sizes(Sq, Sk), self.tile_m, self.tile_n)
@@ -290,7 +334,7 @@ class BackwardSm80(BackwardCall):
         start = Int32(smem.allocate(self.spec.smem_bytes(), 128).toint())
         k = sm80.Tile(start, self.tile_n, self.d)
         v = sm80.Tile(k.start + k.bytes, self.tile_n, self.dv)
-        weights = sm80.Tile(v.start + v.bytes, self.tile_n, self.tile_m)  # of two
+        weights = sm80.Tile(v.start + v.bytes, self.tile_n, self.tile_m)  # first of two tiles
         q = sm80.Tile(weights.start + 2 * weights.bytes, self.tile_m, self.d)
         do = sm80.Tile(q.start + q.bytes, self.tile_m, self.dv)
         slot_bytes = q.bytes + do.bytes + ROW_FACTS * self.tile_m * FP32_BYTES
@@ -312,13 +356,17 @@ class BackwardSm80(BackwardCall):
         mover.unload(v, tile.rows(tensors.dv), first_key)
 
     def turn(self, order: KeyOrder, n_block: Int32, run: Downward, step: Step) -> Int32 | None:
-        """How many warps add to the queries of a step before those of this CTA, where that has an order."""
+        """Return how many warp adds to the queries of a step come before this CTA's, or None if there is no order."""
         return order.turn(n_block, run.at(step), step.j) * self.warps if self.in_order else None
 
     def gradient(self, tiles: Tiles, scratch: Scratch, warp: Int32) -> QueryGradient:
-        """A warp's part of dQ: two slabs of rows and every fourth pair of columns, or what is like it."""
+        """Return the part of dQ of a warp.
+
+        With eight warps and panels of 64 columns, the part is two slabs of rows and every fourth pair of columns. Other
+        kernels have parts of a similar size.
+        """
         k = tiles.k
-        parts = min(4, k.panel // sm80.PAIR) if self.warps == 8 else 2  # of the columns
+        parts = min(4, k.panel // sm80.PAIR) if self.warps == 8 else 2  # parts of the columns
         slabs = self.tile_m // SLAB * parts // self.warps
         pairs = k.panel // sm80.PAIR // parts
         left = sm80.Matrices.create(tiles.weights, self.element.dtype, "A", transposed=True).share(warp // parts, slabs)
@@ -327,7 +375,13 @@ class BackwardSm80(BackwardCall):
         return QueryGradient(product, left, right, slabs, pairs, scratch, warp // parts * slabs, warp % parts)
 
     def share(self, k: sm80.Tile, slab: Int32, half: Int32 | int, part: Int32) -> Share:
-        """A warp's: its first slab of scores, half of the queries, part of the columns of dK and dV."""
+        """Return the operands and accumulators of a warp.
+
+        Args:
+            slab: first slab of keys whose scores the warp computes.
+            half: half of the queries.
+            part: part of the columns of dK and dV.
+        """
         mine = sm80.Matrices.create(k, self.element.dtype, "A", first_row=slab * SLAB)
         rows = sm80.Matrices.create(k, self.element.dtype, "B", first_row=half * HALF)
         columns = sm80.Matrices.create(k, self.element.dtype, "A").share(part, k.panel // sm80.PAIR // self.parts)
@@ -339,7 +393,10 @@ class BackwardSm80(BackwardCall):
         self, order: KeyOrder, queries: Queries, tiles: Tiles, scratch: Scratch, keys: Keys, scales: Scales,
         chain: Chain,
     ):  # fmt: skip
-        """Every warp, or every two, with keys of its own. dK and dV to where K and V were."""
+        """Run the mainloop where every warp, or every pair of warps, has keys of its own.
+
+        At the end dK and dV go to the place of K and V in shared memory.
+        """
         warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
         part, first_slab = warp % self.parts, warp // self.parts * SLABS
         my = self.share(tiles.k, first_slab, part, part)
@@ -351,7 +408,7 @@ class BackwardSm80(BackwardCall):
         run = order.walk.queries(keys.tile)
         total = run.total(keys.group)
         step, last = run.first(keys.first_head, total > 0), Int32(0)
-        last_step = replace(step, j=Int32(0))  # not a step yet
+        last_step = replace(step, j=Int32(0))  # placeholder: no step has ended yet
         queries.load_q(step.head, step.block, Int32(0))
         queries.load_do(step.head, step.block, Int32(0))
         for i in cutlass.range(total, unroll=1):
@@ -376,7 +433,7 @@ class BackwardSm80(BackwardCall):
         self.put(my, tiles, first_slab * SLAB, scales, chain, part)
 
     def put(self, my: Share, tiles: Tiles, first_row: Int32, scales: Scales, chain: Chain, part: Int32) -> None:
-        """A warp's dK and dV into tiles."""
+        """Write a warp's dK and dV to the tiles in shared memory."""
         of_dV = None if chain.kept_share is None else chain.scaled(Float32(1.0))
         for accs, tile, factor in ((my.dK, tiles.k, chain.scaled(scales.natural)), (my.dV, tiles.v, of_dV)):
             for s, acc in enumerate(accs):
@@ -390,7 +447,7 @@ class BackwardSm80(BackwardCall):
         self, scores: sm80.Accumulators, lse: cute.Tensor, here: Here, chains: tuple[Chain, ...], first: int,
         scale_log2: Float32,
     ) -> list[fragments.OperandA]:  # fmt: skip
-        """P in place of scores, of the queries from `first` on, and in 16 bits."""
+        """Replace the scores of the queries from `first` on by P, and return P in 16 bits."""
         if here.masked:
             self.ask(scores, here, chains, first, masked=True)
         else:
@@ -405,7 +462,11 @@ class BackwardSm80(BackwardCall):
     def ask(
         self, scores: sm80.Accumulators, here: Here, chains: tuple[Chain, ...], first: int, masked: bool
     ) -> None:  # fmt: skip
-        """Stages of a step's scores. They have no registers across steps: what they need comes now."""
+        """Apply the score stages to the scores of a step.
+
+        Score stages have no registers across steps in these kernels. Therefore `begin` and `make_ready` are called
+        directly before `apply`.
+        """
         for s, acc in enumerate(scores):
             chain = chains[s].at(here.place_of(s, first))
             chain.begin(here.block, masked)
@@ -416,7 +477,7 @@ class BackwardSm80(BackwardCall):
     def slope(
         self, P: sm80.Accumulators, dP: sm80.Accumulators, delta: cute.Tensor, here: Here, chains: tuple[Chain, ...]
     ) -> list[fragments.OperandA]:  # fmt: skip
-        """dS in 16 bits; dP is lost."""
+        """Return dS in 16 bits; `dP` is overwritten."""
         dS = []
         for s in cutlass.range_constexpr(len(P)):
             slopes = fragments.rows_and_columns(dP[s])
@@ -431,7 +492,7 @@ class BackwardSm80(BackwardCall):
         self, my: Share, queries: Queries, tiles: Tiles, slot: Int32, here: Here, scale_log2: Float32,
         first_slab: Int32,
     ):  # fmt: skip
-        """dK and dV of one block of queries, and its dS into shared memory."""
+        """Add a block of queries to the warp's dK and dV, and write the warp's dS to shared memory."""
         k, v, weights = tiles.k, tiles.v, tiles.weights
         q, do = queries.slot(queries.q, slot), queries.slot(queries.do, slot)
         target = weights.moved(slot * weights.bytes)
@@ -459,8 +520,10 @@ class BackwardSm80(BackwardCall):
         self, my: Share, queries: Queries, tiles: Tiles, slot: Int32, here: Here, scale_log2: Float32,
         first_slab: Int32, half: Int32,
     ):  # fmt: skip
-        """The same where two warps have a half of the queries of the same scores each, then all of them for a half of
-        the columns: P, and then dS in the same place, cross shared memory.
+        """Add a block of queries to dK and dV where two warps share the same keys.
+
+        Each warp first computes the scores of half of the queries, then sums all queries for half of the columns. P,
+        and then dS in the same place, cross shared memory.
         """
         q, do = queries.slot(queries.q, slot), queries.slot(queries.do, slot)
         rows, target = my.rows.over(q, False), tiles.weights.moved(slot * tiles.weights.bytes)
@@ -474,20 +537,20 @@ class BackwardSm80(BackwardCall):
         self.accumulate_halves(my, my.dV, P, left, my.columns.over(q, True).beside(do), first_slab, half)
         my.product.scores(dP, my.keys.beside(tiles.v), rows.beside(do))
         dS = self.slope(S, dP, queries.facts(1, slot, half * HALF), here, chains)
-        self.meet(first_slab)  # P has been read
+        self.meet(first_slab)  # both warps have read P
         for s in cutlass.range_constexpr(SLABS):
             sm80.put_operand(dS[s], target, (first_slab + s) * SLAB, half * HALF)
         self.accumulate_halves(my, my.dK, dS, left, my.columns.over(q, True), first_slab, half)
 
     def meet(self, first_slab: Int32) -> None:
-        """The warps of the same keys."""
+        """Wait for the warps with the same keys, on a named barrier."""
         cute.arch.barrier(barrier_id=1 + first_slab // SLABS, number_of_threads=self.parts * WARP)
 
     def accumulate_halves(
         self, my: Share, accs: sm80.Accumulators, own: list[fragments.OperandA], left: sm80.Matrices,
         columns: sm80.Matrices, first_slab: Int32, half: Int32,
     ) -> None:  # fmt: skip
-        """The half of the queries that this warp holds, and the other warp's from shared memory."""
+        """Sum over the half of the queries held by this warp, then over the peer warp's half from shared memory."""
         lefts, mine = tuple(sm80.room(self.element.dtype) for _ in own), columns.below(half * HALF)
         for query in range(0, HALF, SLAB):
             my.product.accumulate(accs, tuple(x.fragment[None, 0, query // SLAB] for x in own), mine, query)
@@ -503,8 +566,10 @@ class BackwardSm80(BackwardCall):
         self, order: KeyOrder, queries: Queries, tiles: Tiles, scratch: Scratch, keys: Keys, scales: Scales,
         chain: Chain,
     ):  # fmt: skip
-        """Every warp with scores of one slab of keys and half of the queries, then with a quarter of the columns of
-        two slabs' dK and dV, which go to where K and V were.
+        """Run the mainloop where four warps share the columns of 32 keys.
+
+        Every warp computes the scores of a single slab of keys and half of the queries. Then the warp adds a quarter of
+        the columns of two slabs' dK and dV. At the end dK and dV go to the place of K and V in shared memory.
         """
         k, v, weights = tiles.k, tiles.v, tiles.weights
         warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
@@ -534,12 +599,12 @@ class BackwardSm80(BackwardCall):
             cute.arch.sync_threads()
             columns, weights_of = my.columns.over(q, True), left.over(dS, False)
             self.accumulate_all(my, my.dK, weights_of, columns)
-            cute.arch.sync_threads()  # nobody needs this Q any more
+            cute.arch.sync_threads()  # no warp reads this Q any more
             if i + 1 < total:
                 queries.load_q(later.head, later.block, Int32(0))
             cute.arch.cp_async_commit_group()
             self.accumulate_all(my, my.dV, weights_of.beside(P), columns.beside(do))
-            cute.arch.sync_threads()  # nor this dO
+            cute.arch.sync_threads()  # no warp reads this dO any more
             if i + 1 < total:
                 queries.load_do(later.head, later.block, Int32(0))
             gradient.add(zero, number, self.turn(order, keys.tile.block, run, step))
@@ -553,12 +618,12 @@ class BackwardSm80(BackwardCall):
         self, my: Share, queries: Queries, tiles: Tiles, q: sm80.Tile, do: sm80.Tile, here: Here,
         scale_log2: Float32, slab: Int32, half: Int32,
     ):  # fmt: skip
-        """dS and P of one slab of keys and half of the queries, into shared memory, as soon as Q and dO are there."""
+        """Write dS and P of a slab of keys and half of the queries to shared memory, once Q and dO have landed."""
         keys, rows = my.keys.over(tiles.k, False), my.rows.over(q, False)
         S, dP = (sm80.accumulator(HALF),), (sm80.accumulator(HALF),)
-        sm80.arrive(1)  # Q
+        sm80.arrive(1)  # wait for Q
         my.product.scores(S, keys, rows)
-        sm80.arrive()  # dO
+        sm80.arrive()  # wait for dO
         my.product.scores(dP, keys.beside(tiles.v), rows.beside(do))
         chains = here.hold(1)
         P = self.weigh(S, queries.facts(0, Int32(0), half * HALF), here, chains, 0, scale_log2)
@@ -567,7 +632,7 @@ class BackwardSm80(BackwardCall):
         sm80.put_operand(P[0], tiles.weights.moved(tiles.weights.bytes), slab * SLAB, half * HALF)
 
     def accumulate_all(self, my: Share, accs: sm80.Accumulators, left: sm80.Matrices, columns: sm80.Matrices) -> None:
-        """dV += P^T dO or dK += dS^T Q."""
+        """Add a block of queries to the warp's columns: dV += P^T dO or dK += dS^T Q."""
         lefts = tuple(sm80.room(self.element.dtype) for _ in accs)
         for query in range(0, self.tile_m, SLAB):
             for s, weights in enumerate(lefts):

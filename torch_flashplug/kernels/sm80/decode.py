@@ -1,10 +1,12 @@
 """Decode for sm_80 and later: few query rows against many keys, at the speed of memory.
 
-The query heads that share a KV head are packed into one tile of rows, so that K and V are read once; where tiles are
-fewer than SMs, each tile's keys are split among several CTAs (FlashDecoding, Dao et al. 2023), which leave fp32
-partials for the Combine kernel. A CTA has four warps. Up to 16 rows each of them is a team of its own: it takes a
-quarter of the keys of every block, has its own ring of K and V under way and waits for no other; the teams' results are
-added up in shared memory at last. Of 64 rows the four warps are one team.
+The query heads of a KV head are packed into a single tile of rows (pack-GQA), so that K and V are read once. Where
+tiles are fewer than SMs, the keys of each tile are split among several CTAs (split-KV; FlashDecoding, Dao et al. 2023).
+The CTAs leave fp32 partial results for the `Combine` kernel.
+
+A CTA has four warps. For up to 16 rows each warp is a team of its own. A team takes a quarter of the keys of every
+block, has its own pipeline of K and V, and waits for no other team. At the end the results of the teams are reduced in
+shared memory. For 64 rows the four warps are a single team.
 """
 
 from __future__ import annotations
@@ -35,39 +37,46 @@ from ..tiling.tile import Pieces
 
 @dataclass(frozen=True)
 class Ring:
-    """K and V of a team's share of every block, `stages` of each in shared memory: those of a split's nth block at slot
-    nth % stages.
+    """Pipeline of a team's share of K and V of every block, filled with cp.async.
+
+    K and V have `stages` stages each in shared memory. The nth block of a split uses stage nth % stages.
     """
 
-    mover: sm80.Mover  # of the team's warps
+    mover: sm80.Mover  # copies of the team's warps
     gK: cute.Tensor  # (Sk, D)
     gV: cute.Tensor  # (Sk, Dv)
-    k: sm80.Tile  # the first slots
+    k: sm80.Tile  # stage 0 of K; stage 0 of V follows
     v: sm80.Tile
     stages: int
-    keys: Split  # of the CTA
-    first_key: Int32  # of a block's that the team has
-    stored: Stored
-    beside: Beside  # what keys have beside K and V
-    block: int  # keys of all teams
+    keys: Split  # KV blocks of the CTA
+    first_key: Int32  # the team's first key in a block
+    stored: Stored  # loader of K and V
+    beside: Beside  # loader of per-key data, such as the scales of a quantized cache
+    block: int  # keys of a block, over all teams
 
     @property
     def blocks(self) -> Int32:
+        """Number of KV blocks of the CTA."""
         return self.keys.end - self.keys.begin
 
     def slot(self, tile: sm80.Tile, nth: Int32 | int) -> sm80.Tile:
+        """Return the tile of stage nth % stages, given the tile of stage 0."""
         return tile.moved(nth % self.stages * tile.bytes)
 
     def load_k(self, nth: Int32 | int) -> None:
+        """Start the load of K of the split's nth block."""
         self.load(K, self.gK, self.k, nth)
 
     def load_v(self, nth: Int32 | int) -> None:
+        """Start the load of V of the split's nth block."""
         self.load(V, self.gV, self.v, nth)
 
     @cute.jit
     def load(self, which: cutlass.Constexpr[int], gX: cute.Tensor, tile: sm80.Tile, nth: Int32):
-        """Zeros beyond the last key; nothing beyond the last block, but a group all the same, so that the number of
-        those under way is a constant.
+        """Start the load of K or V of the split's nth block, and commit a cp.async group.
+
+        Rows beyond the last key become zeros. Beyond the last block nothing is loaded. A group is committed all the
+        same, so that the number of groups in flight is a constant.
         """
         if nth < self.blocks:
             first = self.keys.nth(self.keys.begin + nth) * self.block + self.first_key
@@ -77,7 +86,10 @@ class Ring:
 
     @cute.jit
     def start(self):
-        """All threads: what is loaded ahead, the first K with the queries, and these are there for all."""
+        """Fill the pipeline, and wait for the first K and for the queries. Executed by all threads.
+
+        The queries belong to the group of the first K. Afterwards they are visible to all threads.
+        """
         for nth in cutlass.range_constexpr(self.stages):
             self.load_k(nth)
             if cutlass.const_expr(nth < self.stages - 1):
@@ -86,7 +98,10 @@ class Ring:
 
     @cute.jit
     def arrive(self, everyone: cutlass.Constexpr[bool] = False):
-        """The oldest load is there for the team (or for all), and nobody of it reads what lay before at its slot."""
+        """Wait until the oldest load is visible to the team, or to all threads.
+
+        Afterwards the team no longer reads the previous contents of the stage.
+        """
         cute.arch.cp_async_wait_group(2 * self.stages - 2)
         if cutlass.const_expr(everyone or self.mover.threads > WARP):
             cute.arch.sync_threads()
@@ -96,52 +111,72 @@ class Ring:
 
 @dataclass(frozen=True)
 class Teams:
-    """Results of every team in shared memory, for Share to add up: fp32 outputs of rows, `pitch` floats apart, then
-    maxima and sums.
+    """Results of every team in shared memory, reduced by `combine.Share`.
+
+    The fp32 outputs of the rows are `pitch` floats apart. Maxima and sums follow.
     """
 
     start: cute.Pointer
     rows: int
     pitch: int
-    splits: Int32  # teams
+    splits: Int32  # number of teams
 
     def output(self, row: Int32, team: Int32) -> cute.Pointer:
+        """Return the pointer to a team's output of a row."""
         return self.start + (team * self.rows + row) * self.pitch
 
     def weight(self, row: Int32, team: Int32) -> cute.Pointer:
-        """A maximum and a sum."""
+        """Return the pointer to a team's maximum and sum of a row."""
         return self.start + self.splits * (self.rows * self.pitch) + (team * self.rows + row) * 2
 
     def weight_of(self, row: Int32, team: Int32) -> tuple[Float32, Float32]:
+        """Return a team's maximum and sum of a row."""
         return loaded(self.weight(row, team))
 
     def load_quad(self, row: Int32, team: Int32, column: Int32, quad: cute.Tensor):
+        """Load four columns of a team's output of a row."""
         cute.autovec_copy(shared_floats(self.output(row, team) + column, QUAD), quad)
 
 
 @dataclass(frozen=True)
 class Outside:
-    """In global memory."""
+    """Tensors in global memory."""
 
-    q: cute.Tensor
-    k: cute.Tensor
-    v: cute.Tensor
-    o: cute.Tensor
-    lse: cute.Tensor
+    q: cute.Tensor  # (B, Hq, Sq, D)
+    k: cute.Tensor  # (B, Hkv, Sk, D), or pages
+    v: cute.Tensor  # (B, Hkv, Sk, Dv), or pages
+    o: cute.Tensor  # (B, Hq, Sq, Dv)
+    lse: cute.Tensor  # (B, Hq, Sq) fp32
 
 
 class DecodeSm80(DecodeCall):
-    """Builds the kernel of one spec; every size below is known when it is traced."""
+    """Builder of the sm_80 decode kernel of a spec. All sizes below are compile-time constants.
+
+    Computes O = softmax(scale * Q K^T) V and the LSE for few query rows.
+
+    Inputs: q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv). With a paged KV cache, k and v are (pages, Hkv,
+    rows of a page, D or Dv). Outputs: o (B, Hq, Sq, Dv), lse (B, Hq, Sq) in fp32. Workspace: fp32 partial results of
+    the splits (`combine.Partials`), if there are several splits.
+
+    Warp roles: four warps, each of which loads and multiplies. Up to 16 rows every warp is a team. With 64 rows the
+    four warps are a single team, and each owns 16 of the rows.
+
+    Pipelines: K and V of a team, filled by the team itself with cp.async, `stages` stages each.
+
+    Shared memory: Q (tile_m, D), then for each team the stages of K and V and the per-key data. At the end the results
+    of the teams take the place of all of them.
+    """
 
     def __init__(self, spec: AmpereSpec):
         self.spec, self.seams = spec, Seams.of(spec)
         self.element = self.seams.element
         self.tile_m, self.tile_n, self.d, self.dv, self.stages = spec.tile_m, spec.tile_n, spec.d, spec.dv, spec.stages
         self.team_warps = spec.tile_m // SLAB
-        self.keys = spec.tile_n // spec.teams  # of a team, of every block
+        self.keys = spec.tile_n // spec.teams  # keys of a team in every block
 
     @cute.jit
     def launch(self, call: FewRows, stream: cuda.CUstream):
+        """Launch the decode kernel and, with several splits, the `Combine` kernel."""
         B, Hq, Sq, Dv = call.o.shape
         Hkv = call.k.shape[1]
         pieces = self.seams.pieces(call)
@@ -154,7 +189,8 @@ class DecodeSm80(DecodeCall):
             block=(self.spec.threads, 1, 1),
             stream=stream,
             min_blocks_per_mp=self.spec.ctas_per_sm,
-            preferred_smem_carveout=100,  # percent; else the DSL asks a GPU, and there may be none here
+            # percent; without a value the DSL would query a GPU, and the build machine may have none.
+            preferred_smem_carveout=100,
             use_pdl=starts_early(),
         )
         if call.splits > 1:
@@ -162,6 +198,7 @@ class DecodeSm80(DecodeCall):
             Combine(self.element)(call.o, call.lse, partials, chain.unit(call.scale), chain, stream, call.split_size)
 
     def stored(self, call: FewRows) -> Stored:
+        """Return the loader of K and V of the spec's features."""
         found = self.seams.stored(call)
         return Stored() if found is None else found
 
@@ -177,6 +214,7 @@ class DecodeSm80(DecodeCall):
         chain: Chain,
         stored: Stored,
     ):
+        """Process a tile of packed rows against the keys of a split."""
         smem = cutlass.memory.SmemAllocator()
         start = Int32(smem.allocate(self.spec.smem_bytes(), 128).toint())
         warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
@@ -189,7 +227,7 @@ class DecodeSm80(DecodeCall):
         scales = chain.scales(Scales(scale * fragments.LOG2_E, scale))
         out, softmax = sm80.accumulator(self.dv), OnlineSoftmax.create(scales.log2, chain)
         column = team * self.keys + lane % 4 * 2
-        here = chain.hold(self.keys).at(  # its row is the tile's first, packed
+        here = chain.hold(self.keys).at(  # the row of this place is the first packed row of the tile
             Place(part.sizes, self.tile_n, part.first_row, column, part.tile.sequence, first_head)
         )
 
@@ -203,7 +241,7 @@ class DecodeSm80(DecodeCall):
         self.attend(ring, left_q, out, softmax, here, bound, stored)
         weights = softmax.part(fragments.rows_and_columns(out))
 
-        cute.arch.sync_threads()  # nobody reads what lies where results go
+        cute.arch.sync_threads()  # no warp reads shared memory any more where the results go
         floats = cute.make_ptr(Float32, start, cute.AddressSpace.smem, assumed_align=16)
         teams = Teams(floats, self.tile_m, self.dv + RESULT_PAD, Int32(self.spec.teams))
         leave(fragments.rows_and_columns(out), weights, teams, team, slab * SLAB + lane // 4, stored)
@@ -213,19 +251,23 @@ class DecodeSm80(DecodeCall):
     def my_ring(
         self, mK: cute.Tensor, mV: cute.Tensor, part: Part, walk: BoundBand, stored: Stored, start: Int32, team: Int32
     ) -> Ring:  # fmt: skip
-        """Of this warp's team."""
+        """Return the K and V pipeline of this warp's team."""
         keys = part.keys(walk)
         away = team * (self.spec.kv_bytes() // self.spec.teams)
         k = sm80.Tile(start + away, self.keys, stored.columns(self.d))
         v = sm80.Tile(start + (away + self.stages * k.bytes), self.keys, stored.columns(self.dv))
         beside = stored.beside(part, v.start + self.stages * v.bytes, self.keys, self.stages)
         mover = sm80.Mover(self.team_warps * WARP, self.element, elementwise=False)
-        gK, gV = stored.of_head(part, mK), stored.of_head(part, mV)  # or what `stored` loads from
+        # (Sk, D) and (Sk, Dv), or the form of K and V that `stored` loads from.
+        gK, gV = stored.of_head(part, mK), stored.of_head(part, mV)
         return Ring(mover, gK, gV, k, v, self.stages, keys, team * self.keys, stored, beside, self.tile_n)
 
     @cute.jit
     def load_queries(self, mQ: cute.Tensor, q: sm80.Tile, part: Part):
-        """All threads: the tile's rows on their way, from as many heads as they are of; zeros beyond the last one."""
+        """Start the load of the tile's rows, executed by all threads.
+
+        The rows may belong to several heads. Rows beyond the last become zeros.
+        """
         mover = sm80.Mover(self.spec.threads, self.element, elementwise=False)
         row, unit, step = mover.place(q, cute.arch.thread_idx()[0])
         for r in cutlass.range_constexpr(0, q.rows, step):
@@ -240,11 +282,11 @@ class DecodeSm80(DecodeCall):
         self, ring: Ring, left_q: sm80.Matrices, out: cute.Tensor, softmax: OnlineSoftmax, here: Chain,
         walk: BoundBand, stored: Stored,
     ):  # fmt: skip
-        """A warp's 16 rows against its team's keys of this split's blocks."""
+        """Run the mainloop: a warp's 16 rows against the team's keys of this split's blocks."""
         product = stored.product(self.element)
         right_k = sm80.Matrices.create(ring.k, self.element.dtype, "B")
         right_v = sm80.Matrices.create(ring.v, self.element.dtype, "B", transposed=True)
-        acc_S = sm80.accumulator(self.keys)
+        acc_S = sm80.accumulator(self.keys)  # 16 x keys of a team
         S, output = fragments.rows_and_columns(acc_S), fragments.rows_and_columns(out)
         P = stored.left_operand(acc_S, self.element)
         for nth in cutlass.range(ring.blocks, unroll=1):
@@ -277,7 +319,10 @@ class DecodeSm80(DecodeCall):
         self, teams: Teams, part: Part, mO: cute.Tensor, mLSE: cute.Tensor, partials: cute.Pointer, scale: Float32,
         chain: Chain,
     ):  # fmt: skip
-        """All threads: the tile's rows, to O and LSE where keys are not split, else to partials."""
+        """Reduce the teams' results, executed by all threads.
+
+        The rows go to O and LSE if keys are not split, and to the partial results otherwise.
+        """
         B, Hq, Sq, Dv = mO.shape
         parts, quads = Partials(partials, B * Hq * Sq, part.splits, Dv), Dv // QUAD
         total = cutlass.min(part.rows - part.first_row, self.tile_m) * quads
@@ -300,7 +345,11 @@ class DecodeSm80(DecodeCall):
 def leave(
     output: cute.Tensor, weights: tuple[cute.Tensor, cute.Tensor], teams: Teams, team: Int32, row: Int32, stored: Stored
 ):  # fmt: skip
-    """A thread's two rows, and their maxima and sums, to its team's results; row: its first, of the tile."""
+    """Write a thread's two rows, with their maxima and sums, to the results of its team.
+
+    Args:
+        row: first row of the thread in the tile; the second is eight rows below.
+    """
     lane = cute.arch.lane_idx()
     for r in cutlass.range_constexpr(2):
         start = teams.output(row + 8 * r, team)
@@ -315,6 +364,6 @@ def leave(
 
 
 def shared_floats(place: cute.Pointer, size: int) -> cute.Tensor:
-    """So many in one access."""
+    """Return a tensor of `size` floats in shared memory, aligned for a single access."""
     aligned = cute.make_ptr(Float32, place.toint(), cute.AddressSpace.smem, assumed_align=size * 4)
     return cute.make_tensor(aligned, cute.make_layout(size))

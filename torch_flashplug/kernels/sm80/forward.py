@@ -1,8 +1,8 @@
-"""Attention forward for sm_80 and later: O = softmax(scale * Q K^T) V and LSE, from one pass over the keys.
+"""Attention forward for sm_80 and later: O = softmax(scale * Q K^T) V and LSE, in a single pass over the keys.
 
-A CTA has one tile of query rows, a warp one or two slabs of 16 of them, from their Q to their O: no warp needs another
-one's results (FlashAttention-2, arXiv 2307.08691, section 3.3). K and V come by cp.async, each while the product with
-the other one runs; where an SM holds two CTAs, they fill each other's gaps.
+A CTA has a single tile of query rows. A warp owns one or two slabs of 16 rows, from Q to O, and no warp needs the
+results of another warp (FlashAttention-2, arXiv 2307.08691, section 3.3). K and V are loaded with cp.async, each while
+the product with the other runs. Where an SM holds two CTAs, they fill each other's gaps.
 """
 
 from __future__ import annotations
@@ -31,52 +31,72 @@ from ..tiling.tile import Pieces, Tile
 
 @dataclass(frozen=True)
 class Keys:
-    """K and V of a head, on their way block by block."""
+    """Loads of K and V of a head, block by block."""
 
     mover: sm80.Mover
     gK: cute.Tensor  # (Sk, D)
     gV: cute.Tensor  # (Sk, Dv)
-    k: sm80.Tile
-    v: sm80.Tile
-    stages: Chain  # what they bring
+    k: sm80.Tile  # (tile_n, D) in shared memory
+    v: sm80.Tile  # (tile_n, Dv) in shared memory
+    stages: Chain  # score stages, with the data that they load
 
     def load_k(self, block: Int32, whole: bool) -> None:
+        """Start the load of a block of K."""
         self.mover.load(self.gK, block * self.k.rows, self.k, whole)
 
     def load_v(self, block: Int32, count: Int32, whole: bool) -> None:
-        """And what stages bring: both are there behind the scores, and read before the next block's."""
+        """Start the load of a block of V and of the data of the score stages.
+
+        Both loads have landed behind the scores, and are read before those of the next block.
+        """
         self.mover.load(self.gV, block * self.v.rows, self.v, whole)
         self.stages.load(block, count)
 
 
 @dataclass(frozen=True)
 class Slab:
-    """What a warp keeps of 16 of its rows."""
+    """State of a warp for 16 of its rows: accumulators, softmax and score stages."""
 
-    S: cute.Tensor  # scores, then probabilities
-    out: cute.Tensor
-    P: fragments.OperandA
+    S: cute.Tensor  # 16 x tile_n scores, then probabilities
+    out: cute.Tensor  # 16 x Dv output
+    P: fragments.OperandA  # P in 16 bits
     softmax: OnlineSoftmax
     chain: Chain
-    row: Int32  # this thread's first
+    row: Int32  # first row of the thread
 
     @classmethod
     def create(cls, element: Element, tile_n: int, dv: int, scale_log2: Float32, chain: Chain, row: Int32) -> Slab:
+        """Create cleared accumulators and the softmax state of a slab."""
         S, out = sm80.accumulator(tile_n), sm80.accumulator(dv)
         return cls(S, out, fragments.OperandA.create(S, element), OnlineSoftmax.create(scale_log2, chain), chain, row)
 
     @property
     def scores(self) -> cute.Tensor:
-        """S by a thread's (2, columns)."""
+        """The (2, columns) view of S of a thread."""
         return fragments.rows_and_columns(self.S)
 
     @property
     def output(self) -> cute.Tensor:
+        """The (2, columns) view of the output of a thread."""
         return fragments.rows_and_columns(self.out)
 
 
 class ForwardSm80(ForwardCall):
-    """Builds the kernel of one spec; every size below is known when it is traced."""
+    """Builder of the sm_80 forward kernel of a spec. All sizes below are compile-time constants.
+
+    Computes O = softmax(scale * Q K^T) V and the LSE (natural logarithm).
+
+    Inputs: q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv). Outputs: o (B, Hq, Sq, Dv), lse (B, Hq, Sq) in
+    fp32.
+
+    Warp roles: every warp loads, multiplies and stores. A warp owns `slabs` slabs of 16 rows.
+
+    Pipelines: K and V have a single buffer each. The cp.async load of K of the next block runs under the softmax and P
+    V. The load of V runs under Q K^T.
+
+    Shared memory: Q (tile_m, D), later O (tile_m, Dv) in the same place; K (tile_n, D); V (tile_n, Dv); and the buffers
+    of the score stages.
+    """
 
     def __init__(self, spec: AmpereSpec):
         self.spec, self.elementwise, self.seams = spec, spec.elementwise, Seams.of(spec)
@@ -86,7 +106,10 @@ class ForwardSm80(ForwardCall):
 
     @cute.jit
     def launch(self, call: Call, stream: cuda.CUstream):
-        """Every tile has a CTA: the call's counter and the number of CTAs are the other architecture's kernels'."""
+        """Launch the preprocessing kernels of the features, then the forward kernel with a CTA per tile.
+
+        The tile counter and the number of CTAs in the call are for the Hopper kernels and are not used.
+        """
         B, Hq, Sq = call.lse.shape
         pieces = self.seams.pieces(call)
         num_m_blocks = pieces.most_blocks_of_rows(Sq, self.tile_m)
@@ -113,6 +136,7 @@ class ForwardSm80(ForwardCall):
         walk: Walk,
         chain: Chain,
     ):
+        """Compute a tile: load Q, run the mainloop, and store O and LSE."""
         B, Hq, Sq = mLSE.shape
         num_m_blocks, longest_first = pieces.blocks_of_rows(Sq, self.tile_m), walk.uneven or pieces.uneven
         order = TileOrder(longest_first, num_m_blocks, Hq, B * Hq, section)
@@ -129,7 +153,7 @@ class ForwardSm80(ForwardCall):
         chain = chain.shared(smem, self.form)
         keys = Keys(mover, tile.keys(mK), tile.keys(mV), k, v, chain.bring(tile, tile.head))
 
-        slab = cute.arch.make_warp_uniform(cute.arch.warp_idx()) * self.spec.slabs  # the warp's first
+        slab = cute.arch.make_warp_uniform(cute.arch.warp_idx()) * self.spec.slabs  # the warp's first slab
         lane, scales = cute.arch.lane_idx(), chain.scales(scales)
         slabs = []
         for i in cutlass.range_constexpr(self.spec.slabs):
@@ -152,7 +176,7 @@ class ForwardSm80(ForwardCall):
     def attend(
         self, walk: BoundBand, tile: Tile, keys: Keys, first_row: Int32, left_q: sm80.Matrices, slabs: list[Slab]
     ):  # fmt: skip
-        """All KV blocks that a row of the tile sees: the masked ones first."""
+        """Run the mainloop over all KV blocks visible to a row of the tile: the partial blocks first."""
         product = sm80.Product.create(self.element.dtype)
         right_k = sm80.Matrices.create(keys.k, self.element.dtype, "B")
         right_v = sm80.Matrices.create(keys.v, self.element.dtype, "B", transposed=True)
@@ -187,7 +211,11 @@ class ForwardSm80(ForwardCall):
 
 
 def ask(slabs: list[Slab], block: Int32, count: Int32, masked: bool) -> None:
-    """Stages of a block's scores. They have no registers across blocks: what they need comes now."""
+    """Apply the score stages to a block's scores.
+
+    Score stages have no registers across blocks in these kernels. Therefore `begin` and `make_ready` are called
+    directly before `apply`.
+    """
     for slab in slabs:
         slab.chain.begin(block, masked)
         slab.chain.make_ready(block, masked)

@@ -1,12 +1,15 @@
 """Attention backward for Hopper: dQ, dK and dV from Q, K, V, dO, LSE and delta = rowsum(dO * O).
 
-A CTA stays on its SM and draws blocks of tile_n keys of one KV head until none is left. It keeps their dK and dV in
-registers while it walks over the query rows that see them, of every query head of the group. Each of its two consumer
-warpgroups owns 64 of the keys. Scores are computed transposed (keys x queries), so that P^T and dS^T are already the
-left operands of dV += P^T dO and dK += dS^T Q (FlashAttention-3, arXiv 2407.08608, section B; FlashAttention-2, arXiv
-2307.08691, algorithm 2). dQ = dS K needs the keys of both warpgroups: dS crosses shared memory once, each warpgroup
-multiplies it with half of K's columns, one step later, so that neither waits for the other; the products are added to
-fp32 scratch in global memory, in the order in which registers hold them.
+The kernel is persistent. A CTA stays on its SM and fetches blocks of tile_n keys of a single KV head from a dynamic
+tile scheduler. The CTA keeps dK and dV of the block in registers. The mainloop visits the query rows that see the
+block, for every query head of the group. Each of the two consumer warpgroups owns 64 of the keys.
+
+Scores are computed transposed (keys x queries). Therefore P^T and dS^T are already the left operands of dV += P^T dO
+and dK += dS^T Q (FlashAttention-3, arXiv 2407.08608, section B; FlashAttention-2, arXiv 2307.08691, algorithm 2).
+
+dQ = dS K needs the keys of both warpgroups, so dS crosses shared memory once. Each warpgroup multiplies dS with half of
+the columns of K, a step later, so that neither warpgroup waits for its peer. The products are added to the fp32 dQ
+workspace in global memory, in the order in which registers hold them.
 """
 
 from __future__ import annotations
@@ -46,13 +49,13 @@ from ..tiling.block_iterator import Downward, Walk
 from ..tiling.seqlen_info import Sizes
 from ..tiling.tile import Launch, Pieces, Tile
 
-ROWS, SLAB = ROWS_PER_WARPGROUP, sm90.SLAB  # keys of one warpgroup, of one warp
-DS_SLOTS = 2  # a warpgroup writes the next dS while the other may still multiply with this one
+ROWS, SLAB = ROWS_PER_WARPGROUP, sm90.SLAB  # keys of a warpgroup, keys of a warp
+DS_SLOTS = 2  # stages of dS: a warpgroup writes the next dS while its peer may still multiply with the previous dS
 
 
 @dataclass(frozen=True)
 class Operands:
-    """One of each that TMA moves: its atom, or its coordinates."""
+    """TMA atoms, or TMA coordinates (rows, columns, heads, batch), of the tensors moved by TMA."""
 
     q: cute.CopyAtom | cute.Tensor
     do: cute.CopyAtom | cute.Tensor
@@ -64,82 +67,89 @@ class Operands:
 
     @property
     def all(self) -> tuple:
+        """All atoms or coordinates, in the order of the fields."""
         return self.q, self.do, self.k, self.v, self.dk, self.dv, self.dq
 
 
 @dataclass(frozen=True)
 class Between:
-    """What lies in global memory between the kernels of a call."""
+    """Workspace in global memory that the three kernels of a call share."""
 
-    rows: cute.Tensor  # LSE and delta
-    scratch: cute.Tensor  # dQ in fp32, and counters
+    rows: cute.Tensor  # (B, Hq, 2, rows) fp32: LSE * log2(e) and delta, padded to whole blocks
+    scratch: cute.Tensor  # dQ in fp32, then the Int32 counters
 
 
 @dataclass(frozen=True)
 class Rings:
-    """Between the producer warps and the consumers; `ds` between the consumers."""
+    """Pipelines from the producer warps to the consumers; `ds` runs between the consumer warpgroups."""
 
-    q: sm90.Ring
-    do: sm90.Ring
-    k: sm90.Ring
-    v: sm90.Ring
-    ds: sm90.Ring
-    back: sm90.Ring  # scratch on its way to dQ writers
-    added: sm90.Ring  # from consumers to dQ writers
-    staged: sm90.Ring | None  # dQ's staging, where accumulator warps do the adding: released when it is written
+    q: sm90.Ring  # Q with LSE: `stages` stages of tile_m queries
+    do: sm90.Ring  # dO with delta: `stages` stages of tile_m queries
+    k: sm90.Ring  # K of a tile: a single stage for both warpgroups
+    v: sm90.Ring  # V of a tile: a single stage for both warpgroups
+    ds: sm90.Ring  # dS: DS_SLOTS stages
+    back: sm90.Ring  # units of the dQ workspace on the way to the dQ writers
+    added: sm90.Ring  # from consumers to dQ writers, without bytes: dQ of a tile has been added
+    # The dQ staging buffer, if accumulator warps do the adding; released when written by a consumer.
+    staged: sm90.Ring | None
 
 
 @dataclass(frozen=True)
 class Shared:
-    """What lies in shared memory."""
+    """Buffers of a CTA in shared memory."""
 
     q: cute.Tensor  # (tile_m, D, stage)
     do: cute.Tensor  # (tile_m, Dv, stage)
     k: cute.Tensor  # (64, D, warpgroup)
     v: cute.Tensor  # (64, Dv, warpgroup)
-    ds: cute.Tensor  # (queries, keys of a warpgroup, slot and warpgroup)
-    lse: cute.Tensor  # LSE * log2(e) of a step's queries: (tile_m, stage)
+    ds: cute.Tensor  # (queries, keys of a warpgroup, stage and warpgroup)
+    lse: cute.Tensor  # (tile_m, stage): LSE * log2(e) of the queries of a step
     delta: cute.Tensor  # (tile_m, stage)
-    staging: cute.Tensor  # fp32 of dQ, later dK and dV: (floats, warp)
-    back: cute.Tensor  # fp32 of scratch: (floats of a unit, slot)
-    units: cute.Tensor  # dQ in 16 bits: (16 rows of each writer, columns of a unit)
+    staging: cute.Tensor  # (floats, warp): dQ in fp32, later dK and dV in 16 bits
+    back: cute.Tensor  # (floats of a unit, stage): dQ workspace in fp32
+    units: cute.Tensor  # (16 rows of each writer, columns of a unit): dQ in 16 bits
 
 
 @dataclass(frozen=True)
 class Work:
-    """What every role follows: the rings between them, the tiles to do, and the steps of each."""
+    """Pipelines, tiles and mainloop steps shared by all warp roles."""
 
     rings: Rings
     queue: sm90.TileQueue
     pieces: Launch
     walk: Walk
-    group: Int32  # query heads that a tile meets
-    sharing: Int32  # tiles of a block of keys, which share those of its KV head
+    group: Int32  # query heads visited by a tile
+    sharing: Int32  # tiles of a block of keys; all of them read the K and V of the same KV head
     tile_m: int
     tile_n: int
 
     def run(self, tile: Tile) -> Downward:
-        """Steps of a tile."""
+        """Return the query blocks that a tile visits."""
         return self.walk.at(tile.sizes, self.tile_m, self.tile_n).queries(tile)
 
 
 @dataclass(frozen=True)
 class QueryGradient:
-    """dQ = dS K of one step: this warpgroup's columns of 64 rows, which each warp adds to global memory on its own."""
+    """Product dQ = dS K of a step: 64 rows and the warpgroup's half of the columns.
+
+    Each warp adds its 16 rows to global memory on its own.
+    """
 
     product: sm90.Product
-    left: cute.Tensor  # dS: (MMA, 1, 64/16, slot)
-    right: cute.Tensor  # K: (MMA, 1, 64/16, keys of a warpgroup)
-    ring: sm90.Ring  # of dS
-    acc: cute.Tensor
-    staging: cute.Tensor  # (floats of a unit,) of this warp in shared memory
+    left: cute.Tensor  # dS: (MMA, 1, 64/16, stage and warpgroup)
+    right: cute.Tensor  # K: (MMA, 1, 64/16, warpgroup whose keys are summed)
+    ring: sm90.Ring  # pipeline of dS
+    acc: cute.Tensor  # fp32: 64 x half of the columns
+    staging: cute.Tensor  # (floats of a unit,): the warp's part of the staging buffer
     scratch: Scratch
-    staged: sm90.Ring | None  # of the staging, where another warp does the adding: released when it is written
+    # Pipeline of the staging buffer, if an accumulator warp does the adding; released when written.
+    staged: sm90.Ring | None
 
     @cute.jit
     def multiply(self, nth: Int32):
-        """As soon as both warpgroups have written dS number `nth`. Before the first there is none: the result of that
-        is never sent.
+        """Issue the product with dS number `nth` as soon as both warpgroups have written this dS.
+
+        Before the first dS (`nth` is -1) the product reads undefined data, and its result is never sent.
         """
         if nth >= 0:
             self.ring.wait_free(nth + DS_SLOTS)
@@ -151,7 +161,10 @@ class QueryGradient:
 
     @cute.jit
     def send(self, unit: Int32, count: Int32, nth: Int32):
-        """Add it, the nth of all, to a unit of scratch; count 0: nothing of this tile has been multiplied yet."""
+        """Add the product, the nth of the CTA, to a unit of the dQ workspace.
+
+        A count of 0 means that no dS of the tile has been multiplied yet. Nothing is sent then.
+        """
         if count > 0:
             self.make_room(nth)
             quarters = cute.size(self.acc) // 4
@@ -168,7 +181,7 @@ class QueryGradient:
 
     @cute.jit
     def make_room(self, nth: Int32):
-        """Until what was in the staging before has left it."""
+        """Wait until the previous contents of the staging buffer have been read."""
         if cutlass.const_expr(self.staged is not None):
             if nth > 0:
                 self.staged.wait(nth - 1)
@@ -178,25 +191,25 @@ class QueryGradient:
 
 @dataclass(frozen=True)
 class Last:
-    """What of dQ the step before has left to be sent."""
+    """Product dQ of the previous step, which still has to be added to the workspace."""
 
-    unit: Int32
-    count: Int32  # steps of this tile before
+    unit: Int32  # unit of the dQ workspace
+    count: Int32  # earlier steps of the same tile
 
 
 @dataclass(frozen=True)
 class Here:
-    """A step's place in its walk."""
+    """Position of a step in the block iteration, and the score stages at this position."""
 
     chain: Chain
     masked: bool
-    block: Int32  # of queries
-    next_block: Int32
+    block: Int32  # query block
+    next_block: Int32  # query block of the next step
 
 
 @dataclass(frozen=True)
 class Fetch:
-    """A copy of keys from shared memory into registers."""
+    """Copy of a warpgroup's K or V from shared memory into registers."""
 
     copy: cute.TiledCopy
     source: cute.Tensor
@@ -205,16 +218,17 @@ class Fetch:
 
 @dataclass(frozen=True)
 class Crossing:
-    """This warpgroup's half of dS into shared memory, for both."""
+    """Store of the warpgroup's half of dS to shared memory, where both warpgroups read dS."""
 
     ring: sm90.Ring
     copy: cute.TiledCopy
     source: cute.Tensor
-    target: cute.Tensor  # by slot and warpgroup
+    target: cute.Tensor  # (..., stage and warpgroup)
     wg: Int32
 
     @cute.jit
     def put(self, count: Int32):
+        """Store dS number `count` and signal the dS pipeline."""
         slot = self.ring.slot(count) * WARPGROUPS + self.wg
         cute.copy(self.copy, self.source, self.target[None, None, None, slot])
         cute.arch.fence_proxy("async.shared", space="cta")
@@ -224,41 +238,74 @@ class Crossing:
 
 @dataclass(frozen=True)
 class Share:
-    """What a warpgroup works with: its 64 keys, a step's queries as right operands, and its registers."""
+    """State of a consumer warpgroup: 64 keys, the queries of a step as right operands, and the accumulators."""
 
     wg: Int32
     rings: Rings
-    S: sm90.SlotProduct  # K Q^T, then P^T
-    dP: sm90.SlotProduct  # V dO^T, then dS^T
-    dV: sm90.SlotProduct  # += P^T dO
-    dK: sm90.SlotProduct  # += dS^T Q
+    S: sm90.SlotProduct  # S^T = K Q^T, then P^T
+    dP: sm90.SlotProduct  # dP^T = V dO^T, then dS^T
+    dV: sm90.SlotProduct  # dV += P^T dO
+    dK: sm90.SlotProduct  # dK += dS^T Q
     dQ: QueryGradient
-    P: fragments.OperandA
-    dS: fragments.OperandA
-    fetches: tuple[Fetch, ...]  # of keys, where there is room
+    P: fragments.OperandA  # P^T in 16 bits
+    dS: fragments.OperandA  # dS^T in 16 bits
+    fetches: tuple[Fetch, ...]  # copies of K and V into registers, if registers hold them
     crossing: Crossing
-    lse: cute.Tensor  # LSE * log2(e) of a step's queries: (tile_m, stage)
+    lse: cute.Tensor  # (tile_m, stage): LSE * log2(e) of the queries of a step
     delta: cute.Tensor
 
     def fetch_keys(self) -> None:
+        """Copy K and V of the tile into registers."""
         for fetch in self.fetches:
             cute.copy(fetch.copy, fetch.source, fetch.target)
 
 
 class BackwardSm90(BackwardCall):
-    """Builds the three kernels of one spec, launched one after the other by one call; every size below is known when
-    they are traced.
+    """Builder of the three backward kernels of a spec, which a call launches in sequence.
+
+    All sizes are compile-time constants. Computes dQ, dK and dV. A deterministic spec (kind `detbwd`) adds to dQ in the
+    same order in every run.
+
+    1. `PrepareBackward` computes LSE * log2(e) and delta per row, and clears the counters and the first heads of the dQ
+       workspace.
+    2. The main kernel computes dK and dV and adds dQ to the workspace. Unless the spec is deterministic, its dQ writers
+       also clear the workspace ahead of the mainloop and convert finished dQ to 16 bits.
+    3. `FinishBackward` converts the dQ of the last heads, or of all heads of a deterministic spec.
+
+    Inputs: q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv), o and do (B, Hq, Sq, Dv), lse (B, Hq, Sq) in fp32.
+    Outputs: dq (B, Hq, Sq, D), dk (B, shares, Sk, D), dv (B, shares, Sk, Dv), where `shares` is Hkv or a multiple of
+    Hkv. Workspace: rows (B, Hq, 2, padded Sq) in fp32, and the dQ workspace (`Scratch`).
+
+    Warp roles of the main kernel: warpgroup 0 gives its registers away. Its warp 0 loads Q and dO and fetches tiles.
+    Its warp 1 loads K and V. Its warps 2 and 3 are dQ writers, or accumulator warps if the spec is deterministic.
+    Warpgroups 1 and 2 are consumers.
+
+    Pipelines (producer -> consumer, stages):
+    - Q with LSE, dO with delta: warp 0 -> all consumer warps, `stages` stages each.
+    - K, V: warp 1 -> all consumer warps, a single stage each.
+    - dS: both consumer warpgroups -> both consumer warpgroups, `DS_SLOTS` stages, without bytes.
+    - Tile indices: warp 0 -> consumer warps, warp 1 and warps 2 and 3, `sm90.MAIL_SLOTS` stages.
+    - `back`: TMA loads of workspace units by a dQ writer -> the same dQ writer, `dq_writer_units` stages per writer.
+    - `added`: consumer warps -> dQ writers, `ADDED_SLOTS` stages, without bytes.
+    - `staged`, deterministic only: consumer warpgroup -> its accumulator warp, a single stage each, without bytes.
+
+    Shared memory:
+    - The stages of Q, dO, LSE and delta; K and V; two stages of dS.
+    - The fp32 staging buffer of dQ, through which dK and dV leave, too.
+    - Workspace units of the dQ writers, in fp32 and in 16 bits.
+    - Tile indices, mbarriers and buffers of the score stages.
     """
 
     def __init__(self, spec: HopperSpec):
         self.spec, self.seams = spec, Seams.of(spec, transposed=True)
         self.element, self.d, self.dv = self.seams.element, spec.d, spec.dv
         self.tile_m, self.tile_n, self.stages = spec.tile_m, spec.tile_n, spec.stages
-        self.half = spec.d // WARPGROUPS  # columns of dQ that a warpgroup multiplies
-        self.unit = SLAB * self.half  # of dQ: what a consumer warp adds to scratch at once
-        self.back_slots = spec.dq_writer_units  # on their way to each dQ writer
+        self.half = spec.d // WARPGROUPS  # columns of dQ computed by a warpgroup
+        self.unit = SLAB * self.half  # floats of dQ that a consumer warp adds to the workspace at once
+        self.back_slots = spec.dq_writer_units  # stages of the `back` pipeline per dQ writer
         self.in_order = spec.in_order
-        # K and V, and every product of a step, have registers of their own, so that all can be under way at once.
+        # True if K, V and every product of a step have registers of their own. Then all products of a step can be in
+        # flight at once.
         self.kv_in_registers = spec.kv_in_registers
         self.producer_registers, self.consumer_registers = spec.register_split
         self.form = Form(self.element, WARPGROUPS, self.tile_m, transposed=True)
@@ -266,7 +313,7 @@ class BackwardSm90(BackwardCall):
 
     @property
     def inputs(self) -> tuple[sm90.Input, sm90.Input, sm90.Input, sm90.Input]:
-        """Q, dO, K and V as TMA brings them: steps of queries, and keys of each warpgroup."""
+        """TMA load configurations of Q, dO, K and V: stages of tile_m queries, and 64 keys per warpgroup."""
         return tuple(
             sm90.Input.create(self.element, rows, columns, slots)
             for rows, slots in ((self.tile_m, self.stages), (ROWS, WARPGROUPS))
@@ -275,12 +322,14 @@ class BackwardSm90(BackwardCall):
 
     @cute.jit
     def launch(self, call: Gradients, stream: cuda.CUstream):
+        """Launch the preprocessing kernels of the features, then the three backward kernels."""
         self.seams.before(call, stream)
         B, shares, Sk, _ = call.dk.shape
         pieces, group = self.seams.pieces(call), call.q.shape[1] // shares
         num_n_blocks = pieces.most_blocks_of_keys(Sk, self.tile_n)
         walk = self.seams.walk(call).at(Sizes(call.q.shape[2], Sk), self.tile_m, self.tile_n)
-        row_bytes = (self.d + self.dv) * self.element.bytes + self.d * FP32_BYTES  # Q, dO, dQ in fp32
+        # Bytes per query row: Q, dO and dQ in fp32.
+        row_bytes = (self.d + self.dv) * self.element.bytes + self.d * FP32_BYTES
         num_ctas = call.num_ctas if self.in_order else None
         section = heads_in_turn(walk, group, B * shares, row_bytes, num_ctas)
         ahead = Ahead.create(B * shares if self.in_order else section, num_n_blocks, B * shares, group)
@@ -291,6 +340,7 @@ class BackwardSm90(BackwardCall):
 
     @cute.jit
     def step_over_keys(self, call: Gradients, section: Int32, ahead: Ahead, stream: cuda.CUstream):
+        """Launch the main kernel."""
         pieces = self.seams.pieces(call)
         tensors = (pieces.rows_first(x) for x in (call.q, call.do, call.k, call.v))
         loads = tuple(x.tma(m) for x, m in zip(self.inputs, tensors, strict=True))
@@ -309,7 +359,10 @@ class BackwardSm90(BackwardCall):
         )
 
     def rings(self, smem: cutlass.memory.SmemAllocator) -> tuple[Rings, cute.Tensor, sm90.Ring]:
-        """All rings of a CTA, and the mail of its queue. Q comes with its LSE, dO with its delta."""
+        """Create all pipelines of a CTA and the tile-index pipeline.
+
+        A stage of Q includes its LSE, and a stage of dO includes its delta.
+        """
         (q, do, k, v), facts = self.inputs, self.tile_m * FP32_BYTES
         steps = (q.ring(smem, more_bytes=facts), do.ring(smem, more_bytes=facts))
         keys = (k.ring(smem, boxes=WARPGROUPS), v.ring(smem, boxes=WARPGROUPS))
@@ -321,12 +374,12 @@ class BackwardSm90(BackwardCall):
         return Rings(*steps, *keys, ds, back, added, staged), mail, ring_mail
 
     def shared(self, smem: cutlass.memory.SmemAllocator) -> Shared:
-        """All buffers of a CTA."""
+        """Allocate all buffers of a CTA."""
         dtype, operands = self.element.dtype, tuple(x.buffer(smem) for x in self.inputs)
         sizes = (self.tile_m, ROWS, ROWS)
         ds_layout = hopper.make_smem_layout_a(LayoutEnum.ROW_MAJOR, sizes, dtype, DS_SLOTS * WARPGROUPS)
         ds = smem.allocate_tensor(dtype, ds_layout.outer, 1024, ds_layout.inner)
-        row_layout = cute.make_layout((self.tile_m, self.stages))
+        row_layout = cute.make_layout((self.tile_m, self.stages))  # (tile_m, stage)
         lse, delta = (smem.allocate_tensor(Float32, row_layout, 128) for _ in range(2))
         staging = smem.allocate_tensor(Float32, cute.make_layout((self.half * 16, 4 * WARPGROUPS)), 1024)
         back = smem.allocate_tensor(Float32, cute.make_layout((self.unit, self.back_slots * DQ_WRITERS)), 128)
@@ -335,7 +388,7 @@ class BackwardSm90(BackwardCall):
         return Shared(*operands, ds, lse, delta, staging, back, units)
 
     def start(self, warp_idx: Int32, atoms: Operands, rings: Rings, ring_mail: sm90.Ring, chain: Chain) -> None:
-        """Every thread: descriptors and barriers."""
+        """Prefetch the TMA descriptors and initialize the mbarriers; all threads take part."""
         consumers = 4 * WARPGROUPS
         by_all = (rings.q, rings.do, rings.k, rings.v, rings.ds, rings.added)
         counted = (
@@ -361,6 +414,7 @@ class BackwardSm90(BackwardCall):
         walk: Walk,
         chain: Chain,
     ):
+        """Assign the warp roles of the main kernel."""
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = cutlass.memory.SmemAllocator()
         rings, mail, ring_mail = self.rings(smem)
@@ -419,8 +473,9 @@ class BackwardSm90(BackwardCall):
         self, q: sm90.Operand, do: sm90.Operand, mRows: cute.Tensor, shared: Shared, work: Work, dq_writer: DqWriter,
         chain: Chain,
     ):  # fmt: skip
-        """First producer warp: Q with its LSE and dO with its delta, then what stages bring, step by step. It draws the
-        tiles.
+        """Run the first producer warp: load Q with LSE, dO with delta and the score stages' data, step by step.
+
+        This warp also fetches the tiles.
         """
         ring_q, ring_do = work.rings.q, work.rings.do
         nth, done, number = Int32(0), Int32(0), work.queue.post(Int32(0), work.queue.draw())
@@ -448,7 +503,7 @@ class BackwardSm90(BackwardCall):
 
     @cute.jit
     def load_keys(self, k: sm90.Operand, v: sm90.Operand, work: Work):
-        """Second producer warp: each tile's K and V, as soon as the tile before has no more use for its own."""
+        """Run the second producer warp: load K and V of each tile as soon as the previous tile has released them."""
         nth, number = Int32(0), work.queue.take(Int32(0))
         while number < work.pieces.total:
             tile = work.pieces.tile(number)
@@ -462,7 +517,7 @@ class BackwardSm90(BackwardCall):
             number = work.queue.take(nth)
 
     def hold(self, shared: Shared, rings: Rings, scratch: Scratch) -> Share:
-        """Consumer warpgroup: its operands and registers."""
+        """Return the operands and accumulators of a consumer warpgroup."""
         tidx = cute.arch.thread_idx()[0] - sm90.WARPGROUP
         wg, thread = cute.arch.make_warp_uniform(tidx // sm90.WARPGROUP), tidx % sm90.WARPGROUP
         keys_from = "registers" if self.kv_in_registers else "rows"
@@ -477,19 +532,21 @@ class BackwardSm90(BackwardCall):
         )
         mma_s, mma_v, mma_k, mma_q = (x.add.get_slice(thread) for x in (scores, for_dV, for_dK, for_dQ))
         (K, V), fetches = self.my_keys((shared.k[None, None, wg], shared.v[None, None, wg]), scores.add, thread)
+        # Right operands of S^T and dP^T: (MMA, 1, K/16, stage)
         rows = tuple(mma_s.make_fragment_B(mma_s.partition_B(x)) for x in (shared.q, shared.do))
         columns = tuple(
             m.make_fragment_B(m.partition_B(sm90.transposed(x))) for m, x in ((mma_k, shared.q), (mma_v, shared.do))
         )
-        acc_S, acc_dP = (sm90.zeros(mma_s, (ROWS, self.tile_m)) for _ in range(2))
-        acc_dK, acc_dV = sm90.zeros(mma_k, (ROWS, self.d)), sm90.zeros(mma_v, (ROWS, self.dv))
+        acc_S, acc_dP = (sm90.zeros(mma_s, (ROWS, self.tile_m)) for _ in range(2))  # 64 keys x tile_m queries each
+        acc_dK, acc_dV = sm90.zeros(mma_k, (ROWS, self.d)), sm90.zeros(mma_v, (ROWS, self.dv))  # (64, D) and (64, Dv)
         P = dS = fragments.OperandA.create(acc_S, self.element)
         acc_dQ = cute.make_tensor(acc_dP.iterator, cute.make_layout(mma_q.partition_shape_C((ROWS, self.half))))
         if self.kv_in_registers:
             dS, acc_dQ = fragments.OperandA.create(acc_S, self.element), sm90.zeros(mma_q, (ROWS, self.half))
+        # (D/2, 64, 2)
         my_columns = cute.local_tile(sm90.transposed(shared.k), (self.half, ROWS, WARPGROUPS), (wg, 0, 0))
-        tQrK = mma_q.make_fragment_B(mma_q.partition_B(my_columns))
-        tQrS = mma_q.make_fragment_A(mma_q.partition_A(shared.ds))
+        tQrK = mma_q.make_fragment_B(mma_q.partition_B(my_columns))  # (MMA, 1, 64/16, warpgroup)
+        tQrS = mma_q.make_fragment_A(mma_q.partition_A(shared.ds))  # (MMA, 1, 64/16, stage and warpgroup)
         staging = shared.staging[None, cute.arch.make_warp_uniform(tidx // sm90.WARP)]
         staged = None if rings.staged is None else rings.staged.part(wg, 1)
         return Share(
@@ -511,7 +568,11 @@ class BackwardSm90(BackwardCall):
     def crossing(
         self, dS: fragments.OperandA, like: cute.Tensor, sdS: cute.Tensor, mma: cute.TiledMma, thread: Int32
     ) -> tuple[cute.TiledCopy, cute.Tensor, cute.Tensor]:
-        """How dS gets into shared memory: copy, source, target. like: the accumulator whose order it has."""
+        """Return the copy, source and target of the dS store to shared memory.
+
+        Args:
+            like: accumulator with the element order of dS.
+        """
         matrices = cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), self.element.dtype)
         copy = cute.make_tiled_copy_C(matrices, mma).get_slice(thread)
         halves = cute.make_tensor(cute.recast_ptr(dS.pairs.iterator, dtype=self.element.dtype), like.layout)
@@ -522,7 +583,7 @@ class BackwardSm90(BackwardCall):
         self, shared: Shared, dk: sm90.Operand, dv: sm90.Operand, dq_writer: DqWriter, work: Work, scales: Scales,
         chain: Chain,
     ):  # fmt: skip
-        """Consumer warpgroup: dK and dV of its 64 keys, and half of the columns of each step's dQ."""
+        """Run a consumer warpgroup: compute dK and dV of 64 keys, and half of the columns of dQ of each step."""
         rings, scratch = work.rings, dq_writer.scratch
         my = self.hold(shared, rings, scratch)
         wg, thread = my.wg, cute.arch.thread_idx()[0] % sm90.WARPGROUP
@@ -569,33 +630,36 @@ class BackwardSm90(BackwardCall):
             self.store(my.dV, chain.scaled(Float32(1.0)), tile.rows(dv), slab)
             self.store(my.dK, chain.scaled(scales.natural), tile.rows(dk), slab)
             if cutlass.const_expr(not self.in_order):
-                cute.arch.cp_async_bulk_wait_group(2)  # all but the two stores: the last dQ has been added
+                # Wait for all groups but the stores of dK and dV: the last dQ has been added.
+                cute.arch.cp_async_bulk_wait_group(2)
                 cute.arch.sync_warp()
                 dq_writer.added.release(nth)
             nth += 1
             number = work.queue.take(nth)
-        cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory must outlive the last transfer
+        # Shared memory must stay allocated until the last transfer has ended.
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
     def step_at_once(self, my: Share, done: Int32, last: Last, here: Here, scale_log2: Float32):
-        """One step where every product has registers of its own."""
+        """Run a step in which every product has registers of its own."""
         masked, slot = here.masked, my.rings.q.slot(done)
         my.rings.q.wait(done)
         warpgroup.fence()
         my.S.start(slot)
         my.rings.do.wait(done)
         my.dP.start(slot)
-        lse = row_values(my.lse, slot)  # before more products: behind them it costs 10 %
+        lse = row_values(my.lse, slot)  # LSE is read before more products are issued: behind them the read costs 10 %
         my.dQ.multiply(done - 1)
         here.chain.make_ready(here.block, masked)
-        warpgroup.wait_group(2)  # S
+        warpgroup.wait_group(2)  # wait for S
         here.chain.apply(my.S.values, here.block, masked, done)
         exponentiate(my.S.values, lse, scale_log2)
         my.P.take(my.S.acc, here.chain.kept(masked))
         warpgroup.fence()
         my.dV.add(slot)
         delta = row_values(my.delta, slot)
-        warpgroup.wait_group(1)  # dP, and dQ: the slot of its dS may be written again once this step's is there
+        # Wait for dP and for dQ. The dS stage read by dQ may be overwritten once the dS of this step has been put.
+        warpgroup.wait_group(1)
         here.chain.derive(my.dP.values, masked)
         bent = Bent.of(here.chain, lambda: row_values(my.lse, slot))
         differentiate(my.S.values, my.dP.values, delta, my.dP.values, bent=bent)
@@ -609,25 +673,26 @@ class BackwardSm90(BackwardCall):
 
     @cute.jit
     def step_in_turn(self, my: Share, done: Int32, last: Last, here: Here, scale_log2: Float32):
-        """One step where dP takes the place of the dQ before, and dS that of P."""
+        """Run a step in which dP reuses the registers of the previous dQ, and dS those of P."""
         masked, slot = here.masked, my.rings.q.slot(done)
         my.rings.q.wait(done)
         warpgroup.fence()
         my.S.start(slot)
         here.chain.make_ready(here.block, masked)
-        lse = row_values(my.lse, slot)  # here, as above
+        # LSE is read here, ahead of more products, for the same reason as in `step_at_once`.
+        lse = row_values(my.lse, slot)
         my.dQ.multiply(done - 1)
-        warpgroup.wait_group(1)  # S
+        warpgroup.wait_group(1)  # wait for S
         here.chain.apply(my.S.values, here.block, masked, done)
         exponentiate(my.S.values, lse, scale_log2)
         my.P.take(my.S.acc, here.chain.kept(masked))
-        warpgroup.wait_group(0)  # dQ
+        warpgroup.wait_group(0)  # wait for dQ
         my.dQ.send(last.unit, last.count, done - 1)
         my.rings.do.wait(done)
         warpgroup.fence()
         my.dP.start(slot)
         my.dV.add(slot)
-        warpgroup.wait_group(1)  # dP
+        warpgroup.wait_group(1)  # wait for dP
         here.chain.derive(my.dP.values, masked)
         bent = Bent.of(here.chain, lambda: row_values(my.lse, slot))
         differentiate(my.S.values, my.dP.values, row_values(my.delta, slot), my.dP.values, bent=bent)
@@ -637,14 +702,16 @@ class BackwardSm90(BackwardCall):
         my.crossing.put(done)
         warpgroup.fence()
         my.dK.add(slot)
-        # ptxas serialises every product where one is under way across the end of a loop.
+        # ptxas serializes every product if a product is in flight across the end of a loop.
         warpgroup.wait_group(0)
 
     def my_keys(
         self, sources: tuple[cute.Tensor, ...], mma: cute.TiledMma, thread: Int32
     ) -> tuple[tuple[cute.Tensor, ...], tuple[Fetch, ...]]:
-        """A warpgroup's 64 keys as left operands of a product, and the copies that bring them there: in registers where
-        there is room, which halves what is read from shared memory; else where they are.
+        """Return the warpgroup's K and V as left operands, and the copies that load these operands.
+
+        The operands are in registers if registers have room for them, which halves the shared-memory reads. Otherwise
+        the operands stay in shared memory, and no copies are returned.
         """
         part = mma.get_slice(thread)
         fragments = tuple(part.make_fragment_A(part.partition_A(s)) for s in sources)
@@ -658,14 +725,18 @@ class BackwardSm90(BackwardCall):
 
     @cute.jit
     def store(self, result: sm90.SlotProduct, factor: Float32, out: sm90.Operand, slab: Int32):
-        """An accumulator in 16 bits through its warps' staging to global memory; each warp sends its 16 rows."""
+        """Store an accumulator in 16 bits through the warps' staging buffers to global memory.
+
+        Each warp stores its 16 rows.
+        """
         acc = result.acc
-        columns = cute.size(acc) * 2  # of 64 rows, by 128 threads
+        columns = cute.size(acc) * 2  # the accumulator holds 64 rows in 128 threads
         wg = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // sm90.WARPGROUP - 1)
         rX = cute.make_rmem_tensor_like(acc, self.element.dtype)
         rX.store((acc.load() * factor).to(self.element.dtype))
         layout = sm90.slab_layout(self.element.dtype, ROWS, columns)
         start = cute.recast_ptr(out.s[None, wg * 4].iterator, layout.inner, dtype=self.element.dtype)
-        cute.arch.cp_async_bulk_wait_group(0, read=True)  # what was in this warp's staging has left it
+        # The previous contents of the warp's staging buffer have been read.
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.sync_warp()
         sm90.store_slabs(rX, cute.make_tensor(start, layout.outer), out, slab, result.product.add)

@@ -1,12 +1,16 @@
-"""The gradient of a bias on Hopper: dS, summed over what the bias is broadcast to, in the same order in every run.
+"""Bias gradient for Hopper: dS, summed over the dimensions in which the bias is broadcast.
 
-A CTA stays on its SM and draws tiles of the gradient, 128 queries x 64 or 128 keys. It walks over all blocks of scores
-that add up there (kernels/backward/dbias_reduce.py), computes both products of each anew, and sums dS in registers: no
-scratch but LSE and delta of rows, no atomics, whatever the batch. Each of two consumer warpgroups owns 64 of the rows.
+The order of the sums is the same in every run.
 
-A step has two pairs of operands, Q and K, then dO and V, which go through one ring: three pairs of D 128 fit, where two
-steps would not. What bounds it is L2, since every step needs four new tiles; hiding keys beyond the last in every block
-costs nothing beside that.
+The kernel is persistent. A CTA stays on its SM and fetches tiles of the gradient, 128 queries x 64 or 128 keys, from a
+dynamic tile scheduler. The mainloop visits all blocks of scores that contribute to the tile
+(kernels/backward/dbias_reduce.py). Both products of each block are computed again, and dS is summed in registers. No
+workspace but LSE and delta of the rows is needed, and no atomics, whatever the batch. Each of the two consumer
+warpgroups owns 64 of the rows.
+
+A step has two pairs of operands, Q and K, then dO and V, which go through a single pipeline. Three pairs of D 128 fit
+into shared memory, where two steps would not. The kernel is bound by L2, since every step needs four new tiles. Masking
+keys beyond the last in every block costs nothing beside the L2 traffic.
 """
 
 from __future__ import annotations
@@ -42,13 +46,13 @@ from ..tiling.tile import Tile
 ROWS, SLAB = ROWS_PER_WARPGROUP, sm90.SLAB
 WARPGROUPS = BACKWARD_WARPGROUPS
 TILE_M = WARPGROUPS * ROWS
-WARPS = WARPGROUPS * sm90.WARPGROUP // sm90.WARP  # consumers
-JOIN = 1  # named barrier of all consumers
+WARPS = WARPGROUPS * sm90.WARPGROUP // sm90.WARP  # consumer warps
+JOIN = 1  # named barrier of all consumer warpgroups
 
 
 @dataclass(frozen=True)
 class Operands:
-    """One of each that TMA loads: its atom, or its coordinates."""
+    """TMA atoms, or TMA coordinates (rows, columns, heads, batch), of the tensors loaded by TMA."""
 
     q: cute.CopyAtom | cute.Tensor
     k: cute.CopyAtom | cute.Tensor
@@ -58,16 +62,16 @@ class Operands:
 
 @dataclass(frozen=True)
 class Shared:
-    """What lies in shared memory."""
+    """Buffers of a CTA in shared memory."""
 
-    rows: cute.Tensor  # Q or dO: (64, D, warpgroup and slot)
-    keys: cute.Tensor  # K or V: (TILE_N, D, slot)
-    columns: cute.Tensor  # sums of a tile's columns, fp32: (TILE_N,)
+    rows: cute.Tensor  # Q or dO: (64, D, warpgroup and stage)
+    keys: cute.Tensor  # K or V: (TILE_N, D, stage)
+    columns: cute.Tensor  # (TILE_N,) fp32: column sums of a tile
 
 
 @dataclass(frozen=True)
 class Work:
-    """What both roles follow."""
+    """Pipelines, tiles and blocks of scores shared by the producer warp and the consumer warpgroups."""
 
     pairs: sm90.Ring
     queue: sm90.TileQueue
@@ -76,30 +80,47 @@ class Work:
     group: Int32  # query heads of a KV head
 
     def rows_of(self, block: Block) -> Tile:
-        """A block's queries, and the keys that they meet."""
+        """Return the tile with a block's queries and the keys of its KV head."""
         return Tile(block.m, block.head, block.batch, self.sizes, self.group)
 
 
 @dataclass(frozen=True)
 class Share:
-    """What a warpgroup works with: its rows of either pair, the keys, its registers."""
+    """State of a consumer warpgroup: its rows of both pairs, the keys, and the accumulators."""
 
     product: sm90.Product
     wg: Int32
-    rows: cute.Tensor  # (MMA, 1, K, warpgroup and slot)
-    keys: cute.Tensor  # (MMA, 1, K, slot)
-    S: cute.Tensor  # Q K^T, then P, then dS
-    dP: cute.Tensor  # dO V^T
-    sum: cute.Tensor
+    rows: cute.Tensor  # (MMA, 1, K, warpgroup and stage)
+    keys: cute.Tensor  # (MMA, 1, K, stage)
+    S: cute.Tensor  # S = Q K^T, then P, then dS
+    dP: cute.Tensor  # dP = dO V^T
+    sum: cute.Tensor  # sum of dS over the blocks of the tile
 
     def multiply(self, acc: cute.Tensor, slot: Int32) -> None:
-        """A pair's product; one committed group."""
+        """Issue the product of a pair as a committed group of wgmmas."""
         rows, keys = self.rows[None, None, None, slot * WARPGROUPS + self.wg], self.keys[None, None, None, slot]
         self.product.issue(acc, rows, keys, accumulate=False)
 
 
 class BiasGradientSm90(BiasGradientCall):
-    """Builds the kernels of one spec: what is prepared of rows, and the gradient."""
+    """Builder of the two bias-gradient kernels of a spec: the row statistics, and the gradient.
+
+    Computes dbias = sum of dS over the dimensions in which the bias is broadcast, deterministically.
+
+    Inputs: q (B, Hq, Sq, D), k and v (B, Hkv, Sk, D), o and do (B, Hq, Sq, D), lse (B, Hq, Sq) in fp32. Workspace: rows
+    (B, Hq, 2, padded Sq) in fp32. Output: dbias (1 to B, 1 to Hq, Sq or 1, Sk or 1) in the dtype of the bias.
+
+    Warp roles: warpgroup 0 gives its registers away, and its warp 0 is the producer warp. Warpgroups 1 and 2 are
+    consumers.
+
+    Pipelines (producer -> consumer, stages):
+    - Pairs (Q and K, then dO and V): producer warp -> all consumer warps, `stages` stages of a pair each.
+    - Tile indices: producer warp -> all consumer warps, `sm90.MAIL_SLOTS` stages.
+    - Score stages add pipelines of their own, for example for bias tiles.
+
+    Shared memory: the stages of the pairs, the column sums (TILE_N,) in fp32, the tile indices, the mbarriers and the
+    buffers of the score stages.
+    """
 
     def __init__(self, spec: HopperSpec):
         self.spec, self.seams = spec, Seams.of(spec)
@@ -110,7 +131,7 @@ class BiasGradientSm90(BiasGradientCall):
 
     @property
     def inputs(self) -> tuple[sm90.Input, sm90.Input]:
-        """Rows and keys of a pair as TMA brings them."""
+        """TMA load configurations of the rows and the keys of a pair."""
         return (
             sm90.Input.create(self.element, ROWS, self.d, WARPGROUPS * self.stages),
             sm90.Input.create(self.element, self.tile_n, self.d, self.stages),
@@ -118,6 +139,7 @@ class BiasGradientSm90(BiasGradientCall):
 
     @cute.jit
     def launch(self, call: BiasGradient, stream: cuda.CUstream):
+        """Launch the features' preprocessing kernels, then the kernels of the row statistics and of the gradient."""
         self.seams.before(call, stream)
         pieces, chain = self.seams.pieces(call), self.seams.chain(call)
         given = GivenRows(call.o, call.do, call.lse)
@@ -138,7 +160,13 @@ class BiasGradientSm90(BiasGradientCall):
         )  # fmt: skip
 
     def summed(self, mQ: cute.Tensor, mK: cute.Tensor, gradient: cute.Tensor) -> Summed:
-        """mQ: (B, Hq, Sq, D); mK: (B, Hkv, Sk, D)."""
+        """Return the blocks of scores that each tile sums.
+
+        Args:
+            mQ: (B, Hq, Sq, D).
+            mK: (B, Hkv, Sk, D).
+            gradient: (1 to B, 1 to Hq, Sq or 1, Sk or 1).
+        """
         m, n = cute.ceil_div(mQ.shape[2], TILE_M), cute.ceil_div(mK.shape[2], self.tile_n)
         return Summed.create(Block(n, m, mQ.shape[1], mQ.shape[0]), gradient)
 
@@ -153,6 +181,7 @@ class BiasGradientSm90(BiasGradientCall):
         mdBias: cute.Tensor,
         chain: Chain,
     ):
+        """Assign the warp roles: warp 0 loads, and the consumer warpgroups multiply."""
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = cutlass.memory.SmemAllocator()
         rows, keys = self.inputs
@@ -188,7 +217,7 @@ class BiasGradientSm90(BiasGradientCall):
     def load(
         self, q: sm90.Operand, k: sm90.Operand, v: sm90.Operand, do: sm90.Operand, work: Work, chain: Chain
     ):  # fmt: skip
-        """Producer warp: both pairs of every step, and between them what stages bring for it."""
+        """Run the producer warp: load both pairs of every step, and between them the data of the score stages."""
         nth, done, number = Int32(0), Int32(0), cute.arch.block_idx()[0]
         while number < work.queue.total:
             first = work.summed.tile(number)
@@ -207,6 +236,7 @@ class BiasGradientSm90(BiasGradientCall):
     def load_pair(
         self, rows: sm90.Operand, keys: sm90.Operand, tile: Tile, n_block: Int32, pairs: sm90.Ring, count: Int32
     ):  # fmt: skip
+        """Load a pair as stage number `count` of the pipeline: 64 rows per warpgroup, and a block of keys."""
         tXsX, tXgX = tile.rows(rows).tiles((ROWS, self.d), (None, 0))
         tYsY, tYgY = tile.keys(keys).tiles((self.tile_n, self.d), (None, 0))
         pairs.acquire(count)
@@ -217,7 +247,7 @@ class BiasGradientSm90(BiasGradientCall):
         cute.copy(keys.atom, tYgY[None, n_block], tYsY[None, slot], tma_bar_ptr=arrival)
 
     def hold(self, shared: Shared, wg: Int32, thread: Int32) -> Share:
-        """Consumer warpgroup: its operands and registers."""
+        """Return the operands and accumulators of a consumer warpgroup."""
         product = sm90.Product.create(lambda: sm90.make_mma(self.element.dtype, self.tile_n, "rows", "rows"))
         mma = product.add.get_slice(thread)
         rows = mma.make_fragment_A(mma.partition_A(shared.rows))
@@ -228,11 +258,11 @@ class BiasGradientSm90(BiasGradientCall):
     def consume(
         self, shared: Shared, work: Work, mdBias: cute.Tensor, mRows: cute.Tensor, scales: Scales, chain: Chain
     ):  # fmt: skip
-        """Consumer warpgroup: its 64 rows of every tile, step after step."""
+        """Run a consumer warpgroup: compute the sums of 64 rows of every tile, step after step."""
         tidx = cute.arch.thread_idx()[0] - sm90.WARPGROUP
         wg, thread = cute.arch.make_warp_uniform(tidx // sm90.WARPGROUP), tidx % sm90.WARPGROUP
         lane = thread % sm90.WARP
-        own_row = wg * ROWS + thread // sm90.WARP * SLAB + lane // 4  # of a tile
+        own_row = wg * ROWS + thread // sm90.WARP * SLAB + lane // 4  # first row of the thread in a tile
         my, chain = self.hold(shared, wg, thread), chain.hold(self.tile_n)
         scale_log2 = chain.scales(scales).log2
         nth, done, number = Int32(0), Int32(0), cute.arch.block_idx()[0]
@@ -255,7 +285,7 @@ class BiasGradientSm90(BiasGradientCall):
 
     @cute.jit
     def step(self, my: Share, two: Rows, here: Chain, n_block: Int32, pairs: sm90.Ring, count: Int32):
-        """Adds dS of a block: P while dP is multiplied."""
+        """Add dS of a block to the sum. P is computed while dP is multiplied."""
         warpgroup.fence()
         pairs.wait(2 * count)
         my.multiply(my.S, pairs.slot(2 * count))
@@ -277,7 +307,7 @@ class BiasGradientSm90(BiasGradientCall):
     def store(
         self, sums: cute.Tensor, mdBias: cute.Tensor, work: Work, first: Block, own_row: Int32, columns: cute.Tensor
     ):  # fmt: skip
-        """A tile, or the sums of its rows, of its columns or of all of it."""
+        """Write a tile of the gradient, or the sums of its rows, of its columns or of the whole tile."""
         plane, mine = mdBias[(*work.summed.plane(first), None, None)], fragments.rows_and_columns(sums)
         row, lane = first.m * TILE_M + own_row, cute.arch.lane_idx()
         column = first.n * self.tile_n + lane % 4 * 2
@@ -306,7 +336,7 @@ class BiasGradientSm90(BiasGradientCall):
 
     @cute.jit
     def add_rows(self, mine: cute.Tensor, columns: cute.Tensor):
-        """All rows of a tile, into shared memory: warp after warp, so that it is the same order in every run."""
+        """Sum all rows of a tile into shared memory, warp after warp, so that the order is the same in every run."""
         thread, lane = cute.arch.thread_idx()[0] - sm90.WARPGROUP, cute.arch.lane_idx()
         if thread < self.tile_n:
             columns[thread] = Float32(0.0)

@@ -1,11 +1,15 @@
-"""dK and dV on Hopper as a kernel of their own, from Q, K, V, dO, LSE and delta.
+"""dK and dV kernel of the split backward for Hopper, from Q, K, V, dO, LSE and delta.
 
-A CTA stays on its SM and draws blocks of 64 keys of one KV head. It keeps their dK and dV in registers while it walks
-over the query rows that see them, of every query head of the group. Each of its two consumer warpgroups owns half of
-the columns. The first one computes the scores and from them P, the second one dP and from it dS; both cross shared
-memory, and each warpgroup multiplies its columns with its own from registers and the other's from there. Scores are
-transposed (keys x queries), so that P^T and dS^T are left operands. Each warpgroup begins the next step's product of
-whole rows as soon as this step's result is in 16 bits: it runs under the sums.
+The kernel is persistent. A CTA stays on its SM and fetches blocks of 64 keys of a single KV head from a dynamic tile
+scheduler. The CTA keeps dK and dV of the block in registers. The mainloop visits the query rows that see the block, for
+every query head of the group.
+
+Each of the two consumer warpgroups owns half of the columns of dK and dV. The first warpgroup computes S and from S P,
+the second computes dP and from dP dS. P and dS cross shared memory. Each warpgroup multiplies its columns with its own
+weights from registers and with its peer's weights from shared memory.
+
+Scores are transposed (keys x queries), so that P^T and dS^T are left operands. As soon as a warpgroup has packed the
+result of a step into 16 bits, the warpgroup issues its S or dP of the next step. This product runs under dV and dK.
 """
 
 from __future__ import annotations
@@ -37,14 +41,15 @@ from ..tiling.tile import Launch, Pieces
 ROWS, SLAB = ROWS_PER_WARPGROUP, sm90.SLAB
 WARPGROUPS = BACKWARD_WARPGROUPS
 TILE_M, TILE_N = PARTS_TILE
-P, DS = 0, 1  # what crosses shared memory; its writers are the first and the second warpgroup
-JOIN = 1  # named barrier, + warpgroup
-STAGED_COLUMNS = 64  # of dK and dV, at most, that a warp stores at once
+# Buffers of the weights in shared memory: P, written by the first warpgroup, and dS, written by the second.
+P, DS = 0, 1
+JOIN = 1  # named barrier of warpgroup w: JOIN + w
+STAGED_COLUMNS = 64  # largest number of columns of dK or dV that a warp stores at once
 
 
 @dataclass(frozen=True)
 class Operands:
-    """One of each that TMA moves: its atom, or its coordinates."""
+    """TMA atoms, or TMA coordinates (rows, columns, heads, batch), of the tensors moved by TMA."""
 
     q: cute.CopyAtom | cute.Tensor
     k: cute.CopyAtom | cute.Tensor
@@ -56,77 +61,81 @@ class Operands:
 
 @dataclass(frozen=True)
 class Shared:
-    """What lies in shared memory."""
+    """Buffers of a CTA in shared memory."""
 
     q: cute.Tensor  # (TILE_M, D, stage)
     k: cute.Tensor  # (TILE_N, D, 1)
     v: cute.Tensor  # (TILE_N, Dv, 1)
     do: cute.Tensor  # (TILE_M, Dv, stage)
     crossing: cute.Tensor  # (queries, keys, P or dS)
-    lse: cute.Tensor  # LSE * log2(e) of a step's queries: (TILE_M, stage)
+    lse: cute.Tensor  # (TILE_M, stage): LSE * log2(e) of the queries of a step
     delta: cute.Tensor  # (TILE_M, stage)
 
 
 @dataclass(frozen=True)
 class Rings:
-    """From the producer warps to the consumers; `crossing` from each warpgroup to the other."""
+    """Pipelines from the producer warps to the consumers; `crossing` runs from each warpgroup to its peer."""
 
     q: sm90.Ring
     do: sm90.Ring
     k: sm90.Ring
     v: sm90.Ring
-    crossing: tuple[sm90.Ring, sm90.Ring]  # P, dS
+    crossing: tuple[sm90.Ring, sm90.Ring]  # pipelines of P and dS, a single stage each
 
 
 @dataclass(frozen=True)
 class Work:
-    """What every role follows."""
+    """Pipelines, tiles and mainloop steps shared by all warp roles."""
 
     rings: Rings
     queue: sm90.TileQueue
     pieces: Launch
     walk: Walk
-    group: Int32  # query heads that a tile meets
-    sharing: Int32  # tiles of a block of keys, which share those of its KV head
+    group: Int32  # query heads visited by a tile
+    sharing: Int32  # tiles of a block of keys; all of them read the K and V of the same KV head
 
 
 @dataclass(frozen=True)
 class Half:
-    """What a warpgroup works with."""
+    """State of a consumer warpgroup: its product of whole rows, its weights, and its columns of dK and dV."""
 
-    wg: int
+    wg: int  # 0 computes P, 1 computes dS
     rings: Rings
     scores: sm90.SlotProduct  # S^T = K Q^T, or dP^T = V dO^T
-    weights: fragments.OperandA  # P^T, or dS^T
-    values: cute.Tensor  # the same registers, in the order of the scores
-    kept: fragments.OperandA | None  # P for dV where not all of it is kept: P crosses with signs that say which
-    facts: cute.Tensor  # LSE * log2(e), or delta, of a step's queries: (TILE_M, stage)
-    lse: cute.Tensor  # the former
-    dV: sm90.SlotProduct  # += P^T dO: this warpgroup's half of the columns
-    dK: sm90.SlotProduct  # += dS^T Q
-    store: Callable  # the weights to shared memory
-    load: Callable  # P from there
+    weights: fragments.OperandA  # P^T or dS^T in 16 bits
+    values: cute.Tensor  # the registers of `weights`, in the order of the scores
+    # P for dV in kernels with dropout, where P crosses shared memory with signs that mark the kept values.
+    kept: fragments.OperandA | None
+    facts: cute.Tensor  # (TILE_M, stage): LSE * log2(e) or delta of the queries of a step
+    lse: cute.Tensor  # (TILE_M, stage): LSE * log2(e)
+    dV: sm90.SlotProduct  # dV += P^T dO: the warpgroup's half of the columns
+    dK: sm90.SlotProduct  # dK += dS^T Q: the warpgroup's half of the columns
+    store: Callable  # stores the weights to shared memory
+    load: Callable  # loads P from shared memory
 
     @property
     def ring(self) -> sm90.Ring:
-        """Of the steps' operand of whole rows: Q with LSE, or dO with delta."""
+        """Pipeline of the right operand of `scores`: Q with LSE, or dO with delta."""
         return self.rings.do if self.wg else self.rings.q
 
     def lse_of(self, done: Int32) -> cute.Tensor:
-        """To either warpgroup."""
+        """Return LSE * log2(e) of step `done`; callable by either warpgroup."""
         self.rings.q.wait(done)
         return row_values(self.lse, self.rings.q.slot(done))
 
     @cute.jit
     def issue_next_scores(self, done: Int32, end: Int32):
-        """Those of step `done`; beyond the last of the tile nobody looks at them, and a branch here would cost more."""
+        """Issue the S or dP product of step `done`.
+
+        Beyond the last step of a tile nobody reads the result, and a branch around the product would cost more.
+        """
         if done < end:
             self.ring.wait(done)
         self.scores.start(self.ring.slot(done))
 
     @cute.jit
     def hand_over(self, done: Int32):
-        """The weights of this step, to the other warpgroup."""
+        """Store the weights of step `done` to shared memory for the peer warpgroup."""
         ring = self.rings.crossing[self.wg]
         ring.wait_free(done)
         self.store(self.values)
@@ -138,9 +147,9 @@ class Half:
 
     @cute.jit
     def add_up(self, done: Int32, end: Int32):
-        """dV and dK of a step whose weights of this warpgroup are there, and the next step's scores."""
+        """Issue dV and dK of step `done`, with own weights in registers, and the next step's S or dP between them."""
         p, ds = self.rings.crossing
-        slot = self.rings.q.slot(done)  # dO has as many
+        slot = self.rings.q.slot(done)  # the dO pipeline has as many stages as the Q pipeline
         if cutlass.const_expr(self.wg == 0):
             self.rings.do.wait(done)
         warpgroup.fence()
@@ -152,7 +161,7 @@ class Half:
             self.rings.q.wait(done)
         warpgroup.fence()
         self.dK.add(slot)
-        warpgroup.wait_group(2)  # dV
+        warpgroup.wait_group(2)  # wait for dV; the next S or dP and dK may still be in flight
         self.rings.do.release(done)
         if cutlass.const_expr(self.wg == 1):
             p.release(done)
@@ -163,17 +172,38 @@ class Half:
 
 
 class KeyGradientsSm90:
-    """Builds the kernel of one spec."""
+    """Builder of the dK and dV kernel of a split backward spec.
+
+    Computes dV = P^T dO and dK = scale * dS^T Q, deterministically.
+
+    Inputs: q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv), do (B, Hq, Sq, Dv). Row statistics: rows (B, Hq, 2,
+    padded Sq) in fp32, LSE * log2(e) and delta. Outputs: dk (B, shares, Sk, D), dv (B, shares, Sk, Dv), where `shares`
+    is Hkv or a multiple of Hkv.
+
+    Warp roles: warpgroup 0 gives its registers away. Its warp 0 loads Q and dO and fetches tiles. Its warp 1 loads K
+    and V. Warpgroup 1 computes S and P, warpgroup 2 computes dP and dS, and each adds its half of the columns of dK and
+    dV.
+
+    Pipelines (producer -> consumer, stages):
+    - Q with LSE, dO with delta: warp 0 -> all consumer warps, `stages` stages each.
+    - K: warp 1 -> warpgroup 1, a single stage. V: warp 1 -> warpgroup 2, a single stage.
+    - P: warpgroup 1 -> warpgroup 2, a single stage. dS: warpgroup 2 -> warpgroup 1, a single stage. Neither has bytes.
+    - Tile indices: warp 0 -> all consumer warps and warp 1, `sm90.MAIL_SLOTS` stages.
+    - Score stages add pipelines of their own, for example for bias tiles. Only warpgroup 1 reads them.
+
+    Shared memory: the stages of Q, dO, LSE and delta; K and V; P and dS; tile indices, mbarriers and buffers of the
+    score stages. dK and dV leave through the buffers of P and dS.
+    """
 
     def __init__(self, spec: HopperSpec):
         self.spec, self.seams = spec, Seams.of(spec, transposed=True)
         self.element, self.d, self.dv, self.stages = self.seams.element, spec.d, spec.dv, spec.stages
         self.producer_registers, self.consumer_registers = spec.register_split
-        self.form = Form(self.element, 1, TILE_M, transposed=True)  # the first warpgroup has the scores
+        self.form = Form(self.element, 1, TILE_M, transposed=True)  # only the first warpgroup holds scores
 
     @property
     def inputs(self) -> tuple[sm90.Input, sm90.Input, sm90.Input, sm90.Input]:
-        """Q, K, V and dO as TMA brings them, swizzled so that half of the columns are whole atoms."""
+        """TMA load configurations of Q, K, V and dO, swizzled so that half of the columns are whole atoms."""
         return tuple(
             sm90.Input(self.element, ROWS, columns, slots, self.operand_layout(columns, slots))
             for columns, slots in ((self.d, self.stages), (self.d, 1), (self.dv, 1), (self.dv, self.stages))
@@ -181,6 +211,7 @@ class KeyGradientsSm90:
 
     @cute.jit
     def __call__(self, call: Gradients, stream: cuda.CUstream):
+        """Launch the dK and dV kernel."""
         pieces = self.seams.pieces(call)
         tensors = (pieces.rows_first(x) for x in (call.q, call.k, call.v, call.do))
         loads = tuple(x.tma(m) for x, m in zip(self.inputs, tensors, strict=True))
@@ -202,25 +233,25 @@ class KeyGradientsSm90:
         )
 
     def operand_layout(self, columns: int, slots: int) -> cute.ComposedLayout:
-        """(64, columns, slot) in shared memory."""
+        """Return the swizzled layout (64, columns, stage) of an operand in shared memory."""
         kind = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, self.element.dtype, columns // WARPGROUPS)
         atom = warpgroup.make_smem_layout_atom(kind, self.element.dtype)
         return cute.tile_to_shape(atom, (ROWS, columns, slots), order=(0, 1, 2))
 
     def rings(self, smem: cutlass.memory.SmemAllocator) -> Rings:
-        """Q comes with its LSE, dO with its delta."""
+        """Create the pipelines. A stage of Q includes its LSE, and a stage of dO includes its delta."""
         (q, k, v, do), facts = self.inputs, TILE_M * FP32_BYTES
         steps = (q.ring(smem, more_bytes=facts), do.ring(smem, more_bytes=facts))
         keys = (k.ring(smem), v.ring(smem))
         return Rings(*steps, *keys, tuple(sm90.Ring.create(smem, 1, 0) for _ in (P, DS)))
 
     def shared(self, smem: cutlass.memory.SmemAllocator) -> Shared:
-        """All buffers of a CTA."""
+        """Allocate all buffers of a CTA."""
         dtype, operands = self.element.dtype, (x.buffer(smem) for x in self.inputs)
         q, k, v, do = operands
         layout = hopper.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (TILE_M, ROWS, TILE_N), dtype, len((P, DS)))
         crossing = smem.allocate_tensor(dtype, layout.outer, 1024, layout.inner)
-        row_layout = cute.make_layout((TILE_M, self.stages))
+        row_layout = cute.make_layout((TILE_M, self.stages))  # (TILE_M, stage)
         lse, delta = (smem.allocate_tensor(Float32, row_layout, 128) for _ in range(2))
         return Shared(q, k, v, do, crossing, lse, delta)
 
@@ -237,6 +268,7 @@ class KeyGradientsSm90:
         walk: Walk,
         chain: Chain,
     ):
+        """Assign the warp roles: two producer warps load, and two consumer warpgroups multiply."""
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = cutlass.memory.SmemAllocator()
         rings = self.rings(smem)
@@ -280,8 +312,9 @@ class KeyGradientsSm90:
     def load_queries(
         self, q: sm90.Operand, do: sm90.Operand, mRows: cute.Tensor, shared: Shared, work: Work, chain: Chain
     ):  # fmt: skip
-        """First producer warp: Q with its LSE and dO with its delta, then what stages bring, step by step. It draws the
-        tiles.
+        """Run the first producer warp: load Q with LSE, dO with delta and the score stages' data, step by step.
+
+        This warp also fetches the tiles.
         """
         nth, done, number = Int32(0), Int32(0), cute.arch.block_idx()[0]
         while number < work.pieces.total:
@@ -308,7 +341,7 @@ class KeyGradientsSm90:
 
     @cute.jit
     def load_keys(self, k: sm90.Operand, v: sm90.Operand, work: Work):
-        """Second producer warp: each tile's K and V, as soon as the tile before has no more use for its own."""
+        """Run the second producer warp: load K and V of each tile as soon as the previous tile has released them."""
         nth, number = Int32(0), cute.arch.block_idx()[0]
         while number < work.pieces.total:
             tile = work.pieces.tile(number)
@@ -319,13 +352,13 @@ class KeyGradientsSm90:
             nth += 1
 
     def hold(self, wg: int, shared: Shared, rings: Rings, chain: Chain) -> Half:
-        """A consumer warpgroup's operands and registers."""
+        """Return the operands and accumulators of consumer warpgroup `wg`."""
         keys, rows, facts = (shared.v, shared.do, shared.delta) if wg else (shared.k, shared.q, shared.lse)
         thread = cute.arch.thread_idx()[0] % sm90.WARPGROUP
         product = sm90.Product.create(lambda: sm90.make_mma(self.element.dtype, TILE_M, "rows", "rows"))
         mma = product.add.get_slice(thread)
-        left = mma.make_fragment_A(mma.partition_A(keys[None, None, 0]))
-        right = mma.make_fragment_B(mma.partition_B(rows))
+        left = mma.make_fragment_A(mma.partition_A(keys[None, None, 0]))  # K or V: (MMA, 1, K/16)
+        right = mma.make_fragment_B(mma.partition_B(rows))  # Q or dO: (MMA, 1, K/16, stage)
         scores = sm90.SlotProduct(product, left, right, sm90.zeros(mma, (ROWS, TILE_M)))
         weights = fragments.OperandA.create(scores.acc, self.element)
         values = cute.make_tensor(cute.recast_ptr(weights.pairs.iterator, dtype=self.element.dtype), scores.acc.layout)
@@ -341,6 +374,7 @@ class KeyGradientsSm90:
             product = sm90.Product.create(lambda: sm90.make_mma(self.element.dtype, columns, source, "columns"))
             part = product.add.get_slice(thread)
             left = part.make_fragment_A(part.partition_A(crossing[None, None, which]))
+            # (columns, TILE_M, stage)
             half = cute.local_tile(sm90.transposed(sRight), (columns, TILE_M, self.stages), (wg, 0, 0))
             right = part.make_fragment_B(part.partition_B(half))
             left = left if own is None else own.fragment
@@ -366,7 +400,7 @@ class KeyGradientsSm90:
     def consume(
         self, my: Half, dk: sm90.Operand, dv: sm90.Operand, work: Work, scales: Scales, chain: Chain
     ):  # fmt: skip
-        """Consumer warpgroup: half of the columns of dK and dV of every tile."""
+        """Run a consumer warpgroup: compute half of the columns of dK and dV of every tile."""
         rings = work.rings
         keys = rings.v if my.wg else rings.k
         lane, warp_in_group = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4
@@ -400,17 +434,18 @@ class KeyGradientsSm90:
                         my.add_up(done, end)
                         done += 1
             keys.release(nth)
-            rings.crossing[my.wg].wait_free(done)  # outputs leave through its place
+            rings.crossing[my.wg].wait_free(done)  # the outputs leave through this buffer
             slab = tile.block * (TILE_N // SLAB)
             self.store(my, my.dV.acc, chain.scaled(Float32(2.0**-self.element.raised)), tile.rows(dv), slab)
             self.store(my, my.dK.acc, chain.scaled(scales.natural), tile.rows(dk), slab)
             number = work.queue.take(nth)
             nth += 1
-        cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory must outlive the last store
+        # Shared memory must stay allocated until the last store has read from it.
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
     def weigh(self, my: Half, done: Int32, here: Chain, step: Int32, section: Section, scale_log2: Float32):
-        """First warpgroup: P."""
+        """Compute P of a step in the first warpgroup, and pack P into 16 bits."""
         scores, lse_log2 = my.scores.values, row_values(my.facts, my.rings.q.slot(done))
         if cutlass.const_expr(self.element.raised != 0):
             lse_log2.store(lse_log2.load() - Float32(self.element.raised))
@@ -421,7 +456,7 @@ class KeyGradientsSm90:
 
     @cute.jit
     def differentiate(self, my: Half, done: Int32, here: Chain):
-        """Second warpgroup: dS = P * (dP - delta); the scale comes with dK."""
+        """Compute dS = P * (dP - delta) of a step in the second warpgroup; the scale is applied to dK."""
         delta = row_values(my.facts, my.rings.do.slot(done))
         my.rings.crossing[P].wait(done)
         my.load(my.values)
@@ -434,20 +469,21 @@ class KeyGradientsSm90:
 
     @cute.jit
     def reclaim(self, wg: int):
-        """What outputs of the tile before left through is free for all four warps to write weights into."""
+        """Wait until the outputs of the previous tile have left the weights' buffer, for all four warps."""
         cute.arch.cp_async_bulk_wait_group(0, read=True)
         sm90.join_warpgroup(JOIN, wg)
 
     @cute.jit
     def store(self, my: Half, acc: cute.Tensor, factor: Float32, out: sm90.Operand, slab: Int32):
-        """This warpgroup's columns of an output through the place of its weights, some columns at a time."""
+        """Store the warpgroup's columns of an output through the buffer of its weights, `staged_columns` at a time."""
         columns = staged_columns(cute.size(acc) * 2 * WARPGROUPS)
         parts = cute.size(acc) * 2 // columns
         mma = sm90.make_mma(self.element.dtype, columns, "rows", "columns")
         layout = sm90.slab_layout(self.element.dtype, ROWS, columns)
         start = out.s[None, None, my.wg].iterator
         if cutlass.const_expr(columns < STAGED_COLUMNS):
-            # Each warp has the same place for dV and for dK, whose slabs may be smaller.
+            # Each warp uses the same place for dV and for dK, although the slabs of their layouts may be smaller than
+            # STAGED_COLUMNS.
             spare = SLAB * (STAGED_COLUMNS - columns)
             warp_in_group = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4
             start = start + cute.assume(warp_in_group * spare, divby=spare)
@@ -456,12 +492,12 @@ class KeyGradientsSm90:
             registers = cute.make_tensor(acc.iterator + part * (columns // 2), mma.partition_shape_C((ROWS, columns)))
             rX = cute.make_rmem_tensor_like(registers, self.element.dtype)
             rX.store((registers.load() * factor).to(self.element.dtype))
-            cute.arch.cp_async_bulk_wait_group(0, read=True)  # what was in this warp's part has left it
+            cute.arch.cp_async_bulk_wait_group(0, read=True)  # the previous contents of the warp's part have been read
             cute.arch.sync_warp()
             sm90.store_slabs(rX, cute.make_tensor(start, layout.outer), out, slab, mma, my.wg * parts + part)
 
 
 def staged_columns(columns: int) -> int:
-    """Of a warpgroup's half of an output: what leaves at once, all or half of it."""
+    """Return the number of columns of a warpgroup's half of an output that leave at once: all or half of them."""
     mine = columns // WARPGROUPS
     return mine if mine <= STAGED_COLUMNS else mine // 2

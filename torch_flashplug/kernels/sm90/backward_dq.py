@@ -1,8 +1,9 @@
-"""dQ on Hopper as a kernel of its own, from Q, K, V, dO, LSE and delta: a walk over the keys, as the forward's.
+"""dQ kernel of the split backward for Hopper, from Q, K, V, dO, LSE and delta. The mainloop runs over the KV blocks.
 
-A CTA stays on its SM and draws tiles of 128 query rows of one head. Each of its two consumer warpgroups owns 64 of the
-rows and their dQ in registers. It multiplies dQ += dS K, the next block's scores and its dP on end, and turns these
-into dS while the other warpgroup multiplies.
+The kernel is persistent. A CTA stays on its SM and fetches tiles of 128 query rows of a single head from a dynamic tile
+scheduler. Each of the two consumer warpgroups owns 64 of the rows and keeps their dQ in registers. A warpgroup issues
+dQ += dS K, the next block's scores and the next block's dP back to back. The warpgroup turns these products into dS
+while its peer multiplies.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from ..tiling.tile import Launch, Pieces
 ROWS, SLAB = ROWS_PER_WARPGROUP, sm90.SLAB
 WARPGROUPS = BACKWARD_WARPGROUPS
 TILE_M, TILE_N = WARPGROUPS * ROWS, PARTS_TILE[1]  # query rows of a CTA, keys of a step
-JOIN = 1  # named barrier, + warpgroup
+JOIN = 1  # named barrier of warpgroup w: JOIN + w
 
 
 @dataclass(frozen=True)
 class Operands:
-    """One of each that TMA moves: its atom, or its coordinates."""
+    """TMA atoms, or TMA coordinates (rows, columns, heads, batch), of the tensors moved by TMA."""
 
     q: cute.CopyAtom | cute.Tensor
     k: cute.CopyAtom | cute.Tensor
@@ -50,14 +51,14 @@ class Shared:
     """Operands in shared memory."""
 
     q: cute.Tensor  # (64, D, warpgroup)
-    k: cute.Tensor  # (TILE_N, D, slot)
-    v: cute.Tensor  # (TILE_N, Dv, slot)
+    k: cute.Tensor  # (TILE_N, D, stage)
+    v: cute.Tensor  # (TILE_N, Dv, stage)
     do: cute.Tensor  # (64, Dv, warpgroup)
 
 
 @dataclass(frozen=True)
 class Rings:
-    """From the producer warp to the consumers; Q and dO by 64 rows, one slot for each warpgroup."""
+    """Pipelines from the producer warp to the consumers; Q and dO have a stage of 64 rows per warpgroup."""
 
     q: sm90.Ring
     do: sm90.Ring
@@ -67,7 +68,7 @@ class Rings:
 
 @dataclass(frozen=True)
 class Work:
-    """What both roles follow."""
+    """Pipelines, tiles and KV blocks shared by the producer warp and the consumer warpgroups."""
 
     rings: Rings
     queue: sm90.TileQueue
@@ -77,23 +78,42 @@ class Work:
 
 @dataclass(frozen=True)
 class Share:
-    """What a warpgroup works with: its rows of Q and dO, the ring of K and V, its registers."""
+    """State of a consumer warpgroup: its rows of Q and dO, the K and V stages, and the accumulators."""
 
     rings: Rings
-    S: sm90.SlotProduct  # Q K^T, then P, then dS
-    dP: sm90.SlotProduct  # dO V^T
-    dQ: sm90.SlotProduct  # += dS K
-    dS: fragments.OperandA
+    S: sm90.SlotProduct  # S = Q K^T, then P, then dS
+    dP: sm90.SlotProduct  # dP = dO V^T
+    dQ: sm90.SlotProduct  # dQ += dS K
+    dS: fragments.OperandA  # dS in 16 bits
 
     def issue_scores(self, count: Int32) -> None:
-        """Both products of a block, one group each, when it is there."""
+        """Wait for block `count` of K and V, and issue S and dP, a committed group each."""
         for product, ring in ((self.S, self.rings.k), (self.dP, self.rings.v)):
             ring.wait(count)
             product.start(ring.slot(count))
 
 
 class QueryGradientSm90:
-    """Builds the kernel of one spec."""
+    """Builder of the dQ kernel of a split backward spec.
+
+    Computes dQ = scale * dS K with dS = P * (dP - delta), deterministically.
+
+    Inputs: q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv), do (B, Hq, Sq, Dv). Row statistics: rows (B, Hq, 2,
+    padded Sq) in fp32, LSE * log2(e) and delta. Output: dq (B, Hq, Sq, D).
+
+    Warp roles: warpgroup 0 gives its registers away, and its warp 0 is the producer warp. Warpgroups 1 and 2 are
+    consumers.
+
+    Pipelines (producer -> consumer, stages):
+    - Q, dO: producer warp -> the warpgroup that owns the 64 rows, a stage per warpgroup.
+    - K: producer warp -> all consumer warps, 2 stages of TILE_N keys.
+    - V: producer warp -> all consumer warps, `dq_stages_v` stages (1 or 2) of TILE_N keys.
+    - Tile indices: producer warp -> all consumer warps, `sm90.MAIL_SLOTS` stages.
+    - Score stages add pipelines of their own, for example for bias tiles.
+
+    Shared memory: the stages of Q, K, V and dO, the tile indices, the mbarriers and the buffers of the score stages. dQ
+    leaves through the stage of its Q.
+    """
 
     def __init__(self, spec: HopperSpec):
         self.spec, self.seams = spec, Seams.of(spec)
@@ -104,7 +124,7 @@ class QueryGradientSm90:
 
     @property
     def inputs(self) -> tuple[sm90.Input, sm90.Input, sm90.Input, sm90.Input]:
-        """Q, K, V and dO as TMA brings them."""
+        """TMA load configurations of Q, K, V and dO."""
         return (
             sm90.Input.create(self.element, ROWS, self.d, WARPGROUPS),
             sm90.Input.create(self.element, TILE_N, self.d, self.stages_k),
@@ -114,6 +134,7 @@ class QueryGradientSm90:
 
     @cute.jit
     def __call__(self, call: Gradients, stream: cuda.CUstream):
+        """Launch the dQ kernel."""
         pieces = self.seams.pieces(call)
         tensors = (pieces.rows_first(x) for x in (call.q, call.k, call.v, call.do))
         loads = tuple(x.tma(m) for x, m in zip(self.inputs, tensors, strict=True))
@@ -133,6 +154,7 @@ class QueryGradientSm90:
         )
 
     def rings(self, smem: cutlass.memory.SmemAllocator) -> Rings:
+        """Create the pipelines of Q, dO, K and V."""
         q, k, v, do = self.inputs
         return Rings(q.ring(smem), do.ring(smem), k.ring(smem), v.ring(smem))
 
@@ -149,6 +171,7 @@ class QueryGradientSm90:
         walk: Walk,
         chain: Chain,
     ):
+        """Assign the warp roles: warp 0 loads, and the consumer warpgroups multiply."""
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = cutlass.memory.SmemAllocator()
         rings = self.rings(smem)
@@ -186,8 +209,10 @@ class QueryGradientSm90:
     def load(
         self, q: sm90.Operand, k: sm90.Operand, v: sm90.Operand, do: sm90.Operand, work: Work, chain: Chain
     ):  # fmt: skip
-        """Producer warp: a tile's Q and dO under its first K and V, then K and V block after block, each with what
-        stages bring for it.
+        """Run the producer warp: load all tiles of the CTA.
+
+        Q and dO of a tile are loaded behind the first K and V. Then K and V follow block after block, each with the
+        data that the score stages need for the block.
         """
         rings, group = work.rings, work.pieces.group
         nth, done, number = Int32(0), Int32(0), cute.arch.block_idx()[0]
@@ -200,7 +225,8 @@ class QueryGradientSm90:
             tVsV, tVgV = tile.keys(v).tiles((TILE_N, self.dv), (None, 0))
             stages = chain.bring(tile, tile.head)
             block = run.nth(0)
-            sm90.load_block(k.atom, tKgK, tKsK, rings.k, block, done)  # ahead of Q, which may wait for a dQ
+            # K goes first, because the stage of Q may have to wait for the store of a dQ.
+            sm90.load_block(k.atom, tKgK, tKsK, rings.k, block, done)
             sm90.load_block(v.atom, tVgV, tVsV, rings.v, block, done)
             for w in cutlass.range_constexpr(WARPGROUPS):
                 part, count = tile.block * WARPGROUPS + w, nth * WARPGROUPS + w
@@ -217,13 +243,15 @@ class QueryGradientSm90:
             done += run.count
 
     def hold(self, shared: Shared, rings: Rings, wg: Int32, thread: Int32) -> Share:
-        """Consumer warpgroup: its operands and registers."""
+        """Return the operands and accumulators of a consumer warpgroup."""
         scores = sm90.Product.create(lambda: sm90.make_mma(self.element.dtype, TILE_N, "rows", "rows"))
         sums = sm90.Product.create(lambda: sm90.make_mma(self.element.dtype, self.d, "registers", "columns"))
         mma_s, mma_q = scores.add.get_slice(thread), sums.add.get_slice(thread)
+        # Q and dO: (MMA, 1, K/16)
         rows = tuple(mma_s.make_fragment_A(mma_s.partition_A(s[None, None, wg])) for s in (shared.q, shared.do))
+        # K and V: (MMA, 1, K/16, stage)
         keys = tuple(mma_s.make_fragment_B(mma_s.partition_B(s)) for s in (shared.k, shared.v))
-        columns = mma_q.make_fragment_B(mma_q.partition_B(sm90.transposed(shared.k)))
+        columns = mma_q.make_fragment_B(mma_q.partition_B(sm90.transposed(shared.k)))  # K: (MMA, 1, TILE_N/16, stage)
         S, dP = (sm90.SlotProduct(scores, rows[i], keys[i], sm90.zeros(mma_s, (ROWS, TILE_N))) for i in range(2))
         dS = fragments.OperandA.create(S.acc, self.element)
         dQ = sm90.SlotProduct(sums, dS.fragment, columns, sm90.zeros(mma_q, (ROWS, self.d)))
@@ -233,7 +261,7 @@ class QueryGradientSm90:
     def consume(
         self, shared: Shared, work: Work, out: sm90.Operand, mRows: cute.Tensor, scales: Scales, chain: Chain
     ):  # fmt: skip
-        """Consumer warpgroup: its 64 rows of every tile, block after block of the walk."""
+        """Run a consumer warpgroup: compute dQ of 64 rows of every tile, block after block of the block iterator."""
         rings = work.rings
         tidx = cute.arch.thread_idx()[0] - sm90.WARPGROUP
         wg, thread = cute.arch.make_warp_uniform(tidx // sm90.WARPGROUP), tidx % sm90.WARPGROUP
@@ -269,7 +297,7 @@ class QueryGradientSm90:
                     warpgroup.fence()
                     my.dQ.add(rings.k.slot(done + j))
                     my.issue_scores(done + j + 1)
-                    warpgroup.wait_group(2)  # dQ
+                    warpgroup.wait_group(2)  # wait for dQ
                     rings.k.release(done + j)
                     warpgroup.wait_group(0)
                     rings.v.release(done + j + 1)
@@ -295,7 +323,7 @@ class QueryGradientSm90:
     def weigh(
         self, my: Share, two: Rows, here: Chain, n_block: Int32, count: Int32, masked: cutlass.Constexpr[bool]
     ):  # fmt: skip
-        """dS of a block from its two products."""
+        """Compute dS of a block from S and dP, and pack dS into 16 bits."""
         here.make_ready(n_block, masked)
         here.apply(my.S.values, n_block, masked, count)
         S, dP = by_query(my.S.acc), by_query(my.dP.acc)
@@ -306,12 +334,12 @@ class QueryGradientSm90:
 
     @cute.jit
     def store(self, my: Share, out: sm90.Operand, wg: Int32, wg_tile: Int32, scale: Float32):
-        """dQ in 16 bits through its Q's place in shared memory, until that is free again."""
+        """Store dQ in 16 bits through the stage of its Q, and wait until the stage is free again."""
         rdQ = cute.make_rmem_tensor_like(my.dQ.acc, self.element.dtype)
         rdQ.store((my.dQ.acc.load() * scale).to(self.element.dtype))
         start = cute.slice_(out.s, (None, None, wg)).iterator
         sdQ = cute.make_tensor(start, sm90.slab_layout(self.element.dtype, ROWS, self.d).outer)
-        sm90.join_warpgroup(JOIN, wg)  # no warp of the group may still be reading Q
+        sm90.join_warpgroup(JOIN, wg)  # no warp of the warpgroup may still be reading Q
         sm90.store_slabs(rdQ, sdQ, out, wg_tile * (ROWS // SLAB), my.dQ.product.add)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.sync_warp()

@@ -1,8 +1,9 @@
-"""Attention backward for Hopper in two parts: dQ has a kernel of its own, which computes scores and dP again.
+"""Split backward for Hopper: dQ has a kernel of its own, which computes scores and dP again.
 
-Seven products instead of five, but no scratch, the same bits in every run, and either part may be left out. It is also
-the faster way for head dims above 128: registers hold dK and dV of 64 keys there, so that a fused kernel would send the
-fp32 sums of dQ from the SMs to L2 once for every 64 keys, and wait for them half of the time (tools/results/LOG.md).
+The split backward has seven products instead of five. In return, no dQ workspace is needed, the bits are the same in
+every run, and either part can be left out. The split backward is also the faster way for head dims above 128. There,
+registers hold dK and dV of 64 keys. A fused kernel would send the fp32 sums of dQ from the SMs to L2 once for every 64
+keys. The kernel would wait for these sums half of the time (tools/results/LOG.md).
 """
 
 from __future__ import annotations
@@ -19,7 +20,19 @@ from .backward_dq import QueryGradientSm90
 
 
 class BackwardInPartsSm90(BackwardCall):
-    """Builds the three kernels of one spec, launched one after the other by one call."""
+    """Builder of the three kernels of a split backward, which a call launches in sequence.
+
+    Computes dQ, dK and dV, deterministically.
+
+    1. `PrepareBackward` computes LSE * log2(e) and delta per row.
+    2. `QueryGradientSm90` computes dQ, if the call wants dQ.
+    3. `KeyGradientsSm90` computes dK and dV, if the call wants dK and dV.
+
+    Inputs: q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv), o and do (B, Hq, Sq, Dv), lse (B, Hq, Sq) in fp32.
+    Outputs: dq (B, Hq, Sq, D), dk (B, shares, Sk, D), dv (B, shares, Sk, Dv), where `shares` is Hkv or a multiple of
+    Hkv. Workspace: rows (B, Hq, 2, padded Sq) in fp32. The kernel classes describe warp roles, pipelines and shared
+    memory.
+    """
 
     def __init__(self, spec: HopperSpec):
         self.spec, self.seams = spec, Seams.of(spec)
@@ -29,6 +42,7 @@ class BackwardInPartsSm90(BackwardCall):
 
     @cute.jit
     def launch(self, call: Gradients, stream: cuda.CUstream):
+        """Launch the preprocessing kernels of the features, then the kernels of the requested gradients."""
         self.seams.before(call, stream)
         pieces, kept = self.seams.pieces(call), self.seams.chain(call).kept_share
         given = GivenRows(call.o, call.do, call.lse, call.dlse)

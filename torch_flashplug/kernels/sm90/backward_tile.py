@@ -1,13 +1,13 @@
-"""Backward for Hopper of sequences that fit into one tile: dQ, dK, dV and the gradient of a bias in one kernel.
+"""Backward for Hopper of sequences that fit into a single tile: dQ, dK, dV and the bias gradient in one kernel.
 
-Vision models attend inside windows: thousands of sequences with at most 64 queries and 64 keys, which share a bias. One
-warpgroup holds all scores of such a sequence in registers. A row of the tile is a whole row of the scores, so delta is
-rowsum(P * dP), and neither O nor a kernel for row facts is needed. Every operand is read once and every gradient is
-written once, without a workspace.
+Vision models attend inside windows: thousands of sequences with at most 64 queries and 64 keys, which share a bias. A
+single warpgroup holds all scores of such a sequence in registers. A row of the tile is a whole row of the scores, so
+delta is rowsum(P * dP). Neither O nor a preprocessing kernel for the row statistics is needed. Every operand is read
+once and every gradient is written once, without a workspace.
 
-A CTA owns one head and a range of the batch. It walks over the sequences of the range while TMA brings the next one,
-and sums dS over the range in registers, which is the gradient of a bias that the batch shares. An SM holds two CTAs:
-one multiplies while the other one waits. Sums have the same order in every run.
+A CTA owns a single head and a range of the batch. The mainloop visits the sequences of the range while TMA loads the
+next sequence. dS is summed over the range in registers. The sum is the gradient of a bias shared by the batch. An SM
+holds two CTAs: one multiplies while the other waits. Sums have the same order in every run.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from ..score_stages.pipeline import Chain, Form, Place
 from ..tiling.seqlen_info import Sizes
 from ..tiling.tile import Tile
 
-TILE_M, TILE_N = TILE_BACKWARD  # queries and keys of a sequence, at most
-P, DS = 0, 1  # slots of the weights
+TILE_M, TILE_N = TILE_BACKWARD  # largest numbers of queries and keys of a sequence
+P, DS = 0, 1  # buffers of the weights in shared memory
 JOIN = 1  # named barrier of the consumer warpgroup
 
 
 @dataclass(frozen=True)
 class Operands:
-    """One of each tensor that TMA moves: its atom, or its coordinates."""
+    """TMA atoms, or TMA coordinates (rows, columns, heads, batch), of the tensors moved by TMA."""
 
     q: cute.CopyAtom | cute.Tensor
     k: cute.CopyAtom | cute.Tensor
@@ -53,27 +53,28 @@ class Operands:
 
     @property
     def all(self) -> tuple:
+        """All atoms or coordinates, in the order of the fields."""
         return self.q, self.k, self.v, self.do, self.dq, self.dk, self.dv
 
 
 @dataclass(frozen=True)
 class Shared:
-    """The buffers of a CTA in shared memory."""
+    """Buffers of a CTA in shared memory."""
 
     q: cute.Tensor  # (TILE_M, D, stage)
     k: cute.Tensor  # (TILE_N, D, stage)
     v: cute.Tensor  # (TILE_N, Dv, stage)
     do: cute.Tensor  # (TILE_M, Dv, stage)
-    weights: cute.Tensor  # (queries, keys, P or dS); later dV and dK on their way to global memory
-    staging: cute.Tensor  # (64, D): dQ on its way to global memory
+    weights: cute.Tensor  # (queries, keys, P or dS); later dV and dK on the way to global memory
+    staging: cute.Tensor  # (64, D): dQ on the way to global memory
 
 
 @dataclass(frozen=True)
 class Range:
-    """The sequences of a CTA: one head, batches from `begin` to before `end`."""
+    """Sequences of a CTA: a single head, and the batch indices from `begin` to before `end`."""
 
     head: Int32
-    number: Int32  # of the range in the batch
+    number: Int32  # index of the range
     begin: Int32
     end: Int32
     sizes: Sizes
@@ -81,34 +82,36 @@ class Range:
     @staticmethod
     @cute.jit
     def of_cta(heads: Int32, batches: Int32, ranges: Int32, sizes: Sizes) -> Range:
+        """Return the range of this CTA. `ranges` is the number of ranges of the batch."""
         number, head = cute.arch.block_idx()[0] // heads, cute.arch.block_idx()[0] % heads
         length = cute.ceil_div(batches, ranges)
         begin = cutlass.min(number * length, batches)
         return Range(head, number, begin, cutlass.min(begin + length, batches), sizes)
 
     def tile(self, batch: Int32) -> Tile:
-        """Return the one tile of a sequence."""
+        """Return the only tile of a sequence."""
         return Tile(Int32(0), self.head, batch, self.sizes, Int32(1))
 
 
 @dataclass(frozen=True)
 class Registers:
-    """The products of the consumer warpgroup, their operands and accumulators."""
+    """Products of the consumer warpgroup, with their operands and accumulators."""
 
     scores: sm90.Product  # S = Q K^T, dP = dO V^T
     over_queries: sm90.Product  # dK = dS^T Q, dV = P^T dO
     over_keys: sm90.Product  # dQ = dS K
     rows: tuple[cute.Tensor, cute.Tensor]  # Q and dO as left operands of `scores`: (MMA, 1, K, stage)
-    keys: tuple[cute.Tensor, cute.Tensor]  # K and V as right operands of `scores`
+    keys: tuple[cute.Tensor, cute.Tensor]  # K and V as right operands of `scores`: (MMA, 1, K, stage)
     weights: cute.Tensor  # P^T and dS^T as left operands of `over_queries`: (MMA, 1, K, P or dS)
-    columns: tuple[cute.Tensor, cute.Tensor, cute.Tensor]  # Q, dO and K as right operands of the sums
-    S: cute.Tensor  # scores, then P, then dS
+    # Q, dO and K as right operands of dK, dV and dQ: (MMA, 1, K, stage)
+    columns: tuple[cute.Tensor, cute.Tensor, cute.Tensor]
+    S: cute.Tensor  # (64, 64) scores, then P, then dS
     dP: cute.Tensor
     packed: fragments.OperandA  # P, then dS, in 16 bits
     dQ: cute.Tensor
     dK: cute.Tensor
     dV: cute.Tensor
-    sum: cute.Tensor  # dS over the sequences of the range
+    sum: cute.Tensor  # (64, 64) sum of dS over the sequences of the range
 
     def multiply_scores(self, slot: Int32) -> None:
         """Start S and dP of a stage; one committed group each."""
@@ -125,7 +128,22 @@ class Registers:
 
 
 class TileBackwardSm90(TileBackwardCall):
-    """Builds the kernel of one spec."""
+    """Builder of the single-tile backward kernel of a spec.
+
+    Computes dQ, dK, dV and, if requested, the bias gradient, deterministically.
+
+    Inputs: q, k, v and do (B, H, S, D) with at most 64 queries and 64 keys, lse (B, H, Sq) in fp32. Outputs: dq, dk and
+    dv, and dbias (ranges or B, H, Sq, Sk).
+
+    Warp roles: warpgroup 0 gives its registers away, and its warp 0 is the producer warp. Warpgroup 1 is the consumer.
+
+    Pipelines (producer -> consumer, stages):
+    - Q, K, V and dO of a sequence together: producer warp -> the consumer warps, `stages` (2) stages.
+    - Score stages add pipelines of their own, for example for bias tiles.
+
+    Shared memory: the stages of Q, K, V and dO, the buffers of P and dS, the staging buffer of dQ, the mbarriers and
+    the buffers of the score stages. dV and dK leave through the buffers of P and dS.
+    """
 
     def __init__(self, spec: HopperSpec):
         self.spec, self.seams = spec, Seams.of(spec)
@@ -135,11 +153,12 @@ class TileBackwardSm90(TileBackwardCall):
 
     @property
     def input(self) -> sm90.Input:
-        """How TMA brings each of Q, K, V and dO: whole sequences."""
+        """TMA load configuration of each of Q, K, V and dO: whole sequences."""
         return sm90.Input.create(self.element, TILE_M, self.d, self.stages)
 
     @cute.jit
     def launch(self, call: TileGradients, stream: cuda.CUstream):
+        """Launch the preprocessing kernels of the features, then the kernel."""
         self.seams.before(call, stream)
         loads = tuple(self.input.tma(sm90.rows_first(x)) for x in (call.q, call.k, call.v, call.do))
         stores = tuple(sm90.output_tma(self.element, sm90.rows_first(x), self.d) for x in (call.dq, call.dk, call.dv))
@@ -150,7 +169,7 @@ class TileBackwardSm90(TileBackwardCall):
             block=(2 * sm90.WARPGROUP, 1, 1),
             stream=stream,
             min_blocks_per_mp=self.spec.ctas_per_sm,
-            preferred_smem_carveout=100,  # percent; the DSL would ask a GPU
+            preferred_smem_carveout=100,  # percent; without a value the DSL would query a GPU
         )
 
     def shared(self, smem: cutlass.memory.SmemAllocator) -> Shared:
@@ -172,6 +191,7 @@ class TileBackwardSm90(TileBackwardCall):
         mdBias: cute.Tensor | None,
         chain: Chain,
     ):
+        """Assign the warp roles: warp 0 loads, and the consumer warpgroup multiplies."""
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = cutlass.memory.SmemAllocator()
         ring = sm90.Ring.create(smem, self.stages, 4 * self.input.bytes)
@@ -190,7 +210,7 @@ class TileBackwardSm90(TileBackwardCall):
 
     @cute.jit
     def load(self, atoms: Operands, tensors: Operands, shared: Shared, ring: sm90.Ring, mine: Range, chain: Chain):
-        """Producer warp: Q, K, V and dO of every sequence, and what stages bring for its scores."""
+        """Run the producer warp: load Q, K, V and dO of every sequence, and the data of the score stages."""
         for batch in cutlass.range(mine.begin, mine.end, unroll=1):
             tile, nth = mine.tile(batch), batch - mine.begin
             ring.acquire(nth)
@@ -206,15 +226,15 @@ class TileBackwardSm90(TileBackwardCall):
             chain.bring(tile, tile.head).load(Int32(0), nth)
 
     def hold(self, shared: Shared) -> Registers:
-        """Consumer warpgroup: its products, operands and registers."""
+        """Return the products, operands and accumulators of the consumer warpgroup."""
         dtype, thread = self.element.dtype, cute.arch.thread_idx()[0] % sm90.WARPGROUP
         scores, over_queries, over_keys = (
             sm90.Product.create(lambda x=x: sm90.make_mma(dtype, *x))
             for x in ((TILE_N, "rows", "rows"), (self.d, "columns", "columns"), (self.d, "registers", "columns"))
         )
         of_scores, of_queries, of_keys = (x.add.get_slice(thread) for x in (scores, over_queries, over_keys))
-        S, dP, total = (sm90.zeros(of_scores, (TILE_M, TILE_N)) for _ in range(3))
-        dK, dV = (sm90.zeros(of_queries, (TILE_N, self.d)) for _ in range(2))
+        S, dP, total = (sm90.zeros(of_scores, (TILE_M, TILE_N)) for _ in range(3))  # (TILE_M, TILE_N) each
+        dK, dV = (sm90.zeros(of_queries, (TILE_N, self.d)) for _ in range(2))  # (TILE_N, D) each
         right = tuple(
             mma.make_fragment_B(mma.partition_B(sm90.transposed(x)))
             for mma, x in ((of_queries, shared.q), (of_queries, shared.do), (of_keys, shared.k))
@@ -241,7 +261,7 @@ class TileBackwardSm90(TileBackwardCall):
         self, atoms: Operands, tensors: Operands, shared: Shared, ring: sm90.Ring, mine: Range, mLSE: cute.Tensor,
         scales: Scales, mdBias: cute.Tensor | None, chain: Chain,
     ):  # fmt: skip
-        """Consumer warpgroup: the gradients of every sequence of the range."""
+        """Run the consumer warpgroup: compute the gradients of every sequence of the range."""
         thread = cute.arch.thread_idx()[0] % sm90.WARPGROUP
         lane = thread % sm90.WARP
         row, column = thread // sm90.WARP * sm90.SLAB + lane // 4, lane % 4 * 2
@@ -261,8 +281,9 @@ class TileBackwardSm90(TileBackwardCall):
             here.apply(fragments.rows_and_columns(my.S), Int32(0), masked=True, count=nth)
             exponentiate(by_query(my.S), (lse[0], lse[1]), scale_log2)
             lse.store(self.lse_of(mLSE, mine, cutlass.min(batch + 1, mine.end - 1), row).load())
-            cute.arch.cp_async_bulk_wait_group(0, read=True)  # The gradients before have left shared memory,
-            sm90.join_warpgroup(JOIN, Int32(0))  # those of every warp.
+            # The previous gradients of this warp have left shared memory.
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            sm90.join_warpgroup(JOIN, Int32(0))  # Now the gradients of all warps have left shared memory.
             my.packed.take(my.S)
             self.write_weights(my, shared, P)
             warpgroup.wait_group(0)
@@ -270,12 +291,13 @@ class TileBackwardSm90(TileBackwardCall):
             my.sum.store(my.sum.load() + my.S.load())
             my.packed.take(my.S)
             self.write_weights(my, shared, DS)
-            cute.arch.fence_proxy("async.shared", space="cta")  # Products read what stmatrix wrote.
+            cute.arch.fence_proxy("async.shared", space="cta")  # Products read shared memory written by stmatrix.
             sm90.join_warpgroup(JOIN, Int32(0))
             warpgroup.fence()
             my.multiply_sums(ring.slot(nth))
             if cutlass.const_expr(mdBias is not None):
-                if mdBias.shape[0] > cute.arch.grid_dim()[0] // tensors.q.shape[2]:  # The batch does not share it.
+                # The batch does not share the bias.
+                if mdBias.shape[0] > cute.arch.grid_dim()[0] // tensors.q.shape[2]:
                     write_plane(mdBias[batch, mine.head, None, None], my.sum, row, column)
                     my.sum.fill(0.0)
             warpgroup.wait_group(0)
@@ -295,12 +317,13 @@ class TileBackwardSm90(TileBackwardCall):
         if cutlass.const_expr(mdBias is not None):
             if mdBias.shape[0] == cute.arch.grid_dim()[0] // tensors.q.shape[2]:
                 write_plane(mdBias[mine.number, mine.head, None, None], my.sum, row, column)
-        cute.arch.cp_async_bulk_wait_group(0, read=True)  # Shared memory must outlive the last store.
+        # Shared memory must stay allocated until the last store has read from it.
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
     def lse_of(self, mLSE: cute.Tensor, mine: Range, batch: Int32, row: Int32) -> cute.Tensor:
-        """Return LSE * log2(e) of this thread's two rows; inf where a row is not there or sees no key."""
-        lse = cute.make_rmem_tensor((2,), Float32)
+        """Return LSE * log2(e) of this thread's two rows; inf if a row does not exist or sees no key."""
+        lse = cute.make_rmem_tensor((2,), Float32)  # (2,)
         for r in cutlass.range_constexpr(2):
             lse[r] = Float32.inf
             if row + 8 * r < mine.sizes.Sq:
@@ -318,14 +341,14 @@ class TileBackwardSm90(TileBackwardCall):
         cute.copy(copy, source, copy.partition_D(shared.weights[None, None, slot]))
 
     def staging_in(self, shared: Shared, slot: int) -> cute.Tensor:
-        """Return a place for a gradient (64, D) where weights were."""
+        """Return the buffer of the weights `slot` as a staging buffer (64, D) of a gradient."""
         layout = sm90.slab_layout(self.element.dtype, TILE_M, self.d)
         start = shared.weights[None, None, slot].iterator
         return cute.make_tensor(cute.recast_ptr(start, layout.inner, dtype=self.element.dtype), layout.outer)
 
     @cute.jit
     def store(self, acc: cute.Tensor, product: sm90.Product, factor: Float32, out: sm90.Operand):
-        """Store an accumulator in 16 bits through shared memory; each warp sends its 16 rows."""
+        """Store an accumulator in 16 bits through shared memory; each warp stores its 16 rows."""
         rX = cute.make_rmem_tensor_like(acc, self.element.dtype)
         rX.store((acc.load() * factor).to(self.element.dtype))
         sm90.store_slabs(rX, out.s, out, Int32(0), product.add)
@@ -333,7 +356,7 @@ class TileBackwardSm90(TileBackwardCall):
 
 @cute.jit
 def row_sums(P: cute.Tensor, dP: cute.Tensor) -> tuple[Float32, Float32]:
-    """Return delta = rowsum(P * dP) of this thread's two rows, which four threads share."""
+    """Return delta = rowsum(P * dP) of this thread's two rows, each shared by four threads."""
     weights, gradients = fragments.rows_and_columns(P), fragments.rows_and_columns(dP)
     sums = cute.make_rmem_tensor((2,), Float32)
     for r in cutlass.range_constexpr(2):
@@ -349,7 +372,12 @@ def row_sums(P: cute.Tensor, dP: cute.Tensor) -> tuple[Float32, Float32]:
 
 @cute.jit
 def write_plane(plane: cute.Tensor, acc: cute.Tensor, row: Int32, column: Int32):
-    """Write an accumulator to (Sq, Sk) in global memory. row, column: this thread's first ones."""
+    """Write an accumulator to a plane (Sq, Sk) in global memory.
+
+    Args:
+        row: first row of the thread; the second is eight rows below.
+        column: first column of the thread.
+    """
     values = fragments.rows_and_columns(acc)
     for r in cutlass.range_constexpr(2):
         if row + 8 * r < plane.shape[0]:

@@ -1,10 +1,13 @@
 """Decode for Hopper: few query rows against many keys, at the speed of memory.
 
-The query heads that share a KV head are packed into one tile of rows, so that K and V are read once; where tiles are
-fewer than SMs, each tile's keys are split among several CTAs (FlashDecoding, Dao et al. 2023). A producer warp keeps a
-deep ring of K and V blocks under way; consumer warpgroups of 64 rows follow, with time to spare: padding rows are
-harmless. With one split a CTA writes O itself. Up to CLUSTER splits may be a cluster, whose CTAs add up in each other's
-shared memory; else they leave fp32 partials for the Combine kernel, which is launched beforehand and waits.
+The query heads of a KV head are packed into a single tile of rows (pack-GQA), so that K and V are read once. Where
+tiles are fewer than SMs, the keys of each tile are split among several CTAs (split-KV; FlashDecoding, Dao et al. 2023).
+A producer warp keeps many stages of K and V in flight. Consumer warpgroups of 64 rows follow with time to spare, so
+padding rows are harmless.
+
+With a single split a CTA writes O itself. Up to CLUSTER splits can form a cluster, whose CTAs reduce their results in
+each other's shared memory. Otherwise the CTAs leave fp32 partial results for the `Combine` kernel, which is launched
+early and waits.
 """
 
 from __future__ import annotations
@@ -34,20 +37,20 @@ from ..tiling.seqlen_info import Sizes
 from ..tiling.tile import Pieces
 
 ROWS, SLAB = ROWS_PER_WARPGROUP, sm90.SLAB
-VECTOR = 8  # elements of one 16-byte access
-PAIR = 2  # neighbouring columns of a thread
+VECTOR = 8  # elements of a 16-byte access
+PAIR = 2  # neighboring columns of a thread
 
 
 class Barrier(enum.IntEnum):
-    """Named barriers; 0 is sync_threads."""
+    """Named barriers of the consumer warpgroups; barrier 0 is `sync_threads`."""
 
-    Q_THERE = 1  # + warpgroup
-    V_READ = 4  # by all warpgroups
+    Q_THERE = 1  # Q_THERE + w: the 64 rows of Q of warpgroup w are in shared memory
+    V_READ = 4  # all warpgroups have read V
 
 
 @dataclass(frozen=True)
 class Operands:
-    """One of each that TMA moves: its atom, or its coordinates."""
+    """TMA atoms, or TMA coordinates, of the tensors moved by TMA."""
 
     k: cute.CopyAtom | cute.Tensor
     v: cute.CopyAtom | cute.Tensor
@@ -58,35 +61,36 @@ class Shared:
     """Operands in shared memory."""
 
     q: cute.Tensor  # (64, D, warpgroup)
-    k: cute.Tensor  # (tile_n, D, slot)
-    v: cute.Tensor  # (Dv, tile_n, slot)
+    k: cute.Tensor  # (tile_n, D, stage)
+    v: cute.Tensor  # (Dv, tile_n, stage)
 
 
 @dataclass(frozen=True)
 class Outside:
-    """What is reached by plain loads and stores."""
+    """Tensors in global memory that are accessed by plain loads and stores."""
 
-    q: cute.Tensor
-    o: cute.Tensor
-    lse: cute.Tensor
-    partials: cute.Pointer
+    q: cute.Tensor  # (B, Hq, Sq, D)
+    o: cute.Tensor  # (B, Hq, Sq, Dv)
+    lse: cute.Tensor  # (B, Hq, Sq) fp32
+    partials: cute.Pointer  # fp32 partial results of the splits
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Of a thread's two rows."""
+    """Softmax maxima and sums of a thread's two rows."""
 
-    tops: cute.Tensor  # (2,) largest scores, not yet scaled
-    totals: cute.Tensor  # (2,) sums of exponentials
+    tops: cute.Tensor  # (2,): largest raw scores
+    totals: cute.Tensor  # (2,): sums of exponentials
     scale: Float32
 
     def lse(self, r: int) -> Float32:
+        """Return the LSE (natural logarithm) of row `r` of the thread."""
         return self.tops[r] * self.scale + cute.math.log(self.totals[r], fastmath=True)
 
 
 @dataclass(frozen=True)
 class Work:
-    """What both roles follow: this CTA's part of the problem, and the rings between the roles."""
+    """Part of the problem of a CTA, and the pipelines between the producer warp and the consumer warpgroups."""
 
     part: Part
     walk: BoundBand
@@ -94,12 +98,27 @@ class Work:
     ring_v: sm90.Ring
 
     def keys(self) -> Split:
-        """KV blocks of this CTA."""
+        """Return the KV blocks of this CTA."""
         return self.part.keys(self.walk)
 
 
 class DecodeSm90(DecodeCall):
-    """Builds the kernel of one spec; every size below is known when it is traced."""
+    """Builder of the Hopper decode kernel of a spec. All sizes below are compile-time constants.
+
+    Computes O = softmax(scale * Q K^T) V and the LSE for few query rows.
+
+    Inputs: q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv). Outputs: o (B, Hq, Sq, Dv), lse (B, Hq, Sq) in
+    fp32. Workspace: fp32 partial results of the splits (`combine.Partials`), if splits are not reduced in a cluster.
+
+    Warp roles: the first tile_m / 64 warpgroups are consumers. The warp behind them is the producer warp. There is no
+    register split.
+
+    Pipelines (producer -> consumer, stages): K and V, producer warp -> all consumer warps, `stages` stages of tile_n
+    keys each. Q is loaded by each consumer warpgroup itself with plain loads.
+
+    Shared memory: Q (64, D) per warpgroup, the stages of K and V, the mbarriers and the lists of the block iterator. In
+    a cluster the partial results take the place of the V stages after the mainloop.
+    """
 
     def __init__(self, spec: HopperSpec):
         self.spec, self.seams = spec, Seams.of(spec)
@@ -109,7 +128,7 @@ class DecodeSm90(DecodeCall):
 
     @property
     def inputs(self) -> tuple[sm90.Input, sm90.Input, sm90.Input]:
-        """Q, which plain loads bring, K and V as TMA does."""
+        """Shared-memory configurations of Q, loaded with plain loads, and of K and V, loaded by TMA."""
         return (
             sm90.Input.create(self.element, ROWS, self.d, self.warpgroups),
             sm90.Input.create(self.element, self.tile_n, self.d, self.stages),
@@ -118,6 +137,7 @@ class DecodeSm90(DecodeCall):
 
     @cute.jit
     def launch(self, call: FewRows, stream: cuda.CUstream):
+        """Launch the decode kernel and, if the splits are not reduced in a cluster, the `Combine` kernel."""
         B, Hq, Sq, Dv = call.o.shape
         Hkv = call.k.shape[1]
         _, k, v = self.inputs
@@ -134,7 +154,8 @@ class DecodeSm90(DecodeCall):
             "block": (self.spec.threads, 1, 1),
             "stream": stream,
             "min_blocks_per_mp": self.spec.ctas_per_sm,
-            "preferred_smem_carveout": 100,  # percent; else the DSL asks a GPU, and there may be none here
+            # percent; without a value the DSL would query a GPU, and the build machine may have none.
+            "preferred_smem_carveout": 100,
             "use_pdl": True,
         }
         if call.cluster > 1:
@@ -158,6 +179,7 @@ class DecodeSm90(DecodeCall):
         chain: Chain,
         clustered: cutlass.Constexpr[bool],
     ):
+        """Assign the warp roles, and reduce the splits of a cluster behind the mainloop."""
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = cutlass.memory.SmemAllocator()
         _, ring_k, ring_v = (x.ring(smem) if i else None for i, x in enumerate(self.inputs))
@@ -177,11 +199,11 @@ class DecodeSm90(DecodeCall):
             sm90.join_cluster()
             if warp_idx < 4 * self.warpgroups:
                 self.add_up(shared.v, part, outside, chain.unit(scale))
-            sm90.join_cluster()  # a peer may still read here
+            sm90.join_cluster()  # a peer CTA may still read from this CTA's shared memory
 
     @cute.jit
     def load(self, k: sm90.Operand, v: sm90.Operand, work: Work, pieces: Pieces):
-        """Producer warp: K and V of this split's blocks."""
+        """Run the producer warp: load K and V of this split's blocks."""
         tKsK, tKgK = work.part.of_head(k).tiles((self.tile_n, self.d), (None, 0))
         tVsV, tVgV = work.part.of_head(v).tiles((self.dv, self.tile_n), (0, None))
         keys, policy = work.keys(), self.policy(k.m, v.m, pieces)
@@ -191,7 +213,11 @@ class DecodeSm90(DecodeCall):
             sm90.load_block(v.atom, tVgV, tVsV, work.ring_v, block, j - keys.begin, policy)
 
     def policy(self, mK: cute.Tensor, mVt: cute.Tensor, pieces: Pieces) -> Int64:
-        """K and V that fit in L2 may be there when they are read again; larger ones only push out others (3 %)."""
+        """Return the L2 eviction policy of the K and V loads.
+
+        K and V that fit into L2 may still be in L2 when they are read again. Larger K and V only push out other data,
+        which costs 3 %.
+        """
         _, D, heads, _ = mK.shape
         many = (
             Int64(pieces.all_keys(mK)) * heads * pieces.batch(mK) * (D + mVt.shape[0]) * self.element.bytes
@@ -204,7 +230,7 @@ class DecodeSm90(DecodeCall):
         self, shared: Shared, work: Work, outside: Outside, scale: Float32, chain: Chain,
         clustered: cutlass.Constexpr[bool],
     ):  # fmt: skip
-        """Consumer warpgroup: its 64 packed rows against this split's keys."""
+        """Run a consumer warpgroup: process 64 packed rows against this split's keys."""
         part, walk = work.part, work.walk
         tidx = cute.arch.thread_idx()[0]
         wg, thread = cute.arch.make_warp_uniform(tidx // sm90.WARPGROUP), tidx % sm90.WARPGROUP
@@ -213,21 +239,21 @@ class DecodeSm90(DecodeCall):
         times_v = sm90.Product.create(lambda: sm90.make_mma(self.element.dtype, self.dv, "registers", "columns"))
         qk, pv = times_k.add.get_slice(thread), times_v.add.get_slice(thread)
         my_Q = qk.make_fragment_A(qk.partition_A(shared.q))[None, None, None, wg]
-        tSrK = qk.make_fragment_B(qk.partition_B(shared.k))  # (MMA, 1, D/16, slot)
-        tOrV = pv.make_fragment_B(pv.partition_B(shared.v))  # (MMA, 1, tile_n/16, slot)
-        acc_S, acc_O = sm90.zeros(qk, (ROWS, self.tile_n)), sm90.zeros(pv, (ROWS, self.dv))
+        tSrK = qk.make_fragment_B(qk.partition_B(shared.k))  # (MMA, 1, D/16, stage)
+        tOrV = pv.make_fragment_B(pv.partition_B(shared.v))  # (MMA, 1, tile_n/16, stage)
+        acc_S, acc_O = sm90.zeros(qk, (ROWS, self.tile_n)), sm90.zeros(pv, (ROWS, self.dv))  # (64, tile_n) and (64, Dv)
         P = fragments.OperandA.create(acc_S, self.element)
         scores, sums = sm90.SlotProduct(times_k, my_Q, tSrK, acc_S), sm90.SlotProduct(times_v, P.fragment, tOrV, acc_O)
         scales = chain.scales(Scales(scale * fragments.LOG2_E, scale))
         softmax = OnlineSoftmax.create(scales.log2, chain)
         first_head, _ = part.place(Int32(0))
-        here = chain.hold(self.tile_n).at(  # its row is the tile's first, packed
+        here = chain.hold(self.tile_n).at(  # the row of this place is the first packed row of the tile
             Place(part.sizes, self.tile_n, part.first_row, lane % 4 * 2, part.tile.sequence, first_head)
         )
         first_row = part.first_row + wg * ROWS
 
         self.fetch_queries(outside.q, shared.q[None, None, wg], part, first_row)
-        cute.arch.fence_proxy("async.shared", space="cta")  # wgmma reads what plain stores wrote
+        cute.arch.fence_proxy("async.shared", space="cta")  # wgmma reads shared memory written by plain stores
         sm90.join_warpgroup(Barrier.Q_THERE, wg)
         keys = work.keys()
         self.prepare(here, walk, keys, keys.begin)
@@ -238,7 +264,8 @@ class DecodeSm90(DecodeCall):
         work.ring_k.release(0)
         self.weigh(scores.values, softmax, here, walk, keys, keys.begin, first=True)
         P.take(acc_S)
-        for j in cutlass.range(keys.begin + 1, keys.end, unroll=1):  # its scores under the output of the block before
+        # The scores of block j run under the output of block j-1.
+        for j in cutlass.range(keys.begin + 1, keys.end, unroll=1):
             nth, before = j - keys.begin, j - keys.begin - 1
             self.prepare(here, walk, keys, j)
             work.ring_k.wait(nth)
@@ -260,7 +287,7 @@ class DecodeSm90(DecodeCall):
         warpgroup.wait_group(0)
         weights = Weights(*softmax.part(sums.values), scales.natural)
         if cutlass.const_expr(clustered):
-            sm90.join_warpgroups(Barrier.V_READ, self.warpgroups)  # it lay where results go
+            sm90.join_warpgroups(Barrier.V_READ, self.warpgroups)  # V lay where the results go
         row = wg * ROWS + thread // sm90.WARP * SLAB + lane // 4
         self.leave(part, row, sums.values, weights, shared.v, outside, clustered)
 
@@ -268,14 +295,17 @@ class DecodeSm90(DecodeCall):
     def leave(
         self,
         part: Part,
-        row: Int32,  # of the tile: this thread's first, the other one is the eighth after it
+        row: Int32,  # row in the tile: the thread's first row; the second is eight rows below
         output: cute.Tensor,
         weights: Weights,
-        sVt: cute.Tensor,  # nobody's any longer
+        sVt: cute.Tensor,  # the V stages, no longer in use
         outside: Outside,
         clustered: cutlass.Constexpr[bool],
     ):
-        """Results of a thread's two rows: to the cluster, to O and LSE where keys are not split, or to partials."""
+        """Write the results of a thread's two rows.
+
+        The results go to the cluster's shared memory, to O and LSE if keys are not split, or to the partial results.
+        """
         mO, mLSE = outside.o, outside.lse
         parts = Partials(
             outside.partials, mLSE.shape[0] * mLSE.shape[1] * part.queries, part.splits, mO.shape[3]
@@ -303,7 +333,7 @@ class DecodeSm90(DecodeCall):
 
     @cute.jit
     def add_up(self, sVt: cute.Tensor, part: Part, outside: Outside, scale: Float32):
-        """Consumers: every CTA of the cluster writes its share of the tile's columns."""
+        """Reduce the splits of a cluster: every CTA's consumers write a share of the tile's output columns."""
         mO, mLSE = outside.o, outside.lse
         peers, quads = Peers.create(sVt, self.tile_m, self.dv, part.splits), mO.shape[3] // QUAD
         total = cutlass.min(part.rows - part.first_row, self.tile_m) * quads
@@ -321,7 +351,7 @@ class DecodeSm90(DecodeCall):
 
     @cute.jit
     def prepare(self, here: Chain, walk: BoundBand, keys: Split, j: Int32):
-        """What stages need of a block, ahead of its scores."""
+        """Prepare the score stages for a block, ahead of the block's scores."""
         if walk.masks(keys, j):
             here.begin(keys.nth(j), masked=True)
 
@@ -330,20 +360,22 @@ class DecodeSm90(DecodeCall):
         self, S: cute.Tensor, softmax: OnlineSoftmax, here: Chain, walk: BoundBand, keys: Split, j: Int32,
         first: cutlass.Constexpr[bool],
     ):  # fmt: skip
-        """Scores into probabilities."""
+        """Turn the scores of a block into probabilities."""
         if walk.masks(keys, j):
             here.apply(S, keys.nth(j), masked=True)
         softmax.step(S, first=first, masked=walk.hides)
 
     @cute.jit
     def fetch_queries(self, mQ: cute.Tensor, sQ: cute.Tensor, part: Part, first_row: Int32):
-        """Consumer warpgroup: its 64 rows into shared memory, from as many heads as they are of, all loads under way at
-        once. Zeros beyond the last column; rows beyond the last repeat it, and their results go nowhere.
+        """Load the 64 rows of a consumer warpgroup into shared memory, with all loads in flight at once.
+
+        The rows may belong to several heads. Columns beyond the last are zeros. Rows beyond the last repeat the last
+        row, and their results are never stored.
         """
         thread, D = cute.arch.thread_idx()[0] % sm90.WARPGROUP, mQ.shape[3]
         vectors = self.d // VECTOR
         loads = ROWS * vectors // sm90.WARPGROUP
-        values = cute.make_rmem_tensor((VECTOR // 2, loads), Int32)
+        values = cute.make_rmem_tensor((VECTOR // 2, loads), Int32)  # (pairs of a vector, loads)
         for i in cutlass.range_constexpr(loads):
             number = i * sm90.WARPGROUP + thread
             head, query = part.place(cutlass.min(first_row + number // vectors, part.last_row))
@@ -356,13 +388,13 @@ class DecodeSm90(DecodeCall):
             for pair in cutlass.range_constexpr(VECTOR // 2):
                 values[pair, i] = cutlass.select_(chunk * VECTOR < D, values[pair, i], Int32(0))
             target = cute.local_tile(sQ, (1, VECTOR), (row, chunk))
-            # Not the target is recast: its swizzle counts in elements.
+            # The source is recast instead of the target, because the target's swizzle counts in elements.
             vector = cute.recast_tensor(values[None, i], self.element.dtype)
             cute.autovec_copy(vector, cute.make_tensor(target.iterator, cute.make_layout(VECTOR)))
 
     @cute.jit
     def write_row(self, start: cute.Pointer, output: cute.Tensor, r: int, Dv: Int32, narrow: cutlass.Constexpr[bool]):
-        """This thread's columns of its row r, in 16 bits (narrow) or fp32."""
+        """Write the thread's columns of row `r` in 16 bits (narrow) or in fp32."""
         column = cute.arch.lane_idx() % 4 * PAIR
         for c in cutlass.range_constexpr(0, self.dv // 4, PAIR):
             at = column + fragments.column_of(c)

@@ -1,10 +1,12 @@
-"""Attention forward for Hopper: O = softmax(scale * Q K^T) V and LSE, from one pass over the keys.
+"""Attention forward for Hopper: O = softmax(scale * Q K^T) V and LSE, in a single pass over the keys.
 
-A CTA stays on its SM and draws tiles of tile_m query rows of one head until none is left. Its producer warp streams Q,
-K and V through rings of TMA buffers, running ahead into the next tile; each consumer warpgroup owns 64 of the rows,
-from its Q to its O, and never talks to the others except to take turns on the tensor cores. Block j's scores are
-multiplied while block j-1's output is (FlashAttention-3, arXiv 2407.08608, section 3.2), so softmax always has tensor
-work under it.
+The kernel is persistent. A CTA stays on its SM and fetches tiles of tile_m query rows of a single head from a dynamic
+tile scheduler. The producer warp streams Q, K and V through TMA pipelines and runs ahead into the next tile. Each
+consumer warpgroup owns 64 rows of the tile, from the load of Q to the store of O. Consumer warpgroups synchronize only
+in the warpgroup order barrier, where they take turns on the tensor cores.
+
+The scores of block j are multiplied together with the output of block j-1 (FlashAttention-3, arXiv 2407.08608, section
+3.2). Therefore the softmax always runs under tensor-core work.
 """
 
 from __future__ import annotations
@@ -34,23 +36,23 @@ from ..tiling.seqlen_info import Sizes
 from ..tiling.tile import Launch, Pieces
 
 ROWS, SLAB = ROWS_PER_WARPGROUP, sm90.SLAB
-SHORT = 4  # blocks of keys
+SHORT = 4  # KV blocks: a tile with at most this count ends within the latency of the tile scheduler's atomic
 
 
 class Barrier(enum.IntEnum):
-    """Named barriers; 0 is sync_threads."""
+    """Named barriers of the consumer warpgroups; barrier 0 is `sync_threads`."""
 
-    TURN = 1  # + warpgroup
-    Q_READ = 4  # + warpgroup: its last product with Q is done
+    TURN = 1  # warpgroup order barrier; the barrier of warpgroup w is TURN + w
+    Q_READ = 4  # Q_READ + w: all warps of warpgroup w have finished the last product with Q
 
 
 @dataclass(frozen=True)
 class Operands:
-    """One of each that TMA moves: its atom, or its coordinates."""
+    """TMA atoms, or TMA coordinates (rows, columns, heads, batch), of the tensors moved by TMA."""
 
     q: cute.CopyAtom | cute.Tensor
     k: cute.CopyAtom | cute.Tensor
-    v: cute.CopyAtom | cute.Tensor
+    v: cute.CopyAtom | cute.Tensor  # coordinates: (columns, rows, heads, batch), unless V is given transposed
     o: cute.CopyAtom | cute.Tensor
 
 
@@ -58,15 +60,15 @@ class Operands:
 class Shared:
     """Operands in shared memory."""
 
-    q: cute.Tensor  # (64, D, q_slot)
-    k: cute.Tensor  # (tile_n, D, slot)
-    v: cute.Tensor  # (Dv, tile_n, slot)
-    start: sm90.Start | None  # of sums of whole numbers
+    q: cute.Tensor  # (64, D, Q stage); D is max(D, Dv) if O leaves through the stages of Q
+    k: cute.Tensor  # (tile_n, D, stage)
+    v: cute.Tensor  # (Dv, tile_n, stage)
+    start: sm90.Start | None  # initial value of integer accumulators; None for fp32 accumulators
 
 
 @dataclass(frozen=True)
 class Work:
-    """What both roles follow: the rings between them, the tiles to do, and the blocks of each."""
+    """Pipelines, tiles and KV blocks shared by the producer warp and the consumer warpgroups."""
 
     ring_q: sm90.Ring
     ring_k: sm90.Ring
@@ -78,27 +80,31 @@ class Work:
 
 @dataclass(frozen=True)
 class Scores:
-    """S = Q K^T of a warpgroup with a KV block, or with its first columns only."""
+    """Product S = Q K^T of a warpgroup with a KV block, or with the first half of the block's columns."""
 
     product: sm90.Product
-    keys: cute.Tensor  # (MMA, 1, D/16, slot)
-    acc: cute.Tensor
+    keys: cute.Tensor  # (MMA, 1, D/16, stage)
+    acc: cute.Tensor  # ((2, 2, columns/8), 1, 1)
     start: sm90.Start | None
-    compares_given: bool
+    compares_given: bool  # True if the row maximum is taken from the accumulator itself; set for 8-bit P
 
     def begin(self) -> None:
-        """Ahead of `issue`, before the turn."""
+        """Initialize an integer accumulator. Call before `issue` and before the warpgroup's turn."""
         if self.start is not None:
             self.start.load(self.acc)
 
     def issue(self, my_Q: cute.Tensor, slot: Int32) -> None:
+        """Issue the product with the K stage `slot` as a committed group of wgmmas."""
         keys = self.keys[None, None, None, slot]
         self.product.issue(self.acc, my_Q, keys, accumulate=self.start is not None)
 
     def take(self, masked: bool) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor]:
-        """Scores in fp32: as the accumulator has them, and (2, columns), the same registers; and what the largest score
-        is looked for in: whole numbers, of which one instruction compares three, where P is small enough beside them.
-        If not masked, those have sm90.OFFSET beside them (Scaling.offset).
+        """Return the fp32 accumulator, its (2, columns) view, and the values of the maximum search.
+
+        The accumulator and the view share the same registers. The row maximum is searched in integer scores where P is
+        small enough in registers beside them, because a single instruction compares three integers. Otherwise the row
+        maximum is searched in the fp32 view. If `masked` is False, integer scores still contain `sm90.OFFSET`
+        (`Scaling.offset`).
         """
         acc = self.acc if self.start is None else sm90.as_floats(self.acc, exactly=masked)
         values = fragments.rows_and_columns(acc)
@@ -107,11 +113,11 @@ class Scores:
 
 @dataclass(frozen=True)
 class FirstBlock:
-    """The rightmost block of a tile, which nothing comes before."""
+    """Rightmost KV block of a tile, processed first, before any product with V."""
 
     my_Q: cute.Tensor
     ring_k: sm90.Ring
-    nth: Int32  # of the K's
+    nth: Int32  # running count of K blocks
     turns: sm90.Turns
     chain: Chain
     n_block: Int32
@@ -120,6 +126,7 @@ class FirstBlock:
 
     @cute.jit
     def weigh(self, S: Scores):
+        """Compute the block's scores, apply the score stages and the softmax, and pack P."""
         self.chain.begin(self.n_block, masked=True)
         self.softmax.fetch(self.n_block)
         S.begin()
@@ -138,7 +145,27 @@ class FirstBlock:
 
 
 class ForwardSm90(ForwardCall):
-    """Builds the kernel of one spec; every size below is known when it is traced."""
+    """Builder of the Hopper forward kernel of a spec. All sizes below are compile-time constants.
+
+    Computes O = softmax(scale * Q K^T) V and the LSE (natural logarithm).
+
+    Inputs: q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv), or v transposed (B, Hkv, Dv, Sk) for 8-bit recipes.
+    Outputs: o (B, Hq, Sq, Dv), lse (B, Hq, Sq) in fp32. Packed sequences have B = 1 and their rows on the row
+    dimension.
+
+    Warp roles: warpgroup 0 gives its registers away, and its warp 0 is the producer warp. The other tile_m / 64
+    warpgroups are consumers.
+
+    Pipelines (producer -> consumer, stages):
+    - Q: producer warp -> the warpgroup that owns the 64 rows, `q_slots` stages of 64 rows.
+    - K, V: producer warp -> all consumer warps, `stages` stages of tile_n keys each.
+    - Tile indices: producer warp -> all consumer warps, `sm90.MAIL_SLOTS` stages.
+    - Score stages add pipelines of their own, for example for bias tiles.
+
+    Shared memory: the stages of Q, K and V, the tile indices, the mbarriers and the buffers of the score stages. O
+    leaves through the stage of its Q if both have the same element size. Otherwise O has a buffer of (64, Dv) per
+    warpgroup. Kernels with integer scores also hold the accumulators' initial value.
+    """
 
     def __init__(self, spec: HopperSpec):
         self.spec, self.seams = spec, Seams.of(spec)
@@ -147,10 +174,12 @@ class ForwardSm90(ForwardCall):
         self.stages, self.q_slots, self.q_columns = spec.stages, spec.q_slots, spec.q_columns
         self.warpgroups = spec.warpgroups
         self.early_rescale = spec.early_rescale
-        # Without room for two tiles of Q the next one waits for O to leave: each warpgroup sees to that at once.
+        # If two tiles of Q do not fit, the next Q has to wait until O has left shared memory. Then each warpgroup waits
+        # for the store of its O at once, at the end of the tile.
         self.small_smem = spec.q_slots < 2 * self.warpgroups
-        # Half a diagonal block is 64 wide: all that every other warpgroup sees of it. (At Dv > D, in 8 bits and of bent
-        # scores of D 64 ptxas would serialise every product.)
+        # Half of a diagonal block is 64 keys wide. Every second warpgroup sees no more of the block than this half, so
+        # a product with half of the columns is enough. The half product is not built for Dv > D, for 8-bit scores and
+        # for scores of D up to 64 with a score derivative: ptxas would serialize every product there.
         halves = self.seams.uneven and spec.tile_n == 2 * ROWS and spec.dv <= spec.d
         self.halves = halves and self.element.scores is self.element and not (self.seams.bent and spec.d <= ROWS)
         self.producer_registers, self.consumer_registers = spec.register_split
@@ -159,13 +188,13 @@ class ForwardSm90(ForwardCall):
 
     @property
     def uneven(self) -> bool:
-        """Whether the first warpgroups of a tile may see fewer blocks than the last, or the last often has no rows."""
+        """True if the first warpgroups of a tile may see fewer blocks than the last, or the last often has no rows."""
         diagonal = self.seams.uneven and self.tile_n % self.tile_m != 0
         return self.warpgroups > 1 and (diagonal or self.warpgroups == 3 or self.seams.short)
 
     @property
     def inputs(self) -> tuple[sm90.Input, sm90.Input, sm90.Input]:
-        """Q, K and V as TMA brings them."""
+        """TMA load configurations of Q, K and V."""
         scores, values = self.element.scores, self.element.values
         return (
             sm90.Input.create(scores, ROWS, self.q_columns, self.q_slots),
@@ -175,10 +204,12 @@ class ForwardSm90(ForwardCall):
 
     @property
     def major_of_values(self) -> str:
+        """Major mode of V as the right operand of P V."""
         return "rows" if self.seams.turned else "columns"
 
     @cute.jit
     def launch(self, call: Call, stream: cuda.CUstream):
+        """Launch the preprocessing kernels of the features, then the forward kernel."""
         self.seams.before(call, stream)
         q, k, v = self.inputs
         pieces, given = self.seams.pieces(call), self.seams.operands(call)
@@ -198,30 +229,36 @@ class ForwardSm90(ForwardCall):
             grid=(cutlass.min(num_m_blocks * total_heads, call.num_ctas * self.spec.ctas_per_sm), 1, 1),
             block=(self.spec.threads, 1, 1),
             stream=stream,
-            min_blocks_per_mp=self.spec.ctas_per_sm,  # without it ptxas may drop the register split
-            preferred_smem_carveout=100 if self.spec.shares_sm else None,  # percent; the DSL would ask a GPU
+            min_blocks_per_mp=self.spec.ctas_per_sm,  # without this bound ptxas may drop the register split
+            # Percent; without a value the DSL would query a GPU.
+            preferred_smem_carveout=100 if self.spec.shares_sm else None,
             use_pdl=self.seams.follows,
         )
 
     def make_qk(self, columns: int) -> cute.TiledMma:
-        """S = Q K^T, both from shared memory."""
+        """Return the MMA of S = Q K^T, with both operands in shared memory."""
         return sm90.make_mma(self.element.scores.dtype, columns, "rows", "rows", self.element.scores.sums)
 
     def make_pv(self) -> cute.TiledMma:
-        """O += P V, P from registers."""
+        """Return the MMA of O += P V, with P in registers."""
         return sm90.make_mma(self.element.values.dtype, self.dv, "registers", self.major_of_values)
 
     def make_output(self, room: cute.Tensor) -> Output:
+        """Return the output accumulator: a promoted fp32 output for 8-bit V, otherwise a plain accumulator.
+
+        Args:
+            room: shared memory (64, Dv) through which O leaves; a promoted output keeps its total there.
+        """
         if self.element.values.bytes == 1:
             return Drained.create(self.make_pv, self.dv, room, self.tile_n)
         return Output.create(self.make_pv, self.dv)
 
     def make_scores(self, shared: Shared, thread: Int32, registers: cute.Tensor, columns: int) -> Scores:
-        """S of the first `columns` keys of a block, kept in the first of `registers`."""
-        product = sm90.Product.create(lambda: self.make_qk(columns))
+        """Return the product with the first `columns` keys of a block; its accumulator is the start of `registers`."""
+        product = sm90.Product.create(lambda: self.make_qk(columns))  # S = Q K^T: (64, columns)
         part = product.add.get_slice(thread)
-        sK = cute.local_tile(shared.k, (columns, self.d, self.stages), (0, 0, 0))
-        keys = part.make_fragment_B(part.partition_B(sK))
+        sK = cute.local_tile(shared.k, (columns, self.d, self.stages), (0, 0, 0))  # (columns, D, stage)
+        keys = part.make_fragment_B(part.partition_B(sK))  # (MMA, 1, D/16, stage)
         layout = cute.make_layout(part.partition_shape_C((ROWS, columns)))
         acc = cute.make_tensor(registers.iterator, layout)
         return Scores(product, keys, acc, shared.start, self.element.values.bytes == 1)
@@ -240,6 +277,7 @@ class ForwardSm90(ForwardCall):
         walk: Walk,
         chain: Chain,
     ):
+        """Assign the warp roles: warp 0 loads, and the consumer warpgroups multiply."""
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = cutlass.memory.SmemAllocator()
         ring_q, ring_k, ring_v = (x.ring(smem) for x in self.inputs)
@@ -279,26 +317,30 @@ class ForwardSm90(ForwardCall):
 
     @cute.jit
     def load(self, q: sm90.Operand, k: sm90.Operand, v: sm90.Operand, work: Work, chain: Chain):
-        """Producer warp. A tile's loads, in the order in which they are multiplied: K(0) and Q, then K(j) ahead of
-        V(j-1), V of the last. What stages bring for block j comes behind V(j-1), which is multiplied with K(j).
+        """Run the producer warp: load all tiles of the CTA.
+
+        The loads of a tile are issued in the order of the products: K(0) and Q, then K(j) before V(j-1), then the last
+        V. The loads of the score stages for block j follow V(j-1), whose product is issued together with the product of
+        K(j).
         """
         ring_q, ring_k, ring_v = work.ring_q, work.ring_k, work.ring_v
         group = work.pieces.group
-        nth, done = Int32(0), Int32(0)  # tiles and KV blocks so far
+        nth, done = Int32(0), Int32(0)  # numbers of tiles and of KV blocks so far
         number = cute.arch.block_idx()[0]
         while number < work.pieces.total:
             tile = work.pieces.tile(number, group)
             run = work.walk.at(tile.sizes, self.tile_m, self.tile_n).keys(tile)
             ticket = Int32(0)
             if cutlass.const_expr(self.seams.short):
-                if run.count <= SHORT:  # done in less than that latency
+                if run.count <= SHORT:  # the tile ends within the latency of the scheduler's atomic
                     ticket = work.queue.draw()
             tQsQ, tQgQ = tile.rows(q).tiles((ROWS, self.q_columns), (None, 0))
             tKsK, tKgK = tile.keys(k).tiles((self.tile_n, self.d), (None, 0))
             tVsV, tVgV = tile.keys(v).tiles((self.dv, self.tile_n), (0, None))
             stages = chain.bring(tile, tile.head)
             first = run.nth(0)
-            sm90.load_block(k.atom, tKgK, tKsK, ring_k, first, done)  # ahead of Q, which may wait for an O
+            # K goes first, because the stage of Q may have to wait for the store of an O.
+            sm90.load_block(k.atom, tKgK, tKsK, ring_k, first, done)
             for w in cutlass.range_constexpr(self.warpgroups):
                 part, count = tile.block * self.warpgroups + w, nth * self.warpgroups + w
                 sm90.load_block(q.atom, tQgQ, tQsQ, ring_q, part, count)
@@ -308,8 +350,9 @@ class ForwardSm90(ForwardCall):
                 sm90.load_block(k.atom, tKgK, tKsK, ring_k, block, done + j)
                 sm90.load_block(v.atom, tVgV, tVsV, ring_v, run.before(j), done + j - 1)
                 stages.load(block, done + j)
-            # As late as the atomic's latency allows: a CTA that draws while it has a long tile before it keeps the next
-            # one from CTAs that run dry first. Where tiles are short the next one's loads must not wait for it.
+            # The next tile is fetched as late as the latency of the atomic allows. A CTA that fetches a tile while a
+            # long tile is still ahead would keep the fetched tile from CTAs that run dry first. Where tiles are short,
+            # the loads of the next tile must not wait for the atomic.
             if cutlass.const_expr(self.seams.short):
                 last = (v.atom, tVgV, tVsV, ring_v, run.last(), done + run.count - 1)
                 if run.count > SHORT:
@@ -330,22 +373,23 @@ class ForwardSm90(ForwardCall):
         self, shared: Shared, work: Work, out: sm90.Operand, mLSE: cute.Tensor, scales: Scales,
         scaling: Unscaled | Scaling, chain: Chain,
     ):  # fmt: skip
-        """Consumer warpgroup: its 64 rows of every tile, block after block of the walk."""
+        """Run a consumer warpgroup: compute the 64 rows of every tile, block after block of the block iterator."""
         ring_q, ring_k, ring_v = work.ring_q, work.ring_k, work.ring_v
         tidx = cute.arch.thread_idx()[0] - sm90.WARPGROUP
         wg, thread = cute.arch.make_warp_uniform(tidx // sm90.WARPGROUP), tidx % sm90.WARPGROUP
         lane = thread % sm90.WARP
+        # ((2, 2, tile_n/8), 1, 1): the warpgroup's 64 x tile_n scores
         acc_S = sm90.zeros(self.make_qk(self.tile_n), (ROWS, self.tile_n), self.element.scores.sums)
         S, half = (self.make_scores(shared, thread, acc_S, self.tile_n // parts) for parts in (1, 1 + self.halves))
         output = self.make_output(out.s[None, None, 0 if self.out_in_q else wg])
         qk, pv = S.product.add.get_slice(thread), output.product.add.get_slice(thread)
-        tSrQ = qk.make_fragment_A(qk.partition_A(shared.q))  # (MMA, 1, D/16, slot)
-        tOrV = pv.make_fragment_B(pv.partition_B(shared.v))  # (MMA, 1, tile_n/16, slot)
+        tSrQ = qk.make_fragment_A(qk.partition_A(shared.q))  # (MMA, 1, D/16, Q stage)
+        tOrV = pv.make_fragment_B(pv.partition_B(shared.v))  # (MMA, 1, tile_n/16, stage)
         P = fragments.left_operand(S.acc, self.element.values)  # (MMA, 1, tile_n/16)
         scales, turns = chain.scales(scales), sm90.Turns(Barrier.TURN, wg, self.warpgroups)
         softmax = scaling.softmax(scales.log2, chain)
         turns.start()
-        chain = chain.hold(self.tile_n)
+        chain = chain.hold(self.tile_n)  # score stages with their registers
 
         nth, done, number = Int32(0), Int32(0), cute.arch.block_idx()[0]
         while number < work.pieces.total:
@@ -358,7 +402,7 @@ class ForwardSm90(ForwardCall):
             others, run = walk.keys_of_part(tile, wg_tile * ROWS, ROWS, self.uneven)
             done = pass_over(others, ring_k, ring_v, turns, here, done)
             sections = run.sections()
-            nth_q = nth * self.warpgroups + wg  # of the Q's
+            nth_q = nth * self.warpgroups + wg  # running count of Q stages
             my_Q = tSrQ[None, None, None, ring_q.slot(nth_q)]
             ring_q.wait(nth_q)
             first = FirstBlock(my_Q, ring_k, done, turns, here, run.nth(0), rows, P)
@@ -414,11 +458,12 @@ class ForwardSm90(ForwardCall):
                 hand_back(ring_q, nth_q)
             number = work.queue.take(nth)
             nth += 1
-        cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory must outlive the last store
+        # Shared memory must stay allocated until the last store has read from it.
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
     def weigh_first(self, first: FirstBlock, S: Scores, half: Scores, seen: Int32):
-        """The rightmost block; rows that see no more than half of it do half of the work."""
+        """Process the rightmost block; if its rows see at most half of the block's keys, multiply only this half."""
         if cutlass.const_expr(self.halves):
             if cute.arch.make_warp_uniform(seen) <= self.tile_n // 2:
                 first.weigh(half)
@@ -429,8 +474,9 @@ class ForwardSm90(ForwardCall):
 
     @cute.jit
     def store(self, acc_O: cute.Tensor, out: sm90.Operand, slot: Int32, wg_tile: Int32, mma_pv: cute.TiledMma):
-        """O in 16 bits through shared memory, the slot of its Q where that is as large, to global memory; each warp
-        sends its 16 rows when it has them.
+        """Store O in 16 bits through shared memory: the stage of its Q, or the output buffer where sizes differ.
+
+        Each warp stores its 16 rows as soon as they are in shared memory.
         """
         wg = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // sm90.WARPGROUP - 1)
         rO = cute.make_rmem_tensor_like(acc_O, self.element.dtype)
@@ -438,13 +484,16 @@ class ForwardSm90(ForwardCall):
         slot_start = cute.slice_(out.s, (None, None, slot)).iterator
         sO = cute.make_tensor(slot_start, sm90.slab_layout(self.element.dtype, ROWS, self.dv).outer)  # (64, Dv)
         if cutlass.const_expr(self.out_in_q):
-            sm90.join_warpgroup(Barrier.Q_READ, wg)  # no warp of the group may still be reading Q
+            sm90.join_warpgroup(Barrier.Q_READ, wg)  # no warp of the warpgroup may still be reading Q
         sm90.store_slabs(rO, sO, out, wg_tile * (ROWS // SLAB), mma_pv)
 
 
 @cute.jit
 def hand_back(ring_q: sm90.Ring, count: Int32):
-    """Consumer warp: the O of this Q, if there is one, has left shared memory; the slot may take another Q."""
+    """Release the Q stage `count` once the O that left through the stage has been stored.
+
+    Executed by a consumer warp. A negative `count` means that no such stage exists yet.
+    """
     if count >= 0:
         cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.sync_warp()
@@ -455,7 +504,10 @@ def hand_back(ring_q: sm90.Ring, count: Int32):
 def pass_over(
     blocks: Int32, ring_k: sm90.Ring, ring_v: sm90.Ring, turns: sm90.Turns, here: Chain, done: Int32
 ) -> Int32:  # fmt: skip
-    """Consumer warpgroup: let go of KV blocks that only others need; the count of blocks done after them."""
+    """Release KV blocks that only other warpgroups need, and return the new running count of blocks.
+
+    Executed by a consumer warpgroup. Each skipped block also skips the warpgroup's turn and the score stages' data.
+    """
     for count in cutlass.range(done, done + blocks, unroll=1):
         ring_k.wait(count)
         turns.skip()

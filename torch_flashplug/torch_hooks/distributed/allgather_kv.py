@@ -1,7 +1,9 @@
-"""Context parallelism without a ring, for those who ask for it on all ranks (context_parallel.use("gather")): keys and
-values of all ranks are gathered, and each chunk of a rank's rows is one call that sees all keys up to its own, causal
-to the bottom right. Nothing is merged, gradients of keys and values are summed where they go; a rank holds all keys and
-values of a layer meanwhile. Ops torch_flashplug::gathered_fwd and gathered_bwd.
+"""Context parallelism without a ring: ops torch_flashplug::gathered_fwd and gathered_bwd.
+
+context_parallel.use("gather"), called on all ranks, selects these ops. The ops gather keys and values of all ranks.
+Each chunk of a rank's rows is one call with all keys up to the chunk, causal to the bottom right. No merge is needed.
+Gradients of keys and values are summed by the reduce-scatter to the owner. A rank holds all keys and values of a
+layer meanwhile.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from ...ops import attention, reference, sdpa
 from . import ring_attention
 from .ring_attention import Settings
 
-# Names since torch 2.13, and before.
+# The first name exists since torch 2.13, the second name serves older versions.
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _WINDOW = attention.Window(right=0, bottom_right=True)
@@ -34,7 +36,10 @@ namespace = torch.ops.torch_flashplug
 
 
 class _Chunks:
-    """Of rows in a sequence, by who holds them: with balance rank r has chunks r and 2 W - 1 - r, else chunk r."""
+    """Chunks of a sequence and the ranks of the chunks.
+
+    With load balance, rank r of W has chunks r and 2 W - 1 - r. Without load balance, rank r has chunk r.
+    """
 
     def __init__(self, settings: Settings, query: Tensor, key: Tensor) -> None:
         ring_attention.check(settings, query, key)
@@ -44,25 +49,26 @@ class _Chunks:
         last = 2 * self.ranks - 1
         held = [(r, last - r) if settings.balanced else (r,) for r in range(self.ranks)]
         self.mine, in_turn = held[self.rank], [chunk for chunks in held for chunk in chunks]
-        self._places = sorted(range(len(in_turn)), key=in_turn.__getitem__)  # of chunks in order, as they are gathered
+        # Positions of the ordered chunks in the gathered tensor.
+        self._places = sorted(range(len(in_turn)), key=in_turn.__getitem__)
         self._in_turn, self.count = in_turn, len(in_turn)
 
     def calls(self, rows: int, keys: int) -> Iterator[tuple[slice, slice]]:
-        """The rows of each chunk here, and the keys in order that they see."""
+        """Yield the rows of each chunk on this rank and the ordered keys visible to the chunk."""
         rows, keys = rows // len(self.mine), keys * self.ranks // self.count
         for place, chunk in enumerate(self.mine):
             seen = chunk + 1 if self.settings.is_causal else self.count
             yield slice(place * rows, (place + 1) * rows), slice(0, seen * keys)
 
     def gather(self, x: Tensor) -> Tensor:
-        """(B, H, S / W, D) -> (B, H, S, D), in order."""
-        parts = torch.stack(x.chunk(len(self.mine), 2))  # (chunks here, B, H, rows, D)
+        """Gather (B, H, S / W, D) from all ranks and return (B, H, S, D) in order."""
+        parts = torch.stack(x.chunk(len(self.mine), 2))  # (chunks of the rank, B, H, rows, D)
         found = parts.new_empty(self.count, *parts.shape[1:])
         _ALL_GATHER(found, parts, group=self.group)
         return torch.cat([found[place] for place in self._places], dim=2)
 
     def scatter(self, sum_: Tensor, like: Tensor) -> Tensor:
-        """The reverse: what all ranks have for each row, added up."""
+        """Sum a tensor (B, H, S, D) over all ranks and return the rows of this rank in the layout of `like`."""
         chunks = sum_.chunk(self.count, 2)
         parts = torch.stack([chunks[number] for number in self._in_turn])
         found = parts.new_empty(len(self.mine), *parts.shape[1:])

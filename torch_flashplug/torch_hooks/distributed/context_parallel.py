@@ -1,8 +1,11 @@
-"""torch's context_parallel on kernels of ours: two entries in torch's own table of handlers, which it gives to DTensor
-each time context parallelism is switched on. Load balance, rotation and collectives are torch's; the loop is
-ring_attention.py's.
+"""Handlers of torch_flashplug for torch's context_parallel.
 
-All of torch's that is named here is private: where it is not what we know, one warning, and stock serves the calls.
+The handlers are two entries in torch's own handler table. torch passes the table to DTensor each time context
+parallelism is switched on. Load balance, rotation and collectives are torch's code. The loop over steps is
+ring_attention.py.
+
+All torch names in this file are private. If a name differs from the known one, the file logs one warning and stock
+serves the calls.
 """
 
 from __future__ import annotations
@@ -23,13 +26,13 @@ from . import allgather_kv, ring_attention
 
 _log = logging.getLogger("torch_flashplug")
 _MODULE = "torch.distributed.tensor.experimental._context_parallel._attention"
-_SEQ = 2  # dim of the rows
+_SEQ = 2  # dim of the sequence
 _STOCKS = torch.ops.aten._scaled_dot_product_flash_attention.default
 _FORWARD, _BACKWARD = tracing.OVERRIDEABLE.default, tracing.OVERRIDEABLE_BACKWARD.default
-_WORD = (1 << bindings.PRECISION_SHIFT) - 1  # of a mode: all but its precision, since steps are of 16 bits
-_NAMES = ("query", "key", "value", "attn_bias", "dropout_p", "is_causal")  # of the op, and what they are if not given
+_WORD = (1 << bindings.PRECISION_SHIFT) - 1  # bits of a mode word below the precision: ring steps use 16 bits
+_NAMES = ("query", "key", "value", "attn_bias", "dropout_p", "is_causal")  # arguments of the op
 _DEFAULTS = {"attn_bias": None, "dropout_p": 0.0, "is_causal": False, "scale": None}
-# Names of torch's: parameters of a function, members of others.
+# Names in torch's module: the parameters of a function, the members of a class.
 _KNOWN = {
     "_create_rotater": ("pg", "seq_dim", "method"),
     "_cp_options": ("enable_load_balance", "rotate_method", "convert_to_f32"),
@@ -40,17 +43,17 @@ _KNOWN = {
 
 
 def _handlers() -> dict:
-    """Those of DTensor, as they are now."""
+    """Return the current table of custom op handlers of DTensor."""
     return sys.modules["torch.distributed.tensor"].DTensor._op_dispatcher._custom_op_handlers
 
 
 def is_on() -> bool:
-    """Whether context parallelism is. Asked where a DTensor is there."""
+    """Return whether context parallelism is on; the caller must have a DTensor."""
     return _STOCKS in _handlers()
 
 
 def unknown(torchs: object) -> str | None:
-    """What of torch's module is not as we know it; None: nothing."""
+    """Return the first unknown part of torch's module, or None."""
     if not isinstance(getattr(torchs, "custom_ops", None), dict):
         return "custom_ops is no dict"
     for name, wanted in _KNOWN.items():
@@ -63,18 +66,18 @@ def unknown(torchs: object) -> str | None:
 
 @functools.cache
 def why_not() -> str | None:
-    """Why rings are stock's; None: they may be ours. One warning where torch has changed."""
+    """Return the reason for the fallback of rings to stock, or None, and warn once where torch has changed."""
     torchs = sys.modules.get(_MODULE)
     if torchs is None:
-        return "this torch's context_parallel is unknown; stock serves it"
+        return "torch's context_parallel module is unknown, so stock serves the call"
     if (changed := unknown(torchs)) is None:
         return None
-    _log.warning("context_parallel stays stock: in torch %s %s", torch.__version__, changed)
+    _log.warning("context_parallel falls back to stock: in torch %s %s", torch.__version__, changed)
     return f"torch's context_parallel has changed: {changed}"
 
 
 def register() -> None:
-    """Into torch's table, and into DTensor's where context parallelism is on already."""
+    """Put the handlers into torch's table, and into DTensor's table if context parallelism is on already."""
     if why_not() is not None:
         return
     ours = {_FORWARD: _forward, _BACKWARD: _backward}
@@ -97,12 +100,16 @@ def _wrap(x: Tensor | None, like: Tensor, placements: tuple | None = None) -> Te
         return None
     own = like._local_tensor
     if placements is None and (x.shape, x.stride(), x.dtype) == (own.shape, own.stride(), own.dtype):
-        return type(like)(x, like._spec, requires_grad=x.requires_grad)  # from_local takes the host 0.1 ms
+        return type(like)(x, like._spec, requires_grad=x.requires_grad)  # from_local costs 0.1 ms of host time
     return type(like).from_local(x, like.device_mesh, placements or like.placements, run_check=False)
 
 
 def _check(query: Tensor, *others: Tensor) -> bool:
-    """Whether the rows are sharded; else operands have to be placed so that each rank's part is a call of its own."""
+    """Return whether rows are sharded; else check that the part of each rank is a separate call.
+
+    Raises:
+        RuntimeError: the placements of the operands are mixed or unsupported.
+    """
     operands = (query, *others)
     if _on_rows(*operands):
         return True
@@ -111,8 +118,8 @@ def _check(query: Tensor, *others: Tensor) -> bool:
         return False
     placed = ", ".join(str(list(x.placements)) for x in operands)
     raise RuntimeError(
-        f"torch_flashplug: operands are placed {placed} in a context_parallel block; it takes all of them sharded over "
-        "rows, [Shard(2)] on a mesh of one dim, or none: with tensor parallelism too, call .to_local() first"
+        "torch_flashplug: all operands in a context_parallel block must be sharded over rows, [Shard(2)] on a mesh of "
+        f"one dim, or none of the operands, but got {placed}. With tensor parallelism, call .to_local() first."
     )
 
 
@@ -128,13 +135,22 @@ _method = "ring"
 
 
 def use(method: str) -> None:
-    """How keys and values come to the rows of other ranks, in calls that are ours from here on, but for graphs that
-    were compiled before: "ring", the default, step by step, or "gather", all at once (allgather_kv.py). What ranks
-    exchange differs, so all of them have to say the same, also before a backward, and none may leave calls to stock.
+    """Select how keys and values reach the rows of all ranks in context_parallel.
+
+    "ring", the default, passes keys and values on step by step. "gather" collects keys and values of all ranks at once
+    (allgather_kv.py). The selection applies to all later calls served by torch_flashplug, except calls of graphs
+    compiled before. The two methods exchange different tensors, so all ranks must select the same method, also before a
+    backward. With "gather", no rank may leave calls to stock.
+
+    Args:
+        method: "ring" or "gather".
+
+    Raises:
+        ValueError: method is neither "ring" nor "gather".
     """
-    global _method  # noqa: PLW0603  (as torch's own options, it is the process's)
+    global _method  # noqa: PLW0603  (an option of the process, as torch's own options)
     if method not in _METHODS:
-        raise ValueError(f"method={method!r}; use one of {', '.join(_METHODS)}")
+        raise ValueError(f"use: method must be one of {', '.join(_METHODS)}, but got {method!r}.")
     _method = method
 
 
@@ -143,7 +159,10 @@ def _is_traced(x: Tensor) -> bool:
 
 
 def _mode_of(x: Tensor) -> int:
-    """Of a forward: what surrounds it, or the trace. A backend of the process is read by each step."""
+    """Return the mode word of the sdpa_backend block around a forward or a trace.
+
+    A backend of the process results in 0, because each step reads that backend.
+    """
     mode = tracing.traced_mode() if _is_traced(x) else bindings.effective_mode()
     return 0 if bindings.is_preference(mode) else mode & _WORD
 
@@ -151,7 +170,10 @@ def _mode_of(x: Tensor) -> int:
 def _settings(
     query: Tensor, is_causal: bool, scale: float | None, mode: int, balanced: bool
 ) -> ring_attention.Settings:
-    """torch's options are the process's; which rows a rank has does not change behind a forward."""
+    """Return the settings of a ring.
+
+    torch's options belong to the process. The rows of a rank do not change after a forward.
+    """
     options, group = sys.modules[_MODULE]._cp_options, query.device_mesh.get_group()
     how = (options.rotate_method.name, balanced, options.convert_to_f32)
     return ring_attention.Settings(group.group_name, *how, bool(is_causal), scale, mode)
@@ -165,12 +187,12 @@ def _forward(op: object, args: tuple, kwargs: dict) -> tuple:
         given = (*local, _local(bias), dropout_p, is_causal, False)
         out, lse, _, _, max_q, max_k, *drawn, _ = _FORWARD(*given, scale=scale)
     elif bias is not None or dropout_p:
-        raise NotImplementedError("torch_flashplug: context_parallel takes no attn_mask and no dropout")
+        raise NotImplementedError("torch_flashplug: context_parallel supports neither attn_mask nor dropout.")
     else:
-        # By these the backward finds its forward's mode, and how rows lie.
+        # The backward reads the mode and the load balance of the forward from max_q and max_k.
         max_q, max_k = _mode_of(local[0]), int(sys.modules[_MODULE]._cp_options.enable_load_balance)
         out, lse = _METHODS[_method][0](*local, *_settings(query, is_causal, scale, max_q, bool(max_k)))
-        # Nothing is drawn, but graphs have to have tensors there.
+        # No dropout seed is drawn, but a graph needs tensors as results.
         drawn = [out.new_empty(0, dtype=torch.int64) if _is_traced(out) else None for _ in range(2)]
     return (
         _wrap(out, query),

@@ -1,8 +1,10 @@
-"""DTensor: on which shards our ops may run, and what the router is told of a call whose operands lie on several
-devices. Decides by sizes that are the same on all of them, never by a device's own: ranks have to agree on the op,
-since DTensor may move what it is given.
+"""DTensor support: sharding strategies of the custom ops, and facts about sharded operands for the C++ dispatch.
 
-torch.distributed.tensor takes a second to import, so nothing here does before the first DTensor proves it to be there.
+Decisions use sizes known alike on all ranks, never the sizes of a single rank. All ranks have to agree on the op, since
+DTensor may redistribute the operands.
+
+An import of torch.distributed.tensor takes a second. So no code here imports the module before the first DTensor shows
+that the module is loaded.
 """
 
 from __future__ import annotations
@@ -27,36 +29,39 @@ if TYPE_CHECKING:
 
 _BATCH, _HEADS, ROWS = range(3)  # dims of an operand that may be sharded
 _OUTSIDE = (
-    "query is sharded over its rows outside of a context_parallel block; call the forward and its backward inside the "
-    "block, or redistribute to Replicate(), Shard(0) or Shard(1) first"
+    "query must not be sharded over rows outside a context_parallel block. Call forward and backward inside the block, "
+    "or redistribute to Replicate(), Shard(0) or Shard(1) first."
 )
 _SEVERAL_DIMS = (
-    "query is sharded over its rows in a context_parallel block, and on a mesh of several dims; a block takes one of "
-    "one dim: beside tensor parallelism give it .to_local()"
+    "query must be sharded over rows on a mesh of 1 dim in a context_parallel block, but got a mesh of several dims. "
+    "With tensor parallelism, pass local tensors (.to_local())."
 )
 
 
 class Part(NamedTuple):
-    """Of a call on several devices: what the op gets on each of them."""
+    """Operand sizes on one rank, for a call on several ranks."""
 
     sizes: tuple[tuple[int | None, ...], ...]  # of query, key and value
-    is_step: bool  # of a ring
+    is_step: bool  # the call is a step of a ring
 
 
 def module():
-    """torch.distributed.tensor, where something has imported it."""
+    """Return the module torch.distributed.tensor if some code has imported the module; else None."""
     found = sys.modules.get("torch.distributed.tensor")
     return found if hasattr(found, "DTensor") else None
 
 
 def is_dtensor(*tensors: Tensor | None) -> bool:
-    """All of them, those that are given."""
+    """Return whether all tensors, apart from None, are DTensors."""
     known = module()
     return known is not None and all(tensor is None or isinstance(tensor, known.DTensor) for tensor in tensors)
 
 
 def part_of(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float = 0.0) -> Part | None:
-    """What up_calls.set_trace() asks, without dropout_p: None where the call is stock's."""
+    """Return the operand sizes of one rank, or None for a call that falls back to stock.
+
+    up_calls.set_trace() calls the function without dropout_p.
+    """
     if not is_dtensor(query, key, value, mask):
         return None
     register()
@@ -66,7 +71,7 @@ def part_of(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, drop
 
 
 def shown(part: Part, *operands: DTensor) -> list[Tensor]:
-    """Tensors without memory that stand for what the op gets."""
+    """Return meta tensors in the sizes of the operands on one rank."""
     return [
         torch.empty(sizes, dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
         for sizes, x in zip(part.sizes, operands)
@@ -74,22 +79,22 @@ def shown(part: Part, *operands: DTensor) -> list[Tensor]:
 
 
 def why_not(query: DTensor, key: DTensor, value: DTensor, mask: DTensor | None, dropout_p: float) -> str | None:
-    """Why DTensors are stock's; None: they may be ours."""
+    """Return the reason for the fallback of DTensors to stock; None: a kernel may serve the call."""
     if any(x.device_mesh != query.device_mesh or x.placements != query.placements for x in (key, value)):
         said = ", ".join(f"{name} {list(x.placements)}" for name, x in zip("qkv", (query, key, value)))
-        return f"query, key and value are placed differently ({said}); redistribute them alike"
+        return f"query, key and value must have the same placements, but got {said}. Redistribute the operands."
     if mask is not None and (
         mask.dtype.is_floating_point is False or describe_call.misfit(query, key, mask) is not None
     ):
-        return "a bool attn_mask of a DTensor, or one that does not fit, is stock attention's"
+        return "A bool DTensor attn_mask, or an attn_mask with unsuitable sizes, falls back to stock attention."
     if _is_step(query) and (mask is not None or dropout_p):
-        return "stock's context_parallel takes no attn_mask, and its gradients none of dropout; it has to answer"
+        return "context_parallel supports neither attn_mask nor gradients of dropout. Stock attention answers the call."
     if _is_step(query):
         return context_parallel.why_not()
-    if _is_sharded(query, ROWS):  # a forced backend has to say so: stock would gather the rows
+    if _is_sharded(query, ROWS):  # a forced backend raises: stock would gather the rows
         return None if bindings.forced_kernels(bindings.effective_mode()) else _of_rows()
     if not all(p.is_replicate() or _shards(p, _BATCH) or _shards(p, _HEADS) for p in query.placements):
-        return f"query is placed {list(query.placements)}; kernels take Replicate(), Shard(0) and Shard(1)"
+        return f"query placements must be Replicate(), Shard(0) or Shard(1), but got {list(query.placements)}."
     return _uneven(query, key)
 
 
@@ -106,12 +111,15 @@ def _is_step(query: DTensor) -> bool:
 
 
 def _uneven(query: DTensor, key: DTensor) -> str | None:
-    """DTensor lets uneven shards through, where query heads of one rank would meet key heads of another's."""
+    """Return the reason against heads that do not divide among the ranks, or None.
+
+    DTensor permits uneven shards. The query heads of a rank would then meet key heads of a different rank.
+    """
     ranks = math.prod(n for n, p in zip(query.device_mesh.shape, query.placements) if _shards(p, _HEADS))
     heads = _heads_of(query.shape, key.shape)
     if all(n is not None and n % ranks == 0 for n in heads):
         return None
-    return f"{heads[0]} query and {heads[1]} key heads do not divide among {ranks} ranks"
+    return f"The numbers of query and key heads must be multiples of {ranks} ranks, but got {heads[0]} and {heads[1]}."
 
 
 def _heads_of(*shapes: tuple) -> list[int | None]:
@@ -119,7 +127,7 @@ def _heads_of(*shapes: tuple) -> list[int | None]:
 
 
 def _sizes_of_part(tensor: DTensor) -> tuple[int | None, ...]:
-    """Of the largest part, which some rank has."""
+    """Return the sizes of the largest part of a DTensor on a rank."""
     sizes = list(describe_call.hints(tensor.shape))
     for ranks, placement in zip(tensor.device_mesh.shape, tensor.placements):
         if type(placement) is module().Shard and sizes[placement.dim] is not None:
@@ -128,29 +136,29 @@ def _sizes_of_part(tensor: DTensor) -> tuple[int | None, ...]:
 
 
 def refusal(query: DTensor) -> str:
-    """What a call that a forced backend gets raises; "": nothing."""
+    """Return the text of the error raised for a call with a forced backend; an empty text means no error."""
     return _of_rows() if _is_sharded(query, ROWS) and not _is_step(query) else ""
 
 
 def _of_rows() -> str:
-    """Why sharded rows that are no ring's are not ours."""
+    """Return the reason against sharded rows outside a ring."""
     return _SEVERAL_DIMS if context_parallel.is_on() else _OUTSIDE
 
 
 def in_words(query: DTensor) -> str:
-    """What explain() says of a call that may be ours."""
+    """Return the description of the rank's part in explain()."""
     ranks = query.device_mesh.size()
     if _is_step(query):
         return f"context_parallel on {ranks} ranks: the first of {ranks} steps of this rank's rows"
     return f"DTensor on {ranks} ranks, placed {list(query.placements)}: this rank's part"
 
 
-# ---- strategies: placements of results, and of what they are made of, that need nothing moved ----
+# ---- strategies: placements of operands and results that need no communication ----
 
 
 @functools.cache
 def register() -> None:
-    """Called where a DTensor is there."""
+    """Register the sharding strategies; the caller has a DTensor, so torch.distributed.tensor is loaded."""
     from torch.distributed.tensor.experimental import register_sharding
 
     register_sharding(tracing.OVERRIDEABLE.default)(_aten_forward)
@@ -160,10 +168,10 @@ def register() -> None:
     context_parallel.register()
 
 
-def _placements(query, key) -> Iterator[Placement]:  # specs of DTensors
+def _placements(query, key) -> Iterator[Placement]:  # arguments: DTensorSpec
     tensor = module()
     if any(_shards(placement, ROWS) for placement in query.placements):
-        # Redistributing would run one causal call over rows that a load balancer has put in another order.
+        # Redistribution would run one causal call over rows in the changed order of a load balancer.
         raise RuntimeError(f"torch_flashplug: {_OUTSIDE}")
     yield tensor.Replicate()
     yield tensor.Shard(_BATCH)
@@ -175,7 +183,7 @@ def _placements(query, key) -> Iterator[Placement]:  # specs of DTensors
 
 
 def _of_bias(bias, placement: Placement) -> Placement | None:
-    """A dim that is broadcast lies on all devices."""
+    """Return the placement of a bias; a broadcast dim is replicated on all ranks."""
     if bias is None:
         return None
     tensor, shape = module(), bias.tensor_meta.shape
@@ -186,13 +194,13 @@ def _of_bias(bias, placement: Placement) -> Placement | None:
 
 
 def _of_gradient(bias, placement: Placement) -> Placement | None:
-    """Each device has a part of the sum over a dim that is broadcast."""
+    """Return the placement of a bias gradient; over a broadcast dim each rank has a partial sum."""
     found = _of_bias(bias, placement)
     return module().Partial() if found is not None and found.is_replicate() and placement.is_shard() else found
 
 
 def _drawn(*given: object) -> list[Placement | None]:
-    """Seeds and numbers of rows: what is there of them lies on all devices."""
+    """Return the placements of seeds, offsets and lengths: replicated, or None without a tensor."""
     return [None if x is None else module().Replicate() for x in given]
 
 

@@ -1,12 +1,13 @@
-"""Ring attention over ranks that each hold some rows: ops torch_flashplug::ring_fwd and ring_bwd, whose steps are our
-ops. Keys and values go round; torch's rotaters move them, and the buffers are those of torch's own ring, in the same
-order, so that ranks whose calls stay stock's can take part.
+"""Ring attention over ranks with a part of the rows each: ops torch_flashplug::ring_fwd and ring_bwd.
 
-A graph holds the ring as one op: steps differ from rank to rank, and what a compiler makes of each rank's need not
-exchange in the same order.
+Each step of the ring calls sdpa_fwd or sdpa_bwd. Keys and values move from rank to rank by torch's rotaters. The
+buffers have the contents and the order of torch's own ring, so ranks with a fallback to stock can take part.
 
-Balanced: each rank has two chunks of rows, one from the head and one from the tail (torch's _HeadTailLoadBalancer).
-Then a step meets either the first half of the keys, or all of them with the second half of its queries.
+A graph holds the ring as one op, because steps differ from rank to rank. A compiler need not keep the order of the
+exchanges alike on all ranks.
+
+With load balance, each rank has two chunks of rows, a head chunk and a tail chunk (torch's _HeadTailLoadBalancer). A
+step then computes the first half of the keys with all queries, or all keys with the second half of the queries.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ namespace = torch.ops.torch_flashplug
 
 
 class Settings(NamedTuple):
-    """Of a ring, in schema order."""
+    """Settings of a ring, in schema order."""
 
     group: str
-    rotate: str  # a name of torch's _RotateMethod
+    rotate: str  # name in torch's _RotateMethod
     balanced: bool
     wide: bool  # gradients of keys and values travel in fp32
     is_causal: bool
@@ -51,15 +52,15 @@ class Settings(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What a rank's queries meet in one turn."""
+    """Parts of the keys and query rows in one step of a rank."""
 
     is_causal: bool = False
-    half_of_keys: bool = False  # the first
-    half_of_rows: bool = False  # the second
+    half_of_keys: bool = False  # the first half
+    half_of_rows: bool = False  # the second half
 
 
 def steps_of(rank: int, ranks: int, is_causal: bool, balanced: bool) -> list[Step | None]:
-    """None: nothing that these rows see."""
+    """Return the steps of a rank; a step without visible keys is None."""
 
     def step(turn: int) -> Step | None:
         if turn == 0 or not is_causal:
@@ -72,7 +73,7 @@ def steps_of(rank: int, ranks: int, is_causal: bool, balanced: bool) -> list[Ste
 
 
 class _Cut:
-    """What a step takes of rows and of keys."""
+    """Slices of the query rows and keys in a step."""
 
     def __init__(self, step: Step, rows: int, keys: int) -> None:
         self.step = step
@@ -87,7 +88,7 @@ class _Cut:
 
 
 class _Pair:
-    """Key and value, or their gradients, in one buffer, which goes round."""
+    """Key and value, or the gradients of key and value, in one buffer for the exchange between ranks."""
 
     def __init__(self, key: Tensor, value: Tensor, dtype: torch.dtype | None = None) -> None:
         self._shapes = key.shape, value.shape
@@ -113,13 +114,13 @@ class _Ring:
         steps = steps_of(rank, self.ranks, settings.is_causal, settings.balanced)
         rows, keys = query.shape[2], key.shape[2]
         self.cuts = [None if step is None else _Cut(step, rows, keys) for step in steps]
-        self.made = sum(cut is not None for cut in self.cuts)  # steps
+        self.made = sum(cut is not None for cut in self.cuts)  # number of computed steps
 
     def rotater(self, rotate: str = ""):  # noqa: ANN201  (torch's _RingRotater)
         return self._torchs._create_rotater(self._group, 2, self._torchs._RotateMethod[rotate or self._rotate])
 
     def turns(self, key: Tensor, value: Tensor) -> Iterator[tuple[int, _Cut | None, Tensor, Tensor]]:
-        """Keys and values of each turn, while those of the next are on their way."""
+        """Yield the keys and values of each step, while the exchange for the next step is running."""
         rotater, pair = self.rotater(), _Pair(key, value) if self.ranks > 1 else None
         for turn, cut in enumerate(self.cuts):
             if turn > 0:
@@ -133,14 +134,19 @@ class _Ring:
 def check(settings: Settings, query: Tensor, key: Tensor) -> None:
     rows, keys = query.shape[2], key.shape[2]
     if settings.is_causal and rows != keys:
-        raise NotImplementedError(f"context_parallel: is_causal with {rows} rows and {keys} keys on a rank")
+        raise NotImplementedError(
+            "context_parallel: with is_causal, a rank must have as many rows as keys, but got "
+            f"{rows} rows and {keys} keys."
+        )
     if settings.balanced and not settings.is_causal:
         raise RuntimeError(
-            "context_parallel: load balance is for is_causal=True; for other calls switch it off first: "
+            "context_parallel: load balance supports is_causal=True only. Switch load balance off first: "
             "torch.distributed.tensor.experimental._attention._cp_options.enable_load_balance = False"
         )
     if settings.balanced and rows % 2:
-        raise RuntimeError(f"context_parallel: {rows} rows on a rank; load balance needs an even number of them")
+        raise RuntimeError(
+            f"context_parallel: the number of rows on a rank must be even with load balance, but got {rows}."
+        )
 
 
 @contextlib.contextmanager
@@ -153,16 +159,18 @@ def _room_for_collectives() -> Iterator[None]:
 
 
 def check_balance(settings: Settings) -> None:
-    """Of a forward. A graph holds the load balance that it was compiled under, and rows lie as torch says now. (A
-    backward's are its forward's, whatever torch says by then.)
+    """Check that the load balance of a forward graph equals torch's current load balance.
+
+    A graph keeps the load balance of the compilation. The rows are distributed by torch's current option. A backward
+    keeps the load balance of the forward, whatever torch's option is by then.
     """
     from torch.distributed.tensor.experimental._context_parallel import _attention as torchs
 
     if settings.balanced != torchs._cp_options.enable_load_balance:
         made, now = ("with", "without") if settings.balanced else ("without", "with")
         raise RuntimeError(
-            f"context_parallel: this graph was compiled {made} load balance, and rows lie {now} it; compile again "
-            "(torch.compiler.reset()) behind a change of _cp_options.enable_load_balance, on all ranks"
+            f"context_parallel: this graph was compiled {made} load balance, but the rows are distributed {now} load "
+            "balance. Call torch.compiler.reset() after a change of _cp_options.enable_load_balance, on all ranks."
         )
 
 
@@ -177,7 +185,7 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, *given: object) -> tuple
             operands = cut.of_rows(query), cut.of_keys(k), cut.of_keys(v)
             step = (None, 0.0, int(cut.step.is_causal), s.scale, s.mode)
             step_out, step_lse, _, _ = namespace.sdpa_fwd(*operands, *step)
-            if out is None:  # one sum needs no more digits than what it is made of
+            if out is None:  # fp32 only for more than 2 steps: one sum needs no more digits than the terms have
                 out, lse = step_out.float() if ring.made > 2 else step_out, step_lse
             else:
                 ring_merge.namespace.ring_merge(out, lse, step_out, step_lse, cut.first)
@@ -221,7 +229,7 @@ def _nothing_drawn(query: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def register(name: str, forward: Callable, backward: Callable, library: torch.library.Library) -> None:
-    """Both ops of that name, of which graphs know shapes alone."""
+    """Register forward and backward ops of a name, with fakes that provide shapes alone to graphs."""
     for op, function, fake in (
         (f"{name}_fwd", forward, sdpa.empty_results), (f"{name}_bwd", backward, sdpa.empty_gradients)
     ):  # fmt: skip

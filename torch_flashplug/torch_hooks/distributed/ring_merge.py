@@ -1,5 +1,7 @@
-"""Adding up what the steps of a ring find, in place: ops torch_flashplug::ring_merge, of outputs with their LSE, and
-ring_add, of gradients. One kernel in Triton each, where that is; else, and on CPUs, plain torch.
+"""Accumulation in place over the steps of a ring: ops torch_flashplug::ring_merge and ring_add.
+
+ring_merge merges outputs with the LSE, and ring_add sums gradients. Each op is one Triton kernel on GPUs with Triton.
+On CPUs and without Triton, plain torch computes the result.
 """
 
 from __future__ import annotations
@@ -22,8 +24,16 @@ _log = logging.getLogger("torch_flashplug")
 
 
 def merged_in_torch(out: Tensor, lse: Tensor, step_out: Tensor, step_lse: Tensor, first: int) -> None:
-    """out (B, H, S, D) and lse (B, H, S), fp32, become those of their keys and the step's, whose rows are theirs from
-    `first` on. Rows that see no key anywhere keep LSE -inf, and zeros.
+    """Merge a step's output and LSE into `out` and `lse`, in place.
+
+    Rows without visible keys in all steps keep the LSE -inf, and zeros.
+
+    Args:
+        out: accumulated output (B, H, S, D).
+        lse: accumulated LSE (B, H, S), fp32.
+        step_out: output of the step, for the rows of `out` from `first` on.
+        step_lse: LSE of the step, for the rows of `lse` from `first` on.
+        first: first row of the step.
     """
     out, lse = (x.narrow(2, first, step_out.shape[2]) for x in (out, lse))
     both = torch.logaddexp(lse, step_lse)
@@ -34,28 +44,28 @@ def merged_in_torch(out: Tensor, lse: Tensor, step_out: Tensor, step_lse: Tensor
 
 
 def added_in_torch(total: Tensor, part: Tensor, first: int) -> None:
-    """total (B, H, S, D) gets part added, to its rows from `first` on."""
+    """Add `part` to the rows of `total` (B, H, S, D) from `first` on, in place."""
     rows = total.narrow(2, first, part.shape[2])
     rows.copy_(rows.float() + part.float())
 
 
 @functools.cache
 def _triton() -> ModuleType | None:
-    """Its kernels, if they can be compiled here: Triton needs a C compiler at run time."""
+    """Return the module with the Triton kernels if the kernels compile; Triton needs a C compiler at run time."""
     if importlib.util.find_spec("triton") is None:
         return None
     try:
         from . import ring_merge_triton
 
         ring_merge_triton.try_out("cuda")
-    except Exception as problem:  # each version fails in a way of its own
-        _log.warning("steps of rings are merged in plain torch, which takes longer: Triton: %s", problem)
+    except Exception as problem:  # each version of Triton fails in a different way
+        _log.warning("ring steps are merged in plain torch, which is slower: Triton: %s", problem)
         return None
     return ring_merge_triton
 
 
 def _are_rows(*tensors: Tensor) -> bool:
-    """Of elements on end."""
+    """Return whether the rows of all tensors are contiguous and not empty, and Triton is usable."""
     return _triton() is not None and all(x.stride(3) == 1 and x.numel() > 0 for x in tensors)
 
 
@@ -70,7 +80,7 @@ def _added(total: Tensor, part: Tensor, first: int) -> None:
 
 
 def _nothing(*given: object) -> None:
-    """What is changed in place has the shape that it had."""
+    """Do nothing: an in-place op keeps the shape of the tensors."""
 
 
 def _register() -> None:

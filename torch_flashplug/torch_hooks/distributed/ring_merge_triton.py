@@ -1,7 +1,7 @@
-"""The kernels of ring_merge.py in Triton. A program takes some rows of one head; everything is read once, and written
-once.
+"""Triton kernels of ring_merge.py.
 
-Imports Triton, so it is imported at the first merge on a GPU and not before.
+A Triton program processes some rows of one head. Each element is read once and written once. The module imports Triton,
+so the import comes with the first merge on a GPU and not before.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_ELEMENTS = 4096  # of a program
+_ELEMENTS = 4096  # elements per Triton program
 
 
 @triton.jit
@@ -65,7 +65,7 @@ def _grid(part: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
 
 
 def merge(out: Tensor, lse: Tensor, step_out: Tensor, step_lse: Tensor, first: int) -> None:
-    """As merged_in_torch."""
+    """Merge a step's output and LSE in place by the Triton kernel; the arguments are explained at merged_in_torch."""
     _, H, S, D = step_out.shape
     grid, sizes = _grid(step_out)
     with torch.cuda.device_of(out):
@@ -74,7 +74,7 @@ def merge(out: Tensor, lse: Tensor, step_out: Tensor, step_lse: Tensor, first: i
 
 
 def add(total: Tensor, part: Tensor, first: int) -> None:
-    """As added_in_torch."""
+    """Add `part` to the rows of `total` from `first` on, in place, by the Triton kernel."""
     _, H, S, D = part.shape
     grid, sizes = _grid(part)
     with torch.cuda.device_of(total):
@@ -82,7 +82,7 @@ def add(total: Tensor, part: Tensor, first: int) -> None:
 
 
 def try_out(device: str) -> None:
-    """Raises where they cannot be compiled."""
+    """Run both kernels once; a kernel that does not compile raises."""
     out, lse = torch.zeros(1, 2, 4, 8, device=device), torch.zeros(1, 2, 4, device=device)
     merge(out, lse, out.bfloat16(), lse.clone(), 0)
     add(out, out.bfloat16(), 0)
