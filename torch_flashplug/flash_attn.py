@@ -1,11 +1,12 @@
-"""The functions of the flash_attn package by their names and arguments (those of FlashAttention-3), for programs that
-call it: `from torch_flashplug.flash_attn import flash_attn_func`. They are attention() with other words. Versions of
-flash_attn differ in the order of arguments, so that all that is no tensor has to be named.
+"""Functions with the names and arguments of the flash_attn package (those of FlashAttention-3), based on `attention()`.
 
-What these kernels do not have raises NotImplementedError and says what to do; what only tunes FlashAttention's own
-kernels (pack_gqa, sm_margin, deterministic) has no effect: gradients are in order where
-torch.use_deterministic_algorithms is on. num_splits is attention()'s, 0 its None: 1 promises the same bits in any
-batch.
+A program replaces its import by `from torch_flashplug.flash_attn import flash_attn_func`. All arguments except tensors
+must be passed by name, because versions of flash_attn differ in the order of arguments.
+
+Features without a kernel here raise NotImplementedError with a remedy. Arguments for tuning FlashAttention's kernels
+(`pack_gqa`, `sm_margin`, `deterministic`) have no effect: gradients are deterministic under
+torch.use_deterministic_algorithms. `num_splits` is that of `attention()`, with 0 for None: 1 promises batch-invariant
+results.
 """
 
 from __future__ import annotations
@@ -35,9 +36,30 @@ def flash_attn_func(  # noqa: PLR0913
     return_attn_probs: bool = False,
     **more: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """q (B, Sq, Hq, D), k (B, Sk, Hkv, D), v (B, Sk, Hkv, Dv); returns (B, Sq, Hq, Dv) and, with return_attn_probs, the
-    LSE (B, Hq, Sq), fp32, natural. causal is to the bottom right; window_size (left, right) in keys, -1: no bound;
-    s_aux: sinks (Hq,). more: _refuse().
+    """Compute attention of dense batches, as `flash_attn_func` of the flash_attn package.
+
+    Args:
+        q (Tensor): Queries (B, Sq, Hq, D), bf16 or fp16 for kernels.
+        k (Tensor): Keys (B, Sk, Hkv, D), dtype of `q`.
+        v (Tensor): Values (B, Sk, Hkv, Dv), dtype of `q`.
+        softmax_scale (float or None): Factor of the scores. None: 1 / sqrt(D).
+        causal (bool): Causal mask, aligned to the bottom right.
+        window_size (tuple): (left, right) in keys. -1: no bound.
+        dropout_p (float): Must be 0.0.
+        softcap (float): Scores become softcap * tanh(score / softcap). 0.0: no softcap.
+        s_aux (Tensor or None): Sinks (Hq,).
+        deterministic (bool): No effect.
+        return_attn_probs (bool): Also return the LSE.
+        more: Further arguments of flash_attn: `num_splits`, arguments without effect, and unsupported arguments.
+
+    Returns:
+        The output (B, Sq, Hq, Dv). With `return_attn_probs`, a pair of the output and the LSE (B, Hq, Sq), fp32,
+        natural logarithm.
+
+    Raises:
+        NotImplementedError: An unsupported feature of flash_attn is requested.
+        TypeError: An argument does not exist in flash_attn, or has an unsupported type.
+        ValueError: `attention()` does not take an argument.
     """
     _refuse(more | {"dropout_p": dropout_p})
     settings = _settings(softmax_scale, causal, window_size, softcap, s_aux, more)
@@ -65,9 +87,36 @@ def flash_attn_varlen_func(  # noqa: PLR0913
     return_attn_probs: bool = False,
     **more: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The same of sequences of different lengths on end: q (T, Hq, D), k (Tk, Hkv, D), v (Tk, Hkv, Dv), cu_seqlens
-    (sequences + 1,) int32; returns (T, Hq, Dv) and the LSE (Hq, T). seqused_k (sequences,) int32: how many keys of each
-    count. max_seqlen_q and max_seqlen_k are not needed.
+    """Compute attention of packed sequences, as `flash_attn_varlen_func` of the flash_attn package.
+
+    Args:
+        q (Tensor): Packed queries (T, Hq, D), bf16 or fp16 for kernels.
+        k (Tensor): Packed keys (Tk, Hkv, D), dtype of `q`.
+        v (Tensor): Packed values (Tk, Hkv, Dv), dtype of `q`.
+        cu_seqlens_q (Tensor): (sequences + 1,) int32, cumulative lengths of the queries.
+        cu_seqlens_k (Tensor): (sequences + 1,) int32, cumulative lengths of the keys.
+        max_seqlen_q (int or None): Not needed.
+        max_seqlen_k (int or None): Not needed.
+        seqused_q (None): Must be None.
+        seqused_k (Tensor or None): (sequences,) int32, KV length of each sequence. No gradients then.
+        softmax_scale (float or None): Factor of the scores. None: 1 / sqrt(D).
+        causal (bool): Causal mask, aligned to the bottom right of each sequence.
+        window_size (tuple): (left, right) in keys. -1: no bound.
+        dropout_p (float): Must be 0.0.
+        softcap (float): Scores become softcap * tanh(score / softcap). 0.0: no softcap.
+        s_aux (Tensor or None): Sinks (Hq,).
+        deterministic (bool): No effect.
+        return_attn_probs (bool): Also return the LSE.
+        more: Further arguments of flash_attn: `num_splits`, arguments without effect, and unsupported arguments.
+
+    Returns:
+        The output (T, Hq, Dv). With `return_attn_probs`, a pair of the output and the LSE (Hq, T), fp32, natural
+        logarithm.
+
+    Raises:
+        NotImplementedError: An unsupported feature of flash_attn is requested.
+        TypeError: An argument does not exist in flash_attn, or has an unsupported type.
+        ValueError: `attention()` does not take an argument.
     """
     _refuse(more | {"seqused_q": seqused_q, "dropout_p": dropout_p})
     settings = _settings(softmax_scale, causal, window_size, softcap, s_aux, more)
@@ -94,27 +143,64 @@ def flash_attn_with_kvcache(  # noqa: PLR0913
     return_softmax_lse: bool = False,
     **more: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """q (B, Sq, Hq, D) on caches (B, S, Hkv, D) and (B, S, Hkv, Dv), of whose rows the first cache_seqlens (B,) int32,
-    or a number, count; with block_table, or page_table, (B, n) int32 on pools of pages (pages, rows, Hkv, D). k (B,
-    Snew, Hkv, D) and v: written into the caches behind those, in place, and counted (sequences.append_kv). Returns
-    (B, Sq, Hq, Dv) and the LSE (B, Hq, Sq). No gradients.
+    """Append new keys and values to KV caches, then attend, as `flash_attn_with_kvcache` of the flash_attn package.
+
+    There are no gradients.
+
+    Args:
+        q (Tensor): Queries (B, Sq, Hq, D), bf16 or fp16 for kernels.
+        k_cache (Tensor): Cache (B, S, Hkv, D), or a pool of pages (pages, rows of a page, Hkv, D).
+        v_cache (Tensor): Cache (B, S, Hkv, Dv), or a pool of pages (pages, rows of a page, Hkv, Dv).
+        k (Tensor or None): New keys (B, Snew, Hkv, D), written in place after the first `cache_seqlens` keys by
+            `append_kv()`. The new keys are visible in the same call.
+        v (Tensor or None): New values (B, Snew, Hkv, Dv), passed together with `k`.
+        cache_seqlens (Tensor, int or None): (B,) int32 or one number: the KV lengths before the call.
+        block_table (Tensor or None): (B, n) int32, the page numbers of each sequence.
+        page_table (Tensor or None): Alternative name of `block_table`.
+        softmax_scale (float or None): Factor of the scores. None: 1 / sqrt(D).
+        causal (bool): Causal mask, aligned to the bottom right.
+        window_size (tuple): (left, right) in keys. -1: no bound.
+        dropout_p (float): Must be 0.0.
+        softcap (float): Scores become softcap * tanh(score / softcap). 0.0: no softcap.
+        s_aux (Tensor or None): Sinks (Hq,).
+        return_softmax_lse (bool): Also return the LSE.
+        more: Further arguments of flash_attn: `num_splits`, arguments without effect, and unsupported arguments.
+
+    Returns:
+        The output (B, Sq, Hq, Dv). With `return_softmax_lse`, a pair of the output and the LSE (B, Hq, Sq), fp32,
+        natural logarithm.
+
+    Raises:
+        NotImplementedError: An unsupported feature of flash_attn is requested.
+        TypeError: An argument does not exist in flash_attn, or has an unsupported type.
+        ValueError: KV lengths, tables or new keys do not fit, or `attention()` does not take an argument. The caches
+            are not written then.
     """
     _refuse(more | {"dropout_p": dropout_p})
     if block_table is not None and page_table is not None:
-        raise ValueError("flash_attn_with_kvcache: block_table and page_table are two names of one; give one of them")
+        raise ValueError(
+            "flash_attn_with_kvcache: block_table and page_table must not be passed together, "
+            "because both name the same table. Pass one of the two."
+        )
     table = page_table if block_table is None else block_table
     B = q.shape[0]
     if isinstance(cache_seqlens, int):
         if cache_seqlens < 0:
-            raise ValueError(f"flash_attn_with_kvcache: cache_seqlens is {cache_seqlens}; give 0 or more")
+            raise ValueError(f"flash_attn_with_kvcache: cache_seqlens must be 0 or more, but got {cache_seqlens}.")
         cache_seqlens = torch.full((B,), cache_seqlens, dtype=torch.int32, device=q.device)
     if cache_seqlens is not None and (cache_seqlens.shape != (B,) or cache_seqlens.dtype != torch.int32):
         given = f"{cache_seqlens.dtype} {tuple(cache_seqlens.shape)}"
-        raise ValueError(f"flash_attn_with_kvcache: cache_seqlens is {given}; give int32 (batch,) = ({B},) or a number")
+        raise ValueError(
+            "flash_attn_with_kvcache: cache_seqlens must be an int or an int32 tensor of shape "
+            f"(batch,) = ({B},), but got {given}."
+        )
     settings = _settings(softmax_scale, causal, window_size, softcap, s_aux, more)
     if k is not None or v is not None:
         if k is None or v is None or cache_seqlens is None:
-            raise ValueError("flash_attn_with_kvcache: give k, v and cache_seqlens, behind which they go, or neither")
+            raise ValueError(
+                "flash_attn_with_kvcache: k, v and cache_seqlens must be passed together, because new keys go after "
+                "the first cache_seqlens keys. Pass all three, or leave out k and v."
+            )
         said = {name: x for name, x in settings.items() if name != "num_splits"}
         check_before(q, k_cache, v_cache, **said, seqused_k=cache_seqlens, block_table=table)
         cache_seqlens = append_kv(k, v, k_cache, v_cache, cache_seqlens, table)
@@ -127,10 +213,10 @@ def _settings(
     softmax_scale: float | None, causal: bool, window_size: tuple[int, int], softcap: float, s_aux: Tensor | None,
     more: dict[str, object],
 ) -> dict[str, object]:  # fmt: skip
-    """In attention()'s words."""
+    """Return the arguments of `attention()` for these arguments of flash_attn."""
     said = {"causal": causal, "window": window_size, "softcap": softcap, "sinks": s_aux, "scale": softmax_scale}
     splits = more.get("num_splits") or None
-    splits_of(splits)  # what is wrong with it is said before caches are written
+    splits_of(splits)  # raise errors about num_splits before caches are written
     return said | {"num_splits": splits}
 
 
@@ -143,10 +229,12 @@ _NOT_BUILT = {
 
 
 def _refuse(more: dict[str, object]) -> None:
-    """TypeError for what flash_attn's functions do not have either, NotImplementedError for what these do not do."""
+    """Raise TypeError for arguments unknown to flash_attn, and NotImplementedError for unsupported features."""
     for name, value in more.items():
         if name not in _NOT_BUILT | _NO_EFFECT | {"num_splits"}:
-            raise TypeError(f"no argument is named {name!r}")
+            raise TypeError(f"torch_flashplug.flash_attn: arguments must be those of flash_attn, but got {name!r}.")
         is_off = value is None or (not isinstance(value, Tensor) and value == 0)
         if name in _NOT_BUILT and not is_off:
-            raise NotImplementedError(f"{name} is not built; leave it out, or call the flash_attn package")
+            raise NotImplementedError(
+                f"torch_flashplug.flash_attn: {name} is not supported. Leave it out, or call the flash_attn package."
+            )

@@ -275,5 +275,5 @@ def test_values_come_back() -> None:
 def test_precisions_have_names() -> None:
     assert quant_recipes.named("fp8") == "8bit" and quant_recipes.named("16bit") == "16bit"
     assert [quant_recipes.named(name) for name in RECIPES] == list(RECIPES)
-    with pytest.raises(ValueError, match="precision='int4'; use one of 16bit, qk8, 8bit, e4m3, fp8"):
+    with pytest.raises(ValueError, match="precision must be one of 16bit, qk8, 8bit, e4m3, fp8, but got 'int4'"):
         quant_recipes.named("int4")

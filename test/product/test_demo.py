@@ -404,7 +404,11 @@ def test_demo_of_fewer_bits():
     assert int(calls) > 0 and abs(float(fewer) / float(whole) - 1) < 0.01
     assert int(in_eight) == (int(calls) if torch.cuda.is_available() else 0)
     wrong = demo("--precision", "7bit")
-    assert wrong.returncode != 0 and "precision='7bit'; use one of" in wrong.stderr and "Traceback" not in wrong.stderr
+    assert (
+        wrong.returncode != 0
+        and "precision must be one of 16bit, qk8, 8bit, e4m3, fp8, but got '7bit'" in wrong.stderr
+        and "Traceback" not in wrong.stderr
+    )
 
 
 def test_demo_of_serving():

@@ -55,20 +55,28 @@ def test_a_cache_is_appended_to(lengths: int | Tensor) -> None:
 def test_what_they_refuse() -> None:
     q, k, v = operands()
     for error, says, call in (
-        (NotImplementedError, "dropout_p is not built", lambda: flash_attn_func(q, k, v, dropout_p=0.1)),
-        (NotImplementedError, "alibi_slopes is not built", lambda: flash_attn_func(q, k, v, alibi_slopes=drawn(4))),
+        (NotImplementedError, "dropout_p is not supported", lambda: flash_attn_func(q, k, v, dropout_p=0.1)),
+        (NotImplementedError, "alibi_slopes is not supported", lambda: flash_attn_func(q, k, v, alibi_slopes=drawn(4))),
         (NotImplementedError, "attention_chunk is not", lambda: flash_attn_func(q, k, v, attention_chunk=4)),
         (ValueError, "block_table must be an int32", lambda: flash_attn_with_kvcache(q, k, v, block_table=drawn(2))),
-        (TypeError, "no argument is named 'sofcap'", lambda: flash_attn_func(q, k, v, sofcap=1.0)),
+        (TypeError, "must be those of flash_attn, but got 'sofcap'", lambda: flash_attn_func(q, k, v, sofcap=1.0)),
         (TypeError, "positional", lambda: flash_attn_func(q, k, v, 0.0)),  # dropout_p of flash_attn 2, or a scale
-        (ValueError, "two names of one", lambda: flash_attn_with_kvcache(q, k, v, block_table=q, page_table=q)),
-        (ValueError, "cache_seqlens is -4", lambda: flash_attn_with_kvcache(q, k, v, cache_seqlens=-4)),
-        (ValueError, "give k, v and cache_seqlens", lambda: flash_attn_with_kvcache(q, k, v, k, v)),
-        (ValueError, "give k, v and cache_seqlens", lambda: flash_attn_with_kvcache(q, k, v, v=v, cache_seqlens=1)),
+        (
+            ValueError,
+            "page_table must not be passed together",
+            lambda: flash_attn_with_kvcache(q, k, v, block_table=q, page_table=q),
+        ),
+        (ValueError, "must be 0 or more, but got -4", lambda: flash_attn_with_kvcache(q, k, v, cache_seqlens=-4)),
+        (ValueError, "k, v and cache_seqlens must be passed", lambda: flash_attn_with_kvcache(q, k, v, k, v)),
+        (
+            ValueError,
+            "k, v and cache_seqlens must be passed",
+            lambda: flash_attn_with_kvcache(q, k, v, v=v, cache_seqlens=1),
+        ),
         (ValueError, "append_kv: .* sequences", lambda: flash_attn_with_kvcache(q, k, v, k[:1], v, cache_seqlens=1)),
         (
             ValueError,
-            r"give int32 \(batch,\) = \(2,\)",
+            r"an int32 tensor of shape \(batch,\) = \(2,\), but got torch.int64 \(2,\)",
             lambda: flash_attn_with_kvcache(q, k, v, cache_seqlens=torch.tensor([1, 2])),
         ),
     ):

@@ -382,20 +382,21 @@ def refused(message: str, error: type[Exception] = ValueError, **arguments: obje
 
 
 def test_refused() -> None:
-    refused("beside causal or window", causal=True)
-    refused("beside num_splits", num_splits=1)
-    refused("beside fixed_split_size", fixed_split_size=128)
-    refused("beside sinks", sinks=torch.zeros(4))
-    refused("beside softcap", softcap=3.0)
-    refused("beside lengths", seqused_k=torch.ones(2, dtype=torch.int32))
-    refused(r"is \(1, 1, 130, 200\); give one of", operands=operands(131, 200))
-    refused("8 bits beside block_mask", operands=[operands(130, 200)[0].bfloat16(),
-                                                  *(x.to(torch.int8) for x in operands(130, 200)[1:])])  # fmt: skip
-    refused("has no kv_num_blocks", TypeError, block_mask=torch.ones(130, 200))
-    refused("blocks of block_mask are 32 x 32", block_mask=block_mask(sliding, 130, 200, block=32))
+    refused("must not be combined with other arguments, but got causal or window", causal=True)
+    refused("must not be combined with other arguments, but got num_splits", num_splits=1)
+    refused("must not be combined with other arguments, but got fixed_split_size", fixed_split_size=128)
+    refused("must not be combined with other arguments, but got sinks", sinks=torch.zeros(4))
+    refused("must not be combined with other arguments, but got softcap", softcap=3.0)
+    refused("must not be combined with other arguments, but got lengths", seqused_k=torch.ones(2, dtype=torch.int32))
+    refused(r"block_mask must have shape .*, but got \(1, 1, 130, 200\)", operands=operands(131, 200))
+    refused("16 bits with block_mask, but got 8",
+            operands=[operands(130, 200)[0].bfloat16(),
+                      *(x.to(torch.int8) for x in operands(130, 200)[1:])])  # fmt: skip
+    refused("but got Tensor without kv_num_blocks", TypeError, block_mask=torch.ones(130, 200))
+    refused("must have blocks of multiples of 64, but got 32 x 32", block_mask=block_mask(sliding, 130, 200, block=32))
     made = block_lists(block_mask(sliding, 130, 200), gradients=False)
-    refused("made without gradients", block_mask=made, operands=[x.requires_grad_() for x in operands(130, 200)])
-    refused("q on meta", operands=[x.to("meta") for x in operands(130, 200)])
+    refused("must be made with gradients", block_mask=made, operands=[x.requires_grad_() for x in operands(130, 200)])
+    refused("must be on the device of q, meta, but is on cpu", operands=[x.to("meta") for x in operands(130, 200)])
     q, k, v = (x.transpose(1, 2) for x in operands(130, 200))
-    with pytest.raises(RuntimeError, match="lists of blocks are"):
+    with pytest.raises(RuntimeError, match="digest must be int32 .*, but got torch.int32"):
         FORWARD(q, k, v, made.digest[..., :-1], 1.0, None)

@@ -1,5 +1,7 @@
-"""attention(): what F.scaled_dot_product_attention has no argument for. Windows and sinks are kernels' (attention.py)
-where they are long or differentiated; what is left of a window of few rows is a call of F.scaled_dot_product_attention.
+"""The public function `attention()`, with features for which F.scaled_dot_product_attention has no argument.
+
+Long or differentiable calls with a window or sinks run on the kernels behind `attention.py`. A short forward-only call
+with a window is converted to a mask and passed to F.scaled_dot_product_attention.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from .block_sparse import of_blocks
 from .varlen import check_pages, in_pages, on_end, some_of_each
 from .varlen_plan import LengthsPlan, check_is_plan
 
-_F_SDPA = torch._C._nn.scaled_dot_product_attention  # the built-in one; context_parallel puts its own in its place
+_F_SDPA = torch._C._nn.scaled_dot_product_attention  # torch's built-in function; context_parallel replaces the name
 
 
 def attention(  # noqa: PLR0913
@@ -66,71 +68,98 @@ def attention(  # noqa: PLR0913
     out: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """softmax(q k^T scale) v of q (B, Sq, Hq, D), k (B, Sk, Hkv, D) and v (B, Sk, Hkv, Dv); returns (B, Sq, Hq, Dv) in
-    the dtype of q. Hq is a multiple of Hkv. Mind the order: F.scaled_dot_product_attention has heads before rows.
+    """Compute softmax(q k^T scale) v with features for which F.scaled_dot_product_attention has no argument.
 
-    causal: True or "bottom_right" lets the last query see all keys, "top_left" the first query one (as is_causal of
-    F.scaled_dot_product_attention). window: (left, right), how many keys before and after its own a query sees; None or
-    -1: all on that side. Its own key is that of causal; without causal, as to the bottom right. causal sets right to 0.
-    A row that sees no key is 0, its LSE -inf, or its sink. scale: 1 / sqrt(D) if None.
+    Length comes before heads here, whereas F.scaled_dot_product_attention has heads before length. B is the batch size.
+    Sq and Sk are the lengths of query and key. Hq and Hkv are the numbers of heads, and Hq is a multiple of Hkv. D and
+    Dv are the head dims of key and value. T and Tk are the total numbers of tokens of packed sequences.
 
-    softcap: scores, scaled, become softcap * tanh(score / softcap) (arXiv 2408.00118); 0.0: they do not.
-    sinks: (Hq,), of any floating-point dtype: a logit of each head, neither scaled nor masked, that is in the sum of
-    its softmax and has no value (arXiv 2309.17453; s_aux of gpt-oss); finite, or -inf for none: what inf or NaN gives,
-    nothing says. return_lse: (out, lse) with lse (B, Hq, Sq), in fp32 (fp64 of fp64), the natural logarithm of that
-    sum. Gradients of q, k, v, sinks go through both.
+    A query row without visible keys gets zeros; the LSE of such a row is -inf, or the sink of the head. Gradients of q,
+    k, v and sinks flow through the output and through the LSE.
 
-    cu_seqlens_q, cu_seqlens_k: (sequences + 1,) int32, on the device of q: packed sequences of different lengths, as in
-    torch.nn.attention.varlen. Then q is (T, Hq, D), k (Tk, Hkv, D), v (Tk, Hkv, Dv), rows cu_seqlens_q[i] to
-    cu_seqlens_q[i + 1] are those of sequence i and see its keys alone; out is (T, Hq, Dv), lse (Hq, T). cu_seqlens_k
-    is cu_seqlens_q if None. A sequence may have no rows, or no keys. Rows ahead of the first sequence and behind the
-    last one are zeros, and what tensors and gradients hold there is never read. The host does not look at the starts:
-    starts that do not grow give wrong numbers, and no bad access. max_seqlen_q, max_seqlen_k: not needed, but for
-    max_seqlen_q=1 beside block_table. seqused_k: (sequences,) int32, how many keys of each count, the first ones; also
-    beside tensors of four dims, of each batch. No gradients then.
+    Args:
+        q (Tensor): Queries (B, Sq, Hq, D), or (T, Hq, D) with `cu_seqlens_q`. Kernels take bf16 and fp16 on a GPU. Any
+            other floating-point dtype runs as torch math, without a kernel.
+        k (Tensor): Keys (B, Sk, Hkv, D), packed keys (Tk, Hkv, D), or with `block_table` a pool of pages (pages, rows
+            of a page, Hkv, D). Dtype of `q`, or the 8 bits of a quantized cache: int8, float8_e4m3fn or float8_e5m2,
+            with `q` in bf16 or fp16 for kernels. A kernel reads the 8 bits of decode calls (up to 64 query rows for
+            each KV head). Calls with more query rows, or with a softcap, first convert K and V to 16 bits. So do decode
+            calls without sequence lengths but with sinks or `return_lse`. The converted dtype is bf16, also for an fp16
+            query. 8-bit keys have no gradients. `QuantizedTensor` holds rotated and shifted keys.
+        v (Tensor): Values, shaped as `k` with Dv in place of D, and with the dtype of `k`.
+        causal (bool or str): True and "bottom_right" make all keys visible to the last query. "top_left" makes one key
+            visible to the first query, as `is_causal` of F.scaled_dot_product_attention does. Any value but False sets
+            the right bound of `window` to 0.
+        window (tuple or None): (left, right), the numbers of keys before and after a query's own key that are visible.
+            None or -1 stands for all keys on that side. `causal` defines a query's own key; without `causal`, the
+            diagonal ends at the bottom right.
+        softcap (float): Scaled scores become softcap * tanh(score / softcap) (arXiv 2408.00118). 0.0: no softcap.
+        sinks (Tensor or None): (Hq,), any floating-point dtype: one logit for each head, neither scaled nor masked. A
+            sink is part of the softmax sum and has no value (arXiv 2309.17453; `s_aux` of gpt-oss). A sink must be
+            finite, or -inf for no sink; the result for inf and NaN is undefined.
+        scale (float or None): Factor of the scores before the softcap. None: 1 / sqrt(D).
+        cu_seqlens_q (Tensor or None): (sequences + 1,) int32 on the device of `q`: cumulative lengths of packed
+            sequences, as in torch.nn.attention.varlen. Rows cu_seqlens_q[i] to cu_seqlens_q[i + 1] belong to sequence
+            i, and only the keys of sequence i are visible to these rows. A sequence may have no rows or no keys. Rows
+            before the first sequence and after the last sequence become zeros; their contents, in tensors and in
+            gradients, are never read. The host does not check the values: a decreasing `cu_seqlens_q` gives wrong
+            numbers, but no access outside the tensors.
+        cu_seqlens_k (Tensor or None): (sequences + 1,) int32, cumulative lengths of the keys. None: `cu_seqlens_q`.
+        max_seqlen_q (int or None): Not needed, except that 1 together with `cu_seqlens_q` and `block_table` says that
+            each sequence has at most one query row.
+        max_seqlen_k (int or None): Not needed.
+        seqused_k (Tensor or None): (sequences,) int32, or (B,) with 4-D tensors: the KV length of each sequence. Keys
+            from that length on are not visible. No gradients.
+        block_table (Tensor or None): (B, n) int32, the page numbers of each sequence in a paged KV cache, together with
+            `seqused_k` (B,). `q` is (B, Sq, Hq, D), or packed (T, Hq, D) with `cu_seqlens_q`. For decode (up to 64
+            query rows for each KV head; packed queries need `max_seqlen_q=1`) a kernel reads the pages in place, if
+            the rows of a page are a multiple of 16. In all other cases, all pages of the tables are first copied into
+            contiguous tensors. No gradients.
+        k_scale (Tensor, float or None): Factor of 8-bit keys: a key is the stored number times `k_scale`, in fp32. A
+            number or a tensor of shape (), (Hkv,), (B, Hkv) or (B, Hkv, Sk), where a dim may be 1; with `block_table`
+            (pages, Hkv, rows of a page). None stands for 1, which int8 does not allow.
+        v_scale (Tensor, float or None): Factor of 8-bit values, in the form of `k_scale`.
+        block_mask (BlockMask, BlockLists or None): A BlockMask of torch.nn.attention.flex_attention of shape (B or 1,
+            Hq or 1, Sq, Sk), or the result of `block_lists()`. The mask lists the visible blocks of keys for each block
+            of queries, and its `mask_mod` masks scores in partial blocks. No other argument may mask keys then. The
+            result of preprocessing is kept with a BlockMask, so that only the first call waits for the device.
+            Gradients of q, k and v exist; gradients through the LSE cost a second forward and a second backward.
+        num_splits (int or None): Number of CTAs among which the keys of decode are split, 1 to 255. None: the fastest
+            number. 1 also promises batch-invariant results: a sequence gets the same bits of results and gradients
+            alone and in any batch, for calls of the same form. The promise holds on one GPU, with equal dtype, head
+            dims, heads and settings. The forms are: decode, with the same number of rows in each call, of dense
+            batches, caches or pages (a multiple of 16 rows) without gradients; dense batches of more query rows, with
+            the same number of rows in each call; packed sequences; packed sequences with pages. The selected kernels
+            may be slower for short sequences and for a few long sequences. The promise holds for kernels, not for torch
+            math.
+        fixed_split_size (int or None): Number of keys in a split of decode, a multiple of 128, in place of
+            `num_splits`. Each sequence is split after every `fixed_split_size` of its own keys, counted from the KV
+            block in which the window begins. The promise is that of `num_splits=1`, for any width of `block_table`, and
+            a long sequence still occupies many CTAs. A different size rounds differently. The capacity of a sequence,
+            given by `block_table` or `k`, may be up to 255 splits. Calls of more query rows are not split.
+        plan (LengthsPlan or None): The result of `plan()` for these packed sequences, so that the call does not build
+            the lists of tiles again. The results are bitwise the same.
+        out (Tensor or None): Tensor with the shape, dtype and device of the result, which is written to and returned.
+            `out` may share no memory with any other tensor of the call. Kernels write directly into an `out` whose rows
+            are whole multiples of 16 bytes. In all other cases, and without a kernel, the result is copied into `out`.
+            No gradients.
+        return_lse (bool): Also return the LSE, the natural logarithm of the softmax sum.
 
-    block_table: (B, n) int32, beside seqused_k (B,): k and v are pools of pages (pages, rows, Hkv, D), of which
-    sequence i has those of these numbers, and seqused_k[i] keys of them; q is (B, Sq, Hq, D), or on end (T, Hq, D)
-    beside cu_seqlens_q. Few query rows (up to 64 for each KV head; on end where max_seqlen_q=1 says that each sequence
-    has one at most) are a kernel's that reads pages where they lie, of 16 rows or a multiple; other pages, and those of
-    more rows, are gathered first, into a copy of all that the tables name. No gradients.
+    Returns:
+        The output (B, Sq, Hq, Dv), or (T, Hq, Dv) for packed sequences, in the dtype of `q`. With `return_lse`, a pair
+        of the output and the LSE (B, Hq, Sq) or (Hq, T), in fp32 (fp64 for fp64 operands).
 
-    k and v may have 8 bits, a cache's: int8, float8_e4m3fn or float8_e5m2, q being bf16 or fp16. Then a number is what
-    it says times k_scale or v_scale, in fp32: a number or a tensor (), (Hkv,), (B, Hkv) or (B, Hkv, Sk), of which a dim
-    may be 1, of pages (pages, Hkv, rows); None is 1, which int8 does not take. Few query rows (up to 64 for each KV
-    head) are a kernel's that reads the 8 bits; more, such with softcap, and without lengths such with sinks or
-    return_lse, have K and V made 16 bits first (bf16, also for a query in fp16). No gradients. Rotated and shifted
-    keys: QuantizedTensor. Where no kernel runs, q may have any floating-point dtype.
-
-    num_splits: among how many CTAs the keys of few query rows are split; None: as many as are fast. 1 promises more:
-    on one GPU and of one dtype, head dims, heads and settings, results and gradients of a sequence are the same bits
-    alone and in any batch of calls of its form, which are: few rows, as many in each call, of batches, caches or pages
-    (of 16 rows or a multiple) without gradients; more rows of batches, likewise; sequences on end; the same from pages.
-    Such kernels may be slower, for short sequences and a few long ones. It holds for kernels; mathematics is torch's.
-
-    fixed_split_size: in the place of num_splits, a number of keys, a multiple of 128: those of few rows are split after
-    so many of each sequence's own, counted from the block of keys that its window begins in. It promises what
-    num_splits=1 does, whatever the width of block_table, and a long sequence is many CTAs' all the same. Another size
-    rounds otherwise. block_table, or k, may have room for 255 splits of a sequence. Keys of more rows are not split.
-
-    plan: what plan() has made of these lengths, beside cu_seqlens_q: kernels' lists of tiles, which else each call has
-    made. Results are the same bits. ValueError where it was made for another call.
-
-    out: a tensor like the result, which is written to it and returned; it may share no memory with the others. Kernels
-    write to it where rows lie in whole 16 bytes; else, and where none runs, it is copied to. No gradients.
-
-    block_mask: a BlockMask of torch.nn.attention.flex_attention, (B or 1, Hq or 1, Sq, Sk), or block_lists() of one:
-    which blocks of keys a block of queries sees, and what its mask_mod hides of those listed as partial. Beside it
-    nothing else hides keys. What is made of a BlockMask is kept with it: the first call waits for the device.
-    Gradients of q, k, v, also by the LSE, at the cost of a forward and a backward more.
-
-    Raises ValueError or TypeError for what it does not take.
+    Raises:
+        TypeError: An argument has an unsupported type or number of dims.
+        ValueError: A value, shape, dtype or device is unsupported, or `plan` was made for a different call.
+        RuntimeError: A derivative does not exist (forward mode, `out`), or the call is inside context_parallel.
     """
     called = F.scaled_dot_product_attention
     # Dynamo of torch 2.14 cannot trace a method of the built-in function's __module__.
     if called is not _F_SDPA and str(getattr(called, "__module__", "")).startswith("torch.distributed."):
         raise RuntimeError(
-            "attention: in context_parallel it sees the rows of one rank alone; call F.scaled_dot_product_attention"
+            "attention: attention() must be called outside of context_parallel, but got a call inside, where tensors "
+            "hold only the rows of one rank. Call F.scaled_dot_product_attention there."
         )
     check_bound("max_seqlen_q", max_seqlen_q), check_bound("max_seqlen_k", max_seqlen_k)
     seen = (*window_of(causal, window), softcap_of(softcap), scale)
@@ -167,7 +196,7 @@ def _batches(  # noqa: PLR0913
     operands: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, settings: tuple, scales: Scales, return_lse: bool,
     into: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Of one length, all of whose keys count: (B, Sq, Hq, Dv) and, if it is asked for, (B, Hq, Sq)."""
+    """Attend to all keys of a dense batch; return (B, Sq, Hq, Dv) and, where the call computes an LSE, (B, Hq, Sq)."""
     (q, k, v), (*window, softcap, scale, splits, split_size) = operands, settings
     seen, by_kind = Window(*window), splits != 0 or split_size != 0
     check_operands(q, k, v)
@@ -201,7 +230,7 @@ def _batches(  # noqa: PLR0913
         mask = None if top_left else _as_mask(seen, query, key)
         if query.device.type == "cpu" and isinstance(scale, int | float):
             if not -math.inf < scale < math.inf:
-                # Without a mask torch's CPU kernel drops the NaN that such a scale makes of scores.
+                # Without a mask, torch's CPU kernel drops the NaN scores of a scale that is not finite.
                 top_left, mask = False, seen.seen(query.shape[2], key.shape[2], query.device)
             elif top_left and scale <= 0.0:
                 query, scale = _with_positive_scale(query, scale)
@@ -218,10 +247,10 @@ def check_before(  # noqa: PLR0913
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool | str, window: tuple, softcap: float, sinks: Tensor | None,
     scale: float | None, seqused_k: Tensor, block_table: Tensor | None,
 ) -> None:  # fmt: skip
-    """What attention() raises of such arguments, ahead of what the caller does to caches."""
+    """Raise the errors of attention() for these arguments, before the caller writes into caches."""
     window_of(causal, window), softcap_of(softcap)
     if scale is not None and not isinstance(scale, int | float):
-        raise TypeError(f"attention: scale is {type(scale).__name__}; give a number, or None")
+        raise TypeError(f"attention: scale must be a number or None, but got {type(scale).__name__}.")
     check_rank("q", q, 4, "a tensor of shape (batch, length, heads, head dim)")
     as_sinks(sinks, q)
     if block_table is None:
@@ -232,18 +261,18 @@ def check_before(  # noqa: PLR0913
         check_dtypes(q, k, v)
 
 
-# ---- which keys a query sees ----
+# ---- visible keys of a query ----
 
 
 def _some_keys(seen: Window, Sq: int, Sk: int) -> slice:
-    """Those that some query sees: the same window, of them alone."""
+    """Return the range of keys visible to at least one query. The window stays valid for this range alone."""
     if not seen.bottom_right:
         return slice(0, Sk if seen.right < 0 else min(Sk, Sq + seen.right))
     return slice(0 if seen.left < 0 else max(0, Sk - Sq - seen.left), Sk)
 
 
 def _hides_left(seen: Window, Sq: int, Sk: int) -> bool:
-    last = Sk - 1 if seen.bottom_right else Sq - 1  # the last query's own key
+    last = Sk - 1 if seen.bottom_right else Sq - 1  # position of the last query's own key
     return 0 <= seen.left < last
 
 
@@ -253,21 +282,22 @@ def _hides_right(seen: Window, Sq: int, Sk: int) -> bool:
 
 
 def _is_top_left(seen: Window, Sq: int, Sk: int) -> bool:
-    """What is_causal says."""
+    """Return True if the window equals `is_causal` of F.scaled_dot_product_attention."""
     corner = not seen.bottom_right or Sq == Sk
     return corner and seen.right == 0 and _hides_right(seen, Sq, Sk) and not _hides_left(seen, Sq, Sk)
 
 
 def _as_mask(seen: Window, query: Tensor, key: Tensor) -> Tensor | None:
-    """(Sq, Sk) bool, or None where all is seen."""
+    """Return the window as a bool mask (Sq, Sk), or None if all keys are visible to all queries."""
     Sq, Sk = query.shape[2], key.shape[2]
     hides = _hides_left(seen, Sq, Sk) or _hides_right(seen, Sq, Sk)
     return seen.seen(Sq, Sk, query.device) if hides else None
 
 
 def _is_for_kernels(seen: Window, query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether something is hidden that F.scaled_dot_product_attention needs a mask for, and kernels of ours do not. Few
-    rows are better off with the mask: their keys are split.
+    """Return True if a kernel runs this window without the mask needed by F.scaled_dot_product_attention.
+
+    Decode calls are faster with the mask, because the keys of a masked decode call are split.
     """
     Sq, Sk = query.shape[2], key.shape[2]
     hides = _hides_left(seen, Sq, Sk) or _hides_right(seen, Sq, Sk)
@@ -277,16 +307,19 @@ def _is_for_kernels(seen: Window, query: Tensor, key: Tensor, value: Tensor) -> 
 
 
 def _with_positive_scale(query: Tensor, scale: float) -> tuple[Tensor, float]:
-    """Return a query and a positive scale that give the same scores, whose gradients agree, too.
+    """Return a query and a positive scale with the same scores and the same gradients.
 
-    Torch's CPU kernel puts -inf where is_causal hides a score and multiplies by the scale afterwards. The product is
+    Torch's CPU kernel puts -inf where is_causal masks a score and multiplies by the scale afterwards. The product is
     +inf where the scale is negative, and NaN where it is 0, of either sign.
     """
     return (-query, -scale) if scale < 0.0 else (query * 0.0, 1.0)
 
 
 def _decided(told: bool) -> bool:
-    """Of traced sizes a comparison is a symbol, also after bool(), and F.scaled_dot_product_attention takes none."""
+    """Return the flag as a plain bool.
+
+    A comparison of traced sizes is a symbol, even after bool(), and F.scaled_dot_product_attention takes no symbol.
+    """
     if told:  # noqa: SIM103
         return True
     return False
@@ -295,7 +328,7 @@ def _decided(told: bool) -> bool:
 def _beside_sinks(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, mask: Tensor | None, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Output and LSE of an op that has no sinks: they take their share of each row's sum from what comes out."""
+    """Run an op without sinks, then scale the output by the share of the keys in each row's sum with the sinks."""
     out, lse, *_ = torch.ops.torch_flashplug.sdpa_fwd(query, key, value, mask, 0.0, 0, scale, 0)
     if sinks is None:
         return out, lse

@@ -1,4 +1,4 @@
-"""What attention() may be given, and what has kernels."""
+"""Argument checks of `attention()`, normalization of arguments, and calls of ops with an `out` tensor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LARGEST = torch.finfo(torch.float32).max
 _CAUSAL = (False, True, "bottom_right", "top_left")
 MOST_SPLITS, SPLIT_UNIT = 255, 128  # kMaxSplits and kSplitUnit of src/core/flashplug.h
 Scale = Tensor | float
-Scales = tuple[Scale | None, Scale | None]  # of k and v
+Scales = tuple[Scale | None, Scale | None]  # (k_scale, v_scale)
 NO_SCALES: Scales = (None, None)
 
 
@@ -26,49 +26,56 @@ def check_bound(name: str, bound: object) -> None:
     if bound is None or isinstance(bound, torch.SymInt):
         return
     if not is_int(bound):
-        raise TypeError(f"attention: {name} is {type(bound).__name__}; give an int, or None")
+        raise TypeError(f"attention: {name} must be an int or None, but got {type(bound).__name__}.")
     if bound < 0:
-        raise ValueError(f"attention: {name}={bound}; give 0 or more, or None")
+        raise ValueError(f"attention: {name} must be 0 or more, or None, but got {bound}.")
 
 
 def is_int(x: object) -> bool:
-    """NumPy's count; True and False do not."""
+    """Return True for integers, including NumPy integers, but not for True and False."""
     return isinstance(x, int | numbers.Integral) and not isinstance(x, bool)
 
 
 def splits_of(num_splits: int | None) -> int:
-    """As ops take them: 0 for None."""
+    """Return the checked number of splits as ops take it: 0 for None."""
     if num_splits is None:
         return 0
     if not is_int(num_splits) or not 1 <= num_splits <= MOST_SPLITS:
-        raise ValueError(f"attention: num_splits={num_splits!r}; give 1 to {MOST_SPLITS}, or None")
+        raise ValueError(
+            f"attention: num_splits must be an int from 1 to {MOST_SPLITS} or None, but got {num_splits!r}."
+        )
     return int(num_splits)
 
 
 def split_size_of(fixed_split_size: int | None, num_splits: int | None) -> int:
-    """Likewise. num_splits: None beside a size."""
+    """Return the checked split size as ops take it: 0 for None. A size excludes `num_splits`."""
     if fixed_split_size is None:
         return 0
     if not is_int(fixed_split_size) or not 1 <= fixed_split_size < 2**62 or fixed_split_size % SPLIT_UNIT:
-        given = f"fixed_split_size={fixed_split_size!r}"
-        raise ValueError(f"attention: {given}; give a multiple of {SPLIT_UNIT} keys, or None")
+        given = f"{fixed_split_size!r}"
+        raise ValueError(f"attention: fixed_split_size must be a multiple of {SPLIT_UNIT} or None, but got {given}.")
     if num_splits is not None:
-        raise ValueError(f"attention: num_splits={num_splits} beside fixed_split_size={fixed_split_size}; give one")
+        raise ValueError(
+            "attention: num_splits and fixed_split_size must not be passed together, "
+            f"but got {num_splits} and {fixed_split_size}. Pass one of the two."
+        )
     return int(fixed_split_size)
 
 
 def softcap_of(softcap: float) -> float:
     if isinstance(softcap, bool) or not isinstance(softcap, int | float) or not 0.0 <= softcap <= _LARGEST:
-        raise ValueError(f"attention: softcap={softcap!r}; give a cap, or 0.0 for none")
+        raise ValueError(f"attention: softcap must be a finite number, 0.0 (no softcap) or above, but got {softcap!r}.")
     return float(softcap)
 
 
 def window_of(causal: bool | str, window: tuple[int | None, int | None] | None) -> Window:
     if not isinstance(causal, bool | str) or causal not in _CAUSAL:
-        raise ValueError(f"attention: causal={causal!r}; use False, True, 'bottom_right' or 'top_left'")
+        raise ValueError(f"attention: causal must be False, True, 'bottom_right' or 'top_left', but got {causal!r}.")
     bounds = (None, None) if window is None else window
     if not isinstance(bounds, tuple | list) or len(bounds) != 2 or not all(map(_is_bound, bounds)):
-        raise ValueError(f"attention: window={window!r}; give (left, right), each -1, None or a number of keys")
+        raise ValueError(
+            f"attention: window must be (left, right), each a number of keys, -1 or None, or None, but got {window!r}."
+        )
     left, right = (-1 if bound is None else int(bound) for bound in bounds)
     return Window(left, 0 if causal else right, causal != "top_left")
 
@@ -78,8 +85,17 @@ def _is_bound(bound: object) -> bool:
 
 
 def check_split_size(size: int, window: tuple[int, int], query: Tensor, value: Tensor, keys: int) -> None:
-    """Of rows (B, Hq, Sq, D), and as many keys as a sequence has room for, whose values are (.., Hkv, .., Dv); as
-    splits_of_size of src/dispatch/split_heuristic.cpp, and check_splits of src/ops/attention_ops.cpp.
+    """Raise ValueError if a split size makes too many splits, or too many partial results.
+
+    The rule is that of `splits_of_size` in src/dispatch/split_heuristic.cpp and of `check_splits` in
+    src/ops/attention_ops.cpp.
+
+    Args:
+        size: Keys of a split; 0 for calls without a fixed split size.
+        window: Left and right bound.
+        query: Queries (B, Hq, Sq, D).
+        value: Values (.., Hkv, .., Dv).
+        keys: Capacity of a sequence in keys.
     """
     Hkv, Dv = value.shape[1], value.shape[3]
     if not size or not is_few(query.shape[1], query.shape[2], Hkv):
@@ -89,14 +105,14 @@ def check_split_size(size: int, window: tuple[int, int], query: Tensor, value: T
     if keys > MOST_SPLITS * size:
         least = -(-keys // (MOST_SPLITS * SPLIT_UNIT)) * SPLIT_UNIT
         raise ValueError(
-            f"attention: fixed_split_size={size} makes more than {MOST_SPLITS} splits of {keys} keys, the most that a "
-            f"sequence has room for; give at least {least}"
+            f"attention: fixed_split_size must be at least {least}, because {keys} keys (the capacity of a sequence) "
+            f"may make at most {MOST_SPLITS} splits, but got {size}."
         )
     partials = query.shape[:3].numel() * max(-(-keys // size), 2) * (Dv + 2)
     if partials >= 2**31:
         raise ValueError(
-            f"attention: fixed_split_size={size} makes {partials} partial results, of at most 2^31 - 1; give "
-            "a larger one, or fewer sequences"
+            "attention: fixed_split_size must make at most 2^31 - 1 numbers of partial results, "
+            f"but got {size}, which makes {partials}. Pass a larger size, or fewer sequences."
         )
 
 
@@ -111,45 +127,57 @@ def check_rank(name: str, x: object, rank: int, what: str, of: str = "attention"
 
 
 def check_operands(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """(batch, rows, heads, head dim)."""
+    """Check q, k and v of shape (batch, length, heads, head dim)."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_rank(name, x, 4, "a tensor of shape (batch, length, heads, head dim)")
     check_fit(q, k, v, (*q.shape,), (*k.shape,), (*v.shape,))
 
 
 def check_fit(q: Tensor, k: Tensor, v: Tensor, *sizes: tuple[int, ...]) -> None:
-    """Raise ValueError where devices or sizes do not go together. sizes: of all three, (batch, rows, heads, head dim).
-    Packed sequences say theirs with a batch of 1, so that no view has to be made of them.
+    """Raise ValueError if devices or sizes do not fit together.
+
+    Args:
+        q: Queries.
+        k: Keys.
+        v: Values.
+        sizes: Shapes of q, k and v as (batch, length, heads, head dim). Packed sequences have a batch of 1 here, so
+            that no view has to be created.
     """
     if not q.device == k.device == v.device:
-        raise ValueError(f"attention: q, k, v are on {q.device}, {k.device}, {v.device}; give one device")
+        raise ValueError(f"attention: q, k and v must be on one device, but are on {q.device}, {k.device}, {v.device}.")
     of_q, of_k, of_v = sizes
     (B, _, Hq, D), (_, Sk, Hkv, _) = of_q, of_k
     if of_k != (B, Sk, Hkv, D) or of_v[:3] != (B, Sk, Hkv) or not heads_fit(Hq, Hkv):
         given = f"q {of_q}, k {of_k}, v {of_v}"
-        raise ValueError(f"attention: {given} do not fit; give (B, Sq, Hq, D), (B, Sk, Hkv, D), (B, Sk, Hkv, Dv)")
+        raise ValueError(
+            "attention: q, k and v must have shapes (B, Sq, Hq, D), (B, Sk, Hkv, D) and (B, Sk, Hkv, Dv), "
+            f"Hq a multiple of Hkv, but got {given}. Length comes before heads, and packed sequences have B = 1."
+        )
 
 
 def as_sinks(sinks: Tensor | None, q: Tensor) -> Tensor | None:
-    """In the dtype of the LSE."""
+    """Return the checked sinks on the device of q, in the dtype of the LSE."""
     if sinks is None:
         return None
     fits = isinstance(sinks, Tensor) and sinks.shape == q.shape[-2:-1] and sinks.is_floating_point()
     if not fits or (sinks.is_meta and not q.is_meta):
         is_tensor = isinstance(sinks, Tensor)
-        given = f"{tuple(sinks.shape)}, {sinks.dtype} on {sinks.device}" if is_tensor else type(sinks).__name__
-        raise ValueError(f"attention: sinks are {given}; give floating-point numbers (Hq,) = ({q.shape[-2]},)")
+        given = f"{sinks.dtype} {tuple(sinks.shape)} on {sinks.device}" if is_tensor else type(sinks).__name__
+        raise ValueError(
+            f"attention: sinks must be a floating-point tensor of shape (Hq,) = ({q.shape[-2]},), "
+            f"on meta only if q is, but got {given}."
+        )
     return sinks.to(q.device, torch.promote_types(torch.float32, q.dtype))
 
 
 def check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether k and v have 8 bits."""
+    """Check the dtypes of q, k and v; return True if k and v have 8 bits."""
     if k.dtype not in FORMATS and v.dtype not in FORMATS:
         check_same(q, k, v)
         return False
     if k.dtype != v.dtype or not q.dtype.is_floating_point or q.dtype in FORMATS:
-        given = f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}"
-        raise ValueError(f"attention: {given}; k and v have one of {IN_WORDS}, and q 16 bits")
+        given = f"q, k, v of {q.dtype}, {k.dtype}, {v.dtype}"
+        raise ValueError(f"attention: k and v must have one 8-bit dtype of {IN_WORDS}, and q 16 bits, but got {given}.")
     if forward_ad._current_level >= 0:
         raise RuntimeError(
             "attention: gradients are not supported for 8-bit key and value, in forward mode either. "
@@ -161,17 +189,20 @@ def check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> bool:
 def refuse_forward_mode() -> None:
     if forward_ad._current_level >= 0:
         raise RuntimeError(
-            "attention: softcap, sinks, return_lse and lengths have no forward-mode derivative; use reverse mode"
+            "attention: forward-mode derivatives are not supported with softcap, sinks, return_lse, num_splits, "
+            "fixed_split_size, out, block_mask or sequence lengths. Use reverse mode."
         )
 
 
 def check_same(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """But for what autocast makes the same, which is all but fp64."""
+    """Check for one floating-point dtype. Autocast casts operands of different dtypes, except fp64."""
     dtypes = {q.dtype, k.dtype, v.dtype}
     if len(dtypes) > 1 and (torch.float64 in dtypes or not describe_call.is_autocast(q.device.type)):
-        raise ValueError(f"attention: q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; give one dtype")
+        raise ValueError(f"attention: q, k and v must have one dtype, but got {q.dtype}, {k.dtype}, {v.dtype}.")
     if not all(x.dtype.is_floating_point for x in (q, k, v)):
-        raise ValueError(f"attention: q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; give floating-point ones")
+        raise ValueError(
+            f"attention: q, k and v must have floating-point dtypes, but got {q.dtype}, {k.dtype}, {v.dtype}."
+        )
 
 
 def have_kernels(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -185,48 +216,55 @@ def is_few(Hq: int, Sq: int, Hkv: int) -> bool:
 
 
 def are_few_rows(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether kernels of decode, which split the keys, take them: forward alone."""
+    """Return True if the decode kernels, which split the keys, take the call: few query rows, forward only."""
     differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     few = is_few(query.shape[1], query.shape[2], key.shape[1])
-    read = (query, query, query) if key.dtype in FORMATS else (query, key, value)  # paged_fwd knows which of 8 bits
+    # The op paged_fwd knows for which 8-bit dtypes a kernel exists, so that only the query counts there.
+    read = (query, query, query) if key.dtype in FORMATS else (query, key, value)
     return few and not differentiated and have_kernels(*read)
 
 
 def scale_of(name: str, scale: Scale | None, x: Tensor) -> Tensor:
-    """(B, Hkv, Sk) fp32, broadcast by strides of 0. x: (B, Hkv, Sk, ...)."""
+    """Return a scale as fp32 (B, Hkv, Sk), broadcast by strides of 0, for `x` of shape (B, Hkv, Sk, ...)."""
     wanted = x.shape[:3]
     if scale is None:
         if x.dtype == torch.int8:
-            raise ValueError(f"attention: {name} is None; int8 takes a number, (), (Hkv,), (B, Hkv) or (B, Hkv, Sk)")
+            raise ValueError(
+                f"attention: {name} must be a number or a tensor of shape (), (Hkv,), (B, Hkv) or (B, Hkv, Sk) "
+                "for int8, but got None."
+            )
         scale = 1.0
     if not isinstance(scale, Tensor | int | float) or (isinstance(scale, Tensor) and scale.is_complex()):
-        raise TypeError(f"attention: {name} is {type(scale).__name__}; give a number or a tensor of real ones")
+        raise TypeError(f"attention: {name} must be a number or a real tensor, but got {type(scale).__name__}.")
     if not isinstance(scale, Tensor):
         return torch.full((1, 1, 1), float(scale), dtype=torch.float32, device=x.device).expand(wanted)
     if scale.device != x.device and scale.dim() > 0:
-        raise ValueError(f"attention: {name} is on {scale.device}, k and v are on {x.device}")
+        raise ValueError(f"attention: {name} must be on the device of k and v, {x.device}, but is on {scale.device}.")
     shape = {0: (1, 1, 1), 1: (1, *scale.shape, 1), 2: (*scale.shape, 1), 3: tuple(scale.shape)}.get(scale.dim())
     if shape is None or any(size not in (1, full) for size, full in zip(shape, wanted, strict=True)):
         raise ValueError(
-            f"attention: {name} {tuple(scale.shape)} does not fit B, Hkv, Sk = {tuple(wanted)}; "
-            "give (), (Hkv,), (B, Hkv) or (B, Hkv, Sk)"
+            f"attention: {name} must have shape (), (Hkv,), (B, Hkv) or (B, Hkv, Sk), where each dim is 1 or that of "
+            f"B, Hkv, Sk = {tuple(wanted)}, but got {tuple(scale.shape)}."
         )
     return scale.to(x.device, torch.float32).reshape(shape).expand(wanted)
 
 
 def scales_of(eight: bool, scales: Scales, key: Tensor, value: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Of (B, Hkv, Sk, ...), in 8 bits or not."""
+    """Return fp32 scales of 8-bit keys and values (B, Hkv, Sk, ...), or (None, None) for 16 bits."""
     if eight:
         return scale_of("k_scale", scales[0], key), scale_of("v_scale", scales[1], value)
     if any(x is not None for x in scales):
-        raise ValueError(f"attention: k_scale, v_scale are for {IN_WORDS}; k and v are {key.dtype} and {value.dtype}")
+        raise ValueError(
+            f"attention: k_scale and v_scale must be None unless k and v have one of {IN_WORDS}, "
+            f"but got k and v of {key.dtype} and {value.dtype}. Leave the scales out."
+        )
     return None, None
 
 
 def in_16_bits(
     query: Tensor, key: Tensor, value: Tensor, k_scale: Tensor | None, v_scale: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What ops get that take no 8 bits, and no autocast."""
+    """Dequantize 8-bit keys and values and apply autocast, for ops without support for either."""
     if k_scale is not None:
         dequantise = torch.ops.torch_flashplug.dequantise
         key, value = dequantise(query, key, k_scale), dequantise(query, value, v_scale)
@@ -234,11 +272,17 @@ def in_16_bits(
     return describe_call.under_autocast(query.device.type, query, key, value)
 
 
-# ---- a given tensor for the output ----
+# ---- an output tensor of the caller ----
 
 
 def check_out(out: Tensor, operands: tuple[Tensor, Tensor, Tensor], *more: object) -> None:
-    """Of operands that fit: what is wrong with others is said by whoever takes them. more: what else the call reads."""
+    """Check `out` against operands that fit together. Later checks report operands that do not fit.
+
+    Args:
+        out: The caller's output tensor.
+        operands: q, k and v.
+        more: Other arguments of the call; tensors among them must not overlap `out`.
+    """
     q, _, v = operands
     if not all(isinstance(x, Tensor) and x.dim() for x in operands):
         return
@@ -259,12 +303,15 @@ def check_out(out: Tensor, operands: tuple[Tensor, Tensor, Tensor], *more: objec
                 "attention: out must own its memory, but shares memory with itself or an operand. Pass a new tensor."
             )
     if torch.is_grad_enabled() and any(x.requires_grad for x in given):
-        raise RuntimeError("attention: there are no gradients through out; call it under torch.no_grad(), or without")
+        raise RuntimeError(
+            "attention: gradients are not supported with out, but a tensor of the call requires a gradient. "
+            "Call attention() under torch.no_grad(), or without out."
+        )
     refuse_forward_mode()
 
 
 def _meets_itself(x: Tensor) -> bool:
-    """Whether two elements may lie at one place."""
+    """Return True if two elements of the tensor may share an address."""
     reach = 0
     for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
         if size > 1 and stride <= reach:
@@ -274,8 +321,10 @@ def _meets_itself(x: Tensor) -> bool:
 
 
 def _overlap(x: Tensor, y: Tensor) -> bool:
-    """Whether they may have bytes in common. Of layouts that lie within each other it is known of those that share a
-    stride between their rows, such as q, k, v and out in one tensor.
+    """Return True if two tensors may share bytes.
+
+    The answer can be exact for interleaved layouts too: tensors with a common stride between their rows, such as q, k,
+    v and out in one tensor, are known to be apart.
     """
     if x.is_meta or y.is_meta or x.device != y.device or not (x.numel() and y.numel()):
         return False
@@ -296,7 +345,7 @@ def _overlap(x: Tensor, y: Tensor) -> bool:
 
 
 def _dims_in_bytes(x: Tensor) -> list[tuple[int, int]]:
-    """(stride, size), an element's own bytes among them."""
+    """Return (stride, size) of each dim in bytes. The bytes of one element count as a dim."""
     size = x.element_size()
     return [(1, size), *((s * size, n) for s, n in zip(x.stride(), x.shape, strict=True) if n > 1 and s)]
 
@@ -306,7 +355,7 @@ def _extent(dims: list[tuple[int, int]]) -> int:
 
 
 def _is_plain(query: Tensor, more: tuple[object, ...]) -> bool:
-    """Return whether autograd, a tracer or a subclass of Tensor has nothing to do with a call."""
+    """Return True if a call involves no autograd, no tracer and no subclass of Tensor."""
     if torch.compiler.is_compiling() or type(query) is not Tensor:
         return False
     if not torch.is_grad_enabled():
@@ -315,13 +364,18 @@ def _is_plain(query: Tensor, more: tuple[object, ...]) -> bool:
 
 
 def written(op: str, into: Tensor | None, query: Tensor, *more: object) -> tuple[Tensor, Tensor]:
-    """Output and LSE of attention_fwd or paged_fwd, in a tensor (B, Hq, Sq, Dv) where one is given. more: what schemas
-    have behind query, but for the mode.
+    """Call the op attention_fwd or paged_fwd and return the output and the LSE.
+
+    Args:
+        op: Name of the op.
+        into: Tensor (B, Hq, Sq, Dv) for the output, or None for a new tensor.
+        query: First argument of the op.
+        more: Arguments after `query` in schema order, without the mode.
     """
     namespace, mode = torch.ops.torch_flashplug, tracing.mode_of_block()
     if into is None or into.dtype != query.dtype:
         if _is_plain(query, more):
-            # The Python rule of autograd would take 6 us a call to find that it has nothing to do.
+            # The Python autograd rule would take 6 us a call, only to find no work.
             with torch._C._AutoDispatchBelowAutograd():
                 out, lse = getattr(namespace, op)(query, *more, mode)
         else:
@@ -329,5 +383,5 @@ def written(op: str, into: Tensor | None, query: Tensor, *more: object) -> tuple
         return out if into is None else into.copy_(out), lse
     lse = getattr(namespace, f"{op}_out")(into, query, *more, mode)
     if not torch.compiler.is_compiling() and not into.is_inference():
-        torch.autograd.graph.increment_version(into)  # the op has no kernel that does
+        torch.autograd.graph.increment_version(into)  # no kernel of the op increments the version
     return into, lse

@@ -1,4 +1,4 @@
-"""attention() by lists of blocks."""
+"""Block-sparse variant of `attention()`, for the argument `block_mask`."""
 
 from __future__ import annotations
 
@@ -15,27 +15,49 @@ def of_blocks(
     operands: tuple[Tensor, Tensor, Tensor], block_mask: object, beside: list[str], scale: float | None,
     into: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(B, Sq, Hq, Dv) and (B, Hq, Sq)."""
+    """Attend by block-sparse lists; return the output (B, Sq, Hq, Dv) and the LSE (B, Hq, Sq).
+
+    Args:
+        operands: q, k and v.
+        block_mask: A BlockMask or a BlockLists.
+        beside: Names of other arguments of the call, none of which may accompany `block_mask`.
+        scale: Softmax scale, or None.
+        into: The caller's output tensor, or None.
+    """
     if beside:
-        raise ValueError(f"attention: block_mask beside {', '.join(beside)}; say it in mask_mod, or give no block_mask")
+        raise ValueError(
+            "attention: block_mask must not be combined with other arguments, "
+            f"but got {', '.join(beside)}. Express masks in mask_mod, or leave block_mask out."
+        )
     check_operands(*operands)
     if check_dtypes(*operands):
-        raise ValueError("attention: k and v in 8 bits beside block_mask are not built; give them in 16 bits")
+        raise ValueError("attention: k and v must have 16 bits with block_mask, but got 8 bits. Convert k and v first.")
     refuse_forward_mode()
     wanted = torch.is_grad_enabled() and any(x.requires_grad for x in operands)
     if not isinstance(block_mask, BlockLists):
         if torch.compiler.is_compiling():
-            raise ValueError("attention: inside of torch.compile give block_lists(block_mask), made outside of it")
+            raise ValueError(
+                "attention: block_mask must be the result of block_lists() inside of torch.compile. "
+                "Call block_lists(block_mask) outside of the compiled function, and pass the result."
+            )
         block_mask = block_lists(block_mask, gradients=wanted)
     q, k, _ = operands
     (B, Sq, Hq, _), Sk, (batches, heads, _) = q.shape, k.shape[1], block_mask.digest.shape
     if (block_mask.Sq, block_mask.Sk) != (Sq, Sk) or batches not in (1, B) or heads not in (1, Hq):
         given = (batches, heads, block_mask.Sq, block_mask.Sk)
-        raise ValueError(f"attention: block_mask is {given}; give one of B, Hq, Sq, Sk = {(B, Hq, Sq, Sk)}, B or Hq 1")
+        raise ValueError(
+            "attention: block_mask must have shape (B or 1, Hq or 1, Sq, Sk), where "
+            f"B, Hq, Sq, Sk = {(B, Hq, Sq, Sk)}, but got {given}."
+        )
     if block_mask.digest.device != q.device:
-        raise ValueError(f"attention: block_mask is on {block_mask.digest.device}, q on {q.device}")
+        raise ValueError(
+            f"attention: block_mask must be on the device of q, {q.device}, but is on {block_mask.digest.device}."
+        )
     if wanted and not block_mask.gradients:
-        raise ValueError("attention: lists of blocks were made without gradients; make them by block_lists(block_mask)")
+        raise ValueError(
+            "attention: block_mask must be made with gradients, because a tensor requires a gradient, but got the "
+            "result of block_lists(gradients=False). Call block_lists(block_mask)."
+        )
     given = (x.transpose(1, 2) for x in describe_call.under_autocast(q.device.type, *operands))
     out, lse = namespace.listed_fwd(*given, block_mask.digest, block_mask.tall, scale, tracing.mode_of_block())
     out = out.transpose(1, 2)

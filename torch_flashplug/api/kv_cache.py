@@ -12,11 +12,27 @@ from .attention_args import check_rank
 def append_kv(
     k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, seqused_k: Tensor, block_table: Tensor | None = None
 ) -> Tensor:
-    """Writes k (B, Snew, Hkv, D) and v (B, Snew, Hkv, Dv) into caches, in place, behind the seqused_k (B,) int32 rows
-    of each sequence that count: (B, S, Hkv, D) and (B, S, Hkv, Dv), or beside block_table (B, n) int32 pools of pages
-    (pages, rows, Hkv, D) and (pages, rows, Hkv, Dv), as attention() has them. Returns how many count now, (B,) int32:
-    what there is no room for, a page that is none of the pool's too, is left out with all behind it, and not counted.
-    Waits for nothing on the host. ValueError or TypeError for what does not fit; then nothing is written.
+    """Write new keys and values into caches in place, after the keys of each sequence, and return the new KV lengths.
+
+    The host waits for nothing. A token without room in the cache, or with a page number outside the pool, is dropped,
+    together with all later tokens of the sequence. Dropped tokens do not count in the result.
+
+    Args:
+        k (Tensor): New keys (B, Snew, Hkv, D), dtype of `k_cache`.
+        v (Tensor): New values (B, Snew, Hkv, Dv), dtype of `v_cache`.
+        k_cache (Tensor): Cache (B, S, Hkv, D), or with `block_table` a pool of pages (pages, rows of a page, Hkv, D).
+            Written in place.
+        v_cache (Tensor): Cache (B, S, Hkv, Dv), or with `block_table` a pool of pages (pages, rows of a page, Hkv, Dv).
+            Written in place.
+        seqused_k (Tensor): (B,) int32, the KV length of each sequence before the call.
+        block_table (Tensor or None): (B, n) int32, the page numbers of each sequence, as in `attention()`.
+
+    Returns:
+        (B,) int32, the KV length of each sequence after the call.
+
+    Raises:
+        TypeError: A tensor has another number of dims, or is no tensor. Nothing is written then.
+        ValueError: Shapes, dtypes or devices do not fit. Nothing is written then.
     """
     _check_appended(k, v, k_cache, v_cache, seqused_k, block_table)
     B, new, rows = k.shape[0], k.shape[1], k_cache.shape[1]
@@ -32,9 +48,12 @@ def append_kv(
         number = block_table.long().gather(1, nth)
         there = there & (number >= 0) & (number < len(k_cache))
     there = there.cumprod(1).bool()
-    # What has no place repeats a write of the call that has one; if none has, it leaves what lies in some place.
+    # A dropped token repeats the write of a token with a place, because the number of writes is fixed. If the call has
+    # no token with a place, each write stores the current contents of some place.
     flat = (number.clamp(0, len(k_cache) - 1) * rows + place % rows).flatten()
-    some = there.flatten().int().argmax(0, keepdim=True)  # (1,): the host would wait for an index of no dims
+    some = (
+        there.flatten().int().argmax(0, keepdim=True)
+    )  # shape (1,), because the host would wait for an index without dims
     flat = torch.where(there.flatten(), flat, flat[some])
     for x, cache in ((k, k_cache), (v, v_cache)):
         given, page, row = x.flatten(0, 1), flat // rows, flat % rows

@@ -1,4 +1,4 @@
-"""attention() of sequences of different lengths: on end, of caches of which some keys count, of pages."""
+"""Variants of `attention()`: packed sequences, KV caches with KV lengths, paged KV caches; and `append_kv()`."""
 
 from __future__ import annotations
 
@@ -31,15 +31,16 @@ from .varlen_args import Lengths, check_numbers, check_on_end
 if TYPE_CHECKING:
     from .varlen_plan import LengthsPlan
 
-_OTHER_PLAN = "plan was made for another call"  # src/operands/varlen_tile_list.cpp says so
-# seen: of Window, then softcap, scale, splits and their size. into: where the output goes, as it is returned.
+_OTHER_PLAN = "plan was made for another call"  # text of an error in src/operands/varlen_tile_list.cpp
+# In the functions below, `seen` holds the fields of Window, then softcap, scale, num_splits and fixed_split_size.
+# `into` is the output tensor of the caller, shaped as the result.
 
 
 def on_end(
     operands: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, given: Lengths, seen: tuple,
     scales: Scales = NO_SCALES, into: Tensor | None = None, plan: LengthsPlan | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(T, Hq, Dv) and (Hq, T)."""
+    """Attend within packed sequences; return the output (T, Hq, Dv) and the LSE (Hq, T)."""
     eight = check_on_end(operands, given)
     if plan is not None:
         plan.check(*operands[:2], given, seen[:3])
@@ -54,7 +55,7 @@ def on_end(
 
 
 def _attended(plan: LengthsPlan | None, into: Tensor | None, *given: object) -> tuple[Tensor, Tensor]:
-    """What kernels say of a plan is said of an argument."""
+    """Call attention_fwd; raise a kernel's RuntimeError about the plan as a ValueError about the argument."""
     if plan is None or torch.compiler.is_compiling():
         return written("attention_fwd", into, *given, *(NO_PLAN if plan is None else plan.of_op))
     try:
@@ -71,7 +72,7 @@ def some_of_each(
     operands: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, used: Tensor, seen: tuple,
     scales: Scales = NO_SCALES, into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Batches, of whose keys some count: (B, Sq, Hq, Dv) and (B, Hq, Sq)."""
+    """Attend to the first `used` keys of each sequence; return the output (B, Sq, Hq, Dv) and the LSE (B, Hq, Sq)."""
     check_operands(*operands)
     (q, k, _), eight = operands, check_dtypes(*operands)
     check_numbers("seqused_k", used, "batch", q.device)
@@ -84,7 +85,7 @@ def some_of_each(
     turned = [x.transpose(1, 2) for x in operands]
     found = scales_of(eight, scales, *turned[1:])
     turned = turned if eight else describe_call.under_autocast(q.device.type, *turned)
-    if are_few_rows(*turned):  # each cache is a page
+    if are_few_rows(*turned):  # the cache of each sequence is one page
         check_split_size(seen[-1], seen[:2], turned[0], turned[2], k.shape[1])
         pages = torch.arange(q.shape[0], dtype=torch.int32, device=q.device).unsqueeze(1)
         into = None if into is None else into.transpose(1, 2)
@@ -113,7 +114,18 @@ def in_pages(  # noqa: PLR0913
     operands: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, block_table: Tensor, given: Lengths,
     scales: Scales, seen: tuple, longest: int | None, into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Output and LSE, of batches or on end as q is. longest: rows of a sequence at most, where that is known."""
+    """Attend to a paged KV cache; return the output and the LSE, dense or packed as `q` is.
+
+    Args:
+        operands: `q` (B, Sq, Hq, D), or packed (T, Hq, D), and the pools of k and v.
+        sinks: Sinks (Hq,) or None.
+        block_table: Page numbers (B, n).
+        given: `cu_seqlens_q`, `cu_seqlens_k` and `seqused_k`.
+        scales: Scales of 8-bit k and v.
+        seen: Window, softcap, scale and splits.
+        longest: Largest number of query rows of a sequence, if known (`max_seqlen_q`).
+        into: The caller's output tensor, or None.
+    """
     (q, k, v), (cu_q, cu_k, used_k) = operands, given
     if cu_k is not None:
         raise ValueError(
@@ -145,7 +157,10 @@ def in_pages(  # noqa: PLR0913
 
 
 def _of_rows(cu_q: Tensor, rows: int, block_table: Tensor, used_k: Tensor) -> tuple[Tensor, Tensor]:
-    """Tables and numbers of keys of rows, of which each sequence has one at most; no keys to a row that is none's."""
+    """Return a block table and a KV length for each query row, where a sequence has at most one row.
+
+    A row outside of all sequences gets KV length 0.
+    """
     if not block_table.shape[0]:
         return block_table.new_zeros(rows, block_table.shape[1]), used_k.new_zeros(rows)
     number = torch.arange(rows, device=cu_q.device)
@@ -158,7 +173,10 @@ def _gathered(
     operands: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, block_table: Tensor,
     given: tuple[Tensor, Tensor], seen: tuple, scales: Scales, into: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Of queries on end, which may be many: (T, Hq, Dv) and (Hq, T). Memory for a copy of all that tables name."""
+    """Copy all pages of the tables into packed keys and values, then attend; return (T, Hq, Dv) and (Hq, T).
+
+    Sequences may have any number of query rows.
+    """
     (q, *pools), (cu_q, used_k) = operands, given
     pools = [x.transpose(1, 2) for x in pools]
     found = scales_of(check_dtypes(*operands), scales, *pools)
@@ -171,7 +189,7 @@ def _gathered(
 
 
 def check_pages(q: Tensor, k: Tensor, v: Tensor, block_table: Tensor, used_k: Tensor | None, B: int) -> None:
-    """q (..., Hq, D) of B sequences, pools (pages, rows, Hkv, D)."""
+    """Check q (..., Hq, D) of B sequences against pools of pages (pages, rows, Hkv, D)."""
     if not isinstance(block_table, Tensor) or block_table.dim() != 2 or block_table.dtype != torch.int32:
         table = f"{block_table.dtype} {tuple(block_table.shape)}" if isinstance(block_table, Tensor) else block_table
         raise ValueError(
@@ -200,7 +218,10 @@ def check_pages(q: Tensor, k: Tensor, v: Tensor, block_table: Tensor, used_k: Te
 
 
 def rows_on_end(x: Tensor) -> tuple[Tensor, int]:
-    """(B, S, H, D) as (T, H, D) without a copy where batches are whole numbers of rows apart, and how many."""
+    """Return (B, S, H, D) as packed (T, H, D), and the distance of two sequences in rows.
+
+    No copy is needed if the stride of the batch dim is a multiple of the stride of a row.
+    """
     (B, S, *more), (of_batch, of_row, *strides) = x.shape, x.stride()
     if B < 2 or S < 1 or of_row < 1 or of_batch % of_row or (torch.is_grad_enabled() and x.requires_grad):
         return x.flatten(0, 1), S

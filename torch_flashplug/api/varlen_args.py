@@ -16,7 +16,7 @@ Lengths = tuple[Tensor | None, Tensor | None, Tensor | None]  # cu_seqlens_q, cu
 
 
 def check_on_end(operands: tuple[Tensor, Tensor, Tensor], given: Lengths) -> bool:
-    """Whether k and v have 8 bits."""
+    """Check packed operands and their lengths; return True if k and v have 8 bits."""
     for name, x in zip("qkv", operands, strict=True):
         check_rank(name, x, 3, "a tensor of shape (tokens, heads, head dim) with cu_seqlens_q")
     q, (cu_q, cu_k, used_k) = operands[0], given

@@ -1,6 +1,7 @@
-"""plan(): what calls of attention() of sequences on end may share. Kernels walk over lists of tiles, which each call
-makes of its lengths ahead of them (kernels/features/varlen.py); calls of the same lengths, as a model's layers are, may
-find them made.
+"""The public function `plan()`: lists of tiles shared by several calls of `attention()` with packed sequences.
+
+Kernels iterate over lists of tiles. Without a plan, each call builds the lists from the sequence lengths just before
+the kernel (kernels/features/varlen.py). Calls with the same lengths, such as the layers of a model, can reuse one plan.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from .varlen_args import Lengths, check_on_end
 
 
 class _Seen(NamedTuple):
-    """A tensor, as far as the host can tell it from another, and from what it was."""
+    """Identity and version of a tensor, as far as the host can know both."""
 
-    place: tuple[int | None, torch.Size, tuple[int, ...]]  # its address, None of fake ones; shape, strides
-    version: int | None  # as autograd counts what is written to it; None: nobody does, of those of inference mode
+    place: tuple[int | None, torch.Size, tuple[int, ...]]  # address (None for fake tensors), shape, strides
+    version: int | None  # autograd's count of writes; None for inference tensors, whose writes nothing counts
 
     @classmethod
     def now(cls, x: Tensor | None) -> _Seen | None:
@@ -31,7 +32,7 @@ class _Seen(NamedTuple):
             return None
         try:
             address = None if isinstance(x, FakeTensor) else x.data_ptr()
-        except RuntimeError:  # of vmap's
+        except RuntimeError:  # a tensor of vmap has no address
             address = None
         return cls((address, x.shape, x.stride()), _version(x))
 
@@ -41,22 +42,25 @@ def _version(x: Tensor) -> int | None:
 
 
 class LengthsPlan(NamedTuple):
-    """What plan() returns, and attention() takes."""
+    """Lists of tiles for packed sequences: the result of `plan()`, an argument of `attention()`."""
 
-    lists: Tensor | None  # (1 or 2, n) int32, of the forward's kernel and the backward's; None: no kernel of ours runs
-    key: int  # which kernels those are, and what else the lists are made of: src/operands/varlen_tile_list.cpp
+    lists: Tensor | None  # (1 or 2, n) int32, for the forward kernel and the backward kernel; None: no kernel runs
+    key: int  # the kernels, and a hash of the other facts behind the lists: src/operands/varlen_tile_list.cpp
     rows: int
     keys: int
     window: Window
-    lengths: Lengths  # as they were given
-    seen_as: tuple[_Seen | None, ...]  # those tensors then
+    lengths: Lengths  # the caller's tensors
+    seen_as: tuple[_Seen | None, ...]  # identities and versions of `lengths` when the plan was made
 
     @property
     def of_op(self) -> tuple[Tensor | None, int]:
         return self.lists, self.key
 
     def check(self, q: Tensor, k: Tensor, given: Lengths, window: tuple[int, int, bool]) -> None:
-        """ValueError where it was made for another call, as far as the host knows; graphs compare no tensors."""
+        """Raise ValueError if the plan belongs to a different call, as far as the host knows.
+
+        Compiled graphs compare sizes and the window, but no tensors.
+        """
         for what, made_for, now in (
             ("q.shape[0]", self.rows, q.shape[0]),
             ("k.shape[0]", self.keys, k.shape[0]),
@@ -77,13 +81,13 @@ class LengthsPlan(NamedTuple):
                     f"attention: plan was created from a different {name} tensor. "
                     "Pass the same tensor, or create a new plan."
                 )
-            # x.data counts for itself.
+            # `x.data` has a version counter of its own, so both tensors are compared.
             if now and not now.version == then.version == _version(made_of):
                 raise ValueError(f"attention: {name} was written to after plan was created. Create a new plan.")
 
 
 def check_is_plan(plan: object, on_end: bool) -> None:
-    """What attention() asks of it ahead of anything else."""
+    """Check the type of a plan, and that the call has packed sequences."""
     if not isinstance(plan, LengthsPlan):
         raise TypeError(
             f"attention: plan must be the result of torch_flashplug.plan() or None, but got {type(plan).__name__}."
@@ -94,7 +98,7 @@ def check_is_plan(plan: object, on_end: bool) -> None:
         )
 
 
-@torch.inference_mode(False)  # what is kept may meet gradients later
+@torch.inference_mode(False)  # later calls with gradients may use the kept tensors
 @torch.no_grad()
 def _lists(operands: list[Tensor], lengths: Lengths, seen: tuple, gradients: bool) -> tuple[Tensor, int]:
     return attention.namespace._plan_lists(*operands, *(None if x is None else x.contiguous() for x in lengths), *seen,
@@ -116,29 +120,54 @@ def plan(  # noqa: PLR0913
     fixed_split_size: int | None = None,
     gradients: bool | None = None,
 ) -> LengthsPlan:
-    """For attention(..., plan=): lists of tiles of these lengths, made once for all calls that share them. Arguments
-    are those of the calls; of q (T, Hq, D), k (Tk, Hkv, D) and v (Tk, Hkv, Dv) no values are read, so that the first
-    layer's will do. gradients: whether lists of the backward are made, too; None: if q, k or v requires a gradient. A
-    backward that finds none makes them.
+    """Build the lists of tiles of packed sequences once, for all calls of `attention()` with the same lengths.
 
-    Calls may differ in sinks and scale; another window, another kernel (by heads, head dims, dtype, softcap, splits,
-    sdpa_backend), other numbers of rows or keys, other tensors of lengths, or such as were written to since, are
-    another call's: attention() raises ValueError then. Mind who counts: autograd does, so what is written through
-    .data, NumPy or DLPack, and to tensors that were made in torch.inference_mode, goes unnoticed, and the lists are
-    those of the old lengths: make the plan again with every batch. Where no kernel of ours runs the call (on the CPU,
-    in fp32, under "math") there are no lists, the plan changes nothing, and kernels are not compared.
+    The work is one or two launches on the current stream, and the host waits for nothing. Calls may differ in sinks and
+    scale. `attention()` raises ValueError for a call with a different window, kernel, number of query rows or keys, or
+    with different tensors of lengths. The kernel depends on heads, head dims, dtype, softcap, splits and
+    `sdpa_backend`. `attention()` also raises ValueError if the tensors of lengths were written to after plan().
 
-    One or two launches on the current stream, and nothing waits for the host. In a CUDA graph the lists are made with
-    every replay if plan() is captured, too; lists from ahead of it stay those of the lengths they were made of, and the
-    plan must live as long as the graph, as every tensor that replays read. A plan is made outside of torch.compile, and
-    may be given to what is compiled, as an argument (an attribute of a module is a constant to Dynamo, which compiles
-    anew for each): there rows, keys and window are compared, as kernels are (RuntimeError), but not which tensors the
-    lengths are.
+    Autograd counts writes. Writes through `.data`, NumPy or DLPack, and writes to tensors created in
+    torch.inference_mode, stay unnoticed. The lists are then those of the old lengths. Make a new plan for every batch
+    in these cases.
 
-    Raises ValueError or TypeError for what attention() does not take.
+    If no kernel runs the call (on a CPU, in fp32, under "math"), the plan has no lists, changes nothing, and kernels
+    are not compared.
+
+    A CUDA graph with a captured plan() builds the lists in every replay. Lists built before the capture stay those of
+    the old lengths, and the plan must live as long as the graph, as every tensor read by replays. A plan is made
+    outside of torch.compile and passed to the compiled function as an argument. Dynamo treats an attribute of a module
+    as a constant and compiles again for each plan. Compiled code compares rows, keys, window and kernels (RuntimeError
+    for kernels). Compiled code does not compare the identity of the tensors of lengths.
+
+    Args:
+        q (Tensor): Packed queries (T, Hq, D). No values of `q`, `k` and `v` are read, so that the tensors of a model's
+            first layer serve for all layers.
+        k (Tensor): Packed keys (Tk, Hkv, D).
+        v (Tensor): Packed values (Tk, Hkv, Dv).
+        cu_seqlens_q (Tensor): (sequences + 1,) int32, as in the calls of `attention()`.
+        cu_seqlens_k (Tensor or None): (sequences + 1,) int32, as in the calls. None: `cu_seqlens_q`.
+        seqused_k (Tensor or None): (sequences,) int32, KV lengths, as in the calls.
+        causal (bool or str): As in the calls.
+        window (tuple or None): As in the calls.
+        softcap (float): As in the calls.
+        num_splits (int or None): As in the calls.
+        fixed_split_size (int or None): As in the calls.
+        gradients (bool or None): Also build the lists of the backward. None: if q, k or v requires a gradient. A
+            backward without lists in the plan builds new lists.
+
+    Returns:
+        The plan, for the argument `plan` of `attention()`.
+
+    Raises:
+        TypeError: `attention()` would not take the type of an argument, or `gradients` is no bool.
+        ValueError: `attention()` would not take an argument.
+        RuntimeError: The call is inside torch.compile.
     """
     if torch.compiler.is_compiling():
-        raise RuntimeError("plan: call plan() outside of torch.compile. Pass the plan to the compiled function.")
+        raise RuntimeError(
+            "plan: plan() must be called outside of torch.compile. Pass the plan to the compiled function."
+        )
     splits = splits_of(num_splits), split_size_of(fixed_split_size, num_splits)
     seen = (*window_of(causal, window), softcap_of(softcap), None, *splits)
     given = (cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k, seqused_k)
@@ -156,7 +185,7 @@ def _wants(gradients: bool | None, operands: list[Tensor]) -> bool:
 
 
 def _as_multiplied(operands: list[Tensor], eight: bool) -> list[Tensor]:
-    """In the dtypes that ops get; what attention() would make of others has no memory to be read."""
+    """Return operands in the dtypes of ops. A tensor of a converted dtype is empty, as nothing reads the values."""
     told = [x.to("meta") for x in operands]
     if eight:
         told = [x.to(multiplied_in(told[0])) for x in told]

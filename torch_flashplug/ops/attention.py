@@ -1,16 +1,20 @@
-"""The ops torch_flashplug::attention_fwd and attention_bwd: attention in a window, of sequences of different lengths on
-end, with sinks and an LSE that has gradients. Schema, fake, autograd, and their mathematics on any device
-(_attention_math_fwd and _bwd, whose memory is O(Sq * Sk)); kernels are called in src/ops/attention_ops.cpp.
+"""The ops torch_flashplug::attention_fwd and attention_bwd: windows, packed sequences, sinks and softcap.
 
-Scores are softcap * tanh(score / softcap) where that is not 0 (Gemma 2, arXiv 2408.00118), ahead of what hides some.
-Query i sees the keys from i + diagonal - left to i + diagonal + right; a bound of -1 is none. The diagonal is Sk - Sq
-to the bottom right, else 0. A sink is a logit of a head that each of its rows' sums has beside those of keys, and that
-brings no value (Xiao et al., arXiv 2309.17453; gpt-oss): it is part of the LSE. With p = exp(sink - LSE) its gradient
-is -p delta, summed over rows, where delta = rowsum(dO O) - dLSE.
+This file has the schema, the fake and autograd rules, and the reference math on any device (`_attention_math_fwd` and
+`_attention_math_bwd`, with O(Sq * Sk) memory). The kernels are called in src/ops/attention_ops.cpp. The LSE has
+gradients.
 
-Packed sequences are one batch, (1, H, T, D): rows cu_q[i] to cu_q[i + 1] are those of sequence i, keys likewise, of
-which only the first used_k[i] count where that is given (no gradients then). Rows and keys of no sequence lie ahead of
-the first one or behind the last one. Nothing that they hold is read, neither in operands nor in what a backward gets.
+If `softcap` is not 0, scores become softcap * tanh(score / softcap) (Gemma 2, arXiv 2408.00118), before masking. The
+visible keys of query i are those from i + diagonal - left to i + diagonal + right; a bound of -1 stands for no bound.
+The diagonal is Sk - Sq for alignment to the bottom right, else 0. A sink is one logit of a head. The sum of each row
+has the sink in addition to the keys, and the sink has no value (Xiao et al., arXiv 2309.17453; gpt-oss). The LSE
+includes the sink. With p = exp(sink - LSE), the gradient of the sink is -p delta, summed over rows, where delta =
+rowsum(dO O) - dLSE.
+
+Packed sequences are one batch (1, H, T, D). Rows cu_q[i] to cu_q[i + 1] belong to sequence i, and keys cu_k[i] to
+cu_k[i + 1]. If `used_k` is given, only the first used_k[i] keys are visible (no gradients then). Rows and keys outside
+of all sequences lie before the first sequence or after the last sequence. The contents there are never read, neither in
+operands nor in the inputs of the backward.
 """
 
 from __future__ import annotations
@@ -26,9 +30,11 @@ from . import reference
 from .sdpa import empty_results, mathematics, not_twice
 
 _WINDOW = "int left, int right, bool bottom_right, float softcap, float? scale"
-# 1 and any size: kernels by kind, see Problem of src/core/call_facts.h; else only ones of few rows look at them.
+# num_splits=1 and any fixed_split_size select batch-invariant kernels (`Problem::by_kind` in src/core/call_facts.h).
+# Other values have an effect in decode kernels only.
 SPLITS = "int num_splits=0, int fixed_split_size=0"
-# For kernels, not for mathematics: of varlen_plan.py, and tracing.mode_of_block().
+# Arguments for kernels, unused by the reference math: the plan of varlen_plan.py, and the result of
+# tracing.mode_of_block().
 _KERNELS = ", Tensor? plan=None, SymInt plan_key=0, int block_mode=0"
 NO_PLAN = (None, 0)
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
@@ -61,23 +67,25 @@ namespace = torch.ops.torch_flashplug
 
 
 class Window(NamedTuple):
+    """Sliding window: numbers of visible keys before and after a query's own key. -1 stands for no bound."""
+
     left: int = -1
     right: int = -1
     bottom_right: bool = True
 
     def seen(self, Sq: int, Sk: int, device: torch.device) -> Tensor:
-        """(Sq, Sk) bool."""
+        """Return the window as a bool mask (Sq, Sk), True for visible keys."""
         own = torch.arange(Sq, device=device).unsqueeze(1) + (Sk - Sq if self.bottom_right else 0)
         behind = torch.arange(Sk, device=device) - own
         return self.inside(behind, Sq + Sk)
 
     def inside(self, behind: Tensor, all_keys: int) -> Tensor:
-        """behind: how far keys are behind a query's own."""
+        """Return a bool tensor, True for visible keys. `behind` is the distance from a query's own key to a key."""
         left, right = (bound if bound >= 0 else all_keys for bound in (self.left, self.right))
         return (behind >= -left) & (behind <= right)
 
     def seen_on_end(self, on_end: OnEnd, rows: int, keys: int) -> Tensor:
-        """(rows, keys) bool, of sequences on end."""
+        """Return the window within packed sequences as a bool mask (rows, keys)."""
         cu_q, cu_k, _ = on_end
         (of_row, row), (of_key, key) = (_places(cu, size) for cu, size in ((cu_q, rows), (cu_k, keys)))
         if len(cu_q) == 1:
@@ -89,7 +97,7 @@ class Window(NamedTuple):
 
 
 class OnEnd(NamedTuple):
-    """Where the packed sequences of a batch begin and end."""
+    """Cumulative lengths of packed sequences, and the KV lengths."""
 
     cu_q: Tensor  # (sequences + 1,) int32
     cu_k: Tensor
@@ -100,18 +108,21 @@ class OnEnd(NamedTuple):
         return self.cu_k.diff() if self.used_k is None else torch.minimum(self.cu_k.diff(), self.used_k)
 
     def rows_that_count(self, rows: int) -> Tensor:
-        """Return (rows,) bool: which rows belong to a sequence. Reads no value on the host."""
+        """Return (rows,) bool, True for rows of a sequence. Reads no value on the host."""
         number = torch.arange(rows, device=self.cu_q.device)
         return (self.cu_q[0] <= number) & (number < self.cu_q[-1])
 
     def keys_that_count(self, keys: int) -> Tensor:
         sequence, key = _places(self.cu_k, keys)
-        used = torch.cat((self.used, self.used.new_zeros(1)))  # of those of none
+        used = torch.cat((self.used, self.used.new_zeros(1)))  # 0 keys for the rows outside of all sequences
         return (sequence < len(self.cu_k) - 1) & (key < used[sequence])
 
 
 def _places(cu: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Of each row the number of its sequence, of those of none as many as there are; and its number there."""
+    """Return the sequence of each row, and the position of the row in the sequence.
+
+    A row outside of all sequences gets the number of sequences as sequence index.
+    """
     number, starts = torch.arange(size, device=cu.device), cu.long()
     sequence = torch.searchsorted(starts[1:].contiguous(), number, right=True)
     sequence = torch.where(number < starts[0], len(cu) - 1, sequence)
@@ -138,9 +149,9 @@ class BackwardArgs(NamedTuple):
     wants_delta: bool
     num_splits: int = 0
     fixed_split_size: int = 0
-    plan: Tensor | None = None  # as of the forward
+    plan: Tensor | None = None  # the plan passed to the forward
     plan_key: int = 0
-    mode: int = 0  # likewise
+    mode: int = 0  # the mode passed to the forward
 
     @property
     def seen(self) -> Tensor:
@@ -160,20 +171,20 @@ def _backward_fake(*args) -> tuple[Tensor, ...]:
     return (*map(torch.empty_like, a.operands), a.lse.new_empty(a.lse.shape if a.wants_delta else (0,)))
 
 
-# ---- mathematics ----
+# ---- reference math ----
 
 
 def _seen(query: Tensor, key: Tensor, on_end: OnEnd | None, window: Window) -> Tensor:
-    """(Sq, Sk) bool."""
+    """Return the bool mask (Sq, Sk) of a window, within packed sequences if `on_end` is given."""
     if on_end is None:
         return window.seen(query.shape[2], key.shape[2], query.device)
     return window.seen_on_end(on_end, query.shape[2], key.shape[2])
 
 
 def _that_count(on_end: OnEnd | None, rows: Tensor, *keys: Tensor) -> tuple[Tensor, ...]:
-    """Return rows and keys with zeros where they belong to no sequence.
+    """Return rows and keys with zeros outside of all sequences.
 
-    There they may be NaN or infinite, and matrix products would spread that.
+    The contents there may be NaN or infinite, and matrix products would spread such values.
     """
     if on_end is None:
         return rows, *keys
@@ -183,18 +194,18 @@ def _that_count(on_end: OnEnd | None, rows: Tensor, *keys: Tensor) -> tuple[Tens
 
 
 class _Rows(NamedTuple):
-    """What a backward reads of each query row beside the query itself."""
+    """Inputs of a backward for each query row, except the query."""
 
     grad_out: Tensor  # (B, Hq, Sq, Dv)
-    out: Tensor  # likewise
+    out: Tensor  # (B, Hq, Sq, Dv)
     lse: Tensor  # (B, Hq, Sq)
-    grad_lse: Tensor | None  # likewise
+    grad_lse: Tensor | None  # (B, Hq, Sq)
 
     def of_sequences(self, on_end: OnEnd | None) -> _Rows:
-        """Return these with neutral values where rows belong to no sequence.
+        """Return the inputs with neutral values in rows outside of all sequences.
 
-        There all of them may be NaN or infinite. An LSE of -inf stands for a row without probabilities, whose sink
-        has no share either.
+        The contents of such rows may be NaN or infinite. An LSE of -inf stands for a row without probabilities, in
+        which the sink has no share either.
         """
         if on_end is None:
             return self
@@ -205,7 +216,7 @@ class _Rows(NamedTuple):
 
 
 def check_lengths(query: Tensor, given: tuple[Tensor | None, Tensor | None, Tensor | None]) -> OnEnd | None:
-    """Of what the host knows."""
+    """Check the lengths of packed sequences, as far as the host knows, and return `OnEnd` or None."""
     if all(x is None for x in given):
         return None
     cu_q, cu_k, used_k = given
@@ -213,29 +224,32 @@ def check_lengths(query: Tensor, given: tuple[Tensor | None, Tensor | None, Tens
     torch._check(
         cu_q is not None and cu_k is not None and all(x.dim() == 1 and x.dtype == torch.int32 for x in numbers)
         and len(cu_q) == len(cu_k) > 0 and (used_k is None or len(used_k) == len(cu_q) - 1) and query.shape[0] == 1,
-        lambda: "sequences on end are one batch, with cu_q and cu_k (sequences + 1,), used_k (sequences,), of int32",
+        lambda: "attention_fwd: packed sequences must be one batch, with cu_q and cu_k (sequences + 1,) and used_k "
+        "(sequences,) of int32.",
     )  # fmt: skip
     return OnEnd(*given)
 
 
 def check(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, window: Window) -> None:
-    """RuntimeError where the ops have no meaning. Reads sizes: for real tensors only."""
+    """Raise RuntimeError if the arguments do not fit together. Reads sizes, hence for real tensors only."""
     shapes = tuple(tuple(x.shape) for x in (query, key, value))
     torch._check(
         all(len(shape) == 4 for shape in shapes) and bindings.shapes_fit(shapes, enable_gqa=True),
-        lambda: "query, key and value are {}, {} and {}; give (B, Hq, Sq, D), (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv), "
-        "Hq a multiple of Hkv".format(*shapes),
+        lambda: "attention_fwd: query, key and value must have shapes (B, Hq, Sq, D), (B, Hkv, Sk, D) and "
+        "(B, Hkv, Sk, Dv), Hq a multiple of Hkv, but got {}, {} and {}.".format(*shapes),
     )
     torch._check(
         query.dtype == key.dtype == value.dtype and query.dtype.is_floating_point,
-        lambda: f"query, key and value are {query.dtype}, {key.dtype} and {value.dtype}; give one floating-point dtype",
+        lambda: "attention_fwd: query, key and value must have one floating-point dtype, "
+        f"but got {query.dtype}, {key.dtype} and {value.dtype}.",
     )
     torch._check(
         sinks is None or sinks.shape == query.shape[1:2],
-        lambda: f"sinks are {tuple(sinks.shape)}; give (Hq,) = ({query.shape[1]},)",
+        lambda: f"attention_fwd: sinks must have shape (Hq,) = ({query.shape[1]},), but got {tuple(sinks.shape)}.",
     )
     torch._check(
-        min(window[:2]) >= -1, lambda: f"a window {tuple(window[:2])} has bounds from -1 (none) on"
+        min(window[:2]) >= -1,
+        lambda: f"attention_fwd: left and right must be -1 (no bound) or above, but got {tuple(window[:2])}.",
     )
 
 
@@ -243,13 +257,20 @@ def check(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, windo
 def _math_forward(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, *more: Tensor | int | float | None
 ) -> tuple[Tensor, Tensor]:
-    """more: of OnEnd, of Window, the softcap and the scale; splits, a plan and a mode, which are kernels'."""
+    """Compute the output and the LSE of attention_fwd.
+
+    `more` has the fields of OnEnd and of Window, the softcap and the scale. Splits, plan and mode may follow; these are
+    for kernels.
+    """
     lengths, (*bounds, softcap, scale) = more[:3], more[3:8]
     window = Window(*bounds)
     check(query, key, value, sinks, window)
     on_end = check_lengths(query, lengths)
     query, key, value = _that_count(on_end, query, key, value)
-    torch._check(0.0 <= softcap < math.inf, lambda: f"softcap is {softcap}; give a cap, or 0 for none")
+    torch._check(
+        0.0 <= softcap < math.inf,
+        lambda: f"attention_fwd: softcap must be finite, 0 (no softcap) or above, but got {softcap}.",
+    )
     seen = _seen(query, key, on_end, window)
     s = reference.scores_of(query, key, value, scale).capped(softcap).where(seen)
     probabilities, lse = s.softmax()
@@ -299,7 +320,8 @@ def _backward(ctx, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple:
     unasked = (None,) * (3 + len(ctx.settings) + 3)
     if ctx.some_keys:
         raise RuntimeError(
-            "attention with seqused_k has no gradient; call it under torch.no_grad(), or give lengths that all count"
+            "attention: gradients are not supported with seqused_k. "
+            "Call attention() under torch.no_grad(), or pass cu_seqlens_k with the lengths of all visible keys."
         )
     if grad_out is None and grad_lse is None:
         return None, None, None, None, *unasked
@@ -308,15 +330,15 @@ def _backward(ctx, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple:
     *window, splits, split_size = ctx.settings
     kernels = (splits, split_size, plan, ctx.plan_key, ctx.mode)
     dq, dk, dv, delta = namespace.attention_bwd(*tensors, *window, of_sinks and cu_q is None, *kernels)
-    if of_sinks and cu_q is not None:  # kernels leave delta by sequences, not by rows
+    if of_sinks and cu_q is not None:  # kernels store delta by sequence, not by row
         delta, lse = _delta(_Rows(grad_out, out, lse, grad_lse), OnEnd(cu_q, cu_k))
     return dq, dk, dv, _of_sinks(sinks, lse, delta) if of_sinks else None, *unasked
 
 
 def _delta(rows: _Rows, on_end: OnEnd) -> tuple[Tensor, Tensor]:
-    """Return delta = rowsum(dO O) - dLSE and the LSE, 0 and -inf where rows belong to no sequence.
+    """Return delta = rowsum(dO O) - dLSE and the LSE, with 0 and -inf in rows outside of all sequences.
 
-    Delta is masked after the sum, which costs less than to mask dO and O. Such rows may hold NaN.
+    Rows outside of all sequences may hold NaN. Delta is masked after the sum, because masking dO and O costs more.
     """
     mine = on_end.rows_that_count(rows.lse.shape[2])
     delta = (rows.grad_out.to(rows.lse.dtype) * rows.out.to(rows.lse.dtype)).sum(-1)

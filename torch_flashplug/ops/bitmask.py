@@ -1,4 +1,4 @@
-"""Bits of scores as kernels read them (kernels/parts/scores/words.py), packed on their device: nothing synchronises."""
+"""Bitmasks in the format of kernels (kernels/parts/scores/words.py), packed on the device of the mask without waits."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from ..registry.mask_layout import BITS, THREADS, TILE
 
 
 def words(bits: Tensor) -> Tensor:
-    """Of (..., R, C) bool, int32 (..., ceil(R / 64), ceil(C / 64) + 1, 128): the orientation `rows`; of the transposed
-    bits, `columns`.
+    """Pack bool (..., R, C) into a bitmask, int32 (..., ceil(R / 64), ceil(C / 64) + 1, 128).
+
+    The result is the orientation `rows` of the kernels. For the transposed bits, the result is `columns`.
     """
     R, C = bits.shape[-2:]
     rows, columns = -(-R // TILE), -(-C // TILE) + 1
@@ -23,7 +24,7 @@ def words(bits: Tensor) -> Tensor:
 
 
 def bits(words: Tensor, R: int, C: int) -> Tensor:
-    """The (..., R, C) bool that `words` were made of."""
+    """Unpack a bitmask made by `words()` into bool (..., R, C)."""
     *planes, rows, columns, _ = words.shape
     ordered = (words.unsqueeze(-1) >> torch.arange(BITS, dtype=torch.int32, device=words.device)) & 1
     places = ordered.view(-1, rows, columns, 4, 8, 4, 8, 2, 2).permute(0, 1, 3, 8, 4, 2, 6, 5, 7)

@@ -1,6 +1,9 @@
-"""FlexAttention's BlockMask as kernels read it: lists of blocks and words (mask_preprocess_reference.py), made in plain
-torch on the mask's device, once for each mask. Only its blocks that hide something are looked into: nothing of Sq * Sk
-is made but a bit a score, two where gradients are wanted.
+"""Preprocessing of FlexAttention's BlockMask: block-sparse lists and a bitmask in the format of kernels
+(mask_preprocess_reference.py).
+
+The work is done once for each mask, in plain torch on the device of the mask. Only blocks with
+masked scores are evaluated: partial blocks, and full blocks beyond the last query or key. No tensor of Sq * Sk elements
+is created except the bitmask: 1 bit for each score, or 2 bits if gradients are needed.
 """
 
 from __future__ import annotations
@@ -19,33 +22,39 @@ from ..registry.mask_layout import KIND, MASKED, NONE, THREADS, TILE, WHOLE
 from . import mask_preprocess_reference
 from .bitmask import words
 
-_AT_ONCE = 2048  # tiles of scores whose bits are asked for at once: 8 M of them
-_MOST_HELD = 1000  # things that a mask_mod holds: more take longer to look at than the mask
+_AT_ONCE = 2048  # tiles of scores evaluated in one call of mask_mod: 8 M scores
+_MOST_HELD = 1000  # objects held by a mask_mod; comparing more objects would take longer than reading the mask
 _NOTHING_INSIDE = (Tensor, int, float, str, types.NoneType, type, types.ModuleType, torch.dtype, torch.device)
 _OF_OBJECTS = {"__dict__", "__weakref__"}
 _WANTED = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices", "BLOCK_SIZE", "seq_lengths")
 
 
 class BlockLists(NamedTuple):
-    """What attention(block_mask=) takes in the place of a BlockMask that it has looked at before; inside of
-    torch.compile it takes nothing else.
+    """Preprocessed BlockMask: the result of `block_lists()`, for the argument `block_mask` of `attention()`.
+
+    Inside of torch.compile, `attention()` takes a BlockLists only, no BlockMask.
     """
 
-    digest: Tensor  # (B or 1, Hq or 1, n) int32
+    digest: Tensor  # (B or 1, Hq or 1, n) int32: the mask metadata (block states, lists and the bitmask)
     Sq: int
     Sk: int
-    gradients: bool  # whether backwards can read it, too
-    tall: float = 1.0  # work of tiles of TALL queries over that of others: what is seen of both lines they have to see
+    gradients: bool  # True if `digest` has the parts read by backward kernels
+    # Work of tiles of `TALL` query rows over the work of the usual tiles. A block of `TALL` query rows lies in two rows
+    # of usual blocks, and must visit each block visible in either row.
+    tall: float = 1.0
 
 
 class _Lists(NamedTuple):
-    """Of (P, rows of blocks): how many blocks are listed, and (P, rows of blocks, room) which."""
+    """Lists of blocks for each row of blocks: `count` (P, rows) and `index` (P, rows, capacity).
+
+    P is the number of planes, where a plane is one (batch, head) pair of the mask.
+    """
 
     count: Tensor
     index: Tensor
 
     def on_grid(self, columns: int, state: int) -> Tensor:
-        """(P, rows, columns): that state where a block is listed, else NONE. Numbers of none are left out."""
+        """Return (P, rows, columns): `state` for listed blocks, else `NONE`. Indices out of range are skipped."""
         listed = torch.arange(self.index.shape[-1], device=self.index.device) < self.count.unsqueeze(-1)
         listed = listed & (self.index >= 0) & (self.index < columns)
         found = torch.zeros(*self.index.shape[:2], columns + 1, dtype=torch.int8, device=self.index.device)
@@ -53,10 +62,12 @@ class _Lists(NamedTuple):
 
 
 class _Looked(NamedTuple):
-    """At what lists were made of; kept, so that nothing else can be found at its address."""
+    """Fingerprint of a mask. The parts are kept alive, so that no later object can have the address of a part."""
 
     parts: tuple[object, ...]
-    written: tuple[int | object, ...]  # how often each was; of what does not tell, like nothing else
+    written: tuple[
+        int | object, ...
+    ]  # number of writes to each part; a unique object for a tensor without a version counter
 
     @classmethod
     def at(cls, block_mask: object) -> _Looked:
@@ -78,8 +89,10 @@ def _version(x: object) -> int | object:
 
 
 def _held(mask_mod: object) -> list[object]:
-    """What a function may read of its surroundings but globals, each thing once: closures, arguments of partials,
-    defaults, what lies in tuples, lists and dicts, and attributes of objects. Up to one more than _MOST_HELD.
+    """Return all objects reachable from a function, except globals, each object once.
+
+    Reachable are closures, arguments of partials, defaults, items of tuples, lists and dicts, and attributes of
+    objects. The search ends after `_MOST_HELD` + 1 objects.
     """
     found, waiting, known = [], [mask_mod], set()
     while waiting and len(found) <= _MOST_HELD:
@@ -122,24 +135,37 @@ _known: weakref.WeakKeyDictionary[object, tuple[_Looked, BlockLists]] = weakref.
 
 
 def block_lists(block_mask: object, *, gradients: bool = True) -> BlockLists:
-    """Of a torch.nn.attention.flex_attention.BlockMask, (B or 1, Hq or 1, Sq, Sk), with blocks of multiples of 64
-    queries and keys: its lists, and what its mask_mod says of blocks that are listed as partial. It takes
-    Sq * Sk / 8 bytes for each of its planes, with gradients twice as many. Waits for the device; a mask that was looked
-    at is known again as long as its tensors, and what its mask_mod holds, are not written to: closures, defaults, what
-    lies in tuples, lists, dicts and objects there, up to 1000 things. A mask that holds more is looked at every time,
-    one with tensors of inference mode too; globals that a mask_mod reads are never. Raises TypeError, ValueError.
+    """Preprocess a BlockMask for `attention()`: read the lists of blocks and evaluate `mask_mod` in partial blocks.
+
+    The result takes Sq * Sk / 8 bytes for each batch and head of the mask, and twice as much with gradients. The call
+    waits for the device. A preprocessed mask is recognized again, without work, as long as nobody writes to the tensors
+    of the mask or to objects held by `mask_mod`: closures, defaults, and items of tuples, lists, dicts and objects
+    inside, up to 1000 objects. A mask with more objects, or with tensors of inference mode, is preprocessed in every
+    call. Changes of globals read by `mask_mod` are never noticed.
+
+    Args:
+        block_mask (BlockMask): A mask of torch.nn.attention.flex_attention, (B or 1, Hq or 1, Sq, Sk), with blocks of
+            multiples of 64 queries and 64 keys.
+        gradients (bool): Also make the parts read by backward kernels.
+
+    Returns:
+        The preprocessed mask, for the argument `block_mask` of `attention()`.
+
+    Raises:
+        TypeError: `block_mask` is no BlockMask.
+        ValueError: The sizes of the mask or of the blocks are unsupported.
     """
     missing = [name for name in _WANTED if not hasattr(block_mask, name)]
     if missing:
         raise TypeError(
-            f"attention: block_mask is {type(block_mask).__name__} and has no {', '.join(missing)}; "
-            "give a BlockMask of torch.nn.attention.flex_attention"
+            "attention: block_mask must be a BlockMask of torch.nn.attention.flex_attention, "
+            f"but got {type(block_mask).__name__} without {', '.join(missing)}."
         )
     looked = _Looked.at(block_mask)
     before, found = _known.get(block_mask, (None, None))
     if before is not None and looked.is_as(before) and (found.gradients or not gradients):
         return found
-    with torch.inference_mode(False), torch.no_grad():  # what is kept may meet gradients later
+    with torch.inference_mode(False), torch.no_grad():  # later calls with gradients may use the kept tensors
         made = _made(block_mask, gradients)
     _known[block_mask] = (looked, made)
     return made
@@ -148,16 +174,21 @@ def block_lists(block_mask: object, *, gradients: bool = True) -> BlockLists:
 def _made(block_mask: object, gradients: bool) -> BlockLists:
     (Sq, Sk), (of_q, of_k) = block_mask.seq_lengths, block_mask.BLOCK_SIZE
     if of_q % TILE or of_k % TILE:
-        raise ValueError(f"attention: blocks of block_mask are {of_q} x {of_k}; give multiples of {TILE}")
+        raise ValueError(f"attention: block_mask must have blocks of multiples of {TILE}, but got {of_q} x {of_k}.")
     *planes, rows = block_mask.kv_num_blocks.shape
     planes = [*(1,) * (2 - len(planes)), *planes]
     if len(planes) != 2 or min(Sq, Sk) < 1:
-        raise ValueError(f"attention: block_mask is {(*planes, Sq, Sk)}; give (B or 1, Hq or 1, Sq, Sk), none of it 0")
+        raise ValueError(
+            f"attention: block_mask must have shape (B or 1, Hq or 1, Sq, Sk) without a 0, but got {(*planes, Sq, Sk)}."
+        )
     P, numbers = planes[0] * planes[1], mask_preprocess_reference.numbers_of(Sq, Sq, Sk, gradients=gradients)
     if any(
         found > most for found, most in zip((numbers, P * numbers), mask_preprocess_reference.MOST_NUMBERS, strict=True)
     ):
-        raise ValueError(f"attention: block_mask {(*planes, Sq, Sk)} has more scores than kernels count; give one head")
+        raise ValueError(
+            "attention: block_mask must have no more scores than kernels can count (2^31 - 1 numbers of metadata for "
+            f"each head, 2^32 - 1 in total), but got {(*planes, Sq, Sk)}. Pass a mask with one head."
+        )
     pairs = ((block_mask.kv_num_blocks, block_mask.kv_indices, MASKED),
              (block_mask.full_kv_num_blocks, block_mask.full_kv_indices, WHOLE))  # fmt: skip
     grid = torch.zeros(P, rows, -(-Sk // of_k), dtype=torch.int8, device=block_mask.kv_indices.device)
@@ -168,14 +199,16 @@ def _made(block_mask: object, gradients: bool) -> BlockLists:
     M, N = -(-Sq // TILE), -(-Sk // TILE)
     tiles = grid.repeat_interleave(of_q // TILE, 1).repeat_interleave(of_k // TILE, 2)[:, :M, :N]
     if tiles.shape[1:] != (M, N):
-        raise ValueError(f"attention: block_mask lists {rows} rows of {of_q} queries, and has {Sq} queries")
+        raise ValueError(
+            f"attention: block_mask must list blocks for all {Sq} queries, but got {rows} rows of {of_q} queries."
+        )
     seen = _Seen(getattr(block_mask, "mask_mod", None), planes[1], Sq, Sk)
     digest, tall = _digest(tiles, seen, gradients)
     return BlockLists(digest.view(*planes, numbers), Sq, Sk, gradients, tall)
 
 
 class _Seen(NamedTuple):
-    """Which scores of tiles are seen."""
+    """Evaluation of a mask_mod: visible scores of single tiles."""
 
     mask_mod: Callable | None
     heads: int
@@ -183,7 +216,12 @@ class _Seen(NamedTuple):
     Sk: int
 
     def of(self, at: Tensor, whole: Tensor) -> Tensor:
-        """(n, TILE, TILE) bool. at: (n, 3), plane and tile; whole: (n,), whether all that exists is seen."""
+        """Return the visible scores of n tiles as (n, TILE, TILE) bool.
+
+        Args:
+            at: (n, 3), plane, tile row and tile column.
+            whole: (n,) bool, True for a tile of a full block: all existing scores are visible.
+        """
         plane, m, n = at.unbind(1)
         places = torch.arange(TILE, device=at.device)
         row, column = (x.unsqueeze(1) * TILE + places for x in (m, n))
@@ -198,7 +236,7 @@ class _Seen(NamedTuple):
 
 
 def _digest(tiles: Tensor, seen: _Seen, gradients: bool) -> tuple[Tensor, float]:
-    """Of (P, M, N) states of tiles of TILE x TILE scores; and the work of tall tiles over that of others."""
+    """Return the metadata for states (P, M, N) of TILE x TILE tiles, and the relative work of tiles of `TALL` rows."""
     P, M, N = tiles.shape
     some, every = tiles != NONE, tiles == WHOLE
     uncertain = (tiles == MASKED) | (every & _crosses(tiles, seen))
@@ -209,14 +247,14 @@ def _digest(tiles: Tensor, seen: _Seen, gradients: bool) -> tuple[Tensor, float]
         columns[:, :, :M][every.mT] = -1
     for at in uncertain.nonzero().split(_AT_ONCE):
         if not len(at):
-            break  # of none there is one part, and vmap has no batch of 0
+            break  # split() of an empty tensor yields one empty part, and vmap takes no batch of 0
         plane, m, n = at.unbind(1)
         bits = seen.of(at, every[plane, m, n])
         rows[plane, m, n] = words(bits)[:, 0, 0]
         if gradients:
             columns[plane, n, m] = words(bits.mT)[:, 0, 0]
         some[plane, m, n] = bits.flatten(1).any(1)
-        asked = m.unsqueeze(1) * TILE + torch.arange(TILE, device=at.device) >= seen.Sq  # rows that do not exist: not
+        asked = m.unsqueeze(1) * TILE + torch.arange(TILE, device=at.device) >= seen.Sq  # rows beyond Sq
         every[plane, m, n] = (bits.all(2) | asked).all(1)
     states = _states(some, every)
     made = mask_preprocess_reference.of_forwards(states, states, seen.Sq, rows)
@@ -228,20 +266,20 @@ def _digest(tiles: Tensor, seen: _Seen, gradients: bool) -> tuple[Tensor, float]
 
 
 def _crosses(tiles: Tensor, seen: _Seen) -> Tensor:
-    """Whether a tile goes beyond the last query or key, (M, N)."""
+    """Return (M, N) bool: True for a tile beyond the last query or key."""
     M, N = tiles.shape[1:]
     end = [(torch.arange(1, count + 1, device=tiles.device) * TILE) for count in (M, N)]
     return (end[0] > seen.Sq).unsqueeze(1) | (end[1] > seen.Sk)
 
 
 def _states(some: Tensor, every: Tensor) -> Tensor:
-    """Of listed blocks, int32, of those of tiles (P, M, N): as digested.states() finds them."""
+    """Return the int32 states of LISTED x LISTED blocks from flags of tiles (P, M, N), as `digested.states()` does."""
     parts = LISTED // TILE
     M, N = (-(-size // parts) * parts for size in some.shape[1:])
     blocks = []
     for x, rows_beyond in ((some, False), (every, True)):
         padded = x.new_full((len(x), M, N), rows_beyond)
-        padded[:, :, some.shape[2] :] = False  # keys that do not exist are hidden, rows that do not are not asked
+        padded[:, :, some.shape[2] :] = False  # keys beyond Sk are masked out, rows beyond Sq do not count
         padded[:, some.shape[1] :] = rows_beyond
         padded[:, : some.shape[1], : some.shape[2]] = x
         blocks.append(padded.view(len(x), M // parts, parts, N // parts, parts).permute(0, 1, 3, 2, 4))

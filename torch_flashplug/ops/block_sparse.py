@@ -1,9 +1,11 @@
-"""The ops torch_flashplug::listed_fwd and listed_bwd: block-sparse attention (FlashAttention, arXiv 2205.14135, section
-3.3) by lists of blocks that were made ahead of the call (block_mask.py). Schema, fake, autograd, and their mathematics
-on any device (_listed_math_fwd and _bwd, whose memory is O(Sq * Sk)); kernels are called in src/ops/attention_ops.cpp,
-those of masks, which one by `tall`, the work of tiles of TALL rows over that of others. Their backward knows no
-gradient of the
-LSE: that is made of two more calls.
+"""The ops torch_flashplug::listed_fwd and listed_bwd: attention by block-sparse lists.
+
+Block-sparse attention is that of FlashAttention (arXiv 2205.14135, section 3.3). The lists are made before the call
+(block_mask.py). This file has the schema, the fake and autograd rules, and the reference math on any device
+(`_listed_math_fwd` and `_listed_math_bwd`, with O(Sq * Sk) memory). The kernels, called in src/ops/attention_ops.cpp,
+are those for bool masks. The argument `tall`, the work of tiles of `TALL` query rows over the work of the usual tiles,
+selects the kernel. The backward op takes no gradient of the LSE; autograd computes the gradients of the LSE by two
+further calls.
 """
 
 from __future__ import annotations
@@ -30,16 +32,16 @@ for _name, _more in (("listed_bwd", ", int block_mode=0"), ("_listed_math_bwd", 
     _library.define(f"{_name}({_BACKWARD}{_more}) -> (Tensor dq, Tensor dk, Tensor dv)", tags=_TAGS)
 
 _ANYWHERE = "CompositeExplicitAutograd"
-HALF_OF_FP16 = 2.0**15  # of its largest numbers
+HALF_OF_FP16 = 2.0**15  # half of the largest numbers of fp16
 namespace = torch.ops.torch_flashplug
 
 
 def _scores(
     query: Tensor, key: Tensor, value: Tensor, digest: Tensor, scale: float | None
 ) -> tuple[reference.Scores, Tensor]:
-    """Return the masked scores, and what is seen, bool (B or 1, Hq or 1, Sq, Sk).
+    """Return the masked scores, and the mask as bool (B or 1, Hq or 1, Sq, Sk), True for visible scores.
 
-    Products need the latter, too: rows and keys of blocks that no list names may hold NaN, which kernels do not read.
+    Matrix products need the mask, too: rows and keys of unlisted blocks may hold NaN, and kernels never read these.
     """
     check(query, key, digest)
     seen = mask_preprocess_reference.seen(digest, query.shape[2], key.shape[2])
@@ -47,14 +49,14 @@ def _scores(
 
 
 def check(query: Tensor, key: Tensor, digest: Tensor) -> None:
-    """RuntimeError where lists are none of this call. Reads sizes: for real tensors only."""
+    """Raise RuntimeError if the lists belong to a different call. Reads sizes, hence for real tensors only."""
     Sq, Sk = query.shape[2], key.shape[2]
     numbers = [mask_preprocess_reference.numbers_of(Sq, Sq, Sk, gradients=gradients) for gradients in (False, True)]
     torch._check(
         digest.dtype == torch.int32 and digest.dim() == 3 and digest.shape[0] in (1, query.shape[0])
         and digest.shape[1] in (1, query.shape[1]) and digest.shape[2] in numbers,
-        lambda: f"lists of blocks are {digest.dtype} {tuple(digest.shape)}; of this call they are int32 "
-        f"(B or 1, Hq or 1, {numbers[0]} or {numbers[1]})",
+        lambda: f"listed_fwd: digest must be int32 (B or 1, Hq or 1, {numbers[0]} or {numbers[1]}), "
+        f"but got {digest.dtype} {tuple(digest.shape)}.",
     )  # fmt: skip
 
 
@@ -108,8 +110,10 @@ def _backward(ctx, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple:
 def _of_lse(
     ctx, grad_lse: Tensor, query: Tensor, key: Tensor, digest: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return dQ and dK of dS = P dLSE: dQ = scale dLSE P K, an output whose values are the keys, and
-    dK = scale P^T (dLSE Q), such an output's dV. Where a row sees no key P is 0, whatever dLSE and Q are.
+    """Return dQ and dK of the LSE, from dS = P dLSE.
+
+    dQ = scale dLSE P K is the output of attention with the keys as values. dK = scale P^T (dLSE Q) is the dV of the
+    same attention. In a row without visible keys, P is 0 for any dLSE and Q.
     """
     scale = query.shape[3] ** -0.5 if ctx.scale is None else ctx.scale
     none = (lse == -math.inf).unsqueeze(-1)
@@ -124,8 +128,10 @@ def _of_lse(
 
 
 def _unit(grad_lse: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """(B, Hkv, 1, 1): by which dLSE is divided on its way through fp16, so that neither its products with Q nor their
-    sums over rows leave that range; a KV head's own, lest one of another size, or NaN, reaches it.
+    """Return the divisor of dLSE for the computation in fp16, (B, Hkv, 1, 1).
+
+    With the divisor, neither products of dLSE and Q nor sums of products over rows exceed the range of fp16. Each KV
+    head has a divisor, so that large values or NaN in a different head have no influence.
     """
     of_heads = [x.abs().unflatten(1, (key.shape[1], -1)).flatten(2) for x in (grad_lse, query.to(grad_lse.dtype))]
     weights, queries = (x.amax(2) for x in of_heads)

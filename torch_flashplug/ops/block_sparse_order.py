@@ -1,5 +1,6 @@
-"""What kernels read beside the lists of a block-sparse call (kernels/tiling/block_sparse.py), made from FlexAttention's
-own tensors on their device: nothing synchronises.
+"""Accumulation ranks of block-sparse lists, for kernels (kernels/tiling/block_sparse.py).
+
+The ranks are computed from FlexAttention's tensors on the device of the tensors, without waiting for the host.
 """
 
 from __future__ import annotations
@@ -11,14 +12,20 @@ from ..registry.kernel_spec import LISTED, SHARE
 
 
 def turns(lists: list[tuple[Tensor, Tensor]], Sq: int, Sk: int) -> list[Tensor]:
-    """For the ordered backward: of each entry, how many SHAREs of later keys list the same block of queries.
+    """Return the accumulation rank of each list entry, for the deterministic backward.
 
-    lists: (count (..., N), index (..., N, C)) of masked blocks, and of whole ones: the blocks of queries of each of N
-    blocks of keys, none twice. What a list is padded with must be a block, too; its turns mean nothing.
+    The rank of an entry is the number of `SHARE`s of later keys for which the same block of queries is listed.
+
+    Args:
+        lists: Pairs of count (..., N) and index (..., N, C), for partial blocks and for full blocks. A list has the
+            blocks of queries of one of N blocks of keys, without duplicates. The padding of a list must consist of
+            valid block indices; the ranks of padding are meaningless.
+        Sq: Number of queries.
+        Sk: Number of keys.
     """
     shape, device = lists[0][1].shape, lists[0][1].device
     first_key = torch.arange(shape[-2], device=device)[:, None] * LISTED
-    shares = ((Sk - first_key + SHARE - 1) // SHARE).clamp(0, LISTED // SHARE).int()  # of each block of keys
+    shares = ((Sk - first_key + SHARE - 1) // SHARE).clamp(0, LISTED // SHARE).int()  # SHAREs of each block of keys
     seen = torch.zeros(*shape[:-1], -(-Sq // LISTED), dtype=torch.int32, device=device)
     for count, index in lists:
         listed = torch.arange(index.shape[-1], device=device) < count[..., None]

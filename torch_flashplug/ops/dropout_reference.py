@@ -1,7 +1,7 @@
-"""Which scores dropout keeps, from a seed and the scores' places alone: in plain torch what kernels draw
-(kernels/parts/scores/dropout.py, which says how and why). Nothing synchronises.
+"""Reference of the dropout mask in plain torch: the scores kept by kernels, from a seed and the positions of scores.
 
-Numbers of 32 bits are int64 here, whose products wrap and lose nothing that is asked for.
+The kernels draw the same bits (kernels/parts/scores/dropout.py, which explains the method). The host waits for nothing.
+Numbers of 32 bits are int64 here. Products of int64 wrap, and the requested low bits stay correct.
 """
 
 from __future__ import annotations
@@ -11,37 +11,39 @@ import ctypes
 import torch
 from torch import Tensor
 
-ROUNDS, DIGITS, BITS = 10, 8, 32  # of Philox4x32; binary digits of a draw, one word each; of a word
+# Rounds of Philox4x32; binary digits of a draw, with one word for each digit; bits of a word.
+ROUNDS, DIGITS, BITS = 10, 8, 32
 MULTIPLIERS, KEY_STEPS = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
 COIN_HEAD, COIN_ROW, COIN_KEYS, COIN_MIX = 0xCD9E8D57, 0xD2511F53, 0x9E3779B9, 0x85EBCA6B
 ALL = (1 << BITS) - 1
-ROWS, KEYS = 16, 16  # of queries, whose pairs words are of; of a word
+# A word holds bits of two query rows out of a group of ROWS rows, and of KEYS keys.
+ROWS, KEYS = 16, 16
 
 
 def share_of(dropout_p: float) -> float:
-    """Kept of all scores, in fp32 as everything that kernels make of the probability."""
+    """Return the share of kept scores, 1 - p, in fp32, because kernels derive everything from the fp32 probability."""
     return ctypes.c_float(1.0 - ctypes.c_float(dropout_p).value).value
 
 
 def factor(dropout_p: float) -> float:
-    """What is kept is multiplied with it."""
+    """Return the factor of kept probabilities, 1 / (1 - p), or 0.0 if nothing is kept."""
     share = share_of(dropout_p)
     return ctypes.c_float(1.0 / share).value if share > 0.0 else 0.0
 
 
 def threshold(dropout_p: float) -> tuple[int, int]:
-    """Draws below it are kept, in 256ths, and the rest of it in 2^-32."""
+    """Return the threshold of kept draws: the integer part in units of 1/256, and the remainder in units of 2^-32."""
     scaled = share_of(dropout_p) * (1 << DIGITS)
     whole = min(int(scaled), (1 << DIGITS) - 1)
     return whole, int(min((scaled - whole) * 2.0**BITS, 2.0**BITS - 2.0**8))
 
 
 def dropout_mask(seed: Tensor, B: int, Hq: int, Sq: int, Sk: int, dropout_p: float) -> Tensor:
-    """(B, Hq, Sq, Sk) bool, True where a probability is kept, of attention that drew `seed` (int64, one number)."""
+    """Return the dropout mask (B, Hq, Sq, Sk) for a seed (int64, one number): bool, True for kept probabilities."""
     device = seed.device
     heads, rows, keys = B * Hq, -(-Sq // ROWS), -(-Sk // KEYS)
     head = torch.arange(heads, device=device).view(-1, 1, 1)
-    pair = torch.arange(rows * ROWS // 2, device=device).view(-1, 1)  # of rows: 8 I + g
+    pair = torch.arange(rows * ROWS // 2, device=device).view(-1, 1)  # index of a pair of rows: 8 I + g
     words = _words(seed.reshape(()), head, pair, torch.arange(keys, device=device), *threshold(dropout_p))
     # Bit 8 t + 4 h + 2 half + e of word (8 I + g, J) is row 16 I + 8 h + g and key 16 J + 8 half + 2 t + e.
     bits = (words.unsqueeze(-1) >> torch.arange(BITS, device=device) & 1).bool()

@@ -1,5 +1,9 @@
-"""A bool mask as kernels read it (kernels/preprocess/mask.py), made in plain torch, and the mask of one: for calls that
-kernels were to take, and math must. Nothing synchronises.
+"""Reference of mask preprocessing in plain torch: a bool mask in the format of kernels, and back.
+
+The format (`digest`) is that of kernels/preprocess/mask.py: block states, block-sparse lists and the bitmask. The code
+serves calls planned for kernels that the reference math must run in the end. The host waits for nothing.
+
+A plane is one (batch, head) pair of the mask. A line is one row of blocks of `LISTED` query rows.
 """
 
 from __future__ import annotations
@@ -12,12 +16,14 @@ from ..registry.kernel_spec import LISTED, TALL
 from ..registry.mask_layout import FLAGS, HALVES, KIND, MASKED, NONE, THREADS, TILE, WHOLE
 from .bitmask import bits, words
 
-MOST_NUMBERS = (2**31 - 1, 2**32 - 1)  # of a plane, and of all: can_be_digested of src/operands/mask.cpp
+MOST_NUMBERS = (2**31 - 1, 2**32 - 1)  # of one plane, and of all planes: `can_be_digested` in src/operands/mask.cpp
 
 
 def digest(mask: Tensor, numbers: int) -> Tensor:
-    """Of a (B or 1, Hq or 1, Sq, Sk) mask, int32 (B or 1, Hq or 1, numbers): with what gradients need where there is
-    room for it. Turns, which ordered backwards write, are 0.
+    """Preprocess a mask (B or 1, Hq or 1, Sq, Sk) into int32 (B or 1, Hq or 1, numbers).
+
+    The parts for gradients are included if `numbers` is large enough. The accumulation ranks, written by deterministic
+    backward kernels, are 0.
     """
     Sq, Sk = mask.shape[2:]
     rows = looked_at(Sq) if mask.stride(2) == 0 else Sq
@@ -34,22 +40,22 @@ def digest(mask: Tensor, numbers: int) -> Tensor:
 
 
 def of_forwards(found: Tensor, of_all: Tensor, Sq: int, rows: Tensor) -> list[Tensor]:
-    """What forwards read: states, of all lines, lists of them, and words of queries' tiles."""
+    """Return the parts for forwards: states, block-sparse lists of all lines, and `rows`, the bitmask by query tile."""
     return [found, *_lists(of_all & KIND, never_empty=True), *_lists(tall(of_all, Sq), never_empty=True), rows]
 
 
 def of_gradients(of_all: Tensor, columns: Tensor) -> list[Tensor]:
-    """And what gradients need behind it; words of keys' tiles."""
+    """Return the parts for gradients, which follow the forward parts. `columns` is the bitmask by key tile."""
     return [*_lists((of_all & KIND).mT, never_empty=False), columns, torch.zeros_like(torch.cat([of_all, of_all]))]
 
 
 def looked_at(Sq: int) -> int:
-    """Rows of a mask that is the same for all queries."""
+    """Return the number of rows preprocessed for a mask that is broadcast over queries."""
     return min(Sq, LISTED)
 
 
 def seen(digest: Tensor, Sq: int, Sk: int) -> Tensor:
-    """The mask, (B or 1, Hq or 1, Sq, Sk), of a digest."""
+    """Return the bool mask (B or 1, Hq or 1, Sq, Sk) of a digest."""
     batches, heads, numbers = digest.shape
     rows = looked_at(Sq) if numbers == numbers_of(looked_at(Sq), Sq, Sk) else Sq
     of_rows, of_columns = -(-rows // TILE), -(-Sk // TILE) + 1
@@ -60,7 +66,7 @@ def seen(digest: Tensor, Sq: int, Sk: int) -> Tensor:
 
 
 def numbers_of(rows: int, Sq: int, Sk: int, *, gradients: bool = True) -> int:
-    """Of a plane's digest, as src/operands/mask.cpp counts them."""
+    """Return the size of the digest of one plane in 32-bit numbers, as src/operands/mask.cpp does."""
     lines, M, N = (-(-size // LISTED) for size in (rows, Sq, Sk))
     of_rows, of_columns = (-(-size // TILE) for size in (rows, Sk))
     forward = lines * N + _lists_of_keys(Sq, Sk) + of_rows * (of_columns + 1) * THREADS
@@ -68,13 +74,14 @@ def numbers_of(rows: int, Sq: int, Sk: int, *, gradients: bool = True) -> int:
 
 
 def _lists_of_keys(Sq: int, Sk: int) -> int:
-    """Numbers that these take: of blocks of LISTED and of TALL queries, masked and whole."""
+    """Return the size of the lists of key blocks: partial and full blocks, of `LISTED` and of `TALL` query rows."""
     return 2 * sum(-(-Sq // rows) for rows in (LISTED, TALL)) * (-(-Sk // LISTED) + 1)
 
 
 def states(planes: Tensor) -> Tensor:
-    """Of the blocks of (P, Sq, Sk) bool, int32 (P, M, N). Keys that do not exist are hidden, rows that do not are not
-    asked.
+    """Return the block states, int32 (P, M, N), of a bool mask (P, Sq, Sk).
+
+    Keys beyond Sk are masked out. Rows beyond Sq do not count.
     """
     P, Sq, Sk = planes.shape
     tail = (0, -Sk % LISTED, 0, -Sq % LISTED)
@@ -86,14 +93,22 @@ def states(planes: Tensor) -> Tensor:
 
 
 def state_of(upper: Tensor, lower: Tensor, hides: Tensor) -> Tensor:
-    """int32, of blocks: whether some of their upper and of their lower rows see something, and whether some do not."""
+    """Return block states, int32.
+
+    Args:
+        upper: True if a score in the upper half of the rows is visible.
+        lower: True if a score in the lower half of the rows is visible.
+        hides: True if a score of the block is masked out.
+    """
     masked = MASKED | (upper.int() | lower.int() << 1) << HALVES
     return torch.where(upper | lower, torch.where(hides, masked, WHOLE), NONE).int()
 
 
 def tall(states: Tensor, Sq: int) -> Tensor:
-    """Of blocks of TALL queries, (P, ceil(Sq / TALL), N): what their lines say where they say the same, and of a MASKED
-    one, behind that, which of its parts of TILE queries see something.
+    """Return the states of blocks of `TALL` query rows, (P, ceil(Sq / TALL), N).
+
+    A block of `TALL` rows lies in two lines. The state is that of the lines if both agree, else `MASKED` (partial). The
+    higher bits of a `MASKED` state say which parts of `TILE` query rows have visible scores.
     """
     begin = torch.arange(0, Sq, TALL, device=states.device)
     first, last = (states[:, (begin + i).clamp(max=Sq - 1) // LISTED] for i in (0, TALL - 1))
@@ -105,7 +120,7 @@ def tall(states: Tensor, Sq: int) -> Tensor:
 
 
 def _lists(states: Tensor, *, never_empty: bool) -> tuple[Tensor, Tensor]:
-    """How many blocks of each line are masked and whole, (2, P * lines), and which, (2, P * lines, room)."""
+    """Return counts (2, P * lines) and indices (2, P * lines, capacity) of partial and of full blocks in each line."""
     lines = states.flatten(0, 1)
     kinds = torch.stack([lines & KIND == kind for kind in (MASKED, WHOLE)])
     counts = kinds.sum(-1, dtype=torch.int32)

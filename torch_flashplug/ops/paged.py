@@ -1,10 +1,11 @@
-"""The op torch_flashplug::paged_fwd: attention of a batch of queries to keys and values in pages, of which each
-sequence has some (vLLM, arXiv 2309.06180); of its keys the first used_k[i] count. Few query rows are a kernel's that
-reads pages where they lie, in 16 bits or 8 (src/ops/attention_ops.cpp); of more the pages are gathered first, for the
-kernels of sequences on end, as they are on a CPU. No gradients.
+"""The op torch_flashplug::paged_fwd: attention to a paged KV cache (vLLM, arXiv 2309.06180), forward only.
 
-A pool is (pages, Hkv, rows of a page, D); pages (B, n) int32 holds the numbers of each sequence's. Numbers beyond the
-pool, and behind the keys that count, may be anything.
+Each sequence has its pages, and the first used_k[i] keys of sequence i are visible. A decode kernel reads the pages in
+place, in 16 or 8 bits (src/ops/attention_ops.cpp). For more query rows, and on a CPU, the pages are first gathered into
+contiguous tensors for the kernels of packed sequences. There are no gradients.
+
+A pool is (pages, Hkv, rows of a page, D). The argument `pages` (B, n) int32 is the block table: the page numbers of
+each sequence. Page numbers outside the pool, and page numbers after the visible keys, may have any value.
 """
 
 from __future__ import annotations
@@ -34,28 +35,29 @@ _library.define(
 
 
 def gathered(pool: Tensor, pages: Tensor) -> Tensor:
-    """(pages, Hkv, rows of a page, ...) -> (B * n * rows, Hkv, ...), sequence after sequence: one copy."""
+    """Copy pages of a pool (pages, Hkv, rows of a page, ...) into (B * n * rows, Hkv, ...), sequence by sequence."""
     if not pool.shape[0]:
         return pool.new_zeros(pages.numel() * pool.shape[2], pool.shape[1], *pool.shape[3:])
     rows = pool.transpose(1, 2)
-    rows = rows.view(torch.uint8) if rows.element_size() == 1 else rows  # torch selects from few formats of 8 bits
+    rows = rows.view(torch.uint8) if rows.element_size() == 1 else rows  # index_select supports few 8-bit dtypes
     found = rows.index_select(0, pages.flatten().long().clamp(0, pool.shape[0] - 1))
     return found.view(pool.dtype).flatten(0, 1)
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, pages: Tensor, used_k: Tensor) -> None:
-    """RuntimeError where the op has no meaning. Reads sizes: for real tensors only."""
+    """Raise RuntimeError if the arguments do not fit together. Reads sizes, hence for real tensors only."""
     torch._check(
         query.dim() == key.dim() == value.dim() == 4 and key.shape[:3] == value.shape[:3]
         and query.shape[3] == key.shape[3] and key.shape[1] > 0 and query.shape[1] % key.shape[1] == 0,
-        lambda: f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} do not fit; give "
-        "(B, Hq, Sq, D), (pages, Hkv, rows, D) and (pages, Hkv, rows, Dv), Hq a multiple of Hkv",
+        lambda: "paged_fwd: query, key and value must have shapes (B, Hq, Sq, D), (pages, Hkv, rows, D) and "
+        "(pages, Hkv, rows, Dv), Hq a multiple of Hkv, "
+        f"but got {tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}.",
     )  # fmt: skip
     torch._check(
         pages.dim() == 2 and used_k.shape == pages.shape[:1] == query.shape[:1]
         and pages.dtype == used_k.dtype == torch.int32,
-        lambda: f"pages are {pages.dtype} {tuple(pages.shape)} and used_k {used_k.dtype} {tuple(used_k.shape)}; give "
-        f"int32 (B, n) and (B,), B = {query.shape[0]}",
+        lambda: f"paged_fwd: pages and used_k must be int32 (B, n) and (B,) with B = {query.shape[0]}, "
+        f"but got {pages.dtype} {tuple(pages.shape)} and {used_k.dtype} {tuple(used_k.shape)}.",
     )  # fmt: skip
 
 
@@ -65,7 +67,11 @@ def _math(
     query: Tensor, key: Tensor, value: Tensor, pages: Tensor, used_k: Tensor, k_scale: Tensor | None,
     v_scale: Tensor | None, sinks: Tensor | None, *settings: object,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """settings: of windowed.Window, the softcap, the scale, the splits and their size; the mode, where it is not 0."""
+    """Compute paged_fwd by gathering all pages.
+
+    `settings` are the fields of windowed.Window, softcap, scale, num_splits and fixed_split_size, and a mode other than
+    0.
+    """
     _check(query, key, value, pages, used_k)
     B, Hq, Sq, _ = query.shape
     keys = pages.shape[1] * key.shape[2]
@@ -98,11 +104,13 @@ def _out_fake(out: Tensor, *given: object) -> Tensor:
 
 
 def _setup_context(ctx, inputs: tuple, output: tuple) -> None:
-    """Nothing is kept."""
+    """Save nothing for the backward."""
 
 
 def _backward(ctx, *grads: Tensor | None) -> tuple:
-    raise RuntimeError("attention with block_table has no gradient; call it under torch.no_grad()")
+    raise RuntimeError(
+        "attention: gradients are not supported with block_table. Call attention() under torch.no_grad()."
+    )
 
 
 def _register() -> None:

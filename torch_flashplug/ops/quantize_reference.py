@@ -1,16 +1,18 @@
-"""Operands in 8 bits as kernels read them, made in plain torch: what the quantise kernel is held against.
+"""Reference of quantization in plain torch: 8-bit operands in the format of kernels. Tests compare the kernel with it.
 
-Scores. Rounding a score's factors costs least where no channel stands out: a constant key is taken from all keys, which
-moves all scores of a row alike (SageAttention, arXiv 2410.02367, section 4.2), and rows of Q and K are rotated by
-random signs and a Hadamard matrix, which leaves their products as they are (QuIP, arXiv 2307.13304; FlashAttention-3,
-arXiv 2407.08608, section 3.3). Then each row of Q has a scale, and each block of keys.
+Scores. Rounding of the factors of a score costs least accuracy without outlier channels. Therefore a constant key is
+subtracted from all keys, which moves all scores of a row by the same amount (SageAttention, arXiv 2410.02367, section
+4.2). Rows of Q and K are then rotated by random signs and a Hadamard matrix, which keeps the products (QuIP, arXiv
+2307.13304; FlashAttention-3, arXiv 2407.08608, section 3.3). After the rotation, each row of Q has a scale, and each
+block of keys has a scale.
 
-Values. Of each channel a constant is taken, which the output gets back: probabilities add up to 1 (SageAttention2,
-arXiv 2411.10958, section 3.3). And each has a scale, from a sample: e4m3 keeps its relative precision over 15 powers of
-two. V lies transposed, its keys in the order in which a thread's probabilities are the next product's left operand.
+Values. A constant is subtracted from each channel and added to the output, because probabilities sum to 1
+(SageAttention2, arXiv 2411.10958, section 3.3). Each channel has a scale, computed from a sample: e4m3 keeps the
+relative precision over 15 powers of two. V is stored transposed. The order of the keys is that in which a thread's
+probabilities form the left operand of the next product.
 
-Everything is made in one pass over the operands: the constant key and the channels' scales are those of SAMPLES keys,
-the first, the last and some between, so that no part waits for another one, and equal inputs give equal bits.
+All parts are made in one pass over the operands. The constant key and the scales of channels come from SAMPLES keys:
+the first keys, the last keys and some between. So no part waits for a different part, and equal inputs give equal bits.
 """
 
 from __future__ import annotations
@@ -42,16 +44,21 @@ _DTYPES = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
-    """One call's operands. Scores are q . k * q_scale * k_scale, and the softmax scale of the call, plus row_shift."""
+    """Quantized operands of a call.
+
+    Scores are (q . k * q_scale * k_scale + row_shift), times the softmax scale of the call.
+    """
 
     q: Tensor  # (B, Hq, Sq, D) in 8 bits
     k: Tensor  # (B, Hkv, Sk, D) in 8 bits
-    v: Tensor  # (B, Hkv, Dv, Sk rounded up to 16) in 8 bits, keys in KEY_ORDER, zeros behind the last; or as given
+    # (B, Hkv, Dv, Sk rounded up to 16) in 8 bits, keys in KEY_ORDER, zeros after the last key; or the unchanged value.
+    v: Tensor
     q_scale: Tensor  # (B, Hq, Sq) fp32
     k_scale: Tensor  # (B, Hkv, blocks of keys) fp32
     v_scale: Tensor | None  # (B, Hkv, Dv) fp32
     v_mean: Tensor | None  # (B, Hkv, Dv) fp32
-    row_shift: Tensor  # (B, Hq, Sq) fp32: what the constant key has taken from a row's scores, before the softmax scale
+    # (B, Hq, Sq) fp32: the amount by which the constant key lowers the scores of a row, before the softmax scale.
+    row_shift: Tensor
     block: int  # keys of a block
 
     @property
@@ -59,23 +66,30 @@ class Quantised:
         return self.k.shape[2]
 
     def values(self) -> Tensor:
-        """V without what v_mean has of it, (B, Hkv, Sk, Dv) fp64."""
+        """Return V minus v_mean, (B, Hkv, Sk, Dv) fp64."""
         if self.v_scale is None:
             return self.v.double()
         rows = in_natural_order(self.v.double()).mT[:, :, : self.Sk]
         return rows * self.v_scale.double().unsqueeze(2)
 
     def constant(self) -> Tensor:
-        """What the output gets beside, (B, Hkv, 1, Dv) fp64."""
+        """Return the constant added to the output, (B, Hkv, 1, Dv) fp64."""
         if self.v_mean is None:
             return self.k_scale.new_zeros(*self.k.shape[:2], 1, 1, dtype=torch.float64)
         return self.v_mean.double().unsqueeze(2)
 
 
 def quantise(q: Tensor, k: Tensor, v: Tensor, recipe: Recipe, block: int) -> Quantised:
-    """Of query (B, Hq, Sq, D), key (B, Hkv, Sk, D) and value (B, Hkv, Sk, Dv) in 16 bits; block: keys that share a
-    scale, those of a kernel's tile. A row of q or a block of k that holds a number which is not finite gets NaN for its
-    scale, and such numbers of v are NaN.
+    """Quantize the operands of a call.
+
+    A row of q or a block of k with a non-finite number gets NaN as scale. Non-finite numbers of v become NaN.
+
+    Args:
+        q: Query (B, Hq, Sq, D), 16 bits.
+        k: Key (B, Hkv, Sk, D), 16 bits.
+        v: Value (B, Hkv, Sk, Dv), 16 bits.
+        recipe: Number formats.
+        block: Number of keys with a common scale, equal to the keys of a kernel's tile.
     """
     shift = mean_of_finite(sample(k.float()))
     group = q.shape[1] // k.shape[1]
@@ -93,26 +107,28 @@ def quantise(q: Tensor, k: Tensor, v: Tensor, recipe: Recipe, block: int) -> Qua
 
 
 def rotate(x: Tensor, by: Tensor | None = None) -> Tensor:
-    """Rows of D numbers: signs of ROTATION (by, if they are there already), then Hadamard matrices of the largest power
-    of two that divides D, on the diagonal; lengths and products of rows stay.
+    """Rotate rows of D numbers. Lengths and products of rows stay.
+
+    The rotation multiplies by the signs of `ROTATION` (or by the signs `by`, if given), then by a block-diagonal matrix
+    of Hadamard matrices. The size of each is the largest power of two dividing D.
     """
     return _transformed(x * (signs(int(x.shape[-1]), x.device) if by is None else by))
 
 
 def unrotate(x: Tensor) -> Tensor:
-    """What `rotate` has made of its argument: that matrix is its own inverse."""
+    """Invert `rotate`. The Hadamard matrix is equal to the inverse matrix, so that only the signs move to the end."""
     return _transformed(x) * signs(int(x.shape[-1]), x.device)
 
 
 def in_int8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows (..., D) with a scale each (...), fp32; NaN for one that holds a number which is not finite."""
+    """Quantize rows (..., D) to INT8 with fp32 scales (...) of rows; NaN for a row with a non-finite number."""
     x = x.float()
     scale = _scale(x.abs().amax(-1), LARGEST["int8"])
     return _rounded(x * (1.0 / scale.unsqueeze(-1)), "int8"), scale
 
 
 def _transformed(x: Tensor) -> Tensor:
-    D = int(x.shape[-1])  # a traced one becomes a constant
+    D = int(x.shape[-1])  # a traced size becomes a constant
     size = D & -D
     rows = x.unflatten(-1, (-1, size))
     step = 1
@@ -124,16 +140,18 @@ def _transformed(x: Tensor) -> Tensor:
 
 
 def signs(D: int, device: torch.device | str = "cpu") -> Tensor:
-    """1.0 or -1.0 for each of D channels; behind 256 the same again."""
+    """Return 1.0 or -1.0 for each of D channels, with a period of 256 channels."""
     words = (ROTATION * -(-D // 256))[: -(-D // 32)]
-    places = torch.arange(32, device=device)  # nothing is copied to the device: a CUDA graph may record it
+    places = torch.arange(32, device=device)  # no copy to the device, so that a CUDA graph can record the call
     bits = torch.cat([torch.bitwise_right_shift(word, places) for word in words])[:D] & 1
     return 1.0 - 2.0 * bits.float()
 
 
 def sample(x: Tensor) -> Tensor:
-    """(B, H, SAMPLES, D): ENDS of the first rows and of the last, the others spread evenly over all S; some of them
-    again where S is less.
+    """Return a sample of rows, (B, H, SAMPLES, D).
+
+    The sample has the first `ENDS` rows, the last `ENDS` rows, and rows spread evenly over all S. If S is too small,
+    rows occur more than once.
     """
     S, between = x.shape[2], SAMPLES - 2 * ENDS
     first = torch.arange(ENDS, device=x.device)
@@ -142,7 +160,7 @@ def sample(x: Tensor) -> Tensor:
 
 
 def in_key_order(rows: Tensor) -> Tensor:
-    """(..., S), S a multiple of 16: keys as V^T has them."""
+    """Reorder keys (..., S) to the order of V^T, where S is a multiple of 16."""
     return _reordered(rows, torch.tensor(KEY_ORDER))
 
 
@@ -155,7 +173,7 @@ def _reordered(rows: Tensor, places: Tensor) -> Tensor:
 
 
 def mean_of_finite(rows: Tensor) -> Tensor:
-    """(B, H, 1, D): one NaN must not reach every score of the head."""
+    """Return the mean (B, H, 1, D) of the finite numbers, so that one NaN cannot reach every score of the head."""
     finite = rows.isfinite()
     return rows.masked_fill(~finite, 0.0).sum(2, keepdim=True) / finite.sum(2, keepdim=True).clamp_min(1)
 
@@ -166,16 +184,16 @@ def _scale(largest: Tensor, of_format: float) -> Tensor:
 
 
 def _blocks(x: Tensor, block: int) -> Tensor:
-    """(..., S) -> (..., blocks, block), filled up with zeros."""
+    """Split (..., S) into (..., blocks, block), padded with zeros."""
     return F.pad(x, (0, -x.shape[-1] % block)).unflatten(-1, (-1, block))
 
 
 def _values(v: Tensor, number: str) -> tuple[Tensor, Tensor, Tensor]:
-    """V^T in KEY_ORDER, scales and means of its channels."""
+    """Return V^T with keys in `KEY_ORDER`, and the scales and means of the channels."""
     found = sample(v)
     mean, finite = mean_of_finite(found).squeeze(2), found.isfinite()
     square = found.masked_fill(~finite, 0.0).square().sum(2) / finite.sum(2).clamp_min(1)
-    square = square.clamp_max(LARGEST_SQUARE)  # of what is finite it may be inf
+    square = square.clamp_max(LARGEST_SQUARE)  # the square of a finite number may be inf
     of_all = square.mean(-1, keepdim=True)
     square = torch.maximum(square, torch.where(of_all > 0.0, of_all, CHANNEL_RMS**2) * LEAST_CHANNEL)
     variance = torch.maximum(square - mean.square(), square * LEAST_VARIANCE)
@@ -186,13 +204,13 @@ def _values(v: Tensor, number: str) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def turned(v: Tensor, scale: Tensor, mean: Tensor, number: str) -> Tensor:
-    """V^T (B, Hkv, Dv, Sk rounded up to 16) in KEY_ORDER, by scales and means (B, Hkv, Dv) of its channels."""
+    """Return V^T (B, Hkv, Dv, Sk rounded up to 16) in `KEY_ORDER`, for scales and means (B, Hkv, Dv) of channels."""
     rows = ((v.float() - mean.unsqueeze(2)) * (1.0 / scale.unsqueeze(2))).mT
     return in_key_order(_rounded(F.pad(rows, (0, -rows.shape[-1] % len(KEY_ORDER))), number))
 
 
 def _rounded(x: Tensor, number: str) -> Tensor:
-    """To nearest, ties to even; what lies beyond the format's ends becomes its end."""
+    """Round to nearest, ties to even. Numbers beyond the range of the format become the end of the range."""
     largest = LARGEST[number]
     if number == "int8":
         return x.nan_to_num(0.0).round().clamp(-largest, largest).to(torch.int8)

@@ -1,10 +1,10 @@
-"""Key and value in 8 bits, as a cache holds them: the mathematics of the op cached_fwd, and a tensor for them that
-F.scaled_dot_product_attention takes as it is.
+"""Key and value in 8 bits: reference math of the op cached_fwd, and `QuantizedTensor`.
 
-A number of 8 bits times the scale of its row, plus, of keys, a constant row of its head, is what a cache says. Keys may
-be rotated first (quantised.rotate): no channel stands out then, and INT8 with a scale for each token is four to fifteen
-times finer than e4m3. Queries are rotated likewise; and since a constant key moves all scores of a row alike, attention
-is that of the keys without it.
+F.scaled_dot_product_attention takes a QuantizedTensor directly as key and value. The value of a cached element is its
+8-bit number times the scale of the row; for keys, a constant row of the head is added. Keys may be rotated first
+(`quantised.rotate`), so that no channel has outliers: INT8 with a scale for each token is then 4 to 15 times more
+accurate than e4m3. Queries are rotated in the same way. A constant key moves all scores of a row by the same amount, so
+that attention can use the keys without the constant.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from .quantize_reference import rotate, unrotate
 
 FORMATS = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 IN_WORDS = ", ".join(map(str, FORMATS))
-_SDPA = F.scaled_dot_product_attention  # torch's own, whatever takes its place
-_NO_WRITES = "no QuantizedTensor is written in place; make one of new data8 and scale"
+_SDPA = F.scaled_dot_product_attention  # torch's own function, even if the name is replaced later
+_NO_WRITES = "a QuantizedTensor must not be written in place. Create a new one from data8 and scale."
 _aten = torch.ops.aten
 _COPIES = {_aten.detach.default, _aten.alias.default, _aten.clone.default, _aten._to_copy.default}
 
 
 def dequantised(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """(B, Hkv, S, D) of FORMATS, and its scale (B, Hkv, S)."""
+    """Return 8-bit numbers (B, Hkv, S, D) of `FORMATS` times the scale (B, Hkv, S), in `dtype`."""
     return (x.float() * scale.unsqueeze(-1)).to(dtype)
 
 
@@ -39,27 +39,31 @@ _library.define(
 
 
 def multiplied_in(query: Tensor) -> torch.dtype:
-    """Of numbers that were 8 bits: fp16 has no room for what scales may make of them."""
+    """Return the dtype of dequantized numbers: bf16 for an fp16 query, as scaled numbers may exceed the fp16 range."""
     return torch.bfloat16 if query.dtype == torch.float16 else query.dtype
 
 
 def _dequantise(query: Tensor, x: Tensor, scale: Tensor) -> Tensor:
-    """As that query is multiplied. An op, and of the query, so that no gradient leaves it: there would be none of x."""
+    """Dequantize `x` to the dtype in which the query is multiplied.
+
+    The function is an op with the query as an argument, so that autograd stops here with an error: `x` has no gradient.
+    """
     return dequantised(x, scale, multiplied_in(query))
 
 
 def _setup_context(ctx, inputs: tuple, output: Tensor) -> None:
-    """Nothing is kept."""
+    """Save nothing for the backward."""
 
 
 def no_gradient(ctx, *grads: Tensor | None) -> tuple:
     raise RuntimeError(
-        "attention with key and value in 8 bits has no gradient; call it under torch.no_grad(), or give 16 bits"
+        "attention: gradients are not supported for 8-bit key and value. "
+        "Call attention() under torch.no_grad(), or pass 16-bit tensors."
     )
 
 
 def seen(Sq: int, Sk: int, device: torch.device) -> Tensor:
-    """A causal mask (Sq, Sk), to the top left."""
+    """Return a causal mask (Sq, Sk), aligned to the top left."""
     return torch.ones(Sq, Sk, dtype=torch.bool, device=device).tril()
 
 
@@ -67,8 +71,9 @@ def attend(
     query: Tensor, key: Tensor, value: Tensor, k_scale: Tensor, v_scale: Tensor, attn_mask: Tensor | None,
     rotated: bool, scale: float | None,
 ) -> Tensor:  # fmt: skip
-    """What cached_fwd computes, by F.scaled_dot_product_attention on K and V in 16 bits: where no kernel reads 8, and
-    on a CPU.
+    """Compute cached_fwd by F.scaled_dot_product_attention on dequantized K and V.
+
+    This path serves CPU tensors and calls without a kernel for 8 bits.
     """
     check(query, key, value, k_scale, v_scale)
     dtype = multiplied_in(query)
@@ -80,29 +85,32 @@ def attend(
 
 
 def check(query: Tensor, key: Tensor, value: Tensor, k_scale: Tensor, v_scale: Tensor) -> None:
-    """RuntimeError where the op has no meaning. Reads sizes: for real tensors only."""
+    """Raise RuntimeError if the arguments do not fit together. Reads sizes, hence for real tensors only."""
     torch._check(
         query.dim() == key.dim() == value.dim() == 4,
-        lambda: "query, key and value of cached_fwd have 4 dims: (B, Hq, Sq, D), (B, Hkv, Sk, D), (B, Hkv, Sk, Dv)",
+        lambda: "cached_fwd: query, key and value must have 4 dims: (B, Hq, Sq, D), (B, Hkv, Sk, D), (B, Hkv, Sk, Dv).",
     )
     B, Hq, _, D = query.shape
     _, Hkv, Sk, _ = key.shape
     torch._check(
         key.shape == (B, Hkv, Sk, D) and value.shape[:3] == (B, Hkv, Sk) and Hkv > 0 and Hq % Hkv == 0,
-        lambda: f"shapes do not fit: query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}",
+        lambda: (
+            "cached_fwd: query, key and value must have shapes (B, Hq, Sq, D), (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv), "
+            f"Hq a multiple of Hkv, but got {tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}."
+        ),
     )
     torch._check(
         query.dtype.is_floating_point and query.dtype not in FORMATS and key.dtype == value.dtype in FORMATS,
         lambda: (
-            f"query, key and value are {query.dtype}, {key.dtype} and {value.dtype}; key and value have one of "
-            f"{IN_WORDS}, the query 16 bits"
+            f"cached_fwd: key and value must have one dtype of {IN_WORDS}, and query 16 bits, "
+            f"but got query, key and value of {query.dtype}, {key.dtype} and {value.dtype}."
         ),
     )
     torch._check(
         all(s.shape == (B, Hkv, Sk) and s.dtype == torch.float32 for s in (k_scale, v_scale)),
         lambda: (
-            f"scales are {k_scale.dtype} {tuple(k_scale.shape)} and {v_scale.dtype} {tuple(v_scale.shape)}; cached_fwd "
-            f"takes float32 {(B, Hkv, Sk)}, broadcast by strides of 0"
+            f"cached_fwd: k_scale and v_scale must be float32 {(B, Hkv, Sk)} (broadcast by strides of 0), but got "
+            f"{k_scale.dtype} {tuple(k_scale.shape)} and {v_scale.dtype} {tuple(v_scale.shape)}."
         ),
     )
 
@@ -111,13 +119,22 @@ def check(query: Tensor, key: Tensor, value: Tensor, k_scale: Tensor, v_scale: T
 
 
 class QuantizedTensor(Tensor):
-    """Keys or values (B, Hkv, S, D) of a cache in 8 bits, which say that they have `dtype`, 16 bits.
+    """Keys or values (B, Hkv, S, D) of an 8-bit cache, presented as a tensor of the 16-bit dtype `dtype`.
 
-    F.scaled_dot_product_attention reads two of them, key and value, as they are, in eager code and in torch.compile;
-    gradients of the query, dropout and everything else have them made 16 bits first. Nothing is written in place, and
-    nothing is differentiated with respect to it. What it is made of:
-    data8: (B, Hkv, S, D), one of FORMATS; scale: (B, Hkv, S) fp32; shift: (B, Hkv, 1, D) that was taken from all keys,
-    or None; rotated: whether keys were rotated behind that (quantised.rotate).
+    F.scaled_dot_product_attention reads the 8 bits of a pair of these tensors, key and value, in eager code and in
+    torch.compile. Calls with a gradient of the query, calls with dropout, and all other operations first dequantize to
+    16 bits. In-place writes and gradients with respect to a QuantizedTensor are not supported.
+
+    Args:
+        data8 (Tensor): The 8-bit numbers (B, Hkv, S, D): int8, float8_e4m3fn or float8_e5m2.
+        scale (Tensor): (B, Hkv, S), factor of each row; stored as fp32.
+        dtype (torch.dtype): The dtype presented to callers, torch.bfloat16 or torch.float16.
+        shift (Tensor or None): (B, Hkv, 1, D), a constant subtracted from all keys before quantization.
+        rotated (bool): True if keys were rotated by `quantised.rotate` after the subtraction of `shift`.
+
+    Raises:
+        ValueError: Shapes, dtypes or devices do not fit.
+        RuntimeError: An operation writes in place (raised by the operation).
     """
 
     data8: Tensor
@@ -130,14 +147,19 @@ class QuantizedTensor(Tensor):
         cls, data8: Tensor, scale: Tensor, dtype: torch.dtype, shift: Tensor | None = None, rotated: bool = False
     ) -> QuantizedTensor:
         if data8.dtype not in FORMATS or data8.dim() != 4 or scale.shape != data8.shape[:3]:
-            given = f"{data8.dtype} {tuple(data8.shape)}, scale {tuple(scale.shape)}"
-            raise ValueError(f"{given}; give (B, Hkv, S, D) of {IN_WORDS}, and (B, Hkv, S)")
+            given = f"data8 {data8.dtype} {tuple(data8.shape)}, scale {tuple(scale.shape)}"
+            raise ValueError(
+                f"QuantizedTensor: data8 must be (B, Hkv, S, D) of {IN_WORDS}, and scale (B, Hkv, S), but got {given}."
+            )
         B, Hkv, _, D = data8.shape
         if not dtype.is_floating_point or (shift is not None and shift.shape != (B, Hkv, 1, D)):
             shifted = None if shift is None else tuple(shift.shape)
-            raise ValueError(f"dtype {dtype}, shift {shifted}; give one of 16 bits, and (B, Hkv, 1, D) or None")
+            raise ValueError(
+                "QuantizedTensor: dtype must be floating-point with 16 bits, and shift (B, Hkv, 1, D) or None, "
+                f"but got dtype {dtype}, shift {shifted}."
+            )
         if any(x.device != data8.device for x in (scale, *([] if shift is None else [shift]))):
-            raise ValueError("data8, scale and shift are on different devices; give one")
+            raise ValueError("QuantizedTensor: data8, scale and shift must be on one device, but are on several.")
         self = Tensor._make_wrapper_subclass(cls, data8.shape, dtype=dtype, device=data8.device)
         self.data8, self.scale, self.shift, self.rotated = data8, scale.float(), shift, rotated
         return self
@@ -147,18 +169,18 @@ class QuantizedTensor(Tensor):
         return f"QuantizedTensor({tuple(self.shape)}, {made}says {self.dtype}, device={self.device})"
 
     def dequantize(self) -> Tensor:
-        """(B, Hkv, S, D) in the dtype that it says."""
+        """Return the numbers (B, Hkv, S, D) as an ordinary tensor of `dtype`."""
         x = dequantised(self.data8, self.scale, torch.float32)
         x = unrotate(x) if self.rotated else x
         return (x if self.shift is None else x + self.shift.float()).to(self.dtype)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> QuantizedTensor:
-        """The same of changed data, scale and shift."""
+        """Return a QuantizedTensor with `change` applied to data, scale and shift."""
         shift = None if self.shift is None else change(self.shift)
         return QuantizedTensor(change(self.data8), change(self.scale), self.dtype, shift, self.rotated)
 
     def _stable_hash_for_caching(self) -> str:
-        """What torch.compile's cache asks of a subclass."""
+        """Return a text for the cache keys of torch.compile, which requires this method of a subclass."""
         return f"{self.data8.dtype} {self.dtype} {self.rotated} {self.shift is None} {tuple(self.shape)}"
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[torch.dtype, bool]]:
@@ -183,7 +205,7 @@ class QuantizedTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: object, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
-        """Copies, and moves to another device, are ones of what it is made of; any other operation is on 16 bits."""
+        """Apply copies and moves between devices to the parts; dequantize to 16 bits for any other operation."""
         kwargs = kwargs or {}
         for place, said in enumerate(func._schema.arguments):
             given = args[place] if place < len(args) else kwargs.get(said.name)
@@ -201,8 +223,10 @@ def readable(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> tuple | None:  # fmt: skip
-    """cached_fwd's arguments; None where it does not compute such a call of F.scaled_dot_product_attention: then it is
-    one of 16 bits, with stock's errors.
+    """Return the arguments of cached_fwd for a call of F.scaled_dot_product_attention, or None.
+
+    None means that cached_fwd does not support the call. The call then runs in 16 bits, with the errors of stock
+    PyTorch.
     """
     pair = isinstance(key, QuantizedTensor) and isinstance(value, QuantizedTensor)
     if not pair or isinstance(query, QuantizedTensor) or value.rotated or value.shift is not None:

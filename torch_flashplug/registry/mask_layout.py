@@ -1,11 +1,18 @@
-"""Numbers on which agree who digests a bool mask (kernels/preprocess/mask.py on the device,
-mask_preprocess_reference.py in torch) and who reads what comes of it: words, one bit a score; states and lists, of
-blocks. Standard library only.
+"""Constants of the metadata of a bool mask, shared by writers and readers. Standard library only.
+
+Writers are kernels/preprocess/mask.py on the device, and mask_preprocess_reference.py in torch. The metadata consists
+of the bitmask, with one bit for each score, and of states and lists of blocks.
 """
 
 from __future__ import annotations
 
-TILE, THREADS, BITS = 64, 128, 32  # rows and columns of a tile of scores; words of it; of each
-NONE, MASKED, WHOLE = range(3)  # states of blocks: nothing, some or all of it is seen
-KIND, HALVES = 3, 2  # bits of a state that say so, and how many; behind them, of a MASKED one: which TILE rows see some
-FLAGS = 28  # bits of a block's number in a list of tall blocks, ahead of the same of its three parts
+# Rows and columns of a tile of scores; words of a tile; bits of a word.
+TILE, THREADS, BITS = 64, 128, 32
+# States of blocks: empty (no score is visible), partial (some scores are visible), full (all scores are visible).
+NONE, MASKED, WHOLE = range(3)
+# Bits of a state for `NONE`, `MASKED` or `WHOLE`, and the number of these bits. The higher bits of a `MASKED` state say
+# which parts of `TILE` rows have visible scores.
+KIND, HALVES = 3, 2
+# Bits of a block's index in a list of blocks of `TALL` query rows. The higher bits say which of the three parts of
+# `TILE` rows have visible scores.
+FLAGS = 28
