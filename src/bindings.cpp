@@ -44,7 +44,10 @@ template <typename Row, typename Add>
 int pushed(const Row& row, size_t size, Add add) {
   return guarded([&] {
     if (size != sizeof(Row))
-      throw std::runtime_error("torch_flashplug: _C was built for other rows than table_structs.py's");
+      throw std::runtime_error(
+          "torch_flashplug: _C.so and torch_flashplug/dispatch/table_structs.py must define the same rows, but differ. "
+          "Build _C.so "
+          "again.");
     add(changing_tables(), row);
   });
 }

@@ -1,4 +1,4 @@
-"""Gradients of calls with sinks, within their budgets."""
+"""Check of gradients against the error budget, for calls with sinks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch_flashplug.testing.budget import GRAD_FACTOR, assert_of_sinks, cancell
 
 
 class Exact(Protocol):
-    """Of a call, in fp64."""
+    """Exact results of a call in fp64."""
 
     out: Tensor
     lse: Tensor
@@ -24,7 +24,16 @@ def check_gradients(
     label: str, found: Mapping[str, Tensor], exact: Exact, low: Mapping[str, Tensor], operands: Sequence[Tensor],
     sinks: Tensor | None,
 ) -> None:  # fmt: skip
-    """found, low: ours and plain torch's by name (dq, dk, dv, dsinks); operands: q, k, v and dO."""
+    """Check that gradients are within the error budget.
+
+    Args:
+        label: text for error messages.
+        found: gradients of our kernels by name (dq, dk, dv, dsinks).
+        exact: the results in fp64.
+        low: gradients of plain torch by name.
+        operands: q, k, v and dO.
+        sinks: the sinks, or None.
+    """
     cancelled = cancelled_sums(*operands, None)
     for name, got in found.items():
         if name == "dsinks":

@@ -1,7 +1,8 @@
-"""Ceilings on the CPU time of tests and of test files, which keep the short run short.
+"""Ceilings on the CPU time of tests and of test files, to keep the short run short.
 
-`./tools/dev test` turns them on. Seconds are those of the machine that REFERENCE was measured on: a slower machine gets
-more. Time of processes that a test starts and waits for counts. What has to take longer has a row in SECONDS.
+`./tools/dev test` turns the ceilings on. The seconds are valid for the machine of REFERENCE, and a slower machine gets
+more time. The time of child processes counts if the test waits for the processes. A test with a higher ceiling has a
+row in SECONDS.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ import on_cpu
 import pytest
 
 OF_A_TEST, OF_A_FILE = 5.0, 60.0
-HEADROOM = 1.5  # for cores that share their units with neighbours, and for cold caches
-REFERENCE = 0.0154  # CPU seconds that loop() takes where the ceilings were measured (AMD EPYC, 2026-11-28)
-# Tests and files that may take longer than others, most of them because they start processes that import torch.
+HEADROOM = 1.5  # factor for cores that share units with neighboring cores, and for cold caches
+REFERENCE = 0.0154  # CPU seconds of loop() on the machine on which the ceilings were measured (AMD EPYC, 2026-11-28)
+# Ceilings of slow tests and files. Most of the tests start processes that import torch.
 SECONDS: dict[str, float] = {
     "test_build.py::test_a_change_of_one_kernel_file_recompiles_its_kernels_alone": 10,  # compiles five kernels
     "test_build.py::test_sources_of_a_kernel_are_what_it_imports": 17,  # imports each kind of kernel
-    "test_compile.py::test_inductor": 12,  # the first test that compiles C++ for Inductor makes its headers
+    "test_compile.py::test_inductor": 12,  # the first test that compiles C++ for Inductor precompiles the headers
     "test_demo.py::test_demo_of_fewer_bits": 10,
     "test_demo.py::test_training_demo": 12,
     "test_distributed.py": 80,
@@ -34,7 +35,7 @@ SECONDS: dict[str, float] = {
     "test_fuzz.py::test_a_dead_worker_is_a_finding_and_its_work_goes_on": 10,
     "test_fuzz.py::test_command_line": 12,
     "test_mask_road.py::test_a_caller_in_cpp_has_its_mask_back": 10,  # compiles C++ that includes torch
-    "test_masked_graphs.py::test_backends": 20,  # as test_inductor
+    "test_masked_graphs.py::test_backends": 20,  # precompiles the headers of Inductor, if run before test_inductor
     "test_seams.py::test_threads_read_the_biases_of_their_scores": 10,  # compiles a kernel
     "test_wheel.py::test_processes_that_unpack_at_once_share_the_result": 10,
 }
@@ -42,7 +43,7 @@ REMEDY = "Shorten the test, give it a row in test/nightly.py, or a ceiling of it
 
 
 def cpu_seconds() -> float:
-    """Return the CPU time of this process and of the processes that it has waited for."""
+    """Return the CPU time of this process and of all finished child processes."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
 
@@ -55,14 +56,14 @@ def loop() -> float:
 
 
 class Ceilings:
-    """The plugin of pytest that measures tests and fails those that take too long."""
+    """Plugin of pytest that measures tests and fails slow tests."""
 
     def __init__(self) -> None:
         self.factor = HEADROOM * max(1.0, min(loop() for _ in range(5)) / REFERENCE)
         self.of_files: dict[str, float] = defaultdict(float)
 
     def check(self, item: pytest.Item, seconds: float) -> None:
-        """Fail the test if it, or its file up to this test, took longer than its ceiling."""
+        """Fail the test if the test, or the file up to this test, exceeded the ceiling."""
         file, test = item.path.name, nightly.function_of(item)
         for name, spent, usual in ((test, seconds, OF_A_TEST), (file, self.of_files[file], OF_A_FILE)):
             ceiling = SECONDS.get(name, usual) * self.factor
@@ -71,14 +72,14 @@ class Ceilings:
                 pytest.fail(f"{name} took {spent:.1f} s of CPU time, but {ceiling:.1f} s are allowed. {REMEDY}", False)
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Build what all interpreted tests share, so that it counts to none of them."""
-        collects = session.config.getoption("numprocesses", None)  # the process that hands out tests runs none
+        """Build the pack of all interpreted tests in advance, so that the build counts for no test."""
+        collects = session.config.getoption("numprocesses", None)  # the controller process of xdist runs no test
         if not collects and any(item.get_closest_marker("interpreted") for item in session.items):
             on_cpu.pack()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> Iterator[None]:
-        """Add the time of fixtures to the file's."""
+        """Add the time of fixtures to the time of the file."""
         start = cpu_seconds()
         try:
             return (yield)
@@ -87,7 +88,7 @@ class Ceilings:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
-        """Measure the test, and fail it at its end if it took too long."""
+        """Measure the test, and fail a slow test at the end."""
         start = cpu_seconds()
         try:
             result = yield

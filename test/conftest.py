@@ -1,6 +1,9 @@
-"""Markers and fixtures. `gpu`, `gpu2`: needs CUDA, or two devices, skipped here and nowhere else. `interpreted`: runs
-kernels on the CPU, which a machine with a GPU need not. `isolated(seconds)`: runs in a process of its own that is
-killed when its time is over, for tests that could hang, poison the device or need a fresh torch.
+"""Markers and fixtures of all tests.
+
+`gpu` marks tests for CUDA, and `gpu2` marks tests for two devices. Only this file skips tests with these two markers.
+`interpreted` marks tests that run kernels on the CPU. A machine with a GPU leaves such tests out. `isolated(seconds)`
+marks tests that run in a separate process, killed after the given time. Isolated tests could hang or poison the device,
+or need a fresh torch.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from torch_flashplug.registry.dtypes import WHOLE
 from torch_flashplug.registry.kernel_spec import KernelSpec
 from torch_flashplug.testing import case_named
 
-GPU_TEST_SECONDS = 300  # a gpu test that takes longer ends the whole run, with a traceback
+GPU_TEST_SECONDS = 300  # a slower gpu test ends the whole run with a traceback
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 INTERPRETED = pytest.param("cpu", marks=pytest.mark.interpreted, id="interpreted")
 
@@ -51,7 +54,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     has_gpu, has_two = torch.cuda.is_available(), torch.cuda.device_count() > 1
     left_out = {item for item in items if item.get_closest_marker("interpreted") and (has_gpu or not _is_small(item))}
-    named = any("::" in argument for argument in config.args)  # a test that is asked for by its name is run
+    named = any("::" in argument for argument in config.args)  # a test named on the command line always runs
     on_cpu.compiles_on_demand = named
     if not (config.getoption("--nightly") or config.getoption("--in-isolation") or named):
         left_out |= nightly.left_out([item for item in items if item not in left_out])
@@ -65,8 +68,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _is_small(item: pytest.Item) -> bool:
-    """Whether it is interpreted: what it is about, if it is a case, is done in about a second; of two element types
-    each case has one, since a kernel's code knows little of them; where samples were built, all have theirs.
+    """Return True if a test is small enough for interpreted kernels.
+
+    The case of the test must take at most about a second. Each case runs with a single element type out of two, because
+    the code of a kernel hardly depends on the element type. If only samples were built, all cases run with bf16, the
+    element type of the samples.
     """
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
     case = case_named(parameters["name"]) if "name" in parameters else parameters.get("case")
@@ -78,8 +84,9 @@ def _is_small(item: pytest.Item) -> bool:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Skips what failed and had looked for a kernel that is in the table and not in its samples: another may have
-    taken the call, or none.
+    """Skip a failed test that needed a kernel of the kernel table missing from the samples.
+
+    In such a test, a different kernel or no kernel may have taken the call.
     """
     on_cpu.lacked.clear()
     try:
@@ -128,14 +135,14 @@ def _hard_timeout(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(params=["cpu", CUDA])
 def road(request: pytest.FixtureRequest) -> Iterator[standin.Road]:
-    """The router installed: CPU stand-in, or the real device."""
+    """Install the dispatcher, with the CPU stub backend or on the real device."""
     with standin.road_to(request.param) as road:
         yield road
 
 
 @pytest.fixture(params=["router", "plan_b"])
 def any_road(request: pytest.FixtureRequest, device: str) -> Iterator[standin.Road]:
-    """Both hooks: what holds for one must hold for the other."""
+    """Install the plugin by each of the two hooks, which must behave equally."""
     with standin.road_to(device, request.param) as road:
         yield road
 
@@ -147,14 +154,17 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(params=[INTERPRETED, CUDA])
 def kernels_on(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The device of the tensors that our kernels take: a GPU's, or the CPU's where they are interpreted."""
+    """Return the device for tensors of our kernels: a GPU, or the CPU for interpreted kernels."""
     with on_cpu.kernels() if request.param == "cpu" else contextlib.nullcontext():
         yield request.param
 
 
 @pytest.fixture
 def kernel_alone() -> Iterator[Callable[[KernelSpec], None]]:
-    """Pushes the rows of that kernel, and of others that are not of its kind."""
+    """Return a function that pushes the rows of a kernel and of all kernels of different kinds.
+
+    So no rival kernel of the same kind can take a call.
+    """
 
     def push(spec: KernelSpec) -> None:
         rivals = {"bwd", "detbwd", "partbwd", "tilebwd"} if spec.is_backward else {"fwd"}
@@ -166,7 +176,7 @@ def kernel_alone() -> Iterator[Callable[[KernelSpec], None]]:
 
 @pytest.fixture
 def fresh_dynamo() -> Iterator[None]:
-    """No graph from another test; and no mode left behind by this one."""
+    """Reset Dynamo, so that no graph remains from an earlier test. Check that the test leaves no mode behind."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -175,6 +185,10 @@ def fresh_dynamo() -> Iterator[None]:
 
 @pytest.fixture
 def no_autograd_cache() -> Iterator[None]:
-    """Its keys do not tell which of stock's backends a graph was traced with: one served for all."""
+    """Disable the autograd cache.
+
+    The cache keys do not contain the backend of stock with which a graph was traced. So a cached graph would serve all
+    backends.
+    """
     with functorch_config.patch(enable_autograd_cache=False):
         yield

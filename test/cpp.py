@@ -1,4 +1,4 @@
-"""C++ of a test beside the headers of the core (src/)."""
+"""Compilation of C++ test code with the headers of src/."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ OPTIONS = ("-std=c++20", "-DTORCH_TARGET_VERSION=0x020B000000000000", f"-I{Path(
 
 
 def compiles(source: str, *options: str) -> bool:
-    """Without options nothing is made of it."""
+    """Return True if the source compiles. Without options only the syntax is checked."""
     command = ["c++", *OPTIONS, *(options or ("-fsyntax-only",)), "-x", "c++", "-", "-x", "none", "-l:libtorch_cpu.so"]
     return subprocess.run(command, input=source, text=True, capture_output=True, check=False).returncode == 0

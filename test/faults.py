@@ -1,4 +1,4 @@
-"""Tensors that lie in memory in every way, and what is right for them: for the tests of stock's faults."""
+"""Tensors in many memory layouts, and checks against the right results, for the tests of stock's faults."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 from torch_flashplug.testing import Case, Inputs, assert_within_budget, oracle, oracle_grads, plain, plain_grads
 from torch_flashplug.testing.budget import GRAD_FACTOR, cancelled_sums
 
-ORDERS = ("bshd", "bhsd")  # of memory
+ORDERS = ("bshd", "bhsd")  # memory orders
 
 
 def drawn(shape: tuple[int, ...], order: str, seed: int) -> Tensor:
-    """(B, H, S, D) on the GPU, laid out in `order`."""
+    """Return a random tensor (B, H, S, D) on the GPU, in the memory order `order`."""
     generator = torch.Generator("cuda").manual_seed(seed)
     return laid_out(torch.randn(shape, generator=generator, device="cuda").to(torch.bfloat16), order)
 
@@ -24,7 +24,7 @@ def laid_out(tensor: Tensor, order: str) -> Tensor:
 
 
 def check(label: str, case: Case, inputs: Inputs, out: Tensor | None, grads: tuple[Tensor, ...] = ()) -> None:
-    """Within the project's budget of fp64."""
+    """Check that results are within the project's error budget against fp64."""
     if out is not None:
         assert_within_budget(label + " out", out, oracle(case, inputs).out, plain(case, inputs).out)
     if grads:
@@ -36,7 +36,7 @@ def check(label: str, case: Case, inputs: Inputs, out: Tensor | None, grads: tup
 
 
 def odd(shape: tuple[int, ...], offset: int = 1) -> Tensor:
-    """A view whose base is `offset` elements behind an aligned address."""
+    """Return a view with a base address of `offset` elements after an aligned address."""
     size = math.prod(shape)
     return torch.randn(size + offset, device="cuda").to(torch.bfloat16)[offset:].view(shape)
 
@@ -46,5 +46,5 @@ def half(*shape: int) -> Tensor:
 
 
 def strides(tensor: Tensor) -> list[int]:
-    """Of the dims where they mean something: no number of an empty tensor is anywhere."""
+    """Return the strides of all dims with more than one element. An empty tensor has no such strides."""
     return [stride for size, stride in zip(tensor.shape, tensor.stride()) if size > 1 and tensor.numel() > 0]

@@ -1,5 +1,6 @@
-"""What the tests of tracers share: functions to trace, a compiler that keeps the attention ops it sees, and the
-comparison with eager.
+"""Shared helpers for tests of tracers.
+
+The helpers are functions to trace, a compiler that records attention ops, and the comparison with eager mode.
 """
 
 from __future__ import annotations
@@ -28,15 +29,16 @@ TOLERANCE = {"atol": 2e-2, "rtol": 2e-2}
 
 
 def attention_ops(graph: torch.fx.Graph) -> list[tuple[str, int]]:
-    """(op, mode word without its precision) of our ops, and (aten name, -1) of every other attention op, in graph
-    order.
+    """Return the attention ops of a graph, in graph order.
+
+    An op of the plugin becomes (op, mode word without the precision). An attention op of aten becomes (aten name, -1).
     """
     found = []
     for node in graph.nodes:
         call = [
             node.target,
             *node.args,
-        ]  # an op that checkpoint will repeat is an argument of the op that keeps the RNG state
+        ]  # an op that checkpoint repeats is an argument of an op that keeps the RNG state
         own = next(
             (index for index, part in enumerate(call) if isinstance(part, torch._ops.OpOverload) and part in OWN_OPS),
             None,
@@ -50,7 +52,7 @@ def attention_ops(graph: torch.fx.Graph) -> list[tuple[str, int]]:
 
 
 def masks(graph: torch.fx.Graph) -> list[torch.dtype | None]:
-    """What our ops are given as a mask, in graph order."""
+    """Return the dtypes of the masks passed to the plugin's ops, in graph order, with None for calls without a mask."""
     calls = [(node, *OWN_OPS[node.target]) for node in graph.nodes if node.target in OWN_OPS]
     given = [fields(*node.args).attn_bias for node, _, fields in calls]
     return [None if mask is None else mask.meta["val"].dtype for mask in given]
@@ -61,7 +63,7 @@ def has_floats_of_masks(graph: torch.fx.Graph) -> bool:
 
 
 class Recorder:
-    """A compiler for torch.compile that runs AOT graphs as they are and keeps them and their attention ops."""
+    """Compiler for torch.compile that runs AOT graphs unchanged, and records the graphs and the attention ops."""
 
     def __init__(self) -> None:
         self.graphs: list[torch.fx.Graph] = []
@@ -99,7 +101,11 @@ NESTED_MODES = [FA3, AUTO, FA3, AUTO]
 def check_against_eager(
     road: Road, function: Callable, compiled: Callable, *, grad: bool, **sizes: int
 ) -> dict[str, int]:
-    """Runs both on the same inputs; the paths that the compiled one took."""
+    """Run an eager function and the compiled function on equal inputs, and compare the results.
+
+    Returns:
+        The paths that the compiled function took, with counts.
+    """
     inputs, copies = (road.qkv(grad=grad, **sizes) for _ in range(2))
     want = function(*inputs)
     road.took()

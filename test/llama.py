@@ -1,4 +1,4 @@
-"""A small Llama, Hugging Face's own, with random weights, the same ones every time."""
+"""Small Llama model of Hugging Face, with equal random weights in every call."""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""What the short run of the tests leaves out: `./tools/dev test` has one of so many cases of a function, and
-`./tools/dev test --all` has all. 0: none of its cases is in the short run.
+"""Table of the test cases that the short run leaves out.
 
-The numbers beside the names are seconds of one core that all cases take (2026-11-28). Every kind of kernel keeps cases
-in the short run: test_packs.py and test_interpreter.py are not in this table.
+`./tools/dev test` runs every N-th case of a function, with N from the table. `./tools/dev test --all` runs all cases.
+With N = 0 the short run has no case of the function.
+
+The numbers in the comments are the seconds of all cases on one core (2026-11-28). Every kind of kernel keeps cases in
+the short run: test_packs.py and test_interpreter.py are not in this table.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from itertools import groupby
 import pytest
 
 ONE_OF = {
-    # Stages that no product kernel has, compiled into kernel files: 185 s, of which 162 compile 41 kernels.
+    # Score stages without a product kernel, compiled into kernel files: 185 s, including 162 s to compile 41 kernels.
     "test_seams.py::test_a_stage_costs_no_spill_and_no_turn_of_the_tensor_cores": 0,
     "test_seams.py::test_numbers_are_those_of_fp64": 0,
     "test_seams.py::test_a_backward_in_order_gives_the_same_bits": 0,
@@ -49,12 +51,12 @@ ONE_OF = {
 
 
 def function_of(item: pytest.Item) -> str:
-    """Return a test function as the table names it."""
+    """Return the name of a test function in the form of the table."""
     return f"{item.path.name}::{getattr(item, 'originalname', item.name)}"
 
 
 def left_out(items: Iterable[pytest.Item]) -> set[pytest.Item]:
-    """Return the tests that only the long run has: those marked nightly, and the table's. GPU tests are all run."""
+    """Return the tests for the long run only: tests marked nightly, and tests of the table. GPU tests always run."""
     on_cpu = [item for item in items if item.get_closest_marker("gpu") is None]
     found = {item for item in on_cpu if item.get_closest_marker("nightly")}
     for function, cases in groupby(sorted(on_cpu, key=function_of), key=function_of):

@@ -1,5 +1,6 @@
-"""Kernels without a GPU: the packs' own kernels on CPU tensors, interpreted (tools/interpreted.py). Here the path of a
-call is as it is, from F.sdpa to the kernel's last store; only the device is not one.
+"""Kernels without a GPU: the kernels of the packs on CPU tensors, interpreted (tools/interpreted.py).
+
+A call takes the real path, from F.sdpa to the last store of the kernel. Only the device is not real.
 """
 
 from __future__ import annotations
@@ -24,12 +25,15 @@ from torch_flashplug.registry.kernel_table import Pack
 from torch_flashplug.testing import Case, interpreted, load_pack
 
 ROOT = Path(__file__).resolve().parents[1]
-TARGET = "sm_90a"  # whose packs hold the kernels of both families
-MOST_FLOP = 1.5e8  # of a case: half a second; half of it where samples of the table were built
+TARGET = "sm_90a"  # the packs of this target hold the kernels of both families
+MOST_FLOP = 1.5e8  # largest FLOP of a case, about half a second; half of MOST_FLOP if only samples were built
 
 
 def is_small(case: Case) -> bool:
-    """Whether it is done in about half a second: by whole tiles, and by what each of them costs anyway."""
+    """Return True if a case takes about half a second.
+
+    The estimate counts whole tiles, and a fixed cost for each tile.
+    """
     rows, keys = (-(-length // 64) * 64 for length in (case.Sq, case.Sk))
     tiles = case.B * case.Hq * rows // 64
     most = MOST_FLOP / (2 if not_built() else 1)
@@ -41,7 +45,7 @@ NOT_BUILT = "in no pack, since samples of the table were built; ./tools/dev buil
 
 @functools.cache
 def not_built(target: str = TARGET) -> frozenset[str]:
-    """Kernels that a target's packs lack, where the build was one of samples (configs.SAMPLES); else none."""
+    """Return the kernels missing from the packs of a target if only samples (configs.SAMPLES) were built, else none."""
     packs = [pack for pack in kernel_table.PACKS if pack.target == target]
     reports = [path.with_suffix(".json") for pack in packs if (path := library.find_built(pack.file))]
     built = {row["name"] for report in reports for row in json.loads(report.read_text())["kernels"]}
@@ -50,21 +54,21 @@ def not_built(target: str = TARGET) -> frozenset[str]:
 
 
 def need(kernel: str, target: str = TARGET) -> None:
-    """Skip the test where this kernel was not built."""
+    """Skip the test if this kernel was not built."""
     if kernel in not_built(target):
         pytest.skip(f"{kernel}: {NOT_BUILT}")
 
 
-compiles_on_demand = False  # whether tests compile kernels that were not built; conftest sets it
+compiles_on_demand = False  # whether tests compile missing kernels; set by conftest
 
 
 def build(folder: Path, *kernels: str) -> Path:
     """Link kernels of TARGET with the interpreter.
 
     Args:
-        folder: where the pack is written.
-        kernels: the names of kernels. Those that were built are linked; if none was built, all are compiled on demand.
-            Without a name, all kernels that were built are linked.
+        folder: the folder for the pack.
+        kernels: the names of kernels. Built kernels are linked. If no named kernel was built, all named kernels are
+            compiled on demand. Without a name, all built kernels are linked.
 
     Returns:
         The path of the pack.
@@ -89,13 +93,16 @@ def pack() -> Path:
 
 
 def seed(file: Path, number: int) -> None:
-    """In which order a pack's kernels do what they need not wait for; 0: at once."""
+    """Set the seed for the random order of asynchronous operations in the kernels of a pack.
+
+    With seed 0, each asynchronous operation runs immediately.
+    """
     ctypes.CDLL(str(file)).interpreter_seed(ctypes.c_uint64(number))
 
 
 @contextlib.contextmanager
 def kernels(order: int = 0) -> Iterator[None]:
-    """Run F.sdpa on CPU tensors by these kernels, as on an H100. order: as seed() takes it."""
+    """Run F.sdpa on CPU tensors with interpreted kernels, as on an H100. `order` is the number for `seed`."""
     file = pack()
 
     def provide(name: str, cc: int, given: Circumstances) -> Provided | str:
@@ -115,7 +122,7 @@ def kernels(order: int = 0) -> Iterator[None]:
         yield
 
 
-lacked: list[str] = []  # kernels of not_built() that were looked for; whoever runs a test empties it
+lacked: list[str] = []  # kernels of not_built() that a test needed; emptied before each test
 _loaded: list[ctypes.CDLL] = []  # kernels that were compiled on demand
 
 
@@ -126,7 +133,7 @@ def _enable() -> None:
 
 @contextlib.contextmanager
 def off() -> Iterator[None]:
-    """Stock, as if the plugin had never been enabled."""
+    """Run stock, as if the plugin had never been enabled."""
     torch_flashplug.disable()
     bindings.uninstall(bindings.CPU_SLOT)
     try:
@@ -135,7 +142,7 @@ def off() -> Iterator[None]:
         _enable()
 
 
-# ---- one kernel, past the dispatcher ----
+# ---- a single kernel, called without the dispatcher ----
 
 
 class _Type(ctypes.Structure):
@@ -143,7 +150,7 @@ class _Type(ctypes.Structure):
 
 
 class _Managed(ctypes.Structure):
-    """DLPack's managed tensor, which nobody needs to free."""
+    """Managed tensor of DLPack without a deleter: nothing needs to be freed."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -168,7 +175,7 @@ _capsule.restype, _capsule.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes
 
 
 class _OnGpu:
-    """A CPU tensor that says it is a GPU's. Lives for as long as who has taken it."""
+    """CPU tensor that reports a GPU as the device. The object must live as long as the imported tensor."""
 
     def __init__(self, tensor: torch.Tensor):
         sizes, strides = ((ctypes.c_int64 * tensor.dim())(*numbers) for numbers in (tensor.shape, tensor.stride()))
@@ -184,10 +191,10 @@ class _OnGpu:
 
 
 def function(file: Path, name: str) -> Callable[..., None]:
-    """Return a kernel of an interpreted pack, or one that is compiled on demand.
+    """Return a function that calls a kernel of an interpreted pack, or a kernel compiled on demand.
 
-    It is called with CPU tensors in the order of its arguments, lists of tensors and numbers. Its loads and stores,
-    except those of TMA, must stay within the tensors.
+    The function takes the arguments of the kernel in order: CPU tensors, lists of tensors, and numbers. All loads and
+    stores of the kernel, except TMA, must stay within the tensors.
     """
     import tvm_ffi
 
@@ -220,7 +227,7 @@ def function(file: Path, name: str) -> Callable[..., None]:
 
 @contextlib.contextmanager
 def installed_at(door: object, device: str) -> Iterator[None]:
-    """One of hook_list.SWITCHED, at that device's key; afterwards where it was."""
+    """Install a member of `hook_list.SWITCHED` at the dispatch key of a device, and restore the state afterwards."""
     door.install(device.upper())
     yield
     door.uninstall()

@@ -1,4 +1,4 @@
-"""Gradients added up in one order, as torch.use_deterministic_algorithms asks for."""
+"""Context manager for deterministic gradients, by torch.use_deterministic_algorithms."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Ours beside another library that registers kernels at torch's attention ops, as cudnn.torch and FlashAttention-4 do.
-Run with the order of events as the argument; prints "right" in the end. A process for each: imports happen once.
+"""Test program: the plugin together with a foreign library that registers kernels for torch's attention ops.
+
+cudnn.torch and FlashAttention-4 are such libraries. The argument is the order of events. The program prints "right" at
+the end. Each order needs a separate process, because an import happens only once.
 """
 
 from __future__ import annotations
@@ -14,11 +16,14 @@ FUSED = tuple(
     f"_scaled_dot_product_{backend}_attention{way}" for backend in ("cudnn", "flash") for way in ("", "_backward")
 )
 FLASH = ("_flash_attention_forward", "_flash_attention_backward")
-HAS_CUDA_OPS = torch.version.cuda is not None  # torch's own kernels of aten's ops stand at that key
+HAS_CUDA_OPS = torch.version.cuda is not None  # a CUDA build of torch registers aten kernels for CUDA
 
 
 class TheirLibrary:
-    """Theirs: at the CUDA key of each op, and at the CPU's of varlen_attn, where calls of it can be made here."""
+    """Foreign library that registers kernels for each op at the CUDA key, and for varlen_attn also at the CPU key.
+
+    The test calls varlen_attn on the CPU.
+    """
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -43,7 +48,7 @@ class TheirLibrary:
 
 
 def active(op: str, key: str = "CUDA") -> str:
-    """Whose kernel the op runs at the key: "ours", "theirs", "torch's" or "nobody's"."""
+    """Return the owner of an op's kernel at a dispatch key: "ours", "theirs", "torch's" or "nobody's"."""
     lines = torch._C._dispatch_dump(op).splitlines()
     line = next((line for line in lines if line.startswith(f"{key}: ")), "")
     if not line:
@@ -52,7 +57,7 @@ def active(op: str, key: str = "CUDA") -> str:
 
 
 def owners() -> dict[str, set[str]]:
-    """Of each group of ops."""
+    """Return the owners of the kernels in each group of ops."""
     groups = {"varlen": [f"torch_attn::{name}" for name in VARLEN]}
     if HAS_CUDA_OPS:
         groups |= {"fused": [f"aten::{name}" for name in FUSED], "flash": [f"aten::{name}" for name in FLASH]}
@@ -76,7 +81,7 @@ def is_theirs(theirs: TheirLibrary) -> bool:
 
 
 def says_theirs() -> bool:
-    """Whether explain_varlen and info do."""
+    """Return True if explain_varlen and info report the foreign library as owner."""
     import torch_flashplug
     from torch_flashplug.cli import env_info
 

@@ -1,5 +1,8 @@
-"""Stock's flash attention under our door, on a CPU: a process that test_flash_door.py runs, with a library that it made
-of stock_flash.cpp. Every argument arrives, what stock raises is raised, and a backward follows its own forward.
+"""Test program: the plugin's flash attention op on top of stock's flash attention, on a CPU.
+
+test_flash_door.py runs this program in a separate process, with a library compiled from stock_flash.cpp. The program
+checks three things. All arguments reach stock. Errors of stock reach the caller. A backward call has the same owner as
+the forward call.
 """
 
 import ctypes
@@ -7,7 +10,7 @@ import sys
 
 import torch
 
-ctypes.CDLL(sys.argv[1])  # before the plugin asks what torch has
+ctypes.CDLL(sys.argv[1])  # loaded before the plugin looks up the ops of torch
 
 import on_cpu  # noqa: E402
 from torch import Tensor  # noqa: E402
@@ -26,7 +29,7 @@ packed, cu = x.detach()[0].requires_grad_(), torch.tensor([0, 4, 9], dtype=torch
 
 
 def told(**said: float) -> list[float]:
-    """What stock says it was told, of a plain call of 9 rows."""
+    """Return the arguments that stock reports for a plain call of 9 rows, changed by the keyword arguments."""
     plain = {"cu_q": -1, "cu_k": -1, "max_q": 9, "max_k": 9, "p": 0, "causal": 0, "debug": 0, "scale": -1, "left": -1}
     return list((plain | {"right": -1, "used": -1, "alibi": -1, "pages": -1, "splits": -1} | said).values())
 
@@ -45,7 +48,7 @@ def arguments_arrive() -> None:
     for call, settings, said in (
         ((x,), {}, {}),
         ((x,), {"causal": True, "scale": 0.5}, {"causal": 1, "scale": 0.5}),
-        ((x,), {"window_size_left": 2, "window_size_right": 3}, {"left": 2, "right": 3}),  # of few rows
+        ((x,), {"window_size_left": 2, "window_size_right": 3}, {"left": 2, "right": 3}),  # few rows
         ((packed, cu, cu), {"p": 0.25}, on_end | {"p": 0.25}),
         ((packed.float(), cu, cu), {"num_splits": 1}, on_end | {"splits": 1}),
         ((packed, cu, cu), {"alibi_slopes": torch.ones(2)}, on_end | {"alibi": 2}),
@@ -72,7 +75,7 @@ def errors_are_stocks() -> None:
 
 
 def a_backward_follows_its_forward() -> None:
-    """Whatever is asked for when it runs."""
+    """Check that a backward call runs on the owner of the forward call, even if the mode has changed."""
     with sdpa_backend("stock"):
         stocks = forward(packed, cu, cu, causal=True, window_size_left=6)[0]
     with sdpa_backend("fa3"):
@@ -82,7 +85,7 @@ def a_backward_follows_its_forward() -> None:
     with sdpa_backend("stock"):
         torch.autograd.grad(ours.float().sum(), packed)
     assert bindings.counters(reset=True) == counted("ours_bwd")
-    # Keys that do not all count: no backward is told of them, stock's as little as ours.
+    # With seqused_k, the KV lengths do not reach the backward, neither in stock nor in the plugin.
     state = forward(packed, cu, cu, seqused_k=cu[1:])[2]
     assert bindings.counters(reset=True) == counted("ours_fwd") and state.storage_offset() == 0
 

@@ -1,4 +1,4 @@
-"""Named calls, and their plans as text: what the golden tables are made of."""
+"""Named calls, and dispatch plans as text, for the golden tables."""
 
 from __future__ import annotations
 
@@ -12,18 +12,21 @@ Call = Mapping[str, int | float]
 
 
 def call(heads: tuple[int, int, int], rows: tuple[int, int], dims: tuple[int, int], **more: int | float) -> Call:
-    """heads (B, Hq, Hkv), rows (Sq, Sk), dims (D, Dv)."""
+    """Return a call with heads (B, Hq, Hkv), rows (Sq, Sk) and dims (D, Dv)."""
     names = ("B", "Hq", "Hkv", "Sq", "Sk", "D", "Dv")
     return dict(zip(names, (*heads, *rows, *dims), strict=True)) | more
 
 
 def made_of(*names: str) -> Call:
-    """Query, key and value of these numbers (elements.NUMBERS), or of one; any other name is a dtype that has none."""
+    """Return the dtypes of query, key and value by name (elements.NUMBERS).
+
+    A single name stands for all three operands. An unknown name stands for a dtype without kernels.
+    """
     operands = ("dtype_q", "dtype_k", "dtype_v")
     return dict(zip(operands, (DTYPE_IDS.get(name, len(DTYPE_IDS)) for name in names * (3 // len(names))), strict=True))
 
 
-# Calls that the table decides.
+# Calls for which the dispatch table decides.
 CALLS = {
     "train_4k_d128_causal": call((4, 16, 16), (4096, 4096), (128, 128), causal=1, grad=1),
     "train_4k_d192v128_causal": call((4, 16, 16), (4096, 4096), (192, 128), causal=1, grad=1),
@@ -43,7 +46,7 @@ def wrapped(text: str, indent: str) -> str:
 
 
 def described(plan: dict, backends: Sequence[str]) -> list[str]:
-    """A plan in lines: what was taken, the reason for each of these backends that was not, the gate."""
+    """Return a plan as lines: the selected kernel, the reason against each rejected backend, and the gate."""
     taken = f"{plan['backend']} {plan['kernel']}".strip()
     if plan["kernel"]:
         taken += f" tiles={plan['tiles']} splits={plan['splits']}"
@@ -68,7 +71,7 @@ def table_of(
     mode: int = 0,
     backends: Sequence[str] = ("fa3",),
 ) -> str:
-    """Every call on every device; devices with the same answer share it."""
+    """Return a text with the plan of every call on every device. Devices with equal plans share a paragraph."""
     lines = []
     for name, problem in calls.items():
         lines.append(name)

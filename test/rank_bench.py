@@ -1,5 +1,6 @@
-"""Suite multi of the benchmark on ranks (ranks.py), small: who is timed, what rows say. On a CPU peers refuse: DTensor
-does not know stock's op there.
+"""Small test of the benchmark suite multi on several ranks (ranks.py): the timed providers and the contents of rows.
+
+On a CPU the peers refuse all calls, because DTensor does not support stock's CPU op.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def case_suite(rank: Rank) -> None:
         multi.Call("train_blocks_small", s, "blocks"),
     ]
     bench = Bench(rank.device, 2, time.monotonic() + 60, "", True, {}, {})
-    quiet = {"watch": lambda: None}  # the watch is ranks.py's
+    quiet = {"watch": lambda: None}  # ranks.py already has a time limit
     with mock.patch.multiple(multi, calls=lambda: calls, **quiet, **SMALL), mock.patch("builtins.print"):
         with mock.patch.multiple(in_step, ROUND_MS=1.0, **quiet):
             multi.suite_multi(bench)
@@ -54,7 +55,7 @@ def case_suite(rank: Rank) -> None:
 
 
 def _check_what_is_kept(rank: Rank, bench: Bench) -> None:
-    """The file is named after the GPUs; table and picture take its rows."""
+    """Check that the file is named after the GPUs, and that the table and the picture accept the rows."""
     document = report.header("multi", {}, "") | {"rounds": 2, "absent": {}, "skipped": {}, "rows": bench.rows}
     document["gpu"] += f" x{rank.world}"
     report.print_table(document, Console(file=io.StringIO()))

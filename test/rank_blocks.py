@@ -1,5 +1,6 @@
-"""Cases of context_parallel on several ranks (ranks.py): what else happens in its block, and behind it. Rings
-themselves are rank_rings.py's.
+"""Cases of context_parallel on several ranks (ranks.py): unusual calls inside and after the block.
+
+rank_rings.py has the cases of rings.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ from torch_flashplug.torch_hooks.distributed import context_parallel
 
 
 def case_graph_of_another_balance(rank: Rank) -> None:
-    """Where rows lie otherwise than the graph was compiled for, it raises, by a ring and gathered."""
+    """Check that a compiled graph raises if the load balance differs from the compiled load balance.
+
+    The case covers rings and gathered keys.
+    """
     case = problem(rank.world)
     inputs = whole(case, rank.device)
 
@@ -35,7 +39,7 @@ def case_graph_of_another_balance(rank: Rank) -> None:
             with ring(rank, case.Sq, Way(balanced=False)):
                 with pytest.raises(RuntimeError, match="compiled with load balance, but the rows .* without load"):
                     run(*part_of(rank, inputs, False)[:3])
-                grads = torch.autograd.grad(out, (q, k, v), grad)  # its forward's
+                grads = torch.autograd.grad(out, (q, k, v), grad)  # uses the load balance of the forward
             assert_right(case, inputs, *unshard(rank, [out], True), unshard(rank, grads, True))
         finally:
             context_parallel.use("ring")
@@ -43,7 +47,10 @@ def case_graph_of_another_balance(rank: Rank) -> None:
 
 
 def case_backward_outside_of_the_block(rank: Rank) -> None:
-    """Where stock differentiates one causal call over rows in balanced order."""
+    """Check that a backward outside of the block raises.
+
+    Outside of the block, stock would differentiate a single causal call over rows in balanced order.
+    """
     case = problem(rank.world)
     inputs = whole(case, rank.device)
     with ring(rank, case.Sq, Way()) as module:
@@ -54,7 +61,7 @@ def case_backward_outside_of_the_block(rank: Rank) -> None:
 
 
 def case_backward_in_a_later_block(rank: Rank) -> None:
-    """Rows lie as in the forward's, whatever torch's options are by then."""
+    """Check that a backward uses the row order of the forward, even if torch's options have changed."""
     case = problem(rank.world)
     inputs = whole(case, rank.device)
     with ring(rank, case.Sq, Way()) as module:
@@ -78,7 +85,11 @@ def case_error_in_the_block(rank: Rank) -> None:
 
 
 def case_others_in_the_block(rank: Rank) -> None:
-    """What is replicated or sharded over heads attends by itself; a mixture says what to do; masks stay stock's."""
+    """Check calls in the block that are not rings.
+
+    Tensors that are replicated or sharded over heads attend locally. A mixture raises an error with a remedy. Calls
+    with a mask stay with stock.
+    """
     case = problem(rank.world, (2 * rank.world, rank.world))
     inputs, mesh = whole(case, rank.device), rank.mesh(names=("cp",))
     with ring(rank, case.Sq, Way()):
@@ -102,7 +113,7 @@ def case_others_in_the_block(rank: Rank) -> None:
 
 
 def case_mesh_of_two_dims(rank: Rank) -> None:
-    """No ring's: what is said, and raised of a forced backend, is about the mesh."""
+    """Check that the explanation, and the error of a forced backend, name the mesh of two dims, which has no ring."""
     case = problem(rank.world)
     inputs, mesh = whole(case, rank.device), rank.mesh(rank.world, 1, names=("cp", "tp"))
     with ring(rank, case.Sq, Way()):

@@ -1,4 +1,4 @@
-"""The demo's programs on ranks (ranks.py): however a Llama is divided, it learns what it learns on one device."""
+"""Test of the demo's programs on several ranks (ranks.py): a divided Llama learns as well as on one device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cases of DTensors on several ranks (ranks.py): our ops run on shards, and what would be wrong there is not done."""
+"""Cases of DTensors on several ranks (ranks.py): the plugin's ops run on shards, unless results would be wrong."""
 
 from __future__ import annotations
 
@@ -53,7 +53,10 @@ def case_placements(rank: Rank) -> None:
 
 
 def case_mesh_of_two_dims(rank: Rank) -> None:
-    """Batch over one dim, heads over the other: heads divide among the ranks of theirs alone."""
+    """Shard the batch over one mesh dim and the heads over the second mesh dim.
+
+    The number of heads must be divisible only by the size of the second dim.
+    """
     case = problem(rank.world, (4, 2), batch=2, rows=32)
     inputs, mesh = whole(case, rank.device), rank.mesh(rank.world // 2, 2)
     placed = [distribute_tensor(x.detach(), mesh, [BATCH, HEADS]).requires_grad_() for x in (*inputs, inputs.grad_out)]
@@ -72,7 +75,10 @@ def case_uneven_batch(rank: Rank) -> None:
 
 
 def case_heads_that_do_not_divide(rank: Rank) -> None:
-    """DTensor itself would pair query heads of one rank with key heads of another's. The op redistributes."""
+    """Check heads that do not divide among the ranks: the op redistributes the tensors.
+
+    DTensor alone would pair query heads with key heads of a different rank.
+    """
     for heads in ((6, 3), (4, 1)):
         case = problem(rank.world, heads, rows=32)
         inputs = whole(case, rank.device)
@@ -109,14 +115,17 @@ def case_own_ops(rank: Rank) -> None:
     inputs = whole(case, rank.device)
     for placement in (HEADS, Replicate()):
         q, k, v, grad = _placed(rank, inputs, placement)
-        F.scaled_dot_product_attention(q, k, v, **case.sdpa_kwargs())  # the first DTensor registers the strategies
+        F.scaled_dot_product_attention(q, k, v, **case.sdpa_kwargs())  # the first DTensor call registers the strategies
         out = sdpa.namespace.sdpa_fwd(q, k, v, None, 0.0, sdpa.CAUSAL_TOP_LEFT, None, 0)[0]
         assert out.placements == (placement,)
         assert_right(case, inputs, *(_full(out)), _full(*torch.autograd.grad(out, (q, k, v), grad.detach())))
 
 
 def case_bias(rank: Rank) -> None:
-    """A float mask, broadcast over what is sharded, and its gradient, of which each rank has a part then."""
+    """Check a float mask that is broadcast over the sharded dim, and the gradient of the mask.
+
+    In this case each rank has a partial sum of the gradient.
+    """
     case = problem(rank.world, (8, 4), batch=4, rows=32, causal=False)
     inputs, mesh = whole(case, rank.device), rank.mesh()
     for placement, heads in ((HEADS, 1), (HEADS, 8), (BATCH, 1), (Replicate(), 8)):
@@ -139,7 +148,10 @@ def case_bias(rank: Rank) -> None:
 
 
 def case_rows_outside_of_a_ring(rank: Rank) -> None:
-    """Stock gathers them; a forced backend has to say what to do, on all ranks."""
+    """Check rows sharded outside of a ring: stock gathers the rows, and a forced backend raises with a remedy.
+
+    The error must occur on all ranks.
+    """
     case = problem(rank.world)
     q, k, v, _ = _placed(rank, whole(case, rank.device), ROWS)
     said = torch_flashplug.explain(q, k, v, **case.sdpa_kwargs(), device="h100")
@@ -152,7 +164,7 @@ def case_rows_outside_of_a_ring(rank: Rank) -> None:
 
 
 def case_explained(rank: Rank) -> None:
-    """The plan is that of this rank's part."""
+    """Check that the explained plan is the plan of the local shard."""
     case = problem(rank.world, (8, 4), rows=32)
     q, k, v, _ = _placed(rank, whole(case, rank.device), HEADS)
     said = torch_flashplug.explain(q, k, v, **case.sdpa_kwargs(), device="h100")
@@ -175,7 +187,7 @@ def _tensor_parallel(rank: Rank, block: Block, local: bool) -> Block:
 
 
 def case_tensor_parallel(rank: Rank) -> None:
-    """With local heads, which are plain tensors, and with DTensors; eager and compiled."""
+    """Check tensor parallelism with local heads (plain tensors) and with DTensors, eager and compiled."""
     alone, x = _block(rank)
     want = alone(x)
     want.float().square().mean().backward()
@@ -196,7 +208,7 @@ def case_tensor_parallel(rank: Rank) -> None:
 
 
 def case_forced_stock(rank: Rank) -> None:
-    """Whose op DTensor knows on a GPU alone."""
+    """Check forced stock, which raises on a CPU, because DTensor supports only the GPU op of stock."""
     case = problem(rank.world, (4, 4))
     q, k, v, _ = _placed(rank, whole(case, rank.device), HEADS)
     with torch_flashplug.sdpa_backend("stock"):

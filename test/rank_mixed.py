@@ -1,5 +1,6 @@
-"""Cases where the plugin is on for the first rank alone (TORCH_FLASHPLUG=0 for the others): kernels differ, what is
-exchanged does not, so results are right and nobody waits.
+"""Cases with the plugin enabled only on the first rank (TORCH_FLASHPLUG=0 on all remaining ranks).
+
+The ranks run different kernels but exchange equal tensors. So the results are right, and no rank hangs.
 """
 
 from __future__ import annotations
@@ -48,7 +49,10 @@ def _ring_backward(op: object, args: tuple, kwargs: dict) -> tuple:
 
 @contextmanager
 def _stocks_ring_on_a_cpu(rank: Rank) -> Iterator[None]:
-    """torch has handlers for the ops that GPUs have; its own loop takes the CPU's, too."""
+    """Register ring handlers for the CPU op of stock.
+
+    torch has handlers only for the GPU ops, but the ring loop of torch also supports the CPU op.
+    """
     needed = rank.road is None and rank.device == "cpu"
     if needed:
         torchs.custom_ops.update({_FORWARD: _ring, _BACKWARD: _ring_backward})

@@ -1,5 +1,6 @@
-"""Cases of plain tensors on several ranks (ranks.py), as other parts of torch divide models, batches, heads and rows:
-what reaches F.sdpa is a rank's own call.
+"""Cases of plain tensors on several ranks (ranks.py): F.sdpa receives ordinary local calls.
+
+Various parts of torch divide the models, batches, heads and rows.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ sys.path.append(str(ROOT / "tools"))
 
 from multi import Swap  # noqa: E402
 
-CALLS = 2  # of attention in the model: one a block
+CALLS = 2  # attention calls of the model, one per block
 
 
 def model_of(rank: Rank) -> nn.Sequential:
@@ -34,7 +35,7 @@ def model_of(rank: Rank) -> nn.Sequential:
 
 
 def input_of(rank: Rank) -> Tensor:
-    """A batch entry for each rank."""
+    """Return an input with one batch entry for each rank."""
     x = torch.randn(rank.world, 64, 256, generator=torch.Generator().manual_seed(12))
     return x.to(rank.device, torch.bfloat16)
 
@@ -44,8 +45,9 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def check_gradients(rank: Rank, model: nn.Module, x: Tensor) -> None:
-    """Of one step, against the whole batch on one device: the mean over ranks is the mean over entries. Where the
-    plugin is on, all calls are ours.
+    """Compare the gradients of one step with the gradients of the whole batch on one device.
+
+    The mean over ranks is equal to the mean over batch entries. If the plugin is on, the plugin must serve all calls.
     """
     alone = model_of(rank)
     loss_of(alone, input_of(rank)).backward()
@@ -71,7 +73,7 @@ def case_fully_sharded(rank: Rank) -> None:
 
 
 def case_tensor_parallel_and_sharded(rank: Rank) -> None:
-    """Heads over one dim of the mesh, weights over the other, of one rank."""
+    """Divide the heads over one dim of the mesh. The second dim, of size one, shards the weights."""
     model, mesh = model_of(rank), rank.mesh(1, rank.world, names=("dp", "tp"))
     for block in model:
         plan = {name: ColwiseParallel() for name in ("wq", "wk", "wv")} | {
@@ -97,7 +99,7 @@ def case_ulysses(rank: Rank) -> None:
 
 
 class _Gather(torch.autograd.Function):
-    """All ranks' parts along a dim; the gradient of each is the sum of what all ranks have for it."""
+    """Concatenation of the parts of all ranks along a dim. The gradient of a part is summed over all ranks."""
 
     @staticmethod
     def forward(ctx, x: Tensor, dim: int) -> Tensor:
@@ -114,8 +116,10 @@ class _Gather(torch.autograd.Function):
 
 
 def case_lengths(rank: Rank) -> None:
-    """Sequences of different lengths on end, their rows divided among ranks, wherever that cuts them: each has all keys
-    from where its first sequence begins, and its rows are the last ones of what they see.
+    """Check packed sequences with rows divided among ranks at arbitrary positions.
+
+    A rank has all keys from the start of the rank's first sequence on. The query rows of the rank are the last rows of
+    each sequence with respect to the visible keys.
     """
     lengths = [70, 9, 3, 40 * rank.world + 46]
     total = sum(lengths)
@@ -141,7 +145,7 @@ def case_lengths(rank: Rank) -> None:
 
 
 def _check_sequences(inputs, cuts: list[tuple[int, int]], got: list[Tensor]) -> None:
-    """Each by itself."""
+    """Check each sequence separately."""
     for a, b in cuts:
         q, k, v, grad = (x.detach()[:, :, a:b] for x in (*inputs, inputs.grad_out))
         limits = cancelled_sums(q, k, v, grad, None)

@@ -1,5 +1,7 @@
-"""Cases of context_parallel on several ranks (ranks.py): the ring's steps are ours, whole results within the budget of
-one device, in both of torch's ways to switch it on.
+"""Cases of context_parallel on several ranks (ranks.py): rings of the plugin.
+
+The plugin serves the steps of the ring, and complete results are within the error budget of one device. The cases cover
+both APIs of torch for context parallelism.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ SDPA = F.scaled_dot_product_attention
 
 @dataclass(frozen=True)
 class Way:
-    """How a ring is switched on."""
+    """Way to enable a ring: the settings of context parallelism."""
 
     rotate: str = "allgather"
     balanced: bool = True
@@ -56,7 +58,7 @@ class Attend(nn.Module):
 
 
 def _indices(rank: Rank, rows: int, balanced: bool) -> Tensor:
-    """Of this rank's rows."""
+    """Return the indices of the rows of this rank."""
     order = torch.arange(rows, device=rank.device)
     if balanced:
         order = _HeadTailLoadBalancer(rows, rank.world, rank.device)._generate_indices()[0].long()
@@ -64,7 +66,7 @@ def _indices(rank: Rank, rows: int, balanced: bool) -> Tensor:
 
 
 def part_of(rank: Rank, inputs: Inputs, balanced: bool) -> list[Tensor]:
-    """q, k, v and the output's gradient, laid out in memory like the whole."""
+    """Return the rank's part of q, k, v and the output gradient, in the memory order of the complete tensors."""
     mine, parts = _indices(rank, inputs.q.shape[2], balanced), []
     for x in (*inputs, inputs.grad_out):
         part, rows_first = x.detach().index_select(2, mine), x.stride(1) < x.stride(2)
@@ -74,7 +76,10 @@ def part_of(rank: Rank, inputs: Inputs, balanced: bool) -> list[Tensor]:
 
 @contextlib.contextmanager
 def ring(rank: Rank, rows: int, way: Way) -> Iterator[nn.Module]:
-    """Yields what attends in it; torch's own state is as before in the end, also where torch 2.11 forgets it."""
+    """Enable a ring, and yield a module that computes attention in the ring.
+
+    At the end the state of torch is restored, including state that torch 2.11 does not restore.
+    """
     mesh, module = rank.mesh(names=("cp",)), Attend()
     set_rotate_method(way.rotate)
     options = torchs._cp_options
@@ -115,7 +120,10 @@ def attend(case: Case, parts: Sequence[Tensor], module: nn.Module) -> tuple[Tens
 
 
 def steps(rank: Rank, case: Case, way: Way) -> int:
-    """How many this rank makes: without balance, none of the keys behind its own rows."""
+    """Return the number of ring steps of this rank.
+
+    Without load balance, the rank makes no step for keys after the rank's own rows.
+    """
     return rank.world if way.balanced or not case.causal else rank.number + 1
 
 
@@ -138,7 +146,7 @@ def case_both_apis(rank: Rank) -> None:
 
 
 def case_heads(rank: Rank) -> None:
-    """Alike, in groups, one key head, and values of another head dim."""
+    """Check equal head counts, grouped heads, and a single key head."""
     for heads in ((2, 2), (4, 1), (3, 3)):
         check(rank, problem(rank.world, heads, batch=2, rows=32), Way("alltoall"))
 
@@ -150,7 +158,7 @@ def case_not_balanced(rank: Rank) -> None:
 
 
 def case_gathered(rank: Rank) -> None:
-    """Instead of a ring: a call for each chunk of rows."""
+    """Check gathered keys and values instead of a ring, with one call for each chunk of rows."""
     with pytest.raises(ValueError, match="method must be one of ring, gather"):
         context_parallel_hooks.use("mesh")
     context_parallel_hooks.use("gather")
@@ -192,12 +200,15 @@ def case_checkpointed(rank: Rank) -> None:
         out = checkpoint(module, q, k, v, is_causal=True, enable_gqa=True, use_reentrant=False)
         rank.took()
         grads = torch.autograd.grad(out, (q, k, v), grad)
-        assert rank.took().get("ours_fwd") == rank.world  # the second time
+        assert rank.took().get("ours_fwd") == rank.world  # the recomputed forward
     assert_right(case, inputs, *unshard(rank, [out], True), unshard(rank, grads, True))
 
 
 def case_compiled(rank: Rank) -> None:
-    """The block, in one graph; modules with hooks are none in stock torch either."""
+    """Check that a function in the block compiles to a single graph.
+
+    Modules with hooks do not compile to a single graph, neither here nor in stock torch.
+    """
     case = problem(rank.world)
     inputs = whole(case, rank.device)
     for rotate in ("allgather", "alltoall"):
@@ -217,7 +228,10 @@ def case_compiled(rank: Rank) -> None:
 
 
 def case_forced(rank: Rank) -> None:
-    """On every step, and the backward on those that its forward ran with; stock stays stock."""
+    """Check that a forced backend runs every step, and that the backward uses the backend of the forward.
+
+    Forced stock stays stock.
+    """
     case = problem(rank.world)
     inputs = whole(case, rank.device)
     for backend in ("fa3", "fa2"):
@@ -230,7 +244,7 @@ def case_forced(rank: Rank) -> None:
             took = rank.took()
         assert took.get("ours_bwd", 0) + took.get("math_bwd", 0) == rank.world, took
         assert_right(case, inputs, *unshard(rank, [out], True), unshard(rank, grads, True))
-    refused = pytest.raises(NotImplementedError, match="flash_attention_for_cpu")  # DTensor knows it on GPUs alone
+    refused = pytest.raises(NotImplementedError, match="flash_attention_for_cpu")  # DTensor supports only the GPU op
     with ring(rank, case.Sq, Way()) as module, torch_flashplug.sdpa_backend("stock"):
         with refused if rank.device == "cpu" else contextlib.nullcontext():
             module(*part_of(rank, inputs, True)[:3], is_causal=True, enable_gqa=True)
@@ -238,7 +252,10 @@ def case_forced(rank: Rank) -> None:
 
 
 def case_mode_of_the_forward(rank: Rank) -> None:
-    """The backward's steps have it, when its block is left; torch 2.14's ring loses what lies in max_q."""
+    """Check that the backward steps use the mode of the forward, after the end of the `sdpa_backend` block.
+
+    The ring of torch 2.14 loses the content of max_q.
+    """
     case = problem(rank.world)
     inputs, seen, real = whole(case, rank.device), [], ring_module.namespace
 
@@ -256,7 +273,7 @@ def case_mode_of_the_forward(rank: Rank) -> None:
 
 
 def case_margin(rank: Rank) -> None:
-    """SMs are left to others by the launches of a ring, forward and backward, and by no others."""
+    """Check that launches in a ring, forward and backward, leave the margin of SMs free, and no launch outside does."""
     case = problem(rank.world)
     inputs, seen, real = whole(case, rank.device), [], ring_module.namespace
 
@@ -277,7 +294,7 @@ def case_margin(rank: Rank) -> None:
 
 
 def case_deterministic(rank: Rank) -> None:
-    """The same bits, for ranks in the same order."""
+    """Check that two runs give equal bits with an equal order of ranks."""
     case, found = problem(rank.world), []
     inputs = whole(case, rank.device)
     torch.use_deterministic_algorithms(True)
@@ -293,7 +310,7 @@ def case_deterministic(rank: Rank) -> None:
 
 
 def case_fully_sharded(rank: Rank) -> None:
-    """FSDP2 and context parallelism over the same ranks."""
+    """Check FSDP2 and context parallelism over the same ranks."""
     torch.manual_seed(3)
     model = nn.Sequential(Block(), Block()).to(rank.device, torch.bfloat16)
     x = torch.randn(2, 32 * rank.world, 256).to(rank.device, torch.bfloat16)
@@ -314,7 +331,10 @@ def case_fully_sharded(rank: Rank) -> None:
 
 
 def case_changed_torch(rank: Rank) -> None:
-    """A private name that is not as we know it: one warning, stock serves, and no rank hangs."""
+    """Check that a changed private name of torch is detected.
+
+    The plugin then warns once, stock serves the calls, and no rank hangs.
+    """
     module = context_parallel_hooks
     assert module.unknown(torchs) is None
     assert "custom_ops" in module.unknown(SimpleNamespace())

@@ -1,7 +1,8 @@
-"""Tests on several ranks: a process for each, which runs the cases of a module one after the other; none may hang. On
-the CPU over gloo with the stand-in, on GPUs over NCCL with the kernels.
+"""Tests on several ranks: each rank is a process that runs all cases of a module in sequence.
 
     PYTHONPATH=.:test python -m ranks rank_rings --ranks 2        # all cases of test/rank_rings.py
+
+No case may hang. On a CPU the ranks use gloo and the CPU stub backend. On GPUs the ranks use NCCL and the real kernels.
 """
 
 from __future__ import annotations
@@ -43,20 +44,20 @@ from torch_flashplug.testing import (
 from torch_flashplug.testing.budget import GRAD_FACTOR, cancelled_sums
 
 ROOT = Path(__file__).resolve().parents[1]
-LIMIT_S = 85  # of all cases of a module; then each process says where it is, and ends
-GROUP_S = 45  # of one collective
-GRACE_S = 5  # for the others, when one has ended with an error
+LIMIT_S = 85  # time limit for all cases of a module; then each process prints a traceback and exits
+GROUP_S = 45  # time limit of a collective
+GRACE_S = 5  # time for the remaining ranks after a rank has failed
 PREFIX = "case_"
 
 
 @dataclass(frozen=True)
 class Rank:
-    """What a case gets."""
+    """Rank of a test: the argument of each case."""
 
     number: int
     world: int
     device: str
-    road: standin.Road | None  # None: on this rank the plugin is off
+    road: standin.Road | None  # None if the plugin is off on this rank
 
     def mesh(self, *sizes: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
         return init_device_mesh(self.device, sizes or (self.world,), mesh_dim_names=names)
@@ -65,7 +66,7 @@ class Rank:
         return {} if self.road is None else self.road.took()
 
 
-# ---- in the test ----
+# ---- code of the test process ----
 
 
 def run(
@@ -76,8 +77,17 @@ def run(
     cases: Sequence[str] = (),
     settings: Mapping[int, Mapping[str, str]] | None = None,
 ) -> str:
-    """What the first rank said; AssertionError with what all did where a case fails. cases: names; none: all.
-    settings: of the environment of a rank.
+    """Run cases on several ranks and return the output of the first rank.
+
+    Args:
+        module: the module with the cases.
+        world: number of ranks.
+        device: "cpu" or "cuda".
+        cases: names of cases; all cases if empty.
+        settings: environment variables by rank.
+
+    Raises:
+        AssertionError: a case failed; the message has the output of all failed ranks.
     """
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "ranks", module, *cases, "--worker", folder, "--device", device]
@@ -113,7 +123,7 @@ def _wait(processes: list[subprocess.Popen]) -> list[int]:
     return [process.wait() for process in processes]
 
 
-# ---- on a rank ----
+# ---- code of a rank ----
 
 
 def _cases(module: str) -> dict[str, Callable[[Rank], None]]:
@@ -150,24 +160,24 @@ def _work(module: str, folder: str, device: str, names: Sequence[str]) -> None:
         except BaseException:
             traceback.print_exc()
             print(f"{name}: FAILED", flush=True)
-            os._exit(1)  # the others may wait in a collective: who started us ends them
+            os._exit(1)  # the remaining ranks may wait in a collective; the parent process ends these ranks
         torch._dynamo.reset()
         print(f"{name}: ok, {time.monotonic() - begin:.1f} s", flush=True)
-    os._exit(0)  # without the teardown of groups, which may wait for ranks that are gone
+    os._exit(0)  # skips the teardown of process groups, which may wait for ended ranks
 
 
-# ---- numbers ----
+# ---- checks of results ----
 
 
 def problem(world: int, heads: tuple[int, int] = (4, 2), *, batch: int = 1, rows: int = 64, causal: bool = True,
             layout: str = "bshd", d: int = 64) -> Case:  # fmt: skip
-    """rows: of each rank."""
+    """Return the case of a distributed problem. `rows` is the number of rows per rank."""
     tags = ("causal",) * causal
     return new_case(f"{world}_ranks", (batch, *heads), (rows * world,) * 2, (d, d), *tags, layout=layout)
 
 
 def whole(case: Case, device: str) -> Inputs:
-    """The same on all ranks."""
+    """Return the complete inputs of a case, equal on all ranks."""
     on_cpu = make_inputs(case, "cpu")
     return Inputs(*(_as(x, device) for x in (*on_cpu, on_cpu.grad_out)))
 
@@ -177,7 +187,7 @@ def _as(x: Tensor, device: str) -> Tensor:
 
 
 def assert_right(case: Case, inputs: Inputs, out: Tensor, grads: Sequence[Tensor] = ()) -> None:
-    """Within the budget of one device: whole results, on every rank."""
+    """Check that complete results are within the error budget of one device, on every rank."""
     assert_within_budget(f"{case.name} out", out, oracle(case, inputs).out, plain(case, inputs).out)
     if not grads:
         return
@@ -187,11 +197,11 @@ def assert_right(case: Case, inputs: Inputs, out: Tensor, grads: Sequence[Tensor
         assert_within_budget(f"{case.name} {name}", got, exact, low, **limits)
 
 
-# ---- a program ----
+# ---- model ----
 
 
 class Block(nn.Module):
-    """Llama's attention with a skip."""
+    """Attention block of Llama with a residual connection."""
 
     def __init__(self, heads: int = 4, kv_heads: int = 2, d: int = 64) -> None:
         super().__init__()

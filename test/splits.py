@@ -1,4 +1,4 @@
-"""Calls with a forced number of splits, and what is planned for them."""
+"""Calls with a forced number of KV splits, and the plans of such calls."""
 
 from __future__ import annotations
 
@@ -8,19 +8,22 @@ from torch_flashplug.dispatch import bindings, table_structs
 from torch_flashplug.registry.dtypes import ELEMENTS
 from torch_flashplug.testing import Case
 
-MOST = 255  # splits that a mode word holds
-CAUSAL_TEXT = "num_splits=4, no kernel splits this call's keys (with is_causal none does); use num_splits=1"
+MOST = 255  # largest number of splits in a mode word
+CAUSAL_TEXT = (
+    "num_splits=4 is not possible, because no kernel splits the keys of this call (with is_causal, no kernel does). "
+    "Use num_splits=1."
+)
 
 
 def forced(num_splits: int, backend: str = "fa3") -> int:
-    """Mode word of ours with that many splits; 0: as many as the gate says."""
+    """Return the mode word for a number of splits. With 0 the decode gate decides the number."""
     return sdpa_backend(backend, num_splits=num_splits).mode
 
 
 def planned(
     case: Case, num_splits: int = 0, device: dict[str, int] = DEVICES["h100"], backend: str = "fa3", **facts: int
 ) -> dict:
-    """The plan of a forced call; facts: of its operands (native.problem_facts())."""
+    """Return the plan of a forced call. `facts` describes the operands (native.problem_facts())."""
     made = zip("qkv", ELEMENTS[case.dtype].operands)
     dtypes = {f"dtype_{operand}": table_structs.DTYPE_IDS[number] for operand, number in made}
     return bindings.plan(case.sizes() | dtypes | facts, device, forced(num_splits, backend))

@@ -1,8 +1,8 @@
-"""Roads to the kernels for the tests: CUDA as it is, and a CPU stand-in where everything but the kernel is real.
+"""Device backends for the tests: real CUDA, and a CPU stub backend with only the kernel replaced.
 
-In the stand-in CPU tensors are eligible, every device looks like an H100, and where our kernel would be launched the
-reference math runs (our_forward in src/ops/sdpa_ops.cpp). On both roads auto mode takes whatever our kernels can run,
-so that tests meet the road and not today's table.
+With the CPU stub backend, CPU tensors are eligible and every device looks like an H100. The reference math runs instead
+of a kernel launch (`our_forward` in src/ops/sdpa_ops.cpp). On both backends auto mode takes every call that the kernels
+can run, so that tests do not depend on the current dispatch table.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ OPEN_GATE = dataclasses.replace(dispatch_table.GATE, occupancy=0.0)
 
 @dataclass(frozen=True)
 class Road:
-    """Where a test runs. Counters start at zero."""
+    """Device backend of a test. Counters start at zero."""
 
-    device: str  # "cpu" (stand-in) or "cuda"
+    device: str  # "cpu" (CPU stub backend) or "cuda"
     hook: str = "router"  # or "plan_b"
     dtype: torch.dtype = torch.bfloat16
 
@@ -48,7 +48,10 @@ class Road:
         kv_heads: int | None = None,
         grad: bool = False,
     ) -> list[torch.Tensor]:
-        """Three leaf tensors (2, heads, rows, 64), laid out (batch, rows, heads, head dim) as projections give them."""
+        """Return q, k and v as leaf tensors (2, heads, rows, 64).
+
+        The memory order is (batch, rows, heads, head dim), as for results of projections.
+        """
         sizes = ((rows, heads), (keys or rows, kv_heads or heads), (keys or rows, kv_heads or heads))
         generator = torch.Generator().manual_seed(rows + heads)
         made = (
@@ -71,7 +74,7 @@ class Road:
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
-        """Stock, as if the plugin had never been enabled."""
+        """Run stock, as if the plugin had never been enabled."""
         self.disable()
         try:
             yield
@@ -79,13 +82,13 @@ class Road:
             self.enable()
 
     def took(self) -> dict[str, int]:
-        """Paths taken since the last call, those above zero."""
+        """Return the nonzero counts of paths taken since the last call."""
         return {path: count for path, count in bindings.counters(reset=True).items() if count}
 
 
 @contextlib.contextmanager
 def road_to(device: str, hook: str = "router") -> Iterator[Road]:
-    """Puts the hook in place for `device`, and everything back in the end."""
+    """Install the hook for `device`, and restore everything at the end."""
     bindings.push_rows(kernel_table.KERNEL_ROWS, SERVE_ALL, OPEN_GATE, stock_bugs.RESCUES, dispatch_table.VARLEN_ROWS)
     if device == "cpu":
         op_owners.spend_warning()

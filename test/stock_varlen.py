@@ -1,4 +1,4 @@
-"""What the bodies of torch's varlen_attn call, on a CPU, which has none of it."""
+"""CPU stubs for the ops behind torch's varlen_attn. A CPU has no kernels for these ops."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from torch import Tensor
 
 @contextlib.contextmanager
 def on_cpu() -> Iterator[list[str]]:
-    """Flash attention and cuDNN that compute nothing, at the CPU's key. The list says which of them was asked."""
+    """Register flash attention and cuDNN stubs at the CPU key, and yield a list of the called stubs.
+
+    The stubs compute nothing.
+    """
     asked, library = [], torch.library.Library("aten", "IMPL")
 
     def flash_forward(query: Tensor, *more: object, **settings: object) -> tuple[Tensor, ...]:

@@ -1,5 +1,7 @@
-"""Calls of trials (trials.py) on CPU tensors, and what fp64 says of them: of every feature, several blocks long and
-with tails, more tiles than CTAs, two query heads to a KV head.
+"""Calls of trial kernels (trials.py) on CPU tensors, and comparison with fp64.
+
+The calls cover every feature. All calls have several blocks and tails, more tiles than CTAs, and two query heads per KV
+head.
 """
 
 from __future__ import annotations
@@ -37,40 +39,40 @@ from torch_flashplug.testing.budget import GRAD_FACTOR, cancelled_sums
 ROOT = Path(__file__).resolve().parents[1]
 CTAS = 3
 DROPS = 0.2
-HEADS = (2, 1)  # of queries, of keys
-SEQUENCES = ((150, 200), (0, 30), (70, 0), (1, 129), (0, 0), (130, 5))  # ragged: rows and keys of each
-SPLITS = ((1, 1), (2, 2), (3, 1))  # of decode, and CTAs of a cluster
+HEADS = (2, 1)  # query heads, KV heads
+SEQUENCES = ((150, 200), (0, 30), (70, 0), (1, 129), (0, 0), (130, 5))  # packed sequences: rows and keys of each
+SPLITS = ((1, 1), (2, 2), (3, 1))  # KV splits of decode, and CTAs of a cluster
 
 
 @dataclass(frozen=True)
 class Call:
-    """What a trial is called with, and of which attention. Ragged: inputs are those of all sequences on end."""
+    """Arguments of a trial kernel, and the attention problem. For "ragged", the inputs are packed sequences."""
 
     case: Case
     inputs: Inputs
     masking: Masking
     extra: dict[str, object] = field(default_factory=dict)
     sequences: tuple[tuple[int, int], ...] = ()
-    kinds: Tensor | None = None  # listed: of each block, whether it is NONE, MASKED or WHOLE
+    kinds: Tensor | None = None  # for "listed": NONE, MASKED or WHOLE for each block
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Of scores."""
+        """Shape of the scores (B, Hq, Sq, Sk)."""
         return self.case.B, self.case.Hq, self.case.Sq, self.case.Sk
 
     def seen(self, mask: Tensor) -> Call:
-        """Only where that says so, too."""
+        """Return the call with a further mask: a score is visible only if `mask` is also True."""
         bias = self.masking.bias
         bias = mask if bias is None else mask & bias if bias.dtype == torch.bool else torch.where(mask, bias, -math.inf)
         return dataclasses.replace(self, masking=dataclasses.replace(self.masking, bias=bias))
 
     def given(self, **extra: object) -> Call:
-        """A kernel's arguments."""
+        """Return the call with further kernel arguments."""
         return dataclasses.replace(self, extra=self.extra | extra)
 
 
 def draw(seed: int, *sizes: int) -> Tensor:
-    """Uniform."""
+    """Return uniform random numbers in [0, 1)."""
     return torch.rand(*sizes, generator=torch.Generator().manual_seed(seed))
 
 
@@ -80,14 +82,17 @@ NONE, MASKED, WHOLE = range(3)
 
 
 def planes(name: str, bits: Tensor, heads: int) -> dict[str, object]:
-    """Words of (B or 1, Hq or 1, Sq, Sk)."""
+    """Return the bitmask arguments for a bool mask of shape (B or 1, Hq or 1, Sq, Sk)."""
     of_batch, of_head = (int(size > 1) for size in bits.shape[:2])
     numbers = {f"{name}_of_batch": of_batch * bits.shape[1], f"{name}_of_head": of_head}
     return {f"{name}_rows": words(bits).flatten(), f"{name}_columns": words(bits.mT).flatten(), **numbers}
 
 
 def bits(call: Call, seed: int) -> Call:
-    """A mask, with rows that see nothing, or nothing of a block; of a block-sparse call: of its masked blocks."""
+    """Add a random mask with rows without visible keys, and with rows without visible keys in a block.
+
+    In a block-sparse call, the mask applies only to the partial blocks.
+    """
     B, Hq, Sq, Sk = call.shape
     mask = draw(seed, B if seed % 3 else 1, Hq if seed % 2 else 1, Sq, Sk) < 0.7
     mask[..., 70, :] = mask[..., 65] = mask[..., 64:128, :150] = mask[..., 130:200, 128:] = False
@@ -107,19 +112,24 @@ def dropout(call: Call, seed: int) -> Call:
 
 
 def spread(blocks: Tensor, Sq: int, Sk: int) -> Tensor:
-    """Of blocks, to scores."""
+    """Expand values of blocks to values of scores."""
     return blocks.repeat_interleave(LISTED, -2).repeat_interleave(LISTED, -1)[..., :Sq, :Sk]
 
 
 def listed_as(chosen: Tensor, seed: int) -> tuple[Tensor, Tensor]:
-    """Counts and indices as FlexAttention has them, in any order: (R,) and (R, C) of all planes."""
+    """Return counts (R,) and indices (R, C) of all planes, as in FlexAttention, with indices in random order."""
     order = ((1 + draw(seed, *chosen.shape)) * chosen).argsort(-1, descending=True).int()
     return chosen.sum(-1, dtype=torch.int32).flatten(), order.view(-1, order.shape[-1])
 
 
 def listed(call: Call, seed: int, *, words: bool) -> Call:
-    """Random blocks of each kind. words: whether a mask's words come with them; then some rows have no block, and are
-    given one that hides everything.
+    """Add random block-sparse lists with blocks of each kind.
+
+    Args:
+        call: the call to extend.
+        seed: seed of the random choice.
+        words: whether a bitmask is added, too. If so, some rows have no visible block. Such rows get a partial block,
+            in which the bitmask hides all scores.
     """
     B, Hq, Sq, Sk = call.shape
     M, N = -(-Sq // LISTED), -(-Sk // LISTED)
@@ -129,10 +139,10 @@ def listed(call: Call, seed: int, *, words: bool) -> Call:
     kinds[..., 0, 0] = MASKED
     kinds[..., -1, :] = WHOLE
     if not words:
-        kinds[0, 0, 2:, -1] = kinds[-1, 0, :-1, N // 2] = NONE  # blocks of keys that few queries see
+        kinds[0, 0, 2:, -1] = kinds[-1, 0, :-1, N // 2] = NONE  # KV blocks visible to few queries
         kinds[..., 0] = torch.where((kinds == NONE).all(-1), WHOLE, kinds[..., 0])
     if Sk % LISTED:
-        kinds[..., -1] = kinds[..., -1].clamp(max=MASKED)  # nobody hides what lies behind the last key of a whole one
+        kinds[..., -1] = kinds[..., -1].clamp(max=MASKED)  # a full block must not contain keys after the end
     masked = kinds == MASKED
     with_one = masked.clone()
     with_one[..., 0] |= (kinds == NONE).all(-1)
@@ -151,7 +161,7 @@ def listed(call: Call, seed: int, *, words: bool) -> Call:
 
 
 def tile_lists():
-    """`tiles` of docs/layouts.md."""
+    """Return the function `tiles` of docs/layouts.md."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/layouts.md").read_text(), re.DOTALL)
     names = {"torch": torch, "F": F}
     exec(next(block for block in blocks if block.startswith("def tiles(")), names)
@@ -163,7 +173,7 @@ def starts(lengths: list[int]) -> Tensor:
 
 
 def ragged(spec: KernelSpec, seed: int) -> Call:
-    """Sequences on end; those that have no keys, or no rows, are NaN."""
+    """Return a call with packed sequences. Sequences without keys or without rows contain NaN."""
     rows, keys = ([lengths[side] for lengths in SEQUENCES] for side in (0, 1))
     case = new_case("ragged", (1, *HEADS), (sum(rows), sum(keys)), (spec.d, spec.dv), *causal(spec))
     inputs = make_inputs(case, "cpu", seed)
@@ -174,7 +184,7 @@ def ragged(spec: KernelSpec, seed: int) -> Call:
     at, met = starts(rows), starts(keys)
     row_tile, key_tile = spec.tile_m, spec.tile_n
     if spec.is_decode:
-        row_tile //= HEADS[0] // HEADS[1]  # packed
+        row_tile //= HEADS[0] // HEADS[1]  # query heads of a KV head are packed into a tile
     if spec.in_parts:
         row_tile = WARPGROUP
     tiles = tile_lists()
@@ -204,12 +214,12 @@ def causal(spec: KernelSpec) -> tuple[str, ...]:
 
 
 def posed(spec: KernelSpec, stages: tuple[str, ...], seed: int) -> Call:
-    """A call for a trial."""
+    """Return a call for a trial kernel with the given stages."""
     if "ragged" in stages:
         return ragged(spec, seed)
     lengths = (300, 333)
     if "listed" in stages:
-        lengths = (300, 400) if seed % 2 else (450, LISTED)  # half a listed block too many, and lists of one entry
+        lengths = (300, 400) if seed % 2 else (450, LISTED)  # a partly filled last block, and lists of one entry
     case = new_case("trial", (2, *HEADS), lengths, (spec.d, spec.dv), *causal(spec))
     call = Call(case, make_inputs(case, "cpu", seed), Masking(int(case.causal)))
     for stage in stages:
@@ -224,7 +234,10 @@ def posed(spec: KernelSpec, stages: tuple[str, ...], seed: int) -> Call:
 
 
 def extra_of(call: Call) -> list[object]:
-    """In the order of trials.Extra; what the trial does not ask for is small and wrong."""
+    """Return the additional arguments in the order of `trials.Extra`.
+
+    Arguments that the trial does not use are small tensors with wrong contents.
+    """
     from trials import Extra
 
     nothing = {
@@ -259,7 +272,7 @@ def launch(function: Callable[..., None], spec: KernelSpec, call: Call, **values
 def forward(
     function: Callable[..., None], spec: KernelSpec, call: Call, splits: int = 1, cluster: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """O and LSE."""
+    """Run a forward kernel and return O and LSE."""
     case = call.case
     out = torch.full((case.B, case.Sq, case.Hq, case.Dv), math.nan, dtype=case.torch_dtype).transpose(1, 2)
     lse = torch.full((case.B, case.Hq, case.Sq), math.nan)
@@ -269,7 +282,7 @@ def forward(
 
 
 def backward(function: Callable[..., None], spec: KernelSpec, call: Call) -> tuple[Tensor, ...]:
-    """dQ, dK and dV; scratch as src/ops/backward.cpp has it."""
+    """Run a backward kernel and return dQ, dK and dV. The workspace has the layout of src/ops/backward.cpp."""
     case, inputs = call.case, call.inputs
     given = attention(call, torch.float64)
     tiles = -(-case.Sq // LISTED) * (LISTED // spec.tile_m) if call.kinds is not None else -(-case.Sq // spec.tile_m)
@@ -283,11 +296,14 @@ def backward(function: Callable[..., None], spec: KernelSpec, call: Call) -> tup
     return gradients
 
 
-# ---- what is right ----
+# ---- right results ----
 
 
 def by_sequence(call: Call, math_of: Callable[..., tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    """Of q, k, v, dO; ragged: of each sequence, on end again."""
+    """Apply `math_of` to q, k, v and dO.
+
+    Packed sequences are processed one by one, and the results are packed again.
+    """
     q, k, v, do = *call.inputs, call.inputs.grad_out
     if not call.sequences:
         return math_of(q, k, v, do)
@@ -298,7 +314,7 @@ def by_sequence(call: Call, math_of: Callable[..., tuple[Tensor, ...]]) -> tuple
 
 
 def attention(call: Call, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """O and LSE."""
+    """Return the right O and LSE, computed in the given dtype."""
 
     def math_of(q, k, v, do):
         found = attention_math(q, k, v, mask=call.masking, dtype=dtype)
@@ -312,7 +328,7 @@ def gradients(call: Call, dtype: torch.dtype) -> tuple[Tensor, ...]:
 
 
 def check(label: str, function: Callable[..., None], spec: KernelSpec, call: Call) -> None:
-    """Launches it, and raises where numbers leave their budget."""
+    """Launch a trial kernel, and check that the results are within the error budget."""
     if spec.is_backward:
         assert_gradients(label, call, backward(function, spec, call))
     for splits, cluster in SPLITS if spec.is_decode else () if spec.is_backward else SPLITS[:1]:

@@ -1,5 +1,7 @@
-"""Kernels of features that no product kernel has yet: stages of kernels/parts put into kernel files as they are. They
-are compiled, counted and interpreted (test_seams).
+"""Trial kernels: combinations of score stages in kernel files for which no product kernel exists yet.
+
+The stages come from kernels/parts, and the kernel files are unchanged. test_seams compiles the trial kernels, counts
+the instructions, and interprets the kernels.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from torch_flashplug.registry.kernel_spec import ROWS_PER_WARPGROUP, SMEM_BYTES,
 
 @dataclass(frozen=True)
 class Planes:
-    """Words in both orientations (scores/words.py), and how many planes a batch and a head have between them."""
+    """Bitmask in both orientations (scores/words.py), with the strides of a batch entry and of a head in planes."""
 
     rows: cute.Tensor  # (n,) Int32
     columns: cute.Tensor
@@ -44,8 +46,9 @@ class Planes:
 
 @dataclass(frozen=True)
 class Extra:
-    """What a call of a trial brings beside a product kernel's arguments: of each part its members, since TVM-FFI takes
-    no structs of structs.
+    """Additional arguments of a trial kernel.
+
+    The members of nested structs are listed individually, because TVM-FFI supports no structs of structs.
     """
 
     mask_rows: cute.Tensor
@@ -53,7 +56,7 @@ class Extra:
     mask_of_batch: Int32
     mask_of_head: Int32
     drawn_from: cute.Tensor  # (1,) Int64
-    drops: Float32  # probability
+    drops: Float32  # dropout probability
     # (R,) and (R, C) Int32
     masked_key_count: cute.Tensor
     masked_keys: cute.Tensor
@@ -95,7 +98,7 @@ class Extra:
 
 
 class TrialSeams(Seams):
-    """The walk of a spec, its own stage, then the trial's."""
+    """Kernel features of a trial: the block iterator and score stages of the spec, and then the stages of the trial."""
 
     stages: tuple[str, ...]
 
@@ -159,7 +162,7 @@ def fake_extra() -> Extra:
 
 
 def trial(spec: KernelSpec, *stages: str):
-    """A kernel as builder() makes it, with stages; callable by cute.compile with its `fake_arguments()`."""
+    """Return the kernel of `builder` with additional stages. cute.compile takes the result and `fake_arguments()`."""
     assert spec.smem_bytes() <= SMEM_BYTES[spec.arch], f"{spec.name()}: {spec.smem_bytes()} B of shared memory"
     kernel = builder(spec)
     base = type(kernel)
@@ -229,12 +232,12 @@ def trial(spec: KernelSpec, *stages: str):
 
 
 def name_of(name: str, stages: Sequence[str]) -> str:
-    """Of a trial's function, and of its files."""
+    """Return the name of a trial's function, and the stem of the file names."""
     return "_".join((name, *stages))
 
 
 def build(name: str, stages: Sequence[str], folder: Path) -> None:
-    """Leaves a trial's object, PTX and cubin in a folder, in that order."""
+    """Compile a trial, and write the object, the PTX and the cubin into a folder, in this order."""
     kernel = trial(KernelSpec.from_name(name), *stages)
     options = "--enable-tvm-ffi --gpu-arch sm_90a --keep-cubin --keep-ptx"
     compiled, symbol = cute.compile(kernel, *kernel.fake_arguments(), options=options), name_of(name, stages)
@@ -244,8 +247,10 @@ def build(name: str, stages: Sequence[str], folder: Path) -> None:
 
 
 def biases_read(transposed: bool, columns: int) -> list[list[list[tuple[int, int]]]]:
-    """Which element of a tile of biases each of 128 threads gets for each of its scores, [thread][r][c], where ldmatrix
-    does what the PTX ISA says. To be called while something is traced; what it does is done then.
+    """Return the element of a bias tile that each of 128 threads loads for each score, as [thread][r][c].
+
+    The function follows the definition of ldmatrix in the PTX ISA. The function must be called during tracing, and runs
+    completely during tracing.
     """
     form = Form(ELEMENTS["bf16"], 1, columns, transposed)
     copies = [matrices(form, thread) for thread in range(WARPGROUP)]
@@ -254,18 +259,18 @@ def biases_read(transposed: bool, columns: int) -> list[list[list[tuple[int, int
     tile = cute.make_identity_tensor((ROWS_PER_WARPGROUP, columns))
 
     def lines_of(chunk: int) -> list[cute.Tensor]:
-        """((elements of a line, instruction), 1, 1) of each thread."""
+        """Return the source of each thread, of shape ((elements of a line, instruction), 1, 1)."""
         part = cute.local_tile(tile, (ROWS_PER_WARPGROUP, CHUNK), (0, chunk))
         return [copy.partition_S(part) for copy in copies]
 
     def read_by(thread: int, lines: list[cute.Tensor]) -> list[list[tuple[int, int]]]:
         lane, warp, registers = thread % WARP, thread // WARP * WARP, {}
-        for nth in range(CHUNK // 16):  # instructions: four matrices of 8 x 8 each
+        for nth in range(CHUNK // 16):  # an instruction loads four matrices of 8 x 8
             for i in range(8):
                 matrix, line, place = i // 2, lane // 4, lane % 4 * 2 + i % 2
                 if transposed:
                     line, place = place, line
-                source = lines[warp + matrix * 8 + line]  # lane 8 m + l says where line l of matrix m begins
+                source = lines[warp + matrix * 8 + line]  # lane 8 m + l has the address of line l of matrix m
                 registers[cute.crd2idx(((i, nth), 0, 0), target)] = tuple(source[(place, nth), 0, 0])
         return [[registers[cute.crd2idx((r, c), scores)] for c in range(CHUNK // 4)] for r in range(2)]
 
@@ -275,7 +280,7 @@ def biases_read(transposed: bool, columns: int) -> list[list[list[tuple[int, int
 
 
 def wrong_biases(transposed: bool, columns: int) -> int:
-    """Scores whose bias would be another's."""
+    """Return the number of scores with the bias of a different score."""
     read = biases_read(transposed, columns)
     return sum(
         read[thread][r][c] != (thread // WARP * 16 + thread % WARP // 4 + 8 * r, thread % 4 * 2 + column_of(c))
@@ -286,11 +291,17 @@ def wrong_biases(transposed: bool, columns: int) -> int:
 
 
 def print_wrong_biases() -> None:
-    """Of what kernels read: the forward's blocks and halves of them, the backward's steps."""
+    """Print the numbers of wrong biases for the tiles that kernels read.
+
+    The tiles are blocks of the forward, half blocks of the forward, and steps of the backward.
+    """
     print([wrong_biases(*read) for read in ((False, 128), (False, 64), (True, 64))])
 
 
 @cute.jit
 def say_wrong_biases():
-    """While it is compiled; plain Python, since the DSL would make loops of loops."""
+    """Print the numbers of wrong biases during compilation.
+
+    The work is in a plain Python function, because the DSL would convert Python loops into device loops.
+    """
     print_wrong_biases()

@@ -1,10 +1,13 @@
-"""Suite accuracy: errors of 8-bit attention against fp64 on the same inputs of 16 bits: ours by recipe, beside ours of
-16 bits, FlashAttention-3's FP8 with a scale for each head and one for each tensor, the latter in fp64 but for what it
-rounds, and caches in 8 bits.
+"""Suite accuracy: errors of 8-bit attention against fp64, on identical 16-bit inputs.
 
-An error is the root mean square of the difference over that of the answer, of the last queries. Inputs are what models
-are said to have (testing/activations.py), and what the layers of the demo's GPT have behind its training. Kernels alone
-are timed on inputs with outliers: a picture of error against speed.
+The suite compares the 8-bit kernels of this project, by recipe, with several baselines. The baselines are the project's
+16-bit kernels, FlashAttention-3's FP8, and 8-bit KV caches. FlashAttention-3 runs with a scale for each head and with a
+scale for each tensor. `by_tensor` emulates FP8 with a scale for each tensor, in fp64 except for the rounding to 8 bits.
+
+An error is the root mean square of the difference, divided by the root mean square of the fp64 answer. Errors are taken
+over the last queries. Some inputs imitate the activations that published models are said to have
+(testing/activations.py). The rest are recorded from the layers of the demo's GPT after training. Kernels alone are
+timed on inputs with outliers: the result is a picture of error against speed.
 """
 
 from __future__ import annotations
@@ -34,10 +37,10 @@ from torch_flashplug.testing.activations import MODELS, activations
 from torch_flashplug.testing.eight_bit import attend, by_amax
 
 SEED, HEADS, BLOCK = 20261125, 2, 128
-ROWS = 256  # queries of a head whose errors are taken: the last ones
-CACHE_ROWS = 64  # of one call beside a cache in 8 bits: with more, its kernel is not the one that runs
+ROWS = 256  # errors are taken over the last 256 queries of a head
+CACHE_ROWS = 64  # query rows in one call with an 8-bit cache: with more rows, the cache kernel is not selected
 LAYERS = 4
-RECORDED = {  # what the GPT learns from; its context is that of the last text
+RECORDED = {  # training recipes of the GPT; the recorded call has the context of the last text
     "cuda": replace(GPU_RECIPE, shape=replace(GPU_RECIPE.shape, layers=LAYERS), batch=2, length=4096, steps=250),
     "cpu": replace(CPU_RECIPE, shape=replace(CPU_RECIPE.shape, layers=LAYERS), length=512, steps=5),
 }
@@ -45,7 +48,7 @@ Calls = dict[str, Callable[[], Tensor]]
 
 
 def calls() -> Iterator[tuple[str, Case]]:
-    """What inputs are, and a case of few heads."""
+    """Yield pairs of an input source (a name in MODELS) and a case with few heads."""
     for D in (64, 128, 256):
         for S in (4096, 16384):
             for model in MODELS:
@@ -69,7 +72,7 @@ def _inputs(q: Tensor, k: Tensor, v: Tensor) -> Inputs:
 
 @functools.cache
 def recorded(device: str) -> list[Call]:
-    """Attention of the demo's GPT that has learned its text, on the last of what it learned from: a call a layer."""
+    """Return the attention calls of the trained demo GPT on the last training text, one call per layer."""
     recipe, (content, _) = RECORDED[device], read_text(None)
     model = learned(recipe, content, device)
     with torch.no_grad(), Recorder() as recorder:
@@ -79,13 +82,19 @@ def recorded(device: str) -> list[Call]:
 
 
 def _by_tensor(x: Tensor, kv_heads: int) -> tuple[Tensor, Tensor]:
-    """As eightbit.by_head has it, but that all heads have one scale."""
+    """Quantize a tensor for FlashAttention-3 with a single scale, repeated for all heads.
+
+    The result has the form of `eightbit.by_head`, which computes a scale for each head.
+    """
     cast, scale = cudnn_fp8.by_tensor(x)
     return cast.transpose(1, 2), scale.view(1, 1).repeat(x.shape[0], kv_heads)
 
 
 def _kernels(case: Case, inputs: Inputs) -> Calls:
-    """Whole calls, whose kernels can be timed: ours, and FlashAttention-3's where its wheel is installed."""
+    """Return complete calls whose kernels can be timed.
+
+    The calls are those of this project, and those of FlashAttention-3 if the FlashAttention-3 wheel is installed.
+    """
     found = {recipe: our_call(inputs, case, recipe) for recipe in quant_recipes.RECIPES}
     found["ours_16bit"] = our_call(inputs, case, quant_recipes.SIXTEEN)
     for name, cast in (("fa3_fp8", by_head), ("fa3_fp8_tensor", _by_tensor)):
@@ -111,15 +120,18 @@ def _others(case: Case, inputs: Inputs) -> Calls:
 
 
 def _widened(case: Case, inputs: Inputs) -> tuple[Case, Inputs]:
-    """The same heads again and again, until they are as many as the grid has."""
+    """Repeat the heads and batches of a case until the size of the grid is reached."""
     batches, copies = workloads.TOKENS // case.Sk, workloads.WIDTH // case.D // case.Hq
     wide = (x.transpose(1, 2).repeat(batches, 1, copies, 1).transpose(1, 2) for x in inputs)
     return replace(case, B=batches, Hq=case.Hq * copies, Hkv=case.Hkv * copies), _inputs(*wide)
 
 
 def _errors(few: Case, inputs: Inputs, calls: Calls) -> tuple[dict[str, float], dict[str, str]]:
-    """And why the others cannot run. A call may have more heads and batches than the case: they are the same again."""
-    mask = Masking(2 * few.causal)  # of the last rows: to the right bottom
+    """Return the error of each call, and the reason of each call that cannot run.
+
+    A call may have more heads and batches than the case: the additional heads and batches are copies.
+    """
+    mask = Masking(2 * few.causal)  # only the last rows are compared, so a causal mask is aligned to the bottom right
     right = attention_math(inputs.q[:, :, -ROWS:], inputs.k, inputs.v, mask=mask).out
     errors, refused = {}, {}
     for name, call in calls.items():
@@ -134,7 +146,7 @@ def _errors(few: Case, inputs: Inputs, calls: Calls) -> tuple[dict[str, float], 
 
 @torch.no_grad()
 def _measure(bench: Bench, source: str, few: Case, inputs: Inputs) -> None:
-    on_gpu = bench.device == "cuda"  # a CPU has no kernels: what they are asked for, stock would answer
+    on_gpu = bench.device == "cuda"  # no kernel of this project runs on a CPU: stock would answer the calls
     timed = source == SHOWN and on_gpu
     case, wide = _widened(few, inputs) if timed else (few, inputs)
     kernels = _kernels(case, wide) if on_gpu else {}

@@ -1,16 +1,19 @@
-"""Compile the kernel table into packs (configs.PACKS). Needs no GPU and no nvcc, only the DSL's wheel and a C compiler.
+"""Ahead-of-time compilation of the kernel table into kernel packs (configs.PACKS).
 
-    python tools/aot.py --pack sm90a --out DIR                  flashplug_sm90a.so, and .json: what was measured of it
-    python tools/aot.py --pack sm90a --pack sm80 --out DIR      both, whose kernels are compiled side by side
-    python tools/aot.py --pack sm90a --sample --out DIR         the kernels of it that are tested where no GPU is
-    python tools/aot.py --arch sm_90a --out DIR                 every pack of that target
+    python tools/aot.py --pack sm90a --out DIR                  flashplug_sm90a.so, and a report in flashplug_sm90a.json
+    python tools/aot.py --pack sm90a --pack sm80 --out DIR      two packs, whose kernels are compiled side by side
+    python tools/aot.py --pack sm90a --sample --out DIR         only the kernels of the pack tested without a GPU
+    python tools/aot.py --arch sm_90a --out DIR                 every pack of the target
     python tools/aot.py --arch sm_90a --out DIR --spec fwd_sm90_bf16_d128_causal_m128n128s2
 
-A pack exports one symbol per kernel, `__tvm_ffi_<spec name>`. Any kernel that fails to compile or spills fails the
-build. With --counts the report has the instructions of Hopper's kernels, too, which takes half a second a kernel. What
-is compiled are the kernels beside this file, whatever is installed. Objects are kept in DIR/objects, by kernel and by
-the sources that it comes from: only kernels whose sources changed are compiled again. Beside each lie its cubin, which
-tools/sass.py compares, its PTX, which tools/interpreted.py runs, and its row of the report.
+The tool needs no GPU and no nvcc, only the wheel of the DSL and a C compiler. A pack exports one symbol per kernel,
+`__tvm_ffi_<spec name>`. The build fails if a kernel fails to compile or spills registers. With --counts the report also
+has the instruction counts of Hopper kernels, and each count takes half a second.
+
+The tool compiles the kernels of the checkout in which this file lies, even if a different copy is installed. Objects
+are kept in DIR/objects, named by kernel and by a hash of the sources of the kernel. So only kernels with changed
+sources are compiled again. Three files lie next to each object: the cubin (compared by tools/sass.py), the PTX (run by
+tools/interpreted.py) and the kernel's row of the report.
 """
 
 from __future__ import annotations
@@ -28,15 +31,17 @@ from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
-# the DSL imports torch, which must not start an installed copy of this package
+# The DSL imports torch. torch must not autoload an installed copy of this package.
 os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "torch_flashplug"
 
 
 class Beside:
-    """Finds our modules where their package's path says. An editable install has a finder ahead of Python's own, which
-    knows each module by name and takes it from the checkout that was installed, be that another one.
+    """Import finder that takes the modules of this package from the path of the package.
+
+    An editable install puts a finder ahead of Python's own finder. The finder of the editable install knows each module
+    by name and loads the module from the installed checkout. This file may belong to a different checkout.
     """
 
     @staticmethod
@@ -44,7 +49,8 @@ class Beside:
         return PathFinder.find_spec(name, path, target) if name.startswith(f"{PACKAGE.name}.") else None
 
 
-# The package's __init__ loads torch and _C, which is being built beside us: import its kernel modules without it.
+# `__init__` of the package loads torch and _C. _C is being built in parallel with this tool, so the kernel modules are
+# imported without `__init__`.
 if PACKAGE.name not in sys.modules:
     package = types.ModuleType(PACKAGE.name)
     package.__path__ = [str(PACKAGE)]
@@ -64,15 +70,19 @@ from torch_flashplug.registry.kernel_spec import KernelSpec  # noqa: E402
 
 
 def check_sources() -> None:
-    """Raises ImportError if a module of ours that has been imported is another checkout's: a pack must not hold its
-    kernels.
+    """Check that all imported modules of this package come from this checkout.
+
+    A pack must not hold kernels of a different checkout.
+
+    Raises:
+        ImportError: an imported module belongs to a different checkout.
     """
     ours = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == PACKAGE.name}
     files = {name: Path(file).resolve() for name, module in ours.items() if (file := getattr(module, "__file__", None))}
     if foreign := [f"{name} from {file}" for name, file in files.items() if not file.is_relative_to(PACKAGE)]:
         raise ImportError(
-            f"{Path(__file__).name} compiles the kernels in {PACKAGE}, but this process has {', '.join(foreign)}; "
-            f"import it before {PACKAGE.name}, in a process of its own"
+            f"{Path(__file__).name} compiles the kernels in {PACKAGE}, but this process has imported "
+            f"{', '.join(foreign)}. Import {Path(__file__).name} before {PACKAGE.name}, in a separate process."
         )
 
 
@@ -80,25 +90,27 @@ check_sources()
 
 
 def start_worker(folder: str) -> None:
-    """The DSL reads its dump folder once, when it is imported; workers must not share one, because dumps of two kernels
-    share a name.
+    """Give the worker process a dump folder of the DSL.
+
+    The DSL reads the path of the dump folder once, when the DSL is imported. Workers must not share a folder, because
+    the dumps of two kernels can have equal names.
     """
     os.environ["CUTE_DSL_DUMP_DIR"] = tempfile.mkdtemp(dir=folder)
 
 
-SUFFIXES = (".o", ".cubin", ".ptx", ".json")  # of what a store holds of a kernel
+SUFFIXES = (".o", ".cubin", ".ptx", ".json")  # suffixes of the files that a store holds for each kernel
 
 
 @dataclass(frozen=True)
 class Store:
-    """Objects that were compiled once, of one target."""
+    """Folder of the compiled objects of a single target."""
 
     folder: Path
     target: str
-    counts: bool = True  # whether instructions are counted where wgmma and register splits show in them
+    counts: bool = True  # whether to count instructions of kernels with wgmma, where register splits show in the counts
 
     def path(self, name: str, suffix: str = ".json") -> Path:
-        """Where a kernel's files lie."""
+        """Return the path of a file of a kernel."""
         return self.folder / (key(KernelSpec.from_name(name), self.target) + suffix)
 
     def has(self, name: str) -> bool:
@@ -107,7 +119,7 @@ class Store:
         return not self.counts_of(name) or "hgmma" in self.row(name)
 
     def counts_of(self, name: str) -> bool:
-        """Whether the row of this kernel is to have counts of instructions."""
+        """Return True if the report row of this kernel must have instruction counts."""
         tools = sass.tool("nvidia-cuda-cuobjdump", "cuobjdump") and sass.tool("nvidia-cuda-nvdisasm", "nvdisasm")
         return bool(self.counts and tools and BY_ARCH[KernelSpec.from_name(name).arch].wgmma)
 
@@ -115,7 +127,7 @@ class Store:
         return json.loads(self.path(name).read_text())
 
     def drop_others(self, names: list[str]) -> None:
-        """What earlier sources left behind."""
+        """Delete the files of kernels and sources that are not named: earlier versions leave such files behind."""
         keep = {self.path(name).stem for name in names}
         for path in self.folder.glob(f"*-{self.target}*"):
             if path.stem not in keep:
@@ -123,12 +135,12 @@ class Store:
 
 
 def compile_one(name: str, store: Store) -> str:
-    """Worker: one kernel to one object, its cubin and its row of the report."""
+    """Compile a kernel to an object, a cubin, a PTX file and a row of the report, in a worker process."""
     try:
         compiled = compile_spec(KernelSpec.from_name(name), store.target, keep=True)
-    except Exception as error:  # those of the DSL cannot cross to another process
+    except Exception as error:  # exceptions of the DSL cannot be sent to the parent process
         raise RuntimeError(f"{name}: {type(error).__name__}: {error}") from None
-    check_sources()  # the kernel's own modules have been imported by now
+    check_sources()  # the modules of this kernel have been imported by compile_spec
     path = store.path(name, ".o")
     compiled.export(path)
     store.path(name, ".cubin").write_bytes(compiled.cubin)
@@ -142,7 +154,7 @@ def compile_one(name: str, store: Store) -> str:
 
 
 def compile_all(names: list[str], store: Store, jobs: int) -> None:
-    """Those that are not in the store, in parallel processes; the first failure stops the build."""
+    """Compile the kernels missing from the store, in parallel processes. The first failure stops the build."""
     store.folder.mkdir(parents=True, exist_ok=True)
     missing = [name for name in names if not store.has(name)]
     say(f"{len(names) - len(missing)} of {len(names)} kernels for {store.target} are up to date")
@@ -162,25 +174,32 @@ def compile_all(names: list[str], store: Store, jobs: int) -> None:
 
 
 def say(text: str) -> None:
-    """A line of progress, which tools/dev shows as it comes."""
+    """Print a line of progress. tools/dev shows such lines during the build."""
     print(f"[aot] {text}", flush=True)
 
 
 def build(packs: dict[Path, list[str]], store: Store, jobs: int) -> None:
-    """Packs of one target, by the names of their kernels, and the report of each beside it."""
+    """Build packs of a single target, and write the report of each pack next to the pack.
+
+    Args:
+        packs: the file of each pack, and the names of the pack's kernels.
+        store: the store of the target.
+        jobs: number of worker processes.
+    """
     compile_all([name for names in packs.values() for name in names], store, jobs)
     for file, names in packs.items():
         write(file, names, store)
 
 
 def write(file: Path, names: list[str], store: Store) -> None:
-    """Link a pack of kernels that are in the store, and write its report."""
+    """Link kernels of the store into a pack, and write the report of the pack."""
     start = time.perf_counter()
     rows = [store.row(name) for name in names]
     spilled = [row["name"] for row in rows if row.get("spills") or row.get("stack_bytes")]
     if spilled:
         raise SystemExit(
-            f"spilled registers: {', '.join(spilled)}; lower tile_n or tile_m of their rows in kernel_table.py"
+            f"kernels must not spill registers, but these do: {', '.join(spilled)}. Lower tile_n or tile_m in the rows "
+            "of these kernels in kernel_table.py."
         )
     link([store.path(name, ".o") for name in names], file)
     report = {
@@ -198,16 +217,16 @@ def main() -> None:
     packs = {pack.name: pack for pack in kernel_table.PACKS}
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--pack", choices=packs, action="append", help="a pack to build (repeatable)")
-    what.add_argument("--arch", choices=TARGETS, help="all packs of that target; with --spec: what to compile for")
-    parser.add_argument("--sample", action="store_true", help="of packs, the kernels of configs.SAMPLES alone")
-    parser.add_argument("--spec", action="append", help="only this kernel (repeatable); it need not be in the table")
+    what.add_argument("--arch", choices=TARGETS, help="build all packs of this target; with --spec: the target")
+    parser.add_argument("--sample", action="store_true", help="compile only the kernels named in configs.SAMPLES")
+    parser.add_argument("--spec", action="append", help="compile only this kernel (repeatable), in the table or not")
     parser.add_argument("--out", type=Path, required=True, help="folder for packs and reports")
-    parser.add_argument("--objects", type=Path, help="folder in which objects are kept; OUT/objects")
-    parser.add_argument("--counts", action="store_true", help="count instructions of Hopper's kernels for the report")
+    parser.add_argument("--objects", type=Path, help="folder in which objects are kept (default OUT/objects)")
+    parser.add_argument("--counts", action="store_true", help="count instructions of Hopper kernels for the report")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     args = parser.parse_args()
     if args.spec and not args.arch:
-        parser.error("--spec needs --arch: what to compile for")
+        parser.error("--spec needs --arch, the target to compile for")
 
     args.out.mkdir(parents=True, exist_ok=True)
     objects = args.objects or args.out / "objects"
@@ -216,7 +235,7 @@ def main() -> None:
         build({file: args.spec}, Store(objects, args.arch, args.counts), args.jobs)
         return
     wanted = [pack for pack in kernel_table.PACKS if pack.name in (args.pack or ()) or pack.target == args.arch]
-    for target in dict.fromkeys(pack.target for pack in wanted):  # a process compiles for one alone
+    for target in dict.fromkeys(pack.target for pack in wanted):  # a process compiles for a single target
         store = Store(objects, target, args.counts)
         specs = {pack: pack.sample() if args.sample else pack.specs() for pack in wanted if pack.target == target}
         build({args.out / pack.file: [spec.name() for spec in of] for pack, of in specs.items()}, store, args.jobs)

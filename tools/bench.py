@@ -1,36 +1,39 @@
-"""Times our kernels beside every importable peer, in one process, in interleaved rounds; writes JSON, a table and a
-picture.
+"""Benchmark of this project's kernels against every importable peer.
 
-    --suite forward          ours and peers over head dim, mask and length; numbers are checked first
-    --suite headdims         the same for head dims beside the grid's
+A peer is a baseline of a different library, or stock PyTorch. All candidates run in a single process, in interleaved
+rounds. The results are a JSON file, a table and a picture.
+
+    --suite forward          ours and peers over head dim, mask and length; results are checked before timing
+    --suite headdims         like forward, for head dims outside the grid
     --suite latency          short and small calls, replayed from a CUDA graph
-    --suite backward         gradients of one forward, ours and peers over head dim, mask and length
-    --suite train            the same with the forward
-    --suite decode           few query rows against many keys, K and V from memory, then from L2
-    --suite fa2              the kernels for every GPU since sm_80, forced, beside torch's FlashAttention-2: both ways
-    --suite masks            bool masks by pattern, head dim and length, as users pass them, forward, then both
-    --suite dropout          dropout of 0.1 by head dim, mask and length, forward, then both
-    --suite eightbit         8-bit attention by recipe: kernels alone and whole calls, beside 16 bits and FA3's FP8
-    --suite accuracy         errors of 8-bit attention against fp64 by recipe and input, beside FA3's FP8 and caches
-    --suite maskdecode       few query rows against caches that a bool mask hides parts of
-    --suite cache8           one query row against caches in 8 bits, beside our own decode of 16
-    --suite ragged           sequences of different lengths on end, forward, then both, beside torch's varlen and the
-                             FlashAttention wheels'
-    --suite window           sliding windows by size and length, forward, then both
-    --suite softcap          capped scores, forward, then both
-    --suite sinks            sinks with and without a window, forward, then both
-    --suite paged            one query row against keys in pages, beside FA3, FlashInfer and our decode of rows on end
-    --suite blocks           FlexAttention's block masks by pattern and length, forward, then both
+    --suite backward         gradients of one forward call, ours and peers over head dim, mask and length
+    --suite train            like backward, with the forward call
+    --suite decode           decode: few query rows against many keys, with K and V in memory, then in L2
+    --suite fa2              kernels for every GPU since sm_80, forced, against torch's FlashAttention-2; also gradients
+    --suite masks            bool masks by pattern, head dim and length, passed as users do; forward, then training
+    --suite dropout          dropout of 0.1 by head dim, mask and length; forward, then training
+    --suite eightbit         8-bit attention by recipe, kernels alone and complete calls, against 16 bits and FA3's FP8
+    --suite accuracy         errors of 8-bit attention against fp64 by recipe and input, with FA3's FP8 and 8-bit caches
+    --suite maskdecode       decode with KV caches that are partly masked by a bool mask
+    --suite cache8           one query row against 8-bit KV caches, compared with the project's 16-bit decode
+    --suite ragged           packed sequences; forward, then training; against torch's varlen and the FlashAttention
+                             wheels
+    --suite window           sliding windows by size and length; forward, then training
+    --suite softcap          capped scores; forward, then training
+    --suite sinks            sinks with and without a window; forward, then training
+    --suite paged            one query row against a paged KV cache, compared with FA3, FlashInfer and decode of
+                             contiguous caches
+    --suite blocks           FlexAttention's block masks by pattern and length; forward, then training
     --suite multi            all GPUs of the host: context_parallel by length and rotation, Ulysses, blocks of DTensors
     --suite host             host time per call, and everyday calls in auto mode against stock
-    --suite choice | grad    ours (forced) against stock's default, forward | forward + backward: what the ChoiceRows of
-                             torch_flashplug/registry/dispatch_table.py are filled from
-    --suite grouped          forward + backward of grouped heads with few keys, ours (forced) against stock's default,
-                             replayed from a CUDA graph: where few blocks of keys leave SMs idle
-    --suite odd              the same for calls that Hopper's kernels cannot read, on those for every GPU (fa2, forced),
-                             forward, then forward + backward
+    --suite choice | grad    ours (forced) against the default of stock, forward | forward + backward: the source of the
+                             ChoiceRows in torch_flashplug/registry/dispatch_table.py
+    --suite grouped          forward + backward of grouped heads with few keys, ours (forced) against the default of
+                             stock, replayed from a CUDA graph: with few KV blocks, SMs are idle
+    --suite odd              like choice and grad, for calls that the Hopper kernels cannot read, on the kernels for
+                             every GPU (fa2, forced); forward, then forward + backward
 
-A benchmark is not a test: it ends with an error only when numbers are wrong or an option is.
+A benchmark is not a test: an error ends the run only if a result is wrong or an option is invalid.
 """
 
 from __future__ import annotations
@@ -77,13 +80,15 @@ from torch_flashplug.testing import (
 )
 from torch_flashplug.torch_hooks import describe_call
 
-GRAPH_CALLS, GRAPH_MS = 10, 2.0  # calls in one CUDA graph: so many, fewer where they would take longer than this
-ROUND_MS = 20.0  # of one candidate in one round, after as much of it untimed: power limits act within some 10 ms
+GRAPH_CALLS, GRAPH_MS = 10, 2.0  # number of calls in one CUDA graph, reduced if the calls would take more than GRAPH_MS
+# Time per candidate and round, after an equal time that is not measured: power limits take effect within some 10 ms.
+ROUND_MS = 20.0
 
 
 def _tiles(case: Case, inputs: Inputs, ours: str) -> int:
-    """Tiles of the kernel of `ours` ("ours_fa3", "ours_fa2") that would take the case: the number that
-    ChoiceRow.min_tiles bounds.
+    """Return the number of tiles for the case, in the kernel of `ours` ("ours_fa3" or "ours_fa2").
+
+    `ChoiceRow.min_tiles` is a lower bound of this number.
     """
     facts = bindings.device_facts(inputs.q.device.index) if inputs.q.is_cuda else bindings.NO_DEVICE
     call = describe_call.describe(*inputs, None, 0.0, case.causal, case.scale)
@@ -91,8 +96,10 @@ def _tiles(case: Case, inputs: Inputs, ours: str) -> int:
 
 
 def _suite_of_forwards(bench: Bench, cases: list[Case]) -> None:
-    """Ours and peers on each case; on a GPU device time alone, from replayed CUDA graphs: hosts are the business of
-    suite host, and some peers' take longer than their kernels.
+    """Time all candidates on each case.
+
+    On a GPU only the device time is measured, with replayed CUDA graphs. Suite host measures host time, and the host
+    code of some peers takes longer than the kernels of these peers.
     """
     for case in cases:
         if not bench.take(case.name):
@@ -103,7 +110,7 @@ def _suite_of_forwards(bench: Bench, cases: list[Case]) -> None:
             return lambda: provider.attend(*inputs, **case.sdpa_kwargs())
 
         with torch.no_grad():
-            # The order of sums matters to gradients only.
+            # The accumulation order matters only for gradients, so the deterministic providers are left out.
             names = [name for name in bench.providers if name not in who.SLOW and not name.endswith(who.ONE_ORDER)]
             candidates, errors, refused = try_each(bench, case, inputs, names, build)
             calls = 1
@@ -131,7 +138,10 @@ def suite_latency(bench: Bench) -> None:
 def _suite_against_stock(
     bench: Bench, cases: list[Case], grad: bool, ours: str = "ours_fa3", replayed: bool = False
 ) -> None:
-    """As the user makes the calls, or replayed from a CUDA graph, where no host is waited for."""
+    """Time the kernels of `ours` against stock on each case.
+
+    Calls are made eagerly, as users do, or (`replayed`) from a CUDA graph, which excludes the host time.
+    """
     for case in cases:
         if not bench.take(case.name):
             continue
@@ -171,7 +181,7 @@ def suite_odd(bench: Bench) -> None:
 
 
 def _suite_of_gradients(bench: Bench, cases: list[Case], what: str) -> None:
-    """Gradients of the calls: "bwd" alone, of one forward, or "train", both."""
+    """Time the gradients of the calls: "bwd" excludes the forward call, and "train" includes the forward call."""
     for case in cases:
         if not bench.take(case.name):
             continue
@@ -218,7 +228,10 @@ def _both(*scopes) -> Iterator[None]:
 
 
 def _host_rows(bench: Bench) -> None:
-    """Host time of a call whose kernel takes no time to speak of; masked ones, of more than 64 rows, digest too."""
+    """Measure the host time of calls with a negligible kernel time.
+
+    Masked calls with more than 64 rows also include the mask preprocessing.
+    """
     modes = {
         "no_grad": (torch.no_grad, workloads.TINY, ""),
         "inference_mode": (torch.inference_mode, workloads.TINY, ""),
@@ -245,7 +258,7 @@ def _host_rows(bench: Bench) -> None:
 
 
 def _everyday_rows(bench: Bench) -> None:
-    """What a user waits for, with the plugin on auto and without it."""
+    """Measure the time that a user waits for, with the plugin in auto mode and without the plugin."""
     for everyday in workloads.EVERYDAY:
         if not bench.take(everyday.name):
             continue
@@ -290,7 +303,7 @@ SUITES = {
 }
 
 
-# Who takes part unless --providers says so; in other suites all but ours_fa2.
+# Providers of each suite, unless --providers is passed. A suite without an entry uses all providers except ours_fa2.
 WANTED = {
     "fa2": {"ours_fa2", "fa2"},
     "grouped": {"ours_fa3", "stock"},
@@ -314,9 +327,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--rounds", type=int, default=7, help="interleaved rounds per case; at least 7 for results that are kept"
     )
-    parser.add_argument("--filter", default="", help="only cases whose name contains one of these, separated by commas")
+    parser.add_argument("--filter", default="", help="comma-separated texts: run only cases with a text in the name")
     parser.add_argument(
-        "--providers", default="", help="only these, separated by commas (default: all that can be imported)"
+        "--providers", default="", help="comma-separated providers (default: all that can be imported)"
     )
     parser.add_argument(
         "--out", type=Path, default=report.ROOT / "tools" / "results", help="folder of the JSON file and the PNG"
@@ -324,21 +337,22 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--budget-seconds", type=float, default=540.0, help="start no case after this time")
     parser.add_argument("--no-check", action="store_true", help="skip the comparison with fp64 before timing")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--commit", default="", help="commit to note (default: git describe)")
+    parser.add_argument("--commit", default="", help="commit name in the results (default: git describe)")
     return parser.parse_args()
 
 
 def main() -> None:
     options = _options()
     if options.rounds < 7:
-        print(f"--rounds {options.rounds}: fewer than 7 rounds say little; fine for a try, not for a result")
+        print(f"--rounds {options.rounds}: fewer than 7 rounds say little. Use at least 7 for results that are kept.")
     if options.suite == "multi":
         in_step.start(options.device)
     clocks = report.read_clocks()
     found, absent = who.providers(set(options.providers.split(",")) if options.providers else WANTED.get(options.suite))
     deadline = time.monotonic() + options.budget_seconds
     bench = Bench(options.device, options.rounds, deadline, options.filter, not options.no_check, found, absent)
-    with warnings.catch_warnings():  # sdpa_kernel warns once per reason where a peer has no kernel; rows say "refused"
+    # sdpa_kernel warns once per reason if a peer has no kernel. The rows already note such peers as "refused".
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         SUITES[options.suite](bench)
     ranks = in_step.end() if options.suite == "multi" else 1
@@ -347,7 +361,10 @@ def main() -> None:
     document["clocks"]["under_load"] = bench.clocks
     document |= {"rounds": options.rounds, "absent": absent, "skipped": bench.skipped, "rows": bench.rows}
     if not bench.rows:
-        raise SystemExit(f"no case of suite {options.suite} has {options.filter!r} in its name, or no time was given")
+        raise SystemExit(
+            f"suite {options.suite} measured no case: either no case name contains {options.filter!r}, or "
+            f"--budget-seconds {options.budget_seconds} is too short"
+        )
     console = Console(width=180)
     report.print_table(document, console)
     if options.suite in {"choice", "grad"}:

@@ -1,5 +1,7 @@
-"""Suite blocks: torch_flashplug.attention(block_mask=) beside FlexAttention with the same mask, and ours of all scores
-(`ours_plain`): `rate` is the share of its speed, by visible blocks, that is left. Device time of replayed CUDA graphs.
+"""Suite blocks: torch_flashplug.attention(block_mask=) compared with FlexAttention on equal masks.
+
+The suite also times the project's kernel without a mask (`ours_plain`). `rate` is the speed of the masked call, counted
+over visible blocks, as a fraction of the speed of `ours_plain`. All times are device times of replayed CUDA graphs.
 """
 
 from __future__ import annotations
@@ -19,14 +21,14 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch_flashplug import attention, block_lists
 
 SEED, BLOCK = 20261126, 128
-LARGEST_ERROR = 0.01  # relative, against fp64: more is a wrong number
+LARGEST_ERROR = 0.01  # largest allowed relative error against fp64: above, a result is wrong
 ROUND_MS, ROWS_CHECKED = 10.0, 64
-SHARE = 10  # of blocks: one in so many
+SHARE = 10  # one block in SHARE blocks is visible in the "random" mask
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Self attention of a batch of one, bf16."""
+    """Self-attention call in bf16 with batch size 1."""
 
     name: str
     d: int
@@ -42,7 +44,7 @@ class Call:
 
 
 def _random(s: int, device: str) -> BlockMask:
-    """Whole blocks, one in SHARE, another choice in each row."""
+    """Return a block mask of full blocks, with one block in SHARE visible and a new random choice in each row."""
     blocks = s // BLOCK
     listed = max(1, blocks // SHARE)
     drawn = torch.rand(blocks, blocks, generator=torch.Generator().manual_seed(SEED)).argsort(1)[:, :listed]
@@ -77,14 +79,14 @@ def calls() -> Iterator[Call]:
 
 
 def _seen(mask: BlockMask, s: int) -> float:
-    """Share of the scores that are in listed blocks."""
+    """Return the fraction of the scores in visible blocks."""
     listed = int(mask.kv_num_blocks.sum())
     listed += 0 if mask.full_kv_num_blocks is None else int(mask.full_kv_num_blocks.sum())
     return listed * BLOCK**2 / s**2
 
 
 def _error(call: Call, mask: BlockMask, leaves: list[Tensor], out: Tensor) -> float:
-    """Relative, against fp64, of some rows."""
+    """Return the relative error of randomly selected rows against fp64."""
     rows = torch.randperm(call.s, generator=torch.Generator().manual_seed(SEED))[:ROWS_CHECKED].to(out.device)
     at, keys = rows[:, None] // BLOCK, torch.arange(call.s, device=out.device)
     seen = mask.to_dense()[0, 0].bool().to(out.device)[at, keys // BLOCK]

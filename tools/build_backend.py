@@ -1,7 +1,8 @@
-"""The build backend: scikit-build-core, which builds against the torch of the environment that is installed into.
+"""Build backend of the project: scikit-build-core, with torch taken from the target environment.
 
-_C uses torch's stable ABI, so that its headers are enough. A build in isolation finds the torch of the environment
-around it (tools/find_dependencies.py). It cannot compile kernel packs, because it does not have the compiler.
+_C uses torch's stable ABI, so the headers of torch are enough. An isolated build finds the torch of the surrounding
+environment (tools/find_dependencies.py). An isolated build cannot compile kernel packs, because the compiler is not
+installed in the isolated environment.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ import find_dependencies  # noqa: E402
 NO_TORCH = """torch_flashplug is built against the torch that is installed, and here is none. Install torch first:
   pip install torch
   pip install .
-Where the build tool makes an environment of its own (uv, build), build without isolation:
+If the build tool creates an isolated environment (uv, build), build without isolation:
   pip install "scikit-build-core>=1.0" cmake ninja apache-tvm-ffi
   pip install --no-build-isolation ."""
-NO_COMPILER = """FLASHPLUG_PACKS asks for kernels to be compiled now, which isolated builds cannot do. Build without it:
+NO_COMPILER = """FLASHPLUG_PACKS asks for kernels to be compiled now, which isolated builds cannot do.
+Build without isolation:
   pip install "scikit-build-core>=1.0" cmake ninja apache-tvm-ffi nvidia-cutlass-dsl-libs-cu13
   FLASHPLUG_PACKS=... pip install --no-build-isolation ."""
 

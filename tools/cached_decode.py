@@ -1,5 +1,7 @@
-"""Suite cache8: one query row against caches in 8 bits, from memory, beside our own decode of 16 bits. Device time of
-replayed CUDA graphs, which go through so many copies of K and V that none is still in L2.
+"""Suite cache8: decode of one query row against 8-bit KV caches in memory, compared with the project's 16-bit decode.
+
+All times are device times of replayed CUDA graphs. A graph visits so many copies of K and V that no copy is still in L2
+at the next visit.
 """
 
 from __future__ import annotations
@@ -18,20 +20,27 @@ from torch_flashplug.ops.quantize_reference import in_int8, mean_of_finite, rota
 from torch_flashplug.registry.quant_recipes import LARGEST
 from torch_flashplug.testing import Candidate, Case, Inputs, Timing, make_inputs, time_interleaved
 
-LARGEST_ERROR = {"int8": 0.014, "e4m3": 0.06}  # relative, of normal inputs: more is a wrong number
+LARGEST_ERROR = {"int8": 0.014, "e4m3": 0.06}  # largest allowed relative error on normally distributed inputs
 NAMES = {"int8": "ours_fa2", "e4m3": "ours_e4m3"}
-SHARED = {"e4m3": (-1,), "e4m3_head": (-2, -1)}  # dims of K and V that have one scale
+SHARED = {"e4m3": (-1,), "e4m3_head": (-2, -1)}  # dims of K and V along which the scale is constant
 
 
 def in_e4m3(x: Tensor, shared: tuple[int, ...] = (-1,)) -> tuple[Tensor, Tensor]:
-    """Rows with a scale each, or one for all that lies along the dims `shared`."""
+    """Quantize a tensor to e4m3 and return the values and the scales.
+
+    All elements along the dims `shared` have a common scale. By default each row has a separate scale.
+    """
     scale = x.float().abs().amax(shared, keepdim=True) / LARGEST["e4m3"]
     return (x.float() / scale).to(torch.float8_e4m3fn), scale.squeeze(-1).expand(x.shape[:3])
 
 
 def cached(inputs: Inputs, kind: str) -> tuple[Tensor, QuantizedTensor, QuantizedTensor]:
-    """Query, key and value: INT8, keys less their mean and rotated, as Int8Cache has them, or e4m3 with a scale for
-    each token; "e4m3_head": for each head.
+    """Return the query, and key and value as quantized KV caches.
+
+    Args:
+        inputs: the tensors of the case.
+        kind: "int8" for INT8, with keys in the form of `Int8Cache` (mean subtracted, then rotated); "e4m3" for e4m3
+            with a scale for each token; "e4m3_head" for e4m3 with a scale for each head.
     """
     q, k, v = inputs
     if kind == "int8":
@@ -54,7 +63,7 @@ def _attend(given: tuple[Tensor, ...], gqa: bool) -> Tensor:
 
 @torch.no_grad()
 def _measure(bench: Bench, case: Case) -> None:
-    copies = min(MAX_COPIES, 2 * copies_of(case))  # half the bytes
+    copies = min(MAX_COPIES, 2 * copies_of(case))  # twice the copies, because an 8-bit cache has half the bytes
     inputs = [make_inputs(case, bench.device, seed) for seed in range(copies)]
     right = _attend(tuple(x.float() for x in inputs[0]), case.gqa)
     calls = {"ours_16bit": [tuple(one) for one in inputs]}

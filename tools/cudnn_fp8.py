@@ -1,5 +1,6 @@
-"""cuDNN's FP8 attention as a peer, by its Python frontend (nvidia-cudnn-frontend) where that is installed: operands by
-the largest entry of each tensor, O in bf16 where cuDNN has such a plan, else in e4m3.
+"""FP8 attention of cuDNN as a peer, called through the Python frontend (nvidia-cudnn-frontend) if installed.
+
+Operands are scaled by the largest entry of each tensor. O is in bf16 if cuDNN has such a plan, else in e4m3.
 """
 
 from __future__ import annotations
@@ -14,14 +15,17 @@ from torch_flashplug.testing import Case, Inputs
 
 
 def by_tensor(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, H, S, D) in e4m3, and its scale (1, 1, 1, 1)."""
+    """Quantize a tensor (B, H, S, D) to e4m3, and return the values and the scale of shape (1, 1, 1, 1)."""
     scale = x.abs().amax().float() / LARGEST["e4m3"]
     return (x.float() / scale).to(torch.float8_e4m3fn), scale.view(1, 1, 1, 1)
 
 
 def call(inputs: Inputs, case: Case) -> Callable[[], Tensor]:
-    """Attention alone, on operands made before. Raises ImportError without the frontend, RuntimeError where cuDNN has
-    no plan.
+    """Return a function that runs only the attention kernel, on operands quantized in advance.
+
+    Raises:
+        ImportError: the frontend of cuDNN is not installed.
+        RuntimeError: cuDNN has no plan for the case.
     """
     import cudnn
 
@@ -29,7 +33,7 @@ def call(inputs: Inputs, case: Case) -> Callable[[], Tensor]:
     for out in (torch.bfloat16, torch.float8_e4m3fn):
         try:
             return _planned(cudnn, inputs, case, out)
-        except Exception as reason:  # its errors share no base class
+        except Exception as reason:  # exceptions of the frontend have no common base class
             reasons.append(f"O in {out}: {type(reason).__name__}: {reason}")
     raise RuntimeError("; ".join(reasons))
 
@@ -37,7 +41,7 @@ def call(inputs: Inputs, case: Case) -> Callable[[], Tensor]:
 def _planned(cudnn, inputs: Inputs, case: Case, dtype: torch.dtype) -> Callable[[], Tensor]:
     q, k, v = (by_tensor(x) for x in inputs)
     one = torch.ones(1, 1, 1, 1, device=q[0].device)
-    s_scale = one * LARGEST["e4m3"]  # probabilities are 1 at most
+    s_scale = one * LARGEST["e4m3"]  # probabilities are at most 1, so this scale uses the full range of e4m3
     given = {
         "q": q[0], "k": k[0], "v": v[0], "descale_q": q[1], "descale_k": k[1], "descale_v": v[1],
         "descale_s": 1.0 / s_scale, "scale_s": s_scale, "scale_o": one,

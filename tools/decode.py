@@ -1,7 +1,7 @@
-"""Suite decode: few query rows against many keys, beside every peer and beside a kernel that only reads K and V.
+"""Suite decode: few query rows against many keys, compared with every peer and with a kernel that only reads K and V.
 
-Each case runs twice: "cold", where the calls of a graph go through so many copies of K and V that none is still in L2
-when its turn comes again, and "warm", where one copy stays there (if it fits).
+Each case runs in two states. In state "cold" the calls of a graph visit many copies of K and V, so that no copy is
+still in L2 at the next visit. In state "warm" a single copy stays in L2, if the copy fits.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from harness import Bench, facts_of, graphed, row_of, try_each
 from torch_flashplug.testing import Candidate, Case, Timing, make_inputs, time_interleaved
 
 ROUND_MS = 3.0
-COLD_BYTES = 240 << 20  # of K and V before one comes again: several times any L2
-WARM_BYTES = 32 << 20  # that surely stay in L2
+COLD_BYTES = 240 << 20  # bytes of K and V read before a copy is reused: several times the size of any L2
+WARM_BYTES = 32 << 20  # bytes of K and V that surely stay in L2
 MAX_COPIES, WARM_CALLS = 48, 20
-MATH_BYTES = 1 << 27  # of K and V up to which the three-step path is timed: it is never near the front beyond
+MATH_BYTES = 1 << 27  # the math backend is timed up to so many bytes of K and V: above, math is never near the fastest
 
 
 def kv_bytes(case: Case) -> int:
@@ -27,7 +27,7 @@ def kv_bytes(case: Case) -> int:
 
 
 def copies_of(case: Case) -> int:
-    """So many that none of them is still in L2 when it comes again."""
+    """Return a number of copies of K and V so large that no copy is still in L2 at the next visit."""
     return max(2, min(MAX_COPIES, -(-COLD_BYTES // kv_bytes(case))))
 
 
@@ -40,7 +40,7 @@ def in_turn(calls: list[Callable[[], object]]) -> Callable[[], None]:
 
 
 def states_of(case: Case) -> dict[str, tuple[int, int]]:
-    """State of K and V -> copies of them that a graph goes through, and how often."""
+    """Map each state of K and V to the number of copies that a graph visits and the number of repetitions."""
     warm = {"warm": (1, WARM_CALLS)} if kv_bytes(case) <= WARM_BYTES else {}
     return {"cold": (copies_of(case), 1)} | warm
 
@@ -54,7 +54,7 @@ def suite_decode(bench: Bench) -> None:
 
 
 def _measure(bench: Bench, case: Case, state: str, name: str) -> None:
-    from streaming import reader  # needs triton, which CPU builds of torch lack
+    from streaming import reader  # imported late, because CPU builds of torch lack triton
 
     copies, turns = states_of(case)[state]
     inputs = [make_inputs(case, bench.device, seed) for seed in range(copies)]

@@ -1,5 +1,6 @@
-"""Suite dropout: training's calls with dropout_p, forward, then forward and backward. Seeds are drawn in the call, as
-users have it; so every call drops others.
+"""Suite dropout: training calls with dropout_p, first forward only, then forward and backward.
+
+Each call draws a new seed, as in user programs. So each call drops a different set of probabilities.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ SEED = 20261124
 P = 0.1
 
 
-BESIDE = {  # what else a call is given
+BESIDE = {  # mask patterns of the calls, by the prefix of the case name
     "": None,
     "padding_": next(pattern for pattern in masks.PATTERNS if pattern.name == "padding"),
     "bias_": next(pattern for pattern in masks.PATTERNS if pattern.name == "bias_heads"),
@@ -53,7 +54,10 @@ def suite_dropout(bench: Bench) -> None:
 
 
 def wrong_in(case: Case, inputs: Inputs, mask: Tensor | None, out: Tensor, seed: Tensor) -> str | None:
-    """What fp64 has against the first head of ours, with the bits of its seed."""
+    """Compare the first head of our output with fp64, and return a description of a wrong result, or None.
+
+    The fp64 answer drops the probabilities that the seed selects.
+    """
     few = Inputs(*(tensor[:1, :1] for tensor in (*inputs, inputs.grad_out)))
     kept = torch.ops.torch_flashplug.dropout_mask(seed, 1, 1, case.Sq, case.Sk, P)
     seen = None if mask is None else mask[:1, :1]
@@ -73,7 +77,7 @@ def _measure(bench: Bench, name: str, case: Case, what: str, beside: masks.Patte
         return torch.autograd.grad(out, tuple(inputs), inputs.grad_out) if grad else out
 
     def wrong_of(peer: str) -> str | None:
-        if peer not in OURS:  # which draws other bits
+        if peer not in OURS:  # a peer draws different random bits, so no answer is known
             return None
         torch.manual_seed(SEED)
         out = attend().detach()

@@ -1,7 +1,10 @@
-"""Suite eightbit: 8-bit attention by recipe: kernels alone, and whole calls with what makes operands, beside ours of 16
-bits, FlashAttention-3's FP8, whose operands torch makes (by the largest entry of each head), and cuDNN's kernel alone.
+"""Suite eightbit: 8-bit attention by recipe, as kernels alone and as complete calls that include the quantization.
 
-Kernels alone are the profiler's: what a call launches but for what makes operands of ours.
+The baselines are the project's 16-bit kernels, FlashAttention-3's FP8 and cuDNN's FP8 kernel alone. The operands of
+FlashAttention-3 are quantized with torch functions, by the largest entry of each head.
+
+Times of kernels alone come from the profiler. These times contain all kernels that a call launches, except the
+project's quantization kernels.
 """
 
 from __future__ import annotations
@@ -31,9 +34,10 @@ from torch_flashplug.testing import (
     time_interleaved,
 )
 
-QUANTISES = "quantise"  # in names of kernels of ours that make operands
-LARGEST_ERROR = {"qk8": 0.03, "8bit": 0.06, "e4m3": 0.08}  # relative, of normal inputs: more is a wrong number
-ROUND_MS = 8.0  # of one candidate in one round
+QUANTISES = "quantise"  # text in the names of this project's quantization kernels
+# Largest allowed relative errors on normally distributed inputs: above, a result is wrong.
+LARGEST_ERROR = {"qk8": 0.03, "8bit": 0.06, "e4m3": 0.08}
+ROUND_MS = 8.0  # time per candidate and round
 
 
 def calls() -> Iterator[tuple[str, Case, str]]:
@@ -57,7 +61,11 @@ def our_call(inputs: Inputs, case: Case, precision: str) -> Callable[[], Tensor]
 
 
 def by_head(x: Tensor, kv_heads: int) -> tuple[Tensor, Tensor]:
-    """(B, S, H, D) in e4m3 and its scales, (B, kv_heads), each of the heads that share a KV head."""
+    """Quantize a tensor (B, H, S, D) for FlashAttention-3, with a common scale for all heads that share a KV head.
+
+    Returns:
+        The values in e4m3, of shape (B, S, H, D), and the scales, of shape (B, kv_heads).
+    """
     grouped = x.transpose(1, 2).unflatten(2, (kv_heads, -1))
     scale = grouped.abs().amax((1, 3, 4)).float() / quant_recipes.LARGEST["e4m3"]
     return (grouped / scale[:, None, :, None, None]).flatten(2, 3).to(torch.float8_e4m3fn), scale
@@ -66,7 +74,10 @@ def by_head(x: Tensor, kv_heads: int) -> tuple[Tensor, Tensor]:
 def fa3_calls(
     inputs: Inputs, case: Case, cast: Callable[[Tensor, int], tuple[Tensor, Tensor]] = by_head
 ) -> tuple[Callable[[], Tensor], Callable[[], Tensor]] | None:
-    """FlashAttention-3 in FP8, on operands made before, and the whole; None where the wheel is not installed."""
+    """Return two calls of FlashAttention-3 in FP8: attention on ready operands, and attention with quantization.
+
+    The result is None if the wheel is not installed.
+    """
     function = who.wheel("fa3")
     if function is None:
         return None
@@ -84,15 +95,18 @@ def fa3_calls(
 
 
 def _error(case: Case, inputs: Inputs, out: Tensor) -> float:
-    """Of the last rows of the first head, relative, against fp64."""
+    """Return the relative error of the last rows of the first head against fp64."""
     rows = min(case.Sq, 256)
     few = inputs.q[:1, :1, -rows:], inputs.k[:1, :1], inputs.v[:1, :1]
-    right = attention_math(*few, mask=Masking(2 * case.causal)).out  # of the last rows: to the bottom right
+    right = attention_math(*few, mask=Masking(2 * case.causal)).out  # only last rows: align to bottom right
     return float((out[:1, :1, -rows:].double() - right).norm() / right.norm())
 
 
 def alone(calls: dict[str, Callable[[], object]], rounds: int, repeats: int) -> dict[str, Timing]:
-    """What kernels of calls take, those left out that make operands; interleaved, the first round is not counted."""
+    """Return the device time of each call's kernels, without the quantization kernels of this project.
+
+    The calls are interleaved. The first round is not counted.
+    """
     mark = torch.zeros(1, dtype=torch.int64, device="cuda")
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:
         for _ in range(rounds + 1):
@@ -108,7 +122,7 @@ def alone(calls: dict[str, Callable[[], object]], rounds: int, repeats: int) -> 
             groups.append(0.0)
         elif groups and QUANTISES not in event.name:
             groups[-1] += event.time_range.elapsed_us() / 1000 / repeats
-    assert len(groups) == (rounds + 1) * len(calls), f"{len(groups)} groups of kernels were seen"
+    assert len(groups) == (rounds + 1) * len(calls), f"profiler recorded {len(groups)} groups of kernels"
     return {name: Timing(tuple(groups[i + len(calls) :: len(calls)])) for i, name in enumerate(calls)}
 
 
@@ -119,7 +133,7 @@ def _measure(bench: Bench, name: str, case: Case, recipe: str) -> None:
         ours, whole = our_call(inputs, case, recipe), our_call(inputs, case, quant_recipes.SIXTEEN)
         try:
             error = _error(case, inputs, ours())
-        except RuntimeError as reason:  # no kernel of that recipe holds these head dims
+        except RuntimeError as reason:  # the recipe has no kernel for the head dims of this case
             bench.skipped[name] = refusal(reason)
             return
         if error > LARGEST_ERROR[recipe]:

@@ -1,7 +1,8 @@
-"""Where torch and the headers of apache-tvm-ffi are, against which _C is built. CMake and build_backend.py ask.
+"""Search for the build dependencies of _C: torch and the headers of apache-tvm-ffi.
 
-Nothing is imported. In a build that pip isolates, the packages of the environment that pip installs into are found,
-too: the interpreter is that environment's, and only its search path is another one.
+CMake and build_backend.py use this module. The packages are located without an import. In an isolated build of pip, the
+packages of the target environment are found, too. The reason is that pip runs the interpreter of the target environment
+and only changes the module search path.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Seeded random calls of F.scaled_dot_product_attention against fp64, with the plugin in each mode.
+"""Fuzzer: seeded random calls of F.scaled_dot_product_attention, compared with fp64, with the plugin in each mode.
 
     python tools/fuzz.py SECONDS SEED [--modes auto,fa3,fa2] [--calls N] [--workers W] [--only KIND,...] [--out DIR]
-    python tools/fuzz.py 0 SEED --call INDEX [--modes auto]      one call, and everything about it
+    python tools/fuzz.py 0 SEED --call INDEX [--modes auto]      a single call, with all details
     python tools/fuzz.py SECONDS SEED --device interpreted       our kernels without a GPU (interpreted.py)
 
-Owns the processes that make calls, of which any may die, and the account of what came of them. fuzz_calls.py says what
-the calls are, fuzz_check.py judges each. Exit code 1: findings of ours.
+This module starts the worker processes and records the results. Any worker may die at any call. fuzz_calls.py defines
+the calls, and fuzz_check.py checks each call. The exit code is 1 if there are findings of ours.
 """
 
 from __future__ import annotations
@@ -37,24 +37,27 @@ import torch_flashplug
 from torch_flashplug import env
 from torch_flashplug.registry.quant_recipes import RECIPES
 
-DEVICES = {"cuda": "cuda", "cpu": "cpu", INTERPRETED: "cpu"}  # torch's names for them
-WORK = {"cuda": 1 << 29, "cpu": 1 << 20, INTERPRETED: 1 << 25}  # multiply-adds of a call's two products
-BLOCK = 8  # calls that a worker is given at a time
-STALL, START, ALONE = 60.0, 180.0, 90.0  # seconds: without progress; to the first call; for a call in its own process
-GRACE = 25.0  # seconds that are kept to ask again what was found
-AT_ONCE = 3  # questions
-ASKED = 3  # findings of one kind, mode and status that are asked again: alone, and of stock
-MODES = ("auto", "fa3", "fa2")  # and, if asked for, recipes of 8 bits (quant_recipes.py)
-CACHED = 1 << 30  # bytes that a worker may keep from one call to the next: its neighbours need the GPU's memory, too
-SHORT = 200  # characters of what is said of a fault that is known
+DEVICES = {"cuda": "cuda", "cpu": "cpu", INTERPRETED: "cpu"}  # device names of torch
+WORK = {"cuda": 1 << 29, "cpu": 1 << 20, INTERPRETED: 1 << 25}  # multiply-adds of the two matrix products of a call
+BLOCK = 8  # calls sent to a worker at a time
+# Limits in seconds: a worker without progress, a worker before the first call, a call repeated in a separate process.
+STALL, START, ALONE = 60.0, 180.0, 90.0
+GRACE = 25.0  # seconds reserved at the end of a run to repeat the calls of findings
+AT_ONCE = 3  # repeated calls that run at the same time
+ASKED = 3  # number of findings of equal kind, mode and status that are repeated: alone in a process, and on stock
+MODES = ("auto", "fa3", "fa2")  # 8-bit recipes (quant_recipes.py) are additional modes, if named with --modes
+CACHED = 1 << 30  # bytes that a worker may keep between calls: neighboring workers also need GPU memory
+SHORT = 200  # characters of the description kept for a known fault
 
 
 # ---- workers ----
 
 
 def work(conn: Connection, device: str, seed: int, number: int) -> None:
-    """A worker: receives blocks {index: modes}, says which call comes next, then what came of it. It ends after a call
-    that raised: the CUDA context may be dead, and stock keeps what it failed with.
+    """Run a worker process: receive blocks {index: modes}, and report the start and the verdict of each call.
+
+    The process ends after a call that raised an exception. The CUDA context may be dead then, and stock keeps the state
+    of the failure.
     """
     torch.set_num_threads(1)
     if device == "cuda":
@@ -79,18 +82,18 @@ def work(conn: Connection, device: str, seed: int, number: int) -> None:
 
 @dataclass(slots=True)
 class Hand:
-    """A worker as its parent sees it."""
+    """Worker process, as the parent process sees the worker."""
 
     process: multiprocessing.process.BaseProcess
     conn: Connection
     number: int
-    left: dict[int, list[str]] = field(default_factory=dict)  # of its block what is not done
+    left: dict[int, list[str]] = field(default_factory=dict)  # calls of the current block that are not done
     doing: tuple[int, str] | None = None
-    patience: float = field(default_factory=lambda: time.monotonic() + START)  # until when it may be silent
+    patience: float = field(default_factory=lambda: time.monotonic() + START)  # deadline for the next message
 
 
 def hire(device: str, seed: int, number: int) -> Hand:
-    """Worker number `number`: they take turns on the GPUs there are."""
+    """Start worker number `number`. Workers are assigned to the GPUs in round-robin order."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=work, args=(there, device, seed, number), daemon=True)
@@ -101,9 +104,9 @@ def hire(device: str, seed: int, number: int) -> Hand:
 
 @dataclass(slots=True)
 class Question:
-    """What a finding's call does in a process of its own: in its mode, or in one that the plugin leaves untouched."""
+    """Repetition of a finding's call in a separate process, in the same mode or on stock without the plugin."""
 
-    told: dict[str, object]  # the finding that gets the answer, under this name:
+    told: dict[str, object]  # the finding that receives the answer, under the key `name`
     name: str
     command: list[str]
     process: subprocess.Popen | None = None
@@ -137,16 +140,16 @@ class Question:
 
 @dataclass(slots=True)
 class Fuzz:
-    """What is to be done, by whom, and what came of it."""
+    """State of a run: the remaining calls, the workers, and the results."""
 
     seed: int
     device: str
     modes: tuple[str, ...]
     todo: Iterator[int]
-    again: deque[tuple[int, list[str]]] = field(default_factory=deque)  # what dead workers left
+    again: deque[tuple[int, list[str]]] = field(default_factory=deque)  # unfinished calls of dead workers
     hands: list[Hand] = field(default_factory=list)
     deaths: int = 0
-    calls: Counter = field(default_factory=Counter)  # of each mode; and so on
+    calls: Counter = field(default_factory=Counter)  # by mode, as `refused`; `kinds` is by kind of call
     refused: Counter = field(default_factory=Counter)
     kinds: Counter = field(default_factory=Counter)
     served: dict[str, Counter] = field(default_factory=dict)
@@ -174,14 +177,14 @@ class Fuzz:
                 self.questions.append(Question(told, name, [*base, "--modes", asked]))
 
     def ask(self) -> None:
-        """A few questions at a time; what has been answered makes room."""
+        """Collect the answered questions, and start further questions, at most AT_ONCE at a time."""
         self.asking = [question for question in self.asking if not question.answered()]
         while self.questions and len(self.asking) < AT_ONCE:
             self.asking.append(self.questions.popleft())
             self.asking[-1].ask()
 
     def feed(self, hand: Hand) -> bool:
-        """Gives what a dead worker left, else new calls; False where there are none."""
+        """Send the unfinished calls of a dead worker, or else new calls. Return False if no calls are left."""
         first = [self.again.popleft()] if self.again else []
         hand.left = dict(first or [(index, list(self.modes)) for index in itertools.islice(self.todo, BLOCK)])
         hand.patience = time.monotonic() + STALL
@@ -190,7 +193,11 @@ class Fuzz:
         return bool(hand.left)
 
     def hear(self, hand: Hand) -> bool:
-        """One message of a worker; False: it has nothing more to do. EOFError: it is dead."""
+        """Process a message of a worker. Return False if the worker has no more calls.
+
+        Raises:
+            EOFError: the worker is dead.
+        """
         message = hand.conn.recv()
         hand.patience = time.monotonic() + STALL
         if message is not None:
@@ -205,7 +212,7 @@ class Fuzz:
         return bool(hand.left) or self.feed(hand)
 
     def bury(self, hand: Hand, status: str) -> None:
-        """A worker that died or hangs: the call it was at is a finding, what is left goes to another."""
+        """Handle a worker that died or hangs: the current call is a finding, and the rest goes to a new worker."""
         hand.process.kill()
         hand.process.join()
         self.deaths += 1
@@ -232,7 +239,7 @@ class Fuzz:
             if now > told + 10:
                 told, total = now, self.calls.total()
                 rate = f"{total} calls, {total / (now - start):.0f}/s"
-                bad = f"{len(self.findings)} findings, {len(self.stock)} of stock's"
+                bad = f"{len(self.findings)} findings, {len(self.stock)} faults of stock"
                 print(f"{now - start:5.0f} s  {rate}, {bad}, {self.deaths} dead workers", flush=True)
         for hand in tuple(self.hands):
             self.dismiss(hand)
@@ -258,12 +265,12 @@ class Fuzz:
 
 
 def _in_short(told: dict) -> dict:
-    """A fault that is known: what is wrong first is enough."""
+    """Shorten the texts of a known fault: the first wrong result is enough."""
     return {name: value[:SHORT] if isinstance(value, str) else value for name, value in told.items()}
 
 
 def write(fuzz: Fuzz, folder: Path) -> Path:
-    """fuzz-<gpu>.json, a finding a line."""
+    """Write fuzz-<gpu>.json, with a line for each finding."""
     document = report.header("fuzz", {}, report.commit()) | {
         "seed": fuzz.seed, "calls": fuzz.calls, "served": fuzz.served, "refused": fuzz.refused, "kinds": fuzz.kinds,
         "findings": fuzz.findings, "stock": [_in_short(told) for told in fuzz.stock],
@@ -288,7 +295,7 @@ def print_table(fuzz: Fuzz) -> None:
 
 
 def show_call(seed: int, index: int, mode: str, device: str) -> int:
-    """One call, and everything about it; the last line is its verdict in JSON."""
+    """Make a single call and print all details. The last printed line is the verdict in JSON."""
     call = fuzz_calls.draw(seed, index, WORK[device])
     print(call)
     posed = fuzz_tensors.pose(call, DEVICES[device])
@@ -311,19 +318,19 @@ def main() -> int:
     parser.add_argument("seconds", type=float)
     parser.add_argument("seed", type=int)
     parser.add_argument("--modes", default=",".join(MODES))
-    parser.add_argument("--calls", type=int, help="at most so many of each mode")
+    parser.add_argument("--calls", type=int, help="largest number of calls in each mode")
     parser.add_argument("--workers", type=int, default=max(1, min(12, (os.cpu_count() or 2) - 2)))
-    parser.add_argument("--only", default=",".join(fuzz_calls.NAMES), help="kinds of calls")
+    parser.add_argument("--only", default=",".join(fuzz_calls.NAMES), help="comma-separated kinds of calls")
     parser.add_argument("--out", type=Path, help="folder for fuzz-<gpu>.json")
     default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", default=default, choices=DEVICES, help="interpreted: kernels, on this CPU")
-    parser.add_argument("--call", type=int, help="this one alone, in the first of the modes")
+    parser.add_argument("--device", default=default, choices=DEVICES, help="interpreted: kernels, on the CPU")
+    parser.add_argument("--call", type=int, help="index of a single call, made in the first of the modes")
     options = parser.parse_args()
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it under deterministic algorithms
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS under deterministic algorithms
     modes, only = tuple(options.modes.split(",")), options.only.split(",")
     known = {*MODES, *RECIPES, *(("stock",) if options.call is not None else ())}
     if unknown := {*only} - {*fuzz_calls.NAMES} | {*modes} - known:
-        parser.error(f"{sorted(unknown)}: kinds are {fuzz_calls.NAMES}, modes {sorted(known)}")
+        parser.error(f"unknown: {sorted(unknown)}. Kinds are {fuzz_calls.NAMES}, and modes are {sorted(known)}.")
     if options.call is not None:
         return show_call(options.seed, options.call, modes[0], options.device)
     todo = itertools.islice(fuzz_calls.indices(options.seed, only), options.calls)

@@ -1,5 +1,7 @@
-"""Random calls of F.scaled_dot_product_attention: what one is (plain data), and how (seed, index) draws it. The kinds
-of calls are rows of KINDS. Makes no call and judges none: tools/fuzz.py does.
+"""Random calls of F.scaled_dot_product_attention as plain data, and the random generator of the calls.
+
+A pair (seed, index) determines a call. The kinds of calls are rows of KINDS. This module neither makes nor checks a
+call: tools/fuzz.py does both.
 """
 
 from __future__ import annotations
@@ -17,33 +19,33 @@ from torch_flashplug.testing import cases
 
 DTYPES = {**cases.DTYPES, "fp64": torch.float64}
 DIMS = "bhsd"
-# At and beside the edges of tiles, of vectors, of blocks of stock's kernels.
+# Lengths at and next to the edges of tiles, of vectors, and of blocks in the kernels of stock.
 EDGES = (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 47, 63, 64, 65, 79, 95, 96, 97, 111, 112, 113, 127, 128, 129,
          160, 191, 192, 193, 255, 256, 257, 319, 320, 383, 384, 385, 511, 512, 513, 700, 767, 769, 1023, 1025,
          1500)  # fmt: skip
 LONG = (2049, 3000, 4097)
-OPERAND_ROWS, MAX_HEADS = 32, 600  # reading an operand costs as much as so many products with it
+OPERAND_ROWS, MAX_HEADS = 32, 600  # reading an operand row costs as much as OPERAND_ROWS products with the row
 SOME = ("qkv", "qkv", "q", "k", "v", "qk", "kv", "qv")
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a tensor (b, h, s, d) lies in memory. What its buffer holds besides is NaN."""
+    """Memory layout of a tensor (b, h, s, d). All remaining elements of the buffer are NaN."""
 
-    order: str = DIMS  # of the dims in memory, outermost first
-    offset: int = 0  # elements before it in its storage
-    pad: tuple[int, int, int] = (0, 0, 0)  # heads, rows and columns that the buffer has more
-    step: int = 1  # every step-th element of a row
-    expand: str = ""  # dims that are stored once, stride 0
-    ones: int = 0  # stride of dims of size 1; 0: as it comes
+    order: str = DIMS  # memory order of the dims, outermost first
+    offset: int = 0  # elements before the tensor in the storage
+    pad: tuple[int, int, int] = (0, 0, 0)  # additional heads, rows and columns in the buffer
+    step: int = 1  # stride of the elements of a row
+    expand: str = ""  # dims with stride 0, which are stored once
+    ones: int = 0  # stride of dims of size 1; 0: the stride that torch computes
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call and what is asked of it: q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv)."""
+    """Random call with q (B, Hq, Sq, D), k (B, Hkv, Sk, D) and v (B, Hkv, Sk, Dv), and the settings of the call."""
 
     kind: str
-    seed: int  # of its numbers
+    seed: int  # seed of the random values
     B: int
     Hq: int
     Hkv: int
@@ -54,27 +56,27 @@ class Call:
     dtype: str = "bf16"
     causal: bool = False
     scale: float | None = None
-    low: float = 0.0  # about the LSE of all rows; 0: as numbers come
+    low: float = 0.0  # approximate LSE of all rows; 0: the LSE is not controlled
     q: Layout = Layout()
     k: Layout = Layout()
     v: Layout = Layout()
-    packed: bool = False  # q, k and v are heads of one tensor, laid out as q says
-    wants: str = ""  # gradients: of these operands, m is the mask
+    packed: bool = False  # q, k and v are heads of a single tensor, in the layout of q
+    wants: str = ""  # letters of the operands that need gradients; m is the mask
     grad_out: Layout = Layout()
-    # Before it: "same", the call itself with first_grad; "stock", that with the plugin disabled; "memory", the call
-    # itself, of which the GPU may have too little memory.
+    # A call that runs before the checked call. "same": an equal call with first_grad. "stock": an equal call with
+    # first_grad and the plugin disabled. "memory": an equal call for which the GPU memory may not suffice.
     first: str = ""
     first_grad: Layout = Layout()
-    mask: str = ""  # "bool", "blind" (rows that see nothing), "float", "inf", "float32", "lower_right"
-    mask_dims: str = ""  # of b, h, q and k those that are not 1
+    mask: str = ""  # "bool", "blind" (some rows without visible keys), "float", "inf", "float32", "lower_right"
+    mask_dims: str = ""  # letters among b, h, q and k of the dims with a size above 1
     mask_layout: Layout = Layout()
     dropout: float = 0.0
     deterministic: bool = False
-    way: str = ""  # how a program makes it: one of WAYS of fuzz_ways.py
-    allow: str = ""  # "no_cudnn", "flash", "efficient": what torch.nn.attention.sdpa_kernel leaves of stock
+    way: str = ""  # way in which the program makes the call: a key of WAYS in fuzz_ways.py
+    allow: str = ""  # "no_cudnn", "flash", "efficient": the backends allowed with torch.nn.attention.sdpa_kernel
 
     def facts(self) -> dict[str, object]:
-        """What is not as usual, JSON-able."""
+        """Return the fields that differ from the defaults, in a form that JSON can hold."""
         return _unusual(self)
 
     @property
@@ -107,7 +109,10 @@ def _length(rng: Random, most: int) -> int:
 
 
 def _sizes(rng: Random, work: int, **fixed: int) -> dict[str, int]:
-    """Sizes of a call whose two products take at most about `work` multiply-adds; `fixed` ones are as given."""
+    """Draw sizes of a call whose two matrix products take at most about `work` multiply-adds.
+
+    Sizes in `fixed` are not drawn.
+    """
     D = fixed.get("D") or _head_dim(rng)
     Dv = fixed.get("Dv") or (D if rng.random() < 0.7 else _head_dim(rng))
     width = D + Dv
@@ -127,7 +132,7 @@ def _sizes(rng: Random, work: int, **fixed: int) -> dict[str, int]:
 def _scale(rng: Random, dtype: str) -> float | None:
     if rng.random() < 0.7:
         return None
-    huge = 12.0 if dtype == "fp16" else 1000.0  # fp16 holds no score of a larger one
+    huge = 12.0 if dtype == "fp16" else 1000.0  # with a larger scale, scores overflow fp16
     return rng.choice((1.0, 0.3, rng.uniform(0.01, 2.0), 1e-4, 1e-2, huge, huge / 10))
 
 
@@ -176,11 +181,11 @@ def _some(rng: Random, share: float = 0.5) -> dict[str, object]:
 def _grad_layout(rng: Random) -> Layout:
     draw = rng.random()
     if draw < 0.15:
-        return Layout(expand=DIMS)  # as .sum().backward() gives
+        return Layout(expand=DIMS)  # the layout of a gradient from .sum().backward()
     return _misaligned(rng) if draw < 0.4 else Layout(rng.choice(("bhsd", "bshd", "sbhd", "bhds")))
 
 
-# ---- kinds: sizes, and what else is not as usual ----
+# ---- kinds of calls: each function draws the sizes and the unusual settings ----
 
 Drawn = tuple[dict[str, int], dict[str, object]]
 
@@ -215,7 +220,7 @@ def _grad_out(rng: Random, work: int) -> Drawn:
 
 
 def _twice(first: str, rng: Random, work: int) -> Drawn:
-    """Both orders of grad_out, and layouts and head dims that every fused kernel of stock serves."""
+    """Draw calls with both orders of grad_out, in layouts and head dims that every fused kernel of stock supports."""
     orders = rng.sample(("bhsd", "bshd"), 2)
     D = rng.choice((64, 80, 96, 112, 128, 8 * rng.randint(1, 16)))
     sizes = _sizes(rng, work, D=D, Dv=D, Sq=rng.choice(EDGES[10:22]), Sk=rng.choice(EDGES[10:22]))
@@ -224,18 +229,18 @@ def _twice(first: str, rng: Random, work: int) -> Drawn:
 
 
 def _fault2(rng: Random, work: int) -> Drawn:
-    """Misaligned bases, one row or one key."""
+    """Draw calls with misaligned base addresses, and with a single row or a single key."""
     short = rng.choice(({"Sq": 1, "Sk": 1}, {"Sq": 1}, {"Sk": 1}))
     return _sizes(rng, work, **short), {x: _misaligned(rng) for x in rng.choice(SOME)}
 
 
 def _fault3(rng: Random, work: int) -> Drawn:
-    """Misaligned bases, one row and a few keys."""
+    """Draw calls with misaligned base addresses, a single row and a few keys."""
     return _sizes(rng, work, Sq=1, Sk=rng.randint(2, 17)), {x: _misaligned(rng) for x in rng.choice(SOME)}
 
 
 def _fault4(rng: Random, work: int) -> Drawn:
-    """A broadcast query, and Dv != D."""
+    """Draw calls with a broadcast query and Dv != D."""
     expand = rng.choice(("h", "b", "bh"))
     D, Dv = rng.sample((16, 32, 40, 64, 72, 80, 96, 128, 192, 256), 2)
     sizes = _sizes(rng, work // 4, D=D, Dv=Dv, Sq=rng.choice(EDGES[:22]))
@@ -244,7 +249,7 @@ def _fault4(rng: Random, work: int) -> Drawn:
 
 
 def _fault5(rng: Random, work: int) -> Drawn:
-    """One row or one key, its stride odd; gradients."""
+    """Draw calls with gradients and a single row or a single key, whose stride is odd."""
     short, which = rng.choice((("Sk", "v"), ("Sk", "k"), ("Sk", "kv"), ("Sq", "q")))
     odd = rng.choice((Layout("bhds"), Layout(ones=rng.choice((1, 3, 5, 7, 77)))))
     sizes = _sizes(rng, work, **({short: 1} if rng.random() < 0.7 else {"Sq": 1, "Sk": 1}))
@@ -252,12 +257,12 @@ def _fault5(rng: Random, work: int) -> Drawn:
 
 
 def _fault6(rng: Random, work: int) -> Drawn:
-    """Scales that are not positive."""
+    """Draw calls with a scale that is zero or negative."""
     return _sizes(rng, work), {"scale": rng.choice((0.0, 0.0, -0.0, -1.0, -0.125, -rng.uniform(0.01, 2.0)))}
 
 
 def _fault10(rng: Random, work: int) -> Drawn:
-    """Rows whose scores are all far below zero, one row or keys that end in the middle of a block."""
+    """Draw calls with all scores far below zero, and with a single row or a key count that ends inside a block."""
     short = rng.choice(({"Sq": 1}, {"Sk": rng.choice((64, 192, 320))}, {}))
     low = rng.choice((-80.0, -89.0, -122.0, -300.0))
     return _sizes(rng, work, **short), {
@@ -284,7 +289,10 @@ def _mask_layout(rng: Random) -> Layout:
 
 
 def _lower_right(rng: Random, work: int) -> Drawn:
-    """A mask of torch.nn.attention.bias. Rows that see no key, which torch makes NaN, are none."""
+    """Draw calls with a mask of torch.nn.attention.bias.
+
+    Each row has a visible key, because torch returns NaN for rows without visible keys.
+    """
     sizes = _sizes(rng, work)
     rows, keys = sorted((sizes["Sq"], sizes["Sk"]))
     dtype = {"dtype": "fp32"} if rng.random() < 0.2 else {}
@@ -301,7 +309,7 @@ def _mask(rng: Random, work: int) -> Drawn:
 
 
 def _ways(rng: Random, work: int) -> Drawn:
-    """Checkpoints, dispatch modes and transforms, half of them with a mask, some with dropout."""
+    """Draw calls in checkpoints, dispatch modes and transforms: half of the calls with a mask, some with dropout."""
     way = rng.choice(("checkpoint", "reentrant", "selective", "flop_counter", "vjp", "vmap"))
     sizes, more = _mask(rng, work) if rng.random() < 0.5 else (_sizes(rng, work), {})
     dropout = rng.choice((0.0, 0.1)) if way in {"checkpoint", "reentrant"} else 0.0
@@ -310,13 +318,13 @@ def _ways(rng: Random, work: int) -> Drawn:
 
 
 def _memory(rng: Random, work: int) -> Drawn:
-    """The same call first runs where the GPU's memory may end in its forward or backward."""
+    """Draw calls that first run with limited GPU memory, which may be exhausted in forward or backward."""
     sizes, more = _mask(rng, work) if rng.random() < 0.5 else (_sizes(rng, work), _some(rng, 0.3))
     return sizes, more | {"first": "memory", "wants": "qkvm" if "m" in more.get("wants", "") else "qkv"}
 
 
 def _many(rng: Random, work: int) -> Drawn:
-    """More batches or heads than the second dim of a grid has room for, where that is not too much work."""
+    """Draw calls with more batches or heads than the second dim of a CUDA grid allows, if the work permits."""
     D, rows = rng.choice((16, 32, 40, 64)), rng.choice((3, 8, 16))
     many = 65536 + rng.randint(0, 3000) if work >= 1 << 29 else max(2, work // (4 * D * rows * OPERAND_ROWS))
     sizes = {"B": many, "Hq": 1, "Hkv": 1} if rng.random() < 0.5 else {"B": 1, "Hq": many, "Hkv": many}
@@ -325,7 +333,7 @@ def _many(rng: Random, work: int) -> Drawn:
 
 
 def _wide(rng: Random, work: int) -> Drawn:
-    """fp32 and fp64, at odd offsets and with masks, too."""
+    """Draw calls in fp32 and fp64, partly at odd offsets and with masks."""
     masked = {"mask": "float", "mask_dims": rng.choice(("hqk", "qk", "bhqk")), "causal": False, "scale": None}
     masked |= {"mask_layout": _mask_layout(rng)}
     more = masked if rng.random() < 0.3 else {}
@@ -338,7 +346,7 @@ def _deterministic(rng: Random, work: int) -> Drawn:
 
 
 def _allowed(rng: Random, work: int) -> Drawn:
-    """Where cuDNN, which looks at nothing, is not what stock takes."""
+    """Draw calls for which stock may not select cuDNN. The checks of cuDNN look at nothing, so cuDNN would be taken."""
     allow, dropout = rng.choice(("no_cudnn", "flash", "efficient")), rng.choice((0.0, 0.0, 0.1))
     return _sizes(rng, work), {"allow": allow, "dropout": dropout, "grad_out": _grad_layout(rng), **_some(rng, 0.8)}
 
@@ -389,12 +397,18 @@ def _begin(seed: int, index: int) -> tuple[Random, Kind]:
 
 
 def draw(seed: int, index: int, work: int) -> Call:
-    """The call of that number. `work`: multiply-adds it may take; fewer where there is no GPU."""
+    """Return the call of a seed and an index.
+
+    Args:
+        seed: the seed of the run.
+        index: the index of the call.
+        work: upper bound of the call's multiply-adds; callers pass less if there is no GPU.
+    """
     rng, kind = _begin(seed, index)
     sizes, more = kind.draw(rng, work)
     return _call(rng, kind.name, sizes, **more)
 
 
 def indices(seed: int, only: Collection[str] = NAMES) -> Iterator[int]:
-    """Numbers of the calls of these kinds, without end."""
+    """Return an endless iterator over the indices of the calls of the given kinds."""
     return (index for index in itertools.count() if _begin(seed, index)[1].name in only)

@@ -1,7 +1,8 @@
-"""Whether one random call is right: the answer in fp64, the call in one mode, and what is wrong with what came back.
+"""Check of a single random call: the answer in fp64, the call in one mode, and the faults of the results.
 
-The judge is the error budget of torch_flashplug/testing. Where a result leaves it, rounding may still explain that
-(`_chance`): of a few elements plain torch may happen to round none. Starts no process: tools/fuzz.py does.
+The measure is the error budget of torch_flashplug/testing. Rounding may still explain a result outside the budget
+(`_chance`): if a result has only a few elements, plain torch may by chance round none of these elements. This module
+starts no process: tools/fuzz.py does.
 """
 
 from __future__ import annotations
@@ -37,32 +38,36 @@ from torch_flashplug.testing.budget import FP32_EPS, GRAD_FACTOR, OUT_FACTOR, ca
 from torch_flashplug.testing.eight_bit import attend as emulate
 
 SIGMAS = 5.0
-RECIPE_ERROR = 0.012  # relative, root mean square
-E4M3_STEP = 2.0**-3  # at most from a number of e4m3 to the next, of that number
-CUT = {"e4m3": 2.0**-13}  # of what is added up, by the dtype of Q and K: digits that tensor cores keep; INT8 is exact
-INTERPRETED = "interpreted"  # for a device: our kernels, on CPU tensors
+RECIPE_ERROR = 0.012  # largest relative root-mean-square error of an 8-bit recipe
+E4M3_STEP = 2.0**-3  # largest relative distance between neighboring e4m3 numbers
+# Relative precision with which tensor cores add products, by the dtype of Q and K. INT8 is exact.
+CUT = {"e4m3": 2.0**-13}
+INTERPRETED = "interpreted"  # device name for our kernels on CPU tensors
 
 Off = Callable[[], contextlib.AbstractContextManager]
 
 
-# ---- the right answer, and how far from it is right ----
+# ---- the right answer, and the allowed distance from the right answer ----
 
 
 @dataclass(slots=True)
 class Answers:
-    """ "out", "dq", "dk", "dv" and "dm", a mask's, in fp64, and in the call's own dtype step by step."""
+    """Right answers of a call by name ("out", "dq", "dk", "dv", and "dm" for the mask).
+
+    `exact` is in fp64. `plain` is computed step by step in the dtype of the call.
+    """
 
     exact: dict[str, Tensor]
     plain: dict[str, Tensor]
     rule: Masking
 
     def drop(self, x: Tensor) -> Tensor:
-        """What dropout leaves of probabilities, or of their gradient."""
+        """Apply dropout to probabilities, or to the gradient of probabilities."""
         return x if self.rule.kept is None else x * self.rule.kept / self.rule.kept_share
 
 
 def kept_by_ours(posed: Posed) -> Tensor:
-    """Which probabilities our op keeps behind manual_seed(the call's)."""
+    """Return the dropout mask that our op draws after manual_seed() with the seed of the call."""
     call = posed.call
     torch.manual_seed(call.seed)
     seed = torch.empty((), dtype=torch.int64, device=posed.q.device).random_()
@@ -70,13 +75,13 @@ def kept_by_ours(posed: Posed) -> Tensor:
 
 
 def answer(posed: Posed, kept: Tensor | None = None) -> Answers:
-    """kept: of probabilities, where some are dropped."""
+    """Return the right answers of a call. For calls with dropout, `kept` selects the probabilities to keep."""
     call, given = posed.call, (posed.q, posed.k, posed.v)
     mask = Masking(int(call.causal), posed.mask, kept=kept, kept_share=dropout_reference.share_of(call.dropout) or 1.0)
     rule = {"scale": call.scale, "mask": mask}
     found = []
     for dtype in (torch.float64, torch.float32 if call.dtype == "fp64" else DTYPES[call.dtype]):
-        if call.empty:  # nothing is seen, so everything is 0
+        if call.empty:  # no key is visible, so all results are 0
             shapes = {"out": posed.grad_out.shape} | {f"d{x}": t.shape for x, t in leaves_of(posed).items()}
             found.append({name: posed.q.new_zeros(shape, dtype=dtype) for name, shape in shapes.items()})
             continue
@@ -102,8 +107,10 @@ def _cancelled(posed: Posed) -> dict[str, Tensor | float]:
 
 
 def _chance(posed: Posed, answers: Answers) -> dict[str, float]:
-    """What random roundings of P, dS and the output to the inputs' dtype, and of scores to fp32, leave at the worst
-    element of each result: SIGMAS standard deviations.
+    """Return the error that random rounding can cause at the worst element of each result.
+
+    The rounded quantities are P, dS and the output (to the dtype of the inputs) and the scores (to fp32). The error is
+    SIGMAS standard deviations.
     """
     call, group, mask = posed.call, posed.call.Hq // posed.call.Hkv, posed.mask
     q, do = posed.q.double(), posed.grad_out.double()
@@ -140,7 +147,11 @@ def _chance(posed: Posed, answers: Answers) -> dict[str, float]:
 
 @dataclass(slots=True)
 class Verdict:
-    """status: "right", "refused" (by a forced mode that cannot), "wrong", "raised"; of a process "crash" or "hang"."""
+    """Verdict on a call.
+
+    The status is "right", "wrong", "raised", or "refused" if a forced mode cannot run the call. For a worker process
+    that dies or stalls, the status is "crash" or "hang".
+    """
 
     status: str
     detail: str = ""
@@ -151,13 +162,13 @@ class Verdict:
         return self.status not in {"right", "refused"}
 
 
-# What sdpa_kernel is given. OVERRIDEABLE or flash stand for the plugin, so "efficient" leaves calls to stock.
+# Arguments of sdpa_kernel. OVERRIDEABLE or flash also allows the plugin, so "efficient" leaves calls to stock.
 ALLOWED = {
     "no_cudnn": [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
     "flash": [SDPBackend.FLASH_ATTENTION],
     "efficient": [SDPBackend.EFFICIENT_ATTENTION],
 }
-NOT_SERVED = ("cannot run this call", "No available kernel", "No viable backend")  # of a forced mode; of sdpa_kernel
+NOT_SERVED = ("cannot run this call", "No available kernel", "No viable backend")  # a forced mode; sdpa_kernel
 
 
 @contextlib.contextmanager
@@ -173,25 +184,25 @@ def as_told(call: Call, mode: str) -> Iterator[None]:
             if call.allow:
                 scopes.enter_context(sdpa_kernel(ALLOWED[call.allow]))
             scopes.enter_context(warnings.catch_warnings())
-            warnings.simplefilter("ignore")  # stock's notes on why a fused kernel did not run
+            warnings.simplefilter("ignore")  # stock warns about each fused kernel that did not run
             yield
     finally:
         torch.use_deterministic_algorithms(False)
 
 
 def _poison(posed: Posed) -> None:
-    """Leaves NaN in the allocator's free blocks: what is not written shows."""
+    """Leave NaN in the free blocks of the allocator, so that an element that is never written shows."""
     blocks = [torch.full_like(tensor, float("nan")) for tensor in (posed.q, posed.k, posed.v, posed.grad_out)]
     del blocks
 
 
 def leaves_of(posed: Posed) -> dict[str, Tensor | None]:
-    """By their letters in Call.wants."""
+    """Return the operands by letter, as in `Call.wants`."""
     return {"q": posed.q, "k": posed.k, "v": posed.v} | ({} if posed.mask is None else {"m": posed.mask})
 
 
 def operands(posed: Posed) -> list[Tensor | None]:
-    """q, k, v and the mask, as leaves."""
+    """Return q, k, v and the mask as autograd leaves."""
     leaves = [tensor.detach().requires_grad_(x in posed.call.wants) for x, tensor in leaves_of(posed).items()]
     return leaves if posed.mask is not None else [*leaves, None]
 
@@ -202,7 +213,7 @@ def settings(call: Call) -> dict[str, object]:
 
 
 def attend(posed: Posed, grad_out: Tensor) -> dict[str, Tensor]:
-    """ "out" and the gradients that are wanted."""
+    """Make a call, and return "out" and the requested gradients by name."""
     given = operands(posed)
     _poison(posed)
     if posed.call.dropout:
@@ -217,7 +228,10 @@ def _factor(name: str) -> float:
 
 
 def _fits(name: str, got: Tensor, answers: Answers, cancelled: Tensor | float) -> Tensor:
-    """assert_within_budget's inequality without a wait for the device. Only what it lets pass is settled."""
+    """Evaluate the inequality of `assert_within_budget` without a device synchronization.
+
+    A True result is final. A False result needs a second look.
+    """
     exact = answers.exact[name]
     error, yardstick = got.double() - exact, answers.plain[name].double() - exact
     slack = torch.finfo(got.dtype).eps / 2, FP32_EPS * cancelled
@@ -242,16 +256,16 @@ def _strides(tensor: Tensor) -> list[int]:
 
 
 def _layout_faults(posed: Posed, run: dict[str, Tensor], paths: dict[str, int]) -> Iterator[str]:
-    """Where ours ran: strides as torch's meta functions promise them."""
+    """Yield the results whose strides differ from the strides of torch's meta functions, if our kernels ran."""
     like = {"out": empty_in_layout_of(posed.q, tuple(posed.grad_out.shape))} if paths.get("ours_fwd") else {}
     like |= {f"d{x}": torch.empty_like(leaves_of(posed)[x]) for x in posed.call.wants if paths.get("ours_bwd")}
     for name, tensor in like.items():
         if _strides(tensor) != _strides(run[name]):
-            yield f"{name} has strides {run[name].stride()}, promised are {tensor.stride()}"
+            yield f"{name} has strides {run[name].stride()}, but torch's meta functions promise {tensor.stride()}"
 
 
 def _faults(posed: Posed, answers: Answers, runs: list[dict[str, Tensor]], paths: dict[str, int]) -> Iterator[str]:
-    """What is wrong with the results, in words."""
+    """Yield a description of each fault in the results."""
     call = posed.call
     for name, got in itertools.chain.from_iterable(run.items() for run in runs):
         if got.shape != answers.exact[name].shape or got.dtype != (posed.mask if name == "dm" else posed.q).dtype:
@@ -259,13 +273,13 @@ def _faults(posed: Posed, answers: Answers, runs: list[dict[str, Tensor]], paths
             return
     whole = [buffer.isnan().sum() == buffer.numel() - stored for buffer, stored in posed.guards]
     results = [(name, got) for run in runs for name, got in run.items() if got.numel()]
-    unknown = call.dropout and not paths.get("ours_fwd")  # stock keeps others
+    unknown = call.dropout and not paths.get("ours_fwd")  # stock drops a different set
     if unknown:
         fits = [got.isfinite().all() for _, got in results]
     else:
         cancelled = _cancelled(posed)
         fits = [_fits(name, got, answers, cancelled[name]) for name, got in results]
-    told = torch.stack(whole + fits).tolist()  # the one wait for the device
+    told = torch.stack(whole + fits).tolist()  # the only device synchronization
     if not all(told[: len(whole)]):
         yield "an operand's buffer was written"
     for (name, got), fit in zip(results, told[len(whole) :]):
@@ -273,16 +287,18 @@ def _faults(posed: Posed, answers: Answers, runs: list[dict[str, Tensor]], paths
             yield f"{name} is not finite"
         elif not fit:
             yield from _second_look(posed, answers, name, got, float(cancelled[name]))
-    if not call.way:  # backward() and transforms lay gradients out as they like
+    if not call.way:  # backward() and transforms choose the layouts of gradients freely
         yield from _layout_faults(posed, runs[-1], paths)
     if call.deterministic and not all(torch.equal(*pair) for pair in zip(*(run.values() for run in runs[-2:]))):
         yield "other bits the second time"
 
 
 def _moved(made: Quantised, scale: float, causal: bool, mask: Tensor | None, cut: float) -> float:
-    """How far the result may lie from that of exact scores, all elements' squares added up: a score is off by `cut` of
-    the products that it is the sum of, each key's by chance. And it may be that to a probability another neighbour in
-    e4m3 is nearest, in proportion to how far its score is off.
+    """Return the allowed distance from the result of exact scores, as the root of the sum of squares over all elements.
+
+    A score is a sum of products. The error of a score is `cut` times the sum of the magnitudes of the products, with a
+    random sign for each key. A wrong score also changes the probability, and a different e4m3 number may then be the
+    nearest. The chance of such a change is proportional to the error of the score.
     """
     group = made.q.shape[1] // made.k.shape[1]
     q, k, v = (x.double() for x in (made.q, made.k.repeat_interleave(group, 1), made.values()))
@@ -295,13 +311,16 @@ def _moved(made: Quantised, scale: float, causal: bool, mask: Tensor | None, cut
         scores = scores.masked_fill(~mask, -torch.inf)
     p = scores.softmax(-1).nan_to_num()
     v = v.repeat_interleave(group, 1)
-    share = (p * (2 * off).expm1()).clamp(max=1.0) ** 2  # also where another key wins
+    share = (p * (2 * off).expm1()).clamp(max=1.0) ** 2  # also valid if a different key has the maximum
     share = share + (2 * off / E4M3_STEP).clamp(max=1.0) * (p * E4M3_STEP) ** 2
     return float((share @ v**2 + share.sum(-1, keepdim=True) * (p @ v) ** 2).nan_to_num().sum() ** 0.5)
 
 
 def _faults_of_recipe(posed: Posed, runs: list[dict[str, Tensor]], mode: str) -> Iterator[str]:
-    """Against what the recipe makes of its own operands, in fp64: rounded once more, and P where it has 16 bits."""
+    """Yield the faults of an 8-bit result, compared in fp64 with the recipe applied to the quantized operands.
+
+    The allowed error covers a further rounding of the output, and the rounding of P for recipes with 16-bit P.
+    """
     call, given, recipe = posed.call, (posed.q, posed.k, posed.v), RECIPES[mode]
     with as_told(call, mode):
         spec = KernelSpec.from_name(torch_flashplug.explain(*given, attn_mask=posed.mask, **settings(call)).kernel)
@@ -313,10 +332,10 @@ def _faults_of_recipe(posed: Posed, runs: list[dict[str, Tensor]], mode: str) ->
     for run in runs:
         got = run["out"].double()
         if not torch.equal(got.isfinite(), right.isfinite()):
-            yield "out is not finite where it should be, or the other way round"
+            yield "out is not finite where it should be finite, or the other way round"
         error, size = ((x.nan_to_num() ** 2).sum() ** 0.5 for x in (got - right, right))
         if error > RECIPE_ERROR * size + moved + 1e-6:
-            yield f"out is {float(error / size):.4f} of its size off"
+            yield f"out has a relative error of {float(error / size):.4f}"
     if not all(bool(buffer.isnan().sum() == buffer.numel() - stored) for buffer, stored in posed.guards):
         yield "an operand's buffer was written"
     yield from _layout_faults(posed, runs[-1], {"ours_fwd": 1})
@@ -325,7 +344,7 @@ def _faults_of_recipe(posed: Posed, runs: list[dict[str, Tensor]], mode: str) ->
 
 
 def check(posed: Posed, answers: Answers, mode: str, off: Off) -> Verdict:
-    """Makes the call in one mode and judges what comes back; inside of `off()` the plugin is disabled."""
+    """Make the call in one mode and return the verdict. Inside `off()` the plugin is disabled."""
     call = posed.call
     bindings.counters(reset=True)
     status, detail = "right", ""
@@ -349,7 +368,7 @@ def check(posed: Posed, answers: Answers, mode: str, off: Off) -> Verdict:
             faults = _faults(posed, answers, runs, bindings.counters())
         detail = "; ".join(dict.fromkeys(faults))[:1000]
         status = "wrong" if detail else "right"
-    except Exception as error:  # of any kind: that a call raises is what is looked for
+    except Exception as error:  # all types, because an exception of the call is a finding
         status, detail = "raised", f"{type(error).__name__}: {error}"[:1000]
         may_refuse = mode in {"fa3", "fa2", *RECIPES} or call.allow
         if may_refuse and isinstance(error, RuntimeError) and any(words in detail for words in NOT_SERVED):
@@ -358,9 +377,11 @@ def check(posed: Posed, answers: Answers, mode: str, off: Off) -> Verdict:
 
 
 def is_stocks(call: Call, mode: str, verdict: Verdict) -> bool:
-    """Calls that are stock's by design and that stock ran: its faults with them are known, and listed apart. Refusals
-    where an order was asked for, and grouped heads that the FLOP formula of torch 2.11 does not count; what else it
-    gets wrong is ours, or another one of its backends' (stock_bugs.cpp).
+    """Return True if a finding is a known fault of stock.
+
+    Such calls belong to stock by design, and stock ran the call. The known faults are listed separately. Two faults are
+    known: refusals under deterministic algorithms, and grouped heads in the FLOP formula of torch 2.11. All remaining
+    faults are ours, or belong to a different backend of stock (stock_bugs.cpp).
     """
     unordered = call.deterministic and "deterministic" in verdict.detail
     uncounted = call.way == "flop_counter" and call.Hq != call.Hkv and "sdpa_flop_count" in verdict.detail
@@ -370,8 +391,10 @@ def is_stocks(call: Call, mode: str, verdict: Verdict) -> bool:
 
 @contextlib.contextmanager
 def hooked(device: str, mode: str = "auto") -> Iterator[Off]:
-    """The plugin where calls reach it: on CUDA as it is, for CPU tensors on the road of test/standin.py, or of
-    test/on_cpu.py where kernels are interpreted. For "stock" it is disabled, for good.
+    """Route calls to the plugin, and yield a context manager that disables the plugin.
+
+    On CUDA the plugin receives the calls without help. For CPU tensors, test/standin.py provides a CPU stub backend. If
+    kernels are interpreted, test/on_cpu.py provides the backend. For mode "stock" the plugin is disabled permanently.
     """
     if mode == "stock":
         if not env.disabled():

@@ -1,4 +1,4 @@
-"""Tensors that pose a random call (fuzz_calls.Call): its numbers, its layouts, and NaN around them."""
+"""Tensors of a random call (fuzz_calls.Call): random values in the layouts of the call, with NaN around the values."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 from fuzz_calls import DIMS, DTYPES, Call, Layout
 from torch import Tensor
 
-TAIL = 64  # elements of NaN behind every operand
+TAIL = 64  # NaN elements after every operand
 
 
 @dataclass(slots=True)
 class Posed:
-    """A call's tensors."""
+    """Tensors of a random call."""
 
     call: Call
     q: Tensor
@@ -25,7 +25,7 @@ class Posed:
     grad_out: Tensor
     first_grad: Tensor
     mask: Tensor | None
-    guards: list[tuple[Tensor, int]]  # a buffer, and how many elements of it are not NaN
+    guards: list[tuple[Tensor, int]]  # each buffer, and the number of elements that are not NaN
 
 
 def _stored(shape: tuple[int, ...], layout: Layout) -> list[int]:
@@ -33,12 +33,15 @@ def _stored(shape: tuple[int, ...], layout: Layout) -> list[int]:
 
 
 def lay_out(values: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-    """(view with these values, its buffer). Of expanded dims the first entry counts."""
+    """Return a view with the given values in the given layout, and the buffer of the view.
+
+    In an expanded dim only the first entry of `values` is used.
+    """
     stored = _stored(values.shape, layout)
     room = [n * step + more for n, step, more in zip(stored, (1, 1, 1, layout.step), (0, *layout.pad))]
     total = math.prod(room)
     buffer = values.new_full((layout.offset + total + TAIL,), float("nan"))
-    axes = [DIMS.index(dim) for dim in layout.order]  # of the dims in memory
+    axes = [DIMS.index(dim) for dim in layout.order]  # axis of each dim, in memory order
     grid = buffer[layout.offset : layout.offset + total].view([room[axis] for axis in axes])
     starts = [more // 2 for more in (0, *layout.pad)]
     view = grid.permute([axes.index(axis) for axis in range(4)])
@@ -75,7 +78,7 @@ def pose(call: Call, device: str) -> Posed:
     guards: list[tuple[Tensor, int]] = []
 
     def made(shape: tuple[int, ...], layout: Layout, first: float = 0.0) -> Tensor:
-        """first: what stands in the first column, if the others are to be small."""
+        """Return a random tensor. A nonzero `first` fills the first column, and the remaining columns become small."""
         values = randn(shape)
         if first:
             values = torch.cat([torch.full_like(values[..., :1], first), values[..., 1:] * 0.1], -1)

@@ -1,6 +1,8 @@
-"""Ways in which a program makes a call of attention: plainly, inside torch.utils.checkpoint, under a TorchDispatchMode,
-through torch.func, or with a mask of torch.nn.attention.bias. Each returns the output and the gradients of the leaves
-that want one. Also the little memory in which a call may run before it is judged.
+"""Ways in which a program calls attention.
+
+The ways are: plain calls, torch.utils.checkpoint, a TorchDispatchMode, torch.func, and masks of
+torch.nn.attention.bias. Each function returns the output and the gradients of all leaves that require a gradient.
+`little_memory` limits the GPU memory for a call that runs before the checked call.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-Attention = Callable[..., Tensor]  # of the leaves that are given, in their order
+Attention = Callable[..., Tensor]  # takes the leaves as positional arguments, in order
 Leaves = Sequence[Tensor | None]
 Result = tuple[Tensor, Sequence[Tensor]]
 Between = Callable[[], None]  # called between forward and backward
@@ -47,7 +49,7 @@ def checkpointed_reentrantly(attention: Attention, leaves: Leaves, grad_out: Ten
 
 
 def checkpointed_selectively(attention: Attention, leaves: Leaves, grad_out: Tensor, between: Between) -> Result:
-    """Save the results of attention ops, and compute all others again."""
+    """Save the results of attention ops, and recompute the results of all remaining ops."""
 
     def policy(_ctx: object, op: object, *_args: object, **_kwargs: object) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if "attention" in str(op) else CheckpointPolicy.PREFER_RECOMPUTE
@@ -81,7 +83,7 @@ def by_vjp(attention: Attention, leaves: Leaves, grad_out: Tensor, between: Betw
 
 
 def by_vmap(attention: Attention, leaves: Leaves, grad_out: Tensor, between: Between) -> Result:
-    """Differentiate every sequence of the batch for itself, by torch.func.vmap() of vjp(). A mask has no gradient."""
+    """Differentiate every sequence of the batch separately, by torch.func.vmap() of vjp(). A mask has no gradient."""
     wants = [leaf is not None and leaf.requires_grad for leaf in leaves]
     if not any(wants):
         return plainly(attention, leaves, grad_out, between)
@@ -102,8 +104,10 @@ def by_vmap(attention: Attention, leaves: Leaves, grad_out: Tensor, between: Bet
 
 @contextlib.contextmanager
 def little_memory(posed: Posed) -> Iterator[None]:
-    """Let this process take only some of the GPU memory that a call needs: at most twice its operands' bytes, by its
-    seed. No limit holds back what the allocator has left of blocks in use, so some calls are served.
+    """Limit the GPU memory of this process to a part of the memory that a call needs.
+
+    The limit is at most twice the bytes of the operands, and depends on the seed of the call. The limit does not affect
+    the free parts of blocks that the allocator has already reserved, so some calls succeed.
     """
     needed = 2 * sum(tensor.nbytes for tensor in (posed.q, posed.k, posed.v, posed.grad_out))
     torch.cuda.empty_cache()
@@ -112,14 +116,14 @@ def little_memory(posed: Posed) -> Iterator[None]:
     torch.cuda.set_per_process_memory_fraction(limit / everything)
     try:
         yield
-    except torch.OutOfMemoryError:  # what it must be; a finding is what it leaves behind
+    except torch.OutOfMemoryError:  # the expected error; only a wrong result of a later call is a finding
         pass
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 def by_causal_bias(attention: Attention, leaves: Leaves, grad_out: Tensor, between: Between) -> Result:
-    """Give torch.nn.attention.bias's lower-right mask in the place of a tensor."""
+    """Pass the lower-right mask of torch.nn.attention.bias in place of a mask tensor."""
     from torch.nn.attention.bias import causal_lower_right  # imports all of torch._dynamo
 
     q, k, v, _ = leaves

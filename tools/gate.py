@@ -1,9 +1,11 @@
-"""Constants of the decode gate: times calls of few query rows in many numbers of splits, and finds the constants under
-which the dispatcher's own rule (src/dispatch/split_heuristic.cpp) loses least against the best number of splits of each
-call.
+"""Tuning of the decode gate: the constants with which the dispatcher selects the number of KV splits.
+
+The tool times decode calls with many numbers of splits. The dispatcher selects the number of splits by a rule with
+constants (src/dispatch/split_heuristic.cpp). The tool finds the constants with the least loss against the best number
+of splits.
 
     python tools/tune.py gate --out results              on the GPU: times, then the fit
-    python tools/tune.py gate --times gate-h100.json     the fit again, to the times of one or several machines
+    python tools/tune.py gate --times gate-h100.json     only the fit, to the times of one or several machines
 """
 
 from __future__ import annotations
@@ -25,24 +27,30 @@ from torch_flashplug.registry.kernel_table import KernelRow
 from torch_flashplug.testing import Case
 
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-MOST_CTAS = 2  # for each SM
-WEIGHT = 1.5  # a large loss counts for more than several small ones that add up to it
-STEPS = (0.5, 0.7, 0.85, 1.2, 1.4, 2.0)  # a constant is tried at these multiples
-CONSTANTS = ("cluster_ns", "cluster_rate", "combine_ns", "combine_rate")  # read_share is what a reading kernel reached
-Splits = tuple[int, bool]  # how many, and whether they are a cluster
+MOST_CTAS = 2  # largest number of CTAs per SM
+WEIGHT = 1.5  # exponent of losses: a large loss counts more than several small losses of equal sum
+STEPS = (0.5, 0.7, 0.85, 1.2, 1.4, 2.0)  # multiples at which each constant is tried
+# The constants to fit. `read_share` is not fitted: a kernel that only reads K and V reached this value.
+CONSTANTS = ("cluster_ns", "cluster_rate", "combine_ns", "combine_rate")
+Splits = tuple[int, bool]  # number of splits, and whether the splits form a cluster
 Times = dict[str, dict[str, dict[Splits, float]]]  # case name -> K and V cold or warm -> splits -> microseconds
 
 
 def planned(case: Case, facts: dict[str, int], num_splits: int = 0) -> tuple[Splits, int]:
-    """Splits and tiles of the table that was pushed."""
+    """Return the splits and the number of tiles that the dispatcher plans with the pushed kernel table."""
     mode = sdpa_backend("fa3", num_splits=num_splits).mode
     plan = bindings.plan(case.sizes(), facts, mode)
     return (plan["splits"], plan["cluster"] > 1), plan["tiles"]
 
 
 def measure(facts: dict[str, int], rounds: int) -> dict[str, dict[str, dict[str, float]]]:
-    """Times, splits as `written`: every case in every number of splits that it can have, those that are a cluster
-    through memory as well, K and V from memory, then from L2 if they fit.
+    """Measure every case with every possible number of splits.
+
+    Splits that can form a cluster are also combined through global memory. K and V are read from memory, and then from
+    L2 if both fit.
+
+    Returns:
+        The times in microseconds, by case name, state of K and V, and splits in the form of `written`.
     """
     import torch
     import torch.nn.functional as F  # noqa: N812
@@ -59,7 +67,7 @@ def measure(facts: dict[str, int], rounds: int) -> dict[str, dict[str, dict[str,
             calls = [partial(F.scaled_dot_product_attention, *which, **case.sdpa_kwargs()) for which in inputs]
             runs = {}
             for limit, wanted in itertools.product((CLUSTER, 1), SPLITS):
-                # a cluster wherever there can be one
+                # With these constants the dispatcher selects a cluster if a cluster is possible.
                 bindings.push_rows(
                     kernel_table.KERNEL_ROWS, (), replace(packing(dispatch_table.GATE), cluster=limit, combine_ns=1e9)
                 )
@@ -83,23 +91,26 @@ def read(text: str) -> Splits:
 
 
 def packing(gate: Gate) -> Gate:
-    """Packs whatever it can, also where not packing should be faster."""
+    """Return a gate that packs query rows if packing is possible, even if packing should be slower."""
     return replace(gate, rows=gate.wide_rows)
 
 
 def chosen(case: Case, rows: tuple[KernelRow, ...], gate: Gate, facts: dict[str, int]) -> Splits:
-    """What the dispatcher would take with this table."""
+    """Return the splits that the dispatcher selects with the given kernel rows and gate."""
     bindings.push_rows(rows, (), packing(gate))
     return planned(case, facts)[0]
 
 
 def nearest(known: dict[Splits, float], splits: Splits) -> Splits:
-    """Of those that were timed: the same way of adding up before the same number."""
+    """Return the timed splits nearest to the given splits.
+
+    An equal way of combining (cluster or not) has priority over a near number of splits.
+    """
     return min(known, key=lambda n: (n[1] != splits[1], abs(math.log(n[0] / splits[0]))))
 
 
 def loss(cases: list[Case], times: Times, rows: tuple[KernelRow, ...], gate: Gate, facts: dict[str, int]) -> float:
-    """Mean of a power of log(time / best time)."""
+    """Return the mean of log(time / best time) ** WEIGHT."""
     losses = []
     for case in cases:
         splits = chosen(case, rows, gate, facts)
@@ -120,13 +131,19 @@ def times_of(document: dict) -> Times:
 
 
 def losses(cases: list[Case], measured: list, rows: tuple[KernelRow, ...], gate: Gate) -> float:
-    """Of all machines, alike."""
+    """Return the mean loss over all machines, with equal weights."""
     return statistics.fmean(loss(cases, times, rows, gate, facts) for facts, times in measured)
 
 
 def fit(cases: list[Case], measured: list) -> tuple[tuple[KernelRow, ...], Gate, float]:
-    """Rows and gate with the least loss, from today's: one constant or row after another, until none gains. measured:
-    facts and times of each machine.
+    """Return the kernel rows and the gate with the least loss, and the loss.
+
+    The search starts from the current rows and gate. One constant or row is changed at a time, until no change reduces
+    the loss.
+
+    Args:
+        cases: the timed cases.
+        measured: pairs of device facts and times, one pair for each machine.
     """
     rows, gate = kernel_table.KERNEL_ROWS, dispatch_table.GATE
     decodes = [i for i, row in enumerate(rows) if row.kind == "decode"]
@@ -143,7 +160,7 @@ def fit(cases: list[Case], measured: list) -> tuple[tuple[KernelRow, ...], Gate,
 
 
 def tune_gate(times_from: list[Path], out: Path, rounds: int) -> None:
-    """Prints what to paste into dispatch_table.py and kernel_table.py, and every call that still loses."""
+    """Print the lines to paste into dispatch_table.py and kernel_table.py, and every call that still loses time."""
     import report
     import workloads
 
@@ -156,7 +173,7 @@ def tune_gate(times_from: list[Path], out: Path, rounds: int) -> None:
     documents = [json.loads(path.read_text()) for path in times_from]
     measured = [(document["facts"], times_of(document)) for document in documents]
     cases = [case for case in workloads.gate() if all(case.name in times for _, times in measured)]
-    print(f"today: {losses(cases, measured, kernel_table.KERNEL_ROWS, dispatch_table.GATE):.5f}")
+    print(f"current constants: {losses(cases, measured, kernel_table.KERNEL_ROWS, dispatch_table.GATE):.5f}")
     rows, gate, least = fit(cases, measured)
     print(f"fitted: {least:.5f}\n{gate}")
     for row in rows:

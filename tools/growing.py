@@ -1,12 +1,13 @@
-"""Time decoding from caches that grow by one key per token, as the plugin serves it in auto or another mode.
+"""Benchmark of decode with KV caches that grow by one key per token, with the plugin in auto mode or a chosen mode.
 
-    python tools/growing.py                    every head dim from 32 to 256 in steps of 8, and D != Dv; a table, and
-                                               exit status 1 beyond LIMIT_MS
-    python tools/growing.py --backend stock    what stock PyTorch takes for the same caches
-    python tools/growing.py --unequal          D != Dv alone
+    python tools/growing.py                    every head dim from 32 to 256 in steps of 8, and D != Dv; prints a table,
+                                               and exits with status 1 if a time is above LIMIT_MS
+    python tools/growing.py --backend stock    stock PyTorch on the same caches
+    python tools/growing.py --unequal          only D != Dv
 
-A backend that plans every new length takes 36 to 120 ms a token (cuDNN through stock PyTorch), whatever one call with a
-planned length takes. tools/programs.py runs this module in a process of its own: what cuDNN has planned stays there.
+A backend that plans every new length takes 36 to 120 ms per token (cuDNN through stock PyTorch). A call with a planned
+length can be fast nevertheless. tools/programs.py runs this module in a separate process, because the plans of cuDNN
+stay in the process.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-LIMIT_MS = 0.3  # of a token, in the median
+LIMIT_MS = 0.3  # largest allowed median time of a token
 WARMUP, TOKENS, SECONDS = 4, 24, 240
 
 
 @dataclass(frozen=True)
 class Cache:
-    """A cache of one sequence, before its first token is added."""
+    """KV cache of one sequence, before the first token is added."""
 
     d: int
     dv: int
@@ -38,7 +39,7 @@ class Cache:
 
 
 SIZES = ((16, 16, 500), (32, 8, 2000), (32, 1, 1100), (16, 4, 8000))  # heads, KV heads, keys
-UNEQUAL = (  # D, Dv: every kernel that serves them is among these
+UNEQUAL = (  # pairs (D, Dv) that cover every kernel for unequal head dims
     (16, 64), (40, 32), (64, 48), (64, 128), (96, 64), (128, 64), (128, 192), (192, 128), (200, 64), (64, 224),
     (256, 128), (128, 256), (256, 240),
 )  # fmt: skip
@@ -46,13 +47,13 @@ CACHES = [Cache(*dims, *sizes) for dims in (*((d, d) for d in range(32, 257, 8))
 
 
 def median_ms(cache: Cache, device: str, tokens: int = TOKENS, backend: str | None = None) -> float:
-    """Return the median time of F.sdpa of one token, host and device, in ms.
+    """Return the median time of F.sdpa for one token in ms, including host and device time.
 
     Args:
-        cache: The cache before its first token.
+        cache: The cache before the first token.
         device: "cuda", or "cpu" in tests.
-        tokens: How many tokens are timed.
-        backend: A mode of `sdpa_backend`; None keeps the one in force.
+        tokens: Number of timed tokens.
+        backend: A mode of `sdpa_backend`. None keeps the current mode.
     """
     import torch
     import torch.nn.functional as F
@@ -80,7 +81,7 @@ CACHE_SAID = "D {d}, Dv {dv}, {heads} heads on {kv_heads}, {keys} keys"
 
 def violations(rows: list[dict]) -> list[str]:
     """Return a line for each cache whose tokens take too long."""
-    said = f"growing cache {CACHE_SAID}: {{ms:.3g}} ms a token, the limit is {{limit}}"
+    said = f"growing cache {CACHE_SAID}: {{ms:.3g}} ms per token, the limit is {{limit}} ms"
     return [said.format(**row, limit=LIMIT_MS) for row in rows if row["ms"] > LIMIT_MS]
 
 
@@ -103,10 +104,10 @@ def measured(device: str, caches: Sequence[Cache], backend: str | None) -> Itera
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="a line of JSON for each cache")
-    parser.add_argument("--backend", help="a mode of sdpa_backend in place of auto")
-    parser.add_argument("--unequal", action="store_true", help="caches of D != Dv alone")
-    parser.add_argument("--out", type=Path, help="all rows in one file")
+    parser.add_argument("--json", action="store_true", help="print a line of JSON for each cache")
+    parser.add_argument("--backend", help="mode of sdpa_backend (default auto)")
+    parser.add_argument("--unequal", action="store_true", help="only caches with D != Dv")
+    parser.add_argument("--out", type=Path, help="file for all rows")
     options = parser.parse_args()
     rows = []
     caches = [cache for cache in CACHES if not options.unequal or cache.d != cache.dv]

@@ -1,4 +1,4 @@
-"""What every suite of a benchmark shares: a run's state, who can run a case, the JSON form of what was measured."""
+"""Shared parts of all benchmark suites: state of a run, trial of each provider, and JSON form of results."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from torch_flashplug.testing import (
     time_interleaved,
 )
 
-MASKED_ROUND_MS = 10.0  # of what is beside a mask or dropout
+MASKED_ROUND_MS = 10.0  # time per candidate and round in suites with masks, dropout and similar features
 
 
 @dataclass(slots=True)
 class Bench:
-    """One run: its options, who takes part, and what it has measured so far."""
+    """State of a benchmark run: the options, the providers, and the rows measured so far."""
 
     device: str
     rounds: int
@@ -47,7 +47,7 @@ class Bench:
     last_clocks: float = 0.0
 
     def take(self, name: str) -> bool:
-        """Whether a case of that name is to be measured; notes the reason when time is up."""
+        """Return True if the named case must be measured. If the time is used up, note the case as skipped."""
         if not any(part in name for part in self.wanted.split(",")):
             return False
         if time.monotonic() > self.deadline:
@@ -59,13 +59,17 @@ class Bench:
         self.rows.append(row)
         ratio = row["ratio"]
         print(f"[{len(self.rows)}] {row['case']}: ratio {'-' if ratio is None else format(ratio, '.3f')}", flush=True)
-        if time.monotonic() - self.last_clocks > 10:  # clocks under load, now and then: the query itself takes time
+        # Clocks are read under load, but at most every 10 s, because the query takes time.
+        if time.monotonic() - self.last_clocks > 10:
             self.clocks.append(report.read_clocks())
             self.last_clocks = time.monotonic()
 
 
 def row_of(name: str, timings: dict[str, object], **more) -> dict[str, object]:
-    """The JSON form of one case: ours, peers, ratio of the best peer to ours (paired over rounds), spreads."""
+    """Return the JSON form of a case: time of ours, times of peers, ratio and spreads.
+
+    The ratio is the time of the best peer divided by the time of ours, paired over rounds.
+    """
     ours = next((n for n in OURS if n in timings), None)
     one_order = {n.removesuffix(who.ONE_ORDER): t for n, t in timings.items() if n.endswith(who.ONE_ORDER)}
     peers = {n: t for n, t in timings.items() if n not in OURS and not n.endswith(who.ONE_ORDER)}
@@ -104,7 +108,10 @@ def auto_plan_of(inputs: Inputs, case: Case) -> str:
 
 
 def _check_numbers(case: Case, inputs: Inputs, provider: who.Provider) -> dict[str, float]:
-    """Errors of a provider's first heads against fp64. Ours beyond the budget ends the run; a peer's are only told."""
+    """Return the errors of the first heads of a provider against fp64.
+
+    Errors of ours beyond the error budget end the run. Errors of a peer are only reported.
+    """
     group = case.Hq // case.Hkv
     few = Inputs(inputs.q[:1, :group], inputs.k[:1, :1], inputs.v[:1, :1], inputs.grad_out[:1, :group])
     with provider.scope(), torch.no_grad():
@@ -117,14 +124,25 @@ def _check_numbers(case: Case, inputs: Inputs, provider: who.Provider) -> dict[s
 
 
 def refusal(error: Exception) -> str:
-    """In one line."""
+    """Return an exception as a single line of text."""
     return f"{type(error).__name__}: {(str(error) or '-').splitlines()[0][:160]}"
 
 
 def try_each(
     bench: Bench, case: Case, inputs: Inputs, names: Iterable[str], build: Callable
 ) -> tuple[dict, dict, dict]:
-    """Candidates that can run the case (`build(provider)` makes one call), their errors, and why the others cannot."""
+    """Run each provider once, and return the candidates, the errors and the refusals.
+
+    Args:
+        bench: the run.
+        case: the case to run.
+        inputs: the tensors of the case.
+        names: names of the providers to try.
+        build: function that takes a provider and returns a call.
+
+    Returns:
+        The candidates that can run the case, the errors of these candidates, and a reason per refusing provider.
+    """
     candidates, errors, refused = {}, {}, {}
     for name in names:
         provider = bench.providers.get(name)
@@ -137,10 +155,11 @@ def try_each(
             if bench.check:
                 errors[name] = _check_numbers(case, inputs, provider)
             candidates[name] = Candidate(call, provider.scope)
-        # Every peer refuses a call in its own way: what one raises is noted, and the others are still measured.
+        # Each peer refuses a call by an exception of a different type. The exception is noted, and the remaining
+        # providers are still measured.
         except (RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError) as error:
             refused[name] = refusal(error)
-            if "CUDA error" in refused[name]:  # the context is gone: nothing measured after it would mean anything
+            if "CUDA error" in refused[name]:  # the CUDA context is lost, so later measurements would be meaningless
                 raise SystemExit(f"{case.name}: {name}: {error}") from error
             if provider.ours:
                 print(f"{case.name}: {name} refused: {refused[name]}")
@@ -150,8 +169,19 @@ def try_each(
 def time_calls(
     bench: Bench, name: str, calls: Mapping[str, Candidate], wrong_in: Callable[[str], str | None]
 ) -> tuple[dict, dict[str, str], dict[str, str]]:
-    """Timings of the calls that can run, what `wrong_in`, which makes one of its own, has against a peer's numbers, and
-    why the others cannot. Ours being wrong ends the run.
+    """Check and time calls, and return the timings, the wrong results and the refusals.
+
+    A wrong result of ours ends the run.
+
+    Args:
+        bench: the run.
+        name: name of the case.
+        calls: the candidates by name.
+        wrong_in: function that makes a separate call of a named peer and returns a description of a wrong result, or
+            None if the result is right.
+
+    Returns:
+        The timings of the calls that can run, the wrong results by peer, and the reasons of calls that cannot run.
     """
     candidates, wrong, refused = {}, {}, {}
     for peer, candidate in calls.items():
@@ -160,7 +190,7 @@ def time_calls(
                 if bench.check and (error := wrong_in(peer)):
                     wrong[peer] = error
                 candidate.call()
-        # What cannot run is noted, and the others are measured.
+        # A call that cannot run is noted, and the remaining calls are measured.
         except (RuntimeError, NotImplementedError) as error:
             refused[peer] = refusal(error)
             continue
@@ -177,7 +207,7 @@ def graphed(candidate: Candidate, calls: int) -> Candidate:
 
 
 def whole_call(what: str, leaves: Sequence[Tensor], grad_out: Tensor, attend: Callable[[], Tensor]) -> object:
-    """what: "fwd", or "train", gradients too."""
+    """Run a call: the forward call for "fwd", or the forward call and the gradients for "train"."""
     if what == "fwd":
         with torch.no_grad():
             return attend()
@@ -188,9 +218,22 @@ def race(  # noqa: PLR0913
     bench: Bench, name: str, makers: Mapping[str, Callable], *, error_of: Callable, once: Callable,
     largest_error: float, round_ms: float, calls: int = 1,
 ) -> tuple[dict, Timing | None, dict[str, float], dict[str, str]]:  # fmt: skip
-    """What `makers` make of a case, by name, as graphs of so many calls, interleaved: timings of one call, PLAIN's by
-    itself, errors by `error_of` its output, and why others cannot. `once` makes a whole call of what was made. Ours
-    being wrong ends the run.
+    """Capture the candidates in CUDA graphs, check the candidates and time the graphs in interleaved rounds.
+
+    A wrong result of ours ends the run.
+
+    Args:
+        bench: the run.
+        name: name of the case.
+        makers: functions that return the attention function of a candidate, by the candidate's name.
+        error_of: function that returns the error of an output.
+        once: function that takes an attention function and makes a complete call.
+        largest_error: largest allowed error of ours.
+        round_ms: time per candidate and round.
+        calls: number of calls in each graph.
+
+    Returns:
+        The timings of a single call, the timing of PLAIN (separately), the errors, and the reasons of refusals.
     """
     candidates, errors, refused = {}, {}, {}
     for racer, make in makers.items():
@@ -203,7 +246,7 @@ def race(  # noqa: PLR0913
                     if racer != PLAIN:
                         errors[racer] = error_of(out)
                 candidates[racer] = graphed(Candidate(partial(once, attend), scope), calls)
-        except Exception as reason:  # what cannot run is noted, whatever it raises, and the others are measured
+        except Exception as reason:  # any exception is noted as a refusal, and the remaining candidates are measured
             refused[racer] = refusal(reason)
             if "CUDA error" in refused[racer]:
                 raise SystemExit(f"{name}: {racer}: {reason}") from reason

@@ -1,5 +1,7 @@
-"""Ranks in step: starting them, what they agree on, times that mean the same on all of them. What they decided by their
-own clocks they would not decide alike, and one would wait in a collective for the others.
+"""Synchronized ranks for benchmarks: process start, agreement on values, and times that are equal on all ranks.
+
+A decision by the local clock of each rank could differ between ranks. Then one rank would wait forever in a collective.
+So the first rank decides.
 """
 
 from __future__ import annotations
@@ -19,12 +21,16 @@ from torch import Tensor
 
 from torch_flashplug.testing import Candidate, Timing, event_time
 
-GROUP_S, HANG_S = 45, 60  # of one collective; of one case, then each rank says where it is, and ends
+# Time limits of a collective and of a case. After HANG_S each rank prints the current traceback and exits.
+GROUP_S, HANG_S = 45, 60
 ROUND_MS, WARM_CALLS = 60.0, 2
 
 
 def start(device: str) -> None:
-    """The process group; where this process is none of several yet, it becomes as many as there are GPUs, or two."""
+    """Initialize the process group.
+
+    A process without a rank first restarts as one process for each GPU, or as two processes on a CPU.
+    """
     if "RANK" not in os.environ:
         ranks = torch.cuda.device_count() if device == "cuda" else 2
         more = ["--standalone", "--nproc_per_node", str(ranks), *sys.argv]
@@ -45,7 +51,11 @@ def watch() -> None:
 
 
 def end() -> int:
-    """How many ranks there were: for the first, which writes what was found. The others are done."""
+    """Destroy the process group and return the number of ranks on the first rank, which writes the results.
+
+    Raises:
+        SystemExit: on all remaining ranks, which have finished.
+    """
     faulthandler.cancel_dump_traceback_later()
     ranks, first = dist.get_world_size(), dist.get_rank() == 0
     dist.destroy_process_group()
@@ -60,7 +70,7 @@ def _told(value: float) -> Tensor:
 
 
 def agreed(value: float) -> float:
-    """What the first rank says."""
+    """Return the value of the first rank."""
     if not dist.is_initialized():
         return value
     told = _told(value)
@@ -75,7 +85,7 @@ def largest(value: float) -> float:
 
 
 def _span(call: Callable[[], object], times: int, device: str) -> float:
-    """Milliseconds per call on the slowest rank."""
+    """Return the milliseconds per call on the slowest rank."""
     dist.barrier()
     if device == "cuda":
         torch.cuda.synchronize()
@@ -90,7 +100,10 @@ def _host_ms(call: Callable[[], object], times: int) -> float:
 
 
 def time_on_ranks(candidates: Mapping[str, Candidate], rounds: int, device: str) -> dict[str, Timing]:
-    """As testing.time_interleaved, on ranks in step: orders are of one seed, numbers of calls the first rank's."""
+    """Time candidates in interleaved rounds on synchronized ranks, in the manner of `testing.time_interleaved`.
+
+    All ranks shuffle with an equal seed, and the first rank decides the numbers of calls.
+    """
     times, found = {}, {name: [] for name in candidates}
     for name, candidate in candidates.items():
         with candidate.scope():

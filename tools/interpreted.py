@@ -1,12 +1,14 @@
-"""Kernel packs that run without a GPU: host code as it is compiled, kernels by their PTX, which an interpreter executes
-on CPU memory (tools/interpreter). Numbers are those of the kernels' own arithmetic; times say nothing.
+"""Kernel packs that run without a GPU.
 
-    python tools/interpreted.py --target sm_90a --out DIR           every kernel that the build has for that target
+    python tools/interpreted.py --target sm_90a --out DIR           every kernel of the build for the target
     python tools/interpreted.py --target sm_90a --out DIR --spec fwd_sm90_bf16_d128_causal_m128n128s2
-    python tools/interpreted.py --target sm_90a --out DIR --spec ... --compile      it need not have been built
+    python tools/interpreted.py --target sm_90a --out DIR --spec ... --compile      compiles the kernel if missing
 
-Writes DIR/interpreted_sm_90a.so and, beside it, a folder of PTX. What it cannot show: what ptxas makes of the PTX,
-orders of memory accesses that only a GPU knows, speed.
+The host code of a kernel runs as compiled. An interpreter executes the PTX of the kernel on CPU memory
+(tools/interpreter). The results come from the arithmetic of the kernel. The run times have no meaning.
+
+The tool writes DIR/interpreted_sm_90a.so, and a folder of PTX next to the pack. An interpreted kernel cannot show three
+things: errors of ptxas, orders of memory accesses that occur only on a GPU, and speed.
 """
 
 from __future__ import annotations
@@ -25,17 +27,17 @@ import aot
 import filelock
 
 SOURCES = aot.ROOT / "tools" / "interpreter"
-# Signed numbers wrap as registers do; it runs where it was built.
+# -fwrapv: signed integers wrap around, as registers do. -march=native: the code only runs on the build machine.
 FLAGS = ("-std=c++20", "-O3", "-march=native", "-fwrapv", "-fPIC", "-Wall", "-Wextra")
 OBJECTS = aot.ROOT / "build" / "objects"
 RUNTIME = aot.ROOT / "build" / "interpreter"
 
 
 def runtime() -> list[Path]:
-    """Return the interpreter's objects, and compile those that are not there yet side by side.
+    """Return the objects of the interpreter, and compile missing objects in parallel.
 
     Measured: 2026-11-28, two cores, GCC 12: 17 s for all files with -O3. -O1 takes 5 s less, but interprets a prefill
-    of 1024 bytes in 0.5 s instead of 0.3 s, and its objects would not serve the tests.
+    of 1024 bytes in 0.5 s instead of 0.3 s. Objects of -O1 would not serve the tests.
     """
     headers = b"".join(path.read_bytes() for path in sorted(SOURCES.glob("*.h")))
     compiler = os.environ.get("CXX") or "c++"
@@ -53,7 +55,7 @@ def runtime() -> list[Path]:
     sources = sorted(SOURCES.glob("*.cpp"))
     with filelock.FileLock(RUNTIME / "lock"), concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         missing = [source for source in sources if not object_of(source).exists()]
-        # The largest files come first, so that none of them is compiled alone at the end.
+        # The largest files come first, so that no large file is compiled alone at the end.
         missing.sort(key=lambda source: source.stat().st_size, reverse=True)
         pending = [pool.submit(compile_source, source) for source in missing]
         for number, done in enumerate(concurrent.futures.as_completed(pending), 1):
@@ -63,8 +65,10 @@ def runtime() -> list[Path]:
 
 
 def name_of(cubin: bytes) -> str:
-    """What the interpreter looks for when it is given this cubin (name_of in tools/interpreter/cuda.cpp): FNV-1a of
-    what lies before the section headers.
+    """Return the PTX file name that the interpreter searches for a cubin.
+
+    The name is the FNV-1a hash of the bytes before the section headers. `name_of` in tools/interpreter/cuda.cpp
+    computes an equal name.
     """
     digest = 0xCBF29CE484222325
     (end,) = struct.unpack_from("<Q", cubin, 0x28)
@@ -74,8 +78,15 @@ def name_of(cubin: bytes) -> str:
 
 
 def pack(kernels: Iterable[Path], file: Path) -> Path:
-    """Links a pack of kernels, each a path without suffix of an object, its cubin and its PTX (aot.Store.path), unless
-    the one that is there was linked of the same.
+    """Link a pack of kernels, unless the existing pack was linked from the same files.
+
+    Args:
+        kernels: a path without suffix for each kernel; the object, the cubin and the PTX have this path plus a suffix
+            (`aot.Store.path`).
+        file: the pack to write.
+
+    Returns:
+        The path of the pack.
     """
     kernels = sorted(kernels)
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -89,7 +100,7 @@ def pack(kernels: Iterable[Path], file: Path) -> Path:
         folder.mkdir()
         for kernel in kernels:
             shutil.copy(f"{kernel}.ptx", folder / name_of(Path(f"{kernel}.cubin").read_bytes()))
-        # Its CUDA is its own, whatever the process has loaded.
+        # -Bsymbolic: the pack calls the linked CUDA functions of the interpreter, whatever the process has loaded.
         objects = [Path(f"{kernel}.o") for kernel in kernels]
         aot.link(objects, file, [*parts, "-Wl,-Bsymbolic", "-lstdc++", "-lm"])
         stamp.write_text(made_of)
@@ -97,31 +108,31 @@ def pack(kernels: Iterable[Path], file: Path) -> Path:
 
 
 def kernels_of(target: str, names: Iterable[str], compile_missing: bool = False) -> list[Path]:
-    """Return where the files of kernels lie, each as a path without suffix.
+    """Return the paths of kernel files, each without suffix.
 
     Args:
-        target: what the kernels are compiled for.
-        names: of the kernels.
-        compile_missing: whether kernels that no build has made are compiled now.
+        target: the compile target of the kernels.
+        names: the names of the kernels.
+        compile_missing: whether to compile missing kernels.
 
     Raises:
-        SystemExit: a build has not made one of them, and it is not to be compiled.
+        SystemExit: a kernel is missing and `compile_missing` is False.
     """
     store, names = aot.Store(OBJECTS, target, counts=False), list(names)
     if compile_missing and not all(map(store.has, names)):
         OBJECTS.mkdir(parents=True, exist_ok=True)
-        with filelock.FileLock(OBJECTS / "compile.lock"):  # check and the demo may want one kernel at once
+        with filelock.FileLock(OBJECTS / "compile.lock"):  # check and the demo may compile the same kernel
             aot.compile_all(names, store, os.cpu_count() or 1)
     if missing := [name for name in names if not store.has(name)]:
-        raise SystemExit(f"{', '.join(missing)}: not built; ./tools/dev build, or tools/aot.py --objects {OBJECTS}")
+        raise SystemExit(f"{', '.join(missing)}: not built. Run ./tools/dev build, or tools/aot.py --objects {OBJECTS}")
     return [store.path(name, "") for name in names]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", choices=aot.TARGETS, required=True, help="what the kernels were compiled for")
+    parser.add_argument("--target", choices=aot.TARGETS, required=True, help="compile target of the kernels")
     parser.add_argument("--spec", action="append", help="only this kernel (repeatable)")
-    parser.add_argument("--compile", action="store_true", help="compile kernels that no build has made")
+    parser.add_argument("--compile", action="store_true", help="compile missing kernels")
     parser.add_argument("--sample", action="store_true", help="only kernels of configs.SAMPLES")
     parser.add_argument("--out", type=Path, required=True, help="folder for the pack")
     args = parser.parse_args()
@@ -130,7 +141,7 @@ def main() -> None:
     names = args.spec or sorted({spec.name() for spec in specs})
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         if args.compile:
-            pool.submit(runtime)  # beside the kernels, whose compiler uses one core each
+            pool.submit(runtime)  # in parallel with the kernels, whose compiler uses one core per kernel
         kernels = kernels_of(args.target, names, args.compile)
     print(pack(kernels, args.out / f"interpreted_{args.target}.so"))
 

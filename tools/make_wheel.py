@@ -1,11 +1,12 @@
-"""Make wheels of this checkout: one without kernels, and one with the core packs. ./tools/dev wheel calls this.
+"""Wheel builder of this checkout: a wheel without kernels, and a wheel with the core packs.
 
     python tools/make_wheel.py                     dist/: both wheels, for x86-64
-    python tools/make_wheel.py --no-core           the one without kernels, whose kernels are compiled at first use
-    python tools/make_wheel.py --cpu aarch64       the one without kernels, cross-compiled; it was never run
+    python tools/make_wheel.py --no-core           only the wheel without kernels, which compiles kernels at first use
+    python tools/make_wheel.py --cpu aarch64       only the wheel without kernels, cross-compiled and never run
 
-A wheel serves every Python from 3.10 on. It is refused if _C asks for more than manylinux_2_28 has. The wheel with
-packs is for your own machines and must not be published: docs/wheels.md says why.
+`./tools/dev wheel` calls this tool. A wheel serves every Python from 3.10 on. A wheel is refused if _C needs more than
+manylinux_2_28 provides. The wheel with packs is only for machines of the builder and must not be published, for the
+reasons in docs/wheels.md.
 """
 
 from __future__ import annotations
@@ -31,24 +32,24 @@ import find_dependencies
 import shared_object
 
 ROOT = Path(__file__).resolve().parent.parent
-BUILD = ROOT / "build" / "wheel"  # its own folder: build/dev is the developer's
+BUILD = ROOT / "build" / "wheel"  # separate from build/dev, the folder of the developer's build
 PLATFORM = "manylinux_2_28"
-# What manylinux_2_28 has, but for the last version of its libstdc++.
+# Newest symbol versions of manylinux_2_28. The last version of libstdc++ is left out.
 CEILINGS = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11), "GCC": (7, 0, 0)}
 LIBRARIES = frozenset(
     ("libtorch_cpu.so", "libstdc++.so.6", "libm.so.6", "libgcc_s.so.1", "libc.so.6", "libdl.so.2")
-    + ("ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1")  # the dynamic loader itself
+    + ("ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1")  # the dynamic loader
 )
 CROSS_COMPILER = "{}-linux-gnu-g++"
 EXTENSION = "torch_flashplug/_C.so"
-LOCAL_VERSION = "core"  # package indexes refuse versions with such a part
+LOCAL_VERSION = "core"  # local part of the version: package indexes refuse versions with a local part
 NOT_TO_BE_PUBLISHED = """For your own machines; not to be published.
-Kernel packs contain libcuda_dialect_runtime_static.a of nvidia-cutlass-dsl, whose licence does not allow to
-redistribute it. Copy the wheel to machines of your own, and give others the wheel without kernels."""
+Kernel packs contain libcuda_dialect_runtime_static.a of nvidia-cutlass-dsl, whose license does not allow
+redistribution. Copy the wheel only to machines of your own, and give other people the wheel without kernels."""
 
 
 class BadWheel(Exception):
-    """A wheel that must not leave this machine."""
+    """Error for a wheel that must not leave this machine."""
 
 
 # ---- the wheel without kernels ----
@@ -58,7 +59,7 @@ def build(cpu: str, folder: Path) -> Path:
     """Build _C and the wheel without kernels into a folder, and return the wheel.
 
     Raises:
-        BadWheel: the build failed, or _C asks for too much.
+        BadWheel: the build failed, or _C needs more than the platform provides.
     """
     settings = {
         "build-dir": str(BUILD / cpu),
@@ -92,10 +93,10 @@ def build(cpu: str, folder: Path) -> Path:
 
 
 def check(wheel: Path, cpu: str) -> shared_object.SharedObject:
-    """Return what the _C of a wheel needs.
+    """Return the libraries and symbols that the _C of a wheel needs.
 
     Raises:
-        BadWheel: it needs more than machines of the wheel's platform have.
+        BadWheel: _C needs more than the machines of the wheel's platform provide.
     """
     with zipfile.ZipFile(wheel) as archive:
         needed = shared_object.read(archive.read(EXTENSION))
@@ -110,7 +111,7 @@ def check(wheel: Path, cpu: str) -> shared_object.SharedObject:
         raise BadWheel(f"{EXTENSION} must need no library but {', '.join(sorted(LIBRARIES))}, but needs {foreign}")
     torch = shared_object.read_file(find_dependencies.folder_of("torch") / "lib" / "libtorch_cpu.so")
     if absent := needed.unversioned - torch.defined:
-        raise BadWheel(f"{EXTENSION} looks for functions that torch has not: {', '.join(sorted(absent))}")
+        raise BadWheel(f"{EXTENSION} needs functions that torch does not have: {', '.join(sorted(absent))}")
     return needed
 
 
@@ -118,11 +119,14 @@ def check(wheel: Path, cpu: str) -> shared_object.SharedObject:
 
 
 def build_packs(names: Sequence[str]) -> list[Path]:
-    """Compile kernel packs in a process of its own, as aot.py asks, and return them. What is current is kept."""
+    """Compile kernel packs in a separate process, and return the packs. Current packs are kept.
+
+    aot.py requires a separate process.
+    """
     folder = BUILD / "packs"
     words = [word for name in names for word in ("--pack", name)]
     command = [sys.executable, ROOT / "tools" / "aot.py", *words, "--out", folder]
-    # Objects are those of ./tools/dev build; it wants their instructions counted.
+    # The objects are shared with ./tools/dev build, which needs the instruction counts.
     command += ["--objects", ROOT / "build" / "objects", "--counts"]
     if subprocess.run(list(map(str, command)), check=False).returncode != 0:
         raise BadWheel("the kernel packs could not be compiled")
@@ -130,7 +134,7 @@ def build_packs(names: Sequence[str]) -> list[Path]:
 
 
 def core_packs() -> list[str]:
-    """Return the names of the core packs, from the table beside this file, whatever is installed."""
+    """Return the names of the core packs, from the table of this checkout, even if a different copy is installed."""
     code = "import aot; print(*aot.kernel_table.CORE)"
     tools = ROOT / "tools"
     done = subprocess.run([sys.executable, "-c", code], cwd=tools, check=True, capture_output=True, text=True)
@@ -138,12 +142,12 @@ def core_packs() -> list[str]:
 
 
 def add_packs(wheel: Path, packs: Sequence[Path], folder: Path) -> Path:
-    """Write a wheel that holds these packs, too, compressed with xz, and return it.
+    """Write and return a copy of a wheel with added kernel packs, compressed with xz.
 
     Args:
         wheel: the wheel without kernels.
-        packs: shared objects; the report (.json) of each lies beside it.
-        folder: where to write the wheel.
+        packs: shared objects; the report (.json) of each pack lies next to the pack.
+        folder: the folder for the new wheel.
     """
     name, version, *tags = wheel.stem.split("-")
     local = f"{version}+{LOCAL_VERSION}"
@@ -196,7 +200,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cpu", choices=tuple(shared_object.MACHINES.values()), default=platform.machine())
     parser.add_argument("--no-core", action="store_true", help="only the wheel without kernels")
-    parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder for the wheels; dist/")
+    parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder for the wheels (default dist/)")
     args = parser.parse_args()
     start = time.monotonic()
     is_foreign = args.cpu != platform.machine()
@@ -208,7 +212,7 @@ def main() -> None:
         versions = ", ".join(_newest(check(plain, args.cpu)))
         say(plain, f"without kernels; needs {versions}; {time.monotonic() - start:.0f} s")
         if is_foreign:
-            print(f"[wheel] built for {args.cpu}, never run. Kernel packs are for this machine's CPU alone", flush=True)
+            print(f"[wheel] built for {args.cpu}, never run. Kernel packs are only for this machine's CPU", flush=True)
         elif not args.no_core:
             names = core_packs()
             core = add_packs(plain, build_packs(names), args.out)
@@ -219,7 +223,7 @@ def main() -> None:
 
 
 def _newest(needed: shared_object.SharedObject) -> list[str]:
-    """Return the newest version of glibc and of libstdc++ that is needed."""
+    """Return the newest needed versions of glibc and of libstdc++."""
 
     def number(version: str) -> tuple[int, ...]:
         return tuple(map(int, re.findall(r"\d+", version)))

@@ -1,6 +1,7 @@
-"""Suite maskdecode: few query rows against caches of which a bool mask hides a part, K and V from memory. Device time
-of replayed CUDA graphs: what stock makes of the mask is in its time. Beside peers: our own kernels for the same call
-without its mask.
+"""Suite maskdecode: decode with KV caches that a bool mask hides in part, with K and V in memory.
+
+Times are device times of replayed CUDA graphs. The time of stock includes the conversion of the mask. The suite also
+times the project's kernels for the same calls without a mask.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from torch_flashplug.testing import Candidate, Case, Inputs, Timing, make_inputs
 
 MASKED = ("ours_fa3", "ours_auto", "stock", "efficient")
 UNMASKED = "ours_fa3"
-FILLED = 32  # of so many keys one
+FILLED = 32  # one key of FILLED keys is visible in the "filled" pattern
 
 
 def _filled(case: Case, keys: Tensor, device: str) -> Tensor:
-    """A static cache at its beginning: (B, 1, Sq, Sk), stored once."""
+    """Return the mask (B, 1, Sq, Sk) of a nearly empty static cache, stored once and expanded."""
     return (keys < case.Sk // FILLED).view(1, 1, 1, -1).expand(case.B, 1, case.Sq, case.Sk)
 
 
@@ -33,14 +34,17 @@ def _all(case: Case, keys: Tensor, device: str) -> Tensor:
 
 
 def _padding(case: Case, keys: Tensor, device: str) -> Tensor:
-    """On the left, a quarter in the mean; behind that causal to the last query: (B, 1, Sq, Sk)."""
+    """Return a mask (B, 1, Sq, Sk) with padding on the left, and causal for the keys after the padding.
+
+    On average a quarter of the keys is padding. The causal mask is aligned to the last query.
+    """
     first = torch.arange(case.B, device=device) * case.Sk // (2 * case.B)
     last = case.Sk - case.Sq + torch.arange(case.Sq, device=device)
     return (keys >= first.view(-1, 1, 1, 1)) & (keys <= last.view(1, 1, -1, 1))
 
 
 def _random(case: Case, keys: Tensor, device: str) -> Tensor:
-    """By head: (B, Hq, Sq, Sk)."""
+    """Return a random mask (B, Hq, Sq, Sk), different for each head."""
     sizes, generator = (case.B, case.Hq, case.Sq, case.Sk), torch.Generator(device).manual_seed(SEED)
     return torch.rand(sizes, device=device, generator=generator) < SEEN
 
@@ -82,7 +86,7 @@ def _measure(bench: Bench, name: str, case: Case, pattern: str) -> None:
         for peer in (peer for peer in MASKED if peer in bench.providers):
             try:
                 with bench.providers[peer].scope():
-                    out = attend(mask, inputs[0])  # whoever cannot says so before it is captured
+                    out = attend(mask, inputs[0])  # raises before the graph capture if the peer cannot run the call
                 if bench.check and (error := wrong_in(case, inputs[0], mask, out)):
                     wrong[peer] = error
                 candidates[peer] = candidate(peer, mask)

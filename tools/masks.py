@@ -1,6 +1,8 @@
-"""Suite masks: calls with a bool mask as their users make them, and with one of floats, forward, then forward and
-backward, also of the floats. Whatever is made of the mask (floats by torch, bits and lists by us) is part of the time,
-but for FlexAttention's BlockMask, which is made ahead of it.
+"""Suite masks: calls with a bool mask or a float mask, as users make such calls, forward, then forward and backward.
+
+The backward calls include gradients of float masks. The preprocessing of the mask is part of the time: torch converts
+bool masks to floats, and this project computes a bitmask and block-sparse lists. The BlockMask of FlexAttention is
+created before the timing.
 """
 
 from __future__ import annotations
@@ -30,11 +32,11 @@ from torch_flashplug.testing import (
     plain,
 )
 
-MOST_SCORES = 1 << 31  # of a mask: a byte each, three more where stock makes floats of it
+MOST_SCORES = 1 << 31  # largest mask: one byte per score, and three further bytes if stock converts the mask to floats
 SEED = 20261123
-SEEN = 0.5  # of random masks
-WINDOW, DOCUMENTS, PADDED = 1024, 8, 0.75  # keys; of a sequence; the mean share that is no padding
-Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # batch, head, row, key -> seen
+SEEN = 0.5  # fraction of visible scores in random masks
+WINDOW, DOCUMENTS, PADDED = 1024, 8, 0.75  # keys; documents per sequence; mean fraction of keys without padding
+Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # batch, head, row, key -> visible
 
 
 def _lengths(case: Case, device: str) -> Tensor:
@@ -71,14 +73,14 @@ def _random(case: Case, device: str, sizes: tuple[int, ...]) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """One kind of mask. dims: which of B, Hq, Sq and Sk it has, the others are 1."""
+    """Kind of mask. `dims` has a letter for each of the dims B, Hq, Sq and Sk of the mask; missing dims have size 1."""
 
     name: str
     dims: str
-    rule: Callable[[Case, str], Rule] | None = None  # FlexAttention takes it, too; None: random
-    floats: str = ""  # what it is made of: "own", the query's dtype, or "fp32"; empty: bool
-    heads_last: bool = False  # heads lie innermost, as T5's table gives them
-    learned: bool = False  # its gradient is wanted, too
+    rule: Callable[[Case, str], Rule] | None = None  # also passed to FlexAttention; None: a random mask
+    floats: str = ""  # dtype of a float mask: "own" for the dtype of the query, or "fp32"; empty: bool
+    heads_last: bool = False  # heads are innermost in memory, as in the table of T5
+    learned: bool = False  # the gradient of the mask is computed
 
     def sizes(self, case: Case) -> tuple[int, ...]:
         of = {"B": case.B, "H": case.Hq, "Q": case.Sq, "K": case.Sk}
@@ -116,8 +118,8 @@ PATTERNS = (
     Pattern("bias_learned", "HQK", floats="own", learned=True),
     Pattern("bias_learned_all", "BHQK", floats="own", learned=True),
 )
-# What Swin transformers add to the scores of small windows: a learned table that all windows share, a mask of shifted
-# windows, and the sum of both.
+# Biases that Swin transformers add to the scores of small windows: a learned table shared by all windows, a mask of
+# shifted windows, and the sum of both.
 SWIN = (
     Pattern("swin_bias", "HQK", floats="own"),
     Pattern("swin_learned", "HQK", floats="own", learned=True),
@@ -130,7 +132,7 @@ FLEX = {"tril", "window", "documents", "padding"}
 
 
 def swin_windows() -> list[Case]:
-    """Windows of 7 x 7, 8 x 8 and 12 x 12 tokens; a batch is the windows of all images."""
+    """Return cases with windows of 7 x 7, 8 x 8 and 12 x 12 tokens. A batch holds the windows of all images."""
     sizes = ((4096, 3, 49), (1024, 6, 49), (512, 6, 49), (64, 6, 49), (256, 12, 49), (1024, 4, 64), (128, 24, 144))
     return [new_case(f"b{B}h{H}s{S}", (B, H, H), (S, S), (32, 32)) for B, H, S in sizes]
 
@@ -158,7 +160,7 @@ def suite_masks(bench: Bench) -> None:
 
 
 def wrong_in(case: Case, inputs: Inputs, mask: Tensor, out: Tensor) -> str | None:
-    """What fp64 has against a result's first head."""
+    """Compare the first head of a result with fp64, and return a description of a wrong result, or None."""
     group = case.Hq // case.Hkv
     few = Inputs(inputs.q[:1, :group], inputs.k[:1, :1], inputs.v[:1, :1], inputs.grad_out[:1, :group])
     rule = Masking(bias=mask[:1, :group])

@@ -1,10 +1,13 @@
-"""Suite multi: attention over several GPUs of one host, a process for each, ours in auto beside stock's default and
-stock's flash, all through torch's own context_parallel; Ulysses by plain all-to-alls; BLOCKS blocks of a Llama with
-their heads divided as DTensors and as plain tensors.
+"""Suite multi: attention over several GPUs of one host, with one process for each GPU.
 
-Times are a call's on the slowest rank, from a barrier on, medians of interleaved rounds. How many calls a round has the
-first rank says: what ranks decide by their own clocks they would not decide alike. `steps_ms`: our ring's attention
-calls by themselves, on the rank with most of them. `margin_ms`: ours with so many SMs left to NCCL.
+The suite compares the plugin in auto mode with the default of stock and with the flash backend of stock, all through
+torch's context_parallel. Further cases are Ulysses with plain all-to-alls, and BLOCKS blocks of a Llama. The heads
+of the Llama blocks are divided as DTensors and as plain tensors.
+
+A time is the time of a call on the slowest rank, starting at a barrier, as the median of interleaved rounds. The first
+rank decides the number of calls in a round, because decisions by the local clocks could differ between ranks.
+`steps_ms` is the time of the attention calls alone in the plugin's ring, on the rank with the most calls. `margin_ms`
+is the time of the plugin with a number of SMs left to NCCL.
 """
 
 from __future__ import annotations
@@ -43,8 +46,8 @@ from torch_flashplug.torch_hooks.distributed import context_parallel
 from torch_flashplug.torch_hooks.distributed.ring_attention import steps_of
 
 HEADS, KV_HEADS, D = 32, 8, 128
-BLOCKS = 4  # of one alone the host's start would count, as it does in no step of a model
-CHECKED_ROWS = 2048  # of the call that is held against fp64 first
+BLOCKS = 4  # with a single block, the start-up time of the host would count; a real model step hides this time
+CHECKED_ROWS = 2048  # rows of the call that is first compared with fp64
 MARGINS = (8, 16)
 PEERS: dict[str, Scope] = {
     "ours_auto": lambda: sdpa_backend("auto"),
@@ -55,7 +58,7 @@ PEERS: dict[str, Scope] = {
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One attention call of S rows on all ranks together, causal, with gradients or without, or blocks of a Llama."""
+    """Causal attention call of S rows over all ranks, with or without gradients, or a call of Llama blocks."""
 
     name: str
     s: int
@@ -84,12 +87,16 @@ def calls() -> Iterator[Call]:
 
 
 def _draw(heads: int, rows: int, device: str, grad: bool) -> Tensor:
-    """Packed: stock's cuDNN, in a ring, has been seen to refuse what projections give, on some ranks alone."""
+    """Return a random contiguous tensor.
+
+    Projections produce a different layout. Stock's cuDNN in a ring was observed to refuse the layout of projections,
+    and only on some ranks.
+    """
     return torch.randn(1, heads, rows, D, device=device, dtype=torch.bfloat16, requires_grad=grad)
 
 
 def _operands(s: int, device: str) -> list[Tensor]:
-    """This rank's q, k, v and the gradient of its output."""
+    """Return q, k, v and the gradient of the output for this rank."""
     rows = s // dist.get_world_size()
     given = [_draw(heads, rows, device, True) for heads in (HEADS, KV_HEADS, KV_HEADS)]
     return [*given, _draw(HEADS, rows, device, False)]
@@ -103,7 +110,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, what: str) -> list[Te
 
 @contextlib.contextmanager
 def ring(s: int, rotate: str, device: str) -> Iterator[None]:
-    """torch's block; torch 2.11 leaves F.sdpa patched where it raises."""
+    """Enter torch's context_parallel, and restore F.sdpa after an error, because torch 2.11 leaves F.sdpa patched."""
     from torch.distributed.tensor import experimental
     from torch.distributed.tensor.experimental._attention import set_rotate_method
     from torch.distributed.tensor.experimental._context_parallel import _attention as torchs
@@ -125,7 +132,7 @@ def _ring_call(call: Call, device: str) -> Callable[[], object]:
 
 
 class Swap(torch.autograd.Function):
-    """(B, H, S / W, D) to (B, H / W, S, D) by one all-to-all, and back."""
+    """All-to-all from (B, H, S / W, D) to (B, H / W, S, D), and in the opposite direction."""
 
     @staticmethod
     def forward(ctx, x: Tensor, scatter: int, gather: int) -> Tensor:
@@ -169,7 +176,7 @@ def _blocks_call(local: bool, s: int, device: str) -> Callable[[], object]:
 
 
 def _steps_call(call: Call, device: str) -> Callable[[], object]:
-    """What one rank's ring makes of attention calls, and nothing else."""
+    """Return a function that makes only the attention calls of the ring on this rank."""
     world, local = dist.get_world_size(), call.s // dist.get_world_size()
     made = []
     for step in steps_of(dist.get_rank(), world, True, True):
@@ -192,7 +199,11 @@ def _steps_call(call: Call, device: str) -> Callable[[], object]:
 
 
 def check(device: str) -> dict[str, dict[str, float]]:
-    """Errors of ours in a ring against fp64, over their budget on one device: more than 1 ends the run."""
+    """Return the errors of the plugin's ring against fp64, each divided by the error budget of a single device.
+
+    Raises:
+        SystemExit: a quotient is larger than 1.
+    """
     from torch.distributed.tensor.experimental._attention import _HeadTailLoadBalancer, context_parallel_unshard
 
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -226,7 +237,7 @@ def check(device: str) -> dict[str, dict[str, float]]:
 
 
 def _candidates(call: Call, device: str) -> tuple[dict[str, Candidate], dict[str, str]]:
-    """Who can run it, on all ranks alike, and why others cannot."""
+    """Return the candidates that can run the call on all ranks, and the reasons of the refusals."""
     makers = {"ring": _ring_call, "ulysses": _ulysses_call}
     if call.way == "blocks":
         run, local = (_blocks_call(local, call.s, device) for local in (False, True))
@@ -244,13 +255,13 @@ def _candidates(call: Call, device: str) -> tuple[dict[str, Candidate], dict[str
         except (RuntimeError, NotImplementedError) as error:
             refused[name] = refusal(error)
         if largest(name in refused):
-            refused.setdefault(name, "another rank refused")
+            refused.setdefault(name, "a different rank refused")
             del found[name]
     return found, refused
 
 
 def _peaks(candidates: Mapping[str, Candidate]) -> dict[str, float]:
-    """MiB of memory that a call needs beside its operands, on this rank."""
+    """Return the memory in MiB that each call needs on this rank in addition to the operands."""
     found = {}
     for name, candidate in candidates.items():
         torch.cuda.synchronize()
@@ -312,7 +323,7 @@ def suite_multi(bench: Bench) -> None:
     if dist.is_initialized() and bench.check:
         errors = check(bench.device)
         if dist.get_rank() == 0:
-            print("errors over their budget:", errors, flush=True)
+            print("errors divided by the error budget:", errors, flush=True)
     for call in calls():
         if agreed(bench.take(call.name)):
             watch()

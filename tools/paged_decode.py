@@ -1,7 +1,8 @@
-"""Suite paged: one query row of each sequence against keys and values in pages, from memory, beside FlashAttention-3
-and FlashInfer on pages of 16, and our own decode of rows on end, without lengths. Device time of replayed CUDA graphs,
-which go through so many pools that none is still in L2. Pages lie in any order. What a peer plans once a step, for all
-layers, is not timed.
+"""Suite paged: decode of one query row per sequence with a paged KV cache in memory.
+
+The baselines are FlashAttention-3 and FlashInfer on pages of 16 rows, and the project's decode with contiguous caches
+and without KV lengths. Times are device times of replayed CUDA graphs. A graph visits so many page pools that no pool
+is still in L2. Pages are in random order. The planning that a peer does once per step, for all layers, is not timed.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from torch_flashplug import attention, sdpa_backend
 from torch_flashplug.testing import Candidate, Case, Inputs, Timing, make_inputs, time_interleaved
 
 SEED = 20261126
-PAGES = {"ours_fa2": 16, "ours_page64": 64, "ours_page256": 256}  # rows of one
-PAGE = PAGES["ours_fa2"]  # of peers too: the one that is held against them
-LARGEST_ERROR = 0.01  # relative, of normal inputs: more is a wrong number
-SPLITS = {  # whose bits no batch changes
+PAGES = {"ours_fa2": 16, "ours_page64": 64, "ours_page256": 256}  # rows per page
+PAGE = PAGES["ours_fa2"]  # the page size of the peers, and of ours in the comparison with the peers
+LARGEST_ERROR = 0.01  # largest allowed relative error on normally distributed inputs: above, a result is wrong
+SPLITS = {  # batch-invariant settings
     "ours_one_split": {"num_splits": 1},
     "ours_splits_of_4096": {"fixed_split_size": 4096},
 }
-SCRATCH_BYTES = 512 << 20  # of FlashInfer's splits, all of whose calls share it
+SCRATCH_BYTES = 512 << 20  # workspace for the KV splits of FlashInfer, shared by all calls
 
 
 def suite_paged(bench: Bench) -> None:
@@ -40,16 +41,16 @@ def suite_paged(bench: Bench) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Paged:
-    """One call's operands."""
+    """Operands of a call with a paged KV cache."""
 
     q: Tensor  # (B, 1, Hq, D)
-    pools: tuple[Tensor, ...]  # of keys and of values, (pages, rows, Hkv, D)
-    table: Tensor  # (B, pages of a sequence)
+    pools: tuple[Tensor, ...]  # page pools of keys and of values, each (pages, rows, Hkv, D)
+    table: Tensor  # (B, pages per sequence)
     used: Tensor  # (B,)
 
 
 def _in_pages(inputs: Inputs, rows: int) -> Paged:
-    """The same keys, in pages of so many rows."""
+    """Copy keys and values into pages of `rows` rows."""
     (B, _, S, _), device = inputs.k.shape, inputs.k.device
     of_sequence = S // rows
     table = torch.randperm(B * of_sequence, generator=torch.Generator().manual_seed(SEED)).int().to(device)
@@ -63,7 +64,7 @@ def _in_pages(inputs: Inputs, rows: int) -> Paged:
     return Paged(inputs.q.transpose(1, 2), tuple(pools), table.view(B, of_sequence), used)
 
 
-# ---- who takes part: each makes of its operands a function that gives (B, 1, Hq, D) ----
+# ---- candidates: each function takes operands and returns a function that computes (B, 1, Hq, D) ----
 
 Attend = Callable[[], Tensor]
 
@@ -113,7 +114,7 @@ def _flashinfer(x: Paged, tensor_cores: bool) -> Attend:
     return lambda: step.run(rows, x.pools)[:, None]
 
 
-# The same peer twice: the better one counts.
+# Each peer has two variants, and the faster variant counts.
 PEERS = {
     "fa3": functools.partial(_fa3, planned=False),
     "fa3_planned": functools.partial(_fa3, planned=True),
@@ -123,7 +124,7 @@ PEERS = {
 
 
 def _makers(bench: Bench, inputs: list[Inputs]) -> dict[str, Callable[[], list[Attend]]]:
-    """Who takes part: all of its calls, one for each copy of the operands."""
+    """Return a function for each candidate that makes the candidate's calls, one for each copy of the operands."""
     in_pages = {rows: [_in_pages(one, rows) for one in inputs] for rows in PAGES.values()}
     of_all = {"ours_on_end": (_on_end, inputs)}
     of_all |= {name: (_ours, in_pages[rows]) for name, rows in PAGES.items()}
@@ -145,7 +146,7 @@ def _measure(bench: Bench, case: Case) -> None:
         try:
             with scope():
                 calls = make()
-                calls[0]()  # plans are made for many calls: the second one's numbers count
+                calls[0]()  # a plan serves many calls, so the result of the second call is checked
                 out = calls[0]().float()
             kept.append(calls)
             right = out if right is None else right
@@ -153,13 +154,13 @@ def _measure(bench: Bench, case: Case) -> None:
             if not errors[name] <= LARGEST_ERROR:
                 raise ValueError(f"wrong by {errors[name]:.2g}")
             candidates[name] = graphed(Candidate(in_turn(calls), scope), 1)
-        except Exception as reason:  # a peer that cannot run is noted, whatever it raises, and the others are measured
+        except Exception as reason:  # any exception of a peer is noted, and the remaining candidates are measured
             refused[name] = refusal(reason)
             if name not in PEERS or "CUDA error" in refused[name]:
                 raise SystemExit(f"{case.name}: {name}: nothing is timed: {reason}") from reason
     timings = time_interleaved(candidates, rounds=bench.rounds, device=bench.device, round_ms=ROUND_MS)
     timings = {name: Timing(tuple(ms / copies for ms in t.rounds)) for name, t in timings.items()}
-    others = {name: t.ms for name, t in timings.items() if name not in {"ours_fa2", *PEERS}}  # ours, otherwise
+    others = {name: t.ms for name, t in timings.items() if name not in {"ours_fa2", *PEERS}}  # further variants of ours
     held = {name: t for name, t in timings.items() if name not in others}
     row = row_of(case.name, held, **facts_of(case), errors=errors, refused=refused)
     row["all_ms"] |= others

@@ -1,9 +1,12 @@
-"""The programs that tools/programs.py runs, as data: unmodified models of transformers with small random configs, the
-scenarios each goes through, the batches they see; how one is run once, and a witness of its attention calls.
+"""Programs of tools/programs.py as data: unmodified transformers models with small random configs.
 
-Sizes are small where attention does not look (2 layers, few heads, a vocabulary of 512) and real where it does: head
-dims, ratios of heads, lengths. Weights are larger than the usual 0.02 (at these widths attention would be uniform).
-Every token goes to every expert of an MoE: a choice that flips for a rounding would drown the error of attention.
+The module has the scenarios and batches of each model, a function that runs a model once, and a witness that records
+the attention calls.
+
+Sizes without influence on attention are small (2 layers, few heads, a vocabulary of 512). Sizes with influence on
+attention are realistic: head dims, ratios of heads, lengths. Weights are larger than the usual 0.02, because at these
+widths 0.02 would make attention uniform. Every token goes to every expert of an MoE: a rounding error can flip a choice
+of experts, and a flipped choice would hide the error of attention.
 """
 
 from __future__ import annotations
@@ -25,24 +28,25 @@ from torch_flashplug.dispatch import bindings
 from torch_flashplug.testing import event_time
 
 VOCABULARY, BATCH, SEEDS = 512, 2, 3
-FIRST_TOKEN = 4  # those below have meanings: padding, start, ...
-NEW_TOKENS = 16  # of a greedy text
+FIRST_TOKEN = 4  # tokens below have special meanings: padding, start, ...
+NEW_TOKENS = 16  # generated tokens of a greedy sequence
 QUICK_LENGTH, QUICK_NEW_TOKENS = 48, 4
-AHEAD = 12_000_000  # cycles that the GPU waits while the host queues what is timed: 6 ms, five calls with gradients
+# Cycles that the GPU waits while the host queues the timed calls: 6 ms, enough for five calls with gradients.
+AHEAD = 12_000_000
 
 Record = dict[str, object]  # one line of JSON
-Squares = dict[str, list[float]]  # name of a tensor -> squared distance to the reference, squared norm of that
+Squares = dict[str, list[float]]  # name of a tensor -> squared distance to the reference, squared norm of the reference
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """What is done with a model."""
+    """Scenario: a way to run a model."""
 
     kind: str  # "forward", "train" or "greedy"
-    padding: str = ""  # "left" or "right": the second text of the batch is shorter
+    padding: str = ""  # "left" or "right": the second sequence of the batch is shorter
     cache: str = "dynamic"
     compiled: bool = False
-    dropout: bool = False  # as the library's config has it; every other scenario runs in eval(), gradients too
+    dropout: bool = False  # dropout as in the library's config; scenarios without dropout run in eval(), even "train"
 
 
 SCENARIOS = {
@@ -65,15 +69,15 @@ PADDED = ("forward_left", "train_left", *RIGHT)
 DECODE = ("greedy_dynamic", "greedy_static")
 COMPILED = ("compiled_forward", "compiled_train")
 DROPOUT = ("train_dropout",)
-TIMED = ("forward", "train", "train_left", "greedy_dynamic")  # the others take as long as one of these
+TIMED = ("forward", "train", "train_left", "greedy_dynamic")  # each remaining scenario takes as long as one of these
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """One model: names of its classes in transformers, the inputs it takes and its settings."""
+    """Model of the suite: the names of the classes in transformers, the kind of inputs, and the settings."""
 
     name: str
-    family: str  # of "<family>Config"
+    family: str  # prefix of the config class, "<family>Config"
     model: str
     inputs: str  # "text", "seq2seq", "mel", "pixels" or "audio"
     scenarios: tuple[str, ...]
@@ -81,7 +85,11 @@ class Program:
     length: int = 384  # tokens; samples of audio
 
     def build(self, device: str) -> nn.Module:
-        """The model, bf16, with the same random weights every time. LookupError: not in this transformers."""
+        """Return the model in bf16, with equal random weights in every call.
+
+        Raises:
+            LookupError: the installed transformers does not have the model, or the model does not call F.sdpa.
+        """
         config_class, model_class = (getattr(transformers, name, None) for name in (f"{self.family}Config", self.model))
         if config_class is None or model_class is None:
             raise LookupError(f"transformers {transformers.__version__} has no {self.model}")
@@ -90,7 +98,7 @@ class Program:
         torch.manual_seed(0)
         config = config_class(**self.settings, attn_implementation="sdpa")
         model = model_class._from_config(config, dtype=torch.bfloat16).to(device).eval()
-        if model.can_generate():  # a text is as long as it is asked for
+        if model.can_generate():  # without stop tokens, every sequence gets the requested length
             for name in ("eos_token_id", "forced_eos_token_id", "begin_suppress_tokens", "suppress_tokens"):
                 setattr(model.generation_config, name, None)
         return model
@@ -108,7 +116,7 @@ WIDTHS = {
 
 
 def _heads(query: int, key: int, dim: int) -> dict[str, object]:
-    """Settings of the families that call things by the usual names."""
+    """Return the settings of model families with the usual config names."""
     width = {"hidden_size": query * dim, "intermediate_size": 2 * query * dim}
     return WIDTHS | width | {"num_attention_heads": query, "num_key_value_heads": key}
 
@@ -203,20 +211,20 @@ PROGRAMS = {
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Arguments of one call, and which rows of its output say something (None: all; padding says nothing)."""
+    """Arguments of a model call, and the output rows to compare (None: all rows). Rows of padding are not compared."""
 
     arguments: dict[str, Tensor]
     rows: Tensor | None = None
     new_tokens: int = NEW_TOKENS
 
     def cast(self, dtype: torch.dtype) -> Batch:
-        """The same for a model of another dtype."""
+        """Return the batch for a model of the given dtype."""
         arguments = {k: v.to(dtype) if v.is_floating_point() else v for k, v in self.arguments.items()}
         return Batch(arguments, self.rows, self.new_tokens)
 
 
 def new_batch(program: Program, model: nn.Module, scenario: Scenario, seed: int, quick: bool) -> Batch:
-    """Random inputs, the same for the same seed."""
+    """Return random inputs. Equal seeds give equal inputs."""
     generator = torch.Generator().manual_seed(seed)
     device = next(model.parameters()).device
     length = min(program.length, QUICK_LENGTH) if quick and program.inputs != "audio" else program.length
@@ -251,7 +259,7 @@ def new_batch(program: Program, model: nn.Module, scenario: Scenario, seed: int,
         rows = torch.arange(int(counts[0])) < torch.stack([counts[0], last])[:, None]
     labelled = (
         scenario.kind != "greedy" and program.inputs != "audio"
-    )  # CTC's loss is noise as long as nothing is learnt
+    )  # the loss of CTC is noise for an untrained model
     if labelled and "labels" in inspect.signature(model.forward).parameters:
         made["labels"] = made["input_ids"].clone() if program.inputs == "text" else tokens(min(64, length // 2))
         if rows is not None and program.inputs == "text":
@@ -262,7 +270,7 @@ def new_batch(program: Program, model: nn.Module, scenario: Scenario, seed: int,
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What a child does with one program."""
+    """Work of a child process with a program."""
 
     mode: str  # "alone", "stock_first", "plugin_first" or "times"
     program: str
@@ -278,13 +286,13 @@ class Task:
 
 
 class Witness(TorchFunctionMode):
-    """Keeps every F.sdpa call: its arguments, whether one of our kernels served it, and if not, why."""
+    """Recorder of F.sdpa calls: the arguments, whether our kernel served the call, and the reason if not."""
 
     ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
     def __init__(self, preset: str) -> None:
         super().__init__()
-        self.preset = preset or None  # what explain() is to take the tensors' device for
+        self.preset = preset or None  # device that explain() assumes for the tensors
         self.calls: list[tuple[dict[str, object], bool]] = []
         self.reasons: collections.Counter[str] = collections.Counter()
 
@@ -298,7 +306,7 @@ class Witness(TorchFunctionMode):
         self.calls.append((call, served))
         if not served:
             plan = torch_flashplug.explain(**call, device=self.preset)
-            self.reasons[plan.reasons.get("fa3", f"explain says {plan.backend}, and yet it was not served")] += 1
+            self.reasons[plan.reasons.get("fa3", f"explain() names {plan.backend}, but no kernel of ours ran")] += 1
         return out
 
     def record(self) -> Record:
@@ -309,7 +317,7 @@ class Witness(TorchFunctionMode):
 
 
 class Follow(transformers.LogitsProcessor):
-    """Leads a text along `tokens`, whatever the logits say."""
+    """Logits processor that forces the given tokens, whatever the logits are."""
 
     def __init__(self, tokens: Tensor) -> None:
         self.tokens = tokens.unbind(1)
@@ -322,9 +330,13 @@ class Follow(transformers.LogitsProcessor):
 
 
 def run(model: nn.Module, scenario: Scenario, batch: Batch, follow: Tensor | None = None) -> dict[str, Tensor]:
-    """What a scenario is judged by: {"output": ...}, or gradients: each matrix by its name, all vectors as one."""
+    """Run a scenario once, and return the tensors to compare.
+
+    Forward and greedy scenarios return {"output": ...}. Training scenarios return the gradients: each matrix by name,
+    and all vectors as a single tensor.
+    """
     if scenario.kind == "greedy":
-        # Whisper has a generate() of its own, for long audio; this is the one that it calls in turn.
+        # Whisper has a special generate() for long audio, which calls the generate() of GenerationMixin.
         result = transformers.GenerationMixin.generate(
             model,
             **batch.arguments,
@@ -347,7 +359,7 @@ def run(model: nn.Module, scenario: Scenario, batch: Batch, follow: Tensor | Non
             return {"output": output if batch.rows is None else output[batch.rows]}
         loss = result.loss if "loss" in result else _loss(output)
     loss.backward()
-    # Of what the loss does not depend on, eager gives none and a graph may give zeros.
+    # For parameters without influence on the loss, eager mode gives no gradient, and a graph may give zeros.
     found = {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in plain.named_parameters()}
     plain.zero_grad()
     matrices = {name: gradient for name, gradient in found.items() if gradient.dim() > 1}
@@ -355,7 +367,7 @@ def run(model: nn.Module, scenario: Scenario, batch: Batch, follow: Tensor | Non
 
 
 def _loss(output: Tensor) -> Tensor:
-    """Where there are no labels: a fixed random direction."""
+    """Return a loss for outputs without labels: the projection on a fixed random direction."""
     direction = torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).to(output.device)
     return (output.float() * direction).mean()
 
@@ -368,13 +380,13 @@ def squares(got: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> Squar
 
 
 def call_key(call: Mapping[str, object]) -> tuple:
-    """Equal for calls that take the same time."""
+    """Return a key that is equal for calls of equal duration."""
     return tuple((k, tuple(v.shape), v.stride(), v.requires_grad) if isinstance(v, Tensor) else (k, v)
                  for k, v in call.items())  # fmt: skip
 
 
 def attention_ms(call: Mapping[str, object], grad: bool) -> float:
-    """Device time of one call of F.sdpa, with its backward if it has one."""
+    """Return the device time of a call of F.sdpa, including the backward if a gradient is needed."""
     leaves = {k: v.detach().requires_grad_(v.requires_grad and grad) for k, v in call.items() if isinstance(v, Tensor)}
     wanted = [leaf for leaf in leaves.values() if leaf.requires_grad]
     call = dict(call) | leaves
@@ -390,4 +402,4 @@ def attention_ms(call: Mapping[str, object], grad: bool) -> float:
 
     for _ in range(2):
         once()
-    return statistics.median(window() for _ in range(5))  # now and then the host falls behind
+    return statistics.median(window() for _ in range(5))  # median, because the host sometimes falls behind

@@ -1,4 +1,4 @@
-"""What a run of programs.py comes to: which rows violate the bar, totals, the table."""
+"""Summary of a run of programs.py: the rows with too large errors, the totals, and the table."""
 
 from __future__ import annotations
 
@@ -11,12 +11,16 @@ from program_models import Record
 from rich.console import Console
 from rich.table import Table
 
-BAR = 1.1  # of a row's error, of stock's alone
-SLOWER = 1.03  # of stock's time: what is told
+BAR = 1.1  # largest allowed error with the plugin, as a multiple of the error of stock alone
+SLOWER = 1.03  # time with the plugin from which a scenario is reported, as a multiple of the time of stock
 
 
 def violations(rows: Iterable[Record]) -> list[str]:
-    """Errors of more than BAR times stock's; math's, where a run has asked it, say what the formula comes to."""
+    """Return a line for each error of more than BAR times the error of stock.
+
+    If the run has measured the math backend, the line also has the error of math, for comparison with the plain
+    formula.
+    """
     said = "{program} {scenario} {order}: {what} {ours:.3g}, stock alone {stock:.3g}, its math {math:.3g}"
     return [
         said.format(**row, what=what, ours=ours, stock=row[f"{what}_stock"], math=row.get(f"{what}_math", nan))
@@ -27,7 +31,7 @@ def violations(rows: Iterable[Record]) -> list[str]:
 
 
 def totals(rows: Sequence[Record]) -> Record:
-    """Of one order: both make the same calls, and times are taken once."""
+    """Return totals over the rows of a single order. Both orders make equal calls, and times are measured once."""
     once = [row for row in rows if row["order"] == rows[0]["order"]]
     timed = [row for row in once if "stock_ms" in row]
     calls, attention = sum(row["calls"] for row in once), sum(row["attention_stock_ms"] for row in timed)
@@ -41,7 +45,10 @@ def totals(rows: Sequence[Record]) -> Record:
 
 
 def slower(rows: Sequence[Record]) -> list[str]:
-    """Scenarios that take more than SLOWER of stock's time, by the median of paired rounds, with the rounds' spread."""
+    """Return the scenarios that take more than SLOWER times the time of stock.
+
+    The ratio is the median of paired rounds. Each line also has the spread of the rounds.
+    """
     once = [row for row in rows if row["order"] == rows[0]["order"] and row.get("ours_over_stock", 0.0) > SLOWER]
     return ["{program} {scenario}: {ours_over_stock:.3f} (spread {spread:.3f})".format(**row) for row in once]
 

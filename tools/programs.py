@@ -1,25 +1,31 @@
-"""Runs unmodified models of transformers (program_models.py) without the plugin and with it, in both orders of one
-process, and holds what comes out against stock run alone in a fresh process.
+"""Test of unmodified transformers models (program_models.py) without and with the plugin.
 
     python tools/programs.py    every program; writes programs-<gpu>.json (--device cpu --quick: on test/standin.py)
 
-The reference is the same model with the same weights in fp32, attention by math in fp32. Errors are relative L2
-distances to it, over all batches (SEEDS of them) at once: sqrt(sum |x - ref|^2 / sum |ref|^2).
+Each process runs a model without and with the plugin, in both orders. The results are compared with stock alone in a
+fresh process. The reference is the same model with equal weights in fp32, with the math backend for attention. An error
+is the relative L2 distance to the reference over all SEEDS batches at once: sqrt(sum |x - ref|^2 / sum |ref|^2).
 
-    forward    logits (or last hidden states) of the rows that are no padding
-    greedy     logits of every step of generate(), led along the reference's own tokens, so that one token chosen
-               otherwise does not change all that follow; tokens_*: argmaxes that differ from the reference's
-    train      gradients of the loss: of each matrix, and of all vectors as one (what a bias gets mostly cancels; alone
-               it would be noise). `error_*` is the worst one's, `mean_*` the root mean square over them: all weigh the
-               same, for embeddings have the large gradients and attention is in the small ones
+    forward    logits (or last hidden states) of all rows except padding
+    greedy     logits of every step of generate(). Generation follows the tokens of the reference, because a single
+               different token would change all later tokens. `tokens_*` counts the argmaxes that differ from the
+               argmaxes of the reference.
+    train      gradients of the loss, of each matrix and of all vectors as a single tensor. (The gradient of a bias
+               mostly cancels, and would be noise alone.) `error_*` is the error of the worst tensor. `mean_*` is the
+               root mean square over all tensors with equal weights, because embeddings have large gradients and
+               attention has small gradients.
 
-A row violates the bar where an error with the plugin exceeds BAR times that of stock alone; that of stock's math in 16
-bits, the formula's own, is told beside it. Weights, inputs and all other ops are equal on all sides, so errors differ
-by attention's rounding alone, averaged over the SEEDS batches.
-What stock alone has wrong by more than NOISE counts on neither side; both sides' are told: `wrong_stock`, `wrong_ours`.
-Who shares a process decides what cuDNN's plan cache remembers, so each (order, program) has a process of its own, and
-compiled scenarios another than eager ones. Times are taken last, by one process that has the GPU for itself; then
-tools/growing.py times caches that grow by one key per token, which violate the bar beyond 0.3 ms.
+A row violates the limit if an error with the plugin exceeds BAR times the error of stock alone. The row also has the
+error of stock's math backend in 16 bits, for comparison with the plain formula. Weights, inputs and all remaining ops
+are equal on all sides. So errors differ only by the rounding of attention, averaged over the SEEDS batches.
+
+A tensor with an error of stock alone above NOISE is not counted on any side. The rows list the wrong tensors of both
+sides as `wrong_stock` and `wrong_ours`.
+
+The calls that share a process decide the contents of cuDNN's plan cache. So each pair (order, program) has a separate
+process, and compiled scenarios run in different processes than eager scenarios. Times are measured last, by a single
+process with exclusive use of the GPU. Then tools/growing.py times caches that grow by one key per token. A time above
+0.3 ms is a violation.
 """
 
 from __future__ import annotations
@@ -63,16 +69,16 @@ from torch_flashplug.testing import Candidate, paired_ratio, time_interleaved
 
 NOISE = 0.3
 ORDERS = ("stock_first", "plugin_first")
-SECONDS = 300  # that one child may take
+SECONDS = 300  # time limit of a child process
 
-Reference = list[dict[str, Tensor]]  # by batch
+Reference = list[dict[str, Tensor]]  # one dict for each batch
 
 
-# ---- in one process ----
+# ---- code of a child process ----
 
 
 def _reference(task: Task, exact: nn.Module, scenario: Scenario) -> Reference:
-    """What a scenario gives in fp32. Dropout has none."""
+    """Return the fp32 results of a scenario. A scenario with dropout has no reference."""
     if scenario.dropout:
         return []
     batches = (task.batch(exact, scenario, seed).cast(torch.float32) for seed in task.seeds(scenario))
@@ -108,8 +114,10 @@ def _examine(task: Task, model: nn.Module, scenario: Scenario, reference: Refere
 
 
 def examine(task: Task, sides: Mapping[str, Scope]) -> Iterator[Record]:
-    """One record a side and scenario: all scenarios of the first side, then those of the second. One that fails is a
-    record like any other.
+    """Yield a record for each side and scenario.
+
+    All scenarios of the first side come first, and then all scenarios of the second side. A failed scenario also yields
+    a record.
     """
     model = PROGRAMS[task.program].build(task.device)
     exact = copy.deepcopy(model).float()
@@ -128,9 +136,10 @@ def examine(task: Task, sides: Mapping[str, Scope]) -> Iterator[Record]:
 
 
 def _clock(task: Task, model: nn.Module, scenario: Scenario, sides: Mapping[str, Scope]) -> Record:
-    """Times of a scenario, and of its attention by itself; of that, stock's time for what we serve."""
+    """Return the times of a scenario, of the attention calls alone, and of stock on the calls served by the plugin."""
     call = functools.partial(program_models.run, model, scenario, task.batch(model, scenario, 0))
-    # The host is the slower side, and its speed drifts: single calls, many rounds, the median of their ratios.
+    # The host is slower than the GPU, and the speed of the host drifts. So single calls are timed in many rounds, and
+    # the median of the ratios counts.
     limits = {"rounds": 7 if scenario.kind == "greedy" else 21, "min_calls": 1, "max_calls": 1, "warmup": 1}
     times = time_interleaved({side: Candidate(call, scope) for side, scope in sides.items()}, **limits)
     with Witness("") as witness:
@@ -161,8 +170,8 @@ def measure(task: Task, sides: Mapping[str, Scope]) -> Iterator[Record]:
 
 
 def _sides(mode: str, device: str, stack: ExitStack) -> dict[str, Scope]:
-    """How this process gets at stock and at the plugin, in the order in which it is to."""
-    if mode == "alone":  # TORCH_FLASHPLUG=0: the plugin was never there
+    """Return the scopes for stock and for the plugin in this process, in the order of the mode."""
+    if mode == "alone":  # TORCH_FLASHPLUG=0: the plugin was never loaded
         return {"stock": nullcontext, "math": functools.partial(sdpa_kernel, SDPBackend.MATH)}
     off: Scope = plugin_off
     if device == "cpu":
@@ -175,10 +184,10 @@ def _sides(mode: str, device: str, stack: ExitStack) -> dict[str, Scope]:
 
 
 def child(tasks: Sequence[Task], out: Path) -> None:
-    """Writes a line as soon as it is known: a process that dies keeps what it found."""
+    """Run tasks in a child process, and write each record immediately, so that a crash loses no earlier record."""
     warnings.simplefilter("ignore")
     transformers.utils.logging.set_verbosity_error()
-    torch.backends.cudnn.allow_tf32 = False  # convolutions of the reference are fp32
+    torch.backends.cudnn.allow_tf32 = False  # full fp32 in convolutions of the reference
     do = measure if tasks[0].mode == "times" else examine
     with ExitStack() as stack, out.open("a") as lines:
         sides = _sides(tasks[0].mode, tasks[0].device, stack)
@@ -190,11 +199,14 @@ def child(tasks: Sequence[Task], out: Path) -> None:
                 print(json.dumps({"program": task.program, "absent": str(missing)}), file=lines, flush=True)
 
 
-# ---- in all of them ----
+# ---- code of the parent process ----
 
 
 def start(tasks: Sequence[Task], threads: int, until: float, gpu: int = 0) -> list[Record]:
-    """Runs tasks in a new process; their records, and one more if it did not end well, or there was no time left."""
+    """Run tasks in a new process, and return the records.
+
+    If the process failed or exceeded the time limit, a further record describes the failure.
+    """
     began, mode, why = time.monotonic(), tasks[0].mode, ""
     seconds = max(1.0, min(SECONDS, until - began))
     flags = {"OMP_NUM_THREADS": str(threads), "TORCHINDUCTOR_COMPILE_THREADS": "4"}
@@ -227,14 +239,21 @@ def _apart(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def _counted(alone: Squares) -> list[str]:
-    """What stock alone has right; where that is nothing, all."""
+    """Return the names of the tensors that stock alone computes right, or of all nonzero tensors if none is right."""
     nonzero = [name for name, pair in alone.items() if pair[1]]
     return [name for name in nonzero if _error(alone[name]) <= NOISE] or nonzero
 
 
 def new_row(program: str, order: str, alone: Record, stock: Record, ours: Record, low: Record | None = None) -> Record:
-    """One line of the report: a scenario in one order. `alone` is stock in a fresh process, `low` its math there (None:
-    not asked), `stock` is stock in this process.
+    """Return the report row of a scenario in one order.
+
+    Args:
+        program: the name of the program.
+        order: the order of stock and plugin in the process.
+        alone: the record of stock in a fresh process.
+        stock: the record of stock in the process shared with the plugin.
+        ours: the record of the plugin.
+        low: the record of stock's math backend in the fresh process, or None if not measured.
     """
     row: Record = {"program": program, "scenario": ours["scenario"], "order": order}
     names = _counted(alone["squares"])
@@ -257,7 +276,12 @@ def new_row(program: str, order: str, alone: Record, stock: Record, ours: Record
 
 
 def assemble(records: Mapping[str, Mapping[str, list[Record]]], orders: Sequence[str]) -> Record:
-    """Rows, absent programs and failures from the records, by program and mode."""
+    """Collect rows, absent programs and failures from the records.
+
+    Args:
+        records: the records by program and mode.
+        orders: the orders of the run.
+    """
     document: Record = {"rows": [], "absent": {}, "failed": []}
     for program, modes in records.items():
         told = {}
@@ -273,7 +297,7 @@ def assemble(records: Mapping[str, Mapping[str, list[Record]]], orders: Sequence
             if any(key not in told for key in wanted):
                 continue
             row = new_row(program, order, *(told[key] for key in wanted), told.get(("alone", name, "math")))
-            if SCENARIOS[name].compiled:  # its eager twin made the same calls where they could be seen
+            if SCENARIOS[name].compiled:  # the eager scenario made equal calls, which could be recorded
                 twin = told.get((order, name.removeprefix("compiled_"), "ours"), {})
                 row |= {"dims": twin.get("dims", ""), "calls": twin.get("calls", row["served"])}
                 row["reasons"] = {"compiled: a graph gives no reasons": row["calls"] - row["served"]}
@@ -287,7 +311,7 @@ def times_of(timed: Record) -> Record:
 
 
 def run_all(options: argparse.Namespace, programs: Sequence[str], orders: Sequence[str]) -> Record:
-    """Starts every child, those that compile first (they take longest), times last."""
+    """Run all child processes. Compiled scenarios take longest and start first. Times are measured last."""
     asked = options.scenarios.split(",") if options.scenarios else list(SCENARIOS)
     tasks = [
         Task(mode, program, names, options.device, options.quick)
@@ -315,7 +339,10 @@ def run_all(options: argparse.Namespace, programs: Sequence[str], orders: Sequen
 
 
 def time_again(document: Record, programs: Sequence[str], seconds: float) -> Record:
-    """An earlier run's, with new times in its rows: none where none were found. Whose the errors are is said apart."""
+    """Return the document of an earlier run with newly measured times.
+
+    A row has no times if the new run measured none. `errors_of` names the run that measured the errors.
+    """
     scenarios = {program: dict.fromkeys(row["scenario"] for row in document["rows"] if row["program"] == program)
                  for program in programs}  # fmt: skip
     tasks = [Task("times", program, tuple(names), "cuda", False) for program, names in scenarios.items() if names]
@@ -335,16 +362,16 @@ def time_again(document: Record, programs: Sequence[str], seconds: float) -> Rec
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="these programs, separated by commas")
+    parser.add_argument("--only", default="", help="comma-separated programs (default all)")
     parser.add_argument("--orders", default=",".join(ORDERS))
-    parser.add_argument("--scenarios", default="", help="these, separated by commas")
+    parser.add_argument("--scenarios", default="", help="comma-separated scenarios (default all)")
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 1) - 2))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=report.ROOT / "tools" / "results")
-    parser.add_argument("--quick", action="store_true", help="short texts, one batch: errors are noisy")
-    parser.add_argument("--no-times", action="store_true", help="errors and who served what, nothing else")
-    parser.add_argument("--again", type=Path, help="an earlier run's JSON: the times of its rows alone, taken again")
-    parser.add_argument("--seconds", type=float, default=3600.0, help="what has not ended by then is told as failed")
+    parser.add_argument("--quick", action="store_true", help="short sequences and one batch: errors are noisy")
+    parser.add_argument("--no-times", action="store_true", help="measure errors and served calls, but no times")
+    parser.add_argument("--again", type=Path, help="JSON of an earlier run: measure only the times of the rows again")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="time limit: later processes count as failed")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--gpu", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -1,7 +1,7 @@
 """Counts of plain language in Python sources: pronouns, first words of docstrings, and names of variables.
 
-    python tools/prose_stats.py                          this package, its tests and its tools
-    python tools/prose_stats.py DIR [DIR...]             other trees, such as an installed package
+    python tools/prose_stats.py                          the package, test and tools of this project
+    python tools/prose_stats.py DIR [DIR...]             any trees, such as an installed package
 
 The table has one row for each tree. Pronouns are counted per 100 words of comments and docstrings.
 """
@@ -24,7 +24,7 @@ PRONOUNS = frozenset(
     "it its itself they them their theirs themselves this that these those what which who whom whose one ones "
     "other others another we us our ours you your yours i me my mine".split()
 )
-# Words that make the first line of a docstring a fragment: neither an imperative nor a noun phrase follows them.
+# Words that make the first line of a docstring a fragment: neither an imperative nor a noun phrase starts with them.
 STARTERS = (
     *("Of", "What", "Whether", "Those", "As", "The same", "Likewise", "Where", "Beside", "That", "Which", "Whose"),
     *("How", "Who", "By", "In", "With", "For", "From", "To", "At", "On", "Under", "After", "Before", "If", "And", "Or"),
@@ -38,7 +38,7 @@ VAGUE_NAMES = frozenset(
 
 @dataclass(slots=True)
 class Stats:
-    """The counts of a tree."""
+    """Counts of a source tree."""
 
     words: int = 0
     pronouns: int = 0
@@ -54,24 +54,24 @@ class Stats:
 
     @property
     def fragment_percent(self) -> float:
-        """Docstrings of 100 whose first line starts with one of STARTERS."""
+        """Percentage of docstrings with a first line that starts with a word of STARTERS."""
         return 100 * self.fragments / max(self.docstrings, 1)
 
     @property
     def vague_percent(self) -> float:
-        """Variables of 100 that have one of VAGUE_NAMES."""
+        """Percentage of variables with a name in VAGUE_NAMES."""
         return 100 * self.vague / max(self.names, 1)
 
 
 def comments_of(source: str) -> Iterator[str]:
-    """Yield the text of each comment; directives of tools are left out."""
+    """Yield the text of each comment, except directives of tools."""
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT and not re.match(r"#\s*(noqa|fmt|type|ruff|!|SPDX)", token.string):
             yield token.string.lstrip("#! ")
 
 
 def docstrings_of(tree: ast.Module) -> Iterator[str]:
-    """Yield the docstring of the module and of each class and function that has one."""
+    """Yield the docstrings of the module, classes and functions."""
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             text = ast.get_docstring(node)
@@ -80,7 +80,7 @@ def docstrings_of(tree: ast.Module) -> Iterator[str]:
 
 
 def variables_of(tree: ast.Module) -> Iterator[str]:
-    """Yield the name of each variable where a value is bound to it, and of each parameter."""
+    """Yield the name of each bound variable and of each parameter."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id
@@ -89,10 +89,10 @@ def variables_of(tree: ast.Module) -> Iterator[str]:
 
 
 def add_file(stats: Stats, path: Path) -> None:
-    """Add the counts of one file.
+    """Add the counts of a file to `stats`.
 
     Raises:
-        SyntaxError: the file is not Python of this version.
+        SyntaxError: the file is not valid for this version of Python.
     """
     source = path.read_text()
     tree = ast.parse(source)
@@ -109,7 +109,7 @@ def add_file(stats: Stats, path: Path) -> None:
 
 
 def stats_of(*folders: Path) -> Stats:
-    """Return the counts of all Python files in some folders; files that this Python cannot parse are left out."""
+    """Return the counts of all Python files in the folders, except files that this version of Python cannot parse."""
     stats = Stats()
     for path in sorted(path for folder in folders for path in folder.rglob("*.py")):
         try:

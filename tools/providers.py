@@ -1,4 +1,7 @@
-"""Who is measured: our backends and every peer that can be imported, as rows of data. Adding a peer is adding a row."""
+"""Providers of attention in benchmarks: the plugin's backends, and all importable peers, as rows of data.
+
+A new peer needs only a new row.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ class Provider:
 
 
 def ours(backend: str) -> Callable[[], AbstractContextManager]:
-    """Scope in which our plugin runs `backend` ("auto" or a forced one)."""
+    """Return a scope in which the plugin runs `backend` ("auto" or a forced backend)."""
     return lambda: torch_flashplug.sdpa_backend(backend)
 
 
@@ -41,20 +44,20 @@ STOCK = {
     "efficient": ("efficient attention (torch)", SDPBackend.EFFICIENT_ATTENTION),
     "math": ("math (torch)", SDPBackend.MATH),
 }
-# name -> (label, modules that provide it, first importable wins; arguments). FA3 splits keys only when told to choose.
+# name -> (label, modules, arguments). The first importable module is used. FA3 splits keys only with num_splits=0.
 WHEELS = {
     "fa3": ("FlashAttention-3", ("flash_attn_interface", "fa3_fwd_interface"), {"num_splits": 0}),
     "fa4": ("FlashAttention-4", ("flash_attn.cute.interface",), {}),
 }
-SLOW = {"efficient", "math"}  # never near the front
+SLOW = {"efficient", "math"}  # never near the fastest
 FORWARD_ONLY = {"fa3"}
 FLASH = "flex_flash"  # FlexAttention on FlashAttention-4's kernels
-TALL = "ours_tall"  # tiles of 192 rows beside bool masks, whatever the plan estimates
+TALL = "ours_tall"  # tiles of 192 rows for bool masks, even if the plan estimates a longer time
 OURS = {"ours_auto": "auto", "ours_fa3": "fa3", "ours_fa2": "fa2", TALL: "fa3"}  # name -> backend
 
 
 def labels() -> dict[str, str]:
-    """What a reader of a plot sees for each name, also of those that cannot run here."""
+    """Return the label of each provider in plots. Providers that cannot run on this machine also have a label."""
     ours = {name: f"torch_flashplug ({backend})" for name, backend in OURS.items()}
     both = ours | {TALL: "torch_flashplug (fa3, tall tiles)", "stock": "F.sdpa without the plugin"}
     peers = {name: label for name, (label, *_) in (STOCK | WHEELS).items()}
@@ -63,12 +66,12 @@ def labels() -> dict[str, str]:
 
 
 def wheel(name: str) -> Callable | None:
-    """Its flash_attn_func; None where it is not installed."""
+    """Return the `flash_attn_func` of a wheel, or None if the wheel is not installed."""
     return _import_wheel(WHEELS[name][1])[0]
 
 
 def _wheel(function: Callable) -> Attend:
-    """A flash_attn_func of the (B, S, H, D) school as an F.sdpa look-alike."""
+    """Wrap a `flash_attn_func`, which takes (B, S, H, D), in a function with the interface of F.sdpa."""
 
     def attend(q, k, v, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False):
         inputs = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
@@ -79,7 +82,7 @@ def _wheel(function: Callable) -> Attend:
 
 
 def _flex(*operands: torch.Tensor, **arguments: object) -> torch.Tensor:
-    """FlexAttention as its users call it; arguments are its own."""
+    """Call FlexAttention as users do, with the arguments of FlexAttention."""
     return _compiled_flex()(*operands, **arguments)
 
 
@@ -88,7 +91,7 @@ def _compiled_flex() -> Attend:
     from torch._dynamo import config
     from torch.nn.attention.flex_attention import flex_attention
 
-    # A process that times many masks compiles anew for each of them; by default it would stop after eight.
+    # A process that times many masks compiles again for each mask. By default torch stops to compile after eight times.
     config.recompile_limit = config.accumulated_recompile_limit = 1000
     return torch.compile(flex_attention, dynamic=False)
 
@@ -98,14 +101,17 @@ def _import_wheel(modules: tuple[str, ...]) -> tuple[Callable | None, str]:
     for name in modules:
         try:
             return importlib.import_module(name).flash_attn_func, ""
-        except Exception as error:  # a peer that breaks on import is absent, whatever it raises
+        except Exception as error:  # a peer that raises any exception on import counts as absent
             reasons.append(f"{name}: {type(error).__name__}: {str(error)[:120]}")
     return None, "; ".join(reasons)
 
 
 @contextmanager
 def in_one_order(scope: Callable[[], AbstractContextManager]) -> Iterator[None]:
-    """`scope` under torch.use_deterministic_algorithms; new tensors are not filled, as users who care switch it off."""
+    """Enter `scope` under torch.use_deterministic_algorithms, without the fill of new tensors.
+
+    Users who care about speed switch the fill off.
+    """
     filled = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
@@ -119,7 +125,7 @@ def in_one_order(scope: Callable[[], AbstractContextManager]) -> Iterator[None]:
 
 @contextmanager
 def tall_tiles() -> Iterator[None]:
-    """Ours, with bool masks in the tallest tiles that there are."""
+    """Enter a scope in which the plugin's kernels use the tiles with the most rows for bool masks."""
     rows = kernel_table.KERNEL_ROWS
     kernels = [
         replace(row, cost=1) if (row.features, row.tile_m) == (kernel_table.MASK, kernel_spec.TALL) else row
@@ -134,8 +140,11 @@ def tall_tiles() -> Iterator[None]:
 
 
 def providers(wanted: set[str] | None = None) -> tuple[dict[str, Provider], dict[str, str]]:
-    """All that can run here, and for the others the reason why not. `wanted` limits both; without it, our second choice
-    and what takes no mask of F.sdpa are left out.
+    """Return the providers that can run on this machine, and a reason for each absent provider.
+
+    Args:
+        wanted: names that limit both results. By default, "ours_fa2", TALL and the FlexAttention providers (which take
+            no mask of F.sdpa) are left out.
     """
     found: dict[str, Provider] = {}
     absent: dict[str, str] = {}
@@ -143,7 +152,7 @@ def providers(wanted: set[str] | None = None) -> tuple[dict[str, Provider], dict
     for name, backend in OURS.items():
         found[name] = Provider(name, sdpa, tall_tiles if name == TALL else ours(backend), ours=True)
     found["stock"] = Provider("stock", sdpa, plugin_off)
-    for name in ("ours_fa3", "stock"):  # gradients only: both again, the same bits in every run
+    for name in ("ours_fa3", "stock"):  # deterministic variants, for gradients only
         again = found[name]
         scope = functools.partial(in_one_order, again.scope)
         found[f"{name}{ONE_ORDER}"] = replace(again, name=f"{name}{ONE_ORDER}", scope=scope)

@@ -1,5 +1,7 @@
-"""The form in which results are kept: JSON with four significant digits, a row a line, without the columns that follow
-from others; pictures in few colours. Standard library, and pillow for pictures.
+"""File formats of benchmark results: JSON with four significant digits, and pictures with few colors.
+
+The JSON has one line for each row. Columns that can be derived from the remaining columns are left out. The module
+needs only the standard library, and pillow for pictures.
 """
 
 from __future__ import annotations
@@ -16,18 +18,21 @@ if TYPE_CHECKING:
 Record = dict[str, object]
 
 DIGITS = 4
-PICTURE_BYTES = 150_000  # at most
-FOLDER_BYTES = 3_000_000  # all of tools/results; suites to come bring some 60 kB each
-COLOURS = 64  # the most frequent ones
-DPI = (80, 65, 50)  # the first that keeps a picture small enough
-GRADIENT_FLOP = {"bwd": 2.5, "train": 3.5}  # over a forward's: five and seven products where that has two
-OURS = ("ours_fa3", "ours_fa2", "ours_auto", "ours_tall")  # the first that was timed is held against the others
-PLAIN = "ours_plain"  # ours without what a suite is about: no peer, and nothing to be checked
-AGREED = ("case", "ours_ms", "peers_ms", "ratio", "spread")  # every row of a benchmark has them
+PICTURE_BYTES = 150_000  # largest size of a picture
+FOLDER_BYTES = 3_000_000  # largest size of tools/results; each future suite adds about 60 kB
+COLOURS = 64  # a picture keeps the 64 most frequent colors
+DPI = (80, 65, 50)  # the first resolution with a small enough picture is used
+GRADIENT_FLOP = {"bwd": 2.5, "train": 3.5}  # FLOP relative to forward: five and seven matrix products instead of two
+OURS = ("ours_fa3", "ours_fa2", "ours_auto", "ours_tall")  # the first timed name is compared with the peers
+PLAIN = "ours_plain"  # ours without the feature of the suite: neither a peer nor checked
+AGREED = ("case", "ours_ms", "peers_ms", "ratio", "spread")  # columns of every benchmark row
 
 
 def rounded(value: object) -> object:
-    """Numbers with four significant digits; JSON knows neither NaN nor infinity."""
+    """Round all numbers in a value to four significant digits.
+
+    NaN and infinity become strings, because JSON has neither.
+    """
     if isinstance(value, float):
         return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else str(value)
     if isinstance(value, dict):
@@ -40,14 +45,14 @@ def _ours(row: Record) -> str | None:
 
 
 def _told(row: Record) -> dict[str, float]:
-    """Times that stand in columns of their own."""
+    """Return the times that have separate columns."""
     auto = {"ours_auto": row["auto_ms"]} if row.get("auto_ms") else {}
     one_order = {f"{name}_det": ms for name, ms in row.get("one_order_ms", {}).items()}
     return {_ours(row): row["ours_ms"], **auto, **row["peers_ms"], **one_order}
 
 
 def _following(row: Record) -> Record:
-    """Columns of a benchmark's row that follow from others."""
+    """Return the columns of a benchmark row that can be derived from the remaining columns."""
     times, more = _told(row) | row.get("other_ms", {}), {}
     if "shape" in row:
         b, heads, _, s, keys, *dims = row["shape"]
@@ -60,7 +65,7 @@ def _following(row: Record) -> Record:
 
 
 def lean(row: Record) -> Record:
-    """A row without what `full` can say again, and without what is empty."""
+    """Return a row without the columns that `full` can restore, and without empty columns."""
     if "peers_ms" not in row:
         return row
     times = row.get("all_ms", {})
@@ -72,11 +77,11 @@ def lean(row: Record) -> Record:
 
 
 def full(row: Record) -> Record:
-    return row | _following(row) | row if "peers_ms" in row else row  # its own columns come first, and count
+    return row | _following(row) | row if "peers_ms" in row else row  # the columns of `row` come first and win
 
 
 def text_of(document: Record) -> str:
-    """What holds rows, or one entry for each call, has one a line."""
+    """Return the JSON text of a document. Lists and dicts of rows or calls have one entry per line."""
     lines = []
     for name, value in rounded(document).items():
         if name == "rows":
@@ -102,13 +107,13 @@ def write(document: Record, path: Path) -> Path:
 
 
 def read(path: Path) -> Record:
-    """With the columns that follow from others."""
+    """Read a document, and add the derived columns to the rows."""
     document = json.loads(path.read_text())
     return document | {"rows": [full(row) for row in document["rows"]]} if "rows" in document else document
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """A picture in few colours, drawn smaller where it would be large."""
+    """Save a figure as a PNG with few colors, at a lower resolution if the file would be too large."""
     path.parent.mkdir(parents=True, exist_ok=True)
     for dpi in DPI:
         drawn = io.BytesIO()
@@ -121,7 +126,7 @@ def save(figure: Figure, path: Path) -> Path:
 
 
 def in_few_colours(picture: io.BytesIO | Path) -> bytes:
-    """A picture as PNG; a colour that is not among its most frequent ones becomes the nearest of them."""
+    """Return a picture as PNG. Each color becomes the nearest of the most frequent colors."""
     from PIL import Image
 
     image, palette, small = Image.open(picture).convert("RGB"), Image.new("P", (1, 1)), io.BytesIO()

@@ -1,6 +1,8 @@
-"""What a benchmark leaves behind: the machine's facts, a JSON file, a table, a picture. Its form: records.py.
+"""Output of a benchmark: the facts of the machine, a JSON file, a table and a picture.
 
-    python tools/report.py tools/results/choice-h100.json --out DIR      pictures of files that are kept without one
+    python tools/report.py tools/results/choice-h100.json --out DIR      draws pictures of existing JSON files
+
+records.py defines the file formats.
 """
 
 from __future__ import annotations
@@ -32,14 +34,14 @@ CLOCK_FIELDS = (
     "temperature.gpu",
     "driver_version",
 )
-MASKED_ROWS, MASKED_DIMS = 4096, (128, 64)  # of the picture of masks
-MASKED_BARS = {"flex": "tab:gray", "flex_flash": "tab:olive", "ours_fa3": "tab:blue"}  # their colours
-SHOWN = "fa3"  # inputs of the picture of errors: N(0, 1) and outliers
-LIMIT = 1.03  # auto may cost this much of stock's time, by the project's promise
+MASKED_ROWS, MASKED_DIMS = 4096, (128, 64)  # calls in the picture of masks
+MASKED_BARS = {"flex": "tab:gray", "flex_flash": "tab:olive", "ours_fa3": "tab:blue"}  # colors in the picture of masks
+SHOWN = "fa3"  # inputs in the picture of errors: N(0, 1) and outliers
+LIMIT = 1.03  # the project promises that auto mode takes at most 1.03 times the time of stock
 
 
 def read_clocks() -> dict[str, str]:
-    """What nvidia-smi says right now; empty where there is none."""
+    """Return the current clocks from nvidia-smi, or an empty dict if nvidia-smi is missing."""
     if shutil.which("nvidia-smi") is None:
         return {}
     command = ["nvidia-smi", f"--query-gpu={','.join(CLOCK_FIELDS)}", "--format=csv,noheader", "-i", "0"]
@@ -49,7 +51,7 @@ def read_clocks() -> dict[str, str]:
 
 
 def commit() -> str:
-    """What is being measured: noted beside the package by `dev gpu-bundle`, else what git says."""
+    """Return the measured commit, from the file COMMIT that `dev gpu-bundle` writes, or else from git."""
     noted = Path(torch_flashplug.__file__).parents[1] / "COMMIT"
     if noted.exists():
         return noted.read_text().strip()
@@ -63,7 +65,10 @@ def gpu_name() -> str:
 
 
 def slug(gpu: str) -> str:
-    """ "NVIDIA H100 80GB HBM3" -> "h100", of two of them, "... x2" -> "h100x2"; a file name's part."""
+    """Return a short name of a GPU for file names.
+
+    "NVIDIA H100 80GB HBM3" becomes "h100". For two GPUs, "NVIDIA H100 80GB HBM3 x2" becomes "h100x2".
+    """
     *parts, last = gpu.lower().split()
     several = last if re.fullmatch(r"x\d+", last) else ""
     for part in parts if several else [*parts, last]:
@@ -95,7 +100,7 @@ def _milliseconds(value: float | None) -> str:
 
 
 def print_table(document: dict[str, object], console: Console | None = None) -> None:
-    """One line per row: our time, every peer's, the ratio to the best of them."""
+    """Print a table with one line per row: our time, the time of every peer, and the ratio to the best peer."""
     console = console or Console(width=150)
     rows = document["rows"]
     peers = list(dict.fromkeys(name for row in rows for name in row["peers_ms"]))
@@ -128,7 +133,7 @@ def print_table(document: dict[str, object], console: Console | None = None) -> 
 
 
 def print_classes(document: dict[str, object], console: Console) -> None:
-    """Lowest ratio of each class of calls: what a ChoiceRow with these bounds would have to say."""
+    """Print the lowest ratio of each class of calls, as needed for a ChoiceRow with the bounds of the class."""
     table = Table(title="Lowest stock time / our time, by class; a ChoiceRow serves from 0.97 up")
     bounds = (0, 66, 132, 264, 528)
     for column in ("head dims", "mask", "query rows >=", *(f"tiles >= {tiles}" for tiles in bounds)):
@@ -146,7 +151,11 @@ def print_classes(document: dict[str, object], console: Console) -> None:
 
 
 def plot(document: dict[str, object], labels: dict[str, str], path: Path) -> Path | None:
-    """A picture of a document; None where nothing of it is drawn, and (a line says so) where matplotlib is missing."""
+    """Draw and save the picture of a document.
+
+    The result is None if the document has nothing to draw or matplotlib is missing. A printed line reports missing
+    matplotlib.
+    """
     try:
         import matplotlib
     except ImportError:
@@ -172,7 +181,7 @@ def _caption(document: dict[str, object]) -> str:
 
 
 def _plot_grid(document, labels):
-    """Throughput over sequence length, one panel per head dim and mask."""
+    """Plot throughput over sequence length, with one panel per head dim and mask."""
     import matplotlib.pyplot as plt
 
     panels = list(dict.fromkeys((row["d"], row["mask"]) for row in document["rows"]))
@@ -206,7 +215,7 @@ def _plot_grid(document, labels):
 
 
 def _plot_bars(document, labels):
-    """One group of bars per call: speed as a multiple of stock's."""
+    """Plot the speed as a multiple of the speed of stock, with one group of bars per call."""
     import matplotlib.pyplot as plt
 
     rows = document["rows"]
@@ -223,7 +232,7 @@ def _plot_bars(document, labels):
     axis.axvline(1.0, color="black", linewidth=1)
     axis.invert_yaxis()
     axis.margins(x=0.1, y=0.02)
-    axis.set_xlabel("speed as a multiple of F.sdpa without the plugin, whose time follows the name (higher is better)")
+    axis.set_xlabel("speed as a multiple of F.sdpa without the plugin; its time follows the name (higher is better)")
     axis.set_title(f"Attention forward, bf16, suite {document['suite']}\n" + _caption(document))
     axis.grid(axis="x", alpha=0.3)
     axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1.0))
@@ -232,8 +241,9 @@ def _plot_bars(document, labels):
 
 
 def _plot_masks(document, labels):
-    """One group of bars per kind of mask: speed as a multiple of stock's, one panel per head dim; None without calls of
-    the panels' length.
+    """Plot the speed as a multiple of the speed of stock, with one group of bars per kind of mask.
+
+    Each head dim has a panel. The result is None if no call has MASKED_ROWS rows.
     """
     import matplotlib.pyplot as plt
 
@@ -245,7 +255,7 @@ def _plot_masks(document, labels):
     kinds = list(dict.fromkeys(row["mask"] for row in rows))
     figure, axes = plt.subplots(len(panels), figsize=(1.5 + 0.95 * len(kinds), 2.9 * len(panels)), squeeze=False)
     for axis, d in zip(axes.flat, panels, strict=True):
-        # Of a call that was timed twice the last row: a group's bars are of one run.
+        # If a call was timed twice, the last row counts, so that all bars of a group come from the same run.
         times = {row["mask"]: row["all_ms"] for row in rows if row["d"] == d and "stock" in row["all_ms"]}
         shown = [[name for name in MASKED_BARS if name in times.get(kind, ())] for kind in kinds]
         for name, colour in MASKED_BARS.items():
@@ -271,7 +281,10 @@ def _plot_masks(document, labels):
 
 
 def _plot_accuracy(document, labels):
-    """Error over speed of kernels alone, one panel per head dim, at the longest length that was timed; None without."""
+    """Plot the error over the speed of kernels alone, with one panel per head dim, at the longest timed length.
+
+    The result is None if no kernel was timed alone.
+    """
     import matplotlib.pyplot as plt
 
     rows = [row for row in document["rows"] if row["input"] == SHOWN and row.get("alone_ms")]
@@ -283,7 +296,7 @@ def _plot_accuracy(document, labels):
         for name, ms in row["alone_ms"].items():
             speed, error = row["flop"] / ms / 1e9, 100 * row["errors"][name]
             axis.scatter(speed, error, s=60, color="tab:gray" if name.startswith("fa3") else "tab:blue", zorder=3)
-            beside = (0, -15 if name == "fa3_fp8" else 7)  # its scales by tensor are right above it
+            beside = (0, -15 if name == "fa3_fp8" else 7)  # the point of fa3_fp8_tensor is right above
             axis.annotate(name, (speed, error), beside, textcoords="offset points", ha="center", fontsize=8)
         axis.set(title=f"head dim {row['d']}", xlabel="TFLOP/s of the kernel alone", yscale="log")
         axis.margins(x=0.2, y=0.1)
@@ -296,7 +309,7 @@ def _plot_accuracy(document, labels):
 
 
 def _plot_decode(document, labels):
-    """K and V read per second, from memory; one line of marks per case."""
+    """Plot the bytes of K and V read from memory per second, with one line of marks per case."""
     import matplotlib.pyplot as plt
 
     rows = [row for row in document["rows"] if row["state"] == "cold"] or document["rows"]
@@ -322,7 +335,11 @@ def _plot_decode(document, labels):
 
 
 def _plot_host(document, labels):
-    """Left: host time per call. Right: time of everyday calls with the plugin on auto, as a multiple of stock's."""
+    """Plot host times, and times of everyday calls.
+
+    The left panel has the host time per call. The right panel has the time of everyday calls with the plugin in auto
+    mode, as a multiple of the time of stock.
+    """
     import matplotlib.pyplot as plt
 
     costs = [row for row in document["rows"] if row["kind"] == "host"]
@@ -358,7 +375,7 @@ def _plot_host(document, labels):
 
 
 def _plot_ratios(document, labels):
-    """Stock's time over ours against the size of the problem: where a class of calls is worth serving."""
+    """Plot stock's time divided by our time over the problem size, to show the classes of calls worth serving."""
     import matplotlib.pyplot as plt
 
     figure, axis = plt.subplots(figsize=(10, 6))
@@ -385,7 +402,7 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", type=Path, nargs="+", help="JSON files that tools/bench.py wrote")
-    parser.add_argument("--out", type=Path, help="folder of the pictures (default: beside each file)")
+    parser.add_argument("--out", type=Path, help="folder of the pictures (default: next to each file)")
     options = parser.parse_args()
     for path in options.files:
         picture = (options.out or path.parent) / f"{path.stem}.png"

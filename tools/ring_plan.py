@@ -1,8 +1,10 @@
-"""The paper plan of docs/several_gpus.md: what a ring would take on more GPUs than were at hand. Arithmetic, and no
-measurement: rates of kernels as measured on one H100, bytes over the rates of memory and links, each exchange behind
-the step before it. Standard library only.
+"""Estimated times of ring attention on more GPUs than were available (table of docs/several_gpus.md).
 
-    python tools/ring_plan.py            the tables, as the page has them
+    python tools/ring_plan.py            prints the table of the page
+
+The times are arithmetic, not measurements. The inputs are kernel rates measured on one H100, and byte counts divided by
+the rates of memory and links. Each exchange overlaps the step before the exchanged data is used. The module needs only
+the standard library.
 """
 
 from __future__ import annotations
@@ -11,14 +13,17 @@ from dataclasses import dataclass
 
 HEADS, KV_HEADS, D = 32, 8, 128  # bf16, causal, balanced
 MEMORY = 2.9e12  # bytes per second of elementwise kernels
-NVLINK, NETWORK = 329e9, 45e9  # bytes per second a GPU receives: measured between two H100; 400 Gb/s
-RAMP = 380  # rows by which short calls miss the rates of long ones
+NVLINK, NETWORK = 329e9, 45e9  # bytes per second received by a GPU: measured between two H100; 400 Gb/s network
+RAMP = 380  # overhead of a call in rows: short calls do not reach the rates of long calls
 
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """TFLOP/s of long calls; bytes that merging moves for each element of a rank's output, and of its keys and values
-    in the backward.
+    """Rates of the kernels.
+
+    `full`, `causal`, `full_backward` and `causal_backward` are TFLOP/s of long calls. `merge` and `merge_dq` are the
+    bytes that merging moves for each element of a rank's output. `merge_dkv` is the bytes for each element of a rank's
+    keys and values in the backward.
     """
 
     full: float
@@ -31,7 +36,7 @@ class Kernels:
 
 
 OURS = Kernels(671, 684, 607, 580, merge=10, merge_dq=8, merge_dkv=12)
-CUDNN = Kernels(612, 553, 538, 517, merge=32.5, merge_dq=11.5, merge_dkv=40)  # torch's own ring
+CUDNN = Kernels(612, 553, 538, 517, merge=32.5, merge_dq=11.5, merge_dkv=40)  # ring of torch
 PLANS = (
     (2, NVLINK, (16384, 32768, 65536, 131072)),
     (8, NVLINK, (131072, 524288, 1048576)),
@@ -42,7 +47,7 @@ PLANS = (
 
 
 def milliseconds(kernels: Kernels, s: int, ranks: int, link: float) -> float:
-    """Forward and backward of one call of s rows, on one layer."""
+    """Return the time in milliseconds of forward and backward for a call of s rows in one layer."""
     rows = s // ranks
     half = rows * rows / 2 * HEADS * D * 1e-12
     out, keys = HEADS * rows * D, 2 * KV_HEADS * rows * D  # elements
@@ -83,11 +88,11 @@ def table() -> list[str]:
 
 
 def hidden_from(link: float) -> int:
-    """Rows a GPU from which on the exchange of keys and values takes less than a forward step."""
+    """Return the rows per GPU above which the exchange of keys and values takes less time than a forward step."""
     return round(2 * KV_HEADS * 2 / link * OURS.full * 1e12 / (2 * HEADS))
 
 
 if __name__ == "__main__":
     print("\n".join(table()))
     for name, link in (("NVLink", NVLINK), ("400 Gb/s", NETWORK)):
-        print(f"{name}: an exchange is hidden from {hidden_from(link)} rows a GPU on")
+        print(f"{name}: an exchange is hidden from {hidden_from(link)} rows per GPU on")

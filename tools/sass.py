@@ -1,11 +1,10 @@
-"""What a cubin holds: registers, spills and the instructions that show a Hopper kernel is what its source says; and
-whether two builds hold the same instructions.
+"""Contents of cubins (registers, spills and typical Hopper instructions), and comparison of the SASS of two builds.
 
-    python tools/sass.py OLD NEW [--filter TEXT]        folders of cubins, as tools/aot.py keeps beside its objects
+    python tools/sass.py OLD NEW [--filter TEXT]        folders of cubins, as written by tools/aot.py next to objects
 
-says of each kernel that both have whether its instructions differ, and in how many lines; it exits with 1 if some do.
-A change of structure leaves them as they are. Uses NVIDIA's disassemblers from pip (nvidia-cuda-cuobjdump,
-nvidia-cuda-nvdisasm) on our own cubins only.
+The command compares the instructions of each kernel that both folders have, and prints the number of different lines.
+The exit status is 1 if any kernel differs. A change of structure leaves all instructions equal. The tool uses NVIDIA's
+disassemblers from pip (nvidia-cuda-cuobjdump, nvidia-cuda-nvdisasm), and only on cubins of this project.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ COUNTED = ("HGMMA", "USETMAXREG", "STL", "LDL", "UTMALDG", "UTMASTG", "WARPGROUP
 
 @functools.cache
 def tool(package: str, name: str) -> str | None:
-    """Path of a disassembler that pip installed; None where it is absent."""
+    """Return the path of a disassembler that pip installed, or None if the disassembler is absent."""
     try:
         files = importlib.metadata.files(package) or []
     except importlib.metadata.PackageNotFoundError:
@@ -38,7 +37,10 @@ def tool(package: str, name: str) -> str | None:
 
 
 def usage(cubin: bytes) -> dict[str, int] | None:
-    """Registers (the most of any kernel) and stack bytes, without which nothing is spilled; None without cuobjdump."""
+    """Return the registers (maximum over all kernels) and the stack bytes of a cubin, or None without cuobjdump.
+
+    A kernel without stack bytes spills nothing.
+    """
     cuobjdump = tool("nvidia-cuda-cuobjdump", "cuobjdump")
     if not cuobjdump:
         return None
@@ -49,7 +51,7 @@ def usage(cubin: bytes) -> dict[str, int] | None:
 
 
 def resources(cubin: bytes) -> dict[str, int] | None:
-    """And instruction counts, of all its kernels; None without the disassemblers."""
+    """Return the result of `usage` and the instruction counts of all kernels, or None without the disassemblers."""
     used, nvdisasm = usage(cubin), tool("nvidia-cuda-nvdisasm", "nvdisasm")
     if not used or not nvdisasm:
         return None
@@ -74,9 +76,12 @@ def _disassemble(nvdisasm: str, cubin: Path) -> str:
 
 
 def instructions(cubin: Path) -> list[str]:
-    """Text of every instruction of a cubin, kernel after kernel, without its address; and of what else is listed.
-    Raises RuntimeError without the disassembler. Names of kernels are left out: they hold the signature of the Python
-    function, types and all.
+    """Return the text of every instruction of a cubin without addresses, and the remaining lines of the listing.
+
+    Names of kernels are left out, because a name contains the signature of the Python function with all types.
+
+    Raises:
+        RuntimeError: the disassembler is missing.
     """
     nvdisasm = tool("nvidia-cuda-nvdisasm", "nvdisasm")
     if nvdisasm is None:
@@ -87,7 +92,7 @@ def instructions(cubin: Path) -> list[str]:
 
 
 def differing(old: Path, new: Path) -> int:
-    """Lines of two cubins' instructions that only one of them has; 0: they are the same."""
+    """Return the number of instruction lines that differ between two cubins; 0 if the instructions are equal."""
     if old.read_bytes() == new.read_bytes():
         return 0
     before, after = instructions(old), instructions(new)
@@ -96,7 +101,7 @@ def differing(old: Path, new: Path) -> int:
 
 
 def cubins(folder: Path) -> dict[str, Path]:
-    """{kernel name and target: cubin} of a folder of objects; of several of one kernel the latest."""
+    """Return the cubins of a folder by kernel name and target. The latest cubin of a kernel counts."""
     found = {}
     for path in sorted(folder.glob("*.cubin"), key=lambda path: path.stat().st_mtime):
         name, _, rest = path.stem.partition("-")
@@ -108,7 +113,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("old", type=Path)
     parser.add_argument("new", type=Path)
-    parser.add_argument("--filter", default="", help="only kernels whose name contains this")
+    parser.add_argument("--filter", default="", help="compare only kernels with this text in the name")
     args = parser.parse_args()
     old, new = cubins(args.old), cubins(args.new)
     both = [name for name in new if name in old and args.filter in name]

@@ -1,6 +1,6 @@
-"""What a shared object asks of the system that loads it: libraries, versions of symbols, and symbols without a version.
+"""Reader for the requirements of a shared object: libraries, symbol versions, and symbols without a version.
 
-The reader takes ELF files of 64 bits in little endian, of any CPU, and needs no tool of the system.
+The reader accepts 64-bit little-endian ELF files of any CPU, and needs no system tool.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ _DYNAMIC = struct.Struct("<qQ")  # tag, value
 _NEED = struct.Struct("<HHIII")  # version, number of versions, file, offsets of the first version and the next need
 _NEED_VERSION = struct.Struct("<IHHII")  # hash, flags, index, name, offset of the next version
 _DYNSYM, _DYNAMIC_TYPE, _VERSYM, _VERNEED = 11, 6, 0x6FFFFFFF, 0x6FFFFFFE
-_DT_NEEDED, _WEAK, _UNVERSIONED = 1, 2, 1  # _UNVERSIONED: the greatest version index that names no version
+_DT_NEEDED, _WEAK, _UNVERSIONED = 1, 2, 1  # _UNVERSIONED: greatest version index without a version name
 MACHINES = {62: "x86_64", 183: "aarch64"}
 
 
 @dataclass(frozen=True, slots=True)
 class SharedObject:
-    """The facts of one file.
+    """Requirements and symbols of a shared object.
 
     Attributes:
-        machine: the CPU that the file is for, such as "x86_64".
+        machine: the CPU of the file, such as "x86_64".
         libraries: names of the libraries that are loaded with the file.
-        versions: version names that are needed, such as "GLIBC_2.17", each with the symbols that need it.
-        unversioned: undefined symbols without a version; weak ones, which may be missing, are left out.
-        defined: symbols that other files can use.
+        versions: needed version names, such as "GLIBC_2.17", each with the symbols of the version.
+        unversioned: undefined symbols without a version. Weak symbols may be missing, and are left out.
+        defined: symbols for use by different files.
     """
 
     machine: str
@@ -41,10 +41,10 @@ class SharedObject:
     defined: frozenset[str]
 
     def above(self, ceilings: dict[str, tuple[int, ...]]) -> dict[str, tuple[str, ...]]:
-        """Return the needed versions above the ceilings, with their symbols. A name without a ceiling is not returned.
+        """Return the needed versions above the ceilings, with the symbols. A name without a ceiling is not returned.
 
         Args:
-            ceilings: for each version name without its number, such as "GLIBC", the greatest number that is allowed.
+            ceilings: the greatest allowed number for each version name without number, such as "GLIBC".
         """
         found = {}
         for version, symbols in self.versions.items():
@@ -58,7 +58,7 @@ def read(data: bytes) -> SharedObject:
     """Read the bytes of a shared object.
 
     Raises:
-        ValueError: the bytes are no ELF file of 64 bits.
+        ValueError: the bytes are not a 64-bit ELF file.
     """
     if not data.startswith(_MAGIC):
         raise ValueError("read: data must be an ELF file of 64 bits in little endian, but got other bytes")
@@ -84,7 +84,11 @@ def read(data: bytes) -> SharedObject:
 
 
 def read_file(path: Path) -> SharedObject:
-    """Read a shared object. Raises ValueError as read() does."""
+    """Read a shared object from a file.
+
+    Raises:
+        ValueError: the file is not a 64-bit ELF file.
+    """
     return read(path.read_bytes())
 
 
@@ -102,7 +106,7 @@ def _text(data: bytes, strings: tuple[int, ...], offset: int) -> str:
 def _symbols(
     data: bytes, by_type: dict[int, tuple[int, ...]], sections: list[tuple[int, ...]]
 ) -> Iterator[tuple[str, bool, bool, int]]:
-    """Yield name, whether it is weak, whether it is defined, and the index of the version of each dynamic symbol."""
+    """Yield (name, is weak, is defined, index of the version) for each dynamic symbol."""
     table = by_type[_DYNSYM]
     strings = sections[table[6]]
     count = table[5] // _SYMBOL.size

@@ -1,14 +1,16 @@
-"""Finds the tiles of a head-dim family: every legal one is compiled, those that spill are dropped, the rest are checked
-and timed beside stock; prints replacement rows for torch_flashplug/registry/kernel_table.py.
+"""Tuning of tile sizes for a family of head dims, and of the decode gate.
 
     python tools/tune.py compile --dims 192x128 --out DIR        a pack of candidates and tune.json (no GPU needed)
     python tools/tune.py compile --dims 64x64=192x128,128x176 --mask full --out DIR              only these tiles
-    python tools/tune.py time --pack DIR --out results           on the GPU: numbers first, then interleaved rounds
+    python tools/tune.py time --pack DIR --out results           on the GPU: check of results, then interleaved rounds
     python tools/tune.py gate --out results                      constants of the decode gate, timed and fitted
 
-Legal is what torch_flashplug/registry/kernel_spec.py computes: registers, shared memory, wgmma shapes. Nothing is
-guessed and nothing is written into the table: a row is pasted by whoever has read the times above it. To compare two
-versions of a kernel, give `time` one pack of each, made by its own tree's `compile`.
+Every legal tile size is compiled. Candidates with spilled registers are dropped. The remaining candidates are checked,
+and timed against stock. The tool prints replacement rows for torch_flashplug/registry/kernel_table.py.
+
+torch_flashplug/registry/kernel_spec.py computes the legal tile sizes from registers, shared memory and wgmma shapes.
+The tool neither guesses a value nor writes into the kernel table: a developer reads the times and pastes a row. To
+compare two versions of a kernel, pass two packs to `time`, each made by `compile` in the source tree of the version.
 """
 
 from __future__ import annotations
@@ -30,14 +32,14 @@ for place in (ROOT, ROOT / "tools"):
 TILE_MS, TILE_NS, STAGES = (64, 128, 192), range(64, 209, 16), 2
 LENGTHS = (512, 1024, 4096, 16384)
 TOKENS, WIDTH = 16384, 2048  # batch x length, heads x head dim
-COST_LENGTH = 4096  # where a row's cost is taken: long enough for whole waves
-CLOSE = 0.98  # a tile this close to the best at some length is worth a row
+COST_LENGTH = 4096  # sequence length at which the cost of a row is measured: long enough for whole waves
+CLOSE = 0.98  # a tile size with at least 0.98 of the best speed at some length is worth a row
 PEERS = ("fa3", "fa4")
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Calls that compete for the same rows."""
+    """Family of calls that share the rows of the kernel table."""
 
     d: int
     dv: int
@@ -52,13 +54,13 @@ class Family:
         return Case(str(self), batch, heads, heads, sq, sk, self.d, self.dv, causal=self.mask == "causal")
 
     def timed_case(self, length: int):
-        """The problem of that length: always the same number of tokens and the same width."""
+        """Return the case of a sequence length. All cases have equal numbers of tokens and equal width."""
         return self.case(TOKENS // length, max(1, WIDTH // self.d), length, length)
 
 
 @dataclass(slots=True)
 class Trial:
-    """One kernel of a pack: where it comes from, how to call it, and its milliseconds by length."""
+    """Kernel of a pack: the pack, the kernel spec, the function, and the milliseconds by length."""
 
     pack: str
     spec: object  # KernelSpec
@@ -75,7 +77,7 @@ class Trial:
 
 
 def candidates(family: Family) -> Iterator:
-    """Every tile of the family that the hardware can hold."""
+    """Yield a kernel spec for every tile size of the family that fits the hardware."""
     from torch_flashplug.registry.kernel_spec import KernelSpec
 
     for tile_m in TILE_MS:
@@ -86,7 +88,7 @@ def candidates(family: Family) -> Iterator:
 
 
 def compile_candidates(args: argparse.Namespace) -> None:
-    """A pack of all candidates that compile without spills."""
+    """Compile all candidates, and link the candidates without spilled registers into a pack."""
     import aot
 
     specs = []
@@ -102,7 +104,7 @@ def compile_candidates(args: argparse.Namespace) -> None:
     whole = [row for row in rows if not row.get("spills") and not row.get("stack_bytes")]
     for row in rows:
         if row not in whole:
-            print(f"dropped, it spills: {row['name']}")
+            print(f"dropped, because registers are spilled: {row['name']}")
     aot.link([store.path(row["name"], ".o") for row in whole], args.out / "tune.so")
     (args.out / "tune.json").write_text(json.dumps(whole, indent=1) + "\n")
     print(f"{args.out / 'tune.so'}: {len(whole)} of {len(rows)} candidates")
@@ -120,7 +122,7 @@ def load_trials(packs: list[Path]) -> list[Trial]:
 
 
 def check_numbers(family: Family, trials: list[Trial]) -> list[Trial]:
-    """Those within the error budget on lengths that fit no tile; the others are named."""
+    """Return the trials within the error budget on lengths that are not multiples of a tile. Print the wrong trials."""
     from torch_flashplug.testing import DirectForward, make_inputs, measure_error, oracle, plain
 
     case = family.case(1, 2, 1001, 1111)
@@ -139,7 +141,10 @@ def check_numbers(family: Family, trials: list[Trial]) -> list[Trial]:
 
 
 def time_length(family: Family, length: int, trials: list[Trial], args: argparse.Namespace) -> dict[str, float]:
-    """Milliseconds of stock, of the peers that can run this, and of every trial (also kept in it)."""
+    """Return the milliseconds of stock, of the peers that can run the case, and of every trial.
+
+    The time of a trial is also stored in the trial.
+    """
     import torch
     from providers import providers
 
@@ -159,7 +164,7 @@ def time_length(family: Family, length: int, trials: list[Trial], args: argparse
                 call()
             runs[name] = Candidate(call, provider.scope)
         except (RuntimeError, AssertionError):
-            continue  # it has no kernel for these head dims
+            continue  # the peer has no kernel for these head dims
     for trial in trials:
         runs[trial.label] = Candidate(DirectForward(trial.function, case, inputs).call)
     with torch.no_grad():
@@ -170,7 +175,7 @@ def time_length(family: Family, length: int, trials: list[Trial], args: argparse
 
 
 def print_family(family: Family, times: dict[int, dict[str, float]]) -> None:
-    """TFLOP/s and the multiple of stock's speed, one line per candidate, one column per length."""
+    """Print TFLOP/s and the multiple of stock's speed, with one line per candidate and one column per length."""
     print(f"== {family}: TFLOP/s (x stock) at S {' '.join(map(str, times))}")
     for name in dict.fromkeys(name for column in times.values() for name in column):
         cells = ""
@@ -181,7 +186,7 @@ def print_family(family: Family, times: dict[int, dict[str, float]]) -> None:
 
 
 def print_rows(family: Family, trials: list[Trial], device: str) -> None:
-    """Replacement rows: tiles that are near the best at some length, with the cost for the dispatcher's estimate."""
+    """Print replacement rows for tile sizes near the best at some length, with the cost for the dispatcher."""
     import torch
 
     sms = torch.cuda.get_device_properties(0).multi_processor_count
@@ -189,7 +194,7 @@ def print_rows(family: Family, trials: list[Trial], device: str) -> None:
     for trial in trials:
         lead = max(min(t.ms[s] for t in trials) / trial.ms[s] for s in trial.ms)
         if lead < CLOSE or COST_LENGTH not in trial.ms or family.mask != "full":
-            continue  # a cost is taken without a mask; causal has the same one
+            continue  # the cost is measured without a mask, and is also used for causal
         m, n = trial.spec.tile_m, trial.spec.tile_n
         waves, blocks = -(-case.B * case.Hq * -(-case.Sq // m) // sms), -(-case.Sk // n)
         cost = round(trial.ms[COST_LENGTH] * 1e6 / (waves * (blocks + 1)))
@@ -231,19 +236,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = parser.add_subparsers(dest="verb", required=True)
     make = verbs.add_parser("compile", help="a pack of candidates; needs the DSL, no GPU")
-    make.add_argument("--dims", action="append", required=True, help="a family, DxDv or DxDv=MxN,MxN (repeatable)")
+    make.add_argument("--dims", action="append", required=True, help="family DxDv, or DxDv=MxN,MxN (repeatable)")
     make.add_argument("--mask", action="append", choices=["full", "causal"], help="default: both")
     make.add_argument("--out", type=Path, required=True)
     run = verbs.add_parser("time", help="check and time packs of candidates on this machine's GPU")
     run.add_argument("--pack", type=Path, action="append", required=True, help="folder made by compile (repeatable)")
-    run.add_argument("--filter", default="", help="only families whose name, as 192x128_causal, contains this")
+    run.add_argument("--filter", default="", help="only families with this text in the name, as in 192x128_causal")
     run.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
     run.add_argument("--rounds", type=int, default=9)
     run.add_argument("--round-ms", type=float, default=20.0)
-    run.add_argument("--rest-ms", type=float, default=0.0, help="idle before a sample: testing/timing.py")
+    run.add_argument("--rest-ms", type=float, default=0.0, help="idle time before a sample (testing/timing.py)")
     run.add_argument("--budget-seconds", type=float, default=480.0, help="start no length after this time")
     run.add_argument("--out", type=Path, default=ROOT / "build" / "tune", help="folder of the JSON file")
-    gate = verbs.add_parser("gate", help="constants of the decode gate: tools/gate.py")
+    gate = verbs.add_parser("gate", help="constants of the decode gate (tools/gate.py)")
     gate.add_argument("--times", type=Path, nargs="*", help="JSON of earlier runs, to fit again without a GPU")
     gate.add_argument("--rounds", type=int, default=7)
     gate.add_argument("--out", type=Path, default=ROOT / "build" / "tune", help="folder of the JSON file")

@@ -1,6 +1,7 @@
-"""Suites ragged, window, softcap and sinks: torch_flashplug.attention beside what else takes such calls, and ours
-without what the suite is about (`ours_plain`), or with lists of tiles from a plan (`ours_plan`). Device time of
-replayed CUDA graphs.
+"""Suites ragged, window, softcap and sinks: torch_flashplug.attention compared with all peers that support the calls.
+
+The suites also time the project's kernels without the feature of the suite (`ours_plain`), and with tile lists from a
+plan (`ours_plan`). All times are device times of replayed CUDA graphs.
 """
 
 from __future__ import annotations
@@ -20,25 +21,25 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from torch_flashplug import attention, plan, sdpa_backend
 
-TOKENS, WIDTH = 16384, 2048  # of a call: rows, and heads x head dim
+TOKENS, WIDTH = 16384, 2048  # rows of a call, and heads x head dim
 SEED = 20261126
-LARGEST_ERROR = 0.01  # relative, against fp64: more is a wrong number
+LARGEST_ERROR = 0.01  # largest allowed relative error against fp64: above, a result is wrong
 ROUND_MS, GRAPH_MS, GRAPH_CALLS = 10.0, 2.0, 10
-ROWS_CHECKED = 64  # the last of the first and of the longest sequence
-CAP = 50.0  # Gemma 2's
+ROWS_CHECKED = 64  # checked rows: the last rows of the first sequence and of the longest sequence
+CAP = 50.0  # softcap of Gemma 2
 PLANNED = "ours_plan"
-SINKS = {"fa3": ("sinks", torch.bfloat16), "fa4": ("learnable_sink", torch.float32)}  # a wheel's name and dtype of them
+SINKS = {"fa3": ("sinks", torch.bfloat16), "fa4": ("learnable_sink", torch.float32)}  # argument name and dtype of sinks
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Self attention of sequences: bf16, a batch where their lengths are equal and not on_end."""
+    """Self-attention call in bf16: packed sequences if `on_end`, else a batch of sequences of equal length."""
 
     name: str
     lengths: tuple[int, ...]
     d: int
     heads: tuple[int, int]
-    left: int = -1  # keys behind its own that a query sees; -1: all
+    left: int = -1  # number of visible keys before the query's own position; -1: all
     softcap: float = 0.0
     sinks: bool = False
     on_end: bool = False
@@ -47,7 +48,7 @@ class Call:
 
     @property
     def scores(self) -> int:
-        """Visible ones of a head."""
+        """Number of visible scores of a head."""
         if not self.causal:
             return sum(s * s for s in self.lengths)
         seen = [(s, s if self.left < 0 else min(s, self.left + 1)) for s in self.lengths]
@@ -65,7 +66,7 @@ class Call:
 
 
 def _zipf(total: int) -> tuple[int, ...]:
-    """Lengths of sequences as texts have them, few long ones and many short ones, in some order."""
+    """Return Zipf-distributed sequence lengths, as in natural text: few long and many short sequences, shuffled."""
     shares = [1.0 / rank for rank in range(1, 33)]
     lengths = [max(1, int(total * share / sum(shares))) for share in shares]
     lengths[0] += total - sum(lengths)
@@ -78,7 +79,11 @@ def _heads(d: int) -> tuple[int, int]:
 
 
 def ragged() -> Iterator[Call]:
-    """Equal lengths, which a batch has too; lengths of texts; thousands of short sequences."""
+    """Yield calls with packed sequences of equal lengths, of Zipf-distributed lengths, and of very short lengths.
+
+    A batch could also hold the sequences of equal lengths. The calls with very short lengths have thousands of
+    sequences.
+    """
     for what in ("fwd", "train"):
         for d in (64, 128, 256):
             heads = _heads(d)
@@ -112,7 +117,10 @@ def softcap() -> Iterator[Call]:
 
 
 def sinks() -> Iterator[Call]:
-    """Of gpt-oss: 64 heads of 64 over 8, every other layer in a window of 128; and of other head dims."""
+    """Yield calls with sinks, with the sizes of gpt-oss and with a further head dim.
+
+    gpt-oss has 64 query heads and 8 KV heads of head dim 64, and a window of 128 in every second layer.
+    """
     for what in ("fwd", "train"):
         for d, heads in ((64, (64, 8)), (128, _heads(128))):
             for left in (-1, 127):
@@ -124,7 +132,7 @@ def sinks() -> Iterator[Call]:
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """(T, H, D), and of batches their views."""
+    """Operands of a call in the form (T, H, D). `batch` returns views in the form (B, S, H, D)."""
 
     q: Tensor
     k: Tensor
@@ -154,7 +162,7 @@ def _operands(call: Call, device: str) -> Operands:
     return Operands(*leaves, drawn[3], cu, of_heads)
 
 
-# ---- who takes part: each makes of a call and its operands a function that gives (T, Hq, D) ----
+# ---- candidates: each function takes a call and the operands, and returns a function that computes (T, Hq, D) ----
 
 Attend = Callable[[], Tensor]
 
@@ -169,24 +177,28 @@ def _ours(call: Call, x: Operands) -> Attend:
 
 def _plain(call: Call, x: Operands) -> Attend:
     if len(set(call.lengths)) > 1 or (call.left >= 0 and not call.sinks):
-        raise NotImplementedError("nothing of ours to hold it against")
+        raise NotImplementedError("no plain kernel of ours computes a comparable call")
     return _ours(replace(call, softcap=0.0, sinks=False, on_end=False), x)
 
 
 def _planned(call: Call, x: Operands) -> Attend:
-    """Lists of a layer that is not the first."""
+    """Return a call with precomputed tile lists, as in all layers of a model except the first."""
     if not call.on_end:
-        raise NotImplementedError("plans are of sequences on end")
+        raise NotImplementedError("plans exist only for packed sequences")
     seen = {"causal": call.causal, "cu_seqlens_q": x.cu}
     made = plan(*x.leaves, **seen, gradients=call.what == "train")
     return lambda: attention(*x.leaves, **seen, plan=made)
 
 
 def _only(call: Call, **takes: bool) -> None:
-    """NotImplementedError for what a peer does not take."""
+    """Check that a peer supports the features of a call.
+
+    Raises:
+        NotImplementedError: the call has a feature that is not True in `takes`.
+    """
     for name, asked in (("softcap", call.softcap), ("sinks", call.sinks), ("on_end", call.on_end)):
         if asked and not takes.get(name):
-            raise NotImplementedError(f"takes no {name}")
+            raise NotImplementedError(f"the peer does not support {name}")
 
 
 def _varlen(call: Call, x: Operands) -> Attend:
@@ -198,7 +210,7 @@ def _varlen(call: Call, x: Operands) -> Attend:
 
 
 def _wheel(name: str, call: Call, x: Operands) -> Attend:
-    """A peer of the (B, S, H, D) school, and its sibling for sequences on end."""
+    """Return a call of a FlashAttention wheel, which takes (B, S, H, D), or packed sequences in the varlen function."""
     function = who.wheel(name)
     if function is None:
         raise ImportError("not installed")
@@ -246,12 +258,12 @@ FUNCTIONS = {
     **{"ours_fa3": _ours, PLAIN: _plain, PLANNED: _planned},
     **{"varlen": _varlen, "fa3": _fa3, "fa4": _fa4, "flex": _flex},
 }
-PEERS = {"fa3", "fa4", "flex"}  # that can be left out
-WANTED = {"ours_fa3", "stock", *PEERS}  # of bench.py's --providers
+PEERS = {"fa3", "fa4", "flex"}  # peers that --providers can leave out
+WANTED = {"ours_fa3", "stock", *PEERS}  # default of --providers in bench.py
 
 
 def _error(call: Call, x: Operands, out: Tensor) -> float:
-    """Relative, against fp64, of the last rows of two sequences."""
+    """Return the relative error of the last rows of two sequences against fp64."""
     found, right = [], []
     for of in (0, call.lengths.index(max(call.lengths))):
         end, length = int(x.cu[of + 1]), call.lengths[of]

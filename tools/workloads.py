@@ -1,6 +1,4 @@
-"""The calls that benchmarks time, as data: the grid of peers, the lattice that ChoiceRows are filled from, everyday
-calls.
-"""
+"""Calls of the benchmarks as data: the grid of peers, the lattice for the ChoiceRows, and everyday calls."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ def _case(
 
 
 def grid(what: str, dims: tuple[int, ...] = (64, 128, 256)) -> list[Case]:
-    """The grid of the project's baselines: constant work per row of lengths, BSHD storage."""
+    """Return the grid of the project's baselines, with a constant number of tokens for all lengths, in BSHD layout."""
     return [
         _case(f"{what}_d{d}_{mask}_s{s}", (TOKENS // s, WIDTH // d, WIDTH // d), (s, s), (d, d), mask == "causal")
         for d in dims
@@ -35,12 +33,12 @@ def grid(what: str, dims: tuple[int, ...] = (64, 128, 256)) -> list[Case]:
 
 
 def masked() -> list[Case]:
-    """The grid's sizes for calls with masks."""
+    """Return the sizes of the grid for calls with masks."""
     return [case for case in grid("masked") if not case.causal]
 
 
 def dropping() -> list[Case]:
-    """The grid's, of training's lengths, and short ones."""
+    """Return the grid cases with lengths typical for training, and short cases."""
     short = [_named_by_shape(heads, (s, s), (64, 64)) for heads, s in (((16, 12, 12), 128), ((16, 12, 12), 256))]
     short += [_named_by_shape((2, 8, 8), (s, s), (128, 128)) for s in (128, 512)]
     shapes = (((16, 12, 12), (64, 64)), ((2, 12, 12), (64, 64)), ((2, 8, 8), (128, 128)))
@@ -56,7 +54,10 @@ def _named_by_shape(
 
 
 def masked_beside() -> list[Case]:
-    """Beside those: few tiles, few rows, other lengths and heads, head dims that kernels fill up."""
+    """Return further cases for calls with masks, outside the grid.
+
+    The cases have few tiles, few rows, unusual lengths and head counts, and head dims that kernels pad.
+    """
     calls = (
         *(((1, 8, 8), (s, s)) for s in (128, 512, 1024, 4096)),
         ((64, 12, 12), (128, 128)),
@@ -77,8 +78,10 @@ def masked_beside() -> list[Case]:
 
 
 def masked_decode() -> list[Case]:
-    """Caches from small ones to those that split among all SMs, grouped heads and others, one query and some; then a
-    few of head dims beside the grid's.
+    """Return decode cases with masks.
+
+    The KV caches range from small caches to caches whose splits occupy all SMs. The cases have grouped and ungrouped
+    heads, and one or several query rows. The last cases have head dims outside the grid.
     """
     calls = (
         *(((1, 32, 8), (1, keys)) for keys in (256, 4096, 32768)),
@@ -94,7 +97,7 @@ def masked_decode() -> list[Case]:
 
 
 def cached() -> list[Case]:
-    """One query against caches of 4 MB to 1 GB of K and V in 16 bits."""
+    """Return decode cases of one query row, with KV caches of 4 MB to 1 GB in 16 bits."""
     calls = (
         *(((1, 32, 8), keys, 128) for keys in (1024, 8192, 32768)),
         *(((8, 32, 8), keys, 128) for keys in (1024, 8192)),
@@ -113,7 +116,7 @@ def cached() -> list[Case]:
 
 
 def paged() -> list[Case]:
-    """One query against 32 MB of K and V and more."""
+    """Return decode cases of one query row, with at least 32 MB of K and V."""
     calls = (
         *(((1, 32, 8), keys, 128) for keys in (8192, 65536)),
         *(((8, 32, 8), keys, 128) for keys in (1024, 8192)),
@@ -126,7 +129,7 @@ def paged() -> list[Case]:
 
 
 def eight_bits() -> list[Case]:
-    """The grid's of 2k and more, then grouped heads and other head dims."""
+    """Return the grid cases of at least 2k rows, and cases with grouped heads and further head dims."""
     beside = (((4, 16, 4), 4096, (128, 128)), ((2, 21, 21), 8192, (96, 96)), ((2, 8, 8), 8192, (192, 192)),
               ((2, 8, 8), 8192, (192, 128)))  # fmt: skip
     others = [_named_by_shape(heads, (s, s), dims, causal) for heads, s, dims in beside for causal in (False, True)]
@@ -134,7 +137,7 @@ def eight_bits() -> list[Case]:
 
 
 def head_dims() -> list[Case]:
-    """Head dims beside the grid's, at one middling size."""
+    """Return cases with head dims outside the grid, at a single medium size."""
     return [
         _case(f"fwd_d{d}v{dv}_{mask}", (4, 16, 16), (4096, 4096), (d, dv), mask == "causal")
         for d, dv in ((80, 80), (96, 96), (160, 160), (192, 192), (192, 128))
@@ -143,7 +146,10 @@ def head_dims() -> list[Case]:
 
 
 def latency() -> list[Case]:
-    """Calls that take microseconds, and a few that do not: ((B, Hq, Hkv), (Sq, Sk), D, causal)."""
+    """Return cases that take microseconds, and a few longer cases.
+
+    A row of `calls` is ((B, Hq, Hkv), (Sq, Sk), D, causal).
+    """
     calls = (
         ((1, 12, 12), (128, 128), 64, False),
         ((1, 12, 12), (512, 512), 64, False),
@@ -164,7 +170,7 @@ def latency() -> list[Case]:
     ]
 
 
-# (B, Hq, Hkv), (Sq, Sk), D of the decode table, and the latency table's two calls of few query rows.
+# (B, Hq, Hkv), (Sq, Sk), D of the decode table. The last two rows are the calls of few query rows in the latency table.
 _DECODE = (
     ((1, 32, 8), (1, 1024), 128),
     ((1, 32, 8), (1, 8192), 128),
@@ -185,7 +191,10 @@ _MAX_KV_BYTES = 1 << 30
 
 
 def _decode_sweep() -> list[tuple]:
-    """Lengths and batches over groups of 1, 4 and 32; fewer of both for more queries, group 64 and other head dims."""
+    """Return decode calls of many lengths and batch sizes, with head groups of 1, 4 and 32.
+
+    Calls with several query rows, a head group of 64, or further head dims have fewer batch sizes.
+    """
     spots = ((32, 8), 4, 128), ((32, 8), 16, 128), ((64, 1), 1, 128), ((32, 8), 1, 64), ((32, 8), 1, 256)
     sweep = [(heads, 1, 128, _SWEEP_BATCHES) for heads in ((32, 32), (32, 8), (32, 1))]
     sweep += [(*spot, (1, 16)) for spot in spots]
@@ -196,7 +205,10 @@ def _decode_sweep() -> list[tuple]:
 
 
 def _decode_dims() -> list[tuple]:
-    """Head dims without a kernel of their own, and D != Dv; head dims that have one, with more rows."""
+    """Return decode calls with head dims that a larger kernel serves, with D != Dv, and with more rows.
+
+    The calls with more rows have head dims with a dedicated kernel.
+    """
     dims = (8, 16, 32, 40, 48, 56, 72, 80, 96, 112, 120, 160, 192, 200, 224, 248, (64, 128), (128, 64), (192, 128))
     heads = (1, 32, 8), (16, 32, 8), (8, 16, 16), (16, 16, 1)
     calls = [(h, (1, sk), d) for d in dims for h in heads for sk in (512, 8192)]
@@ -206,7 +218,7 @@ def _decode_dims() -> list[tuple]:
 
 
 def _decode_wide() -> list[tuple]:
-    """More rows for a KV head than a tile of 64 has: drafts and chunks of several queries."""
+    """Return decode calls with more than 64 rows per KV head (the size of a tile): drafts and chunks of queries."""
     calls = [((b, 32, 8), (sq, sk), 128) for b in (1, 4, 16) for sq in (24, 32, 64) for sk in (512, 2048, 8192, 32768)]
     calls += [((b, 32, 1), (sq, sk), 128) for b in (1, 16) for sq in (4, 8) for sk in (512, 2048, 8192, 32768)]
     calls += [((1, 32, 32), (sq, sk), 128) for sq in (65, 128, 256) for sk in (512, 2048, 8192, 32768)]
@@ -216,7 +228,10 @@ def _decode_wide() -> list[tuple]:
 
 
 def decode() -> list[Case]:
-    """Few query rows against many keys: "decode_", the table of the project's baselines, "sweep_", "dims_", "wide_"."""
+    """Return decode cases: few query rows against many keys.
+
+    Names start with "decode_" (the table of the project's baselines), "sweep_", "dims_" or "wide_".
+    """
     name = "{}_b{}h{}kv{}_{}x{}_d{}"
     lists = {"decode": _DECODE, "sweep": _decode_sweep(), "dims": _decode_dims(), "wide": _decode_wide()}
     cases = []
@@ -228,7 +243,7 @@ def decode() -> list[Case]:
 
 
 def gate() -> list[Case]:
-    """Calls of few query rows whose best number of splits the decode gate must find."""
+    """Return decode cases for the tuning of the decode gate, which must find the best number of KV splits."""
     heads = (
         (1, 32, 8),
         (1, 32, 1),
@@ -250,21 +265,25 @@ def gate() -> list[Case]:
     return [_case(name.format(*heads, *seq, d), heads, seq, (d, d)) for heads, seq, d in calls]
 
 
-# What an H100 SXM can do at its nominal 1.83 GHz: 4096 bf16 FLOP and 16 exponentials per clock and SM (132 of them; one
-# in thirty more for the running maxima), and 3.35 TB/s of memory (guide to Hopper attention, sections 1.1 and 1.4).
+# Peak rates of an H100 SXM at the nominal 1.83 GHz: 4096 bf16 FLOP and 16 exponentials per clock and SM, with 132 SMs,
+# and 3.35 TB/s of memory. The running maxima need one additional exponential in thirty. (Guide to Hopper attention,
+# sections 1.1 and 1.4.)
 _CLOCK, _SMS = 1.83e9, 132
 _FLOP, _EXP, _BYTES = 4096 * _CLOCK * _SMS, 16 / 1.03 * _CLOCK * _SMS, 3.35e12
 
 
 def bound_ms(case: Case) -> float:
-    """No forward kernel can be faster than this: the slowest of tensor cores, exponentials and memory."""
+    """Return a lower bound for the time of a forward kernel in ms.
+
+    The bound is the slowest of tensor cores, exponentials and memory.
+    """
     scores = case.B * case.Hq * case.Sq * case.Sk * (0.5 if case.causal else 1.0)
     rows = case.B * (case.Hq * case.Sq + case.Hkv * case.Sk)
     return 1e3 * max(case.flop / _FLOP, scores / _EXP, 2 * rows * (case.D + case.Dv) / _BYTES)
 
 
-# (B, Hq, Hkv) and (Sq, Sk) of the lattice. Head dims that have a kernel of their own are measured all over it, those
-# that a larger one serves at spots.
+# (B, Hq, Hkv) and (Sq, Sk) of the lattice. Head dims with a dedicated kernel are measured on the whole lattice. Head
+# dims that a larger kernel serves are measured at a few points (spots).
 _HEADS = ((1, 8, 8), (1, 32, 8), (4, 16, 16), (16, 16, 16))
 _SQUARE = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 _OWN_DIMS = ((64, 64), (128, 128), (256, 256))
@@ -272,7 +291,7 @@ _SPOTS = (8, 16, 32, 40, 72, 80, 88, 96, 104, 112, 120, 144, 160, 176, 192, 224)
 _SPOT_DIMS = (*((d, d) for d in _SPOTS), (128, 64), (64, 128), (192, 128))
 _SPOT_LENGTHS = (256, 1024, 4096)
 _RECTANGLES = ((1024, 77), (4096, 77), (16, 4096), (64, 8192), (256, 4096), (2048, 512), (64, 384))
-_MAX_SCORES = 1 << 33  # B * Hq * Sq * Sk: larger problems say nothing new
+_MAX_SCORES = 1 << 33  # largest B * Hq * Sq * Sk: larger problems give no new information
 
 
 def _lattice_lengths(dims: tuple[int, int], mask: str) -> list[tuple[int, int]]:
@@ -282,7 +301,7 @@ def _lattice_lengths(dims: tuple[int, int], mask: str) -> list[tuple[int, int]]:
 
 
 def choice_lattice() -> list[Case]:
-    """Shapes across the range, so that a class of calls shows where ours stops being the faster one."""
+    """Return shapes over the whole range, so that each class of calls shows the limit below which stock is faster."""
     cases = []
     for d, dv in _OWN_DIMS + _SPOT_DIMS:
         for mask in MASKS:
@@ -295,7 +314,7 @@ def choice_lattice() -> list[Case]:
 
 
 def grouped_lattice() -> list[Case]:
-    """Query heads that share few blocks of keys, and one head to each as a yardstick."""
+    """Return cases of query heads that share few KV blocks, and ungrouped heads as a reference."""
     heads = (1, 8, 1), (1, 8, 2), (1, 14, 2), (1, 32, 8), (2, 32, 8), (4, 8, 2), (1, 8, 8)
     seqs = *((s, s) for s in (256, 512, 1024, 2048, 4096)), (4096, 77), (2048, 512)
     return [
@@ -306,7 +325,7 @@ def grouped_lattice() -> list[Case]:
 
 
 def odd_lattice() -> list[Case]:
-    """What Hopper's kernels cannot read: addresses, strides, head dims."""
+    """Return cases with addresses, strides or head dims that the Hopper kernels cannot read."""
     kinds = (("off_by_one", 64), ("odd_rows", 128), ("columns", 64), ("columns", 128), ("columns", 256), ("bhsd", 20),
              ("bhsd", 33), ("bhsd", 100), ("bhsd", 250))  # fmt: skip
     return [
@@ -318,12 +337,12 @@ def odd_lattice() -> list[Case]:
 
 
 TINY = _case("tiny", (1, 8, 8), (128, 128), (64, 64), layout="bhsd")
-TINY_DECODE = _case("tiny_decode", (1, 32, 8), (1, 1024), (128, 128))  # split keys
+TINY_DECODE = _case("tiny_decode", (1, 32, 8), (1, 1024), (128, 128))  # split-KV
 
 
 @dataclass(frozen=True, slots=True)
 class Everyday:
-    """A call from everyday code: a case, what else F.sdpa is given, and whether gradients are taken."""
+    """Call from everyday code: a case, an extra argument of F.sdpa, and whether gradients are computed."""
 
     case: Case
     extra: str = ""  # "", "bool_mask", "padding_mask", "float_bias", "dropout"
@@ -334,7 +353,7 @@ class Everyday:
         return self.case.name + ("_" + self.extra if self.extra else "") + ("_fwd_bwd" if self.grad else "")
 
     def build(self, device: str) -> Callable[[], object]:
-        """The call as user code would make it, on fixed inputs."""
+        """Return a function that makes the call on fixed inputs, as user code does."""
         inputs = make_inputs(self.case, device, requires_grad=self.grad)
         kwargs = self.case.sdpa_kwargs() | extra_arguments(self.extra, self.case, device)
         if not self.grad:

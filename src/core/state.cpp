@@ -32,7 +32,7 @@ int cta_margin() { return thread_margin; }
 
 void Tables::add(FamilyRow row) {
   if (families.size() == kMostFamilies)
-    throw std::runtime_error("torch_flashplug: kMostFamilies is less than FAMILIES");
+    throw std::runtime_error("torch_flashplug: kMostFamilies must be at least the length of FAMILIES.");
   row.backend = keep(row.backend), row.gpus = keep(row.gpus);
   families.push_back(row);
   groups.emplace_back();
@@ -57,9 +57,13 @@ bool Tables::takes_together(int family, int64_t needs) const {
 void Tables::add(const ArgumentRow& row) {
   Signature& signature = signatures[row.kind];
   if (signature.count == kMostArguments)
-    throw std::runtime_error("torch_flashplug: kMostArguments is less than what a kind of kernels takes");
+    throw std::runtime_error(
+        "torch_flashplug: kMostArguments must be at least the number of arguments of each kind of kernel.");
   if (row.rank > kMostDims)
-    throw std::runtime_error(std::string("torch_flashplug: more dims than Arguments has room for: ") + row.name);
+    throw std::runtime_error(
+        std::string(
+            "torch_flashplug: an argument of a kernel must have at most kMostDims dims, but this argument has more: ") +
+        row.name);
   const auto said = [&row](const char* name) { return std::strcmp(name, row.name) == 0; };
   if (const auto name = std::ranges::find_if(kSlotNames, said); name != std::end(kSlotNames)) {
     const Slot slot(static_cast<int>(name - kSlotNames));
@@ -99,7 +103,7 @@ Mode effective_mode() {
 Mode own_op_mode(int64_t baked) {
   if (Mode{baked}.family() >= tables().num_families())
     throw std::runtime_error("torch_flashplug: mode=" + std::to_string(baked) +
-                             " asks for no backend of architectures.py");
+                             " asks for no backend of torch_flashplug/registry/architectures.py.");
   const Mode now = effective_mode(), said{baked & kModeMask};
   const bool as_now = process_backend() != Backend::kAuto || said.with_precision(0).word == 0;
   // Only the tracer knows whether gradients are wanted.

@@ -1,4 +1,5 @@
-// The rule for gradients: whose backward follows our forward, and which of its kernels.
+// The rule for gradients: a kernel of this project or stock runs the backward after a forward kernel of this project,
+// and which kernel.
 #include <algorithm>
 #include <limits>
 
@@ -10,15 +11,17 @@ namespace {
 
 constexpr int64_t kMuchScratch = int64_t{1} << 28;  // bytes
 
-// Whether the workspace of a fused backward would take more memory than the call's operands, output and gradients. Rows
-// are padded to whole blocks there: many short sequences would need many times what they hold.
+// Return true if the workspace of a fused backward is large and takes more memory than the call's operands, output and
+// gradients. The workspace pads rows to whole blocks, so many short sequences would need many times the memory of the
+// operands.
 bool has_much_scratch(const Problem& p, const KernelRow& row) {
   const int64_t bytes = scratch_floats(p, row) * static_cast<int64_t>(sizeof(float));
   const int64_t of_queries = p.B * p.Hq * p.Sq * (p.D + p.Dv), of_keys = p.B * p.Hkv * p.Sk * (p.D + p.Dv);
   return bytes > kMuchScratch && bytes > 2 * (of_queries + of_keys) * facts_of(p.dtype[0]).bytes;
 }
 
-// A kernel for sequences that fit into one of its tiles, which gives every gradient at once; -1 where there is none.
+// Return the kernel row of a single-tile backward, or -1. Such a kernel computes all gradients of sequences that fit
+// into one tile.
 int find_tile_row(const Problem& p, const DeviceFacts& device, const Tables& tables, int family, int64_t wanted) {
   if (wanted != kWantAll || p.by_kind || p.group() != 1) return -1;
   const int found = find_kernel_row(p, kTileBwd, family, device, tables);
@@ -27,10 +30,14 @@ int find_tile_row(const Problem& p, const DeviceFacts& device, const Tables& tab
   return p.Sq <= row.tile_m && p.Sk <= row.tile_n ? found : -1;
 }
 
-// In parts where no other kernel is, where its scratch would have more than 2^31 - 1 floats (kernels count them in 32
-// bits) or more memory than the call itself, where parts were measured to be faster, and where one part is enough: dQ
-// alone is three of seven products, dK and dV are four, but narrow ones lose more by their halves of the columns. Parts
-// add up in one order, too.
+// Return the kernel row of the backward, or -1. The split backward is chosen in these cases:
+// - no other kernel takes the call;
+// - the workspace of the fused kernel would have more than 2^31 - 1 floats, because kernels count floats in 32 bits;
+// - the workspace would take much more memory than the call;
+// - the split backward was measured to be faster;
+// - the call wants only one part. dQ alone needs three of the seven matrix products, dK and dV need four. Kernels for
+//   narrow head dims lose more time by working on halves of the columns (`dkdv_alone` is false);
+// - the call must be batch-invariant. The split backward has a fixed accumulation order.
 int find_backward_row(const Problem& p, const DeviceFacts& device, const Tables& tables, int family, int64_t wanted) {
   const int tile = find_tile_row(p, device, tables, family, wanted);
   if (tile >= 0) return tile;
@@ -45,8 +52,9 @@ int find_backward_row(const Problem& p, const DeviceFacts& device, const Tables&
   return faster >= 0 && tables.choices[faster].serve ? parts : fused;
 }
 
-// Where few blocks of keys leave SMs idle, a block is several tiles, each of which has some of the query heads: as many
-// as are done in the fewest turns. Their results have to be added up, which must be worth it.
+// Return the number of tiles for each block of keys. If few blocks of keys leave SMs idle, several tiles share the
+// query heads of a KV head. The number is the smallest with the fewest rounds of query heads. The results of the tiles
+// must be added up, so the saved rows must reach `rows_spared`.
 int64_t sharing_of(const Problem& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables) {
   const int64_t blocks = p.B * p.Hkv * ceil_div(p.Sk, row.tile_n), sms = std::max(device.sm_count, 1);
   const auto heads_in_turn = [&](int64_t sharing) { return ceil_div(blocks * sharing, sms) * (p.group() / sharing); };
@@ -60,7 +68,7 @@ int64_t sharing_of(const Problem& p, const KernelRow& row, const DeviceFacts& de
 
 BackwardPlan refused(Reason why) { return BackwardPlan{-1, -1, why}; }
 
-// By kernels of one family.
+// Return the backward plan with kernels of a single family, or the reason against the family.
 BackwardPlan attempt(const Problem& p, const DeviceFacts& device, const Tables& tables, int family, int64_t wanted) {
   Reason why;
   if (unsupported(p, device, tables, family, &why, 1) != 0) return refused(why);
@@ -72,7 +80,7 @@ BackwardPlan attempt(const Problem& p, const DeviceFacts& device, const Tables& 
   return BackwardPlan{row, bias_row, {}, shared ? sharing_of(p, tables.kernels[row], device, tables) : 1};
 }
 
-// By those of the family that is asked for, else of the first that can.
+// Return the backward plan of the requested family, or else of the first family able to run the call.
 BackwardPlan attempt_all(const Problem& p, const DeviceFacts& device, const Tables& tables, int asked, int64_t wanted) {
   BackwardPlan plan = attempt(p, device, tables, asked, wanted);
   if (plan.ours()) return plan;
@@ -88,7 +96,7 @@ BackwardPlan attempt_all(const Problem& p, const DeviceFacts& device, const Tabl
 }  // namespace
 
 int64_t scratch_rows(const Problem& p, const KernelRow& row) {
-  // Of sequences on end each has blocks of its own, and what is none's (kernels/features/varlen.py).
+  // Each packed sequence has separate blocks, and so have the rows of no sequence (kernels/features/varlen.py).
   const bool on_end = (p.needs & kRagged) != 0;
   const int64_t blocks = on_end ? p.Sq / row.scratch_rows + p.sequences + 2 : ceil_div(p.Sq, row.scratch_rows);
   return blocks * row.scratch_rows;
@@ -96,13 +104,15 @@ int64_t scratch_rows(const Problem& p, const KernelRow& row) {
 
 int64_t scratch_floats(const Problem& p, const KernelRow& row) {
   if (row.counters == 0) return 0;
-  // dQ in fp32, a counter for each sixteen rows' half of the columns, two for each KV head.
+  // The workspace holds dQ in fp32, a counter for each half of the columns of sixteen rows, and two counters for each
+  // KV head.
   const int64_t rows = scratch_rows(p, row), counters = rows / row.tile_m * row.counters + 2;
   return p.B * p.Hq * (rows * row.d_max + counters);
 }
 
-// Ours wherever it can run: what else could follow our forward is the efficient attention's, which is slower, or
-// math's. Auto takes ours on a GPU that was not measured only where math's would follow.
+// A backward kernel of this project runs wherever possible. The alternatives after a forward of this project are the
+// backward of stock's efficient attention, which is slower, and the math backward. On an unmeasured GPU, the auto mode
+// uses a backward kernel of this project only in place of the math backward.
 BackwardPlan plan_backward(const Problem& given, const DeviceFacts& device, Mode mode, const Tables& tables,
                            int64_t wanted) {
   if (mode.backend() == Backend::kStock) return refused(Reason{Why::kNoKernel});
@@ -110,7 +120,7 @@ BackwardPlan plan_backward(const Problem& given, const DeviceFacts& device, Mode
   const BackwardPlan plan = attempt_all(p, device, tables, std::max(mode.family(), 0), wanted);
   const bool unmeasured = mode.backend() == Backend::kAuto && device.cc != tables.gate.measured_cc;
   if (!plan.ours() || !unmeasured || !efficient_takes(p)) return plan;
-  const int row = std::max(plan.kernel_row, plan.bias_row);  // of the same family
+  const int row = std::max(plan.kernel_row, plan.bias_row);  // both rows have the same family
   return refused(Reason{Why::kUnmeasuredDevice, device.cc, tables.kernels[row].family});
 }
 

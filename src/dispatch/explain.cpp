@@ -1,5 +1,5 @@
-// Plans and reasons in words: what explain() prints, what a forced backend raises, what the log says. Never on the path
-// of a call that is served.
+// Text of plans and reasons: the lines of explain(), the errors of a forced backend, and the lines of the log. A call
+// served by a kernel never runs this code.
 #include "core/flashplug.h"
 
 #include <algorithm>
@@ -33,7 +33,7 @@ std::string fixed(double value) {
   return text;
 }
 
-// What kernels of a family are made of.
+// Return the dtypes of the kernels of a family, as far as query, key and value can have the same dtype.
 std::string elements_text(int family, const char* between, const Tables& tables) {
   std::string out;
   for (int i = 0; i < kNumDTypes; ++i) {
@@ -43,7 +43,7 @@ std::string elements_text(int family, const char* between, const Tables& tables)
   return out;
 }
 
-// As few digits as say it.
+// Return the shortest decimal text with the same value as a double.
 std::string shortest(double value) {
   char text[32];
   int digits = 0;
@@ -52,7 +52,7 @@ std::string shortest(double value) {
   return text;
 }
 
-// Words with the facts of a call where they say {fact}.
+// Replace each {fact} in a text by the value of the fact with the name between the braces.
 std::string with_facts(std::string words, Problem p) {
   visit_facts(p, [&words](const char* name, const auto& fact) {
     const std::string hole = "{" + std::string(name) + "}";
@@ -74,16 +74,19 @@ std::string needs_text(int64_t needs) {
   return names;
 }
 
-// Of features that kernels have, but none has all of them.
+// Return the reason for a call whose features all have kernels, although no single kernel has all of the features.
 std::string together_reason(int64_t needs) {
   if (needs == 0)
-    return "every kernel has features that this call does not need (torch_flashplug/registry/features.py)";
+    return "No kernel matches this call exactly: each candidate applies a feature (for example causal masking) that "
+           "the call does not use.";
   if ((needs & kCausal) != 0 && (needs & kAnyMask) != 0)
-    return "is_causal is given beside attn_mask, which torch does not define (its math raises); pass one mask for both";
-  return "none of these kernels has exactly " + needs_text(needs) + " together; stock attention serves this call";
+    return "is_causal must be False with attn_mask, because PyTorch does not define the combination (its math backend "
+           "raises). Pass one mask for both.";
+  return "No kernel of this backend has exactly this combination of features: " + needs_text(needs) +
+         ". Stock attention serves this call.";
 }
 
-// What was measured of such calls, and this one is not.
+// Return the reason for a call outside the measured classes, with the limits of the nearest measured class.
 std::string unmeasured_reason(int kernel_row, int64_t tiles, const Problem& p, const DeviceFacts& device,
                               const Tables& tables) {
   const KernelRow& kernel = tables.kernels[kernel_row];
@@ -97,14 +100,14 @@ std::string unmeasured_reason(int kernel_row, int64_t tiles, const Problem& p, c
                 number(low ? range.low : range.high) + " (here " + number(range.given) + ")";
     }
   }
-  return std::string("no measured row for this ") + (missed.empty() ? "class of calls" : "call") +
+  return std::string("No measured entry covers this ") + (missed.empty() ? "class of calls" : "call") +
          " (compute capability " + capability(device.cc) + (p.grad ? ", with grad" : ", no grad") +
-         (p.D == p.Dv ? "" : ", D != Dv") + ")" + (missed.empty() ? "" : ": the nearest asks for " + missed) +
-         "; auto takes only what was measured; force it with sdpa_backend('" + tables.families[kernel.family].backend +
-         "')";
+         (p.D == p.Dv ? "" : ", D != Dv") + ")" + (missed.empty() ? "" : ": the nearest entry needs " + missed) +
+         ". The auto mode serves measured calls only. Force a kernel with sdpa_backend('" +
+         tables.families[kernel.family].backend + "').";
 }
 
-// How the keys of a packed tile are split.
+// Return how the keys of a tile of packed query rows are split among CTAs.
 std::string split_text(const Plan& plan, const Problem& p, const DeviceFacts& device, const Tables& tables) {
   const KernelRow& row = tables.kernels[plan.kernel_row];
   const int64_t ctas = plan.tiles * plan.splits.n, sms = std::max(device.sm_count, 1);
@@ -121,8 +124,8 @@ std::string gate_text(const Plan& plan, const Problem& p, const DeviceFacts& dev
   const std::string rows = "Sq*G = " + number(p.Sq) + "*" + number(p.group()) + " = " + number(packed_rows(p));
   std::string why = rows + (gate.decode ? " <= " : " > ") + number(tables.gate.rows);
   if (plan.packed_ns > 0)
-    why += ", <= " + number(tables.gate.wide_rows) + ": about " + fixed(1e-3 * plan.packed_ns) + " us packed, " +
-           fixed(1e-3 * plan.unpacked_ns) + " not";
+    why += ", <= " + number(tables.gate.wide_rows) + ": about " + fixed(1e-3 * plan.packed_ns) +
+           " us with packed rows, " + fixed(1e-3 * plan.unpacked_ns) + " us without";
   if (plan.kernel_row >= 0 && tables.kernels[plan.kernel_row].kind == kDecode)
     return why + ": " + split_text(plan, p, device, tables);
   if (!gate.decode) return why + ": not a decode call";
@@ -130,15 +133,15 @@ std::string gate_text(const Plan& plan, const Problem& p, const DeviceFacts& dev
          "*1 = " + number(gate.tiles) + (gate.closed ? " < " : " >= ") + fixed(tables.gate.occupancy) + "*" +
          number(device.sm_count) + " SMs -> " +
          (!gate.closed           ? "open"
-          : plan.rescue_row >= 0 ? "closed, but stock is not right here"
-          : plan.ours()          ? "closed, but asked for"
+          : plan.rescue_row >= 0 ? "closed, but stock attention is wrong for this call"
+          : plan.ours()          ? "closed, but the backend is requested"
                                  : "stock");
 }
 
 std::string row_text(int choice_row, const Tables& tables) {
   if (choice_row < 0) return "";
   const ChoiceRow& row = tables.choices[choice_row];
-  const char* than = (row.features & kEightBits) != 0 ? " x ours of 16 bits (" : " x stock (";
+  const char* than = (row.features & kEightBits) != 0 ? " x the 16-bit kernel (" : " x stock (";
   return std::string(row.said) + ": " + fixed(row.ratio) + than + row.measured + ")";
 }
 
@@ -153,16 +156,16 @@ std::string name_of(Backend backend, const Tables& tables) {
                           : kBackendNames[static_cast<int>(backend)];
 }
 
-// Why a backend that was not looked at was not needed.
+// Return why the dispatcher did not examine a backend.
 std::string not_needed(const Plan& plan, Mode mode, const Tables& tables) {
   const bool asked = mode.backend() != Backend::kAuto;
-  return name_of(asked ? mode.backend() : plan.backend, tables) + (!asked ? " comes first and serves this call"
+  return name_of(asked ? mode.backend() : plan.backend, tables) + (!asked ? " has priority and serves this call."
                                                                    : mode.is_preference()
-                                                                       ? " is asked for by TORCH_FLASHPLUG_BACKEND"
-                                                                       : " is forced");
+                                                                       ? " is requested by TORCH_FLASHPLUG_BACKEND."
+                                                                       : " is forced.");
 }
 
-// Everything that is in the way of one of our backends.
+// Return all reasons against the kernels of a family for a call.
 std::string family_text(int family, const Plan& plan, const Problem& p, const DeviceFacts& device, Mode mode,
                         const Tables& tables) {
   const Reason& why = plan.why[family];
@@ -170,13 +173,13 @@ std::string family_text(int family, const Plan& plan, const Problem& p, const De
   Reason all[kMaxReasons];
   const int count = unsupported(p, device, tables, family, all, kMaxReasons);
   std::string text = reason_text(why, p, device, tables);
-  for (int i = 1; i < count; ++i) text += "; also: " + reason_text(all[i], p, device, tables);
+  for (int i = 1; i < count; ++i) text += " Also: " + reason_text(all[i], p, device, tables);
   return text;
 }
 
 }  // namespace
 
-// No default: a reason without words does not compile.
+// The switch has no default case, so that a reason without a text does not compile.
 #pragma GCC diagnostic push
 #pragma GCC diagnostic error "-Wswitch"
 std::string reason_text(const Reason& reason, const Problem& p, const DeviceFacts& device, const Tables& tables) {
@@ -187,85 +190,90 @@ std::string reason_text(const Reason& reason, const Problem& p, const DeviceFact
     case Why::kCount:
       break;
     case Why::kDevice:
-      return device.cc == 0 ? "no CUDA device; these kernels run on GPUs"
-                            : "tensors are not all on one CUDA device; move query, key and value to the same GPU";
+      return device.cc == 0 ? "There is no CUDA device. The kernels run on NVIDIA GPUs only."
+                            : "The tensors are not all on one CUDA device. Move query, key and value to the same GPU.";
     case Why::kArch:
-      return "compute capability " + capability(reason.given) + ", these kernels need " +
-             tables.families[reason.allowed].gpus + "; stock attention serves this device";
+      return "The GPU has compute capability " + capability(reason.given) + ", but the kernels of this backend need " +
+             tables.families[reason.allowed].gpus + ". Stock attention serves this device.";
     case Why::kDtype:
-      return std::string("dtype ") + facts_of(p.dtype[0]).name + ", kernels take " +
-             elements_text(reason.allowed, " and ", tables) + "; cast, or use torch.autocast";
+      return std::string("query, key and value have dtype ") + facts_of(p.dtype[0]).name + ", but the kernels take " +
+             elements_text(reason.allowed, " or ", tables) + ". Cast the tensors, or use torch.autocast.";
     case Why::kMixedDtype:
-      return std::string("dtypes differ (") + facts_of(p.dtype[0]).name + ", " + facts_of(p.dtype[1]).name + ", " +
-             facts_of(p.dtype[2]).name + "); cast them all to " + elements_text(reason.allowed, " or ", tables);
+      return std::string("query, key and value must have one dtype, but have ") + facts_of(p.dtype[0]).name + ", " +
+             facts_of(p.dtype[1]).name + ", " + facts_of(p.dtype[2]).name + ". Cast all of the tensors to " +
+             elements_text(reason.allowed, " or ", tables);
     case Why::kFeature:
       return with_facts(tables.features[reason.given].words, p);
     case Why::kTogether:
       return together_reason(reason.given);
     case Why::kScale:
-      return "scale is not finite; stock attention serves this call";
+      return "scale is not finite. Stock attention serves this call.";
     case Why::kProbability:
-      return "dropout_p=" + shortest(p.dropout_p) +
-             " is not above 0 and up to 1; pass one that is (on a GPU stock attention ends the process with others)";
+      return "dropout_p must be above 0 and at most 1, but got " + shortest(p.dropout_p) +
+             ". Pass a valid probability: on a GPU, stock attention ends the process with an invalid one.";
     case Why::kEmpty:
-      return "a dimension is 0; stock attention handles empty tensors";
+      return "A dimension of a tensor is 0. Stock attention handles empty tensors.";
     case Why::kHeadDimStep:
-      return name + " has head dim " + given + ", kernels take multiples of " + allowed + "; pad the head dim";
+      return name + " has head dim " + given + ", but the kernels take multiples of " + allowed + ". Pad the head dim.";
     case Why::kHeadDimLimit:
-      return name + " has head dim " + given + ", kernels take up to " + allowed +
-             "; stock attention serves larger ones";
+      return name + " has head dim " + given + ", but the kernels take at most " + allowed +
+             ". Stock attention serves larger head dims.";
     case Why::kHeadDimOfFeatures:
-      return name + " has head dim " + given + ", kernels with " + needs_text(p.needs) + " take up to " + allowed +
-             "; stock attention serves larger ones";
+      return name + " has head dim " + given + ", but the kernels with " + needs_text(p.needs) + " take at most " +
+             allowed + ". Stock attention serves larger head dims.";
     case Why::kLastStride:
-      return name + " has stride " + given + " in its last dim, kernels need 1; call .contiguous()";
+      return name + " has stride " + given + " in the last dim, but the kernels need stride 1. Call .contiguous().";
     case Why::kAlignment:
-      return name + " is aligned to " + given + " bytes (base address and strides), kernels need " + allowed +
-             "; call .contiguous() or .clone()";
+      return name + " is aligned to " + given + " bytes (base address and strides), but the kernels need " + allowed +
+             ". Call .contiguous() or .clone().";
     case Why::kNoKernel:
-      return "no kernel row " + (p.needs == 0 ? "" : "for " + needs_text(p.needs) + " ") + "takes D=" + number(p.D) +
+      return "No kernel " + (p.needs == 0 ? "" : "with " + needs_text(p.needs) + " ") + "takes D=" + number(p.D) +
              ", Dv=" + number(p.Dv) + ", Sq=" + number(p.Sq) +
              (device.smem_bytes > 0 ? " in " + number(device.smem_bytes) + " bytes of shared memory" : "") +
-             "; see torch_flashplug/registry/kernel_table.py";
+             ". The kernel table is torch_flashplug/registry/kernel_table.py.";
     case Why::kSplits:
-      return "num_splits=" + given + ", no kernel splits this call's keys (with is_causal none does); use num_splits=1";
+      return "num_splits=" + given +
+             " is not possible, because no kernel splits the keys of this call (with is_causal, no kernel does). Use "
+             "num_splits=1.";
     case Why::kUnmeasuredDevice:
-      return "auto takes only what was measured, and no GPU of compute capability " + capability(reason.given) +
-             " was at hand; opt in with TORCH_FLASHPLUG_BACKEND=" + tables.families[reason.allowed].backend +
-             " or sdpa_backend('" + tables.families[reason.allowed].backend + "')";
+      return "The auto mode serves measured calls only, and no GPU of compute capability " + capability(reason.given) +
+             " was available for measurements. Opt in with TORCH_FLASHPLUG_BACKEND=" +
+             tables.families[reason.allowed].backend + " or sdpa_backend('" + tables.families[reason.allowed].backend +
+             "').";
     case Why::kNoRow:
       return unmeasured_reason(static_cast<int>(reason.given), reason.allowed, p, device, tables);
     case Why::kSlower:
-      return "measured " + fixed(static_cast<double>(reason.given) / 1000) +
-             " x stock's speed, auto needs the table's serve ratio; stock is faster";
+      return "Such calls were measured at " + fixed(static_cast<double>(reason.given) / 1000) +
+             " x the speed of stock attention, below the serve ratio of the dispatch table. Stock attention is faster.";
     case Why::kDecodeGate:
-      return "decode gate: " + given + " tiles, " + allowed +
-             " needed to fill the SMs, and no kernel splits this call's keys; stock is faster";
+      return "Decode gate: the call has " + given + " tiles, but " + allowed +
+             " are needed to fill the SMs, and no kernel splits the keys of this call. Stock attention is faster.";
     case Why::kDeterministic:
-      return "torch.use_deterministic_algorithms is on and our deterministic backward does not take this call; use "
-             "torch.no_grad() or the stock backend";
+      return "torch.use_deterministic_algorithms is on, and no deterministic backward kernel takes this call. Use "
+             "torch.no_grad() or the stock backend.";
     case Why::kNoBackward:
-      return "gradients are wanted and no backward of ours takes this call on this GPU; stock serves both directions";
+      return "The call needs gradients, and no backward kernel takes this call on this GPU. Stock attention serves "
+             "both forward and backward.";
     case Why::kNoBiasGradient:
-      return "attn_mask wants a gradient, and no kernel of ours that makes one takes this call";
+      return "attn_mask requires a gradient, and no kernel that computes this gradient takes the call.";
     case Why::kGradientsInEightBits:
-      return "8-bit attention has no backward; use torch.no_grad() or precision='16bit'";
+      return "8-bit attention has no backward. Use torch.no_grad() or precision='16bit'.";
   }
   return "";
 }
 #pragma GCC diagnostic pop
 
-// Which backward follows our forward.
+// Return the backward kernels after a forward kernel of this project, or the reason for a stock backward.
 std::string gradients_text(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables) {
   const BackwardPlan plan = plan_backward(p, device, mode, tables);
   const auto name = [&tables](int row) { return std::string(tables.kernels[row].name); };
   const bool in_tiles = plan.kernel_row >= 0 && tables.kernels[plan.kernel_row].kind == kTileBwd;
   if (plan.ours()) return name(plan.kernel_row) + (plan.bias_row < 0 || in_tiles ? "" : " and " + name(plan.bias_row));
-  return std::string(efficient_takes(p) ? "stock's efficient" : "math's") +
-         " backward; ours: " + reason_text(plan.why, p, device, tables);
+  return std::string(efficient_takes(p) ? "The efficient backward of stock" : "The math backward of stock") +
+         " follows. The reason: " + reason_text(plan.why, p, device, tables);
 }
 
-// Which operands are copied for kernels of ours, and how much that is.
+// Return the operands copied ahead of a kernel, and the number of bytes.
 std::string copies_text(const Problem& p, const Tables& tables) {
   if (!copies_operands(p, tables)) return "";
   const int64_t numbers[kNumOperands] = {p.B * p.Hq * p.Sq * p.D, p.B * p.Hkv * p.Sk * p.D, p.B * p.Hkv * p.Sk * p.Dv};
@@ -278,13 +286,13 @@ std::string copies_text(const Problem& p, const Tables& tables) {
     bytes += static_cast<double>(numbers[i] * facts_of(p.dtype[i]).bytes);
     broadcast |= p.layout[i].broadcast;
   }
-  return names + ": copied into rows of whole " + number(kUnitBytes) + " bytes first, " + fixed(bytes / 1e6) + " MB" +
-         (broadcast ? " less what is broadcast" : "");
+  return names + ": copied first into rows aligned to " + number(kUnitBytes) + " bytes, " + fixed(bytes / 1e6) + " MB" +
+         (broadcast ? " minus the broadcast part" : "");
 }
 
 std::string plan_json(const Plan& plan, const Problem& given, const DeviceFacts& device, Mode mode,
                       const Tables& tables) {
-  // What the plan is one of: with 8 bits, or without them after all.
+  // The plan is for 8 bits, or for 16 bits after the 8-bit plan was rejected. `p` has the features of that plan.
   const bool whole = static_cast<bool>(plan.why_whole);
   const Problem p = whole ? given : as_asked(given, mode);
   std::string out = "{\"backend\": " + quoted(name_of(plan.backend, tables));
@@ -299,9 +307,11 @@ std::string plan_json(const Plan& plan, const Problem& given, const DeviceFacts&
   };
   for (int family = 0; family < tables.num_families(); ++family)
     add(backend_of(family), family_text(family, plan, p, device, mode, tables));
-  add(Backend::kMath, plan.backend == Backend::kStock && mode.backend() != Backend::kStock
-                          ? "never taken unasked; stock's own choice may end in it; force it with sdpa_backend('math')"
-                          : not_needed(plan, mode, tables));
+  add(Backend::kMath,
+      plan.backend == Backend::kStock && mode.backend() != Backend::kStock
+          ? "The math backend is only used on request or as PyTorch's own fallback. Force the math backend with "
+            "sdpa_backend('math')."
+          : not_needed(plan, mode, tables));
   add(Backend::kStock, not_needed(plan, mode, tables));
   const bool measured =
       device.cc != 0 && (plan.choice_row >= 0 || plan.rescue_row >= 0 || plan.gate.decode || plan.splits.n > 1);

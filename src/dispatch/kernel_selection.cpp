@@ -1,5 +1,5 @@
-// Which row of the tables a call gets: the kernel that should be done first, and the measured class that holds the
-// call.
+// Kernel selection: the kernel row with the shortest estimated time for a call, and the measured class (choice row) of
+// a call.
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -11,11 +11,11 @@ namespace flashplug {
 
 namespace {
 
-constexpr int64_t kListedRows = 128;  // of a listed block (spec.LISTED)
-constexpr double kEdgeBlocks = 1;     // what a tile costs beside its KV blocks: start and end, in blocks
-constexpr int64_t kManyRows = 1024, kManyDims = 1024, kManyKeys = 1024;  // more than any tile has
+constexpr int64_t kListedRows = 128;  // query rows of a block in block-sparse lists (spec.LISTED)
+constexpr double kEdgeBlocks = 1;     // cost of the prologue and epilogue of a tile, in KV blocks
+constexpr int64_t kManyRows = 1024, kManyDims = 1024, kManyKeys = 1024;  // larger than the sizes of any tile
 
-// Whether a call's rows start with a sector of what L2 hands out at once.
+// Return true if all rows of the call's tensors start at a sector of L2, the smallest unit of L2 traffic.
 bool whole_sectors(const Problem& p, const KernelRow& row) {
   const auto whole = [&row](int64_t columns, int operand) {
     return columns * facts_of(row.dtype[operand]).bytes % row.sector_bytes == 0;
@@ -23,7 +23,7 @@ bool whole_sectors(const Problem& p, const KernelRow& row) {
   return whole(p.D, 0) && whole(p.D, 1) && whole(p.Dv, 2);
 }
 
-// Elementwise kernels are for the calls that no other can read.
+// Element-wise kernels serve only calls whose tensors vector loads cannot read.
 bool row_fits(const Problem& p, const DeviceFacts& device, const KernelRow& row) {
   return made_of(row, p) && p.D <= row.d_max && p.Dv <= row.dv_max && has_features(row, p.needs) &&
          (row.whole_sectors == 0 || whole_sectors(p, row)) && (row.elementwise != 0) != whole_units(p) &&
@@ -32,14 +32,15 @@ bool row_fits(const Problem& p, const DeviceFacts& device, const KernelRow& row)
 
 bool same_family(const KernelRow& a, const KernelRow& b) { return a.d_max == b.d_max && a.dv_max == b.dv_max; }
 
-// What a head's last tile costs beside a full one: a part always, the rest by the groups of rows that have work.
+// Return the cost of the last tile of a head, relative to a full tile. A fixed part is always paid. The rest is
+// proportional to the groups of rows with work.
 double last_tile(const Problem& p, const KernelRow& row) {
   if (p.Sq % row.tile_m == 0) return 1.0;
   const int64_t rows = ceil_div(p.Sq % row.tile_m, row.group_rows) * row.group_rows;
   return row.last_tile + (1 - row.last_tile) * static_cast<double>(rows) / row.tile_m;
 }
 
-// Sequences on end as ones of their mean length: nobody knows theirs.
+// Return the facts of a batch whose packed sequences all have the mean length. The host does not know the real lengths.
 Problem of_one_length(const Problem& p) {
   Problem mean = p;
   if (p.sequences <= 0) return mean;
@@ -48,9 +49,10 @@ Problem of_one_length(const Problem& p) {
   return mean;
 }
 
-// What kernels are chosen by where a sequence's results must not tell what is beside it: enough sequences for any GPU.
-// How many rows batches have, each of them has; lengths on end, of caches and of tables, and what a window is cut to,
-// are of all together.
+// Return the facts by which the kernel of a batch-invariant call is chosen. The result of a sequence must not depend on
+// the other sequences, so the facts assume enough sequences to fill any GPU. Every batch entry has the same number of
+// query rows, so Sq is kept. Lengths of packed sequences, caches and block tables, and the bounds of a clipped window,
+// belong to all sequences together, so the facts have fixed values for those.
 Problem of_its_kind(const Problem& p) {
   if (!p.by_kind) return p;
   constexpr int64_t sequences = 64, length = 4096;
@@ -64,7 +66,7 @@ Problem of_its_kind(const Problem& p) {
   return kind;
 }
 
-// Blocks of keys that the tiles of a head walk over, and the longest tile's (kernels/parts/window.py).
+// Number of KV blocks visited by all tiles of a head, and by the longest tile (kernels/parts/window.py).
 struct WindowBlocks {
   double all = 0, longest = 0;
 };
@@ -81,8 +83,9 @@ WindowBlocks blocks_of_windows(const Problem& p, const KernelRow& row) {
   return found;
 }
 
-// What find_kernel_row compares. Decode: K and V are read once for each tile, so the fewest tiles, of the fewest rows;
-// then the smallest head dims; then the longest steps, as long as every SM has one. One number, digit after digit.
+// Return the rank of a kernel row; `find_kernel_row` takes the row with the smallest rank. A decode reads K and V once
+// for each tile. So the fewest tiles win, then the fewest rows of a tile, then the smallest head dims, then the longest
+// steps as long as every SM has a step. The criteria form a single number, digit after digit.
 double rank(const Problem& p, const KernelRow& row, const DeviceFacts& device) {
   if (row.kind != kDecode) return estimate(p, row, device);
   const int64_t tiles = packed_tiles(p, row), steps = tiles * ceil_div(p.Sk, row.tile_n);
@@ -92,8 +95,9 @@ double rank(const Problem& p, const KernelRow& row, const DeviceFacts& device) {
 
 }  // namespace
 
-// Time of the whole launch in units of a row's cost: the SMs draw tiles longest first, so it ends when the work is
-// spread evenly or when the longest tile is done, and equal tiles (no causal mask) come in whole waves.
+// Return the time of the whole launch in the unit of `cost`. The SMs fetch tiles from the tile scheduler, longest tile
+// first. So a launch ends when evenly spread work is done, or when the longest tile is done. Tiles of equal length (no
+// causal mask) run in whole waves.
 double estimate(const Problem& given, const KernelRow& row, const DeviceFacts& device) {
   const Problem p = of_one_length(given);
   const int sm_count = std::max(device.sm_count, 1);
@@ -110,7 +114,8 @@ double estimate(const Problem& given, const KernelRow& row, const DeviceFacts& d
     const bool tall = (row.takes & kMask) != 0 && row.tile_m > kListedRows;
     return waves * (all_blocks * (tall ? p.tall : 1.0) + kEdgeBlocks) * row.cost;
   }
-  // Tile i sees the first (i + 1) * tile_m keys, rounded up to whole blocks: by half a step of the pattern on average.
+  // The keys visible to tile i are the first (i + 1) * tile_m, rounded up to whole blocks. On average, rounding adds
+  // half a step of the pattern.
   const double rounding = 0.5 * (1.0 - static_cast<double>(std::gcd(row.tile_m, row.tile_n)) / n);
   const double growing = std::min(num_m, std::floor(static_cast<double>(p.Sk) / m));
   const double blocks = m / n * growing * (growing + 1) / 2 + (num_m - growing) * all_blocks;
@@ -119,8 +124,9 @@ double estimate(const Problem& given, const KernelRow& row, const DeviceFacts& d
   return std::max(work / sm_count, longest) * row.cost;
 }
 
-// Of the rows that fit those with the fewest features that the call does not need; of these, those for the smallest
-// head dims (all, where few of the smallest suit); of these the one that should be done first.
+// Of the rows that fit a call, keep the rows with the fewest unneeded features. Of the remaining rows, keep the rows
+// for the smallest head dims, except if rows of the call's tensors do not start at sectors: then keep all. Return the
+// row with the smallest rank.
 int find_kernel_row(const Problem& given, Kind kind, int family, const DeviceFacts& device, const Tables& tables) {
   const Problem p = of_its_kind(given);
   int best = -1, fewest = 0;
@@ -143,7 +149,8 @@ int find_kernel_row(const Problem& given, Kind kind, int family, const DeviceFac
 
 namespace {
 
-// As stock gets them: rows that it copies, too, count as what they become, columns are math's there.
+// Return the class of the operands as stock receives the operands. Rows copied by stock, too, count as the copies.
+// Tensors with a strided last dim are a class of their own, because stock serves such calls by math.
 Operands operands_of(const Problem& p, const KernelRow& kernel) {
   if (!whole_rows(p)) return kColumns;
   if (kernel.elementwise == 0) return p.D == p.Dv ? kSquare : kMixed;
@@ -168,7 +175,8 @@ int find_row_of_kind(const Problem& p, int kind, const KernelRow& kernel, int64_
   return row == tables.choices.end() ? -1 : static_cast<int>(row - tables.choices.begin());
 }
 
-// A call as rows know it: sequences on end of their mean length, and of a window the keys that a query may see.
+// Return the facts that choice rows are compared with. Packed sequences have the mean length. For a window, Sk is the
+// number of keys visible to a query.
 Problem as_measured(const Problem& given) {
   Problem p = of_one_length(given);
   if ((p.needs & kWindow) != 0) p.Sk = std::min(p.Sk, p.left + p.right + 1);

@@ -1,10 +1,15 @@
-// The dispatcher's rule: pure functions of (Problem, DeviceFacts, Mode, Tables). No torch, no CUDA, no strings on this
-// path.
+// The rule of the dispatcher: pure functions of (Problem, DeviceFacts, Mode, Tables). No torch, no CUDA and no strings
+// are used here.
 //
-// Order of questions, of Hopper's kernels first and then of those for every GPU: can they run this call (support.cpp)?
-// Is there a kernel row (kernel_selection.cpp)? In auto: is it a call that stock is known to fail? Unless forced: is
-// the backward ours, too, where gradients are wanted? In auto: does the decode gate let it through, and does a measured
-// row say that it is at least as fast as stock? The words for every answer are in explain.cpp.
+// The dispatcher asks these questions in order, first about the kernels for Hopper, then about the kernels for every
+// GPU:
+// 1. Can a kernel of the family run the call (support.cpp)?
+// 2. Is there a kernel row (kernel_selection.cpp)?
+// 3. In auto mode: is stock known to fail on the call?
+// 4. Unless a backend is forced, and if gradients are wanted: does a kernel of this project run the backward, too?
+// 5. In auto mode: does the decode gate let the call through?
+// 6. In auto mode: does a measured row say that the kernel is at least as fast as stock?
+// The texts of all answers are in explain.cpp.
 #include <algorithm>
 
 #include "core/flashplug.h"
@@ -13,11 +18,12 @@ namespace flashplug {
 
 namespace {
 
-// Packed rows in splits, or -1: where they are few enough, where splits are asked for, and, of calls with some rows
-// more, where that should take less time than the forward of `unpacked`, whose tiles they do not fill.
+// Return the kernel row of a decode kernel, or -1. A decode kernel packs the query rows of a KV head and splits the
+// keys. Decode runs if the packed rows are few enough or if splits are requested. With somewhat more rows, decode runs
+// if the estimated time is less than that of the forward kernel `unpacked`, whose tiles the rows do not fill.
 int find_decode_row(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables, int family,
                     int unpacked, Plan* plan) {
-  if (p.grad && (p.needs & kMask) != 0) return -1;  // gradients want a digest, which these kernels do without
+  if (p.grad && (p.needs & kMask) != 0) return -1;  // the backward needs mask metadata, and decode makes none
   const int64_t wanted = p.by_kind ? 1 : mode.num_splits();
   const bool few = plan->gate.decode || wanted > 1;
   if (!few && p.by_kind) return -1;
@@ -37,7 +43,7 @@ int find_decode_row(const Problem& p, const DeviceFacts& device, Mode mode, cons
   return found;
 }
 
-// Support, kernel row, splits, tiles; or why kernels of that family cannot run.
+// Fill in kernel row, splits and tiles of the plan, or return the reason why the family cannot run the call.
 Reason resolve(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables, int family, Plan* plan) {
   Reason why;
   if (unsupported(p, device, tables, family, &why, 1) != 0) return why;
@@ -52,8 +58,8 @@ Reason resolve(const Problem& p, const DeviceFacts& device, Mode mode, const Tab
   return {};
 }
 
-// Why kernels that could run should not, unless they are forced. A preferred backend goes ahead of what was measured.
-// given: what stock would get.
+// Return the reason why an able, unforced family should not serve a call. A preferred backend overrides the measured
+// rows. `given` has the facts of the call as stock receives the tensors.
 Reason unwanted(const Problem& p, const Problem& given, const DeviceFacts& device, Mode mode, const Tables& tables,
                 Plan* plan) {
   const KernelRow& kernel = tables.kernels[plan->kernel_row];
@@ -61,9 +67,9 @@ Reason unwanted(const Problem& p, const Problem& given, const DeviceFacts& devic
   if (measured && device.cc != tables.gate.measured_cc) return Reason{Why::kUnmeasuredDevice, device.cc, kernel.family};
   if (measured) plan->rescue_row = find_rescue(given, tables);
   const bool rescued = plan->rescue_row >= 0;
-  if (rescued && (p.needs & kBiases) == 0) return {};  // right goes before fast
-  // What could follow our forward there is slower than what stock has for both, and may not repeat its sums. To a bias
-  // it would be math, which needs memory for every score.
+  if (rescued && (p.needs & kBiases) == 0) return {};  // a correct result has priority over speed
+  // After a forward of this project, a stock backward would be slower than stock for both directions, and its sums may
+  // not be deterministic. For a bias, the math backward would follow, which needs memory for every score.
   const bool grad = p.as_with_gradients();
   if (const BackwardPlan ours = grad ? plan_backward(p, device, mode, tables) : BackwardPlan{}; !ours.ours()) {
     if (ours.why.why == Why::kNoBiasGradient) return ours.why;
@@ -71,14 +77,14 @@ Reason unwanted(const Problem& p, const Problem& given, const DeviceFacts& devic
   }
   if (rescued) return {};
   if (!measured) return {};
-  const bool one_block = p.Sk <= kernel.tile_n;  // of keys: there is nothing to split
+  const bool one_block = p.Sk <= kernel.tile_n;  // a single block of keys cannot be split
   if (plan->gate.closed && kernel.kind != kDecode && !one_block)
     return Reason{Why::kDecodeGate, plan->gate.tiles, plan->gate.needed};
   plan->choice_row = find_choice_row(given, kernel, plan->tiles, tables);
   return slower_by_row(*plan, tables);
 }
 
-// What one family makes of a call: its plan, or stock's with its reason.
+// Return the plan of a family for a call, or a plan for stock with the reason against the family.
 Plan attempt(const Problem& p, const Problem& given, const DeviceFacts& device, Mode mode, const Tables& tables,
              int family) {
   Plan plan;
@@ -117,9 +123,9 @@ Problem as_asked(const Problem& p, Mode mode) {
   return asked;
 }
 
-// Stock where no family serves; under a forced backend the op turns that into an error. Fewer bits are a permission: 16
-// where kernels of 8 cannot run a call, or were not measured to be faster; an order where a block forces them and the
-// backend.
+// The plan is for stock if no family serves the call. Under a forced backend, the op raises an error for a stock plan.
+// A requested 8-bit precision is a permission: calls run in 16 bits if the 8-bit kernels cannot run the call or were
+// not measured to be faster. The precision is an order if a block forces both the precision and the backend.
 Plan plan_call(const Problem& given, const DeviceFacts& device, Mode mode, const Tables& tables) {
   if (mode.asks() == 0) return plan_exactly(given, device, mode, tables);
   const bool order = mode.forces_kernels() && !mode.permits();

@@ -1,5 +1,5 @@
-// The same calls come again and again, layer after layer and step after step: plans that this thread made lately, by
-// everything that plan_call looks at.
+// Cache of the latest plans of a thread. A model repeats the same calls for each layer and each step. The key has all
+// inputs of `plan_call`.
 #include <array>
 
 #include "core/flashplug.h"
@@ -8,14 +8,14 @@ namespace flashplug {
 
 namespace {
 
-constexpr int kPlaceBits = 6;  // of a thread's places; a plan that collides with another one is made again
+constexpr int kPlaceBits = 6;  // a thread has 2^6 places; after a collision of two calls, the plan is made again
 
-// Compared whole: a new field of Problem is a part of the key from the day it exists.
+// Keys are compared with all members. A new field of `Problem` is a part of the key without further code.
 struct Key {
   Problem problem;
   DeviceFacts device;
   Mode mode;
-  uint64_t version = 0;  // no table's: those start at 1
+  uint64_t version = 0;  // versions of tables start at 1, so 0 matches no table
   bool operator==(const Key&) const = default;
 };
 
@@ -24,7 +24,7 @@ struct Place {
   Plan plan;
 };
 
-// Only where to look: what tells most calls of a program apart.
+// Return the place for a call. The hash uses the facts that distinguish most calls of a program.
 size_t place_of(const Problem& p, Mode mode) {
   uint64_t hash = 0;
   for (int64_t fact : {p.B, p.Hq, p.Hkv, p.Sq, p.Sk, p.D, p.Dv, mode.word, p.needs << 1 | static_cast<int64_t>(p.grad)})

@@ -1,5 +1,5 @@
-// Calls of few query rows: the gate in front of them, and among how many CTAs the keys of a tile of rows are split.
-// Pure functions of ints.
+// Decode calls: the decode gate, and the number of CTAs among which the keys of a tile of query rows are split. All
+// functions are pure functions of integers.
 #include "core/flashplug.h"
 
 #include <algorithm>
@@ -11,11 +11,11 @@ namespace flashplug {
 namespace {
 
 constexpr int64_t kFloatBytes = 4;
-constexpr int64_t kPartialBytes = 2 * kFloatBytes;  // written once and read once
+constexpr int64_t kPartialBytes = 2 * kFloatBytes;  // each partial result is written once and read once
 
 int64_t all_rows(const Problem& p) { return p.B * p.Hq * p.Sq; }
 
-// That some query may see.
+// Return the number of keys visible to at least one query.
 int64_t keys_of(const Problem& p) { return (p.needs & kWindow) != 0 ? std::min(p.Sk, p.left + p.right + p.Sq) : p.Sk; }
 
 int64_t kv_bytes(const Problem& p, const KernelRow& row) {
@@ -26,8 +26,9 @@ double partial_ns(const Problem& p, const Tables& tables) {
   return static_cast<double>(all_rows(p) * p.Dv * kPartialBytes) / tables.gate.combine_rate;
 }
 
-// What adding up the splits of every tile takes. In a cluster every CTA adds up its share of a tile, its warpgroups
-// some peers at a time; else a second kernel reads what was written.
+// Return the time in ns for combining the splits of all tiles. In a cluster, every CTA adds up a share of the tile, and
+// each warpgroup reads `peers_at_once` CTAs at a time. Without a cluster, a second kernel reads the partial results
+// from memory.
 double adding_time(const Problem& p, const KernelRow& row, const Tables& tables, Splits splits) {
   if (splits.n == 1) return 0;
   if (splits.in_memory()) return tables.gate.combine_ns + static_cast<double>(splits.n) * partial_ns(p, tables);
@@ -37,19 +38,19 @@ double adding_time(const Problem& p, const KernelRow& row, const Tables& tables,
   return tables.gate.cluster_ns + rounds * share / tables.gate.cluster_rate;
 }
 
-// Splits up to here can be a cluster's.
+// Return the largest number of splits that a cluster can hold.
 int64_t largest_cluster(const KernelRow& row, const Tables& tables) {
   return std::min<int64_t>(row.max_cluster, tables.gate.cluster);
 }
 
-// How often the SMs are filled.
+// Return the number of waves of CTAs, at least 1.
 double waves(const Problem& p, const KernelRow& row, const DeviceFacts& device, Splits splits) {
   const auto ctas = static_cast<double>(packed_tiles(p, row) * splits.n);
   return std::max(1.0, ctas / (row.at_once * std::max(device.sm_count, 1)));
 }
 
-// Time of a call: K and V come from memory while every CTA works through its own blocks, whichever takes longer, and
-// partial results are added up.
+// Return the time in ns of a call: the memory traffic of K and V overlaps with the work of every CTA on its blocks, and
+// the combination of the partial results follows.
 double split_time(const Problem& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables,
                   Splits splits) {
   const double rate = device.memory_rate > 0 ? device.memory_rate : tables.gate.unknown_rate;
@@ -79,7 +80,7 @@ int64_t packed_tiles(const Problem& p, const KernelRow& row) {
 
 int64_t partial_floats(const Problem& p, int64_t splits) { return all_rows(p) * splits * (p.Dv + 2); }
 
-// A cluster where that is the faster way to add up, and where clusters find room.
+// The splits form a cluster if a cluster combines faster than a second kernel and the GPU can place the clusters.
 Splits split_among(const Problem& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables, int64_t n) {
   const Splits apart{n, 1}, together{n, n};
   if (n > largest_cluster(row, tables)) return apart;
@@ -93,22 +94,22 @@ double packed_time(const Problem& p, const KernelRow& row, const DeviceFacts& de
   return tables.gate.wide_ns * waves(p, row, device, splits) + split_time(p, row, device, tables, splits);
 }
 
-// At most one for each block of keys, and partials that the kernels can count in 32 bits.
+// There is at most one split for each block of keys, and kernels must be able to count the partial results in 32 bits.
 int64_t possible_splits(const Problem& p, const KernelRow& row, int64_t wanted) {
   const int64_t countable = std::numeric_limits<int32_t>::max() / partial_floats(p, 1);
   const int64_t most = std::min({ceil_div(keys_of(p), row.tile_n), countable, kMaxSplits});
   return std::clamp<int64_t>(wanted, 1, std::max<int64_t>(most, 1));
 }
 
-// As many as the longest sequence that there may be needs, whose first block need not begin where its window does. Two
-// at least: one writes other roundings.
+// The number of splits is enough for the longest possible sequence, whose first block may begin before the window. The
+// number is at least two, because a single split rounds differently.
 Splits splits_of_size(const Problem& p) {
   const int64_t keys = std::min(p.Sk, keys_of(p) + kSplitUnit - 1);
   return {std::max<int64_t>(ceil_div(keys, p.split_size), 2), 1};
 }
 
-// Every size that a cluster can have is tried; beyond, what CTAs work and what is combined weigh least together where
-// they are equal: at blocks * cost / n = n * partial_ns.
+// All cluster sizes are tried. For more splits, the sum of the work of a CTA and the time of combining is smallest
+// where both are equal: at blocks * cost / n = n * partial_ns.
 Splits best_of(const Problem& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables, int64_t most) {
   const int64_t blocks = ceil_div(keys_of(p), row.tile_n);
   const auto equal = static_cast<int64_t>(std::sqrt(static_cast<double>(blocks * row.cost) / partial_ns(p, tables)));
@@ -124,8 +125,8 @@ Splits best_of(const Problem& p, const KernelRow& row, const DeviceFacts& device
   return best;
 }
 
-// More CTAs than SMs read faster where a kernel says so; but more splits take longer to add up, too, than this knows
-// where a mask hides most keys.
+// Kernels with `at_once` > 1 read faster with more CTAs than SMs. If a mask hides most keys, combining more splits
+// takes longer than this estimate, so the CTAs must save at least `shared_ns`.
 Splits best_splits(const Problem& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables) {
   const auto of = [&](int64_t ctas) {
     return best_of(p, row, device, tables, possible_splits(p, row, ctas / packed_tiles(p, row)));

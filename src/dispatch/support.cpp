@@ -1,4 +1,5 @@
-// Whether kernels of an architecture can run a call at all, whatever their speed. The words are in explain.cpp.
+// Checks whether the kernels of an architecture can run a call at all, whatever the speed. The texts are in
+// explain.cpp.
 #include <algorithm>
 #include <bit>
 #include <utility>
@@ -13,7 +14,8 @@ bool is_empty(const Problem& p) {
 
 namespace {
 
-// Collects reasons up to a limit, so that one list of checks serves both the fast "may I?" and the full "why not?".
+// Collector of reasons up to a limit. A single list of checks serves both the fast test (is there any reason?) and the
+// full list of reasons.
 struct Collector {
   Reason* reasons;
   int limit;
@@ -24,8 +26,9 @@ struct Collector {
   }
 };
 
-// The largest head dims that such kernels hold on this device; 0: there are none. Of those that are made of what the
-// call is, and have what it needs; a call that is to be cast first may become any, one that nothing takes need nothing.
+// Largest head dims of the kernels of a family on a device; 0 if there are no such kernels. Only kernels with the
+// dtypes and features of the call count. A call with an unsupported dtype must be cast first, so kernels of all dtypes
+// count. If no kernel takes the features of the call together, the features do not count.
 struct HeadDims {
   int64_t d = 0, dv = 0;
 };
@@ -33,7 +36,7 @@ HeadDims largest_head_dims(const Problem& p, int family, bool elementwise, const
                            const Tables& tables) {
   const bool cast = !tables.made_of(family, p.dtype), taken = tables.takes_together(family, p.needs);
   HeadDims most;
-  for (const Kind kind : {kFwd, kDecode}) {  // some calls have kernels of few rows alone
+  for (const Kind kind : {kFwd, kDecode}) {  // some calls have only decode kernels
     if (most.d != 0) break;
     for (int element = 0; element < kNumDTypes; ++element) {
       for (int i : tables.of(kind, family, static_cast<DType>(element))) {
@@ -47,7 +50,7 @@ HeadDims largest_head_dims(const Problem& p, int family, bool elementwise, const
   return most;
 }
 
-// What is known before shapes are.
+// Add the reasons that are known before the shapes.
 void add_class_reasons(const Problem& p, const DeviceFacts& device, const Tables& tables, int family, Collector* out) {
   if (!p.on_cuda || device.cc == 0)
     out->add(Why::kDevice);
@@ -70,7 +73,7 @@ void add_broken_units(const Problem& p, Collector* out) {
   const int64_t dims[kNumOperands] = {p.D, p.D, p.Dv};
   for (int i = 0; i < kNumOperands; ++i) {
     const int64_t step = unit_elements(p.dtype[i]);
-    const bool said = i == 1 && step == unit_elements(p.dtype[0]);  // of the query
+    const bool said = i == 1 && step == unit_elements(p.dtype[0]);  // already reported for the query
     if (dims[i] % step != 0 && !said) out->add(Why::kHeadDimStep, dims[i], step, i);
   }
   for (int i = 0; i < kNumOperands; ++i) {
@@ -104,8 +107,8 @@ bool whole_units(const Problem& p) {
   return whole_dims(p) && std::all_of(p.layout, p.layout + kNumOperands, whole);
 }
 
-// Stock's kernels get copies as well (stock_workarounds.cpp), but for a last dim that is not contiguous, which goes to
-// math. Plain calls are not copied, whatever rows a table has.
+// The kernels of stock get copies as well (stock_workarounds.cpp). Only calls with a strided last dim go to math
+// instead. Plain calls are never copied, whatever rows a table has.
 bool copies_operands(const Problem& p, const Tables& tables) {
   return (p.needs & ~kCausal) != 0 && !whole_units(p) && whole_dims(p) &&
          std::none_of(tables.kernels.begin(), tables.kernels.end(),
@@ -121,9 +124,10 @@ Problem as_read(const Problem& p, const Tables& tables) {
   return read;
 }
 
-// It knows one of the things that calls may need; a call with any other one would come back without it. (Dropout, too,
-// but it draws other bits than kernels of ours and math, and its tensors do not say whose seed they hold: no backward
-// could tell.) And it is made of these dtypes, whatever else is in kDTypes.
+// Stock's efficient attention supports a causal mask and no other feature of `kFeatures`; a call with another feature
+// would return a result without the feature. The efficient attention has dropout, too, but draws other bits than the
+// kernels of this project and math. The tensors do not say whose seed they hold, so no backward could tell. The dtypes
+// below are the only supported dtypes, whatever else is in `kDTypes`.
 bool efficient_takes(const Problem& p) {
   constexpr int64_t made_of = dtype_bit("bfloat16") | dtype_bit("float16") | dtype_bit("float32");
   return (p.needs & ~kCausal) == 0 && (made_of >> static_cast<int>(p.dtype[0]) & 1) != 0 && p.dtype[0] == p.dtype[1] &&
@@ -132,7 +136,7 @@ bool efficient_takes(const Problem& p) {
 
 namespace {
 
-// What the class of a call says, before its shapes are read.
+// Facts known from the class of a call, before the shapes are read.
 constexpr int64_t kFactsOfClass = kMasked | kBiased | kWideBiased | kAllDropped | kGradients;
 
 int64_t facts_of_class(const Problem& p) {
@@ -145,9 +149,9 @@ int64_t facts_of_class(const Problem& p) {
   return facts;
 }
 
-constexpr int64_t kMostOfGrid = 65535;  // CTAs along the second and third dim of a grid
+constexpr int64_t kMostOfGrid = 65535;  // limit of CTAs along the second and third dim of a grid
 
-// facts: those that hold, or may.
+// Return the first rescue row for a call, or -1. `facts` has the call facts that hold, or may hold.
 int find_rescue_of(const Problem& p, int64_t facts, const Tables& tables) {
   const auto row = std::find_if(tables.rescues.begin(), tables.rescues.end(), [facts, &p](const RescueRow& rescue) {
     return (facts & rescue.facts) == rescue.facts && (p.needs & ~rescue.features) == 0;
@@ -190,10 +194,10 @@ int unsupported(const Problem& given, const DeviceFacts& device, const Tables& t
     return out.count;
   }
   const bool whole = whole_units(p);
-  // What others could hold is not in the way.
+  // If the family does not run on this GPU, the shared memory of the GPU is no limit: the reason is the architecture.
   const DeviceFacts holder = runs_on(tables.families[family], device.cc) ? device : DeviceFacts{};
   HeadDims most = largest_head_dims(p, family, !whole, holder, tables);
-  if (!whole && most.d == 0) {  // no kernel of this family goes element by element
+  if (!whole && most.d == 0) {  // the family has no element-wise kernel
     add_broken_units(p, &out);
     most = largest_head_dims(p, family, false, holder, tables);
   }
@@ -210,7 +214,7 @@ int unsupported(const Problem& given, const DeviceFacts& device, const Tables& t
   return out.count;
 }
 
-// A backend that is asked for goes ahead of choice rows, which hold for the GPU that was measured.
+// A requested backend overrides the choice rows, which hold only for the measured GPU.
 bool class_may_serve(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables) {
   const auto may_run = [&](int family) {
     Reason why;

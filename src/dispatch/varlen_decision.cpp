@@ -1,5 +1,5 @@
-// The rule of torch's varlen_attn: a mode that forces kernels first, then the measured rows of the kernel that torch
-// itself would run (VARLEN_ROWS of dispatch_table.py).
+// The rule of torch's varlen_attn. A mode can force kernels. Otherwise, the measured rows of torch's own kernel for the
+// call decide (VARLEN_ROWS of dispatch_table.py).
 #include "dispatch/varlen_decision.h"
 
 #include <algorithm>
@@ -8,20 +8,22 @@ namespace flashplug {
 
 namespace {
 
-constexpr int64_t kMaxDecodeRows = 128;    // of torch 2.14: up to so many query rows cuDNN is not asked
-constexpr int64_t kLargestCudnnDim = 128;  // of torch 2.15 on Hopper
+constexpr int64_t kMaxDecodeRows = 128;    // torch 2.14 does not use cuDNN for calls of at most so many query rows
+constexpr int64_t kLargestCudnnDim = 128;  // limit of torch 2.15 on Hopper
 constexpr int64_t kLargestDim = 256, kDimStep = 8;
 
 bool is_window(const VarlenCall& call, VarlenWindow window) { return call.window == static_cast<int64_t>(window); }
 
-// Of torch 2.14: _can_use_cudnn of torch/nn/attention/varlen.py, for calls that kernels of ours take.
+// Return true if torch 2.14 runs cuDNN. The rule is `_can_use_cudnn` of torch/nn/attention/varlen.py, reduced to the
+// calls that the kernels of this project take.
 bool fits_cudnn(const VarlenCall& call) {
   const bool grouped = call.enable_gqa != 0 || call.heads_q != call.heads_k;
   return call.into == 0 && call.max_q > kMaxDecodeRows && is_window(call, VarlenWindow::kNone) && !grouped &&
          call.splits < 0;
 }
 
-// Of torch 2.15, whose op is told of its choice: calls that can be cuDNN's on some machine with a Hopper GPU.
+// Return true if torch 2.15 can run cuDNN for the call on some machine with a Hopper GPU. The op of torch 2.15 receives
+// the choice as an argument.
 bool may_be_cudnns(const VarlenCall& call) {
   return !is_window(call, VarlenWindow::kOther) && call.splits < 0 && std::max(call.D, call.Dv) <= kLargestCudnnDim;
 }
@@ -53,25 +55,26 @@ std::string said(const VarlenCall& call, const VarlenVerdict& verdict, int cc) {
   const std::string stock = kVarlenKernelSaid[stock_varlen(call, cc)];
   switch (verdict.exit) {
     case VarlenExit::kDisabled:
-      return "the plugin is disabled; call torch_flashplug.enable()";
+      return "The plugin is disabled. Call torch_flashplug.enable().";
     case VarlenExit::kOtherBackend:
-      return "another backend is asked for";
+      return "Another backend is requested.";
     case VarlenExit::kNotAllowed:
-      return "torch.nn.attention.sdpa_kernel allows neither FLASH_ATTENTION nor OVERRIDEABLE";
+      return "torch.nn.attention.sdpa_kernel allows neither FLASH_ATTENTION nor OVERRIDEABLE.";
     case VarlenExit::kNotTaken:
-      return "kernels of ours do not take " + lacking_text(call);
+      return "The kernels of this project do not support a call with " + lacking_text(call);
     case VarlenExit::kForced:
-      return "forced";
+      return "The backend is forced.";
     case VarlenExit::kServed:
-      return "torch would run " + stock;
+      return "PyTorch would run " + stock;
     case VarlenExit::kDevice:
       return "varlen_attn was not measured on compute capability " + capability(cc) +
-             "; use sdpa_backend('fa3') or sdpa_backend('fa2')";
+             ". Use sdpa_backend('fa3') or sdpa_backend('fa2').";
     case VarlenExit::kUnmeasured:
-      return "torch would run " + stock +
-             ", and no row of VARLEN_ROWS (dispatch_table.py) compares ours with it; use sdpa_backend('fa3')";
+      return "PyTorch would run " + stock +
+             ", and no measured entry compares the kernels of this project with that kernel (VARLEN_ROWS of "
+             "torch_flashplug/registry/dispatch_table.py). Use sdpa_backend('fa3').";
     case VarlenExit::kSlower:
-      return "torch would run " + stock + ", which was measured to be faster";
+      return "PyTorch would run " + stock + ", which was measured to be faster.";
     case VarlenExit::kCount:
       break;
   }
@@ -81,7 +84,7 @@ std::string said(const VarlenCall& call, const VarlenVerdict& verdict, int cc) {
 }  // namespace
 
 VarlenKernel stock_varlen(const VarlenCall& call, int cc) {
-  const bool has_cudnn = cc / 10 == 9 || cc / 10 == 10;  // GPUs that torch asks cuDNN on
+  const bool has_cudnn = cc / 10 == 9 || cc / 10 == 10;  // torch considers cuDNN on these GPUs
   switch (static_cast<VarlenRule>(call.rule)) {
     case VarlenRule::kFlash:
       return kVarlenFlash;
@@ -144,8 +147,8 @@ std::string varlen_json(const VarlenCall& call, const VarlenVerdict& verdict, Mo
 }
 
 std::string forced_varlen_error(const VarlenCall& call, Mode mode, const Tables& tables) {
-  return "varlen_attn: kernels of ours do not take " + lacking_text(call) + "; call it outside of sdpa_backend('" +
-         tables.families[mode.family()].backend + "')";
+  return "varlen_attn: the forced kernels do not support a call with " + lacking_text(call) +
+         ". Call varlen_attn outside of sdpa_backend('" + tables.families[mode.family()].backend + "').";
 }
 
 }  // namespace flashplug

@@ -68,7 +68,9 @@ T as(StableIValue value) {
 LiveSchema::Boxing LiveSchema::boxing_of(std::string_view type) {
   const bool maybe = type.ends_with('?'), list = type.find('[') != type.npos;
   const bool tensor = type.starts_with("Tensor");
-  if (list && (tensor || !maybe)) throw std::runtime_error("torch_flashplug: lists of " + std::string(type));
+  if (list && (tensor || !maybe))
+    throw std::runtime_error("torch_flashplug: an argument of torch's op must not be a list of type " +
+                             std::string(type));
   if (!maybe) return tensor ? Boxing::kTensor : Boxing::kPlain;
   return list ? Boxing::kMaybeList : tensor ? Boxing::kMaybeTensor : Boxing::kMaybeNumber;
 }
@@ -82,7 +84,9 @@ LiveSchema::LiveSchema(std::string_view schema) {
     const std::string_view item = list.substr(0, comma);
     list = comma == list.npos ? std::string_view() : list.substr(comma + 2);
     if (item == "*") continue;
-    if (count_ == kMost) throw std::runtime_error("torch_flashplug: an op of more arguments than LiveSchema::kMost");
+    if (count_ == kMost)
+      throw std::runtime_error(
+          "torch_flashplug: torch's op must have at most LiveSchema::kMost arguments, but has more.");
     const size_t space = item.rfind(' ');
     const std::string_view name = item.substr(space + 1, item.find('=', space) - space - 1);
     const auto known =
@@ -109,7 +113,8 @@ void LiveSchema::free(const StableIValue* arguments) const {
 
 Boxed::Boxed(const LiveSchema& signature, StableIValue* stack, uint64_t count) : signature_(signature), stack_(stack) {
   if (count != static_cast<uint64_t>(signature.count()))
-    throw std::runtime_error("torch_flashplug: an op of torch's was called with other arguments than its schema has");
+    throw std::runtime_error(
+        "torch_flashplug: torch's op must be called with the arguments of the schema, but got another number.");
   std::copy_n(stack, count, given_.begin());
 }
 

@@ -62,7 +62,9 @@ bool is_ours_to_run(const Boxed& given, bool gradients) {
 // ---- stock's kernels ----
 
 void need_stock() {
-  if (!has_stock_rows()) throw std::runtime_error("torch_flashplug: this torch has no efficient attention here");
+  if (!has_stock_rows())
+    throw std::runtime_error(
+        "torch_flashplug: this torch has no efficient attention here, so stock cannot serve the call.");
 }
 
 // Operands in layouts that stock can read. Absent operands stay null.

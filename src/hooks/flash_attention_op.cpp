@@ -78,7 +78,9 @@ OnEndCall as_stock_takes_it(const Boxed& given) {
 }
 
 void need(bool there) {
-  if (!there) throw std::runtime_error("torch_flashplug: this torch has no flash attention of its own here");
+  if (!there)
+    throw std::runtime_error(
+        "torch_flashplug: this torch has no flash attention here, so stock cannot serve the call.");
 }
 
 // ---- owner of a call ----
@@ -202,7 +204,9 @@ void open_flash(const char* dispatch_key) {
   const bool on_cpu = std::strcmp(dispatch_key, "CPU") == 0;
   library().reset();
   if (forward_op.schema.load() == nullptr || backward_op.schema.load() == nullptr || !(on_cpu || has_stock_on_end()))
-    throw std::runtime_error("torch_flashplug: this torch's flash attention is not one that can be called from here");
+    throw std::runtime_error(
+        "torch_flashplug: the flash attention of this torch cannot be called: the schema is unknown, or symbols are "
+        "missing.");
   auto made = std::make_unique<StableLibrary>(StableLibrary::Kind::IMPL, "aten", dispatch_key, kOwner, __LINE__);
   made->impl(forward_op.name, &forward);
   made->impl(backward_op.name, &backward);

@@ -206,7 +206,7 @@ int64_t stock_choice(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v,
 
 int install(int slot) {
   std::lock_guard<std::mutex> lock(install_mutex);
-  if (slot < 0 || slot >= kStubSlots) return fail(1, "no such slot; use 1 (CUDA) or 0 (CPU, tests)");
+  if (slot < 0 || slot >= kStubSlots) return fail(1, "the slot does not exist; use 1 (CUDA) or 0 (CPU, tests)");
   const TorchSymbols& torch = torch_symbols();
   if (const char* symbol = torch.lacking())
     return fail(2, std::string("this torch lacks ") + symbol + "; use TORCH_FLASHPLUG_HOOK=composite");
@@ -217,7 +217,7 @@ int install(int slot) {
   if (slot == 1 && old == nullptr) {
     if (dlopen("libtorch_cuda.so", RTLD_NOLOAD | RTLD_NOW) == nullptr)
       return fail(4, "this torch is a CPU build; there is nothing to route");
-    return fail(5, "the CUDA slot of the choice stub is empty");
+    return fail(5, "the CUDA slot of torch's choice function is empty");
   }
   if (slot == 1 && !lies_in(old, "libtorch_cuda"))
     return fail(6, "the CUDA slot already holds another plugin's function");
@@ -229,7 +229,7 @@ int install(int slot) {
 
 int uninstall(int slot) {
   std::lock_guard<std::mutex> lock(install_mutex);
-  if (!installed(slot)) return fail(7, "it is not in place");
+  if (!installed(slot)) return fail(7, "the router is not in place");
   slot_pointer(slot)->store(saved[slot].load(std::memory_order_acquire), std::memory_order_release);
   return 0;
 }

@@ -77,17 +77,14 @@ struct Fault {
 // The first fault of the chosen backend counts.
 constexpr Fault kFaults[] = {
     // torch allows any p from 0 to 1
-    {"refuses a dropout_p of 1, or gives NaN", drops_everything, {kChoiceCudnn, kChoiceFlash, kChoiceEfficient}, false},
-    {"would give NaN with this scale", has_unusual_scale, {kChoiceCudnn, kChoiceFlash}, true},
-    {"reads masks of fp32 as if they were of 16 bits, or refuses them",
-     has_wide_bias,
-     {kChoiceCudnn, kChoiceEfficient},
-     false},
-    {"may attend to all keys where a row sees none, or give NaN in its gradients",
+    {"rejects dropout_p=1, or returns NaN", drops_everything, {kChoiceCudnn, kChoiceFlash, kChoiceEfficient}, false},
+    {"would return NaN with this scale", has_unusual_scale, {kChoiceCudnn, kChoiceFlash}, true},
+    {"reads fp32 masks as 16-bit masks, or rejects fp32 masks", has_wide_bias, {kChoiceCudnn, kChoiceEfficient}, false},
+    {"may attend to all keys in rows without a visible key, or return NaN in the gradients of such rows",
      has_mask_in_transform,
      {kChoiceCudnn},
      true},
-    {"gives NaN in gradients where the scores of a row are all below about -88",
+    {"returns NaN in gradients if the scores of a row are all below about -88",
      has_unmasked_rest,
      {kChoiceCudnn},
      true},

@@ -357,7 +357,7 @@ void repair(int backends) {
     library() = std::move(made);
     repaired = possible;
   }
-  if (possible != backends) throw std::runtime_error("torch_flashplug: this torch lacks CUDA attention to repair");
+  if (possible != backends) throw std::runtime_error("torch_flashplug: this torch lacks CUDA attention to repair.");
 }
 
 }  // namespace flashplug

@@ -47,7 +47,7 @@ const LiveSchema& schema_of(Op& op) {
     known = op.schema.load(std::memory_order_acquire);
   }
   if (known == nullptr)
-    throw std::runtime_error(std::string("torch_flashplug: what torch_attn::") + op.name + " takes is not known");
+    throw std::runtime_error(std::string("torch_flashplug: the schema of torch_attn::") + op.name + " is not known.");
   return *known;
 }
 

@@ -50,7 +50,9 @@ Owned rows_first(Owned x, AtenTensorHandle operand) {
 
 AtenTensorHandle operand(const Boxed& given, Arg arg) {
   const AtenTensorHandle found = given.tensor(arg);
-  if (found == nullptr) throw std::runtime_error("torch_flashplug: attention without one of its operands");
+  if (found == nullptr)
+    throw std::runtime_error(
+        "torch_flashplug: torch's attention op must get query, key and value, but an operand is missing.");
   return found;
 }
 
@@ -85,7 +87,8 @@ Owned rows_of(AtenTensorHandle lse, const Problem& p) {
   const int64_t dims = dims_of(lse), skipped = 3 - dims;
   const Shape have = shape_of(lse);
   if (skipped < 0 || !std::equal(have.size, have.size + dims, size + skipped))
-    throw std::runtime_error("torch_flashplug: an LSE is not that of its query");
+    throw std::runtime_error(
+        "torch_flashplug: the logsumexp must have the shape (B, Hq, Sq) or (Hq, Sq) of the query.");
   const bool on_end = std::equal(have.stride, have.stride + dims, stride + skipped);
   const Owned packed =
       on_end ? Owned::share(lse) : new_like(lse, static_cast<int>(dims), size + skipped, stride + skipped, lse);

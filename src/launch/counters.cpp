@@ -30,7 +30,7 @@ struct DeviceCounters {
 DeviceCounters& counters_of(int device_index) {
   static DeviceCounters devices[kMaxDevices];
   if (device_index < 0 || device_index >= kMaxDevices)
-    throw std::runtime_error("torch_flashplug: device index out of range");
+    throw std::runtime_error("torch_flashplug: the index of a device must be at least 0 and less than kMaxDevices.");
   return devices[device_index];
 }
 
@@ -38,7 +38,9 @@ std::mutex mutex;
 
 char* allocate(uint32_t count) {
   void* memory = device_zeros(count * kCounterBytes);
-  if (memory == nullptr) throw std::runtime_error("torch_flashplug: no device memory for launch counters (64 KiB)");
+  if (memory == nullptr)
+    throw std::runtime_error(
+        "torch_flashplug: the GPU has no free memory for the launch counters (64 KiB). Free some memory.");
   return static_cast<char*>(memory);
 }
 

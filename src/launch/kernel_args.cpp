@@ -78,7 +78,7 @@ void Arguments::tensor(Slot slot, AtenTensorHandle tensor, bool writes) {
   Described& out = described_[parameter.place];
   Shape shape;
   if (!read_shape(tensor, &shape))
-    throw std::runtime_error("torch_flashplug: a tensor has no concrete shape at launch");
+    throw std::runtime_error("torch_flashplug: each tensor of a kernel must have a concrete shape at launch.");
   const void* data = nullptr;
   if (writes)
     data = mutable_data(tensor);
@@ -133,7 +133,8 @@ void Arguments::throw_for_unsaid() const {
     if (takes(slot) && packed_[signature_.of(slot).place].type_index == kTVMFFINone)
       names += std::string(names.empty() ? "" : ", ") + kSlotNames[i];
   }
-  throw std::runtime_error("torch_flashplug: a kernel takes " + names + ", which this call does not have");
+  throw std::runtime_error("torch_flashplug: the kernel takes " + names +
+                           ", but the call does not provide such arguments.");
 }
 
 void Arguments::stream(void* stream) {

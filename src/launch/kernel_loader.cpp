@@ -82,7 +82,7 @@ KernelCall find_in_packs(const std::string& name, const DeviceFacts& device, std
       continue;
     }
     if (void* symbol = dlsym(pack.library, ("__tvm_ffi_" + name).c_str())) return reinterpret_cast<KernelCall>(symbol);
-    *why = "kernel pack " + pack.path + " does not hold it";
+    *why = "kernel pack " + pack.path + " does not contain the kernel";
   }
   return nullptr;
 }

@@ -31,10 +31,10 @@ Owned as_kernels_read(const ForwardCall& call, const Problem& p, const TensorCla
   const int64_t unit = kUnitBytes / element_bytes(bias);
   int64_t size[4], stride[4];
   if (!right_dtype(bias, p))
-    throw std::runtime_error("torch_flashplug: attn_mask must be bool, float32 or of the query's dtype");
-  if (!beside(bias, query)) throw std::runtime_error("torch_flashplug: attn_mask must be on the device of query");
+    throw std::runtime_error("torch_flashplug: attn_mask must be bool, float32 or of the query's dtype.");
+  if (!beside(bias, query)) throw std::runtime_error("torch_flashplug: attn_mask must be on the device of query.");
   if (!spread(bias, p, size, stride))
-    throw std::runtime_error("torch_flashplug: attn_mask must have 2 to 4 dims that broadcast to (B, Hq, Sq, Sk)");
+    throw std::runtime_error("torch_flashplug: attn_mask must have 2 to 4 dims that broadcast to (B, Hq, Sq, Sk).");
   if (p.Sk == 1) stride[3] = 1;
   const bool hopper = tables().families[row.family].arch >= 90;
   const bool shared = row.kind != kDecode && stride[2] == 0 && p.Sq > row.group_rows;  // all queries share a mask row

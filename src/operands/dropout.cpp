@@ -31,7 +31,8 @@ Owned give_seed(AtenTensorHandle seed, const TensorClass& query, Arguments* argu
                     aoti_torch_get_device_index(seed, &device_index) == 0;
   const bool beside = device_type == query.device_type && device_index == query.device_index;
   if (!read || numbers != 1 || dtype != aoti_torch_dtype_int64() || !beside)
-    throw std::runtime_error("torch_flashplug: seed must be one int64 on the device of query, the forward's");
+    throw std::runtime_error(
+        "torch_flashplug: seed must be a single int64 on the device of query. Pass the seed of the forward.");
   constexpr int64_t one = 1;
   Owned given = view(seed, 1, &one, &one);
   arguments->tensor("seed", given.get());

@@ -100,7 +100,9 @@ Masked digested_before(AtenTensorHandle digest, const Problem& p, bool gradients
   const bool fits = rows > 0 && (shape.size[0] == 1 || shape.size[0] == p.B) &&
                     (shape.size[1] == 1 || shape.size[1] == p.Hq) &&
                     (holds(rows, true) || (!gradients && holds(rows, false)));
-  if (!fits) throw std::runtime_error("torch_flashplug: attn_bias is int32 and no mask that a forward has kept");
+  if (!fits)
+    throw std::runtime_error(
+        "torch_flashplug: attn_bias must be the mask kept by a forward if the dtype is int32, but the shape differs.");
   const int64_t size[4] = {0, 0, rows, 0}, stride[4] = {};
   return {view(digest, 4, size, stride), Owned::share(digest)};
 }
@@ -109,9 +111,9 @@ Masked digested_before(AtenTensorHandle digest, const Problem& p, bool gradients
 Masked masked(const ForwardCall& call, const Problem& p, const TensorClass& query, bool digest, bool gradients) {
   if (is_digest(call.mask)) return digested_before(call.mask, p, gradients);
   int64_t size[4], stride[4];
-  if (!beside(call.mask, query)) throw std::runtime_error("torch_flashplug: attn_mask must be on the device of query");
+  if (!beside(call.mask, query)) throw std::runtime_error("torch_flashplug: attn_mask must be on the device of query.");
   if (!spread(call.mask, p, size, stride))
-    throw std::runtime_error("torch_flashplug: attn_mask must have 2 to 4 dims that broadcast to (B, Hq, Sq, Sk)");
+    throw std::runtime_error("torch_flashplug: attn_mask must have 2 to 4 dims that broadcast to (B, Hq, Sq, Sk).");
   if (!digest) return {view(call.mask, 4, size, stride), Owned()};
   size[2] = rows_of(p, stride);
   Owned room = call.digest != nullptr ? Owned::share(call.digest)
@@ -207,8 +209,9 @@ AtenTensorHandle digest_of(AtenTensorHandle left) {
 
 void refuse_kept(AtenTensorHandle mask) {
   if (mask != nullptr && is_kept(mask))
-    throw std::runtime_error(std::string("torch_flashplug: attn_mask is ") + (is_digest(mask) ? "int32" : "uint8") +
-                             "; use bool, float32 or the query's dtype");
+    throw std::runtime_error(
+        std::string("torch_flashplug: attn_mask must be bool, float32 or of the query's dtype, but got ") +
+        (is_digest(mask) ? "int32" : "uint8") + ". Cast the mask.");
 }
 
 Masked give_mask(const ForwardCall& call, const Problem& p, const TensorClass& query, bool gradients,

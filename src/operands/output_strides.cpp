@@ -13,7 +13,9 @@ Owned empty_strided(int dims, const int64_t* size, const int64_t* stride, int32_
 
 Shape shape_of(AtenTensorHandle tensor) {
   Shape shape;
-  if (!read_shape(tensor, &shape)) throw std::runtime_error("torch_flashplug: a tensor has no concrete shape");
+  if (!read_shape(tensor, &shape))
+    throw std::runtime_error(
+        "torch_flashplug: a tensor must have a concrete shape, but the shape is symbolic or unknown.");
   return shape;
 }
 

@@ -64,8 +64,8 @@ Owned planned(const ForwardCall& call, const Problem& p, const KernelRow& row, c
       !beside(call.lists, query) || !read_shape(call.lists, &shape) || shape.size[0] <= int64_t{backward} ||
       shape.size[1] != numbers_of(p) || shape.stride[1] != 1 || shape.stride[0] != shape.size[1])
     throw std::runtime_error(
-        "torch_flashplug: plan was made for another call: for another kernel, window, number of rows, keys or "
-        "sequences; make it with this call's arguments, under its sdpa_backend");
+        "torch_flashplug: plan was made for another call: the kernel, the window or the number of rows, keys or "
+        "sequences differs. Make the plan with the arguments of this call, under the same sdpa_backend.");
   return of_kernel(call.lists, backward ? 1 : 0, p);
 }
 

@@ -30,8 +30,8 @@ void check_fp32(const char* name, AtenTensorHandle tensor, std::initializer_list
   if (fits) return;
   std::string sizes;
   for (int64_t size : wanted) sizes += (sizes.empty() ? "" : ", ") + std::to_string(size);
-  throw std::runtime_error(std::string("torch_flashplug: ") + name + " has to be float32 [" + sizes +
-                           "], on the query's device");
+  throw std::runtime_error(std::string("torch_flashplug: ") + name + " must be float32 [" + sizes +
+                           "] on the device of query.");
 }
 
 bool wants_math(Mode mode) { return mode.backend() == Backend::kMath || mode.backend() == Backend::kStock; }
@@ -88,29 +88,30 @@ Plan plan_of_own(const Problem& p, const DeviceFacts& device, Mode mode) {
 
 Window read_window(int64_t left, int64_t right, bool bottom_right) {
   if (left < -1 || right < -1)
-    throw std::runtime_error("torch_flashplug: a window (" + std::to_string(left) + ", " + std::to_string(right) +
-                             ") has bounds from -1 (none) on");
+    throw std::runtime_error("torch_flashplug: the bounds of a window must be -1 (no bound) or more, but got (" +
+                             std::to_string(left) + ", " + std::to_string(right) + ").");
   return {left, right, bottom_right};
 }
 
 double read_softcap(double softcap) {
   if (!(softcap >= 0.0 && softcap <= std::numeric_limits<float>::max()))
-    throw std::runtime_error("torch_flashplug: softcap is " + std::to_string(softcap) + "; give a cap, or 0 for none");
+    throw std::runtime_error("torch_flashplug: softcap must be 0 (no softcap) or a positive finite number, but got " +
+                             std::to_string(softcap) + ".");
   return softcap;
 }
 
 int64_t read_splits(int64_t splits) {
   if (splits < 0 || splits > kMaxSplits)
-    throw std::runtime_error("torch_flashplug: num_splits is " + std::to_string(splits) + "; give 1 to " +
-                             std::to_string(kMaxSplits) + ", or 0 for as many as are fast");
+    throw std::runtime_error("torch_flashplug: num_splits=" + std::to_string(splits) + " is not valid. Pass 1 to " +
+                             std::to_string(kMaxSplits) + ", or 0 for the fastest number.");
   return splits;
 }
 
 int64_t read_split_size(int64_t size, int64_t splits) {
   if (size < 0 || size % kSplitUnit != 0 || (size != 0 && splits != 0))
-    throw std::runtime_error("torch_flashplug: fixed_split_size is " + std::to_string(size) + ", num_splits " +
-                             std::to_string(splits) + "; give one of them, a size in multiples of " +
-                             std::to_string(kSplitUnit));
+    throw std::runtime_error(
+        "torch_flashplug: fixed_split_size=" + std::to_string(size) + " with num_splits=" + std::to_string(splits) +
+        " is not valid. Pass only num_splits, or a fixed_split_size in multiples of " + std::to_string(kSplitUnit));
   return std::min(size, int64_t{1} << 30);  // no sequence has twice as many keys, and kernels count in 32 bits
 }
 
@@ -134,13 +135,15 @@ void check_lengths(const ForwardCall& call, const Facts& facts) {
   if (starts < 1 || rows_of_int32(call.cu_k, 1, facts) != starts ||
       (is_there(call.used_k) && rows_of_int32(call.used_k, 1, facts) != starts - 1))
     throw std::runtime_error(
-        "torch_flashplug: cu_q and cu_k have to be int32 [sequences + 1], used_k [sequences], contiguous, on the "
-        "query's device");
+        "torch_flashplug: cu_q and cu_k must be int32 [sequences + 1], and used_k int32 [sequences], contiguous and on "
+        "the device of query.");
   const Problem& p = facts.problem;
   constexpr int64_t most = int64_t{1} << 30;
-  if (p.B != 1) throw std::runtime_error("torch_flashplug: sequences on end are one batch, not " + std::to_string(p.B));
+  if (p.B != 1)
+    throw std::runtime_error("torch_flashplug: packed sequences must have batch size 1, but got " +
+                             std::to_string(p.B));
   if (p.Sq + p.Sk >= most)
-    throw std::runtime_error("torch_flashplug: sequences on end have at most 2^30 rows and keys");
+    throw std::runtime_error("torch_flashplug: packed sequences must have fewer than 2^30 rows and keys together.");
 }
 
 bool attend(const char* where, const ForwardCall& call, const Facts& facts, Mode by, ForwardResult* result) {
@@ -183,7 +186,7 @@ void check_out(const ForwardCall& call, const Facts& facts) {
   Shape shape;
   if (!read_class(call.out, &out) || out.dtype != p.dtype[0] || out.dim != 4 || !read_shape(call.out, &shape) ||
       !std::equal(wanted, wanted + 4, shape.size) || !beside(call.out, facts.operand[0]))
-    throw std::runtime_error("torch_flashplug: out has to be [B, Hq, Sq, Dv] of the query's dtype, on its device");
+    throw std::runtime_error("torch_flashplug: out must be [B, Hq, Sq, Dv] in the dtype and on the device of query.");
 }
 
 // Return the LSE, after a copy of the result into the call's own output, if necessary.
@@ -262,10 +265,10 @@ void check_pages(const ForwardCall& call, const Facts& facts) {
   const Problem& p = facts.problem;
   if (rows_of_int32(call.pages, 2, facts) != p.B || rows_of_int32(call.used_k, 1, facts) != p.B)
     throw std::runtime_error(
-        "torch_flashplug: pages have to be int32 [B, n] and used_k int32 [B], rows on end, on the "
-        "query's device");
+        "torch_flashplug: pages must be int32 [B, n] and used_k int32 [B], with contiguous rows and on the device of "
+        "query.");
   if (is_there(call.k_scale) != is_there(call.v_scale))
-    throw std::runtime_error("torch_flashplug: give k_scale and v_scale, or none of them");
+    throw std::runtime_error("torch_flashplug: k_scale and v_scale must be both given or both None. Pass both scales.");
   if (!is_there(call.k_scale)) return;
   const int64_t* key = facts.shape[1].size;
   check_fp32("k_scale", call.k_scale, {key[0], key[1], key[2]}, facts);
@@ -286,12 +289,12 @@ bool can_be_read(const ForwardCall& call, const Facts& facts) {
 void check_splits(const Problem& p, int64_t splits) {
   if (splits > kMaxSplits)
     throw std::runtime_error("torch_flashplug: fixed_split_size=" + std::to_string(p.split_size) + " makes " +
-                             std::to_string(splits) + " splits of " + std::to_string(p.Sk) + " keys, at most " +
-                             std::to_string(kMaxSplits) + "; give a larger one");
+                             std::to_string(splits) + " splits of " + std::to_string(p.Sk) +
+                             " keys, but the limit is " + std::to_string(kMaxSplits) + ". Pass a larger size.");
   if (partial_floats(p, splits) > std::numeric_limits<int32_t>::max())
     throw std::runtime_error("torch_flashplug: " + std::to_string(splits) +
                              " splits of fixed_split_size=" + std::to_string(p.split_size) +
-                             " leave more than 2^31 partial results; give a larger one, or fewer sequences");
+                             " make more than 2^31 partial results. Pass a larger size, or fewer sequences.");
 }
 
 template <const Schema& op>
@@ -353,7 +356,9 @@ void attention_backward(StableIValue* stack, uint64_t, uint64_t) {
   const Facts facts = read_facts(forward);
   check_lengths(forward, facts);
   if (call.wants_delta && is_there(forward.cu_q))
-    throw std::runtime_error("torch_flashplug: attention_bwd has no delta of sequences on end; leave wants_delta out");
+    throw std::runtime_error(
+        "torch_flashplug: wants_delta must be False with packed sequences: attention_bwd returns no delta. Leave "
+        "wants_delta out.");
   const Problem& p = facts.problem;
   if (are_kernels(p)) {
     check_fp32("lse", call.lse, {p.B, p.Hq, p.Sq}, facts);

@@ -15,7 +15,7 @@ Facts read_lists(const ForwardCall& call) {
   // excludes decode kernels, which read masks and no metadata: no decode kernel has gradients
   facts.problem.grad = true;
   if (!is_digest(call.mask) || !beside(call.mask, facts.operand[0]))
-    throw std::runtime_error("torch_flashplug: lists of blocks have to be int32, on the query's device");
+    throw std::runtime_error("torch_flashplug: the block-sparse lists must be int32 on the device of query.");
   return facts;
 }
 

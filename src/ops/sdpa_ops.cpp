@@ -36,12 +36,12 @@ Facts read_facts(const ForwardCall& call) {
   Facts facts;
   const Problem& p = facts.problem;
   if (!read_class(call, &facts) || !four_dims(facts)) {
-    throw std::runtime_error("torch_flashplug: query, key and value must be 4-D tensors [B, H, S, D]; got " +
+    throw std::runtime_error("torch_flashplug: query, key and value must be 4-D tensors [B, H, S, D], but got " +
                              std::to_string(facts.operand[0].dim) + "-D, " + std::to_string(facts.operand[1].dim) +
-                             "-D and " + std::to_string(facts.operand[2].dim) + "-D");
+                             "-D and " + std::to_string(facts.operand[2].dim) + "-D.");
   }
   if (!read_shapes(call, Memory::kReal, &facts))
-    throw std::runtime_error("torch_flashplug: query, key and value must be dense tensors with concrete shapes");
+    throw std::runtime_error("torch_flashplug: query, key and value must be dense tensors with concrete shapes.");
   Shape shape[kNumOperands] = {facts.shape[0], facts.shape[1], facts.shape[2]};
   int64_t sizes[kNumOperands][4];
   const bool pooled = is_there(call.pages) && shape[1].size[0] == shape[2].size[0];  // as many key pages as value pages
@@ -51,9 +51,10 @@ Facts read_facts(const ForwardCall& call) {
     shape[i].size = sizes[i];
   }
   if (!shapes_fit(shape, true)) {
-    throw std::runtime_error("torch_flashplug: shapes do not go together: query [" + std::to_string(p.B) + ", " +
-                             std::to_string(p.Hq) + ", " + std::to_string(p.Sq) + ", " + std::to_string(p.D) +
-                             "] needs key [B, Hkv, Sk, D] and value [B, Hkv, Sk, Dv], Hq a multiple of Hkv");
+    throw std::runtime_error("torch_flashplug: the shapes of query, key and value must fit: query [" +
+                             std::to_string(p.B) + ", " + std::to_string(p.Hq) + ", " + std::to_string(p.Sq) + ", " +
+                             std::to_string(p.D) +
+                             "] needs key [B, Hkv, Sk, D] and value [B, Hkv, Sk, Dv], with Hq a multiple of Hkv.");
   }
   return facts;
 }
@@ -209,9 +210,9 @@ BackwardResult backward(const BackwardCall& call) {
 Causal own_op_causal(int64_t causal_mode, AtenTensorHandle mask) {
   if (causal_mode < 0 || causal_mode > static_cast<int64_t>(Causal::kBottomRight))
     throw std::runtime_error("torch_flashplug: causal_mode is " + std::to_string(causal_mode) +
-                             "; use 0 (none), 1 (top-left) or 2 (bottom-right)");
+                             ", but must be 0 (none), 1 (top-left) or 2 (bottom-right).");
   if (causal_mode != 0 && is_there(mask))
-    throw std::runtime_error("torch_flashplug: attn_bias and a causal_mode were given; use one of them");
+    throw std::runtime_error("torch_flashplug: causal_mode must be 0 if attn_bias is given. Pass only one of the two.");
   return static_cast<Causal>(causal_mode);
 }
 

@@ -253,7 +253,7 @@ void* current_cuda_stream(int device_index) {
   }();
   void* stream = nullptr;
   if (shim == nullptr || shim(device_index, &stream) != 0)
-    throw std::runtime_error("torch_flashplug: no current CUDA stream; is this torch a CUDA build?");
+    throw std::runtime_error("torch_flashplug: torch has no current CUDA stream. Install a CUDA build of torch.");
   return stream;
 }
 

@@ -128,12 +128,12 @@ def test_explain_names_them(layout: str) -> None:
     with torch_flashplug.sdpa_backend("fa3"):
         plan = call()
     assert plan.backend == "fa3" and "mask" in plan.kernel
-    assert plan.copies == "key: copied into rows of whole 16 bytes first, 1.049 MB" and plan.copies in str(plan)
+    assert plan.copies == "key: copied first into rows aligned to 16 bytes, 1.049 MB" and plan.copies in str(plan)
     assert not PRESET(q, k, v, attn_mask=mask).copies
     if layout == "columns":  # stock's math is right, and was not timed
-        assert call().backend == "stock" and "no measured row" in call().reasons["fa3"]
+        assert call().backend == "stock" and "No measured entry" in call().reasons["fa3"]
     else:
-        assert call().backend == "fa3" and "see no key" in call().rescue
+        assert call().backend == "fa3" and "without a visible key" in call().rescue
 
 
 def test_what_is_broadcast_is_copied_once(kernels_on: str) -> None:
@@ -144,7 +144,7 @@ def test_what_is_broadcast_is_copied_once(kernels_on: str) -> None:
     odd, plain = (outputs([inputs.q, *kv], None, "fa3", call) for kv in ((k, v), (k.clone(), v.clone())))
     assert_bitwise_equal("heads", *odd, *plain)
     plan = torch_flashplug.explain(inputs.q, k, v, device="h100", **call)
-    assert plan.copies.endswith("less what is broadcast")
+    assert plan.copies.endswith("minus the broadcast part")
 
 
 def test_plain_calls_are_not_copied() -> None:

@@ -173,7 +173,11 @@ def test_a_size_that_nobody_has_twice(kernels_on: str) -> None:
 
 
 def test_sizes_that_are_none(kernels_on: str) -> None:
-    for size, says in ((-128, "fixed_split_size is -128"), (100, "in multiples of 128"), (128, "makes 256 splits of")):
+    for size, says in (
+        (-128, "fixed_split_size=-128 with num_splits=0 is not valid"),
+        (100, "in multiples of 128"),
+        (128, "makes 256 splits of"),
+    ):
         call = replace(drawn((255 * 128 + 16,) if size == 128 else (16,), 16), split_size=size)
         with pytest.raises(RuntimeError, match=says):
             call.run(kernels_on)

@@ -71,11 +71,12 @@ def test_stocks_efficient_attention_takes_dtypes_by_their_names(monkeypatch: pyt
     def backward(name: str) -> str:
         dtypes = dict.fromkeys(("dtype_q", "dtype_k", "dtype_v"), table_structs.DTYPE_IDS[name])
         problem = call((1, 8, 8), (512, 512), (64, 64), grad=1, **dtypes)
-        return bindings.plan(problem, DEVICES["h100"], BACKENDS.index("fa3"))["gradients"].partition(" backward;")[0]
+        return bindings.plan(problem, DEVICES["h100"], BACKENDS.index("fa3"))["gradients"].partition(" follows. ")[0]
 
     known = {"bf16", "fp16", "fp32"}
     assert {name: backward(name) for name in elements.NUMBERS} == {
-        name: "stock's efficient" if name in known else "math's" for name in elements.NUMBERS
+        name: "The efficient backward of stock" if name in known else "The math backward of stock"
+        for name in elements.NUMBERS
     }
 
 
@@ -100,7 +101,7 @@ def test_a_reason_without_words_does_not_compile() -> None:
 
 
 def test_rows_cross_whole_or_not_at_all() -> None:
-    with pytest.raises(RuntimeError, match="other rows than table_structs.py"):
+    with pytest.raises(RuntimeError, match="table_structs.py must define the same rows, but differ"):
         bindings._push(library.lib().flashplug_add_gate_row, table_structs.RescueRow())
 
 
@@ -135,12 +136,12 @@ def test_a_kernel_takes_what_a_call_needs(monkeypatch: pytest.MonkeyPatch) -> No
         assert kernel(causal=1) == causal.specs()[0].name()
         assert kernel(causal=1, dropout=1) == kernel(mask=1) == ""
         assert reason(causal=1, dropout=1, dropout_p=0.5).startswith(
-            "none of these kernels has exactly causal and dropout together"
+            "No kernel of this backend has exactly this combination of features: causal and dropout."
         )
-        assert "together" not in reason(mask=1, dropout=1, dropout_p=0.5)
+        assert "combination" not in reason(mask=1, dropout=1, dropout_p=0.5)
     bindings.push_rows((causal,), (), dispatch_table.GATE)
     assert kernel() == ""
-    assert "every kernel has features" in reason()
+    assert "each candidate applies a feature" in reason()
 
 
 def test_another_family_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,14 +161,14 @@ def test_another_family_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = bindings.plan(shape, gpu, fa4)
     assert (plan["backend"], plan["kernel"]) == ("fa4", newer.specs()[0].name())
     assert bindings.plan(shape, gpu, BACKENDS.index("fa2"))["kernel"] == older.specs()[0].name()
-    opt_in = {name: f"opt in with TORCH_FLASHPLUG_BACKEND={name} or sdpa_backend('{name}')" for name in ("fa2", "fa4")}
+    opt_in = {name: f"Opt in with TORCH_FLASHPLUG_BACKEND={name} or sdpa_backend('{name}')" for name in ("fa2", "fa4")}
     unasked = bindings.plan(shape, gpu)["reasons"]
     assert all(words in unasked[name] for name, words in opt_in.items())
     assert "exactly 9.0 (H100, H200)" in bindings.plan(shape, gpu, BACKENDS.index("fa3"))["reasons"]["fa3"]
     for device in ("h100", "a100"):
         elsewhere = bindings.plan(shape, DEVICES[device], fa4)
         assert elsewhere["backend"] == "stock" and elsewhere["reasons"]["fa4"].endswith(
-            "these kernels need exactly 10.0; stock attention serves this device"
+            "the kernels of this backend need exactly 10.0. Stock attention serves this device."
         )
 
 
@@ -194,7 +195,7 @@ def test_an_element_is_for_the_kernels_that_it_names(monkeypatch: pytest.MonkeyP
     assert made_of == {("fwd", 90): plain | {"half"}, ("fwd", 80): plain, ("bwd", 90): plain, ("bwd", 80): plain}
     chosen = KernelRow("bwd", 90, 64, 64, ("full",), 64, 128, 4, elements=("fp16",))
     assert [spec.dtype for spec in chosen.specs()] == ["fp16"]
-    refused = "half: a bwd of sm_90 is made of bf16 or fp16"
+    refused = "half: a bwd kernel of sm_90 must have the dtypes bf16 or fp16"
     with pytest.raises(ValueError, match=refused):
         dataclasses.replace(chosen, elements=("fp16", "half")).specs()
     with pytest.raises(ValueError, match=refused):
@@ -224,10 +225,10 @@ def test_a_family_is_made_of_what_its_own_kernels_are() -> None:
     plain, fa3, fa2 = call((1, 8, 8), (512, 512), (64, 64)), BACKENDS.index("fa3"), BACKENDS.index("fa2")
     names = [bindings.plan(plain, DEVICES["h100"], mode)["kernel"].partition("_d64")[0] for mode in (fa3, fa2)]
     assert names == ["", "fwd_sm80_bf16"]
-    assert "dtype bfloat16, kernels take float16; cast" in bindings.forced_error(plain, DEVICES["h100"], fa3)
+    assert "dtype bfloat16, but the kernels take float16. Cast" in bindings.forced_error(plain, DEVICES["h100"], fa3)
     mixed = plain | {"dtype_k": 1}
-    assert "cast them all to float16" in bindings.forced_error(mixed, DEVICES["h100"], fa3)
-    assert "cast them all to bfloat16 or float16" in bindings.forced_error(mixed, DEVICES["h100"], fa2)
+    assert "Cast all of the tensors to float16" in bindings.forced_error(mixed, DEVICES["h100"], fa3)
+    assert "Cast all of the tensors to bfloat16 or float16" in bindings.forced_error(mixed, DEVICES["h100"], fa2)
 
 
 def test_limits_are_those_of_the_calls_element() -> None:
@@ -242,10 +243,10 @@ def test_limits_are_those_of_the_calls_element() -> None:
         problem = call((1, 8, 8), (512, 512), (d, d), **dtypes)
         return bindings.plan(problem, DEVICES["h100"], BACKENDS.index("fa3"))["reasons"].get("fa3", "")
 
-    assert reason("bf16", 96).startswith("query has head dim 96, kernels take up to 64;")
+    assert reason("bf16", 96).startswith("query has head dim 96, but the kernels take at most 64.")
     assert reason("fp16", 96) == ""
-    assert reason("fp16", 136).startswith("query has head dim 136, kernels take up to 128;")
-    assert "head dim" not in reason("fp32", 128) and "take up to 128" in reason("fp32", 136)
+    assert reason("fp16", 136).startswith("query has head dim 136, but the kernels take at most 128.")
+    assert "head dim" not in reason("fp32", 128) and "take at most 128" in reason("fp32", 136)
 
 
 def test_sectors_are_counted_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,7 +281,7 @@ def test_arguments_of_features_are_optional(monkeypatch: pytest.MonkeyPatch) -> 
     assert {name for feature in features.FEATURES for name in feature.arguments} == known
     nobodys = kernel_args._number("Sq", "int32", "a fact that no feature brings", optional=True)
     monkeypatch.setitem(kernel_args.OF_KIND, "fwd", (nobodys, *kernel_args.FORWARD))
-    with pytest.raises(ValueError, match=r"argument Sq is optional, and no feature"):
+    with pytest.raises(ValueError, match=r"argument Sq must belong to a feature"):
         startup.push_tables()
 
 

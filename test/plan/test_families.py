@@ -133,50 +133,50 @@ prefill_4k_d128_causal
     fa3 fwd_sm90_bf16_d128_causal_m128n128s2 tiles=2048 splits=1
       fwd, causal, D 65 to 128, Sq >= 16: 1.030 x stock (2026-11-21 H100, torch 2.11 + cuDNN 9.19,
         bench --suite choice)
-      fa2: fa3 comes first and serves this call
+      fa2: fa3 has priority and serves this call.
       gate: Sq*G = 4096*1 = 4096 > 64: not a decode call
   a100
     stock
-      fa3: compute capability 8.0, these kernels need exactly 9.0 (H100, H200); stock attention
-        serves this device
-      fa2: auto takes only what was measured, and no GPU of compute capability 8.0 was at hand; opt
-        in with TORCH_FLASHPLUG_BACKEND=fa2 or sdpa_backend('fa2')
+      fa3: The GPU has compute capability 8.0, but the kernels of this backend need exactly 9.0
+        (H100, H200). Stock attention serves this device.
+      fa2: The auto mode serves measured calls only, and no GPU of compute capability 8.0 was
+        available for measurements. Opt in with TORCH_FLASHPLUG_BACKEND=fa2 or sdpa_backend('fa2').
   l4 rtx4090
     stock
-      fa3: compute capability 8.9, these kernels need exactly 9.0 (H100, H200); stock attention
-        serves this device
-      fa2: auto takes only what was measured, and no GPU of compute capability 8.9 was at hand; opt
-        in with TORCH_FLASHPLUG_BACKEND=fa2 or sdpa_backend('fa2')
+      fa3: The GPU has compute capability 8.9, but the kernels of this backend need exactly 9.0
+        (H100, H200). Stock attention serves this device.
+      fa2: The auto mode serves measured calls only, and no GPU of compute capability 8.9 was
+        available for measurements. Opt in with TORCH_FLASHPLUG_BACKEND=fa2 or sdpa_backend('fa2').
   none
     stock
-      fa3: no CUDA device; these kernels run on GPUs
-      fa2: no CUDA device; these kernels run on GPUs
+      fa3: There is no CUDA device. The kernels run on NVIDIA GPUs only.
+      fa2: There is no CUDA device. The kernels run on NVIDIA GPUs only.
 head_dim_60
   h100
     fa2 fwd_sm80_bf16_d64_full_m64n64s1e tiles=64 splits=1
       fwd, full, D or Dv no multiple of 8, D <= 64, Sq <= 1024, Sk <= 1024: 1.360 x stock
         (2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite odd)
-      fa3: query has head dim 60, kernels take multiples of 8; pad the head dim
+      fa3: query has head dim 60, but the kernels take multiples of 8. Pad the head dim.
       gate: Sq*G = 512*1 = 512 > 64: not a decode call
   a100
     stock
-      fa3: compute capability 8.0, these kernels need exactly 9.0 (H100, H200); stock attention
-        serves this device; also: query has head dim 60, kernels take multiples of 8; pad the head
-        dim
-      fa2: auto takes only what was measured, and no GPU of compute capability 8.0 was at hand; opt
-        in with TORCH_FLASHPLUG_BACKEND=fa2 or sdpa_backend('fa2')
+      fa3: The GPU has compute capability 8.0, but the kernels of this backend need exactly 9.0
+        (H100, H200). Stock attention serves this device. Also: query has head dim 60, but the
+        kernels take multiples of 8. Pad the head dim.
+      fa2: The auto mode serves measured calls only, and no GPU of compute capability 8.0 was
+        available for measurements. Opt in with TORCH_FLASHPLUG_BACKEND=fa2 or sdpa_backend('fa2').
   l4 rtx4090
     stock
-      fa3: compute capability 8.9, these kernels need exactly 9.0 (H100, H200); stock attention
-        serves this device; also: query has head dim 60, kernels take multiples of 8; pad the head
-        dim
-      fa2: auto takes only what was measured, and no GPU of compute capability 8.9 was at hand; opt
-        in with TORCH_FLASHPLUG_BACKEND=fa2 or sdpa_backend('fa2')
+      fa3: The GPU has compute capability 8.9, but the kernels of this backend need exactly 9.0
+        (H100, H200). Stock attention serves this device. Also: query has head dim 60, but the
+        kernels take multiples of 8. Pad the head dim.
+      fa2: The auto mode serves measured calls only, and no GPU of compute capability 8.9 was
+        available for measurements. Opt in with TORCH_FLASHPLUG_BACKEND=fa2 or sdpa_backend('fa2').
   none
     stock
-      fa3: no CUDA device; these kernels run on GPUs; also: query has head dim 60, kernels take
-        multiples of 8; pad the head dim
-      fa2: no CUDA device; these kernels run on GPUs
+      fa3: There is no CUDA device. The kernels run on NVIDIA GPUs only. Also: query has head dim
+        60, but the kernels take multiples of 8. Pad the head dim.
+      fa2: There is no CUDA device. The kernels run on NVIDIA GPUs only.
 """)
 
     def test_refused(self) -> None:
@@ -187,29 +187,30 @@ head_dim_60
 fp32
   a100
     stock
-      fa2: dtype float32, kernels take bfloat16 and float16; cast, or use torch.autocast
+      fa2: query, key and value have dtype float32, but the kernels take bfloat16 or float16. Cast
+        the tensors, or use torch.autocast.
 no_keys
   a100
     stock
-      fa2: a dimension is 0; stock attention handles empty tensors
+      fa2: A dimension of a tensor is 0. Stock attention handles empty tensors.
 two_devices
   a100
     stock
-      fa2: tensors are not all on one CUDA device; move query, key and value to the same GPU
+      fa2: The tensors are not all on one CUDA device. Move query, key and value to the same GPU.
 three_reasons
   a100
     stock
-      fa2: dropout_p=1.5 is not above 0 and up to 1; pass one that is (on a GPU stock attention ends
-        the process with others); also: query has head dim 60, kernels take multiples of 8; pad the
-        head dim; also: value has head dim 264, kernels take up to 256; stock attention serves
-        larger ones
+      fa2: dropout_p must be above 0 and at most 1, but got 1.5. Pass a valid probability: on a GPU,
+        stock attention ends the process with an invalid one. Also: query has head dim 60, but the
+        kernels take multiples of 8. Pad the head dim. Also: value has head dim 264, but the kernels
+        take at most 256. Stock attention serves larger head dims.
 torch_flashplug: backend 'fa2' is forced and cannot run this call (query [1, 8, 512, 60] key [1, 8, 512, 60] value [1, 8, 512, 264] bfloat16 with a bias with dropout):
-  - dropout_p=1.5 is not above 0 and up to 1; pass one that is (on a GPU stock attention ends the process with others)
-  - query has head dim 60, kernels take multiples of 8; pad the head dim
-  - value has head dim 264, kernels take up to 128; stock attention serves larger ones
+  - dropout_p must be above 0 and at most 1, but got 1.5. Pass a valid probability: on a GPU, stock attention ends the process with an invalid one.
+  - query has head dim 60, but the kernels take multiples of 8. Pad the head dim.
+  - value has head dim 264, but the kernels take at most 128. Stock attention serves larger head dims.
 Use sdpa_backend('auto') to let stock attention serve such calls.
 torch_flashplug: backend 'fa2' is forced and cannot run this call (query [16, 12, 512, 64] key [16, 12, 512, 64] value [16, 12, 512, 64] bfloat16):
-  - compute capability 7.5, these kernels need 8.0 or more; stock attention serves this device
+  - The GPU has compute capability 7.5, but the kernels of this backend need 8.0 or more. Stock attention serves this device.
 Use sdpa_backend('auto') to let stock attention serve such calls.
 """)
 
@@ -243,7 +244,7 @@ def test_without_elementwise_rows_the_layout_is_the_reason() -> None:
 def test_elementwise_rows_are_for_nothing_else() -> None:
     push(FORWARDS[3:])
     plan = bindings.plan(CALLS["encoder_512_d64"], DEVICES["a100"], FA2)
-    assert plan["backend"] == "stock" and "no kernel row" in plan["reasons"]["fa2"]
+    assert plan["backend"] == "stock" and "No kernel takes D=64" in plan["reasons"]["fa2"]
 
 
 def test_splits_need_a_decode_row_and_are_never_clusters() -> None:
@@ -268,7 +269,7 @@ def test_auto_takes_what_was_measured_on_hopper_alone() -> None:
     push(FORWARDS, (served("odddims"), served("vectors")))
     plan = bindings.plan(odd, DEVICES["h100"])
     assert (plan["backend"], plan["kernel"]) == ("fa2", FORWARDS[3].specs()[0].name())
-    assert "head dim 60" in plan["reasons"]["fa3"] and "fa2 comes first" in plan["reasons"]["stock"]
+    assert "head dim 60" in plan["reasons"]["fa3"] and "fa2 has priority" in plan["reasons"]["stock"]
     assert plan["row"].startswith("fwd, full, D or Dv no multiple of 8")
     assert bindings.plan(plain, DEVICES["h100"])["kernel"] == FORWARDS[1].specs()[0].name()  # no row for fa3
     for device in ("a100", "l4", "rtx4090"):
@@ -276,7 +277,7 @@ def test_auto_takes_what_was_measured_on_hopper_alone() -> None:
         assert plan["backend"] == "stock" and "TORCH_FLASHPLUG_BACKEND=fa2" in plan["reasons"]["fa2"]
     push(FORWARDS, ())
     plan = bindings.plan(odd, DEVICES["h100"])
-    assert plan["backend"] == "stock" and "force it with sdpa_backend('fa2')" in plan["reasons"]["fa2"]
+    assert plan["backend"] == "stock" and "Force a kernel with sdpa_backend('fa2')" in plan["reasons"]["fa2"]
 
 
 @pytest.mark.parametrize(
@@ -293,9 +294,9 @@ def test_fa3_comes_first() -> None:
     hopper = ChoiceRow("fwd", "vectors", 90, False, "full", 1, 256, 0, ANY, 0, ANY, 0, ratio=1.1, measured="test row")
     push(FORWARDS, (served("vectors"), hopper))
     plan = bindings.plan(CALLS["encoder_512_d64"], DEVICES["h100"])
-    assert plan["backend"] == "fa3" and "fa3 comes first" in plan["reasons"]["fa2"]
+    assert plan["backend"] == "fa3" and "fa3 has priority" in plan["reasons"]["fa2"]
     forced = bindings.plan(CALLS["encoder_512_d64"], DEVICES["h100"], FA2)
-    assert forced["backend"] == "fa2" and forced["reasons"]["fa3"] == "fa2 is forced"
+    assert forced["backend"] == "fa2" and forced["reasons"]["fa3"] == "fa2 is forced."
 
 
 # ---- asked for by the whole process ----
@@ -325,7 +326,7 @@ def test_a_preference_leaves_both_directions_to_stock_where_one_is_missing() -> 
     push(kernel_table.KERNEL_ROWS)
     wide = call((1, 32, 32), (4096, 4096), (130, 130), grad=1)
     plan = bindings.plan(wide, DEVICES["l4"], FA2 | bindings.PREFERENCE)
-    assert plan["backend"] == "stock" and "no backward of ours" in plan["reasons"]["fa2"]
+    assert plan["backend"] == "stock" and "no backward kernel takes this call" in plan["reasons"]["fa2"]
     for device, problem in (("l4", wide | {"grad": 0}), ("a100", wide)):
         assert bindings.plan(problem, DEVICES[device], FA2 | bindings.PREFERENCE)["backend"] == "fa2"
 
@@ -357,8 +358,8 @@ def test_whose_backward_follows(problem, device, mode, backwards, kernel) -> Non
     plan = bindings.plan(problem, DEVICES[device], mode)
     assert plan["backend"] == BACKENDS[mode]
     if kernel is None:
-        follows = "math's" if problem is ODD else "stock's efficient"  # which reads no rows of 60 columns
-        assert plan["gradients"].startswith(f"{follows} backward; ours: no kernel row")
+        follows = "math" if problem is ODD else "efficient"  # which reads no rows of 60 columns
+        assert plan["gradients"].startswith(f"The {follows} backward of stock follows. The reason: No kernel")
     else:
         assert plan["gradients"] == kernel.specs()[0].name()
 

@@ -87,7 +87,8 @@ train_4k_d192v128_causal
     stock
       fwd, causal, D != Dv, gradients, D 129 to 192, Sq >= 2049: 0.934 x stock (2026-11-22 H100,
         torch 2.11 + cuDNN 9.19, bench --suite grad)
-      fa3: measured 0.934 x stock's speed, auto needs the table's serve ratio; stock is faster
+      fa3: Such calls were measured at 0.934 x the speed of stock attention, below the serve ratio
+        of the dispatch table. Stock attention is faster.
       gate: Sq*G = 4096*1 = 4096 > 64: not a decode call
 prefill_4k_d128_causal
   h100
@@ -119,7 +120,8 @@ odd_tail_sq113_sk203_d72
     fa3 fwd_sm90_bf16_d128_full_m64n128s2 tiles=16 splits=1
       fwd, full, D 65 to 128, Sq >= 16: 1.000 x stock (2026-11-21 H100, torch 2.11 + cuDNN 9.19,
         bench --suite choice)
-      gate: Sq*G = 113*1 = 113 > 64, <= 256: about 7.434 us packed, 3.747 not: not a decode call
+      gate: Sq*G = 113*1 = 113 > 64, <= 256: about 7.434 us with packed rows, 3.747 us without: not
+        a decode call
 vision_4k_d72
   h100
     fa3 fwd_sm90_bf16_d96_full_m192n112s2 tiles=1408 splits=1
@@ -151,12 +153,13 @@ decode_b64_1x8k_d128_gqa4
 train_4k_d128_causal
   h100
     stock
-      fa3: gradients are wanted and no backward of ours takes this call on this GPU; stock serves
-        both directions
+      fa3: The call needs gradients, and no backward kernel takes this call on this GPU. Stock
+        attention serves both forward and backward.
 train_4k_d192v128_causal
   h100
     stock
-      fa3: query has head dim 192, kernels take up to 128; stock attention serves larger ones
+      fa3: query has head dim 192, but the kernels take at most 128. Stock attention serves larger
+        head dims.
 prefill_4k_d128_causal
   h100
     fa3 fwd_sm90_bf16_d128_causal_m128n128s2 tiles=2048 splits=1
@@ -175,16 +178,17 @@ prefill_16k_d64_fp16
 one_small_tile
   h100
     stock
-      fa3: no measured row for this call (compute capability 9.0, no grad): the nearest asks for
-        packed rows <= 32 (here 64); auto takes only what was measured; force it with
-        sdpa_backend('fa3')
+      fa3: No measured entry covers this call (compute capability 9.0, no grad): the nearest entry
+        needs packed rows <= 32 (here 64). The auto mode serves measured calls only. Force a kernel
+        with sdpa_backend('fa3').
       gate: Sq*G = 64*1 = 64 <= 64: tiles = B*Hkv*ceil(Sq*G/64) = 1 on 132 SMs: splits 1 of 1 blocks
         of 64 keys, 1 CTAs (0 % of the SMs)
 odd_tail_sq113_sk203_d72
   h100
     fa3 fwd_sm90_bf16_d128_full_m128n128s2 tiles=8 splits=1
       fwd, full, D 8 to 128: 1.100 x stock (test row: full)
-      gate: Sq*G = 113*1 = 113 > 64, <= 256: about 6.604 us packed, 3.000 not: not a decode call
+      gate: Sq*G = 113*1 = 113 > 64, <= 256: about 6.604 us with packed rows, 3.000 us without: not
+        a decode call
 vision_4k_d72
   h100
     fa3 fwd_sm90_bf16_d128_full_m128n128s2 tiles=2048 splits=1
@@ -218,15 +222,15 @@ prefill_4k_d128_causal
       gate: Sq*G = 4096*1 = 4096 > 64: not a decode call
   a100
     stock
-      fa3: compute capability 8.0, these kernels need exactly 9.0 (H100, H200); stock attention
-        serves this device
+      fa3: The GPU has compute capability 8.0, but the kernels of this backend need exactly 9.0
+        (H100, H200). Stock attention serves this device.
   l4 rtx4090
     stock
-      fa3: compute capability 8.9, these kernels need exactly 9.0 (H100, H200); stock attention
-        serves this device
+      fa3: The GPU has compute capability 8.9, but the kernels of this backend need exactly 9.0
+        (H100, H200). Stock attention serves this device.
   none
     stock
-      fa3: no CUDA device; these kernels run on GPUs
+      fa3: There is no CUDA device. The kernels run on NVIDIA GPUs only.
 decode_1x8k_d128_gqa4
   h100 h200
     fa3 decode_sm90_bf16_d128_full_m64n64s2 tiles=8 splits=16
@@ -235,15 +239,15 @@ decode_1x8k_d128_gqa4
         of 64 keys, 128 CTAs (96 % of the SMs)
   a100
     stock
-      fa3: compute capability 8.0, these kernels need exactly 9.0 (H100, H200); stock attention
-        serves this device
+      fa3: The GPU has compute capability 8.0, but the kernels of this backend need exactly 9.0
+        (H100, H200). Stock attention serves this device.
   l4 rtx4090
     stock
-      fa3: compute capability 8.9, these kernels need exactly 9.0 (H100, H200); stock attention
-        serves this device
+      fa3: The GPU has compute capability 8.9, but the kernels of this backend need exactly 9.0
+        (H100, H200). Stock attention serves this device.
   none
     stock
-      fa3: no CUDA device; these kernels run on GPUs
+      fa3: There is no CUDA device. The kernels run on NVIDIA GPUs only.
 """,
         )
 
@@ -255,61 +259,67 @@ decode_1x8k_d128_gqa4
 fp32
   h100
     stock
-      fa3: dtype float32, kernels take bfloat16 and float16; cast, or use torch.autocast
+      fa3: query, key and value have dtype float32, but the kernels take bfloat16 or float16. Cast
+        the tensors, or use torch.autocast.
 mixed_dtypes
   h100
     stock
-      fa3: dtypes differ (bfloat16, float16, bfloat16); cast them all to bfloat16 or float16
+      fa3: query, key and value must have one dtype, but have bfloat16, float16, bfloat16. Cast all
+        of the tensors to bfloat16 or float16
 mask
   h100
     stock
-      fa3: attn_mask is given, these kernels take none; pass is_causal=True if that is what it says
+      fa3: attn_mask is given, but the kernels of this backend take no mask. Pass is_causal=True if
+        the mask is causal.
 dropout
   h100
     stock
-      fa3: dropout_p=0.1, these kernels have no dropout; pass dropout_p=0
+      fa3: dropout_p=0.1 is given, but the kernels of this backend have no dropout. Pass
+        dropout_p=0.
 window
   h100
     stock
-      fa3: the mask is a window or causal to the bottom right, these kernels take none; use the math
-        backend
+      fa3: The call has a sliding window or a bottom-right causal mask, but the kernels of this
+        backend support neither. Use the math backend.
 no_keys
   h100
     stock
-      fa3: a dimension is 0; stock attention handles empty tensors
+      fa3: A dimension of a tensor is 0. Stock attention handles empty tensors.
 head_dim_60
   h100
     stock
-      fa3: query has head dim 60, kernels take multiples of 8; pad the head dim
+      fa3: query has head dim 60, but the kernels take multiples of 8. Pad the head dim.
 head_dim_256
   h100
     stock
-      fa3: query has head dim 256, kernels take up to 128; stock attention serves larger ones; also:
-        value has head dim 256, kernels take up to 128; stock attention serves larger ones
+      fa3: query has head dim 256, but the kernels take at most 128. Stock attention serves larger
+        head dims. Also: value has head dim 256, but the kernels take at most 128. Stock attention
+        serves larger head dims.
 last_stride_2
   h100
     stock
-      fa3: value has stride 2 in its last dim, kernels need 1; call .contiguous()
+      fa3: value has stride 2 in the last dim, but the kernels need stride 1. Call .contiguous().
 misaligned
   h100
     stock
-      fa3: key is aligned to 2 bytes (base address and strides), kernels need 16; call .contiguous()
-        or .clone()
+      fa3: key is aligned to 2 bytes (base address and strides), but the kernels need 16. Call
+        .contiguous() or .clone().
 two_devices
   h100
     stock
-      fa3: tensors are not all on one CUDA device; move query, key and value to the same GPU
+      fa3: The tensors are not all on one CUDA device. Move query, key and value to the same GPU.
 deterministic_grad
   h100
     stock
-      fa3: torch.use_deterministic_algorithms is on and our deterministic backward does not take
-        this call; use torch.no_grad() or the stock backend
+      fa3: torch.use_deterministic_algorithms is on, and no deterministic backward kernel takes this
+        call. Use torch.no_grad() or the stock backend.
 three_reasons
   h100
     stock
-      fa3: dropout_p=0.5, these kernels have no dropout; pass dropout_p=0; also: query has head dim
-        60, kernels take multiples of 8; pad the head dim; also: value has head dim 264, kernels
-        take up to 128; stock attention serves larger ones
+      fa3: dropout_p=0.5 is given, but the kernels of this backend have no dropout. Pass
+        dropout_p=0. Also: query has head dim 60, but the kernels take multiples of 8. Pad the head
+        dim. Also: value has head dim 264, but the kernels take at most 128. Stock attention serves
+        larger head dims.
 """,
         )
 
@@ -326,12 +336,13 @@ three_reasons
 train_4k_d128_causal
   h100
     fa3 fwd_sm90_bf16_d128_causal_m128n128s2 tiles=2048 splits=1
-      gradients: stock's efficient backward; ours: no kernel row for causal takes D=128, Dv=128,
-        Sq=4096 in 232448 bytes of shared memory; see torch_flashplug/registry/kernel_table.py
+      gradients: The efficient backward of stock follows. The reason: No kernel with causal takes
+        D=128, Dv=128, Sq=4096 in 232448 bytes of shared memory. The kernel table is
+        torch_flashplug/registry/kernel_table.py.
   a100
     stock
-      fa3: compute capability 8.0, these kernels need exactly 9.0 (H100, H200); stock attention
-        serves this device
+      fa3: The GPU has compute capability 8.0, but the kernels of this backend need exactly 9.0
+        (H100, H200). Stock attention serves this device.
 decode_1x8k_d128_gqa4
   h100
     fa3 decode_sm90_bf16_d128_full_m64n64s2 tiles=8 splits=16
@@ -339,15 +350,15 @@ decode_1x8k_d128_gqa4
         of 64 keys, 128 CTAs (96 % of the SMs)
   a100
     stock
-      fa3: compute capability 8.0, these kernels need exactly 9.0 (H100, H200); stock attention
-        serves this device
+      fa3: The GPU has compute capability 8.0, but the kernels of this backend need exactly 9.0
+        (H100, H200). Stock attention serves this device.
 torch_flashplug: backend 'fa3' is forced and cannot run this call (query [1, 8, 512, 60] key [1, 8, 512, 60] value [1, 8, 512, 264] bfloat16 with dropout):
-  - dropout_p=0.5, these kernels have no dropout; pass dropout_p=0
-  - query has head dim 60, kernels take multiples of 8; pad the head dim
-  - value has head dim 264, kernels take up to 128; stock attention serves larger ones
+  - dropout_p=0.5 is given, but the kernels of this backend have no dropout. Pass dropout_p=0.
+  - query has head dim 60, but the kernels take multiples of 8. Pad the head dim.
+  - value has head dim 264, but the kernels take at most 128. Stock attention serves larger head dims.
 Use sdpa_backend('auto') to let stock attention serve such calls.
 torch_flashplug: backend 'fa2' is forced and cannot run this call (query [4, 16, 4096, 128] key [4, 16, 4096, 128] value [4, 16, 4096, 128] bfloat16 causal with grad):
-  - no kernel row for causal takes D=128, Dv=128, Sq=4096 in 101376 bytes of shared memory; see torch_flashplug/registry/kernel_table.py
+  - No kernel with causal takes D=128, Dv=128, Sq=4096 in 101376 bytes of shared memory. The kernel table is torch_flashplug/registry/kernel_table.py.
 Use sdpa_backend('auto') to let stock attention serve such calls.
 """,
         )
@@ -372,13 +383,13 @@ def test_gradients_without_a_backward_of_ours_stay_stock() -> None:
     assert bindings.plan(trained, DEVICES["h100"])["backend"] == "fa3"
     push(forwards, dispatch_table.CHOICE_ROWS)
     plan = bindings.plan(trained, DEVICES["h100"])
-    assert plan["backend"] == "stock" and "no backward of ours" in plan["reasons"]["fa3"]
+    assert plan["backend"] == "stock" and "no backward kernel takes this call" in plan["reasons"]["fa3"]
 
 
 def test_every_reason_of_a_refused_call_is_listed() -> None:
     call = REFUSED["three_reasons"] | {"dropout_p": 1.5}
     reasons = bindings.plan(call, DEVICES["h100"])["reasons"]["fa3"]
-    for part in ("dropout_p=1.5 is not above 0 and up to 1", "head dim 60", "head dim 264"):
+    for part in ("dropout_p must be above 0 and at most 1, but got 1.5.", "head dim 60", "head dim 264"):
         assert part in reasons
 
 

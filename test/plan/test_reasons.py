@@ -81,14 +81,14 @@ def test_every_reason_is_met(why: str) -> None:
 @pytest.mark.parametrize(
     "facts, said",
     [
-        ({"dropout": 1, "dropout_p": 0.1, "Sq": 100}, "the nearest asks for Sq >= 128 (here 100)"),
+        ({"dropout": 1, "dropout_p": 0.1, "Sq": 100}, "the nearest entry needs Sq >= 128 (here 100)"),
         ({"dropout": 1, "dropout_p": 0.1, "Dv": 32}, "class of calls (compute capability 9.0, no grad, D != Dv)"),
-        ({"dropout": 1, "dropout_p": 1.5}, "dropout_p=1.5 is not above 0"),
-        ({"bias32": 1, "dropout": 1, "dropout_p": 0.1, "D": 256}, "kernels with bias32 and dropout take up to 128"),
-        ({"D": 264}, "kernels take up to 256"),
-        ({"causal": 1, "D": 264}, "kernels take up to 256"),
-        ({"causal": 1, "mask": 1}, "which torch does not define (its math raises)"),
-        ({"causal": 1, "bias": 1}, "which torch does not define (its math raises)"),
+        ({"dropout": 1, "dropout_p": 1.5}, "dropout_p must be above 0 and at most 1, but got 1.5."),
+        ({"bias32": 1, "dropout": 1, "dropout_p": 0.1, "D": 256}, "kernels with bias32 and dropout take at most 128"),
+        ({"D": 264}, "kernels take at most 256"),
+        ({"causal": 1, "D": 264}, "kernels take at most 256"),
+        ({"causal": 1, "mask": 1}, "PyTorch does not define the combination (its math backend raises)"),
+        ({"causal": 1, "bias": 1}, "PyTorch does not define the combination (its math backend raises)"),
     ],
 )
 def test_reasons_name_their_cause(facts: dict, said: str) -> None:
@@ -98,7 +98,7 @@ def test_reasons_name_their_cause(facts: dict, said: str) -> None:
 @pytest.mark.parametrize("p, said", [(-1e-8, "-1e-08"), (1.1, "1.1"), (4 / 3, "1.3333333333333333"), (2.0, "2")])
 def test_probabilities_are_said_as_they_are(p: float, said: str) -> None:
     reasons = bindings.plan(PLAIN | {"dropout": 1, "dropout_p": p}, DEVICES["h100"])["reasons"]
-    assert reasons["fa2"].startswith(f"dropout_p={said} is not above 0 and up to 1; ")
+    assert reasons["fa2"].startswith(f"dropout_p must be above 0 and at most 1, but got {said}. ")
 
 
 def test_rescues_hold_for_what_they_were_seen_with() -> None:
@@ -118,7 +118,7 @@ def test_rescues_hold_for_what_they_were_seen_with() -> None:
         (96, {"deterministic": 1}, "l4", "fwd_sm80_bf16_d128_mask_m64n64s1", "detbwd_sm80_bf16_d128_mask_m64n64s1"),
         (128, {}, "a100", "fwd_sm80_bf16_d128_mask_m64n64s1", "bwd_sm80_bf16_d128_mask_m64n64s1"),
         (192, {}, "h100", "fwd_sm80_bf16_d256_mask_m64n64s1", "bwd_sm80_bf16_d256_mask_m64n64s1"),
-        (192, {}, "l4", "fwd_sm80_bf16_d256_mask_m64n64s1", "math's backward"),
+        (192, {}, "l4", "fwd_sm80_bf16_d256_mask_m64n64s1", "The math backward of stock"),
         (64, {"grad": 0, "Sq": 4}, "l4", "decode_sm80_bf16_d64_mask_m64n64s3", ""),
         (192, {"grad": 0, "Sq": 4}, "a100", "decode_sm80_bf16_d256_mask_m64n64s1", ""),
         (60, {}, "a100", "", "multiples of 8"),  # none goes element by element
@@ -136,7 +136,7 @@ def test_masks_of_every_gpus_kernels(d: int, facts: dict, device: str, kernel: s
 
 
 BIASED, DROPPED = {"bias": 1}, {"dropout_p": 0.1}
-WANTED = "attn_mask wants a gradient, and no kernel of ours that makes one takes this call"
+WANTED = "attn_mask requires a gradient, and no kernel that computes this gradient takes the call."
 
 
 @pytest.mark.parametrize(
@@ -144,17 +144,17 @@ WANTED = "attn_mask wants a gradient, and no kernel of ours that makes one takes
     [
         (64, BIASED, "l4", "fwd_sm80_bf16_d64_bias_m64n64s1", "bwd_sm80_bf16_d64_bias_m64n64s1"),
         (256, BIASED, "a100", "fwd_sm80_bf16_d256_bias_m64n64s1", "bwd_sm80_bf16_d256_bias_m64n64s1"),
-        (256, BIASED, "l4", "", "kernels with bias take up to 128"),
+        (256, BIASED, "l4", "", "kernels with bias take at most 128"),
         (96, BIASED | {"bias_grad": 1}, "a100", "fwd_sm80_bf16_d128_bias_m64n64s1", WANTED),
-        (96, {"bias32": 1}, "a100", "fwd_sm80_bf16_d128_bias32_m64n64s1", "math's backward"),
+        (96, {"bias32": 1}, "a100", "fwd_sm80_bf16_d128_bias32_m64n64s1", "math backward of stock"),
         (64, BIASED | {"grad": 0, "Sq": 4}, "l4", "decode_sm80_bf16_d64_bias_m64n64s3", ""),
         (64, DROPPED, "l4", "fwd_sm80_bf16_d64_dropout_m64n128s1", "bwd_sm80_bf16_d64_dropout_m64n64s1"),
-        (96, DROPPED | {"deterministic": 1}, "a100", "fwd_sm80_bf16_d128_dropout_m64n64s1", "math's backward"),
+        (96, DROPPED | {"deterministic": 1}, "a100", "fwd_sm80_bf16_d128_dropout_m64n64s1", "math backward of stock"),
         (128, DROPPED | {"mask": 1}, "a100", "fwd_sm80_bf16_d128_mask+dropout_m64n64s1", "bwd_sm80_bf16_d128_mask+dropout"),
         (192, DROPPED, "a100", "fwd_sm80_bf16_d256_dropout_m64n64s1", "bwd_sm80_bf16_d256_dropout_m64n64s1"),
         (64, DROPPED | BIASED, "l4", "fwd_sm80_bf16_d64_bias+dropout_m64n64s1", "bwd_sm80_bf16_d64_bias+dropout"),
-        (192, DROPPED | BIASED, "a100", "fwd_sm80_bf16_d256_bias+dropout_m64n64s1", "math's backward"),
-        (64, DROPPED | {"bias32": 1}, "a100", "", "none of these kernels has exactly bias32 and dropout together"),
+        (192, DROPPED | BIASED, "a100", "fwd_sm80_bf16_d256_bias+dropout_m64n64s1", "math backward of stock"),
+        (64, DROPPED | {"bias32": 1}, "a100", "", "exactly this combination of features: bias32 and dropout."),
     ],
 )
 def test_what_else_every_gpus_kernels_take(d: int, facts: dict, device: str, kernel: str, gradients: str) -> None:

@@ -225,7 +225,7 @@ COUNT = len(FORWARD) + 2  # and the stream
 def test_a_kernel_gets_all_that_it_takes(take: Callable[..., list[int]]) -> None:
     """A fact of the call by itself; what no launch can have, or this one does not, is an error."""
     assert take(kernel_args._number("Sq", "int32", "a fact")) == [COUNT, INTEGER, 5]
-    with pytest.raises(RuntimeError, match="takes scratch, which this call does not have"):
+    with pytest.raises(RuntimeError, match="takes scratch, but the call does not provide"):
         take(kernel_args._tensor("scratch", 1, "fp32", "no forward's"))
     with pytest.raises(RuntimeError, match="no call has an argument named fnord"):
         take(kernel_args._number("fnord", "int32", "no call's"))
@@ -238,7 +238,7 @@ def test_an_argument_of_a_feature_is_none_to_kernels_without_it(take: Callable[.
     assert take(fact) == take(said) == take(scratch) == [COUNT, NONE, TENSOR]
     assert take(fact, dropout=True) == [COUNT, REAL, TENSOR]
     assert take(said, dropout=True) == [COUNT, INTEGER, 1]
-    with pytest.raises(RuntimeError, match="takes scratch, which this call does not have"):
+    with pytest.raises(RuntimeError, match="takes scratch, but the call does not provide"):
         take(scratch, dropout=True)
 
 

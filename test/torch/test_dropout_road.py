@@ -136,7 +136,7 @@ def test_plans_never_let_the_efficient_attention_follow() -> None:
     forwards = tuple(row for row in kernel_table.KERNEL_ROWS if row.kind == "fwd")
     bindings.push_rows(forwards, (), dispatch_table.GATE)
     try:
-        for p, follower in ((0.0, "stock's efficient"), (P, "math's")):
+        for p, follower in ((0.0, "The efficient backward of stock"), (P, "The math backward of stock")):
             call = facts_of((1, 4, 4), (256, 256), (64, 64), grad=1, dropout_p=p)
             plan = bindings.plan(call, DEVICES["h100"], sdpa_backend("fa3").mode)
             assert plan["backend"] == "fa3" and plan["gradients"].startswith(follower), plan
@@ -226,7 +226,7 @@ def test_certain_probabilities(any_road: Road, p: float) -> None:
 def test_what_is_no_probability_is_stocks(any_road: Road, p: float) -> None:
     """On a GPU stock's kernels end the process."""
     q, k, v = any_road.qkv()
-    with pytest.raises(RuntimeError, match=r"forced and cannot run(.|\n)*is not above 0 and up to 1"):
+    with pytest.raises(RuntimeError, match=r"forced and cannot run(.|\n)*must be above 0 and at most 1"):
         dropping(q, k, v, p=p)
     if any_road.device == "cuda":
         return

@@ -260,7 +260,7 @@ def test_explain_knows_whose_scales_the_router_mends() -> None:
     assert mended == {name: asked[name] for name in mended}
 
 
-DROPPED, SCALE, WIDE = "dropout_p of 1", "this scale", "masks of fp32"
+DROPPED, SCALE, WIDE = "dropout_p=1", "this scale", "fp32 masks"
 WIDE_MASK, MASK = torch.zeros(16, 16), torch.zeros(16, 16).bfloat16()
 GROUPED, NARROW = torch.empty(2, 2, 16, 64).bfloat16(), torch.empty(2, 4, 16, 60).bfloat16()
 
@@ -325,7 +325,7 @@ def test_explain_says_what_becomes_of_a_scale(name: str, monkeypatch: pytest.Mon
             for size in ((2, 4, 128, 64), keys, keys)
         )
         said = [torch_flashplug.explain(query, key, value, scale=scale).stock_choice for scale in (None, NEGATIVE)]
-    nan = f"MATH; {FLASH.name} would give NaN with this scale"  # beside the stand-in nothing is efficient's
+    nan = f"MATH; {FLASH.name} would return NaN with this scale"  # beside the stand-in nothing is efficient's
     assert said == [FLASH.name, nan if looks else FLASH.name]
 
 

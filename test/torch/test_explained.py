@@ -46,8 +46,8 @@ ROADS: dict[str, tuple[tuple[Tensor, ...], dict[str, object], str, str]] = {
     "on_end": (ON_END, {"cu_seqlens_q": ints(9)}, "fwd_sm90_bf16_d128_window+ragged_", ""),
     "pages": (in_pages(2, 3), PAGES, "decode_sm80_bf16_d128_window+paged_", ""),
     "pages_of_15": (in_pages(2, 3, page=15), PAGES, "fwd_sm90_bf16_d128_window+ragged_",
-                    "pages are gathered first: pages have 15 rows"),
-    "pages_many": (in_pages(2, 90), PAGES, "fwd_sm90_bf16_d128_window+ragged_", "pages are gathered first: no kernel"),
+                    "pages are gathered first: of 15 rows"),
+    "pages_many": (in_pages(2, 90), PAGES, "fwd_sm90_bf16_d128_window+ragged_", "pages are gathered first: No kernel"),
     "pages_on_end": (in_pages(90), PAGES | {"cu_seqlens_q": ints(3)}, "fwd_sm90_bf16_d128_window+ragged_",
                      "pages are gathered first"),
     "pages_of_ones": (in_pages(2), PAGES | {"cu_seqlens_q": ints(3), "max_seqlen_q": 1},
@@ -137,7 +137,7 @@ def test_modes() -> None:
     with sdpa_backend("fa2"):
         assert explain_attention(q, k, v, softcap=2.0, device="h100").backend == "fa2"
     wide = [meta(2, 512, 2, 512) for _ in range(3)]
-    assert "head dim 512, kernels take up to 256" in str(explain_attention(*wide, softcap=2.0, device="h100"))
+    assert "head dim 512, but the kernels take at most 256" in str(explain_attention(*wide, softcap=2.0, device="h100"))
     with sdpa_backend("fa3"):
         plan = explain_attention(*wide, softcap=2.0, device="h100")
     assert plan.backend == "math" and "is forced and cannot run this call" in plan.error

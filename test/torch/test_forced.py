@@ -111,7 +111,7 @@ def impossible(name: str, road: Road) -> tuple[list[torch.Tensor], dict]:
 OF_NO_FAMILY = {"fp32": "float32", "head_dim_300": "300"}
 REASONS = {
     "fa3": OF_NO_FAMILY | {"head_dim_12": "12", "last_stride": "stride"},
-    "fa2": OF_NO_FAMILY | {"bias": "exactly bias32 and dropout together", "dropout": "up to 256"},
+    "fa2": OF_NO_FAMILY | {"bias": "this combination of features: bias32 and dropout", "dropout": "at most 256"},
 }
 
 
@@ -158,7 +158,7 @@ def test_process_backend_goes_ahead_of_blocks(any_road: Road, backend: str, take
 def test_explain_says_who_asked(any_road: Road) -> None:
     with sdpa_backend("fa3"):
         plan = torch_flashplug.explain(*any_road.qkv(), device="a100")
-    assert plan.backend == "fa2" and plan.reasons["stock"] == "fa2 is asked for by TORCH_FLASHPLUG_BACKEND"
+    assert plan.backend == "fa2" and plan.reasons["stock"] == "fa2 is requested by TORCH_FLASHPLUG_BACKEND."
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -263,7 +263,7 @@ def graph_of_floats(road: Road, floats: Callable, *rest: Tensor, grad: bool = Fa
     try:
         torch.compile(function, fullgraph=True, backend=recorder)(*road.qkv(grad=grad), *rest)
     except RuntimeError as error:
-        assert "attn_mask is of floats" in str(error)
+        assert "attn_mask has a floating-point dtype" in str(error)
     return recorder.graphs[0]
 
 

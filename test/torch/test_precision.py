@@ -58,7 +58,7 @@ def test_auto_takes_it_as_a_permission(name: str) -> None:
     with sdpa_backend("auto", precision=name):
         plan = explained(qkv())
     assert plan.backend == "fa3" and not plan.precision
-    assert plan.whole.startswith("no measured row for this c") and "16 bits     no measured" in str(plan)
+    assert plan.whole.startswith("No measured entry covers this c") and "16 bits     No measured" in str(plan)
     assert plan.kernel == explained(qkv()).kernel and plan.row == explained(qkv()).row
 
 
@@ -66,7 +66,7 @@ def test_auto_takes_what_was_measured_to_be_faster() -> None:
     inputs = [torch.empty(1, 16, 16384, 128, dtype=torch.bfloat16, device="meta") for _ in range(3)]
     with sdpa_backend("auto", precision="e4m3"):
         plan = explained(inputs)
-        assert plan.precision == "e4m3" and "1.060 x ours of 16 bits" in plan.row
+        assert plan.precision == "e4m3" and "1.060 x the 16-bit kernel" in plan.row
         assert not explained(inputs, is_causal=True).precision
     assert not explained(inputs).precision and "x stock" in explained(inputs).row
 
@@ -117,9 +117,9 @@ def test_what_is_no_precision() -> None:
     "more, said",
     [
         ({"is_causal": True}, ""),
-        ({"dropout_p": 0.1}, "none of these kernels has exactly dropout and 8bit together"),
+        ({"dropout_p": 0.1}, "exactly this combination of features: dropout and 8bit."),
         ({"attn_mask": torch.ones(1024, 1024, dtype=torch.bool, device="meta")}, ""),
-        ({"attn_mask": torch.ones(1024, 1024, dtype=torch.bfloat16, device="meta")}, "exactly bias and 8bit together"),
+        ({"attn_mask": torch.ones(1024, 1024, dtype=torch.bfloat16, device="meta")}, "features: bias and 8bit."),
     ],
 )
 def test_what_goes_beside_it(more: dict, said: str) -> None:
@@ -139,7 +139,7 @@ def test_wide_heads_and_gradients() -> None:
         plan = explained(qkv(grad=True))
     assert plan.backend == "fa3" and "8-bit attention has no backward" in plan.whole
     with sdpa_backend("fa2", precision="8bit"):
-        assert "precision='8bit' is asked for, these kernels multiply in 16 bits" in explained(qkv()).error
+        assert "precision='8bit' is requested, but the kernels of this backend multiply in 16" in explained(qkv()).error
 
 
 # ---- run ----

@@ -180,7 +180,7 @@ def test_what_forced_kernels_do_not_take(door: str) -> None:
             ("torch.float32", (q.float(), k.float(), v.float()), {}),
             (r"head dims \[60\]", (q[..., :60], k[..., :60], v[..., :60]), {}),
         ):
-            with pytest.raises(RuntimeError, match=f"varlen_attn: kernels of ours do not take .*{says}"):
+            with pytest.raises(RuntimeError, match=f"varlen_attn: the forced kernels do not support .*{says}"):
                 varlen.varlen_attn(*tensors, *given(door), **GROUPED, **settings)
 
 

@@ -428,7 +428,7 @@ def _explain_cached(
                 fields = {name: made[name] for name in ("kernel", "splits", "gate")}
                 return Plan(call, backend, **fields, reasons=reasons, copies=read)
             # The first reason can be the 8-bit dtypes themselves, which say nothing new.
-            reasons[backend] = made["reasons"].get(backend, "").rpartition("also: ")[2]
+            reasons[backend] = made["reasons"].get(backend, "").rpartition("Also: ")[2]
         why = reasons[KERNEL_BACKENDS[-1]]
         if query.shape[1] // max(key.shape[1], 1) * query.shape[2] > dispatch_table.GATE.rows:
             why = f"more than {dispatch_table.GATE.rows} query rows for each KV head"

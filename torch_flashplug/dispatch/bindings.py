@@ -1,4 +1,4 @@
-"""The one ctypes binding of _C: its C functions with Python types. Decisions are made in C++."""
+"""Bindings of _C.so: the C functions with Python types, by ctypes. C++ makes all decisions."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from .library import doubles, ints, lib, text
 if TYPE_CHECKING:
     from ..registry import dispatch_table, kernel_table, stock_bugs
 
-CPU_SLOT, CUDA_SLOT = 0, 1  # of torch's choice stub; the CPU slot serves the tests' stand-in
-# Of a mode word (Mode in src/core/flashplug.h): where its precision lies, and what it may be beside a recipe's number.
+CPU_SLOT, CUDA_SLOT = 0, 1  # slots of torch's choice stub; tests use the CPU slot for the CPU stub backend
+# Precision of a mode word (Mode in src/core/flashplug.h): the shift of the bits, and the values besides the number of a
+# recipe.
 PRECISION_SHIFT, PRECISION_OF_PROCESS, WHOLE_PRECISION, PRECISION_OF_THREAD = 16, 0, 0xFF, 0xFE
-SCALE_IDS = {"positive": 0, "zero": 1, "negative": 2, "not finite": 3}  # as Scale in src/core/call_facts.h
-_BACKEND_BITS, PREFERENCE = 0x7F, 0x80  # of a mode word (Mode in src/core/flashplug.h)
-STOCK_BACKENDS = ("cudnn", "flash", "efficient")  # order as StockBackend in src/stock/torch_symbols.h
+SCALE_IDS = {"positive": 0, "zero": 1, "negative": 2, "not finite": 3}  # same numbers as Scale in src/core/call_facts.h
+_BACKEND_BITS, PREFERENCE = 0x7F, 0x80  # bits of a mode word (Mode in src/core/flashplug.h)
+STOCK_BACKENDS = ("cudnn", "flash", "efficient")  # same order as StockBackend in src/stock/torch_symbols.h
 FACTS_FIELDS = ("cc", "sm_count", "smem_bytes", "l2_bytes", "memory_rate")
 NO_DEVICE = dict.fromkeys(FACTS_FIELDS, 0)
 # Counters, in the order of enum class Path.
@@ -37,12 +38,16 @@ PATHS = (
 
 
 def install(slot: int = CUDA_SLOT) -> int:
-    """Puts our choice function into a slot of torch's stub. 0: done; else a reason code, in words from last_error()."""
+    """Install the choice function of this project in a slot of torch's choice stub.
+
+    Returns:
+        0, or a code of the reason for the failure. `last_error()` has the text of the reason.
+    """
     return lib().flashplug_install(slot)
 
 
 def uninstall(slot: int = CUDA_SLOT) -> int:
-    """Puts the saved pointer back, exactly."""
+    """Restore the saved pointer of a slot exactly."""
     return lib().flashplug_uninstall(slot)
 
 
@@ -51,7 +56,10 @@ def installed(slot: int = CUDA_SLOT) -> bool:
 
 
 def take_last_exit() -> str:
-    """Where this thread's latest call left the router, one of names("exits"); "": none since it was asked last."""
+    """Return the exit of the router for this thread's latest call, a name of names("exits"), and forget the exit.
+
+    Return "" if no call came since the previous query.
+    """
     place = lib().flashplug_take_last_exit()
     return names("exits")[place] if place >= 0 else ""
 
@@ -61,9 +69,11 @@ def last_error() -> str:
 
 
 def register_ops(dispatch_key: str = "CUDA", own_ops: bool = True) -> None:
-    """Registers the aten carrier at a dispatch key and, with own_ops, sdpa_fwd and sdpa_bwd of ops.py."""
+    """Register the aten op at a dispatch key and, with own_ops, `sdpa_fwd` and `sdpa_bwd` of ops.py."""
     if lib().flashplug_register_ops(dispatch_key.encode(), int(own_ops)) != 0:
-        raise RuntimeError(f"torch_flashplug: ops not registered at {dispatch_key}: {last_error()}")
+        raise RuntimeError(
+            f"torch_flashplug: could not register the ops for dispatch key {dispatch_key}: {last_error()}"
+        )
 
 
 def unregister_ops() -> None:
@@ -71,17 +81,18 @@ def unregister_ops() -> None:
 
 
 def repair(*backends: str) -> bool:
-    """Puts the repair of these STOCK_BACKENDS in place and takes it from the others; False: this torch lacks some of
-    them.
+    """Install the workarounds for the given STOCK_BACKENDS, and remove the workarounds for all others.
+
+    Return False if the running torch lacks some of the backends.
     """
     return lib().flashplug_repair(sum(1 << STOCK_BACKENDS.index(name) for name in backends)) == 0
 
 
-# ---- torch's own doors to attention on end ----
+# ---- torch's ops for packed sequences ----
 
 
 def open_varlen(dispatch_key: str) -> None:
-    """Kernels of ours at the ops of torch.nn.attention.varlen, which need not be defined yet."""
+    """Register kernels for the ops of torch.nn.attention.varlen. The ops need not be defined yet."""
     if lib().flashplug_open_varlen(dispatch_key.encode()) != 0:
         raise RuntimeError(
             f"torch_flashplug: could not register varlen_attn kernels for dispatch key {dispatch_key}: {last_error()}"
@@ -93,18 +104,18 @@ def close_varlen() -> None:
 
 
 def know_varlen(op: str, schema: str) -> None:
-    """What one of these ops takes in the running torch."""
+    """Set the schema of a varlen op in the running torch."""
     if lib().flashplug_know_varlen(op.encode(), schema.encode()) != 0:
         raise RuntimeError(f"torch_flashplug: {last_error()}")
 
 
 def hold_error(error: BaseException) -> None:
-    """What the body of an op raises, for C++ that has called the op: torch hands on nothing but a text, if that."""
+    """Hold an exception of an op's Python body for the C++ caller, because torch passes on a text at most."""
     lib().flashplug_hold_error(error)
 
 
 def held(function: Callable) -> Callable:
-    """The body of an op that C++ calls; what it raises reaches the caller of C++ as it is."""
+    """Return a wrapper for the Python body of an op called by C++. The C++ caller gets the original exception."""
 
     @functools.wraps(function)
     def run(*given: object) -> object:
@@ -118,12 +129,18 @@ def held(function: Callable) -> Callable:
 
 
 def know_flash(schema: str) -> bool:
-    """Of one of torch's flash attention ops; False: stock's kernel could not be called by it."""
+    """Set the schema of a flash attention op of torch.
+
+    Return False if the stock kernel cannot be called by the schema.
+    """
     return bool(lib().flashplug_know_flash(schema.encode()))
 
 
 def open_flash(dispatch_key: str) -> bool:
-    """Kernels of ours over torch's flash attention, at that key alone; False: this torch's cannot be called below."""
+    """Register kernels for torch's flash attention ops at a single dispatch key.
+
+    Return False if the flash attention of the running torch cannot be called below the kernels.
+    """
     return lib().flashplug_open_flash(dispatch_key.encode()) == 0
 
 
@@ -132,7 +149,7 @@ def close_flash() -> None:
 
 
 def prefer_flash(on: bool) -> None:
-    """Few rows are taken there, too."""
+    """Set whether the flash attention op also serves decode calls."""
     lib().flashplug_prefer_flash(int(on))
 
 
@@ -148,22 +165,22 @@ def enabled() -> bool:
 
 
 def set_mode(word: int) -> int:
-    """Set this thread's mode word, that of a block which begins now. Return a token that restores the one before."""
+    """Set the mode word of this thread at the start of a block. Return a token for restoring the previous word."""
     return lib().flashplug_set_mode(word)
 
 
 def mode() -> int:
-    """Return the mode word of this thread's innermost block; in a recomputation that of its forward."""
+    """Return the mode word of this thread's innermost block. In a recomputation, return the word of the forward."""
     return lib().flashplug_mode()
 
 
 def effective_mode() -> int:
-    """The process-wide backend if one is set, as a preference, else this thread's mode word."""
+    """Return the process-wide backend as a preference, or the mode word of this thread if no such backend is set."""
     return lib().flashplug_effective_mode()
 
 
 def backend_of(mode_word: int) -> str:
-    """One of BACKENDS."""
+    """Return the backend of a mode word, a name of BACKENDS."""
     return BACKENDS[mode_word & _BACKEND_BITS]
 
 
@@ -172,40 +189,49 @@ def names_backend(mode_word: int) -> bool:
 
 
 def forced_kernels(mode_word: int) -> str | None:
-    """One of KERNEL_BACKENDS where calls that it cannot run must raise."""
+    """Return the forced backend of a mode word, a name of KERNEL_BACKENDS, or None if no backend is forced."""
     backend = backend_of(mode_word)
     return backend if backend in KERNEL_BACKENDS and not is_preference(mode_word) else None
 
 
 def is_preference(mode_word: int) -> bool:
-    """It is the process-wide backend's."""
+    """Return whether a mode word comes from the process-wide backend."""
     return bool(mode_word & PREFERENCE)
 
 
 def set_cta_margin(ctas: int) -> int:
-    """So many SMs this thread's launches of persistent kernels leave to others; returns what it was before."""
+    """Set the number of SMs that persistent kernels launched by this thread leave free. Return the previous number."""
     return lib().flashplug_set_cta_margin(ctas)
 
 
 def set_process_backend(backend: int) -> None:
-    """Backend id that goes ahead of every gate and block; calls that it cannot run stay stock. 0: none."""
+    """Set the process-wide backend, which overrides every gate and block.
+
+    Args:
+        backend: position in BACKENDS; 0 for none. Calls that the backend cannot run fall back to stock.
+    """
     lib().flashplug_set_process_backend(backend)
 
 
 def set_process_precision(number: int) -> None:
-    """Of a recipe (recipes.number_of), for calls whose mode says none."""
+    """Set the number of the recipe (recipes.number_of) for calls without a precision in the mode."""
     lib().flashplug_set_process_precision(number)
 
 
 def set_standin(on: bool | int) -> None:
-    """Tests only: CPU tensors are eligible. 1: math stands in for kernels; 2: a pack's symbols run on CPU memory."""
+    """Set the CPU stub backend for tests, in which kernels may serve CPU tensors.
+
+    Args:
+        on: 0 for off, 1 for math in place of kernels, 2 for the symbols of a pack on CPU memory.
+    """
     lib().flashplug_set_standin(int(on))
 
 
 def names(of: str) -> tuple[str, ...]:
-    """A list of names as C++ knows them, by number or bit: backends, features, kinds, operands, call facts, number
-    types; schemas of the ops whose arguments it takes from stacks; exits of the router; reasons why a family's
-    kernels do not take a call.
+    """Return a list of names in C++, in the order of numbers or bits.
+
+    The lists are backends, features, kinds, operands, call facts, number types, schemas of the ops with arguments on
+    stacks, exits of the router, and reasons why a family's kernels do not take a call.
     """
     found: list[str] = []
     while name := text(lambda out, size: lib().flashplug_name(of.encode(), len(found), out, size)):
@@ -214,7 +240,10 @@ def names(of: str) -> tuple[str, ...]:
 
 
 def dtypes() -> dict[str, tuple[int, int]]:
-    """What C++ tells apart, by number: bytes of an element and DLPack's code. The last one stands for all others."""
+    """Return the bytes and the DLPack code of each dtype known to C++, in the order of numbers.
+
+    The last entry stands for all other dtypes.
+    """
     found: dict[str, tuple[int, int]] = {}
     size, code = ints([0]), ints([0])
     while name := text(lambda out, room: lib().flashplug_dtype(len(found), size, code, out, room)):
@@ -226,8 +255,9 @@ def dtypes() -> dict[str, tuple[int, int]]:
 
 
 def device_facts(index: int = 0) -> dict[str, int]:
-    """{cc, sm_count, smem_bytes, l2_bytes, memory_rate} of a CUDA device, the last in bytes per ns; zeros where there
-    is none. Makes no context.
+    """Return {cc, sm_count, smem_bytes, l2_bytes, memory_rate} of a CUDA device, without creating a context.
+
+    `memory_rate` is in bytes per ns. All values are zero if the device does not exist.
     """
     out = ints([0] * len(FACTS_FIELDS))
     lib().flashplug_device_facts(index, out)
@@ -235,7 +265,7 @@ def device_facts(index: int = 0) -> dict[str, int]:
 
 
 def set_facts_override(facts: Mapping[str, int] | None) -> None:
-    """Tests: every device has these facts; None: the real ones again."""
+    """Set the facts of every device for tests, or restore the real facts with None."""
     lib().flashplug_set_facts_override(ints([facts[name] for name in FACTS_FIELDS]) if facts is not None else None)
 
 
@@ -258,7 +288,7 @@ def push_rows(
     rescue_rows: Sequence[stock_bugs.Rescue] = (),
     varlen_rows: Sequence[dispatch_table.VarlenRow] = (),
 ) -> None:
-    """Replaces the tables."""
+    """Replace the tables in C++."""
     clear_rows()
     tables = {
         "feature": table_structs.of_features(),
@@ -280,8 +310,10 @@ def push_rows(
 
 @functools.cache
 def problem_facts() -> dict[str, float]:
-    """What describes a call, in the order of src/core/call_facts.h, and what it is where it is not said: bf16, packed,
-    no mask, no grad, on a GPU. Sizes are negative: they have to be said.
+    """Return the facts of a call with the default values, in the order of src/core/call_facts.h.
+
+    The defaults describe a call with bf16, packed rows, no mask and no gradients, on a GPU. Sizes have no default and
+    are negative here.
     """
     plain, facts = doubles([0.0]), {}
     while name := text(lambda out, size: lib().flashplug_fact(len(facts), plain, out, size)):
@@ -290,10 +322,13 @@ def problem_facts() -> dict[str, float]:
 
 
 def _facts(problem: Mapping[str, float]) -> ctypes.Array[ctypes.c_double]:
-    """Names of features are facts, too: true ones are what the call needs."""
+    """Return all facts of a call as doubles.
+
+    Names of features count as facts, too: a true value adds the feature to the needs of the call.
+    """
     known = problem_facts()
     if unknown := set(problem) - set(known) - set(features.NAMES):
-        raise TypeError(f"unknown facts of a call {sorted(unknown)}; known are {', '.join((*known, *features.NAMES))}")
+        raise TypeError(f"unknown facts of a call {sorted(unknown)}; use {', '.join((*known, *features.NAMES))}")
     needs = int(problem.get("needs", 0)) | features.bits(name for name in features.NAMES if problem.get(name))
     filled = {**known, **problem, "needs": needs}
     return doubles([filled[name] for name in known])
@@ -306,8 +341,14 @@ def with_operands(
     addresses: Sequence[int],
     element_bytes: Sequence[int],
 ) -> dict[str, float]:
-    """The facts of a call and those that query, key and value tell: four sizes and strides each, where they begin in
-    memory, in bytes, and the bytes of an element.
+    """Return the facts of a call, completed by the facts of query, key and value.
+
+    Args:
+        problem: the known facts.
+        sizes: four sizes of each operand.
+        strides: four strides of each operand, in elements.
+        addresses: the addresses of the operands in bytes.
+        element_bytes: the bytes of an element of each operand.
     """
     known = problem_facts()
     facts = _facts(problem)
@@ -317,18 +358,18 @@ def with_operands(
 
 
 def shapes_fit(sizes: Sequence[Sequence[int]], enable_gqa: bool) -> bool:
-    """Shapes of query, key and value that stock neither rejects nor broadcasts."""
+    """Return whether stock neither rejects nor broadcasts the shapes of query, key and value."""
     return bool(lib().flashplug_shapes_fit(ints([size for operand in sizes for size in operand]), int(enable_gqa)))
 
 
 def kind_of_scale(scale: float | None) -> str:
-    """One of SCALE_IDS: kernels take floats of 32 bits, subnormals as 0."""
+    """Return the kind of a scale, a name of SCALE_IDS. Kernels take 32-bit floats and treat subnormals as 0."""
     number = 0 if scale is None else lib().flashplug_scale(scale)
     return tuple(SCALE_IDS)[number]
 
 
 def fault_said(fault: int) -> str:
-    """What a backend of stock's does to a call that has this fault, by what ops.right_choice() returns; "": none."""
+    """Return the text of a fault of a stock backend, by the number from ops.right_choice(), or "" for no fault."""
     return text(lambda out, size: lib().flashplug_fault_said(fault, out, size))
 
 
@@ -338,9 +379,9 @@ def fault_said(fault: int) -> str:
 def _call_arguments(problem: Mapping[str, float], facts: Mapping[str, int] | None, mode_word: int) -> tuple:
     missing = {name for name, plain in problem_facts().items() if plain < 0} - set(problem)
     if missing:
-        raise TypeError(f"problem lacks {', '.join(sorted(missing))}, which have no default")
+        raise TypeError(f"problem must have {', '.join(sorted(missing))}, because such facts have no default")
     q_heads, kv_heads = problem["Hq"], problem["Hkv"]
-    if kv_heads > 0 and q_heads % kv_heads:  # the dispatcher divides by query heads per KV head
+    if kv_heads > 0 and q_heads % kv_heads:  # the dispatcher divides by the query heads per KV head
         raise ValueError(
             f"plan: Hq must be a multiple of Hkv, but got {q_heads:g} and {kv_heads:g}. "
             "Give KV heads that divide the query heads."
@@ -352,11 +393,16 @@ def _call_arguments(problem: Mapping[str, float], facts: Mapping[str, int] | Non
 def plan_text(
     problem: Mapping[str, float], facts: Mapping[str, int] | None, mode_word: int = 0, remembered: bool = False
 ) -> str:
-    """JSON {backend, kernel, splits, cluster, tiles, reasons{}, why{} (their names), precision, whole, gate, row,
-    rescue, copies, sharing, gradients} of a call on a device.
+    """Return the plan of a call on a device as JSON.
 
-    The call is described by problem_facts() and the names of the features it needs; what is left out is as they say.
-    `remembered`: from this thread's memory of plans, as calls get theirs; else made anew.
+    The members are {backend, kernel, splits, cluster, tiles, reasons{}, why{} (names of the reasons), precision, whole,
+    gate, row, rescue, copies, sharing, gradients}.
+
+    Args:
+        problem: facts of problem_facts() and names of the needed features; missing facts have the default values.
+        facts: facts of the device; None for no device.
+        mode_word: the mode word.
+        remembered: True for the plan from this thread's plan cache, as calls use; False for a new plan.
     """
     arguments = _call_arguments(problem, facts, mode_word)
     return text(lambda out, size: lib().flashplug_plan_text(*arguments, int(remembered), out, size))
@@ -367,28 +413,28 @@ def plan(problem: Mapping[str, float], facts: Mapping[str, int] | None, mode_wor
 
 
 def is_remembered(problem: Mapping[str, float], facts: Mapping[str, int] | None, mode_word: int = 0) -> bool:
-    """Whether this thread's memory of plans holds that of exactly this call."""
+    """Return whether this thread's plan cache holds the plan of exactly the given call."""
     return bool(lib().flashplug_is_remembered(*_call_arguments(problem, facts, mode_word)))
 
 
 def missing_changes() -> int:
-    """Goes up with every change of what kernel_missing answers."""
+    """Return a number that increases with every change of an answer of kernel_missing()."""
     return lib().flashplug_missing_changes()
 
 
 def kernel_missing(problem: Mapping[str, float], facts: Mapping[str, int] | None, mode_word: int) -> bool:
-    """The plan is ours, but its kernel was looked for in vain: stock serves the call."""
+    """Return whether a planned kernel was not available, so that stock serves the call."""
     return bool(lib().flashplug_kernel_missing(*_call_arguments(problem, facts, mode_word)))
 
 
 def forced_error(problem: Mapping[str, float], facts: Mapping[str, int] | None, mode_word: int) -> str:
-    """The text a forced backend raises for a call it cannot run."""
+    """Return the error text of a forced backend for a call that the backend cannot run."""
     arguments = _call_arguments(problem, facts, mode_word)
     return text(lambda out, size: lib().flashplug_forced_error(*arguments, out, size))
 
 
 def counters(reset: bool = False) -> dict[str, int]:
-    """How many calls took each path since the last reset; tests assert which path ran from this."""
+    """Return the number of calls on each path since the last reset. Tests use the counters to assert paths."""
     out = ints([0] * len(PATHS))
     lib().flashplug_counters(out, int(reset))
     return dict(zip(PATHS, out, strict=True))
@@ -398,8 +444,9 @@ def counters(reset: bool = False) -> dict[str, int]:
 
 
 def load_pack(path: Path | None, target: str) -> None:
-    """Registers the kernel pack of a target (families.TARGETS); it is opened when a kernel is first needed. None: it is
-    not installed, and messages say how to build it.
+    """Register the kernel pack of a target (families.TARGETS). The first use of a kernel opens the pack.
+
+    A path of None says that the pack is not installed, and messages say how to build the pack.
     """
     lib().flashplug_load_pack(str(path or "").encode(), target.encode())
 

@@ -1,6 +1,6 @@
-"""What C++ asks of Python: kernels outside the packs, operands that Python dispatches, what is to be logged.
+"""Callbacks from C++ to Python: kernels outside the packs, operands dispatched by Python, and log lines.
 
-No exception may cross C: each up-call turns it into an answer.
+No exception may cross C, so each callback turns exceptions into an answer.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ _COMPILE_TYPE = ctypes.CFUNCTYPE(
     *(ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_int),
     *(ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_char), ctypes.c_int),
 )
-_KERNEL, _NONE, _NOT_YET = range(3)  # enum class Provided of src/core/flashplug.h
-_CAPTURING, _REQUIRED, _TRAINING = 1, 2, 4  # enum Circumstances there
+_KERNEL, _NONE, _NOT_YET = range(3)  # numbers of enum class Provided in src/core/flashplug.h
+_CAPTURING, _REQUIRED, _TRAINING = 1, 2, 4  # bits of enum Circumstances in src/core/flashplug.h
 _LOG_TYPE = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p)
 _TRACE_TYPE = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4, ctypes.POINTER(ctypes.c_int64 * 12))
 _LEARN_TYPE = ctypes.CFUNCTYPE(None)
 _PREPARE_TYPE = ctypes.CFUNCTYPE(None)
 _WRAP_TYPE = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p)
 
-_keep: dict[str, object] = {}  # callbacks that C holds
+_keep: dict[str, object] = {}  # keeps the callbacks alive that C holds
 
 
 def set_compile(provide: Callable[[str, int, Circumstances], Provided | str] | None) -> None:
-    """Set the up-call for kernels outside the packs.
+    """Set the callback for kernels outside the packs.
 
     Args:
-        provide: takes the name of a kernel, the compute capability of the GPU (90 is 9.0) and what the call allows.
-            Returns the kernel, or why there is none, for good if it is a text alone. What provide raises counts as such
-            a text. None takes the up-call away.
+        provide: takes the name of a kernel, the compute capability of the GPU (90 is 9.0) and the circumstances of the
+            call. Returns the kernel, or the reason for a missing kernel. A plain text is a permanent reason, and an
+            exception of `provide` counts as a plain text. None removes the callback.
     """
     if provide is None:
         lib().flashplug_set_compile_callback(ctypes.cast(None, _COMPILE_TYPE))
@@ -67,8 +67,9 @@ def set_compile(provide: Callable[[str, int, Circumstances], Provided | str] | N
 
 
 def set_learn(run_probe: Callable[[], None]) -> None:
-    """Set the up-call that runs a small backward in which learn_node() is called. It is made once, by the first
-    recomputation of a process that has entered sdpa_backend; what it raises is dropped.
+    """Set the callback that runs a small backward with a call of learn_node().
+
+    The first recomputation of a process that has entered sdpa_backend calls the callback once. Exceptions are dropped.
     """
 
     def up_call() -> None:
@@ -79,7 +80,7 @@ def set_learn(run_probe: Callable[[], None]) -> None:
     lib().flashplug_set_learn_callback(_keep["learn"])
 
 
-_STOCKS, _SIZED, _SIZES_LATER, _PART, _STEP = range(5)  # enum class Traced of src/core/flashplug.h
+_STOCKS, _SIZED, _SIZES_LATER, _PART, _STEP = range(5)  # numbers of enum class Traced in src/core/flashplug.h
 Sizes = Sequence[Sequence[int | None]]
 
 
@@ -87,10 +88,15 @@ def set_trace(
     sizes_of: Callable[[object, object, object, object], Sizes | None],
     part_of: Callable[[object, object, object, object], tuple[Sizes, bool] | None] = lambda *given: None,
 ) -> None:
-    """The up-call for operands that Python dispatches: sizes_of(query, key, value, mask) says the sizes of the first
-    three, as far as they are known, or None. Then part_of is asked, which knows tensors that lie on several devices:
-    the sizes of what the op gets on each of them, and whether it is a ring's step. None again: stock serves the call,
-    as where one of them raises. Without effect where this torch lacks the symbol that finds the objects.
+    """Set the callback for operands that Python dispatches.
+
+    Stock serves the call if both functions return None, or if a function raises. The callback has no effect if the
+    running torch lacks the symbol for finding the Python objects.
+
+    Args:
+        sizes_of: takes query, key, value and mask. Returns the known sizes of the first three, or None.
+        part_of: takes the same tensors, after None of `sizes_of`. For tensors on several devices, returns the sizes of
+            the op's operands on each device, and whether the op is a step of a ring; otherwise None.
     """
     address = lib().flashplug_wrap_function()
     if not address:
@@ -118,7 +124,7 @@ def set_trace(
 
 
 def set_prepare(prepare: Callable[[], None]) -> None:
-    """The up-call at the first call of one of varlen_attn's ops; what it did not make known, C++ says."""
+    """Set the callback for the first call of a varlen_attn op. C++ reports each schema still unknown afterward."""
 
     def up_call() -> None:
         try:
@@ -131,7 +137,7 @@ def set_prepare(prepare: Callable[[], None]) -> None:
 
 
 def set_log(write: Callable[[int, str], None] | None, plans: bool = False) -> None:
-    """write(level, text) for warnings and, with plans, once for each new decision (debug)."""
+    """Set write(level, text) as the log function for warnings and, with `plans`, for each new decision (debug)."""
     if write is None:
         lib().flashplug_set_log_callback(ctypes.cast(None, _LOG_TYPE), 0)
         return

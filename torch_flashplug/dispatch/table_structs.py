@@ -1,5 +1,6 @@
-"""The tables as C++ holds them: one ctypes structure for each struct of src/core/tables.h, with the same members in the
-same order. Texts must live until the structure is pushed.
+"""The tables in the form of C++: a ctypes structure for each struct of src/core/tables.h.
+
+The members are the same, in the same order. Texts must live until the structure is pushed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ..registry.stock_bugs import FACTS
 if TYPE_CHECKING:
     from ..registry import dispatch_table, kernel_table, stock_bugs
 
-DTYPE_IDS = {name: number for number, name in enumerate(NUMBERS)}  # any other: the next
+DTYPE_IDS = {name: number for number, name in enumerate(NUMBERS)}  # a dtype without an entry gets the next number
 
 
 def _members(kind: type, names: str) -> list[tuple[str, type]]:
@@ -78,7 +79,7 @@ class GateRow(ctypes.Structure):
 
 
 def _same(structure: type[ctypes.Structure], row: object, **more: object) -> ctypes.Structure:
-    """Members that a row calls by the same name, and others."""
+    """Return a structure with the equally named attributes of a row, and the members in `more`."""
     names = [name for name, _ in structure._fields_ if name not in more]
     return structure(**{name: getattr(row, name) for name in names}, **more)
 
@@ -96,7 +97,7 @@ def _element(name: str) -> int:
 
 
 def of_kernels(row: kernel_table.KernelRow) -> Iterator[KernelRow]:
-    """One for each of its kernels."""
+    """Yield a structure for each kernel of a row."""
     for spec in row.specs():
         yield _same(
             KernelRow,
@@ -150,7 +151,9 @@ def of_arguments() -> Iterator[ArgumentRow]:
         for one in taken:
             bringing = features.bringing(one.name) if one.optional else 0
             if one.optional and not bringing:
-                raise ValueError(f"argument {one.name} is optional, and no feature of features.py brings it")
+                raise ValueError(
+                    f"argument {one.name} must belong to a feature of features.py, because the argument is optional"
+                )
             dtype = kernel_args.DTYPES.index(one.dtype)
             yield ArgumentRow(one.name.encode(), bringing, KINDS.index(kind), one.rank, dtype)
 

@@ -1,5 +1,7 @@
-"""Which calls auto mode serves, as measured. Data only; the dispatcher (src/plan/) reads these rows. The first match
-wins. A new measurement is a change of rows with its date, machine and ratio; no kernel is compiled for it.
+"""Dispatch table: the measured classes of calls, and which of the classes auto mode serves.
+
+The module has only data. The dispatcher (src/plan/) reads the rows, and the first match wins. A new measurement is a
+change of rows, with date, machine and ratio. Such a change compiles no kernel.
 """
 
 from __future__ import annotations
@@ -8,57 +10,63 @@ from dataclasses import dataclass
 
 from .kernel_spec import CLUSTER
 
-# What operands look like to the kernel that takes them: D == Dv or not; or, to element-wise ones, by what no vector
-# fits: head dims that are no multiple of 8, addresses or strides that are none of 16 bytes, rows whose elements are
-# apart. "vectors" in a row stands for the first two.
+# Classes of operands. Kernels with vector loads distinguish D == Dv ("square") and D != Dv ("mixed"). Element-wise
+# kernels distinguish the property that rules out vector loads: head dims that are no multiple of 8 ("odddims"),
+# addresses or strides that are no multiple of 16 bytes ("unaligned"), and a strided last dim ("columns"). "vectors" in
+# a row stands for the first two classes.
 OPERANDS = ("square", "mixed", "odddims", "unaligned", "columns")
 _OPERANDS_SAID = {
     **{"vectors": "", "square": "D = Dv", "mixed": "D != Dv", "odddims": "D or Dv no multiple of 8"},
     **{"unaligned": "misaligned", "columns": "last dim not contiguous"},
 }
-# In which rows with gradients count tiles: the backward's, which has fewer where few query rows meet many keys.
+# Rows with gradients count tiles in units of so many keys: the tiles of the backward. The number differs from that of
+# the forward if few query rows meet many keys.
 KEYS_OF_TILE = 128
-ANY = 1 << 40  # upper end of an open range
-SERVE_RATIO = 0.97  # auto takes a class of calls only where stock time / our time reached this
+ANY = 1 << 40  # upper end of a range without a limit
+SERVE_RATIO = 0.97  # auto mode serves a class of calls only if stock time / kernel time reached the ratio
 
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """What is asked of calls of few query rows (src/dispatch/split_heuristic.cpp)."""
+    """Constants of the decode gate and of the estimates for decode calls (src/dispatch/split_heuristic.cpp)."""
 
-    rows: int  # Sq * (Hq / Hkv) up to here is a decode call: packed query rows of one tile;
-    wide_rows: int  # up to here, where packing and splitting should take less time than the forward,
-    wide_ns: float  # which takes that much less for every wave of CTAs: what starts and ends them
-    occupancy: float  # share of the SMs that tiles must fill where keys cannot be split (is_causal: few are visible)
-    cluster_ns: float  # what splitting costs in a cluster: CTAs wait for each other,
-    cluster_rate: float  # and a warpgroup adds up what it has of its peers: bytes per ns;
-    combine_ns: float  # beyond a cluster: a second kernel,
-    combine_rate: float  # and partial results, written to memory and read: bytes per ns
-    read_share: float  # of the memory's rate, which reading K and V comes to
-    # Of queries, which tiles of a backward that share the query heads of a KV head must spare it, one after the other:
-    # their results are added up. Estimated: steps of 64 rows take 1.2 to 2.2 us, two sums 6.
+    rows: int  # a call with at most so many packed query rows, Sq * (Hq / Hkv), is a decode; the rows of a tile
+    wide_rows: int  # largest number of packed rows with a decode kernel, if estimated to be faster than the forward
+    wide_ns: float  # extra ns of a decode kernel for every wave of CTAs (prologue and epilogue), over the forward
+    occupancy: float  # share of the SMs that tiles must fill if keys cannot be split (is_causal: few are visible)
+    cluster_ns: float  # ns of splitting in a cluster: the wait of the CTAs for each other
+    cluster_rate: float  # bytes per ns at which a warpgroup adds up results of the other CTAs of the cluster
+    combine_ns: float  # ns of splitting without a cluster: the launch of a second kernel
+    combine_rate: float  # bytes per ns of partial results, written to memory and read back
+    read_share: float  # reached share of the memory rate when reading K and V
+    # Smallest number of query rows, one after the other, that tiles must save by sharing the query heads of a KV head
+    # in a backward. The results of such tiles must be added up. Estimated: steps of 64 rows take 1.2 to 2.2 us, two
+    # sums take 6 us.
     rows_spared: int = 512
-    shared_ns: float = 1700  # what CTAs must save by sharing SMs: more splits wait longer where most keys are hidden
-    cluster: int = CLUSTER  # CTAs of one cluster at most
-    # Of the SMs, which clusters of so many CTAs may fill; 0: any number. Those above a pair are put beside each other
-    # on some SMs while others idle: threes keep three quarters of the SMs evenly busy, larger ones half.
+    shared_ns: float = 1700  # ns that CTAs must save by sharing SMs; more splits wait longer if most keys are hidden
+    cluster: int = CLUSTER  # largest number of CTAs of a cluster
+    # Share of the SMs that clusters of so many CTAs may fill; 0: no limit. The GPU places clusters of more than two
+    # CTAs next to each other on some SMs, while other SMs idle. Clusters of three keep three quarters of the SMs evenly
+    # busy, larger clusters keep half.
     cluster_share: tuple[float, ...] = (0, 0, 0, 0.75, *[0.5] * (CLUSTER - 3))
-    unknown_rate: float = 3352  # of a device that does not tell its memory's: an H100's, bytes per ns
+    unknown_rate: float = 3352  # bytes per ns assumed for a device with an unknown memory rate: the rate of an H100
     measured_cc: int = 90  # compute capability of the GPUs that CHOICE_ROWS hold for
 
 
 @dataclass(frozen=True, slots=True)
 class ChoiceRow:
-    """A class of calls and what auto mode does with it: ours where ratio >= SERVE_RATIO. d is max(D, Dv). With
-    gradients: forward and backward together, both ours. Of kind "partbwd", and in every mode: in parts where ratio,
-    fused time / time in parts, reaches that.
+    """A measured class of calls. Auto mode serves the class with a kernel if ratio >= SERVE_RATIO.
+
+    `d_min` and `d_max` limit max(D, Dv). Rows with gradients measured forward and backward together, both by kernels of
+    this project. Rows of kind "partbwd" hold in every mode: the split backward runs if ratio, the fused time / the time
+    of the split backward, reaches SERVE_RATIO.
     """
 
-    kind: str  # of the kernel: "fwd" or "decode"; "partbwd"
+    kind: str  # kind of the kernel: "fwd", "decode" or "partbwd"
     operands: str  # one of OPERANDS, or "vectors"
     arch: int
     grad: bool
-    mask: str  # exactly what its calls need: the tag of a set of features.py
+    mask: str  # exact features of the calls: the tag of a set of features.py
     d_min: int
     d_max: int
     min_sq: int
@@ -66,12 +74,12 @@ class ChoiceRow:
     min_sk: int
     max_sk: int
     min_tiles: int
-    ratio: float  # stock default time / our time, the lowest seen in the class
+    ratio: float  # stock default time / kernel time, the lowest measured in the class
     measured: str  # date, machine, suite
-    tile_m: int = 0  # only calls whose kernel has this many query rows; 0: any
-    min_packed: int = 1  # only calls with so many query rows for a KV head, Sq * (Hq / Hkv)
+    tile_m: int = 0  # only calls with a kernel of so many query rows in a tile; 0: any
+    min_packed: int = 1  # only calls with at least so many query rows for a KV head, Sq * (Hq / Hkv)
     max_packed: int = ANY
-    elements: tuple[str, ...] = ("bf16", "fp16")  # of the kernels that were measured
+    elements: tuple[str, ...] = ("bf16", "fp16")  # elements of the measured kernels
 
     @property
     def serve(self) -> bool:
@@ -79,7 +87,7 @@ class ChoiceRow:
 
     @property
     def said(self) -> str:
-        """Its class in words, which stay when rows come and go."""
+        """Text of the class. The text does not depend on the position of the row in the table."""
         ranges = (
             ("D", self.d_min, self.d_max),
             ("Sq", self.min_sq, self.max_sq),
@@ -94,30 +102,33 @@ class ChoiceRow:
 
     @property
     def keys_of_tile(self) -> int:
-        """0: tiles are the forward's."""
+        """Number of keys in a tile, or 0 if the row counts tiles of the forward."""
         return KEYS_OF_TILE if self.grad and self.kind == "fwd" and self.operands in {"square", "mixed"} else 0
 
 
-# Kernels that torch's varlen_attn may run, and what a row may ask of a call: VarlenKernel and VarlenFact of tables.h.
+# Stock kernels of torch's varlen_attn, and the facts of a call that a row may require: VarlenKernel and VarlenFact of
+# src/core/tables.h.
 VARLEN_KERNELS = ("flash", "cudnn")
 VARLEN_FACTS = (
-    "misaligned",  # an operand's address or a stride is no multiple of 16 bytes, or a dim is broadcast
-    "unusual_scale",  # zero, negative or not finite
+    "misaligned",  # an address or a stride of an operand is no multiple of 16 bytes, or a dim is broadcast
+    "unusual_scale",  # the scale is zero, negative or not finite
 )
 
 
 @dataclass(frozen=True, slots=True)
 class VarlenRow:
-    """Calls of torch's varlen_attn that stock would run on one kernel. The first row that holds decides: auto takes
-    them where stock is wrong, or ratio >= SERVE_RATIO. Calls without a row stay with stock.
+    """A class of calls of torch's varlen_attn, by the kernel that stock would run.
+
+    The first matching row decides. Auto mode serves the class if stock is wrong, or if ratio >= SERVE_RATIO. Calls
+    without a row fall back to stock.
     """
 
     stock: str  # one of VARLEN_KERNELS
     cc: int  # compute capability of the GPU
-    measured: str  # date, machine, torch, suite; of a fault the evidence
-    ratio: float = 0.0  # stock time / our time, the lowest seen
-    facts: tuple[str, ...] = ()  # of VARLEN_FACTS, which all have to hold
-    wrong: str = ""  # what stock does that is wrong: the end of "stock would ..."
+    measured: str  # date, machine, torch and suite; for a fault of stock, the evidence
+    ratio: float = 0.0  # stock time / kernel time, the lowest measured
+    facts: tuple[str, ...] = ()  # facts of VARLEN_FACTS that must all hold
+    wrong: str = ""  # wrong effect of stock: the end of "stock would ..."
 
     @property
     def serve(self) -> bool:
@@ -125,15 +136,16 @@ class VarlenRow:
 
 
 def _range(what: str, low: int, high: int) -> str:
-    """Empty where it says nothing."""
+    """Return the text of a range of numbers, or "" for a range without limits."""
     if high == ANY:
         return f"{what} >= {low}" if low > 1 else ""
     return f"{what} {low}" if low == high else f"{what} {low} to {high}" if low > 1 else f"{what} <= {high}"
 
 
-# 2026-11-22, H100 and H200: fitted, with cost of the decode kernels' rows, to 1443 times of 101 calls on each
-# (tools/tune.py gate: splits, in a cluster or not, K and V from memory and from L2); wide_ns to 108 calls, packed and
-# not. Only together do these numbers mean anything: reading and working overlap.
+# Fitted 2026-11-22 on H100 and H200, together with `cost` of the decode kernels' rows, to 1443 times of 101 calls on
+# each machine (tools/tune.py gate: numbers of splits, in a cluster or not, K and V from memory and from L2). `wide_ns`
+# is fitted to 108 calls, with packed rows and without. The constants are meaningful only together, because reading and
+# computing overlap.
 GATE = Gate(
     rows=64, wide_rows=256, wide_ns=5500, occupancy=0.8, cluster_ns=50, cluster_rate=8.7, combine_ns=590,
     combine_rate=10000, read_share=0.876,
@@ -150,7 +162,7 @@ _FORWARD = "2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite forward"
 _PARTS = "2026-11-21 H100, bursts, B*S 16384, H*D 2048, square (tools/results/LOG.md)"
 _ODD = "2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite odd"
 _DECODE = "2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite decode"
-_GROWING = "2026-11-27 H100, torch 2.11 + cuDNN 9.19, a key more each call: stock plans anew, 36 to 75 ms of host time"
+_GROWING = "2026-11-27 H100, torch 2.11 + cuDNN 9.19, one more key per call: stock plans anew, 36 to 75 ms of host time"
 _REGROUPED = "2026-11-27 H100, torch 2.11 + cuDNN 9.19, D 104 to 120, groups of 4, 5 and 8 (tools/results/LOG.md)"
 _SHORT = "2026-11-27 H100, torch 2.11 + cuDNN 9.19, D 32, 40, 64, 200 to 256 rows and keys (tools/results/LOG.md)"
 _EIGHT = "2026-11-26 H100 and H200, torch 2.11, bench --suite eightbit"
@@ -159,9 +171,10 @@ _MASKS = "2026-11-24 H200, torch 2.11 + cuDNN 9.19, bench --suite masks"
 _BF16 = ("bf16",)
 _LOWER = "2026-11-27 H100, torch 2.11, causal_lower_right, D 64 and 128 (tools/results/LOG.md)"
 _CACHES = "2026-11-24 H200, torch 2.11 + cuDNN 9.19, bench --suite maskdecode"
-# Fewer query rows are decode: where they come here (is_causal), no suite measured them.
+# Calls with fewer query rows are decode calls. If such calls come to these rows (is_causal), no suite measured the
+# calls.
 _MIN_SQ = 16
-# ratio is the lowest that the suite saw in the class (642 shapes in all without gradients).
+# `ratio` is the lowest ratio of the suite in the class (642 shapes in all without gradients).
 # fmt: off
 CHOICE_ROWS: tuple[ChoiceRow, ...] = (
     #         kind  operands arch grad  mask d_min d_max min_sq max_sq min_sk max_sk min_tiles
@@ -175,16 +188,17 @@ CHOICE_ROWS: tuple[ChoiceRow, ...] = (
     ChoiceRow("fwd", "vectors", 90, False, "full", 129, 256, _MIN_SQ, ANY, 1, ANY, 0, 1.007, _NO_GRAD),
     ChoiceRow("fwd", "vectors", 90, False, "causal", 193, 256, 257, 512, 257, 512, 528, 0.965, _FORWARD),  # by memory
     ChoiceRow("fwd", "vectors", 90, False, "causal", 129, 256, _MIN_SQ, ANY, 1, ANY, 0, 0.989, _NO_GRAD),
-    # Few query rows: 469 cells, groups of 1, 4, 16, 32, 64, and 98 of more than 64 rows that are packed. Ratios are
-    # of K and V from memory, as between the layers of a model. Kernels of larger head dims fill up with zeros: where
-    # keys are few, that is not what takes the time.
+    # Decode: 469 cells with groups of 1, 4, 16, 32 and 64 query heads, and 98 cells with more than 64 packed rows. The
+    # ratios hold for K and V from memory, as between the layers of a model. Kernels for larger head dims pad with
+    # zeros. For few keys, the padding does not dominate the time.
     ChoiceRow("decode", "square", 90, False, "full", 1, 256, 1, ANY, 1, ANY, 0, 1.427, _DECODE, min_packed=65),
     ChoiceRow("decode", "mixed", 90, False, "full", 1, 256, 1, ANY, 1, ANY, 0, 1.427, _DECODE, min_packed=65),
     ChoiceRow("decode", "square", 90, False, "full", 33, 56, 1, ANY, 1, 1024, 0, 1.041, _DECODE, max_packed=16),
     ChoiceRow("decode", "square", 90, False, "full", 1, 56, 1, ANY, 1, ANY, 0, 0.873, _DECODE, max_packed=16),
     ChoiceRow("decode", "square", 90, False, "full", 57, 64, 1, ANY, 1, ANY, 0, 1.030, _DECODE),
     ChoiceRow("decode", "square", 90, False, "full", 65, 120, 1, ANY, 1, 1024, 0, 1.108, _DECODE, max_packed=16),
-    # By the time of kernels the lowest is 0.902: whoever replays a graph of stock's with one length could lose that.
+    # By kernel time alone, the lowest ratio is 0.902. A program that replays a CUDA graph of stock with a fixed length
+    # could lose so much.
     ChoiceRow("decode", "square", 90, False, "full", 65, 112, 1, ANY, 1, ANY, 0, 566, _GROWING, max_packed=16),
     ChoiceRow("decode", "square", 90, False, "full", 121, 128, 1, ANY, 1, ANY, 0, 0.995, _DECODE),
     ChoiceRow("decode", "square", 90, False, "full", 129, 192, 1, ANY, 1, ANY, 0, 1.048, _DECODE, max_packed=16),
@@ -192,18 +206,20 @@ CHOICE_ROWS: tuple[ChoiceRow, ...] = (
     ChoiceRow("decode", "square", 90, False, "full", 193, 248, 1, ANY, 1, ANY, 0, 0.926, _DECODE, max_packed=16),
     ChoiceRow("decode", "square", 90, False, "full", 249, 256, 1, ANY, 1, ANY, 0, 1.067, _DECODE),
     ChoiceRow("decode", "square", 90, False, "full", 1, 256, 1, ANY, 1, ANY, 0, 655, _GROWING, min_packed=17),
-    # D != Dv: (64, 128), (128, 64), (192, 128); 2026-11-28 growing caches of 13 pairs (tools/growing.py
-    # --unequal), 38 to 66 ms.
+    # D != Dv: (64, 128), (128, 64), (192, 128). 2026-11-28: growing caches of 13 pairs of head dims (tools/growing.py
+    # --unequal), 38 to 66 ms of host time.
     ChoiceRow("decode", "mixed", 90, False, "full", 65, 128, 1, ANY, 1, 1024, 0, 1.068, _DECODE, max_packed=16),
     ChoiceRow("decode", "mixed", 90, False, "full", 129, 192, 1, ANY, 1, ANY, 0, 1.110, _DECODE, max_packed=16),
     ChoiceRow("decode", "mixed", 90, False, "full", 1, 256, 1, ANY, 1, ANY, 0, 707, _GROWING),
-    # Where Hopper's are slower than stock, on those for every GPU: cp.async reads what a row has, TMA whole boxes. Also
-    # on an H200, whose ratio D 120 has here (H100 1.083), and where D 112 is not among them (0.897).
+    # Decode kernels for every GPU, for the calls in which the Hopper kernels are slower than stock: cp.async reads only
+    # the bytes of a row, TMA reads whole boxes. Also measured on an H200: the ratio of D 120 is from the H200 (H100:
+    # 1.083), and D 112 is left out because of the H200 (0.897).
     ChoiceRow("decode", "square", 80, False, "full", 1, 56, 1, ANY, 1, ANY, 0, 1.009, _DECODE, max_packed=16),
     ChoiceRow("decode", "square", 80, False, "full", 113, 120, 1, ANY, 1025, ANY, 0, 1.025, _DECODE, max_packed=16),
     ChoiceRow("decode", "square", 80, False, "full", 193, 248, 1, ANY, 1025, ANY, 0, 1.110, _DECODE, max_packed=16),
-    # What Hopper's kernels cannot read, on those for every GPU, element by element (396 cells, square): short ones,
-    # where stock copies first, and all whose rows' elements are apart, where it goes to math.
+    # Element-wise kernels for every GPU, for calls that the Hopper kernels cannot read (396 cells, square). The served
+    # classes are short calls, which stock copies first, and all calls with a strided last dim, which stock runs as
+    # math.
     ChoiceRow("fwd", "columns", 80, False, "full", 1, 64, 1, ANY, 1, ANY, 0, 3.40, _ODD),
     ChoiceRow("fwd", "columns", 80, False, "causal", 1, 64, 1, ANY, 1, ANY, 0, 4.31, _ODD),
     ChoiceRow("fwd", "columns", 80, False, "full", 65, 128, 1, ANY, 1, ANY, 0, 2.23, _ODD),
@@ -242,7 +258,7 @@ CHOICE_ROWS: tuple[ChoiceRow, ...] = (
     ChoiceRow("fwd", "unaligned", 80, False, "full", 65, 128, 1, 64, 1, 64, 0, 1.43, _ODD),
     ChoiceRow("fwd", "unaligned", 80, False, "causal", 65, 128, 1, 64, 1, 64, 129, 0.92, _ODD),
     ChoiceRow("fwd", "unaligned", 80, False, "causal", 65, 128, 1, 64, 1, 64, 0, 1.42, _ODD),
-    # The same with both directions ours.
+    # Element-wise kernels for the forward and the backward of the same classes.
     ChoiceRow("fwd", "odddims", 80, True, "full", 1, 64, 1, 256, 1, 256, 0, 2.72, _ODD),
     ChoiceRow("fwd", "odddims", 80, True, "full", 1, 64, 1, 1024, 1, 1024, 513, 0.51, _ODD),
     ChoiceRow("fwd", "odddims", 80, True, "full", 1, 64, 1, 1024, 1, 1024, 0, 1.60, _ODD),
@@ -275,30 +291,35 @@ CHOICE_ROWS: tuple[ChoiceRow, ...] = (
     ChoiceRow("fwd", "unaligned", 80, True, "causal", 65, 128, 1, 64, 1, 64, 0, 1.18, _ODD),
     ChoiceRow("fwd", "unaligned", 80, True, "causal", 65, 128, 1, 256, 1, 256, 129, 0.53, _ODD),
     ChoiceRow("fwd", "unaligned", 80, True, "causal", 65, 128, 1, 256, 1, 256, 0, 1.25, _ODD),
-    # In parts instead of fused, ratio of their times: few steps do not pay for a fused kernel's scratch.
+    # Split backward instead of the fused backward; the ratio is fused time / split time. With few steps, the workspace
+    # of the fused kernel does not pay off.
     ChoiceRow("partbwd", "vectors", 90, True, "full", 65, 128, 1, 256, 1, 256, 0, 1.075, _PARTS),
     ChoiceRow("partbwd", "vectors", 90, True, "causal", 65, 128, 1, 512, 1, 512, 0, 1.093, _PARTS),
     ChoiceRow("partbwd", "vectors", 90, True, "causal", 1, 64, 1, 256, 1, 256, 0, 1.062, _PARTS),
-    # By keys that a query may see, and the mean length; of texts' lengths with a mean of 512 D 128 is at 0.86.
+    # The limits are numbers of keys visible to a query, and mean lengths of sequences. For sequences of text with a
+    # mean length of 512, D 128 has a ratio of 0.86.
     ChoiceRow("partbwd", "vectors", 90, True, "window", 1, 64, 1, ANY, 1, 128, 0, 1.082, _WINDOWS),
     ChoiceRow("partbwd", "vectors", 90, True, "window", 65, 128, 1, ANY, 1, 256, 0, 1.150, _WINDOWS),
     ChoiceRow("partbwd", "vectors", 90, True, "window+ragged", 1, 64, 1, ANY, 1, 128, 0, 1.523, _WINDOWS),
     ChoiceRow("partbwd", "vectors", 90, True, "window+ragged", 65, 128, 1, ANY, 1, 256, 0, 1.683, _WINDOWS),
-    # Gradients: forward and backward, both ours: 280 shapes up to 128, 168 of head dims without a kernel of their own
-    # (but for one disturbed cell, tools/results/LOG.md), 278 above and with D != Dv. Tiles are blocks of 128 keys. Few
-    # steps of queries do not pay for loading K and V, and few tiles do not fill the GPU.
-    # Few rows, the forward by decode's kernels: 64 rows, 64 keys (12 cells) and 384 (12).
+    # Gradients: forward and backward by kernels of this project. 280 shapes have head dims up to 128. 168 shapes have
+    # head dims without a separate kernel (except for a disturbed cell, tools/results/LOG.md). 278 shapes have larger
+    # head dims or D != Dv. Tiles are blocks of 128 keys. With few query steps, loading K and V does not pay off, and
+    # few tiles do not fill the GPU.
+    #
+    # Few rows, with a decode kernel as the forward: 64 rows with 64 keys (12 cells) and with 384 keys (12 cells).
     ChoiceRow("decode", "square", 90, True, "full", 1, 256, 33, 64, 1, 384, 0, 1.117, _FEW),
     ChoiceRow("fwd", "square", 90, True, "full", 1, 128, _MIN_SQ, 256, 1025, ANY, 0, 0.890, _GRAD),
     ChoiceRow("fwd", "square", 90, True, "full", 1, 128, 1025, ANY, 1, 1024, 64, 1.042, _GRAD),
     ChoiceRow("fwd", "square", 90, True, "full", 1, 128, 1025, ANY, 1, 1024, 0, 0.436, _GRAD),
     ChoiceRow("fwd", "square", 90, True, "full", 1, 64, _MIN_SQ, ANY, 1, ANY, 0, 1.047, _GRAD),
-    # Four query heads and more to few tiles of keys. An H100's cells had waited for stock's host: 1.47.
+    # Four query heads or more for a KV head, and few tiles of keys. On an H100, the cells waited for the host code of
+    # stock: 1.47.
     ChoiceRow("fwd", "square", 90, True, "full", 121, 128, 513, 2048, 513, 2048, 65, 1.136, _GROUPED, min_packed=4096),
     ChoiceRow("fwd", "square", 90, True, "full", 121, 128, 513, 2048, 513, 2048, 0, 0.810, _GROUPED, min_packed=4096),
     ChoiceRow("fwd", "square", 90, True, "full", 65, 128, _MIN_SQ, ANY, 1, ANY, 0, 1.032, _GRAD),
     ChoiceRow("fwd", "square", 90, True, "causal", 1, 64, _MIN_SQ, ANY, 1, ANY, 0, 1.066, _GRAD),
-    # Grouped heads: more query rows for a KV head than two heads have.
+    # Grouped heads: a KV head has more query rows than two query heads have.
     ChoiceRow("fwd", "square", 90, True, "causal", 97, 120, 1025, 2048, 1, ANY, 0, 0.842, _REGROUPED, min_packed=4097),
     ChoiceRow("fwd", "square", 90, True, "causal", 97, 120, 2049, 4096, 1, ANY, 0, 0.781, _REGROUPED, min_packed=8193),
     ChoiceRow("fwd", "square", 90, True, "causal", 97, 120, 4097, 8192, 1, ANY, 0, 0.825, _REGROUPED, min_packed=16385),
@@ -308,9 +329,9 @@ CHOICE_ROWS: tuple[ChoiceRow, ...] = (
     ChoiceRow("fwd", "square", 90, True, "full", 129, 256, 2049, ANY, 1, 256, 0, 0.951, _WIDE),
     ChoiceRow("fwd", "square", 90, True, "full", 129, 256, _MIN_SQ, ANY, 1, ANY, 0, 1.089, _WIDE),
     ChoiceRow("fwd", "square", 90, True, "causal", 129, 256, _MIN_SQ, ANY, 1, ANY, 0, 1.123, _WIDE),
-    # Bool masks (410 cells of more rows than decode has, 216 of decode). Where the ratio is below 1 stock is wrong all
-    # the same for rows that see no key (stock_bugs.py). Of decode the lowest are random bits by head; caches filled in
-    # part have 1.8 to 45, whole ones 0.78 (D 80), 1.01 (D 64) and more.
+    # Bool masks (410 cells with more rows than a decode, 216 decode cells). If the ratio is below 1, stock still
+    # returns wrong results for rows without a visible key (stock_bugs.py). The lowest decode ratios are for random bits
+    # that differ by head. Partly filled caches have 1.8 to 45, full caches 0.78 (D 80), 1.01 (D 64) and more.
     ChoiceRow("decode", "square", 90, False, "mask", 1, 64, 1, ANY, 1, ANY, 0, 0.688, _CACHES),
     ChoiceRow("decode", "square", 90, False, "mask", 65, 128, 1, ANY, 1, ANY, 0, 0.638, _CACHES),
     ChoiceRow("decode", "square", 90, False, "mask", 129, 256, 1, ANY, 1, ANY, 0, 1.184, _CACHES),
@@ -324,10 +345,11 @@ CHOICE_ROWS: tuple[ChoiceRow, ...] = (
     ChoiceRow("fwd", "square", 90, True, "mask", 1, 256, 65, ANY, 1, ANY, 0, 1.12, _MASKS),
     ChoiceRow("fwd", "mixed", 90, True, "mask", 129, 192, 65, 512, 4097, ANY, 0, 0.868, _MASKS),
     ChoiceRow("fwd", "mixed", 90, True, "mask", 129, 192, 65, ANY, 1, ANY, 0, 1.11, _MASKS),
-    # Float masks (370 cells, of which 41 of decode). Where the ratio is below 1, stock is wrong all the same for rows
-    # that see no key (stock_bugs.py). Padding masks (B, 1, 1, S) have 0.96 and more since they are read as one row
-    # (H200). Of fp32 ones the lowest is D 64, Sq 16384: bytes of the bias. With gradients the lowest are of one tile or
-    # of 256 keys. Rows do not tell whether the mask's own gradient is wanted: with it the lowest is 1.78 (16 cells).
+    # Float masks (370 cells, including 41 decode cells). If the ratio is below 1, stock still returns wrong results for
+    # rows without a visible key (stock_bugs.py). Padding masks (B, 1, 1, S) have 0.96 and more since the kernels read
+    # such a mask as a single row (H200). The lowest ratio of fp32 masks is D 64, Sq 16384, because of the bytes of the
+    # bias. With gradients, the lowest ratios are for a single tile or for 256 keys. The rows do not distinguish calls
+    # that need the gradient of the mask: with that gradient, the lowest ratio is 1.78 (16 cells).
     ChoiceRow("decode", "square", 90, False, "bias", 1, 64, 1, ANY, 1, ANY, 0, 0.943, _BIASES_AGAIN),
     ChoiceRow("decode", "square", 90, False, "bias", 65, 128, 1, ANY, 1, ANY, 0, 0.959, _BIASES_AGAIN),
     ChoiceRow("decode", "square", 90, False, "bias", 129, 256, 1, ANY, 1, ANY, 0, 1.162, _BIASES_AGAIN),
@@ -343,8 +365,8 @@ CHOICE_ROWS: tuple[ChoiceRow, ...] = (
     ChoiceRow("fwd", "square", 90, True, "bias32", 65, 128, 1, ANY, 1, ANY, 0, 0.981, _BIASES),
     ChoiceRow("fwd", "square", 90, True, "bias", 193, 256, 1, ANY, 1, ANY, 0, 1.016, _BIASES_AGAIN),
     ChoiceRow("fwd", "square", 90, True, "bias32", 193, 256, 1, ANY, 1, ANY, 0, 1.634, _MASKS),
-    # In 8 bits, where that is allowed: here ratio is the time of ours of 16 bits / that of the whole call, the lower of
-    # H100's and H200's. Of 96 cells 14 were faster on both by more than their spread.
+    # 8-bit precision, if allowed. The ratio is the time of the 16-bit kernel / the time of the whole 8-bit call, the
+    # lower value of H100 and H200. Of 96 cells, 14 were faster on both machines by more than the spread.
     ChoiceRow("fwd", "square", 90, False, "8bit", 121, 128, 8192, ANY, 8192, ANY, 1024, 1.020, _EIGHT),
     ChoiceRow("fwd", "square", 90, False, "e4m3", 121, 128, 16384, ANY, 16384, ANY, 1024, 1.060, _EIGHT),
     ChoiceRow("fwd", "square", 90, False, "8bit", 185, 192, 8192, ANY, 8192, ANY, 1024, 1.039, _EIGHT),
@@ -354,42 +376,42 @@ CHOICE_ROWS: tuple[ChoiceRow, ...] = (
     ChoiceRow("fwd", "square", 90, False, "qk8", 249, 256, 8192, ANY, 8192, ANY, 1024, 1.019, _EIGHT),
     ChoiceRow("fwd", "square", 90, False, "causal+8bit", 249, 256, 16384, ANY, 16384, ANY, 1024, 1.204, _EIGHT),
     ChoiceRow("fwd", "square", 90, False, "causal+e4m3", 249, 256, 16384, ANY, 16384, ANY, 1024, 1.197, _EIGHT),
-    # Dropout of 0.1 (96 cells), forward and backward: forwards alone go by the same rows (as_with_gradients() of
-    # src/core/call_facts.h). Of these the lowest is 0.93: short ones wait for the host.
+    # Dropout of 0.1 (96 cells), forward and backward. Forward-only calls use the same rows (as_with_gradients() of
+    # src/core/call_facts.h). The lowest ratio of forward-only calls is 0.93, because short calls wait for the host.
     ChoiceRow("fwd", "square", 90, True, "dropout", 1, 128, 128, ANY, 128, ANY, 0, 1.160, _DROPOUT),
     ChoiceRow("fwd", "square", 90, True, "causal+dropout", 1, 128, 512, ANY, 512, ANY, 0, 1.139, _DROPOUT),
     ChoiceRow("fwd", "square", 90, True, "mask+dropout", 1, 128, 128, ANY, 128, ANY, 0, 1.259, _DROPOUT),
     ChoiceRow("fwd", "square", 90, True, "bias+dropout", 1, 128, 128, ANY, 128, ANY, 0, 1.100, _DROPOUT),
-    # D != Dv, in parts: (128, 64), (64, 128), (192, 128), square.
+    # D != Dv with the split backward: (128, 64), (64, 128), (192, 128), with Sq = Sk.
     ChoiceRow("fwd", "mixed", 90, True, "full", 65, 128, 1, 1024, 1, 1024, 0, 0.940, _WIDE),
     ChoiceRow("fwd", "mixed", 90, True, "full", 65, 128, 257, ANY, 1025, ANY, 0, 1.073, _WIDE),
     ChoiceRow("fwd", "mixed", 90, True, "causal", 65, 128, _MIN_SQ, ANY, 1, ANY, 0, 0.988, _WIDE),
     ChoiceRow("fwd", "mixed", 90, True, "full", 129, 192, 256, ANY, 256, ANY, 0, 1.176, _WIDE),
     ChoiceRow("fwd", "mixed", 90, True, "causal", 129, 192, _MIN_SQ, 2048, 1, ANY, 0, 1.111, _WIDE),
     ChoiceRow("fwd", "mixed", 90, True, "causal", 129, 192, 2049, ANY, 1, ANY, 0, 0.934, _WIDE),
-    # Lower-right masks of torch.nn.attention.bias, where stock takes its efficient attention
-    # (src/hooks/efficient_attention_op.cpp). Up to (16, 1024, 2048) heads, rows and keys ours waits for its host:
-    # forwards have 0.57 to 0.74.
+    # Lower-right masks of torch.nn.attention.bias, which stock serves by efficient attention
+    # (src/hooks/efficient_attention_op.cpp). Up to 16 heads, 1024 rows and 2048 keys, the kernels wait for the host:
+    # forwards have ratios of 0.57 to 0.74.
     ChoiceRow("fwd", "mixed", 90, False, "window", 1, 128, 2048, ANY, 4096, ANY, 512, 2.75, _LOWER, elements=_BF16),
     ChoiceRow("fwd", "mixed", 90, True, "window", 1, 128, 2048, ANY, 4096, ANY, 512, 4.14, _LOWER, elements=_BF16),
 )
 # fmt: on
-# Up to torch 2.13 varlen_attn runs on flash attention. From 2.14 on it prefers cuDNN, which nobody has timed beside
-# ours: such calls have no row but those of faults.
+# Up to torch 2.13, varlen_attn runs on flash attention. From torch 2.14 on, varlen_attn prefers cuDNN. Nobody has timed
+# cuDNN against these kernels, so such calls have only rows for faults of stock.
 VARLEN_ROWS: tuple[VarlenRow, ...] = (
     VarlenRow("flash", 90, "2026-11-27 H100, torch 2.11, bench --suite ragged and window", 1.05),
     VarlenRow(
         "cudnn",
         90,
-        "pytorch#194818: torch 2.14 read other addresses or ended the CUDA context, torch 2.15 raises; not run here",
+        "pytorch#194818: torch 2.14 read wrong addresses or ended the CUDA context, torch 2.15 raises; not run here",
         facts=("misaligned",),
-        wrong="give wrong numbers, end the CUDA context (torch 2.14) or raise (torch 2.15)",
+        wrong="return wrong numbers, end the CUDA context (torch 2.14) or raise (torch 2.15)",
     ),
     VarlenRow(
         "cudnn",
         90,
-        "2026-11-22 H100, torch 2.11 + cuDNN 9.19: F.sdpa's padded rows, scales 0, -1/8, -1 and -8",
+        "2026-11-22 H100, torch 2.11 + cuDNN 9.19: padded rows in F.sdpa, scales 0, -1/8, -1 and -8",
         facts=("unusual_scale",),
-        wrong="give NaN",
+        wrong="return NaN",
     ),
 )

@@ -1,6 +1,7 @@
-"""What tensors and kernels are made of. A new element type is a row here (and in kDTypes of src/core/tensor_facts.h,
-where no other kernel is made of it), and what kernels do with it: a row of kernels/primitives/dtype.py. Standard
-library only.
+"""Dtypes of tensors and kernels.
+
+A new dtype is a row here and a row of kernels/primitives/dtype.py, with the operations of kernels on the dtype. A dtype
+new to all kernels is also a row of kDTypes in src/core/tensor_facts.h. The module imports only the standard library.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """What a tensor is made of."""
+    """A dtype of tensors."""
 
-    torch: str  # its dtype
+    torch: str  # name of the torch dtype
     bytes: int
 
 
-# All that are told apart; kDTypes of src/core/tensor_facts.h mirrors them, test_facts holds the two together.
+# All known dtypes. kDTypes of src/core/tensor_facts.h mirrors the table, and test_facts compares both.
 NUMBERS = {
     "bf16": Number("bfloat16", 2),
     "fp16": Number("float16", 2),
@@ -30,55 +31,55 @@ NUMBERS = {
 
 @dataclass(frozen=True, slots=True)
 class Element:
-    """What a kernel's operands and output are made of: names of NUMBERS."""
+    """The dtypes of a kernel's operands and output, as names of NUMBERS."""
 
     q: str
     k: str
     v: str
     o: str
-    kinds: dict[int, tuple[str, ...]] | None = None  # of spec.KINDS, by architecture; None: any kernel is made of it
-    feature: str = ""  # of features.py, which kernels that are made of it have, and no others; empty: others alone
+    kinds: dict[int, tuple[str, ...]] | None = None  # kinds of kernels, by architecture; None: all kernels
+    feature: str = ""  # feature (features.py) of all kernels with the dtypes, and of no more; empty: none
 
     @property
     def operands(self) -> tuple[str, str, str, str]:
         return self.q, self.k, self.v, self.o
 
     def of(self, kind: str, arch: int, tag: str = "") -> bool:
-        """Whether such kernels are made of it; tag: of their features, in their names."""
+        """Return whether kernels of a kind exist in the dtypes. `tag` has the features, as in names of kernels."""
         brought = tag.split("+") if tag else ()
         fits = self.feature in brought if self.feature else not brought_by_elements(brought)
         return fits and (self.kinds is None or kind in self.kinds.get(arch, ()))
 
     def bytes(self, operand: str) -> int:
-        """Of one entry of "q", "k", "v" or "o"."""
+        """Return the bytes of an element of "q", "k", "v" or "o"."""
         return NUMBERS[getattr(self, operand)].bytes
 
 
-WIDE = tuple(name for name, number in NUMBERS.items() if number.bytes > 1)  # what F.sdpa takes
+WIDE = tuple(name for name, number in NUMBERS.items() if number.bytes > 1)  # dtypes of F.sdpa
 
-CACHED = "cache8"  # the feature of kernels that read K and V in 8 bits
-FORMATS = ("int8", "e4m3", "e5m2")  # of a cache
+CACHED = "cache8"  # the feature of kernels that read 8-bit K and V
+FORMATS = ("int8", "e4m3", "e5m2")  # dtypes of a quantized KV cache
 ELEMENTS = {name: Element(name, name, name, name) for name in ("bf16", "fp16")} | {
     f"{q}_{kv}": Element(q, kv, kv, q, {80: ("decode",)}, CACHED) for q in ("bf16", "fp16") for kv in FORMATS
 }
 DTYPES = tuple(ELEMENTS)
-WHOLE = tuple(name for name, element in ELEMENTS.items() if not element.feature)  # of 16 bits alone
+WHOLE = tuple(name for name, element in ELEMENTS.items() if not element.feature)  # elements with only 16-bit dtypes
 
 
 def brought_by_elements(tags: Iterable[str]) -> bool:
-    """Whether kernels with these features are made of elements of their own."""
+    """Return whether kernels with the given features have dtypes of a feature, such as 8-bit K and V."""
     return any(element.feature in tags for element in ELEMENTS.values())
 
 
 def elements_of(kind: str, arch: int, tag: str = "") -> tuple[str, ...]:
-    """Names of those that such kernels are made of; tag: of their features."""
+    """Return the names of the elements of kernels of a kind. `tag` has the features, as in names of kernels."""
     return tuple(name for name, element in ELEMENTS.items() if element.of(kind, arch, tag))
 
 
 def misfit(name: str, kind: str, arch: int, tag: str = "") -> str | None:
-    """Why no such kernel is made of this one; None if it can be."""
+    """Return the reason why no kernel of a kind has the element, or None if a kernel may have the element."""
     known = elements_of(kind, arch, tag)
     if name in known:
         return None
     beside = f" with {tag}" * brought_by_elements(tag.split("+"))
-    return f"{name}: a {kind} of sm_{arch}{beside} is made of {' or '.join(known)} (dtypes.py)"
+    return f"{name}: a {kind} kernel of sm_{arch}{beside} must have the dtypes {' or '.join(known)} (dtypes.py)"

@@ -1,7 +1,8 @@
-"""THE list of features: what calls of attention may need beyond softmax(Q K^T) V, and kernels take. A new one is a line
-here, its row in src/core/call_facts.h, which reads calls, and what its kernels do.
+"""The list of features: everything beyond softmax(Q K^T) V that a call may need and a kernel may support.
 
-Presence is a matter of which kernel runs; values (a probability, a cap) are arguments. Standard library only.
+A new feature is an entry here, a row of src/core/call_facts.h (the reader of calls), and the code of the kernels. The
+presence of a feature selects a kernel. Values, such as a probability or a softcap, are kernel arguments. The module
+imports only the standard library.
 """
 
 from __future__ import annotations
@@ -14,104 +15,113 @@ from .quant_recipes import RECIPES, Recipe
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """One of them. Its bit is its place in FEATURES."""
+    """A feature of calls and kernels. The bit of a feature is the position in FEATURES."""
 
     name: str
-    tag: str  # in names of kernels
-    said: str  # of a call that needs it, in words; empty: left out
-    words: str  # why a kernel without it cannot run such a call, and what to do; {fact}: that fact of the call
-    arguments: tuple[str, ...] = ()  # optional ones (kernel_args.py), which its kernels take
-    part: str = ""  # module and class under kernels/features: what its kernels do (base.py)
-    decode: str = ""  # the same of decode kernels, where these do it in another way
-    detbwd: str = ""  # and of backwards in order
-    ahead: str = ""  # class of that module that stands ahead of its kernels' own: how they are launched
-    always: bool = False  # no value of it means "none": kernels that have it run no call without it
-    score_bytes: int = 0  # of shared memory that its kernels need for every score of a block
-    key_bytes: int = 0  # and for every key of one, beside K and V
-    recipe: str = ""  # of quant_recipes.py: what its kernels multiply operands in
-    lists: bool = False  # its kernels walk over lists of blocks, whose parts tiles are
-    short: bool = False  # its calls may have many tiles of few rows and keys, all start and end
+    tag: str  # the feature in names of kernels
+    said: str  # description for a call with the feature; empty: the description of a call leaves the feature out
+    words: str  # reason of a kernel without the feature, and the remedy; {fact} stands for a fact of the call
+    arguments: tuple[str, ...] = ()  # optional kernel arguments (kernel_args.py) of kernels with the feature
+    part: str = ""  # module and class under kernels/features with the code of the feature (base.py)
+    decode: str = ""  # the class for decode kernels, if different
+    detbwd: str = ""  # the class for deterministic backward kernels, if different
+    ahead: str = ""  # class of the same module, ahead of the kernel's own class: changes the launch
+    always: bool = False  # no value means "none", so kernels with the feature run no call without the feature
+    score_bytes: int = 0  # shared memory that the kernels need for every score of a block
+    key_bytes: int = 0  # shared memory that the kernels need for every key of a block, in addition to K and V
+    recipe: str = ""  # name of a recipe (quant_recipes.py): the formats in which the kernels multiply
+    lists: bool = False  # the kernels iterate over block-sparse lists; a tile is a part of a listed block
+    short: bool = False  # calls can have many small tiles, whose time is mostly prologue and epilogue
 
     def part_of(self, kind: str) -> str:
-        """Of a kind of kernels (spec.KINDS)."""
+        """Return the module and class with the code of the feature for a kind of kernels (spec.KINDS)."""
         return {"decode": self.decode, "detbwd": self.detbwd}.get(kind) or self.part
 
 
 FEATURES = (
     Feature(
         "causal", "causal", "causal",
-        "is_causal is given, and there are kernels without a mask alone; use the math backend",
+        "is_causal is given, but the kernels of this backend have no causal mask. Use the math backend.",
         part="causal.Causal", always=True,
     ),
     Feature(
-        "mask", "mask", "masked",
-        "attn_mask is given, these kernels take none; pass is_causal=True if that is what it says",
+        "mask", "mask", "with a mask",
+        "attn_mask is given, but the kernels of this backend take no mask. Pass is_causal=True if the mask is causal.",
         arguments=("mask", "digest"), part="mask.Mask", decode="decode_mask.MaskOfFew", detbwd="mask.OrderedMask",
         always=True, lists=True,
     ),
     Feature(
         "bias", "bias", "with a bias",
-        "attn_mask is of floats, these kernels take none; pass a bool mask if it holds 0 and -inf alone",
+        "attn_mask has a floating-point dtype, but the kernels of this backend take no float mask. Pass a bool mask if "
+        "attn_mask holds only 0 and -inf.",
         arguments=("bias", "dbias"), part="bias.Bias", decode="decode_bias.BiasOfFew", always=True,
         score_bytes=2,
     ),
     Feature(
-        "bias32", "bias32", "with a bias of fp32",
-        "attn_mask is of fp32, these kernels take none; pass a bool mask if it holds 0 and -inf alone",
+        "bias32", "bias32", "with an fp32 bias",
+        "attn_mask has dtype float32, but the kernels of this backend take no float32 mask. Pass a bool mask if "
+        "attn_mask holds only 0 and -inf.",
         arguments=("bias32", "dbias32"), part="bias.Bias", decode="decode_bias.BiasOfFew", always=True,
         score_bytes=4,
     ),
     Feature(
-        "window", "window", "in a window",
-        "the mask is a window or causal to the bottom right, these kernels take none; use the math backend",
+        "window", "window", "with a window",
+        "The call has a sliding window or a bottom-right causal mask, but the kernels of this backend support neither. "
+        "Use the math backend.",
         arguments=("left", "right", "bottom_right", "sinks", "dlse"), part="window.Windowed",
         decode="decode_window.WindowOfFew", always=True,
     ),
     Feature(
-        "softcap", "softcap", "with a softcap", "softcap={softcap}, these kernels have none; use the math backend",
+        "softcap", "softcap", "with a softcap",
+        "softcap={softcap} is given, but the kernels of this backend have no softcap. Use the math backend.",
         arguments=("softcap",), part="softcap.Softcapped", always=True,
     ),
     Feature(
-        "ragged", "ragged", "of sequences on end",
-        "cu_seqlens are given, these kernels take one length for all sequences; pad them, or use the math backend",
+        "ragged", "ragged", "with packed sequences",
+        "The call has packed sequences (cu_seqlens), but the kernels of this backend take a single length for all "
+        "sequences. Pad the batch, or use the math backend.",
         arguments=("cu_q", "cu_k", "used_k", "lists"), part="varlen.Lengths",
         ahead="varlen.AfterLists", always=True, short=True,
     ),
     Feature(
-        "dropout", "dropout", "with dropout", "dropout_p={dropout_p}, these kernels have no dropout; pass dropout_p=0",
+        "dropout", "dropout", "with dropout",
+        "dropout_p={dropout_p} is given, but the kernels of this backend have no dropout. Pass dropout_p=0.",
         arguments=("seed", "dropout_p"), part="dropout.Dropped",
     ),
     *(
         Feature(
-            name, name, f"in {name}", f"precision={name!r} is asked for, these kernels multiply in 16 bits",
+            name, name, f"with precision {name}",
+            f"precision={name!r} is requested, but the kernels of this backend multiply in 16 bits.",
             arguments=("scratch8",), part=f"quantized_qkv.{part}", always=True, recipe=name,
         )
         for name, part in (("qk8", "Int8Scores"), ("8bit", "EightBit"), ("e4m3", "E4m3"))
     ),
     Feature(
-        "cache8", "cache8", "with K and V in 8 bits",
-        "key and value have 8 bits and scales, these kernels take neither; dequantise them first",
+        "cache8", "cache8", "with 8-bit key and value",
+        "key and value have 8 bits and scales, but the kernels of this backend support neither. Dequantize key and "
+        "value first.",
         arguments=("k_scale", "v_scale", "rotated"), decode="quantized_kv_cache.CacheInEightBits",
         always=True, key_bytes=8,
     ),
     Feature(
-        "paged", "paged", "in pages",
-        "key and value lie in pages, or in caches with lengths; these kernels read rows on end; gather them first",
+        "paged", "paged", "with a paged KV cache",
+        "key and value are in a paged KV cache, or in caches with KV lengths, but the kernels of this backend read "
+        "contiguous rows. Gather the rows first.",
         arguments=("pages", "used_k", "split_size"), decode="paged_kv.Paged", always=True,
     ),
 )  # fmt: skip
 NAMES = tuple(feature.name for feature in FEATURES)
-NONE = "full"  # the tag of kernels without any
+NONE = "full"  # the tag of kernels without features
 
 Features = frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
 class Combination:
-    """A set of features that a kernel may have, and which kinds of kernels have it on which architecture."""
+    """A set of features that a kernel may have, with the kinds of kernels that have the set, by architecture."""
 
     features: Features
-    kinds: dict[int, tuple[str, ...]]  # of spec.KINDS, by architecture
+    kinds: dict[int, tuple[str, ...]]  # kinds of spec.KINDS, by architecture
 
     def of(self, kind: str, arch: int) -> bool:
         return kind in self.kinds.get(arch, ())
@@ -120,7 +130,7 @@ class Combination:
 _GRADIENTS = {90: ("bwd", "detbwd", "partbwd"), 80: ("bwd", "detbwd")}
 _LONG = {arch: ("fwd", *kinds) for arch, kinds in _GRADIENTS.items()}
 _BIASED = ("fwd", "bwd", "partbwd", "tilebwd", "dbias")
-# Anything else is a reason why not, never a kernel.
+# No kernel has a set of features outside this list. The dispatcher reports such a call with a reason.
 COMBINATIONS = (
     Combination(frozenset(), {arch: (*kinds, "decode") for arch, kinds in _LONG.items()}),
     Combination(frozenset({"causal"}), _LONG),
@@ -150,7 +160,7 @@ COMBINATIONS = (
 
 
 def of(features: Iterable[str]) -> tuple[Feature, ...]:
-    """Those of these names, in their order."""
+    """Return the features with the given names, in the order of FEATURES."""
     wanted = set(features)
     return tuple(feature for feature in FEATURES if feature.name in wanted)
 
@@ -160,22 +170,22 @@ def bits(features: Iterable[str]) -> int:
 
 
 def always(features: Iterable[str]) -> int:
-    """Bits of those without which their kernels run no call."""
+    """Return the bits of the features that kernels apply to every call."""
     return bits(feature.name for feature in of(features) if feature.always)
 
 
 def bringing(argument: str) -> int:
-    """Bits of those whose kernels take this optional argument."""
+    """Return the bits of the features whose kernels take an optional argument."""
     return bits(feature.name for feature in FEATURES if argument in feature.arguments)
 
 
 def score_bytes(features: Iterable[str]) -> int:
-    """Of shared memory for every score of a block."""
+    """Return the bytes of shared memory for every score of a block."""
     return sum(feature.score_bytes for feature in of(features))
 
 
 def key_bytes(features: Iterable[str]) -> int:
-    """Likewise for every key."""
+    """Return the bytes of shared memory for every key of a block, in addition to K and V."""
     return sum(feature.key_bytes for feature in of(features))
 
 
@@ -192,8 +202,8 @@ def has_short_tiles(features: Iterable[str]) -> bool:
 
 
 def tag_of(features: Iterable[str]) -> str:
-    """The part of a kernel's name that says its features."""
+    """Return the part of a kernel's name that names the features."""
     return "+".join(feature.tag for feature in of(features)) or NONE
 
 
-TAGS = {tag_of(combination.features): combination for combination in COMBINATIONS}  # what a tag stands for
+TAGS = {tag_of(combination.features): combination for combination in COMBINATIONS}  # the combination of each tag

@@ -1,7 +1,7 @@
-"""What one compiled kernel is, and whether the hardware can hold it.
+"""Specification of a compiled kernel, and the check that the hardware can hold the kernel.
 
-Owns the kinds of kernels, the name that identifies one everywhere (pack symbol, cache key, log line) and the budgets
-that make a tile legal. The dispatcher's table, the compiler, the tuner and the tests all build on it.
+The module defines the kinds of kernels, the name of a kernel (pack symbol, cache key, log line), and the budgets that
+make a tile legal. The kernel table, the compiler, the tuner and the tests use the module.
 """
 
 from __future__ import annotations
@@ -12,85 +12,95 @@ from dataclasses import dataclass
 from . import features
 from .dtypes import DTYPES, ELEMENTS
 
-# detbwd: a backward that adds in the same order in every run. partbwd: one in two parts, dQ apart from dK and dV, each
-# of which may be left out; its order is always the same. decode: a forward of few query rows, whose keys may be split.
-# dbias: the gradient of a bias, summed where it is broadcast, beside any of the backwards or alone. tilebwd: all
-# gradients of sequences that fit into one tile, that of a bias among them.
+# Kinds of kernels:
+# - fwd: forward.
+# - bwd: fused backward.
+# - detbwd: deterministic backward, with the same accumulation order in every run.
+# - partbwd: split backward in two parts, dQ and dK with dV. A part may be left out. The order is always the same.
+# - decode: forward of few query rows, whose keys may be split.
+# - dbias: gradient of a bias, summed along broadcast dims, together with any backward or alone.
+# - tilebwd: single-tile backward: all gradients, with the gradient of a bias, of sequences that fit into a tile.
 KINDS = ("fwd", "bwd", "detbwd", "partbwd", "decode", "dbias", "tilebwd")
 MASKS = tuple(features.TAGS)
 
 WARP, WARPGROUP = 32, 128  # threads
-SLAB = 16  # rows of one mma.sync, and of a warp in wgmma's
+SLAB = 16  # rows of an mma.sync, and rows of a warp in a wgmma
 FP32_BYTES = 4
 SMEM_BYTES = {80: 166912, 90: 232448}  # usable shared memory of one CTA, by architecture
-SMEM_RESERVED = 1024  # of every CTA beside that
+SMEM_RESERVED = 1024  # further shared memory that every CTA takes
 L2_BYTES = {90: 50 << 20}
-MAX_REGISTERS = 255  # of a thread
-SCRATCH_UNITS = 8  # of a block of rows of a backward's scratch (UNITS of kernels/backward/workspace.py)
-PEERS_AT_ONCE = 4  # of a cluster, whose results a decode reads at the same time (AT_ONCE of kernels/decode/split_kv.py)
+MAX_REGISTERS = 255  # largest number of registers of a thread
+SCRATCH_UNITS = 8  # units of a block of rows in the backward workspace (UNITS of kernels/backward/workspace.py)
+PEERS_AT_ONCE = 4  # CTAs of a cluster whose results a decode reads at a time (AT_ONCE of kernels/decode/split_kv.py)
 REGISTER_FILE = 65536
-BACKWARD_TILE = (64, 128)  # tile_m, tile_n: what is around the main kernel counts on it
-PARTS_TILE = (64, 64)  # of a backward in parts, or with four warps to the columns of 32 keys
-TILE_BACKWARD = (64, 64)  # of a backward of one tile: queries and keys of a sequence, at most
-BIAS_TILES = ((128, 64), (128, 128))  # of the gradient of a bias
-LISTED, SHARE = 128, 64  # block-sparse calls: queries and keys of a listed block; keys that turns are counted by
-TALL = 192  # queries of one in the lists of a mask's digest for tiles that no block of LISTED holds
+BACKWARD_TILE = (64, 128)  # tile_m, tile_n: preprocess and postprocess of the backward rely on the sizes
+PARTS_TILE = (64, 64)  # tile of a split backward, and of a backward with four warps for the columns of 32 keys
+TILE_BACKWARD = (64, 64)  # tile of a single-tile backward: the largest numbers of queries and keys of a sequence
+BIAS_TILES = ((128, 64), (128, 128))  # tiles of dbias
+LISTED, SHARE = 128, 64  # block-sparse lists: rows and keys of a block; keys in a unit of the accumulation order
+# Query rows of a block in the second set of block-sparse lists. Tiles of 192 rows use the set, because 192 is no
+# divisor of LISTED.
+TALL = 192
 
 # Hopper
-ROWS_PER_WARPGROUP = 64  # rows of one wgmma
-CLUSTER = 8  # CTAs of a cluster at most: what every Hopper GPU can place (16 ran slower where they could be)
-Q_TILES = 3  # at most so many tiles of Q in shared memory: one is worked on, one lands, one leaves as O
-BARRIER_BYTES = 1024  # mbarriers, rounded up to the alignment that swizzled tiles need
-# Registers per thread after the split, {consumer warpgroups: (producer, consumer)}; 128 * (producer + consumers *
-# consumer) <= 65536.
+ROWS_PER_WARPGROUP = 64  # rows of a wgmma
+CLUSTER = 8  # largest cluster that every Hopper GPU can place (clusters of 16 ran slower if placed)
+Q_TILES = 3  # largest number of Q tiles in shared memory: in use, arriving, and leaving as O
+BARRIER_BYTES = 1024  # bytes of mbarriers, rounded up to the alignment of swizzled tiles
+# Registers per thread after the register split: {number of consumer warpgroups: (producer, consumer)}. The total
+# 128 * (producer + number of consumers * consumer) is at most 65536.
 REGISTER_SPLIT = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
-SPLIT_OF_BIAS = (40, 232)  # of the gradient of a bias, whose producer has most to work out
-SPLIT_OF_TWO = (40, 216)  # of CTAs with one consumer warpgroup, of which an SM has two
-REGISTER_OVERHEAD = 28  # addresses, row state and loop counters of a consumer, seen in SASS
-COPY_UNIT = 16  # bytes: copies of a bias move multiples of it (kernels/parts/scores/bias_tiles.py)
-SWIZZLED_LINE = 128  # bytes that TMA swizzles
+SPLIT_OF_BIAS = (40, 232)  # register split of dbias, whose producer computes the most
+SPLIT_OF_TWO = (40, 216)  # register split of CTAs with a single consumer warpgroup, with two CTAs per SM
+REGISTER_OVERHEAD = 28  # registers for addresses, row state and loop counters of a consumer, as seen in SASS
+COPY_UNIT = 16  # bytes: copies of a bias move multiples of the unit (kernels/parts/scores/bias_tiles.py)
+SWIZZLED_LINE = 128  # bytes of a line in the TMA swizzle
 BACKWARD_WARPGROUPS = 2
-DQ_WRITERS = 2  # idle warps of a backward's CTA that clear dQ's scratch and write dQ
-DQ_WRITER_BYTES = 12 * 1024  # of scratch that each of them has under way
-KV_IN_REGISTERS_D = 64  # up to here a backward step's five products all have registers of their own
-EARLY_RESCALE_DV = 256  # from here on O is rescaled under the next scores' product instead of after its own
+DQ_WRITERS = 2  # idle warps of a backward CTA that clear the dQ workspace and write dQ
+DQ_WRITER_BYTES = 12 * 1024  # bytes of the workspace in flight for each dQ writer
+KV_IN_REGISTERS_D = 64  # up to this head dim, the five matrix products of a backward step have separate registers
+EARLY_RESCALE_DV = 256  # from this dim on, O is rescaled during the next Q K product, not after the P V product
 
 _HALF_SMEM = (SMEM_BYTES[90] + SMEM_RESERVED) // 2 - SMEM_RESERVED
 
-EIGHT_BIT_DEPTH = 32  # numbers that a step of a product in 8 bits takes of a row: bytes, as of 16 bits
+EIGHT_BIT_DEPTH = 32  # elements of a row in a step of an 8-bit product; 16-bit products take as many bytes
 
 # sm_80
-AMPERE_OVERHEAD = 24  # REGISTER_OVERHEAD of kernels whose warps load, too
-AMPERE_NARROW = 128  # up to this head dim a warp owns two slabs of rows: K and V are read half as often
-AMPERE_COLUMNS = 64  # of 32 keys' dK and dV that a backward's warp holds
-AMPERE_SCORES = 32  # registers of a backward's scores or their gradient, or dQ
-# decode, caches in 8 bits: a CTA takes so much at least, of which Hopper's SM has two: with three on some SMs a cache
-# of 512 MB took 110 us, with two 97 (H100).
+AMPERE_OVERHEAD = 24  # REGISTER_OVERHEAD of kernels whose warps also load
+AMPERE_NARROW = 128  # up to this head dim, a warp owns two slabs of rows and reads K and V half as often
+AMPERE_COLUMNS = 64  # columns of dK and dV of 32 keys, held by a backward warp
+AMPERE_SCORES = 32  # registers of the scores, the gradient of the scores, or dQ in a backward
+# decode with 8-bit caches: smallest shared memory of a CTA, so that a Hopper SM has two CTAs. With three CTAs on some
+# SMs, a cache of 512 MB took 110 us; with two CTAs per SM, 97 us (H100).
 CACHED_BYTES = 76 << 10
-RESULT_PAD = 8  # decode: floats between rows of results; eight rows of an accumulator lie in different banks
+RESULT_PAD = 8  # decode: floats between rows of results, so that eight rows of an accumulator are in different banks
 
 
 @dataclass(frozen=True, slots=True)
 class KernelSpec:
-    """Identifies one compiled kernel; equal specs share one object file. What it costs, and whether that fits, depends
-    on its architecture: an instance is a HopperSpec or an AmpereSpec, which say of a CTA its `threads` and
-    `smem_bytes()`; of a thread that multiplies `accumulator_registers()` and `register_budget()`, those that it needs,
-    about, and has; of a tile `illegal_shape()`: what no kernel can have, and what it could be, or None.
+    """The identity of a compiled kernel. Equal specs share an object file.
+
+    The resources of a kernel depend on the architecture, so an instance is a HopperSpec or an AmpereSpec. Both classes
+    define these members:
+    - `threads` and `smem_bytes()`: the threads and the shared memory of a CTA.
+    - `accumulator_registers()`: the accumulator registers of a thread that multiplies.
+    - `register_budget()`: the approximate number of registers that such a thread needs, and the available number.
+    - `illegal_shape()`: None, or the property of the tile that no kernel can have, with the legal values.
     """
 
-    kind: str  # one of KINDS
-    arch: int  # 80 or 90: what it is written for; it runs on what TARGETS says
-    dtype: str  # one of DTYPES
-    d: int  # head dim of Q and K that the tile holds; smaller ones are filled up with zeros
-    dv: int  # head dim of V and O, likewise
-    mask: str  # one of MASKS: the tag of its features
-    tile_m: int  # query rows: of a CTA (fwd), of one step (bwd)
-    tile_n: int  # keys: of one step (fwd), of a CTA (bwd)
-    stages: int  # steps in flight in shared memory
-    elementwise: bool = False  # sm_80: loads and stores element by element, whatever the addresses and strides
+    kind: str  # a kind of KINDS
+    arch: int  # 80 or 90: the architecture of the code; TARGETS has the GPUs that run the code
+    dtype: str  # a name of DTYPES
+    d: int  # head dim of Q and K in the tile; smaller head dims are padded with zeros
+    dv: int  # head dim of V and O in the tile; smaller head dims are padded with zeros
+    mask: str  # a name of MASKS: the tag of the features
+    tile_m: int  # query rows of a CTA (fwd) or of a step (bwd)
+    tile_n: int  # keys of a step (fwd) or of a CTA (bwd)
+    stages: int  # pipeline stages: steps in flight in shared memory
+    elementwise: bool = False  # sm_80: loads and stores of single elements, at any addresses and strides
 
     def __new__(cls, kind: str = "", arch: int = 0, *rest: object, **named: object) -> KernelSpec:
-        """Without arguments when it is unpickled, as what it was."""
+        """Create an instance of the class for `arch`. Unpickling calls the method without arguments."""
         return object.__new__(_FAMILIES.get(arch, cls) if cls is KernelSpec else cls)
 
     def __post_init__(self) -> None:
@@ -105,7 +115,7 @@ class KernelSpec:
 
     @classmethod
     def from_name(cls, name: str) -> KernelSpec:
-        """Inverse of `name()`. Raises ValueError for anything else."""
+        """Return the spec of a kernel name, the inverse of `name()`. Raise ValueError for any other text."""
         match = _NAME.fullmatch(name)
         if not match or int(match[2]) not in _FAMILIES:
             raise ValueError(f"{name!r} is not a kernel name; one looks like fwd_sm90_bf16_d128_causal_m128n128s2")
@@ -130,41 +140,46 @@ class KernelSpec:
 
     @property
     def of_one_tile(self) -> bool:
-        """A backward of sequences that fit into one tile."""
+        """True for a single-tile backward, which takes sequences that fit into a tile."""
         return self.kind == "tilebwd"
 
     @property
     def in_order(self) -> bool:
-        """A backward in which all key blocks that add to a query do so in the same order in every run."""
+        """True for a deterministic backward: all key blocks add to a query in the same order in every run."""
         return self.kind == "detbwd"
 
     @property
     def scratch_rows(self) -> int:
-        """What a backward's rows are rounded up to in scratch: parts of a listed block are walked over, there or not.
+        """Number that the rows in the backward workspace are rounded up to a multiple of.
+
+        With block-sparse lists, kernels visit all parts of a listed block, also parts behind the last row.
         """
         return LISTED if features.walks_lists(self.features) else self.tile_m
 
     @property
     def listed_rows(self) -> int:
-        """Queries of the blocks whose lists it walks over."""
+        """Number of query rows of the blocks in the block-sparse lists of the kernel."""
         return TALL if self.kind == "fwd" and self.tile_m == TALL else LISTED
 
     @property
     def ctas_per_sm(self) -> int:
-        """decode: two, where shared memory and registers are enough: one starts or ends while the other streams."""
+        """Number of CTAs per SM of a decode: 2 if shared memory and registers suffice, else 1.
+
+        With two CTAs, a CTA starts or ends while the other CTA streams.
+        """
         two_fit = 2 * (self.smem_bytes() + SMEM_RESERVED) <= SMEM_BYTES[self.arch] + SMEM_RESERVED
         return 1 + (two_fit and self.register_budget()[0] <= self._decode_registers(2))
 
     def _decode_registers(self, ctas: int) -> int:
-        """Of each thread, if not split unevenly; each scheduler has a quarter of the registers for its warps."""
+        """Return the registers of a thread without register split. Each scheduler has a quarter of the registers."""
         return min(MAX_REGISTERS, REGISTER_FILE // (-(-self.threads * ctas // WARPGROUP) * WARPGROUP) // 8 * 8)
 
     def row_bytes(self, operand: str) -> int:
-        """Of one row of "q", "k", "v" or "o" (its gradient is made of the same)."""
+        """Return the bytes of a row of "q", "k", "v" or "o". A gradient has the dtype of the tensor."""
         return (self.d if operand in "qk" else self.dv) * self.bytes_of(operand)
 
     def bytes_of(self, operand: str) -> int:
-        """Of one of its numbers, as kernels multiply it."""
+        """Return the bytes of an element of an operand in the format that kernels multiply."""
         recipe = features.recipe_of(self.features)
         eight = recipe is not None and (operand in "qk" or (operand == "v" and recipe.values is not None))
         return 1 if eight else ELEMENTS[self.dtype].bytes(operand)
@@ -174,20 +189,20 @@ class KernelSpec:
         return self.stages * self.tile_n * (self.row_bytes("k") + self.row_bytes("v") + beside)
 
     def _stage_bytes(self, rows: int, columns: int) -> int:
-        """What stages of the scores hold of a block; of few rows nothing."""
+        """Return the bytes that score stages keep for a block. Score stages of a decode keep nothing."""
         return 0 if self.is_decode else rows * columns * features.score_bytes(self.features)
 
     def _step_bytes(self) -> int:
-        """A backward's step: Q, dO, LSE, delta."""
+        """Return the bytes of a backward step: Q, dO, LSE and delta."""
         return self.tile_m * (self.row_bytes("q") + self.row_bytes("o") + 2 * FP32_BYTES)
 
     def _keys_bytes(self) -> int:
-        """A backward's: K and V, and dS twice, or P and dS."""
+        """Return the bytes of K, V and two dS buffers of a backward, or of K, V, P and dS."""
         weights = 2 * self.tile_m * ELEMENTS[self.dtype].bytes("q")
         return self.tile_n * (self.row_bytes("k") + self.row_bytes("v") + weights)
 
     def check(self) -> str | None:
-        """None if this kernel can be built; else one sentence with the number, the limit and the remedy."""
+        """Return None if the kernel can be built, else a sentence with the value, the limit and the remedy."""
         illegal = self.illegal_shape()
         if illegal is None and self.is_decode and self.elementwise:
             illegal = "a decode reads vectors"
@@ -211,11 +226,11 @@ class KernelSpec:
 
 @dataclass(frozen=True, slots=True)
 class HopperSpec(KernelSpec):
-    """Warpgroups that multiply (wgmma), and one that loads (TMA)."""
+    """A kernel for Hopper: consumer warpgroups multiply (wgmma), and a producer warpgroup loads (TMA)."""
 
     @property
     def warpgroups(self) -> int:
-        """Consumers: each owns 64 of the CTA's rows, or half of the columns."""
+        """Number of consumer warpgroups. Each owns 64 rows of the CTA, or half of the columns."""
         if self.is_backward and not self.of_one_tile:
             return BACKWARD_WARPGROUPS
         return self.tile_m // ROWS_PER_WARPGROUP
@@ -226,7 +241,7 @@ class HopperSpec(KernelSpec):
 
     @property
     def q_columns(self) -> int:
-        """Columns of a Q tile in shared memory: O leaves through the Q tile that it came from."""
+        """Number of columns of a Q tile in shared memory. O leaves through the Q tile of the same rows."""
         return max(self.d, self.dv) if self.out_in_q else self.d
 
     @property
@@ -235,7 +250,7 @@ class HopperSpec(KernelSpec):
 
     @property
     def q_slots(self) -> int:
-        """64-row parts of Q in shared memory: as many as K and V leave room for, from one to Q_TILES a warpgroup."""
+        """Number of 64-row parts of Q in shared memory: 1 to Q_TILES for each warpgroup, as K and V leave space."""
         limit = _HALF_SMEM if self.shares_sm else SMEM_BYTES[self.arch]
         free = limit - BARRIER_BYTES - self.kv_bytes() - self._stage_bytes(self.tile_m, self.tile_n)
         free -= self._out_bytes()
@@ -243,7 +258,7 @@ class HopperSpec(KernelSpec):
 
     @property
     def shares_sm(self) -> bool:
-        """fwd: whether an SM has two CTAs, where tiles are all start and end: one computes while the other waits."""
+        """True if an SM has two forward CTAs. With small tiles, a CTA computes while the other CTA waits."""
         least = self.kv_bytes() + self._q_slot_bytes() + BARRIER_BYTES
         short = self.kind == "fwd" and features.has_short_tiles(self.features)
         return short and self.warpgroups == 1 and least <= _HALF_SMEM
@@ -254,14 +269,15 @@ class HopperSpec(KernelSpec):
 
     @property
     def register_split(self) -> tuple[int, int]:
-        """Of a thread of the producer's warpgroup, and of a consumer's."""
+        """Registers of a thread of the producer warpgroup, and of a thread of a consumer warpgroup."""
         if self.shares_sm or self.of_one_tile:
             return SPLIT_OF_TWO
         return SPLIT_OF_BIAS if self.kind == "dbias" else REGISTER_SPLIT[self.warpgroups]
 
     def _stage_bytes(self, rows: int, columns: int) -> int:
-        """Return KernelSpec's, and a unit behind each row of a bias. Rows of queries are as many as `rows`, also
-        where these are keys: blocks have 64 queries there.
+        """Return the bytes that score stages keep for a block, with a copy unit behind each row of a bias.
+
+        The number of query rows equals `rows`, even if `rows` are keys, because such blocks have 64 queries.
         """
         held = KernelSpec._stage_bytes(self, rows, columns)
         return held + rows * COPY_UNIT if held else 0
@@ -271,25 +287,31 @@ class HopperSpec(KernelSpec):
         return ROWS_PER_WARPGROUP * (max(q, o) if self.out_in_q else q)
 
     def _out_bytes(self) -> int:
-        """Of O, where it does not leave through the slots of Q."""
+        """Return the bytes of O, or 0 if O leaves through the buffers of Q."""
         return 0 if self.out_in_q or self.is_decode else self.tile_m * self.row_bytes("o")
 
     @property
     def early_rescale(self) -> bool:
-        return self.dv >= EARLY_RESCALE_DV and self.bytes_of("v") > 1  # of V in 8 bits ptxas spills with it
+        return self.dv >= EARLY_RESCALE_DV and self.bytes_of("v") > 1  # with 8-bit V, ptxas spills in this mode
 
     @property
     def kv_in_registers(self) -> bool:
-        """bwd: registers hold K and V, and every product of a step."""
+        """True if the registers of a backward hold K, V and every product of a step."""
         return self.d + self.dv <= 2 * KV_IN_REGISTERS_D
 
     def smem_bytes(self) -> int:
-        """fwd: Q and O, the K and V rings. bwd: K and V, the Q and dO rings with LSE and delta, dS twice, dQ on its way
-        to scratch and from there to global memory. dbias: pairs of Q and K, or of dO and V. What stages hold. Barriers.
+        """Return the shared memory of a CTA in bytes.
+
+        - fwd: Q and O, the K pipeline and the V pipeline.
+        - bwd: K and V, the pipelines of Q and dO with LSE and delta, two dS buffers, and buffers for dQ on the way to
+          the workspace and from the workspace to global memory.
+        - dbias: pairs of Q and K, or of dO and V.
+
+        All kinds have the bytes of the score stages, and the barriers.
         """
         if self.kind == "dbias":
             pairs = self.stages * (self.tile_m * self.row_bytes("q") + self.tile_n * self.row_bytes("k"))
-            return pairs + self._stage_bytes(self.tile_m, self.tile_n) + BARRIER_BYTES  # sums of columns are there, too
+            return pairs + self._stage_bytes(self.tile_m, self.tile_n) + BARRIER_BYTES  # pairs also hold column sums
         if self.of_one_tile:
             return self._tile_bytes()
         if self.in_parts:
@@ -301,7 +323,7 @@ class HopperSpec(KernelSpec):
         return q_bytes + held + BARRIER_BYTES
 
     def _tile_bytes(self) -> int:
-        """tilebwd: stages of Q, K, V and dO, P and dS, dQ on its way to global memory, what stages hold, barriers."""
+        """Return the bytes of a tilebwd: stages of Q, K, V and dO; P and dS; outgoing dQ; score stages; barriers."""
         stage = 2 * (self.tile_m * self.row_bytes("q") + self.tile_n * self.row_bytes("v"))
         weights = 2 * self.tile_m * self.tile_n * self.bytes_of("q")
         held = self.tile_m * self.row_bytes("q") + self._stage_bytes(self.tile_m, self.tile_n)
@@ -309,43 +331,46 @@ class HopperSpec(KernelSpec):
 
     @property
     def dq_writer_units(self) -> int:
-        """bwd: units of scratch that a dQ writer has under way: as many as there is room for, one at least."""
+        """Number of workspace units in flight for a dQ writer of a backward: as many as fit, at least 1."""
         free = min(DQ_WRITERS * DQ_WRITER_BYTES, SMEM_BYTES[self.arch] - self._bwd_bytes())
         return max(1, free // (DQ_WRITERS * self._dq_unit_bytes()))
 
     def _dq_unit_bytes(self) -> int:
-        """Of dQ in scratch: a warp's rows of a warpgroup's columns."""
+        """Return the bytes of a unit of dQ in the workspace: the rows of a warp, the columns of a warpgroup."""
         return SLAB * self.d // BACKWARD_WARPGROUPS * FP32_BYTES
 
     def _bwd_bytes(self) -> int:
-        """All but what dQ writers have under way."""
+        """Return the bytes of a backward without the units in flight for dQ writers."""
         written = DQ_WRITERS * self.tile_m // 8 * self.row_bytes("q")
         return self._dkdv_bytes() + self.tile_m * self.d * FP32_BYTES + written + BARRIER_BYTES
 
     @property
     def dq_stages_v(self) -> int:
-        """partbwd: blocks of V in shared memory of dQ's kernel."""
+        """Number of V blocks in the shared memory of the dQ kernel of a split backward."""
         return 2 if self._dq_bytes(2) <= SMEM_BYTES[self.arch] else 1
 
     @property
     def dq_has_room(self) -> bool:
-        """partbwd: for what stages hold of a block, beside dQ's operands; they read it where it lies otherwise."""
+        """True if score stages of the dQ kernel fit into shared memory. Otherwise, stages read global memory."""
         return self._dq_bytes(1) <= SMEM_BYTES[self.arch]
 
     def _dq_bytes(self, stages_v: int, has_room: bool = True) -> int:
-        """Q and dO of every warpgroup, two blocks of K, V, what stages hold, barriers."""
+        """Return the bytes of the dQ kernel: Q and dO of all warpgroups, two K blocks, V, score stages, barriers."""
         q, k, v, do = (self.row_bytes(operand) for operand in "qkvo")
         held = has_room * self._stage_bytes(BACKWARD_WARPGROUPS * ROWS_PER_WARPGROUP, self.tile_n)
         return ROWS_PER_WARPGROUP * (2 * q + 2 * k + 2 * do + stages_v * v) + held + BARRIER_BYTES
 
     def _dkdv_bytes(self) -> int:
-        """The rings of steps, K and V, dS twice (in parts: P and dS), what stages hold."""
+        """Return the bytes of the step pipelines, K, V, two dS buffers (split: P and dS), and score stages."""
         return self.stages * self._step_bytes() + self._keys_bytes() + self._stage_bytes(self.tile_n, self.tile_m)
 
     def accumulator_registers(self) -> int:
-        """fwd: scores and output in fp32, probabilities in 16 bits. bwd: dK and dV, scores and their gradient (then dQ)
-        in fp32, probabilities (then dS) in 16 bits; or all of them apart, and K and V. dbias: scores, their gradient
-        and its sum in fp32.
+        """Return the accumulator registers of a consumer thread.
+
+        - fwd: scores and output in fp32, probabilities in 16 bits.
+        - bwd: dK and dV, scores and the gradient of the scores (then dQ) in fp32, probabilities (then dS) in 16 bits.
+          If `kv_in_registers`, all of these are separate, and K and V are in registers, too.
+        - dbias: scores, the gradient of the scores, and the sum of the gradient in fp32.
         """
         if self.kind == "dbias":
             return 3 * self.tile_n // 2
@@ -396,23 +421,23 @@ class HopperSpec(KernelSpec):
 
 @dataclass(frozen=True, slots=True)
 class AmpereSpec(KernelSpec):
-    """sm_80 and later: warps that load (cp.async) and multiply (mma.sync)."""
+    """A kernel for sm_80 and later GPUs: all warps load (cp.async) and multiply (mma.sync)."""
 
     @property
     def column_parts(self) -> int:
-        """bwd: warps that share the columns of 32 keys' dK and dV: of few keys as many as can."""
+        """Number of backward warps that share the columns of dK and dV of 32 keys; tiles of few keys use the most."""
         widest = max(self.d, self.dv)
         fewest = 4 if (self.tile_m, self.tile_n) == PARTS_TILE else 1
         return next(parts for parts in (1, 2, 4) if parts >= fewest and widest <= parts * AMPERE_COLUMNS)
 
     @property
     def slabs(self) -> int:
-        """fwd: slabs of rows that a warp owns."""
+        """Number of slabs of rows that a forward warp owns."""
         return 2 if self.tile_m >= WARPGROUP and max(self.d, self.dv) <= AMPERE_NARROW else 1
 
     @property
     def teams(self) -> int:
-        """decode: parts of a block's keys, each with warps of its own for all rows; four warps in all."""
+        """Number of parts of a key block in a decode. Each part has separate warps for all rows; 4 warps in all."""
         return WARPGROUP // (self.tile_m // SLAB * WARP) if self.is_decode else 1
 
     @property
@@ -426,12 +451,15 @@ class AmpereSpec(KernelSpec):
 
     @property
     def has_room(self) -> bool:
-        """fwd: for what stages hold of a block, in tiles of 16-bit elements; they read others where they lie."""
+        """True if score stages of a forward keep blocks of 16-bit elements; stages read fp32 in global memory."""
         return self.kind == "fwd" and features.score_bytes(self.features) == ELEMENTS[self.dtype].bytes("q")
 
     def operand_bytes(self) -> int:
-        """fwd: Q, later O, and K and V. decode: Q, the rings; in their place at last, every team's results. bwd: K and
-        V, the steps, dS twice (or P and dS).
+        """Return the shared memory of the operands in bytes.
+
+        - fwd: Q (later O), K and V.
+        - decode: Q and the pipelines. At the end, the results of all teams take the place of both.
+        - bwd: K and V, the steps, and two dS buffers (or P and dS).
         """
         if self.is_backward:
             return self.stages * self._step_bytes() + self._keys_bytes()
@@ -442,7 +470,11 @@ class AmpereSpec(KernelSpec):
         return self.tile_m * max(self.row_bytes("q"), self.row_bytes("o")) + self.kv_bytes()
 
     def accumulator_registers(self) -> int:
-        """fwd: scores and output. bwd: dK and dV, scores or their gradient or dQ, and these in 16 bits."""
+        """Return the accumulator registers of a thread.
+
+        - fwd: scores and output.
+        - bwd: dK and dV; scores, the gradient of the scores or dQ; the same scores or gradients in 16 bits.
+        """
         if self.is_backward:
             return self.tile_n * (self.d + self.dv + self.tile_m) // self.threads + AMPERE_SCORES
         return self.slabs * (self.tile_n // self.teams // 2 + self.dv // 2)
@@ -468,7 +500,7 @@ class AmpereSpec(KernelSpec):
     def _illegal_backward(self) -> str | None:
         if self.in_parts:
             return "sm_80 has no backward in parts; use bwd or detbwd"
-        few = self.elementwise or max(self.d, self.dv) > 2 * AMPERE_COLUMNS  # loads of single elements need registers
+        few = self.elementwise or max(self.d, self.dv) > 2 * AMPERE_COLUMNS  # element-wise loads need registers
         tiles = {PARTS_TILE: 1} if few else {PARTS_TILE: 1, BACKWARD_TILE: 2}
         if tiles.get((self.tile_m, self.tile_n)) != self.stages:
             given = f"tile {self.tile_m}x{self.tile_n}, stages={self.stages}"

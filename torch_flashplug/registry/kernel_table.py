@@ -1,8 +1,10 @@
-"""The table of kernels. Data only; the dispatcher (src/plan/) reads these rows, and adds its estimate of a launch's
-time. Which calls auto mode gives to them is in dispatch_table.py.
+"""Kernel table: the configurations of all kernels, and the kernel packs.
 
-The rows of the smallest head dims that hold a call compete for it by estimated time (cost x waves of tiles). A retune
-is a change of rows with its date and machine.
+The dispatcher (src/plan/) reads the rows of the table and estimates the time of a launch. The dispatch table
+(dispatch_table.py) says which calls auto mode serves with the kernels.
+
+For a call, the rows with the smallest sufficient head dims compete by estimated time (cost x waves of tiles). A retune
+is a change of rows, with date and machine.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from .architectures import BY_ARCH, TARGETS
 from .dtypes import ELEMENTS, brought_by_elements, elements_of, misfit
 from .kernel_spec import CLUSTER, PEERS_AT_ONCE, ROWS_PER_WARPGROUP, SCRATCH_UNITS, KernelSpec
 
-# Sets of features.py, by the tags in kernels' names.
+# Sets of features (features.py), by the tags in names of kernels.
 FULL, CAUSAL, MASK, BIAS, BIAS32 = (("full",), ("causal",), ("mask",), ("bias",), ("bias32",))
 BOTH, BIASES = FULL + CAUSAL, BIAS + BIAS32
 DROPPED, MASK_DROPPED = ("dropout", "causal+dropout"), ("mask+dropout",)
@@ -27,24 +29,25 @@ ALL_DROPPED = ANY_DROPPED + BIAS32_DROPPED
 WINDOW, RAGGED = ("window",), ("window+ragged",)
 SOFTCAP = ("window+softcap", "window+softcap+ragged")
 PAGED, PAGED_CACHED = ("window+paged", "window+softcap+paged"), ("window+cache8+paged",)
-WITHOUT_SPILLS = ("bf16_int8", "bf16_e5m2", "fp16_int8", "fp16_e5m2")  # e4m3 for sm_80 needs more registers
+WITHOUT_SPILLS = ("bf16_int8", "bf16_e5m2", "fp16_int8", "fp16_e5m2")  # e4m3 on sm_80 needs more registers
 QK8 = ("qk8", "causal+qk8")
 IN_8BIT, IN_E4M3 = (tuple(mask + recipe for mask in ("", "causal+")) for recipe in ("8bit", "e4m3"))
 FAST = IN_8BIT + IN_E4M3
 MASK_QK8, MASK_FAST = ("mask+qk8",), ("mask+8bit", "mask+e4m3")
 CACHED, MASK_CACHED = ("cache8",), ("mask+cache8",)
-NARROW = ("fp16",)  # ends at 65504
-SECTOR_BYTES = 32  # what L2 hands out at once
-BOX_BYTES = (128, 64)  # of a row, which TMA fetches at once where they divide it; else as many as a sector has
-# Three warpgroups: in a head's last tile those without rows take part in one block only, and the others have the SM to
-# themselves (by the costs of 64, 128 and 192 rows).
+NARROW = ("fp16",)  # dtypes with a narrow range; the largest fp16 number is 65504
+SECTOR_BYTES = 32  # size of a sector, the smallest unit of L2 traffic
+BOX_BYTES = (128, 64)  # bytes of a row in a TMA box: the first number that divides the row; else a sector
+# `last_tile` of tiles with three warpgroups. In the last tile of a head, warpgroups without rows take part only in a
+# single block, and the remaining warpgroups have the SM alone. From the costs of 64, 128 and 192 rows.
 THIRDS = 0.35
 
 
 @dataclass(frozen=True, slots=True)
 class KernelRow:
-    """A kernel of each of these elements and with each of these sets of features, and the calls whose shapes it fits.
-    What else C++ asks of a row (struct KernelRow in src/core/tables.h) are properties.
+    """A row of the kernel table: a kernel for each element and each set of features, and the shapes of suitable calls.
+
+    The properties are further members of `struct KernelRow` in src/core/tables.h.
     """
 
     kind: str
@@ -55,15 +58,15 @@ class KernelRow:
     tile_m: int
     tile_n: int
     stages: int
-    cost: int = 1000  # ns of one KV block of one tile on one SM
+    cost: int = 1000  # ns for a KV block of a tile on an SM
     elementwise: bool = False
-    last_tile: float = 1.0  # what the least of a head's last tiles costs, of a full one's time
-    dkdv_alone: bool = True  # in parts: dK and dV alone take less time than the fused kernel
-    at_once: int = 1  # decode: CTAs of an SM that read faster than one does
-    elements: tuple[str, ...] = ()  # names of dtypes.py; none: all that such kernels are made of
+    last_tile: float = 1.0  # cost of the shortest last tile of a head, relative to a full tile
+    dkdv_alone: bool = True  # split backward: dK and dV alone take less time than the fused kernel
+    at_once: int = 1  # decode: number of CTAs per SM that reads fastest
+    elements: tuple[str, ...] = ()  # names of dtypes.py; empty: all elements of such kernels
 
     def specs(self) -> list[KernelSpec]:
-        """Raises ValueError for an element that is not for such kernels."""
+        """Return the kernels of the row. Raise ValueError for an element without such kernels."""
         named = [(name, tag) for name in self.elements for tag in self.features]
         if reasons := [reason for name, tag in named if (reason := misfit(name, self.kind, self.arch, tag))]:
             raise ValueError("; ".join(dict.fromkeys(reasons)))
@@ -76,12 +79,14 @@ class KernelRow:
 
     @property
     def sector_bytes(self) -> int:
-        """Where rows start inside a sector, every box that TMA fetches touches one more. 1: no boxes."""
+        """Bytes of a sector, or 1 without TMA. If rows start inside a sector, every TMA box touches one more sector."""
         return SECTOR_BYTES if BY_ARCH[self.arch].tma else 1
 
     def whole_sectors(self, spec: KernelSpec) -> bool:
-        """TMA's narrow boxes are for rows that start with a sector: D 72 ran at 0.79 x stock in tiles of 80, at 1.02 in
-        tiles of 128. Boxes of 64 bytes do no harm where 192 query rows share the keys.
+        """Return whether the kernel is only for calls whose rows start at sectors, because the TMA boxes are narrow.
+
+        Measured: D 72 ran at 0.79 x stock in tiles of 80 columns, and at 1.02 x stock in tiles of 128 columns. Boxes of
+        64 bytes do no harm if 192 query rows share the keys.
         """
         wide, half = (spec.row_bytes("k") % box == 0 for box in BOX_BYTES)
         shared = half and self.tile_m == 3 * ROWS_PER_WARPGROUP
@@ -100,24 +105,29 @@ class KernelRow:
         return PEERS_AT_ONCE
 
     def shares_heads(self, spec: KernelSpec) -> bool:
-        """A part of a sum could leave the range of narrow numbers where the sum does not."""
+        """Return whether tiles of the backward may share query heads. With fp16, a partial sum could overflow."""
         return BY_ARCH[self.arch].shares_heads and spec.dtype not in NARROW
 
     @property
     def counters(self) -> int:
-        """Of a block of rows of a backward's scratch; 0: none is needed."""
+        """Number of counters for a block of rows of the backward workspace; 0 if the kernel needs none."""
         return SCRATCH_UNITS if self.kind in {"bwd", "detbwd"} else 0
 
 
-# Small tiles fill more SMs, large ones reuse K and V more; wide blocks (tile_n) suit long keys. cost: 2026-11-21, H100,
-# tools/tune.py, S 4096 (d 256: 2048, 128x64 4096), full: kernel time / (waves of tiles * (KV blocks + 1)). Not measured
-# but taken from neighbours: (128, 64), (64, 128), and 64 rows at 160, (192, 128) and 192. fwd of sm_80: 2026-11-22, the
-# same way; D 64 128x112 by what it takes at 512 keys.
-# decode: 2026-11-22, fitted together with GATE of dispatch_table.py; tiles of 128 rows, (192, 128) and 192 by whether
-# packing pays (bench --suite decode --filter wide_). at_once: 2026-11-24, H200, D 64 beside a mask, 537 MB in 2, 3, 4
-# splits of 64 tiles: 152, 141, 130 us; D 128 242, 281, 250. decode of sm_80: 2026-11-22, H100, time over blocks with K
-# and V in L2, brought to the scale of Hopper's rows; 256 by few calls. Two CTAs an SM hide more than a deeper ring of
-# one: of 22 tiles these were the fastest from memory. fmt: off
+# Small tiles fill more SMs, and large tiles reuse K and V more. Wide blocks (tile_n) suit long keys.
+# - `cost` of fwd: measured 2026-11-21, H100, tools/tune.py, S 4096 (d 256: 2048, tile 128x64: 4096), full: kernel time
+#   / (waves of tiles * (KV blocks + 1)). Some costs were not measured, but taken from neighboring rows: head dims
+#   (128, 64) and (64, 128), and tiles of 64 rows at head dims 160, (192, 128) and 192.
+# - `cost` of fwd of sm_80: measured 2026-11-22 in the same way; D 64 128x112 from the time at 512 keys.
+# - `cost` of decode: 2026-11-22, fitted together with GATE of dispatch_table.py. Tiles of 128 rows, (192, 128) and 192
+# were
+#   fitted by whether packing pays off (bench --suite decode --filter wide_).
+# - `at_once`: measured 2026-11-24, H200, D 64 with a mask, 537 MB in 2, 3, 4 splits of 64 tiles: 152, 141, 130 us;
+#   D 128: 242, 281, 250 us.
+# - `cost` of decode of sm_80: 2026-11-22, H100, time over blocks with K and V in L2, on the scale of the Hopper rows;
+#   256 from few calls. Two CTAs per SM hide more latency than a deeper pipeline of a single CTA. Of 22 tiles, the tiles
+#   below were the fastest from memory.
+# fmt: off
 KERNEL_ROWS = (
     #         kind  arch d_max dv_max features tile_m tile_n stages cost
     KernelRow("fwd", 90, 64, 64, BOTH, 192, 128, 2, 1532, last_tile=THIRDS),
@@ -148,19 +158,20 @@ KERNEL_ROWS = (
     KernelRow("fwd", 90, 256, 256, BOTH, 128, 80, 2, 1836),
     KernelRow("fwd", 90, 256, 256, BOTH, 128, 64, 2, 1540),
     KernelRow("fwd", 90, 256, 256, BOTH, 64, 80, 2, 1280),
-    # Blocks from lists: tiles that divide 128 x 128, or have lists of their own. Tall ones (bench: ours_tall) take 8 to
-    # 26 % less time for dense blocks, and walk over more of masks that hide much: their cost is what gives them calls
-    # of 2048 rows and more, where all kinds together gain (2026-11-25, H100).
+    # Block-sparse lists: tiles that divide blocks of 128 x 128, or have separate lists. Tiles of 192 rows (bench:
+    # ours_tall) take 8 to 26 % less time for dense blocks, but visit more blocks of masks that hide much. The cost of
+    # such tiles is set so that calls of 2048 rows and more use the tiles: there, all kinds of masks together gain
+    # (2026-11-25, H100).
     KernelRow("fwd", 90, 64, 64, MASK, 192, 128, 2, 1950, last_tile=THIRDS),
     KernelRow("fwd", 90, 64, 64, MASK, 128, 128, 2, 1460),
     KernelRow("fwd", 90, 128, 128, MASK, 128, 128, 2, 1820),
     KernelRow("fwd", 90, 256, 256, MASK, 128, 64, 2, 1700),
-    # Dropout: one tile a head dim, with a mask, too. Costs are not measured either.
+    # Dropout: a single tile for each head dim, with a mask, too. The costs are not measured.
     KernelRow("fwd", 90, 64, 64, ALL_DROPPED, 128, 128, 2, 2000),
     KernelRow("fwd", 90, 128, 128, ANY_DROPPED, 128, 128, 2, 2400),
     KernelRow("fwd", 90, 128, 128, BIAS32_DROPPED, 128, 64, 2, 2000),
     KernelRow("fwd", 90, 256, 256, ANY_DROPPED, 128, 64, 2, 2000),
-    # A bias of fp32 takes twice the registers and the room: narrower blocks, and gradients in parts.
+    # An fp32 bias takes twice the registers and the shared memory: narrower blocks, and a split backward.
     KernelRow("fwd", 90, 64, 64, BIASES, 128, 128, 2, 1800),
     KernelRow("fwd", 90, 64, 64, BIASES, 64, 128, 2, 1200),
     KernelRow("fwd", 90, 128, 128, BIAS, 128, 128, 2, 3000),
@@ -168,8 +179,9 @@ KERNEL_ROWS = (
     KernelRow("fwd", 90, 128, 128, BIAS, 64, 128, 2, 2000),
     KernelRow("fwd", 90, 192, 128, BIASES, 128, 64, 2, 1700),
     KernelRow("fwd", 90, 256, 256, BIASES, 128, 64, 2, 2200),
-    # Windows, and sequences on end: 2026-11-26, H100, 16k tokens in windows of 128 to all, or of 4 to 8k a sequence.
-    # Tiles of 64 rows are for short ones, two CTAs an SM. D 32 and 96, 2026-11-27: 1.00 to 1.20 x tiles of 64 and 128.
+    # Windows and packed sequences: 2026-11-26, H100, 16k tokens with windows from 128 keys to all keys, or with
+    # sequences of 4 to 8k tokens. Tiles of 64 rows are for short sequences, with two CTAs per SM. D 32 and 96,
+    # 2026-11-27: 1.00 to 1.20 x the speed of the tiles of D 64 and 128.
     KernelRow("fwd", 90, 32, 32, RAGGED, 192, 128, 2, 1210),
     KernelRow("fwd", 90, 32, 32, RAGGED, 64, 128, 2, 550),
     KernelRow("fwd", 90, 64, 64, WINDOW + RAGGED, 192, 128, 2, 1430),
@@ -185,7 +197,7 @@ KERNEL_ROWS = (
     KernelRow("fwd", 90, 192, 192, RAGGED, 64, 96, 2, 1300),
     KernelRow("fwd", 90, 256, 256, WINDOW + RAGGED + SOFTCAP, 128, 80, 2, 1900),
     KernelRow("fwd", 90, 256, 256, RAGGED, 64, 80, 2, 1330),
-    # In 8 bits: of two or three tiles each the fastest (tools/results/LOG.md).
+    # 8-bit precision: the fastest of two or three tiles each (tools/results/LOG.md).
     KernelRow("fwd", 90, 64, 64, QK8, 192, 128, 2),
     KernelRow("fwd", 90, 96, 96, QK8, 128, 128, 2),
     KernelRow("fwd", 90, 128, 128, QK8, 128, 128, 2),
@@ -199,7 +211,7 @@ KERNEL_ROWS = (
     KernelRow("fwd", 90, 192, 128, FAST, 128, 160, 2),
     KernelRow("fwd", 90, 192, 192, FAST, 128, 160, 2),
     KernelRow("fwd", 90, 256, 256, FAST, 128, 128, 2),
-    # Beside a mask tiles divide its blocks.
+    # 8-bit precision with a mask: tiles divide the blocks of the mask.
     KernelRow("fwd", 90, 64, 64, MASK_QK8 + MASK_FAST, 192, 128, 2),
     KernelRow("fwd", 90, 128, 128, MASK_QK8 + MASK_FAST, 128, 128, 2),
     KernelRow("fwd", 90, 192, 192, MASK_QK8, 128, 64, 2),
@@ -244,7 +256,7 @@ KERNEL_ROWS = (
     KernelRow("decode", 80, 128, 128, FULL + MASK + BIAS, 64, 64, 2, 800),
     KernelRow("decode", 80, 256, 256, FULL, 16, 64, 1, 1450),
     KernelRow("decode", 80, 256, 256, FULL + MASK + BIAS, 64, 64, 1, 1500),
-    # Caches in 8 bits: 2026-11-25, H100, from memory the fastest of five tiles each.
+    # 8-bit KV caches: 2026-11-25, H100, the fastest of five tiles each, with caches in memory.
     KernelRow("decode", 80, 64, 64, CACHED, 16, 64, 3, 480),
     KernelRow("decode", 80, 64, 64, CACHED, 16, 128, 2, 820),
     KernelRow("decode", 80, 64, 64, CACHED + MASK_CACHED, 64, 64, 3, 800),
@@ -253,7 +265,7 @@ KERNEL_ROWS = (
     KernelRow("decode", 80, 128, 128, CACHED + MASK_CACHED, 64, 64, 3, 1000),
     KernelRow("decode", 80, 256, 256, CACHED, 16, 64, 2, 950),
     KernelRow("decode", 80, 256, 256, CACHED + MASK_CACHED, 64, 64, 2, 1800),
-    # Pages.
+    # Paged KV caches.
     KernelRow("decode", 80, 64, 64, PAGED, 16, 64, 3, 300, at_once=2),
     KernelRow("decode", 80, 64, 64, PAGED + PAGED_CACHED, 64, 64, 3, 600, at_once=2),
     KernelRow("decode", 80, 64, 64, PAGED_CACHED, 16, 128, 2, 820, at_once=2),
@@ -274,8 +286,8 @@ KERNEL_ROWS = (
     KernelRow("fwd", 80, 96, 96, BOTH, 128, 64, 1, 1192),
     KernelRow("fwd", 80, 96, 96, BOTH, 64, 64, 1, 696),
     KernelRow("fwd", 80, 128, 128, BOTH, 128, 48, 1, 1120),
-    # Windows' masks take registers: of bf16 ptxas spills eight bytes to fit three CTAs, of windows at 64 keys, of a
-    # softcap of lengths at 48.
+    # The mask of a window takes registers. With bf16, ptxas spills eight bytes to fit three CTAs: for windows at 64
+    # keys, and for a softcap with packed sequences at 48 keys.
     KernelRow("fwd", 80, 128, 128, WINDOW + SOFTCAP[:1], 64, 48, 1, 700),
     KernelRow("fwd", 80, 128, 128, SOFTCAP[1:], 64, 32, 1, 550),
     KernelRow("fwd", 80, 128, 128, BOTH + RAGGED + MASK + BIASES + ANY_DROPPED, 64, 64, 1, 841),
@@ -288,7 +300,7 @@ KERNEL_ROWS = (
     KernelRow("bwd", 80, 64, 64, BOTH, 64, 128, 2),
     KernelRow("bwd", 80, 96, 96, BOTH, 64, 128, 2),
     KernelRow("bwd", 80, 128, 128, BOTH, 64, 128, 2),
-    # Stages need registers, which warps with a quarter of the columns have.
+    # Score stages need registers. Warps with a quarter of the columns have enough registers.
     KernelRow("bwd", 80, 64, 64, WINDOW + MASK + BIAS + ANY_DROPPED, 64, 64, 1),
     KernelRow("bwd", 80, 128, 128, WINDOW + MASK + BIAS + ANY_DROPPED, 64, 64, 1),
     KernelRow("bwd", 80, 192, 128, BOTH, 64, 64, 1),
@@ -311,11 +323,11 @@ KERNEL_ROWS = (
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """A shared object of kernels, flashplug_<name>.so, that is built, installed and left out as one."""
+    """A kernel pack: a shared object of kernels, flashplug_<name>.so, built, installed and left out as a unit."""
 
     name: str
-    target: str  # one of TARGETS
-    holds: Callable[[KernelSpec], bool]  # of the kernels that run there
+    target: str  # a target of TARGETS
+    holds: Callable[[KernelSpec], bool]  # True for the kernels of the pack, among the kernels for the target
 
     @property
     def file(self) -> str:
@@ -325,7 +337,7 @@ class Pack:
         return [spec for arch in TARGETS[self.target] for spec in specs(arch) if self.holds(spec)]
 
     def sample(self) -> list[KernelSpec]:
-        """What is compiled to be tested where nobody needs the rest: some quarter of the table, by time."""
+        """Return the kernels to compile for tests if nobody needs the rest: about a quarter by compile time."""
         return [spec for spec in self.specs() if SAMPLES[self.target](spec)]
 
 
@@ -338,8 +350,10 @@ def _in_eight_bits(spec: KernelSpec) -> bool:
 
 
 def _only_forced(spec: KernelSpec) -> bool:
-    """On Hopper no choice row serves them: kernels for every GPU since sm_80, for long calls that vectors can read, and
-    for all that bring a mask, a bias or dropout.
+    """Return whether no choice row serves the kernel on Hopper, so that only a forced backend runs the kernel.
+
+    Such kernels are the kernels for every GPU since sm_80 for long calls with vector loads, and for all calls with a
+    mask, a bias or dropout.
     """
     few = spec.is_decode and (spec.features <= {"window", "softcap", "paged"} or brought_by_elements(spec.features))
     return BY_ARCH[spec.arch].later and not spec.elementwise and not few
@@ -355,7 +369,7 @@ def _in_a_window(spec: KernelSpec) -> bool:
 
 @functools.cache
 def _smallest_tiles() -> dict[tuple, tuple[int, int]]:
-    """Return for the calls of each kernel the smallest tile of all kernels that serve them."""
+    """Return the smallest tile of all kernels for the same calls, by the calls of each kernel."""
     tiles: dict[tuple, tuple[int, int]] = {}
     for spec in (spec for arch in BY_ARCH for spec in specs(arch)):
         tiles[_calls_of(spec)] = min(tiles.get(_calls_of(spec), (spec.tile_m, spec.tile_n)), (spec.tile_m, spec.tile_n))
@@ -367,12 +381,12 @@ def _calls_of(spec: KernelSpec) -> tuple:
 
 
 def _is_smallest(spec: KernelSpec) -> bool:
-    """Whether it has the smallest tile for its calls, which small calls get; tests interpret small calls."""
+    """Return whether the kernel has the smallest tile for its calls. Tests interpret small calls on such tiles."""
     return (spec.tile_m, spec.tile_n) == _smallest_tiles()[_calls_of(spec)]
 
 
 def _is_first(spec: KernelSpec) -> bool:
-    """Whether it is the first kernel of its kind with its features, at D 64 of bf16."""
+    """Return whether the kernel is the first with the same kind and features, among kernels at D 64 with bf16."""
     alike = (x for x in specs(spec.arch, spec.kind) if _of_bf16(x) and x.d == 64)
     return spec == next(x for x in alike if (x.mask, x.elementwise) == (spec.mask, spec.elementwise))
 
@@ -392,10 +406,10 @@ def _of_bf16(spec: KernelSpec) -> bool:
 
 
 def _of_tested_dims(spec: KernelSpec) -> bool:
-    """Whether the short run calls kernels like this one with its head dims.
+    """Return whether the short test run calls such kernels with the same head dims.
 
-    These are the usual ones of models, and 64 alone where a kernel is only forced, takes single elements, or combines a
-    mask or a bias with another feature.
+    The tested head dims are the usual head dims of models. Only 64 is tested if a kernel is only forced, is
+    element-wise, or combines a mask or a bias with another feature.
     """
     combined = len(spec.features & {"mask", "bias", "bias32", "dropout", "cache8"}) > 1
     if spec.elementwise or combined or _only_forced(spec):
@@ -409,17 +423,17 @@ def _of_sm_90a(spec: KernelSpec) -> bool:
     return wanted and (spec.kind != "fwd" or not _is_plain(spec) or _is_smallest(spec))
 
 
-# The kernels that the short run of the tests compiles, by target. A kernel's code knows little of its element and of
-# the size of its tile, so that most have one element of two, and the tile that small calls get. Kernels of sm_90a are
-# interpreted by tests. Kernels of sm_80 have the same code, but for what ptxas makes of it: one of each kind with its
-# features is compiled. `./tools/dev test --all` compiles all kernels.
+# Kernels compiled by the short test run, by target. The code of a kernel depends little on the element and on the size
+# of the tile. So most kernels have one element of two, and the tile that small calls use. Tests interpret the kernels
+# of sm_90a. The kernels of sm_80 differ from the same kernels for sm_90a only by the work of ptxas, so a single kernel
+# of each kind with each set of features is compiled. `./tools/dev test --all` compiles all kernels.
 SAMPLES: dict[str, Callable[[KernelSpec], bool]] = {
     "sm_90a": _of_sm_90a,
     "sm_80": lambda spec: _of_bf16(spec) and spec.d == 64 and _is_first(spec),
 }
 
 ELSEWHERE = (_only_forced, _has_bias, _drops, _in_a_window, _in_eight_bits)
-# Of a target, the one that every call needs comes first.
+# The first pack of each target is the pack that every call needs.
 PACKS = (
     Pack("sm90a", "sm_90a", lambda spec: not any(of(spec) for of in ELSEWHERE)),
     Pack("sm90a_bias", "sm_90a", lambda spec: not _only_forced(spec) and _has_bias(spec) and not _drops(spec)),
@@ -430,11 +444,11 @@ PACKS = (
     Pack("sm80", "sm_80", lambda spec: True),
 )
 
-# The packs of a wheel that has kernels: what unmodified models ask for in auto mode (test_wheel.py).
+# The packs in a wheel with kernels: the kernels for unmodified models in auto mode (test_wheel.py).
 CORE = ("sm90a",)
 
 
 def specs(arch: int, *kinds: str) -> list[KernelSpec]:
-    """Every kernel that is written for one architecture, or of these kinds alone."""
+    """Return every kernel written for an architecture, or only the kernels of the given kinds."""
     rows = [row for row in KERNEL_ROWS if row.arch == arch and (not kinds or row.kind in kinds)]
     return list(dict.fromkeys(spec for row in rows for spec in row.specs()))

@@ -1,52 +1,54 @@
-"""Calls that stock torch is known to crash on, refuse or get wrong, as data with the evidence: auto mode takes them
-wherever our kernels can run, whatever the speed. The dispatcher (src/plan/) asks these rows before any choice row.
+"""Table of the calls for which stock torch crashes, raises or returns wrong results, with the evidence.
+
+Auto mode serves such calls wherever a kernel can run, whatever the speed. The dispatcher (src/plan/) checks the rows of
+this table before any choice row.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# What a row may ask of a call, in the order of CallFact in src/core/tables.h.
+# Facts of a call that a row may require, in the order of CallFact in src/core/tables.h.
 FACTS = (
     "odd_base",  # the address of an operand is no multiple of 16 bytes
-    "odd_ones",  # the stride of an operand's dim of size 1 is none
+    "odd_ones",  # the stride of an operand's dim of size 1 is no multiple of 16 bytes
     "broadcast_query",  # a dim of query has stride 0
     "mixed_dims",  # D != Dv
     "whole_dims",  # D and Dv are multiples of 8
     "one_row",  # Sq == 1
     "one_key",  # Sk == 1
-    "unusual_scale",  # zero (subnormals of 32 bits count as that) or negative
-    "rows",  # the last dims are contiguous: else stock takes math, which is right
-    "mask",  # of bool
-    "bias",  # of the query's floats
-    "bias32",  # of fp32, beside a query of 16 bits
+    "unusual_scale",  # the scale is zero (32-bit subnormals count as zero) or negative
+    "rows",  # the last dims are contiguous; otherwise stock uses math, which is correct
+    "mask",  # attn_mask is bool
+    "bias",  # attn_mask has the dtype of the query
+    "bias32",  # attn_mask is fp32, and the query has 16 bits
     "all_dropped",  # dropout_p is 1
     "beyond_grid",  # more than 65535 batches or query heads
-    "gradients",  # autograd will want a backward, or may want it (dropout under a reentrant checkpoint)
-    "half_key_block",  # Sk is 64 more than a multiple of 128
+    "gradients",  # autograd will need a backward, or may need a backward (dropout under a reentrant checkpoint)
+    "half_key_block",  # Sk is a multiple of 128, plus 64
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Rescue:
-    """A class of calls of which all `facts` are true."""
+    """A class of calls: all calls for which all `facts` are true."""
 
     facts: tuple[str, ...]
-    stock: str  # what stock would do: the end of "stock would ..."
-    evidence: str  # date, machine, how it was seen
-    features: tuple[str, ...] = ("causal",)  # of features.py: calls that need others were not seen
+    stock: str  # effect of stock: the end of "stock would ..."
+    evidence: str  # date, machine, and observed calls
+    features: tuple[str, ...] = ("causal",)  # features (features.py) of the observed calls
 
 
 _SEEN = "2026-11-22 H100, torch 2.11 + cuDNN 9.19"
 _STRIDE_OF_ONE = (
-    "raise where it takes the efficient attention (value is not correctly aligned, no kernel found), which reads the "
-    "stride of a dim of size 1"
+    "raise if the efficient attention serves the call (value is not correctly aligned, no kernel found), which reads "
+    "the stride of a dim of size 1"
 )
-_NAN_BELOW = "wherever the LSE of a row is below -88.7 (cuDNN, whose exp(0 - LSE) overflows)"
+_NAN_BELOW = "if the LSE of a row is below -88.7 (cuDNN, whose exp(0 - LSE) overflows)"
 RESCUES: tuple[Rescue, ...] = (
     Rescue(
         ("odd_base", "rows", "whole_dims", "one_row"),
-        "end the CUDA context (misaligned address, or cuDNN's execute fails)",
+        "end the CUDA context (misaligned address, or failure of cuDNN's execute)",
         f"{_SEEN}: q (1, 32, 1, 16), k (1, 8, 1, 16) at an odd storage offset; q (1, 4, 1, 128), k (1, 1, 3, 128)",
     ),
     Rescue(
@@ -56,7 +58,7 @@ RESCUES: tuple[Rescue, ...] = (
     ),
     Rescue(
         ("broadcast_query", "mixed_dims", "rows", "whole_dims"),
-        "raise (cuDNN: the stride for the last dimension), and end the process at the second call",
+        "raise (cuDNN: the stride for the last dimension), and end the process at a second call",
         f"{_SEEN}: q (2, 3, 64, 80) expanded over heads, Dv 64",
     ),
     Rescue(("odd_ones", "rows", "whole_dims", "one_row"), _STRIDE_OF_ONE, f"{_SEEN}: gradients, as with one key"),
@@ -67,38 +69,38 @@ RESCUES: tuple[Rescue, ...] = (
     ),
     Rescue(
         ("unusual_scale",),
-        "give NaN (cuDNN and flash, with is_causal or where rows are padded)",
+        "return NaN (cuDNN and flash, with is_causal or padded rows)",
         f"{_SEEN}: scales 0, -1/8, -1 and -8, lengths 129 to 333",
     ),
     Rescue(
         ("mask", "rows", "whole_dims"),
-        "give rows that see no key the attention of all keys (cuDNN), and with gradients NaN at some lengths",
-        f"{_SEEN}: left-padded batches; dQ where a length is 64 more than a multiple of 128 (pytorch#196678); "
-        "2026-11-25 H100: with dropout, too: q (1, 7, 64, 216), Dv 8; q (1, 18, 160, 208), Sk 64",
+        "attend to all keys in rows without a visible key (cuDNN), and return NaN gradients at some lengths",
+        f"{_SEEN}: left-padded batches; dQ at lengths of 64 more than a multiple of 128 (pytorch#196678); "
+        "2026-11-25 H100: also with dropout: q (1, 7, 64, 216), Dv 8; q (1, 18, 160, 208), Sk 64",
         features=("mask", "dropout"),
     ),
     Rescue(
         ("bias32", "rows", "whole_dims"),
-        "read a mask of fp32 as one of 16 bits (cuDNN: NaN)",
-        f"{_SEEN}: pytorch#191612, q of bf16 and fp16; 2026-11-24 H200: with a dropout_p of 0.1, too",
+        "read an fp32 mask as a 16-bit mask (cuDNN: NaN)",
+        f"{_SEEN}: pytorch#191612, q in bf16 and fp16; 2026-11-24 H200: also with dropout_p 0.1",
         features=("bias32", "dropout"),
     ),
     Rescue(
         ("bias", "rows", "whole_dims"),
-        "give 0 for rows that finfo.min hides (cuDNN, efficient), whose keys count alike, and with gradients NaN at "
-        "some lengths",
-        f"{_SEEN}: dQ where a length is 64 more than a multiple of 128 (pytorch#196678)",
+        "return 0 for rows hidden by finfo.min (cuDNN, efficient), whose keys all count alike, and return NaN "
+        "gradients at some lengths",
+        f"{_SEEN}: dQ at lengths of 64 more than a multiple of 128 (pytorch#196678)",
         features=("bias", "dropout"),
     ),
     Rescue(
         ("all_dropped", "rows", "whole_dims"),
-        "raise at a dropout_p of 1, or give NaN (efficient attention, which divides by what is left)",
-        "2026-11-25 H100, torch 2.11: q (1, 1, 1, 128), k (1, 1, 96, 128), is_causal; math gives zeros",
+        "raise for dropout_p 1, or return NaN (efficient attention, which divides by 1 - dropout_p)",
+        "2026-11-25 H100, torch 2.11: q (1, 1, 1, 128), k (1, 1, 96, 128), is_causal; math returns zeros",
         features=("causal", "mask", "bias", "bias32", "dropout"),
     ),
     Rescue(
         ("beyond_grid", "gradients", "rows", "whole_dims"),
-        "raise (cuDNN's execute fails beyond 65535 batches or heads)",
+        "raise (failure of cuDNN's execute beyond 65535 batches or heads)",
         "2026-11-27 H100, torch 2.11 + cuDNN 9.19: (65536, 1, 16, 64), (1, 65536, 16, 64), (70000, 1, 128, 64)",
         features=("causal", "dropout"),
     ),
@@ -109,15 +111,15 @@ RESCUES: tuple[Rescue, ...] = (
     ),
     Rescue(
         ("gradients", "one_row", "rows", "whole_dims"),
-        f"give NaN for all of dK and dV {_NAN_BELOW}",
+        f"return NaN for all of dK and dV {_NAN_BELOW}",
         "2026-11-27 H100, torch 2.11 + cuDNN 9.19: Sk 64 to 512, D 64 to 256, LSE -89 to -300; cuDNN 9.25 and 9.26 on "
         "an H200: cudnn-frontend#1072",
         features=(),
     ),
     Rescue(
         ("gradients", "half_key_block", "rows", "whole_dims"),
-        f"give NaN for dQ {_NAN_BELOW}",
-        "2026-11-27 H100, torch 2.11 + cuDNN 9.19: Sq 1 to 192, Sk 64 and 192, D 64 to 256; with dropout, too: q "
+        f"return NaN for dQ {_NAN_BELOW}",
+        "2026-11-27 H100, torch 2.11 + cuDNN 9.19: Sq 1 to 192, Sk 64 and 192, D 64 to 256; also with dropout: q "
         "(1, 2, 9, 64), Sk 192; masked: pytorch#196678",
         features=("dropout",),
     ),

@@ -1,6 +1,7 @@
-"""Which blocks of scores add up to a place of a bias's gradient, and in which order. Along every dim - blocks of
-queries and of keys, heads, batch - a bias is broadcast, so that each tile sums all there are, or it is not, and tiles
-share them.
+"""Reduction for the bias gradient: the blocks of scores summed by a tile, and the order of the sums.
+
+The dimensions are query blocks, key blocks, heads and batch. If the bias is broadcast along a dimension, each tile sums
+all blocks of the dimension. Otherwise the blocks of the dimension are distributed over tiles.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from cutlass import Float32, Int32, Int64
 
 @dataclass(frozen=True)
 class Block:
-    """One of them by its number along every dim; or how many there are."""
+    """Block index along every dimension, or number of blocks along every dimension."""
 
-    n: Int32  # of keys
-    m: Int32  # of queries
+    n: Int32  # key blocks
+    m: Int32  # query blocks
     head: Int32
     batch: Int32
 
@@ -28,19 +29,25 @@ class Block:
 
 @dataclass(frozen=True)
 class Summed:
-    """Which blocks of scores each tile of a launch adds up.
+    """Blocks of scores summed by each tile of a launch.
 
-    Along heads and batch the gradient may have fewer planes than there are heads or batches: each plane then sums a
-    range of them, `ranges` long, of which the last one may be shorter. The host adds up the planes of one place.
+    Along heads and batch the gradient may have fewer planes than there are heads or batches. Each plane then sums a
+    range of heads or batches. A range has length `ranges`, and the last range may be shorter. The host adds up the
+    planes for the same place.
     """
 
-    tiles: Block  # how many tiles along every dim
-    ranges: Block  # how many blocks a tile sums along every dim
-    counts: Block  # how many blocks there are along every dim
+    tiles: Block  # number of tiles along every dimension
+    ranges: Block  # number of blocks summed by a tile along every dimension
+    counts: Block  # number of blocks along every dimension
 
     @classmethod
     def create(cls, blocks: Block, gradient: cute.Tensor) -> Summed:
-        """gradient: (1 to B, 1 to Hq, Sq or 1, Sk or 1)."""
+        """Create the reduction.
+
+        Args:
+            blocks: number of blocks along every dimension.
+            gradient: gradient of the bias, (1 to B, 1 to Hq, Sq or 1, Sk or 1).
+        """
         planes = (
             cutlass.select_(gradient.shape[3] > 1, blocks.n, Int32(1)),
             cutlass.select_(gradient.shape[2] > 1, blocks.m, Int32(1)),
@@ -52,7 +59,7 @@ class Summed:
         return cls(Block(*planes), Block(*ranges), blocks)
 
     def tile(self, number: Int32) -> Block:
-        """Return the first block of a tile. Blocks of queries follow each other, so that CTAs share keys in L2."""
+        """Return the first block of a tile. Query blocks are consecutive, so that CTAs share keys in L2."""
         tiles, ranges = self.tiles, self.ranges
         m, rest = number % tiles.m, number // tiles.m
         n, rest = rest % tiles.n, rest // tiles.n
@@ -60,17 +67,17 @@ class Summed:
         return Block(n * ranges.n, m * ranges.m, head * ranges.head, batch * ranges.batch)
 
     def plane(self, first: Block) -> tuple[Int32, Int32]:
-        """Return the batch and head coordinates of the gradient's plane that a tile writes."""
+        """Return the batch and head coordinates of the gradient plane written by a tile."""
         return first.batch // self.ranges.batch, first.head // self.ranges.head
 
     def steps(self, first: Block) -> Int32:
-        """Return how many blocks a tile sums. The last range of heads or batches may be shorter."""
+        """Return the number of blocks summed by a tile. The last range of heads or batches may be shorter."""
         heads = cutlass.min(self.ranges.head, self.counts.head - first.head)
         batches = cutlass.min(self.ranges.batch, self.counts.batch - first.batch)
         return self.ranges.n * self.ranges.m * heads * batches
 
     def after(self, block: Block) -> Block:
-        """Return the block that follows in a tile."""
+        """Return the block that follows `block` in a tile."""
         n, over = following(block.n, self.ranges.n, self.counts.n)
         m, over = following(block.m, self.ranges.m, self.counts.m, over)
         head, over = following(block.head, self.ranges.head, self.counts.head, over)
@@ -78,10 +85,10 @@ class Summed:
 
 
 def following(number: Int32, length: Int32, count: Int32, by: int | Int32 = 1) -> tuple[Int32, Int32]:
-    """Return the number that is `by` (0 or 1) further in its range, and whether that was once around.
+    """Return the index advanced by `by` (0 or 1) within its range, and 1 if the index wrapped around.
 
-    Numbers below `count` lie in ranges of `length`, the last of which may be shorter. The range follows from the number
-    alone: what a tile began with would take registers for as long as the tile is summed.
+    Indices below `count` lie in ranges of `length`, the last of which may be shorter. The range follows from the index
+    alone. Keeping the first index of the tile would occupy registers during the whole reduction.
     """
     further = number + by
     around = (further % length == 0) | (further >= count)
@@ -92,8 +99,9 @@ def following(number: Int32, length: Int32, count: Int32, by: int | Int32 = 1) -
 
 @cute.jit
 def write_pair(plane: cute.Tensor, row: Int32, column: Int32, low: Float32, high: Float32):
-    """Write two neighbours of a row of a gradient's plane (rows, keys), which may end before either of them. Rows may
-    begin at any address.
+    """Write two adjacent elements of a row of a gradient plane (rows, keys).
+
+    The row may end before either element. Rows may begin at any address.
     """
     dtype = plane.element_type
     pair = cute.make_rmem_tensor((2,), dtype)

@@ -1,8 +1,10 @@
-"""What idle warps of the backward's main kernel do with dQ's scratch. dQ writers clear it before the steps that add to
-it and turn it into dQ after them; where sums must have one order, accumulator warps add instead of the consumers.
+"""Roles of otherwise idle warps in the backward main kernel: dQ writers and accumulator warps.
 
-What dQ writers do happens while it is in L2, and under other warps' tensor work; kernels of their own would move
-all of it through device memory (a third of the time at 512 keys, tools/results/LOG.md).
+dQ writers clear the dQ workspace before the steps that add to it, and convert the workspace to dQ after these steps. In
+deterministic mode, accumulator warps add to the workspace instead of the consumers.
+
+dQ writers work while the workspace is in L2, in parallel with the tensor-core work of the consumers. Separate kernels
+would move the whole workspace through device memory: a third of the time at 512 keys (tools/results/LOG.md).
 """
 
 from __future__ import annotations
@@ -27,29 +29,29 @@ ADDED_SLOTS = 4  # consumers may be two tiles ahead of a dQ writer
 
 @dataclass(frozen=True)
 class Units:
-    """A dQ writer's share of a portion of scratch: every DQ_WRITERS-th unit, counted from `first`."""
+    """A dQ writer's units of a portion of the workspace: every DQ_WRITERS-th unit, counted from `first`."""
 
     first: Int64
     begin: Int32
     end: Int32
-    fetched: Int32  # slots that this warp has filled before
+    fetched: Int32  # number of stages already filled by the warp
 
 
 @dataclass(frozen=True)
 class DqWriter:
-    """One of DQ_WRITERS warps, or the view of a warp which waits for them."""
+    """dQ writer: one of DQ_WRITERS warps, or the view of a warp that waits for the writers."""
 
     scratch: Scratch
     ahead: Ahead
     kv_heads: Int32  # over the whole batch
     scale: Float32
-    dQ: sm90.Operand  # its part in shared memory: (16, columns of a unit) for each writer
-    matrices: cute.TiledCopy  # an accumulator of a unit's columns into shared memory
+    dQ: sm90.Operand  # the operand's shared-memory buffer: (16, columns of a unit) for each writer
+    matrices: cute.TiledCopy  # copies an accumulator with the columns of a unit into shared memory
     element: Element
-    ring: sm90.Ring  # of slots, for one writer
-    slots: cute.Tensor  # (floats of a unit, slot)
+    ring: sm90.Ring  # pipeline of a single writer
+    slots: cute.Tensor  # (floats of a unit, stage)
     pieces: Pieces
-    added: sm90.Ring  # without bytes: released by consumers whose last dQ of a tile has been added
+    added: sm90.Ring  # pipeline without bytes: consumers release a stage once the last dQ of a tile has been added
 
     @property
     def num_m_blocks(self) -> Int32:
@@ -57,26 +59,32 @@ class DqWriter:
 
     @cute.jit
     def arrive(self, kv_head: Int32, which: int):
-        """One warp."""
+        """Increment a counter of a KV head. A single warp calls `arrive`."""
         with cute.arch.elect_one():
             count_up(self.scratch.counter(kv_head, which))
 
     @cute.jit
     def wait(self, kv_head: Int32, which: int, expected: Int32):
-        """One warp, which hands what was counted on to TMA."""
+        """Wait for a counter of a KV head. The warp then passes the counted data on to TMA."""
         wait_for_count(self.scratch.counter(kv_head, which), expected)
         cute.arch.fence_proxy("async")
         cute.arch.sync_warp()
 
     @cute.jit
     def wait_cleared(self, kv_head: Int32):
-        """Before anything is added to that head's scratch."""
+        """Wait until the workspace of a KV head is cleared, before anything is added."""
         self.wait(kv_head, CLEARED, self.ahead.portions * DQ_WRITERS)
 
     @cute.jit
     def run(self, queue: sm90.TileQueue, place: Callable, writer: Int32):
-        """One of DQ_WRITERS warps; place: (tile number) -> (n_block, KV head, batch)."""
-        blocks = self.num_m_blocks * self.ahead.group  # of a KV head
+        """Run a dQ writer, one of DQ_WRITERS warps.
+
+        Args:
+            queue: tile scheduler.
+            place: function from tile index to (n_block, KV head, batch).
+            writer: index of the writer.
+        """
+        blocks = self.num_m_blocks * self.ahead.group  # blocks per KV head
         nth, fetched, number = Int32(0), Int32(0), queue.take(Int32(0))
         while number < queue.total:
             mine, portion = number // self.ahead.portions, number % self.ahead.portions
@@ -86,7 +94,7 @@ class DqWriter:
             if behind:
                 self.wait(mine - self.ahead.heads, ADDED, self.ahead.portions)
                 self.fetch_first(units)
-            if mine + self.ahead.heads < self.kv_heads:  # under the latency of these loads
+            if mine + self.ahead.heads < self.kv_heads:  # overlaps the latency of the loads above
                 head = mine + self.ahead.heads
                 start = self.scratch.unit((Int64(head) * blocks + begin) * UNITS)
                 thread = writer * sm90.WARP + cute.arch.lane_idx()
@@ -97,7 +105,7 @@ class DqWriter:
                 self.arrive(head, CLEARED)
             if behind:
                 fetched = self.write(units, before + begin)
-            self.added.wait_free(nth + ADDED_SLOTS)  # this tile's consumers
+            self.added.wait_free(nth + ADDED_SLOTS)  # wait for the consumers of the tile
             if writer == 0:
                 _, head, batch = place(number)
                 self.arrive(batch * (self.dQ.m.shape[2] // self.ahead.group) + head, ADDED)
@@ -107,13 +115,13 @@ class DqWriter:
 
     @cute.jit
     def fetch_first(self, units: Units):
-        """As many as there are slots."""
+        """Load as many units as there are stages."""
         for n in cutlass.range_constexpr(self.ring.stages):
             self.fetch(units, units.begin + n * DQ_WRITERS, units.fetched + n)
 
     @cute.jit
     def fetch(self, units: Units, unit: Int32, count: Int32):
-        """A unit of scratch, if there is one, into the slot of that count."""
+        """Load a unit of the workspace, if the unit exists, into stage number `count`."""
         if unit < units.end:
             self.ring.acquire(count)
             with cute.arch.elect_one():
@@ -123,11 +131,11 @@ class DqWriter:
 
     @cute.jit
     def write(self, units: Units, first_block: Int32) -> Int32:
-        """dQ of these units; the count of slots filled so far."""
+        """Write dQ of the units, and return the number of stages filled so far."""
         count = units.fetched
         for unit in cutlass.range(units.begin, units.end, DQ_WRITERS, unroll=1):
             self.ring.wait(count)
-            cute.arch.cp_async_bulk_wait_group(0, read=True)  # the unit before has left
+            cute.arch.cp_async_bulk_wait_group(0, read=True)  # the previous unit has left shared memory
             cute.arch.sync_warp()
             self.convert(self.slots[None, self.ring.slot(count)])
             cute.arch.fence_proxy("async.shared", space="cta")
@@ -146,7 +154,7 @@ class DqWriter:
 
     @cute.jit
     def convert(self, unit: cute.Tensor):
-        """fp32 in register order to 16-bit rows in shared memory, sixteen columns at a time."""
+        """Convert fp32 in register order to 16-bit rows in shared memory, sixteen columns at a time."""
         lane = cute.arch.lane_idx()
         copy = self.matrices.get_slice(lane)
         rows = copy.partition_D(self.dQ.s)  # ((matrices, sixteen columns), 1, 1)
@@ -165,9 +173,17 @@ class DqWriter:
 
 @cute.jit
 def add_in_order(scratch: Scratch, staged: sm90.Ring, staging: cute.Tensor, work, wg: Int32):
-    """Accumulator warp, one for each consumer warpgroup, where the order is asked for: adds a step's four units when
-    all key blocks before have added to them, and lets the next one do so a step later, when they have arrived. work:
-    with queue, pieces, group, run(tile); staging: (floats, warp).
+    """Run an accumulator warp, one per consumer warpgroup, in deterministic mode.
+
+    The warp adds the four units of a step once all earlier KV blocks have added to these units. A step later, when the
+    four units have arrived, the warp allows the next KV block to add.
+
+    Args:
+        scratch: dQ workspace.
+        staged: pipeline of the staging buffers.
+        staging: shared memory (floats, warp).
+        work: object with queue, pieces, group and run(tile).
+        wg: index of the consumer warpgroup.
     """
     lane = cute.arch.lane_idx()
     nth, done, number = Int32(0), Int32(0), work.queue.take(Int32(0))
@@ -186,7 +202,7 @@ def add_in_order(scratch: Scratch, staged: sm90.Ring, staging: cute.Tensor, work
                     wait_for_count(scratch.turn(unit), work.pieces.order.turn(tile.block, mine, j))
                     cute.arch.fence_proxy("async")
                 cute.arch.sync_warp()
-                staged.wait_free(done + 1)  # it has been written
+                staged.wait_free(done + 1)  # the unit has been written to the staging buffer
                 if lane < 4:
                     scratch.add(unit, staging[None, wg * 4 + lane])
                     cute.arch.cp_async_bulk_wait_group(0, read=True)

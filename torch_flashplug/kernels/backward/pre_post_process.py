@@ -1,6 +1,7 @@
-"""What surrounds the backward main kernel (bwd_sm90, bwd_sm80): row facts before it, dQ in 16 bits after it.
+"""Backward preprocess and postprocess kernels: row statistics before the main kernel (bwd_sm90, bwd_sm80), dQ after it.
 
-Both work on blocks of TILE_M query rows of one head, as the main kernel steps over them.
+The postprocess kernel converts dQ to 16 bits. Both kernels work on blocks of TILE_M query rows of a head, equal to the
+steps of the main kernel.
 """
 
 from __future__ import annotations
@@ -23,42 +24,49 @@ from ..tiling.seqlen_info import Sizes
 from ..tiling.tile import Pieces, Tile
 from .workspace import ADDED, CLEARED, UNITS, Ahead, Scratch, clear
 
-TILE_M, TILE_N = BACKWARD_TILE  # query rows of one step of the main kernel, keys of one of its CTAs
+TILE_M, TILE_N = BACKWARD_TILE  # query rows per step of the main kernel, keys per CTA of the main kernel
 WARPGROUPS = TILE_N // ROWS_PER_WARPGROUP
-LANES = 8  # threads of one row
-VECTOR = 8  # elements of one 16-byte access
-# An LSE beyond it, either way, has lost its sum's digits, and exp2 of what a score is apart from it could be anything:
-# keys that are all hidden by a large number (finfo.min) count as none.
+LANES = 8  # threads per row
+VECTOR = 8  # elements of a 16-byte access
+# An LSE beyond LOST in magnitude has lost the digits of the sum, and exp2 of the difference to a score could be
+# anything. Keys all masked by a large number (finfo.min) therefore count as no keys.
 LOST = float(2**24)
 
 
 @dataclass(frozen=True)
 class Clearing:
-    """What is to be cleared before the main kernel: scratch's counters, and the scratch of the first heads."""
+    """Workspace to clear before the main kernel: the counters, and the dQ workspace of the first heads."""
 
     scratch: cute.Tensor
-    heads: Int32  # KV heads over the whole batch; the others are cleared by the main kernel
+    heads: Int32  # KV heads over the whole batch; the main kernel clears the remaining heads
     group: Int32
     portions: Int32
 
 
 @dataclass(frozen=True)
 class GivenRows:
-    """What the forward and autograd left of query rows."""
+    """Row tensors from the forward pass and autograd."""
 
     o: cute.Tensor  # (B, Hq, Sq, Dv)
     do: cute.Tensor  # (B, Hq, Sq, Dv)
     lse: cute.Tensor  # (B, Hq, Sq) fp32, natural log
-    dlse: cute.Tensor | None = None  # (B, Hq, Sq) fp32; of no rows: nobody differentiates the LSE
+    dlse: cute.Tensor | None = None  # (B, Hq, Sq) fp32; empty if no gradient flows into the LSE
 
 
 class PrepareBackward:
-    """delta = rowsum(dO * O) - dLSE and LSE in base 2, padded to whole blocks; scratch's counters and first heads
-    cleared.
+    """Backward preprocess: delta = rowsum(dO * O) - dLSE, and the LSE in base 2, padded to whole blocks.
+
+    The kernel also clears the counters of the workspace, and the dQ workspace of the first heads.
     """
 
     def __init__(self, element: Element, clears: int = 0, elementwise: bool = False):
-        """clears: columns of dQ in scratch; 0: there is none. elementwise: O and dO of any strides at any address."""
+        """Initialize the kernel builder.
+
+        Args:
+            element: element type of O and dO.
+            clears: columns of dQ in the workspace, or 0 without a dQ workspace.
+            elementwise: O and dO may have any strides and any address.
+        """
         self.element, self.unit_floats, self.elementwise = element, TILE_M * clears // UNITS, elementwise
 
     @cute.jit
@@ -66,16 +74,17 @@ class PrepareBackward:
         self,
         given: GivenRows,
         mRows: cute.Tensor,  # (B, Hq, 2, blocks * TILE_M) fp32
-        mScratch: cute.Tensor | None,  # of the main kernel (scratch.Scratch)
+        mScratch: cute.Tensor | None,  # workspace of the main kernel (scratch.Scratch)
         ahead: Ahead | None,
-        kept: Kept | None,  # of P (Chain)
+        kept: Kept | None,  # kept share of P (Chain)
         pieces: Pieces,
         stream: cuda.CUstream,
     ):
         B, Hq = given.lse.shape[0], given.lse.shape[1]
         clearing = None if ahead is None else Clearing(mScratch, ahead.heads, ahead.group, ahead.portions)
         self.kernel(given, mRows, clearing, kept, pieces).launch(
-            # One dim of the grid has room for 2^31 - 1 CTAs; the other two end at 65535, which B or Hq may exceed.
+            # The first grid dimension has a limit of 2^31 - 1 CTAs. The limit of the further dimensions is 65535, and B
+            # or Hq may exceed this limit.
             grid=(mRows.shape[3] // TILE_M * Hq * B, 1, 1), block=(WARPGROUP, 1, 1), stream=stream
         )
 
@@ -103,7 +112,7 @@ class PrepareBackward:
                 else:
                     delta = self.product(mO[(*place, None)], mdO[(*place, None)], thread % LANES)
                 lse = given.lse[place] * fragments.LOG2_E
-                lse = cutlass.select_(abs(lse) > LOST, Float32.inf, lse)  # no key: exp2(S - inf) = 0
+                lse = cutlass.select_(abs(lse) > LOST, Float32.inf, lse)  # no visible key: exp2(S - inf) = 0
             for lanes in (1, 2, 4):
                 delta = delta + cute.arch.shuffle_sync_bfly(delta, offset=lanes)
             if cutlass.const_expr(given.dlse is not None):
@@ -116,7 +125,7 @@ class PrepareBackward:
 
     @cute.jit
     def product(self, gO: cute.Tensor, gdO: cute.Tensor, lane: Int32) -> Float32:
-        """Of one row of O and dO, a lane's part, by vectors."""
+        """Return a lane's part of the product of a row of O and dO, with vector loads."""
         delta = Float32(0.0)
         for column in cutlass.range(lane * VECTOR, gO.shape[0], LANES * VECTOR, unroll=1):
             o = vector_at(gO.iterator + column, self.element.dtype, VECTOR).load().to(Float32)
@@ -126,7 +135,14 @@ class PrepareBackward:
 
     @cute.jit
     def clear(self, clearing: Clearing, linear: Int32, block: Int32, blocks: Int32):
-        """Clear this CTA's part of the workspace. linear: the query head, counted over the whole batch."""
+        """Clear the CTA's part of the workspace.
+
+        Args:
+            clearing: workspace to clear.
+            linear: query head, counted over the whole batch.
+            block: block of rows.
+            blocks: number of blocks of a head.
+        """
         thread = cute.arch.thread_idx()[0]
         heads = cute.arch.grid_dim()[0] // blocks
         scratch = Scratch(clearing.scratch.iterator, blocks, heads, self.unit_floats)
@@ -143,20 +159,27 @@ class PrepareBackward:
 
 
 class FinishBackward:
-    """dQ = scale * scratch, from register order into rows: of the last heads, or of all of them.
+    """Backward postprocess: dQ = scale * workspace, from register order into rows, for the last heads or for all heads.
 
-    In a unit of scratch (scratch.Scratch) the four lanes of a quad have all eight columns of two rows: 64 bytes on end.
+    In a unit of the workspace (scratch.Scratch) the four lanes of a quad hold all eight columns of two rows: 64
+    consecutive bytes.
     """
 
     def __init__(self, element: Element, d: int, elementwise: bool = False):
-        """elementwise: dQ of any strides at any address."""
+        """Initialize the kernel builder.
+
+        Args:
+            element: element type of dQ.
+            d: head dim.
+            elementwise: dQ may have any strides and any address.
+        """
         self.element, self.chunks, self.elementwise = element, d // WARPGROUPS // VECTOR, elementwise
 
     @cute.jit
     def __call__(
         self,
         mScratch: cute.Tensor,
-        mRows: cute.Tensor,  # as PrepareBackward's
+        mRows: cute.Tensor,  # as in PrepareBackward
         mdQ: cute.Tensor,
         scale: Float32,
         ahead: Ahead,
@@ -178,7 +201,7 @@ class FinishBackward:
         batch, head = linear // mdQ.shape[1], linear % mdQ.shape[1]
         start = (Int64(linear) * blocks + block) * (WARPGROUPS * self.chunks * WARPGROUP * 4)
         tile = pieces.block_of_scratch(block, head, batch)
-        # A task is a quad's eight columns of two rows; neighbouring threads take neighbouring columns, so that rows are
+        # A task is a quad's eight columns of two rows. Neighboring threads take neighboring columns, so that rows are
         # written in whole sectors.
         for part in cutlass.range_constexpr(cute.ceil_div(self.chunks, 4)):
             task = part * (WARPGROUPS * WARPGROUP) + cute.arch.thread_idx()[0]
@@ -193,7 +216,7 @@ class FinishBackward:
 
     @cute.jit
     def write(self, floats: cute.Pointer, gdQ: cute.Tensor, row: Int32, column: Int32, scale: Float32):
-        """A task: that place and the one eight rows below."""
+        """Write the rows of a task: `row` and `row` + 8."""
         fours = [vector_at(floats + 4 * i, Float32, 4).load() for i in range(4)]
         for r in cutlass.range_constexpr(2):
             pairs = cute.make_rmem_tensor((4,), Int32)
@@ -211,7 +234,7 @@ class FinishBackward:
 
 @cute.jit
 def load_rows(gRow: cute.Tensor, sRow: cute.Tensor, ring: sm90.Ring, count: Int32):
-    """Producer warp: one fp32 per query row, counted in the slot's bytes."""
+    """Load an fp32 value per query row. The bytes are included in the bytes of the stage (producer warp)."""
     with cute.arch.elect_one():
         atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
         cute.copy(atom, gRow, sRow, mbar_ptr=ring.arrival(count))
@@ -219,7 +242,7 @@ def load_rows(gRow: cute.Tensor, sRow: cute.Tensor, ring: sm90.Ring, count: Int3
 
 @dataclass(frozen=True)
 class Rows:
-    """Two query rows of a thread: what makes P and dS of their scores."""
+    """Row statistics of the two query rows of a thread, required to compute P and dS from scores."""
 
     lse_log2: tuple[Float32, Float32]
     delta: tuple[Float32, Float32]
@@ -228,7 +251,7 @@ class Rows:
 
 @cute.jit
 def rows_of_thread(mRows: cute.Tensor, tile: Tile, row: Int32, scale_log2: Float32) -> Rows:
-    """LSE and delta of them; row: the first, the second one is the eighth after it."""
+    """Load LSE and delta of the rows `row` and `row` + 8."""
     values = cute.make_rmem_tensor((2, 2), Float32)
     for r in cutlass.range_constexpr(2):
         values[r, 0], values[r, 1] = Float32.inf, Float32(0.0)
@@ -239,14 +262,20 @@ def rows_of_thread(mRows: cute.Tensor, tile: Tile, row: Int32, scale_log2: Float
 
 
 def by_query(acc: cute.Tensor) -> cute.Tensor:
-    """(keys, queries) view of a (queries, keys) accumulator."""
+    """Return a (keys, queries) view of a (queries, keys) accumulator."""
     scores = fragments.rows_and_columns(acc)
     return cute.make_tensor(scores.iterator, cute.select(scores.layout, mode=[1, 0]))
 
 
 @cute.jit
 def exponentiate(scores: cute.Tensor, lse_log2: cute.Tensor | tuple[Float32, ...], scale_log2: Float32):
-    """P = exp2(S * scale_log2 - LSE * log2 e), in place; scores: (keys, queries), one LSE for each query."""
+    """Compute P = exp2(S * scale_log2 - LSE * log2 e) in place.
+
+    Args:
+        scores: scores (keys, queries).
+        lse_log2: LSE of each query, in base 2.
+        scale_log2: softmax scale times log2(e).
+    """
     for query in cutlass.range_constexpr(cute.size(scores, mode=[1])):
         for key in cutlass.range_constexpr(cute.size(scores, mode=[0])):
             score = scores[key, query] * scale_log2 - lse_log2[query]
@@ -255,14 +284,19 @@ def exponentiate(scores: cute.Tensor, lse_log2: cute.Tensor | tuple[Float32, ...
 
 @dataclass(frozen=True)
 class Bent:
-    """What undoes it in gradients."""
+    """Derivative of score modifications, as required by the gradients."""
 
     slope: Callable  # Chain.slope
-    lse_log2: cute.Tensor | tuple[Float32, ...]  # of each query
+    lse_log2: cute.Tensor | tuple[Float32, ...]  # LSE of each query
 
     @classmethod
     def of(cls, chain: Chain, lse_log2: Callable) -> Bent | None:
-        """lse_log2: gives it, where it is asked for."""
+        """Return the derivative, or None if no score stage has a derivative.
+
+        Args:
+            chain: the score stages.
+            lse_log2: function that returns the LSE, called only if required.
+        """
         slope = chain.slope()
         return None if slope is None else cls(slope, lse_log2())
 
@@ -272,9 +306,18 @@ def differentiate(
     P: cute.Tensor, dP: cute.Tensor, delta: cute.Tensor | tuple[Float32, ...], dS: cute.Tensor, raised: int = 0,
     signed: cutlass.Constexpr[bool] = False, bent: Bent | None = None,
 ):  # fmt: skip
-    """dS = P * (dP - delta), (keys, queries), one delta for each query; dS may be P or dP. The scale comes with dQ and
-    dK. raised: P is larger by that power of two. signed: P that was not kept is negative (Chain.signed), its dP is 0.
-    bent: of scores that a stage has bent.
+    """Compute dS = P * (dP - delta), for tensors (keys, queries).
+
+    The softmax scale is applied later, with dQ and dK.
+
+    Args:
+        P: probabilities.
+        dP: gradient of the probabilities.
+        delta: delta of each query.
+        dS: destination, which may be P or dP.
+        raised: P is larger by this power of two.
+        signed: dropped elements of P are negative (Chain.signed), with a dP of 0.
+        bent: derivative of the score modifications, if any.
     """
     for query in cutlass.range_constexpr(cute.size(P, mode=[1])):
         for key in cutlass.range_constexpr(cute.size(P, mode=[0])):
@@ -289,7 +332,7 @@ def differentiate(
 
 
 def row_values(sRow: cute.Tensor, slot: Int32) -> cute.Tensor:
-    """LSE or delta of the queries of this thread's columns, in registers."""
+    """Return LSE or delta of the queries of the thread's columns, in registers."""
     row, lane = sRow[None, slot], cute.arch.lane_idx()
     mine = cute.make_rmem_tensor(cute.size(row) // 4, Float32)
     for c in range(cute.size(mine)):

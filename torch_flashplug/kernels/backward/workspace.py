@@ -1,4 +1,4 @@
-"""dQ's scratch in global memory, and the counters by which warps of different CTAs follow each other through it."""
+"""Workspace of dQ in global memory, with counters that order the accesses of warps of different CTAs."""
 
 from __future__ import annotations
 
@@ -11,25 +11,28 @@ from cutlass import Float32, Int32, Int64
 from ..primitives.vector_access import QUAD, vector_at
 from ..tiling.tile import Tile
 
-CTAS_AHEAD = 140  # a few more than run at once; with twice as many, scratch leaves L2 (-6 % at 512 keys)
-UNITS = 8  # of a block of rows: one for each of Hopper's consumer warps
+# Slightly more than the number of concurrent CTAs; with twice as many, the workspace leaves L2 (-6 % at 512 keys).
+CTAS_AHEAD = 140
+UNITS = 8  # units per block of rows: one for each consumer warp on Hopper
 
 CLEARED, ADDED = 0, 1  # counters of a KV head
 
 
 @dataclass(frozen=True)
 class Ahead:
-    """How far dQ writers run ahead of the steps, clearing, and behind them, writing, in KV heads.
+    """Distance in KV heads between the dQ writers and the steps. The writers clear ahead and write behind.
 
-    Tile number c is of KV head c // portions, about: tiles are ordered within sections of heads. Its writers clear one
-    portion of what head c // portions + heads adds to, and write the same portion of head c // portions - heads. So
-    scratch stays in L2, and every tile waits only for tiles drawn before it. The first heads are cleared and the last
-    ones written by kernels of their own (pre_post_process.py).
+    Tile number c belongs to about KV head c // portions, because tiles are ordered within L2 groups of heads. The
+    writers of tile c clear a portion of the workspace of head c // portions + heads, and write the same portion of head
+    c // portions - heads.
+
+    The workspace therefore stays in L2, and every tile waits only for tiles fetched earlier. Separate kernels clear the
+    first heads and write the last heads (pre_post_process.py).
     """
 
     heads: Int32
-    group: Int32  # query heads of a KV head
-    portions: Int32  # tiles of a KV head
+    group: Int32  # query heads per KV head
+    portions: Int32  # tiles per KV head
 
     @classmethod
     def create(cls, section: Int32, portions: Int32, kv_heads: Int32, group: Int32) -> Ahead:
@@ -38,10 +41,13 @@ class Ahead:
 
 @dataclass(frozen=True)
 class Scratch:
-    """fp32 dQ, units of it in the order of wgmma's accumulator: eight columns at a time, what 32 lanes have of them.
-    A unit is 16 rows and half of the columns: what a consumer warp of Hopper's adds at once. Then Int32 counters: how
-    many key blocks have added to each unit (sm_80: warps, to a block of rows), where their order is asked for; two for
-    each KV head.
+    """Workspace of dQ in fp32, followed by Int32 counters.
+
+    A unit is 16 rows and half of the columns, which a consumer warp on Hopper adds at once. The floats of a unit are in
+    the order of the wgmma accumulator: eight columns at a time, with the values of 32 lanes.
+
+    In deterministic mode there is a counter per unit: the number of KV blocks already added to the unit. On sm_80, the
+    counter belongs to a block of rows and counts warps. Then come two counters per KV head.
     """
 
     start: cute.Pointer
@@ -54,7 +60,7 @@ class Scratch:
         return self.heads * self.num_m_blocks * UNITS
 
     def first_block(self, tile: Tile, nth: Int32, kv_heads: Int32) -> Int32:
-        """The first block of rows of the nth query head that a tile of keys meets."""
+        """Return the first block of rows of query head number `nth` of a tile of keys."""
         head = tile.batch * (tile.group * kv_heads) + tile.query_head(nth)
         return head * self.num_m_blocks + tile.first_block
 
@@ -62,14 +68,14 @@ class Scratch:
         return self.start + Int64(number) * self.unit_floats
 
     def add(self, unit: Int32, floats: cute.Tensor) -> None:
-        """One thread: shared memory to a unit, as one group."""
+        """Add shared memory to a unit, as a single bulk group. A single thread calls `add`."""
         text = "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};"
         size, target = Int32(self.unit_floats * 4), self.unit(unit).toint()
         cute.arch.inline_ptx(text, read_only_args=[target, floats.iterator.toint(), size])
         cute.arch.cp_async_bulk_commit_group()
 
     def turn(self, unit: Int32 | Int64) -> cute.Pointer:
-        """Counter of a unit."""
+        """Return the pointer to the counter of a unit."""
         return cute.recast_ptr(self.unit(self.units), dtype=Int32) + unit
 
     def counter(self, kv_head: Int32, which: int) -> cute.Pointer:
@@ -78,7 +84,7 @@ class Scratch:
 
 @cute.jit
 def wait_for_count(counter: cute.Pointer, expected: Int32):
-    """Until others have counted that far, with all that they had written before."""
+    """Wait until the counter reaches `expected`. Earlier writes of the counting threads are then visible."""
     seen = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
     while seen < expected:
         seen = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
@@ -86,13 +92,16 @@ def wait_for_count(counter: cute.Pointer, expected: Int32):
 
 @cute.jit
 def count_up(counter: cute.Pointer):
-    """One thread: what it has written, or has waited for, is there for everyone."""
+    """Increment a counter.
+
+    Earlier writes, or awaited results, of the thread become visible to all. A single thread calls this.
+    """
     cute.arch.atomic_add(counter, Int32(1), sem="release", scope="gpu")
 
 
 @cute.jit
 def clear(floats: cute.Pointer, count: Int32, thread: Int32, threads: int):
-    """fp32 zeros, a multiple of four, by that many threads."""
+    """Set `count` floats to zero, distributed over `threads` threads. `count` is a multiple of four."""
     zeros = cute.make_rmem_tensor((QUAD,), Float32)
     zeros.fill(0.0)
     for i in cutlass.range(thread, count // QUAD, threads, unroll=1):

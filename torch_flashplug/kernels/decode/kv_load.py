@@ -1,4 +1,7 @@
-"""K and V of a decode as they lie in memory, and what multiplies them; here in 16 bits, as they are multiplied."""
+"""KV loader of decode kernels: the memory format of K and V, and the product that reads K and V.
+
+The classes in this module handle 16-bit K and V, which need no conversion.
+"""
 
 from __future__ import annotations
 
@@ -15,56 +18,81 @@ from ..primitives.fragments import OperandA, column_of
 if TYPE_CHECKING:
     from .pack_gqa import Part
 
-PAIR = 2  # neighbouring columns of a thread
+PAIR = 2  # adjacent columns of a thread
 K, V = 0, 1
 
 
 @dataclass(frozen=True)
 class Beside:
-    """What keys of a ring's blocks have beside K and V: nothing."""
+    """Loader of additional data per key, such as scales. This class loads nothing."""
 
     def load(self, which: int, first: Int32, slot: Int32, threads: int) -> None:
-        """A team's of one block, from its first key on, on their way into a slot; which: K or V."""
+        """Start loading the data of a block into a stage.
+
+        Args:
+            which: K or V.
+            first: first key of the block.
+            slot: stage index.
+            threads: threads of the team that loads the block.
+        """
 
     def scale(self, S: cute.Tensor, slot: Int32) -> None:
-        """Scores (2, columns) of a block."""
+        """Multiply the scores (2, columns) of a block by the scales of K, if any."""
 
     def weights(self, slot: Int32, columns: int) -> object:
-        """What happens to probabilities on their way to the product with V (OperandA.take)."""
+        """Return the function applied to probabilities before the product with V, or None (OperandA.take)."""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """How a kernel with this seam reads K and V. Holds nothing, so that a kernel has no argument for it."""
+    """KV loader for 16-bit K and V. The class has no fields, so a kernel needs no argument."""
 
     def columns(self, dim: int) -> int:
-        """Of 16 bits, in shared memory, of a row of so many numbers."""
+        """Return the number of 16-bit columns in shared memory for a row of `dim` numbers."""
         return dim
 
     def of_head(self, part: Part, x: cute.Tensor) -> cute.Tensor:
-        """K or V of a part's KV head, (Sk, columns of 16 bits)."""
+        """Return K or V of the part's KV head, (Sk, columns of 16 bits)."""
         return part.of_head(x)
 
     def load(self, mover: sm80.Mover, x: cute.Tensor, first_row: Int32, tile: sm80.Tile) -> None:
-        """Rows of what `of_head` gave, as Mover.load."""
+        """Load rows of a tensor returned by `of_head`, as Mover.load."""
         mover.load(x, first_row, tile)
 
     def beside(self, part: Part, start: Int32, keys: int, stages: int) -> Beside:
-        """start: of what a team has in shared memory for so many keys of every stage."""
+        """Return the loader of additional data per key.
+
+        Args:
+            part: the part of the decode problem.
+            start: shared-memory address of the team's data.
+            keys: keys of a stage.
+            stages: number of stages.
+        """
         return Beside()
 
     def turn(self, q: sm80.Tile, part: Part, D: Int32, element: Element, warps: int) -> None:
-        """All threads: queries, there for all, as the product with K wants them; there for all again afterwards."""
+        """Transform the queries in shared memory to the layout required by the product with K. All threads call `turn`.
+
+        The queries must be visible to all threads before the call, and are visible to all threads afterwards.
+        """
 
     def product(self, element: Element) -> sm80.Product:
         return sm80.Product.create(element.dtype)
 
     def left_operand(self, acc: cute.Tensor, element: Element) -> OperandA:
-        """Room for P of an accumulator's columns."""
+        """Return registers for P with the columns of an accumulator."""
         return OperandA.create(acc, element)
 
     def pieces(self, output: cute.Tensor, row: int) -> list[tuple[Int32, list]]:
-        """Columns that a thread has of a row of O (2, columns): the first, and what lies there on end."""
+        """Return the columns of an O row held by a thread.
+
+        Args:
+            output: O (2, columns).
+            row: 0 or 1.
+
+        Returns:
+            A list of (first column, values of consecutive columns).
+        """
         first = cute.arch.lane_idx() % 4 * PAIR
         columns = range(0, cute.size(output, mode=[1]), PAIR)
         return [(first + column_of(c), [output[row, c], output[row, c + 1]]) for c in columns]

@@ -1,6 +1,4 @@
-"""Which part of a decode problem a CTA has: the query heads that share a KV head are packed into tiles of rows, whose
-keys are split.
-"""
+"""Pack-GQA tiles of decode: the query heads of a KV head are packed into tiles of rows, and the keys are split."""
 
 from __future__ import annotations
 
@@ -18,18 +16,22 @@ from ..tiling.tile import Pieces, Tile
 
 @dataclass(frozen=True)
 class Part:
-    """A tile of packed rows of one KV head, and one split of its keys."""
+    """Decode tile of a CTA: a tile of packed rows of a KV head, and a split of the keys."""
 
-    tile: Tile  # its block: of packed rows
-    first_row: Int32  # packed, of the KV head: query head of the group * Sq + query
-    rows: Int32  # packed, of the KV head
+    tile: Tile  # its block counts packed rows
+    first_row: Int32  # first packed row of the KV head: query head of the group * Sq + query
+    rows: Int32  # number of packed rows of the KV head
     split: Int32
     splits: Int32
-    queries: Int32  # of a head in tensors
+    queries: Int32  # queries per head in the tensors
 
     @classmethod
     def of_cta(cls, pieces: Pieces, sizes: Sizes, Hq: Int32, Hkv: Int32, tile_m: int, splits: Int32) -> Part:
-        """Splits of a tile are neighbours, a cluster perhaps; then tiles of a KV head, which read the same keys."""
+        """Return the decode tile of a CTA.
+
+        Splits of a tile are adjacent CTAs, perhaps a cluster. Next come the tiles of a KV head, which read the same
+        keys.
+        """
         group = Hq // Hkv
         m_tiles = pieces.most_blocks_of_rows(group * sizes.Sq, tile_m)
         number, split = cute.arch.block_idx()[0] // splits, cute.arch.block_idx()[0] % splits
@@ -48,19 +50,19 @@ class Part:
 
     @property
     def last_row(self) -> Int32:
-        """Packed; the first where there is none."""
+        """Last packed row, or the first row if there is none."""
         return cutlass.max(self.rows, 1) - 1 if self.sizes.may_be_empty else self.rows - 1
 
     def keys(self, walk: BoundBand) -> Split:
-        """This split's KV blocks."""
+        """Return the KV blocks of the split."""
         return walk.share(self.split, self.splits)
 
     def of_head(self, x: sm90.Operand | cute.Tensor) -> sm90.Operand | cute.Tensor:
-        """K or V of its KV head."""
+        """Return the slice of K or V for the KV head."""
         return self.tile.keys(x)
 
     def place(self, row: Int32) -> tuple[Int32, Int32]:
-        """Query head and query, in tensors, of a packed row."""
+        """Return the query head and the query, in the tensors, of a packed row."""
         Sq = cutlass.max(self.sizes.Sq, 1) if self.sizes.may_be_empty else self.sizes.Sq
         group = self.rows // Sq
         return self.tile.kv_head * group + row // Sq, self.tile.row(row % Sq)

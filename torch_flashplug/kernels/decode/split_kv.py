@@ -1,10 +1,16 @@
-"""Partial results of split keys, and the two ways in which they are added up: by the CTAs of a cluster in each
-other's shared memory, by a kernel of its own in global memory.
+"""Partial results of split-KV attention, and both ways to reduce them.
 
-A split s of a row has a normalised output O_s over its own keys, their largest score m_s, not yet scaled, and the sum
-l_s of exp(scale (S - m_s)). With m = max m_s and w_s = l_s exp(scale (m_s - m)): O = sum w_s O_s / sum w_s, LSE = scale
-m + ln(sum w_s) (FlashDecoding, Dao et al. 2023, where LSE_s stands for the two: its fp32 has lost ln(l_s) where scores
-are large, finfo.min of a mask say). A split without keys has l_s = 0.
+The CTAs of a cluster reduce the partial results through distributed shared memory. Otherwise a separate kernel reduces
+the partial results in global memory.
+
+A split s of a row has a normalized output O_s over the keys of the split. Further values are the unscaled maximum
+m_s and the sum l_s of exp(scale (S - m_s)). With m = max m_s and w_s = l_s exp(scale (m_s - m)), O and LSE are:
+
+    O = sum w_s O_s / sum w_s
+    LSE = scale m + ln(sum w_s)
+
+FlashDecoding (Dao et al. 2023) stores LSE_s instead of m_s and l_s. An LSE_s in fp32 has lost ln(l_s) if scores are
+large, such as the finfo.min of a mask. A split without keys has l_s = 0.
 """
 
 from __future__ import annotations
@@ -24,18 +30,19 @@ from ..primitives.fragments import LOG2_E, target_from
 from ..primitives.vector_access import QUAD, vector_at
 from ..score_stages.pipeline import Chain
 
-COLUMN_LANES = 8  # of a warp, at 128 bytes of a partial row; the others are at other splits
+COLUMN_LANES = 8  # lanes of a warp at 128 bytes of a partial row; the remaining lanes handle further splits
 WARPS = 8
-PEER_PAD = 8  # floats between rows: eight rows of an accumulator lie in different banks
-AT_ONCE = 4  # splits that a thread has under way
-FEW = 8  # splits up to which every lane is at other columns
-MANY = 33  # splits from which on a CTA's warps share a row
+PEER_PAD = 8  # floats between rows: eight rows of an accumulator then lie in different banks
+AT_ONCE = 4  # number of splits that a thread loads at once
+FEW = 8  # up to this number of splits, every lane handles different columns
+MANY = 33  # from this number of splits on, the warps of a CTA share a row
 
 
 @dataclass(frozen=True)
 class Partials:
-    """fp32 in global memory: (rows, splits, Dv) outputs, then (rows, splits, 2) maxima and sums. A row is (batch * Hq +
-    head) * Sq + query.
+    """Partial results in global memory, fp32: (rows, splits, Dv) outputs, then (rows, splits, 2) maxima and sums.
+
+    The row index is (batch * Hq + head) * Sq + query.
     """
 
     start: cute.Pointer
@@ -47,7 +54,7 @@ class Partials:
         return self.start + (Int64(row) * self.splits + split) * self.Dv
 
     def weight(self, row: Int32, split: Int32) -> cute.Pointer:
-        """A maximum and a sum."""
+        """Return the pointer to the maximum and the sum of a partial result."""
         return self.start + Int64(self.rows) * self.splits * self.Dv + (Int64(row) * self.splits + split) * 2
 
     def weight_of(self, row: Int32, split: Int32) -> tuple[Float32, Float32]:
@@ -59,44 +66,59 @@ class Partials:
 
 @dataclass(frozen=True)
 class Peers:
-    """fp32 in the shared memory of every CTA of a cluster: outputs of rows, `pitch` floats apart, maxima and sums."""
+    """Partial results in the shared memory of each CTA of a cluster, fp32.
+
+    The buffer holds the outputs of all rows, with rows `pitch` floats apart, then maxima and sums.
+    """
 
     start: cute.Pointer
     rows: int
     pitch: int
-    splits: Int32  # CTAs of the cluster
+    splits: Int32  # number of CTAs in the cluster
 
     @classmethod
     def create(cls, buffer: cute.Tensor, rows: int, columns: int, count: Int32) -> Peers:
-        """buffer: nobody's any longer, and large enough for rows * (columns + PEER_PAD + 2) floats."""
+        """Create the partial results in a shared-memory buffer.
+
+        Args:
+            buffer: unused buffer with space for rows * (columns + PEER_PAD + 2) floats.
+            rows: number of rows.
+            columns: columns of the output.
+            count: number of CTAs in the cluster.
+        """
         assert cute.cosize(buffer) * buffer.element_type.width >= rows * (columns + PEER_PAD + 2) * Float32.width
         start = cute.make_ptr(Float32, buffer.iterator.toint(), cute.AddressSpace.smem, assumed_align=16)
         return cls(start, rows, columns + PEER_PAD, count)
 
     def output(self, row: Int32) -> cute.Pointer:
-        """This CTA's."""
+        """Return the pointer to an output row of this CTA."""
         return self.start + row * self.pitch
 
     def weight(self, row: Int32) -> cute.Pointer:
-        """This CTA's: a maximum and a sum."""
+        """Return the pointer to the maximum and the sum of a row of this CTA."""
         return self.start + self.rows * self.pitch + row * 2
 
     def weight_of(self, row: Int32, peer: Int32) -> tuple[Float32, Float32]:
         return loaded(self.at_peer(self.weight(row), peer), ss="cluster")
 
     def load_quad(self, row: Int32, peer: Int32, column: Int32, quad: cute.Tensor):
-        quad.fill(0.0)  # so that it can be read, for the type of four floats, which has no public name; not in SASS
+        # The store gives the registers defined values. `quad.load()` then yields the type of four floats, without a
+        # public name. The store does not appear in SASS.
+        quad.fill(0.0)
         value = cute.arch.load(self.at_peer(self.output(row) + column, peer), quad.load().type, ss="cluster")
         quad.store(cute.TensorSSA(value, (QUAD,), Float32))
 
     def at_peer(self, mine: cute.Pointer, peer: Int32) -> cute.Pointer:
-        """The same place in that CTA: an address for loads of the cluster's shared memory."""
+        """Return the address of the same location in CTA `peer`, for loads from the shared memory of the cluster."""
         there = cute.arch.map_dsmem_ptr(mine, peer)
         return cute.make_ptr(Float32, there.toint(), cute.AddressSpace.smem, assumed_align=4)
 
 
 class Combine:
-    """O in 16 bits and LSE from Partials; where it can, starts while the one before is still running, and waits."""
+    """Kernel that computes O in 16 bits and the LSE from `Partials`.
+
+    If the architecture allows, the kernel starts while the previous kernel still runs, and waits for its results.
+    """
 
     def __init__(self, element: Element):
         self.element = element
@@ -106,8 +128,16 @@ class Combine:
         self, mO: cute.Tensor, mLSE: cute.Tensor, partials: Partials, scale: Float32, chain: Chain,
         stream: cuda.CUstream, split_size: Int32 | None = None,
     ):  # fmt: skip
-        """mO (B, Hq, Sq, Dv), mLSE (B, Hq, Sq) fp32; scale: of the maxima; chain: the scores'; split_size: as of
-        added_like().
+        """Launch the kernel.
+
+        Args:
+            mO: output (B, Hq, Sq, Dv).
+            mLSE: LSE (B, Hq, Sq) in fp32.
+            partials: the partial results.
+            scale: scale of the maxima.
+            chain: score stages of the kernel that computed the partial results.
+            stream: CUDA stream.
+            split_size: see `added_like`.
         """
         rows, like = partials.rows, added_like(partials.splits, split_size)
         rows_of_cta = cutlass.select_(like >= MANY, Int32(1), Int32(WARPS))
@@ -161,34 +191,43 @@ class Combine:
 
 
 def added_like(splits: Int32, split_size: Int32 | None) -> Int32:
-    """How many splits are added up in the order that these are. Those of a size (more than 0) have one order, in which
-    as many empty ones as there may be behind the others change no bit.
+    """Return the number of splits that determines the accumulation order.
+
+    Splits of a fixed size (more than 0) always have the same order. In this order, empty splits behind the rest change
+    no bit of the result.
     """
     return splits if split_size is None else cutlass.select_(split_size > 0, Int32(FEW + 1), splits)
 
 
 def starts_early() -> bool:
-    """Whether the target can launch a kernel ahead of the end of the one before."""
+    """Return whether the target supports programmatic dependent launch.
+
+    A kernel then starts before the previous kernel ends.
+    """
     return target_from(Arch.sm_90)
 
 
 def follow() -> None:
-    """What the kernel before has written is there; the one after may start, and waits in turn."""
+    """Wait for the results of the previous kernel, then allow the next kernel to start.
+
+    The next kernel waits in turn.
+    """
     if starts_early():
         cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()  # not before: their CTAs would sit beside those we wait for
+        # Not earlier, because CTAs of the next kernel would share SMs with the CTAs awaited by this kernel.
+        cute.arch.griddepcontrol_launch_dependents()
 
 
 def loaded(place: cute.Pointer, **how: str) -> tuple[Float32, Float32]:
-    """Two floats on end."""
+    """Load two consecutive floats."""
     return tuple(cute.arch.load(place + i, Float32, **how) for i in range(2))
 
 
 @dataclass(frozen=True)
 class Share:
-    """One thread's part of a row: some splits, four columns."""
+    """Partial result of a thread: some splits of a row, four columns."""
 
-    top: cute.Tensor  # (1,) the largest score, not yet scaled
+    top: cute.Tensor  # (1,) largest score, not yet scaled
     total: cute.Tensor  # (1,) sum of the weights, relative to exp(scale * top)
     out: cute.Tensor  # (4,) weighted sum of outputs
     scale: Float32
@@ -203,7 +242,10 @@ class Share:
 
     @cute.jit
     def add(self, partials: Partials | Peers, row: Int32, first: Int32, step: Int32, column: Int32):
-        """The splits first, first + step, ...: AT_ONCE of them; those beyond the last count for nothing."""
+        """Add the splits first, first + step, and so on: AT_ONCE splits.
+
+        Splits beyond the last split have no effect.
+        """
         top, total = (cute.make_rmem_tensor((AT_ONCE,), Float32) for _ in range(2))
         out = cute.make_rmem_tensor((QUAD, AT_ONCE), Float32)
         for i in cutlass.range_constexpr(AT_ONCE):
@@ -213,7 +255,7 @@ class Share:
             top[i] = cutlass.select_(split < partials.splits, highest, -Float32.inf)
             total[i] = cutlass.select_(split < partials.splits, weight, Float32(0.0))
             partials.load_quad(row, there, column, out[None, i])
-            for c in cutlass.range_constexpr(QUAD):  # it may be inf, and 0 * inf is NaN
+            for c in cutlass.range_constexpr(QUAD):  # an output may be inf, and 0 * inf is NaN
                 out[c, i] = cutlass.select_(split < partials.splits, out[c, i], Float32(0.0))
         for i in cutlass.range_constexpr(AT_ONCE):
             for c in cutlass.range_constexpr(QUAD):
@@ -222,7 +264,7 @@ class Share:
 
     @cute.jit
     def merge(self, top: Float32, total: Float32, out: cute.Tensor):
-        """Another share of the same columns."""
+        """Merge a second partial result of the same columns."""
         highest, scale_log2 = cute.arch.fmax(self.top[0], top), self.scale * LOG2_E
         base = 0.0 if highest == -Float32.inf else highest
         mine = cute.math.exp2((self.top[0] - base) * scale_log2, fastmath=True)
@@ -240,7 +282,12 @@ class Share:
 
     @cute.jit
     def close(self, sinks: cute.Tensor | None, head: Int32) -> Float32:
-        """Nothing more comes: the LSE. sinks: a logit of each head that is in the sum, too, and has no output."""
+        """Finish the sum and return the LSE.
+
+        Args:
+            sinks: a logit per head. The logit is part of the sum and has no output.
+            head: head index.
+        """
         lse = self.lse()
         if cutlass.const_expr(sinks is not None):
             if head < sinks.shape[0]:
@@ -249,7 +296,7 @@ class Share:
 
     @cute.jit
     def with_logit(self, logit: Float32) -> Float32:
-        """In natural units."""
+        """Add a logit in natural units to the sum, and return the LSE."""
         top = cutlass.select_(self.total[0] == 0.0, -Float32.inf, self.top[0] * self.scale)
         highest = cute.arch.fmax(top, logit)
         base = cutlass.select_(highest == -Float32.inf, Float32(0.0), highest)
@@ -261,7 +308,7 @@ class Share:
 
     @cute.jit
     def write(self, target: cute.Pointer, element: cutlass.Constexpr[Element]):
-        """The columns of the sum, in 16 bits."""
+        """Write the columns of the normalized output in 16 bits."""
         inverse = 0.0 if self.total[0] == 0.0 else cute.arch.rcp_approx(self.total[0])
         place = cute.make_ptr(Int32, target.toint(), cute.AddressSpace.gmem, assumed_align=8)
         pairs = cute.make_tensor(place, cute.make_layout(2))
@@ -270,7 +317,7 @@ class Share:
 
     @cute.jit
     def leave(self, partials: Partials, row: Int32, split: Int32, column: Int32):
-        """The columns of the sum, and once for a row its weight, as a partial result."""
+        """Store the columns of the normalized output, and once per row the maximum and the sum, as a partial result."""
         inverse = 0.0 if self.total[0] == 0.0 else cute.arch.rcp_approx(self.total[0])
         for i in cutlass.range_constexpr(QUAD):
             self.out[i] = self.out[i] * inverse
@@ -281,7 +328,7 @@ class Share:
 
     @cute.jit
     def join_lanes(self):
-        """Lanes at the same columns: afterwards all of them have the sum."""
+        """Merge the lanes with the same columns. Afterwards all lanes have the sum."""
         for bits in (COLUMN_LANES, 2 * COLUMN_LANES):
             other = cute.make_rmem_tensor((QUAD,), Float32)
             top = cute.arch.shuffle_sync_bfly(self.top[0], offset=bits)
@@ -292,7 +339,12 @@ class Share:
 
     @cute.jit
     def join_warps(self, shared: cute.Tensor, warp: Int32):
-        """All warps of the CTA, in their order; the first one has the sum. shared: (6, lane, warp)."""
+        """Merge all warps of the CTA, in the order of warps. Afterwards the first warp has the sum.
+
+        Args:
+            shared: shared memory (6, lane, warp).
+            warp: index of the warp.
+        """
         lane = cute.arch.lane_idx()
         if lane < COLUMN_LANES:
             shared[0, lane, warp], shared[1, lane, warp] = self.top[0], self.total[0]

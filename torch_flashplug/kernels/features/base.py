@@ -1,5 +1,7 @@
-"""What a spec's features are made of: the one place under kernels/ that asks for them. Kernels ask for pieces, a walk,
-a chain of stages and an element type, and never what they are.
+"""Kernel features: the only place under kernels/ that maps the features of a spec to implementations.
+
+Kernels request a tile addressing, a block iterator, score stages and an element type, and never ask for the class of
+these objects.
 """
 
 from __future__ import annotations
@@ -27,27 +29,33 @@ class Given:
 
     q: cute.Tensor  # (B, Hq, Sq, D)
     k: cute.Tensor  # (B, Hkv, Sk, D)
-    v: cute.Tensor  # (B, Hkv, Sk, Dv), or turned
-    scaling: object  # softmax.Unscaled, or scaled.Scaling
+    v: cute.Tensor  # (B, Hkv, Sk, Dv), or (B, Hkv, Dv, Sk) if `turned`
+    scaling: object  # softmax.Unscaled or scaled.Scaling
 
 
 class Seams:
-    """Of one kernel; here of one without features. A feature's class (Feature.part) inherits from this one and changes
-    what it must; those of a kernel are put together in the order of features.py. What a call brings is taken from its
-    arguments.
+    """Features of a kernel. The base class describes a kernel without features.
+
+    The class of a feature (Feature.part) inherits from `Seams` and overrides the affected methods. The classes of all
+    features of a kernel are combined in the order of features.py. The methods take the runtime arguments from the call.
     """
 
-    uneven = False  # whether rows of a tile may see different numbers of keys
-    short = False  # whether many tiles have few rows
-    bent = False  # whether scores are, everywhere
-    turned = False  # whether V is given as (B, Hkv, Dv, Sk)
+    uneven = False  # True if rows of a tile may see different numbers of keys
+    short = False  # True if many tiles have few rows
+    bent = False  # True if score modifications with a derivative apply to all scores
+    turned = False  # True if V is given as (B, Hkv, Dv, Sk)
 
     def __init__(self, element: Element, spec: KernelSpec, transposed: bool):
         self.element, self.spec, self.transposed, self.listed_rows = element, spec, transposed, spec.listed_rows
 
     @staticmethod
     def of(spec: KernelSpec, *, transposed: bool = False) -> Seams:
-        """transposed: the kernel's scores are (keys, queries)."""
+        """Return the features of a spec.
+
+        Args:
+            spec: the kernel spec.
+            transposed: True if scores of the kernel are (keys, queries).
+        """
         names = [feature.part_of(spec.kind) for feature in features.of(spec.features)]
         parts = [part_named(name) for name in names if name]
         kind = type("Seams", (*reversed(parts), Seams), {}) if parts else Seams
@@ -60,29 +68,33 @@ class Seams:
         return Band()
 
     def operands(self, call: object) -> Given:
-        """What is multiplied."""
+        """Return the operands of both products."""
         return Given(call.q, call.k, call.v, Unscaled())
 
     def stored(self, call: object) -> object:
-        """Decode: how K and V lie in memory (stored.Stored); None: as they are multiplied."""
+        """Decode: return the KV loader (stored.Stored), or None if K and V need no conversion."""
 
     def visible(self, call: object) -> Stage:
-        """Which scores count: what every chain has."""
+        """Return the stage to mask invisible scores. Every chain contains such a stage."""
         return Visible()
 
     def chain(self, call: object) -> Chain:
         return Chain((self.visible(call),))
 
     def before(self, call: object, stream: cuda.CUstream) -> None:
-        """What is launched ahead of the kernel."""
+        """Launch the preprocess kernels, ahead of the kernel."""
 
-    follows = False  # whether the kernel starts while that still runs, and waits for it where it asks `wait`
+    follows = False  # True if the kernel starts while the preprocess kernels still run, and waits in `wait`
 
     def wait(self) -> None:
-        """All threads, ahead of what they read of it."""
+        """Wait for the preprocess kernels. All threads call `wait` before reading the results."""
 
 
 def part_named(part: str) -> type[Seams]:
-    """Imported for kernels that have it alone: no other is made again when it changes (compile.sources_of)."""
+    """Return the class of a feature.
+
+    The module is imported only for kernels with the feature. A change of the module then recompiles no kernels without
+    the feature (compile.sources_of).
+    """
     module, _, name = part.rpartition(".")
     return getattr(importlib.import_module(f".{module}", __package__), name)

@@ -1,4 +1,4 @@
-"""Float masks: a bias is added to the scores, whatever block it is of."""
+"""Float attention masks: a bias is added to the scores in every block."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from .base import Seams
 
 
 class Bias(Seams):
+    """Kernel feature for float attention masks: adds the bias stage."""
+
     def chain(self, call: object) -> Chain:
-        """First of all: what follows hides scores that may have been negated before."""
+        """Return the score stages with the bias stage first.
+
+        Later stages mask scores. A bias stage behind such a stage could negate the masked scores.
+        """
         return Chain((Added(call.bias, call.scales.natural), *super().chain(call).stages))

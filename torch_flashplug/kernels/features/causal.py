@@ -1,4 +1,4 @@
-"""Causal attention: key j is visible to query i iff j <= i, PyTorch's top-left alignment."""
+"""Causal attention as a kernel feature: query i sees keys 0 to i (top-left alignment of PyTorch)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from .base import Seams
 
 
 class Causal(Seams):
+    """Kernel feature for causal attention."""
+
     uneven = True
 
     def walk(self, call: object) -> CausalBand:

@@ -1,4 +1,4 @@
-"""A bias of few query rows, which kernels of decode read where it lies: rows are too few for boxes of 64."""
+"""Decode with a bias: the kernel reads the bias directly, because decode has too few rows for TMA boxes of 64 rows."""
 
 from __future__ import annotations
 
@@ -18,23 +18,27 @@ from .base import Seams
 
 
 class BiasOfFew(Seams):
+    """Kernel feature for decode with a bias."""
+
     def walk(self, call: object) -> Walk:
         return EveryBlock()
 
     def chain(self, call: object) -> Chain:
-        """First of all, as in parts.bias."""
+        """Return the score stages with the bias stage first, as in parts.bias."""
         return Chain((PackedRead(call.bias, call.scale), *super().chain(call).stages))
 
 
 @dataclass(frozen=True)
 class EveryBlock(Band):
-    """All of them, and stages are asked in each."""
+    """Block iterator over all KV blocks. Score stages apply in every block."""
 
     def at(self, sizes: Sizes, tile_m: int, tile_n: int) -> BoundEveryBlock:
         return BoundEveryBlock(self.causal, sizes, tile_m, tile_n)
 
 
 class BoundEveryBlock(BoundBand):
+    """Iterator over all KV blocks of a sequence. Every block is masked."""
+
     hides = True
 
     def masks(self, keys: Split, j: Int32) -> Boolean:
@@ -43,7 +47,7 @@ class BoundEveryBlock(BoundBand):
 
 @dataclass(frozen=True)
 class PackedRead(Read):
-    """Of packed rows, one block ahead."""
+    """Bias stage for packed rows. The bias is loaded one block ahead."""
 
     now: cute.Tensor | None = None  # (2, columns of a thread) registers
 
@@ -53,7 +57,12 @@ class PackedRead(Read):
         return replace(self, now=room(self.bias, columns // 4))
 
     def at(self, place: Place) -> Stage:
-        """place: of the tile's first row; the head is that of the first of all. Those beyond the last go nowhere."""
+        """Return the stage for a tile.
+
+        Args:
+            place: place of the first row of the tile. The head is the first head of the tile. Results of rows beyond
+                the last row are discarded.
+        """
         row, (_, heads, Sq, _) = place.row + cute.arch.thread_idx()[0] // WARP * SLAB, self.bias.shape
         row = row + cute.arch.lane_idx() // 4
         lines = []
@@ -65,11 +74,13 @@ class PackedRead(Read):
 
 @dataclass(frozen=True)
 class PackedLines(Lines):
+    """Bias rows of a tile of packed rows. `now` holds the bias of the current block in registers."""
+
     now: cute.Tensor
     everywhere = False
 
     def begin(self, block: Int32) -> None:
-        """Its numbers are on their way; who uses them waits."""
+        """Start loading the bias of a block. The first use of the values waits."""
         self.read(block, self.now)
 
     @cute.jit

@@ -1,8 +1,9 @@
-"""A bool mask of few query rows, which kernels read where it lies: a digest would take longer than they do.
+"""Decode with a bool mask.
 
-Each CTA looks at its own keys first and lists, in shared memory, the groups of blocks in which a row sees a key: what
-is hidden is not read. A group is one block, or where a list would be too long a power of two of them. Splits take every
-n-th block each, so that all have work where a cache is filled in part.
+The kernel reads the mask directly, because mask preprocessing would take longer than decode. Each CTA first scans the
+mask for its range of keys. The CTA lists, in shared memory, the groups of blocks with a key visible to some row. Empty
+blocks are not read. A group is a single block, or a power of two of blocks if the list would be too long. A split
+visits every n-th block, so that all splits have work in a partly filled cache.
 """
 
 from __future__ import annotations
@@ -29,26 +30,30 @@ from .base import Seams
 if TYPE_CHECKING:
     from ..decode.pack_gqa import Part
 
-GROUPS = 352  # of a list, which lies beside the barriers (spec.BARRIER_BYTES): more would cost a CTA of two
-LANES = 4  # of a warp, at the keys of a block: those of a quad hold the same rows of scores
+# Capacity of the list, stored beside the barriers (spec.BARRIER_BYTES). A longer list would leave space for only a
+# single CTA per SM instead of two.
+GROUPS = 352
+LANES = 4  # lanes of a warp at the keys of a block. The lanes of a quad hold the same score rows
 BLOCKS = WARP // LANES
-AT_ONCE = 4  # looks at the mask that a warp has under way
+AT_ONCE = 4  # mask loads in flight per warp
 INT_BITS = 32
-TRUES = 0x01010101  # a word of four keys that are seen
+TRUES = 0x01010101  # a word of four visible keys
 
 
 class MaskOfFew(Seams):
+    """Kernel feature for decode with a bool mask."""
+
     def walk(self, call: object) -> Seen:
         return Seen(call.mask)
 
     def visible(self, call: object) -> Stage:
-        """Of keys that there are not no byte is loaded."""
+        """Return the stage that applies the mask. No byte is loaded for keys beyond the end."""
         return MaskBits(call.mask)
 
 
 @dataclass(frozen=True)
 class Line:
-    """A row of a mask (B or 1, Hq or 1, Sq, Sk), stride 0 where it is broadcast."""
+    """Row of a mask (B or 1, Hq or 1, Sq, Sk), with stride 0 for broadcast dimensions."""
 
     mask: cute.Tensor
     batch: Int32
@@ -57,15 +62,23 @@ class Line:
 
     @classmethod
     def of(cls, mask: cute.Tensor, batch: Int32, head: Int32, query: Int32) -> Line:
-        """A head beyond the last has the last one's, any head the only one's."""
+        """Return a row of the mask.
+
+        A head beyond the last uses the last head, and a single-head mask serves every head.
+        """
         batches, heads, _, _ = mask.shape
         batch = cutlass.select_(batches > 1, batch, Int32(0))
         return cls(mask, batch, cutlass.min(head, heads - 1), query)
 
     @cute.jit
     def load(self, key: Int32, bytes_: cute.Tensor, vectors: cutlass.Constexpr[bool]):
-        """Of 16 keys, (4,) words: 0 where the row does not see one, or there is none. vectors: as `by_vectors` says;
-        else by words where there are some more keys on either side.
+        """Load the mask bytes of 16 keys into (4,) words, with 0 for masked keys and keys beyond the end.
+
+        Args:
+            key: first key.
+            bytes_: destination (4,) words.
+            vectors: use vector loads, allowed if `by_vectors` is true. Otherwise 4-byte words are loaded if enough
+                further keys lie on either side.
         """
         keys = self.mask.shape[3]
         place = (self.batch, self.head, self.query, cutlass.min(key, keys - 1))
@@ -86,8 +99,9 @@ class Line:
 
 
 def by_vectors(mask: cute.Tensor) -> Boolean:
-    """Whether all rows begin at a vector of 16 keys, and end at one. The same for a whole call: so one of two codes is
-    never fetched.
+    """Return whether all rows begin and end at a multiple of 16 keys, for vector loads.
+
+    The result is uniform for a call, so only one of two code paths is ever fetched.
     """
     (*sizes, keys), (*strides, between_keys) = mask.shape, mask.stride
     offsets = [cutlass.select_(size > 1, stride, stride * 0) for size, stride in zip(sizes, strides, strict=True)]
@@ -96,16 +110,18 @@ def by_vectors(mask: cute.Tensor) -> Boolean:
 
 
 def one_for_all(mask: cute.Tensor) -> Boolean:
-    """Whether all rows of a batch have the same line."""
+    """Return whether all rows of a batch use the same mask row."""
     _, heads, Sq, _ = mask.shape
     return (heads == 1) & ((Sq == 1) | (mask.stride[2] == 0))
 
 
-# ---- which blocks ----
+# ---- Block iterator ----
 
 
 @dataclass(frozen=True)
 class Seen(Walk):
+    """Decode iterator over the blocks with visible keys, found by a scan of the mask."""
+
     mask: cute.Tensor
 
     def at(self, sizes: Sizes, tile_m: int, tile_n: int) -> BoundSeen:
@@ -114,17 +130,17 @@ class Seen(Walk):
 
 @dataclass(frozen=True)
 class BoundSeen:
-    """The blocks of one sequence."""
+    """Decode iterator over the blocks with visible keys in a sequence."""
 
     mask: cute.Tensor
     sizes: Sizes
     tile_m: int
     tile_n: int
-    # In shared memory, of groups:
-    seen: cute.Tensor | None = None  # (GROUPS / 32,) bits: whether some row sees a key,
-    hidden: cute.Tensor | None = None  # whether some row does not see one
-    groups: cute.Tensor | None = None  # (GROUPS,) those that are walked over, times two, plus one where one is hidden
-    count: cute.Tensor | None = None  # (1,) how many blocks these have
+    # Shared memory, indexed by group:
+    seen: cute.Tensor | None = None  # (GROUPS / 32,) bits: whether some row sees a key of the group
+    hidden: cute.Tensor | None = None  # (GROUPS / 32,) bits: whether a key of the group is masked for some row
+    groups: cute.Tensor | None = None  # (GROUPS,) visited groups: index times two, plus one if a key is masked
+    count: cute.Tensor | None = None  # (1,) number of blocks in the visited groups
     hides = True
 
     def shared(self, smem: cutlass.memory.SmemAllocator) -> BoundSeen:
@@ -134,16 +150,16 @@ class BoundSeen:
         return replace(self, seen=seen, hidden=hidden, groups=groups, count=count)
 
     def blocks(self, split: Int32, splits: Int32) -> Int32:
-        """Of a split: split, split + splits, ...; at least one."""
+        """Return the number of blocks of a split: split, split + splits, and so on; at least one."""
         return cute.ceil_div(cute.ceil_div(self.sizes.Sk, self.tile_n) - split, splits)
 
     def log_size(self, blocks: Int32) -> Int32:
-        """Of a group: the least for which a list has room."""
+        """Return the log2 of the group size: the smallest size for which the list has enough capacity."""
         return INT_BITS - cute.arch.clz((blocks - 1) // GROUPS)
 
     @cute.jit
     def find(self, part: Part):
-        """Every thread, before roles part."""
+        """Scan the mask and build the list of visited groups. Every thread calls `find` before roles part."""
         blocks, thread = self.blocks(part.split, part.splits), cute.arch.thread_idx()[0]
         log, warp = self.log_size(blocks), cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if thread < GROUPS // WARP:
@@ -163,7 +179,10 @@ class BoundSeen:
 
     @cute.jit
     def look_at_one(self, part: Part, blocks: Int32, log: Int32):
-        """As `look`, at the one line of a batch: little is fetched and run before the bytes are under way."""
+        """Scan a mask with the same row for the whole batch entry, as `look`.
+
+        Little code is fetched and executed before the first loads are in flight.
+        """
         line, lane = Line.of(self.mask, part.batch, Int32(0), Int32(0)), cute.arch.lane_idx()
         warp, warps = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.block_dim()[0] // WARP
         steps = self.tile_n // (LANES * BYTES)
@@ -180,7 +199,7 @@ class BoundSeen:
 
     @cute.jit
     def look(self, part: Part, blocks: Int32, log: Int32, vectors: cutlass.Constexpr[bool]):
-        """Warps at rows of the mask, at BLOCKS blocks of one each; LANES lanes at a block."""
+        """Scan the mask rows. Each warp handles BLOCKS blocks of a row, with LANES lanes per block."""
         by_head = self.mask.shape[1] > 1
         begin = cutlass.select_(by_head, part.first_row, Int32(0))
         end = cutlass.select_(by_head, cutlass.min(part.rows, begin + self.tile_m), self.sizes.Sq)
@@ -204,11 +223,19 @@ class BoundSeen:
 
     @cute.jit
     def note(self, found: cute.Tensor, nth: Int32, blocks: Int32, log: Int32):
-        """What a warp has found, (4, steps) words a lane: a quad of one block, the nth of this split."""
+        """Record the scan result of a warp in the group bits.
+
+        Args:
+            found: (4, steps) mask words per lane. A quad of lanes holds the same block.
+            nth: index of the block in the split.
+            blocks: number of blocks of the split.
+            log: log2 of the group size.
+        """
         lane, quad = cute.arch.lane_idx(), (1 << LANES) - 1
         words = [found[i] for i in range(cute.size(found))]
         some, all_ = (functools.reduce(op, words) for op in (operator.or_, operator.and_))
-        # Bytes of other bits than the lowest, which are true, too, count as hidden here: only their bits are looked at.
+        # A byte with any higher bit set also means true. Such a byte counts as masked here. The only effect is to make
+        # the kernel read the bits of the group.
         seen = cute.arch.vote_ballot_sync(some != 0) >> lane & quad
         hidden = cute.arch.vote_ballot_sync(all_ & TRUES != TRUES) >> lane & quad
         if lane % LANES == 0 and nth < blocks:
@@ -220,7 +247,10 @@ class BoundSeen:
 
     @cute.jit
     def sort(self, groups: Int32, log: Int32):
-        """One warp: the groups where something is seen, in order; one where nothing is, whose bits hide all of it."""
+        """Build the list of groups with visible keys, in order. A single warp calls `sort`.
+
+        Without any visible key, the list contains a single group, whose bits mask all scores.
+        """
         lane, taken = cute.arch.lane_idx(), Int32(0)
         for first in cutlass.range(0, groups, WARP, unroll=1):
             seen, hidden = self.seen[first // WARP], self.hidden[first // WARP] >> lane & 1
@@ -243,7 +273,7 @@ class BoundSeen:
 
 @dataclass(frozen=True)
 class SeenKeys(Split):
-    """Of a split's blocks those in the list; some of the last group may be behind the last key."""
+    """Listed KV blocks of a split. Blocks of the last group may lie behind the last key."""
 
     groups: cute.Tensor
     log: Int32
@@ -251,7 +281,7 @@ class SeenKeys(Split):
     splits: Int32
 
     def group(self, j: Int32) -> Int32:
-        """As it is in the list."""
+        """Return the list entry of the group at position j."""
         return self.groups[j >> self.log].to(Int32)
 
     def nth(self, j: Int32) -> Int32:
@@ -259,15 +289,15 @@ class SeenKeys(Split):
         return nth * self.splits + self.split
 
 
-# ---- which scores ----
+# ---- Score stage ----
 
 
 @dataclass(frozen=True)
 class MaskBits(Stage):
-    """Scores that the mask hides do not count. The threads of a quad bring 16 keys each of their rows."""
+    """Score stage for the mask: masked scores become -inf. Each thread of a quad loads 16 keys of the quad's rows."""
 
     mask: cute.Tensor
-    now: cute.Tensor | None = None  # (4, 2, words of a block / 2) registers: bytes of this thread's two rows
+    now: cute.Tensor | None = None  # (4, 2, words of a block / 2) registers: mask bytes of the two rows of a thread
     place: Place | None = None
 
     def hold(self, columns: int) -> Stage:
@@ -275,17 +305,21 @@ class MaskBits(Stage):
         return replace(self, now=cute.make_rmem_tensor((BYTES // 4, 2, columns // (2 * WARP)), Int32))
 
     def at(self, place: Place) -> Stage:
-        """place: of the tile's first row; rows are packed, and the head is that of the first of all."""
+        """Return the stage for a tile.
+
+        Args:
+            place: place of the first row of the tile. Rows are packed, and the head is the first head of the tile.
+        """
         return replace(self, place=place)
 
     def line(self, row: Int32) -> Line:
-        """Of a packed row; those beyond the last go nowhere."""
+        """Return the mask row of a packed row. Results of rows beyond the last row are discarded."""
         Sq = self.place.sizes.Sq
         return Line.of(self.mask, self.place.batch, self.place.head + row // Sq, row % Sq)
 
     @cute.jit
     def begin(self, block: Int32):
-        """Its bytes are on their way; who uses them waits."""
+        """Start loading the mask bytes of a block. The first use of the bytes waits."""
         if by_vectors(self.mask):
             self.fetch(block, vectors=True)
         else:
@@ -303,7 +337,7 @@ class MaskBits(Stage):
 
     @cute.jit
     def words(self, r: int, part: int) -> tuple[Int32, Int32]:
-        """Bits of 64 keys of a row, from the four parts that a quad has of them."""
+        """Return the bits of 64 keys of a row, from the four parts that a quad holds."""
         lane, bytes_ = cute.arch.lane_idx(), [self.now[word, r, part] for word in range(BYTES // 4)]
         bits = bits_of_words(bytes_)
         other = cute.arch.shuffle_sync_bfly(bits, offset=1)
@@ -314,7 +348,7 @@ class MaskBits(Stage):
 
     @cute.jit
     def apply(self, S: cute.Tensor, block: Int32, count: Int32 | None):
-        columns = WARP // 4  # of a thread, for each word
+        columns = WARP // 4  # columns of a thread per word
         for part in cutlass.range_constexpr(cute.size(self.now, mode=[2])):
             of_rows = cute.make_rmem_tensor((2, 2), Int32)
             of_rows[0, 0], of_rows[0, 1] = self.words(0, part)

@@ -1,5 +1,7 @@
-"""A window of few query rows (window.py), packed: rows of a tile are queries of several heads. Splits share the blocks
-from the first that some query sees to the last: alike, or a size each.
+"""Decode with a sliding window (window.py): rows of a tile are packed queries of several heads.
+
+Splits share the blocks from the first block to the last block visible to some query. The splits have equal shares, or a
+fixed size each.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from .window import Windowed
 
 
 class WindowOfFew(Windowed):
+    """Kernel feature for decode with a sliding window."""
+
     def walk(self, call: object) -> Window:
         return FewInWindow(call.limits.left, call.limits.right, call.limits.bottom_right, call.split_size)
 
@@ -30,7 +34,9 @@ class WindowOfFew(Windowed):
 
 @dataclass(frozen=True)
 class FewInWindow(Window):
-    split_size: Int32  # keys; 0: splits are alike
+    """Sliding window block iterator of decode, with the size of a split."""
+
+    split_size: Int32  # in keys; 0: splits have equal shares
 
     def at(self, sizes: Sizes, tile_m: int, tile_n: int) -> BoundFew:
         return BoundFew(self.of(sizes), sizes, tile_n, self.split_size // tile_n)
@@ -38,7 +44,10 @@ class FewInWindow(Window):
 
 @dataclass(frozen=True)
 class BoundFew:
-    """KV blocks that some query of a sequence sees, from the left; one where none sees any."""
+    """Iterator over the KV blocks visible to some query of a sequence, in increasing order.
+
+    If no query sees any key, the iterator has a single block.
+    """
 
     window: Reach
     sizes: Sizes
@@ -50,11 +59,13 @@ class BoundFew:
         return self
 
     def find(self, part: object) -> None:
-        """Nothing is looked for."""
+        """Decode: scan for visible blocks (nothing to do here)."""
 
     def share(self, number: Int32, parts: Int32) -> Split:
-        """A split's; one behind all keys where there are none for it. Those of a size are counted from the sequence's
-        first block, so that it has the same ones beside any others, in tables of any width.
+        """Return the KV blocks of split `number` of `parts` splits.
+
+        A split without blocks gets the block behind all keys. Splits of a fixed size count from the first visible block
+        of the sequence. A sequence therefore has the same splits in any batch and with block tables of any width.
         """
         first, _ = self.window.keys(Int32(0))
         _, behind = self.window.keys(self.sizes.Sq - 1)
@@ -71,7 +82,7 @@ class BoundFew:
         return Split(*(cutlass.select_(size > 0, mine, other) for mine, other in of_size))
 
     def masks(self, keys: Split, j: Int32) -> cutlass.Boolean:
-        """Whether some query does not see all of the block at a position."""
+        """Return whether some query cannot see all keys of the block at position j."""
         key = keys.nth(j) * self.tile_n
         _, behind_first = self.window.keys(Int32(0))
         first_of_last, _ = self.window.keys(self.sizes.Sq - 1)
@@ -80,19 +91,27 @@ class BoundFew:
 
 @dataclass(frozen=True)
 class PackedInWindow(InWindow):
-    columns: int = 0  # of a block that a team has
+    """Score stage of a sliding window for packed rows."""
+
+    columns: int = 0  # columns of a block that belong to a team
 
     def hold(self, columns: int) -> Stage:
         return replace(self, columns=columns)
 
     def at(self, place: Place) -> Stage:
-        """place: of the tile's first row. Warps of a team have 16 rows each."""
+        """Return the stage for a tile. Each warp of a team has 16 rows.
+
+        Args:
+            place: place of the first row of the tile.
+        """
         warps = WARPGROUP // WARP * self.columns // place.block
         row = place.row + cute.arch.warp_idx() % warps * SLAB + cute.arch.lane_idx() // 4
         return QueriesOfFew(self.window.of(place.sizes), replace(place, row=row))
 
 
 class QueriesOfFew(KeysInWindow):
+    """Score stage of a sliding window, in which the query of a packed row is the row modulo Sq."""
+
     def seen(self, row: Int32) -> tuple[Int32, Int32]:
-        """Of a packed row."""
+        """Return the first visible column of a packed row, and the first column behind."""
         return super().seen(row % cutlass.max(self.place.sizes.Sq, 1))

@@ -1,4 +1,4 @@
-"""Dropout: behind all that scores go through, whatever blocks they are of."""
+"""Dropout: the last score stage, applied in every block."""
 
 from __future__ import annotations
 
@@ -8,5 +8,7 @@ from .base import Seams
 
 
 class Dropped(Seams):
+    """Kernel feature for dropout: adds the dropout stage behind all stages."""
+
     def chain(self, call: object) -> Chain:
         return Chain((*super().chain(call).stages, Dropout.of(call.drawn, call.q.shape[1])))

@@ -1,5 +1,6 @@
-"""Bool masks: hidden blocks are not walked over, blocks of which all is seen need no mask, words say what the others
-hide. Both come from the mask itself, digested ahead of the kernel.
+"""Bool masks as a kernel feature: empty blocks are skipped, full blocks need no mask, partial blocks use a bitmask.
+
+Lists and bitmask are created from the mask by mask preprocessing, ahead of the kernel.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from .base import Seams
 
 
 class Mask(Seams):
+    """Kernel feature for bool masks."""
+
     uneven = True
-    ordered = False  # whether blocks of keys add in order
+    ordered = False  # True if KV blocks accumulate in a fixed order
 
     @cute.jit
     def before(self, call: object, stream: cuda.CUstream):
-        """A mask without elements was digested before."""
+        """Launch mask preprocessing. A mask without elements was preprocessed earlier."""
         if call.mask.shape[3] > 0:
             Digest(tall=self.listed_rows == TALL)(call.mask, digested(call), stream)
         if cutlass.const_expr(self.ordered):
@@ -31,15 +34,17 @@ class Mask(Seams):
     def walk(self, call: object) -> Listed:
         lists = digested(call).lists(self.transposed, self.ordered, self.listed_rows)
         kind = TallListed if self.listed_rows == TALL else Listed
-        return kind(lists, lists)  # a kernel walks in one direction
+        return kind(lists, lists)  # a kernel visits blocks in a single direction
 
     def visible(self, call: object) -> Stage:
-        """Words know of keys beyond the last, too."""
+        """Return the bitmask stage. The bitmask also masks keys beyond the last key."""
         of = digested(call)
         return ListedBits(of.words(self.transposed), of.of_batch, of.of_head, of.rows)
 
 
 class OrderedMask(Mask):
+    """Kernel feature for bool masks in a deterministic backward."""
+
     ordered = True
 
 

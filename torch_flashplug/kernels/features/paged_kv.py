@@ -1,9 +1,12 @@
-"""K and V in pages (vLLM, arXiv 2309.06180): a pool (pages, Hkv, rows of a page, D), and for each sequence the numbers
-of its pages. Keys of a sequence count up to used_k[batch]; of what lies behind them nothing is read.
+"""Paged KV cache (vLLM, arXiv 2309.06180): K and V in a pool (pages, Hkv, rows of a page, D), and a block table.
 
-A sequence's only page may have any number of rows; of several each is a multiple of GROUP, so that the rows which a
-thread copies of GROUP neighbours lie in one page, which is looked up once. Numbers beyond the pool are clamped: they
-may give wrong results, and no bad access.
+The block table has the page indices of each sequence. Keys of a sequence count up to used_k[batch]. Memory behind the
+last key is never read.
+
+A sequence with a single page may have a page of any number of rows. With several pages, the number of rows of a page is
+a multiple of GROUP. A thread copies rows of a group of GROUP adjacent rows, which then lie in a single page, so that
+the thread looks up the page once. Page indices beyond the pool are clamped. The result is then undefined, but no memory
+outside the pool is accessed.
 """
 
 from __future__ import annotations
@@ -31,19 +34,21 @@ GROUP = 16
 
 @dataclass(frozen=True)
 class Pages:
-    """Of all sequences."""
+    """Block table and KV lengths of all sequences."""
 
     numbers: cute.Tensor  # (B, n)
     used: cute.Tensor  # (B,)
-    rows: Int32  # of a page
+    rows: Int32  # rows of a page
 
     def keys(self, batch: Int32) -> Int32:
-        """That count."""
+        """Return the KV length of a sequence."""
         return cutlass.min(cutlass.max(self.used[batch], 0), self.numbers.shape[1] * self.rows)
 
 
 @dataclass(frozen=True)
 class InPages(Dense):
+    """Tile addressing of a paged KV cache. The number of keys of a tile is the KV length of the sequence."""
+
     pages: Pages
 
     def of_batch(self, tile: Tile, kv_head: Int32, batch: Int32) -> Tile:
@@ -54,14 +59,14 @@ class InPages(Dense):
 
 @dataclass(frozen=True)
 class Rows:
-    """One head's of a pool, as one sequence has them."""
+    """Rows of a head in a pool, in the order of a sequence."""
 
     pool: cute.Tensor  # (pages, rows of a page, columns)
     numbers: cute.Tensor  # (n,)
     length: Int32
 
     def place(self, row: Int32) -> Int64:
-        """Of a row that there is: in elements from the start of the pool."""
+        """Return the offset of an existing row from the start of the pool, in elements."""
         rows = self.pool.shape[1]
         nth = cutlass.min(row // rows, self.numbers.shape[0] - 1)
         number = cutlass.min(cutlass.max(self.numbers[nth], 0), self.pool.shape[0] - 1)
@@ -69,7 +74,7 @@ class Rows:
 
     @cute.jit
     def load(self, mover: cutlass.Constexpr[sm80.Mover], first_row: Int32, tile: sm80.Tile):
-        """As Mover.load: rows from first_row on, a multiple of GROUP; zeros beyond the last one."""
+        """Load rows from `first_row` on, a multiple of GROUP, as Mover.load, with zeros beyond the last row."""
         thread = cute.arch.lane_idx() if mover.threads == WARP else cute.arch.thread_idx()[0]
         row, unit, step = mover.place(tile, thread)
         place, columns = tile.unit(row, unit), self.pool.shape[2] - unit * sm80.VECTOR
@@ -86,7 +91,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class PagedStored(Stored):
-    """16 bits."""
+    """KV loader for a paged KV cache in 16 bits."""
 
     pages: Pages
 
@@ -100,7 +105,7 @@ class PagedStored(Stored):
 
 @dataclass(frozen=True)
 class PagedInEightBits(InEightBits):
-    """Scales lie in pages, too: (pages, Hkv, rows of a page)."""
+    """KV loader for a paged KV cache in 8 bits. The scales are paged, too: (pages, Hkv, rows of a page)."""
 
     pages: Pages
 
@@ -123,6 +128,8 @@ class PagedInEightBits(InEightBits):
 
 
 class PagedScales(Scales):
+    """Loader of the scales of a paged 8-bit KV cache."""
+
     @cute.jit
     def load(self, which: cutlass.Constexpr[int], first: Int32, slot: Int32, threads: cutlass.Constexpr[int]):
         thread = cute.arch.lane_idx() if threads == WARP else cute.arch.thread_idx()[0]
@@ -138,6 +145,8 @@ class PagedScales(Scales):
 
 
 class Paged(Seams):
+    """Kernel feature for decode with a paged KV cache."""
+
     def pages(self, call: object) -> Pages:
         return Pages(call.pages, call.used_k, call.k.shape[2])
 
@@ -145,7 +154,7 @@ class Paged(Seams):
         return InPages(self.pages(call))
 
     def stored(self, call: object) -> Stored:
-        """Of 8 bits or 16, as features before this one have it."""
+        """Return the KV loader for 8 or 16 bits, depending on the features before this feature."""
         if super().stored(call) is None:
             return PagedStored(self.pages(call))
         return PagedInEightBits(call.k_scale, call.v_scale, call.rotated, self.pages(call))

@@ -1,13 +1,16 @@
-"""K and V in 8 bits with scales, as a cache holds them: half the bytes of a decode, which is bound by them. Numbers
-become 16 bits in registers, and products are those of 16 bits.
+"""Decode with a quantized KV cache: K and V in 8 bits with scales.
 
-In memory and in shared memory pairs of numbers count as 16-bit ones, so copies and ldmatrix are as they are. A register
-of four numbers of a key becomes two of the right operand: thread t of four has columns 4t ... 4t + 3 of sixteen where
-the product wants 2t, 2t + 1, 2t + 8 and 2t + 9, and queries lie in shared memory in that order (`place_of_pair`). One
-of two values' neighbouring columns becomes a pair of keys of either: columns of O are a thread's own four.
+The time of decode is bound by the bytes of K and V, and 8 bits halve the bytes. The numbers are converted to 16 bits in
+registers, and products use 16-bit operands.
 
-Scales of keys are multiplied into scores, those of values into probabilities, in fp32. Rotated keys
-(quantised.rotate) want rotated queries, which are made here.
+In global and shared memory, a pair of 8-bit numbers is treated as a single 16-bit element, so copies and ldmatrix stay
+unchanged. A register with four numbers of a key is converted to two registers of the right operand. Thread t of four
+holds columns 4t ... 4t + 3 of sixteen, while the product expects 2t, 2t + 1, 2t + 8 and 2t + 9. Queries lie in shared
+memory in the matching order (`place_of_pair`). A register with adjacent columns of V for two keys is converted to a
+pair of keys for each column. A thread then holds four consecutive columns of O.
+
+Scales of K are multiplied into the scores, and scales of V into the probabilities, in fp32. Rotated keys
+(quantised.rotate) need rotated queries, which this module computes.
 """
 
 from __future__ import annotations
@@ -32,15 +35,19 @@ from .base import Seams
 if TYPE_CHECKING:
     from ..decode.pack_gqa import Part
 
-FLOAT, WORD = 4, 4  # bytes of one; numbers of a register
-GROUP = 16  # columns of a step of the product
-SIGNS = tuple(word - (word >> 31 << 32) for word in ROTATION)  # as Int32
-VALUES = of_kernels.ELEMENTS["bf16"]  # what P and V are multiplied in: scales of values may be anything
+FLOAT, WORD = 4, 4  # bytes of a float, numbers in a register
+GROUP = 16  # columns per step of the product
+SIGNS = tuple(word - (word >> 31 << 32) for word in ROTATION)  # as signed Int32
+# The product P V uses bf16, because scales of values may have any magnitude.
+VALUES = of_kernels.ELEMENTS["bf16"]
 
 
 @dataclass(frozen=True)
 class Scales(Beside):
-    """Of one KV head: `stages` times a scale for each of a team's keys in shared memory, of K, then of V."""
+    """Scales of a KV head in shared memory: for each stage the scales of K, then for each stage the scales of V.
+
+    A stage holds one fp32 scale for each key of a team.
+    """
 
     k: cute.Tensor  # (Sk,)
     v: cute.Tensor  # (Sk,)
@@ -49,6 +56,7 @@ class Scales(Beside):
     stages: int
 
     def slot(self, which: int, slot: Int32) -> Int32:
+        """Return the shared-memory address of the scales of a stage, of K or V."""
         return self.start + (which * self.stages + slot) * (self.keys * FLOAT)
 
     @cute.jit
@@ -66,7 +74,7 @@ class Scales(Beside):
                 cute.arch.inline_ptx(text, read_only_args=[target, source.toint(), size])
 
     def of(self, which: int, slot: Int32, columns: int) -> list[Float32]:
-        """Of a thread's columns of a block (fragments.column_of)."""
+        """Return the scales for a thread's columns of a block (fragments.column_of)."""
         start, found = self.slot(which, slot) + cute.arch.lane_idx() % 4 * (2 * FLOAT), []
         for c in range(0, columns, 2):
             place = cute.make_ptr(Float32, start + column_of(c) * FLOAT, cute.AddressSpace.smem, assumed_align=8)
@@ -87,14 +95,17 @@ class Scales(Beside):
 
 @dataclass(frozen=True)
 class Rotation:
-    """Of rows of D numbers: signs, then Hadamard matrices of the largest power of two that divides D."""
+    """Rotation of rows of D numbers: random signs, then Hadamard matrices on the diagonal.
 
-    wanted: Int32  # 0: rows stay
+    The size of a matrix is the largest power of two that divides D.
+    """
+
+    wanted: Int32  # 0: rows stay unchanged
     D: Int32
 
     @cute.jit
     def apply(self, row: cute.Tensor):
-        """A warp's row, so many neighbouring numbers of each lane."""
+        """Rotate a row, distributed over a warp. Each lane holds an equal number of adjacent values."""
         if self.wanted != 0:
             lane, own, size = cute.arch.lane_idx(), cute.size(row), self.D & -self.D
             bits = Int32(0)
@@ -129,7 +140,7 @@ class Rotation:
 
 @dataclass(frozen=True)
 class InEightBits(Stored):
-    """What a call has of it."""
+    """KV loader for 8-bit caches: the scales of a call, and whether keys are rotated."""
 
     k_scale: cute.Tensor  # (B, Hkv, Sk)
     v_scale: cute.Tensor
@@ -157,7 +168,7 @@ class InEightBits(Stored):
 
     @cute.jit
     def turn_row(self, q: sm80.Tile, r: Int32, D: Int32, element: CachedElement):
-        """A warp's."""
+        """Rotate a row of queries and reorder its columns. A warp handles a row."""
         own = q.columns // WARP
         given, row = (cute.make_rmem_tensor((own,), dtype) for dtype in (element.dtype, Float32))
         column = cute.arch.lane_idx() * own
@@ -183,24 +194,24 @@ class InEightBits(Stored):
 
 
 def place_of(tile: sm80.Tile, row: Int32, column: Int32) -> Int32:
-    """Address of a number of a row."""
+    """Return the shared-memory address of an element of a row."""
     unit = tile.unit(row, column % tile.panel // sm80.VECTOR)
     return unit + column // tile.panel * tile.panel_bytes + column % sm80.VECTOR * 2
 
 
 def place_of_pair(column: Int32) -> Int32:
-    """Where the product wants the query's numbers of this column, an even one, and the next."""
+    """Return the column at which the product expects the query elements of an even column and the next column."""
     pair = column % GROUP // 2
     return column - column % GROUP + pair // 2 * 2 + pair % 2 * 8
 
 
 @dataclass(frozen=True)
 class Converted:
-    """acc += A B on a warp, as sm80.Product has it, of one slab of rows and a B in 8 bits."""
+    """Product acc += A B on a warp, as sm80.Product, for one slab of rows and an 8-bit B."""
 
     of_scores: sm80.Product
     of_values: sm80.Product
-    pack: str  # of scores' operands
+    pack: str  # PTX type of packed pairs in score operands
     format: Format
 
     def scores(self, accs: sm80.Accumulators, left: sm80.Matrices, right: sm80.Matrices) -> None:
@@ -214,7 +225,7 @@ class Converted:
             for row in range(0, cute.size(acc) * 2, SLAB):
                 right.fetch(row, column, fetched)
                 for unit, mine in enumerate(lefts):
-                    for half in range(2):  # eight keys each
+                    for half in range(2):  # eight keys per half
                         pairs = self.format.pairs(found[2 * half + unit], (0, 1), (2, 3), self.pack)
                         words[2 * half], words[2 * half + 1] = pairs
                     self.of_scores.step(accs, (mine,), operand, row)
@@ -226,7 +237,7 @@ class Converted:
             for pair in range(len(right.addresses)):
                 right.fetch(row, panel + pair * sm80.PAIR, fetched)
                 for unit in range(2):
-                    for half in range(2):  # eight keys each
+                    for half in range(2):  # eight keys per half
                         even, odd = self.format.pairs(found[2 * unit + half], (0, 2), (1, 3), VALUES.pack)
                         words[half], words[2 + half] = even, odd
                     self.of_values.step(accs, lefts, operand, first)
@@ -234,7 +245,7 @@ class Converted:
 
 
 def registers(dtype: type[cutlass.Numeric]) -> tuple[cute.Tensor, cute.Tensor]:
-    """Four, and what ldmatrix and products see of them."""
+    """Return four registers, and the same registers in the layout of ldmatrix and products."""
     words = cute.make_rmem_tensor((WORD,), Int32)
     layout = cute.make_layout((sm80.VECTOR, 1))
     return words, cute.make_tensor(cute.recast_ptr(words.iterator, dtype=dtype), layout)
@@ -244,14 +255,27 @@ def registers(dtype: type[cutlass.Numeric]) -> tuple[cute.Tensor, cute.Tensor]:
 
 
 class Format:
-    """Of numbers in 8 bits. All are exact in fp16, and in bf16."""
+    """Conversion of an 8-bit format. All 8-bit numbers are exact in fp16 and in bf16."""
 
     def halves(self, places: tuple[int, int], into: str, work: str) -> str:
-        """PTX: two bytes of {$r0} to fp16 in the register `into`; work: the name of one to work with."""
+        """Return PTX that converts two bytes of {$r0} to fp16.
+
+        Args:
+            places: positions of the two bytes.
+            into: name of the destination register.
+            work: name of a scratch register.
+        """
         raise NotImplementedError
 
     def pairs(self, word: Int32, first: tuple[int, int], second: tuple[int, int], pack: str) -> tuple[Int32, Int32]:
-        """Two of a word's four numbers each, by their bytes, in 16 bits."""
+        """Return two pairs of 16-bit numbers from the four numbers of a word.
+
+        Args:
+            word: four 8-bit numbers.
+            first: byte positions of the first pair.
+            second: byte positions of the second pair.
+            pack: PTX type of a pair.
+        """
         text = "{ .reg .b32 w<2>; .reg .b32 h<2>; .reg .b16 low; .reg .b16 high; .reg .f32 f<2>; "
         for i, places in enumerate((first, second)):
             text += self.halves(places, f"h{i}", f"w{i}")
@@ -265,8 +289,14 @@ TO_BF16 = (
 
 
 class Int8(Format):
+    """Conversion of int8."""
+
     def halves(self, places: tuple[int, int], into: str, work: str) -> str:
-        """With its sign turned over a byte is the number plus 128: mantissa of 1024 and more."""
+        """Return PTX that converts two bytes to fp16.
+
+        A byte with inverted sign bit is the number plus 128. This value is used as the mantissa of a number from 1024
+        on.
+        """
         low, high = places
         return (
             f"xor.b32 {work}, {{$r0}}, 0x80808080; prmt.b32 {work}, {work}, 0x64646464, 0x4{high}4{low}; "
@@ -274,7 +304,11 @@ class Int8(Format):
         )
 
     def pairs(self, word: Int32, first: tuple[int, int], second: tuple[int, int], pack: str) -> tuple[Int32, Int32]:
-        """bf16 has too few digits for that: seven bits beside 128, minus 128 or, of a negative number, 256."""
+        """Return two pairs of 16-bit numbers.
+
+        bf16 has too few mantissa bits for the fp16 method. Instead, the lower seven bits are added to 128. Then 128 is
+        subtracted, or 256 for a negative number.
+        """
         if pack == "f16x2":
             return super().pairs(word, first, second, pack)
         text = "{ .reg .b32 w<2>; .reg .b32 low; .reg .b32 sign; .reg .b32 one; mov.b32 one, 0x3F803F80; "
@@ -288,6 +322,8 @@ class Int8(Format):
 
 
 class E4m3(Format):
+    """Conversion of e4m3."""
+
     def halves(self, places: tuple[int, int], into: str, work: str) -> str:
         low, high = places
         if target_from(Arch.sm_89):
@@ -295,7 +331,7 @@ class E4m3(Format):
                 f"prmt.b32 {work}, {{$r0}}, 0, 0x44{high}{low}; mov.b32 {{low, high}}, {work}; "
                 f"cvt.rn.f16x2.e4m3x2 {into}, low; "
             )
-        # The exponent's bias is 8 less than fp16's; NaN is all ones.
+        # The exponent bias is 8 less than the bias of fp16. NaN has all bits set.
         return (
             f"prmt.b32 {work}, {{$r0}}, 0, 0x{high}4{low}4; and.b32 {into}, {work}, 0x7F007F00; "
             f"and.b32 {work}, {work}, 0x80008000; shr.u32 {into}, {into}, 1; or.b32 {work}, {work}, {into}; "
@@ -306,8 +342,10 @@ class E4m3(Format):
 
 
 class E5m2(Format):
+    """Conversion of e5m2."""
+
     def halves(self, places: tuple[int, int], into: str, work: str) -> str:
-        """The upper half of fp16."""
+        """Return PTX that converts two bytes to fp16. An e5m2 number is the upper half of an fp16 number."""
         low, high = places
         return f"prmt.b32 {into}, {{$r0}}, 0, 0x{high}4{low}4; "
 
@@ -316,7 +354,7 @@ FORMATS = {"int8": Int8(), "e4m3": E4m3(), "e5m2": E5m2()}
 
 
 class CachedElement(of_kernels.Element):
-    """Q and O in 16 bits, K and V of a format."""
+    """Element type with Q and O in 16 bits, and K and V in an 8-bit format."""
 
     def __init__(self, whole: of_kernels.Element, format: Format):
         super().__init__(whole.dtype, whole.pack, whole.raised)
@@ -324,11 +362,13 @@ class CachedElement(of_kernels.Element):
 
     @property
     def cached(self) -> type[cutlass.Numeric]:
-        """Bytes, whatever they say."""
+        """Type of K and V in memory: bytes, for every 8-bit format."""
         return cutlass.Uint8
 
 
 class CacheInEightBits(Seams):
+    """Kernel feature for decode with K and V in 8 bits."""
+
     def __init__(self, element: of_kernels.Element, spec: KernelSpec, transposed: bool):
         super().__init__(CachedElement(element, FORMATS[MADE_OF[spec.dtype].k]), spec, transposed)
 

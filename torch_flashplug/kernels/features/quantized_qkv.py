@@ -1,4 +1,4 @@
-"""Products in 8 bits (quant_recipes.py): operands are made of the caller's ahead of the kernel, in scratch."""
+"""Quantized QK and PV products (quant_recipes.py). Q, K and V are quantized into the workspace ahead of the kernel."""
 
 from __future__ import annotations
 
@@ -13,11 +13,16 @@ from ..preprocess.quantize import Made, Quantise
 from ..primitives.dtype import EIGHT_BITS, Element, QuantisedElement
 from .base import Given, Seams
 
-STEEP = {"int8": 16.0, "e4m3": 0.25}  # of Scaling, up to D 256
-ALIGNED = 128  # bytes, of everything in scratch
+STEEP = {"int8": 16.0, "e4m3": 0.25}  # `Scaling.steep`, up to D 256
+ALIGNED = 128  # alignment in bytes of every tensor in the workspace
 
 
 class Eight(Seams):
+    """Kernel feature for quantized products. Subclasses select a recipe.
+
+    The quantization kernel runs ahead of the main kernel, which starts early and waits in `wait`.
+    """
+
     recipe: Recipe
     follows = True
 
@@ -49,7 +54,9 @@ class Eight(Seams):
         return Given(of_type(made.q, scores), of_type(made.k, scores), v, scaling)
 
     def made(self, call: object) -> Made:
-        """Where everything lies, as src/operands/quant_workspace.cpp counts its bytes."""
+        """Return the quantized operands in the workspace. src/operands/quant_workspace.cpp computes the same number of
+        bytes.
+        """
         B, Hq, Sq, _ = call.q.shape
         _, Hkv, Sk, _ = call.k.shape
         Dv, room = call.v.shape[3], Room(call.scratch8.iterator)
@@ -62,13 +69,13 @@ class Eight(Seams):
 
 
 class Room:
-    """Scratch, handed out from its start on."""
+    """Allocator of tensors from the start of the workspace."""
 
     def __init__(self, start: cute.Pointer):
         self.start, self.taken = start.toint(), Int64(0)
 
     def rows(self, dtype: type[cutlass.Numeric], *shape: object) -> cute.Tensor:
-        """A tensor of that shape, packed. Rows of 8 bits are whole 16 bytes."""
+        """Return a packed tensor of a shape. Rows of 8-bit tensors are multiples of 16 bytes."""
         stride, strides = 1, []
         for size in reversed(shape):
             strides.insert(0, stride)
@@ -85,12 +92,18 @@ def of_type(x: cute.Tensor, dtype: type[cutlass.Numeric]) -> cute.Tensor:
 
 
 class Int8Scores(Eight):
+    """Recipe qk8: int8 scores, 16-bit values."""
+
     recipe = RECIPES["qk8"]
 
 
 class EightBit(Eight):
+    """Recipe 8bit: int8 scores, e4m3 values."""
+
     recipe = RECIPES["8bit"]
 
 
 class E4m3(Eight):
+    """Recipe e4m3: e4m3 scores and values."""
+
     recipe = RECIPES["e4m3"]

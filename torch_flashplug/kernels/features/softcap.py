@@ -1,9 +1,10 @@
-"""Soft caps: a score becomes cap * tanh(score / cap) ahead of the mask (Gemma 2, arXiv 2408.00118). A stage of the
-scores: they are tanh of what they were, and the softmax's scale is the cap.
+"""Soft capping of scores: a score becomes cap * tanh(score / cap) before the mask (Gemma 2, arXiv 2408.00118).
 
-tanh.approx is good to 2^-11 of its value. Its derivative, 1 - tanh^2, is made of P where dS is: tanh = (log2 P + LSE) /
-cap, all in powers of two, so that the backward keeps no register for it. Where P has 16 bits there (dK of a
-backward in parts), it is good to 2^-8 / cap.
+The score stage replaces scores by their tanh, and the cap becomes the softmax scale.
+
+tanh.approx has a relative error of 2^-11. The derivative 1 - tanh^2 is computed from P together with dS: tanh = (log2 P
++ LSE) / cap, all in powers of two. The backward therefore keeps no register for tanh. If P has 16 bits at this point
+(dK of a split backward), the error of tanh is 2^-8 / cap.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from .base import Seams
 
 
 class Softcapped(Seams):
+    """Kernel feature for soft capping."""
+
     bent = True
 
     def chain(self, call: object) -> Chain:
-        """Ahead of what hides scores."""
+        """Return the score stages with soft capping before the masking stages."""
         return Chain((Softcap(call.scales.natural / call.softcap, call.softcap), *super().chain(call).stages))

@@ -1,10 +1,14 @@
-"""Sequences of different lengths on end (varlen.py): their lists of tiles, made on the device ahead of the kernel, by
-one small launch, so that nothing waits for the host, and a CUDA graph follows the lengths it is replayed with. Calls of
-the same lengths may share lists: one makes them and does nothing else (AfterLists), the others find them.
+"""Tile lists of packed sequences (varlen.py), created on the device by a small launch ahead of the kernel.
 
-A list is one CTA's. Its warps take 32 sequences at a time, a lane each; then a lane has a tile of theirs. Tiles are
-sorted by the blocks that they walk over, the most first: counted by classes, then placed where their class begins.
-Starts that are not monotone, or beyond what there is, are clamped: they may give wrong results, and no bad access.
+No step waits for the host, and a CUDA graph follows the lengths of each replay. Calls with equal lengths may share
+lists. A separate call creates the lists and does nothing else (AfterLists). The remaining calls find the lists ready.
+
+A single CTA creates each list. The warps of the CTA take 32 sequences at a time, a sequence per lane. Each lane then
+takes a tile of the 32 sequences. A counting sort orders the tiles by the number of visited blocks, largest first. The
+first pass counts tiles by class, and the second pass places each tile behind the start of its class.
+
+Decreasing `cu_seqlens` values, or values beyond the tensor, are clamped. The result is then undefined, but no memory
+outside the tensors is accessed.
 """
 
 from __future__ import annotations
@@ -36,6 +40,8 @@ assert CLASSES == THREADS, "a thread has a class"
 
 
 class Lengths(Seams):
+    """Kernel feature for packed sequences."""
+
     short = follows = True
 
     def wait(self) -> None:
@@ -43,7 +49,7 @@ class Lengths(Seams):
 
     @property
     def wanted(self) -> tuple[Wanted, ...]:
-        """Lists that a kind of kernels asks its pieces for."""
+        """Tile lists required by the tile addressing of the kernel kind."""
         keys, scratch = Wanted("keys", True, self.spec.tile_n), Wanted("scratch", False, BLOCK, is_sorted=False)
         if not self.spec.is_backward:
             return (Wanted("rows", False, self.spec.tile_m),)
@@ -53,7 +59,10 @@ class Lengths(Seams):
         return Given(call.lengths.cu_q, call.lengths.cu_k, call.lengths.used_k, call.q.shape[2], call.k.shape[2])
 
     def pieces(self, call: object) -> Ragged:
-        """Each list lies in the call's scratch behind the one before: its head, a sector, then its entries."""
+        """Return the tile addressing. The lists lie one behind the next in the workspace of the call.
+
+        Each list has a head of a sector, followed by the entries.
+        """
         given, start, lists = self.given(call), call.lengths.lists.iterator, {}
         for one in self.wanted:
             room = (given.keys if one.of_keys else given.rows) // one.size + given.sequences
@@ -65,12 +74,16 @@ class Lengths(Seams):
 
 
 class AfterLists:
-    """Ahead of a kernel's class: what is launched before all else, and alone where a call has no CTAs to run."""
+    """Mixin ahead of a kernel class: launches the creation of the tile lists before everything else.
+
+    A call without CTAs to run launches only the list creation.
+    """
 
     @cute.jit
     def launch(self, call: object, stream: cuda.CUstream):
         of = self.seams
         TileLists(of.wanted)(of.given(call), of.pieces(call), of.walk(call), stream)
         if call.num_ctas > 0:
-            # By its name: the DSL compiles a copy of this function, which is in no class.
+            # `super` has explicit arguments, because the DSL compiles a copy of this function, and the copy belongs to
+            # no class.
             super(AfterLists, self).launch(call, stream)  # noqa: UP008

@@ -1,10 +1,12 @@
-"""A sliding window: query i sees the keys from i + diagonal - left to i + diagonal + right (Beltagy et al. 2020). left
-and right together are not negative; who has no bound on one side passes a number beyond all lengths, whose sum with
-them is still an Int32. diagonal: Sk - Sq of a sequence to the bottom right, where the last query goes with the last
-key; else 0.
+"""Sliding window attention: block iterator and score stage (Beltagy et al. 2020).
 
-Masked blocks are at both ends of what a tile sees, whole ones between. A run of keys has the right end first, then the
-left one, so that one loop masks; a run of queries has them as they lie.
+Query i sees the keys from i + diagonal - left to i + diagonal + right. left + right is not negative. An unbounded side
+uses a number beyond all lengths, small enough that the sums above still fit in an Int32. `diagonal` is Sk - Sq of a
+sequence for bottom-right alignment, where the last query is aligned with the last key. Otherwise `diagonal` is 0.
+
+Masked blocks lie at both ends of the visible range of a tile, and full blocks lie between. A range of KV blocks has the
+right end first, then the left end, so that a single loop handles all masked blocks. A range of query blocks is visited
+in increasing order.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from .base import Seams
 
 
 class Windowed(Seams):
+    """Kernel feature for a sliding window, with optional sinks in the forward."""
+
     uneven = True
 
     def walk(self, call: object) -> Window:

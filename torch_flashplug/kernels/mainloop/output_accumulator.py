@@ -1,4 +1,4 @@
-"""O of a warpgroup, to which every block's product is added: by the tensor cores, or in turns by these and in fp32."""
+"""Output accumulator O of a warpgroup: accumulated by tensor cores only, or periodically promoted to a second sum."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from .scaled_softmax import ScaledSoftmax
 from .softmax import ROWS, OnlineSoftmax
 
 Rows = OnlineSoftmax | ScaledSoftmax
-WORDS = 4  # of 16 bytes, which a thread moves at once
+WORDS = 4  # 32-bit words in the 16 bytes that a thread moves at once
 
 
 @dataclass(frozen=True)
 class Output:
-    """O (64, Dv), to which products add."""
+    """Output accumulator O (64, Dv), to which products add."""
 
     product: sm90.Product
     acc: cute.Tensor
@@ -36,44 +36,57 @@ class Output:
 
     @property
     def values(self) -> cute.Tensor:
-        """(2, columns) of a thread."""
+        """Accumulator values of a thread, as (2, columns)."""
         return rows_and_columns(self.acc)
 
     def clear(self, run: Run) -> None:
-        """Of the next tile, which has so many blocks of keys; the last one's O has left."""
+        """Reset O for the next tile, whose KV blocks are given by `run`. The previous O has already been stored."""
         self.acc.fill(0.0)
 
     def add(self, P: cute.Tensor, V: cute.Tensor) -> None:
-        """A block's product is under way."""
+        """Issue the product of a block, asynchronously."""
         self.product.issue(self.acc, P, V, accumulate=True)
 
     def settle(self, rows: Rows, blocks: Int32) -> None:
-        """Behind a softmax step, while no product adds to O: what it has of so many blocks counts relative to the new
-        maximum.
+        """Rescale O to the new maximum after a softmax step, while no product adds to O.
+
+        Args:
+            rows: the softmax state.
+            blocks: number of blocks accumulated in O so far.
         """
         rows.rescale(self.values)
 
     def close(self, run: Run) -> None:
-        """Behind the last product."""
+        """Finish O after the last product."""
 
 
 @dataclass(frozen=True)
 class Drained(Output):
-    """O whose products add up in 8 bits: of few keys (recipes.LONGEST_SUM), and that in shared memory, in bf16. What
-    rounding leaves stays with the tensor cores: else whole sums would vanish beside a total of many.
+    """Output accumulator for 8-bit products, promoted to a second sum after few keys (recipes.LONGEST_SUM).
+
+    The sum lies in shared memory, in bf16. The rounding error of each addition stays in the tensor-core accumulator.
+    Otherwise whole partial sums would vanish beside a sum of many keys.
     """
 
-    total: cute.Tensor  # (words, vectors) Int32, this thread's: where O leaves through later
-    kept: cute.Tensor  # (2,): what the rows of the total must be multiplied by
-    most: int  # blocks
+    total: cute.Tensor  # (words, vectors) Int32 of a thread, in the buffer through which O is later stored
+    kept: cute.Tensor  # (2,): factor for the rows of the total
+    most: int  # maximum number of blocks between promotions
 
     @classmethod
     def create(cls, make_pv: Callable[[], cute.TiledMma], dv: int, room: cute.Tensor, tile_n: int) -> Drained:
-        """room in shared memory: where O leaves through."""
+        """Create the accumulator.
+
+        Args:
+            make_pv: returns the tiled MMA of the product P V.
+            dv: head dim of V.
+            room: shared-memory buffer through which O is later stored.
+            tile_n: keys of a block.
+        """
         plain = Output.create(make_pv, dv)
         pairs = cute.size(plain.acc) // 2
         thread = cute.arch.thread_idx()[0] % sm90.WARPGROUP
-        warp, lane = thread // sm90.WARP, thread % sm90.WARP  # each warp's rows are contiguous, and leave on their own
+        # Each warp's rows are contiguous, and each warp stores its rows independently.
+        warp, lane = thread // sm90.WARP, thread % sm90.WARP
         start = cute.recast_ptr(room.iterator, dtype=Int32).toint() + (warp * pairs * sm90.WARP + lane * WORDS) * 4
         pointer = cute.make_ptr(Int32, start, cute.AddressSpace.smem, assumed_align=16)
         layout = cute.make_layout((WORDS, pairs // WORDS), stride=(1, sm90.WARP * WORDS))
@@ -101,6 +114,7 @@ class Drained(Output):
 
     @cute.jit
     def drain(self):
+        """Promote the accumulator: add it to the total, and keep the rounding error in the accumulator."""
         words = cute.make_rmem_tensor((WORDS,), Int32)
         for i in cutlass.range_constexpr(cute.size(self.total, mode=[1])):
             cute.autovec_copy(self.total[None, i], words)
@@ -121,19 +135,19 @@ class Drained(Output):
                 for w in cutlass.range_constexpr(WORDS):
                     pair = i * WORDS + w
                     self.pairs[0, pair], self.pairs[1, pair] = self.added(words[w], pair)
-            cute.arch.sync_warp()  # other lanes' O goes where this one's total was
+            cute.arch.sync_warp()  # further lanes store O over the total of the current lane
 
     @property
     def pairs(self) -> cute.Tensor:
-        """(2, pairs): the accumulator; every other pair is of the second row."""
+        """Accumulator as (2, pairs). Every other pair belongs to the second row."""
         return cute.make_tensor(self.acc.iterator, cute.make_layout((2, cute.size(self.acc) // 2)))
 
     def added(self, word: Int32, pair: int) -> tuple[Float32, Float32]:
-        """Two numbers of the total, packed, and what the accumulator has of them."""
+        """Return the sum of a packed pair of the total and the matching pair of the accumulator."""
         kept, (low, high) = self.kept[pair % ROWS], unpacked(word)
         return low * kept + self.pairs[0, pair], high * kept + self.pairs[1, pair]
 
 
 def unpacked(word: Int32) -> tuple[Float32, Float32]:
-    """Of two in bf16."""
+    """Return both bf16 numbers of a word in fp32."""
     return (word << 16).bitcast(Float32), (word & -(2**16)).bitcast(Float32)

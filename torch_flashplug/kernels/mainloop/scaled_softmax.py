@@ -1,18 +1,24 @@
-"""Online softmax over scores that are whole numbers, or small ones, times scales: one for each row of Q, and for each
-block of keys (quant_recipes.py).
+"""Online softmax over quantized scores: integers or small numbers times scales.
 
-Domains, stated once:  S scores as products give them;  factor = scale of the row * scale of the block * log2(e) times
-the softmax scale;  row_max = running maximum of S * factor, in powers of two, or little less;  row_sum = sum of
-exp2(S * factor - row_max), this thread's share until `finish`, raised by 2^raised as P is;  LSE = (row_max +
-log2(row_sum)) / log2(e), to which comes what the constant key has taken from the row's scores.
+There is a scale per row of Q and a scale per block of keys (quant_recipes.py).
 
-The maximum is that of some block, and others may exceed it by SLACK: O is multiplied again only where one exceeds it
-by more. The exponent is one fused multiply-add, whose product is exact, and a maximum is rounded up: no probability
-exceeds 2^SLACK. Whole numbers come with an offset, which the addend has times the factor, too; where that rounds it by
-more than 2^-9 (FINE) they lose it first.
+Definitions:
+- S: scores as returned by the product.
+- factor: scale of the row * scale of the block * softmax scale * log2(e).
+- row_max: running maximum of S * factor, in powers of two, or slightly less.
+- row_sum: sum of exp2(S * factor - row_max), raised by 2^raised as P is. Each thread holds a partial sum until
+  `finish`.
+- LSE: (row_max + log2(row_sum)) / log2(e), plus the amount removed from the row's scores by the constant key.
 
-Beyond COARSE that rounding would be powers of two. There scores count relative to the largest one of their block, by a
-factor that is steep, and so small that the shift is exact: what is not the largest is powers of two below it anyway.
+row_max is the maximum of some block, and later scores may exceed row_max by SLACK. O is rescaled only if a score
+exceeds row_max by more. The exponent is a single fused multiply-add with an exact product, and the maximum is rounded
+up. Therefore no probability exceeds 2^SLACK. Integer scores contain an offset, and the addend contains offset times
+factor. If the product with the factor would round the addend by more than 2^-9 (FINE), the offset is subtracted from
+the scores first.
+
+Beyond COARSE the rounding of the addend would reach powers of two. In this case scores count relative to the largest
+score of their block. The factor is then steep, and so small that the shift is exact. Every score below the largest
+score is powers of two below in any case.
 """
 
 from __future__ import annotations
@@ -32,23 +38,24 @@ from ..tiling.tile import Launch, Tile
 from .softmax import ROWS, row_reduce
 
 COARSE = float(2**24)
-FINE = float(2**15)  # so large a shift by the offset of scores rounds exponents by 2^-9
-PAIR = 2  # of neighbouring columns, which a thread has
+FINE = float(2**15)  # beyond this, the offset of scores shifts exponents by so much that they are rounded by 2^-9
+PAIR = 2  # adjacent columns of a thread
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """What scores and values are multiplied by, as kernels get it."""
+    """Scales of scores and values, as a kernel receives them."""
 
     q: cute.Tensor  # (B, Hq, Sq)
     k: cute.Tensor  # (B, Hkv, blocks)
     v: cute.Tensor | None  # (B, Hkv, dv)
     row_shift: cute.Tensor  # (B, Hq, Sq)
-    v_mean: cute.Tensor | None  # (B, Hkv, dv): what values had, too
-    largest: float | None  # number of O's format, which rounding may go beyond; None: no format of that kind
-    raised: int  # powers of two by which P is larger on its way to the next product
-    steep: float  # powers of two between neighbouring scores, times which the largest score is below 2^26
-    offset = 0.0  # by which scores are more than they are, where nothing is hidden
+    v_mean: cute.Tensor | None  # (B, Hkv, dv): mean removed from the values
+    # Largest number of O's format, which rounding could exceed; None if the format needs no bound.
+    largest: float | None
+    raised: int  # powers of two by which P is larger as an operand of the PV product
+    steep: float  # powers of two between adjacent scores; the largest score times `steep` is below 2^26
+    offset = 0.0  # offset contained in scores, in blocks without masked scores
 
     def softmax(self, scale_log2: Float32, chain: Chain) -> ScaledSoftmax:
         row_max, row_sum, correction, row_scale = (cute.make_rmem_tensor((ROWS,), Float32) for _ in range(4))
@@ -60,18 +67,18 @@ class Scaling:
 
 @dataclass(frozen=True)
 class ScalingOfWhole(Scaling):
-    """Of scores that are whole numbers."""
+    """Scales of integer scores."""
 
     offset = OFFSET
 
 
 @dataclass(frozen=True)
 class ScaledSoftmax:
-    """Running maximum and sum of two rows, kept in registers; asked as softmax.OnlineSoftmax is."""
+    """Running maximum and sum of two rows, held in registers, with the interface of softmax.OnlineSoftmax."""
 
     row_max: cute.Tensor  # (2,) fp32
     row_sum: cute.Tensor  # (2,) fp32
-    correction: cute.Tensor  # (2,) fp32: what the rows of O must be multiplied by
+    correction: cute.Tensor  # (2,) fp32: factor for the rows of O
     row_scale: cute.Tensor  # (2,) fp32
     block_scale: cute.Tensor  # (1,) fp32
     scale_log2: Float32
@@ -82,7 +89,13 @@ class ScaledSoftmax:
 
     @cute.jit
     def at(self, tile: Tile, row: Int32, pieces: Launch) -> ScaledSoftmax:
-        """Of a tile's rows `row` and `row` + 8; pieces: where it is from."""
+        """Return the softmax state for the rows `row` and `row` + 8 of a tile.
+
+        Args:
+            tile: the tile.
+            row: first row of the thread.
+            pieces: tile grid of the tile.
+        """
         for r in cutlass.range_constexpr(ROWS):
             batch, head, place = tile.place(cutlass.min(row + 8 * r, tile.sizes.Sq - 1))
             self.row_scale[r] = self.scaling.q[batch, head, place] * self.scale_log2
@@ -92,26 +105,32 @@ class ScaledSoftmax:
 
     @cute.jit
     def fetch(self, block: Int32):
-        """The scale of a block of keys is on its way."""
+        """Start loading the scale of a block of keys."""
         self.block_scale[0] = self.k_scales[block]
 
     @cute.jit
     def step(
         self, S: cute.Tensor, first: cutlass.Constexpr[bool], masked: cutlass.Constexpr[bool], given: cute.Tensor
     ):  # fmt: skip
-        """S (2, cols): scores in, probabilities out. Updates the running state and `correction`. given: the scores as
-        the product left them; nothing is hidden there.
+        """Convert a block of scores to probabilities, and update the running state and `correction`.
+
+        Args:
+            S: (2, cols), scores before the call and probabilities after the call.
+            first: True for the first block of a tile.
+            masked: True if scores may be -inf.
+            given: scores as the product left them, used in blocks without masked scores.
         """
         offset = self.offset(masked)
         factors, shifts, tops = (cute.make_rmem_tensor((ROWS,), Float32) for _ in range(3))
         for r in cutlass.range_constexpr(ROWS):
             factor, old_max = self.row_scale[r] * self.block_scale[0], self.row_max[r]
             top = largest(S if cutlass.const_expr(masked) else given, r) - offset
-            if cutlass.const_expr(masked):  # a row that sees nothing of a block stays as it is, whatever its scale
+            # A row without visible keys in the block stays unchanged, whatever its scale.
+            if cutlass.const_expr(masked):
                 hidden = top == -Float32.inf
                 factor = cutlass.select_(hidden, Float32(1.0), factor)
             new_max = rounded_up(top, factor)
-            if cutlass.const_expr(not first):  # what has not grown by much stays, and O with it
+            if cutlass.const_expr(not first):  # the maximum, and so O, stays unchanged unless the growth exceeds SLACK
                 new_max = cutlass.select_(new_max > old_max + SLACK, new_max, old_max)
             self.row_max[r] = new_max
             base = new_max
@@ -134,7 +153,10 @@ class ScaledSoftmax:
         self, S: cute.Tensor, factors: cute.Tensor, shifts: cute.Tensor, tops: cute.Tensor,
         offset: cutlass.Constexpr[float],
     ):  # fmt: skip
-        """Shifts know of the offset, or where that would round them scores lose it; and of huge ones none is rounded.
+        """Adjust shifts and scores so that no exponent is rounded noticeably.
+
+        The shifts include the offset. If the offset would round the shifts, the offset is subtracted from the scores
+        instead. Huge shifts are made exact by `coarsen`.
         """
         huge = cute.arch.fmax(size_of(shifts[0]), size_of(shifts[1])) > COARSE
         if cutlass.const_expr(offset == 0.0):
@@ -150,11 +172,11 @@ class ScaledSoftmax:
                 shifts[r] = shifts[r] + offset * factors[r]
 
     def offset(self, masked: bool) -> float:
-        """By which scores are more than they are."""
+        """Return the offset contained in the scores."""
         return 0.0 if masked else self.scaling.offset
 
     def coarsen(self, factors: cute.Tensor, shifts: cute.Tensor, tops: cute.Tensor) -> None:
-        """Of rows whose maximum is huge: scores relative to the block's own largest, which `tops` has."""
+        """Make scores of rows with a huge maximum relative to the largest score of the block, held in `tops`."""
         for r in range(ROWS):
             behind = self.row_max[r] - rounded_up(tops[r], factors[r])
             huge = size_of(shifts[r]) > COARSE
@@ -164,7 +186,7 @@ class ScaledSoftmax:
 
     @cute.jit
     def rescale(self, acc_O: cute.Tensor):
-        """acc_O (2, cols): bring the output of earlier blocks to the new maximum, if there is one in the warp."""
+        """Rescale the output of earlier blocks (2, cols), if any row in the warp has a new maximum."""
         if cute.arch.vote_any_sync((self.correction[0] != 1.0) | (self.correction[1] != 1.0)):
             for r in cutlass.range_constexpr(ROWS):
                 for c in cutlass.range_constexpr(cute.size(acc_O, mode=[1])):
@@ -172,7 +194,16 @@ class ScaledSoftmax:
 
     @cute.jit
     def finish(self, acc_O: cute.Tensor, scale: Float32, chain: Chain) -> cute.Tensor:
-        """Normalise acc_O (2, cols); returns LSE (2,), natural log. chain: whose scores these were."""
+        """Normalize O and return the LSE.
+
+        Args:
+            acc_O: output (2, cols).
+            scale: softmax scale.
+            chain: stages of the scores.
+
+        Returns:
+            The LSE (2,), natural log.
+        """
         assert chain.kept_share is None and chain.extra_logit() is None, "in 8 bits nothing is dropped or added"
         lse, inverse = (cute.make_rmem_tensor((ROWS,), Float32) for _ in range(2))
         for r in cutlass.range_constexpr(ROWS):
@@ -194,7 +225,7 @@ class ScaledSoftmax:
 
     @cute.jit
     def finish_channels(self, acc_O: cute.Tensor, inverse: cute.Tensor):
-        """Of values that have scales and means."""
+        """Normalize O for values with scales and means per channel."""
         scale, mean = (cute.make_rmem_tensor((PAIR,), Float32) for _ in range(2))
         first = self.tile.batch, self.tile.head_of_keys(), cute.arch.lane_idx() % 4 * PAIR
         for c in cutlass.range_constexpr(0, cute.size(acc_O, mode=[1]), PAIR):
@@ -211,7 +242,10 @@ class ScaledSoftmax:
 
 
 def largest(S: cute.Tensor, row: int) -> Float32:
-    """Of a row, which four threads share; whole numbers are fp32's bits of such that are positive."""
+    """Return the largest score of a row, shared by four threads.
+
+    Integer scores are compared as the bits of positive fp32 numbers.
+    """
     if S.element_type is Float32:
         top = row_reduce(S, row, cute.arch.fmax)
     else:
@@ -226,11 +260,11 @@ def size_of(x: Float32) -> Float32:
 
 
 def bounded(x: Float32, largest: Float32) -> Float32:
-    """NaN stays."""
+    """Return x, limited to the range from -largest to largest. NaN stays NaN."""
     text = "{ .reg .f32 low; min.NaN.f32 low, {$r0}, {$r1}; max.NaN.f32 {$w0}, low, {$r2}; }"
     return cute.arch.inline_ptx(text, write_only_types=[Float32], read_only_args=[x, largest, -largest])
 
 
 def rounded_up(a: Float32, b: Float32) -> Float32:
-    """a b, or the next number above: no other product with b of one that is not above a exceeds it."""
+    """Return a * b, rounded up. No product of b with a number up to a exceeds the result."""
     return cute.arch.inline_ptx("mul.rp.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])

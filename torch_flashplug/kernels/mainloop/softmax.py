@@ -1,18 +1,25 @@
-"""Online softmax over KV blocks (Milakov and Gimelshein 2018; FlashAttention, arXiv 2205.14135), one row pair per
-thread.
+"""Online softmax over KV blocks, for two rows per thread.
 
-Domains, stated once:  S raw scores;  row_max = running max of S, raw;  scale_log2 = scale * log2(e);
-row_sum = sum of exp2((S - row_max) * scale_log2), this thread's share until `finish`;
-LSE = row_max * scale + ln(row_sum), natural log, fp32.
-A row with no visible key has row_max = -inf, row_sum = 0: O = 0, LSE = -inf.
+References: Milakov and Gimelshein 2018; FlashAttention, arXiv 2205.14135.
 
-The exponent is one fused multiply-add, S * scale_log2 - shift, whose product is exact and whose shift was rounded. Once
-half a rounding of the shift is a power of two to be noticed, even the maximum itself would not give 1, and beyond 2^128
-inf: there scale_log2 loses its mantissa. Products with a power of two are exact, and neighbouring fp32 scores are then
-so far apart that every one below the maximum counts for little or nothing under either factor.
+Definitions:
+- S: raw scores.
+- row_max: running maximum of S, raw.
+- scale_log2: scale * log2(e).
+- row_sum: sum of exp2((S - row_max) * scale_log2). Each thread holds a partial sum until `finish`.
+- LSE: row_max * scale + ln(row_sum), natural log, fp32.
 
-Scores in natural units (scores/natural.py) may be far below zero by design, such as a bias of -1e4 that hides keys.
-Their exponent is (S - row_max) * scale_log2: one instruction more, and the maximum gives exactly 1 at every magnitude.
+A row with no visible key has row_max = -inf, row_sum = 0, O = 0 and LSE = -inf.
+
+The exponent is a single fused multiply-add, S * scale_log2 - shift. Its product is exact, and its shift was rounded.
+For a large shift, half a rounding step becomes a noticeable power of two. Then even the maximum itself would not give
+1, and beyond 2^128 the result would be inf. In this case the mantissa of scale_log2 is dropped, because products with a
+power of two are exact. Neighboring fp32 scores are then so far apart that each score below the maximum has little or no
+weight under either factor.
+
+Scores in natural units (scores/natural.py) may be far below zero by design, for example with a bias of -1e4 to mask
+keys. Their exponent is (S - row_max) * scale_log2. This form costs an extra instruction, and the maximum gives exactly
+1 at every magnitude.
 """
 
 from __future__ import annotations
@@ -26,16 +33,17 @@ from cutlass import Float32, Int32
 from ..score_stages.pipeline import Chain
 from ..tiling.tile import Launch, Tile
 
-ROWS = 2  # rows of a wgmma accumulator that one thread holds
-SLACK = 8.0  # powers of two by which probabilities may exceed 1 before O is brought to a new maximum
-COARSE_SHIFT = float(2**26)  # neighbouring fp32 numbers are 4 apart here
+ROWS = 2  # rows of a wgmma accumulator per thread
+SLACK = 8.0  # O is rescaled to a new maximum once probabilities exceed 1 by more than this power of two
+COARSE_SHIFT = float(2**26)  # neighboring fp32 numbers are 4 apart here
 SIGN_AND_EXPONENT = -(2**23)  # 0xFF800000 as Int32
 
 
 @dataclass(frozen=True)
 class Unscaled:
-    """Operands that nothing is multiplied by; others have a scaled.Scaling. Holds nothing, so that a kernel has no
-    argument for it.
+    """Scaling configuration for operands without scales. Quantized operands use scaled.Scaling.
+
+    The class has no fields, so a kernel needs no argument.
     """
 
     def softmax(self, scale_log2: Float32, chain: Chain) -> OnlineSoftmax:
@@ -44,14 +52,14 @@ class Unscaled:
 
 @dataclass(frozen=True)
 class OnlineSoftmax:
-    """Running maximum and sum of two rows, kept in registers."""
+    """Running maximum and sum of two rows, held in registers."""
 
     row_max: cute.Tensor  # (2,) fp32
     row_sum: cute.Tensor  # (2,) fp32
-    correction: cute.Tensor  # (2,) fp32: what the rows of O must be multiplied by; after `grows` the new maximum
+    correction: cute.Tensor  # (2,) fp32: factor for the rows of O; after `grows`, the new maximum
     scale_log2: Float32
     coarse_scale: Float32  # scale_log2 rounded down to a power of two
-    natural_units: bool  # whether scores are in natural units
+    natural_units: bool  # True if scores are in natural units
 
     @classmethod
     def create(cls, scale_log2: Float32, chain: Chain) -> OnlineSoftmax:
@@ -62,18 +70,29 @@ class OnlineSoftmax:
         return cls(row_max, row_sum, correction, scale_log2, coarse_scale, chain.natural_units)
 
     def at(self, tile: Tile, row: Int32, pieces: Launch) -> OnlineSoftmax:
-        """Of a tile's rows `row` and `row` + 8; pieces: where it is from."""
+        """Return the softmax state for the rows `row` and `row` + 8 of a tile.
+
+        Args:
+            tile: the tile.
+            row: first row of the thread.
+            pieces: tile grid of the tile.
+        """
         return self
 
     def fetch(self, block: Int32) -> None:
-        """What a block of keys has of its own is on its way."""
+        """Start loading the data of a KV block (nothing to load here)."""
 
     @cute.jit
     def step(
         self, acc_S: cute.Tensor, first: cutlass.Constexpr[bool], masked: cutlass.Constexpr[bool], given: object = None
     ):
-        """acc_S (2, cols): scores in, probabilities out. Updates the running state and `correction`. given: as of
-        scaled.ScaledSoftmax.
+        """Convert a block of scores to probabilities, and update the running state and `correction`.
+
+        Args:
+            acc_S: (2, cols), scores before the call and probabilities after the call.
+            first: True for the first block of a tile.
+            masked: True if scores may be -inf.
+            given: see scaled.ScaledSoftmax.
         """
         for r in cutlass.range_constexpr(ROWS):
             old_max = self.row_max[r]
@@ -83,7 +102,8 @@ class OnlineSoftmax:
             new_max = cute.arch.fmax(new_max, cute.arch.shuffle_sync_bfly(new_max, offset=1))
             new_max = cute.arch.fmax(new_max, cute.arch.shuffle_sync_bfly(new_max, offset=2))
             self.row_max[r] = new_max
-            # -inf minus -inf is NaN: a row that has seen no key yet subtracts 0, and its exponentials are all 0.
+            # -inf minus -inf is NaN. A row without a visible key so far subtracts 0, and all exponentials of the row
+            # are 0.
             base = new_max
             if cutlass.const_expr(masked):
                 base = 0.0 if new_max == -Float32.inf else new_max
@@ -98,8 +118,12 @@ class OnlineSoftmax:
 
     @cute.jit
     def grows(self, acc_S: cute.Tensor) -> cutlass.Boolean:
-        """acc_S (2, cols): whether a row of this block, which any lane of the warp may hold, exceeds its running
-        maximum by so much that `raise_to` must follow.
+        """Return whether `raise_to` must follow: a row of the block exceeds its running maximum by more than SLACK.
+
+        Any lane of the warp may hold the row.
+
+        Args:
+            acc_S: scores (2, cols).
         """
         grown = cutlass.Boolean(False)
         for r in cutlass.range_constexpr(ROWS):
@@ -112,7 +136,7 @@ class OnlineSoftmax:
 
     @cute.jit
     def raise_to(self, acc_O: cute.Tensor):
-        """The maximum that `grows` has seen becomes the one that O (2, cols) and the sum are relative to."""
+        """Rescale O (2, cols) and the sum to the maximum found by `grows`."""
         for r in cutlass.range_constexpr(ROWS):
             top = self.correction[r]
             base = 0.0 if top == -Float32.inf else top
@@ -123,13 +147,13 @@ class OnlineSoftmax:
 
     @cute.jit
     def weigh(self, acc_S: cute.Tensor):
-        """acc_S (2, cols): scores in, probabilities out, up to 2^SLACK."""
+        """Convert scores (2, cols) to probabilities of up to 2^SLACK, in place."""
         for r in cutlass.range_constexpr(ROWS):
             base = 0.0 if self.row_max[r] == -Float32.inf else self.row_max[r]
             self.row_sum[r] = self.row_sum[r] + self.weigh_row(acc_S, r, base)
 
     def weigh_row(self, acc_S: cute.Tensor, row: int, base: Float32) -> Float32:
-        """A row's scores become probabilities relative to `base`; returns their sum."""
+        """Convert the scores of a row to probabilities relative to `base`, and return their sum."""
         if self.natural_units:
             for c in range(cute.size(acc_S, mode=[1])):
                 acc_S[row, c] = cute.math.exp2((acc_S[row, c] - base) * self.scale_log2, fastmath=True)
@@ -143,21 +167,30 @@ class OnlineSoftmax:
 
     @cute.jit
     def rescale(self, acc_O: cute.Tensor):
-        """acc_O (2, cols): bring the output of earlier blocks to the new maximum."""
+        """Rescale the output of earlier blocks (2, cols) to the new maximum."""
         for r in cutlass.range_constexpr(ROWS):
             for c in cutlass.range_constexpr(cute.size(acc_O, mode=[1])):
                 acc_O[r, c] = acc_O[r, c] * self.correction[r]
 
     @cute.jit
     def finish(self, acc_O: cute.Tensor, scale: Float32, chain: Chain) -> cute.Tensor:
-        """Normalise acc_O (2, cols); returns LSE (2,), natural log. chain: whose scores these were."""
+        """Normalize O and return the LSE.
+
+        Args:
+            acc_O: output (2, cols).
+            scale: softmax scale.
+            chain: stages of the scores.
+
+        Returns:
+            The LSE (2,), natural log.
+        """
         lse, kept, extra = cute.make_rmem_tensor((ROWS,), Float32), chain.kept_share, chain.extra_logit()
         for r in cutlass.range_constexpr(ROWS):
             total, top, share = self.total(r), self.row_max[r] * scale, Float32(1.0)
             if cutlass.const_expr(extra is not None):
                 highest = cute.arch.fmax(top, extra)
                 base = 0.0 if highest == -Float32.inf else highest
-                share = cute.math.exp(top - base, fastmath=True)  # of what keys have, relative to the new maximum
+                share = cute.math.exp(top - base, fastmath=True)  # weight of the keys relative to the new maximum
                 total, top = total * share + cute.math.exp(extra - base, fastmath=True), base
             inverse = 0.0 if total == 0.0 else cute.arch.rcp_approx(total) * share
             if cutlass.const_expr(kept is not None):
@@ -169,8 +202,16 @@ class OnlineSoftmax:
 
     @cute.jit
     def part(self, acc_O: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
-        """Normalise acc_O (2, cols), of a part of the keys: zeros where a row sees none of them, whatever v held there.
-        Returns maxima, raw, and sums, (2,) each: of large scores an LSE, one number, would have lost the sum's digits.
+        """Normalize O for a split of the keys, and return the maxima and the sums.
+
+        A row without visible keys gets zeros, whatever values V held there.
+
+        Args:
+            acc_O: output (2, cols).
+
+        Returns:
+            The raw maxima (2,) and the sums (2,). For large scores, a single LSE value would lose the digits of the
+                sum.
         """
         tops, totals = (cute.make_rmem_tensor((ROWS,), Float32) for _ in range(2))
         for r in cutlass.range_constexpr(ROWS):
@@ -182,14 +223,14 @@ class OnlineSoftmax:
         return tops, totals
 
     def total(self, row: int) -> Float32:
-        """A row's sum, of the four threads that share it."""
+        """Return the sum of a row over the four threads that share the row."""
         total = self.row_sum[row]
         total = total + cute.arch.shuffle_sync_bfly(total, offset=1)
         return total + cute.arch.shuffle_sync_bfly(total, offset=2)
 
 
 def row_reduce(acc: cute.Tensor, row: int, combine):
-    """Reduce one row of a thread's fragment with four independent chains, so that latency overlaps."""
+    """Reduce one row of a thread's fragment in four independent chains, so that latencies overlap."""
     columns = cute.size(acc, mode=[1])
     chains = [acc[row, c] for c in range(4)]
     for c in range(4, columns):
@@ -199,7 +240,14 @@ def row_reduce(acc: cute.Tensor, row: int, combine):
 
 @cute.jit
 def write_lse(mLSE: cute.Tensor, lse: cute.Tensor, tile: Tile, row: Int32):
-    """The two rows of a thread, where they exist, from one thread of the four; row: its first."""
+    """Write the LSE of the two rows of a thread, if the rows exist. One of four threads writes.
+
+    Args:
+        mLSE: LSE tensor.
+        lse: values (2,).
+        tile: the tile.
+        row: first row of the thread.
+    """
     writes = cute.arch.lane_idx() % 4 == 0
     for r in cutlass.range_constexpr(2):
         if writes and row + 8 * r < tile.sizes.Sq:

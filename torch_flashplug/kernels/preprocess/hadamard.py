@@ -1,7 +1,7 @@
-"""Rows in 8 bits, from 16: rotated (quantised.rotate), by a CTA of the quantise kernel.
+"""Rotation and quantization of rows of Q or K to 8 bits, by a CTA of the quantization kernel (quantised.rotate).
 
-Rows are held in units of 16 numbers, one after the other among threads: four steps of the Hadamard transform are a
-unit's own, the others exchange units between lanes.
+Rows are held in units of 16 numbers, distributed over consecutive threads. The first four steps of the Hadamard
+transform stay within a unit, and the further steps exchange units between lanes.
 """
 
 from __future__ import annotations
@@ -17,32 +17,34 @@ from ...registry.quant_recipes import ROTATION, SMALLEST_SCALE
 from ..primitives.dtype import QuantisedElement
 from ..primitives.vector_access import vector_at
 
-UNIT, VECTOR, WORD = 16, 8, 4  # numbers: of a row that a thread holds, of a 16-byte load, 8-bit ones of a register
-PITCH = UNIT + 4  # floats from unit to unit in shared memory: eight lanes read sixteen bytes each from other banks
+# Numbers in a unit (a thread's part of a row), in a 16-byte load, and in a register of 8-bit numbers.
+UNIT, VECTOR, WORD = 16, 8, 4
+# Floats from unit to unit in shared memory, so that eight lanes with 16-byte reads use different banks.
+PITCH = UNIT + 4
 
 
 @dataclass(frozen=True)
 class Room:
-    """Of a CTA in shared memory."""
+    """Shared memory of a CTA."""
 
-    sums: cute.Tensor  # (lanes, channels): of samples
-    squares: cute.Tensor  # (lanes, channels): sums of theirs
-    counts: cute.Tensor  # (lanes, channels): how many of them are finite
-    channels: cute.Tensor  # (UNIT, units): the constant key, or what values are multiplied with
-    means: cute.Tensor  # (UNIT, units): what is taken from values before
+    sums: cute.Tensor  # (lanes, channels): sums of samples
+    squares: cute.Tensor  # (lanes, channels): sums of squares of samples
+    counts: cute.Tensor  # (lanes, channels): numbers of finite samples
+    channels: cute.Tensor  # (UNIT, units): the constant key, or inverse scales of values
+    means: cute.Tensor  # (UNIT, units): means subtracted from values
     signs: cute.Tensor  # (UNIT, units)
     largest: cute.Tensor  # (units,)
-    dots: cute.Tensor  # (units,): with the constant key
+    dots: cute.Tensor  # (units,): products with the constant key
     of_warps: cute.Tensor  # (warps,)
 
 
 class Rows:
-    """Blocks of so many rows of d numbers, for a CTA of so many threads."""
+    """Blocks of `rows` rows with `d` numbers, for a CTA of `threads` threads."""
 
     def __init__(self, element: QuantisedElement, d: int, rows: int, threads: int):
         self.element, self.rows, self.threads = element, rows, threads
-        self.size = d & -d  # of a Hadamard matrix
-        self.units = d // UNIT  # of a row
+        self.size = d & -d  # size of a Hadamard matrix
+        self.units = d // UNIT  # units of a row
         self.rounds = -(-rows * self.units // threads)
 
     @property
@@ -51,22 +53,22 @@ class Rows:
         return self.rows * self.units
 
     def given(self) -> cute.Tensor:
-        """Registers for a block as it comes."""
+        """Return registers for an unmodified block."""
         return cute.make_rmem_tensor((UNIT, self.rounds), self.element.dtype)
 
     def held(self) -> cute.Tensor:
-        """And for one that is rotated."""
+        """Return registers for a rotated block."""
         return cute.make_rmem_tensor((self.rounds, UNIT), Float32)
 
     def unit_of(self, turn: int, block: Int32, S: Int32) -> tuple[Int32, Int32, Int32, cutlass.Boolean]:
-        """A thread's: its number in the block, its row, its first column, and whether there is one."""
+        """Return a thread's unit: index in the block, row, first column, and whether the unit exists."""
         unit = turn * self.threads + cute.arch.thread_idx()[0]
         row = block * self.rows + unit // self.units
         return unit, row, unit % self.units * UNIT, (unit < self.room) & (row < S)
 
     @cute.jit
     def fetch(self, x: cute.Tensor, block: Int32, given: cute.Tensor):
-        """given (UNIT, rounds): zeros where there is nothing."""
+        """Load a block into `given` (UNIT, rounds), with zeros outside of the tensor."""
         given.fill(self.element.dtype(0.0))
         for turn in cutlass.range_constexpr(self.rounds):
             _, row, first, there = self.unit_of(turn, block, x.shape[0])
@@ -81,7 +83,10 @@ class Rows:
     def rotate(
         self, given: cute.Tensor, held: cute.Tensor, block: Int32, S: Int32, room: Room, keys: cutlass.Constexpr[bool]
     ):
-        """held (rounds, UNIT), and of each unit its largest number, NaN if it has one."""
+        """Rotate a block into `held` (rounds, UNIT), and store the largest magnitude of each unit.
+
+        The magnitude is NaN if the unit contains NaN.
+        """
         for turn in cutlass.range_constexpr(self.rounds):
             unit, _, first, there = self.unit_of(turn, block, S)
             dot = Float32(0.0)
@@ -97,13 +102,13 @@ class Rows:
             largest, spoiled = Float32(0.0), Float32(0.0)
             for i in cutlass.range_constexpr(UNIT):
                 largest = cute.arch.fmax(largest, abs(held[turn, i]))
-                spoiled += held[turn, i] * 0.0  # NaN of what is not finite, which fmax would pass over
+                spoiled += held[turn, i] * 0.0  # NaN for non-finite numbers, which fmax would ignore
             if unit < self.room:
                 room.largest[unit] = largest + spoiled
                 room.dots[unit] = dot
 
     def transform(self, held: cute.Tensor) -> None:
-        """A row's units times Hadamard matrices on the diagonal, their steps from neighbours outwards."""
+        """Multiply the units of a row by Hadamard matrices on the diagonal, in steps from adjacent numbers outwards."""
         step = 1
         while step < min(self.size, UNIT):
             for i in range(UNIT):
@@ -123,7 +128,7 @@ class Rows:
 
     @cute.jit
     def largest_of_all(self, room: Room) -> Float32:
-        """Of a CTA's units; NaN if one is."""
+        """Return the largest magnitude of the units of a CTA, NaN if any unit contains NaN."""
         thread, largest, spoiled = cute.arch.thread_idx()[0], Float32(0.0), Float32(0.0)
         for u in cutlass.range_constexpr(self.rounds):
             unit = u * self.threads + thread
@@ -142,7 +147,14 @@ class Rows:
         return largest + spoiled
 
     def of_row(self, room: Room, unit: Int32) -> tuple[Float32, Float32]:
-        """The largest number of a row that begins with this unit, NaN if it has one; and the row's dot."""
+        """Return the largest magnitude of a row, and the product of the row with the constant key.
+
+        The magnitude is NaN if the row contains NaN.
+
+        Args:
+            room: shared memory of the CTA.
+            unit: first unit of the row.
+        """
         largest, spoiled, dot = Float32(0.0), Float32(0.0), Float32(0.0)
         for i in range(self.units):
             largest = cute.arch.fmax(largest, room.largest[unit + i])
@@ -151,7 +163,7 @@ class Rows:
 
     @cute.jit
     def store(self, held: cute.Tensor, block: Int32, scale: Float32, out: cute.Tensor):
-        """A block, of one scale, in 8 bits."""
+        """Store a block in 8 bits, with a single scale."""
         for turn in cutlass.range_constexpr(self.rounds):
             _, row, first, there = self.unit_of(turn, block, out.shape[0])
             if there:
@@ -162,7 +174,10 @@ class Rows:
         self, held: cute.Tensor, block: Int32, of_format: float, out: cute.Tensor, scales: cute.Tensor,
         shifts: cute.Tensor, room: Room,
     ):  # fmt: skip
-        """Each row by a scale of its own, which is left in `scales`, as dots are in `shifts`."""
+        """Store each row in 8 bits with a separate scale.
+
+        The scales are written to `scales`, and the products with the constant key to `shifts`.
+        """
         for turn in cutlass.range_constexpr(self.rounds):
             unit, row, first, there = self.unit_of(turn, block, out.shape[0])
             if there:
@@ -174,7 +189,7 @@ class Rows:
                 self.store_unit(held[turn, None], Float32(1.0) / scale, out[row, None], first)
 
     def store_unit(self, held: cute.Tensor, inverse: Float32, out: cute.Tensor, first: Int32) -> None:
-        """A unit in 8 bits."""
+        """Store a unit in 8 bits."""
         words = cute.make_rmem_tensor((UNIT // WORD,), Int32)
         for w in range(UNIT // WORD):
             words[w] = self.element.scores.pack_four([held[w * WORD + i] * inverse for i in range(WORD)])
@@ -182,20 +197,20 @@ class Rows:
 
 
 def shared_vector(pointer: cute.Pointer, dtype: type[cutlass.Numeric], size: int) -> cute.Tensor:
-    """`size` numbers from an address in shared memory of whole 16 bytes."""
+    """Return `size` numbers at a 16-byte aligned address in shared memory."""
     aligned = cute.make_ptr(dtype, pointer.toint(), cute.AddressSpace.smem, assumed_align=16)
     return cute.make_tensor(aligned, cute.make_layout(size))
 
 
 def taken(x: cute.Tensor, size: int) -> cute.Tensor:
-    """So many numbers on end in shared memory, in registers."""
+    """Load `size` consecutive numbers from shared memory into registers."""
     found = cute.make_rmem_tensor((size,), x.element_type)
     cute.autovec_copy(shared_vector(x.iterator, x.element_type, size), found)
     return found
 
 
 def sign_of(channel: Int32, d: int) -> Float32:
-    """Of ROTATION."""
+    """Return the sign of a channel, from ROTATION."""
     word = Int32(0)
     for i in range(-(-d // 32)):
         word = cutlass.select_(channel // 32 == i, Int32(ROTATION[i] - (1 << 32) * (ROTATION[i] >> 31)), word)
@@ -203,7 +218,7 @@ def sign_of(channel: Int32, d: int) -> Float32:
 
 
 def scale_of(largest: Float32, of_format: float) -> Float32:
-    """NaN stays: max.NaN."""
+    """Return the scale for a largest magnitude. NaN stays NaN, by max.NaN."""
     scale = cutlass.select_(largest == 0.0, Float32(1.0), largest / of_format)
     text = "max.NaN.f32 {$w0}, {$r0}, {$r1};"
     return cute.arch.inline_ptx(text, write_only_types=[Float32], read_only_args=[scale, Float32(SMALLEST_SCALE)])

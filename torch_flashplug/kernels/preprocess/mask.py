@@ -1,12 +1,17 @@
-"""A bool mask as kernels read it: words (scores/words.py), and lists of the blocks that hide something or nothing
-(block_sparse.py). Made on the device by two small kernels, so that nothing waits for the host, and a CUDA graph digests
-what the mask holds when it is replayed.
+"""Mask preprocessing: converts a bool mask to a bitmask (scores/words.py) and block-sparse lists (block_sparse.py).
 
-The mask is (B or 1, Hq or 1, rows, Sk) of any strides, 0 where it is broadcast; each of its planes is digested once.
-rows are Sq, or min(Sq, LISTED) of a mask that is the same for all queries: states and words are of those, lists of all.
-Tiles of TALL queries have lists of their own, of blocks of which each has a part in two lines of LISTED: there is room
-for them, which is filled for kernels that have such tiles. All that comes of it lies in one array of 32-bit numbers, (B
-or 1, Hq or 1, numbers()), by kind and then by plane. What gradients need is made where there is room for it.
+The lists contain the partial blocks and the full blocks. Two small kernels on the device do the conversion. No step
+waits for the host, and a CUDA graph converts the mask contents of each replay.
+
+The mask is (B or 1, Hq or 1, rows, Sk) of any strides, with stride 0 for broadcast dimensions. Each plane is converted
+once. `rows` is Sq, or min(Sq, LISTED) for a mask with equal rows for all queries. States and bitmask then cover only
+these rows, while the lists cover all query rows.
+
+Tiles of TALL queries have separate lists, for blocks of TALL rows that overlap two block rows of LISTED queries. The
+metadata always has space for these lists, but only kernels with such tiles fill the space.
+
+All metadata lies in a single array of 32-bit values, (B or 1, Hq or 1, numbers()), ordered by kind and then by plane.
+The data for gradients is created only if the array has space for it.
 """
 
 from __future__ import annotations
@@ -28,15 +33,15 @@ from ..score_stages.bitmask import shifted
 from ..tiling.block_sparse import Lists
 
 TILES = LISTED // TILE
-WARPS = WARPGROUP // WARP  # of a CTA, and words of 32 bits in a row of a block
-PITCH = WARPS + 1  # words from row to row in shared memory, so that rows begin at other banks
-BYTES = 16  # of a vector
-BEFORE, BEHIND = 3, 4  # bytes that are read with 16 which no vector holds
+WARPS = WARPGROUP // WARP  # warps of a CTA, equal to the 32-bit words in a row of a block
+PITCH = WARPS + 1  # words from row to row in shared memory, chosen so that consecutive rows begin in different banks
+BYTES = 16  # bytes of a vector
+BEFORE, BEHIND = 3, 4  # extra bytes read before and behind 16 unaligned bytes
 PER_ROW = LISTED // BYTES
 
 
 def numbers(rows: int | Int32, Sq: int | Int32, Sk: int | Int32, *, gradients: bool) -> int | Int32:
-    """How many 32-bit numbers a plane's digest takes, as src/operands/mask.cpp counts them."""
+    """Return the number of 32-bit values in the metadata of a plane. src/operands/mask.cpp computes the same number."""
     lines, M, N = ((size + LISTED - 1) // LISTED for size in (rows, Sq, Sk))
     of_rows, of_columns, tall = ((size + unit - 1) // unit for size, unit in ((rows, TILE), (Sk, TILE), (Sq, TALL)))
     taken = lines * N + 2 * (M + tall) * (N + 1) + of_rows * (of_columns + 1) * THREADS
@@ -47,11 +52,14 @@ def numbers(rows: int | Int32, Sq: int | Int32, Sk: int | Int32, *, gradients: b
 
 @dataclass(frozen=True)
 class Digested:
-    """Where everything lies. Plane (batch, head) is batch * of_batch + head * of_head."""
+    """Mask metadata: the memory layout of all sections.
+
+    Plane (batch, head) has index batch * of_batch + head * of_head.
+    """
 
     start: cute.Pointer
     sizes: tuple[Int32, Int32, Int32]  # planes, Sq, Sk
-    rows: Int32  # of the mask; where they are fewer than Sq, each is like all
+    rows: Int32  # rows of the mask. If fewer than Sq, all mask rows are equal
     of_batch: Int32
     of_head: Int32
     gradients: cutlass.Boolean
@@ -65,45 +73,54 @@ class Digested:
 
     @property
     def blocks(self) -> tuple[Int32, Int32]:
-        """Rows and columns of a plane's blocks."""
+        """Numbers of block rows and block columns of a plane."""
         return tuple(cute.ceil_div(size, LISTED) for size in self.sizes[1:])
 
     @property
     def tall(self) -> Int32:
-        """Rows of a plane's tall blocks."""
+        """Number of rows of TALL blocks of a plane."""
         return cute.ceil_div(self.sizes[1], TALL)
 
     @property
     def lines(self) -> Int32:
-        """Rows of a plane's blocks that have states of their own: those behind have the last one's."""
+        """Number of block rows with separate states. Later block rows have the state of the last of these rows."""
         return cute.ceil_div(self.rows, LISTED)
 
     @property
     def tiles(self) -> tuple[Int32, Int32]:
-        """Rows and columns of a plane's tiles of words."""
+        """Numbers of tile rows and tile columns of the bitmask of a plane."""
         return tuple(cute.ceil_div(size, TILE) for size in (self.rows, self.sizes[2]))
 
     def places(self) -> tuple[Int64, ...]:
-        """Where states begin, lists of keys, those of tall blocks, words of rows; lists of queries, words of columns,
-        turns.
+        """Return the offsets of all sections.
+
+        Returns:
+            The offsets of the states, the key lists, the key lists of TALL blocks, the bitmask by rows, the query
+                lists, the bitmask by columns, and the accumulation ranks.
         """
         (M, N), (rows, columns), planes = self.blocks, self.tiles, Int64(self.sizes[0])
         lengths = (
             *(planes * self.lines * N, *(2 * planes * m * (N + 1) for m in (M, self.tall))),
             planes * rows * (columns + 1) * THREADS,
-            *(2 * planes * N * (M + 1), planes * columns * (rows + 1) * THREADS),  # gradients'
+            *(2 * planes * N * (M + 1), planes * columns * (rows + 1) * THREADS),  # sections for gradients
         )
         return tuple(itertools.accumulate(lengths, initial=Int64(0)))
 
     def states(self) -> cute.Tensor:
-        """(n,), of each block of each plane: KIND is NONE, MASKED or WHOLE."""
+        """Return the states (n,) of all blocks of all planes. KIND bits of a state are NONE, MASKED or WHOLE."""
         return self.vector(0)
 
     def words(self, transposed: bool) -> cute.Tensor:
         return self.vector(5 if transposed else 3)
 
     def lists(self, transposed: bool, ordered: bool = False, listed_rows: int = LISTED) -> Lists:
-        """Of each block of so many queries; transposed: of keys. ordered: with turns."""
+        """Return the block-sparse lists.
+
+        Args:
+            transposed: lists of query blocks for each KV block, instead of KV blocks for each query block.
+            ordered: include the accumulation ranks.
+            listed_rows: query rows of a block (LISTED or TALL).
+        """
         M, N = self.blocks
         place, lines, room = (4, N, M) if transposed else (2, self.tall, N) if listed_rows == TALL else (1, M, N)
         (*_, turns), at, R = self.places(), self.start + self.places()[place], self.sizes[0] * lines
@@ -123,13 +140,16 @@ class Digested:
 
 
 class Digest:
-    """The two kernels: a CTA for each block of each plane, then a warp for each list. tall: of tall blocks, too."""
+    """Launcher of mask preprocessing: a kernel with a CTA per block of each plane, then a kernel with a warp per list.
+
+    `tall` also creates the lists of TALL blocks.
+    """
 
     def __init__(self, *, tall: bool):
         self.tall = tall
 
     def tall_lists(self, digested: Digested) -> Int32:
-        """Of a plane."""
+        """Return the number of TALL lists of a plane."""
         return digested.tall if self.tall else Int32(0)
 
     @cute.jit
@@ -142,7 +162,7 @@ class Digest:
 
     @cute.kernel
     def pack(self, mask: cute.Tensor, digested: Digested):
-        """A block's words and its state."""
+        """Store the bitmask and the state of a block. Each CTA handles a block."""
         smem = cutlass.memory.SmemAllocator()
         matrix = cute.make_layout((LISTED, WARPS), stride=(PITCH, 1))
         bits, turned = (smem.allocate_tensor(Int32, matrix, 16) for _ in range(2))
@@ -160,8 +180,11 @@ class Digest:
 
     @cute.jit
     def load(self, mask: cute.Tensor, digested: Digested, plane: Int32, m: Int32, n: Int32, bits: cute.Tensor):
-        """A block as bits (queries, keys / 32), 0 outside of the mask: by vectors where rows allow it, by words where
-        keys are neighbours and some more on either side, else a warp takes 32 columns of a row at a time.
+        """Load a block as bits (queries, keys / 32), with 0 outside of the mask.
+
+        There are three paths. If rows allow vector loads, threads load vectors. If keys are contiguous and enough
+        further keys lie on either side, threads load 4-byte words. Otherwise each warp loads 32 columns of a row at a
+        time.
         """
         heads, rows, (_, _, Sk) = mask.shape[1], digested.rows, digested.sizes
         batch, head, row, column = plane // heads, plane % heads, m * LISTED, n * LISTED
@@ -201,7 +224,7 @@ class Digest:
     def store_state(
         self, bits: cute.Tensor, flags: cute.Tensor, digested: Digested, line: Int32, m: Int32, n: Int32
     ):  # fmt: skip
-        """A thread looks at a row; of those that do not exist none is asked."""
+        """Compute and store the state of a block. Each thread examines a row. Rows beyond the mask are ignored."""
         thread = cute.arch.thread_idx()[0]
         some, every = Int32(0), Int32(-1)
         for word in cutlass.range_constexpr(WARPS):
@@ -223,7 +246,16 @@ class Digest:
         self, bits: cute.Tensor, digested: Digested, plane: Int32, line: Int32, nth: Int32,
         transposed: cutlass.Constexpr[bool],
     ):  # fmt: skip
-        """Of a block, by its place among lines and in its line."""
+        """Store the bitmask tiles of a block.
+
+        Args:
+            bits: bits of the block.
+            digested: the mask metadata.
+            plane: index of the plane.
+            line: index of the block row.
+            nth: index of the block in the row.
+            transposed: store the transposed bitmask. `line` and `nth` then count columns and rows.
+        """
         rows, columns = reversed(digested.tiles) if transposed else digested.tiles
         words, thread = digested.words(transposed), cute.arch.thread_idx()[0]
         row = thread // WARP * SLAB + thread % WARP // 4
@@ -236,7 +268,8 @@ class Digest:
             if line * TILES + i < rows and nth * TILES + j <= columns:
                 place = (Int64(at) * (columns + 1) + nth * TILES + j) * THREADS + thread
                 cute.arch.store(words.iterator + place, word)
-            # Behind the last tile of a line all is zero, or of queries that are all the same what it is for each.
+            # The tile behind the last tile of a row is zero. Masks with equal rows for all queries are an exception:
+            # there the extra tile of a column equals each tile of the column.
             if cutlass.const_expr(j == TILES - 1):
                 behind = Int32(0)
                 if cutlass.const_expr(transposed):
@@ -247,7 +280,7 @@ class Digest:
 
     @cute.kernel
     def sort(self, digested: Digested):
-        """A list of keys for each block of queries, then for each tall one, then one of queries for each of keys."""
+        """Build the lists: KV blocks of query blocks, then of TALL blocks, then query blocks of KV blocks."""
         (M, N), lines, planes = digested.blocks, digested.lines, digested.sizes[0]
         number = cute.arch.block_idx()[0]
         of_tall = number - planes * M
@@ -264,7 +297,7 @@ class Digest:
     def list_rows(
         self, digested: Digested, number: Int32, plane: Int32, begin: Int32, listed_rows: cutlass.Constexpr[int]
     ):
-        """Of so many queries of a plane, by the two lines in which they lie."""
+        """Build the list of `listed_rows` query rows of a plane, from both block rows with these query rows."""
         (_, N), lines = digested.blocks, digested.lines
         rows = begin // LISTED, (begin + listed_rows - 1) // LISTED
         first = tuple((Int64(plane) * lines + cutlass.min(row, lines - 1)) * N for row in rows)
@@ -276,10 +309,20 @@ class Digest:
         self, lists: Lists, states: cute.Tensor, line: Int32, first: tuple[Int64, Int64],
         steps: tuple[Int32, Int32, Int32], half: Int32, listed_rows: cutlass.Constexpr[int],
     ):  # fmt: skip
-        """A block is what two states say where they are the same, else masked. steps: between the states of a line, how
-        many it has, and how many blocks: the last state is all others'. half: of the first state, where rows begin.
-        listed_rows: queries of a line; such are never empty: where nothing is seen they have one block, whose words
-        hide all of it. 0: keys.
+        """Build a list from the states of one or two block rows.
+
+        If two states are equal, the block gets their common state. Otherwise the block is partial. A list of KV blocks
+        is never empty: without visible keys, the list contains a single block, whose bitmask masks all scores.
+
+        Args:
+            lists: the block-sparse lists.
+            states: states of all blocks.
+            line: index of the list.
+            first: indices of the first states of both block rows.
+            steps: distance between the states of a row, number of states, and number of blocks. Blocks behind the last
+                state use the last state.
+            half: index of the first TILE rows within the first block row.
+            listed_rows: query rows of a block, or 0 for lists of query blocks.
         """
         stride, there, count = steps
         lane, start = cute.arch.lane_idx(), Int64(line) * lists.masked.shape[1]
@@ -301,7 +344,7 @@ class Digest:
                 cute.arch.store(lists.whole.iterator + (start + whole + cute.arch.popc(shows & before)), nth)
             masked, whole = masked + cute.arch.popc(hides), whole + cute.arch.popc(shows)
         if lane == 0:
-            if masked + whole == 0:  # walks look at their first entry all the same
+            if masked + whole == 0:  # block iterators read the first entry even of an empty list
                 cute.arch.store(lists.masked.iterator + start, Int32(0))
                 cute.arch.store(lists.whole.iterator + start, Int32(0))
                 masked = Int32(1 if listed_rows > 0 else 0)
@@ -310,8 +353,10 @@ class Digest:
 
 
 class Turns:
-    """Of each entry of the lists of queries, how many SHAREs of later keys list the same block (listed.Lists): what an
-    ordered backward asks its digest for.
+    """Launcher of the kernel for accumulation ranks, required by an ordered backward (listed.Lists).
+
+    The rank of an entry in a list of query blocks is the number of later ranges of SHARE keys that list the same query
+    block.
     """
 
     @cute.jit
@@ -322,7 +367,10 @@ class Turns:
 
     @cute.kernel
     def count(self, digested: Digested):
-        """A CTA has a list's entries, a thread one of either kind."""
+        """Count the ranks of a list.
+
+        Each CTA handles a part of a list, and each thread handles an entry of either kind.
+        """
         lists = digested.lists(True, ordered=True)
         line, part, _ = cute.arch.block_idx()
         entry = part * WARPGROUP + cute.arch.thread_idx()[0]
@@ -346,12 +394,15 @@ class Turns:
 
 
 def seen_halves(state: Int32) -> Int32:
-    """A bit for each TILE rows of a block."""
+    """Return a bit for each TILE rows of a block, set if a key is visible to the rows."""
     return cutlass.select_(state == WHOLE, Int32(3), state >> HALVES)
 
 
 def bits_of_bytes(mask: cute.Tensor, place: tuple[Int32, Int32, Int32, Int32]) -> Int32:
-    """A bit for each of the 16 bytes there: 1 unless all of it is 0 (a view of other numbers may hold any)."""
+    """Return a bit for each of 16 mask bytes: 1 unless the whole byte is 0.
+
+    A bool view of other data may contain any byte value.
+    """
     return bits_of_words(vector_at(mask.iterator + offset_of(mask, place), Int32, BYTES // 4).load())
 
 
@@ -360,7 +411,10 @@ def offset_of(mask: cute.Tensor, place: tuple[Int32, Int32, Int32, Int32]) -> In
 
 
 def bytes_at(start: cute.Pointer) -> list[Int32]:
-    """16 bytes at any address, in four words; up to BEFORE bytes before them and BEHIND behind them are read."""
+    """Return 16 bytes from any address, in four words.
+
+    Up to BEFORE bytes before the address and BEHIND bytes behind the 16 bytes are read.
+    """
     first = start.toint() & 3
     words = cute.make_ptr(Int32, start.toint() - first, cute.AddressSpace.gmem, assumed_align=4)
     found = [cute.arch.load(words + i, Int32) for i in range(BYTES // 4 + 1)]
@@ -368,18 +422,18 @@ def bytes_at(start: cute.Pointer) -> list[Int32]:
 
 
 def bits_of_words(four: cute.TensorSSA | list[Int32]) -> Int32:
-    """Of 16 bytes in four words."""
+    """Return a bit for each of 16 bytes in four words."""
     found = Int32(0)
     for i in range(BYTES // 4):
-        low = (four[i] & 0x7F7F7F7F) + 0x7F7F7F7F  # carries into the topmost bit of each byte
+        low = (four[i] & 0x7F7F7F7F) + 0x7F7F7F7F  # the addition carries into the top bit of each nonzero byte
         ones = (low | four[i]) >> 7 & 0x01010101
-        # Each product of two powers lands at a place of its own; those of 24 to 27 are the four.
+        # Each product of two powers of two lands at a separate bit. Bits 24 to 27 hold the four results.
         found = found | ((ones * 0x01020408 >> 24 & 15) << 4 * i)
     return found
 
 
 def every_fourth_pair(bits: Int32) -> Int32:
-    """Bits 0 and 1 of each byte, one after the other, at every other place."""
+    """Return bits 0 and 1 of each byte, in sequence, at every other position."""
     bits = bits & 0x03030303
     spread = (bits | bits << 1) & 0x05050505
     spread = (spread | spread >> 4) & 0x00FF00FF
@@ -388,7 +442,7 @@ def every_fourth_pair(bits: Int32) -> Int32:
 
 @cute.jit
 def transpose(bits: cute.Tensor, turned: cute.Tensor):
-    """A block's bits, a warp 32 rows of it."""
+    """Transpose the bits of a block. Each warp handles 32 rows."""
     thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
     for word in cutlass.range_constexpr(WARPS):
         of_row, of_column = bits[thread, word], Int32(0)

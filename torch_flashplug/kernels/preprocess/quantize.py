@@ -1,9 +1,11 @@
-"""Operands in 8 bits, from 16: one kernel, in one pass (quantize_reference.py has the mathematics, and the same in
-torch).
+"""Quantization of Q, K and V from 16 bits to 8 bits: a single kernel that makes a single pass over the operands.
 
-A CTA has a block of keys of K, 128 keys of V, or some rows of Q (hadamard.py). Each finds for itself what it needs of a
-whole head, from the same SAMPLES keys: the constant key of K, the scales of V's channels. So nothing waits for
-anything, no sum depends on who comes first, and a call's result on nothing but its own operands.
+quantize_reference.py explains the mathematics, and implements the same in torch.
+
+A CTA handles a block of keys of K, 128 keys of V, or some rows of Q (hadamard.py). Each CTA computes the required
+statistics of a whole head from the same SAMPLES keys: the constant key of K, and the scales of V's channels. Therefore
+no CTA waits for anything, and no sum depends on the order of CTAs. The result of a call depends only on the operands
+of the call.
 """
 
 from __future__ import annotations
@@ -34,18 +36,21 @@ from ..primitives.dtype import QuantisedElement
 from ..primitives.vector_access import vector_at
 from .hadamard import PITCH, UNIT, VECTOR, WORD, Room, Rows, scale_of, shared_vector, sign_of, taken
 
-THREADS, MOST_ROUNDS = 256, 4  # of a CTA; units of a block of K that each of them may hold: else there are more
-# Of Q, whose rows have scales of their own: units that a thread holds; blocks of a CTA, while an SM has threads enough.
+# Threads of a CTA, and limit of K units per thread. A CTA needing more units per thread gets more threads.
+THREADS, MOST_ROUNDS = 256, 4
+# For Q, whose rows have separate scales: units that a thread holds; limit of blocks per CTA; threads of an SM that must
+# be busy before a CTA handles several blocks.
 ROUNDS_OF_QUERIES, MOST_BLOCKS, ENOUGH = 2, 8, 2048
-KEYS = 128  # of V that a CTA turns
-# In shared memory words of a channel's keys, whose fours are exchanged (swizzled) so that lanes store to other banks.
+KEYS = 128  # keys of V that a CTA transposes
+# Words of keys in shared memory are stored in groups of four. The groups of a channel are swizzled, so that the lanes
+# of a store use different banks.
 FOURS = KEYS // WORD // 4
 LARGEST_FLOAT = 3.4028234663852886e38
 
 
 @dataclass(frozen=True)
 class Made:
-    """What comes of it (quantised.Quantised). Rows of q and k, and channels of v, are whole 16 bytes."""
+    """Quantized operands (quantised.Quantised). Rows of q and k, and channels of v, are multiples of 16 bytes."""
 
     q: cute.Tensor  # (B, Hq, Sq, d) 8 bits
     k: cute.Tensor  # (B, Hkv, Sk, d)
@@ -58,12 +63,16 @@ class Made:
 
 
 class Quantise:
-    """Builds the kernel for head dims d and dv, to which smaller ones are filled up with zeros, and blocks of keys."""
+    """Quantization kernel for head dims d and dv and for a block size of keys.
+
+    Smaller head dims are padded with zeros.
+    """
 
     def __init__(self, element: QuantisedElement, recipe: Recipe, d: int, dv: int, block: int):
         self.element, self.recipe, self.d, self.dv = element, recipe, d, dv
         units = d // UNIT
-        more = 2 * THREADS if units & units - 1 == 0 else 3 * THREADS // 2  # to find other units takes registers, too
+        # The mapping of threads to units needs registers, too, if the number of units is not a power of two.
+        more = 2 * THREADS if units & units - 1 == 0 else 3 * THREADS // 2
         self.threads = more if block * units > MOST_ROUNDS * THREADS else THREADS
         self.of_keys = Rows(element, d, block, self.threads)
         self.of_queries = Rows(element, d, ROUNDS_OF_QUERIES * self.threads // units, self.threads)
@@ -84,8 +93,13 @@ class Quantise:
 
     @cute.kernel
     def kernel(self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, to: Made, each: Int32):
-        """each: blocks of queries of a CTA."""
-        cute.arch.griddepcontrol_launch_dependents()  # whose CTAs come when all of these have
+        """Run the part of the CTA: K, V or Q.
+
+        Args:
+            each: blocks of queries per CTA.
+        """
+        # The CTAs of the dependent kernel start once all CTAs of this grid have started.
+        cute.arch.griddepcontrol_launch_dependents()
         smem = cutlass.memory.SmemAllocator()
 
         def floats(shape: tuple[int, ...], stride: tuple[int, ...] = (1,)) -> cute.Tensor:
@@ -114,11 +128,11 @@ class Quantise:
 
     @cute.jit
     def quantise_keys(self, number: Int32, k: cute.Tensor, to: Made, room: Room):
-        """A block, of one scale."""
+        """Quantize a block of keys with a single scale."""
         of = self.of_keys
         block, head, batch = place_of(number, cute.ceil_div(k.shape[2], of.rows), k.shape[1])
         mine, given, held = k[batch, head, None, None], of.given(), of.held()
-        of.fetch(mine, block, given)  # on their way while samples are added up
+        of.fetch(mine, block, given)  # the loads are in flight during the sampling
         self.find_constant(mine, room)
         of.rotate(given, held, block, mine.shape[0], room, keys=True)
         cute.arch.sync_threads()
@@ -129,7 +143,7 @@ class Quantise:
 
     @cute.jit
     def quantise_queries(self, number: Int32, each: Int32, q: cute.Tensor, k: cute.Tensor, to: Made, room: Room):
-        """Blocks of rows, of one scale each."""
+        """Quantize blocks of query rows with a scale per row."""
         of = self.of_queries
         blocks = cute.ceil_div(q.shape[2], of.rows)
         share, head, batch = place_of(number, cute.ceil_div(blocks, each), q.shape[1])
@@ -148,7 +162,7 @@ class Quantise:
 
     @cute.jit
     def find_constant(self, k: cute.Tensor, room: Room):
-        """Of a head's keys (Sk, D), and the signs of channels."""
+        """Compute the constant key of a head from K (Sk, D), and the signs of the channels."""
         thread = cute.arch.thread_idx()[0]
         if thread < self.d:
             room.signs[thread % UNIT, thread // UNIT] = sign_of(thread, self.d)
@@ -159,7 +173,7 @@ class Quantise:
 
     @cute.jit
     def sample(self, x: cute.Tensor, room: Room, width: cutlass.Constexpr[int], squares: cutlass.Constexpr[bool]):
-        """Sums over SAMPLES rows of a head (S, D), by lane: of finite numbers, and of their squares."""
+        """Sum over SAMPLES rows of a head (S, D), per lane: the finite numbers, and the squares of these numbers."""
         groups = width // VECTOR
         lanes = self.threads // groups
         thread = cute.arch.thread_idx()[0]
@@ -190,7 +204,7 @@ class Quantise:
         cute.arch.sync_threads()
 
     def sampled(self, room: Room, sums: cute.Tensor, channel: Int32, width: int) -> Float32:
-        """Mean of a channel."""
+        """Return the mean of a channel."""
         total, count = Float32(0.0), Float32(0.0)
         for lane in range(self.threads // (width // VECTOR)):
             total, count = total + sums[lane, channel], count + room.counts[lane, channel]
@@ -200,7 +214,7 @@ class Quantise:
     def quantise_values(
         self, number: Int32, v: cute.Tensor, to: Made, smem: cutlass.memory.SmemAllocator, room: Room
     ):  # fmt: skip
-        """KEYS keys of V, turned."""
+        """Quantize and transpose KEYS keys of V."""
         layout = cute.make_layout((WORD, FOURS, self.dv), stride=(1, WORD, WORD * FOURS))
         turned = smem.allocate_tensor(Int32, layout, 16)
         block, head, batch = place_of(number, cute.ceil_div(v.shape[2], KEYS), v.shape[1])
@@ -214,17 +228,20 @@ class Quantise:
 
     @property
     def turns(self) -> int:
-        """Of a CTA's threads over four keys of a group of channels each."""
+        """Number of rounds in which the threads of a CTA cover all tasks.
+
+        A task is four keys of a group of channels.
+        """
         return -(-(KEYS // WORD * (self.dv // VECTOR)) // self.threads)
 
     def task_of(self, turn: int) -> tuple[Int32, Int32]:
-        """A thread's word of the keys, and group of channels."""
+        """Return the word of keys and the group of channels of a thread."""
         task, groups = cute.arch.thread_idx()[0] + turn * self.threads, self.dv // VECTOR
         return task // groups, task % groups
 
     @cute.jit
     def fetch_values(self, v: cute.Tensor, block: Int32, given: cute.Tensor):
-        """given (VECTOR, WORD, turns): zeros where there is nothing."""
+        """Load V into `given` (VECTOR, WORD, turns), with zeros outside of the tensor."""
         given.fill(self.element.dtype(0.0))
         for turn in cutlass.range_constexpr(self.turns):
             word, group = self.task_of(turn)
@@ -236,7 +253,7 @@ class Quantise:
 
     @cute.jit
     def scale_values(self, v: cute.Tensor, block: Int32, scales: cute.Tensor, means: cute.Tensor, room: Room):
-        """Of every channel; room has their inverses, and means."""
+        """Compute the scale and the mean of every channel. `room` then holds the inverse scales and the means."""
         thread, mean, square = cute.arch.thread_idx()[0], Float32(0.0), Float32(0.0)
         self.sample(v, room, self.dv, squares=True)
         if thread < self.dv:
@@ -266,7 +283,7 @@ class Quantise:
 
     @cute.jit
     def turn_values(self, given: cute.Tensor, turned: cute.Tensor, room: Room, block: Int32, S: Int32):
-        """turned (words of four keys, fours of these, exchanged, channels)."""
+        """Convert and transpose V into `turned` (words of four keys, swizzled groups of four words, channels)."""
         for turn in cutlass.range_constexpr(self.turns):
             word, group = self.task_of(turn)
             if word < KEYS // WORD:
@@ -275,7 +292,7 @@ class Quantise:
                     place = channel % UNIT, channel // UNIT
                     inverse, mean = room.channels[place], room.means[place]
                     four = [(given[c, i, turn].to(Float32) - mean) * inverse for i in range(WORD)]
-                    # e4m3 saturates, infinities too
+                    # Saturation of e4m3 also covers infinities.
                     four = [cutlass.select_(abs(x) <= LARGEST_FLOAT, x, Float32.nan) for x in four]
                     there = [key_of(block, word, i) < S for i in range(WORD)]
                     four = [cutlass.select_(is_, x, Float32(0.0)) for is_, x in zip(there, four, strict=True)]
@@ -293,17 +310,20 @@ class Quantise:
 
 
 def place_of_sample(i: Int32, S: Int32) -> Int32:
-    """Of SAMPLES: some of the first and the last keys, the rest spread evenly (quantised.sample)."""
+    """Return the key index of sample i.
+
+    Samples are some of the first and last keys, and evenly spread keys between (quantised.sample).
+    """
     spread = (2 * (i - ENDS) + 1) * S // (2 * (SAMPLES - 2 * ENDS))
     first, last = cutlass.min(i, S - 1), cutlass.max(S - SAMPLES + i, 0)
     return cutlass.select_(i < ENDS, first, cutlass.select_(i < SAMPLES - ENDS, spread, last))
 
 
 def key_of(block: Int32, word: Int32, i: int) -> Int32:
-    """The i-th of a word of V, whose words are in KEY_ORDER."""
+    """Return the i-th key of a word of V. The keys of V are in KEY_ORDER."""
     return block * KEYS + word // WORD * len(KEY_ORDER) + word % WORD * 2 + KEY_ORDER[i]
 
 
 def place_of(number: Int32, blocks: Int32, heads: Int32) -> tuple[Int32, Int32, Int32]:
-    """Block, head, batch of a CTA."""
+    """Return block, head and batch of a CTA."""
     return number % blocks, number // blocks % heads, number // blocks // heads

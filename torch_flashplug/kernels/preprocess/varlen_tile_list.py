@@ -20,14 +20,14 @@ from ..tiling.varlen import ENTRY, MOST_WORTH, MaybeEmpty, Ragged, TileList
 
 THREADS, CLASSES = 1024, 1024
 WARPS = THREADS // WARP
-BLOCK = BACKWARD_TILE[0]  # rows of a block of scratch, and what work is counted in
+BLOCK = BACKWARD_TILE[0]  # rows of a workspace block, and the unit of work
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """A list: whose blocks, of how many rows or keys, and whether the longest come first."""
+    """Description of a tile list: side, rows or keys per block, and whether the longest tiles come first."""
 
-    name: str  # of Ragged
+    name: str  # attribute name in `Ragged`
     of_keys: bool
     size: int
     is_sorted: bool = True
@@ -35,24 +35,31 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Given:
-    """What a call brings."""
+    """Arguments of a call with packed sequences."""
 
-    cu_q: cute.Tensor  # (sequences + 1,) Int32: where rows of each begin, and end
+    cu_q: cute.Tensor  # (sequences + 1,) Int32: first row of each sequence, and the end of the last sequence
     cu_k: cute.Tensor
-    used_k: cute.Tensor  # (sequences,) Int32, or of none: how many keys of each count; as many as cu_q: see are_made
-    rows: Int32  # of all together
+    # (sequences,) Int32: KV length of each sequence, or (0,). A size equal to the size of `cu_q` marks
+    # existing lists (`are_made`).
+    used_k: cute.Tensor
+    rows: Int32  # rows of all sequences together
     keys: Int32
 
     @property
     def sequences(self) -> Int32:
-        """And two more: what is ahead of the first and behind the last, rows without keys and keys without rows, whose
-        results are zeros.
+        """Number of sequences, including two extra sequences.
+
+        The extra sequences are the rows before the first sequence and the rows behind the last sequence. They have
+        rows without keys, and keys without rows. The results there are zeros.
         """
         return self.cu_q.shape[0] + 1
 
     @property
     def are_made(self) -> cutlass.Boolean:
-        """Whether the lists are there. They say which keys count; in used_k's place is what has cu_q's size."""
+        """True if the lists already exist.
+
+        Existing lists already contain the KV lengths. A tensor of the size of `cu_q` then replaces `used_k`.
+        """
         return self.used_k.shape[0] == self.cu_q.shape[0]
 
     @property
@@ -60,7 +67,7 @@ class Given:
         return self.rows // BLOCK + self.sequences
 
     def own(self, number: Int32, of_keys: bool) -> tuple[Int32, Int32]:
-        """First row of a sequence, or key, and how many; of one that there is not none."""
+        """Return the first row (or key) and the length of a sequence. A nonexistent sequence has length 0."""
         starts, total = (self.cu_k, self.keys) if of_keys else (self.cu_q, self.rows)
         last = self.sequences - 1
         start = cutlass.select_(number > 0, starts[cutlass.min(cutlass.max(number - 1, 0), last - 1)], 0)
@@ -70,7 +77,7 @@ class Given:
         return start, cutlass.select_(number <= last, length, 0)
 
     def others(self, number: Int32, of_keys: bool) -> tuple[Int32, Int32]:
-        """What those meet."""
+        """Return the first row (or key) and the length of the opposite side of a sequence."""
         start, length = self.own(number, of_keys)
         if of_keys:
             length = self.used(number - 1, length)
@@ -78,7 +85,7 @@ class Given:
 
     @cute.jit
     def used(self, number: Int32, length: Int32) -> Int32:
-        """Of so many keys of a sequence of the call."""
+        """Return the KV length of a sequence with `length` keys in the tensor."""
         if (number >= 0) & (number < self.used_k.shape[0]):
             length = cutlass.min(length, cutlass.max(self.used_k[number], 0))
         return length
@@ -86,19 +93,19 @@ class Given:
 
 @dataclass(frozen=True)
 class Some:
-    """A sequence for each lane of a warp."""
+    """State of a sequence, held by a lane of a warp."""
 
     start: Int32
     length: Int32
     other_start: Int32
     other_length: Int32
-    scratch: Int32  # its blocks of scratch
+    scratch: Int32  # number of workspace blocks of the sequence
     tiles: Int32
 
     @classmethod
     def create(cls, given: Given, number: Int32, wanted: Wanted) -> Some:
         own, other = given.own(number, wanted.of_keys), given.others(number, not wanted.of_keys)
-        rows = given.own(number, of_keys=False)[1]  # also of those that meet nothing
+        rows = given.own(number, of_keys=False)[1]  # sequences without an opposite side have workspace blocks, too
         return cls(*own, *other, cute.ceil_div(rows, BLOCK), cute.ceil_div(own[1], wanted.size))
 
 
@@ -109,7 +116,7 @@ def warp_sum(value: Int32 | Float32) -> Int32 | Float32:
 
 
 def sum_to(value: Int32) -> Int32:
-    """Of the lanes up to this one."""
+    """Return the inclusive prefix sum over the lanes of the warp."""
     lane = cute.arch.lane_idx()
     for offset in (1, 2, 4, 8, 16):
         before = cute.arch.shuffle_sync(value, cutlass.max(lane - offset, 0))
@@ -118,7 +125,7 @@ def sum_to(value: Int32) -> Int32:
 
 
 class TileLists:
-    """The launch, of lists that are not there."""
+    """Launcher of the kernel for tile lists. Nothing is launched if the lists already exist."""
 
     def __init__(self, wanted: tuple[Wanted, ...]):
         self.wanted = wanted
@@ -143,7 +150,7 @@ class TileLists:
 
 
 class Making:
-    """One list, by a CTA."""
+    """Builder of a tile list. A single CTA runs the builder."""
 
     def __init__(
         self, given: Given, made: TileList, walk: Walk, wanted: Wanted, counts: cute.Tensor, sums: cute.Tensor,
@@ -180,7 +187,7 @@ class Making:
 
     @cute.jit
     def begin_classes(self):
-        """Numbers of tiles become places of the first ones, of the largest class first; and what all are worth."""
+        """Convert the tile counts of classes to start positions, largest class first, and store the total work."""
         mine = CLASSES - 1 - self.thread
         found = self.counts[mine]
         upto, one = sum_to(found), Float32(mine + 1)
@@ -197,7 +204,13 @@ class Making:
 
     @cute.jit
     def go_over(self, first: Int32, scratch: Int32, placing: cutlass.Constexpr[bool]):
-        """Counts tiles by their classes, or places them."""
+        """Count the tiles by class, or place the tiles in the list.
+
+        Args:
+            first: index of the warp's first tile.
+            scratch: index of the warp's first workspace block.
+            placing: True to place tiles, False to count tiles.
+        """
         for group in cutlass.range(self.begin, self.end, unroll=1):
             number = group * WARP + self.lane
             some = Some.create(self.given, number, self.wanted)
@@ -207,7 +220,7 @@ class Making:
             if cute.arch.vote_any_sync(some.tiles > 1):
                 for at in cutlass.range(0, last, WARP, unroll=1):
                     nth, owner = at + self.lane, Int32(0)
-                    for step in (16, 8, 4, 2, 1):  # the first lane whose tiles end behind it
+                    for step in (16, 8, 4, 2, 1):  # binary search: first lane with tiles ending behind `nth`
                         ends = cute.arch.shuffle_sync(upto, owner + (step - 1))
                         owner = cutlass.select_(ends <= nth, owner + step, owner)
                     of_owner = tuple(cute.arch.shuffle_sync(value, owner) for value in values)
@@ -222,7 +235,11 @@ class Making:
     def entry(
         self, block: Int32, number: Int32, own: Int32, length: Int32, other: Int32, met: Int32, of_scratch: Int32
     ) -> tuple[Int32, ...]:  # fmt: skip
-        """Of starts that do not grow there may be more blocks than room: those have no rows."""
+        """Return the eight values of an entry.
+
+        If `cu_seqlens` values decrease, there may be more blocks than the workspace has capacity for. The excess blocks
+        get no rows.
+        """
         queries = met if self.wanted.of_keys else length
         there = of_scratch + cute.ceil_div(queries, BLOCK) <= self.given.blocks_of_scratch
         there = there & (of_scratch >= 0)
@@ -236,7 +253,11 @@ class Making:
     def take(
         self, entry: tuple[Int32, ...], place: Int32, there: cutlass.Boolean, placing: cutlass.Constexpr[bool]
     ):  # fmt: skip
-        """A tile of each lane that has one. Those of one class, as short sequences' are, take places together."""
+        """Count or place a tile for each lane with a tile.
+
+        If all tiles of the warp belong to a single class, as with short sequences, the lanes reserve positions
+        together.
+        """
         if cutlass.const_expr(self.wanted.is_sorted):
             kind = cutlass.select_(there, self.class_of(*entry[:6]), -1)
             lanes, of_first = cute.arch.vote_ballot_sync(there), cute.arch.shuffle_sync(kind, 0)
@@ -254,11 +275,11 @@ class Making:
                 self.store(place, entry)
 
     def places(self, kind: Int32, count: Int32) -> Int32:
-        """The next ones of a class."""
+        """Reserve the next `count` positions of class `kind`."""
         return cute.arch.atomic_add(self.counts.iterator + kind, count, sem="relaxed", scope="cta")
 
     def class_of(self, block: Int32, _: Int32, own: Int32, length: Int32, other: Int32, met: Int32) -> Int32:
-        """By the blocks of the other side that a tile walks over."""
+        """Return the class of a tile, from the number of blocks visited on the opposite side."""
         rows, keys = (met, length) if self.wanted.of_keys else (length, met)
         tile = Tile(block, None, None, MaybeEmpty(rows, keys, cutlass.max(keys, 1)))
         if self.wanted.of_keys:
@@ -270,7 +291,7 @@ class Making:
 
     @cute.jit
     def fill(self, total: Int32):
-        """Behind the last one there are tiles without rows."""
+        """Fill the list behind the last tile with entries without rows."""
         for place in cutlass.range(total + self.thread, self.made.room(), THREADS, unroll=1):
             self.store(place, (0, 0, 0, 0, 0, 0, 0, 1))
         if self.thread == 0:

@@ -1,5 +1,6 @@
-"""The element type of a kernel, one for all operands: what they are in memory, and how fp32 becomes that. Nothing else
-under kernels/ says which it is; that it has 16 bits, products and shared memory rely on.
+"""Element type of a kernel, common to all operands: the type in memory, and the conversion from fp32.
+
+No further module under kernels/ names the type. Products and shared memory rely on a size of 16 bits.
 """
 
 from __future__ import annotations
@@ -10,16 +11,23 @@ from cutlass import Float32, Int32
 
 
 class Element:
-    """16 bits of Q, K, V, P, O and their gradients; products add up in fp32. No dataclass: the DSL looks into those,
-    and takes no types in them.
+    """16-bit element type of Q, K, V, P, O and the gradients. Products accumulate in fp32.
+
+    The class is no dataclass, because the DSL inspects dataclasses and accepts no types as fields.
     """
 
-    sums = Float32  # what products add up in
+    sums = Float32  # accumulator type of products
 
     def __init__(self, dtype: type[cutlass.Numeric], pack: str, raised: int = 0):
-        """pack: what two packed elements are called in PTX; raised: exponents by which P is larger on its way to sums
-        over many rows. fp16 has no small numbers: P of a row with many keys would lose bits, or vanish; bf16 has all
-        that fp32 has.
+        """Initialize the element type.
+
+        fp16 has no small numbers: P of a row with many keys would lose bits, or vanish. bf16 has the exponent range of
+        fp32.
+
+        Args:
+            dtype: 16-bit type.
+            pack: PTX type of two packed elements.
+            raised: power of two by which P is larger as an operand of sums over many rows.
         """
         assert dtype.width == 16, f"{dtype}: kernels take operands of 16 bits"
         self.dtype, self.pack, self.raised = dtype, pack, raised
@@ -30,50 +38,59 @@ class Element:
 
     @property
     def scores(self) -> Element | EightBits:
-        """What Q and K are multiplied in."""
+        """Element type of Q and K in the product."""
         return self
 
     @property
     def values(self) -> Element | EightBits:
-        """What P and V are."""
+        """Element type of P and V in the product."""
         return self
 
     @property
     def cached(self) -> type[cutlass.Numeric]:
-        """What K and V are in memory."""
+        """Type of K and V in memory."""
         return self.dtype
 
     def pack_pair(self, low: Float32, high: Float32) -> Int32:
-        """Two numbers as elements, round to nearest even.
+        """Return two numbers as packed elements, rounded to nearest even.
 
-        An explicit instruction: LLVM moves a plain conversion behind a loop's back edge, so that 64 fp32 values would
-        stay live across the next product instead of 32 packed ones, and everything spills.
+        The instruction is explicit, because LLVM moves a plain conversion behind the back edge of a loop. Then 64 fp32
+        values would stay live across the next product instead of 32 packed values, and everything spills.
         """
         text = f"cvt.rn.{self.pack}.f32 {{$w0}}, {{$r1}}, {{$r0}};"
         return cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=[low, high])
 
     def kept_pair(self, pair: Int32) -> Int32:
-        """0 for those of two packed that are negative; NaN stays."""
+        """Return two packed elements with negative elements replaced by 0. NaN stays NaN."""
         text = f"{{ .reg .b32 zero; mov.b32 zero, 0; max.NaN.{self.pack} {{$w0}}, {{$r0}}, zero; }}"
         return cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=[pair])
 
 
 class EightBits:
-    """Q and K, or P and V, of a recipe (quant_recipes.py)."""
+    """8-bit element type of Q and K, or of P and V, in a recipe (quant_recipes.py)."""
 
     bytes = 1
 
     def __init__(self, dtype: type[cutlass.Numeric], sums: type[cutlass.Numeric], packing: str):
-        """sums: what products add up in; packing: the PTX that makes {$w0} of four fp32 numbers, the first lowest."""
+        """Initialize the element type.
+
+        Args:
+            dtype: 8-bit type.
+            sums: accumulator type of products.
+            packing: PTX that converts four fp32 numbers to {$w0}, the first number in the lowest byte.
+        """
         self.dtype, self.sums, self.packing = dtype, sums, packing
 
     def pack_four(self, four: list[Float32]) -> Int32:
-        """Round to nearest even; beyond the ends of a format lies its end, and NaN of e4m3 stays."""
+        """Return four numbers as packed elements, rounded to nearest even.
+
+        Numbers beyond the range saturate, and NaN stays NaN in e4m3.
+        """
         return cute.arch.inline_ptx(self.packing, write_only_types=[Int32], read_only_args=four)
 
 
 class QuantisedElement(Element):
-    """Operands and O in 16 bits, products in 8: of scores, perhaps of values."""
+    """Element type with operands and O in 16 bits, and 8-bit products of scores and perhaps of values."""
 
     def __init__(self, whole: Element, scores: EightBits, values: EightBits | None):
         super().__init__(whole.dtype, whole.pack, whole.raised)
@@ -103,7 +120,7 @@ EIGHT_BITS = {
         "cvt.rn.satfinite.e4m3x2.f32 high, {$r3}, {$r2}; mov.b32 {$w0}, { low, high }; }",
     ),
 }
-ELEMENTS = {  # by the name of spec.DTYPES
+ELEMENTS = {  # by the names in spec.DTYPES
     "bf16": Element(cutlass.BFloat16, "bf16x2"),
     "fp16": Element(cutlass.Float16, "f16x2", raised=12),
 }

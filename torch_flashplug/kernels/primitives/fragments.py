@@ -1,5 +1,7 @@
-"""What a thread holds of a warp's 16 rows, and what kernels take: the same for mma.sync and, with four warps a
-warpgroup, for wgmma (PTX ISA, fragments of m16n8k16 and of wgmma's m64nNk16).
+"""Register fragments of a thread: accumulators and left operands of a warp's 16 rows.
+
+The layouts are the same for mma.sync and, with four warps per warpgroup, for wgmma (PTX ISA, fragments of m16n8k16 and
+of wgmma's m64nNk16).
 """
 
 from __future__ import annotations
@@ -19,39 +21,44 @@ LOG2_E = math.log2(math.e)
 
 
 def rows_and_columns(acc: cute.Tensor) -> cute.Tensor:
-    """(2, cols) view of the accumulator ((2, 2, N/8), 1, 1) of 16 rows on a warp: mode 0 of the fragment is the column
-    pair, mode 1 the row pair.
+    """Return a (2, cols) view of the accumulator ((2, 2, N/8), 1, 1) of 16 rows on a warp.
+
+    Mode 0 of the fragment is the column pair, and mode 1 is the row pair.
     """
     columns = cute.size(acc) // 2
     return cute.make_tensor(acc.iterator, cute.make_layout((2, (2, columns // 2)), stride=(2, (1, 4))))
 
 
 def column_of(c: int) -> int:
-    """Column of a thread's c-th score, relative to its first: each thread has pairs, one pair in every eight
-    columns.
+    """Return the column of a thread's score number c, relative to the thread's first column.
+
+    Each thread has pairs of columns, one pair in every eight columns.
     """
     return (c // 2) * 8 + c % 2
 
 
 @dataclass(frozen=True)
 class OperandA:
-    """Probabilities in 16 bits, in registers, as the left operand of the next product; packed in pairs."""
+    """Left operand of the next product: probabilities in 16 bits, in registers, packed in pairs."""
 
     pairs: cute.Tensor  # (K/4,) Int32
-    fragment: cute.Tensor  # (8, 1, K/16), the same registers as the product sees them
+    fragment: cute.Tensor  # (8, 1, K/16), the same registers in the layout of the product
     element: Element
 
     @classmethod
     def create(cls, acc: cute.Tensor, element: Element) -> OperandA:
-        """Room for the fp32 accumulator `acc` of K columns; both keep elements in the same order."""
+        """Create registers for the fp32 accumulator `acc` of K columns. Both keep elements in the same order."""
         pairs = cute.make_rmem_tensor((cute.size(acc) // 2,), Int32)
         layout = cute.make_layout(((2, 2, 2), 1, cute.size(acc) // 8), stride=((1, 2, 4), 0, 8))
         fragment = cute.make_tensor(cute.recast_ptr(pairs.iterator, dtype=element.dtype), layout)
         return cls(pairs, fragment, element)
 
     def take(self, acc: cute.Tensor, through: Callable | None = None) -> None:
-        """Convert an accumulator, round to nearest even; the columns that a narrow one lacks become 0. through: what
-        happens to each value on its way, (r, c, value) -> value by its place in `rows_and_columns`.
+        """Convert an accumulator, with rounding to nearest even. Missing columns of a narrow accumulator become 0.
+
+        Args:
+            acc: the accumulator.
+            through: function applied to each value, (r, c, value) -> value, with r and c as in `rows_and_columns`.
         """
         flat = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
         for i in range(cute.size(acc) // 2, cute.size(self.pairs)):
@@ -64,32 +71,42 @@ class OperandA:
             self.pairs[i] = self.element.pack_pair(low, high)
 
     def keep(self, signed: OperandA) -> None:
-        """What is not negative of another, or of itself; 0 for the rest."""
+        """Copy the nonnegative elements of `signed`, and replace negative elements by 0.
+
+        `signed` may be the same operand.
+        """
         for i in range(cute.size(self.pairs)):
             self.pairs[i] = self.element.kept_pair(signed.pairs[i])
 
 
 @dataclass(frozen=True)
 class Quads:
-    """Probabilities in 8 bits, in registers, as the left operand of the next product; packed in fours. Thread t of four
-    owns scores of keys 2t, 2t + 1, 2t + 8 and 2t + 9 of sixteen, and the product wants four on end: V has its keys in
-    recipes.KEY_ORDER.
+    """Left operand of the next product: probabilities in 8 bits, in registers, packed in fours.
+
+    Thread t of four owns scores of keys 2t, 2t + 1, 2t + 8 and 2t + 9 of sixteen, while the product expects four
+    consecutive keys. Therefore V has its keys in recipes.KEY_ORDER.
     """
 
     quads: cute.Tensor  # (K/8,) Int32
-    fragment: cute.Tensor  # (16, 1, K/32), the same registers as the product sees them
+    fragment: cute.Tensor  # (16, 1, K/32), the same registers in the layout of the product
     element: EightBits
 
     @classmethod
     def create(cls, acc: cute.Tensor, element: EightBits) -> Quads:
-        """Room for an accumulator of K columns."""
+        """Create registers for an accumulator of K columns."""
         quads = cute.make_rmem_tensor((cute.size(acc) // 4,), Int32)
         layout = cute.make_layout(((4, 2, 2), 1, cute.size(acc) // 16), stride=((1, 4, 8), 0, 16))
         return cls(quads, cute.make_tensor(cute.recast_ptr(quads.iterator, dtype=element.dtype), layout), element)
 
     def take(self, acc: cute.Tensor, through: Callable | None = None) -> None:
-        """As OperandA does. Of sixteen columns a thread has eight scores: of the first eight a pair of each row, then
-        of the others.
+        """Convert an accumulator, with rounding to nearest even. Missing columns of a narrow accumulator become 0.
+
+        Of sixteen columns a thread has eight scores: a pair of each row from the first eight columns, then a pair of
+        each row from the last eight columns.
+
+        Args:
+            acc: the accumulator.
+            through: function applied to each value, (r, c, value) -> value, with r and c as in `rows_and_columns`.
         """
         values = rows_and_columns(acc)
         for i in range(cute.size(acc) // 4, cute.size(self.quads)):
@@ -103,22 +120,23 @@ class Quads:
 
 
 def left_operand(acc: cute.Tensor, element: Element | EightBits) -> OperandA | Quads:
-    """Room for P of an accumulator's columns."""
+    """Return registers for P with the columns of an accumulator."""
     return (Quads if element.bytes == 1 else OperandA).create(acc, element)
 
 
 def zero_of(step: Int32) -> Int32:
-    """Zero, of a number that is not negative, which the compiler does not know: addresses that it is added to are made
-    in every step of a loop, instead of waiting in registers.
+    """Return zero, computed from a nonnegative number so that the compiler does not know the value.
+
+    Addresses with this zero added are computed in every step of a loop, instead of occupying registers.
     """
     return cute.arch.inline_ptx("shr.u32 {$w0}, {$r0}, 31;", write_only_types=[Int32], read_only_args=[step])
 
 
 def single_bit(i: int) -> Int32:
-    """Of 32."""
+    """Return an Int32 with only bit i set, for i from 0 to 31."""
     return Int32((1 << i) - (1 << 32) * (i == 31))
 
 
 def target_from(arch: Arch) -> bool:
-    """Whether what is compiled for is that architecture or a later one."""
+    """Return whether the compilation target is the given architecture or a later architecture."""
     return BaseDSL._get_dsl().get_arch_enum() >= arch

@@ -1,10 +1,12 @@
-"""Mechanisms of sm_80, which every later GPU has, too: swizzled tiles in shared memory, cp.async into them, ldmatrix
-out of them, mma.sync on slabs of 16 rows.
+"""Primitives of sm_80, available on every later GPU, too: swizzled shared-memory tiles, cp.async, ldmatrix, mma.sync.
 
-A tile lies in shared memory in panels of 64 columns (of 32, where the head dim has an odd number of them): rows of 128
-or 64 bytes on end, whose 16-byte units are permuted by the row, so that neither the eight rows that ldmatrix reads nor
-the ones that cp.async writes meet in a bank. The permutation is an exclusive or, so a thread needs one address for each
-pair of units of a panel's row; everything else is a constant offset.
+mma.sync works on slabs of 16 rows.
+
+A tile lies in shared memory in panels of 64 columns, or of 32 columns if the head dim has an odd number of such panels.
+The rows of a panel are consecutive, with 128 or 64 bytes each. The swizzle permutes the 16-byte units of a row by the
+row index. Neither the eight rows of an ldmatrix read nor the eight rows of a cp.async write then share a bank. The
+permutation is an exclusive or, so a thread needs one address per pair of units of a panel row. Everything else is a
+constant offset.
 """
 
 from __future__ import annotations
@@ -22,18 +24,18 @@ from .dtype import Element
 from .fragments import OperandA, rows_and_columns, target_from
 from .vector_access import vector_at
 
-VECTOR = 8  # elements of one 16-byte unit
+VECTOR = 8  # elements of a 16-byte unit
 VECTOR_BYTES = 16
-PAIR = 16  # columns that one ldmatrix covers: two units
+PAIR = 16  # columns of an ldmatrix: two units
 NARROW, WIDE = 32, 64  # columns of a panel
 
-Accumulators = tuple[cute.Tensor, ...]  # one for each slab of rows
-Fragments = tuple[cute.Tensor, ...]  # likewise, of 16 of the inner dimension
+Accumulators = tuple[cute.Tensor, ...]  # an accumulator per slab of rows
+Fragments = tuple[cute.Tensor, ...]  # a fragment per slab of rows, for 16 of the inner dimension
 
 
 @dataclass(frozen=True)
 class Tile:
-    """rows x columns of 16-bit elements in shared memory."""
+    """Tile of rows x columns 16-bit elements in shared memory."""
 
     start: Int32  # address, a multiple of 128
     rows: int
@@ -57,49 +59,61 @@ class Tile:
         return self.columns // self.panel * self.panel_bytes
 
     def unit(self, row: Int32, unit: Int32) -> Int32:
-        """Address of a 16-byte unit of the first panel; the same row of another one is a multiple of panel_bytes away,
-        and the same unit of a row a multiple of eight further on as many times row_bytes.
+        """Return the address of a 16-byte unit of the first panel.
+
+        The same row of a further panel is a multiple of `panel_bytes` away. The same unit of row + 8 n is 8 n *
+        `row_bytes` away.
         """
         turned = row % 8 if self.panel == WIDE else row // 2 % 4
         return self.start + row * self.row_bytes + (unit ^ turned) * VECTOR_BYTES
 
     def moved(self, away: Int32 | int) -> Tile:
-        """One like this, so many bytes further on."""
+        """Return an equal tile, `away` bytes further on."""
         return Tile(self.start + away, self.rows, self.columns)
 
     def offset(self, row: int, column: int) -> int:
-        """From a lane's address for that place in a panel, of a slab and of the panel that holds the column."""
+        """Return the offset from a lane's address to a row of a slab and the panel that holds the column."""
         return row * self.row_bytes + column // self.panel * self.panel_bytes
 
 
 @dataclass(frozen=True)
 class Matrices:
-    """A lane's view of a tile for ldmatrix: four 8 x 8 matrices at once, of 16 rows and 16 columns.
+    """A lane's view of a tile for ldmatrix, which loads four 8 x 8 matrices: 16 rows and 16 columns.
 
-    As they lie, they are an operand A whose rows are the tile's, or two operands B whose columns are the tile's rows;
-    transposed, an operand A whose rows are the tile's columns, or two operands B whose columns are the tile's.
+    Without transposition, the matrices are an operand A with the rows of the tile as rows, or two operands B with the
+    rows of the tile as columns. With transposition, the matrices are an operand A with the columns of the tile as rows,
+    or two operands B with the columns of the tile as columns.
     """
 
     tile: Tile
-    addresses: tuple[Int32, ...]  # one for each pair of units of a panel's row
+    addresses: tuple[Int32, ...]  # an address per pair of units of a panel row
     atom: cute.CopyAtom
 
     @classmethod
     def create(cls, tile: Tile, dtype, operand: str, transposed: bool = False, first_row: Int32 | int = 0) -> Matrices:
-        """operand: "A" or "B"; first_row: a multiple of 8."""
+        """Create the view.
+
+        Args:
+            tile: the tile.
+            dtype: element type.
+            operand: "A" or "B".
+            transposed: load transposed matrices.
+            first_row: first row, a multiple of 8.
+        """
         lane = cute.arch.lane_idx()
         if (operand == "A") != transposed:  # the second matrix is eight rows below the first
             row, unit = lane % 16, lane // 16
-        else:  # or to the right of it
+        else:  # or to the right of the first
             row, unit = lane % 8 + lane // 16 * 8, lane // 8 % 2
         start = tile.unit(first_row + row, unit)
         addresses = tuple(start ^ (32 * pair) for pair in range(tile.panel // PAIR))
         return cls(tile, addresses, cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transposed, 4), dtype))
 
     def over(self, tile: Tile, transposed: bool) -> Matrices:
-        """The same places of another tile, whose panels are as wide: one whose rows count as columns, or the other way
-        round, where `transposed` differs: an operand A becomes operands B. All from one address, so that a loop of
-        changing tiles keeps one register.
+        """Return a view of the same locations in a second tile with equally wide panels.
+
+        If `transposed` differs, rows and columns are exchanged: an operand A becomes operands B. All addresses derive
+        from a single address, so that a loop over changing tiles keeps a single register.
         """
         here = self.addresses[0] + (tile.start - self.tile.start)
         first = cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[here])
@@ -109,34 +123,37 @@ class Matrices:
         )
 
     def beside(self, tile: Tile) -> Matrices:
-        """The same places of a tile that is a constant distance away."""
+        """Return a view of the same locations in a tile at a constant distance."""
         away = tile.start - self.tile.start
         return Matrices(tile, tuple(a + away for a in self.addresses), self.atom)
 
     def below(self, rows: Int32) -> Matrices:
-        """Rows, a multiple of 8, count from there on."""
+        """Return a view in which rows count from `rows` on, a multiple of 8."""
         return Matrices(self.tile, tuple(a + rows * self.tile.row_bytes for a in self.addresses), self.atom)
 
     def share(self, nth: Int32, pairs: int) -> Matrices:
-        """Only `pairs` pairs of units of every panel's row, the nth so many: columns count from there on."""
+        """Return a view of part number `nth` of every panel row, where a part has `pairs` pairs of units.
+
+        Columns count from the start of the part.
+        """
         turn = nth * (32 * pairs)
         return Matrices(self.tile, tuple((self.addresses[0] ^ turn) ^ (32 * p) for p in range(pairs)), self.atom)
 
     def fetch(self, row: int, column: int, fragment: cute.Tensor) -> None:
-        """The 16 rows and 16 columns from there on; fragment: `room`."""
+        """Load 16 rows and 16 columns from (row, column) on into `fragment`, created by `room`."""
         address = self.addresses[column % self.tile.panel // PAIR] + self.tile.offset(row, column)
         place = cute.make_ptr(fragment.element_type, address, cute.AddressSpace.smem, assumed_align=VECTOR_BYTES)
         cute.copy(self.atom, cute.make_tensor(place, cute.make_layout((VECTOR, 1))), fragment)
 
 
 def room(dtype) -> cute.Tensor:
-    """Registers for one ldmatrix."""
+    """Return registers for one ldmatrix."""
     return cute.make_rmem_tensor((VECTOR, 1), dtype)
 
 
 @dataclass(frozen=True)
 class Product:
-    """acc += A B on a warp, of slabs of 16 rows, each with an accumulator ((2, 2), 1, columns / 8) of its own."""
+    """The product acc += A B on a warp, for slabs of 16 rows with an accumulator ((2, 2), 1, columns / 8) each."""
 
     mma: cute.TiledMma
     dtype: type[cutlass.Numeric]
@@ -146,7 +163,14 @@ class Product:
         return cls(cute.make_tiled_mma(warp.MmaF16BF16Op(dtype, Float32, (16, 8, 16))), dtype)
 
     def step(self, accs: Accumulators, lefts: Fragments, right: cute.Tensor, first: int) -> None:
-        """16 of the inner dimension: lefts (8,) of each slab, right (8,) for the 16 columns from `first` on."""
+        """Multiply 16 of the inner dimension.
+
+        Args:
+            accs: an accumulator per slab.
+            lefts: left fragments (8,), one per slab.
+            right: right fragment (8,), for the 16 columns from `first` on.
+            first: first column.
+        """
         b = cute.make_tensor(right.iterator, cute.make_layout(((2, 2), 2), stride=((1, 2), 4)))
         for acc, left in zip(accs, lefts, strict=True):
             a = cute.make_tensor(left.iterator, cute.make_layout(((2, 2, 2), 1), stride=((1, 2, 4), 0)))
@@ -155,8 +179,10 @@ class Product:
             cute.gemm(self.mma, part, a, b, part)
 
     def scores(self, accs: Accumulators, left: Matrices, right: Matrices, first: int = 0) -> None:
-        """acc = A B^T of each slab: its rows of `left` (an operand A) by as many rows of `right` (B), from `first` on,
-        as acc has columns.
+        """Compute acc = A B^T for each slab.
+
+        A is the slab's rows of `left` (an operand A). B is as many rows of `right` (an operand B), from `first` on, as
+        acc has columns.
         """
         lefts, fragment = tuple(room(self.dtype) for _ in accs), room(self.dtype)
         for acc in accs:
@@ -169,8 +195,13 @@ class Product:
                 self.step(accs, lefts, fragment, row)
 
     def accumulate(self, accs: Accumulators, lefts: Fragments, right: Matrices, row: int) -> None:
-        """acc += A B of 16 rows of `right` (transposed, an operand B) from `row` on, and all columns that it shares;
-        lefts: (8,) of each slab.
+        """Compute acc += A B for 16 rows of B, from `row` on, and all columns of B.
+
+        Args:
+            accs: an accumulator per slab.
+            lefts: left fragments (8,), one per slab.
+            right: view of B, transposed, as an operand B.
+            row: first row of B.
         """
         fragment, first = room(self.dtype), 0
         for panel in range(0, right.tile.columns, right.tile.panel):
@@ -181,7 +212,7 @@ class Product:
 
 
 def accumulator(columns: int) -> cute.Tensor:
-    """fp32 of 16 rows on a warp, cleared."""
+    """Return a zeroed fp32 accumulator of 16 rows on a warp."""
     acc = cute.make_rmem_tensor(((2, 2), 1, columns // 8), Float32)
     acc.fill(0.0)
     return acc
@@ -189,27 +220,35 @@ def accumulator(columns: int) -> cute.Tensor:
 
 @dataclass(frozen=True)
 class Mover:
-    """All threads of a CTA, or of a warp, moving tiles: each has one unit of a panel's row, of every so many rows."""
+    """Copies of tiles by all threads of a CTA or of a warp.
+
+    Each thread copies a unit of a panel row, with a fixed row step.
+    """
 
     threads: int
     element: Element
-    elementwise: bool  # elements one by one, whatever the addresses and strides
+    elementwise: bool  # copy element by element, for any addresses and strides
 
     def place(self, tile: Tile, thread: Int32) -> tuple[Int32, Int32, int]:
-        """This thread's row and unit, and how many rows further on its next one is."""
+        """Return the thread's row and unit, and the number of rows to the thread's next row."""
         units = tile.panel // VECTOR
         return thread // units, thread % units, self.threads // units
 
     @cute.jit
     def load(self, gX: cute.Tensor, first_row: Int32, tile: Tile, whole: cutlass.Constexpr[bool] = False):
-        """Rows of gX (rows, columns) from first_row on, on their way into shared memory; zeros beyond its ends.
-        whole: there are as many rows.
+        """Start loading rows of gX (rows, columns) into shared memory, with zeros beyond the ends.
+
+        Args:
+            gX: global tensor.
+            first_row: first row to load.
+            tile: destination.
+            whole: True if all rows of the tile exist in gX.
         """
         thread = cute.arch.lane_idx() if self.threads == WARP else cute.arch.thread_idx()[0]
         row, unit, step = self.place(tile, thread)
         place, source = tile.unit(row, unit), first_row + row
         if cutlass.const_expr(self.elementwise):
-            # Not unrolled: eight loads under way are enough for registers.
+            # The loop is not unrolled: eight loads in flight are enough for the registers.
             for r in cutlass.range(0, tile.rows - row, step, unroll=1):
                 for p in cutlass.range(tile.columns // tile.panel, unroll=1):
                     target = place + r * tile.row_bytes + p * tile.panel_bytes
@@ -218,7 +257,8 @@ class Mover:
             start = gX.iterator.toint() + (Int64(source) * gX.stride[0] + unit * VECTOR) * 2
             for r in cutlass.range_constexpr(0, tile.rows, step):
                 there = cutlass.Boolean(True) if whole else source < gX.shape[0] - r
-                turned = place ^ (r % 8 * VECTOR_BYTES)  # a warp's step may be four rows: there bit 2 of the row is new
+                # The row step of a warp may be four; bit 2 of the row index then changes.
+                turned = place ^ (r % 8 * VECTOR_BYTES)
                 here, target = start + gX.stride[0] * (2 * r), turned + r * tile.row_bytes
                 if cutlass.const_expr(r + step <= tile.rows):
                     copy_row(here, target, tile, gX.shape[1] - unit * VECTOR, there)
@@ -227,7 +267,7 @@ class Mover:
 
     @cute.jit
     def gather(self, gX: cute.Tensor, row: Int32, column: Int32, target: Int32):
-        """One unit, element by element; addresses beyond the ends are replaced by the last ones within."""
+        """Load a unit, element by element. Addresses beyond the ends are replaced by the last addresses inside."""
         rows, columns = gX.shape
         unit = cute.make_rmem_tensor((VECTOR,), self.element.dtype)
         for i in cutlass.range_constexpr(VECTOR):
@@ -238,14 +278,15 @@ class Mover:
 
     @cute.jit
     def store(self, acc: cute.Tensor, gX: cute.Tensor, row: Int32, tile: Tile, slab: Int32):
-        """A warp's accumulator in 16 bits through its slab of the tile, nobody else's now, to rows of gX from `row`
-        on.
+        """Store a warp's accumulator in 16 bits to rows of gX from `row` on, through the warp's slab of the tile.
+
+        No further warp uses the slab at this time.
         """
         values = rows_and_columns(acc)
         if cutlass.const_expr(self.elementwise):
             store_elements(values, gX, row)
         else:
-            cute.arch.sync_warp()  # all lanes have read what was there
+            cute.arch.sync_warp()  # all lanes have finished reading the slab
             put_share(acc, tile, slab * SLAB, 0, tile.panel // PAIR, self.element)
             cute.arch.sync_warp()
             lane, units = cute.arch.lane_idx(), tile.panel // VECTOR
@@ -261,7 +302,7 @@ class Mover:
 
     @cute.jit
     def unload(self, tile: Tile, gX: cute.Tensor, first_row: Int32):
-        """A tile to rows of gX from first_row on, as many as there are."""
+        """Store a tile to the existing rows of gX from `first_row` on."""
         row, unit, step = self.place(tile, cute.arch.thread_idx()[0])
         rows, columns = gX.shape
         for r in cutlass.range(row, tile.rows, step, unroll=1):
@@ -279,8 +320,16 @@ class Mover:
 
 @cute.jit
 def copy_row(source: Int64, target: Int32, tile: Tile, columns: Int32, there: cutlass.Boolean):
-    """A thread's units of one row, one in each panel, between addresses of global and shared memory; zeros where the
-    row is not there, or has fewer columns from the thread's first on.
+    """Copy a thread's units of a row, one unit per panel, from a global to a shared address.
+
+    The units are zeros if the row does not exist, or has too few columns from the thread's first column on.
+
+    Args:
+        source: global address.
+        target: shared-memory address.
+        tile: the destination tile.
+        columns: number of columns from the thread's first column on.
+        there: whether the row exists.
     """
     for p in cutlass.range_constexpr(tile.columns // tile.panel):
         size = cutlass.select_(there & (p * tile.panel < columns), Int32(VECTOR_BYTES), Int32(0))
@@ -288,20 +337,20 @@ def copy_row(source: Int64, target: Int32, tile: Tile, columns: Int32, there: cu
 
 
 def copy_unit(source: Int64, target: Int32, size: Int32) -> None:
-    """16 bytes on their way from global to shared memory; the last 16 - size of them zeros, not read."""
+    """Start copying 16 bytes from global to shared memory. The last 16 - size bytes are not read and become zero."""
     text = "cp.async.cg.shared.global.L2::128B [{$r0}], [{$r1}], 16, {$r2};"
     cute.arch.inline_ptx(text, read_only_args=[target, source, size])
 
 
 def shared_vector(address: Int32, dtype) -> cute.Tensor:
-    """A unit of shared memory."""
+    """Return a unit of shared memory as a tensor."""
     place = cute.make_ptr(dtype, address, cute.AddressSpace.smem, assumed_align=VECTOR_BYTES)
     return cute.make_tensor(place, cute.make_layout(VECTOR))
 
 
 @cute.jit
 def store_elements(values: cute.Tensor, gX: cute.Tensor, row: Int32):
-    """A warp's 16 rows, (2, columns) of a thread, to rows of gX from `row` on."""
+    """Store a warp's 16 rows, (2, columns) per thread, to rows of gX from `row` on."""
     lane = cute.arch.lane_idx()
     rows, columns = gX.shape
     for r in cutlass.range_constexpr(2):
@@ -312,7 +361,10 @@ def store_elements(values: cute.Tensor, gX: cute.Tensor, row: Int32):
 
 
 def put_share(acc: cute.Tensor, tile: Tile, first_row: Int32, nth: Int32 | int, pairs: int, element: Element) -> None:
-    """A warp's 16 rows, of every panel the nth `pairs` pairs of units, in 16 bits into a tile."""
+    """Write a warp's 16 rows in 16 bits into part number `nth` of every panel of a tile.
+
+    A part is `pairs` pairs of units wide.
+    """
     values, lane = rows_and_columns(acc), cute.arch.lane_idx()
     for u in range(2 * pairs):
         start = tile.unit(first_row + lane // 4, nth * (2 * pairs) + u) + lane % 4 * 4
@@ -324,7 +376,7 @@ def put_share(acc: cute.Tensor, tile: Tile, first_row: Int32, nth: Int32 | int, 
 
 
 def put_operand(weights: OperandA, tile: Tile, first_row: Int32, first: int) -> None:
-    """A warp's 16 rows, already in 16 bits, into a tile of one panel, from column `first` on."""
+    """Write a warp's 16 rows, already in 16 bits, into a tile with a single panel, from column `first` on."""
     lane = cute.arch.lane_idx()
     start = tile.unit(first_row + lane // 4, 0) + lane % 4 * 4
     for i in range(cute.size(weights.pairs)):
@@ -332,14 +384,16 @@ def put_operand(weights: OperandA, tile: Tile, first_row: Int32, first: int) -> 
 
 
 def put_packed(address: Int32, pair: Int32) -> None:
-    """Two elements into shared memory."""
+    """Write two elements into shared memory."""
     cute.arch.store(cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=4), pair)
 
 
 @cute.jit
 def arrive(later: cutlass.Constexpr[int] = 0):
-    """Every thread: all that was on its way into shared memory is there for all, but for the last `later` groups of
-    it, and nobody reads what was there.
+    """Wait for all copies into shared memory, except for the last `later` groups, and synchronize the CTA.
+
+    Every thread calls `arrive`. Afterwards the copied data is visible to all threads, and no thread still reads the
+    previous data.
     """
     cute.arch.cp_async_commit_group()
     cute.arch.cp_async_wait_group(later)
@@ -347,7 +401,10 @@ def arrive(later: cutlass.Constexpr[int] = 0):
 
 
 def add_quad(target: Int64, quad: tuple[Float32, ...]) -> None:
-    """Four floats to 16-byte aligned global memory: at once where the target can."""
+    """Add four floats to 16-byte aligned global memory.
+
+    A single instruction does so if the target supports vector reductions.
+    """
     if target_from(Arch.sm_90):
         text = "red.relaxed.gpu.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};"
         cute.arch.inline_ptx(text, read_only_args=[target, *quad])
@@ -359,6 +416,10 @@ def add_quad(target: Int64, quad: tuple[Float32, ...]) -> None:
 
 @cute.jit
 def wait_for_turn(counter: cute.Pointer, expected: Int32):
-    """As scratch.wait_for_count, without a load ahead of the loop: with one the ordered backward of D 192 spills."""
+    """Wait until a counter reaches `expected`.
+
+    In contrast to scratch.wait_for_count, there is no load ahead of the loop. With such a load, the ordered backward of
+    D 192 spills registers.
+    """
     while cute.arch.load(counter, Int32, sem="acquire", scope="gpu") < expected:
         pass

@@ -1,8 +1,7 @@
-"""Hopper mechanisms: rings of TMA buffers, the queue of tiles, turns between warpgroups, wgmma on one warpgroup's 64
-rows.
+"""Hopper primitives: shared-memory pipelines, the tile scheduler, the warpgroup order barrier, and wgmma products.
 
-All waits and arrivals of a kernel go through Ring, TileQueue, Turns and join_warpgroup(s); a kernel never touches a
-barrier itself.
+A product covers the 64 rows of a warpgroup. All waits and arrivals of a kernel go through `Ring`, `TileQueue`,
+`Turns`, `join_warpgroup` and `join_warpgroups`. A kernel never touches a barrier directly.
 """
 
 from __future__ import annotations
@@ -21,20 +20,23 @@ from ...registry.kernel_spec import ROWS_PER_WARPGROUP, WARP, WARPGROUP
 from .dtype import Element
 from .fragments import rows_and_columns
 
-SLAB = 16  # rows of one warp's part of an output, stored by one TMA instruction per 64 columns
-EVICT_NORMAL, EVICT_FIRST = 0x1000000000000000, 0x12F0000000000000  # L2 policies of TMA loads
-# Whole numbers up to 2^22, added to the first, are by the second more than they are, read as fp32: of conversions an SM
-# does half as many as it multiplies.
+SLAB = 16  # rows of a warp's part of an output, stored by a single TMA instruction per 64 columns
+EVICT_NORMAL, EVICT_FIRST = 0x1000000000000000, 0x12F0000000000000  # L2 cache policies of TMA loads
+# An integer up to 2^22, added to the bits FLOAT_OF_ZERO and read as fp32, is the integer plus OFFSET. The conversion
+# costs nothing. An SM executes only half as many conversion instructions as multiplications.
 FLOAT_OF_ZERO, OFFSET = 0x4B400000, 1.5 * 2.0**23
-MAIL_SLOTS = 2  # tile numbers on their way from a producer warp to its consumers
+MAIL_SLOTS = 2  # pipeline stages for tile indices on the way from a producer warp to the consumers
 
 
 @dataclass(frozen=True)
 class Ring:
-    """Buffers that the producer warp fills, mostly by TMA, and warpgroups drain. Slot and phase follow from the running
-    count of blocks, so there is no state to carry.
+    """A multi-stage shared-memory pipeline, as CUTLASS PipelineTmaAsync.
 
-    A slot has two mbarriers: `full` completes when the bytes have landed, `empty` when every consumer warp has let go.
+    Producer warps fill the stages, mostly by TMA. Consumer warpgroups read and release the stages. Stage index and
+    phase follow from the running count of blocks, so there is no pipeline state to carry.
+
+    Each stage has two mbarriers. `full` completes when the bytes have landed. `empty` completes when every consumer
+    warp has released the stage.
     """
 
     full: cute.Pointer
@@ -48,18 +50,26 @@ class Ring:
         return cls(barriers, barriers + stages, stages, slot_bytes)
 
     def part(self, index: Int32, stages: int) -> Ring:
-        """One of several rings made as one."""
+        """Return pipeline number `index` of several pipelines created together.
+
+        Args:
+            index: number of the pipeline.
+            stages: stages of each pipeline.
+        """
         return Ring(self.full + index * stages, self.empty + index * stages, stages, self.slot_bytes)
 
     def init(self, consumer_warps: int, producer_warps: int = 1):
-        """One thread, before anybody waits."""
+        """Initialize the barriers. A single thread calls `init` before any thread waits."""
         for slot in range(self.stages):
             cute.arch.mbarrier_init(self.full + slot, producer_warps)
             cute.arch.mbarrier_init(self.empty + slot, consumer_warps)
 
     @property
     def power_of_two(self) -> bool:
-        """Bits serve for slot and phase: the hottest loop is four instructions shorter than with a signed remainder."""
+        """True if bit operations can replace the signed division by the number of stages.
+
+        The hottest loop is four instructions shorter with bit operations than with a signed remainder.
+        """
         return self.stages & (self.stages - 1) == 0
 
     def slot(self, count: Int32) -> Int32:
@@ -71,41 +81,44 @@ class Ring:
 
     @cute.jit
     def wait_free(self, count: Int32):
-        """Producer warp: wait until the slot is free; a fresh slot counts as freed."""
+        """Wait until the stage is free (producer warp). A stage never filled before counts as free."""
         cute.arch.mbarrier_wait(self.empty + self.slot(count), self.phase(count) ^ 1)
 
     @cute.jit
     def acquire(self, count: Int32):
-        """Producer warp: wait until the slot is free, then announce the bytes."""
+        """Wait until the stage is free, then announce the bytes to the full barrier (producer warp)."""
         self.wait_free(count)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(self.full + self.slot(count), self.slot_bytes)
 
     def arrival(self, count: Int32) -> cute.Pointer:
-        """The mbarrier that a TMA load of this block must signal."""
+        """Return the mbarrier to be signaled by a TMA load of block number `count`."""
         return self.full + self.slot(count)
 
     @cute.jit
     def wait(self, count: Int32):
-        """Consumer: the bytes of this block are there."""
+        """Wait until the bytes of block number `count` have landed (consumer)."""
         cute.arch.mbarrier_wait(self.full + self.slot(count), self.phase(count))
 
     @cute.jit
     def release(self, count: Int32):
-        """Consumer warp: its wgmmas that read this block have been waited for."""
+        """Release the stage to the producer. The caller is a consumer warp.
+
+        The caller must have waited for every wgmma reading the stage.
+        """
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(self.empty + self.slot(count))
 
     @cute.jit
     def fill(self, count: Int32):
-        """Producer warp: the slot holds its block, where no bytes are announced."""
+        """Mark the stage as full, in a pipeline without announced bytes (producer warp)."""
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(self.arrival(count))
 
     @cute.jit
     def fill_behind_copies(self, count: Int32):
-        """Producer warp: the slot holds its block once all lanes' copies (cp.async) have landed."""
-        # Each lane adds an arrival to those that are awaited, and arrives when its copies have landed.
+        """Mark the stage as full once the cp.async copies of all lanes have landed (producer warp)."""
+        # Each lane adds an arrival to the number awaited, and arrives when the copies of the lane have landed.
         text, arrival = "cp.async.mbarrier.arrive.shared::cta.b64 [{$r0}];", self.arrival(count)
         cute.arch.inline_ptx(text, read_only_args=[arrival.toint()])
         cute.arch.sync_warp()
@@ -114,8 +127,9 @@ class Ring:
 
 @dataclass(frozen=True)
 class Operand:
-    """One tensor: the TMA atom that moves its tiles, its TMA coordinates (rows, cols, heads, batch), its place in
-    shared memory.
+    """Tensor with its TMA atom, the TMA coordinates (rows, cols, heads, batch) and the shared-memory buffer.
+
+    `atom` loads or stores tiles of the tensor.
     """
 
     atom: cute.CopyAtom
@@ -123,14 +137,20 @@ class Operand:
     s: cute.Tensor
 
     def head(self, head: Int32, batch: Int32) -> Operand:
-        """The same operand, of one head."""
+        """Return the operand restricted to a head."""
         return Operand(self.atom, self.m[None, None, head, batch], self.s)
 
     def tiles(
         self, shape: tuple[int, int], coordinate: tuple[int | None, int | None]
     ) -> tuple[cute.Tensor, cute.Tensor]:
-        """Shared and global tiles of one head as TMA moves them: (TMA, slot), (TMA, tiles along the free mode of
-        `coordinate`).
+        """Return the shared and the global tiles of a head, partitioned for TMA.
+
+        Args:
+            shape: rows and columns of a tile.
+            coordinate: tile coordinate, None in the free mode.
+
+        Returns:
+            The shared tiles (TMA, stage) and the global tiles (TMA, tiles along the free mode of `coordinate`).
         """
         g = cute.local_tile(self.m, shape, coordinate)  # (rows, cols, tiles)
         return cpasync.tma_partition(
@@ -140,35 +160,51 @@ class Operand:
 
 @dataclass(frozen=True)
 class Input:
-    """How TMA brings one operand: boxes of rows x columns into so many slots of shared memory. Sizes and a layout, both
-    known when traced: made once to launch, and again in the kernel.
+    """TMA load configuration of an operand: boxes of rows x columns and a number of stages in shared memory.
+
+    The object holds only sizes and a layout, both known at trace time. Host code creates an object for the launch, and
+    the kernel creates an equal object again.
     """
 
     element: Element
     rows: int
     columns: int
     slots: int
-    layout: cute.ComposedLayout  # (rows, columns, slot)
+    layout: cute.ComposedLayout  # (rows, columns, stage)
 
     @classmethod
     def create(cls, element: Element, rows: int, columns: int, slots: int, major: str = "rows") -> Input:
-        """major: "rows" or "columns", along which elements lie on end in global memory."""
+        """Create the configuration.
+
+        Args:
+            element: element type of the operand.
+            rows: rows of a box.
+            columns: columns of a box.
+            slots: stages in shared memory.
+            major: "rows" or "columns", the direction in which elements are contiguous in global memory.
+        """
         order = {"rows": LayoutEnum.ROW_MAJOR, "columns": LayoutEnum.COL_MAJOR}[major]
         sizes = (ROWS_PER_WARPGROUP, rows, columns)
         return cls(element, rows, columns, slots, hopper.make_smem_layout_b(order, sizes, element.dtype, slots))
 
     @property
     def bytes(self) -> int:
-        """Of a box."""
+        """Bytes of a box."""
         return self.rows * self.columns * self.element.bytes
 
     def tma(self, m: cute.Tensor) -> tuple[cute.CopyAtom, cute.Tensor]:
-        """The atom that loads boxes of m (rows, columns, heads, batch), and its coordinates."""
+        """Return the atom to load boxes of `m` (rows, columns, heads, batch), and the TMA coordinates of `m`."""
         one, box = cute.slice_(self.layout, (None, None, 0)), (self.rows, self.columns)
         return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), m, one, box)
 
     def ring(self, smem: cutlass.memory.SmemAllocator, boxes: int = 1, more_bytes: int = 0) -> Ring:
-        """Of slots, or of so many slots at once; more_bytes: what lands with them."""
+        """Create a pipeline for the stages of the operand.
+
+        Args:
+            smem: allocator of shared memory.
+            boxes: boxes per pipeline stage.
+            more_bytes: bytes of further data landing together with the boxes of a stage.
+        """
         return Ring.create(smem, self.slots // boxes, boxes * self.bytes + more_bytes)
 
     def buffer(self, smem: cutlass.memory.SmemAllocator) -> cute.Tensor:
@@ -176,29 +212,41 @@ class Input:
 
 
 def output_tma(element: Element, m: cute.Tensor, columns: int) -> tuple[cute.CopyAtom, cute.Tensor]:
-    """The atom that stores a warp's SLAB rows of m (rows, columns, heads, batch), and its coordinates."""
+    """Return the atom to store the SLAB rows of a warp to `m`, and the TMA coordinates of `m`.
+
+    Args:
+        element: element type of the output.
+        m: global tensor (rows, columns, heads, batch).
+        columns: columns of a stored tile.
+    """
     layout = slab_layout(element.dtype, SLAB, columns)
     return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), m, layout, (SLAB, columns))
 
 
 def create_mail(smem: cutlass.memory.SmemAllocator) -> tuple[cute.Tensor, Ring]:
-    """What a TileQueue sends numbers through."""
+    """Create the tile-index pipeline of a `TileQueue`: the buffer of tile indices and the barriers."""
     ring = Ring.create(smem, MAIL_SLOTS, 0)
     return cute.make_tensor(smem.allocate_array(Int32, MAIL_SLOTS), cute.make_layout(MAIL_SLOTS)), ring
 
 
 def rows_first(t: cute.Tensor) -> cute.Tensor:
-    """(rows, columns, heads, batch) view of (batch, heads, rows, columns), as tiles want it."""
+    """Return a (rows, columns, heads, batch) view of (batch, heads, rows, columns), the order used by tiles."""
     return cute.make_tensor(t.iterator, cute.select(t.layout, mode=[2, 3, 1, 0]))
 
 
 def columns_first(t: cute.Tensor) -> cute.Tensor:
-    """(columns, rows, heads, batch) view of the same: V as the N x K operand of the second product."""
+    """Return a (columns, rows, heads, batch) view of (batch, heads, rows, columns).
+
+    This view of V is the N x K operand of the second product.
+    """
     return cute.make_tensor(t.iterator, cute.select(t.layout, mode=[3, 2, 1, 0]))
 
 
 def transposed(s: cute.Tensor) -> cute.Tensor:
-    """(columns, rows, slot) view of (rows, columns, slot): the same bytes, as the other major mode reads them."""
+    """Return a (columns, rows, stage) view of (rows, columns, stage).
+
+    The view reads the same bytes in the opposite major mode.
+    """
     return cute.make_tensor(s.iterator, cute.select(s.layout, mode=[1, 0, 2]))
 
 
@@ -212,14 +260,29 @@ def load_block(
     count: Int32,
     policy: cutlass.Int64 | None = None,
 ):
-    """Producer warp: one block of Q (64 rows), K or V as the ring's block number `count`, once its slot is free."""
+    """Load a block of Q (64 rows), K or V as block number `count` of the pipeline (producer warp).
+
+    The load waits until the stage is free.
+
+    Args:
+        atom: TMA atom of the operand.
+        tXgX: global tiles (TMA, tiles).
+        tXsX: shared tiles (TMA, stage).
+        ring: pipeline of the operand.
+        block: index of the global tile.
+        count: running count of blocks in the pipeline.
+        policy: L2 cache policy.
+    """
     ring.acquire(count)
     slot, arrival = tXsX[None, ring.slot(count)], ring.arrival(count)
     cute.copy(atom, tXgX[None, block], slot, tma_bar_ptr=arrival, cache_policy=policy)
 
 
 def slab_layout(dtype: type[cutlass.Numeric], rows: int, columns: int) -> cute.ComposedLayout:
-    """An output in shared memory: each warp's SLAB rows are contiguous, so that a warp stores them on its own."""
+    """Return the shared-memory layout of an output.
+
+    The SLAB rows of each warp are contiguous, so that warps store rows independently.
+    """
     kind = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, dtype, columns)
     return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, dtype), (rows, columns), order=(1, 0))
 
@@ -228,15 +291,24 @@ def slab_layout(dtype: type[cutlass.Numeric], rows: int, columns: int) -> cute.C
 def store_slabs(
     rX: cute.Tensor, sX: cute.Tensor, out: Operand, first: Int32, mma: cute.TiledMma, column_block: int = 0
 ):
-    """A warpgroup's accumulator in 16 bits through sX (64, columns) to global memory, from slab `first` on, into that
-    block of as many columns; each warp sends its rows when it has them.
+    """Store the accumulator of a warpgroup, in 16 bits, through shared memory to global memory.
+
+    Each warp starts the TMA store of its rows as soon as the rows are in shared memory.
+
+    Args:
+        rX: registers of the accumulator in 16 bits.
+        sX: shared-memory buffer (64, columns).
+        out: output operand.
+        first: index of the first slab in the output.
+        mma: tiled MMA with the accumulator layout.
+        column_block: column block of the output, in units of the columns of sX.
     """
     columns, thread = cute.size(sX, mode=[1]), cute.arch.thread_idx()[0] % WARPGROUP
     warp_in_group = cute.arch.make_warp_uniform(thread // WARP)
     matrices = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), rX.element_type)
     to_smem = cute.make_tiled_copy_C(matrices, mma).get_slice(thread)
     cute.copy(to_smem, to_smem.retile(rX), to_smem.partition_D(sX))
-    cute.arch.fence_proxy("async.shared", space="cta")  # the TMA store reads what stmatrix wrote
+    cute.arch.fence_proxy("async.shared", space="cta")  # the TMA store must see the data written by stmatrix
     cute.arch.sync_warp()
     slab = Operand(out.atom, out.m, cute.local_tile(sX, (SLAB, columns), (warp_in_group, 0)))
     tXsX, tXgX = slab.tiles((SLAB, columns), (None, column_block))
@@ -246,25 +318,31 @@ def store_slabs(
 
 @dataclass(frozen=True)
 class TileQueue:
-    """CTA c starts with tile c. The producer warp draws each further one from a counter in global memory and mails it
-    to the consumers.
+    """Dynamic persistent tile scheduler.
 
-    Every tile is followed by exactly one draw, so whoever makes draw number `total` knows it is the last and puts the
-    counter back to zero: a launch leaves the counter as it found it, and no host ever clears it.
+    CTA c starts with tile c. The producer warp fetches each further tile index from a counter in global memory and
+    publishes the index to the consumers through a shared-memory pipeline.
 
-    Where tiles wait for earlier ones, a CTA draws its first tile, too. Then every tile before a drawn one is in the
-    hands of a CTA that runs; with the first tiles dealt out it could be a CTA's that waits for an SM, for ever.
+    Every tile is followed by exactly one fetch. Fetch number `total` is therefore the last fetch, and the warp behind
+    this fetch resets the counter to zero. A launch leaves the counter unchanged, and the host never clears it.
+
+    In kernels whose tiles wait for earlier tiles, a CTA fetches the first tile, too (`first_drawn`). Every tile before
+    a fetched tile then belongs to a running CTA. If the first tiles were assigned statically, an earlier tile could
+    belong to a CTA waiting for an SM forever.
     """
 
     counter: cute.Pointer  # global Int32
     mail: cute.Tensor  # (MAIL_SLOTS,) Int32 in shared memory
-    ring: Ring  # of the mail's slots
+    ring: Ring  # pipeline of the tile indices
     total: Int32
     first_drawn: bool = False
 
     @cute.jit
     def draw(self) -> Int32:
-        """Producer warp: a ticket, on its way from memory until `post` looks at it."""
+        """Fetch the next value of the counter (producer warp).
+
+        The value may still be on the way from memory until `post` reads it.
+        """
         ticket = Int32(0)
         if cute.arch.lane_idx() == 0:
             ticket = cute.arch.atomic_add(self.counter, Int32(1), sem="relaxed", scope="gpu")
@@ -272,12 +350,16 @@ class TileQueue:
 
     @cute.jit
     def post(self, nth: Int32, ticket: Int32) -> Int32:
-        """Producer warp: the ticket's tile as this CTA's nth mail; its number, `total` or more when there is none."""
+        """Publish the tile index of a fetched counter value as tile number `nth` of the CTA (producer warp).
+
+        Returns:
+            The tile index. A value of `total` or more means: no tile is left.
+        """
         ticket = cute.arch.shuffle_sync(ticket, 0)
         last = self.total - 1
         if cutlass.const_expr(self.first_drawn):
             last += cute.arch.grid_dim()[0]
-        # All lanes store: a branch of one lane here makes ptxas lay out every wait of the kernel worse (-2 %).
+        # All lanes store. With a branch for a single lane, ptxas lays out every wait of the kernel worse (-2 %).
         if ticket == last:
             cute.arch.store(self.counter, Int32(0))
         number = ticket
@@ -291,7 +373,7 @@ class TileQueue:
 
     @cute.jit
     def take(self, nth: Int32) -> Int32:
-        """Consumer warp: the tile of this CTA's nth mail."""
+        """Receive the tile index of tile number `nth` of the CTA (consumer warp)."""
         self.ring.wait(nth)
         number = self.mail[self.ring.slot(nth)]
         cute.arch.sync_warp()
@@ -301,11 +383,13 @@ class TileQueue:
 
 @dataclass(frozen=True)
 class Turns:
-    """Warpgroups issue their products in rotation, so that one's softmax runs under another's tensor-core work
-    (FlashAttention-3's ping-pong).
+    """Warpgroup order barrier: warpgroups issue products in rotation.
 
-    Warpgroup w waits on named barrier first + w, where its predecessor arrives; the last one arrives once at the start
-    to let the first begin.
+    The softmax of a warpgroup then overlaps with the tensor-core work of the next warpgroup (ping-pong scheduling of
+    FlashAttention-3).
+
+    Warpgroup w waits on named barrier `first` + w, where the predecessor of w arrives. The last warpgroup arrives once
+    at the start, to let the first warpgroup begin.
     """
 
     first: int
@@ -331,29 +415,30 @@ class Turns:
 
     @cute.jit
     def skip(self):
-        """A turn without a product."""
+        """Take a turn without issuing a product."""
         self.take()
         self.pass_on()
 
 
 @cute.jit
 def join_warpgroup(first: int, wg: Int32):
-    """Consumer: the four warps of warpgroup wg wait for each other, on named barrier first + wg."""
+    """Synchronize the four warps of consumer warpgroup `wg`, on named barrier `first` + wg."""
     cute.arch.barrier(barrier_id=first + wg, number_of_threads=WARPGROUP)
 
 
 @cute.jit
 def join_warpgroups(name: int, count: cutlass.Constexpr[int]):
-    """Consumers: all of their warpgroups wait for each other."""
+    """Synchronize all consumer warpgroups."""
     cute.arch.barrier(barrier_id=name, number_of_threads=count * WARPGROUP)
 
 
 @cute.jit
 def join_cluster():
-    """Every thread: what CTAs of the cluster have stored in their own shared memory can be read by all.
+    """Synchronize the cluster. All threads of all CTAs call this function.
 
-    Fences of shared memory only: a barrier that releases waits for global memory too, half a microsecond (PTX ISA,
-    fence.sync_restrict).
+    Data stored by the CTAs in local shared memory is then visible to all CTAs of the cluster. The fences
+    cover only shared memory. A cluster barrier with release semantics also waits for global memory, and so costs half a
+    microsecond (PTX ISA, fence.sync_restrict).
     """
     cute.arch.inline_ptx("fence.release.sync_restrict::shared::cta.cluster;")
     cute.arch.cluster_arrive_relaxed()
@@ -363,8 +448,13 @@ def join_cluster():
 
 @cute.jit
 def start_cta(warp_idx: Int32, atoms: tuple[cute.CopyAtom, ...], rings: tuple[tuple, ...]):
-    """Every thread, before roles part: TMA descriptors on their way, barriers ready. rings: (ring, consumer warps), and
-    producer warps where these are not one.
+    """Prefetch the TMA descriptors and initialize the barriers. Every thread calls `start_cta` before roles part.
+
+    Args:
+        warp_idx: index of the warp in the CTA.
+        atoms: TMA atoms whose descriptors are prefetched.
+        rings: (pipeline, consumer warps) or (pipeline, consumer warps, producer warps). The default is a single
+            producer warp.
     """
     if warp_idx == 0:
         for atom in atoms:
@@ -379,8 +469,14 @@ def start_cta(warp_idx: Int32, atoms: tuple[cute.CopyAtom, ...], rings: tuple[tu
 def make_mma(
     dtype: type[cutlass.Numeric], columns: int, left: str, right: str, sums: type[cutlass.Numeric] = Float32
 ) -> cute.TiledMma:
-    """64 x columns on one warpgroup, operands from "rows" (K-major in shared memory), "columns" (MN-major) or
-    "registers"; sums: what it adds up in.
+    """Return the tiled MMA of 64 x `columns` on a warpgroup.
+
+    Args:
+        dtype: type of both operands.
+        columns: columns of the product.
+        left: source of the left operand: "rows" (K-major in shared memory), "columns" (MN-major) or "registers".
+        right: source of the right operand, "rows" or "columns".
+        sums: type of the accumulator.
     """
     major = {"rows": OperandMajorMode.K, "columns": OperandMajorMode.MN, "registers": OperandMajorMode.K}
     source = warpgroup.OperandSource.RMEM if left == "registers" else warpgroup.OperandSource.SMEM
@@ -391,12 +487,13 @@ def make_mma(
 
 @dataclass(frozen=True)
 class Product:
-    """acc (+)= A B on one warpgroup. Two atoms, because setting ACCUMULATE inside a traced loop would leak an SSA value
-    out of it.
+    """The product acc (+)= A B on a warpgroup.
+
+    There are two atoms, because setting ACCUMULATE inside a traced loop would leak an SSA value out of the loop.
     """
 
     begin: cute.TiledMma  # overwrites the accumulator
-    add: cute.TiledMma  # adds to it
+    add: cute.TiledMma  # adds to the accumulator
 
     @classmethod
     def create(cls, make_mma) -> Product:
@@ -406,12 +503,26 @@ class Product:
         return cls(begin, add)
 
     def issue(self, acc: cute.Tensor, tA: cute.Tensor, tB: cute.Tensor, accumulate: bool) -> None:
-        """One committed group of asynchronous wgmmas; tA (MMA, 1, K or more), tB (MMA, 1, K)."""
+        """Issue a committed group of asynchronous wgmmas.
+
+        Args:
+            acc: accumulator of the warpgroup.
+            tA: left operand (MMA, 1, K or more).
+            tB: right operand (MMA, 1, K).
+            accumulate: add to the accumulator instead of overwriting.
+        """
         self.multiply(acc, tA, tB, accumulate)
         warpgroup.commit_group()
 
     def multiply(self, acc: cute.Tensor, tA: cute.Tensor, tB: cute.Tensor, accumulate: bool) -> None:
-        """The same, without the commit."""
+        """Issue the wgmmas of a product without committing the group.
+
+        Args:
+            acc: accumulator of the warpgroup.
+            tA: left operand (MMA, 1, K or more).
+            tB: right operand (MMA, 1, K).
+            accumulate: add to the accumulator instead of overwriting.
+        """
         for k in range(cute.size(tB, mode=[2])):
             mma = self.add if accumulate or k > 0 else self.begin
             cute.gemm(mma, acc, tA[None, None, k], tB[None, None, k], acc)
@@ -419,29 +530,29 @@ class Product:
 
 @dataclass(frozen=True)
 class SlotProduct:
-    """acc (+)= A B, B from a slot of a ring."""
+    """The product acc (+)= A B with B in a stage of a pipeline."""
 
     product: Product
     left: cute.Tensor  # (MMA, 1, K)
-    right: cute.Tensor  # (MMA, 1, K, slot)
+    right: cute.Tensor  # (MMA, 1, K, stage)
     acc: cute.Tensor
 
     @property
     def values(self) -> cute.Tensor:
-        """(2, columns) of a thread."""
+        """Accumulator values of a thread, as (2, columns)."""
         return rows_and_columns(self.acc)
 
     def start(self, slot: Int32) -> None:
-        """Overwrites the accumulator; one committed group."""
+        """Overwrite the accumulator with the product. The wgmmas form one committed group."""
         self.product.issue(self.acc, self.left, self.right[None, None, None, slot], accumulate=False)
 
     def add(self, slot: Int32) -> None:
-        """Adds to it; one committed group."""
+        """Add the product to the accumulator. The wgmmas form one committed group."""
         self.product.issue(self.acc, self.left, self.right[None, None, None, slot], accumulate=True)
 
 
 def zeros(mma: cute.TiledMma, shape: tuple[int, int], sums: type[cutlass.Numeric] = Float32) -> cute.Tensor:
-    """Accumulator of one warpgroup, (64, N), cleared."""
+    """Return a zeroed accumulator (64, N) of a warpgroup."""
     acc = cute.make_rmem_tensor(mma.partition_shape_C(shape), sums)
     acc.fill(sums(0))
     return acc
@@ -449,15 +560,17 @@ def zeros(mma: cute.TiledMma, shape: tuple[int, int], sums: type[cutlass.Numeric
 
 @dataclass(frozen=True)
 class Start:
-    """What an accumulator of whole numbers begins with, in shared memory. Loads land while a warpgroup waits for its
-    turn; as many moves ptxas would put behind the barrier, where other warpgroups wait for them.
+    """Initial value of an integer accumulator, in shared memory.
+
+    The shared-memory loads complete while a warpgroup waits for the order barrier. ptxas would place the equivalent
+    register moves behind the barrier, where the next warpgroups wait.
     """
 
     four: cute.Pointer  # (4,) Int32
 
     @classmethod
     def create(cls, smem: cutlass.memory.SmemAllocator) -> Start:
-        """By every thread, ahead of start_cta."""
+        """Create the initial value. Every thread calls `create` before `start_cta`."""
         four = smem.allocate_tensor(Int32, cute.make_layout(4), 16)
         four.fill(FLOAT_OF_ZERO)
         return cls(four.iterator)
@@ -474,8 +587,13 @@ class Start:
 
 
 def as_floats(acc: cute.Tensor, exactly: bool) -> cute.Tensor:
-    """The same registers of an accumulator that began with FLOAT_OF_ZERO, in fp32: whole numbers and OFFSET; exactly:
-    without that.
+    """Return the registers of an integer accumulator as fp32 values.
+
+    The accumulator must have started with FLOAT_OF_ZERO.
+
+    Args:
+        acc: the integer accumulator.
+        exactly: subtract OFFSET. Otherwise each value is the integer plus OFFSET.
     """
     floats = cute.make_tensor(cute.recast_ptr(acc.iterator, dtype=Float32), acc.layout)
     if exactly:

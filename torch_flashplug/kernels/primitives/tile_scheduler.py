@@ -1,12 +1,14 @@
-"""In which order tiles are worked on: a launch-order number becomes (m_block, head, batch). Hopper's CTAs
-draw the numbers from a counter (sm90.TileQueue); elsewhere a CTA has the number that it is launched with.
+"""Tile order of a launch: maps a linear tile index to (m_block, head, batch).
 
-Heads are taken in sections whose K and V fit in L2 together. Inside a section causal tiles run longest first, over all
-its heads, so that the last ones drawn are short; full tiles of one head run one after another, for L2 reuse. Drawing
-beats dealing: with tiles dealt out in fixed turns, causal at 16k keys was 20 % slower than with tiles drawn
+On Hopper, CTAs fetch tile indices from a counter (sm90.TileQueue). On older architectures, the CTA index is the tile
+index.
+
+Heads are processed in L2 groups: groups of heads whose K and V together fit in L2. Within a group, causal tiles of all
+heads run longest first, so that the last tiles are short. Full tiles of a head run consecutively, for L2 reuse. Dynamic
+scheduling beats static scheduling: with a static round robin, causal attention at 16k keys was 20 % slower
 (tools/results/LOG.md).
 
-The backward's tiles are blocks of keys, in the same sections of heads: there Q, dO and dQ are what L2 has to keep.
+Tiles of the backward are KV blocks, in the same groups of heads. There, L2 must hold Q, dO and dQ.
 """
 
 from __future__ import annotations
@@ -16,10 +18,11 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import Int32
 
-# K and V of a section, of 50 MB: the rest holds Q, O and the next section's first blocks. Heads of few tiles read K and
-# V too seldom to make up for losing them to Q and O on the way through, so they get less (H100, causal: S 512 1.05
-# against 0.92 x cuDNN; S 8k 1.24 against 1.27). So do sequences on end, of whatever lengths (D 128, by 32, 16 and 8 MB:
-# 32 x 512 139, 121 and 116 us, lengths of texts 246, 263 and 272 us).
+# Bytes of K and V of an L2 group. L2 has 50 MB: the rest holds Q, O and the first blocks of the next group. Heads with
+# few tiles read K and V too seldom to benefit, because Q and O evict K and V in between. Such heads get a smaller
+# budget. Measured on an H100, causal, smaller against larger budget: S 512 1.05 against 0.92 x cuDNN; S 8k 1.24 against
+# 1.27. Packed sequences of any lengths get the smaller budget, too. Measured at D 128 with 32, 16 and 8 MB: 32 x 512
+# took 139, 121 and 116 us; lengths of texts took 246, 263 and 272 us.
 L2_SECTION_BYTES = 32 * 2**20
 L2_SECTION_BYTES_SHORT = 16 * 2**20
 LONG_HEAD_TILES = 10
@@ -27,7 +30,7 @@ LONG_HEAD_TILES = 10
 
 @dataclass(frozen=True)
 class TileOrder:
-    """Sizes of the launch; `section` counts query heads over the whole batch."""
+    """Tile scheduler: sizes of the launch. `section` is the number of query heads per L2 group over the whole batch."""
 
     longest_first: bool
     num_m_blocks: Int32
@@ -35,14 +38,22 @@ class TileOrder:
     total_heads: Int32  # B * Hq
     section: Int32
 
-    in_order = False  # whether tiles add up one after the other (key_order.KeyOrder)
+    in_order = False  # True if tiles accumulate in a fixed order (key_order.KeyOrder)
 
     @staticmethod
     def section_heads(
         kv_head_bytes: cutlass.Int64, num_m_blocks: Int32, group: Int32, total_heads: Int32, on_end: bool = False
     ) -> Int32:
-        """Query heads (whole groups of one KV head) whose K and V about fit in a section; at least one group. The last
-        section must not be a small rest: its long tiles would run alone.
+        """Return the number of query heads per L2 group, in whole groups of a KV head; at least one such group.
+
+        The last L2 group must not be a small remainder, because its long tiles would run alone.
+
+        Args:
+            kv_head_bytes: bytes of K and V per KV head.
+            num_m_blocks: tiles per query head.
+            group: query heads per KV head.
+            total_heads: query heads over the whole batch.
+            on_end: True for packed sequences.
         """
         budget = cutlass.select_(
             num_m_blocks >= LONG_HEAD_TILES, cutlass.Int64(L2_SECTION_BYTES), cutlass.Int64(L2_SECTION_BYTES_SHORT)
@@ -54,11 +65,11 @@ class TileOrder:
 
     @property
     def total(self) -> Int32:
-        """Tiles of the launch."""
+        """Number of tiles of the launch."""
         return self.num_m_blocks * self.total_heads
 
     def tile(self, number: Int32) -> tuple[Int32, Int32, Int32]:
-        """(m_block, head, batch) of a launch-order number."""
+        """Return (m_block, head, batch) of a linear tile index."""
         if self.longest_first:
             per_section = self.section * self.num_m_blocks
             first_head = number // per_section * self.section

@@ -15,12 +15,14 @@ from .pipeline import Place, Stage
 
 @dataclass(frozen=True)
 class InWindow(Stage):
-    """Which scores of a block count: those of keys in the window, and not beyond the last. sinks (Hq,) or (0,): a
-    logit of each head that is in every row's sum, and brings no value (Xiao et al. 2023; gpt-oss).
+    """Score stage of a sliding window: keys outside of the window, or beyond the last key, are masked.
+
+    `sinks` has shape (Hq,) or (0,). A sink is a logit per head that is part of every row's sum and has no value (Xiao
+    et al. 2023; gpt-oss).
     """
 
     window: Window
-    sinks: cute.Tensor | None = None  # forward
+    sinks: cute.Tensor | None = None  # only in the forward
 
     def at(self, place: Place) -> Stage:
         reach = self.window.of(place.sizes)
@@ -31,7 +33,7 @@ class InWindow(Stage):
 
 @dataclass(frozen=True)
 class KeysInWindow(Stage):
-    """Sets scores of one block of keys that are out of it to -inf."""
+    """Score stage that sets scores of a KV block outside of the window to -inf."""
 
     window: Reach
     place: Place
@@ -45,7 +47,7 @@ class KeysInWindow(Stage):
         return logit
 
     def seen(self, row: Int32) -> tuple[Int32, Int32]:
-        """Of the columns that there are and others, the first that counts for a row, and the first behind them."""
+        """Return the first visible column of a row, and the first column behind. Both may lie outside of the block."""
         begin, end = self.window.keys(row)
         return begin, cutlass.min(end, self.place.sizes.Sk)
 
@@ -59,7 +61,7 @@ class KeysInWindow(Stage):
 
 @dataclass(frozen=True)
 class QueriesInWindow(KeysInWindow):
-    """The same for scores as the backward has them, (keys, queries), of one block of queries."""
+    """Score stage of the backward for scores (keys, queries) of a query block: masks scores outside of the window."""
 
     def seen(self, row: Int32) -> tuple[Int32, Int32]:
         begin, end = self.window.queries(row)

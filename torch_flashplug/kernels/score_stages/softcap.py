@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Softcap(Stage):
-    scale: Float32  # of scores, over the cap
+    """Score stage of soft capping."""
+
+    scale: Float32  # softmax scale divided by the cap
     cap: Float32
     everywhere = True
     hides = False
@@ -41,11 +43,18 @@ class Softcap(Stage):
 
 @dataclass(frozen=True)
 class Slope:
-    """What dS is multiplied with."""
+    """Derivative of soft capping: the factor for dS."""
 
-    inverse: Float32  # of the cap, in powers of two
+    inverse: Float32  # inverse of the cap, in powers of two
 
     def __call__(self, weight: Float32, lse_log2: Float32) -> Float32:
-        """weight: P. Of none 0: -inf, or of a row without keys NaN, are not the larger ones."""
+        """Return the factor for dS, or 0 if P is 0.
+
+        For P = 0, tanh is -inf, or NaN in a row without keys. The maximum with 0 discards both.
+
+        Args:
+            weight: P.
+            lse_log2: LSE of the query, in base 2.
+        """
         bent = (cute.math.log2(weight, fastmath=True) + lse_log2) * self.inverse
         return cute.arch.fmax(1.0 - bent * bent, Float32(0.0))

@@ -1,9 +1,11 @@
-"""In which order a backward works on blocks of keys, and in which they add to dQ where that order is asked for.
+"""Order in which a backward kernel processes KV blocks, and in which KV blocks are accumulated into dQ.
 
-In any order, the longest come first: most queries see the first keys. In order, the key blocks that see a block of
-queries add to it one after the other, as they are launched: each follows the one before it a few steps behind, so that
-hardly any waits. With a causal mask that is from the last keys to the first, whose steps begin earlier; without one all
-begin at the same step, and heads take turns, until the block before is so far ahead.
+Without a required order, the longest KV blocks come first: most queries see the first keys.
+
+In deterministic mode, the KV blocks of a query block are accumulated in launch order. Each KV block follows the
+previous block by a few steps, so hardly any block waits. With a causal mask the order is from the last keys to the
+first, because the steps of earlier keys begin earlier. Without a causal mask, all KV blocks begin at the same step.
+Heads then take turns until the previous block is far enough ahead.
 """
 
 from __future__ import annotations
@@ -17,12 +19,12 @@ from cutlass import Int32, Int64
 from ..primitives.tile_scheduler import TileOrder
 from .block_iterator import BoundBand, Downward
 
-STEPS_BEHIND = 3  # that a key block follows the one before it
+STEPS_BEHIND = 3  # steps by which a KV block follows the previous block
 
 
 @dataclass(frozen=True)
 class KeyOrder(TileOrder):
-    """A launch whose tiles are blocks of keys of a KV head."""
+    """Backward tile scheduler with KV blocks of KV heads as tiles."""
 
     walk: BoundBand
     in_order: bool = False
@@ -32,27 +34,39 @@ class KeyOrder(TileOrder):
         return self.in_order and self.walk.uneven
 
     def tile(self, number: Int32) -> tuple[Int32, Int32, Int32]:
-        """(n_block, KV head, batch) of a launch-order number."""
+        """Return (n_block, KV head, batch) of a linear tile index."""
         n_block, head, batch = super().tile(number)
         return n_block if self.last_first else self.num_m_blocks - 1 - n_block, head, batch
 
     def turn(self, n_block: Int32, run: Downward, j: Int32) -> Int32:
-        """In order: how many key blocks add to the block of queries at a position of a run before this one."""
+        """Return the accumulation rank: the number of KV blocks added to a query block before `n_block`.
+
+        Args:
+            n_block: index of the KV block.
+            run: query blocks of the KV block.
+            j: position of the query block in `run`.
+        """
         return self.walk.turn(n_block, run, j, self.num_m_blocks) if self.last_first else n_block
 
 
 def heads_in_turn(
     walk: BoundBand, group: Int32, kv_heads: Int32, row_bytes: int, num_ctas: Int32 | None = None
 ) -> Int32:
-    """KV heads whose tiles take turns, the section of a launch. group: query heads of each; row_bytes: of a query of
-    one head, all that its steps read and add to; num_ctas: those that run at once, where blocks add in order.
+    """Return the number of KV heads per L2 group. Tiles of these heads take turns.
+
+    Args:
+        walk: block iterator of the call.
+        group: query heads per KV head.
+        kv_heads: KV heads over the whole batch.
+        row_bytes: bytes read and accumulated by the steps per query row of a head.
+        num_ctas: number of concurrent CTAs, given in deterministic mode.
     """
     Sq, Sk = walk.sizes.Sq, walk.sizes.Sk
     if walk.uneven:
         head_bytes = Int64(Sq) * group * row_bytes
         return TileOrder.section_heads(head_bytes, cute.ceil_div(Sk, walk.tile_n), 1, kv_heads)
     if num_ctas is not None:
-        # As many as are needed to start all CTAs, one after the other, in the time of one tile.
+        # Enough heads to start all CTAs, successively, in the time of a tile.
         steps = cute.ceil_div(Sq, walk.tile_m) * group
         return cutlass.min(cute.ceil_div(num_ctas * STEPS_BEHIND, steps), kv_heads)
     return Int32(1)

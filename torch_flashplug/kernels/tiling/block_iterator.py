@@ -1,9 +1,11 @@
-"""Which blocks a tile walks over, in which order, and in which of them something may be hidden. Loaders, consumers and
-whoever adds up their results ask the same object, so that they agree.
+"""Iterators over the KV blocks or query blocks visited by a tile, in visiting order.
 
-A kernel has a walk as an argument and binds it to the sizes of a tile: `walk.at(sizes, tile_m, tile_n)`. What is known
-when a kernel is traced are class attributes and Python values; what a call brings are fields. A run of blocks is asked
-for `sections()`, which loops follow, and for `nth(j)`, the number of the block at a position.
+An iterator also tells the ranges of blocks with masking. Producer warps, consumer warpgroups and reduction code use
+the same object, so that all roles agree on the blocks.
+
+A kernel receives a `Walk` as an argument and binds the sizes of a tile: `walk.at(sizes, tile_m, tile_n)`. Class
+attributes and Python values hold facts known at trace time. Fields hold the runtime arguments of a call. A range of
+blocks (`Run`) provides `sections()`, the bounds of the loops, and `nth(j)`, the index of the block at position j.
 """
 
 from __future__ import annotations
@@ -26,8 +28,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Section:
-    """Positions from `begin` to `end` of a run. masked: stages of the scores are asked there; else only those that are
-    asked everywhere.
+    """Subrange of a block range: the positions from `begin` to `end`.
+
+    `masked` is True if all score stages apply in this subrange. If False, only stages with effect everywhere run.
     """
 
     masked: bool
@@ -37,14 +40,17 @@ class Section:
 
 @dataclass(frozen=True)
 class Walk:
-    """What a kernel takes: any of its kinds."""
+    """Base class of the block iterators accepted by kernels as arguments."""
 
-    uneven = False  # whether rows of a tile may see different numbers of keys: then tiles differ in length, too
+    uneven = False  # True if rows of a tile may see different numbers of keys. Tiles then differ in length, too.
 
 
 @dataclass(frozen=True)
 class Band(Walk):
-    """Every query sees every key: blocks follow each other. Holds nothing, so that a kernel has no argument for it."""
+    """Block iterator for full attention: every query sees every key, and blocks are visited in order.
+
+    The class has no fields, so a kernel needs no argument.
+    """
 
     causal = False
 
@@ -54,7 +60,10 @@ class Band(Walk):
 
 @dataclass(frozen=True)
 class CausalBand(Band):
-    """Key j is visible to query i iff j <= i, also when Sq != Sk: PyTorch's top-left alignment."""
+    """Block iterator for causal attention: key j is visible to query i if and only if j <= i.
+
+    The rule also holds for Sq != Sk (top-left alignment of PyTorch).
+    """
 
     causal = True
     uneven = True
@@ -62,7 +71,7 @@ class CausalBand(Band):
 
 @dataclass(frozen=True)
 class BoundBand:
-    """The blocks of one sequence: tile_m queries, tile_n keys each."""
+    """Block iterator of a sequence, for blocks of `tile_m` queries and `tile_n` keys."""
 
     causal: bool
     sizes: Sizes
@@ -74,61 +83,85 @@ class BoundBand:
         return self.causal
 
     def num_visible(self, end_row: Int32) -> Int32:
-        """Keys visible to some row before end_row; at least one."""
+        """Return the number of keys visible to some row before `end_row`, at least one."""
         return cutlass.min(self.sizes.some_keys, end_row) if self.causal else self.sizes.some_keys
 
     def num_blocks(self, end_row: Int32) -> Int32:
-        """KV blocks that hold one of those keys; at least one."""
+        """Return the number of KV blocks with a key visible to some row before `end_row`, at least one."""
         return cute.ceil_div(self.num_visible(end_row), self.tile_n)
 
     def keys(self, tile: Tile) -> Leftward:
-        """KV blocks of a tile of tile_m rows."""
+        """Return the KV blocks of a tile of `tile_m` rows."""
         return Leftward(self, self.num_blocks((tile.block + 1) * self.tile_m), tile.block * self.tile_m)
 
     def keys_of_rows(self, tile: Tile, first_row: Int32) -> Leftward:
-        """The same; first_row: the tile's, from which sums of rows are formed where a kernel has it at hand."""
+        """Return the KV blocks of a tile of `tile_m` rows from `first_row` on.
+
+        Row indices are computed from `first_row`, in kernels with the value at hand.
+        """
         return Leftward(self, self.num_blocks(first_row + self.tile_m), first_row)
 
     def keys_of_part(self, tile: Tile, first_row: Int32, rows: int, uneven: bool) -> tuple[Int32, Leftward]:
-        """How many KV blocks of a tile only other rows of it need, which come first, and the run of its `rows` rows
-        from first_row on. Rows beyond the last take part in one block; their results go nowhere. uneven: whether some
-        of the tile's parts may see fewer blocks than others.
+        """Return the KV blocks for one warpgroup's part of a tile.
+
+        Rows beyond the last row of the sequence take part in a single block. The results of such rows are discarded.
+
+        Args:
+            tile: the tile.
+            first_row: first row of the part.
+            rows: number of rows of the part.
+            uneven: True if some parts of the tile may see fewer blocks than the rest of the tile.
+
+        Returns:
+            The number of leading KV blocks needed only by the remaining rows of the tile, and the KV blocks of the
+                part.
         """
         blocks = self.num_blocks((tile.block + 1) * self.tile_m)
         if not uneven:
             return Int32(0), Leftward(self, blocks, first_row)
         mine = cutlass.select_(first_row < self.sizes.Sq, self.num_blocks(first_row + rows), 1)
-        mine = cute.arch.make_warp_uniform(mine)  # else ptxas works it out again for every block
+        mine = cute.arch.make_warp_uniform(mine)  # Without a uniform value, ptxas recomputes `mine` for every block.
         return blocks - mine, Leftward(self, mine, first_row)
 
     def all_keys(self) -> Int32:
-        """KV blocks that some query sees."""
+        """Return the number of KV blocks visible to some query."""
         return self.num_blocks(self.sizes.Sq)
 
     def shared(self, smem: cutlass.memory.SmemAllocator) -> BoundBand:
-        """decode: with room for what is found out."""
+        """Decode: return the iterator with shared memory for the results of a scan (none is needed here)."""
         return self
 
     def find(self, part: object) -> None:
-        """decode: every thread, before roles part; of a packed.Part."""
+        """Decode: scan for visible blocks (nothing to do here). Every thread calls `find` before roles part.
+
+        Args:
+            part: a `packed.Part`.
+        """
 
     def share(self, number: Int32, parts: Int32) -> Split:
-        """decode: a split's KV blocks; one behind the last where there are fewer blocks than splits."""
+        """Decode: return the KV blocks of split `number` of `parts` splits.
+
+        A split without blocks gets the block behind the last block, if the sequence may be empty.
+        """
         total = self.all_keys()
         mine = Split.create(total, number, parts)
         return mine.or_block(total) if self.sizes.may_be_empty else mine
 
     def masks(self, keys: Split, j: Int32) -> cutlass.Boolean:
-        """decode: whether some row does not see all of the block at a position."""
+        """Decode: return whether some row cannot see all keys of the block at position j."""
         return (keys.nth(j) + 1) * self.tile_n > self.sizes.Sk
 
     @property
     def hides(self) -> bool:
-        """decode: whether a row may see nothing of a block."""
+        """Decode: True if a row may see no key of a block."""
         return self.sizes.may_be_empty
 
     def queries(self, tile: Tile) -> Downward:
-        """Query blocks that see a KV block. Keys beyond the last mask every step; else only the diagonal does."""
+        """Return the query blocks with visible keys in a KV block.
+
+        If the KV block extends beyond the last key, every step is masked. Otherwise only the steps on the diagonal are
+        masked.
+        """
         first_key, end = tile.block * self.tile_n, cute.ceil_div(self.sizes.Sq, self.tile_m)
         begin = middle = Int32(0)
         if self.causal:
@@ -138,46 +171,60 @@ class BoundBand:
         return Downward(begin, middle, end)
 
     def turn(self, n_block: Int32, run: Downward, j: Int32, num_n_blocks: Int32) -> Int32:
-        """How many KV blocks add to the block of queries at a position before this one, where the last begins."""
+        """Return the accumulation rank of a KV block for a query block, in an order that begins with the last KV block.
+
+        Args:
+            n_block: index of the KV block.
+            run: query blocks of the KV block.
+            j: position of the query block in `run`.
+            num_n_blocks: number of KV blocks.
+
+        Returns:
+            The number of KV blocks accumulated into the query block before KV block `n_block`.
+        """
         return cutlass.min(run.nth(j) * self.tile_m // self.tile_n, num_n_blocks - 1) - n_block
 
 
 class Run:
-    """Blocks of a tile, by position: nth(j)."""
+    """Base class of block ranges. `nth(j)` returns the block at position j."""
 
     def next(self, j: Int32, section: Section) -> Int32:
-        """The block of the next step; of the last one of a section, its own."""
+        """Return the block of the step after j. At the last step of a section, return the block of step j."""
         return self.nth(cutlass.min(j + 1, section.end - 1))
 
 
 class RunOfKeys(Run):
-    """`count` KV blocks of some rows, the first `num_masked` of them masked."""
+    """Range of `count` KV blocks of some rows. The first `num_masked` blocks are masked."""
 
-    tail_first = True  # whether only the first one may have keys beyond the last
-    behind: Int32 | int = 0  # blocks of the tile behind the last one that only other rows need
+    tail_first = True  # True if only the first block may have keys beyond the last key
+    # Blocks of the tile behind the last block of the range, needed only by the remaining rows of the tile.
+    behind: Int32 | int = 0
 
     def before(self, j: Int32) -> Int32:
-        """The block at the position before, behind nth(j)."""
+        """Return the block at position j - 1. The caller has already called `nth(j)`."""
         return self.nth(j - 1)
 
     def more(self, j: Int32) -> cutlass.Boolean:
-        """Whether a position follows; the block there, ahead of its nth(j)."""
+        """Return whether a position follows j.
+
+        If so, `after(j)` returns the block there, before `nth(j + 1)` is called.
+        """
         return j + 1 < self.count
 
     def after(self, j: Int32) -> Int32:
         return self.nth(j + 1)
 
     def last(self) -> Int32:
-        """The block at the last position, behind its nth(j)."""
+        """Return the block at the last position. The caller has already called `nth` for the last position."""
         return self.nth(self.count - 1)
 
     def sections(self) -> tuple[Section, Section]:
-        """After the first one."""
+        """Return the subranges after the first block: masked, then unmasked."""
         masked = self.num_masked
         return Section(True, 1, masked), Section(False, masked, self.count)
 
     def sections_before_last(self) -> tuple[Section, Section]:
-        """All but the last one, which counts as masked."""
+        """Return the subranges of all blocks except the last block, which counts as masked."""
         last = self.count - 1
         masked = cutlass.min(self.num_masked, last)
         return Section(True, 0, masked), Section(False, masked, last)
@@ -185,8 +232,9 @@ class RunOfKeys(Run):
 
 @dataclass(frozen=True)
 class Leftward(RunOfKeys):
-    """`count` KV blocks of some rows from the right: the masked ones first. The first always counts as one: its code is
-    there anyway.
+    """Range of `count` KV blocks of some rows, visited from right to left: the masked blocks first.
+
+    The first block always counts as masked, because its code exists in any case.
     """
 
     band: BoundBand
@@ -196,7 +244,8 @@ class Leftward(RunOfKeys):
     def nth(self, j: Int32) -> Int32:
         return self.count - 1 - j
 
-    # What RunOfKeys says, in instructions that the compiler does not find by itself.
+    # Overrides of RunOfKeys with the same results, in a form that needs fewer instructions. The compiler does not find
+    # the shorter form.
 
     def before(self, j: Int32) -> Int32:
         return self.count - j
@@ -212,20 +261,26 @@ class Leftward(RunOfKeys):
 
     @property
     def num_masked(self) -> Int32:
-        """Positions before this one count as masked."""
+        """Number of leading positions that count as masked."""
         if not self.band.causal:
             return Int32(1)
-        full = cutlass.min(self.band.sizes.Sk, self.first_row + 1) // self.band.tile_n  # whole for every row
+        full = cutlass.min(self.band.sizes.Sk, self.first_row + 1) // self.band.tile_n  # blocks visible to every row
         return cutlass.max(self.count - full, 1)
 
     def columns_of_first(self, rows: int) -> Int32:
-        """Keys of the first block that some of `rows` rows see; more than it has: all."""
+        """Return the number of keys of the first block that some of `rows` rows see.
+
+        A result larger than the block means all keys of the block.
+        """
         return self.band.num_visible(self.first_row + rows) - (self.count - 1) * self.band.tile_n
 
 
 @dataclass(frozen=True)
 class Downward(Run):
-    """Query blocks of a KV block, one after the other, the same of every query head: the masked ones first."""
+    """Range of the query blocks of a KV block, visited in increasing order, equal for every query head.
+
+    The masked blocks come first.
+    """
 
     begin: Int32
     middle: Int32
@@ -235,7 +290,7 @@ class Downward(Run):
         return j
 
     def total(self, heads: Int32) -> Int32:
-        """Steps of so many query heads."""
+        """Return the number of steps for `heads` query heads."""
         return heads * (self.end - self.begin)
 
     def of_head(self, head: Int32) -> Downward:
@@ -245,20 +300,25 @@ class Downward(Run):
         return Section(True, self.begin, self.middle), Section(False, self.middle, self.end)
 
     def whole(self) -> Section:
-        """For those who do not see scores."""
+        """Return the whole range as one unmasked section, for roles without scores."""
         return Section(False, self.begin, self.end)
 
     def first(self, head: Int32, there: cutlass.Boolean) -> Step:
-        """For those who walk over all query heads in one loop, from `head` on. there: whether there is a step."""
+        """Return the first step of a single loop over all query heads, from `head` on.
+
+        Args:
+            head: first query head.
+            there: whether there is a step.
+        """
         return Step(head, self.begin)
 
     def after(self, step: Step, there: cutlass.Boolean) -> Step:
-        """The next step: all of one head, then those of the next."""
+        """Return the step after `step`: all blocks of a head, then the blocks of the next head."""
         last = step.j + 1 >= self.end
         return Step(step.head + Int32(last), cutlass.select_(last, self.begin, step.j + 1))
 
     def at(self, step: Step) -> Downward:
-        """The run of its head."""
+        """Return the block range of the head of `step`."""
         return self
 
     def masked(self, step: Step) -> cutlass.Boolean:
@@ -267,10 +327,10 @@ class Downward(Run):
 
 @dataclass(frozen=True)
 class Step:
-    """Of a walk over the blocks of all query heads of a tile of keys."""
+    """Step of an iteration over the query blocks of all query heads of a KV tile."""
 
     head: Int32
-    j: Int32  # position in the head's run
+    j: Int32  # position in the block range of the head
 
     @property
     def block(self) -> Int32:
@@ -279,22 +339,25 @@ class Step:
 
 @dataclass(frozen=True)
 class Split:
-    """A share of all KV blocks, from the left: decode's, one of several CTAs'."""
+    """Range of KV blocks of a split, in increasing order.
+
+    In split-KV decode, several CTAs share the KV blocks of a sequence.
+    """
 
     begin: Int32
     end: Int32
 
     @classmethod
     def create(cls, total: Int32, number: Int32, parts: Int32) -> Split:
-        """Sizes differ by one at most."""
+        """Return split `number` of `parts` splits of `total` blocks. Sizes differ by at most a block."""
         return cls(total * number // parts, total * (number + 1) // parts)
 
     def or_block(self, beyond: Int32) -> Split:
-        """That block where there is none."""
+        """Return the range, or the single block `beyond` if the range is empty."""
         none = self.begin == self.end
         begin, end = (cutlass.select_(none, beyond + i, at) for i, at in enumerate((self.begin, self.end)))
         return Split(begin, end)
 
     def nth(self, j: Int32) -> Int32:
-        """Positions are those of the whole walk."""
+        """Return the block at position j. Positions count from the first block of the whole sequence."""
         return j

@@ -1,10 +1,12 @@
-"""Walks from lists: block-sparse attention (FlashAttention, arXiv 2205.14135, section 3.3). The lists are those of
-FlexAttention's BlockMask as they are: padded, int32, blocks of LISTED queries and keys, for each row of blocks those
-that hide something and those that hide nothing (a digest has lists of TALL x LISTED, too). What a masked block hides is
-a stage's (scores/words.py).
+"""Block-sparse iterators: attention over lists of blocks (FlashAttention, arXiv 2205.14135, section 3.3).
 
-A tile may be smaller than a listed block: it walks over the parts of each that are its own size. The first block of a
-forward's tile and the last one of dQ's count as masked, whatever list they are in: words of a whole block are ones.
+The lists are the tensors of a FlexAttention BlockMask, unchanged: padded, int32, for blocks of LISTED queries and keys.
+Each row of blocks has a list of partial blocks and a list of full blocks. The metadata of a bool mask also contains
+lists for blocks of TALL x LISTED. A score stage applies the bitmask inside a partial block (scores/words.py).
+
+A tile may be smaller than a listed block. The iterator then visits the parts of each listed block with the size of
+the tile. The first block of a forward tile and the last block of a dQ tile count as masked in either list. No score is
+lost, because the bitmask of a full block is all ones.
 """
 
 from __future__ import annotations
@@ -25,8 +27,11 @@ from .tile import Tile
 
 @dataclass(frozen=True)
 class Lists:
-    """Of one direction: R rows of blocks of all planes, room for C blocks in each; contiguous. Plane (batch, head)
-    begins at row batch * rows_of_batch + head * rows_of_head; 0: broadcast.
+    """Contiguous block-sparse lists of one direction.
+
+    There are R rows of blocks of all planes, with a capacity of C blocks per row.
+
+    Plane (batch, head) begins at row batch * rows_of_batch + head * rows_of_head. A factor of 0 broadcasts the plane.
     """
 
     masked_count: cute.Tensor  # (R,) Int32
@@ -35,27 +40,33 @@ class Lists:
     whole: cute.Tensor  # (R, C) Int32
     rows_of_batch: Int32
     rows_of_head: Int32
-    # Where blocks of keys add in order, the same for each entry: of how many later SHAREs of keys it is an entry, too.
+    # Set if KV blocks accumulate in a fixed order. Each value counts the later ranges of SHARE keys with the same block
+    # in the list.
     masked_turn: cute.Tensor | None = None
     whole_turn: cute.Tensor | None = None
 
     def row(self, batch: Int32, head: Int32, row: Int32) -> Int32:
-        """Of all rows of blocks."""
+        """Return the index of a block row among the rows of all planes."""
         return batch * self.rows_of_batch + head * self.rows_of_head + row
 
     def counts(self, row: Int32, parts: int) -> tuple[Int32, Int32]:
-        """Masked blocks of a row, and all; parts: a listed block's, that are walked over one by one."""
+        """Return the number of partial blocks and the number of all blocks in a row, in units of the visited tiles.
+
+        Args:
+            row: index of the block row among all planes.
+            parts: visited tiles per listed block.
+        """
         masked, whole = (cute.arch.load(x.iterator + row, Int32) for x in (self.masked_count, self.whole_count))
         return masked * parts, (masked + whole) * parts
 
 
 @dataclass(frozen=True)
 class Listed(Walk):
-    """Block-sparse."""
+    """Block-sparse block iterator."""
 
-    keys: Lists  # of each block of queries
-    queries: Lists  # of each block of keys
-    rows = LISTED  # queries of a block
+    keys: Lists  # KV blocks of each block of queries
+    queries: Lists  # query blocks of each block of keys
+    rows = LISTED  # query rows of a block
     uneven = True
 
     def at(self, sizes: Sizes, tile_m: int, tile_n: int) -> BoundLists:
@@ -64,14 +75,14 @@ class Listed(Walk):
 
 @dataclass(frozen=True)
 class TallListed(Listed):
-    """With keys' lists for blocks of more queries."""
+    """Block-sparse block iterator with key lists for blocks of TALL (192) query rows."""
 
     rows = TALL
 
 
 @dataclass(frozen=True)
 class BoundLists:
-    """For tiles of these sizes."""
+    """Block-sparse block iterator bound to the sequence lengths and tile sizes."""
 
     of: Listed
     sizes: Sizes
@@ -88,8 +99,20 @@ class BoundLists:
         return self.keys(tile)
 
     def keys_of_part(self, tile: Tile, first_row: Int32, rows: int, uneven: bool) -> tuple[Int32, KeysRun]:
-        """Of a tall tile, blocks ahead of the first one and behind the last one that a part sees something of are only
-        the others'. Rows beyond the last take part in one block, as of a Band.
+        """Return the KV blocks for one warpgroup's part of a tile.
+
+        In a tile of TALL rows, a part skips the blocks before its first visible block and the blocks behind its last
+        visible block. Only the remaining parts need the skipped blocks. Rows beyond the last row take part in a single
+        block, as in full attention.
+
+        Args:
+            tile: the tile.
+            first_row: first row of the part.
+            rows: number of rows of the part.
+            uneven: True if some parts of the tile may see fewer blocks than the rest of the tile.
+
+        Returns:
+            The number of leading KV blocks to skip, and the KV blocks of the part.
         """
         run = self.keys(tile)
         if not uneven:
@@ -102,8 +125,10 @@ class BoundLists:
         return Heads(self, tile)
 
     def turn(self, n_block: Int32, run: QueriesRun, j: Int32, num_n_blocks: Int32) -> Int32:
-        """How many KV blocks add to the block of queries at a position before this one: those of later listed blocks,
-        counted by SHAREs of keys (kernel_spec.py), then what follows in its own.
+        """Return the accumulation rank: the number of KV blocks added to a query block before KV block `n_block`.
+
+        The rank counts the KV tiles of later listed blocks, from ranges of SHARE keys (kernel_spec.py), and then the
+        later tiles of the same listed block.
         """
         later = run.turn(j)
         if self.tile_n == LISTED:
@@ -113,7 +138,7 @@ class BoundLists:
 
 @dataclass(frozen=True)
 class Heads:
-    """The blocks of queries of a tile of keys: a list for every query head."""
+    """Query blocks of a KV tile, with a separate list for every query head."""
 
     walk: BoundLists
     tile: Tile
@@ -128,23 +153,34 @@ class Heads:
 
     @cute.jit
     def total(self, heads: Int32) -> Int32:
-        """Steps of so many query heads."""
+        """Return the number of steps for `heads` query heads."""
         steps = Int32(0)
         for nth in cutlass.range(heads, unroll=1):
             steps += self.of_head(nth).count
         return steps
 
     def first(self, head: Int32, there: cutlass.Boolean) -> ListedStep:
-        """For those who walk over all query heads in one loop, from `head` on. there: whether there is a step."""
+        """Return the first step of a single loop over all query heads, from `head` on.
+
+        Args:
+            head: first query head.
+            there: whether there is a step.
+        """
         return self.seek(head, Int32(0), there)
 
     def after(self, step: ListedStep, there: cutlass.Boolean) -> ListedStep:
-        """The next step: all of one head, then those of the next that has any."""
+        """Return the step after `step`: all blocks of a head, then the blocks of the next head with any block."""
         return self.seek(step.head, step.j + 1, there)
 
     @cute.jit
     def seek(self, head: Int32, j: Int32, there: cutlass.Boolean) -> ListedStep:
-        """A step, or where its head has no such the first of the next that has any, if it is there."""
+        """Return the step (head, j), or the first step of the next head with any block if (head, j) does not exist.
+
+        Args:
+            head: query head.
+            j: position in the block range of the head.
+            there: whether there is such a step at all.
+        """
         run, block = self.of_query_head(head), Int32(0)
         row, masked, count = run.row, run.num_masked, run.count
         if there:
@@ -156,7 +192,7 @@ class Heads:
         return ListedStep(head, j, block, j < masked)
 
     def at(self, step: ListedStep) -> QueriesRun:
-        """The run of its head."""
+        """Return the block range of the head of `step`."""
         return self.of_query_head(step.head)
 
     def masked(self, step: ListedStep) -> cutlass.Boolean:
@@ -165,7 +201,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class ListedStep:
-    """walk.Step, with what the list says: of few registers."""
+    """Step over the lists of all query heads, as `walk.Step`. The list values are kept in few registers."""
 
     head: Int32
     j: Int32
@@ -175,43 +211,49 @@ class ListedStep:
 
 @dataclass(frozen=True)
 class ListedRun(Run):
-    """`count` blocks, those that hide something first."""
+    """Range of `count` listed blocks, the partial blocks first."""
 
     lists: Lists
     row: Int32
     num_masked: Int32
     count: Int32
     parts: int
-    skipped: Int32 | int = 0  # masked ones ahead of the first
+    skipped: Int32 | int = 0  # number of partial blocks skipped ahead of the first position
 
     @classmethod
     def create(cls, lists: Lists, row: Int32, parts: int) -> ListedRun:
         return cls(lists, row, *lists.counts(row, parts), parts)
 
     def nth(self, j: Int32) -> Int32:
-        """A load: whoever follows it closely asks for it a step ahead (`next`)."""
+        """Return the block at position j. Each call is a load.
+
+        Callers with an early use of the block request the block a step ahead with `next`.
+        """
         return self.part(self.entry(j, self.lists.masked, self.lists.whole), j)
 
     def next(self, j: Int32, section: Section) -> Int32:
-        """All of a section is in one list."""
+        """Return the block of the step after j. All blocks of a section are in the same list."""
         j = cutlass.min(j + 1, section.end - 1)
         masked, whole = (self.lists.masked, j + self.skipped), (self.lists.whole, j - self.num_masked)
         of, position = masked if section.masked else whole
         return self.part(self.load(of.iterator, position), j)
 
     def part(self, listed: Int32, j: Int32) -> Int32:
-        """The one at a position of those that a listed block has."""
+        """Return the tile at position j within the tiles of a listed block."""
         return listed * self.parts + (j & self.parts - 1)
 
     def entry(self, j: Int32, masked: cute.Tensor, whole: cute.Tensor) -> Int32:
-        """At a position, of what is stored like the lists."""
+        """Return the value at position j of tensors laid out as the lists."""
         behind = j >= self.num_masked
         start = cutlass.select_(behind, *(x.iterator.toint() for x in (whole, masked)))
         of = cute.make_ptr(Int32, start, cute.AddressSpace.gmem, assumed_align=4)
         return self.load(of, cutlass.select_(behind, j - self.num_masked, j + self.skipped))
 
     def load(self, of: cute.Pointer, position: Int32) -> Int32:
-        """Of one list. Addresses are made in every step, of numbers below 2^32."""
+        """Load a value of a list.
+
+        The address is computed in every step, from an index below 2^32.
+        """
         row = self.row + zero_of(position)
         nth = row * self.lists.masked.shape[1] + (position >> self.parts.bit_length() - 1)
         return cute.arch.load(of + Int64(Uint32(nth)), Int32)
@@ -219,43 +261,55 @@ class ListedRun(Run):
 
 @dataclass(frozen=True)
 class QueriesRun(ListedRun):
-    """Of a block of keys."""
+    """Range of the listed query blocks of a KV tile."""
 
     def turn(self, j: Int32) -> Int32:
-        """SHAREs of keys whose sums come before."""
+        """Return the number of ranges of SHARE keys with earlier accumulation."""
         return self.entry(j, self.lists.masked_turn, self.lists.whole_turn)
 
     def sections(self) -> tuple[Section, Section]:
         return Section(True, Int32(0), self.num_masked), Section(False, self.num_masked, self.count)
 
     def whole(self) -> Section:
-        """For those who do not see scores."""
+        """Return the whole range as one unmasked section, for roles without scores."""
         return Section(False, Int32(0), self.count)
 
 
 @dataclass(frozen=True)
 class KeysRun(ListedRun, RunOfKeys):
-    """Of a block of queries."""
+    """Range of the listed KV blocks of a tile of queries."""
 
     behind: Int32 | int = 0
     tail_first = False
 
     def sections(self) -> tuple[Section, Section]:
-        """After the first one. Where it is the only one they begin with it, too: lists may have no entry behind it."""
+        """Return the subranges after the first block: masked, then unmasked.
+
+        A range with a single block gets sections from position 0 to position 0, because the list may have no further
+        entry.
+        """
         more = cutlass.min(self.count - 1, 1)
         masked = cutlass.max(self.num_masked, 1) * more
         return Section(True, more, masked), Section(False, masked, self.count * more)
 
     def columns_of_first(self, rows: int) -> Int32:
-        """More than a block has: all."""
+        """Return a number larger than any block. The result means all keys of the first block."""
         return Int32(LISTED)
 
     def seen_by(self, part: Int32, there: cutlass.Boolean) -> tuple[Int32, Int32]:
-        """Positions, from the first to behind the last, of a part of its rows; there: whether it has any."""
+        """Return the positions of the blocks visible to a part of the rows, as (begin, end).
+
+        Args:
+            part: index of the part in the tile.
+            there: whether the part has any rows.
+        """
         return cutlass.select_(there, 0, self.count - 1), self.count
 
     def between(self, begin: Int32, end: Int32) -> KeysRun:
-        """Those positions. What a loop's bounds come from is uniform: else ptxas works it out again for every block."""
+        """Return the range restricted to the positions from `begin` to `end`.
+
+        The values behind loop bounds are made uniform. Otherwise ptxas recomputes the values for every block.
+        """
         begin, end = (cute.arch.make_warp_uniform(position) for position in (begin, end))
         masked = cute.arch.make_warp_uniform(cutlass.max(cutlass.min(self.num_masked, end) - begin, 0))
         return replace(self, num_masked=masked, count=end - begin, skipped=begin, behind=self.count - end)
@@ -263,7 +317,10 @@ class KeysRun(ListedRun, RunOfKeys):
 
 @dataclass(frozen=True)
 class TallKeysRun(KeysRun):
-    """Of one of TALL queries: above a block's number a masked entry says which of three parts see something of it."""
+    """Range of the listed KV blocks of a tile of TALL queries.
+
+    The bits above the block index of a partial entry mark the visible parts: three bits, a bit for each 64 queries.
+    """
 
     def part(self, listed: Int32, j: Int32) -> Int32:
         return super().part(listed & (1 << FLAGS) - 1, j)

@@ -9,14 +9,14 @@ from cutlass import Int32
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the sequence that a tile belongs to."""
+    """Sequence lengths of a tile's sequence."""
 
     Sq: Int32
     Sk: Int32
 
-    may_be_empty = False  # whether it may have no rows, or no keys
+    may_be_empty = False  # True if the sequence may have no rows or no keys
 
     @property
     def some_keys(self) -> Int32:
-        """Keys; where there are none, one, so that there is a block to take."""
+        """Number of keys, at least one, so that there is always a block to process."""
         return self.Sk

@@ -15,7 +15,7 @@ from .tile import Tile
 
 @dataclass(frozen=True)
 class Window(Walk):
-    """Holds what the call brings."""
+    """Sliding window block iterator: window bounds of the call."""
 
     left: Int32
     right: Int32
@@ -26,30 +26,33 @@ class Window(Walk):
         return BoundWindow(self.of(sizes), sizes, tile_m, tile_n)
 
     def of(self, sizes: Sizes) -> Reach:
-        """In one sequence."""
+        """Return the window of a sequence."""
         return Reach(self.left, self.right, self.bottom_right * (sizes.Sk - sizes.Sq))
 
 
 @dataclass(frozen=True)
 class Reach:
-    """Which keys the queries of a sequence see."""
+    """Window of a sequence: which keys the queries see."""
 
     left: Int32
     right: Int32
     diagonal: Int32
 
     def keys(self, query: Int32) -> tuple[Int32, Int32]:
-        """The first that a query sees, and the first behind them; of those that there are and others."""
+        """Return the first key visible to a query, and the first key behind the window.
+
+        Both may lie outside of the sequence.
+        """
         return query + self.diagonal - self.left, query + self.diagonal + self.right + 1
 
     def queries(self, key: Int32) -> tuple[Int32, Int32]:
-        """The first that sees a key, and the first behind them."""
+        """Return the first query that sees a key, and the first query behind. Both may lie outside of the sequence."""
         return key - self.diagonal - self.right, key - self.diagonal + self.left + 1
 
 
 @dataclass(frozen=True)
 class BoundWindow:
-    """The blocks of one sequence: tile_m queries, tile_n keys each."""
+    """Sliding window block iterator of a sequence, for blocks of `tile_m` queries and `tile_n` keys."""
 
     window: Reach
     sizes: Sizes
@@ -64,8 +67,19 @@ class BoundWindow:
         return self.keys_of(first_row, self.tile_m)
 
     def keys_of_part(self, tile: Tile, first_row: Int32, rows: int, uneven: bool) -> tuple[Int32, WindowKeys]:
-        """Other rows may see blocks on the right that these do not, which come first. Those on the left that they do
-        not see are walked over with the others: all parts end together.
+        """Return the KV blocks for one warpgroup's part of a tile.
+
+        The remaining rows of the tile may see further blocks on the right, which come first and are skipped. Blocks on
+        the left beyond the part's window are visited all the same: all parts end together.
+
+        Args:
+            tile: the tile.
+            first_row: first row of the part.
+            rows: number of rows of the part.
+            uneven: True if some parts of the tile may see fewer blocks than the rest of the tile.
+
+        Returns:
+            The number of leading KV blocks to skip, and the KV blocks of the part.
         """
         of_tile = self.keys(tile)
         if not uneven:
@@ -77,7 +91,10 @@ class BoundWindow:
         return others, replace(of_tile, first_row=first_row, end=end, right=right)
 
     def bounds(self, first_row: Int32, rows: int) -> tuple[Int32, Int32]:
-        """From which KV block to before which one some of these rows see some; one where none sees any."""
+        """Return the first KV block visible to some of the rows, and the end of the visible blocks.
+
+        The range contains a single block if no row sees any key.
+        """
         first, _ = self.window.keys(first_row)
         _, end = self.window.keys(first_row + rows - 1)
         end = cute.ceil_div(cutlass.min(cutlass.max(end, 1), self.sizes.some_keys), self.tile_n)
@@ -93,7 +110,10 @@ class BoundWindow:
         return WindowKeys(self, first_row, begin, end, right, cutlass.min(left, end - begin - right))
 
     def queries(self, tile: Tile) -> WindowQueries:
-        """Query blocks that see some key of a KV block. Keys beyond the last mask every step."""
+        """Return the query blocks that see some key of a KV block.
+
+        If the KV block extends beyond the last key, every step is masked.
+        """
         first_key, num_blocks = tile.block * self.tile_n, cute.ceil_div(self.sizes.Sq, self.tile_m)
         last_key = first_key + self.tile_n - 1
         (first, end_of_first), (first_of_last, end) = self.window.queries(first_key), self.window.queries(last_key)
@@ -106,16 +126,27 @@ class BoundWindow:
         return WindowQueries(begin, middle, end, behind)
 
     def turn(self, n_block: Int32, run: WindowQueries, j: Int32, num_n_blocks: Int32) -> Int32:
-        """How many KV blocks add to the block of queries at a position before this one, where the last begins."""
+        """Return the accumulation rank: the number of KV blocks added to a query block before this block.
+
+        The order begins with the last KV block.
+
+        Args:
+            n_block: index of the KV block.
+            run: query blocks of the KV block.
+            j: position of the query block in `run`.
+            num_n_blocks: number of KV blocks.
+        """
         _, end = self.window.keys(run.nth(j) * self.tile_m + self.tile_m - 1)
         return cutlass.min((end - 1) // self.tile_n, num_n_blocks - 1) - n_block
 
 
 @dataclass(frozen=True)
 class WindowKeys(RunOfKeys):
-    """KV blocks from `begin` to before `end`: `right` masked ones from the right, then the `left` ones at the other end
-    that are masked, too, then the whole ones between. A part of a tile's rows has the tile's positions, less those on
-    the right that only others see.
+    """Range of the KV blocks from `begin` to `end`.
+
+    The order is: `right` masked blocks from the right end, `left` masked blocks from the left end, then the full blocks
+    between. One warpgroup's part of a tile has the positions of the tile, except for blocks on the right that only the
+    remaining rows see.
     """
 
     bound: BoundWindow
@@ -131,7 +162,10 @@ class WindowKeys(RunOfKeys):
 
     @property
     def num_masked(self) -> Int32:
-        """The first always counts as one: its code is there anyway."""
+        """Number of leading positions that count as masked.
+
+        The first block always counts, because its code exists in any case.
+        """
         return cutlass.max(self.right + self.left, 1)
 
     def nth(self, j: Int32) -> Int32:
@@ -140,14 +174,20 @@ class WindowKeys(RunOfKeys):
         return self.end - 1 - j + moved
 
     def columns_of_first(self, rows: int) -> Int32:
-        """Keys of the first block that some of `rows` rows may see; more than it has: all."""
+        """Return the number of keys of the first block that some of `rows` rows may see.
+
+        A result larger than the block means all keys of the block.
+        """
         _, end = self.bound.window.keys(self.first_row + rows - 1)
         return cutlass.min(end, self.bound.sizes.Sk) - self.nth(0) * self.bound.tile_n
 
 
 @dataclass(frozen=True)
 class WindowQueries(Downward):
-    """Query blocks of a KV block, one after the other: masked up to `middle`, and from `behind` on."""
+    """Range of the query blocks of a KV block, in increasing order.
+
+    Blocks before `middle` and from `behind` on are masked.
+    """
 
     behind: Int32
 

@@ -1,8 +1,8 @@
-"""Where a tile lies: a launch-order number becomes a tile, which says where its rows and keys are, of tensors in global
-memory or of what TMA reads them by.
+"""Mapping of linear tile indices to tiles: block, head and batch indices, and slices of the global tensors.
 
-A kernel has pieces as an argument and asks them for the tiles of its launch: `pieces.of_rows(order, ...)`. Dense is the
-kind whose sequences are dims of tensors; varlen.py has another.
+The slices are taken from tensors in global memory or from TMA operands. A kernel receives a `Pieces` object as an
+argument and requests the tiles of a launch: `pieces.of_rows(order, ...)`. `Dense` addresses sequences as dimensions
+of tensors. varlen.py addresses packed sequences.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from .seqlen_info import Sizes
 
 @dataclass(frozen=True)
 class Tile:
-    """A block of rows of one query head, or of keys of one KV head, or of one of the heads that share it."""
+    """Tile coordinate: a block of rows of a query head, or a block of keys of a KV head.
+
+    A block of keys can also belong to one of several heads sharing a KV head.
+    """
 
     block: Int32
     head: Int32
@@ -28,156 +31,194 @@ class Tile:
     group: Int32 | None = None  # query heads of a KV head
     kv_head: Int32 | None = None
 
-    first_block = 0  # of scratch: the first one of the sequence's rows
+    first_block = 0  # index of the first workspace block of the rows of the sequence
 
     @property
     def sequence(self) -> Int32:
-        """Its number, for stages and walks; batch is the tensors'."""
+        """Sequence index, used by score stages and block iterators. `batch` is the batch index of the tensors."""
         return self.batch
 
     def rows(self, x: sm90.Operand | cute.Tensor) -> sm90.Operand | cute.Tensor:
-        """Of its own head: those of a query head's tensors, or of a KV head's for a block of keys."""
+        """Return the slice of `x` for the head of the tile.
+
+        The head is a query head for a block of rows and a KV head for a block of keys.
+        """
         return self.rows_of(x, self.head, self.batch)
 
     def rows_of(self, x: sm90.Operand | cute.Tensor, head: Int32, batch: Int32) -> sm90.Operand | cute.Tensor:
-        """The same of any head."""
+        """Return the slice of `x` for a given head and batch."""
         return of_head(x, head, batch)
 
     def rows_of_shared(self, x: sm90.Operand | cute.Tensor, sharing: Int32) -> sm90.Operand | cute.Tensor:
-        """Of the KV head that so many heads like this one share."""
+        """Return the slice of `x` for the KV head shared by `sharing` consecutive heads."""
         return self.rows_of(x, self.head // sharing, self.batch)
 
     def keys(self, x: sm90.Operand | cute.Tensor) -> sm90.Operand | cute.Tensor:
-        """K or V that a block of rows meets."""
+        """Return the slice of K or V attended by a block of rows."""
         return of_head(x, self.head_of_keys(), self.batch)
 
     def queries(self, x: sm90.Operand | cute.Tensor, nth: Int32) -> sm90.Operand | cute.Tensor:
-        """Of the nth query head that a block of keys meets."""
+        """Return the slice of `x` for query head number `nth` of a block of keys."""
         return of_head(x, self.query_head(nth), self.batch)
 
     def head_of_keys(self) -> Int32:
-        """The KV head that a block of rows meets."""
+        """Return the KV head attended by a block of rows."""
         return self.head // self.group if self.kv_head is None else self.kv_head
 
     def query_head(self, nth: Int32) -> Int32:
-        """The nth of those that a block of keys meets."""
+        """Return the index of query head number `nth` of a block of keys."""
         return self.head * self.group + nth
 
     def row(self, row: Int32) -> Int32:
-        """Its place in tensors."""
+        """Return the row index in the tensors for a row of the sequence."""
         return row
 
     def place(self, row: Int32) -> tuple[Int32, Int32, Int32]:
-        """Of a row's LSE, in (batch, heads, rows)."""
+        """Return the coordinate of the LSE of a row, in (batch, heads, rows)."""
         return self.batch, self.head, self.row(row)
 
     def place_of_fact(self, which: int, row: Int32) -> tuple[Int32, Int32, int, Int32]:
-        """Of a row of its own head, in (batch, heads, 2, rows of scratch)."""
+        """Return the coordinate of a row statistic for the head of the tile.
+
+        Args:
+            which: index of the statistic (LSE or delta).
+            row: row of the sequence.
+
+        Returns:
+            A coordinate in (batch, heads, 2, rows of the workspace).
+        """
         return self.batch, self.head, which, row
 
     def facts(self, x: cute.Tensor, nth: Int32, size: int) -> cute.Tensor:
-        """Of x (batch, heads, 2, rows of scratch), what the nth query head has that a block of keys meets: (1, size,
-        which, block).
+        """Return the row statistics of query head number `nth` of a block of keys, in blocks of `size` rows.
+
+        Args:
+            x: row statistics (batch, heads, 2, rows of the workspace).
+            nth: number of the query head within the group.
+            size: rows of a block.
+
+        Returns:
+            A tensor (1, size, which, block).
         """
         return cute.local_tile(of_head(x, self.query_head(nth), self.batch), (1, size), (None, None))
 
 
 def of_head(x: sm90.Operand | cute.Tensor, head: Int32, batch: Int32) -> sm90.Operand | cute.Tensor:
-    """One head of what TMA reads (rows, columns, heads, batch), or of a tensor (batch, heads, rows, columns)."""
+    """Return a head of a TMA operand or a tensor.
+
+    Args:
+        x: TMA operand (rows, columns, heads, batch) or tensor (batch, heads, rows, columns).
+        head: head index.
+        batch: batch index.
+    """
     return x.head(head, batch) if isinstance(x, sm90.Operand) else x[batch, head, None, None]
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Tiles of a launch."""
+    """Tile grid of a launch: the tile order, the sequence lengths and the number of KV heads."""
 
     order: TileOrder
     sizes: Sizes
-    kv_heads: Int32 | None = None  # where tiles are rows of query heads
+    kv_heads: Int32 | None = None  # set if tiles are rows of query heads
 
     @property
     def group(self) -> Int32:
-        """Query heads of a KV head."""
+        """Number of query heads of a KV head."""
         return self.order.heads // self.kv_heads
 
     @property
     def total(self) -> Int32:
-        """Tiles of the launch."""
+        """Number of tiles of the launch."""
         return self.order.total
 
     def tile(self, number: Int32, group: Int32 | None = None) -> Tile:
-        """group: query heads of a KV head, for those who ask for the tile's keys or queries."""
+        """Return the tile with linear index `number`.
+
+        Args:
+            number: linear tile index.
+            group: query heads of a KV head, required by callers slicing the keys or queries of the tile.
+        """
         return Tile(*self.order.tile(number), self.sizes, group)
 
     def only_tile(self, number: Int32) -> Tile:
-        """For a CTA that has no other: its KV head is divided out here, once, and not where it is asked for."""
+        """Return the only tile of a CTA with a single tile.
+
+        The KV head is computed here once by division, instead of at each use.
+        """
         tile = replace(self.tile(number), group=self.group)
         return replace(tile, kv_head=tile.head // tile.group)
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """What a kernel takes: any of its kinds."""
+    """Base class of the tile addressing accepted by kernels as arguments."""
 
     def of_batch(self, tile: Tile, kv_head: Int32, batch: Int32) -> Tile:
-        """Decode: a block of rows that `block_of_rows` gave, of one KV head."""
+        """Decode: return a block of rows from `block_of_rows` with a KV head and a batch index."""
         return replace(tile, kv_head=kv_head, batch=batch)
 
 
 @dataclass(frozen=True)
 class Dense(Pieces):
-    """Every sequence of a batch is as long as the others: dims of four-dimensional tensors. Holds nothing, so that a
-    kernel has no argument for it.
+    """Tile addressing of dense batches: all sequences have equal lengths and are dimensions of 4-D tensors.
+
+    The class has no fields, so a kernel needs no argument.
     """
 
-    uneven = False  # whether tiles differ in length whatever they walk over
+    uneven = False  # True if tiles differ in length under every block iterator
 
     def rows_first(self, t: cute.Tensor) -> cute.Tensor:
-        """A tensor (batch, heads, rows, columns) as TMA reads it: (rows, columns, heads, batch)."""
+        """Return a (rows, columns, heads, batch) view of (batch, heads, rows, columns), the order read by TMA."""
         return sm90.rows_first(t)
 
     def columns_first(self, t: cute.Tensor) -> cute.Tensor:
-        """The same as (columns, rows, heads, batch)."""
+        """Return a (columns, rows, heads, batch) view of (batch, heads, rows, columns), for TMA."""
         return sm90.columns_first(t)
 
     def batch(self, x: cute.Tensor) -> Int32:
-        """Of what TMA reads."""
+        """Return the batch size of a TMA operand."""
         return x.shape[3]
 
     def blocks_of_rows(self, Sq: Int32, size: int) -> Int32:
-        """Tiles of a head."""
+        """Return the number of tiles of a query head."""
         return cute.ceil_div(Sq, size)
 
     def blocks_of_keys(self, Sk: Int32, size: int) -> Int32:
-        """Tiles of a KV head."""
+        """Return the number of tiles of a KV head."""
         return cute.ceil_div(Sk, size)
 
     def section(self, section: Int32, heads: Int32, group: Int32, of_keys: bool = False) -> Int32:
-        """Heads of a section, of those that fit in L2; heads: of all batches; group: that stay together; of_keys: of
-        tiles of keys.
+        """Return the number of heads per L2 group for the tile scheduler.
+
+        Args:
+            section: number of heads whose data fits in L2.
+            heads: heads of all batches.
+            group: heads to be kept together.
+            of_keys: True if the tiles are blocks of keys.
         """
         return section
 
-    most_blocks_of_rows, most_blocks_of_keys = blocks_of_rows, blocks_of_keys  # that the host knows of
+    most_blocks_of_rows, most_blocks_of_keys = blocks_of_rows, blocks_of_keys  # upper bounds known to the host
 
     def of_rows(self, order: TileOrder, sizes: Sizes, kv_heads: Int32) -> Launch:
-        """Tiles of query heads, in that order."""
+        """Return the tile grid of query heads in the given tile order."""
         return Launch(order, sizes, kv_heads)
 
     def block_of_rows(self, number: Int32, sizes: Sizes) -> Tile:
-        """For a kernel that has the heads."""
+        """Return the row block, in a kernel with known head and batch."""
         return Tile(number, None, None, sizes)
 
     def of_keys(self, order: TileOrder, sizes: Sizes) -> Launch:
-        """Tiles of KV heads."""
+        """Return the tile grid of KV heads."""
         return Launch(order, sizes)
 
     def all_keys(self, x: cute.Tensor) -> Int32:
-        """Of a KV head in what TMA reads, of all sequences that share tensors."""
+        """Return the number of keys of a KV head in a TMA operand, summed over all sequences in the tensor."""
         return x.shape[0]
 
     def block_of_scratch(
         self, number: Int32, head: Int32 | None = None, batch: Int32 | None = None, sizes: Sizes | None = None
     ) -> Tile:
-        """One of the blocks of rows that a query head has in scratch, with what those who ask need of it."""
+        """Return a workspace block of rows of a query head, with the fields needed by callers."""
         return Tile(number, head, batch, sizes)

@@ -1,11 +1,14 @@
-"""Sequences of different lengths on end: tensors (rows, heads, columns) of torch.nn.attention.varlen, which a kernel
-gets as (1, heads, rows, columns), and LSE as (1, heads, rows). The kind of pieces whose tiles come from lists.
+"""Tile addressing of packed sequences: several sequences of different lengths in one tensor.
 
-A list has an entry for every block of rows, or of keys, that some sequence has; all heads share it. It is made on the
-device, from lengths that the host does not know; the host knows its room: a sequence of n rows has at most n / tile + 1
-blocks. So a tile costs one load, there are no tiles without rows, and tiles may come in any order (docs/layouts.md).
+The tensors follow torch.nn.attention.varlen, (rows, heads, columns). A kernel receives each tensor as (1, heads,
+rows, columns), and the LSE as (1, heads, rows). The tiles come from tile lists.
 
-TMA stops at the end of a sequence: what lies behind it, perhaps NaN, is never read as keys nor written as rows.
+A tile list has an entry for every block of rows, or of keys, of some sequence. All heads share the list. The list is
+made on the device, from lengths unknown to the host. The host knows only the capacity: a sequence of n rows has at most
+n / tile + 1 blocks. A tile therefore costs one load, no tile is without rows, and tiles may come in any order
+(docs/layouts.md).
+
+TMA stops at the end of a sequence. Memory behind the end, perhaps NaN, is never read as keys and never written as rows.
 """
 
 from __future__ import annotations
@@ -23,20 +26,25 @@ from ..primitives.vector_access import vector_at
 from .seqlen_info import Sizes
 from .tile import Launch, Pieces, Tile
 
-ENTRY = 8  # numbers of an entry: one sector
-REACH = 1 << 30  # rows at most, of all sequences
-MOST_WORTH = 1 << 16  # tiles: more are as many
+ENTRY = 8  # Int32 values of an entry, 32 bytes: a sector
+REACH = 1 << 30  # maximum number of rows of all sequences together
+MOST_WORTH = 1 << 16  # limit of `TileList.worth`, in tiles. A larger value has no further effect.
 
 
 @dataclass(frozen=True)
 class Span:
-    """Rows of one sequence among those of all."""
+    """Row range of a sequence in the packed tensor."""
 
     start: Int32
     length: Int32
 
     def of_head(self, x: sm90.Operand | cute.Tensor, head: Int32) -> sm90.Operand | cute.Tensor:
-        """As pieces.of_head: rows count from the first one of the sequence."""
+        """Return a head of `x`, with rows counted from the first row of the sequence.
+
+        Args:
+            x: TMA operand (rows, columns, heads, batch) or tensor (batch, heads, rows, columns).
+            head: head index.
+        """
         if isinstance(x, sm90.Operand):
             return sm90.Operand(x.atom, self.of_coordinates(x.m, head), x.s)
         rows = x[0, head, None, None]
@@ -44,21 +52,26 @@ class Span:
         return cute.make_tensor(first, cute.make_layout((self.length, rows.shape[1]), stride=rows.stride))
 
     def of_coordinates(self, m: cute.Tensor, head: Int32) -> cute.Tensor:
-        """One head of a tensor that `stopping` has made, or of its transpose."""
+        """Return a head of a view created by `stopping`, or of the transposed view."""
         first, rest = self.coordinates()
-        rows_lead = type(m.shape[0]) is int  # REACH; columns are not known when traced
+        # The mode of rows has the static size REACH. The number of columns is not known at trace time.
+        rows_lead = type(m.shape[0]) is int
         return cute.domain_offset((first, 0) if rows_lead else (0, first), m[None, None, head, rest])
 
     def coordinates(self) -> tuple[Int32, tuple[Int32, int]]:
-        """Of its first row, as `stopping` says."""
+        """Return the TMA coordinates of the first row of the sequence, in a view created by `stopping`."""
         return REACH - self.length, (self.start + self.length, REACH)
 
 
 def stopping(t: cute.Tensor) -> cute.Tensor:
-    """What TMA reads (rows, columns, heads, 1) with two dims instead of the last, so that it stops at the end of any
-    sequence: row r of one whose `length` rows end before row `end` of all is at (REACH - length + r, ..., (end,
-    REACH)). Rows from `length` on are beyond the first dim: zeros when read, not written. The last coordinate takes
-    REACH rows off the address again, around 2^64: a descriptor whose own address lay that far below could not load.
+    """Return a TMA view with a stop at the end of any sequence.
+
+    The batch dimension of `t` (rows, columns, heads, 1) is replaced by two dimensions. Consider a sequence of `length`
+    rows ending before row `end` of the packed tensor. Row r of the sequence is at (REACH - length + r, ..., (end,
+    REACH)). Rows from `length` on lie beyond the first dimension: loads return zeros and stores are dropped.
+
+    The last coordinate subtracts REACH rows from the address by wrapping around 2^64. A descriptor with a base
+    address so far below the tensor could not load.
     """
     row, column, head, _ = t.stride
     wrap = around(row, t.element_type.width // 8)
@@ -67,18 +80,24 @@ def stopping(t: cute.Tensor) -> cute.Tensor:
 
 
 def around(row: Int64, element_bytes: int) -> Int64:
-    """What REACH of them, in elements, take REACH rows off an address with."""
+    """Return the stride by which REACH steps wrap around 2^64 and subtract REACH rows from an address.
+
+    Args:
+        row: stride of a row, in elements.
+        element_bytes: bytes of an element.
+    """
     return (1 << 64) // REACH // element_bytes - row
 
 
 @dataclass(frozen=True)
 class MaybeEmpty(Sizes):
-    """Of a sequence that may have no rows, or no keys. `or_one` comes from memory: with a maximum worked out in the
-    forward ptxas serialises products.
+    """Sequence lengths of a sequence, perhaps without rows or keys.
+
+    `or_one` is loaded from memory. If the forward kernel computed the maximum instead, ptxas would serialize products.
     """
 
     may_be_empty = True
-    or_one: Int32 | None = None  # keys
+    or_one: Int32 | None = None  # number of keys, at least one
 
     @property
     def some_keys(self) -> Int32:
@@ -87,11 +106,11 @@ class MaybeEmpty(Sizes):
 
 @dataclass(frozen=True)
 class RaggedTile(Tile):
-    """Tensors hold one batch, of all sequences."""
+    """Tile coordinate in packed sequences. The tensors have a single batch with all sequences."""
 
-    own: Span | None = None  # rows, or keys where it is a block of keys
-    others: Span | None = None  # what those meet
-    number: Int32 | None = None  # of the sequence
+    own: Span | None = None  # row range of the tile's own side: rows, or keys for a block of keys
+    others: Span | None = None  # row range of the opposite side: keys, or rows for a block of keys
+    number: Int32 | None = None  # sequence index
     first_block: Int32 | None = None
 
     @property
@@ -119,13 +138,21 @@ class RaggedTile(Tile):
 
 @dataclass(frozen=True)
 class TileList:
-    """Blocks that sequences have. An entry: number of the block in its sequence; the sequence's; first row and rows of
-    the side that the block is of; the same of the other side; the first of the sequence's blocks of scratch; rows of
-    the other side, at least one.
+    """List of the blocks of all sequences. All heads share the list.
+
+    The eight values of an entry are:
+    - index of the block in the sequence
+    - sequence index
+    - first row and number of rows on the side of the block
+    - first row and number of rows on the opposite side
+    - index of the first workspace block of the sequence
+    - number of rows on the opposite side, at least one
     """
 
-    entries: cute.Tensor  # (room, ENTRY) Int32, 16-byte aligned; from the last one on zeros, but for the last number: 1
-    # (2,) Int32: how many there are; of a sorted list, how many times the work of the first one all of them are.
+    # (capacity, ENTRY) Int32, 16-byte aligned. Entries behind the last entry are zero, except for a last value of 1.
+    entries: cute.Tensor
+    # (2,) Int32: number of entries, and, for a sorted list, the total work as a multiple of the work of the first
+    # entry.
     head: cute.Tensor
 
     def room(self) -> Int32:
@@ -135,7 +162,7 @@ class TileList:
         return cute.arch.make_warp_uniform(self.head[0])
 
     def worth(self) -> Int32:
-        """At least 1, also of no tiles."""
+        """Return the total work as a multiple of the longest tile. The result is at least 1, even without tiles."""
         return cutlass.min(cutlass.max(cute.arch.make_warp_uniform(self.head[1]), 1), MOST_WORTH)
 
     def load(self, number: Int32) -> tuple[Int32, ...]:
@@ -144,7 +171,7 @@ class TileList:
         return tuple(cute.arch.make_warp_uniform(entry[i]) for i in range(ENTRY))
 
     def tile(self, number: Int32, head: Int32, batch: Int32, group: Int32 | None, of_keys: bool) -> RaggedTile:
-        """The block of an entry, of one head."""
+        """Return the block of an entry, for one head."""
         block, sequence, *spans, first_block, some = self.load(number)
         own, others = Span(*spans[:2]), Span(*spans[2:])
         sizes = (others.length, own.length, own.length) if of_keys else (own.length, others.length, some)
@@ -154,7 +181,7 @@ class TileList:
 
 @dataclass(frozen=True)
 class RaggedLaunch(Launch):
-    """The order's blocks are numbers of entries."""
+    """Tile grid of packed sequences. A block index of the tile order is the index of an entry."""
 
     entries: TileList | None = None
 
@@ -163,7 +190,7 @@ class RaggedLaunch(Launch):
         return self.kv_heads is None
 
     def entry(self, number: Int32) -> tuple[Int32, Int32]:
-        """Number of a tile's entry, and its head."""
+        """Return the entry index and the head of a tile."""
         nth, head, _ = self.order.tile(number)
         return nth if self.of_keys else self.order.num_m_blocks - 1 - nth, head  # TileOrder begins with the last block
 
@@ -172,7 +199,10 @@ class RaggedLaunch(Launch):
         return self.entries.tile(nth, head, Int32(0), group, self.of_keys)
 
     def only_tile(self, number: Int32) -> RaggedTile:
-        """There may be more CTAs than tiles: the others get an entry without rows."""
+        """Return the only tile of a CTA. CTAs without a tile get an entry without rows.
+
+        A launch may have more CTAs than tiles.
+        """
         nth, head = self.entry(cutlass.min(number, self.total - 1))
         nth, group = cutlass.select_(number < self.total, nth, self.order.num_m_blocks), self.group
         return replace(self.entries.tile(nth, head, Int32(0), group, self.of_keys), kv_head=head // group)
@@ -180,8 +210,10 @@ class RaggedLaunch(Launch):
 
 @dataclass(frozen=True)
 class Ragged(Pieces):
-    """Sequences on end. A kernel has the lists that it needs: tiles of rows, or of keys, the longest first; blocks of
-    rows of scratch, in the order of sequences, as they lie there.
+    """Tile addressing of packed sequences.
+
+    Each kernel has only the required lists. `rows` and `keys` are tile lists, with the longest tiles first. `scratch`
+    lists the workspace blocks of rows, in the order of sequences, equal to the order in memory.
     """
 
     rows: TileList | None = None
@@ -207,13 +239,17 @@ class Ragged(Pieces):
         return self.rows.count()
 
     def section(self, section: Int32, heads: Int32, group: Int32, of_keys: bool = False) -> Int32:
-        """A tile that takes longer than the whole last section would run on alone: where that is more than a tenth of
-        the launch (about what L2 is worth), as many sections as leave the last one as long as the longest tile.
+        """Return the number of heads per L2 group, large enough to keep the last tile from running on alone.
+
+        A tile longer than the whole last L2 group would run on alone. The sizes change if such a time exceeds a tenth
+        of the launch, about the benefit of L2 reuse. The result then has as many groups as possible. The last group
+        must still take as long as the longest tile.
         """
         worth, groups = (self.keys if of_keys else self.rows).worth(), heads // group
         ctas = cute.arch.grid_dim()[0]
         alone = ctas * 10 > worth * (heads + 10 * section)
-        least = cute.ceil_div(ctas * 9, 10 * worth * group)  # groups that take 0.9 of that time
+        # Number of query groups with 0.9 of the time of the longest tile.
+        least = cute.ceil_div(ctas * 9, 10 * worth * group)
         most, found = groups // least, groups
         for fewer in (2, 1, 0):
             size = cute.ceil_div(groups, cutlass.max(most - fewer, 1))
