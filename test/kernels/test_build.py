@@ -81,12 +81,12 @@ def test_a_checkout_compiles_its_own_kernels(checkout):
 def test_another_checkouts_sources_are_refused(checkout):
     """Where they were imported before the tool was."""
     code = "import runpy, sys; sys.modules['torch_flashplug'] = package = type(sys)('torch_flashplug'); "
-    code += f"package.__path__ = [{str(ROOT / 'torch_flashplug')!r}]; import torch_flashplug.configs; "
+    code += f"package.__path__ = [{str(ROOT / 'torch_flashplug')!r}]; import torch_flashplug.registry.kernel_table; "
     code += f"runpy.run_path({str(checkout / 'tools' / 'aot.py')!r}, run_name='__main__')"
     run = run_aot(checkout, "-c", code)
     assert run.returncode != 0
     assert f"compiles the kernels in {checkout / 'torch_flashplug'}, but this process has" in run.stderr
-    assert str(ROOT / "torch_flashplug" / "kernel_table.py") in run.stderr
+    assert str(ROOT / "torch_flashplug" / "registry" / "kernel_table.py") in run.stderr
 
 
 # --- objects are kept, and two builds compared
@@ -101,23 +101,23 @@ def test_a_change_of_one_kernel_file_recompiles_its_kernels_alone(tmp_path, monk
     monkeypatch.setattr(fingerprint, "_PACKAGE", package)
     before = {spec: compiler.key(spec, "sm_90a") for spec in SPECS}
     for changed, hits in (
-        ("kernels/bwd_sm80.py", lambda spec: spec.arch == 80 and spec.is_backward),
-        ("kernels/dq_sm90.py", lambda spec: spec.kind == "partbwd"),
+        ("kernels/sm80/backward.py", lambda spec: spec.arch == 80 and spec.is_backward),
+        ("kernels/sm90/backward_dq.py", lambda spec: spec.kind == "partbwd"),
         # A bias's stage has both, but decode's.
         (
-            "kernels/parts/sm80.py",
+            "kernels/primitives/sm80.py",
             lambda spec: spec.arch == 80 or (not spec.features.isdisjoint({"bias", "bias32"}) and not spec.is_decode),
         ),
-        ("kernels/parts/causal.py", lambda spec: "causal" in spec.features),
-        ("kernels/parts/arguments/forward.py", lambda spec: spec.kind == "fwd"),
-        ("kernels/parts/arguments/decode.py", lambda spec: spec.is_decode),
-        ("kernels/parts/arguments/backward.py", lambda spec: spec.kind in {"bwd", "detbwd", "partbwd"}),
-        ("kernels/parts/arguments/dbias.py", lambda spec: spec.kind == "dbias"),
-        ("kernels/parts/arguments/tilebwd.py", lambda spec: spec.kind == "tilebwd"),
+        ("kernels/features/causal.py", lambda spec: "causal" in spec.features),
+        ("kernels/call_args/forward.py", lambda spec: spec.kind == "fwd"),
+        ("kernels/call_args/decode.py", lambda spec: spec.is_decode),
+        ("kernels/call_args/backward.py", lambda spec: spec.kind in {"bwd", "detbwd", "partbwd"}),
+        ("kernels/call_args/dbias.py", lambda spec: spec.kind == "dbias"),
+        ("kernels/call_args/tile_backward.py", lambda spec: spec.kind == "tilebwd"),
         ("kernels/backward/dbias_reduce.py", lambda spec: spec.kind in {"dbias", "tilebwd"}),
-        ("kernel_spec.py", lambda spec: True),
-        ("features.py", lambda spec: False),  # of which a kernel depends on its own rows
-        ("kernel_args.py", lambda spec: False),  # likewise
+        ("registry/kernel_spec.py", lambda spec: True),
+        ("registry/features.py", lambda spec: False),  # of which a kernel depends on its own rows
+        ("registry/kernel_args.py", lambda spec: False),  # likewise
     ):
         original = (package / changed).read_text()
         (package / changed).write_text(original + "\nCHANGED = 1\n")
@@ -164,7 +164,7 @@ def test_comments_and_docstrings_change_no_byte_of_an_object(tmp_path):
     shutil.copytree(ROOT / "tools", tmp_path / "tools", ignore=shutil.ignore_patterns("results"))
     for path in [
         *(tmp_path / "torch_flashplug" / "kernels").rglob("*.py"),
-        tmp_path / "torch_flashplug" / "kernel_spec.py",
+        tmp_path / "torch_flashplug" / "registry" / "kernel_spec.py",
     ]:
         first, future, rest = path.read_text().partition("from __future__ import annotations\n")
         path.write_text(f"{first}# changed\n\n{future}\n# changed\n\n{rest}\n# changed\n")
@@ -261,8 +261,8 @@ def test_sources_of_a_kernel_are_what_it_imports():
     specs = {(spec.kind, spec.arch, spec.mask): spec for spec in SPECS}.values()
     command = [sys.executable, "-c", LOADED, ROOT / "tools", *(spec.name() for spec in specs)]
     run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
-    read_before = ("spec", "arguments", "elements", "features", "recipes")
-    tables = {ROOT / "torch_flashplug" / f"{name}.py" for name in read_before}
+    read_before = ("kernel_spec", "kernel_args", "dtypes", "features", "quant_recipes")
+    tables = {ROOT / "torch_flashplug" / "registry" / f"{name}.py" for name in read_before}
     for spec, line in zip(specs, run.stdout.splitlines(), strict=True):
         loaded = {Path(file) for file in line.split() if Path(file).name != "__init__.py"}
         assert loaded | tables == set(fingerprint.sources_of(spec)), spec.name()

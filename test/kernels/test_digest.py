@@ -30,8 +30,8 @@ import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 from cutlass import Int32
 import interpreted, sass
-from torch_flashplug.kernels.parts.arguments.operands import fake_digest, fake_mask
-from torch_flashplug.kernels.parts.digest import Digest, Digested
+from torch_flashplug.kernels.call_args.operands import fake_digest, fake_mask
+from torch_flashplug.kernels.preprocess.mask import Digest, Digested
 
 @cute.jit
 def digest(mask: cute.Tensor, made: cute.Tensor, Sq: Int32, stream: cuda.CUstream):

@@ -8,10 +8,12 @@ import pytest
 import torch
 from trial_calls import starts, tile_lists
 
-ragged = pytest.importorskip("torch_flashplug.kernels.tiling.varlen", reason="the DSL is needed for kernels")
-key_order = pytest.importorskip("torch_flashplug.kernels.parts.key_order")
-scheduler = pytest.importorskip("torch_flashplug.kernels.parts.scheduler")
-walk = pytest.importorskip("torch_flashplug.kernels.parts.walk")
+pytest.importorskip("cutlass", reason="the DSL is needed to import kernels")
+
+from torch_flashplug.kernels.primitives import tile_scheduler as scheduler  # noqa: E402
+from torch_flashplug.kernels.tiling import backward_tile_scheduler as key_order  # noqa: E402
+from torch_flashplug.kernels.tiling import block_iterator as walk  # noqa: E402
+from torch_flashplug.kernels.tiling import varlen as ragged  # noqa: E402
 
 HEADS, KV_HEADS, SCRATCH = 4, 2, 64
 LENGTHS = [[0], [1], [64, 0, 65, 128], [0, 0, 300], [5] * 40, [1000, 1, 0, 127, 128, 129]]

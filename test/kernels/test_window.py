@@ -8,12 +8,14 @@ import random
 
 import pytest
 
-window = pytest.importorskip("torch_flashplug.kernels.features.window", reason="the DSL is needed for kernels")
-key_order = pytest.importorskip("torch_flashplug.kernels.parts.key_order")
-pieces = pytest.importorskip("torch_flashplug.kernels.parts.pieces")
-fragments = pytest.importorskip("torch_flashplug.kernels.parts.fragments")
-visible = pytest.importorskip("torch_flashplug.kernels.parts.scores.visible")
-walk = pytest.importorskip("torch_flashplug.kernels.parts.walk")
+pytest.importorskip("cutlass", reason="the DSL is needed to import kernels")
+
+from torch_flashplug.kernels.features import window  # noqa: E402
+from torch_flashplug.kernels.primitives import fragments  # noqa: E402
+from torch_flashplug.kernels.score_stages import kv_bounds as visible  # noqa: E402
+from torch_flashplug.kernels.tiling import backward_tile_scheduler as key_order  # noqa: E402
+from torch_flashplug.kernels.tiling import block_iterator as walk  # noqa: E402
+from torch_flashplug.kernels.tiling import tile as pieces  # noqa: E402
 
 TILES = [(128, 128), (64, 64), (128, 48), (64, 128)]  # tile_m, tile_n
 

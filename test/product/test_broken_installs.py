@@ -506,8 +506,9 @@ def test_a_pack_that_is_cut_short_is_named(tmp_path):
     (tmp_path / "pack.so").write_bytes(b"\x7fELF")
     program = f"""
 import torch, torch_flashplug
-from torch_flashplug import native, _start
-from torch_flashplug.api import DEVICES
+from torch_flashplug.api import startup as _start
+from torch_flashplug.dispatch import bindings as native
+from torch_flashplug.api.backend import DEVICES
 native.set_facts_override(DEVICES["h100"]); native.set_standin(2); native.clear_packs()
 native.load_pack({str(tmp_path / "pack.so")!r}, "sm_90a"); native.register_ops("CPU"); native.install(native.CPU_SLOT)
 q = torch.randn(1, 8, 256, 64, dtype=torch.bfloat16)

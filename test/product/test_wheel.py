@@ -256,7 +256,7 @@ def test_an_unpacked_pack_is_checked_and_made_again(install, lines, damage):
 def test_processes_that_unpack_at_once_share_the_result(install):
     install.put()
     program = (
-        "import sys; from pathlib import Path; from torch_flashplug import library, packs;"
+        "import sys; from pathlib import Path; from torch_flashplug.dispatch import library, packs;"
         f"library.built_files = lambda: [Path({str(install.built)!r})];"
         f"print(bool(packs.provide({KERNEL!r}, {TARGET!r}).function))"
     )
@@ -471,7 +471,7 @@ class Environment:
 
 CALL_PROGRAM = """
 import torch, torch_flashplug
-from torch_flashplug import library
+from torch_flashplug.dispatch import library
 q = torch.randn(1, 2, 64, 64)
 torch.nn.functional.scaled_dot_product_attention(q, q, q)
 print(library.find_built("_C.so"))
@@ -494,7 +494,7 @@ def test_the_wheel_without_kernels_runs_in_a_fresh_environment(plain_wheel, tmp_
 PACK_PROGRAM = f"""
 import ctypes, sys
 ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)  # stands in for CUDA's runtime
-from torch_flashplug import _start
+from torch_flashplug.api import startup as _start
 from torch_flashplug.codegen.provided import Circumstances
 answer = _start.provide({KERNEL!r}, 90, Circumstances())
 print(bool(answer.function), "cutlass" in sys.modules, answer.why)

@@ -391,5 +391,6 @@ with standin.road_to("cpu") as road:
 
 
 def test_switched_off_touches_nothing() -> None:
-    code = "import torch_flashplug\nfrom torch_flashplug import library\nprint(library.lib.cache_info().currsize)"
+    code = "import torch_flashplug\nfrom torch_flashplug.dispatch import library\n"
+    code += "print(library.lib.cache_info().currsize)"
     assert run_python(code, TORCH_FLASHPLUG="0") == "0"

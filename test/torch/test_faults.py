@@ -23,9 +23,9 @@ from torch_flashplug.api.backend import DEVICES
 from torch_flashplug.dispatch import bindings
 from torch_flashplug.ops import sdpa as ops
 from torch_flashplug.registry import kernel_table, stock_bugs
-from torch_flashplug.torch_hooks import describe_call
 from torch_flashplug.registry.dispatch_table import ANY, ChoiceRow
 from torch_flashplug.testing import Inputs, new_case
+from torch_flashplug.torch_hooks import describe_call
 
 sdpa = F.scaled_dot_product_attention
 

@@ -23,7 +23,8 @@ pytestmark = [
 PRELUDE = """
 import os, subprocess, sys, torch, torch_flashplug
 import torch.nn.functional as F
-from torch_flashplug import _start, native
+from torch_flashplug.api import startup as _start
+from torch_flashplug.dispatch import bindings as native
 native.clear_packs()
 _start.push_tables()
 native.counters(reset=True)

@@ -88,7 +88,7 @@ def test_import_raises_for_an_unknown_value_and_names_the_allowed_ones(flag: env
 def test_info_says_by_which_word_the_plugin_is_off_until_it_is_enabled() -> None:
     code = """
 import torch_flashplug
-from torch_flashplug import inventory
+from torch_flashplug.cli import env_info as inventory
 print(inventory.collect()["hook"]["why"])
 torch_flashplug.enable()
 print(inventory.collect()["hook"]["enabled"])
