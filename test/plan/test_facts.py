@@ -272,7 +272,7 @@ def test_combinations_are_what_rows_have() -> None:
     assert rows_of == named
     spec = next(spec for spec in kernel_table.specs(90, "decode"))
     refused = dataclasses.replace(spec, mask="causal").check()
-    assert "features causal; a decode of sm_90 has full" in refused
+    assert "features causal; a decode of sm_90 must have full" in refused
 
 
 def test_arguments_of_features_are_optional(monkeypatch: pytest.MonkeyPatch) -> None:

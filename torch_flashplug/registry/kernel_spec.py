@@ -205,14 +205,16 @@ class KernelSpec:
         """Return None if the kernel can be built, else a sentence with the value, the limit and the remedy."""
         illegal = self.illegal_shape()
         if illegal is None and self.is_decode and self.elementwise:
-            illegal = "a decode reads vectors"
+            illegal = "a decode kernel must use vector loads, but is element-wise"
         if illegal is None and not features.TAGS[self.mask].of(self.kind, self.arch):
             tags = (tag for tag, known in features.TAGS.items() if known.of(self.kind, self.arch))
-            illegal = f"features {self.mask}; a {self.kind} of sm_{self.arch} has {' or '.join(tags)} (features.py)"
+            illegal = (
+                f"features {self.mask}; a {self.kind} of sm_{self.arch} must have {' or '.join(tags)} (features.py)"
+            )
         in_blocks = self.listed_rows % self.tile_m == 0 and LISTED % self.tile_n == 0
         if illegal is None and features.walks_lists(self.features) and not in_blocks:
             tall = f", or {TALL} rows" * (self.kind == "fwd")
-            illegal = f"tile {self.tile_m}x{self.tile_n}; with {self.mask} use divisors of {LISTED} for both{tall}"
+            illegal = f"tile {self.tile_m}x{self.tile_n}; with {self.mask}, use divisors of {LISTED} for both{tall}"
         if illegal is not None:
             return f"{self.name()}: {illegal}"
         need, limit = self.smem_bytes(), SMEM_BYTES[self.arch]
@@ -392,30 +394,32 @@ class HopperSpec(KernelSpec):
         tiles = {"dbias": BIAS_TILES, "partbwd": (PARTS_TILE,), "tilebwd": (TILE_BACKWARD,)}
         tiles = tiles.get(self.kind, (BACKWARD_TILE,))
         if self.elementwise:
-            return "TMA moves boxes of 16-byte units; element by element loads sm_80's kernels only"
+            return "Hopper kernels must use TMA, which moves 16-byte units; only sm_80 kernels are element-wise"
         if self.tile_m % ROWS_PER_WARPGROUP or self.warpgroups not in REGISTER_SPLIT:
             return f"tile_m={self.tile_m}; use 64, 128 or 192 (one consumer warpgroup per 64 rows)"
         if self.is_backward and (self.tile_m, self.tile_n) not in tiles:
-            return f"tile {self.tile_m}x{self.tile_n}; a {self.kind} has {' or '.join(map(str, tiles))}"
+            return f"tile {self.tile_m}x{self.tile_n}; a {self.kind} must have {' or '.join(map(str, tiles))}"
         if self.tile_n % 16 or not 16 <= self.tile_n <= 256:
             return f"tile_n={self.tile_n}; use a multiple of 16 from 16 to 256 (wgmma N)"
         if not self.is_decode and self.tile_n * features.score_bytes(self.features) % SWIZZLED_LINE:
-            return f"tile_n={self.tile_n}; use a multiple of 64 (a bias has whole lines of {SWIZZLED_LINE} bytes)"
+            return (
+                f"tile_n={self.tile_n}; use a multiple of 64 (a row of a bias must fill lines of {SWIZZLED_LINE} bytes)"
+            )
         if (self.d % 64 or self.dv % 64) and (self.d % 16 or self.d != self.dv):
-            return f"head dims ({self.d}, {self.dv}); multiples of 64, or one multiple of 16 for both"
+            return f"head dims ({self.d}, {self.dv}); use multiples of 64, or the same multiple of 16 for both"
         if self.row_bytes("k") % EIGHT_BIT_DEPTH or (self.bytes_of("v") == 1 and self.tile_n % EIGHT_BIT_DEPTH):
-            return f"head dim {self.d}, tile_n={self.tile_n}; products in 8 bits have multiples of {EIGHT_BIT_DEPTH}"
+            return f"head dim {self.d}, tile_n={self.tile_n}; 8-bit products need multiples of {EIGHT_BIT_DEPTH}"
         whole = self.in_parts or self.of_one_tile
         if self.is_backward and not whole and (self.d % 64 or self.dv % 64):
-            return f"head dims ({self.d}, {self.dv}); a {self.kind} has multiples of 64"
+            return f"head dims ({self.d}, {self.dv}); a {self.kind} must have multiples of 64"
         if self.in_parts and (self.stages == 1 or self.d % 32 or self.dv % 32):
-            return "use 2 or 4 stages (a step's next one is under way) and multiples of 32 for head dims"
+            return "use 2 or 4 stages (the next step is in flight) and multiples of 32 for head dims"
         if self.of_one_tile and (self.d != self.dv or self.d % 32 or self.stages != 2):
-            return f"head dims ({self.d}, {self.dv}), stages={self.stages}; use one multiple of 32 for both, and 2"
+            return f"head dims ({self.d}, {self.dv}), stages={self.stages}; use equal multiples of 32, and 2 stages"
         if self.kind == "dbias" and (self.d != self.dv or self.stages == 1):
-            return f"head dims ({self.d}, {self.dv}), stages={self.stages}; a dbias has equal ones, and 2 or more"
+            return f"head dims ({self.d}, {self.dv}), stages={self.stages}; a dbias has equal dims, and 2 or more"
         if self.stages not in (1, 2, 4) and self.kind not in {"decode", "dbias"}:
-            return f"stages={self.stages}; use 1, 2 or 4 (other rings divide in the hottest loop)"
+            return f"stages={self.stages}; use 1, 2 or 4 (other numbers need a division in the hottest loop)"
         return None
 
 
@@ -488,26 +492,26 @@ class AmpereSpec(KernelSpec):
         tile, dims = f"tile {self.tile_m}x{self.tile_n}", f"head dims ({self.d}, {self.dv}), stages={self.stages}"
         if self.is_decode:
             if self.tile_m not in (SLAB, ROWS_PER_WARPGROUP) or self.tile_n not in (64, 128):
-                return f"{tile}; use 16 or 64 rows, 64 or 128 keys"
+                return f"{tile}; use 16 or 64 rows, and 64 or 128 keys"
             if self.d % 64 or self.dv % 64 or not 1 <= self.stages <= 4:
-                return f"{dims}; use multiples of 64, and 1 to 4"
+                return f"{dims}; use multiples of 64, and 1 to 4 stages"
         elif self.tile_m not in (64, 128) or self.tile_n % SLAB or not SLAB <= self.tile_n <= 128:
-            return f"{tile}; use 64 or 128 rows, 16 to 128 keys in steps of 16"
+            return f"{tile}; use 64 or 128 rows, and 16 to 128 keys in steps of 16"
         elif self.d % 32 or self.dv % 32 or self.stages != 1:
-            return f"{dims}; use multiples of 32, and 1: what comes next is loaded while another tile is used"
+            return f"{dims}; use multiples of 32, and 1 stage: K and V are loaded in turn, each while the other is used"
         return None
 
     def _illegal_backward(self) -> str | None:
         if self.in_parts:
-            return "sm_80 has no backward in parts; use bwd or detbwd"
+            return "sm_80 has no split backward (partbwd); use bwd or detbwd"
         few = self.elementwise or max(self.d, self.dv) > 2 * AMPERE_COLUMNS  # element-wise loads need registers
         tiles = {PARTS_TILE: 1} if few else {PARTS_TILE: 1, BACKWARD_TILE: 2}
         if tiles.get((self.tile_m, self.tile_n)) != self.stages:
             given = f"tile {self.tile_m}x{self.tile_n}, stages={self.stages}"
             has = " or ".join(f"{tile} and {stages}" for tile, stages in tiles.items())
-            return f"{given}; a backward of these head dims has {has}"
+            return f"{given}; a backward with these head dims must have {has} stages"
         if (self.d % 64 or self.dv % 64) and ((self.d, self.dv) != (96, 96) or self.column_parts == 4):
-            return f"head dims ({self.d}, {self.dv}); use multiples of 64, or 96 for both, and vectors"
+            return f"head dims ({self.d}, {self.dv}); use multiples of 64, or 96 for both with vector loads"
         return None
 
 
