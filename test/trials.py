@@ -16,21 +16,21 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from torch_flashplug.kernels import builder
-from torch_flashplug.kernels.call_args.backward import Gradients
-from torch_flashplug.kernels.call_args.decode import FewRows
-from torch_flashplug.kernels.call_args.forward import Call
-from torch_flashplug.kernels.call_args.operands import Drawn, Scales, fake_vector
-from torch_flashplug.kernels.features.base import Seams
+from torch_flashplug.kernels.call_args.backward import BackwardArgs
+from torch_flashplug.kernels.call_args.decode import DecodeArgs
+from torch_flashplug.kernels.call_args.forward import ForwardArgs
+from torch_flashplug.kernels.call_args.operands import DropoutArgs, SoftmaxScale, fake_vector
+from torch_flashplug.kernels.features.base import KernelFeatures
 from torch_flashplug.kernels.primitives.dtype import ELEMENTS
 from torch_flashplug.kernels.primitives.fragments import column_of, rows_and_columns
 from torch_flashplug.kernels.score_stages.bias import CHUNK, chunk_mma, matrices
-from torch_flashplug.kernels.score_stages.bitmask import Bits, ListedBits, Words
-from torch_flashplug.kernels.score_stages.dropout import Dropout
-from torch_flashplug.kernels.score_stages.pipeline import Chain, Form
-from torch_flashplug.kernels.tiling.block_iterator import Walk
-from torch_flashplug.kernels.tiling.block_sparse import Listed, Lists
-from torch_flashplug.kernels.tiling.tile import Pieces
-from torch_flashplug.kernels.tiling.varlen import ENTRY, Ragged, TileList
+from torch_flashplug.kernels.score_stages.bitmask import BitmaskStage, BitmaskTiles, BlockSparseBitmaskStage
+from torch_flashplug.kernels.score_stages.dropout import DropoutStage
+from torch_flashplug.kernels.score_stages.pipeline import ScoreLayout, ScorePipeline
+from torch_flashplug.kernels.tiling.block_iterator import BlockIterator
+from torch_flashplug.kernels.tiling.block_sparse import BlockSparseIterator, BlockSparseLists
+from torch_flashplug.kernels.tiling.tile import TileAddressing
+from torch_flashplug.kernels.tiling.varlen import ENTRY, VarlenAddressing, VarlenTileList
 from torch_flashplug.registry.kernel_spec import ROWS_PER_WARPGROUP, SMEM_BYTES, WARP, WARPGROUP, KernelSpec
 
 
@@ -85,19 +85,21 @@ class Extra:
         return Planes(self.mask_rows, self.mask_columns, self.mask_of_batch, self.mask_of_head)
 
     @property
-    def lists(self) -> Listed:
+    def lists(self) -> BlockSparseIterator:
         keys = (self.masked_key_count, self.masked_keys, self.whole_key_count, self.whole_keys)
         queries = (self.masked_query_count, self.masked_queries, self.whole_query_count, self.whole_queries)
-        of_keys = Lists(*keys, self.key_rows_of_batch, self.key_rows_of_head)
+        of_keys = BlockSparseLists(*keys, self.key_rows_of_batch, self.key_rows_of_head)
         planes = (self.query_rows_of_batch, self.query_rows_of_head)
-        return Listed(of_keys, Lists(*queries, *planes, self.masked_turn, self.whole_turn))
+        return BlockSparseIterator(of_keys, BlockSparseLists(*queries, *planes, self.masked_turn, self.whole_turn))
 
-    def pieces(self, k: cute.Tensor) -> Ragged:
-        rows, keys = TileList(self.row_tiles, self.row_head), TileList(self.key_tiles, self.key_head)
-        return Ragged(rows, keys, TileList(self.scratch_tiles, self.scratch_head), total_keys=k.shape[2])
+    def pieces(self, k: cute.Tensor) -> VarlenAddressing:
+        rows, keys = VarlenTileList(self.row_tiles, self.row_head), VarlenTileList(self.key_tiles, self.key_head)
+        return VarlenAddressing(
+            rows, keys, VarlenTileList(self.scratch_tiles, self.scratch_head), total_keys=k.shape[2]
+        )
 
 
-class TrialSeams(Seams):
+class TrialSeams(KernelFeatures):
     """Kernel features of a trial: the block iterator and score stages of the spec, and then the stages of the trial."""
 
     stages: tuple[str, ...]
@@ -106,36 +108,39 @@ class TrialSeams(Seams):
     def short(self) -> bool:
         return "ragged" in self.stages
 
-    def pieces(self, call) -> Pieces:
+    def pieces(self, call) -> TileAddressing:
         return call.extra.pieces(call.k) if "ragged" in self.stages else super().pieces(call)
 
-    def walk(self, call) -> Walk:
+    def walk(self, call) -> BlockIterator:
         return call.extra.lists if "listed" in self.stages else super().walk(call)
 
-    def chain(self, call) -> Chain:
+    def chain(self, call) -> ScorePipeline:
         stages = super().chain(call).stages
         if "bits" in self.stages:
-            stages = (*stages, self.words(call.extra.mask, ListedBits if "listed" in self.stages else Bits))
+            stages = (
+                *stages,
+                self.words(call.extra.mask, BlockSparseBitmaskStage if "listed" in self.stages else BitmaskStage),
+            )
         if "dropout" in self.stages:
-            stages = (*stages, Dropout.of(Drawn(call.extra.drawn_from, call.extra.drops), call.q.shape[1]))
-        return Chain(stages)
+            stages = (*stages, DropoutStage.of(DropoutArgs(call.extra.drawn_from, call.extra.drops), call.q.shape[1]))
+        return ScorePipeline(stages)
 
-    def words(self, planes: Planes, kind: type[Words]) -> Words:
+    def words(self, planes: Planes, kind: type[BitmaskTiles]) -> BitmaskTiles:
         return kind(planes.columns if self.transposed else planes.rows, planes.of_batch, planes.of_head)
 
 
 @dataclass(frozen=True)
-class TrialCall(Call):
+class TrialCall(ForwardArgs):
     extra: Extra
 
 
 @dataclass(frozen=True)
-class TrialFewRows(FewRows):
+class TrialFewRows(DecodeArgs):
     extra: Extra
 
 
 @dataclass(frozen=True)
-class TrialGradients(Gradients):
+class TrialGradients(BackwardArgs):
     extra: Extra
 
 
@@ -187,7 +192,7 @@ def trial(spec: KernelSpec, *stages: str):
             softcap: Float32 | None, cu_q: cute.Tensor | None, cu_k: cute.Tensor | None,
             used_k: cute.Tensor | None, lists: cute.Tensor | None, extra: Extra, stream: cuda.CUstream,
         ):  # fmt: skip
-            scales, given = Scales(scale_log2, scale), (mask, digest, *(None,) * 7)
+            scales, given = SoftmaxScale(scale_log2, scale), (mask, digest, *(None,) * 7)
             self.launch(TrialCall(q, k, v, o, lse, scales, counter, num_ctas, *given, extra), stream)
 
     class Decode(base):
@@ -221,7 +226,7 @@ def trial(spec: KernelSpec, *stages: str):
             used_k: cute.Tensor | None, lists: cute.Tensor | None, extra: Extra, stream: cuda.CUstream,
         ):  # fmt: skip
             tensors = (q, k, v, o, do, lse, dq, dk, dv, rows, scratch)
-            scales = Scales(scale_log2, scale)
+            scales = SoftmaxScale(scale_log2, scale)
             given = (mask, digest, *(None,) * 6)
             self.launch(TrialGradients(*tensors, scales, counter, num_ctas, wanted, *given, extra), stream)
 
@@ -252,7 +257,7 @@ def biases_read(transposed: bool, columns: int) -> list[list[list[tuple[int, int
     The function follows the definition of ldmatrix in the PTX ISA. The function must be called during tracing, and runs
     completely during tracing.
     """
-    form = Form(ELEMENTS["bf16"], 1, columns, transposed)
+    form = ScoreLayout(ELEMENTS["bf16"], 1, columns, transposed)
     copies = [matrices(form, thread) for thread in range(WARPGROUP)]
     values = cute.make_rmem_tensor(chunk_mma(form).partition_shape_C((ROWS_PER_WARPGROUP, CHUNK)), form.element.dtype)
     target, scores = copies[0].retile(values).layout, rows_and_columns(values).layout

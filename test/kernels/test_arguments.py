@@ -24,7 +24,7 @@ from cutlass import Int32
 
 from torch_flashplug.kernels import builder
 from torch_flashplug.kernels.call_args.operands import KernelCall, fake_vector
-from torch_flashplug.kernels.features.base import Seams
+from torch_flashplug.kernels.features.base import KernelFeatures
 from torch_flashplug.kernels.primitives import dtype as made_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -89,7 +89,7 @@ class MadeUp(KernelCall):
     """Of two optional arguments, which it leaves alone: it launches nothing, and can be called here."""
 
     def __init__(self, spec: KernelSpec):
-        self.spec, self.element = spec, Seams.of(spec).element
+        self.spec, self.element = spec, KernelFeatures.of(spec).element
 
     def fake_tensors(self) -> dict[str, cute.Tensor]:
         return super().fake_tensors() | {"words": fake_vector(Int32, 16)}

@@ -64,8 +64,8 @@ def test_turns_count_what_was_launched_before(call, tile_n):
     rows, M, N = random_lists(*call, seed=7)
     lists = [padded([row[kind] for row in rows], (batch, heads, N), M) for kind in (0, 1)]
     found = turns(lists, Sq, Sk)
-    bound = block_sparse.BoundLists(None, block_iterator.Sizes(Sq, Sk), 64, tile_n)
-    order = key_order.KeyOrder(True, -(-Sk // tile_n), heads, batch * heads, 1, bound, in_order=True)
+    bound = block_sparse.BoundBlockSparse(None, block_iterator.Sizes(Sq, Sk), 64, tile_n)
+    order = key_order.BackwardTileScheduler(True, -(-Sk // tile_n), heads, batch * heads, 1, bound, in_order=True)
     seen = {}
     for n_block, head, b in (order.tile(number) for number in range(order.total)):
         n = n_block * tile_n // LISTED

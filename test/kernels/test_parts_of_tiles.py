@@ -29,9 +29,9 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listed, "Int32", int)
     monkeypatch.setattr(listed.cute.arch, "make_warp_uniform", lambda x: x)
     monkeypatch.setattr(listed.cutlass, "select_", lambda condition, this, other: this if condition else other)
-    monkeypatch.setattr(listed.TallKeysRun, "seen_by", listed.TallKeysRun.seen_by.__wrapped__)
-    monkeypatch.setattr(listed.ListedRun, "entry", entry)
-    monkeypatch.setattr(listed.ListedRun, "load", lambda run, of, position: of[run.row][position])
+    monkeypatch.setattr(listed.SparseKvBlockRange192, "seen_by", listed.SparseKvBlockRange192.seen_by.__wrapped__)
+    monkeypatch.setattr(listed.SparseBlockRange, "entry", entry)
+    monkeypatch.setattr(listed.SparseBlockRange, "load", lambda run, of, position: of[run.row][position])
 
 
 def entry(run: object, j: int, masked: SimpleNamespace, whole: SimpleNamespace) -> int:
@@ -78,7 +78,7 @@ def test_parts_walk_over_what_they_see(name: str) -> None:
     mask = MASKS[name]
     Sq, Sk = mask.shape
     lists, sizes = lists_of(mask), walk.Sizes(Sq, Sk)
-    bound = listed.TallListed(lists, lists).at(sizes, TALL, LISTED)
+    bound = listed.BlockSparse192Iterator(lists, lists).at(sizes, TALL, LISTED)
     for block in range(-(-Sq // TALL)):
         tile = pieces.Tile(block, 0, 0, sizes)
         run = bound.keys(tile)
@@ -93,7 +93,7 @@ def test_parts_walk_over_what_they_see(name: str) -> None:
             assert found == blocks[others : others + mine.count]
             seen = [n for n in blocks if mask[first : first + TILE, n * LISTED : (n + 1) * LISTED].any()]
             assert set(seen) <= set(found)
-            start = walk.Section(True, 0, 1)
+            start = walk.BlockSubrange(True, 0, 1)
             for section in (start, *mine.sections()):
                 for j in range(section.begin, section.end - 1):
                     assert mine.next(j, section) == found[j + 1]

@@ -20,7 +20,7 @@ LENGTHS = [[0], [1], [64, 0, 65, 128], [0, 0, 300], [5] * 40, [1000, 1, 0, 127, 
 LENGTHS += [[random.Random(seed).choice([0, 1, 63, 64, 65, 200, 700]) for _ in range(9)] for seed in range(6)]
 
 
-class Entries(ragged.TileList):
+class Entries(ragged.VarlenTileList):
     """A list whose numbers are Python's."""
 
     def load(self, number: int) -> tuple[int, ...]:
@@ -57,10 +57,10 @@ def test_entries_are_the_blocks_that_sequences_have(rows, size):
 def launches(made: tuple[Entries, Entries], section: int):
     """As kernels make them: of rows, then of keys, each with its number of heads."""
     counts = [int(each.head[0]) for each in made]
-    order = scheduler.TileOrder(True, counts[0], HEADS, HEADS, section)
-    bound = walk.Band().at(walk.Sizes(0, 0), 64, 64)
-    of_keys = key_order.KeyOrder(True, counts[1], KV_HEADS, KV_HEADS, section, bound)
-    pieces = ragged.Ragged(*made)
+    order = scheduler.TileScheduler(True, counts[0], HEADS, HEADS, section)
+    bound = walk.FullBlocks().at(walk.Sizes(0, 0), 64, 64)
+    of_keys = key_order.BackwardTileScheduler(True, counts[1], KV_HEADS, KV_HEADS, section, bound)
+    pieces = ragged.VarlenAddressing(*made)
     return (pieces.of_rows(order, None, KV_HEADS), HEADS), (pieces.of_keys(of_keys, None), KV_HEADS)
 
 
@@ -95,7 +95,7 @@ def test_the_longest_tile_does_not_run_alone_for_long(rows, heads, group, monkey
     monkeypatch.setattr(ragged.cutlass, "select_", lambda condition, this, other: this if condition else other)
     entries, head = tile_lists()(*[starts(rows)] * 3, 128, sum(rows), lambda block, own, met: (block + 1) * 128)
     tiles, heads = [(b + 1) * 128 for n in rows for b in range(-(-n // 128))], heads // group * group
-    pieces = ragged.Ragged(Entries(entries, head.tolist()))
+    pieces = ragged.VarlenAddressing(Entries(entries, head.tolist()))
     section = pieces.section(group, heads, group)
     assert section % group == 0 and group <= section <= heads
     alone = (132 * max(tiles) / sum(tiles) - group) / heads  # of a launch, how long the longest tile would run alone
@@ -112,7 +112,7 @@ def test_the_longest_tile_does_not_run_alone_for_long(rows, heads, group, monkey
 def test_tma_stops_at_the_end_of_a_sequence(element_bytes, stride):
     """Coordinates of rows, and what the dims and strides of a descriptor make of them."""
     for start, length in ((0, 1), (5, 64), (17, 0), (2**30 - 1000, 999)):
-        first, (end, last) = ragged.Span(start, length).coordinates()
+        first, (end, last) = ragged.SequenceSlice(start, length).coordinates()
         assert end < ragged.REACH and last < 2 * ragged.REACH - 1 < 2**31  # inside of their dims
         for row in (0, 1, length, length + 127):
             elements = (first + row + end) * stride + last * ragged.around(stride, element_bytes)

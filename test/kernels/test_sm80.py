@@ -12,7 +12,7 @@ from torch_flashplug.kernels.primitives import sm80  # noqa: E402
 
 START = 1024
 BANK_BYTES = 128  # of shared memory in one cycle
-TILES = [sm80.Tile(START, rows, columns) for rows in (16, 48, 64, 128) for columns in (32, 64, 96, 128, 192, 256)]
+TILES = [sm80.SmemTile(START, rows, columns) for rows in (16, 48, 64, 128) for columns in (32, 64, 96, 128, 192, 256)]
 
 
 def tile_id(tile) -> str:
@@ -71,7 +71,7 @@ def test_rows_eight_apart_and_panels_are_constants_away(tile):
 @pytest.mark.parametrize("threads", [32, 128, 256])
 def test_movers_reach_every_unit_once(tile, threads):
     """By the step from row to row that `Mover.load` takes, and its turn where that is no multiple of eight."""
-    mover = sm80.Mover(threads, None, elementwise=False)
+    mover = sm80.SmemCopier(threads, None, elementwise=False)
     reached = []
     for thread in range(threads):
         row, unit, step = mover.place(tile, thread)

@@ -61,9 +61,9 @@ def test_keys_of_queries(drawn):
             keys = lambda n: range(n * bound.tile_n, (n + 1) * bound.tile_n)  # noqa: E731
             seen = lambda n: any(sees(i, j) for i in queries for j in keys(n) if j < Sk)  # noqa: B023, E731
             whole = lambda n: all(j < Sk and sees(i, j) for i in queries for j in keys(n))  # noqa: B023, E731
-            start = walk.Section(True, 0, 1)
+            start = walk.BlockSubrange(True, 0, 1)
             check((start, *run.sections()), run.nth, seen, range(num_blocks), whole)
-            end = walk.Section(True, run.count - 1, run.count)
+            end = walk.BlockSubrange(True, run.count - 1, run.count)
             check((*run.sections_before_last(), end), run.nth, seen, range(num_blocks), whole)
             for section in (start, *run.sections()):
                 assert all((j < run.num_masked) == section.masked for j in range(section.begin, section.end))
@@ -79,7 +79,7 @@ def test_keys_of_queries(drawn):
 def test_queries_of_keys_and_their_turns(drawn):
     bound, Sq, Sk, sees = drawn
     num_n, num_m = -(-Sk // bound.tile_n), -(-Sq // bound.tile_m)
-    order = key_order.KeyOrder(True, num_n, 1, 1, 1, bound, in_order=True)
+    order = key_order.BackwardTileScheduler(True, num_n, 1, 1, 1, bound, in_order=True)
     turns = {}
     for n in (order.tile(number)[0] for number in range(order.total)):
         keys = range(n * bound.tile_n, (n + 1) * bound.tile_n)
@@ -93,7 +93,7 @@ def test_queries_of_keys_and_their_turns(drawn):
         check(run.sections(), run.nth, seen, range(num_m), whole)
         for section in run.sections():
             for j in range(section.begin, section.end):
-                assert run.masked(walk.Step(0, j)) == section.masked
+                assert run.masked(walk.QueryBlockStep(0, j)) == section.masked
         for j in range(run.begin, run.end):
             turn = turns[j] = turns.get(j, -1) + 1
             assert order.turn(n, run, j) == turn

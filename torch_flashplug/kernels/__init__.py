@@ -27,7 +27,7 @@ BUILDERS = {
     ("detbwd", 80): ("sm80.backward", "BackwardSm80"),
     ("bwd", 90): ("sm90.backward", "BackwardSm90"),
     ("detbwd", 90): ("sm90.backward", "BackwardSm90"),
-    ("partbwd", 90): ("sm90.backward_split", "BackwardInPartsSm90"),
+    ("partbwd", 90): ("sm90.backward_split", "SplitBackwardSm90"),
     ("tilebwd", 90): ("sm90.backward_tile", "TileBackwardSm90"),
     ("dbias", 90): ("sm90.backward_dbias", "BiasGradientSm90"),
     ("decode", 80): ("sm80.decode", "DecodeSm80"),

@@ -42,51 +42,52 @@ FEATURES = (
     Feature(
         "causal", "causal", "causal",
         "is_causal is given, but the kernels of this backend have no causal mask. Use the math backend.",
-        part="causal.Causal", always=True,
+        part="causal.CausalFeature", always=True,
     ),
     Feature(
         "mask", "mask", "with a mask",
         "attn_mask is given, but the kernels of this backend take no mask. Pass is_causal=True if the mask is causal.",
-        arguments=("mask", "digest"), part="mask.Mask", decode="decode_mask.MaskOfFew", detbwd="mask.OrderedMask",
+        arguments=("mask", "digest"), part="mask.MaskFeature", decode="decode_mask.DecodeMaskFeature",
+        detbwd="mask.DeterministicMaskFeature",
         always=True, lists=True,
     ),
     Feature(
         "bias", "bias", "with a bias",
         "attn_mask has a floating-point dtype, but the kernels of this backend take no float mask. Pass a bool mask if "
         "attn_mask holds only 0 and -inf.",
-        arguments=("bias", "dbias"), part="bias.Bias", decode="decode_bias.BiasOfFew", always=True,
+        arguments=("bias", "dbias"), part="bias.BiasFeature", decode="decode_bias.DecodeBiasFeature", always=True,
         score_bytes=2,
     ),
     Feature(
         "bias32", "bias32", "with an fp32 bias",
         "attn_mask has dtype float32, but the kernels of this backend take no float32 mask. Pass a bool mask if "
         "attn_mask holds only 0 and -inf.",
-        arguments=("bias32", "dbias32"), part="bias.Bias", decode="decode_bias.BiasOfFew", always=True,
+        arguments=("bias32", "dbias32"), part="bias.BiasFeature", decode="decode_bias.DecodeBiasFeature", always=True,
         score_bytes=4,
     ),
     Feature(
         "window", "window", "with a window",
         "The call has a sliding window or a bottom-right causal mask, but the kernels of this backend support neither. "
         "Use the math backend.",
-        arguments=("left", "right", "bottom_right", "sinks", "dlse"), part="window.Windowed",
-        decode="decode_window.WindowOfFew", always=True,
+        arguments=("left", "right", "bottom_right", "sinks", "dlse"), part="window.WindowFeature",
+        decode="decode_window.DecodeWindowFeature", always=True,
     ),
     Feature(
         "softcap", "softcap", "with a softcap",
         "softcap={softcap} is given, but the kernels of this backend have no softcap. Use the math backend.",
-        arguments=("softcap",), part="softcap.Softcapped", always=True,
+        arguments=("softcap",), part="softcap.SoftcapFeature", always=True,
     ),
     Feature(
         "ragged", "ragged", "with packed sequences",
         "The call has packed sequences (cu_seqlens), but the kernels of this backend take a single length for all "
         "sequences. Pad the batch, or use the math backend.",
-        arguments=("cu_q", "cu_k", "used_k", "lists"), part="varlen.Lengths",
-        ahead="varlen.AfterLists", always=True, short=True,
+        arguments=("cu_q", "cu_k", "used_k", "lists"), part="varlen.VarlenFeature",
+        ahead="varlen.TileListsThenKernel", always=True, short=True,
     ),
     Feature(
         "dropout", "dropout", "with dropout",
         "dropout_p={dropout_p} is given, but the kernels of this backend have no dropout. Pass dropout_p=0.",
-        arguments=("seed", "dropout_p"), part="dropout.Dropped",
+        arguments=("seed", "dropout_p"), part="dropout.DropoutFeature",
     ),
     *(
         Feature(
@@ -94,20 +95,20 @@ FEATURES = (
             f"precision={name!r} is requested, but the kernels of this backend multiply in 16 bits.",
             arguments=("scratch8",), part=f"quantized_qkv.{part}", always=True, recipe=name,
         )
-        for name, part in (("qk8", "Int8Scores"), ("8bit", "EightBit"), ("e4m3", "E4m3"))
+        for name, part in (("qk8", "Int8ScoresFeature"), ("8bit", "Int8Feature"), ("e4m3", "E4m3Feature"))
     ),
     Feature(
         "cache8", "cache8", "with 8-bit key and value",
         "key and value have 8 bits and scales, but the kernels of this backend support neither. Dequantize key and "
         "value first.",
-        arguments=("k_scale", "v_scale", "rotated"), decode="quantized_kv_cache.CacheInEightBits",
+        arguments=("k_scale", "v_scale", "rotated"), decode="quantized_kv_cache.QuantizedKvCacheFeature",
         always=True, key_bytes=8,
     ),
     Feature(
         "paged", "paged", "with a paged KV cache",
         "key and value are in a paged KV cache, or in caches with KV lengths, but the kernels of this backend read "
         "contiguous rows. Gather the rows first.",
-        arguments=("pages", "used_k", "split_size"), decode="paged_kv.Paged", always=True,
+        arguments=("pages", "used_k", "split_size"), decode="paged_kv.PagedKvFeature", always=True,
     ),
 )  # fmt: skip
 NAMES = tuple(feature.name for feature in FEATURES)

@@ -14,7 +14,7 @@ from cutlass import Float32, Int32, Int64
 
 
 @dataclass(frozen=True)
-class Block:
+class DbiasBlock:
     """Block index along every dimension, or number of blocks along every dimension."""
 
     n: Int32  # key blocks
@@ -28,7 +28,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Summed:
+class DbiasReduce:
     """Blocks of scores summed by each tile of a launch.
 
     Along heads and batch the gradient may have fewer planes than there are heads or batches. Each plane then sums a
@@ -36,12 +36,12 @@ class Summed:
     planes for the same place.
     """
 
-    tiles: Block  # number of tiles along every dimension
-    ranges: Block  # number of blocks summed by a tile along every dimension
-    counts: Block  # number of blocks along every dimension
+    tiles: DbiasBlock  # number of tiles along every dimension
+    ranges: DbiasBlock  # number of blocks summed by a tile along every dimension
+    counts: DbiasBlock  # number of blocks along every dimension
 
     @classmethod
-    def create(cls, blocks: Block, gradient: cute.Tensor) -> Summed:
+    def create(cls, blocks: DbiasBlock, gradient: cute.Tensor) -> DbiasReduce:
         """Create the reduction.
 
         Args:
@@ -56,32 +56,32 @@ class Summed:
         )
         counts = (blocks.n, blocks.m, blocks.head, blocks.batch)
         ranges = (cute.ceil_div(count, plane) for count, plane in zip(counts, planes))
-        return cls(Block(*planes), Block(*ranges), blocks)
+        return cls(DbiasBlock(*planes), DbiasBlock(*ranges), blocks)
 
-    def tile(self, number: Int32) -> Block:
+    def tile(self, number: Int32) -> DbiasBlock:
         """Return the first block of a tile. Query blocks are consecutive, so that CTAs share keys in L2."""
         tiles, ranges = self.tiles, self.ranges
         m, rest = number % tiles.m, number // tiles.m
         n, rest = rest % tiles.n, rest // tiles.n
         head, batch = rest % tiles.head, rest // tiles.head
-        return Block(n * ranges.n, m * ranges.m, head * ranges.head, batch * ranges.batch)
+        return DbiasBlock(n * ranges.n, m * ranges.m, head * ranges.head, batch * ranges.batch)
 
-    def plane(self, first: Block) -> tuple[Int32, Int32]:
+    def plane(self, first: DbiasBlock) -> tuple[Int32, Int32]:
         """Return the batch and head coordinates of the gradient plane written by a tile."""
         return first.batch // self.ranges.batch, first.head // self.ranges.head
 
-    def steps(self, first: Block) -> Int32:
+    def steps(self, first: DbiasBlock) -> Int32:
         """Return the number of blocks summed by a tile. The last range of heads or batches may be shorter."""
         heads = cutlass.min(self.ranges.head, self.counts.head - first.head)
         batches = cutlass.min(self.ranges.batch, self.counts.batch - first.batch)
         return self.ranges.n * self.ranges.m * heads * batches
 
-    def after(self, block: Block) -> Block:
+    def after(self, block: DbiasBlock) -> DbiasBlock:
         """Return the block that follows `block` in a tile."""
         n, over = following(block.n, self.ranges.n, self.counts.n)
         m, over = following(block.m, self.ranges.m, self.counts.m, over)
         head, over = following(block.head, self.ranges.head, self.counts.head, over)
-        return Block(n, m, head, block.batch + over)
+        return DbiasBlock(n, m, head, block.batch + over)
 
 
 def following(number: Int32, length: Int32, count: Int32, by: int | Int32 = 1) -> tuple[Int32, Int32]:

@@ -21,14 +21,14 @@ from ...registry.kernel_spec import DQ_WRITERS
 from ..primitives import sm90
 from ..primitives.dtype import Element
 from ..primitives.vector_access import QUAD, vector_at
-from ..tiling.tile import Pieces
-from .workspace import ADDED, CLEARED, UNITS, Ahead, Scratch, clear, count_up, wait_for_count
+from ..tiling.tile import TileAddressing
+from .workspace import ADDED, CLEARED, UNITS, DqWorkspace, WorkspaceLayout, clear, count_up, wait_for_count
 
 ADDED_SLOTS = 4  # consumers may be two tiles ahead of a dQ writer
 
 
 @dataclass(frozen=True)
-class Units:
+class WorkspaceUnits:
     """A dQ writer's units of a portion of the workspace: every DQ_WRITERS-th unit, counted from `first`."""
 
     first: Int64
@@ -41,17 +41,17 @@ class Units:
 class DqWriter:
     """dQ writer: one of DQ_WRITERS warps, or the view of a warp that waits for the writers."""
 
-    scratch: Scratch
-    ahead: Ahead
+    scratch: DqWorkspace
+    ahead: WorkspaceLayout
     kv_heads: Int32  # over the whole batch
     scale: Float32
-    dQ: sm90.Operand  # the operand's shared-memory buffer: (16, columns of a unit) for each writer
+    dQ: sm90.TmaOperand  # the operand's shared-memory buffer: (16, columns of a unit) for each writer
     matrices: cute.TiledCopy  # copies an accumulator with the columns of a unit into shared memory
     element: Element
-    ring: sm90.Ring  # pipeline of a single writer
+    ring: sm90.Pipeline  # pipeline of a single writer
     slots: cute.Tensor  # (floats of a unit, stage)
-    pieces: Pieces
-    added: sm90.Ring  # pipeline without bytes: consumers release a stage once the last dQ of a tile has been added
+    pieces: TileAddressing
+    added: sm90.Pipeline  # pipeline without bytes: consumers release a stage once the last dQ of a tile has been added
 
     @property
     def num_m_blocks(self) -> Int32:
@@ -76,7 +76,7 @@ class DqWriter:
         self.wait(kv_head, CLEARED, self.ahead.portions * DQ_WRITERS)
 
     @cute.jit
-    def run(self, queue: sm90.TileQueue, place: Callable, writer: Int32):
+    def run(self, queue: sm90.DynamicTileScheduler, place: Callable, writer: Int32):
         """Run a dQ writer, one of DQ_WRITERS warps.
 
         Args:
@@ -85,12 +85,12 @@ class DqWriter:
             writer: index of the writer.
         """
         blocks = self.num_m_blocks * self.ahead.group  # blocks per KV head
-        nth, fetched, number = Int32(0), Int32(0), queue.take(Int32(0))
+        nth, fetched, number = Int32(0), Int32(0), queue.receive(Int32(0))
         while number < queue.total:
             mine, portion = number // self.ahead.portions, number % self.ahead.portions
             begin, end = blocks * portion // self.ahead.portions, blocks * (portion + 1) // self.ahead.portions
             behind, before = mine >= self.ahead.heads, (mine - self.ahead.heads) * blocks
-            units = Units(Int64(before + begin) * UNITS, writer, (end - begin) * UNITS, fetched)
+            units = WorkspaceUnits(Int64(before + begin) * UNITS, writer, (end - begin) * UNITS, fetched)
             if behind:
                 self.wait(mine - self.ahead.heads, ADDED, self.ahead.portions)
                 self.fetch_first(units)
@@ -105,42 +105,44 @@ class DqWriter:
                 self.arrive(head, CLEARED)
             if behind:
                 fetched = self.write(units, before + begin)
-            self.added.wait_free(nth + ADDED_SLOTS)  # wait for the consumers of the tile
+            self.added.producer_wait(nth + ADDED_SLOTS)  # wait for the consumers of the tile
             if writer == 0:
                 _, head, batch = place(number)
                 self.arrive(batch * (self.dQ.m.shape[2] // self.ahead.group) + head, ADDED)
             nth += 1
-            number = queue.take(nth)
+            number = queue.receive(nth)
         cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory must outlive the last store
 
     @cute.jit
-    def fetch_first(self, units: Units):
+    def fetch_first(self, units: WorkspaceUnits):
         """Load as many units as there are stages."""
         for n in cutlass.range_constexpr(self.ring.stages):
             self.fetch(units, units.begin + n * DQ_WRITERS, units.fetched + n)
 
     @cute.jit
-    def fetch(self, units: Units, unit: Int32, count: Int32):
+    def fetch(self, units: WorkspaceUnits, unit: Int32, count: Int32):
         """Load a unit of the workspace, if the unit exists, into stage number `count`."""
         if unit < units.end:
-            self.ring.acquire(count)
+            self.ring.producer_acquire(count)
             with cute.arch.elect_one():
                 source = vector_at(self.scratch.unit(units.first + unit), Float32, self.scratch.unit_floats)
                 atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
-                cute.copy(atom, source, self.slots[None, self.ring.slot(count)], mbar_ptr=self.ring.arrival(count))
+                cute.copy(
+                    atom, source, self.slots[None, self.ring.stage_index(count)], mbar_ptr=self.ring.arrival(count)
+                )
 
     @cute.jit
-    def write(self, units: Units, first_block: Int32) -> Int32:
+    def write(self, units: WorkspaceUnits, first_block: Int32) -> Int32:
         """Write dQ of the units, and return the number of stages filled so far."""
         count = units.fetched
         for unit in cutlass.range(units.begin, units.end, DQ_WRITERS, unroll=1):
-            self.ring.wait(count)
+            self.ring.consumer_wait(count)
             cute.arch.cp_async_bulk_wait_group(0, read=True)  # the previous unit has left shared memory
             cute.arch.sync_warp()
-            self.convert(self.slots[None, self.ring.slot(count)])
+            self.convert(self.slots[None, self.ring.stage_index(count)])
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.sync_warp()
-            self.ring.release(count)
+            self.ring.consumer_release(count)
             self.fetch(units, unit + self.ring.stages * DQ_WRITERS, count + self.ring.stages)
             block = first_block + unit // UNITS
             head, tile = block // self.num_m_blocks, self.pieces.block_of_scratch(block % self.num_m_blocks)
@@ -172,7 +174,7 @@ class DqWriter:
 
 
 @cute.jit
-def add_in_order(scratch: Scratch, staged: sm90.Ring, staging: cute.Tensor, work, wg: Int32):
+def add_in_order(scratch: DqWorkspace, staged: sm90.Pipeline, staging: cute.Tensor, work, wg: Int32):
     """Run an accumulator warp, one per consumer warpgroup, in deterministic mode.
 
     The warp adds the four units of a step once all earlier KV blocks have added to these units. A step later, when the
@@ -186,7 +188,7 @@ def add_in_order(scratch: Scratch, staged: sm90.Ring, staging: cute.Tensor, work
         wg: index of the consumer warpgroup.
     """
     lane = cute.arch.lane_idx()
-    nth, done, number = Int32(0), Int32(0), work.queue.take(Int32(0))
+    nth, done, number = Int32(0), Int32(0), work.queue.receive(Int32(0))
     while number < work.pieces.total:
         tile = work.pieces.tile(number, work.group)
         run = work.run(tile)
@@ -202,12 +204,12 @@ def add_in_order(scratch: Scratch, staged: sm90.Ring, staging: cute.Tensor, work
                     wait_for_count(scratch.turn(unit), work.pieces.order.turn(tile.block, mine, j))
                     cute.arch.fence_proxy("async")
                 cute.arch.sync_warp()
-                staged.wait_free(done + 1)  # the unit has been written to the staging buffer
+                staged.producer_wait(done + 1)  # the unit has been written to the staging buffer
                 if lane < 4:
                     scratch.add(unit, staging[None, wg * 4 + lane])
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
                 cute.arch.sync_warp()
-                staged.fill(done)
+                staged.producer_commit(done)
                 if lane < 4 and done > before:
                     cute.arch.cp_async_bulk_wait_group(1)
                     count_up(scratch.turn(last))
@@ -216,4 +218,4 @@ def add_in_order(scratch: Scratch, staged: sm90.Ring, staging: cute.Tensor, work
             cute.arch.cp_async_bulk_wait_group(0)
             count_up(scratch.turn(unit))
         nth += 1
-        number = work.queue.take(nth)
+        number = work.queue.receive(nth)

@@ -19,10 +19,10 @@ from ...registry.kernel_spec import BACKWARD_TILE, DQ_WRITERS, ROWS_PER_WARPGROU
 from ..primitives import fragments, sm90
 from ..primitives.dtype import Element
 from ..primitives.vector_access import vector_at
-from ..score_stages.pipeline import Chain, Kept
-from ..tiling.seqlen_info import Sizes
-from ..tiling.tile import Pieces, Tile
-from .workspace import ADDED, CLEARED, UNITS, Ahead, Scratch, clear
+from ..score_stages.pipeline import DropoutScale, ScorePipeline
+from ..tiling.seqlen_info import SeqlenInfo
+from ..tiling.tile import Tile, TileAddressing
+from .workspace import ADDED, CLEARED, UNITS, DqWorkspace, WorkspaceLayout, clear
 
 TILE_M, TILE_N = BACKWARD_TILE  # query rows per step of the main kernel, keys per CTA of the main kernel
 WARPGROUPS = TILE_N // ROWS_PER_WARPGROUP
@@ -34,7 +34,7 @@ LOST = float(2**24)
 
 
 @dataclass(frozen=True)
-class Clearing:
+class WorkspaceClear:
     """Workspace to clear before the main kernel: the counters, and the dQ workspace of the first heads."""
 
     scratch: cute.Tensor
@@ -44,7 +44,7 @@ class Clearing:
 
 
 @dataclass(frozen=True)
-class GivenRows:
+class RowStatsInputs:
     """Row tensors from the forward pass and autograd."""
 
     o: cute.Tensor  # (B, Hq, Sq, Dv)
@@ -53,7 +53,7 @@ class GivenRows:
     dlse: cute.Tensor | None = None  # (B, Hq, Sq) fp32; empty if no gradient flows into the LSE
 
 
-class PrepareBackward:
+class BackwardPreprocess:
     """Backward preprocess: delta = rowsum(dO * O) - dLSE, and the LSE in base 2, padded to whole blocks.
 
     The kernel also clears the counters of the workspace, and the dQ workspace of the first heads.
@@ -72,16 +72,16 @@ class PrepareBackward:
     @cute.jit
     def __call__(
         self,
-        given: GivenRows,
+        given: RowStatsInputs,
         mRows: cute.Tensor,  # (B, Hq, 2, blocks * TILE_M) fp32
         mScratch: cute.Tensor | None,  # workspace of the main kernel (scratch.Scratch)
-        ahead: Ahead | None,
-        kept: Kept | None,  # kept share of P (Chain)
-        pieces: Pieces,
+        ahead: WorkspaceLayout | None,
+        kept: DropoutScale | None,  # kept share of P (Chain)
+        pieces: TileAddressing,
         stream: cuda.CUstream,
     ):
         B, Hq = given.lse.shape[0], given.lse.shape[1]
-        clearing = None if ahead is None else Clearing(mScratch, ahead.heads, ahead.group, ahead.portions)
+        clearing = None if ahead is None else WorkspaceClear(mScratch, ahead.heads, ahead.group, ahead.portions)
         self.kernel(given, mRows, clearing, kept, pieces).launch(
             # The first grid dimension has a limit of 2^31 - 1 CTAs. The limit of the further dimensions is 65535, and B
             # or Hq may exceed this limit.
@@ -90,7 +90,12 @@ class PrepareBackward:
 
     @cute.kernel
     def kernel(
-        self, given: GivenRows, mRows: cute.Tensor, clearing: Clearing | None, kept: Kept | None, pieces: Pieces
+        self,
+        given: RowStatsInputs,
+        mRows: cute.Tensor,
+        clearing: WorkspaceClear | None,
+        kept: DropoutScale | None,
+        pieces: TileAddressing,
     ):
         heads, blocks = mRows.shape[1], mRows.shape[3] // TILE_M
         linear, number = cute.arch.block_idx()[0] // blocks, cute.arch.block_idx()[0] % blocks
@@ -100,7 +105,7 @@ class PrepareBackward:
             self.clear(clearing, linear, number, blocks)
 
         mO, mdO, Sq, Dv = given.o, given.do, given.o.shape[2], given.o.shape[3]
-        tile = pieces.block_of_scratch(number, head, batch, Sizes(Sq, Sq))
+        tile = pieces.block_of_scratch(number, head, batch, SeqlenInfo(Sq, Sq))
         for part in cutlass.range_constexpr(TILE_M * LANES // WARPGROUP):
             row = tile.block * TILE_M + part * (WARPGROUP // LANES) + thread // LANES
             delta, lse = Float32(0.0), Float32(Float32.inf)
@@ -134,7 +139,7 @@ class PrepareBackward:
         return delta
 
     @cute.jit
-    def clear(self, clearing: Clearing, linear: Int32, block: Int32, blocks: Int32):
+    def clear(self, clearing: WorkspaceClear, linear: Int32, block: Int32, blocks: Int32):
         """Clear the CTA's part of the workspace.
 
         Args:
@@ -145,7 +150,7 @@ class PrepareBackward:
         """
         thread = cute.arch.thread_idx()[0]
         heads = cute.arch.grid_dim()[0] // blocks
-        scratch = Scratch(clearing.scratch.iterator, blocks, heads, self.unit_floats)
+        scratch = DqWorkspace(clearing.scratch.iterator, blocks, heads, self.unit_floats)
         first = (linear * blocks + block) * UNITS
         kv_head, early = linear // clearing.group, linear // clearing.group < clearing.heads
         if early:
@@ -158,7 +163,7 @@ class PrepareBackward:
             cute.arch.store(scratch.counter(kv_head, ADDED), Int32(0))
 
 
-class FinishBackward:
+class BackwardPostprocess:
     """Backward postprocess: dQ = scale * workspace, from register order into rows, for the last heads or for all heads.
 
     In a unit of the workspace (scratch.Scratch) the four lanes of a quad hold all eight columns of two rows: 64
@@ -182,8 +187,8 @@ class FinishBackward:
         mRows: cute.Tensor,  # as in PrepareBackward
         mdQ: cute.Tensor,
         scale: Float32,
-        ahead: Ahead,
-        pieces: Pieces,
+        ahead: WorkspaceLayout,
+        pieces: TileAddressing,
         stream: cuda.CUstream,
     ):
         B, Hq, _, rows = mRows.shape
@@ -194,7 +199,8 @@ class FinishBackward:
 
     @cute.kernel
     def kernel(
-        self, mScratch: cute.Tensor, blocks: Int32, mdQ: cute.Tensor, scale: Float32, first_head: Int32, pieces: Pieces
+        self, mScratch: cute.Tensor, blocks: Int32, mdQ: cute.Tensor, scale: Float32, first_head: Int32,
+        pieces: TileAddressing
     ):  # fmt: skip
         number = cute.arch.block_idx()[0]
         block, linear = number % blocks, number // blocks + first_head
@@ -233,7 +239,7 @@ class FinishBackward:
 
 
 @cute.jit
-def load_rows(gRow: cute.Tensor, sRow: cute.Tensor, ring: sm90.Ring, count: Int32):
+def load_rows(gRow: cute.Tensor, sRow: cute.Tensor, ring: sm90.Pipeline, count: Int32):
     """Load an fp32 value per query row. The bytes are included in the bytes of the stage (producer warp)."""
     with cute.arch.elect_one():
         atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
@@ -241,7 +247,7 @@ def load_rows(gRow: cute.Tensor, sRow: cute.Tensor, ring: sm90.Ring, count: Int3
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowStats:
     """Row statistics of the two query rows of a thread, required to compute P and dS from scores."""
 
     lse_log2: tuple[Float32, Float32]
@@ -250,15 +256,15 @@ class Rows:
 
 
 @cute.jit
-def rows_of_thread(mRows: cute.Tensor, tile: Tile, row: Int32, scale_log2: Float32) -> Rows:
+def rows_of_thread(mRows: cute.Tensor, tile: Tile, row: Int32, scale_log2: Float32) -> RowStats:
     """Load LSE and delta of the rows `row` and `row` + 8."""
     values = cute.make_rmem_tensor((2, 2), Float32)
     for r in cutlass.range_constexpr(2):
         values[r, 0], values[r, 1] = Float32.inf, Float32(0.0)
         if row + 8 * r < tile.sizes.Sq:
             for which in cutlass.range_constexpr(2):
-                values[r, which] = mRows[tile.place_of_fact(which, row + 8 * r)]
-    return Rows((values[0, 0], values[1, 0]), (values[0, 1], values[1, 1]), scale_log2)
+                values[r, which] = mRows[tile.row_stats_coord(which, row + 8 * r)]
+    return RowStats((values[0, 0], values[1, 0]), (values[0, 1], values[1, 1]), scale_log2)
 
 
 def by_query(acc: cute.Tensor) -> cute.Tensor:
@@ -283,14 +289,14 @@ def exponentiate(scores: cute.Tensor, lse_log2: cute.Tensor | tuple[Float32, ...
 
 
 @dataclass(frozen=True)
-class Bent:
+class ScoreDerivative:
     """Derivative of score modifications, as required by the gradients."""
 
     slope: Callable  # Chain.slope
     lse_log2: cute.Tensor | tuple[Float32, ...]  # LSE of each query
 
     @classmethod
-    def of(cls, chain: Chain, lse_log2: Callable) -> Bent | None:
+    def of(cls, chain: ScorePipeline, lse_log2: Callable) -> ScoreDerivative | None:
         """Return the derivative, or None if no score stage has a derivative.
 
         Args:
@@ -304,7 +310,7 @@ class Bent:
 @cute.jit
 def differentiate(
     P: cute.Tensor, dP: cute.Tensor, delta: cute.Tensor | tuple[Float32, ...], dS: cute.Tensor, raised: int = 0,
-    signed: cutlass.Constexpr[bool] = False, bent: Bent | None = None,
+    signed: cutlass.Constexpr[bool] = False, score_derivative: ScoreDerivative | None = None,
 ):  # fmt: skip
     """Compute dS = P * (dP - delta), for tensors (keys, queries).
 
@@ -317,13 +323,13 @@ def differentiate(
         dS: destination, which may be P or dP.
         raised: P is larger by this power of two.
         signed: dropped elements of P are negative (Chain.signed), with a dP of 0.
-        bent: derivative of the score modifications, if any.
+        score_derivative: derivative of the score modifications, if any.
     """
     for query in cutlass.range_constexpr(cute.size(P, mode=[1])):
         for key in cutlass.range_constexpr(cute.size(P, mode=[0])):
             weight = P[key, query].to(Float32) * 2.0**-raised
-            if cutlass.const_expr(bent is not None):
-                weight = weight * bent.slope(weight, bent.lse_log2[query])
+            if cutlass.const_expr(score_derivative is not None):
+                weight = weight * score_derivative.slope(weight, score_derivative.lse_log2[query])
             if cutlass.const_expr(signed):
                 kept = cute.arch.fmax(weight, Float32(0.0))
                 dS[key, query] = kept * dP[key, query] - abs(weight) * delta[query]

@@ -19,7 +19,7 @@ CLEARED, ADDED = 0, 1  # counters of a KV head
 
 
 @dataclass(frozen=True)
-class Ahead:
+class WorkspaceLayout:
     """Distance in KV heads between the dQ writers and the steps. The writers clear ahead and write behind.
 
     Tile number c belongs to about KV head c // portions, because tiles are ordered within L2 groups of heads. The
@@ -35,12 +35,12 @@ class Ahead:
     portions: Int32  # tiles per KV head
 
     @classmethod
-    def create(cls, section: Int32, portions: Int32, kv_heads: Int32, group: Int32) -> Ahead:
+    def create(cls, section: Int32, portions: Int32, kv_heads: Int32, group: Int32) -> WorkspaceLayout:
         return cls(cutlass.min(section + cute.ceil_div(CTAS_AHEAD, portions), kv_heads), group, portions)
 
 
 @dataclass(frozen=True)
-class Scratch:
+class DqWorkspace:
     """Workspace of dQ in fp32, followed by Int32 counters.
 
     A unit is 16 rows and half of the columns, which a consumer warp on Hopper adds at once. The floats of a unit are in

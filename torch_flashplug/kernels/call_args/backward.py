@@ -9,11 +9,11 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from .operands import (
-    Drawn,
+    DropoutArgs,
     KernelCall,
-    Lengths,
-    Limits,
-    Scales,
+    SoftmaxScale,
+    VarlenArgs,
+    WindowArgs,
     fake_counter,
     fake_features,
     fake_rows,
@@ -25,7 +25,7 @@ WANT_DQ, WANT_DKDV = 1, 2  # bits of `wanted`: kWantDq, kWantDkDv of src/core/fl
 
 
 @dataclass(frozen=True)
-class Gradients:
+class BackwardArgs:
     """Arguments of a backward call, without the stream. `BackwardCall` gives the tensor forms.
 
     dK and dV have as many heads as K and V, or a multiple. With a multiple, a block of keys consists of several tiles,
@@ -44,18 +44,18 @@ class Gradients:
     dv: cute.Tensor  # (B, shares, Sk, Dv)
     rows: cute.Tensor  # (B, Hq, 2, padded Sq) fp32 workspace: LSE * log2(e) and delta
     scratch: cute.Tensor  # (n,) fp32 workspace of dQ, with counters
-    scales: Scales
+    scales: SoftmaxScale
     counter: cute.Tensor  # (1,) Int32, from which CTAs fetch tiles
     num_ctas: Int32  # SMs of the device
     wanted: Int32  # WANT_DQ and WANT_DKDV
     mask: cute.Tensor | None  # (B or 1, Hq or 1, rows, Sk) bool
     digest: cute.Tensor | None  # (B or 1, Hq or 1, n) Int32: the preprocessed mask
     bias: cute.Tensor | None  # (B, Hq, Sq, Sk), in the dtype of the query or in fp32
-    drawn: Drawn | None
-    limits: Limits | None
+    drawn: DropoutArgs | None
+    limits: WindowArgs | None
     dlse: cute.Tensor | None  # (B, Hq, Sq) fp32, or (B, Hq, 0) if the LSE has no gradient
     softcap: Float32 | None
-    lengths: Lengths | None
+    lengths: VarlenArgs | None
 
 
 class BackwardCall(KernelCall):
@@ -112,9 +112,9 @@ class BackwardCall(KernelCall):
         lists: cute.Tensor | None,
         stream: cuda.CUstream,
     ):
-        """Collect the ABI arguments into a `Gradients` and launch."""
+        """Collect the ABI arguments into a `BackwardArgs` and launch."""
         tensors = (q, k, v, o, do, lse, dq, dk, dv, rows, scratch)
-        scales, drawn = Scales(scale_log2, scale), Drawn.of(seed, dropout_p)
-        given = (mask, digest, given_bias(bias, bias32), drawn, Limits.of(left, right, bottom_right), dlse)
-        lengths = Lengths.of(cu_q, cu_k, used_k, lists)
-        self.launch(Gradients(*tensors, scales, counter, num_ctas, wanted, *given, softcap, lengths), stream)
+        scales, drawn = SoftmaxScale(scale_log2, scale), DropoutArgs.of(seed, dropout_p)
+        given = (mask, digest, given_bias(bias, bias32), drawn, WindowArgs.of(left, right, bottom_right), dlse)
+        lengths = VarlenArgs.of(cu_q, cu_k, used_k, lists)
+        self.launch(BackwardArgs(*tensors, scales, counter, num_ctas, wanted, *given, softcap, lengths), stream)

@@ -8,11 +8,11 @@ import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from .operands import Drawn, KernelCall, Scales, fake_bias, fake_counter, fake_rows, fake_vector, given_bias
+from .operands import DropoutArgs, KernelCall, SoftmaxScale, fake_bias, fake_counter, fake_rows, fake_vector, given_bias
 
 
 @dataclass(frozen=True)
-class BiasGradient:
+class BiasGradientArgs:
     """Arguments of a bias-gradient call, without the stream. `BiasGradientCall` gives the tensor forms."""
 
     q: cute.Tensor  # (B, Hq, Sq, D)
@@ -22,12 +22,12 @@ class BiasGradient:
     do: cute.Tensor  # (B, Hq, Sq, Dv)
     lse: cute.Tensor  # (B, Hq, Sq) fp32, natural logarithm
     rows: cute.Tensor  # (B, Hq, 2, padded Sq) fp32 workspace: LSE * log2(e) and delta
-    scales: Scales
+    scales: SoftmaxScale
     counter: cute.Tensor  # (1,) Int32, from which CTAs fetch tiles
     num_ctas: Int32  # SMs of the device
     bias: cute.Tensor | None  # (B, Hq, Sq, Sk), in the dtype of the query or in fp32
     dbias: cute.Tensor | None  # (1 to B, 1 to Hq, Sq or 1, Sk or 1), in the dtype of the bias
-    drawn: Drawn | None
+    drawn: DropoutArgs | None
 
 
 class BiasGradientCall(KernelCall):
@@ -63,8 +63,8 @@ class BiasGradientCall(KernelCall):
         dropout_p: Float32 | None,
         stream: cuda.CUstream,
     ):
-        """Collect the ABI arguments into a `BiasGradient` and launch."""
-        scales, drawn = Scales(scale_log2, scale), Drawn.of(seed, dropout_p)
+        """Collect the ABI arguments into a `BiasGradientArgs` and launch."""
+        scales, drawn = SoftmaxScale(scale_log2, scale), DropoutArgs.of(seed, dropout_p)
         bias, dbias = given_bias(bias, bias32), given_bias(dbias, dbias32)
         tensors = (q, k, v, o, do, lse, rows)
-        self.launch(BiasGradient(*tensors, scales, counter, num_ctas, bias, dbias, drawn), stream)
+        self.launch(BiasGradientArgs(*tensors, scales, counter, num_ctas, bias, dbias, drawn), stream)

@@ -11,8 +11,8 @@ from cutlass import Float32, Int32
 from ..primitives.fragments import LOG2_E
 from .operands import (
     KernelCall,
-    Limits,
-    Scales,
+    SoftmaxScale,
+    WindowArgs,
     fake_bias,
     fake_mask,
     fake_operand,
@@ -24,7 +24,7 @@ from .operands import (
 
 
 @dataclass(frozen=True)
-class FewRows:
+class DecodeArgs:
     """Arguments of a decode call, without the stream. `DecodeCall` gives the tensor forms."""
 
     q: cute.Tensor  # (B, Hq, Sq, D)
@@ -41,7 +41,7 @@ class FewRows:
     k_scale: cute.Tensor | None  # (B, Hkv, Sk) fp32
     v_scale: cute.Tensor | None  # (B, Hkv, Sk) fp32
     rotated: Int32 | None  # 1 if keys are rotated (Hadamard); then queries are rotated, too
-    limits: Limits | None
+    limits: WindowArgs | None
     sinks: cute.Tensor | None  # (Hq,) fp32, or (0,) without sinks
     softcap: Float32 | None
     pages: cute.Tensor | None  # (B, n) Int32 block table: page numbers of each sequence
@@ -49,9 +49,9 @@ class FewRows:
     split_size: Int32 | None  # keys of a split, a multiple of tile_n; 0: splits of equal size
 
     @property
-    def scales(self) -> Scales:
+    def scales(self) -> SoftmaxScale:
         """Softmax scale of the call, natural and times log2(e)."""
-        return Scales(self.scale * LOG2_E, self.scale)
+        return SoftmaxScale(self.scale * LOG2_E, self.scale)
 
 
 class DecodeCall(KernelCall):
@@ -100,7 +100,7 @@ class DecodeCall(KernelCall):
         split_size: Int32 | None,
         stream: cuda.CUstream,
     ):
-        """Collect the ABI arguments into a `FewRows` and launch."""
-        beside = (mask, given_bias(bias, bias32), k_scale, v_scale, rotated, Limits.of(left, right, bottom_right))
+        """Collect the ABI arguments into a `DecodeArgs` and launch."""
+        beside = (mask, given_bias(bias, bias32), k_scale, v_scale, rotated, WindowArgs.of(left, right, bottom_right))
         beside = (*beside, sinks, softcap, pages, used_k, split_size)
-        self.launch(FewRows(q, k, v, o, lse, partials, scale, splits, cluster, *beside), stream)
+        self.launch(DecodeArgs(q, k, v, o, lse, partials, scale, splits, cluster, *beside), stream)

@@ -9,11 +9,11 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from .operands import (
-    Drawn,
+    DropoutArgs,
     KernelCall,
-    Lengths,
-    Limits,
-    Scales,
+    SoftmaxScale,
+    VarlenArgs,
+    WindowArgs,
     fake_counter,
     fake_features,
     fake_sinks,
@@ -23,7 +23,7 @@ from .operands import (
 
 
 @dataclass(frozen=True)
-class Call:
+class ForwardArgs:
     """Arguments of a forward call, without the stream. `ForwardCall` gives the tensor forms."""
 
     q: cute.Tensor  # (B, Hq, Sq, D)
@@ -31,18 +31,18 @@ class Call:
     v: cute.Tensor  # (B, Hkv, Sk, Dv)
     o: cute.Tensor  # (B, Hq, Sq, Dv)
     lse: cute.Tensor  # (B, Hq, Sq) fp32, natural logarithm
-    scales: Scales
+    scales: SoftmaxScale
     counter: cute.Tensor  # (1,) Int32, from which CTAs fetch tiles
     num_ctas: Int32  # SMs of the device
     mask: cute.Tensor | None  # (B or 1, Hq or 1, rows, Sk) bool
     digest: cute.Tensor | None  # (B or 1, Hq or 1, n) Int32: the preprocessed mask
     bias: cute.Tensor | None  # (B, Hq, Sq, Sk), in the dtype of the query or in fp32
-    drawn: Drawn | None
+    drawn: DropoutArgs | None
     scratch8: cute.Tensor | None  # (n,) Int32 workspace: 8-bit operands
-    limits: Limits | None
+    limits: WindowArgs | None
     sinks: cute.Tensor | None  # (Hq,) fp32, or (0,) without sinks
     softcap: Float32 | None
-    lengths: Lengths | None
+    lengths: VarlenArgs | None
 
 
 class ForwardCall(KernelCall):
@@ -83,8 +83,16 @@ class ForwardCall(KernelCall):
         lists: cute.Tensor | None,
         stream: cuda.CUstream,
     ):
-        """Collect the ABI arguments into a `Call` and launch."""
-        scales, drawn = Scales(scale_log2, scale), Drawn.of(seed, dropout_p)
-        given = (mask, digest, given_bias(bias, bias32), drawn, scratch8, Limits.of(left, right, bottom_right), sinks)
-        lengths = Lengths.of(cu_q, cu_k, used_k, lists)
-        self.launch(Call(q, k, v, o, lse, scales, counter, num_ctas, *given, softcap, lengths), stream)
+        """Collect the ABI arguments into a `ForwardArgs` and launch."""
+        scales, drawn = SoftmaxScale(scale_log2, scale), DropoutArgs.of(seed, dropout_p)
+        given = (
+            mask,
+            digest,
+            given_bias(bias, bias32),
+            drawn,
+            scratch8,
+            WindowArgs.of(left, right, bottom_right),
+            sinks,
+        )
+        lengths = VarlenArgs.of(cu_q, cu_k, used_k, lists)
+        self.launch(ForwardArgs(q, k, v, o, lse, scales, counter, num_ctas, *given, softcap, lengths), stream)

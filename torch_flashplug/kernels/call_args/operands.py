@@ -21,7 +21,7 @@ NUMBERS = {"fp32": Float32, "int32": Int32}
 
 
 @dataclass(frozen=True)
-class Scales:
+class SoftmaxScale:
     """Softmax scale of a call."""
 
     log2: Float32  # scale * log2(e)
@@ -29,20 +29,20 @@ class Scales:
 
 
 @dataclass(frozen=True)
-class Drawn:
+class DropoutArgs:
     """Dropout arguments of a call."""
 
     seed: cute.Tensor  # (1,) Int64
     p: Float32  # probability of dropping a score
 
     @staticmethod
-    def of(seed: cute.Tensor | None, p: Float32 | None) -> Drawn | None:
+    def of(seed: cute.Tensor | None, p: Float32 | None) -> DropoutArgs | None:
         """Return the dropout arguments, or None for a kernel without dropout."""
-        return None if seed is None else Drawn(seed, p)
+        return None if seed is None else DropoutArgs(seed, p)
 
 
 @dataclass(frozen=True)
-class Limits:
+class WindowArgs:
     """Sliding window of a call (window.Window)."""
 
     left: Int32  # visible keys before the query's own key
@@ -50,13 +50,13 @@ class Limits:
     bottom_right: Int32  # 1 if windows are aligned to the last query and key, 0 if to the first
 
     @staticmethod
-    def of(left: Int32 | None, right: Int32 | None, bottom_right: Int32 | None) -> Limits | None:
+    def of(left: Int32 | None, right: Int32 | None, bottom_right: Int32 | None) -> WindowArgs | None:
         """Return the window arguments, or None for a kernel without a window."""
-        return None if left is None else Limits(left, right, bottom_right)
+        return None if left is None else WindowArgs(left, right, bottom_right)
 
 
 @dataclass(frozen=True)
-class Lengths:
+class VarlenArgs:
     """Packed sequences of a call (varlen.py)."""
 
     cu_q: cute.Tensor  # (sequences + 1,) Int32: where the rows of each sequence begin and end
@@ -67,9 +67,9 @@ class Lengths:
     @staticmethod
     def of(
         cu_q: cute.Tensor | None, cu_k: cute.Tensor | None, used_k: cute.Tensor | None, lists: cute.Tensor | None
-    ) -> Lengths | None:
+    ) -> VarlenArgs | None:
         """Return the packed-sequence arguments, or None for a kernel without packed sequences."""
-        return None if cu_q is None else Lengths(cu_q, cu_k, used_k, lists)
+        return None if cu_q is None else VarlenArgs(cu_q, cu_k, used_k, lists)
 
 
 def given_bias(bias: cute.Tensor | None, bias32: cute.Tensor | None) -> cute.Tensor | None:

@@ -8,11 +8,11 @@ import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from .operands import KernelCall, Scales, fake_bias, given_bias
+from .operands import KernelCall, SoftmaxScale, fake_bias, given_bias
 
 
 @dataclass(frozen=True)
-class TileGradients:
+class TileBackwardArgs:
     """Arguments of a single-tile backward call, without the stream. `TileBackwardCall` gives the tensor forms."""
 
     q: cute.Tensor  # (B, H, Sq, D)
@@ -23,7 +23,7 @@ class TileGradients:
     dq: cute.Tensor  # (B, H, Sq, D)
     dk: cute.Tensor  # (B, H, Sk, D)
     dv: cute.Tensor  # (B, H, Sk, D)
-    scales: Scales
+    scales: SoftmaxScale
     ranges: Int32  # ranges of the batch, each with a CTA per head
     bias: cute.Tensor | None  # (B, H, Sq, Sk), in the dtype of the query or in fp32
     # (ranges or B, H, Sq, Sk), in the dtype of the bias; an empty batch dimension: no gradient is wanted.
@@ -62,7 +62,7 @@ class TileBackwardCall(KernelCall):
         dbias32: cute.Tensor | None,
         stream: cuda.CUstream,
     ):
-        """Collect the ABI arguments into a `TileGradients` and launch."""
+        """Collect the ABI arguments into a `TileBackwardArgs` and launch."""
         biases = given_bias(bias, bias32), given_bias(dbias, dbias32)
         tensors = (q, k, v, do, lse, dq, dk, dv)
-        self.launch(TileGradients(*tensors, Scales(scale_log2, scale), ranges, *biases), stream)
+        self.launch(TileBackwardArgs(*tensors, SoftmaxScale(scale_log2, scale), ranges, *biases), stream)

@@ -16,14 +16,14 @@ from ..primitives.dtype import Element
 from ..primitives.fragments import OperandA, column_of
 
 if TYPE_CHECKING:
-    from .pack_gqa import Part
+    from .pack_gqa import DecodeTile
 
 PAIR = 2  # adjacent columns of a thread
 K, V = 0, 1
 
 
 @dataclass(frozen=True)
-class Beside:
+class KvScaleLoader:
     """Loader of additional data per key, such as scales. This class loads nothing."""
 
     def load(self, which: int, first: Int32, slot: Int32, threads: int) -> None:
@@ -44,22 +44,22 @@ class Beside:
 
 
 @dataclass(frozen=True)
-class Stored:
+class KvLoader:
     """KV loader for 16-bit K and V. The class has no fields, so a kernel needs no argument."""
 
     def columns(self, dim: int) -> int:
         """Return the number of 16-bit columns in shared memory for a row of `dim` numbers."""
         return dim
 
-    def of_head(self, part: Part, x: cute.Tensor) -> cute.Tensor:
+    def of_head(self, part: DecodeTile, x: cute.Tensor) -> cute.Tensor:
         """Return K or V of the part's KV head, (Sk, columns of 16 bits)."""
         return part.of_head(x)
 
-    def load(self, mover: sm80.Mover, x: cute.Tensor, first_row: Int32, tile: sm80.Tile) -> None:
+    def load(self, mover: sm80.SmemCopier, x: cute.Tensor, first_row: Int32, tile: sm80.SmemTile) -> None:
         """Load rows of a tensor returned by `of_head`, as Mover.load."""
         mover.load(x, first_row, tile)
 
-    def beside(self, part: Part, start: Int32, keys: int, stages: int) -> Beside:
+    def beside(self, part: DecodeTile, start: Int32, keys: int, stages: int) -> KvScaleLoader:
         """Return the loader of additional data per key.
 
         Args:
@@ -68,16 +68,16 @@ class Stored:
             keys: keys of a stage.
             stages: number of stages.
         """
-        return Beside()
+        return KvScaleLoader()
 
-    def turn(self, q: sm80.Tile, part: Part, D: Int32, element: Element, warps: int) -> None:
+    def turn(self, q: sm80.SmemTile, part: DecodeTile, D: Int32, element: Element, warps: int) -> None:
         """Transform the queries in shared memory to the layout required by the product with K. All threads call `turn`.
 
         The queries must be visible to all threads before the call, and are visible to all threads afterwards.
         """
 
-    def product(self, element: Element) -> sm80.Product:
-        return sm80.Product.create(element.dtype)
+    def product(self, element: Element) -> sm80.MmaProduct:
+        return sm80.MmaProduct.create(element.dtype)
 
     def left_operand(self, acc: cute.Tensor, element: Element) -> OperandA:
         """Return registers for P with the columns of an accumulator."""

@@ -9,13 +9,13 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from ..primitives import sm90
-from ..tiling.block_iterator import BoundBand, Split
-from ..tiling.seqlen_info import Sizes
-from ..tiling.tile import Pieces, Tile
+from ..tiling.block_iterator import BoundBlocks, SplitKvRange
+from ..tiling.seqlen_info import SeqlenInfo
+from ..tiling.tile import Tile, TileAddressing
 
 
 @dataclass(frozen=True)
-class Part:
+class DecodeTile:
     """Decode tile of a CTA: a tile of packed rows of a KV head, and a split of the keys."""
 
     tile: Tile  # its block counts packed rows
@@ -26,7 +26,9 @@ class Part:
     queries: Int32  # queries per head in the tensors
 
     @classmethod
-    def of_cta(cls, pieces: Pieces, sizes: Sizes, Hq: Int32, Hkv: Int32, tile_m: int, splits: Int32) -> Part:
+    def of_cta(
+        cls, pieces: TileAddressing, sizes: SeqlenInfo, Hq: Int32, Hkv: Int32, tile_m: int, splits: Int32
+    ) -> DecodeTile:
         """Return the decode tile of a CTA.
 
         Splits of a tile are adjacent CTAs, perhaps a cluster. Next come the tiles of a KV head, which read the same
@@ -41,7 +43,7 @@ class Part:
         return cls(tile, first_row, group * tile.sizes.Sq, split, splits, sizes.Sq)
 
     @property
-    def sizes(self) -> Sizes:
+    def sizes(self) -> SeqlenInfo:
         return self.tile.sizes
 
     @property
@@ -53,11 +55,11 @@ class Part:
         """Last packed row, or the first row if there is none."""
         return cutlass.max(self.rows, 1) - 1 if self.sizes.may_be_empty else self.rows - 1
 
-    def keys(self, walk: BoundBand) -> Split:
+    def keys(self, walk: BoundBlocks) -> SplitKvRange:
         """Return the KV blocks of the split."""
         return walk.share(self.split, self.splits)
 
-    def of_head(self, x: sm90.Operand | cute.Tensor) -> sm90.Operand | cute.Tensor:
+    def of_head(self, x: sm90.TmaOperand | cute.Tensor) -> sm90.TmaOperand | cute.Tensor:
         """Return the slice of K or V for the KV head."""
         return self.tile.keys(x)
 

@@ -28,7 +28,7 @@ from ...registry.kernel_spec import WARP
 from ..primitives.dtype import Element
 from ..primitives.fragments import LOG2_E, target_from
 from ..primitives.vector_access import QUAD, vector_at
-from ..score_stages.pipeline import Chain
+from ..score_stages.pipeline import ScorePipeline
 
 COLUMN_LANES = 8  # lanes of a warp at 128 bytes of a partial row; the remaining lanes handle further splits
 WARPS = 8
@@ -39,7 +39,7 @@ MANY = 33  # from this number of splits on, the warps of a CTA share a row
 
 
 @dataclass(frozen=True)
-class Partials:
+class WorkspacePartials:
     """Partial results in global memory, fp32: (rows, splits, Dv) outputs, then (rows, splits, 2) maxima and sums.
 
     The row index is (batch * Hq + head) * Sq + query.
@@ -65,7 +65,7 @@ class Partials:
 
 
 @dataclass(frozen=True)
-class Peers:
+class ClusterPartials:
     """Partial results in the shared memory of each CTA of a cluster, fp32.
 
     The buffer holds the outputs of all rows, with rows `pitch` floats apart, then maxima and sums.
@@ -77,7 +77,7 @@ class Peers:
     splits: Int32  # number of CTAs in the cluster
 
     @classmethod
-    def create(cls, buffer: cute.Tensor, rows: int, columns: int, count: Int32) -> Peers:
+    def create(cls, buffer: cute.Tensor, rows: int, columns: int, count: Int32) -> ClusterPartials:
         """Create the partial results in a shared-memory buffer.
 
         Args:
@@ -114,8 +114,8 @@ class Peers:
         return cute.make_ptr(Float32, there.toint(), cute.AddressSpace.smem, assumed_align=4)
 
 
-class Combine:
-    """Kernel that computes O in 16 bits and the LSE from `Partials`.
+class SplitKvCombine:
+    """Kernel that computes O in 16 bits and the LSE from `WorkspacePartials`.
 
     If the architecture allows, the kernel starts while the previous kernel still runs, and waits for its results.
     """
@@ -125,7 +125,7 @@ class Combine:
 
     @cute.jit
     def __call__(
-        self, mO: cute.Tensor, mLSE: cute.Tensor, partials: Partials, scale: Float32, chain: Chain,
+        self, mO: cute.Tensor, mLSE: cute.Tensor, partials: WorkspacePartials, scale: Float32, chain: ScorePipeline,
         stream: cuda.CUstream, split_size: Int32 | None = None,
     ):  # fmt: skip
         """Launch the kernel.
@@ -155,7 +155,7 @@ class Combine:
         sinks: cute.Tensor | None, split_size: Int32 | None,
     ):  # fmt: skip
         B, Hq, Sq, Dv = mO.shape
-        partials = Partials(start, B * Hq * Sq, splits, Dv)
+        partials = WorkspacePartials(start, B * Hq * Sq, splits, Dv)
         smem = cutlass.memory.SmemAllocator()
         layout = cute.make_ordered_layout((2 + QUAD, COLUMN_LANES, WARPS), (2, 1, 0))
         shared = smem.allocate_tensor(Float32, layout, 16)
@@ -171,7 +171,7 @@ class Combine:
         step = cutlass.select_(many, Int32(WARPS), Int32(1)) * (WARP // lanes)
 
         follow()
-        part = Share.create(scale)
+        part = PartialResult.create(scale)
         if row < partials.rows:
             for first in cutlass.range(begin, splits, step * AT_ONCE, unroll=1):
                 part.add(partials, row, first, step, cutlass.min(column, Dv - QUAD))
@@ -224,7 +224,7 @@ def loaded(place: cute.Pointer, **how: str) -> tuple[Float32, Float32]:
 
 
 @dataclass(frozen=True)
-class Share:
+class PartialResult:
     """Partial result of a thread: some splits of a row, four columns."""
 
     top: cute.Tensor  # (1,) largest score, not yet scaled
@@ -233,7 +233,7 @@ class Share:
     scale: Float32
 
     @classmethod
-    def create(cls, scale: Float32) -> Share:
+    def create(cls, scale: Float32) -> PartialResult:
         top, total, out = (cute.make_rmem_tensor((n,), Float32) for n in (1, 1, QUAD))
         top.fill(-Float32.inf)
         total.fill(0.0)
@@ -241,7 +241,7 @@ class Share:
         return cls(top, total, out, scale)
 
     @cute.jit
-    def add(self, partials: Partials | Peers, row: Int32, first: Int32, step: Int32, column: Int32):
+    def add(self, partials: WorkspacePartials | ClusterPartials, row: Int32, first: Int32, step: Int32, column: Int32):
         """Add the splits first, first + step, and so on: AT_ONCE splits.
 
         Splits beyond the last split have no effect.
@@ -277,7 +277,7 @@ class Share:
     def lse(self) -> Float32:
         return self.top[0] * self.scale + cute.math.log(self.total[0], fastmath=True)
 
-    def close_of(self, chain: Chain, head: Int32) -> Float32:
+    def close_of(self, chain: ScorePipeline, head: Int32) -> Float32:
         return self.close(chain.sinks, head)
 
     @cute.jit
@@ -316,7 +316,7 @@ class Share:
             pairs[i] = element.pack_pair(self.out[2 * i] * inverse, self.out[2 * i + 1] * inverse)
 
     @cute.jit
-    def leave(self, partials: Partials, row: Int32, split: Int32, column: Int32):
+    def leave(self, partials: WorkspacePartials, row: Int32, split: Int32, column: Int32):
         """Store the columns of the normalized output, and once per row the maximum and the sum, as a partial result."""
         inverse = 0.0 if self.total[0] == 0.0 else cute.arch.rcp_approx(self.total[0])
         for i in cutlass.range_constexpr(QUAD):

@@ -15,41 +15,42 @@ import cutlass.cute as cute
 from ...registry import features
 from ...registry.dtypes import ELEMENTS as MADE_OF
 from ...registry.kernel_spec import KernelSpec
-from ..mainloop.softmax import Unscaled
+from ..mainloop.softmax import NoScaling
 from ..primitives.dtype import ELEMENTS, Element
-from ..score_stages.kv_bounds import Visible
-from ..score_stages.pipeline import Chain, Stage
-from ..tiling.block_iterator import Band, Walk
-from ..tiling.tile import Dense, Pieces
+from ..score_stages.kv_bounds import KvBoundsStage
+from ..score_stages.pipeline import ScorePipeline, ScoreStage
+from ..tiling.block_iterator import BlockIterator, FullBlocks
+from ..tiling.tile import DenseAddressing, TileAddressing
 
 
 @dataclass(frozen=True)
-class Given:
+class ProductOperands:
     """Operands of both products in global memory."""
 
     q: cute.Tensor  # (B, Hq, Sq, D)
     k: cute.Tensor  # (B, Hkv, Sk, D)
-    v: cute.Tensor  # (B, Hkv, Sk, Dv), or (B, Hkv, Dv, Sk) if `turned`
-    scaling: object  # softmax.Unscaled or scaled.Scaling
+    v: cute.Tensor  # (B, Hkv, Sk, Dv), or (B, Hkv, Dv, Sk) if `v_is_transposed`
+    scaling: object  # softmax.NoScaling or scaled.Scaling
 
 
-class Seams:
+class KernelFeatures:
     """Features of a kernel. The base class describes a kernel without features.
 
-    The class of a feature (Feature.part) inherits from `Seams` and overrides the affected methods. The classes of all
-    features of a kernel are combined in the order of features.py. The methods take the runtime arguments from the call.
+    The class of a feature (Feature.part) inherits from `KernelFeatures` and overrides the affected methods. The classes
+    of all features of a kernel are combined in the order of features.py. The methods take the runtime arguments from
+    the call.
     """
 
-    uneven = False  # True if rows of a tile may see different numbers of keys
-    short = False  # True if many tiles have few rows
-    bent = False  # True if score modifications with a derivative apply to all scores
-    turned = False  # True if V is given as (B, Hkv, Dv, Sk)
+    tile_lengths_vary = False  # True if rows of a tile may see different numbers of keys
+    has_small_tiles = False  # True if many tiles have few rows
+    has_score_derivative = False  # True if score modifications with a derivative apply to all scores
+    v_is_transposed = False  # True if V is given as (B, Hkv, Dv, Sk)
 
     def __init__(self, element: Element, spec: KernelSpec, transposed: bool):
         self.element, self.spec, self.transposed, self.listed_rows = element, spec, transposed, spec.listed_rows
 
     @staticmethod
-    def of(spec: KernelSpec, *, transposed: bool = False) -> Seams:
+    def of(spec: KernelSpec, *, transposed: bool = False) -> KernelFeatures:
         """Return the features of a spec.
 
         Args:
@@ -58,39 +59,39 @@ class Seams:
         """
         names = [feature.part_of(spec.kind) for feature in features.of(spec.features)]
         parts = [part_named(name) for name in names if name]
-        kind = type("Seams", (*reversed(parts), Seams), {}) if parts else Seams
+        kind = type("Seams", (*reversed(parts), KernelFeatures), {}) if parts else KernelFeatures
         return kind(ELEMENTS[MADE_OF[spec.dtype].q], spec, transposed)
 
-    def pieces(self, call: object) -> Pieces:
-        return Dense()
+    def pieces(self, call: object) -> TileAddressing:
+        return DenseAddressing()
 
-    def walk(self, call: object) -> Walk:
-        return Band()
+    def walk(self, call: object) -> BlockIterator:
+        return FullBlocks()
 
-    def operands(self, call: object) -> Given:
+    def operands(self, call: object) -> ProductOperands:
         """Return the operands of both products."""
-        return Given(call.q, call.k, call.v, Unscaled())
+        return ProductOperands(call.q, call.k, call.v, NoScaling())
 
     def stored(self, call: object) -> object:
         """Decode: return the KV loader (stored.Stored), or None if K and V need no conversion."""
 
-    def visible(self, call: object) -> Stage:
+    def visible(self, call: object) -> ScoreStage:
         """Return the stage to mask invisible scores. Every chain contains such a stage."""
-        return Visible()
+        return KvBoundsStage()
 
-    def chain(self, call: object) -> Chain:
-        return Chain((self.visible(call),))
+    def chain(self, call: object) -> ScorePipeline:
+        return ScorePipeline((self.visible(call),))
 
-    def before(self, call: object, stream: cuda.CUstream) -> None:
+    def launch_preprocess(self, call: object, stream: cuda.CUstream) -> None:
         """Launch the preprocess kernels, ahead of the kernel."""
 
-    follows = False  # True if the kernel starts while the preprocess kernels still run, and waits in `wait`
+    overlaps_preprocess = False  # True if the kernel starts while the preprocess kernels still run, and waits in `wait`
 
     def wait(self) -> None:
         """Wait for the preprocess kernels. All threads call `wait` before reading the results."""
 
 
-def part_named(part: str) -> type[Seams]:
+def part_named(part: str) -> type[KernelFeatures]:
     """Return the class of a feature.
 
     The module is imported only for kernels with the feature. A change of the module then recompiles no kernels without

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from ..score_stages.bias import Bias as Added
-from ..score_stages.pipeline import Chain
-from .base import Seams
+from ..score_stages.bias import BiasConfig as Added
+from ..score_stages.pipeline import ScorePipeline
+from .base import KernelFeatures
 
 
-class Bias(Seams):
+class BiasFeature(KernelFeatures):
     """Kernel feature for float attention masks: adds the bias stage."""
 
-    def chain(self, call: object) -> Chain:
+    def chain(self, call: object) -> ScorePipeline:
         """Return the score stages with the bias stage first.
 
         Later stages mask scores. A bias stage behind such a stage could negate the masked scores.
         """
-        return Chain((Added(call.bias, call.scales.natural), *super().chain(call).stages))
+        return ScorePipeline((Added(call.bias, call.scales.natural), *super().chain(call).stages))

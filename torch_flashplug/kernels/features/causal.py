@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from ..score_stages.kv_bounds import CausalVisible
-from ..tiling.block_iterator import CausalBand
-from .base import Seams
+from ..score_stages.kv_bounds import CausalStage
+from ..tiling.block_iterator import CausalBlocks
+from .base import KernelFeatures
 
 
-class Causal(Seams):
+class CausalFeature(KernelFeatures):
     """Kernel feature for causal attention."""
 
-    uneven = True
+    tile_lengths_vary = True
 
-    def walk(self, call: object) -> CausalBand:
-        return CausalBand()
+    def walk(self, call: object) -> CausalBlocks:
+        return CausalBlocks()
 
-    def visible(self, call: object) -> CausalVisible:
-        return CausalVisible()
+    def visible(self, call: object) -> CausalStage:
+        return CausalStage()

@@ -9,54 +9,54 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
 from ...registry.kernel_spec import SLAB, WARP
-from ..score_stages.bias_read import Lines, Read, room, starts_of
+from ..score_stages.bias_read import DirectBias, RowBias, room, starts_of
 from ..score_stages.natural_units import add
-from ..score_stages.pipeline import Chain, Place, Stage
-from ..tiling.block_iterator import Band, BoundBand, Split, Walk
-from ..tiling.seqlen_info import Sizes
-from .base import Seams
+from ..score_stages.pipeline import ScoreCoord, ScorePipeline, ScoreStage
+from ..tiling.block_iterator import BlockIterator, BoundBlocks, FullBlocks, SplitKvRange
+from ..tiling.seqlen_info import SeqlenInfo
+from .base import KernelFeatures
 
 
-class BiasOfFew(Seams):
+class DecodeBiasFeature(KernelFeatures):
     """Kernel feature for decode with a bias."""
 
-    def walk(self, call: object) -> Walk:
-        return EveryBlock()
+    def walk(self, call: object) -> BlockIterator:
+        return AllBlocks()
 
-    def chain(self, call: object) -> Chain:
+    def chain(self, call: object) -> ScorePipeline:
         """Return the score stages with the bias stage first, as in parts.bias."""
-        return Chain((PackedRead(call.bias, call.scale), *super().chain(call).stages))
+        return ScorePipeline((DecodeDirectBias(call.bias, call.scale), *super().chain(call).stages))
 
 
 @dataclass(frozen=True)
-class EveryBlock(Band):
+class AllBlocks(FullBlocks):
     """Block iterator over all KV blocks. Score stages apply in every block."""
 
-    def at(self, sizes: Sizes, tile_m: int, tile_n: int) -> BoundEveryBlock:
-        return BoundEveryBlock(self.causal, sizes, tile_m, tile_n)
+    def at(self, sizes: SeqlenInfo, tile_m: int, tile_n: int) -> BoundAllBlocks:
+        return BoundAllBlocks(self.causal, sizes, tile_m, tile_n)
 
 
-class BoundEveryBlock(BoundBand):
+class BoundAllBlocks(BoundBlocks):
     """Iterator over all KV blocks of a sequence. Every block is masked."""
 
-    hides = True
+    may_mask = True
 
-    def masks(self, keys: Split, j: Int32) -> Boolean:
+    def masks(self, keys: SplitKvRange, j: Int32) -> Boolean:
         return Boolean(True)
 
 
 @dataclass(frozen=True)
-class PackedRead(Read):
+class DecodeDirectBias(DirectBias):
     """Bias stage for packed rows. The bias is loaded one block ahead."""
 
     now: cute.Tensor | None = None  # (2, columns of a thread) registers
 
-    everywhere = False
+    applies_to_full_blocks = False
 
-    def hold(self, columns: int) -> Stage:
+    def hold(self, columns: int) -> ScoreStage:
         return replace(self, now=room(self.bias, columns // 4))
 
-    def at(self, place: Place) -> Stage:
+    def at(self, place: ScoreCoord) -> ScoreStage:
         """Return the stage for a tile.
 
         Args:
@@ -69,15 +69,15 @@ class PackedRead(Read):
         for r in range(2):
             head, query = cutlass.min(place.head + (row + 8 * r) // Sq, heads - 1), (row + 8 * r) % Sq
             lines.append((place.batch, head, query))
-        return PackedLines(self.bias, self.scale, place, starts_of(lines, self.bias), self.now)
+        return DecodeRowBias(self.bias, self.scale, place, starts_of(lines, self.bias), self.now)
 
 
 @dataclass(frozen=True)
-class PackedLines(Lines):
+class DecodeRowBias(RowBias):
     """Bias rows of a tile of packed rows. `now` holds the bias of the current block in registers."""
 
     now: cute.Tensor
-    everywhere = False
+    applies_to_full_blocks = False
 
     def begin(self, block: Int32) -> None:
         """Start loading the bias of a block. The first use of the values waits."""

@@ -22,13 +22,13 @@ from ...registry.kernel_spec import SLAB, WARP
 from ..preprocess.mask import BEFORE, BEHIND, BYTES, bits_of_words, bytes_at, offset_of
 from ..primitives.fragments import column_of
 from ..primitives.vector_access import vector_at
-from ..score_stages.pipeline import Place, Stage
-from ..tiling.block_iterator import Split, Walk
-from ..tiling.seqlen_info import Sizes
-from .base import Seams
+from ..score_stages.pipeline import ScoreCoord, ScoreStage
+from ..tiling.block_iterator import BlockIterator, SplitKvRange
+from ..tiling.seqlen_info import SeqlenInfo
+from .base import KernelFeatures
 
 if TYPE_CHECKING:
-    from ..decode.pack_gqa import Part
+    from ..decode.pack_gqa import DecodeTile
 
 # Capacity of the list, stored beside the barriers (spec.BARRIER_BYTES). A longer list would leave space for only a
 # single CTA per SM instead of two.
@@ -40,19 +40,19 @@ INT_BITS = 32
 TRUES = 0x01010101  # a word of four visible keys
 
 
-class MaskOfFew(Seams):
+class DecodeMaskFeature(KernelFeatures):
     """Kernel feature for decode with a bool mask."""
 
-    def walk(self, call: object) -> Seen:
-        return Seen(call.mask)
+    def walk(self, call: object) -> DecodeMaskIterator:
+        return DecodeMaskIterator(call.mask)
 
-    def visible(self, call: object) -> Stage:
+    def visible(self, call: object) -> ScoreStage:
         """Return the stage that applies the mask. No byte is loaded for keys beyond the end."""
-        return MaskBits(call.mask)
+        return DecodeMaskStage(call.mask)
 
 
 @dataclass(frozen=True)
-class Line:
+class MaskRow:
     """Row of a mask (B or 1, Hq or 1, Sq, Sk), with stride 0 for broadcast dimensions."""
 
     mask: cute.Tensor
@@ -61,7 +61,7 @@ class Line:
     query: Int32
 
     @classmethod
-    def of(cls, mask: cute.Tensor, batch: Int32, head: Int32, query: Int32) -> Line:
+    def of(cls, mask: cute.Tensor, batch: Int32, head: Int32, query: Int32) -> MaskRow:
         """Return a row of the mask.
 
         A head beyond the last uses the last head, and a single-head mask serves every head.
@@ -119,21 +119,21 @@ def one_for_all(mask: cute.Tensor) -> Boolean:
 
 
 @dataclass(frozen=True)
-class Seen(Walk):
+class DecodeMaskIterator(BlockIterator):
     """Decode iterator over the blocks with visible keys, found by a scan of the mask."""
 
     mask: cute.Tensor
 
-    def at(self, sizes: Sizes, tile_m: int, tile_n: int) -> BoundSeen:
-        return BoundSeen(self.mask, sizes, tile_m, tile_n)
+    def at(self, sizes: SeqlenInfo, tile_m: int, tile_n: int) -> BoundDecodeMask:
+        return BoundDecodeMask(self.mask, sizes, tile_m, tile_n)
 
 
 @dataclass(frozen=True)
-class BoundSeen:
+class BoundDecodeMask:
     """Decode iterator over the blocks with visible keys in a sequence."""
 
     mask: cute.Tensor
-    sizes: Sizes
+    sizes: SeqlenInfo
     tile_m: int
     tile_n: int
     # Shared memory, indexed by group:
@@ -141,9 +141,9 @@ class BoundSeen:
     hidden: cute.Tensor | None = None  # (GROUPS / 32,) bits: whether a key of the group is masked for some row
     groups: cute.Tensor | None = None  # (GROUPS,) visited groups: index times two, plus one if a key is masked
     count: cute.Tensor | None = None  # (1,) number of blocks in the visited groups
-    hides = True
+    may_mask = True
 
-    def shared(self, smem: cutlass.memory.SmemAllocator) -> BoundSeen:
+    def shared(self, smem: cutlass.memory.SmemAllocator) -> BoundDecodeMask:
         seen, hidden = (smem.allocate_tensor(Int32, cute.make_layout(GROUPS // WARP), 4) for _ in range(2))
         count = smem.allocate_tensor(Int32, cute.make_layout(1), 4)
         groups = smem.allocate_tensor(Uint16, cute.make_layout(GROUPS), 2)
@@ -158,7 +158,7 @@ class BoundSeen:
         return INT_BITS - cute.arch.clz((blocks - 1) // GROUPS)
 
     @cute.jit
-    def find(self, part: Part):
+    def find(self, part: DecodeTile):
         """Scan the mask and build the list of visited groups. Every thread calls `find` before roles part."""
         blocks, thread = self.blocks(part.split, part.splits), cute.arch.thread_idx()[0]
         log, warp = self.log_size(blocks), cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -167,23 +167,23 @@ class BoundSeen:
         cute.arch.sync_threads()
         if by_vectors(self.mask):
             if one_for_all(self.mask):
-                self.look_at_one(part, blocks, log)
+                self.scan_mask_of_row(part, blocks, log)
             else:
-                self.look(part, blocks, log, vectors=True)
+                self.scan_mask(part, blocks, log, vectors=True)
         else:
-            self.look(part, blocks, log, vectors=False)
+            self.scan_mask(part, blocks, log, vectors=False)
         cute.arch.sync_threads()
         if warp == 0:
             self.sort((blocks + (1 << log) - 1) >> log, log)
         cute.arch.sync_threads()
 
     @cute.jit
-    def look_at_one(self, part: Part, blocks: Int32, log: Int32):
-        """Scan a mask with the same row for the whole batch entry, as `look`.
+    def scan_mask_of_row(self, part: DecodeTile, blocks: Int32, log: Int32):
+        """Scan a mask with the same row for the whole batch entry, as `scan_mask`.
 
         Little code is fetched and executed before the first loads are in flight.
         """
-        line, lane = Line.of(self.mask, part.batch, Int32(0), Int32(0)), cute.arch.lane_idx()
+        line, lane = MaskRow.of(self.mask, part.batch, Int32(0), Int32(0)), cute.arch.lane_idx()
         warp, warps = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.block_dim()[0] // WARP
         steps = self.tile_n // (LANES * BYTES)
         found = cute.make_rmem_tensor((BYTES // 4, AT_ONCE, steps), Int32)
@@ -195,10 +195,10 @@ class BoundSeen:
                     line.load(first + step * LANES * BYTES, found[None, i, step], vectors=True)
             for i in cutlass.range_constexpr(AT_ONCE):
                 if at + i * warps * BLOCKS < blocks:
-                    self.note(found[None, i, None], at + i * warps * BLOCKS + lane // LANES, blocks, log)
+                    self.record_block(found[None, i, None], at + i * warps * BLOCKS + lane // LANES, blocks, log)
 
     @cute.jit
-    def look(self, part: Part, blocks: Int32, log: Int32, vectors: cutlass.Constexpr[bool]):
+    def scan_mask(self, part: DecodeTile, blocks: Int32, log: Int32, vectors: cutlass.Constexpr[bool]):
         """Scan the mask rows. Each warp handles BLOCKS blocks of a row, with LANES lanes per block."""
         by_head = self.mask.shape[1] > 1
         begin = cutlass.select_(by_head, part.first_row, Int32(0))
@@ -212,17 +212,17 @@ class BoundSeen:
             for i in cutlass.range_constexpr(AT_ONCE):
                 number = first + i * warps
                 head, query = part.place(begin + number % lines)
-                line = Line.of(self.mask, part.batch, head, query)
+                line = MaskRow.of(self.mask, part.batch, head, query)
                 block = (number // lines * BLOCKS + lane // LANES) * part.splits + part.split
                 for step in cutlass.range_constexpr(steps):
                     key = block * self.tile_n + (step * LANES + lane % LANES) * BYTES
                     line.load(key, found[None, i, step], vectors)
             for i in cutlass.range_constexpr(AT_ONCE):
                 nth = (first + i * warps) // lines * BLOCKS + lane // LANES
-                self.note(found[None, i, None], nth, blocks, log)
+                self.record_block(found[None, i, None], nth, blocks, log)
 
     @cute.jit
-    def note(self, found: cute.Tensor, nth: Int32, blocks: Int32, log: Int32):
+    def record_block(self, found: cute.Tensor, nth: Int32, blocks: Int32, log: Int32):
         """Record the scan result of a warp in the group bits.
 
         Args:
@@ -263,16 +263,16 @@ class BoundSeen:
                 self.groups[0] = Uint16(1)
             self.count[0] = cutlass.max(taken, 1) << log
 
-    def share(self, number: Int32, parts: Int32) -> SeenKeys:
+    def share(self, number: Int32, parts: Int32) -> DecodeMaskKvRange:
         log = self.log_size(self.blocks(number, parts))
-        return SeenKeys(Int32(0), self.count[0], self.groups, log, number, parts)
+        return DecodeMaskKvRange(Int32(0), self.count[0], self.groups, log, number, parts)
 
-    def masks(self, keys: SeenKeys, j: Int32) -> Boolean:
+    def masks(self, keys: DecodeMaskKvRange, j: Int32) -> Boolean:
         return keys.group(j) & 1 != 0
 
 
 @dataclass(frozen=True)
-class SeenKeys(Split):
+class DecodeMaskKvRange(SplitKvRange):
     """Listed KV blocks of a split. Blocks of the last group may lie behind the last key."""
 
     groups: cute.Tensor
@@ -293,18 +293,18 @@ class SeenKeys(Split):
 
 
 @dataclass(frozen=True)
-class MaskBits(Stage):
+class DecodeMaskStage(ScoreStage):
     """Score stage for the mask: masked scores become -inf. Each thread of a quad loads 16 keys of the quad's rows."""
 
     mask: cute.Tensor
     now: cute.Tensor | None = None  # (4, 2, words of a block / 2) registers: mask bytes of the two rows of a thread
-    place: Place | None = None
+    place: ScoreCoord | None = None
 
-    def hold(self, columns: int) -> Stage:
+    def hold(self, columns: int) -> ScoreStage:
         assert columns % (2 * WARP) == 0, "threads of a row have 16 keys each"
         return replace(self, now=cute.make_rmem_tensor((BYTES // 4, 2, columns // (2 * WARP)), Int32))
 
-    def at(self, place: Place) -> Stage:
+    def at(self, place: ScoreCoord) -> ScoreStage:
         """Return the stage for a tile.
 
         Args:
@@ -312,10 +312,10 @@ class MaskBits(Stage):
         """
         return replace(self, place=place)
 
-    def line(self, row: Int32) -> Line:
+    def line(self, row: Int32) -> MaskRow:
         """Return the mask row of a packed row. Results of rows beyond the last row are discarded."""
         Sq = self.place.sizes.Sq
-        return Line.of(self.mask, self.place.batch, self.place.head + row // Sq, row % Sq)
+        return MaskRow.of(self.mask, self.place.batch, self.place.head + row // Sq, row % Sq)
 
     @cute.jit
     def begin(self, block: Int32):

@@ -14,54 +14,54 @@ import cutlass.memory
 from cutlass import Int32
 
 from ...registry.kernel_spec import SLAB, WARP, WARPGROUP
-from ..score_stages.pipeline import Place, Stage
-from ..score_stages.sliding_window import InWindow, KeysInWindow
-from ..tiling.block_iterator import Split
-from ..tiling.seqlen_info import Sizes
-from ..tiling.sliding_window import Reach, Window
-from .window import Windowed
+from ..score_stages.pipeline import ScoreCoord, ScoreStage
+from ..score_stages.sliding_window import SlidingWindowStage, WindowOfKeys
+from ..tiling.block_iterator import SplitKvRange
+from ..tiling.seqlen_info import SeqlenInfo
+from ..tiling.sliding_window import SlidingWindow, WindowReach
+from .window import WindowFeature
 
 
-class WindowOfFew(Windowed):
+class DecodeWindowFeature(WindowFeature):
     """Kernel feature for decode with a sliding window."""
 
-    def walk(self, call: object) -> Window:
-        return FewInWindow(call.limits.left, call.limits.right, call.limits.bottom_right, call.split_size)
+    def walk(self, call: object) -> SlidingWindow:
+        return DecodeWindowIterator(call.limits.left, call.limits.right, call.limits.bottom_right, call.split_size)
 
-    def visible(self, call: object) -> InWindow:
-        return PackedInWindow(super().walk(call), call.sinks)
+    def visible(self, call: object) -> SlidingWindowStage:
+        return DecodeWindowStage(super().walk(call), call.sinks)
 
 
 @dataclass(frozen=True)
-class FewInWindow(Window):
+class DecodeWindowIterator(SlidingWindow):
     """Sliding window block iterator of decode, with the size of a split."""
 
     split_size: Int32  # in keys; 0: splits have equal shares
 
-    def at(self, sizes: Sizes, tile_m: int, tile_n: int) -> BoundFew:
-        return BoundFew(self.of(sizes), sizes, tile_n, self.split_size // tile_n)
+    def at(self, sizes: SeqlenInfo, tile_m: int, tile_n: int) -> BoundDecodeWindow:
+        return BoundDecodeWindow(self.of(sizes), sizes, tile_n, self.split_size // tile_n)
 
 
 @dataclass(frozen=True)
-class BoundFew:
+class BoundDecodeWindow:
     """Iterator over the KV blocks visible to some query of a sequence, in increasing order.
 
     If no query sees any key, the iterator has a single block.
     """
 
-    window: Reach
-    sizes: Sizes
+    window: WindowReach
+    sizes: SeqlenInfo
     tile_n: int
     split_blocks: Int32
-    hides = True
+    may_mask = True
 
-    def shared(self, smem: cutlass.memory.SmemAllocator) -> BoundFew:
+    def shared(self, smem: cutlass.memory.SmemAllocator) -> BoundDecodeWindow:
         return self
 
     def find(self, part: object) -> None:
         """Decode: scan for visible blocks (nothing to do here)."""
 
-    def share(self, number: Int32, parts: Int32) -> Split:
+    def share(self, number: Int32, parts: Int32) -> SplitKvRange:
         """Return the KV blocks of split `number` of `parts` splits.
 
         A split without blocks gets the block behind all keys. Splits of a fixed size count from the first visible block
@@ -69,19 +69,19 @@ class BoundFew:
         """
         first, _ = self.window.keys(Int32(0))
         _, behind = self.window.keys(self.sizes.Sq - 1)
-        end = cute.ceil_div(cutlass.min(cutlass.max(behind, 1), self.sizes.some_keys), self.tile_n)
+        end = cute.ceil_div(cutlass.min(cutlass.max(behind, 1), self.sizes.seqlen_k_at_least_one), self.tile_n)
         begin = cutlass.min(cutlass.max(first, 0) // self.tile_n, end - 1)
         mine = self.split_of(end - begin, number, parts)
-        beyond = cute.ceil_div(self.sizes.some_keys, self.tile_n)
-        return Split(begin + mine.begin, begin + mine.end).or_block(beyond)
+        beyond = cute.ceil_div(self.sizes.seqlen_k_at_least_one, self.tile_n)
+        return SplitKvRange(begin + mine.begin, begin + mine.end).or_block(beyond)
 
-    def split_of(self, blocks: Int32, number: Int32, parts: Int32) -> Split:
-        alike, size = Split.create(blocks, number, parts), self.split_blocks
+    def split_of(self, blocks: Int32, number: Int32, parts: Int32) -> SplitKvRange:
+        alike, size = SplitKvRange.create(blocks, number, parts), self.split_blocks
         ends = (cutlass.min((number + i) * size, blocks) for i in range(2))
         of_size = zip(ends, (alike.begin, alike.end), strict=True)
-        return Split(*(cutlass.select_(size > 0, mine, other) for mine, other in of_size))
+        return SplitKvRange(*(cutlass.select_(size > 0, mine, other) for mine, other in of_size))
 
-    def masks(self, keys: Split, j: Int32) -> cutlass.Boolean:
+    def masks(self, keys: SplitKvRange, j: Int32) -> cutlass.Boolean:
         """Return whether some query cannot see all keys of the block at position j."""
         key = keys.nth(j) * self.tile_n
         _, behind_first = self.window.keys(Int32(0))
@@ -90,15 +90,15 @@ class BoundFew:
 
 
 @dataclass(frozen=True)
-class PackedInWindow(InWindow):
+class DecodeWindowStage(SlidingWindowStage):
     """Score stage of a sliding window for packed rows."""
 
     columns: int = 0  # columns of a block that belong to a team
 
-    def hold(self, columns: int) -> Stage:
+    def hold(self, columns: int) -> ScoreStage:
         return replace(self, columns=columns)
 
-    def at(self, place: Place) -> Stage:
+    def at(self, place: ScoreCoord) -> ScoreStage:
         """Return the stage for a tile. Each warp of a team has 16 rows.
 
         Args:
@@ -106,10 +106,10 @@ class PackedInWindow(InWindow):
         """
         warps = WARPGROUP // WARP * self.columns // place.block
         row = place.row + cute.arch.warp_idx() % warps * SLAB + cute.arch.lane_idx() // 4
-        return QueriesOfFew(self.window.of(place.sizes), replace(place, row=row))
+        return DecodeWindowQueries(self.window.of(place.sizes), replace(place, row=row))
 
 
-class QueriesOfFew(KeysInWindow):
+class DecodeWindowQueries(WindowOfKeys):
     """Score stage of a sliding window, in which the query of a packed row is the row modulo Sq."""
 
     def seen(self, row: Int32) -> tuple[Int32, Int32]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from ..score_stages.dropout import Dropout
-from ..score_stages.pipeline import Chain
-from .base import Seams
+from ..score_stages.dropout import DropoutStage
+from ..score_stages.pipeline import ScorePipeline
+from .base import KernelFeatures
 
 
-class Dropped(Seams):
+class DropoutFeature(KernelFeatures):
     """Kernel feature for dropout: adds the dropout stage behind all stages."""
 
-    def chain(self, call: object) -> Chain:
-        return Chain((*super().chain(call).stages, Dropout.of(call.drawn, call.q.shape[1])))
+    def chain(self, call: object) -> ScorePipeline:
+        return ScorePipeline((*super().chain(call).stages, DropoutStage.of(call.drawn, call.q.shape[1])))

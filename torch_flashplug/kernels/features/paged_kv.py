@@ -19,21 +19,21 @@ import cutlass.cute as cute
 from cutlass import Int16, Int32, Int64
 
 from ...registry.kernel_spec import WARP
-from ..decode.kv_load import K, Stored
+from ..decode.kv_load import K, KvLoader
 from ..primitives import sm80
-from ..tiling.tile import Dense, Tile
-from ..tiling.varlen import MaybeEmpty
-from .base import Seams
-from .quantized_kv_cache import FLOAT, InEightBits, Scales
+from ..tiling.tile import DenseAddressing, Tile
+from ..tiling.varlen import VarlenSeqlenInfo
+from .base import KernelFeatures
+from .quantized_kv_cache import FLOAT, QuantizedKvLoader, QuantizedKvScales
 
 if TYPE_CHECKING:
-    from ..decode.pack_gqa import Part
+    from ..decode.pack_gqa import DecodeTile
 
 GROUP = 16
 
 
 @dataclass(frozen=True)
-class Pages:
+class PageTable:
     """Block table and KV lengths of all sequences."""
 
     numbers: cute.Tensor  # (B, n)
@@ -46,19 +46,19 @@ class Pages:
 
 
 @dataclass(frozen=True)
-class InPages(Dense):
+class PagedAddressing(DenseAddressing):
     """Tile addressing of a paged KV cache. The number of keys of a tile is the KV length of the sequence."""
 
-    pages: Pages
+    pages: PageTable
 
     def of_batch(self, tile: Tile, kv_head: Int32, batch: Int32) -> Tile:
         keys = self.pages.keys(batch)
-        sizes = MaybeEmpty(tile.sizes.Sq, keys, cutlass.max(keys, 1))
+        sizes = VarlenSeqlenInfo(tile.sizes.Sq, keys, cutlass.max(keys, 1))
         return replace(tile, kv_head=kv_head, batch=batch, sizes=sizes)
 
 
 @dataclass(frozen=True)
-class Rows:
+class PagedRows:
     """Rows of a head in a pool, in the order of a sequence."""
 
     pool: cute.Tensor  # (pages, rows of a page, columns)
@@ -73,7 +73,7 @@ class Rows:
         return Int64(number) * self.pool.stride[0] + Int64(row - nth * rows) * self.pool.stride[1]
 
     @cute.jit
-    def load(self, mover: cutlass.Constexpr[sm80.Mover], first_row: Int32, tile: sm80.Tile):
+    def load(self, mover: cutlass.Constexpr[sm80.SmemCopier], first_row: Int32, tile: sm80.SmemTile):
         """Load rows from `first_row` on, a multiple of GROUP, as Mover.load, with zeros beyond the last row."""
         thread = cute.arch.lane_idx() if mover.threads == WARP else cute.arch.thread_idx()[0]
         row, unit, step = mover.place(tile, thread)
@@ -90,44 +90,44 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class PagedStored(Stored):
+class PagedKvLoader(KvLoader):
     """KV loader for a paged KV cache in 16 bits."""
 
-    pages: Pages
+    pages: PageTable
 
-    def of_head(self, part: Part, x: cute.Tensor) -> Rows:
+    def of_head(self, part: DecodeTile, x: cute.Tensor) -> PagedRows:
         pool = x[None, part.tile.kv_head, None, None]
-        return Rows(pool, self.pages.numbers[part.batch, None], part.sizes.Sk)
+        return PagedRows(pool, self.pages.numbers[part.batch, None], part.sizes.Sk)
 
-    def load(self, mover: sm80.Mover, rows: Rows, first_row: Int32, tile: sm80.Tile) -> None:
+    def load(self, mover: sm80.SmemCopier, rows: PagedRows, first_row: Int32, tile: sm80.SmemTile) -> None:
         rows.load(mover, first_row, tile)
 
 
 @dataclass(frozen=True)
-class PagedInEightBits(InEightBits):
+class PagedQuantizedKvLoader(QuantizedKvLoader):
     """KV loader for a paged KV cache in 8 bits. The scales are paged, too: (pages, Hkv, rows of a page)."""
 
-    pages: Pages
+    pages: PageTable
 
-    def of_head(self, part: Part, x: cute.Tensor) -> Rows:
+    def of_head(self, part: DecodeTile, x: cute.Tensor) -> PagedRows:
         mine = x[None, part.tile.kv_head, None, None]
         (many, rows, columns), (between, stride, _) = mine.shape, mine.stride
         layout = cute.make_layout((many, rows, columns // 2), stride=(between // 2, stride // 2, 1))
         pool = cute.make_tensor(cute.recast_ptr(mine.iterator, dtype=Int16), layout)
-        return Rows(pool, self.pages.numbers[part.batch, None], part.sizes.Sk)
+        return PagedRows(pool, self.pages.numbers[part.batch, None], part.sizes.Sk)
 
-    def load(self, mover: sm80.Mover, rows: Rows, first_row: Int32, tile: sm80.Tile) -> None:
+    def load(self, mover: sm80.SmemCopier, rows: PagedRows, first_row: Int32, tile: sm80.SmemTile) -> None:
         rows.load(mover, first_row, tile)
 
-    def beside(self, part: Part, start: Int32, keys: int, stages: int) -> PagedScales:
+    def beside(self, part: DecodeTile, start: Int32, keys: int, stages: int) -> PagedKvScales:
         numbers = self.pages.numbers[part.batch, None]
         k, v = (
-            Rows(x[None, part.tile.kv_head, None], numbers, part.sizes.Sk) for x in (self.k_scale, self.v_scale)
+            PagedRows(x[None, part.tile.kv_head, None], numbers, part.sizes.Sk) for x in (self.k_scale, self.v_scale)
         )  # fmt: skip
-        return PagedScales(k, v, start, keys, stages)
+        return PagedKvScales(k, v, start, keys, stages)
 
 
-class PagedScales(Scales):
+class PagedKvScales(QuantizedKvScales):
     """Loader of the scales of a paged 8-bit KV cache."""
 
     @cute.jit
@@ -140,21 +140,21 @@ class PagedScales(Scales):
             if mine < self.keys:
                 row = cutlass.min(first + mine, cutlass.max(scales.length - 1, 0))
                 size = cutlass.select_(first + mine < scales.length, Int32(FLOAT), Int32(0))
-                target, source = self.slot(which, slot) + mine * FLOAT, scales.pool.iterator + scales.place(row)
+                target, source = self.stage_index(which, slot) + mine * FLOAT, scales.pool.iterator + scales.place(row)
                 cute.arch.inline_ptx(text, read_only_args=[target, source.toint(), size])
 
 
-class Paged(Seams):
+class PagedKvFeature(KernelFeatures):
     """Kernel feature for decode with a paged KV cache."""
 
-    def pages(self, call: object) -> Pages:
-        return Pages(call.pages, call.used_k, call.k.shape[2])
+    def pages(self, call: object) -> PageTable:
+        return PageTable(call.pages, call.used_k, call.k.shape[2])
 
-    def pieces(self, call: object) -> InPages:
-        return InPages(self.pages(call))
+    def pieces(self, call: object) -> PagedAddressing:
+        return PagedAddressing(self.pages(call))
 
-    def stored(self, call: object) -> Stored:
+    def stored(self, call: object) -> KvLoader:
         """Return the KV loader for 8 or 16 bits, depending on the features before this feature."""
         if super().stored(call) is None:
-            return PagedStored(self.pages(call))
-        return PagedInEightBits(call.k_scale, call.v_scale, call.rotated, self.pages(call))
+            return PagedKvLoader(self.pages(call))
+        return PagedQuantizedKvLoader(call.k_scale, call.v_scale, call.rotated, self.pages(call))

@@ -26,14 +26,14 @@ from cutlass.base_dsl import Arch
 from ...registry.dtypes import ELEMENTS as MADE_OF
 from ...registry.kernel_spec import SLAB, WARP, KernelSpec
 from ...registry.quant_recipes import ROTATION
-from ..decode.kv_load import Beside, K, Stored, V
+from ..decode.kv_load import K, KvLoader, KvScaleLoader, V
 from ..primitives import dtype as of_kernels
 from ..primitives import sm80
 from ..primitives.fragments import OperandA, column_of, target_from
-from .base import Seams
+from .base import KernelFeatures
 
 if TYPE_CHECKING:
-    from ..decode.pack_gqa import Part
+    from ..decode.pack_gqa import DecodeTile
 
 FLOAT, WORD = 4, 4  # bytes of a float, numbers in a register
 GROUP = 16  # columns per step of the product
@@ -43,7 +43,7 @@ VALUES = of_kernels.ELEMENTS["bf16"]
 
 
 @dataclass(frozen=True)
-class Scales(Beside):
+class QuantizedKvScales(KvScaleLoader):
     """Scales of a KV head in shared memory: for each stage the scales of K, then for each stage the scales of V.
 
     A stage holds one fp32 scale for each key of a team.
@@ -55,7 +55,7 @@ class Scales(Beside):
     keys: int
     stages: int
 
-    def slot(self, which: int, slot: Int32) -> Int32:
+    def stage_index(self, which: int, slot: Int32) -> Int32:
         """Return the shared-memory address of the scales of a stage, of K or V."""
         return self.start + (which * self.stages + slot) * (self.keys * FLOAT)
 
@@ -70,12 +70,12 @@ class Scales(Beside):
                 there = first + mine < scales.shape[0]
                 source = scales.iterator + Int64(cutlass.min(first + mine, scales.shape[0] - 1)) * scales.stride[0]
                 size = cutlass.select_(there, Int32(FLOAT), Int32(0))  # zeros beyond the last key
-                target = self.slot(which, slot) + mine * FLOAT
+                target = self.stage_index(which, slot) + mine * FLOAT
                 cute.arch.inline_ptx(text, read_only_args=[target, source.toint(), size])
 
     def of(self, which: int, slot: Int32, columns: int) -> list[Float32]:
         """Return the scales for a thread's columns of a block (fragments.column_of)."""
-        start, found = self.slot(which, slot) + cute.arch.lane_idx() % 4 * (2 * FLOAT), []
+        start, found = self.stage_index(which, slot) + cute.arch.lane_idx() % 4 * (2 * FLOAT), []
         for c in range(0, columns, 2):
             place = cute.make_ptr(Float32, start + column_of(c) * FLOAT, cute.AddressSpace.smem, assumed_align=8)
             pair = cute.make_rmem_tensor((2,), Float32)
@@ -139,7 +139,7 @@ class Rotation:
 
 
 @dataclass(frozen=True)
-class InEightBits(Stored):
+class QuantizedKvLoader(KvLoader):
     """KV loader for 8-bit caches: the scales of a call, and whether keys are rotated."""
 
     k_scale: cute.Tensor  # (B, Hkv, Sk)
@@ -149,25 +149,27 @@ class InEightBits(Stored):
     def columns(self, dim: int) -> int:
         return dim // 2
 
-    def of_head(self, part: Part, x: cute.Tensor) -> cute.Tensor:
+    def of_head(self, part: DecodeTile, x: cute.Tensor) -> cute.Tensor:
         mine = part.of_head(x)
         (rows, columns), (stride, _) = mine.shape, mine.stride
         pairs = cute.recast_ptr(mine.iterator, dtype=cutlass.Int16)
         return cute.make_tensor(pairs, cute.make_layout((rows, columns // 2), stride=(stride // 2, 1)))
 
-    def beside(self, part: Part, start: Int32, keys: int, stages: int) -> Scales:
+    def beside(self, part: DecodeTile, start: Int32, keys: int, stages: int) -> QuantizedKvScales:
         k, v = (x[part.batch, part.tile.kv_head, None] for x in (self.k_scale, self.v_scale))
-        return Scales(k, v, start, keys, stages)
+        return QuantizedKvScales(k, v, start, keys, stages)
 
     @cute.jit
-    def turn(self, q: sm80.Tile, part: Part, D: Int32, element: CachedElement, warps: cutlass.Constexpr[int]):
+    def turn(
+        self, q: sm80.SmemTile, part: DecodeTile, D: Int32, element: QuantizedKvElement, warps: cutlass.Constexpr[int]
+    ):
         rows = cutlass.min(part.rows - part.first_row, q.rows)
         for r in cutlass.range(cute.arch.warp_idx(), rows, warps, unroll=1):
             self.turn_row(q, r, D, element)
         cute.arch.sync_threads()
 
     @cute.jit
-    def turn_row(self, q: sm80.Tile, r: Int32, D: Int32, element: CachedElement):
+    def turn_row(self, q: sm80.SmemTile, r: Int32, D: Int32, element: QuantizedKvElement):
         """Rotate a row of queries and reorder its columns. A warp handles a row."""
         own = q.columns // WARP
         given, row = (cute.make_rmem_tensor((own,), dtype) for dtype in (element.dtype, Float32))
@@ -181,11 +183,11 @@ class InEightBits(Stored):
         for i in cutlass.range_constexpr(0, own, 2):
             sm80.put_packed(place_of(q, r, place_of_pair(column + i)), element.pack_pair(row[i], row[i + 1]))
 
-    def product(self, element: CachedElement) -> Converted:
-        scores, values = (sm80.Product.create(x.dtype) for x in (element, VALUES))
-        return Converted(scores, values, element.pack, element.format)
+    def product(self, element: QuantizedKvElement) -> DequantizedFragment:
+        scores, values = (sm80.MmaProduct.create(x.dtype) for x in (element, VALUES))
+        return DequantizedFragment(scores, values, element.pack, element.format)
 
-    def left_operand(self, acc: cute.Tensor, element: CachedElement) -> OperandA:
+    def left_operand(self, acc: cute.Tensor, element: QuantizedKvElement) -> OperandA:
         return OperandA.create(acc, VALUES)
 
     def pieces(self, output: cute.Tensor, row: int) -> list[tuple[Int32, list]]:
@@ -193,7 +195,7 @@ class InEightBits(Stored):
         return [(first + c // WORD * GROUP, [output[row, c + i] for i in (0, 2, 1, 3)]) for c in columns]
 
 
-def place_of(tile: sm80.Tile, row: Int32, column: Int32) -> Int32:
+def place_of(tile: sm80.SmemTile, row: Int32, column: Int32) -> Int32:
     """Return the shared-memory address of an element of a row."""
     unit = tile.unit(row, column % tile.panel // sm80.VECTOR)
     return unit + column // tile.panel * tile.panel_bytes + column % sm80.VECTOR * 2
@@ -206,17 +208,17 @@ def place_of_pair(column: Int32) -> Int32:
 
 
 @dataclass(frozen=True)
-class Converted:
-    """Product acc += A B on a warp, as sm80.Product, for one slab of rows and an 8-bit B."""
+class DequantizedFragment:
+    """Product acc += A B on a warp, as sm80.MmaProduct, for one slab of rows and an 8-bit B."""
 
-    of_scores: sm80.Product
-    of_values: sm80.Product
+    of_scores: sm80.MmaProduct
+    of_values: sm80.MmaProduct
     pack: str  # PTX type of packed pairs in score operands
-    format: Format
+    format: QuantizedFormat
 
-    def scores(self, accs: sm80.Accumulators, left: sm80.Matrices, right: sm80.Matrices) -> None:
+    def scores(self, accs: sm80.Accumulators, left: sm80.LdmatrixView, right: sm80.LdmatrixView) -> None:
         (acc,), dtype = accs, self.of_scores.dtype
-        lefts = tuple(sm80.room(dtype) for _ in range(2))
+        lefts = tuple(sm80.allocate_fragment(dtype) for _ in range(2))
         (found, fetched), (words, operand) = (registers(dtype) for _ in range(2))
         acc.fill(0.0)
         for column in range(0, right.tile.columns, sm80.PAIR):
@@ -230,7 +232,7 @@ class Converted:
                         words[2 * half], words[2 * half + 1] = pairs
                     self.of_scores.step(accs, (mine,), operand, row)
 
-    def accumulate(self, accs: sm80.Accumulators, lefts: sm80.Fragments, right: sm80.Matrices, row: int) -> None:
+    def accumulate(self, accs: sm80.Accumulators, lefts: sm80.Fragments, right: sm80.LdmatrixView, row: int) -> None:
         dtype, first = self.of_values.dtype, 0
         (found, fetched), (words, operand) = (registers(of) for of in (self.of_scores.dtype, dtype))
         for panel in range(0, right.tile.columns, right.tile.panel):
@@ -254,7 +256,7 @@ def registers(dtype: type[cutlass.Numeric]) -> tuple[cute.Tensor, cute.Tensor]:
 # ---- 8 bits to 16 ----
 
 
-class Format:
+class QuantizedFormat:
     """Conversion of an 8-bit format. All 8-bit numbers are exact in fp16 and in bf16."""
 
     def halves(self, places: tuple[int, int], into: str, work: str) -> str:
@@ -288,7 +290,7 @@ TO_BF16 = (
 )
 
 
-class Int8(Format):
+class Int8(QuantizedFormat):
     """Conversion of int8."""
 
     def halves(self, places: tuple[int, int], into: str, work: str) -> str:
@@ -321,7 +323,7 @@ class Int8(Format):
         return cute.arch.inline_ptx(text + "}", write_only_types=[Int32, Int32], read_only_args=[word])
 
 
-class E4m3(Format):
+class E4m3(QuantizedFormat):
     """Conversion of e4m3."""
 
     def halves(self, places: tuple[int, int], into: str, work: str) -> str:
@@ -341,7 +343,7 @@ class E4m3(Format):
         )
 
 
-class E5m2(Format):
+class E5m2(QuantizedFormat):
     """Conversion of e5m2."""
 
     def halves(self, places: tuple[int, int], into: str, work: str) -> str:
@@ -353,10 +355,10 @@ class E5m2(Format):
 FORMATS = {"int8": Int8(), "e4m3": E4m3(), "e5m2": E5m2()}
 
 
-class CachedElement(of_kernels.Element):
+class QuantizedKvElement(of_kernels.Element):
     """Element type with Q and O in 16 bits, and K and V in an 8-bit format."""
 
-    def __init__(self, whole: of_kernels.Element, format: Format):
+    def __init__(self, whole: of_kernels.Element, format: QuantizedFormat):
         super().__init__(whole.dtype, whole.pack, whole.raised)
         self.format = format
 
@@ -366,11 +368,11 @@ class CachedElement(of_kernels.Element):
         return cutlass.Uint8
 
 
-class CacheInEightBits(Seams):
+class QuantizedKvCacheFeature(KernelFeatures):
     """Kernel feature for decode with K and V in 8 bits."""
 
     def __init__(self, element: of_kernels.Element, spec: KernelSpec, transposed: bool):
-        super().__init__(CachedElement(element, FORMATS[MADE_OF[spec.dtype].k]), spec, transposed)
+        super().__init__(QuantizedKvElement(element, FORMATS[MADE_OF[spec.dtype].k]), spec, transposed)
 
-    def stored(self, call: object) -> InEightBits:
-        return InEightBits(call.k_scale, call.v_scale, call.rotated)
+    def stored(self, call: object) -> QuantizedKvLoader:
+        return QuantizedKvLoader(call.k_scale, call.v_scale, call.rotated)

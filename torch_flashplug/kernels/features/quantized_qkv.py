@@ -8,67 +8,67 @@ import cutlass.cute as cute
 from cutlass import Float32, Int64, Uint8
 
 from ...registry.quant_recipes import KEY_ORDER, RAISED, RECIPES, Recipe
-from ..mainloop.scaled_softmax import Scaling, ScalingOfWhole
-from ..preprocess.quantize import Made, Quantise
-from ..primitives.dtype import EIGHT_BITS, Element, QuantisedElement
-from .base import Given, Seams
+from ..mainloop.scaled_softmax import IntegerScaling, Scaling
+from ..preprocess.quantize import Quantize, QuantizedOperands
+from ..primitives.dtype import EIGHT_BITS, Element, QuantizedElement
+from .base import KernelFeatures, ProductOperands
 
 STEEP = {"int8": 16.0, "e4m3": 0.25}  # `Scaling.steep`, up to D 256
 ALIGNED = 128  # alignment in bytes of every tensor in the workspace
 
 
-class Eight(Seams):
+class QuantizedQkv(KernelFeatures):
     """Kernel feature for quantized products. Subclasses select a recipe.
 
     The quantization kernel runs ahead of the main kernel, which starts early and waits in `wait`.
     """
 
     recipe: Recipe
-    follows = True
+    overlaps_preprocess = True
 
     def __init__(self, element: Element, *more: object):
         scores, values = EIGHT_BITS[self.recipe.scores], EIGHT_BITS.get(self.recipe.values)
-        super().__init__(QuantisedElement(element, scores, values), *more)
-        self.turned = values is not None
+        super().__init__(QuantizedElement(element, scores, values), *more)
+        self.v_is_transposed = values is not None
 
-    def before(self, call: object, stream: cuda.CUstream) -> None:
-        super().before(call, stream)
-        self.quantise(call, stream)
+    def launch_preprocess(self, call: object, stream: cuda.CUstream) -> None:
+        super().launch_preprocess(call, stream)
+        self.quantize(call, stream)
 
     @cute.jit
-    def quantise(self, call: object, stream: cuda.CUstream):
-        kernel = Quantise(self.element, self.recipe, self.spec.d, self.spec.dv, self.spec.tile_n)
+    def quantize(self, call: object, stream: cuda.CUstream):
+        kernel = Quantize(self.element, self.recipe, self.spec.d, self.spec.dv, self.spec.tile_n)
         kernel(call.q, call.k, call.v, self.made(call), call.num_ctas, stream)
 
     def wait(self) -> None:
         cute.arch.griddepcontrol_wait()
 
-    def operands(self, call: object) -> Given:
+    def operands(self, call: object) -> ProductOperands:
         made = self.made(call)
         scores, values = self.element.scores.dtype, self.element.values.dtype
         v = call.v if made.v is None else of_type(made.v, values)
-        raised = RAISED if self.turned else 0
-        kind, steep = ScalingOfWhole if self.recipe.scores == "int8" else Scaling, STEEP[self.recipe.scores]
+        raised = RAISED if self.v_is_transposed else 0
+        kind, steep = IntegerScaling if self.recipe.scores == "int8" else Scaling, STEEP[self.recipe.scores]
         largest = 65504.0 if self.element.dtype is cutlass.Float16 else None
         scaling = kind(made.q_scale, made.k_scale, made.v_scale, made.row_shift, made.v_mean, largest, raised, steep)
-        return Given(of_type(made.q, scores), of_type(made.k, scores), v, scaling)
+        return ProductOperands(of_type(made.q, scores), of_type(made.k, scores), v, scaling)
 
-    def made(self, call: object) -> Made:
+    def made(self, call: object) -> QuantizedOperands:
         """Return the quantized operands in the workspace. src/operands/quant_workspace.cpp computes the same number of
         bytes.
         """
         B, Hq, Sq, _ = call.q.shape
         _, Hkv, Sk, _ = call.k.shape
-        Dv, room = call.v.shape[3], Room(call.scratch8.iterator)
+        Dv, room = call.v.shape[3], QuantWorkspace(call.scratch8.iterator)
         q, k = (room.rows(Uint8, B, heads, S, self.spec.d) for heads, S in ((Hq, Sq), (Hkv, Sk)))
-        v = room.rows(Uint8, B, Hkv, Dv, cute.round_up(Sk, len(KEY_ORDER))) if self.turned else None
+        v = room.rows(Uint8, B, Hkv, Dv, cute.round_up(Sk, len(KEY_ORDER))) if self.v_is_transposed else None
         q_scale, row_shift = (room.rows(Float32, B, Hq, Sq) for _ in range(2))
         k_scale = room.rows(Float32, B, Hkv, cute.ceil_div(Sk, self.spec.tile_n))
-        v_scale, v_mean = (room.rows(Float32, B, Hkv, self.spec.dv) if self.turned else None for _ in range(2))
-        return Made(q, k, v, q_scale, k_scale, v_scale, row_shift, v_mean)
+        v_scale, v_mean = (room.rows(Float32, B, Hkv, self.spec.dv) if self.v_is_transposed else None for _ in range(2))
+        return QuantizedOperands(q, k, v, q_scale, k_scale, v_scale, row_shift, v_mean)
 
 
-class Room:
+class QuantWorkspace:
     """Allocator of tensors from the start of the workspace."""
 
     def __init__(self, start: cute.Pointer):
@@ -91,19 +91,19 @@ def of_type(x: cute.Tensor, dtype: type[cutlass.Numeric]) -> cute.Tensor:
     return cute.make_tensor(cute.recast_ptr(x.iterator, dtype=dtype), x.layout)
 
 
-class Int8Scores(Eight):
+class Int8ScoresFeature(QuantizedQkv):
     """Recipe qk8: int8 scores, 16-bit values."""
 
     recipe = RECIPES["qk8"]
 
 
-class EightBit(Eight):
+class Int8Feature(QuantizedQkv):
     """Recipe 8bit: int8 scores, e4m3 values."""
 
     recipe = RECIPES["8bit"]
 
 
-class E4m3(Eight):
+class E4m3Feature(QuantizedQkv):
     """Recipe e4m3: e4m3 scores and values."""
 
     recipe = RECIPES["e4m3"]

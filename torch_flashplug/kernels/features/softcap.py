@@ -9,16 +9,18 @@ tanh.approx has a relative error of 2^-11. The derivative 1 - tanh^2 is computed
 
 from __future__ import annotations
 
-from ..score_stages.pipeline import Chain
-from ..score_stages.softcap import Softcap
-from .base import Seams
+from ..score_stages.pipeline import ScorePipeline
+from ..score_stages.softcap import SoftcapStage
+from .base import KernelFeatures
 
 
-class Softcapped(Seams):
+class SoftcapFeature(KernelFeatures):
     """Kernel feature for soft capping."""
 
-    bent = True
+    has_score_derivative = True
 
-    def chain(self, call: object) -> Chain:
+    def chain(self, call: object) -> ScorePipeline:
         """Return the score stages with soft capping before the masking stages."""
-        return Chain((Softcap(call.scales.natural / call.softcap, call.softcap), *super().chain(call).stages))
+        return ScorePipeline(
+            (SoftcapStage(call.scales.natural / call.softcap, call.softcap), *super().chain(call).stages)
+        )

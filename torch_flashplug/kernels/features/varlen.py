@@ -18,9 +18,9 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from ...registry.kernel_spec import WARPGROUP
-from ..preprocess.varlen_tile_list import BLOCK, CLASSES, THREADS, Given, TileLists, Wanted
-from ..tiling.varlen import ENTRY, Ragged, TileList
-from .base import Seams
+from ..preprocess.varlen_tile_list import BLOCK, CLASSES, THREADS, TileListKernel, TileListSpec, VarlenInputs
+from ..tiling.varlen import ENTRY, VarlenAddressing, VarlenTileList
+from .base import KernelFeatures
 
 assert CLASSES == THREADS, "a thread has a class"
 
@@ -39,26 +39,29 @@ assert CLASSES == THREADS, "a thread has a class"
 
 
 
-class Lengths(Seams):
+class VarlenFeature(KernelFeatures):
     """Kernel feature for packed sequences."""
 
-    short = follows = True
+    has_small_tiles = overlaps_preprocess = True
 
     def wait(self) -> None:
         cute.arch.griddepcontrol_wait()
 
     @property
-    def wanted(self) -> tuple[Wanted, ...]:
+    def wanted(self) -> tuple[TileListSpec, ...]:
         """Tile lists required by the tile addressing of the kernel kind."""
-        keys, scratch = Wanted("keys", True, self.spec.tile_n), Wanted("scratch", False, BLOCK, is_sorted=False)
+        keys, scratch = (
+            TileListSpec("keys", True, self.spec.tile_n),
+            TileListSpec("scratch", False, BLOCK, is_sorted=False),
+        )
         if not self.spec.is_backward:
-            return (Wanted("rows", False, self.spec.tile_m),)
-        return (Wanted("rows", False, WARPGROUP), keys, scratch) if self.spec.in_parts else (keys, scratch)
+            return (TileListSpec("rows", False, self.spec.tile_m),)
+        return (TileListSpec("rows", False, WARPGROUP), keys, scratch) if self.spec.in_parts else (keys, scratch)
 
-    def given(self, call: object) -> Given:
-        return Given(call.lengths.cu_q, call.lengths.cu_k, call.lengths.used_k, call.q.shape[2], call.k.shape[2])
+    def given(self, call: object) -> VarlenInputs:
+        return VarlenInputs(call.lengths.cu_q, call.lengths.cu_k, call.lengths.used_k, call.q.shape[2], call.k.shape[2])
 
-    def pieces(self, call: object) -> Ragged:
+    def pieces(self, call: object) -> VarlenAddressing:
         """Return the tile addressing. The lists lie one behind the next in the workspace of the call.
 
         Each list has a head of a sector, followed by the entries.
@@ -68,12 +71,12 @@ class Lengths(Seams):
             room = (given.keys if one.of_keys else given.rows) // one.size + given.sequences
             first = cute.make_ptr(Int32, (start + ENTRY).toint(), cute.AddressSpace.gmem, assumed_align=16)
             entries = cute.make_tensor(first, cute.make_layout((room, ENTRY), stride=(ENTRY, 1)))
-            lists[one.name] = TileList(entries, cute.make_tensor(start, cute.make_layout(2)))
+            lists[one.name] = VarlenTileList(entries, cute.make_tensor(start, cute.make_layout(2)))
             start = start + (room + 1) * ENTRY
-        return Ragged(**lists, total_keys=given.keys)
+        return VarlenAddressing(**lists, total_keys=given.keys)
 
 
-class AfterLists:
+class TileListsThenKernel:
     """Mixin ahead of a kernel class: launches the creation of the tile lists before everything else.
 
     A call without CTAs to run launches only the list creation.
@@ -82,8 +85,8 @@ class AfterLists:
     @cute.jit
     def launch(self, call: object, stream: cuda.CUstream):
         of = self.seams
-        TileLists(of.wanted)(of.given(call), of.pieces(call), of.walk(call), stream)
+        TileListKernel(of.wanted)(of.given(call), of.pieces(call), of.walk(call), stream)
         if call.num_ctas > 0:
             # `super` has explicit arguments, because the DSL compiles a copy of this function, and the copy belongs to
             # no class.
-            super(AfterLists, self).launch(call, stream)  # noqa: UP008
+            super(TileListsThenKernel, self).launch(call, stream)  # noqa: UP008

@@ -11,18 +11,18 @@ in increasing order.
 
 from __future__ import annotations
 
-from ..score_stages.sliding_window import InWindow
-from ..tiling.sliding_window import Window
-from .base import Seams
+from ..score_stages.sliding_window import SlidingWindowStage
+from ..tiling.sliding_window import SlidingWindow
+from .base import KernelFeatures
 
 
-class Windowed(Seams):
+class WindowFeature(KernelFeatures):
     """Kernel feature for a sliding window, with optional sinks in the forward."""
 
-    uneven = True
+    tile_lengths_vary = True
 
-    def walk(self, call: object) -> Window:
-        return Window(call.limits.left, call.limits.right, call.limits.bottom_right)
+    def walk(self, call: object) -> SlidingWindow:
+        return SlidingWindow(call.limits.left, call.limits.right, call.limits.bottom_right)
 
-    def visible(self, call: object) -> InWindow:
-        return InWindow(self.walk(call), None if self.spec.is_backward else call.sinks)
+    def visible(self, call: object) -> SlidingWindowStage:
+        return SlidingWindowStage(self.walk(call), None if self.spec.is_backward else call.sinks)

@@ -14,7 +14,7 @@ from ...registry.quant_recipes import LONGEST_SUM
 from ..primitives import sm90
 from ..primitives.dtype import ELEMENTS
 from ..primitives.fragments import rows_and_columns
-from ..tiling.block_iterator import Run
+from ..tiling.block_iterator import BlockRange
 from .scaled_softmax import ScaledSoftmax
 from .softmax import ROWS, OnlineSoftmax
 
@@ -23,15 +23,15 @@ WORDS = 4  # 32-bit words in the 16 bytes that a thread moves at once
 
 
 @dataclass(frozen=True)
-class Output:
+class OutputAccumulator:
     """Output accumulator O (64, Dv), to which products add."""
 
-    product: sm90.Product
+    product: sm90.WgmmaProduct
     acc: cute.Tensor
 
     @classmethod
-    def create(cls, make_pv: Callable[[], cute.TiledMma], dv: int) -> Output:
-        product = sm90.Product.create(make_pv)
+    def create(cls, make_pv: Callable[[], cute.TiledMma], dv: int) -> OutputAccumulator:
+        product = sm90.WgmmaProduct.create(make_pv)
         return cls(product, sm90.zeros(product.add, (ROWS_PER_WARPGROUP, dv)))
 
     @property
@@ -39,7 +39,7 @@ class Output:
         """Accumulator values of a thread, as (2, columns)."""
         return rows_and_columns(self.acc)
 
-    def clear(self, run: Run) -> None:
+    def clear(self, run: BlockRange) -> None:
         """Reset O for the next tile, whose KV blocks are given by `run`. The previous O has already been stored."""
         self.acc.fill(0.0)
 
@@ -47,7 +47,7 @@ class Output:
         """Issue the product of a block, asynchronously."""
         self.product.issue(self.acc, P, V, accumulate=True)
 
-    def settle(self, rows: Rows, blocks: Int32) -> None:
+    def rescale_output(self, rows: Rows, blocks: Int32) -> None:
         """Rescale O to the new maximum after a softmax step, while no product adds to O.
 
         Args:
@@ -56,12 +56,12 @@ class Output:
         """
         rows.rescale(self.values)
 
-    def close(self, run: Run) -> None:
+    def close(self, run: BlockRange) -> None:
         """Finish O after the last product."""
 
 
 @dataclass(frozen=True)
-class Drained(Output):
+class PromotedOutput(OutputAccumulator):
     """Output accumulator for 8-bit products, promoted to a second sum after few keys (recipes.LONGEST_SUM).
 
     The sum lies in shared memory, in bf16. The rounding error of each addition stays in the tensor-core accumulator.
@@ -73,7 +73,7 @@ class Drained(Output):
     most: int  # maximum number of blocks between promotions
 
     @classmethod
-    def create(cls, make_pv: Callable[[], cute.TiledMma], dv: int, room: cute.Tensor, tile_n: int) -> Drained:
+    def create(cls, make_pv: Callable[[], cute.TiledMma], dv: int, room: cute.Tensor, tile_n: int) -> PromotedOutput:
         """Create the accumulator.
 
         Args:
@@ -82,7 +82,7 @@ class Drained(Output):
             room: shared-memory buffer through which O is later stored.
             tile_n: keys of a block.
         """
-        plain = Output.create(make_pv, dv)
+        plain = OutputAccumulator.create(make_pv, dv)
         pairs = cute.size(plain.acc) // 2
         thread = cute.arch.thread_idx()[0] % sm90.WARPGROUP
         # Each warp's rows are contiguous, and each warp stores its rows independently.
@@ -94,7 +94,7 @@ class Drained(Output):
         return cls(plain.product, plain.acc, total, kept, LONGEST_SUM // tile_n)
 
     @cute.jit
-    def clear(self, run: Run):
+    def clear(self, run: BlockRange):
         self.acc.fill(0.0)
         self.kept.fill(1.0)
         if run.count > self.most:
@@ -104,7 +104,7 @@ class Drained(Output):
                 cute.autovec_copy(words, self.total[None, i])
 
     @cute.jit
-    def settle(self, rows: Rows, blocks: Int32):
+    def rescale_output(self, rows: Rows, blocks: Int32):
         if (blocks % self.most == 0) & (blocks > 0):
             self.drain()
             self.kept.fill(1.0)
@@ -127,7 +127,7 @@ class Drained(Output):
             cute.autovec_copy(words, self.total[None, i])
 
     @cute.jit
-    def close(self, run: Run):
+    def close(self, run: BlockRange):
         if run.count > self.most:
             words = cute.make_rmem_tensor((WORDS,), Int32)
             for i in cutlass.range_constexpr(cute.size(self.total, mode=[1])):

@@ -33,8 +33,8 @@ from ...registry.quant_recipes import SLACK
 from ..primitives.fragments import LOG2_E, column_of
 from ..primitives.sm90 import OFFSET
 from ..primitives.vector_access import vector_at
-from ..score_stages.pipeline import Chain
-from ..tiling.tile import Launch, Tile
+from ..score_stages.pipeline import ScorePipeline
+from ..tiling.tile import Tile, TileGrid
 from .softmax import ROWS, row_reduce
 
 COARSE = float(2**24)
@@ -57,7 +57,7 @@ class Scaling:
     steep: float  # powers of two between adjacent scores; the largest score times `steep` is below 2^26
     offset = 0.0  # offset contained in scores, in blocks without masked scores
 
-    def softmax(self, scale_log2: Float32, chain: Chain) -> ScaledSoftmax:
+    def softmax(self, scale_log2: Float32, chain: ScorePipeline) -> ScaledSoftmax:
         row_max, row_sum, correction, row_scale = (cute.make_rmem_tensor((ROWS,), Float32) for _ in range(4))
         row_max.fill(-Float32.inf)
         row_sum.fill(0.0)
@@ -66,7 +66,7 @@ class Scaling:
 
 
 @dataclass(frozen=True)
-class ScalingOfWhole(Scaling):
+class IntegerScaling(Scaling):
     """Scales of integer scores."""
 
     offset = OFFSET
@@ -88,7 +88,7 @@ class ScaledSoftmax:
     k_scales: cute.Tensor | None = None  # (blocks,)
 
     @cute.jit
-    def at(self, tile: Tile, row: Int32, pieces: Launch) -> ScaledSoftmax:
+    def at(self, tile: Tile, row: Int32, pieces: TileGrid) -> ScaledSoftmax:
         """Return the softmax state for the rows `row` and `row` + 8 of a tile.
 
         Args:
@@ -193,7 +193,7 @@ class ScaledSoftmax:
                     acc_O[r, c] = acc_O[r, c] * self.correction[r]
 
     @cute.jit
-    def finish(self, acc_O: cute.Tensor, scale: Float32, chain: Chain) -> cute.Tensor:
+    def finish(self, acc_O: cute.Tensor, scale: Float32, chain: ScorePipeline) -> cute.Tensor:
         """Normalize O and return the LSE.
 
         Args:
@@ -204,7 +204,7 @@ class ScaledSoftmax:
         Returns:
             The LSE (2,), natural log.
         """
-        assert chain.kept_share is None and chain.extra_logit() is None, "in 8 bits nothing is dropped or added"
+        assert chain.keep_probability is None and chain.extra_logit() is None, "in 8 bits nothing is dropped or added"
         lse, inverse = (cute.make_rmem_tensor((ROWS,), Float32) for _ in range(2))
         for r in cutlass.range_constexpr(ROWS):
             total = self.row_sum[r]

@@ -30,8 +30,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from ..score_stages.pipeline import Chain
-from ..tiling.tile import Launch, Tile
+from ..score_stages.pipeline import ScorePipeline
+from ..tiling.tile import Tile, TileGrid
 
 ROWS = 2  # rows of a wgmma accumulator per thread
 SLACK = 8.0  # O is rescaled to a new maximum once probabilities exceed 1 by more than this power of two
@@ -40,13 +40,13 @@ SIGN_AND_EXPONENT = -(2**23)  # 0xFF800000 as Int32
 
 
 @dataclass(frozen=True)
-class Unscaled:
+class NoScaling:
     """Scaling configuration for operands without scales. Quantized operands use scaled.Scaling.
 
     The class has no fields, so a kernel needs no argument.
     """
 
-    def softmax(self, scale_log2: Float32, chain: Chain) -> OnlineSoftmax:
+    def softmax(self, scale_log2: Float32, chain: ScorePipeline) -> OnlineSoftmax:
         return OnlineSoftmax.create(scale_log2, chain)
 
 
@@ -62,14 +62,14 @@ class OnlineSoftmax:
     natural_units: bool  # True if scores are in natural units
 
     @classmethod
-    def create(cls, scale_log2: Float32, chain: Chain) -> OnlineSoftmax:
+    def create(cls, scale_log2: Float32, chain: ScorePipeline) -> OnlineSoftmax:
         row_max, row_sum, correction = (cute.make_rmem_tensor((ROWS,), Float32) for _ in range(3))
         row_max.fill(-Float32.inf)
         row_sum.fill(0.0)
         coarse_scale = (scale_log2.bitcast(Int32) & SIGN_AND_EXPONENT).bitcast(Float32)
         return cls(row_max, row_sum, correction, scale_log2, coarse_scale, chain.natural_units)
 
-    def at(self, tile: Tile, row: Int32, pieces: Launch) -> OnlineSoftmax:
+    def at(self, tile: Tile, row: Int32, pieces: TileGrid) -> OnlineSoftmax:
         """Return the softmax state for the rows `row` and `row` + 8 of a tile.
 
         Args:
@@ -173,7 +173,7 @@ class OnlineSoftmax:
                 acc_O[r, c] = acc_O[r, c] * self.correction[r]
 
     @cute.jit
-    def finish(self, acc_O: cute.Tensor, scale: Float32, chain: Chain) -> cute.Tensor:
+    def finish(self, acc_O: cute.Tensor, scale: Float32, chain: ScorePipeline) -> cute.Tensor:
         """Normalize O and return the LSE.
 
         Args:
@@ -184,7 +184,7 @@ class OnlineSoftmax:
         Returns:
             The LSE (2,), natural log.
         """
-        lse, kept, extra = cute.make_rmem_tensor((ROWS,), Float32), chain.kept_share, chain.extra_logit()
+        lse, kept, extra = cute.make_rmem_tensor((ROWS,), Float32), chain.keep_probability, chain.extra_logit()
         for r in cutlass.range_constexpr(ROWS):
             total, top, share = self.total(r), self.row_max[r] * scale, Float32(1.0)
             if cutlass.const_expr(extra is not None):

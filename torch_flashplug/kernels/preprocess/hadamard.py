@@ -14,7 +14,7 @@ from cutlass import Float32, Int32
 
 from ...registry.kernel_spec import WARP
 from ...registry.quant_recipes import ROTATION, SMALLEST_SCALE
-from ..primitives.dtype import QuantisedElement
+from ..primitives.dtype import QuantizedElement
 from ..primitives.vector_access import vector_at
 
 # Numbers in a unit (a thread's part of a row), in a 16-byte load, and in a register of 8-bit numbers.
@@ -24,7 +24,7 @@ PITCH = UNIT + 4
 
 
 @dataclass(frozen=True)
-class Room:
+class HadamardSmem:
     """Shared memory of a CTA."""
 
     sums: cute.Tensor  # (lanes, channels): sums of samples
@@ -38,10 +38,10 @@ class Room:
     of_warps: cute.Tensor  # (warps,)
 
 
-class Rows:
+class HadamardRows:
     """Blocks of `rows` rows with `d` numbers, for a CTA of `threads` threads."""
 
-    def __init__(self, element: QuantisedElement, d: int, rows: int, threads: int):
+    def __init__(self, element: QuantizedElement, d: int, rows: int, threads: int):
         self.element, self.rows, self.threads = element, rows, threads
         self.size = d & -d  # size of a Hadamard matrix
         self.units = d // UNIT  # units of a row
@@ -81,7 +81,13 @@ class Rows:
 
     @cute.jit
     def rotate(
-        self, given: cute.Tensor, held: cute.Tensor, block: Int32, S: Int32, room: Room, keys: cutlass.Constexpr[bool]
+        self,
+        given: cute.Tensor,
+        held: cute.Tensor,
+        block: Int32,
+        S: Int32,
+        room: HadamardSmem,
+        keys: cutlass.Constexpr[bool],
     ):
         """Rotate a block into `held` (rounds, UNIT), and store the largest magnitude of each unit.
 
@@ -127,7 +133,7 @@ class Rows:
             held[i] = held[i] * self.size**-0.5
 
     @cute.jit
-    def largest_of_all(self, room: Room) -> Float32:
+    def largest_of_all(self, room: HadamardSmem) -> Float32:
         """Return the largest magnitude of the units of a CTA, NaN if any unit contains NaN."""
         thread, largest, spoiled = cute.arch.thread_idx()[0], Float32(0.0), Float32(0.0)
         for u in cutlass.range_constexpr(self.rounds):
@@ -146,7 +152,7 @@ class Rows:
             spoiled += room.of_warps[warp] * 0.0
         return largest + spoiled
 
-    def of_row(self, room: Room, unit: Int32) -> tuple[Float32, Float32]:
+    def of_row(self, room: HadamardSmem, unit: Int32) -> tuple[Float32, Float32]:
         """Return the largest magnitude of a row, and the product of the row with the constant key.
 
         The magnitude is NaN if the row contains NaN.
@@ -172,7 +178,7 @@ class Rows:
     @cute.jit
     def store_apart(
         self, held: cute.Tensor, block: Int32, of_format: float, out: cute.Tensor, scales: cute.Tensor,
-        shifts: cute.Tensor, room: Room,
+        shifts: cute.Tensor, room: HadamardSmem,
     ):  # fmt: skip
         """Store each row in 8 bits with a separate scale.
 

@@ -30,7 +30,7 @@ from ...registry.mask_layout import BITS, FLAGS, HALVES, KIND, MASKED, NONE, THR
 from ..primitives.fragments import single_bit
 from ..primitives.vector_access import vector_at
 from ..score_stages.bitmask import shifted
-from ..tiling.block_sparse import Lists
+from ..tiling.block_sparse import BlockSparseLists
 
 TILES = LISTED // TILE
 WARPS = WARPGROUP // WARP  # warps of a CTA, equal to the 32-bit words in a row of a block
@@ -51,7 +51,7 @@ def numbers(rows: int | Int32, Sq: int | Int32, Sk: int | Int32, *, gradients: b
 
 
 @dataclass(frozen=True)
-class Digested:
+class MaskMetadata:
     """Mask metadata: the memory layout of all sections.
 
     Plane (batch, head) has index batch * of_batch + head * of_head.
@@ -65,7 +65,7 @@ class Digested:
     gradients: cutlass.Boolean
 
     @classmethod
-    def create(cls, digest: cute.Tensor, rows: Int32, Sq: Int32, Sk: Int32) -> Digested:
+    def create(cls, digest: cute.Tensor, rows: Int32, Sq: Int32, Sk: Int32) -> MaskMetadata:
         batches, heads, room = digest.shape
         planes = cutlass.select_(batches > 1, heads, 0), cutlass.select_(heads > 1, 1, 0)
         gradients = room > numbers(rows, Sq, Sk, gradients=False)
@@ -113,7 +113,7 @@ class Digested:
     def words(self, transposed: bool) -> cute.Tensor:
         return self.vector(5 if transposed else 3)
 
-    def lists(self, transposed: bool, ordered: bool = False, listed_rows: int = LISTED) -> Lists:
+    def lists(self, transposed: bool, ordered: bool = False, listed_rows: int = LISTED) -> BlockSparseLists:
         """Return the block-sparse lists.
 
         Args:
@@ -127,7 +127,7 @@ class Digested:
         counts, index = cute.make_layout(R), cute.make_layout((R, room), stride=(room, 1))
         masked = cute.make_tensor(at, counts), cute.make_tensor(at + 2 * R, index)
         whole = cute.make_tensor(at + R, counts), cute.make_tensor(at + (2 * R + Int64(R) * room), index)
-        made = Lists(*masked, *whole, self.of_batch * lines, self.of_head * lines)
+        made = BlockSparseLists(*masked, *whole, self.of_batch * lines, self.of_head * lines)
         if not ordered:
             return made
         of_masked, of_whole = (self.start + (turns + kind * Int64(R) * room) for kind in range(2))
@@ -139,7 +139,7 @@ class Digested:
         return cute.make_tensor(self.start + self.places()[place], cute.make_layout(1))
 
 
-class Digest:
+class MaskPreprocess:
     """Launcher of mask preprocessing: a kernel with a CTA per block of each plane, then a kernel with a warp per list.
 
     `tall` also creates the lists of TALL blocks.
@@ -148,12 +148,12 @@ class Digest:
     def __init__(self, *, tall: bool):
         self.tall = tall
 
-    def tall_lists(self, digested: Digested) -> Int32:
+    def tall_lists(self, digested: MaskMetadata) -> Int32:
         """Return the number of TALL lists of a plane."""
         return digested.tall if self.tall else Int32(0)
 
     @cute.jit
-    def __call__(self, mask: cute.Tensor, digested: Digested, stream: cuda.CUstream):
+    def __call__(self, mask: cute.Tensor, digested: MaskMetadata, stream: cuda.CUstream):
         (M, N), planes = digested.blocks, digested.sizes[0]
         grid = (planes * digested.lines, N, 1)
         self.pack(mask, digested).launch(grid=grid, block=(WARPGROUP, 1, 1), stream=stream)
@@ -161,7 +161,7 @@ class Digest:
         self.sort(digested).launch(grid=(lists, 1, 1), block=(WARP, 1, 1), stream=stream)
 
     @cute.kernel
-    def pack(self, mask: cute.Tensor, digested: Digested):
+    def pack(self, mask: cute.Tensor, digested: MaskMetadata):
         """Store the bitmask and the state of a block. Each CTA handles a block."""
         smem = cutlass.memory.SmemAllocator()
         matrix = cute.make_layout((LISTED, WARPS), stride=(PITCH, 1))
@@ -179,7 +179,7 @@ class Digest:
             self.store_words(turned, digested, plane, n, m, transposed=True)
 
     @cute.jit
-    def load(self, mask: cute.Tensor, digested: Digested, plane: Int32, m: Int32, n: Int32, bits: cute.Tensor):
+    def load(self, mask: cute.Tensor, digested: MaskMetadata, plane: Int32, m: Int32, n: Int32, bits: cute.Tensor):
         """Load a block as bits (queries, keys / 32), with 0 outside of the mask.
 
         There are three paths. If rows allow vector loads, threads load vectors. If keys are contiguous and enough
@@ -222,7 +222,7 @@ class Digest:
 
     @cute.jit
     def store_state(
-        self, bits: cute.Tensor, flags: cute.Tensor, digested: Digested, line: Int32, m: Int32, n: Int32
+        self, bits: cute.Tensor, flags: cute.Tensor, digested: MaskMetadata, line: Int32, m: Int32, n: Int32
     ):  # fmt: skip
         """Compute and store the state of a block. Each thread examines a row. Rows beyond the mask are ignored."""
         thread = cute.arch.thread_idx()[0]
@@ -243,7 +243,7 @@ class Digest:
 
     @cute.jit
     def store_words(
-        self, bits: cute.Tensor, digested: Digested, plane: Int32, line: Int32, nth: Int32,
+        self, bits: cute.Tensor, digested: MaskMetadata, plane: Int32, line: Int32, nth: Int32,
         transposed: cutlass.Constexpr[bool],
     ):  # fmt: skip
         """Store the bitmask tiles of a block.
@@ -279,7 +279,7 @@ class Digest:
                     cute.arch.store(words.iterator + place, behind)
 
     @cute.kernel
-    def sort(self, digested: Digested):
+    def sort(self, digested: MaskMetadata):
         """Build the lists: KV blocks of query blocks, then of TALL blocks, then query blocks of KV blocks."""
         (M, N), lines, planes = digested.blocks, digested.lines, digested.sizes[0]
         number = cute.arch.block_idx()[0]
@@ -295,7 +295,7 @@ class Digest:
 
     @cute.jit
     def list_rows(
-        self, digested: Digested, number: Int32, plane: Int32, begin: Int32, listed_rows: cutlass.Constexpr[int]
+        self, digested: MaskMetadata, number: Int32, plane: Int32, begin: Int32, listed_rows: cutlass.Constexpr[int]
     ):
         """Build the list of `listed_rows` query rows of a plane, from both block rows with these query rows."""
         (_, N), lines = digested.blocks, digested.lines
@@ -306,7 +306,7 @@ class Digest:
 
     @cute.jit
     def list_line(
-        self, lists: Lists, states: cute.Tensor, line: Int32, first: tuple[Int64, Int64],
+        self, lists: BlockSparseLists, states: cute.Tensor, line: Int32, first: tuple[Int64, Int64],
         steps: tuple[Int32, Int32, Int32], half: Int32, listed_rows: cutlass.Constexpr[int],
     ):  # fmt: skip
         """Build a list from the states of one or two block rows.
@@ -352,7 +352,7 @@ class Digest:
             cute.arch.store(lists.whole_count.iterator + line, whole)
 
 
-class Turns:
+class AccumulationRanks:
     """Launcher of the kernel for accumulation ranks, required by an ordered backward (listed.Lists).
 
     The rank of an entry in a list of query blocks is the number of later ranges of SHARE keys that list the same query
@@ -360,13 +360,13 @@ class Turns:
     """
 
     @cute.jit
-    def __call__(self, digested: Digested, stream: cuda.CUstream):
+    def __call__(self, digested: MaskMetadata, stream: cuda.CUstream):
         M, N = digested.blocks
         grid = (digested.sizes[0] * N, cute.ceil_div(M, WARPGROUP), 1)
         self.count(digested).launch(grid=grid, block=(WARPGROUP, 1, 1), stream=stream)
 
     @cute.kernel
-    def count(self, digested: Digested):
+    def count(self, digested: MaskMetadata):
         """Count the ranks of a list.
 
         Each CTA handles a part of a list, and each thread handles an entry of either kind.
@@ -379,7 +379,8 @@ class Turns:
 
     @cute.jit
     def count_later(
-        self, digested: Digested, line: Int32, entry: Int32, count: cute.Tensor, index: cute.Tensor, turn: cute.Tensor
+        self, digested: MaskMetadata, line: Int32, entry: Int32, count: cute.Tensor, index: cute.Tensor,
+        turn: cute.Tensor
     ):  # fmt: skip
         (M, N), lines, states = digested.blocks, digested.lines, digested.states()
         place = Int64(line) * M + entry

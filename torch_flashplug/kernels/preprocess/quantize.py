@@ -32,9 +32,9 @@ from ...registry.quant_recipes import (
     SMALLEST_SCALE,
     Recipe,
 )
-from ..primitives.dtype import QuantisedElement
+from ..primitives.dtype import QuantizedElement
 from ..primitives.vector_access import vector_at
-from .hadamard import PITCH, UNIT, VECTOR, WORD, Room, Rows, scale_of, shared_vector, sign_of, taken
+from .hadamard import PITCH, UNIT, VECTOR, WORD, HadamardRows, HadamardSmem, scale_of, shared_vector, sign_of, taken
 
 # Threads of a CTA, and limit of K units per thread. A CTA needing more units per thread gets more threads.
 THREADS, MOST_ROUNDS = 256, 4
@@ -49,7 +49,7 @@ LARGEST_FLOAT = 3.4028234663852886e38
 
 
 @dataclass(frozen=True)
-class Made:
+class QuantizedOperands:
     """Quantized operands (quantised.Quantised). Rows of q and k, and channels of v, are multiples of 16 bytes."""
 
     q: cute.Tensor  # (B, Hq, Sq, d) 8 bits
@@ -62,25 +62,26 @@ class Made:
     v_mean: cute.Tensor | None  # (B, Hkv, dv)
 
 
-class Quantise:
+class Quantize:
     """Quantization kernel for head dims d and dv and for a block size of keys.
 
     Smaller head dims are padded with zeros.
     """
 
-    def __init__(self, element: QuantisedElement, recipe: Recipe, d: int, dv: int, block: int):
+    def __init__(self, element: QuantizedElement, recipe: Recipe, d: int, dv: int, block: int):
         self.element, self.recipe, self.d, self.dv = element, recipe, d, dv
         units = d // UNIT
         # The mapping of threads to units needs registers, too, if the number of units is not a power of two.
         more = 2 * THREADS if units & units - 1 == 0 else 3 * THREADS // 2
         self.threads = more if block * units > MOST_ROUNDS * THREADS else THREADS
-        self.of_keys = Rows(element, d, block, self.threads)
-        self.of_queries = Rows(element, d, ROUNDS_OF_QUERIES * self.threads // units, self.threads)
+        self.of_keys = HadamardRows(element, d, block, self.threads)
+        self.of_queries = HadamardRows(element, d, ROUNDS_OF_QUERIES * self.threads // units, self.threads)
         self.widest = max(d, dv)
 
     @cute.jit
     def __call__(
-        self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, to: Made, num_sms: Int32, stream: cuda.CUstream
+        self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, to: QuantizedOperands, num_sms: Int32,
+        stream: cuda.CUstream
     ):  # fmt: skip
         B, Hq, Sq, _ = q.shape
         _, Hkv, Sk, _ = k.shape
@@ -92,7 +93,7 @@ class Quantise:
         self.kernel(q, k, v, to, each).launch(grid=grid, block=(self.threads, 1, 1), stream=stream)
 
     @cute.kernel
-    def kernel(self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, to: Made, each: Int32):
+    def kernel(self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, to: QuantizedOperands, each: Int32):
         """Run the part of the CTA: K, V or Q.
 
         Args:
@@ -107,7 +108,7 @@ class Quantise:
 
         lanes = self.threads // (min(self.d, self.dv) // VECTOR)
         units = max(self.of_keys.room, self.of_queries.room)
-        room = Room(
+        room = HadamardSmem(
             *(floats((lanes, self.widest), (self.widest, 1)) for _ in range(3)),
             *(floats((UNIT, self.widest // UNIT), (1, PITCH)) for _ in range(3)),
             *(floats((units,)) for _ in range(2)), floats((self.threads // WARP,)),
@@ -115,19 +116,19 @@ class Quantise:
         B, Hkv, Sk, _ = k.shape
         number, keys = cute.arch.block_idx()[0], B * Hkv * cute.ceil_div(Sk, self.of_keys.rows)
         if number < keys:
-            self.quantise_keys(number, k, to, room)
+            self.quantize_keys(number, k, to, room)
         else:
             number -= keys
             if cutlass.const_expr(self.recipe.values is not None):
                 values = B * Hkv * cute.ceil_div(Sk, KEYS)
                 if number < values:
-                    self.quantise_values(number, v, to, smem, room)
+                    self.quantize_values(number, v, to, smem, room)
                 number -= values
             if number >= 0:
-                self.quantise_queries(number, each, q, k, to, room)
+                self.quantize_queries(number, each, q, k, to, room)
 
     @cute.jit
-    def quantise_keys(self, number: Int32, k: cute.Tensor, to: Made, room: Room):
+    def quantize_keys(self, number: Int32, k: cute.Tensor, to: QuantizedOperands, room: HadamardSmem):
         """Quantize a block of keys with a single scale."""
         of = self.of_keys
         block, head, batch = place_of(number, cute.ceil_div(k.shape[2], of.rows), k.shape[1])
@@ -142,7 +143,9 @@ class Quantise:
         of.store(held, block, scale, to.k[batch, head, None, None])
 
     @cute.jit
-    def quantise_queries(self, number: Int32, each: Int32, q: cute.Tensor, k: cute.Tensor, to: Made, room: Room):
+    def quantize_queries(
+        self, number: Int32, each: Int32, q: cute.Tensor, k: cute.Tensor, to: QuantizedOperands, room: HadamardSmem
+    ):
         """Quantize blocks of query rows with a scale per row."""
         of = self.of_queries
         blocks = cute.ceil_div(q.shape[2], of.rows)
@@ -161,7 +164,7 @@ class Quantise:
             cute.arch.sync_threads()
 
     @cute.jit
-    def find_constant(self, k: cute.Tensor, room: Room):
+    def find_constant(self, k: cute.Tensor, room: HadamardSmem):
         """Compute the constant key of a head from K (Sk, D), and the signs of the channels."""
         thread = cute.arch.thread_idx()[0]
         if thread < self.d:
@@ -172,7 +175,9 @@ class Quantise:
         cute.arch.sync_threads()
 
     @cute.jit
-    def sample(self, x: cute.Tensor, room: Room, width: cutlass.Constexpr[int], squares: cutlass.Constexpr[bool]):
+    def sample(
+        self, x: cute.Tensor, room: HadamardSmem, width: cutlass.Constexpr[int], squares: cutlass.Constexpr[bool]
+    ):
         """Sum over SAMPLES rows of a head (S, D), per lane: the finite numbers, and the squares of these numbers."""
         groups = width // VECTOR
         lanes = self.threads // groups
@@ -203,7 +208,7 @@ class Quantise:
                 cute.autovec_copy(found, shared_vector(into[lane, None].iterator + group * VECTOR, Float32, VECTOR))
         cute.arch.sync_threads()
 
-    def sampled(self, room: Room, sums: cute.Tensor, channel: Int32, width: int) -> Float32:
+    def sampled(self, room: HadamardSmem, sums: cute.Tensor, channel: Int32, width: int) -> Float32:
         """Return the mean of a channel."""
         total, count = Float32(0.0), Float32(0.0)
         for lane in range(self.threads // (width // VECTOR)):
@@ -211,8 +216,9 @@ class Quantise:
         return total / cute.arch.fmax(count, Float32(1.0))
 
     @cute.jit
-    def quantise_values(
-        self, number: Int32, v: cute.Tensor, to: Made, smem: cutlass.memory.SmemAllocator, room: Room
+    def quantize_values(
+        self, number: Int32, v: cute.Tensor, to: QuantizedOperands, smem: cutlass.memory.SmemAllocator,
+        room: HadamardSmem
     ):  # fmt: skip
         """Quantize and transpose KEYS keys of V."""
         layout = cute.make_layout((WORD, FOURS, self.dv), stride=(1, WORD, WORD * FOURS))
@@ -252,7 +258,7 @@ class Quantise:
                     cute.autovec_copy(found, given[None, i, turn])
 
     @cute.jit
-    def scale_values(self, v: cute.Tensor, block: Int32, scales: cute.Tensor, means: cute.Tensor, room: Room):
+    def scale_values(self, v: cute.Tensor, block: Int32, scales: cute.Tensor, means: cute.Tensor, room: HadamardSmem):
         """Compute the scale and the mean of every channel. `room` then holds the inverse scales and the means."""
         thread, mean, square = cute.arch.thread_idx()[0], Float32(0.0), Float32(0.0)
         self.sample(v, room, self.dv, squares=True)
@@ -282,8 +288,10 @@ class Quantise:
         cute.arch.sync_threads()
 
     @cute.jit
-    def turn_values(self, given: cute.Tensor, turned: cute.Tensor, room: Room, block: Int32, S: Int32):
-        """Convert and transpose V into `turned` (words of four keys, swizzled groups of four words, channels)."""
+    def turn_values(self, given: cute.Tensor, turned: cute.Tensor, room: HadamardSmem, block: Int32, S: Int32):
+        """Convert and transpose V into `v_is_transposed` (words of four keys, swizzled groups of four words,
+        channels).
+        """
         for turn in cutlass.range_constexpr(self.turns):
             word, group = self.task_of(turn)
             if word < KEYS // WORD:

@@ -14,9 +14,9 @@ from cutlass.base_dsl import Arch
 from ...registry.kernel_spec import BACKWARD_TILE, WARP
 from ..primitives.fragments import target_from
 from ..primitives.vector_access import vector_at
-from ..tiling.block_iterator import Walk
+from ..tiling.block_iterator import BlockIterator
 from ..tiling.tile import Tile
-from ..tiling.varlen import ENTRY, MOST_WORTH, MaybeEmpty, Ragged, TileList
+from ..tiling.varlen import ENTRY, MOST_WORTH, VarlenAddressing, VarlenSeqlenInfo, VarlenTileList
 
 THREADS, CLASSES = 1024, 1024
 WARPS = THREADS // WARP
@@ -24,17 +24,17 @@ BLOCK = BACKWARD_TILE[0]  # rows of a workspace block, and the unit of work
 
 
 @dataclass(frozen=True)
-class Wanted:
+class TileListSpec:
     """Description of a tile list: side, rows or keys per block, and whether the longest tiles come first."""
 
-    name: str  # attribute name in `Ragged`
+    name: str  # attribute name in `VarlenAddressing`
     of_keys: bool
     size: int
     is_sorted: bool = True
 
 
 @dataclass(frozen=True)
-class Given:
+class VarlenInputs:
     """Arguments of a call with packed sequences."""
 
     cu_q: cute.Tensor  # (sequences + 1,) Int32: first row of each sequence, and the end of the last sequence
@@ -92,7 +92,7 @@ class Given:
 
 
 @dataclass(frozen=True)
-class Some:
+class LaneSequence:
     """State of a sequence, held by a lane of a warp."""
 
     start: Int32
@@ -103,7 +103,7 @@ class Some:
     tiles: Int32
 
     @classmethod
-    def create(cls, given: Given, number: Int32, wanted: Wanted) -> Some:
+    def create(cls, given: VarlenInputs, number: Int32, wanted: TileListSpec) -> LaneSequence:
         own, other = given.own(number, wanted.of_keys), given.others(number, not wanted.of_keys)
         rows = given.own(number, of_keys=False)[1]  # sequences without an opposite side have workspace blocks, too
         return cls(*own, *other, cute.ceil_div(rows, BLOCK), cute.ceil_div(own[1], wanted.size))
@@ -124,19 +124,19 @@ def sum_to(value: Int32) -> Int32:
     return value
 
 
-class TileLists:
+class TileListKernel:
     """Launcher of the kernel for tile lists. Nothing is launched if the lists already exist."""
 
-    def __init__(self, wanted: tuple[Wanted, ...]):
+    def __init__(self, wanted: tuple[TileListSpec, ...]):
         self.wanted = wanted
 
     @cute.jit
-    def __call__(self, given: Given, ragged: Ragged, walk: Walk, stream: cuda.CUstream):
+    def __call__(self, given: VarlenInputs, ragged: VarlenAddressing, walk: BlockIterator, stream: cuda.CUstream):
         if not given.are_made:
             self.kernel(given, ragged, walk).launch(grid=(len(self.wanted), 1, 1), block=(THREADS, 1, 1), stream=stream)
 
     @cute.kernel
-    def kernel(self, given: Given, ragged: Ragged, walk: Walk):
+    def kernel(self, given: VarlenInputs, ragged: VarlenAddressing, walk: BlockIterator):
         if cutlass.const_expr(target_from(Arch.sm_90)):
             cute.arch.griddepcontrol_launch_dependents()
         smem = cutlass.memory.SmemAllocator()
@@ -146,14 +146,17 @@ class TileLists:
         number = cute.arch.block_idx()[0]
         for i in cutlass.range_constexpr(len(self.wanted)):
             if number == i:
-                Making(given, getattr(ragged, self.wanted[i].name), walk, self.wanted[i], counts, sums, work).make()
+                TileListBuilder(
+                    given, getattr(ragged, self.wanted[i].name), walk, self.wanted[i], counts, sums, work
+                ).make()
 
 
-class Making:
+class TileListBuilder:
     """Builder of a tile list. A single CTA runs the builder."""
 
     def __init__(
-        self, given: Given, made: TileList, walk: Walk, wanted: Wanted, counts: cute.Tensor, sums: cute.Tensor,
+        self, given: VarlenInputs, made: VarlenTileList, walk: BlockIterator, wanted: TileListSpec,
+        counts: cute.Tensor, sums: cute.Tensor,
         work: cute.Tensor,
     ):  # fmt: skip
         self.given, self.made, self.walk, self.wanted = given, made, walk, wanted
@@ -167,7 +170,7 @@ class Making:
     def make(self):
         tiles, blocks = Int32(0), Int32(0)
         for group in cutlass.range(self.begin, self.end, unroll=1):
-            some = Some.create(self.given, group * WARP + self.lane, self.wanted)
+            some = LaneSequence.create(self.given, group * WARP + self.lane, self.wanted)
             tiles, blocks = tiles + some.tiles, blocks + some.scratch
         tiles, blocks = warp_sum(tiles), warp_sum(blocks)
         sums = self.sums
@@ -213,7 +216,7 @@ class Making:
         """
         for group in cutlass.range(self.begin, self.end, unroll=1):
             number = group * WARP + self.lane
-            some = Some.create(self.given, number, self.wanted)
+            some = LaneSequence.create(self.given, number, self.wanted)
             upto, blocks = sum_to(some.tiles), sum_to(some.scratch)
             last = cute.arch.shuffle_sync(upto, WARP - 1)
             values = (some.start, some.length, some.other_start, some.other_length, scratch + blocks - some.scratch)
@@ -281,7 +284,7 @@ class Making:
     def class_of(self, block: Int32, _: Int32, own: Int32, length: Int32, other: Int32, met: Int32) -> Int32:
         """Return the class of a tile, from the number of blocks visited on the opposite side."""
         rows, keys = (met, length) if self.wanted.of_keys else (length, met)
-        tile = Tile(block, None, None, MaybeEmpty(rows, keys, cutlass.max(keys, 1)))
+        tile = Tile(block, None, None, VarlenSeqlenInfo(rows, keys, cutlass.max(keys, 1)))
         if self.wanted.of_keys:
             work, total = self.walk.at(tile.sizes, BLOCK, self.wanted.size).queries(tile).total(1), self.given.rows
         else:

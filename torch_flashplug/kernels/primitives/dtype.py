@@ -37,12 +37,12 @@ class Element:
         return self.dtype.width // 8
 
     @property
-    def scores(self) -> Element | EightBits:
+    def scores(self) -> Element | EightBitFormat:
         """Element type of Q and K in the product."""
         return self
 
     @property
-    def values(self) -> Element | EightBits:
+    def values(self) -> Element | EightBitFormat:
         """Element type of P and V in the product."""
         return self
 
@@ -66,7 +66,7 @@ class Element:
         return cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=[pair])
 
 
-class EightBits:
+class EightBitFormat:
     """8-bit element type of Q and K, or of P and V, in a recipe (quant_recipes.py)."""
 
     bytes = 1
@@ -89,31 +89,31 @@ class EightBits:
         return cute.arch.inline_ptx(self.packing, write_only_types=[Int32], read_only_args=four)
 
 
-class QuantisedElement(Element):
+class QuantizedElement(Element):
     """Element type with operands and O in 16 bits, and 8-bit products of scores and perhaps of values."""
 
-    def __init__(self, whole: Element, scores: EightBits, values: EightBits | None):
+    def __init__(self, whole: Element, scores: EightBitFormat, values: EightBitFormat | None):
         super().__init__(whole.dtype, whole.pack, whole.raised)
         self.eight, self.of_values = scores, values or whole
 
     @property
-    def scores(self) -> EightBits:
+    def scores(self) -> EightBitFormat:
         return self.eight
 
     @property
-    def values(self) -> Element | EightBits:
+    def values(self) -> Element | EightBitFormat:
         return self.of_values
 
 
 EIGHT_BITS = {
-    "int8": EightBits(
+    "int8": EightBitFormat(
         cutlass.Int8,
         Int32,
         "{ .reg .b32 n<4>; .reg .b32 high; cvt.rni.s32.f32 n0, {$r0}; cvt.rni.s32.f32 n1, {$r1}; "
         "cvt.rni.s32.f32 n2, {$r2}; cvt.rni.s32.f32 n3, {$r3}; cvt.pack.sat.s8.s32.b32 high, n3, n2, 0; "
         "cvt.pack.sat.s8.s32.b32 {$w0}, n1, n0, high; }",
     ),
-    "e4m3": EightBits(
+    "e4m3": EightBitFormat(
         cutlass.Float8E4M3FN,
         Float32,
         "{ .reg .b16 low; .reg .b16 high; cvt.rn.satfinite.e4m3x2.f32 low, {$r1}, {$r0}; "

@@ -15,7 +15,7 @@ from cutlass import Int32
 from cutlass.base_dsl import Arch
 from cutlass.cutlass_dsl import BaseDSL
 
-from .dtype import EightBits, Element
+from .dtype import EightBitFormat, Element
 
 LOG2_E = math.log2(math.e)
 
@@ -80,7 +80,7 @@ class OperandA:
 
 
 @dataclass(frozen=True)
-class Quads:
+class QuantizedOperandA:
     """Left operand of the next product: probabilities in 8 bits, in registers, packed in fours.
 
     Thread t of four owns scores of keys 2t, 2t + 1, 2t + 8 and 2t + 9 of sixteen, while the product expects four
@@ -89,10 +89,10 @@ class Quads:
 
     quads: cute.Tensor  # (K/8,) Int32
     fragment: cute.Tensor  # (16, 1, K/32), the same registers in the layout of the product
-    element: EightBits
+    element: EightBitFormat
 
     @classmethod
-    def create(cls, acc: cute.Tensor, element: EightBits) -> Quads:
+    def create(cls, acc: cute.Tensor, element: EightBitFormat) -> QuantizedOperandA:
         """Create registers for an accumulator of K columns."""
         quads = cute.make_rmem_tensor((cute.size(acc) // 4,), Int32)
         layout = cute.make_layout(((4, 2, 2), 1, cute.size(acc) // 16), stride=((1, 4, 8), 0, 16))
@@ -119,9 +119,9 @@ class Quads:
             self.quads[i] = self.element.pack_four(four)
 
 
-def left_operand(acc: cute.Tensor, element: Element | EightBits) -> OperandA | Quads:
+def left_operand(acc: cute.Tensor, element: Element | EightBitFormat) -> OperandA | QuantizedOperandA:
     """Return registers for P with the columns of an accumulator."""
-    return (Quads if element.bytes == 1 else OperandA).create(acc, element)
+    return (QuantizedOperandA if element.bytes == 1 else OperandA).create(acc, element)
 
 
 def zero_of(step: Int32) -> Int32:

@@ -34,7 +34,7 @@ Fragments = tuple[cute.Tensor, ...]  # a fragment per slab of rows, for 16 of th
 
 
 @dataclass(frozen=True)
-class Tile:
+class SmemTile:
     """Tile of rows x columns 16-bit elements in shared memory."""
 
     start: Int32  # address, a multiple of 128
@@ -67,9 +67,9 @@ class Tile:
         turned = row % 8 if self.panel == WIDE else row // 2 % 4
         return self.start + row * self.row_bytes + (unit ^ turned) * VECTOR_BYTES
 
-    def moved(self, away: Int32 | int) -> Tile:
+    def moved(self, away: Int32 | int) -> SmemTile:
         """Return an equal tile, `away` bytes further on."""
-        return Tile(self.start + away, self.rows, self.columns)
+        return SmemTile(self.start + away, self.rows, self.columns)
 
     def offset(self, row: int, column: int) -> int:
         """Return the offset from a lane's address to a row of a slab and the panel that holds the column."""
@@ -77,7 +77,7 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Matrices:
+class LdmatrixView:
     """A lane's view of a tile for ldmatrix, which loads four 8 x 8 matrices: 16 rows and 16 columns.
 
     Without transposition, the matrices are an operand A with the rows of the tile as rows, or two operands B with the
@@ -85,12 +85,14 @@ class Matrices:
     or two operands B with the columns of the tile as columns.
     """
 
-    tile: Tile
+    tile: SmemTile
     addresses: tuple[Int32, ...]  # an address per pair of units of a panel row
     atom: cute.CopyAtom
 
     @classmethod
-    def create(cls, tile: Tile, dtype, operand: str, transposed: bool = False, first_row: Int32 | int = 0) -> Matrices:
+    def create(
+        cls, tile: SmemTile, dtype, operand: str, transposed: bool = False, first_row: Int32 | int = 0
+    ) -> LdmatrixView:
         """Create the view.
 
         Args:
@@ -109,7 +111,7 @@ class Matrices:
         addresses = tuple(start ^ (32 * pair) for pair in range(tile.panel // PAIR))
         return cls(tile, addresses, cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transposed, 4), dtype))
 
-    def over(self, tile: Tile, transposed: bool) -> Matrices:
+    def over(self, tile: SmemTile, transposed: bool) -> LdmatrixView:
         """Return a view of the same locations in a second tile with equally wide panels.
 
         If `transposed` differs, rows and columns are exchanged: an operand A becomes operands B. All addresses derive
@@ -118,48 +120,48 @@ class Matrices:
         here = self.addresses[0] + (tile.start - self.tile.start)
         first = cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[here])
         addresses = tuple(first ^ (32 * pair) for pair in range(len(self.addresses)))
-        return Matrices(
+        return LdmatrixView(
             tile, addresses, cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transposed, 4), self.atom.value_type)
         )
 
-    def beside(self, tile: Tile) -> Matrices:
+    def beside(self, tile: SmemTile) -> LdmatrixView:
         """Return a view of the same locations in a tile at a constant distance."""
         away = tile.start - self.tile.start
-        return Matrices(tile, tuple(a + away for a in self.addresses), self.atom)
+        return LdmatrixView(tile, tuple(a + away for a in self.addresses), self.atom)
 
-    def below(self, rows: Int32) -> Matrices:
+    def below(self, rows: Int32) -> LdmatrixView:
         """Return a view in which rows count from `rows` on, a multiple of 8."""
-        return Matrices(self.tile, tuple(a + rows * self.tile.row_bytes for a in self.addresses), self.atom)
+        return LdmatrixView(self.tile, tuple(a + rows * self.tile.row_bytes for a in self.addresses), self.atom)
 
-    def share(self, nth: Int32, pairs: int) -> Matrices:
+    def share(self, nth: Int32, pairs: int) -> LdmatrixView:
         """Return a view of part number `nth` of every panel row, where a part has `pairs` pairs of units.
 
         Columns count from the start of the part.
         """
         turn = nth * (32 * pairs)
-        return Matrices(self.tile, tuple((self.addresses[0] ^ turn) ^ (32 * p) for p in range(pairs)), self.atom)
+        return LdmatrixView(self.tile, tuple((self.addresses[0] ^ turn) ^ (32 * p) for p in range(pairs)), self.atom)
 
     def fetch(self, row: int, column: int, fragment: cute.Tensor) -> None:
-        """Load 16 rows and 16 columns from (row, column) on into `fragment`, created by `room`."""
+        """Load 16 rows and 16 columns from (row, column) on into `fragment`, created by `allocate_fragment`."""
         address = self.addresses[column % self.tile.panel // PAIR] + self.tile.offset(row, column)
         place = cute.make_ptr(fragment.element_type, address, cute.AddressSpace.smem, assumed_align=VECTOR_BYTES)
         cute.copy(self.atom, cute.make_tensor(place, cute.make_layout((VECTOR, 1))), fragment)
 
 
-def room(dtype) -> cute.Tensor:
+def allocate_fragment(dtype) -> cute.Tensor:
     """Return registers for one ldmatrix."""
     return cute.make_rmem_tensor((VECTOR, 1), dtype)
 
 
 @dataclass(frozen=True)
-class Product:
+class MmaProduct:
     """The product acc += A B on a warp, for slabs of 16 rows with an accumulator ((2, 2), 1, columns / 8) each."""
 
     mma: cute.TiledMma
     dtype: type[cutlass.Numeric]
 
     @classmethod
-    def create(cls, dtype) -> Product:
+    def create(cls, dtype) -> MmaProduct:
         return cls(cute.make_tiled_mma(warp.MmaF16BF16Op(dtype, Float32, (16, 8, 16))), dtype)
 
     def step(self, accs: Accumulators, lefts: Fragments, right: cute.Tensor, first: int) -> None:
@@ -178,13 +180,13 @@ class Product:
             part = cute.make_tensor(acc.iterator + first // 2, layout)
             cute.gemm(self.mma, part, a, b, part)
 
-    def scores(self, accs: Accumulators, left: Matrices, right: Matrices, first: int = 0) -> None:
+    def scores(self, accs: Accumulators, left: LdmatrixView, right: LdmatrixView, first: int = 0) -> None:
         """Compute acc = A B^T for each slab.
 
         A is the slab's rows of `left` (an operand A). B is as many rows of `right` (an operand B), from `first` on, as
         acc has columns.
         """
-        lefts, fragment = tuple(room(self.dtype) for _ in accs), room(self.dtype)
+        lefts, fragment = tuple(allocate_fragment(self.dtype) for _ in accs), allocate_fragment(self.dtype)
         for acc in accs:
             acc.fill(0.0)
         for column in range(0, left.tile.columns, PAIR):
@@ -194,7 +196,7 @@ class Product:
                 right.fetch(first + row, column, fragment)
                 self.step(accs, lefts, fragment, row)
 
-    def accumulate(self, accs: Accumulators, lefts: Fragments, right: Matrices, row: int) -> None:
+    def accumulate(self, accs: Accumulators, lefts: Fragments, right: LdmatrixView, row: int) -> None:
         """Compute acc += A B for 16 rows of B, from `row` on, and all columns of B.
 
         Args:
@@ -203,7 +205,7 @@ class Product:
             right: view of B, transposed, as an operand B.
             row: first row of B.
         """
-        fragment, first = room(self.dtype), 0
+        fragment, first = allocate_fragment(self.dtype), 0
         for panel in range(0, right.tile.columns, right.tile.panel):
             for pair in range(len(right.addresses)):
                 right.fetch(row, panel + pair * PAIR, fragment)
@@ -219,7 +221,7 @@ def accumulator(columns: int) -> cute.Tensor:
 
 
 @dataclass(frozen=True)
-class Mover:
+class SmemCopier:
     """Copies of tiles by all threads of a CTA or of a warp.
 
     Each thread copies a unit of a panel row, with a fixed row step.
@@ -229,13 +231,13 @@ class Mover:
     element: Element
     elementwise: bool  # copy element by element, for any addresses and strides
 
-    def place(self, tile: Tile, thread: Int32) -> tuple[Int32, Int32, int]:
+    def place(self, tile: SmemTile, thread: Int32) -> tuple[Int32, Int32, int]:
         """Return the thread's row and unit, and the number of rows to the thread's next row."""
         units = tile.panel // VECTOR
         return thread // units, thread % units, self.threads // units
 
     @cute.jit
-    def load(self, gX: cute.Tensor, first_row: Int32, tile: Tile, whole: cutlass.Constexpr[bool] = False):
+    def load(self, gX: cute.Tensor, first_row: Int32, tile: SmemTile, whole: cutlass.Constexpr[bool] = False):
         """Start loading rows of gX (rows, columns) into shared memory, with zeros beyond the ends.
 
         Args:
@@ -277,7 +279,7 @@ class Mover:
         cute.autovec_copy(unit, shared_vector(target, self.element.dtype))
 
     @cute.jit
-    def store(self, acc: cute.Tensor, gX: cute.Tensor, row: Int32, tile: Tile, slab: Int32):
+    def store(self, acc: cute.Tensor, gX: cute.Tensor, row: Int32, tile: SmemTile, slab: Int32):
         """Store a warp's accumulator in 16 bits to rows of gX from `row` on, through the warp's slab of the tile.
 
         No further warp uses the slab at this time.
@@ -301,7 +303,7 @@ class Mover:
                         cute.autovec_copy(shared_vector(start + p * tile.panel_bytes, self.element.dtype), target)
 
     @cute.jit
-    def unload(self, tile: Tile, gX: cute.Tensor, first_row: Int32):
+    def unload(self, tile: SmemTile, gX: cute.Tensor, first_row: Int32):
         """Store a tile to the existing rows of gX from `first_row` on."""
         row, unit, step = self.place(tile, cute.arch.thread_idx()[0])
         rows, columns = gX.shape
@@ -319,7 +321,7 @@ class Mover:
 
 
 @cute.jit
-def copy_row(source: Int64, target: Int32, tile: Tile, columns: Int32, there: cutlass.Boolean):
+def copy_row(source: Int64, target: Int32, tile: SmemTile, columns: Int32, there: cutlass.Boolean):
     """Copy a thread's units of a row, one unit per panel, from a global to a shared address.
 
     The units are zeros if the row does not exist, or has too few columns from the thread's first column on.
@@ -360,7 +362,9 @@ def store_elements(values: cute.Tensor, gX: cute.Tensor, row: Int32):
                 gX[place] = values[r, c].to(gX.element_type)
 
 
-def put_share(acc: cute.Tensor, tile: Tile, first_row: Int32, nth: Int32 | int, pairs: int, element: Element) -> None:
+def put_share(
+    acc: cute.Tensor, tile: SmemTile, first_row: Int32, nth: Int32 | int, pairs: int, element: Element
+) -> None:
     """Write a warp's 16 rows in 16 bits into part number `nth` of every panel of a tile.
 
     A part is `pairs` pairs of units wide.
@@ -375,7 +379,7 @@ def put_share(acc: cute.Tensor, tile: Tile, first_row: Int32, nth: Int32 | int, 
                 put_packed(place, element.pack_pair(values[r, c], values[r, c + 1]))
 
 
-def put_operand(weights: OperandA, tile: Tile, first_row: Int32, first: int) -> None:
+def put_operand(weights: OperandA, tile: SmemTile, first_row: Int32, first: int) -> None:
     """Write a warp's 16 rows, already in 16 bits, into a tile with a single panel, from column `first` on."""
     lane = cute.arch.lane_idx()
     start = tile.unit(first_row + lane // 4, 0) + lane % 4 * 4

@@ -1,7 +1,8 @@
 """Hopper primitives: shared-memory pipelines, the tile scheduler, the warpgroup order barrier, and wgmma products.
 
-A product covers the 64 rows of a warpgroup. All waits and arrivals of a kernel go through `Ring`, `TileQueue`,
-`Turns`, `join_warpgroup` and `join_warpgroups`. A kernel never touches a barrier directly.
+A product covers the 64 rows of a warpgroup. All waits and arrivals of a kernel go through `Pipeline`,
+`DynamicTileScheduler`,
+`WarpgroupOrder`, `sync_warpgroup` and `sync_warpgroups`. A kernel never touches a barrier directly.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ EVICT_NORMAL, EVICT_FIRST = 0x1000000000000000, 0x12F0000000000000  # L2 cache p
 # An integer up to 2^22, added to the bits FLOAT_OF_ZERO and read as fp32, is the integer plus OFFSET. The conversion
 # costs nothing. An SM executes only half as many conversion instructions as multiplications.
 FLOAT_OF_ZERO, OFFSET = 0x4B400000, 1.5 * 2.0**23
-MAIL_SLOTS = 2  # pipeline stages for tile indices on the way from a producer warp to the consumers
+TILE_INDEX_STAGES = 2  # pipeline stages for tile indices on the way from a producer warp to the consumers
 
 
 @dataclass(frozen=True)
-class Ring:
+class Pipeline:
     """A multi-stage shared-memory pipeline, as CUTLASS PipelineTmaAsync.
 
     Producer warps fill the stages, mostly by TMA. Consumer warpgroups read and release the stages. Stage index and
@@ -42,21 +43,21 @@ class Ring:
     full: cute.Pointer
     empty: cute.Pointer
     stages: int
-    slot_bytes: int
+    stage_bytes: int
 
     @classmethod
-    def create(cls, smem: cutlass.memory.SmemAllocator, stages: int, slot_bytes: int) -> Ring:
+    def create(cls, smem: cutlass.memory.SmemAllocator, stages: int, slot_bytes: int) -> Pipeline:
         barriers = smem.allocate_array(cutlass.Int64, 2 * stages)
         return cls(barriers, barriers + stages, stages, slot_bytes)
 
-    def part(self, index: Int32, stages: int) -> Ring:
+    def part(self, index: Int32, stages: int) -> Pipeline:
         """Return pipeline number `index` of several pipelines created together.
 
         Args:
             index: number of the pipeline.
             stages: stages of each pipeline.
         """
-        return Ring(self.full + index * stages, self.empty + index * stages, stages, self.slot_bytes)
+        return Pipeline(self.full + index * stages, self.empty + index * stages, stages, self.stage_bytes)
 
     def init(self, consumer_warps: int, producer_warps: int = 1):
         """Initialize the barriers. A single thread calls `init` before any thread waits."""
@@ -72,7 +73,7 @@ class Ring:
         """
         return self.stages & (self.stages - 1) == 0
 
-    def slot(self, count: Int32) -> Int32:
+    def stage_index(self, count: Int32) -> Int32:
         return count & (self.stages - 1) if self.power_of_two else count % self.stages
 
     def phase(self, count: Int32) -> Int32:
@@ -80,53 +81,53 @@ class Ring:
         return rounds & 1
 
     @cute.jit
-    def wait_free(self, count: Int32):
+    def producer_wait(self, count: Int32):
         """Wait until the stage is free (producer warp). A stage never filled before counts as free."""
-        cute.arch.mbarrier_wait(self.empty + self.slot(count), self.phase(count) ^ 1)
+        cute.arch.mbarrier_wait(self.empty + self.stage_index(count), self.phase(count) ^ 1)
 
     @cute.jit
-    def acquire(self, count: Int32):
+    def producer_acquire(self, count: Int32):
         """Wait until the stage is free, then announce the bytes to the full barrier (producer warp)."""
-        self.wait_free(count)
+        self.producer_wait(count)
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(self.full + self.slot(count), self.slot_bytes)
+            cute.arch.mbarrier_arrive_and_expect_tx(self.full + self.stage_index(count), self.stage_bytes)
 
     def arrival(self, count: Int32) -> cute.Pointer:
         """Return the mbarrier to be signaled by a TMA load of block number `count`."""
-        return self.full + self.slot(count)
+        return self.full + self.stage_index(count)
 
     @cute.jit
-    def wait(self, count: Int32):
+    def consumer_wait(self, count: Int32):
         """Wait until the bytes of block number `count` have landed (consumer)."""
-        cute.arch.mbarrier_wait(self.full + self.slot(count), self.phase(count))
+        cute.arch.mbarrier_wait(self.full + self.stage_index(count), self.phase(count))
 
     @cute.jit
-    def release(self, count: Int32):
+    def consumer_release(self, count: Int32):
         """Release the stage to the producer. The caller is a consumer warp.
 
         The caller must have waited for every wgmma reading the stage.
         """
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(self.empty + self.slot(count))
+            cute.arch.mbarrier_arrive(self.empty + self.stage_index(count))
 
     @cute.jit
-    def fill(self, count: Int32):
+    def producer_commit(self, count: Int32):
         """Mark the stage as full, in a pipeline without announced bytes (producer warp)."""
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(self.arrival(count))
 
     @cute.jit
-    def fill_behind_copies(self, count: Int32):
+    def producer_commit_after_copies(self, count: Int32):
         """Mark the stage as full once the cp.async copies of all lanes have landed (producer warp)."""
         # Each lane adds an arrival to the number awaited, and arrives when the copies of the lane have landed.
         text, arrival = "cp.async.mbarrier.arrive.shared::cta.b64 [{$r0}];", self.arrival(count)
         cute.arch.inline_ptx(text, read_only_args=[arrival.toint()])
         cute.arch.sync_warp()
-        self.fill(count)
+        self.producer_commit(count)
 
 
 @dataclass(frozen=True)
-class Operand:
+class TmaOperand:
     """Tensor with its TMA atom, the TMA coordinates (rows, cols, heads, batch) and the shared-memory buffer.
 
     `atom` loads or stores tiles of the tensor.
@@ -136,9 +137,9 @@ class Operand:
     m: cute.Tensor
     s: cute.Tensor
 
-    def head(self, head: Int32, batch: Int32) -> Operand:
+    def head(self, head: Int32, batch: Int32) -> TmaOperand:
         """Return the operand restricted to a head."""
-        return Operand(self.atom, self.m[None, None, head, batch], self.s)
+        return TmaOperand(self.atom, self.m[None, None, head, batch], self.s)
 
     def tiles(
         self, shape: tuple[int, int], coordinate: tuple[int | None, int | None]
@@ -159,7 +160,7 @@ class Operand:
 
 
 @dataclass(frozen=True)
-class Input:
+class TmaLoadConfig:
     """TMA load configuration of an operand: boxes of rows x columns and a number of stages in shared memory.
 
     The object holds only sizes and a layout, both known at trace time. Host code creates an object for the launch, and
@@ -173,7 +174,7 @@ class Input:
     layout: cute.ComposedLayout  # (rows, columns, stage)
 
     @classmethod
-    def create(cls, element: Element, rows: int, columns: int, slots: int, major: str = "rows") -> Input:
+    def create(cls, element: Element, rows: int, columns: int, slots: int, major: str = "rows") -> TmaLoadConfig:
         """Create the configuration.
 
         Args:
@@ -197,7 +198,7 @@ class Input:
         one, box = cute.slice_(self.layout, (None, None, 0)), (self.rows, self.columns)
         return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), m, one, box)
 
-    def ring(self, smem: cutlass.memory.SmemAllocator, boxes: int = 1, more_bytes: int = 0) -> Ring:
+    def ring(self, smem: cutlass.memory.SmemAllocator, boxes: int = 1, more_bytes: int = 0) -> Pipeline:
         """Create a pipeline for the stages of the operand.
 
         Args:
@@ -205,7 +206,7 @@ class Input:
             boxes: boxes per pipeline stage.
             more_bytes: bytes of further data landing together with the boxes of a stage.
         """
-        return Ring.create(smem, self.slots // boxes, boxes * self.bytes + more_bytes)
+        return Pipeline.create(smem, self.slots // boxes, boxes * self.bytes + more_bytes)
 
     def buffer(self, smem: cutlass.memory.SmemAllocator) -> cute.Tensor:
         return smem.allocate_tensor(self.element.dtype, self.layout.outer, 1024, self.layout.inner)
@@ -223,10 +224,10 @@ def output_tma(element: Element, m: cute.Tensor, columns: int) -> tuple[cute.Cop
     return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), m, layout, (SLAB, columns))
 
 
-def create_mail(smem: cutlass.memory.SmemAllocator) -> tuple[cute.Tensor, Ring]:
-    """Create the tile-index pipeline of a `TileQueue`: the buffer of tile indices and the barriers."""
-    ring = Ring.create(smem, MAIL_SLOTS, 0)
-    return cute.make_tensor(smem.allocate_array(Int32, MAIL_SLOTS), cute.make_layout(MAIL_SLOTS)), ring
+def create_tile_index_pipeline(smem: cutlass.memory.SmemAllocator) -> tuple[cute.Tensor, Pipeline]:
+    """Create the tile-index pipeline of a `DynamicTileScheduler`: the buffer of tile indices and the barriers."""
+    ring = Pipeline.create(smem, TILE_INDEX_STAGES, 0)
+    return cute.make_tensor(smem.allocate_array(Int32, TILE_INDEX_STAGES), cute.make_layout(TILE_INDEX_STAGES)), ring
 
 
 def rows_first(t: cute.Tensor) -> cute.Tensor:
@@ -255,7 +256,7 @@ def load_block(
     atom: cute.CopyAtom,
     tXgX: cute.Tensor,
     tXsX: cute.Tensor,
-    ring: Ring,
+    ring: Pipeline,
     block: Int32,
     count: Int32,
     policy: cutlass.Int64 | None = None,
@@ -273,8 +274,8 @@ def load_block(
         count: running count of blocks in the pipeline.
         policy: L2 cache policy.
     """
-    ring.acquire(count)
-    slot, arrival = tXsX[None, ring.slot(count)], ring.arrival(count)
+    ring.producer_acquire(count)
+    slot, arrival = tXsX[None, ring.stage_index(count)], ring.arrival(count)
     cute.copy(atom, tXgX[None, block], slot, tma_bar_ptr=arrival, cache_policy=policy)
 
 
@@ -289,7 +290,7 @@ def slab_layout(dtype: type[cutlass.Numeric], rows: int, columns: int) -> cute.C
 
 @cute.jit
 def store_slabs(
-    rX: cute.Tensor, sX: cute.Tensor, out: Operand, first: Int32, mma: cute.TiledMma, column_block: int = 0
+    rX: cute.Tensor, sX: cute.Tensor, out: TmaOperand, first: Int32, mma: cute.TiledMma, column_block: int = 0
 ):
     """Store the accumulator of a warpgroup, in 16 bits, through shared memory to global memory.
 
@@ -310,14 +311,14 @@ def store_slabs(
     cute.copy(to_smem, to_smem.retile(rX), to_smem.partition_D(sX))
     cute.arch.fence_proxy("async.shared", space="cta")  # the TMA store must see the data written by stmatrix
     cute.arch.sync_warp()
-    slab = Operand(out.atom, out.m, cute.local_tile(sX, (SLAB, columns), (warp_in_group, 0)))
+    slab = TmaOperand(out.atom, out.m, cute.local_tile(sX, (SLAB, columns), (warp_in_group, 0)))
     tXsX, tXgX = slab.tiles((SLAB, columns), (None, column_block))
     cute.copy(out.atom, tXsX, tXgX[None, first + warp_in_group])
     cute.arch.cp_async_bulk_commit_group()
 
 
 @dataclass(frozen=True)
-class TileQueue:
+class DynamicTileScheduler:
     """Dynamic persistent tile scheduler.
 
     CTA c starts with tile c. The producer warp fetches each further tile index from a counter in global memory and
@@ -333,15 +334,15 @@ class TileQueue:
 
     counter: cute.Pointer  # global Int32
     mail: cute.Tensor  # (MAIL_SLOTS,) Int32 in shared memory
-    ring: Ring  # pipeline of the tile indices
+    ring: Pipeline  # pipeline of the tile indices
     total: Int32
     first_drawn: bool = False
 
     @cute.jit
-    def draw(self) -> Int32:
+    def fetch_next(self) -> Int32:
         """Fetch the next value of the counter (producer warp).
 
-        The value may still be on the way from memory until `post` reads it.
+        The value may still be on the way from memory until `publish` reads it.
         """
         ticket = Int32(0)
         if cute.arch.lane_idx() == 0:
@@ -349,7 +350,7 @@ class TileQueue:
         return ticket
 
     @cute.jit
-    def post(self, nth: Int32, ticket: Int32) -> Int32:
+    def publish(self, nth: Int32, ticket: Int32) -> Int32:
         """Publish the tile index of a fetched counter value as tile number `nth` of the CTA (producer warp).
 
         Returns:
@@ -365,24 +366,24 @@ class TileQueue:
         number = ticket
         if cutlass.const_expr(not self.first_drawn):
             number = cute.arch.grid_dim()[0] + ticket
-        self.ring.wait_free(nth)
+        self.ring.producer_wait(nth)
         with cute.arch.elect_one():
-            self.mail[self.ring.slot(nth)] = number
+            self.mail[self.ring.stage_index(nth)] = number
             cute.arch.mbarrier_arrive(self.ring.arrival(nth))
         return number
 
     @cute.jit
-    def take(self, nth: Int32) -> Int32:
+    def receive(self, nth: Int32) -> Int32:
         """Receive the tile index of tile number `nth` of the CTA (consumer warp)."""
-        self.ring.wait(nth)
-        number = self.mail[self.ring.slot(nth)]
+        self.ring.consumer_wait(nth)
+        number = self.mail[self.ring.stage_index(nth)]
         cute.arch.sync_warp()
-        self.ring.release(nth)
+        self.ring.consumer_release(nth)
         return cute.arch.make_warp_uniform(number)
 
 
 @dataclass(frozen=True)
-class Turns:
+class WarpgroupOrder:
     """Warpgroup order barrier: warpgroups issue products in rotation.
 
     The softmax of a warpgroup then overlaps with the tensor-core work of the next warpgroup (ping-pong scheduling of
@@ -403,37 +404,37 @@ class Turns:
                 cute.arch.barrier_arrive(barrier_id=self.first, number_of_threads=2 * WARPGROUP)
 
     @cute.jit
-    def take(self):
+    def wait_turn(self):
         if cutlass.const_expr(self.count > 1):
             cute.arch.barrier(barrier_id=self.first + self.warpgroup, number_of_threads=2 * WARPGROUP)
 
     @cute.jit
-    def pass_on(self):
+    def signal_next(self):
         if cutlass.const_expr(self.count > 1):
             successor = (self.warpgroup + 1) % self.count
             cute.arch.barrier_arrive(barrier_id=self.first + successor, number_of_threads=2 * WARPGROUP)
 
     @cute.jit
-    def skip(self):
+    def skip_turn(self):
         """Take a turn without issuing a product."""
-        self.take()
-        self.pass_on()
+        self.wait_turn()
+        self.signal_next()
 
 
 @cute.jit
-def join_warpgroup(first: int, wg: Int32):
+def sync_warpgroup(first: int, wg: Int32):
     """Synchronize the four warps of consumer warpgroup `wg`, on named barrier `first` + wg."""
     cute.arch.barrier(barrier_id=first + wg, number_of_threads=WARPGROUP)
 
 
 @cute.jit
-def join_warpgroups(name: int, count: cutlass.Constexpr[int]):
+def sync_warpgroups(name: int, count: cutlass.Constexpr[int]):
     """Synchronize all consumer warpgroups."""
     cute.arch.barrier(barrier_id=name, number_of_threads=count * WARPGROUP)
 
 
 @cute.jit
-def join_cluster():
+def sync_cluster():
     """Synchronize the cluster. All threads of all CTAs call this function.
 
     Data stored by the CTAs in local shared memory is then visible to all CTAs of the cluster. The fences
@@ -486,7 +487,7 @@ def make_mma(
 
 
 @dataclass(frozen=True)
-class Product:
+class WgmmaProduct:
     """The product acc (+)= A B on a warpgroup.
 
     There are two atoms, because setting ACCUMULATE inside a traced loop would leak an SSA value out of the loop.
@@ -496,7 +497,7 @@ class Product:
     add: cute.TiledMma  # adds to the accumulator
 
     @classmethod
-    def create(cls, make_mma) -> Product:
+    def create(cls, make_mma) -> WgmmaProduct:
         begin, add = make_mma(), make_mma()
         begin.set(warpgroup.Field.ACCUMULATE, False)
         add.set(warpgroup.Field.ACCUMULATE, True)
@@ -529,10 +530,10 @@ class Product:
 
 
 @dataclass(frozen=True)
-class SlotProduct:
+class StageProduct:
     """The product acc (+)= A B with B in a stage of a pipeline."""
 
-    product: Product
+    product: WgmmaProduct
     left: cute.Tensor  # (MMA, 1, K)
     right: cute.Tensor  # (MMA, 1, K, stage)
     acc: cute.Tensor
@@ -559,7 +560,7 @@ def zeros(mma: cute.TiledMma, shape: tuple[int, int], sums: type[cutlass.Numeric
 
 
 @dataclass(frozen=True)
-class Start:
+class AccumulatorInit:
     """Initial value of an integer accumulator, in shared memory.
 
     The shared-memory loads complete while a warpgroup waits for the order barrier. ptxas would place the equivalent
@@ -569,7 +570,7 @@ class Start:
     four: cute.Pointer  # (4,) Int32
 
     @classmethod
-    def create(cls, smem: cutlass.memory.SmemAllocator) -> Start:
+    def create(cls, smem: cutlass.memory.SmemAllocator) -> AccumulatorInit:
         """Create the initial value. Every thread calls `create` before `start_cta`."""
         four = smem.allocate_tensor(Int32, cute.make_layout(4), 16)
         four.fill(FLOAT_OF_ZERO)

@@ -1,7 +1,7 @@
 """Tile order of a launch: maps a linear tile index to (m_block, head, batch).
 
-On Hopper, CTAs fetch tile indices from a counter (sm90.TileQueue). On older architectures, the CTA index is the tile
-index.
+On Hopper, CTAs fetch tile indices from a counter (sm90.DynamicTileScheduler). On older architectures, the CTA index is
+the tile index.
 
 Heads are processed in L2 groups: groups of heads whose K and V together fit in L2. Within a group, causal tiles of all
 heads run longest first, so that the last tiles are short. Full tiles of a head run consecutively, for L2 reuse. Dynamic
@@ -29,7 +29,7 @@ LONG_HEAD_TILES = 10
 
 
 @dataclass(frozen=True)
-class TileOrder:
+class TileScheduler:
     """Tile scheduler: sizes of the launch. `section` is the number of query heads per L2 group over the whole batch."""
 
     longest_first: bool
@@ -41,7 +41,7 @@ class TileOrder:
     in_order = False  # True if tiles accumulate in a fixed order (key_order.KeyOrder)
 
     @staticmethod
-    def section_heads(
+    def heads_per_l2_group(
         kv_head_bytes: cutlass.Int64, num_m_blocks: Int32, group: Int32, total_heads: Int32, on_end: bool = False
     ) -> Int32:
         """Return the number of query heads per L2 group, in whole groups of a KV head; at least one such group.

@@ -6,8 +6,8 @@
 - `bias`: A float mask.
 - `bias_load`: The TMA loads of a float mask.
 - `bias_read`: The direct loads of a float mask.
-- `dropout`: Dropout.
-- `softcap`: Softcap.
+- `dropout`: DropoutStage.
+- `softcap`: SoftcapStage.
 - `sliding_window`: A sliding window.
 - `natural_units`: Conversion between natural and base-2 logarithms.
 """

@@ -32,38 +32,38 @@ from cutlass.cute.nvgpu import warp
 from ..primitives import sm80, sm90
 from ..primitives.fragments import column_of, rows_and_columns
 from ..tiling.tile import Tile
-from .bias_load import Plane, Tiles, opaque
-from .bias_read import Read
+from .bias_load import BiasPlane, BiasTileLayout, opaque
+from .bias_read import DirectBias
 from .natural_units import add, natural
-from .pipeline import Form, Place, SlabForm, Stage
+from .pipeline import ScoreCoord, ScoreLayout, ScoreStage, SlabScoreLayout
 
 if TYPE_CHECKING:
-    from ..call_args.operands import Scales
+    from ..call_args.operands import SoftmaxScale
 
 ROWS = sm90.ROWS_PER_WARPGROUP
 CHUNK = 32  # columns of scores that are read at once; a backward has no registers for more
 
 
 @dataclass(frozen=True)
-class Bias(Read):
+class BiasConfig(DirectBias):
     """Bias as an argument of a kernel; kernels without shared memory for tiles read each value from global memory."""
 
-    def tma(self, form: Form) -> Stage:
+    def tma(self, form: ScoreLayout) -> ScoreStage:
         """Return the stage for TMA loads, or the stage itself if shared memory has no room for tiles."""
         if not form.room:
             return self
-        return MovedBias(*Tiles.of(form, self.bias.element_type).tma(self.bias), self.bias, self.scale)
+        return TmaBias(*BiasTileLayout.of(form, self.bias.element_type).tma(self.bias), self.bias, self.scale)
 
-    def shared(self, smem: cutlass.memory.SmemAllocator, form: Form | SlabForm) -> Stage:
+    def shared(self, smem: cutlass.memory.SmemAllocator, form: ScoreLayout | SlabScoreLayout) -> ScoreStage:
         """Return the stage with a tile in shared memory, for sm_80 kernels, which use no TMA.
 
         If shared memory has no room for tiles, the stage itself is returned.
         """
-        return SlabBias.create(smem, form, self) if form.room else self
+        return SlabBiasLoad.create(smem, form, self) if form.room else self
 
 
 @dataclass(frozen=True)
-class MovedBias(Stage):
+class TmaBias(ScoreStage):
     """Bias as an argument of a kernel: the tensor, the TMA atom of the tile loads, and the TMA coordinates."""
 
     atom: cute.CopyAtom
@@ -71,29 +71,29 @@ class MovedBias(Stage):
     bias: cute.Tensor  # (B, Hq, Sq, Sk)
     scale: Float32
 
-    def shared(self, smem: cutlass.memory.SmemAllocator, form: Form) -> Stage:
+    def shared(self, smem: cutlass.memory.SmemAllocator, form: ScoreLayout) -> ScoreStage:
         """Return the stage with its pipeline and its buffer, a stage per warpgroup."""
-        tiles = Tiles.of(form, self.bias.element_type)
-        ring, buffer = sm90.Ring.create(smem, form.warpgroups, tiles.box_bytes), tiles.buffer(smem, form.warpgroups)
-        return BiasTiles(form, tiles, self.atom, self.m, ring, buffer, self.bias, self.scale)
+        tiles = BiasTileLayout.of(form, self.bias.element_type)
+        ring, buffer = sm90.Pipeline.create(smem, form.warpgroups, tiles.box_bytes), tiles.buffer(smem, form.warpgroups)
+        return BiasTileLoad(form, tiles, self.atom, self.m, ring, buffer, self.bias, self.scale)
 
 
 @dataclass(frozen=True)
-class BiasTiles(Stage):
+class BiasTileLoad(ScoreStage):
     """Bias tiles of a CTA in shared memory: a pipeline stage for each warpgroup."""
 
-    form: Form
-    tiles: Tiles
+    form: ScoreLayout
+    tiles: BiasTileLayout
     atom: cute.CopyAtom
     m: cute.Tensor  # (Sq, Sk, Hq, B)
-    ring: sm90.Ring  # pipelines of all warpgroups, created as one
+    ring: sm90.Pipeline  # pipelines of all warpgroups, created as one
     buffer: cute.Tensor  # (elements of a stage, warpgroup)
     bias: cute.Tensor  # (B, Hq, Sq, Sk)
     scale: Float32
     wg: Int32 | None = None  # warpgroup of a consumer
-    place: Place | None = None
-    plane: Plane | None = None
-    everywhere = natural_units = True
+    place: ScoreCoord | None = None
+    plane: BiasPlane | None = None
+    applies_to_full_blocks = natural_units = True
 
     @property
     def atoms(self) -> tuple[cute.CopyAtom, ...]:
@@ -103,7 +103,7 @@ class BiasTiles(Stage):
     def rings(self) -> tuple[tuple, ...]:
         return ((self.ring, sm90.WARPGROUP // sm90.WARP),)
 
-    def ring_of(self, wg: Int32 | int) -> sm90.Ring:
+    def ring_of(self, wg: Int32 | int) -> sm90.Pipeline:
         """Return the single-stage pipeline of a warpgroup."""
         return self.ring.part(wg, 1)
 
@@ -111,28 +111,30 @@ class BiasTiles(Stage):
         """Return the pointer to the stage of a warpgroup."""
         return self.buffer[None, wg].iterator
 
-    def scales(self, scales: Scales) -> Scales:
+    def scales(self, scales: SoftmaxScale) -> SoftmaxScale:
         return natural(scales)
 
-    def bring(self, tile: Tile, head: Int32) -> Stage:
-        return Bringing(self, tile.block * self.form.warpgroups, Plane(self.tiles, self.bias, tile.sequence, head))
+    def begin_tile_load(self, tile: Tile, head: Int32) -> ScoreStage:
+        return BiasProducer(
+            self, tile.block * self.form.warpgroups, BiasPlane(self.tiles, self.bias, tile.sequence, head)
+        )
 
-    def hold(self, columns: int) -> Stage:
+    def hold(self, columns: int) -> ScoreStage:
         wg = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // sm90.WARPGROUP - 1)
         return replace(self, wg=wg)
 
-    def at(self, place: Place) -> Stage:
+    def at(self, place: ScoreCoord) -> ScoreStage:
         here = replace(self, place=place)
         return here if place.head is None else here.of_head(place.head)
 
-    def of_head(self, head: Int32) -> Stage:
-        return replace(self, plane=Plane(self.tiles, self.bias, self.place.batch, head))
+    def of_head(self, head: Int32) -> ScoreStage:
+        return replace(self, plane=BiasPlane(self.tiles, self.bias, self.place.batch, head))
 
     @cute.jit
-    def pass_over(self, count: Int32):
+    def skip_kv_blocks(self, count: Int32):
         ring = self.ring_of(self.wg)
-        ring.wait(count)
-        ring.release(count)
+        ring.consumer_wait(count)
+        ring.consumer_release(count)
 
     @cute.jit
     def apply(self, S: cute.Tensor, block: Int32, count: Int32 | None):
@@ -142,7 +144,7 @@ class BiasTiles(Stage):
         branch ptxas waits for all products ahead of the softmax (forward D 256: 13 % longer, on an H100).
         """
         ring, slot, dtype = self.ring_of(self.wg), self.slot_of(self.wg), self.tiles.dtype
-        ring.wait(count)
+        ring.consumer_wait(count)
         for first in cutlass.range_constexpr(0, cute.size(S, mode=[1]), CHUNK // 4):
             words = cute.make_rmem_tensor((CHUNK // 2 * dtype.width // 32,), Int32)
             if self.tiles.in_units(self.bias):
@@ -163,7 +165,7 @@ class BiasTiles(Stage):
         # before the last of these loads (D 64, where the next tile is requested at once, on an H100).
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
-        self.ring_of(self.wg).release(count)
+        self.ring_of(self.wg).consumer_release(count)
 
     def read_units(self, words: cute.Tensor, tile: cute.Tensor, chunk: int) -> None:
         """Read a chunk of columns, in an accumulator's order, from a swizzled tile."""
@@ -206,12 +208,12 @@ class BiasTiles(Stage):
 
 
 @dataclass(frozen=True)
-class Bringing(Stage):
+class BiasProducer(ScoreStage):
     """Producer's view of the bias for a tile and a query head."""
 
-    of: BiasTiles
+    of: BiasTileLoad
     first: Int32  # first part of the tile; a part has 64 rows of scores
-    plane: Plane
+    plane: BiasPlane
 
     @cute.jit
     def load(self, block: Int32, count: Int32):
@@ -223,35 +225,35 @@ class Bringing(Stage):
 
 
 @dataclass(frozen=True)
-class SlabBias(Stage):
+class SlabBiasLoad(ScoreStage):
     """Bias stage of sm_80 kernels: all threads load a block of all rows with cp.async, and warps read slabs."""
 
-    form: SlabForm
-    tile: sm80.Tile
+    form: SlabScoreLayout
+    tile: sm80.SmemTile
     bias: cute.Tensor  # (B, Hq, Sq, Sk)
     scale: Float32
-    matrices: sm80.Matrices | None = None  # ldmatrix view of a slab
-    everywhere = natural_units = True
+    matrices: sm80.LdmatrixView | None = None  # ldmatrix view of a slab
+    applies_to_full_blocks = natural_units = True
 
     @classmethod
-    def create(cls, smem: cutlass.memory.SmemAllocator, form: SlabForm, of: Bias) -> SlabBias:
+    def create(cls, smem: cutlass.memory.SmemAllocator, form: SlabScoreLayout, of: BiasConfig) -> SlabBiasLoad:
         """Allocate the tile of a block in shared memory."""
-        tile = sm80.Tile(Int32(0), form.rows, form.columns)
+        tile = sm80.SmemTile(Int32(0), form.rows, form.columns)
         assert form.columns % tile.panel == 0, "blocks of keys are panels of shared memory"
         assert ROWS % form.rows == 0, "one that all queries share has as many"
         tile = tile.moved(Int32(smem.allocate(tile.bytes, 128).toint()))
         return cls(form, tile, of.bias, of.scale)
 
-    def scales(self, scales: Scales) -> Scales:
+    def scales(self, scales: SoftmaxScale) -> SoftmaxScale:
         return natural(scales)
 
-    def bring(self, tile: Tile, head: Int32) -> Stage:
+    def begin_tile_load(self, tile: Tile, head: Int32) -> ScoreStage:
         plane, rows = self.bias[tile.sequence, head, None, None], self.form.rows
-        return SlabBringing(self, plane, cutlass.min(tile.block, cute.ceil_div(plane.shape[0], rows) - 1) * rows)
+        return SlabBiasProducer(self, plane, cutlass.min(tile.block, cute.ceil_div(plane.shape[0], rows) - 1) * rows)
 
-    def at(self, place: Place) -> Stage:
+    def at(self, place: ScoreCoord) -> ScoreStage:
         slab = place.row % self.form.rows // sm80.SLAB * sm80.SLAB
-        matrices = sm80.Matrices.create(self.tile, self.form.element.dtype, "A", first_row=slab)
+        matrices = sm80.LdmatrixView.create(self.tile, self.form.element.dtype, "A", first_row=slab)
         return replace(self, matrices=matrices)
 
     @cute.jit
@@ -264,10 +266,10 @@ class SlabBias(Stage):
 
 
 @dataclass(frozen=True)
-class SlabBringing(Stage):
+class SlabBiasProducer(ScoreStage):
     """Producer's view of the bias for a tile in sm_80 kernels, used by all threads."""
 
-    of: SlabBias
+    of: SlabBiasLoad
     plane: cute.Tensor  # (Sq, Sk)
     first_row: Int32
 
@@ -278,15 +280,15 @@ class SlabBringing(Stage):
         rows, columns = self.plane.shape
         layout = cute.make_layout((rows, columns - first), stride=self.plane.stride)
         there = cute.make_tensor(self.plane.iterator + first * self.plane.stride[1], layout)
-        sm80.Mover(form.threads, form.element, form.elementwise).load(there, self.first_row, self.of.tile)
+        sm80.SmemCopier(form.threads, form.element, form.elementwise).load(there, self.first_row, self.of.tile)
 
 
-def chunk_mma(form: Form) -> cute.TiledMma:
+def chunk_mma(form: ScoreLayout) -> cute.TiledMma:
     """Return an MMA whose accumulator has a chunk of columns."""
     return sm90.make_mma(form.element.dtype, CHUNK, "rows", "rows")
 
 
-def matrices(form: Form, thread: Int32 | int) -> cute.TiledCopy:
+def matrices(form: ScoreLayout, thread: Int32 | int) -> cute.TiledCopy:
     """Return the copy with which a thread reads (64, CHUNK) biases of 16 bits in an accumulator's order."""
     atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(form.transposed, 4), form.element.dtype)
     return cute.make_tiled_copy_C(atom, chunk_mma(form)).get_slice(thread)

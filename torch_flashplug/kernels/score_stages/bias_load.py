@@ -25,13 +25,13 @@ from cutlass.tensor_utils import LayoutEnum
 
 from ...registry.kernel_spec import COPY_UNIT
 from ..primitives import sm90
-from .pipeline import Form
+from .pipeline import ScoreLayout
 
 SWIZZLE_ALIGNMENT = 1024  # bytes
 
 
 @dataclass(frozen=True)
-class Tiles:
+class BiasTileLayout:
     """Sizes of a warpgroup's bias tile, compile-time constants."""
 
     dtype: type[cutlass.Numeric]
@@ -40,7 +40,7 @@ class Tiles:
     transposed: bool  # True in a backward, whose scores are (keys, queries)
 
     @classmethod
-    def of(cls, form: Form, dtype: type[cutlass.Numeric]) -> Tiles:
+    def of(cls, form: ScoreLayout, dtype: type[cutlass.Numeric]) -> BiasTileLayout:
         """Return the tile sizes of a warpgroup's part of a block."""
         sizes = (sm90.ROWS_PER_WARPGROUP, form.columns)
         return cls(dtype, *(reversed(sizes) if form.transposed else sizes), form.transposed)
@@ -156,10 +156,10 @@ class Tiles:
 
 
 @dataclass(frozen=True)
-class Plane:
+class BiasPlane:
     """Rows of the bias of a single batch entry and head."""
 
-    tiles: Tiles
+    tiles: BiasTileLayout
     bias: cute.Tensor  # (B, Hq, Sq, Sk)
     batch: Int32
     head: Int32
@@ -187,24 +187,25 @@ class Plane:
 
     @cute.jit
     def load(
-        self, row: Int32, column: Int32, tma: tuple[cute.CopyAtom, cute.Tensor], slot: cute.Pointer, ring: sm90.Ring,
+        self, row: Int32, column: Int32, tma: tuple[cute.CopyAtom, cute.Tensor], slot: cute.Pointer,
+        ring: sm90.Pipeline,
         count: Int32,
     ):  # fmt: skip
         """Load the tile at a row and a column of tiles, executed by the producer warp."""
         tiles, (_, _, queries, keys) = self.tiles, self.bias.shape
         if tiles.in_units(self.bias):
             if tiles.is_one_row(self.bias):
-                ring.wait_free(count)
+                ring.producer_wait(count)
                 self.copy_row(column, tiles.tile(slot))
-                ring.fill_behind_copies(count)
+                ring.producer_commit_after_copies(count)
             else:
                 atom, m = tma
-                ring.acquire(count)
-                operand = sm90.Operand(atom, m, tiles.tile(slot)).head(self.head, self.batch)
+                ring.producer_acquire(count)
+                operand = sm90.TmaOperand(atom, m, tiles.tile(slot)).head(self.head, self.batch)
                 to, boxes = operand.tiles((tiles.rows, tiles.columns), (None, None))
                 cute.copy(atom, boxes[None, row, column], to, tma_bar_ptr=ring.arrival(count))
         else:
-            ring.wait_free(count)
+            ring.producer_wait(count)
             query, key = row * tiles.rows, column * tiles.columns
             # Inside of the bias every unit exists, including the unit behind each row, and no unit is cut off.
             inside = (query + tiles.rows <= queries) & (key + tiles.pitch <= keys)
@@ -214,7 +215,7 @@ class Plane:
                 self.copy_rows(query, key, slot, whole=True)
             else:
                 self.copy_rows(query, key, slot, whole=False)
-            ring.fill_behind_copies(count)
+            ring.producer_commit_after_copies(count)
 
     @cute.jit
     def copy_row(self, column: Int32, tile: cute.Tensor):

@@ -16,35 +16,35 @@ from cutlass import Float32, Int32, Int64
 
 from ..primitives.fragments import column_of
 from .natural_units import add, natural
-from .pipeline import Place, Stage
+from .pipeline import ScoreCoord, ScoreStage
 
 if TYPE_CHECKING:
-    from ..call_args.operands import Scales
+    from ..call_args.operands import SoftmaxScale
 
 PAIR = 2  # neighboring columns of a thread
 
 
 @dataclass(frozen=True)
-class Read(Stage):
+class DirectBias(ScoreStage):
     """Bias of a call, read from global memory."""
 
     bias: cute.Tensor  # (B, Hq, Sq, Sk), rows of any stride at any address
     scale: Float32  # softmax scale
-    everywhere = natural_units = True
+    applies_to_full_blocks = natural_units = True
 
-    def scales(self, scales: Scales) -> Scales:
+    def scales(self, scales: SoftmaxScale) -> SoftmaxScale:
         return natural(scales)
 
     def unit(self, scale: Float32) -> Float32:
         return Float32(1.0)
 
-    def at(self, place: Place) -> Stage:
+    def at(self, place: ScoreCoord) -> ScoreStage:
         """Return the stage for a thread's place. Rows behind the last row read the bias of the last row."""
         if place.transposed:
-            return Columns(self.bias, self.scale, place, place.head)
+            return ColumnBias(self.bias, self.scale, place, place.head)
         last = self.bias.shape[2] - 1
         lines = ((place.batch, place.head, cutlass.min(place.row + 8 * r, last)) for r in range(2))
-        return Lines(self.bias, self.scale, place, starts_of(lines, self.bias))
+        return RowBias(self.bias, self.scale, place, starts_of(lines, self.bias))
 
 
 def starts_of(lines: Iterable[tuple[Int32, Int32, Int32]], bias: cute.Tensor) -> tuple[Int64, ...]:
@@ -53,10 +53,10 @@ def starts_of(lines: Iterable[tuple[Int32, Int32, Int32]], bias: cute.Tensor) ->
 
 
 @dataclass(frozen=True)
-class Lines(Read):
+class RowBias(DirectBias):
     """Bias stage for scores (queries, keys): a thread reads two rows."""
 
-    place: Place
+    place: ScoreCoord
     starts: tuple[Int64, ...]  # element offsets of the two rows
 
     @cute.jit
@@ -98,13 +98,13 @@ def room(bias: cute.Tensor, columns: int) -> cute.Tensor:
 
 
 @dataclass(frozen=True)
-class Columns(Read):
+class ColumnBias(DirectBias):
     """Bias stage for transposed scores (keys, queries), as in the backward: values are read singly."""
 
-    place: Place
+    place: ScoreCoord
     head: Int32 | None = None
 
-    def of_head(self, head: Int32) -> Stage:
+    def of_head(self, head: Int32) -> ScoreStage:
         return replace(self, head=head)
 
     @cute.jit

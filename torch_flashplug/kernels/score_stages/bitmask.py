@@ -27,16 +27,16 @@ from cutlass import Float32, Int32, Int64, Uint32
 from ...registry.kernel_spec import SLAB
 from ...registry.mask_layout import BITS, THREADS, TILE
 from ..primitives.fragments import single_bit, zero_of
-from .pipeline import Place, Stage
+from .pipeline import ScoreCoord, ScoreStage
 
 
 @dataclass(frozen=True)
-class Words(Stage):
+class BitmaskTiles(ScoreStage):
     """Loader of a block's bitmask words, a step ahead.
 
     The next words are loaded before or after the last use of the current words. The next words have registers of their
-    own, which cost nothing where registers are free by then. `make_ready`, which decode does not call, makes the next
-    words current.
+    own, which cost nothing where registers are free by then. `prepare_stage`, which decode does not call, makes the
+    next words current.
     """
 
     words: cute.Tensor  # (n,) Int32: the array `rows` or `columns`
@@ -46,18 +46,18 @@ class Words(Stage):
     queries: Int32 | None = None
     now: cute.Tensor | None = None  # (words of a block,) registers: words of the current block
     coming: cute.Tensor | None = None  # (words of a block,) registers: words of the block loaded last
-    place: Place | None = None
+    place: ScoreCoord | None = None
     line: Int32 | None = None  # index of the thread's row of tiles, over all planes
 
-    def hold(self, columns: int) -> Stage:
+    def hold(self, columns: int) -> ScoreStage:
         now, coming = (cute.make_rmem_tensor((-(-columns // TILE),), Int32) for _ in range(2))
         return replace(self, now=now, coming=coming)
 
-    def at(self, place: Place) -> Stage:
+    def at(self, place: ScoreCoord) -> ScoreStage:
         stage = replace(self, place=place)
         return stage if place.head is None else stage.of_head(place.head)
 
-    def of_head(self, head: Int32) -> Stage:
+    def of_head(self, head: Int32) -> ScoreStage:
         rows, _ = self.tiles()
         plane = self.place.batch * self.planes_of_batch + head * self.planes_of_head
         return replace(self, line=plane * rows + cutlass.min(self.place.row // TILE, rows - 1))
@@ -74,7 +74,7 @@ class Words(Stage):
     def ahead(self, block: Int32) -> None:
         self.fetch(block)
 
-    def make_ready(self, block: Int32) -> None:
+    def prepare_stage(self, block: Int32) -> None:
         for i in range(cute.size(self.now)):
             word = self.coming[i]
             # A tile of keys beyond the last has no words, and the loaded words belong to another tile.
@@ -129,10 +129,10 @@ def shifted(low: Int32, high: Int32, count: Int32) -> Int32:
 
 
 @dataclass(frozen=True)
-class Bits(Words):
+class BitmaskStage(BitmaskTiles):
     """Bitmask stage for all blocks: scores whose bit is 0 become -inf."""
 
-    everywhere = True
+    applies_to_full_blocks = True
 
     @cute.jit
     def apply(self, S: cute.Tensor, block: Int32, count: Int32 | None):
@@ -142,7 +142,7 @@ class Bits(Words):
 
 
 @dataclass(frozen=True)
-class ListedBits(Bits):
+class BlockSparseBitmaskStage(BitmaskStage):
     """Bitmask stage for partial blocks only, where block-sparse lists mark the partial blocks (block_sparse.py)."""
 
-    everywhere = False
+    applies_to_full_blocks = False

@@ -27,9 +27,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, Uint64
 
 from ...registry.kernel_spec import SLAB
-from ..call_args.operands import Drawn
+from ..call_args.operands import DropoutArgs
 from ..primitives.fragments import single_bit, zero_of
-from .pipeline import Kept, Place, Stage
+from .pipeline import DropoutScale, ScoreCoord, ScoreStage
 
 ROUNDS = 10  # rounds of Philox, as in torch and cuRAND
 MULTIPLIERS, KEY_STEPS = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
@@ -41,25 +41,25 @@ COIN_HEAD, COIN_ROW, COIN_KEYS, COIN_MIX = 0xCD9E8D57, 0xD2511F53, 0x9E3779B9, 0
 
 
 @dataclass(frozen=True)
-class Threshold:
+class DropoutThreshold:
     """Threshold of the draws: draws below the threshold are kept; 1 - p in 256ths."""
 
     digits: tuple[Int32, ...]  # digits of the integer part, the lowest first: all ones, or zero
     coin: Uint32  # remainder, in units of 2^-32
 
     @staticmethod
-    def of(share: Float32) -> Threshold:
+    def of(share: Float32) -> DropoutThreshold:
         """Return the threshold of a kept share."""
         scaled = share * Float32(1 << DIGITS)
         # A p below half a rounding of 1 gives share 1; the integer part is then 255, and the coin covers the rest.
         whole = cutlass.min(Int32(scaled), (1 << DIGITS) - 1)
         rest = (scaled - Float32(whole)) * Float32(2.0**BITS)
         coin = Uint32(cutlass.min(rest, Float32(2.0**BITS - 2.0**8)))
-        return Threshold(tuple(Int32(0) - ((whole >> i) & 1) for i in range(DIGITS)), coin)
+        return DropoutThreshold(tuple(Int32(0) - ((whole >> i) & 1) for i in range(DIGITS)), coin)
 
 
 @dataclass(frozen=True)
-class Dropout(Stage):
+class DropoutStage(ScoreStage):
     """Dropout stage with bits Z and kept share 1 - p.
 
     O = (Z * P) V / share, dV = (Z * P)^T dO / share, and dS = P * (Z * dP / share - rowsum(dO * O)) = P * (Z * dP -
@@ -67,34 +67,34 @@ class Dropout(Stage):
     """
 
     seed: cute.Tensor  # (1,) Int64
-    threshold: Threshold
+    threshold: DropoutThreshold
     heads: Int32  # query heads of a batch entry
-    kept_share: Kept
+    keep_probability: DropoutScale
     now: cute.Tensor | None = None  # registers of a block's words: bytes of four words, needed by the thread's scores
-    place: Place | None = None
+    place: ScoreCoord | None = None
     head: Uint32 | None = None  # query head, counted over the batch
-    everywhere = True
-    hides = False
+    applies_to_full_blocks = True
+    may_mask = False
 
     @staticmethod
-    def of(drawn: Drawn, heads: Int32) -> Dropout:
+    def of(drawn: DropoutArgs, heads: Int32) -> DropoutStage:
         """Return the stage of a call; `heads` is the number of query heads of a batch entry."""
         share = Float32(1.0) - drawn.p
         inverse = cutlass.select_(share > Float32(0.0), Float32(1.0) / share, Float32(0.0))
-        return Dropout(drawn.seed, Threshold.of(share), heads, Kept(share, inverse))
+        return DropoutStage(drawn.seed, DropoutThreshold.of(share), heads, DropoutScale(share, inverse))
 
-    def hold(self, columns: int) -> Stage:
+    def hold(self, columns: int) -> ScoreStage:
         return replace(self, now=cute.make_rmem_tensor((-(-columns // (4 * KEYS_OF_WORD)),), Int32))
 
-    def at(self, place: Place) -> Stage:
+    def at(self, place: ScoreCoord) -> ScoreStage:
         stage = replace(self, place=place)
         return stage if place.head is None else stage.of_head(place.head)
 
-    def of_head(self, head: Int32) -> Stage:
+    def of_head(self, head: Int32) -> ScoreStage:
         return replace(self, head=Uint32(self.place.batch * self.heads + head))
 
     @cute.jit
-    def make_ready(self, block: Int32):
+    def prepare_stage(self, block: Int32):
         """Draw the words of a block."""
         place = self.place
         # The backward has few registers, so no value derived from the lane and no address stays in a register across
@@ -146,7 +146,7 @@ class Dropout(Stage):
         return self.bit(r, c)
 
     @cute.jit
-    def derive(self, dP: cute.Tensor):
+    def apply_backward(self, dP: cute.Tensor):
         for c in cutlass.range_constexpr(cute.size(dP, mode=[1])):
             for r in cutlass.range_constexpr(cute.size(dP, mode=[0])):
                 dP[r, c] = cutlass.select_(self.bit(r, c, swapped=True), dP[r, c], Float32(0.0))

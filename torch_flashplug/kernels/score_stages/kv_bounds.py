@@ -13,7 +13,7 @@ from cutlass import Float32, Int32
 
 from ...registry.mask_layout import BITS
 from ..primitives.fragments import column_of, single_bit
-from .pipeline import Place, Stage
+from .pipeline import ScoreCoord, ScoreStage
 
 
 def scores_before(column: Int32) -> Int32:
@@ -47,29 +47,29 @@ def keep_between(S: cute.Tensor, r: cutlass.Constexpr[int], begin: Int32, end: I
 
 
 @dataclass(frozen=True)
-class Visible(Stage):
+class KvBoundsStage(ScoreStage):
     """Mask of keys beyond the last key."""
 
     causal = False
 
-    def at(self, place: Place) -> Stage:
-        bound = VisibleQueries if place.transposed else VisibleKeys
+    def at(self, place: ScoreCoord) -> ScoreStage:
+        bound = KvBoundsOfQueries if place.transposed else KvBoundsOfKeys
         return bound(self.causal, place)
 
 
 @dataclass(frozen=True)
-class CausalVisible(Visible):
+class CausalStage(KvBoundsStage):
     """Mask of keys beyond the last key and of keys behind the query (walk.CausalBand)."""
 
     causal = True
 
 
 @dataclass(frozen=True)
-class VisibleKeys(Stage):
+class KvBoundsOfKeys(ScoreStage):
     """Mask of a KV block: sets invisible scores to -inf."""
 
     causal: bool
-    place: Place
+    place: ScoreCoord
 
     @cute.jit
     def apply(self, S: cute.Tensor, block: Int32, count: Int32 | None):
@@ -85,11 +85,11 @@ class VisibleKeys(Stage):
 
 
 @dataclass(frozen=True)
-class VisibleQueries(Stage):
+class KvBoundsOfQueries(ScoreStage):
     """Mask of a query block for transposed scores (keys, queries), as in the backward."""
 
     causal: bool
-    place: Place
+    place: ScoreCoord
 
     @cute.jit
     def apply(self, S: cute.Tensor, block: Int32, count: Int32 | None):

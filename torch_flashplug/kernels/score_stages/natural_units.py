@@ -15,10 +15,10 @@ from cutlass import Float32
 from ..primitives.fragments import LOG2_E
 
 if TYPE_CHECKING:
-    from ..call_args.operands import Scales
+    from ..call_args.operands import SoftmaxScale
 
 
-def natural(scales: Scales) -> Scales:
+def natural(scales: SoftmaxScale) -> SoftmaxScale:
     """Return the softmax scales of scores in natural units.
 
     log2(e) is hidden from LLVM. Otherwise LLVM would also multiply hidden scores ahead of their -inf and then subtract,

@@ -22,18 +22,18 @@ here.apply(S, block, masked, count)  modify the scores, before the exponential
 here.hides(masked)                   True if scores can be -inf now
 here.kept(masked)                    None, or (r, c, value) -> value: P on the way to the next product; P itself stays
 here.signed(masked)                  dK and dV kernel of the split backward: P is handed on once, as -P where P is not
-                                     kept; `derive` is not called in this kernel
+                                     kept; `apply_backward` is not called in this kernel
 here.slope()                         backward: None, or (P, LSE * log2 e) -> factor of dS of a score
 here.extra_logit()                   forward, behind the last block: None, or an extra logit in the row sum
 here.derive(dP, masked)              backward: modify dP in place, before dS = P * (dP - delta)
 here.ahead(block, masked)            once per step, behind make_ready: start the loads of the next block
 
 `count` is the number of a block among all blocks of a CTA, from which the stages and phases of pipelines follow. The
-count is the same for the producer and for the consumers. Every loaded block is read, or skipped with `pass_over`, by
-all consumers. Therefore a stage with a pipeline applies to every block. The data that stages hold of a block takes room
-from the kernel's own buffers: `Feature.score_bytes` of features.py, which kernel_spec.py counts. Decode and the
-backward of sm_80 load no tiles and pass no count. Kernels of sm_80 have a single loop, and call `begin`, `make_ready`
-and `apply` for each block.
+count is the same for the producer and for the consumers. Every loaded block is read, or skipped with `skip_kv_blocks`,
+by all consumers. Therefore a stage with a pipeline applies to every block. The data that stages hold of a block takes
+room from the kernel's own buffers: `Feature.score_bytes` of features.py, which kernel_spec.py counts. Decode and the
+backward of sm_80 load no tiles and pass no count. Kernels of sm_80 have a single loop, and call `begin`,
+`prepare_stage` and `apply` for each block.
 
 `masked` is True for partial blocks, and a compile-time constant: loops over full blocks contain no code of stages that
 do not apply there. The backward of D 128 has few registers left, so a stage may keep only a single register across a
@@ -54,26 +54,26 @@ import cutlass.memory
 from cutlass import Float32, Int32
 
 from ..primitives.dtype import Element
-from ..tiling.seqlen_info import Sizes
+from ..tiling.seqlen_info import SeqlenInfo
 
 if TYPE_CHECKING:
-    from ..call_args.operands import Scales
+    from ..call_args.operands import SoftmaxScale
     from ..tiling.tile import Tile
 
 
 @dataclass(frozen=True)
-class Form:
+class ScoreLayout:
     """Partition of a block of scores in a CTA, a compile-time constant: every warpgroup has 64 rows."""
 
     element: Element
     warpgroups: int  # consumer warpgroups that hold scores
     columns: int  # columns of a block
-    transposed: bool = False  # True for scores (keys, queries), as in `Place`
+    transposed: bool = False  # True for scores (keys, queries), as in `ScoreCoord`
     room: bool = True  # True if shared memory has room for the data that stages hold of a block
 
 
 @dataclass(frozen=True)
-class SlabForm:
+class SlabScoreLayout:
     """Partition of a block of scores in sm_80 kernels: all threads load a block, and warps own slabs of rows."""
 
     element: Element
@@ -85,14 +85,14 @@ class SlabForm:
 
 
 @dataclass(frozen=True)
-class Place:
+class ScoreCoord:
     """Position of a thread's scores in a tile: rows and columns of the thread's (2, columns) view.
 
     `fragments.column_of` numbers the columns of the view. Rows are queries and blocks consist of keys; with
     `transposed`, rows are keys and blocks consist of queries.
     """
 
-    sizes: Sizes
+    sizes: SeqlenInfo
     block: int  # columns of a block
     row: Int32  # first row of the thread; the second is eight rows below
     column: Int32  # first column of the thread in a block
@@ -104,7 +104,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Kept:
+class DropoutScale:
     """Share of P that dropout keeps, and the inverse of the share.
 
     The inverse is an argument, because a division in a kernel would keep the quotient in a register.
@@ -114,34 +114,34 @@ class Kept:
     inverse: Float32
 
 
-class Stage:
+class ScoreStage:
     """Base class of a score stage: applies to partial blocks only, holds nothing and loads nothing."""
 
-    everywhere = False  # True if the stage also applies to full blocks
-    hides = True  # True if the stage can set scores to -inf where it applies
+    applies_to_full_blocks = False  # True if the stage also applies to full blocks
+    may_mask = True  # True if the stage can set scores to -inf where it applies
     natural_units = False  # True if scores leave the stage in natural units
-    kept_share: Kept | None = None  # share of P that reaches the next product
+    keep_probability: DropoutScale | None = None  # share of P that reaches the next product
     sinks: cute.Tensor | None = None  # decode: (Hq,) extra logits in the row sums, in natural units
     atoms: tuple[cute.CopyAtom, ...] = ()
     rings: tuple[tuple, ...] = ()  # (pipeline, consumer warps), in the form of start_cta
 
-    def tma(self, form: Form) -> Stage:
+    def tma(self, form: ScoreLayout) -> ScoreStage:
         """Return the stage with the TMA descriptors of its tensors."""
         return self
 
-    def shared(self, smem: cutlass.memory.SmemAllocator, form: Form | SlabForm) -> Stage:
+    def shared(self, smem: cutlass.memory.SmemAllocator, form: ScoreLayout | SlabScoreLayout) -> ScoreStage:
         """Return the stage with its shared-memory buffers and pipelines."""
         return self
 
-    def bring(self, tile: Tile, head: Int32) -> Stage:
+    def begin_tile_load(self, tile: Tile, head: Int32) -> ScoreStage:
         """Return the producer's view of the stage for a tile and a query head."""
         return self
 
     def load(self, block: Int32, count: Int32) -> None: ...
 
-    def pass_over(self, count: Int32) -> None: ...
+    def skip_kv_blocks(self, count: Int32) -> None: ...
 
-    def scales(self, scales: Scales) -> Scales:
+    def scales(self, scales: SoftmaxScale) -> SoftmaxScale:
         """Return the softmax scales of the scores behind the stage."""
         return scales
 
@@ -149,15 +149,15 @@ class Stage:
         """Return the natural softmax scale of the scores behind the stage."""
         return scale
 
-    def hold(self, columns: int) -> Stage:
+    def hold(self, columns: int) -> ScoreStage:
         """Return the stage with registers for blocks of `columns` columns."""
         return self
 
-    def at(self, place: Place) -> Stage:
+    def at(self, place: ScoreCoord) -> ScoreStage:
         """Return the stage for a thread's place in a tile."""
         return self
 
-    def of_head(self, head: Int32) -> Stage:
+    def of_head(self, head: Int32) -> ScoreStage:
         """Return the stage for a query head."""
         return self
 
@@ -165,7 +165,7 @@ class Stage:
 
     def ahead(self, block: Int32) -> None: ...
 
-    def make_ready(self, block: Int32) -> None: ...
+    def prepare_stage(self, block: Int32) -> None: ...
 
     def apply(self, S: cute.Tensor, block: Int32, count: Int32 | None) -> None: ...
 
@@ -181,24 +181,24 @@ class Stage:
         """Return the extra logit of the row sum in natural units, or None."""
         return None
 
-    def derive(self, dP: cute.Tensor) -> None: ...
+    def apply_backward(self, dP: cute.Tensor) -> None: ...
 
 
 @dataclass(frozen=True)
-class Chain:
+class ScorePipeline:
     """Score stages in the order in which they are applied."""
 
-    stages: tuple[Stage, ...]
+    stages: tuple[ScoreStage, ...]
 
-    def asked(self, masked: bool) -> tuple[Stage, ...]:
+    def asked(self, masked: bool) -> tuple[ScoreStage, ...]:
         """Return the stages that apply to partial blocks (`masked`), or to full blocks."""
-        return tuple(stage for stage in self.stages if masked or stage.everywhere)
+        return tuple(stage for stage in self.stages if masked or stage.applies_to_full_blocks)
 
-    def tma(self, form: Form) -> Chain:
-        return Chain(tuple(stage.tma(form) for stage in self.stages))
+    def tma(self, form: ScoreLayout) -> ScorePipeline:
+        return ScorePipeline(tuple(stage.tma(form) for stage in self.stages))
 
-    def shared(self, smem: cutlass.memory.SmemAllocator, form: Form | SlabForm) -> Chain:
-        return Chain(tuple(stage.shared(smem, form) for stage in self.stages))
+    def shared(self, smem: cutlass.memory.SmemAllocator, form: ScoreLayout | SlabScoreLayout) -> ScorePipeline:
+        return ScorePipeline(tuple(stage.shared(smem, form) for stage in self.stages))
 
     @property
     def atoms(self) -> tuple[cute.CopyAtom, ...]:
@@ -208,18 +208,18 @@ class Chain:
     def rings(self) -> tuple[tuple, ...]:
         return tuple(ring for stage in self.stages for ring in stage.rings)
 
-    def bring(self, tile: Tile, head: Int32) -> Chain:
-        return Chain(tuple(stage.bring(tile, head) for stage in self.stages))
+    def begin_tile_load(self, tile: Tile, head: Int32) -> ScorePipeline:
+        return ScorePipeline(tuple(stage.begin_tile_load(tile, head) for stage in self.stages))
 
     def load(self, block: Int32, count: Int32) -> None:
         for stage in self.stages:
             stage.load(block, count)
 
-    def pass_over(self, count: Int32) -> None:
+    def skip_kv_blocks(self, count: Int32) -> None:
         for stage in self.stages:
-            stage.pass_over(count)
+            stage.skip_kv_blocks(count)
 
-    def scales(self, scales: Scales) -> Scales:
+    def scales(self, scales: SoftmaxScale) -> SoftmaxScale:
         for stage in self.stages:
             scales = stage.scales(scales)
         return scales
@@ -229,14 +229,14 @@ class Chain:
             scale = stage.unit(scale)
         return scale
 
-    def hold(self, columns: int) -> Chain:
-        return Chain(tuple(stage.hold(columns) for stage in self.stages))
+    def hold(self, columns: int) -> ScorePipeline:
+        return ScorePipeline(tuple(stage.hold(columns) for stage in self.stages))
 
-    def at(self, place: Place) -> Chain:
-        return Chain(tuple(stage.at(place) for stage in self.stages))
+    def at(self, place: ScoreCoord) -> ScorePipeline:
+        return ScorePipeline(tuple(stage.at(place) for stage in self.stages))
 
-    def of_head(self, head: Int32) -> Chain:
-        return Chain(tuple(stage.of_head(head) for stage in self.stages))
+    def of_head(self, head: Int32) -> ScorePipeline:
+        return ScorePipeline(tuple(stage.of_head(head) for stage in self.stages))
 
     def begin(self, block: Int32, masked: bool) -> None:
         for stage in self.asked(masked):
@@ -246,18 +246,18 @@ class Chain:
         for stage in self.asked(masked):
             stage.ahead(block)
 
-    def make_ready(self, block: Int32, masked: bool) -> None:
+    def prepare_stage(self, block: Int32, masked: bool) -> None:
         for stage in self.asked(masked):
-            stage.make_ready(block)
+            stage.prepare_stage(block)
 
     def apply(self, S: cute.Tensor, block: Int32, masked: bool, count: Int32 | None = None) -> None:
         """Apply the stages to scores S, (2, columns) of a thread, in place."""
         for stage in self.asked(masked):
             stage.apply(S, block, count)
 
-    def hides(self, masked: bool) -> bool:
+    def may_mask(self, masked: bool) -> bool:
         """Return True if an applied stage can set scores to -inf."""
-        return any(stage.hides for stage in self.asked(masked))
+        return any(stage.may_mask for stage in self.asked(masked))
 
     def kept(self, masked: bool) -> Callable | None:
         """Return (r, c, value) -> P or 0, or None if every stage leaves P unchanged."""
@@ -269,7 +269,7 @@ class Chain:
 
     def chosen(self, masked: bool, otherwise: Callable) -> Callable | None:
         """Return (r, c, value) -> P for kept values and `otherwise(value)` for dropped values."""
-        stages = [stage for stage in self.asked(masked) if stage.kept_share is not None]
+        stages = [stage for stage in self.asked(masked) if stage.keep_probability is not None]
         if not stages:
             return None
 
@@ -293,10 +293,10 @@ class Chain:
         assert len(found) < 2, "two stages add to a row's sum: add up what they add here"
         return found[0] if found else None
 
-    def derive(self, dP: cute.Tensor, masked: bool) -> None:
+    def apply_backward(self, dP: cute.Tensor, masked: bool) -> None:
         """Apply the stages' backward to dP, (2, columns) of a thread, in place."""
         for stage in self.asked(masked):
-            stage.derive(dP)
+            stage.apply_backward(dP)
 
     @property
     def natural_units(self) -> bool:
@@ -304,9 +304,9 @@ class Chain:
         return any(stage.natural_units for stage in self.stages)
 
     @property
-    def everywhere(self) -> bool:
+    def applies_to_full_blocks(self) -> bool:
         """True if some stage also applies to full blocks."""
-        return any(stage.everywhere for stage in self.stages)
+        return any(stage.applies_to_full_blocks for stage in self.stages)
 
     @property
     def sinks(self) -> cute.Tensor | None:
@@ -314,16 +314,16 @@ class Chain:
         return next((stage.sinks for stage in self.stages if stage.sinks is not None), None)
 
     @property
-    def kept_share(self) -> Kept | None:
+    def keep_probability(self) -> DropoutScale | None:
         """The share of P that is kept; None if all of P is kept.
 
         Mainloops do not use the share. Results are scaled instead, and the delta of the backward is rowsum(dO * O)
         times the share.
         """
-        shares = [stage.kept_share for stage in self.stages if stage.kept_share is not None]
+        shares = [stage.keep_probability for stage in self.stages if stage.keep_probability is not None]
         assert len(shares) < 2, "two stages drop scores: multiply their shares here"
         return shares[0] if shares else None
 
     def scaled(self, factor: Float32) -> Float32:
         """Return the factor of a result that was multiplied with the kept P."""
-        return factor if self.kept_share is None else factor * self.kept_share.inverse
+        return factor if self.keep_probability is None else factor * self.keep_probability.inverse

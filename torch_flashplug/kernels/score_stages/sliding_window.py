@@ -8,35 +8,35 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from ..tiling.sliding_window import Reach, Window
+from ..tiling.sliding_window import SlidingWindow, WindowReach
 from .kv_bounds import keep_between
-from .pipeline import Place, Stage
+from .pipeline import ScoreCoord, ScoreStage
 
 
 @dataclass(frozen=True)
-class InWindow(Stage):
+class SlidingWindowStage(ScoreStage):
     """Score stage of a sliding window: keys outside of the window, or beyond the last key, are masked.
 
     `sinks` has shape (Hq,) or (0,). A sink is a logit per head that is part of every row's sum and has no value (Xiao
     et al. 2023; gpt-oss).
     """
 
-    window: Window
+    window: SlidingWindow
     sinks: cute.Tensor | None = None  # only in the forward
 
-    def at(self, place: Place) -> Stage:
+    def at(self, place: ScoreCoord) -> ScoreStage:
         reach = self.window.of(place.sizes)
         if place.transposed:
-            return QueriesInWindow(reach, place)
-        return KeysInWindow(reach, place, self.sinks)
+            return WindowOfQueries(reach, place)
+        return WindowOfKeys(reach, place, self.sinks)
 
 
 @dataclass(frozen=True)
-class KeysInWindow(Stage):
+class WindowOfKeys(ScoreStage):
     """Score stage that sets scores of a KV block outside of the window to -inf."""
 
-    window: Reach
-    place: Place
+    window: WindowReach
+    place: ScoreCoord
     sinks: cute.Tensor | None = None
 
     @cute.jit
@@ -60,7 +60,7 @@ class KeysInWindow(Stage):
 
 
 @dataclass(frozen=True)
-class QueriesInWindow(KeysInWindow):
+class WindowOfQueries(WindowOfKeys):
     """Score stage of the backward for scores (keys, queries) of a query block: masks scores outside of the window."""
 
     def seen(self, row: Int32) -> tuple[Int32, Int32]:

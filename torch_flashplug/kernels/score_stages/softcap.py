@@ -10,22 +10,22 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from ..primitives.fragments import LOG2_E
-from .pipeline import Stage
+from .pipeline import ScoreStage
 
 if TYPE_CHECKING:
-    from ..call_args.operands import Scales
+    from ..call_args.operands import SoftmaxScale
 
 
 @dataclass(frozen=True)
-class Softcap(Stage):
+class SoftcapStage(ScoreStage):
     """Score stage of soft capping."""
 
     scale: Float32  # softmax scale divided by the cap
     cap: Float32
-    everywhere = True
-    hides = False
+    applies_to_full_blocks = True
+    may_mask = False
 
-    def scales(self, scales: Scales) -> Scales:
+    def scales(self, scales: SoftmaxScale) -> SoftmaxScale:
         return replace(scales, log2=self.cap * LOG2_E, natural=self.cap)
 
     def unit(self, scale: Float32) -> Float32:
@@ -37,12 +37,12 @@ class Softcap(Stage):
             for c in cutlass.range_constexpr(cute.size(S, mode=[1])):
                 S[r, c] = cute.math.tanh(S[r, c] * self.scale, fastmath=True)
 
-    def slope(self) -> Slope:
-        return Slope(1.0 / (self.cap * LOG2_E))
+    def slope(self) -> SoftcapDerivative:
+        return SoftcapDerivative(1.0 / (self.cap * LOG2_E))
 
 
 @dataclass(frozen=True)
-class Slope:
+class SoftcapDerivative:
     """Derivative of soft capping: the factor for dS."""
 
     inverse: Float32  # inverse of the cap, in powers of two

@@ -26,18 +26,24 @@ import cutlass.memory
 from cutlass import Float32, Int32, Int64
 
 from ...registry.kernel_spec import FP32_BYTES, SLAB, WARP, AmpereSpec
-from ..backward.pre_post_process import FinishBackward, GivenRows, PrepareBackward, differentiate, exponentiate
-from ..backward.workspace import UNITS, Ahead, Scratch, count_up
-from ..call_args.backward import BackwardCall, Gradients
-from ..call_args.operands import Scales
-from ..features.base import Seams
+from ..backward.pre_post_process import (
+    BackwardPostprocess,
+    BackwardPreprocess,
+    RowStatsInputs,
+    differentiate,
+    exponentiate,
+)
+from ..backward.workspace import UNITS, DqWorkspace, WorkspaceLayout, count_up
+from ..call_args.backward import BackwardArgs, BackwardCall
+from ..call_args.operands import SoftmaxScale
+from ..features.base import KernelFeatures
 from ..primitives import fragments, sm80
 from ..primitives.vector_access import QUAD
-from ..score_stages.pipeline import Chain, Place
-from ..tiling.backward_tile_scheduler import KeyOrder, heads_in_turn
-from ..tiling.block_iterator import Downward, Step, Walk
-from ..tiling.seqlen_info import Sizes
-from ..tiling.tile import Pieces, Tile
+from ..score_stages.pipeline import ScoreCoord, ScorePipeline
+from ..tiling.backward_tile_scheduler import BackwardTileScheduler, heads_in_turn
+from ..tiling.block_iterator import BlockIterator, QueryBlockRange, QueryBlockStep
+from ..tiling.seqlen_info import SeqlenInfo
+from ..tiling.tile import Tile, TileAddressing
 
 ROW_FACTS = 2  # row statistics: LSE and delta
 SLABS = 2  # slabs of keys whose dK and dV a warp owns, with all or a part of the columns
@@ -46,34 +52,34 @@ HALF = 32  # queries whose scores a warp holds at once
 
 
 @dataclass(frozen=True)
-class Queries:
+class QueryStages:
     """Loads of Q and dO with LSE and delta, step by step, into the stages."""
 
-    mover: sm80.Mover
+    mover: sm80.SmemCopier
     mQ: cute.Tensor  # (Hq, Sq, D)
     mdO: cute.Tensor  # (Hq, Sq, Dv)
     mRows: cute.Tensor  # (Hq, 2, padded Sq): LSE * log2(e) and delta
-    q: sm80.Tile  # Q of stage 0
-    do: sm80.Tile
-    slot_bytes: int
+    q: sm80.SmemTile  # Q of stage 0
+    do: sm80.SmemTile
+    stage_bytes: int
 
     @property
     def rows(self) -> Int32:
         """Shared-memory address of LSE and delta of stage 0."""
         return self.do.start + self.do.bytes
 
-    def slot(self, tile: sm80.Tile, nth: Int32) -> sm80.Tile:
+    def stage_index(self, tile: sm80.SmemTile, nth: Int32) -> sm80.SmemTile:
         """Return a tile of stage `nth`, given the tile of stage 0."""
-        return tile.moved(nth * self.slot_bytes)
+        return tile.moved(nth * self.stage_bytes)
 
     def load_q(self, head: Int32, block: Int32, nth: Int32) -> None:
         """Start the load of a block of Q with its LSE and delta into stage `nth`."""
-        self.mover.load(self.of_head(self.mQ, head), block * self.q.rows, self.slot(self.q, nth))
-        self.load_rows(self.mRows[head, None, None], block * self.q.rows, self.rows + nth * self.slot_bytes)
+        self.mover.load(self.of_head(self.mQ, head), block * self.q.rows, self.stage_index(self.q, nth))
+        self.load_rows(self.mRows[head, None, None], block * self.q.rows, self.rows + nth * self.stage_bytes)
 
     def load_do(self, head: Int32, block: Int32, nth: Int32) -> None:
         """Start the load of a block of dO into stage `nth`."""
-        self.mover.load(self.of_head(self.mdO, head), block * self.do.rows, self.slot(self.do, nth))
+        self.mover.load(self.of_head(self.mdO, head), block * self.do.rows, self.stage_index(self.do, nth))
 
     def of_head(self, mX: cute.Tensor, head: Int32) -> cute.Tensor:
         """Return the matrix (rows, columns) of a head.
@@ -100,7 +106,7 @@ class Queries:
 
     def facts(self, which: int, nth: Int32, first: Int32 | int) -> cute.Tensor:
         """Return LSE * log2(e) (0) or delta (1) of a lane's columns, for HALF queries from `first` on."""
-        return row_pairs(self.rows + nth * self.slot_bytes + (which * self.q.rows + first) * FP32_BYTES, HALF)
+        return row_pairs(self.rows + nth * self.stage_bytes + (which * self.q.rows + first) * FP32_BYTES, HALF)
 
 
 def row_pairs(address: Int32, count: int) -> cute.Tensor:
@@ -115,24 +121,24 @@ def row_pairs(address: Int32, count: int) -> cute.Tensor:
 
 
 @dataclass(frozen=True)
-class QueryGradient:
+class DqProduct:
     """Product dQ = dS K: a warp's rows and columns of dQ.
 
     A warp has `pairs` pairs of 16-byte units of every panel of a row of K.
     """
 
-    product: sm80.Product
-    left: sm80.Matrices  # dS: keys x the warp's queries
-    right: sm80.Matrices  # K: keys x the warp's columns
+    product: sm80.MmaProduct
+    left: sm80.LdmatrixView  # dS: keys x the warp's queries
+    right: sm80.LdmatrixView  # K: keys x the warp's columns
     slabs: int  # slabs of rows
     pairs: int  # pairs of units per panel
-    scratch: Scratch
+    scratch: DqWorkspace
     first_slab: Int32
     nth: Int32  # index of the warp's column part
 
     @cute.jit
     def add(self, slot: Int32, block: Int32, turn: Int32 | None):
-        """Add the product with the dS in stage `slot` to a block of the dQ workspace.
+        """Add the product with the dS in stage `stage_index` to a block of the dQ workspace.
 
         Args:
             turn: accumulation order: number of adds of warps to wait for before this add; None in kernels without an
@@ -154,9 +160,9 @@ class QueryGradient:
             if cute.arch.lane_idx() == 0:
                 count_up(counter)
 
-    def multiply(self, left: sm80.Matrices) -> tuple:
+    def multiply(self, left: sm80.LdmatrixView) -> tuple:
         """Return an accumulator of dS K for each slab."""
-        k, room = self.right.tile, lambda: sm80.room(self.product.dtype)
+        k, room = self.right.tile, lambda: sm80.allocate_fragment(self.product.dtype)
         panels = range(k.columns // k.panel)
         accs = tuple(sm80.accumulator(len(panels) * self.pairs * sm80.PAIR) for _ in range(self.slabs))
         lefts, right = tuple(room() for _ in accs), room()
@@ -184,28 +190,28 @@ class QueryGradient:
 
 
 @dataclass(frozen=True)
-class Share:
+class WarpState:
     """State of a warp: its keys, and the accumulators of dK and dV."""
 
-    product: sm80.Product
-    keys: sm80.Matrices  # K as left operand of the scores
-    rows: sm80.Matrices  # Q as right operand of the scores
-    columns: sm80.Matrices  # the warp's columns of Q as right operand of a sum over queries
+    product: sm80.MmaProduct
+    keys: sm80.LdmatrixView  # K as left operand of the scores
+    rows: sm80.LdmatrixView  # Q as right operand of the scores
+    columns: sm80.LdmatrixView  # the warp's columns of Q as right operand of a sum over queries
     dK: sm80.Accumulators  # an accumulator of 16 keys per slab
     dV: sm80.Accumulators  # an accumulator of 16 keys per slab
 
 
 @dataclass(frozen=True)
-class Tiles:
+class BackwardSmem:
     """Tiles of a CTA in shared memory; at the end dK and dV take the place of K and V."""
 
-    k: sm80.Tile  # (tile_n, D), later dK
-    v: sm80.Tile  # (tile_n, Dv), later dV
-    weights: sm80.Tile  # (keys, queries), the first of two: of two steps' dS, or of dS and P
+    k: sm80.SmemTile  # (tile_n, D), later dK
+    v: sm80.SmemTile  # (tile_n, Dv), later dV
+    weights: sm80.SmemTile  # (keys, queries), the first of two: of two steps' dS, or of dS and P
 
 
 @dataclass(frozen=True)
-class Operands:
+class BackwardGmem:
     """Tensors in global memory."""
 
     q: cute.Tensor
@@ -217,7 +223,7 @@ class Operands:
 
 
 @dataclass(frozen=True)
-class Keys:
+class KvBlock:
     """Block of keys of a CTA, and the query heads that see the block."""
 
     tile: Tile
@@ -227,13 +233,13 @@ class Keys:
 
 
 @dataclass(frozen=True)
-class Here:
+class StepContext:
     """Position of a step in the block iteration, and the score stages at this position."""
 
-    chain: Chain
-    place: Place  # place of the warp's first slab of keys and of the first query of its half
-    run: Downward
-    step: Step
+    chain: ScorePipeline
+    place: ScoreCoord  # place of the warp's first slab of keys and of the first query of its half
+    run: QueryBlockRange
+    step: QueryBlockStep
 
     @property
     def block(self) -> Int32:
@@ -245,11 +251,11 @@ class Here:
         """True if the step has a partial block."""
         return self.run.masked(self.step)
 
-    def hold(self, slabs: int) -> tuple[Chain, ...]:
+    def hold(self, slabs: int) -> tuple[ScorePipeline, ...]:
         """Return the score stages with registers, for each of `slabs` slabs of keys."""
         return tuple(self.chain.hold(HALF) for _ in range(slabs))
 
-    def place_of(self, slab: int, first: int) -> Place:
+    def place_of(self, slab: int, first: int) -> ScoreCoord:
         """Return the place of slab `slab` and of the queries from `first` on."""
         row, column = self.place.row + slab * SLAB, self.place.column + first
         return replace(self.place, row=row, column=column, head=self.step.head, by_row=True)
@@ -261,13 +267,13 @@ class BackwardSm80(BackwardCall):
     All sizes are compile-time constants. Computes dQ, dK and dV. A deterministic spec (kind `detbwd`) adds to dQ in the
     same order in every run.
 
-    1. `PrepareBackward` computes LSE * log2(e) and delta per row, and clears the dQ workspace and its counters.
+    1. `BackwardPreprocess` computes LSE * log2(e) and delta per row, and clears the dQ workspace and its counters.
     2. The main kernel computes dK and dV and adds dQ to the workspace.
-    3. `FinishBackward` converts dQ to 16 bits.
+    3. `BackwardPostprocess` converts dQ to 16 bits.
 
     Inputs: q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv), o and do (B, Hq, Sq, Dv), lse (B, Hq, Sq) in fp32.
     Outputs: dq, dk and dv, with the shapes of q, k and v. Workspace: rows (B, Hq, 2, padded Sq) in fp32, and the dQ
-    workspace (`Scratch`).
+    workspace (`DqWorkspace`).
 
     Warp roles: every warp loads and multiplies. `column_parts` (1, 2 or 4) warps share the columns of dK and dV of 32
     keys.
@@ -280,16 +286,16 @@ class BackwardSm80(BackwardCall):
     """
 
     def __init__(self, spec: AmpereSpec):
-        self.spec, self.elementwise, self.seams = spec, spec.elementwise, Seams.of(spec, transposed=True)
+        self.spec, self.elementwise, self.seams = spec, spec.elementwise, KernelFeatures.of(spec, transposed=True)
         self.element, self.d, self.dv = self.seams.element, spec.d, spec.dv
         self.tile_m, self.tile_n, self.parts = spec.tile_m, spec.tile_n, spec.column_parts
         self.in_order = spec.in_order
         self.warps = spec.threads // WARP
-        self.prepare = PrepareBackward(self.element, clears=spec.d, elementwise=spec.elementwise)
-        self.finish = FinishBackward(self.element, spec.d, elementwise=spec.elementwise)
+        self.prepare = BackwardPreprocess(self.element, clears=spec.d, elementwise=spec.elementwise)
+        self.finish = BackwardPostprocess(self.element, spec.d, elementwise=spec.elementwise)
 
     @cute.jit
-    def launch(self, call: Gradients, stream: cuda.CUstream):
+    def launch(self, call: BackwardArgs, stream: cuda.CUstream):
         """Launch the preprocessing kernels of the features, then the three backward kernels."""
         B, Hkv, Sk, _ = call.k.shape
         num_n_blocks, group = cute.ceil_div(Sk, self.tile_n), call.q.shape[1] // Hkv
@@ -297,14 +303,14 @@ class BackwardSm80(BackwardCall):
         # Bytes per query row: Q, dO and dQ in fp32.
         row_bytes = (self.d + self.dv) * self.element.bytes + self.d * FP32_BYTES
         num_ctas = call.num_ctas if self.in_order else None
-        bound = walk.at(Sizes(call.q.shape[2], Sk), self.tile_m, self.tile_n)
+        bound = walk.at(SeqlenInfo(call.q.shape[2], Sk), self.tile_m, self.tile_n)
         section = heads_in_turn(bound, group, B * Hkv, row_bytes, num_ctas)
-        everything = Ahead(B * Hkv, group, num_n_blocks)
+        everything = WorkspaceLayout(B * Hkv, group, num_n_blocks)
         sums = (call.rows, call.scratch)
-        self.seams.before(call, stream)
-        given = GivenRows(call.o, call.do, call.lse, call.dlse)
-        self.prepare(given, *sums, everything, chain.kept_share, pieces, stream)
-        tensors = Operands(call.q, call.k, call.v, call.do, call.dk, call.dv)
+        self.seams.launch_preprocess(call, stream)
+        given = RowStatsInputs(call.o, call.do, call.lse, call.dlse)
+        self.prepare(given, *sums, everything, chain.keep_probability, pieces, stream)
+        tensors = BackwardGmem(call.q, call.k, call.v, call.do, call.dk, call.dv)
         self.kernel(tensors, *sums, call.scales, section, pieces, walk, chain).launch(
             grid=(num_n_blocks * B * Hkv, 1, 1), block=(self.spec.threads, 1, 1), stream=stream
         )
@@ -313,40 +319,40 @@ class BackwardSm80(BackwardCall):
     @cute.kernel
     def kernel(
         self,
-        tensors: Operands,
+        tensors: BackwardGmem,
         mRows: cute.Tensor,
         mScratch: cute.Tensor,
-        scales: Scales,
+        scales: SoftmaxScale,
         section: Int32,
-        pieces: Pieces,
-        walk: Walk,
-        chain: Chain,
+        pieces: TileAddressing,
+        walk: BlockIterator,
+        chain: ScorePipeline,
     ):
         """Compute dK and dV of a block of keys, and add dQ to the workspace."""
         B, Hkv, Sk, _ = tensors.k.shape
         Hq, Sq = tensors.q.shape[1], tensors.q.shape[2]
-        bound = walk.at(Sizes(Sq, Sk), self.tile_m, self.tile_n)
-        order = KeyOrder(True, cute.ceil_div(Sk, self.tile_n), Hkv, B * Hkv, section, bound, self.in_order)
+        bound = walk.at(SeqlenInfo(Sq, Sk), self.tile_m, self.tile_n)
+        order = BackwardTileScheduler(True, cute.ceil_div(Sk, self.tile_n), Hkv, B * Hkv, section, bound, self.in_order)
         tile = pieces.of_keys(order, bound.sizes).tile(cute.arch.block_idx()[0])
         first_key = tile.block * self.tile_n
 
         smem = cutlass.memory.SmemAllocator()
         start = Int32(smem.allocate(self.spec.smem_bytes(), 128).toint())
-        k = sm80.Tile(start, self.tile_n, self.d)
-        v = sm80.Tile(k.start + k.bytes, self.tile_n, self.dv)
-        weights = sm80.Tile(v.start + v.bytes, self.tile_n, self.tile_m)  # first of two tiles
-        q = sm80.Tile(weights.start + 2 * weights.bytes, self.tile_m, self.d)
-        do = sm80.Tile(q.start + q.bytes, self.tile_m, self.dv)
+        k = sm80.SmemTile(start, self.tile_n, self.d)
+        v = sm80.SmemTile(k.start + k.bytes, self.tile_n, self.dv)
+        weights = sm80.SmemTile(v.start + v.bytes, self.tile_n, self.tile_m)  # first of two tiles
+        q = sm80.SmemTile(weights.start + 2 * weights.bytes, self.tile_m, self.d)
+        do = sm80.SmemTile(q.start + q.bytes, self.tile_m, self.dv)
         slot_bytes = q.bytes + do.bytes + ROW_FACTS * self.tile_m * FP32_BYTES
-        mover = sm80.Mover(self.spec.threads, self.element, self.elementwise)
+        mover = sm80.SmemCopier(self.spec.threads, self.element, self.elementwise)
         mine = tuple(x[tile.batch, None, None, None] for x in (tensors.q, tensors.do, mRows))
-        queries = Queries(mover, *mine, q, do, slot_bytes)
+        queries = QueryStages(mover, *mine, q, do, slot_bytes)
 
         mover.load(tile.rows(tensors.k), first_key, k)
         mover.load(tile.rows(tensors.v), first_key, v)
-        scratch = Scratch(mScratch.iterator, mRows.shape[3] // self.tile_m, B * Hq, self.tile_m * self.d // UNITS)
-        tiles, group = Tiles(k, v, weights), Hq // Hkv
-        keys = Keys(replace(tile, group=group), tile.head * group, tile.batch * Hq, group)
+        scratch = DqWorkspace(mScratch.iterator, mRows.shape[3] // self.tile_m, B * Hq, self.tile_m * self.d // UNITS)
+        tiles, group = BackwardSmem(k, v, weights), Hq // Hkv
+        keys = KvBlock(replace(tile, group=group), tile.head * group, tile.batch * Hq, group)
         if cutlass.const_expr(self.parts == 4):
             self.step_together(order, queries, tiles, scratch, keys, scales, chain)
         else:
@@ -355,11 +361,13 @@ class BackwardSm80(BackwardCall):
         mover.unload(k, tile.rows(tensors.dk), first_key)
         mover.unload(v, tile.rows(tensors.dv), first_key)
 
-    def turn(self, order: KeyOrder, n_block: Int32, run: Downward, step: Step) -> Int32 | None:
+    def turn(
+        self, order: BackwardTileScheduler, n_block: Int32, run: QueryBlockRange, step: QueryBlockStep
+    ) -> Int32 | None:
         """Return how many warp adds to the queries of a step come before this CTA's, or None if there is no order."""
         return order.turn(n_block, run.at(step), step.j) * self.warps if self.in_order else None
 
-    def gradient(self, tiles: Tiles, scratch: Scratch, warp: Int32) -> QueryGradient:
+    def gradient(self, tiles: BackwardSmem, scratch: DqWorkspace, warp: Int32) -> DqProduct:
         """Return the part of dQ of a warp.
 
         With eight warps and panels of 64 columns, the part is two slabs of rows and every fourth pair of columns. Other
@@ -369,12 +377,14 @@ class BackwardSm80(BackwardCall):
         parts = min(4, k.panel // sm80.PAIR) if self.warps == 8 else 2  # parts of the columns
         slabs = self.tile_m // SLAB * parts // self.warps
         pairs = k.panel // sm80.PAIR // parts
-        left = sm80.Matrices.create(tiles.weights, self.element.dtype, "A", transposed=True).share(warp // parts, slabs)
-        right = sm80.Matrices.create(k, self.element.dtype, "B", transposed=True).share(warp % parts, pairs)
-        product = sm80.Product.create(self.element.dtype)
-        return QueryGradient(product, left, right, slabs, pairs, scratch, warp // parts * slabs, warp % parts)
+        left = sm80.LdmatrixView.create(tiles.weights, self.element.dtype, "A", transposed=True).share(
+            warp // parts, slabs
+        )
+        right = sm80.LdmatrixView.create(k, self.element.dtype, "B", transposed=True).share(warp % parts, pairs)
+        product = sm80.MmaProduct.create(self.element.dtype)
+        return DqProduct(product, left, right, slabs, pairs, scratch, warp // parts * slabs, warp % parts)
 
-    def share(self, k: sm80.Tile, slab: Int32, half: Int32 | int, part: Int32) -> Share:
+    def share(self, k: sm80.SmemTile, slab: Int32, half: Int32 | int, part: Int32) -> WarpState:
         """Return the operands and accumulators of a warp.
 
         Args:
@@ -382,16 +392,17 @@ class BackwardSm80(BackwardCall):
             half: half of the queries.
             part: part of the columns of dK and dV.
         """
-        mine = sm80.Matrices.create(k, self.element.dtype, "A", first_row=slab * SLAB)
-        rows = sm80.Matrices.create(k, self.element.dtype, "B", first_row=half * HALF)
-        columns = sm80.Matrices.create(k, self.element.dtype, "A").share(part, k.panel // sm80.PAIR // self.parts)
+        mine = sm80.LdmatrixView.create(k, self.element.dtype, "A", first_row=slab * SLAB)
+        rows = sm80.LdmatrixView.create(k, self.element.dtype, "B", first_row=half * HALF)
+        columns = sm80.LdmatrixView.create(k, self.element.dtype, "A").share(part, k.panel // sm80.PAIR // self.parts)
         dK, dV = (tuple(sm80.accumulator(c // self.parts) for _ in range(SLABS)) for c in (self.d, self.dv))
-        return Share(sm80.Product.create(self.element.dtype), mine, rows, columns, dK, dV)
+        return WarpState(sm80.MmaProduct.create(self.element.dtype), mine, rows, columns, dK, dV)
 
     @cute.jit
     def step_apart(
-        self, order: KeyOrder, queries: Queries, tiles: Tiles, scratch: Scratch, keys: Keys, scales: Scales,
-        chain: Chain,
+        self, order: BackwardTileScheduler, queries: QueryStages, tiles: BackwardSmem, scratch: DqWorkspace,
+        keys: KvBlock, scales: SoftmaxScale,
+        chain: ScorePipeline,
     ):  # fmt: skip
         """Run the mainloop where every warp, or every pair of warps, has keys of its own.
 
@@ -403,7 +414,7 @@ class BackwardSm80(BackwardCall):
         gradient = self.gradient(tiles, scratch, warp)
         key = keys.tile.block * self.tile_n + first_slab * SLAB + lane // 4
         column, scale_log2 = lane % 4 * 2 + part * HALF, chain.scales(scales).log2
-        place = Place(order.walk.sizes, self.tile_m, key, column, keys.tile.sequence, None, transposed=True)
+        place = ScoreCoord(order.walk.sizes, self.tile_m, key, column, keys.tile.sequence, None, transposed=True)
 
         run = order.walk.queries(keys.tile)
         total = run.total(keys.group)
@@ -419,7 +430,7 @@ class BackwardSm80(BackwardCall):
                 queries.load_do(later.head, later.block, 1 - i % 2)
             if i > 0:
                 gradient.add(1 - i % 2, last, self.turn(order, keys.tile.block, run, last_step))
-            here = Here(chain, place, run, step)
+            here = StepContext(chain, place, run, step)
             if cutlass.const_expr(self.parts == 1):
                 self.step_alone(my, queries, tiles, i % 2, here, scale_log2, first_slab)
             else:
@@ -432,9 +443,17 @@ class BackwardSm80(BackwardCall):
         sm80.arrive()
         self.put(my, tiles, first_slab * SLAB, scales, chain, part)
 
-    def put(self, my: Share, tiles: Tiles, first_row: Int32, scales: Scales, chain: Chain, part: Int32) -> None:
+    def put(
+        self,
+        my: WarpState,
+        tiles: BackwardSmem,
+        first_row: Int32,
+        scales: SoftmaxScale,
+        chain: ScorePipeline,
+        part: Int32,
+    ) -> None:
         """Write a warp's dK and dV to the tiles in shared memory."""
-        of_dV = None if chain.kept_share is None else chain.scaled(Float32(1.0))
+        of_dV = None if chain.keep_probability is None else chain.scaled(Float32(1.0))
         for accs, tile, factor in ((my.dK, tiles.k, chain.scaled(scales.natural)), (my.dV, tiles.v, of_dV)):
             for s, acc in enumerate(accs):
                 if factor is not None:
@@ -444,7 +463,8 @@ class BackwardSm80(BackwardCall):
 
     @cute.jit
     def weigh(
-        self, scores: sm80.Accumulators, lse: cute.Tensor, here: Here, chains: tuple[Chain, ...], first: int,
+        self, scores: sm80.Accumulators, lse: cute.Tensor, here: StepContext, chains: tuple[ScorePipeline, ...],
+        first: int,
         scale_log2: Float32,
     ) -> list[fragments.OperandA]:  # fmt: skip
         """Replace the scores of the queries from `first` on by P, and return P in 16 bits."""
@@ -460,28 +480,29 @@ class BackwardSm80(BackwardCall):
         return P
 
     def ask(
-        self, scores: sm80.Accumulators, here: Here, chains: tuple[Chain, ...], first: int, masked: bool
+        self, scores: sm80.Accumulators, here: StepContext, chains: tuple[ScorePipeline, ...], first: int, masked: bool
     ) -> None:  # fmt: skip
         """Apply the score stages to the scores of a step.
 
-        Score stages have no registers across steps in these kernels. Therefore `begin` and `make_ready` are called
+        Score stages have no registers across steps in these kernels. Therefore `begin` and `prepare_stage` are called
         directly before `apply`.
         """
         for s, acc in enumerate(scores):
             chain = chains[s].at(here.place_of(s, first))
             chain.begin(here.block, masked)
-            chain.make_ready(here.block, masked)
+            chain.prepare_stage(here.block, masked)
             chain.apply(fragments.rows_and_columns(acc), here.block, masked)
 
     @cute.jit
     def slope(
-        self, P: sm80.Accumulators, dP: sm80.Accumulators, delta: cute.Tensor, here: Here, chains: tuple[Chain, ...]
+        self, P: sm80.Accumulators, dP: sm80.Accumulators, delta: cute.Tensor, here: StepContext,
+        chains: tuple[ScorePipeline, ...]
     ) -> list[fragments.OperandA]:  # fmt: skip
         """Return dS in 16 bits; `dP` is overwritten."""
         dS = []
         for s in cutlass.range_constexpr(len(P)):
             slopes = fragments.rows_and_columns(dP[s])
-            chains[s].at(here.place).derive(slopes, masked=True)
+            chains[s].at(here.place).apply_backward(slopes, masked=True)
             differentiate(fragments.rows_and_columns(P[s]), slopes, delta, slopes)
             dS.append(fragments.OperandA.create(dP[s], self.element))
             dS[s].take(dP[s])
@@ -489,12 +510,13 @@ class BackwardSm80(BackwardCall):
 
     @cute.jit
     def step_alone(
-        self, my: Share, queries: Queries, tiles: Tiles, slot: Int32, here: Here, scale_log2: Float32,
+        self, my: WarpState, queries: QueryStages, tiles: BackwardSmem, slot: Int32, here: StepContext,
+        scale_log2: Float32,
         first_slab: Int32,
     ):  # fmt: skip
         """Add a block of queries to the warp's dK and dV, and write the warp's dS to shared memory."""
         k, v, weights = tiles.k, tiles.v, tiles.weights
-        q, do = queries.slot(queries.q, slot), queries.slot(queries.do, slot)
+        q, do = queries.stage_index(queries.q, slot), queries.stage_index(queries.do, slot)
         target = weights.moved(slot * weights.bytes)
         for first in cutlass.range_constexpr(0, self.tile_m, HALF):
             S, dP = (tuple(sm80.accumulator(HALF) for _ in range(SLABS)) for _ in range(2))
@@ -517,7 +539,8 @@ class BackwardSm80(BackwardCall):
 
     @cute.jit
     def step_in_pairs(
-        self, my: Share, queries: Queries, tiles: Tiles, slot: Int32, here: Here, scale_log2: Float32,
+        self, my: WarpState, queries: QueryStages, tiles: BackwardSmem, slot: Int32, here: StepContext,
+        scale_log2: Float32,
         first_slab: Int32, half: Int32,
     ):  # fmt: skip
         """Add a block of queries to dK and dV where two warps share the same keys.
@@ -525,7 +548,7 @@ class BackwardSm80(BackwardCall):
         Each warp first computes the scores of half of the queries, then sums all queries for half of the columns. P,
         and then dS in the same place, cross shared memory.
         """
-        q, do = queries.slot(queries.q, slot), queries.slot(queries.do, slot)
+        q, do = queries.stage_index(queries.q, slot), queries.stage_index(queries.do, slot)
         rows, target = my.rows.over(q, False), tiles.weights.moved(slot * tiles.weights.bytes)
         S, dP = (tuple(sm80.accumulator(HALF) for _ in range(SLABS)) for _ in range(2))
         my.product.scores(S, my.keys, rows)
@@ -533,7 +556,7 @@ class BackwardSm80(BackwardCall):
         P = self.weigh(S, queries.facts(0, slot, half * HALF), here, chains, 0, scale_log2)
         for s in cutlass.range_constexpr(SLABS):
             sm80.put_operand(P[s], target, (first_slab + s) * SLAB, half * HALF)
-        left = sm80.Matrices.create(target, self.element.dtype, "A", first_row=first_slab * SLAB).share(1 - half, 2)
+        left = sm80.LdmatrixView.create(target, self.element.dtype, "A", first_row=first_slab * SLAB).share(1 - half, 2)
         self.accumulate_halves(my, my.dV, P, left, my.columns.over(q, True).beside(do), first_slab, half)
         my.product.scores(dP, my.keys.beside(tiles.v), rows.beside(do))
         dS = self.slope(S, dP, queries.facts(1, slot, half * HALF), here, chains)
@@ -547,11 +570,11 @@ class BackwardSm80(BackwardCall):
         cute.arch.barrier(barrier_id=1 + first_slab // SLABS, number_of_threads=self.parts * WARP)
 
     def accumulate_halves(
-        self, my: Share, accs: sm80.Accumulators, own: list[fragments.OperandA], left: sm80.Matrices,
-        columns: sm80.Matrices, first_slab: Int32, half: Int32,
+        self, my: WarpState, accs: sm80.Accumulators, own: list[fragments.OperandA], left: sm80.LdmatrixView,
+        columns: sm80.LdmatrixView, first_slab: Int32, half: Int32,
     ) -> None:  # fmt: skip
         """Sum over the half of the queries held by this warp, then over the peer warp's half from shared memory."""
-        lefts, mine = tuple(sm80.room(self.element.dtype) for _ in own), columns.below(half * HALF)
+        lefts, mine = tuple(sm80.allocate_fragment(self.element.dtype) for _ in own), columns.below(half * HALF)
         for query in range(0, HALF, SLAB):
             my.product.accumulate(accs, tuple(x.fragment[None, 0, query // SLAB] for x in own), mine, query)
         self.meet(first_slab)
@@ -563,8 +586,9 @@ class BackwardSm80(BackwardCall):
 
     @cute.jit
     def step_together(
-        self, order: KeyOrder, queries: Queries, tiles: Tiles, scratch: Scratch, keys: Keys, scales: Scales,
-        chain: Chain,
+        self, order: BackwardTileScheduler, queries: QueryStages, tiles: BackwardSmem, scratch: DqWorkspace,
+        keys: KvBlock, scales: SoftmaxScale,
+        chain: ScorePipeline,
     ):  # fmt: skip
         """Run the mainloop where four warps share the columns of 32 keys.
 
@@ -579,8 +603,8 @@ class BackwardSm80(BackwardCall):
         gradient = self.gradient(tiles, scratch, warp)
         key = keys.tile.block * self.tile_n + slab * SLAB + lane // 4
         column, scale_log2 = lane % 4 * 2 + half * HALF, chain.scales(scales).log2
-        place = Place(order.walk.sizes, self.tile_m, key, column, keys.tile.sequence, None, transposed=True)
-        left = sm80.Matrices.create(weights, self.element.dtype, "A", first_row=first_slab * SLAB)
+        place = ScoreCoord(order.walk.sizes, self.tile_m, key, column, keys.tile.sequence, None, transposed=True)
+        left = sm80.LdmatrixView.create(weights, self.element.dtype, "A", first_row=first_slab * SLAB)
 
         run = order.walk.queries(keys.tile)
         total = run.total(keys.group)
@@ -591,9 +615,9 @@ class BackwardSm80(BackwardCall):
         for i in cutlass.range(total, unroll=1):
             later = run.after(step, i + 1 < total)
             number = (keys.heads_before + step.head) * scratch.num_m_blocks + step.block
-            zero, here = fragments.zero_of(i), Here(chain, place, run, step)
+            zero, here = fragments.zero_of(i), StepContext(chain, place, run, step)
             q, do = queries.q.moved(zero), queries.do.moved(zero)
-            now = Tiles(k.moved(zero), v.moved(zero), weights.moved(zero))
+            now = BackwardSmem(k.moved(zero), v.moved(zero), weights.moved(zero))
             dS, P = now.weights, now.weights.moved(weights.bytes)
             self.weigh_together(my, queries, now, q, do, here, scale_log2, slab, half)
             cute.arch.sync_threads()
@@ -615,7 +639,8 @@ class BackwardSm80(BackwardCall):
 
     @cute.jit
     def weigh_together(
-        self, my: Share, queries: Queries, tiles: Tiles, q: sm80.Tile, do: sm80.Tile, here: Here,
+        self, my: WarpState, queries: QueryStages, tiles: BackwardSmem, q: sm80.SmemTile, do: sm80.SmemTile,
+        here: StepContext,
         scale_log2: Float32, slab: Int32, half: Int32,
     ):  # fmt: skip
         """Write dS and P of a slab of keys and half of the queries to shared memory, once Q and dO have landed."""
@@ -631,9 +656,11 @@ class BackwardSm80(BackwardCall):
         sm80.put_operand(dS[0], tiles.weights, slab * SLAB, half * HALF)
         sm80.put_operand(P[0], tiles.weights.moved(tiles.weights.bytes), slab * SLAB, half * HALF)
 
-    def accumulate_all(self, my: Share, accs: sm80.Accumulators, left: sm80.Matrices, columns: sm80.Matrices) -> None:
+    def accumulate_all(
+        self, my: WarpState, accs: sm80.Accumulators, left: sm80.LdmatrixView, columns: sm80.LdmatrixView
+    ) -> None:
         """Add a block of queries to the warp's columns: dV += P^T dO or dK += dS^T Q."""
-        lefts = tuple(sm80.room(self.element.dtype) for _ in accs)
+        lefts = tuple(sm80.allocate_fragment(self.element.dtype) for _ in accs)
         for query in range(0, self.tile_m, SLAB):
             for s, weights in enumerate(lefts):
                 left.fetch(s * SLAB, query, weights)

@@ -2,7 +2,7 @@
 
 The query heads of a KV head are packed into a single tile of rows (pack-GQA), so that K and V are read once. Where
 tiles are fewer than SMs, the keys of each tile are split among several CTAs (split-KV; FlashDecoding, Dao et al. 2023).
-The CTAs leave fp32 partial results for the `Combine` kernel.
+The CTAs leave fp32 partial results for the `SplitKvCombine` kernel.
 
 A CTA has four warps. For up to 16 rows each warp is a team of its own. A team takes a quarter of the keys of every
 block, has its own pipeline of K and V, and waits for no other team. At the end the results of the teams are reduced in
@@ -20,38 +20,38 @@ import cutlass.memory
 from cutlass import Float32, Int32
 
 from ...registry.kernel_spec import RESULT_PAD, SLAB, WARP, AmpereSpec
-from ..call_args.decode import DecodeCall, FewRows
-from ..call_args.operands import Scales
-from ..decode.kv_load import Beside, K, Stored, V
-from ..decode.pack_gqa import Part
-from ..decode.split_kv import Combine, Partials, Share, follow, loaded, starts_early
-from ..features.base import Seams
+from ..call_args.decode import DecodeArgs, DecodeCall
+from ..call_args.operands import SoftmaxScale
+from ..decode.kv_load import K, KvLoader, KvScaleLoader, V
+from ..decode.pack_gqa import DecodeTile
+from ..decode.split_kv import PartialResult, SplitKvCombine, WorkspacePartials, follow, loaded, starts_early
+from ..features.base import KernelFeatures
 from ..mainloop.softmax import OnlineSoftmax
 from ..primitives import fragments, sm80
 from ..primitives.vector_access import QUAD
-from ..score_stages.pipeline import Chain, Place
-from ..tiling.block_iterator import BoundBand, Split, Walk
-from ..tiling.seqlen_info import Sizes
-from ..tiling.tile import Pieces
+from ..score_stages.pipeline import ScoreCoord, ScorePipeline
+from ..tiling.block_iterator import BlockIterator, BoundBlocks, SplitKvRange
+from ..tiling.seqlen_info import SeqlenInfo
+from ..tiling.tile import TileAddressing
 
 
 @dataclass(frozen=True)
-class Ring:
+class KvStages:
     """Pipeline of a team's share of K and V of every block, filled with cp.async.
 
     K and V have `stages` stages each in shared memory. The nth block of a split uses stage nth % stages.
     """
 
-    mover: sm80.Mover  # copies of the team's warps
+    mover: sm80.SmemCopier  # copies of the team's warps
     gK: cute.Tensor  # (Sk, D)
     gV: cute.Tensor  # (Sk, Dv)
-    k: sm80.Tile  # stage 0 of K; stage 0 of V follows
-    v: sm80.Tile
+    k: sm80.SmemTile  # stage 0 of K; stage 0 of V follows
+    v: sm80.SmemTile
     stages: int
-    keys: Split  # KV blocks of the CTA
+    keys: SplitKvRange  # KV blocks of the CTA
     first_key: Int32  # the team's first key in a block
-    stored: Stored  # loader of K and V
-    beside: Beside  # loader of per-key data, such as the scales of a quantized cache
+    stored: KvLoader  # loader of K and V
+    beside: KvScaleLoader  # loader of per-key data, such as the scales of a quantized cache
     block: int  # keys of a block, over all teams
 
     @property
@@ -59,7 +59,7 @@ class Ring:
         """Number of KV blocks of the CTA."""
         return self.keys.end - self.keys.begin
 
-    def slot(self, tile: sm80.Tile, nth: Int32 | int) -> sm80.Tile:
+    def stage_index(self, tile: sm80.SmemTile, nth: Int32 | int) -> sm80.SmemTile:
         """Return the tile of stage nth % stages, given the tile of stage 0."""
         return tile.moved(nth % self.stages * tile.bytes)
 
@@ -72,7 +72,7 @@ class Ring:
         self.load(V, self.gV, self.v, nth)
 
     @cute.jit
-    def load(self, which: cutlass.Constexpr[int], gX: cute.Tensor, tile: sm80.Tile, nth: Int32):
+    def load(self, which: cutlass.Constexpr[int], gX: cute.Tensor, tile: sm80.SmemTile, nth: Int32):
         """Start the load of K or V of the split's nth block, and commit a cp.async group.
 
         Rows beyond the last key become zeros. Beyond the last block nothing is loaded. A group is committed all the
@@ -80,7 +80,7 @@ class Ring:
         """
         if nth < self.blocks:
             first = self.keys.nth(self.keys.begin + nth) * self.block + self.first_key
-            self.stored.load(self.mover, gX, first, self.slot(tile, nth))
+            self.stored.load(self.mover, gX, first, self.stage_index(tile, nth))
             self.beside.load(which, first, nth % self.stages, self.mover.threads)
         cute.arch.cp_async_commit_group()
 
@@ -110,7 +110,7 @@ class Ring:
 
 
 @dataclass(frozen=True)
-class Teams:
+class TeamPartials:
     """Results of every team in shared memory, reduced by `combine.Share`.
 
     The fp32 outputs of the rows are `pitch` floats apart. Maxima and sums follow.
@@ -139,7 +139,7 @@ class Teams:
 
 
 @dataclass(frozen=True)
-class Outside:
+class DecodeGmem:
     """Tensors in global memory."""
 
     q: cute.Tensor  # (B, Hq, Sq, D)
@@ -168,21 +168,21 @@ class DecodeSm80(DecodeCall):
     """
 
     def __init__(self, spec: AmpereSpec):
-        self.spec, self.seams = spec, Seams.of(spec)
+        self.spec, self.seams = spec, KernelFeatures.of(spec)
         self.element = self.seams.element
         self.tile_m, self.tile_n, self.d, self.dv, self.stages = spec.tile_m, spec.tile_n, spec.d, spec.dv, spec.stages
         self.team_warps = spec.tile_m // SLAB
         self.keys = spec.tile_n // spec.teams  # keys of a team in every block
 
     @cute.jit
-    def launch(self, call: FewRows, stream: cuda.CUstream):
-        """Launch the decode kernel and, with several splits, the `Combine` kernel."""
+    def launch(self, call: DecodeArgs, stream: cuda.CUstream):
+        """Launch the decode kernel and, with several splits, the `SplitKvCombine` kernel."""
         B, Hq, Sq, Dv = call.o.shape
         Hkv = call.k.shape[1]
         pieces = self.seams.pieces(call)
         m_tiles = pieces.most_blocks_of_rows(Hq // Hkv * Sq, self.tile_m)
-        partials = Partials(call.partials.iterator, B * Hq * Sq, call.splits, Dv)
-        tensors = Outside(call.q, call.k, call.v, call.o, call.lse)
+        partials = WorkspacePartials(call.partials.iterator, B * Hq * Sq, call.splits, Dv)
+        tensors = DecodeGmem(call.q, call.k, call.v, call.o, call.lse)
         seams = (pieces, self.seams.walk(call), self.seams.chain(call), self.stored(call))
         self.kernel(tensors, partials.start, call.scale, call.splits, *seams).launch(
             grid=(m_tiles * call.splits * Hkv * B, 1, 1),
@@ -195,40 +195,42 @@ class DecodeSm80(DecodeCall):
         )
         if call.splits > 1:
             chain = self.seams.chain(call)
-            Combine(self.element)(call.o, call.lse, partials, chain.unit(call.scale), chain, stream, call.split_size)
+            SplitKvCombine(self.element)(
+                call.o, call.lse, partials, chain.unit(call.scale), chain, stream, call.split_size
+            )
 
-    def stored(self, call: FewRows) -> Stored:
+    def stored(self, call: DecodeArgs) -> KvLoader:
         """Return the loader of K and V of the spec's features."""
         found = self.seams.stored(call)
-        return Stored() if found is None else found
+        return KvLoader() if found is None else found
 
     @cute.kernel
     def kernel(
         self,
-        tensors: Outside,
+        tensors: DecodeGmem,
         partials: cute.Pointer,
         scale: Float32,
         splits: Int32,
-        pieces: Pieces,
-        walk: Walk,
-        chain: Chain,
-        stored: Stored,
+        pieces: TileAddressing,
+        walk: BlockIterator,
+        chain: ScorePipeline,
+        stored: KvLoader,
     ):
         """Process a tile of packed rows against the keys of a split."""
         smem = cutlass.memory.SmemAllocator()
         start = Int32(smem.allocate(self.spec.smem_bytes(), 128).toint())
         warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
         team, slab = warp // self.team_warps, warp % self.team_warps
-        sizes = Sizes(tensors.q.shape[2], tensors.k.shape[2])
-        part = Part.of_cta(pieces, sizes, tensors.q.shape[1], tensors.k.shape[1], self.tile_m, splits)
-        q = sm80.Tile(start, self.tile_m, self.d)
+        sizes = SeqlenInfo(tensors.q.shape[2], tensors.k.shape[2])
+        part = DecodeTile.of_cta(pieces, sizes, tensors.q.shape[1], tensors.k.shape[1], self.tile_m, splits)
+        q = sm80.SmemTile(start, self.tile_m, self.d)
         bound = walk.at(part.sizes, self.tile_m, self.tile_n).shared(smem)
         first_head, _ = part.place(Int32(0))
-        scales = chain.scales(Scales(scale * fragments.LOG2_E, scale))
+        scales = chain.scales(SoftmaxScale(scale * fragments.LOG2_E, scale))
         out, softmax = sm80.accumulator(self.dv), OnlineSoftmax.create(scales.log2, chain)
         column = team * self.keys + lane % 4 * 2
         here = chain.hold(self.keys).at(  # the row of this place is the first packed row of the tile
-            Place(part.sizes, self.tile_n, part.first_row, column, part.tile.sequence, first_head)
+            ScoreCoord(part.sizes, self.tile_n, part.first_row, column, part.tile.sequence, first_head)
         )
 
         follow()
@@ -237,38 +239,39 @@ class DecodeSm80(DecodeCall):
         self.load_queries(tensors.q, q, part)
         ring.start()
         stored.turn(q, part, tensors.q.shape[3], self.element, self.spec.threads // WARP)
-        left_q = sm80.Matrices.create(q, self.element.dtype, "A", first_row=slab * SLAB)
+        left_q = sm80.LdmatrixView.create(q, self.element.dtype, "A", first_row=slab * SLAB)
         self.attend(ring, left_q, out, softmax, here, bound, stored)
         weights = softmax.part(fragments.rows_and_columns(out))
 
         cute.arch.sync_threads()  # no warp reads shared memory any more where the results go
         floats = cute.make_ptr(Float32, start, cute.AddressSpace.smem, assumed_align=16)
-        teams = Teams(floats, self.tile_m, self.dv + RESULT_PAD, Int32(self.spec.teams))
+        teams = TeamPartials(floats, self.tile_m, self.dv + RESULT_PAD, Int32(self.spec.teams))
         leave(fragments.rows_and_columns(out), weights, teams, team, slab * SLAB + lane // 4, stored)
         cute.arch.sync_threads()
         self.add_up(teams, part, tensors.o, tensors.lse, partials, scales.natural, chain)
 
     def my_ring(
-        self, mK: cute.Tensor, mV: cute.Tensor, part: Part, walk: BoundBand, stored: Stored, start: Int32, team: Int32
-    ) -> Ring:  # fmt: skip
+        self, mK: cute.Tensor, mV: cute.Tensor, part: DecodeTile, walk: BoundBlocks, stored: KvLoader, start: Int32,
+        team: Int32
+    ) -> KvStages:  # fmt: skip
         """Return the K and V pipeline of this warp's team."""
         keys = part.keys(walk)
         away = team * (self.spec.kv_bytes() // self.spec.teams)
-        k = sm80.Tile(start + away, self.keys, stored.columns(self.d))
-        v = sm80.Tile(start + (away + self.stages * k.bytes), self.keys, stored.columns(self.dv))
+        k = sm80.SmemTile(start + away, self.keys, stored.columns(self.d))
+        v = sm80.SmemTile(start + (away + self.stages * k.bytes), self.keys, stored.columns(self.dv))
         beside = stored.beside(part, v.start + self.stages * v.bytes, self.keys, self.stages)
-        mover = sm80.Mover(self.team_warps * WARP, self.element, elementwise=False)
+        mover = sm80.SmemCopier(self.team_warps * WARP, self.element, elementwise=False)
         # (Sk, D) and (Sk, Dv), or the form of K and V that `stored` loads from.
         gK, gV = stored.of_head(part, mK), stored.of_head(part, mV)
-        return Ring(mover, gK, gV, k, v, self.stages, keys, team * self.keys, stored, beside, self.tile_n)
+        return KvStages(mover, gK, gV, k, v, self.stages, keys, team * self.keys, stored, beside, self.tile_n)
 
     @cute.jit
-    def load_queries(self, mQ: cute.Tensor, q: sm80.Tile, part: Part):
+    def load_queries(self, mQ: cute.Tensor, q: sm80.SmemTile, part: DecodeTile):
         """Start the load of the tile's rows, executed by all threads.
 
         The rows may belong to several heads. Rows beyond the last become zeros.
         """
-        mover = sm80.Mover(self.spec.threads, self.element, elementwise=False)
+        mover = sm80.SmemCopier(self.spec.threads, self.element, elementwise=False)
         row, unit, step = mover.place(q, cute.arch.thread_idx()[0])
         for r in cutlass.range_constexpr(0, q.rows, step):
             number = part.first_row + row + r
@@ -279,13 +282,13 @@ class DecodeSm80(DecodeCall):
 
     @cute.jit
     def attend(
-        self, ring: Ring, left_q: sm80.Matrices, out: cute.Tensor, softmax: OnlineSoftmax, here: Chain,
-        walk: BoundBand, stored: Stored,
+        self, ring: KvStages, left_q: sm80.LdmatrixView, out: cute.Tensor, softmax: OnlineSoftmax, here: ScorePipeline,
+        walk: BoundBlocks, stored: KvLoader,
     ):  # fmt: skip
         """Run the mainloop: a warp's 16 rows against the team's keys of this split's blocks."""
         product = stored.product(self.element)
-        right_k = sm80.Matrices.create(ring.k, self.element.dtype, "B")
-        right_v = sm80.Matrices.create(ring.v, self.element.dtype, "B", transposed=True)
+        right_k = sm80.LdmatrixView.create(ring.k, self.element.dtype, "B")
+        right_v = sm80.LdmatrixView.create(ring.v, self.element.dtype, "B", transposed=True)
         acc_S = sm80.accumulator(self.keys)  # 16 x keys of a team
         S, output = fragments.rows_and_columns(acc_S), fragments.rows_and_columns(out)
         P = stored.left_operand(acc_S, self.element)
@@ -294,11 +297,11 @@ class DecodeSm80(DecodeCall):
             ring.load_v(nth + self.stages - 1)
             if walk.masks(ring.keys, j):
                 here.begin(ring.keys.nth(j), masked=True)
-            product.scores((acc_S,), left_q, right_k.over(ring.slot(ring.k, nth), transposed=False))
+            product.scores((acc_S,), left_q, right_k.over(ring.stage_index(ring.k, nth), transposed=False))
             ring.beside.scale(S, nth % self.stages)
             ring.arrive()
             ring.load_k(nth + self.stages)
-            if cutlass.const_expr(here.everywhere):
+            if cutlass.const_expr(here.applies_to_full_blocks):
                 if walk.masks(ring.keys, j):
                     here.apply(S, ring.keys.nth(j), masked=True)
                 else:
@@ -309,26 +312,27 @@ class DecodeSm80(DecodeCall):
                 softmax.raise_to(output)
             softmax.weigh(S)
             P.take(acc_S, ring.beside.weights(nth % self.stages, cute.size(S, mode=[1])))
-            values = right_v.over(ring.slot(ring.v, nth), transposed=True)
+            values = right_v.over(ring.stage_index(ring.v, nth), transposed=True)
             for key in cutlass.range_constexpr(0, self.keys, SLAB):
                 product.accumulate((out,), (P.fragment[None, 0, key // SLAB],), values, key)
             ring.arrive()
 
     @cute.jit
     def add_up(
-        self, teams: Teams, part: Part, mO: cute.Tensor, mLSE: cute.Tensor, partials: cute.Pointer, scale: Float32,
-        chain: Chain,
+        self, teams: TeamPartials, part: DecodeTile, mO: cute.Tensor, mLSE: cute.Tensor, partials: cute.Pointer,
+        scale: Float32,
+        chain: ScorePipeline,
     ):  # fmt: skip
         """Reduce the teams' results, executed by all threads.
 
         The rows go to O and LSE if keys are not split, and to the partial results otherwise.
         """
         B, Hq, Sq, Dv = mO.shape
-        parts, quads = Partials(partials, B * Hq * Sq, part.splits, Dv), Dv // QUAD
+        parts, quads = WorkspacePartials(partials, B * Hq * Sq, part.splits, Dv), Dv // QUAD
         total = cutlass.min(part.rows - part.first_row, self.tile_m) * quads
         for unit in cutlass.range(cute.arch.thread_idx()[0], total, self.spec.threads, unroll=1):
             row, column = unit // quads, unit % quads * QUAD
-            share = Share.create(scale)
+            share = PartialResult.create(scale)
             share.add(teams, row, 0, 1, column)
             head, query = part.place(part.first_row + row)
             if part.splits == 1:
@@ -343,7 +347,8 @@ class DecodeSm80(DecodeCall):
 
 @cute.jit
 def leave(
-    output: cute.Tensor, weights: tuple[cute.Tensor, cute.Tensor], teams: Teams, team: Int32, row: Int32, stored: Stored
+    output: cute.Tensor, weights: tuple[cute.Tensor, cute.Tensor], teams: TeamPartials, team: Int32, row: Int32,
+    stored: KvLoader
 ):  # fmt: skip
     """Write a thread's two rows, with their maxima and sums, to the results of its team.
 

@@ -16,29 +16,29 @@ import cutlass.memory
 from cutlass import Float32, Int32, Int64
 
 from ...registry.kernel_spec import SLAB, AmpereSpec
-from ..call_args.forward import Call, ForwardCall
-from ..call_args.operands import Scales
-from ..features.base import Seams
+from ..call_args.forward import ForwardArgs, ForwardCall
+from ..call_args.operands import SoftmaxScale
+from ..features.base import KernelFeatures
 from ..mainloop.softmax import OnlineSoftmax, write_lse
 from ..primitives import fragments, sm80
 from ..primitives.dtype import Element
-from ..primitives.tile_scheduler import TileOrder
-from ..score_stages.pipeline import Chain, Place, SlabForm
-from ..tiling.block_iterator import BoundBand, Walk
-from ..tiling.seqlen_info import Sizes
-from ..tiling.tile import Pieces, Tile
+from ..primitives.tile_scheduler import TileScheduler
+from ..score_stages.pipeline import ScoreCoord, ScorePipeline, SlabScoreLayout
+from ..tiling.block_iterator import BlockIterator, BoundBlocks
+from ..tiling.seqlen_info import SeqlenInfo
+from ..tiling.tile import Tile, TileAddressing
 
 
 @dataclass(frozen=True)
-class Keys:
+class KvStages:
     """Loads of K and V of a head, block by block."""
 
-    mover: sm80.Mover
+    mover: sm80.SmemCopier
     gK: cute.Tensor  # (Sk, D)
     gV: cute.Tensor  # (Sk, Dv)
-    k: sm80.Tile  # (tile_n, D) in shared memory
-    v: sm80.Tile  # (tile_n, Dv) in shared memory
-    stages: Chain  # score stages, with the data that they load
+    k: sm80.SmemTile  # (tile_n, D) in shared memory
+    v: sm80.SmemTile  # (tile_n, Dv) in shared memory
+    stages: ScorePipeline  # score stages, with the data that they load
 
     def load_k(self, block: Int32, whole: bool) -> None:
         """Start the load of a block of K."""
@@ -54,18 +54,20 @@ class Keys:
 
 
 @dataclass(frozen=True)
-class Slab:
+class WarpRows:
     """State of a warp for 16 of its rows: accumulators, softmax and score stages."""
 
     S: cute.Tensor  # 16 x tile_n scores, then probabilities
     out: cute.Tensor  # 16 x Dv output
     P: fragments.OperandA  # P in 16 bits
     softmax: OnlineSoftmax
-    chain: Chain
+    chain: ScorePipeline
     row: Int32  # first row of the thread
 
     @classmethod
-    def create(cls, element: Element, tile_n: int, dv: int, scale_log2: Float32, chain: Chain, row: Int32) -> Slab:
+    def create(
+        cls, element: Element, tile_n: int, dv: int, scale_log2: Float32, chain: ScorePipeline, row: Int32
+    ) -> WarpRows:
         """Create cleared accumulators and the softmax state of a slab."""
         S, out = sm80.accumulator(tile_n), sm80.accumulator(dv)
         return cls(S, out, fragments.OperandA.create(S, element), OnlineSoftmax.create(scale_log2, chain), chain, row)
@@ -99,13 +101,15 @@ class ForwardSm80(ForwardCall):
     """
 
     def __init__(self, spec: AmpereSpec):
-        self.spec, self.elementwise, self.seams = spec, spec.elementwise, Seams.of(spec)
+        self.spec, self.elementwise, self.seams = spec, spec.elementwise, KernelFeatures.of(spec)
         self.element = self.seams.element
         self.tile_m, self.tile_n, self.d, self.dv = spec.tile_m, spec.tile_n, spec.d, spec.dv
-        self.form = SlabForm(self.element, spec.threads, self.tile_m, self.tile_n, self.elementwise, spec.has_room)
+        self.form = SlabScoreLayout(
+            self.element, spec.threads, self.tile_m, self.tile_n, self.elementwise, spec.has_room
+        )
 
     @cute.jit
-    def launch(self, call: Call, stream: cuda.CUstream):
+    def launch(self, call: ForwardArgs, stream: cuda.CUstream):
         """Launch the preprocessing kernels of the features, then the forward kernel with a CTA per tile.
 
         The tile counter and the number of CTAs in the call are for the Hopper kernels and are not used.
@@ -114,10 +118,10 @@ class ForwardSm80(ForwardCall):
         pieces = self.seams.pieces(call)
         num_m_blocks = pieces.most_blocks_of_rows(Sq, self.tile_m)
         kv_head_bytes = Int64(call.k.shape[2]) * ((self.d + self.dv) * self.element.bytes)
-        section = TileOrder.section_heads(kv_head_bytes, num_m_blocks, Hq // call.k.shape[1], B * Hq)
+        section = TileScheduler.heads_per_l2_group(kv_head_bytes, num_m_blocks, Hq // call.k.shape[1], B * Hq)
         tensors = (call.q, call.k, call.v, call.o, call.lse)
         seams = (pieces, self.seams.walk(call), self.seams.chain(call))
-        self.seams.before(call, stream)
+        self.seams.launch_preprocess(call, stream)
         self.kernel(*tensors, call.scales, section, *seams).launch(
             grid=(num_m_blocks * B * Hq, 1, 1), block=(self.spec.threads, 1, 1), stream=stream
         )
@@ -130,28 +134,31 @@ class ForwardSm80(ForwardCall):
         mV: cute.Tensor,
         mO: cute.Tensor,
         mLSE: cute.Tensor,
-        scales: Scales,
+        scales: SoftmaxScale,
         section: Int32,
-        pieces: Pieces,
-        walk: Walk,
-        chain: Chain,
+        pieces: TileAddressing,
+        walk: BlockIterator,
+        chain: ScorePipeline,
     ):
         """Compute a tile: load Q, run the mainloop, and store O and LSE."""
         B, Hq, Sq = mLSE.shape
-        num_m_blocks, longest_first = pieces.blocks_of_rows(Sq, self.tile_m), walk.uneven or pieces.uneven
-        order = TileOrder(longest_first, num_m_blocks, Hq, B * Hq, section)
-        launch = pieces.of_rows(order, Sizes(Sq, mK.shape[2]), mK.shape[1])
+        num_m_blocks, longest_first = (
+            pieces.blocks_of_rows(Sq, self.tile_m),
+            walk.tile_lengths_vary or pieces.tile_lengths_vary,
+        )
+        order = TileScheduler(longest_first, num_m_blocks, Hq, B * Hq, section)
+        launch = pieces.of_rows(order, SeqlenInfo(Sq, mK.shape[2]), mK.shape[1])
         tile = launch.only_tile(cute.arch.block_idx()[0])
         first_row = tile.block * self.tile_m
 
         smem = cutlass.memory.SmemAllocator()
         start = Int32(smem.allocate(self.spec.operand_bytes(), 128).toint())
-        q, o = sm80.Tile(start, self.tile_m, self.d), sm80.Tile(start, self.tile_m, self.dv)
-        k = sm80.Tile(start + max(q.bytes, o.bytes), self.tile_n, self.d)
-        v = sm80.Tile(k.start + k.bytes, self.tile_n, self.dv)
-        mover = sm80.Mover(self.spec.threads, self.element, self.elementwise)
+        q, o = sm80.SmemTile(start, self.tile_m, self.d), sm80.SmemTile(start, self.tile_m, self.dv)
+        k = sm80.SmemTile(start + max(q.bytes, o.bytes), self.tile_n, self.d)
+        v = sm80.SmemTile(k.start + k.bytes, self.tile_n, self.dv)
+        mover = sm80.SmemCopier(self.spec.threads, self.element, self.elementwise)
         chain = chain.shared(smem, self.form)
-        keys = Keys(mover, tile.keys(mK), tile.keys(mV), k, v, chain.bring(tile, tile.head))
+        keys = KvStages(mover, tile.keys(mK), tile.keys(mV), k, v, chain.begin_tile_load(tile, tile.head))
 
         slab = cute.arch.make_warp_uniform(cute.arch.warp_idx()) * self.spec.slabs  # the warp's first slab
         lane, scales = cute.arch.lane_idx(), chain.scales(scales)
@@ -159,9 +166,11 @@ class ForwardSm80(ForwardCall):
         for i in cutlass.range_constexpr(self.spec.slabs):
             row = first_row + (slab + i) * SLAB + lane // 4
             here = chain.hold(self.tile_n)
-            here = here.at(Place(tile.sizes, self.tile_n, row, lane % 4 * 2, tile.sequence, tile.head, by_row=True))
-            slabs.append(Slab.create(self.element, self.tile_n, self.dv, scales.log2, here, row))
-        left_q = sm80.Matrices.create(q, self.element.dtype, "A", first_row=slab * SLAB)
+            here = here.at(
+                ScoreCoord(tile.sizes, self.tile_n, row, lane % 4 * 2, tile.sequence, tile.head, by_row=True)
+            )
+            slabs.append(WarpRows.create(self.element, self.tile_n, self.dv, scales.log2, here, row))
+        left_q = sm80.LdmatrixView.create(q, self.element.dtype, "A", first_row=slab * SLAB)
 
         mover.load(tile.rows(mQ), first_row, q)
         self.attend(walk.at(tile.sizes, self.tile_m, self.tile_n), tile, keys, first_row, left_q, slabs)
@@ -174,12 +183,13 @@ class ForwardSm80(ForwardCall):
 
     @cute.jit
     def attend(
-        self, walk: BoundBand, tile: Tile, keys: Keys, first_row: Int32, left_q: sm80.Matrices, slabs: list[Slab]
+        self, walk: BoundBlocks, tile: Tile, keys: KvStages, first_row: Int32, left_q: sm80.LdmatrixView,
+        slabs: list[WarpRows]
     ):  # fmt: skip
         """Run the mainloop over all KV blocks visible to a row of the tile: the partial blocks first."""
-        product = sm80.Product.create(self.element.dtype)
-        right_k = sm80.Matrices.create(keys.k, self.element.dtype, "B")
-        right_v = sm80.Matrices.create(keys.v, self.element.dtype, "B", transposed=True)
+        product = sm80.MmaProduct.create(self.element.dtype)
+        right_k = sm80.LdmatrixView.create(keys.k, self.element.dtype, "B")
+        right_v = sm80.LdmatrixView.create(keys.v, self.element.dtype, "B", transposed=True)
         run = walk.keys_of_rows(tile, first_row)
         masked = run.num_masked
         keys.load_k(run.nth(0), whole=False)
@@ -210,14 +220,14 @@ class ForwardSm80(ForwardCall):
             sm80.arrive()
 
 
-def ask(slabs: list[Slab], block: Int32, count: Int32, masked: bool) -> None:
+def ask(slabs: list[WarpRows], block: Int32, count: Int32, masked: bool) -> None:
     """Apply the score stages to a block's scores.
 
-    Score stages have no registers across blocks in these kernels. Therefore `begin` and `make_ready` are called
+    Score stages have no registers across blocks in these kernels. Therefore `begin` and `prepare_stage` are called
     directly before `apply`.
     """
     for slab in slabs:
         slab.chain.begin(block, masked)
-        slab.chain.make_ready(block, masked)
+        slab.chain.prepare_stage(block, masked)
     for slab in slabs:
         slab.chain.apply(slab.scores, block, masked, count)

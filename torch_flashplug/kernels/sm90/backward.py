@@ -29,32 +29,32 @@ from ...registry.kernel_spec import DQ_WRITERS, FP32_BYTES, ROWS_PER_WARPGROUP, 
 from ..backward.dq_writer import ADDED_SLOTS, DqWriter, add_in_order
 from ..backward.pre_post_process import (
     WARPGROUPS,
-    Bent,
-    FinishBackward,
-    GivenRows,
-    PrepareBackward,
+    BackwardPostprocess,
+    BackwardPreprocess,
+    RowStatsInputs,
+    ScoreDerivative,
     differentiate,
     exponentiate,
     load_rows,
     row_values,
 )
-from ..backward.workspace import UNITS, Ahead, Scratch
-from ..call_args.backward import BackwardCall, Gradients
-from ..call_args.operands import Scales
-from ..features.base import Seams
+from ..backward.workspace import UNITS, DqWorkspace, WorkspaceLayout
+from ..call_args.backward import BackwardArgs, BackwardCall
+from ..call_args.operands import SoftmaxScale
+from ..features.base import KernelFeatures
 from ..primitives import fragments, sm90
-from ..score_stages.pipeline import Chain, Form, Place
-from ..tiling.backward_tile_scheduler import KeyOrder, heads_in_turn
-from ..tiling.block_iterator import Downward, Walk
-from ..tiling.seqlen_info import Sizes
-from ..tiling.tile import Launch, Pieces, Tile
+from ..score_stages.pipeline import ScoreCoord, ScoreLayout, ScorePipeline
+from ..tiling.backward_tile_scheduler import BackwardTileScheduler, heads_in_turn
+from ..tiling.block_iterator import BlockIterator, QueryBlockRange
+from ..tiling.seqlen_info import SeqlenInfo
+from ..tiling.tile import Tile, TileAddressing, TileGrid
 
 ROWS, SLAB = ROWS_PER_WARPGROUP, sm90.SLAB  # keys of a warpgroup, keys of a warp
 DS_SLOTS = 2  # stages of dS: a warpgroup writes the next dS while its peer may still multiply with the previous dS
 
 
 @dataclass(frozen=True)
-class Operands:
+class BackwardOperands:
     """TMA atoms, or TMA coordinates (rows, columns, heads, batch), of the tensors moved by TMA."""
 
     q: cute.CopyAtom | cute.Tensor
@@ -72,7 +72,7 @@ class Operands:
 
 
 @dataclass(frozen=True)
-class Between:
+class BackwardWorkspaceTensors:
     """Workspace in global memory that the three kernels of a call share."""
 
     rows: cute.Tensor  # (B, Hq, 2, rows) fp32: LSE * log2(e) and delta, padded to whole blocks
@@ -80,22 +80,22 @@ class Between:
 
 
 @dataclass(frozen=True)
-class Rings:
+class BackwardPipelines:
     """Pipelines from the producer warps to the consumers; `ds` runs between the consumer warpgroups."""
 
-    q: sm90.Ring  # Q with LSE: `stages` stages of tile_m queries
-    do: sm90.Ring  # dO with delta: `stages` stages of tile_m queries
-    k: sm90.Ring  # K of a tile: a single stage for both warpgroups
-    v: sm90.Ring  # V of a tile: a single stage for both warpgroups
-    ds: sm90.Ring  # dS: DS_SLOTS stages
-    back: sm90.Ring  # units of the dQ workspace on the way to the dQ writers
-    added: sm90.Ring  # from consumers to dQ writers, without bytes: dQ of a tile has been added
+    q: sm90.Pipeline  # Q with LSE: `stages` stages of tile_m queries
+    do: sm90.Pipeline  # dO with delta: `stages` stages of tile_m queries
+    k: sm90.Pipeline  # K of a tile: a single stage for both warpgroups
+    v: sm90.Pipeline  # V of a tile: a single stage for both warpgroups
+    ds: sm90.Pipeline  # dS: DS_SLOTS stages
+    back: sm90.Pipeline  # units of the dQ workspace on the way to the dQ writers
+    added: sm90.Pipeline  # from consumers to dQ writers, without bytes: dQ of a tile has been added
     # The dQ staging buffer, if accumulator warps do the adding; released when written by a consumer.
-    staged: sm90.Ring | None
+    staged: sm90.Pipeline | None
 
 
 @dataclass(frozen=True)
-class Shared:
+class BackwardSmem:
     """Buffers of a CTA in shared memory."""
 
     q: cute.Tensor  # (tile_m, D, stage)
@@ -111,39 +111,39 @@ class Shared:
 
 
 @dataclass(frozen=True)
-class Work:
+class BackwardWork:
     """Pipelines, tiles and mainloop steps shared by all warp roles."""
 
-    rings: Rings
-    queue: sm90.TileQueue
-    pieces: Launch
-    walk: Walk
+    rings: BackwardPipelines
+    queue: sm90.DynamicTileScheduler
+    pieces: TileGrid
+    walk: BlockIterator
     group: Int32  # query heads visited by a tile
     sharing: Int32  # tiles of a block of keys; all of them read the K and V of the same KV head
     tile_m: int
     tile_n: int
 
-    def run(self, tile: Tile) -> Downward:
+    def run(self, tile: Tile) -> QueryBlockRange:
         """Return the query blocks that a tile visits."""
         return self.walk.at(tile.sizes, self.tile_m, self.tile_n).queries(tile)
 
 
 @dataclass(frozen=True)
-class QueryGradient:
+class DqProduct:
     """Product dQ = dS K of a step: 64 rows and the warpgroup's half of the columns.
 
     Each warp adds its 16 rows to global memory on its own.
     """
 
-    product: sm90.Product
+    product: sm90.WgmmaProduct
     left: cute.Tensor  # dS: (MMA, 1, 64/16, stage and warpgroup)
     right: cute.Tensor  # K: (MMA, 1, 64/16, warpgroup whose keys are summed)
-    ring: sm90.Ring  # pipeline of dS
+    ring: sm90.Pipeline  # pipeline of dS
     acc: cute.Tensor  # fp32: 64 x half of the columns
     staging: cute.Tensor  # (floats of a unit,): the warp's part of the staging buffer
-    scratch: Scratch
+    scratch: DqWorkspace
     # Pipeline of the staging buffer, if an accumulator warp does the adding; released when written.
-    staged: sm90.Ring | None
+    staged: sm90.Pipeline | None
 
     @cute.jit
     def multiply(self, nth: Int32):
@@ -152,8 +152,8 @@ class QueryGradient:
         Before the first dS (`nth` is -1) the product reads undefined data, and its result is never sent.
         """
         if nth >= 0:
-            self.ring.wait_free(nth + DS_SLOTS)
-        first = self.ring.slot(nth) * WARPGROUPS
+            self.ring.producer_wait(nth + DS_SLOTS)
+        first = self.ring.stage_index(nth) * WARPGROUPS
         for w in cutlass.range_constexpr(WARPGROUPS):
             left = self.left[None, None, None, first + w]
             self.product.multiply(self.acc, left, self.right[None, None, None, w], accumulate=w > 0)
@@ -174,7 +174,7 @@ class QueryGradient:
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.sync_warp()
             if cutlass.const_expr(self.staged is not None):
-                self.staged.release(nth)
+                self.staged.consumer_release(nth)
             else:
                 with cute.arch.elect_one():
                     self.scratch.add(unit, self.staging)
@@ -184,13 +184,13 @@ class QueryGradient:
         """Wait until the previous contents of the staging buffer have been read."""
         if cutlass.const_expr(self.staged is not None):
             if nth > 0:
-                self.staged.wait(nth - 1)
+                self.staged.consumer_wait(nth - 1)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.sync_warp()
 
 
 @dataclass(frozen=True)
-class Last:
+class PendingDq:
     """Product dQ of the previous step, which still has to be added to the workspace."""
 
     unit: Int32  # unit of the dQ workspace
@@ -198,17 +198,17 @@ class Last:
 
 
 @dataclass(frozen=True)
-class Here:
+class StepContext:
     """Position of a step in the block iteration, and the score stages at this position."""
 
-    chain: Chain
+    chain: ScorePipeline
     masked: bool
     block: Int32  # query block
     next_block: Int32  # query block of the next step
 
 
 @dataclass(frozen=True)
-class Fetch:
+class SmemToRegisterCopy:
     """Copy of a warpgroup's K or V from shared memory into registers."""
 
     copy: cute.TiledCopy
@@ -217,10 +217,10 @@ class Fetch:
 
 
 @dataclass(frozen=True)
-class Crossing:
+class DsSmemStore:
     """Store of the warpgroup's half of dS to shared memory, where both warpgroups read dS."""
 
-    ring: sm90.Ring
+    ring: sm90.Pipeline
     copy: cute.TiledCopy
     source: cute.Tensor
     target: cute.Tensor  # (..., stage and warpgroup)
@@ -229,28 +229,28 @@ class Crossing:
     @cute.jit
     def put(self, count: Int32):
         """Store dS number `count` and signal the dS pipeline."""
-        slot = self.ring.slot(count) * WARPGROUPS + self.wg
+        slot = self.ring.stage_index(count) * WARPGROUPS + self.wg
         cute.copy(self.copy, self.source, self.target[None, None, None, slot])
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
-        self.ring.release(count)
+        self.ring.consumer_release(count)
 
 
 @dataclass(frozen=True)
-class Share:
+class ConsumerState:
     """State of a consumer warpgroup: 64 keys, the queries of a step as right operands, and the accumulators."""
 
     wg: Int32
-    rings: Rings
-    S: sm90.SlotProduct  # S^T = K Q^T, then P^T
-    dP: sm90.SlotProduct  # dP^T = V dO^T, then dS^T
-    dV: sm90.SlotProduct  # dV += P^T dO
-    dK: sm90.SlotProduct  # dK += dS^T Q
-    dQ: QueryGradient
+    rings: BackwardPipelines
+    S: sm90.StageProduct  # S^T = K Q^T, then P^T
+    dP: sm90.StageProduct  # dP^T = V dO^T, then dS^T
+    dV: sm90.StageProduct  # dV += P^T dO
+    dK: sm90.StageProduct  # dK += dS^T Q
+    dQ: DqProduct
     P: fragments.OperandA  # P^T in 16 bits
     dS: fragments.OperandA  # dS^T in 16 bits
-    fetches: tuple[Fetch, ...]  # copies of K and V into registers, if registers hold them
-    crossing: Crossing
+    fetches: tuple[SmemToRegisterCopy, ...]  # copies of K and V into registers, if registers hold them
+    crossing: DsSmemStore
     lse: cute.Tensor  # (tile_m, stage): LSE * log2(e) of the queries of a step
     delta: cute.Tensor
 
@@ -266,15 +266,16 @@ class BackwardSm90(BackwardCall):
     All sizes are compile-time constants. Computes dQ, dK and dV. A deterministic spec (kind `detbwd`) adds to dQ in the
     same order in every run.
 
-    1. `PrepareBackward` computes LSE * log2(e) and delta per row, and clears the counters and the first heads of the dQ
+    1. `BackwardPreprocess` computes LSE * log2(e) and delta per row, and clears the counters and the first heads of the
+    dQ
        workspace.
     2. The main kernel computes dK and dV and adds dQ to the workspace. Unless the spec is deterministic, its dQ writers
        also clear the workspace ahead of the mainloop and convert finished dQ to 16 bits.
-    3. `FinishBackward` converts the dQ of the last heads, or of all heads of a deterministic spec.
+    3. `BackwardPostprocess` converts the dQ of the last heads, or of all heads of a deterministic spec.
 
     Inputs: q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv), o and do (B, Hq, Sq, Dv), lse (B, Hq, Sq) in fp32.
     Outputs: dq (B, Hq, Sq, D), dk (B, shares, Sk, D), dv (B, shares, Sk, Dv), where `shares` is Hkv or a multiple of
-    Hkv. Workspace: rows (B, Hq, 2, padded Sq) in fp32, and the dQ workspace (`Scratch`).
+    Hkv. Workspace: rows (B, Hq, 2, padded Sq) in fp32, and the dQ workspace (`DqWorkspace`).
 
     Warp roles of the main kernel: warpgroup 0 gives its registers away. Its warp 0 loads Q and dO and fetches tiles.
     Its warp 1 loads K and V. Its warps 2 and 3 are dQ writers, or accumulator warps if the spec is deterministic.
@@ -284,7 +285,7 @@ class BackwardSm90(BackwardCall):
     - Q with LSE, dO with delta: warp 0 -> all consumer warps, `stages` stages each.
     - K, V: warp 1 -> all consumer warps, a single stage each.
     - dS: both consumer warpgroups -> both consumer warpgroups, `DS_SLOTS` stages, without bytes.
-    - Tile indices: warp 0 -> consumer warps, warp 1 and warps 2 and 3, `sm90.MAIL_SLOTS` stages.
+    - Tile indices: warp 0 -> consumer warps, warp 1 and warps 2 and 3, `sm90.TILE_INDEX_STAGES` stages.
     - `back`: TMA loads of workspace units by a dQ writer -> the same dQ writer, `dq_writer_units` stages per writer.
     - `added`: consumer warps -> dQ writers, `ADDED_SLOTS` stages, without bytes.
     - `staged`, deterministic only: consumer warpgroup -> its accumulator warp, a single stage each, without bytes.
@@ -297,7 +298,7 @@ class BackwardSm90(BackwardCall):
     """
 
     def __init__(self, spec: HopperSpec):
-        self.spec, self.seams = spec, Seams.of(spec, transposed=True)
+        self.spec, self.seams = spec, KernelFeatures.of(spec, transposed=True)
         self.element, self.d, self.dv = self.seams.element, spec.d, spec.dv
         self.tile_m, self.tile_n, self.stages = spec.tile_m, spec.tile_n, spec.stages
         self.half = spec.d // WARPGROUPS  # columns of dQ computed by a warpgroup
@@ -308,38 +309,41 @@ class BackwardSm90(BackwardCall):
         # flight at once.
         self.kv_in_registers = spec.kv_in_registers
         self.producer_registers, self.consumer_registers = spec.register_split
-        self.form = Form(self.element, WARPGROUPS, self.tile_m, transposed=True)
-        self.prepare, self.finish = PrepareBackward(self.element, clears=spec.d), FinishBackward(self.element, spec.d)
+        self.form = ScoreLayout(self.element, WARPGROUPS, self.tile_m, transposed=True)
+        self.prepare, self.finish = (
+            BackwardPreprocess(self.element, clears=spec.d),
+            BackwardPostprocess(self.element, spec.d),
+        )
 
     @property
-    def inputs(self) -> tuple[sm90.Input, sm90.Input, sm90.Input, sm90.Input]:
+    def inputs(self) -> tuple[sm90.TmaLoadConfig, sm90.TmaLoadConfig, sm90.TmaLoadConfig, sm90.TmaLoadConfig]:
         """TMA load configurations of Q, dO, K and V: stages of tile_m queries, and 64 keys per warpgroup."""
         return tuple(
-            sm90.Input.create(self.element, rows, columns, slots)
+            sm90.TmaLoadConfig.create(self.element, rows, columns, slots)
             for rows, slots in ((self.tile_m, self.stages), (ROWS, WARPGROUPS))
             for columns in (self.d, self.dv)
         )
 
     @cute.jit
-    def launch(self, call: Gradients, stream: cuda.CUstream):
+    def launch(self, call: BackwardArgs, stream: cuda.CUstream):
         """Launch the preprocessing kernels of the features, then the three backward kernels."""
-        self.seams.before(call, stream)
+        self.seams.launch_preprocess(call, stream)
         B, shares, Sk, _ = call.dk.shape
         pieces, group = self.seams.pieces(call), call.q.shape[1] // shares
         num_n_blocks = pieces.most_blocks_of_keys(Sk, self.tile_n)
-        walk = self.seams.walk(call).at(Sizes(call.q.shape[2], Sk), self.tile_m, self.tile_n)
+        walk = self.seams.walk(call).at(SeqlenInfo(call.q.shape[2], Sk), self.tile_m, self.tile_n)
         # Bytes per query row: Q, dO and dQ in fp32.
         row_bytes = (self.d + self.dv) * self.element.bytes + self.d * FP32_BYTES
         num_ctas = call.num_ctas if self.in_order else None
         section = heads_in_turn(walk, group, B * shares, row_bytes, num_ctas)
-        ahead = Ahead.create(B * shares if self.in_order else section, num_n_blocks, B * shares, group)
-        chain, given = self.seams.chain(call), GivenRows(call.o, call.do, call.lse, call.dlse)
-        self.prepare(given, call.rows, call.scratch, ahead, chain.kept_share, pieces, stream)
+        ahead = WorkspaceLayout.create(B * shares if self.in_order else section, num_n_blocks, B * shares, group)
+        chain, given = self.seams.chain(call), RowStatsInputs(call.o, call.do, call.lse, call.dlse)
+        self.prepare(given, call.rows, call.scratch, ahead, chain.keep_probability, pieces, stream)
         self.step_over_keys(call, section, ahead, stream)
         self.finish(call.scratch, call.rows, call.dq, chain.scaled(call.scales.natural), ahead, pieces, stream)
 
     @cute.jit
-    def step_over_keys(self, call: Gradients, section: Int32, ahead: Ahead, stream: cuda.CUstream):
+    def step_over_keys(self, call: BackwardArgs, section: Int32, ahead: WorkspaceLayout, stream: cuda.CUstream):
         """Launch the main kernel."""
         pieces = self.seams.pieces(call)
         tensors = (pieces.rows_first(x) for x in (call.q, call.do, call.k, call.v))
@@ -348,9 +352,9 @@ class BackwardSm90(BackwardCall):
             sm90.output_tma(self.element, pieces.rows_first(x), columns)
             for x, columns in ((call.dk, self.d), (call.dv, self.dv), (call.dq, self.half))
         )
-        atoms, tensors = (Operands(*(x[i] for x in (*loads, *stores))) for i in (0, 1))
+        atoms, tensors = (BackwardOperands(*(x[i] for x in (*loads, *stores))) for i in (0, 1))
         seams = (pieces, self.seams.walk(call), self.seams.chain(call).tma(self.form))
-        between = Between(call.rows, call.scratch)
+        between = BackwardWorkspaceTensors(call.rows, call.scratch)
         self.kernel(atoms, tensors, between, call.scales, call.counter, section, ahead.heads, *seams).launch(
             grid=(cutlass.min(ahead.portions * call.dk.shape[1] * call.dk.shape[0], call.num_ctas), 1, 1),
             block=((WARPGROUPS + 1) * sm90.WARPGROUP, 1, 1),
@@ -358,7 +362,7 @@ class BackwardSm90(BackwardCall):
             min_blocks_per_mp=1,
         )
 
-    def rings(self, smem: cutlass.memory.SmemAllocator) -> tuple[Rings, cute.Tensor, sm90.Ring]:
+    def rings(self, smem: cutlass.memory.SmemAllocator) -> tuple[BackwardPipelines, cute.Tensor, sm90.Pipeline]:
         """Create all pipelines of a CTA and the tile-index pipeline.
 
         A stage of Q includes its LSE, and a stage of dO includes its delta.
@@ -366,14 +370,14 @@ class BackwardSm90(BackwardCall):
         (q, do, k, v), facts = self.inputs, self.tile_m * FP32_BYTES
         steps = (q.ring(smem, more_bytes=facts), do.ring(smem, more_bytes=facts))
         keys = (k.ring(smem, boxes=WARPGROUPS), v.ring(smem, boxes=WARPGROUPS))
-        ds = sm90.Ring.create(smem, DS_SLOTS, 0)
-        mail, ring_mail = sm90.create_mail(smem)
-        back = sm90.Ring.create(smem, self.back_slots * DQ_WRITERS, self.unit * FP32_BYTES)
-        added = sm90.Ring.create(smem, ADDED_SLOTS, 0)
-        staged = sm90.Ring.create(smem, WARPGROUPS, 0) if self.in_order else None
-        return Rings(*steps, *keys, ds, back, added, staged), mail, ring_mail
+        ds = sm90.Pipeline.create(smem, DS_SLOTS, 0)
+        mail, ring_mail = sm90.create_tile_index_pipeline(smem)
+        back = sm90.Pipeline.create(smem, self.back_slots * DQ_WRITERS, self.unit * FP32_BYTES)
+        added = sm90.Pipeline.create(smem, ADDED_SLOTS, 0)
+        staged = sm90.Pipeline.create(smem, WARPGROUPS, 0) if self.in_order else None
+        return BackwardPipelines(*steps, *keys, ds, back, added, staged), mail, ring_mail
 
-    def shared(self, smem: cutlass.memory.SmemAllocator) -> Shared:
+    def shared(self, smem: cutlass.memory.SmemAllocator) -> BackwardSmem:
         """Allocate all buffers of a CTA."""
         dtype, operands = self.element.dtype, tuple(x.buffer(smem) for x in self.inputs)
         sizes = (self.tile_m, ROWS, ROWS)
@@ -385,9 +389,16 @@ class BackwardSm90(BackwardCall):
         back = smem.allocate_tensor(Float32, cute.make_layout((self.unit, self.back_slots * DQ_WRITERS)), 128)
         unit_rows = sm90.slab_layout(dtype, SLAB * DQ_WRITERS, self.half)
         units = smem.allocate_tensor(dtype, unit_rows.outer, 1024, unit_rows.inner)
-        return Shared(*operands, ds, lse, delta, staging, back, units)
+        return BackwardSmem(*operands, ds, lse, delta, staging, back, units)
 
-    def start(self, warp_idx: Int32, atoms: Operands, rings: Rings, ring_mail: sm90.Ring, chain: Chain) -> None:
+    def start(
+        self,
+        warp_idx: Int32,
+        atoms: BackwardOperands,
+        rings: BackwardPipelines,
+        ring_mail: sm90.Pipeline,
+        chain: ScorePipeline,
+    ) -> None:
         """Prefetch the TMA descriptors and initialize the mbarriers; all threads take part."""
         consumers = 4 * WARPGROUPS
         by_all = (rings.q, rings.do, rings.k, rings.v, rings.ds, rings.added)
@@ -403,16 +414,16 @@ class BackwardSm90(BackwardCall):
     @cute.kernel
     def kernel(
         self,
-        atoms: Operands,
-        tensors: Operands,
-        between: Between,
-        scales: Scales,
+        atoms: BackwardOperands,
+        tensors: BackwardOperands,
+        between: BackwardWorkspaceTensors,
+        scales: SoftmaxScale,
         mCounter: cute.Tensor,
         section: Int32,
         heads_ahead: Int32,
-        pieces: Pieces,
-        walk: Walk,
-        chain: Chain,
+        pieces: TileAddressing,
+        walk: BlockIterator,
+        chain: ScorePipeline,
     ):
         """Assign the warp roles of the main kernel."""
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -426,23 +437,23 @@ class BackwardSm90(BackwardCall):
         Sk, _, Hkv, _ = tensors.k.shape
         shares = tensors.dk.shape[2]
         num_n_blocks, all_shares = pieces.blocks_of_keys(Sk, self.tile_n), shares * pieces.batch(tensors.k)
-        sizes = Sizes(Sq, Sk)
+        sizes = SeqlenInfo(Sq, Sk)
         bound = walk.at(sizes, self.tile_m, self.tile_n)
-        order = KeyOrder(True, num_n_blocks, shares, all_shares, section, bound, self.in_order)
-        queue = sm90.TileQueue(mCounter.iterator, mail, ring_mail, order.total, first_drawn=True)
+        order = BackwardTileScheduler(True, num_n_blocks, shares, all_shares, section, bound, self.in_order)
+        queue = sm90.DynamicTileScheduler(mCounter.iterator, mail, ring_mail, order.total, first_drawn=True)
         tiles, heads = pieces.of_keys(order, sizes), (Hq // shares, shares // Hkv)
-        work = Work(rings, queue, tiles, walk, *heads, self.tile_m, self.tile_n)
+        work = BackwardWork(rings, queue, tiles, walk, *heads, self.tile_m, self.tile_n)
         writer = warp_idx % DQ_WRITERS
         matrices = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.element.dtype)
         of_unit = sm90.make_mma(self.element.dtype, self.half, "rows", "columns")
         dq_writer = DqWriter(
-            scratch=Scratch(
+            scratch=DqWorkspace(
                 between.scratch.iterator, between.rows.shape[3] // self.tile_m, Hq * pieces.batch(tensors.q), self.unit
             ),
-            ahead=Ahead(heads_ahead, work.group, num_n_blocks),
+            ahead=WorkspaceLayout(heads_ahead, work.group, num_n_blocks),
             kv_heads=all_shares,
             scale=chain.scaled(scales.natural),
-            dQ=sm90.Operand(atoms.dq, tensors.dq, cute.local_tile(shared.units, (SLAB, self.half), (writer, 0))),
+            dQ=sm90.TmaOperand(atoms.dq, tensors.dq, cute.local_tile(shared.units, (SLAB, self.half), (writer, 0))),
             matrices=cute.make_tiled_copy_C(matrices, of_unit),
             element=self.element,
             ring=rings.back.part(writer, self.back_slots),
@@ -453,10 +464,10 @@ class BackwardSm90(BackwardCall):
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp_idx == 0:
-                q, do = sm90.Operand(atoms.q, tensors.q, shared.q), sm90.Operand(atoms.do, tensors.do, shared.do)
+                q, do = sm90.TmaOperand(atoms.q, tensors.q, shared.q), sm90.TmaOperand(atoms.do, tensors.do, shared.do)
                 self.load_queries(q, do, between.rows, shared, work, dq_writer, chain)
             elif warp_idx == 1:
-                k, v = sm90.Operand(atoms.k, tensors.k, shared.k), sm90.Operand(atoms.v, tensors.v, shared.v)
+                k, v = sm90.TmaOperand(atoms.k, tensors.k, shared.k), sm90.TmaOperand(atoms.v, tensors.v, shared.v)
                 self.load_keys(k, v, work)
             elif cutlass.const_expr(self.in_order):
                 add_in_order(dq_writer.scratch, rings.staged.part(writer, 1), shared.staging, work, writer)
@@ -464,21 +475,22 @@ class BackwardSm90(BackwardCall):
                 dq_writer.run(queue, order.tile, writer)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
-            dk = sm90.Operand(atoms.dk, tensors.dk, shared.staging)
-            dv = sm90.Operand(atoms.dv, tensors.dv, shared.staging)
+            dk = sm90.TmaOperand(atoms.dk, tensors.dk, shared.staging)
+            dv = sm90.TmaOperand(atoms.dv, tensors.dv, shared.staging)
             self.consume(shared, dk, dv, dq_writer, work, scales, chain)
 
     @cute.jit
     def load_queries(
-        self, q: sm90.Operand, do: sm90.Operand, mRows: cute.Tensor, shared: Shared, work: Work, dq_writer: DqWriter,
-        chain: Chain,
+        self, q: sm90.TmaOperand, do: sm90.TmaOperand, mRows: cute.Tensor, shared: BackwardSmem, work: BackwardWork,
+        dq_writer: DqWriter,
+        chain: ScorePipeline,
     ):  # fmt: skip
         """Run the first producer warp: load Q with LSE, dO with delta and the score stages' data, step by step.
 
         This warp also fetches the tiles.
         """
         ring_q, ring_do = work.rings.q, work.rings.do
-        nth, done, number = Int32(0), Int32(0), work.queue.post(Int32(0), work.queue.draw())
+        nth, done, number = Int32(0), Int32(0), work.queue.publish(Int32(0), work.queue.fetch_next())
         while number < work.pieces.total:
             tile = work.pieces.tile(number, work.group)
             run = work.run(tile)
@@ -488,41 +500,41 @@ class BackwardSm90(BackwardCall):
                 tQsQ, tQgQ = tile.queries(q, g).tiles((self.tile_m, self.d), (None, 0))
                 tOsO, tOgO = tile.queries(do, g).tiles((self.tile_m, self.dv), (None, 0))
                 gRows = tile.facts(mRows, g, self.tile_m)
-                mine, stages = run.of_head(g), chain.bring(tile, tile.query_head(g))
+                mine, stages = run.of_head(g), chain.begin_tile_load(tile, tile.query_head(g))
                 whole = mine.whole()
                 for j in cutlass.range(whole.begin, whole.end, unroll=1):
                     step = mine.nth(j)
                     sm90.load_block(q.atom, tQgQ, tQsQ, ring_q, step, done)
-                    load_rows(gRows[0, None, 0, step], shared.lse[None, ring_q.slot(done)], ring_q, done)
+                    load_rows(gRows[0, None, 0, step], shared.lse[None, ring_q.stage_index(done)], ring_q, done)
                     sm90.load_block(do.atom, tOgO, tOsO, ring_do, step, done)
-                    load_rows(gRows[0, None, 1, step], shared.delta[None, ring_do.slot(done)], ring_do, done)
+                    load_rows(gRows[0, None, 1, step], shared.delta[None, ring_do.stage_index(done)], ring_do, done)
                     stages.load(step, done)
                     done += 1
             nth += 1
-            number = work.queue.post(nth, work.queue.draw())
+            number = work.queue.publish(nth, work.queue.fetch_next())
 
     @cute.jit
-    def load_keys(self, k: sm90.Operand, v: sm90.Operand, work: Work):
+    def load_keys(self, k: sm90.TmaOperand, v: sm90.TmaOperand, work: BackwardWork):
         """Run the second producer warp: load K and V of each tile as soon as the previous tile has released them."""
-        nth, number = Int32(0), work.queue.take(Int32(0))
+        nth, number = Int32(0), work.queue.receive(Int32(0))
         while number < work.pieces.total:
             tile = work.pieces.tile(number)
             for x, ring, columns in ((k, work.rings.k, self.d), (v, work.rings.v, self.dv)):
                 tXsX, tXgX = tile.rows_of_shared(x, work.sharing).tiles((ROWS, columns), (None, 0))
-                ring.acquire(nth)
+                ring.producer_acquire(nth)
                 for w in cutlass.range_constexpr(WARPGROUPS):
                     block = tile.block * WARPGROUPS + w
                     cute.copy(x.atom, tXgX[None, block], tXsX[None, w], tma_bar_ptr=ring.arrival(nth))
             nth += 1
-            number = work.queue.take(nth)
+            number = work.queue.receive(nth)
 
-    def hold(self, shared: Shared, rings: Rings, scratch: Scratch) -> Share:
+    def hold(self, shared: BackwardSmem, rings: BackwardPipelines, scratch: DqWorkspace) -> ConsumerState:
         """Return the operands and accumulators of a consumer warpgroup."""
         tidx = cute.arch.thread_idx()[0] - sm90.WARPGROUP
         wg, thread = cute.arch.make_warp_uniform(tidx // sm90.WARPGROUP), tidx % sm90.WARPGROUP
         keys_from = "registers" if self.kv_in_registers else "rows"
         scores, for_dV, for_dK, for_dQ = (
-            sm90.Product.create(lambda x=x: sm90.make_mma(self.element.dtype, *x))
+            sm90.WgmmaProduct.create(lambda x=x: sm90.make_mma(self.element.dtype, *x))
             for x in (
                 (self.tile_m, keys_from, "rows"),
                 (self.dv, "registers", "columns"),
@@ -549,18 +561,18 @@ class BackwardSm90(BackwardCall):
         tQrS = mma_q.make_fragment_A(mma_q.partition_A(shared.ds))  # (MMA, 1, 64/16, stage and warpgroup)
         staging = shared.staging[None, cute.arch.make_warp_uniform(tidx // sm90.WARP)]
         staged = None if rings.staged is None else rings.staged.part(wg, 1)
-        return Share(
+        return ConsumerState(
             wg,
             rings,
-            sm90.SlotProduct(scores, K, rows[0], acc_S),
-            sm90.SlotProduct(scores, V, rows[1], acc_dP),
-            sm90.SlotProduct(for_dV, P.fragment, columns[1], acc_dV),
-            sm90.SlotProduct(for_dK, dS.fragment, columns[0], acc_dK),
-            QueryGradient(for_dQ, tQrS, tQrK, rings.ds, acc_dQ, staging, scratch, staged),
+            sm90.StageProduct(scores, K, rows[0], acc_S),
+            sm90.StageProduct(scores, V, rows[1], acc_dP),
+            sm90.StageProduct(for_dV, P.fragment, columns[1], acc_dV),
+            sm90.StageProduct(for_dK, dS.fragment, columns[0], acc_dK),
+            DqProduct(for_dQ, tQrS, tQrK, rings.ds, acc_dQ, staging, scratch, staged),
             P,
             dS,
             fetches,
-            Crossing(rings.ds, *self.crossing(dS, acc_S, shared.ds, scores.add, thread), wg),
+            DsSmemStore(rings.ds, *self.crossing(dS, acc_S, shared.ds, scores.add, thread), wg),
             shared.lse,
             shared.delta,
         )
@@ -580,8 +592,9 @@ class BackwardSm90(BackwardCall):
 
     @cute.jit
     def consume(
-        self, shared: Shared, dk: sm90.Operand, dv: sm90.Operand, dq_writer: DqWriter, work: Work, scales: Scales,
-        chain: Chain,
+        self, shared: BackwardSmem, dk: sm90.TmaOperand, dv: sm90.TmaOperand, dq_writer: DqWriter,
+        work: BackwardWork, scales: SoftmaxScale,
+        chain: ScorePipeline,
     ):  # fmt: skip
         """Run a consumer warpgroup: compute dK and dV of 64 keys, and half of the columns of dQ of each step."""
         rings, scratch = work.rings, dq_writer.scratch
@@ -590,14 +603,16 @@ class BackwardSm90(BackwardCall):
         warp_idx, lane = cute.arch.make_warp_uniform(thread // sm90.WARP), thread % sm90.WARP
         chain, scale_log2 = chain.hold(self.tile_m), chain.scales(scales).log2
 
-        nth, done, number = Int32(0), Int32(0), work.queue.take(Int32(0))
+        nth, done, number = Int32(0), Int32(0), work.queue.receive(Int32(0))
         while number < work.pieces.total:
             tile = work.pieces.tile(number, work.group)
             run = work.run(tile)
             key = tile.block * self.tile_n + wg * ROWS + warp_idx * SLAB + lane // 4
-            of_tile = chain.at(Place(tile.sizes, self.tile_m, key, lane % 4 * 2, tile.sequence, None, transposed=True))
-            rings.k.wait(nth)
-            rings.v.wait(nth)
+            of_tile = chain.at(
+                ScoreCoord(tile.sizes, self.tile_m, key, lane % 4 * 2, tile.sequence, None, transposed=True)
+            )
+            rings.k.consumer_wait(nth)
+            rings.v.consumer_wait(nth)
             my.fetch_keys()
             my.dK.acc.fill(0.0)
             my.dV.acc.fill(0.0)
@@ -608,22 +623,22 @@ class BackwardSm90(BackwardCall):
                 for section in mine.sections():
                     stages.begin(mine.nth(section.begin), section.masked)
                     for j in cutlass.range(section.begin, section.end, unroll=1):
-                        here = Here(stages, section.masked, mine.nth(j), mine.next(j, section))
-                        last = Last(unit, done - before)
+                        here = StepContext(stages, section.masked, mine.nth(j), mine.next(j, section))
+                        last = PendingDq(unit, done - before)
                         if cutlass.const_expr(self.kv_in_registers):
-                            self.step_at_once(my, done, last, here, scale_log2)
+                            self.step_all_products_in_flight(my, done, last, here, scale_log2)
                         else:
-                            self.step_in_turn(my, done, last, here, scale_log2)
-                        rings.do.release(done)
-                        rings.q.release(done)
+                            self.step_reuse_registers(my, done, last, here, scale_log2)
+                        rings.do.consumer_release(done)
+                        rings.q.consumer_release(done)
                         unit = (first_block + here.block) * UNITS + wg * 4 + warp_idx
                         done += 1
             warpgroup.wait_group(0)
-            rings.v.release(nth)
+            rings.v.consumer_release(nth)
             warpgroup.fence()
             my.dQ.multiply(done - 1)
             warpgroup.wait_group(0)
-            rings.k.release(nth)
+            rings.k.consumer_release(nth)
             my.dQ.send(unit, done - before, done - 1)
             my.dQ.make_room(done)
             slab = tile.block * (self.tile_n // SLAB) + wg * 4
@@ -633,24 +648,26 @@ class BackwardSm90(BackwardCall):
                 # Wait for all groups but the stores of dK and dV: the last dQ has been added.
                 cute.arch.cp_async_bulk_wait_group(2)
                 cute.arch.sync_warp()
-                dq_writer.added.release(nth)
+                dq_writer.added.consumer_release(nth)
             nth += 1
-            number = work.queue.take(nth)
+            number = work.queue.receive(nth)
         # Shared memory must stay allocated until the last transfer has ended.
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def step_at_once(self, my: Share, done: Int32, last: Last, here: Here, scale_log2: Float32):
+    def step_all_products_in_flight(
+        self, my: ConsumerState, done: Int32, last: PendingDq, here: StepContext, scale_log2: Float32
+    ):
         """Run a step in which every product has registers of its own."""
-        masked, slot = here.masked, my.rings.q.slot(done)
-        my.rings.q.wait(done)
+        masked, slot = here.masked, my.rings.q.stage_index(done)
+        my.rings.q.consumer_wait(done)
         warpgroup.fence()
         my.S.start(slot)
-        my.rings.do.wait(done)
+        my.rings.do.consumer_wait(done)
         my.dP.start(slot)
         lse = row_values(my.lse, slot)  # LSE is read before more products are issued: behind them the read costs 10 %
         my.dQ.multiply(done - 1)
-        here.chain.make_ready(here.block, masked)
+        here.chain.prepare_stage(here.block, masked)
         warpgroup.wait_group(2)  # wait for S
         here.chain.apply(my.S.values, here.block, masked, done)
         exponentiate(my.S.values, lse, scale_log2)
@@ -660,9 +677,9 @@ class BackwardSm90(BackwardCall):
         delta = row_values(my.delta, slot)
         # Wait for dP and for dQ. The dS stage read by dQ may be overwritten once the dS of this step has been put.
         warpgroup.wait_group(1)
-        here.chain.derive(my.dP.values, masked)
-        bent = Bent.of(here.chain, lambda: row_values(my.lse, slot))
-        differentiate(my.S.values, my.dP.values, delta, my.dP.values, bent=bent)
+        here.chain.apply_backward(my.dP.values, masked)
+        score_derivative = ScoreDerivative.of(here.chain, lambda: row_values(my.lse, slot))
+        differentiate(my.S.values, my.dP.values, delta, my.dP.values, score_derivative=score_derivative)
         my.dS.take(my.dP.acc)
         here.chain.ahead(here.next_block, masked)
         my.crossing.put(done)
@@ -672,14 +689,16 @@ class BackwardSm90(BackwardCall):
         warpgroup.wait_group(0)
 
     @cute.jit
-    def step_in_turn(self, my: Share, done: Int32, last: Last, here: Here, scale_log2: Float32):
+    def step_reuse_registers(
+        self, my: ConsumerState, done: Int32, last: PendingDq, here: StepContext, scale_log2: Float32
+    ):
         """Run a step in which dP reuses the registers of the previous dQ, and dS those of P."""
-        masked, slot = here.masked, my.rings.q.slot(done)
-        my.rings.q.wait(done)
+        masked, slot = here.masked, my.rings.q.stage_index(done)
+        my.rings.q.consumer_wait(done)
         warpgroup.fence()
         my.S.start(slot)
-        here.chain.make_ready(here.block, masked)
-        # LSE is read here, ahead of more products, for the same reason as in `step_at_once`.
+        here.chain.prepare_stage(here.block, masked)
+        # LSE is read here, ahead of more products, for the same reason as in `step_all_products_in_flight`.
         lse = row_values(my.lse, slot)
         my.dQ.multiply(done - 1)
         warpgroup.wait_group(1)  # wait for S
@@ -688,14 +707,15 @@ class BackwardSm90(BackwardCall):
         my.P.take(my.S.acc, here.chain.kept(masked))
         warpgroup.wait_group(0)  # wait for dQ
         my.dQ.send(last.unit, last.count, done - 1)
-        my.rings.do.wait(done)
+        my.rings.do.consumer_wait(done)
         warpgroup.fence()
         my.dP.start(slot)
         my.dV.add(slot)
         warpgroup.wait_group(1)  # wait for dP
-        here.chain.derive(my.dP.values, masked)
-        bent = Bent.of(here.chain, lambda: row_values(my.lse, slot))
-        differentiate(my.S.values, my.dP.values, row_values(my.delta, slot), my.dP.values, bent=bent)
+        here.chain.apply_backward(my.dP.values, masked)
+        score_derivative = ScoreDerivative.of(here.chain, lambda: row_values(my.lse, slot))
+        values, dP = my.S.values, my.dP.values
+        differentiate(values, dP, row_values(my.delta, slot), dP, score_derivative=score_derivative)
         warpgroup.wait_group(0)
         my.dS.take(my.dP.acc)
         here.chain.ahead(here.next_block, masked)
@@ -707,7 +727,7 @@ class BackwardSm90(BackwardCall):
 
     def my_keys(
         self, sources: tuple[cute.Tensor, ...], mma: cute.TiledMma, thread: Int32
-    ) -> tuple[tuple[cute.Tensor, ...], tuple[Fetch, ...]]:
+    ) -> tuple[tuple[cute.Tensor, ...], tuple[SmemToRegisterCopy, ...]]:
         """Return the warpgroup's K and V as left operands, and the copies that load these operands.
 
         The operands are in registers if registers have room for them, which halves the shared-memory reads. Otherwise
@@ -720,11 +740,12 @@ class BackwardSm90(BackwardCall):
         matrices = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.element.dtype)
         copy = cute.make_tiled_copy_A(matrices, mma).get_slice(thread)
         return fragments, tuple(
-            Fetch(copy, copy.partition_S(s), copy.retile(x)) for s, x in zip(sources, fragments, strict=True)
+            SmemToRegisterCopy(copy, copy.partition_S(s), copy.retile(x))
+            for s, x in zip(sources, fragments, strict=True)
         )
 
     @cute.jit
-    def store(self, result: sm90.SlotProduct, factor: Float32, out: sm90.Operand, slab: Int32):
+    def store(self, result: sm90.StageProduct, factor: Float32, out: sm90.TmaOperand, slab: Int32):
         """Store an accumulator in 16 bits through the warps' staging buffers to global memory.
 
         Each warp stores its 16 rows.

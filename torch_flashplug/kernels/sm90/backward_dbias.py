@@ -25,22 +25,22 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
 from ...registry.kernel_spec import BACKWARD_WARPGROUPS, ROWS_PER_WARPGROUP, HopperSpec
-from ..backward.dbias_reduce import Block, Summed, write_pair
+from ..backward.dbias_reduce import DbiasBlock, DbiasReduce, write_pair
 from ..backward.pre_post_process import (
-    GivenRows,
-    PrepareBackward,
-    Rows,
+    BackwardPreprocess,
+    RowStats,
+    RowStatsInputs,
     by_query,
     differentiate,
     exponentiate,
     rows_of_thread,
 )
-from ..call_args.dbias import BiasGradient, BiasGradientCall
-from ..call_args.operands import Scales
-from ..features.base import Seams
+from ..call_args.dbias import BiasGradientArgs, BiasGradientCall
+from ..call_args.operands import SoftmaxScale
+from ..features.base import KernelFeatures
 from ..primitives import fragments, sm90
-from ..score_stages.pipeline import Chain, Form, Place
-from ..tiling.seqlen_info import Sizes
+from ..score_stages.pipeline import ScoreCoord, ScoreLayout, ScorePipeline
+from ..tiling.seqlen_info import SeqlenInfo
 from ..tiling.tile import Tile
 
 ROWS, SLAB = ROWS_PER_WARPGROUP, sm90.SLAB
@@ -51,7 +51,7 @@ JOIN = 1  # named barrier of all consumer warpgroups
 
 
 @dataclass(frozen=True)
-class Operands:
+class DbiasOperands:
     """TMA atoms, or TMA coordinates (rows, columns, heads, batch), of the tensors loaded by TMA."""
 
     q: cute.CopyAtom | cute.Tensor
@@ -61,7 +61,7 @@ class Operands:
 
 
 @dataclass(frozen=True)
-class Shared:
+class DbiasSmem:
     """Buffers of a CTA in shared memory."""
 
     rows: cute.Tensor  # Q or dO: (64, D, warpgroup and stage)
@@ -70,25 +70,25 @@ class Shared:
 
 
 @dataclass(frozen=True)
-class Work:
+class DbiasWork:
     """Pipelines, tiles and blocks of scores shared by the producer warp and the consumer warpgroups."""
 
-    pairs: sm90.Ring
-    queue: sm90.TileQueue
-    summed: Summed
-    sizes: Sizes
+    pairs: sm90.Pipeline
+    queue: sm90.DynamicTileScheduler
+    summed: DbiasReduce
+    sizes: SeqlenInfo
     group: Int32  # query heads of a KV head
 
-    def rows_of(self, block: Block) -> Tile:
+    def rows_of(self, block: DbiasBlock) -> Tile:
         """Return the tile with a block's queries and the keys of its KV head."""
         return Tile(block.m, block.head, block.batch, self.sizes, self.group)
 
 
 @dataclass(frozen=True)
-class Share:
+class DbiasConsumerState:
     """State of a consumer warpgroup: its rows of both pairs, the keys, and the accumulators."""
 
-    product: sm90.Product
+    product: sm90.WgmmaProduct
     wg: Int32
     rows: cute.Tensor  # (MMA, 1, K, warpgroup and stage)
     keys: cute.Tensor  # (MMA, 1, K, stage)
@@ -115,7 +115,7 @@ class BiasGradientSm90(BiasGradientCall):
 
     Pipelines (producer -> consumer, stages):
     - Pairs (Q and K, then dO and V): producer warp -> all consumer warps, `stages` stages of a pair each.
-    - Tile indices: producer warp -> all consumer warps, `sm90.MAIL_SLOTS` stages.
+    - Tile indices: producer warp -> all consumer warps, `sm90.TILE_INDEX_STAGES` stages.
     - Score stages add pipelines of their own, for example for bias tiles.
 
     Shared memory: the stages of the pairs, the column sums (TILE_N,) in fp32, the tile indices, the mbarriers and the
@@ -123,32 +123,32 @@ class BiasGradientSm90(BiasGradientCall):
     """
 
     def __init__(self, spec: HopperSpec):
-        self.spec, self.seams = spec, Seams.of(spec)
+        self.spec, self.seams = spec, KernelFeatures.of(spec)
         self.element, self.d, self.tile_n, self.stages = self.seams.element, spec.d, spec.tile_n, spec.stages
         self.producer_registers, self.consumer_registers = spec.register_split
-        self.form = Form(self.element, WARPGROUPS, self.tile_n)
-        self.prepare = PrepareBackward(self.element)
+        self.form = ScoreLayout(self.element, WARPGROUPS, self.tile_n)
+        self.prepare = BackwardPreprocess(self.element)
 
     @property
-    def inputs(self) -> tuple[sm90.Input, sm90.Input]:
+    def inputs(self) -> tuple[sm90.TmaLoadConfig, sm90.TmaLoadConfig]:
         """TMA load configurations of the rows and the keys of a pair."""
         return (
-            sm90.Input.create(self.element, ROWS, self.d, WARPGROUPS * self.stages),
-            sm90.Input.create(self.element, self.tile_n, self.d, self.stages),
+            sm90.TmaLoadConfig.create(self.element, ROWS, self.d, WARPGROUPS * self.stages),
+            sm90.TmaLoadConfig.create(self.element, self.tile_n, self.d, self.stages),
         )
 
     @cute.jit
-    def launch(self, call: BiasGradient, stream: cuda.CUstream):
+    def launch(self, call: BiasGradientArgs, stream: cuda.CUstream):
         """Launch the features' preprocessing kernels, then the kernels of the row statistics and of the gradient."""
-        self.seams.before(call, stream)
+        self.seams.launch_preprocess(call, stream)
         pieces, chain = self.seams.pieces(call), self.seams.chain(call)
-        given = GivenRows(call.o, call.do, call.lse)
-        self.prepare(given, call.rows, None, None, chain.kept_share, pieces, stream)
+        given = RowStatsInputs(call.o, call.do, call.lse)
+        self.prepare(given, call.rows, None, None, chain.keep_probability, pieces, stream)
         rows, keys = self.inputs
         q, k, v, do = (
             x.tma(sm90.rows_first(m)) for x, m in ((rows, call.q), (keys, call.k), (keys, call.v), (rows, call.do))
         )
-        atoms, tensors = (Operands(q[i], k[i], v[i], do[i]) for i in (0, 1))
+        atoms, tensors = (DbiasOperands(q[i], k[i], v[i], do[i]) for i in (0, 1))
         tiles = self.summed(call.q, call.k, call.dbias).tiles.total
         self.kernel(
             atoms, tensors, call.rows, call.scales, call.counter, call.dbias, chain.tma(self.form)
@@ -159,7 +159,7 @@ class BiasGradientSm90(BiasGradientCall):
             min_blocks_per_mp=1,
         )  # fmt: skip
 
-    def summed(self, mQ: cute.Tensor, mK: cute.Tensor, gradient: cute.Tensor) -> Summed:
+    def summed(self, mQ: cute.Tensor, mK: cute.Tensor, gradient: cute.Tensor) -> DbiasReduce:
         """Return the blocks of scores that each tile sums.
 
         Args:
@@ -168,44 +168,44 @@ class BiasGradientSm90(BiasGradientCall):
             gradient: (1 to B, 1 to Hq, Sq or 1, Sk or 1).
         """
         m, n = cute.ceil_div(mQ.shape[2], TILE_M), cute.ceil_div(mK.shape[2], self.tile_n)
-        return Summed.create(Block(n, m, mQ.shape[1], mQ.shape[0]), gradient)
+        return DbiasReduce.create(DbiasBlock(n, m, mQ.shape[1], mQ.shape[0]), gradient)
 
     @cute.kernel
     def kernel(
         self,
-        atoms: Operands,
-        tensors: Operands,
+        atoms: DbiasOperands,
+        tensors: DbiasOperands,
         mRows: cute.Tensor,
-        scales: Scales,
+        scales: SoftmaxScale,
         mCounter: cute.Tensor,
         mdBias: cute.Tensor,
-        chain: Chain,
+        chain: ScorePipeline,
     ):
         """Assign the warp roles: warp 0 loads, and the consumer warpgroups multiply."""
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = cutlass.memory.SmemAllocator()
         rows, keys = self.inputs
-        pairs = sm90.Ring.create(smem, self.stages, WARPGROUPS * rows.bytes + keys.bytes)
-        mail, ring_mail = sm90.create_mail(smem)
+        pairs = sm90.Pipeline.create(smem, self.stages, WARPGROUPS * rows.bytes + keys.bytes)
+        mail, ring_mail = sm90.create_tile_index_pipeline(smem)
         columns = smem.allocate_tensor(Float32, cute.make_layout(self.tile_n), 16)
         chain = chain.shared(smem, self.form)
-        shared = Shared(rows.buffer(smem), keys.buffer(smem), columns)
+        shared = DbiasSmem(rows.buffer(smem), keys.buffer(smem), columns)
         Sq, _, Hq, B = tensors.q.shape
         Sk, _, Hkv, _ = tensors.k.shape
-        blocks = Block(cute.ceil_div(Sk, self.tile_n), cute.ceil_div(Sq, TILE_M), Hq, B)
-        summed = Summed.create(blocks, mdBias)
-        queue = sm90.TileQueue(mCounter.iterator, mail, ring_mail, summed.tiles.total)
-        work = Work(pairs, queue, summed, Sizes(Sq, Sk), Hq // Hkv)
+        blocks = DbiasBlock(cute.ceil_div(Sk, self.tile_n), cute.ceil_div(Sq, TILE_M), Hq, B)
+        summed = DbiasReduce.create(blocks, mdBias)
+        queue = sm90.DynamicTileScheduler(mCounter.iterator, mail, ring_mail, summed.tiles.total)
+        work = DbiasWork(pairs, queue, summed, SeqlenInfo(Sq, Sk), Hq // Hkv)
         counted = ((pairs, WARPS), (ring_mail, WARPS), *chain.rings)
         sm90.start_cta(warp_idx, (atoms.q, atoms.k, atoms.v, atoms.do, *chain.atoms), counted)
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp_idx == 0:
                 self.load(
-                    sm90.Operand(atoms.q, tensors.q, shared.rows),
-                    sm90.Operand(atoms.k, tensors.k, shared.keys),
-                    sm90.Operand(atoms.v, tensors.v, shared.keys),
-                    sm90.Operand(atoms.do, tensors.do, shared.rows),
+                    sm90.TmaOperand(atoms.q, tensors.q, shared.rows),
+                    sm90.TmaOperand(atoms.k, tensors.k, shared.keys),
+                    sm90.TmaOperand(atoms.v, tensors.v, shared.keys),
+                    sm90.TmaOperand(atoms.do, tensors.do, shared.rows),
                     work,
                     chain,
                 )
@@ -215,7 +215,8 @@ class BiasGradientSm90(BiasGradientCall):
 
     @cute.jit
     def load(
-        self, q: sm90.Operand, k: sm90.Operand, v: sm90.Operand, do: sm90.Operand, work: Work, chain: Chain
+        self, q: sm90.TmaOperand, k: sm90.TmaOperand, v: sm90.TmaOperand, do: sm90.TmaOperand, work: DbiasWork,
+        chain: ScorePipeline
     ):  # fmt: skip
         """Run the producer warp: load both pairs of every step, and between them the data of the score stages."""
         nth, done, number = Int32(0), Int32(0), cute.arch.block_idx()[0]
@@ -225,38 +226,40 @@ class BiasGradientSm90(BiasGradientCall):
             for _ in cutlass.range(steps, unroll=1):
                 rows = work.rows_of(block)
                 self.load_pair(q, k, rows, block.n, work.pairs, 2 * done)
-                chain.bring(rows, block.head).load(block.n, done)
+                chain.begin_tile_load(rows, block.head).load(block.n, done)
                 self.load_pair(do, v, rows, block.n, work.pairs, 2 * done + 1)
                 block = work.summed.after(block)
                 done += 1
-            number = work.queue.post(nth, work.queue.draw())
+            number = work.queue.publish(nth, work.queue.fetch_next())
             nth += 1
 
     @cute.jit
     def load_pair(
-        self, rows: sm90.Operand, keys: sm90.Operand, tile: Tile, n_block: Int32, pairs: sm90.Ring, count: Int32
+        self, rows: sm90.TmaOperand, keys: sm90.TmaOperand, tile: Tile, n_block: Int32, pairs: sm90.Pipeline,
+        count: Int32
     ):  # fmt: skip
         """Load a pair as stage number `count` of the pipeline: 64 rows per warpgroup, and a block of keys."""
         tXsX, tXgX = tile.rows(rows).tiles((ROWS, self.d), (None, 0))
         tYsY, tYgY = tile.keys(keys).tiles((self.tile_n, self.d), (None, 0))
-        pairs.acquire(count)
-        slot, arrival = pairs.slot(count), pairs.arrival(count)
+        pairs.producer_acquire(count)
+        slot, arrival = pairs.stage_index(count), pairs.arrival(count)
         for w in cutlass.range_constexpr(WARPGROUPS):
             part = tXgX[None, tile.block * WARPGROUPS + w]
             cute.copy(rows.atom, part, tXsX[None, slot * WARPGROUPS + w], tma_bar_ptr=arrival)
         cute.copy(keys.atom, tYgY[None, n_block], tYsY[None, slot], tma_bar_ptr=arrival)
 
-    def hold(self, shared: Shared, wg: Int32, thread: Int32) -> Share:
+    def hold(self, shared: DbiasSmem, wg: Int32, thread: Int32) -> DbiasConsumerState:
         """Return the operands and accumulators of a consumer warpgroup."""
-        product = sm90.Product.create(lambda: sm90.make_mma(self.element.dtype, self.tile_n, "rows", "rows"))
+        product = sm90.WgmmaProduct.create(lambda: sm90.make_mma(self.element.dtype, self.tile_n, "rows", "rows"))
         mma = product.add.get_slice(thread)
         rows = mma.make_fragment_A(mma.partition_A(shared.rows))
         keys = mma.make_fragment_B(mma.partition_B(shared.keys))
-        return Share(product, wg, rows, keys, *(sm90.zeros(mma, (ROWS, self.tile_n)) for _ in range(3)))
+        return DbiasConsumerState(product, wg, rows, keys, *(sm90.zeros(mma, (ROWS, self.tile_n)) for _ in range(3)))
 
     @cute.jit
     def consume(
-        self, shared: Shared, work: Work, mdBias: cute.Tensor, mRows: cute.Tensor, scales: Scales, chain: Chain
+        self, shared: DbiasSmem, work: DbiasWork, mdBias: cute.Tensor, mRows: cute.Tensor, scales: SoftmaxScale,
+        chain: ScorePipeline
     ):  # fmt: skip
         """Run a consumer warpgroup: compute the sums of 64 rows of every tile, step after step."""
         tidx = cute.arch.thread_idx()[0] - sm90.WARPGROUP
@@ -272,7 +275,7 @@ class BiasGradientSm90(BiasGradientCall):
             my.sum.fill(0.0)
             for count in cutlass.range(done, done + steps, unroll=1):
                 rows, row = work.rows_of(block), block.m * TILE_M + own_row
-                here = chain.at(Place(work.sizes, self.tile_n, row, lane % 4 * 2, block.batch, block.head))
+                here = chain.at(ScoreCoord(work.sizes, self.tile_n, row, lane % 4 * 2, block.batch, block.head))
                 two = rows_of_thread(mRows, rows, row, scale_log2)
                 here.begin(block.n, masked=True)
                 self.step(my, two, here, block.n, work.pairs, count)
@@ -280,32 +283,41 @@ class BiasGradientSm90(BiasGradientCall):
             done += steps
             my.sum.store(my.sum.load() * chain.scaled(Float32(1.0)))
             self.store(my.sum, mdBias, work, first, own_row, shared.columns)
-            number = work.queue.take(nth)
+            number = work.queue.receive(nth)
             nth += 1
 
     @cute.jit
-    def step(self, my: Share, two: Rows, here: Chain, n_block: Int32, pairs: sm90.Ring, count: Int32):
+    def step(
+        self,
+        my: DbiasConsumerState,
+        two: RowStats,
+        here: ScorePipeline,
+        n_block: Int32,
+        pairs: sm90.Pipeline,
+        count: Int32,
+    ):
         """Add dS of a block to the sum. P is computed while dP is multiplied."""
         warpgroup.fence()
-        pairs.wait(2 * count)
-        my.multiply(my.S, pairs.slot(2 * count))
-        pairs.wait(2 * count + 1)
-        my.multiply(my.dP, pairs.slot(2 * count + 1))
-        here.make_ready(n_block, masked=True)
+        pairs.consumer_wait(2 * count)
+        my.multiply(my.S, pairs.stage_index(2 * count))
+        pairs.consumer_wait(2 * count + 1)
+        my.multiply(my.dP, pairs.stage_index(2 * count + 1))
+        here.prepare_stage(n_block, masked=True)
         warpgroup.wait_group(1)
-        pairs.release(2 * count)
+        pairs.consumer_release(2 * count)
         here.apply(fragments.rows_and_columns(my.S), n_block, masked=True, count=count)
         S, dP = by_query(my.S), by_query(my.dP)
         exponentiate(S, two.lse_log2, two.scale_log2)
         warpgroup.wait_group(0)
-        pairs.release(2 * count + 1)
-        here.derive(fragments.rows_and_columns(my.dP), masked=True)
+        pairs.consumer_release(2 * count + 1)
+        here.apply_backward(fragments.rows_and_columns(my.dP), masked=True)
         differentiate(S, dP, two.delta, S)
         my.sum.store(my.sum.load() + my.S.load())
 
     @cute.jit
     def store(
-        self, sums: cute.Tensor, mdBias: cute.Tensor, work: Work, first: Block, own_row: Int32, columns: cute.Tensor
+        self, sums: cute.Tensor, mdBias: cute.Tensor, work: DbiasWork, first: DbiasBlock, own_row: Int32,
+        columns: cute.Tensor
     ):  # fmt: skip
         """Write a tile of the gradient, or the sums of its rows, of its columns or of the whole tile."""
         plane, mine = mdBias[(*work.summed.plane(first), None, None)], fragments.rows_and_columns(sums)
@@ -340,7 +352,7 @@ class BiasGradientSm90(BiasGradientCall):
         thread, lane = cute.arch.thread_idx()[0] - sm90.WARPGROUP, cute.arch.lane_idx()
         if thread < self.tile_n:
             columns[thread] = Float32(0.0)
-        sm90.join_warpgroups(JOIN, WARPGROUPS)
+        sm90.sync_warpgroups(JOIN, WARPGROUPS)
         for c in cutlass.range_constexpr(cute.size(mine, mode=[1])):
             total = mine[0, c] + mine[1, c]
             for lanes in (4, 8, 16):
@@ -350,4 +362,4 @@ class BiasGradientSm90(BiasGradientCall):
             if thread // sm90.WARP == turn and lane < 4:
                 for c in cutlass.range_constexpr(cute.size(mine, mode=[1])):
                     columns[lane * 2 + fragments.column_of(c)] += mine[0, c]
-            sm90.join_warpgroups(JOIN, WARPGROUPS)
+            sm90.sync_warpgroups(JOIN, WARPGROUPS)

@@ -18,16 +18,16 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import warpgroup
 
 from ...registry.kernel_spec import BACKWARD_WARPGROUPS, PARTS_TILE, ROWS_PER_WARPGROUP, HopperSpec
-from ..backward.pre_post_process import Bent, Rows, by_query, differentiate, exponentiate, rows_of_thread
-from ..call_args.backward import Gradients
-from ..call_args.operands import Scales
-from ..features.base import Seams
+from ..backward.pre_post_process import RowStats, ScoreDerivative, by_query, differentiate, exponentiate, rows_of_thread
+from ..call_args.backward import BackwardArgs
+from ..call_args.operands import SoftmaxScale
+from ..features.base import KernelFeatures
 from ..primitives import fragments, sm90
-from ..primitives.tile_scheduler import TileOrder
-from ..score_stages.pipeline import Chain, Form, Place
-from ..tiling.block_iterator import Walk
-from ..tiling.seqlen_info import Sizes
-from ..tiling.tile import Launch, Pieces
+from ..primitives.tile_scheduler import TileScheduler
+from ..score_stages.pipeline import ScoreCoord, ScoreLayout, ScorePipeline
+from ..tiling.block_iterator import BlockIterator
+from ..tiling.seqlen_info import SeqlenInfo
+from ..tiling.tile import TileAddressing, TileGrid
 
 ROWS, SLAB = ROWS_PER_WARPGROUP, sm90.SLAB
 WARPGROUPS = BACKWARD_WARPGROUPS
@@ -36,7 +36,7 @@ JOIN = 1  # named barrier of warpgroup w: JOIN + w
 
 
 @dataclass(frozen=True)
-class Operands:
+class DqOperands:
     """TMA atoms, or TMA coordinates (rows, columns, heads, batch), of the tensors moved by TMA."""
 
     q: cute.CopyAtom | cute.Tensor
@@ -47,7 +47,7 @@ class Operands:
 
 
 @dataclass(frozen=True)
-class Shared:
+class DqSmem:
     """Operands in shared memory."""
 
     q: cute.Tensor  # (64, D, warpgroup)
@@ -57,40 +57,40 @@ class Shared:
 
 
 @dataclass(frozen=True)
-class Rings:
+class DqPipelines:
     """Pipelines from the producer warp to the consumers; Q and dO have a stage of 64 rows per warpgroup."""
 
-    q: sm90.Ring
-    do: sm90.Ring
-    k: sm90.Ring
-    v: sm90.Ring
+    q: sm90.Pipeline
+    do: sm90.Pipeline
+    k: sm90.Pipeline
+    v: sm90.Pipeline
 
 
 @dataclass(frozen=True)
-class Work:
+class DqWork:
     """Pipelines, tiles and KV blocks shared by the producer warp and the consumer warpgroups."""
 
-    rings: Rings
-    queue: sm90.TileQueue
-    pieces: Launch
-    walk: Walk
+    rings: DqPipelines
+    queue: sm90.DynamicTileScheduler
+    pieces: TileGrid
+    walk: BlockIterator
 
 
 @dataclass(frozen=True)
-class Share:
+class DqConsumerState:
     """State of a consumer warpgroup: its rows of Q and dO, the K and V stages, and the accumulators."""
 
-    rings: Rings
-    S: sm90.SlotProduct  # S = Q K^T, then P, then dS
-    dP: sm90.SlotProduct  # dP = dO V^T
-    dQ: sm90.SlotProduct  # dQ += dS K
+    rings: DqPipelines
+    S: sm90.StageProduct  # S = Q K^T, then P, then dS
+    dP: sm90.StageProduct  # dP = dO V^T
+    dQ: sm90.StageProduct  # dQ += dS K
     dS: fragments.OperandA  # dS in 16 bits
 
     def issue_scores(self, count: Int32) -> None:
         """Wait for block `count` of K and V, and issue S and dP, a committed group each."""
         for product, ring in ((self.S, self.rings.k), (self.dP, self.rings.v)):
-            ring.wait(count)
-            product.start(ring.slot(count))
+            ring.consumer_wait(count)
+            product.start(ring.stage_index(count))
 
 
 class QueryGradientSm90:
@@ -108,7 +108,7 @@ class QueryGradientSm90:
     - Q, dO: producer warp -> the warpgroup that owns the 64 rows, a stage per warpgroup.
     - K: producer warp -> all consumer warps, 2 stages of TILE_N keys.
     - V: producer warp -> all consumer warps, `dq_stages_v` stages (1 or 2) of TILE_N keys.
-    - Tile indices: producer warp -> all consumer warps, `sm90.MAIL_SLOTS` stages.
+    - Tile indices: producer warp -> all consumer warps, `sm90.TILE_INDEX_STAGES` stages.
     - Score stages add pipelines of their own, for example for bias tiles.
 
     Shared memory: the stages of Q, K, V and dO, the tile indices, the mbarriers and the buffers of the score stages. dQ
@@ -116,35 +116,35 @@ class QueryGradientSm90:
     """
 
     def __init__(self, spec: HopperSpec):
-        self.spec, self.seams = spec, Seams.of(spec)
+        self.spec, self.seams = spec, KernelFeatures.of(spec)
         self.element, self.d, self.dv = self.seams.element, spec.d, spec.dv
         self.producer_registers, self.consumer_registers = spec.register_split
         self.stages_k, self.stages_v = 2, spec.dq_stages_v
-        self.form = Form(self.element, WARPGROUPS, TILE_N, room=spec.dq_has_room)
+        self.form = ScoreLayout(self.element, WARPGROUPS, TILE_N, room=spec.dq_has_room)
 
     @property
-    def inputs(self) -> tuple[sm90.Input, sm90.Input, sm90.Input, sm90.Input]:
+    def inputs(self) -> tuple[sm90.TmaLoadConfig, sm90.TmaLoadConfig, sm90.TmaLoadConfig, sm90.TmaLoadConfig]:
         """TMA load configurations of Q, K, V and dO."""
         return (
-            sm90.Input.create(self.element, ROWS, self.d, WARPGROUPS),
-            sm90.Input.create(self.element, TILE_N, self.d, self.stages_k),
-            sm90.Input.create(self.element, TILE_N, self.dv, self.stages_v),
-            sm90.Input.create(self.element, ROWS, self.dv, WARPGROUPS),
+            sm90.TmaLoadConfig.create(self.element, ROWS, self.d, WARPGROUPS),
+            sm90.TmaLoadConfig.create(self.element, TILE_N, self.d, self.stages_k),
+            sm90.TmaLoadConfig.create(self.element, TILE_N, self.dv, self.stages_v),
+            sm90.TmaLoadConfig.create(self.element, ROWS, self.dv, WARPGROUPS),
         )
 
     @cute.jit
-    def __call__(self, call: Gradients, stream: cuda.CUstream):
+    def __call__(self, call: BackwardArgs, stream: cuda.CUstream):
         """Launch the dQ kernel."""
         pieces = self.seams.pieces(call)
         tensors = (pieces.rows_first(x) for x in (call.q, call.k, call.v, call.do))
         loads = tuple(x.tma(m) for x, m in zip(self.inputs, tensors, strict=True))
         out = sm90.output_tma(self.element, pieces.rows_first(call.dq), self.d)
-        atoms, tensors = (Operands(*(x[i] for x in (*loads, out))) for i in (0, 1))
+        atoms, tensors = (DqOperands(*(x[i] for x in (*loads, out))) for i in (0, 1))
         B, Hq, Sq, _ = call.q.shape
         Hkv, Sk = call.k.shape[1], call.k.shape[2]
         num_m_blocks = pieces.most_blocks_of_rows(Sq, TILE_M)
         head_bytes = Int64(Sk) * ((self.d + self.dv) * self.element.bytes)
-        section = TileOrder.section_heads(head_bytes, num_m_blocks, Hq // Hkv, Hq * B)
+        section = TileScheduler.heads_per_l2_group(head_bytes, num_m_blocks, Hq // Hkv, Hq * B)
         seams = (pieces, self.seams.walk(call), self.seams.chain(call).tma(self.form))
         self.kernel(atoms, tensors, call.rows, call.scales, call.counter, section, *seams).launch(
             grid=(cutlass.min(num_m_blocks * Hq * B, call.num_ctas), 1, 1),
@@ -153,39 +153,42 @@ class QueryGradientSm90:
             min_blocks_per_mp=1,
         )
 
-    def rings(self, smem: cutlass.memory.SmemAllocator) -> Rings:
+    def rings(self, smem: cutlass.memory.SmemAllocator) -> DqPipelines:
         """Create the pipelines of Q, dO, K and V."""
         q, k, v, do = self.inputs
-        return Rings(q.ring(smem), do.ring(smem), k.ring(smem), v.ring(smem))
+        return DqPipelines(q.ring(smem), do.ring(smem), k.ring(smem), v.ring(smem))
 
     @cute.kernel
     def kernel(
         self,
-        atoms: Operands,
-        tensors: Operands,
+        atoms: DqOperands,
+        tensors: DqOperands,
         mRows: cute.Tensor,
-        scales: Scales,
+        scales: SoftmaxScale,
         mCounter: cute.Tensor,
         section: Int32,
-        pieces: Pieces,
-        walk: Walk,
-        chain: Chain,
+        pieces: TileAddressing,
+        walk: BlockIterator,
+        chain: ScorePipeline,
     ):
         """Assign the warp roles: warp 0 loads, and the consumer warpgroups multiply."""
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = cutlass.memory.SmemAllocator()
         rings = self.rings(smem)
-        mail, ring_mail = sm90.create_mail(smem)
+        mail, ring_mail = sm90.create_tile_index_pipeline(smem)
         chain = chain.shared(smem, self.form)
-        shared = Shared(*(x.buffer(smem) for x in self.inputs))
+        shared = DqSmem(*(x.buffer(smem) for x in self.inputs))
         Sq, _, Hq, _ = tensors.q.shape
         Sk, _, Hkv, _ = tensors.k.shape
-        num_m_blocks, longest_first = pieces.blocks_of_rows(Sq, TILE_M), walk.uneven or pieces.uneven
+        num_m_blocks, longest_first = (
+            pieces.blocks_of_rows(Sq, TILE_M),
+            walk.tile_lengths_vary or pieces.tile_lengths_vary,
+        )
         heads = Hq * pieces.batch(tensors.q)
         section = pieces.section(section, heads, Hq // Hkv)
-        order = TileOrder(longest_first, num_m_blocks, Hq, heads, section)
-        queue = sm90.TileQueue(mCounter.iterator, mail, ring_mail, order.total)
-        work = Work(rings, queue, pieces.of_rows(order, Sizes(Sq, Sk), Hkv), walk)
+        order = TileScheduler(longest_first, num_m_blocks, Hq, heads, section)
+        queue = sm90.DynamicTileScheduler(mCounter.iterator, mail, ring_mail, order.total)
+        work = DqWork(rings, queue, pieces.of_rows(order, SeqlenInfo(Sq, Sk), Hkv), walk)
         own, by_all = (rings.q, rings.do), (rings.k, rings.v, ring_mail)
         counted = (*((ring, 4) for ring in own), *((ring, 4 * WARPGROUPS) for ring in by_all), *chain.rings)
         sm90.start_cta(warp_idx, (atoms.q, atoms.k, atoms.v, atoms.do, atoms.dq, *chain.atoms), counted)
@@ -193,21 +196,22 @@ class QueryGradientSm90:
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp_idx == 0:
                 self.load(
-                    sm90.Operand(atoms.q, tensors.q, shared.q),
-                    sm90.Operand(atoms.k, tensors.k, shared.k),
-                    sm90.Operand(atoms.v, tensors.v, shared.v),
-                    sm90.Operand(atoms.do, tensors.do, shared.do),
+                    sm90.TmaOperand(atoms.q, tensors.q, shared.q),
+                    sm90.TmaOperand(atoms.k, tensors.k, shared.k),
+                    sm90.TmaOperand(atoms.v, tensors.v, shared.v),
+                    sm90.TmaOperand(atoms.do, tensors.do, shared.do),
                     work,
                     chain,
                 )
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
-            out = sm90.Operand(atoms.dq, tensors.dq, shared.q)
+            out = sm90.TmaOperand(atoms.dq, tensors.dq, shared.q)
             self.consume(shared, work, out, mRows, scales, chain)
 
     @cute.jit
     def load(
-        self, q: sm90.Operand, k: sm90.Operand, v: sm90.Operand, do: sm90.Operand, work: Work, chain: Chain
+        self, q: sm90.TmaOperand, k: sm90.TmaOperand, v: sm90.TmaOperand, do: sm90.TmaOperand, work: DqWork,
+        chain: ScorePipeline
     ):  # fmt: skip
         """Run the producer warp: load all tiles of the CTA.
 
@@ -223,7 +227,7 @@ class QueryGradientSm90:
             tOsO, tOgO = tile.rows(do).tiles((ROWS, self.dv), (None, 0))
             tKsK, tKgK = tile.keys(k).tiles((TILE_N, self.d), (None, 0))
             tVsV, tVgV = tile.keys(v).tiles((TILE_N, self.dv), (None, 0))
-            stages = chain.bring(tile, tile.head)
+            stages = chain.begin_tile_load(tile, tile.head)
             block = run.nth(0)
             # K goes first, because the stage of Q may have to wait for the store of a dQ.
             sm90.load_block(k.atom, tKgK, tKsK, rings.k, block, done)
@@ -238,28 +242,29 @@ class QueryGradientSm90:
                 sm90.load_block(k.atom, tKgK, tKsK, rings.k, block, done + j)
                 sm90.load_block(v.atom, tVgV, tVsV, rings.v, block, done + j)
                 stages.load(block, done + j)
-            number = work.queue.post(nth, work.queue.draw())
+            number = work.queue.publish(nth, work.queue.fetch_next())
             nth += 1
             done += run.count
 
-    def hold(self, shared: Shared, rings: Rings, wg: Int32, thread: Int32) -> Share:
+    def hold(self, shared: DqSmem, rings: DqPipelines, wg: Int32, thread: Int32) -> DqConsumerState:
         """Return the operands and accumulators of a consumer warpgroup."""
-        scores = sm90.Product.create(lambda: sm90.make_mma(self.element.dtype, TILE_N, "rows", "rows"))
-        sums = sm90.Product.create(lambda: sm90.make_mma(self.element.dtype, self.d, "registers", "columns"))
+        scores = sm90.WgmmaProduct.create(lambda: sm90.make_mma(self.element.dtype, TILE_N, "rows", "rows"))
+        sums = sm90.WgmmaProduct.create(lambda: sm90.make_mma(self.element.dtype, self.d, "registers", "columns"))
         mma_s, mma_q = scores.add.get_slice(thread), sums.add.get_slice(thread)
         # Q and dO: (MMA, 1, K/16)
         rows = tuple(mma_s.make_fragment_A(mma_s.partition_A(s[None, None, wg])) for s in (shared.q, shared.do))
         # K and V: (MMA, 1, K/16, stage)
         keys = tuple(mma_s.make_fragment_B(mma_s.partition_B(s)) for s in (shared.k, shared.v))
         columns = mma_q.make_fragment_B(mma_q.partition_B(sm90.transposed(shared.k)))  # K: (MMA, 1, TILE_N/16, stage)
-        S, dP = (sm90.SlotProduct(scores, rows[i], keys[i], sm90.zeros(mma_s, (ROWS, TILE_N))) for i in range(2))
+        S, dP = (sm90.StageProduct(scores, rows[i], keys[i], sm90.zeros(mma_s, (ROWS, TILE_N))) for i in range(2))
         dS = fragments.OperandA.create(S.acc, self.element)
-        dQ = sm90.SlotProduct(sums, dS.fragment, columns, sm90.zeros(mma_q, (ROWS, self.d)))
-        return Share(rings, S, dP, dQ, dS)
+        dQ = sm90.StageProduct(sums, dS.fragment, columns, sm90.zeros(mma_q, (ROWS, self.d)))
+        return DqConsumerState(rings, S, dP, dQ, dS)
 
     @cute.jit
     def consume(
-        self, shared: Shared, work: Work, out: sm90.Operand, mRows: cute.Tensor, scales: Scales, chain: Chain
+        self, shared: DqSmem, work: DqWork, out: sm90.TmaOperand, mRows: cute.Tensor, scales: SoftmaxScale,
+        chain: ScorePipeline
     ):  # fmt: skip
         """Run a consumer warpgroup: compute dQ of 64 rows of every tile, block after block of the block iterator."""
         rings = work.rings
@@ -272,74 +277,75 @@ class QueryGradientSm90:
             tile = work.pieces.tile(number)
             wg_tile, nth_q = tile.block * WARPGROUPS + wg, nth * WARPGROUPS + wg
             row = wg_tile * ROWS + thread // sm90.WARP * SLAB + lane // 4
-            here = chain.at(Place(tile.sizes, TILE_N, row, lane % 4 * 2, tile.sequence, tile.head))
+            here = chain.at(ScoreCoord(tile.sizes, TILE_N, row, lane % 4 * 2, tile.sequence, tile.head))
             two = rows_of_thread(mRows, tile, row, chain.scales(scales).log2)
             walk = work.walk.at(tile.sizes, TILE_M, TILE_N)
-            others, run = walk.keys_of_part(tile, wg_tile * ROWS, ROWS, walk.uneven)
+            others, run = walk.kv_range_for_warpgroup(tile, wg_tile * ROWS, ROWS, walk.tile_lengths_vary)
             for count in cutlass.range(done, done + others, unroll=1):
                 for ring in (rings.k, rings.v):
-                    ring.wait(count)
-                    ring.release(count)
-                here.pass_over(count)
+                    ring.consumer_wait(count)
+                    ring.consumer_release(count)
+                here.skip_kv_blocks(count)
             done += others
             my.dQ.acc.fill(0.0)
-            rings.q.wait(nth_q)
-            rings.do.wait(nth_q)
+            rings.q.consumer_wait(nth_q)
+            rings.do.consumer_wait(nth_q)
             warpgroup.fence()
             my.issue_scores(done)
             warpgroup.wait_group(0)
-            rings.v.release(done)
+            rings.v.consumer_release(done)
             for section in run.sections_before_last():
                 here.begin(run.nth(section.begin), section.masked)
                 for j in cutlass.range(section.begin, section.end, unroll=1):
                     self.weigh(my, two, here, run.nth(j), done + j, section.masked)
                     here.ahead(run.next(j, section), section.masked)
                     warpgroup.fence()
-                    my.dQ.add(rings.k.slot(done + j))
+                    my.dQ.add(rings.k.stage_index(done + j))
                     my.issue_scores(done + j + 1)
                     warpgroup.wait_group(2)  # wait for dQ
-                    rings.k.release(done + j)
+                    rings.k.consumer_release(done + j)
                     warpgroup.wait_group(0)
-                    rings.v.release(done + j + 1)
-            rings.do.release(nth_q)
+                    rings.v.consumer_release(done + j + 1)
+            rings.do.consumer_release(nth_q)
             done += run.count - 1
             here.begin(run.last(), masked=True)
             self.weigh(my, two, here, run.last(), done, masked=True)
             warpgroup.fence()
-            my.dQ.add(rings.k.slot(done))
+            my.dQ.add(rings.k.stage_index(done))
             warpgroup.wait_group(0)
-            rings.k.release(done)
+            rings.k.consumer_release(done)
             done += 1
             if cutlass.const_expr(tile.sizes.may_be_empty):
                 # Rows that belong to no sequence have no keys. Their dO may be NaN, and 0 * NaN is NaN.
                 if tile.sizes.Sk == 0:
                     my.dQ.acc.fill(0.0)
             self.store(my, tile.rows(out), wg, wg_tile, chain.scaled(scales.natural))
-            rings.q.release(nth_q)
-            number = work.queue.take(nth)
+            rings.q.consumer_release(nth_q)
+            number = work.queue.receive(nth)
             nth += 1
 
     @cute.jit
     def weigh(
-        self, my: Share, two: Rows, here: Chain, n_block: Int32, count: Int32, masked: cutlass.Constexpr[bool]
+        self, my: DqConsumerState, two: RowStats, here: ScorePipeline, n_block: Int32, count: Int32,
+        masked: cutlass.Constexpr[bool]
     ):  # fmt: skip
         """Compute dS of a block from S and dP, and pack dS into 16 bits."""
-        here.make_ready(n_block, masked)
+        here.prepare_stage(n_block, masked)
         here.apply(my.S.values, n_block, masked, count)
         S, dP = by_query(my.S.acc), by_query(my.dP.acc)
         exponentiate(S, two.lse_log2, two.scale_log2)
-        here.derive(my.dP.values, masked)
-        differentiate(S, dP, two.delta, S, bent=Bent.of(here, lambda: two.lse_log2))
+        here.apply_backward(my.dP.values, masked)
+        differentiate(S, dP, two.delta, S, score_derivative=ScoreDerivative.of(here, lambda: two.lse_log2))
         my.dS.take(my.S.acc)
 
     @cute.jit
-    def store(self, my: Share, out: sm90.Operand, wg: Int32, wg_tile: Int32, scale: Float32):
+    def store(self, my: DqConsumerState, out: sm90.TmaOperand, wg: Int32, wg_tile: Int32, scale: Float32):
         """Store dQ in 16 bits through the stage of its Q, and wait until the stage is free again."""
         rdQ = cute.make_rmem_tensor_like(my.dQ.acc, self.element.dtype)
         rdQ.store((my.dQ.acc.load() * scale).to(self.element.dtype))
         start = cute.slice_(out.s, (None, None, wg)).iterator
         sdQ = cute.make_tensor(start, sm90.slab_layout(self.element.dtype, ROWS, self.d).outer)
-        sm90.join_warpgroup(JOIN, wg)  # no warp of the warpgroup may still be reading Q
+        sm90.sync_warpgroup(JOIN, wg)  # no warp of the warpgroup may still be reading Q
         sm90.store_slabs(rdQ, sdQ, out, wg_tile * (ROWS // SLAB), my.dQ.product.add)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.sync_warp()

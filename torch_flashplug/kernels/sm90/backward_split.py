@@ -12,19 +12,19 @@ import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 
 from ...registry.kernel_spec import HopperSpec
-from ..backward.pre_post_process import GivenRows, PrepareBackward
-from ..call_args.backward import WANT_DKDV, WANT_DQ, BackwardCall, Gradients
-from ..features.base import Seams
+from ..backward.pre_post_process import BackwardPreprocess, RowStatsInputs
+from ..call_args.backward import WANT_DKDV, WANT_DQ, BackwardArgs, BackwardCall
+from ..features.base import KernelFeatures
 from .backward_dkdv import KeyGradientsSm90
 from .backward_dq import QueryGradientSm90
 
 
-class BackwardInPartsSm90(BackwardCall):
+class SplitBackwardSm90(BackwardCall):
     """Builder of the three kernels of a split backward, which a call launches in sequence.
 
     Computes dQ, dK and dV, deterministically.
 
-    1. `PrepareBackward` computes LSE * log2(e) and delta per row.
+    1. `BackwardPreprocess` computes LSE * log2(e) and delta per row.
     2. `QueryGradientSm90` computes dQ, if the call wants dQ.
     3. `KeyGradientsSm90` computes dK and dV, if the call wants dK and dV.
 
@@ -35,17 +35,17 @@ class BackwardInPartsSm90(BackwardCall):
     """
 
     def __init__(self, spec: HopperSpec):
-        self.spec, self.seams = spec, Seams.of(spec)
+        self.spec, self.seams = spec, KernelFeatures.of(spec)
         self.element = self.seams.element
-        self.prepare = PrepareBackward(self.element)
+        self.prepare = BackwardPreprocess(self.element)
         self.query_gradient, self.key_gradients = QueryGradientSm90(spec), KeyGradientsSm90(spec)
 
     @cute.jit
-    def launch(self, call: Gradients, stream: cuda.CUstream):
+    def launch(self, call: BackwardArgs, stream: cuda.CUstream):
         """Launch the preprocessing kernels of the features, then the kernels of the requested gradients."""
-        self.seams.before(call, stream)
-        pieces, kept = self.seams.pieces(call), self.seams.chain(call).kept_share
-        given = GivenRows(call.o, call.do, call.lse, call.dlse)
+        self.seams.launch_preprocess(call, stream)
+        pieces, kept = self.seams.pieces(call), self.seams.chain(call).keep_probability
+        given = RowStatsInputs(call.o, call.do, call.lse, call.dlse)
         self.prepare(given, call.rows, None, None, kept, pieces, stream)
         if call.wanted & WANT_DQ != 0:
             self.query_gradient(call, stream)

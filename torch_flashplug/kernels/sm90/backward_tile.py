@@ -26,12 +26,12 @@ from cutlass.tensor_utils import LayoutEnum
 from ...registry.kernel_spec import TILE_BACKWARD, HopperSpec
 from ..backward.dbias_reduce import write_pair
 from ..backward.pre_post_process import LOST, by_query, differentiate, exponentiate
-from ..call_args.operands import Scales
-from ..call_args.tile_backward import TileBackwardCall, TileGradients
-from ..features.base import Seams
+from ..call_args.operands import SoftmaxScale
+from ..call_args.tile_backward import TileBackwardArgs, TileBackwardCall
+from ..features.base import KernelFeatures
 from ..primitives import fragments, sm90
-from ..score_stages.pipeline import Chain, Form, Place
-from ..tiling.seqlen_info import Sizes
+from ..score_stages.pipeline import ScoreCoord, ScoreLayout, ScorePipeline
+from ..tiling.seqlen_info import SeqlenInfo
 from ..tiling.tile import Tile
 
 TILE_M, TILE_N = TILE_BACKWARD  # largest numbers of queries and keys of a sequence
@@ -40,7 +40,7 @@ JOIN = 1  # named barrier of the consumer warpgroup
 
 
 @dataclass(frozen=True)
-class Operands:
+class TileOperands:
     """TMA atoms, or TMA coordinates (rows, columns, heads, batch), of the tensors moved by TMA."""
 
     q: cute.CopyAtom | cute.Tensor
@@ -58,7 +58,7 @@ class Operands:
 
 
 @dataclass(frozen=True)
-class Shared:
+class TileSmem:
     """Buffers of a CTA in shared memory."""
 
     q: cute.Tensor  # (TILE_M, D, stage)
@@ -70,23 +70,23 @@ class Shared:
 
 
 @dataclass(frozen=True)
-class Range:
+class SequenceRange:
     """Sequences of a CTA: a single head, and the batch indices from `begin` to before `end`."""
 
     head: Int32
     number: Int32  # index of the range
     begin: Int32
     end: Int32
-    sizes: Sizes
+    sizes: SeqlenInfo
 
     @staticmethod
     @cute.jit
-    def of_cta(heads: Int32, batches: Int32, ranges: Int32, sizes: Sizes) -> Range:
+    def of_cta(heads: Int32, batches: Int32, ranges: Int32, sizes: SeqlenInfo) -> SequenceRange:
         """Return the range of this CTA. `ranges` is the number of ranges of the batch."""
         number, head = cute.arch.block_idx()[0] // heads, cute.arch.block_idx()[0] % heads
         length = cute.ceil_div(batches, ranges)
         begin = cutlass.min(number * length, batches)
-        return Range(head, number, begin, cutlass.min(begin + length, batches), sizes)
+        return SequenceRange(head, number, begin, cutlass.min(begin + length, batches), sizes)
 
     def tile(self, batch: Int32) -> Tile:
         """Return the only tile of a sequence."""
@@ -94,12 +94,12 @@ class Range:
 
 
 @dataclass(frozen=True)
-class Registers:
+class TileConsumerState:
     """Products of the consumer warpgroup, with their operands and accumulators."""
 
-    scores: sm90.Product  # S = Q K^T, dP = dO V^T
-    over_queries: sm90.Product  # dK = dS^T Q, dV = P^T dO
-    over_keys: sm90.Product  # dQ = dS K
+    scores: sm90.WgmmaProduct  # S = Q K^T, dP = dO V^T
+    over_queries: sm90.WgmmaProduct  # dK = dS^T Q, dV = P^T dO
+    over_keys: sm90.WgmmaProduct  # dQ = dS K
     rows: tuple[cute.Tensor, cute.Tensor]  # Q and dO as left operands of `scores`: (MMA, 1, K, stage)
     keys: tuple[cute.Tensor, cute.Tensor]  # K and V as right operands of `scores`: (MMA, 1, K, stage)
     weights: cute.Tensor  # P^T and dS^T as left operands of `over_queries`: (MMA, 1, K, P or dS)
@@ -146,23 +146,23 @@ class TileBackwardSm90(TileBackwardCall):
     """
 
     def __init__(self, spec: HopperSpec):
-        self.spec, self.seams = spec, Seams.of(spec)
+        self.spec, self.seams = spec, KernelFeatures.of(spec)
         self.element, self.d, self.stages = self.seams.element, spec.d, spec.stages
         self.producer_registers, self.consumer_registers = spec.register_split
-        self.form = Form(self.element, 1, TILE_N)
+        self.form = ScoreLayout(self.element, 1, TILE_N)
 
     @property
-    def input(self) -> sm90.Input:
+    def input(self) -> sm90.TmaLoadConfig:
         """TMA load configuration of each of Q, K, V and dO: whole sequences."""
-        return sm90.Input.create(self.element, TILE_M, self.d, self.stages)
+        return sm90.TmaLoadConfig.create(self.element, TILE_M, self.d, self.stages)
 
     @cute.jit
-    def launch(self, call: TileGradients, stream: cuda.CUstream):
+    def launch(self, call: TileBackwardArgs, stream: cuda.CUstream):
         """Launch the preprocessing kernels of the features, then the kernel."""
-        self.seams.before(call, stream)
+        self.seams.launch_preprocess(call, stream)
         loads = tuple(self.input.tma(sm90.rows_first(x)) for x in (call.q, call.k, call.v, call.do))
         stores = tuple(sm90.output_tma(self.element, sm90.rows_first(x), self.d) for x in (call.dq, call.dk, call.dv))
-        atoms, tensors = (Operands(*(x[i] for x in (*loads, *stores))) for i in (0, 1))
+        atoms, tensors = (TileOperands(*(x[i] for x in (*loads, *stores))) for i in (0, 1))
         chain = self.seams.chain(call).tma(self.form)
         self.kernel(atoms, tensors, call.lse, call.scales, call.ranges, call.dbias, chain).launch(
             grid=(call.q.shape[1] * call.ranges, 1, 1),
@@ -172,33 +172,33 @@ class TileBackwardSm90(TileBackwardCall):
             preferred_smem_carveout=100,  # percent; without a value the DSL would query a GPU
         )
 
-    def shared(self, smem: cutlass.memory.SmemAllocator) -> Shared:
+    def shared(self, smem: cutlass.memory.SmemAllocator) -> TileSmem:
         """Allocate all buffers of a CTA."""
         dtype, operands = self.element.dtype, tuple(self.input.buffer(smem) for _ in range(4))
         layout = hopper.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (TILE_M, TILE_M, TILE_N), dtype, len((P, DS)))
         weights = smem.allocate_tensor(dtype, layout.outer, 1024, layout.inner)
         rows = sm90.slab_layout(dtype, TILE_M, self.d)
-        return Shared(*operands, weights, smem.allocate_tensor(dtype, rows.outer, 1024, rows.inner))
+        return TileSmem(*operands, weights, smem.allocate_tensor(dtype, rows.outer, 1024, rows.inner))
 
     @cute.kernel
     def kernel(
         self,
-        atoms: Operands,
-        tensors: Operands,
+        atoms: TileOperands,
+        tensors: TileOperands,
         mLSE: cute.Tensor,
-        scales: Scales,
+        scales: SoftmaxScale,
         ranges: Int32,
         mdBias: cute.Tensor | None,
-        chain: Chain,
+        chain: ScorePipeline,
     ):
         """Assign the warp roles: warp 0 loads, and the consumer warpgroup multiplies."""
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = cutlass.memory.SmemAllocator()
-        ring = sm90.Ring.create(smem, self.stages, 4 * self.input.bytes)
+        ring = sm90.Pipeline.create(smem, self.stages, 4 * self.input.bytes)
         chain = chain.shared(smem, self.form)
         shared = self.shared(smem)
         Sq, _, heads, batches = tensors.q.shape
-        mine = Range.of_cta(heads, batches, ranges, Sizes(Sq, tensors.k.shape[0]))
+        mine = SequenceRange.of_cta(heads, batches, ranges, SeqlenInfo(Sq, tensors.k.shape[0]))
         sm90.start_cta(warp_idx, (*atoms.all, *chain.atoms), ((ring, sm90.WARPGROUP // sm90.WARP), *chain.rings))
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(self.producer_registers)
@@ -209,27 +209,35 @@ class TileBackwardSm90(TileBackwardCall):
             self.consume(atoms, tensors, shared, ring, mine, mLSE, scales, mdBias, chain)
 
     @cute.jit
-    def load(self, atoms: Operands, tensors: Operands, shared: Shared, ring: sm90.Ring, mine: Range, chain: Chain):
+    def load(
+        self,
+        atoms: TileOperands,
+        tensors: TileOperands,
+        shared: TileSmem,
+        ring: sm90.Pipeline,
+        mine: SequenceRange,
+        chain: ScorePipeline,
+    ):
         """Run the producer warp: load Q, K, V and dO of every sequence, and the data of the score stages."""
         for batch in cutlass.range(mine.begin, mine.end, unroll=1):
             tile, nth = mine.tile(batch), batch - mine.begin
-            ring.acquire(nth)
-            slot, arrival = ring.slot(nth), ring.arrival(nth)
+            ring.producer_acquire(nth)
+            slot, arrival = ring.stage_index(nth), ring.arrival(nth)
             for atom, m, s in (
                 (atoms.q, tensors.q, shared.q),
                 (atoms.k, tensors.k, shared.k),
                 (atoms.v, tensors.v, shared.v),
                 (atoms.do, tensors.do, shared.do),
             ):
-                tXsX, tXgX = tile.rows(sm90.Operand(atom, m, s)).tiles((TILE_M, self.d), (None, 0))
+                tXsX, tXgX = tile.rows(sm90.TmaOperand(atom, m, s)).tiles((TILE_M, self.d), (None, 0))
                 cute.copy(atom, tXgX[None, 0], tXsX[None, slot], tma_bar_ptr=arrival)
-            chain.bring(tile, tile.head).load(Int32(0), nth)
+            chain.begin_tile_load(tile, tile.head).load(Int32(0), nth)
 
-    def hold(self, shared: Shared) -> Registers:
+    def hold(self, shared: TileSmem) -> TileConsumerState:
         """Return the products, operands and accumulators of the consumer warpgroup."""
         dtype, thread = self.element.dtype, cute.arch.thread_idx()[0] % sm90.WARPGROUP
         scores, over_queries, over_keys = (
-            sm90.Product.create(lambda x=x: sm90.make_mma(dtype, *x))
+            sm90.WgmmaProduct.create(lambda x=x: sm90.make_mma(dtype, *x))
             for x in ((TILE_N, "rows", "rows"), (self.d, "columns", "columns"), (self.d, "registers", "columns"))
         )
         of_scores, of_queries, of_keys = (x.add.get_slice(thread) for x in (scores, over_queries, over_keys))
@@ -239,7 +247,7 @@ class TileBackwardSm90(TileBackwardCall):
             mma.make_fragment_B(mma.partition_B(sm90.transposed(x)))
             for mma, x in ((of_queries, shared.q), (of_queries, shared.do), (of_keys, shared.k))
         )
-        return Registers(
+        return TileConsumerState(
             scores,
             over_queries,
             over_keys,
@@ -258,8 +266,9 @@ class TileBackwardSm90(TileBackwardCall):
 
     @cute.jit
     def consume(
-        self, atoms: Operands, tensors: Operands, shared: Shared, ring: sm90.Ring, mine: Range, mLSE: cute.Tensor,
-        scales: Scales, mdBias: cute.Tensor | None, chain: Chain,
+        self, atoms: TileOperands, tensors: TileOperands, shared: TileSmem, ring: sm90.Pipeline, mine: SequenceRange,
+        mLSE: cute.Tensor,
+        scales: SoftmaxScale, mdBias: cute.Tensor | None, chain: ScorePipeline,
     ):  # fmt: skip
         """Run the consumer warpgroup: compute the gradients of every sequence of the range."""
         thread = cute.arch.thread_idx()[0] % sm90.WARPGROUP
@@ -271,19 +280,19 @@ class TileBackwardSm90(TileBackwardCall):
         lse = self.lse_of(mLSE, mine, mine.begin, row)
         for batch in cutlass.range(mine.begin, mine.end, unroll=1):
             tile, nth = mine.tile(batch), batch - mine.begin
-            here = chain.at(Place(mine.sizes, TILE_N, row, column, tile.sequence, tile.head))
+            here = chain.at(ScoreCoord(mine.sizes, TILE_N, row, column, tile.sequence, tile.head))
             here.begin(Int32(0), masked=True)
-            ring.wait(nth)
+            ring.consumer_wait(nth)
             warpgroup.fence()
-            my.multiply_scores(ring.slot(nth))
-            here.make_ready(Int32(0), masked=True)
+            my.multiply_scores(ring.stage_index(nth))
+            here.prepare_stage(Int32(0), masked=True)
             warpgroup.wait_group(1)
             here.apply(fragments.rows_and_columns(my.S), Int32(0), masked=True, count=nth)
             exponentiate(by_query(my.S), (lse[0], lse[1]), scale_log2)
             lse.store(self.lse_of(mLSE, mine, cutlass.min(batch + 1, mine.end - 1), row).load())
             # The previous gradients of this warp have left shared memory.
             cute.arch.cp_async_bulk_wait_group(0, read=True)
-            sm90.join_warpgroup(JOIN, Int32(0))  # Now the gradients of all warps have left shared memory.
+            sm90.sync_warpgroup(JOIN, Int32(0))  # Now the gradients of all warps have left shared memory.
             my.packed.take(my.S)
             self.write_weights(my, shared, P)
             warpgroup.wait_group(0)
@@ -292,19 +301,19 @@ class TileBackwardSm90(TileBackwardCall):
             my.packed.take(my.S)
             self.write_weights(my, shared, DS)
             cute.arch.fence_proxy("async.shared", space="cta")  # Products read shared memory written by stmatrix.
-            sm90.join_warpgroup(JOIN, Int32(0))
+            sm90.sync_warpgroup(JOIN, Int32(0))
             warpgroup.fence()
-            my.multiply_sums(ring.slot(nth))
+            my.multiply_sums(ring.stage_index(nth))
             if cutlass.const_expr(mdBias is not None):
                 # The batch does not share the bias.
                 if mdBias.shape[0] > cute.arch.grid_dim()[0] // tensors.q.shape[2]:
                     write_plane(mdBias[batch, mine.head, None, None], my.sum, row, column)
                     my.sum.fill(0.0)
             warpgroup.wait_group(0)
-            ring.release(nth)
-            sm90.join_warpgroup(JOIN, Int32(0))  # No warp reads the weights any longer.
-            out = Operands(*(None,) * 4, *(
-                sm90.Operand(atom, m, s)
+            ring.consumer_release(nth)
+            sm90.sync_warpgroup(JOIN, Int32(0))  # No warp reads the weights any longer.
+            out = TileOperands(*(None,) * 4, *(
+                sm90.TmaOperand(atom, m, s)
                 for atom, m, s in (
                     (atoms.dq, tensors.dq, shared.staging),
                     (atoms.dk, tensors.dk, self.staging_in(shared, DS)),
@@ -321,7 +330,7 @@ class TileBackwardSm90(TileBackwardCall):
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def lse_of(self, mLSE: cute.Tensor, mine: Range, batch: Int32, row: Int32) -> cute.Tensor:
+    def lse_of(self, mLSE: cute.Tensor, mine: SequenceRange, batch: Int32, row: Int32) -> cute.Tensor:
         """Return LSE * log2(e) of this thread's two rows; inf if a row does not exist or sees no key."""
         lse = cute.make_rmem_tensor((2,), Float32)  # (2,)
         for r in cutlass.range_constexpr(2):
@@ -331,7 +340,7 @@ class TileBackwardSm90(TileBackwardCall):
                 lse[r] = cutlass.select_(abs(given) > LOST, Float32.inf, given)
         return lse
 
-    def write_weights(self, my: Registers, shared: Shared, slot: int) -> None:
+    def write_weights(self, my: TileConsumerState, shared: TileSmem, slot: int) -> None:
         """Write P or dS from `packed` to shared memory, as (queries, keys)."""
         thread = cute.arch.thread_idx()[0] % sm90.WARPGROUP
         matrices = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.element.dtype)
@@ -340,14 +349,14 @@ class TileBackwardSm90(TileBackwardCall):
         source = copy.retile(cute.make_tensor(pairs, my.S.layout))
         cute.copy(copy, source, copy.partition_D(shared.weights[None, None, slot]))
 
-    def staging_in(self, shared: Shared, slot: int) -> cute.Tensor:
-        """Return the buffer of the weights `slot` as a staging buffer (64, D) of a gradient."""
+    def staging_in(self, shared: TileSmem, slot: int) -> cute.Tensor:
+        """Return the buffer of the weights `stage_index` as a staging buffer (64, D) of a gradient."""
         layout = sm90.slab_layout(self.element.dtype, TILE_M, self.d)
         start = shared.weights[None, None, slot].iterator
         return cute.make_tensor(cute.recast_ptr(start, layout.inner, dtype=self.element.dtype), layout.outer)
 
     @cute.jit
-    def store(self, acc: cute.Tensor, product: sm90.Product, factor: Float32, out: sm90.Operand):
+    def store(self, acc: cute.Tensor, product: sm90.WgmmaProduct, factor: Float32, out: sm90.TmaOperand):
         """Store an accumulator in 16 bits through shared memory; each warp stores its 16 rows."""
         rX = cute.make_rmem_tensor_like(acc, self.element.dtype)
         rX.store((acc.load() * factor).to(self.element.dtype))

@@ -6,8 +6,8 @@ A producer warp keeps many stages of K and V in flight. Consumer warpgroups of 6
 padding rows are harmless.
 
 With a single split a CTA writes O itself. Up to CLUSTER splits can form a cluster, whose CTAs reduce their results in
-each other's shared memory. Otherwise the CTAs leave fp32 partial results for the `Combine` kernel, which is launched
-early and waits.
+each other's shared memory. Otherwise the CTAs leave fp32 partial results for the `SplitKvCombine` kernel, which is
+launched early and waits.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import warpgroup
 
 from ...registry.kernel_spec import L2_BYTES, ROWS_PER_WARPGROUP, HopperSpec
-from ..call_args.decode import DecodeCall, FewRows
-from ..call_args.operands import Scales
-from ..decode.pack_gqa import Part
-from ..decode.split_kv import AT_ONCE, Combine, Partials, Peers, Share, follow
-from ..features.base import Seams
+from ..call_args.decode import DecodeArgs, DecodeCall
+from ..call_args.operands import SoftmaxScale
+from ..decode.pack_gqa import DecodeTile
+from ..decode.split_kv import AT_ONCE, ClusterPartials, PartialResult, SplitKvCombine, WorkspacePartials, follow
+from ..features.base import KernelFeatures
 from ..mainloop.softmax import OnlineSoftmax
 from ..primitives import fragments, sm90
 from ..primitives.vector_access import QUAD, vector_at
-from ..score_stages.pipeline import Chain, Place
-from ..tiling.block_iterator import BoundBand, Split, Walk
-from ..tiling.seqlen_info import Sizes
-from ..tiling.tile import Pieces
+from ..score_stages.pipeline import ScoreCoord, ScorePipeline
+from ..tiling.block_iterator import BlockIterator, BoundBlocks, SplitKvRange
+from ..tiling.seqlen_info import SeqlenInfo
+from ..tiling.tile import TileAddressing
 
 ROWS, SLAB = ROWS_PER_WARPGROUP, sm90.SLAB
 VECTOR = 8  # elements of a 16-byte access
 PAIR = 2  # neighboring columns of a thread
 
 
-class Barrier(enum.IntEnum):
+class DecodeBarrier(enum.IntEnum):
     """Named barriers of the consumer warpgroups; barrier 0 is `sync_threads`."""
 
     Q_THERE = 1  # Q_THERE + w: the 64 rows of Q of warpgroup w are in shared memory
@@ -49,7 +49,7 @@ class Barrier(enum.IntEnum):
 
 
 @dataclass(frozen=True)
-class Operands:
+class DecodeOperands:
     """TMA atoms, or TMA coordinates, of the tensors moved by TMA."""
 
     k: cute.CopyAtom | cute.Tensor
@@ -57,7 +57,7 @@ class Operands:
 
 
 @dataclass(frozen=True)
-class Shared:
+class DecodeSmem:
     """Operands in shared memory."""
 
     q: cute.Tensor  # (64, D, warpgroup)
@@ -66,7 +66,7 @@ class Shared:
 
 
 @dataclass(frozen=True)
-class Outside:
+class DecodeGmem:
     """Tensors in global memory that are accessed by plain loads and stores."""
 
     q: cute.Tensor  # (B, Hq, Sq, D)
@@ -76,7 +76,7 @@ class Outside:
 
 
 @dataclass(frozen=True)
-class Weights:
+class SoftmaxRows:
     """Softmax maxima and sums of a thread's two rows."""
 
     tops: cute.Tensor  # (2,): largest raw scores
@@ -89,15 +89,15 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class Work:
+class DecodeWork:
     """Part of the problem of a CTA, and the pipelines between the producer warp and the consumer warpgroups."""
 
-    part: Part
-    walk: BoundBand
-    ring_k: sm90.Ring
-    ring_v: sm90.Ring
+    part: DecodeTile
+    walk: BoundBlocks
+    ring_k: sm90.Pipeline
+    ring_v: sm90.Pipeline
 
-    def keys(self) -> Split:
+    def keys(self) -> SplitKvRange:
         """Return the KV blocks of this CTA."""
         return self.part.keys(self.walk)
 
@@ -121,23 +121,23 @@ class DecodeSm90(DecodeCall):
     """
 
     def __init__(self, spec: HopperSpec):
-        self.spec, self.seams = spec, Seams.of(spec)
+        self.spec, self.seams = spec, KernelFeatures.of(spec)
         self.element = self.seams.element
         self.tile_m, self.tile_n, self.d, self.dv, self.stages = spec.tile_m, spec.tile_n, spec.d, spec.dv, spec.stages
         self.warpgroups = spec.warpgroups
 
     @property
-    def inputs(self) -> tuple[sm90.Input, sm90.Input, sm90.Input]:
+    def inputs(self) -> tuple[sm90.TmaLoadConfig, sm90.TmaLoadConfig, sm90.TmaLoadConfig]:
         """Shared-memory configurations of Q, loaded with plain loads, and of K and V, loaded by TMA."""
         return (
-            sm90.Input.create(self.element, ROWS, self.d, self.warpgroups),
-            sm90.Input.create(self.element, self.tile_n, self.d, self.stages),
-            sm90.Input.create(self.element, self.dv, self.tile_n, self.stages, major="columns"),
+            sm90.TmaLoadConfig.create(self.element, ROWS, self.d, self.warpgroups),
+            sm90.TmaLoadConfig.create(self.element, self.tile_n, self.d, self.stages),
+            sm90.TmaLoadConfig.create(self.element, self.dv, self.tile_n, self.stages, major="columns"),
         )
 
     @cute.jit
-    def launch(self, call: FewRows, stream: cuda.CUstream):
-        """Launch the decode kernel and, if the splits are not reduced in a cluster, the `Combine` kernel."""
+    def launch(self, call: DecodeArgs, stream: cuda.CUstream):
+        """Launch the decode kernel and, if the splits are not reduced in a cluster, the `SplitKvCombine` kernel."""
         B, Hq, Sq, Dv = call.o.shape
         Hkv = call.k.shape[1]
         _, k, v = self.inputs
@@ -145,10 +145,10 @@ class DecodeSm90(DecodeCall):
         tma_k, mK = k.tma(pieces.rows_first(call.k))
         tma_v, mVt = v.tma(pieces.columns_first(call.v))
         m_tiles = pieces.most_blocks_of_rows(Hq // Hkv * Sq, self.tile_m)
-        partials = Partials(call.partials.iterator, B * Hq * Sq, call.splits, Dv)
-        outside = Outside(call.q, call.o, call.lse, partials.start)
+        partials = WorkspacePartials(call.partials.iterator, B * Hq * Sq, call.splits, Dv)
+        outside = DecodeGmem(call.q, call.o, call.lse, partials.start)
         seams = (pieces, self.seams.walk(call), self.seams.chain(call))
-        arguments = (Operands(tma_k, tma_v), Operands(mK, mVt), outside, call.scale, call.splits, *seams)
+        arguments = (DecodeOperands(tma_k, tma_v), DecodeOperands(mK, mVt), outside, call.scale, call.splits, *seams)
         launch = {
             "grid": (m_tiles * call.splits * Hkv * B, 1, 1),
             "block": (self.spec.threads, 1, 1),
@@ -164,45 +164,45 @@ class DecodeSm90(DecodeCall):
             self.kernel(*arguments, clustered=False).launch(**launch)
         if call.splits > call.cluster:
             chain = self.seams.chain(call)
-            Combine(self.element)(call.o, call.lse, partials, chain.unit(call.scale), chain, stream)
+            SplitKvCombine(self.element)(call.o, call.lse, partials, chain.unit(call.scale), chain, stream)
 
     @cute.kernel
     def kernel(
         self,
-        atoms: Operands,
-        tensors: Operands,
-        outside: Outside,
+        atoms: DecodeOperands,
+        tensors: DecodeOperands,
+        outside: DecodeGmem,
         scale: Float32,
         splits: Int32,
-        pieces: Pieces,
-        walk: Walk,
-        chain: Chain,
+        pieces: TileAddressing,
+        walk: BlockIterator,
+        chain: ScorePipeline,
         clustered: cutlass.Constexpr[bool],
     ):
         """Assign the warp roles, and reduce the splits of a cluster behind the mainloop."""
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = cutlass.memory.SmemAllocator()
         _, ring_k, ring_v = (x.ring(smem) if i else None for i, x in enumerate(self.inputs))
-        sizes = Sizes(outside.q.shape[2], tensors.k.shape[0])
-        part = Part.of_cta(pieces, sizes, outside.q.shape[1], tensors.k.shape[2], self.tile_m, splits)
-        work = Work(part, walk.at(part.sizes, self.tile_m, self.tile_n).shared(smem), ring_k, ring_v)
-        shared = Shared(*(x.buffer(smem) for x in self.inputs))
+        sizes = SeqlenInfo(outside.q.shape[2], tensors.k.shape[0])
+        part = DecodeTile.of_cta(pieces, sizes, outside.q.shape[1], tensors.k.shape[2], self.tile_m, splits)
+        work = DecodeWork(part, walk.at(part.sizes, self.tile_m, self.tile_n).shared(smem), ring_k, ring_v)
+        shared = DecodeSmem(*(x.buffer(smem) for x in self.inputs))
         sm90.start_cta(warp_idx, (atoms.k, atoms.v), tuple((ring, 4 * self.warpgroups) for ring in (ring_k, ring_v)))
         follow()
         work.walk.find(part)
         if warp_idx == 4 * self.warpgroups:
-            k, v = sm90.Operand(atoms.k, tensors.k, shared.k), sm90.Operand(atoms.v, tensors.v, shared.v)
+            k, v = sm90.TmaOperand(atoms.k, tensors.k, shared.k), sm90.TmaOperand(atoms.v, tensors.v, shared.v)
             self.load(k, v, work, pieces)
         else:
             self.consume(shared, work, outside, scale, chain, clustered)
         if cutlass.const_expr(clustered):
-            sm90.join_cluster()
+            sm90.sync_cluster()
             if warp_idx < 4 * self.warpgroups:
                 self.add_up(shared.v, part, outside, chain.unit(scale))
-            sm90.join_cluster()  # a peer CTA may still read from this CTA's shared memory
+            sm90.sync_cluster()  # a peer CTA may still read from this CTA's shared memory
 
     @cute.jit
-    def load(self, k: sm90.Operand, v: sm90.Operand, work: Work, pieces: Pieces):
+    def load(self, k: sm90.TmaOperand, v: sm90.TmaOperand, work: DecodeWork, pieces: TileAddressing):
         """Run the producer warp: load K and V of this split's blocks."""
         tKsK, tKgK = work.part.of_head(k).tiles((self.tile_n, self.d), (None, 0))
         tVsV, tVgV = work.part.of_head(v).tiles((self.dv, self.tile_n), (0, None))
@@ -212,7 +212,7 @@ class DecodeSm90(DecodeCall):
             sm90.load_block(k.atom, tKgK, tKsK, work.ring_k, block, j - keys.begin, policy)
             sm90.load_block(v.atom, tVgV, tVsV, work.ring_v, block, j - keys.begin, policy)
 
-    def policy(self, mK: cute.Tensor, mVt: cute.Tensor, pieces: Pieces) -> Int64:
+    def policy(self, mK: cute.Tensor, mVt: cute.Tensor, pieces: TileAddressing) -> Int64:
         """Return the L2 eviction policy of the K and V loads.
 
         K and V that fit into L2 may still be in L2 when they are read again. Larger K and V only push out other data,
@@ -227,7 +227,7 @@ class DecodeSm90(DecodeCall):
 
     @cute.jit
     def consume(
-        self, shared: Shared, work: Work, outside: Outside, scale: Float32, chain: Chain,
+        self, shared: DecodeSmem, work: DecodeWork, outside: DecodeGmem, scale: Float32, chain: ScorePipeline,
         clustered: cutlass.Constexpr[bool],
     ):  # fmt: skip
         """Run a consumer warpgroup: process 64 packed rows against this split's keys."""
@@ -235,71 +235,74 @@ class DecodeSm90(DecodeCall):
         tidx = cute.arch.thread_idx()[0]
         wg, thread = cute.arch.make_warp_uniform(tidx // sm90.WARPGROUP), tidx % sm90.WARPGROUP
         lane = thread % sm90.WARP
-        times_k = sm90.Product.create(lambda: sm90.make_mma(self.element.dtype, self.tile_n, "rows", "rows"))
-        times_v = sm90.Product.create(lambda: sm90.make_mma(self.element.dtype, self.dv, "registers", "columns"))
+        times_k = sm90.WgmmaProduct.create(lambda: sm90.make_mma(self.element.dtype, self.tile_n, "rows", "rows"))
+        times_v = sm90.WgmmaProduct.create(lambda: sm90.make_mma(self.element.dtype, self.dv, "registers", "columns"))
         qk, pv = times_k.add.get_slice(thread), times_v.add.get_slice(thread)
         my_Q = qk.make_fragment_A(qk.partition_A(shared.q))[None, None, None, wg]
         tSrK = qk.make_fragment_B(qk.partition_B(shared.k))  # (MMA, 1, D/16, stage)
         tOrV = pv.make_fragment_B(pv.partition_B(shared.v))  # (MMA, 1, tile_n/16, stage)
         acc_S, acc_O = sm90.zeros(qk, (ROWS, self.tile_n)), sm90.zeros(pv, (ROWS, self.dv))  # (64, tile_n) and (64, Dv)
         P = fragments.OperandA.create(acc_S, self.element)
-        scores, sums = sm90.SlotProduct(times_k, my_Q, tSrK, acc_S), sm90.SlotProduct(times_v, P.fragment, tOrV, acc_O)
-        scales = chain.scales(Scales(scale * fragments.LOG2_E, scale))
+        scores, sums = (
+            sm90.StageProduct(times_k, my_Q, tSrK, acc_S),
+            sm90.StageProduct(times_v, P.fragment, tOrV, acc_O),
+        )
+        scales = chain.scales(SoftmaxScale(scale * fragments.LOG2_E, scale))
         softmax = OnlineSoftmax.create(scales.log2, chain)
         first_head, _ = part.place(Int32(0))
         here = chain.hold(self.tile_n).at(  # the row of this place is the first packed row of the tile
-            Place(part.sizes, self.tile_n, part.first_row, lane % 4 * 2, part.tile.sequence, first_head)
+            ScoreCoord(part.sizes, self.tile_n, part.first_row, lane % 4 * 2, part.tile.sequence, first_head)
         )
         first_row = part.first_row + wg * ROWS
 
         self.fetch_queries(outside.q, shared.q[None, None, wg], part, first_row)
         cute.arch.fence_proxy("async.shared", space="cta")  # wgmma reads shared memory written by plain stores
-        sm90.join_warpgroup(Barrier.Q_THERE, wg)
+        sm90.sync_warpgroup(DecodeBarrier.Q_THERE, wg)
         keys = work.keys()
         self.prepare(here, walk, keys, keys.begin)
-        work.ring_k.wait(0)
+        work.ring_k.consumer_wait(0)
         warpgroup.fence()
         scores.start(0)
         warpgroup.wait_group(0)
-        work.ring_k.release(0)
+        work.ring_k.consumer_release(0)
         self.weigh(scores.values, softmax, here, walk, keys, keys.begin, first=True)
         P.take(acc_S)
         # The scores of block j run under the output of block j-1.
         for j in cutlass.range(keys.begin + 1, keys.end, unroll=1):
             nth, before = j - keys.begin, j - keys.begin - 1
             self.prepare(here, walk, keys, j)
-            work.ring_k.wait(nth)
+            work.ring_k.consumer_wait(nth)
             warpgroup.fence()
-            scores.start(work.ring_k.slot(nth))
-            work.ring_v.wait(before)
-            sums.add(work.ring_v.slot(before))
+            scores.start(work.ring_k.stage_index(nth))
+            work.ring_v.consumer_wait(before)
+            sums.add(work.ring_v.stage_index(before))
             warpgroup.wait_group(1)
-            work.ring_k.release(nth)
+            work.ring_k.consumer_release(nth)
             self.weigh(scores.values, softmax, here, walk, keys, j, first=False)
             warpgroup.wait_group(0)
-            work.ring_v.release(before)
+            work.ring_v.consumer_release(before)
             P.take(acc_S)
             softmax.rescale(sums.values)
         last = keys.end - keys.begin - 1
-        work.ring_v.wait(last)
+        work.ring_v.consumer_wait(last)
         warpgroup.fence()
-        sums.add(work.ring_v.slot(last))
+        sums.add(work.ring_v.stage_index(last))
         warpgroup.wait_group(0)
-        weights = Weights(*softmax.part(sums.values), scales.natural)
+        weights = SoftmaxRows(*softmax.part(sums.values), scales.natural)
         if cutlass.const_expr(clustered):
-            sm90.join_warpgroups(Barrier.V_READ, self.warpgroups)  # V lay where the results go
+            sm90.sync_warpgroups(DecodeBarrier.V_READ, self.warpgroups)  # V lay where the results go
         row = wg * ROWS + thread // sm90.WARP * SLAB + lane // 4
         self.leave(part, row, sums.values, weights, shared.v, outside, clustered)
 
     @cute.jit
     def leave(
         self,
-        part: Part,
+        part: DecodeTile,
         row: Int32,  # row in the tile: the thread's first row; the second is eight rows below
         output: cute.Tensor,
-        weights: Weights,
+        weights: SoftmaxRows,
         sVt: cute.Tensor,  # the V stages, no longer in use
-        outside: Outside,
+        outside: DecodeGmem,
         clustered: cutlass.Constexpr[bool],
     ):
         """Write the results of a thread's two rows.
@@ -307,10 +310,10 @@ class DecodeSm90(DecodeCall):
         The results go to the cluster's shared memory, to O and LSE if keys are not split, or to the partial results.
         """
         mO, mLSE = outside.o, outside.lse
-        parts = Partials(
+        parts = WorkspacePartials(
             outside.partials, mLSE.shape[0] * mLSE.shape[1] * part.queries, part.splits, mO.shape[3]
         )  # fmt: skip
-        peers = Peers.create(sVt, self.tile_m, self.dv, part.splits)
+        peers = ClusterPartials.create(sVt, self.tile_m, self.dv, part.splits)
         head_of_row = cute.arch.lane_idx() % 4 == 0
         for r in cutlass.range_constexpr(2):
             if part.first_row + row + 8 * r < part.rows:
@@ -332,16 +335,16 @@ class DecodeSm90(DecodeCall):
                         cute.arch.store(parts.weight(index, part.split) + 1, weights.totals[r])
 
     @cute.jit
-    def add_up(self, sVt: cute.Tensor, part: Part, outside: Outside, scale: Float32):
+    def add_up(self, sVt: cute.Tensor, part: DecodeTile, outside: DecodeGmem, scale: Float32):
         """Reduce the splits of a cluster: every CTA's consumers write a share of the tile's output columns."""
         mO, mLSE = outside.o, outside.lse
-        peers, quads = Peers.create(sVt, self.tile_m, self.dv, part.splits), mO.shape[3] // QUAD
+        peers, quads = ClusterPartials.create(sVt, self.tile_m, self.dv, part.splits), mO.shape[3] // QUAD
         total = cutlass.min(part.rows - part.first_row, self.tile_m) * quads
         mine, threads = cute.ceil_div(total, part.splits), sm90.WARPGROUP * self.warpgroups
         first, end = part.split * mine, cutlass.min((part.split + 1) * mine, total)
         for unit in cutlass.range(first + cute.arch.thread_idx()[0], end, threads, unroll=1):
             row, column = unit // quads, unit % quads * QUAD
-            share = Share.create(scale)
+            share = PartialResult.create(scale)
             for peer in cutlass.range(0, part.splits, AT_ONCE, unroll=1):
                 share.add(peers, row, peer, 1, column)
             head, query = part.place(part.first_row + row)
@@ -350,23 +353,24 @@ class DecodeSm90(DecodeCall):
                 mLSE[part.batch, head, query] = share.lse()
 
     @cute.jit
-    def prepare(self, here: Chain, walk: BoundBand, keys: Split, j: Int32):
+    def prepare(self, here: ScorePipeline, walk: BoundBlocks, keys: SplitKvRange, j: Int32):
         """Prepare the score stages for a block, ahead of the block's scores."""
         if walk.masks(keys, j):
             here.begin(keys.nth(j), masked=True)
 
     @cute.jit
     def weigh(
-        self, S: cute.Tensor, softmax: OnlineSoftmax, here: Chain, walk: BoundBand, keys: Split, j: Int32,
+        self, S: cute.Tensor, softmax: OnlineSoftmax, here: ScorePipeline, walk: BoundBlocks, keys: SplitKvRange,
+        j: Int32,
         first: cutlass.Constexpr[bool],
     ):  # fmt: skip
         """Turn the scores of a block into probabilities."""
         if walk.masks(keys, j):
             here.apply(S, keys.nth(j), masked=True)
-        softmax.step(S, first=first, masked=walk.hides)
+        softmax.step(S, first=first, masked=walk.may_mask)
 
     @cute.jit
-    def fetch_queries(self, mQ: cute.Tensor, sQ: cute.Tensor, part: Part, first_row: Int32):
+    def fetch_queries(self, mQ: cute.Tensor, sQ: cute.Tensor, part: DecodeTile, first_row: Int32):
         """Load the 64 rows of a consumer warpgroup into shared memory, with all loads in flight at once.
 
         The rows may belong to several heads. Columns beyond the last are zeros. Rows beyond the last repeat the last

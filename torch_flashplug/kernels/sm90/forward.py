@@ -22,24 +22,24 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
 from ...registry.kernel_spec import ROWS_PER_WARPGROUP, HopperSpec
-from ..call_args.forward import Call, ForwardCall
-from ..call_args.operands import Scales
-from ..features.base import Seams
-from ..mainloop.output_accumulator import Drained, Output
+from ..call_args.forward import ForwardArgs, ForwardCall
+from ..call_args.operands import SoftmaxScale
+from ..features.base import KernelFeatures
+from ..mainloop.output_accumulator import OutputAccumulator, PromotedOutput
 from ..mainloop.scaled_softmax import ScaledSoftmax, Scaling
-from ..mainloop.softmax import OnlineSoftmax, Unscaled, write_lse
+from ..mainloop.softmax import NoScaling, OnlineSoftmax, write_lse
 from ..primitives import fragments, sm90
-from ..primitives.tile_scheduler import TileOrder
-from ..score_stages.pipeline import Chain, Form, Place
-from ..tiling.block_iterator import Walk
-from ..tiling.seqlen_info import Sizes
-from ..tiling.tile import Launch, Pieces
+from ..primitives.tile_scheduler import TileScheduler
+from ..score_stages.pipeline import ScoreCoord, ScoreLayout, ScorePipeline
+from ..tiling.block_iterator import BlockIterator
+from ..tiling.seqlen_info import SeqlenInfo
+from ..tiling.tile import TileAddressing, TileGrid
 
 ROWS, SLAB = ROWS_PER_WARPGROUP, sm90.SLAB
 SHORT = 4  # KV blocks: a tile with at most this count ends within the latency of the tile scheduler's atomic
 
 
-class Barrier(enum.IntEnum):
+class ForwardBarrier(enum.IntEnum):
     """Named barriers of the consumer warpgroups; barrier 0 is `sync_threads`."""
 
     TURN = 1  # warpgroup order barrier; the barrier of warpgroup w is TURN + w
@@ -47,7 +47,7 @@ class Barrier(enum.IntEnum):
 
 
 @dataclass(frozen=True)
-class Operands:
+class ForwardOperands:
     """TMA atoms, or TMA coordinates (rows, columns, heads, batch), of the tensors moved by TMA."""
 
     q: cute.CopyAtom | cute.Tensor
@@ -57,35 +57,35 @@ class Operands:
 
 
 @dataclass(frozen=True)
-class Shared:
+class ForwardSmem:
     """Operands in shared memory."""
 
     q: cute.Tensor  # (64, D, Q stage); D is max(D, Dv) if O leaves through the stages of Q
     k: cute.Tensor  # (tile_n, D, stage)
     v: cute.Tensor  # (Dv, tile_n, stage)
-    start: sm90.Start | None  # initial value of integer accumulators; None for fp32 accumulators
+    start: sm90.AccumulatorInit | None  # initial value of integer accumulators; None for fp32 accumulators
 
 
 @dataclass(frozen=True)
-class Work:
+class ForwardWork:
     """Pipelines, tiles and KV blocks shared by the producer warp and the consumer warpgroups."""
 
-    ring_q: sm90.Ring
-    ring_k: sm90.Ring
-    ring_v: sm90.Ring
-    queue: sm90.TileQueue
-    pieces: Launch
-    walk: Walk
+    ring_q: sm90.Pipeline
+    ring_k: sm90.Pipeline
+    ring_v: sm90.Pipeline
+    queue: sm90.DynamicTileScheduler
+    pieces: TileGrid
+    walk: BlockIterator
 
 
 @dataclass(frozen=True)
-class Scores:
+class ScoreProduct:
     """Product S = Q K^T of a warpgroup with a KV block, or with the first half of the block's columns."""
 
-    product: sm90.Product
+    product: sm90.WgmmaProduct
     keys: cute.Tensor  # (MMA, 1, D/16, stage)
     acc: cute.Tensor  # ((2, 2, columns/8), 1, 1)
-    start: sm90.Start | None
+    start: sm90.AccumulatorInit | None
     compares_given: bool  # True if the row maximum is taken from the accumulator itself; set for 8-bit P
 
     def begin(self) -> None:
@@ -94,7 +94,7 @@ class Scores:
             self.start.load(self.acc)
 
     def issue(self, my_Q: cute.Tensor, slot: Int32) -> None:
-        """Issue the product with the K stage `slot` as a committed group of wgmmas."""
+        """Issue the product with the K stage `stage_index` as a committed group of wgmmas."""
         keys = self.keys[None, None, None, slot]
         self.product.issue(self.acc, my_Q, keys, accumulate=self.start is not None)
 
@@ -116,28 +116,28 @@ class FirstBlock:
     """Rightmost KV block of a tile, processed first, before any product with V."""
 
     my_Q: cute.Tensor
-    ring_k: sm90.Ring
+    ring_k: sm90.Pipeline
     nth: Int32  # running count of K blocks
-    turns: sm90.Turns
-    chain: Chain
+    turns: sm90.WarpgroupOrder
+    chain: ScorePipeline
     n_block: Int32
     softmax: OnlineSoftmax | ScaledSoftmax
-    P: fragments.OperandA | fragments.Quads
+    P: fragments.OperandA | fragments.QuantizedOperandA
 
     @cute.jit
-    def weigh(self, S: Scores):
+    def weigh(self, S: ScoreProduct):
         """Compute the block's scores, apply the score stages and the softmax, and pack P."""
         self.chain.begin(self.n_block, masked=True)
         self.softmax.fetch(self.n_block)
         S.begin()
-        self.ring_k.wait(self.nth)
-        self.turns.take()
+        self.ring_k.consumer_wait(self.nth)
+        self.turns.wait_turn()
         warpgroup.fence()
-        S.issue(self.my_Q, self.ring_k.slot(self.nth))
-        self.turns.pass_on()
-        self.chain.make_ready(self.n_block, masked=True)
+        S.issue(self.my_Q, self.ring_k.stage_index(self.nth))
+        self.turns.signal_next()
+        self.chain.prepare_stage(self.n_block, masked=True)
         warpgroup.wait_group(0)
-        self.ring_k.release(self.nth)
+        self.ring_k.consumer_release(self.nth)
         acc, values, given = S.take(masked=True)
         self.chain.apply(values, self.n_block, masked=True, count=self.nth)
         self.softmax.step(values, True, True, given)
@@ -159,7 +159,7 @@ class ForwardSm90(ForwardCall):
     Pipelines (producer -> consumer, stages):
     - Q: producer warp -> the warpgroup that owns the 64 rows, `q_slots` stages of 64 rows.
     - K, V: producer warp -> all consumer warps, `stages` stages of tile_n keys each.
-    - Tile indices: producer warp -> all consumer warps, `sm90.MAIL_SLOTS` stages.
+    - Tile indices: producer warp -> all consumer warps, `sm90.TILE_INDEX_STAGES` stages.
     - Score stages add pipelines of their own, for example for bias tiles.
 
     Shared memory: the stages of Q, K and V, the tile indices, the mbarriers and the buffers of the score stages. O
@@ -168,7 +168,7 @@ class ForwardSm90(ForwardCall):
     """
 
     def __init__(self, spec: HopperSpec):
-        self.spec, self.seams = spec, Seams.of(spec)
+        self.spec, self.seams = spec, KernelFeatures.of(spec)
         self.element = self.seams.element
         self.tile_m, self.tile_n, self.d, self.dv = spec.tile_m, spec.tile_n, spec.d, spec.dv
         self.stages, self.q_slots, self.q_columns = spec.stages, spec.q_slots, spec.q_columns
@@ -180,50 +180,52 @@ class ForwardSm90(ForwardCall):
         # Half of a diagonal block is 64 keys wide. Every second warpgroup sees no more of the block than this half, so
         # a product with half of the columns is enough. The half product is not built for Dv > D, for 8-bit scores and
         # for scores of D up to 64 with a score derivative: ptxas would serialize every product there.
-        halves = self.seams.uneven and spec.tile_n == 2 * ROWS and spec.dv <= spec.d
-        self.halves = halves and self.element.scores is self.element and not (self.seams.bent and spec.d <= ROWS)
+        halves = self.seams.tile_lengths_vary and spec.tile_n == 2 * ROWS and spec.dv <= spec.d
+        self.halves = (
+            halves and self.element.scores is self.element and not (self.seams.has_score_derivative and spec.d <= ROWS)
+        )
         self.producer_registers, self.consumer_registers = spec.register_split
         self.out_in_q = spec.out_in_q
-        self.form = Form(self.element, self.warpgroups, self.tile_n)
+        self.form = ScoreLayout(self.element, self.warpgroups, self.tile_n)
 
     @property
-    def uneven(self) -> bool:
+    def tile_lengths_vary(self) -> bool:
         """True if the first warpgroups of a tile may see fewer blocks than the last, or the last often has no rows."""
-        diagonal = self.seams.uneven and self.tile_n % self.tile_m != 0
-        return self.warpgroups > 1 and (diagonal or self.warpgroups == 3 or self.seams.short)
+        diagonal = self.seams.tile_lengths_vary and self.tile_n % self.tile_m != 0
+        return self.warpgroups > 1 and (diagonal or self.warpgroups == 3 or self.seams.has_small_tiles)
 
     @property
-    def inputs(self) -> tuple[sm90.Input, sm90.Input, sm90.Input]:
+    def inputs(self) -> tuple[sm90.TmaLoadConfig, sm90.TmaLoadConfig, sm90.TmaLoadConfig]:
         """TMA load configurations of Q, K and V."""
         scores, values = self.element.scores, self.element.values
         return (
-            sm90.Input.create(scores, ROWS, self.q_columns, self.q_slots),
-            sm90.Input.create(scores, self.tile_n, self.d, self.stages),
-            sm90.Input.create(values, self.dv, self.tile_n, self.stages, major=self.major_of_values),
+            sm90.TmaLoadConfig.create(scores, ROWS, self.q_columns, self.q_slots),
+            sm90.TmaLoadConfig.create(scores, self.tile_n, self.d, self.stages),
+            sm90.TmaLoadConfig.create(values, self.dv, self.tile_n, self.stages, major=self.major_of_values),
         )
 
     @property
     def major_of_values(self) -> str:
         """Major mode of V as the right operand of P V."""
-        return "rows" if self.seams.turned else "columns"
+        return "rows" if self.seams.v_is_transposed else "columns"
 
     @cute.jit
-    def launch(self, call: Call, stream: cuda.CUstream):
+    def launch(self, call: ForwardArgs, stream: cuda.CUstream):
         """Launch the preprocessing kernels of the features, then the forward kernel."""
-        self.seams.before(call, stream)
+        self.seams.launch_preprocess(call, stream)
         q, k, v = self.inputs
         pieces, given = self.seams.pieces(call), self.seams.operands(call)
         tma_q, mQ = q.tma(pieces.rows_first(given.q))
         tma_k, mK = k.tma(pieces.rows_first(given.k))
-        tma_v, mVt = v.tma((pieces.rows_first if self.seams.turned else pieces.columns_first)(given.v))
+        tma_v, mVt = v.tma((pieces.rows_first if self.seams.v_is_transposed else pieces.columns_first)(given.v))
         tma_o, mO = sm90.output_tma(self.element, pieces.rows_first(call.o), self.dv)
 
         B, Hq, Sq = call.lse.shape
         num_m_blocks, total_heads = pieces.most_blocks_of_rows(Sq, self.tile_m), B * Hq
         kv_head_bytes = cutlass.Int64(call.k.shape[2]) * (self.spec.row_bytes("k") + self.spec.row_bytes("v"))
         sizes = (kv_head_bytes, num_m_blocks, Hq // mK.shape[2], total_heads)
-        section = TileOrder.section_heads(*sizes, on_end=self.seams.short)
-        atoms, tensors = Operands(tma_q, tma_k, tma_v, tma_o), Operands(mQ, mK, mVt, mO)
+        section = TileScheduler.heads_per_l2_group(*sizes, on_end=self.seams.has_small_tiles)
+        atoms, tensors = ForwardOperands(tma_q, tma_k, tma_v, tma_o), ForwardOperands(mQ, mK, mVt, mO)
         seams = (pieces, self.seams.walk(call), self.seams.chain(call).tma(self.form))
         self.kernel(atoms, tensors, call.lse, call.scales, given.scaling, call.counter, section, *seams).launch(
             grid=(cutlass.min(num_m_blocks * total_heads, call.num_ctas * self.spec.ctas_per_sm), 1, 1),
@@ -232,7 +234,7 @@ class ForwardSm90(ForwardCall):
             min_blocks_per_mp=self.spec.ctas_per_sm,  # without this bound ptxas may drop the register split
             # Percent; without a value the DSL would query a GPU.
             preferred_smem_carveout=100 if self.spec.shares_sm else None,
-            use_pdl=self.seams.follows,
+            use_pdl=self.seams.overlaps_preprocess,
         )
 
     def make_qk(self, columns: int) -> cute.TiledMma:
@@ -243,49 +245,51 @@ class ForwardSm90(ForwardCall):
         """Return the MMA of O += P V, with P in registers."""
         return sm90.make_mma(self.element.values.dtype, self.dv, "registers", self.major_of_values)
 
-    def make_output(self, room: cute.Tensor) -> Output:
+    def make_output(self, room: cute.Tensor) -> OutputAccumulator:
         """Return the output accumulator: a promoted fp32 output for 8-bit V, otherwise a plain accumulator.
 
         Args:
             room: shared memory (64, Dv) through which O leaves; a promoted output keeps its total there.
         """
         if self.element.values.bytes == 1:
-            return Drained.create(self.make_pv, self.dv, room, self.tile_n)
-        return Output.create(self.make_pv, self.dv)
+            return PromotedOutput.create(self.make_pv, self.dv, room, self.tile_n)
+        return OutputAccumulator.create(self.make_pv, self.dv)
 
-    def make_scores(self, shared: Shared, thread: Int32, registers: cute.Tensor, columns: int) -> Scores:
+    def make_scores(self, shared: ForwardSmem, thread: Int32, registers: cute.Tensor, columns: int) -> ScoreProduct:
         """Return the product with the first `columns` keys of a block; its accumulator is the start of `registers`."""
-        product = sm90.Product.create(lambda: self.make_qk(columns))  # S = Q K^T: (64, columns)
+        product = sm90.WgmmaProduct.create(lambda: self.make_qk(columns))  # S = Q K^T: (64, columns)
         part = product.add.get_slice(thread)
         sK = cute.local_tile(shared.k, (columns, self.d, self.stages), (0, 0, 0))  # (columns, D, stage)
         keys = part.make_fragment_B(part.partition_B(sK))  # (MMA, 1, D/16, stage)
         layout = cute.make_layout(part.partition_shape_C((ROWS, columns)))
         acc = cute.make_tensor(registers.iterator, layout)
-        return Scores(product, keys, acc, shared.start, self.element.values.bytes == 1)
+        return ScoreProduct(product, keys, acc, shared.start, self.element.values.bytes == 1)
 
     @cute.kernel
     def kernel(
         self,
-        atoms: Operands,
-        tensors: Operands,
+        atoms: ForwardOperands,
+        tensors: ForwardOperands,
         mLSE: cute.Tensor,
-        scales: Scales,
-        scaling: Unscaled | Scaling,
+        scales: SoftmaxScale,
+        scaling: NoScaling | Scaling,
         mCounter: cute.Tensor,
         section: Int32,
-        pieces: Pieces,
-        walk: Walk,
-        chain: Chain,
+        pieces: TileAddressing,
+        walk: BlockIterator,
+        chain: ScorePipeline,
     ):
         """Assign the warp roles: warp 0 loads, and the consumer warpgroups multiply."""
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = cutlass.memory.SmemAllocator()
         ring_q, ring_k, ring_v = (x.ring(smem) for x in self.inputs)
-        mail, ring_mail = sm90.create_mail(smem)
+        mail, ring_mail = sm90.create_tile_index_pipeline(smem)
         chain = chain.shared(smem, self.form)
         whole = self.element.scores.sums is not Float32
-        shared = Shared(*(x.buffer(smem) for x in self.inputs), sm90.Start.create(smem) if whole else None)
-        own = sm90.Input.create(self.element, ROWS, self.dv, self.warpgroups)
+        shared = ForwardSmem(
+            *(x.buffer(smem) for x in self.inputs), sm90.AccumulatorInit.create(smem) if whole else None
+        )
+        own = sm90.TmaLoadConfig.create(self.element, ROWS, self.dv, self.warpgroups)
         out = shared.q if self.out_in_q else own.buffer(smem)
 
         by_all = ((ring, 4 * self.warpgroups) for ring in (ring_k, ring_v, ring_mail))
@@ -295,28 +299,31 @@ class ForwardSm90(ForwardCall):
 
         B, Hq, Sq = mLSE.shape
         Sk, _, Hkv, _ = tensors.k.shape
-        num_m_blocks, longest_first = pieces.blocks_of_rows(Sq, self.tile_m), walk.uneven or pieces.uneven
+        num_m_blocks, longest_first = (
+            pieces.blocks_of_rows(Sq, self.tile_m),
+            walk.tile_lengths_vary or pieces.tile_lengths_vary,
+        )
         section = pieces.section(section, B * Hq, Hq // Hkv)
-        order = TileOrder(longest_first, num_m_blocks, Hq, B * Hq, section)
-        queue = sm90.TileQueue(mCounter.iterator, mail, ring_mail, order.total)
-        work = Work(ring_q, ring_k, ring_v, queue, pieces.of_rows(order, Sizes(Sq, Sk), Hkv), walk)
+        order = TileScheduler(longest_first, num_m_blocks, Hq, B * Hq, section)
+        queue = sm90.DynamicTileScheduler(mCounter.iterator, mail, ring_mail, order.total)
+        work = ForwardWork(ring_q, ring_k, ring_v, queue, pieces.of_rows(order, SeqlenInfo(Sq, Sk), Hkv), walk)
 
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp_idx == 0:
                 self.load(
-                    sm90.Operand(atoms.q, tensors.q, shared.q),
-                    sm90.Operand(atoms.k, tensors.k, shared.k),
-                    sm90.Operand(atoms.v, tensors.v, shared.v),
+                    sm90.TmaOperand(atoms.q, tensors.q, shared.q),
+                    sm90.TmaOperand(atoms.k, tensors.k, shared.k),
+                    sm90.TmaOperand(atoms.v, tensors.v, shared.v),
                     work,
                     chain,
                 )
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
-            self.consume(shared, work, sm90.Operand(atoms.o, tensors.o, out), mLSE, scales, scaling, chain)
+            self.consume(shared, work, sm90.TmaOperand(atoms.o, tensors.o, out), mLSE, scales, scaling, chain)
 
     @cute.jit
-    def load(self, q: sm90.Operand, k: sm90.Operand, v: sm90.Operand, work: Work, chain: Chain):
+    def load(self, q: sm90.TmaOperand, k: sm90.TmaOperand, v: sm90.TmaOperand, work: ForwardWork, chain: ScorePipeline):
         """Run the producer warp: load all tiles of the CTA.
 
         The loads of a tile are issued in the order of the products: K(0) and Q, then K(j) before V(j-1), then the last
@@ -331,13 +338,13 @@ class ForwardSm90(ForwardCall):
             tile = work.pieces.tile(number, group)
             run = work.walk.at(tile.sizes, self.tile_m, self.tile_n).keys(tile)
             ticket = Int32(0)
-            if cutlass.const_expr(self.seams.short):
+            if cutlass.const_expr(self.seams.has_small_tiles):
                 if run.count <= SHORT:  # the tile ends within the latency of the scheduler's atomic
-                    ticket = work.queue.draw()
+                    ticket = work.queue.fetch_next()
             tQsQ, tQgQ = tile.rows(q).tiles((ROWS, self.q_columns), (None, 0))
             tKsK, tKgK = tile.keys(k).tiles((self.tile_n, self.d), (None, 0))
             tVsV, tVgV = tile.keys(v).tiles((self.dv, self.tile_n), (0, None))
-            stages = chain.bring(tile, tile.head)
+            stages = chain.begin_tile_load(tile, tile.head)
             first = run.nth(0)
             # K goes first, because the stage of Q may have to wait for the store of an O.
             sm90.load_block(k.atom, tKgK, tKsK, ring_k, first, done)
@@ -353,25 +360,25 @@ class ForwardSm90(ForwardCall):
             # The next tile is fetched as late as the latency of the atomic allows. A CTA that fetches a tile while a
             # long tile is still ahead would keep the fetched tile from CTAs that run dry first. Where tiles are short,
             # the loads of the next tile must not wait for the atomic.
-            if cutlass.const_expr(self.seams.short):
+            if cutlass.const_expr(self.seams.has_small_tiles):
                 last = (v.atom, tVgV, tVsV, ring_v, run.last(), done + run.count - 1)
                 if run.count > SHORT:
-                    ticket = work.queue.draw()
+                    ticket = work.queue.fetch_next()
                     sm90.load_block(*last)
-                number = work.queue.post(nth, ticket)
+                number = work.queue.publish(nth, ticket)
                 if run.count <= SHORT:
                     sm90.load_block(*last)
             else:
-                ticket = work.queue.draw()
+                ticket = work.queue.fetch_next()
                 sm90.load_block(v.atom, tVgV, tVsV, ring_v, run.last(), done + run.count - 1)
-                number = work.queue.post(nth, ticket)
+                number = work.queue.publish(nth, ticket)
             nth += 1
             done += run.count
 
     @cute.jit
     def consume(
-        self, shared: Shared, work: Work, out: sm90.Operand, mLSE: cute.Tensor, scales: Scales,
-        scaling: Unscaled | Scaling, chain: Chain,
+        self, shared: ForwardSmem, work: ForwardWork, out: sm90.TmaOperand, mLSE: cute.Tensor, scales: SoftmaxScale,
+        scaling: NoScaling | Scaling, chain: ScorePipeline,
     ):  # fmt: skip
         """Run a consumer warpgroup: compute the 64 rows of every tile, block after block of the block iterator."""
         ring_q, ring_k, ring_v = work.ring_q, work.ring_k, work.ring_v
@@ -386,7 +393,7 @@ class ForwardSm90(ForwardCall):
         tSrQ = qk.make_fragment_A(qk.partition_A(shared.q))  # (MMA, 1, D/16, Q stage)
         tOrV = pv.make_fragment_B(pv.partition_B(shared.v))  # (MMA, 1, tile_n/16, stage)
         P = fragments.left_operand(S.acc, self.element.values)  # (MMA, 1, tile_n/16)
-        scales, turns = chain.scales(scales), sm90.Turns(Barrier.TURN, wg, self.warpgroups)
+        scales, turns = chain.scales(scales), sm90.WarpgroupOrder(ForwardBarrier.TURN, wg, self.warpgroups)
         softmax = scaling.softmax(scales.log2, chain)
         turns.start()
         chain = chain.hold(self.tile_n)  # score stages with their registers
@@ -396,17 +403,17 @@ class ForwardSm90(ForwardCall):
             tile = work.pieces.tile(number)
             wg_tile = tile.block * self.warpgroups + wg
             row = wg_tile * ROWS + thread // sm90.WARP * SLAB + lane // 4
-            here = chain.at(Place(tile.sizes, self.tile_n, row, lane % 4 * 2, tile.sequence, tile.head))
+            here = chain.at(ScoreCoord(tile.sizes, self.tile_n, row, lane % 4 * 2, tile.sequence, tile.head))
             rows = softmax.at(tile, row, work.pieces)
             walk = work.walk.at(tile.sizes, self.tile_m, self.tile_n)
-            others, run = walk.keys_of_part(tile, wg_tile * ROWS, ROWS, self.uneven)
+            others, run = walk.kv_range_for_warpgroup(tile, wg_tile * ROWS, ROWS, self.tile_lengths_vary)
             done = pass_over(others, ring_k, ring_v, turns, here, done)
             sections = run.sections()
             nth_q = nth * self.warpgroups + wg  # running count of Q stages
-            my_Q = tSrQ[None, None, None, ring_q.slot(nth_q)]
-            ring_q.wait(nth_q)
+            my_Q = tSrQ[None, None, None, ring_q.stage_index(nth_q)]
+            ring_q.consumer_wait(nth_q)
             first = FirstBlock(my_Q, ring_k, done, turns, here, run.nth(0), rows, P)
-            self.weigh_first(first, S, half, run.columns_of_first(ROWS))
+            self.first_block_softmax(first, S, half, run.columns_of_first(ROWS))
             if cutlass.const_expr(not self.small_smem):
                 hand_back(ring_q, nth_q - self.warpgroups)
             output.clear(run)
@@ -417,52 +424,52 @@ class ForwardSm90(ForwardCall):
                     now, before = done + j, done + j - 1
                     rows.fetch(run.nth(j))
                     S.begin()
-                    ring_k.wait(now)
-                    turns.take()
+                    ring_k.consumer_wait(now)
+                    turns.wait_turn()
                     warpgroup.fence()
-                    S.issue(my_Q, ring_k.slot(now))
+                    S.issue(my_Q, ring_k.stage_index(now))
                     if cutlass.const_expr(self.early_rescale):
-                        output.settle(rows, j - 1)
+                        output.rescale_output(rows, j - 1)
                         warpgroup.fence()
-                    ring_v.wait(before)
-                    output.add(P.fragment, tOrV[None, None, None, ring_v.slot(before)])
-                    turns.pass_on()
-                    here.make_ready(run.nth(j), section.masked)
+                    ring_v.consumer_wait(before)
+                    output.add(P.fragment, tOrV[None, None, None, ring_v.stage_index(before)])
+                    turns.signal_next()
+                    here.prepare_stage(run.nth(j), section.masked)
                     warpgroup.wait_group(1)
-                    ring_k.release(now)
+                    ring_k.consumer_release(now)
                     here.ahead(run.next(j, section), section.masked)
-                    acc, values, given = S.take(here.hides(section.masked))
+                    acc, values, given = S.take(here.may_mask(section.masked))
                     here.apply(values, run.nth(j), section.masked, now)
-                    rows.step(values, False, here.hides(section.masked), given)
+                    rows.step(values, False, here.may_mask(section.masked), given)
                     warpgroup.wait_group(0)
-                    ring_v.release(before)
+                    ring_v.consumer_release(before)
                     P.take(acc, here.kept(section.masked))
                     if cutlass.const_expr(not self.early_rescale):
-                        output.settle(rows, j)
+                        output.rescale_output(rows, j)
 
             done += run.count
             if cutlass.const_expr(self.early_rescale):
-                output.settle(rows, run.count - 1)
-            ring_v.wait(done - 1)
+                output.rescale_output(rows, run.count - 1)
+            ring_v.consumer_wait(done - 1)
             warpgroup.fence()
-            output.add(P.fragment, tOrV[None, None, None, ring_v.slot(done - 1)])
+            output.add(P.fragment, tOrV[None, None, None, ring_v.stage_index(done - 1)])
             warpgroup.wait_group(0)
-            ring_v.release(done - 1)
+            ring_v.consumer_release(done - 1)
             output.close(run)
             if cutlass.const_expr(not isinstance(run.behind, int)):
                 done = pass_over(run.behind, ring_k, ring_v, turns, here, done)
             write_lse(mLSE, rows.finish(output.values, scales.natural, here), tile, row)
-            slot = ring_q.slot(nth_q) if self.out_in_q else wg
+            slot = ring_q.stage_index(nth_q) if self.out_in_q else wg
             self.store(output.acc, tile.rows(out), slot, wg_tile, output.product.add)
             if cutlass.const_expr(self.small_smem):
                 hand_back(ring_q, nth_q)
-            number = work.queue.take(nth)
+            number = work.queue.receive(nth)
             nth += 1
         # Shared memory must stay allocated until the last store has read from it.
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def weigh_first(self, first: FirstBlock, S: Scores, half: Scores, seen: Int32):
+    def first_block_softmax(self, first: FirstBlock, S: ScoreProduct, half: ScoreProduct, seen: Int32):
         """Process the rightmost block; if its rows see at most half of the block's keys, multiply only this half."""
         if cutlass.const_expr(self.halves):
             if cute.arch.make_warp_uniform(seen) <= self.tile_n // 2:
@@ -473,7 +480,7 @@ class ForwardSm90(ForwardCall):
             first.weigh(S)
 
     @cute.jit
-    def store(self, acc_O: cute.Tensor, out: sm90.Operand, slot: Int32, wg_tile: Int32, mma_pv: cute.TiledMma):
+    def store(self, acc_O: cute.Tensor, out: sm90.TmaOperand, slot: Int32, wg_tile: Int32, mma_pv: cute.TiledMma):
         """Store O in 16 bits through shared memory: the stage of its Q, or the output buffer where sizes differ.
 
         Each warp stores its 16 rows as soon as they are in shared memory.
@@ -484,12 +491,12 @@ class ForwardSm90(ForwardCall):
         slot_start = cute.slice_(out.s, (None, None, slot)).iterator
         sO = cute.make_tensor(slot_start, sm90.slab_layout(self.element.dtype, ROWS, self.dv).outer)  # (64, Dv)
         if cutlass.const_expr(self.out_in_q):
-            sm90.join_warpgroup(Barrier.Q_READ, wg)  # no warp of the warpgroup may still be reading Q
+            sm90.sync_warpgroup(ForwardBarrier.Q_READ, wg)  # no warp of the warpgroup may still be reading Q
         sm90.store_slabs(rO, sO, out, wg_tile * (ROWS // SLAB), mma_pv)
 
 
 @cute.jit
-def hand_back(ring_q: sm90.Ring, count: Int32):
+def hand_back(ring_q: sm90.Pipeline, count: Int32):
     """Release the Q stage `count` once the O that left through the stage has been stored.
 
     Executed by a consumer warp. A negative `count` means that no such stage exists yet.
@@ -497,22 +504,23 @@ def hand_back(ring_q: sm90.Ring, count: Int32):
     if count >= 0:
         cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.sync_warp()
-        ring_q.release(count)
+        ring_q.consumer_release(count)
 
 
 @cute.jit
 def pass_over(
-    blocks: Int32, ring_k: sm90.Ring, ring_v: sm90.Ring, turns: sm90.Turns, here: Chain, done: Int32
+    blocks: Int32, ring_k: sm90.Pipeline, ring_v: sm90.Pipeline, turns: sm90.WarpgroupOrder, here: ScorePipeline,
+    done: Int32
 ) -> Int32:  # fmt: skip
     """Release KV blocks that only other warpgroups need, and return the new running count of blocks.
 
     Executed by a consumer warpgroup. Each skipped block also skips the warpgroup's turn and the score stages' data.
     """
     for count in cutlass.range(done, done + blocks, unroll=1):
-        ring_k.wait(count)
-        turns.skip()
-        ring_k.release(count)
-        here.pass_over(count)
-        ring_v.wait(count)
-        ring_v.release(count)
+        ring_k.consumer_wait(count)
+        turns.skip_turn()
+        ring_k.consumer_release(count)
+        here.skip_kv_blocks(count)
+        ring_v.consumer_wait(count)
+        ring_v.consumer_release(count)
     return done + blocks

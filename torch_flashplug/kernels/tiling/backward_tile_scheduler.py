@@ -16,29 +16,29 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from ..primitives.tile_scheduler import TileOrder
-from .block_iterator import BoundBand, Downward
+from ..primitives.tile_scheduler import TileScheduler
+from .block_iterator import BoundBlocks, QueryBlockRange
 
 STEPS_BEHIND = 3  # steps by which a KV block follows the previous block
 
 
 @dataclass(frozen=True)
-class KeyOrder(TileOrder):
+class BackwardTileScheduler(TileScheduler):
     """Backward tile scheduler with KV blocks of KV heads as tiles."""
 
-    walk: BoundBand
+    walk: BoundBlocks
     in_order: bool = False
 
     @property
     def last_first(self) -> bool:
-        return self.in_order and self.walk.uneven
+        return self.in_order and self.walk.tile_lengths_vary
 
     def tile(self, number: Int32) -> tuple[Int32, Int32, Int32]:
         """Return (n_block, KV head, batch) of a linear tile index."""
         n_block, head, batch = super().tile(number)
         return n_block if self.last_first else self.num_m_blocks - 1 - n_block, head, batch
 
-    def turn(self, n_block: Int32, run: Downward, j: Int32) -> Int32:
+    def turn(self, n_block: Int32, run: QueryBlockRange, j: Int32) -> Int32:
         """Return the accumulation rank: the number of KV blocks added to a query block before `n_block`.
 
         Args:
@@ -50,7 +50,7 @@ class KeyOrder(TileOrder):
 
 
 def heads_in_turn(
-    walk: BoundBand, group: Int32, kv_heads: Int32, row_bytes: int, num_ctas: Int32 | None = None
+    walk: BoundBlocks, group: Int32, kv_heads: Int32, row_bytes: int, num_ctas: Int32 | None = None
 ) -> Int32:
     """Return the number of KV heads per L2 group. Tiles of these heads take turns.
 
@@ -62,9 +62,9 @@ def heads_in_turn(
         num_ctas: number of concurrent CTAs, given in deterministic mode.
     """
     Sq, Sk = walk.sizes.Sq, walk.sizes.Sk
-    if walk.uneven:
+    if walk.tile_lengths_vary:
         head_bytes = Int64(Sq) * group * row_bytes
-        return TileOrder.section_heads(head_bytes, cute.ceil_div(Sk, walk.tile_n), 1, kv_heads)
+        return TileScheduler.heads_per_l2_group(head_bytes, cute.ceil_div(Sk, walk.tile_n), 1, kv_heads)
     if num_ctas is not None:
         # Enough heads to start all CTAs, successively, in the time of a tile.
         steps = cute.ceil_div(Sq, walk.tile_m) * group

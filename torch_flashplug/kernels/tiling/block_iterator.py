@@ -3,9 +3,10 @@
 An iterator also tells the ranges of blocks with masking. Producer warps, consumer warpgroups and reduction code use
 the same object, so that all roles agree on the blocks.
 
-A kernel receives a `Walk` as an argument and binds the sizes of a tile: `walk.at(sizes, tile_m, tile_n)`. Class
-attributes and Python values hold facts known at trace time. Fields hold the runtime arguments of a call. A range of
-blocks (`Run`) provides `sections()`, the bounds of the loops, and `nth(j)`, the index of the block at position j.
+A kernel receives a `BlockIterator` as an argument and binds the sizes of a tile: `walk.at(sizes, tile_m, tile_n)`.
+Class attributes and Python values hold facts known at trace time. Fields hold the runtime arguments of a call. A range
+of blocks (`BlockRange`) provides `sections()`, the bounds of the loops, and `nth(j)`, the index of the block at
+position j.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import cutlass.cute as cute
 import cutlass.memory
 from cutlass import Int32
 
-from .seqlen_info import Sizes
+from .seqlen_info import SeqlenInfo
 
 if TYPE_CHECKING:
     from .tile import Tile
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Section:
+class BlockSubrange:
     """Subrange of a block range: the positions from `begin` to `end`.
 
     `masked` is True if all score stages apply in this subrange. If False, only stages with effect everywhere run.
@@ -39,14 +40,16 @@ class Section:
 
 
 @dataclass(frozen=True)
-class Walk:
+class BlockIterator:
     """Base class of the block iterators accepted by kernels as arguments."""
 
-    uneven = False  # True if rows of a tile may see different numbers of keys. Tiles then differ in length, too.
+    tile_lengths_vary = (
+        False  # True if rows of a tile may see different numbers of keys. Tiles then differ in length, too.
+    )
 
 
 @dataclass(frozen=True)
-class Band(Walk):
+class FullBlocks(BlockIterator):
     """Block iterator for full attention: every query sees every key, and blocks are visited in order.
 
     The class has no fields, so a kernel needs no argument.
@@ -54,54 +57,58 @@ class Band(Walk):
 
     causal = False
 
-    def at(self, sizes: Sizes, tile_m: int, tile_n: int) -> BoundBand:
-        return BoundBand(self.causal, sizes, tile_m, tile_n)
+    def at(self, sizes: SeqlenInfo, tile_m: int, tile_n: int) -> BoundBlocks:
+        return BoundBlocks(self.causal, sizes, tile_m, tile_n)
 
 
 @dataclass(frozen=True)
-class CausalBand(Band):
+class CausalBlocks(FullBlocks):
     """Block iterator for causal attention: key j is visible to query i if and only if j <= i.
 
     The rule also holds for Sq != Sk (top-left alignment of PyTorch).
     """
 
     causal = True
-    uneven = True
+    tile_lengths_vary = True
 
 
 @dataclass(frozen=True)
-class BoundBand:
+class BoundBlocks:
     """Block iterator of a sequence, for blocks of `tile_m` queries and `tile_n` keys."""
 
     causal: bool
-    sizes: Sizes
+    sizes: SeqlenInfo
     tile_m: int
     tile_n: int
 
     @property
-    def uneven(self) -> bool:
+    def tile_lengths_vary(self) -> bool:
         return self.causal
 
-    def num_visible(self, end_row: Int32) -> Int32:
+    def num_visible_keys(self, end_row: Int32) -> Int32:
         """Return the number of keys visible to some row before `end_row`, at least one."""
-        return cutlass.min(self.sizes.some_keys, end_row) if self.causal else self.sizes.some_keys
+        return (
+            cutlass.min(self.sizes.seqlen_k_at_least_one, end_row) if self.causal else self.sizes.seqlen_k_at_least_one
+        )
 
     def num_blocks(self, end_row: Int32) -> Int32:
         """Return the number of KV blocks with a key visible to some row before `end_row`, at least one."""
-        return cute.ceil_div(self.num_visible(end_row), self.tile_n)
+        return cute.ceil_div(self.num_visible_keys(end_row), self.tile_n)
 
-    def keys(self, tile: Tile) -> Leftward:
+    def keys(self, tile: Tile) -> KvBlockRange:
         """Return the KV blocks of a tile of `tile_m` rows."""
-        return Leftward(self, self.num_blocks((tile.block + 1) * self.tile_m), tile.block * self.tile_m)
+        return KvBlockRange(self, self.num_blocks((tile.block + 1) * self.tile_m), tile.block * self.tile_m)
 
-    def keys_of_rows(self, tile: Tile, first_row: Int32) -> Leftward:
+    def keys_of_rows(self, tile: Tile, first_row: Int32) -> KvBlockRange:
         """Return the KV blocks of a tile of `tile_m` rows from `first_row` on.
 
         Row indices are computed from `first_row`, in kernels with the value at hand.
         """
-        return Leftward(self, self.num_blocks(first_row + self.tile_m), first_row)
+        return KvBlockRange(self, self.num_blocks(first_row + self.tile_m), first_row)
 
-    def keys_of_part(self, tile: Tile, first_row: Int32, rows: int, uneven: bool) -> tuple[Int32, Leftward]:
+    def kv_range_for_warpgroup(
+        self, tile: Tile, first_row: Int32, rows: int, uneven: bool
+    ) -> tuple[Int32, KvBlockRange]:
         """Return the KV blocks for one warpgroup's part of a tile.
 
         Rows beyond the last row of the sequence take part in a single block. The results of such rows are discarded.
@@ -118,16 +125,16 @@ class BoundBand:
         """
         blocks = self.num_blocks((tile.block + 1) * self.tile_m)
         if not uneven:
-            return Int32(0), Leftward(self, blocks, first_row)
+            return Int32(0), KvBlockRange(self, blocks, first_row)
         mine = cutlass.select_(first_row < self.sizes.Sq, self.num_blocks(first_row + rows), 1)
         mine = cute.arch.make_warp_uniform(mine)  # Without a uniform value, ptxas recomputes `mine` for every block.
-        return blocks - mine, Leftward(self, mine, first_row)
+        return blocks - mine, KvBlockRange(self, mine, first_row)
 
     def all_keys(self) -> Int32:
         """Return the number of KV blocks visible to some query."""
         return self.num_blocks(self.sizes.Sq)
 
-    def shared(self, smem: cutlass.memory.SmemAllocator) -> BoundBand:
+    def shared(self, smem: cutlass.memory.SmemAllocator) -> BoundBlocks:
         """Decode: return the iterator with shared memory for the results of a scan (none is needed here)."""
         return self
 
@@ -138,25 +145,25 @@ class BoundBand:
             part: a `packed.Part`.
         """
 
-    def share(self, number: Int32, parts: Int32) -> Split:
+    def share(self, number: Int32, parts: Int32) -> SplitKvRange:
         """Decode: return the KV blocks of split `number` of `parts` splits.
 
         A split without blocks gets the block behind the last block, if the sequence may be empty.
         """
         total = self.all_keys()
-        mine = Split.create(total, number, parts)
+        mine = SplitKvRange.create(total, number, parts)
         return mine.or_block(total) if self.sizes.may_be_empty else mine
 
-    def masks(self, keys: Split, j: Int32) -> cutlass.Boolean:
+    def masks(self, keys: SplitKvRange, j: Int32) -> cutlass.Boolean:
         """Decode: return whether some row cannot see all keys of the block at position j."""
         return (keys.nth(j) + 1) * self.tile_n > self.sizes.Sk
 
     @property
-    def hides(self) -> bool:
+    def may_mask(self) -> bool:
         """Decode: True if a row may see no key of a block."""
         return self.sizes.may_be_empty
 
-    def queries(self, tile: Tile) -> Downward:
+    def queries(self, tile: Tile) -> QueryBlockRange:
         """Return the query blocks with visible keys in a KV block.
 
         If the KV block extends beyond the last key, every step is masked. Otherwise only the steps on the diagonal are
@@ -168,9 +175,9 @@ class BoundBand:
             begin = cutlass.min(first_key // self.tile_m, end)
             middle = cutlass.min(cute.ceil_div(first_key + self.tile_n - 1, self.tile_m), end)
         middle = cutlass.select_(first_key + self.tile_n > self.sizes.Sk, end, middle)
-        return Downward(begin, middle, end)
+        return QueryBlockRange(begin, middle, end)
 
-    def turn(self, n_block: Int32, run: Downward, j: Int32, num_n_blocks: Int32) -> Int32:
+    def turn(self, n_block: Int32, run: QueryBlockRange, j: Int32, num_n_blocks: Int32) -> Int32:
         """Return the accumulation rank of a KV block for a query block, in an order that begins with the last KV block.
 
         Args:
@@ -185,15 +192,15 @@ class BoundBand:
         return cutlass.min(run.nth(j) * self.tile_m // self.tile_n, num_n_blocks - 1) - n_block
 
 
-class Run:
+class BlockRange:
     """Base class of block ranges. `nth(j)` returns the block at position j."""
 
-    def next(self, j: Int32, section: Section) -> Int32:
+    def next(self, j: Int32, section: BlockSubrange) -> Int32:
         """Return the block of the step after j. At the last step of a section, return the block of step j."""
         return self.nth(cutlass.min(j + 1, section.end - 1))
 
 
-class RunOfKeys(Run):
+class KvBlocks(BlockRange):
     """Range of `count` KV blocks of some rows. The first `num_masked` blocks are masked."""
 
     tail_first = True  # True if only the first block may have keys beyond the last key
@@ -218,26 +225,26 @@ class RunOfKeys(Run):
         """Return the block at the last position. The caller has already called `nth` for the last position."""
         return self.nth(self.count - 1)
 
-    def sections(self) -> tuple[Section, Section]:
+    def sections(self) -> tuple[BlockSubrange, BlockSubrange]:
         """Return the subranges after the first block: masked, then unmasked."""
         masked = self.num_masked
-        return Section(True, 1, masked), Section(False, masked, self.count)
+        return BlockSubrange(True, 1, masked), BlockSubrange(False, masked, self.count)
 
-    def sections_before_last(self) -> tuple[Section, Section]:
+    def sections_before_last(self) -> tuple[BlockSubrange, BlockSubrange]:
         """Return the subranges of all blocks except the last block, which counts as masked."""
         last = self.count - 1
         masked = cutlass.min(self.num_masked, last)
-        return Section(True, 0, masked), Section(False, masked, last)
+        return BlockSubrange(True, 0, masked), BlockSubrange(False, masked, last)
 
 
 @dataclass(frozen=True)
-class Leftward(RunOfKeys):
+class KvBlockRange(KvBlocks):
     """Range of `count` KV blocks of some rows, visited from right to left: the masked blocks first.
 
     The first block always counts as masked, because its code exists in any case.
     """
 
-    band: BoundBand
+    band: BoundBlocks
     count: Int32
     first_row: Int32
 
@@ -272,11 +279,11 @@ class Leftward(RunOfKeys):
 
         A result larger than the block means all keys of the block.
         """
-        return self.band.num_visible(self.first_row + rows) - (self.count - 1) * self.band.tile_n
+        return self.band.num_visible_keys(self.first_row + rows) - (self.count - 1) * self.band.tile_n
 
 
 @dataclass(frozen=True)
-class Downward(Run):
+class QueryBlockRange(BlockRange):
     """Range of the query blocks of a KV block, visited in increasing order, equal for every query head.
 
     The masked blocks come first.
@@ -293,40 +300,40 @@ class Downward(Run):
         """Return the number of steps for `heads` query heads."""
         return heads * (self.end - self.begin)
 
-    def of_head(self, head: Int32) -> Downward:
+    def of_head(self, head: Int32) -> QueryBlockRange:
         return self
 
-    def sections(self) -> tuple[Section, Section]:
-        return Section(True, self.begin, self.middle), Section(False, self.middle, self.end)
+    def sections(self) -> tuple[BlockSubrange, BlockSubrange]:
+        return BlockSubrange(True, self.begin, self.middle), BlockSubrange(False, self.middle, self.end)
 
-    def whole(self) -> Section:
+    def whole(self) -> BlockSubrange:
         """Return the whole range as one unmasked section, for roles without scores."""
-        return Section(False, self.begin, self.end)
+        return BlockSubrange(False, self.begin, self.end)
 
-    def first(self, head: Int32, there: cutlass.Boolean) -> Step:
+    def first(self, head: Int32, there: cutlass.Boolean) -> QueryBlockStep:
         """Return the first step of a single loop over all query heads, from `head` on.
 
         Args:
             head: first query head.
             there: whether there is a step.
         """
-        return Step(head, self.begin)
+        return QueryBlockStep(head, self.begin)
 
-    def after(self, step: Step, there: cutlass.Boolean) -> Step:
+    def after(self, step: QueryBlockStep, there: cutlass.Boolean) -> QueryBlockStep:
         """Return the step after `step`: all blocks of a head, then the blocks of the next head."""
         last = step.j + 1 >= self.end
-        return Step(step.head + Int32(last), cutlass.select_(last, self.begin, step.j + 1))
+        return QueryBlockStep(step.head + Int32(last), cutlass.select_(last, self.begin, step.j + 1))
 
-    def at(self, step: Step) -> Downward:
+    def at(self, step: QueryBlockStep) -> QueryBlockRange:
         """Return the block range of the head of `step`."""
         return self
 
-    def masked(self, step: Step) -> cutlass.Boolean:
+    def masked(self, step: QueryBlockStep) -> cutlass.Boolean:
         return step.j < self.middle
 
 
 @dataclass(frozen=True)
-class Step:
+class QueryBlockStep:
     """Step of an iteration over the query blocks of all query heads of a KV tile."""
 
     head: Int32
@@ -338,7 +345,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Split:
+class SplitKvRange:
     """Range of KV blocks of a split, in increasing order.
 
     In split-KV decode, several CTAs share the KV blocks of a sequence.
@@ -348,15 +355,15 @@ class Split:
     end: Int32
 
     @classmethod
-    def create(cls, total: Int32, number: Int32, parts: Int32) -> Split:
+    def create(cls, total: Int32, number: Int32, parts: Int32) -> SplitKvRange:
         """Return split `number` of `parts` splits of `total` blocks. Sizes differ by at most a block."""
         return cls(total * number // parts, total * (number + 1) // parts)
 
-    def or_block(self, beyond: Int32) -> Split:
+    def or_block(self, beyond: Int32) -> SplitKvRange:
         """Return the range, or the single block `beyond` if the range is empty."""
         none = self.begin == self.end
         begin, end = (cutlass.select_(none, beyond + i, at) for i, at in enumerate((self.begin, self.end)))
-        return Split(begin, end)
+        return SplitKvRange(begin, end)
 
     def nth(self, j: Int32) -> Int32:
         """Return the block at position j. Positions count from the first block of the whole sequence."""

@@ -20,13 +20,13 @@ from cutlass import Int32, Int64, Uint32
 from ...registry.kernel_spec import LISTED, TALL
 from ...registry.mask_layout import FLAGS
 from ..primitives.fragments import zero_of
-from .block_iterator import Run, RunOfKeys, Section, Walk
-from .seqlen_info import Sizes
+from .block_iterator import BlockIterator, BlockRange, BlockSubrange, KvBlocks
+from .seqlen_info import SeqlenInfo
 from .tile import Tile
 
 
 @dataclass(frozen=True)
-class Lists:
+class BlockSparseLists:
     """Contiguous block-sparse lists of one direction.
 
     There are R rows of blocks of all planes, with a capacity of C blocks per row.
@@ -61,44 +61,46 @@ class Lists:
 
 
 @dataclass(frozen=True)
-class Listed(Walk):
+class BlockSparseIterator(BlockIterator):
     """Block-sparse block iterator."""
 
-    keys: Lists  # KV blocks of each block of queries
-    queries: Lists  # query blocks of each block of keys
+    keys: BlockSparseLists  # KV blocks of each block of queries
+    queries: BlockSparseLists  # query blocks of each block of keys
     rows = LISTED  # query rows of a block
-    uneven = True
+    tile_lengths_vary = True
 
-    def at(self, sizes: Sizes, tile_m: int, tile_n: int) -> BoundLists:
-        return BoundLists(self, sizes, tile_m, tile_n)
+    def at(self, sizes: SeqlenInfo, tile_m: int, tile_n: int) -> BoundBlockSparse:
+        return BoundBlockSparse(self, sizes, tile_m, tile_n)
 
 
 @dataclass(frozen=True)
-class TallListed(Listed):
+class BlockSparse192Iterator(BlockSparseIterator):
     """Block-sparse block iterator with key lists for blocks of TALL (192) query rows."""
 
     rows = TALL
 
 
 @dataclass(frozen=True)
-class BoundLists:
+class BoundBlockSparse:
     """Block-sparse block iterator bound to the sequence lengths and tile sizes."""
 
-    of: Listed
-    sizes: Sizes
+    of: BlockSparseIterator
+    sizes: SeqlenInfo
     tile_m: int
     tile_n: int
-    uneven = True
+    tile_lengths_vary = True
 
-    def keys(self, tile: Tile) -> KeysRun:
-        kind, rows = (TallKeysRun, TALL) if self.of.rows == TALL else (KeysRun, LISTED)
+    def keys(self, tile: Tile) -> SparseKvBlockRange:
+        kind, rows = (SparseKvBlockRange192, TALL) if self.of.rows == TALL else (SparseKvBlockRange, LISTED)
         row = self.of.keys.row(tile.sequence, tile.head, tile.block // (rows // self.tile_m))
         return kind.create(self.of.keys, row, LISTED // self.tile_n)
 
-    def keys_of_rows(self, tile: Tile, first_row: Int32) -> KeysRun:
+    def keys_of_rows(self, tile: Tile, first_row: Int32) -> SparseKvBlockRange:
         return self.keys(tile)
 
-    def keys_of_part(self, tile: Tile, first_row: Int32, rows: int, uneven: bool) -> tuple[Int32, KeysRun]:
+    def kv_range_for_warpgroup(
+        self, tile: Tile, first_row: Int32, rows: int, uneven: bool
+    ) -> tuple[Int32, SparseKvBlockRange]:
         """Return the KV blocks for one warpgroup's part of a tile.
 
         In a tile of TALL rows, a part skips the blocks before its first visible block and the blocks behind its last
@@ -121,10 +123,10 @@ class BoundLists:
         begin, end = run.seen_by(first_row // rows - tile.block * (self.tile_m // rows), there)
         return begin, run.between(begin, end)
 
-    def queries(self, tile: Tile) -> Heads:
-        return Heads(self, tile)
+    def queries(self, tile: Tile) -> SparseQueryBlocksOfHeads:
+        return SparseQueryBlocksOfHeads(self, tile)
 
-    def turn(self, n_block: Int32, run: QueriesRun, j: Int32, num_n_blocks: Int32) -> Int32:
+    def turn(self, n_block: Int32, run: SparseQueryBlockRange, j: Int32, num_n_blocks: Int32) -> Int32:
         """Return the accumulation rank: the number of KV blocks added to a query block before KV block `n_block`.
 
         The rank counts the KV tiles of later listed blocks, from ranges of SHARE keys (kernel_spec.py), and then the
@@ -137,19 +139,19 @@ class BoundLists:
 
 
 @dataclass(frozen=True)
-class Heads:
+class SparseQueryBlocksOfHeads:
     """Query blocks of a KV tile, with a separate list for every query head."""
 
-    walk: BoundLists
+    walk: BoundBlockSparse
     tile: Tile
 
-    def of_head(self, nth: Int32) -> QueriesRun:
+    def of_head(self, nth: Int32) -> SparseQueryBlockRange:
         return self.of_query_head(self.tile.query_head(nth))
 
-    def of_query_head(self, head: Int32) -> QueriesRun:
+    def of_query_head(self, head: Int32) -> SparseQueryBlockRange:
         walk, tile = self.walk, self.tile
         row = walk.of.queries.row(tile.sequence, head, tile.block // (LISTED // walk.tile_n))
-        return QueriesRun.create(walk.of.queries, row, LISTED // walk.tile_m)
+        return SparseQueryBlockRange.create(walk.of.queries, row, LISTED // walk.tile_m)
 
     @cute.jit
     def total(self, heads: Int32) -> Int32:
@@ -159,7 +161,7 @@ class Heads:
             steps += self.of_head(nth).count
         return steps
 
-    def first(self, head: Int32, there: cutlass.Boolean) -> ListedStep:
+    def first(self, head: Int32, there: cutlass.Boolean) -> SparseBlockStep:
         """Return the first step of a single loop over all query heads, from `head` on.
 
         Args:
@@ -168,12 +170,12 @@ class Heads:
         """
         return self.seek(head, Int32(0), there)
 
-    def after(self, step: ListedStep, there: cutlass.Boolean) -> ListedStep:
+    def after(self, step: SparseBlockStep, there: cutlass.Boolean) -> SparseBlockStep:
         """Return the step after `step`: all blocks of a head, then the blocks of the next head with any block."""
         return self.seek(step.head, step.j + 1, there)
 
     @cute.jit
-    def seek(self, head: Int32, j: Int32, there: cutlass.Boolean) -> ListedStep:
+    def seek(self, head: Int32, j: Int32, there: cutlass.Boolean) -> SparseBlockStep:
         """Return the step (head, j), or the first step of the next head with any block if (head, j) does not exist.
 
         Args:
@@ -188,19 +190,19 @@ class Heads:
                 head, j = head + 1, Int32(0)
                 other = self.of_query_head(head)
                 row, masked, count = other.row, other.num_masked, other.count
-            block = QueriesRun(run.lists, row, masked, count, run.parts).nth(j)
-        return ListedStep(head, j, block, j < masked)
+            block = SparseQueryBlockRange(run.lists, row, masked, count, run.parts).nth(j)
+        return SparseBlockStep(head, j, block, j < masked)
 
-    def at(self, step: ListedStep) -> QueriesRun:
+    def at(self, step: SparseBlockStep) -> SparseQueryBlockRange:
         """Return the block range of the head of `step`."""
         return self.of_query_head(step.head)
 
-    def masked(self, step: ListedStep) -> cutlass.Boolean:
+    def masked(self, step: SparseBlockStep) -> cutlass.Boolean:
         return step.masked
 
 
 @dataclass(frozen=True)
-class ListedStep:
+class SparseBlockStep:
     """Step over the lists of all query heads, as `walk.Step`. The list values are kept in few registers."""
 
     head: Int32
@@ -210,10 +212,10 @@ class ListedStep:
 
 
 @dataclass(frozen=True)
-class ListedRun(Run):
+class SparseBlockRange(BlockRange):
     """Range of `count` listed blocks, the partial blocks first."""
 
-    lists: Lists
+    lists: BlockSparseLists
     row: Int32
     num_masked: Int32
     count: Int32
@@ -221,7 +223,7 @@ class ListedRun(Run):
     skipped: Int32 | int = 0  # number of partial blocks skipped ahead of the first position
 
     @classmethod
-    def create(cls, lists: Lists, row: Int32, parts: int) -> ListedRun:
+    def create(cls, lists: BlockSparseLists, row: Int32, parts: int) -> SparseBlockRange:
         return cls(lists, row, *lists.counts(row, parts), parts)
 
     def nth(self, j: Int32) -> Int32:
@@ -231,7 +233,7 @@ class ListedRun(Run):
         """
         return self.part(self.entry(j, self.lists.masked, self.lists.whole), j)
 
-    def next(self, j: Int32, section: Section) -> Int32:
+    def next(self, j: Int32, section: BlockSubrange) -> Int32:
         """Return the block of the step after j. All blocks of a section are in the same list."""
         j = cutlass.min(j + 1, section.end - 1)
         masked, whole = (self.lists.masked, j + self.skipped), (self.lists.whole, j - self.num_masked)
@@ -260,29 +262,29 @@ class ListedRun(Run):
 
 
 @dataclass(frozen=True)
-class QueriesRun(ListedRun):
+class SparseQueryBlockRange(SparseBlockRange):
     """Range of the listed query blocks of a KV tile."""
 
     def turn(self, j: Int32) -> Int32:
         """Return the number of ranges of SHARE keys with earlier accumulation."""
         return self.entry(j, self.lists.masked_turn, self.lists.whole_turn)
 
-    def sections(self) -> tuple[Section, Section]:
-        return Section(True, Int32(0), self.num_masked), Section(False, self.num_masked, self.count)
+    def sections(self) -> tuple[BlockSubrange, BlockSubrange]:
+        return BlockSubrange(True, Int32(0), self.num_masked), BlockSubrange(False, self.num_masked, self.count)
 
-    def whole(self) -> Section:
+    def whole(self) -> BlockSubrange:
         """Return the whole range as one unmasked section, for roles without scores."""
-        return Section(False, Int32(0), self.count)
+        return BlockSubrange(False, Int32(0), self.count)
 
 
 @dataclass(frozen=True)
-class KeysRun(ListedRun, RunOfKeys):
+class SparseKvBlockRange(SparseBlockRange, KvBlocks):
     """Range of the listed KV blocks of a tile of queries."""
 
     behind: Int32 | int = 0
     tail_first = False
 
-    def sections(self) -> tuple[Section, Section]:
+    def sections(self) -> tuple[BlockSubrange, BlockSubrange]:
         """Return the subranges after the first block: masked, then unmasked.
 
         A range with a single block gets sections from position 0 to position 0, because the list may have no further
@@ -290,7 +292,7 @@ class KeysRun(ListedRun, RunOfKeys):
         """
         more = cutlass.min(self.count - 1, 1)
         masked = cutlass.max(self.num_masked, 1) * more
-        return Section(True, more, masked), Section(False, masked, self.count * more)
+        return BlockSubrange(True, more, masked), BlockSubrange(False, masked, self.count * more)
 
     def columns_of_first(self, rows: int) -> Int32:
         """Return a number larger than any block. The result means all keys of the first block."""
@@ -305,7 +307,7 @@ class KeysRun(ListedRun, RunOfKeys):
         """
         return cutlass.select_(there, 0, self.count - 1), self.count
 
-    def between(self, begin: Int32, end: Int32) -> KeysRun:
+    def between(self, begin: Int32, end: Int32) -> SparseKvBlockRange:
         """Return the range restricted to the positions from `begin` to `end`.
 
         The values behind loop bounds are made uniform. Otherwise ptxas recomputes the values for every block.
@@ -316,7 +318,7 @@ class KeysRun(ListedRun, RunOfKeys):
 
 
 @dataclass(frozen=True)
-class TallKeysRun(KeysRun):
+class SparseKvBlockRange192(SparseKvBlockRange):
     """Range of the listed KV blocks of a tile of TALL queries.
 
     The bits above the block index of a partial entry mark the visible parts: three bits, a bit for each 64 queries.

@@ -8,7 +8,7 @@ from cutlass import Int32
 
 
 @dataclass(frozen=True)
-class Sizes:
+class SeqlenInfo:
     """Sequence lengths of a tile's sequence."""
 
     Sq: Int32
@@ -17,6 +17,6 @@ class Sizes:
     may_be_empty = False  # True if the sequence may have no rows or no keys
 
     @property
-    def some_keys(self) -> Int32:
+    def seqlen_k_at_least_one(self) -> Int32:
         """Number of keys, at least one, so that there is always a block to process."""
         return self.Sk

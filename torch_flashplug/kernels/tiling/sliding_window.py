@@ -8,30 +8,30 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from .block_iterator import Downward, RunOfKeys, Section, Walk
-from .seqlen_info import Sizes
+from .block_iterator import BlockIterator, BlockSubrange, KvBlocks, QueryBlockRange
+from .seqlen_info import SeqlenInfo
 from .tile import Tile
 
 
 @dataclass(frozen=True)
-class Window(Walk):
+class SlidingWindow(BlockIterator):
     """Sliding window block iterator: window bounds of the call."""
 
     left: Int32
     right: Int32
     bottom_right: Int32  # 1 or 0
-    uneven = True
+    tile_lengths_vary = True
 
-    def at(self, sizes: Sizes, tile_m: int, tile_n: int) -> BoundWindow:
-        return BoundWindow(self.of(sizes), sizes, tile_m, tile_n)
+    def at(self, sizes: SeqlenInfo, tile_m: int, tile_n: int) -> BoundSlidingWindow:
+        return BoundSlidingWindow(self.of(sizes), sizes, tile_m, tile_n)
 
-    def of(self, sizes: Sizes) -> Reach:
+    def of(self, sizes: SeqlenInfo) -> WindowReach:
         """Return the window of a sequence."""
-        return Reach(self.left, self.right, self.bottom_right * (sizes.Sk - sizes.Sq))
+        return WindowReach(self.left, self.right, self.bottom_right * (sizes.Sk - sizes.Sq))
 
 
 @dataclass(frozen=True)
-class Reach:
+class WindowReach:
     """Window of a sequence: which keys the queries see."""
 
     left: Int32
@@ -51,22 +51,24 @@ class Reach:
 
 
 @dataclass(frozen=True)
-class BoundWindow:
+class BoundSlidingWindow:
     """Sliding window block iterator of a sequence, for blocks of `tile_m` queries and `tile_n` keys."""
 
-    window: Reach
-    sizes: Sizes
+    window: WindowReach
+    sizes: SeqlenInfo
     tile_m: int
     tile_n: int
-    uneven = True
+    tile_lengths_vary = True
 
-    def keys(self, tile: Tile) -> WindowKeys:
+    def keys(self, tile: Tile) -> WindowKvBlockRange:
         return self.keys_of(tile.block * self.tile_m, self.tile_m)
 
-    def keys_of_rows(self, tile: Tile, first_row: Int32) -> WindowKeys:
+    def keys_of_rows(self, tile: Tile, first_row: Int32) -> WindowKvBlockRange:
         return self.keys_of(first_row, self.tile_m)
 
-    def keys_of_part(self, tile: Tile, first_row: Int32, rows: int, uneven: bool) -> tuple[Int32, WindowKeys]:
+    def kv_range_for_warpgroup(
+        self, tile: Tile, first_row: Int32, rows: int, uneven: bool
+    ) -> tuple[Int32, WindowKvBlockRange]:
         """Return the KV blocks for one warpgroup's part of a tile.
 
         The remaining rows of the tile may see further blocks on the right, which come first and are skipped. Blocks on
@@ -97,19 +99,19 @@ class BoundWindow:
         """
         first, _ = self.window.keys(first_row)
         _, end = self.window.keys(first_row + rows - 1)
-        end = cute.ceil_div(cutlass.min(cutlass.max(end, 1), self.sizes.some_keys), self.tile_n)
+        end = cute.ceil_div(cutlass.min(cutlass.max(end, 1), self.sizes.seqlen_k_at_least_one), self.tile_n)
         return cutlass.min(cutlass.max(first, 0) // self.tile_n, end - 1), end
 
-    def keys_of(self, first_row: Int32, rows: int) -> WindowKeys:
+    def keys_of(self, first_row: Int32, rows: int) -> WindowKvBlockRange:
         begin, end = self.bounds(first_row, rows)
         _, end_of_first = self.window.keys(first_row)
         begin_of_last, _ = self.window.keys(first_row + rows - 1)
         whole_end = cutlass.min(cutlass.max(end_of_first, 0), self.sizes.Sk) // self.tile_n
         right = cutlass.min(cutlass.max(end - whole_end, 1), end - begin)
         left = cutlass.max(cute.ceil_div(cutlass.max(begin_of_last, 0), self.tile_n) - begin, 0)
-        return WindowKeys(self, first_row, begin, end, right, cutlass.min(left, end - begin - right))
+        return WindowKvBlockRange(self, first_row, begin, end, right, cutlass.min(left, end - begin - right))
 
-    def queries(self, tile: Tile) -> WindowQueries:
+    def queries(self, tile: Tile) -> WindowQueryBlockRange:
         """Return the query blocks that see some key of a KV block.
 
         If the KV block extends beyond the last key, every step is masked.
@@ -123,9 +125,9 @@ class BoundWindow:
         middle = cutlass.min(cutlass.max(cute.ceil_div(cutlass.max(first_of_last, 0), self.tile_m), begin), end)
         middle = cutlass.select_(last_key < self.sizes.Sk, middle, end)
         behind = cutlass.min(cutlass.max(cutlass.max(end_of_first, 0) // self.tile_m, middle), end)
-        return WindowQueries(begin, middle, end, behind)
+        return WindowQueryBlockRange(begin, middle, end, behind)
 
-    def turn(self, n_block: Int32, run: WindowQueries, j: Int32, num_n_blocks: Int32) -> Int32:
+    def turn(self, n_block: Int32, run: WindowQueryBlockRange, j: Int32, num_n_blocks: Int32) -> Int32:
         """Return the accumulation rank: the number of KV blocks added to a query block before this block.
 
         The order begins with the last KV block.
@@ -141,7 +143,7 @@ class BoundWindow:
 
 
 @dataclass(frozen=True)
-class WindowKeys(RunOfKeys):
+class WindowKvBlockRange(KvBlocks):
     """Range of the KV blocks from `begin` to `end`.
 
     The order is: `right` masked blocks from the right end, `left` masked blocks from the left end, then the full blocks
@@ -149,7 +151,7 @@ class WindowKeys(RunOfKeys):
     remaining rows see.
     """
 
-    bound: BoundWindow
+    bound: BoundSlidingWindow
     first_row: Int32
     begin: Int32
     end: Int32
@@ -183,7 +185,7 @@ class WindowKeys(RunOfKeys):
 
 
 @dataclass(frozen=True)
-class WindowQueries(Downward):
+class WindowQueryBlockRange(QueryBlockRange):
     """Range of the query blocks of a KV block, in increasing order.
 
     Blocks before `middle` and from `behind` on are masked.
@@ -194,9 +196,9 @@ class WindowQueries(Downward):
     def masked(self, step) -> cutlass.Boolean:
         return (step.j < self.middle) | (step.j >= self.behind)
 
-    def sections(self) -> tuple[Section, ...]:
+    def sections(self) -> tuple[BlockSubrange, ...]:
         return (
-            Section(True, self.begin, self.middle),
-            Section(False, self.middle, self.behind),
-            Section(True, self.behind, self.end),
+            BlockSubrange(True, self.begin, self.middle),
+            BlockSubrange(False, self.middle, self.behind),
+            BlockSubrange(True, self.behind, self.end),
         )

@@ -1,8 +1,8 @@
 """Mapping of linear tile indices to tiles: block, head and batch indices, and slices of the global tensors.
 
-The slices are taken from tensors in global memory or from TMA operands. A kernel receives a `Pieces` object as an
-argument and requests the tiles of a launch: `pieces.of_rows(order, ...)`. `Dense` addresses sequences as dimensions
-of tensors. varlen.py addresses packed sequences.
+The slices are taken from tensors in global memory or from TMA operands. A kernel receives a `TileAddressing` object as
+an argument and requests the tiles of a launch: `pieces.of_rows(order, ...)`. `DenseAddressing` addresses sequences as
+dimensions of tensors. varlen.py addresses packed sequences.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from ..primitives import sm90
-from ..primitives.tile_scheduler import TileOrder
-from .seqlen_info import Sizes
+from ..primitives.tile_scheduler import TileScheduler
+from .seqlen_info import SeqlenInfo
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Tile:
     block: Int32
     head: Int32
     batch: Int32
-    sizes: Sizes
+    sizes: SeqlenInfo
     group: Int32 | None = None  # query heads of a KV head
     kv_head: Int32 | None = None
 
@@ -38,26 +38,26 @@ class Tile:
         """Sequence index, used by score stages and block iterators. `batch` is the batch index of the tensors."""
         return self.batch
 
-    def rows(self, x: sm90.Operand | cute.Tensor) -> sm90.Operand | cute.Tensor:
+    def rows(self, x: sm90.TmaOperand | cute.Tensor) -> sm90.TmaOperand | cute.Tensor:
         """Return the slice of `x` for the head of the tile.
 
         The head is a query head for a block of rows and a KV head for a block of keys.
         """
         return self.rows_of(x, self.head, self.batch)
 
-    def rows_of(self, x: sm90.Operand | cute.Tensor, head: Int32, batch: Int32) -> sm90.Operand | cute.Tensor:
+    def rows_of(self, x: sm90.TmaOperand | cute.Tensor, head: Int32, batch: Int32) -> sm90.TmaOperand | cute.Tensor:
         """Return the slice of `x` for a given head and batch."""
         return of_head(x, head, batch)
 
-    def rows_of_shared(self, x: sm90.Operand | cute.Tensor, sharing: Int32) -> sm90.Operand | cute.Tensor:
+    def rows_of_shared(self, x: sm90.TmaOperand | cute.Tensor, sharing: Int32) -> sm90.TmaOperand | cute.Tensor:
         """Return the slice of `x` for the KV head shared by `sharing` consecutive heads."""
         return self.rows_of(x, self.head // sharing, self.batch)
 
-    def keys(self, x: sm90.Operand | cute.Tensor) -> sm90.Operand | cute.Tensor:
+    def keys(self, x: sm90.TmaOperand | cute.Tensor) -> sm90.TmaOperand | cute.Tensor:
         """Return the slice of K or V attended by a block of rows."""
         return of_head(x, self.head_of_keys(), self.batch)
 
-    def queries(self, x: sm90.Operand | cute.Tensor, nth: Int32) -> sm90.Operand | cute.Tensor:
+    def queries(self, x: sm90.TmaOperand | cute.Tensor, nth: Int32) -> sm90.TmaOperand | cute.Tensor:
         """Return the slice of `x` for query head number `nth` of a block of keys."""
         return of_head(x, self.query_head(nth), self.batch)
 
@@ -77,7 +77,7 @@ class Tile:
         """Return the coordinate of the LSE of a row, in (batch, heads, rows)."""
         return self.batch, self.head, self.row(row)
 
-    def place_of_fact(self, which: int, row: Int32) -> tuple[Int32, Int32, int, Int32]:
+    def row_stats_coord(self, which: int, row: Int32) -> tuple[Int32, Int32, int, Int32]:
         """Return the coordinate of a row statistic for the head of the tile.
 
         Args:
@@ -103,7 +103,7 @@ class Tile:
         return cute.local_tile(of_head(x, self.query_head(nth), self.batch), (1, size), (None, None))
 
 
-def of_head(x: sm90.Operand | cute.Tensor, head: Int32, batch: Int32) -> sm90.Operand | cute.Tensor:
+def of_head(x: sm90.TmaOperand | cute.Tensor, head: Int32, batch: Int32) -> sm90.TmaOperand | cute.Tensor:
     """Return a head of a TMA operand or a tensor.
 
     Args:
@@ -111,15 +111,15 @@ def of_head(x: sm90.Operand | cute.Tensor, head: Int32, batch: Int32) -> sm90.Op
         head: head index.
         batch: batch index.
     """
-    return x.head(head, batch) if isinstance(x, sm90.Operand) else x[batch, head, None, None]
+    return x.head(head, batch) if isinstance(x, sm90.TmaOperand) else x[batch, head, None, None]
 
 
 @dataclass(frozen=True)
-class Launch:
+class TileGrid:
     """Tile grid of a launch: the tile order, the sequence lengths and the number of KV heads."""
 
-    order: TileOrder
-    sizes: Sizes
+    order: TileScheduler
+    sizes: SeqlenInfo
     kv_heads: Int32 | None = None  # set if tiles are rows of query heads
 
     @property
@@ -151,7 +151,7 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class Pieces:
+class TileAddressing:
     """Base class of the tile addressing accepted by kernels as arguments."""
 
     def of_batch(self, tile: Tile, kv_head: Int32, batch: Int32) -> Tile:
@@ -160,13 +160,13 @@ class Pieces:
 
 
 @dataclass(frozen=True)
-class Dense(Pieces):
+class DenseAddressing(TileAddressing):
     """Tile addressing of dense batches: all sequences have equal lengths and are dimensions of 4-D tensors.
 
     The class has no fields, so a kernel needs no argument.
     """
 
-    uneven = False  # True if tiles differ in length under every block iterator
+    tile_lengths_vary = False  # True if tiles differ in length under every block iterator
 
     def rows_first(self, t: cute.Tensor) -> cute.Tensor:
         """Return a (rows, columns, heads, batch) view of (batch, heads, rows, columns), the order read by TMA."""
@@ -201,24 +201,24 @@ class Dense(Pieces):
 
     most_blocks_of_rows, most_blocks_of_keys = blocks_of_rows, blocks_of_keys  # upper bounds known to the host
 
-    def of_rows(self, order: TileOrder, sizes: Sizes, kv_heads: Int32) -> Launch:
+    def of_rows(self, order: TileScheduler, sizes: SeqlenInfo, kv_heads: Int32) -> TileGrid:
         """Return the tile grid of query heads in the given tile order."""
-        return Launch(order, sizes, kv_heads)
+        return TileGrid(order, sizes, kv_heads)
 
-    def block_of_rows(self, number: Int32, sizes: Sizes) -> Tile:
+    def block_of_rows(self, number: Int32, sizes: SeqlenInfo) -> Tile:
         """Return the row block, in a kernel with known head and batch."""
         return Tile(number, None, None, sizes)
 
-    def of_keys(self, order: TileOrder, sizes: Sizes) -> Launch:
+    def of_keys(self, order: TileScheduler, sizes: SeqlenInfo) -> TileGrid:
         """Return the tile grid of KV heads."""
-        return Launch(order, sizes)
+        return TileGrid(order, sizes)
 
     def all_keys(self, x: cute.Tensor) -> Int32:
         """Return the number of keys of a KV head in a TMA operand, summed over all sequences in the tensor."""
         return x.shape[0]
 
     def block_of_scratch(
-        self, number: Int32, head: Int32 | None = None, batch: Int32 | None = None, sizes: Sizes | None = None
+        self, number: Int32, head: Int32 | None = None, batch: Int32 | None = None, sizes: SeqlenInfo | None = None
     ) -> Tile:
         """Return a workspace block of rows of a query head, with the fields needed by callers."""
         return Tile(number, head, batch, sizes)

@@ -21,49 +21,49 @@ from cutlass import Int32, Int64
 
 from ...registry.kernel_spec import BACKWARD_TILE
 from ..primitives import sm90
-from ..primitives.tile_scheduler import TileOrder
+from ..primitives.tile_scheduler import TileScheduler
 from ..primitives.vector_access import vector_at
-from .seqlen_info import Sizes
-from .tile import Launch, Pieces, Tile
+from .seqlen_info import SeqlenInfo
+from .tile import Tile, TileAddressing, TileGrid
 
 ENTRY = 8  # Int32 values of an entry, 32 bytes: a sector
 REACH = 1 << 30  # maximum number of rows of all sequences together
-MOST_WORTH = 1 << 16  # limit of `TileList.worth`, in tiles. A larger value has no further effect.
+MOST_WORTH = 1 << 16  # limit of `VarlenTileList.worth`, in tiles. A larger value has no further effect.
 
 
 @dataclass(frozen=True)
-class Span:
+class SequenceSlice:
     """Row range of a sequence in the packed tensor."""
 
     start: Int32
     length: Int32
 
-    def of_head(self, x: sm90.Operand | cute.Tensor, head: Int32) -> sm90.Operand | cute.Tensor:
+    def of_head(self, x: sm90.TmaOperand | cute.Tensor, head: Int32) -> sm90.TmaOperand | cute.Tensor:
         """Return a head of `x`, with rows counted from the first row of the sequence.
 
         Args:
             x: TMA operand (rows, columns, heads, batch) or tensor (batch, heads, rows, columns).
             head: head index.
         """
-        if isinstance(x, sm90.Operand):
-            return sm90.Operand(x.atom, self.of_coordinates(x.m, head), x.s)
+        if isinstance(x, sm90.TmaOperand):
+            return sm90.TmaOperand(x.atom, self.of_coordinates(x.m, head), x.s)
         rows = x[0, head, None, None]
         first = rows.iterator + Int64(self.start) * rows.stride[0]
         return cute.make_tensor(first, cute.make_layout((self.length, rows.shape[1]), stride=rows.stride))
 
     def of_coordinates(self, m: cute.Tensor, head: Int32) -> cute.Tensor:
-        """Return a head of a view created by `stopping`, or of the transposed view."""
+        """Return a head of a view created by `bounded_tma_view`, or of the transposed view."""
         first, rest = self.coordinates()
         # The mode of rows has the static size REACH. The number of columns is not known at trace time.
         rows_lead = type(m.shape[0]) is int
         return cute.domain_offset((first, 0) if rows_lead else (0, first), m[None, None, head, rest])
 
     def coordinates(self) -> tuple[Int32, tuple[Int32, int]]:
-        """Return the TMA coordinates of the first row of the sequence, in a view created by `stopping`."""
+        """Return the TMA coordinates of the first row of the sequence, in a view created by `bounded_tma_view`."""
         return REACH - self.length, (self.start + self.length, REACH)
 
 
-def stopping(t: cute.Tensor) -> cute.Tensor:
+def bounded_tma_view(t: cute.Tensor) -> cute.Tensor:
     """Return a TMA view with a stop at the end of any sequence.
 
     The batch dimension of `t` (rows, columns, heads, 1) is replaced by two dimensions. Consider a sequence of `length`
@@ -90,7 +90,7 @@ def around(row: Int64, element_bytes: int) -> Int64:
 
 
 @dataclass(frozen=True)
-class MaybeEmpty(Sizes):
+class VarlenSeqlenInfo(SeqlenInfo):
     """Sequence lengths of a sequence, perhaps without rows or keys.
 
     `or_one` is loaded from memory. If the forward kernel computed the maximum instead, ptxas would serialize products.
@@ -100,16 +100,16 @@ class MaybeEmpty(Sizes):
     or_one: Int32 | None = None  # number of keys, at least one
 
     @property
-    def some_keys(self) -> Int32:
+    def seqlen_k_at_least_one(self) -> Int32:
         return self.or_one
 
 
 @dataclass(frozen=True)
-class RaggedTile(Tile):
+class VarlenTile(Tile):
     """Tile coordinate in packed sequences. The tensors have a single batch with all sequences."""
 
-    own: Span | None = None  # row range of the tile's own side: rows, or keys for a block of keys
-    others: Span | None = None  # row range of the opposite side: keys, or rows for a block of keys
+    own: SequenceSlice | None = None  # row range of the tile's own side: rows, or keys for a block of keys
+    others: SequenceSlice | None = None  # row range of the opposite side: keys, or rows for a block of keys
     number: Int32 | None = None  # sequence index
     first_block: Int32 | None = None
 
@@ -117,19 +117,19 @@ class RaggedTile(Tile):
     def sequence(self) -> Int32:
         return self.number
 
-    def rows_of(self, x: sm90.Operand | cute.Tensor, head: Int32, batch: Int32) -> sm90.Operand | cute.Tensor:
+    def rows_of(self, x: sm90.TmaOperand | cute.Tensor, head: Int32, batch: Int32) -> sm90.TmaOperand | cute.Tensor:
         return self.own.of_head(x, head)
 
-    def keys(self, x: sm90.Operand | cute.Tensor) -> sm90.Operand | cute.Tensor:
+    def keys(self, x: sm90.TmaOperand | cute.Tensor) -> sm90.TmaOperand | cute.Tensor:
         return self.others.of_head(x, self.head_of_keys())
 
-    def queries(self, x: sm90.Operand | cute.Tensor, nth: Int32) -> sm90.Operand | cute.Tensor:
+    def queries(self, x: sm90.TmaOperand | cute.Tensor, nth: Int32) -> sm90.TmaOperand | cute.Tensor:
         return self.others.of_head(x, self.query_head(nth))
 
     def row(self, row: Int32) -> Int32:
         return self.own.start + row
 
-    def place_of_fact(self, which: int, row: Int32) -> tuple[Int32, Int32, int, Int32]:
+    def row_stats_coord(self, which: int, row: Int32) -> tuple[Int32, Int32, int, Int32]:
         return self.batch, self.head, which, self.first_block * BACKWARD_TILE[0] + row
 
     def facts(self, x: cute.Tensor, nth: Int32, size: int) -> cute.Tensor:
@@ -137,7 +137,7 @@ class RaggedTile(Tile):
 
 
 @dataclass(frozen=True)
-class TileList:
+class VarlenTileList:
     """List of the blocks of all sequences. All heads share the list.
 
     The eight values of an entry are:
@@ -170,20 +170,20 @@ class TileList:
         cute.autovec_copy(vector_at(self.entries.iterator + number * ENTRY, Int32, ENTRY), entry)
         return tuple(cute.arch.make_warp_uniform(entry[i]) for i in range(ENTRY))
 
-    def tile(self, number: Int32, head: Int32, batch: Int32, group: Int32 | None, of_keys: bool) -> RaggedTile:
+    def tile(self, number: Int32, head: Int32, batch: Int32, group: Int32 | None, of_keys: bool) -> VarlenTile:
         """Return the block of an entry, for one head."""
         block, sequence, *spans, first_block, some = self.load(number)
-        own, others = Span(*spans[:2]), Span(*spans[2:])
+        own, others = SequenceSlice(*spans[:2]), SequenceSlice(*spans[2:])
         sizes = (others.length, own.length, own.length) if of_keys else (own.length, others.length, some)
-        place = (block, head, batch, MaybeEmpty(*sizes), group)
-        return RaggedTile(*place, own=own, others=others, number=sequence, first_block=first_block)
+        place = (block, head, batch, VarlenSeqlenInfo(*sizes), group)
+        return VarlenTile(*place, own=own, others=others, number=sequence, first_block=first_block)
 
 
 @dataclass(frozen=True)
-class RaggedLaunch(Launch):
+class VarlenTileGrid(TileGrid):
     """Tile grid of packed sequences. A block index of the tile order is the index of an entry."""
 
-    entries: TileList | None = None
+    entries: VarlenTileList | None = None
 
     @property
     def of_keys(self) -> bool:
@@ -194,11 +194,11 @@ class RaggedLaunch(Launch):
         nth, head, _ = self.order.tile(number)
         return nth if self.of_keys else self.order.num_m_blocks - 1 - nth, head  # TileOrder begins with the last block
 
-    def tile(self, number: Int32, group: Int32 | None = None) -> RaggedTile:
+    def tile(self, number: Int32, group: Int32 | None = None) -> VarlenTile:
         nth, head = self.entry(number)
         return self.entries.tile(nth, head, Int32(0), group, self.of_keys)
 
-    def only_tile(self, number: Int32) -> RaggedTile:
+    def only_tile(self, number: Int32) -> VarlenTile:
         """Return the only tile of a CTA. CTAs without a tile get an entry without rows.
 
         A launch may have more CTAs than tiles.
@@ -209,21 +209,21 @@ class RaggedLaunch(Launch):
 
 
 @dataclass(frozen=True)
-class Ragged(Pieces):
+class VarlenAddressing(TileAddressing):
     """Tile addressing of packed sequences.
 
     Each kernel has only the required lists. `rows` and `keys` are tile lists, with the longest tiles first. `scratch`
     lists the workspace blocks of rows, in the order of sequences, equal to the order in memory.
     """
 
-    rows: TileList | None = None
-    keys: TileList | None = None
-    scratch: TileList | None = None
+    rows: VarlenTileList | None = None
+    keys: VarlenTileList | None = None
+    scratch: VarlenTileList | None = None
     total_keys: Int32 | None = None
-    uneven = True
+    tile_lengths_vary = True
 
     def rows_first(self, t: cute.Tensor) -> cute.Tensor:
-        return stopping(sm90.rows_first(t))
+        return bounded_tma_view(sm90.rows_first(t))
 
     def columns_first(self, t: cute.Tensor) -> cute.Tensor:
         rows = self.rows_first(t)
@@ -263,21 +263,21 @@ class Ragged(Pieces):
     def blocks_of_keys(self, Sk: Int32, size: int) -> Int32:
         return self.keys.count()
 
-    def of_rows(self, order: TileOrder, sizes: Sizes, kv_heads: Int32) -> RaggedLaunch:
-        return RaggedLaunch(order, sizes, kv_heads, entries=self.rows)
+    def of_rows(self, order: TileScheduler, sizes: SeqlenInfo, kv_heads: Int32) -> VarlenTileGrid:
+        return VarlenTileGrid(order, sizes, kv_heads, entries=self.rows)
 
-    def block_of_rows(self, number: Int32, sizes: Sizes) -> RaggedTile:
+    def block_of_rows(self, number: Int32, sizes: SeqlenInfo) -> VarlenTile:
         return self.rows.tile(number, None, None, None, of_keys=False)
 
-    def of_keys(self, order: TileOrder, sizes: Sizes) -> RaggedLaunch:
+    def of_keys(self, order: TileScheduler, sizes: SeqlenInfo) -> VarlenTileGrid:
         if order.in_order:
             raise NotImplementedError("blocks of keys of one sequence add in order if their list is in that order")
-        return RaggedLaunch(order, sizes, entries=self.keys)
+        return VarlenTileGrid(order, sizes, entries=self.keys)
 
     def all_keys(self, x: cute.Tensor) -> Int32:
         return self.total_keys
 
     def block_of_scratch(
-        self, number: Int32, head: Int32 | None = None, batch: Int32 | None = None, sizes: Sizes | None = None
-    ) -> RaggedTile:
+        self, number: Int32, head: Int32 | None = None, batch: Int32 | None = None, sizes: SeqlenInfo | None = None
+    ) -> VarlenTile:
         return self.scratch.tile(number, head, batch, None, of_keys=False)
