@@ -63,20 +63,20 @@ int copy_text(const std::string& text, char* out, int capacity) {
 }
 
 // Return the call described by facts, in the order of `visit_facts()`.
-Problem problem_from(const double* facts) {
-  Problem p;
+CallFacts problem_from(const double* facts) {
+  CallFacts p;
   visit_facts(p, [&facts](const char*, auto& fact) { fact = static_cast<std::decay_t<decltype(fact)>>(*facts++); });
   p.needs |= needs_of({.dropout_p = p.dropout_p});  // all other needs come from Python by name
   return p;
 }
 
-void copy_facts(Problem p, double* out) {
+void copy_facts(CallFacts p, double* out) {
   visit_facts(p, [&out](const char*, const auto& fact) { *out++ = static_cast<double>(fact); });
 }
 
 // Return the default call: bf16 and packed, on a GPU. Sizes have no default and are negative.
-Problem plain_call() {
-  Problem p;
+CallFacts plain_call() {
+  CallFacts p;
   p.B = p.Hq = p.Hkv = p.Sq = p.Sk = p.D = p.Dv = -1;
   std::fill_n(p.dtype, kNumOperands, DType::kFirst);
   p.on_cuda = true;
@@ -137,12 +137,12 @@ FLASHPLUG_EXPORT int flashplug_repair(int backends) {
   return guarded([&] { repair(backends); });
 }
 
-FLASHPLUG_EXPORT int flashplug_open_varlen(const char* dispatch_key) {
-  return guarded([&] { open_varlen(dispatch_key); });
+FLASHPLUG_EXPORT int flashplug_register_varlen_ops(const char* dispatch_key) {
+  return guarded([&] { register_varlen_ops(dispatch_key); });
 }
-FLASHPLUG_EXPORT void flashplug_close_varlen() { close_varlen(); }
-FLASHPLUG_EXPORT int flashplug_know_varlen(const char* op, const char* schema) {
-  return guarded([&] { know_varlen(op, schema); });
+FLASHPLUG_EXPORT void flashplug_unregister_varlen_ops() { unregister_varlen_ops(); }
+FLASHPLUG_EXPORT int flashplug_set_varlen_schema(const char* op, const char* schema) {
+  return guarded([&] { set_varlen_schema(op, schema); });
 }
 FLASHPLUG_EXPORT void flashplug_know_varlen_rule(int rule) { know_varlen_rule(rule); }
 FLASHPLUG_EXPORT int flashplug_varlen_rule() { return varlen_rule(); }
@@ -150,7 +150,7 @@ FLASHPLUG_EXPORT int flashplug_varlen_rule() { return varlen_rule(); }
 FLASHPLUG_EXPORT int flashplug_varlen_text(const int64_t* facts, int cc, int64_t mode, char* out, int capacity) {
   VarlenCall call;
   std::memcpy(static_cast<void*>(&call), facts, sizeof call);  // all members are int64_t
-  const VarlenVerdict verdict = judge_varlen(call, enabled(), Mode{mode}, cc, tables());
+  const VarlenDecision verdict = judge_varlen(call, enabled(), Mode{mode}, cc, tables());
   return copy_text(varlen_json(call, verdict, Mode{mode}, cc, tables()), out, capacity);
 }
 FLASHPLUG_EXPORT void flashplug_set_prepare_callback(PrepareCallback callback) { set_prepare_callback(callback); }
@@ -166,7 +166,7 @@ FLASHPLUG_EXPORT int flashplug_open_efficient(const char* dispatch_key) {
   return guarded([&] { open_efficient(dispatch_key); });
 }
 FLASHPLUG_EXPORT void flashplug_close_efficient() { close_efficient(); }
-FLASHPLUG_EXPORT void flashplug_prefer_flash(int on) { prefer_flash(on != 0); }
+FLASHPLUG_EXPORT void flashplug_enable_flash_op_decode(int on) { enable_flash_op_decode(on != 0); }
 
 FLASHPLUG_EXPORT void flashplug_set_enabled(int on) { state().enabled.store(on != 0); }
 FLASHPLUG_EXPORT int flashplug_enabled() { return enabled(); }
@@ -178,7 +178,7 @@ FLASHPLUG_EXPORT int flashplug_set_cta_margin(int ctas) { return exchange_cta_ma
 FLASHPLUG_EXPORT int64_t flashplug_effective_mode() { return effective_mode().word; }
 FLASHPLUG_EXPORT void flashplug_set_process_precision(int precision) { set_process_precision(precision); }
 FLASHPLUG_EXPORT void flashplug_set_process_backend(int backend) { state().process_backend.store(backend); }
-FLASHPLUG_EXPORT void flashplug_set_standin(int level) { state().standin.store(static_cast<Standin>(level)); }
+FLASHPLUG_EXPORT void flashplug_set_cpu_stub(int level) { state().standin.store(static_cast<Standin>(level)); }
 
 // Write a name that Python also has. Each list has the order of the numbers or bits, and ends with an empty name. Used
 // by tests.
@@ -262,7 +262,7 @@ FLASHPLUG_EXPORT int flashplug_add_gate_row(const GateRow* row, size_t size) {
 // Write the name of a fact of a call, and its default value. The list ends with an empty name.
 FLASHPLUG_EXPORT int flashplug_fact(int number, double* plain, char* out, int capacity) {
   std::string found;
-  Problem p = plain_call();
+  CallFacts p = plain_call();
   visit_facts(p, [&](const char* name, const auto& fact) {
     if (number-- == 0) found = name, *plain = static_cast<double>(fact);
   });
@@ -272,7 +272,7 @@ FLASHPLUG_EXPORT int flashplug_fact(int number, double* plain, char* out, int ca
 // bytes, and the bytes of an element.
 FLASHPLUG_EXPORT void flashplug_read_operands(const int64_t* sizes, const int64_t* strides, const int64_t* addresses,
                                               const int64_t* element_bytes, double* problem) {
-  Problem p = problem_from(problem);
+  CallFacts p = problem_from(problem);
   const Shape shapes[kNumOperands] = {{sizes, strides}, {sizes + 4, strides + 4}, {sizes + 8, strides + 8}};
   fill_shapes(shapes, &p);
   for (int i = 0; i < kNumOperands; ++i) p.layout[i] = layout_of(shapes[i], addresses[i], element_bytes[i]);
@@ -290,7 +290,7 @@ FLASHPLUG_EXPORT int flashplug_scale(double scale) { return static_cast<int>(sca
 // Write the plan of a call as JSON. `remembered`: use the thread's plan cache, as real calls do.
 FLASHPLUG_EXPORT int flashplug_plan_text(const double* problem, const int64_t* facts, int64_t mode, int remembered,
                                          char* out, int capacity) {
-  const Problem p = problem_from(problem);
+  const CallFacts p = problem_from(problem);
   const DeviceFacts device = facts_from(facts);
   const Plan plan =
       remembered != 0 ? remembered_plan(p, device, Mode{mode}, tables()) : plan_call(p, device, Mode{mode}, tables());
@@ -303,7 +303,7 @@ FLASHPLUG_EXPORT int flashplug_is_remembered(const double* problem, const int64_
 FLASHPLUG_EXPORT int64_t flashplug_missing_changes() { return missing_changes(); }
 // Return 1 if a plugin kernel was planned, but an earlier kernel lookup failed.
 FLASHPLUG_EXPORT int flashplug_kernel_missing(const double* problem, const int64_t* facts, int64_t mode) {
-  const Problem p = problem_from(problem);
+  const CallFacts p = problem_from(problem);
   const DeviceFacts device = facts_from(facts);
   const Plan& plan = remembered_plan(p, device, Mode{mode}, tables());
   return plan.ours() && kernel_missing(plan.kernel_row, device);

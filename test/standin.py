@@ -93,7 +93,7 @@ def road_to(device: str, hook: str = "router") -> Iterator[Road]:
     if device == "cpu":
         op_owners.spend_warning()
         bindings.set_facts_override(DEVICES["h100"])
-        bindings.set_standin(True)
+        bindings.set_cpu_stub(True)
         bindings.register_ops("CPU")
         torch._fused_sdp_choice(*torch.empty(3, 1, 1, 8, 8).unbind())  # resolves the CPU slot of torch's stub
     road = Road(device, hook)
@@ -105,7 +105,7 @@ def road_to(device: str, hook: str = "router") -> Iterator[Road]:
         road.disable()
         torch_flashplug.enable()
         if device == "cpu":
-            bindings.set_standin(False)
+            bindings.set_cpu_stub(False)
             bindings.set_facts_override(None)
             bindings.unregister_ops()
             bindings.register_ops("CUDA")

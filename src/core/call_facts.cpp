@@ -1,4 +1,4 @@
-// The reader of a call's facts: tensors -> `Problem`, step by step. Nothing here decides who serves the call.
+// The reader of a call's facts: tensors -> `CallFacts`, step by step. Nothing here decides who serves the call.
 #include "core/call_facts.h"
 
 #include <algorithm>
@@ -31,7 +31,7 @@ int64_t address_of(AtenTensorHandle tensor, Memory memory, int64_t element_bytes
 
 // Set the window of a problem. An absent bound becomes a bound beyond all keys, even for a tile's rows after the last
 // row. Otherwise the block order would depend on the number of keys beside a sequence's own (kernels/parts/window.py).
-void set_window(const Window& window, Problem* p) {
+void set_window(const Window& window, CallFacts* p) {
   constexpr int64_t tile = 256;
   const int64_t all = p->Sq + p->Sk + tile;
   const auto bound = [all](int64_t keys) { return keys < 0 ? all : std::min(keys, all); };
@@ -51,7 +51,7 @@ std::optional<Window> window_of(const Attention& call) {
   return call.window;
 }
 
-bool is_there(AtenTensorHandle tensor) {
+bool is_defined(AtenTensorHandle tensor) {
   bool defined = false;
   return tensor != nullptr && aoti_torch_is_defined(tensor, &defined) == 0 && defined;
 }
@@ -89,7 +89,7 @@ int64_t needs_of(const Attention& call) {
 
 bool read_class(const Attention& call, Facts* facts) {
   const AtenTensorHandle tensors[kNumOperands] = {call.q, call.k, call.v};
-  Problem& p = facts->problem;
+  CallFacts& p = facts->problem;
   for (int i = 0; i < kNumOperands; ++i) {
     if (!read_class(tensors[i], &facts->operand[i])) return false;
     p.dtype[i] = facts->operand[i].dtype;
@@ -98,7 +98,7 @@ bool read_class(const Attention& call, Facts* facts) {
   p.needs = needs_of(call);
   p.dropout_p = call.dropout_p;
   p.softcap = call.softcap;
-  p.by_kind = call.num_splits == 1 || call.fixed_split_size != 0;
+  p.batch_invariant = call.num_splits == 1 || call.fixed_split_size != 0;
   p.split_size = call.fixed_split_size;
   p.tall = call.tall;
   p.scale = scale_of(call.scale);
@@ -117,10 +117,10 @@ bool read_shapes(const Attention& call, Memory memory, Facts* facts) {
   }
   fill_shapes(facts->shape, &facts->problem);
   Shape pages;
-  if (is_there(call.pages) && read_shape(call.pages, &pages)) facts->problem.Sk *= pages.size[1];
+  if (is_defined(call.pages) && read_shape(call.pages, &pages)) facts->problem.Sk *= pages.size[1];
   if (const std::optional<Window> window = window_of(call)) set_window(*window, &facts->problem);
   int64_t starts = 0;
-  if (is_there(call.cu_q) && aoti_torch_get_numel(call.cu_q, &starts) == 0) facts->problem.sequences = starts - 1;
+  if (is_defined(call.cu_q) && aoti_torch_get_numel(call.cu_q, &starts) == 0) facts->problem.sequences = starts - 1;
   for (int i = 0; i < kNumOperands; ++i) {
     const int64_t bytes = facts_of(facts->problem.dtype[i]).bytes;
     facts->problem.layout[i] = layout_of(facts->shape[i], address_of(tensors[i], memory, bytes), bytes);
@@ -128,7 +128,7 @@ bool read_shapes(const Attention& call, Memory memory, Facts* facts) {
   return true;
 }
 
-void fill_shapes(const Shape (&shape)[kNumOperands], Problem* p) {
+void fill_shapes(const Shape (&shape)[kNumOperands], CallFacts* p) {
   const auto& [q, k, v] = shape;
   p->B = q.size[0], p->Hq = q.size[1], p->Sq = q.size[2], p->D = q.size[3];
   p->Hkv = k.size[1], p->Sk = k.size[2], p->Dv = v.size[3];
@@ -159,7 +159,7 @@ bool wants_grad(const Attention& call) {
 }
 
 bool wants_bias_grad(const Attention& call) {
-  return is_there(call.mask) && torch_symbols().requires_grad(call.mask) && aoti_torch_grad_mode_is_enabled();
+  return is_defined(call.mask) && torch_symbols().requires_grad(call.mask) && aoti_torch_grad_mode_is_enabled();
 }
 
 }  // namespace flashplug

@@ -40,15 +40,15 @@ struct Attention {
   // (rows, D) of each head. With pages, `used_k` is (B,).
   AtenTensorHandle pages = nullptr;
   // Number of CTAs for the split keys of a decode call of attention(); 0: automatic. The value 1 also makes the call
-  // batch-invariant (`Problem::by_kind`).
+  // batch-invariant (`CallFacts::batch_invariant`).
   int64_t num_splits = 0;
-  int64_t fixed_split_size = 0;  // alternative to `num_splits`: `Problem::split_size`
-  double tall = 1.0;             // for block-sparse lists: `Problem::tall`
+  int64_t fixed_split_size = 0;  // alternative to `num_splits`: `CallFacts::split_size`
+  double tall = 1.0;             // for block-sparse lists: `CallFacts::tall`
 };
 std::optional<Window> window_of(const Attention& call);  // also gives the window of `causal`
-bool is_there(AtenTensorHandle tensor);                  // neither null nor undefined
+bool is_defined(AtenTensorHandle tensor);                // neither null nor undefined
 // Return true for is_causal with a mask: torch does not define the combination, and the math backend raises.
-inline bool is_undefined(const Attention& call) { return call.causal != Causal::kNone && is_there(call.mask); }
+inline bool is_undefined(const Attention& call) { return call.causal != Causal::kNone && is_defined(call.mask); }
 // `is_mask()`: true for a bool mask, and for the tensor kept by autograd in place of a bool mask (mask.cpp). No foreign
 // code makes masks of the kept dtypes. `is_kept()`: true for a kept tensor, either mask metadata or a copy of the
 // mask's bytes. `is_digest()`: true for mask metadata.
@@ -74,19 +74,19 @@ struct Feature {
 };
 inline constexpr Feature kFeatures[] = {
     {"causal", [](const Attention& call) { return call.causal == Causal::kTopLeft; }},
-    {"mask", [](const Attention& call) { return is_there(call.mask) && is_mask(call.mask); }},
-    {"bias", [](const Attention& call) { return is_there(call.mask) && !is_mask(call.mask) && !is_wide_bias(call); }},
-    {"bias32", [](const Attention& call) { return is_there(call.mask) && is_wide_bias(call); }},
+    {"mask", [](const Attention& call) { return is_defined(call.mask) && is_mask(call.mask); }},
+    {"bias", [](const Attention& call) { return is_defined(call.mask) && !is_mask(call.mask) && !is_wide_bias(call); }},
+    {"bias32", [](const Attention& call) { return is_defined(call.mask) && is_wide_bias(call); }},
     {"window", [](const Attention& call) { return window_of(call).has_value(); }},
     {"softcap", [](const Attention& call) { return call.softcap != 0.0; }},
-    {"ragged", [](const Attention& call) { return is_there(call.cu_q); }},
+    {"ragged", [](const Attention& call) { return is_defined(call.cu_q); }},
     {"dropout", [](const Attention& call) { return call.dropout_p != 0.0; }},
     // Features requested by a mode, invisible in the tensors.
     {"qk8", [](const Attention&) { return false; }},
     {"8bit", [](const Attention&) { return false; }},
     {"e4m3", [](const Attention&) { return false; }},
-    {"cache8", [](const Attention& call) { return is_there(call.k_scale); }},
-    {"paged", [](const Attention& call) { return is_there(call.pages); }},
+    {"cache8", [](const Attention& call) { return is_defined(call.k_scale); }},
+    {"paged", [](const Attention& call) { return is_defined(call.pages); }},
 };
 int64_t needs_of(const Attention& call);  // a sum of feature bits
 // Return the bit of a feature that C++ code knows by name. An unknown name does not compile.
@@ -110,7 +110,7 @@ constexpr int kNumOperands = 3;  // query, key, value
 
 // Plain facts of a call: everything that a plan depends on, beside the device. All operands have the same batch size.
 // The query heads may be a multiple of the KV heads.
-struct Problem {
+struct CallFacts {
   int64_t B = 0, Hq = 0, Hkv = 0, Sq = 0, Sk = 0, D = 0, Dv = 0;
   DType dtype[kNumOperands] = {DType::kOther, DType::kOther, DType::kOther};
   Layout layout[kNumOperands];
@@ -125,11 +125,11 @@ struct Problem {
   int64_t sequences = 0;                          // number of packed sequences, else 0
   // Batch-invariant: the result of a sequence has the same bits alone and in any batch. Kernels are then selected by
   // facts of a single sequence (`of_its_kind()`), keys are not split, and gradients are accumulated in a fixed order.
-  bool by_kind = false;
+  bool batch_invariant = false;
   int64_t split_size = 0;  // batch-invariant decode with a split after so many keys of each sequence; 0: no splits
   // ratio of visited blocks: tiles with more rows than a block of the block-sparse lists, to tiles with as many rows
   double tall = 1.0;
-  bool operator==(const Problem&) const = default;
+  bool operator==(const CallFacts&) const = default;
   int64_t group() const { return Hkv > 0 ? Hq / Hkv : 0; }  // query heads per KV head
   // Return true if the call counts as a call with gradients. With dropout, a reentrant checkpoint may run a forward
   // without gradients first and repeat the same dropout with gradients. Without a forced backend, both forwards must
@@ -140,9 +140,9 @@ struct Problem {
 // Visit each fact by name, in the order of the Python interface. The binding names every member, so a new member
 // compiles only after an entry here. Python and the tests need nothing else.
 template <typename Visit>
-void visit_facts(Problem& p, Visit&& visit) {
+void visit_facts(CallFacts& p, Visit&& visit) {
   auto& [B, Hq, Hkv, Sq, Sk, D, Dv, dtype, layout, needs, on_cuda, grad, bias_grad, deterministic, scale, dropout_p,
-         softcap, left, right, bottom_right, sequences, by_kind, split_size, tall] = p;
+         softcap, left, right, bottom_right, sequences, batch_invariant, split_size, tall] = p;
   visit("B", B), visit("Hq", Hq), visit("Hkv", Hkv), visit("Sq", Sq), visit("Sk", Sk), visit("D", D), visit("Dv", Dv);
   visit("dtype_q", dtype[0]), visit("dtype_k", dtype[1]), visit("dtype_v", dtype[2]);
   const auto of_operand = [&visit](const char* const(&names)[5], Layout& x) {
@@ -157,10 +157,10 @@ void visit_facts(Problem& p, Visit&& visit) {
   visit("deterministic", deterministic), visit("scale", scale), visit("dropout_p", dropout_p),
       visit("softcap", softcap);
   visit("left", left), visit("right", right), visit("bottom_right", bottom_right), visit("sequences", sequences);
-  visit("by_kind", by_kind), visit("split_size", split_size), visit("tall", tall);
+  visit("batch_invariant", batch_invariant), visit("split_size", split_size), visit("tall", tall);
 }
 
-inline double fact_of(Problem p, int number) {
+inline double fact_of(CallFacts p, int number) {
   double value = 0;
   visit_facts(p, [&](const char*, const auto& fact) {
     if (number-- == 0) value = static_cast<double>(fact);
@@ -170,7 +170,7 @@ inline double fact_of(Problem p, int number) {
 
 // A call during the reading of facts. Reading takes two steps, since the sizes of traced tensors may be symbolic.
 struct Facts {
-  Problem problem;
+  CallFacts problem;
   TensorClass operand[kNumOperands];
   Shape shape[kNumOperands];
   int32_t device_index() const { return operand[0].device_index; }  // device of the call
@@ -187,7 +187,7 @@ inline Memory memory_of(bool only_traced) { return only_traced ? Memory::kTraced
 // Read sizes and layouts. `read_class()` must come first, because layouts depend on the dtypes. Returns false without
 // sizes or with symbolic sizes.
 bool read_shapes(const Attention& call, Memory memory, Facts* facts);
-void fill_shapes(const Shape (&shape)[kNumOperands], Problem* p);  // sizes only
+void fill_shapes(const Shape (&shape)[kNumOperands], CallFacts* p);  // sizes only
 
 // Return true for shapes that stock neither rejects nor broadcasts. A single KV head, shared by all query heads, is
 // allowed. Several KV heads, fewer than the query's, are allowed only with `enable_gqa`.

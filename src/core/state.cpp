@@ -75,7 +75,7 @@ void Tables::add(const ArgumentRow& row) {
     return;
   }
   int fact = -1, number = 0;
-  Problem any;
+  CallFacts any;
   visit_facts(any, [&](const char* name, const auto&) {
     if (said(name)) fact = number;
     ++number;
@@ -133,7 +133,7 @@ void count(Path path) { state().counters[static_cast<int>(path)].fetch_add(1, st
 
 // Log a plan. The function is called for every decision, and costs one load without a listener. Equal texts are logged
 // once.
-void note_plan(const char* where, const Problem& p, const DeviceFacts& device, Mode mode, const Plan& plan) {
+void note_plan(const char* where, const CallFacts& p, const DeviceFacts& device, Mode mode, const Plan& plan) {
   State& s = state();
   LogCallback callback = s.log_callback.load(std::memory_order_acquire);
   if (callback == nullptr || !s.log_plans.load(std::memory_order_relaxed)) return;

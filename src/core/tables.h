@@ -50,20 +50,20 @@ struct KernelRow {
   int32_t element;                // element type: index in ELEMENTS of dtypes.py
   DType dtype[kNumOperands + 1];  // of query, key, value and output
   int32_t tile_m, tile_n, stages;
-  int32_t cost;           // ns for a single KV block of a single tile on one SM
-  int32_t elementwise;    // reads any addresses and strides, and runs only calls with a need for element-wise access
-  int32_t smem_bytes;     // of a CTA
-  int32_t sector_bytes;   // L2 sector size for rows fetched by TMA in boxes; 1: no boxes
-  int32_t whole_sectors;  // only for calls whose rows begin at a sector
-  int32_t group_rows;     // rows of a tile for each group of threads
-  int32_t max_cluster;    // maximal number of CTAs of a cluster for sums in shared memory
-  int32_t peers_at_once;  // in a cluster: number of peer results read at the same time
-  int32_t counters;       // counters for each block of rows of a backward's workspace; 0: no workspace
-  int32_t scratch_rows;   // rows of a backward's workspace are rounded up to a multiple of `scratch_rows`
-  int32_t shares_heads;   // tiles of a backward may share the query heads of a KV head
-  int32_t dkdv_alone;     // split backward: faster than the fused kernel where dQ is not wanted
-  int32_t at_once;        // decode: number of CTAs of an SM that read faster than a single CTA
-  double last_tile;       // smallest cost of a head's last tile, as a fraction of a full tile's time
+  int32_t cost;          // ns for a single KV block of a single tile on one SM
+  int32_t elementwise;   // reads any addresses and strides, and runs only calls with a need for element-wise access
+  int32_t smem_bytes;    // of a CTA
+  int32_t sector_bytes;  // L2 sector size for rows fetched by TMA in boxes; 1: no boxes
+  int32_t rows_sector_aligned;  // only for calls whose rows begin at a sector
+  int32_t group_rows;           // rows of a tile for each group of threads
+  int32_t max_cluster;          // maximal number of CTAs of a cluster for sums in shared memory
+  int32_t peers_at_once;        // in a cluster: number of peer results read at the same time
+  int32_t counters;             // counters for each block of rows of a backward's workspace; 0: no workspace
+  int32_t scratch_rows;         // rows of a backward's workspace are rounded up to a multiple of `scratch_rows`
+  int32_t shares_heads;         // tiles of a backward may share the query heads of a KV head
+  int32_t dkdv_alone;           // split backward: faster than the fused kernel where dQ is not wanted
+  int32_t at_once;              // decode: number of CTAs of an SM that read faster than a single CTA
+  double last_tile;             // smallest cost of a head's last tile, as a fraction of a full tile's time
 };
 
 // Alignment class of the operands, from the selected kernel's view (OPERANDS of dispatch_table.py). Operands are
@@ -112,10 +112,11 @@ enum CallFact : int64_t {  // FACTS of stock_bugs.py
   kHalfKeyBlock = 32768,  // Sk is 64 more than a multiple of 128
 };
 
-constexpr const char* kCallFactNames[] = {"odd_base",      "odd_ones", "broadcast_query", "mixed_dims",  "whole_dims",
-                                          "one_row",       "one_key",  "unusual_scale",   "rows",        "mask",
-                                          "bias",          "bias32",   "all_dropped",     "beyond_grid", "gradients",
-                                          "half_key_block"};
+constexpr const char* kCallFactNames[] = {
+    "odd_base",      "odd_ones", "broadcast_query", "mixed_dims",  "head_dims_aligned",
+    "one_row",       "one_key",  "unusual_scale",   "rows",        "mask",
+    "bias",          "bias32",   "all_dropped",     "beyond_grid", "gradients",
+    "half_key_block"};
 
 // Kernel that torch's varlen_attn would run. `VarlenRow` says whether auto mode takes such a call (VARLEN_ROWS of
 // dispatch_table.py).

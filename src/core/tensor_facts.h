@@ -48,7 +48,7 @@ struct Layout {
 };
 // Return true if TMA and vectors can read the operand: contiguous rows, and all other strides are multiples of 16
 // bytes.
-inline bool whole_units(const Layout& layout) { return layout.last_stride == 1 && layout.align_bytes >= kUnitBytes; }
+inline bool is_16b_aligned(const Layout& layout) { return layout.last_stride == 1 && layout.align_bytes >= kUnitBytes; }
 
 // Facts that are safe to ask of any tensor, traced or not.
 struct TensorClass {

@@ -24,28 +24,29 @@ inline void check_shim(AOTITorchError error, const char* what) {
   if (error != 0) rethrow(what);
 }
 
-// A reference to a tensor. An empty `Owned` stands for "no tensor"; `undefined()` makes torch's undefined tensor.
-class Owned {
+// A reference to a tensor. An empty `TensorHandle` stands for "no tensor"; `undefined()` makes torch's undefined
+// tensor.
+class TensorHandle {
  public:
-  Owned() = default;
-  explicit Owned(AtenTensorHandle handle) : handle_(handle) {}
-  Owned(Owned&& other) noexcept : handle_(std::exchange(other.handle_, nullptr)) {}
-  Owned& operator=(Owned&& other) noexcept {
+  TensorHandle() = default;
+  explicit TensorHandle(AtenTensorHandle handle) : handle_(handle) {}
+  TensorHandle(TensorHandle&& other) noexcept : handle_(std::exchange(other.handle_, nullptr)) {}
+  TensorHandle& operator=(TensorHandle&& other) noexcept {
     std::swap(handle_, other.handle_);
     return *this;
   }
-  ~Owned() {
+  ~TensorHandle() {
     if (handle_ != nullptr) aoti_torch_delete_tensor_object(handle_);
   }
-  static Owned undefined() {
+  static TensorHandle undefined() {
     AtenTensorHandle handle = nullptr;
     check_shim(aoti_torch_new_uninitialized_tensor(&handle), "new_uninitialized_tensor");
-    return Owned(handle);
+    return TensorHandle(handle);
   }
-  static Owned share(AtenTensorHandle tensor) {
+  static TensorHandle share(AtenTensorHandle tensor) {
     AtenTensorHandle handle = nullptr;
     check_shim(aoti_torch_new_tensor_handle(tensor, &handle), "new_tensor_handle");
-    return Owned(handle);
+    return TensorHandle(handle);
   }
   AtenTensorHandle get() const { return handle_; }
   AtenTensorHandle release() { return std::exchange(handle_, nullptr); }
@@ -65,11 +66,11 @@ StableIValue from(T value) {
   return torch::stable::detail::from(value);
 }
 // Give the reference away.
-inline StableIValue from_tensor(Owned tensor) {
-  return torch::stable::detail::from((tensor.get() ? std::move(tensor) : Owned::undefined()).release());
+inline StableIValue from_tensor(TensorHandle tensor) {
+  return torch::stable::detail::from((tensor.get() ? std::move(tensor) : TensorHandle::undefined()).release());
 }
 inline StableIValue from_borrowed(AtenTensorHandle tensor) {
-  return from_tensor(tensor ? Owned::share(tensor) : Owned::undefined());
+  return from_tensor(tensor ? TensorHandle::share(tensor) : TensorHandle::undefined());
 }
 // Tensor? and float? are a null pointer, or a heap cell freed by the receiver.
 inline StableIValue from_optional_tensor(AtenTensorHandle tensor) {
@@ -79,11 +80,13 @@ inline StableIValue from_optional_double(const std::optional<double>& value) {
   return torch::stable::detail::from(value);
 }
 
-inline Owned to_tensor(StableIValue value) { return Owned(torch::stable::detail::to<AtenTensorHandle>(value)); }
-inline Owned to_optional_tensor(StableIValue value) {
+inline TensorHandle to_tensor(StableIValue value) {
+  return TensorHandle(torch::stable::detail::to<AtenTensorHandle>(value));
+}
+inline TensorHandle to_optional_tensor(StableIValue value) {
   StableIValue* cell = torch::stable::detail::to<StableIValue*>(value);
-  if (cell == nullptr) return Owned();
-  Owned tensor = to_tensor(*cell);
+  if (cell == nullptr) return TensorHandle();
+  TensorHandle tensor = to_tensor(*cell);
   delete cell;
   return tensor;
 }
@@ -116,7 +119,7 @@ class OpCall {
     rethrow_python_error();
     if (!again(stack_)) rethrow(op_.name());
   }
-  Owned result(int i) const { return box::to_tensor(stack_[i]); }
+  TensorHandle result(int i) const { return box::to_tensor(stack_[i]); }
 
  private:
   bool called() {

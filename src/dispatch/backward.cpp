@@ -14,7 +14,7 @@ constexpr int64_t kMuchScratch = int64_t{1} << 28;  // bytes
 // Return true if the workspace of a fused backward is large and takes more memory than the call's operands, output and
 // gradients. The workspace pads rows to whole blocks, so many short sequences would need many times the memory of the
 // operands.
-bool has_much_scratch(const Problem& p, const KernelRow& row) {
+bool has_much_scratch(const CallFacts& p, const KernelRow& row) {
   const int64_t bytes = scratch_floats(p, row) * static_cast<int64_t>(sizeof(float));
   const int64_t of_queries = p.B * p.Hq * p.Sq * (p.D + p.Dv), of_keys = p.B * p.Hkv * p.Sk * (p.D + p.Dv);
   return bytes > kMuchScratch && bytes > 2 * (of_queries + of_keys) * facts_of(p.dtype[0]).bytes;
@@ -22,8 +22,8 @@ bool has_much_scratch(const Problem& p, const KernelRow& row) {
 
 // Return the kernel row of a single-tile backward, or -1. Such a kernel computes all gradients of sequences that fit
 // into one tile.
-int find_tile_row(const Problem& p, const DeviceFacts& device, const Tables& tables, int family, int64_t wanted) {
-  if (wanted != kWantAll || p.by_kind || p.group() != 1) return -1;
+int find_tile_row(const CallFacts& p, const DeviceFacts& device, const Tables& tables, int family, int64_t wanted) {
+  if (wanted != kWantAll || p.batch_invariant || p.group() != 1) return -1;
   const int found = find_kernel_row(p, kTileBwd, family, device, tables);
   if (found < 0) return -1;
   const KernelRow& row = tables.kernels[found];
@@ -38,11 +38,11 @@ int find_tile_row(const Problem& p, const DeviceFacts& device, const Tables& tab
 // - the call wants only one part. dQ alone needs three of the seven matrix products, dK and dV need four. Kernels for
 //   narrow head dims lose more time by working on halves of the columns (`dkdv_alone` is false);
 // - the call must be batch-invariant. The split backward has a fixed accumulation order.
-int find_backward_row(const Problem& p, const DeviceFacts& device, const Tables& tables, int family, int64_t wanted) {
+int find_backward_row(const CallFacts& p, const DeviceFacts& device, const Tables& tables, int family, int64_t wanted) {
   const int tile = find_tile_row(p, device, tables, family, wanted);
   if (tile >= 0) return tile;
   const int parts = find_kernel_row(p, kPartBwd, family, device, tables);
-  if (parts >= 0 && p.by_kind) return parts;
+  if (parts >= 0 && p.batch_invariant) return parts;
   if (parts >= 0 && (wanted == kWantDq || (wanted == kWantDkDv && tables.kernels[parts].dkdv_alone))) return parts;
   const int fused = find_kernel_row(p, p.deterministic ? kDetBwd : kBwd, family, device, tables);
   if (fused < 0 || scratch_floats(p, tables.kernels[fused]) > std::numeric_limits<int32_t>::max()) return parts;
@@ -55,11 +55,11 @@ int find_backward_row(const Problem& p, const DeviceFacts& device, const Tables&
 // Return the number of tiles for each block of keys. If few blocks of keys leave SMs idle, several tiles share the
 // query heads of a KV head. The number is the smallest with the fewest rounds of query heads. The results of the tiles
 // must be added up, so the saved rows must reach `rows_spared`.
-int64_t sharing_of(const Problem& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables) {
+int64_t sharing_of(const CallFacts& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables) {
   const int64_t blocks = p.B * p.Hkv * ceil_div(p.Sk, row.tile_n), sms = std::max(device.sm_count, 1);
   const auto heads_in_turn = [&](int64_t sharing) { return ceil_div(blocks * sharing, sms) * (p.group() / sharing); };
   int64_t best = 1;
-  if (row.shares_heads == 0 || (p.needs & kRagged) != 0 || p.by_kind) return best;
+  if (row.shares_heads == 0 || (p.needs & kRagged) != 0 || p.batch_invariant) return best;
   for (int64_t sharing = 2; sharing <= p.group(); ++sharing) {
     if (p.group() % sharing == 0 && heads_in_turn(sharing) < heads_in_turn(best)) best = sharing;
   }
@@ -69,7 +69,7 @@ int64_t sharing_of(const Problem& p, const KernelRow& row, const DeviceFacts& de
 BackwardPlan refused(Reason why) { return BackwardPlan{-1, -1, why}; }
 
 // Return the backward plan with kernels of a single family, or the reason against the family.
-BackwardPlan attempt(const Problem& p, const DeviceFacts& device, const Tables& tables, int family, int64_t wanted) {
+BackwardPlan attempt(const CallFacts& p, const DeviceFacts& device, const Tables& tables, int family, int64_t wanted) {
   Reason why;
   if (unsupported(p, device, tables, family, &why, 1) != 0) return refused(why);
   const int row = wanted == 0 ? -1 : find_backward_row(p, device, tables, family, wanted);
@@ -81,7 +81,8 @@ BackwardPlan attempt(const Problem& p, const DeviceFacts& device, const Tables& 
 }
 
 // Return the backward plan of the requested family, or else of the first family able to run the call.
-BackwardPlan attempt_all(const Problem& p, const DeviceFacts& device, const Tables& tables, int asked, int64_t wanted) {
+BackwardPlan attempt_all(const CallFacts& p, const DeviceFacts& device, const Tables& tables, int asked,
+                         int64_t wanted) {
   BackwardPlan plan = attempt(p, device, tables, asked, wanted);
   if (plan.ours()) return plan;
   any_family(tables, [&](int family) {
@@ -95,14 +96,14 @@ BackwardPlan attempt_all(const Problem& p, const DeviceFacts& device, const Tabl
 
 }  // namespace
 
-int64_t scratch_rows(const Problem& p, const KernelRow& row) {
+int64_t scratch_rows(const CallFacts& p, const KernelRow& row) {
   // Each packed sequence has separate blocks, and so have the rows of no sequence (kernels/features/varlen.py).
   const bool on_end = (p.needs & kRagged) != 0;
   const int64_t blocks = on_end ? p.Sq / row.scratch_rows + p.sequences + 2 : ceil_div(p.Sq, row.scratch_rows);
   return blocks * row.scratch_rows;
 }
 
-int64_t scratch_floats(const Problem& p, const KernelRow& row) {
+int64_t scratch_floats(const CallFacts& p, const KernelRow& row) {
   if (row.counters == 0) return 0;
   // The workspace holds dQ in fp32, a counter for each half of the columns of sixteen rows, and two counters for each
   // KV head.
@@ -113,10 +114,10 @@ int64_t scratch_floats(const Problem& p, const KernelRow& row) {
 // A backward kernel of this project runs wherever possible. The alternatives after a forward of this project are the
 // backward of stock's efficient attention, which is slower, and the math backward. On an unmeasured GPU, the auto mode
 // uses a backward kernel of this project only in place of the math backward.
-BackwardPlan plan_backward(const Problem& given, const DeviceFacts& device, Mode mode, const Tables& tables,
+BackwardPlan plan_backward(const CallFacts& given, const DeviceFacts& device, Mode mode, const Tables& tables,
                            int64_t wanted) {
   if (mode.backend() == Backend::kStock) return refused(Reason{Why::kNoKernel});
-  const Problem p = as_read(given, tables);
+  const CallFacts p = after_copies(given, tables);
   const BackwardPlan plan = attempt_all(p, device, tables, std::max(mode.family(), 0), wanted);
   const bool unmeasured = mode.backend() == Backend::kAuto && device.cc != tables.gate.measured_cc;
   if (!plan.ours() || !unmeasured || !efficient_takes(p)) return plan;

@@ -53,7 +53,7 @@ std::string shortest(double value) {
 }
 
 // Replace each {fact} in a text by the value of the fact with the name between the braces.
-std::string with_facts(std::string words, Problem p) {
+std::string with_facts(std::string words, CallFacts p) {
   visit_facts(p, [&words](const char* name, const auto& fact) {
     const std::string hole = "{" + std::string(name) + "}";
     const size_t at = words.find(hole);
@@ -87,7 +87,7 @@ std::string together_reason(int64_t needs) {
 }
 
 // Return the reason for a call outside the measured classes, with the limits of the nearest measured class.
-std::string unmeasured_reason(int kernel_row, int64_t tiles, const Problem& p, const DeviceFacts& device,
+std::string unmeasured_reason(int kernel_row, int64_t tiles, const CallFacts& p, const DeviceFacts& device,
                               const Tables& tables) {
   const KernelRow& kernel = tables.kernels[kernel_row];
   const int nearest = nearest_choice_row(p, kernel, tiles, tables);
@@ -108,7 +108,7 @@ std::string unmeasured_reason(int kernel_row, int64_t tiles, const Problem& p, c
 }
 
 // Return how the keys of a tile of packed query rows are split among CTAs.
-std::string split_text(const Plan& plan, const Problem& p, const DeviceFacts& device, const Tables& tables) {
+std::string split_text(const Plan& plan, const CallFacts& p, const DeviceFacts& device, const Tables& tables) {
   const KernelRow& row = tables.kernels[plan.kernel_row];
   const int64_t ctas = plan.tiles * plan.splits.n, sms = std::max(device.sm_count, 1);
   const int64_t blocks =
@@ -119,7 +119,7 @@ std::string split_text(const Plan& plan, const Problem& p, const DeviceFacts& de
          number(100 * ctas / sms) + " % of the SMs)";
 }
 
-std::string gate_text(const Plan& plan, const Problem& p, const DeviceFacts& device, const Tables& tables) {
+std::string gate_text(const Plan& plan, const CallFacts& p, const DeviceFacts& device, const Tables& tables) {
   const Gate& gate = plan.gate;
   const std::string rows = "Sq*G = " + number(p.Sq) + "*" + number(p.group()) + " = " + number(packed_rows(p));
   std::string why = rows + (gate.decode ? " <= " : " > ") + number(tables.gate.rows);
@@ -166,7 +166,7 @@ std::string not_needed(const Plan& plan, Mode mode, const Tables& tables) {
 }
 
 // Return all reasons against the kernels of a family for a call.
-std::string family_text(int family, const Plan& plan, const Problem& p, const DeviceFacts& device, Mode mode,
+std::string family_text(int family, const Plan& plan, const CallFacts& p, const DeviceFacts& device, Mode mode,
                         const Tables& tables) {
   const Reason& why = plan.why[family];
   if (!why) return not_needed(plan, mode, tables);
@@ -182,7 +182,7 @@ std::string family_text(int family, const Plan& plan, const Problem& p, const De
 // The switch has no default case, so that a reason without a text does not compile.
 #pragma GCC diagnostic push
 #pragma GCC diagnostic error "-Wswitch"
-std::string reason_text(const Reason& reason, const Problem& p, const DeviceFacts& device, const Tables& tables) {
+std::string reason_text(const Reason& reason, const CallFacts& p, const DeviceFacts& device, const Tables& tables) {
   const std::string name = kOperandNames[reason.operand], given = number(reason.given),
                     allowed = number(reason.allowed);
   switch (reason.why) {
@@ -264,7 +264,7 @@ std::string reason_text(const Reason& reason, const Problem& p, const DeviceFact
 #pragma GCC diagnostic pop
 
 // Return the backward kernels after a forward kernel of this project, or the reason for a stock backward.
-std::string gradients_text(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables) {
+std::string gradients_text(const CallFacts& p, const DeviceFacts& device, Mode mode, const Tables& tables) {
   const BackwardPlan plan = plan_backward(p, device, mode, tables);
   const auto name = [&tables](int row) { return std::string(tables.kernels[row].name); };
   const bool in_tiles = plan.kernel_row >= 0 && tables.kernels[plan.kernel_row].kind == kTileBwd;
@@ -274,14 +274,14 @@ std::string gradients_text(const Problem& p, const DeviceFacts& device, Mode mod
 }
 
 // Return the operands copied ahead of a kernel, and the number of bytes.
-std::string copies_text(const Problem& p, const Tables& tables) {
+std::string copies_text(const CallFacts& p, const Tables& tables) {
   if (!copies_operands(p, tables)) return "";
   const int64_t numbers[kNumOperands] = {p.B * p.Hq * p.Sq * p.D, p.B * p.Hkv * p.Sk * p.D, p.B * p.Hkv * p.Sk * p.Dv};
   std::string names;
   double bytes = 0;
   bool broadcast = false;
   for (int i = 0; i < kNumOperands; ++i) {
-    if (whole_units(p.layout[i])) continue;
+    if (is_16b_aligned(p.layout[i])) continue;
     names += (names.empty() ? "" : ", ") + std::string(kOperandNames[i]);
     bytes += static_cast<double>(numbers[i] * facts_of(p.dtype[i]).bytes);
     broadcast |= p.layout[i].broadcast;
@@ -290,11 +290,11 @@ std::string copies_text(const Problem& p, const Tables& tables) {
          (broadcast ? " minus the broadcast part" : "");
 }
 
-std::string plan_json(const Plan& plan, const Problem& given, const DeviceFacts& device, Mode mode,
+std::string plan_json(const Plan& plan, const CallFacts& given, const DeviceFacts& device, Mode mode,
                       const Tables& tables) {
   // The plan is for 8 bits, or for 16 bits after the 8-bit plan was rejected. `p` has the features of that plan.
-  const bool whole = static_cast<bool>(plan.why_whole);
-  const Problem p = whole ? given : as_asked(given, mode);
+  const bool whole = static_cast<bool>(plan.why_not_8bit);
+  const CallFacts p = whole ? given : with_requested_precision(given, mode);
   std::string out = "{\"backend\": " + quoted(name_of(plan.backend, tables));
   out += ", \"kernel\": " + quoted(plan.ours() ? tables.kernels[plan.kernel_row].name : "");
   out += ", \"splits\": " + number(plan.splits.n) + ", \"cluster\": " + number(plan.splits.cluster) +
@@ -320,8 +320,8 @@ std::string plan_json(const Plan& plan, const Problem& given, const DeviceFacts&
   for (int family = 0; family < tables.num_families(); ++family)
     out += (family > 0 ? ", " : "") + quoted(name_of(backend_of(family), tables)) + ": " +
            quoted(kWhyNames[static_cast<int>(plan.why[family].why)]);
-  out += "}, \"precision\": " + quoted(needs_text(plan.features)) +
-         ", \"whole\": " + quoted(whole ? reason_text(plan.why_whole, as_asked(given, mode), device, tables) : "") +
+  out += "}, \"precision\": " + quoted(needs_text(plan.features)) + ", \"whole\": " +
+         quoted(whole ? reason_text(plan.why_not_8bit, with_requested_precision(given, mode), device, tables) : "") +
          ", \"gate\": " + quoted(measured ? gate_text(plan, p, device, tables) : "") +
          ", \"row\": " + quoted(row_text(plan.choice_row, tables)) +
          ", \"rescue\": " + quoted(rescue_text(plan.rescue_row, tables)) +
@@ -331,7 +331,7 @@ std::string plan_json(const Plan& plan, const Problem& given, const DeviceFacts&
   return out;
 }
 
-std::string call_text(const Problem& p, const Tables& tables) {
+std::string call_text(const CallFacts& p, const Tables& tables) {
   auto shape = [](int64_t a, int64_t b, int64_t c, int64_t d) {
     return "[" + number(a) + ", " + number(b) + ", " + number(c) + ", " + number(d) + "]";
   };
@@ -344,8 +344,8 @@ std::string call_text(const Problem& p, const Tables& tables) {
          shape(p.B, p.Hkv, p.Sk, p.Dv) + " " + facts_of(p.dtype[0]).name + needs + (p.grad ? " with grad" : "");
 }
 
-std::string forced_error(const Problem& given, const DeviceFacts& device, Mode mode, const Tables& tables) {
-  const Problem p = as_asked(given, mode);
+std::string forced_error(const CallFacts& given, const DeviceFacts& device, Mode mode, const Tables& tables) {
+  const CallFacts p = with_requested_precision(given, mode);
   const Plan plan = plan_call(given, device, mode, tables);
   const int family = mode.family();
   Reason all[kMaxReasons];

@@ -16,7 +16,7 @@ constexpr double kEdgeBlocks = 1;     // cost of the prologue and epilogue of a 
 constexpr int64_t kManyRows = 1024, kManyDims = 1024, kManyKeys = 1024;  // larger than the sizes of any tile
 
 // Return true if all rows of the call's tensors start at a sector of L2, the smallest unit of L2 traffic.
-bool whole_sectors(const Problem& p, const KernelRow& row) {
+bool rows_sector_aligned(const CallFacts& p, const KernelRow& row) {
   const auto whole = [&row](int64_t columns, int operand) {
     return columns * facts_of(row.dtype[operand]).bytes % row.sector_bytes == 0;
   };
@@ -24,9 +24,9 @@ bool whole_sectors(const Problem& p, const KernelRow& row) {
 }
 
 // Element-wise kernels serve only calls whose tensors vector loads cannot read.
-bool row_fits(const Problem& p, const DeviceFacts& device, const KernelRow& row) {
+bool row_fits(const CallFacts& p, const DeviceFacts& device, const KernelRow& row) {
   return made_of(row, p) && p.D <= row.d_max && p.Dv <= row.dv_max && has_features(row, p.needs) &&
-         (row.whole_sectors == 0 || whole_sectors(p, row)) && (row.elementwise != 0) != whole_units(p) &&
+         (row.rows_sector_aligned == 0 || rows_sector_aligned(p, row)) && (row.elementwise != 0) != is_16b_aligned(p) &&
          smem_fits(row, device);
 }
 
@@ -34,15 +34,15 @@ bool same_family(const KernelRow& a, const KernelRow& b) { return a.d_max == b.d
 
 // Return the cost of the last tile of a head, relative to a full tile. A fixed part is always paid. The rest is
 // proportional to the groups of rows with work.
-double last_tile(const Problem& p, const KernelRow& row) {
+double last_tile(const CallFacts& p, const KernelRow& row) {
   if (p.Sq % row.tile_m == 0) return 1.0;
   const int64_t rows = ceil_div(p.Sq % row.tile_m, row.group_rows) * row.group_rows;
   return row.last_tile + (1 - row.last_tile) * static_cast<double>(rows) / row.tile_m;
 }
 
 // Return the facts of a batch whose packed sequences all have the mean length. The host does not know the real lengths.
-Problem of_one_length(const Problem& p) {
-  Problem mean = p;
+CallFacts of_one_length(const CallFacts& p) {
+  CallFacts mean = p;
   if (p.sequences <= 0) return mean;
   mean.B = p.sequences;
   mean.Sq = ceil_div(p.Sq, p.sequences), mean.Sk = ceil_div(p.Sk, p.sequences);
@@ -53,10 +53,10 @@ Problem of_one_length(const Problem& p) {
 // the other sequences, so the facts assume enough sequences to fill any GPU. Every batch entry has the same number of
 // query rows, so Sq is kept. Lengths of packed sequences, caches and block tables, and the bounds of a clipped window,
 // belong to all sequences together, so the facts have fixed values for those.
-Problem of_its_kind(const Problem& p) {
-  if (!p.by_kind) return p;
+CallFacts of_its_kind(const CallFacts& p) {
+  if (!p.batch_invariant) return p;
   constexpr int64_t sequences = 64, length = 4096;
-  Problem kind = p;
+  CallFacts kind = p;
   kind.Sk = length;
   if (p.sequences > 0)
     kind.sequences = sequences, kind.Sq = kind.Sk = sequences * length;
@@ -70,7 +70,7 @@ Problem of_its_kind(const Problem& p) {
 struct WindowBlocks {
   double all = 0, longest = 0;
 };
-WindowBlocks blocks_of_windows(const Problem& p, const KernelRow& row) {
+WindowBlocks blocks_of_windows(const CallFacts& p, const KernelRow& row) {
   WindowBlocks found;
   const int64_t diagonal = p.bottom_right * (p.Sk - p.Sq);
   for (int64_t first = 0; first < p.Sq; first += row.tile_m) {
@@ -86,7 +86,7 @@ WindowBlocks blocks_of_windows(const Problem& p, const KernelRow& row) {
 // Return the rank of a kernel row; `find_kernel_row` takes the row with the smallest rank. A decode reads K and V once
 // for each tile. So the fewest tiles win, then the fewest rows of a tile, then the smallest head dims, then the longest
 // steps as long as every SM has a step. The criteria form a single number, digit after digit.
-double rank(const Problem& p, const KernelRow& row, const DeviceFacts& device) {
+double rank(const CallFacts& p, const KernelRow& row, const DeviceFacts& device) {
   if (row.kind != kDecode) return estimate(p, row, device);
   const int64_t tiles = packed_tiles(p, row), steps = tiles * ceil_div(p.Sk, row.tile_n);
   const int64_t rows = tiles * kManyRows + row.tile_m, dims = rows * kManyDims + row.d_max + row.dv_max;
@@ -98,8 +98,8 @@ double rank(const Problem& p, const KernelRow& row, const DeviceFacts& device) {
 // Return the time of the whole launch in the unit of `cost`. The SMs fetch tiles from the tile scheduler, longest tile
 // first. So a launch ends when evenly spread work is done, or when the longest tile is done. Tiles of equal length (no
 // causal mask) run in whole waves.
-double estimate(const Problem& given, const KernelRow& row, const DeviceFacts& device) {
-  const Problem p = of_one_length(given);
+double estimate(const CallFacts& given, const KernelRow& row, const DeviceFacts& device) {
+  const CallFacts p = of_one_length(given);
   const int sm_count = std::max(device.sm_count, 1);
   const double m = row.tile_m, n = row.tile_n;
   const double heads = static_cast<double>(p.B) * p.Hq, num_m = static_cast<double>(ceil_div(p.Sq, row.tile_m));
@@ -127,8 +127,8 @@ double estimate(const Problem& given, const KernelRow& row, const DeviceFacts& d
 // Of the rows that fit a call, keep the rows with the fewest unneeded features. Of the remaining rows, keep the rows
 // for the smallest head dims, except if rows of the call's tensors do not start at sectors: then keep all. Return the
 // row with the smallest rank.
-int find_kernel_row(const Problem& given, Kind kind, int family, const DeviceFacts& device, const Tables& tables) {
-  const Problem p = of_its_kind(given);
+int find_kernel_row(const CallFacts& given, Kind kind, int family, const DeviceFacts& device, const Tables& tables) {
+  const CallFacts p = of_its_kind(given);
   int best = -1, fewest = 0;
   double least = 0;
   for (int i : tables.of(kind, family, p.dtype[0])) {
@@ -137,7 +137,7 @@ int find_kernel_row(const Problem& given, Kind kind, int family, const DeviceFac
     const int spare = std::popcount(static_cast<uint64_t>(row.takes & ~p.needs));
     if (best >= 0 && spare > fewest) continue;
     const bool rival = best >= 0 && spare == fewest;
-    if (rival && whole_sectors(p, row) && !same_family(row, tables.kernels[best])) continue;
+    if (rival && rows_sector_aligned(p, row) && !same_family(row, tables.kernels[best])) continue;
     const double time = rank(p, row, device);
     if (rival && time >= least) continue;
     best = i;
@@ -151,24 +151,24 @@ namespace {
 
 // Return the class of the operands as stock receives the operands. Rows copied by stock, too, count as the copies.
 // Tensors with a strided last dim are a class of their own, because stock serves such calls by math.
-Operands operands_of(const Problem& p, const KernelRow& kernel) {
-  if (!whole_rows(p)) return kColumns;
+Operands operands_of(const CallFacts& p, const KernelRow& kernel) {
+  if (!last_dim_contiguous(p)) return kColumns;
   if (kernel.elementwise == 0) return p.D == p.Dv ? kSquare : kMixed;
-  return whole_dims(p) ? kUnaligned : kOddDims;
+  return head_dims_aligned(p) ? kUnaligned : kOddDims;
 }
 
-bool is_of_class(const ChoiceRow& row, const Problem& p, int kind, const KernelRow& kernel) {
+bool is_of_class(const ChoiceRow& row, const CallFacts& p, int kind, const KernelRow& kernel) {
   return row.kind == kind && (row.operands & operands_of(p, kernel)) != 0 && row.family == kernel.family &&
          (row.elements >> kernel.element & 1) != 0 && (row.grad != 0) == p.as_with_gradients() &&
          row.features == p.needs;
 }
 
-int64_t ranges_missed(const ChoiceRow& row, const Problem& p, const KernelRow& kernel, int64_t tiles) {
+int64_t ranges_missed(const ChoiceRow& row, const CallFacts& p, const KernelRow& kernel, int64_t tiles) {
   const auto ranges = ranges_of(row, p, kernel, tiles);
   return std::count_if(ranges.begin(), ranges.end(), [](const Range& range) { return !range.holds(); });
 }
 
-int find_row_of_kind(const Problem& p, int kind, const KernelRow& kernel, int64_t tiles, const Tables& tables) {
+int find_row_of_kind(const CallFacts& p, int kind, const KernelRow& kernel, int64_t tiles, const Tables& tables) {
   const auto row = std::find_if(tables.choices.begin(), tables.choices.end(), [&](const ChoiceRow& choice) {
     return is_of_class(choice, p, kind, kernel) && ranges_missed(choice, p, kernel, tiles) == 0;
   });
@@ -177,17 +177,17 @@ int find_row_of_kind(const Problem& p, int kind, const KernelRow& kernel, int64_
 
 // Return the facts that choice rows are compared with. Packed sequences have the mean length. For a window, Sk is the
 // number of keys visible to a query.
-Problem as_measured(const Problem& given) {
-  Problem p = of_one_length(given);
+CallFacts as_measured(const CallFacts& given) {
+  CallFacts p = of_one_length(given);
   if ((p.needs & kWindow) != 0) p.Sk = std::min(p.Sk, p.left + p.right + 1);
   return p;
 }
 
 }  // namespace
 
-std::array<Range, 6> ranges_of(const ChoiceRow& row, const Problem& given, const KernelRow& kernel,
+std::array<Range, 6> ranges_of(const ChoiceRow& row, const CallFacts& given, const KernelRow& kernel,
                                int64_t forward_tiles) {
-  const Problem p = as_measured(given);
+  const CallFacts p = as_measured(given);
   const int64_t tiles = row.keys_of_tile == 0 ? forward_tiles : p.B * p.Hkv * ceil_div(p.Sk, row.keys_of_tile);
   const int64_t tile_m = row.tile_m == 0 ? kernel.tile_m : row.tile_m;
   return {{{"D", std::max(p.D, p.Dv), row.d_min, row.d_max},
@@ -198,7 +198,7 @@ std::array<Range, 6> ranges_of(const ChoiceRow& row, const Problem& given, const
            {"rows of a tile", kernel.tile_m, tile_m, tile_m}}};
 }
 
-int nearest_choice_row(const Problem& p, const KernelRow& kernel, int64_t tiles, const Tables& tables) {
+int nearest_choice_row(const CallFacts& p, const KernelRow& kernel, int64_t tiles, const Tables& tables) {
   int nearest = -1;
   int64_t fewest = 0;
   for (size_t i = 0; i < tables.choices.size(); ++i) {
@@ -212,11 +212,11 @@ int nearest_choice_row(const Problem& p, const KernelRow& kernel, int64_t tiles,
   return nearest;
 }
 
-int find_choice_row(const Problem& p, const KernelRow& kernel, int64_t tiles, const Tables& tables) {
+int find_choice_row(const CallFacts& p, const KernelRow& kernel, int64_t tiles, const Tables& tables) {
   return find_row_of_kind(p, kernel.kind, kernel, tiles, tables);
 }
 
-int find_parts_row(const Problem& p, const KernelRow& fused, const Tables& tables) {
+int find_parts_row(const CallFacts& p, const KernelRow& fused, const Tables& tables) {
   return find_row_of_kind(p, kPartBwd, fused, 0, tables);
 }
 

@@ -1,5 +1,5 @@
-// The rule of the dispatcher: pure functions of (Problem, DeviceFacts, Mode, Tables). No torch, no CUDA and no strings
-// are used here.
+// The rule of the dispatcher: pure functions of (CallFacts, DeviceFacts, Mode, Tables). No torch, no CUDA and no
+// strings are used here.
 //
 // The dispatcher asks these questions in order, first about the kernels for Hopper, then about the kernels for every
 // GPU:
@@ -21,12 +21,12 @@ namespace {
 // Return the kernel row of a decode kernel, or -1. A decode kernel packs the query rows of a KV head and splits the
 // keys. Decode runs if the packed rows are few enough or if splits are requested. With somewhat more rows, decode runs
 // if the estimated time is less than that of the forward kernel `unpacked`, whose tiles the rows do not fill.
-int find_decode_row(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables, int family,
+int find_decode_row(const CallFacts& p, const DeviceFacts& device, Mode mode, const Tables& tables, int family,
                     int unpacked, Plan* plan) {
   if (p.grad && (p.needs & kMask) != 0) return -1;  // the backward needs mask metadata, and decode makes none
-  const int64_t wanted = p.by_kind ? 1 : mode.num_splits();
+  const int64_t wanted = p.batch_invariant ? 1 : mode.num_splits();
   const bool few = plan->gate.decode || wanted > 1;
-  if (!few && p.by_kind) return -1;
+  if (!few && p.batch_invariant) return -1;
   if (!few && (packed_rows(p) > tables.gate.wide_rows || p.grad || unpacked < 0)) return -1;
   const int found = find_kernel_row(p, kDecode, family, device, tables);
   if (found < 0) return -1;
@@ -44,7 +44,7 @@ int find_decode_row(const Problem& p, const DeviceFacts& device, Mode mode, cons
 }
 
 // Fill in kernel row, splits and tiles of the plan, or return the reason why the family cannot run the call.
-Reason resolve(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables, int family, Plan* plan) {
+Reason resolve(const CallFacts& p, const DeviceFacts& device, Mode mode, const Tables& tables, int family, Plan* plan) {
   Reason why;
   if (unsupported(p, device, tables, family, &why, 1) != 0) return why;
   plan->gate = decode_gate(p, device, tables);
@@ -60,7 +60,7 @@ Reason resolve(const Problem& p, const DeviceFacts& device, Mode mode, const Tab
 
 // Return the reason why an able, unforced family should not serve a call. A preferred backend overrides the measured
 // rows. `given` has the facts of the call as stock receives the tensors.
-Reason unwanted(const Problem& p, const Problem& given, const DeviceFacts& device, Mode mode, const Tables& tables,
+Reason unwanted(const CallFacts& p, const CallFacts& given, const DeviceFacts& device, Mode mode, const Tables& tables,
                 Plan* plan) {
   const KernelRow& kernel = tables.kernels[plan->kernel_row];
   const bool measured = mode.backend() == Backend::kAuto;
@@ -85,7 +85,7 @@ Reason unwanted(const Problem& p, const Problem& given, const DeviceFacts& devic
 }
 
 // Return the plan of a family for a call, or a plan for stock with the reason against the family.
-Plan attempt(const Problem& p, const Problem& given, const DeviceFacts& device, Mode mode, const Tables& tables,
+Plan attempt(const CallFacts& p, const CallFacts& given, const DeviceFacts& device, Mode mode, const Tables& tables,
              int family) {
   Plan plan;
   Reason& why = plan.why[family];
@@ -95,9 +95,9 @@ Plan attempt(const Problem& p, const Problem& given, const DeviceFacts& device, 
   return plan;
 }
 
-Plan plan_exactly(const Problem& given, const DeviceFacts& device, Mode mode, const Tables& tables) {
+Plan plan_exactly(const CallFacts& given, const DeviceFacts& device, Mode mode, const Tables& tables) {
   const Backend wanted = mode.backend();
-  const Problem p = as_read(given, tables);
+  const CallFacts p = after_copies(given, tables);
   if (mode.family() >= 0) return attempt(p, given, device, mode, tables, mode.family());
   Plan plan;
   if (wanted != Backend::kAuto) {
@@ -117,8 +117,8 @@ Plan plan_exactly(const Problem& given, const DeviceFacts& device, Mode mode, co
 
 }  // namespace
 
-Problem as_asked(const Problem& p, Mode mode) {
-  Problem asked = p;
+CallFacts with_requested_precision(const CallFacts& p, Mode mode) {
+  CallFacts asked = p;
   asked.needs |= mode.asks();
   return asked;
 }
@@ -126,19 +126,20 @@ Problem as_asked(const Problem& p, Mode mode) {
 // The plan is for stock if no family serves the call. Under a forced backend, the op raises an error for a stock plan.
 // A requested 8-bit precision is a permission: calls run in 16 bits if the 8-bit kernels cannot run the call or were
 // not measured to be faster. The precision is an order if a block forces both the precision and the backend.
-Plan plan_call(const Problem& given, const DeviceFacts& device, Mode mode, const Tables& tables) {
+Plan plan_call(const CallFacts& given, const DeviceFacts& device, Mode mode, const Tables& tables) {
   if (mode.asks() == 0) return plan_exactly(given, device, mode, tables);
   const bool order = mode.forces_kernels() && !mode.permits();
-  Plan asked = plan_exactly(as_asked(given, mode), device, order ? mode : mode.of_any_backend(), tables);
+  Plan asked =
+      plan_exactly(with_requested_precision(given, mode), device, order ? mode : mode.of_any_backend(), tables);
   const bool served = asked.ours() && (mode.family() < 0 || asked.backend == mode.backend());
   if (served) asked.features = mode.asks();
   if (served || order) return asked;
   Plan whole = plan_exactly(given, device, mode, tables);
-  whole.why_whole = asked.why[std::max(mode.family(), 0)];
+  whole.why_not_8bit = asked.why[std::max(mode.family(), 0)];
   return whole;
 }
 
-Plan plan_in_op(const Problem& p, const DeviceFacts& device, const Tables& tables, int64_t splits) {
+Plan plan_in_op(const CallFacts& p, const DeviceFacts& device, const Tables& tables, int64_t splits) {
   Plan plan;
   any_family(tables, [&](int family) {
     plan = plan_call(p, device, Mode::forcing(family).with_splits(splits), tables);

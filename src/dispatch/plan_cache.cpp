@@ -10,9 +10,9 @@ namespace {
 
 constexpr int kPlaceBits = 6;  // a thread has 2^6 places; after a collision of two calls, the plan is made again
 
-// Keys are compared with all members. A new field of `Problem` is a part of the key without further code.
+// Keys are compared with all members. A new field of `CallFacts` is a part of the key without further code.
 struct Key {
-  Problem problem;
+  CallFacts problem;
   DeviceFacts device;
   Mode mode;
   uint64_t version = 0;  // versions of tables start at 1, so 0 matches no table
@@ -25,7 +25,7 @@ struct Place {
 };
 
 // Return the place for a call. The hash uses the facts that distinguish most calls of a program.
-size_t place_of(const Problem& p, Mode mode) {
+size_t place_of(const CallFacts& p, Mode mode) {
   uint64_t hash = 0;
   for (int64_t fact : {p.B, p.Hq, p.Hkv, p.Sq, p.Sk, p.D, p.Dv, mode.word, p.needs << 1 | static_cast<int64_t>(p.grad)})
     hash = (hash ^ static_cast<uint64_t>(fact)) * 0x9e3779b97f4a7c15u;
@@ -39,14 +39,14 @@ std::array<Place, 1 << kPlaceBits>& places() {
 
 }  // namespace
 
-const Plan& remembered_plan(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables) {
+const Plan& remembered_plan(const CallFacts& p, const DeviceFacts& device, Mode mode, const Tables& tables) {
   Place& place = places()[place_of(p, mode)];
   const Key key{p, device, mode, tables.version};
   if (place.key != key) place = {key, plan_call(p, device, mode, tables)};
   return place.plan;
 }
 
-bool is_remembered(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables) {
+bool is_remembered(const CallFacts& p, const DeviceFacts& device, Mode mode, const Tables& tables) {
   return places()[place_of(p, mode)].key == Key{p, device, mode, tables.version};
 }
 

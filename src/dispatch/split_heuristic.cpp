@@ -13,23 +13,25 @@ namespace {
 constexpr int64_t kFloatBytes = 4;
 constexpr int64_t kPartialBytes = 2 * kFloatBytes;  // each partial result is written once and read once
 
-int64_t all_rows(const Problem& p) { return p.B * p.Hq * p.Sq; }
+int64_t all_rows(const CallFacts& p) { return p.B * p.Hq * p.Sq; }
 
 // Return the number of keys visible to at least one query.
-int64_t keys_of(const Problem& p) { return (p.needs & kWindow) != 0 ? std::min(p.Sk, p.left + p.right + p.Sq) : p.Sk; }
+int64_t keys_of(const CallFacts& p) {
+  return (p.needs & kWindow) != 0 ? std::min(p.Sk, p.left + p.right + p.Sq) : p.Sk;
+}
 
-int64_t kv_bytes(const Problem& p, const KernelRow& row) {
+int64_t kv_bytes(const CallFacts& p, const KernelRow& row) {
   return p.B * p.Hkv * keys_of(p) * (p.D * facts_of(row.dtype[1]).bytes + p.Dv * facts_of(row.dtype[2]).bytes);
 }
 
-double partial_ns(const Problem& p, const Tables& tables) {
+double partial_ns(const CallFacts& p, const Tables& tables) {
   return static_cast<double>(all_rows(p) * p.Dv * kPartialBytes) / tables.gate.combine_rate;
 }
 
 // Return the time in ns for combining the splits of all tiles. In a cluster, every CTA adds up a share of the tile, and
 // each warpgroup reads `peers_at_once` CTAs at a time. Without a cluster, a second kernel reads the partial results
 // from memory.
-double adding_time(const Problem& p, const KernelRow& row, const Tables& tables, Splits splits) {
+double adding_time(const CallFacts& p, const KernelRow& row, const Tables& tables, Splits splits) {
   if (splits.n == 1) return 0;
   if (splits.in_memory()) return tables.gate.combine_ns + static_cast<double>(splits.n) * partial_ns(p, tables);
   const double rows = static_cast<double>(std::min<int64_t>(packed_rows(p), row.tile_m));
@@ -44,14 +46,14 @@ int64_t largest_cluster(const KernelRow& row, const Tables& tables) {
 }
 
 // Return the number of waves of CTAs, at least 1.
-double waves(const Problem& p, const KernelRow& row, const DeviceFacts& device, Splits splits) {
+double waves(const CallFacts& p, const KernelRow& row, const DeviceFacts& device, Splits splits) {
   const auto ctas = static_cast<double>(packed_tiles(p, row) * splits.n);
   return std::max(1.0, ctas / (row.at_once * std::max(device.sm_count, 1)));
 }
 
 // Return the time in ns of a call: the memory traffic of K and V overlaps with the work of every CTA on its blocks, and
 // the combination of the partial results follows.
-double split_time(const Problem& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables,
+double split_time(const CallFacts& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables,
                   Splits splits) {
   const double rate = device.memory_rate > 0 ? device.memory_rate : tables.gate.unknown_rate;
   const double reading = static_cast<double>(kv_bytes(p, row)) / (tables.gate.read_share * rate);
@@ -62,9 +64,9 @@ double split_time(const Problem& p, const KernelRow& row, const DeviceFacts& dev
 
 }  // namespace
 
-int64_t packed_rows(const Problem& p) { return p.Sq * p.group(); }
+int64_t packed_rows(const CallFacts& p) { return p.Sq * p.group(); }
 
-Gate decode_gate(const Problem& p, const DeviceFacts& device, const Tables& tables) {
+Gate decode_gate(const CallFacts& p, const DeviceFacts& device, const Tables& tables) {
   Gate gate;
   if (packed_rows(p) > tables.gate.rows) return gate;
   gate.decode = true;
@@ -74,14 +76,15 @@ Gate decode_gate(const Problem& p, const DeviceFacts& device, const Tables& tabl
   return gate;
 }
 
-int64_t packed_tiles(const Problem& p, const KernelRow& row) {
+int64_t packed_tiles(const CallFacts& p, const KernelRow& row) {
   return p.B * p.Hkv * ceil_div(packed_rows(p), row.tile_m);
 }
 
-int64_t partial_floats(const Problem& p, int64_t splits) { return all_rows(p) * splits * (p.Dv + 2); }
+int64_t partial_floats(const CallFacts& p, int64_t splits) { return all_rows(p) * splits * (p.Dv + 2); }
 
 // The splits form a cluster if a cluster combines faster than a second kernel and the GPU can place the clusters.
-Splits split_among(const Problem& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables, int64_t n) {
+Splits split_among(const CallFacts& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables,
+                   int64_t n) {
   const Splits apart{n, 1}, together{n, n};
   if (n > largest_cluster(row, tables)) return apart;
   const double share = tables.gate.cluster_share[n];
@@ -89,13 +92,13 @@ Splits split_among(const Problem& p, const KernelRow& row, const DeviceFacts& de
   return room && adding_time(p, row, tables, together) <= adding_time(p, row, tables, apart) ? together : apart;
 }
 
-double packed_time(const Problem& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables,
+double packed_time(const CallFacts& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables,
                    Splits splits) {
   return tables.gate.wide_ns * waves(p, row, device, splits) + split_time(p, row, device, tables, splits);
 }
 
 // There is at most one split for each block of keys, and kernels must be able to count the partial results in 32 bits.
-int64_t possible_splits(const Problem& p, const KernelRow& row, int64_t wanted) {
+int64_t possible_splits(const CallFacts& p, const KernelRow& row, int64_t wanted) {
   const int64_t countable = std::numeric_limits<int32_t>::max() / partial_floats(p, 1);
   const int64_t most = std::min({ceil_div(keys_of(p), row.tile_n), countable, kMaxSplits});
   return std::clamp<int64_t>(wanted, 1, std::max<int64_t>(most, 1));
@@ -103,14 +106,15 @@ int64_t possible_splits(const Problem& p, const KernelRow& row, int64_t wanted) 
 
 // The number of splits is enough for the longest possible sequence, whose first block may begin before the window. The
 // number is at least two, because a single split rounds differently.
-Splits splits_of_size(const Problem& p) {
+Splits splits_of_size(const CallFacts& p) {
   const int64_t keys = std::min(p.Sk, keys_of(p) + kSplitUnit - 1);
   return {std::max<int64_t>(ceil_div(keys, p.split_size), 2), 1};
 }
 
 // All cluster sizes are tried. For more splits, the sum of the work of a CTA and the time of combining is smallest
 // where both are equal: at blocks * cost / n = n * partial_ns.
-Splits best_of(const Problem& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables, int64_t most) {
+Splits best_of(const CallFacts& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables,
+               int64_t most) {
   const int64_t blocks = ceil_div(keys_of(p), row.tile_n);
   const auto equal = static_cast<int64_t>(std::sqrt(static_cast<double>(blocks * row.cost) / partial_ns(p, tables)));
   Splits best;
@@ -127,7 +131,7 @@ Splits best_of(const Problem& p, const KernelRow& row, const DeviceFacts& device
 
 // Kernels with `at_once` > 1 read faster with more CTAs than SMs. If a mask hides most keys, combining more splits
 // takes longer than this estimate, so the CTAs must save at least `shared_ns`.
-Splits best_splits(const Problem& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables) {
+Splits best_splits(const CallFacts& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables) {
   const auto of = [&](int64_t ctas) {
     return best_of(p, row, device, tables, possible_splits(p, row, ctas / packed_tiles(p, row)));
   };

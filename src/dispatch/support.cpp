@@ -8,7 +8,7 @@
 
 namespace flashplug {
 
-bool is_empty(const Problem& p) {
+bool is_empty(const CallFacts& p) {
   return p.B <= 0 || p.Hq <= 0 || p.Hkv <= 0 || p.Sq <= 0 || p.Sk <= 0 || p.D <= 0 || p.Dv <= 0;
 }
 
@@ -32,7 +32,7 @@ struct Collector {
 struct HeadDims {
   int64_t d = 0, dv = 0;
 };
-HeadDims largest_head_dims(const Problem& p, int family, bool elementwise, const DeviceFacts& device,
+HeadDims largest_head_dims(const CallFacts& p, int family, bool elementwise, const DeviceFacts& device,
                            const Tables& tables) {
   const bool cast = !tables.made_of(family, p.dtype), taken = tables.takes_together(family, p.needs);
   HeadDims most;
@@ -51,7 +51,8 @@ HeadDims largest_head_dims(const Problem& p, int family, bool elementwise, const
 }
 
 // Add the reasons that are known before the shapes.
-void add_class_reasons(const Problem& p, const DeviceFacts& device, const Tables& tables, int family, Collector* out) {
+void add_class_reasons(const CallFacts& p, const DeviceFacts& device, const Tables& tables, int family,
+                       Collector* out) {
   if (!p.on_cuda || device.cc == 0)
     out->add(Why::kDevice);
   else if (!runs_on(tables.families[family], device.cc))
@@ -69,7 +70,7 @@ void add_class_reasons(const Problem& p, const DeviceFacts& device, const Tables
   if ((p.needs & kDropout) != 0 && !(p.dropout_p > 0.0 && p.dropout_p <= 1.0)) out->add(Why::kProbability);
 }
 
-void add_broken_units(const Problem& p, Collector* out) {
+void add_broken_units(const CallFacts& p, Collector* out) {
   const int64_t dims[kNumOperands] = {p.D, p.D, p.Dv};
   for (int i = 0; i < kNumOperands; ++i) {
     const int64_t step = unit_elements(p.dtype[i]);
@@ -85,7 +86,9 @@ void add_broken_units(const Problem& p, Collector* out) {
 
 }  // namespace
 
-bool made_of(const KernelRow& row, const Problem& p) { return std::equal(p.dtype, p.dtype + kNumOperands, row.dtype); }
+bool made_of(const KernelRow& row, const CallFacts& p) {
+  return std::equal(p.dtype, p.dtype + kNumOperands, row.dtype);
+}
 
 bool has_features(const KernelRow& row, int64_t needs) { return Features{row.takes, row.always}.fit(needs); }
 
@@ -93,33 +96,33 @@ bool smem_fits(const KernelRow& row, const DeviceFacts& device) {
   return device.smem_bytes == 0 || row.smem_bytes <= device.smem_bytes;  // 0: unknown
 }
 
-bool whole_rows(const Problem& p) {
+bool last_dim_contiguous(const CallFacts& p) {
   return std::all_of(p.layout, p.layout + kNumOperands, [](const Layout& layout) { return layout.last_stride == 1; });
 }
 
-bool whole_dims(const Problem& p) {
+bool head_dims_aligned(const CallFacts& p) {
   return p.D % unit_elements(p.dtype[0]) == 0 && p.D % unit_elements(p.dtype[1]) == 0 &&
          p.Dv % unit_elements(p.dtype[2]) == 0;
 }
 
-bool whole_units(const Problem& p) {
-  const auto whole = [](const Layout& layout) { return whole_units(layout); };
-  return whole_dims(p) && std::all_of(p.layout, p.layout + kNumOperands, whole);
+bool is_16b_aligned(const CallFacts& p) {
+  const auto whole = [](const Layout& layout) { return is_16b_aligned(layout); };
+  return head_dims_aligned(p) && std::all_of(p.layout, p.layout + kNumOperands, whole);
 }
 
 // The kernels of stock get copies as well (stock_workarounds.cpp). Only calls with a strided last dim go to math
 // instead. Plain calls are never copied, whatever rows a table has.
-bool copies_operands(const Problem& p, const Tables& tables) {
-  return (p.needs & ~kCausal) != 0 && !whole_units(p) && whole_dims(p) &&
+bool copies_operands(const CallFacts& p, const Tables& tables) {
+  return (p.needs & ~kCausal) != 0 && !is_16b_aligned(p) && head_dims_aligned(p) &&
          std::none_of(tables.kernels.begin(), tables.kernels.end(),
                       [&p](const KernelRow& row) { return row.elementwise != 0 && has_features(row, p.needs); });
 }
 
-Problem as_read(const Problem& p, const Tables& tables) {
-  Problem read = p;
+CallFacts after_copies(const CallFacts& p, const Tables& tables) {
+  CallFacts read = p;
   if (!copies_operands(p, tables)) return read;
   for (Layout& layout : read.layout) {
-    if (!whole_units(layout)) layout = Layout{};
+    if (!is_16b_aligned(layout)) layout = Layout{};
   }
   return read;
 }
@@ -128,10 +131,10 @@ Problem as_read(const Problem& p, const Tables& tables) {
 // would return a result without the feature. The efficient attention has dropout, too, but draws other bits than the
 // kernels of this project and math. The tensors do not say whose seed they hold, so no backward could tell. The dtypes
 // below are the only supported dtypes, whatever else is in `kDTypes`.
-bool efficient_takes(const Problem& p) {
+bool efficient_takes(const CallFacts& p) {
   constexpr int64_t made_of = dtype_bit("bfloat16") | dtype_bit("float16") | dtype_bit("float32");
   return (p.needs & ~kCausal) == 0 && (made_of >> static_cast<int>(p.dtype[0]) & 1) != 0 && p.dtype[0] == p.dtype[1] &&
-         p.dtype[0] == p.dtype[2] && !is_empty(p) && whole_units(p) && p.Hq % p.Hkv == 0;
+         p.dtype[0] == p.dtype[2] && !is_empty(p) && is_16b_aligned(p) && p.Hq % p.Hkv == 0;
 }
 
 namespace {
@@ -139,7 +142,7 @@ namespace {
 // Facts known from the class of a call, before the shapes are read.
 constexpr int64_t kFactsOfClass = kMasked | kBiased | kWideBiased | kAllDropped | kGradients;
 
-int64_t facts_of_class(const Problem& p) {
+int64_t facts_of_class(const CallFacts& p) {
   int64_t facts = 0;
   if ((p.needs & kMask) != 0) facts |= kMasked;
   if ((p.needs & feature_bit("bias")) != 0) facts |= kBiased;
@@ -152,7 +155,7 @@ int64_t facts_of_class(const Problem& p) {
 constexpr int64_t kMostOfGrid = 65535;  // limit of CTAs along the second and third dim of a grid
 
 // Return the first rescue row for a call, or -1. `facts` has the call facts that hold, or may hold.
-int find_rescue_of(const Problem& p, int64_t facts, const Tables& tables) {
+int find_rescue_of(const CallFacts& p, int64_t facts, const Tables& tables) {
   const auto row = std::find_if(tables.rescues.begin(), tables.rescues.end(), [facts, &p](const RescueRow& rescue) {
     return (facts & rescue.facts) == rescue.facts && (p.needs & ~rescue.features) == 0;
   });
@@ -161,7 +164,7 @@ int find_rescue_of(const Problem& p, int64_t facts, const Tables& tables) {
 
 }  // namespace
 
-int find_rescue(const Problem& p, const Tables& tables) {
+int find_rescue(const CallFacts& p, const Tables& tables) {
   const auto any = [&p](bool Layout::* fact) {
     return std::any_of(p.layout, p.layout + kNumOperands, [fact](const Layout& layout) { return layout.*fact; });
   };
@@ -170,11 +173,11 @@ int find_rescue(const Problem& p, const Tables& tables) {
       {kOddOnes, any(&Layout::odd_ones)},
       {kBroadcastQuery, p.layout[0].broadcast},
       {kMixedDims, p.D != p.Dv},
-      {kWholeDims, whole_dims(p)},
+      {kWholeDims, head_dims_aligned(p)},
       {kOneRow, p.Sq == 1},
       {kOneKey, p.Sk == 1},
       {kUnusualScale, is_unusual(p.scale)},
-      {kRows, whole_rows(p)},
+      {kRows, last_dim_contiguous(p)},
       {kBeyondGrid, std::max(p.B, p.Hq) > kMostOfGrid},
       {kHalfKeyBlock, has_half_key_block(p)},
   };
@@ -183,9 +186,9 @@ int find_rescue(const Problem& p, const Tables& tables) {
   return find_rescue_of(p, facts, tables);
 }
 
-int unsupported(const Problem& given, const DeviceFacts& device, const Tables& tables, int family, Reason* reasons,
+int unsupported(const CallFacts& given, const DeviceFacts& device, const Tables& tables, int family, Reason* reasons,
                 int limit) {
-  const Problem p = as_read(given, tables);
+  const CallFacts p = after_copies(given, tables);
   Collector out{reasons, limit};
   add_class_reasons(p, device, tables, family, &out);
   if (out.full()) return out.count;
@@ -193,7 +196,7 @@ int unsupported(const Problem& given, const DeviceFacts& device, const Tables& t
     out.add(Why::kEmpty);
     return out.count;
   }
-  const bool whole = whole_units(p);
+  const bool whole = is_16b_aligned(p);
   // If the family does not run on this GPU, the shared memory of the GPU is no limit: the reason is the architecture.
   const DeviceFacts holder = runs_on(tables.families[family], device.cc) ? device : DeviceFacts{};
   HeadDims most = largest_head_dims(p, family, !whole, holder, tables);
@@ -204,7 +207,7 @@ int unsupported(const Problem& given, const DeviceFacts& device, const Tables& t
   if (most.d == 0) out.add(Why::kNoKernel);
   const auto too_wide = [&](int64_t given, int64_t HeadDims::* of, int operand) {
     if (most.d == 0 || given <= most.*of) return;
-    Problem plain = p;
+    CallFacts plain = p;
     plain.needs = 0;
     const bool narrowed = given <= largest_head_dims(plain, family, !whole, holder, tables).*of;
     out.add(narrowed ? Why::kHeadDimOfFeatures : Why::kHeadDimLimit, given, most.*of, operand);
@@ -215,7 +218,7 @@ int unsupported(const Problem& given, const DeviceFacts& device, const Tables& t
 }
 
 // A requested backend overrides the choice rows, which hold only for the measured GPU.
-bool class_may_serve(const Problem& p, const DeviceFacts& device, Mode mode, const Tables& tables) {
+bool class_may_serve(const CallFacts& p, const DeviceFacts& device, Mode mode, const Tables& tables) {
   const auto may_run = [&](int family) {
     Reason why;
     Collector out{&why, 1};

@@ -51,31 +51,31 @@ bool kernels_take(const VarlenCall& call) {
          fits(call.D) && fits(call.Dv);
 }
 
-std::string said(const VarlenCall& call, const VarlenVerdict& verdict, int cc) {
+std::string said(const VarlenCall& call, const VarlenDecision& verdict, int cc) {
   const std::string stock = kVarlenKernelSaid[stock_varlen(call, cc)];
   switch (verdict.exit) {
-    case VarlenExit::kDisabled:
+    case VarlenDecisionReason::kDisabled:
       return "The plugin is disabled. Call torch_flashplug.enable().";
-    case VarlenExit::kOtherBackend:
+    case VarlenDecisionReason::kOtherBackend:
       return "Another backend is requested.";
-    case VarlenExit::kNotAllowed:
+    case VarlenDecisionReason::kNotAllowed:
       return "torch.nn.attention.sdpa_kernel allows neither FLASH_ATTENTION nor OVERRIDEABLE.";
-    case VarlenExit::kNotTaken:
+    case VarlenDecisionReason::kNotTaken:
       return "The kernels of this project do not support a call with " + lacking_text(call);
-    case VarlenExit::kForced:
+    case VarlenDecisionReason::kForced:
       return "The backend is forced.";
-    case VarlenExit::kServed:
+    case VarlenDecisionReason::kServed:
       return "PyTorch would run " + stock;
-    case VarlenExit::kDevice:
+    case VarlenDecisionReason::kDevice:
       return "varlen_attn was not measured on compute capability " + capability(cc) +
              ". Use sdpa_backend('fa3') or sdpa_backend('fa2').";
-    case VarlenExit::kUnmeasured:
+    case VarlenDecisionReason::kUnmeasured:
       return "PyTorch would run " + stock +
              ", and no measured entry compares the kernels of this project with that kernel (VARLEN_ROWS of "
              "torch_flashplug/registry/dispatch_table.py). Use sdpa_backend('fa3').";
-    case VarlenExit::kSlower:
+    case VarlenDecisionReason::kSlower:
       return "PyTorch would run " + stock + ", which was measured to be faster.";
-    case VarlenExit::kCount:
+    case VarlenDecisionReason::kCount:
       break;
   }
   return "";
@@ -104,15 +104,16 @@ bool flash_is_measured(int cc, const Tables& tables) {
   return row >= 0 && tables.varlen[row].serve != 0;
 }
 
-VarlenVerdict judge_varlen(const VarlenCall& call, bool is_on, Mode mode, int cc, const Tables& tables) {
-  if (!is_on) return {VarlenExit::kDisabled};
-  if (mode.backend() != Backend::kAuto && mode.family() < 0) return {VarlenExit::kOtherBackend};
-  if (call.allowed == 0) return {VarlenExit::kNotAllowed};
-  if (!kernels_take(call)) return {VarlenExit::kNotTaken};
-  if (mode.forces_kernels()) return {VarlenExit::kForced};
+VarlenDecision judge_varlen(const VarlenCall& call, bool is_on, Mode mode, int cc, const Tables& tables) {
+  if (!is_on) return {VarlenDecisionReason::kDisabled};
+  if (mode.backend() != Backend::kAuto && mode.family() < 0) return {VarlenDecisionReason::kOtherBackend};
+  if (call.allowed == 0) return {VarlenDecisionReason::kNotAllowed};
+  if (!kernels_take(call)) return {VarlenDecisionReason::kNotTaken};
+  if (mode.forces_kernels()) return {VarlenDecisionReason::kForced};
   const int row = find_row(stock_varlen(call, cc), facts_of(call), cc, tables);
-  if (row >= 0) return {tables.varlen[row].serve != 0 ? VarlenExit::kServed : VarlenExit::kSlower, row};
-  return {has_row_of(cc, tables) ? VarlenExit::kUnmeasured : VarlenExit::kDevice};
+  if (row >= 0)
+    return {tables.varlen[row].serve != 0 ? VarlenDecisionReason::kServed : VarlenDecisionReason::kSlower, row};
+  return {has_row_of(cc, tables) ? VarlenDecisionReason::kUnmeasured : VarlenDecisionReason::kDevice};
 }
 
 std::string lacking_text(const VarlenCall& call) {
@@ -131,9 +132,10 @@ std::string lacking_text(const VarlenCall& call) {
   return all.empty() ? "these tensors" : all;
 }
 
-std::string varlen_json(const VarlenCall& call, const VarlenVerdict& verdict, Mode mode, int cc, const Tables& tables) {
+std::string varlen_json(const VarlenCall& call, const VarlenDecision& verdict, Mode mode, int cc,
+                        const Tables& tables) {
   const VarlenRow* row = verdict.row < 0 ? nullptr : &tables.varlen[verdict.row];
-  const bool raises = verdict.exit == VarlenExit::kNotTaken && mode.forces_kernels();
+  const bool raises = verdict.exit == VarlenDecisionReason::kNotTaken && mode.forces_kernels();
   const std::pair<const char*, std::string> members[] = {
       {"exit", kVarlenExitNames[static_cast<int>(verdict.exit)]},
       {"stock", kVarlenKernelNames[stock_varlen(call, cc)]},

@@ -40,7 +40,7 @@ constexpr const char* kVarlenFactNames[] = {
     "Dv",   "dtype",   "window",  "splits", "paged",      "has_cu_k", "readable", "misaligned", "unusual_scale"};
 static_assert(sizeof(VarlenCall) == std::size(kVarlenFactNames) * sizeof(int64_t));
 
-enum class VarlenExit : int {
+enum class VarlenDecisionReason : int {
   kDisabled,
   kOtherBackend,  // a block requests "math" or "stock"
   kNotAllowed,
@@ -54,21 +54,21 @@ enum class VarlenExit : int {
 };
 constexpr const char* kVarlenExitNames[] = {"disabled", "other backend", "not allowed", "not taken", "forced",
                                             "served",   "device",        "unmeasured",  "slower"};
-static_assert(std::size(kVarlenExitNames) == static_cast<size_t>(VarlenExit::kCount));
+static_assert(std::size(kVarlenExitNames) == static_cast<size_t>(VarlenDecisionReason::kCount));
 
-struct VarlenVerdict {
-  VarlenExit exit;
+struct VarlenDecision {
+  VarlenDecisionReason exit;
   int row = -1;  // row of the table that decided, or -1
-  bool ours() const { return exit == VarlenExit::kForced || exit == VarlenExit::kServed; }
+  bool ours() const { return exit == VarlenDecisionReason::kForced || exit == VarlenDecisionReason::kServed; }
 };
 
 VarlenKernel stock_varlen(const VarlenCall& call, int cc);  // the kernel of the stock op
-VarlenVerdict judge_varlen(const VarlenCall& call, bool is_on, Mode mode, int cc, const Tables& tables);
+VarlenDecision judge_varlen(const VarlenCall& call, bool is_on, Mode mode, int cc, const Tables& tables);
 // Return true if the kernels were measured on the GPU to be as fast as torch's flash attention.
 bool flash_is_measured(int cc, const Tables& tables);
 std::string lacking_text(const VarlenCall& call);  // unsupported properties of the call
 // Return the error text for an unsupported call under a mode that forces kernels.
 std::string forced_varlen_error(const VarlenCall& call, Mode mode, const Tables& tables);
-std::string varlen_json(const VarlenCall& call, const VarlenVerdict& verdict, Mode mode, int cc, const Tables& tables);
+std::string varlen_json(const VarlenCall& call, const VarlenDecision& verdict, Mode mode, int cc, const Tables& tables);
 
 }  // namespace flashplug

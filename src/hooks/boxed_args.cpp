@@ -111,46 +111,47 @@ void LiveSchema::free(const StableIValue* arguments) const {
   }
 }
 
-Boxed::Boxed(const LiveSchema& signature, StableIValue* stack, uint64_t count) : signature_(signature), stack_(stack) {
+BoxedArgs::BoxedArgs(const LiveSchema& signature, StableIValue* stack, uint64_t count)
+    : signature_(signature), stack_(stack) {
   if (count != static_cast<uint64_t>(signature.count()))
     throw std::runtime_error(
         "torch_flashplug: torch's op must be called with the arguments of the schema, but got another number.");
   std::copy_n(stack, count, given_.begin());
 }
 
-const StableIValue* Boxed::at(Arg arg) const {
+const StableIValue* BoxedArgs::at(Arg arg) const {
   const int place = signature_.place(arg);
   if (place < 0) return nullptr;
   return signature_.is_optional(place) ? as<StableIValue*>(given_[place]) : &given_[place];
 }
 
-AtenTensorHandle Boxed::undefined(Arg arg) const {
+AtenTensorHandle BoxedArgs::undefined(Arg arg) const {
   const StableIValue* value = at(arg);
   return value == nullptr ? nullptr : as<AtenTensorHandle>(*value);
 }
 
-AtenTensorHandle Boxed::tensor(Arg arg) const {
+AtenTensorHandle BoxedArgs::tensor(Arg arg) const {
   const AtenTensorHandle found = undefined(arg);
   bool defined = false;
   return found != nullptr && aoti_torch_is_defined(found, &defined) == 0 && defined ? found : nullptr;
 }
 
-std::optional<double> Boxed::real(Arg arg) const {
+std::optional<double> BoxedArgs::real(Arg arg) const {
   const StableIValue* value = at(arg);
   return value == nullptr ? std::nullopt : std::optional<double>(as<double>(*value));
 }
 
-bool Boxed::flag(Arg arg) const {
+bool BoxedArgs::flag(Arg arg) const {
   const StableIValue* value = at(arg);
   return value != nullptr && as<bool>(*value);
 }
 
-std::optional<int64_t> Boxed::integer(Arg arg) const {
+std::optional<int64_t> BoxedArgs::integer(Arg arg) const {
   const StableIValue* value = at(arg);
   return value == nullptr ? std::nullopt : std::optional<int64_t>(as<int64_t>(*value));
 }
 
-std::optional<std::array<int64_t, 2>> Boxed::pair(Arg arg) const {
+std::optional<std::array<int64_t, 2>> BoxedArgs::pair(Arg arg) const {
   const StableIValue* value = at(arg);
   size_t size = 0;
   if (value == nullptr || torch_list_size(as<StableListHandle>(*value), &size) != 0 || size != 2) return std::nullopt;
@@ -163,7 +164,7 @@ std::optional<std::array<int64_t, 2>> Boxed::pair(Arg arg) const {
   return numbers;
 }
 
-void Boxed::go_on_to(const char* op) {
+void BoxedArgs::go_on_to(const char* op) {
   given_away_ = true;
   if (!dispatched(op, "", stack_)) rethrow(op);
 }

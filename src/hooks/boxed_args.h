@@ -68,11 +68,11 @@ class LiveSchema {
 
 // The arguments of a call. The destructor frees the arguments, unless a different kernel received them. Returned
 // tensors are borrowed. Results may be put on the stack at any time.
-class Boxed {
+class BoxedArgs {
  public:
-  Boxed(const LiveSchema& signature, StableIValue* stack, uint64_t count);
-  Boxed(const Boxed&) = delete;
-  ~Boxed() {
+  BoxedArgs(const LiveSchema& signature, StableIValue* stack, uint64_t count);
+  BoxedArgs(const BoxedArgs&) = delete;
+  ~BoxedArgs() {
     if (!given_away_) signature_.free(given_.data());
   }
   bool has(Arg arg) const { return at(arg) != nullptr; }  // present and not None

@@ -36,7 +36,7 @@ const LiveSchema& backward_schema() {
 }
 
 // Return true if a plugin kernel should run: by measured rows or, with a requested backend, regardless of speed.
-bool is_ours_to_run(const Boxed& given, bool gradients) {
+bool is_ours_to_run(const BoxedArgs& given, bool gradients) {
   const Mode mode = effective_mode();
   if (!enabled() || (mode.backend() != Backend::kAuto && mode.family() < 0)) return false;
   const TorchSymbols& torch = torch_symbols();
@@ -51,7 +51,7 @@ bool is_ours_to_run(const Boxed& given, bool gradients) {
   const Shape q = shape_of(given.tensor(Arg::kQuery)), k = shape_of(given.tensor(Arg::kKey));
   if (q.size[1] <= tables().gate.rows || q.size[2] != k.size[2]) return false;
   if (mode.family() >= 0) return true;
-  const DoorCall door(given, kCausal);
+  const HookedCall door(given, kCausal);
   Facts facts = read_facts(door.call);
   facts.problem.grad = gradients;
   const DeviceFacts device = device_facts(facts.device_index());
@@ -68,13 +68,13 @@ void need_stock() {
 }
 
 // Operands in layouts that stock can read. Absent operands stay null.
-struct Readable {
-  Owned q, k, v, bias;
-  RowsCall call;
-  explicit Readable(const Boxed& given)
+struct ReadableOperands {
+  TensorHandle q, k, v, bias;
+  EfficientCall call;
+  explicit ReadableOperands(const BoxedArgs& given)
       : q(units(given, Arg::kQuery)), k(units(given, Arg::kKey)), v(units(given, Arg::kValue)) {
     if (const AtenTensorHandle own = given.tensor(Arg::kBias); own != nullptr) {
-      bias = Owned::share(own);
+      bias = TensorHandle::share(own);
       if (is_repaired(kStockEfficient)) bias = bias_on_units(std::move(bias));
     }
     call = {q.get(),
@@ -92,8 +92,8 @@ struct Readable {
             given.tensor(Arg::kUsedK),
             given.integer(Arg::kWindow)};
   }
-  static Owned units(const Boxed& given, Arg arg) {
-    Owned operand = Owned::share(given.undefined(arg));
+  static TensorHandle units(const BoxedArgs& given, Arg arg) {
+    TensorHandle operand = TensorHandle::share(given.undefined(arg));
     return is_repaired(kStockEfficient) ? on_units(std::move(operand)) : std::move(operand);
   }
 };
@@ -101,14 +101,14 @@ struct Readable {
 // ---- plugin kernels ----
 
 // Run a plugin kernel, with results in the form of stock's efficient attention. Returns false if stock is to go on.
-bool forward_by_kernels(const Boxed& given, StableIValue* stack) {
+bool forward_by_kernels(const BoxedArgs& given, StableIValue* stack) {
   if (!is_ours_to_run(given, given.flag(Arg::kNeedsLse))) return false;
-  DoorCall door(given, kCausal);
+  HookedCall door(given, kCausal);
   if (door.call.mode.forces_kernels()) door.call.mode = Mode::preferring(door.call.mode.backend());
   ForwardResult found;
   if (!by_kernels("_efficient_attention_forward", door, &found)) return false;
   const AtenTensorHandle query = given.tensor(Arg::kQuery);
-  FlashResult left = as_stocks(std::move(found), door, query);
+  FlashResult left = to_stock_layout(std::move(found), door, query);
   TensorClass facts;
   read_class(query, &facts);
   const Shape out = shape_of(left.out.get()), lse = shape_of(left.lse.get());
@@ -130,7 +130,7 @@ bool forward_by_kernels(const Boxed& given, StableIValue* stack) {
 }
 
 // Compute gradients by plugin kernels. Returns false if stock is to go on.
-bool backward_by_kernels(const Boxed& given, Owned grads[3]) {
+bool backward_by_kernels(const BoxedArgs& given, TensorHandle grads[3]) {
   const AtenTensorHandle lse = given.tensor(Arg::kLse);
   if (lse == nullptr || !is_ours_to_run(given, true)) return false;
   const Shape padded = shape_of(lse);
@@ -142,31 +142,32 @@ bool backward_by_kernels(const Boxed& given, Owned grads[3]) {
 // ---- op implementations ----
 
 void forward(StableIValue* stack, uint64_t count, uint64_t) {
-  const Boxed given(forward_schema(), stack, count);
+  const BoxedArgs given(forward_schema(), stack, count);
   if (forward_by_kernels(given, stack)) return;
   need_stock();
-  const Readable operands(given);
-  const RowsResult results = stock_rows_forward(operands.call);
+  const ReadableOperands operands(given);
+  const EfficientResult results = stock_rows_forward(operands.call);
   constexpr int kResults = 4;
-  for (int i = 0; i < kResults; ++i) stack[i] = box::from_tensor(Owned(results.tensors[i]));
+  for (int i = 0; i < kResults; ++i) stack[i] = box::from_tensor(TensorHandle(results.tensors[i]));
   stack[kResults] = box::from(results.max_q);
   stack[kResults + 1] = box::from(results.max_k);
 }
 
 void backward(StableIValue* stack, uint64_t count, uint64_t) {
-  const Boxed given(backward_schema(), stack, count);
-  Owned grads[4];
+  const BoxedArgs given(backward_schema(), stack, count);
+  TensorHandle grads[4];
   if (!backward_by_kernels(given, grads)) {
     need_stock();
-    const Readable operands(given);
-    const Owned grad_out = Readable::units(given, Arg::kGradOut), out = Readable::units(given, Arg::kOut);
+    const ReadableOperands operands(given);
+    const TensorHandle grad_out = ReadableOperands::units(given, Arg::kGradOut),
+                       out = ReadableOperands::units(given, Arg::kOut);
     AtenTensorHandle results[4];
     stock_rows_backward(operands.call,
                         {grad_out.get(), out.get(), given.undefined(Arg::kLse), given.undefined(Arg::kSeed),
                          given.undefined(Arg::kOffset), given.flag(Arg::kBiasGrad), given.flag(Arg::kOneStorage),
                          given.integer(Arg::kSplits)},
                         results);
-    for (int i = 0; i < 4; ++i) grads[i] = Owned(results[i]);
+    for (int i = 0; i < 4; ++i) grads[i] = TensorHandle(results[i]);
   }
   for (int i = 0; i < 4; ++i) stack[i] = box::from_tensor(std::move(grads[i]));
 }

@@ -57,7 +57,7 @@ Op forward_op{"_flash_attention_forward"}, into_op{"_flash_attention_forward_no_
 std::atomic<bool> preferred{false};
 
 // Return the arguments in the form of stock's kernel.
-OnEndCall as_stock_takes_it(const Boxed& given) {
+VarlenFlashCall as_stock_takes_it(const BoxedArgs& given) {
   return {given.tensor(Arg::kQuery),
           given.tensor(Arg::kKey),
           given.tensor(Arg::kValue),
@@ -85,13 +85,13 @@ void need(bool there) {
 
 // ---- owner of a call ----
 
-Window window_of_call(const Boxed& given) {
+Window window_of_call(const BoxedArgs& given) {
   return bottom_right(given.integer(Arg::kLeft), given.integer(Arg::kRight), given.flag(Arg::kCausal));
 }
 
 // Return true if a window needs a mask in F.sdpa, and if the call has more rows than a masked call handles better. The
 // same rule holds in attention() (attention.py).
-bool hides_from_many(const Boxed& given, const Window& window) {
+bool hides_from_many(const BoxedArgs& given, const Window& window) {
   const Shape q = shape_of(given.tensor(Arg::kQuery)), k = shape_of(given.tensor(Arg::kKey));
   const int64_t Sq = q.size[1], Sk = k.size[1], group = k.size[2] > 0 ? q.size[2] / k.size[2] : 0;
   const bool left = window.left >= 0 && window.left < Sk - 1, right = window.right >= 0 && window.right < Sq - 1;
@@ -101,12 +101,12 @@ bool hides_from_many(const Boxed& given, const Window& window) {
 }
 
 // Return true if query and value have the same size in dim `last`.
-bool one_dim(const Boxed& given, int last) {
+bool one_dim(const BoxedArgs& given, int last) {
   return shape_of(given.tensor(Arg::kQuery)).size[last] == shape_of(given.tensor(Arg::kValue)).size[last];
 }
 
 // Return true if a plugin kernel should run the call: enabled, supported, and either requested or measured.
-bool are_asked(const Boxed& given, Mode mode, const Window& window) {
+bool are_asked(const BoxedArgs& given, Mode mode, const Window& window) {
   if (!enabled() || (mode.backend() != Backend::kAuto && mode.family() < 0)) return false;
   if (given.real(Arg::kDropout).value_or(0.0) != 0.0 || given.flag(Arg::kDebugMask)) return false;
   const bool cu_q = given.tensor(Arg::kCuQ) != nullptr, cu_k = given.tensor(Arg::kCuK) != nullptr;
@@ -116,28 +116,28 @@ bool are_asked(const Boxed& given, Mode mode, const Window& window) {
   return mode.family() >= 0 || flash_is_measured(compute_capability(given.tensor(Arg::kQuery)), tables());
 }
 
-bool ours(const Boxed& given, AtenTensorHandle into, FlashResult* result) {
+bool ours(const BoxedArgs& given, AtenTensorHandle into, FlashResult* result) {
   const Mode mode = effective_mode();
   const Window window = window_of_call(given);
   if (!are_asked(given, mode, window)) return false;
-  DoorCall door(given, window, into);
+  HookedCall door(given, window, into);
   if (mode.forces_kernels()) door.call.mode = Mode::preferring(mode.backend());
   ForwardResult found;
   if (!by_kernels("_flash_attention_forward", door, &found)) return false;
-  *result = as_stocks(std::move(found), door, given.tensor(Arg::kQuery));
+  *result = to_stock_layout(std::move(found), door, given.tensor(Arg::kQuery));
   return true;
 }
 
 // ---- op implementations ----
 
 void forward(StableIValue* stack, uint64_t count, uint64_t) {
-  const Boxed given(*forward_op.schema.load(), stack, count);
+  const BoxedArgs given(*forward_op.schema.load(), stack, count);
   FlashResult result;
   if (!ours(given, nullptr, &result)) {
     need(has_stock_on_end());
     AtenTensorHandle results[5];
     stock_on_end_forward(as_stock_takes_it(given), results);
-    for (int i = 0; i < 5; ++i) stack[i] = box::from_tensor(Owned(results[i]));
+    for (int i = 0; i < 5; ++i) stack[i] = box::from_tensor(TensorHandle(results[i]));
     return;
   }
   TensorClass query;
@@ -152,12 +152,12 @@ void forward(StableIValue* stack, uint64_t count, uint64_t) {
 }
 
 void forward_into(StableIValue* stack, uint64_t count, uint64_t) {
-  const Boxed given(*into_op.schema.load(), stack, count);
+  const BoxedArgs given(*into_op.schema.load(), stack, count);
   const AtenTensorHandle out = given.tensor(Arg::kOut);
   FlashResult result;
   if (!ours(given, out, &result)) {
     need(has_stock_on_end_into());
-    stack[0] = box::from_tensor(Owned(stock_on_end_into(out, as_stock_takes_it(given))));
+    stack[0] = box::from_tensor(TensorHandle(stock_on_end_into(out, as_stock_takes_it(given))));
     return;
   }
   write_to(out, result.out.get());
@@ -165,8 +165,8 @@ void forward_into(StableIValue* stack, uint64_t count, uint64_t) {
 }
 
 void backward(StableIValue* stack, uint64_t count, uint64_t) {
-  const Boxed given(*backward_op.schema.load(), stack, count);
-  Owned grads[3];
+  const BoxedArgs given(*backward_op.schema.load(), stack, count);
+  TensorHandle grads[3];
   if (!is_ours(given.tensor(Arg::kRng)) || !gradients_by_kernels(given, window_of_call(given), grads)) {
     need(has_stock_on_end());
     constexpr Arg tensors[] = {Arg::kGradOut, Arg::kQuery, Arg::kKey, Arg::kValue, Arg::kOut,
@@ -174,7 +174,7 @@ void backward(StableIValue* stack, uint64_t count, uint64_t) {
     AtenTensorHandle handles[std::size(tensors)], results[3];
     std::ranges::transform(tensors, handles, [&given](Arg arg) { return given.undefined(arg); });
     stock_on_end_backward(handles, as_stock_takes_it(given), results);
-    for (int i = 0; i < 3; ++i) grads[i] = Owned(results[i]);
+    for (int i = 0; i < 3; ++i) grads[i] = TensorHandle(results[i]);
   }
   for (int i = 0; i < 3; ++i) stack[i] = box::from_tensor(std::move(grads[i]));
 }
@@ -219,6 +219,6 @@ void close_flash() {
   library().reset();
 }
 
-void prefer_flash(bool on) { preferred.store(on); }
+void enable_flash_op_decode(bool on) { preferred.store(on); }
 
 }  // namespace flashplug

@@ -31,15 +31,15 @@ struct Call : Attention {
   bool enable_gqa;
 };
 
-enum class Whose { kStocks, kOurs, kMaths };
+enum class Owner { kStocks, kOurs, kMaths };
 // The owner of a call, and the exit where the router decided.
-struct Verdict {
+struct Decision {
   int exit;
-  Whose whose = Whose::kStocks;
+  Owner whose = Owner::kStocks;
   bool leaves = false;  // the mask is to be replaced
   bool asked = false;   // the tensors were inspected
 };
-Whose ours_if(bool ours) { return ours ? Whose::kOurs : Whose::kStocks; }
+Owner ours_if(bool ours) { return ours ? Owner::kOurs : Owner::kStocks; }
 thread_local int last_exit = -1;
 
 // Return the number of an exit. An unknown name does not compile.
@@ -63,7 +63,7 @@ Traced python_says(const Call& call, Sizes* hints) {
 }
 
 // Return true if auto mode takes a call of the given sizes, dense in memory.
-bool serves_hinted(Problem p, const Sizes& hints, const DeviceFacts& device, Mode mode) {
+bool serves_hinted(CallFacts p, const Sizes& hints, const DeviceFacts& device, Mode mode) {
   int64_t strides[kNumOperands][4];
   Shape shapes[kNumOperands];
   for (int i = 0; i < kNumOperands; ++i) {
@@ -77,10 +77,10 @@ bool serves_hinted(Problem p, const Sizes& hints, const DeviceFacts& device, Mod
 }
 
 // Decide by the facts of a call. The exit names the question that decided.
-Verdict judge(const Call& call, Mode mode, Facts* read) {
+Decision make_decision(const Call& call, Mode mode, Facts* read) {
   const TorchSymbols& torch = torch_symbols();
   Facts& facts = *read;
-  Problem& p = facts.problem;
+  CallFacts& p = facts.problem;
   if (!read_class(call, &facts) || !four_dims(facts)) return {exit_named("dims")};
   if (!p.on_cuda) return {exit_named("device")};
   if (has_no_elements(call)) return {exit_named("empty")};
@@ -131,18 +131,18 @@ Verdict judge(const Call& call, Mode mode, Facts* read) {
   return {exit_named("planned"), ours_if(ours), leaves};
 }
 
-// Decide a call: first by the switches, then by `judge()`.
-Verdict decide(const Call& call, Mode mode, Facts* facts) {
+// Decide a call: first by the switches, then by `make_decision()`.
+Decision decide(const Call& call, Mode mode, Facts* facts) {
   const TorchSymbols& torch = torch_symbols();
   if (!enabled()) return {exit_named("disabled")};
-  if (process_backend() == Backend::kMath) return {exit_named("math everywhere"), Whose::kMaths};
+  if (process_backend() == Backend::kMath) return {exit_named("math everywhere"), Owner::kMaths};
   const Backend wanted = mode.backend();
   // sdpa_kernel: the plugin's class of backend
   const bool allowed = torch.flash_enabled() || torch.overrideable_enabled();
   if (!allowed) return {exit_named("not allowed")};
-  if (wanted == Backend::kMath && torch.math_enabled()) return {exit_named("math"), Whose::kMaths};
+  if (wanted == Backend::kMath && torch.math_enabled()) return {exit_named("math"), Owner::kMaths};
   if (wanted == Backend::kStock || wanted == Backend::kMath) return {exit_named("other backend")};
-  Verdict verdict = judge(call, mode, facts);
+  Decision verdict = make_decision(call, mode, facts);
   verdict.asked = true;
   return verdict;
 }
@@ -156,10 +156,10 @@ int64_t choice(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v, const
   const Call call{{q, k, v, mask->has_value() ? mask_handle : nullptr, dropout_p, causal, scale}, enable_gqa};
   forget_mask();
   Facts facts;
-  const Verdict verdict = decide(call, effective_mode(), &facts);
+  const Decision verdict = decide(call, effective_mode(), &facts);
   last_exit = verdict.exit;
-  if (verdict.whose == Whose::kMaths) return kChoiceMath;
-  const bool ours = verdict.whose == Whose::kOurs && (!verdict.leaves || leave_kept(call.mask, facts));
+  if (verdict.whose == Owner::kMaths) return kChoiceMath;
+  const bool ours = verdict.whose == Owner::kOurs && (!verdict.leaves || leave_kept(call.mask, facts));
   count(ours ? Path::kRoutedOurs : Path::kRoutedStock);
   if (ours) return kChoiceOverrideable;
   // Stock's choice divides by the number of heads. For empty calls, the chosen kernel gives no output, or ends the

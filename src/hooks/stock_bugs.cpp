@@ -15,12 +15,12 @@ bool has_unusual_scale(const Attention& call) { return is_unusual(scale_of(call.
 
 bool drops_everything(const Attention& call) { return call.dropout_p == 1.0; }
 
-bool has_wide_bias(const Attention& call) { return is_there(call.mask) && is_wide_bias(call); }
+bool has_wide_bias(const Attention& call) { return is_defined(call.mask) && is_wide_bias(call); }
 
 // Return true for a masked call kept from plugin kernels by a mode or a transform. There cuDNN attends to all keys of a
 // row without visible keys, and returns NaN in dQ if 64 rows remain after blocks of 128.
 bool has_mask_in_transform(const Attention& call) {
-  return is_there(call.mask) && !traced(call) && (wrapped(call) || torch_symbols().modes_set());
+  return is_defined(call.mask) && !traced(call) && (wrapped(call) || torch_symbols().modes_set());
 }
 
 // Read the facts of a call with concrete sizes, traced or not.
@@ -35,7 +35,7 @@ bool read_sized(const Attention& call, Facts* facts) {
 // Return true if cuDNN's backward on Hopper reads unmasked padding: query rows after a single row, or keys after a half
 // block of 128. The padding counts as scores of 0. exp(0 - LSE) is infinite where LSE is below -88.7, and infinity
 // times zero is NaN. With is_causal cuDNN masks the padding. With dropout, a forward without gradients counts, too
-// (`Problem::as_with_gradients()`).
+// (`CallFacts::as_with_gradients()`).
 bool has_unmasked_rest(const Attention& call) {
   if (call.mask != nullptr || call.causal != Causal::kNone) return false;
   if (!wants_grad(call) && call.dropout_p == 0.0) return false;
@@ -51,7 +51,7 @@ bool efficient_reads(const Attention& call) {
   // torch's rule for vmap requires a mask with the query's batching
   if (call.mask != nullptr && wrapped(call)) return false;
   Facts facts;
-  const Problem& p = facts.problem;
+  const CallFacts& p = facts.problem;
   if (!read_sized(call, &facts)) return false;
   if (call.mask != nullptr) {
     int64_t dims = 0;
@@ -65,17 +65,17 @@ bool efficient_reads(const Attention& call) {
       return false;
   }
   const auto odd_ones = [](const Layout& layout) { return layout.odd_ones; };
-  return whole_units(p) && p.Hq == p.Hkv && std::none_of(p.layout, p.layout + kNumOperands, odd_ones);
+  return is_16b_aligned(p) && p.Hq == p.Hkv && std::none_of(p.layout, p.layout + kNumOperands, odd_ones);
 }
 
-struct Fault {
+struct StockBug {
   const char* says;  // wrong behavior of the backend
   bool (*in)(const Attention& call);
   int64_t of[3];   // backends with the fault; 0, math, has no fault
   bool efficient;  // the efficient attention is right, where it can read the call
 };
 // The first fault of the chosen backend counts.
-constexpr Fault kFaults[] = {
+constexpr StockBug kFaults[] = {
     // torch allows any p from 0 to 1
     {"rejects dropout_p=1, or returns NaN", drops_everything, {kChoiceCudnn, kChoiceFlash, kChoiceEfficient}, false},
     {"would return NaN with this scale", has_unusual_scale, {kChoiceCudnn, kChoiceFlash}, true},
@@ -108,9 +108,9 @@ const char* fault_said(int fault) {
   return known ? kFaults[fault].says : "";
 }
 
-RightChoice right_choice(int64_t chosen, const Attention& call) {
+CorrectedChoice right_choice(int64_t chosen, const Attention& call) {
   if (is_undefined(call)) return {chosen};
-  for (const Fault& fault : kFaults) {
+  for (const StockBug& fault : kFaults) {
     if (chosen == kChoiceMath || std::ranges::find(fault.of, chosen) == std::end(fault.of) || !fault.in(call)) continue;
     const int place = static_cast<int>(&fault - kFaults);
     if (fault.efficient && torch_symbols().efficient_enabled() && efficient_reads(call))

@@ -54,7 +54,7 @@ bool four_dims(std::initializer_list<AtenTensorHandle> tensors) {
 
 RepairedForward owned(const FusedResult& raw) {
   RepairedForward result{{}, raw.max_q, raw.max_k};
-  for (size_t i = 0; i < std::size(raw.tensors); ++i) result.tensors[i] = Owned(raw.tensors[i]);
+  for (size_t i = 0; i < std::size(raw.tensors); ++i) result.tensors[i] = TensorHandle(raw.tensors[i]);
   return result;
 }
 
@@ -84,27 +84,27 @@ bool reads_all(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v) {
   return is_readable(q) && is_readable(k) && is_readable(v) && !scatters_rows(q, v);
 }
 
-Owned query_for_cudnn(AtenTensorHandle query, AtenTensorHandle value) {
+TensorHandle query_for_cudnn(AtenTensorHandle query, AtenTensorHandle value) {
   return scatters_rows(query, value) ? packed_copy(query) : readable(query);
 }
 
 // Copy a bias of 2 to 4 dims, without repeats of broadcast dims, into rows that begin at units of 16 bytes.
-Owned copy_on_units(AtenTensorHandle bias, int dims) {
+TensorHandle copy_on_units(AtenTensorHandle bias, int dims) {
   constexpr int64_t kPad = 16;  // F.sdpa pads rows to so many elements
   const Shape shape = shape_of(bias);
   int64_t size[4], stride[4];
   for (int i = 0; i < dims; ++i) size[i] = i < dims - 1 && shape.stride[i] == 0 ? 1 : shape.size[i];
-  const Owned copy = copy_of_padded_rows(bias, dims, size, shape.stride, kPad);
+  const TensorHandle copy = copy_of_padded_rows(bias, dims, size, shape.stride, kPad);
   const Shape made = shape_of(copy.get());
   for (int i = 0; i < dims; ++i) stride[i] = size[i] < shape.size[i] ? 0 : made.stride[i];
   return view(copy.get(), dims, shape.size, stride);
 }
 
 // Return a bias that cuDNN reads correctly with dropout: the bias itself, or a copy.
-Owned bias_beside_dropout(Owned bias, double dropout_p) {
+TensorHandle bias_beside_dropout(TensorHandle bias, double dropout_p) {
   int64_t dims = 0;
   const void* data = nullptr;
-  if (dropout_p == 0.0 || !is_there(bias.get()) || aoti_torch_get_dim(bias.get(), &dims) != 0 || dims < 2 || dims > 4)
+  if (dropout_p == 0.0 || !is_defined(bias.get()) || aoti_torch_get_dim(bias.get(), &dims) != 0 || dims < 2 || dims > 4)
     return bias;
   check_shim(torch_get_const_data_ptr(bias.get(), &data), "get_const_data_ptr");
   if (reinterpret_cast<int64_t>(data) % kUnitBytes == 0) return bias;
@@ -114,9 +114,9 @@ Owned bias_beside_dropout(Owned bias, double dropout_p) {
 void cudnn_forward_kernel(StableIValue* stack, uint64_t, uint64_t) {
   constexpr Schema op = kCudnnForward;
   const auto dropout_p = box::to<double>(stack[op["dropout_p"]]);
-  const Owned q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
-              v = box::to_tensor(stack[op["value"]]),
-              bias = bias_beside_dropout(box::to_optional_tensor(stack[op["attn_bias"]]), dropout_p);
+  const TensorHandle q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
+                     v = box::to_tensor(stack[op["value"]]),
+                     bias = bias_beside_dropout(box::to_optional_tensor(stack[op["attn_bias"]]), dropout_p);
   const CudnnForwardCall call{q.get(),
                               k.get(),
                               v.get(),
@@ -140,7 +140,7 @@ double its_neighbour(double dropout_p) {
 }
 
 // Return true if `out` and `grad_out` have the single order in memory with which plans are built.
-bool in_order(const Owned (&tensors)[kTensors]) {
+bool in_order(const TensorHandle (&tensors)[kTensors]) {
   const Shape out = shape_of(tensors[kOut].get()), grad_out = shape_of(tensors[kGradOut].get());
   int64_t stride[4];
   output_strides(shape_of(tensors[kQuery].get()), out.size, stride);
@@ -148,16 +148,16 @@ bool in_order(const Owned (&tensors)[kTensors]) {
 }
 
 // Return true if cuDNN's backward needs copies or a different order of tensors.
-bool needs_mending(const Owned (&t)[kTensors]) {
+bool needs_mending(const TensorHandle (&t)[kTensors]) {
   if (!four_dims({t[kGradOut].get(), t[kQuery].get(), t[kKey].get(), t[kValue].get(), t[kOut].get()})) return false;
   const bool operands = reads_all(t[kQuery].get(), t[kKey].get(), t[kValue].get());
   return !operands || !in_order(t) || !is_readable(t[kGradOut].get()) || !is_readable(t[kOut].get());
 }
 
 // Replace tensors that cuDNN would read wrongly. Returns the original operands.
-std::array<Owned, 3> mend(Owned (&tensors)[kTensors]) {
-  std::array<Owned, 3> given;
-  for (int i = 0; i < 3; ++i) given[i] = Owned::share(tensors[kQuery + i].get());
+std::array<TensorHandle, 3> mend(TensorHandle (&tensors)[kTensors]) {
+  std::array<TensorHandle, 3> given;
+  for (int i = 0; i < 3; ++i) given[i] = TensorHandle::share(tensors[kQuery + i].get());
   tensors[kQuery] = query_for_cudnn(given[0].get(), given[2].get());
   for (int i : {kKey, kValue}) tensors[i] = readable(tensors[i].get());
   const Shape out = shape_of(tensors[kOut].get());
@@ -169,13 +169,13 @@ std::array<Owned, 3> mend(Owned (&tensors)[kTensors]) {
 
 void cudnn_backward_kernel(StableIValue* stack, uint64_t, uint64_t) {
   constexpr Schema op = kCudnnBackward;
-  Owned tensors[kTensors];
+  TensorHandle tensors[kTensors];
   for (int i = 0; i < kTensors; ++i) tensors[i] = box::to_tensor(stack[i]);
   const auto max_q = box::to<int64_t>(stack[op["max_q"]]), max_k = box::to<int64_t>(stack[op["max_k"]]);
   const auto dropout_p = box::to<double>(stack[op["dropout_p"]]);
   const auto is_causal = box::to<bool>(stack[op["is_causal"]]);
   const std::optional<double> scale = box::to_optional_double(stack[op["scale"]]);
-  std::array<Owned, 3> given;
+  std::array<TensorHandle, 3> given;
   const bool mending = needs_mending(tensors);
   if (mending) given = mend(tensors);
   tensors[kAttnBias] = bias_beside_dropout(std::move(tensors[kAttnBias]), dropout_p);
@@ -184,7 +184,7 @@ void cudnn_backward_kernel(StableIValue* stack, uint64_t, uint64_t) {
   stock_cudnn_backward(borrowed, max_q, max_k, its_neighbour(dropout_p), is_causal, scale, grads);
   count(Path::kRepairedBackward);
   for (int i = 0; i < 3; ++i) {
-    Owned grad(grads[i]);
+    TensorHandle grad(grads[i]);
     if (mending && grad.defined()) grad = laid_out_like(std::move(grad), given[i].get());
     stack[i] = box::from_tensor(std::move(grad));
   }
@@ -208,10 +208,10 @@ bool off_units(AtenTensorHandle tensor) {
 // Tensors from the stack, all taken before anything can fail. The tensors listed in `operands` are converted to
 // readable layouts.
 template <size_t n>
-struct Taken {
-  Owned tensors[n];
+struct StackTensors {
+  TensorHandle tensors[n];
   AtenTensorHandle handles[n];
-  Taken(const StableIValue* stack, const int (&places)[n], std::initializer_list<int> operands) {
+  StackTensors(const StableIValue* stack, const int (&places)[n], std::initializer_list<int> operands) {
     for (size_t i = 0; i < n; ++i) tensors[i] = box::to_tensor(stack[places[i]]);
     for (int i : operands) tensors[i] = on_units(std::move(tensors[i]));
     for (size_t i = 0; i < n; ++i) handles[i] = tensors[i].get();
@@ -220,12 +220,12 @@ struct Taken {
 
 template <size_t n>
 void give_back(const AtenTensorHandle (&tensors)[n], StableIValue* stack) {
-  for (size_t i = 0; i < n; ++i) stack[i] = box::from_tensor(Owned(tensors[i]));
+  for (size_t i = 0; i < n; ++i) stack[i] = box::from_tensor(TensorHandle(tensors[i]));
 }
 
 void flash_forward_kernel(StableIValue* stack, uint64_t, uint64_t) {
   constexpr Schema op = kFlashForward;
-  const Taken taken(stack, {op["query"], op["key"], op["value"]}, {0, 1, 2});
+  const StackTensors taken(stack, {op["query"], op["key"], op["value"]}, {0, 1, 2});
   const auto [q, k, v] = taken.handles;
   give_back(owned(stock_flash_forward(
                 {q, k, v, box::to<double>(stack[op["dropout_p"]]), box::to<bool>(stack[op["is_causal"]]),
@@ -235,8 +235,8 @@ void flash_forward_kernel(StableIValue* stack, uint64_t, uint64_t) {
 
 void efficient_forward_kernel(StableIValue* stack, uint64_t, uint64_t) {
   constexpr Schema op = kEfficientForward;
-  Owned bias = box::to_optional_tensor(stack[op["attn_bias"]]);
-  const Taken taken(stack, {op["query"], op["key"], op["value"]}, {0, 1, 2});
+  TensorHandle bias = box::to_optional_tensor(stack[op["attn_bias"]]);
+  const StackTensors taken(stack, {op["query"], op["key"], op["value"]}, {0, 1, 2});
   bias = bias_on_units(std::move(bias));
   const auto [q, k, v] = taken.handles;
   AtenTensorHandle results[4];
@@ -249,10 +249,10 @@ void efficient_forward_kernel(StableIValue* stack, uint64_t, uint64_t) {
 
 void flash_backward_kernel(StableIValue* stack, uint64_t, uint64_t) {
   constexpr Schema op = kFlashBackward;
-  const Taken taken(stack,
-                    {op["grad_out"], op["query"], op["key"], op["value"], op["out"], op["logsumexp"], op["cum_seq_q"],
-                     op["cum_seq_k"], op["philox_seed"], op["philox_offset"]},
-                    {0, 1, 2, 3, 4});
+  const StackTensors taken(stack,
+                           {op["grad_out"], op["query"], op["key"], op["value"], op["out"], op["logsumexp"],
+                            op["cum_seq_q"], op["cum_seq_k"], op["philox_seed"], op["philox_offset"]},
+                           {0, 1, 2, 3, 4});
   AtenTensorHandle grads[3];
   stock_flash_backward(taken.handles, box::to<int64_t>(stack[op["max_q"]]), box::to<int64_t>(stack[op["max_k"]]),
                        box::to<double>(stack[op["dropout_p"]]), box::to<bool>(stack[op["is_causal"]]),
@@ -261,25 +261,25 @@ void flash_backward_kernel(StableIValue* stack, uint64_t, uint64_t) {
 }
 
 // Compute the LSE that the forward has omitted; undefined if the LSE is present.
-Owned missing_lse(AtenTensorHandle lse, const EfficientForwardCall& call) {
+TensorHandle missing_lse(AtenTensorHandle lse, const EfficientForwardCall& call) {
   const auto is_empty = [](AtenTensorHandle tensor) {
     int64_t numbers = 0;
     return aoti_torch_get_numel(tensor, &numbers) == 0 && numbers == 0;
   };
-  if (!is_there(lse) || !is_empty(lse) || !four_dims({call.q}) || is_empty(call.q)) return {};
+  if (!is_defined(lse) || !is_empty(lse) || !four_dims({call.q}) || is_empty(call.q)) return {};
   AtenTensorHandle results[4];
   stock_efficient_forward(call, results);
-  Owned owned[4];
-  for (int i = 0; i < 4; ++i) owned[i] = Owned(results[i]);
+  TensorHandle owned[4];
+  for (int i = 0; i < 4; ++i) owned[i] = TensorHandle(results[i]);
   return std::move(owned[1]);
 }
 
 void efficient_backward_kernel(StableIValue* stack, uint64_t, uint64_t) {
   constexpr Schema op = kEfficientBackward;
-  Taken taken(stack,
-              {op["grad_out_"], op["query"], op["key"], op["value"], op["attn_bias"], op["out"], op["logsumexp"],
-               op["philox_seed"], op["philox_offset"]},
-              {0, 1, 2, 3, 5});
+  StackTensors taken(stack,
+                     {op["grad_out_"], op["query"], op["key"], op["value"], op["attn_bias"], op["out"], op["logsumexp"],
+                      op["philox_seed"], op["philox_offset"]},
+                     {0, 1, 2, 3, 5});
   constexpr int kBias = 4;
   taken.tensors[kBias] = bias_on_units(std::move(taken.tensors[kBias]));
   taken.handles[kBias] = taken.tensors[kBias].get();
@@ -290,7 +290,7 @@ void efficient_backward_kernel(StableIValue* stack, uint64_t, uint64_t) {
   std::copy_n(listed.begin(), std::min(listed.size(), wanted.size()), wanted.begin());
   auto& [grad_out, q, k, v, bias, out, lse, seed, offset] = taken.handles;
   // Dropout does not change the LSE.
-  const Owned made = missing_lse(lse, {q, k, v, is_there(bias) ? bias : nullptr, true, 0.0, is_causal, scale});
+  const TensorHandle made = missing_lse(lse, {q, k, v, is_defined(bias) ? bias : nullptr, true, 0.0, is_causal, scale});
   if (made.defined()) lse = made.get();
   AtenTensorHandle grads[4];
   stock_efficient_backward(taken.handles, box::to<double>(stack[op["dropout_p"]]), wanted, is_causal, scale, grads);
@@ -306,13 +306,13 @@ std::unique_ptr<StableLibrary>& library() {
 
 }  // namespace
 
-Owned on_units(Owned tensor) {
+TensorHandle on_units(TensorHandle tensor) {
   if (!four_dims({tensor.get()})) return tensor;
   return aligned_ones(off_units(tensor.get()) ? dense_copy(tensor.get()) : std::move(tensor));
 }
 
 // Return a bias of 4 dims whose rows begin at units of 16 bytes: the bias itself, or a copy without repeats.
-Owned bias_on_units(Owned bias) {
+TensorHandle bias_on_units(TensorHandle bias) {
   if (!bias.defined() || !four_dims({bias.get()})) return bias;
   const Shape shape = shape_of(bias.get());
   if (shape.stride[3] != 1 || layout_in_memory(bias.get(), shape).align_bytes >= kUnitBytes) return bias;
@@ -325,10 +325,10 @@ RepairedForward repaired_cudnn_forward(CudnnForwardCall call) {
   if (!four_dims({call.q, call.k, call.v}) || reads_all(call.q, call.k, call.v))
     return owned(stock_cudnn_forward(call));
   const AtenTensorHandle query = call.q;
-  const Owned q = query_for_cudnn(call.q, call.v), k = readable(call.k), v = readable(call.v);
+  const TensorHandle q = query_for_cudnn(call.q, call.v), k = readable(call.k), v = readable(call.v);
   call.q = q.get(), call.k = k.get(), call.v = v.get();
   RepairedForward result = owned(stock_cudnn_forward(call));
-  Owned& out = result.tensors[0];
+  TensorHandle& out = result.tensors[0];
   if (out.defined()) out = in_output_layout(std::move(out), query);  // stock makes no output for empty operands
   return result;
 }

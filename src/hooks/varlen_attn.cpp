@@ -51,7 +51,7 @@ const LiveSchema& schema_of(Op& op) {
   return *known;
 }
 
-void go_on(Boxed& given, const Op& op) { given.go_on_to(op.stock); }
+void go_on(BoxedArgs& given, const Op& op) { given.go_on_to(op.stock); }
 
 // ---- owner of a call ----
 
@@ -74,7 +74,7 @@ bool lies_as_cudnn_wants(AtenTensorHandle tensor) {
 
 // Read the facts of a varlen call. `cc`: compute capability of the GPU for plugin kernels; 0 if no plugin kernel reads
 // the tensors.
-VarlenCall facts_of_call(const Boxed& given, int* cc) {
+VarlenCall facts_of_call(const BoxedArgs& given, int* cc) {
   const AtenTensorHandle q = given.tensor(Arg::kQuery), k = given.tensor(Arg::kKey), v = given.tensor(Arg::kValue);
   const auto size = [](AtenTensorHandle tensor, int64_t from_end) {
     const int64_t dims = tensor == nullptr ? 0 : dims_of(tensor);
@@ -112,37 +112,37 @@ VarlenCall facts_of_call(const Boxed& given, int* cc) {
 }
 
 // Return true if a plugin kernel should run the call. Throws if a forced backend cannot run the call.
-bool are_asked(const Boxed& given) {
+bool are_asked(const BoxedArgs& given) {
   if (given.has(Arg::kWindow) && !given.pair(Arg::kWindow)) return false;  // stock reports the error
   const Mode mode = effective_mode();
   if (!enabled()) return false;
   int cc = 0;
   const VarlenCall call = facts_of_call(given, &cc);
-  const VarlenVerdict verdict = judge_varlen(call, true, mode, cc, tables());
-  if (verdict.exit == VarlenExit::kNotTaken && mode.forces_kernels())
+  const VarlenDecision verdict = judge_varlen(call, true, mode, cc, tables());
+  if (verdict.exit == VarlenDecisionReason::kNotTaken && mode.forces_kernels())
     throw std::runtime_error(forced_varlen_error(call, mode, tables()));
   return verdict.ours();
 }
 
-Window window_of_call(const Boxed& given) {
+Window window_of_call(const BoxedArgs& given) {
   const auto window = given.pair(Arg::kWindow).value_or(std::array<int64_t, 2>{-1, -1});
   return bottom_right(window[0], window[1], given.flag(Arg::kCausal));
 }
 
 // Run a plugin kernel if selected. `into`: null, or the output tensor.
-bool ours(const Boxed& given, AtenTensorHandle into, FlashResult* result) {
+bool ours(const BoxedArgs& given, AtenTensorHandle into, FlashResult* result) {
   if (!are_asked(given)) return false;
-  const DoorCall door(given, window_of_call(given), into);
+  const HookedCall door(given, window_of_call(given), into);
   ForwardResult found;
   if (!by_kernels("varlen_attn", door, &found)) return false;
-  *result = as_stocks(std::move(found), door, given.tensor(Arg::kQuery));
+  *result = to_stock_layout(std::move(found), door, given.tensor(Arg::kQuery));
   return true;
 }
 
 // ---- op implementations ----
 
 void forward(StableIValue* stack, uint64_t count, uint64_t) {
-  Boxed given(schema_of(forward_op), stack, count);
+  BoxedArgs given(schema_of(forward_op), stack, count);
   FlashResult result;
   if (!ours(given, nullptr, &result)) return go_on(given, forward_op);
   stack[0] = box::from_tensor(std::move(result.out));
@@ -151,7 +151,7 @@ void forward(StableIValue* stack, uint64_t count, uint64_t) {
 }
 
 void forward_out(StableIValue* stack, uint64_t count, uint64_t) {
-  Boxed given(schema_of(forward_out_op), stack, count);
+  BoxedArgs given(schema_of(forward_out_op), stack, count);
   FlashResult result;
   const AtenTensorHandle out = given.tensor(Arg::kOut);
   if (!ours(given, out, &result)) return go_on(given, forward_out_op);
@@ -160,8 +160,8 @@ void forward_out(StableIValue* stack, uint64_t count, uint64_t) {
 }
 
 void backward(StableIValue* stack, uint64_t count, uint64_t) {
-  Boxed given(schema_of(backward_op), stack, count);
-  Owned grads[3];
+  BoxedArgs given(schema_of(backward_op), stack, count);
+  TensorHandle grads[3];
   if (!is_ours(given.tensor(Arg::kRng))) return go_on(given, backward_op);
   // cuDNN's backward never follows the plugin's forward, whatever torch's body would choose.
   if (!gradients_by_kernels(given, window_of_call(given), grads)) return given.go_on_to(kFlashBackward);
@@ -177,7 +177,7 @@ Libraries& libraries() {
 
 }  // namespace
 
-void open_varlen(const char* dispatch_key) {
+void register_varlen_ops(const char* dispatch_key) {
   std::lock_guard<std::mutex> lock(mutex);
   std::unique_ptr<StableLibrary>& made = libraries()[dispatch_key];
   if (made != nullptr) return;
@@ -187,12 +187,12 @@ void open_varlen(const char* dispatch_key) {
   made->impl(backward_op.name, &backward);
 }
 
-void close_varlen() {
+void unregister_varlen_ops() {
   std::lock_guard<std::mutex> lock(mutex);
   libraries().clear();
 }
 
-void know_varlen(const char* op, const char* schema) {
+void set_varlen_schema(const char* op, const char* schema) {
   for (Op* one : {&forward_op, &forward_out_op, &backward_op}) {
     // Never freed: other threads may be reading the schema.
     if (std::strcmp(op, one->name) == 0) one->schema.store(new LiveSchema(schema), std::memory_order_release);

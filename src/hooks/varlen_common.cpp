@@ -28,13 +28,13 @@ Strided turned(const Shape& x, int64_t dims) {
 }
 
 // Return a view with heads before rows.
-Owned heads_first(AtenTensorHandle x) {
+TensorHandle heads_first(AtenTensorHandle x) {
   const Strided seen = turned(shape_of(x), dims_of(x));
   return view(x, 4, seen.size, seen.stride);
 }
 
 // Return the inverse view of `heads_first()`, in the layout of torch.empty_like(operand) if sizes are equal.
-Owned rows_first(Owned x, AtenTensorHandle operand) {
+TensorHandle rows_first(TensorHandle x, AtenTensorHandle operand) {
   const int64_t dims = dims_of(operand), skipped = 4 - dims;
   const Strided seen = turned(shape_of(x.get()), 4);
   const int64_t *size = seen.size + skipped, *stride = seen.stride + skipped;
@@ -44,11 +44,11 @@ Owned rows_first(Owned x, AtenTensorHandle operand) {
   if (std::equal(size, size + dims, like.size)) dense_strides(like.size, like.stride, static_cast<int>(dims), wanted);
   bool same = true;
   for (int64_t i = 0; i < dims; ++i) same &= size[i] == 1 || stride[i] == wanted[i];
-  Owned found = view(x.get(), static_cast<int>(dims), size, same ? wanted : stride);
+  TensorHandle found = view(x.get(), static_cast<int>(dims), size, same ? wanted : stride);
   return same ? std::move(found) : new_like(x.get(), static_cast<int>(dims), size, wanted, found.get());
 }
 
-AtenTensorHandle operand(const Boxed& given, Arg arg) {
+AtenTensorHandle operand(const BoxedArgs& given, Arg arg) {
   const AtenTensorHandle found = given.tensor(arg);
   if (found == nullptr)
     throw std::runtime_error(
@@ -63,7 +63,7 @@ const void* address(AtenTensorHandle tensor) {
 }
 
 // Return true if a query row may have no visible key.
-bool may_see_nothing(const ForwardCall& call, const Problem& p) {
+bool may_see_nothing(const ForwardCall& call, const CallFacts& p) {
   if (call.cu_q == nullptr) return p.Sq > p.Sk;
   return call.used_k != nullptr || address(call.cu_q) != address(call.cu_k);
 }
@@ -82,7 +82,7 @@ void positive_infinities(AtenTensorHandle lse) {
 }
 
 // Return a forward's LSE, (H, T) or (B, H, S), as a packed (B, H, S) tensor.
-Owned rows_of(AtenTensorHandle lse, const Problem& p) {
+TensorHandle rows_of(AtenTensorHandle lse, const CallFacts& p) {
   const int64_t size[3] = {p.B, p.Hq, p.Sq}, stride[3] = {p.Hq * p.Sq, p.Sq, 1};
   const int64_t dims = dims_of(lse), skipped = 3 - dims;
   const Shape have = shape_of(lse);
@@ -90,15 +90,16 @@ Owned rows_of(AtenTensorHandle lse, const Problem& p) {
     throw std::runtime_error(
         "torch_flashplug: the logsumexp must have the shape (B, Hq, Sq) or (Hq, Sq) of the query.");
   const bool on_end = std::equal(have.stride, have.stride + dims, stride + skipped);
-  const Owned packed =
-      on_end ? Owned::share(lse) : new_like(lse, static_cast<int>(dims), size + skipped, stride + skipped, lse);
+  const TensorHandle packed =
+      on_end ? TensorHandle::share(lse) : new_like(lse, static_cast<int>(dims), size + skipped, stride + skipped, lse);
   return view(packed.get(), 3, size, stride);
 }
 
 // Return a new dropout state at a storage offset.
-Owned new_state(const TensorClass& query, int64_t mark) {
+TensorHandle new_state(const TensorClass& query, int64_t mark) {
   const int64_t size = mark + kState, one = 1;
-  const Owned storage = empty_strided(1, &size, &one, aoti_torch_dtype_uint64(), query.device_type, query.device_index);
+  const TensorHandle storage =
+      empty_strided(1, &size, &one, aoti_torch_dtype_uint64(), query.device_type, query.device_index);
   return view(storage.get(), 1, &kState, &one, mark);
 }
 
@@ -125,7 +126,7 @@ Window bottom_right(std::optional<int64_t> left, std::optional<int64_t> right, b
   return {bound(left), is_causal ? 0 : bound(right), true};
 }
 
-DoorCall::DoorCall(const Boxed& given, Window window, AtenTensorHandle into)
+HookedCall::HookedCall(const BoxedArgs& given, Window window, AtenTensorHandle into)
     : q(heads_first(operand(given, Arg::kQuery))),
       k(heads_first(operand(given, Arg::kKey))),
       v(heads_first(operand(given, Arg::kValue))) {
@@ -141,7 +142,7 @@ DoorCall::DoorCall(const Boxed& given, Window window, AtenTensorHandle into)
   if (is_writable(this->into.get(), call.q, call.v)) call.out = this->into.get();
 }
 
-bool kernels_take(const Boxed& given, int64_t dims) {
+bool kernels_take(const BoxedArgs& given, int64_t dims) {
   if (given.tensor(Arg::kPages) != nullptr || given.tensor(Arg::kAlibi) != nullptr) return false;
   if (given.integer(Arg::kSplits).value_or(1) != 1) return false;
   for (const Arg arg : {Arg::kQuery, Arg::kKey, Arg::kValue}) {
@@ -162,7 +163,7 @@ int compute_capability(AtenTensorHandle query) {
   return device_facts(index).cc;
 }
 
-bool by_kernels(const char* where, const DoorCall& door, ForwardResult* result) {
+bool by_kernels(const char* where, const HookedCall& door, ForwardResult* result) {
   const ForwardCall& call = door.call;
   const auto attended = [&](Mode by) {
     const Facts facts = read_facts(call);
@@ -180,11 +181,11 @@ bool by_kernels(const char* where, const DoorCall& door, ForwardResult* result) 
   }
 }
 
-FlashResult as_stocks(ForwardResult result, const DoorCall& door, AtenTensorHandle query) {
+FlashResult to_stock_layout(ForwardResult result, const HookedCall& door, AtenTensorHandle query) {
   const ForwardCall& call = door.call;
   TensorClass facts;
   read_class(query, &facts);
-  Problem p;
+  CallFacts p;
   const Shape shape[kNumOperands] = {shape_of(call.q), shape_of(call.k), shape_of(call.v)};
   fill_shapes(shape, &p);
   FlashResult left;
@@ -210,12 +211,13 @@ bool is_ours(AtenTensorHandle rng) {
   return rng != nullptr && aoti_torch_get_storage_offset(rng, &offset) == 0 && offset == kMark;
 }
 
-bool gradients_by_kernels(const Boxed& given, Window window, Owned grads[3], AtenTensorHandle lse) {
-  const DoorCall door(given, window);
-  const Owned grad_out = heads_first(operand(given, Arg::kGradOut)), out = heads_first(operand(given, Arg::kOut));
+bool gradients_by_kernels(const BoxedArgs& given, Window window, TensorHandle grads[3], AtenTensorHandle lse) {
+  const HookedCall door(given, window);
+  const TensorHandle grad_out = heads_first(operand(given, Arg::kGradOut)),
+                     out = heads_first(operand(given, Arg::kOut));
   const Facts facts = read_facts(door.call);
   check_lengths(door.call, facts);
-  const Owned rows = rows_of(lse != nullptr ? lse : operand(given, Arg::kLse), facts.problem);
+  const TensorHandle rows = rows_of(lse != nullptr ? lse : operand(given, Arg::kLse), facts.problem);
   const BackwardCall call{grad_out.get(),           door.call, out.get(), rows.get(), nullptr, nullptr,
                           {true, true, true, false}};
   BackwardResult result;

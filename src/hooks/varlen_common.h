@@ -9,34 +9,34 @@
 namespace flashplug {
 
 // The call of an overridden op. The operands are viewed with heads before rows.
-struct DoorCall {
+struct HookedCall {
   // `into`: output tensor, or null.
-  DoorCall(const Boxed& given, Window window, AtenTensorHandle into = nullptr);
-  Owned q, k, v, into;
+  HookedCall(const BoxedArgs& given, Window window, AtenTensorHandle into = nullptr);
+  TensorHandle q, k, v, into;
   ForwardCall call;
 };
 
 // Return true if plugin kernels take the arguments, regardless of speed: 16 bits, aligned head dims, no pages, no
 // requested splits. `dims` is 3 for packed sequences, 4 for a batch.
-bool kernels_take(const Boxed& given, int64_t dims);
+bool kernels_take(const BoxedArgs& given, int64_t dims);
 int64_t dims_of(AtenTensorHandle tensor);
 int compute_capability(AtenTensorHandle query);
 
 // Run a plugin kernel. Returns false if stock is to go on. A forced backend raises the obstacle.
-bool by_kernels(const char* where, const DoorCall& door, ForwardResult* result);
+bool by_kernels(const char* where, const HookedCall& door, ForwardResult* result);
 
 // Results of stock's flash attention.
 struct FlashResult {
-  Owned out, lse, rng;
+  TensorHandle out, lse, rng;
 };
-FlashResult as_stocks(ForwardResult result, const DoorCall& door, AtenTensorHandle query);
+FlashResult to_stock_layout(ForwardResult result, const HookedCall& door, AtenTensorHandle query);
 void write_to(AtenTensorHandle out, AtenTensorHandle found);  // copies unless `found` is already in `out`
 // Return true if the plugin's forward made the dropout state, so that the plugin's backward must follow.
 bool is_ours(AtenTensorHandle rng);
 
 // Compute gradients of query, key and value by plugin kernels, in the layout of torch.empty_like of each operand.
 // Returns false without kernels. `lse`: an LSE of the query's rows alone, if the op's own LSE has more rows.
-bool gradients_by_kernels(const Boxed& given, Window window, Owned grads[3], AtenTensorHandle lse = nullptr);
+bool gradients_by_kernels(const BoxedArgs& given, Window window, TensorHandle grads[3], AtenTensorHandle lse = nullptr);
 
 // Return a bottom-right window. A bound of -1 means: all keys on that side are visible.
 Window bottom_right(std::optional<int64_t> left, std::optional<int64_t> right, bool is_causal);
@@ -44,10 +44,10 @@ Window bottom_right(std::optional<int64_t> left, std::optional<int64_t> right, b
 // ---- varlen.cpp ----
 
 // Register kernels at a dispatch key; possible before the import of torch's module, too.
-void open_varlen(const char* dispatch_key);
-void close_varlen();
+void register_varlen_ops(const char* dispatch_key);
+void unregister_varlen_ops();
 // sets the schema of the running torch, after the import of the module
-void know_varlen(const char* op, const char* schema);
+void set_varlen_schema(const char* op, const char* schema);
 void know_varlen_rule(int number);  // sets the `VarlenRule` (varlen_decision.h) of the running torch
 int varlen_rule();
 // Callback into Python: makes schemas and rule known, and makes stock's bodies callable as torch_flashplug::_stock<op>.
@@ -62,7 +62,7 @@ bool know_flash(const char* schema);
 // called underneath.
 void open_flash(const char* dispatch_key);
 void close_flash();
-void prefer_flash(bool on);  // serves decode shapes as well
+void enable_flash_op_decode(bool on);  // serves decode shapes as well
 
 // ---- efficient_attention_op.cpp ----
 

@@ -27,7 +27,7 @@ void* mutable_data(AtenTensorHandle tensor) {
   return data;
 }
 
-Arguments::Arguments(const KernelRow& row, const Problem& p, int device_index)
+Arguments::Arguments(const KernelRow& row, const CallFacts& p, int device_index)
     : signature_(tables().signatures[row.kind]), row_(row), device_index_(device_index), unsaid_(signature_.always) {
   for (int64_t features : signature_.brought) unsaid_ += takes_argument(row, features);
   for (int i = 0; i < signature_.count; ++i) packed_[i] = typed(kTVMFFINone);

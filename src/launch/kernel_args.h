@@ -14,7 +14,7 @@ namespace flashplug {
 // from the kernel stays None. The object holds pointers into itself and into the sizes of tensors.
 class Arguments {
  public:
-  Arguments(const KernelRow& row, const Problem& p, int device_index);
+  Arguments(const KernelRow& row, const CallFacts& p, int device_index);
   Arguments(const Arguments&) = delete;
   Arguments& operator=(const Arguments&) = delete;
 

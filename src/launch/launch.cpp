@@ -74,7 +74,7 @@ void run_on(Kernel& kernel, const Arguments& arguments) {
 }
 
 // Pack the counter and the number of CTAs for a persistent kernel, whose CTAs fetch tile numbers.
-void give_ctas(Arguments& arguments, void* stream, bool none = false) {
+void pack_num_ctas(Arguments& arguments, void* stream, bool none = false) {
   if (!arguments.takes("counter")) return;
   const int device_index = arguments.device_index();
   arguments.one_number("counter", launch_counter(device_index, stream));
@@ -87,7 +87,7 @@ void launch(Kernel& kernel, Arguments& arguments, bool loads) {
   const int device_index = arguments.device_index();
   OnDevice on_device(device_index);
   void* stream = current_cuda_stream(device_index);
-  give_ctas(arguments, stream);
+  pack_num_ctas(arguments, stream);
   arguments.stream(stream);
   std::optional<RelaxedCapture> relaxed;
   if (loads) relaxed.emplace();
@@ -99,7 +99,7 @@ void launch_what_is_ahead(Kernel& kernel, Arguments& arguments) {
   const int device_index = arguments.device_index();
   OnDevice on_device(device_index);
   void* stream = current_cuda_stream(device_index);
-  give_ctas(arguments, stream, true);
+  pack_num_ctas(arguments, stream, true);
   arguments.stream(stream);
   RelaxedCapture relaxed;
   run(kernel, arguments);

@@ -26,7 +26,8 @@ bool is_read_where_it_lies(AtenTensorHandle bias, const int64_t stride[4], int64
 }
 
 // Return a bias in a layout that the kernel reads: a view, or a copy.
-Owned as_kernels_read(const ForwardCall& call, const Problem& p, const TensorClass& query, const KernelRow& row) {
+TensorHandle as_kernels_read(const ForwardCall& call, const CallFacts& p, const TensorClass& query,
+                             const KernelRow& row) {
   const AtenTensorHandle bias = call.mask;
   const int64_t unit = kUnitBytes / element_bytes(bias);
   int64_t size[4], stride[4];
@@ -42,7 +43,7 @@ Owned as_kernels_read(const ForwardCall& call, const Problem& p, const TensorCla
   const int64_t whole[4] = {p.B, p.Hq, repeats ? row.group_rows : p.Sq, p.Sk};
   if (!repeats && is_read_where_it_lies(bias, stride, unit, hopper && !shared)) return view(bias, 4, whole, stride);
   for (int i = 0; i < 3; ++i) size[i] = stride[i] == 0 && !(repeats && i == 2) ? 1 : whole[i];
-  const Owned copy = copy_of_padded_rows(bias, 4, size, stride, unit);
+  const TensorHandle copy = copy_of_padded_rows(bias, 4, size, stride, unit);
   int64_t repeated[4];
   for (int i = 0; i < 4; ++i) repeated[i] = size[i] == 1 && i < 3 ? 0 : shape_of(copy.get()).stride[i];
   return view(copy.get(), 4, whole, repeated);
@@ -66,7 +67,7 @@ Gradient gradient_like(AtenTensorHandle bias) {
 
 }  // namespace
 
-Owned new_bias_gradient(AtenTensorHandle bias) {
+TensorHandle new_bias_gradient(AtenTensorHandle bias) {
   const Gradient like = gradient_like(bias);
   int64_t stride[4];
   pack_strides(like.size, stride);
@@ -74,17 +75,17 @@ Owned new_bias_gradient(AtenTensorHandle bias) {
   return new_like(bias, 4, like.size, stride, nullptr);
 }
 
-Planes planes_of(AtenTensorHandle gradient) {
+BiasGradientPlanes planes_of(AtenTensorHandle gradient) {
   const Shape shape = shape_of(gradient);
-  return Planes{shape.size[0], shape.size[1], shape.size[2], shape.size[3]};
+  return BiasGradientPlanes{shape.size[0], shape.size[1], shape.size[2], shape.size[3]};
 }
 
-Planes gradient_planes(AtenTensorHandle gradient, const Problem& p, const KernelRow& row, int sm_count) {
+BiasGradientPlanes gradient_planes(AtenTensorHandle gradient, const CallFacts& p, const KernelRow& row, int sm_count) {
   const Shape like = shape_of(gradient);
   const auto blocks = [](int64_t wide, int64_t length, int64_t tile) { return wide > 1 ? ceil_div(length, tile) : 1; };
   const int64_t tiles =
       like.size[0] * like.size[1] * blocks(like.size[2], p.Sq, row.tile_m) * blocks(like.size[3], p.Sk, row.tile_n);
-  Planes planes = planes_of(gradient);
+  BiasGradientPlanes planes = planes_of(gradient);
   // with so many planes for each plane of the gradient, all SMs are busy
   int64_t wanted = std::max(sm_count, 1) / tiles;
   const auto share = [&wanted](int64_t* number, int64_t all) {
@@ -99,7 +100,7 @@ Planes gradient_planes(AtenTensorHandle gradient, const Problem& p, const Kernel
 }
 
 // Rows begin at units of 16 bytes, because the kernel stores vectors there.
-Owned new_bias_planes(AtenTensorHandle gradient, const Planes& planes) {
+TensorHandle new_bias_planes(AtenTensorHandle gradient, const BiasGradientPlanes& planes) {
   const int64_t unit = kUnitBytes / element_bytes(gradient), pitch = ceil_div(planes.keys, unit) * unit;
   const int64_t padded[4] = {planes.batches, planes.heads, planes.rows, pitch};
   int64_t stride[4];
@@ -108,7 +109,7 @@ Owned new_bias_planes(AtenTensorHandle gradient, const Planes& planes) {
   return view(new_like(gradient, 4, padded, stride, nullptr).get(), 4, size, stride);
 }
 
-void sum_bias_planes(Owned planes, AtenTensorHandle gradient) {
+void sum_bias_planes(TensorHandle planes, AtenTensorHandle gradient) {
   const Shape from = shape_of(planes.get()), to = shape_of(gradient);
   std::vector<int64_t> dims;
   for (int64_t dim : {0, 1}) {
@@ -124,17 +125,17 @@ void sum_bias_planes(Owned planes, AtenTensorHandle gradient) {
   op.result(0);  // frees the second reference to the gradient
 }
 
-Owned laid_out_as_bias(Owned gradient, AtenTensorHandle bias) {
+TensorHandle laid_out_as_bias(TensorHandle gradient, AtenTensorHandle bias) {
   const Gradient like = gradient_like(bias);
-  const Owned laid_out = under_strides(gradient.get(), like.stride);
+  const TensorHandle laid_out = under_strides(gradient.get(), like.stride);
   return view(laid_out.get(), static_cast<int>(4 - like.missing), like.size + like.missing, like.stride + like.missing);
 }
 
-Owned give_bias(const ForwardCall& call, const Problem& p, const TensorClass& query, const KernelRow& row,
-                Arguments* arguments) {
+TensorHandle pack_bias_args(const ForwardCall& call, const CallFacts& p, const TensorClass& query, const KernelRow& row,
+                            Arguments* arguments) {
   const bool wide = arguments->takes("bias32");
   if (!wide && !arguments->takes("bias")) return {};
-  Owned bias = as_kernels_read(call, p, query, row);
+  TensorHandle bias = as_kernels_read(call, p, query, row);
   if (wide)
     arguments->tensor("bias32", bias.get());
   else

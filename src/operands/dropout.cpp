@@ -8,7 +8,7 @@
 
 namespace flashplug {
 
-Drawn draw(const TensorClass& query) {
+DropoutSeed draw(const TensorClass& query) {
   const auto number = [&query] {
     return empty_strided(0, nullptr, nullptr, aoti_torch_dtype_int64(), query.device_type, query.device_index);
   };
@@ -16,17 +16,17 @@ Drawn draw(const TensorClass& query) {
   random[kRandom["self"]] = box::from_tensor(number());
   random[kRandom["generator"]] = box::from(std::nullopt);
   random.run();
-  Drawn drawn{random.result(0), number()};
+  DropoutSeed drawn{random.result(0), number()};
   // each call has a seed of its own, so the offset is 0
   check_shim(aoti_torch_aten_fill__Scalar(drawn.offset.get(), 0.0), "fill_");
   return drawn;
 }
 
-Owned give_seed(AtenTensorHandle seed, const TensorClass& query, Arguments* arguments) {
+TensorHandle pack_dropout_args(AtenTensorHandle seed, const TensorClass& query, Arguments* arguments) {
   if (!arguments->takes("seed")) return {};
   int64_t numbers = 0;
   int32_t dtype = -1, device_type = -1, device_index = -1;
-  const bool read = is_there(seed) && aoti_torch_get_numel(seed, &numbers) == 0 &&
+  const bool read = is_defined(seed) && aoti_torch_get_numel(seed, &numbers) == 0 &&
                     aoti_torch_get_dtype(seed, &dtype) == 0 && aoti_torch_get_device_type(seed, &device_type) == 0 &&
                     aoti_torch_get_device_index(seed, &device_index) == 0;
   const bool beside = device_type == query.device_type && device_index == query.device_index;
@@ -34,7 +34,7 @@ Owned give_seed(AtenTensorHandle seed, const TensorClass& query, Arguments* argu
     throw std::runtime_error(
         "torch_flashplug: seed must be a single int64 on the device of query. Pass the seed of the forward.");
   constexpr int64_t one = 1;
-  Owned given = view(seed, 1, &one, &one);
+  TensorHandle given = view(seed, 1, &one, &one);
   arguments->tensor("seed", given.get());
   return given;
 }

@@ -28,12 +28,12 @@ constexpr int64_t kBlock = 128;  // rows and columns of a block of the block-spa
 void*& pointer_in(AtenTensorHandle tensor) { return *reinterpret_cast<void**>(tensor); }
 
 // A replaced mask. Never destroyed: at the end of a thread or of the process, libtorch may be gone.
-struct Kept {
+struct ReplacedMask {
   AtenTensorHandle mask = nullptr;
   AtenTensorHandle place = nullptr;  // the caller's tensor
   void* left = nullptr;              // pointer of the replacement
 };
-thread_local Kept kept;
+thread_local ReplacedMask kept;
 
 // Return true for an address on the thread's own stack. Torch passes arguments from frame to frame. A tensor elsewhere
 // may be read by different threads meanwhile.
@@ -52,7 +52,7 @@ bool on_this_stack(const void* address) {
 }
 
 // Return the number of mask rows that kernels read: the rows of a single block if all rows are the same.
-int64_t rows_of(const Problem& p, const int64_t stride[4]) { return stride[2] == 0 ? std::min(p.Sq, kBlock) : p.Sq; }
+int64_t rows_of(const CallFacts& p, const int64_t stride[4]) { return stride[2] == 0 ? std::min(p.Sq, kBlock) : p.Sq; }
 
 bool has_mask_dims(AtenTensorHandle mask) {
   int64_t dims = 0;
@@ -69,29 +69,29 @@ bool dense(AtenTensorHandle mask) {
   return aoti_torch_get_layout(mask, &layout) == 0 && layout == aoti_torch_layout_strided() && !is_kept(mask);
 }
 
-bool broadcasts(AtenTensorHandle mask, const Problem& p) {
+bool broadcasts(AtenTensorHandle mask, const CallFacts& p) {
   int64_t size[4], stride[4];
   return spread(mask, p, size, stride) && ((p.needs & kMask) == 0 || can_be_digested(mask, p));
 }
 
-Owned new_digest(const int64_t size[4], int64_t numbers, const TensorClass& query) {
+TensorHandle new_digest(const int64_t size[4], int64_t numbers, const TensorClass& query) {
   const int64_t sizes[3] = {size[0], size[1], numbers}, strides[3] = {size[1] * numbers, numbers, 1};
   return empty_strided(3, sizes, strides, aoti_torch_dtype_int32(), query.device_type, query.device_index);
 }
 
 // Return a copy of the mask's bytes, without repeats of broadcast dims.
-Owned copy_of(AtenTensorHandle mask, const int64_t size[4], const int64_t stride[4], const TensorClass& query) {
+TensorHandle copy_of(AtenTensorHandle mask, const int64_t size[4], const int64_t stride[4], const TensorClass& query) {
   int64_t once[4], packed[4];
   for (int i = 0; i < 4; ++i) once[i] = stride[i] == 0 ? 1 : size[i];
   pack_strides(once, packed);
-  Owned copy = empty_strided(4, once, packed, aoti_torch_dtype_uint8(), query.device_type, query.device_index);
+  TensorHandle copy = empty_strided(4, once, packed, aoti_torch_dtype_uint8(), query.device_type, query.device_index);
   copy_into(copy.get(), view(mask, 4, once, stride).get());
   return copy;
 }
 
 // Return mask metadata kept by an earlier plugin forward: of all rows, or of a block that stands for all rows. The
 // metadata may also be block-sparse lists of the call; without gradients, such lists hold only the forward's part.
-Masked digested_before(AtenTensorHandle digest, const Problem& p, bool gradients) {
+MaskArgs digested_before(AtenTensorHandle digest, const CallFacts& p, bool gradients) {
   const Shape shape = shape_of(digest);
   int64_t dims = 0, rows = std::min(p.Sq, kBlock);
   if (aoti_torch_get_dim(digest, &dims) != 0 || dims != 3) rows = -1;
@@ -104,26 +104,26 @@ Masked digested_before(AtenTensorHandle digest, const Problem& p, bool gradients
     throw std::runtime_error(
         "torch_flashplug: attn_bias must be the mask kept by a forward if the dtype is int32, but the shape differs.");
   const int64_t size[4] = {0, 0, rows, 0}, stride[4] = {};
-  return {view(digest, 4, size, stride), Owned::share(digest)};
+  return {view(digest, 4, size, stride), TensorHandle::share(digest)};
 }
 
 // Return the mask arguments of a kernel. `digest`: whether the kernel takes metadata.
-Masked masked(const ForwardCall& call, const Problem& p, const TensorClass& query, bool digest, bool gradients) {
+MaskArgs masked(const ForwardCall& call, const CallFacts& p, const TensorClass& query, bool digest, bool gradients) {
   if (is_digest(call.mask)) return digested_before(call.mask, p, gradients);
   int64_t size[4], stride[4];
   if (!beside(call.mask, query)) throw std::runtime_error("torch_flashplug: attn_mask must be on the device of query.");
   if (!spread(call.mask, p, size, stride))
     throw std::runtime_error("torch_flashplug: attn_mask must have 2 to 4 dims that broadcast to (B, Hq, Sq, Sk).");
-  if (!digest) return {view(call.mask, 4, size, stride), Owned()};
+  if (!digest) return {view(call.mask, 4, size, stride), TensorHandle()};
   size[2] = rows_of(p, stride);
-  Owned room = call.digest != nullptr ? Owned::share(call.digest)
-                                      : new_digest(size, digest_numbers(size[2], p.Sq, p.Sk, gradients), query);
+  TensorHandle room = call.digest != nullptr ? TensorHandle::share(call.digest)
+                                             : new_digest(size, digest_numbers(size[2], p.Sq, p.Sk, gradients), query);
   return {view(call.mask, 4, size, stride), std::move(room)};
 }
 
 }  // namespace
 
-bool spread(AtenTensorHandle mask, const Problem& p, int64_t size[4], int64_t stride[4]) {
+bool spread(AtenTensorHandle mask, const CallFacts& p, int64_t size[4], int64_t stride[4]) {
   int64_t dims = 0;
   Shape shape;
   if (aoti_torch_get_dim(mask, &dims) != 0 || dims < 2 || dims > kMostMaskDims || !read_shape(mask, &shape))
@@ -144,7 +144,7 @@ bool beside(AtenTensorHandle mask, const TensorClass& query) {
          of_mask.device_index == query.device_index;
 }
 
-bool right_dtype(AtenTensorHandle mask, const Problem& p) {
+bool right_dtype(AtenTensorHandle mask, const CallFacts& p) {
   TensorClass of_mask;
   if ((p.needs & feature_bit("bias")) == 0) return true;  // bool, or fp32
   if (is_mask(mask) && !is_kept(mask)) return true;       // F.sdpa converts the mask to floats of the query's dtype
@@ -173,13 +173,13 @@ bool leave_kept(AtenTensorHandle mask, const Facts& facts) {
   try {
     int64_t size[4], stride[4];
     spread(mask, facts.problem, size, stride);
-    const Problem& p = facts.problem;
+    const CallFacts& p = facts.problem;
     // nobody keeps the metadata
     const int64_t numbers = p.grad ? digest_numbers(rows_of(p, stride), p.Sq, p.Sk, true) : 0;
     // Hooks of saved tensors get the replacement before the op fills the metadata, and may copy the replacement. So the
     // hooks get the mask's bytes.
-    Owned left = p.grad && torch_symbols().saved_hooks() ? copy_of(mask, size, stride, facts.operand[0])
-                                                         : new_digest(size, numbers, facts.operand[0]);
+    TensorHandle left = p.grad && torch_symbols().saved_hooks() ? copy_of(mask, size, stride, facts.operand[0])
+                                                                : new_digest(size, numbers, facts.operand[0]);
     if (torch_symbols().wrapped(left.get())) return false;  // inside a transform the op would get a different tensor
     std::swap(pointer_in(mask), pointer_in(left.get()));
     kept = {left.release(), mask, pointer_in(mask)};
@@ -190,13 +190,13 @@ bool leave_kept(AtenTensorHandle mask, const Facts& facts) {
 }
 
 void forget_mask() {
-  if (kept.mask != nullptr) Owned{std::exchange(kept.mask, nullptr)};
+  if (kept.mask != nullptr) TensorHandle{std::exchange(kept.mask, nullptr)};
 }
 
-Owned take_mask(AtenTensorHandle left) {
-  Owned there(std::exchange(kept.mask, nullptr));
+TensorHandle take_mask(AtenTensorHandle left) {
+  TensorHandle there(std::exchange(kept.mask, nullptr));
   if (there.get() == nullptr || pointer_in(left) != kept.left || pointer_in(kept.place) != kept.left) return {};
-  Owned mask = Owned::share(there.get());
+  TensorHandle mask = TensorHandle::share(there.get());
   std::swap(pointer_in(there.get()), pointer_in(kept.place));
   return mask;
 }
@@ -214,18 +214,18 @@ void refuse_kept(AtenTensorHandle mask) {
         (is_digest(mask) ? "int32" : "uint8") + ". Cast the mask.");
 }
 
-Masked give_mask(const ForwardCall& call, const Problem& p, const TensorClass& query, bool gradients,
-                 Arguments* arguments) {
+MaskArgs pack_mask_args(const ForwardCall& call, const CallFacts& p, const TensorClass& query, bool gradients,
+                        Arguments* arguments) {
   if (!arguments->takes("mask")) return {};
   const bool digest = arguments->takes("digest");
-  Masked given = masked(call, p, query, digest, gradients);
+  MaskArgs given = masked(call, p, query, digest, gradients);
   arguments->tensor("mask", given.mask.get());
   if (digest) arguments->tensor("digest", given.digest.get(), true);
   return given;
 }
 
-void digest_in_torch(const ForwardCall& call, const Problem& p, const TensorClass& query) {
-  const Masked given = masked(call, p, query, false, false);
+void digest_in_torch(const ForwardCall& call, const CallFacts& p, const TensorClass& query) {
+  const MaskArgs given = masked(call, p, query, false, false);
   OpCall op(kDigest);
   op[kDigest["mask"]] = box::from_borrowed(given.mask.get());
   op[kDigest["numbers"]] = box::from(shape_of(call.digest).size[2]);
@@ -242,7 +242,7 @@ int64_t digest_numbers(int64_t rows, int64_t Sq, int64_t Sk, bool gradients) {
   return gradients ? forward + 2 * (N + M * N) + of_columns * (of_rows + 1) * kWords + 2 * M * N : forward;
 }
 
-bool can_be_digested(AtenTensorHandle mask, const Problem& p) {
+bool can_be_digested(AtenTensorHandle mask, const CallFacts& p) {
   if (is_digest(mask)) return true;  // made by a plugin forward after the same check
   int64_t size[4], stride[4];
   if (!spread(mask, p, size, stride)) return true;  // refused where the mask is read

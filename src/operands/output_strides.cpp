@@ -6,9 +6,9 @@
 
 namespace flashplug {
 
-Owned empty_strided(int dims, const int64_t* size, const int64_t* stride, int32_t dtype, int32_t device_type,
-                    int32_t device_index) {
-  return Owned(new_strided(dims, size, stride, dtype, device_type, device_index));
+TensorHandle empty_strided(int dims, const int64_t* size, const int64_t* stride, int32_t dtype, int32_t device_type,
+                           int32_t device_index) {
+  return TensorHandle(new_strided(dims, size, stride, dtype, device_type, device_index));
 }
 
 Shape shape_of(AtenTensorHandle tensor) {
@@ -19,25 +19,26 @@ Shape shape_of(AtenTensorHandle tensor) {
   return shape;
 }
 
-Owned new_like(AtenTensorHandle like, int dims, const int64_t* size, const int64_t* stride, AtenTensorHandle from) {
+TensorHandle new_like(AtenTensorHandle like, int dims, const int64_t* size, const int64_t* stride,
+                      AtenTensorHandle from) {
   int32_t dtype = 0, device_type = 0, device_index = 0;
   check_shim(aoti_torch_get_dtype(like, &dtype), "get_dtype");
   check_shim(aoti_torch_get_device_type(like, &device_type), "get_device_type");
   check_shim(aoti_torch_get_device_index(like, &device_index), "get_device_index");
-  Owned out = empty_strided(dims, size, stride, dtype, device_type, device_index);
+  TensorHandle out = empty_strided(dims, size, stride, dtype, device_type, device_index);
   if (from != nullptr) copy_into(out.get(), from);
   return out;
 }
 
-Owned view(AtenTensorHandle tensor, int dims, const int64_t* size, const int64_t* stride, int64_t offset) {
+TensorHandle view(AtenTensorHandle tensor, int dims, const int64_t* size, const int64_t* stride, int64_t offset) {
   AtenTensorHandle handle = nullptr;
   check_shim(aoti_torch__reinterpret_tensor(tensor, dims, size, stride, offset, &handle), "_reinterpret_tensor");
-  return Owned(handle);
+  return TensorHandle(handle);
 }
 
-Owned under_strides(AtenTensorHandle tensor, const int64_t stride[4]) {
+TensorHandle under_strides(AtenTensorHandle tensor, const int64_t stride[4]) {
   const Shape have = shape_of(tensor);
-  if (std::memcmp(have.stride, stride, 4 * sizeof *stride) == 0) return Owned::share(tensor);
+  if (std::memcmp(have.stride, stride, 4 * sizeof *stride) == 0) return TensorHandle::share(tensor);
   bool same = true;
   for (int i = 0; i < 4; ++i) same &= have.size[i] == 1 || have.stride[i] == stride[i];
   return same ? view(tensor, 4, have.size, stride) : new_like(tensor, 4, have.size, stride, tensor);
@@ -55,43 +56,46 @@ Layout layout_in_memory(AtenTensorHandle tensor, const Shape& shape) {
   return layout_of(shape, reinterpret_cast<int64_t>(data), element_bytes(tensor));
 }
 
-Owned packed_copy(AtenTensorHandle tensor) {
+TensorHandle packed_copy(AtenTensorHandle tensor) {
   const Shape shape = shape_of(tensor);
   int64_t stride[4];
   pack_strides(shape.size, stride);
   return new_like(tensor, 4, shape.size, stride, tensor);
 }
 
-Owned copy_of_padded_rows(AtenTensorHandle tensor, int dims, const int64_t* size, const int64_t* stride, int64_t unit) {
+TensorHandle copy_of_padded_rows(AtenTensorHandle tensor, int dims, const int64_t* size, const int64_t* stride,
+                                 int64_t unit) {
   int64_t room[4] = {1, 1, 1, 1}, padded[4];
   std::copy_n(size, dims, room);
   room[dims - 1] = ceil_div(size[dims - 1], unit) * unit;
   pack_strides(room, padded);
-  Owned copy = view(new_like(tensor, dims, room, padded, nullptr).get(), dims, size, padded);
+  TensorHandle copy = view(new_like(tensor, dims, room, padded, nullptr).get(), dims, size, padded);
   copy_into(copy.get(), view(tensor, dims, size, stride).get());
   return copy;
 }
 
-Owned dense_copy(AtenTensorHandle tensor) {
+TensorHandle dense_copy(AtenTensorHandle tensor) {
   const Shape shape = shape_of(tensor);
   int64_t stride[4];
   dense_strides(shape.size, shape.stride, 4, stride);
   return stride[3] == 1 ? new_like(tensor, 4, shape.size, stride, tensor) : packed_copy(tensor);
 }
 
-bool is_readable(AtenTensorHandle tensor) { return whole_units(layout_in_memory(tensor, shape_of(tensor))); }
+bool is_readable(AtenTensorHandle tensor) { return is_16b_aligned(layout_in_memory(tensor, shape_of(tensor))); }
 
-Owned readable(AtenTensorHandle tensor) { return is_readable(tensor) ? Owned::share(tensor) : dense_copy(tensor); }
+TensorHandle readable(AtenTensorHandle tensor) {
+  return is_readable(tensor) ? TensorHandle::share(tensor) : dense_copy(tensor);
+}
 
 namespace {
 
 // Copy a 4-d tensor once, without repeats of broadcast dims, and view the copy with the original sizes. Dims of stride
 // 0 keep stride 0, except the last dim.
-Owned copied_once(AtenTensorHandle tensor) {
+TensorHandle copied_once(AtenTensorHandle tensor) {
   const Shape shape = shape_of(tensor);
   int64_t size[4], stride[4];
   for (int i = 0; i < 4; ++i) size[i] = i < 3 && shape.stride[i] == 0 ? 1 : shape.size[i];
-  const Owned copy = dense_copy(view(tensor, 4, size, shape.stride).get());
+  const TensorHandle copy = dense_copy(view(tensor, 4, size, shape.stride).get());
   const int64_t* const made = shape_of(copy.get()).stride;
   for (int i = 0; i < 4; ++i) stride[i] = size[i] < shape.size[i] ? 0 : made[i];
   return view(copy.get(), 4, shape.size, stride);
@@ -99,8 +103,8 @@ Owned copied_once(AtenTensorHandle tensor) {
 
 }  // namespace
 
-ReadCall as_kernels_read(const ForwardCall& call, const Problem& p) {
-  ReadCall read{call, {}};
+ReadableCall as_kernels_read(const ForwardCall& call, const CallFacts& p) {
+  ReadableCall read{call, {}};
   if (!copies_operands(p, tables())) return read;
   AtenTensorHandle* operands[kNumOperands] = {&read.call.q, &read.call.k, &read.call.v};
   for (int i = 0; i < kNumOperands; ++i) {
@@ -111,7 +115,7 @@ ReadCall as_kernels_read(const ForwardCall& call, const Problem& p) {
   return read;
 }
 
-Owned aligned_ones(Owned tensor) {
+TensorHandle aligned_ones(TensorHandle tensor) {
   constexpr int64_t kWholeElements = 8;  // units of 16 bytes for every dtype of two bytes or more
   const Shape shape = shape_of(tensor.get());
   int64_t stride[4];
@@ -190,14 +194,14 @@ void pack_strides(const int64_t size[4], int64_t stride[4]) {
 }
 
 // Compiled graphs rely on the output's layout, too.
-Owned in_output_layout(Owned out, AtenTensorHandle query) {
+TensorHandle in_output_layout(TensorHandle out, AtenTensorHandle query) {
   const Shape have = shape_of(out.get());
   int64_t want[4];
   output_strides(shape_of(query), have.size, want);
   return under_strides(out.get(), want);
 }
 
-Owned sum_of_heads(Owned grad, AtenTensorHandle operand) {
+TensorHandle sum_of_heads(TensorHandle grad, AtenTensorHandle operand) {
   const Shape like = shape_of(operand), given = shape_of(grad.get());
   if (given.size[1] == like.size[1]) return grad;
   const int64_t apart = given.size[1] / like.size[1];
@@ -206,7 +210,7 @@ Owned sum_of_heads(Owned grad, AtenTensorHandle operand) {
                              given.stride[3]};
   int64_t want[4];
   dense_strides(like.size, like.stride, 4, want);
-  Owned sum = new_like(operand, 4, like.size, want, nullptr);
+  TensorHandle sum = new_like(operand, 4, like.size, want, nullptr);
   OpCall op(kSum);
   op[kSum["self"]] = box::from_tensor(view(grad.get(), 5, size, stride));
   op[kSum["dim"]] = box::from(std::optional<std::vector<int64_t>>(std::vector<int64_t>{2}));
@@ -218,7 +222,7 @@ Owned sum_of_heads(Owned grad, AtenTensorHandle operand) {
   return sum;
 }
 
-Owned laid_out_like(Owned grad, AtenTensorHandle operand) {
+TensorHandle laid_out_like(TensorHandle grad, AtenTensorHandle operand) {
   const Shape like = shape_of(operand);
   int64_t want[4];
   dense_strides(like.size, like.stride, 4, want);

@@ -12,7 +12,7 @@ constexpr int64_t kAligned = 128,
 int64_t rounded(int64_t bytes, int64_t unit) { return ceil_div(bytes, unit) * unit; }
 
 // Return the size of the workspace, buffer by buffer in the order of kernels/features/quantized_qkv.py.
-int64_t scratch8_bytes(const Problem& p, const KernelRow& row) {
+int64_t scratch8_bytes(const CallFacts& p, const KernelRow& row) {
   const int64_t queries = p.B * p.Hq * p.Sq, kv_heads = p.B * p.Hkv, fp32 = 4;
   int64_t bytes = 0;
   const auto take = [&bytes](int64_t more) { bytes += rounded(more, kAligned); };
@@ -29,11 +29,12 @@ int64_t scratch8_bytes(const Problem& p, const KernelRow& row) {
 
 }  // namespace
 
-Owned give_scratch8(const Problem& p, const TensorClass& query, const KernelRow& row, Arguments* arguments) {
+TensorHandle pack_quant_workspace(const CallFacts& p, const TensorClass& query, const KernelRow& row,
+                                  Arguments* arguments) {
   if (!arguments->takes("scratch8")) return {};
   static const int32_t int32 = aoti_torch_dtype_int32();
   const int64_t words = scratch8_bytes(p, row) / 4, one = 1;
-  Owned scratch = empty_strided(1, &words, &one, int32, query.device_type, query.device_index);
+  TensorHandle scratch = empty_strided(1, &words, &one, int32, query.device_type, query.device_index);
   arguments->tensor("scratch8", scratch.get(), true);
   return scratch;
 }

@@ -23,14 +23,14 @@ void times_sign(AtenTensorHandle tensor, Scale scale) {
 
 }  // namespace
 
-SignedScale with_positive_scale(const ForwardCall& call, const Problem& p) {
+SignedScale with_positive_scale(const ForwardCall& call, const CallFacts& p) {
   const double scale = call.scale.has_value() ? *call.scale : 1.0 / std::sqrt(static_cast<double>(p.D));
-  if (p.scale == Scale::kPositive) return {Owned::share(call.q), scale};
-  Owned q = packed_copy(call.q);
+  if (p.scale == Scale::kPositive) return {TensorHandle::share(call.q), scale};
+  TensorHandle q = packed_copy(call.q);
   times_sign(q.get(), p.scale);
   return {std::move(q), p.scale == Scale::kZero ? 1.0 : std::abs(scale)};
 }
 
-void give_sign(AtenTensorHandle grad_q, const Problem& p) { times_sign(grad_q, p.scale); }
+void pack_scale_sign(AtenTensorHandle grad_q, const CallFacts& p) { times_sign(grad_q, p.scale); }
 
 }  // namespace flashplug

@@ -15,18 +15,18 @@ constexpr int64_t kSector = 8;  // in 32-bit numbers
 // Return the capacity of the lists, for any kernel. A list has entries for blocks of the smallest size, an extra block
 // for each sequence, and for the rows before the first and after the last sequence. An entry takes a sector, and so
 // does a list's head.
-int64_t numbers_of(const Problem& p) {
+int64_t numbers_of(const CallFacts& p) {
   constexpr int64_t most_lists = 3, least = 64;
   const int64_t room = std::max(p.Sq, p.Sk) / least + p.sequences + 2;
   return most_lists * kSector * (room + 1);
 }
 
-Owned new_lists(int64_t kernels, const Problem& p, const TensorClass& query) {
+TensorHandle new_lists(int64_t kernels, const CallFacts& p, const TensorClass& query) {
   const int64_t size[2] = {kernels, numbers_of(p)}, stride[2] = {size[1], 1};
   return empty_strided(2, size, stride, aoti_torch_dtype_int32(), query.device_type, query.device_index);
 }
 
-Owned of_kernel(AtenTensorHandle lists, int64_t nth, const Problem& p) {
+TensorHandle of_kernel(AtenTensorHandle lists, int64_t nth, const CallFacts& p) {
   const int64_t numbers = numbers_of(p), one = 1;
   return view(lists, 1, &numbers, &one, nth * numbers);
 }
@@ -37,22 +37,22 @@ constexpr int kRowBits = 12;
 constexpr int64_t kRows = int64_t{1} << kRowBits;
 
 // Return a hash of the facts behind the lists, in the bits above the row numbers.
-int64_t facts_key(const Problem& p) {
+int64_t facts_key(const CallFacts& p) {
   uint64_t hash = 0;
   for (int64_t fact : {p.Sq, p.Sk, p.sequences, p.left, p.right, p.bottom_right})
     hash = ((hash ^ static_cast<uint64_t>(fact)) * 0x9e3779b97f4a7c15u) ^ (hash >> 29);
   return static_cast<int64_t>(hash >> (2 * kRowBits + 2)) << 2 * kRowBits;
 }
 
-int64_t key_of(const Problem& p, int forward_row, int backward_row) {
+int64_t key_of(const CallFacts& p, int forward_row, int backward_row) {
   return facts_key(p) | (int64_t{forward_row} + 1) << kRowBits | (int64_t{backward_row} + 1);
 }
 
 // Return a plan's lists for the kernel of a row. Returns nothing for a backward kernel without lists in the plan. A
 // plan may be made without gradients, and kernel selection for the backward may have changed since. Throws if the plan
 // was made for a different call.
-Owned planned(const ForwardCall& call, const Problem& p, const KernelRow& row, const TensorClass& query) {
-  if (!is_there(call.lists)) return {};
+TensorHandle planned(const ForwardCall& call, const CallFacts& p, const KernelRow& row, const TensorClass& query) {
+  if (!is_defined(call.lists)) return {};
   const int64_t number = &row - tables().kernels.data() + 1;
   const bool backward = row.kind != kFwd;
   const int64_t key = call.plan_key, made_for = backward ? key & (kRows - 1) : key >> kRowBits & (kRows - 1);
@@ -70,53 +70,55 @@ Owned planned(const ForwardCall& call, const Problem& p, const KernelRow& row, c
 }
 
 // Return a tensor of a given size whose rows share the same memory, for a kernel without reads.
-Owned hollow(std::initializer_list<int64_t> size, int32_t dtype, const TensorClass& query) {
+TensorHandle hollow(std::initializer_list<int64_t> size, int32_t dtype, const TensorClass& query) {
   int64_t stride[kMostDims] = {};
   stride[size.size() - 1] = 1;
   return empty_strided(static_cast<int>(size.size()), size.begin(), stride, dtype, query.device_type,
                        query.device_index);
 }
 
-void give_starts(const ForwardCall& call, const Owned& used_k, const Owned& lists, Arguments* arguments) {
+void pack_start_args(const ForwardCall& call, const TensorHandle& used_k, const TensorHandle& lists,
+                     Arguments* arguments) {
   arguments->tensor("cu_q", call.cu_q);
   arguments->tensor("cu_k", call.cu_k);
   arguments->tensor("used_k", used_k.get());
   arguments->tensor("lists", lists.get(), true);
 }
 
-Owned used_or_all(const ForwardCall& call) {
+TensorHandle used_or_all(const ForwardCall& call) {
   constexpr int64_t none = 0, one = 1;
-  return is_there(call.used_k) ? Owned::share(call.used_k) : view(call.cu_k, 1, &none, &one);
+  return is_defined(call.used_k) ? TensorHandle::share(call.used_k) : view(call.cu_k, 1, &none, &one);
 }
 
 }  // namespace
 
-Lengths give_lengths(const ForwardCall& call, const Problem& p, const KernelRow& row, const TensorClass& query,
-                     Arguments* arguments) {
+Lengths pack_varlen_args(const ForwardCall& call, const CallFacts& p, const KernelRow& row, const TensorClass& query,
+                         Arguments* arguments) {
   if (!arguments->takes("lists")) return {};
   Lengths given;
   given.lists = planned(call, p, row, query);
   const bool made = given.lists.get() != nullptr;
   if (!made) given.lists = of_kernel(new_lists(1, p, query).get(), 0, p);
   // the size of cu_q tells the kernel that the lists exist
-  given.used_k = made ? Owned::share(call.cu_q) : used_or_all(call);
-  give_starts(call, given.used_k, given.lists, arguments);
+  given.used_k = made ? TensorHandle::share(call.cu_q) : used_or_all(call);
+  pack_start_args(call, given.used_k, given.lists, arguments);
   return given;
 }
 
 // Launch only the preprocessing of a kernel, which fills the lists of a plan. All operands have sizes, but share the
 // memory of their rows.
-void make_lists(Kernel& kernel, const KernelRow& row, const ForwardCall& call, const Problem& p,
-                const TensorClass& query, const Owned& lists) {
+void make_lists(Kernel& kernel, const KernelRow& row, const ForwardCall& call, const CallFacts& p,
+                const TensorClass& query, const TensorHandle& lists) {
   static const int32_t fp32 = aoti_torch_dtype_float32();
   int32_t dtype = -1;
   check_shim(aoti_torch_get_dtype(call.q, &dtype), "get_dtype");
   const auto of = [&](int64_t heads, int64_t rows, int64_t columns) {
     return hollow({p.B, heads, rows, columns}, dtype, query);
   };
-  const Owned q = of(p.Hq, p.Sq, p.D), k = of(p.Hkv, p.Sk, p.D), v = of(p.Hkv, p.Sk, p.Dv), o = of(p.Hq, p.Sq, p.Dv);
-  const Owned lse = hollow({p.B, p.Hq, p.Sq}, fp32, query), scratch = hollow({4}, fp32, query);
-  const Owned rows = hollow({p.B, p.Hq, 2, row.kind == kFwd ? 1 : scratch_rows(p, row)}, fp32, query);
+  const TensorHandle q = of(p.Hq, p.Sq, p.D), k = of(p.Hkv, p.Sk, p.D), v = of(p.Hkv, p.Sk, p.Dv),
+                     o = of(p.Hq, p.Sq, p.Dv);
+  const TensorHandle lse = hollow({p.B, p.Hq, p.Sq}, fp32, query), scratch = hollow({4}, fp32, query);
+  const TensorHandle rows = hollow({p.B, p.Hq, 2, row.kind == kFwd ? 1 : scratch_rows(p, row)}, fp32, query);
   Arguments arguments(row, p, query.device_index);
   arguments.tensor("q", q.get()), arguments.tensor("dq", q.get());
   arguments.tensor("k", k.get()), arguments.tensor("dk", k.get());
@@ -127,15 +129,15 @@ void make_lists(Kernel& kernel, const KernelRow& row, const ForwardCall& call, c
   arguments.tensor("scratch", scratch.get());
   arguments.integer("wanted", kWantAll);
   arguments.scale(1.0);
-  const Owned sinks = give_sinks(nullptr, lse.get(), &arguments);
-  const Owned gradient = give_lse_gradient(nullptr, lse.get(), p, &arguments);
-  const Owned used_k = used_or_all(call);
-  give_starts(call, used_k, lists, &arguments);
+  const TensorHandle sinks = pack_sink_args(nullptr, lse.get(), &arguments);
+  const TensorHandle gradient = pack_dlse(nullptr, lse.get(), p, &arguments);
+  const TensorHandle used_k = used_or_all(call);
+  pack_start_args(call, used_k, lists, &arguments);
   launch_what_is_ahead(kernel, arguments);
 }
 
 PlannedLists plan_lists(const ForwardCall& call, const Facts& facts, const Plan& plan, const BackwardPlan& backward) {
-  const Problem& p = facts.problem;
+  const CallFacts& p = facts.problem;
   const TensorClass& query = facts.operand[0];
   const auto takes_lists = [&](int row) { return row >= 0 && (tables().kernels[row].takes & kRagged) != 0; };
   int rows[2] = {plan.ours() ? plan.kernel_row : -1, backward.ours() ? backward.kernel_row : -1};

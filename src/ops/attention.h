@@ -25,8 +25,8 @@ struct ForwardCall : Attention {
 };
 
 struct ForwardResult {
-  Owned out, lse, seed, offset;  // seed and offset stay empty without dropout
-  bool in_place = false;         // true if `out` is the call's own tensor
+  TensorHandle out, lse, seed, offset;  // seed and offset stay empty without dropout
+  bool in_place = false;                // true if `out` is the call's own tensor
 };
 
 struct BackwardCall {
@@ -39,51 +39,54 @@ struct BackwardCall {
 };
 
 struct BackwardResult {
-  Owned grads[4];  // empty where not wanted
-  Owned delta;     // (B, Hq, Sq) fp32: rowsum(dO O) - dLSE; empty where not wanted
+  TensorHandle grads[4];  // empty where not wanted
+  TensorHandle delta;     // (B, Hq, Sq) fp32: rowsum(dO O) - dLSE; empty where not wanted
 };
 
-Owned empty_strided(int dims, const int64_t* size, const int64_t* stride, int32_t dtype, int32_t device_type,
-                    int32_t device_index);
+TensorHandle empty_strided(int dims, const int64_t* size, const int64_t* stride, int32_t dtype, int32_t device_type,
+                           int32_t device_index);
 Shape shape_of(AtenTensorHandle tensor);  // throws without a concrete shape
 // Return a new tensor with the given sizes and strides, and with the dtype and device of `like`. The tensor is a copy
 // of `from`, unless `from` is null.
-Owned new_like(AtenTensorHandle like, int dims, const int64_t* size, const int64_t* stride, AtenTensorHandle from);
+TensorHandle new_like(AtenTensorHandle like, int dims, const int64_t* size, const int64_t* stride,
+                      AtenTensorHandle from);
 // Return a view of the same elements with different sizes and strides.
-Owned view(AtenTensorHandle tensor, int dims, const int64_t* size, const int64_t* stride, int64_t offset = 0);
+TensorHandle view(AtenTensorHandle tensor, int dims, const int64_t* size, const int64_t* stride, int64_t offset = 0);
 // Return a 4-d tensor with the given strides. The result is the tensor itself if the strides are equal, a view if only
 // dims of size 1 differ, else a copy.
-Owned under_strides(AtenTensorHandle tensor, const int64_t stride[4]);
+TensorHandle under_strides(AtenTensorHandle tensor, const int64_t stride[4]);
 int64_t element_bytes(AtenTensorHandle tensor);
 Layout layout_in_memory(AtenTensorHandle tensor, const Shape& shape);  // for a tensor with an address
-Owned packed_copy(AtenTensorHandle tensor);                            // row-major copy of a 4-d tensor
+TensorHandle packed_copy(AtenTensorHandle tensor);                     // row-major copy of a 4-d tensor
 // Return a copy of a 4-d tensor in the layout of torch.empty_like, if rows stay contiguous there, else row-major.
-Owned dense_copy(AtenTensorHandle tensor);
+TensorHandle dense_copy(AtenTensorHandle tensor);
 // `is_readable()`: true for a 4-d tensor in whole units of 16 bytes. `readable()`: the tensor itself, or a dense copy.
 bool is_readable(AtenTensorHandle tensor);
-Owned readable(AtenTensorHandle tensor);
+TensorHandle readable(AtenTensorHandle tensor);
 // Return a 4-d tensor whose dims of size 1 have aligned strides. torch leaves any number as the stride of a dim of size
 // 1, and stock's kernels include the number in alignment checks.
-Owned aligned_ones(Owned tensor);
+TensorHandle aligned_ones(TensorHandle tensor);
 // `dense_strides()`: strides of torch.empty_like(x). `output_strides()`: strides of the output of torch's attention ops
 // for a query with the layout of `query`.
 void dense_strides(const int64_t* size, const int64_t* stride, int dims, int64_t* out);
 void pack_strides(const int64_t size[4], int64_t stride[4]);  // row-major
 // Return a row-major copy of a tensor with the given sizes and strides. Each row is padded to a multiple of `unit`
 // elements.
-Owned copy_of_padded_rows(AtenTensorHandle tensor, int dims, const int64_t* size, const int64_t* stride, int64_t unit);
+TensorHandle copy_of_padded_rows(AtenTensorHandle tensor, int dims, const int64_t* size, const int64_t* stride,
+                                 int64_t unit);
 // Return `out` in the layout of `output_strides()`: `out` itself, or a copy.
-Owned in_output_layout(Owned out, AtenTensorHandle query);
+TensorHandle in_output_layout(TensorHandle out, AtenTensorHandle query);
 // Return the sum over groups of heads: [B, n * H, S, D] -> [B, H, S, D], with the operand's number of heads. Kernels
 // leave separate gradients for the n shares of a head. torch adds 16-bit numbers in fp32. Without shares, the result is
 // `grad` itself.
-Owned sum_of_heads(Owned grad, AtenTensorHandle operand);
+TensorHandle sum_of_heads(TensorHandle grad, AtenTensorHandle operand);
 // Return `grad` with the strides of torch.empty_like(operand), as graphs made by torch.compile expect.
-Owned laid_out_like(Owned grad, AtenTensorHandle operand);
+TensorHandle laid_out_like(TensorHandle grad, AtenTensorHandle operand);
 void output_strides(const Shape& query, const int64_t out_size[4], int64_t out_stride[4]);
 
 // Pack the workspace of quantized operands for a kernel that takes one (quant_workspace.cpp).
-Owned give_scratch8(const Problem& p, const TensorClass& query, const KernelRow& row, Arguments* arguments);
+TensorHandle pack_quant_workspace(const CallFacts& p, const TensorClass& query, const KernelRow& row,
+                                  Arguments* arguments);
 
 // ---- sdpa_ops.cpp ----
 
@@ -93,7 +96,7 @@ Facts read_facts(const ForwardCall& call);
 // Returns false without an available kernel; auto mode then falls back to stock.
 bool our_forward(const ForwardCall& given, const Facts& facts, const Plan& plan, ForwardResult* result);
 // Return a tensor without elements: no memory, no launch.
-Owned placeholder(const ForwardCall& call, int32_t dtype);
+TensorHandle placeholder(const ForwardCall& call, int32_t dtype);
 
 // ---- attention_ops.cpp: ops of attention() ----
 
@@ -103,7 +106,7 @@ void check_lengths(const ForwardCall& call, const Facts& facts);  // throws if k
 bool attend(const char* where, const ForwardCall& call, const Facts& facts, Mode by, ForwardResult* result);
 bool differentiate(const BackwardCall& call, const Facts& facts, BackwardResult* result);  // false: no plugin kernel
 bool wants_math(Mode mode);
-bool are_kernels(const Problem& p);  // true for 16-bit queries; the reference math checks all other calls
+bool are_kernels(const CallFacts& p);  // true for 16-bit queries; the reference math checks all other calls
 // Throw unless a tensor is fp32, has the wanted sizes, and is on the query's device.
 void check_fp32(const char* name, AtenTensorHandle tensor, std::initializer_list<int64_t> wanted, const Facts& facts);
 
@@ -115,9 +118,9 @@ void register_listed(torch::stable::detail::StableLibrary* library);
 
 // Pack sinks, pages or the LSE gradient for a kernel that takes the argument. Absent sinks and an absent gradient are
 // replaced by a view without elements, at the address of `lse`. The result must live until the kernel is launched.
-Owned give_sinks(AtenTensorHandle sinks, AtenTensorHandle lse, Arguments* arguments);
-void give_pages(const ForwardCall& call, Arguments* arguments);
-Owned give_lse_gradient(AtenTensorHandle gradient, AtenTensorHandle lse, const Problem& p, Arguments* arguments);
+TensorHandle pack_sink_args(AtenTensorHandle sinks, AtenTensorHandle lse, Arguments* arguments);
+void pack_page_args(const ForwardCall& call, Arguments* arguments);
+TensorHandle pack_dlse(AtenTensorHandle gradient, AtenTensorHandle lse, const CallFacts& p, Arguments* arguments);
 
 // ---- varlen_tile_list.cpp: arguments of packed sequences ----
 
@@ -125,36 +128,36 @@ Owned give_lse_gradient(AtenTensorHandle gradient, AtenTensorHandle lse, const P
 // the plan's, or a workspace for lists made by the kernel. The result must live until the launch. Throws if the plan
 // belongs to a different call.
 struct Lengths {
-  Owned lists, used_k;
+  TensorHandle lists, used_k;
 };
-Lengths give_lengths(const ForwardCall& call, const Problem& p, const KernelRow& row, const TensorClass& query,
-                     Arguments* arguments);
+Lengths pack_varlen_args(const ForwardCall& call, const CallFacts& p, const KernelRow& row, const TensorClass& query,
+                         Arguments* arguments);
 // Tile lists of a plan, (1 or 2, n) int32: lists of the forward kernel, then of the backward kernel if a plugin kernel
 // runs the backward. `key` accompanies the lists in later calls. Without such kernels, the lists are empty and the key
 // is 0.
 struct PlannedLists {
-  Owned lists;
+  TensorHandle lists;
   int64_t key;
 };
 PlannedLists plan_lists(const ForwardCall& call, const Facts& facts, const Plan& plan, const BackwardPlan& backward);
 
 // A call whose unreadable operands are replaced by copies, if there are any (`copies_operands()`).
-struct ReadCall {
+struct ReadableCall {
   ForwardCall call;
-  Owned copies[kNumOperands];
+  TensorHandle copies[kNumOperands];
 };
-ReadCall as_kernels_read(const ForwardCall& call, const Problem& p);
+ReadableCall as_kernels_read(const ForwardCall& call, const CallFacts& p);
 
 // ---- softmax_scale.cpp ----
 
 // A call with a positive scale. The sign of a different scale moves to the query.
 struct SignedScale {
-  Owned q;
+  TensorHandle q;
   double scale;
 };
-SignedScale with_positive_scale(const ForwardCall& call, const Problem& p);
+SignedScale with_positive_scale(const ForwardCall& call, const CallFacts& p);
 // Convert the gradient of the signed query into the gradient of the call's own query.
-void give_sign(AtenTensorHandle grad_q, const Problem& p);
+void pack_scale_sign(AtenTensorHandle grad_q, const CallFacts& p);
 
 // ---- mask.cpp: bool masks, and the metadata that kernels read instead ----
 
@@ -166,96 +169,97 @@ bool leave_kept(AtenTensorHandle mask, const Facts& facts);
 void forget_mask();
 // Return the mask replaced by `left`, and put the mask back. Undefined if `left` is no replacement of the calling
 // thread. Called by the op.
-Owned take_mask(AtenTensorHandle left);
+TensorHandle take_mask(AtenTensorHandle left);
 // Return the mask metadata to be filled in by the op: `left` itself, or null if nobody keeps `left` or if `left` is a
 // copy.
 AtenTensorHandle digest_of(AtenTensorHandle left);
 // Throw if a caller passes a kept tensor as a mask.
 void refuse_kept(AtenTensorHandle mask);
 // Mask arguments of a kernel: a mask to preprocess and a place for the metadata, or an empty mask and earlier metadata.
-struct Masked {
-  Owned mask;    // (B or 1, Hq or 1, Sq, Sk), stride 0 in broadcast dims; or without elements
-  Owned digest;  // (B or 1, Hq or 1, n)
+struct MaskArgs {
+  TensorHandle mask;    // (B or 1, Hq or 1, Sq, Sk), stride 0 in broadcast dims; or without elements
+  TensorHandle digest;  // (B or 1, Hq or 1, n)
 };
 // Pack the mask and its metadata for a kernel that takes them; or the mask alone. The result must live until the
 // launch.
-Masked give_mask(const ForwardCall& call, const Problem& p, const TensorClass& query, bool gradients,
-                 Arguments* arguments);
+MaskArgs pack_mask_args(const ForwardCall& call, const CallFacts& p, const TensorClass& query, bool gradients,
+                        Arguments* arguments);
 // Compute sizes and strides of all four dims of a mask. Broadcast dims have stride 0, and equal planes count once.
 // Returns false for a mask that kernels do not take.
-bool spread(AtenTensorHandle mask, const Problem& p, int64_t size[4], int64_t stride[4]);
-bool right_dtype(AtenTensorHandle mask, const Problem& p);                                  // dtype allowed by F.sdpa
-bool beside(AtenTensorHandle mask, const TensorClass& query);                               // on the same device
-void digest_in_torch(const ForwardCall& call, const Problem& p, const TensorClass& query);  // fills the call's metadata
+bool spread(AtenTensorHandle mask, const CallFacts& p, int64_t size[4], int64_t stride[4]);
+bool right_dtype(AtenTensorHandle mask, const CallFacts& p);   // dtype allowed by F.sdpa
+bool beside(AtenTensorHandle mask, const TensorClass& query);  // on the same device
+void digest_in_torch(const ForwardCall& call, const CallFacts& p,
+                     const TensorClass& query);  // fills the call's metadata
 // Return the number of 32-bit numbers of mask metadata for each plane. `rows` is Sq, or the rows of a block that stands
 // for all rows.
 int64_t digest_numbers(int64_t rows, int64_t Sq, int64_t Sk, bool gradients);
-bool can_be_digested(AtenTensorHandle mask, const Problem& p);  // true if kernels can count the numbers
+bool can_be_digested(AtenTensorHandle mask, const CallFacts& p);  // true if kernels can count the numbers
 
 // ---- bias.cpp: masks of floats ----
 
 // Pack a float mask for a kernel that takes a bias, in either dtype. Undefined if the kernel takes none. The result
 // must live until the launch.
-Owned give_bias(const ForwardCall& call, const Problem& p, const TensorClass& query, const KernelRow& row,
-                Arguments* arguments);
+TensorHandle pack_bias_args(const ForwardCall& call, const CallFacts& p, const TensorClass& query, const KernelRow& row,
+                            Arguments* arguments);
 // Return an output tensor for the gradient of a bias: four dims, with size 1 where the bias has size 1. The layout is
 // the layout of the bias, if rows of the bias are contiguous.
-Owned new_bias_gradient(AtenTensorHandle bias);
+TensorHandle new_bias_gradient(AtenTensorHandle bias);
 // Planes of a bias gradient as written by a kernel: (rows, keys) along batch and heads. Where the bias is broadcast to
 // many batches or heads and has few tiles, each CTA sums a range of them into a separate plane. The planes are then
 // added up in one order, so the result repeats bit for bit.
-struct Planes {
+struct BiasGradientPlanes {
   int64_t batches, heads, rows, keys;
-  bool operator==(const Planes&) const = default;
+  bool operator==(const BiasGradientPlanes&) const = default;
 };
-Planes planes_of(AtenTensorHandle gradient);
-Planes gradient_planes(AtenTensorHandle gradient, const Problem& p, const KernelRow& row, int sm_count);
-Owned new_bias_planes(AtenTensorHandle gradient, const Planes& planes);
-void sum_bias_planes(Owned planes, AtenTensorHandle gradient);
+BiasGradientPlanes planes_of(AtenTensorHandle gradient);
+BiasGradientPlanes gradient_planes(AtenTensorHandle gradient, const CallFacts& p, const KernelRow& row, int sm_count);
+TensorHandle new_bias_planes(AtenTensorHandle gradient, const BiasGradientPlanes& planes);
+void sum_bias_planes(TensorHandle planes, AtenTensorHandle gradient);
 // Return a gradient with the sizes of the bias and the strides of torch.empty_like(bias).
-Owned laid_out_as_bias(Owned gradient, AtenTensorHandle bias);
+TensorHandle laid_out_as_bias(TensorHandle gradient, AtenTensorHandle bias);
 
 // ---- dropout.cpp: seeds of dropout ----
 
-struct Drawn {
-  Owned seed, offset;  // () int64; the offset is 0
+struct DropoutSeed {
+  TensorHandle seed, offset;  // () int64; the offset is 0
 };
-Drawn draw(const TensorClass& query);  // on the query's device, from the default generator
+DropoutSeed draw(const TensorClass& query);  // on the query's device, from the default generator
 // Pack the seed for a kernel that takes a seed. The result must live until the launch.
-Owned give_seed(AtenTensorHandle seed, const TensorClass& query, Arguments* arguments);
+TensorHandle pack_dropout_args(AtenTensorHandle seed, const TensorClass& query, Arguments* arguments);
 
 // ---- backward.cpp: gradients by plugin kernels ----
 
 // Run the plugin's backward. Returns false if a different backward must follow: no plugin kernel, or a GPU on which
 // auto mode takes none.
-bool our_backward(const BackwardCall& call, const Problem& p, const DeviceFacts& device, int device_index, Mode mode,
+bool our_backward(const BackwardCall& call, const CallFacts& p, const DeviceFacts& device, int device_index, Mode mode,
                   BackwardResult* result);
 
 // ---- stock_workarounds.cpp ----
 
 // Result of stock's cuDNN forward on readable operands. The output has the layout of the original call.
 struct RepairedForward {
-  Owned tensors[7];  // in the order of `FusedResult`
+  TensorHandle tensors[7];  // in the order of `FusedResult`
   int64_t max_q, max_k;
 };
 RepairedForward repaired_cudnn_forward(CudnnForwardCall call);
 // Return a 4-d operand for stock's flash or efficient attention, which read 16 bytes at a time: the operand itself if
 // aligned, else a copy.
-Owned on_units(Owned operand);
-Owned bias_on_units(Owned bias);
+TensorHandle on_units(TensorHandle operand);
+TensorHandle bias_on_units(TensorHandle bias);
 bool is_repaired(int backend);  // takes a `StockBackend`; true if `repair()` has registered kernels for it
 // Pad the rows of an LSE (B, H, Sq) to a multiple of 32, as the efficient backward reads them. The padding is +inf, so
 // that absent rows have probability 0.
-Owned pad_lse(AtenTensorHandle lse);
+TensorHandle pad_lse(AtenTensorHandle lse);
 
 // ---- stock.cpp: stock's kernels, called through the dispatcher with operands of this project ----
 
 // Run cuDNN's forward. Returns false if cuDNN refuses the call.
-bool cudnn_forward(const ForwardCall& call, const Problem& p, ForwardResult* result);
-bool efficient_can_run(const Problem& p);
-ForwardResult efficient_forward(const ForwardCall& call, const Problem& p);
+bool cudnn_forward(const ForwardCall& call, const CallFacts& p, ForwardResult* result);
+bool efficient_can_run(const CallFacts& p);
+ForwardResult efficient_forward(const ForwardCall& call, const CallFacts& p);
 ForwardResult math_forward(const ForwardCall& call);
-Owned cached_math(const ForwardCall& call);         // for key and value in 8 bits, dequantized to 16 (quantized_kv.py)
+TensorHandle cached_math(const ForwardCall& call);  // for key and value in 8 bits, dequantized to 16 (quantized_kv.py)
 ForwardResult paged_math(const ForwardCall& call);  // for a paged KV cache (paged.py)
 // Reference math for windows (attention.py).
 ForwardResult attention_math(const ForwardCall& call);
@@ -263,7 +267,7 @@ BackwardResult attention_math_backward(const BackwardCall& call);
 // Reference math for block-sparse lists (block_sparse.py).
 ForwardResult listed_math(const ForwardCall& call);
 BackwardResult listed_math_backward(const BackwardCall& call);
-BackwardResult efficient_backward(const BackwardCall& call, const Problem& p);
+BackwardResult efficient_backward(const BackwardCall& call, const CallFacts& p);
 BackwardResult math_backward(const BackwardCall& call);
 
 }  // namespace flashplug

@@ -36,7 +36,7 @@ void check_fp32(const char* name, AtenTensorHandle tensor, std::initializer_list
 
 bool wants_math(Mode mode) { return mode.backend() == Backend::kMath || mode.backend() == Backend::kStock; }
 
-bool are_kernels(const Problem& p) { return facts_of(p.dtype[0]).bytes == 2; }
+bool are_kernels(const CallFacts& p) { return facts_of(p.dtype[0]).bytes == 2; }
 
 namespace {
 
@@ -46,7 +46,7 @@ int64_t rows_of_int32(AtenTensorHandle x, int64_t dims, const Facts& facts) {
   int32_t dtype = -1;
   int64_t found = 0;
   Shape shape;
-  const bool fits = is_there(x) && aoti_torch_get_dtype(x, &dtype) == 0 && dtype == aoti_torch_dtype_int32() &&
+  const bool fits = is_defined(x) && aoti_torch_get_dtype(x, &dtype) == 0 && dtype == aoti_torch_dtype_int32() &&
                     aoti_torch_get_dim(x, &found) == 0 && found == dims && read_shape(x, &shape) &&
                     (shape.stride[dims - 1] == 1 || shape.size[dims - 1] <= 1) && beside(x, facts.operand[0]);
   return fits ? shape.size[0] : -1;
@@ -54,19 +54,20 @@ int64_t rows_of_int32(AtenTensorHandle x, int64_t dims, const Facts& facts) {
 
 void cached_forward(StableIValue* stack, uint64_t, uint64_t) {
   constexpr Schema op = kCachedForward;
-  const Owned q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
-              v = box::to_tensor(stack[op["value"]]), k_scale = box::to_tensor(stack[op["k_scale"]]),
-              v_scale = box::to_tensor(stack[op["v_scale"]]), mask = box::to_optional_tensor(stack[op["attn_mask"]]);
+  const TensorHandle q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
+                     v = box::to_tensor(stack[op["value"]]), k_scale = box::to_tensor(stack[op["k_scale"]]),
+                     v_scale = box::to_tensor(stack[op["v_scale"]]),
+                     mask = box::to_optional_tensor(stack[op["attn_mask"]]);
   refuse_kept(mask.get());
   ForwardCall call{{q.get(), k.get(), v.get(), mask.get()}, {}};
   call.scale = box::to_optional_double(stack[op["scale"]]);
   call.k_scale = k_scale.get(), call.v_scale = v_scale.get();
   call.rotated = box::to<bool>(stack[op["rotated"]]);
   const Facts facts = read_facts(call);
-  const Problem& p = facts.problem;
+  const CallFacts& p = facts.problem;
   check_fp32("k_scale", call.k_scale, {p.B, p.Hkv, p.Sk}, facts);
   check_fp32("v_scale", call.v_scale, {p.B, p.Hkv, p.Sk}, facts);
-  const bool sees = !is_there(call.mask) || mask_fits(call.mask, facts);  // all other masks are for stock to refuse
+  const bool sees = !is_defined(call.mask) || mask_fits(call.mask, facts);  // all other masks are for stock to refuse
   const DeviceFacts device = device_facts(facts.device_index());
   const Plan plan = plan_in_op(p, device, tables());
   note_plan("cached_fwd", p, device, call.mode, plan);
@@ -80,7 +81,7 @@ void cached_forward(StableIValue* stack, uint64_t, uint64_t) {
 
 // Return the plan under the mode of the thread or the process: a forced backend or the reason against it, else any
 // available kernel. None of these kernels splits keys, whatever num_splits a call has.
-Plan plan_of_own(const Problem& p, const DeviceFacts& device, Mode mode) {
+Plan plan_of_own(const CallFacts& p, const DeviceFacts& device, Mode mode) {
   if (wants_math(mode)) return {};
   return mode.forces_kernels() ? remembered_plan(p, device, Mode::forcing(mode.family()), tables())
                                : plan_in_op(p, device, tables());
@@ -130,14 +131,14 @@ void read_settings(StableIValue* stack, ForwardCall* call) {
 
 // Only shapes are checked here; kernels clamp the values on the device.
 void check_lengths(const ForwardCall& call, const Facts& facts) {
-  if (!is_there(call.cu_q) && !is_there(call.cu_k) && !is_there(call.used_k)) return;
+  if (!is_defined(call.cu_q) && !is_defined(call.cu_k) && !is_defined(call.used_k)) return;
   const int64_t starts = rows_of_int32(call.cu_q, 1, facts);
   if (starts < 1 || rows_of_int32(call.cu_k, 1, facts) != starts ||
-      (is_there(call.used_k) && rows_of_int32(call.used_k, 1, facts) != starts - 1))
+      (is_defined(call.used_k) && rows_of_int32(call.used_k, 1, facts) != starts - 1))
     throw std::runtime_error(
         "torch_flashplug: cu_q and cu_k must be int32 [sequences + 1], and used_k int32 [sequences], contiguous and on "
         "the device of query.");
-  const Problem& p = facts.problem;
+  const CallFacts& p = facts.problem;
   constexpr int64_t most = int64_t{1} << 30;
   if (p.B != 1)
     throw std::runtime_error("torch_flashplug: packed sequences must have batch size 1, but got " +
@@ -147,7 +148,7 @@ void check_lengths(const ForwardCall& call, const Facts& facts) {
 }
 
 bool attend(const char* where, const ForwardCall& call, const Facts& facts, Mode by, ForwardResult* result) {
-  const Problem& p = facts.problem;
+  const CallFacts& p = facts.problem;
   const DeviceFacts device = device_facts(facts.device_index());
   const Plan plan = plan_of_own(p, device, by);
   note_plan(where, p, device, by, plan);
@@ -162,8 +163,8 @@ namespace {
 
 // Facts and mode of a backward call. Any plugin kernel may run. The current thread's mode does not count, because
 // another thread's mode is not the call's. The deterministic setting is the current setting.
-Problem as_differentiated(const Facts& facts) {
-  Problem p = facts.problem;
+CallFacts as_differentiated(const Facts& facts) {
+  CallFacts p = facts.problem;
   p.deterministic = torch_symbols().deterministic();
   return p;
 }
@@ -180,7 +181,7 @@ namespace {
 
 void check_out(const ForwardCall& call, const Facts& facts) {
   if (call.out == nullptr) return;
-  const Problem& p = facts.problem;
+  const CallFacts& p = facts.problem;
   const int64_t wanted[4] = {p.B, p.Hq, p.Sq, p.Dv};
   TensorClass out;
   Shape shape;
@@ -196,8 +197,8 @@ StableIValue lse_beside(AtenTensorHandle out, ForwardResult result) {
 }
 
 template <const Schema& op>
-Owned read_plan(StableIValue* stack, ForwardCall* call) {
-  Owned lists = box::to_optional_tensor(stack[op["plan"]]);
+TensorHandle read_plan(StableIValue* stack, ForwardCall* call) {
+  TensorHandle lists = box::to_optional_tensor(stack[op["plan"]]);
   call->lists = lists.get();
   call->plan_key = box::to<int64_t>(stack[op["plan_key"]]);
   return lists;
@@ -205,21 +206,22 @@ Owned read_plan(StableIValue* stack, ForwardCall* call) {
 
 template <const Schema& op>
 ForwardResult attend_on_stack(StableIValue* stack, AtenTensorHandle out = nullptr) {
-  const Owned q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
-              v = box::to_tensor(stack[op["value"]]), sinks = box::to_optional_tensor(stack[op["sinks"]]);
-  const Owned cu_q = box::to_optional_tensor(stack[op["cu_q"]]), cu_k = box::to_optional_tensor(stack[op["cu_k"]]),
-              used_k = box::to_optional_tensor(stack[op["used_k"]]);
+  const TensorHandle q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
+                     v = box::to_tensor(stack[op["value"]]), sinks = box::to_optional_tensor(stack[op["sinks"]]);
+  const TensorHandle cu_q = box::to_optional_tensor(stack[op["cu_q"]]),
+                     cu_k = box::to_optional_tensor(stack[op["cu_k"]]),
+                     used_k = box::to_optional_tensor(stack[op["used_k"]]);
   ForwardCall call{{q.get(), k.get(), v.get()}, own_op_mode(box::to<int64_t>(stack[op["block_mode"]]))};
   read_settings<op>(stack, &call);
   call.out = out;
   call.sinks = sinks.get();
   call.cu_q = cu_q.get(), call.cu_k = cu_k.get(), call.used_k = used_k.get();
-  const Owned lists = read_plan<op>(stack, &call);
+  const TensorHandle lists = read_plan<op>(stack, &call);
   const Facts facts = read_facts(call);
   check_out(call, facts);
   check_lengths(call, facts);
-  const Problem& p = facts.problem;
-  if (is_there(call.sinks) && are_kernels(p)) check_fp32("sinks", call.sinks, {p.Hq}, facts);
+  const CallFacts& p = facts.problem;
+  if (is_defined(call.sinks) && are_kernels(p)) check_fp32("sinks", call.sinks, {p.Hq}, facts);
   ForwardResult result;
   return attend("attention_fwd", call, facts, call.mode, &result) ? std::move(result) : attention_math(call);
 }
@@ -233,9 +235,9 @@ void attention_forward(StableIValue* stack, uint64_t, uint64_t) {
 
 void planned_lists(StableIValue* stack, uint64_t, uint64_t) {
   constexpr Schema op = kPlanLists;
-  const Owned q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
-              v = box::to_tensor(stack[op["value"]]), cu_q = box::to_tensor(stack[op["cu_q"]]),
-              cu_k = box::to_tensor(stack[op["cu_k"]]), used_k = box::to_optional_tensor(stack[op["used_k"]]);
+  const TensorHandle q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
+                     v = box::to_tensor(stack[op["value"]]), cu_q = box::to_tensor(stack[op["cu_q"]]),
+                     cu_k = box::to_tensor(stack[op["cu_k"]]), used_k = box::to_optional_tensor(stack[op["used_k"]]);
   ForwardCall call{{q.get(), k.get(), v.get()}, effective_mode()};
   read_settings<kPlanLists>(stack, &call);
   call.cu_q = cu_q.get(), call.cu_k = cu_k.get(), call.used_k = used_k.get();
@@ -246,7 +248,7 @@ void planned_lists(StableIValue* stack, uint64_t, uint64_t) {
   const Plan plan = kernels ? plan_of_own(facts.problem, device, call.mode) : Plan{};
   BackwardPlan backward;
   if (kernels && box::to<bool>(stack[op["gradients"]])) {
-    Problem p = as_differentiated(facts);
+    CallFacts p = as_differentiated(facts);
     p.grad = true;
     backward = plan_backward(p, device, by_any(call.mode), tables());
   }
@@ -256,20 +258,20 @@ void planned_lists(StableIValue* stack, uint64_t, uint64_t) {
 }
 
 void attention_forward_out(StableIValue* stack, uint64_t, uint64_t) {
-  const Owned out = box::to_tensor(stack[kAttentionForwardOut["out"]]);
+  const TensorHandle out = box::to_tensor(stack[kAttentionForwardOut["out"]]);
   stack[0] = lse_beside(out.get(), attend_on_stack<kAttentionForwardOut>(stack, out.get()));
 }
 
 // Only shapes are checked here; kernels clamp the values on the device.
 void check_pages(const ForwardCall& call, const Facts& facts) {
-  const Problem& p = facts.problem;
+  const CallFacts& p = facts.problem;
   if (rows_of_int32(call.pages, 2, facts) != p.B || rows_of_int32(call.used_k, 1, facts) != p.B)
     throw std::runtime_error(
         "torch_flashplug: pages must be int32 [B, n] and used_k int32 [B], with contiguous rows and on the device of "
         "query.");
-  if (is_there(call.k_scale) != is_there(call.v_scale))
+  if (is_defined(call.k_scale) != is_defined(call.v_scale))
     throw std::runtime_error("torch_flashplug: k_scale and v_scale must be both given or both None. Pass both scales.");
-  if (!is_there(call.k_scale)) return;
+  if (!is_defined(call.k_scale)) return;
   const int64_t* key = facts.shape[1].size;
   check_fp32("k_scale", call.k_scale, {key[0], key[1], key[2]}, facts);
   check_fp32("v_scale", call.v_scale, {key[0], key[1], key[2]}, facts);
@@ -286,7 +288,7 @@ bool can_be_read(const ForwardCall& call, const Facts& facts) {
 
 // Check the splits of a fixed split size: not more than num_splits may be, and partial results that kernels can count
 // in 32 bits.
-void check_splits(const Problem& p, int64_t splits) {
+void check_splits(const CallFacts& p, int64_t splits) {
   if (splits > kMaxSplits)
     throw std::runtime_error("torch_flashplug: fixed_split_size=" + std::to_string(p.split_size) + " makes " +
                              std::to_string(splits) + " splits of " + std::to_string(p.Sk) +
@@ -299,23 +301,23 @@ void check_splits(const Problem& p, int64_t splits) {
 
 template <const Schema& op>
 ForwardResult attend_pages(StableIValue* stack, AtenTensorHandle out = nullptr) {
-  const Owned q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
-              v = box::to_tensor(stack[op["value"]]), pages = box::to_tensor(stack[op["pages"]]),
-              used_k = box::to_tensor(stack[op["used_k"]]);
-  const Owned k_scale = box::to_optional_tensor(stack[op["k_scale"]]),
-              v_scale = box::to_optional_tensor(stack[op["v_scale"]]),
-              sinks = box::to_optional_tensor(stack[op["sinks"]]);
+  const TensorHandle q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
+                     v = box::to_tensor(stack[op["value"]]), pages = box::to_tensor(stack[op["pages"]]),
+                     used_k = box::to_tensor(stack[op["used_k"]]);
+  const TensorHandle k_scale = box::to_optional_tensor(stack[op["k_scale"]]),
+                     v_scale = box::to_optional_tensor(stack[op["v_scale"]]),
+                     sinks = box::to_optional_tensor(stack[op["sinks"]]);
   ForwardCall call{{q.get(), k.get(), v.get()}, own_op_mode(box::to<int64_t>(stack[op["block_mode"]]))};
   read_settings<op>(stack, &call);
   call.out = out;
   call.pages = pages.get(), call.used_k = used_k.get(), call.sinks = sinks.get();
-  if (is_there(k_scale.get())) call.k_scale = k_scale.get();
-  if (is_there(v_scale.get())) call.v_scale = v_scale.get();
+  if (is_defined(k_scale.get())) call.k_scale = k_scale.get();
+  if (is_defined(v_scale.get())) call.v_scale = v_scale.get();
   const Facts facts = read_facts(call);
   check_out(call, facts);
   check_pages(call, facts);
-  const Problem& p = facts.problem;
-  if (is_there(call.sinks) && are_kernels(p)) check_fp32("sinks", call.sinks, {p.Hq}, facts);
+  const CallFacts& p = facts.problem;
+  if (is_defined(call.sinks) && are_kernels(p)) check_fp32("sinks", call.sinks, {p.Hq}, facts);
   const DeviceFacts device = device_facts(facts.device_index());
   const bool fits = can_be_read(call, facts);
   const Plan plan = fits ? plan_in_op(p, device, tables(), call.num_splits) : Plan{};
@@ -335,34 +337,35 @@ void paged_forward(StableIValue* stack, uint64_t, uint64_t) {
 }
 
 void paged_forward_out(StableIValue* stack, uint64_t, uint64_t) {
-  const Owned out = box::to_tensor(stack[kPagedForwardOut["out"]]);
+  const TensorHandle out = box::to_tensor(stack[kPagedForwardOut["out"]]);
   stack[0] = lse_beside(out.get(), attend_pages<kPagedForwardOut>(stack, out.get()));
 }
 
 void attention_backward(StableIValue* stack, uint64_t, uint64_t) {
   constexpr Schema op = kAttentionBackward;
-  const Owned grad = box::to_tensor(stack[op["grad_out"]]), grad_lse = box::to_optional_tensor(stack[op["grad_lse"]]),
-              q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
-              v = box::to_tensor(stack[op["value"]]), out = box::to_tensor(stack[op["out"]]),
-              lse = box::to_tensor(stack[op["lse"]]);
-  const Owned cu_q = box::to_optional_tensor(stack[op["cu_q"]]), cu_k = box::to_optional_tensor(stack[op["cu_k"]]);
+  const TensorHandle grad = box::to_tensor(stack[op["grad_out"]]),
+                     grad_lse = box::to_optional_tensor(stack[op["grad_lse"]]), q = box::to_tensor(stack[op["query"]]),
+                     k = box::to_tensor(stack[op["key"]]), v = box::to_tensor(stack[op["value"]]),
+                     out = box::to_tensor(stack[op["out"]]), lse = box::to_tensor(stack[op["lse"]]);
+  const TensorHandle cu_q = box::to_optional_tensor(stack[op["cu_q"]]),
+                     cu_k = box::to_optional_tensor(stack[op["cu_k"]]);
   ForwardCall forward{{q.get(), k.get(), v.get()}, own_op_mode(box::to<int64_t>(stack[op["block_mode"]]))};
   read_settings<kAttentionBackward>(stack, &forward);
   forward.cu_q = cu_q.get(), forward.cu_k = cu_k.get();
-  const Owned lists = read_plan<kAttentionBackward>(stack, &forward);
+  const TensorHandle lists = read_plan<kAttentionBackward>(stack, &forward);
   BackwardCall call{grad.get(), forward, out.get(), lse.get(), nullptr, nullptr, {true, true, true, false}};
   call.grad_lse = grad_lse.get();
   call.wants_delta = box::to<bool>(stack[op["wants_delta"]]);
   const Facts facts = read_facts(forward);
   check_lengths(forward, facts);
-  if (call.wants_delta && is_there(forward.cu_q))
+  if (call.wants_delta && is_defined(forward.cu_q))
     throw std::runtime_error(
         "torch_flashplug: wants_delta must be False with packed sequences: attention_bwd returns no delta. Leave "
         "wants_delta out.");
-  const Problem& p = facts.problem;
+  const CallFacts& p = facts.problem;
   if (are_kernels(p)) {
     check_fp32("lse", call.lse, {p.B, p.Hq, p.Sq}, facts);
-    if (is_there(call.grad_lse)) check_fp32("grad_lse", call.grad_lse, {p.B, p.Hq, p.Sq}, facts);
+    if (is_defined(call.grad_lse)) check_fp32("grad_lse", call.grad_lse, {p.B, p.Hq, p.Sq}, facts);
   }
   BackwardResult result;
   if (wants_math(forward.mode) || !differentiate(call, facts, &result)) result = attention_math_backward(call);

@@ -9,14 +9,14 @@ namespace flashplug {
 namespace {
 
 // Return grad_out in a layout that a kernel can read. An expanded scalar, as from `.sum().backward()`, is unreadable.
-Owned read_by(const KernelRow& row, AtenTensorHandle tensor) {
-  return row.elementwise ? Owned::share(tensor) : readable(tensor);
+TensorHandle read_by(const KernelRow& row, AtenTensorHandle tensor) {
+  return row.elementwise ? TensorHandle::share(tensor) : readable(tensor);
 }
 
 // Return a new gradient in a layout that a kernel can write. The layout is empty_like(operand) if rows are contiguous
 // there, else packed; element-wise kernels write any layout. `heads`: number of gradient heads for each operand head,
 // in consecutive order.
-Owned gradient_of(AtenTensorHandle operand, bool elementwise, int64_t heads = 1) {
+TensorHandle gradient_of(AtenTensorHandle operand, bool elementwise, int64_t heads = 1) {
   const Shape like = shape_of(operand);
   const int64_t size[4] = {like.size[0], like.size[1] * heads, like.size[2], like.size[3]};
   int64_t stride[4];
@@ -26,9 +26,9 @@ Owned gradient_of(AtenTensorHandle operand, bool elementwise, int64_t heads = 1)
 }
 
 // Inputs read by every kernel of a backward. The object must live until the kernels are launched.
-class Given {
+class BackwardInputs {
  public:
-  Given(const BackwardCall& call, const Problem& p, const KernelRow& row)
+  BackwardInputs(const BackwardCall& call, const CallFacts& p, const KernelRow& row)
       : call_(call),
         read_(as_kernels_read(call.forward, p)),
         positive_(with_positive_scale(read_.call, p)),
@@ -53,19 +53,19 @@ class Given {
 
  private:
   const BackwardCall& call_;
-  const ReadCall read_;
+  const ReadableCall read_;
   const SignedScale positive_;
-  const Owned out_, grad_out_;
+  const TensorHandle out_, grad_out_;
 };
 
-Owned new_rows(const Problem& p, const KernelRow& row, const TensorClass& query) {
+TensorHandle new_rows(const CallFacts& p, const KernelRow& row, const TensorClass& query) {
   const int64_t padded = scratch_rows(p, row);
   const int64_t size[4] = {p.B, p.Hq, 2, padded}, stride[4] = {p.Hq * 2 * padded, 2 * padded, padded, 1};
   return empty_strided(4, size, stride, aoti_torch_dtype_float32(), query.device_type, query.device_index);
 }
 
 // Return a copy of delta, the second of the two row statistics in the workspace.
-Owned delta_of(AtenTensorHandle rows, const Problem& p) {
+TensorHandle delta_of(AtenTensorHandle rows, const CallFacts& p) {
   const int64_t padded = shape_of(rows).size[3], size[3] = {p.B, p.Hq, p.Sq};
   const int64_t from[3] = {p.Hq * 2 * padded, 2 * padded, 1}, stride[3] = {p.Hq * p.Sq, p.Sq, 1};
   return new_like(rows, 3, size, stride, view(rows, 3, size, from, padded).get());
@@ -73,21 +73,21 @@ Owned delta_of(AtenTensorHandle rows, const Problem& p) {
 
 // Compute dQ, dK and dV, or at least the gradients in `parts`. `sharing`: see `BackwardPlan`. Returns the bias as the
 // kernel reads it.
-Owned operand_gradients(Kernel& kernel, const KernelRow& row, const BackwardCall& call, const Problem& p,
-                        const TensorClass& query, const Given& given, int64_t parts, int64_t sharing,
-                        BackwardResult* result) {
+TensorHandle operand_gradients(Kernel& kernel, const KernelRow& row, const BackwardCall& call, const CallFacts& p,
+                               const TensorClass& query, const BackwardInputs& given, int64_t parts, int64_t sharing,
+                               BackwardResult* result) {
   const ForwardCall& forward = call.forward;
   // not empty, so that there is an address
   const int64_t floats = std::max<int64_t>(scratch_floats(p, row), 4), one = 1;
-  const Owned rows = new_rows(p, row, query);
-  const Owned scratch =
+  const TensorHandle rows = new_rows(p, row, query);
+  const TensorHandle scratch =
       empty_strided(1, &floats, &one, aoti_torch_dtype_float32(), query.device_type, query.device_index);
   const AtenTensorHandle operands[3] = {forward.q, forward.k, forward.v};
   const int64_t written = row.kind == kPartBwd ? parts : kWantAll;
   const auto writes = [written](int i) { return (written & (i == 0 ? kWantDq : kWantDkDv)) != 0; };
   for (int i = 0; i < 3; ++i)  // an unwritten gradient is not read either, so its operand takes the argument's place
-    result->grads[i] =
-        writes(i) ? gradient_of(operands[i], row.elementwise, i == 0 ? 1 : sharing) : Owned::share(given.like(i));
+    result->grads[i] = writes(i) ? gradient_of(operands[i], row.elementwise, i == 0 ? 1 : sharing)
+                                 : TensorHandle::share(given.like(i));
   Arguments arguments(row, p, query.device_index);
   given.to(&arguments);
   arguments.tensor("dq", result->grads[0].get(), writes(0));
@@ -96,14 +96,14 @@ Owned operand_gradients(Kernel& kernel, const KernelRow& row, const BackwardCall
   arguments.tensor("rows", rows.get(), true);
   arguments.tensor("scratch", scratch.get(), true);
   arguments.integer("wanted", written);
-  const Masked mask = give_mask(forward, p, query, true, &arguments);
-  Owned bias = give_bias(forward, p, query, row, &arguments);
-  const Owned seed = give_seed(call.seed, query, &arguments);
-  const Owned grad_lse = give_lse_gradient(call.grad_lse, call.lse, p, &arguments);
-  const Lengths lengths = give_lengths(forward, p, row, query, &arguments);
+  const MaskArgs mask = pack_mask_args(forward, p, query, true, &arguments);
+  TensorHandle bias = pack_bias_args(forward, p, query, row, &arguments);
+  const TensorHandle seed = pack_dropout_args(call.seed, query, &arguments);
+  const TensorHandle grad_lse = pack_dlse(call.grad_lse, call.lse, p, &arguments);
+  const Lengths lengths = pack_varlen_args(forward, p, row, query, &arguments);
   launch(kernel, arguments, written != kWantAll);
   if (call.wants_delta) result->delta = delta_of(rows.get(), p);
-  if (writes(0)) give_sign(result->grads[0].get(), p);
+  if (writes(0)) pack_scale_sign(result->grads[0].get(), p);
   for (int i = 0; i < 3; ++i) {
     if (writes(i))
       result->grads[i] = laid_out_like(sum_of_heads(std::move(result->grads[i]), operands[i]), operands[i]);
@@ -113,14 +113,14 @@ Owned operand_gradients(Kernel& kernel, const KernelRow& row, const BackwardCall
 
 // Compute the gradient of the caller's bias. `read`: the bias as read by an earlier kernel, copied if necessary; or
 // empty.
-Owned bias_gradient(Kernel& kernel, const KernelRow& row, const BackwardCall& call, const Problem& p,
-                    const TensorClass& query, const Given& given, Owned read, int sm_count) {
+TensorHandle bias_gradient(Kernel& kernel, const KernelRow& row, const BackwardCall& call, const CallFacts& p,
+                           const TensorClass& query, const BackwardInputs& given, TensorHandle read, int sm_count) {
   const ForwardCall& forward = call.forward;
-  const Owned rows = new_rows(p, row, query);
-  Owned gradient = new_bias_gradient(forward.mask);
-  const Planes planes = gradient_planes(gradient.get(), p, row, sm_count);
+  const TensorHandle rows = new_rows(p, row, query);
+  TensorHandle gradient = new_bias_gradient(forward.mask);
+  const BiasGradientPlanes planes = gradient_planes(gradient.get(), p, row, sm_count);
   const bool is_split = planes != planes_of(gradient.get());
-  Owned written = is_split ? new_bias_planes(gradient.get(), planes) : Owned::share(gradient.get());
+  TensorHandle written = is_split ? new_bias_planes(gradient.get(), planes) : TensorHandle::share(gradient.get());
   Arguments arguments(row, p, query.device_index);
   const bool wide = arguments.takes("dbias32");
   given.to(&arguments);
@@ -129,8 +129,8 @@ Owned bias_gradient(Kernel& kernel, const KernelRow& row, const BackwardCall& ca
   if (read.get() != nullptr)
     arguments.tensor(wide ? Slot("bias32") : Slot("bias"), read.get());
   else
-    read = give_bias(forward, p, query, row, &arguments);
-  const Owned seed = give_seed(call.seed, query, &arguments);
+    read = pack_bias_args(forward, p, query, row, &arguments);
+  const TensorHandle seed = pack_dropout_args(call.seed, query, &arguments);
   launch(kernel, arguments);
   if (is_split) sum_bias_planes(std::move(written), gradient.get());
   return laid_out_as_bias(std::move(gradient), forward.mask);
@@ -139,7 +139,7 @@ Owned bias_gradient(Kernel& kernel, const KernelRow& row, const BackwardCall& ca
 // Return the number of ranges into which the batch is split for kernels of a single tile. Each CTA has one head and one
 // range. The best number of ranges takes the shortest time. Among equal times the fewest ranges win, because fewer
 // ranges leave fewer planes of a bias gradient to add up.
-int64_t batch_ranges(const Problem& p, int sm_count) {
+int64_t batch_ranges(const CallFacts& p, int sm_count) {
   constexpr int64_t kCtasPerSm = 2, kMostWaves = 4;
   const int64_t at_once = std::max(sm_count, 1) * kCtasPerSm;
   int64_t best = 1, fewest_turns = ceil_div(p.Hq, at_once) * p.B;
@@ -153,14 +153,14 @@ int64_t batch_ranges(const Problem& p, int sm_count) {
 }
 
 // Return true if a bias has a separate number for every query and every key.
-bool has_whole_planes(AtenTensorHandle bias, const Problem& p) {
+bool has_whole_planes(AtenTensorHandle bias, const CallFacts& p) {
   int64_t size[4], stride[4];
   return spread(bias, p, size, stride) && (stride[2] != 0 || p.Sq == 1) && (stride[3] != 0 || p.Sk == 1);
 }
 
 // Compute all gradients of sequences that fit into a single tile, with the gradient of a bias if wanted.
-void gradients_of_tiles(Kernel& kernel, const KernelRow& row, const BackwardCall& call, const Problem& p,
-                        const TensorClass& query, const Given& given, bool with_bias, int sm_count,
+void gradients_of_tiles(Kernel& kernel, const KernelRow& row, const BackwardCall& call, const CallFacts& p,
+                        const TensorClass& query, const BackwardInputs& given, bool with_bias, int sm_count,
                         BackwardResult* result) {
   const ForwardCall& forward = call.forward;
   const AtenTensorHandle operands[3] = {forward.q, forward.k, forward.v};
@@ -172,23 +172,23 @@ void gradients_of_tiles(Kernel& kernel, const KernelRow& row, const BackwardCall
   arguments.tensor("dv", result->grads[2].get(), true);
   const int64_t ranges = batch_ranges(p, sm_count);
   arguments.integer("ranges", ranges);
-  const Owned bias = give_bias(forward, p, query, row, &arguments);
-  Owned gradient, planes;
+  const TensorHandle bias = pack_bias_args(forward, p, query, row, &arguments);
+  TensorHandle gradient, planes;
   bool is_split = false;
   if (with_bias) {
     gradient = new_bias_gradient(forward.mask);
-    const Planes wanted = planes_of(gradient.get());
-    const Planes written{wanted.batches > 1 ? p.B : ranges, p.Hq, p.Sq, p.Sk};
+    const BiasGradientPlanes wanted = planes_of(gradient.get());
+    const BiasGradientPlanes written{wanted.batches > 1 ? p.B : ranges, p.Hq, p.Sq, p.Sk};
     is_split = written != wanted;
-    planes = is_split ? new_bias_planes(gradient.get(), written) : Owned::share(gradient.get());
+    planes = is_split ? new_bias_planes(gradient.get(), written) : TensorHandle::share(gradient.get());
   } else if (bias.get() != nullptr) {
-    const Planes none{0, p.Hq, p.Sq, p.Sk};
+    const BiasGradientPlanes none{0, p.Hq, p.Sq, p.Sk};
     planes = new_bias_planes(bias.get(), none);
   }
   if (planes.get() != nullptr)
     arguments.tensor(arguments.takes("dbias32") ? Slot("dbias32") : Slot("dbias"), planes.get(), with_bias);
   launch(kernel, arguments);
-  give_sign(result->grads[0].get(), p);
+  pack_scale_sign(result->grads[0].get(), p);
   for (int i = 0; i < 3; ++i) result->grads[i] = laid_out_like(std::move(result->grads[i]), operands[i]);
   if (is_split) sum_bias_planes(std::move(planes), gradient.get());
   if (with_bias) result->grads[3] = laid_out_as_bias(std::move(gradient), forward.mask);
@@ -196,11 +196,11 @@ void gradients_of_tiles(Kernel& kernel, const KernelRow& row, const BackwardCall
 
 }  // namespace
 
-bool our_backward(const BackwardCall& call, const Problem& p, const DeviceFacts& device, int device_index, Mode mode,
+bool our_backward(const BackwardCall& call, const CallFacts& p, const DeviceFacts& device, int device_index, Mode mode,
                   BackwardResult* result) {
   if (standin() == Standin::kMath) return false;
   if ((p.needs & kMask) != 0 && !can_be_digested(call.forward.mask, p)) return false;
-  Problem problem = p;
+  CallFacts problem = p;
   problem.grad = true;
   problem.bias_grad = call.wanted[3];
   const bool* wanted = call.wanted;
@@ -221,8 +221,8 @@ bool our_backward(const BackwardCall& call, const Problem& p, const DeviceFacts&
   TensorClass query;
   read_class(call.forward.q, &query);
   const auto row = [&planned](int i) -> const KernelRow& { return tables().kernels[planned[i]]; };
-  const Given given(call, p, tables().kernels[some]);
-  Owned bias;
+  const BackwardInputs given(call, p, tables().kernels[some]);
+  TensorHandle bias;
   if (in_tiles)
     gradients_of_tiles(*kernels[0], row(0), call, p, query, given, bias_in_tiles, device.sm_count, result);
   else if (kernels[0] != nullptr)

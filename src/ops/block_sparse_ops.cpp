@@ -21,8 +21,8 @@ Facts read_lists(const ForwardCall& call) {
 
 void listed_forward(StableIValue* stack, uint64_t, uint64_t) {
   constexpr Schema op = kListedForward;
-  const Owned q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
-              v = box::to_tensor(stack[op["value"]]), digest = box::to_tensor(stack[op["digest"]]);
+  const TensorHandle q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
+                     v = box::to_tensor(stack[op["value"]]), digest = box::to_tensor(stack[op["digest"]]);
   ForwardCall call{{q.get(), k.get(), v.get(), digest.get()}, own_op_mode(box::to<int64_t>(stack[op["block_mode"]]))};
   call.scale = box::to_optional_double(stack[op["scale"]]);
   call.tall = box::to<double>(stack[op["tall"]]);
@@ -35,16 +35,16 @@ void listed_forward(StableIValue* stack, uint64_t, uint64_t) {
 
 void listed_backward(StableIValue* stack, uint64_t, uint64_t) {
   constexpr Schema op = kListedBackward;
-  const Owned grad = box::to_tensor(stack[op["grad_out"]]), q = box::to_tensor(stack[op["query"]]),
-              k = box::to_tensor(stack[op["key"]]), v = box::to_tensor(stack[op["value"]]),
-              digest = box::to_tensor(stack[op["digest"]]), out = box::to_tensor(stack[op["out"]]),
-              lse = box::to_tensor(stack[op["lse"]]);
+  const TensorHandle grad = box::to_tensor(stack[op["grad_out"]]), q = box::to_tensor(stack[op["query"]]),
+                     k = box::to_tensor(stack[op["key"]]), v = box::to_tensor(stack[op["value"]]),
+                     digest = box::to_tensor(stack[op["digest"]]), out = box::to_tensor(stack[op["out"]]),
+                     lse = box::to_tensor(stack[op["lse"]]);
   ForwardCall forward{{q.get(), k.get(), v.get(), digest.get()},
                       own_op_mode(box::to<int64_t>(stack[op["block_mode"]]))};
   forward.scale = box::to_optional_double(stack[op["scale"]]);
   const BackwardCall call{grad.get(), forward, out.get(), lse.get(), nullptr, nullptr, {true, true, true, false}};
   const Facts facts = read_lists(forward);
-  const Problem& p = facts.problem;
+  const CallFacts& p = facts.problem;
   if (are_kernels(p)) check_fp32("lse", call.lse, {p.B, p.Hq, p.Sq}, facts);
   BackwardResult result;
   if (wants_math(forward.mode) || !differentiate(call, facts, &result)) result = listed_math_backward(call);

@@ -34,7 +34,7 @@ using torch::stable::detail::StableLibrary;
 
 Facts read_facts(const ForwardCall& call) {
   Facts facts;
-  const Problem& p = facts.problem;
+  const CallFacts& p = facts.problem;
   if (!read_class(call, &facts) || !four_dims(facts)) {
     throw std::runtime_error("torch_flashplug: query, key and value must be 4-D tensors [B, H, S, D], but got " +
                              std::to_string(facts.operand[0].dim) + "-D, " + std::to_string(facts.operand[1].dim) +
@@ -44,7 +44,8 @@ Facts read_facts(const ForwardCall& call) {
     throw std::runtime_error("torch_flashplug: query, key and value must be dense tensors with concrete shapes.");
   Shape shape[kNumOperands] = {facts.shape[0], facts.shape[1], facts.shape[2]};
   int64_t sizes[kNumOperands][4];
-  const bool pooled = is_there(call.pages) && shape[1].size[0] == shape[2].size[0];  // as many key pages as value pages
+  const bool pooled =
+      is_defined(call.pages) && shape[1].size[0] == shape[2].size[0];  // as many key pages as value pages
   for (int i = 0; i < kNumOperands; ++i) {
     std::copy_n(shape[i].size, 4, sizes[i]);
     if (pooled) sizes[i][0] = p.B;
@@ -60,7 +61,7 @@ Facts read_facts(const ForwardCall& call) {
 }
 
 bool our_forward(const ForwardCall& given, const Facts& facts, const Plan& plan, ForwardResult* result) {
-  Problem p = facts.problem;
+  CallFacts p = facts.problem;
   p.needs |= plan.features;
   const TensorClass& query = facts.operand[0];
   if ((p.needs & kMask) != 0 && !can_be_digested(given.mask, p)) return false;
@@ -68,8 +69,8 @@ bool our_forward(const ForwardCall& given, const Facts& facts, const Plan& plan,
     *result = math_forward(given);
     if (given.digest != nullptr) digest_in_torch(given, p, query);
     if (given.dropout_p == 0.0) {  // as with kernels: nothing is drawn, so nothing is returned
-      result->seed = Owned();
-      result->offset = Owned();
+      result->seed = TensorHandle();
+      result->offset = TensorHandle();
     }
     count(Path::kOursForward);
     return true;
@@ -77,7 +78,7 @@ bool our_forward(const ForwardCall& given, const Facts& facts, const Plan& plan,
   const int circumstances = (given.mode.forces_kernels() ? kRequired : 0) | (facts.problem.grad ? kTraining : 0);
   Kernel* kernel = find_kernel(plan.kernel_row, query.device_index, circumstances);
   if (kernel == nullptr) return false;
-  const ReadCall read = as_kernels_read(given, p);
+  const ReadableCall read = as_kernels_read(given, p);
   const ForwardCall& call = read.call;
   const int64_t out_size[4] = {p.B, p.Hq, p.Sq, p.Dv};
   const int64_t lse_size[3] = {p.B, p.Hq, p.Sq}, lse_stride[3] = {p.Hq * p.Sq, p.Sq, 1};
@@ -88,12 +89,12 @@ bool our_forward(const ForwardCall& given, const Facts& facts, const Plan& plan,
   // be written.
   const bool writable = row.elementwise || out_stride[3] == 1;
   if (!writable) pack_strides(out_size, out_stride);
-  result->in_place = is_there(call.out) && (row.elementwise || is_readable(call.out));
+  result->in_place = is_defined(call.out) && (row.elementwise || is_readable(call.out));
   static const int32_t fp32 = aoti_torch_dtype_float32();
-  result->out = result->in_place ? Owned::share(call.out) : new_like(call.q, 4, out_size, out_stride, nullptr);
+  result->out = result->in_place ? TensorHandle::share(call.out) : new_like(call.q, 4, out_size, out_stride, nullptr);
   result->lse = empty_strided(3, lse_size, lse_stride, fp32, query.device_type, query.device_index);
   const SignedScale positive = with_positive_scale(call, p);
-  Owned partials;
+  TensorHandle partials;
   if (plan.splits.in_memory()) {
     const int64_t floats = partial_floats(p, plan.splits.n), one = 1;
     partials = empty_strided(1, &floats, &one, fp32, query.device_type, query.device_index);
@@ -109,23 +110,23 @@ bool our_forward(const ForwardCall& given, const Facts& facts, const Plan& plan,
     arguments.tensor("partials", partials.get(), true);
   else if (arguments.takes("partials"))  // nothing is written to partials, but an address is needed: the LSE's
     arguments.one_number("partials", mutable_data(result->lse.get()));
-  const Owned eight = give_scratch8(p, query, row, &arguments);
-  const Masked mask = give_mask(call, p, query, false, &arguments);
-  const Owned bias = give_bias(call, p, query, row, &arguments);
+  const TensorHandle eight = pack_quant_workspace(p, query, row, &arguments);
+  const MaskArgs mask = pack_mask_args(call, p, query, false, &arguments);
+  const TensorHandle bias = pack_bias_args(call, p, query, row, &arguments);
   if (call.dropout_p != 0.0) {
-    Drawn drawn = draw(query);
+    DropoutSeed drawn = draw(query);
     result->seed = std::move(drawn.seed);
     result->offset = std::move(drawn.offset);
   }
-  const Owned seed = give_seed(result->seed.get(), query, &arguments);
+  const TensorHandle seed = pack_dropout_args(result->seed.get(), query, &arguments);
   if (call.k_scale != nullptr) {
     arguments.tensor("k_scale", call.k_scale);
     arguments.tensor("v_scale", call.v_scale);
     arguments.integer("rotated", call.rotated);
   }
-  const Owned sinks = give_sinks(call.sinks, result->lse.get(), &arguments);
-  const Lengths lengths = give_lengths(call, p, row, query, &arguments);
-  give_pages(call, &arguments);
+  const TensorHandle sinks = pack_sink_args(call.sinks, result->lse.get(), &arguments);
+  const Lengths lengths = pack_varlen_args(call, p, row, query, &arguments);
+  pack_page_args(call, &arguments);
   // Kernels learn nothing else about splits, except a fixed split size, which is a fact of the call.
   arguments.integer("splits", plan.splits.n);
   arguments.integer("cluster", plan.splits.cluster);
@@ -145,7 +146,7 @@ ForwardResult counted_math(const ForwardCall& call) {
 // Run stock's choice for the call. A traced graph with the plugin's op is then not slower than stock, if stock serves
 // the call at run time.
 ForwardResult stock_forward(const ForwardCall& call, const Facts& facts, const DeviceFacts& device) {
-  const Problem& p = facts.problem;
+  const CallFacts& p = facts.problem;
   ForwardResult result;
   const auto by_ours = [&] {
     const Plan plan = plan_in_op(p, device, tables());
@@ -169,7 +170,7 @@ ForwardResult stock_forward(const ForwardCall& call, const Facts& facts, const D
 
 ForwardResult forward(const ForwardCall& call) {
   Facts facts = read_facts(call);
-  Problem& p = facts.problem;
+  CallFacts& p = facts.problem;
   p.deterministic = torch_symbols().deterministic();
   const DeviceFacts device = device_facts(facts.device_index());
   const auto plan_with = [&](bool grad) {
@@ -193,7 +194,7 @@ ForwardResult forward(const ForwardCall& call) {
 // backward is never used, because its plans ignore the order of grad_out (stock_workarounds.cpp).
 BackwardResult backward(const BackwardCall& call) {
   Facts facts = read_facts(call.forward);
-  Problem& p = facts.problem;
+  CallFacts& p = facts.problem;
   p.deterministic = torch_symbols().deterministic();
   const DeviceFacts device = device_facts(facts.device_index());
   BackwardResult result;
@@ -202,7 +203,7 @@ BackwardResult backward(const BackwardCall& call) {
   if (math || !our_backward(call, p, device, facts.device_index(), mode, &result))
     result = math || !efficient_can_run(p) ? math_backward(call) : efficient_backward(call, p);
   for (int i = 0; i < 4; ++i) {
-    if (!call.wanted[i]) result.grads[i] = Owned();
+    if (!call.wanted[i]) result.grads[i] = TensorHandle();
   }
   return result;
 }
@@ -211,7 +212,7 @@ Causal own_op_causal(int64_t causal_mode, AtenTensorHandle mask) {
   if (causal_mode < 0 || causal_mode > static_cast<int64_t>(Causal::kBottomRight))
     throw std::runtime_error("torch_flashplug: causal_mode is " + std::to_string(causal_mode) +
                              ", but must be 0 (none), 1 (top-left) or 2 (bottom-right).");
-  if (causal_mode != 0 && is_there(mask))
+  if (causal_mode != 0 && is_defined(mask))
     throw std::runtime_error("torch_flashplug: causal_mode must be 0 if attn_bias is given. Pass only one of the two.");
   return static_cast<Causal>(causal_mode);
 }
@@ -220,9 +221,9 @@ Causal own_op_causal(int64_t causal_mode, AtenTensorHandle mask) {
 
 void carrier_forward(StableIValue* stack, uint64_t, uint64_t) {
   constexpr Schema op = kCarrierForward;
-  const Owned q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
-              v = box::to_tensor(stack[op["value"]]), bias = box::to_optional_tensor(stack[op["attn_bias"]]);
-  const Owned taken = bias.defined() ? take_mask(bias.get()) : Owned();
+  const TensorHandle q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
+                     v = box::to_tensor(stack[op["value"]]), bias = box::to_optional_tensor(stack[op["attn_bias"]]);
+  const TensorHandle taken = bias.defined() ? take_mask(bias.get()) : TensorHandle();
   const AtenTensorHandle mask = taken.get() != nullptr ? taken.get() : bias.get();
   refuse_kept(mask);
   const Causal causal = box::to<bool>(stack[op["is_causal"]]) ? Causal::kTopLeft : Causal::kNone;
@@ -241,23 +242,24 @@ void carrier_forward(StableIValue* stack, uint64_t, uint64_t) {
   check_shim(aoti_torch_get_size(call.k, 2, &keys), "get_size");
   stack[op.result("output")] = box::from_tensor(std::move(result.out));
   stack[op.result("logsumexp")] = box::from_tensor(std::move(result.lse));
-  stack[op.result("cum_seq_q")] = box::from_tensor(Owned());
-  stack[op.result("cum_seq_k")] = box::from_tensor(Owned());
+  stack[op.result("cum_seq_q")] = box::from_tensor(TensorHandle());
+  stack[op.result("cum_seq_k")] = box::from_tensor(TensorHandle());
   stack[op.result("max_q")] = box::from(rows | (call.mode.word << kModeShift));
   stack[op.result("max_k")] = box::from(keys);
   stack[op.result("philox_seed")] = box::from_tensor(std::move(result.seed));
   stack[op.result("philox_offset")] = box::from_tensor(std::move(result.offset));
-  stack[op.result("debug_attn_mask")] = box::from_tensor(Owned());
+  stack[op.result("debug_attn_mask")] = box::from_tensor(TensorHandle());
 }
 
 void carrier_backward(StableIValue* stack, uint64_t, uint64_t) {
   constexpr Schema op = kCarrierBackward;
-  const Owned grad = box::to_tensor(stack[op["grad_out"]]), q = box::to_tensor(stack[op["query"]]),
-              k = box::to_tensor(stack[op["key"]]), v = box::to_tensor(stack[op["value"]]);
-  const Owned mask = box::to_tensor(stack[op["attn_bias"]]), out = box::to_tensor(stack[op["out"]]),
-              lse = box::to_tensor(stack[op["logsumexp"]]);
-  const Owned cum_q = box::to_tensor(stack[op["cum_seq_q"]]), cum_k = box::to_tensor(stack[op["cum_seq_k"]]),
-              seed = box::to_tensor(stack[op["philox_seed"]]), offset = box::to_tensor(stack[op["philox_offset"]]);
+  const TensorHandle grad = box::to_tensor(stack[op["grad_out"]]), q = box::to_tensor(stack[op["query"]]),
+                     k = box::to_tensor(stack[op["key"]]), v = box::to_tensor(stack[op["value"]]);
+  const TensorHandle mask = box::to_tensor(stack[op["attn_bias"]]), out = box::to_tensor(stack[op["out"]]),
+                     lse = box::to_tensor(stack[op["logsumexp"]]);
+  const TensorHandle cum_q = box::to_tensor(stack[op["cum_seq_q"]]), cum_k = box::to_tensor(stack[op["cum_seq_k"]]),
+                     seed = box::to_tensor(stack[op["philox_seed"]]),
+                     offset = box::to_tensor(stack[op["philox_offset"]]);
   const std::vector<bool> wanted = box::to<std::vector<bool>>(stack[op["grad_input_mask"]]);
   const std::optional<double> scale = box::to_optional_double(stack[op["scale"]]);
   const Mode mode{(box::to<int64_t>(stack[op["max_q"]]) >> kModeShift) & kModeMask};
@@ -280,7 +282,7 @@ void carrier_backward(StableIValue* stack, uint64_t, uint64_t) {
 
 }  // namespace
 
-Owned placeholder(const ForwardCall& call, int32_t dtype) {
+TensorHandle placeholder(const ForwardCall& call, int32_t dtype) {
   TensorClass query;
   read_class(call.q, &query);
   const int64_t zero = 0, one = 1;
@@ -291,8 +293,8 @@ namespace {
 
 void own_forward(StableIValue* stack, uint64_t, uint64_t) {
   constexpr Schema op = kOwnForward;
-  const Owned q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
-              v = box::to_tensor(stack[op["value"]]), mask = box::to_optional_tensor(stack[op["attn_bias"]]);
+  const TensorHandle q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
+                     v = box::to_tensor(stack[op["value"]]), mask = box::to_optional_tensor(stack[op["attn_bias"]]);
   refuse_kept(mask.get());
   const Causal causal = own_op_causal(box::to<int64_t>(stack[op["causal_mode"]]), mask.get());
   const ForwardCall call{{q.get(), k.get(), v.get(), mask.get(), box::to<double>(stack[op["dropout_p"]]), causal,
@@ -311,11 +313,11 @@ void own_forward(StableIValue* stack, uint64_t, uint64_t) {
 
 void own_backward(StableIValue* stack, uint64_t, uint64_t) {
   constexpr Schema op = kOwnBackward;
-  const Owned grad = box::to_tensor(stack[op["grad_out"]]), q = box::to_tensor(stack[op["query"]]),
-              k = box::to_tensor(stack[op["key"]]), v = box::to_tensor(stack[op["value"]]);
-  const Owned mask = box::to_optional_tensor(stack[op["attn_bias"]]), out = box::to_tensor(stack[op["out"]]),
-              lse = box::to_tensor(stack[op["lse"]]);
-  const Owned seed = box::to_tensor(stack[op["seed"]]), offset = box::to_tensor(stack[op["offset"]]);
+  const TensorHandle grad = box::to_tensor(stack[op["grad_out"]]), q = box::to_tensor(stack[op["query"]]),
+                     k = box::to_tensor(stack[op["key"]]), v = box::to_tensor(stack[op["value"]]);
+  const TensorHandle mask = box::to_optional_tensor(stack[op["attn_bias"]]), out = box::to_tensor(stack[op["out"]]),
+                     lse = box::to_tensor(stack[op["lse"]]);
+  const TensorHandle seed = box::to_tensor(stack[op["seed"]]), offset = box::to_tensor(stack[op["offset"]]);
   refuse_kept(mask.get());
   const Causal causal = own_op_causal(box::to<int64_t>(stack[op["causal_mode"]]), mask.get());
   const ForwardCall forward_call{{q.get(), k.get(), v.get(), mask.get(), box::to<double>(stack[op["dropout_p"]]),
@@ -335,10 +337,10 @@ void own_backward(StableIValue* stack, uint64_t, uint64_t) {
 
 void right_choice_of_call(StableIValue* stack, uint64_t, uint64_t) {
   constexpr Schema op = kRightChoice;
-  const Owned q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
-              v = box::to_tensor(stack[op["value"]]), mask = box::to_optional_tensor(stack[op["attn_mask"]]);
+  const TensorHandle q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
+                     v = box::to_tensor(stack[op["value"]]), mask = box::to_optional_tensor(stack[op["attn_mask"]]);
   const Causal causal = box::to<bool>(stack[op["is_causal"]]) ? Causal::kTopLeft : Causal::kNone;
-  const RightChoice right =
+  const CorrectedChoice right =
       right_choice(box::to<int64_t>(stack[op["chosen"]]),
                    {q.get(), k.get(), v.get(), mask.get(), box::to<double>(stack[op["dropout_p"]]), causal,
                     box::to_optional_double(stack[op["scale"]])});

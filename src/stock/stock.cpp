@@ -29,8 +29,8 @@ void rows_before_heads(const int64_t size[4], int64_t stride[4]) {
 }
 
 // Repeat key or value heads for the query heads that share them: [B, Hkv, S, D] -> [B, Hq, S, D].
-Owned repeat_heads(AtenTensorHandle tensor, int64_t group) {
-  if (group == 1) return aligned_ones(Owned::share(tensor));
+TensorHandle repeat_heads(AtenTensorHandle tensor, int64_t group) {
+  if (group == 1) return aligned_ones(TensorHandle::share(tensor));
   OpCall op(kRepeat);
   op[kRepeat["self"]] = box::from_borrowed(tensor);
   op[kRepeat["repeats"]] = box::from(group);
@@ -44,17 +44,19 @@ Owned repeat_heads(AtenTensorHandle tensor, int64_t group) {
   return op.result(0);
 }
 
-Owned slice_lse(Owned lse, const Problem& p) {
+TensorHandle slice_lse(TensorHandle lse, const CallFacts& p) {
   const Shape shape = shape_of(lse.get());
   if (shape.size[2] == p.Sq) return lse;
   const int64_t size[3] = {p.B, p.Hq, p.Sq}, stride[3] = {p.Hq * p.Sq, p.Sq, 1};
   return new_like(lse.get(), 3, size, stride, view(lse.get(), 3, size, shape.stride).get());
 }
 
-Owned shared(AtenTensorHandle tensor) { return tensor == nullptr ? Owned::undefined() : Owned::share(tensor); }
+TensorHandle shared(AtenTensorHandle tensor) {
+  return tensor == nullptr ? TensorHandle::undefined() : TensorHandle::share(tensor);
+}
 
 StableIValue optional(AtenTensorHandle tensor) {
-  return box::from_optional_tensor(is_there(tensor) ? tensor : nullptr);
+  return box::from_optional_tensor(is_defined(tensor) ? tensor : nullptr);
 }
 
 template <const Schema& schema>
@@ -75,19 +77,19 @@ ForwardResult out_and_lse(OpCall* of) {
 
 }  // namespace
 
-Owned pad_lse(AtenTensorHandle lse) {
+TensorHandle pad_lse(AtenTensorHandle lse) {
   const Shape shape = shape_of(lse);
   const int64_t B = shape.size[0], H = shape.size[1], Sq = shape.size[2];
-  if (Sq % kLsePad == 0) return Owned::share(lse);
+  if (Sq % kLsePad == 0) return TensorHandle::share(lse);
   const int64_t padded = ceil_div(Sq, kLsePad) * kLsePad;
   const int64_t size[3] = {B, H, padded}, stride[3] = {H * padded, padded, 1};
-  Owned out = new_like(lse, 3, size, stride, nullptr);
+  TensorHandle out = new_like(lse, 3, size, stride, nullptr);
   check_shim(aoti_torch_aten_fill__Scalar(out.get(), std::numeric_limits<double>::infinity()), "fill_");
   copy_into(view(out.get(), 3, shape.size, stride).get(), lse);
   return out;
 }
 
-bool cudnn_forward(const ForwardCall& call, const Problem& p, ForwardResult* result) {
+bool cudnn_forward(const ForwardCall& call, const CallFacts& p, ForwardResult* result) {
   if (!(stock_backends() & kStockCudnn)) return false;
   RepairedForward raw;
   try {
@@ -99,21 +101,21 @@ bool cudnn_forward(const ForwardCall& call, const Problem& p, ForwardResult* res
   }
   count(Path::kCudnnForward);
   result->out = in_output_layout(std::move(raw.tensors[0]), call.q);
-  const Owned& lse = raw.tensors[1];  // [B, H, Sq, 1] or [B, H, Sq]
+  const TensorHandle& lse = raw.tensors[1];  // [B, H, Sq, 1] or [B, H, Sq]
   const int64_t size[3] = {p.B, p.Hq, p.Sq}, stride[3] = {p.Hq * p.Sq, p.Sq, 1};
-  const Owned rows = view(lse.get(), 3, size, shape_of(lse.get()).stride);
+  const TensorHandle rows = view(lse.get(), 3, size, shape_of(lse.get()).stride);
   const bool packed = std::memcmp(shape_of(rows.get()).stride, stride, sizeof stride) == 0;
-  result->lse = packed ? Owned::share(rows.get()) : new_like(rows.get(), 3, size, stride, rows.get());
+  result->lse = packed ? TensorHandle::share(rows.get()) : new_like(rows.get(), 3, size, stride, rows.get());
   return true;
 }
 
-bool efficient_can_run(const Problem& p) { return p.on_cuda && standin() == Standin::kOff && efficient_takes(p); }
+bool efficient_can_run(const CallFacts& p) { return p.on_cuda && standin() == Standin::kOff && efficient_takes(p); }
 
-ForwardResult efficient_forward(const ForwardCall& call, const Problem& p) {
+ForwardResult efficient_forward(const ForwardCall& call, const CallFacts& p) {
   count(Path::kEfficientForward);
   constexpr const Schema& schema = kEfficientForward;
-  const Owned q = aligned_ones(Owned::share(call.q)), k = repeat_heads(call.k, p.group()),
-              v = repeat_heads(call.v, p.group());
+  const TensorHandle q = aligned_ones(TensorHandle::share(call.q)), k = repeat_heads(call.k, p.group()),
+                     v = repeat_heads(call.v, p.group());
   const bool causal = call.causal == Causal::kTopLeft;
   OpCall op(schema);
   op[schema["query"]] = box::from_borrowed(q.get());
@@ -155,7 +157,7 @@ ForwardResult math_forward(const ForwardCall& call) {
   return result;
 }
 
-Owned cached_math(const ForwardCall& call) {
+TensorHandle cached_math(const ForwardCall& call) {
   constexpr const Schema& schema = kCachedMath;
   OpCall op(schema);
   put_operands<schema>(call, &op);
@@ -263,21 +265,21 @@ BackwardResult listed_math_backward(const BackwardCall& call) {
   return result;
 }
 
-BackwardResult efficient_backward(const BackwardCall& call, const Problem& p) {
+BackwardResult efficient_backward(const BackwardCall& call, const CallFacts& p) {
   count(Path::kEfficientBackward);
   const ForwardCall& forward = call.forward;
   int64_t stride[4];
   rows_before_heads(shape_of(call.out).size, stride);
   constexpr const Schema& schema = kEfficientBackward;
-  const Owned tensors[] = {readable(under_strides(call.grad_out, stride).get()),
-                           aligned_ones(Owned::share(forward.q)),
-                           repeat_heads(forward.k, p.group()),
-                           repeat_heads(forward.v, p.group()),
-                           Owned::undefined(),  // bias
-                           under_strides(call.out, stride),
-                           pad_lse(call.lse),
-                           shared(call.seed),
-                           shared(call.offset)};
+  const TensorHandle tensors[] = {readable(under_strides(call.grad_out, stride).get()),
+                                  aligned_ones(TensorHandle::share(forward.q)),
+                                  repeat_heads(forward.k, p.group()),
+                                  repeat_heads(forward.v, p.group()),
+                                  TensorHandle::undefined(),  // bias
+                                  under_strides(call.out, stride),
+                                  pad_lse(call.lse),
+                                  shared(call.seed),
+                                  shared(call.offset)};
   OpCall op(schema);
   for (int i = 0; i < 9; ++i) op[i] = box::from_borrowed(tensors[i].get());
   op[schema["dropout_p"]] = box::from(forward.dropout_p);
@@ -288,7 +290,7 @@ BackwardResult efficient_backward(const BackwardCall& call, const Problem& p) {
   op.run_or([&](StableIValue* results) {
     AtenTensorHandle borrowed[9], made[4];
     if (!(stock_backends() & kStockEfficient)) return false;
-    std::ranges::transform(tensors, borrowed, &Owned::get);
+    std::ranges::transform(tensors, borrowed, &TensorHandle::get);
     stock_efficient_backward(borrowed, forward.dropout_p, {true, true, true, false}, forward.causal == Causal::kTopLeft,
                              forward.scale, made);
     std::ranges::transform(made, results, [](AtenTensorHandle tensor) { return box::from(tensor); });

@@ -205,7 +205,7 @@ bool has_stock_on_end() {
 }
 bool has_stock_on_end_into() { return stock_kernels().on_end_into != nullptr; }
 
-void stock_on_end_forward(const OnEndCall& c, AtenTensorHandle results[5]) {
+void stock_on_end_forward(const VarlenFlashCall& c, AtenTensorHandle results[5]) {
   const auto cu_q = optional_tensor(c.cu_q), cu_k = optional_tensor(c.cu_k), used_k = optional_tensor(c.used_k),
              alibi = optional_tensor(c.alibi), pages = optional_tensor(c.pages);
   const StockKernels& stock = stock_kernels();
@@ -219,7 +219,7 @@ void stock_on_end_forward(const OnEndCall& c, AtenTensorHandle results[5]) {
            results);
 }
 
-AtenTensorHandle stock_on_end_into(AtenTensorHandle out, const OnEndCall& c) {
+AtenTensorHandle stock_on_end_into(AtenTensorHandle out, const VarlenFlashCall& c) {
   const auto cu_q = optional_tensor(c.cu_q), cu_k = optional_tensor(c.cu_k), used_k = optional_tensor(c.used_k),
              alibi = optional_tensor(c.alibi), pages = optional_tensor(c.pages);
   return stock_kernels()
@@ -228,7 +228,7 @@ AtenTensorHandle stock_on_end_into(AtenTensorHandle out, const OnEndCall& c) {
       .handle();
 }
 
-void stock_on_end_backward(const AtenTensorHandle t[10], const OnEndCall& c, AtenTensorHandle grads[3]) {
+void stock_on_end_backward(const AtenTensorHandle t[10], const VarlenFlashCall& c, AtenTensorHandle grads[3]) {
   hand_out(stock_kernels().on_end_backward(t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], c.max_q, c.max_k,
                                            c.dropout_p, c.is_causal, t[8], t[9], c.scale, c.left, c.right),
            grads);
@@ -236,18 +236,18 @@ void stock_on_end_backward(const AtenTensorHandle t[10], const OnEndCall& c, Ate
 
 bool has_stock_rows() { return stock_kernels().rows_forward && stock_kernels().rows_backward; }
 
-RowsResult stock_rows_forward(const RowsCall& c) {
+EfficientResult stock_rows_forward(const EfficientCall& c) {
   const auto bias = optional_tensor(c.bias), cu_q = optional_tensor(c.cu_q), cu_k = optional_tensor(c.cu_k),
              used_k = optional_tensor(c.used_k);
   const auto results = stock_kernels().rows_forward(c.q, c.k, c.v, &bias, &cu_q, &cu_k, c.max_q, c.max_k, c.dropout_p,
                                                     c.mask_type, c.needs_lse, c.scale, &used_k, c.window);
   const auto& [out, lse, seed, offset, max_q, max_k] = results;
-  RowsResult handles{{}, max_q.number, max_k.number};
+  EfficientResult handles{{}, max_q.number, max_k.number};
   hand_out(std::tie(out, lse, seed, offset), handles.tensors);
   return handles;
 }
 
-void stock_rows_backward(const RowsCall& c, const RowsGradients& g, AtenTensorHandle grads[4]) {
+void stock_rows_backward(const EfficientCall& c, const EfficientGradients& g, AtenTensorHandle grads[4]) {
   const auto bias = optional_tensor(c.bias), cu_q = optional_tensor(c.cu_q), cu_k = optional_tensor(c.cu_k);
   hand_out(stock_kernels().rows_backward(g.grad_out, c.q, c.k, c.v, &bias, g.out, &cu_q, &cu_k, c.max_q.value_or(0),
                                          c.max_k.value_or(0), g.lse, c.dropout_p, g.seed, g.offset, c.mask_type,

@@ -116,7 +116,7 @@ void stock_efficient_backward(const AtenTensorHandle tensors[9], double dropout_
 
 // Arguments of stock's flash attention for packed sequences, for (B, S, H, D), and for windows:
 // aten::_flash_attention_forward, called below any override. Tensors from `cu_q` on may be null.
-struct OnEndCall {
+struct VarlenFlashCall {
   AtenTensorHandle q, k, v, cu_q, cu_k;
   int64_t max_q, max_k;
   double dropout_p;
@@ -129,14 +129,14 @@ struct OnEndCall {
 bool has_stock_on_end();
 bool has_stock_on_end_into();
 // Results: output, logsumexp, rng_state, unused, debug mask.
-void stock_on_end_forward(const OnEndCall& call, AtenTensorHandle results[5]);
-AtenTensorHandle stock_on_end_into(AtenTensorHandle out, const OnEndCall& call);  // returns logsumexp
+void stock_on_end_forward(const VarlenFlashCall& call, AtenTensorHandle results[5]);
+AtenTensorHandle stock_on_end_into(AtenTensorHandle out, const VarlenFlashCall& call);  // returns logsumexp
 // `tensors`: the tensor arguments of the backward, in order. Numbers come from `call`.
-void stock_on_end_backward(const AtenTensorHandle tensors[10], const OnEndCall& call, AtenTensorHandle grads[3]);
+void stock_on_end_backward(const AtenTensorHandle tensors[10], const VarlenFlashCall& call, AtenTensorHandle grads[3]);
 
 // Arguments of stock's efficient attention for (B, S, H, D) or packed sequences: aten::_efficient_attention_forward.
 // Tensors from `bias` on may be null. `mask_type`: 0 none, 1 causal from the top left, 2 causal from the bottom right.
-struct RowsCall {
+struct EfficientCall {
   AtenTensorHandle q, k, v, bias, cu_q, cu_k;
   std::optional<int64_t> max_q, max_k;
   double dropout_p;
@@ -146,18 +146,18 @@ struct RowsCall {
   AtenTensorHandle used_k;
   std::optional<int64_t> window;
 };
-struct RowsResult {
+struct EfficientResult {
   AtenTensorHandle tensors[4];  // output, logsumexp, philox_seed, philox_offset
   int64_t max_q, max_k;
 };
 bool has_stock_rows();
-RowsResult stock_rows_forward(const RowsCall& call);
-// Further arguments of the backward. Operands, numbers and lengths come from the `RowsCall`.
-struct RowsGradients {
+EfficientResult stock_rows_forward(const EfficientCall& call);
+// Further arguments of the backward. Operands, numbers and lengths come from the `EfficientCall`.
+struct EfficientGradients {
   AtenTensorHandle grad_out, out, lse, seed, offset;
   bool bias_grad, one_storage;
   std::optional<int64_t> splits;
 };
-void stock_rows_backward(const RowsCall& call, const RowsGradients& given, AtenTensorHandle grads[4]);
+void stock_rows_backward(const EfficientCall& call, const EfficientGradients& given, AtenTensorHandle grads[4]);
 
 }  // namespace flashplug

@@ -141,7 +141,7 @@ def test_many_windows(batch: int, heads: int, dims: str) -> None:
         ((64, 3, 3), (64, 65), 64, FACTS, False),
         ((64, 4, 2), (49, 49), 32, FACTS, False),
         ((64, 3, 3), (49, 49), 96, FACTS, False),
-        ((64, 3, 3), (49, 49), 32, {**FACTS, "by_kind": 1}, False),
+        ((64, 3, 3), (49, 49), 32, {**FACTS, "batch_invariant": 1}, False),
         ((64, 3, 3), (49, 49), 32, {**FACTS, "dropout": 1, "dropout_p": 0.1}, False),
     ],
 )

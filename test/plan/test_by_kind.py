@@ -73,7 +73,7 @@ def plans(calls: Sequence[Call], gpu: str, **more: float) -> list[dict]:
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_sequence_has_one_plan_in_any_batch(kind: str, gpu: str) -> None:
-    found = plans(KINDS[kind], gpu, by_kind=1)
+    found = plans(KINDS[kind], gpu, batch_invariant=1)
     assert len({plan["kernel"] for plan in found}) == 1
     assert {(plan["splits"], plan["cluster"]) for plan in found} == {(1, 1)}
 
@@ -81,7 +81,7 @@ def test_a_sequence_has_one_plan_in_any_batch(kind: str, gpu: str) -> None:
 @pytest.mark.parametrize("kind", ON_END | DENSE)
 def test_gradients_have_one_plan_too(kind: str) -> None:
     """In parts, which add up in one order; the heads of one block of keys in one tile."""
-    found = plans(KINDS[kind], "h100", by_kind=1, grad=1)
+    found = plans(KINDS[kind], "h100", batch_invariant=1, grad=1)
     assert len({plan["gradients"] for plan in found}) == 1 and found[0]["gradients"].startswith("partbwd")
     assert {plan["sharing"] for plan in found} == {1}
 
@@ -96,7 +96,7 @@ def test_long_calls_keep_the_tiles_that_are_fast() -> None:
     """Of sequences that fill the GPU the kernel is the one they would have anyway."""
     for D in (64, 128, 256):
         long = [on_end([4096] * 64, D)]
-        assert plans(long, "h100")[0]["kernel"] == plans(long, "h100", by_kind=1)[0]["kernel"]
+        assert plans(long, "h100")[0]["kernel"] == plans(long, "h100", batch_invariant=1)[0]["kernel"]
 
 
 @pytest.mark.parametrize("splits", [2, 7])
@@ -112,8 +112,8 @@ def test_other_numbers_are_how_many_ctas_share_keys(splits: int) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_size_changes_splits_of_pages_alone(kind: str) -> None:
     """Of which there are as many as a table has room for, whatever the batch; the kernel is the same one."""
-    size, one = 1024, plans(KINDS[kind], "h100", by_kind=1)
-    for plan, other, said in zip(plans(KINDS[kind], "h100", by_kind=1, split_size=size), one, KINDS[kind], strict=True):
+    size, one = 1024, plans(KINDS[kind], "h100", batch_invariant=1)
+    for plan, other, said in zip(plans(KINDS[kind], "h100", batch_invariant=1, split_size=size), one, KINDS[kind], strict=True):
         assert plan["kernel"] == other["kernel"] and plan["cluster"] == 1
         assert plan["splits"] == (max(2, -(-said["Sk"] // size)) if kind in PAGED else 1)
 
@@ -135,7 +135,7 @@ def test_there_are_enough_splits_for_every_length(Sq: int, window: tuple[int, in
     """And two at least: one would write its own results."""
     for keys, size in itertools.product((16, 128, 144, 1008, 4096), (128, 256, 1024)):
         left, right = (Sq + keys if bound < 0 else bound for bound in window)
-        given = batch(3, Sq, keys, 64, "paged", by_kind=1, split_size=size) | {"left": left, "right": right}
+        given = batch(3, Sq, keys, 64, "paged", batch_invariant=1, split_size=size) | {"left": left, "right": right}
         (splits,) = {plan["splits"] for plan in plans([given, given | {"B": 300}], "h100")}
         assert splits >= 2
         for used, tile_n in itertools.product(range(keys + 1), (64, 128)):
@@ -149,7 +149,7 @@ def test_the_least_size_that_the_error_says_is_enough(window: tuple[int, int]) -
         said = next((size for size in range(128, 8192, 128) if accepted(size, window, q, keys) is None), 0)
         assert said and all(accepted(size, window, q, keys) == said for size in range(128, said, 128))
         left, right = (3 + keys if bound < 0 else bound for bound in window)
-        given = batch(1, 3, keys, 64, "paged", by_kind=1) | {"left": left, "right": right}
+        given = batch(1, 3, keys, 64, "paged", batch_invariant=1) | {"left": left, "right": right}
         splits = [plan["splits"] for plan in plans([given | {"split_size": said - i * 128} for i in range(2)], "h100")]
         assert splits[0] <= MOST_SPLITS and (said == 128 or splits[1] > MOST_SPLITS)
 

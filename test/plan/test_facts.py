@@ -176,7 +176,7 @@ def test_what_kernels_use_stands_with_their_family(monkeypatch: pytest.MonkeyPat
     row = KernelRow("fwd", 80, 96, 96, ("full",), 64, 64, 1)
 
     def asked() -> tuple[int, int, bool]:
-        return row.sector_bytes, row.max_cluster, row.whole_sectors(row.specs()[0])
+        return row.sector_bytes, row.max_cluster, row.rows_sector_aligned(row.specs()[0])
 
     assert asked() == (1, 1, False)
     used = dataclasses.replace(architectures.BY_ARCH[80], tma=True, clusters=True)
@@ -316,7 +316,7 @@ ONE_FACT_OF_FORCED = {
     **{bound: (_IN_A_WINDOW, 8192) for bound in ("left", "right")},
     "bottom_right": (call((8, 8, 8), (320, 8192), (64, 64), **_WINDOW | {"left": 512}), -1),
     "sequences": (call((1, 8, 8), (16384, 16384), (128, 128), **_WINDOW, ragged=1, sequences=1), 1023),
-    "by_kind": (call((1, 8, 8), (16384, 16384), (128, 128), **_WINDOW, ragged=1, sequences=1024), 1),
+    "batch_invariant": (call((1, 8, 8), (16384, 16384), (128, 128), **_WINDOW, ragged=1, sequences=1024), 1),
     "split_size": (call((1, 32, 8), (1, 8192), (128, 128)), 1024),
     "tall": (call((4, 16, 16), (8192, 8192), (64, 64), mask=1), 2.0),
 }

@@ -509,7 +509,7 @@ import torch, torch_flashplug
 from torch_flashplug.api import startup as _start
 from torch_flashplug.dispatch import bindings as native
 from torch_flashplug.api.backend import DEVICES
-native.set_facts_override(DEVICES["h100"]); native.set_standin(2); native.clear_packs()
+native.set_facts_override(DEVICES["h100"]); native.set_cpu_stub(2); native.clear_packs()
 native.load_pack({str(tmp_path / "pack.so")!r}, "sm_90a"); native.register_ops("CPU"); native.install(native.CPU_SLOT)
 q = torch.randn(1, 8, 256, 64, dtype=torch.bfloat16)
 out = torch.nn.functional.scaled_dot_product_attention(q, q, q)

@@ -88,7 +88,7 @@ def asked() -> Iterator[list[str]]:
 
     startup.load()
     bindings.set_facts_override(H100)
-    bindings.set_standin(2)
+    bindings.set_cpu_stub(2)
     bindings.clear_packs()
     callbacks.set_compile(record)
     bindings.register_ops("CPU")
@@ -98,7 +98,7 @@ def asked() -> Iterator[list[str]]:
     assert bindings.install(bindings.CPU_SLOT) == 0, bindings.last_error()
     yield names
     bindings.uninstall(bindings.CPU_SLOT)
-    bindings.set_standin(False)
+    bindings.set_cpu_stub(False)
     bindings.set_facts_override(None)
     bindings.unregister_ops()
     bindings.register_ops("CUDA")

@@ -109,7 +109,7 @@ def fake_pack(tmp_path: Path) -> Iterator[ctypes.CDLL]:
     subprocess.run(["cc", "-shared", "-fPIC", "-o", tmp_path / "pack.so", tmp_path / "pack.c"], check=True)
     bindings.push_rows(KERNELS, (), dispatch_table.GATE)
     bindings.set_facts_override(DEVICES["h100"])
-    bindings.set_standin(2)
+    bindings.set_cpu_stub(2)
     bindings.clear_packs()
     bindings.load_pack(tmp_path / "pack.so", "sm_90a")
     bindings.register_ops("CPU", own_ops=False)
@@ -119,7 +119,7 @@ def fake_pack(tmp_path: Path) -> Iterator[ctypes.CDLL]:
     bindings.unregister_ops()
     bindings.register_ops("CUDA")
     bindings.clear_packs()
-    bindings.set_standin(0)
+    bindings.set_cpu_stub(0)
     bindings.set_facts_override(None)
     startup.push_tables()
 

@@ -74,7 +74,7 @@ def disabled() -> AbstractContextManager:
 
 
 def no_gpu() -> AbstractContextManager:
-    return _set(bindings.set_standin, 0, 1)
+    return _set(bindings.set_cpu_stub, 0, 1)
 
 
 def math_everywhere() -> AbstractContextManager:

@@ -198,17 +198,17 @@ def _batches(  # noqa: PLR0913
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Attend to all keys of a dense batch; return (B, Sq, Hq, Dv) and, where the call computes an LSE, (B, Hq, Sq)."""
     (q, k, v), (*window, softcap, scale, splits, split_size) = operands, settings
-    seen, by_kind = Window(*window), splits != 0 or split_size != 0
+    seen, batch_invariant = Window(*window), splits != 0 or split_size != 0
     check_operands(q, k, v)
     eight = check_dtypes(q, k, v)
     query, key, value = (x.transpose(1, 2) for x in operands)
-    if by_kind and are_few_rows(query, key, value):
+    if batch_invariant and are_few_rows(query, key, value):
         used = torch.full(k.shape[:1], k.shape[1], dtype=torch.int32, device=k.device)
         return some_of_each(operands, sinks, used, settings, scales, into)
     sinks = as_sinks(sinks, q)
     keys, of_keys = _some_keys(seen, q.shape[1], k.shape[1]), scales_of(eight, scales, key, value)
     key, value = key[:, :, keys], value[:, :, keys]
-    more = sinks is not None or return_lse or softcap != 0.0 or by_kind
+    more = sinks is not None or return_lse or softcap != 0.0 or batch_invariant
     if more:
         refuse_forward_mode()
     if eight:

@@ -242,7 +242,10 @@ class _Given(NamedTuple):
         bounds = (rows + keys if bound < 0 else min(bound, rows + keys) for bound in (self.left, self.right))
         said = dict(zip(Window._fields, (*bounds, self.bottom_right), strict=True))
         said |= {"window": 1, "softcap": self.softcap, "ragged": self.cu_q is not None}
-        said |= {"by_kind": self.num_splits == 1 or self.fixed_split_size > 0, "split_size": self.fixed_split_size}
+        said |= {
+            "batch_invariant": self.num_splits == 1 or self.fixed_split_size > 0,
+            "split_size": self.fixed_split_size,
+        }
         return said | {"sequences": 0 if self.cu_q is None else len(self.cu_q) - 1}
 
 

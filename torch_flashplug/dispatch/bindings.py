@@ -91,21 +91,21 @@ def repair(*backends: str) -> bool:
 # ---- torch's ops for packed sequences ----
 
 
-def open_varlen(dispatch_key: str) -> None:
+def register_varlen_ops(dispatch_key: str) -> None:
     """Register kernels for the ops of torch.nn.attention.varlen. The ops need not be defined yet."""
-    if lib().flashplug_open_varlen(dispatch_key.encode()) != 0:
+    if lib().flashplug_register_varlen_ops(dispatch_key.encode()) != 0:
         raise RuntimeError(
             f"torch_flashplug: could not register varlen_attn kernels for dispatch key {dispatch_key}: {last_error()}"
         )
 
 
-def close_varlen() -> None:
-    lib().flashplug_close_varlen()
+def unregister_varlen_ops() -> None:
+    lib().flashplug_unregister_varlen_ops()
 
 
-def know_varlen(op: str, schema: str) -> None:
+def set_varlen_schema(op: str, schema: str) -> None:
     """Set the schema of a varlen op in the running torch."""
-    if lib().flashplug_know_varlen(op.encode(), schema.encode()) != 0:
+    if lib().flashplug_set_varlen_schema(op.encode(), schema.encode()) != 0:
         raise RuntimeError(f"torch_flashplug: {last_error()}")
 
 
@@ -148,9 +148,9 @@ def close_flash() -> None:
     lib().flashplug_close_flash()
 
 
-def prefer_flash(on: bool) -> None:
+def enable_flash_op_decode(on: bool) -> None:
     """Set whether the flash attention op also serves decode calls."""
-    lib().flashplug_prefer_flash(int(on))
+    lib().flashplug_enable_flash_op_decode(int(on))
 
 
 # ---- switches ----
@@ -218,13 +218,13 @@ def set_process_precision(number: int) -> None:
     lib().flashplug_set_process_precision(number)
 
 
-def set_standin(on: bool | int) -> None:
+def set_cpu_stub(on: bool | int) -> None:
     """Set the CPU stub backend for tests, in which kernels may serve CPU tensors.
 
     Args:
         on: 0 for off, 1 for math in place of kernels, 2 for the symbols of a pack on CPU memory.
     """
-    lib().flashplug_set_standin(int(on))
+    lib().flashplug_set_cpu_stub(int(on))
 
 
 def names(of: str) -> tuple[str, ...]:

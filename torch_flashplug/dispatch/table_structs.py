@@ -38,7 +38,7 @@ class KernelRow(ctypes.Structure):
         *_members(c_int32, "kind family element"),
         ("dtype", c_int32 * 4),
         *_members(c_int32, "tile_m tile_n stages cost elementwise"),
-        *_members(c_int32, "smem_bytes sector_bytes whole_sectors group_rows max_cluster peers_at_once counters"),
+        *_members(c_int32, "smem_bytes sector_bytes rows_sector_aligned group_rows max_cluster peers_at_once counters"),
         *_members(c_int32, "scratch_rows shares_heads dkdv_alone at_once"),
         *_members(c_double, "last_tile"),
     )
@@ -110,7 +110,7 @@ def of_kernels(row: kernel_table.KernelRow) -> Iterator[KernelRow]:
             element=_element(spec.dtype),
             dtype=(c_int32 * 4)(*(DTYPE_IDS[name] for name in ELEMENTS[spec.dtype].operands)),
             smem_bytes=spec.smem_bytes(),
-            whole_sectors=row.whole_sectors(spec),
+            rows_sector_aligned=row.rows_sector_aligned(spec),
             shares_heads=row.shares_heads(spec),
             scratch_rows=spec.scratch_rows,
         )

@@ -96,7 +96,7 @@ def kernels(
     startup.load()
     was_enabled = bindings.enabled()
     bindings.set_facts_override(backend.DEVICES[DEVICE])
-    bindings.set_standin(2)
+    bindings.set_cpu_stub(2)
     bindings.clear_packs()
     bindings.load_pack(pack, TARGET)
     callbacks.set_compile(provide)
@@ -112,7 +112,7 @@ def kernels(
         yield
     finally:
         bindings.uninstall(bindings.CPU_SLOT)
-        bindings.set_standin(False)
+        bindings.set_cpu_stub(False)
         bindings.set_facts_override(None)
         bindings.unregister_ops()
         bindings.register_ops("CUDA")

@@ -17,12 +17,12 @@ class Handle:
     """Handle of an activation; torch's registry ends the activation by remove()."""
 
     def __init__(self) -> None:
-        bindings.prefer_flash(True)
+        bindings.enable_flash_op_decode(True)
         if bindings.enabled():
             flash_attention_op.install(over_others=True)
 
     def remove(self) -> None:
-        bindings.prefer_flash(False)
+        bindings.enable_flash_op_decode(False)
 
 
 def register() -> None:

@@ -42,11 +42,11 @@ def install(device: str = "CUDA") -> None:
     if place := other_owner(device):
         _log.info("varlen_attn: kernels are left to the library that registered kernels at %s", place)
         return
-    bindings.open_varlen(device)
+    bindings.register_varlen_ops(device)
 
 
 def uninstall() -> None:
-    bindings.close_varlen()
+    bindings.unregister_varlen_ops()
 
 
 def other_owner(device: str = "CUDA") -> str:
@@ -69,7 +69,7 @@ def prepare() -> None:
             if name == _BACKWARD:
                 _define(f"_flash{name}", schema, _flash_backward(packet.default))
             varlen_decision.know_varlen_rule(_rule(schema))
-            bindings.know_varlen(name, schema)
+            bindings.set_varlen_schema(name, schema)
             _known.add(name)
 
 
