@@ -1,4 +1,4 @@
-"""Check of gradients against the error budget, for calls with sinks."""
+"""Comparison of gradients with fp64, for calls with sinks."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch_flashplug.testing import assert_within_budget
 from torch_flashplug.testing.budget import GRAD_FACTOR, assert_of_sinks, cancelled_sums
 
 
-class Exact(Protocol):
-    """Exact results of a call in fp64."""
+class ExactResults(Protocol):
+    """Reference results of a call, in fp64."""
 
     out: Tensor
     lse: Tensor
@@ -21,24 +21,24 @@ class Exact(Protocol):
 
 
 def check_gradients(
-    label: str, found: Mapping[str, Tensor], exact: Exact, low: Mapping[str, Tensor], operands: Sequence[Tensor],
+    label: str, grads: Mapping[str, Tensor], exact: ExactResults, low: Mapping[str, Tensor], operands: Sequence[Tensor],
     sinks: Tensor | None,
 ) -> None:  # fmt: skip
-    """Check that gradients are within the error budget.
+    """Check that each gradient is within the error budget.
 
     Args:
-        label: text for error messages.
+        label: name of the call in error messages.
         found: gradients of our kernels by name (dq, dk, dv, dsinks).
-        exact: the results in fp64.
+        exact: the fp64 reference.
         low: gradients of plain torch by name.
         operands: q, k, v and dO.
-        sinks: the sinks, or None.
+        sinks: the sinks of the call, if there are any.
     """
     cancelled = cancelled_sums(*operands, None)
-    for name, got in found.items():
+    for name, grad in grads.items():
         if name == "dsinks":
             shares = torch.exp(sinks.double().view(-1, 1) - exact.lse)
-            assert_of_sinks(label, got.cpu(), exact.grads[name], shares, exact.out, operands[-1])
+            assert_of_sinks(label, grad.cpu(), exact.grads[name], shares, exact.out, operands[-1])
             continue
         budget = {"factor": GRAD_FACTOR, "cancelled": float(cancelled[name])}
-        assert_within_budget(f"{label} {name}", got.cpu(), exact.grads[name], low[name], **budget)
+        assert_within_budget(f"{label} {name}", grad.cpu(), exact.grads[name], low[name], **budget)

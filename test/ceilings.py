@@ -1,8 +1,8 @@
-"""Ceilings on the CPU time of tests and of test files, to keep the short run short.
+"""Ceilings on the CPU time of tests and of test files, which keep the short run short.
 
-`./tools/dev test` turns the ceilings on. The seconds are valid for the machine of REFERENCE, and a slower machine gets
-more time. The time of child processes counts if the test waits for the processes. A test with a higher ceiling has a
-row in SECONDS.
+`./tools/dev test` turns the ceilings on. Seconds refer to the machine of `REFERENCE`; a slower
+machine gets more. The time of processes that a test starts and waits for counts. Slower tests and files have a row in
+`SECONDS`.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ import on_cpu
 import pytest
 
 OF_A_TEST, OF_A_FILE = 5.0, 60.0
-HEADROOM = 1.5  # factor for cores that share units with neighboring cores, and for cold caches
-REFERENCE = 0.0154  # CPU seconds of loop() on the machine on which the ceilings were measured (AMD EPYC, 2026-11-28)
-# Ceilings of slow tests and files. Most of the tests start processes that import torch.
+HEADROOM = 1.5  # for cores with shared units, and for cold caches
+REFERENCE = 0.0154  # CPU seconds of `loop()` on the machine of the ceilings (AMD EPYC, 2026-11-28)
+# Tests and files that may take longer than the usual ceiling, most of them because of child processes with torch.
 SECONDS: dict[str, float] = {
-    "test_build.py::test_a_change_of_one_kernel_file_recompiles_its_kernels_alone": 10,  # compiles five kernels
-    "test_build.py::test_sources_of_a_kernel_are_what_it_imports": 17,  # imports each kind of kernel
-    "test_compile.py::test_inductor": 12,  # the first test that compiles C++ for Inductor precompiles the headers
-    "test_demo.py::test_demo_of_fewer_bits": 10,
+    "test_build.py::test_changed_kernel_file_recompiles_only_dependent_kernels": 10,  # compiles five kernels
+    "test_build.py::test_kernel_sources_equal_imported_modules": 17,  # imports each kind of kernel
+    "test_compile.py::test_inductor": 12,  # the first test that compiles C++ for Inductor builds the headers
+    "test_demo.py::test_demo_of_8_bit_precision": 10,
     "test_demo.py::test_training_demo": 12,
     "test_distributed.py": 80,
     "test_distributed.py::test_demo": 18,
     "test_distributed.py::test_four_ranks": 18,
-    "test_distributed.py::test_off_on_one_rank": 8,
+    "test_distributed.py::test_plugin_off_on_one_rank": 8,
     "test_distributed.py::test_two_ranks": 18,
-    "test_flash_door.py::test_what_is_not_ours_is_stocks": 12,  # compiles C++ that includes torch
-    "test_fuzz.py::test_a_dead_worker_is_a_finding_and_its_work_goes_on": 10,
+    "test_flash_door.py::test_unsupported_calls_run_stock": 12,  # compiles C++ that includes torch
+    "test_fuzz.py::test_dead_worker_is_reported_and_remaining_work_continues": 10,
     "test_fuzz.py::test_command_line": 12,
-    "test_mask_road.py::test_a_caller_in_cpp_has_its_mask_back": 10,  # compiles C++ that includes torch
-    "test_masked_graphs.py::test_backends": 20,  # precompiles the headers of Inductor, if run before test_inductor
+    "test_mask_road.py::test_cpp_caller_keeps_the_mask_variable": 10,  # compiles C++ that includes torch
+    "test_masked_graphs.py::test_backends": 20,  # like test_inductor
     "test_seams.py::test_threads_read_the_biases_of_their_scores": 10,  # compiles a kernel
-    "test_wheel.py::test_processes_that_unpack_at_once_share_the_result": 10,
+    "test_wheel.py::test_concurrent_processes_share_an_unpacked_pack": 10,
 }
 REMEDY = "Shorten the test, give it a row in test/nightly.py, or a ceiling of its own in test/ceilings.py."
 
@@ -49,21 +49,21 @@ def cpu_seconds() -> float:
 
 
 def loop() -> float:
-    """Return the CPU seconds of a fixed piece of Python code."""
+    """Return the CPU seconds of a fixed loop of Python code."""
     start = time.process_time()
     sum(number * number % 7 for number in range(300_000))
     return time.process_time() - start
 
 
 class Ceilings:
-    """Plugin of pytest that measures tests and fails slow tests."""
+    """Plugin of pytest for measuring tests and failing slow tests."""
 
     def __init__(self) -> None:
         self.factor = HEADROOM * max(1.0, min(loop() for _ in range(5)) / REFERENCE)
         self.of_files: dict[str, float] = defaultdict(float)
 
     def check(self, item: pytest.Item, seconds: float) -> None:
-        """Fail the test if the test, or the file up to this test, exceeded the ceiling."""
+        """Fail the test if the test, or the file up to this test, took longer than the ceiling."""
         file, test = item.path.name, nightly.function_of(item)
         for name, spent, usual in ((test, seconds, OF_A_TEST), (file, self.of_files[file], OF_A_FILE)):
             ceiling = SECONDS.get(name, usual) * self.factor
@@ -72,8 +72,8 @@ class Ceilings:
                 pytest.fail(f"{name} took {spent:.1f} s of CPU time, but {ceiling:.1f} s are allowed. {REMEDY}", False)
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Build the pack of all interpreted tests in advance, so that the build counts for no test."""
-        collects = session.config.getoption("numprocesses", None)  # the controller process of xdist runs no test
+        """Build the pack shared by all interpreted tests, so that no test is charged for the build."""
+        collects = session.config.getoption("numprocesses", None)  # the process for distributing tests runs no test
         if not collects and any(item.get_closest_marker("interpreted") for item in session.items):
             on_cpu.pack()
 

@@ -1,9 +1,8 @@
-"""Markers and fixtures of all tests.
+"""Markers and fixtures.
 
-`gpu` marks tests for CUDA, and `gpu2` marks tests for two devices. Only this file skips tests with these two markers.
-`interpreted` marks tests that run kernels on the CPU. A machine with a GPU leaves such tests out. `isolated(seconds)`
-marks tests that run in a separate process, killed after the given time. Isolated tests could hang or poison the device,
-or need a fresh torch.
+`gpu` and `gpu2` mark tests that need one or two CUDA devices; only this file skips such tests. `interpreted`
+marks tests with kernels on the CPU; a machine with a GPU leaves these tests out. `isolated(seconds)` runs a test in a
+separate process with a time limit. The marker is for tests that could hang, poison the device or need a fresh torch.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from torch_flashplug.registry.dtypes import WHOLE
 from torch_flashplug.registry.kernel_spec import KernelSpec
 from torch_flashplug.testing import case_named
 
-GPU_TEST_SECONDS = 300  # a slower gpu test ends the whole run with a traceback
+GPU_TEST_SECONDS = 300  # a slower gpu test ends the entire run, with a traceback
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 INTERPRETED = pytest.param("cpu", marks=pytest.mark.interpreted, id="interpreted")
 
@@ -68,11 +67,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _is_small(item: pytest.Item) -> bool:
-    """Return True if a test is small enough for interpreted kernels.
+    """Return False for interpreted tests of cases too large for the short run.
 
-    The case of the test must take at most about a second. Each case runs with a single element type out of two, because
-    the code of a kernel hardly depends on the element type. If only samples were built, all cases run with bf16, the
-    element type of the samples.
+    A small case takes about one second. Each case runs with a single dtype, because the code of a kernel hardly depends
+    on the dtype. After a build of samples, cases run with all dtypes.
     """
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
     case = case_named(parameters["name"]) if "name" in parameters else parameters.get("case")
@@ -84,9 +82,9 @@ def _is_small(item: pytest.Item) -> bool:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Skip a failed test that needed a kernel of the kernel table missing from the samples.
+    """Skip a failed test if a kernel of the table was missing because only samples were built.
 
-    In such a test, a different kernel or no kernel may have taken the call.
+    Without the missing kernel, the call may have been served by a different kernel or by none.
     """
     on_cpu.lacked.clear()
     try:
@@ -135,14 +133,14 @@ def _hard_timeout(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(params=["cpu", CUDA])
 def road(request: pytest.FixtureRequest) -> Iterator[standin.Road]:
-    """Install the dispatcher, with the CPU stub backend or on the real device."""
+    """Return the device backend with the router installed: the CPU stub or the real device."""
     with standin.road_to(request.param) as road:
         yield road
 
 
 @pytest.fixture(params=["router", "plan_b"])
 def any_road(request: pytest.FixtureRequest, device: str) -> Iterator[standin.Road]:
-    """Install the plugin by each of the two hooks, which must behave equally."""
+    """Return the device backend with either hook, since both hooks must behave alike."""
     with standin.road_to(device, request.param) as road:
         yield road
 
@@ -154,17 +152,14 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(params=[INTERPRETED, CUDA])
 def kernels_on(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Return the device for tensors of our kernels: a GPU, or the CPU for interpreted kernels."""
+    """Return the device for the tensors of our kernels: a GPU, or the CPU with interpreted kernels."""
     with on_cpu.kernels() if request.param == "cpu" else contextlib.nullcontext():
         yield request.param
 
 
 @pytest.fixture
 def kernel_alone() -> Iterator[Callable[[KernelSpec], None]]:
-    """Return a function that pushes the rows of a kernel and of all kernels of different kinds.
-
-    So no rival kernel of the same kind can take a call.
-    """
+    """Return a function that pushes the table rows of a single kernel, plus all rows of unrelated kernel kinds."""
 
     def push(spec: KernelSpec) -> None:
         rivals = {"bwd", "detbwd", "partbwd", "tilebwd"} if spec.is_backward else {"fwd"}
@@ -176,7 +171,7 @@ def kernel_alone() -> Iterator[Callable[[KernelSpec], None]]:
 
 @pytest.fixture
 def fresh_dynamo() -> Iterator[None]:
-    """Reset Dynamo, so that no graph remains from an earlier test. Check that the test leaves no mode behind."""
+    """Start a test without compiled graphs, and check that no mode is left behind."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -185,10 +180,9 @@ def fresh_dynamo() -> Iterator[None]:
 
 @pytest.fixture
 def no_autograd_cache() -> Iterator[None]:
-    """Disable the autograd cache.
+    """Turn off the autograd cache.
 
-    The cache keys do not contain the backend of stock with which a graph was traced. So a cached graph would serve all
-    backends.
+    Keys of the cache do not contain the stock backend of the trace, so one cached graph would serve all backends.
     """
     with functorch_config.patch(enable_autograd_cache=False):
         yield

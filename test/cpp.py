@@ -1,4 +1,4 @@
-"""Compilation of C++ test code with the headers of src/."""
+"""Compilation of C++ snippets against the headers of the C++ core (`src/`)."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ OPTIONS = ("-std=c++20", "-DTORCH_TARGET_VERSION=0x020B000000000000", f"-I{Path(
 
 
 def compiles(source: str, *options: str) -> bool:
-    """Return True if the source compiles. Without options only the syntax is checked."""
+    """Return True if the source compiles; without options, only the syntax is checked and no file is written."""
     command = ["c++", *OPTIONS, *(options or ("-fsyntax-only",)), "-x", "c++", "-", "-x", "none", "-l:libtorch_cpu.so"]
     return subprocess.run(command, input=source, text=True, capture_output=True, check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""Tensors in many memory layouts, and checks against the right results, for the tests of stock's faults."""
+"""Tensors with unusual memory layouts and checks of results, for the tests of bugs in stock PyTorch."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 from torch_flashplug.testing import Case, Inputs, assert_within_budget, oracle, oracle_grads, plain, plain_grads
 from torch_flashplug.testing.budget import GRAD_FACTOR, cancelled_sums
 
-ORDERS = ("bshd", "bhsd")  # memory orders
+ORDERS = ("bshd", "bhsd")  # memory layouts
 
 
 def drawn(shape: tuple[int, ...], order: str, seed: int) -> Tensor:
-    """Return a random tensor (B, H, S, D) on the GPU, in the memory order `order`."""
+    """Return a random bf16 tensor of shape (B, H, S, D) on the GPU, laid out in `order`."""
     generator = torch.Generator("cuda").manual_seed(seed)
     return laid_out(torch.randn(shape, generator=generator, device="cuda").to(torch.bfloat16), order)
 
@@ -24,19 +24,19 @@ def laid_out(tensor: Tensor, order: str) -> Tensor:
 
 
 def check(label: str, case: Case, inputs: Inputs, out: Tensor | None, grads: tuple[Tensor, ...] = ()) -> None:
-    """Check that results are within the project's error budget against fp64."""
+    """Check that output and gradients are within the error budget around fp64."""
     if out is not None:
         assert_within_budget(label + " out", out, oracle(case, inputs).out, plain(case, inputs).out)
     if grads:
         cancelled = cancelled_sums(*inputs, inputs.grad_out, case.scale)
         answers = zip(cancelled, grads, oracle_grads(case, inputs), plain_grads(case, inputs), strict=True)
-        for name, got, exact, low in answers:
+        for name, grad, exact, low in answers:
             budget = {"factor": GRAD_FACTOR, "cancelled": float(cancelled[name])}
-            assert_within_budget(f"{label} {name}", got, exact, low, **budget)
+            assert_within_budget(f"{label} {name}", grad, exact, low, **budget)
 
 
 def odd(shape: tuple[int, ...], offset: int = 1) -> Tensor:
-    """Return a view with a base address of `offset` elements after an aligned address."""
+    """Return a tensor whose base is `offset` elements behind an aligned address."""
     size = math.prod(shape)
     return torch.randn(size + offset, device="cuda").to(torch.bfloat16)[offset:].view(shape)
 
@@ -46,5 +46,5 @@ def half(*shape: int) -> Tensor:
 
 
 def strides(tensor: Tensor) -> list[int]:
-    """Return the strides of all dims with more than one element. An empty tensor has no such strides."""
+    """Return the strides of dims with more than one element; an empty tensor has no meaningful stride."""
     return [stride for size, stride in zip(tensor.shape, tensor.stride()) if size > 1 and tensor.numel() > 0]

@@ -1,7 +1,4 @@
-"""Shared helpers for tests of tracers.
-
-The helpers are functions to trace, a compiler that records attention ops, and the comparison with eager mode.
-"""
+"""Shared helpers for tests of tracers: functions to trace, a recording compiler, and the comparison with eager mode."""
 
 from __future__ import annotations
 
@@ -31,31 +28,31 @@ TOLERANCE = {"atol": 2e-2, "rtol": 2e-2}
 def attention_ops(graph: torch.fx.Graph) -> list[tuple[str, int]]:
     """Return the attention ops of a graph, in graph order.
 
-    An op of the plugin becomes (op, mode word without the precision). An attention op of aten becomes (aten name, -1).
+    Ops of the plugin give (op name, mode word without precision). All remaining attention ops give (aten name, -1).
     """
-    found = []
+    ops = []
     for node in graph.nodes:
         call = [
             node.target,
             *node.args,
-        ]  # an op that checkpoint repeats is an argument of an op that keeps the RNG state
-        own = next(
-            (index for index, part in enumerate(call) if isinstance(part, torch._ops.OpOverload) and part in OWN_OPS),
+        ]  # an op repeated by checkpoint is an argument of the op for keeping the RNG state
+        op_idx = next(
+            (idx for idx, value in enumerate(call) if isinstance(value, torch._ops.OpOverload) and value in OWN_OPS),
             None,
         )
-        if own is not None:
-            name, fields = OWN_OPS[call[own]]
-            found.append((name, fields(*call[own + 1 :]).mode & (1 << bindings.PRECISION_SHIFT) - 1))
+        if op_idx is not None:
+            name, fields = OWN_OPS[call[op_idx]]
+            ops.append((name, fields(*call[op_idx + 1 :]).mode & (1 << bindings.PRECISION_SHIFT) - 1))
         elif "attention" in str(node.target) or "softmax" in str(node.target):
-            found.append((str(node.target), -1))
-    return found
+            ops.append((str(node.target), -1))
+    return ops
 
 
 def masks(graph: torch.fx.Graph) -> list[torch.dtype | None]:
-    """Return the dtypes of the masks passed to the plugin's ops, in graph order, with None for calls without a mask."""
+    """Return the dtypes of the masks of plugin ops, in graph order; None stands for no mask."""
     calls = [(node, *OWN_OPS[node.target]) for node in graph.nodes if node.target in OWN_OPS]
-    given = [fields(*node.args).attn_bias for node, _, fields in calls]
-    return [None if mask is None else mask.meta["val"].dtype for mask in given]
+    biases = [fields(*node.args).attn_bias for node, _, fields in calls]
+    return [None if mask is None else mask.meta["val"].dtype for mask in biases]
 
 
 def has_floats_of_masks(graph: torch.fx.Graph) -> bool:
@@ -63,7 +60,7 @@ def has_floats_of_masks(graph: torch.fx.Graph) -> bool:
 
 
 class Recorder:
-    """Compiler for torch.compile that runs AOT graphs unchanged, and records the graphs and the attention ops."""
+    """Compiler for torch.compile that runs AOT graphs unchanged and records each graph with its attention ops."""
 
     def __init__(self) -> None:
         self.graphs: list[torch.fx.Graph] = []
@@ -71,10 +68,10 @@ class Recorder:
         self.backwards: list[list[tuple[str, int]]] = []
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list) -> Callable:
-        def keep(where: list) -> Callable:
+        def keep(recorded_ops: list) -> Callable:
             def compile_graph(graph: torch.fx.GraphModule, inputs: list) -> Callable:
                 self.graphs.append(graph.graph)
-                where.append(attention_ops(graph.graph))
+                recorded_ops.append(attention_ops(graph.graph))
                 return make_boxed_func(graph.forward)
 
             return compile_graph
@@ -88,11 +85,11 @@ def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def nested(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     with sdpa_backend("fa3"):
-        first = sdpa(q, k, v)
+        in_fa3 = sdpa(q, k, v)
         with sdpa_backend("auto"):
-            second = sdpa(q * 2, k, v)
-        third = sdpa(q * 3, k, v)
-    return first + second + third + sdpa(q * 4, k, v)
+            in_nested_auto = sdpa(q * 2, k, v)
+        in_fa3_again = sdpa(q * 3, k, v)
+    return in_fa3 + in_nested_auto + in_fa3_again + sdpa(q * 4, k, v)
 
 
 NESTED_MODES = [FA3, AUTO, FA3, AUTO]
@@ -101,27 +98,27 @@ NESTED_MODES = [FA3, AUTO, FA3, AUTO]
 def check_against_eager(
     road: Road, function: Callable, compiled: Callable, *, grad: bool, **sizes: int
 ) -> dict[str, int]:
-    """Run an eager function and the compiled function on equal inputs, and compare the results.
-
-    Returns:
-        The paths that the compiled function took, with counts.
-    """
+    """Run both functions on equal inputs, compare the results, and return the paths that the compiled function took."""
     inputs, copies = (road.qkv(grad=grad, **sizes) for _ in range(2))
-    want = function(*inputs)
+    expected = function(*inputs)
     road.took()
-    got = compiled(*copies)
-    took = road.took()
-    torch.testing.assert_close(got, want, **TOLERANCE)
-    assert got.stride() == want.stride()
+    actual = compiled(*copies)
+    paths = road.took()
+    torch.testing.assert_close(actual, expected, **TOLERANCE)
+    assert actual.stride() == expected.stride()
     if grad:
-        weights = torch.linspace(-1, 1, want.shape[-1], device=want.device)
-        (want.float() * weights).sum().backward()
+        weights = torch.linspace(-1, 1, expected.shape[-1], device=expected.device)
+        (expected.float() * weights).sum().backward()
         road.took()
-        (got.float() * weights).sum().backward()
-        took |= road.took()
-        for name, a, b in zip("qkv", copies, inputs):
+        (actual.float() * weights).sum().backward()
+        paths |= road.took()
+        for name, actual_input, expected_input in zip("qkv", copies, inputs):
             torch.testing.assert_close(
-                a.grad, b.grad, atol=6e-2, rtol=6e-2, msg=lambda text, name=name: f"d{name}: {text}"
+                actual_input.grad,
+                expected_input.grad,
+                atol=6e-2,
+                rtol=6e-2,
+                msg=lambda text, name=name: f"d{name}: {text}",
             )
-            assert a.grad.stride() == b.grad.stride()
-    return took
+            assert actual_input.grad.stride() == expected_input.grad.stride()
+    return paths

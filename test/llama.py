@@ -1,4 +1,4 @@
-"""Small Llama model of Hugging Face, with equal random weights in every call."""
+"""A small Llama of Hugging Face, with random weights from a fixed seed."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Table of the test cases that the short run leaves out.
+"""Tests left out by the short run.
 
-`./tools/dev test` runs every N-th case of a function, with N from the table. `./tools/dev test --all` runs all cases.
-With N = 0 the short run has no case of the function.
+`./tools/dev test` runs every n-th case of a listed function; `./tools/dev test --all` runs all cases. Zero: the short
+run has no case of the function.
 
-The numbers in the comments are the seconds of all cases on one core (2026-11-28). Every kind of kernel keeps cases in
-the short run: test_packs.py and test_interpreter.py are not in this table.
+The numbers beside the names are seconds of one core for all cases (2026-11-28). Each kernel kind keeps cases in the
+short run: test_packs.py and test_interpreter.py are not in this table.
 """
 
 from __future__ import annotations
@@ -15,38 +15,38 @@ from itertools import groupby
 import pytest
 
 ONE_OF = {
-    # Score stages without a product kernel, compiled into kernel files: 185 s, including 162 s to compile 41 kernels.
-    "test_seams.py::test_a_stage_costs_no_spill_and_no_turn_of_the_tensor_cores": 0,
-    "test_seams.py::test_numbers_are_those_of_fp64": 0,
-    "test_seams.py::test_a_backward_in_order_gives_the_same_bits": 0,
-    "test_eight_bit.py::test_errors_of_recipes": 15,  # 123
-    "test_eight_bit.py::test_blocks_of_e4m3_at_16k_keys": 0,  # 17
+    # Stages that product kernels do not combine so, in kernel files: 185 s, of which 162 s compile 41 kernels.
+    "test_seams.py::test_added_stage_causes_no_spill_and_no_tensor_core_instruction": 0,
+    "test_seams.py::test_trial_kernels_match_fp64": 0,
+    "test_seams.py::test_deterministic_trial_backward_is_bitwise_equal": 0,
+    "test_eight_bit.py::test_recipe_errors_stay_below_limits": 15,  # 123
+    "test_eight_bit.py::test_block_scales_of_e4m3_at_16k_keys": 0,  # 17
     "test_distributed.py::test_two_ranks": 6,  # 70
     "test_distributed.py::test_four_ranks": 3,  # 56
-    "test_plans.py::test_every_kernel": 3,  # 59
-    "test_lengths.py::test_every_kernel": 3,  # 31
+    "test_plans.py::test_one_plan_serves_several_calls_of_every_kernel": 3,  # 59
+    "test_lengths.py::test_every_varlen_kernel": 3,  # 31
     "test_distributed.py::test_off_on_the_first_of_four_ranks": 0,  # 10
     "test_flash_names.py::test_continuous_batching": 0,  # 37
-    "test_training.py::test_llama_trains_alike": 3,  # 32
-    "test_generation.py::test_llama_generates_alike": 3,  # 25
-    "test_build.py::test_an_engine_and_other_packages_change_no_byte": 0,  # 17
+    "test_training.py::test_llama_trains_like_stock": 3,  # 32
+    "test_generation.py::test_llama_generates_the_tokens_of_stock": 3,  # 25
+    "test_build.py::test_jit_engine_and_loaded_packages_change_no_byte_of_an_object": 0,  # 17
     "test_build.py::test_comments_and_docstrings_change_no_byte_of_an_object": 0,  # 15
     "test_cuda.py::test_aot_inductor_package": 0,  # 21
-    "test_changed_masks.py::test_an_input_that_the_graph_changes": 3,  # 21
-    "test_numerics.py::test_forward": 2,  # 32
-    "test_gradients.py::test_gradients": 2,  # 21
-    "test_gradients.py::test_gradients_in_one_order": 2,  # 21
-    "test_masked_decode.py::test_masks": 3,  # 25
-    "test_masked_decode.py::test_where_rows_begin_and_end": 3,  # 16
-    "test_bias_gradient.py::test_biases": 3,  # 21
-    "test_bias_gradient.py::test_same_bits_in_every_order": 3,  # 17
-    "test_bias_gradient.py::test_shapes": 3,  # 13
-    "test_tile_backward.py::test_sizes": 3,  # 18
-    "test_rows_of_biases.py::test_rows_at_any_address": 3,  # 16
-    "test_biases.py::test_few_rows": 3,  # 16
-    "test_biases.py::test_gradients": 2,  # 13
-    "test_dropout.py::test_every_backward_keeps_what_its_forward_did": 3,  # 14
-    "test_badinput.py::test_same_error_or_result_as_without": 2,  # 35
+    "test_changed_masks.py::test_mask_input_changed_in_the_graph": 3,  # 21
+    "test_numerics.py::test_forward_matches_fp64": 2,  # 32
+    "test_gradients.py::test_gradients_match_fp64": 2,  # 21
+    "test_gradients.py::test_deterministic_gradients_match_fp64": 2,  # 21
+    "test_masked_decode.py::test_masked_decode_of_each_layout_and_number_of_splits": 3,  # 25
+    "test_masked_decode.py::test_mask_rows_at_any_address": 3,  # 16
+    "test_bias_gradient.py::test_gradient_of_each_bias_layout_through_sdpa": 3,  # 21
+    "test_bias_gradient.py::test_gradient_is_bitwise_equal_in_every_execution_order": 3,  # 17
+    "test_bias_gradient.py::test_gradient_of_each_broadcast_shape": 3,  # 13
+    "test_tile_backward.py::test_gradients_of_different_lengths": 3,  # 18
+    "test_rows_of_biases.py::test_unaligned_bias_rows_are_read_in_place": 3,  # 16
+    "test_biases.py::test_biased_decode_of_each_layout_and_number_of_splits": 3,  # 16
+    "test_biases.py::test_gradients_of_each_bias_layout": 2,  # 13
+    "test_dropout.py::test_every_backward_keeps_the_scores_of_its_forward": 3,  # 14
+    "test_badinput.py::test_error_or_result_equals_stock": 2,  # 35
 }
 
 
@@ -56,10 +56,13 @@ def function_of(item: pytest.Item) -> str:
 
 
 def left_out(items: Iterable[pytest.Item]) -> set[pytest.Item]:
-    """Return the tests for the long run only: tests marked nightly, and tests of the table. GPU tests always run."""
-    on_cpu = [item for item in items if item.get_closest_marker("gpu") is None]
-    found = {item for item in on_cpu if item.get_closest_marker("nightly")}
-    for function, cases in groupby(sorted(on_cpu, key=function_of), key=function_of):
-        one_of = ONE_OF.get(function, 1)
-        found |= {item for number, item in enumerate(cases) if one_of == 0 or number % one_of}
-    return found
+    """Return the tests that only the long run has: tests marked nightly, and tests of the table.
+
+    GPU tests always run.
+    """
+    cpu_items = [item for item in items if item.get_closest_marker("gpu") is None]
+    excluded = {item for item in cpu_items if item.get_closest_marker("nightly")}
+    for function, cases in groupby(sorted(cpu_items, key=function_of), key=function_of):
+        stride = ONE_OF.get(function, 1)
+        excluded |= {item for number, item in enumerate(cases) if stride == 0 or number % stride}
+    return excluded

@@ -1,6 +1,6 @@
-"""Kernels without a GPU: the kernels of the packs on CPU tensors, interpreted (tools/interpreted.py).
+"""Kernels without a GPU: kernels of the packs run on CPU tensors in the interpreter (tools/interpreted.py).
 
-A call takes the real path, from F.sdpa to the last store of the kernel. Only the device is not real.
+A call takes its real path from F.sdpa to the last store of the kernel. Only the device is simulated.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from torch_flashplug.registry.kernel_table import Pack
 from torch_flashplug.testing import Case, interpreted, load_pack
 
 ROOT = Path(__file__).resolve().parents[1]
-TARGET = "sm_90a"  # the packs of this target hold the kernels of both families
-MOST_FLOP = 1.5e8  # largest FLOP of a case, about half a second; half of MOST_FLOP if only samples were built
+TARGET = "sm_90a"  # packs of sm_90a hold the kernels of both families
+MOST_FLOP = 1.5e8  # of a case: half a second; half of this limit after a build of samples
 
 
 def is_small(case: Case) -> bool:
-    """Return True if a case takes about half a second.
+    """Return True if the interpreter runs the case in about half a second.
 
-    The estimate counts whole tiles, and a fixed cost for each tile.
+    The estimate counts full tiles, and limits the number of tiles because each tile has a fixed cost.
     """
     rows, keys = (-(-length // 64) * 64 for length in (case.Sq, case.Sk))
     tiles = case.B * case.Hq * rows // 64
-    most = MOST_FLOP / (2 if not_built() else 1)
-    return 2 * case.B * case.Hq * rows * keys * (case.D + case.Dv) <= most and tiles <= 1000
+    max_flop = MOST_FLOP / (2 if not_built() else 1)
+    return 2 * case.B * case.Hq * rows * keys * (case.D + case.Dv) <= max_flop and tiles <= 1000
 
 
 NOT_BUILT = "in no pack, since samples of the table were built; ./tools/dev build makes the others"
@@ -45,46 +45,50 @@ NOT_BUILT = "in no pack, since samples of the table were built; ./tools/dev buil
 
 @functools.cache
 def not_built(target: str = TARGET) -> frozenset[str]:
-    """Return the kernels missing from the packs of a target if only samples (configs.SAMPLES) were built, else none."""
+    """Return the names of kernels that the packs of a target lack after a build of samples (`kernel_table.SAMPLES`).
+
+    After a full build the set is empty.
+    """
     packs = [pack for pack in kernel_table.PACKS if pack.target == target]
     reports = [path.with_suffix(".json") for pack in packs if (path := library.find_built(pack.file))]
     built = {row["name"] for report in reports for row in json.loads(report.read_text())["kernels"]}
-    whole, samples = ({spec.name() for pack in packs for spec in take(pack)} for take in (Pack.specs, Pack.sample))
-    return frozenset(whole - samples) if built == samples else frozenset()
+    all_specs, samples = ({spec.name() for pack in packs for spec in take(pack)} for take in (Pack.specs, Pack.sample))
+    return frozenset(all_specs - samples) if built == samples else frozenset()
 
 
-def need(kernel: str, target: str = TARGET) -> None:
-    """Skip the test if this kernel was not built."""
+def skip_unless_built(kernel: str, target: str = TARGET) -> None:
+    """Skip the test where the kernel was not built."""
     if kernel in not_built(target):
         pytest.skip(f"{kernel}: {NOT_BUILT}")
 
 
-compiles_on_demand = False  # whether tests compile missing kernels; set by conftest
+compiles_on_demand = False  # True: tests compile missing kernels; set by conftest
 
 
 def build(folder: Path, *kernels: str) -> Path:
     """Link kernels of TARGET with the interpreter.
 
     Args:
-        folder: the folder for the pack.
-        kernels: the names of kernels. Built kernels are linked. If no named kernel was built, all named kernels are
-            compiled on demand. Without a name, all built kernels are linked.
+        folder: where the pack is written.
+        kernels: the names of kernels. Built kernels are linked; if no named kernel was built, all are compiled on
+            demand.
+            Without a name, all built kernels are linked.
 
     Returns:
         The path of the pack.
     """
-    wanted = [kernel for kernel in kernels if kernel not in not_built()]
-    if kernels and not wanted:
+    names = [kernel for kernel in kernels if kernel not in not_built()]
+    if kernels and not names:
         if not compiles_on_demand:
-            need(kernels[0])
-        wanted = list(kernels)
+            skip_unless_built(kernels[0])
+        names = list(kernels)
     command = [sys.executable, "tools/interpreted.py", "--target", TARGET, "--out", str(folder)]
     command += ["--sample"] if not_built() else []
-    command += [word for kernel in wanted for word in ("--spec", kernel)]
+    command += [word for kernel in names for word in ("--spec", kernel)]
     command += ["--compile"] if compiles_on_demand else []
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return Path(done.stdout.split()[-1])
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr[-4000:]
+    return Path(process.stdout.split()[-1])
 
 
 @functools.cache
@@ -92,38 +96,39 @@ def pack() -> Path:
     return build(ROOT / "build" / "interpreted")
 
 
-def seed(file: Path, number: int) -> None:
-    """Set the seed for the random order of asynchronous operations in the kernels of a pack.
-
-    With seed 0, each asynchronous operation runs immediately.
-    """
+def set_order_seed(file: Path, number: int) -> None:
+    """Set the order in which the kernels of a pack run independent operations; 0 runs each operation at once."""
     ctypes.CDLL(str(file)).interpreter_seed(ctypes.c_uint64(number))
 
 
 @contextlib.contextmanager
 def kernels(order: int = 0) -> Iterator[None]:
-    """Run F.sdpa on CPU tensors with interpreted kernels, as on an H100. `order` is the number for `seed`."""
-    file = pack()
+    """Run F.sdpa on CPU tensors by interpreted kernels, as on an H100.
 
-    def provide(name: str, cc: int, given: Circumstances) -> Provided | str:
+    Args:
+        order: seed for `seed()`.
+    """
+    pack_file = pack()
+
+    def provide(name: str, cc: int, circumstances: Circumstances) -> Provided | str:
         if name not in not_built():
             return "interpreted kernels are the build's"
         if not compiles_on_demand:
             lacked.append(name)
             return NOT_BUILT
-        alone = interpreted.build(name)
-        seed(alone, order)
-        library = ctypes.CDLL(str(alone))
+        kernel_file = interpreted.build(name)
+        set_order_seed(kernel_file, order)
+        library = ctypes.CDLL(str(kernel_file))
         _loaded.append(library)
         return Provided.of_library(library, name)
 
-    with interpreted.kernels(file, provide):
-        seed(file, order)
+    with interpreted.kernels(pack_file, provide):
+        set_order_seed(pack_file, order)
         yield
 
 
-lacked: list[str] = []  # kernels of not_built() that a test needed; emptied before each test
-_loaded: list[ctypes.CDLL] = []  # kernels that were compiled on demand
+lacked: list[str] = []  # kernels of `not_built()` that a test asked for; the runner of a test empties the list
+_loaded: list[ctypes.CDLL] = []  # kernels compiled on demand
 
 
 def _enable() -> None:
@@ -133,7 +138,7 @@ def _enable() -> None:
 
 @contextlib.contextmanager
 def off() -> Iterator[None]:
-    """Run stock, as if the plugin had never been enabled."""
+    """Restore stock behavior, as if the plugin had never been enabled."""
     torch_flashplug.disable()
     bindings.uninstall(bindings.CPU_SLOT)
     try:
@@ -142,7 +147,7 @@ def off() -> Iterator[None]:
         _enable()
 
 
-# ---- a single kernel, called without the dispatcher ----
+# ---- a single kernel, called directly ----
 
 
 class _Type(ctypes.Structure):
@@ -150,7 +155,7 @@ class _Type(ctypes.Structure):
 
 
 class _Managed(ctypes.Structure):
-    """Managed tensor of DLPack without a deleter: nothing needs to be freed."""
+    """Managed tensor of DLPack without a deleter."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -175,7 +180,7 @@ _capsule.restype, _capsule.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes
 
 
 class _OnGpu:
-    """CPU tensor that reports a GPU as the device. The object must live as long as the imported tensor."""
+    """CPU tensor with the device type of a GPU in DLPack; must outlive the imported tensor."""
 
     def __init__(self, tensor: torch.Tensor):
         sizes, strides = ((ctypes.c_int64 * tensor.dim())(*numbers) for numbers in (tensor.shape, tensor.stride()))
@@ -190,44 +195,44 @@ class _OnGpu:
         return _CUDA
 
 
-def function(file: Path, name: str) -> Callable[..., None]:
-    """Return a function that calls a kernel of an interpreted pack, or a kernel compiled on demand.
+def load_kernel(file: Path, name: str) -> Callable[..., None]:
+    """Return a kernel of an interpreted pack, or a kernel compiled on demand.
 
-    The function takes the arguments of the kernel in order: CPU tensors, lists of tensors, and numbers. All loads and
-    stores of the kernel, except TMA, must stay within the tensors.
+    The kernel is called with CPU tensors, lists of tensors and numbers, in the order of its arguments. Loads and
+    stores, except those of TMA, must stay within the tensors.
     """
     import tvm_ffi
 
     if not compiles_on_demand:
-        need(name)
+        skip_unless_built(name)
     elif name in not_built() and not hasattr(ctypes.CDLL(str(file)), f"__tvm_ffi_{name}"):
         file = interpreted.build(name)
-    kernel, hold_to = load_pack(file)[name], ctypes.CDLL(str(file)).interpreter_tensors
+    kernel, set_bounds = load_pack(file)[name], ctypes.CDLL(str(file)).interpreter_tensors
 
     def call(*values: object) -> None:
-        taken: list[_OnGpu] = []
+        gpu_tensors: list[_OnGpu] = []
 
-        def given(value: object) -> object:
+        def to_argument(value: object) -> object:
             if isinstance(value, torch.Tensor):
-                taken.append(_OnGpu(value))
-                return tvm_ffi.from_dlpack(taken[-1])
-            return [given(one) for one in value] if isinstance(value, (list, tuple)) else value
+                gpu_tensors.append(_OnGpu(value))
+                return tvm_ffi.from_dlpack(gpu_tensors[-1])
+            return [to_argument(item) for item in value] if isinstance(value, (list, tuple)) else value
 
-        arguments = [given(value) for value in values]
-        memory = [one.tensor.untyped_storage() for one in taken]
-        bounds = [end for one in memory for end in (one.data_ptr(), one.data_ptr() + one.nbytes())]
-        hold_to((ctypes.c_uint64 * len(bounds))(*bounds), ctypes.c_size_t(len(memory)))
+        arguments = [to_argument(value) for value in values]
+        memory = [gpu_tensor.tensor.untyped_storage() for gpu_tensor in gpu_tensors]
+        bounds = [end for storage in memory for end in (storage.data_ptr(), storage.data_ptr() + storage.nbytes())]
+        set_bounds((ctypes.c_uint64 * len(bounds))(*bounds), ctypes.c_size_t(len(memory)))
         try:
             kernel(*arguments)
         finally:
-            hold_to(None, ctypes.c_size_t(0))
+            set_bounds(None, ctypes.c_size_t(0))
 
     return call
 
 
 @contextlib.contextmanager
 def installed_at(door: object, device: str) -> Iterator[None]:
-    """Install a member of `hook_list.SWITCHED` at the dispatch key of a device, and restore the state afterwards."""
+    """Install an entry of `hook_list.SWITCHED` at the dispatch key of a device, and restore it afterwards."""
     door.install(device.upper())
     yield
     door.uninstall()

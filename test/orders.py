@@ -1,4 +1,4 @@
-"""Context manager for deterministic gradients, by torch.use_deterministic_algorithms."""
+"""Deterministic gradients: accumulation in a fixed order, as torch.use_deterministic_algorithms asks for."""
 
 from __future__ import annotations
 

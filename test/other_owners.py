@@ -1,7 +1,7 @@
-"""Test program: the plugin together with a foreign library that registers kernels for torch's attention ops.
+"""Coexistence with a second library with kernels at attention ops of torch.
 
-cudnn.torch and FlashAttention-4 are such libraries. The argument is the order of events. The program prints "right" at
-the end. Each order needs a separate process, because an import happens only once.
+cudnn.torch and FlashAttention-4 are such libraries. Run this file with the order of events as the argument; the file
+prints "right" at the end. Each order has a separate process, because imports happen only once.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ FUSED = tuple(
     f"_scaled_dot_product_{backend}_attention{way}" for backend in ("cudnn", "flash") for way in ("", "_backward")
 )
 FLASH = ("_flash_attention_forward", "_flash_attention_backward")
-HAS_CUDA_OPS = torch.version.cuda is not None  # a CUDA build of torch registers aten kernels for CUDA
+HAS_CUDA_OPS = torch.version.cuda is not None  # kernels of torch for aten ops are registered at the CUDA key
 
 
-class TheirLibrary:
-    """Foreign library that registers kernels for each op at the CUDA key, and for varlen_attn also at the CPU key.
+class ForeignLibrary:
+    """Simulated foreign library with kernels at the CUDA key of each op.
 
-    The test calls varlen_attn on the CPU.
+    For varlen_attn the library also registers kernels at the CPU key, where the test can call them.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class TheirLibrary:
             self.libraries[1].impl(name, self._body(name), "CUDA")
 
     def _body(self, name: str):
-        def body(query: torch.Tensor, *more: object, **settings: object) -> tuple[torch.Tensor, ...]:
+        def body(query: torch.Tensor, *args: object, **settings: object) -> tuple[torch.Tensor, ...]:
             self.calls.append(name)
             lse, state = torch.zeros(query.shape[1], query.shape[0]), torch.zeros(2, dtype=torch.uint64)
             return torch.full_like(query, 7.0), lse, state
@@ -47,8 +47,8 @@ class TheirLibrary:
             library._destroy()
 
 
-def active(op: str, key: str = "CUDA") -> str:
-    """Return the owner of an op's kernel at a dispatch key: "ours", "theirs", "torch's" or "nobody's"."""
+def kernel_owner(op: str, key: str = "CUDA") -> str:
+    """Return the owner of the kernel at a dispatch key: "ours", "theirs", "torch's" or "nobody's"."""
     lines = torch._C._dispatch_dump(op).splitlines()
     line = next((line for line in lines if line.startswith(f"{key}: ")), "")
     if not line:
@@ -57,43 +57,47 @@ def active(op: str, key: str = "CUDA") -> str:
 
 
 def owners() -> dict[str, set[str]]:
-    """Return the owners of the kernels in each group of ops."""
+    """Return the owners of each group of ops."""
     groups = {"varlen": [f"torch_attn::{name}" for name in VARLEN]}
     if HAS_CUDA_OPS:
         groups |= {"fused": [f"aten::{name}" for name in FUSED], "flash": [f"aten::{name}" for name in FLASH]}
-    return {name: {active(op) for op in ops} for name, ops in groups.items()}
+    return {name: {kernel_owner(op) for op in ops} for name, ops in groups.items()}
 
 
-def all_are(who: str) -> bool:
-    return all(found == {who} for found in owners().values())
+def all_owned_by(owner: str) -> bool:
+    return all(group_owners == {owner} for group_owners in owners().values())
 
 
-def call() -> torch.Tensor:
+def run_varlen_attn() -> torch.Tensor:
     q = torch.ones(9, 2, 64, dtype=torch.bfloat16)
     cu = torch.tensor([0, 4, 9], dtype=torch.int32)
     with torch.no_grad():
         return varlen.varlen_attn(q, q, q, cu, cu, 5, 5)
 
 
-def is_theirs(theirs: TheirLibrary) -> bool:
+def runs_foreign_kernel(theirs: ForeignLibrary) -> bool:
     theirs.calls.clear()
-    return bool((call() == 7).all()) and theirs.calls == ["_varlen_attn"]
+    return bool((run_varlen_attn() == 7).all()) and theirs.calls == ["_varlen_attn"]
 
 
-def says_theirs() -> bool:
-    """Return True if explain_varlen and info report the foreign library as owner."""
+def reports_foreign_kernels() -> bool:
+    """Return True if both `explain_varlen` and `info` name the foreign library."""
     import torch_flashplug
     from torch_flashplug.cli import env_info
 
     q, cu = torch.ones(9, 2, 64, dtype=torch.bfloat16), torch.tensor([0, 4, 9], dtype=torch.int32)
     plan = torch_flashplug.explain_varlen(q, q, q, cu, cu, 5, 5, device="h100")
-    kept = env_info.collect()["kept_by_others"]
-    of_aten = {"flash attention", "F.sdpa's cudnn attention", "F.sdpa's flash attention"} if HAS_CUDA_OPS else set()
-    says = plan.backend == "stock" and __file__ in plan.reasons["fa3"]
-    return says and set(kept) == {"varlen_attn"} | of_aten and all(__file__ in place for place in kept.values())
+    foreign_kernels = env_info.collect()["kept_by_others"]
+    aten_groups = {"flash attention", "F.sdpa's cudnn attention", "F.sdpa's flash attention"} if HAS_CUDA_OPS else set()
+    names_file = plan.backend == "stock" and __file__ in plan.reasons["fa3"]
+    return (
+        names_file
+        and set(foreign_kernels) == {"varlen_attn"} | aten_groups
+        and all(__file__ in path for path in foreign_kernels.values())
+    )
 
 
-def says_ours() -> bool:
+def reports_own_kernels() -> bool:
     import torch_flashplug
     from torch_flashplug.cli import env_info
 
@@ -104,18 +108,18 @@ def says_ours() -> bool:
 
 
 def theirs_then_ours() -> None:
-    theirs = TheirLibrary()
+    theirs = ForeignLibrary()
     import torch_flashplug
     from torch_flashplug.torch_hooks import varlen_attn as varlen_hooks
 
     varlen_hooks.install("CPU")
-    assert all_are("theirs") and is_theirs(theirs) and says_theirs()
-    assert active("torch_attn::_varlen_attn", "CPU") == "theirs"
+    assert all_owned_by("theirs") and runs_foreign_kernel(theirs) and reports_foreign_kernels()
+    assert kernel_owner("torch_attn::_varlen_attn", "CPU") == "theirs"
     torch_flashplug.disable()
-    assert all_are("theirs") and is_theirs(theirs)
+    assert all_owned_by("theirs") and runs_foreign_kernel(theirs)
     theirs.remove()
     torch_flashplug.enable()
-    assert owners()["varlen"] == {"ours"} and says_ours()
+    assert owners()["varlen"] == {"ours"} and reports_own_kernels()
     if HAS_CUDA_OPS:
         assert owners()["fused"] == owners()["flash"] == {"ours"}
 
@@ -125,11 +129,11 @@ def ours_then_theirs() -> None:
     from torch_flashplug.torch_hooks import varlen_attn as varlen_hooks
 
     varlen_hooks.install("CPU")
-    assert all_are("ours") and says_ours()
-    theirs = TheirLibrary()
-    assert all_are("theirs") and is_theirs(theirs) and says_theirs()
+    assert all_owned_by("ours") and reports_own_kernels()
+    theirs = ForeignLibrary()
+    assert all_owned_by("theirs") and runs_foreign_kernel(theirs) and reports_foreign_kernels()
     theirs.remove()
-    assert all_are("ours") and active("torch_attn::_varlen_attn", "CPU") == "ours"
+    assert all_owned_by("ours") and kernel_owner("torch_attn::_varlen_attn", "CPU") == "ours"
     torch_flashplug.disable()
     assert owners() == {name: {"nobody's" if name == "varlen" else "torch's"} for name in owners()}
 
@@ -137,17 +141,17 @@ def ours_then_theirs() -> None:
 def ours_disabled_in_between() -> None:
     import torch_flashplug
 
-    theirs = TheirLibrary()
+    theirs = ForeignLibrary()
     torch_flashplug.disable()
-    assert all_are("theirs") and is_theirs(theirs)
+    assert all_owned_by("theirs") and runs_foreign_kernel(theirs)
     torch_flashplug.enable()
-    assert all_are("theirs") and is_theirs(theirs) and says_theirs()
+    assert all_owned_by("theirs") and runs_foreign_kernel(theirs) and reports_foreign_kernels()
     torch_flashplug.disable()
-    assert all_are("theirs") and is_theirs(theirs)
+    assert all_owned_by("theirs") and runs_foreign_kernel(theirs)
     theirs.remove()
     assert owners() == {name: {"nobody's" if name == "varlen" else "torch's"} for name in owners()}
     torch_flashplug.enable()
-    assert all_are("ours") and says_ours()
+    assert all_owned_by("ours") and reports_own_kernels()
 
 
 ORDERS = {order.__name__: order for order in (theirs_then_ours, ours_then_theirs, ours_disabled_in_between)}

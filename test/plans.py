@@ -1,4 +1,4 @@
-"""Named calls, and dispatch plans as text, for the golden tables."""
+"""Named calls and plans as text, from which the golden tables are made."""
 
 from __future__ import annotations
 
@@ -11,22 +11,25 @@ from torch_flashplug.dispatch.table_structs import DTYPE_IDS
 Call = Mapping[str, int | float]
 
 
-def call(heads: tuple[int, int, int], rows: tuple[int, int], dims: tuple[int, int], **more: int | float) -> Call:
-    """Return a call with heads (B, Hq, Hkv), rows (Sq, Sk) and dims (D, Dv)."""
+def call(heads: tuple[int, int, int], rows: tuple[int, int], dims: tuple[int, int], **facts: int | float) -> Call:
+    """Return the sizes of a call: heads (B, Hq, Hkv), rows (Sq, Sk), dims (D, Dv)."""
     names = ("B", "Hq", "Hkv", "Sq", "Sk", "D", "Dv")
-    return dict(zip(names, (*heads, *rows, *dims), strict=True)) | more
+    return dict(zip(names, (*heads, *rows, *dims), strict=True)) | facts
 
 
 def made_of(*names: str) -> Call:
-    """Return the dtypes of query, key and value by name (elements.NUMBERS).
+    """Return the dtypes of query, key and value.
 
-    A single name stands for all three operands. An unknown name stands for a dtype without kernels.
+    Args:
+        names: three names of `dtypes.NUMBERS`, or a single name for all three. An unknown name stands for a dtype
+            without
+            kernels.
     """
     operands = ("dtype_q", "dtype_k", "dtype_v")
     return dict(zip(operands, (DTYPE_IDS.get(name, len(DTYPE_IDS)) for name in names * (3 // len(names))), strict=True))
 
 
-# Calls for which the dispatch table decides.
+# Calls decided by the dispatch table.
 CALLS = {
     "train_4k_d128_causal": call((4, 16, 16), (4096, 4096), (128, 128), causal=1, grad=1),
     "train_4k_d192v128_causal": call((4, 16, 16), (4096, 4096), (192, 128), causal=1, grad=1),
@@ -41,43 +44,45 @@ CALLS = {
 }
 
 
-def wrapped(text: str, indent: str) -> str:
+def wrap_text(text: str, indent: str) -> str:
     return textwrap.fill(text, 100, initial_indent=indent, subsequent_indent=indent + "  ")
 
 
-def described(plan: dict, backends: Sequence[str]) -> list[str]:
-    """Return a plan as lines: the selected kernel, the reason against each rejected backend, and the gate."""
-    taken = f"{plan['backend']} {plan['kernel']}".strip()
+def plan_as_lines(plan: dict, backends: Sequence[str]) -> list[str]:
+    """Return a plan as lines: the chosen kernel, the reason for each rejected backend, the gate."""
+    summary = f"{plan['backend']} {plan['kernel']}".strip()
     if plan["kernel"]:
-        taken += f" tiles={plan['tiles']} splits={plan['splits']}"
-    lines = [wrapped(taken, "    ")]
+        summary += f" tiles={plan['tiles']} splits={plan['splits']}"
+    lines = [wrap_text(summary, "    ")]
     if plan["row"]:
-        lines.append(wrapped(plan["row"], "      "))
+        lines.append(wrap_text(plan["row"], "      "))
     if plan["gradients"]:
-        lines.append(wrapped(f"gradients: {plan['gradients']}", "      "))
+        lines.append(wrap_text(f"gradients: {plan['gradients']}", "      "))
     lines += [
-        wrapped(f"{backend}: {plan['reasons'][backend]}", "      ")
+        wrap_text(f"{backend}: {plan['reasons'][backend]}", "      ")
         for backend in backends
         if backend != plan["backend"]
     ]
     if plan["gate"]:
-        lines.append(wrapped(f"gate: {plan['gate']}", "      "))
+        lines.append(wrap_text(f"gate: {plan['gate']}", "      "))
     return lines
 
 
-def table_of(
+def plans_as_text(
     calls: Mapping[str, Call],
     devices: Mapping[str, dict | None],
     mode: int = 0,
     backends: Sequence[str] = ("fa3",),
 ) -> str:
-    """Return a text with the plan of every call on every device. Devices with equal plans share a paragraph."""
+    """Return the plans of all calls on all devices as text; devices with equal plans share an entry."""
     lines = []
-    for name, problem in calls.items():
+    for name, facts in calls.items():
         lines.append(name)
         answers: dict[str, list[str]] = {}
-        for device, facts in devices.items():
-            answers.setdefault("\n".join(described(bindings.plan(problem, facts, mode), backends)), []).append(device)
+        for device, device_facts in devices.items():
+            answers.setdefault("\n".join(plan_as_lines(bindings.plan(facts, device_facts, mode), backends)), []).append(
+                device
+            )
         for answer, names in answers.items():
             lines += [f"  {' '.join(names)}", answer]
     return "\n".join(lines) + "\n"

@@ -1,6 +1,6 @@
-"""Small test of the benchmark suite multi on several ranks (ranks.py): the timed providers and the contents of rows.
+"""Small runs of the benchmark suite `multi` on several ranks (ranks.py): timed baselines and the content of rows.
 
-On a CPU the peers refuse all calls, because DTensor does not support stock's CPU op.
+On a CPU the baselines refuse, because DTensor has no rule for the stock op there.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def case_suite(rank: Rank) -> None:
         multi.Call("train_blocks_small", s, "blocks"),
     ]
     bench = Bench(rank.device, 2, time.monotonic() + 60, "", True, {}, {})
-    quiet = {"watch": lambda: None}  # ranks.py already has a time limit
+    quiet = {"watch": lambda: None}  # ranks.py has a watch already
     with mock.patch.multiple(multi, calls=lambda: calls, **quiet, **SMALL), mock.patch("builtins.print"):
         with mock.patch.multiple(in_step, ROUND_MS=1.0, **quiet):
             multi.suite_multi(bench)
@@ -51,19 +51,19 @@ def case_suite(rank: Rank) -> None:
         assert (row.get("steps_ms", 0) > 0) == (call.way == "ring")
         variants = {"margin8", "margin16", "gather"} if call.margins else set()
         assert set(row["variants_ms"]) == variants, row
-    _check_what_is_kept(rank, bench)
+    _check_result_file(rank, bench)
 
 
-def _check_what_is_kept(rank: Rank, bench: Bench) -> None:
-    """Check that the file is named after the GPUs, and that the table and the picture accept the rows."""
+def _check_result_file(rank: Rank, bench: Bench) -> None:
+    """Check the GPU names in the name of the result file, and the rows in table and plot."""
     document = report.header("multi", {}, "") | {"rounds": 2, "absent": {}, "skipped": {}, "rows": bench.rows}
     document["gpu"] += f" x{rank.world}"
     report.print_table(document, Console(file=io.StringIO()))
     with tempfile.TemporaryDirectory() as folder, mock.patch("builtins.print"):
         path = report.write_json(document, Path(folder))
         assert path.name.endswith(f"x{rank.world}.json"), path
-        kept = records.read(path)["rows"]
-        assert [row["variants_ms"].keys() for row in kept if "variants_ms" in row] == [
+        stored_rows = records.read(path)["rows"]
+        assert [row["variants_ms"].keys() for row in stored_rows if "variants_ms" in row] == [
             bench.rows[0]["variants_ms"].keys()
         ]
         report.plot(records.read(path), who.labels(), path.with_suffix(".png"))

@@ -1,4 +1,4 @@
-"""Test of the demo's programs on several ranks (ranks.py): a divided Llama learns as well as on one device."""
+"""Programs of the demo on several ranks (ranks.py): a divided Llama learns the same as on one device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _texts(rank: Rank) -> torch.Tensor:
     )
 
 
-def _alone(rank: Rank) -> list[float]:
+def _train_on_one_device(rank: Rank) -> list[float]:
     model, losses = llama.build(RECIPE.shape, rank.device, several.SEED), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=several.LEARNING_RATE / RECIPE.shape.width)
     for text in _texts(rank):
@@ -32,9 +32,9 @@ def _alone(rank: Rank) -> list[float]:
 
 
 def case_losses(rank: Rank) -> None:
-    want = _alone(rank)
+    expected = _train_on_one_device(rank)
     for make in (several.ContextParallel, several.TensorParallel):
         run = several.train(make, rank.mesh(), RECIPE, _texts(rank))
-        assert max(abs(a - b) for a, b in zip(run.losses, want, strict=True)) < 0.03, (make, run.losses, want)
+        assert max(abs(a - b) for a, b in zip(run.losses, expected, strict=True)) < 0.03, (make, run.losses, expected)
         assert run.took.get("routed_ours") == RECIPE.steps * RECIPE.shape.layers and "routed_stock" not in run.took
         assert "auto" in several.scopes_here(rank.device == "cuda") and run.step_s > 0

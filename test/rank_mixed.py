@@ -1,6 +1,6 @@
-"""Cases with the plugin enabled only on the first rank (TORCH_FLASHPLUG=0 on all remaining ranks).
+"""Cases with the plugin only on the first rank (TORCH_FLASHPLUG=0 on all further ranks).
 
-The ranks run different kernels but exchange equal tensors. So the results are right, and no rank hangs.
+Kernels differ, but the exchanged data does not, so results are right and no rank waits forever.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from rank_plain import (  # noqa: F401  (cases)
     case_tensor_parallel_and_sharded,
     case_ulysses,
 )
-from rank_rings import Way, check
-from ranks import Rank, problem
+from rank_rings import RingSettings, check_ring
+from ranks import Rank, make_case
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.experimental._context_parallel import _attention as torchs
@@ -25,33 +25,33 @@ _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
-def _wrap(like: DTensor, *found: Tensor) -> tuple[DTensor, ...]:
-    return tuple(DTensor.from_local(x, like.device_mesh, [Shard(2)], run_check=False) for x in found)
+def _wrap(like: DTensor, *tensors: Tensor) -> tuple[DTensor, ...]:
+    return tuple(DTensor.from_local(x, like.device_mesh, [Shard(2)], run_check=False) for x in tensors)
 
 
 def _ring(op: object, args: tuple, kwargs: dict) -> tuple:
     query, key, value, _, is_causal = (*args, 0.0, False)[:5]
     local = (x.to_local() for x in (query, key, value))
-    found = torchs._templated_ring_attention(query.device_mesh.get_group(), 2, _FORWARD, *local, is_causal=is_causal)
-    return _wrap(query, *found)
+    results = torchs._templated_ring_attention(query.device_mesh.get_group(), 2, _FORWARD, *local, is_causal=is_causal)
+    return _wrap(query, *results)
 
 
 def _ring_backward(op: object, args: tuple, kwargs: dict) -> tuple:
     grad, query, key, value, out, lse, dropout_p, is_causal = args
     names = ("grad_out", "query", "key", "value", "out", "logsumexp")
     local = {name: x.to_local() for name, x in zip(names, (grad, query, key, value, out, lse))}
-    found = torchs._templated_ring_attention_backward(
+    grads = torchs._templated_ring_attention_backward(
         query.device_mesh.get_group(), 2, _BACKWARD, grad_out_name="grad_out", is_causal=is_causal, dropout_p=dropout_p,
         **local,
     )  # fmt: skip
-    return _wrap(query, *found)
+    return _wrap(query, *grads)
 
 
 @contextmanager
-def _stocks_ring_on_a_cpu(rank: Rank) -> Iterator[None]:
-    """Register ring handlers for the CPU op of stock.
+def _stock_ring_on_cpu(rank: Rank) -> Iterator[None]:
+    """Register handlers for the CPU ops of stock.
 
-    torch has handlers only for the GPU ops, but the ring loop of torch also supports the CPU op.
+    torch has handlers only for GPU ops, but its ring loop also works with the CPU ops.
     """
     needed = rank.road is None and rank.device == "cpu"
     if needed:
@@ -64,9 +64,11 @@ def _stocks_ring_on_a_cpu(rank: Rank) -> Iterator[None]:
 
 
 def case_rings(rank: Rank) -> None:
-    with _stocks_ring_on_a_cpu(rank):
+    with _stock_ring_on_cpu(rank):
         for rotate in ("allgather", "alltoall"):
             for causal in (True, False):
-                case = problem(rank.world, (2, 2), causal=causal, layout="bhsd")
-                check(rank, case, Way(rotate, balanced=causal))
-            check(rank, problem(rank.world, (2, 2), layout="bhsd"), Way(rotate, balanced=False, by_module=True))
+                case = make_case(rank.world, (2, 2), causal=causal, layout="bhsd")
+                check_ring(rank, case, RingSettings(rotate, balanced=causal))
+            check_ring(
+                rank, make_case(rank.world, (2, 2), layout="bhsd"), RingSettings(rotate, balanced=False, by_module=True)
+            )

@@ -1,7 +1,7 @@
-"""Cases of context_parallel on several ranks (ranks.py): rings of the plugin.
+"""Cases of context_parallel on several ranks (ranks.py).
 
-The plugin serves the steps of the ring, and complete results are within the error budget of one device. The cases cover
-both APIs of torch for context parallelism.
+Plugin kernels run the steps of the ring, and full results are within the error budget of a single device. Both ways of
+torch to switch context parallelism on are covered.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from ranks import Block, Rank, assert_right, problem, whole
+from ranks import Block, Rank, assert_within_budgets, make_case, make_full_inputs
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.experimental import context_parallel
@@ -44,8 +44,8 @@ SDPA = F.scaled_dot_product_attention
 
 
 @dataclass(frozen=True)
-class Way:
-    """Way to enable a ring: the settings of context parallelism."""
+class RingSettings:
+    """Settings for switching a ring on."""
 
     rotate: str = "allgather"
     balanced: bool = True
@@ -58,27 +58,27 @@ class Attend(nn.Module):
 
 
 def _indices(rank: Rank, rows: int, balanced: bool) -> Tensor:
-    """Return the indices of the rows of this rank."""
+    """Return the row indices of the rank."""
     order = torch.arange(rows, device=rank.device)
     if balanced:
         order = _HeadTailLoadBalancer(rows, rank.world, rank.device)._generate_indices()[0].long()
     return order.chunk(rank.world)[rank.number]
 
 
-def part_of(rank: Rank, inputs: Inputs, balanced: bool) -> list[Tensor]:
-    """Return the rank's part of q, k, v and the output gradient, in the memory order of the complete tensors."""
-    mine, parts = _indices(rank, inputs.q.shape[2], balanced), []
+def make_local_inputs(rank: Rank, inputs: Inputs, balanced: bool) -> list[Tensor]:
+    """Return q, k, v and the output gradient of the rank, with the memory layout of the full tensors."""
+    row_indices, parts = _indices(rank, inputs.q.shape[2], balanced), []
     for x in (*inputs, inputs.grad_out):
-        part, rows_first = x.detach().index_select(2, mine), x.stride(1) < x.stride(2)
+        part, rows_first = x.detach().index_select(2, row_indices), x.stride(1) < x.stride(2)
         parts.append(part.transpose(1, 2).contiguous().transpose(1, 2) if rows_first else part.contiguous())
     return [x.requires_grad_(number < 3) for number, x in enumerate(parts)]
 
 
 @contextlib.contextmanager
-def ring(rank: Rank, rows: int, way: Way) -> Iterator[nn.Module]:
-    """Enable a ring, and yield a module that computes attention in the ring.
+def ring(rank: Rank, rows: int, way: RingSettings) -> Iterator[nn.Module]:
+    """Yield a module with attention in the ring, and restore the state of torch at the end.
 
-    At the end the state of torch is restored, including state that torch 2.11 does not restore.
+    torch 2.11 forgets to restore a part of the state.
     """
     mesh, module = rank.mesh(names=("cp",)), Attend()
     set_rotate_method(way.rotate)
@@ -119,101 +119,102 @@ def attend(case: Case, parts: Sequence[Tensor], module: nn.Module) -> tuple[Tens
     return out, torch.autograd.grad(out, (q, k, v), grad)
 
 
-def steps(rank: Rank, case: Case, way: Way) -> int:
+def num_ring_steps(rank: Rank, case: Case, way: RingSettings) -> int:
     """Return the number of ring steps of this rank.
 
-    Without load balance, the rank makes no step for keys after the rank's own rows.
+    Without load balance, the ring skips keys behind the rows of the rank.
     """
     return rank.world if way.balanced or not case.causal else rank.number + 1
 
 
-def check(rank: Rank, case: Case, way: Way) -> None:
-    inputs = whole(case, rank.device)
+def check_ring(rank: Rank, case: Case, way: RingSettings) -> None:
+    inputs = make_full_inputs(case, rank.device)
     rank.took()
     with ring(rank, case.Sq, way) as module:
-        out, grads = attend(case, part_of(rank, inputs, way.balanced), module)
+        out, grads = attend(case, make_local_inputs(rank, inputs, way.balanced), module)
     if rank.road is not None:
         took = rank.took()
-        made = steps(rank, case, way)
-        assert took.get("ours_fwd") == made and took.get("routed_ours") == 1 and "routed_stock" not in took, took
-        assert took.get("ours_bwd", 0) + took.get("math_bwd", 0) == made, took
-    assert_right(case, inputs, *unshard(rank, [out], way.balanced), unshard(rank, grads, way.balanced))
+        num_steps = num_ring_steps(rank, case, way)
+        assert took.get("ours_fwd") == num_steps and took.get("routed_ours") == 1 and "routed_stock" not in took, took
+        assert took.get("ours_bwd", 0) + took.get("math_bwd", 0) == num_steps, took
+    assert_within_budgets(case, inputs, *unshard(rank, [out], way.balanced), unshard(rank, grads, way.balanced))
 
 
 def case_both_apis(rank: Rank) -> None:
     for rotate, by_module, layout in itertools.product(("allgather", "alltoall"), (False, True), ("bshd", "bhsd")):
-        check(rank, problem(rank.world, layout=layout), Way(rotate, by_module=by_module))
+        check_ring(rank, make_case(rank.world, layout=layout), RingSettings(rotate, by_module=by_module))
 
 
 def case_heads(rank: Rank) -> None:
-    """Check equal head counts, grouped heads, and a single key head."""
+    """Check MHA, GQA and several head counts."""
     for heads in ((2, 2), (4, 1), (3, 3)):
-        check(rank, problem(rank.world, heads, batch=2, rows=32), Way("alltoall"))
+        check_ring(rank, make_case(rank.world, heads, batch=2, rows=32), RingSettings("alltoall"))
 
 
 def case_not_balanced(rank: Rank) -> None:
     for rotate, causal in itertools.product(("allgather", "alltoall"), (True, False)):
-        check(rank, problem(rank.world, causal=causal), Way(rotate, balanced=False))
-        check(rank, problem(rank.world, causal=causal, layout="bhsd"), Way(rotate, balanced=False, by_module=True))
+        check_ring(rank, make_case(rank.world, causal=causal), RingSettings(rotate, balanced=False))
+        check_ring(
+            rank,
+            make_case(rank.world, causal=causal, layout="bhsd"),
+            RingSettings(rotate, balanced=False, by_module=True),
+        )
 
 
 def case_gathered(rank: Rank) -> None:
-    """Check gathered keys and values instead of a ring, with one call for each chunk of rows."""
+    """Check allgather instead of a ring: one call for each chunk of rows."""
     with pytest.raises(ValueError, match="method must be one of ring, gather"):
         context_parallel_hooks.use("mesh")
     context_parallel_hooks.use("gather")
     try:
         for causal, balanced in ((True, True), (True, False), (False, False)):
             for layout, heads in (("bshd", (4, 2)), ("bhsd", (2, 2))):
-                case, way = problem(rank.world, heads, causal=causal, layout=layout), Way(balanced=balanced)
-                inputs = whole(case, rank.device)
+                case, way = make_case(rank.world, heads, causal=causal, layout=layout), RingSettings(balanced=balanced)
+                inputs = make_full_inputs(case, rank.device)
                 with ring(rank, case.Sq, way) as module:
                     rank.took()
-                    out, grads = attend(case, part_of(rank, inputs, balanced), module)
+                    out, grads = attend(case, make_local_inputs(rank, inputs, balanced), module)
                     took = rank.took()
                 assert (
                     took.get("routed_ours") == 1 and took.get("ours_fwd", 0) + took.get("math_fwd", 0) == 1 + balanced
                 )
-                assert_right(case, inputs, *unshard(rank, [out], balanced), unshard(rank, grads, balanced))
+                assert_within_budgets(case, inputs, *unshard(rank, [out], balanced), unshard(rank, grads, balanced))
     finally:
         context_parallel_hooks.use("ring")
 
 
 def case_forward_alone(rank: Rank) -> None:
-    case = problem(rank.world)
-    inputs = whole(case, rank.device)
+    case = make_case(rank.world)
+    inputs = make_full_inputs(case, rank.device)
     for rotate in ("allgather", "alltoall"):
-        with ring(rank, case.Sq, Way(rotate)) as module, torch.no_grad():
-            q, k, v, _ = part_of(rank, inputs, True)
-            kept = [x.clone() for x in (q, k, v)]
+        with ring(rank, case.Sq, RingSettings(rotate)) as module, torch.no_grad():
+            q, k, v, _ = make_local_inputs(rank, inputs, True)
+            inputs_before = [x.clone() for x in (q, k, v)]
             out = module(q, k, v, is_causal=True, enable_gqa=True)
-        assert_right(case, inputs, *unshard(rank, [out], True))
-        for name, x, before in zip("qkv", (q, k, v), kept):
+        assert_within_budgets(case, inputs, *unshard(rank, [out], True))
+        for name, x, before in zip("qkv", (q, k, v), inputs_before):
             assert_bitwise_equal(name, x, before)
 
 
 def case_checkpointed(rank: Rank) -> None:
-    case = problem(rank.world)
-    inputs = whole(case, rank.device)
-    with ring(rank, case.Sq, Way("alltoall")) as module:
-        q, k, v, grad = part_of(rank, inputs, True)
+    case = make_case(rank.world)
+    inputs = make_full_inputs(case, rank.device)
+    with ring(rank, case.Sq, RingSettings("alltoall")) as module:
+        q, k, v, grad = make_local_inputs(rank, inputs, True)
         out = checkpoint(module, q, k, v, is_causal=True, enable_gqa=True, use_reentrant=False)
         rank.took()
         grads = torch.autograd.grad(out, (q, k, v), grad)
-        assert rank.took().get("ours_fwd") == rank.world  # the recomputed forward
-    assert_right(case, inputs, *unshard(rank, [out], True), unshard(rank, grads, True))
+        assert rank.took().get("ours_fwd") == rank.world  # the recomputation
+    assert_within_budgets(case, inputs, *unshard(rank, [out], True), unshard(rank, grads, True))
 
 
 def case_compiled(rank: Rank) -> None:
-    """Check that a function in the block compiles to a single graph.
-
-    Modules with hooks do not compile to a single graph, neither here nor in stock torch.
-    """
-    case = problem(rank.world)
-    inputs = whole(case, rank.device)
+    """Check the block compiled into one graph; modules with hooks do not compile in stock torch either."""
+    case = make_case(rank.world)
+    inputs = make_full_inputs(case, rank.device)
     for rotate in ("allgather", "alltoall"):
-        with ring(rank, case.Sq, Way(rotate)):
-            q, k, v, grad = part_of(rank, inputs, True)
+        with ring(rank, case.Sq, RingSettings(rotate)):
+            q, k, v, grad = make_local_inputs(rank, inputs, True)
 
             @torch.compile(backend="aot_eager", fullgraph=True)
             def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -223,90 +224,93 @@ def case_compiled(rank: Rank) -> None:
             out = run(q, k, v)
             grads = torch.autograd.grad(out, (q, k, v), grad)
             assert rank.took().get("ours_fwd") == rank.world
-        assert_right(case, inputs, *unshard(rank, [out], True), unshard(rank, grads, True))
+        assert_within_budgets(case, inputs, *unshard(rank, [out], True), unshard(rank, grads, True))
         torch._dynamo.reset()
 
 
 def case_forced(rank: Rank) -> None:
-    """Check that a forced backend runs every step, and that the backward uses the backend of the forward.
+    """Check a forced backend on each step, with a backward following the backend of the forward.
 
     Forced stock stays stock.
     """
-    case = problem(rank.world)
-    inputs = whole(case, rank.device)
+    case = make_case(rank.world)
+    inputs = make_full_inputs(case, rank.device)
     for backend in ("fa3", "fa2"):
-        with ring(rank, case.Sq, Way()) as module:
-            parts = part_of(rank, inputs, True)
+        with ring(rank, case.Sq, RingSettings()) as module:
+            parts = make_local_inputs(rank, inputs, True)
             with torch_flashplug.sdpa_backend(backend):
                 out = module(*parts[:3], is_causal=True, enable_gqa=True)
             rank.took()
             grads = torch.autograd.grad(out, parts[:3], parts[3])
             took = rank.took()
         assert took.get("ours_bwd", 0) + took.get("math_bwd", 0) == rank.world, took
-        assert_right(case, inputs, *unshard(rank, [out], True), unshard(rank, grads, True))
-    refused = pytest.raises(NotImplementedError, match="flash_attention_for_cpu")  # DTensor supports only the GPU op
-    with ring(rank, case.Sq, Way()) as module, torch_flashplug.sdpa_backend("stock"):
+        assert_within_budgets(case, inputs, *unshard(rank, [out], True), unshard(rank, grads, True))
+    # DTensor has a rule for the op only on GPUs
+    refused = pytest.raises(NotImplementedError, match="flash_attention_for_cpu")
+    with ring(rank, case.Sq, RingSettings()) as module, torch_flashplug.sdpa_backend("stock"):
         with refused if rank.device == "cpu" else contextlib.nullcontext():
-            module(*part_of(rank, inputs, True)[:3], is_causal=True, enable_gqa=True)
+            module(*make_local_inputs(rank, inputs, True)[:3], is_causal=True, enable_gqa=True)
     assert "ours_fwd" not in rank.took()
 
 
 def case_mode_of_the_forward(rank: Rank) -> None:
-    """Check that the backward steps use the mode of the forward, after the end of the `sdpa_backend` block.
+    """Check that backward steps use the mode of the forward after the end of the block.
 
-    The ring of torch 2.14 loses the content of max_q.
+    The ring of torch 2.14 loses the contents of max_q.
     """
-    case = problem(rank.world)
-    inputs, seen, real = whole(case, rank.device), [], ring_module.namespace
+    case = make_case(rank.world)
+    inputs, backends, namespace = make_full_inputs(case, rank.device), [], ring_module.namespace
 
-    def watch(*args: object) -> tuple:
-        seen.append(bindings.backend_of(sdpa.BackwardArgs(*args).mode))
-        return real.sdpa_bwd(*args)
+    def record_backend(*args: object) -> tuple:
+        backends.append(bindings.backend_of(sdpa.BackwardArgs(*args).mode))
+        return namespace.sdpa_bwd(*args)
 
-    with ring(rank, case.Sq, Way()) as module:
-        parts = part_of(rank, inputs, True)
+    with ring(rank, case.Sq, RingSettings()) as module:
+        parts = make_local_inputs(rank, inputs, True)
         with torch_flashplug.sdpa_backend("fa2"):
             out = module(*parts[:3], is_causal=True, enable_gqa=True)
-        with mock.patch.object(ring_module, "namespace", SimpleNamespace(sdpa_bwd=watch)):
+        with mock.patch.object(ring_module, "namespace", SimpleNamespace(sdpa_bwd=record_backend)):
             torch.autograd.grad(out, parts[:3], parts[3])
-    assert seen == ["fa2"] * rank.world
+    assert backends == ["fa2"] * rank.world
 
 
 def case_margin(rank: Rank) -> None:
-    """Check that launches in a ring, forward and backward, leave the margin of SMs free, and no launch outside does."""
-    case = problem(rank.world)
-    inputs, seen, real = whole(case, rank.device), [], ring_module.namespace
+    """Check that only launches of a ring leave SMs free for communication, forward and backward."""
+    case = make_case(rank.world)
+    inputs, margins, namespace = make_full_inputs(case, rank.device), [], ring_module.namespace
 
-    def watched(op: Callable) -> Callable:
+    def with_margin_recorded(op: Callable) -> Callable:
         def run(*args: object) -> tuple:
-            seen.append(bindings.set_cta_margin(0))
-            bindings.set_cta_margin(seen[-1])
+            margins.append(bindings.set_cta_margin(0))
+            bindings.set_cta_margin(margins[-1])
             return op(*args)
 
         return run
 
-    steps = SimpleNamespace(sdpa_fwd=watched(real.sdpa_fwd), sdpa_bwd=watched(real.sdpa_bwd))
+    steps = SimpleNamespace(
+        sdpa_fwd=with_margin_recorded(namespace.sdpa_fwd), sdpa_bwd=with_margin_recorded(namespace.sdpa_bwd)
+    )
     with mock.patch.dict(os.environ, {env.RING_MARGIN.name: "8"}), mock.patch.object(ring_module, "namespace", steps):
-        with ring(rank, case.Sq, Way()) as module:
-            out, grads = attend(case, part_of(rank, inputs, True), module)
-    assert seen == [8] * 2 * rank.world and bindings.set_cta_margin(0) == 0, seen
-    assert_right(case, inputs, *unshard(rank, [out], True), unshard(rank, grads, True))
+        with ring(rank, case.Sq, RingSettings()) as module:
+            out, grads = attend(case, make_local_inputs(rank, inputs, True), module)
+    assert margins == [8] * 2 * rank.world and bindings.set_cta_margin(0) == 0, margins
+    assert_within_budgets(case, inputs, *unshard(rank, [out], True), unshard(rank, grads, True))
 
 
 def case_deterministic(rank: Rank) -> None:
-    """Check that two runs give equal bits with an equal order of ranks."""
-    case, found = problem(rank.world), []
-    inputs = whole(case, rank.device)
+    """Check that results are bitwise equal, because ranks are accumulated in a fixed order."""
+    case, runs = make_case(rank.world), []
+    inputs = make_full_inputs(case, rank.device)
     torch.use_deterministic_algorithms(True)
     try:
         for _ in range(2):
-            with ring(rank, case.Sq, Way("alltoall")) as module:
-                out, grads = attend(case, part_of(rank, inputs, True), module)
-            found.append((out.detach(), *grads))
+            with ring(rank, case.Sq, RingSettings("alltoall")) as module:
+                out, grads = attend(case, make_local_inputs(rank, inputs, True), module)
+            runs.append((out.detach(), *grads))
     finally:
         torch.use_deterministic_algorithms(False)
-    for name, first, second in zip(("out", "dq", "dk", "dv"), *found):
-        assert_bitwise_equal(name, first, second)
+    for name, grad_a, grad_b in zip(("out", "dq", "dk", "dv"), *runs):
+        assert_bitwise_equal(name, grad_a, grad_b)
 
 
 def case_fully_sharded(rank: Rank) -> None:
@@ -315,7 +319,7 @@ def case_fully_sharded(rank: Rank) -> None:
     model = nn.Sequential(Block(), Block()).to(rank.device, torch.bfloat16)
     x = torch.randn(2, 32 * rank.world, 256).to(rank.device, torch.bfloat16)
     model(x).float().square().mean().backward()
-    want = {name: weight.grad.clone() for name, weight in model.named_parameters()}
+    expected = {name: weight.grad.clone() for name, weight in model.named_parameters()}
     model.zero_grad()
     mesh = rank.mesh(names=("dp",))
     for block in model:
@@ -327,14 +331,11 @@ def case_fully_sharded(rank: Rank) -> None:
     took = rank.took()
     assert took.get("ours_fwd") == 2 * rank.world and "routed_stock" not in took, took
     for name, weight in model.named_parameters():
-        torch.testing.assert_close(weight.grad.full_tensor(), want[name], atol=2e-2, rtol=5e-2)
+        torch.testing.assert_close(weight.grad.full_tensor(), expected[name], atol=2e-2, rtol=5e-2)
 
 
 def case_changed_torch(rank: Rank) -> None:
-    """Check that a changed private name of torch is detected.
-
-    The plugin then warns once, stock serves the calls, and no rank hangs.
-    """
+    """Check that a changed private API of torch is detected, so that stock serves and no rank hangs."""
     module = context_parallel_hooks
     assert module.unknown(torchs) is None
     assert "custom_ops" in module.unknown(SimpleNamespace())

@@ -1,8 +1,8 @@
-"""Tests on several ranks: each rank is a process that runs all cases of a module in sequence.
+"""Runner for tests on several ranks: one process per rank runs the cases of a module in sequence, with time limits.
+
+On the CPU the ranks use gloo and the CPU stub backend. On GPUs the ranks use NCCL and the kernels.
 
     PYTHONPATH=.:test python -m ranks rank_rings --ranks 2        # all cases of test/rank_rings.py
-
-No case may hang. On a CPU the ranks use gloo and the CPU stub backend. On GPUs the ranks use NCCL and the real kernels.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ from torch_flashplug.testing import (
 from torch_flashplug.testing.budget import GRAD_FACTOR, cancelled_sums
 
 ROOT = Path(__file__).resolve().parents[1]
-LIMIT_S = 85  # time limit for all cases of a module; then each process prints a traceback and exits
-GROUP_S = 45  # time limit of a collective
-GRACE_S = 5  # time for the remaining ranks after a rank has failed
+LIMIT_S = 85  # for all cases of a module; then each process prints its stack and ends
+GROUP_S = 45  # limit of a collective
+GRACE_S = 5  # for all remaining ranks, after a rank has ended with an error
 PREFIX = "case_"
 
 
 @dataclass(frozen=True)
 class Rank:
-    """Rank of a test: the argument of each case."""
+    """Properties of the rank on which a case runs."""
 
     number: int
     world: int
     device: str
-    road: standin.Road | None  # None if the plugin is off on this rank
+    road: standin.Road | None  # None: the plugin is off on the rank
 
     def mesh(self, *sizes: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
         return init_device_mesh(self.device, sizes or (self.world,), mesh_dim_names=names)
@@ -66,7 +66,7 @@ class Rank:
         return {} if self.road is None else self.road.took()
 
 
-# ---- code of the test process ----
+# ---- in the test ----
 
 
 def run(
@@ -77,23 +77,23 @@ def run(
     cases: Sequence[str] = (),
     settings: Mapping[int, Mapping[str, str]] | None = None,
 ) -> str:
-    """Run cases on several ranks and return the output of the first rank.
+    """Run cases on `world` ranks and return the output of the first rank.
 
     Args:
-        module: the module with the cases.
+        module: module with the cases.
         world: number of ranks.
         device: "cpu" or "cuda".
-        cases: names of cases; all cases if empty.
-        settings: environment variables by rank.
+        cases: names of cases; without names, all cases run.
+        settings: environment variables of single ranks.
 
     Raises:
-        AssertionError: a case failed; the message has the output of all failed ranks.
+        AssertionError: a case failed; the message has the output of the failed ranks.
     """
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "ranks", module, *cases, "--worker", folder, "--device", device]
         processes = []
         for rank in range(world):
-            surroundings = {
+            environment = {
                 **os.environ,
                 "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "test"), os.environ.get("PYTHONPATH", ""))),
                 "OMP_NUM_THREADS": "1",
@@ -102,13 +102,15 @@ def run(
                 "WORLD_SIZE": str(world),
                 **(settings or {}).get(rank, {}),
             }
-            with (Path(folder) / f"said{rank}").open("wb") as said:
-                processes.append(subprocess.Popen(command, cwd=ROOT, env=surroundings, stdout=said, stderr=said))
+            with (Path(folder) / f"said{rank}").open("wb") as output:
+                processes.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output))
         codes = _wait(processes)
-        said = [(Path(folder) / f"said{rank}").read_text(errors="replace")[-4000:] for rank in range(world)]
-    wrong = [f"rank {rank} ended with {code}:\n{text}" for rank, (code, text) in enumerate(zip(codes, said)) if code]
-    assert not wrong, "\n".join(wrong)
-    return said[0]
+        output = [(Path(folder) / f"said{rank}").read_text(errors="replace")[-4000:] for rank in range(world)]
+    failures = [
+        f"rank {rank} ended with {code}:\n{text}" for rank, (code, text) in enumerate(zip(codes, output)) if code
+    ]
+    assert not failures, "\n".join(failures)
+    return output[0]
 
 
 def _wait(processes: list[subprocess.Popen]) -> list[int]:
@@ -123,12 +125,12 @@ def _wait(processes: list[subprocess.Popen]) -> list[int]:
     return [process.wait() for process in processes]
 
 
-# ---- code of a rank ----
+# ---- on a rank ----
 
 
 def _cases(module: str) -> dict[str, Callable[[Rank], None]]:
-    found = vars(importlib.import_module(module)).items()
-    return {name.removeprefix(PREFIX): function for name, function in found if name.startswith(PREFIX)}
+    members = vars(importlib.import_module(module)).items()
+    return {name.removeprefix(PREFIX): function for name, function in members if name.startswith(PREFIX)}
 
 
 @contextlib.contextmanager
@@ -160,48 +162,48 @@ def _work(module: str, folder: str, device: str, names: Sequence[str]) -> None:
         except BaseException:
             traceback.print_exc()
             print(f"{name}: FAILED", flush=True)
-            os._exit(1)  # the remaining ranks may wait in a collective; the parent process ends these ranks
+            os._exit(1)  # further ranks may wait in a collective; the parent process ends them
         torch._dynamo.reset()
         print(f"{name}: ok, {time.monotonic() - begin:.1f} s", flush=True)
-    os._exit(0)  # skips the teardown of process groups, which may wait for ended ranks
+    os._exit(0)  # without the teardown of process groups, which may wait for ended ranks
 
 
-# ---- checks of results ----
+# ---- numbers ----
 
 
-def problem(world: int, heads: tuple[int, int] = (4, 2), *, batch: int = 1, rows: int = 64, causal: bool = True,
+def make_case(world: int, heads: tuple[int, int] = (4, 2), *, batch: int = 1, rows: int = 64, causal: bool = True,
             layout: str = "bshd", d: int = 64) -> Case:  # fmt: skip
-    """Return the case of a distributed problem. `rows` is the number of rows per rank."""
+    """Return a case with `rows` rows for each rank."""
     tags = ("causal",) * causal
     return new_case(f"{world}_ranks", (batch, *heads), (rows * world,) * 2, (d, d), *tags, layout=layout)
 
 
-def whole(case: Case, device: str) -> Inputs:
-    """Return the complete inputs of a case, equal on all ranks."""
+def make_full_inputs(case: Case, device: str) -> Inputs:
+    """Return the full inputs, equal on all ranks."""
     on_cpu = make_inputs(case, "cpu")
-    return Inputs(*(_as(x, device) for x in (*on_cpu, on_cpu.grad_out)))
+    return Inputs(*(_copy_with_strides(x, device) for x in (*on_cpu, on_cpu.grad_out)))
 
 
-def _as(x: Tensor, device: str) -> Tensor:
+def _copy_with_strides(x: Tensor, device: str) -> Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device).copy_(x)
 
 
-def assert_right(case: Case, inputs: Inputs, out: Tensor, grads: Sequence[Tensor] = ()) -> None:
-    """Check that complete results are within the error budget of one device, on every rank."""
+def assert_within_budgets(case: Case, inputs: Inputs, out: Tensor, grads: Sequence[Tensor] = ()) -> None:
+    """Check full results, on each rank, within the error budget of a single device."""
     assert_within_budget(f"{case.name} out", out, oracle(case, inputs).out, plain(case, inputs).out)
     if not grads:
         return
     names, cancelled = ("dq", "dk", "dv"), cancelled_sums(*inputs, inputs.grad_out, case.scale)
-    for name, got, exact, low in zip(names, grads, oracle_grads(case, inputs), plain_grads(case, inputs), strict=True):
+    for name, grad, exact, low in zip(names, grads, oracle_grads(case, inputs), plain_grads(case, inputs), strict=True):
         limits = {"factor": GRAD_FACTOR, "cancelled": float(cancelled[name])}
-        assert_within_budget(f"{case.name} {name}", got, exact, low, **limits)
+        assert_within_budget(f"{case.name} {name}", grad, exact, low, **limits)
 
 
-# ---- model ----
+# ---- a program ----
 
 
 class Block(nn.Module):
-    """Attention block of Llama with a residual connection."""
+    """Attention of Llama with a residual connection."""
 
     def __init__(self, heads: int = 4, kv_heads: int = 2, d: int = 64) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""Device backends for the tests: real CUDA, and a CPU stub backend with only the kernel replaced.
+"""Device backends for tests: CUDA, and a CPU stub backend, real except for the kernel.
 
-With the CPU stub backend, CPU tensors are eligible and every device looks like an H100. The reference math runs instead
-of a kernel launch (`our_forward` in src/ops/sdpa_ops.cpp). On both backends auto mode takes every call that the kernels
-can run, so that tests do not depend on the current dispatch table.
+With the CPU stub, CPU tensors are eligible, each device looks like an H100, and the reference math runs in place of a
+kernel launch (`our_forward` in src/ops/sdpa_ops.cpp). With both backends, auto mode selects plugin kernels wherever
+possible, so that tests do not depend on the current dispatch table.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ OPEN_GATE = dataclasses.replace(dispatch_table.GATE, occupancy=0.0)
 
 @dataclass(frozen=True)
 class Road:
-    """Device backend of a test. Counters start at zero."""
+    """Device backend of a test; counters start at zero."""
 
-    device: str  # "cpu" (CPU stub backend) or "cuda"
+    device: str  # "cpu" (stub) or "cuda"
     hook: str = "router"  # or "plan_b"
     dtype: torch.dtype = torch.bfloat16
 
@@ -48,16 +48,13 @@ class Road:
         kv_heads: int | None = None,
         grad: bool = False,
     ) -> list[torch.Tensor]:
-        """Return q, k and v as leaf tensors (2, heads, rows, 64).
-
-        The memory order is (batch, rows, heads, head dim), as for results of projections.
-        """
+        """Return three leaf tensors (2, heads, rows, 64), laid out (batch, rows, heads, head dim) as projections do."""
         sizes = ((rows, heads), (keys or rows, kv_heads or heads), (keys or rows, kv_heads or heads))
         generator = torch.Generator().manual_seed(rows + heads)
-        made = (
+        tensors = (
             torch.randn(2, n, h, 64, generator=generator).to(self.device, self.dtype).transpose(1, 2) for n, h in sizes
         )
-        return [tensor.requires_grad_(grad) for tensor in made]
+        return [tensor.requires_grad_(grad) for tensor in tensors]
 
     def enable(self) -> None:
         torch_flashplug.enable()
@@ -74,7 +71,7 @@ class Road:
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
-        """Run stock, as if the plugin had never been enabled."""
+        """Restore stock behavior, as if the plugin had never been enabled."""
         self.disable()
         try:
             yield
@@ -82,7 +79,7 @@ class Road:
             self.enable()
 
     def took(self) -> dict[str, int]:
-        """Return the nonzero counts of paths taken since the last call."""
+        """Return the nonzero counts of paths taken since the last call of this method."""
         return {path: count for path, count in bindings.counters(reset=True).items() if count}
 
 
@@ -95,7 +92,7 @@ def road_to(device: str, hook: str = "router") -> Iterator[Road]:
         bindings.set_facts_override(DEVICES["h100"])
         bindings.set_cpu_stub(True)
         bindings.register_ops("CPU")
-        torch._fused_sdp_choice(*torch.empty(3, 1, 1, 8, 8).unbind())  # resolves the CPU slot of torch's stub
+        torch._fused_sdp_choice(*torch.empty(3, 1, 1, 8, 8).unbind())  # resolves the CPU slot of the stub in torch
     road = Road(device, hook)
     road.enable()
     bindings.counters(reset=True)

@@ -1,4 +1,4 @@
-"""CPU stubs for the ops behind torch's varlen_attn. A CPU has no kernels for these ops."""
+"""CPU stubs for the stock ops in the bodies of varlen_attn; torch has no CPU kernels for such ops."""
 
 from __future__ import annotations
 
@@ -11,28 +11,25 @@ from torch import Tensor
 
 @contextlib.contextmanager
 def on_cpu() -> Iterator[list[str]]:
-    """Register flash attention and cuDNN stubs at the CPU key, and yield a list of the called stubs.
+    """Register CPU kernels of flash attention and cuDNN that compute nothing, and yield a list of the called ops."""
+    called_ops, library = [], torch.library.Library("aten", "IMPL")
 
-    The stubs compute nothing.
-    """
-    asked, library = [], torch.library.Library("aten", "IMPL")
-
-    def flash_forward(query: Tensor, *more: object, **settings: object) -> tuple[Tensor, ...]:
-        asked.append("forward")
+    def flash_forward(query: Tensor, *args: object, **settings: object) -> tuple[Tensor, ...]:
+        called_ops.append("forward")
         empty = torch.empty(0, dtype=torch.uint64)
         return torch.zeros_like(query), torch.zeros(query.shape[1], query.shape[0]), empty, empty, empty.float()
 
-    def cudnn_forward(query: Tensor, *more: object, **settings: object) -> tuple:
-        asked.append("cudnn forward")
+    def cudnn_forward(query: Tensor, *args: object, **settings: object) -> tuple:
+        called_ops.append("cudnn forward")
         lse, state = torch.zeros(query.shape[1], query.shape[0]), torch.empty(0, dtype=torch.int64)
         return torch.zeros_like(query), lse, None, None, 0, 0, state, state, None
 
     def flash_backward(grad_out: Tensor, *operands: Tensor, **settings: object) -> tuple[Tensor, ...]:
-        asked.append("backward")
+        called_ops.append("backward")
         return tuple(torch.zeros_like(x) for x in operands[:3])
 
     def cudnn_backward(*operands: Tensor, **settings: object) -> tuple[Tensor, ...]:
-        asked.append("cudnn backward")
+        called_ops.append("cudnn backward")
         return tuple(torch.zeros_like(x) for x in operands[1:4])
 
     library.impl("_flash_attention_forward", flash_forward, "CPU")
@@ -40,6 +37,6 @@ def on_cpu() -> Iterator[list[str]]:
     library.impl("_cudnn_attention_forward", cudnn_forward, "CPU")
     library.impl("_cudnn_attention_backward", cudnn_backward, "CPU")
     try:
-        yield asked
+        yield called_ops
     finally:
         library._destroy()

@@ -1,15 +1,15 @@
-"""Helper for tests with several threads, with a time limit."""
+"""Helper for running threads of a test and checking their end."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
 
-LIMIT_S = 60  # time limit of each thread in seconds
+LIMIT_S = 60  # for each thread
 
 
 def all_end(work: Callable[[int], None], count: int) -> None:
-    """Run `work` in `count` threads, and check that all threads end. `work` receives the number of the thread."""
+    """Run `work` in `count` threads, each with the thread number as the argument, and check that all threads end."""
     threads = [threading.Thread(target=work, args=(number,)) for number in range(count)]
     for thread in threads:
         thread.start()

@@ -1,7 +1,6 @@
-"""Calls of trial kernels (trials.py) on CPU tensors, and comparison with fp64.
+"""Calls of trial kernels (trials.py) on CPU tensors, with fp64 references.
 
-The calls cover every feature. All calls have several blocks and tails, more tiles than CTAs, and two query heads per KV
-head.
+Calls of each feature span several blocks, have tails, have more tiles than CTAs, and two query heads per KV head.
 """
 
 from __future__ import annotations
@@ -40,39 +39,42 @@ ROOT = Path(__file__).resolve().parents[1]
 CTAS = 3
 DROPS = 0.2
 HEADS = (2, 1)  # query heads, KV heads
-SEQUENCES = ((150, 200), (0, 30), (70, 0), (1, 129), (0, 0), (130, 5))  # packed sequences: rows and keys of each
-SPLITS = ((1, 1), (2, 2), (3, 1))  # KV splits of decode, and CTAs of a cluster
+SEQUENCES = ((150, 200), (0, 30), (70, 0), (1, 129), (0, 0), (130, 5))  # varlen: rows and keys of each sequence
+SPLITS = ((1, 1), (2, 2), (3, 1))  # splits of decode, and CTAs of a cluster
 
 
 @dataclass(frozen=True)
 class Call:
-    """Arguments of a trial kernel, and the attention problem. For "ragged", the inputs are packed sequences."""
+    """Arguments of a trial kernel, and the attention that the kernel must compute.
+
+    In a varlen call, the inputs are packed sequences.
+    """
 
     case: Case
     inputs: Inputs
     masking: Masking
     extra: dict[str, object] = field(default_factory=dict)
     sequences: tuple[tuple[int, int], ...] = ()
-    kinds: Tensor | None = None  # for "listed": NONE, MASKED or WHOLE for each block
+    kinds: Tensor | None = None  # block-sparse: NONE, MASKED or WHOLE for each block
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Shape of the scores (B, Hq, Sq, Sk)."""
+        """Shape of the scores."""
         return self.case.B, self.case.Hq, self.case.Sq, self.case.Sk
 
-    def seen(self, mask: Tensor) -> Call:
-        """Return the call with a further mask: a score is visible only if `mask` is also True."""
+    def with_mask(self, mask: Tensor) -> Call:
+        """Return the call with an additional bool mask."""
         bias = self.masking.bias
         bias = mask if bias is None else mask & bias if bias.dtype == torch.bool else torch.where(mask, bias, -math.inf)
         return dataclasses.replace(self, masking=dataclasses.replace(self.masking, bias=bias))
 
-    def given(self, **extra: object) -> Call:
-        """Return the call with further kernel arguments."""
+    def with_args(self, **extra: object) -> Call:
+        """Return the call with additional kernel arguments."""
         return dataclasses.replace(self, extra=self.extra | extra)
 
 
-def draw(seed: int, *sizes: int) -> Tensor:
-    """Return uniform random numbers in [0, 1)."""
+def random_uniform(seed: int, *sizes: int) -> Tensor:
+    """Return uniform random numbers."""
     return torch.rand(*sizes, generator=torch.Generator().manual_seed(seed))
 
 
@@ -81,73 +83,72 @@ def draw(seed: int, *sizes: int) -> Tensor:
 NONE, MASKED, WHOLE = range(3)
 
 
-def planes(name: str, bits: Tensor, heads: int) -> dict[str, object]:
-    """Return the bitmask arguments for a bool mask of shape (B or 1, Hq or 1, Sq, Sk)."""
+def bitmask_args(name: str, bits: Tensor, heads: int) -> dict[str, object]:
+    """Return the bitmask arguments for a mask of shape (B or 1, Hq or 1, Sq, Sk)."""
     of_batch, of_head = (int(size > 1) for size in bits.shape[:2])
     numbers = {f"{name}_of_batch": of_batch * bits.shape[1], f"{name}_of_head": of_head}
     return {f"{name}_rows": words(bits).flatten(), f"{name}_columns": words(bits.mT).flatten(), **numbers}
 
 
-def bits(call: Call, seed: int) -> Call:
-    """Add a random mask with rows without visible keys, and with rows without visible keys in a block.
+def add_mask(call: Call, seed: int) -> Call:
+    """Add a mask in which some rows see no key, or no key of a block.
 
-    In a block-sparse call, the mask applies only to the partial blocks.
+    In a block-sparse call, the mask applies to the masked blocks.
     """
     B, Hq, Sq, Sk = call.shape
-    mask = draw(seed, B if seed % 3 else 1, Hq if seed % 2 else 1, Sq, Sk) < 0.7
+    mask = random_uniform(seed, B if seed % 3 else 1, Hq if seed % 2 else 1, Sq, Sk) < 0.7
     mask[..., 70, :] = mask[..., 65] = mask[..., 64:128, :150] = mask[..., 130:200, 128:] = False
     if call.kinds is not None:
-        kinds = spread(call.kinds, Sq, Sk)
+        kinds = expand_blocks(call.kinds, Sq, Sk)
         mask = (kinds == WHOLE) | ((kinds == MASKED) & mask)
-    return call.seen(mask).given(**planes("mask", mask, Hq))
+    return call.with_mask(mask).with_args(**bitmask_args("mask", mask, Hq))
 
 
-def dropout(call: Call, seed: int) -> Call:
+def add_dropout(call: Call, seed: int) -> Call:
     B, Hq, Sq, Sk = call.shape
     drawn_from = torch.tensor([seed + 100])
-    kept = dropout_reference.dropout_mask(drawn_from, B, Hq, Sq, Sk, DROPS)
-    call = call.given(drawn_from=drawn_from, drops=DROPS)
-    masking = dataclasses.replace(call.masking, kept=kept, kept_share=dropout_reference.share_of(DROPS))
+    kept_scores = dropout_reference.dropout_mask(drawn_from, B, Hq, Sq, Sk, DROPS)
+    call = call.with_args(drawn_from=drawn_from, drops=DROPS)
+    masking = dataclasses.replace(call.masking, kept=kept_scores, kept_share=dropout_reference.share_of(DROPS))
     return dataclasses.replace(call, masking=masking)
 
 
-def spread(blocks: Tensor, Sq: int, Sk: int) -> Tensor:
+def expand_blocks(blocks: Tensor, Sq: int, Sk: int) -> Tensor:
     """Expand values of blocks to values of scores."""
     return blocks.repeat_interleave(LISTED, -2).repeat_interleave(LISTED, -1)[..., :Sq, :Sk]
 
 
-def listed_as(chosen: Tensor, seed: int) -> tuple[Tensor, Tensor]:
-    """Return counts (R,) and indices (R, C) of all planes, as in FlexAttention, with indices in random order."""
-    order = ((1 + draw(seed, *chosen.shape)) * chosen).argsort(-1, descending=True).int()
+def to_block_lists(chosen: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+    """Return counts and indices in the form of FlexAttention, in random order: (R,) and (R, C) over all planes."""
+    order = ((1 + random_uniform(seed, *chosen.shape)) * chosen).argsort(-1, descending=True).int()
     return chosen.sum(-1, dtype=torch.int32).flatten(), order.view(-1, order.shape[-1])
 
 
-def listed(call: Call, seed: int, *, words: bool) -> Call:
-    """Add random block-sparse lists with blocks of each kind.
+def add_block_lists(call: Call, seed: int, *, words: bool) -> Call:
+    """Add random blocks of each kind.
 
     Args:
-        call: the call to extend.
-        seed: seed of the random choice.
-        words: whether a bitmask is added, too. If so, some rows have no visible block. Such rows get a partial block,
-            in which the bitmask hides all scores.
+        call: the call without blocks.
+        seed: seed of the random blocks.
+        words: True if a bitmask comes with the blocks. Then some rows have no block, and get a fully masked block.
     """
     B, Hq, Sq, Sk = call.shape
     M, N = -(-Sq // LISTED), -(-Sk // LISTED)
-    kinds = (draw(seed + 300, B, Hq, M, N) * 3).int()
+    kinds = (random_uniform(seed + 300, B, Hq, M, N) * 3).int()
     if words:
         kinds[..., 1, :] = kinds[..., N // 2] = NONE
     kinds[..., 0, 0] = MASKED
     kinds[..., -1, :] = WHOLE
     if not words:
-        kinds[0, 0, 2:, -1] = kinds[-1, 0, :-1, N // 2] = NONE  # KV blocks visible to few queries
+        kinds[0, 0, 2:, -1] = kinds[-1, 0, :-1, N // 2] = NONE  # blocks of keys visible to few query blocks
         kinds[..., 0] = torch.where((kinds == NONE).all(-1), WHOLE, kinds[..., 0])
     if Sk % LISTED:
-        kinds[..., -1] = kinds[..., -1].clamp(max=MASKED)  # a full block must not contain keys after the end
+        kinds[..., -1] = kinds[..., -1].clamp(max=MASKED)  # no stage masks keys behind the last key in a full block
     masked = kinds == MASKED
-    with_one = masked.clone()
-    with_one[..., 0] |= (kinds == NONE).all(-1)
-    keys = [listed_as(x, seed) for x in (with_one, kinds == WHOLE)]
-    queries = [listed_as(x.mT, seed + 1) for x in (masked, kinds == WHOLE)]
+    never_empty = masked.clone()
+    never_empty[..., 0] |= (kinds == NONE).all(-1)
+    keys = [to_block_lists(x, seed) for x in (never_empty, kinds == WHOLE)]
+    queries = [to_block_lists(x.mT, seed + 1) for x in (masked, kinds == WHOLE)]
     shaped = [(count.view(B, Hq, N), index.view(B, Hq, N, M)) for count, index in queries]
     turn = [x.view(-1, M) for x in turns(shaped, Sq, Sk)]
     extra = {}
@@ -156,8 +157,8 @@ def listed(call: Call, seed: int, *, words: bool) -> Call:
         for kind, (count, index) in zip(("masked", "whole"), lists, strict=True):
             extra |= {f"{kind}_{side}_count": count, f"{kind}_{plural}": index}
         extra |= {f"{side}_rows_of_batch": Hq * rows, f"{side}_rows_of_head": rows}
-    call = dataclasses.replace(call, kinds=kinds).given(**extra, masked_turn=turn[0], whole_turn=turn[1])
-    return call.seen(spread(kinds, Sq, Sk) != NONE)
+    call = dataclasses.replace(call, kinds=kinds).with_args(**extra, masked_turn=turn[0], whole_turn=turn[1])
+    return call.with_mask(expand_blocks(kinds, Sq, Sk) != NONE)
 
 
 def tile_lists():
@@ -168,29 +169,29 @@ def tile_lists():
     return names["tiles"]
 
 
-def starts(lengths: list[int]) -> Tensor:
+def cu_seqlens_from(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).int()
 
 
-def ragged(spec: KernelSpec, seed: int) -> Call:
-    """Return a call with packed sequences. Sequences without keys or without rows contain NaN."""
+def make_packed_call(spec: KernelSpec, seed: int) -> Call:
+    """Return a call with packed sequences; sequences without keys or without rows contain NaN."""
     rows, keys = ([lengths[side] for lengths in SEQUENCES] for side in (0, 1))
-    case = new_case("ragged", (1, *HEADS), (sum(rows), sum(keys)), (spec.d, spec.dv), *causal(spec))
+    case = new_case("ragged", (1, *HEADS), (sum(rows), sum(keys)), (spec.d, spec.dv), *causal_tags(spec))
     inputs = make_inputs(case, "cpu", seed)
-    for row, key in zip(split(range(case.Sq), rows), split(range(case.Sk), keys), strict=True):
+    for row, key in zip(split_by_lengths(range(case.Sq), rows), split_by_lengths(range(case.Sk), keys), strict=True):
         if not row or not key:
             inputs.q[:, :, row], inputs.grad_out[:, :, row] = math.nan, 1.0
             inputs.k[:, :, key] = inputs.v[:, :, key] = math.nan
-    at, met = starts(rows), starts(keys)
+    at, met = cu_seqlens_from(rows), cu_seqlens_from(keys)
     row_tile, key_tile = spec.tile_m, spec.tile_n
     if spec.is_decode:
-        row_tile //= HEADS[0] // HEADS[1]  # query heads of a KV head are packed into a tile
+        row_tile //= HEADS[0] // HEADS[1]  # query heads of a group are packed
     if spec.in_parts:
         row_tile = WARPGROUP
     tiles = tile_lists()
     lists = {
-        "row": tiles(at, met, at, row_tile, case.Sq, longest(row_tile)),
-        "key": tiles(met, at, at, key_tile, case.Sk, longest(key_tile)),
+        "row": tiles(at, met, at, row_tile, case.Sq, visible_keys_of_block(row_tile)),
+        "key": tiles(met, at, at, key_tile, case.Sk, visible_keys_of_block(key_tile)),
         "scratch": tiles(at, met, at, BACKWARD_TILE[0], case.Sq),
     }
     extra = {f"{name}_tiles": entries for name, (entries, _) in lists.items()}
@@ -198,49 +199,47 @@ def ragged(spec: KernelSpec, seed: int) -> Call:
     return Call(case, inputs, Masking(int(case.causal)), extra, SEQUENCES)
 
 
-def longest(size: int):
-    return lambda block, own, met: torch.minimum(met, (block + 1) * size)
+def visible_keys_of_block(size: int):
+    return lambda block, own_length, kv_length: torch.minimum(kv_length, (block + 1) * size)
 
 
-def split(of, lengths: list[int]) -> Iterator:
-    first = 0
+def split_by_lengths(sequence, lengths: list[int]) -> Iterator:
+    begin = 0
     for length in lengths:
-        yield of[first : first + length]
-        first += length
+        yield sequence[begin : begin + length]
+        begin += length
 
 
-def causal(spec: KernelSpec) -> tuple[str, ...]:
+def causal_tags(spec: KernelSpec) -> tuple[str, ...]:
     return ("causal",) if "causal" in spec.features else ()
 
 
-def posed(spec: KernelSpec, stages: tuple[str, ...], seed: int) -> Call:
+def make_call(spec: KernelSpec, stages: tuple[str, ...], seed: int) -> Call:
     """Return a call for a trial kernel with the given stages."""
     if "ragged" in stages:
-        return ragged(spec, seed)
+        return make_packed_call(spec, seed)
     lengths = (300, 333)
     if "listed" in stages:
-        lengths = (300, 400) if seed % 2 else (450, LISTED)  # a partly filled last block, and lists of one entry
-    case = new_case("trial", (2, *HEADS), lengths, (spec.d, spec.dv), *causal(spec))
+        # half a block-sparse block too many, and lists with one entry
+        lengths = (300, 400) if seed % 2 else (450, LISTED)
+    case = new_case("trial", (2, *HEADS), lengths, (spec.d, spec.dv), *causal_tags(spec))
     call = Call(case, make_inputs(case, "cpu", seed), Masking(int(case.causal)))
     for stage in stages:
         if stage == "listed":
-            call = listed(call, seed, words="bits" in stages)
+            call = add_block_lists(call, seed, words="bits" in stages)
         else:
-            call = {"bits": bits, "dropout": dropout}[stage](call, seed)
+            call = {"bits": add_mask, "dropout": add_dropout}[stage](call, seed)
     return call
 
 
 # ---- launches ----
 
 
-def extra_of(call: Call) -> list[object]:
-    """Return the additional arguments in the order of `trials.Extra`.
-
-    Arguments that the trial does not use are small tensors with wrong contents.
-    """
+def extra_args(call: Call) -> list[object]:
+    """Return the arguments in the order of `trials.Extra`; arguments without use in the trial are small and wrong."""
     from trials import Extra
 
-    nothing = {
+    placeholders = {
         "_tiles": torch.zeros(1, 8, dtype=torch.int32),
         "_head": torch.zeros(2, dtype=torch.int32),
         "_rows": torch.zeros(4, dtype=torch.int32),
@@ -249,15 +248,15 @@ def extra_of(call: Call) -> list[object]:
         "_count": torch.zeros(1, dtype=torch.int32),
     }
 
-    def value(one: dataclasses.Field) -> object:
-        if one.name in call.extra:
-            return call.extra[one.name]
-        if one.type != "cute.Tensor":
-            return 0.0 if one.type == "Float32" else 0
-        found = (tensor for ending, tensor in nothing.items() if one.name.endswith(ending))
-        return next(found, torch.zeros(1, 1, dtype=torch.int32))
+    def value(member: dataclasses.Field) -> object:
+        if member.name in call.extra:
+            return call.extra[member.name]
+        if member.type != "cute.Tensor":
+            return 0.0 if member.type == "Float32" else 0
+        matches = (tensor for ending, tensor in placeholders.items() if member.name.endswith(ending))
+        return next(matches, torch.zeros(1, 1, dtype=torch.int32))
 
-    return [value(one) for one in dataclasses.fields(Extra)]
+    return [value(member) for member in dataclasses.fields(Extra)]
 
 
 def launch(function: Callable[..., None], spec: KernelSpec, call: Call, **values: object) -> None:
@@ -265,14 +264,16 @@ def launch(function: Callable[..., None], spec: KernelSpec, call: Call, **values
     tensors = dict(zip("qkv", call.inputs, strict=True)) | {"do": call.inputs.grad_out}
     numbers = {"scale_log2": scale * math.log2(math.e), "scale": scale, "num_ctas": CTAS, "wanted": 3}
     values = {**tensors, **numbers, "counter": torch.zeros(1, dtype=torch.int32), **values}
-    given = (values.get(one.name) if one.optional else values[one.name] for one in OF_KIND[spec.kind])
-    function(*given, extra_of(call), ctypes.c_void_p(None))
+    args = (
+        values.get(argument.name) if argument.optional else values[argument.name] for argument in OF_KIND[spec.kind]
+    )
+    function(*args, extra_args(call), ctypes.c_void_p(None))
 
 
 def forward(
     function: Callable[..., None], spec: KernelSpec, call: Call, splits: int = 1, cluster: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """Run a forward kernel and return O and LSE."""
+    """Run the forward and return O and LSE."""
     case = call.case
     out = torch.full((case.B, case.Sq, case.Hq, case.Dv), math.nan, dtype=case.torch_dtype).transpose(1, 2)
     lse = torch.full((case.B, case.Hq, case.Sq), math.nan)
@@ -282,28 +283,25 @@ def forward(
 
 
 def backward(function: Callable[..., None], spec: KernelSpec, call: Call) -> tuple[Tensor, ...]:
-    """Run a backward kernel and return dQ, dK and dV. The workspace has the layout of src/ops/backward.cpp."""
+    """Run the backward and return dQ, dK and dV; the workspace is sized as in src/ops/backward.cpp."""
     case, inputs = call.case, call.inputs
-    given = attention(call, torch.float64)
+    forward_results = reference_attention(call, torch.float64)
     tiles = -(-case.Sq // LISTED) * (LISTED // spec.tile_m) if call.kinds is not None else -(-case.Sq // spec.tile_m)
     blocks = len(call.extra["scratch_tiles"]) if call.sequences else tiles
     rows = torch.full((case.B, case.Hq, 2, blocks * spec.tile_m), math.nan)
     floats = case.B * case.Hq * (blocks * spec.tile_m * spec.d + blocks * SCRATCH_UNITS + 2)
     gradients = tuple(torch.full_like(x, math.nan) for x in inputs)
     results = dict(zip(("dq", "dk", "dv"), gradients, strict=True))
-    o, lse = given[0].to(case.torch_dtype), given[1].float()
+    o, lse = forward_results[0].to(case.torch_dtype), forward_results[1].float()
     launch(function, spec, call, **results, o=o, lse=lse, rows=rows, scratch=torch.full((floats,), math.nan))
     return gradients
 
 
-# ---- right results ----
+# ---- references ----
 
 
-def by_sequence(call: Call, math_of: Callable[..., tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    """Apply `math_of` to q, k, v and dO.
-
-    Packed sequences are processed one by one, and the results are packed again.
-    """
+def attend_per_sequence(call: Call, math_of: Callable[..., tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """Apply a function to q, k, v, dO; in a varlen call, apply it to each sequence and concatenate the results."""
     q, k, v, do = *call.inputs, call.inputs.grad_out
     if not call.sequences:
         return math_of(q, k, v, do)
@@ -313,22 +311,22 @@ def by_sequence(call: Call, math_of: Callable[..., tuple[Tensor, ...]]) -> tuple
     return tuple(torch.cat(each, 2) for each in zip(*parts, strict=True))
 
 
-def attention(call: Call, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Return the right O and LSE, computed in the given dtype."""
+def reference_attention(call: Call, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Return O and LSE of the reference."""
 
     def math_of(q, k, v, do):
-        found = attention_math(q, k, v, mask=call.masking, dtype=dtype)
-        return found.out, found.lse
+        results = attention_math(q, k, v, mask=call.masking, dtype=dtype)
+        return results.out, results.lse
 
-    return by_sequence(call, math_of)
-
-
-def gradients(call: Call, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    return by_sequence(call, lambda *tensors: grads_math(*tensors, mask=call.masking, dtype=dtype))
+    return attend_per_sequence(call, math_of)
 
 
-def check(label: str, function: Callable[..., None], spec: KernelSpec, call: Call) -> None:
-    """Launch a trial kernel, and check that the results are within the error budget."""
+def reference_gradients(call: Call, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    return attend_per_sequence(call, lambda *tensors: grads_math(*tensors, mask=call.masking, dtype=dtype))
+
+
+def check_kernel(label: str, function: Callable[..., None], spec: KernelSpec, call: Call) -> None:
+    """Launch the kernel, and raise if a result exceeds its error budget."""
     if spec.is_backward:
         assert_gradients(label, call, backward(function, spec, call))
     for splits, cluster in SPLITS if spec.is_decode else () if spec.is_backward else SPLITS[:1]:
@@ -336,15 +334,15 @@ def check(label: str, function: Callable[..., None], spec: KernelSpec, call: Cal
 
 
 def assert_attention(label: str, call: Call, out: Tensor, lse: Tensor) -> None:
-    exact, low = attention(call, torch.float64), attention(call, call.case.torch_dtype)
+    exact, low = reference_attention(call, torch.float64), reference_attention(call, call.case.torch_dtype)
     assert_within_budget(f"{label} out", out, exact[0], low[0])
-    assert_lse(label, lse, exact[1], attention(call, torch.float32)[1])
+    assert_lse(label, lse, exact[1], reference_attention(call, torch.float32)[1])
 
 
-def assert_gradients(label: str, call: Call, found: tuple[Tensor, ...]) -> None:
-    exact, low = gradients(call, torch.float64), gradients(call, call.case.torch_dtype)
+def assert_gradients(label: str, call: Call, grads: tuple[Tensor, ...]) -> None:
+    exact, low = reference_gradients(call, torch.float64), reference_gradients(call, call.case.torch_dtype)
     inputs = [x.nan_to_num() for x in (*call.inputs, call.inputs.grad_out)]
     cancelled = cancelled_sums(*inputs, None)
-    for name, ours, fp64, yardstick in zip(("dq", "dk", "dv"), found, exact, low, strict=True):
+    for name, grad, fp64, yardstick in zip(("dq", "dk", "dv"), grads, exact, low, strict=True):
         budget = {"factor": GRAD_FACTOR, "cancelled": float(cancelled[name])}
-        assert_within_budget(f"{label} {name}", ours, fp64, yardstick, **budget)
+        assert_within_budget(f"{label} {name}", grad, fp64, yardstick, **budget)

@@ -1,7 +1,6 @@
-"""Trial kernels: combinations of score stages in kernel files for which no product kernel exists yet.
+"""Trial kernels: kernel files with score stages in combinations that no product kernel has.
 
-The stages come from kernels/parts, and the kernel files are unchanged. test_seams compiles the trial kernels, counts
-the instructions, and interprets the kernels.
+test_seams.py compiles, counts and interprets these kernels.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from torch_flashplug.registry.kernel_spec import ROWS_PER_WARPGROUP, SMEM_BYTES,
 
 @dataclass(frozen=True)
 class Planes:
-    """Bitmask in both orientations (scores/words.py), with the strides of a batch entry and of a head in planes."""
+    """Bitmasks in both orientations (score_stages/bitmask.py), with strides in planes per batch entry and per head."""
 
     rows: cute.Tensor  # (n,) Int32
     columns: cute.Tensor
@@ -46,10 +45,7 @@ class Planes:
 
 @dataclass(frozen=True)
 class Extra:
-    """Additional arguments of a trial kernel.
-
-    The members of nested structs are listed individually, because TVM-FFI supports no structs of structs.
-    """
+    """Additional arguments of a trial kernel, as a flat struct, since TVM-FFI supports no nested structs."""
 
     mask_rows: cute.Tensor
     mask_columns: cute.Tensor
@@ -100,7 +96,7 @@ class Extra:
 
 
 class TrialSeams(KernelFeatures):
-    """Kernel features of a trial: the block iterator and score stages of the spec, and then the stages of the trial."""
+    """Features of a trial kernel: the block iterator and stage of the spec, followed by the stages of the trial."""
 
     stages: tuple[str, ...]
 
@@ -166,16 +162,16 @@ def fake_extra() -> Extra:
     return Extra(*map(fake, dataclasses.fields(Extra)))
 
 
-def trial(spec: KernelSpec, *stages: str):
-    """Return the kernel of `builder` with additional stages. cute.compile takes the result and `fake_arguments()`."""
+def make_trial_kernel(spec: KernelSpec, *stages: str):
+    """Return a kernel of `builder()` with additional stages, for cute.compile with the kernel's `fake_arguments()`."""
     assert spec.smem_bytes() <= SMEM_BYTES[spec.arch], f"{spec.name()}: {spec.smem_bytes()} B of shared memory"
     kernel = builder(spec)
     base = type(kernel)
 
     def add_stages(part) -> None:
-        of = part.seams
-        kind = type("TrialSeams", (TrialSeams, type(of)), {"stages": stages})
-        part.seams = kind(of.element, of.spec, of.transposed)
+        part_features = part.seams
+        kind = type("TrialSeams", (TrialSeams, type(part_features)), {"stages": stages})
+        part.seams = kind(part_features.element, part_features.spec, part_features.transposed)
 
     class Forward(base):
         def fake_arguments(self) -> tuple:
@@ -192,8 +188,8 @@ def trial(spec: KernelSpec, *stages: str):
             softcap: Float32 | None, cu_q: cute.Tensor | None, cu_k: cute.Tensor | None,
             used_k: cute.Tensor | None, lists: cute.Tensor | None, extra: Extra, stream: cuda.CUstream,
         ):  # fmt: skip
-            scales, given = SoftmaxScale(scale_log2, scale), (mask, digest, *(None,) * 7)
-            self.launch(TrialCall(q, k, v, o, lse, scales, counter, num_ctas, *given, extra), stream)
+            scales, mask_args = SoftmaxScale(scale_log2, scale), (mask, digest, *(None,) * 7)
+            self.launch(TrialCall(q, k, v, o, lse, scales, counter, num_ctas, *mask_args, extra), stream)
 
     class Decode(base):
         fake_arguments = Forward.fake_arguments
@@ -208,8 +204,8 @@ def trial(spec: KernelSpec, *stages: str):
             pages: cute.Tensor | None, used_k: cute.Tensor | None, split_size: Int32 | None, extra: Extra,
             stream: cuda.CUstream,
         ):  # fmt: skip
-            given = (mask, None, k_scale, v_scale, rotated, *(None,) * 6, extra)
-            self.launch(TrialFewRows(q, k, v, o, lse, partials, scale, splits, cluster, *given), stream)
+            mask_args = (mask, None, k_scale, v_scale, rotated, *(None,) * 6, extra)
+            self.launch(TrialFewRows(q, k, v, o, lse, partials, scale, splits, cluster, *mask_args), stream)
 
     class Backward(base):
         fake_arguments = Forward.fake_arguments
@@ -227,8 +223,8 @@ def trial(spec: KernelSpec, *stages: str):
         ):  # fmt: skip
             tensors = (q, k, v, o, do, lse, dq, dk, dv, rows, scratch)
             scales = SoftmaxScale(scale_log2, scale)
-            given = (mask, digest, *(None,) * 6)
-            self.launch(TrialGradients(*tensors, scales, counter, num_ctas, wanted, *given, extra), stream)
+            mask_args = (mask, digest, *(None,) * 6)
+            self.launch(TrialGradients(*tensors, scales, counter, num_ctas, wanted, *mask_args, extra), stream)
 
     kernel.__class__ = Backward if spec.is_backward else Decode if spec.is_decode else Forward
     for part in (kernel, kernel.query_gradient, kernel.key_gradients) if spec.in_parts else (kernel,):
@@ -236,26 +232,26 @@ def trial(spec: KernelSpec, *stages: str):
     return kernel
 
 
-def name_of(name: str, stages: Sequence[str]) -> str:
-    """Return the name of a trial's function, and the stem of the file names."""
+def trial_name(name: str, stages: Sequence[str]) -> str:
+    """Return the name of a trial's function and files."""
     return "_".join((name, *stages))
 
 
 def build(name: str, stages: Sequence[str], folder: Path) -> None:
-    """Compile a trial, and write the object, the PTX and the cubin into a folder, in this order."""
-    kernel = trial(KernelSpec.from_name(name), *stages)
+    """Write the object, the PTX and the cubin of a trial to a folder, in this order."""
+    kernel = make_trial_kernel(KernelSpec.from_name(name), *stages)
     options = "--enable-tvm-ffi --gpu-arch sm_90a --keep-cubin --keep-ptx"
-    compiled, symbol = cute.compile(kernel, *kernel.fake_arguments(), options=options), name_of(name, stages)
+    compiled, symbol = cute.compile(kernel, *kernel.fake_arguments(), options=options), trial_name(name, stages)
     compiled.export_to_c(str(folder / f"{symbol}.o"), function_name=symbol, export_only_tvm_ffi_symbols=True)
     (folder / f"{symbol}.ptx").write_text(compiled.__ptx__)
     (folder / f"{symbol}.cubin").write_bytes(bytes(compiled.__cubin__))
 
 
-def biases_read(transposed: bool, columns: int) -> list[list[list[tuple[int, int]]]]:
-    """Return the element of a bias tile that each of 128 threads loads for each score, as [thread][r][c].
+def bias_elements_read(transposed: bool, columns: int) -> list[list[list[tuple[int, int]]]]:
+    """Return the bias tile element read by each of 128 threads for each score of the thread, as [thread][r][c].
 
-    The function follows the definition of ldmatrix in the PTX ISA. The function must be called during tracing, and runs
-    completely during tracing.
+    ldmatrix is modelled after the PTX ISA. Call this function while a kernel is traced; its work is done during
+    tracing.
     """
     form = ScoreLayout(ELEMENTS["bf16"], 1, columns, transposed)
     copies = [matrices(form, thread) for thread in range(WARPGROUP)]
@@ -264,19 +260,19 @@ def biases_read(transposed: bool, columns: int) -> list[list[list[tuple[int, int
     tile = cute.make_identity_tensor((ROWS_PER_WARPGROUP, columns))
 
     def lines_of(chunk: int) -> list[cute.Tensor]:
-        """Return the source of each thread, of shape ((elements of a line, instruction), 1, 1)."""
+        """Return for each thread a tensor of shape ((elements of a line, instruction), 1, 1)."""
         part = cute.local_tile(tile, (ROWS_PER_WARPGROUP, CHUNK), (0, chunk))
         return [copy.partition_S(part) for copy in copies]
 
     def read_by(thread: int, lines: list[cute.Tensor]) -> list[list[tuple[int, int]]]:
         lane, warp, registers = thread % WARP, thread // WARP * WARP, {}
-        for nth in range(CHUNK // 16):  # an instruction loads four matrices of 8 x 8
+        for nth in range(CHUNK // 16):  # instructions with four matrices of 8 x 8 each
             for i in range(8):
-                matrix, line, place = i // 2, lane // 4, lane % 4 * 2 + i % 2
+                matrix, line, position = i // 2, lane // 4, lane % 4 * 2 + i % 2
                 if transposed:
-                    line, place = place, line
-                source = lines[warp + matrix * 8 + line]  # lane 8 m + l has the address of line l of matrix m
-                registers[cute.crd2idx(((i, nth), 0, 0), target)] = tuple(source[(place, nth), 0, 0])
+                    line, position = position, line
+                source = lines[warp + matrix * 8 + line]  # lane 8 m + l holds the start of line l of matrix m
+                registers[cute.crd2idx(((i, nth), 0, 0), target)] = tuple(source[(position, nth), 0, 0])
         return [[registers[cute.crd2idx((r, c), scores)] for c in range(CHUNK // 4)] for r in range(2)]
 
     chunks = [lines_of(chunk) for chunk in range(columns // CHUNK)]
@@ -284,9 +280,9 @@ def biases_read(transposed: bool, columns: int) -> list[list[list[tuple[int, int
     return [[sum(rows, []) for rows in zip(*of_thread, strict=True)] for of_thread in parts]
 
 
-def wrong_biases(transposed: bool, columns: int) -> int:
-    """Return the number of scores with the bias of a different score."""
-    read = biases_read(transposed, columns)
+def count_wrong_biases(transposed: bool, columns: int) -> int:
+    """Return the number of scores that would get the bias of a different score."""
+    read = bias_elements_read(transposed, columns)
     return sum(
         read[thread][r][c] != (thread // WARP * 16 + thread % WARP // 4 + 8 * r, thread % 4 * 2 + column_of(c))
         for thread in range(WARPGROUP)
@@ -296,17 +292,11 @@ def wrong_biases(transposed: bool, columns: int) -> int:
 
 
 def print_wrong_biases() -> None:
-    """Print the numbers of wrong biases for the tiles that kernels read.
-
-    The tiles are blocks of the forward, half blocks of the forward, and steps of the backward.
-    """
-    print([wrong_biases(*read) for read in ((False, 128), (False, 64), (True, 64))])
+    """Print the counts for the reads of kernels: blocks and half blocks of the forward, steps of the backward."""
+    print([count_wrong_biases(*read) for read in ((False, 128), (False, 64), (True, 64))])
 
 
 @cute.jit
-def say_wrong_biases():
-    """Print the numbers of wrong biases during compilation.
-
-    The work is in a plain Python function, because the DSL would convert Python loops into device loops.
-    """
+def trace_wrong_biases():
+    """Print the counts during compilation, in plain Python, since the DSL would turn the loops into device loops."""
     print_wrong_biases()

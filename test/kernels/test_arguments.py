@@ -1,5 +1,6 @@
-"""What C++ passes to a kernel (torch_flashplug/registry/kernel_args.py) is what its signature takes: names, order,
-ranks, types. No GPU.
+"""Agreement of kernel signatures with the kernel ABI in registry/kernel_args.py: names, order, ranks, types. No GPU.
+
+C++ passes arguments by this table.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ MADE = {
 }
 CUTLASS = {"fp32": "Float32", "int32": "Int32", "int64": "Int64", "bool": "Uint8"}
 CUTLASS |= {name: element.dtype.__name__ for name, element in made_of.ELEMENTS.items()}
-CUTLASS |= dict.fromkeys(FORMATS, "Uint8")  # bytes, whatever they say
+CUTLASS |= dict.fromkeys(FORMATS, "Uint8")  # 8-bit formats are passed as bytes
 
 
 def signature(name: str) -> list[tuple[str, str]]:
-    """Names and types of the parameters of a class's __call__, which the DSL has wrapped."""
+    """Return names and types of the parameters of a class's __call__, which the DSL has wrapped."""
     module, name = name.split(".")
     tree = ast.parse((ROOT / "torch_flashplug" / "kernels" / "call_args" / f"{module}.py").read_text())
     (owner,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
@@ -49,16 +50,16 @@ def signature(name: str) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("kind", CALLS)
-def test_parameters_are_what_the_table_says(kind):
+def test_kernel_parameters_match_the_kernel_abi_table(kind):
     expected = [
-        (one.name, (CUTLASS[one.dtype] if one.scalar else "cute.Tensor") + " | None" * one.optional)
-        for one in kernel_args.OF_KIND[kind]
+        (argument.name, (CUTLASS[argument.dtype] if argument.scalar else "cute.Tensor") + " | None" * argument.optional)
+        for argument in kernel_args.OF_KIND[kind]
     ]
     assert signature(CALLS[kind]) == [*expected, ("stream", "cuda.CUstream")]
 
 
-def test_direct_calls_go_by_the_table():
-    values = {one.name: one.name for one in kernel_args.DECODE}
+def test_direct_calls_order_arguments_by_the_kernel_abi_table():
+    values = {argument.name: argument.name for argument in kernel_args.DECODE}
     assert direct.in_order(kernel_args.DECODE, values) == tuple(values)
     with pytest.raises(KeyError, match="lse"):
         direct.in_order(kernel_args.DECODE, {name: name for name in values if name != "lse"})
@@ -69,24 +70,28 @@ def test_direct_calls_go_by_the_table():
 
 
 @pytest.mark.parametrize("spec", MADE.values(), ids=KernelSpec.name)
-def test_kernels_are_compiled_for_the_ranks_and_types_of_the_table(spec):
-    """And for None in the place of what their features do not bring."""
+def test_kernels_compile_with_the_ranks_and_types_of_the_kernel_abi_table(spec):
+    """Arguments of missing features are compiled as None."""
     operands = zip(("query", "key", "value", "output"), ELEMENTS[spec.dtype].operands)
-    types = {name: CUTLASS[made_of] for name, made_of in operands} | CUTLASS
+    types = {name: CUTLASS[number] for name, number in operands} | CUTLASS
     kernel = builder(spec)
-    assert kernel.fake_tensors().keys() == {one.name for one in kernel_args.OF_KIND[spec.kind] if not one.scalar}
-    *given, _ = kernel.fake_arguments()
-    for one, value in zip(kernel_args.OF_KIND[spec.kind], given, strict=True):
-        if one.optional and not features.bringing(one.name) & features.bits(spec.features):
-            assert value is None, one.name
-        elif one.scalar:
-            assert type(value).__name__ == types[one.dtype], one.name
+    assert kernel.fake_tensors().keys() == {
+        argument.name for argument in kernel_args.OF_KIND[spec.kind] if not argument.scalar
+    }
+    *values, _ = kernel.fake_arguments()
+    for argument, value in zip(kernel_args.OF_KIND[spec.kind], values, strict=True):
+        if argument.optional and not features.bringing(argument.name) & features.bits(spec.features):
+            assert value is None, argument.name
+        elif argument.scalar:
+            assert type(value).__name__ == types[argument.dtype], argument.name
         else:
-            assert (len(value.shape), value.element_type.__name__) == (one.rank, types[one.dtype]), one.name
+            assert (len(value.shape), value.element_type.__name__) == (argument.rank, types[argument.dtype]), (
+                argument.name
+            )
 
 
 class MadeUp(KernelCall):
-    """Of two optional arguments, which it leaves alone: it launches nothing, and can be called here."""
+    """Kernel with two optional arguments and no launch, callable without a GPU."""
 
     def __init__(self, spec: KernelSpec):
         self.spec, self.element = spec, KernelFeatures.of(spec).element
@@ -96,20 +101,20 @@ class MadeUp(KernelCall):
 
     @cute.jit
     def __call__(self, words: cute.Tensor | None, left: Int32 | None, stream: cuda.CUstream):
-        """As the DSL wants to have it spelled."""
+        """Satisfy the spelling rules of the DSL."""
 
 
-@pytest.mark.parametrize("mask, given, refused", [("full", None, 3), ("causal", 3, None)])
-def test_what_no_feature_brings_is_none(mask, given, refused, monkeypatch):
-    """Here `words` always, and `left` but to causal kernels: it is compiled as such, and nothing else can be passed."""
+@pytest.mark.parametrize("mask, left_value, rejected_value", [("full", None, 3), ("causal", 3, None)])
+def test_arguments_without_a_feature_are_none(mask, left_value, rejected_value, monkeypatch):
+    """No kernel gets `words`, and only causal kernels get `left`; arguments compiled as None accept nothing else."""
     words = kernel_args._tensor("words", 1, "int32", "made up", optional=True)
     left = kernel_args._number("left", "int32", "made up", optional=True)
     monkeypatch.setitem(kernel_args.OF_KIND, "fwd", (words, left))
     causal = dataclasses.replace(*features.of(["causal"]), arguments=("left",))
-    others = (feature for feature in features.FEATURES if feature.name != "causal")
-    monkeypatch.setattr(features, "FEATURES", (causal, *others))
+    further_features = (feature for feature in features.FEATURES if feature.name != "causal")
+    monkeypatch.setattr(features, "FEATURES", (causal, *further_features))
     call = MadeUp(next(spec for spec in kernel_table.specs(90, "fwd") if spec.mask == mask))
     function = cute.compile(call, *call.fake_arguments(), options="--enable-tvm-ffi --gpu-arch sm_90a")
-    function(None, given, 0)
+    function(None, left_value, 0)
     with pytest.raises(TypeError, match="words: None, left"):
-        function(None, refused, 0)
+        function(None, rejected_value, 0)

@@ -1,5 +1,6 @@
-"""Float masks through F.sdpa, on a GPU or interpreted: numbers and gradients of query, key and value against fp64, what
-lies where TMA cannot read it, infinities and NaN as math has them.
+"""Float masks through F.sdpa, on a GPU or interpreted: results and gradients of query, key and value against fp64.
+
+The masks include layouts that TMA cannot read. Infinities and NaN must give the results of torch's math.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from orders import in_order
-from splits import MOST, forced, planned
+from splits import MAX_SPLITS, forced_mode, plan_of_forced_call
 from torch import Tensor
 
 import torch_flashplug
@@ -37,52 +38,52 @@ from torch_flashplug.testing.budget import GRAD_FACTOR, cancelled_sums
 SEED = 20261124
 HEADS = (2, 4, 2)  # B, Hq, Hkv
 BACKENDS = {90: "fa3", 80: "fa2"}
-# Others: test_dropout.
+# Kernels with further features are tested in test_dropout.
 BIASED = [spec for arch in BACKENDS for spec in kernel_table.specs(arch) if spec.features in ({"bias"}, {"bias32"})]
 
 
-def drawn(*sizes: int) -> Tensor:
+def random_bias(*sizes: int) -> Tensor:
     return torch.randn(sizes, generator=torch.Generator().manual_seed(SEED)) * 2
 
 
-def hidden(bias: Tensor) -> Tensor:
-    """A row that sees nothing, a whole tile of them, keys that nobody sees, half of the rest."""
-    bias = bias.masked_fill(drawn(*bias.shape[-2:]) < 0, -math.inf)
+def mask_out(bias: Tensor) -> Tensor:
+    """Mask out one row, a full tile of rows, a range of keys in all rows, and half of the remaining scores."""
+    bias = bias.masked_fill(random_bias(*bias.shape[-2:]) < 0, -math.inf)
     bias[..., 65, :] = bias[..., 128:256, :] = bias[..., 70:100] = -math.inf
     return bias
 
 
-# What may stand in the place of (B, Hq, Sq, Sk), for 300 rows and 336 keys; what it is cast to keeps its strides.
+# Biases that broadcast to (B, Hq, Sq, Sk), for 300 rows and 336 keys. A conversion of the dtype keeps the strides.
 BIASES: dict[str, Callable[[], Tensor]] = {
-    "for_all": lambda: drawn(300, 336),
-    "by_head": lambda: drawn(4, 300, 336),
-    "by_batch": lambda: drawn(2, 1, 300, 336),
-    "by_both": lambda: drawn(2, 4, 300, 336),
-    "expanded": lambda: drawn(1, 4, 300, 336).expand(2, 4, 300, 336),
-    "keys": lambda: drawn(2, 1, 1, 336),
-    "keys_by_head": lambda: drawn(2, 4, 1, 336),
-    "rows": lambda: drawn(2, 1, 300, 1),
-    "one": lambda: drawn(1, 1),
-    "hidden": lambda: hidden(drawn(2, 1, 300, 336)),
-    "heads_innermost": lambda: drawn(300, 336, 4).permute(2, 0, 1)[None],
-    "transposed": lambda: drawn(336, 300).mT,
-    "odd_offset": lambda: drawn(300, 344)[:, 7:343],
-    "large": lambda: drawn(4, 300, 336) * 1000 - 10000,
+    "for_all": lambda: random_bias(300, 336),
+    "by_head": lambda: random_bias(4, 300, 336),
+    "by_batch": lambda: random_bias(2, 1, 300, 336),
+    "by_both": lambda: random_bias(2, 4, 300, 336),
+    "expanded": lambda: random_bias(1, 4, 300, 336).expand(2, 4, 300, 336),
+    "keys": lambda: random_bias(2, 1, 1, 336),
+    "keys_by_head": lambda: random_bias(2, 4, 1, 336),
+    "rows": lambda: random_bias(2, 1, 300, 1),
+    "one": lambda: random_bias(1, 1),
+    "hidden": lambda: mask_out(random_bias(2, 1, 300, 336)),
+    "heads_innermost": lambda: random_bias(300, 336, 4).permute(2, 0, 1)[None],
+    "transposed": lambda: random_bias(336, 300).mT,
+    "odd_offset": lambda: random_bias(300, 344)[:, 7:343],
+    "large": lambda: random_bias(4, 300, 336) * 1000 - 10000,
 }  # fmt: skip
 
 
-def laid_out(bias: Tensor, device: str, dtype: torch.dtype) -> Tensor:
-    """The same strides and offset, of another dtype."""
+def with_equal_strides(bias: Tensor, device: str, dtype: torch.dtype) -> Tensor:
+    """Return the bias with equal strides and offset in a different dtype."""
     memory = torch.empty(0, dtype=bias.dtype).set_(bias.untyped_storage()).to(device, dtype)
     return memory.as_strided(bias.size(), bias.stride(), bias.storage_offset())
 
 
-def dtype_of(case: Case, wide: bool) -> torch.dtype:
+def bias_dtype(case: Case, wide: bool) -> torch.dtype:
     return torch.float32 if wide else case.torch_dtype
 
 
-def attend(case: Case, bias: Tensor, device: str, backend: str = "fa3") -> tuple[Tensor, Tensor, Tensor]:
-    """Ours, fp64's and plain torch's."""
+def run_with_references(case: Case, bias: Tensor, device: str, backend: str = "fa3") -> tuple[Tensor, Tensor, Tensor]:
+    """Return the outputs of the plugin kernel, of fp64 and of plain torch."""
     inputs = make_inputs(case, device, SEED)
     bindings.counters(reset=True)
     with torch_flashplug.sdpa_backend(backend):
@@ -97,146 +98,153 @@ def attend(case: Case, bias: Tensor, device: str, backend: str = "fa3") -> tuple
 
 @pytest.mark.parametrize("wide", [False, True], ids=["16", "fp32"])
 @pytest.mark.parametrize("bias", BIASES)
-def test_biases(kernels_on: str, bias: str, wide: bool) -> None:
+def test_output_of_each_bias_layout(kernels_on: str, bias: str, wide: bool) -> None:
     case = new_case(f"{bias} {wide}", HEADS, (300, 336), (64, 64), dtype=WHOLE[len(bias) % 2])
-    given = laid_out(BIASES[bias](), kernels_on, dtype_of(case, wide))
-    assert_within_budget(case.name, *attend(case, given, kernels_on), seed=SEED)
+    bias_tensor = with_equal_strides(BIASES[bias](), kernels_on, bias_dtype(case, wide))
+    assert_within_budget(case.name, *run_with_references(case, bias_tensor, kernels_on), seed=SEED)
 
 
 @pytest.mark.parametrize("bias", BIASES)
-def test_biases_of_every_gpus_kernels(kernels_on: str, bias: str) -> None:
+def test_output_of_each_bias_layout_on_sm80_kernels(kernels_on: str, bias: str) -> None:
     d, wide = (64, 128, 256)[len(bias) % 3], len(bias) % 2 == 0
     case = new_case(f"{bias} {d}", HEADS, (300, 336), (d, d), dtype=WHOLE[len(bias) // 2 % 2])
-    given = laid_out(BIASES[bias](), kernels_on, dtype_of(case, wide))
-    assert_within_budget(case.name, *attend(case, given, kernels_on, "fa2"), seed=SEED)
+    bias_tensor = with_equal_strides(BIASES[bias](), kernels_on, bias_dtype(case, wide))
+    assert_within_budget(case.name, *run_with_references(case, bias_tensor, kernels_on, "fa2"), seed=SEED)
 
 
 @pytest.mark.parametrize("spec", [spec for spec in BIASED if spec.kind == "fwd"], ids=KernelSpec.name)
-def test_every_forward(kernels_on: str, spec: KernelSpec) -> None:
-    """By sizes that make the plan choose it, where rows compete."""
+def test_every_biased_forward_kernel(kernels_on: str, spec: KernelSpec) -> None:
+    """Sizes are tried until the plan chooses the kernel, since several rows of the table may compete."""
     wide, backend = "bias32" in spec.features, BACKENDS[spec.arch]
     facts = {"bias32" if wide else "bias": 1}
     for heads, rows in (((1, 3, 3), 64), ((1, 2, 1), 200), ((4, 16, 16), 192), ((2, 17, 17), 256)):
         case = new_case(spec.name(), heads, (rows, 72), (spec.d, spec.dv), dtype=spec.dtype)
-        if planned(case, backend=backend, **facts)["kernel"] == spec.name():
+        if plan_of_forced_call(case, backend=backend, **facts)["kernel"] == spec.name():
             break
     else:
         pytest.fail(f"no call is planned for {spec.name()}")
-    given = hidden(drawn(300, 336))[100 : 100 + rows, 40:112].to(kernels_on, dtype_of(case, wide))
-    assert_within_budget(case.name, *attend(case, given, kernels_on, backend), seed=SEED)
+    bias = mask_out(random_bias(300, 336))[100 : 100 + rows, 40:112].to(kernels_on, bias_dtype(case, wide))
+    assert_within_budget(case.name, *run_with_references(case, bias, kernels_on, backend), seed=SEED)
 
 
 @pytest.mark.parametrize("backend", ["fa3", "fa2"])
 @pytest.mark.parametrize("wide", [False, True], ids=["16", "fp32"])
 @pytest.mark.parametrize("sizes", [(1, 1), (1, 300), (300, 1), (64, 64), (65, 129), (129, 65), (3, 7)])
-def test_sizes(kernels_on: str, sizes: tuple[int, int], wide: bool, backend: str) -> None:
+def test_output_of_different_lengths(kernels_on: str, sizes: tuple[int, int], wide: bool, backend: str) -> None:
     case = new_case("sizes", (1, 3, 3), sizes, (64, 64))
-    given = drawn(1, 3, *sizes).to(kernels_on, dtype_of(case, wide))
-    assert_within_budget(f"{sizes}", *attend(case, given, kernels_on, backend), seed=SEED)
+    bias = random_bias(1, 3, *sizes).to(kernels_on, bias_dtype(case, wide))
+    assert_within_budget(f"{sizes}", *run_with_references(case, bias, kernels_on, backend), seed=SEED)
 
 
 @pytest.mark.parametrize("backend", ["fa3", "fa2"])
 @pytest.mark.parametrize("scale", [0.0, -0.5, 3.0])
-def test_scales(kernels_on: str, scale: float, backend: str) -> None:
+def test_output_with_different_softmax_scales(kernels_on: str, scale: float, backend: str) -> None:
     case = new_case("scales", (1, 2, 2), (70, 136), (64, 64), scale=scale)
-    given = hidden(drawn(300, 336))[60:130, 20:156].to(kernels_on, case.torch_dtype)
-    assert_within_budget(f"{scale}", *attend(case, given, kernels_on, backend), seed=SEED)
+    bias = mask_out(random_bias(300, 336))[60:130, 20:156].to(kernels_on, case.torch_dtype)
+    assert_within_budget(f"{scale}", *run_with_references(case, bias, kernels_on, backend), seed=SEED)
 
 
 @pytest.mark.parametrize("backend", ["fa3", "fa2"])
 @pytest.mark.parametrize("wide", [False, True], ids=["16", "fp32"])
-def test_numbers_that_are_none(kernels_on: str, wide: bool, backend: str) -> None:
-    """As torch's math has them: NaN and inf spoil their own row, a row of the smallest number is a mean, one of -inf is
-    0.
+def test_nan_and_infinity_in_a_bias_match_torch_math(kernels_on: str, wide: bool, backend: str) -> None:
+    """NaN and inf spoil only their own row, and a row of -inf is 0, which agrees with torch's math.
+
+    In a row filled with the smallest finite number, the output is the mean of all values.
     """
     case = new_case("none", (1, 2, 2), (70, 136), (64, 64))
-    dtype = dtype_of(case, wide)
-    given = drawn(70, 136).to(kernels_on, dtype)
-    given[3, 5], given[9, 130], given[20], given[21] = math.nan, math.inf, torch.finfo(dtype).min, -math.inf
-    out, exact, low = attend(case, given, kernels_on, backend)
-    spoilt = torch.zeros(70, dtype=torch.bool, device=kernels_on)
-    spoilt[[3, 9]] = True
-    assert out[..., spoilt, :].isnan().all() and exact[..., spoilt, :].isnan().all()
+    dtype = bias_dtype(case, wide)
+    bias = random_bias(70, 136).to(kernels_on, dtype)
+    bias[3, 5], bias[9, 130], bias[20], bias[21] = math.nan, math.inf, torch.finfo(dtype).min, -math.inf
+    out, exact, low = run_with_references(case, bias, kernels_on, backend)
+    has_nan = torch.zeros(70, dtype=torch.bool, device=kernels_on)
+    has_nan[[3, 9]] = True
+    assert out[..., has_nan, :].isnan().all() and exact[..., has_nan, :].isnan().all()
     assert (out[..., 21, :] == 0).all()
-    assert_within_budget("others", out[..., ~spoilt, :], exact[..., ~spoilt, :], low[..., ~spoilt, :], seed=SEED)
+    assert_within_budget("others", out[..., ~has_nan, :], exact[..., ~has_nan, :], low[..., ~has_nan, :], seed=SEED)
 
 
-def test_bits_and_floats_say_the_same(kernels_on: str) -> None:
-    """0 and -inf hide what a bool mask hides: rows that see nothing, too."""
+def test_bool_mask_and_equal_float_mask_give_equal_outputs(kernels_on: str) -> None:
+    """A float mask of 0 and -inf gives the result of the bool mask, also in rows without visible keys."""
     case = new_case("same", (2, 2, 2), (200, 136), (64, 64))
-    seen = drawn(2, 1, 200, 136) > 0
-    seen[:, :, 70:140] = False
-    seen = seen.to(kernels_on)
+    visible = random_bias(2, 1, 200, 136) > 0
+    visible[:, :, 70:140] = False
+    visible = visible.to(kernels_on)
     inputs = make_inputs(case, kernels_on, SEED)
     with torch_flashplug.sdpa_backend("fa3"):
         masked, biased = (
             F.scaled_dot_product_attention(*inputs, attn_mask=mask)
-            for mask in (seen, torch.zeros_like(seen, dtype=case.torch_dtype).masked_fill(~seen, -math.inf))
+            for mask in (visible, torch.zeros_like(visible, dtype=case.torch_dtype).masked_fill(~visible, -math.inf))
         )
     assert_within_budget("same", biased, masked.double(), masked, seed=SEED)
 
 
-# The same in the place of (2, 4, Sq, 333).
+# Biases that broadcast to (2, 4, Sq, 333).
 FEW: dict[str, Callable[[int], Tensor]] = {
-    "for_all": lambda Sq: drawn(Sq, 333),
-    "by_head": lambda Sq: drawn(4, Sq, 333),
-    "by_both": lambda Sq: drawn(2, 4, Sq, 333),
-    "keys": lambda Sq: drawn(2, 1, 1, 333),
-    "keys_expanded": lambda Sq: drawn(1, 1, 1, 333).expand(2, 4, Sq, 333),
-    "rows": lambda Sq: drawn(2, 1, Sq, 1),
+    "for_all": lambda Sq: random_bias(Sq, 333),
+    "by_head": lambda Sq: random_bias(4, Sq, 333),
+    "by_both": lambda Sq: random_bias(2, 4, Sq, 333),
+    "keys": lambda Sq: random_bias(2, 1, 1, 333),
+    "keys_expanded": lambda Sq: random_bias(1, 1, 1, 333).expand(2, 4, Sq, 333),
+    "rows": lambda Sq: random_bias(2, 1, Sq, 1),
     "filled": lambda Sq: torch.zeros(333).masked_fill(torch.arange(333) > 100, -math.inf).expand(2, 1, Sq, 333),
     "nothing": lambda Sq: torch.full((2, 1, Sq, 333), -math.inf),
-    "heads_innermost": lambda Sq: drawn(Sq, 333, 4).permute(2, 0, 1)[None],
-    "odd_offset": lambda Sq: drawn(Sq, 340)[:, 7:],
+    "heads_innermost": lambda Sq: random_bias(Sq, 333, 4).permute(2, 0, 1)[None],
+    "odd_offset": lambda Sq: random_bias(Sq, 340)[:, 7:],
 }
 
 
-def check_few(case: Case, bias: Tensor, device: str, num_splits: int = 0, backend: str = "fa3") -> None:
-    """Out and LSE of the own op, by a kernel that splits keys."""
+def check_decode(case: Case, bias: Tensor, device: str, num_splits: int = 0, backend: str = "fa3") -> None:
+    """Check output and LSE of our op, served by a decode kernel."""
     fact = "bias32" if bias.dtype == torch.float32 else "bias"
-    assert planned(case, num_splits, backend=backend, **{fact: 1})["kernel"].startswith("decode_")
+    assert plan_of_forced_call(case, num_splits, backend=backend, **{fact: 1})["kernel"].startswith("decode_")
     inputs = make_inputs(case, device, SEED)
     bindings.counters(reset=True)
-    operands = (*inputs, bias, 0.0, 0, case.scale, forced(num_splits, backend))
+    operands = (*inputs, bias, 0.0, 0, case.scale, forced_mode(num_splits, backend))
     out, lse = torch.ops.torch_flashplug.sdpa_fwd(*operands)[:2]
     assert bindings.counters()["ours_fwd"] == 1
-    exact, low = (of(case, inputs, Masking(bias=bias)) for of in (oracle, plain))
+    exact, low = (reference(case, inputs, Masking(bias=bias)) for reference in (oracle, plain))
     name = f"{case.name} in {num_splits} splits"
     assert_within_budget(name, out, exact.out, low.out, seed=SEED)
     assert_lse(name, lse, exact.lse, low.lse, seed=SEED)
 
 
 @pytest.mark.parametrize("spec", [spec for spec in BIASED if spec.is_decode], ids=KernelSpec.name)
-def test_every_decode(kernels_on: str, spec: KernelSpec) -> None:
+def test_every_biased_decode_kernel(kernels_on: str, spec: KernelSpec) -> None:
     wide, backend = "bias32" in spec.features, BACKENDS[spec.arch]
     for Sq, keys in ((1, 1), (3, 64), (2, 200), (5, 129)):
         case = new_case(f"{spec.name()} {Sq}x{keys}", HEADS, (Sq, keys), (spec.d, spec.dv), dtype=spec.dtype)
-        assert planned(case, backend=backend, **{"bias32" if wide else "bias": 1})["kernel"] == spec.name()
-        check_few(case, drawn(2, 1, Sq, keys).to(kernels_on, dtype_of(case, wide)), kernels_on, backend=backend)
+        assert plan_of_forced_call(case, backend=backend, **{"bias32" if wide else "bias": 1})["kernel"] == spec.name()
+        check_decode(
+            case, random_bias(2, 1, Sq, keys).to(kernels_on, bias_dtype(case, wide)), kernels_on, backend=backend
+        )
 
 
-@pytest.mark.parametrize("num_splits", [0, 1, 3, MOST])
+@pytest.mark.parametrize("num_splits", [0, 1, 3, MAX_SPLITS])
 @pytest.mark.parametrize("bias", FEW)
 @pytest.mark.parametrize("Sq", [1, 7, 32])
-def test_few_rows(kernels_on: str, Sq: int, bias: str, num_splits: int) -> None:
+def test_biased_decode_of_each_layout_and_number_of_splits(
+    kernels_on: str, Sq: int, bias: str, num_splits: int
+) -> None:
     wide = (len(bias) + Sq) % 2 == 0
     case = new_case(f"{bias} {Sq}", HEADS, (Sq, 333), (64, 64), dtype=WHOLE[Sq % 2])
-    check_few(case, laid_out(FEW[bias](Sq), kernels_on, dtype_of(case, wide)), kernels_on, num_splits)
+    check_decode(case, with_equal_strides(FEW[bias](Sq), kernels_on, bias_dtype(case, wide)), kernels_on, num_splits)
 
 
 @pytest.mark.parametrize("num_splits", [1, 3])
 @pytest.mark.parametrize("bias", FEW)
-def test_few_rows_of_every_gpus_kernels(kernels_on: str, bias: str, num_splits: int) -> None:
+def test_biased_decode_of_each_layout_on_sm80_kernels(kernels_on: str, bias: str, num_splits: int) -> None:
     Sq = (1, 7, 32)[len(bias) % 3]
     case = new_case(f"{bias} {Sq}", HEADS, (Sq, 333), (64, 64), dtype=WHOLE[Sq % 2])
-    given = laid_out(FEW[bias](Sq), kernels_on, case.torch_dtype)
-    check_few(case, given, kernels_on, num_splits, "fa2")
+    bias_tensor = with_equal_strides(FEW[bias](Sq), kernels_on, case.torch_dtype)
+    check_decode(case, bias_tensor, kernels_on, num_splits, "fa2")
 
 
 @pytest.mark.parametrize("backend, num_splits", [("fa3", 1), ("fa3", 3), ("fa3", 21), ("fa2", 1), ("fa2", 3)])
 @pytest.mark.parametrize("value", [torch.finfo(torch.bfloat16).min, -1e9, -1e7, 1e7, 1e9])
-def test_splits_of_rows_of_large_numbers(kernels_on: str, value: float, backend: str, num_splits: int) -> None:
-    """All keys count alike, in however unequal parts: an LSE could not tell how many there are."""
+def test_split_keys_keep_equal_weights_with_a_large_bias(
+    kernels_on: str, value: float, backend: str, num_splits: int
+) -> None:
+    """All keys have equal weight in splits of unequal size; such an LSE has no digits left for the number of keys."""
     case = new_case("large", (1, 2, 1), (2, 1310), (128, 128))
     inputs = make_inputs(case, kernels_on, SEED)
     bias = torch.full((1, case.Sk), value, dtype=case.torch_dtype, device=kernels_on)
@@ -251,30 +259,33 @@ LOST = ((torch.finfo(torch.bfloat16).min, ...), (-1e9, ...), (1e9, ...), (1e9, 5
 
 @pytest.mark.parametrize("backend", BACKENDS.values())
 @pytest.mark.parametrize("value, key", LOST)
-def test_rows_whose_lse_has_no_digits_left_have_no_gradients(
-    kernels_on: str, value: float, key: object, backend: str
-) -> None:
-    """As if nothing came back to them."""
-    first, second = (gradients_beside(kernels_on, backend, *of) for of in ((value, key, 1.0), (0.0, key, 0.0)))
-    assert (first[0][:, :, 3] == 0).all()
-    torch.testing.assert_close(first, second, atol=0.02, rtol=0.02)
+def test_rows_with_a_huge_lse_have_no_gradients(kernels_on: str, value: float, key: object, backend: str) -> None:
+    """The row contributes as if the output gradient were zero."""
+    grads, grads_without_row = (
+        gradients_with_bias_row(kernels_on, backend, *settings) for settings in ((value, key, 1.0), (0.0, key, 0.0))
+    )
+    assert (grads[0][:, :, 3] == 0).all()
+    torch.testing.assert_close(grads, grads_without_row, atol=0.02, rtol=0.02)
 
 
 @pytest.mark.parametrize("backend", BACKENDS.values())
-def test_a_key_that_leads_alone(kernels_on: str, backend: str) -> None:
-    """Its value gets all that comes back, and no score of the row anything."""
-    first, second = (gradients_beside(kernels_on, backend, 1e4, 5, share) for share in (1.0, 0.0))
-    assert first[0][:, :, 3].abs().max() < 0.1  # of rounding O alone
-    found = (first[2] - second[2])[:, :, 5]
+def test_single_dominant_key_gets_the_full_value_gradient(kernels_on: str, backend: str) -> None:
+    """The value of this key gets the full output gradient, and the scores of the row get no gradient."""
+    grads, grads_without_row = (gradients_with_bias_row(kernels_on, backend, 1e4, 5, share) for share in (1.0, 0.0))
+    assert grads[0][:, :, 3].abs().max() < 0.1  # from the rounding of O only
+    grad_value = (grads[2] - grads_without_row[2])[:, :, 5]
     expected = make_inputs(LARGE, kernels_on, SEED).grad_out[:, :, 3]
-    torch.testing.assert_close(found, expected, atol=0.05, rtol=0.05)
+    torch.testing.assert_close(grad_value, expected, atol=0.05, rtol=0.05)
 
 
 LARGE = new_case("large gradients", (1, 2, 2), (70, 130), (64, 64))
 
 
-def gradients_beside(device: str, backend: str, entry: float, key: object, share: float) -> tuple[Tensor, ...]:
-    """Of q, k and v; row 3 has this entry at some keys, and this share of what comes back."""
+def gradients_with_bias_row(device: str, backend: str, entry: float, key: object, share: float) -> tuple[Tensor, ...]:
+    """Return the gradients of q, k and v.
+
+    Row 3 of the bias has the value `entry` at some keys, and the output gradient of row 3 is scaled by `share`.
+    """
     inputs = make_inputs(LARGE, device, SEED)
     leaves = [tensor.requires_grad_() for tensor in inputs]
     bias = torch.zeros(LARGE.Sq, LARGE.Sk, dtype=LARGE.torch_dtype, device=device)
@@ -286,65 +297,68 @@ def gradients_beside(device: str, backend: str, entry: float, key: object, share
 
 
 def check_gradients(case: Case, bias: Tensor, device: str, *, order: bool = False, backend: str = "fa3") -> None:
-    """Of query, key and value, by a backward of ours."""
+    """Check the gradients of query, key and value from a backward of ours."""
     inputs = make_inputs(case, device, SEED)
     leaves = [tensor.requires_grad_() for tensor in inputs]
     bindings.counters(reset=True)
     with torch_flashplug.sdpa_backend(backend), in_order(order):
         out = F.scaled_dot_product_attention(*inputs, attn_mask=bias, enable_gqa=case.gqa)
-        found = torch.autograd.grad(out, leaves, inputs.grad_out)
+        grads = torch.autograd.grad(out, leaves, inputs.grad_out)
     counts = bindings.counters()
     assert counts["ours_fwd"] == counts["ours_bwd"] == 1
-    exact, low = (of(case, inputs, Masking(bias=bias)) for of in (oracle_grads, plain_grads))
+    exact, low = (grads_of(case, inputs, Masking(bias=bias)) for grads_of in (oracle_grads, plain_grads))
     cancelled = cancelled_sums(*inputs, inputs.grad_out, case.scale)
-    for name, got, right, yardstick in zip(("dq", "dk", "dv"), found, exact, low, strict=True):
+    for name, grad, exact_grad, low_grad in zip(("dq", "dk", "dv"), grads, exact, low, strict=True):
         budget = {"factor": GRAD_FACTOR, "cancelled": float(cancelled[name])}
-        assert_within_budget(f"{case.name} {name}", got, right, yardstick, **budget, seed=SEED)
+        assert_within_budget(f"{case.name} {name}", grad, exact_grad, low_grad, **budget, seed=SEED)
 
 
 @pytest.mark.parametrize("spec", [s for s in BIASED if s.kind in {"bwd", "partbwd"}], ids=KernelSpec.name)
-def test_every_backward(kernels_on: str, spec: KernelSpec) -> None:
+def test_every_biased_backward_kernel(kernels_on: str, spec: KernelSpec) -> None:
     wide, backend = "bias32" in spec.features, BACKENDS[spec.arch]
     case = new_case(spec.name(), (2, 2, 1), (200, 336), (spec.d, spec.dv), dtype=spec.dtype)
     facts = {"bias32" if wide else "bias": 1, "grad": 1, "deterministic": spec.in_parts}
-    assert planned(case, backend=backend, **facts)["gradients"] == spec.name()
-    given = drawn(2, 1, 200, 336).to(kernels_on, dtype_of(case, wide))
-    check_gradients(case, given, kernels_on, order=spec.in_parts, backend=backend)
+    assert plan_of_forced_call(case, backend=backend, **facts)["gradients"] == spec.name()
+    bias = random_bias(2, 1, 200, 336).to(kernels_on, bias_dtype(case, wide))
+    check_gradients(case, bias, kernels_on, order=spec.in_parts, backend=backend)
 
 
 @pytest.mark.parametrize("bias", ["by_head", "expanded", "keys", "one", "hidden", "heads_innermost", "odd_offset"])
-def test_gradients_of_every_gpus_kernels(kernels_on: str, bias: str) -> None:
+def test_gradients_of_bias_layouts_on_sm80_kernels(kernels_on: str, bias: str) -> None:
     d = (64, 128, 256)[len(bias) % 3]
     case = new_case(f"{bias} gradients {d}", HEADS, (300, 336), (d, d), dtype=WHOLE[len(bias) % 2])
-    check_gradients(case, laid_out(BIASES[bias](), kernels_on, case.torch_dtype), kernels_on, backend="fa2")
+    check_gradients(case, with_equal_strides(BIASES[bias](), kernels_on, case.torch_dtype), kernels_on, backend="fa2")
 
 
 @pytest.mark.parametrize("order", [False, True])
 @pytest.mark.parametrize("bias", [name for name in BIASES if name != "large"])
-def test_gradients(kernels_on: str, bias: str, order: bool) -> None:
+def test_gradients_of_each_bias_layout(kernels_on: str, bias: str, order: bool) -> None:
     wide = len(bias) % 3 == 0
     case = new_case(f"{bias} gradients", HEADS, (300, 336), (64, 64), dtype=WHOLE[len(bias) % 2])
-    check_gradients(case, laid_out(BIASES[bias](), kernels_on, dtype_of(case, wide)), kernels_on, order=order)
+    check_gradients(
+        case, with_equal_strides(BIASES[bias](), kernels_on, bias_dtype(case, wide)), kernels_on, order=order
+    )
 
 
 @pytest.mark.parametrize("wide", [False, True], ids=["16", "fp32"])
 @pytest.mark.parametrize("d", [64, 256])
 @pytest.mark.parametrize("sizes", [(1, 1), (1, 300), (300, 1), (65, 129), (129, 65)])
-def test_gradients_of_sizes(kernels_on: str, sizes: tuple[int, int], d: int, wide: bool) -> None:
+def test_gradients_of_different_lengths(kernels_on: str, sizes: tuple[int, int], d: int, wide: bool) -> None:
     case = new_case(f"gradients of {sizes}", (1, 3, 3), sizes, (d, d))
-    check_gradients(case, drawn(*sizes).to(kernels_on, dtype_of(case, wide)), kernels_on)
+    check_gradients(case, random_bias(*sizes).to(kernels_on, bias_dtype(case, wide)), kernels_on)
 
 
 @pytest.mark.parametrize("bias", ["by_head", "expanded", "keys", "rows", "hidden", "heads_innermost", "odd_offset"])
 @pytest.mark.parametrize("dims", [(192, 128), (136, 136), (256, 256)])
-def test_gradients_of_wide_heads(kernels_on: str, dims: tuple[int, int], bias: str) -> None:
-    """dQ's kernel has no room for tiles of a bias there: threads read it where it lies."""
+def test_gradients_with_wide_head_dims(kernels_on: str, dims: tuple[int, int], bias: str) -> None:
+    """The dQ kernel has no room for bias tiles at these head dims, so threads read the bias from global memory."""
     wide = (len(bias) + dims[0]) % 3 == 0
     case = new_case(f"{bias} {dims}", HEADS, (300, 336), dims, dtype=WHOLE[len(bias) % 2])
-    check_gradients(case, laid_out(BIASES[bias](), kernels_on, dtype_of(case, wide)), kernels_on)
+    check_gradients(case, with_equal_strides(BIASES[bias](), kernels_on, bias_dtype(case, wide)), kernels_on)
 
 
-ONE_KEY = {  # query heads, KV heads, rows, keys, head dim; rows of one key, or of one among keys that -inf hides
+# query heads, KV heads, rows, keys, head dim; each row sees one key, alone or among keys masked out by -inf
+ONE_KEY = {
     "long": (16, 4, 65, 1, 120),
     "decode": (4, 4, 5, 1, 64),
     "hidden": (4, 4, 65, 300, 128),
@@ -356,20 +370,20 @@ ONE_KEY = {  # query heads, KV heads, rows, keys, head dim; rows of one key, or 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 @pytest.mark.parametrize("sizes", ONE_KEY.values(), ids=ONE_KEY)
 @pytest.mark.parametrize("family", BACKENDS.values())
-def test_one_visible_key_gives_its_value(kernels_on, sizes, dtype, hidden_by, family):
-    """Whatever its score: the rounded exponent of the largest P counts alike in the product and in the sum."""
+def test_single_visible_key_returns_its_exact_value(kernels_on, sizes, dtype, hidden_by, family):
+    """The score does not matter: the rounded exponent of the largest P enters both the product and the sum."""
     heads, kv_heads, rows, keys, d = sizes
     generator = torch.Generator().manual_seed(SEED)
     q, k, v = (
         torch.randn(1, h, s, d, generator=generator).to(kernels_on, dtype)
         for h, s in ((heads, rows), (kv_heads, keys), (kv_heads, keys))
     )
-    seen = torch.randint(keys, (rows,), generator=generator)
+    visible_keys = torch.randint(keys, (rows,), generator=generator)
     bias = torch.full((rows, keys), -math.inf)
-    bias[torch.arange(rows), seen] = hidden_by + torch.randn(rows, generator=generator)
+    bias[torch.arange(rows), visible_keys] = hidden_by + torch.randn(rows, generator=generator)
     with torch.no_grad(), torch_flashplug.sdpa_backend(family):
         bindings.counters(reset=True)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias.to(kernels_on, dtype), enable_gqa=True)
     assert bindings.counters()["ours_fwd"] == 1
-    want = v.repeat_interleave(heads // kv_heads, 1)[:, :, seen.to(kernels_on)]
-    assert torch.equal(out, want)
+    expected = v.repeat_interleave(heads // kv_heads, 1)[:, :, visible_keys.to(kernels_on)]
+    assert torch.equal(out, expected)

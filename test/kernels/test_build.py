@@ -1,4 +1,4 @@
-"""The tool that builds packs takes the sources beside it and compiles what has changed. No GPU."""
+"""Builds of kernel packs: the build tool uses the sources of the same checkout and compiles changed kernels. No GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch_flashplug.registry import kernel_table
 ROOT = Path(__file__).resolve().parents[2]
 SPECS = kernel_table.specs(90) + kernel_table.specs(80)
 
-# --- the tool that builds packs takes the sources beside it
+# --- the build tool takes the sources of the same checkout
 
 HOOK = """
 import importlib.util, pathlib, sys
@@ -36,8 +36,10 @@ sys.meta_path.insert(0, Editable)
 
 @pytest.fixture
 def checkout(tmp_path, monkeypatch) -> Path:
-    """A second checkout of what packs are made of, in an environment that has this one installed as scikit-build and
-    others do it: by a finder ahead of Python's own, which knows every module's file.
+    """Return a second checkout of all sources of packs.
+
+    In the environment the first checkout is installed as scikit-build and similar tools install it: by a finder ahead
+    of Python's own finders, with a table of module files.
     """
     copy = tmp_path / "checkout"
     keep = shutil.ignore_patterns("__pycache__", "*.so", "results")
@@ -51,35 +53,36 @@ def checkout(tmp_path, monkeypatch) -> Path:
 
 
 def run_aot(checkout: Path, *prelude: str) -> subprocess.CompletedProcess[str]:
-    """Its tool, asked for one kernel."""
+    """Run the build tool of a checkout for one kernel."""
     tool = checkout / "tools" / "aot.py"
     command = [sys.executable, *(prelude or [tool]), "--arch", "sm_90a", "--out", checkout / "out"]
     command += ["--jobs", "1", "--spec", SPECS[0].name()]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
 
 
-def test_a_checkout_compiles_its_own_kernels(checkout):
-    """The table is read in the first process, kernels are imported by workers: both say where they are from."""
+def test_build_tool_compiles_the_sources_of_its_own_checkout(checkout):
+    """The first process reads the table, and workers import the kernels; both print the paths of loaded files."""
     pytest.importorskip("cutlass")
     from torch_flashplug.codegen.fingerprint import source_fingerprint
 
     package = checkout / "torch_flashplug"
-    for name in ("kernel_table.py", "kernels/fwd_sm90.py", "kernels/tiling/block_iterator.py"):
+    for name in ("registry/kernel_table.py", "kernels/sm90/forward.py", "kernels/tiling/block_iterator.py"):
         with (package / name).open("a") as module:
             module.write("\nprint('loaded', __file__, flush=True)\n")
     run = run_aot(checkout)
     assert run.returncode == 0, run.stdout + run.stderr
     loaded = {Path(line.split()[1]) for line in run.stdout.splitlines() if line.startswith("loaded ")}
     assert loaded == {
-        package / name for name in ("kernel_table.py", "kernels/fwd_sm90.py", "kernels/tiling/block_iterator.py")
+        package / name
+        for name in ("registry/kernel_table.py", "kernels/sm90/forward.py", "kernels/tiling/block_iterator.py")
     }
     report = json.loads((checkout / "out" / "flashplug_sm90a.json").read_text())
     assert [row["name"] for row in report["kernels"]] == [SPECS[0].name()]
     assert len(report["sources"]) == len(source_fingerprint()) and report["sources"] != source_fingerprint()
 
 
-def test_another_checkouts_sources_are_refused(checkout):
-    """Where they were imported before the tool was."""
+def test_build_tool_rejects_sources_of_a_different_checkout(checkout):
+    """The foreign sources were imported before the tool."""
     code = "import runpy, sys; sys.modules['torch_flashplug'] = package = type(sys)('torch_flashplug'); "
     code += f"package.__path__ = [{str(ROOT / 'torch_flashplug')!r}]; import torch_flashplug.registry.kernel_table; "
     code += f"runpy.run_path({str(checkout / 'tools' / 'aot.py')!r}, run_name='__main__')"
@@ -92,7 +95,7 @@ def test_another_checkouts_sources_are_refused(checkout):
 # --- objects are kept, and two builds compared
 
 
-def test_a_change_of_one_kernel_file_recompiles_its_kernels_alone(tmp_path, monkeypatch):
+def test_changed_kernel_file_recompiles_only_dependent_kernels(tmp_path, monkeypatch):
     pytest.importorskip("cutlass")
     from torch_flashplug.codegen import compiler, fingerprint
 
@@ -103,7 +106,7 @@ def test_a_change_of_one_kernel_file_recompiles_its_kernels_alone(tmp_path, monk
     for changed, hits in (
         ("kernels/sm80/backward.py", lambda spec: spec.arch == 80 and spec.is_backward),
         ("kernels/sm90/backward_dq.py", lambda spec: spec.kind == "partbwd"),
-        # A bias's stage has both, but decode's.
+        # The bias stage uses primitives of both architectures, except in decode kernels.
         (
             "kernels/primitives/sm80.py",
             lambda spec: spec.arch == 80 or (not spec.features.isdisjoint({"bias", "bias32"}) and not spec.is_decode),
@@ -116,17 +119,17 @@ def test_a_change_of_one_kernel_file_recompiles_its_kernels_alone(tmp_path, monk
         ("kernels/call_args/tile_backward.py", lambda spec: spec.kind == "tilebwd"),
         ("kernels/backward/dbias_reduce.py", lambda spec: spec.kind in {"dbias", "tilebwd"}),
         ("registry/kernel_spec.py", lambda spec: True),
-        ("registry/features.py", lambda spec: False),  # of which a kernel depends on its own rows
-        ("registry/kernel_args.py", lambda spec: False),  # likewise
+        ("registry/features.py", lambda spec: False),  # a kernel depends only on the rows of the kernel
+        ("registry/kernel_args.py", lambda spec: False),  # a kernel depends only on the rows of the kernel
     ):
         original = (package / changed).read_text()
         (package / changed).write_text(original + "\nCHANGED = 1\n")
-        others = [spec.name() for spec in SPECS if compiler.key(spec, "sm_90a") != before[spec]]
-        assert others == [spec.name() for spec in SPECS if hits(spec)], changed
+        changed_kernels = [spec.name() for spec in SPECS if compiler.key(spec, "sm_90a") != before[spec]]
+        assert changed_kernels == [spec.name() for spec in SPECS if hits(spec)], changed
         (package / changed).write_text(original)
     monkeypatch.setitem(fingerprint.OF_KIND, "detbwd", fingerprint.OF_KIND["detbwd"][1:])
-    others = {spec.kind for spec in SPECS if compiler.key(spec, "sm_90a") != before[spec]}
-    assert others == {"detbwd"}
+    changed_kernels = {spec.kind for spec in SPECS if compiler.key(spec, "sm_90a") != before[spec]}
+    assert changed_kernels == {"detbwd"}
 
 
 CHANGES = {
@@ -145,11 +148,11 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("what", CHANGES)
-def test_what_counts_as_a_change_of_a_source(tmp_path, what):
+@pytest.mark.parametrize("change", CHANGES)
+def test_source_fingerprint_changes_only_with_code(tmp_path, change):
     from torch_flashplug.codegen import fingerprint
 
-    old, new, counts = CHANGES[what]
+    old, new, counts = CHANGES[change]
     paths = [tmp_path / "old.py", tmp_path / "new.py"]
     for path, text in zip(paths, (old, new), strict=True):
         path.write_text(text)
@@ -157,7 +160,7 @@ def test_what_counts_as_a_change_of_a_source(tmp_path, what):
 
 
 def test_comments_and_docstrings_change_no_byte_of_an_object(tmp_path):
-    """Which is why they do not count."""
+    """Therefore the fingerprint of sources ignores comments and docstrings."""
     pytest.importorskip("cutlass")
     name = "decode_sm80_bf16_d64_full_m64n128s2"
     shutil.copytree(ROOT / "torch_flashplug", tmp_path / "torch_flashplug", ignore=shutil.ignore_patterns("*.so"))
@@ -166,8 +169,8 @@ def test_comments_and_docstrings_change_no_byte_of_an_object(tmp_path):
         *(tmp_path / "torch_flashplug" / "kernels").rglob("*.py"),
         tmp_path / "torch_flashplug" / "registry" / "kernel_spec.py",
     ]:
-        first, future, rest = path.read_text().partition("from __future__ import annotations\n")
-        path.write_text(f"{first}# changed\n\n{future}\n# changed\n\n{rest}\n# changed\n")
+        head, future, rest = path.read_text().partition("from __future__ import annotations\n")
+        path.write_text(f"{head}# changed\n\n{future}\n# changed\n\n{rest}\n# changed\n")
     objects = {}
     for tree in (ROOT, tmp_path):
         command = [sys.executable, tree / "tools" / "aot.py", "--arch", "sm_90a", "--spec", name, "--jobs", "1"]
@@ -194,9 +197,11 @@ aot.compile_one(sys.argv[3], aot.Store(Path(sys.argv[4]), "sm_90a", counts=sys.a
 """
 
 
-def test_an_engine_and_other_packages_change_no_byte(tmp_path):
-    """Kernels are compiled without the engine that would run them in the compiling process, and at first use without
-    packages that the compiler can do without. Counts are kept apart.
+def test_jit_engine_and_loaded_packages_change_no_byte_of_an_object(tmp_path):
+    """Objects do not depend on the JIT engine or on packages without use for the compiler.
+
+    Kernels are compiled without the engine that would run them in the compiling process. At first use, packages that
+    the compiler does not need are not imported. Counts of instructions are stored separately.
     """
     pytest.importorskip("cutlass")
     name = "decode_sm80_bf16_d64_full_m64n128s2"
@@ -227,15 +232,15 @@ print(found)
 """
 
 
-def test_kernels_without_counts_are_measured_again_where_counts_are_asked_for(tmp_path):
-    """A developer's build beside a user's; only Hopper's kernels have counts."""
+def test_kernels_without_instruction_counts_are_measured_again(tmp_path):
+    """A developer's build can share the object folder with a user's build; only Hopper kernels have counts."""
     pytest.importorskip("cutlass")
     command = [sys.executable, "-c", KEPT, ROOT / "tools", tmp_path]
-    found = subprocess.run(command, check=True, timeout=300, capture_output=True, text=True).stdout
-    assert json.loads(found.lower()) == [[True, False], [True, True], [True, True], [True, True]]
+    output = subprocess.run(command, check=True, timeout=300, capture_output=True, text=True).stdout
+    assert json.loads(output.lower()) == [[True, False], [True, True], [True, True], [True, True]]
 
 
-# Each kernel's modules in a process of its own, which has the DSL from the first one.
+# Prints the modules of each kernel from a forked process, which has the DSL loaded already.
 LOADED = """
 import os, sys
 sys.path.insert(0, sys.argv[1])
@@ -253,8 +258,8 @@ for name in sys.argv[2:]:
 """
 
 
-def test_sources_of_a_kernel_are_what_it_imports():
-    """Read from the files, held against what Python loads."""
+def test_kernel_sources_equal_imported_modules():
+    """The sources found by reading files are compared with the modules that Python loads."""
     pytest.importorskip("cutlass")
     from torch_flashplug.codegen import fingerprint
 
@@ -268,17 +273,17 @@ def test_sources_of_a_kernel_are_what_it_imports():
         assert loaded | tables == set(fingerprint.sources_of(spec)), spec.name()
 
 
-def test_builds_are_compared_by_their_instructions(tmp_path):
-    """The same kernel is the same; another tile, which must differ, does."""
+def test_sass_tool_compares_builds_by_instructions(tmp_path):
+    """Equal kernels compare as equal; a kernel with a different mask must differ, and does."""
     pytest.importorskip("cutlass")
     objects = ROOT / "build" / "objects"
     names = ("fwd_sm90_bf16_d64_full_m64n128s2", "fwd_sm90_bf16_d64_causal_m64n128s2")
-    one, other = (
+    cubin, different_cubin = (
         max(objects.glob(f"{name}-*-sm_90a-*.cubin"), key=lambda path: path.stat().st_mtime) for name in names
     )
-    for folder, source in (("old", one), ("same", one), ("new", other)):
+    for folder, source in (("old", cubin), ("same", cubin), ("new", different_cubin)):
         (tmp_path / folder).mkdir()
-        shutil.copy(source, tmp_path / folder / one.name)
+        shutil.copy(source, tmp_path / folder / cubin.name)
     tool = [sys.executable, ROOT / "tools" / "sass.py", tmp_path / "old"]
     same, changed = (
         subprocess.run([*tool, tmp_path / folder], capture_output=True, text=True, check=False)
@@ -291,7 +296,7 @@ def test_builds_are_compared_by_their_instructions(tmp_path):
 # --- keys of objects
 
 
-def test_cache_key_follows_the_sources(monkeypatch):
+def test_cache_key_changes_with_sources_and_options(monkeypatch):
     pytest.importorskip("cutlass")
     from torch_flashplug.codegen import compiler
 
@@ -304,8 +309,8 @@ def test_cache_key_follows_the_sources(monkeypatch):
     assert len({compiler.key(spec, "sm_90a"), slower, before}) == 3
 
 
-def test_a_worker_compiles_a_kernel_outside_the_table(tmp_path, monkeypatch):
-    """The whole way at first use, but for the GPU's libraries that the shared object asks for when it is loaded."""
+def test_worker_compiles_a_kernel_outside_of_the_table(tmp_path, monkeypatch):
+    """All steps of the first use run, except loading the shared object, which needs libraries of the GPU."""
     pytest.importorskip("cutlass")
     from torch_flashplug.codegen import compile_pool, jit, kernel_cache
 
@@ -319,7 +324,7 @@ def test_a_worker_compiles_a_kernel_outside_the_table(tmp_path, monkeypatch):
     assert facts["name"] == name and b"__tvm_ffi_" + name.encode() in path.read_bytes()
 
 
-def test_a_kernel_that_cannot_be_compiled_says_why_in_one_sentence(tmp_path, monkeypatch):
+def test_uncompilable_kernel_gives_a_reason_of_one_sentence(tmp_path, monkeypatch):
     pytest.importorskip("cutlass")
     from torch_flashplug.codegen import jit
     from torch_flashplug.codegen.provided import Circumstances

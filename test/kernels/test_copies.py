@@ -1,5 +1,6 @@
-"""Operands that no kernel with a mask or dropout reads as they lie: they are copied, and the numbers are those of the
-copies.
+"""Operands with layouts that no kernel with a mask or dropout reads directly.
+
+Such operands are copied first, and the results equal the results of calls with packed copies.
 """
 
 from __future__ import annotations
@@ -35,27 +36,27 @@ def in_columns(tensor: Tensor) -> Tensor:
 LAYOUTS = {"odd_address": at_odd_address, "odd_rows": in_odd_rows, "columns": in_columns}
 
 
-def drawn(*sizes: int) -> Tensor:
+def random_numbers(*sizes: int) -> Tensor:
     return torch.randn(sizes, generator=torch.Generator().manual_seed(SEED))
 
 
-# What a call of 100 rows and 136 keys, two heads, brings; rows that see nothing among them.
+# Arguments of a call with 100 rows, 136 keys and two heads; some rows see no key.
 CALLS: dict[str, Callable[[torch.dtype], dict]] = {
-    "mask": lambda dtype: {"attn_mask": (drawn(100, 136) < 0.3) & (torch.arange(100) != 7)[:, None]},
-    "bias": lambda dtype: {"attn_mask": drawn(2, 100, 136).to(dtype)},
-    "bias32": lambda dtype: {"attn_mask": drawn(2, 100, 136)},
+    "mask": lambda dtype: {"attn_mask": (random_numbers(100, 136) < 0.3) & (torch.arange(100) != 7)[:, None]},
+    "bias": lambda dtype: {"attn_mask": random_numbers(2, 100, 136).to(dtype)},
+    "bias32": lambda dtype: {"attn_mask": random_numbers(2, 100, 136)},
     "dropout": lambda dtype: {"dropout_p": 0.3},
     "causal_dropout": lambda dtype: {"dropout_p": 0.3, "is_causal": True},
-    "mask_dropout": lambda dtype: {"attn_mask": drawn(100, 136) < 0.3, "dropout_p": 0.3},
+    "mask_dropout": lambda dtype: {"attn_mask": random_numbers(100, 136) < 0.3, "dropout_p": 0.3},
 }
 
 
-def on(device: str, call: dict) -> dict:
+def move_to_device(device: str, call: dict) -> dict:
     return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in call.items()}
 
 
-def outputs(operands: list[Tensor], grad_out: Tensor | None, backend: str, call: dict) -> list[Tensor]:
-    """Out and, where grad_out is given, gradients, by kernels of ours."""
+def run_call(operands: list[Tensor], grad_out: Tensor | None, backend: str, call: dict) -> list[Tensor]:
+    """Return the output and, with a grad_out, the gradients from our kernels."""
     torch.manual_seed(SEED)
     leaves = [tensor.detach().requires_grad_(grad_out is not None) for tensor in operands]
     bindings.counters(reset=True)
@@ -67,61 +68,63 @@ def outputs(operands: list[Tensor], grad_out: Tensor | None, backend: str, call:
     return [out.detach(), *grads]
 
 
-def same_but_for_layout(device: str, case: Case, which: str, layout: str, backend: str, call: dict, grad: bool) -> None:
+def check_layout_independence(
+    device: str, case: Case, operand_names: str, layout: str, backend: str, call: dict, grad: bool
+) -> None:
     inputs = make_inputs(case, device, SEED)
-    lying = [LAYOUTS[layout](x) if name in which else x for name, x in zip("qkv", inputs, strict=True)]
-    found, plain = (
-        outputs(list(operands), inputs.grad_out if grad else None, backend, call) for operands in (lying, inputs)
+    operands = [LAYOUTS[layout](x) if name in operand_names else x for name, x in zip("qkv", inputs, strict=True)]
+    results, plain_results = (
+        run_call(list(tensors), inputs.grad_out if grad else None, backend, call) for tensors in (operands, inputs)
     )
-    for name, one, other in zip(("out", "dq", "dk", "dv"), found, plain, strict=False):
-        assert_bitwise_equal(f"{case.name} {layout} {name}", one, other)
-    for one, operand in zip(found[1:], lying, strict=False):
-        assert one.stride() == torch.empty_like(operand).stride()
+    for name, actual, expected in zip(("out", "dq", "dk", "dv"), results, plain_results, strict=False):
+        assert_bitwise_equal(f"{case.name} {layout} {name}", actual, expected)
+    for actual, tensor in zip(results[1:], operands, strict=False):
+        assert actual.stride() == torch.empty_like(tensor).stride()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", CALLS)
-def test_copies_are_what_kernels_read(kernels_on: str, kind: str, layout: str) -> None:
+def test_unaligned_operands_give_the_results_of_packed_copies(kernels_on: str, kind: str, layout: str) -> None:
     case = new_case(f"copied {kind}", (1, 2, 2), (100, 136), (64, 64))
-    which = ("q", "k", "v", "qkv")[(len(kind) + len(layout)) % 4]
-    call = on(kernels_on, CALLS[kind](case.torch_dtype))
-    same_but_for_layout(kernels_on, case, which, layout, "fa3", call, grad=True)
+    operand_names = ("q", "k", "v", "qkv")[(len(kind) + len(layout)) % 4]
+    call = move_to_device(kernels_on, CALLS[kind](case.torch_dtype))
+    check_layout_independence(kernels_on, case, operand_names, layout, "fa3", call, grad=True)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_gpus_kernels(kernels_on: str, layout: str) -> None:
+def test_unaligned_operands_give_the_results_of_packed_copies_on_sm80_kernels(kernels_on: str, layout: str) -> None:
     case = new_case("copied", (1, 2, 2), (100, 136), (128, 128), dtype="fp16")
-    call = on(kernels_on, CALLS["mask"](case.torch_dtype))
-    same_but_for_layout(kernels_on, case, "qkv", layout, "fa2", call, grad=True)
+    call = move_to_device(kernels_on, CALLS["mask"](case.torch_dtype))
+    check_layout_independence(kernels_on, case, "qkv", layout, "fa2", call, grad=True)
 
 
 @pytest.mark.parametrize("kind", ["mask", "bias", "bias32"])
-def test_few_rows_in_auto(kernels_on: str, kind: str) -> None:
-    """Decode, where stock's cuDNN is wrong for rows that see nothing, whatever it is given."""
+def test_unaligned_decode_calls_are_copied_in_auto_mode(kernels_on: str, kind: str) -> None:
+    """Stock's cuDNN decode gives wrong results for rows without visible keys in every layout."""
     case = new_case(f"copied few {kind}", (2, 4, 4), (1, 136), (128, 128))
     mask = CALLS[kind](case.torch_dtype)["attn_mask"][..., :1, :]
-    call = on(kernels_on, {"attn_mask": mask[:1] if mask.dim() == 3 else mask})
-    same_but_for_layout(kernels_on, case, "kv", "odd_address", "auto", call, grad=False)
+    call = move_to_device(kernels_on, {"attn_mask": mask[:1] if mask.dim() == 3 else mask})
+    check_layout_independence(kernels_on, case, "kv", "odd_address", "auto", call, grad=False)
 
 
-def test_a_bias_whose_gradient_is_wanted(kernels_on: str) -> None:
+def test_bias_gradient_with_unaligned_operands(kernels_on: str) -> None:
     case = new_case("copied learned", (2, 2, 2), (100, 136), (64, 64))
     inputs = make_inputs(case, kernels_on, SEED)
     bias = CALLS["bias"](case.torch_dtype)["attn_mask"].to(kernels_on)
-    found = []
+    grads = []
     for change in (at_odd_address, Tensor.clone):
         learned = bias.clone().requires_grad_()
         with torch_flashplug.sdpa_backend("fa3"):
             out = F.scaled_dot_product_attention(*map(change, inputs), attn_mask=learned)
-        found += torch.autograd.grad(out, [learned], inputs.grad_out)
-    assert_bitwise_equal("dbias", *found)
+        grads += torch.autograd.grad(out, [learned], inputs.grad_out)
+    assert_bitwise_equal("dbias", *grads)
 
 
 PRESET = functools.partial(torch_flashplug.explain, device="h100")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_explain_names_them(layout: str) -> None:
+def test_explain_names_copied_operands(layout: str) -> None:
     q, k, v = torch.zeros(3, 2, 8, 256, 128, dtype=torch.bfloat16).unbind()
     mask = torch.ones(256, 256, dtype=torch.bool)
     call = functools.partial(PRESET, q, LAYOUTS[layout](k), v, attn_mask=mask)
@@ -130,31 +133,31 @@ def test_explain_names_them(layout: str) -> None:
     assert plan.backend == "fa3" and "mask" in plan.kernel
     assert plan.copies == "key: copied first into rows aligned to 16 bytes, 1.049 MB" and plan.copies in str(plan)
     assert not PRESET(q, k, v, attn_mask=mask).copies
-    if layout == "columns":  # stock's math is right, and was not timed
+    if layout == "columns":  # stock's math is right, but was not timed
         assert call().backend == "stock" and "No measured entry" in call().reasons["fa3"]
     else:
         assert call().backend == "fa3" and "without a visible key" in call().rescue
 
 
-def test_what_is_broadcast_is_copied_once(kernels_on: str) -> None:
+def test_broadcast_heads_are_copied_once(kernels_on: str) -> None:
     case = new_case("copied heads", (2, 4, 4), (100, 136), (64, 64))
     inputs = make_inputs(case, kernels_on, SEED)
-    call = on(kernels_on, CALLS["mask"](case.torch_dtype))
+    call = move_to_device(kernels_on, CALLS["mask"](case.torch_dtype))
     k, v = (at_odd_address(x[:, :1]).expand(2, 4, 136, 64) for x in (inputs.k, inputs.v))
-    odd, plain = (outputs([inputs.q, *kv], None, "fa3", call) for kv in ((k, v), (k.clone(), v.clone())))
+    odd, plain = (run_call([inputs.q, *kv], None, "fa3", call) for kv in ((k, v), (k.clone(), v.clone())))
     assert_bitwise_equal("heads", *odd, *plain)
     plan = torch_flashplug.explain(inputs.q, k, v, device="h100", **call)
     assert plan.copies.endswith("minus the broadcast part")
 
 
-def test_plain_calls_are_not_copied() -> None:
-    """They have kernels that go element by element."""
+def test_calls_without_mask_or_dropout_are_not_copied() -> None:
+    """Calls without a mask or dropout have element-wise kernels."""
     q = torch.zeros(1, 2, 60, 64, dtype=torch.bfloat16)
     plan = PRESET(at_odd_address(q), q, q)
     assert plan.backend == "fa2" and plan.kernel.endswith("e") and not plan.copies
 
 
-def test_other_head_dims_stay_with_stock() -> None:
+def test_unsupported_head_dims_fall_back_to_stock() -> None:
     q = torch.zeros(1, 2, 60, 20, dtype=torch.bfloat16)
     plan = PRESET(q, q, q, attn_mask=torch.ones(60, 60, dtype=torch.bool))
     assert plan.backend == "stock" and "multiples of 8" in plan.reasons["fa3"] and not plan.copies

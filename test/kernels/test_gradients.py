@@ -1,5 +1,7 @@
-"""Gradients: every fourth case of testing.CASES through unmodified F.sdpa with either family of kernels forced, against
-fp64 math, added up in any order or, under torch.use_deterministic_algorithms, in one; repeatability, races, memory.
+"""Gradients of every fourth case of testing.CASES through unmodified F.sdpa, against fp64 math.
+
+Each family of kernels is forced. Gradients are accumulated in any order or, under torch.use_deterministic_algorithms,
+in a fixed order. Further tests cover repeatability, races and memory.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from orders import in_order
-from splits import planned
+from splits import plan_of_forced_call
 from torch import Tensor
 
 import torch_flashplug
@@ -40,10 +42,11 @@ SEED = 20261121
 RUNS = 1000
 NAMES = ("dq", "dk", "dv")
 Order = Callable[[], AbstractContextManager]
-# Every fourth, all whose heads or layouts are unusual, and those that ask for it.
+# Every fourth case, all cases with unusual heads or layouts, and all cases with the tag "grad".
 GRAD_CASES = [c for i, c in enumerate(CASES) if i % 4 == 0 or c.gqa or c.layout != "bshd" or "grad" in c.tags]
 GRAD_CASES = [case for case in GRAD_CASES if not case.tags & {"large", "many"}]
-# More heads than idle warps run ahead, so that these clear and write dQ; few and long ones, where many blocks add.
+# The first cases have more heads than idle warps can run ahead of, so these warps clear and write dQ. The last cases
+# have few long heads with many blocks adding to dQ.
 MANY_HEADS = (
     new_case("heads_640_sq256_d64", (40, 16, 16), (256, 256), (64, 64)),
     new_case("heads_640_sq256_d64_causal", (40, 16, 16), (256, 256), (64, 64), "causal"),
@@ -67,17 +70,21 @@ PARTIAL = (case_named("gqa4_d64_causal"), case_named("gqa3_d64"), case_named("re
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.backend)
-def test_every_row_is_hit_by_a_case(family: Family) -> None:
+def test_every_backward_kernel_is_reached_by_a_case(family: Family) -> None:
     facts = [{"grad": 1, "deterministic": order} for order in (0, 1)]
-    calls = [(case, more) for case in (*GRAD_CASES, *MANY_HEADS) for more in facts]
-    calls += [(case, more | {"align_q": 2}) for case in ODD_CASES for more in facts if not family.tma]
+    calls = [(case, flags) for case in (*GRAD_CASES, *MANY_HEADS) for flags in facts]
+    calls += [(case, flags | {"align_q": 2}) for case in ODD_CASES for flags in facts if not family.tma]
     plans = [
-        planned(case.with_dtype(dtype), backend=family.backend, **more) for case, more in calls for dtype in WHOLE
+        plan_of_forced_call(case.with_dtype(dtype), backend=family.backend, **flags)
+        for case, flags in calls
+        for dtype in WHOLE
     ]
     backwards = kernel_table.specs(family.arch, "bwd", "detbwd", "partbwd")
-    rows = [spec for spec in backwards if spec.features <= {"causal"}]  # others: test_masks, test_dropout, ...
+    # further features: test_masks, test_dropout, ...
+    rows = [spec for spec in backwards if spec.features <= {"causal"}]
     missing = {spec.name() for spec in rows} - {plan["gradients"] for plan in plans}
-    # Of D 64, full, gradients in parts are faster where dQ alone is wanted: test_some_gradients.
+    # For D 64 without a mask, the split backward is faster only if dQ alone is wanted:
+    # test_subset_of_gradients_is_exact_and_saves_memory.
     assert not {name for name in missing if not name.startswith("partbwd") or "_d64_full_" not in name}
 
 
@@ -85,7 +92,7 @@ BY_FAMILY = pytest.mark.parametrize("family", ["fa3", "fa2"])
 ORDERS = pytest.mark.parametrize("order", [contextlib.nullcontext, in_order], ids=["any", "one"])
 
 
-def forward(case: Case, family: str, device: str = "cuda") -> tuple[Tensor, Inputs]:
+def run_forward(case: Case, family: str, device: str = "cuda") -> tuple[Tensor, Inputs]:
     inputs = make_inputs(case, device, SEED, requires_grad=True)
     bindings.counters(reset=True)
     with torch_flashplug.sdpa_backend(family):
@@ -94,37 +101,37 @@ def forward(case: Case, family: str, device: str = "cuda") -> tuple[Tensor, Inpu
     return out, inputs
 
 
-def gradients(out: Tensor, inputs: Inputs) -> tuple[Tensor, ...]:
+def run_backward(out: Tensor, inputs: Inputs) -> tuple[Tensor, ...]:
     return torch.autograd.grad(out, (inputs.q, inputs.k, inputs.v), inputs.grad_out, retain_graph=True)
 
 
-def check(case: Case, family: str, device: str) -> None:
-    """Three gradients within the budget of plain math's errors."""
-    out, inputs = forward(case, family, device)
-    got = gradients(out, inputs)
+def check_gradients(case: Case, family: str, device: str) -> None:
+    """Check three gradients against the error budget of plain math."""
+    out, inputs = run_forward(case, family, device)
+    grads = run_backward(out, inputs)
     assert bindings.counters()["ours_bwd"] == 1
     exact, low = oracle_grads(case, inputs), plain_grads(case, inputs)
     cancelled = cancelled_sums(*inputs, inputs.grad_out, case.scale)
-    for name, ours, fp64, yardstick in zip(NAMES, got, exact, low, strict=True):
+    for name, grad, fp64, yardstick in zip(NAMES, grads, exact, low, strict=True):
         budget = {"factor": GRAD_FACTOR, "cancelled": float(cancelled[name])}
-        assert_within_budget(f"{case.name} {case.dtype} {name}", ours, fp64, yardstick, **budget, seed=SEED)
+        assert_within_budget(f"{case.name} {case.dtype} {name}", grad, fp64, yardstick, **budget, seed=SEED)
 
 
 @pytest.mark.parametrize("dtype", WHOLE)
 @pytest.mark.parametrize("case", [*GRAD_CASES, *MANY_HEADS], ids=lambda case: case.name)
 @BY_FAMILY
-def test_gradients(kernels_on: str, family: str, case: Case, dtype: str) -> None:
-    check(case.with_dtype(dtype), family, kernels_on)
+def test_gradients_match_fp64(kernels_on: str, family: str, case: Case, dtype: str) -> None:
+    check_gradients(case.with_dtype(dtype), family, kernels_on)
 
 
 @pytest.mark.parametrize("dtype", WHOLE)
 @pytest.mark.parametrize("case", ODD_CASES, ids=lambda case: case.name)
-def test_odd_gradients(kernels_on: str, case: Case, dtype: str) -> None:
-    """What no vector fits."""
-    check(case.with_dtype(dtype), "fa2", kernels_on)
+def test_gradients_of_layouts_without_vector_loads(kernels_on: str, case: Case, dtype: str) -> None:
+    """Vector loads cannot read the layouts."""
+    check_gradients(case.with_dtype(dtype), "fa2", kernels_on)
 
 
-# Whose query heads may be shared among tiles of a block of keys: 4, 3 and 6 of a KV head.
+# Cases with query heads shared by several tiles of a block of keys: 4, 3 and 6 heads of a KV head.
 SHARED = (
     new_case("shared_gqa4_d64", (2, 8, 2), (150, 70), (64, 64)),
     new_case("shared_gqa4_d64_causal", (1, 8, 2), (200, 200), (64, 64), "causal"),
@@ -135,8 +142,8 @@ SHARED = (
 
 
 @contextlib.contextmanager
-def spared(rows: int) -> Iterator[None]:
-    """Heads are shared where that spares a tile so many rows."""
+def shared_heads_from(rows: int) -> Iterator[None]:
+    """Share query heads if sharing saves a tile at least the given number of rows."""
     gate = dataclasses.replace(dispatch_table.GATE, rows_spared=rows)
     bindings.push_rows(kernel_table.KERNEL_ROWS, dispatch_table.CHOICE_ROWS, gate, stock_bugs.RESCUES)
     try:
@@ -148,16 +155,21 @@ def spared(rows: int) -> Iterator[None]:
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "alone"])
 @pytest.mark.parametrize("case", SHARED, ids=lambda case: case.name)
 @ORDERS
-def test_query_heads_are_shared(kernels_on: str, case: Case, order: Order, shared: bool) -> None:
-    """Where few blocks of keys leave SMs idle: each tile leaves dK and dV of its own heads, which are added up."""
+def test_query_heads_of_a_key_block_are_shared_among_tiles(
+    kernels_on: str, case: Case, order: Order, shared: bool
+) -> None:
+    """Few blocks of keys leave SMs idle.
+
+    Each tile computes dK and dV of its own heads, and a reduction adds the parts.
+    """
     facts = {"grad": 1, "deterministic": order is in_order}
-    with spared(1 if shared else 1 << 40), order():
-        assert planned(case, backend="fa3", **facts)["sharing"] == (case.Hq // case.Hkv if shared else 1)
-        check(case, "fa3", kernels_on)
+    with shared_heads_from(1 if shared else 1 << 40), order():
+        assert plan_of_forced_call(case, backend="fa3", **facts)["sharing"] == (case.Hq // case.Hkv if shared else 1)
+        check_gradients(case, "fa3", kernels_on)
 
 
-def test_heads_that_cancel_in_fp16(kernels_on: str) -> None:
-    """Each head's part of dV lies beyond fp16, their sum is 0."""
+def test_canceling_value_gradients_of_heads_do_not_overflow_fp16(kernels_on: str) -> None:
+    """The part of dV of each head exceeds the range of fp16, but the sum is 0."""
     q, k, v = (torch.zeros(1, heads, S, 64) for heads, S in ((2, 512), (1, 64), (1, 64)))
     q[..., 0], k[..., 0, 0] = 8.0, 30.0
     q, k, v = (x.half().to(kernels_on).requires_grad_() for x in (q, k, v + 1.0))
@@ -168,85 +180,93 @@ def test_heads_that_cancel_in_fp16(kernels_on: str) -> None:
     assert not torch.autograd.grad(out, v, grad_out)[0].any()
 
 
-@pytest.mark.parametrize("extra", ["mask", "bias", "dropout"])
-def test_shared_query_heads_have_stages_of_their_own(kernels_on: str, extra: str) -> None:
-    """The same gradients as where one tile works through them all, but for roundings: each its own rows of a mask."""
+@pytest.mark.parametrize("stage", ["mask", "bias", "dropout"])
+def test_shared_query_heads_use_separate_mask_rows(kernels_on: str, stage: str) -> None:
+    """Except for rounding, gradients equal the gradients of a tile with all heads.
+
+    Each head uses its own mask rows.
+    """
     case = SHARED[0]
     scores = (case.B, case.Hq, case.Sq, case.Sk)
     drawn = torch.randn(scores, generator=torch.Generator().manual_seed(SEED)).to(kernels_on)
-    mask = {"mask": drawn > 0, "bias": drawn.bfloat16(), "dropout": None}[extra]
-    found = []
+    mask = {"mask": drawn > 0, "bias": drawn.bfloat16(), "dropout": None}[stage]
+    runs = []
     for rows in (1, 1 << 40):
         inputs = make_inputs(case, kernels_on, SEED, requires_grad=True)
         torch.manual_seed(SEED)
-        with spared(rows), torch_flashplug.sdpa_backend("fa3"):
-            dropout_p = 0.3 * (extra == "dropout")
+        with shared_heads_from(rows), torch_flashplug.sdpa_backend("fa3"):
+            dropout_p = 0.3 * (stage == "dropout")
             out = F.scaled_dot_product_attention(*inputs, mask, dropout_p, enable_gqa=True)
-            found.append(gradients(out, inputs))
-    for name, shared, alone in zip(NAMES, *found, strict=True):
+            runs.append(run_backward(out, inputs))
+    for name, shared, alone in zip(NAMES, *runs, strict=True):
         assert float((shared - alone).norm()) < 6e-3 * float(alone.norm()), name
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("wanted", ["q", "k", "v", "kv", "qv"])
+@pytest.mark.parametrize("leaf_names", ["q", "k", "v", "kv", "qv"])
 @pytest.mark.parametrize("case", PARTIAL, ids=lambda case: case.name)
 @BY_FAMILY
-def test_some_gradients(family: str, case: Case, wanted: str) -> None:
-    """Those that are wanted are as exact as all; kernels in parts take no memory for the others."""
+def test_subset_of_gradients_is_exact_and_saves_memory(family: str, case: Case, leaf_names: str) -> None:
+    """A subset of gradients is as exact as all gradients.
+
+    A split backward allocates no memory for unwanted gradients.
+    """
     inputs = make_inputs(case, "cuda", SEED)
     operands = dict(zip("qkv", inputs, strict=True))
-    leaves = [operands[name].requires_grad_() for name in wanted]
+    leaves = [operands[name].requires_grad_() for name in leaf_names]
     with torch_flashplug.sdpa_backend(family):
         out = F.scaled_dot_product_attention(*inputs, **case.sdpa_kwargs())
     bindings.counters(reset=True)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    got = torch.autograd.grad(out, leaves, inputs.grad_out)
-    taken = torch.cuda.max_memory_allocated() - before
+    grads = torch.autograd.grad(out, leaves, inputs.grad_out)
+    num_bytes = torch.cuda.max_memory_allocated() - before
     assert bindings.counters()["ours_bwd"] == 1
     everything = make_inputs(case, "cuda", SEED, requires_grad=True)
     exact, low = oracle_grads(case, everything), plain_grads(case, everything)
     cancelled = cancelled_sums(*inputs, inputs.grad_out, case.scale)
-    for name, ours in zip(wanted, got, strict=True):
-        which = "qkv".index(name)
-        budget = {"factor": GRAD_FACTOR, "cancelled": float(cancelled[NAMES[which]])}
-        assert_within_budget(f"{case.name} {NAMES[which]}", ours, exact[which], low[which], **budget, seed=SEED)
-    if family == "fa2" or set(wanted) & set("kv") and ("q" in wanted or case.D <= 64):
-        return  # all three, by a fused kernel
-    written = ("q" if "q" in wanted else "") + ("kv" if set(wanted) & set("kv") else "")
+    for name, grad in zip(leaf_names, grads, strict=True):
+        idx = "qkv".index(name)
+        budget = {"factor": GRAD_FACTOR, "cancelled": float(cancelled[NAMES[idx]])}
+        assert_within_budget(f"{case.name} {NAMES[idx]}", grad, exact[idx], low[idx], **budget, seed=SEED)
+    if family == "fa2" or set(leaf_names) & set("kv") and ("q" in leaf_names or case.D <= 64):
+        return  # a fused kernel computes all three gradients
+    written = ("q" if "q" in leaf_names else "") + ("kv" if set(leaf_names) & set("kv") else "")
     facts = 2 * 4 * case.B * case.Hq * (case.Sq + 64)
-    rounding = 2**20  # a block of the allocator may be so much larger than what was asked for
-    assert taken <= facts + rounding + sum(operands[name].nbytes + rounding for name in written)
+    rounding = 2**20  # a block of the allocator may exceed the requested size by this amount
+    assert num_bytes <= facts + rounding + sum(operands[name].nbytes + rounding for name in written)
 
 
 @pytest.mark.parametrize("case", [*GRAD_CASES, *MANY_HEADS], ids=lambda case: case.name)
 @BY_FAMILY
-def test_gradients_in_one_order(kernels_on: str, family: str, case: Case) -> None:
+def test_deterministic_gradients_match_fp64(kernels_on: str, family: str, case: Case) -> None:
     with in_order():
-        check(case, family, kernels_on)
+        check_gradients(case, family, kernels_on)
 
 
 @pytest.mark.gpu
 @ORDERS
 @pytest.mark.parametrize("case", REPEATED, ids=lambda case: case.name)
 @BY_FAMILY
-def test_the_same_in_1000_runs(family: str, case: Case, order) -> None:
-    """dK and dV, and dQ where an order is asked for, bit for bit; dQ in any order to a rounding of its sums. A second
-    stream keeps the SMs unevenly busy, so that warps meet in orders that a quiet GPU never shows.
+def test_gradients_are_repeatable_in_1000_runs(family: str, case: Case, order) -> None:
+    """dK and dV, and dQ in deterministic mode, are bitwise equal in all runs.
+
+    In nondeterministic mode, dQ is equal up to a rounding of sums. A second stream keeps the SMs unevenly busy, so
+    that warps meet in orders that never occur on a quiet GPU.
     """
-    out, inputs = forward(case, family)
+    out, inputs = run_forward(case, family)
     noise, side = torch.randn(1 << 20, device="cuda"), torch.cuda.Stream()
     wrong = torch.zeros(len(NAMES), dtype=torch.int64, device="cuda")
     with order():
-        first = gradients(out, inputs)
-        slack = 0.0 if order is in_order else 2**-7 * float(first[0].abs().max())
+        expected = run_backward(out, inputs)
+        slack = 0.0 if order is in_order else 2**-7 * float(expected[0].abs().max())
         torch.cuda.synchronize()
         for i in range(RUNS):
             if i % 3 == 0:
                 with torch.cuda.stream(side):
                     noise.sin_()
-            again = gradients(out, inputs)
-            for n, (a, b) in enumerate(zip(again, first, strict=True)):
+            again = run_backward(out, inputs)
+            for n, (a, b) in enumerate(zip(again, expected, strict=True)):
                 wrong[n] += ((a - b).abs() > (slack if n == 0 else 0.0)).sum() + (a.isnan() != b.isnan()).sum()
     torch.cuda.synchronize()
     assert bindings.counters()["ours_bwd"] == RUNS + 1
@@ -256,23 +276,23 @@ def test_the_same_in_1000_runs(family: str, case: Case, order) -> None:
 @pytest.mark.gpu
 @ORDERS
 @BY_FAMILY
-def test_streams_side_by_side(family: str, order) -> None:
-    """CTAs of one launch wait for each other: never for one that another launch keeps from running."""
+def test_backwards_on_three_concurrent_streams(family: str, order) -> None:
+    """CTAs of a launch wait for each other, but never for a CTA blocked by a different launch."""
     cases = (MANY_HEADS[4], MANY_HEADS[5], MANY_HEADS[0])
     streams = [torch.cuda.Stream() for _ in cases]
-    calls, first = [], []
+    calls, expected = [], []
     wrong = [torch.zeros((), dtype=torch.int64, device="cuda") for _ in cases]
     torch.cuda.synchronize()
     with order():
         for case, stream in zip(cases, streams, strict=True):
-            with torch.cuda.stream(stream):  # autograd runs a backward on the stream of its forward
-                calls.append(forward(case, family))
-                first.append(gradients(*calls[-1]))
+            with torch.cuda.stream(stream):  # autograd runs a backward on the stream of the forward
+                calls.append(run_forward(case, family))
+                expected.append(run_backward(*calls[-1]))
             torch.cuda.synchronize()
         for _ in range(100):
             for i, stream in enumerate(streams):
                 with torch.cuda.stream(stream):
-                    for a, b in zip(gradients(*calls[i])[1:], first[i][1:], strict=True):
+                    for a, b in zip(run_backward(*calls[i])[1:], expected[i][1:], strict=True):
                         wrong[i] += (a != b).sum()
         torch.cuda.synchronize()
     assert [int(w) for w in wrong] == [0] * len(cases)
@@ -281,16 +301,16 @@ def test_streams_side_by_side(family: str, order) -> None:
 @pytest.mark.gpu
 @ORDERS
 @BY_FAMILY
-def test_memory_is_linear_in_32k_keys(family: str, order) -> None:
+def test_backward_memory_is_linear_at_32k_keys(family: str, order) -> None:
     case = new_case("long_32k_d128_causal", (1, 2, 2), (32768, 32768), (128, 128), "causal")
-    out, inputs = forward(case, family)
+    out, inputs = run_forward(case, family)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     with order():
-        gradients(out, inputs)
+        run_backward(out, inputs)
     torch.cuda.synchronize()
     assert bindings.counters()["ours_bwd"] == 1
     rows, elements = case.B * case.Hq * case.Sq, out.numel()
-    # Three gradients; dQ in fp32 with its counters, LSE and delta.
+    # Three gradients; dQ in fp32 with counters; LSE and delta.
     assert torch.cuda.max_memory_allocated() - before <= 3 * 2 * elements + 4 * elements + 12 * rows + (1 << 20)

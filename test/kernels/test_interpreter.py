@@ -1,5 +1,7 @@
-"""What the interpreter makes of kernels that are wrong: tests that run interpreted are worth what it notices. Mutants
-are a kernel's own PTX with one thing changed; the kernel itself gives the same bits in whatever order things happen.
+"""Errors detected by the interpreter in wrong kernels.
+
+Interpreted tests are worth only as much as this detection. Mutants are the PTX of a kernel with a single change. The
+unchanged kernel gives bitwise equal results in any order of independent operations.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from torch_flashplug.testing import (
 pytestmark = pytest.mark.interpreted
 HOPPER, AMPERE = "fwd_sm90_bf16_d64_causal_m128n128s2", "fwd_sm80_bf16_d64_causal_m64n96s1"
 SEEDS = range(4)
-# What is changed, in which kernel, and into what.
+# Kernel, pattern and replacement of each mutant.
 MUTANTS = {
     "products are not waited for": (HOPPER, r"wgmma\.wait_group\.sync\.aligned\s+\d+;", ""),
     "stores are not fenced": (HOPPER, r"fence\.proxy\.async\.shared::cta;", ""),
@@ -46,26 +48,29 @@ MUTANTS = {
 
 
 @pytest.fixture
-def packed(tmp_path: Path) -> Callable[..., Path]:
-    """A pack of one kernel, whose PTX may be changed."""
+def build_mutant(tmp_path: Path) -> Callable[..., Path]:
+    """Return a function for building a pack of a single kernel with optionally changed PTX."""
 
-    def made(kernel: str, pattern: str = "", other: str = "") -> Path:
+    def build_pack(kernel: str, pattern: str = "", replacement: str = "") -> Path:
         pack = on_cpu.build(tmp_path, kernel)
         (text,) = pack.with_name(f"{pack.name}.ptx").iterdir()
-        changed, count = re.subn(pattern, other, text.read_text()) if pattern else (text.read_text(), 1)
+        changed, count = re.subn(pattern, replacement, text.read_text()) if pattern else (text.read_text(), 1)
         assert count, f"{kernel} has no {pattern}"
         text.write_text(changed)
         return pack
 
-    return made
+    return build_pack
 
 
-def run(pack: Path, kernel: str, seed: int) -> DirectForward:
-    """Several tiles for each of its few SMs, the last ones beyond the tensors' ends; raises where numbers are wrong."""
+def run_kernel(pack: Path, kernel: str, seed: int) -> DirectForward:
+    """Run a kernel with several tiles for each of few SMs, and raise if results are wrong.
+
+    The last tiles extend beyond the ends of the tensors.
+    """
     case = new_case("several_tiles", (2, 2, 1), (300, 333), (64, 64), "causal")
     inputs = make_inputs(case, "cpu", 7)
-    on_cpu.seed(pack, seed)
-    forward = DirectForward(on_cpu.function(pack, kernel), case, inputs)
+    on_cpu.set_order_seed(pack, seed)
+    forward = DirectForward(on_cpu.load_kernel(pack, kernel), case, inputs)
     forward.call()
     exact, low = oracle(case, inputs), plain(case, inputs)
     assert_within_budget(f"{kernel}, seed {seed}", forward.out, exact.out, low.out, seed=7)
@@ -74,33 +79,33 @@ def run(pack: Path, kernel: str, seed: int) -> DirectForward:
 
 
 @pytest.mark.parametrize("kernel", [HOPPER, AMPERE])
-def test_orders_give_the_same_bits(kernel: str, packed: Callable[..., Path]) -> None:
-    pack = packed(kernel)
-    first, *others = (run(pack, kernel, seed) for seed in SEEDS)
-    for seed, other in enumerate(others, 1):
-        assert_bitwise_equal(f"seed {seed}", other.out, first.out)
+def test_execution_orders_give_bitwise_equal_outputs(kernel: str, build_mutant: Callable[..., Path]) -> None:
+    pack = build_mutant(kernel)
+    reference, *runs = (run_kernel(pack, kernel, seed) for seed in SEEDS)
+    for seed, run_with_seed in enumerate(runs, 1):
+        assert_bitwise_equal(f"seed {seed}", run_with_seed.out, reference.out)
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_a_wrong_kernel_is_noticed(mutant: str, packed: Callable[..., Path]) -> None:
-    kernel, pattern, other = MUTANTS[mutant]
-    pack = packed(kernel, pattern, other)
+def test_interpreter_detects_wrong_kernels(mutant: str, build_mutant: Callable[..., Path]) -> None:
+    kernel, pattern, replacement = MUTANTS[mutant]
+    pack = build_mutant(kernel, pattern, replacement)
     noticed = []
     for seed in SEEDS:
         try:
-            run(pack, kernel, seed)
+            run_kernel(pack, kernel, seed)
         except (RuntimeError, AssertionError) as error:
             noticed.append(error)
     assert noticed, "every order gave right numbers"
 
 
-def test_what_it_does_not_know_is_an_error_with_its_line(packed: Callable[..., Path]) -> None:
-    pack = packed(AMPERE, r"ex2\.approx\.ftz\.f32", "ex3.approx.ftz.f32")
+def test_unknown_opcode_raises_with_its_ptx_line(build_mutant: Callable[..., Path]) -> None:
+    pack = build_mutant(AMPERE, r"ex2\.approx\.ftz\.f32", "ex3.approx.ftz.f32")
     with pytest.raises(RuntimeError, match=r"PTX line \d+: no opcode ex3\.approx\.ftz\.f32"):
-        run(pack, AMPERE, 0)
+        run_kernel(pack, AMPERE, 0)
 
 
-def test_a_kernel_that_waits_for_ever_ends_and_says_where(packed: Callable[..., Path]) -> None:
-    pack = packed(HOPPER, r"cp\.async\.bulk\.tensor\.4d\.shared::cta\.global[^;]*;", "")
+def test_deadlocked_kernel_raises_with_the_waiting_instruction(build_mutant: Callable[..., Path]) -> None:
+    pack = build_mutant(HOPPER, r"cp\.async\.bulk\.tensor\.4d\.shared::cta\.global[^;]*;", "")
     with pytest.raises(RuntimeError, match=r"nothing can go on: \s*CTA 0 .*: mbarrier\.try_wait.*line \d+"):
-        run(pack, HOPPER, 0)
+        run_kernel(pack, HOPPER, 0)

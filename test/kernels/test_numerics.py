@@ -1,8 +1,8 @@
-"""Numbers: every case of testing.CASES, in both dtypes, through unmodified F.sdpa with either family of kernels forced,
-against fp64 math.
+"""Numerics of every case of testing.CASES, in both dtypes, through unmodified F.sdpa, against fp64 math.
 
-Also what must hold of a kernel beside its numbers: output layout, no read or write outside its tensors, determinism,
-no races, graph replay, memory, over 2^31 elements. The first tests need no GPU: they hold table and cases together.
+Each family of kernels is forced. Further tests cover output layout, reads and writes outside of the tensors,
+determinism, races, graph replay, memory, and tensors of over 2^31 elements. The first tests need no GPU: they check
+that the cases reach all rows of the table.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import on_cpu
 import pytest
 import torch
 import torch.nn.functional as F
-from splits import planned
+from splits import plan_of_forced_call
 from torch import Tensor
 
 import torch_flashplug
@@ -45,7 +45,7 @@ SEED = 20261121
 GIB = 1 << 30
 HUGE = 133120.0  # scores of 1e11: the rounding of scale * score alone is hundreds of powers of two
 ARCHS = {family.backend: family.arch for family in FAMILIES}
-# Of what cases can say; masked ones: test_masks.
+# Kernels that cases can reach; masked kernels are tested in test_masks.
 FORWARDS = [spec for arch in (90, 80) for spec in kernel_table.specs(arch, "fwd") if spec.features <= {"causal"}]
 BY_FAMILY = pytest.mark.parametrize("family", ARCHS)
 BY_NAME = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -57,24 +57,24 @@ def attend(inputs: Inputs, case: Case) -> Tensor:
 
 
 def poison_outputs(case: Case, device: str) -> None:
-    """Leaves NaN in the allocator's free blocks of these sizes: what a kernel does not write shows."""
+    """Fill free blocks of the allocator with NaN, so that elements not written by the kernel show."""
     outputs = ((case.B, case.Hq, case.Sq, case.Dv), case.torch_dtype), ((case.B, case.Hq, case.Sq), torch.float32)
     blocks = [torch.full(shape, float("nan"), dtype=dtype, device=device) for shape, dtype in outputs for _ in "ab"]
     del blocks
 
 
-def forced(family: str, call: Callable[[], Tensor]) -> Tensor:
-    """Runs one attention call on our kernel and makes sure that it was ours."""
+def run_forced(family: str, call: Callable[[], Tensor]) -> Tensor:
+    """Run an attention call with a forced family, and check the use of a plugin kernel."""
     bindings.counters(reset=True)
     with torch_flashplug.sdpa_backend(family):
         out = call()
-    taken = bindings.counters()
-    assert taken["ours_fwd"] == 1, f"the call took another path: {taken}"
+    counts = bindings.counters()
+    assert counts["ours_fwd"] == 1, f"the call took another path: {counts}"
     return out
 
 
 def stock_strides(inputs: Inputs) -> tuple[int, ...]:
-    """Strides that torch's meta function promises for the output."""
+    """Return the output strides of torch's meta function."""
     q, k, v = (torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in inputs)
     return torch.ops.aten._scaled_dot_product_fused_attention_overrideable(q, k, v)[0].stride()
 
@@ -87,18 +87,18 @@ def stock_strides(inputs: Inputs) -> tuple[int, ...]:
 def test_every_case_can_run_on_a_kernel(family, dtype):
     if dtype not in elements_of("fwd", ARCHS[family]):
         pytest.skip("no kernel of this family is made of it")
-    plans = {case.name: planned(case.with_dtype(dtype), backend=family) for case in CASES}
+    plans = {case.name: plan_of_forced_call(case.with_dtype(dtype), backend=family) for case in CASES}
     assert not {name: plan["reasons"] for name, plan in plans.items() if plan["backend"] != family}
 
 
 @BY_FAMILY
-def test_every_row_is_hit_by_a_case(family):
+def test_every_forward_kernel_is_reached_by_a_case(family):
     cases = [(case.with_dtype(dtype), {}) for case in CASES for dtype in WHOLE]
     if family == "fa2":
         cases += [(case.with_dtype(dtype), {"align_q": 2}) for case in ODD_CASES for dtype in WHOLE]
-    hit = {planned(case, backend=family, **facts)["kernel"] for case, facts in cases}
-    known = (*FORWARDS, *kernel_table.specs(ARCHS[family], "decode"))  # with masks: test_masked_decode, test_biases
-    missed = {one.name() for one in known if one.arch == ARCHS[family] and not one.features - {"causal"}} - hit
+    reached = {plan_of_forced_call(case, backend=family, **facts)["kernel"] for case, facts in cases}
+    specs = (*FORWARDS, *kernel_table.specs(ARCHS[family], "decode"))  # masked kernels: test_masked_decode, test_biases
+    missed = {spec.name() for spec in specs if spec.arch == ARCHS[family] and not spec.features - {"causal"}} - reached
     assert not missed, f"no case in torch_flashplug/testing/cases.py reaches {sorted(missed)}"
 
 
@@ -106,7 +106,7 @@ def test_every_row_is_hit_by_a_case(family):
 
 
 def tile_edges(spec: KernelSpec) -> list[tuple[int, int]]:
-    """(Sq, Sk) at and beside the edges of a kernel's tiles, and through several of them."""
+    """Return (Sq, Sk) at the edges of a kernel's tiles, next to the edges, and across several tiles."""
     m, n = spec.tile_m, spec.tile_n
     square = [(a + i, b + j) for a, b in ((m, n), (2 * m, 2 * n)) for i in (-1, 0, 1) for j in (-1, 0, 1)]
     return [*square, (1, n + 1), (m + 1, 1), (3 * m + 1, 7 * n - 1), (5 * m, 2 * n + 1)]
@@ -115,19 +115,21 @@ def tile_edges(spec: KernelSpec) -> list[tuple[int, int]]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("spec", FORWARDS, ids=KernelSpec.name)
 def test_every_kernel_at_its_tile_edges(spec):
-    """Past the dispatcher, which picks some rows for large grids only."""
+    """The kernels are called directly, because the dispatcher selects some rows only for large grids."""
     pack = library.find_built(next(p.file for p in kernel_table.PACKS if p.target == "sm_90a" and spec in p.specs()))
-    at_edges(spec, load_pack(pack)[spec.name()], "cuda", (2, 4, 2), tile_edges(spec))
+    check_tile_edges(spec, load_pack(pack)[spec.name()], "cuda", (2, 4, 2), tile_edges(spec))
 
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("spec", FORWARDS, ids=KernelSpec.name)
-def test_every_kernel_interpreted(spec):
+def test_every_kernel_in_the_interpreter(spec):
     m, n = spec.tile_m, spec.tile_n
-    at_edges(spec, on_cpu.function(on_cpu.pack(), spec.name()), "cpu", (1, 2, 1), [(m + 1, 2 * n - 1)])
+    check_tile_edges(spec, on_cpu.load_kernel(on_cpu.pack(), spec.name()), "cpu", (1, 2, 1), [(m + 1, 2 * n - 1)])
 
 
-def at_edges(spec: KernelSpec, function: Callable, device: str, heads: tuple[int, int, int], edges: list) -> None:
+def check_tile_edges(
+    spec: KernelSpec, function: Callable, device: str, heads: tuple[int, int, int], edges: list
+) -> None:
     for (sq, sk), less in itertools.product(edges, (0, 5 if spec.elementwise else 8)):
         dims, seed = (spec.d - less, spec.dv - less), SEED + sq + sk
         case = new_case(f"{spec.name()} {sq}x{sk}", heads, (sq, sk), dims, spec.mask, dtype=spec.dtype)
@@ -142,14 +144,14 @@ def at_edges(spec: KernelSpec, function: Callable, device: str, heads: tuple[int
 @BY_DTYPE
 @BY_NAME
 @BY_FAMILY
-def test_forward(kernels_on, family, case, dtype):
+def test_forward_matches_fp64(kernels_on, family, case, dtype):
     check_forward(kernels_on, family, case.with_dtype(dtype))
 
 
 @BY_DTYPE
 @pytest.mark.parametrize("case", ODD_CASES, ids=lambda case: case.name)
-def test_odd_forward(kernels_on, case, dtype):
-    """What no vector fits runs fused all the same."""
+def test_forward_of_layouts_without_vector_loads(kernels_on, case, dtype):
+    """Fused kernels serve layouts that vector loads cannot read."""
     check_forward(kernels_on, "fa2", case.with_dtype(dtype))
 
 
@@ -157,11 +159,14 @@ def check_forward(device: str, family: str, case: Case) -> None:
     inputs = make_inputs(case, device, SEED)
     poison_outputs(case, device)
     with torch.no_grad():
-        out = forced(family, lambda: attend(inputs, case))
+        out = run_forced(family, lambda: attend(inputs, case))
     exact, low = oracle(case, inputs), plain(case, inputs)
     assert_within_budget(f"{case.name} {case.dtype} out", out, exact.out, low.out, seed=SEED)
     promised = stock_strides(inputs)
-    assert all(size == 1 or had == want for size, had, want in zip(out.shape, out.stride(), promised, strict=True))
+    assert all(
+        size == 1 or stride == promised_stride
+        for size, stride, promised_stride in zip(out.shape, out.stride(), promised, strict=True)
+    )
     poison_outputs(case, device)
     mode = BACKENDS.index(family)
     again, lse, _, _ = torch.ops.torch_flashplug.sdpa_fwd(*inputs, None, 0.0, int(case.causal), case.scale, mode)
@@ -177,51 +182,53 @@ def check_forward(device: str, family: str, case: Case) -> None:
      "decode_1x8k_d128_gqa4"),
 )  # fmt: skip
 @BY_FAMILY
-def test_lookup_is_exact(kernels_on, name, dtype, family):
-    """Each row selects one key: a wrong index, which a tolerance can hide, is a wrong integer."""
+def test_forward_lookup_is_exact(kernels_on, name, dtype, family):
+    """Each row selects a single key, so a wrong index gives a wrong integer, where a tolerance could hide an error."""
     case = case_named(name).with_dtype(dtype)
     inputs, expected = make_lookup(case, kernels_on, SEED)
     with torch.no_grad():
-        out = forced(family, lambda: F.scaled_dot_product_attention(*inputs, **(case.sdpa_kwargs() | {"scale": 4.0})))
+        out = run_forced(
+            family, lambda: F.scaled_dot_product_attention(*inputs, **(case.sdpa_kwargs() | {"scale": 4.0}))
+        )
     assert_bitwise_equal(f"{case.name} {dtype} lookup", out, expected)
 
 
 @pytest.mark.parametrize("operand", ("q", "k"))
 @pytest.mark.parametrize("name", ("square_s193_d64", "square_s193_d128_causal"))
 @BY_FAMILY
-def test_nan_stays_where_math_puts_it(kernels_on, name, operand, family):
+def test_nan_spreads_as_in_math(kernels_on, name, operand, family):
     case = case_named(name)
     inputs = make_inputs(case, kernels_on, SEED)
     getattr(inputs, operand)[0, 1, 150, 3] = float("nan")
     with torch.no_grad():
-        out = forced(family, lambda: attend(inputs, case))
+        out = run_forced(family, lambda: attend(inputs, case))
     exact, low = oracle(case, inputs), plain(case, inputs)
     assert_within_budget(f"{name} nan in {operand}", out, exact.out, low.out, seed=SEED)
 
 
 @BY_FAMILY
-def test_equal_huge_scores_weigh_alike(kernels_on, family):
+def test_equal_huge_scores_have_equal_weights(kernels_on, family):
     q, k, v = (torch.full_like(tensor, HUGE) for tensor in make_inputs(case_named("square_s256_d64"), kernels_on, SEED))
     with torch.no_grad():
-        out = forced(family, lambda: F.scaled_dot_product_attention(q, k, v))
+        out = run_forced(family, lambda: F.scaled_dot_product_attention(q, k, v))
     assert torch.equal(out, v)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @BY_FAMILY
-def test_the_largest_of_huge_scores_takes_all(kernels_on, causal, family):
+def test_largest_of_huge_scores_has_all_weight(kernels_on, causal, family):
     q, k, v = make_inputs(case_named("square_s256_d64"), kernels_on, SEED)
     q, k = q * HUGE, k * HUGE
     with torch.no_grad():
-        out = forced(family, lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal))
+        out = run_forced(family, lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal))
     scores = q.double() @ k.double().mT
     if causal:
         scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), float("-inf"))
-    first, second = scores.topk(2).values.unbind(-1)
-    clear = first - second > 1e-5 * first.abs()  # no tie that the fp32 sum over D could have broken
+    largest, second_largest = scores.topk(2).values.unbind(-1)
+    has_clear_winner = largest - second_largest > 1e-5 * largest.abs()  # no tie breakable by the fp32 sum over D
     winners = v.gather(2, scores.argmax(-1, keepdim=True).expand_as(v))
-    assert clear.float().mean() > 0.9
-    assert torch.equal(out[clear], winners[clear])
+    assert has_clear_winner.float().mean() > 0.9
+    assert torch.equal(out[has_clear_winner], winners[has_clear_winner])
 
 
 # ---- repeatability ----
@@ -238,34 +245,34 @@ REPEATED = (
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", REPEATED)
 @BY_FAMILY
-def test_same_bits_every_time(name, family):
+def test_forward_is_bitwise_repeatable(name, family):
     case = case_named(name)
     inputs = make_inputs(case, "cuda", SEED)
     with torch.no_grad():
-        first = forced(family, lambda: attend(inputs, case))
+        expected = run_forced(family, lambda: attend(inputs, case))
         for _ in range(20):
             poison_outputs(case, "cuda")
-            assert_bitwise_equal(name, forced(family, lambda: attend(inputs, case)), first)
+            assert_bitwise_equal(name, run_forced(family, lambda: attend(inputs, case)), expected)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", REPEATED)
 @BY_FAMILY
-def test_no_race_in_1000_runs(name, family):
-    """Two streams keep the SMs unevenly busy, so that warps meet in orders that a quiet GPU never shows."""
+def test_forward_has_no_race_in_1000_runs(name, family):
+    """Two streams keep the SMs unevenly busy, so that warps meet in orders that never occur on a quiet GPU."""
     case = case_named(name)
     inputs = make_inputs(case, "cuda", SEED)
     noise = torch.randn(1024, 1024, device="cuda")
     side = torch.cuda.Stream()
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     with torch.no_grad(), torch_flashplug.sdpa_backend(family):
-        first = attend(inputs, case)
+        expected = attend(inputs, case)
         torch.cuda.synchronize()
         for i in range(1000):
             if i % 3 == 0:
                 with torch.cuda.stream(side):
                     noise @ noise
-            wrong += (attend(inputs, case) != first).sum()
+            wrong += (attend(inputs, case) != expected).sum()
     torch.cuda.synchronize()
     assert int(wrong) == 0
 
@@ -274,18 +281,18 @@ def test_no_race_in_1000_runs(name, family):
 @pytest.mark.parametrize("replayed", (False, True), ids=("eager", "graphs"))
 @pytest.mark.parametrize("name", ("gqa4_d64_causal", "odd_tail_sq4099_d128_causal", "many_heads_d64"))
 @BY_FAMILY
-def test_streams_side_by_side(name, replayed, family):
-    """One kernel in flight on three streams at once: what it keeps between its CTAs belongs to one launch alone."""
+def test_forwards_on_three_concurrent_streams(name, replayed, family):
+    """One kernel runs on three streams at once; state shared between CTAs belongs to a single launch."""
     case = case_named(name)
     streams = [torch.cuda.Stream() for _ in range(3)]
-    every = [make_inputs(case, "cuda", SEED + i) for i in range(len(streams))]
+    inputs_of_streams = [make_inputs(case, "cuda", SEED + i) for i in range(len(streams))]
     wrong = torch.zeros(len(streams), dtype=torch.int64, device="cuda")
     with torch.no_grad(), torch_flashplug.sdpa_backend(family):
-        expected = [attend(inputs, case) for inputs in every]
+        expected = [attend(inputs, case) for inputs in inputs_of_streams]
         torch.cuda.synchronize()
-        calls = [lambda inputs=inputs: attend(inputs, case) for inputs in every]
+        calls = [lambda inputs=inputs: attend(inputs, case) for inputs in inputs_of_streams]
         if replayed:
-            calls = [_graph_of(call) for call in calls]
+            calls = [_capture_graph(call) for call in calls]
         for _ in range(100):
             for i, stream in enumerate(streams):
                 with torch.cuda.stream(stream):
@@ -294,8 +301,8 @@ def test_streams_side_by_side(name, replayed, family):
     assert wrong.tolist() == [0] * len(streams)
 
 
-def _graph_of(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """Replays one captured call; the output is the same tensor each time."""
+def _capture_graph(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """Return a function for replaying a captured call; the output is the same tensor each time."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = call()
@@ -310,17 +317,17 @@ def _graph_of(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ("gqa4_d64_causal", "square_s513_d128", "cross_77_d128"))
 @BY_FAMILY
-def test_graph_replay_equals_eager(name, family):
+def test_graph_replay_equals_eager_mode(name, family):
     case = case_named(name)
-    inputs, others = make_inputs(case, "cuda", SEED), make_inputs(case, "cuda", SEED + 1)
+    inputs, new_inputs = make_inputs(case, "cuda", SEED), make_inputs(case, "cuda", SEED + 1)
     with torch.no_grad(), torch_flashplug.sdpa_backend(family):
-        expected, expected_others = attend(inputs, case), attend(others, case)
+        expected, expected_new = attend(inputs, case), attend(new_inputs, case)
         torch.cuda.synchronize()
-        replay = _graph_of(lambda: attend(inputs, case))
+        replay = _capture_graph(lambda: attend(inputs, case))
     assert_bitwise_equal(f"{name} replay", replay(), expected)
-    for held, new in zip(inputs, others, strict=True):
-        held.copy_(new)
-    assert_bitwise_equal(f"{name} replay on new inputs", replay(), expected_others)
+    for captured, replacement in zip(inputs, new_inputs, strict=True):
+        captured.copy_(replacement)
+    assert_bitwise_equal(f"{name} replay on new inputs", replay(), expected_new)
 
 
 # ---- memory and size ----
@@ -333,24 +340,24 @@ def test_memory_is_outputs_and_a_constant(length, family):
     case = new_case("long", (1, 4, 2), (length, length), (128, 128), "causal")
     inputs = make_inputs(case, "cuda", SEED)
     with torch.no_grad():
-        forced(family, lambda: attend(inputs, case))  # modules are loaded before the measurement
+        run_forced(family, lambda: attend(inputs, case))  # modules are loaded before the measurement
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        out = forced(family, lambda: attend(inputs, case))
+        out = run_forced(family, lambda: attend(inputs, case))
         torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated() - before
     lse_bytes = case.B * case.Hq * case.Sq * 4
     assert peak <= out.numel() * out.element_size() + lse_bytes + (1 << 20), f"{peak} bytes over the inputs"
 
 
-def _heads_checked(inputs: Inputs, out: Tensor, case: Case, where: tuple[tuple[int, int], ...]) -> None:
-    for batch, head in where:
+def _check_heads(inputs: Inputs, out: Tensor, case: Case, heads: tuple[tuple[int, int], ...]) -> None:
+    for batch, head in heads:
         kv_head = head // (case.Hq // case.Hkv)
-        few = Inputs(
+        head_inputs = Inputs(
             inputs.q[batch, head][None, None], *(t[batch, kv_head][None, None] for t in (inputs.k, inputs.v)), inputs.q
         )
-        exact, low = oracle(case, few), plain(case, few)
+        exact, low = oracle(case, head_inputs), plain(case, head_inputs)
         assert_within_budget(
             f"{case.name} at {batch}, {head}", out[batch, head][None, None], exact.out, low.out, seed=SEED
         )
@@ -365,7 +372,7 @@ def _heads_checked(inputs: Inputs, out: Tensor, case: Case, where: tuple[tuple[i
     ids=lambda case: case.name,
 )  # fmt: skip
 @BY_FAMILY
-def test_more_than_2g_elements(case, family):
+def test_tensors_of_more_than_2g_elements(case, family):
     elements = max(case.B * case.Hq * case.Sq * case.D, case.B * case.Hkv * case.Sk * case.D)
     assert elements > 2**31
     torch.cuda.empty_cache()
@@ -376,14 +383,14 @@ def test_more_than_2g_elements(case, family):
     tensors = [torch.empty(shape, dtype=case.torch_dtype, device="cuda").normal_() for shape in shapes]
     inputs = Inputs(*tensors, grad_out=tensors[0])
     with torch.no_grad():
-        out = forced(family, lambda: attend(inputs, case))
-    _heads_checked(inputs, out, case, ((0, 0), (case.B - 1, case.Hq - 1), (case.B // 2, case.Hq // 2)))
+        out = run_forced(family, lambda: attend(inputs, case))
+    _check_heads(inputs, out, case, ((0, 0), (case.B - 1, case.Hq - 1), (case.B // 2, case.Hq // 2)))
 
 
 @pytest.mark.gpu
 @BY_FAMILY
 def test_strides_of_more_than_2g_elements(family):
-    """A small view of a large buffer: the offset of a batch entry does not fit 32 bits."""
+    """A small view of a large buffer: the offset of a batch entry does not fit into 32 bits."""
     case = new_case("far_apart", (3, 2, 2), (130, 130), (64, 64))
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
@@ -396,6 +403,6 @@ def test_strides_of_more_than_2g_elements(family):
     q.copy_(near.q)
     inputs = Inputs(q, near.k, near.v, near.grad_out)
     with torch.no_grad():
-        out = forced(family, lambda: attend(inputs, case))
+        out = run_forced(family, lambda: attend(inputs, case))
     exact, low = oracle(case, near), plain(case, near)
     assert_within_budget("far_apart out", out, exact.out, low.out, seed=SEED)

@@ -1,5 +1,6 @@
-"""Every row of the table is legal, was built, fits the machine and spills nothing. What the build measured is read, not
-compiled a second time. No GPU.
+"""Every row of the kernel table is legal, was built, fits the machine and spills nothing. No GPU.
+
+Measurements are read from the reports of the build; nothing is compiled a second time.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ SPECS = [spec for family in FAMILIES for spec in kernel_table.specs(family.arch)
 
 
 def _compiled_elsewhere(spec: KernelSpec) -> bool:
-    """Whether a kernel for every GPU is compiled for the targets of which no GPU was at hand and no pack is built."""
+    """Return True if an sm_80 kernel is compiled for targets that have no pack and no GPU for tests."""
     if spec.dtype != "bf16" or spec.d not in {64, 128} or spec.kind == "detbwd" or spec.tile_n == 112:
         return False
-    if on_cpu.not_built():  # the short run compiles one kernel of each kind
+    if on_cpu.not_built():  # the short run compiles a single kernel of each kind
         return spec == next(x for x in kernel_table.specs(80, spec.kind) if x.dtype == "bf16" and x.d == 64)
     small = spec.kind != "bwd" or spec.d == 64 or spec.elementwise
     return small and spec.features <= {"causal", "mask"}
@@ -39,8 +40,9 @@ def _compiled_elsewhere(spec: KernelSpec) -> bool:
 COMPILED_ONLY = dict.fromkeys(("sm_100", "sm_120"), list(filter(_compiled_elsewhere, kernel_table.specs(80))))
 BUILT = [(pack.target, spec) for pack in kernel_table.PACKS for spec in pack.specs()]
 BUILT += [(target, spec) for target, specs in COMPILED_ONLY.items() for spec in specs]
-# At most so many kernels: each costs every clean build seconds and 90 KB. A feature gets a pack of its own.
-# Those of every GPU have theirs among the others: 72 in sm90a_fa2 and in sm80. Masks are in 30 of sm90a.
+# Maximum numbers of kernels: each kernel costs seconds of every clean build and 90 KB. A feature gets a separate pack.
+# Only the feature kernels for every GPU are in packs with other kernels: 72 in sm90a_fa2 and in sm80. sm90a has 30
+# kernels with masks.
 CEILINGS = {"sm90a": 225, "sm90a_bias": 80, "sm90a_fa2": 215, "sm90a_dropout": 90, "sm90a_8bit": 190, "sm80": 365}
 CEILINGS["sm90a_window"] = 130  # D 192: 1.25 to 1.4 x the kernels of 256; D 32 and 96: up to 1.2 x those of 64, 128
 
@@ -50,30 +52,30 @@ def test_every_kernel_of_the_table_is_in_a_pack():
     assert not {spec.name() for spec in {*SPECS} - packed}, "configs.PACKS leaves them out: no machine would have them"
 
 
-def table_of(report: Path) -> dict[str, dict]:
-    """{kernel name: row} of a report by the tool that builds packs, made of today's sources."""
+def rows_of_report(report: Path) -> dict[str, dict]:
+    """Return {kernel name: row} of a report of the build tool, made from the current sources."""
     from torch_flashplug.codegen.fingerprint import source_fingerprint
 
-    told = json.loads(report.read_text())
-    assert told["sources"] == source_fingerprint(), f"{report} is of other sources; run ./tools/dev build"
-    return {row["name"]: row for row in told["kernels"]}
+    contents = json.loads(report.read_text())
+    assert contents["sources"] == source_fingerprint(), f"{report} is of other sources; run ./tools/dev build"
+    return {row["name"]: row for row in contents["kernels"]}
 
 
-def row_of(reports: dict[str, dict[str, dict]], target: str, spec: KernelSpec) -> dict:
-    """What was measured of it."""
-    on_cpu.need(spec.name(), target)
+def measured_row(reports: dict[str, dict[str, dict]], target: str, spec: KernelSpec) -> dict:
+    """Return the measurements of a kernel."""
+    on_cpu.skip_unless_built(spec.name(), target)
     return reports[target][spec.name()]
 
 
-def built(pack: kernel_table.Pack) -> Path:
-    """Of this build: packs are not compiled a second time."""
+def built_pack(pack: kernel_table.Pack) -> Path:
+    """Return the path of a pack of this build; packs are not compiled a second time."""
     path = library.find_built(pack.file)
     assert path is not None, f"{pack.file} was not built; run ./tools/dev build"
     return path
 
 
-def compiled(target: str, out: Path) -> Path:
-    """The pack of a target that the build leaves out. Its objects are kept with the build's."""
+def compile_pack(target: str, out: Path) -> Path:
+    """Compile the pack of a target left out by the build; objects are kept with the build's objects."""
     command = [sys.executable, ROOT / "tools" / "aot.py", "--arch", target, "--out", out]
     command += ["--objects", ROOT / "build" / "objects"]
     for spec in COMPILED_ONLY[target]:
@@ -85,42 +87,42 @@ def compiled(target: str, out: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def packs(tmp_path_factory) -> dict[str, list[Path]]:
-    """By target: the build's, and those that are only compiled."""
+    """Return the packs of each target: built packs, and packs that are only compiled."""
     pytest.importorskip("cutlass", reason="the DSL is needed to compile kernels")
-    found = {target: [compiled(target, tmp_path_factory.mktemp(target))] for target in COMPILED_ONLY}
+    paths = {target: [compile_pack(target, tmp_path_factory.mktemp(target))] for target in COMPILED_ONLY}
     for pack in kernel_table.PACKS:
-        found.setdefault(pack.target, []).append(built(pack))
-    return found
+        paths.setdefault(pack.target, []).append(built_pack(pack))
+    return paths
 
 
 @pytest.fixture(scope="session")
 def reports(packs) -> dict[str, dict[str, dict]]:
-    """{target: {kernel name: row}} of the whole table."""
+    """Return {target: {kernel name: row}} for the entire table."""
     return {
-        target: {name: row for path in paths for name, row in table_of(path.with_suffix(".json")).items()}
+        target: {name: row for path in paths for name, row in rows_of_report(path.with_suffix(".json")).items()}
         for target, paths in packs.items()
     }
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=KernelSpec.name)
-def test_row_is_legal_and_named_once(spec):
+def test_kernel_spec_is_legal_and_has_a_unique_name(spec):
     assert spec.check() is None
     assert KernelSpec.from_name(spec.name()) == spec
     assert [s.name() for s in SPECS].count(spec.name()) == 1
     assert spec.threads * 128 <= 65536 and spec.smem_bytes() <= SMEM_BYTES[spec.arch]
 
 
-def test_samples_have_every_family_and_feature():
+def test_samples_cover_every_family_and_feature():
     for pack in kernel_table.PACKS:
-        samples, whole = (
+        samples, all_specs = (
             {(spec.kind, spec.arch, spec.mask, spec.elementwise) for spec in specs}
             for specs in (pack.sample(), pack.specs())
         )
-        assert samples == whole, pack.name
-    few, all_of_them = (
+        assert samples == all_specs, pack.name
+    num_samples, num_specs = (
         sum(map(len, map(take, kernel_table.PACKS))) for take in (kernel_table.Pack.sample, kernel_table.Pack.specs)
     )
-    assert f"{few:,} of {all_of_them:,}" in (ROOT / "docs" / "developing.md").read_text()
+    assert f"{num_samples:,} of {num_specs:,}" in (ROOT / "docs" / "developing.md").read_text()
 
 
 def test_every_target_is_built():
@@ -128,33 +130,43 @@ def test_every_target_is_built():
 
 
 def forward_products(spec: KernelSpec) -> tuple[int, int]:
-    """wgmmas, one per 16 of the inner dimension: scores once per loop body and once before, output once per body and
-    once after; a diagonal block of two warpgroups' width has scores of half that width too, where ptxas lets it. And
-    fences, of which an early rescale, which touches O between two batches, takes one more in each body.
+    """Return the number of wgmmas and fences of a forward.
+
+    There is a wgmma per 16 elements of the inner dimension. Scores are computed once in each loop body and once
+    before the loops, outputs once in each body and once after the loops. A diagonal block as wide as two warpgroups
+    also has scores of half the width, if ptxas permits. An early rescale, which touches O between two batches, needs
+    one more fence in each body.
     """
-    bodies = 2 if spec.features & {"causal", "mask", "window"} else 1  # a block that hides something has its own
+    bodies = 2 if spec.features & {"causal", "mask", "window"} else 1  # partial blocks have a separate loop body
     recipe = features.recipe_of(spec.features)
     halves = bool(spec.features & {"causal", "window"}) and spec.tile_n == 128 and spec.dv <= spec.d and recipe is None
     halves = halves and not ("softcap" in spec.features and spec.d <= 64)
     scores, output = (bodies + 1 + halves) * (spec.d // 16), (bodies + 1) * (spec.tile_n // 16)
-    products = (recipe is None) * scores + (spec.bytes_of("v") == 2) * output  # those in 8 bits have other names
+    # 8-bit products have different instruction names
+    products = (recipe is None) * scores + (spec.bytes_of("v") == 2) * output
     return products, 4 * (bodies + 1 + halves) + bodies * spec.early_rescale
 
 
 def backward_bodies(spec: KernelSpec) -> int:
-    """Of steps of queries: those of a window that hide something are at both ends."""
+    """Return the number of loop bodies over query steps; a window has partial steps at both ends."""
     return 3 if "window" in spec.features else 2
 
 
 def backward_products(spec: KernelSpec) -> tuple[int, int]:
-    """Scores, dP, dV, dK and dQ in each loop body, masked and not; dQ of the last step after them."""
+    """Return the number of wgmmas and fences of a fused backward.
+
+    Each loop body, with and without masking, has scores, dP, dV, dK and dQ. The dQ of the last step follows the loops.
+    """
     dq, bodies = spec.tile_n // 16, backward_bodies(spec)
     return bodies * (spec.d // 16 + spec.dv // 16 + 2 * (spec.tile_m // 16) + dq) + dq, bodies * 10 + 3
 
 
 def part_products(spec: KernelSpec) -> tuple[int, int]:
-    """dQ's kernel: scores and dP before two loop bodies and in each, dQ in each and after them. dK and dV's: the first
-    warpgroup's scores likewise, the second one's dP before one body and in it, both sums in each.
+    """Return the number of wgmmas and fences of a split backward.
+
+    The dQ kernel has scores and dP before two loop bodies and in each, and dQ in each body and after the loops. In the
+    dK and dV kernel, the first warpgroup has scores before the bodies and in each, the second warpgroup has dP before
+    one body and in this body, and both sums are in each body.
     """
     bodies, sums = backward_bodies(spec), spec.tile_n // 16
     dq = 3 * (spec.d // 16 + spec.dv // 16 + sums)
@@ -163,17 +175,24 @@ def part_products(spec: KernelSpec) -> tuple[int, int]:
 
 
 def decode_products(spec: KernelSpec) -> tuple[int, int]:
-    """Scores before the one loop body and in it, output in it and after it; all twice, alone and in a cluster."""
+    """Return the number of wgmmas and fences of decode.
+
+    Scores are computed before the one loop body and in it, outputs in the body and after it. The code exists twice: for
+    a single CTA and for a cluster.
+    """
     return 4 * (spec.d // 16 + spec.tile_n // 16), 16
 
 
 def bias_products(spec: KernelSpec) -> tuple[int, int]:
-    """Scores and dP in the one loop body."""
+    """Return the number of wgmmas and fences of a bias gradient: scores and dP in the one loop body."""
     return spec.d // 16 + spec.dv // 16, 5
 
 
 def tile_products(spec: KernelSpec) -> tuple[int, int]:
-    """Scores and dP, and the sums dV, dK and dQ, in the one loop body."""
+    """Return the number of wgmmas and fences of a single-tile backward.
+
+    The one loop body has scores, dP, dV, dK and dQ.
+    """
     return 2 * (spec.d // 16) + 2 * (spec.tile_m // 16) + spec.tile_n // 16, 5
 
 
@@ -186,27 +205,30 @@ PRODUCTS = {
     "dbias": bias_products,
     "tilebwd": tile_products,
 }
-QUANTISING = 256  # threads of a CTA that makes operands in 8 bits (kernels/preprocess/quantize.py)
+QUANTISING = 256  # threads of a quantizing CTA (kernels/preprocess/quantize.py)
 
 
-def most_threads(spec: KernelSpec) -> int:
-    """Of the kernel that is reported: the one with the most registers of those that are launched together."""
+def max_threads(spec: KernelSpec) -> int:
+    """Return the threads of the reported kernel: the kernel with the most registers of a launch."""
     return min(spec.threads, QUANTISING) if features.recipe_of(spec.features) else spec.threads
 
 
-SPLITS_OF_REGISTERS = {"partbwd": 4, "decode": 0}  # setmaxnreg; others: once up and once down
+# setmaxnreg instructions; remaining kernels have an increase and a decrease
+SPLITS_OF_REGISTERS = {"partbwd": 4, "decode": 0}
 
 
 @pytest.mark.parametrize("target, spec", BUILT, ids=lambda value: getattr(value, "name", lambda: value)())
 def test_kernel_spills_nothing(target, spec, reports):
-    row = row_of(reports, target, spec)
+    row = measured_row(reports, target, spec)
     assert row["stack_bytes"] == 0 and row.get("spills", 0) == 0, row
-    assert row["registers"] <= min(255, 65536 // most_threads(spec)), row
+    assert row["registers"] <= min(255, 65536 // max_threads(spec)), row
 
 
-def counted(row: dict, spec: KernelSpec) -> dict:
-    """Return a row of a report with counts of instructions, which the short run's build leaves out. Counting takes half
-    a second a kernel, so that in the short run those of head dim 64 are counted here.
+def with_counts(row: dict, spec: KernelSpec) -> dict:
+    """Return a row of a report with counts of instructions.
+
+    The short run's build leaves counts out, because counting takes half a second per kernel. In the short run, this
+    function counts kernels of head dim 64.
     """
     if "hgmma" in row:
         return row
@@ -217,20 +239,22 @@ def counted(row: dict, spec: KernelSpec) -> dict:
 
 
 @pytest.mark.parametrize("spec", kernel_table.specs(90), ids=KernelSpec.name)
-def test_kernel_is_what_its_row_says(spec, reports):
-    row = counted(row_of(reports, "sm_90a", spec), spec)
-    # At entry a thread has its share of the register file; the split takes over from there, where there is one.
-    assert row["registers"] <= 65536 // (most_threads(spec) * (spec.ctas_per_sm if spec.is_decode else 1)), row
+def test_kernel_has_the_expected_registers_and_tensor_core_instructions(spec, reports):
+    row = with_counts(measured_row(reports, "sm_90a", spec), spec)
+    # At entry, each thread has an equal share of the register file. A register split, if there is one, takes over
+    # afterwards.
+    assert row["registers"] <= 65536 // (max_threads(spec) * (spec.ctas_per_sm if spec.is_decode else 1)), row
     assert row["usetmaxreg"] == SPLITS_OF_REGISTERS.get(spec.kind, 2), row
     hgmma, fences = PRODUCTS[spec.kind](spec)
     assert row["hgmma"] == hgmma, row
-    # ptxas brackets each batch of wgmmas with a few WARPGROUP instructions; dozens mean it has serialised them.
+    # ptxas brackets each batch of wgmmas with a few WARPGROUP instructions; dozens mean that ptxas has serialized the
+    # batches.
     assert row["warpgroup"] <= fences, row
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_packs_export_the_table_and_nothing_else(target, packs):
-    """Or its samples."""
+def test_packs_export_exactly_the_kernels_of_the_table(target, packs):
+    """Packs export only the samples after a build of samples."""
     symbols = subprocess.run(
         ["nm", "-D", "-P", "--defined-only", *packs[target]], capture_output=True, text=True, check=True
     ).stdout
@@ -239,11 +263,11 @@ def test_packs_export_the_table_and_nothing_else(target, packs):
     assert sorted(exported) == sorted(f"__tvm_ffi_{name}" for name in table)
 
 
-def test_builds_name_the_packs_that_there_are():
-    """CMake's tiers; no pack is built by default, neither by CMake nor by pip."""
+def test_build_files_name_all_packs():
+    """CMake's tiers name all packs; by default, neither CMake nor pip builds a pack."""
     cmake, pip = ((ROOT / name).read_text() for name in ("CMakeLists.txt", "pyproject.toml"))
-    (auto,) = re.findall(r"set\(AUTO_PACKS (.*)\)", cmake)
-    (others,) = re.findall(r"set\(PACKS_OF_TIER_all \${AUTO_PACKS} (.*)\)", cmake)
-    assert {*auto.split(), *others.split()} == {pack.name for pack in kernel_table.PACKS}
-    assert not {"sm80", "sm90a_8bit"} & set(auto.split())
+    (auto_packs,) = re.findall(r"set\(AUTO_PACKS (.*)\)", cmake)
+    (further_packs,) = re.findall(r"set\(PACKS_OF_TIER_all \${AUTO_PACKS} (.*)\)", cmake)
+    assert {*auto_packs.split(), *further_packs.split()} == {pack.name for pack in kernel_table.PACKS}
+    assert not {"sm80", "sm90a_8bit"} & set(auto_packs.split())
     assert 'set(FLASHPLUG_PACKS "" CACHE' in cmake and 'env = "FLASHPLUG_PACKS", default = ""' in pip

@@ -1,5 +1,7 @@
-"""Tall tiles and their parts, from plain numbers: a part walks over the blocks that it sees something of, in the order
-of the tile's, and over none ahead of the first of them or behind the last. No GPU.
+"""Tall tiles and their parts in block-sparse lists, on plain integers. No GPU.
+
+A part visits all blocks with visible keys, in the order of the tile, and no block ahead of the first or behind the last
+visible block.
 """
 
 from __future__ import annotations
@@ -25,26 +27,26 @@ SEED = 20261125
 
 
 @pytest.fixture(autouse=True)
-def plain(monkeypatch: pytest.MonkeyPatch) -> None:
+def use_plain_integers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listed, "Int32", int)
     monkeypatch.setattr(listed.cute.arch, "make_warp_uniform", lambda x: x)
     monkeypatch.setattr(listed.cutlass, "select_", lambda condition, this, other: this if condition else other)
     monkeypatch.setattr(listed.SparseKvBlockRange192, "seen_by", listed.SparseKvBlockRange192.seen_by.__wrapped__)
-    monkeypatch.setattr(listed.SparseBlockRange, "entry", entry)
-    monkeypatch.setattr(listed.SparseBlockRange, "load", lambda run, of, position: of[run.row][position])
+    monkeypatch.setattr(listed.SparseBlockRange, "entry", read_entry)
+    monkeypatch.setattr(listed.SparseBlockRange, "load", lambda run, lists, position: lists[run.row][position])
 
 
-def entry(run: object, j: int, masked: SimpleNamespace, whole: SimpleNamespace) -> int:
-    behind = j >= run.num_masked
-    of, position = (whole, j - run.num_masked) if behind else (masked, j + run.skipped)
-    return of.iterator[run.row][position]
+def read_entry(run: object, j: int, masked: SimpleNamespace, whole: SimpleNamespace) -> int:
+    is_full = j >= run.num_masked
+    entries, position = (whole, j - run.num_masked) if is_full else (masked, j + run.skipped)
+    return entries.iterator[run.row][position]
 
 
-def lists_of(mask: Tensor) -> SimpleNamespace:
-    """Those of tall blocks that a digest of an (Sq, Sk) mask has."""
+def tall_lists(mask: Tensor) -> SimpleNamespace:
+    """Return the lists of tall blocks that preprocessing makes for an (Sq, Sk) mask."""
     tall = mask_preprocess_reference.tall(mask_preprocess_reference.states(mask[None]), len(mask))
     counts, (masked, whole) = (x.tolist() for x in mask_preprocess_reference._lists(tall, never_empty=True))
-    masked = [[*row, 0] for row in masked]  # a look behind the last one finds what is stored there
+    masked = [[*row, 0] for row in masked]  # a read behind the last entry returns the stored number
     return SimpleNamespace(
         masked=SimpleNamespace(iterator=masked),
         whole=SimpleNamespace(iterator=whole),
@@ -65,39 +67,43 @@ def masks() -> Iterator[tuple[str, Tensor]]:
         yield "stripes", (rows // TILE + keys // LISTED) % 3 == 0
         for share in (0.02, 0.5):
             parts = torch.rand(-(-Sq // TILE), -(-Sk // LISTED), generator=generator) < share
-            whole = parts.repeat_interleave(TILE, 0).repeat_interleave(LISTED, 1)[:Sq, :Sk]
-            yield f"blocks {share}", whole
-            yield f"some of {share}", whole & (torch.rand(Sq, Sk, generator=generator) < 0.3)
+            mask = parts.repeat_interleave(TILE, 0).repeat_interleave(LISTED, 1)[:Sq, :Sk]
+            yield f"blocks {share}", mask
+            yield f"some of {share}", mask & (torch.rand(Sq, Sk, generator=generator) < 0.3)
 
 
 MASKS = {f"{name} {tuple(mask.shape)}": mask for name, mask in masks()}
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_parts_walk_over_what_they_see(name: str) -> None:
+def test_tile_parts_visit_exactly_their_visible_blocks(name: str) -> None:
     mask = MASKS[name]
     Sq, Sk = mask.shape
-    lists, sizes = lists_of(mask), walk.Sizes(Sq, Sk)
+    lists, sizes = tall_lists(mask), walk.SeqlenInfo(Sq, Sk)
     bound = listed.BlockSparse192Iterator(lists, lists).at(sizes, TALL, LISTED)
     for block in range(-(-Sq // TALL)):
         tile = pieces.Tile(block, 0, 0, sizes)
         run = bound.keys(tile)
         blocks = [run.nth(j) for j in range(run.count)]
-        for first in range(block * TALL, (block + 1) * TALL, TILE):
-            others, mine = bound.keys_of_part(tile, first, TILE, True)
-            assert others + mine.count + mine.behind == run.count and mine.count > 0
-            if first >= Sq:  # of rows that do not exist
-                assert mine.count == 1
+        for first_row in range(block * TALL, (block + 1) * TALL, TILE):
+            num_skipped, part_run = bound.kv_range_for_warpgroup(tile, first_row, TILE, True)
+            assert num_skipped + part_run.count + part_run.behind == run.count and part_run.count > 0
+            if first_row >= Sq:  # nonexistent rows
+                assert part_run.count == 1
                 continue
-            found = [mine.nth(j) for j in range(mine.count)]
-            assert found == blocks[others : others + mine.count]
-            seen = [n for n in blocks if mask[first : first + TILE, n * LISTED : (n + 1) * LISTED].any()]
-            assert set(seen) <= set(found)
+            visited = [part_run.nth(j) for j in range(part_run.count)]
+            assert visited == blocks[num_skipped : num_skipped + part_run.count]
+            visible_blocks = [
+                n for n in blocks if mask[first_row : first_row + TILE, n * LISTED : (n + 1) * LISTED].any()
+            ]
+            assert set(visible_blocks) <= set(visited)
             start = walk.BlockSubrange(True, 0, 1)
-            for section in (start, *mine.sections()):
+            for section in (start, *part_run.sections()):
                 for j in range(section.begin, section.end - 1):
-                    assert mine.next(j, section) == found[j + 1]
-            if not seen:
-                assert mine.count == 1
-            elif mine.num_masked > 0:
-                assert found[0] == seen[0] and (run.num_masked < run.count or found[-1] == seen[-1])
+                    assert part_run.next(j, section) == visited[j + 1]
+            if not visible_blocks:
+                assert part_run.count == 1
+            elif part_run.num_masked > 0:
+                assert visited[0] == visible_blocks[0] and (
+                    run.num_masked < run.count or visited[-1] == visible_blocks[-1]
+                )

@@ -1,4 +1,4 @@
-"""Sequences of different lengths on end: every tile once, wherever it lies. No GPU, and no attention."""
+"""Tile lists of packed sequences: each tile exists once. No GPU, and no attention."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from trial_calls import starts, tile_lists
+from trial_calls import cu_seqlens_from, tile_lists
 
 pytest.importorskip("cutlass", reason="the DSL is needed to import kernels")
 
@@ -20,101 +20,116 @@ LENGTHS = [[0], [1], [64, 0, 65, 128], [0, 0, 300], [5] * 40, [1000, 1, 0, 127, 
 LENGTHS += [[random.Random(seed).choice([0, 1, 63, 64, 65, 200, 700]) for _ in range(9)] for seed in range(6)]
 
 
-class Entries(ragged.VarlenTileList):
-    """A list whose numbers are Python's."""
+class PythonTileList(ragged.VarlenTileList):
+    """Tile list with Python integers."""
 
     def load(self, number: int) -> tuple[int, ...]:
         return tuple(self.entries[number].tolist())
 
 
-def expected(own: list[int], others: list[int], queries: list[int], size: int) -> list[tuple[int, ...]]:
-    """Entries in the order of sequences."""
-    found, first, met, scratch = [], 0, 0, 0
-    for sequence, (length, other) in enumerate(zip(own, others, strict=True)):
-        found += [(b, sequence, first, length, met, other, scratch, max(other, 1)) for b in range(-(-length // size))]
-        first, met, scratch = first + length, met + other, scratch - (-queries[sequence] // SCRATCH)
-    return found
+def entries_of_sequences(
+    own_lengths: list[int], kv_lengths: list[int], queries: list[int], size: int
+) -> list[tuple[int, ...]]:
+    """Return the expected entries in the order of sequences."""
+    entries, start, kv_start, scratch = [], 0, 0, 0
+    for sequence, (length, kv_length) in enumerate(zip(own_lengths, kv_lengths, strict=True)):
+        entries += [
+            (b, sequence, start, length, kv_start, kv_length, scratch, max(kv_length, 1))
+            for b in range(-(-length // size))
+        ]
+        start, kv_start, scratch = start + length, kv_start + kv_length, scratch - (-queries[sequence] // SCRATCH)
+    return entries
 
 
-def lists(rows: list[int], keys: list[int], size: int, work=None) -> tuple[Entries, Entries]:
-    """Of blocks of rows, and of keys."""
-    of_rows = tile_lists()(starts(rows), starts(keys), starts(rows), size, sum(rows), work)
-    of_keys = tile_lists()(starts(keys), starts(rows), starts(rows), size, sum(keys), work)
-    return Entries(*of_rows), Entries(*of_keys)
+def make_tile_lists(rows: list[int], keys: list[int], size: int, work=None) -> tuple[PythonTileList, PythonTileList]:
+    """Return the tile lists of blocks of rows and of blocks of keys."""
+    row_list = tile_lists()(cu_seqlens_from(rows), cu_seqlens_from(keys), cu_seqlens_from(rows), size, sum(rows), work)
+    key_list = tile_lists()(cu_seqlens_from(keys), cu_seqlens_from(rows), cu_seqlens_from(rows), size, sum(keys), work)
+    return PythonTileList(*row_list), PythonTileList(*key_list)
 
 
 @pytest.mark.parametrize("rows", LENGTHS, ids=str)
 @pytest.mark.parametrize("size", [64, 128, 192])
-def test_entries_are_the_blocks_that_sequences_have(rows, size):
+def test_tile_list_entries_are_the_blocks_of_sequences(rows, size):
     keys = rows[::-1]
-    for (own, others), made in zip(((rows, keys), (keys, rows)), lists(rows, keys, size), strict=True):
-        wanted = expected(own, others, rows, size)
-        assert int(made.head[0]) == len(wanted) <= len(made.entries)
-        assert [tuple(entry) for entry in made.entries[: len(wanted)].tolist()] == wanted
-        assert all(entry == [0] * 7 + [1] for entry in made.entries[len(wanted) :].tolist())  # CTAs without a tile
+    for (own_lengths, kv_lengths), tile_list in zip(
+        ((rows, keys), (keys, rows)), make_tile_lists(rows, keys, size), strict=True
+    ):
+        expected_entries = entries_of_sequences(own_lengths, kv_lengths, rows, size)
+        assert int(tile_list.head[0]) == len(expected_entries) <= len(tile_list.entries)
+        assert [tuple(entry) for entry in tile_list.entries[: len(expected_entries)].tolist()] == expected_entries
+        # CTAs without a tile
+        assert all(entry == [0] * 7 + [1] for entry in tile_list.entries[len(expected_entries) :].tolist())
 
 
-def launches(made: tuple[Entries, Entries], section: int):
-    """As kernels make them: of rows, then of keys, each with its number of heads."""
-    counts = [int(each.head[0]) for each in made]
+def make_launches(tile_lists_pair: tuple[PythonTileList, PythonTileList], section: int):
+    """Return the launches of rows and of keys in kernel order, each with the number of heads."""
+    counts = [int(tile_list.head[0]) for tile_list in tile_lists_pair]
     order = scheduler.TileScheduler(True, counts[0], HEADS, HEADS, section)
-    bound = walk.FullBlocks().at(walk.Sizes(0, 0), 64, 64)
-    of_keys = key_order.BackwardTileScheduler(True, counts[1], KV_HEADS, KV_HEADS, section, bound)
-    pieces = ragged.VarlenAddressing(*made)
-    return (pieces.of_rows(order, None, KV_HEADS), HEADS), (pieces.of_keys(of_keys, None), KV_HEADS)
+    bound = walk.FullBlocks().at(walk.SeqlenInfo(0, 0), 64, 64)
+    key_order_of_launch = key_order.BackwardTileScheduler(True, counts[1], KV_HEADS, KV_HEADS, section, bound)
+    pieces = ragged.VarlenAddressing(*tile_lists_pair)
+    return (pieces.of_rows(order, None, KV_HEADS), HEADS), (pieces.of_keys(key_order_of_launch, None), KV_HEADS)
 
 
 @pytest.mark.parametrize("rows", LENGTHS, ids=str)
 @pytest.mark.parametrize("section", [1, 2, 4])
-def test_every_block_of_every_head_is_a_tile_once_and_the_longest_come_first(rows, section):
+def test_each_block_and_head_is_launched_once_with_the_longest_first(rows, section):
     keys, size = rows[::-1], 64
 
-    def work(block, own, met):
-        return torch.minimum(met, (block + 1) * size)  # keys that rows see
+    def work(block, own_length, kv_length):
+        return torch.minimum(kv_length, (block + 1) * size)  # keys visible to the rows
 
     sides = (rows, keys), (keys, rows)
-    for (launch, heads), (own, others) in zip(launches(lists(rows, keys, size, work), section), sides, strict=True):
-        wanted = [entry[:6] for entry in expected(own, others, rows, size)]
+    for (launch, heads), (own_lengths, kv_lengths) in zip(
+        make_launches(make_tile_lists(rows, keys, size, work), section), sides, strict=True
+    ):
+        expected_entries = [entry[:6] for entry in entries_of_sequences(own_lengths, kv_lengths, rows, size)]
         tiles = [launch.tile(number, HEADS // KV_HEADS) for number in range(launch.total)]
-        places = [(t.block, t.sequence, t.own.start, t.own.length, t.others.start, t.others.length) for t in tiles]
-        found = [(t.head, place) for t, place in zip(tiles, places, strict=True)]
-        assert sorted(found) == sorted((head, entry) for head in range(heads) for entry in wanted)
+        positions = [(t.block, t.sequence, t.own.start, t.own.length, t.others.start, t.others.length) for t in tiles]
+        head_positions = [(t.head, position) for t, position in zip(tiles, positions, strict=True)]
+        assert sorted(head_positions) == sorted((head, entry) for head in range(heads) for entry in expected_entries)
         sizes = [(t.others.length, t.own.length) if launch.of_keys else (t.own.length, t.others.length) for t in tiles]
         assert [(t.sizes.Sq, t.sizes.Sk) for t in tiles] == sizes
-        assert all(t.sizes.some_keys == max(t.sizes.Sk, 1) for t in tiles)
-        lasting = [min(t.others.length, (t.block + 1) * size) for t in tiles if t.head == 0]
-        assert lasting == sorted(lasting, reverse=True)
+        assert all(t.sizes.seqlen_k_at_least_one == max(t.sizes.Sk, 1) for t in tiles)
+        visible_keys = [min(t.others.length, (t.block + 1) * size) for t in tiles if t.head == 0]
+        assert visible_keys == sorted(visible_keys, reverse=True)
 
 
 @pytest.mark.parametrize("rows", [[512] * 32, [16384], [4051, 2025, 1350, *[200] * 20], [4096, *[100] * 4]], ids=str)
 @pytest.mark.parametrize("heads", [8, 10, 16, 21, 32])
 @pytest.mark.parametrize("group", [1, 2])
-def test_the_longest_tile_does_not_run_alone_for_long(rows, heads, group, monkeypatch):
+def test_longest_tile_rarely_runs_alone(rows, heads, group, monkeypatch):
     monkeypatch.setattr(ragged.cute.arch, "make_warp_uniform", lambda x: x)
     monkeypatch.setattr(ragged.cute.arch, "grid_dim", lambda: (132, 1, 1))
     monkeypatch.setattr(ragged.cutlass, "select_", lambda condition, this, other: this if condition else other)
-    entries, head = tile_lists()(*[starts(rows)] * 3, 128, sum(rows), lambda block, own, met: (block + 1) * 128)
+    entries, head = tile_lists()(
+        *[cu_seqlens_from(rows)] * 3, 128, sum(rows), lambda block, own_length, kv_length: (block + 1) * 128
+    )
     tiles, heads = [(b + 1) * 128 for n in rows for b in range(-(-n // 128))], heads // group * group
-    pieces = ragged.VarlenAddressing(Entries(entries, head.tolist()))
+    pieces = ragged.VarlenAddressing(PythonTileList(entries, head.tolist()))
     section = pieces.section(group, heads, group)
     assert section % group == 0 and group <= section <= heads
-    alone = (132 * max(tiles) / sum(tiles) - group) / heads  # of a launch, how long the longest tile would run alone
-    last = heads - (-(-heads // section) - 1) * section
-    assert alone > 0.09 or section == group
-    assert alone < 0.11 or section == heads or last * sum(tiles) >= 0.85 * max(tiles) * 132
+    # share of a launch during which the longest tile would run alone
+    alone_share = (132 * max(tiles) / sum(tiles) - group) / heads
+    last_section = heads - (-(-heads // section) - 1) * section
+    assert alone_share > 0.09 or section == group
+    assert alone_share < 0.11 or section == heads or last_section * sum(tiles) >= 0.85 * max(tiles) * 132
     if sum(tiles) >= 2 * max(tiles) * 132 / (heads // group // 2 * group):
-        assert section < heads  # no larger than it must be
-    assert pieces.section(heads, heads, group) == heads  # what L2 holds
+        assert section < heads  # not larger than necessary
+    assert pieces.section(heads, heads, group) == heads  # when L2 holds all heads
 
 
 @pytest.mark.parametrize("element_bytes", [1, 2])
 @pytest.mark.parametrize("stride", [64, 8 * 128, 3 * 24 * 128])
-def test_tma_stops_at_the_end_of_a_sequence(element_bytes, stride):
-    """Coordinates of rows, and what the dims and strides of a descriptor make of them."""
+def test_tma_coordinates_stop_at_the_end_of_a_sequence(element_bytes, stride):
+    """Row coordinates are applied to the dims and strides of a TMA descriptor."""
     for start, length in ((0, 1), (5, 64), (17, 0), (2**30 - 1000, 999)):
-        first, (end, last) = ragged.SequenceSlice(start, length).coordinates()
-        assert end < ragged.REACH and last < 2 * ragged.REACH - 1 < 2**31  # inside of their dims
+        row_coordinate, (end, sequence_coordinate) = ragged.SequenceSlice(start, length).coordinates()
+        assert end < ragged.REACH and sequence_coordinate < 2 * ragged.REACH - 1 < 2**31  # within the dims
         for row in (0, 1, length, length + 127):
-            elements = (first + row + end) * stride + last * ragged.around(stride, element_bytes)
+            elements = (row_coordinate + row + end) * stride + sequence_coordinate * ragged.around(
+                stride, element_bytes
+            )
             assert elements * element_bytes % 2**64 == (start + row) * stride * element_bytes % 2**64
-            assert (first + row < ragged.REACH) == (row < length)
+            assert (row_coordinate + row < ragged.REACH) == (row < length)

@@ -1,5 +1,6 @@
-"""num_splits=1 and fixed_split_size: results and gradients of a sequence are the same bits alone and in any batch, by
-kernels.
+"""Batch-invariant kernels: a sequence has bitwise equal results and gradients alone and in any batch.
+
+Calls have num_splits=1 or fixed_split_size.
 """
 
 from __future__ import annotations
@@ -20,93 +21,110 @@ HQ, HKV = 2, 1
 CAUSAL, EVERYTHING = (-1, 0, True), (-1, -1, True)
 
 
-def drawn(*sizes: int, seed: int) -> Tensor:
+def random_tensor(*sizes: int, seed: int) -> Tensor:
     return torch.randn(*sizes, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-def by_kernels(call: Callable[[], tuple[Tensor, ...]], directions: int = 1) -> tuple[Tensor, ...]:
+def run_on_kernels(call: Callable[[], tuple[Tensor, ...]], directions: int = 1) -> tuple[Tensor, ...]:
     bindings.counters(reset=True)
-    found = call()
-    taken = bindings.counters(reset=True)
-    assert taken["ours_fwd"] == 1 and taken["ours_bwd"] == directions - 1 and not taken["math_fwd"] + taken["math_bwd"]
-    return tuple(x.cpu() for x in found)
+    results = call()
+    counts = bindings.counters(reset=True)
+    assert (
+        counts["ours_fwd"] == 1 and counts["ours_bwd"] == directions - 1 and not counts["math_fwd"] + counts["math_bwd"]
+    )
+    return tuple(x.cpu() for x in results)
 
 
-def both(operands: list[Tensor], grads: list[Tensor], lengths: tuple[Tensor | None, ...], window: tuple) -> tuple:
-    """Output, LSE, and gradients of query, key and value."""
+def forward_and_backward(
+    operands: list[Tensor], grads: list[Tensor], lengths: tuple[Tensor | None, ...], window: tuple
+) -> tuple:
+    """Return output, LSE, and gradients of query, key and value."""
     out, lse = OPS.attention_fwd(*operands, None, *lengths, None, *window, 0.0, None, 1)
-    kept = (*grads, *operands, out, lse, *lengths)
-    return out, lse, *OPS.attention_bwd(*kept, *window, 0.0, None, False, 1)[:3]
+    saved_tensors = (*grads, *operands, out, lse, *lengths)
+    return out, lse, *OPS.attention_bwd(*saved_tensors, *window, 0.0, None, False, 1)[:3]
 
 
 # ---- on end ----
 
-MINE = 150
-OTHERS = {"alone": ([], []), "short": ([4] * 9, [3] * 30), "long": ([], [400]), "none": ([0, 0], [0]),
+OWN_LENGTH = 150
+NEIGHBORS = {"alone": ([], []), "short": ([4] * 9, [3] * 30), "long": ([], [400]), "none": ([0, 0], [0]),
           "many": ([1] * 70, [65, 64, 63])}  # fmt: skip
 
 
-def of_end(before: list[int], behind: list[int], device: str, D: int, window: tuple) -> list[Tensor]:
-    """What sequences of so many rows leave of the one in their middle."""
-    start, rows = sum(before), MINE + sum(before) + sum(behind)
+def results_in_batch(before: list[int], after: list[int], device: str, D: int, window: tuple) -> list[Tensor]:
+    """Return the results of a middle sequence between sequences with the given numbers of rows."""
+    start, rows = sum(before), OWN_LENGTH + sum(before) + sum(after)
     heads = (HQ, HKV, HKV, HQ)
-    whole = [drawn(1, of, rows, D, seed=7 + i) for i, of in enumerate(heads)]
-    for i, (x, of) in enumerate(zip(whole, heads, strict=True)):
-        x[:, :, start : start + MINE] = drawn(1, of, MINE, D, seed=100 + i)
+    operands_of_batch = [random_tensor(1, num_heads, rows, D, seed=7 + i) for i, num_heads in enumerate(heads)]
+    for i, (x, num_heads) in enumerate(zip(operands_of_batch, heads, strict=True)):
+        x[:, :, start : start + OWN_LENGTH] = random_tensor(1, num_heads, OWN_LENGTH, D, seed=100 + i)
     grad_lse = torch.zeros(1, HQ, rows)
-    cu = torch.tensor([0, *before, MINE, *behind]).cumsum(0).int()
-    *operands, grad_out, grad_lse, cu = (x.to(device) for x in (*whole, grad_lse, cu))
-    found = by_kernels(lambda: both(operands, [grad_out, grad_lse], (cu, cu), window), 2)
-    return [x[:, :, start : start + MINE] for x in found]
+    cu = torch.tensor([0, *before, OWN_LENGTH, *after]).cumsum(0).int()
+    *operands, grad_out, grad_lse, cu = (x.to(device) for x in (*operands_of_batch, grad_lse, cu))
+    results = run_on_kernels(lambda: forward_and_backward(operands, [grad_out, grad_lse], (cu, cu), window), 2)
+    return [x[:, :, start : start + OWN_LENGTH] for x in results]
 
 
 @pytest.mark.parametrize("window", [CAUSAL, (40, 3, True)], ids=str)
 @pytest.mark.parametrize("D", [64, 128])
-def test_sequences_on_end(kernels_on: str, D: int, window: tuple) -> None:
-    found = {name: of_end(*others, kernels_on, D, window) for name, others in OTHERS.items()}
-    for name, results in found.items():
-        for what, got, alone in zip(("out", "lse", "dq", "dk", "dv"), results, found["alone"], strict=True):
-            assert_bitwise_equal(f"{name} {what}", got, alone)
+def test_packed_sequence_is_bitwise_equal_in_any_batch(kernels_on: str, D: int, window: tuple) -> None:
+    results_by_batch = {name: results_in_batch(*lengths, kernels_on, D, window) for name, lengths in NEIGHBORS.items()}
+    for name, results in results_by_batch.items():
+        for result, actual, expected in zip(
+            ("out", "lse", "dq", "dk", "dv"), results, results_by_batch["alone"], strict=True
+        ):
+            assert_bitwise_equal(f"{name} {result}", actual, expected)
 
 
 @pytest.mark.parametrize("window", [CAUSAL, EVERYTHING, (700, 0, True)], ids=str)
-def test_fewer_queries_than_keys_on_end(kernels_on: str, window: tuple) -> None:
-    """A tile has rows behind the last one, which see other keys than any row does."""
-    found, own = [], [drawn(1, of, n, 64, seed=i) for i, (of, n) in enumerate(((HQ, 80), (HKV, 400), (HKV, 400)))]
-    for more in ([], [(5, 7)], [(200, 3000)]):
-        rest = [drawn(1, x.shape[1], sum(pair[min(i, 1)] for pair in more), 64, seed=9 + i) for i, x in enumerate(own)]
-        operands = [torch.cat(pair, 2).to(kernels_on) for pair in zip(own, rest, strict=True)]
-        cu = [torch.tensor([0, *n]).cumsum(0).int().to(kernels_on) for n in zip((80, 400), *more, strict=True)]
-        results = by_kernels(lambda: OPS.attention_fwd(*operands, None, *cu, None, *window, 0.0, None, 1))  # noqa: B023
-        found.append([x[:, :, :80] for x in results])
-    assert_same(found)
+def test_packed_sequence_with_more_keys_than_queries_is_bitwise_equal(kernels_on: str, window: tuple) -> None:
+    """A tile has rows behind the last row of the sequence, which see different keys than the existing rows."""
+    runs, sequence = (
+        [],
+        [
+            random_tensor(1, num_heads, n, 64, seed=i)
+            for i, (num_heads, n) in enumerate(((HQ, 80), (HKV, 400), (HKV, 400)))
+        ],
+    )
+    for further_lengths in ([], [(5, 7)], [(200, 3000)]):
+        further_tensors = [
+            random_tensor(1, x.shape[1], sum(pair[min(i, 1)] for pair in further_lengths), 64, seed=9 + i)
+            for i, x in enumerate(sequence)
+        ]
+        operands = [torch.cat(pair, 2).to(kernels_on) for pair in zip(sequence, further_tensors, strict=True)]
+        cu = [
+            torch.tensor([0, *n]).cumsum(0).int().to(kernels_on) for n in zip((80, 400), *further_lengths, strict=True)
+        ]
+        results = run_on_kernels(lambda: OPS.attention_fwd(*operands, None, *cu, None, *window, 0.0, None, 1))  # noqa: B023
+        runs.append([x[:, :, :80] for x in results])
+    assert_equal_runs(runs)
 
 
 # ---- batches ----
 
 
 @pytest.mark.parametrize("rows", [70, 200])
-def test_batches(kernels_on: str, rows: int) -> None:
-    found = []
+def test_batch_entry_is_bitwise_equal_in_any_batch(kernels_on: str, rows: int) -> None:
+    runs = []
     for B in (1, 2, 5):
-        operands = [drawn(B, of, rows, 64, seed=i) for i, of in enumerate((HQ, HKV, HKV, HQ))]
+        operands = [random_tensor(B, num_heads, rows, 64, seed=i) for i, num_heads in enumerate((HQ, HKV, HKV, HQ))]
         for i, x in enumerate(operands):
-            x[B // 2] = drawn(x.shape[1], rows, 64, seed=50 + i)
+            x[B // 2] = random_tensor(x.shape[1], rows, 64, seed=50 + i)
         *operands, grad_out = (x.to(kernels_on) for x in operands)
         grads = [grad_out, None]
-        results = by_kernels(lambda: both(operands, grads, (None, None), CAUSAL), 2)  # noqa: B023
-        found.append([x[B // 2] for x in results])
-    for results in found[1:]:
-        for what, got, alone in zip(("out", "lse", "dq", "dk", "dv"), results, found[0], strict=True):
-            assert_bitwise_equal(what, got, alone)
+        results = run_on_kernels(lambda: forward_and_backward(operands, grads, (None, None), CAUSAL), 2)  # noqa: B023
+        runs.append([x[B // 2] for x in results])
+    for results in runs[1:]:
+        for result, actual, expected in zip(("out", "lse", "dq", "dk", "dv"), results, runs[0], strict=True):
+            assert_bitwise_equal(result, actual, expected)
 
 
 # ---- pages ----
 
 
 @dataclass(frozen=True)
-class Asked:
-    """Of a call of pages."""
+class PagedSettings:
+    """Settings of a call with paged KV caches."""
 
     Sq: int = 8
     window: tuple = CAUSAL
@@ -115,57 +133,72 @@ class Asked:
     sinks: Tensor | None = None
 
 
-def beside_others(
-    mine: int, batches: list[tuple[list[int], int]], asked: Asked, device: str, **splits: int
+def results_in_batches(
+    num_keys: int, batches: list[tuple[list[int], int]], settings: PagedSettings, device: str, **splits: int
 ) -> list[tuple[Tensor, ...]]:  # fmt: skip
-    """What a sequence of so many keys gets in batches of these lengths and widths of tables, its pages elsewhere."""
-    found, pages = [], -(-mine // 16)
+    """Return the results of a sequence in several batches, whose lengths and widths of block tables are given.
+
+    The sequence has different page numbers in each batch.
+    """
+    results, pages = [], -(-num_keys // 16)
     for used, width in batches:
-        place, B = used.index(mine), len(used)
+        batch_idx, B = used.index(num_keys), len(used)
         order = torch.randperm(B * width, generator=torch.Generator().manual_seed(B + width)).view(B, width).int()
-        pools = [drawn(B * width, 16, 64, seed=90 + i).unsqueeze(1) for i in range(2)]
-        q = drawn(B, HQ, asked.Sq, 64, seed=3)
-        q[place] = drawn(HQ, asked.Sq, 64, seed=33)
+        pools = [random_tensor(B * width, 16, 64, seed=90 + i).unsqueeze(1) for i in range(2)]
+        q = random_tensor(B, HQ, settings.Sq, 64, seed=3)
+        q[batch_idx] = random_tensor(HQ, settings.Sq, 64, seed=33)
         for i, pool in enumerate(pools):
-            pool[order[place, :pages].long()] = drawn(pages, 1, 16, 64, seed=60 + i)
+            pool[order[batch_idx, :pages].long()] = random_tensor(pages, 1, 16, 64, seed=60 + i)
         scales = [None, None]
-        if asked.eight:
+        if settings.eight:
             pools, scales = map(list, zip(*(in_int8(x.float()) for x in pools), strict=True))
-        given = (q, *pools, order, torch.tensor(used).int(), *scales, asked.sinks)
-        given = [None if x is None else x.to(device) for x in given]
-        settings = (*asked.window, asked.softcap, None)
-        out, lse = by_kernels(lambda: OPS.paged_fwd(*given, *settings, **splits))  # noqa: B023
-        found.append((out[place], lse[place]))
-    return found
+        operands = (q, *pools, order, torch.tensor(used).int(), *scales, settings.sinks)
+        operands = [None if x is None else x.to(device) for x in operands]
+        numeric_settings = (*settings.window, settings.softcap, None)
+        out, lse = run_on_kernels(lambda: OPS.paged_fwd(*operands, *numeric_settings, **splits))  # noqa: B023
+        results.append((out[batch_idx], lse[batch_idx]))
+    return results
 
 
-def assert_same(found: list[tuple[Tensor, ...]]) -> None:
-    for results in found[1:]:
-        for what, got, alone in zip(("out", "lse"), results, found[0], strict=True):
-            assert_bitwise_equal(what, got, alone)
+def assert_equal_runs(runs: list[tuple[Tensor, ...]]) -> None:
+    for results in runs[1:]:
+        for result, actual, expected in zip(("out", "lse"), results, runs[0], strict=True):
+            assert_bitwise_equal(result, actual, expected)
 
 
-@pytest.mark.parametrize("eight", [False, True], ids=["16", "8"])
+@pytest.mark.parametrize("is_quantized", [False, True], ids=["16", "8"])
 @pytest.mark.parametrize("Sq", [1, 5])
 @pytest.mark.parametrize("window", [CAUSAL, (50, 0, True)], ids=str)
-def test_pages(kernels_on: str, Sq: int, eight: bool, window: tuple) -> None:
-    """Others are shorter or longer."""
+def test_paged_sequence_is_bitwise_equal_in_any_batch(
+    kernels_on: str, Sq: int, is_quantized: bool, window: tuple
+) -> None:
+    """The remaining sequences are shorter or longer."""
     batches = [([130], 9), ([130], 40), ([3, 130, 0], 9), ([130, 600], 38), ([20] * 9 + [130], 12)]
-    assert_same(beside_others(130, batches, Asked(Sq, window, eight), kernels_on, num_splits=1))
+    assert_equal_runs(
+        results_in_batches(130, batches, PagedSettings(Sq, window, is_quantized), kernels_on, num_splits=1)
+    )
 
 
-ASKED = {  # some rows: two LSEs may be the same whatever the order of their sums
-    "causal": Asked(), "24 rows": Asked(Sq=24), "window": Asked(window=(200, 0, True)), "softcap": Asked(softcap=3.0),
-    "sinks": Asked(sinks=torch.tensor([0.5, -1.0])), "8 bits": Asked(eight=True),
+PAGED_SETTINGS = {  # some rows: two LSEs may be equal in any order of their sums
+    "causal": PagedSettings(), "24 rows": PagedSettings(Sq=24), "window": PagedSettings(window=(200, 0, True)),
+    "softcap": PagedSettings(softcap=3.0), "sinks": PagedSettings(sinks=torch.tensor([0.5, -1.0])),
+    "8 bits": PagedSettings(eight=True),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("mine", [0, 1, 127, 128, 129, 600])
-@pytest.mark.parametrize("asked", ASKED)
-def test_pages_in_splits_of_a_size(kernels_on: str, asked: str, mine: int) -> None:
-    """Tables have room for as many as the sequence needs, for 10, and for 36: so many that are alike would be
-    added up in three orders.
+@pytest.mark.parametrize("num_keys", [0, 1, 127, 128, 129, 600])
+@pytest.mark.parametrize("settings", PAGED_SETTINGS)
+def test_paged_sequence_with_fixed_split_size_is_bitwise_equal(kernels_on: str, settings: str, num_keys: int) -> None:
+    """Block tables have capacity for as many splits as the sequence needs, for 10, and for 36.
+
+    Numbers of splits that depended on the table would add equal parts in three orders.
     """
-    width = max(1, -(-mine // 16))
-    batches = [([mine], width), ([mine], 80), ([mine], 288), ([5, mine, 0], max(width, 9)), ([mine, 640], 80)]
-    assert_same(beside_others(mine, batches, ASKED[asked], kernels_on, fixed_split_size=128))
+    width = max(1, -(-num_keys // 16))
+    batches = [
+        ([num_keys], width),
+        ([num_keys], 80),
+        ([num_keys], 288),
+        ([5, num_keys, 0], max(width, 9)),
+        ([num_keys, 640], 80),
+    ]
+    assert_equal_runs(results_in_batches(num_keys, batches, PAGED_SETTINGS[settings], kernels_on, fixed_split_size=128))

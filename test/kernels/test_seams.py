@@ -1,5 +1,6 @@
-"""Features that no product kernel has yet are compiled as stages of the kernel files as they are: nothing spills, the
-tensor cores' instructions stay what they were, and interpreted they compute what fp64 says. No GPU.
+"""Score stages in combinations that no product kernel has, compiled into unchanged kernel files. No GPU.
+
+Nothing spills, the number of tensor core instructions does not change, and interpreted results match fp64.
 """
 
 from __future__ import annotations
@@ -19,22 +20,23 @@ from torch_flashplug.registry.kernel_spec import KernelSpec
 from torch_flashplug.testing import assert_bitwise_equal
 
 ROOT = Path(__file__).resolve().parents[2]
-# A stage loaded ahead, one behind the softmax and what comes back to it, both: where registers are fewest.
+# The trials have a stage loaded ahead, a stage behind the softmax with its derivative, and both: registers are
+# scarcest there.
 TRIALS = {
     "fwd_sm90_bf16_d128_causal_m128n128s2": [("bits", "dropout")],
-    # Blocks of 112 keys read words of 64, and draw for 128. Both spill: layouts.md.
+    # Blocks of 112 keys read 64-bit words, and draw random bits for 128 keys. Both trials spill: see layouts.md.
     "fwd_sm90_bf16_d192_full_m128n112s2": [("bits",), ("dropout",)],
     "fwd_sm90_bf16_d192_full_m128n80s2": [("bits", "dropout")],
-    "fwd_sm90_bf16_d64_full_m192n128s2": [("dropout",)],  # three warpgroups: fewer registers
+    "fwd_sm90_bf16_d64_full_m192n128s2": [("dropout",)],  # three warpgroups have fewer registers each
     "fwd_sm80_bf16_d64_full_m64n96s1": [("bits",)],
-    "bwd_sm90_bf16_d64_causal_m64n128s4": [("bits",), ("dropout",)],  # both spill: layouts.md
+    "bwd_sm90_bf16_d64_causal_m64n128s4": [("bits",), ("dropout",)],  # both trials spill: see layouts.md
     "bwd_sm90_bf16_d128_causal_m64n128s2": [("bits",)],
     "bwd_sm90_bf16_d128_full_m64n128s2": [("listed",), ("listed", "bits")],
     "detbwd_sm90_bf16_d64_causal_m64n128s4": [("bits", "dropout")],
     "partbwd_sm90_bf16_d128_causal_m64n64s2": [("bits",), ("bits", "dropout")],
     "partbwd_sm90_bf16_d192_full_m64n64s2": [("dropout",)],
     "partbwd_sm90_bf16_d256_full_m64n64s2": [("bits",)],
-    # Blocks from lists, with a mask's words for what they hide.
+    # Block-sparse lists, with a bitmask for partial blocks.
     "fwd_sm90_bf16_d128_full_m128n128s2": [
         *(("bits",), ("listed",), ("listed", "bits")),
     ],
@@ -45,11 +47,11 @@ TRIALS = {
     "detbwd_sm90_bf16_d64_full_m64n128s4": [("listed", "bits")],
     "detbwd_sm90_bf16_d128_full_m64n128s2": [("listed",), ("listed", "bits")],
     "partbwd_sm90_bf16_d128_full_m64n64s2": [("listed", "bits")],
-    # Sequences of different lengths on end, which only decode has no product kernel for.
+    # Packed sequences: only decode has no product kernel.
     "decode_sm90_bf16_d128_full_m64n64s3": [("ragged",)],
 }
 COUNTS = ("hgmma", "warpgroup")
-# Into a folder that is named after all that trials come from: run again, nothing is compiled again.
+# The script compiles into a folder named after all sources of trials, so a second run compiles nothing.
 COMPILE = """
 import hashlib, json, pathlib, shutil, sys
 tests, tools, wanted, build = sys.argv[1:]
@@ -65,7 +67,7 @@ folder.mkdir(parents=True, exist_ok=True)
 rows, files = [], []
 for name, stages in wanted:
     if stages:
-        files.append(folder / trials.name_of(name, stages))
+        files.append(folder / trials.trial_name(name, stages))
         if not files[-1].with_suffix(".json").exists():
             trials.build(name, stages, folder)
             cubin = files[-1].with_suffix(".cubin").read_bytes()
@@ -81,41 +83,41 @@ print(json.dumps([str(pack), rows]))
 
 
 @dataclass(frozen=True)
-class Built:
-    """What each trial's cubin holds, and each kernel's without a stage; a pack of the trials, interpreted."""
+class BuiltTrials:
+    """Resources of each trial's cubin and of each kernel without a stage, and an interpreted pack of the trials."""
 
     rows: dict[tuple[str, tuple[str, ...]], dict[str, int]]
     pack: Path
 
     def function(self, name: str, stages: tuple[str, ...]):
-        return on_cpu.function(self.pack, "_".join((name, *stages)))
+        return on_cpu.load_kernel(self.pack, "_".join((name, *stages)))
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory) -> Built:
-    """Compiled in a process of its own; kernels without a stage are the build's."""
+def built_trials(tmp_path_factory) -> BuiltTrials:
+    """Compile the trials in a separate process; kernels without a stage come from the build."""
     pytest.importorskip("cutlass", reason="the DSL is needed to compile kernels")
-    wanted = [(name, stages) for name, trials in TRIALS.items() for stages in ((), *trials)]
-    command = [sys.executable, "-c", COMPILE, ROOT / "test", ROOT / "tools", json.dumps(wanted), ROOT / "build"]
+    kernels = [(name, stages) for name, trials in TRIALS.items() for stages in ((), *trials)]
+    command = [sys.executable, "-c", COMPILE, ROOT / "test", ROOT / "tools", json.dumps(kernels), ROOT / "build"]
     environment = {**os.environ, "CUTE_DSL_DUMP_DIR": str(tmp_path_factory.mktemp("dumps")), "CUTE_DSL_ARCH": "sm_90a"}
     run = subprocess.run(
         list(map(str, command)), env=environment, capture_output=True, text=True, check=False, timeout=900
     )
     assert run.returncode == 0, run.stdout + run.stderr
     pack, rows = json.loads(run.stdout.splitlines()[-1])
-    return Built(dict(zip(wanted, rows, strict=True)), Path(pack))
+    return BuiltTrials(dict(zip(kernels, rows, strict=True)), Path(pack))
 
 
 @pytest.mark.parametrize(
     "kernel, stages", [(name, stages) for name, trials in TRIALS.items() for stages in trials],
     ids=lambda value: value if isinstance(value, str) else "+".join(value),
 )  # fmt: skip
-def test_a_stage_costs_no_spill_and_no_turn_of_the_tensor_cores(kernel, stages, built):
-    row, base = built.rows[kernel, stages], built.rows[kernel, ()]
+def test_added_stage_causes_no_spill_and_no_tensor_core_instruction(kernel, stages, built_trials):
+    row, base = built_trials.rows[kernel, stages], built_trials.rows[kernel, ()]
     assert row["spills"] == 0 and row["stack_bytes"] == 0, row
-    expected = [base.get(count, 0) for count in COUNTS]  # a build counts wgmma where there is any
-    # A forward without a mask has a loop of whole blocks beside its first block; a backward has two loops. A list has
-    # blocks that hide something and whole ones.
+    expected = [base.get(count, 0) for count in COUNTS]  # a build counts wgmma only where there are any
+    # A forward without a mask has a loop of full blocks after its first block; a backward has two loops. A list has
+    # partial and full blocks.
     if kernel.startswith("fwd_sm90"):
         expected = [count + ("listed" in stages) * count // 2 for count in expected]
     assert [row[count] for count in COUNTS] == expected, (row, base)
@@ -128,13 +130,13 @@ NUMBERS = [(kernel, stages) for kernel, trials in TRIALS.items() for stages in t
 @pytest.mark.parametrize(
     "kernel, stages", NUMBERS, ids=lambda value: value if isinstance(value, str) else "+".join(value)
 )
-def test_numbers_are_those_of_fp64(kernel, stages, built):
-    """In some order of what is not ordered, and in another one with other words and lists."""
-    spec, function = KernelSpec.from_name(kernel), built.function(kernel, stages)
+def test_trial_kernels_match_fp64(kernel, stages, built_trials):
+    """The two seeds use different orders of independent operations, different bitmasks and different lists."""
+    spec, function = KernelSpec.from_name(kernel), built_trials.function(kernel, stages)
     for seed in (0, 7):
-        on_cpu.seed(built.pack, seed)
-        call = trial_calls.posed(spec, stages, seed + NUMBERS.index((kernel, stages)))
-        trial_calls.check(f"{kernel} {stages} seed {seed}", function, spec, call)
+        on_cpu.set_order_seed(built_trials.pack, seed)
+        call = trial_calls.make_call(spec, stages, seed + NUMBERS.index((kernel, stages)))
+        trial_calls.check_kernel(f"{kernel} {stages} seed {seed}", function, spec, call)
 
 
 @pytest.mark.interpreted
@@ -143,15 +145,15 @@ def test_numbers_are_those_of_fp64(kernel, stages, built):
     [each for each in NUMBERS if each[0].startswith(("detbwd", "partbwd"))],
     ids=lambda value: value if isinstance(value, str) else "+".join(value),
 )
-def test_a_backward_in_order_gives_the_same_bits(kernel, stages, built):
-    spec, function, found = KernelSpec.from_name(kernel), built.function(kernel, stages), []
-    call = trial_calls.posed(spec, stages, 1)
+def test_deterministic_trial_backward_is_bitwise_equal(kernel, stages, built_trials):
+    spec, function, runs = KernelSpec.from_name(kernel), built_trials.function(kernel, stages), []
+    call = trial_calls.make_call(spec, stages, 1)
     for seed in (0, 1, 2):
-        on_cpu.seed(built.pack, seed)
-        found.append(trial_calls.backward(function, spec, call))
-    for others in found[1:]:
-        for name, one, other in zip(("dq", "dk", "dv"), found[0], others, strict=True):
-            assert_bitwise_equal(f"{kernel} {name}", other, one)
+        on_cpu.set_order_seed(built_trials.pack, seed)
+        runs.append(trial_calls.backward(function, spec, call))
+    for grads in runs[1:]:
+        for name, expected, actual in zip(("dq", "dk", "dv"), runs[0], grads, strict=True):
+            assert_bitwise_equal(f"{kernel} {name}", actual, expected)
 
 
 TRACE = """
@@ -159,12 +161,12 @@ import sys
 sys.path[:0] = sys.argv[1:3]
 import aot, trials
 import cutlass.cute as cute
-cute.compile(trials.say_wrong_biases)
+cute.compile(trials.trace_wrong_biases)
 """
 
 
 def test_threads_read_the_biases_of_their_scores():
-    """By the layouts of ldmatrix and of accumulators, since nothing runs here."""
+    """The check uses the layouts of ldmatrix and of accumulators, since nothing runs in this test."""
     pytest.importorskip("cutlass", reason="the DSL is needed for its layouts")
     command = [sys.executable, "-c", TRACE, ROOT / "tools", ROOT / "test"]
     environment = {"CUTE_DSL_ARCH": "sm_90a"}

@@ -1,5 +1,7 @@
-"""Where elements of sm_80's swizzled tiles lie: every unit has a place of its own, rows that are read or written at
-once lie in different banks, and the shortcuts that kernels take (an exclusive or, constant offsets) lead there. No GPU.
+"""Addresses of elements in swizzled shared-memory tiles of sm_80. No GPU.
+
+Each unit has a separate address, and rows that are read or written together are in different banks. The shortcuts of
+kernels (an exclusive or, constant offsets) give equal addresses.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ pytest.importorskip("cutlass", reason="the DSL is needed to import kernels")
 from torch_flashplug.kernels.primitives import sm80  # noqa: E402
 
 START = 1024
-BANK_BYTES = 128  # of shared memory in one cycle
+BANK_BYTES = 128  # bytes of shared memory per cycle
 TILES = [sm80.SmemTile(START, rows, columns) for rows in (16, 48, 64, 128) for columns in (32, 64, 96, 128, 192, 256)]
 
 
@@ -20,21 +22,21 @@ def tile_id(tile) -> str:
 
 
 def address(tile, row: int, column: int) -> int:
-    """Of the unit that holds an element."""
+    """Return the address of an element's unit."""
     unit = column % tile.panel // sm80.VECTOR
     return tile.unit(row, unit) + column // tile.panel * tile.panel_bytes
 
 
 @pytest.mark.parametrize("tile", TILES, ids=tile_id)
-def test_units_fill_the_tile(tile):
+def test_units_fill_the_tile_without_gaps(tile):
     places = {address(tile, row, column) for row in range(tile.rows) for column in range(0, tile.columns, sm80.VECTOR)}
     assert places == set(range(START, START + tile.bytes, sm80.VECTOR_BYTES))
     assert tile.bytes == 2 * tile.rows * tile.columns
 
 
 @pytest.mark.parametrize("tile", TILES, ids=tile_id)
-def test_eight_rows_lie_in_different_banks(tile):
-    """What one phase of ldmatrix reads: the same unit of eight rows."""
+def test_eight_rows_are_in_different_banks(tile):
+    """A phase of ldmatrix reads the same unit of eight rows."""
     for row in range(0, tile.rows, 8):
         for column in range(0, tile.columns, sm80.VECTOR):
             banks = {address(tile, row + r, column) % BANK_BYTES for r in range(8)}
@@ -42,8 +44,8 @@ def test_eight_rows_lie_in_different_banks(tile):
 
 
 @pytest.mark.parametrize("tile", TILES, ids=tile_id)
-def test_a_row_is_written_without_conflict(tile):
-    """What eight threads of cp.async write: as many units of one row, or of two, as are 128 bytes."""
+def test_row_is_written_without_bank_conflict(tile):
+    """Eight threads of cp.async write 128 bytes: the units of one row, or of two rows."""
     units = tile.panel // sm80.VECTOR
     for row in range(0, tile.rows, 8 // units):
         banks = {tile.unit(row + t // units, t % units) % BANK_BYTES for t in range(8)}
@@ -51,8 +53,8 @@ def test_a_row_is_written_without_conflict(tile):
 
 
 @pytest.mark.parametrize("tile", TILES, ids=tile_id)
-def test_pairs_are_an_exclusive_or_away(tile):
-    """A lane keeps the address of one pair of units of its row; the others follow without the row."""
+def test_unit_pairs_differ_by_an_exclusive_or(tile):
+    """A lane keeps the address of one pair of units in the row; all further offsets do not depend on the row."""
     for row in range(tile.rows):
         for unit in (0, 1):
             for pair in range(tile.panel // sm80.PAIR):
@@ -60,24 +62,24 @@ def test_pairs_are_an_exclusive_or_away(tile):
 
 
 @pytest.mark.parametrize("tile", TILES, ids=tile_id)
-def test_rows_eight_apart_and_panels_are_constants_away(tile):
+def test_row_and_panel_offsets_are_constants(tile):
     for row in range(tile.rows - 8):
         for column in range(0, tile.columns, sm80.PAIR):
-            first = address(tile, row, column % tile.panel)
-            assert address(tile, row + 8, column) == first + tile.offset(8, column)
+            address_in_panel = address(tile, row, column % tile.panel)
+            assert address(tile, row + 8, column) == address_in_panel + tile.offset(8, column)
 
 
 @pytest.mark.parametrize("tile", TILES, ids=tile_id)
 @pytest.mark.parametrize("threads", [32, 128, 256])
-def test_movers_reach_every_unit_once(tile, threads):
-    """By the step from row to row that `Mover.load` takes, and its turn where that is no multiple of eight."""
+def test_mover_threads_reach_every_unit_once(tile, threads):
+    """`Mover.load` steps from row to row, and applies the swizzle if the step is no multiple of eight."""
     mover = sm80.SmemCopier(threads, None, elementwise=False)
     reached = []
     for thread in range(threads):
         row, unit, step = mover.place(tile, thread)
         for r in range(0, tile.rows, step):
             if row + r < tile.rows:
-                place = (tile.unit(row, unit) ^ (r % 8 * sm80.VECTOR_BYTES)) + r * tile.row_bytes
-                assert place == tile.unit(row + r, unit)
-                reached.append(place)
+                unit_address = (tile.unit(row, unit) ^ (r % 8 * sm80.VECTOR_BYTES)) + r * tile.row_bytes
+                assert unit_address == tile.unit(row + r, unit)
+                reached.append(unit_address)
     assert len(set(reached)) == len(reached) == tile.rows * tile.panel // sm80.VECTOR

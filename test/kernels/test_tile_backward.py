@@ -1,5 +1,7 @@
-"""The backward of sequences that fit into one tile, through F.sdpa on a GPU or interpreted: every gradient against
-fp64, the same bits in every run, and which calls get these kernels.
+"""Backward of sequences with at most a tile of rows and keys, through F.sdpa, on a GPU or interpreted.
+
+Each gradient is compared with fp64 and is bitwise equal in every run. Further tests check the selection of these
+kernels.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from splits import planned
+from splits import plan_of_forced_call
 from torch import Tensor
 
 import torch_flashplug
@@ -34,12 +36,13 @@ SPECS = kernel_table.specs(90, "tilebwd")
 NAMES = ("dq", "dk", "dv")
 SIZES = ((49, 49), (64, 64), (1, 5), (17, 64), (64, 3), (33, 50))
 FACTS = {"grad": 1, "bias": 1, "bias_grad": 1}
-# Which of (B, Hq, Sq, Sk) a bias has. The last two have one number for all keys, or for all queries.
+# Dims of (B, Hq, Sq, Sk) in which a bias is not broadcast. The last two forms have one number for all keys, or for all
+# queries.
 FORMS = {"whole": "bhqk", "of_heads": "hqk", "of_batch": "bqk", "for_all": "qk", "rows": "bhq", "keys": "bk"}
 
 
-def drawn(case: Case, dims: str, dtype: torch.dtype, device: str) -> Tensor:
-    """Return a bias, of which some numbers hide a score, and which hides all keys of row 11."""
+def random_bias(case: Case, dims: str, dtype: torch.dtype, device: str) -> Tensor:
+    """Return a bias that masks out some scores, and all keys of row 11."""
     sizes = [size if dim in dims else 1 for dim, size in zip("bhqk", (case.B, case.Hq, case.Sq, case.Sk), strict=True)]
     generator = torch.Generator().manual_seed(SEED)
     bias = torch.randn(sizes, generator=generator) * 2
@@ -51,40 +54,40 @@ def drawn(case: Case, dims: str, dtype: torch.dtype, device: str) -> Tensor:
     return bias.to(device, dtype)
 
 
-def gradients(case: Case, bias: Tensor, device: str, *, bias_grad: bool) -> list[Tensor]:
-    """Return dq, dk, dv and perhaps dbias of a forced call, twice the same bits."""
+def run_twice(case: Case, bias: Tensor, device: str, *, bias_grad: bool) -> list[Tensor]:
+    """Return dq, dk, dv and optionally dbias of a forced call, after checking that two runs give equal bits."""
     inputs = make_inputs(case, device, SEED)
     leaves = [tensor.requires_grad_() for tensor in (*inputs, *((bias,) if bias_grad else ()))]
-    found = []
+    runs = []
     for _ in range(2):
         bindings.counters(reset=True)
         with torch_flashplug.sdpa_backend("fa3"):
             out = F.scaled_dot_product_attention(*inputs, attn_mask=bias, scale=case.scale)
-            found.append(torch.autograd.grad(out, leaves, inputs.grad_out))
+            runs.append(torch.autograd.grad(out, leaves, inputs.grad_out))
         assert bindings.counters()["ours_bwd"] == 1
-    for name, again, first in zip((*NAMES, "dbias"), found[1], found[0], strict=False):
-        assert_bitwise_equal(f"{case.name} {name}", again, first)
-    return list(found[0])
+    for name, actual, expected in zip((*NAMES, "dbias"), runs[1], runs[0], strict=False):
+        assert_bitwise_equal(f"{case.name} {name}", actual, expected)
+    return list(runs[0])
 
 
-def check(case: Case, dims: str, dtype: torch.dtype, device: str, *, bias_grad: bool = True) -> None:
-    bias = drawn(case, dims, dtype, device)
-    found = gradients(case, bias, device, bias_grad=bias_grad)
-    inputs, rule = make_inputs(case, device, SEED), Masking(bias=bias.detach())
-    exact, low = (of(case, inputs, rule) for of in (oracle_grads, plain_grads))
+def check_gradients(case: Case, dims: str, dtype: torch.dtype, device: str, *, bias_grad: bool = True) -> None:
+    bias = random_bias(case, dims, dtype, device)
+    grads = run_twice(case, bias, device, bias_grad=bias_grad)
+    inputs, masking = make_inputs(case, device, SEED), Masking(bias=bias.detach())
+    exact, low = (reference(case, inputs, masking) for reference in (oracle_grads, plain_grads))
     cancelled = cancelled_sums(*inputs, inputs.grad_out, case.scale)
-    for name, got, right, yardstick in zip(NAMES, found, exact, low, strict=False):
+    for name, grad, expected, yardstick in zip(NAMES, grads, exact, low, strict=False):
         budget = {"factor": GRAD_FACTOR, "cancelled": float(cancelled[name])}
-        assert_within_budget(f"{case.name} {dims} {name}", got, right, yardstick, **budget, seed=SEED)
+        assert_within_budget(f"{case.name} {dims} {name}", grad, expected, yardstick, **budget, seed=SEED)
     if not bias_grad:
         return
-    right, yardstick = (
-        bias_grad_math(*inputs, inputs.grad_out, scale=case.scale, mask=rule, dtype=number)
+    expected, yardstick = (
+        bias_grad_math(*inputs, inputs.grad_out, scale=case.scale, mask=masking, dtype=number)
         for number in (torch.float64, case.torch_dtype)
     )
     budget = {"factor": GRAD_FACTOR, "cancelled": float(cancelled_bias_sums(inputs.v, inputs.grad_out, bias))}
-    assert_within_budget(f"{case.name} {dims} dbias", found[3], right, yardstick, **budget, seed=SEED)
-    assert found[3].stride() == torch.empty_like(bias).stride()
+    assert_within_budget(f"{case.name} {dims} dbias", grads[3], expected, yardstick, **budget, seed=SEED)
+    assert grads[3].stride() == torch.empty_like(bias).stride()
 
 
 def bias_dtype(spec: KernelSpec, case: Case) -> torch.dtype:
@@ -93,47 +96,51 @@ def bias_dtype(spec: KernelSpec, case: Case) -> torch.dtype:
 
 @pytest.mark.parametrize("dims", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize("spec", SPECS, ids=KernelSpec.name)
-def test_biases(kernels_on: str, spec: KernelSpec, dims: str) -> None:
+def test_gradients_of_each_bias_shape(kernels_on: str, spec: KernelSpec, dims: str) -> None:
     case = new_case(f"{spec.name()}", (5, 3, 3), (49, 49), (spec.d, spec.d), dtype=spec.dtype)
-    check(case, dims, bias_dtype(spec, case), kernels_on)
+    check_gradients(case, dims, bias_dtype(spec, case), kernels_on)
 
 
 @pytest.mark.parametrize("bias_grad", [False, True])
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("spec", SPECS, ids=KernelSpec.name)
-def test_sizes(kernels_on: str, spec: KernelSpec, sizes: tuple[int, int], bias_grad: bool) -> None:
+def test_gradients_of_different_lengths(
+    kernels_on: str, spec: KernelSpec, sizes: tuple[int, int], bias_grad: bool
+) -> None:
     case = new_case(f"{spec.name()} {sizes}", (3, 2, 2), sizes, (spec.d, spec.d), dtype=spec.dtype)
-    check(case, "hqk", bias_dtype(spec, case), kernels_on, bias_grad=bias_grad)
+    check_gradients(case, "hqk", bias_dtype(spec, case), kernels_on, bias_grad=bias_grad)
 
 
 @pytest.mark.parametrize("d", [8, 24, 40, 56])
-def test_narrow_heads(kernels_on: str, d: int) -> None:
-    check(new_case(f"narrow {d}", (2, 2, 2), (49, 49), (d, d)), "hqk", torch.bfloat16, kernels_on)
+def test_gradients_with_narrow_head_dims(kernels_on: str, d: int) -> None:
+    check_gradients(new_case(f"narrow {d}", (2, 2, 2), (49, 49), (d, d)), "hqk", torch.bfloat16, kernels_on)
 
 
 @pytest.mark.parametrize("dims", [(24, 64), (64, 16), (32, 40)])
-def test_value_has_another_head_dim(kernels_on: str, dims: tuple[int, int]) -> None:
+def test_gradients_with_a_different_value_head_dim(kernels_on: str, dims: tuple[int, int]) -> None:
     case = new_case(f"dims {dims}", (3, 2, 2), (49, 60), dims)
-    assert planned(case, backend="fa3", **FACTS)["gradients"].startswith("tilebwd")
-    check(case, "hqk", torch.bfloat16, kernels_on)
+    assert plan_of_forced_call(case, backend="fa3", **FACTS)["gradients"].startswith("tilebwd")
+    check_gradients(case, "hqk", torch.bfloat16, kernels_on)
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.5, 3.0])
-def test_scales(kernels_on: str, scale: float) -> None:
-    check(new_case(f"scale {scale}", (2, 2, 2), (49, 49), (32, 32), scale=scale), "qk", torch.bfloat16, kernels_on)
+def test_gradients_with_different_softmax_scales(kernels_on: str, scale: float) -> None:
+    check_gradients(
+        new_case(f"scale {scale}", (2, 2, 2), (49, 49), (32, 32), scale=scale), "qk", torch.bfloat16, kernels_on
+    )
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("batch", "heads"), [(1000, 6), (4096, 3), (2, 700), (1, 2000)])
 @pytest.mark.parametrize("dims", ["hqk", "bqk"])
-def test_many_windows(batch: int, heads: int, dims: str) -> None:
-    """Ranges of the batch are long, or there are more heads than CTAs run at once."""
+def test_gradients_of_large_batches_and_many_heads(batch: int, heads: int, dims: str) -> None:
+    """Ranges of the batch are long, or there are more heads than concurrent CTAs."""
     case = new_case(f"{batch} of {heads}", (batch, heads, heads), (49, 49), (32, 32), dtype="fp16")
-    check(case, dims, torch.float16, "cuda")
+    check_gradients(case, dims, torch.float16, "cuda")
 
 
 @pytest.mark.parametrize(
-    ("heads", "sizes", "d", "facts", "gets"),
+    ("heads", "sizes", "d", "facts", "is_selected"),
     [
         ((64, 3, 3), (49, 49), 32, FACTS, True),
         ((64, 3, 3), (64, 64), 64, FACTS, True),
@@ -145,10 +152,10 @@ def test_many_windows(batch: int, heads: int, dims: str) -> None:
         ((64, 3, 3), (49, 49), 32, {**FACTS, "dropout": 1, "dropout_p": 0.1}, False),
     ],
 )
-def test_which_calls_get_one(
-    heads: tuple[int, int, int], sizes: tuple[int, int], d: int, facts: dict[str, float], gets: bool
+def test_plan_selects_the_single_tile_backward_for_small_calls(
+    heads: tuple[int, int, int], sizes: tuple[int, int], d: int, facts: dict[str, float], is_selected: bool
 ) -> None:
     case = new_case("planned", heads, sizes, (d, d))
-    gradients_by = planned(case, backend="fa3", **facts)["gradients"]
-    assert gradients_by.startswith("tilebwd_sm90_bf16_") == gets
-    assert "and dbias" not in gradients_by or not gets
+    gradients_by = plan_of_forced_call(case, backend="fa3", **facts)["gradients"]
+    assert gradients_by.startswith("tilebwd_sm90_bf16_") == is_selected
+    assert "and dbias" not in gradients_by or not is_selected

@@ -1,5 +1,6 @@
-"""Windows, sinks and an LSE that is differentiated, by kernels of ours on a GPU or interpreted: numbers and gradients
-against fp64, of any lengths and alignments.
+"""Windows, sinks and a differentiated LSE by our kernels, on a GPU or interpreted.
+
+Results and gradients are compared with fp64, for different lengths and alignments.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ SPECS = [spec for arch in (90, 80) for spec in kernel_table.specs(arch) if spec.
 FORWARDS = [spec for spec in SPECS if not spec.is_backward]
 BACKWARDS = [spec for spec in SPECS if spec.is_backward]
 BACKENDS = {90: "fa3", 80: "fa2"}
-# Windows and lengths (Sq, Sk): blocks hidden on either side, at edges of blocks, rows that see no key at the beginning
-# or at the end, one query, one key, everything.
+# Windows and lengths (Sq, Sk): blocks masked out on either side, boundaries at edges of blocks, rows without visible
+# keys at the beginning or at the end, a single query, a single key, no mask.
 WINDOWS = (
     (Window(40, 0), (300, 333)),
     (Window(0, 70), (300, 333)),
@@ -63,8 +64,8 @@ BY_WINDOW = pytest.mark.parametrize(
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A call, and what its gradients are of."""
+class WindowCall:
+    """A call, and the output gradients."""
 
     case: Case
     window: Window
@@ -77,28 +78,35 @@ class Asked:
         return self.window.seen(self.case.Sq, self.case.Sk, torch.device("cpu"))
 
 
-def asked(nth: int, dims: tuple[int, int], dtype: str, *, sinks: bool = True, dlse: bool = True) -> Asked:
+def make_window_call(
+    nth: int, dims: tuple[int, int], dtype: str, *, sinks: bool = True, dlse: bool = True
+) -> WindowCall:
     window, seq = WINDOWS[nth]
-    draw = torch.Generator().manual_seed(SEED + nth)
+    generator = torch.Generator().manual_seed(SEED + nth)
     case = new_case(f"{window} {seq} {dims}", HEADS, seq, dims, dtype=dtype)
-    found = torch.randn(case.Hq, generator=draw) * 2, torch.randn(case.B, case.Hq, case.Sq, generator=draw)
-    return Asked(case, window, found[0] if sinks else None, found[1] if dlse else None)
+    sinks_and_grad = (
+        torch.randn(case.Hq, generator=generator) * 2,
+        torch.randn(case.B, case.Hq, case.Sq, generator=generator),
+    )
+    return WindowCall(case, window, sinks_and_grad[0] if sinks else None, sinks_and_grad[1] if dlse else None)
 
 
-def with_cap(spec: KernelSpec, call: Asked) -> Asked:
-    """A low one, where a kernel has one."""
+def with_softcap(spec: KernelSpec, call: WindowCall) -> WindowCall:
+    """Add a low softcap if the kernel has one."""
     return replace(call, softcap=2.0) if "softcap" in spec.features else call
 
 
 @dataclass(frozen=True)
-class Found:
+class Results:
     out: Tensor
     lse: Tensor
     grads: dict[str, Tensor]
 
 
-def ours(call: Asked, device: str, *, grads: bool = False, backend: str = "fa3", order: bool = False) -> Found:
-    """By kernels."""
+def run_kernels(
+    call: WindowCall, device: str, *, grads: bool = False, backend: str = "fa3", order: bool = False
+) -> Results:
+    """Return results and gradients of plugin kernels."""
     inputs = make_inputs(call.case, device, SEED)
     leaves = {name: getattr(inputs, name).requires_grad_(grads) for name in "qkv"}
     if call.sinks is not None:
@@ -107,24 +115,26 @@ def ours(call: Asked, device: str, *, grads: bool = False, backend: str = "fa3",
     with torch_flashplug.sdpa_backend(backend), in_order(order):
         out, lse = OP(*inputs, leaves.get("sinks"), None, None, None, *call.window, call.softcap, None)
         if grads:
-            of, given = [out, lse], [inputs.grad_out, call.grad_lse]
+            outputs, output_grads = [out, lse], [inputs.grad_out, call.grad_lse]
             if call.grad_lse is None:
-                of, given = of[:1], given[:1]
-            given = [x.to(device) for x in given]
-            found = dict(zip((f"d{name}" for name in leaves), torch.autograd.grad(of, [*leaves.values()], given)))
+                outputs, output_grads = outputs[:1], output_grads[:1]
+            output_grads = [x.to(device) for x in output_grads]
+            grads_by_name = dict(
+                zip((f"d{name}" for name in leaves), torch.autograd.grad(outputs, [*leaves.values()], output_grads))
+            )
     counts = bindings.counters(reset=True)
     assert counts["ours_fwd"] == 1 and counts["ours_bwd"] == grads and counts["math_fwd"] == counts["math_bwd"] == 0
-    return Found(out.detach(), lse.detach(), found if grads else {})
+    return Results(out.detach(), lse.detach(), grads_by_name if grads else {})
 
 
-def drawn(call: Asked, device: torch.device) -> Inputs:
-    """What `ours` drew there, on the CPU: devices draw other numbers from one seed."""
+def inputs_on_cpu(call: WindowCall, device: torch.device) -> Inputs:
+    """Return the inputs of `ours`, on the CPU; devices draw different numbers from one seed."""
     inputs = make_inputs(call.case, device, SEED)
     return Inputs(*(x.cpu() for x in (*inputs, inputs.grad_out)))
 
 
-def math_of(call: Asked, inputs: Inputs, dtype: torch.dtype) -> Found:
-    """By definition, on the CPU, every step rounded to `dtype`."""
+def reference_results(call: WindowCall, inputs: Inputs, dtype: torch.dtype) -> Results:
+    """Return the reference by definition, on the CPU, with each step rounded to `dtype`."""
     leaves = {name: getattr(inputs, name).to(dtype).requires_grad_() for name in "qkv"}
     group, blind = call.case.Hq // call.case.Hkv, ~call.seen.any(-1)
     k, v = (leaves[name].repeat_interleave(group, 1) for name in "kv")
@@ -148,113 +158,119 @@ def math_of(call: Asked, inputs: Inputs, dtype: torch.dtype) -> Found:
     loss = (out * inputs.grad_out.to(dtype)).sum()
     if call.grad_lse is not None:
         loss = loss + (lse.masked_fill(lse == -math.inf, 0.0) * call.grad_lse.to(dtype)).sum()
-    found = torch.autograd.grad(loss, [*leaves.values()], allow_unused=True)
-    return Found(out.detach(), lse.detach(), dict(zip((f"d{name}" for name in leaves), found)))
+    gradients = torch.autograd.grad(loss, [*leaves.values()], allow_unused=True)
+    return Results(out.detach(), lse.detach(), dict(zip((f"d{name}" for name in leaves), gradients)))
 
 
-def check(call: Asked, found: Found) -> None:
-    inputs, dtypes = drawn(call, found.out.device), (torch.float64, call.case.torch_dtype, torch.float32)
-    exact, low, single = (math_of(call, inputs, dtype) for dtype in dtypes)
-    assert_within_budget(f"{call.case.name} out", found.out.cpu(), exact.out, low.out, seed=SEED)
-    assert_lse(call.case.name, found.lse.cpu(), exact.lse, single.lse, seed=SEED)
-    check_gradients(call.case.name, found.grads, exact, low.grads, (*inputs, inputs.grad_out), call.sinks)
+def check_results(call: WindowCall, results: Results) -> None:
+    inputs, dtypes = inputs_on_cpu(call, results.out.device), (torch.float64, call.case.torch_dtype, torch.float32)
+    exact, low, single = (reference_results(call, inputs, dtype) for dtype in dtypes)
+    assert_within_budget(f"{call.case.name} out", results.out.cpu(), exact.out, low.out, seed=SEED)
+    assert_lse(call.case.name, results.lse.cpu(), exact.lse, single.lse, seed=SEED)
+    check_gradients(call.case.name, results.grads, exact, low.grads, (*inputs, inputs.grad_out), call.sinks)
 
 
 @pytest.mark.parametrize("spec", FORWARDS, ids=KernelSpec.name)
-def test_every_forward(kernels_on: str, spec: KernelSpec, kernel_alone: Callable[[KernelSpec], None]) -> None:
-    """Two windows each, others for each kernel."""
+def test_every_window_forward_kernel(
+    kernels_on: str, spec: KernelSpec, kernel_alone: Callable[[KernelSpec], None]
+) -> None:
+    """Each kernel is tested with two windows, different for each kernel."""
     kernel_alone(spec)
     for nth in (FORWARDS.index(spec) % 8, 8 + FORWARDS.index(spec) % 7):
-        call = with_cap(spec, asked(nth, (spec.d, spec.dv), spec.dtype, sinks=nth % 3 > 0))
-        check(call, ours(call, kernels_on, backend=BACKENDS[spec.arch]))
+        call = with_softcap(spec, make_window_call(nth, (spec.d, spec.dv), spec.dtype, sinks=nth % 3 > 0))
+        check_results(call, run_kernels(call, kernels_on, backend=BACKENDS[spec.arch]))
 
 
 @pytest.mark.parametrize("spec", BACKWARDS, ids=KernelSpec.name)
-def test_every_backward(kernels_on: str, spec: KernelSpec, kernel_alone: Callable[[KernelSpec], None]) -> None:
+def test_every_window_backward_kernel(
+    kernels_on: str, spec: KernelSpec, kernel_alone: Callable[[KernelSpec], None]
+) -> None:
     kernel_alone(spec)
     for nth in (BACKWARDS.index(spec) % 8, 8 + BACKWARDS.index(spec) % 7):
-        call = with_cap(spec, asked(nth, (spec.d, spec.dv), spec.dtype, sinks=nth % 3 > 0, dlse=nth % 2 > 0))
-        check(call, ours(call, kernels_on, grads=True, backend=BACKENDS[spec.arch], order=spec.in_order))
+        call = with_softcap(
+            spec, make_window_call(nth, (spec.d, spec.dv), spec.dtype, sinks=nth % 3 > 0, dlse=nth % 2 > 0)
+        )
+        check_results(call, run_kernels(call, kernels_on, grads=True, backend=BACKENDS[spec.arch], order=spec.in_order))
 
 
 @BY_WINDOW
 @pytest.mark.parametrize("backend", ["fa3", "fa2"])
-def test_windows(kernels_on: str, nth: int, backend: str) -> None:
-    """With the kernels that are planned for them."""
+def test_output_and_gradients_of_each_window(kernels_on: str, nth: int, backend: str) -> None:
+    """The plan chooses the kernels."""
     dims = ((64, 64), (128, 128), (96, 80), (192, 128), (256, 256), (192, 192))[nth % 6]
-    call = asked(nth, dims, WHOLE[nth % 2])
-    check(call, ours(call, kernels_on, grads=True, backend=backend))
+    call = make_window_call(nth, dims, WHOLE[nth % 2])
+    check_results(call, run_kernels(call, kernels_on, grads=True, backend=backend))
 
 
 @BY_WINDOW
-def test_neither_sinks_nor_a_gradient_of_the_lse(kernels_on: str, nth: int) -> None:
-    call = asked(nth, (64, 64), "bf16", sinks=False, dlse=False)
-    check(call, ours(call, kernels_on, grads=True))
+def test_window_without_sinks_and_lse_gradient(kernels_on: str, nth: int) -> None:
+    call = make_window_call(nth, (64, 64), "bf16", sinks=False, dlse=False)
+    check_results(call, run_kernels(call, kernels_on, grads=True))
 
 
 @pytest.mark.parametrize("backend", ["fa3", "fa2"])
-def test_rows_that_see_no_key(kernels_on: str, backend: str) -> None:
-    """0, and as LSE -inf or the sink; of a sink of -inf as if there were none."""
-    call = asked(3, (64, 64), "bf16")
+def test_masked_rows_return_zero_output_and_the_sink_as_lse(kernels_on: str, backend: str) -> None:
+    """The output is 0, and the LSE is -inf or the sink. A sink of -inf behaves like no sink."""
+    call = make_window_call(3, (64, 64), "bf16")
     blind = ~call.seen.any(-1)
     assert blind[:60].all() and not blind[60:].any()
-    nothing = torch.full((4,), -math.inf)
-    some, none, infinite = (
-        ours(replace(call, sinks=sinks), kernels_on, backend=backend) for sinks in (call.sinks, None, nothing)
+    no_sinks = torch.full((4,), -math.inf)
+    with_sinks, without_sinks, with_infinite_sinks = (
+        run_kernels(replace(call, sinks=sinks), kernels_on, backend=backend) for sinks in (call.sinks, None, no_sinks)
     )
-    for found, of_head in ((some, call.sinks), (none, nothing), (infinite, nothing)):
-        assert (found.out[:, :, blind] == 0).all()
-        assert torch.allclose(found.lse.cpu()[:, :, blind], of_head.view(1, 4, 1).expand(1, 4, 60), rtol=1e-6)
-    assert_bitwise_equal("sinks of -inf", infinite.out, none.out)
+    for results, expected_lse in ((with_sinks, call.sinks), (without_sinks, no_sinks), (with_infinite_sinks, no_sinks)):
+        assert (results.out[:, :, blind] == 0).all()
+        assert torch.allclose(results.lse.cpu()[:, :, blind], expected_lse.view(1, 4, 1).expand(1, 4, 60), rtol=1e-6)
+    assert_bitwise_equal("sinks of -inf", with_infinite_sinks.out, without_sinks.out)
 
 
-def test_a_sink_far_above_or_below(kernels_on: str) -> None:
-    """All of a row's sum, or nothing of it."""
-    call = replace(asked(0, (64, 64), "bf16"), sinks=torch.tensor([200.0, -200.0, 1e30, -1e30]))
-    found = ours(call, kernels_on, grads=True)
-    check(call, found)
-    assert (found.out[:, 2] == 0).all() and found.out.isfinite().all()
+def test_sinks_far_above_or_below_the_scores(kernels_on: str) -> None:
+    """The sink is all of a row's sum, or nothing."""
+    call = replace(make_window_call(0, (64, 64), "bf16"), sinks=torch.tensor([200.0, -200.0, 1e30, -1e30]))
+    results = run_kernels(call, kernels_on, grads=True)
+    check_results(call, results)
+    assert (results.out[:, 2] == 0).all() and results.out.isfinite().all()
 
 
 @pytest.mark.parametrize("softcap", [0.5, 2.0, 50.0, 1e6])
 @pytest.mark.parametrize("d", [64, 128, 256])
-def test_softcaps(kernels_on: str, d: int, softcap: float) -> None:
-    """Also one that all scores reach, and one that none knows of."""
-    call = replace(asked(4, (d, d), WHOLE[d // 64 % 2]), softcap=softcap)
-    check(call, ours(call, kernels_on, grads=True))
+def test_window_with_different_softcaps(kernels_on: str, d: int, softcap: float) -> None:
+    """The softcaps include a low cap within reach of all scores, and a cap without effect."""
+    call = replace(make_window_call(4, (d, d), WHOLE[d // 64 % 2]), softcap=softcap)
+    check_results(call, run_kernels(call, kernels_on, grads=True))
 
 
-def test_blocks_out_of_the_window_are_not_read(kernels_on: str) -> None:
-    """NaN there stays there."""
-    call = asked(0, (128, 128), "bf16")
+def test_blocks_outside_of_the_window_are_not_read(kernels_on: str) -> None:
+    """NaN outside of the window does not spread."""
+    call = make_window_call(0, (128, 128), "bf16")
     inputs = make_inputs(call.case, kernels_on, SEED)
     with torch_flashplug.sdpa_backend("fa3"):
         clean, _ = OP(*inputs, None, None, None, None, 40, 0, True, 0.0, None)
         for x in (inputs.k, inputs.v):
             x[:, :, :128] = math.nan
-        found, _ = OP(*inputs, None, None, None, None, 40, 0, True, 0.0, None)
-    rows = slice(256, None)  # their own tile's blocks begin behind the first
-    assert_bitwise_equal("rows whose window is behind", found[:, :, rows], clean[:, :, rows])
+        with_nan, _ = OP(*inputs, None, None, None, None, 40, 0, True, 0.0, None)
+    rows = slice(256, None)  # the blocks of the tile begin behind the first block
+    assert_bitwise_equal("rows whose window is behind", with_nan[:, :, rows], clean[:, :, rows])
 
 
-def test_gradients_in_order_give_the_same_bits(kernels_on: str) -> None:
-    call = asked(1, (128, 128), "bf16")
-    first, second = (ours(call, kernels_on, grads=True, order=True) for _ in range(2))
-    for name in first.grads:
-        assert_bitwise_equal(name, second.grads[name], first.grads[name])
+def test_deterministic_gradients_are_bitwise_equal(kernels_on: str) -> None:
+    call = make_window_call(1, (128, 128), "bf16")
+    first_run, second_run = (run_kernels(call, kernels_on, grads=True, order=True) for _ in range(2))
+    for name in first_run.grads:
+        assert_bitwise_equal(name, second_run.grads[name], first_run.grads[name])
 
 
 @pytest.mark.parametrize("layout", ["bshd", "slice", "odd_ones", "off_by_one", "expand0"])
-def test_layouts(kernels_on: str, layout: str) -> None:
-    call = asked(0, (64, 64), "bf16")
+def test_window_with_different_memory_layouts(kernels_on: str, layout: str) -> None:
+    call = make_window_call(0, (64, 64), "bf16")
     call = replace(call, case=replace(call.case, layout=layout))
-    check(call, ours(call, kernels_on, grads=layout != "expand0"))
+    check_results(call, run_kernels(call, kernels_on, grads=layout != "expand0"))
 
 
 @pytest.mark.parametrize("scale", [0.5, -0.3, 0.0])
-def test_scales(kernels_on: str, scale: float) -> None:
+def test_softmax_scale_does_not_apply_to_sinks(kernels_on: str, scale: float) -> None:
     """A sink is not scaled."""
-    call = asked(0, (64, 64), "bf16")
+    call = make_window_call(0, (64, 64), "bf16")
     inputs = make_inputs(call.case, kernels_on, SEED)
     with torch_flashplug.sdpa_backend("fa3"):
         out, lse = OP(*inputs, call.sinks.to(kernels_on), None, None, None, *call.window, 0.0, scale)

@@ -1,10 +1,13 @@
-"""num_splits=1 of attention(): a sequence gets the same kernel alone and in any batch, its keys are not split, and its
-gradients are added up in one order. fixed_split_size: the same, but of pages keys are split.
+"""Plans of attention() with num_splits=1 or fixed_split_size, independent of the batch.
+
+With num_splits=1 a sequence gets the same kernel alone and in any batch, keys are not split, and gradients are added up
+in a fixed order. With fixed_split_size the rules are equal, but keys of paged caches are split.
 """
 
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Sequence
 
 import pytest
@@ -23,140 +26,159 @@ BATCHES = (1, 2, 9, 64, 300)
 HEADS = (8, 2)
 
 
-def batch(B: int, Sq: int, Sk: int, D: int, *needs: str, **more: float) -> Call:
-    return call((B, *HEADS), (Sq, Sk), (D, D), **dict.fromkeys(("window", *needs), 1), left=Sq + Sk, **more)
+def batched_call(B: int, Sq: int, Sk: int, D: int, *features: str, **facts: float) -> Call:
+    return call((B, *HEADS), (Sq, Sk), (D, D), **dict.fromkeys(("window", *features), 1), left=Sq + Sk, **facts)
 
 
-def on_end(lengths: Sequence[int], D: int, *needs: str, **more: float) -> Call:
-    """Of these lengths, as many keys as rows."""
+def packed_call(lengths: Sequence[int], D: int, *features: str, **facts: float) -> Call:
+    """Return a call with packed sequences of the given lengths, with as many keys as rows."""
     total = sum(lengths)
-    return batch(1, total, total, D, "ragged", *needs, sequences=len(lengths), right=2 * total, **more)
+    return batched_call(1, total, total, D, "ragged", *features, sequences=len(lengths), right=2 * total, **facts)
 
 
-def with_others(length: int, others: int, beside: int, D: int, *needs: str, **more: float) -> Call:
-    return on_end([length] + [beside] * others, D, *needs, **more)
+def packed_call_with_neighbors(
+    length: int, num_further: int, further_length: int, D: int, *features: str, **facts: float
+) -> Call:
+    return packed_call([length] + [further_length] * num_further, D, *features, **facts)
 
 
-# A sequence of its kind alone, and beside others, shorter ones and longer ones.
+# A sequence alone, and in batches with shorter and longer sequences.
 LENGTHS = (7, 700, 9000)
-ON_END = {
+PACKED = {
     f"{'+'.join(('on_end', *needs))}_d{D}": [
-        with_others(length, others, beside, D, *needs)
-        for length in LENGTHS for others, beside in ((0, 0), (1, 5), (1000, 4), (30, 100), (7, 8192))
+        packed_call_with_neighbors(length, num_further, further_length, D, *needs)
+        for length in LENGTHS for num_further, further_length in ((0, 0), (1, 5), (1000, 4), (30, 100), (7, 8192))
     ]
     for D in (64, 128, 256) for needs in ((), ("softcap",))
 }  # fmt: skip
-# Tables are as wide as the longest of a batch needs.
+# Block tables are as wide as the longest sequence of a batch needs.
 PAGED = {
     f"{'+'.join(('pages', *needs))}_d{D}_rows{Sq}": [
-        batch(B, Sq, keys, D, "paged", *needs, **(made_of("bf16", "int8", "int8") if "cache8" in needs else {}))
+        batched_call(B, Sq, keys, D, "paged", *needs, **(made_of("bf16", "int8", "int8") if "cache8" in needs else {}))
         for B in BATCHES for keys in (16, 4096, 131072)
     ]
     for D in (64, 128, 256) for Sq in (1, 12) for needs in ((), ("softcap",), ("cache8",))
 }  # fmt: skip
 DENSE = {
-    f"batches_d{D}_rows{Sq}": [batch(B, Sq, Sk, D) for B in BATCHES for Sk in (200, 2000)]
+    f"batches_d{D}_rows{Sq}": [batched_call(B, Sq, Sk, D) for B in BATCHES for Sk in (200, 2000)]
     for D in (64, 128, 256) for Sq in (65, 700, 5000)
 }  # fmt: skip
-KINDS = ON_END | PAGED | DENSE
+KINDS = PACKED | PAGED | DENSE
 
 
-def plans(calls: Sequence[Call], gpu: str, **more: float) -> list[dict]:
-    """As the ops of attention() make them: by the first family that can."""
-    found = []
-    for one in calls:
-        tried = [bindings.plan({**one, **more}, GPUS[gpu], BACKENDS.index(family)) for family in ("fa3", "fa2")]
-        found.append(next(plan for plan in tried if plan["kernel"]))
-    return found
+def make_plans(calls: Sequence[Call], gpu: str, **facts: float) -> list[dict]:
+    """Return the plans that the ops of attention() make, by the first family with a kernel for the call."""
+    plans_of_calls = []
+    for facts_of_call in calls:
+        candidates = [
+            bindings.plan({**facts_of_call, **facts}, GPUS[gpu], BACKENDS.index(family)) for family in ("fa3", "fa2")
+        ]
+        plans_of_calls.append(next(plan for plan in candidates if plan["kernel"]))
+    return plans_of_calls
 
 
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_sequence_has_one_plan_in_any_batch(kind: str, gpu: str) -> None:
-    found = plans(KINDS[kind], gpu, batch_invariant=1)
-    assert len({plan["kernel"] for plan in found}) == 1
-    assert {(plan["splits"], plan["cluster"]) for plan in found} == {(1, 1)}
+def test_batch_invariant_sequence_has_one_plan_in_any_batch(kind: str, gpu: str) -> None:
+    plans_of_calls = make_plans(KINDS[kind], gpu, batch_invariant=1)
+    assert len({plan["kernel"] for plan in plans_of_calls}) == 1
+    assert {(plan["splits"], plan["cluster"]) for plan in plans_of_calls} == {(1, 1)}
 
 
-@pytest.mark.parametrize("kind", ON_END | DENSE)
-def test_gradients_have_one_plan_too(kind: str) -> None:
-    """In parts, which add up in one order; the heads of one block of keys in one tile."""
-    found = plans(KINDS[kind], "h100", batch_invariant=1, grad=1)
-    assert len({plan["gradients"] for plan in found}) == 1 and found[0]["gradients"].startswith("partbwd")
-    assert {plan["sharing"] for plan in found} == {1}
+@pytest.mark.parametrize("kind", PACKED | DENSE)
+def test_batch_invariant_gradients_have_one_plan(kind: str) -> None:
+    """The backward is split into parts with a fixed accumulation order; heads of a block of keys share a tile."""
+    plans_of_calls = make_plans(KINDS[kind], "h100", batch_invariant=1, grad=1)
+    assert len({plan["gradients"] for plan in plans_of_calls}) == 1 and plans_of_calls[0]["gradients"].startswith(
+        "partbwd"
+    )
+    assert {plan["sharing"] for plan in plans_of_calls} == {1}
 
 
 @pytest.mark.parametrize("kind", ["on_end_d64", "on_end_d128", "pages_d128_rows1", "batches_d64_rows700"])
-def test_otherwise_batches_decide(kind: str) -> None:
-    """What num_splits=1 is for: these calls have several plans."""
-    assert len({(plan["kernel"], plan["splits"]) for plan in plans(KINDS[kind], "h100")}) > 1
+def test_plans_depend_on_the_batch_by_default(kind: str) -> None:
+    """Without num_splits=1 these calls have several plans: the reason for num_splits=1."""
+    assert len({(plan["kernel"], plan["splits"]) for plan in make_plans(KINDS[kind], "h100")}) > 1
 
 
-def test_long_calls_keep_the_tiles_that_are_fast() -> None:
-    """Of sequences that fill the GPU the kernel is the one they would have anyway."""
+def test_long_calls_keep_fast_tiles() -> None:
+    """Sequences that fill the GPU keep the kernel chosen without num_splits=1."""
     for D in (64, 128, 256):
-        long = [on_end([4096] * 64, D)]
-        assert plans(long, "h100")[0]["kernel"] == plans(long, "h100", batch_invariant=1)[0]["kernel"]
+        long = [packed_call([4096] * 64, D)]
+        assert make_plans(long, "h100")[0]["kernel"] == make_plans(long, "h100", batch_invariant=1)[0]["kernel"]
 
 
 @pytest.mark.parametrize("splits", [2, 7])
-def test_other_numbers_are_how_many_ctas_share_keys(splits: int) -> None:
+def test_num_splits_sets_the_number_of_ctas_per_sequence(splits: int) -> None:
     mode = BACKENDS.index("fa2") | splits << 8
-    assert bindings.plan(batch(1, 1, 4096, 128, "paged"), DEVICES["h100"], mode)["splits"] == splits
-    assert bindings.plan(batch(1, 1, 16, 128, "paged"), DEVICES["h100"], mode)["splits"] == 1  # of one block there is one
+    assert bindings.plan(batched_call(1, 1, 4096, 128, "paged"), DEVICES["h100"], mode)["splits"] == splits
+    # a single block cannot be split
+    assert bindings.plan(batched_call(1, 1, 16, 128, "paged"), DEVICES["h100"], mode)["splits"] == 1
 
 
 # ---- of a fixed size ----
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_size_changes_splits_of_pages_alone(kind: str) -> None:
-    """Of which there are as many as a table has room for, whatever the batch; the kernel is the same one."""
-    size, one = 1024, plans(KINDS[kind], "h100", batch_invariant=1)
-    for plan, other, said in zip(plans(KINDS[kind], "h100", batch_invariant=1, split_size=size), one, KINDS[kind], strict=True):
-        assert plan["kernel"] == other["kernel"] and plan["cluster"] == 1
-        assert plan["splits"] == (max(2, -(-said["Sk"] // size)) if kind in PAGED else 1)
+def test_split_size_changes_only_splits_of_paged_calls(kind: str) -> None:
+    """The number of splits follows from the capacity of the block table in any batch; the kernel does not change."""
+    size, unsized_plans = 1024, make_plans(KINDS[kind], "h100", batch_invariant=1)
+    for plan, unsized_plan, facts in zip(
+        make_plans(KINDS[kind], "h100", batch_invariant=1, split_size=size), unsized_plans, KINDS[kind], strict=True
+    ):
+        assert plan["kernel"] == unsized_plan["kernel"] and plan["cluster"] == 1
+        assert plan["splits"] == (max(2, -(-facts["Sk"] // size)) if kind in PAGED else 1)
 
 
-def test_sizes_are_whole_blocks_of_every_kernel() -> None:
+def test_split_sizes_are_multiples_of_every_key_block() -> None:
     tiles = {spec.tile_n for spec in kernel_table.specs(80, "decode") if "paged" in spec.features}
     assert tiles and all(SPLIT_UNIT % tile_n == 0 for tile_n in tiles)
 
 
-def blocks(used: int, Sq: int, left: int, right: int, tile_n: int) -> int:
-    """That a sequence's rows walk over: BoundFew.share of decode_window.py, to the bottom right."""
-    end = -(-min(max(used + right, 1), max(used, 1)) // tile_n)
-    return end - min(max(used - Sq - left, 0) // tile_n, end - 1)
+def num_visited_blocks(kv_length: int, Sq: int, left: int, right: int, tile_n: int) -> int:
+    """Return the number of visited blocks of a sequence, like BoundFew.share of decode_window.py.
+
+    The window is aligned to the bottom right.
+    """
+    end = -(-min(max(kv_length + right, 1), max(kv_length, 1)) // tile_n)
+    return end - min(max(kv_length - Sq - left, 0) // tile_n, end - 1)
 
 
 @pytest.mark.parametrize("window", [(-1, 0), (0, 0), (127, 0), (128, 3), (1000, 0), (1023, 5), (-1, -1)], ids=str)
 @pytest.mark.parametrize("Sq", [1, 5, 16])
-def test_there_are_enough_splits_for_every_length(Sq: int, window: tuple[int, int]) -> None:
-    """And two at least: one would write its own results."""
+def test_planned_splits_cover_every_kv_length(Sq: int, window: tuple[int, int]) -> None:
+    """The plan has at least two splits, because a single split would write its results directly."""
     for keys, size in itertools.product((16, 128, 144, 1008, 4096), (128, 256, 1024)):
         left, right = (Sq + keys if bound < 0 else bound for bound in window)
-        given = batch(3, Sq, keys, 64, "paged", batch_invariant=1, split_size=size) | {"left": left, "right": right}
-        (splits,) = {plan["splits"] for plan in plans([given, given | {"B": 300}], "h100")}
+        facts = batched_call(3, Sq, keys, 64, "paged", batch_invariant=1, split_size=size) | {"left": left, "right": right}
+        (splits,) = {plan["splits"] for plan in make_plans([facts, facts | {"B": 300}], "h100")}
         assert splits >= 2
-        for used, tile_n in itertools.product(range(keys + 1), (64, 128)):
-            assert blocks(used, Sq, left, right, tile_n) * tile_n <= splits * size
+        for kv_length, tile_n in itertools.product(range(keys + 1), (64, 128)):
+            assert num_visited_blocks(kv_length, Sq, left, right, tile_n) * tile_n <= splits * size
 
 
 @pytest.mark.parametrize("window", [(-1, 0), (100, 0), (70000, 4)], ids=str)
-def test_the_least_size_that_the_error_says_is_enough(window: tuple[int, int]) -> None:
+def test_smallest_split_size_named_by_the_error_is_accepted(window: tuple[int, int]) -> None:
     q = torch.empty(1, 8, 3, 64, device="meta")
     for keys in (255 * 128, 255 * 128 + 1, 100_000, 1_000_000):
-        said = next((size for size in range(128, 8192, 128) if accepted(size, window, q, keys) is None), 0)
-        assert said and all(accepted(size, window, q, keys) == said for size in range(128, said, 128))
+        least_size = next(
+            (size for size in range(128, 8192, 128) if least_accepted_size(size, window, q, keys) is None), 0
+        )
+        assert least_size and all(
+            least_accepted_size(size, window, q, keys) == least_size for size in range(128, least_size, 128)
+        )
         left, right = (3 + keys if bound < 0 else bound for bound in window)
-        given = batch(1, 3, keys, 64, "paged", batch_invariant=1) | {"left": left, "right": right}
-        splits = [plan["splits"] for plan in plans([given | {"split_size": said - i * 128} for i in range(2)], "h100")]
-        assert splits[0] <= MOST_SPLITS and (said == 128 or splits[1] > MOST_SPLITS)
+        facts = batched_call(1, 3, keys, 64, "paged", batch_invariant=1) | {"left": left, "right": right}
+        splits = [
+            plan["splits"]
+            for plan in make_plans([facts | {"split_size": least_size - i * 128} for i in range(2)], "h100")
+        ]
+        assert splits[0] <= MOST_SPLITS and (least_size == 128 or splits[1] > MOST_SPLITS)
 
 
-def accepted(size: int, window: tuple[int, int], q: Tensor, keys: int) -> int | None:
-    """None, or the least size."""
+def least_accepted_size(size: int, window: tuple[int, int], q: Tensor, keys: int) -> int | None:
+    """Return None if the split size is accepted, or the least accepted size that the error names."""
     try:
         check_split_size(size, window, q, torch.empty(1, 2, keys, 64, device="meta"), keys)
     except ValueError as error:
-        return int(str(error).rpartition(" ")[2])
+        return int(re.search(r"at least (\d+)", str(error))[1])

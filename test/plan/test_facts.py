@@ -1,5 +1,6 @@
-"""What C++ and Python know of each other: names and positions, rows, the facts of a call and what it needs. The memory
-of plans goes by all of them. No GPU.
+"""Facts shared by C++ and Python: names and positions, table rows, the facts of a call and the needed features.
+
+The cache of plans uses all facts as its key. No GPU.
 """
 
 from __future__ import annotations
@@ -35,15 +36,18 @@ def own_table() -> Iterator[None]:
     startup.push_tables()
 
 
-def test_ids_are_mirrored() -> None:
-    """Names and positions have one Python home; C++ answers with the same."""
+def test_names_and_ids_agree_in_python_and_cpp() -> None:
+    """Names and positions are defined once in Python, and C++ reports equal ones."""
     homes = {"backends": BACKENDS[: -len(KERNEL_BACKENDS)], "features": features.NAMES, "kinds": KINDS, "operands": dispatch_table.OPERANDS,
              "call facts": stock_bugs.FACTS, "number types": kernel_args.DTYPES}  # fmt: skip
-    assert {of: bindings.names(of) for of in homes} == homes
+    assert {subject: bindings.names(subject) for subject in homes} == homes
 
 
 def dlpack_of(dtype: torch.dtype) -> tuple[int, int]:
-    """Code and bits, as torch hands a tensor over: behind its address, its device and its rank."""
+    """Return the DLPack type code and bits of a dtype.
+
+    In the tensor that torch exports, both follow the address, the device and the rank.
+    """
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
     pointer.argtypes, pointer.restype = (ctypes.py_object, ctypes.c_char_p), ctypes.c_void_p
     capsule = to_dlpack(torch.empty(1, dtype=dtype))
@@ -51,19 +55,19 @@ def dlpack_of(dtype: torch.dtype) -> tuple[int, int]:
     return code, bits
 
 
-def test_dtypes_are_mirrored() -> None:
-    """Also what they are made of; of all others float64's size is as good as any."""
-    torchs = {number.torch: getattr(torch, number.torch) for number in elements.NUMBERS.values()}
-    known = bindings.dtypes()
-    assert list(known) == [*torchs, "other"] and known["other"][0] == torch.float64.itemsize
+def test_dtypes_agree_in_python_and_cpp() -> None:
+    """Element sizes and DLPack codes are mirrored, too; the entry for all unknown dtypes has the size of float64."""
+    torch_dtypes = {number.torch: getattr(torch, number.torch) for number in elements.NUMBERS.values()}
+    cpp_dtypes = bindings.dtypes()
+    assert list(cpp_dtypes) == [*torch_dtypes, "other"] and cpp_dtypes["other"][0] == torch.float64.itemsize
     for number in elements.NUMBERS.values():
-        dtype = torchs[number.torch]
+        dtype = torch_dtypes[number.torch]
         code, bits = dlpack_of(dtype)
-        assert known[number.torch] == (number.bytes, code) == (dtype.itemsize, code) and bits == 8 * number.bytes
+        assert cpp_dtypes[number.torch] == (number.bytes, code) == (dtype.itemsize, code) and bits == 8 * number.bytes
 
 
-def test_stocks_efficient_attention_takes_dtypes_by_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is new here, and that kernels of ours are made of, is none of its own by that."""
+def test_stock_efficient_attention_supports_only_named_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new dtype with plugin kernels is not thereby supported by stock's efficient attention."""
     for name in elements.NUMBERS:
         monkeypatch.setitem(elements.ELEMENTS, name, elements.Element(name, name, name, name))
     bindings.push_rows((KernelRow("fwd", 90, 64, 64, ("full",), 64, 64, 2),), (), dispatch_table.GATE)
@@ -73,15 +77,15 @@ def test_stocks_efficient_attention_takes_dtypes_by_their_names(monkeypatch: pyt
         problem = call((1, 8, 8), (512, 512), (64, 64), grad=1, **dtypes)
         return bindings.plan(problem, DEVICES["h100"], BACKENDS.index("fa3"))["gradients"].partition(" follows. ")[0]
 
-    known = {"bf16", "fp16", "fp32"}
+    supported = {"bf16", "fp16", "fp32"}
     assert {name: backward(name) for name in elements.NUMBERS} == {
-        name: "The efficient backward of stock" if name in known else "The math backward of stock"
+        name: "The efficient backward of stock" if name in supported else "The math backward of stock"
         for name in elements.NUMBERS
     }
 
 
-def test_a_feature_without_a_reader_does_not_compile() -> None:
-    """Nor does a rule that names one which is not there."""
+def test_feature_without_a_reader_does_not_compile() -> None:
+    """A rule with an unknown feature does not compile either."""
     head = '#include "core/call_facts.h"\nusing namespace flashplug;\n'
     reader = "[](const Attention& call) { return call.dropout_p < 0; }"
     assert cpp.compiles(head + f'constexpr Feature one{{"nobody", {reader}}};')
@@ -90,34 +94,35 @@ def test_a_feature_without_a_reader_does_not_compile() -> None:
     assert not cpp.compiles(head + 'constexpr auto bit = feature_bit("nobody");')
 
 
-def test_a_reason_without_words_does_not_compile() -> None:
+def test_reason_without_a_text_does_not_compile() -> None:
     source = Path(__file__).parents[2] / "src"
     header, text = ((source / name).read_text() for name in ("core/flashplug.h", "dispatch/explain.cpp"))
     assert "#pragma once\n" in header and "  kNoBackward,\n" in header and '#include "core/flashplug.h"\n' in text
     header = header.replace("#pragma once\n", "")
-    both = text.replace('#include "core/flashplug.h"\n', header)
-    assert cpp.compiles(both)
-    assert not cpp.compiles(both.replace("  kNoBackward,\n", "  kNoBackward,\n  kNoWords,\n"))
+    source_with_header = text.replace('#include "core/flashplug.h"\n', header)
+    assert cpp.compiles(source_with_header)
+    assert not cpp.compiles(source_with_header.replace("  kNoBackward,\n", "  kNoBackward,\n  kNoWords,\n"))
 
 
-def test_rows_cross_whole_or_not_at_all() -> None:
+def test_table_rows_of_a_wrong_size_are_rejected() -> None:
     with pytest.raises(RuntimeError, match="table_structs.py must define the same rows, but differ"):
         bindings._push(library.lib().flashplug_add_gate_row, table_structs.RescueRow())
 
 
-def test_a_kernel_takes_what_a_call_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that can do more as well, but the one that fits best before the one that is faster; and none that does to
-    every call what this one does not need.
+def test_selected_kernel_has_exactly_the_needed_features(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel with more features than needed can serve a call, but an exact fit has priority over a faster kernel.
+
+    No kernel serves a call if the kernel applies a feature unconditionally and the call does not need it.
     """
-    known = table_structs.of_kernels
+    original = table_structs.of_kernels
 
     def of_kernels(row: KernelRow) -> Iterator[table_structs.KernelRow]:
-        for kernel in known(row):
+        for kernel in original(row):
             kernel.takes |= features.bits({"dropout"}) if row.cost == 1 else 0
             yield kernel
 
     monkeypatch.setattr(table_structs, "of_kernels", of_kernels)
-    plain, many, causal = (
+    plain, with_dropout, causal = (
         KernelRow("fwd", 90, 64, 64, (tag,), tile_m, 128, 2, cost)
         for tag, tile_m, cost in (("full", 128, 2000), ("full", 64, 1), ("causal", 192, 2000))
     )
@@ -129,10 +134,10 @@ def test_a_kernel_takes_what_a_call_needs(monkeypatch: pytest.MonkeyPatch) -> No
     def reason(**needs: float) -> str:
         return bindings.plan(shape | needs, DEVICES["h100"], forced)["reasons"]["fa3"]
 
-    for order in ((plain, many, causal), (causal, many, plain)):
+    for order in ((plain, with_dropout, causal), (causal, with_dropout, plain)):
         bindings.push_rows(order, (), dispatch_table.GATE)
         assert kernel() == plain.specs()[0].name()
-        assert kernel(dropout=1, dropout_p=0.5) == many.specs()[0].name()
+        assert kernel(dropout=1, dropout_p=0.5) == with_dropout.specs()[0].name()
         assert kernel(causal=1) == causal.specs()[0].name()
         assert kernel(causal=1, dropout=1) == kernel(mask=1) == ""
         assert reason(causal=1, dropout=1, dropout_p=0.5).startswith(
@@ -144,12 +149,12 @@ def test_a_kernel_takes_what_a_call_needs(monkeypatch: pytest.MonkeyPatch) -> No
     assert "each candidate applies a feature" in reason()
 
 
-def test_another_family_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """C++ plans kernels of an architecture that it has no name for: where they run, and nowhere else."""
-    known, shape = table_structs.of_kernels, call((1, 8, 8), (512, 512), (64, 64))
+def test_new_kernel_family_needs_only_a_table_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """C++ plans kernels of an architecture without a name in C++, only on GPUs of the same architecture."""
+    original, shape = table_structs.of_kernels, call((1, 8, 8), (512, 512), (64, 64))
 
     def of_kernels(row: KernelRow) -> Iterator[table_structs.KernelRow]:
-        for kernel in known(row):
+        for kernel in original(row):
             kernel.family = len(FAMILIES) if row.tile_m == 64 else kernel.family
             yield kernel
 
@@ -162,17 +167,17 @@ def test_another_family_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (plan["backend"], plan["kernel"]) == ("fa4", newer.specs()[0].name())
     assert bindings.plan(shape, gpu, BACKENDS.index("fa2"))["kernel"] == older.specs()[0].name()
     opt_in = {name: f"Opt in with TORCH_FLASHPLUG_BACKEND={name} or sdpa_backend('{name}')" for name in ("fa2", "fa4")}
-    unasked = bindings.plan(shape, gpu)["reasons"]
-    assert all(words in unasked[name] for name, words in opt_in.items())
+    auto_reasons = bindings.plan(shape, gpu)["reasons"]
+    assert all(words in auto_reasons[name] for name, words in opt_in.items())
     assert "exactly 9.0 (H100, H200)" in bindings.plan(shape, gpu, BACKENDS.index("fa3"))["reasons"]["fa3"]
     for device in ("h100", "a100"):
-        elsewhere = bindings.plan(shape, DEVICES[device], fa4)
-        assert elsewhere["backend"] == "stock" and elsewhere["reasons"]["fa4"].endswith(
+        plan_elsewhere = bindings.plan(shape, DEVICES[device], fa4)
+        assert plan_elsewhere["backend"] == "stock" and plan_elsewhere["reasons"]["fa4"].endswith(
             "the kernels of this backend need exactly 10.0. Stock attention serves this device."
         )
 
 
-def test_what_kernels_use_stands_with_their_family(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tma_and_clusters_are_properties_of_the_family(monkeypatch: pytest.MonkeyPatch) -> None:
     row = KernelRow("fwd", 80, 96, 96, ("full",), 64, 64, 1)
 
     def asked() -> tuple[int, int, bool]:
@@ -184,25 +189,28 @@ def test_what_kernels_use_stands_with_their_family(monkeypatch: pytest.MonkeyPat
     assert asked() == (kernel_table.SECTOR_BYTES, CLUSTER, True)
 
 
-def test_an_element_is_for_the_kernels_that_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row that names none has all that there can be; any other is an error, of the compiler, too."""
-    kinds, plain = {90: ("fwd",)}, {name for name, made in elements.ELEMENTS.items() if made.kinds is None}
+def test_element_type_is_limited_to_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table row without elements has all possible elements.
+
+    An unknown element is an error in the table and in the compiler.
+    """
+    kinds, plain = {90: ("fwd",)}, {name for name, element in elements.ELEMENTS.items() if element.kinds is None}
     monkeypatch.setitem(elements.ELEMENTS, "half", elements.Element("fp16", "bf16", "bf16", "fp16", kinds))
     made_of = {
         (kind, arch): {spec.dtype for spec in KernelRow(kind, arch, 64, 64, ("full",), 64, 128, 2).specs()}
         for kind in ("fwd", "bwd") for arch in (90, 80)
     }  # fmt: skip
     assert made_of == {("fwd", 90): plain | {"half"}, ("fwd", 80): plain, ("bwd", 90): plain, ("bwd", 80): plain}
-    chosen = KernelRow("bwd", 90, 64, 64, ("full",), 64, 128, 4, elements=("fp16",))
-    assert [spec.dtype for spec in chosen.specs()] == ["fp16"]
-    refused = "half: a bwd kernel of sm_90 must have the dtypes bf16 or fp16"
-    with pytest.raises(ValueError, match=refused):
-        dataclasses.replace(chosen, elements=("fp16", "half")).specs()
-    with pytest.raises(ValueError, match=refused):
-        compiler.compile_spec(dataclasses.replace(*chosen.specs(), dtype="half"), "sm_90a")
+    row_of_fp16 = KernelRow("bwd", 90, 64, 64, ("full",), 64, 128, 4, elements=("fp16",))
+    assert [spec.dtype for spec in row_of_fp16.specs()] == ["fp16"]
+    message = "half: a bwd kernel of sm_90 must have the dtypes bf16 or fp16"
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(row_of_fp16, elements=("fp16", "half")).specs()
+    with pytest.raises(ValueError, match=message):
+        compiler.compile_spec(dataclasses.replace(*row_of_fp16.specs(), dtype="half"), "sm_90a")
 
 
-def test_auto_takes_elements_that_were_measured() -> None:
+def test_auto_selects_only_measured_element_types() -> None:
     kernels = (KernelRow("fwd", 90, 64, 64, ("full",), 64, 128, 2),)
     measured = dispatch_table.ChoiceRow("fwd", "vectors", 90, False, "full", 1, 64, 1, ANY, 1, ANY, 0, 2.0, "test table")
     for elements_, served in ((measured.elements, ("fa3", "fa3")), (("fp16",), ("stock", "fa3"))):
@@ -213,13 +221,13 @@ def test_auto_takes_elements_that_were_measured() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.backend)
-def test_a_family_has_a_gpu_to_be_asked_about(family: Family) -> None:
-    """explain and what the tests ask go by presets."""
+def test_every_family_has_a_device_preset(family: Family) -> None:
+    """explain() and the tests use device presets."""
     assert any(family.arch == facts["cc"] for facts in DEVICES.values()), f"no preset of DEVICES (backend.py) is {family}"
 
 
-def test_a_family_is_made_of_what_its_own_kernels_are() -> None:
-    """A dtype that another one has does not help, and is not said."""
+def test_family_supports_only_dtypes_of_its_own_kernels() -> None:
+    """A dtype of a different family neither helps nor appears in the message."""
     hopper = KernelRow("fwd", 90, 64, 64, ("full",), 64, 128, 2, elements=("fp16",))
     bindings.push_rows((hopper, KernelRow("fwd", 80, 64, 64, ("full",), 64, 64, 1)), (), dispatch_table.GATE)
     plain, fa3, fa2 = call((1, 8, 8), (512, 512), (64, 64)), BACKENDS.index("fa3"), BACKENDS.index("fa2")
@@ -231,10 +239,14 @@ def test_a_family_is_made_of_what_its_own_kernels_are() -> None:
     assert "Cast all of the tensors to bfloat16 or float16" in bindings.forced_error(mixed, DEVICES["h100"], fa2)
 
 
-def test_limits_are_those_of_the_calls_element() -> None:
-    """What kernels of another one hold is neither offered nor said; a call that is to be cast may become any."""
+def test_limits_follow_the_element_type_of_the_call() -> None:
+    """Limits of kernels of a different dtype are neither offered nor named.
+
+    A call that must be cast may become any dtype.
+    """
     wide, narrow = (
-        KernelRow("fwd", 90, d, d, ("full",), 64, 128, 2, elements=(of,)) for d, of in ((128, "fp16"), (64, "bf16"))
+        KernelRow("fwd", 90, d, d, ("full",), 64, 128, 2, elements=(dtype,))
+        for d, dtype in ((128, "fp16"), (64, "bf16"))
     )
     bindings.push_rows((wide, narrow), (), dispatch_table.GATE)
 
@@ -250,7 +262,8 @@ def test_limits_are_those_of_the_calls_element() -> None:
 
 
 def test_sectors_are_counted_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """72 columns of 4 bytes begin with one, 72 of 2 do not; nor do 76 of 4."""
+    """Rows of 72 columns of 4 bytes start at a sector; rows of 72 columns of 2 bytes or 76 columns of 4 bytes do not.
+    """
     monkeypatch.setitem(elements.ELEMENTS, "fp32", elements.Element("fp32", "fp32", "fp32", "fp32"))
     bindings.push_rows((KernelRow("fwd", 90, 80, 80, ("full",), 64, 64, 2),), (), dispatch_table.GATE)
 
@@ -263,24 +276,34 @@ def test_sectors_are_counted_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not kernel(76, "fp32")
 
 
-def test_combinations_are_what_rows_have() -> None:
-    """Each has a kernel of every kind and architecture that it names; a kernel without one is refused."""
-    rows_of = {(spec.mask, spec.kind, spec.arch) for family in FAMILIES for spec in kernel_table.specs(family.arch)}
-    named = {
-        (tag, kind, arch) for tag, one in features.TAGS.items() for arch, kinds in one.kinds.items() for kind in kinds
+def test_feature_combinations_match_the_kernel_table() -> None:
+    """Each combination has a kernel of each named kind and architecture.
+
+    A spec without a combination is refused.
+    """
+    row_combinations = {
+        (spec.mask, spec.kind, spec.arch) for family in FAMILIES for spec in kernel_table.specs(family.arch)
     }
-    assert rows_of == named
+    named_combinations = {
+        (tag, kind, arch)
+        for tag, combination in features.TAGS.items()
+        for arch, kinds in combination.kinds.items()
+        for kind in kinds
+    }
+    assert row_combinations == named_combinations
     spec = next(spec for spec in kernel_table.specs(90, "decode"))
-    refused = dataclasses.replace(spec, mask="causal").check()
-    assert "features causal; a decode of sm_90 must have full" in refused
+    message = dataclasses.replace(spec, mask="causal").check()
+    assert "features causal; a decode of sm_90 must have full" in message
 
 
-def test_arguments_of_features_are_optional(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels without the feature get None for them; and there are no other optional ones."""
-    known = {one.name for taken in kernel_args.OF_KIND.values() for one in taken if one.optional}
-    assert {name for feature in features.FEATURES for name in feature.arguments} == known
-    nobodys = kernel_args._number("Sq", "int32", "a fact that no feature brings", optional=True)
-    monkeypatch.setitem(kernel_args.OF_KIND, "fwd", (nobodys, *kernel_args.FORWARD))
+def test_only_arguments_of_features_are_optional(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels without a feature get None for the arguments of the feature. No further arguments are optional."""
+    optional_names = {
+        argument.name for arguments in kernel_args.OF_KIND.values() for argument in arguments if argument.optional
+    }
+    assert {name for feature in features.FEATURES for name in feature.arguments} == optional_names
+    unowned = kernel_args._number("Sq", "int32", "a fact that no feature brings", optional=True)
+    monkeypatch.setitem(kernel_args.OF_KIND, "fwd", (unowned, *kernel_args.FORWARD))
     with pytest.raises(ValueError, match=r"argument Sq must belong to a feature"):
         startup.push_tables()
 
@@ -291,12 +314,12 @@ def test_tags_are_sets_of_features() -> None:
     assert features.always({"dropout", "causal"}) == features.bits({"causal"})
 
 
-# One fact changed at a time, each in a call whose plan it changes.
+# One fact changed at a time, each in a call with a plan depending on the fact.
 _LONG = call((4, 32, 16), (4096, 4096), (64, 64), grad=1)
 _ONE_ROW, _MIXED = call((2, 4, 4), (1, 100), (64, 64)), call((2, 4, 4), (64, 64), (80, 64))
 ONE_FACT = {
     **{size: (_LONG, 1) for size in ("B", "Sq", "D", "Dv")},
-    **{heads: (_LONG, 16) for heads in ("Hq", "Hkv")},  # KV heads divide query heads
+    **{heads: (_LONG, 16) for heads in ("Hq", "Hkv")},  # the number of KV heads must divide the number of query heads
     "Sk": (_LONG, -4095),
     **{f"dtype_{x}": (_LONG, 1) for x in "qkv"},
     **{f"last_stride_{x}": (_LONG, 1) for x in "qkv"},
@@ -309,7 +332,7 @@ ONE_FACT = {
     "broadcast_q": (_MIXED, 1),
     "dropout_p": (_LONG, 2),
 }
-# Of calls that auto does not take, forced.
+# Facts of calls that auto does not select, with a forced backend.
 _WINDOW = {"window": 1, "left": 128, "right": 0, "bottom_right": 1}
 _IN_A_WINDOW = call((16, 8, 8), (4096, 4096), (64, 64), **_WINDOW)
 ONE_FACT_OF_FORCED = {
@@ -323,15 +346,15 @@ ONE_FACT_OF_FORCED = {
 FA3 = BACKENDS.index("fa3")
 
 
-def test_no_fact_is_left_out() -> None:
-    """But for broadcast keys and values, which no rule asks for, and a cap, which kernels alone do."""
-    known = set(ONE_FACT) | set(ONE_FACT_OF_FORCED)
-    assert set(bindings.problem_facts()) - known == {"broadcast_k", "broadcast_v", "softcap"}
+def test_every_fact_of_a_call_is_tested() -> None:
+    """Exceptions: no rule reads whether keys and values are broadcast, and only kernels read the softcap."""
+    covered = set(ONE_FACT) | set(ONE_FACT_OF_FORCED)
+    assert set(bindings.problem_facts()) - covered == {"broadcast_k", "broadcast_v", "softcap"}
 
 
 @pytest.mark.parametrize("fact", bindings.problem_facts())
-def test_every_fact_is_a_part_of_the_memory_of_plans(fact: str) -> None:
-    """A new one from the day it exists: it crosses from Python, and a call that differs in nothing else is another."""
+def test_every_fact_is_part_of_the_plan_cache_key(fact: str) -> None:
+    """Each fact, including a new fact, crosses from Python and is part of the key of the plan cache."""
     plain = {**bindings.problem_facts(), **_LONG}
     bindings.plan_text(plain, DEVICES["h100"], remembered=True)
     assert bindings.is_remembered(plain, DEVICES["h100"])
@@ -339,15 +362,17 @@ def test_every_fact_is_a_part_of_the_memory_of_plans(fact: str) -> None:
 
 
 @pytest.mark.parametrize("field", [*ONE_FACT, *ONE_FACT_OF_FORCED])
-def test_every_fact_of_a_call_is_remembered_with_its_plan(field: str) -> None:
-    """Calls that differ in one fact alone: neither gets the plan that was made, and kept, for the other."""
+def test_calls_with_different_facts_have_separate_cached_plans(field: str) -> None:
+    """Calls that differ in a single fact do not share a cached plan."""
     plain, step = (ONE_FACT | ONE_FACT_OF_FORCED)[field]
     plain, mode = {**bindings.problem_facts(), **plain}, FA3 if field in ONE_FACT_OF_FORCED else 0
-    other = plain | {field: int(plain[field]) + step}
-    made = [bindings.plan_text(problem, DEVICES["h100"], mode) for problem in (plain, other)]
-    assert made[0] != made[1]
-    found = [bindings.plan_text(problem, DEVICES["h100"], mode, remembered=True) for problem in (plain, other) * 2]
-    assert found == made * 2
+    changed = plain | {field: int(plain[field]) + step}
+    plans = [bindings.plan_text(problem, DEVICES["h100"], mode) for problem in (plain, changed)]
+    assert plans[0] != plans[1]
+    remembered_plans = [
+        bindings.plan_text(problem, DEVICES["h100"], mode, remembered=True) for problem in (plain, changed) * 2
+    ]
+    assert remembered_plans == plans * 2
 
 
 MEMBER_TYPES = {
@@ -358,8 +383,8 @@ STRUCTS = {name: row for name, row in vars(table_structs).items() if name.endswi
 
 
 @pytest.mark.parametrize("name", STRUCTS)
-def test_rows_have_the_members_of_their_structs(name: str) -> None:
-    """In the same order, as src/core/tables.h says them; their sizes are checked where they cross."""
+def test_table_rows_match_the_members_of_cpp_structs(name: str) -> None:
+    """Members have the order of src/core/tables.h. Sizes are checked where rows cross from Python to C++."""
     source = (Path(__file__).parents[2] / "src" / "core" / "tables.h").read_text()
     body = re.sub(r"//.*", "", re.search(rf"struct {name} {{\n(.*?)\n}};", source, re.DOTALL)[1])
     members = [

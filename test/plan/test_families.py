@@ -1,5 +1,7 @@
-"""Plans for the kernels that run on every GPU since sm_80: what fits which GPU, which calls go element by element, when
-auto takes them, whose backward follows. No GPU. Golden tables as in test_plan.py.
+"""Plans for the kernels of every GPU since sm_80. No GPU; golden tables as in test_plan.py.
+
+The tests cover: kernels within the shared memory of a GPU, calls read element by element, calls selected by auto, and
+the family of the backward.
 """
 
 from __future__ import annotations
@@ -8,7 +10,7 @@ from collections.abc import Iterator
 
 import expecttest
 import pytest
-from plans import CALLS, call, made_of, table_of
+from plans import CALLS, call, made_of, plans_as_text
 
 from torch_flashplug.api import startup
 from torch_flashplug.api.backend import DEVICES, SPLITS_SHIFT
@@ -23,7 +25,7 @@ from torch_flashplug.registry.kernel_table import KernelRow
 FA3, FA2 = (BACKENDS.index(name) for name in ("fa3", "fa2"))
 BOTH = ("fa3", "fa2")
 GPUS = {name: DEVICES[name] for name in ("h100", "a100", "l4", "rtx4090")}
-# Calls that vector loads cannot read.
+# Calls whose tensors vector loads cannot read.
 BY_ELEMENT = {
     "head_dim_60": call((1, 8, 8), (512, 512), (60, 64)),
     "head_dim_12_causal": call((1, 8, 8), (512, 512), (12, 12), causal=1),
@@ -37,7 +39,7 @@ REFUSED = {
     "two_devices": call((1, 8, 8), (512, 512), (64, 64), on_cuda=0),
     "three_reasons": call((1, 8, 8), (512, 512), (60, 264), dropout_p=1.5, bias=1),
 }
-# A table of its own: vectors up to 128 in two sizes, elements up to 64; and all backwards.
+# A separate table: vector kernels up to head dim 128 in two sizes, element-wise kernels up to 64, and all backwards.
 FORWARDS = (
     KernelRow("fwd", 90, 128, 128, ("full",), 128, 128, 2),
     KernelRow("fwd", 80, 64, 64, ("full",), 64, 64, 1),
@@ -54,11 +56,11 @@ AMPERE_BACKWARDS = (
 )
 
 
-def served(operands: str, grad: bool = False) -> ChoiceRow:
+def choice_row(operands: str, grad: bool = False) -> ChoiceRow:
     return ChoiceRow("fwd", operands, 80, grad, "full", 1, 256, 0, ANY, 0, ANY, 0, ratio=1.1, measured="test row")
 
 
-def push(kernels: tuple[KernelRow, ...], rows: tuple[ChoiceRow, ...] = ()) -> None:
+def push_tables(kernels: tuple[KernelRow, ...], rows: tuple[ChoiceRow, ...] = ()) -> None:
     bindings.push_rows(kernels, rows, dispatch_table.GATE)
 
 
@@ -74,10 +76,10 @@ class TestGolden(expecttest.TestCase):
 
     def test_forced(self) -> None:
         names = ("prefill_4k_d128_causal", "prefill_16k_d64_fp16", "odd_tail_sq113_sk203_d72", "vision_4k_d72")
-        few = {name: CALLS[name] for name in names} | {"wide_d256": call((1, 16, 16), (4096, 4096), (256, 256))}
-        text = table_of(few, GPUS, FA2, ("fa2",))
-        few = {name: CALLS[name] for name in ("decode_1x8k_d128_gqa4", "decode_b64_1x8k_d128_gqa4")}
-        text += table_of(few, {"a100": DEVICES["a100"]}, FA2, ("fa2",))
+        calls = {name: CALLS[name] for name in names} | {"wide_d256": call((1, 16, 16), (4096, 4096), (256, 256))}
+        text = plans_as_text(calls, GPUS, FA2, ("fa2",))
+        calls = {name: CALLS[name] for name in ("decode_1x8k_d128_gqa4", "decode_b64_1x8k_d128_gqa4")}
+        text += plans_as_text(calls, {"a100": DEVICES["a100"]}, FA2, ("fa2",))
         self.assertExpectedInline(text, """\
 prefill_4k_d128_causal
   h100 a100 l4 rtx4090
@@ -107,7 +109,7 @@ decode_b64_1x8k_d128_gqa4
 """)
 
     def test_forced_element_by_element(self) -> None:
-        self.assertExpectedInline(table_of(BY_ELEMENT, GPUS, FA2, ("fa2",)), """\
+        self.assertExpectedInline(plans_as_text(BY_ELEMENT, GPUS, FA2, ("fa2",)), """\
 head_dim_60
   h100 a100 l4 rtx4090
     fa2 fwd_sm80_bf16_d64_full_m64n64s1e tiles=64 splits=1
@@ -126,8 +128,8 @@ misaligned
 """)
 
     def test_auto(self) -> None:
-        few = {"prefill_4k_d128_causal": CALLS["prefill_4k_d128_causal"], "head_dim_60": BY_ELEMENT["head_dim_60"]}
-        self.assertExpectedInline(table_of(few, GPUS | {"none": None}, 0, BOTH), """\
+        calls = {"prefill_4k_d128_causal": CALLS["prefill_4k_d128_causal"], "head_dim_60": BY_ELEMENT["head_dim_60"]}
+        self.assertExpectedInline(plans_as_text(calls, GPUS | {"none": None}, 0, BOTH), """\
 prefill_4k_d128_causal
   h100
     fa3 fwd_sm90_bf16_d128_causal_m128n128s2 tiles=2048 splits=1
@@ -180,7 +182,7 @@ head_dim_60
 """)
 
     def test_refused(self) -> None:
-        text = table_of(REFUSED, {"a100": DEVICES["a100"]}, FA2, ("fa2",))
+        text = plans_as_text(REFUSED, {"a100": DEVICES["a100"]}, FA2, ("fa2",))
         text += bindings.forced_error(REFUSED["three_reasons"], DEVICES["l4"], FA2) + "\n"
         text += bindings.forced_error(CALLS["encoder_512_d64"], DEVICES["a100"] | {"cc": 75}, FA2) + "\n"
         self.assertExpectedInline(text, """\
@@ -215,11 +217,11 @@ Use sdpa_backend('auto') to let stock attention serve such calls.
 """)
 
 
-# ---- which row ----
+# ---- the kernel row ----
 
 
-def test_a_kernel_fits_the_shared_memory_of_its_gpu() -> None:
-    push(kernel_table.KERNEL_ROWS)
+def test_planned_kernel_fits_the_shared_memory_of_the_gpu() -> None:
+    push_tables(kernel_table.KERNEL_ROWS)
     for device in ("l4", "a100"):
         for d in (*range(1, 9), *range(16, 257, 8)):
             problem = call((1, 8, 8), (1024, 1024), (d, d))
@@ -227,55 +229,57 @@ def test_a_kernel_fits_the_shared_memory_of_its_gpu() -> None:
             assert kernel.smem_bytes() <= DEVICES[device]["smem_bytes"], (device, d)
             assert kernel.elementwise == (d % 8 != 0)
     wide = call((1, 8, 8), (4096, 4096), (256, 256))
-    known, unknown = (bindings.plan(wide, DEVICES["a100"] | {"smem_bytes": size}, FA2) for size in (99 << 10, 0))
-    assert KernelSpec.from_name(known["kernel"]).smem_bytes() <= 99 << 10
-    assert KernelSpec.from_name(unknown["kernel"]).smem_bytes() <= SMEM_BYTES[80]
+    with_known_size, with_unknown_size = (
+        bindings.plan(wide, DEVICES["a100"] | {"smem_bytes": size}, FA2) for size in (99 << 10, 0)
+    )
+    assert KernelSpec.from_name(with_known_size["kernel"]).smem_bytes() <= 99 << 10
+    assert KernelSpec.from_name(with_unknown_size["kernel"]).smem_bytes() <= SMEM_BYTES[80]
     nothing_fits = bindings.plan(wide, DEVICES["a100"] | {"smem_bytes": 1024}, FA2)
     assert nothing_fits["backend"] == "stock" and "1024 bytes of shared memory" in nothing_fits["reasons"]["fa2"]
 
 
-def test_without_elementwise_rows_the_layout_is_the_reason() -> None:
-    push(FORWARDS[:3])
+def test_layout_is_the_reason_without_elementwise_kernels() -> None:
+    push_tables(FORWARDS[:3])
     reasons = {name: bindings.plan(BY_ELEMENT[name], DEVICES["a100"], FA2)["reasons"]["fa2"] for name in BY_ELEMENT}
     for name, part in {"head_dim_60": "multiples of 8", "last_stride_2": "stride 2", "misaligned": "2 bytes"}.items():
         assert part in reasons[name]
 
 
-def test_elementwise_rows_are_for_nothing_else() -> None:
-    push(FORWARDS[3:])
+def test_elementwise_kernels_do_not_serve_vector_layouts() -> None:
+    push_tables(FORWARDS[3:])
     plan = bindings.plan(CALLS["encoder_512_d64"], DEVICES["a100"], FA2)
     assert plan["backend"] == "stock" and "No kernel takes D=64" in plan["reasons"]["fa2"]
 
 
-def test_splits_need_a_decode_row_and_are_never_clusters() -> None:
-    push(FORWARDS)
+def test_sm80_splits_need_a_decode_kernel_and_no_cluster() -> None:
+    push_tables(FORWARDS)
     problem, forced = CALLS["decode_1x8k_d128_gqa4"], FA2 | 4 << SPLITS_SHIFT
     assert "num_splits=4" in bindings.plan(problem, DEVICES["h100"], forced)["reasons"]["fa2"]
     decode = KernelRow("decode", 80, 128, 128, ("full",), 64, 64, 1, 500)
-    push((*FORWARDS, decode))
+    push_tables((*FORWARDS, decode))
     for mode, splits in ((forced, 4), (FA2, 16)):
         plan = bindings.plan(problem, DEVICES["h100"], mode)
         assert (plan["backend"], plan["kernel"]) == ("fa2", decode.specs()[0].name())
         assert (plan["splits"], plan["cluster"]) == (splits, 1)
-    push((*FORWARDS, KernelRow("decode", 90, 128, 128, ("full",), 64, 64, 1, 500)))
+    push_tables((*FORWARDS, KernelRow("decode", 90, 128, 128, ("full",), 64, 64, 1, 500)))
     assert bindings.plan(problem, DEVICES["h100"], FA3 | 4 << SPLITS_SHIFT)["cluster"] == 4
 
 
 # ---- auto ----
 
 
-def test_auto_takes_what_was_measured_on_hopper_alone() -> None:
+def test_auto_selects_fa2_only_on_measured_hopper_gpus() -> None:
     odd, plain = BY_ELEMENT["head_dim_60"], CALLS["encoder_512_d64"]
-    push(FORWARDS, (served("odddims"), served("vectors")))
+    push_tables(FORWARDS, (choice_row("odddims"), choice_row("vectors")))
     plan = bindings.plan(odd, DEVICES["h100"])
     assert (plan["backend"], plan["kernel"]) == ("fa2", FORWARDS[3].specs()[0].name())
     assert "head dim 60" in plan["reasons"]["fa3"] and "fa2 has priority" in plan["reasons"]["stock"]
     assert plan["row"].startswith("fwd, full, D or Dv no multiple of 8")
-    assert bindings.plan(plain, DEVICES["h100"])["kernel"] == FORWARDS[1].specs()[0].name()  # no row for fa3
+    assert bindings.plan(plain, DEVICES["h100"])["kernel"] == FORWARDS[1].specs()[0].name()  # there is no row for fa3
     for device in ("a100", "l4", "rtx4090"):
         plan = bindings.plan(odd, DEVICES[device])
         assert plan["backend"] == "stock" and "TORCH_FLASHPLUG_BACKEND=fa2" in plan["reasons"]["fa2"]
-    push(FORWARDS, ())
+    push_tables(FORWARDS, ())
     plan = bindings.plan(odd, DEVICES["h100"])
     assert plan["backend"] == "stock" and "Force a kernel with sdpa_backend('fa2')" in plan["reasons"]["fa2"]
 
@@ -283,16 +287,16 @@ def test_auto_takes_what_was_measured_on_hopper_alone() -> None:
 @pytest.mark.parametrize(
     "name, kind", [("head_dim_60", "odddims"), ("last_stride_2", "columns"), ("misaligned", "unaligned")]
 )
-def test_rows_of_what_no_vector_fits_are_apart(name, kind) -> None:
+def test_elementwise_layout_classes_have_separate_rows(name, kind) -> None:
     for measured in ("odddims", "columns", "unaligned", "vectors"):
-        push(kernel_table.KERNEL_ROWS, (served(measured),))
+        push_tables(kernel_table.KERNEL_ROWS, (choice_row(measured),))
         plan = bindings.plan(BY_ELEMENT[name], DEVICES["h100"])
         assert plan["backend"] == ("fa2" if measured == kind else "stock"), measured
 
 
-def test_fa3_comes_first() -> None:
+def test_fa3_has_priority_over_fa2() -> None:
     hopper = ChoiceRow("fwd", "vectors", 90, False, "full", 1, 256, 0, ANY, 0, ANY, 0, ratio=1.1, measured="test row")
-    push(FORWARDS, (served("vectors"), hopper))
+    push_tables(FORWARDS, (choice_row("vectors"), hopper))
     plan = bindings.plan(CALLS["encoder_512_d64"], DEVICES["h100"])
     assert plan["backend"] == "fa3" and "fa3 has priority" in plan["reasons"]["fa2"]
     forced = bindings.plan(CALLS["encoder_512_d64"], DEVICES["h100"], FA2)
@@ -302,8 +306,8 @@ def test_fa3_comes_first() -> None:
 # ---- asked for by the whole process ----
 
 
-def test_a_preference_goes_ahead_of_rows_and_leaves_the_impossible_to_stock() -> None:
-    push(FORWARDS, ())
+def test_preference_overrides_rows_and_falls_back_to_stock() -> None:
+    push_tables(FORWARDS, ())
     for device in ("h100", "a100", "l4"):
         assert bindings.plan(CALLS["encoder_512_d64"], DEVICES[device], FA2 | bindings.PREFERENCE)["backend"] == "fa2"
     masked = CALLS["encoder_512_d64"] | {"mask": 1}
@@ -313,17 +317,17 @@ def test_a_preference_goes_ahead_of_rows_and_leaves_the_impossible_to_stock() ->
     assert hopper_alone["backend"] == "stock" and "9.0" in hopper_alone["reasons"]["fa3"]
 
 
-def test_a_preference_keeps_gradients_deterministic() -> None:
-    """No backward of ours adds in one order here: stock's would follow our forward."""
-    push(FORWARDS + AMPERE_BACKWARDS)
+def test_preference_keeps_gradients_deterministic() -> None:
+    """The table has no deterministic backward of ours, so a nondeterministic backward of stock would follow."""
+    push_tables(FORWARDS + AMPERE_BACKWARDS)
     assert bindings.plan(ORDERED, DEVICES["a100"], FA2)["backend"] == "fa2"
     plan = bindings.plan(ORDERED, DEVICES["a100"], FA2 | bindings.PREFERENCE)
     assert plan["backend"] == "stock" and "use_deterministic_algorithms" in plan["reasons"]["fa2"]
 
 
-def test_a_preference_leaves_both_directions_to_stock_where_one_is_missing() -> None:
-    """On 99 KB devices no backward holds 130 columns element by element."""
-    push(kernel_table.KERNEL_ROWS)
+def test_preference_falls_back_to_stock_without_a_backward_kernel() -> None:
+    """No element-wise backward holds 130 columns on devices with 99 KB of shared memory."""
+    push_tables(kernel_table.KERNEL_ROWS)
     wide = call((1, 32, 32), (4096, 4096), (130, 130), grad=1)
     plan = bindings.plan(wide, DEVICES["l4"], FA2 | bindings.PREFERENCE)
     assert plan["backend"] == "stock" and "no backward kernel takes this call" in plan["reasons"]["fa2"]
@@ -341,7 +345,7 @@ ORDERED = PLAIN | {"deterministic": 1}
 @pytest.mark.parametrize(
     "problem, device, mode, backwards, kernel",
     [
-        (PLAIN, "h100", FA2, HOPPER_BACKWARDS, HOPPER_BACKWARDS[0]),  # as long as there is no other
+        (PLAIN, "h100", FA2, HOPPER_BACKWARDS, HOPPER_BACKWARDS[0]),  # while the table has no sm_80 backward
         (PLAIN, "h100", FA2, HOPPER_BACKWARDS + AMPERE_BACKWARDS, AMPERE_BACKWARDS[0]),
         (PLAIN, "h100", FA3, HOPPER_BACKWARDS + AMPERE_BACKWARDS, HOPPER_BACKWARDS[0]),
         (PLAIN, "a100", FA2, HOPPER_BACKWARDS + AMPERE_BACKWARDS, AMPERE_BACKWARDS[0]),
@@ -349,46 +353,46 @@ ORDERED = PLAIN | {"deterministic": 1}
         (ODD, "h100", FA2, HOPPER_BACKWARDS + AMPERE_BACKWARDS, AMPERE_BACKWARDS[1]),
         (ODD, "h100", FA2, HOPPER_BACKWARDS, None),
         (ODD, "l4", FA2, HOPPER_BACKWARDS + AMPERE_BACKWARDS, AMPERE_BACKWARDS[1]),
-        (ORDERED, "a100", FA2, HOPPER_BACKWARDS + AMPERE_BACKWARDS, None),  # none of them adds in one order
+        (ORDERED, "a100", FA2, HOPPER_BACKWARDS + AMPERE_BACKWARDS, None),  # the sm_80 backwards are not deterministic
         (ORDERED, "h100", FA2, HOPPER_BACKWARDS + AMPERE_BACKWARDS, HOPPER_BACKWARDS[1]),
     ],
 )
-def test_whose_backward_follows(problem, device, mode, backwards, kernel) -> None:
-    push(FORWARDS + backwards)
+def test_backward_follows_the_family_of_the_forward(problem, device, mode, backwards, kernel) -> None:
+    push_tables(FORWARDS + backwards)
     plan = bindings.plan(problem, DEVICES[device], mode)
     assert plan["backend"] == BACKENDS[mode]
     if kernel is None:
-        follows = "math" if problem is ODD else "efficient"  # which reads no rows of 60 columns
+        follows = "math" if problem is ODD else "efficient"  # efficient attention reads no rows of 60 columns
         assert plan["gradients"].startswith(f"The {follows} backward of stock follows. The reason: No kernel")
     else:
         assert plan["gradients"] == kernel.specs()[0].name()
 
 
-def test_element_by_element_both_directions_are_measured_together() -> None:
-    push(FORWARDS + HOPPER_BACKWARDS + AMPERE_BACKWARDS, (served("odddims", grad=True),))
+def test_elementwise_gradients_need_rows_for_both_directions() -> None:
+    push_tables(FORWARDS + HOPPER_BACKWARDS + AMPERE_BACKWARDS, (choice_row("odddims", grad=True),))
     plan = bindings.plan(ODD, DEVICES["h100"])
     assert plan["backend"] == "fa2" and plan["gradients"].startswith(AMPERE_BACKWARDS[1].specs()[0].name())
     ordered = bindings.plan(ODD | {"deterministic": 1}, DEVICES["h100"])
     assert ordered["backend"] == "stock" and "deterministic" in ordered["reasons"]["fa2"]
 
 
-# ---- what is compiled for which GPU ----
+# ---- targets of GPUs ----
 
 
 @pytest.mark.parametrize(
     "cc, target", [(80, "sm_80"), (86, "sm_80"), (89, "sm_80"), (90, "sm_90a"), (100, "sm_100"), (120, "sm_120")]
 )
-def test_target_of_a_gpu(cc, target):
+def test_compute_capability_maps_to_a_target(cc, target):
     assert compiler.target_of(cc) == target
 
 
 @pytest.mark.parametrize("cc", [75, 110])
-def test_a_gpu_without_target_is_named(cc):
+def test_gpu_without_a_target_raises(cc):
     with pytest.raises(ValueError, match=rf"sm_80, sm_90a.*, but the GPU has compute capability {cc // 10}\.{cc % 10}$"):
         compiler.target_of(cc)
 
 
-def test_a_target_holds_kernels_of_its_architectures_alone() -> None:
+def test_target_compiles_only_kernels_of_its_architectures() -> None:
     hopper, ampere = (kernel_table.specs(arch)[0] for arch in (90, 80))
     with pytest.raises(ValueError, match=r"fwd_sm90_.*: sm_80 runs kernels that are written for sm_80"):
         compiler.compile_spec(hopper, "sm_80")
@@ -396,7 +400,7 @@ def test_a_target_holds_kernels_of_its_architectures_alone() -> None:
         compiler.compile_spec(ampere, "sm_75")
 
 
-def test_a_cached_kernel_is_of_one_target() -> None:
+def test_cache_key_contains_the_target() -> None:
     pytest.importorskip("cutlass", reason="the key names the compiler's version")
     ampere = kernel_table.specs(80)[0]
     assert len({compiler.key(ampere, target) for target in TARGETS}) == len(TARGETS)

@@ -1,7 +1,10 @@
-"""What auto decides, as a map: classes of head dims, masks and lengths -> whose kernels, on an H100. A hole in the rows
-of dispatch_table.py, or between them, shows as a dot among digits. No GPU.
+"""Map of the decisions of auto: classes of head dims, masks and lengths -> the serving kernels, on an H100. No GPU.
 
-A change of rows shows as a diff here. After reading it: EXPECTTEST_ACCEPT=1 pytest test/plan/test_map.py
+A hole in the rows of dispatch_table.py, or between rows, shows as a dot among digits.
+
+A change of rows shows as a diff here. After reading the diff, run:
+
+    EXPECTTEST_ACCEPT=1 pytest test/plan/test_map.py
 """
 
 from __future__ import annotations
@@ -18,30 +21,32 @@ from torch_flashplug.dispatch import bindings
 from torch_flashplug.registry.architectures import FAMILIES
 
 LENGTHS = (16, 64, 256, 512, 1024, 2048, 4096, 16384)
-SIZES = ((1, 8), (1, 32), (16, 32))  # batch, heads: a letter of a cell each
-Ask = Callable[[int, int, tuple[int, int]], Call]  # D, length and one of SIZES -> a call
+SIZES = ((1, 8), (1, 32), (16, 32))  # batch and heads: a letter of a cell each
+CallMaker = Callable[[int, int, tuple[int, int]], Call]  # maps D, a length and an entry of SIZES to a call
 LETTERS = {"fa3": "3", "fa2": "2", "stock": "."}
 
 
-def letter(problem: Call) -> str:
+def backend_letter(problem: Call) -> str:
     return LETTERS[bindings.plan(problem, DEVICES["h100"])["backend"]]
 
 
-def block(title: str, dims: Iterable[int], ask: Ask) -> str:
-    """A line for each run of head dims that are decided alike, a column for each length."""
-    lines = {d: [" ".join("".join(letter(ask(d, s, size)) for size in SIZES) for s in LENGTHS)] for d in dims}
+def map_block(title: str, dims: Iterable[int], make_call: CallMaker) -> str:
+    """Return a line for each run of head dims with equal decisions, with a column for each length."""
+    lines = {
+        d: [" ".join("".join(backend_letter(make_call(d, s, size)) for size in SIZES) for s in LENGTHS)] for d in dims
+    }
     text = f"{title}\n"
     for (line,), run in groupby(lines, key=lines.get):
-        first, *rest = run
-        text += f"{f'{first}..{rest[-1]}' if rest else first:>9} {line}\n"
+        first_dim, *further_dims = run
+        text += f"{f'{first_dim}..{further_dims[-1]}' if further_dims else first_dim:>9} {line}\n"
     return text
 
 
-def square(**facts: int) -> Ask:
+def square_call(**facts: int) -> CallMaker:
     return lambda d, s, size: {**call((*size, size[1]), (s, s), (d, d)), **facts}
 
 
-def one_row(group: int) -> Ask:
+def decode_call(group: int) -> CallMaker:
     return lambda d, s, size: call((*size, size[1] // group), (1, s), (d, d))
 
 
@@ -51,18 +56,18 @@ class TestMap(expecttest.TestCase):
     def setUp(self) -> None:
         startup.push_tables()
 
-    def test_what_auto_decides(self) -> None:
+    def test_auto_decision_for_each_class_of_calls(self) -> None:
         eights, odd = range(8, 257, 8), [d for d in range(2, 257, 10) if d % 8]
         text = f"{'D':>9} {' '.join(f'{s:>3}' if s < 1024 else f'{s // 1024:>2}k' for s in LENGTHS)}\n"
         for mask, causal in (("full", 0), ("causal", 1)):
-            for what, grad in (("forward", 0), ("forward and backward", 1)):
-                title, plain = f"{what}, {mask}", {"causal": causal, "grad": grad}
-                text += block(title, eights, square(**plain))
-                text += block(f"{title}, Dv 128", (64, 192), square(Dv=128, **plain))
-                text += block(f"{title}, D no multiple of 8", odd, square(**plain))
-                text += block(f"{title}, misaligned", eights, square(align_k=2, **plain))
-                text += block(f"{title}, last dim not contiguous", eights, square(last_stride_v=2, **plain))
-        text += block("one row of 4 query heads a KV head", eights, one_row(4))
+            for directions, grad in (("forward", 0), ("forward and backward", 1)):
+                title, plain = f"{directions}, {mask}", {"causal": causal, "grad": grad}
+                text += map_block(title, eights, square_call(**plain))
+                text += map_block(f"{title}, Dv 128", (64, 192), square_call(Dv=128, **plain))
+                text += map_block(f"{title}, D no multiple of 8", odd, square_call(**plain))
+                text += map_block(f"{title}, misaligned", eights, square_call(align_k=2, **plain))
+                text += map_block(f"{title}, last dim not contiguous", eights, square_call(last_stride_v=2, **plain))
+        text += map_block("one row of 4 query heads a KV head", eights, decode_call(4))
         self.assertExpectedInline(
             text,
             """\
@@ -138,15 +143,18 @@ one row of 4 query heads a KV head
 """,
         )
 
-    def test_which_kernel_serves_a_head_dim(self) -> None:
-        """Of every multiple of 8: a row that takes over from another serves by ratios that were measured of that."""
+    def test_kernel_for_each_head_dim(self) -> None:
+        """All multiples of 8 are covered.
+
+        A row taking over head dims of a different row must serve by ratios measured for these head dims.
+        """
         text = ""
         for lengths in ((4096, 4096), (512, 512), (1, 4096)):
             plans = {d: bindings.plan(call((16, 32, 32), lengths, (d, d)), DEVICES["h100"]) for d in range(8, 257, 8)}
             text += f"{lengths[0]} x {lengths[1]}\n"
             for kernel, run in groupby(plans, key=lambda d: plans[d]["kernel"] or plans[d]["backend"]):  # noqa: B023
-                first, *rest = run
-                text += f"{f'{first}..{rest[-1]}' if rest else first:>9} {kernel}\n"
+                first_dim, *further_dims = run
+                text += f"{f'{first_dim}..{further_dims[-1]}' if further_dims else first_dim:>9} {kernel}\n"
         self.assertExpectedInline(
             text,
             """\
@@ -187,8 +195,8 @@ one row of 4 query heads a KV head
 """,
         )
 
-    def test_one_row_of_any_head_dims_is_ours(self) -> None:
-        """Stock plans each new length of a cache: 36 ms and more a token."""
+    def test_single_query_rows_of_all_head_dims_run_on_plugin_kernels(self) -> None:
+        """Stock makes a plan for each new length of a cache, which costs 36 ms and more per token."""
         dims = range(8, 257, 8)
         for group, keys in ((1, 500), (4, 2000), (32, 8000)):
             for pair in ((d, dv) for d in dims for dv in dims):
@@ -196,6 +204,6 @@ one row of 4 query heads a KV head
                 self.assertNotEqual(decided, "stock", f"{pair}, groups of {group}, {keys} keys")
 
 
-def test_every_family_runs_on_some_preset() -> None:
+def test_every_family_runs_on_a_device_preset() -> None:
     alone = {family.backend for family in FAMILIES if not any(family.runs_on(gpu["cc"]) for gpu in DEVICES.values())}
     assert not alone, "explain(device=...) cannot ask for them: api.DEVICES has none of their GPUs"

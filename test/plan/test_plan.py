@@ -1,7 +1,8 @@
-"""The dispatcher's rule as golden tables: named calls x devices -> plan or reasons. No GPU; device facts are a value.
+"""Golden tables of the dispatch rule: named calls x devices -> plan or reasons. No GPU; device facts are a value.
 
-A change of the rule or the table shows as a diff here. After reading it:
-EXPECTTEST_ACCEPT=1 pytest test/plan/test_plan.py
+A change of the rule or the table shows as a diff here. After reading the diff, run:
+
+    EXPECTTEST_ACCEPT=1 pytest test/plan/test_plan.py
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Iterator
 
 import expecttest
 import pytest
-from plans import CALLS, call, made_of, table_of
+from plans import CALLS, call, made_of, plans_as_text
 
 from torch_flashplug.api import startup
 from torch_flashplug.api.backend import DEVICES
@@ -24,7 +25,7 @@ from torch_flashplug.registry.kernel_spec import KernelSpec
 from torch_flashplug.registry.kernel_table import KernelRow
 
 FACTS = {**DEVICES, "none": None}
-# Calls that kernels cannot run, whatever the table says.
+# Calls that kernels cannot run, independent of the table.
 REFUSED = {
     "fp32": call((1, 8, 8), (512, 512), (64, 64), **made_of("fp32")),
     "mixed_dtypes": call((1, 8, 8), (512, 512), (64, 64), **made_of("bf16", "fp16", "bf16")),
@@ -40,7 +41,7 @@ REFUSED = {
     "deterministic_grad": call((4, 16, 16), (4096, 4096), (64, 64), grad=1, deterministic=1),
     "three_reasons": call((1, 8, 8), (512, 512), (60, 264), dropout_p=0.5),
 }
-# A table of its own for the rule itself, so that retunes do not change that golden.
+# A separate table for the rule itself, so that a new tuning does not change the golden table.
 KERNELS = (
     KernelRow("fwd", 90, 64, 64, ("full",), 128, 128, 2),
     KernelRow("fwd", 90, 128, 128, ("full",), 128, 128, 2),
@@ -59,7 +60,7 @@ CHOICES = (
 )
 
 
-def push(kernels: tuple[KernelRow, ...], rows: tuple[ChoiceRow, ...]) -> None:
+def push_tables(kernels: tuple[KernelRow, ...], rows: tuple[ChoiceRow, ...]) -> None:
     bindings.push_rows(kernels, rows, dispatch_table.GATE)
 
 
@@ -71,9 +72,9 @@ def own_table() -> Iterator[None]:
 
 
 class TestGolden(expecttest.TestCase):
-    def test_todays_table(self) -> None:
+    def test_plans_of_the_current_table(self) -> None:
         self.assertExpectedInline(
-            table_of(CALLS, {"h100": DEVICES["h100"]}),
+            plans_as_text(CALLS, {"h100": DEVICES["h100"]}),
             """\
 train_4k_d128_causal
   h100
@@ -145,10 +146,10 @@ decode_b64_1x8k_d128_gqa4
 """,
         )
 
-    def test_rule(self) -> None:
-        push(KERNELS, CHOICES)
+    def test_plans_of_the_rule_with_a_fixed_table(self) -> None:
+        push_tables(KERNELS, CHOICES)
         self.assertExpectedInline(
-            table_of(CALLS, {"h100": DEVICES["h100"]}),
+            plans_as_text(CALLS, {"h100": DEVICES["h100"]}),
             """\
 train_4k_d128_causal
   h100
@@ -209,11 +210,11 @@ decode_b64_1x8k_d128_gqa4
 """,
         )
 
-    def test_devices(self) -> None:
-        push(KERNELS, CHOICES)
-        few = {name: CALLS[name] for name in ("prefill_4k_d128_causal", "decode_1x8k_d128_gqa4")}
+    def test_plans_on_each_device(self) -> None:
+        push_tables(KERNELS, CHOICES)
+        calls = {name: CALLS[name] for name in ("prefill_4k_d128_causal", "decode_1x8k_d128_gqa4")}
         self.assertExpectedInline(
-            table_of(few, FACTS),
+            plans_as_text(calls, FACTS),
             """\
 prefill_4k_d128_causal
   h100 h200
@@ -251,10 +252,10 @@ decode_1x8k_d128_gqa4
 """,
         )
 
-    def test_refused(self) -> None:
-        push(KERNELS, CHOICES)
+    def test_reasons_of_refused_calls(self) -> None:
+        push_tables(KERNELS, CHOICES)
         self.assertExpectedInline(
-            table_of(REFUSED, {"h100": DEVICES["h100"]}),
+            plans_as_text(REFUSED, {"h100": DEVICES["h100"]}),
             """\
 fp32
   h100
@@ -323,13 +324,13 @@ three_reasons
 """,
         )
 
-    def test_forced(self) -> None:
-        push(KERNELS, CHOICES)
-        few = {name: CALLS[name] for name in ("train_4k_d128_causal", "decode_1x8k_d128_gqa4")}
+    def test_plans_of_forced_calls(self) -> None:
+        push_tables(KERNELS, CHOICES)
+        calls = {name: CALLS[name] for name in ("train_4k_d128_causal", "decode_1x8k_d128_gqa4")}
         fa3 = BACKENDS.index("fa3")
-        text = table_of(few, {"h100": DEVICES["h100"], "a100": DEVICES["a100"]}, fa3)
+        text = plans_as_text(calls, {"h100": DEVICES["h100"], "a100": DEVICES["a100"]}, fa3)
         text += bindings.forced_error(REFUSED["three_reasons"], DEVICES["h100"], fa3) + "\n"
-        text += bindings.forced_error(few["train_4k_d128_causal"], DEVICES["l4"], BACKENDS.index("fa2")) + "\n"
+        text += bindings.forced_error(calls["train_4k_d128_causal"], DEVICES["l4"], BACKENDS.index("fa2")) + "\n"
         self.assertExpectedInline(
             text,
             """\
@@ -364,24 +365,27 @@ Use sdpa_backend('auto') to let stock attention serve such calls.
         )
 
 
-def test_a_kernel_is_named_for_its_element_type() -> None:
-    """A dtype that no row has a kernel for is refused, and never taken for the last one of a list."""
+def test_kernel_name_contains_the_element_type() -> None:
+    """A dtype without a kernel is refused, and never mistaken for the last dtype of a list."""
     plain = call((1, 8, 8), (512, 512), (64, 64))
-    fa3 = BACKENDS.index("fa3")  # auto may not have measured all
+    fa3 = BACKENDS.index("fa3")  # auto may have no measured rows for some dtypes
     for dtype in elements_of("fwd", 90):
-        named = bindings.plan(plain | made_of(*ELEMENTS[dtype].operands[:3]), DEVICES["h100"], fa3)
-        assert f"_{dtype}_" in named["kernel"] and KernelSpec.from_name(named["kernel"]).dtype == dtype
-    for other in {*NUMBERS, "none"} - {element.q for element in ELEMENTS.values()}:
-        refused = bindings.plan(plain | made_of(other), DEVICES["h100"])
-        assert refused["backend"] == "stock" and not refused["kernel"] and "dtype" in refused["reasons"]["fa3"]
+        plan = bindings.plan(plain | made_of(*ELEMENTS[dtype].operands[:3]), DEVICES["h100"], fa3)
+        assert f"_{dtype}_" in plan["kernel"] and KernelSpec.from_name(plan["kernel"]).dtype == dtype
+    for unsupported in {*NUMBERS, "none"} - {element.q for element in ELEMENTS.values()}:
+        rejected = bindings.plan(plain | made_of(unsupported), DEVICES["h100"])
+        assert rejected["backend"] == "stock" and not rejected["kernel"] and "dtype" in rejected["reasons"]["fa3"]
 
 
-def test_gradients_without_a_backward_of_ours_stay_stock() -> None:
-    """cuDNN's backward follows none of our forwards, and any other is slower than stock's both."""
+def test_gradients_without_a_backward_kernel_stay_with_stock() -> None:
+    """cuDNN's backward cannot follow our forwards.
+
+    With any different stock backward, the pair of forward and backward is slower than stock alone.
+    """
     trained = call((4, 16, 16), (4096, 4096), (128, 128), grad=1)
     forwards = tuple(row for row in kernel_table.KERNEL_ROWS if row.kind == "fwd")
     assert bindings.plan(trained, DEVICES["h100"])["backend"] == "fa3"
-    push(forwards, dispatch_table.CHOICE_ROWS)
+    push_tables(forwards, dispatch_table.CHOICE_ROWS)
     plan = bindings.plan(trained, DEVICES["h100"])
     assert plan["backend"] == "stock" and "no backward kernel takes this call" in plan["reasons"]["fa3"]
 
@@ -394,15 +398,16 @@ def test_every_reason_of_a_refused_call_is_listed() -> None:
 
 
 @pytest.mark.parametrize("heads, Sq, Sk, sharing", [
-    ((1, 8, 1), 2048, 2048, 8),  # 16 blocks of keys: 128 tiles of one head
-    ((1, 14, 2), 2048, 2048, 7),  # 32: what seven each make is done in two turns, of one head each
+    ((1, 8, 1), 2048, 2048, 8),  # 16 blocks of keys: 128 tiles of a single head
+    # 32 blocks: seven tiles each take two waves of the GPU, with one head per tile
+    ((1, 14, 2), 2048, 2048, 7),
     ((2, 8, 2), 1024, 1024, 4),
-    ((1, 32, 8), 1024, 1024, 2),  # 64: two turns of one head would take as long as one of two
-    ((1, 32, 8), 2048, 2048, 1),  # 128: the SMs have enough
-    ((4, 8, 8), 1024, 1024, 1),  # nothing to share
-    ((1, 8, 2), 128, 2048, 1),  # spares three times 128 rows
+    ((1, 32, 8), 1024, 1024, 2),  # 64 blocks: two waves of one head would take as long as one wave of two heads
+    ((1, 32, 8), 2048, 2048, 1),  # 128 blocks: all SMs have enough work
+    ((4, 8, 8), 1024, 1024, 1),  # no heads to share
+    ((1, 8, 2), 128, 2048, 1),  # saves three times 128 rows
 ])  # fmt: skip
-def test_few_blocks_of_keys_share_query_heads(heads: tuple[int, int, int], Sq: int, Sk: int, sharing: int) -> None:
+def test_few_key_blocks_share_query_heads_among_tiles(heads: tuple[int, int, int], Sq: int, Sk: int, sharing: int) -> None:
     plan = bindings.plan(call(heads, (Sq, Sk), (64, 64), grad=1), DEVICES["h100"], BACKENDS.index("fa3"))
     assert plan["gradients"].startswith("bwd_sm90_bf16_d64_full_m64n128") and plan["sharing"] == sharing
     narrow = call(heads, (Sq, Sk), (64, 64), grad=1, **dict.fromkeys(("dtype_q", "dtype_k", "dtype_v"), DTYPE_IDS["fp16"]))

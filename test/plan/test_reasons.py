@@ -1,4 +1,4 @@
-"""Every reason why a family's kernels do not take a call is met: one call for each."""
+"""Calls that meet every reason why the kernels of a family cannot serve a call: a call for each reason."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ SHUT = dataclasses.replace(dispatch_table.GATE, occupancy=0.8)
 
 
 @dataclass(frozen=True)
-class Met:
-    """A call that meets a reason: under which tables, where, in which mode, of which family."""
+class ReasonCase:
+    """A call for a reason: the call, the device, the mode, the family with the reason, and the pushed tables."""
 
     call: Call
     device: str = "h100"
@@ -34,33 +34,33 @@ class Met:
     rows: tuple[ChoiceRow, ...] = dispatch_table.CHOICE_ROWS
 
 
-MET = {
-    "none": Met(PLAIN),
-    "device": Met(PLAIN | {"on_cuda": 0}),
-    "arch": Met(PLAIN, "a100", sdpa_backend("fa3").mode),
-    "dtype": Met(PLAIN | made_of("fp32")),
-    "mixed dtype": Met(PLAIN | made_of("bf16", "fp16", "bf16")),
-    "feature": Met(PLAIN | {"cache8": 1}),
-    "scale": Met(PLAIN | {"scale": bindings.SCALE_IDS["not finite"]}),
-    "probability": Met(PLAIN | {"dropout_p": 1.5}),
-    "empty": Met(call((1, 8, 8), (512, 0), (64, 64))),
-    "head dim step": Met(call((1, 8, 8), (512, 512), (60, 60)), mode=sdpa_backend("fa3").mode),
-    "head dim": Met(call((1, 8, 8), (512, 512), (264, 264))),
-    "features' dim": Met(call((1, 8, 8), (512, 512), (256, 256), bias32=1, dropout=1, dropout_p=0.5)),
-    "last stride": Met(PLAIN | {"last_stride_v": 2}),
-    "alignment": Met(PLAIN | {"align_k": 2}),
-    "no kernel": Met(PLAIN, "l4", sdpa_backend("fa2").mode, "fa2", LARGE),
-    "splits": Met(LONG | {"causal": 1}, mode=sdpa_backend("fa3", num_splits=4).mode),
-    "unmeasured gpu": Met(PLAIN, "a100", family="fa2"),
-    "no row": Met(PLAIN, rows=()),
-    "slower": Met(call((4, 16, 16), (4096, 4096), (192, 128), causal=1, grad=1)),
-    "decode gate": Met(call(FEW, (16, 640), (64, 64)), kernels=FORWARDS),
-    "deterministic": Met(LONG | {"grad": 1, "deterministic": 1}, kernels=FORWARDS),
-    "no backward": Met(LONG | {"grad": 1}, kernels=FORWARDS),
-    "no bias gradient": Met(LONG | {"bias": 1, "grad": 1, "bias_grad": 1}, kernels=NO_BIAS_GRADIENT),
-    "8 bits with gradients": Met(PLAIN | {"grad": 1}, mode=sdpa_backend("fa3", precision="8bit").mode),
+REASON_CASES = {
+    "none": ReasonCase(PLAIN),
+    "device": ReasonCase(PLAIN | {"on_cuda": 0}),
+    "arch": ReasonCase(PLAIN, "a100", sdpa_backend("fa3").mode),
+    "dtype": ReasonCase(PLAIN | made_of("fp32")),
+    "mixed dtype": ReasonCase(PLAIN | made_of("bf16", "fp16", "bf16")),
+    "feature": ReasonCase(PLAIN | {"cache8": 1}),
+    "scale": ReasonCase(PLAIN | {"scale": bindings.SCALE_IDS["not finite"]}),
+    "probability": ReasonCase(PLAIN | {"dropout_p": 1.5}),
+    "empty": ReasonCase(call((1, 8, 8), (512, 0), (64, 64))),
+    "head dim step": ReasonCase(call((1, 8, 8), (512, 512), (60, 60)), mode=sdpa_backend("fa3").mode),
+    "head dim": ReasonCase(call((1, 8, 8), (512, 512), (264, 264))),
+    "features' dim": ReasonCase(call((1, 8, 8), (512, 512), (256, 256), bias32=1, dropout=1, dropout_p=0.5)),
+    "last stride": ReasonCase(PLAIN | {"last_stride_v": 2}),
+    "alignment": ReasonCase(PLAIN | {"align_k": 2}),
+    "no kernel": ReasonCase(PLAIN, "l4", sdpa_backend("fa2").mode, "fa2", LARGE),
+    "splits": ReasonCase(LONG | {"causal": 1}, mode=sdpa_backend("fa3", num_splits=4).mode),
+    "unmeasured gpu": ReasonCase(PLAIN, "a100", family="fa2"),
+    "no row": ReasonCase(PLAIN, rows=()),
+    "slower": ReasonCase(call((4, 16, 16), (4096, 4096), (192, 128), causal=1, grad=1)),
+    "decode gate": ReasonCase(call(FEW, (16, 640), (64, 64)), kernels=FORWARDS),
+    "deterministic": ReasonCase(LONG | {"grad": 1, "deterministic": 1}, kernels=FORWARDS),
+    "no backward": ReasonCase(LONG | {"grad": 1}, kernels=FORWARDS),
+    "no bias gradient": ReasonCase(LONG | {"bias": 1, "grad": 1, "bias_grad": 1}, kernels=NO_BIAS_GRADIENT),
+    "8 bits with gradients": ReasonCase(PLAIN | {"grad": 1}, mode=sdpa_backend("fa3", precision="8bit").mode),
 }
-ELSEWHERE = {"together"}  # asked of a table of its own, by test_facts
+ELSEWHERE = {"together"}  # tested with a separate table in test_facts.py
 
 
 @pytest.fixture(autouse=True)
@@ -69,17 +69,17 @@ def own_table() -> Iterator[None]:
     startup.push_tables()
 
 
-@pytest.mark.parametrize("why", [name for name in bindings.names("reasons") if name not in ELSEWHERE])
-def test_every_reason_is_met(why: str) -> None:
-    met = MET[why]
+@pytest.mark.parametrize("reason", [name for name in bindings.names("reasons") if name not in ELSEWHERE])
+def test_every_reason_has_a_call(reason: str) -> None:
+    met = REASON_CASES[reason]
     bindings.push_rows(met.kernels, met.rows, SHUT)
     plan = bindings.plan(met.call, DEVICES[met.device], met.mode)
-    assert plan["why"][met.family] == why
+    assert plan["why"][met.family] == reason
     assert bool(plan["reasons"].get(met.family)) == (plan["backend"] != met.family)
 
 
 @pytest.mark.parametrize(
-    "facts, said",
+    "facts, text",
     [
         ({"dropout": 1, "dropout_p": 0.1, "Sq": 100}, "the nearest entry needs Sq >= 128 (here 100)"),
         ({"dropout": 1, "dropout_p": 0.1, "Dv": 32}, "class of calls (compute capability 9.0, no grad, D != Dv)"),
@@ -91,19 +91,19 @@ def test_every_reason_is_met(why: str) -> None:
         ({"causal": 1, "bias": 1}, "PyTorch does not define the combination (its math backend raises)"),
     ],
 )
-def test_reasons_name_their_cause(facts: dict, said: str) -> None:
-    assert said in bindings.plan(PLAIN | facts, DEVICES["h100"])["reasons"]["fa3"]
+def test_reasons_name_the_cause(facts: dict, text: str) -> None:
+    assert text in bindings.plan(PLAIN | facts, DEVICES["h100"])["reasons"]["fa3"]
 
 
-@pytest.mark.parametrize("p, said", [(-1e-8, "-1e-08"), (1.1, "1.1"), (4 / 3, "1.3333333333333333"), (2.0, "2")])
-def test_probabilities_are_said_as_they_are(p: float, said: str) -> None:
+@pytest.mark.parametrize("p, text", [(-1e-8, "-1e-08"), (1.1, "1.1"), (4 / 3, "1.3333333333333333"), (2.0, "2")])
+def test_reason_prints_the_exact_dropout_probability(p: float, text: str) -> None:
     reasons = bindings.plan(PLAIN | {"dropout": 1, "dropout_p": p}, DEVICES["h100"])["reasons"]
-    assert reasons["fa2"].startswith(f"dropout_p must be above 0 and at most 1, but got {said}. ")
+    assert reasons["fa2"].startswith(f"dropout_p must be above 0 and at most 1, but got {text}. ")
 
 
-def test_rescues_hold_for_what_they_were_seen_with() -> None:
-    """Stock's NaN of scales below zero was seen without dropout."""
-    dropped = {"dropout": 1, "dropout_p": 0.5, "D": 192, "Dv": 192}  # which nobody measured, too
+def test_stock_bug_rows_apply_only_to_observed_features() -> None:
+    """Stock returns NaN for scales below zero; this was observed without dropout."""
+    dropped = {"dropout": 1, "dropout_p": 0.5, "D": 192, "Dv": 192}  # also a class without a measurement
     below = PLAIN | {"scale": bindings.SCALE_IDS["negative"]}
     for needs, backend in (({}, "fa3"), ({"causal": 1}, "fa3"), (dropped, "stock")):
         plan = bindings.plan(below | needs, DEVICES["h100"])
@@ -121,13 +121,13 @@ def test_rescues_hold_for_what_they_were_seen_with() -> None:
         (192, {}, "l4", "fwd_sm80_bf16_d256_mask_m64n64s1", "The math backward of stock"),
         (64, {"grad": 0, "Sq": 4}, "l4", "decode_sm80_bf16_d64_mask_m64n64s3", ""),
         (192, {"grad": 0, "Sq": 4}, "a100", "decode_sm80_bf16_d256_mask_m64n64s1", ""),
-        (60, {}, "a100", "", "multiples of 8"),  # none goes element by element
+        (60, {}, "a100", "", "multiples of 8"),  # no masked kernel is element-wise
         # copied
         (64, {"align_k": 2}, "a100", "fwd_sm80_bf16_d64_mask_m64n128s1", "bwd_sm80_bf16_d64_mask_m64n64s1"),
     ],
 )
-def test_masks_of_every_gpus_kernels(d: int, facts: dict, device: str, kernel: str, gradients: str) -> None:
-    """gradients: their kernel, or why there is none."""
+def test_masked_calls_on_sm80_kernels(d: int, facts: dict, device: str, kernel: str, gradients: str) -> None:
+    """The parameter `gradients` is the kernel of the backward, or the reason why there is none."""
     plan = bindings.plan(
         call((1, 8, 8), (512, 512), (d, d), mask=1, grad=1) | facts, DEVICES[device], sdpa_backend("fa2").mode
     )
@@ -157,5 +157,5 @@ WANTED = "attn_mask requires a gradient, and no kernel that computes this gradie
         (64, DROPPED | {"bias32": 1}, "a100", "", "exactly this combination of features: bias32 and dropout."),
     ],
 )
-def test_what_else_every_gpus_kernels_take(d: int, facts: dict, device: str, kernel: str, gradients: str) -> None:
-    test_masks_of_every_gpus_kernels(d, {"mask": 0} | facts, device, kernel, gradients)
+def test_biased_and_dropout_calls_on_sm80_kernels(d: int, facts: dict, device: str, kernel: str, gradients: str) -> None:
+    test_masked_calls_on_sm80_kernels(d, {"mask": 0} | facts, device, kernel, gradients)

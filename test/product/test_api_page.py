@@ -1,5 +1,6 @@
-"""docs/api.md: each public name has a section with its signature, all arguments, and an example. Examples are run by
-test_readme.
+"""docs/api.md: each public name has a section with its signature, all arguments, and an example.
+
+test_readme runs the examples.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def annotation_of(note: object) -> str:
 
 
 def parts_of(thing: object) -> tuple[list[str], str]:
-    """Return the parameters of a signature as text, and what stands behind the brackets."""
+    """Return the parameters of a signature as text, and the return annotation as text."""
     signature, parameters, by_name = inspect.signature(thing), [], False
     for parameter in signature.parameters.values():
         if parameter.kind is parameter.KEYWORD_ONLY and not by_name:
@@ -54,12 +55,12 @@ def without_spaces(text: str) -> str:
     return re.sub(r"\s+", "", text).replace(",)", ")")
 
 
-def test_the_page_has_sections_of_public_names_alone() -> None:
+def test_sections_of_the_page_are_the_public_names() -> None:
     assert set(re.findall(r"^### `(\w+)`$", PAGE, re.M)) == set(PUBLIC)
 
 
 @pytest.mark.parametrize("name", PUBLIC)
-def test_a_signature_on_the_page_is_that_of_the_code(name: str) -> None:
+def test_signatures_on_the_page_equal_the_code(name: str) -> None:
     parameters, returned = parts_of(PUBLIC[name])
     (shown,) = blocks(section_of(name), "text")
 
@@ -71,7 +72,7 @@ def test_a_section_names_all_arguments_results_and_errors(name: str) -> None:
     section = section_of(name)
     rows = "\n".join(line.split("|")[1] for line in section.splitlines() if line.startswith("|"))
 
-    assert not [one for one in inspect.signature(PUBLIC[name]).parameters if f"`{one}`" not in rows]
+    assert not [parameter for parameter in inspect.signature(PUBLIC[name]).parameters if f"`{parameter}`" not in rows]
     assert "Returns: " in section and "Raises: " in section
 
 
@@ -92,7 +93,7 @@ def test_verbs_and_options_of_explain_are_on_the_page() -> None:
     assert not [option for option in options if option not in ("-h", "--help") and f"`{option}`" not in PAGE]
 
 
-def test_arguments_that_flash_attn_names_refuse_or_ignore_are_on_the_page() -> None:
+def test_unsupported_flash_attn_arguments_are_on_the_page() -> None:
     section = PAGE.split("\n## flash_attn names\n", 1)[1].split("\n### ", 1)[0]
 
     assert not [name for name in flash_attn._NO_EFFECT | flash_attn._NOT_BUILT if f"`{name}`" not in section]

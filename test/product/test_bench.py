@@ -1,4 +1,4 @@
-"""The benchmark's names: calls, suites, who takes part, and the page that says how to run them. Nothing is timed."""
+"""Names in the benchmark: calls, suites, providers, and the page with the commands. Nothing is timed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ import ring_plan  # noqa: E402
 import workloads  # noqa: E402
 
 MEASURING = [ROOT / "tools" / f"{name}.py" for name in ("bench", "decode", "harness")]
-ELSEWHERE = {"gate": "tools/gate.py"}  # lists of calls that no suite times
+ELSEWHERE = {"gate": "tools/gate.py"}  # lists of calls without a suite
 FUNCTIONS = {
     name: function for name, function in inspect.getmembers(workloads, inspect.isfunction)
     if function.__module__ == "workloads" and not name.startswith("_")
@@ -32,8 +32,8 @@ FUNCTIONS = {
 LISTS = {name for name, function in FUNCTIONS.items() if inspect.get_annotations(function)["return"] == "list[Case]"}
 
 
-class Asked:
-    """A benchmark that notes which cases a suite has, and takes none."""
+class RecordingBench:
+    """Benchmark that records the cases of a suite and runs none."""
 
     def __init__(self) -> None:
         self.cases: list[str] = []
@@ -44,37 +44,37 @@ class Asked:
 
 
 @pytest.fixture(scope="module")
-def asked() -> dict[str, tuple[list[str], set[str]]]:
-    """Of each suite its cases, and which lists of workloads.py they are of."""
-    found = {}
+def recorded_suites() -> dict[str, tuple[list[str], set[str]]]:
+    """Return the cases of each suite, and the names of the used lists of workloads.py."""
+    recorded = {}
     with pytest.MonkeyPatch.context() as patch:
-        made: set[str] = set()
+        used_lists: set[str] = set()
 
-        def noting(name: str):
-            known = getattr(workloads, name)
+        def recording(name: str):
+            original = getattr(workloads, name)
 
-            @wraps(known)
+            @wraps(original)
             def function(*args, **kwargs):
-                made.add(name)
-                return known(*args, **kwargs)
+                used_lists.add(name)
+                return original(*args, **kwargs)
 
             return function
 
         for name in LISTS:
-            patch.setattr(workloads, name, noting(name))
+            patch.setattr(workloads, name, recording(name))
         for suite, run in bench.SUITES.items():
-            made.clear()
-            run(one := Asked())
-            found[suite] = one.cases, set(made)
-    return found
+            used_lists.clear()
+            run(recorder := RecordingBench())
+            recorded[suite] = recorder.cases, set(used_lists)
+    return recorded
 
 
-def test_every_list_of_calls_is_timed(asked):
-    timed = set().union(*(made for _, made in asked.values()))
+def test_every_list_of_calls_is_timed(recorded_suites):
+    timed = set().union(*(used_lists for _, used_lists in recorded_suites.values()))
     assert timed | set(ELSEWHERE) == LISTS and not timed & set(ELSEWHERE)
     for name, path in ELSEWHERE.items():
         assert f"workloads.{name}()" in (ROOT / path).read_text()
-    assert {call.name for call in workloads.EVERYDAY} <= set(asked["host"][0])
+    assert {call.name for call in workloads.EVERYDAY} <= set(recorded_suites["host"][0])
 
 
 def test_every_function_of_workloads_is_used():
@@ -86,34 +86,37 @@ def test_every_function_of_workloads_is_used():
 
 
 @pytest.mark.parametrize("suite", bench.SUITES)
-def test_a_case_has_its_name_once(suite, asked):
-    """Rows and --filter go by it; gradients of a case may come again, behind all forwards."""
-    cases, _ = asked[suite]
+def test_case_names_are_unique(suite, recorded_suites):
+    """Rows and --filter identify a case by name.
+
+    In the suite `odd`, gradients repeat a name after all forwards.
+    """
+    cases, _ = recorded_suites[suite]
     times = {cases.count(name) for name in cases}
     assert times == ({2} if suite == "odd" else {1})
 
 
-def groups(path: Path) -> Iterator[set[str]]:
-    """Sets, tuples and lists of names."""
+def name_groups(path: Path) -> Iterator[set[str]]:
+    """Yield the names in each set, tuple and list."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Set | ast.Tuple | ast.List):
-            yield {one.value for one in node.elts if isinstance(one, ast.Constant)}
+            yield {constant.value for constant in node.elts if isinstance(constant, ast.Constant)}
 
 
-def test_who_takes_part_is_known():
-    """By the rows of providers.py, all of which somebody times."""
+def test_every_provider_is_known():
+    """Compare with the rows of providers.py; each provider must be timed by a suite."""
     names = set(providers.labels())
-    by_default, by_name = (set().union(*providers.providers(wanted)) for wanted in (None, names))
+    by_default, by_name = (set().union(*providers.providers(names_wanted)) for names_wanted in (None, names))
     assert by_name == names == by_default.union(*bench.WANTED.values())
     assert set(bench.WANTED) <= set(bench.SUITES) and providers.SLOW | providers.FORWARD_ONLY <= names
     assert set(records.OURS) == set(providers.OURS)
     for path in MEASURING:
         assert set(re.findall(r'"(ours_(?!ms")\w+)"', path.read_text())) <= names
-        for group in groups(path):
+        for group in name_groups(path):
             assert group <= names or not group & names, f"{path.name}: {group - names} not in tools/providers.py"
 
 
-def test_the_page_has_every_suite():
+def test_benchmarks_page_lists_every_suite():
     page = (ROOT / "docs" / "benchmarks.md").read_text()
     described = dict(re.findall(r"^python tools/bench\.py --suite (\w+)\b.* # (.+)$", page, re.MULTILINE))
     assert list(described) == list(bench.SUITES) and all(described.values())
@@ -122,13 +125,13 @@ def test_the_page_has_every_suite():
     assert [name for names in helped for name in names if name] == list(bench.SUITES)
 
 
-def test_kept_results_are_of_suites_that_there_are():
+def test_kept_results_belong_to_existing_suites():
     kept = {records.read(path).get("suite") for path in (ROOT / "tools" / "results").glob("*.json")}
     assert kept - {"fuzz", "programs", "gate"} == set(bench.SUITES)
 
 
-def test_the_paper_plan():
-    """The page has what the arithmetic says."""
+def test_ring_plan_table_is_on_the_page():
+    """The page must contain the results of ring_plan.py."""
     page = (ROOT / "docs" / "several_gpus.md").read_text()
     assert "\n".join(ring_plan.table()) in page
     for link in (ring_plan.NVLINK, ring_plan.NETWORK):

@@ -1,5 +1,7 @@
-"""Broken caches and installations: `import torch` and calls work in all of them, each gives one clear line, and no
-kernel is loaded that must not be. No GPU: compiled kernels are C functions, and a stand-in for the compiler makes them.
+"""Broken caches and installations.
+
+`import torch` and calls must work in all cases, each fault must give one clear warning, and distrusted kernels must not
+be loaded. No test needs a GPU: compiled kernels are C functions, written by a stub of the compiler.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ KERNEL, TARGET = "decode_sm80_bf16_d64_full_m64n128s2", "sm_90a"
 OTHER = "fwd_sm90_bf16_d128_causal_m128n128s2"
 CALL = Circumstances()
 
-# A worker that takes no compiler: it writes a function for each kernel, as the one below, and notes that it did.
+# Worker without a compiler: copies the shared object of the fixture `code` for each kernel, and logs the name.
 WORKER = """
 import json, os, sys, time
 sys.path.insert(0, {root!r})
@@ -59,7 +61,7 @@ for line in sys.stdin:
 
 @pytest.fixture(scope="module")
 def code(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A shared object with a host function for each of two kernels."""
+    """Return a shared object with a host function for each of two kernels."""
     folder = tmp_path_factory.mktemp("code")
     functions = "\n".join(f"int __tvm_ffi_{name}(void) {{ return {len(name)}; }}" for name in (KERNEL, OTHER))
     (folder / "code.c").write_text(functions)
@@ -70,7 +72,7 @@ def code(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Cache:
-    """An empty cache of its own, a second folder, and a worker that is not the real one."""
+    """Empty cache with a fallback folder and a stub worker."""
 
     def __init__(self, folder: Path, code: Path):
         self.folder, self.code, self.log = folder / "cache", code, folder / "log"
@@ -93,47 +95,47 @@ class Cache:
 
 @pytest.fixture
 def cache(tmp_path: Path, code: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cache]:
-    made = Cache(tmp_path, code)
+    new_cache = Cache(tmp_path, code)
     (tmp_path / "tmp").mkdir()
-    monkeypatch.setenv(env.CACHE_DIR.name, str(made.folder))
+    monkeypatch.setenv(env.CACHE_DIR.name, str(new_cache.folder))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
-    monkeypatch.setattr(compile_pool, "WORKER", made.worker)
+    monkeypatch.setattr(compile_pool, "WORKER", new_cache.worker)
     monkeypatch.setattr(compile_pool, "_pool", compile_pool.Pool())
     monkeypatch.setattr(compile_pool, "IDLE_SECONDS", 0.2)
     monkeypatch.setattr(dsl, "version", lambda: "4.8.1+cu13")
     monkeypatch.setattr(jit, "_loaded", {})
     jit._fingerprints.cache_clear()
     kernel_cache._report.cache_clear()
-    yield made
+    yield new_cache
     jit._fingerprints.cache_clear()
 
 
 @pytest.fixture
-def lines(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
-    """What was logged as a warning."""
+def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """Return the logged warnings."""
     return lambda: [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def provide(name: str = KERNEL, given: Circumstances = CALL, **more: object) -> Provided:
-    return jit.provide(name, TARGET, given, **more)
+def provide(name: str = KERNEL, circumstances: Circumstances = CALL, **more: object) -> Provided:
+    return jit.provide(name, TARGET, circumstances, **more)
 
 
-# ---- what works ----
+# ---- working caches ----
 
 
-def test_a_kernel_is_compiled_once_and_then_found(cache, lines):
+def test_kernel_is_compiled_once_and_then_cached(cache, warnings):
     first = provide()
     jit._loaded.clear()
     again = provide()
 
     assert first.function and again.function
     assert cache.compiled() == [KERNEL]
-    (line,) = lines()
+    (line,) = warnings()
     assert f"kernel {KERNEL} was compiled at its first use: the call waited" in line and "warmup" in line
 
 
-def test_another_process_loads_it_without_the_compiler(cache):
-    """Within milliseconds, and from a read-only folder."""
+def test_second_process_loads_the_entry_without_the_compiler(cache):
+    """Load an entry within milliseconds, from a read-only folder."""
     cache.put()
     os.chmod(cache.folder, 0o555)
     program = (
@@ -146,7 +148,7 @@ def test_another_process_loads_it_without_the_compiler(cache):
     assert done.stdout.split() == ["True", "False"]
 
 
-def test_a_miss_compiles_the_kernels_that_follow(cache):
+def test_cache_miss_compiles_the_following_kernels(cache):
     provide(next_kernels=lambda: [OTHER, KERNEL])
     (job,) = compile_pool.pool().request([jit.job(OTHER, TARGET)])
     assert job.result().exists()
@@ -197,7 +199,7 @@ def test_eight_racing_processes_compile_each_kernel_once(cache):
     assert sorted(cache.compiled()) == sorted([KERNEL, OTHER])
 
 
-# ---- broken entries: each is compiled again, with one line ----
+# ---- broken entries: each is compiled again, with one warning ----
 
 
 def _cut(path: Path) -> None:
@@ -227,17 +229,17 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("fault", BROKEN)
-def test_a_broken_entry_is_compiled_again(cache, lines, fault):
-    damage, said = BROKEN[fault]
+def test_a_broken_entry_is_compiled_again(cache, warnings, fault):
+    damage, reason = BROKEN[fault]
     damage(cache.put())
 
     assert provide().function
 
     assert cache.compiled() == [KERNEL]
-    assert sum(said in line for line in lines()) == 1 and len(lines()) == 2
+    assert sum(reason in line for line in warnings()) == 1 and len(warnings()) == 2
 
 
-def test_an_entry_of_another_owner_is_not_loaded(cache, lines, monkeypatch):
+def test_entry_of_a_different_owner_is_not_loaded(cache, warnings, monkeypatch):
     path = cache.put()
     monkeypatch.setattr(os, "getuid", lambda: 12345)
     monkeypatch.setattr(kernel_cache, "distrusted", lambda path, real=kernel_cache.distrusted: real(path))
@@ -248,7 +250,7 @@ def test_an_entry_of_another_owner_is_not_loaded(cache, lines, monkeypatch):
         kernel_cache.check(path)
 
 
-def test_a_folder_that_others_can_write_is_not_used(cache, lines):
+def test_folder_writable_by_any_user_is_not_used(cache, warnings):
     cache.put()
     cache.folder.chmod(0o777)
 
@@ -256,21 +258,21 @@ def test_a_folder_that_others_can_write_is_not_used(cache, lines):
 
     assert answer.function and cache.compiled() == [KERNEL]
     assert str(answer.library._name).startswith(str(cache.folder.parent / "tmp"))
-    assert any("can be written by other users (chmod go-w" in line for line in lines())
+    assert any("can be written by other users (chmod go-w" in line for line in warnings())
 
 
-def test_a_file_that_is_not_trusted_is_not_deleted(cache, lines):
-    """It may belong to another user, whose cache root looks at."""
+def test_distrusted_file_is_not_deleted(cache, warnings):
+    """The file may belong to a different user, when root examines the cache of the user."""
     path = cache.put()
     cache.folder.chmod(0o777)
 
     assert kernel_cache.find(path.stem) is None
 
-    assert path.exists() and len(lines()) == 1
+    assert path.exists() and len(warnings()) == 1
 
 
-def test_a_fault_of_the_pool_itself_ends_the_wait(cache, monkeypatch):
-    """Such as a package that the pool needs and that is not installed."""
+def test_internal_fault_of_the_pool_ends_the_wait(cache, monkeypatch):
+    """Emulate a missing package that the pool needs."""
 
     def fail(folder: Path, key: str) -> None:
         raise ModuleNotFoundError("No module named 'filelock'")
@@ -280,15 +282,15 @@ def test_a_fault_of_the_pool_itself_ends_the_wait(cache, monkeypatch):
     assert not answer.is_there and "ModuleNotFoundError: No module named 'filelock'" in answer.why
 
 
-def test_an_entry_of_another_cpu_is_not_loaded(cache):
-    """Host code with instructions that this CPU lacks would end the process."""
+def test_entry_for_an_unsupported_cpu_is_not_loaded(cache):
+    """Host code with instructions missing on this CPU would end the process."""
     cache.put(cpu=["avx10_2"])
     path = next(cache.folder.glob("*.so"))
     path.rename(path.with_name(path.name.replace(host_cpu.tag(), "x86_64-00000000")))
     assert jit.find(KERNEL, TARGET) is None
 
 
-def test_an_entry_of_a_lesser_cpu_is_loaded(cache):
+def test_entry_for_a_lesser_cpu_is_loaded(cache):
     path = cache.put(cpu=sorted(host_cpu.features())[:1])
     path.rename(path.with_name(path.name.replace(host_cpu.tag(), "x86_64-00000000")))
     assert provide().function and not cache.compiled()
@@ -300,15 +302,15 @@ def test_entries_of_older_sources_are_not_loaded(cache, monkeypatch):
     assert jit.find(KERNEL, TARGET) is None
 
 
-def test_code_that_does_not_load_leaves_the_call_to_stock(cache):
-    """Its content is right, so that the fault lies in this process; nothing is compiled again and again."""
+def test_unloadable_code_leaves_the_call_to_stock(cache):
+    """The content of the entry is right, so the fault is in this process. Nothing may be compiled repeatedly."""
     cache.code = ROOT / "README.md"
     cache.put()
     answer = provide()
     assert not answer.is_there and "does not load" in answer.why and not cache.compiled()
 
 
-def test_a_file_system_that_forbids_execution(cache, monkeypatch):
+def test_file_system_without_execution_is_supported(cache, monkeypatch):
     import ctypes
 
     cache.put()
@@ -326,22 +328,25 @@ def test_a_file_system_that_forbids_execution(cache, monkeypatch):
 # ---- folders and locks ----
 
 
-def test_a_home_that_cannot_be_written(cache, monkeypatch):
-    """Root may write everywhere, so that a file stands where the folder should be."""
+def test_unwritable_home_uses_the_fallback_folder(cache, monkeypatch):
+    """Put a file in place of the folder, because root may write to every folder."""
     cache.folder.parent.mkdir(exist_ok=True)
     cache.folder.write_text("")
     assert provide().function
     assert list((cache.folder.parent / "tmp").glob(f"torch_flashplug-*/{KERNEL}*.so"))
 
 
-def test_no_folder_can_be_written(cache, monkeypatch):
+def test_unwritable_folders_are_reported(cache, monkeypatch):
     monkeypatch.setattr(kernel_cache, "prepare", lambda folder: "Read-only file system")
     answer = provide()
     assert not answer.is_there and "no folder for compiled kernels: Read-only file system" in answer.why
 
 
-def test_a_full_disk(cache):
-    """The first folder's: the second one takes the entry. Both: stock serves, and the line says why."""
+def test_full_disk_is_reported(cache):
+    """Fill both disks: stock serves, and the warning names the reason.
+
+    If only the first folder is full, the fallback folder receives the entry.
+    """
     full = "(_ for _ in ()).throw(OSError(28, 'No space left on device'))"
     cache.set_worker(fault=f"kernel_cache.os.fsync = lambda handle: {full}")
     answer = provide()
@@ -349,7 +354,7 @@ def test_a_full_disk(cache):
     assert not [path for path in cache.folder.iterdir() if path.suffix == ".so" or path.name.startswith(".")]
 
 
-def test_a_worker_that_is_killed_is_started_again(cache):
+def test_killed_worker_is_restarted(cache):
     cache.set_worker(
         fault="os.path.exists('{0}') or (open('{0}', 'w'), os.kill(os.getpid(), 9))".format(
             cache.worker.parent / "once"
@@ -359,21 +364,21 @@ def test_a_worker_that_is_killed_is_started_again(cache):
     assert cache.compiled() == [KERNEL, KERNEL]
 
 
-def test_a_worker_that_dies_each_time(cache, lines):
+def test_repeatedly_dying_worker_is_reported(cache, warnings):
     cache.set_worker(fault="print('no such compiler', file=sys.stderr); os._exit(3)")
     answer = provide()
     assert not answer.is_there and "the compiling process died with status 3 (no such compiler)" in answer.why
 
 
-def test_what_a_killed_writer_left_is_no_entry(cache):
+def test_partial_file_of_a_killed_writer_is_no_entry(cache):
     kernel_cache.prepare(cache.folder)
     (cache.folder / ".writing-x").write_bytes(b"half")
     assert provide().function and cache.compiled() == [KERNEL]
 
 
 @contextlib.contextmanager
-def holder(folder: Path, key: str) -> Iterator[subprocess.Popen]:
-    """Another process that holds a lock."""
+def lock_holder(folder: Path, key: str) -> Iterator[subprocess.Popen]:
+    """Run a process that holds a lock."""
     lock = str(folder / f"{key}.lock")
     program = f"import filelock, time; filelock.FileLock({lock!r}).acquire(); print(1, flush=True); time.sleep(60)"
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
@@ -383,22 +388,22 @@ def holder(folder: Path, key: str) -> Iterator[subprocess.Popen]:
     process.wait()
 
 
-def test_a_lock_whose_owner_was_killed(cache):
+def test_lock_of_a_killed_owner_is_taken(cache):
     kernel_cache.prepare(cache.folder)
-    with holder(cache.folder, jit.job(KERNEL, TARGET).key) as process:
+    with lock_holder(cache.folder, jit.job(KERNEL, TARGET).key) as process:
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
         assert provide().function
 
 
-def test_a_lock_that_is_stuck(cache, monkeypatch):
+def test_stuck_lock_is_ignored(cache, monkeypatch):
     monkeypatch.setattr(compile_pool, "LOCK_SECONDS", 0.3)
     kernel_cache.prepare(cache.folder)
-    with holder(cache.folder, jit.job(KERNEL, TARGET).key):
+    with lock_holder(cache.folder, jit.job(KERNEL, TARGET).key):
         assert provide().function
 
 
-def test_a_file_system_without_locks(cache, monkeypatch):
+def test_file_system_without_locks_is_supported(cache, monkeypatch):
     import filelock
 
     def refuse(lock: filelock.FileLock) -> None:
@@ -408,7 +413,7 @@ def test_a_file_system_without_locks(cache, monkeypatch):
     assert provide().function
 
 
-def test_a_forked_child_compiles_for_itself(cache):
+def test_forked_child_compiles_kernels(cache):
     provide(OTHER)
     child = os.fork()
     if child == 0:
@@ -419,21 +424,21 @@ def test_a_forked_child_compiles_for_itself(cache):
 # ---- no compiler, no permission to compile ----
 
 
-def test_no_compiler(cache, monkeypatch):
+def test_missing_compiler_is_reported(cache, monkeypatch):
     monkeypatch.setattr(dsl, "version", lambda: None)
     answer = provide()
     assert not answer.is_there and not answer.later
     assert "no compiler is installed. Run `pip install 'torch_flashplug[jit]'`" in answer.why
 
 
-def test_entries_serve_where_no_compiler_is(cache, monkeypatch):
-    """A container that `warmup --out` filled."""
+def test_cached_entries_serve_without_a_compiler(cache, monkeypatch):
+    """Emulate a container filled by `warmup --out`."""
     cache.put()
     monkeypatch.setattr(dsl, "version", lambda: None)
     assert provide().function
 
 
-def test_compiling_is_forbidden(cache, monkeypatch):
+def test_jit_flag_forbids_compiling(cache, monkeypatch):
     monkeypatch.setenv(env.JIT.name, "0")
     answer = provide()
     assert not answer.is_there and f"{env.JIT.name}=0 forbids compiling" in answer.why and not cache.compiled()
@@ -442,19 +447,19 @@ def test_compiling_is_forbidden(cache, monkeypatch):
 
 
 def test_nothing_is_compiled_while_a_graph_is_captured(cache):
-    answer = provide(given=Circumstances(capturing=True))
+    answer = provide(circumstances=Circumstances(capturing=True))
     assert not answer.is_there and answer.later and "python -m torch_flashplug warmup" in answer.why
     assert not cache.compiled()
     cache.put()
-    assert provide(given=Circumstances(capturing=True)).function
+    assert provide(circumstances=Circumstances(capturing=True)).function
 
 
-def test_in_the_background_stock_serves_first(cache, monkeypatch):
+def test_background_mode_serves_by_stock_first(cache, monkeypatch):
     monkeypatch.setenv(env.JIT.name, "background")
     cache.set_worker(seconds=0.3)
     answer = provide()
     assert not answer.is_there and answer.later
-    assert provide(OTHER, given=Circumstances(must_wait=True)).function
+    assert provide(OTHER, circumstances=Circumstances(must_wait=True)).function
     deadline = time.monotonic() + 20
     while not (answer := provide()).is_there and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -467,12 +472,12 @@ def test_no_c_compiler_is_needed_to_read_the_cache(cache, monkeypatch):
     assert provide().function
 
 
-def test_an_interrupted_call_is_interrupted_once_it_returns(cache, monkeypatch):
+def test_interrupt_is_raised_after_the_call_returns(cache, monkeypatch):
     def interrupt(job: compile_pool.Job) -> Path:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(compile_pool.Job, "result", interrupt)
-    # A process that a shell started in the background ignores SIGINT.
+    # a process that a shell started in the background ignores SIGINT
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -487,14 +492,14 @@ def test_an_interrupted_call_is_interrupted_once_it_returns(cache, monkeypatch):
 
 
 def run_python(program: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """In a copy of the package without anything that was built."""
+    """Run Python in a subprocess with additional environment variables."""
     return subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False, env=os.environ | variables
     )
 
 
 @pytest.mark.parametrize("variable", ["", "1"])
-def test_import_torch_works_where_our_extension_is_missing(tmp_path, variable):
+def test_import_torch_works_without_the_extension(tmp_path, variable):
     program = (
         "import sys; sys.modules['torch_flashplug.dispatch.library'] = None; import torch; print(torch.ones(1).item())"
     )
@@ -502,7 +507,7 @@ def test_import_torch_works_where_our_extension_is_missing(tmp_path, variable):
     assert done.returncode == 0 and done.stdout.strip() == "1.0", done.stderr
 
 
-def test_a_pack_that_is_cut_short_is_named(tmp_path):
+def test_truncated_pack_is_reported(tmp_path):
     (tmp_path / "pack.so").write_bytes(b"\x7fELF")
     program = f"""
 import torch, torch_flashplug
@@ -521,25 +526,25 @@ torch.testing.assert_close(out, torch.nn.functional.scaled_dot_product_attention
     assert "pack.so does not load" in done.stderr and done.stderr.count("stock attention serves") == 1
 
 
-def test_entries_hold_their_facts(cache):
+def test_entries_store_facts(cache):
     path = cache.put(seconds=2.5)
     assert kernel_cache.check(path)["seconds"] == 2.5
     assert json.dumps(kernel_cache.check(path))
 
 
-def test_what_nobody_used_is_deleted(cache):
+def test_unused_entries_are_deleted(cache):
     old, new = cache.put(KERNEL), cache.put(OTHER)
     os.utime(old, (0, 0))
     assert kernel_cache.prune(cache.folder) == [old] and new.exists()
 
 
-# ---- what is not the cache's own ----
+# ---- files that do not belong to the cache ----
 
 USERS_FILES = (".env", ".gitconfig", "config.json", "libuser.so", "main.o", "poetry.lock", "fwd_sm90-notes.so")
 
 
 def test_files_of_users_stay(cache):
-    """A folder that is given as the cache may hold a model, or be a home directory."""
+    """A cache folder chosen by the user may hold a model or be a home directory."""
     entry = cache.put()
     files = [cache.folder / name for name in USERS_FILES]
     for file in files:
@@ -553,7 +558,7 @@ def test_files_of_users_stay(cache):
     assert env_info.collect()["cache"]["kernels"] == 0
 
 
-def test_own_leftovers_are_deleted(cache):
+def test_temporary_files_of_the_cache_are_deleted(cache):
     entry = cache.put()
     names = (f"{entry.stem}.lock", "slot-3.lock", f"sources-{'0' * 64}.json", ".writing-abcd_123", ".probe-abcd_123")
     files = [cache.folder / name for name in names]
@@ -563,8 +568,8 @@ def test_own_leftovers_are_deleted(cache):
     assert set(kernel_cache.prune(cache.folder)) == set(files) and entry.exists()
 
 
-def test_names_of_entries_are_known(cache):
-    """All keys that are written match the pattern of names."""
+def test_entry_names_match_the_pattern(cache):
+    """Check that every written key matches the pattern of entry names."""
     assert kernel_cache.is_entry(cache.put())
     names = [spec.name() for pack in kernel_table.PACKS for spec in pack.specs()]
     keys = [f"{name}-0123456789abcdef-sm_90a-O2-x86_64-01234567-4.8.1+cu13" for name in names]
@@ -572,19 +577,19 @@ def test_names_of_entries_are_known(cache):
     assert kernel_cache.is_entry(Path("flashplug_sm90a_8bit-0123456789abcdef.so"))
 
 
-def test_a_pipe_in_the_place_of_an_entry_is_not_read(cache, lines):
+def test_pipe_in_place_of_an_entry_is_not_read(cache, warnings):
     path = cache.folder / f"{jit.job(KERNEL, TARGET).key}.so"
     kernel_cache.prepare(cache.folder)
     os.mkfifo(path)
     assert jit.find(KERNEL, TARGET) is None
-    assert "is not a regular file" in lines()[0]
+    assert "is not a regular file" in warnings()[0]
 
 
 # ---- folders ----
 
 
-def test_out_takes_no_kernel_of_the_fallback(cache, monkeypatch):
-    """A container gets the folder alone."""
+def test_out_folder_ignores_kernels_of_the_fallback(cache, monkeypatch):
+    """A container receives only the folder of `--out`."""
     monkeypatch.setattr(kernel_cache, "_exclusive", False)
     monkeypatch.setenv(env.CACHE_DIR.name, "")
     fallback = kernel_cache.fallback_folder()
@@ -600,8 +605,8 @@ def test_out_takes_no_kernel_of_the_fallback(cache, monkeypatch):
     assert len(kernel_cache.entries_in(cache.folder)) == 1
 
 
-def test_another_chosen_folder_is_another_cache(cache, monkeypatch):
-    """Kernels that an earlier process left in the fallback of another folder are not used."""
+def test_each_cache_folder_has_a_separate_fallback(cache, monkeypatch):
+    """Kernels left by an earlier process in the fallback of a different folder must not be used."""
     first = kernel_cache.fallback_folder()
     monkeypatch.setenv(env.CACHE_DIR.name, str(cache.folder / "other"))
     assert kernel_cache.fallback_folder() != first
@@ -614,20 +619,20 @@ def test_the_fallback_of_a_home_is_the_same_in_each_directory(cache, monkeypatch
     assert kernel_cache.fallback_folder() == first
 
 
-def test_the_fallback_is_reported(cache, lines, monkeypatch):
+def test_the_fallback_is_reported(cache, warnings, monkeypatch):
     file = cache.folder.parent / "file"
     file.write_text("")
     monkeypatch.setenv(env.CACHE_DIR.name, str(file))
     outcome = warmup.compile_all([KERNEL], 90, packs=False)
     fallback = kernel_cache.fallback_folder()
     assert warmup.report(outcome).endswith(f"Cache: {fallback}")
-    assert f"the kernel cache is {fallback}, because {file} cannot be written" in lines()[0]
+    assert f"the kernel cache is {fallback}, because {file} cannot be written" in warnings()[0]
     assert env_info.collect()["cache"]["fallback"]["kernels"] == 1
     assert warmup.report(warmup.compile_all([KERNEL], 90, packs=False)).endswith(f"1 were there. Cache: {fallback}")
 
 
 @pytest.mark.parametrize("folder", ["~nobody_has_this_name/x", ""])
-def test_a_home_that_is_unknown(cache, folder, monkeypatch):
+def test_unknown_home_uses_the_fallback_folder(cache, folder, monkeypatch):
     def unknown(*_: object) -> str:
         raise RuntimeError("could not determine the home directory")
 
@@ -640,7 +645,7 @@ def test_a_home_that_is_unknown(cache, folder, monkeypatch):
 
 
 @pytest.mark.parametrize("problem", ["denied", "long"])
-def test_a_cache_that_cannot_be_read_is_named(cache, problem, monkeypatch):
+def test_unreadable_cache_is_reported(cache, problem, monkeypatch):
     folder = cache.folder if problem == "denied" else cache.folder / ("x" * 300)
     monkeypatch.setenv(env.CACHE_DIR.name, str(folder))
     kernel_cache.prepare(cache.folder)
@@ -655,7 +660,7 @@ def test_a_cache_that_cannot_be_read_is_named(cache, problem, monkeypatch):
 # ---- linkers ----
 
 
-def test_a_compiler_that_writes_nothing_is_named(tmp_path, monkeypatch):
+def test_compiler_without_output_is_reported(tmp_path, monkeypatch):
     monkeypatch.setenv("CC", "true")
     with pytest.raises(RuntimeError, match=r"true could not link x.so: the compiler wrote no file, with exit status 0"):
         linker.link([], tmp_path / "x.so")
@@ -664,7 +669,7 @@ def test_a_compiler_that_writes_nothing_is_named(tmp_path, monkeypatch):
     assert linker.failure() == ""
 
 
-def test_object_files_are_replaced_where_a_c_compiler_is_installed(cache, monkeypatch):
+def test_object_files_are_replaced_if_a_c_compiler_is_installed(cache, monkeypatch):
     path = cache.put()
     path.rename(path.with_suffix(".o"))
     assert warmup.missing([KERNEL], TARGET, packs=False) == [KERNEL]

@@ -15,30 +15,30 @@ TESTS = Path(__file__).resolve().parents[1]
 
 @pytest.fixture
 def plugin() -> ceilings.Ceilings:
-    """Return the plugin on a machine as fast as the one that ceilings were measured on."""
-    made = ceilings.Ceilings()
-    made.factor = 1.0
-    return made
+    """Return the plugin on a machine as fast as the machine used to measure the ceilings."""
+    ceilings_plugin = ceilings.Ceilings()
+    ceilings_plugin.factor = 1.0
+    return ceilings_plugin
 
 
 def item(test: str = "test_one", file: str = "test_file.py") -> pytest.Item:
     return SimpleNamespace(path=Path(file), originalname=test, name=f"{test}[0]")
 
 
-def test_a_test_that_takes_too_long_fails(plugin):
+def test_slow_test_fails(plugin):
     plugin.check(item(), 4.9)
     with pytest.raises(pytest.fail.Exception, match=r"test_file.py::test_one took 5.1 s of CPU time, but 5.0 s"):
         plugin.check(item(), 5.1)
 
 
-def test_a_file_that_takes_too_long_fails_once(plugin):
+def test_slow_file_fails_once(plugin):
     plugin.of_files["test_file.py"] = 60.1
     with pytest.raises(pytest.fail.Exception, match=r"test_file.py took 60.1 s"):
         plugin.check(item(), 1.0)
     plugin.check(item(), 1.0)
 
 
-def test_a_slow_test_leaves_the_count_of_its_file(plugin):
+def test_slow_test_does_not_change_the_time_of_the_file(plugin):
     plugin.of_files["test_file.py"] = 30.0
     with pytest.raises(pytest.fail.Exception):
         plugin.check(item(), 5.1)
@@ -55,7 +55,7 @@ def test_rows_of_the_table_replace_the_usual_ceiling(plugin, monkeypatch):
 
 
 def test_time_of_a_slow_test_is_measured(plugin):
-    """The hook is run as pytest runs it, around a test that is busy."""
+    """Run the hook as pytest does, around a busy loop."""
     hook = plugin.pytest_runtest_call(item())
     next(hook)
     start = time.process_time()
@@ -67,7 +67,7 @@ def test_time_of_a_slow_test_is_measured(plugin):
 
 
 @pytest.mark.parametrize("name", [*ceilings.SECONDS, *nightly.ONE_OF])
-def test_the_tables_name_tests_that_exist(name):
+def test_tables_name_existing_tests(name):
     file, _, test = name.partition("::")
     (path,) = TESTS.rglob(file)
     assert f"def {test}" in path.read_text()

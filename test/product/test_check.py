@@ -1,4 +1,4 @@
-"""The `check` verb: each line passes, fails with a remedy, or is skipped where there is no GPU."""
+"""The `check` verb: each line passes, fails with a remedy, or is skipped without a GPU."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from torch_flashplug.testing import interpreted
 NAMES = ("torch", "_C", "hook", "kernels", "GPU", "numbers", "speed", "interpret")
 
 
-def test_this_installation_passes(capsys: pytest.CaptureFixture[str]) -> None:
-    found = [one() for one in check.CHECKS]
-    assert tuple(line.name for line in found) == NAMES
-    assert all(line.text and bool(line.remedy) == (line.status == check.FAIL) for line in found)
-    skipped = {line.name for line in found if line.status == check.SKIP}
+def test_current_installation_passes(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [check_function() for check_function in check.CHECKS]
+    assert tuple(line.name for line in lines) == NAMES
+    assert all(line.text and bool(line.remedy) == (line.status == check.FAIL) for line in lines)
+    skipped = {line.name for line in lines if line.status == check.SKIP}
     assert skipped == ({"interpret"} if torch.cuda.is_available() else {"hook", "GPU", "numbers", "speed"})
     assert check.run() == 0
     shown = capsys.readouterr().out
@@ -34,13 +34,13 @@ def test_this_installation_passes(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.gpu
-def test_a_gpu_gets_a_number_and_a_time() -> None:
-    for one in (check.gpu, check.numbers, check.speed):
-        line = one()
+def test_gpu_checks_pass() -> None:
+    for check_function in (check.gpu, check.numbers, check.speed):
+        line = check_function()
         assert line.status == check.PASS, line
 
 
-def test_a_plugin_that_is_off_fails() -> None:
+def test_disabled_plugin_fails() -> None:
     command = [sys.executable, "-m", "torch_flashplug", "check"]
     environment = os.environ | {env.ENABLED.name: "0"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
@@ -60,7 +60,7 @@ def test_kernels_need_packs_or_a_compiler(monkeypatch: pytest.MonkeyPatch) -> No
     assert check.kernels().remedy == f"unset {env.JIT.name}"
 
 
-def test_a_gpu_that_is_too_old_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_gpu_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
@@ -70,13 +70,15 @@ def test_a_gpu_that_is_too_old_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check.numbers().status == check.speed().status == check.SKIP
 
 
-# ---- the kernel that is interpreted where there is no GPU ----
+# ---- the kernel interpreted without a GPU ----
 
 
 @pytest.mark.interpreted
-def test_an_interpreted_kernel_passes_and_its_error_is_that_of_the_kernel() -> None:
-    """The numbers are held against another way to the same kernel: its own arithmetic rounds P to bf16 and sums in
-    fp32, so that it is nearer to fp64 than math with every step in bf16, and no nearer than one rounding of the output.
+def test_interpreted_kernel_passes_with_the_error_of_a_kernel() -> None:
+    """Compare the error of the kernel with known bounds.
+
+    The kernel rounds P to bf16 and accumulates in fp32. The error must therefore be smaller than the error of math with
+    every step in bf16. The error cannot be smaller than a single rounding of the output.
     """
     line = check.interpreted_kernel()
 
@@ -88,18 +90,18 @@ def test_an_interpreted_kernel_passes_and_its_error_is_that_of_the_kernel() -> N
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("count", [1, 0], ids=["one of them", "all of them"])
-def test_a_kernel_with_other_exponentials_fails(
+def test_kernel_with_wrong_exponentials_fails(
     count: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """exp2(x) becomes 1: numbers are finite and wrong, which the comparison with fp64 must notice."""
+    """Replace exp2(x) by 1: the numbers are finite and wrong, and the comparison with fp64 must detect the error."""
     monkeypatch.setattr(interpreted, "PACKS", tmp_path)
     real_build = interpreted.build
 
     def build_mutant(kernel: str, progress: object) -> Path:
         pack = real_build(kernel)
         (ptx,) = pack.with_name(f"{pack.name}.ptx").iterdir()
-        pattern, one = r"ex2\.approx\.ftz\.f32\s+(\S+), (\S+);", r"mov.f32 \1, 0f3F800000;"
-        text, num_changed = re.subn(pattern, one, ptx.read_text(), count=count)
+        pattern, replacement = r"ex2\.approx\.ftz\.f32\s+(\S+), (\S+);", r"mov.f32 \1, 0f3F800000;"
+        text, num_changed = re.subn(pattern, replacement, ptx.read_text(), count=count)
         assert num_changed == count or num_changed > 100
         ptx.write_text(text)
         return pack
@@ -112,8 +114,8 @@ def test_a_kernel_with_other_exponentials_fails(
 
 
 @pytest.mark.interpreted
-def test_a_kernel_that_did_not_run_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stock torch gives right numbers, which must not pass for those of a kernel."""
+def test_kernel_without_execution_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stock returns right numbers, which must not count as numbers of a kernel."""
     monkeypatch.setattr(interpreted, "kernels", lambda pack: contextlib.nullcontext())
 
     line = check.interpreted_kernel()
@@ -122,7 +124,7 @@ def test_a_kernel_that_did_not_run_fails(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.interpreted
-def test_a_compiler_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_failing_compiler_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     tool = tmp_path / "interpreted.py"
     tool.write_text("import sys; print('[aot] 1 of 2'); sys.exit('cc1plus: out of memory')")
     monkeypatch.setattr(interpreted, "TOOL", tool)
@@ -144,7 +146,7 @@ def test_an_installation_without_tools_skips_the_kernel(monkeypatch: pytest.Monk
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("missing", ["compiler of kernels", "C++ compiler"])
-def test_a_missing_compiler_is_named(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_compiler_is_reported(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if missing == "C++ compiler":
         monkeypatch.setenv("CXX", "no_such_compiler")
     else:
@@ -156,9 +158,9 @@ def test_a_missing_compiler_is_named(missing: str, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.interpreted
-def test_a_mode_that_leaves_the_call_to_stock_torch_is_named() -> None:
+def test_mode_with_stock_calls_is_reported() -> None:
     with torch_flashplug.sdpa_backend("stock"):
-        # The mode of a block counts on GPUs alone, but explain() asks for an H100.
+        # The mode of a block applies only on GPUs, but explain() asks for an H100.
         line = check.interpreted_kernel()
 
     assert line.status == check.SKIP and "mode stock" in line.text
@@ -166,7 +168,7 @@ def test_a_mode_that_leaves_the_call_to_stock_torch_is_named() -> None:
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("enabled", [True, False])
-def test_interpreted_kernels_leave_nothing_behind(enabled: bool) -> None:
+def test_interpreted_kernels_restore_the_state(enabled: bool) -> None:
     q = torch.randn(1, 2, 64, 64).bfloat16()
     pack = interpreted.build(interpreted.kernel_of(q, q, q, is_causal=True))
     packs, facts = env_info.packs(), bindings.device_facts()

@@ -31,15 +31,15 @@ ROOT = Path(__file__).resolve().parents[2]
 DECODE = ("explain", "--device", "h100", "--q", "1,32,1,128", "--k", "1,8,8192,128", "--dtype", "bf16", "--causal")
 
 
-def demo(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """The demo in a process of its own: it times, and switches the plugin on and off."""
+def run_demo(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the demo in a subprocess, because the demo measures times and switches the plugin on and off."""
     command = [sys.executable, "-m", "torch_flashplug", "demo", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=560, check=False)
 
 
 @pytest.fixture
 def output(capsys):
-    """output(*arguments): what the command line prints."""
+    """Return a function that runs the command line and returns the printed text."""
 
     def run(*arguments: str) -> str:
         main([*arguments])
@@ -56,13 +56,14 @@ def text_file(tmp_path):
 
 
 without_a_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU form of the demo")
-# Titles of columns and labels that would compare a CPU with itself, or give its kernels the names of others.
+# Column titles and labels that must not appear on a CPU: they would compare a CPU with itself, or give CPU kernels the
+# names of GPU kernels.
 TIMES = ("times plugin off", "tokens / s", "bytes/s", "speed / plugin off", " ms ", "flash (FA2)")
 
 
 @without_a_gpu
 def test_demo_without_gpu_shows_plans_a_kernel_and_measured_speeds(text_file):
-    done = demo(text_file)
+    done = run_demo(text_file)
 
     assert done.returncode == 0, done.stderr
     shown = " ".join(done.stdout.split())
@@ -72,32 +73,32 @@ def test_demo_without_gpu_shows_plans_a_kernel_and_measured_speeds(text_file):
     (kernel,) = re.findall(r"Kernel (fwd_sm90_\w+): compiled for an H100, interpreted from its PTX", shown)
     assert shown.index(kernel) < shown.index(f"Kernel {kernel}"), "it is the kernel of the plan for an H100"
     assert "2 of the prefill's 2 attention calls ran on this kernel" in shown
-    assert set(rows(done.stdout, "RMS error against fp64")) == {"prefill, layer 1", "prefill, layer 2"}
+    assert set(table_rows(done.stdout, "RMS error against fp64")) == {"prefill, layer 1", "prefill, layer 2"}
     assert shown.endswith(" ".join(show.ON_H100.split()))
 
 
 @pytest.fixture
 def small_prefill():
-    """A model and a prompt whose prefill an H100 would run on one of our kernels."""
+    """Return a model and a prompt whose prefill would run on one of our kernels on an H100."""
     model = gpt.build(show.CPU_SHAPE, "cpu", torch.bfloat16)
     return model, torch.arange(200).view(1, 200) * 37 % gpt.BYTES
 
 
-def printed(model, prompt) -> tuple[dict[str, list[str]], str]:
-    """The table of errors that the demo prints for a prefill, and all of its text."""
+def print_prefill_errors(model, prompt) -> tuple[dict[str, list[str]], str]:
+    """Return the error table printed by the demo for a prefill, and the full text."""
     console = Console(width=120, record=True, file=io.StringIO())
     with torch.inference_mode():
         without_gpu.show(console, model, prompt, "That is all.")
     text = console.export_text()
-    return rows(text, "RMS error against fp64"), " ".join(text.split())
+    return table_rows(text, "RMS error against fp64"), " ".join(text.split())
 
 
 @pytest.mark.interpreted
-def test_errors_are_those_of_the_interpreted_kernel(small_prefill):
-    """They are computed again from outputs of the kernel, beside math in fp64 that the demo does not use."""
+def test_printed_errors_equal_errors_of_the_interpreted_kernel(small_prefill):
+    """Compute the errors again from the kernel outputs, with fp64 math independent of the demo."""
     model, prompt = small_prefill
 
-    errors, _ = printed(model, prompt)
+    errors, _ = print_prefill_errors(model, prompt)
 
     (pack,) = interpreted.PACKS.glob("fwd_sm90_bf16_d64_causal_m64n128s2/*.so")
     with torch.inference_mode():
@@ -114,7 +115,7 @@ def test_errors_are_those_of_the_interpreted_kernel(small_prefill):
 
 @pytest.mark.interpreted
 def test_a_wrong_kernel_shows_in_the_errors(small_prefill, monkeypatch, tmp_path):
-    """Scores of hidden keys are kept: the selp that replaces them by -inf takes the score on both sides."""
+    """Keep the scores of masked keys: the changed selp uses the score instead of -inf in both cases."""
     monkeypatch.setattr(interpreted, "PACKS", tmp_path)
     real_build = interpreted.build
 
@@ -128,37 +129,39 @@ def test_a_wrong_kernel_shows_in_the_errors(small_prefill, monkeypatch, tmp_path
 
     monkeypatch.setattr(interpreted, "build", build_mutant)
 
-    errors, _ = printed(*small_prefill)
+    errors, _ = print_prefill_errors(*small_prefill)
 
     assert float(errors["prefill, layer 1"][-1]) > 10
 
 
 @pytest.mark.interpreted
-def test_calls_that_stock_served_are_not_counted_as_ours(small_prefill, monkeypatch):
+def test_calls_served_by_stock_are_not_counted(small_prefill, monkeypatch):
     monkeypatch.setattr(interpreted, "kernels", lambda pack: contextlib.nullcontext())
 
-    _, text = printed(*small_prefill)
+    _, text = print_prefill_errors(*small_prefill)
 
     assert "0 of the prefill's 2 attention calls ran on this kernel" in text
 
 
 @pytest.mark.interpreted
-def test_demo_says_why_no_kernel_runs(small_prefill, monkeypatch, tmp_path):
+def test_demo_explains_a_missing_kernel(small_prefill, monkeypatch, tmp_path):
     monkeypatch.setattr(interpreted, "TOOL", tmp_path / "interpreted.py")
     monkeypatch.setattr(measured, "RESULTS", tmp_path)
 
-    errors, text = printed(*small_prefill)
+    errors, text = print_prefill_errors(*small_prefill)
 
     assert not errors and "the interpreter needs a checkout" in text
     assert "tools/results of a checkout" in text and text.endswith("That is all.")
 
 
-def test_measured_speeds_are_those_of_the_page():
-    """Of docs/benchmarks.md, which test_results.py holds to the files."""
+def test_measured_speeds_equal_the_page():
+    """Compare with docs/benchmarks.md, which test_results.py compares with the result files."""
     console = Console(width=160, record=True, file=io.StringIO())
     measured.show(console)
 
-    shown = {cells[-1].removesuffix(".json"): cells[:-2] for cells in rows(console.export_text(), "Measured").values()}
+    shown = {
+        cells[-1].removesuffix(".json"): cells[:-2] for cells in table_rows(console.export_text(), "Measured").values()
+    }
 
     page = (ROOT / "docs" / "benchmarks.md").read_text()
     assert set(shown) == {f"{name}-h100" for name in measured.SUITES}
@@ -167,16 +170,16 @@ def test_measured_speeds_are_those_of_the_page():
 
 
 def test_long_demo(text_file):
-    """With a GPU the peak is measured; everywhere the arithmetic of the math backend stands beside it."""
-    done = demo(text_file, "--long")
+    """Check the peak memory: measured on a GPU, and always next to the computed memory of the math backend."""
+    done = run_demo(text_file, "--long")
     assert done.returncode == 0, done.stderr
     assert "logits finite" in done.stdout and "scores and probabilities" in done.stdout
     assert ("measured" in done.stdout) == torch.cuda.is_available()
     assert bool(re.search(r"\d s\b", done.stdout)) == torch.cuda.is_available(), "seconds of a CPU"
 
 
-def rows(shown: str, title: str) -> dict[str, list[str]]:
-    """Cells of the table with that title: attention -> its other columns."""
+def table_rows(shown: str, title: str) -> dict[str, list[str]]:
+    """Return the cells of the table with the given title: first column -> remaining columns."""
     below_header = shown.partition(title)[2].partition("\u2521")[2]
     body = below_header.partition("\u2514")[0]
     cut = [[cell.strip() for cell in line.split("\u2502")[1:-1]] for line in body.splitlines()]
@@ -184,15 +187,20 @@ def rows(shown: str, title: str) -> dict[str, list[str]]:
 
 
 def test_training_demo(tmp_path):
-    """Speeds, losses and gradients of every attention; ours are as near to fp64 as stock's, and train to the same."""
+    """Check speeds, losses and gradients of every attention.
+
+    The gradients of our kernels must be as near to fp64 as stock, and the losses must match stock.
+    """
     picture = tmp_path / "made" / "losses.png"
-    done = demo("--train", "--rounds", "1", "--repeats", "2", "--picture", str(picture))
+    done = run_demo("--train", "--rounds", "1", "--repeats", "2", "--picture", str(picture))
     assert done.returncode == 0, done.stderr
     shown, on_gpu = done.stdout, torch.cuda.is_available()
-    speeds, losses, gradients = (rows(shown, title) for title in ("Training, steps of", "Losses, ", "Errors of grad"))
+    speeds, losses, gradients = (
+        table_rows(shown, title) for title in ("Training, steps of", "Losses, ", "Errors of grad")
+    )
     assert on_gpu or not [title for title in TIMES if title in shown]
-    of_stock = {"cuDNN", "efficient", "flash (FA2)"} if on_gpu else {"CPU flash"}
-    assert set(losses) >= {"auto", "plugin off", "math"} | of_stock
+    stock_names = {"cuDNN", "efficient", "flash (FA2)"} if on_gpu else {"CPU flash"}
+    assert set(losses) >= {"auto", "plugin off", "math"} | stock_names
     assert ("fa3 forced" in losses) == on_gpu
     assert set(losses) == set(gradients) and set(speeds) == (set(losses) if on_gpu else set())
     for name, (speed, _, _, peak) in speeds.items():
@@ -206,10 +214,10 @@ def test_training_demo(tmp_path):
     assert on_gpu or losses["auto"] == losses["plugin off"]
     ours = {"auto", "fa3 forced"} & set(gradients)
     errors = {name: [float(cell.rstrip("%")) for cell in cells] for name, cells in gradients.items()}
-    for column, of_stock in enumerate(zip(*(errors[name] for name in errors if name not in ours))):
-        assert all(0 < errors[name][column] <= 1.5 * max(of_stock) for name in ours)
-    said = "forward by fa3" if on_gpu else "stock's CPU attention runs it, forward and backward"
-    assert said in re.sub(r"\s+", " ", shown)
+    for column, stock_names in enumerate(zip(*(errors[name] for name in errors if name not in ours))):
+        assert all(0 < errors[name][column] <= 1.5 * max(stock_names) for name in ours)
+    message = "forward by fa3" if on_gpu else "stock's CPU attention runs it, forward and backward"
+    assert message in re.sub(r"\s+", " ", shown)
     if importlib.util.find_spec("matplotlib"):
         assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     else:
@@ -217,7 +225,7 @@ def test_training_demo(tmp_path):
 
 
 class _Scaled(torch.autograd.Function):
-    """Its input, but a gradient 2 % too large."""
+    """Identity function with a gradient 2 % too large."""
 
     @staticmethod
     def forward(_, x):
@@ -229,7 +237,7 @@ class _Scaled(torch.autograd.Function):
 
 
 class WrongKeys(TorchFunctionMode):
-    """An attention whose dk is 2 % too large."""
+    """Attention mode whose dk is 2 % too large."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is F.scaled_dot_product_attention:
@@ -249,31 +257,31 @@ def test_training_shows_a_wrong_gradient():
     assert (wrong[0], wrong[2]) == (right[0], right[2])
 
 
-def test_training_counts_steps_where_bands_part():
+def test_training_counts_steps_with_separate_bands():
     base = train.Run(torch.tensor([[1.0, 1.0, 1.0], [2.0, 2.0, 2.0]]), None)
-    other = train.Run(torch.tensor([[1.5, 2.1, 0.5], [3.0, 3.0, 0.9]]), None)
+    second = train.Run(torch.tensor([[1.5, 2.1, 0.5], [3.0, 3.0, 0.9]]), None)
     assert base.steps_apart(base) == 0
-    assert base.steps_apart(other) == other.steps_apart(base) == 2
+    assert base.steps_apart(second) == second.steps_apart(base) == 2
 
 
-def test_training_repeats_from_weights_that_round_otherwise():
+def test_training_repeats_from_perturbed_weights():
     model = gpt.build(train.CPU_SHAPE, "cpu", torch.float32)
     text = torch.arange(3 * 33).view(3, 1, 33) * 37 % gpt.BYTES
     runs, _ = train.train_all(model, text, {train.BASE: contextlib.nullcontext, "same": contextlib.nullcontext}, 2)
-    one, same = (run.losses for run in runs.values())
-    assert one.shape == (2, 3) and torch.equal(one, same)
-    assert 0 < (one[0] - one[1]).abs().max() < 0.1
+    first_losses, second_losses = (run.losses for run in runs.values())
+    assert first_losses.shape == (2, 3) and torch.equal(first_losses, second_losses)
+    assert 0 < (first_losses[0] - first_losses[1]).abs().max() < 0.1
 
 
-def test_training_shows_curves_only_where_matplotlib_is(monkeypatch, tmp_path):
+def test_training_plots_curves_only_with_matplotlib(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     runs = {train.BASE: train.Run(torch.ones(2, 3), None)}
     assert train.plot(runs, tmp_path / "losses.png") == "No picture: matplotlib is not installed."
     assert not list(tmp_path.iterdir())
 
 
-def test_training_leaves_out_what_stock_cannot_run():
-    """A backend without a kernel is named with its reason; an error of ours is an error."""
+def test_training_skips_unavailable_stock_backends():
+    """A stock backend without a kernel is named with the reason; an error of the plugin is raised."""
     model = gpt.build(train.CPU_SHAPE, "cpu", torch.float32)
     text = torch.zeros(1, 1, 9, dtype=torch.int64)
 
@@ -286,8 +294,11 @@ def test_training_leaves_out_what_stock_cannot_run():
         train.train_all(model, text, {"auto": broken}, 1)
 
 
-def test_training_and_prefill_are_one_model():
-    """Logits at every position, without a cache, are those of a prefill that ends there; also: attention is causal."""
+def test_training_and_prefill_give_equal_logits():
+    """Compare logits at every position without a cache with prefills ending at the position.
+
+    The comparison also shows that attention is causal.
+    """
     model = gpt.build(train.CPU_SHAPE, "cpu", torch.float32)
     texts = torch.arange(2 * 24).view(2, 24) * 37 % gpt.BYTES
     with torch.inference_mode():
@@ -298,7 +309,7 @@ def test_training_and_prefill_are_one_model():
             assert cache.length == stop
 
 
-def test_demo_has_its_own_text():
+def test_demo_has_a_default_text():
     from torch_flashplug.demo.text import read_text
 
     content, origin = read_text(None)
@@ -306,21 +317,21 @@ def test_demo_has_its_own_text():
 
 
 def test_demo_names_a_missing_file():
-    done = demo("no_such_file.txt")
+    done = run_demo("no_such_file.txt")
     assert done.returncode != 0
     assert "no_such_file.txt" in done.stderr and "Traceback" not in done.stderr
-    both = demo("--train", "--long")
+    both = run_demo("--train", "--long")
     assert both.returncode != 0 and "not allowed with" in both.stderr
 
 
 @pytest.mark.gpu
 def test_demo_on_gpu():
-    done = demo("--rounds", "3")
+    done = run_demo("--rounds", "3")
     assert done.returncode == 0, done.stderr
     assert "Greedy bytes" in done.stdout and "fa3" in done.stdout
 
 
-def test_explain_says_backend_and_gate(output):
+def test_explain_prints_backend_and_gate(output):
     shown = output(*DECODE)
     assert "stock" in shown and "132 SMs" in shown
 
@@ -329,8 +340,8 @@ def test_explain_says_backend_and_gate(output):
 @pytest.mark.parametrize("forced", (None, *FAMILIES), ids=lambda family: family and family.backend)
 @pytest.mark.parametrize("more", ((), ("--grad",), ("--v", "1,8,8192,64")))
 def test_explain_as_json(output, device, forced, more):
-    asked = ("--backend", forced.backend) if forced else ()
-    plan = json.loads(output(*DECODE, *more, *asked, "--device", device, "--json"))
+    backend_option = ("--backend", forced.backend) if forced else ()
+    plan = json.loads(output(*DECODE, *more, *backend_option, "--device", device, "--json"))
     served = forced is not None and forced.runs_on(DEVICES[device]["cc"])
     assert plan["backend"] == (forced.backend if served else "stock")
     assert plan["reasons"]
@@ -348,14 +359,14 @@ def test_explain_of_masks_and_dropout(output):
 
 
 @pytest.mark.parametrize("option", ["--rounds", "--repeats", "--gpus"])
-def test_the_demo_counts_from_nothing(option, capsys):
+def test_demo_refuses_negative_counts(option, capsys):
     with pytest.raises(SystemExit):
         main(["demo", option, "-1"])
     assert "must be a whole number, 1 or more, or 0 for the default, but got '-1'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda words: words[0])
-def test_explain_words_its_errors(wrong, capsys):
+def test_explain_reports_invalid_options(wrong, capsys):
     with pytest.raises(SystemExit) as ended:
         main([*DECODE, *wrong])
     assert ended.value.code != 0
@@ -369,7 +380,7 @@ def test_version_needs_no_verb(capsys):
     assert capsys.readouterr().out == f"torch_flashplug {torch_flashplug.__version__}\n"
 
 
-def test_info_is_whole(output):
+def test_info_lists_all_facts(output):
     facts = json.loads(output("info", "--json"))
     assert set(facts) >= {"torch_flashplug", "torch", "packages", "devices", "hook", "packs", "cache", "environment"}
     assert list(facts["environment"]) == [flag.name for flag in env.FLAGS]
@@ -383,27 +394,29 @@ def test_info_is_readable(output):
     assert torch.__version__ in shown and "hook" in shown
 
 
-def test_without_rich():
-    """It is an extra: installations are looked at without it, and the demo says what it lacks."""
+def test_info_works_without_rich_and_demo_names_rich():
+    """rich is an optional package: `info` must work without rich, and the demo must name the missing package."""
     code = "import sys; sys.modules['rich'] = None; from torch_flashplug.__main__ import main; main(sys.argv[1:])"
-    told = [
+    results = [
         subprocess.run([sys.executable, "-c", code, verb], capture_output=True, text=True, check=False)
         for verb in ("info", "demo")
     ]
-    assert told[0].returncode == 0 and "Environment" in told[0].stdout
-    assert told[1].returncode != 0 and "pip install rich" in told[1].stderr and "Traceback" not in told[1].stderr
+    assert results[0].returncode == 0 and "Environment" in results[0].stdout
+    assert (
+        results[1].returncode != 0 and "pip install rich" in results[1].stderr and "Traceback" not in results[1].stderr
+    )
 
 
-def test_demo_of_fewer_bits():
-    """Both rows; on a GPU every call of the second one is in 8 bits, and reads nearly as well."""
-    done = demo("--precision", "fp8")
+def test_demo_of_8_bit_precision():
+    """Check both rows. On a GPU, every call of the second row runs in 8 bits, with nearly the same quality."""
+    done = run_demo("--precision", "fp8")
     assert done.returncode == 0, done.stderr
-    shown = rows(done.stdout, "reading it")
+    shown = table_rows(done.stdout, "reading it")
     assert list(shown) == ["16bit", "8bit"]
-    (whole, calls, *_), (fewer, in_eight, *_) = shown.values()
-    assert int(calls) > 0 and abs(float(fewer) / float(whole) - 1) < 0.01
-    assert int(in_eight) == (int(calls) if torch.cuda.is_available() else 0)
-    wrong = demo("--precision", "7bit")
+    (value_of_16_bits, num_calls, *_), (value_of_8_bits, num_8_bit_calls, *_) = shown.values()
+    assert int(num_calls) > 0 and abs(float(value_of_8_bits) / float(value_of_16_bits) - 1) < 0.01
+    assert int(num_8_bit_calls) == (int(num_calls) if torch.cuda.is_available() else 0)
+    wrong = run_demo("--precision", "7bit")
     assert (
         wrong.returncode != 0
         and "precision must be one of 16bit, qk8, 8bit, e4m3, fp8, but got '7bit'" in wrong.stderr
@@ -412,14 +425,14 @@ def test_demo_of_fewer_bits():
 
 
 def test_demo_of_serving():
-    """All servers write the same bytes on a CPU; on a GPU 16 bits may choose others now and then."""
-    done = demo("--serve")
+    """All servers must write equal bytes on a CPU; on a GPU, 16-bit rounding may sometimes change a byte."""
+    done = run_demo("--serve")
     assert done.returncode == 0, done.stderr
     assert torch.cuda.is_available() or not [title for title in TIMES if title in done.stdout]
-    shown = rows(done.stdout, "bytes each")
+    shown = table_rows(done.stdout, "bytes each")
     assert list(shown) == ["padded, F.sdpa without the plugin", "padded, F.sdpa", "packed and paged, attention()"]
     for *speeds, equal in shown.values():
-        same, of = map(int, equal.split(" of "))
+        num_equal, num_total = map(int, equal.split(" of "))
         assert len(speeds) == (2 if torch.cuda.is_available() else 0)
         assert all(float(speed.replace(",", "")) > 0 for speed in speeds)
-        assert same == of or (torch.cuda.is_available() and same > of // 4)
+        assert num_equal == num_total or (torch.cuda.is_available() and num_equal > num_total // 4)

@@ -1,4 +1,4 @@
-"""docs/errors.md: each message on the page is one of the sources, and messages that users meet are on the page."""
+"""docs/errors.md: each message on the page exists in the sources, and messages that users meet are on the page."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "torch_flashplug"
 PAGE = (ROOT / "docs" / "errors.md").read_text()
 MESSAGES = re.findall(r"^- `([^`]+)`:", PAGE, re.M)
-MOST_BETWEEN = 300  # characters of C++ between two pieces of one message
-# Modules whose errors users meet: what these raise stands on the page.
+MOST_BETWEEN = 300  # characters of C++ between two parts of one message
+# Modules whose errors users meet; every raised message must be on the page.
 RAISING = (
     *("api/attention", "api/attention_args", "api/varlen", "api/varlen_args", "api/varlen_plan", "api/kv_cache"),
     *("api/block_sparse", "api/backend", "api/explain_attention", "api/explain_varlen", "flash_attn", "env"),
@@ -27,17 +27,17 @@ RAISING = (
     *("integrations/int8_cache", "torch_hooks/distributed/context_parallel"),
     *("torch_hooks/distributed/ring_attention", "torch_hooks/vmap"),
 )
-# Only made of what differs from call to call, and of texts that stand on the page themselves.
+# Messages without fixed words, made only of values and of texts listed separately on the page.
 WITHOUT_WORDS = {"attention: {}{}", "{}: {} must be {}, but got {}.", "{}: {}", "item assignment: {}"}
 
 
 def regex_of(message: str) -> str:
-    """Return what finds a message of the page; `...` stands for anything."""
+    """Return a regular expression for a message of the page; `...` matches anything."""
     return ".*?".join(re.escape(piece) for piece in message.split("..."))
 
 
 def text_of(node: ast.AST) -> str | None:
-    """Return the text of a string of Python with {} in the place of values; None of any other node."""
+    """Return the text of a Python string with {} in place of values, or None for any other node."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return re.sub(r"%[\d.]*[sdf]", "{}", node.value)
     if isinstance(node, ast.JoinedStr):
@@ -51,7 +51,7 @@ def tree_of(module: str) -> ast.Module:
 
 @cache
 def python_texts() -> str:
-    """Return all strings of the package and the build backend, a line each."""
+    """Return all strings of the package and the build backend, one per line."""
     trees = [ast.parse(path.read_text()) for path in (*PACKAGE.rglob("*.py"), ROOT / "tools" / "build_backend.py")]
     texts = (text_of(node) for tree in trees for node in ast.walk(tree))
     return "\n".join(line for text in texts if text for line in text.split("\n"))
@@ -59,7 +59,7 @@ def python_texts() -> str:
 
 @cache
 def other_texts() -> str:
-    """Return C++ and CMake with strings that continue on the next line put together."""
+    """Return the C++ and CMake sources, with string literals joined across lines."""
     files = sorted((ROOT / "src").rglob("*.cpp")) + [ROOT / "CMakeLists.txt"]
     return "\n".join(re.sub(r'"\s*\n\s*"', "", path.read_text()) for path in files)
 
@@ -68,8 +68,8 @@ def is_on_the_page(text: str) -> bool:
     return any(re.search(regex_of(message), text, re.DOTALL) for message in MESSAGES)
 
 
-def raised() -> Iterator[tuple[str, str]]:
-    """Yield the module and the text of each error that is raised with words of its own."""
+def raised_messages() -> Iterator[tuple[str, str]]:
+    """Yield the module and the text of each raised error that has fixed words."""
     for module in RAISING:
         for node in ast.walk(tree_of(module)):
             if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
@@ -78,8 +78,8 @@ def raised() -> Iterator[tuple[str, str]]:
                     yield module, text
 
 
-def returned(module: str, *functions: str) -> Iterator[str]:
-    """Yield the texts that functions return."""
+def returned_texts(module: str, *functions: str) -> Iterator[str]:
+    """Yield the texts returned by functions of a module."""
     for function in ast.walk(tree_of(module)):
         if isinstance(function, ast.FunctionDef) and function.name in functions:
             texts = (text_of(node.value) for node in ast.walk(function) if isinstance(node, ast.Return) and node.value)
@@ -88,18 +88,18 @@ def returned(module: str, *functions: str) -> Iterator[str]:
 
 def test_the_page_has_messages() -> None:
     assert len(MESSAGES) > 150
-    assert len(MESSAGES) == len(re.findall(r"^- `", PAGE, re.M)) - 1  # one is Python's own
+    assert len(MESSAGES) == len(re.findall(r"^- `", PAGE, re.M)) - 1  # one message is an error of Python
 
 
 @pytest.mark.parametrize("message", MESSAGES)
-def test_a_message_of_the_page_occurs_in_the_sources(message: str) -> None:
+def test_messages_of_the_page_occur_in_the_sources(message: str) -> None:
     between = regex_of(message).replace(".*?", f".{{0,{MOST_BETWEEN}}}?")
 
     assert re.search(regex_of(message), python_texts()) or re.search(between, other_texts(), re.DOTALL)
 
 
-def test_what_python_raises_is_on_the_page() -> None:
-    texts = list(raised())
+def test_errors_raised_by_python_are_on_the_page() -> None:
+    texts = list(raised_messages())
 
     assert len(texts) > 80
     assert not [(module, text) for module, text in texts if not is_on_the_page(text)]
@@ -116,10 +116,10 @@ def test_reasons_of_the_dispatcher_are_on_the_page() -> None:
 
 
 def test_reasons_of_calls_outside_the_dispatcher_are_on_the_page() -> None:
-    texts = list(returned("torch_hooks/describe_call", "outside_dispatcher", "misfit"))
+    texts = list(returned_texts("torch_hooks/describe_call", "outside_dispatcher", "misfit"))
 
     assert len(texts) > 12
-    texts.remove("{}; stock attention decides")  # a reason of misfit() and an end
+    texts.remove("{}; stock attention decides")  # a reason of misfit() with an ending
     assert not [text for text in texts if not is_on_the_page(text)]
 
 

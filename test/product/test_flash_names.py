@@ -1,5 +1,6 @@
-"""The functions of flash_attn by their names, and transformers on them: unmodified models whose attention "sdpa" has no
-words for.
+"""Functions with the names of flash_attn, and transformers on these functions.
+
+The models are unmodified and use features that the attention "sdpa" cannot express.
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ from torch_flashplug import attention
 from torch_flashplug.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 
 
-def drawn(*sizes: int, seed: int = 0) -> Tensor:
+def random_tensor(*sizes: int, seed: int = 0) -> Tensor:
     return torch.randn(*sizes, generator=torch.Generator().manual_seed(seed))
 
 
-def operands(Sq: int = 7, Sk: int = 9) -> tuple[Tensor, Tensor, Tensor]:
-    return drawn(2, Sq, 4, 16), drawn(2, Sk, 2, 16, seed=1), drawn(2, Sk, 2, 16, seed=2)
+def make_operands(Sq: int = 7, Sk: int = 9) -> tuple[Tensor, Tensor, Tensor]:
+    return random_tensor(2, Sq, 4, 16), random_tensor(2, Sk, 2, 16, seed=1), random_tensor(2, Sk, 2, 16, seed=2)
 
 
-def test_the_functions_are_attention() -> None:
-    q, k, v = operands()
-    sinks = drawn(4)
+def test_flash_attn_functions_equal_attention() -> None:
+    q, k, v = make_operands()
+    sinks = random_tensor(4)
     out, lse = flash_attn_func(q, k, v, causal=True, window_size=(3, 3), softcap=2.0, s_aux=sinks, softmax_scale=0.5,
                                deterministic=True, return_attn_probs=True)  # fmt: skip
     right = attention(q, k, v, causal=True, window=(3, 0), softcap=2.0, sinks=sinks, scale=0.5, return_lse=True)
@@ -36,29 +37,37 @@ def test_the_functions_are_attention() -> None:
 
 
 @pytest.mark.parametrize("lengths", [5, torch.tensor([5, 0], dtype=torch.int32)], ids=str)
-def test_a_cache_is_appended_to(lengths: int | Tensor) -> None:
-    q, k, v = operands(2, 2)
-    q = q.transpose(1, 2).contiguous().transpose(1, 2)  # as a projection's heads lie
-    caches = drawn(2, 12, 2, 16, seed=3), drawn(2, 12, 2, 16, seed=4)
+def test_kvcache_function_appends_to_the_cache(lengths: int | Tensor) -> None:
+    q, k, v = make_operands(2, 2)
+    q = q.transpose(1, 2).contiguous().transpose(1, 2)  # the memory layout of projected heads
+    caches = random_tensor(2, 12, 2, 16, seed=3), random_tensor(2, 12, 2, 16, seed=4)
     before = [cache.clone() for cache in caches]
     out, lse = flash_attn_with_kvcache(q, *caches, k, v, cache_seqlens=lengths, causal=True, return_softmax_lse=True)
     for i, n in enumerate((5, 5) if isinstance(lengths, int) else lengths.tolist()):
         for cache, old, new in zip(caches, before, (k, v), strict=True):
             assert torch.equal(cache[i, n : n + 2], new[i])
             assert torch.equal(cache[i, :n], old[i, :n]) and torch.equal(cache[i, n + 2 :], old[i, n + 2 :])
-        one = [x[i : i + 1, : n + 2] for x in caches]
-        right = attention(q[i : i + 1], *one, causal=True, return_lse=True)
+        valid_caches = [x[i : i + 1, : n + 2] for x in caches]
+        right = attention(q[i : i + 1], *valid_caches, causal=True, return_lse=True)
         torch.testing.assert_close(out[i : i + 1], right[0])
         torch.testing.assert_close(lse[i : i + 1], right[1])
 
 
-def test_what_they_refuse() -> None:
-    q, k, v = operands()
-    for error, says, call in (
+def test_unsupported_arguments_are_refused() -> None:
+    q, k, v = make_operands()
+    for error, message, call in (
         (NotImplementedError, "dropout_p is not supported", lambda: flash_attn_func(q, k, v, dropout_p=0.1)),
-        (NotImplementedError, "alibi_slopes is not supported", lambda: flash_attn_func(q, k, v, alibi_slopes=drawn(4))),
+        (
+            NotImplementedError,
+            "alibi_slopes is not supported",
+            lambda: flash_attn_func(q, k, v, alibi_slopes=random_tensor(4)),
+        ),
         (NotImplementedError, "attention_chunk is not", lambda: flash_attn_func(q, k, v, attention_chunk=4)),
-        (ValueError, "block_table must be an int32", lambda: flash_attn_with_kvcache(q, k, v, block_table=drawn(2))),
+        (
+            ValueError,
+            "block_table must be an int32",
+            lambda: flash_attn_with_kvcache(q, k, v, block_table=random_tensor(2)),
+        ),
         (TypeError, "must be those of flash_attn, but got 'sofcap'", lambda: flash_attn_func(q, k, v, sofcap=1.0)),
         (TypeError, "positional", lambda: flash_attn_func(q, k, v, 0.0)),  # dropout_p of flash_attn 2, or a scale
         (
@@ -80,7 +89,7 @@ def test_what_they_refuse() -> None:
             lambda: flash_attn_with_kvcache(q, k, v, cache_seqlens=torch.tensor([1, 2])),
         ),
     ):
-        with pytest.raises(error, match=says):
+        with pytest.raises(error, match=message):
             call()
     flash_attn_func(q, k, v, dropout_p=0.0, num_splits=3, pack_gqa=True, attention_chunk=0, alibi_slopes=None)
 
@@ -112,76 +121,78 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
     integration.uninstall()
 
 
-def three(family: str, device: str) -> tuple[torch.nn.Module, torch.nn.Module, torch.nn.Module]:
-    """The same weights, on ours, on eager, and on eager in fp32."""
+def make_three_models(family: str, device: str) -> tuple[torch.nn.Module, torch.nn.Module, torch.nn.Module]:
+    """Return three models with equal weights: on the plugin, on eager, and on eager in fp32."""
     config_of = getattr(transformers, f"{family}TextConfig" if family == "Gemma3" else f"{family}Config")
-    kind, made = getattr(transformers, f"{family}ForCausalLM"), []
+    model_class, models = getattr(transformers, f"{family}ForCausalLM"), []
     for implementation in (integration.FLASH, "eager", "eager"):
         torch.manual_seed(5)
         config = config_of(**SIZES, **FAMILIES[family], attn_implementation=implementation)
-        made.append(kind(config).to(device, torch.float32 if device == "cpu" else torch.bfloat16).train(False))
-    made[2].float()
-    for model in made[1:]:
-        model.load_state_dict(made[0].state_dict())
+        models.append(model_class(config).to(device, torch.float32 if device == "cpu" else torch.bfloat16).train(False))
+    models[2].float()
+    for model in models[1:]:
+        model.load_state_dict(models[0].state_dict())
     if family == "GptOss":
-        for model in made:
+        for model in models:
             for layer in model.model.layers:
                 torch.nn.init.normal_(layer.self_attn.sinks, generator=torch.Generator(device).manual_seed(1))
-    return tuple(made)
+    return tuple(models)
 
 
-def tokens(device: str, rows: int = 2, length: int = 13) -> Tensor:
+def make_tokens(device: str, rows: int = 2, length: int = 13) -> Tensor:
     return torch.randint(3, 60, (rows, length), generator=torch.Generator().manual_seed(1)).to(device)
 
 
-def close(got: Tensor, eager: Tensor, right: Tensor) -> None:
-    """As near to fp32 as eager is, twice over."""
+def assert_as_close_as_eager(got: Tensor, eager: Tensor, right: Tensor) -> None:
+    """Require at most twice the error of eager against fp32."""
     ours, eagers = (float((x.float() - right).norm() / right.norm()) for x in (got, eager))
     assert ours < 1e-5 + 2 * eagers
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_models_are_right_against_eager(device: str, family: str) -> None:
-    """Whole, padded on the left, and trained."""
-    models = three(family, device)
+    """Check full batches, batches padded on the left, and training."""
+    models = make_three_models(family, device)
     mask = torch.ones(2, 13, dtype=torch.long, device=device)
     mask[1, :5] = 0
     with torch.no_grad():
-        close(*(model(tokens(device)).logits for model in models))
-        padded = [model(tokens(device), attention_mask=mask).logits for model in models]
-        close(*(out[0] for out in padded))
-        close(*(out[1, 5:] for out in padded))
+        assert_as_close_as_eager(*(model(make_tokens(device)).logits for model in models))
+        padded = [model(make_tokens(device), attention_mask=mask).logits for model in models]
+        assert_as_close_as_eager(*(out[0] for out in padded))
+        assert_as_close_as_eager(*(out[1, 5:] for out in padded))
     for model in models:
-        model(tokens(device), labels=tokens(device)).loss.backward()
+        model(make_tokens(device), labels=make_tokens(device)).loss.backward()
     for ours, eager, right in zip(*(model.named_parameters() for model in models), strict=True):
         if "self_attn" in ours[0]:
-            close(ours[1].grad, eager[1].grad, right[1].grad)
+            assert_as_close_as_eager(ours[1].grad, eager[1].grad, right[1].grad)
 
 
 @pytest.mark.parametrize("padding", [0, 5])
 @pytest.mark.parametrize("cache", [{}, {"cache_implementation": "static", "disable_compile": True}], ids=["", "static"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_generated_tokens_are_eagers(device: str, family: str, cache: dict[str, object], padding: int) -> None:
-    """A static cache has rows that nothing was written to yet."""
-    ours, eager, _ = three(family, device)
+def test_generated_tokens_equal_eager(device: str, family: str, cache: dict[str, object], padding: int) -> None:
+    """A static cache has rows without written values."""
+    ours, eager, _ = make_three_models(family, device)
     assert ours.config._attn_implementation == integration.FLASH
     settings = {"max_new_tokens": 8, "do_sample": False, "min_new_tokens": 8, **cache}
     mask = torch.ones(2, 13, dtype=torch.long, device=device)
     mask[1, :padding] = 0
-    found, right = (model.generate(tokens(device), attention_mask=mask, **settings) for model in (ours, eager))
-    assert device != "cpu" or torch.equal(found, right)
+    generated, right = (model.generate(make_tokens(device), attention_mask=mask, **settings) for model in (ours, eager))
+    assert device != "cpu" or torch.equal(generated, right)
 
 
-def test_packed_sequences_do_not_see_each_other(device: str) -> None:
-    ours, *others = three("Mistral", device)
+def test_packed_sequences_are_independent(device: str) -> None:
+    ours, *eager_models = make_three_models("Mistral", device)
     collate = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
-    rows = tokens(device, 1, 13)[0].tolist()
+    rows = make_tokens(device, 1, 13)[0].tolist()
     batch = collate([{"input_ids": rows[:5]}, {"input_ids": rows[5:]}])
     batch = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in batch.items() if name != "labels"}
     with torch.no_grad():
         packed = ours(**batch, use_cache=False).logits[0]
         for part in (slice(0, 5), slice(5, 13)):
-            close(packed[part], *(model(tokens(device, 1, 13)[:, part]).logits[0] for model in others))
+            assert_as_close_as_eager(
+                packed[part], *(model(make_tokens(device, 1, 13)[:, part]).logits[0] for model in eager_models)
+            )
 
 
 @pytest.mark.skipif(
@@ -189,15 +200,18 @@ def test_packed_sequences_do_not_see_each_other(device: str) -> None:
 )
 @pytest.mark.parametrize("family", ["Llama", "GptOss"])
 def test_continuous_batching(device: str, family: str) -> None:
-    """Prompts of different lengths from a paged cache of transformers' own: what each of them alone gives."""
-    ours, _, exact = three(family, device)
+    """Serve prompts of different lengths from the paged cache of transformers.
+
+    Each result must equal the result of the prompt alone.
+    """
+    ours, _, exact = make_three_models(family, device)
     ours = ours if device == "cpu" else ours.float().half()
     settings = transformers.GenerationConfig(max_new_tokens=5, do_sample=False, eos_token_id=-1, pad_token_id=0)
     prompts = [[5, 6, 7, 8, 9], [3, 4], [10, 11, 12, 13, 14, 15, 16]]
-    found = ours.generate_batch(inputs=prompts, generation_config=settings)
-    for prompt, one in zip(prompts, found.values(), strict=True):
+    results = ours.generate_batch(inputs=prompts, generation_config=settings)
+    for prompt, result in zip(prompts, results.values(), strict=True):
         right = exact.generate(torch.tensor([prompt], device=device), generation_config=settings)[0, len(prompt) :]
-        assert len(one.generated_tokens) == 5 and (device != "cpu" or one.generated_tokens == right.tolist())
+        assert len(result.generated_tokens) == 5 and (device != "cpu" or result.generated_tokens == right.tolist())
 
 
 def test_uninstall_leaves_no_trace() -> None:
@@ -208,7 +222,7 @@ def test_uninstall_leaves_no_trace() -> None:
     integration.install()
     integration.install()
     assert utils._lazy_imports is not before[0] and integration.FLASH in AttentionInterface._global_mapping
-    model = three("GptOss", "cpu")[1]
+    model = make_three_models("GptOss", "cpu")[1]
     model.set_attn_implementation(integration.FLASH)
     assert integration.FLASH not in model._compatible_flash_implementations
     integration.uninstall()

@@ -1,5 +1,7 @@
-"""tools/fuzz.py on the CPU stand-in: every kind of call comes up and is right in every mode; what is wrong is found;
-what kills a worker is told. On a GPU: python tools/fuzz.py itself.
+"""Unit tests of tools/fuzz.py on the CPU stub backend.
+
+Every kind of call is drawn and right in every mode, wrong results are found, and a killed worker is reported. On a GPU,
+run python tools/fuzz.py.
 """
 
 from __future__ import annotations
@@ -29,21 +31,21 @@ from fuzz_check import Verdict, answer, check, hooked, is_stocks  # noqa: E402
 from fuzz_tensors import Posed  # noqa: E402
 
 SEED = 20261122
-EACH = 12  # calls of a kind
+EACH = 12  # calls of each kind
 WORK = fuzz.WORK["cpu"]
 BY_KIND = pytest.mark.parametrize("kind", fuzz_calls.NAMES)
 
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Small products wait for threads longer than they take."""
+    """Use one thread, because small products wait longer for threads than they compute."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
 
 
-def drawn(kind: str, count: int = EACH, work: int = WORK) -> list[Call]:
+def draw_calls(kind: str, count: int = EACH, work: int = WORK) -> list[Call]:
     numbers = itertools.islice(fuzz_calls.indices(SEED, [kind]), count)
     return [fuzz_calls.draw(SEED, index, work) for index in numbers]
 
@@ -51,9 +53,9 @@ def drawn(kind: str, count: int = EACH, work: int = WORK) -> list[Call]:
 @pytest.mark.interpreted
 @BY_KIND
 def test_interpreted_calls_are_right(kind: str) -> None:
-    """Kernels that are forced, or refuse; some of what tools/fuzz.py --device interpreted asks."""
+    """Force kernels, which run or refuse the call; a subset of tools/fuzz.py --device interpreted."""
     with hooked(fuzz.INTERPRETED) as off:
-        for call in drawn(kind, 3, fuzz.WORK[fuzz.INTERPRETED] // 4):
+        for call in draw_calls(kind, 3, fuzz.WORK[fuzz.INTERPRETED] // 4):
             posed = fuzz_tensors.pose(call, "cpu")
             answers = answer(posed)
             for mode in ("fa3", "fa2"):
@@ -65,7 +67,7 @@ def test_interpreted_calls_are_right(kind: str) -> None:
 def test_calls_are_right(kind: str) -> None:
     statuses = set()
     with hooked("cpu") as off:
-        for call in drawn(kind):
+        for call in draw_calls(kind):
             posed = fuzz_tensors.pose(call, "cpu")
             answers = answer(posed)
             for mode in fuzz.MODES:
@@ -78,17 +80,17 @@ def test_calls_are_right(kind: str) -> None:
 
 
 @BY_KIND
-def test_a_number_is_a_call(kind: str) -> None:
-    calls = drawn(kind)
-    assert calls == drawn(kind) and {call.kind for call in calls} == {kind}
+def test_an_index_determines_a_call(kind: str) -> None:
+    calls = draw_calls(kind)
+    assert calls == draw_calls(kind) and {call.kind for call in calls} == {kind}
     assert len(set(calls)) == EACH
     assert json.loads(json.dumps([call.facts() for call in calls]))
 
 
 @BY_KIND
-def test_layouts_hold_their_values(kind: str) -> None:
-    """The numbers are those of the plain layout, with NaN around them."""
-    for call in drawn(kind):
+def test_layouts_keep_values_within_nan_guards(kind: str) -> None:
+    """Compare with the plain layout, and expect NaN between the stored numbers."""
+    for call in draw_calls(kind):
         posed = fuzz_tensors.pose(call, "cpu")
         for buffer, stored in posed.guards:
             assert int(buffer.isnan().sum()) == buffer.numel() - stored
@@ -97,7 +99,7 @@ def test_layouts_hold_their_values(kind: str) -> None:
         assert torch.equal(posed.grad_out, posed.first_grad)
 
 
-def misaligned(tensor: Tensor) -> bool:
+def is_misaligned(tensor: Tensor) -> bool:
     return tensor.storage_offset() * tensor.element_size() % 16 != 0
 
 
@@ -108,8 +110,8 @@ def log_sums(posed: Posed) -> Tensor:
 
 
 TRAITS: dict[str, Callable[[Posed], bool]] = {
-    "fault2": lambda p: 1 in (p.call.Sq, p.call.Sk) and any(map(misaligned, (p.q, p.k, p.v))),
-    "fault3": lambda p: p.call.Sq == 1 < p.call.Sk and any(map(misaligned, (p.q, p.k, p.v))),
+    "fault2": lambda p: 1 in (p.call.Sq, p.call.Sk) and any(map(is_misaligned, (p.q, p.k, p.v))),
+    "fault3": lambda p: p.call.Sq == 1 < p.call.Sk and any(map(is_misaligned, (p.q, p.k, p.v))),
     "fault4": lambda p: p.call.D != p.call.Dv and any(n > 1 and s == 0 for n, s in zip(p.q.shape, p.q.stride())),
     "fault5": lambda p: p.call.wants == "qkv" and any(t.shape[2] == 1 and t.stride(2) % 8 for t in (p.q, p.k, p.v)),
     "fault6": lambda p: p.call.scale <= 0,
@@ -119,30 +121,30 @@ TRAITS: dict[str, Callable[[Posed], bool]] = {
 
 @pytest.mark.parametrize("kind", TRAITS)
 def test_faults_have_their_trait(kind: str) -> None:
-    for call in drawn(kind, 50):
+    for call in draw_calls(kind, 50):
         assert TRAITS[kind](fuzz_tensors.pose(call, "cpu")), call
 
 
-# ---- what is wrong is found ----
+# ---- detection of wrong results ----
 
 
-def poked(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """One element changed, its strides kept."""
+def modify(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """Change a single element and keep the strides."""
     last = tuple(n - 1 for n in tensor.shape)
     tensor[last] = change(tensor[last])
     return tensor
 
 
-def of_another_order(tensor: Tensor) -> Tensor:
-    """(B, S, H, D) in memory, read as (B, H, S, D): fault 1."""
+def misread_order(tensor: Tensor) -> Tensor:
+    """Return a tensor whose memory order (B, S, H, D) is misread as (B, H, S, D): fault 1."""
     return tensor.transpose(1, 2).reshape(tensor.shape)
 
 
 SPOILED: dict[str, tuple[str, Callable]] = {
-    "one element": ("out .*max error", lambda p, g, run: run(g) | {"out": poked(run(g)["out"], lambda x: x + 0.5)}),
-    "a NaN": ("out .*nan", lambda p, g, run: run(g) | {"out": poked(run(g)["out"], lambda x: x * float("nan"))}),
-    "a gradient": ("dk .*max error", lambda p, g, run: run(g) | {"dk": poked(run(g)["dk"], lambda x: x + 0.5)}),
-    "the order of grad_out": ("dq .*dk .*dv ", lambda p, g, run: run(of_another_order(g))),
+    "one element": ("out .*max error", lambda p, g, run: run(g) | {"out": modify(run(g)["out"], lambda x: x + 0.5)}),
+    "a NaN": ("out .*nan", lambda p, g, run: run(g) | {"out": modify(run(g)["out"], lambda x: x * float("nan"))}),
+    "a gradient": ("dk .*max error", lambda p, g, run: run(g) | {"dk": modify(run(g)["dk"], lambda x: x + 0.5)}),
+    "the order of grad_out": ("dq .*dk .*dv ", lambda p, g, run: run(misread_order(g))),
     "strides": ("out has strides", lambda p, g, run: run(g) | {"out": run(g)["out"].transpose(1, 2).clone(
         memory_format=torch.contiguous_format).transpose(1, 2)}),
     "a write beside": ("buffer was written", lambda p, g, run: run(p.guards[0][0][-1:].zero_() + g)),
@@ -150,27 +152,27 @@ SPOILED: dict[str, tuple[str, Callable]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", SPOILED)
-def test_what_is_wrong_is_found(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    text, spoil = SPOILED[what]
+@pytest.mark.parametrize("kind", SPOILED)
+def test_wrong_results_are_found(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    text, spoil = SPOILED[kind]
     honest = fuzz_check.attend
     monkeypatch.setattr(fuzz_check, "attend", lambda p, g: spoil(p, g, lambda grad: honest(p, grad)))
     call = Call("plain", 1, B=2, Hq=4, Hkv=2, Sq=33, Sk=65, D=64, Dv=64, wants="qkv")
     posed = fuzz_tensors.pose(call, "cpu")
     with hooked("cpu") as off:
         verdict = check(posed, answer(posed), "auto", off)
-    assert verdict.status == ("raised" if what == "an error" else "wrong")
+    assert verdict.status == ("raised" if kind == "an error" else "wrong")
     with pytest.raises(AssertionError, match=text):
         raise AssertionError(verdict.detail)
     assert not is_stocks(call, "auto", verdict)
 
 
-def test_other_bits_the_second_time_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nondeterministic_bits_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     honest, times = fuzz_check.attend, itertools.count()
 
     def flickering(posed: Posed, grad_out: Tensor) -> dict[str, Tensor]:
         run = honest(posed, grad_out)
-        run["out"][0, 0, 0, 0] *= 1.0 + 2**-8 * (next(times) % 2)  # a place of bf16
+        run["out"][0, 0, 0, 0] *= 1.0 + 2**-8 * (next(times) % 2)  # the last digit of bf16
         return run
 
     monkeypatch.setattr(fuzz_check, "attend", flickering)
@@ -181,7 +183,7 @@ def test_other_bits_the_second_time_are_found(monkeypatch: pytest.MonkeyPatch) -
     assert "other bits the second time" in verdict.detail
 
 
-def test_whose_fault_it_is() -> None:
+def test_known_faults_of_stock_are_recognized() -> None:
     sizes = {"B": 1, "Hq": 1, "Hkv": 1, "Sq": 8, "Sk": 8, "D": 64, "Dv": 64}
     ordered, masked = Call("grad_out", 1, **sizes, deterministic=True), Call("mask", 1, **sizes, mask="float32")
     refused = Verdict("raised", "RuntimeError: cuDNN has no deterministic backward")
@@ -199,7 +201,7 @@ def test_whose_fault_it_is() -> None:
 
 
 class Dead:
-    """A process that has ended."""
+    """Stub of a process that has ended."""
 
     exitcode = -11
 
@@ -208,14 +210,14 @@ class Dead:
     def join(self) -> None: ...
 
 
-def test_a_dead_worker_is_a_finding_and_its_work_goes_on() -> None:
-    index, *others = itertools.islice(fuzz_calls.indices(SEED, ["fault2"]), 3)
+def test_dead_worker_is_reported_and_remaining_work_continues() -> None:
+    index, *other_indices = itertools.islice(fuzz_calls.indices(SEED, ["fault2"]), 3)
     run = fuzz.Fuzz(SEED, "cpu", fuzz.MODES, iter([]))
-    left = {index: ["auto", "fa3"], others[0]: ["auto", "fa3", "fa2"]}
-    run.bury(fuzz.Hand(Dead(), None, 0, left, doing=(index, "auto")), "crash")
+    remaining_modes = {index: ["auto", "fa3"], other_indices[0]: ["auto", "fa3", "fa2"]}
+    run.bury(fuzz.Hand(Dead(), None, 0, remaining_modes, doing=(index, "auto")), "crash")
     (finding,) = run.findings
     assert (finding["status"], finding["index"], finding["mode"]) == ("crash", index, "auto")
-    assert list(run.again) == [(index, ["fa3"]), (others[0], ["auto", "fa3", "fa2"])]
+    assert list(run.again) == [(index, ["fa3"]), (other_indices[0], ["auto", "fa3", "fa2"])]
     while run.questions or run.asking:
         run.ask()
         time.sleep(0.05)
@@ -229,9 +231,9 @@ def test_command_line(tmp_path: Path) -> None:
     done = subprocess.run([*base, "60", str(SEED), *options], **limits)  # noqa: PLW1510
     assert done.returncode == 0, done.stdout + done.stderr
     (path,) = tmp_path.glob("fuzz-*.json")
-    told = json.loads(path.read_text())
-    assert told["calls"] == dict.fromkeys(fuzz.MODES, 60) and told["findings"] == []
-    assert told["served"]["fa2"]["ours_fwd"] > 30 and sum(told["kinds"].values()) == 180
+    report = json.loads(path.read_text())
+    assert report["calls"] == dict.fromkeys(fuzz.MODES, 60) and report["findings"] == []
+    assert report["served"]["fa2"]["ours_fwd"] > 30 and sum(report["kinds"].values()) == 180
     index = next(fuzz_calls.indices(SEED, ["fault4"]))
     done = subprocess.run([*base, "0", str(SEED), "--call", str(index), "--device", "cpu"], **limits)  # noqa: PLW1510
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""A model nobody wrote for us: Hugging Face's Llama, unmodified, generates with the plugin what it does without."""
+"""Generation by the unmodified Llama of Hugging Face: with the plugin as without."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 TOKENS, LAYERS, BATCH = 32, 2, 2
-# Large weights, so that attention picks keys and texts wander; with the usual 0.02 one token is repeated for ever.
+# The weights are large, so that attention distinguishes keys and the generated text varies. With the usual 0.02, a
+# single token is repeated forever.
 INITIALIZER_RANGE = 0.08
-# A scale that is wrong by 2 % moves the logits by 3 spreads, a key left out by 16, a wrong row of V by 40.
+# A scale wrong by 2 % moves the logits by 3 spreads, a missing key by 16, a wrong row of V by 40.
 SPREAD_FACTOR = 2
-# FA2 takes no mask, the efficient one no groups of heads: together they serve every call, as math does.
+# FA2 serves no mask, and the efficient attention serves no GQA. Together both serve every call, as math does.
 OTHER_BACKENDS = ([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION], [SDPBackend.MATH])
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "no_autograd_cache")
 
 
 class Way(NamedTuple):
-    """How a text is generated."""
+    """Settings of a generation."""
 
-    cache: str  # "dynamic": as long as the text, no mask; "static": as long as it may get, with one
-    compiled: str  # "nothing", "layers" (each on its own) or "model" (by transformers itself)
+    cache: str  # "dynamic": as long as the text, no mask; "static": of maximum length, with a mask
+    compiled: str  # "nothing", "layers" (each layer separately) or "model" (by transformers)
     prompt: int
 
 
@@ -36,7 +37,7 @@ class Generated(NamedTuple):
 
 
 class Follow(transformers.LogitsProcessor):
-    """Leads along a text, whatever the logits say of it."""
+    """Logits processor that forces a given text, whatever the logits are."""
 
     def __init__(self, tokens: Tensor, prompt: int):
         self.tokens, self.prompt = tokens, prompt
@@ -47,8 +48,8 @@ class Follow(transformers.LogitsProcessor):
 
 
 def compile_settings(road: Road, model: nn.Module, compiled: str) -> dict[str, object]:
-    """Of generate(), once parts of the model are compiled that are to be."""
-    torch._dynamo.reset()  # a graph keeps the attention that it was traced with
+    """Compile the requested parts of the model and return the settings of generate()."""
+    torch._dynamo.reset()  # a graph keeps the attention of its trace
     if compiled == "layers":
         for layer in model.model.layers:
             layer.compile(backend="aot_eager", dynamic=True)
@@ -62,8 +63,9 @@ def compile_settings(road: Road, model: nn.Module, compiled: str) -> dict[str, o
 
 
 def generate(road: Road, way: Way, follow: Tensor | None = None) -> Generated:
-    """Greedily, by a new model; or along the tokens of `follow`."""
-    ends = dict.fromkeys(("bos_token_id", "eos_token_id"))  # none: a text is as long as it is asked for
+    """Generate greedily by a new model, or along the tokens of `follow`."""
+    # without end tokens, a text has exactly the requested length
+    ends = dict.fromkeys(("bos_token_id", "eos_token_id"))
     settings = {"initializer_range": INITIALIZER_RANGE, "pad_token_id": 0, **ends}
     model = new_llama(road, layers=LAYERS, hidden_size=256, **settings).eval()
     prompt = torch.randint(VOCABULARY, (BATCH, way.prompt), generator=torch.Generator().manual_seed(1)).to(road.device)
@@ -85,14 +87,14 @@ def distance(a: Generated, b: Generated) -> float:
     return (a.logits - b.logits).abs().max().item()
 
 
-def spread_of_stock(road: Road, way: Way, text: Tensor) -> float:
-    """How far stock's own backends are apart along a text."""
+def measure_spread_of_stock(road: Road, way: Way, text: Tensor) -> float:
+    """Return the largest distance between backends of stock along a text."""
     eager = way._replace(compiled="nothing")
-    default, others = generate(road, eager, text), []
+    default, generations = generate(road, eager, text), []
     for backends in OTHER_BACKENDS:
         with sdpa_kernel(backends):
-            others.append(generate(road, eager, text))
-    return max(distance(default, other) for other in others)
+            generations.append(generate(road, eager, text))
+    return max(distance(default, generation) for generation in generations)
 
 
 @pytest.mark.parametrize(
@@ -106,23 +108,24 @@ def spread_of_stock(road: Road, way: Way, text: Tensor) -> float:
     ],
     ids=lambda way: "-".join(map(str, way)),
 )
-def test_llama_generates_alike(road: Road, way: Way) -> None:
-    """Every token is the one that stock finds likeliest after the same text, save ties within stock's own roundings.
+def test_llama_generates_the_tokens_of_stock(road: Road, way: Way) -> None:
+    """Compare each token with the most likely token of stock after the same text.
 
-    All attention is ours, over a static cache too, where F.sdpa is given a mask.
+    Ties within roundings of stock are excepted. All attention must run on our kernels, also with a static cache, where
+    F.sdpa receives a mask.
     """
     ours = generate(road, way)
     ran = {path: count for path, count in road.took().items() if path.endswith("_fwd")}
-    replayed = road.device == "cuda" and way.compiled == "model"  # of a CUDA graph: counted where it was captured
+    replayed = road.device == "cuda" and way.compiled == "model"  # a replay of a CUDA graph is counted only at capture
     assert ran.keys() == {"ours_fwd"} and (replayed or ran["ours_fwd"] == LAYERS * TOKENS)
     with road.off():
         stock = generate(road, way, ours.tokens)
-        tolerance = SPREAD_FACTOR * spread_of_stock(road, way, ours.tokens)
+        tolerance = SPREAD_FACTOR * measure_spread_of_stock(road, way, ours.tokens)
     assert road.took() == {} and torch.equal(stock.tokens, ours.tokens)
     apart = distance(ours, stock)
     assert apart <= tolerance
     best, second = stock.logits.topk(2).values.unbind(-1)
     decided = best - second > tolerance
     share, variety = decided.float().mean().item(), ours.tokens.unique().numel()
-    assert share > 0.5 and variety > TOKENS / 2  # else tokens tell nothing
+    assert share > 0.5 and variety > TOKENS / 2  # otherwise the comparison of tokens has no meaning
     assert torch.equal(ours.tokens[decided], stock.logits.argmax(-1)[decided])

@@ -1,6 +1,4 @@
-"""What the build says where a package is missing, which versions the package asks for, and docs/install.md beside the
-code.
-"""
+"""Build errors for missing packages, versions required by the package, and docs/install.md compared with the code."""
 
 from __future__ import annotations
 
@@ -22,11 +20,11 @@ TOOLS = Path(sys.executable).parent  # of the development set
 
 
 @pytest.mark.parametrize(
-    ("present", "said"),
+    ("present", "missing_packages"),
     [((), "torch and apache-tvm-ffi"), (("torch",), "apache-tvm-ffi"), (("tvm_ffi",), "torch")],
     ids=["none", "torch", "tvm_ffi"],
 )
-def test_configuring_names_the_packages_that_are_missing(tmp_path: Path, present: tuple[str, ...], said: str) -> None:
+def test_configuring_reports_missing_packages(tmp_path: Path, present: tuple[str, ...], missing_packages: str) -> None:
     cmake = shutil.which("cmake", path=TOOLS) or shutil.which("cmake")
     if cmake is None:
         pytest.skip("cmake is not installed")
@@ -34,7 +32,7 @@ def test_configuring_names_the_packages_that_are_missing(tmp_path: Path, present
         (tmp_path / "packages" / name).mkdir(parents=True)
         (tmp_path / "packages" / name / "__init__.py").touch()
     python = tmp_path / "python"
-    # It sees no package but these.
+    # The interpreter must see no other packages.
     python.write_text(f'#!/bin/sh\nPYTHONPATH="{tmp_path / "packages"}" exec "{sys.executable}" -S "$@"\n')
     python.chmod(0o755)
 
@@ -45,43 +43,43 @@ def test_configuring_names_the_packages_that_are_missing(tmp_path: Path, present
 
     error = " ".join(done.stderr.split())
     assert done.returncode != 0
-    assert f"torch_flashplug: {said} must be installed" in error
+    assert f"torch_flashplug: {missing_packages} must be installed" in error
     assert "Traceback" not in error
 
 
-def test_the_package_installs_beside_programs_that_pin_tvm_ffi() -> None:
-    """vLLM and SGLang pin 0.1.11, which kernels of today's packs ran under on an H100."""
+def test_package_accepts_the_tvm_ffi_version_pinned_by_vllm() -> None:
+    """vLLM and SGLang pin 0.1.11. Kernels of the current packs ran under 0.1.11 on an H100."""
     assert '"apache-tvm-ffi>=0.1.11"' in (ROOT / "pyproject.toml").read_text()
 
 
-def test_pages_name_every_package_that_running_takes() -> None:
+def test_pages_name_every_runtime_dependency() -> None:
     (listed,) = re.findall(r"^dependencies = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(), re.M)
-    wanted = re.findall(r'"([\w-]+)(?:>=([\d.]+))?"', listed)
+    requirements = re.findall(r'"([\w-]+)(?:>=([\d.]+))?"', listed)
     page = " ".join((ROOT / "docs" / "developing.md").read_text().split())
-    (told,) = re.findall(r"A machine that only runs kernels needs (.*?)\. ", page)
-    assert len(wanted) == len(listed.split(","))
-    assert not [name for name, _ in wanted if name not in told]
-    assert f"apache-tvm-ffi ({dict(wanted)['apache-tvm-ffi']} or later" in told
+    (sentence,) = re.findall(r"A machine that only runs kernels needs (.*?)\. ", page)
+    assert len(requirements) == len(listed.split(","))
+    assert not [name for name, _ in requirements if name not in sentence]
+    assert f"apache-tvm-ffi ({dict(requirements)['apache-tvm-ffi']} or later" in sentence
 
 
 PAGE = " ".join((ROOT / "docs" / "install.md").read_text().split())
 
 
-def test_the_install_page_names_every_option_of_warmup() -> None:
+def test_install_page_names_every_option_of_warmup() -> None:
     (verbs,) = (action.choices for action in __main__._parser()._actions if action.dest == "verb")
     options = {option for action in verbs["warmup"]._actions for option in action.option_strings} - {"-h", "--help"}
 
     assert not [option for option in options if not re.search(rf"`{option}[` ]", PAGE)]
 
 
-def test_numbers_of_the_install_page_are_those_of_the_code() -> None:
+def test_numbers_of_the_install_page_equal_the_code() -> None:
     assert f"not used for {kernel_cache.UNUSED_DAYS} days" in PAGE
     assert f"held for {compile_pool.LOCK_SECONDS} s counts as stuck" in PAGE
     assert f"as many as CPUs, at most {compile_pool.MAX_WORKERS} |" in PAGE
     assert compile_pool.MAX_WORKERS == 8 and "may use CPUs, at most eight" in PAGE
 
 
-def test_packs_that_the_install_page_names_exist() -> None:
+def test_packs_named_on_the_install_page_exist() -> None:
     named = re.search(r'such as `"([\w;]+)"`', PAGE)[1].split(";")
     tiers = re.findall(r"set\(PACKS_OF_TIER_(\w+) ", (ROOT / "CMakeLists.txt").read_text())
 
@@ -89,7 +87,7 @@ def test_packs_that_the_install_page_names_exist() -> None:
     assert not [tier for tier in tiers if f"| `{tier}` |" not in PAGE]
 
 
-def test_versions_of_the_install_page_are_those_of_the_package() -> None:
+def test_versions_of_the_install_page_equal_the_package() -> None:
     build, requirements = ((ROOT / name).read_text() for name in ("pyproject.toml", "tools/requirements.txt"))
     pinned = re.search(r"^torch==([\d.]+)", requirements, re.M)[1]
     oldest = re.search(r'requires-python = ">=([\d.]+)"', build)[1]
@@ -107,8 +105,8 @@ LOG_LINES = {
 
 
 @pytest.mark.parametrize("source", LOG_LINES)
-def test_the_developers_command_shows_progress(source: str, tmp_path: Path) -> None:
-    """The latest line of progress once, nothing else of the log, and the exit status of the command."""
+def test_dev_script_shows_progress(source: str, tmp_path: Path) -> None:
+    """Show the latest progress line once, no further lines of the log, and return the exit status of the command."""
     log, line = tmp_path / "log", LOG_LINES[source]
     log.write_text(f"Requirement already satisfied: pip\n  [1/12] an earlier line\n{line}\nSome warning\n")
     script = f"""
@@ -124,7 +122,7 @@ def test_the_developers_command_shows_progress(source: str, tmp_path: Path) -> N
     assert done.stderr == f"  {line.strip()}\n" and not done.stdout
 
 
-def test_the_table_of_the_nightly_run_names_functions_that_there_are() -> None:
+def test_nightly_table_names_existing_functions() -> None:
     for name in nightly.ONE_OF:
         file, function = name.split("::")
         (path,) = (ROOT / "test").rglob(file)

@@ -1,4 +1,4 @@
-"""Configurations as models publish them, and files with faults: what `warmup --model-config` makes of each."""
+"""Published model configurations and faulty files, as read by `warmup --model-config`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ QWEN2_AUDIO = {
     "text_config": {"model_type": "qwen2", "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 32},
 }
 CAUSAL, FULL, MASK = frozenset({"causal"}), frozenset(), frozenset({"mask"})
-# Of each layer: query and KV heads, head dim, features of its first calls, whether it generates.
+# Facts of each layer: query and KV heads, head dim, features of the first calls, and whether the layer generates.
 PUBLISHED = {
     "gemma3": (GEMMA3, {(8, 4, 256, CAUSAL, True), (16, 16, 72, FULL, False)}),
     "llava": (LLAVA, {(32, 32, 128, CAUSAL, True), (16, 16, 64, FULL, False)}),
@@ -61,77 +61,77 @@ PUBLISHED = {
 }  # fmt: skip
 
 
-def kinds(config: dict[str, object]) -> set[tuple]:
+def layer_facts(config: dict[str, object]) -> set[tuple]:
     layers = model_config.attentions(config)
     return {(*layer.heads[0], layer.dims[0], layer.features[0], layer.decodes) for layer in layers}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_configurations_have_all_layers(name):
-    config, wanted = PUBLISHED[name]
-    assert kinds(config) == wanted
+    config, expected = PUBLISHED[name]
+    assert layer_facts(config) == expected
 
 
 @pytest.mark.parametrize("name", ["clip", "esm", "qwen2_vl", "bloom", "qwen2_audio"])
-def test_files_that_say_enough_need_no_transformers(name, monkeypatch):
+def test_complete_files_need_no_transformers(name, monkeypatch):
     monkeypatch.setattr(config_classes, "_class_of", lambda _: None)
-    config, wanted = PUBLISHED[name]
+    config, expected = PUBLISHED[name]
     encoder = {"encoder_layers": 32}
     config = config | ({"audio_config": config["audio_config"] | encoder} if name == "qwen2_audio" else {})
-    assert kinds(config) == wanted
+    assert layer_facts(config) == expected
 
 
 @pytest.mark.parametrize("kind", ["layoutlmv2", "layoutlmv3"])
-def test_relative_positions_are_a_bias_of_floats(kind):
+def test_relative_positions_use_a_float_bias(kind):
     (layer,) = model_config.attentions({"model_type": kind, "hidden_size": 768, "num_attention_heads": 12})
     assert {frozenset({"bias"}), frozenset({"bias32"}), MASK} <= set(layer.features) and not layer.decodes
 
 
 def test_default_lengths_limit_no_decoder():
-    """Llama's class has a default of 2048 positions, which long prompts exceed."""
+    """The Llama class has a default of 2048 positions, which long prompts exceed."""
     (layer,) = model_config.attentions(LLAMA)
     assert layer.max_length > 100_000
     (text,) = (layer for layer in model_config.attentions(CLIP) if CAUSAL in layer.features)
     assert text.max_length == 77
 
 
-def run(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[object, list[str], str]:
-    """Return what the program ends with, the names that it prints, and its lines on standard error."""
+def run_warmup(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[object, list[str], str]:
+    """Return the exit code of the program, the printed names, and the text on standard error."""
     with pytest.raises(SystemExit) as end:
         __main__.main(["warmup", *map(str, words), "--list", "--device", "h100"])
     out, err = capsys.readouterr()
     return end.value.code, out.split(), err
 
 
-def file_of(folder: Path, config: dict[str, object]) -> Path:
+def write_config(folder: Path, config: dict[str, object]) -> Path:
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
 @pytest.mark.parametrize(
-    ("missing", "said"),
+    ("missing", "message"),
     [
         ({"model_type": "nonesuch"}, "audio_config must name num_attention_heads, .* does not know the model_type"),
         ({"num_heads": 8}, "audio_config must name hidden_size, .* has no model_type"),
     ],
 )
-def test_a_part_that_cannot_be_planned_is_named(tmp_path, capsys, missing, said):
+def test_unplannable_parts_are_reported(tmp_path, capsys, missing, message):
     config = {"model_type": "own", "text_config": LLAMA, "audio_config": missing}
-    status, names, err = run(capsys, "--model-config", file_of(tmp_path, config))
+    status, names, err = run_warmup(capsys, "--model-config", write_config(tmp_path, config))
     assert status == 1 and len(names) == 6 and len(err.splitlines()) == 1
-    assert re.search(f"^warmup: --model-config: {said}", err)
+    assert re.search(f"^warmup: --model-config: {message}", err)
 
 
-def test_parts_without_transformers_are_named(tmp_path, capsys, monkeypatch):
+def test_parts_without_transformers_are_reported(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(config_classes, "_class_of", lambda _: None)
-    status, names, err = run(capsys, "--model-config", file_of(tmp_path, GEMMA3))
+    status, names, err = run_warmup(capsys, "--model-config", write_config(tmp_path, GEMMA3))
     assert status == 1 and names
     assert "text_config must name num_attention_heads" in err and "is not installed" in err
 
 
-def test_parts_without_attention_are_no_fault(tmp_path, capsys):
+def test_parts_without_attention_are_accepted(tmp_path, capsys):
     config = {"model_type": "tvp", "backbone_config": {"model_type": "resnet"}}
-    status, names, err = run(capsys, "--model-config", file_of(tmp_path, config))
+    status, names, err = run_warmup(capsys, "--model-config", write_config(tmp_path, config))
     assert status == 0 and names and "backbone_config (resnet) names no attention heads" in err
 
 
@@ -155,15 +155,15 @@ BAD_VALUES = {
 
 
 @pytest.mark.parametrize("name", BAD_VALUES)
-def test_values_out_of_range_are_named(name):
-    values, said = BAD_VALUES[name]
-    with pytest.raises(ValueError, match=f"^--model-config: {said}"):
+def test_values_out_of_range_are_reported(name):
+    values, message = BAD_VALUES[name]
+    with pytest.raises(ValueError, match=f"^--model-config: {message}"):
         model_config.attentions(LLAMA | values, training=True)
-    with pytest.raises(ValueError, match=f"^--model-config: text_config.{said}"):
+    with pytest.raises(ValueError, match=f"^--model-config: text_config.{message}"):
         model_config.attentions({"text_config": LLAMA | values}, training=True)
 
 
-def test_a_missing_hidden_size_is_named():
+def test_missing_hidden_size_is_reported():
     with pytest.raises(ValueError, match="^--model-config: the model must name hidden_size, but has none of"):
         model_config.attentions({"num_attention_heads": 32})
 
@@ -178,15 +178,15 @@ BAD_FILES = {
 
 @pytest.mark.parametrize("name", BAD_FILES)
 def test_files_with_faults_end_with_one_line(tmp_path, name):
-    text, said = BAD_FILES[name]
+    text, message = BAD_FILES[name]
     file = tmp_path / "config.json"
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(ValueError, match=said) as error:
+    with pytest.raises(ValueError, match=message) as error:
         model_config.attentions(model_config.read(file))
     assert "\n" not in str(error.value)
 
 
-def test_paths_that_are_too_long_are_shortened():
+def test_long_paths_are_shortened_in_errors():
     with pytest.raises(ValueError, match="a model's folder, but got .*: File name too long") as error:
         model_config.read(Path("a" * 5000))
     assert len(str(error.value)) < 400
@@ -206,14 +206,14 @@ LARGE = {
 
 
 @pytest.mark.parametrize("name", LARGE)
-def test_sizes_that_torch_cannot_count_are_named(name):
-    shape, mask, said = LARGE[name]
-    with pytest.raises(ValueError, match=f"^{said}"):
+def test_oversized_shapes_are_reported(name):
+    shape, mask, message = LARGE[name]
+    with pytest.raises(ValueError, match=f"^{message}"):
         explain.plan(explain.Shapes(shape, shape, shape, mask), device="h100")
 
 
-def test_heads_that_do_not_divide_never_reach_the_dispatcher():
-    """Which would divide by their quotient, 0."""
+def test_indivisible_heads_never_reach_the_dispatcher():
+    """The dispatcher would divide by the quotient of the heads, which is 0."""
     startup.load()
     sizes = {"B": 1, "Hq": 32, "Hkv": 64, "Sq": 1, "Sk": 4096, "D": 128, "Dv": 128}
     asks = (bindings.plan, bindings.is_remembered)
@@ -228,29 +228,29 @@ def test_heads_that_do_not_divide_never_reach_the_dispatcher():
 
 
 @pytest.fixture
-def preferred():
-    """Return a function that makes a backend that of this process, until the test ends."""
+def set_preferred_backend():
+    """Return a function that sets the backend of this process until the test ends."""
     startup.load()
     yield lambda backend: bindings.set_process_backend(BACKENDS.index(backend))
     bindings.set_process_backend(0)
 
 
 @pytest.mark.parametrize("device", ["h100", "a100"])
-def test_the_backend_of_the_process_counts(tmp_path, preferred, device):
-    preferred("fa2")
-    names = warmup.kernels_of_models([file_of(tmp_path, LLAMA)], DEVICES[device])
+def test_process_backend_selects_the_kernels(tmp_path, set_preferred_backend, device):
+    set_preferred_backend("fa2")
+    names = warmup.kernels_of_models([write_config(tmp_path, LLAMA)], DEVICES[device])
     assert names and all("_sm80_" in name for name in names)
 
 
 @pytest.mark.parametrize("backend", ["stock", "math"])
-def test_stock_and_math_have_no_kernels(tmp_path, preferred, backend):
-    preferred(backend)
-    assert warmup.kernels_of_models([file_of(tmp_path, LLAMA)], H100) == []
+def test_stock_and_math_have_no_kernels(tmp_path, set_preferred_backend, backend):
+    set_preferred_backend(backend)
+    assert warmup.kernels_of_models([write_config(tmp_path, LLAMA)], H100) == []
     assert f"TORCH_FLASHPLUG_BACKEND={backend} passes all calls to torch" in warmup.why_none(H100)
 
 
 @pytest.mark.parametrize("device", ["a100", "l4", "rtx4090"])
 def test_auto_names_the_backend_of_older_gpus(tmp_path, device):
     with pytest.raises(SystemExit) as end:
-        __main__.main(["warmup", "--model-config", str(file_of(tmp_path, LLAMA)), "--list", "--device", device])
+        __main__.main(["warmup", "--model-config", str(write_config(tmp_path, LLAMA)), "--list", "--device", device])
     assert "was not measured. Set TORCH_FLASHPLUG_BACKEND=fa2" in str(end.value)

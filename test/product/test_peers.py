@@ -1,5 +1,7 @@
-"""Peers of the suites paged, ragged, window, softcap and sinks, in their place modules that take what the wheels take:
-what they are given is the call, what is wrong or cannot run is not timed and says why.
+"""Peers of the suites paged, ragged, window, softcap and sinks.
+
+Stub modules with the signatures of the wheels replace the peers. The stubs check the arguments of the call. A peer with
+wrong results, or a peer that cannot run, must not be timed, and the row must contain the reason.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ WINDOW = windows.Call("fwd", (40, 40), 64, (4, 2), left=9)
 
 
 @pytest.fixture(autouse=True)
-def on_a_cpu(monkeypatch):
+def replace_gpu_functions(monkeypatch):
     for caller in (paged_decode, harness):
         monkeypatch.setattr(caller, "graphed", lambda candidate, calls: candidate)
     for suite in (paged_decode, windows):
@@ -43,28 +45,28 @@ def on_a_cpu(monkeypatch):
         monkeypatch.setitem(sys.modules, name, None)
 
 
-def run(suite: str, function, *args) -> dict:
-    """The one row of it."""
-    found, absent = providers.providers(bench.WANTED[suite])
-    asked = harness.Bench("cpu", 1, time.monotonic() + 100, "", True, found, absent)
-    asked.last_clocks = time.monotonic()
-    function(asked, *args)
-    return asked.rows[0]
+def run_suite(suite: str, function, *args) -> dict:
+    """Return the single row of a suite."""
+    available, absent = providers.providers(bench.WANTED[suite])
+    bench_run = harness.Bench("cpu", 1, time.monotonic() + 100, "", True, available, absent)
+    bench_run.last_clocks = time.monotonic()
+    function(bench_run, *args)
+    return bench_run.rows[0]
 
 
-def wheel(monkeypatch, name: str, **functions) -> None:
-    """Importable: its last part has these functions."""
+def install_stub_wheel(monkeypatch, name: str, **functions) -> None:
+    """Install a stub module; the last part of its name has the given functions."""
     for end in [i for i, letter in enumerate(name) if letter == "."]:
         monkeypatch.setitem(sys.modules, name[:end], ModuleType(name[:end]))
     module = ModuleType(name)
-    for given, function in functions.items():
+    for function_name, function in functions.items():
         function.__module__ = name
-        setattr(module, given, function)
+        setattr(module, function_name, function)
     monkeypatch.setitem(sys.modules, name, module)
 
 
-def attend_pages(q, k_cache, v_cache, *, cache_seqlens, page_table):
-    """As FlashAttention-3 says of its arguments."""
+def stub_fa3_paged(q, k_cache, v_cache, *, cache_seqlens, page_table):
+    """Compute paged attention with the arguments of FlashAttention-3."""
     outs = []
     for b, length in enumerate(cache_seqlens.tolist()):
         k, v = (x[page_table[b].long()].flatten(0, 1)[None, :length] for x in (k_cache, v_cache))
@@ -73,8 +75,8 @@ def attend_pages(q, k_cache, v_cache, *, cache_seqlens, page_table):
     return torch.cat(outs)
 
 
-class Nothing:
-    """FlashInfer's wrapper, as to its arguments; it gives zeros."""
+class StubFlashInferWrapper:
+    """Stub of the FlashInfer wrapper: checks arguments and returns zeros."""
 
     def __init__(
         self, float_workspace_buffer, kv_layout="NHD", use_cuda_graph=False, use_tensor_cores=False, *,
@@ -97,30 +99,32 @@ class Nothing:
         return torch.zeros_like(q)
 
 
-def test_pages_without_a_peer():
-    row = run("paged", paged_decode.suite_paged)
+def test_paged_suite_without_a_peer():
+    row = run_suite("paged", paged_decode.suite_paged)
     assert row["ratio"] is None and row["peers_ms"] == {} and set(row["refused"]) == {"flashinfer", "flashinfer_mma"}
     assert set(row["all_ms"]) == {*paged_decode.PAGES, *paged_decode.SPLITS, "ours_lengths", "ours_on_end"}
 
 
-def test_a_peer_of_pages_is_given_the_call_and_a_wrong_one_is_not_timed(monkeypatch):
-    wheel(monkeypatch, "flash_attn_interface", flash_attn_func=lambda: 0, flash_attn_with_kvcache=attend_pages)
-    wheel(monkeypatch, "flashinfer", BatchDecodeWithPagedKVCacheWrapper=Nothing)
-    row = run("paged", paged_decode.suite_paged)
+def test_paged_peer_receives_the_call_and_a_wrong_peer_is_not_timed(monkeypatch):
+    install_stub_wheel(
+        monkeypatch, "flash_attn_interface", flash_attn_func=lambda: 0, flash_attn_with_kvcache=stub_fa3_paged
+    )
+    install_stub_wheel(monkeypatch, "flashinfer", BatchDecodeWithPagedKVCacheWrapper=StubFlashInferWrapper)
+    row = run_suite("paged", paged_decode.suite_paged)
     assert list(row["peers_ms"]) == ["fa3"] and row["best_peer"] == "fa3" and row["ratio"] > 0
     assert row["errors"]["fa3"] < 0.004 and row["refused"]["flashinfer"] == "ValueError: wrong by 1"
     assert "get_scheduler_metadata" in row["refused"]["fa3_planned"]
     assert row["refused"]["flashinfer_mma"] == "RuntimeError: no kernel of it"
 
 
-def test_ours_being_wrong_ends_the_run(monkeypatch):
+def test_wrong_result_of_the_plugin_ends_the_run(monkeypatch):
     monkeypatch.setattr(paged_decode, "_ours", lambda x: lambda: torch.zeros_like(x.q))
     with pytest.raises(SystemExit, match="nothing is timed: wrong by 1"):
-        run("paged", paged_decode.suite_paged)
+        run_suite("paged", paged_decode.suite_paged)
 
 
-def flash(q, k, v, *, causal, window_size, softcap, **more):
-    """As FlashAttention-4 says of its arguments."""
+def stub_fa4(q, k, v, *, causal, window_size, softcap, **more):
+    """Compute attention with the arguments of FlashAttention-4."""
     lengths = more.pop("cu_seqlens_q", None)
     if lengths is not None:
         assert more.pop("cu_seqlens_k") is lengths and more.pop("max_seqlen_q") == more.pop("max_seqlen_k")
@@ -138,10 +142,12 @@ CALLS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", ["fwd", "train"])
+@pytest.mark.parametrize("direction", ["fwd", "train"])
 @pytest.mark.parametrize("suite", CALLS)
-def test_flash_attention_4_is_given_the_call(suite, what, monkeypatch):
-    wheel(monkeypatch, "flash_attn.cute.interface", flash_attn_func=flash, flash_attn_varlen_func=flash)
-    monkeypatch.setitem(windows.FUNCTIONS, "flex", windows._varlen)  # compiled: for minutes
-    row = run(suite, windows._measure, replace(CALLS[suite], what=what))
+def test_flash_attention_4_receives_the_call(suite, direction, monkeypatch):
+    install_stub_wheel(
+        monkeypatch, "flash_attn.cute.interface", flash_attn_func=stub_fa4, flash_attn_varlen_func=stub_fa4
+    )
+    monkeypatch.setitem(windows.FUNCTIONS, "flex", windows._varlen)  # a compiled kernel would take minutes
+    row = run_suite(suite, windows._measure, replace(CALLS[suite], what=direction))
     assert "fa4" in row["peers_ms"] and row["errors"]["fa4"] < 0.004, row

@@ -1,5 +1,7 @@
-"""README and docs: every command exists and takes the options shown, the Python examples run on a CPU, what they name
-is there, and README is short and links all pages.
+"""README and docs: commands, Python examples and links.
+
+Every command exists and takes the options shown. The Python examples run on a CPU. Files named on the pages exist.
+README is short and links all pages.
 """
 
 from __future__ import annotations
@@ -37,18 +39,20 @@ def test_readme_is_short():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_pages_are_within_their_width(page):
+def test_page_lines_are_short(page):
     assert not [line for line in page.read_text().splitlines() if len(line) > COLUMNS]
 
 
-def test_readme_says_from_which_ratio_on_auto_takes_calls():
-    told = " ".join((ROOT / "README.md").read_text().split())
-    assert f"measured at {dispatch_table.SERVE_RATIO} x stock torch's speed or more" in told
+def test_readme_states_the_serve_ratio_of_auto():
+    text = " ".join((ROOT / "README.md").read_text().split())
+    assert f"measured at {dispatch_table.SERVE_RATIO} x stock torch's speed or more" in text
 
 
-def test_one_range_of_torch_is_claimed():
-    """By pages, sources and the build; what is pinned and what is installed lie in it. How to move it:
-    docs/developing.md, "another torch version".
+def test_one_range_of_torch_versions_is_stated():
+    """Compare the range of torch versions on pages, in sources and in the build.
+
+    The pinned and the installed version must be in the range. docs/developing.md, "another torch version", describes
+    how to change the range.
     """
     build, cmake = (ROOT / "pyproject.toml").read_text(), (ROOT / "CMakeLists.txt").read_text()
     named = "\n".join(path.read_text() for path in (*PAGES, *(ROOT / "src").rglob("*.cpp")))
@@ -63,7 +67,7 @@ def test_one_range_of_torch_is_claimed():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_what_pages_name_exists(page):
+def test_links_and_paths_on_pages_exist(page):
     text = page.read_text()
     links = [page.parent / link for link in re.findall(r"\]\(([^)#]+)\)", text)]
     paths = [ROOT / path for path in re.findall(r"\b(?:test|tools|docs|src)/[\w/.-]+\.\w+", text)]
@@ -93,7 +97,7 @@ def options(words: list[str]) -> list[str]:
     return [word for word in words if word.startswith("--")]
 
 
-def test_there_are_commands():
+def test_pages_contain_commands():
     assert {"./tools/dev demo", "./tools/dev test"} <= set(COMMANDS)
 
 
@@ -109,7 +113,7 @@ def test_command_runs(line):
 @pytest.mark.parametrize(
     "line", [line for line in COMMANDS if any(tool in line for tool in (*TOOLS, *VERBS))]
 )
-def test_command_takes_its_options(line):
+def test_command_accepts_the_options_shown(line):
     words = without_assignments(line)
     helped = help_of(*(words[1:2] if words[1].endswith(".py") else words[1:4]))
     assert helped.returncode == 0, helped.stderr
@@ -117,13 +121,13 @@ def test_command_takes_its_options(line):
 
 
 @pytest.mark.parametrize("line", [line for line in COMMANDS if line.startswith("./tools/dev")])
-def test_dev_knows_its_verbs(line):
+def test_dev_script_documents_the_verbs_shown(line):
     verb = shlex.split(line)[1]
     assert re.search(rf"^#   tools/dev {verb}\b", (ROOT / "tools/dev").read_text(), flags=re.M)
 
 
-def test_every_command_is_one_we_know():
-    known = (
+def test_every_command_has_a_known_prefix():
+    known_prefixes = (
         "./tools/dev ",
         "pip install ",
         "pip uninstall ",
@@ -131,7 +135,7 @@ def test_every_command_is_one_we_know():
         "python -m pytest ",
         *(f"python {tool} " for tool in TOOLS),
     )
-    unknown = [line for line in COMMANDS if not " ".join(without_assignments(line)).startswith(known)]
+    unknown = [line for line in COMMANDS if not " ".join(without_assignments(line)).startswith(known_prefixes)]
     assert not unknown
 
 
@@ -146,14 +150,14 @@ for number, code in enumerate(re.findall(r"```python\\n(.*?)```", open(sys.argv[
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks_of(page, "python")], ids=lambda page: page.name)
 def test_python_examples_run(page):
-    """All examples of a page in one process, each with names of its own."""
+    """Run all examples of a page in one process, each with a separate namespace."""
     if "transformers" in page.read_text():
         pytest.importorskip("transformers")
     done = run(sys.executable, "-c", RUN_EXAMPLES, str(page))
     assert done.returncode == 0, done.stderr
 
 
-def test_examples_that_are_not_run_are_python():
+def test_examples_without_execution_are_valid_python():
     examples = [code for page in PAGES for code in blocks_of(page, "py")]
     assert examples
     for code in examples:
@@ -165,7 +169,7 @@ def test_readme_links_every_page():
     assert linked == {f"docs/{page.name}" for page in PAGES[1:]}
 
 
-def test_the_calls_that_support_page_explains_on_a_hopper_gpu_are_ours():
+def test_explain_commands_for_hopper_gpus_report_kernels():
     lines = [line for line in COMMANDS if "explain --device h" in line]
     plans = [run(sys.executable, *shlex.split(line)[1:]).stdout for line in lines]
     assert lines and not [plan for plan in plans if not re.search(r"^backend +fa[23]$", plan, re.M)]

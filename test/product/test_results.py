@@ -1,5 +1,7 @@
-"""tools/results: every file has the agreed form and is small, the tools write that form, pictures can be drawn from
-the files alone, and the tables of README and docs say what they say.
+"""tools/results: form and size of the files, and the tables of README and docs.
+
+Every file has the agreed form, as the tools write it. Pictures can be drawn from the files alone. The tables must equal
+the results.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ RESULTS = ROOT / "tools" / "results"
 FILES = sorted(RESULTS.glob("*.json"))
 
 
-# Of programs: more than the bar of 1.1 times stock's error, named in docs/benchmarks.md; how much more, at most.
+# Programs with more than 1.1 times the error of stock, named in docs/benchmarks.md, and the allowed factor.
 KNOWN = {"bert train": 1.2, "bert compiled_train": 2.4, "electra train_left": 1.2, "hubert train_right": 1.2}
 
 
@@ -36,39 +38,46 @@ def test_kept_results_have_the_agreed_form(path):
         return
     if document["suite"] == "programs":
         assert document["failed"] == [] and len(document["rows"]) > 500
-        assert {found.rsplit(": ", 1)[0].rsplit(" ", 1)[0] for found in document["violations"]} == set(KNOWN)
+        assert {violation.rsplit(": ", 1)[0].rsplit(" ", 1)[0] for violation in document["violations"]} == set(KNOWN)
         for row in document["rows"]:
-            most = KNOWN.get(f"{row['program']} {row['scenario']}", 1.1)
+            max_factor = KNOWN.get(f"{row['program']} {row['scenario']}", 1.1)
             assert all(
-                row[f"{what}_ours"] <= most * row[f"{what}_stock"]
-                for what in ("error", "mean")
-                if f"{what}_ours" in row
+                row[f"{error_kind}_ours"] <= max_factor * row[f"{error_kind}_stock"]
+                for error_kind in ("error", "mean")
+                if f"{error_kind}_ours" in row
             )
             assert {"program", "scenario", "order", "calls", "served", "reasons"} <= set(row)
         return
     assert document["rounds"] >= 7
-    if document["suite"] == "gate":  # times of ours alone: call -> state -> splits -> microseconds
+    if document["suite"] == "gate":  # only times of the plugin: call -> state -> splits -> microseconds
         assert document["facts"]["sm_count"] > 0
-        times = [us for states in document["us"].values() for known in states.values() for us in known.values()]
+        times = [
+            us
+            for states in document["us"].values()
+            for times_by_split in states.values()
+            for us in times_by_split.values()
+        ]
         assert len(times) > 100 and min(times) > 0
         return
     for row in document["rows"]:
         assert {"case", "ours_ms", "peers_ms", "ratio", "spread"} <= set(row)
 
 
-def numbers(value: object) -> list[float]:
+def floats_in(value: object) -> list[float]:
     if isinstance(value, dict | list):
-        return [number for entry in (value.values() if isinstance(value, dict) else value) for number in numbers(entry)]
+        return [
+            number for entry in (value.values() if isinstance(value, dict) else value) for number in floats_in(entry)
+        ]
     return [value] if isinstance(value, float) else []
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_kept_results_are_as_the_tools_write_them(path):
-    """A row a line, four significant digits, nothing that follows from the rest."""
+def test_kept_results_equal_the_output_of_the_tools(path):
+    """Check one row per line, four significant digits, and no derived values."""
     text = path.read_text()
     assert text == records.text_of(records.read(path))
     document = json.loads(text)
-    assert all(number == float(f"{number:.4g}") for number in numbers(document))
+    assert all(number == float(f"{number:.4g}") for number in floats_in(document))
     for row in document.get("rows", ()):
         assert f"\n{json.dumps(row, separators=(',', ':'))}" in text
 
@@ -81,12 +90,12 @@ def test_results_are_small():
     assert {path.suffix for path in files} == {".json", ".png", ".md", ".txt"}
 
 
-def test_the_log_is_within_its_width():
+def test_log_lines_are_short():
     wide = [line for line in (RESULTS / "LOG.md").read_text().splitlines() if len(line) > 120]
     assert not wide
 
 
-# As the harness makes it: ours twice, one of them in auto; a peer; both again in one order.
+# A row of the harness: two kernels of the plugin, one of them in auto; a peer; both again in deterministic mode.
 ROW = {
     "case": "train_d64_causal_s512", "ours_ms": 1 / 3, "ours": "ours_fa3", "peers_ms": {"stock": 2 / 3, "fa2": 1.5},
     "one_order_ms": {"ours_fa3": 0.7}, "ratio": 2.00049, "best_peer": "stock",
@@ -98,25 +107,25 @@ ROW = {
 }  # fmt: skip
 
 
-def test_a_row_says_nothing_twice_and_loses_nothing(tmp_path):
+def test_written_rows_omit_derived_values_and_lose_nothing(tmp_path):
     path = records.write({"suite": "train", "rounds": 7, "absent": {}, "rows": [ROW, ROW]}, tmp_path / "a" / "b.json")
     kept = json.loads(path.read_text())
     assert not {"ours", "all_ms", "best_peer", "d", "s", "flop", "errors", "refused", "bound_ms"} & set(kept["rows"][0])
     assert kept["rows"][0]["other_ms"] == {"ours_fa2": 0.4} and kept["rows"][0]["ours_ms"] == 0.3333
-    wanted = {name: value for name, value in records.rounded(ROW).items() if value not in (None, {})}
+    expected = {name: value for name, value in records.rounded(ROW).items() if value not in (None, {})}
     for row in records.read(path)["rows"]:
-        assert wanted.items() <= row.items() and list(row["all_ms"]) == list(ROW["all_ms"])
+        assert expected.items() <= row.items() and list(row["all_ms"]) == list(ROW["all_ms"])
     assert len(path.read_text().splitlines()) == len(
         ("{", "suite", "rounds", "absent", "rows", *kept["rows"], "]", "}")
     )
 
 
-def test_numbers_that_json_does_not_know_are_words():
+def test_nan_and_infinity_are_written_as_words():
     assert records.rounded([float("nan"), float("inf"), 12345, 1.23456, True]) == ["nan", "inf", 12345, 1.235, True]
 
 
 @pytest.mark.parametrize("name", ["forward", "fa2", "headdims", "host", "decode", "train", "masks", "accuracy"])
-def test_pictures_are_drawn_from_files_alone(name, tmp_path):
+def test_pictures_are_drawn_only_from_files(name, tmp_path):
     pytest.importorskip("matplotlib")
     import providers
     import report
@@ -127,7 +136,7 @@ def test_pictures_are_drawn_from_files_alone(name, tmp_path):
     assert 5_000 < picture.stat().st_size <= records.PICTURE_BYTES
 
 
-# ---- what pages quote ----
+# ---- quotes on pages ----
 
 
 def test_quoted_files_are_kept():
@@ -141,46 +150,46 @@ def rows_of(name: str) -> list[dict]:
 
 
 def grid_of_masks(gpu: str) -> list[dict]:
-    """Without what lies beside the grid, and what was timed again for FlexAttention's FLASH."""
+    """Return the rows of the grid, without additional masks and without repeated rows for FlexAttention's FLASH."""
     return [row for row in rows_of(f"masks-{gpu}") if not re.search("_beside_|_flash_", row["case"])]
 
 
-def over_best(rows: list[dict]) -> list[float]:
+def ratios_to_best_peer(rows: list[dict]) -> list[float]:
     return [row["ratio"] for row in rows]
 
 
-def over(peer: str, rows: list[dict]) -> list[float]:
+def ratios_to_peer(peer: str, rows: list[dict]) -> list[float]:
     return [row["peers_ms"][peer] / row["ours_ms"] for row in rows if peer in row["peers_ms"]]
 
 
 def table(page: str, heading: str) -> list[list[str]]:
-    """Cells of the first table under a heading, header and rule left out."""
+    """Return the cells of the first table under a heading, without header and rule."""
     text = (ROOT / page).read_text().split(f"\n## {heading}\n", 1)[1].split("\n## ", 1)[0]
     lines = [line for line in text.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines][2:]
 
 
-def test_the_table_of_all_suites():
-    said = table("docs/benchmarks.md", "All suites")
-    assert len(said) == 14
-    for name, calls, *numbers in said:
+def test_table_of_all_suites_equals_the_results():
+    table_rows = table("docs/benchmarks.md", "All suites")
+    assert len(table_rows) == 14
+    for name, calls, *numbers in table_rows:
         rows = rows_of(name)
-        sides = [over_best(rows), over("stock", rows)]
+        sides = [ratios_to_best_peer(rows), ratios_to_peer("stock", rows)]
         means = [(f"{geometric_mean(side):.3f}", f"{min(side):.3f}") if side else ("-", "-") for side in sides]
         assert [calls, *numbers] == [str(len(rows)), *means[0], *means[1]], name
 
 
-def test_the_table_of_forwards():
+def test_table_of_forwards_equals_the_results():
     rows = {(f"{row['d']} {row['mask']}", row["s"]): row for row in rows_of("forward-h100")}
     peers, case = ("**ours**", "cuDNN 9.19 (stock default)", "FA3 wheel", "FA4 wheel"), ""
-    said = table("docs/benchmarks.md", "Forward")
-    assert len(said) == 6 * len(peers)
-    for label, who, *rates in said:
+    table_rows = table("docs/benchmarks.md", "Forward")
+    assert len(table_rows) == 6 * len(peers)
+    for label, peer_label, *rates in table_rows:
         case = label or case
         for s, rate in zip((512, 1024, 2048, 4096, 8192, 16384), rates, strict=True):
             row = rows[case, s]
-            ms = (row["ours_ms"], *(row["peers_ms"][peer] for peer in ("stock", "fa3", "fa4")))[peers.index(who)]
-            assert rate == f"{row['flop'] / ms / 1e9:.0f}", (case, who, s)
+            ms = (row["ours_ms"], *(row["peers_ms"][peer] for peer in ("stock", "fa3", "fa4")))[peers.index(peer_label)]
+            assert rate == f"{row['flop'] / ms / 1e9:.0f}", (case, peer_label, s)
 
 
 FLOATS = {
@@ -191,21 +200,21 @@ FLOATS = {
 }  # fmt: skip
 
 
-def spread(sides: list[float]) -> str:
-    """Geometric mean, lowest, highest."""
+def mean_and_range(sides: list[float]) -> str:
+    """Return the geometric mean, the minimum and the maximum as text."""
     return ", ".join(f"{x:.3g}" if x >= 10 else f"{x:.2f}" for x in (geometric_mean(sides), min(sides), max(sides)))
 
 
-def test_the_table_of_float_masks():
+def test_table_of_float_masks_equals_the_results():
     rows, wide = ([row for row in grid_of_masks(gpu) if row["mask"].startswith("bias_")] for gpu in ("h100", "h200"))
     sides = [[row for row in rows if row["grad"] == grad] for grad in (False, True)]
     assert wide and all(row["grad"] and row["shape"][5] == 256 for row in wide)
-    said = table("docs/benchmarks.md", "Float masks")
-    assert {label for label, *_ in said} == set(FLOATS)
-    for label, *cells in said:
+    table_rows = table("docs/benchmarks.md", "Float masks")
+    assert {label for label, *_ in table_rows} == set(FLOATS)
+    for label, *cells in table_rows:
         for side, cell in zip((*sides, wide), cells, strict=True):
-            of = [row for row in side if row["mask"] == FLOATS[label] or label == "all"]
-            assert cell == (spread(over("stock", of)) if of else "-"), label
+            label_rows = [row for row in side if row["mask"] == FLOATS[label] or label == "all"]
+            assert cell == (mean_and_range(ratios_to_peer("stock", label_rows)) if label_rows else "-"), label
 
 
 BOOLS = {
@@ -215,38 +224,40 @@ BOOLS = {
 }  # fmt: skip
 
 
-def test_the_table_of_bool_masks():
+def test_table_of_bool_masks_equals_the_results():
     rows = {gpu: [row for row in grid_of_masks(gpu) if row["mask"] in BOOLS.values()] for gpu in ("h100", "h200")}
     long = [row for row in rows["h100"] if row["s"] >= 1024]
-    said = table("docs/benchmarks.md", "Bool masks")
-    assert {label for label, *_ in said} == {*BOOLS, "all"}
-    for label, *cells in said:
-        of = [row for row in long if row["mask"] == BOOLS.get(label, row["mask"])]
+    table_rows = table("docs/benchmarks.md", "Bool masks")
+    assert {label for label, *_ in table_rows} == {*BOOLS, "all"}
+    for label, *cells in table_rows:
+        label_rows = [row for row in long if row["mask"] == BOOLS.get(label, row["mask"])]
         for grad, cell in zip((False, True), cells, strict=True):
-            sides = over("stock", [row for row in of if row["grad"] == grad])
-            assert cell == (spread(sides) if sides else "-"), label
-    page = (ROOT / "docs" / "benchmarks.md").read_text()
-    short = over("stock", [row for row in rows["h100"] if row["s"] == 512])
+            sides = ratios_to_peer("stock", [row for row in label_rows if row["grad"] == grad])
+            assert cell == (mean_and_range(sides) if sides else "-"), label
+    page = " ".join((ROOT / "docs" / "benchmarks.md").read_text().split())
+    short = ratios_to_peer("stock", [row for row in rows["h100"] if row["s"] == 512])
     assert f"S 512: lowest {min(short):.2f}" in page
     for grad, words in (
-        (False, "forward {:.2f} in the mean of {}, lowest {:.2f}"),
+        (False, "forward {:.2f} on average of {}, lowest {:.2f}"),
         (True, "16k, {:.2f} of {}, lowest {:.2f}"),
     ):
-        sides = over("flex", [row for row in long if row["grad"] == grad])
+        sides = ratios_to_peer("flex", [row for row in long if row["grad"] == grad])
         assert words.format(geometric_mean(sides), len(sides), min(sides)) in page
     (row,) = (row for row in long if row["case"] == "random_fwd_d128_s4096")
-    assert f"D 128,\nrandom, 4k: {row['flop'] / row['ours_ms'] / 1e9:.0f} TFLOP/s" in page
-    forward, grads = (over("stock", [row for row in rows["h200"] if row["grad"] == grad]) for grad in (False, True))
+    assert f"D 128 at 4k runs at {row['flop'] / row['ours_ms'] / 1e9:.0f} TFLOP/s" in page
+    forward, grads = (
+        ratios_to_peer("stock", [row for row in rows["h200"] if row["grad"] == grad]) for grad in (False, True)
+    )
     assert f"H200 ({len(forward)} cells): {geometric_mean(forward):.2f}, lowest {min(forward):.2f}" in page
     assert f"{min(grads):.2f} to {max(grads):.3g}" in page
 
 
-def test_masks_beside_the_grid():
+def test_additional_masks_equal_the_results():
     rows, page = rows_of("masks-h100"), " ".join((ROOT / "docs" / "benchmarks.md").read_text().split())
-    flash = over("flex_flash", rows)
-    assert f"{geometric_mean(flash):.2f} in the mean of {len(flash)}, lowest {min(flash):.2f}" in page
+    flash = ratios_to_peer("flex_flash", rows)
+    assert f"{geometric_mean(flash):.2f} on average of {len(flash)}, lowest {min(flash):.2f}" in page
     for mask, label in (("random", "random"), ("bias_heads", "by head"), ("bias_keys", "padding")):
-        sides = over("stock", [row for row in rows if "_beside_" in row["case"] and row["mask"] == mask])
+        sides = ratios_to_peer("stock", [row for row in rows if "_beside_" in row["case"] and row["mask"] == mask])
         assert f"{label} {geometric_mean(sides):.2f}, lowest {min(sides):.2f}" in page, mask
 
 
@@ -256,86 +267,96 @@ DECODE = {
 }  # fmt: skip
 
 
-def test_the_table_of_decode_beside_masks():
-    rows, said = rows_of("maskdecode-h100"), table("docs/benchmarks.md", "Decode beside bool masks")
-    assert {label for label, *_ in said} == {*DECODE, "all"}
-    for label, stock, own in said:
-        of = [row for row in rows if row["mask"] == DECODE.get(label, row["mask"])]
-        assert stock == spread(over("stock", of)), label
+def test_table_of_masked_decode_equals_the_results():
+    rows, table_rows = rows_of("maskdecode-h100"), table("docs/benchmarks.md", "Decode beside bool masks")
+    assert {label for label, *_ in table_rows} == {*DECODE, "all"}
+    for label, stock, unmasked_ratios in table_rows:
+        label_rows = [row for row in rows if row["mask"] == DECODE.get(label, row["mask"])]
+        assert stock == mean_and_range(ratios_to_peer("stock", label_rows)), label
         # B, Hq, Hkv, Sq, Sk, D, Dv
-        long = {row["shape"][0]: row for row in of if row["shape"][3:6] == [1, 32768, 128]}
+        long = {row["shape"][0]: row for row in label_rows if row["shape"][3:6] == [1, 32768, 128]}
         ratios = [row["unmasked_ms"] / row["ours_ms"] for _, row in sorted(long.items())]
-        assert label == "all" or own == ", ".join(f"{x:.3g}" if x >= 10 else f"{x:.{1 + (x < 2)}f}" for x in ratios)
+        assert label == "all" or unmasked_ratios == ", ".join(
+            f"{x:.3g}" if x >= 10 else f"{x:.{1 + (x < 2)}f}" for x in ratios
+        )
     page = " ".join((ROOT / "docs" / "benchmarks.md").read_text().split())
     long = [row for row in rows if row["shape"][4] == 32768]
-    filled = over("stock", [row for row in long if row["mask"] == "filled"])
-    own = sorted(row["unmasked_ms"] / row["ours_ms"] for row in long if row["mask"] == "all")
+    filled = ratios_to_peer("stock", [row for row in long if row["mask"] == "filled"])
+    unmasked_ratios = sorted(row["unmasked_ms"] / row["ours_ms"] for row in long if row["mask"] == "all")
     assert f"{min(filled):.1f} to {max(filled):.0f} x" in page
-    assert f"lowest {own[0]:.2f} (D 64, batch 8), else {own[1]:.2f} to {own[-1]:.2f}" in page
-    h200 = over("stock", rows_of("maskdecode-h200"))
+    assert (
+        f"lowest {unmasked_ratios[0]:.2f} (D 64, batch 8), else {unmasked_ratios[1]:.2f} to {unmasked_ratios[-1]:.2f}"
+        in page
+    )
+    h200 = ratios_to_peer("stock", rows_of("maskdecode-h200"))
     assert f"H200: {geometric_mean(h200):.2f} over stock, lowest {min(h200):.2f}" in page
 
 
-def test_the_table_of_dropout():
+def test_table_of_dropout_equals_the_results():
     rows = rows_of("dropout-h100")
-    said = table("docs/benchmarks.md", "Dropout")
-    assert len(said) == 7
-    for label, length, *cells in said:
+    table_rows = table("docs/benchmarks.md", "Dropout")
+    assert len(table_rows) == 7
+    for label, length, *cells in table_rows:
         for grad, cell in enumerate(cells):
-            of = [row for row in rows if row["grad"] == bool(grad) and dropped_beside(row["case"]) == (label, length)]
-            assert cell == spread(over("stock", of)), (label, length)
+            label_rows = [
+                row for row in rows if row["grad"] == bool(grad) and dropout_label(row["case"]) == (label, length)
+            ]
+            assert cell == mean_and_range(ratios_to_peer("stock", label_rows)), (label, length)
 
 
-def dropped_beside(case: str) -> tuple[str, str]:
+def dropout_label(case: str) -> tuple[str, str]:
     kinds = {"padding": "padding", "bias": "float mask", "causal": "causal"}
     short = "_q" in case
-    label = next((said for word, said in kinds.items() if word in case), "nothing")
+    label = next((mask_label for word, mask_label in kinds.items() if word in case), "nothing")
     shapes = {"padding": ", (B, 1, S, S)", "float mask": ", (1, H, S, S)"}
     return (label if short else label + shapes.get(label, "")), "short" if short else "long"
 
 
-def test_the_backward_in_one_order():
-    """From 2k on, over our own of any order, and over stock's in one order where that was timed."""
+def test_deterministic_backward_equals_the_results():
+    """Compare the deterministic backward with the default backward, from sequence length 2k on.
+
+    Stock in deterministic mode is compared where timed.
+    """
     page = " ".join((ROOT / "docs" / "benchmarks.md").read_text().split())
     rows = {gpu: [row for row in rows_of(f"backward-{gpu}") if row["s"] >= 2048] for gpu in ("h100", "h200")}
 
-    def of_own(d: int) -> str:
-        own = [row["ours_ms"] / row["one_order_ms"]["ours_fa3"] for row in rows["h100"] if row["d"] == d]
-        return f"{geometric_mean(own):.2f} (D {d})"
+    def default_speed_text(d: int) -> str:
+        ratios = [row["ours_ms"] / row["one_order_ms"]["ours_fa3"] for row in rows["h100"] if row["d"] == d]
+        return f"{geometric_mean(ratios):.2f} (D {d})"
 
-    def of_stock(gpu: str) -> tuple[str, set[int]]:
+    def stock_speed_text(gpu: str) -> tuple[str, set[int]]:
         timed = [row for row in rows[gpu] if "stock" in row["one_order_ms"]]
-        over = [row["one_order_ms"]["stock"] / row["one_order_ms"]["ours_fa3"] for row in timed]
-        return f"{min(over):.1f} to {max(over):.1f}", {row["d"] for row in timed}
+        stock_ratios = [row["one_order_ms"]["stock"] / row["one_order_ms"]["ours_fa3"] for row in timed]
+        return f"{min(stock_ratios):.1f} to {max(stock_ratios):.1f}", {row["d"] for row in timed}
 
-    (h100, dims), (h200, more) = of_stock("h100"), of_stock("h200")
-    assert (dims, more) == ({128, 256}, {64, 128, 256})
-    assert f"{of_own(128)}, {of_own(64)} and {of_own(256)} x our own speed" in page
+    (h100, dims), (h200, h200_dims) = stock_speed_text("h100"), stock_speed_text("h200")
+    assert (dims, h200_dims) == ({128, 256}, {64, 128, 256})
+    assert f"{default_speed_text(128)}, {default_speed_text(64)} and {default_speed_text(256)} x our own speed" in page
     assert f"{h100} x stock's there (D 128 and 256; H200, with D 64: {h200})" in page
 
 
-def test_readmes_table_and_losses():
+def test_readme_table_and_worst_case_equal_the_results():
     files = {"forward": "forward", "backward": "backward", "forward and backward": "train", "decode": "decode"}
-    said = table("README.md", "How fast")
-    assert {row[0] for row in said} == set(files)
-    for what, *cells in said:
-        rows = rows_of(f"{files[what]}-h100")
-        sides = over("stock", rows), over_best(rows)
-        assert cells == [f"{geometric_mean(side):.2f} ({min(side):.2f})" for side in sides], what
+    table_rows = table("README.md", "How fast")
+    assert {row[0] for row in table_rows} == set(files)
+    for suite_label, *cells in table_rows:
+        rows = rows_of(f"{files[suite_label]}-h100")
+        sides = ratios_to_peer("stock", rows), ratios_to_best_peer(rows)
+        assert cells == [f"{geometric_mean(side):.2f} ({min(side):.2f})" for side in sides], suite_label
     backward = [row for row in rows_of("backward-h100") if row["d"] == 128]
     worst = min(backward, key=lambda row: row["ratio"])
     assert (worst["mask"], worst["s"], worst["best_peer"]) == ("full", 16384, "fa4")
     text = " ".join((ROOT / "README.md").read_text().split())
     assert (
-        f"the D 128 backward averages {geometric_mean(over_best(backward)):.2f} x the best peer; "
+        f"the D 128 backward averages {geometric_mean(ratios_to_best_peer(backward)):.2f} x the best peer; "
         f"the worst case is {worst['ratio']:.2f} (FA4, full, 16k)" in text
     )
 
 
 WINDOWS = {
-    "equal lengths": ("ragged", "fwd_equal"), "lengths of texts": ("ragged", "fwd_zipf"),
+    "equal lengths": ("ragged", "fwd_equal"), "Zipf lengths": ("ragged", "fwd_zipf"),
     "1024 x 16, 4096 x 4": ("ragged", "fwd_short"), "equal lengths, with gradients": ("ragged", "train_equal"),
-    "lengths of texts, with gradients": ("ragged", "train_zipf"),
+    "Zipf lengths, with gradients": ("ragged", "train_zipf"),
     "1024 x 16, 4096 x 4, with gradients": ("ragged", "train_short"), "windows": ("window", "fwd"),
     "windows, with gradients": ("window", "train"), "softcap": ("softcap", "fwd"),
     "softcap, with gradients": ("softcap", "train"), "sinks": ("sinks", "fwd"),
@@ -343,35 +364,39 @@ WINDOWS = {
 }  # fmt: skip
 
 
-def test_the_table_of_windows_and_lengths():
-    said = table("docs/benchmarks.md", "Windows, lengths, pages")
-    assert [label for label, *_ in said[: len(WINDOWS)]] == list(WINDOWS)
-    for label, *cells in said[: len(WINDOWS)]:
+def test_table_of_windows_and_lengths_equals_the_results():
+    table_rows = table("docs/benchmarks.md", "Windows, lengths, pages")
+    assert [label for label, *_ in table_rows[: len(WINDOWS)]] == list(WINDOWS)
+    for label, *cells in table_rows[: len(WINDOWS)]:
         name, part = WINDOWS[label]
         rows = [row for row in rows_of(f"{name}-h100") if row["case"].startswith(part)]
-        sides = [over(peer, rows) for peer in ("varlen", "fa3", "flex")]
+        sides = [ratios_to_peer(peer, rows) for peer in ("varlen", "fa3", "flex")]
         sides.append([row["all_ms"]["ours_plain"] / row["ours_ms"] for row in rows if "ours_plain" in row["all_ms"]])
         for side, cell in zip(sides, cells, strict=True):
             assert cell == (f"{geometric_mean(side):.2f} ({min(side):.2f})" if side else "-"), label
 
 
-def test_eight_bits():
-    """Both tables, and the sentence on kernels alone."""
+def test_tables_of_8_bits_equal_the_results():
+    """Compare both tables, and the sentence about single kernels."""
     page = (ROOT / "docs" / "benchmarks.md").read_text()
     rows = {row["case"]: row["errors"] for row in rows_of("accuracy-h100")}
     columns = ("ours_16bit", "qk8", "8bit", "e4m3", "fa3_fp8", "fa3_fp8_tensor", "cache_int8", "cache_e4m3_head")
     named = {name: f"{name}_d128_s16384" for name in ("normal", "fa3", "llm", "qwen", "dit")}
     named |= {f"layer {i}": f"recorded_layer{i}" for i in range(4)}
-    said = {name: cells for name, *cells in table("docs/benchmarks.md", "Eight bits")}
+    cells_by_label = {name: cells for name, *cells in table("docs/benchmarks.md", "Eight bits")}
     for name, case in named.items():
-        assert said[name] == [f"{100 * rows[case][column]:.1f}" for column in columns], name
+        assert cells_by_label[name] == [f"{100 * rows[case][column]:.1f}" for column in columns], name
     for row in rows_of("cache8-h100"):
         B, Hq, Hkv, _, Sk, D, _ = row["shape"]
         call, peers = f"{B} x {Hq} x {Hkv} x {Sk}, D {D}", row["peers_ms"]
         times = [f"{1000 * ms:.1f}" for ms in (row["ours_ms"], peers["ours_e4m3"], peers["ours_16bit"])]
-        assert said[call] == [str(row["kv_bytes"] >> 20), *times, f"{peers['ours_16bit'] / row['ours_ms']:.2f}"]
+        assert cells_by_label[call] == [
+            str(row["kv_bytes"] >> 20),
+            *times,
+            f"{peers['ours_16bit'] / row['ours_ms']:.2f}",
+        ]
     for recipe in ("e4m3", "8bit", "qk8"):
-        alone = over("fa3_fp8", [row for row in rows_of("eightbit-h100") if row["recipe"] == recipe])
+        alone = ratios_to_peer("fa3_fp8", [row for row in rows_of("eightbit-h100") if row["recipe"] == recipe])
         assert f'"{recipe}" {geometric_mean(alone):.2f} ({min(alone):.2f})' in " ".join(page.split()), recipe
-    whole = [row["all_ms"]["ours_16bit"] / row["all_ms"]["ours_call"] for row in rows_of("eightbit-h100")]
-    assert f"{min(whole):.2f} to {max(whole):.2f}\n([support.md]" in page
+    call_ratios = [row["all_ms"]["ours_16bit"] / row["all_ms"]["ours_call"] for row in rows_of("eightbit-h100")]
+    assert f"our 16 bits: {min(call_ratios):.2f} to {max(call_ratios):.2f}." in page

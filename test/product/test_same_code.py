@@ -1,4 +1,4 @@
-"""tools/same_code.py: which changes count as changes of code."""
+"""tools/same_code.py: changes that count as changes of code."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ LOCALS = "def run(rows, seen):\n    found = [row for row in rows if row in seen]
     ("renames", "same"),
     [
         ({"found": "visible", "seen": "keys"}, True),
-        ({"row": "rows"}, False),  # two names become one
+        ({"row": "rows"}, False),  # two names become a single name
         ({"other": "another"}, False),  # a global name
         ({"run": "walk"}, False),
         ({"in rows": "in seen"}, False),
@@ -62,7 +62,7 @@ def test_renamed_locals_are_the_same_code(renames, same):
         ("Old words", "New words", False, True),
         ("/* why */", "", False, True),
         ("{ return", "{\n  return", False, True),
-        ("bad // rows", "bad // keys", False, False),  # a comment's mark in a literal starts no comment
+        ("bad // rows", "bad // keys", False, False),  # a comment mark in a literal starts no comment
         ("bad // rows", "bad // keys", True, True),
         ("int rows", "long rows", True, False),
         ("'\"'", "'x'", True, False),

@@ -1,4 +1,4 @@
-"""integrations.transformers: an attention function without copies of K and V, for models that are not changed."""
+"""integrations.transformers: an attention function without copies of K and V, for unmodified models."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 
 @pytest.fixture
-def heads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Of query and key, of every call."""
-    seen, stock = [], F.scaled_dot_product_attention
+def recorded_heads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Record the numbers of heads of query and key for every call."""
+    head_counts, stock = [], F.scaled_dot_product_attention
 
-    def noting(query, key, value, **settings):
-        seen.append((query.shape[1], key.shape[1]))
+    def recording(query, key, value, **settings):
+        head_counts.append((query.shape[1], key.shape[1]))
         return stock(query, key, value, **settings)
 
-    monkeypatch.setattr(F, "scaled_dot_product_attention", noting)
-    return seen
+    monkeypatch.setattr(F, "scaled_dot_product_attention", recording)
+    return head_counts
 
 
-def model_on(device: str) -> LlamaForCausalLM:
+def make_model(device: str) -> LlamaForCausalLM:
     torch.manual_seed(20261124)
     sizes = {"hidden_size": 64 * HEADS, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 100}
     config = LlamaConfig(
@@ -48,8 +48,8 @@ def model_on(device: str) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).to(device, torch.bfloat16).eval()
 
 
-def padded_on(device: str) -> dict[str, torch.Tensor]:
-    """Two prompts, the second one shorter: padded on the left."""
+def make_padded_batch(device: str) -> dict[str, torch.Tensor]:
+    """Return two prompts, the second prompt shorter and padded on the left."""
     tokens = torch.randint(1, 100, (2, LENGTH), generator=torch.Generator().manual_seed(1)).to(device)
     mask = torch.ones_like(tokens)
     mask[1, :15] = 0
@@ -57,8 +57,8 @@ def padded_on(device: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_a_padded_batch(device: str, heads: list, training: bool) -> None:
-    model, batch = model_on(device), padded_on(device)
+def test_padded_batch_equals_sdpa(device: str, recorded_heads: list, training: bool) -> None:
+    model, batch = make_model(device), make_padded_batch(device)
     model.train(training)
 
     def run() -> tuple[torch.Tensor, torch.Tensor]:
@@ -68,37 +68,37 @@ def test_a_padded_batch(device: str, heads: list, training: bool) -> None:
         return logits.detach(), model.model.layers[0].self_attn.k_proj.weight.grad.clone()
 
     want = run()
-    repeated, heads[:] = list(heads), []
+    repeated, recorded_heads[:] = list(recorded_heads), []
     model.set_attn_implementation(integration.NAME)
     for ours, theirs in zip(run(), want, strict=True):
         torch.testing.assert_close(ours, theirs, atol=2e-2 * float(theirs.abs().max()), rtol=2e-2)
-    assert (HEADS, KV_HEADS) not in repeated and set(heads) == {(HEADS, KV_HEADS)}
+    assert (HEADS, KV_HEADS) not in repeated and set(recorded_heads) == {(HEADS, KV_HEADS)}
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_generation(device: str, heads: list, cache: str) -> None:
-    model, batch = model_on(device), padded_on(device)
+def test_generation_equals_sdpa(device: str, recorded_heads: list, cache: str) -> None:
+    model, batch = make_model(device), make_padded_batch(device)
     settings = {"max_new_tokens": 5, "do_sample": False, "cache_implementation": cache, "disable_compile": True}
     want = model.generate(**batch, **settings)
     model.set_attn_implementation(integration.NAME)
-    heads.clear()
+    recorded_heads.clear()
     got = model.generate(**batch, **settings)
-    assert got.shape == want.shape and set(heads) == {(HEADS, KV_HEADS)}
-    if device == "cpu":  # two roundings may choose two tokens
+    assert got.shape == want.shape and set(recorded_heads) == {(HEADS, KV_HEADS)}
+    if device == "cpu":  # two roundings may select two different tokens
         assert torch.equal(got, want)
 
 
-def test_calls_without_a_mask_are_as_they_were(device: str, heads: list) -> None:
-    model, tokens = model_on(device), padded_on(device)["input_ids"]
+def test_calls_without_a_mask_are_unchanged(device: str, recorded_heads: list) -> None:
+    model, tokens = make_model(device), make_padded_batch(device)["input_ids"]
     want = model(tokens).logits
-    calls, heads[:] = list(heads), []
+    calls, recorded_heads[:] = list(recorded_heads), []
     model.set_attn_implementation(integration.NAME)
-    assert torch.equal(model(tokens).logits, want) and heads == calls
+    assert torch.equal(model(tokens).logits, want) and recorded_heads == calls
 
 
-def test_undone(device: str) -> None:
+def test_unregister_removes_the_attention_function(device: str) -> None:
     assert integration.NAME in AttentionInterface().valid_keys()
     integration.unregister()
     assert integration.NAME not in AttentionInterface().valid_keys()
     with pytest.raises(ValueError, match=integration.NAME):
-        model_on(device).set_attn_implementation(integration.NAME)
+        make_model(device).set_attn_implementation(integration.NAME)

@@ -1,4 +1,7 @@
-"""The `warmup` verb: the kernels that it names are those that models ask for. No GPU; the compiler is a stand-in."""
+"""The `warmup` verb: the named kernels must cover the kernels that models need.
+
+No test needs a GPU; a stub replaces the compiler.
+"""
 
 from __future__ import annotations
 
@@ -78,11 +81,11 @@ WHISPER = {
 
 
 @pytest.fixture
-def asked() -> Iterator[list[str]]:
-    """Kernels that calls on CPU tensors ask for, as on an H100 whose packs are empty. Stock serves the calls."""
+def requested_kernels() -> Iterator[list[str]]:
+    """Record the kernels requested by calls on CPU tensors, as on an H100 with empty packs. Stock serves the calls."""
     names: list[str] = []
 
-    def record(name: str, cc: int, given: Circumstances) -> Provided:
+    def record(name: str, cc: int, circumstances: Circumstances) -> Provided:
         names.append(name)
         return Provided(why="recorded", later=True)
 
@@ -93,7 +96,7 @@ def asked() -> Iterator[list[str]]:
     callbacks.set_compile(record)
     bindings.register_ops("CPU")
     startup.push_tables()
-    torch._fused_sdp_choice(*torch.empty(3, 1, 1, 8, 8).unbind())  # resolves the CPU slot of torch's stub
+    torch._fused_sdp_choice(*torch.empty(3, 1, 1, 8, 8).unbind())  # resolves the CPU slot of the choice stub of torch
     torch_flashplug.enable()
     assert bindings.install(bindings.CPU_SLOT) == 0, bindings.last_error()
     yield names
@@ -146,7 +149,7 @@ RUNS: dict[str, tuple[Callable, Callable]] = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_model_asks_for_no_other_kernels(asked, tmp_path, name):
+def test_warmup_covers_the_kernels_requested_by_a_model(requested_kernels, tmp_path, name):
     make, run = RUNS[name]
     kind, config = make()
     config._attn_implementation = "sdpa"
@@ -154,14 +157,14 @@ def test_a_model_asks_for_no_other_kernels(asked, tmp_path, name):
     model = kind(config).to(torch.bfloat16)
     config.save_pretrained(tmp_path)
     for training in (False, True):
-        asked.clear()
+        requested_kernels.clear()
         with torch.set_grad_enabled(training):
             run(model.train(training))
 
         warmed = warmup.kernels_of_models([tmp_path], H100, training=training, dtype="bf16")
 
-        assert asked and set(asked) <= set(warmed), set(asked) - set(warmed)
-        assert len(warmed) <= 14  # as guesses that nobody needs cost time
+        assert requested_kernels and set(requested_kernels) <= set(warmed), set(requested_kernels) - set(warmed)
+        assert len(warmed) <= 14  # unused guesses cost time
 
 
 LLAMA = {"model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
@@ -189,11 +192,13 @@ def test_configurations_are_read(name):
 
 
 @pytest.mark.parametrize(
-    ("said", "dtype"), [("bfloat16", "bf16"), ("float16", "fp16"), ("float32", "bf16"), (None, "bf16")]
+    ("config_dtype", "dtype"), [("bfloat16", "bf16"), ("float16", "fp16"), ("float32", "bf16"), (None, "bf16")]
 )
-def test_the_dtype_is_that_of_the_configuration(said, dtype):
-    assert {layer.dtype for layer in model_config.attentions(LLAMA | {"torch_dtype": said})} == {dtype}
-    assert {layer.dtype for layer in model_config.attentions(LLAMA | {"torch_dtype": said}, dtype="fp16")} == {"fp16"}
+def test_dtype_of_the_configuration_is_used(config_dtype, dtype):
+    assert {layer.dtype for layer in model_config.attentions(LLAMA | {"torch_dtype": config_dtype})} == {dtype}
+    assert {layer.dtype for layer in model_config.attentions(LLAMA | {"torch_dtype": config_dtype}, dtype="fp16")} == {
+        "fp16"
+    }
 
 
 BAD = {
@@ -204,16 +209,16 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("what", BAD)
-def test_files_that_are_no_configuration(tmp_path, what):
-    text, said = BAD[what]
+@pytest.mark.parametrize("name", BAD)
+def test_invalid_configuration_files_are_reported(tmp_path, name):
+    text, message = BAD[name]
     if text is not None:
         (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ValueError, match=f"^--model-config must .*{said}"):
+    with pytest.raises(ValueError, match=f"^--model-config must .*{message}"):
         model_config.attentions(model_config.read(tmp_path / "config.json"))
 
 
-def command(*words: object, **variables: str) -> subprocess.CompletedProcess[str]:
+def run_warmup(*words: object, **variables: str) -> subprocess.CompletedProcess[str]:
     import os
 
     return subprocess.run(
@@ -222,18 +227,18 @@ def command(*words: object, **variables: str) -> subprocess.CompletedProcess[str
     )  # fmt: skip
 
 
-def test_list_prints_names_alone(tmp_path):
+def test_list_prints_only_kernel_names(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     log = tmp_path / "log"
     log.write_text("plan: fwd_sm90_bf16_d64_full_m64n128s2 x\nfwd_sm90_bf16_d64_full_m64n128s2, fwd_sm90_nonsense\n")
     words = ("--model-config", tmp_path, "--shapes", "1,16,512,64", "1,16,512,64", "--from-log", log, "--list")
-    names = command(*words, "--device", "h100").stdout.split()
-    assert len(names) == len(set(names)) == 7  # the shapes' and the log's is one
+    names = run_warmup(*words, "--device", "h100").stdout.split()
+    assert len(names) == len(set(names)) == 7  # the kernel of the shapes is also in the log
     assert all(KernelSpec.from_name(name).name() == name for name in names)
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ((), "at least one of --model-config, --shapes and --from-log must be given"),
         (("--shapes", "1,16,512,64"), "--shapes must be 2 or 3 shapes"),
@@ -245,10 +250,10 @@ def test_list_prints_names_alone(tmp_path):
          "--out must be a writable folder, but got /dev/null/x: "),
     ],
 )  # fmt: skip
-def test_bad_options_end_with_one_line(words, said):
+def test_bad_options_end_with_one_line(words, message):
     with pytest.raises(SystemExit) as end:
         __main__.main(["warmup", *words])
-    assert said in str(end.value) and "\n" not in str(end.value)
+    assert message in str(end.value) and "\n" not in str(end.value)
 
 
 @pytest.mark.parametrize(
@@ -266,14 +271,14 @@ def test_an_interrupted_command_ends_with_one_line(error, status, monkeypatch):
 
 
 @pytest.mark.parametrize("words", [("info",), ("warmup", "--shapes", "1,16,512,64", "1,16,512,64", "--list")])
-def test_a_full_disk_is_named_in_one_line(words):
+def test_full_disk_is_reported_in_one_line(words):
     command = [sys.executable, "-m", "torch_flashplug", *words]
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 1 and done.stderr == f"{words[0]}: No space left on device\n"
 
 
-def test_a_reader_that_goes_away_is_no_error():
+def test_closed_output_pipe_is_no_error():
     words = "import runpy, sys; sys.argv[1:] = ['info']; runpy.run_module('torch_flashplug', run_name='__main__')"
     command = f'"{sys.executable}" -c "{words}" | true'
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
@@ -281,7 +286,7 @@ def test_a_reader_that_goes_away_is_no_error():
 
 
 def test_missing_kernels_are_compiled_once(tmp_path, monkeypatch, capsys):
-    """Into the folder that was asked for."""
+    """Compile into the requested folder."""
 
     def compile_kernel(worker: compile_pool.Worker, job: compile_pool.Job, folders: list[Path]) -> dict[str, object]:
         if "full" in job.name:
@@ -308,7 +313,7 @@ def test_missing_kernels_are_compiled_once(tmp_path, monkeypatch, capsys):
     assert "[3/3]" in capsys.readouterr().err and all(jit.find(name, "sm_90a") for name in names[:2])
 
 
-def test_kernels_of_other_versions_are_pruned(tmp_path, monkeypatch):
+def test_kernels_of_old_versions_are_pruned(tmp_path, monkeypatch):
     monkeypatch.setenv(env.CACHE_DIR.name, str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
@@ -319,8 +324,8 @@ def test_kernels_of_other_versions_are_pruned(tmp_path, monkeypatch):
     assert warmup.prune() == 2 and current.exists()
 
 
-def test_a_miss_names_the_kernels_of_the_same_model():
-    """Llama's, by the first kernel of its first prompt."""
+def test_cache_miss_lists_the_kernels_of_the_same_model():
+    """Use the kernels of Llama, starting from the first kernel of its first prompt."""
     startup.load()
     spec = KernelSpec.from_name("fwd_sm90_bf16_d128_causal_m128n128s2")
     inference = kernel_sets.following(spec, H100, training=False, deterministic=False)

@@ -1,4 +1,7 @@
-"""Wheels: on which systems _C loads, packs that are unpacked at first use, and wheels in fresh environments. No GPU."""
+"""Wheels: systems that can load _C, packs unpacked at first use, and wheels in fresh environments.
+
+No test needs a GPU.
+"""
 
 from __future__ import annotations
 
@@ -40,38 +43,38 @@ import make_wheel  # noqa: E402
 import shared_object  # noqa: E402
 
 CEILINGS = make_wheel.CEILINGS
-NEWEST_GCC = 12  # of machines that build wheels: later headers ask for more of libstdc++
+NEWEST_GCC = 12  # the compiler of machines that build wheels; later headers need a newer libstdc++
 
 
 @pytest.fixture(scope="module")
-def built() -> Path:
-    """_C of the developer's build, or the one that is installed."""
-    found = library.find_built("_C.so")
-    assert found is not None
-    return found
+def built_extension() -> Path:
+    """Return _C of the developer's build, or the installed _C."""
+    path = library.find_built("_C.so")
+    assert path is not None
+    return path
 
 
-def test_c_loads_on_systems_as_old_as_torch_does(built: Path) -> None:
-    compiler = re.search(rb"GCC: \(.*?\) (\d+)\.", built.read_bytes())
+def test_c_loads_on_the_oldest_systems_of_torch(built_extension: Path) -> None:
+    compiler = re.search(rb"GCC: \(.*?\) (\d+)\.", built_extension.read_bytes())
     if compiler is None or int(compiler[1]) > NEWEST_GCC:
         pytest.skip(f"this _C was not built by g++ {NEWEST_GCC} or older, which wheels are built by")
-    needed = shared_object.read_file(built)
+    needed = shared_object.read_file(built_extension)
     assert needed.versions and {name.rpartition("_")[0] for name in needed.versions} <= set(CEILINGS)
     assert not needed.above(CEILINGS), "src/core/portable.h or src/core/portable.cpp must avoid these symbols"
 
 
-def test_c_needs_no_library_of_a_python_or_a_cuda(built: Path) -> None:
-    needed = set(shared_object.read_file(built).libraries)
+def test_c_links_no_python_or_cuda_library(built_extension: Path) -> None:
+    needed = set(shared_object.read_file(built_extension).libraries)
     assert "libtorch_cpu.so" in needed and not needed - make_wheel.LIBRARIES
 
 
-def test_c_exports_its_own_functions_alone(built: Path) -> None:
-    """Code of libstdc++ that is compiled into _C must serve no other library."""
-    exported = shared_object.read_file(built).defined
+def test_c_exports_only_flashplug_functions(built_extension: Path) -> None:
+    """Functions of libstdc++ compiled into _C must not serve a second library."""
+    exported = shared_object.read_file(built_extension).defined
     assert exported and not {name for name in exported if not name.startswith("flashplug_")}
 
 
-def test_ceilings_are_those_that_torch_has_wheels_for() -> None:
+def test_version_ceilings_match_the_wheels_of_torch() -> None:
     assert CEILINGS["GLIBC"] <= (2, 28) and CEILINGS["GLIBCXX"] <= (3, 4, 24) and make_wheel.PLATFORM.endswith("_2_28")
 
 
@@ -83,7 +86,7 @@ def test_versions_above_a_ceiling_are_found() -> None:
     assert needed.above(CEILINGS) == {"GLIBC_2.34": ("dlopen",)}
 
 
-def test_what_is_no_shared_object_is_refused() -> None:
+def test_files_without_an_elf_header_are_refused() -> None:
     with pytest.raises(ValueError, match="must be an ELF file of 64 bits"):
         shared_object.read(b"MZ")
 
@@ -97,7 +100,7 @@ CALL = Circumstances()
 
 @pytest.fixture(scope="module")
 def code(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """A shared object with the host function of one kernel, which returns 7."""
+    """Return a shared object with the host function of one kernel, which returns 7."""
     folder = tmp_path_factory.mktemp("code")
     (folder / "code.c").write_text(f"int __tvm_ffi_{KERNEL}(void) {{ return 7; }}")
     compiler = linker.c_compiler()
@@ -107,16 +110,16 @@ def code(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 
 class Install:
-    """A folder that packs are installed in, and an empty cache with a second folder behind it."""
+    """Folder with installed packs, and an empty cache with a fallback folder."""
 
     def __init__(self, folder: Path, code: bytes):
         self.code = code
         self.built, self.cache, self.second = folder / "built", folder / "cache", folder / "tmp"
-        for made in (self.built, self.second):
-            made.mkdir()
+        for new_folder in (self.built, self.second):
+            new_folder.mkdir()
 
     def put(self, compressed: bool = True, **more: object) -> packs.InstalledPack:
-        """Install a pack of KERNEL, and return it."""
+        """Install a pack of KERNEL, and return the pack."""
         facts = {"kernels": [{"name": KERNEL}], "cpu": sorted(host_cpu.features())}
         facts |= {"sha256": hashlib.sha256(self.code).hexdigest()} | more
         (self.built / "flashplug_sm90a.json").write_text(json.dumps(facts))
@@ -133,24 +136,24 @@ class Install:
 
     @staticmethod
     def forget() -> None:
-        """What a new process does not know."""
+        """Clear the memory of this process, as if the process were new."""
         for memory in (packs._compressed, packs._open, packs._report, kernel_cache._report):
             memory.cache_clear()
 
 
 @pytest.fixture
 def install(tmp_path: Path, code: bytes, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
-    made = Install(tmp_path, code)
-    monkeypatch.setattr(library, "built_files", lambda: [made.built])
-    monkeypatch.setenv(env.CACHE_DIR.name, str(made.cache))
-    monkeypatch.setattr("tempfile.tempdir", str(made.second))
-    yield made
-    made.forget()
+    installation = Install(tmp_path, code)
+    monkeypatch.setattr(library, "built_files", lambda: [installation.built])
+    monkeypatch.setenv(env.CACHE_DIR.name, str(installation.cache))
+    monkeypatch.setattr("tempfile.tempdir", str(installation.second))
+    yield installation
+    installation.forget()
 
 
 @pytest.fixture
-def lines(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
-    """What was logged as a warning."""
+def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """Return the logged warnings."""
     return lambda: [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
@@ -158,7 +161,7 @@ def call(function: int) -> int:
     return ctypes.CFUNCTYPE(ctypes.c_int)(function)()
 
 
-def test_a_compressed_pack_is_unpacked_at_its_first_kernel(install, lines):
+def test_compressed_pack_is_unpacked_at_the_first_kernel(install, warnings):
     pack = install.put()
     assert packs.unpacked(pack) is None
     first = packs.provide(KERNEL, TARGET)
@@ -168,41 +171,41 @@ def test_a_compressed_pack_is_unpacked_at_its_first_kernel(install, lines):
     again = packs.provide(KERNEL, TARGET)
 
     assert first is not None and call(first.function) == 7 and again is not None and call(again.function) == 7
-    assert packs.unpacked(pack) == path and path.stat().st_ino == changed and not lines()
+    assert packs.unpacked(pack) == path and path.stat().st_ino == changed and not warnings()
 
 
-def test_kernels_that_no_pack_has_are_left_to_the_compiler(install):
+def test_kernels_missing_in_packs_are_left_to_the_compiler(install):
     install.put()
     assert packs.provide(OTHER, TARGET) is None and packs.provide(KERNEL, "sm_80") is None
-    assert not install.unpacked(install.cache)  # nobody needed it
+    assert not install.unpacked(install.cache)  # no call needed the pack
     assert packs.held(TARGET) == {KERNEL} and packs.held("sm_80") == set()
 
 
-def test_a_call_asks_compressed_packs_before_it_compiles(install, monkeypatch):
+def test_compressed_packs_are_searched_before_compiling(install, monkeypatch):
     install.put()
-    asked = []
-    monkeypatch.setattr(jit, "provide", lambda name, *more: asked.append(name) or Provided(why="no"))
-    assert startup.provide(KERNEL, 90, CALL).function and not asked
-    assert startup.provide(OTHER, 90, CALL).why == "no" and asked == [OTHER]
+    compiler_requests = []
+    monkeypatch.setattr(jit, "provide", lambda name, *more: compiler_requests.append(name) or Provided(why="no"))
+    assert startup.provide(KERNEL, 90, CALL).function and not compiler_requests
+    assert startup.provide(OTHER, 90, CALL).why == "no" and compiler_requests == [OTHER]
 
 
-def test_what_follows_a_miss_is_not_compiled_where_a_pack_has_it(install, monkeypatch):
+def test_following_kernels_held_by_a_pack_are_not_compiled(install, monkeypatch):
     install.put()
     monkeypatch.setattr(kernel_sets, "following", lambda *facts: [OTHER, KERNEL])
     monkeypatch.setattr(bindings, "device_facts", dict)
-    monkeypatch.setattr(jit, "provide", lambda name, target, given, following: following())
+    monkeypatch.setattr(jit, "provide", lambda name, target, circumstances, following: following())
     assert startup.provide(OTHER, 90, CALL) == [OTHER]
 
 
-def test_a_folder_that_cannot_be_written_is_passed_over(install, lines):
-    """A read-only home."""
+def test_unwritable_folder_is_skipped(install, warnings):
+    """Emulate a read-only home."""
     install.put()
     install.cache.write_text("a file where the folder should be")
     assert packs.provide(KERNEL, TARGET).function
-    assert len(install.unpacked(install.second)) == 1 and not lines()
+    assert len(install.unpacked(install.second)) == 1 and not warnings()
 
 
-def test_a_full_disk_is_passed_over(install, lines, monkeypatch):
+def test_full_disk_is_skipped(install, warnings, monkeypatch):
     install.put()
     write = kernel_cache.write_atomically
 
@@ -213,32 +216,32 @@ def test_a_full_disk_is_passed_over(install, lines, monkeypatch):
 
     monkeypatch.setattr(kernel_cache, "write_atomically", full)
     assert packs.provide(KERNEL, TARGET).function
-    assert not install.unpacked(install.cache) and len(install.unpacked(install.second)) == 1 and not lines()
+    assert not install.unpacked(install.cache) and len(install.unpacked(install.second)) == 1 and not warnings()
 
 
-def test_without_any_folder_kernels_are_compiled(install, lines):
-    """One line says so, however many kernels are asked for."""
+def test_without_any_folder_kernels_are_compiled(install, warnings):
+    """Make every folder unusable; a single warning must be logged for any number of kernels."""
     install.put()
     for folder in (install.cache, *(place for place in kernel_cache.folders() if place != install.cache)):
         folder.write_text("a file where the folder should be")
     assert packs.provide(KERNEL, TARGET) is None and packs.provide(KERNEL, TARGET) is None
-    (line,) = lines()
+    (line,) = warnings()
     assert "flashplug_sm90a.so.xz is not used: the pack cannot be unpacked" in line
     assert line.endswith("Its kernels are compiled at first use")
 
 
 @pytest.mark.parametrize("damage", ["cut", "other"])
-def test_a_damaged_pack_is_not_loaded(install, lines, damage):
+def test_a_damaged_pack_is_not_loaded(install, warnings, damage):
     pack = install.put()
     data = pack.path.read_bytes()
     pack.path.write_bytes(data[:-20] if damage == "cut" else lzma.compress(install.code + b"x"))
     assert packs.provide(KERNEL, TARGET) is None and not install.unpacked(install.cache)
-    (line,) = lines()
+    (line,) = warnings()
     assert "flashplug_sm90a.so.xz is not used" in line and "Install the wheel again" in line
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed", "writable"])
-def test_an_unpacked_pack_is_checked_and_made_again(install, lines, damage):
+def test_damaged_unpacked_pack_is_unpacked_again(install, warnings, damage):
     install.put()
     packs.provide(KERNEL, TARGET)
     (path,) = install.unpacked(install.cache)
@@ -246,14 +249,14 @@ def test_an_unpacked_pack_is_checked_and_made_again(install, lines, damage):
     if damage == "writable":
         path.chmod(0o666)
     else:
-        path.unlink()  # the process has it open
+        path.unlink()  # the process holds the file open
         path.write_bytes(data[:-100] if damage == "cut" else data[:100] + bytes([data[100] ^ 1]) + data[101:])
     install.forget()
     assert call(packs.provide(KERNEL, TARGET).function) == 7
-    assert kernel_cache.check(path)["name"] == "flashplug_sm90a" and len(lines()) == 1
+    assert kernel_cache.check(path)["name"] == "flashplug_sm90a" and len(warnings()) == 1
 
 
-def test_processes_that_unpack_at_once_share_the_result(install):
+def test_concurrent_processes_share_an_unpacked_pack(install):
     install.put()
     program = (
         "import sys; from pathlib import Path; from torch_flashplug.dispatch import library, packs;"
@@ -270,35 +273,40 @@ def test_processes_that_unpack_at_once_share_the_result(install):
 
 
 @pytest.mark.parametrize("compressed", [True, False], ids=["compressed", "plain"])
-def test_a_pack_for_another_cpu_is_not_loaded(install, lines, monkeypatch, compressed):
-    """Its host code would end the process with an illegal instruction. One line says so."""
+def test_pack_for_an_unsupported_cpu_is_not_loaded(install, warnings, monkeypatch, compressed):
+    """The host code of such a pack would end the process with an illegal instruction.
+
+    A single warning must be logged.
+    """
     pack = install.put(compressed, cpu=[*sorted(host_cpu.features()), "avx1024"])
     loaded: list[Path | None] = []
     monkeypatch.setattr(bindings, "load_pack", lambda path, target: loaded.append(path))
     packs.register()
     packs.register()
     assert loaded == [None] * 2 * len(kernel_table.PACKS) and packs.provide(KERNEL, TARGET) is None
-    (line,) = lines()
+    (line,) = warnings()
     assert f"{pack.path.name} is not used: the pack was compiled for a CPU with avx1024, which this CPU lacks" in line
     assert packs.held(TARGET) == set() and env_info.packs()[0]["unusable"]
     assert "in 1 pack" not in check.kernels().text
 
 
-def test_features_that_no_code_uses_do_not_count(install):
-    """A pack that was built on one maker's CPU is loaded on another one's."""
+def test_unused_cpu_features_are_ignored(install):
+    """Packs built on a CPU of one vendor must load on a CPU of a second vendor."""
     assert not {"sse4a", "smep"} & host_cpu.features()
     pack = install.put(cpu=[*sorted(host_cpu.features()), "sse4a", "smep", "hypervisor"])
     assert not pack.unusable() and host_cpu.lacking(["avx1024", "sse4a", "amx_x"]) == ["amx_x", "avx1024"]
 
 
-def test_host_code_of_kernels_has_no_instruction_of_one_maker_alone():
-    """Objects that were compiled, not packs: these hold code of the compiler's package, too."""
+def test_host_code_has_no_vendor_specific_instruction():
+    """Check compiled objects instead of packs, because packs also contain code of the compiler's package."""
     objects = sorted((ROOT / "build" / "objects").glob("*.o"))
     if shutil.which("objdump") is None or not objects or platform.machine() != "x86_64":
         pytest.skip("needs objdump and the objects of a build")
-    some = [str(path) for path in objects[:: max(1, len(objects) // 100)]]
-    listed = subprocess.run(["objdump", "-d", "--no-show-raw-insn", *some], capture_output=True, text=True, check=True)
-    used = set(re.findall(r"^ *[0-9a-f]+:\t(\S+)", listed.stdout, re.M))
+    sample = [str(path) for path in objects[:: max(1, len(objects) // 100)]]
+    disassembly = subprocess.run(
+        ["objdump", "-d", "--no-show-raw-insn", *sample], capture_output=True, text=True, check=True
+    )
+    used = set(re.findall(r"^ *[0-9a-f]+:\t(\S+)", disassembly.stdout, re.M))
     assert {"mov", "call", "ret"} <= used and not used & {"extrq", "insertq", "movntss", "movntsd"}
 
 
@@ -318,7 +326,7 @@ def test_a_pack_without_a_report_is_loaded(install):
     assert not pack.unusable() and pack.kernels() == [KERNEL]
 
 
-def test_info_and_check_say_that_packs_are_there(install, capsys):
+def test_info_and_check_report_packs(install, capsys):
     install.put()
     (facts,) = env_info.packs()
     assert facts["kernels"] == [KERNEL] and facts["compressed"] and facts["unpacked"] is None
@@ -345,15 +353,15 @@ GRADIENTS = ({}, {"training": True, "decodes": False}, {"training": True, "decod
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_core_packs_hold_what_usual_layers_ask_for(dtype):
-    """Prompts, decoding and training, by all lengths and batches of kernel_sets."""
+def test_core_packs_hold_the_kernels_of_usual_layers(dtype):
+    """Check prompts, decode and training, for all lengths and batch sizes of kernel_sets."""
     startup.load()
     core = {spec.name() for pack in kernel_table.PACKS if pack.name in kernel_table.CORE for spec in pack.specs()}
-    asked = set()
+    kernels_of_layers = set()
     for dims, features, gradients in itertools.product(DIMS, USUAL, GRADIENTS):
         layer = kernel_sets.Attention(HEADS, dims, dtype, features, **gradients)
-        asked |= set(kernel_sets.kernels_of(layer.calls(), DEVICES["h100"]))
-    assert len(asked) > 50 and not asked - core
+        kernels_of_layers |= set(kernel_sets.kernels_of(layer.calls(), DEVICES["h100"]))
+    assert len(kernels_of_layers) > 50 and not kernels_of_layers - core
 
 
 # ---- wheels ----
@@ -363,7 +371,7 @@ TAG = "py3-none-manylinux_2_28"
 
 @pytest.fixture
 def small_wheel(tmp_path: Path) -> Path:
-    """A wheel with a few files, such as the build makes."""
+    """Return a wheel with a few files, like a wheel of the build."""
     path = tmp_path / f"torch_flashplug-1.2.3-{TAG}_x86_64.whl"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("torch_flashplug/__init__.py", "x = 1\n")
@@ -373,17 +381,17 @@ def small_wheel(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_wheel_with_packs_cannot_be_taken_for_the_other(small_wheel, tmp_path, code):
-    """Nor be published: indexes refuse local versions, and this classifier."""
+def test_wheel_with_packs_has_a_local_version(small_wheel, tmp_path, code):
+    """A wheel with packs must not be published: indexes refuse local versions and the classifier."""
     pack = tmp_path / "flashplug_sm90a.so"
     pack.write_bytes(code)
     pack.with_suffix(".json").write_text(json.dumps({"kernels": [{"name": KERNEL}], "cpu": ["avx2"]}))
     (tmp_path / "out").mkdir()
 
-    made = make_wheel.add_packs(small_wheel, [pack], tmp_path / "out")
+    core_wheel = make_wheel.add_packs(small_wheel, [pack], tmp_path / "out")
 
-    assert made.name == f"torch_flashplug-1.2.3+core-{TAG}_x86_64.whl"
-    with zipfile.ZipFile(made) as archive:
+    assert core_wheel.name == f"torch_flashplug-1.2.3+core-{TAG}_x86_64.whl"
+    with zipfile.ZipFile(core_wheel) as archive:
         files = {name: archive.read(name) for name in archive.namelist()}
     info = "torch_flashplug-1.2.3+core.dist-info"
     metadata = files[f"{info}/METADATA"].decode()
@@ -398,14 +406,14 @@ def test_a_wheel_with_packs_cannot_be_taken_for_the_other(small_wheel, tmp_path,
     assert {name: digest.removeprefix("sha256=") for name, digest, _ in rows if digest} == hashes
 
 
-def test_what_wheels_say_of_the_licence():
+def test_wheels_page_states_the_license():
     page = " ".join((ROOT / "docs" / "wheels.md").read_text().split()).lower()
     for text in (page, make_wheel.NOT_TO_BE_PUBLISHED.lower()):
         assert "for your own machines; not to be published" in text and "libcuda_dialect_runtime_static.a" in text
 
 
-def refused(cpu: str, **facts: object) -> str:
-    """What make_wheel.check() says of a _C with these facts."""
+def error_of_check(cpu: str, **facts: object) -> str:
+    """Return the error of make_wheel.check() for a _C with the given facts."""
     needed = {"machine": "x86_64", "libraries": (), "versions": {}, "unversioned": frozenset(), "defined": frozenset()}
     with pytest.MonkeyPatch.context() as patch, zipfile.ZipFile(io := BytesIO(), "w") as archive:
         archive.writestr(make_wheel.EXTENSION, b"")
@@ -416,36 +424,36 @@ def refused(cpu: str, **facts: object) -> str:
     return str(error.value)
 
 
-def test_wheels_that_would_not_load_are_refused():
-    assert "must be for aarch64, but is for x86_64" in refused("aarch64")
-    told = refused("x86_64", versions={"GLIBC_2.34": ("dlopen",), "GLIBC_2.28": ("fcntl64",)})
-    assert "more than manylinux_2_28 has (GLIBC_2.34: dlopen)" in told
-    assert "but needs {'libc++.so.1'}" in refused("x86_64", libraries=("libc++.so.1", "libc.so.6"))
+def test_unloadable_wheels_are_refused():
+    assert "must be for aarch64, but is for x86_64" in error_of_check("aarch64")
+    error = error_of_check("x86_64", versions={"GLIBC_2.34": ("dlopen",), "GLIBC_2.28": ("fcntl64",)})
+    assert "more than manylinux_2_28 has (GLIBC_2.34: dlopen)" in error
+    assert "but needs {'libc++.so.1'}" in error_of_check("x86_64", libraries=("libc++.so.1", "libc.so.6"))
 
 
-def developers_build() -> dict[Path, int]:
-    """The files of build/dev, with their times of change."""
+def developer_build_files() -> dict[Path, int]:
+    """Return the files of build/dev with their modification times."""
     return {path: path.stat().st_mtime_ns for path in (ROOT / "build" / "dev").rglob("*") if path.is_file()}
 
 
-def make(folder: Path, *options: str) -> Path:
+def build_wheel(folder: Path, *options: str) -> Path:
     """Build a wheel as ./tools/dev wheel does."""
-    before = developers_build()
+    before = developer_build_files()
     command = [sys.executable, "tools/make_wheel.py", "--out", str(folder), *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert developers_build() == before
+    assert developer_build_files() == before
     (wheel,) = folder.glob("*.whl")
     return wheel
 
 
 @pytest.fixture(scope="module")
 def plain_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make(tmp_path_factory.mktemp("wheel"), "--no-core")
+    return build_wheel(tmp_path_factory.mktemp("wheel"), "--no-core")
 
 
 class Environment:
-    """A fresh virtual environment that has what this one has, us aside, and one wheel."""
+    """Fresh virtual environment with the packages of this environment, without the plugin, and with one wheel."""
 
     def __init__(self, folder: Path, wheel: Path):
         self.folder, self.cache = folder, folder / "cache"
@@ -459,7 +467,7 @@ class Environment:
         subprocess.run([sys.executable, "-m", "pip", "--python", self.python, *words], check=True, capture_output=True)
 
     def run(self, *words: str, **variables: str) -> str:
-        """Return what Python prints."""
+        """Return the standard output of Python."""
         places = {env.CACHE_DIR.name: str(self.cache), "TMPDIR": str(self.folder), "PYTHONPATH": ""}
         done = subprocess.run(
             [str(self.python), *words], cwd=self.folder, capture_output=True, text=True, check=False,
@@ -502,8 +510,11 @@ print(bool(answer.function), "cutlass" in sys.modules, answer.why)
 
 
 @pytest.mark.nightly
-def test_a_wheel_with_a_pack_loads_its_kernels_in_a_fresh_environment(plain_wheel, tmp_path):
-    """Without the compiler. The pack has one kernel, which is compiled here unless a build has left it."""
+def test_wheel_with_a_pack_loads_kernels_in_a_fresh_environment(plain_wheel, tmp_path):
+    """Load a kernel without the compiler.
+
+    The pack has one kernel, which the test compiles unless a build left the object.
+    """
     folder = tmp_path / "pack"
     words = ("--arch", TARGET, "--spec", KERNEL, "--out", str(folder), "--objects", "build/objects")
     subprocess.run([sys.executable, "tools/aot.py", *words], cwd=ROOT, check=True, capture_output=True)
@@ -522,10 +533,10 @@ def test_a_wheel_with_a_pack_loads_its_kernels_in_a_fresh_environment(plain_whee
 
 
 @pytest.mark.nightly
-def test_a_wheel_for_another_cpu_is_built(tmp_path):
-    """It asks for what that CPU's torch has. Nobody has run it."""
+def test_wheel_for_aarch64_is_built(tmp_path):
+    """Cross-compile a wheel for the requirements of torch on that CPU. The wheel was never run."""
     if shutil.which(make_wheel.CROSS_COMPILER.format("aarch64")) is None or platform.machine() != "x86_64":
         pytest.skip("g++-aarch64-linux-gnu is not installed")
-    wheel = make(tmp_path, "--cpu", "aarch64")
+    wheel = build_wheel(tmp_path, "--cpu", "aarch64")
     assert wheel.name.endswith(f"{TAG}_aarch64.whl")
     assert "libtorch_cpu.so" in make_wheel.check(wheel, "aarch64").libraries

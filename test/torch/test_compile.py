@@ -1,5 +1,7 @@
-"""torch.compile: graphs hold our own ops with the mode of the surrounding block baked in, one graph serves all lengths,
-results are those of eager.
+"""Attention under torch.compile.
+
+Graphs contain our ops with the mode of the surrounding block as a constant. A single graph serves all lengths. Results
+equal eager results.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ def test_one_graph_for_all_lengths(road: Road) -> None:
     for rows in (128, 72, 136, 200):
         check_against_eager(road, causal, compiled, grad=True, rows=rows)
         check_against_eager(road, causal, compiled, grad=True, rows=rows, keys=rows + 8)
-    # Square and not square differ in what duck shaping sees, as for any op; lengths do not.
+    # Duck shaping distinguishes square and non-square calls, as for any op, but not different lengths.
     assert len(recorder.forwards) <= 2 and len(recorder.backwards) <= 2
 
 
@@ -65,7 +67,7 @@ def test_block_inside_is_baked_in(any_road: Road, grad: bool) -> None:
     recorder = Recorder()
     took = check_against_eager(any_road, nested, torch.compile(nested, fullgraph=True, backend=recorder), grad=grad)
     assert recorder.forwards == [[("fwd", mode) for mode in NESTED_MODES]] and took["ours_fwd"] == len(NESTED_MODES)
-    if grad:  # every backward follows its own forward
+    if grad:  # every backward uses the mode of its forward
         assert sorted(recorder.backwards[0]) == sorted(("bwd", mode) for mode in NESTED_MODES)
 
 
@@ -147,7 +149,8 @@ def test_failed_compile_leaves_no_mode_behind(road: Road) -> None:
 
     q, k, v = road.qkv()
     for function in (broken, wrong):
-        with pytest.raises(Exception) as failure:  # held until the end: its frames keep the failed compile alive
+        # the exception is held until the end, and its frames keep the failed compile alive
+        with pytest.raises(Exception) as failure:
             torch.compile(function, fullgraph=True, backend="aot_eager")(q, k, v)
         assert bindings.mode() == AUTO and tracing.traced_mode() == AUTO
         recorder = Recorder()

@@ -1,4 +1,4 @@
-"""The C++ core below the dispatcher's rule: hook, modes, launch ABI, layouts, start-up of the package. No GPU."""
+"""C++ core below the dispatcher: hook, modes, launch ABI, layouts and start-up of the package. No test needs a GPU."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ KERNELS = (
 FA3, FA2, STOCK = (BACKENDS.index(name) for name in ("fa3", "fa2", "stock"))
 
 
-def test_mode_word_is_per_thread_and_process_backend_goes_first() -> None:
+def test_mode_is_per_thread_and_process_backend_takes_precedence() -> None:
     before = bindings.set_mode(3)
     try:
         assert bindings.mode() == 3
@@ -49,7 +49,7 @@ def test_mode_word_is_per_thread_and_process_backend_goes_first() -> None:
 
 
 def slot_pointers() -> list[int | None]:
-    """The CPU and CUDA slots of torch's choice stub, read behind the plugin's back."""
+    """Return the CPU and CUDA slots of the choice stub of torch, read without the plugin."""
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
     return list((ctypes.c_void_p * 2).in_dll(library, "_ZN2at6native22_fused_sdp_choice_stubE"))
 
@@ -58,7 +58,7 @@ def test_uninstall_restores_the_pointer() -> None:
     before = slot_pointers()
     assert bindings.install(bindings.CPU_SLOT) == 0
     assert slot_pointers()[bindings.CPU_SLOT] != before[bindings.CPU_SLOT]
-    assert bindings.install(bindings.CPU_SLOT) == 0  # twice is once
+    assert bindings.install(bindings.CPU_SLOT) == 0  # a second call changes nothing
     assert bindings.uninstall(bindings.CPU_SLOT) == 0
     assert slot_pointers() == before
     assert bindings.uninstall(bindings.CPU_SLOT) != 0
@@ -104,7 +104,10 @@ SAME(partbwd_sm90_bf16_d64_full_m64n64s4)
 
 @pytest.fixture
 def fake_pack(tmp_path: Path) -> Iterator[ctypes.CDLL]:
-    """The whole road down to a pack's symbol, on CPU memory; the kernel only notes its arguments."""
+    """Provide a kernel pack for CPU memory, so that a call reaches a symbol of the pack.
+
+    The kernel only records its arguments.
+    """
     (tmp_path / "pack.c").write_text(FAKE_PACK)
     subprocess.run(["cc", "-shared", "-fPIC", "-o", tmp_path / "pack.so", tmp_path / "pack.c"], check=True)
     bindings.push_rows(KERNELS, (), dispatch_table.GATE)
@@ -124,48 +127,50 @@ def fake_pack(tmp_path: Path) -> Iterator[ctypes.CDLL]:
     startup.push_tables()
 
 
-def seen_by_kernel(pack: ctypes.CDLL) -> list[int]:
+def record_of_kernel(pack: ctypes.CDLL) -> list[int]:
     return list((ctypes.c_int64 * 128).in_dll(pack, "seen"))
 
 
 CARRIER = torch.ops.aten._scaled_dot_product_fused_attention_overrideable
 
-NONE, INTEGER, REAL, POINTER, TENSOR = 0, 1, 3, 4, 7  # TVM-FFI's types
-DLPACK = {  # code and bits, of bf16 kernels
+NONE, INTEGER, REAL, POINTER, TENSOR = 0, 1, 3, 4, 7  # types of TVM-FFI
+DLPACK = {  # DLPack type codes and bits of the arguments of bf16 kernels
     **dict.fromkeys(("query", "key", "value", "output"), (4, 16)), "fp32": (2, 32), "int32": (0, 32),
 }  # fmt: skip
 
 
-def expected(taken: tuple[Argument, ...], strides: dict[str, list[int]], numbers: dict[str, int]) -> list[int]:
-    """What a kernel with these arguments notes; those of which nothing is said are None."""
-    noted = [len(taken) + 1]
-    for one in taken:
-        if one.name in strides:
-            noted += [TENSOR, one.rank, *DLPACK[one.dtype], *strides[one.name]]
-        elif one.scalar and not one.optional:
-            noted += [INTEGER, numbers[one.name]] if one.dtype == "int32" else [REAL]
+def expected_record(
+    parameters: tuple[Argument, ...], strides: dict[str, list[int]], numbers: dict[str, int]
+) -> list[int]:
+    """Return the record of a kernel with these arguments; arguments without an expected value are recorded as None."""
+    record = [len(parameters) + 1]
+    for parameter in parameters:
+        if parameter.name in strides:
+            record += [TENSOR, parameter.rank, *DLPACK[parameter.dtype], *strides[parameter.name]]
+        elif parameter.scalar and not parameter.optional:
+            record += [INTEGER, numbers[parameter.name]] if parameter.dtype == "int32" else [REAL]
         else:
-            noted += [NONE]
-    return [*noted, POINTER]
+            record += [NONE]
+    return [*record, POINTER]
 
 
-def assert_noted(pack: ctypes.CDLL, noted: list[int]) -> None:
-    assert seen_by_kernel(pack)[: len(noted)] == noted
+def assert_recorded(pack: ctypes.CDLL, noted: list[int]) -> None:
+    assert record_of_kernel(pack)[: len(noted)] == noted
 
 
 def test_launch_packs_the_kernel_abi(fake_pack: ctypes.CDLL) -> None:
-    """The arguments of the table in its order; their types, strides of size-1 dims, both scales."""
+    """Check the order and types of the arguments, the strides of size-1 dims, and both scales."""
     query = torch.zeros(1, 3, 5, 40, dtype=torch.bfloat16).as_strided((1, 3, 5, 40), (7, 200, 40, 1))
     key = torch.zeros(1, 1, 6, 40, dtype=torch.bfloat16).expand(1, 3, 6, 40)
     CARRIER(query, key, key, scale=0.5)
     q, kv = [40, 200, 40, 1], [40, 0, 40, 1]
     strides = {"q": q, "k": kv, "v": kv, "o": q, "lse": [8, 5, 1], "counter": [1]}
-    assert_noted(fake_pack, expected(FORWARD, strides, {"num_ctas": DEVICES["h100"]["sm_count"]}))
+    assert_recorded(fake_pack, expected_record(FORWARD, strides, {"num_ctas": DEVICES["h100"]["sm_count"]}))
     assert list((ctypes.c_double * 2).in_dll(fake_pack, "scales")) == pytest.approx([0.5 * 1.4426950408889634, 0.5])
 
 
 def test_launch_packs_the_abi_of_decode(fake_pack: ctypes.CDLL) -> None:
-    """Partial results in memory, or, where there are none, an address all the same."""
+    """Check the workspace of partial results. Without splits, the kernel still gets an address."""
     query = torch.zeros(1, 2, 1, 64, dtype=torch.bfloat16)
     key = torch.zeros(1, 2, 2048, 64, dtype=torch.bfloat16)
     q, kv, shared = [64, 64, 64, 1], [64, 131072, 64, 1], {"lse": [4, 1, 1], "partials": [1]}
@@ -174,78 +179,95 @@ def test_launch_packs_the_abi_of_decode(fake_pack: ctypes.CDLL) -> None:
         bindings.set_mode(FA3 | splits << SPLITS_SHIFT)
         CARRIER(query, key, key)
         numbers = {"splits": splits, "cluster": cluster}
-        assert_noted(fake_pack, expected(DECODE, {"q": q, "k": kv, "v": kv, "o": q, **shared}, numbers))
+        assert_recorded(fake_pack, expected_record(DECODE, {"q": q, "k": kv, "v": kv, "o": q, **shared}, numbers))
 
 
 def test_launch_packs_the_abi_of_the_backward(fake_pack: ctypes.CDLL) -> None:
-    """All gradients by one kernel; in parts, with what is wanted, where dQ alone is."""
+    """Check the backward kernel for all gradients, and the split backward with the `wanted` flag for dQ alone."""
     rows = (KernelRow("bwd", 90, 64, 64, ("full",), 64, 128, 4), KernelRow("partbwd", 90, 64, 64, ("full",), 64, 64, 4))
     bindings.push_rows((*KERNELS, *rows), (), dispatch_table.GATE)
-    of_rows, of_keys = [17920, 64, 256, 1], [25600, 12800, 64, 1]
-    strides = dict.fromkeys(("q", "o", "do", "dq"), of_rows) | dict.fromkeys(("k", "v", "dk", "dv"), of_keys)
+    row_strides, key_strides = [17920, 64, 256, 1], [25600, 12800, 64, 1]
+    strides = dict.fromkeys(("q", "o", "do", "dq"), row_strides) | dict.fromkeys(("k", "v", "dk", "dv"), key_strides)
     strides |= {"lse": [280, 70, 1], "rows": [1024, 256, 128, 1], "scratch": [1], "counter": [1]}
-    for keys_too, wanted in ((True, 3), (False, 1)):
+    for keys_too, wanted_flag in ((True, 3), (False, 1)):
         query, grad = (torch.zeros(2, 70, 4, 64, dtype=torch.bfloat16).transpose(1, 2) for _ in range(2))
         key, value = (torch.zeros(2, 2, 200, 64, dtype=torch.bfloat16, requires_grad=keys_too) for _ in range(2))
         CARRIER(query.requires_grad_(), key, value, scale=0.5)[0].backward(grad)
-        numbers = {"num_ctas": DEVICES["h100"]["sm_count"], "wanted": wanted}
-        assert_noted(fake_pack, expected(BACKWARD, strides, numbers))
+        numbers = {"num_ctas": DEVICES["h100"]["sm_count"], "wanted": wanted_flag}
+        assert_recorded(fake_pack, expected_record(BACKWARD, strides, numbers))
         assert list((ctypes.c_double * 2).in_dll(fake_pack, "scales")) == pytest.approx([0.5 * 1.4426950408889634, 0.5])
 
 
 @pytest.fixture
-def take(fake_pack: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
-    """What forwards see first if they take one argument more, the first, which is dropout's if it is optional."""
-    known, query = rows.of_kernels, torch.zeros(1, 1, 5, 64, dtype=torch.bfloat16)
+def record_of_first_argument(fake_pack: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
+    """Return a function that adds a first argument to forward kernels and returns the start of the kernel's record.
+
+    An optional argument belongs to the dropout feature.
+    """
+    stock_of_kernels, query = rows.of_kernels, torch.zeros(1, 1, 5, 64, dtype=torch.bfloat16)
     known_features = features.FEATURES
 
     def call(argument: Argument, dropout: bool = False) -> list[int]:
         def of_kernels(row: KernelRow) -> Iterator[rows.KernelRow]:
-            for kernel in known(row):
+            for kernel in stock_of_kernels(row):
                 kernel.takes |= features.bits(["dropout"] * dropout)
                 yield kernel
 
-        more = {"dropout": (argument.name,) * argument.optional}
+        dropout_arguments = {"dropout": (argument.name,) * argument.optional}
         changed = [
-            dataclasses.replace(one, arguments=(*one.arguments, *more.get(one.name, ()))) for one in known_features
+            dataclasses.replace(feature, arguments=(*feature.arguments, *dropout_arguments.get(feature.name, ())))
+            for feature in known_features
         ]
         monkeypatch.setattr(features, "FEATURES", tuple(changed))
         monkeypatch.setattr(rows, "of_kernels", of_kernels)
         monkeypatch.setitem(kernel_args.OF_KIND, "fwd", (argument, *FORWARD))
         bindings.push_rows(KERNELS, (), dispatch_table.GATE)
         CARRIER(query, query, query, None, 0.5 * dropout)
-        return seen_by_kernel(fake_pack)[:3]
+        return record_of_kernel(fake_pack)[:3]
 
     return call
 
 
-COUNT = len(FORWARD) + 2  # and the stream
+COUNT = len(FORWARD) + 2  # plus one for the stream
 
 
-def test_a_kernel_gets_all_that_it_takes(take: Callable[..., list[int]]) -> None:
-    """A fact of the call by itself; what no launch can have, or this one does not, is an error."""
-    assert take(kernel_args._number("Sq", "int32", "a fact")) == [COUNT, INTEGER, 5]
+def test_kernel_receives_each_argument_of_its_signature(record_of_first_argument: Callable[..., list[int]]) -> None:
+    """Pass a fact of the call without further setup.
+
+    An argument that no launch provides, or that the current launch does not provide, is an error.
+    """
+    assert record_of_first_argument(kernel_args._number("Sq", "int32", "a fact")) == [COUNT, INTEGER, 5]
     with pytest.raises(RuntimeError, match="takes scratch, but the call does not provide"):
-        take(kernel_args._tensor("scratch", 1, "fp32", "no forward's"))
+        record_of_first_argument(kernel_args._tensor("scratch", 1, "fp32", "no forward's"))
     with pytest.raises(RuntimeError, match="no call has an argument named fnord"):
-        take(kernel_args._number("fnord", "int32", "no call's"))
+        record_of_first_argument(kernel_args._number("fnord", "int32", "no call's"))
 
 
-def test_an_argument_of_a_feature_is_none_to_kernels_without_it(take: Callable[..., list[int]]) -> None:
+def test_feature_argument_is_none_for_kernels_without_the_feature(
+    record_of_first_argument: Callable[..., list[int]],
+) -> None:
     fact = kernel_args._number("dropout_p", "fp32", "filled by itself", optional=True)
-    said = kernel_args._number("splits", "int32", "said by every forward", optional=True)
+    splits = kernel_args._number("splits", "int32", "said by every forward", optional=True)
     scratch = kernel_args._tensor("scratch", 1, "fp32", "said by none", optional=True)
-    assert take(fact) == take(said) == take(scratch) == [COUNT, NONE, TENSOR]
-    assert take(fact, dropout=True) == [COUNT, REAL, TENSOR]
-    assert take(said, dropout=True) == [COUNT, INTEGER, 1]
+    assert (
+        record_of_first_argument(fact)
+        == record_of_first_argument(splits)
+        == record_of_first_argument(scratch)
+        == [COUNT, NONE, TENSOR]
+    )
+    assert record_of_first_argument(fact, dropout=True) == [COUNT, REAL, TENSOR]
+    assert record_of_first_argument(splits, dropout=True) == [COUNT, INTEGER, 1]
     with pytest.raises(RuntimeError, match="takes scratch, but the call does not provide"):
-        take(scratch, dropout=True)
+        record_of_first_argument(scratch, dropout=True)
 
 
-def test_kernel_errors_carry_their_name(fake_pack: ctypes.CDLL) -> None:
-    """No pack and no compiler, under a forced backend: the error names the kernel, and what Python says of it."""
+def test_kernel_errors_contain_the_kernel_name(fake_pack: ctypes.CDLL) -> None:
+    """Force a backend without a kernel pack and without a compiler.
+
+    The error must contain the kernel name and the message of the Python callback.
+    """
     bindings.clear_packs()
-    callbacks.set_compile(lambda name, cc, given: "not today")
+    callbacks.set_compile(lambda name, cc, circumstances: "not today")
     query = torch.zeros(1, 1, 8, 64, dtype=torch.float16)
     try:
         with pytest.raises(RuntimeError, match=r"fwd_sm90_fp16_d64_full_m128n128s2.*not today"):
@@ -254,25 +276,28 @@ def test_kernel_errors_carry_their_name(fake_pack: ctypes.CDLL) -> None:
         callbacks.set_compile(startup.provide)
 
 
-def test_elementwise_kernels_get_strides_as_they_are(fake_pack: ctypes.CDLL) -> None:
-    """All four of them, the output's too, which lies as the query does."""
+def test_elementwise_kernels_receive_unchanged_strides(fake_pack: ctypes.CDLL) -> None:
+    """Check all four tensors. The output has the layout of the query."""
     bindings.set_mode(FA2)
-    query = torch.zeros(1, 2, 12, 5, dtype=torch.bfloat16).transpose(2, 3)  # (1, 2, 5, 12), rows innermost
+    query = torch.zeros(1, 2, 12, 5, dtype=torch.bfloat16).transpose(2, 3)  # (1, 2, 5, 12), the row dim is innermost
     key = torch.zeros(1, 2, 6, 13, dtype=torch.bfloat16)[..., 1:]
     out = CARRIER(query, key, key)[0]
-    strides = [seen_by_kernel(fake_pack)[1 + 8 * i : 9 + 8 * i][4:] for i in range(4)]
+    strides = [record_of_kernel(fake_pack)[1 + 8 * i : 9 + 8 * i][4:] for i in range(4)]
     assert strides == [[16, 60, 1, 5], [16, 78, 13, 1], [16, 78, 13, 1], [16, 60, 1, 5]]
     assert out.stride() == query.stride()
 
 
-def test_a_pack_is_its_gpus(fake_pack: ctypes.CDLL, tmp_path: Path) -> None:
-    """One kernel on GPUs of two generations: each is looked for where code for that GPU is, or compiled for it."""
-    asked = []
+def test_kernels_are_searched_in_packs_for_the_current_gpu(fake_pack: ctypes.CDLL, tmp_path: Path) -> None:
+    """Launch a kernel on GPUs of two generations.
+
+    Each kernel is searched in the packs for the current GPU, or compiled for the current GPU.
+    """
+    requests = []
     bindings.set_mode(FA2)
     bindings.clear_packs()
     for target in TARGETS:
         bindings.load_pack(tmp_path / "pack.so" if target == "sm_80" else None, target)
-    callbacks.set_compile(lambda name, cc, given: asked.append((name, cc, given)) or "not today")
+    callbacks.set_compile(lambda name, cc, circumstances: requests.append((name, cc, circumstances)) or "not today")
     query = torch.zeros(1, 1, 8, 64, dtype=torch.bfloat16)
     try:
         for device in ("a100", "rtx4090"):
@@ -283,7 +308,7 @@ def test_a_pack_is_its_gpus(fake_pack: ctypes.CDLL, tmp_path: Path) -> None:
             CARRIER(query, query, query)
     finally:
         callbacks.set_compile(startup.provide)
-    assert asked == [("fwd_sm80_bf16_d64_full_m64n64s1", 90, Circumstances(capturing=False, must_wait=True))]
+    assert requests == [("fwd_sm80_bf16_d64_full_m64n64s1", 90, Circumstances(capturing=False, must_wait=True))]
 
 
 BASE = torch.zeros(2, 8, 4, 80, dtype=torch.bfloat16)
@@ -300,8 +325,13 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("value_dim", [64, 48, None])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_output_strides_are_promised_ones(fake_pack: ctypes.CDLL, layout: str, value_dim: int | None) -> None:
-    """Outputs lie as our fake says, and as torch's meta function does (which changed for broadcast queries by 2.15)."""
+def test_output_strides_match_the_fake_and_meta_functions(
+    fake_pack: ctypes.CDLL, layout: str, value_dim: int | None
+) -> None:
+    """Compare output strides with our fake implementation and with the meta function of torch.
+
+    The strides of torch for broadcast queries changed before 2.15.
+    """
     query = LAYOUTS[layout]
     value = query[..., :value_dim]
     fakes = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in (query, query, value)]
@@ -309,9 +339,9 @@ def test_output_strides_are_promised_ones(fake_pack: ctypes.CDLL, layout: str, v
     assert out.stride() == sdpa.empty_in_layout_of(query, (*query.shape[:3], value.shape[3])).stride()
     if 0 not in query.stride():
         assert out.stride() == CARRIER(*fakes)[0].stride()
-    seen = seen_by_kernel(fake_pack)
-    kernel_out = seen[1 + 3 * 8 :][4:8]
-    assert kernel_out[3] == 1  # what the kernel writes always has its last dim innermost
+    record = record_of_kernel(fake_pack)
+    kernel_out = record[1 + 3 * 8 :][4:8]
+    assert kernel_out[3] == 1  # the last dim of a kernel output is always innermost
     assert all(stride % 8 == 0 for stride in kernel_out[:3])
 
 
@@ -363,8 +393,11 @@ print("absent" if package is None else "active" if hasattr(package, "enable") el
         ("import torch_flashplug; import torch", "1", "active"),
     ],
 )
-def test_entry_point(order: str, flag: str | None, expected: str) -> None:
-    """Every program of the environment runs our entry point; only TORCH_FLASHPLUG=1 or an import makes it count."""
+def test_entry_point_activates_only_on_request(order: str, flag: str | None, expected: str) -> None:
+    """Check when the entry point activates the plugin: only with TORCH_FLASHPLUG=1 or after an import.
+
+    Every program of the environment runs the entry point.
+    """
     assert run_python(order + STATE, **({} if flag is None else {"TORCH_FLASHPLUG": flag})) == expected
 
 
@@ -375,7 +408,11 @@ def test_entry_point_never_raises() -> None:
 
 
 def test_torch_logs_shows_each_plan_once() -> None:
-    """TORCH_LOGS makes torch import us before it sets our loggers' levels; the package must be awake all the same."""
+    """Log each plan only once.
+
+    TORCH_LOGS makes torch import the plugin before torch sets the levels of the plugin's loggers. The package must
+    still log.
+    """
     code = """
 import sys
 sys.path.insert(0, "test")
@@ -390,7 +427,7 @@ with standin.road_to("cpu") as road:
     assert '"backend": "fa3"' in log
 
 
-def test_switched_off_touches_nothing() -> None:
+def test_disabled_plugin_does_not_load_the_core() -> None:
     code = "import torch_flashplug\nfrom torch_flashplug.dispatch import library\n"
     code += "print(library.lib.cache_info().currsize)"
     assert run_python(code, TORCH_FLASHPLUG="0") == "0"

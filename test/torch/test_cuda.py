@@ -1,5 +1,6 @@
-"""What only a GPU shows: graph capture and replay, streams, a second device, host syncs, threads, AOTInductor packages.
-All marked gpu, except the stand-in form of the last.
+"""Behavior visible only on a GPU: graph capture and replay, streams, a second device, host syncs, threads.
+
+All tests are marked gpu, except the AOTInductor package test, which also runs on the CPU stub backend.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def cuda_road() -> Iterator[Road]:
         yield road
 
 
-def stock(function: Callable, *inputs: Tensor) -> Tensor:
+def run_by_stock(function: Callable, *inputs: Tensor) -> Tensor:
     with sdpa_backend("stock"):
         return function(*inputs)
 
@@ -37,14 +38,14 @@ def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def check_replay(graph: torch.cuda.CUDAGraph, inputs: list[Tensor], out: Tensor) -> None:
-    """Two replays, the second with other values in the same memory."""
+    """Replay twice, the second time with new values in the same memory."""
     for factor in (1.0, -0.5):
         for tensor in inputs:
             tensor.mul_(factor)
         out.fill_(float("nan"))
         graph.replay()
         torch.cuda.synchronize()
-        torch.testing.assert_close(out, stock(causal, *inputs), **TOLERANCE)
+        torch.testing.assert_close(out, run_by_stock(causal, *inputs), **TOLERANCE)
 
 
 @pytest.mark.gpu
@@ -76,20 +77,20 @@ def test_graphed_training_step(cuda_road: Road) -> None:
     )
     for _ in range(2):
         grads = torch.autograd.grad(graphed(*samples).float().square().sum(), samples)
-        want = torch.autograd.grad(stock(causal, *samples).float().square().sum(), samples)
+        want = torch.autograd.grad(run_by_stock(causal, *samples).float().square().sum(), samples)
         for a, b in zip(grads, want):
             torch.testing.assert_close(a, b, atol=6e-2, rtol=6e-2)
 
 
 @pytest.mark.gpu
 @pytest.mark.isolated(240)
-def test_a_part_first_runs_under_capture(cuda_road: Road) -> None:
-    """dK and dV alone after dQ alone: the module of their kernels is loaded, but that one has never run."""
+def test_split_backward_kernel_first_runs_under_capture(cuda_road: Road) -> None:
+    """Capture dK and dV after a call for dQ. The module of the kernels is loaded, but the dK/dV kernel has not run."""
     draw = {"device": "cuda", "dtype": cuda_road.dtype}
     q, k, v = (torch.randn(2, 256, 4, 128, **draw).transpose(1, 2).requires_grad_() for _ in range(3))
 
-    def gradients(*wanted: Tensor) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(causal(q, k, v).float().square().sum(), wanted)
+    def gradients(*inputs_with_grad: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(causal(q, k, v).float().square().sum(), inputs_with_grad)
 
     with sdpa_backend("fa3"):
         gradients(q)
@@ -100,14 +101,15 @@ def test_a_part_first_runs_under_capture(cuda_road: Road) -> None:
     for tensor in got:
         tensor.fill_(torch.nan)
     graph.replay()
-    for a, b in zip(got, stock(gradients, k, v)):
+    for a, b in zip(got, run_by_stock(gradients, k, v)):
         torch.testing.assert_close(a, b, atol=6e-2, rtol=6e-2)
 
 
 @pytest.mark.gpu
 def test_compiled_gradients_of_inputs_laid_out_bshd(cuda_road: Road, fresh_dynamo: None) -> None:
-    """Compiled graphs make tangents contiguous, so grad_out and out differ in layout, which stock's cuDNN backward of
-    torch 2.11 gets wrong.
+    """Use the layout BSHD, in which compiled graphs produce a contiguous `grad_out`.
+
+    The layouts of `grad_out` and `out` then differ, which the cuDNN backward of torch 2.11 gets wrong.
     """
     inputs = cuda_road.qkv(rows=256, grad=True)
     out = torch.compile(sdpa_backend("fa3")(causal), backend="aot_eager", fullgraph=True)(*inputs)
@@ -124,7 +126,7 @@ def test_compiled_gradients_of_inputs_laid_out_bshd(cuda_road: Road, fresh_dynam
 def test_reduce_overhead(cuda_road: Road, grad: bool) -> None:
     compiled = torch.compile(sdpa_backend("fa3")(causal), fullgraph=True, mode="reduce-overhead")
     inputs = cuda_road.qkv(rows=256, grad=grad)
-    want = stock(causal, *inputs)
+    want = run_by_stock(causal, *inputs)
     want_grads = torch.autograd.grad(want.float().square().sum(), inputs) if grad else ()
     for _ in range(4):  # recorded on the second call, replayed from the third
         torch.compiler.cudagraph_mark_step_begin()
@@ -140,8 +142,8 @@ def test_reduce_overhead(cuda_road: Road, grad: bool) -> None:
 @pytest.mark.isolated(240)
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("captured", [False, True])
-def test_tensors_on_the_other_device(cuda_road: Road, captured: bool) -> None:
-    """cuda:0 is current, the tensors lie on cuda:1."""
+def test_tensors_on_a_second_device(cuda_road: Road, captured: bool) -> None:
+    """Keep cuda:0 current while the tensors are on cuda:1."""
     inputs = [tensor.to("cuda:1").requires_grad_() for tensor in cuda_road.qkv(rows=256)]
     torch.cuda.set_device(0)
     with sdpa_backend("fa3"):
@@ -154,7 +156,7 @@ def test_tensors_on_the_other_device(cuda_road: Road, captured: bool) -> None:
             return
         out = causal(*inputs)
     assert out.device == torch.device("cuda:1") and torch.cuda.current_device() == 0
-    want = stock(causal, *inputs)
+    want = run_by_stock(causal, *inputs)
     torch.testing.assert_close(out, want, **TOLERANCE)
     for a, b in zip(torch.autograd.grad(out.sum(), inputs), torch.autograd.grad(want.sum(), inputs)):
         torch.testing.assert_close(a, b, atol=6e-2, rtol=6e-2)
@@ -164,7 +166,7 @@ def test_tensors_on_the_other_device(cuda_road: Road, captured: bool) -> None:
 @pytest.mark.gpu
 def test_current_stream_is_used(cuda_road: Road) -> None:
     q, k, v = cuda_road.qkv(rows=512)
-    want = stock(causal, q * 3, k, v)
+    want = run_by_stock(causal, q * 3, k, v)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -177,7 +179,7 @@ def test_current_stream_is_used(cuda_road: Road) -> None:
 
 
 @pytest.mark.gpu
-def test_nothing_waits_for_the_device(cuda_road: Road) -> None:
+def test_host_never_waits_for_the_device(cuda_road: Road) -> None:
     inputs = cuda_road.qkv(rows=256, grad=True)
     grad = torch.ones_like(inputs[0])
     with sdpa_backend("fa3"):
@@ -191,9 +193,9 @@ def test_nothing_waits_for_the_device(cuda_road: Road) -> None:
 
 
 @pytest.mark.gpu
-def test_threads_with_their_own_streams_and_modes(cuda_road: Road) -> None:
+def test_threads_with_separate_streams_and_modes(cuda_road: Road) -> None:
     inputs = cuda_road.qkv(rows=256)
-    want = stock(causal, *inputs)
+    want = run_by_stock(causal, *inputs)
     torch.cuda.synchronize()
     wrong: list[str] = []
 
@@ -214,7 +216,7 @@ def test_threads_with_their_own_streams_and_modes(cuda_road: Road) -> None:
 
 
 @pytest.mark.gpu
-def test_peak_memory_is_the_outputs(cuda_road: Road) -> None:
+def test_peak_memory_equals_the_outputs(cuda_road: Road) -> None:
     q, k, v = cuda_road.qkv(rows=4096)
     with sdpa_backend("fa3"):
         causal(q, k, v)
@@ -229,7 +231,7 @@ def test_peak_memory_is_the_outputs(cuda_road: Road) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["auto", "fa3"])
-def test_gradients_are_ours_and_need_memory_linear_in_length(cuda_road: Road, backend: str) -> None:
+def test_gradients_need_memory_linear_in_length(cuda_road: Road, backend: str) -> None:
     inputs = cuda_road.qkv(rows=4096, grad=True)
     with sdpa_backend(backend):
         out = causal(*inputs)
@@ -241,7 +243,7 @@ def test_gradients_are_ours_and_need_memory_linear_in_length(cuda_road: Road, ba
         torch.cuda.synchronize()
     assert cuda_road.took() == {"ours_bwd": 1}
     rows = out.shape[0] * out.shape[1] * out.shape[2]
-    gradients = 4 * out.numel() * out.element_size()  # of q, k, v, and the random one of out
+    gradients = 4 * out.numel() * out.element_size()  # gradients of q, k, v, and the random gradient of out
     scratch = 4 * rows * (out.shape[3] + 2)  # dQ in fp32, LSE and delta
     assert torch.cuda.max_memory_allocated() - before <= gradients + scratch + (1 << 20)
 

@@ -1,5 +1,6 @@
-"""On, off, forced and refused: which path a call takes, asserted from the core's counters, and what stays exactly as
-stock torch has it.
+"""Dispatch of calls: enabled, disabled, forced and refused.
+
+The path of a call is asserted by the counters of the core. Calls outside the plugin must be identical to stock torch.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from torch_flashplug.registry.architectures import BACKENDS, KERNEL_BACKENDS
 from torch_flashplug.torch_hooks import sdpa_composite
 
 
-def ours(took: dict[str, int]) -> int:
+def num_ours_fwd(took: dict[str, int]) -> int:
     return took.get("ours_fwd", 0)
 
 
 # ---- enable and disable ----
 
 
-def calls(road: Road) -> dict[str, tuple[list, dict]]:
+def make_calls(road: Road) -> dict[str, tuple[list, dict]]:
     q, k, v = road.qkv()
     gqa = road.qkv(heads=4, kv_heads=2)
     cross = road.qkv(rows=128, keys=192)
@@ -55,11 +56,11 @@ def paths_and_outputs(road: Road) -> dict[str, tuple[dict[str, int], torch.Tenso
     road.took()
     return {
         name: (F.scaled_dot_product_attention(*args, **kwargs), road.took())[::-1]
-        for name, (args, kwargs) in calls(road).items()
+        for name, (args, kwargs) in make_calls(road).items()
     }
 
 
-def test_stock_is_back_exactly(road: Road) -> None:
+def test_disable_restores_stock_exactly(road: Road) -> None:
     road.disable()
     before = paths_and_outputs(road)
     road.enable()
@@ -67,10 +68,10 @@ def test_stock_is_back_exactly(road: Road) -> None:
     road.disable()
     after = paths_and_outputs(road)
     for name, (_, output) in before.items():
-        assert before[name][0] == after[name][0] == {}, name  # the router is out of the way, not merely passive
+        assert before[name][0] == after[name][0] == {}, name  # the choice hook is removed, not only passive
         assert torch.equal(after[name][1], output), name
-        assert ours(during[name][0]) == (name in SERVED), name
-        if name not in SERVED:  # refused calls are stock's own, bit for bit
+        assert num_ours_fwd(during[name][0]) == (name in SERVED), name
+        if name not in SERVED:  # unserved calls run on stock, bit for bit
             assert torch.equal(during[name][1], output), name
         torch.testing.assert_close(during[name][1], output, atol=2e-2, rtol=2e-2)
         assert during[name][1].stride() == output.stride(), name
@@ -82,7 +83,7 @@ def test_disable_twice_and_enable_twice(any_road: Road) -> None:
     torch_flashplug.disable()
     torch_flashplug.disable()
     F.scaled_dot_product_attention(q, k, v)
-    assert ours(any_road.took()) == 0
+    assert num_ours_fwd(any_road.took()) == 0
 
 
 @pytest.mark.parametrize("reason", ["asked_for", "signature_differs"])
@@ -116,10 +117,10 @@ def test_backward_outlives_disable(road: Road) -> None:
 def test_both_hooks_serve_and_differentiate(any_road: Road, grad: bool) -> None:
     q, k, v = any_road.qkv(grad=grad)
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    assert ours(any_road.took()) == 1
+    assert num_ours_fwd(any_road.took()) == 1
     with sdpa_backend("stock"):
         stock = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    assert ours(any_road.took()) == 0
+    assert num_ours_fwd(any_road.took()) == 0
     torch.testing.assert_close(out, stock, atol=2e-2, rtol=2e-2)
     if grad:
         got = torch.autograd.grad(out.float().square().sum(), (q, k, v))
@@ -136,23 +137,23 @@ def test_blocks_nest_and_are_exception_safe(any_road: Road) -> None:
 
     def served() -> bool:
         F.scaled_dot_product_attention(q, k, v)
-        return ours(any_road.took()) == 1
+        return num_ours_fwd(any_road.took()) == 1
 
     block = sdpa_backend("stock")
-    seen = [served()]
+    is_served = [served()]
     with block:
-        seen.append(served())
+        is_served.append(served())
         with sdpa_backend("fa3"):
-            seen.append(served())
+            is_served.append(served())
             with block, pytest.raises(KeyError):
-                seen.append(served())
+                is_served.append(served())
                 raise KeyError
-            seen.append(served())
-        seen.append(served())
+            is_served.append(served())
+        is_served.append(served())
         with sdpa_backend("auto"):
-            seen.append(served())
-    seen.append(served())
-    assert seen == [True, False, True, False, True, False, True, True]
+            is_served.append(served())
+    is_served.append(served())
+    assert is_served == [True, False, True, False, True, False, True, True]
     assert bindings.mode() == 0
 
 
@@ -165,10 +166,10 @@ def test_decorator(any_road: Road) -> None:
         return attention(depth - 1) if depth else F.scaled_dot_product_attention(q, k, v)
 
     attention(3)
-    assert ours(any_road.took()) == 0 and attention.__doc__ == "Doc." and bindings.mode() == 0
+    assert num_ours_fwd(any_road.took()) == 0 and attention.__doc__ == "Doc." and bindings.mode() == 0
 
 
-def test_each_thread_has_its_own(any_road: Road) -> None:
+def test_backend_blocks_are_per_thread(any_road: Road) -> None:
     q, k, v = any_road.qkv()
     inside, done = threading.Event(), threading.Event()
     modes = []
@@ -184,28 +185,28 @@ def test_each_thread_has_its_own(any_road: Road) -> None:
     thread.start()
     assert inside.wait(30)
     F.scaled_dot_product_attention(q, k, v)
-    assert ours(any_road.took()) == 1 and bindings.mode() == 0
+    assert num_ours_fwd(any_road.took()) == 1 and bindings.mode() == 0
     done.set()
     thread.join()
     assert modes == [BACKENDS.index("stock"), 0]
 
 
-def test_unknown_name() -> None:
+def test_unknown_backend_name_is_refused() -> None:
     with pytest.raises(ValueError, match="auto, math, stock, fa3, fa2"):
         sdpa_backend("fa4")
 
 
-def test_math_is_torchs_math(any_road: Road) -> None:
+def test_forced_math_equals_math_of_torch(any_road: Road) -> None:
     q, k, v = any_road.qkv()
     with sdpa_backend("math"):
         got = F.scaled_dot_product_attention(q, k, v)
     with sdpa_kernel(SDPBackend.MATH):
         want = F.scaled_dot_product_attention(q, k, v)
-    assert ours(any_road.took()) == 0 and torch.equal(got, want)
+    assert num_ours_fwd(any_road.took()) == 0 and torch.equal(got, want)
 
 
 def test_backward_follows_the_mode_of_its_forward(road: Road) -> None:
-    """The block is left, and autograd's threads never saw it."""
+    """The backward runs after the block, on autograd threads that never entered the block."""
     q, k, v = road.qkv(grad=True)
     with sdpa_backend("fa3"):
         forced = F.scaled_dot_product_attention(q, k, v)
@@ -235,7 +236,7 @@ def test_sdpa_kernel_stays_in_force(road: Road, backend: str) -> None:
 
     with sdpa_kernel(getattr(SDPBackend, backend)):
         got = call()
-        assert (ours(road.took()) == 1) == (backend in ("FLASH_ATTENTION", "OVERRIDEABLE"))
+        assert (num_ours_fwd(road.took()) == 1) == (backend in ("FLASH_ATTENTION", "OVERRIDEABLE"))
         if backend not in ("FLASH_ATTENTION", "OVERRIDEABLE"):
             road.disable()
             want = call()
@@ -243,8 +244,10 @@ def test_sdpa_kernel_stays_in_force(road: Road, backend: str) -> None:
 
 
 def test_fallback_in_the_op_reaches_stock_and_returns(road: Road) -> None:
-    """A traced graph meets a shape that auto does not take: the op serves it and does not come back to itself. Where
-    stock would end in math, kernels of ours that can run come first.
+    """A traced graph receives a shape that auto does not serve.
+
+    The op must serve the shape by stock, without calling itself again. If stock would end in math, our kernels are
+    preferred where a kernel can run.
     """
     q, k, v = road.qkv(grad=True)
     wide = [torch.cat((tensor,) * 5, dim=3) for tensor in (q, k, v)]  # head dim 320
@@ -268,12 +271,12 @@ def test_fallback_in_the_op_reaches_stock_and_returns(road: Road) -> None:
 # ---- explain and the log ----
 
 
-def test_explain_tells_what_happens(any_road: Road) -> None:
-    for name, (args, kwargs) in calls(any_road).items():
+def test_explain_predicts_the_backend(any_road: Road) -> None:
+    for name, (args, kwargs) in make_calls(any_road).items():
         plan = torch_flashplug.explain(*args, **kwargs, device="h100")
         any_road.took()
         F.scaled_dot_product_attention(*args, **kwargs)
-        assert (plan.backend == "fa3") == (ours(any_road.took()) == 1), f"{name}: {plan}"
+        assert (plan.backend == "fa3") == (num_ours_fwd(any_road.took()) == 1), f"{name}: {plan}"
         assert plan.backend not in plan.reasons and all(plan.reasons.values()), name
         assert plan.backend in str(plan) and (not plan.kernel or plan.kernel in str(plan))
 
@@ -281,8 +284,8 @@ def test_explain_tells_what_happens(any_road: Road) -> None:
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("dropout", [0.0, 0.1, 1.0])
 @pytest.mark.parametrize("beside", ["nothing", "causal", "mask", "bias", "bias32"])
-def test_the_router_takes_what_explain_says(road: Road, beside: str, dropout: float, grad: bool) -> None:
-    """By the measured tables, whose rows and rescues it asks by class first."""
+def test_choice_hook_agrees_with_explain(road: Road, beside: str, dropout: float, grad: bool) -> None:
+    """Use the measured tables, whose rows and rescues the choice hook checks first by call class."""
     startup.push_tables()
     masks = {"mask": torch.ones(300, 300, device=road.device).tril().bool()}
     masks |= {"bias": torch.randn(300, 300, device=road.device).to(road.dtype)}
@@ -290,10 +293,10 @@ def test_the_router_takes_what_explain_says(road: Road, beside: str, dropout: fl
     q, k, v = (tensor.requires_grad_(grad) for tensor in road.qkv(rows=300, keys=300))
     call = {"attn_mask": masks.get(beside), "dropout_p": dropout, "is_causal": beside == "causal"}
     preset = None if road.device == "cuda" else "h100"
-    said = torch_flashplug.explain(q, k, v, **call, device=preset).backend
+    backend = torch_flashplug.explain(q, k, v, **call, device=preset).backend
     road.took()
     F.scaled_dot_product_attention(q, k, v, **call)
-    assert ours(road.took()) == (said in KERNEL_BACKENDS)
+    assert num_ours_fwd(road.took()) == (backend in KERNEL_BACKENDS)
 
 
 def test_explain_without_a_gpu() -> None:
@@ -308,7 +311,7 @@ def test_explain_without_a_gpu() -> None:
         torch_flashplug.explain(query, key, key, device="b200")
 
 
-def test_explain_knows_switches() -> None:
+def test_explain_respects_backend_blocks() -> None:
     query = torch.empty(1, 8, 256, 64, dtype=torch.bfloat16, device="meta")
     with sdpa_backend("fa3"):
         assert torch_flashplug.explain(query, query, query, device="h100").backend == "fa3"
@@ -320,18 +323,19 @@ def test_explain_knows_switches() -> None:
 
 
 def test_each_new_plan_is_logged_once(road: Road) -> None:
-    told: list[tuple[int, str]] = []
-    callbacks.set_log(lambda level, text: told.append((level, text)), plans=True)
+    records: list[tuple[int, str]] = []
+    callbacks.set_log(lambda level, text: records.append((level, text)), plans=True)
     try:
         q, k, v = road.qkv(rows=72)
         for _ in range(3):
             F.scaled_dot_product_attention(q, k, v)
-        first = len(told)
+        num_lines = len(records)
         F.scaled_dot_product_attention(q, k, v, is_causal=True)
     finally:
         callbacks.set_log(startup._plan_log.log, plans=False)
-    assert 1 <= first <= 2 and first < len(told) <= 2 * first  # one line each from the router and from the op
-    assert all(level == logging.DEBUG and "fa3" in text for level, text in told)
+    # one line each from the choice hook and from the op
+    assert 1 <= num_lines <= 2 and num_lines < len(records) <= 2 * num_lines
+    assert all(level == logging.DEBUG and "fa3" in text for level, text in records)
 
 
 # ---- compile caches ----
@@ -339,39 +343,42 @@ def test_each_new_plan_is_logged_once(road: Road) -> None:
 
 def test_compile_cache_tag_follows_in_every_thread() -> None:
     def tags() -> list[str]:
-        seen = [torch.compiler.config.cache_key_tag]
-        thread = threading.Thread(target=lambda: seen.append(torch.compiler.config.cache_key_tag))
+        found_tags = [torch.compiler.config.cache_key_tag]
+        thread = threading.Thread(target=lambda: found_tags.append(torch.compiler.config.cache_key_tag))
         thread.start()
         thread.join()
-        return seen
+        return found_tags
 
-    on = tags()
-    assert all("torch_flashplug" in tag for tag in on)
+    enabled_tags = tags()
+    assert all("torch_flashplug" in tag for tag in enabled_tags)
     with sdpa_backend("stock"):
-        assert tags()[0] == on[0] + f"|{BACKENDS.index('stock')}"
-    assert tags() == on
+        assert tags()[0] == enabled_tags[0] + f"|{BACKENDS.index('stock')}"
+    assert tags() == enabled_tags
     torch_flashplug.disable()
     try:
         assert all("torch_flashplug" not in tag for tag in tags())
     finally:
         torch_flashplug.enable()
-    assert tags() == on
-    with torch.compiler.config.patch(cache_key_tag="mine"):  # a user's own tag lives beside it
+    assert tags() == enabled_tags
+    with torch.compiler.config.patch(cache_key_tag="mine"):  # a tag set by the user is kept
         torch_flashplug.enable()
         assert tags()[0].startswith("mine|torch_flashplug")
         torch_flashplug.disable()
         assert tags()[0] == "mine"
     torch_flashplug.enable()
-    assert tags() == on
+    assert tags() == enabled_tags
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-def test_flags_read_up_to_a_graph_are_in_its_tag(road: Road, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From loading to tracing. A flag that does not say whether it decides what is traced is none."""
+def test_flags_read_before_tracing_are_in_the_cache_tag(road: Road, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check flags from loading to tracing.
+
+    A flag must declare whether it influences tracing.
+    """
     read, get = set(), env.Flag.get
     with monkeypatch.context() as patch:
         patch.setattr(env.Flag, "get", lambda flag: read.add(flag.name) or get(flag))
-        bindings.clear_packs()  # they are registered again
+        bindings.clear_packs()  # the packs are registered again
         startup._load_core()
         road.enable()
         torch.compile(F.scaled_dot_product_attention, backend="aot_eager")(*road.qkv())

@@ -1,5 +1,7 @@
-"""Several ranks: DTensors, context_parallel, and plain tensors that other parts of torch have divided. A process for
-each rank; the cases are those of test/rank_*.py. On the CPU with gloo and the stand-in, on two GPUs with the kernels.
+"""Several ranks: DTensors, context_parallel, and plain tensors divided by torch.
+
+Each rank is a process; test/rank_*.py hold the cases. On the CPU, the tests use gloo and the CPU stub backend; on two
+GPUs, the tests use the kernels.
 """
 
 from __future__ import annotations
@@ -46,8 +48,8 @@ def test_four_ranks(module: str) -> None:
 
 
 @pytest.mark.parametrize("device", ON)
-def test_off_on_one_rank(device: str) -> None:
-    """No decision of ours changes what is exchanged."""
+def test_plugin_off_on_one_rank(device: str) -> None:
+    """Turn the plugin off on one rank. No decision of the plugin may change the exchanged data."""
     ranks.run("rank_mixed", 2, device, settings={1: OFF})
 
 
@@ -64,7 +66,7 @@ def mesh(device: str) -> Iterator[DeviceMesh]:
 
 @pytest.mark.parametrize("grad", [False, True])
 def test_one_rank(any_road: Road, mesh: DeviceMesh, grad: bool) -> None:
-    """By both hooks."""
+    """Use both hooks."""
     plain = any_road.qkv(grad=grad)
     sharded = [distribute_tensor(tensor.detach(), mesh, [Shard(1)]).requires_grad_(grad) for tensor in plain]
     assert torch_flashplug.explain(*sharded, is_causal=True, device="h100").part
@@ -75,12 +77,12 @@ def test_one_rank(any_road: Road, mesh: DeviceMesh, grad: bool) -> None:
     if grad:
         out.full_tensor().float().square().sum().backward()
         want.float().square().sum().backward()
-        for one, other in zip(sharded, plain):
-            torch.testing.assert_close(one.grad.full_tensor(), other.grad, atol=6e-2, rtol=6e-2)
+        for sharded_leaf, plain_leaf in zip(sharded, plain):
+            torch.testing.assert_close(sharded_leaf.grad.full_tensor(), plain_leaf.grad, atol=6e-2, rtol=6e-2)
 
 
 def test_demo(tmp_path: Path) -> None:
-    """On the CPU, where stock serves the calls: what is shown of two ways to divide a model."""
+    """Run the demo on the CPU, where stock serves the calls, and check the output for two ways to divide a model."""
     command = [
         sys.executable,
         "-m",
@@ -99,13 +101,16 @@ def test_demo(tmp_path: Path) -> None:
     assert [row[0].strip() for row in rows] == ["auto", "plugin off"] * 2, done.stdout
     for row in rows:
         first, last = map(float, row[1].split(" to "))
-        assert last < first and float(row[2]) == 0.0, done.stdout  # the same kernels: the same losses
+        assert last < first and float(row[2]) == 0.0, done.stdout  # the same kernels give the same losses
     assert "tokens / s" not in done.stdout and "speed" not in done.stdout, "a CPU compared with itself"
     assert "tensor parallel" in done.stdout and ((tmp_path / "losses.png").exists() or "No picture" in done.stdout)
 
 
-def test_attention_in_a_block_is_refused() -> None:
-    """It would see the rows of one rank, or a ring, by what is asked of it."""
+def test_attention_in_a_context_parallel_block_is_refused() -> None:
+    """Refuse attention() in a context_parallel block.
+
+    The function would see only the rows of one rank, or a ring, depending on the arguments.
+    """
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         mesh, q = init_device_mesh("cpu", (1,)), torch.randn(1, 8, 2, 16)
@@ -118,7 +123,7 @@ def test_attention_in_a_block_is_refused() -> None:
 
 
 def test_import_brings_no_dtensor() -> None:
-    """It takes a second."""
+    """An import of DTensor takes a second."""
     code = (
         "import sys, torch; had = set(sys.modules); import torch_flashplug; "
         "new = {name for name in set(sys.modules) - had if name.startswith('torch.distributed')}; assert not new, new"

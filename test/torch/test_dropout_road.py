@@ -1,5 +1,6 @@
-"""The way of dropout's seed: from the default generator to the op, back to its backward, whoever runs which of the two;
-in graphs, checkpoints and transforms.
+"""The seed of dropout: from the default generator to the op, and from the forward to the backward.
+
+Forward and backward may run on different backends. Tests cover graphs, checkpoints and transforms.
 """
 
 from __future__ import annotations
@@ -33,24 +34,24 @@ bits_of = torch.ops.torch_flashplug.dropout_mask
 P = 0.3
 
 
-def right(q: Tensor, k: Tensor, v: Tensor, kept: Tensor, *, causal: bool = False, p: float = P) -> Tensor:
-    """In fp64, with these probabilities kept."""
+def attend_in_fp64(q: Tensor, k: Tensor, v: Tensor, kept: Tensor, *, causal: bool = False, p: float = P) -> Tensor:
+    """Compute the attention in fp64 with a given dropout mask."""
     scores = q.double() @ k.double().mT * q.shape[-1] ** -0.5
     if causal:
         scores = scores.masked_fill(~torch.ones_like(scores, dtype=torch.bool).tril(), -math.inf)
     return scores.softmax(-1) * kept * dropout_reference.factor(p) @ v.double()
 
 
-def kept_of(seed: Tensor, q: Tensor, k: Tensor, p: float = P) -> Tensor:
+def dropout_mask_of(seed: Tensor, q: Tensor, k: Tensor, p: float = P) -> Tensor:
     return bits_of(seed, *q.shape[:3], k.shape[2], p)
 
 
-def check(found: tuple[Tensor, ...], want: tuple[Tensor, ...], tolerance: float = 3e-2) -> None:
-    for got, exact in zip(found, want, strict=True):
+def check(actual: tuple[Tensor, ...], want: tuple[Tensor, ...], tolerance: float = 3e-2) -> None:
+    for got, exact in zip(actual, want, strict=True):
         assert float((got.detach().double() - exact.detach()).norm() / exact.detach().norm()) < tolerance
 
 
-def dropping(q: Tensor, k: Tensor, v: Tensor, p: float = P, **more: object) -> Tensor:
+def attend_with_dropout(q: Tensor, k: Tensor, v: Tensor, p: float = P, **more: object) -> Tensor:
     with sdpa_backend("fa3"):
         return F.scaled_dot_product_attention(q, k, v, dropout_p=p, **more)
 
@@ -58,51 +59,51 @@ def dropping(q: Tensor, k: Tensor, v: Tensor, p: float = P, **more: object) -> T
 # ---- seeds ----
 
 
-def test_the_carrier_returns_a_seed_as_efficient_does(road: Road) -> None:
+def test_overrideable_op_returns_a_seed_like_the_efficient_op(road: Road) -> None:
     q, k, v = road.qkv()
     torch.manual_seed(3)
     with sdpa_backend("fa3"):
         out, _, _, _, _, _, seed, offset, _ = CARRIER(q, k, v, None, P)
         _, _, _, _, _, _, none, nothing, _ = CARRIER(q, k, v)
     torch.manual_seed(3)
-    assert torch.equal(seed, torch.empty_like(seed).random_())  # what the default generator gives next
+    assert torch.equal(seed, torch.empty_like(seed).random_())  # the next number of the default generator
     for number in (seed, offset):
         assert number.shape == () and number.dtype == torch.int64 and number.device == q.device
     assert seed >= 0 and offset == 0 and none is nothing is None
-    check((out,), (right(q, k, v, kept_of(seed, q, k)),))
+    check((out,), (attend_in_fp64(q, k, v, dropout_mask_of(seed, q, k)),))
 
 
 @pytest.mark.parametrize("mode", [FA3, MATH])
-def test_the_own_op_returns_what_its_fake_says(road: Road, mode: int) -> None:
+def test_op_results_match_the_fake_implementation(road: Road, mode: int) -> None:
     inputs = road.qkv()
     for p in (0.0, P):
-        fakes, found = sdpa._forward_fake(*inputs, None, p, 0, None, mode), OWN(*inputs, None, p, 0, None, mode)
-        for fake, real in zip(fakes, found, strict=True):
+        fakes, results = sdpa._forward_fake(*inputs, None, p, 0, None, mode), OWN(*inputs, None, p, 0, None, mode)
+        for fake, real in zip(fakes, results, strict=True):
             assert (fake.shape, fake.dtype, fake.device) == (real.shape, real.dtype, real.device)
 
 
 def test_an_odd_seed_is_refused(road: Road) -> None:
     seed = torch.tensor(5, device=road.device)
     for odd in (seed.int(), seed.expand(2)):
-        with pytest.raises(RuntimeError, match="takes the int64 that a forward returned"):
+        with pytest.raises(RuntimeError, match="must be the int64 scalar tensor returned by a forward"):
             bits_of(odd, 1, 1, 8, 8, P)
     with pytest.raises(RuntimeError, match="between 0 and 1"):
         bits_of(seed, 1, 1, 8, 8, 1.5)
 
 
-def test_fakes_of_the_bits(road: Road) -> None:
+def test_opcheck_of_the_dropout_mask_op(road: Road) -> None:
     torch.library.opcheck(bits_of, (torch.tensor(5, device=road.device), 2, 3, 17, 33, P))
 
 
-# ---- who runs which direction ----
+# ---- backends of forward and backward ----
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("modes", list(itertools.product((FA3, MATH), repeat=2)), ids=str)
 def test_any_backward_follows_any_forward(kernels_on: str, modes: tuple[int, int], causal: bool) -> None:
-    """Kernels and math drop the same of the same seed."""
-    made = [tensor.to(kernels_on, torch.bfloat16) for tensor in torch.randn(4, 2, 2, 130, 64).unbind()]
-    *inputs, grad = made
+    """Kernels and math must drop the same probabilities for the same seed."""
+    tensors = [tensor.to(kernels_on, torch.bfloat16) for tensor in torch.randn(4, 2, 2, 130, 64).unbind()]
+    *inputs, grad = tensors
     bindings.counters(reset=True)
     settings = (P, int(causal), None)
     out, lse, seed, offset = OWN(*inputs, None, *settings, modes[0])
@@ -111,15 +112,18 @@ def test_any_backward_follows_any_forward(kernels_on: str, modes: tuple[int, int
     counts = {name: count for name, count in bindings.counters().items() if count}
     assert counts == {f"{names[modes[0]]}_fwd": 1, f"{names[modes[1]]}_bwd": 1}
     exact = [tensor.double().requires_grad_() for tensor in inputs]
-    want = right(*exact, kept_of(seed, *inputs[:2]), causal=causal)
+    want = attend_in_fp64(*exact, dropout_mask_of(seed, *inputs[:2]), causal=causal)
     check((out, *grads), (want, *torch.autograd.grad(want, exact, grad.double())))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backward", [AUTO, FA3, MATH])
 @pytest.mark.parametrize("dtype, d", [(torch.float32, 64), (torch.bfloat16, 264), (torch.bfloat16, 128)])
-def test_the_efficient_attention_never_draws_for_us(dtype: torch.dtype, d: int, backward: int) -> None:
-    """Its bits are others, and no backward could tell. Where ours cannot, math takes its place in both directions."""
+def test_calls_with_dropout_never_run_on_efficient_attention(dtype: torch.dtype, d: int, backward: int) -> None:
+    """The efficient attention drops different bits, and no backward could reproduce them.
+
+    Where our kernels cannot run, math serves both directions.
+    """
     *inputs, grad = torch.randn(4, 1, 2, 200, d, device="cuda", dtype=dtype).unbind()
     bindings.counters(reset=True)
     out, lse, seed, offset = OWN(*inputs, None, P, 0, None, AUTO)
@@ -127,12 +131,15 @@ def test_the_efficient_attention_never_draws_for_us(dtype: torch.dtype, d: int, 
     counts = bindings.counters()
     assert counts["efficient_fwd"] == counts["efficient_bwd"] == 0
     exact = [tensor.double().requires_grad_() for tensor in inputs]
-    want = right(*exact, kept_of(seed, *inputs[:2]))
+    want = attend_in_fp64(*exact, dropout_mask_of(seed, *inputs[:2]))
     check((out, *grads), (want, *torch.autograd.grad(want, exact, grad.double())))
 
 
-def test_plans_never_let_the_efficient_attention_follow() -> None:
-    """Of forwards of ours that no backward of ours could follow: where it does without dropout."""
+def test_plans_never_use_the_efficient_backward_after_dropout() -> None:
+    """Plan a forward of our kernels without any backward kernel.
+
+    Without dropout, the efficient attention of stock may compute the gradients.
+    """
     forwards = tuple(row for row in kernel_table.KERNEL_ROWS if row.kind == "fwd")
     bindings.push_rows(forwards, (), dispatch_table.GATE)
     try:
@@ -147,32 +154,34 @@ def test_plans_never_let_the_efficient_attention_follow() -> None:
 # ---- gradients through F.sdpa ----
 
 
-def check_gradients(road: Road, attention: Callable, *, wanted: str = "qkv", **more: object) -> None:
-    """What one call after manual_seed drops is what its gradients drop."""
+def check_gradients(road: Road, attention: Callable, *, leaf_names: str = "qkv", **more: object) -> None:
+    """Compare a call and its gradients with fp64, using the dropout mask of the first seed after manual_seed."""
     tensors = dict(zip("qkv", road.qkv(), strict=True))
-    leaves = {name: tensor.detach().requires_grad_(name in wanted) for name, tensor in tensors.items()}
+    leaves = {name: tensor.detach().requires_grad_(name in leaf_names) for name, tensor in tensors.items()}
     torch.manual_seed(5)
     seed = torch.empty((), dtype=torch.int64, device=road.device).random_()
     torch.manual_seed(5)
     road.took()
     out = attention(*leaves.values(), **more)
     grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
-    grads = torch.autograd.grad(out, [leaves[name] for name in wanted], grad)
+    grads = torch.autograd.grad(out, [leaves[name] for name in leaf_names], grad)
     assert road.took()["ours_fwd"] >= 1
-    exact = {name: tensor.double().requires_grad_(name in wanted) for name, tensor in tensors.items()}
-    want = right(*exact.values(), kept_of(seed, tensors["q"], tensors["k"]), causal=bool(more.get("is_causal")))
-    check((out, *grads), (want, *torch.autograd.grad(want, [exact[name] for name in wanted], grad.double())))
+    exact = {name: tensor.double().requires_grad_(name in leaf_names) for name, tensor in tensors.items()}
+    want = attend_in_fp64(
+        *exact.values(), dropout_mask_of(seed, tensors["q"], tensors["k"]), causal=bool(more.get("is_causal"))
+    )
+    check((out, *grads), (want, *torch.autograd.grad(want, [exact[name] for name in leaf_names], grad.double())))
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("wanted", ["qkv", "q", "kv", "v"])
-def test_gradients(any_road: Road, wanted: str, causal: bool) -> None:
-    check_gradients(any_road, dropping, wanted=wanted, is_causal=causal)
+@pytest.mark.parametrize("leaf_names", ["qkv", "q", "kv", "v"])
+def test_gradients(any_road: Road, leaf_names: str, causal: bool) -> None:
+    check_gradients(any_road, attend_with_dropout, leaf_names=leaf_names, is_causal=causal)
 
 
 def test_deterministic_gradients(any_road: Road) -> None:
     with in_order():
-        check_gradients(any_road, dropping)
+        check_gradients(any_road, attend_with_dropout)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -180,17 +189,17 @@ def test_a_checkpoint_repeats_its_draws(any_road: Road, reentrant: bool) -> None
     check_gradients_of = functools.partial(checkpoint, use_reentrant=reentrant)
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return check_gradients_of(dropping, q, k, v)
+        return check_gradients_of(attend_with_dropout, q, k, v)
 
-    if reentrant:  # torch.autograd.grad does not work with it
+    if reentrant:  # torch.autograd.grad does not support reentrant checkpoints
         grads = []
-        for run in (dropping, attention):
+        for run in (attend_with_dropout, attention):
             leaves = any_road.qkv(grad=True)
             torch.manual_seed(5)
             run(*leaves).float().square().sum().backward()
             grads.append([leaf.grad for leaf in leaves])
-        for one, other in zip(*grads, strict=True):
-            torch.testing.assert_close(one, other)
+        for plain_grad, checkpoint_grad in zip(*grads, strict=True):
+            torch.testing.assert_close(plain_grad, checkpoint_grad)
     else:
         check_gradients(any_road, attention)
 
@@ -198,36 +207,36 @@ def test_a_checkpoint_repeats_its_draws(any_road: Road, reentrant: bool) -> None
 def test_the_generator_moves_on_and_is_put_back(any_road: Road) -> None:
     q, k, v = any_road.qkv()
     torch.manual_seed(9)
-    first, second = dropping(q, k, v), dropping(q, k, v)
+    first, second = attend_with_dropout(q, k, v), attend_with_dropout(q, k, v)
     assert not torch.equal(first, second)
     torch.manual_seed(9)
     devices = [0] if any_road.device == "cuda" else []
     with torch.random.fork_rng(devices):
-        assert torch.equal(dropping(q, k, v), first)
-    assert torch.equal(dropping(q, k, v), first) and torch.equal(dropping(q, k, v), second)
+        assert torch.equal(attend_with_dropout(q, k, v), first)
+    assert torch.equal(attend_with_dropout(q, k, v), first) and torch.equal(attend_with_dropout(q, k, v), second)
 
 
-# ---- what p may be ----
+# ---- valid values of p ----
 
 
 @pytest.mark.parametrize("p", [1.0, 1e-9])
 def test_certain_probabilities(any_road: Road, p: float) -> None:
     leaves = any_road.qkv(grad=True)
-    out = dropping(*leaves, p=p)
+    out = attend_with_dropout(*leaves, p=p)
     grads = torch.autograd.grad(out.float().sum(), leaves)
     assert any_road.took()["ours_fwd"] == 1
     if p == 1.0:
         assert all((tensor == 0).all() for tensor in (out, *grads))
     else:
-        check((out,), (right(*leaves, torch.ones_like(leaves[0] @ leaves[1].mT), p=0.0),))
+        check((out,), (attend_in_fp64(*leaves, torch.ones_like(leaves[0] @ leaves[1].mT), p=0.0),))
 
 
 @pytest.mark.parametrize("p", [-0.5, 1.5, math.nan])
-def test_what_is_no_probability_is_stocks(any_road: Road, p: float) -> None:
-    """On a GPU stock's kernels end the process."""
+def test_invalid_probabilities_fall_back_to_stock(any_road: Road, p: float) -> None:
+    """Expect an error or the result of stock. On a GPU, the kernels of stock end the process for such values."""
     q, k, v = any_road.qkv()
     with pytest.raises(RuntimeError, match=r"forced and cannot run(.|\n)*must be above 0 and at most 1"):
-        dropping(q, k, v, p=p)
+        attend_with_dropout(q, k, v, p=p)
     if any_road.device == "cuda":
         return
 
@@ -252,11 +261,12 @@ def test_what_is_no_probability_is_stocks(any_road: Road, p: float) -> None:
 @pytest.mark.parametrize("rows", [1, 64, 100, 128, 192, 512, 4096])
 @pytest.mark.parametrize("batches", [1, 70000])
 @pytest.mark.parametrize("order", [0, 1])
-def test_a_forward_is_whose_its_gradients_are(
+def test_forward_plans_are_equal_with_and_without_gradients(
     more: dict[str, int], D: int, rows: int, batches: int, order: int
 ) -> None:
-    """By the measured table, and where stock gets gradients wrong: a reentrant checkpoint runs it without them first,
-    and both must drop the same.
+    """Plan calls by the measured table, and where stock computes wrong gradients.
+
+    A reentrant checkpoint first runs the forward without gradients. Both forwards must drop the same probabilities.
     """
     call = facts_of((batches, 2, 2), (rows, rows), (D, D), dropout=1, dropout_p=0.5, deterministic=order, **more)
     plans = [bindings.plan(call | {"grad": grad}, DEVICES["h100"]) for grad in (0, 1)]
@@ -267,8 +277,10 @@ def test_a_forward_is_whose_its_gradients_are(
 @pytest.mark.parametrize("D", [64, 128, 144, 200])
 @pytest.mark.parametrize("keys", [64, 56])
 def test_a_reentrant_checkpoint_in_auto_repeats_its_draws(keys: int, D: int) -> None:
-    """cuDNN's gradients may be NaN with 64 keys (test_low_lse.py), so auto takes those. The first columns of the output
-    are P with its dropout, so the gradient of v must be out^T grad_out.
+    """Run a reentrant checkpoint in auto with 64 and 56 keys.
+
+    Auto serves calls with 64 keys, because cuDNN gradients may then be NaN (test_low_lse.py). The first columns of the
+    output are P with its dropout, so the gradient of v must be out^T grad_out.
     """
     q, k = (torch.randn(2, 4, rows, D, device="cuda", dtype=torch.bfloat16) for rows in (15, keys))
     v = torch.zeros_like(k)
@@ -285,9 +297,12 @@ def test_a_reentrant_checkpoint_in_auto_repeats_its_draws(keys: int, D: int) -> 
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled(any_road: Road, dynamic: bool) -> None:
-    """Our ops in both directions, the gradients those of what the forward dropped; a new draw in every call."""
+    """Check a compiled call: our ops in both directions, and a new draw in every call.
+
+    Gradients use the dropout mask of the forward.
+    """
     recorder = Recorder()
-    compiled = torch.compile(dropping, fullgraph=True, backend=recorder, dynamic=dynamic)
+    compiled = torch.compile(attend_with_dropout, fullgraph=True, backend=recorder, dynamic=dynamic)
     check_gradients(any_road, compiled)
     assert recorder.forwards == [[("fwd", FA3)]] and recorder.backwards == [[("bwd", FA3)]]
     q, k, v = any_road.qkv()
@@ -297,8 +312,11 @@ def test_compiled(any_road: Road, dynamic: bool) -> None:
 
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("D", [64, 100])
-def test_symbolic_sizes_go_by_what_is_measured(road: Road, D: int) -> None:
-    """When such a graph runs, what kernels do not take would be math's, in memory of Sq x Sk: it is stock's at once."""
+def test_symbolic_sizes_follow_the_measured_table(road: Road, D: int) -> None:
+    """Leave graphs of symbolic sizes to stock if kernels may not support the call.
+
+    Otherwise math would serve the call when the graph runs, with memory of Sq x Sk.
+    """
     sizes = (1, 128, 1, dispatch_table.ANY, 1, dispatch_table.ANY, 0)
     row = dispatch_table.ChoiceRow("fwd", "square", 90, True, "dropout", *sizes, ratio=2.0, measured="test")
     bindings.push_rows(kernel_table.KERNEL_ROWS, (row,), OPEN_GATE)
@@ -315,84 +333,92 @@ def test_symbolic_sizes_go_by_what_is_measured(road: Road, D: int) -> None:
 
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_a_compiled_checkpoint_repeats_its_draws(road: Road) -> None:
-    """On a GPU a graph with one draws from another place of the generator than eager calls, stock's, too: so what was
-    drawn is read from the output, which is P itself where v is the identity.
+    """Compare the gradient with the dropout mask of the output.
+
+    On a GPU, a graph with a checkpoint reads the generator at a different offset than eager calls, also in stock. The
+    output is P, because v is the identity, so the dropout mask is read from the output.
     """
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return checkpoint(dropping, q, k, v, use_reentrant=False)
+        return checkpoint(attend_with_dropout, q, k, v, use_reentrant=False)
 
     q, k = (torch.zeros(1, 2, 64, 64, device=road.device, dtype=road.dtype, requires_grad=True) for _ in range(2))
     v = torch.eye(64, device=road.device, dtype=road.dtype).expand(1, 2, 64, 64).clone().requires_grad_()
     kept = torch.compile(attention, fullgraph=True, backend=Recorder())(q, k, v)
     grad_out = torch.randn_like(kept)
-    (found,) = torch.autograd.grad(kept, v, grad_out)
+    (grad_v,) = torch.autograd.grad(kept, v, grad_out)
     assert road.took()["ours_fwd"] > 0 and 0 < (kept == 0).sum() < kept.numel()
-    right = kept.detach().double().mT @ grad_out.double()
-    assert (found.double() - right).norm() < 1e-2 * right.norm()
+    exact = kept.detach().double().mT @ grad_out.double()
+    assert (grad_v.double() - exact).norm() < 1e-2 * exact.norm()
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_exported(road: Road) -> None:
     class Attention(torch.nn.Module):
         def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return dropping(q, k, v)
+            return attend_with_dropout(q, k, v)
 
     q, k, v = road.qkv()
     module = torch.export.export(Attention(), (q, k, v)).module()
     torch.manual_seed(5)
-    eager = dropping(q, k, v)
+    eager = attend_with_dropout(q, k, v)
     torch.manual_seed(5)
     assert torch.equal(module(q, k, v), eager)
 
 
-def test_vmap_wants_different_randomness(road: Road) -> None:
+def test_vmap_requires_different_randomness(road: Road) -> None:
     q, k, v = (torch.stack([tensor, tensor]) for tensor in road.qkv())
     with pytest.raises(RuntimeError, match="randomness"):
-        torch.vmap(dropping)(q, k, v)
-    out = torch.vmap(dropping, randomness="different")(q, k, v)
+        torch.vmap(attend_with_dropout)(q, k, v)
+    out = torch.vmap(attend_with_dropout, randomness="different")(q, k, v)
     assert not torch.equal(out[0], out[1])
 
 
-def test_a_backward_of_other_bits_is_seen() -> None:
-    """What the GPU's tests ask by: right numbers in 16 bits pass, and one tile of 64 x 64 other bits does not."""
+def test_dropout_check_detects_a_backward_with_different_bits() -> None:
+    """Test the check used by the GPU tests: correct 16-bit numbers pass.
+
+    One tile of 64 x 64 different bits must fail.
+    """
     sizes, rounded = ((2, 4, 300, 64), (2, 2, 333, 64)), functools.partial(Tensor.to, dtype=torch.bfloat16)
-    seen = 0
+    num_detected = 0
     for seed in range(20):
         generator = torch.Generator().manual_seed(seed)
         q, k, v, grad = (torch.randn(sizes[at], generator=generator) for at in (0, 1, 1, 0))
-        whole = torch.softmax(2 * q @ k.repeat_interleave(2, 1).mT * 64**-0.5, -1)
-        bits = torch.rand(whole.shape, generator=generator) >= P
-        other = bits.clone()
-        other[1, 3, 64:128, 128:192] = torch.rand(64, 64, generator=generator) >= P
-        out = rounded(whole * bits * dropout_reference.factor(P) @ v.repeat_interleave(2, 1))
-        by_bits = [(rounded(whole * kept).float() * dropout_reference.factor(P)).mT @ grad for kept in (bits, other)]
+        probabilities = torch.softmax(2 * q @ k.repeat_interleave(2, 1).mT * 64**-0.5, -1)
+        bits = torch.rand(probabilities.shape, generator=generator) >= P
+        changed_bits = bits.clone()
+        changed_bits[1, 3, 64:128, 128:192] = torch.rand(64, 64, generator=generator) >= P
+        out = rounded(probabilities * bits * dropout_reference.factor(P) @ v.repeat_interleave(2, 1))
+        by_bits = [
+            (rounded(probabilities * kept).float() * dropout_reference.factor(P)).mT @ grad
+            for kept in (bits, changed_bits)
+        ]
         dv, wrong = (rounded(heads.unflatten(1, (2, 2)).sum(2)) for heads in by_bits)
         assert_dropped_alike(out, grad, dv, rounded(v))
         try:
             assert_dropped_alike(out, grad, wrong, rounded(v))
         except AssertionError as error:
-            seen += str(error).startswith("batch 1, key head 1: ")
-    assert seen >= 14  # a sum of random signs is now and then small
+            num_detected += str(error).startswith("batch 1, key head 1: ")
+    assert num_detected >= 14  # a sum of random signs is sometimes small
 
 
 @pytest.mark.gpu
 def test_replays_of_a_graph_draw_anew() -> None:
-    """And the backward in the graph drops what the forward did."""
+    """The backward in the graph must use the dropout mask of the forward."""
     q, k = (torch.zeros(1, 2, 256, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     v, grad = (torch.randn_like(q) for _ in range(2))
     v.requires_grad_()
     with sdpa_backend("fa3"):
-        for _ in range(2):  # loads kernels
+        for _ in range(2):  # loads the kernels
             torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, dropout_p=P), v, grad)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             out = F.scaled_dot_product_attention(q, k, v, dropout_p=P)
             (dv,) = torch.autograd.grad(out, v, grad)
-    seen = []
+    outs = []
     for _ in range(3):
         graph.replay()
         torch.cuda.synchronize()
-        seen.append(out.clone())
+        outs.append(out.clone())
         assert_dropped_alike(out, grad, dv, v)
-    assert not torch.equal(seen[0], seen[1]) and not torch.equal(seen[1], seen[2])
+    assert not torch.equal(outs[0], outs[1]) and not torch.equal(outs[1], outs[2])

@@ -1,5 +1,7 @@
-"""What is raised beneath an op of ours reaches Python as what it was: the same type and text, and the same object where
-Python code raised it; forward and backward, on the thread of the call and on others.
+"""Errors raised below an op of the plugin: Python receives the original type and text.
+
+An error raised by Python code must be the same object. The tests cover forward and backward, on the thread of the call
+and on other threads.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from torch_flashplug.torch_hooks import varlen_attn as varlen_hooks
 sdpa = F.scaled_dot_product_attention
 
 
-class OfAProgram(Exception):
+class ProgramError(Exception):
     pass
 
 
@@ -42,7 +44,7 @@ RAISED = (
     IndexError("index 7 is out of bounds"),
     TypeError("a type"),
     torch.AcceleratorError("CUDA error: an illegal address"),
-    OfAProgram("of a program", 3),
+    ProgramError("of a program", 3),
     KeyboardInterrupt("by a person"),
 )
 
@@ -59,16 +61,16 @@ def error(request: pytest.FixtureRequest) -> Iterator[BaseException]:
     request.param.__traceback__ = None
 
 
-def raising(error: BaseException) -> Callable[..., NoReturn]:
-    def body(*given: object, **more: object) -> NoReturn:
+def make_raising_function(error: BaseException) -> Callable[..., NoReturn]:
+    def body(*args: object, **kwargs: object) -> NoReturn:
         raise error
 
     return body
 
 
-def drawn(*sizes: int, grad: bool = False) -> Tensor:
-    made = torch.randn(*sizes, generator=torch.Generator().manual_seed(sum(sizes)))
-    return made.to(torch.bfloat16).requires_grad_(grad)
+def random_tensor(*sizes: int, grad: bool = False) -> Tensor:
+    tensor = torch.randn(*sizes, generator=torch.Generator().manual_seed(sum(sizes)))
+    return tensor.to(torch.bfloat16).requires_grad_(grad)
 
 
 def raised_by(call: Callable[[], object]) -> BaseException:
@@ -79,33 +81,33 @@ def raised_by(call: Callable[[], object]) -> BaseException:
     raise AssertionError("nothing was raised")
 
 
-def assert_raises_it(call: Callable[[], object], error: BaseException) -> None:
-    found = raised_by(call)
-    assert found is error and found.__traceback__ is not None
+def assert_raises_same_object(call: Callable[[], object], error: BaseException) -> None:
+    actual = raised_by(call)
+    assert actual is error and actual.__traceback__ is not None
     assert sys.exc_info() == (None, None, None)
 
 
-# ---- bodies in Python ----
+# ---- implementations in Python ----
 
 
 def paged_call() -> Tensor:
-    pool = drawn(4, 16, 2, 64)
+    pool = random_tensor(4, 16, 2, 64)
     table, used = torch.arange(4).int().view(1, 4), torch.tensor([50]).int()
-    return attention(drawn(1, 3, 2, 64), pool, pool, block_table=table, seqused_k=used)
+    return attention(random_tensor(1, 3, 2, 64), pool, pool, block_table=table, seqused_k=used)
 
 
 def cached_call() -> Tensor:
     rows, scale = torch.ones(1, 8, 2, 64, dtype=torch.int8), torch.ones(1, 2, 8)
-    return attention(drawn(1, 3, 2, 64), rows, rows, k_scale=scale, v_scale=scale)
+    return attention(random_tensor(1, 3, 2, 64), rows, rows, k_scale=scale, v_scale=scale)
 
 
 def windowed_call() -> Tensor:
-    x = drawn(1, 32, 2, 64)
+    x = random_tensor(1, 32, 2, 64)
     return attention(x, x, x, window=(4, 4))
 
 
 FORWARDS = {
-    "sdpa": (lambda: sdpa(*[drawn(1, 2, 16, 64)] * 3), ops, "_scores"),
+    "sdpa": (lambda: sdpa(*[random_tensor(1, 2, 16, 64)] * 3), ops, "_scores"),
     "window": (windowed_call, windowed.reference, "scores_of"),
     "pages": (paged_call, paged, "gathered"),
     "cache": (cached_call, quantized_kv, "attend"),
@@ -113,12 +115,14 @@ FORWARDS = {
 
 
 @pytest.mark.parametrize("name", FORWARDS)
-def test_of_a_forward(cpu: Road, monkeypatch: pytest.MonkeyPatch, name: str, error: BaseException) -> None:
+def test_forward_raises_the_original_error(
+    cpu: Road, monkeypatch: pytest.MonkeyPatch, name: str, error: BaseException
+) -> None:
     call, module, function = FORWARDS[name]
     call()
     with monkeypatch.context() as patch:
-        patch.setattr(module, function, raising(error))
-        assert_raises_it(call, error)
+        patch.setattr(module, function, make_raising_function(error))
+        assert_raises_same_object(call, error)
     assert call().isfinite().all()
 
 
@@ -129,30 +133,36 @@ BACKWARDS = {
 
 
 @pytest.mark.parametrize("name", BACKWARDS)
-def test_of_a_backward(cpu: Road, monkeypatch: pytest.MonkeyPatch, name: str, error: BaseException) -> None:
+def test_backward_raises_the_original_error(
+    cpu: Road, monkeypatch: pytest.MonkeyPatch, name: str, error: BaseException
+) -> None:
     call, module, function = BACKWARDS[name]
-    q = drawn(1, 16, 2, 64, grad=True)
+    q = random_tensor(1, 16, 2, 64, grad=True)
     with monkeypatch.context() as patch:
         out = call(q)
-        patch.setattr(module, function, raising(error))
-        assert_raises_it(lambda: out.sum().backward(), error)
+        patch.setattr(module, function, make_raising_function(error))
+        assert_raises_same_object(lambda: out.sum().backward(), error)
     call(q).sum().backward()
     assert q.grad.isfinite().all()
 
 
-def test_of_a_block(cpu: Road, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
-    """Math that is asked for, whose op C++ calls for CPU tensors as for those of a GPU."""
-    monkeypatch.setattr(ops, "_scores", raising(error))
+def test_forced_math_raises_the_original_error(
+    cpu: Road, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    """Request math explicitly. C++ calls the math op for CPU tensors as for GPU tensors."""
+    monkeypatch.setattr(ops, "_scores", make_raising_function(error))
     with sdpa_backend("math"):
-        assert_raises_it(
-            lambda: torch.ops.torch_flashplug.sdpa_fwd(*[drawn(1, 2, 16, 64)] * 3, None, 0.0, 0, None, 1), error
+        assert_raises_same_object(
+            lambda: torch.ops.torch_flashplug.sdpa_fwd(*[random_tensor(1, 2, 16, 64)] * 3, None, 0.0, 0, None, 1), error
         )
 
 
 @pytest.mark.parametrize("backward", [False, True])
-def test_of_stocks_varlen(monkeypatch: pytest.MonkeyPatch, error: BaseException, backward: bool) -> None:
-    """Its body, which C++ goes on to with what is not ours."""
-    q, cu = drawn(16, 2, 64, grad=True), torch.tensor([0, 16]).int()
+def test_varlen_attn_of_stock_raises_the_original_error(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException, backward: bool
+) -> None:
+    """Check errors of the stock implementation, which C++ calls when no kernel of the plugin serves the call."""
+    q, cu = random_tensor(16, 2, 64, grad=True), torch.tensor([0, 16]).int()
     empty, library = torch.empty(0, dtype=torch.uint64), torch.library.Library("aten", "IMPL")
 
     def forward(query: Tensor, *more: object, **settings: object) -> tuple[Tensor, ...]:
@@ -161,56 +171,56 @@ def test_of_stocks_varlen(monkeypatch: pytest.MonkeyPatch, error: BaseException,
         return torch.zeros_like(query), torch.zeros(2, 16), empty, empty, empty.float()
 
     library.impl("_flash_attention_forward", forward, "CPU")
-    library.impl("_flash_attention_backward", raising(error), "CPU")
+    library.impl("_flash_attention_backward", make_raising_function(error), "CPU")
     try:
         with on_cpu.installed_at(varlen_hooks, "cpu"):
-            assert_raises_it(lambda: varlen.varlen_attn(q, q, q, cu, cu, 16, 16).sum().backward(), error)
+            assert_raises_same_object(lambda: varlen.varlen_attn(q, q, q, cu, cu, 16, 16).sum().backward(), error)
     finally:
         library._destroy()
 
 
-def test_threads_have_errors_of_their_own(cpu: Road, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_are_per_thread(cpu: Road, monkeypatch: pytest.MonkeyPatch) -> None:
     errors = {f"thread {i}": ValueError(f"of {i}") for i in range(4)}
-    monkeypatch.setattr(ops, "_scores", lambda *given: raising(errors[threading.current_thread().name])())
-    found = {}
+    monkeypatch.setattr(ops, "_scores", lambda *args: make_raising_function(errors[threading.current_thread().name])())
+    errors_by_thread = {}
 
     def run() -> None:
         name = threading.current_thread().name
-        found[name] = [raised_by(FORWARDS["sdpa"][0]) for _ in range(50)]
+        errors_by_thread[name] = [raised_by(FORWARDS["sdpa"][0]) for _ in range(50)]
 
     threads = [threading.Thread(target=run, name=name) for name in errors]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert all(one is errors[name] for name, all_of_them in found.items() for one in all_of_them)
+    assert all(caught is errors[name] for name, caught_errors in errors_by_thread.items() for caught in caught_errors)
 
 
-# ---- what is kept ----
+# ---- lifetime of errors ----
 
 
-def test_nobody_keeps_an_error_or_its_operands(cpu: Road, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its traceback holds tensors, and a program that catches it wants their memory back."""
-    operands = [drawn(1, 2, 16, 64)] * 3
-    seen = weakref.ref(operands[0])
+def test_errors_and_operands_are_released(cpu: Road, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The traceback holds tensors, and a program that catches the error needs the memory of the tensors back."""
+    operands = [random_tensor(1, 2, 16, 64)] * 3
+    operand_ref = weakref.ref(operands[0])
     with monkeypatch.context() as patch:
-        patch.setattr(ops, "_scores", lambda *given: raising(OfAProgram())())
-        kept = weakref.ref(raised_by(lambda: sdpa(*operands)))
-        assert isinstance(raised_by(lambda: ops._math_forward(*operands, None, 0.0, 0, None, 0)), OfAProgram)
+        patch.setattr(ops, "_scores", lambda *args: make_raising_function(ProgramError())())
+        error_ref = weakref.ref(raised_by(lambda: sdpa(*operands)))
+        assert isinstance(raised_by(lambda: ops._math_forward(*operands, None, 0.0, 0, None, 0)), ProgramError)
     operands.clear()
     gc.collect()
-    assert kept() is None and seen() is None
+    assert error_ref() is None and operand_ref() is None
 
 
-def test_an_error_that_a_program_recovered_from_is_not_told_later(cpu: Road, monkeypatch: pytest.MonkeyPatch) -> None:
-    x = drawn(1, 2, 16, 64)
+def test_handled_errors_are_not_raised_later(cpu: Road, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = random_tensor(1, 2, 16, 64)
     scores = ops._scores
 
-    def recovers(*given: object) -> object:
+    def recovers(*args: object) -> object:
         with monkeypatch.context() as patch:
-            patch.setattr(ops, "_scores", raising(ValueError("recovered from")))
+            patch.setattr(ops, "_scores", make_raising_function(ValueError("recovered from")))
             assert isinstance(raised_by(lambda: sdpa(x, x, x)), ValueError)
-        return scores(*given)
+        return scores(*args)
 
     with monkeypatch.context() as patch:
         patch.setattr(ops, "_scores", recovers)
@@ -218,12 +228,12 @@ def test_an_error_that_a_program_recovered_from_is_not_told_later(cpu: Road, mon
     assert out.isfinite().all() and sdpa(x, x, x).isfinite().all()
 
 
-# ---- libtorch's own ----
+# ---- errors of libtorch ----
 
 
 @pytest.fixture
-def no_room(cpu: Road) -> Iterator[list[BaseException]]:
-    """aten::empty_strided raises what is in the list, and else does what it does."""
+def allocation_errors(cpu: Road) -> Iterator[list[BaseException]]:
+    """Make aten::empty_strided raise the first error of a list, or allocate as usual if the list is empty."""
     errors, library = [], torch.library.Library("aten", "IMPL")
 
     def empty_strided(size: list[int], stride: list[int], **settings: object) -> Tensor:
@@ -238,18 +248,20 @@ def no_room(cpu: Road) -> Iterator[list[BaseException]]:
     library._destroy()
 
 
-def test_of_an_allocation(no_room: list[BaseException], error: BaseException) -> None:
-    """That C++ asks for: the scalars of a forward without dropout, placeholders."""
-    x = drawn(1, 2, 16, 64)
-    no_room.append(error)
-    assert_raises_it(lambda: sdpa(x, x, x), error)
-    no_room.clear()
+def test_allocation_in_cpp_raises_the_original_error(
+    allocation_errors: list[BaseException], error: BaseException
+) -> None:
+    """Raise in an allocation of C++: scalars of a forward without dropout, and placeholders."""
+    x = random_tensor(1, 2, 16, 64)
+    allocation_errors.append(error)
+    assert_raises_same_object(lambda: sdpa(x, x, x), error)
+    allocation_errors.clear()
     assert sdpa(x, x, x).isfinite().all()
 
 
-def test_of_a_real_allocation(cpu: Road) -> None:
-    """More than any machine has: torch's own text of its CPU allocator."""
-    q = drawn(1, 1, 1, 64).expand(1, 2**20, 2**26, 64)
+def test_failed_allocation_raises_the_error_of_torch(cpu: Road) -> None:
+    """Allocate more memory than any machine has. The text must be the text of the CPU allocator of torch."""
+    q = random_tensor(1, 1, 1, 64).expand(1, 2**20, 2**26, 64)
     with pytest.raises(RuntimeError, match="can't allocate memory: you tried to allocate") as stock:
         torch.empty_like(q)
     for call in (lambda: sdpa(q, q, q), lambda: attention(q, q, q, window=(4, 4))):
@@ -281,8 +293,8 @@ extern "C" void* negate() try {
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="older torch only logs the texts")
-def test_of_a_call_that_is_known_by_its_text(tmp_path: Path) -> None:
-    """Of C++, and of Python code as pybind11 words it."""
+def test_errors_of_dispatched_calls_keep_their_text(tmp_path: Path) -> None:
+    """Check errors raised by C++, and errors raised by Python code in the wording of pybind11."""
     assert cpp.compiles(ASKED, "-shared", "-fPIC", "-o", str(tmp_path / "asked.so"))
     negate = ctypes.PyDLL(str(tmp_path / "asked.so")).negate
     negate.restype = ctypes.py_object
@@ -290,9 +302,9 @@ def test_of_a_call_that_is_known_by_its_text(tmp_path: Path) -> None:
         torch.ones((), dtype=torch.bool).neg_()
     assert negate() == str(stock.value)
     library = torch.library.Library("aten", "IMPL")
-    library.impl("neg_", raising(torch.OutOfMemoryError("of a kernel: 3")), "CPU")
+    library.impl("neg_", make_raising_function(torch.OutOfMemoryError("of a kernel: 3")), "CPU")
     try:
-        found = negate()
+        actual = negate()
     finally:
         library._destroy()
-    assert type(found) is torch.OutOfMemoryError and str(found) == "of a kernel: 3"
+    assert type(actual) is torch.OutOfMemoryError and str(actual) == "of a kernel: 3"

@@ -1,6 +1,8 @@
-"""Calls on which stock torch is known to be wrong or to fail: those that auto takes (stock_bugs.py), those that another
-of stock's backends has right (stock_bugs.cpp); scales that are not positive; what else a call with gradients is owed:
-the plan that the router made, and a math backward that is a step of ring attention.
+"""Calls on which stock torch is known to be wrong or to fail.
+
+Auto serves the calls listed in stock_bugs.py; stock_bugs.cpp lists calls for which a different backend of stock is
+right. Further tests cover scales that are not positive, the plan made by the choice hook for calls with gradients, and
+the math backward as a step of ring attention.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ sdpa = F.scaled_dot_product_attention
 
 # ---- rescues ----
 
-# One call of each row of rescues.RESCUES, with and without what makes it one.
+# One call for each row of rescues.RESCUES, with and without the triggering fact.
 RESCUED = {
     "odd_base_one_row": (call((1, 32, 8), (1, 100), (16, 16)), {"odd_base_k": 1, "align_k": 2}),
     "odd_base_one_key": (call((5, 21, 3), (70, 1), (128, 128)), {"odd_base_q": 1, "align_q": 8}),
@@ -53,18 +55,18 @@ RESCUED = {
 
 
 @pytest.mark.parametrize("name", RESCUED)
-def test_auto_takes_what_stock_fails(name: str) -> None:
+def test_auto_serves_calls_that_fail_in_stock(name: str) -> None:
     plain, fault = RESCUED[name]
     assert not bindings.plan(plain, DEVICES["h100"])["rescue"]
     rescued = bindings.plan(plain | fault, DEVICES["h100"])
     assert rescued["backend"] in {"fa3", "fa2"} and rescued["kernel"]
     assert any(rescued["rescue"] == f"{row.stock} ({row.evidence})" for row in stock_bugs.RESCUES)
     assert rescued["row"] == "" and bool(rescued["gradients"]) == bool(plain.get("grad"))
-    assert bindings.plan(plain | fault, DEVICES["a100"])["backend"] == "stock"  # no fault was seen there
+    assert bindings.plan(plain | fault, DEVICES["a100"])["backend"] == "stock"  # no fault was found on an A100
 
 
-def test_rows_that_are_not_contiguous_are_no_rescue() -> None:
-    """Stock takes math there, which is right."""
+def test_noncontiguous_rows_are_no_rescue() -> None:
+    """Stock uses math for such rows, and math is right."""
     plain, fault = RESCUED["odd_base_one_row"]
     assert not bindings.plan(plain | fault | {"last_stride_v": 64}, DEVICES["h100"])["rescue"]
 
@@ -73,12 +75,12 @@ def test_rows_that_are_not_contiguous_are_no_rescue() -> None:
     (1e-50, "zero"), (-1e-39, "zero"), (-0.0, "zero"), (1.2e-38, "positive"), (None, "positive"),
     (-2.0, "negative"), (1e39, "not finite"), (math.nan, "not finite"), (-math.inf, "not finite"),
 ])  # fmt: skip
-def test_scales_are_what_kernels_take_them_for(scale: float | None, kind: str) -> None:
-    """A float of 32 bits."""
+def test_scales_are_classified_as_32_bit_floats(scale: float | None, kind: str) -> None:
+    """Scales are stored as 32-bit floats."""
     assert bindings.kind_of_scale(scale) == kind
 
 
-def test_every_rescue_is_tried() -> None:
+def test_every_rescue_row_is_tested() -> None:
     tried = {bindings.plan(plain | fault, DEVICES["h100"])["rescue"] for plain, fault in RESCUED.values()}
     assert tried == {f"{row.stock} ({row.evidence})" for row in stock_bugs.RESCUES}
 
@@ -114,7 +116,7 @@ def test_auto_is_right_where_stock_fails(name: str, grad: bool) -> None:
     )  # fmt: skip
     q, k, v = (tensor.detach().requires_grad_(grad) for tensor in (q, k, v))
     bindings.counters(reset=True)
-    for _ in range(2):  # a fault of stock's shows at the second call
+    for _ in range(2):  # some faults of stock appear at the second call
         out = sdpa(q, k, v, **kwargs, enable_gqa=q.shape[1] != k.shape[1])
     inputs = Inputs(q.detach(), k.detach(), v.detach(), half(*out.shape))
     grads = torch.autograd.grad(out, (q, k, v), inputs.grad_out) if grad else ()
@@ -128,7 +130,7 @@ def test_auto_is_right_where_stock_fails(name: str, grad: bool) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["fp32", "masked", "masked_fp32"])
 @pytest.mark.parametrize("scale", [0.0, -0.25, -1.0])
-def test_scales_are_right_where_ours_cannot_run(scale: float, kind: str) -> None:
+def test_scales_are_right_without_a_kernel_of_the_plugin(scale: float, kind: str) -> None:
     masked = kind != "fp32"
     dtype = torch.bfloat16 if masked else torch.float32
     q, k, v = (torch.randn(2, 4, 129, 64, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3))
@@ -150,7 +152,7 @@ def test_scales_are_right_where_ours_cannot_run(scale: float, kind: str) -> None
 @pytest.mark.isolated(120)
 @pytest.mark.parametrize("offset", [0, 3])
 @pytest.mark.parametrize("rows", [1, 200])
-def test_a_dropout_of_all_leaves_nothing(rows: int, offset: int) -> None:
+def test_dropout_of_one_gives_zero_outputs_and_gradients(rows: int, offset: int) -> None:
     q, k, v = (odd((1, 2, size, 128), offset) for size in (rows, 96, 96))
     leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
     bindings.counters(reset=True)
@@ -158,15 +160,18 @@ def test_a_dropout_of_all_leaves_nothing(rows: int, offset: int) -> None:
     grads = torch.autograd.grad(out, leaves, half(*out.shape))
     torch.cuda.synchronize()
     assert bindings.counters()["ours_fwd"] == 1
-    assert not any(tensor.any() for tensor in (out, *grads))  # NaN counts as something
+    assert not any(tensor.any() for tensor in (out, *grads))  # NaN also counts as true
 
 
 @pytest.mark.gpu
 @pytest.mark.isolated(120)
 @pytest.mark.parametrize("kind", ["misaligned", "wide", "dropout", "compiled"])
-def test_the_gradient_of_a_mask_alone(kind: str) -> None:
-    """Stock's efficient attention keeps no LSE where no operand wants a gradient, and its backward reads one: an error,
-    or the end of the context. Ours takes what is misaligned, as copies, and dropout; the others it cannot.
+def test_mask_gradient_without_operand_gradients(kind: str) -> None:
+    """Compute only the gradient of a mask.
+
+    The efficient attention of stock keeps no LSE if no operand needs a gradient, but its backward reads the LSE. The
+    result is an error or the end of the CUDA context. Our kernels serve the misaligned calls (as copies) and the calls
+    with dropout, and cannot serve the remaining calls.
     """
     sizes = {"misaligned": (257, 9, 64), "wide": (129, 96, 264), "dropout": (33, 33, 64), "compiled": (33, 40, 264)}
     Sq, Sk, D = sizes[kind]
@@ -190,23 +195,23 @@ def test_the_gradient_of_a_mask_alone(kind: str) -> None:
 
 
 @pytest.mark.gpu
-def test_such_scales_under_vmap() -> None:
-    """Masked: math, because torch's own rule for the efficient attention refuses the mask."""
+def test_nonpositive_scales_under_vmap() -> None:
+    """Masked calls use math, because torch's vmap rule for the efficient attention refuses the mask."""
     q, k, v = (half(2, 4, 129, 64) for _ in range(3))
     mask = torch.ones(129, 129, dtype=torch.bool, device="cuda").tril()
     queries = torch.stack([q, q.neg(), q * 2])
-    outs = torch.vmap(lambda one: sdpa(one, k, v, attn_mask=mask, scale=-0.5))(queries)
-    for out, one in zip(outs, queries):
-        scores = (one.double() @ k.double().mT * -0.5).masked_fill(~mask, -math.inf)
+    outs = torch.vmap(lambda query: sdpa(query, k, v, attn_mask=mask, scale=-0.5))(queries)
+    for out, query in zip(outs, queries):
+        scores = (query.double() @ k.double().mT * -0.5).masked_fill(~mask, -math.inf)
         torch.testing.assert_close(out.double(), scores.softmax(-1) @ v.double(), atol=2e-2, rtol=2e-2)
     masks = torch.stack([mask, ~mask | torch.eye(129, dtype=torch.bool, device="cuda")])
-    for out, one in zip(torch.vmap(lambda each: sdpa(q, k, v, attn_mask=each, scale=-0.5))(masks), masks):
-        scores = (q.double() @ k.double().mT * -0.5).masked_fill(~one, -math.inf)
+    for out, entry in zip(torch.vmap(lambda entry: sdpa(q, k, v, attn_mask=entry, scale=-0.5))(masks), masks):
+        scores = (q.double() @ k.double().mT * -0.5).masked_fill(~entry, -math.inf)
         torch.testing.assert_close(out.double(), scores.softmax(-1) @ v.double(), atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.25, 1e-50])
-def test_such_scales_are_ours(road: Road, scale: float) -> None:
+def test_nonpositive_scales_run_on_kernels(road: Road, scale: float) -> None:
     q, k, v = road.qkv(grad=True)
     assert bindings.plan(describe_call.describe(q, k, v, None, 0.0, False, scale) | {"on_cuda": 1},
                        DEVICES["h100"])["backend"] == "fa3"  # fmt: skip
@@ -222,8 +227,8 @@ def test_such_scales_are_ours(road: Road, scale: float) -> None:
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0])
-def test_masked_calls_with_such_scales_are_right(any_road: Road, scale: float) -> None:
-    """With a mask of floats, too, where stock would have taken a kernel that gives NaN."""
+def test_masked_calls_with_nonpositive_scales_are_right(any_road: Road, scale: float) -> None:
+    """Use a float mask too, for which stock would have taken a kernel that returns NaN."""
     q, k, v = any_road.qkv(rows=65)
     mask = torch.ones(65, 65, dtype=torch.bool, device=q.device).tril()
     out = sdpa(q, k, v, attn_mask=torch.where(mask, 0.0, -math.inf).to(q.dtype), scale=scale)
@@ -232,14 +237,14 @@ def test_masked_calls_with_such_scales_are_right(any_road: Road, scale: float) -
     assert any_road.took()["ours_fwd"] == 1
 
 
-def test_forced_math_takes_boolean_masks(any_road: Road) -> None:
+def test_forced_math_accepts_boolean_masks(any_road: Road) -> None:
     q, k, v = any_road.qkv(rows=65)
     mask = torch.ones(65, 65, dtype=torch.bool, device=q.device).tril()
     with torch_flashplug.sdpa_backend("math"):
         torch.testing.assert_close(sdpa(q, k, v, attn_mask=mask), sdpa(q, k, v, is_causal=True), atol=2e-2, rtol=2e-2)
 
 
-def test_forced_math_refuses_what_stock_refuses(any_road: Road) -> None:
+def test_forced_math_refuses_mixed_dtypes_and_integer_masks(any_road: Road) -> None:
     q, k, v = any_road.qkv(rows=65)
     counts = torch.ones(65, 65, dtype=torch.int64, device=q.device)
     with torch_flashplug.sdpa_backend("math"):
@@ -249,13 +254,16 @@ def test_forced_math_refuses_what_stock_refuses(any_road: Road) -> None:
             sdpa(q, k, v, attn_mask=counts)
 
 
-def test_explain_takes_nested_tensors() -> None:
+def test_explain_accepts_nested_tensors() -> None:
     nested = torch.nested.nested_tensor([torch.randn(4, rows, 64) for rows in (3, 5)])
     assert "q nested" in torch_flashplug.explain(nested, nested, nested).call
 
 
-def test_the_op_keeps_the_routers_plan(road: Road) -> None:
-    """A class that is ours with gradients and stock's without: the op must not think of the other one."""
+def test_op_keeps_the_plan_of_the_choice_hook(road: Road) -> None:
+    """Route one call class to our kernels with gradients and to stock without gradients.
+
+    The op must keep the plan of the choice hook.
+    """
     rows = [
         ChoiceRow("fwd", operands, 90, grad, "full", 1, 256, 0, ANY, 0, ANY, 0, ratio=ratio, measured="test row")
         for operands, grad, ratio in (("square", True, 2.0), ("vectors", False, 0.5))
@@ -269,47 +277,51 @@ def test_the_op_keeps_the_routers_plan(road: Road) -> None:
         assert took.get("ours_fwd", 0) == grad and took.get("routed_ours", 0) == grad, took
 
 
-# ---- the math backward is given what the forward found ----
+# ---- the math backward uses the output and LSE of the forward ----
 
 
 @pytest.mark.parametrize("causal", [ops.CAUSAL_NONE, ops.CAUSAL_TOP_LEFT])
 @pytest.mark.parametrize("biased", [False, True])
 def test_math_backward_is_a_step_of_a_ring(causal: int, biased: bool) -> None:
-    """Gradients over two halves of the keys, each with the output and LSE of all of them, add up to those of the whole.
-    A row that sees no key of a half gets nothing from it.
+    """Add gradients over two halves of the keys, each computed with the output and LSE of all keys.
+
+    The sum must equal the gradients over all keys. A row without visible keys in a half gets no gradient from the half.
     """
     torch.manual_seed(3)
     q, k, v, grad_out = (torch.randn(2, 4, 24, 16, dtype=torch.float64) for _ in range(4))
     bias = torch.randn(2, 1, 24, 24, dtype=torch.float64) if biased and not causal else None
     settings = (0.0, causal, None, 0)
     out, lse, seed, offset = ops.namespace.sdpa_fwd(q, k, v, bias, *settings)
-    whole = ops.namespace.sdpa_bwd(grad_out, q, k, v, bias, out, lse, seed, offset, *settings, bias is not None)
-    parts = []
+    full_grads = ops.namespace.sdpa_bwd(grad_out, q, k, v, bias, out, lse, seed, offset, *settings, bias is not None)
+    half_grads = []
     for keys in (slice(0, 12), slice(12, 24)):
         mask = bias[..., keys] if bias is not None else None
-        if causal:  # the second half of the keys, seen from the first rows: nothing
+        if causal:  # the first rows see no key of the second half
             mask = torch.ones(24, 24, dtype=torch.bool).tril()[:, keys]
         arguments = (grad_out, q, k[:, :, keys], v[:, :, keys], mask, out, lse, seed, offset)
-        parts.append(ops.namespace.sdpa_bwd(*arguments, 0.0, ops.CAUSAL_NONE, None, 0, bias is not None))
-    torch.testing.assert_close(parts[0][0] + parts[1][0], whole[0])
+        half_grads.append(ops.namespace.sdpa_bwd(*arguments, 0.0, ops.CAUSAL_NONE, None, 0, bias is not None))
+    torch.testing.assert_close(half_grads[0][0] + half_grads[1][0], full_grads[0])
     for i in (1, 2):
-        torch.testing.assert_close(torch.cat([part[i] for part in parts], 2), whole[i])
+        torch.testing.assert_close(torch.cat([part[i] for part in half_grads], 2), full_grads[i])
     if bias is not None:
-        torch.testing.assert_close(torch.cat([part[3] for part in parts], 3), whole[3])
+        torch.testing.assert_close(torch.cat([part[3] for part in half_grads], 3), full_grads[3])
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-def test_one_head_of_keys_is_every_querys(road: Road) -> None:
-    """Without enable_gqa, as stock's math broadcasts it: eager, traced, mapped."""
+def test_single_key_head_is_broadcast(road: Road) -> None:
+    """Check a single key head without enable_gqa: eager, compiled and under vmap.
+
+    The math of stock broadcasts the key head in the same way.
+    """
     q, k, v = (tensor.detach() for tensor in road.qkv())
     k, v = k[:, :1], v[:, :1]
     exact = (q.double() @ k.double().mT * q.shape[-1] ** -0.5).softmax(-1) @ v.double()
-    roads = {
+    attentions = {
         "eager": sdpa,
         "compiled": torch.compile(sdpa, backend="aot_eager", dynamic=True),
-        "mapped": lambda *given: torch.vmap(sdpa, in_dims=(0, None, None))(given[0][None], *given[1:])[0],
+        "mapped": lambda *operands: torch.vmap(sdpa, in_dims=(0, None, None))(operands[0][None], *operands[1:])[0],
     }
-    for attend in roads.values():
+    for attend in attentions.values():
         road.took()
         leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
         out = attend(*leaves)
@@ -323,7 +335,7 @@ def _heads(B: int, H: int, S: int, D: int, dtype: torch.dtype = torch.bfloat16) 
     return [torch.randn(B, H, S, D, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3)]
 
 
-# No kernel of ours takes these calls, and the backend of stock's that would take them is wrong, raises or crashes.
+# Our kernels cannot run these calls, and the default backend of stock returns wrong results, raises or crashes.
 LEFT = {
     "no_batch": (lambda: _heads(0, 4, 16, 64), lambda: {}),
     "no_batch_causal": (lambda: _heads(0, 3, 385, 192, torch.float16), lambda: {"is_causal": True}),
@@ -340,33 +352,33 @@ LEFT = {
 
 
 def wide(size: int) -> Tensor:
-    """A float mask of fp32, -inf where it hides."""
+    """Return a random fp32 float mask with -inf at hidden keys."""
     bias = torch.randn(size, size, device="cuda")
     return bias.masked_fill_(bias > 0.5, -math.inf)
 
 
-@pytest.mark.parametrize("backend, allowed, said", [
+@pytest.mark.parametrize("backend, allowed, expected_choice", [
     ("auto", ("MATH", "FLASH_ATTENTION"), "MATH"), ("fa3", ("MATH", "FLASH_ATTENTION"), "MATH"),
     ("auto", ("FLASH_ATTENTION",), ""), ("auto", ("MATH",), ""), ("stock", ("MATH", "FLASH_ATTENTION"), ""),
 ])  # fmt: skip
-def test_explain_says_who_takes_operands_without_elements(
-    backend: str, allowed: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch
+def test_explain_reports_math_for_operands_without_elements(
+    backend: str, allowed: tuple[str, ...], expected_choice: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stock's choice, which divides by the number of heads, is not asked."""
+    """The choice function of stock must not be called, because stock divides by the number of heads."""
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     monkeypatch.setattr(torch, "_fused_sdp_choice", None)
     with FakeTensorMode() as mode, torch_flashplug.sdpa_backend(backend):
         with sdpa_kernel([getattr(SDPBackend, name) for name in allowed]):
-            given = (torch.empty((2, 0, 16, 64), dtype=torch.bfloat16, device="meta") for _ in range(3))
-            plan = torch_flashplug.explain(*(FakeTensor(mode, tensor, torch.device("cuda:0")) for tensor in given))
-    assert (plan.backend, plan.stock_choice, plan.error) == ("stock", said, "")
+            metas = (torch.empty((2, 0, 16, 64), dtype=torch.bfloat16, device="meta") for _ in range(3))
+            plan = torch_flashplug.explain(*(FakeTensor(mode, tensor, torch.device("cuda:0")) for tensor in metas))
+    assert (plan.backend, plan.stock_choice, plan.error) == ("stock", expected_choice, "")
 
 
 @pytest.mark.gpu
 @pytest.mark.isolated(120)
 @pytest.mark.parametrize("name", LEFT)
-def test_what_stays_with_stock_goes_to_the_one_that_is_right(name: str) -> None:
-    """Math, whose numbers these are, the dropped ones, too."""
+def test_unsupported_calls_run_on_a_correct_stock_backend(name: str) -> None:
+    """Math gives the expected numbers, including calls with dropout."""
     operands, settings = LEFT[name]
     torch.manual_seed(3)
     inputs, kwargs = operands(), settings()
@@ -378,9 +390,9 @@ def test_what_stays_with_stock_goes_to_the_one_that_is_right(name: str) -> None:
             out = sdpa(*inputs, **kwargs)
             results.append((out, *torch.autograd.grad(out, inputs, torch.ones_like(out))))
     torch.cuda.synchronize()
-    for got, wanted in zip(*results, strict=True):
+    for got, expected in zip(*results, strict=True):
         assert got.isfinite().all()
-        torch.testing.assert_close(got, wanted, rtol=0.0, atol=0.0)
+        torch.testing.assert_close(got, expected, rtol=0.0, atol=0.0)
     assert bindings.counters()["ours_fwd"] == 0
     plan = torch_flashplug.explain(*inputs, **kwargs)
     assert plan.backend == "stock" and plan.stock_choice.startswith("MATH"), plan

@@ -1,5 +1,7 @@
-"""Kernels that are compiled at their first use on a GPU: numbers, gradients on autograd's thread, and graphs. Each test
-has an empty cache and no pack. They are skipped where the compiler is not installed.
+"""Kernels compiled at first use on a GPU: numbers, gradients on the thread of autograd, and graphs.
+
+Each test starts with an empty cache and without kernel packs. The tests are skipped where the compiler is not
+installed.
 """
 
 from __future__ import annotations
@@ -86,7 +88,7 @@ def run(program: str, cache: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_forward_and_backward_are_compiled_and_right(tmp_path: Path) -> None:
-    """The backward's kernel is compiled beside the forward's, so that its call may find it there."""
+    """The backward kernel is compiled together with the forward kernel, so that the backward may find the kernel."""
     first = run(TRAIN, tmp_path)
     waited = re.findall(r"kernel (\w+?)_\S+ was compiled at its first use", first.stderr)
     assert waited in (["fwd"], ["fwd", "bwd"])
@@ -94,7 +96,7 @@ def test_forward_and_backward_are_compiled_and_right(tmp_path: Path) -> None:
     assert "was compiled" not in again.stderr
 
 
-def test_a_graph_records_ours_after_the_warm_up_alone(tmp_path: Path) -> None:
+def test_cuda_graph_records_kernels_only_after_warmup(tmp_path: Path) -> None:
     done = run(GRAPH, tmp_path)
     assert done.stderr.count("nothing is compiled while a CUDA graph is captured") == 1
     assert "python -m torch_flashplug warmup" in done.stderr

@@ -1,4 +1,4 @@
-"""Environment flags: which words they understand, and what those that are not allowed raise."""
+"""Environment flags: accepted values, and errors for invalid values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from torch_flashplug import env
 from torch_flashplug.api import startup
 
-# Each is read when the plugin is loaded, before anything is switched on.
+# Each function reads a flag while the plugin is loaded, before anything is switched on.
 NOT_ALLOWED = (
     (env.HOOK, "composit", startup._load_core, "must be one of stub, composite"),
     (env.BACKEND, "fa5", startup._process_backend, "must be one of"),
@@ -21,7 +21,7 @@ NOT_ALLOWED = (
 
 
 @pytest.mark.parametrize(("flag", "value", "read", "allowed"), NOT_ALLOWED, ids=lambda x: getattr(x, "name", ""))
-def test_a_value_that_no_flag_has(
+def test_invalid_flag_values_are_refused(
     monkeypatch: pytest.MonkeyPatch, flag: env.Flag, value: str, read: Callable[[], object], allowed: str
 ) -> None:
     monkeypatch.setenv(flag.name, value)
@@ -30,13 +30,13 @@ def test_a_value_that_no_flag_has(
 
 
 @pytest.mark.parametrize("value", ["", "stub", "composite"])
-def test_a_hook_that_there_is(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+def test_hook_flag_accepts_known_values(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv(env.HOOK.name, value)
     assert env.HOOK.get() == value
 
 
 @pytest.mark.parametrize("value", ["-1", "8.5", "many"])
-def test_a_count_that_is_none(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+def test_invalid_counts_are_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv(env.RING_MARGIN.name, value)
     with pytest.raises(ValueError, match=f"{env.RING_MARGIN.name} must be .* number, 0 or more, but got '{value}'"):
         env.RING_MARGIN.count()
@@ -85,7 +85,7 @@ def test_import_raises_for_an_unknown_value_and_names_the_allowed_ones(flag: env
     assert f"ValueError: {flag.name} must be " in done.stderr and "but got 'Maybe'." in done.stderr
 
 
-def test_info_says_by_which_word_the_plugin_is_off_until_it_is_enabled() -> None:
+def test_info_names_the_flag_value_of_a_disabled_plugin() -> None:
     code = """
 import torch_flashplug
 from torch_flashplug.cli import env_info as inventory
@@ -100,7 +100,7 @@ print(inventory.collect()["hook"]["enabled"])
 
 
 @pytest.mark.parametrize("word", ["0", "off", "False", "no"])
-def test_explain_says_that_the_plugin_is_off(word: str) -> None:
+def test_explain_reports_that_the_plugin_is_off(word: str) -> None:
     code = """
 import torch, torch_flashplug
 q = torch.empty(2, 4, 4096, 64, dtype=torch.bfloat16, device="meta")
@@ -118,7 +118,7 @@ print(torch_flashplug.explain(q, q, q, device="h100").backend)
     ], done.stderr
 
 
-def test_integrations_import_transformers_when_it_is_asked_for() -> None:
+def test_integrations_import_transformers_on_request() -> None:
     code = """
 import sys, torch_flashplug
 print("transformers" in sys.modules)

@@ -1,5 +1,6 @@
-"""Both families of kernels, forced, asked for by the whole process, and fa2's measured rows in auto: calls that reach
-the kernels, and those that cannot.
+"""Kernel families fa3 and fa2: forced, requested by the process, and measured fa2 rows in auto.
+
+The tests cover calls served by the kernels, and calls without a kernel.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from torch_flashplug.torch_hooks import sdpa_composite
 CLOSE = {"atol": 2e-2, "rtol": 2e-2}
 
 
-def calls(road: Road, grad: bool = False) -> dict[str, tuple[list[torch.Tensor], dict]]:
-    """Every call that vector loads can read, and some that they cannot."""
+def make_calls(road: Road, grad: bool = False) -> dict[str, tuple[list[torch.Tensor], dict]]:
+    """Return calls readable by vector loads, and calls readable only by element-wise kernels."""
     q, k, v = road.qkv(grad=grad)
     return {
         "plain": ([q, k, v], {}),
@@ -38,23 +39,23 @@ def calls(road: Road, grad: bool = False) -> dict[str, tuple[list[torch.Tensor],
     }
 
 
-ELEMENTWISE = ("head_dim_12", "head_dims_61_33", "last_stride", "odd_address")  # fa2's alone
+ELEMENTWISE = ("head_dim_12", "head_dims_61_33", "last_stride", "odd_address")  # only fa2 kernels serve these calls
 FAMILIES = {"fa3": "fwd_sm90", "fa2": "fwd_sm80"}
 
 
-def calls_of(family: str, road: Road, grad: bool = False) -> dict[str, tuple[list[torch.Tensor], dict]]:
-    taken = calls(road, grad)
-    return {name: call for name, call in taken.items() if family == "fa2" or name not in ELEMENTWISE}
+def calls_of_family(family: str, road: Road, grad: bool = False) -> dict[str, tuple[list[torch.Tensor], dict]]:
+    all_calls = make_calls(road, grad)
+    return {name: call for name, call in all_calls.items() if family == "fa2" or name not in ELEMENTWISE}
 
 
-def exact(args: list[torch.Tensor], kwargs: dict) -> torch.Tensor:
+def math_in_fp64(args: list[torch.Tensor], kwargs: dict) -> torch.Tensor:
     with sdpa_kernel(SDPBackend.MATH):
         return F.scaled_dot_product_attention(*(tensor.double() for tensor in args), **kwargs)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_forced_family_serves(any_road: Road, family: str) -> None:
-    for name, (args, kwargs) in calls_of(family, any_road).items():
+def test_forced_family_serves_calls(any_road: Road, family: str) -> None:
+    for name, (args, kwargs) in calls_of_family(family, any_road).items():
         any_road.took()
         with sdpa_backend(family):
             plan = torch_flashplug.explain(*args, **kwargs, device="h100")
@@ -62,17 +63,17 @@ def test_a_forced_family_serves(any_road: Road, family: str) -> None:
         assert any_road.took().get("ours_fwd", 0) == 1, name
         assert plan.backend == family and plan.kernel.startswith(FAMILIES[family]), (name, plan)
         assert plan.kernel.endswith("e") == (name in ELEMENTWISE), (name, plan)
-        torch.testing.assert_close(out.double(), exact(args, kwargs), **CLOSE)
+        torch.testing.assert_close(out.double(), math_in_fp64(args, kwargs), **CLOSE)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_of_a_forced_family(any_road: Road, family: str) -> None:
-    for name, (args, kwargs) in calls_of(family, any_road, grad=True).items():
+    for name, (args, kwargs) in calls_of_family(family, any_road, grad=True).items():
         with sdpa_backend(family):
             out = F.scaled_dot_product_attention(*args, **kwargs)
         assert any_road.took().get("ours_fwd", 0) == 1, name
         got = torch.autograd.grad(out.float().square().sum(), args)
-        want = torch.autograd.grad(exact(args, kwargs).square().sum(), args)
+        want = torch.autograd.grad(math_in_fp64(args, kwargs).square().sum(), args)
         for a, b in zip(got, want):
             assert float((a.double() - b.double()).norm() / b.double().norm()) < 2e-2, name
 
@@ -95,16 +96,16 @@ def test_forced_fa3_gradients_against_fp64(road: Road) -> None:
         assert (a.double() - b).abs().max() <= budget, name
 
 
-def impossible(name: str, road: Road) -> tuple[list[torch.Tensor], dict]:
-    """Calls that no kernel of a family can run."""
+def make_impossible_call(name: str, road: Road) -> tuple[list[torch.Tensor], dict]:
+    """Return a call without a kernel in a family."""
     q, k, v = road.qkv()
     return {
         "bias": ([q, k, v, torch.ones(128, 128, device=q.device).tril()], {"dropout_p": 0.5}),
         "dropout": ([F.pad(t, (0, 200)) for t in (q, k, v)], {"dropout_p": 0.5}),
         "fp32": ([q.float(), k.float(), v.float()], {"is_causal": True}),
         "head_dim_300": ([F.pad(t, (0, 236)) for t in (q, k, v)], {}),
-        "head_dim_12": calls(road)["head_dim_12"],
-        "last_stride": calls(road)["last_stride"],
+        "head_dim_12": make_calls(road)["head_dim_12"],
+        "last_stride": make_calls(road)["last_stride"],
     }[name]
 
 
@@ -118,21 +119,21 @@ REASONS = {
 @pytest.mark.parametrize(
     "family, name, text", [(family, *reason) for family, reasons in REASONS.items() for reason in reasons.items()]
 )
-def test_a_forced_family_names_its_reasons(any_road: Road, family: str, name: str, text: str) -> None:
-    args, kwargs = impossible(name, any_road)
+def test_forced_family_raises_with_reasons(any_road: Road, family: str, name: str, text: str) -> None:
+    args, kwargs = make_impossible_call(name, any_road)
     with (
         sdpa_backend(family),
         pytest.raises(RuntimeError, match=rf"'{family}' is forced and cannot run(.|\n)*{text}"),
     ):
         F.scaled_dot_product_attention(*args, **kwargs)
-    F.scaled_dot_product_attention(*args, **kwargs)  # auto: stock serves it
+    F.scaled_dot_product_attention(*args, **kwargs)  # in auto, stock serves the call
 
 
 # ---- the whole process: TORCH_FLASHPLUG_BACKEND ----
 
 
 @contextlib.contextmanager
-def everywhere(backend: str) -> Iterator[None]:
+def process_backend(backend: str) -> Iterator[None]:
     bindings.set_process_backend(BACKENDS.index(backend))
     try:
         yield
@@ -141,21 +142,21 @@ def everywhere(backend: str) -> Iterator[None]:
 
 
 @pytest.fixture
-def fa2_everywhere() -> Iterator[None]:
-    with everywhere("fa2"):
+def fa2_for_process() -> Iterator[None]:
+    with process_backend("fa2"):
         yield
 
 
-@pytest.mark.parametrize("backend, taken", [("math", 0), ("stock", 0), ("fa3", 1), ("fa2", 1)])
-def test_process_backend_goes_ahead_of_blocks(any_road: Road, backend: str, taken: int) -> None:
+@pytest.mark.parametrize("backend, num_served", [("math", 0), ("stock", 0), ("fa3", 1), ("fa2", 1)])
+def test_process_backend_takes_precedence_over_blocks(any_road: Road, backend: str, num_served: int) -> None:
     q, k, v = any_road.qkv()
-    with everywhere(backend), sdpa_backend("fa3" if backend != "fa3" else "stock"):
+    with process_backend(backend), sdpa_backend("fa3" if backend != "fa3" else "stock"):
         F.scaled_dot_product_attention(q, k, v)
-    assert any_road.took().get("ours_fwd", 0) == taken
+    assert any_road.took().get("ours_fwd", 0) == num_served
 
 
 @pytest.mark.usefixtures("fa2_everywhere")
-def test_explain_says_who_asked(any_road: Road) -> None:
+def test_explain_names_the_environment_variable(any_road: Road) -> None:
     with sdpa_backend("fa3"):
         plan = torch_flashplug.explain(*any_road.qkv(), device="a100")
     assert plan.backend == "fa2" and plan.reasons["stock"] == "fa2 is requested by TORCH_FLASHPLUG_BACKEND."
@@ -163,9 +164,9 @@ def test_explain_says_who_asked(any_road: Road) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", OF_NO_FAMILY)
-def test_a_preferred_family_leaves_the_rest_to_stock(any_road: Road, name: str, family: str) -> None:
-    args, kwargs = impossible(name, any_road)
-    with everywhere(family):
+def test_preferred_family_leaves_unsupported_calls_to_stock(any_road: Road, name: str, family: str) -> None:
+    args, kwargs = make_impossible_call(name, any_road)
+    with process_backend(family):
         plan = torch_flashplug.explain(*args, **kwargs)
         assert plan.backend == "stock" and not plan.error and plan.reasons[family]
         torch.manual_seed(1)
@@ -179,34 +180,37 @@ def test_a_preferred_family_leaves_the_rest_to_stock(any_road: Road, name: str, 
 @pytest.mark.usefixtures("fa2_everywhere", "fresh_dynamo")
 def test_preferred_fa2_in_a_graph_of_unknown_shapes(road: Road) -> None:
     compiled = torch.compile(F.scaled_dot_product_attention, fullgraph=True, dynamic=True, backend="aot_eager")
-    for rows, head_dim, taken in ((128, 64, 1), (200, 60, 1), (136, 300, 0)):
+    for rows, head_dim, num_served in ((128, 64, 1), (200, 60, 1), (136, 300, 0)):
         q, k, v = (F.pad(t, (0, head_dim - 64)) for t in road.qkv(rows=rows))
         got = compiled(q, k, v)
-        assert road.took().get("ours_fwd", 0) == taken, (rows, head_dim)
-        torch.testing.assert_close(got.double(), exact([q, k, v], {}), **CLOSE)
+        assert road.took().get("ours_fwd", 0) == num_served, (rows, head_dim)
+        torch.testing.assert_close(got.double(), math_in_fp64([q, k, v], {}), **CLOSE)
     mask = torch.ones(128, 128, dtype=torch.bool, device=road.device).tril()
     q, k, v = road.qkv()
     got = compiled(q, k, v, mask)
     assert road.took().get("ours_fwd", 0) == 1
-    torch.testing.assert_close(got.double(), exact([q, k, v], {"attn_mask": mask}), **CLOSE)
+    torch.testing.assert_close(got.double(), math_in_fp64([q, k, v], {"attn_mask": mask}), **CLOSE)
 
 
-def test_plan_b_asks_again_when_a_kernel_turns_out_to_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_b_plans_again_after_a_kernel_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     with road_to("cpu", "plan_b") as road:
-        taken, changes = [], bindings.missing_changes()
-        for now, missing in ((changes, False), (changes, True), (changes + 1, True), (changes + 2, False)):
-            monkeypatch.setattr(bindings, "missing_changes", lambda now=now: now)
+        num_served, changes = [], bindings.missing_changes()
+        for change_count, missing in ((changes, False), (changes, True), (changes + 1, True), (changes + 2, False)):
+            monkeypatch.setattr(bindings, "missing_changes", lambda change_count=change_count: change_count)
             monkeypatch.setattr(bindings, "kernel_missing", lambda *call, missing=missing: missing)
             F.scaled_dot_product_attention(*road.qkv())
-            taken.append(road.took().get("ours_fwd", 0))
-        assert taken == [1, 1, 0, 1]  # the second time it was not asked
+            num_served.append(road.took().get("ours_fwd", 0))
+        assert num_served == [1, 1, 0, 1]  # the second call did not ask again
 
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("head_dim", [60, 130])
-def test_odd_calls_in_a_graph_of_unknown_shapes_never_meet_math(head_dim: int) -> None:
-    """No row says that ours are faster than stock's flash, which cannot follow here; math is the last resort."""
+def test_odd_calls_in_a_graph_of_unknown_shapes_never_run_math(head_dim: int) -> None:
+    """Expect our kernels although no row measures a speedup over the flash attention of stock.
+
+    Flash attention cannot serve the backward here, and math is the last resort.
+    """
     with road_to("cuda") as road:
         compiled = torch.compile(F.scaled_dot_product_attention, fullgraph=True, dynamic=True, backend="aot_eager")
         for rows in (520, 1040):
@@ -215,30 +219,30 @@ def test_odd_calls_in_a_graph_of_unknown_shapes_never_meet_math(head_dim: int) -
             got = torch.autograd.grad(out.float().square().sum(), (q, k, v))
             took = road.took()
             assert took["ours_fwd"] == took["ours_bwd"] == 1 and not took.keys() & {"math_fwd", "math_bwd"}, took
-            want = torch.autograd.grad(exact([q, k, v], {}).square().sum(), (q, k, v))
+            want = torch.autograd.grad(math_in_fp64([q, k, v], {}).square().sum(), (q, k, v))
             for a, b in zip(got, want):
                 assert float((a.double() - b.double()).norm() / b.double().norm()) < 2e-2
 
 
-def test_auto_takes_measured_rows_of_fa2(any_road: Road) -> None:
-    """Where fa3 cannot: the router asks both families, before shapes are read too."""
+def test_auto_serves_measured_rows_of_fa2(any_road: Road) -> None:
+    """Use calls that fa3 cannot serve: the choice hook asks both families, also before shapes are read."""
     served = tuple(
         ChoiceRow("fwd", operands, 80, False, mask, 1, 256, 0, ANY, 0, ANY, 0, ratio=2.0, measured="test table")
         for operands in ("odddims", "unaligned", "columns")
         for mask in ("full", "causal")
     )
-    for rows, taken in ((SERVE_ALL, 0), (served, 1), (SERVE_ALL + served, 1)):
+    for rows, num_served in ((SERVE_ALL, 0), (served, 1), (SERVE_ALL + served, 1)):
         bindings.push_rows(kernel_table.KERNEL_ROWS, rows, OPEN_GATE)
         sdpa_composite._forget_decisions()
         for name in ELEMENTWISE:
-            args, kwargs = calls(any_road)[name]
+            args, kwargs = make_calls(any_road)[name]
             any_road.took()
             F.scaled_dot_product_attention(*args, **kwargs)
-            assert any_road.took().get("ours_fwd", 0) == taken, (name, taken)
+            assert any_road.took().get("ours_fwd", 0) == num_served, (name, num_served)
 
 
 @pytest.mark.parametrize("name", ["fa3", "fa2", "math"])
-def test_explain_says_that_nothing_is_forced_for_tensors_outside_a_gpu(name: str) -> None:
+def test_explain_reports_that_forcing_has_no_effect_on_cpu_tensors(name: str) -> None:
     query = torch.ones(2, 4, 128, 64, dtype=torch.bfloat16)
     unasked = torch_flashplug.explain(query, query, query)
     with sdpa_backend(name):

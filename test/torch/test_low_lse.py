@@ -1,5 +1,6 @@
-"""Gradients of rows whose scores are all far below zero, which cuDNN makes NaN: one query row, and keys that end in the
-middle of a block.
+"""Gradients of rows with scores far below zero, for which cuDNN returns NaN.
+
+The fault needs a single query row, or keys that end in the middle of a block.
 """
 
 from __future__ import annotations
@@ -27,20 +28,24 @@ sdpa = F.scaled_dot_product_attention
     (1, 192, {"is_causal": True}, False), (1, 128, {"grad": False}, False), (1, 128, {"gpu": "a100"}, False),
     (9, 192, {"dropout_p": 0.1}, True), (9, 192, {"grad": False, "dropout_p": 0.1}, True),
 ])  # fmt: skip
-def test_unmasked_rest_of_blocks_is_a_fault(rows: int, keys: int, change: dict[str, object], faulty: bool) -> None:
-    """Of cuDNN's gradients, on the GPUs where it was seen. With dropout a forward without gradients is whose the one
-    with them is: a reentrant checkpoint runs both, which must drop the same.
+def test_unmasked_partial_blocks_are_a_cudnn_fault(
+    rows: int, keys: int, change: dict[str, object], faulty: bool
+) -> None:
+    """Check the fault of cuDNN gradients on GPUs where the fault was found.
+
+    With dropout, the forward without gradients runs on the backend of the forward with gradients: a reentrant
+    checkpoint runs both, and both must drop the same probabilities.
     """
     settings = {"is_causal": False, "grad": True, "gpu": "h100", "dropout_p": 0.0} | change
     query, key = (torch.empty(2, 4, size, 64, dtype=torch.bfloat16) for size in (rows, keys))
     query.requires_grad_(settings["grad"])
-    given = (query, key, key, None, settings["dropout_p"], settings["is_causal"], None)
+    arguments = (query, key, key, None, settings["dropout_p"], settings["is_causal"], None)
     with road_to("cpu"):
         bindings.set_facts_override(GPUS[settings["gpu"]])
-        became, said = describe_call.right_choice(CUDNN.value, *given)
-        assert describe_call.right_choice(FLASH.value, *given) == (FLASH.value, "")
-    # Beside the stand-in nothing is efficient's.
-    assert became == (MATH if faulty else CUDNN).value and ("NaN" in said) is faulty
+        choice, reason = describe_call.right_choice(CUDNN.value, *arguments)
+        assert describe_call.right_choice(FLASH.value, *arguments) == (FLASH.value, "")
+    # With the CPU stub backend, no call suits the efficient attention.
+    assert choice == (MATH if faulty else CUDNN).value and ("NaN" in reason) is faulty
 
 
 LOW = {  # heads, lengths, head dims
@@ -55,8 +60,8 @@ LOW = {  # heads, lengths, head dims
 @pytest.mark.gpu
 @pytest.mark.parametrize("level", [-80.0, -89.0, -122.0, -300.0])
 @pytest.mark.parametrize("name", LOW)
-def test_gradients_are_right_where_the_lse_of_rows_is_very_negative(name: str, level: float) -> None:
-    """cuDNN gives NaN below -88.7."""
+def test_gradients_are_right_for_very_negative_lse(name: str, level: float) -> None:
+    """cuDNN returns NaN below -88.7."""
     heads, (Sq, Sk), (D, Dv) = LOW[name]
     torch.manual_seed(1)
     q, k, v = half(*heads[:2], Sq, D) * 0.1, half(heads[0], heads[2], Sk, D) * 0.1, half(heads[0], heads[2], Sk, Dv)

@@ -1,4 +1,4 @@
-"""Calls with more than 65535 batches or heads, and gradients of biases that many small windows share, on a GPU."""
+"""Calls with more than 65535 batches or heads, and gradients of biases shared by many small windows, on a GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch_flashplug.dispatch import bindings
 
 pytestmark = pytest.mark.gpu
 MANY = [(70000, 2, 16, 64), (1, 70000, 16, 64), (140000, 1, 16, 40)]
-MOST_MEMORY = 2.2  # of inputs and outputs
+MOST_MEMORY = 2.2  # relative to the memory of inputs and outputs
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, bias: Tensor | None, mask: Tensor | None) -> list[Tensor]:
@@ -32,7 +32,7 @@ def error_of(tensor: Tensor, expected: Tensor) -> float:
 
 
 def last_part(tensor: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
-    """Return the last 64 batches or heads, the ones that a short grid would leave out."""
+    """Return the last 64 batches or heads, which a short grid would leave out."""
     if tensor is None:
         return None
     dim = 0 if shape[0] > shape[1] else 1
@@ -41,7 +41,7 @@ def last_part(tensor: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
 
 @pytest.mark.parametrize("kind", ["plain", "mask", "bias", "dropout"])
 @pytest.mark.parametrize("shape", MANY)
-def test_calls_beyond_65535_batches_or_heads_are_ours_and_right(shape: tuple[int, ...], kind: str) -> None:
+def test_calls_beyond_65535_batches_or_heads_run_on_kernels(shape: tuple[int, ...], kind: str) -> None:
     batches, heads, length, _ = shape
     q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     grad = torch.randn_like(q)
@@ -70,7 +70,7 @@ def test_calls_beyond_65535_batches_or_heads_are_ours_and_right(shape: tuple[int
 
 @pytest.mark.parametrize("bias_shape", [(1, 3, 49, 49), (1, 1, 49, 49), (1, 1, 1, 49), (1, 3, 1, 49)])
 @pytest.mark.parametrize("batches", [97, 1024])
-def test_gradient_of_a_shared_bias_is_summed_in_one_order(batches: int, bias_shape: tuple[int, ...]) -> None:
+def test_gradient_of_a_shared_bias_is_deterministic(batches: int, bias_shape: tuple[int, ...]) -> None:
     """The batch is split over CTAs; 97 batches leave a shorter last range."""
     q, k, v = (torch.randn(batches, 3, 49, 32, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     bias = torch.randn(bias_shape, device="cuda", dtype=q.dtype, requires_grad=True)

@@ -1,5 +1,7 @@
-"""The way of a bool mask from F.sdpa to our op: what stands in its place meanwhile is of that call alone, and nobody
-else sees it.
+"""Bool masks from F.sdpa to our op.
+
+A placeholder replaces the mask between the choice hook and the op. The placeholder belongs to a single call, and no
+other code can observe the placeholder.
 """
 
 from __future__ import annotations
@@ -31,35 +33,40 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor):
 """
 
 
-def right(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+def attend_in_fp64(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     scores = (q.double() @ k.double().mT * q.shape[-1] ** -0.5).masked_fill(~mask, -torch.inf)
     return scores.softmax(-1).nan_to_num() @ v.double()
 
 
 def check(out: Tensor, *call: Tensor) -> None:
-    torch.testing.assert_close(out.double(), right(*call), atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(out.double(), attend_in_fp64(*call), atol=2e-2, rtol=2e-2)
 
 
-class Passes(TorchDispatchMode):
+class PassThroughMode(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
 
 
-def mask_on(road: Road) -> Tensor:
+def causal_mask_on(road: Road) -> Tensor:
     return CAUSAL.to(road.device)
 
 
-def test_masked_calls_are_ours(any_road: Road) -> None:
+def test_masked_calls_run_on_kernels(any_road: Road) -> None:
     q, k, v = any_road.qkv()
-    for mask in (mask_on(any_road), ~mask_on(any_road), mask_on(any_road)[None], mask_on(any_road)[:1]):
+    for mask in (
+        causal_mask_on(any_road),
+        ~causal_mask_on(any_road),
+        causal_mask_on(any_road)[None],
+        causal_mask_on(any_road)[:1],
+    ):
         check(F.scaled_dot_product_attention(q, k, v, mask), q, k, v, mask)
         assert any_road.took()["ours_fwd"] == 1
 
 
-def test_a_mask_is_for_one_call(road: Road) -> None:
-    """Then calls of the same query with a mask of floats, with none, and of the op itself."""
+def test_mask_applies_to_a_single_call(road: Road) -> None:
+    """Repeat the query of a masked call with a float mask, without a mask, and with the op itself."""
     q, k, v = road.qkv()
-    mask, every = mask_on(road), torch.ones_like(mask_on(road))
+    mask, every = causal_mask_on(road), torch.ones_like(causal_mask_on(road))
     zeros = torch.zeros(128, 128, dtype=q.dtype, device=q.device)
     for call in (
         lambda: F.scaled_dot_product_attention(q, k, v, zeros),
@@ -72,7 +79,7 @@ def test_a_mask_is_for_one_call(road: Road) -> None:
 
 
 def call_without_op(road: Road, *call: Tensor) -> None:
-    """F.sdpa asks the router, and the op is not there."""
+    """Call F.sdpa while the op is not registered; the choice hook is still asked."""
     road.took()
     bindings.unregister_ops()
     try:
@@ -83,19 +90,22 @@ def call_without_op(road: Road, *call: Tensor) -> None:
     assert road.took()["routed_ours"] == 1
 
 
-def test_a_mask_whose_op_never_ran_is_forgotten(road: Road) -> None:
+def test_mask_of_a_failed_call_is_dropped(road: Road) -> None:
     q, k, v = road.qkv()
-    mask, zeros = mask_on(road).clone(), torch.zeros(128, 128, dtype=q.dtype, device=q.device)
+    mask, zeros = causal_mask_on(road).clone(), torch.zeros(128, 128, dtype=q.dtype, device=q.device)
     for _ in range(2):
         call_without_op(road, q, k, v, mask)
         check(CARRIER(q, k, v, zeros)[0], q, k, v, torch.ones_like(mask))
-        check(F.scaled_dot_product_attention(q, k, v, mask), q, k, v, mask_on(road))
-    assert torch.equal(mask, mask_on(road))
+        check(F.scaled_dot_product_attention(q, k, v, mask), q, k, v, causal_mask_on(road))
+    assert torch.equal(mask, causal_mask_on(road))
 
 
 @pytest.mark.parametrize("expanded", [False, True])
-def test_one_row_for_very_many_queries_is_ours(road: Road, expanded: bool) -> None:
-    """A mask of its own for each of so many has more scores than kernels count; this one is digested as 128 rows."""
+def test_mask_row_shared_by_262144_queries_is_served(road: Road, expanded: bool) -> None:
+    """Pass a mask shared by all queries, preprocessed as 128 rows.
+
+    A separate mask row for each query would have more scores than kernels can index.
+    """
     rows = 1 << 18
     q = torch.zeros(1, 1, rows, 64, dtype=torch.bfloat16, device=road.device)
     row = torch.ones(1, 1, 1, rows, dtype=torch.bool, device=road.device)
@@ -107,40 +117,40 @@ def test_one_row_for_very_many_queries_is_ours(road: Road, expanded: bool) -> No
     assert refused.backend == "stock" and "too large: the kernels cannot index all scores" in refused.reasons["fa3"]
 
 
-def test_masked_calls_under_a_dispatch_mode_are_ours(road: Road) -> None:
+def test_masked_calls_under_a_dispatch_mode_run_on_kernels(road: Road) -> None:
     q, k, v = road.qkv()
-    mask = mask_on(road)
+    mask = causal_mask_on(road)
     road.took()
-    with Passes():
+    with PassThroughMode():
         check(F.scaled_dot_product_attention(q, k, v, mask), q, k, v, mask)
     assert road.took()["ours_fwd"] == 1
 
 
-def test_a_traced_function_takes_any_mask(road: Road) -> None:
-    """torch.jit.trace writes down what is called, and what was left in a mask's place would be a constant."""
+def test_traced_function_accepts_any_mask(road: Road) -> None:
+    """torch.jit.trace records calls, and a placeholder of a mask would become a constant of the trace."""
     q, k, v = road.qkv()
 
     def attend(*call: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(*call)
 
-    traced = torch.jit.trace(attend, (q, k, v, mask_on(road)))
-    for mask in (mask_on(road), mask_on(road).mT.contiguous()):
+    traced = torch.jit.trace(attend, (q, k, v, causal_mask_on(road)))
+    for mask in (causal_mask_on(road), causal_mask_on(road).mT.contiguous()):
         check(traced(q, k, v, mask), q, k, v, mask)
 
 
-def test_a_scripted_function_is_ours(road: Road) -> None:
+def test_scripted_function_runs_on_kernels(road: Road) -> None:
     q, k, v = road.qkv()
     scripted = torch.jit.CompilationUnit(SCRIPT).attend
-    for mask in (mask_on(road), mask_on(road).mT.contiguous()):
+    for mask in (causal_mask_on(road), causal_mask_on(road).mT.contiguous()):
         road.took()
         check(scripted(q, k, v, mask), q, k, v, mask)
         assert road.took()["ours_fwd"] == 1
 
 
-def test_threads_have_their_own(road: Road) -> None:
-    """All of the same query."""
+def test_masks_are_per_thread(road: Road) -> None:
+    """All threads use the same query."""
     q, k, v = road.qkv()
-    masks = [mask_on(road).roll(shift, 0) for shift in range(4)]
+    masks = [causal_mask_on(road).roll(shift, 0) for shift in range(4)]
     outs: dict[int, list[Tensor]] = {}
 
     def work(number: int) -> None:
@@ -151,41 +161,41 @@ def test_threads_have_their_own(road: Road) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    for number, found in outs.items():
-        for out in found:
+    for number, thread_outs in outs.items():
+        for out in thread_outs:
             check(out, q, k, v, masks[number])
 
 
-def users_of(tensor: Tensor) -> int:
+def count_users_of_storage(tensor: Tensor) -> int:
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
-def test_a_mask_is_not_held(road: Road) -> None:
-    """Neither after its call nor by autograd, which keeps a quarter of it at most."""
+def test_masks_are_released_after_the_call(road: Road) -> None:
+    """Neither the call nor autograd may keep the mask. Autograd keeps about a quarter of its size."""
     q, k, v = road.qkv(grad=True)
-    mask = mask_on(road).repeat(4, 4).contiguous()
+    mask = causal_mask_on(road).repeat(4, 4).contiguous()
     q, k, v = (x.repeat(1, 1, 4, 1) for x in (q, k, v))
-    before = users_of(mask)
+    before = count_users_of_storage(mask)
     out = F.scaled_dot_product_attention(q, k, v, mask)
     assert road.took()["ours_fwd"] == 1
     kept = out.grad_fn._saved_attn_bias
     assert kept.dtype == torch.int32 and kept.nbytes <= 0.4 * mask.nbytes
-    assert users_of(mask) == before
+    assert count_users_of_storage(mask) == before
     call_without_op(road, q, k, v, mask)
     F.scaled_dot_product_attention(q, k, v)
-    assert users_of(mask) == before
+    assert count_users_of_storage(mask) == before
 
 
 def test_a_mask_may_change_before_the_backward(any_road: Road) -> None:
-    """Gradients are those of the forward's mask."""
+    """Gradients must use the mask of the forward."""
     q, k, v = any_road.qkv(grad=True)
-    mask = mask_on(any_road).clone()
+    mask = causal_mask_on(any_road).clone()
     out = F.scaled_dot_product_attention(q, k, v, mask)
     assert any_road.took()["ours_fwd"] == 1
     mask.logical_not_()
     grads = torch.autograd.grad(out.float().square().sum(), (q, k, v))
     exact_inputs = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    exact = right(*exact_inputs, mask_on(any_road))
+    exact = attend_in_fp64(*exact_inputs, causal_mask_on(any_road))
     for got, want in zip(grads, torch.autograd.grad(exact.square().sum(), exact_inputs), strict=True):
         torch.testing.assert_close(got.double(), want, atol=0.2, rtol=0.2)
 
@@ -193,7 +203,7 @@ def test_a_mask_may_change_before_the_backward(any_road: Road) -> None:
 def test_gradients_of_a_masked_call_are_right(any_road: Road) -> None:
     for forced in ("auto", "fa3"):
         q, k, v = any_road.qkv(grad=True)
-        mask = mask_on(any_road).clone()
+        mask = causal_mask_on(any_road).clone()
         mask[5] = False
         any_road.took()
         with torch_flashplug.sdpa_backend(forced):
@@ -201,13 +211,13 @@ def test_gradients_of_a_masked_call_are_right(any_road: Road) -> None:
             grads = torch.autograd.grad(out.float().square().sum(), (q, k, v))
         assert any_road.took()["ours_fwd"] == 1
         exact_inputs = [x.detach().double().requires_grad_() for x in (q, k, v)]
-        exact = right(*exact_inputs, mask)
+        exact = attend_in_fp64(*exact_inputs, mask)
         for got, want in zip(grads, torch.autograd.grad(exact.square().sum(), exact_inputs), strict=True):
             torch.testing.assert_close(got.double(), want.nan_to_num(), atol=0.2, rtol=0.2)
 
 
 def test_an_int32_mask_is_refused_as_torch_does(road: Road) -> None:
-    """What kernels read instead of a mask is of that dtype."""
+    """int32 is the dtype of the bitmask that kernels read instead of a mask."""
     q, k, v = road.qkv()
     numbers = torch.ones(1, 1, 60000, dtype=torch.int32, device=q.device)
     with pytest.raises(RuntimeError, match="Expected attn_mask dtype to be bool or float"):
@@ -216,13 +226,13 @@ def test_an_int32_mask_is_refused_as_torch_does(road: Road) -> None:
         CARRIER(q, k, v, numbers)
 
 
-def test_a_sparse_mask_is_stocks(road: Road) -> None:
+def test_sparse_mask_falls_back_to_stock(road: Road) -> None:
     q, k, v = road.qkv()
     with road.off():
         with pytest.raises((RuntimeError, NotImplementedError)) as stock:
-            F.scaled_dot_product_attention(q, k, v, mask_on(road).to_sparse())
+            F.scaled_dot_product_attention(q, k, v, causal_mask_on(road).to_sparse())
     with pytest.raises(type(stock.value)):
-        F.scaled_dot_product_attention(q, k, v, mask_on(road).to_sparse())
+        F.scaled_dot_product_attention(q, k, v, causal_mask_on(road).to_sparse())
     assert road.took().get("routed_ours", 0) == 0
 
 
@@ -251,69 +261,69 @@ TORCH_LIBRARY(mask_caller, m) {
 """
 
 
-def test_a_caller_in_cpp_has_its_mask_back(road: Road, tmp_path: Path) -> None:
+def test_cpp_caller_keeps_the_mask_variable(road: Road, tmp_path: Path) -> None:
     library = tmp_path / "caller.so"
     options = ("-std=c++20", "-shared", "-fPIC", "-O0", "-isystem", str(TORCH / "include"))
-    torchs = (f"-L{TORCH / 'lib'}", "-lc10", "-ltorch_cpu")
-    command = ["c++", *options, "-x", "c++", "-", "-x", "none", *torchs, "-o", str(library)]
+    libraries = (f"-L{TORCH / 'lib'}", "-lc10", "-ltorch_cpu")
+    command = ["c++", *options, "-x", "c++", "-", "-x", "none", *libraries, "-o", str(library)]
     subprocess.run(command, input=CALLER, text=True, check=True)
     torch.ops.load_library(library)
     q, k, v = road.qkv()
-    mask = mask_on(road).clone()
+    mask = causal_mask_on(road).clone()
     road.took()
-    *outs, others = torch.ops.mask_caller.twice(q, k, v, mask)
-    assert road.took()["ours_fwd"] == 2 and others == 0 and torch.equal(mask, mask_on(road))
+    *outs, num_replaced = torch.ops.mask_caller.twice(q, k, v, mask)
+    assert road.took()["ours_fwd"] == 2 and num_replaced == 0 and torch.equal(mask, causal_mask_on(road))
     for out in outs:
         check(out, q, k, v, mask)
     check(torch.ops.mask_caller.shared(q, k, v, mask), q, k, v, mask)
     assert road.took().get("ours_fwd", 0) == 0
 
 
-def test_own_op_takes_one_of_mask_and_causal_mode(road: Road) -> None:
+def test_op_accepts_either_a_mask_or_a_causal_mode(road: Road) -> None:
     q, k, v = road.qkv()
-    own = torch.ops.torch_flashplug.sdpa_fwd
-    check(own(q, k, v, mask_on(road), 0.0, 0, None, 0)[0], q, k, v, mask_on(road))
+    op = torch.ops.torch_flashplug.sdpa_fwd
+    check(op(q, k, v, causal_mask_on(road), 0.0, 0, None, 0)[0], q, k, v, causal_mask_on(road))
     with pytest.raises(RuntimeError, match="causal_mode must be 0 if attn_bias is given"):
-        own(q, k, v, mask_on(road), 0.0, 1, None, 0)
+        op(q, k, v, causal_mask_on(road), 0.0, 1, None, 0)
     with pytest.raises(RuntimeError, match="causal_mode is 7"):
-        own(q, k, v, None, 0.0, 7, None, 0)
+        op(q, k, v, None, 0.0, 7, None, 0)
     with pytest.raises(RuntimeError, match="attn_mask must be bool, float32 .* got int32"):
-        own(q, k, v, mask_on(road).int(), 0.0, 0, None, 0)
+        op(q, k, v, causal_mask_on(road).int(), 0.0, 0, None, 0)
 
 
-# ---- what autograd keeps, and who is handed it before the op has run ----
+# ---- saved tensors, and hooks that receive saved tensors before the op has run ----
 
 
-def kept_on_cpu() -> object:
+def saved_on_cpu() -> object:
     return torch.autograd.graph.save_on_cpu()
 
 
-def kept_as_copies() -> object:
+def saved_as_copies() -> object:
     return torch.autograd.graph.saved_tensors_hooks(Tensor.clone, lambda tensor: tensor)
 
 
 @pytest.mark.parametrize("rows", [4, 128])
-@pytest.mark.parametrize("hooks", [contextlib.nullcontext, kept_on_cpu, kept_as_copies])
+@pytest.mark.parametrize("hooks", [contextlib.nullcontext, saved_on_cpu, saved_as_copies])
 @pytest.mark.parametrize("forced", ["auto", "fa3"])
-def test_hooks_of_saved_tensors(kernels_on: str, hooks: Callable, rows: int, forced: str) -> None:
-    """They copy what is there before a digest is filled in; they get the mask's bytes."""
+def test_saved_tensor_hooks_receive_the_mask(kernels_on: str, hooks: Callable, rows: int, forced: str) -> None:
+    """Hooks copy a saved tensor before the mask metadata is filled in, so hooks receive the bytes of the mask."""
     mask = CAUSAL[-rows:].to(kernels_on)
-    made = [tensor.to(kernels_on, torch.bfloat16) for tensor in torch.randn(3, 1, 2, 128, 64).unbind()]
-    made[0] = made[0][:, :, -rows:]
-    leaves = [tensor.detach().requires_grad_() for tensor in made]
+    tensors = [tensor.to(kernels_on, torch.bfloat16) for tensor in torch.randn(3, 1, 2, 128, 64).unbind()]
+    tensors[0] = tensors[0][:, :, -rows:]
+    leaves = [tensor.detach().requires_grad_() for tensor in tensors]
     bindings.counters(reset=True)
     with torch_flashplug.sdpa_backend(forced), hooks():
         out = F.scaled_dot_product_attention(*leaves, mask)
     got = torch.autograd.grad(out.double().square().sum(), leaves)
     assert bindings.counters()["ours_fwd"] == bindings.counters()["ours_bwd"] == 1
-    exact = [tensor.double().requires_grad_() for tensor in made]
-    for mine, want in zip(got, torch.autograd.grad(right(*exact, mask).square().sum(), exact)):
-        torch.testing.assert_close(mine.double(), want, atol=0.1, rtol=0.1)
+    exact = [tensor.double().requires_grad_() for tensor in tensors]
+    for actual, want in zip(got, torch.autograd.grad(attend_in_fp64(*exact, mask).square().sum(), exact)):
+        torch.testing.assert_close(actual.double(), want, atol=0.1, rtol=0.1)
 
 
-def test_a_checkpoint_without_reentry(any_road: Road) -> None:
-    """Its hooks hold places; the forward runs again in the backward."""
-    mask, grads = mask_on(any_road), []
+def test_gradients_of_a_nonreentrant_checkpoint(any_road: Road) -> None:
+    """The hooks of the checkpoint hold placeholders, and the forward runs again in the backward."""
+    mask, grads = causal_mask_on(any_road), []
     for run in (F.scaled_dot_product_attention, functools.partial(checkpoint, F.scaled_dot_product_attention)):
         options = {"use_reentrant": False} if isinstance(run, functools.partial) else {}
         inputs = any_road.qkv(grad=True)
@@ -324,8 +334,8 @@ def test_a_checkpoint_without_reentry(any_road: Road) -> None:
         torch.testing.assert_close(got, want)
 
 
-def test_a_mask_without_memory_is_stocks(road: Road) -> None:
+def test_mask_without_storage_falls_back_to_stock(road: Road) -> None:
     q, k, v = road.qkv()
-    nothing = torch._efficientzerotensor((128, 128), dtype=torch.bool, device=road.device)
-    F.scaled_dot_product_attention(q, k, v, nothing)
+    zero_mask = torch._efficientzerotensor((128, 128), dtype=torch.bool, device=road.device)
+    F.scaled_dot_product_attention(q, k, v, zero_mask)
     assert road.took() == {"routed_stock": 1} and bindings.take_last_exit() == "mask"

@@ -1,4 +1,4 @@
-"""Bool masks in graphs: our ops are given the mask itself; no floats that F.sdpa makes of it are left."""
+"""Bool masks in graphs: our ops receive the bool mask, and the float mask of F.sdpa is removed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from graphs import AUTO, FA3, NESTED_MODES, TOLERANCE, Recorder, attention_ops, has_floats_of_masks, masks, sdpa
 from standin import Road
-from test_mask_road import right
+from test_mask_road import attend_in_fp64
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
@@ -19,15 +19,18 @@ from torch_flashplug.dispatch import bindings
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
-BATCH, HEADS, ROWS = 2, 4, 128  # of Road.qkv
+BATCH, HEADS, ROWS = 2, 4, 128  # sizes of Road.qkv
 SHAPES = [
     *((ROWS, ROWS), (1, ROWS), (ROWS, 1), (HEADS, ROWS, ROWS), (BATCH, 1, 1, ROWS), (1, 1, ROWS, ROWS)),
     *((BATCH, 1, ROWS, ROWS), (1, HEADS, ROWS, ROWS), (BATCH, HEADS, ROWS, ROWS), (BATCH, HEADS, 1, ROWS)),
 ]
 
 
-def mask_of(road: Road, *sizes: int, seed: int = 0, blind: bool = True) -> Tensor:
-    """Half of it; a row in eight sees nothing, of which cuDNN makes something; blind=False: none does."""
+def make_mask(road: Road, *sizes: int, seed: int = 0, blind: bool = True) -> Tensor:
+    """Return a random bool mask with half of the keys visible.
+
+    With `blind`, each eighth row has no visible key; cuDNN returns nonzero outputs for such rows.
+    """
     generator = torch.Generator().manual_seed(seed)
     mask = torch.rand(sizes, generator=generator) < 0.5
     if sizes[-2] > 1 and blind:
@@ -40,7 +43,7 @@ def masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 
 def check(road: Road, function: Callable, compiled: Callable, *rest: Tensor, grad: bool = True, **sizes: int) -> dict:
-    """Compiled against eager, gradients too; the paths that the compiled one took."""
+    """Compare compiled and eager results and gradients, and return the counters of the compiled call."""
     results = []
     for run in (function, compiled):
         inputs = road.qkv(grad=grad, **sizes)
@@ -56,7 +59,7 @@ def check(road: Road, function: Callable, compiled: Callable, *rest: Tensor, gra
 
 
 def check_recorded(road: Road, function: Callable, *rest: Tensor, modes: tuple[int, ...] = (AUTO,), **options) -> None:
-    """In both directions all calls are ours, of these modes, and read bool masks."""
+    """Check that all calls run on our ops with the given modes and read bool masks, in both directions."""
     grad = options.get("grad", True)
     recorder = Recorder()
     compiled = torch.compile(function, fullgraph=True, backend=recorder, dynamic=options.pop("dynamic", None))
@@ -70,22 +73,22 @@ def check_recorded(road: Road, function: Callable, *rest: Tensor, modes: tuple[i
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("sizes", SHAPES)
 def test_masks_of_all_shapes(road: Road, sizes: tuple[int, ...], grad: bool) -> None:
-    check_recorded(road, masked, mask_of(road, *sizes), grad=grad)
+    check_recorded(road, masked, make_mask(road, *sizes), grad=grad)
 
 
 @pytest.mark.parametrize("grad", [False, True])
 def test_both_hooks(any_road: Road, grad: bool) -> None:
-    check_recorded(any_road, masked, mask_of(any_road, ROWS, ROWS), grad=grad)
+    check_recorded(any_road, masked, make_mask(any_road, ROWS, ROWS), grad=grad)
 
 
-def test_masks_that_are_views(road: Road) -> None:
-    columns = mask_of(road, BATCH, 1, 1, ROWS).expand(BATCH, HEADS, ROWS, ROWS)
-    for mask in (columns, mask_of(road, ROWS, ROWS).mT, mask_of(road, ROWS, 2 * ROWS)[:, ::2]):
+def test_masks_as_views(road: Road) -> None:
+    columns = make_mask(road, BATCH, 1, 1, ROWS).expand(BATCH, HEADS, ROWS, ROWS)
+    for mask in (columns, make_mask(road, ROWS, ROWS).mT, make_mask(road, ROWS, 2 * ROWS)[:, ::2]):
         torch._dynamo.reset()
         check_recorded(road, masked, mask)
 
 
-def test_a_mask_that_the_graph_makes(road: Road) -> None:
+def test_mask_created_in_the_graph(road: Road) -> None:
     def function(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
         rows, keys = torch.arange(q.shape[2], device=q.device), torch.arange(k.shape[2], device=q.device)
         padding = keys < lengths[:, None, None, None]
@@ -94,9 +97,9 @@ def test_a_mask_that_the_graph_makes(road: Road) -> None:
     check_recorded(road, function, torch.tensor([ROWS, 40], device=road.device))
 
 
-def test_a_mask_that_the_graph_holds(road: Road) -> None:
-    """Of a closure, and of a module."""
-    mask = mask_of(road, ROWS, ROWS)
+def test_mask_held_by_the_graph(road: Road) -> None:
+    """Use masks held by a closure and by a module."""
+    mask = make_mask(road, ROWS, ROWS)
 
     def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return sdpa(q, k, v, mask)
@@ -116,10 +119,10 @@ def test_a_mask_that_the_graph_holds(road: Road) -> None:
 
 def test_gqa(road: Road) -> None:
     grouped = functools.partial(sdpa, enable_gqa=True)
-    check_recorded(road, grouped, mask_of(road, 1, HEADS, ROWS, ROWS), kv_heads=2)
+    check_recorded(road, grouped, make_mask(road, 1, HEADS, ROWS, ROWS), kv_heads=2)
 
 
-def test_blocks_inside(road: Road) -> None:
+def test_sdpa_backend_blocks_inside_the_graph(road: Road) -> None:
     def function(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         with sdpa_backend("fa3"):
             first = sdpa(q, k, v, mask)
@@ -128,48 +131,50 @@ def test_blocks_inside(road: Road) -> None:
             third = sdpa(q * 3, k, v, ~mask)
         return first + second + third + sdpa(q * 4, k, v, mask)
 
-    check_recorded(road, function, mask_of(road, ROWS, ROWS), modes=tuple(NESTED_MODES))
+    check_recorded(road, function, make_mask(road, ROWS, ROWS), modes=tuple(NESTED_MODES))
 
 
 @pytest.mark.parametrize("backend", ["stock", "math"])
-def test_blocks_of_others(road: Road, backend: str) -> None:
+def test_stock_and_math_blocks_inside_the_graph(road: Road, backend: str) -> None:
     def function(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         with sdpa_backend(backend):
             first = sdpa(q, k, v, mask)
         return first + sdpa(q, k, v, mask)
 
     recorder = Recorder()
-    took = check(road, function, torch.compile(function, fullgraph=True, backend=recorder), mask_of(road, ROWS, ROWS))
+    took = check(road, function, torch.compile(function, fullgraph=True, backend=recorder), make_mask(road, ROWS, ROWS))
     assert took["ours_fwd"] == 1 and [name for name, _ in recorder.forwards[0]].count("fwd") == 1
 
 
 def test_two_masks(road: Road) -> None:
-    def function(q: Tensor, k: Tensor, v: Tensor, one: Tensor, other: Tensor) -> Tensor:
-        return sdpa(q, k, v, one) + sdpa(k, q, v, other) + sdpa(q, k, v)
+    def function(q: Tensor, k: Tensor, v: Tensor, first_mask: Tensor, second_mask: Tensor) -> Tensor:
+        return sdpa(q, k, v, first_mask) + sdpa(k, q, v, second_mask) + sdpa(q, k, v)
 
     recorder = Recorder()
-    given = mask_of(road, ROWS, ROWS, seed=1), mask_of(road, BATCH, 1, 1, ROWS, seed=2)
-    check(road, function, torch.compile(function, fullgraph=True, backend=recorder), *given)
+    masks_of_call = make_mask(road, ROWS, ROWS, seed=1), make_mask(road, BATCH, 1, 1, ROWS, seed=2)
+    check(road, function, torch.compile(function, fullgraph=True, backend=recorder), *masks_of_call)
     for graph in recorder.graphs:
         assert sorted(masks(graph), key=str) == [None, torch.bool, torch.bool]
         read = {node.args[3 if "fwd" in str(node.target) else 4] for node in graph.nodes if "sdpa_" in str(node.target)}
         assert len(read) == 3
 
 
-def test_a_graph_reads_the_mask_that_it_is_given(road: Road) -> None:
+def test_graph_reads_the_current_mask_input(road: Road) -> None:
     recorder = Recorder()
     compiled = torch.compile(masked, fullgraph=True, backend=recorder)
-    kept = mask_of(road, ROWS, ROWS)
+    mask = make_mask(road, ROWS, ROWS)
     for seed in range(3):
-        kept.copy_(mask_of(road, ROWS, ROWS, seed=seed))
-        check(road, masked, compiled, kept)
+        mask.copy_(make_mask(road, ROWS, ROWS, seed=seed))
+        check(road, masked, compiled, mask)
     assert len(recorder.forwards) == 1
     q, k, v = road.qkv()
-    torch.testing.assert_close(compiled(q, k, v, kept).double(), right(q * 2, k, v, kept) + 1, atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(
+        compiled(q, k, v, mask).double(), attend_in_fp64(q * 2, k, v, mask) + 1, atol=2e-2, rtol=2e-2
+    )
 
 
-def test_a_mask_that_the_graph_changes(road: Road) -> None:
-    """Each call has it as it was then, and its backward too."""
+def test_mask_changed_in_the_graph(road: Road) -> None:
+    """Each call and its backward must use the mask at the time of the call."""
 
     def function(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         mask = mask.clone()
@@ -177,14 +182,14 @@ def test_a_mask_that_the_graph_changes(road: Road) -> None:
         mask.logical_not_()
         return first + 2 * sdpa(q, k, v, mask)
 
-    check_recorded(road, function, mask_of(road, ROWS, ROWS), modes=(AUTO, AUTO))
+    check_recorded(road, function, make_mask(road, ROWS, ROWS), modes=(AUTO, AUTO))
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("forced", ["auto", "fa3"])
 def test_backends(road: Road, backend: str, forced: str) -> None:
     compiled = torch.compile(sdpa_backend(forced)(masked), fullgraph=True, backend=backend)
-    assert check(road, masked, compiled, mask_of(road, BATCH, 1, 1, ROWS))["ours_fwd"] == 1
+    assert check(road, masked, compiled, make_mask(road, BATCH, 1, 1, ROWS))["ours_fwd"] == 1
 
 
 def test_autocast(road: Road) -> None:
@@ -192,7 +197,7 @@ def test_autocast(road: Road) -> None:
         with torch.autocast(road.device, torch.bfloat16):
             return sdpa(q.float(), k.float(), v.float(), mask)
 
-    check_recorded(road, function, mask_of(road, ROWS, ROWS))
+    check_recorded(road, function, make_mask(road, ROWS, ROWS))
 
 
 def test_checkpoint_inside(road: Road) -> None:
@@ -201,43 +206,43 @@ def test_checkpoint_inside(road: Road) -> None:
 
     recorder = Recorder()
     compiled = torch.compile(function, fullgraph=True, backend=recorder)
-    check(road, function, compiled, mask_of(road, ROWS, ROWS))
+    check(road, function, compiled, make_mask(road, ROWS, ROWS))
     assert recorder.forwards == [[("fwd", AUTO)]] and ("bwd", AUTO) in recorder.backwards[0]
     assert not any(has_floats_of_masks(graph) for graph in recorder.graphs)
 
 
 @pytest.mark.parametrize("forced", ["auto", "fa3"])
 def test_symbolic_sizes(any_road: Road, forced: str) -> None:
-    """One graph for all lengths."""
+    """Use a single graph for all lengths."""
     recorder = Recorder()
     compiled = torch.compile(sdpa_backend(forced)(masked), fullgraph=True, dynamic=True, backend=recorder)
     for rows in (128, 72, 200):
-        took = check(any_road, masked, compiled, mask_of(any_road, BATCH, 1, rows, rows), rows=rows)
+        took = check(any_road, masked, compiled, make_mask(any_road, BATCH, 1, rows, rows), rows=rows)
         assert took["ours_fwd"] == 1
     assert recorder.forwards == [[("fwd", FA3 if forced == "fa3" else AUTO)]]
     assert all(masks(graph) == [torch.bool] and not has_floats_of_masks(graph) for graph in recorder.graphs)
 
 
-def test_a_mask_alone_of_symbolic_sizes(road: Road) -> None:
-    """As torch.compile makes them where one dim of a mask was another before."""
+def test_symbolic_mask_sizes_with_static_operands(road: Road) -> None:
+    """torch.compile makes a mask size symbolic after one dim of the mask changed between calls."""
     recorder = Recorder()
     compiled = torch.compile(masked, fullgraph=True, backend=recorder)
     for batch in (1, BATCH):
-        assert check(road, masked, compiled, mask_of(road, batch, 1, ROWS, ROWS))["ours_fwd"] == 1
+        assert check(road, masked, compiled, make_mask(road, batch, 1, ROWS, ROWS))["ours_fwd"] == 1
     assert all(masks(graph) == [torch.bool] for graph in recorder.graphs)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("sizes", [(3, ROWS), (ROWS,)])
-def test_a_mask_that_fits_none(road: Road, sizes: tuple[int, ...], dynamic: bool) -> None:
-    """Stock refuses it."""
+def test_masks_of_wrong_shape_are_refused(road: Road, sizes: tuple[int, ...], dynamic: bool) -> None:
+    """Stock must refuse the mask."""
     compiled = torch.compile(masked, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     with pytest.raises((RuntimeError, IndexError), match=r"(?i)size|broadcast|dim"):
         compiled(*road.qkv(), torch.ones(sizes, dtype=torch.bool, device=road.device))
     assert road.took().get("routed_ours", 0) == 0
 
 
-# ---- floats that are no mask ----
+# ---- float masks that do not equal a bool mask ----
 
 OTHER_FLOATS = {
     "smallest": lambda mask: torch.where(mask, 0.0, torch.finfo(torch.bfloat16).min),
@@ -253,7 +258,10 @@ OTHER_FLOATS = {
 
 
 def graph_of_floats(road: Road, floats: Callable, *rest: Tensor, grad: bool = False) -> torch.fx.Graph:
-    """Forced, since all others stay with stock; kernels take none."""
+    """Return the graph of a call with a float mask.
+
+    The call forces fa3, because all other float masks stay with stock; no kernel serves such masks.
+    """
     recorder = Recorder()
 
     def function(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Tensor:
@@ -268,18 +276,18 @@ def graph_of_floats(road: Road, floats: Callable, *rest: Tensor, grad: bool = Fa
 
 
 @pytest.mark.parametrize("name", OTHER_FLOATS)
-def test_other_floats_are_not_mistaken(road: Road, name: str) -> None:
-    graph = graph_of_floats(road, OTHER_FLOATS[name], mask_of(road, ROWS, ROWS))
+def test_float_masks_unlike_bool_masks_stay_floats(road: Road, name: str) -> None:
+    graph = graph_of_floats(road, OTHER_FLOATS[name], make_mask(road, ROWS, ROWS))
     assert masks(graph) == [torch.float32]
 
 
-def test_floats_of_exactly_a_mask_are_one(road: Road) -> None:
-    graph = graph_of_floats(road, lambda mask: torch.where(mask, 0.0, -torch.inf), mask_of(road, ROWS, ROWS))
+def test_float_masks_equal_to_a_bool_mask_become_bool(road: Road) -> None:
+    graph = graph_of_floats(road, lambda mask: torch.where(mask, 0.0, -torch.inf), make_mask(road, ROWS, ROWS))
     assert masks(graph) == [torch.bool] and not has_floats_of_masks(graph)
 
 
-def test_floats_that_want_gradients_are_not_mistaken(road: Road) -> None:
-    mask, bias = mask_of(road, ROWS, ROWS, blind=False), torch.zeros((), device=road.device, requires_grad=True)
+def test_float_masks_with_gradients_stay_floats(road: Road) -> None:
+    mask, bias = make_mask(road, ROWS, ROWS, blind=False), torch.zeros((), device=road.device, requires_grad=True)
     floats = functools.partial(torch.where, mask)
     assert masks(graph_of_floats(road, lambda x: torch.where(mask, x, -torch.inf), bias)) == [torch.float32]
     assert masks(graph_of_floats(road, lambda x: floats(0.0, x), bias - torch.inf, grad=True)) == [torch.float32]
@@ -306,12 +314,12 @@ class Masked(torch.nn.Module):
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_export(road: Road, strict: bool) -> None:
-    inputs = *road.qkv(), mask_of(road, ROWS, ROWS)
+    inputs = *road.qkv(), make_mask(road, ROWS, ROWS)
     program = torch.export.export(Masked(), inputs, strict=strict)
     lowered = program.run_decompositions()
     assert attention_ops(lowered.graph) == [("fwd", FA3), ("fwd", AUTO)]
     assert masks(lowered.graph) == [torch.bool] * 2 and not has_floats_of_masks(lowered.graph)
-    for mask in (inputs[3], mask_of(road, ROWS, ROWS, seed=5)):
+    for mask in (inputs[3], make_mask(road, ROWS, ROWS, seed=5)):
         want = Masked()(*inputs[:3], mask)
         for form in (lowered, program):
             road.took()
@@ -320,26 +328,29 @@ def test_export(road: Road, strict: bool) -> None:
 
 
 def test_lowered_program_can_be_differentiated(road: Road) -> None:
-    mask = mask_of(road, ROWS, ROWS)
+    mask = make_mask(road, ROWS, ROWS)
     lowered = torch.export.export(Masked(), (*road.qkv(grad=True), mask)).run_decompositions().module()
     check(road, Masked(), lowered, mask)
 
 
 @pytest.mark.parametrize("tracing", ["real", "fake", "symbolic"])
-def test_make_fx_records_masked_calls_that_stay_right(road: Road, tracing: str) -> None:
-    """Without functionalization the aten op is recorded as it comes: of real tensors ours, else stock's."""
-    inputs = *road.qkv(), mask_of(road, ROWS, ROWS, blind=False)
+def test_make_fx_records_correct_masked_calls(road: Road, tracing: str) -> None:
+    """Check the recorded ops: without functionalization, the aten op is recorded unchanged.
+
+    Our op is recorded for real tensors, and the op of stock otherwise.
+    """
+    inputs = *road.qkv(), make_mask(road, ROWS, ROWS, blind=False)
     graph = make_fx(masked, tracing_mode=tracing)(*inputs)
     assert bindings.take_last_exit() in ({"planned"} if tracing == "real" else {"mask", "subclass"})
     road.took()
-    for mask in (inputs[3], mask_of(road, ROWS, ROWS, seed=5, blind=False)):
+    for mask in (inputs[3], make_mask(road, ROWS, ROWS, seed=5, blind=False)):
         torch.testing.assert_close(graph(*inputs[:3], mask), masked(*inputs[:3], mask), **TOLERANCE)
-    assert road.took()["ours_fwd"] == (4 if tracing == "real" else 2)  # eager's, and those of the graph
+    assert road.took()["ours_fwd"] == (4 if tracing == "real" else 2)  # the eager calls and the calls of the graph
 
 
 def test_compiled_vmap_of_a_masked_call_is_right(road: Road) -> None:
     inputs = [torch.stack([tensor, -tensor]) for tensor in road.qkv()]
-    mask = mask_of(road, ROWS, ROWS, blind=False)
+    mask = make_mask(road, ROWS, ROWS, blind=False)
     compiled = torch.compile(torch.vmap(masked, (0, 0, 0, None)), fullgraph=True, backend="aot_eager")
     road.took()
     got = compiled(*inputs, mask)
@@ -348,24 +359,24 @@ def test_compiled_vmap_of_a_masked_call_is_right(road: Road) -> None:
         torch.testing.assert_close(got[index], masked(*(tensor[index] for tensor in inputs), mask), **TOLERANCE)
 
 
-# ---- by our kernels ----
+# ---- kernels ----
 
 
 @pytest.mark.parametrize("sizes", [(72, 136), (2, 1, 1, 136), (1, 4, 72, 136)])
-def test_kernels(kernels_on: str, sizes: tuple[int, ...]) -> None:
+def test_masked_graphs_run_on_kernels(kernels_on: str, sizes: tuple[int, ...]) -> None:
     road = Road(kernels_on)
-    mask = mask_of(road, *sizes)
+    mask = make_mask(road, *sizes)
     recorder = Recorder()
     compiled = torch.compile(sdpa_backend("fa3")(sdpa), fullgraph=True, backend=recorder)
-    for given in (mask, ~mask):
+    for graph_mask in (mask, ~mask):
         q, k, v = road.qkv(rows=72, keys=136, grad=True)
         bindings.counters(reset=True)
-        out = compiled(q, k, v, given)
+        out = compiled(q, k, v, graph_mask)
         grads = torch.autograd.grad(out.float().square().sum(), (q, k, v))
         took = road.took()
         assert took["ours_fwd"] == took["ours_bwd"] == 1
         exact_inputs = [x.detach().double().requires_grad_() for x in (q, k, v)]
-        exact = right(*exact_inputs, given)
+        exact = attend_in_fp64(*exact_inputs, graph_mask)
         torch.testing.assert_close(out.double(), exact, atol=2e-2, rtol=2e-2)
         for got, want in zip(grads, torch.autograd.grad(exact.square().sum(), exact_inputs), strict=True):
             torch.testing.assert_close(got.double(), want.nan_to_num(), atol=0.2, rtol=0.2)
@@ -373,18 +384,18 @@ def test_kernels(kernels_on: str, sizes: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("first", [200, 40])
-def test_few_rows_of_a_graph_of_many(kernels_on: str, first: int) -> None:
-    """One graph, whose kernels digest the mask; decode's would read it where it lies."""
+def test_graph_of_many_rows_serves_few_rows(kernels_on: str, first: int) -> None:
+    """Use a single graph, whose kernels preprocess the mask. Decode kernels would read the mask directly."""
     road = Road(kernels_on)
     recorder = Recorder()
     compiled = torch.compile(sdpa, fullgraph=True, dynamic=True, backend=recorder)
     for rows in (first, 40, 200):
-        mask = mask_of(road, 1, 1, rows, 136)
+        mask = make_mask(road, 1, 1, rows, 136)
         q, k, v = road.qkv(rows=rows, keys=136, grad=True)
         bindings.counters(reset=True)
         out = compiled(q, k, v, mask)
         torch.autograd.grad(out.float().square().sum(), (q, k, v))
         took = road.took()
         assert took["ours_fwd"] == took["ours_bwd"] == 1
-        torch.testing.assert_close(out.double(), right(q, k, v, mask), atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(out.double(), attend_in_fp64(q, k, v, mask), atol=2e-2, rtol=2e-2)
     assert len(recorder.forwards) == 1

@@ -1,5 +1,6 @@
-"""The custom ops: opcheck, fakes against real outputs, mathematics against torch's own. On CPU the reference math
-serves them, on CUDA the kernels.
+"""The custom ops: opcheck, fakes against real outputs, and math against torch.
+
+On CPU the reference math serves the ops, on CUDA the kernels.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ def test_fake_has_the_strides_of_the_real_output(device: str, layout: str, dv: i
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", [name for name in CALLS if name != "causal_bottom_right"])
-def test_math_is_torchs(name: str, dtype: torch.dtype) -> None:
+def test_math_equals_math_of_torch(name: str, dtype: torch.dtype) -> None:
     sizes, mask, causal = CALLS[name]
     inputs = [tensor.requires_grad_() for tensor in qkv(dtype, **sizes)]
     inputs += [torch.randn(mask, dtype=dtype, requires_grad=True)] if mask else []
@@ -140,22 +141,30 @@ def test_math_is_torchs(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("low", [-1e9, torch.finfo(torch.bfloat16).min, torch.finfo(torch.float32).min])
-def test_rows_of_low_scores_alone(low: float) -> None:
-    """As torch's, the mean of v; no gradients, as kernels have it: an fp32 LSE has no digits left for how many."""
+def test_rows_with_only_low_scores(low: float) -> None:
+    """Use rows with only very low scores: the output is the mean of v, as in torch.
+
+    Gradients are zero, as in kernels: an fp32 LSE has no digits left for the number of keys.
+    """
     inputs = [tensor.requires_grad_() for tensor in (*qkv(), torch.zeros(16, 16))]
     with torch.no_grad():
         inputs[3][5] = low
     ours, stock = forward(*inputs)[0], F.scaled_dot_product_attention(*inputs)
     torch.testing.assert_close(ours, stock)
     grad = torch.randn_like(ours)
-    seen = grad.clone().index_fill_(2, torch.tensor(5), 0.0)
-    for got, want in zip(torch.autograd.grad(ours, inputs, grad), torch.autograd.grad(stock, inputs, seen)):
+    grad_of_other_rows = grad.clone().index_fill_(2, torch.tensor(5), 0.0)
+    for got, want in zip(
+        torch.autograd.grad(ours, inputs, grad), torch.autograd.grad(stock, inputs, grad_of_other_rows)
+    ):
         torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize("schema", bindings.names("schemas"), ids=lambda schema: schema.partition("(")[0])
-def test_schemas_that_cpp_knows_are_torchs(schema: str) -> None:
-    """It takes arguments from stacks, and leaves results there, by their names in these."""
+def test_schemas_in_cpp_equal_schemas_of_torch(schema: str) -> None:
+    """Compare the schemas known to C++ with torch.
+
+    C++ takes arguments from stacks, and leaves results on stacks, by the names in these schemas.
+    """
     namespace, name = schema.partition("(")[0].split("::")
     name, _, overload = name.partition(".")
     op = getattr(getattr(torch.ops, namespace), name)
@@ -180,7 +189,7 @@ extern "C" void forget(char* text) try {
 """
 
 
-def test_a_call_without_an_argument_says_which(tmp_path: Path) -> None:
+def test_missing_argument_is_named_in_the_error(tmp_path: Path) -> None:
     assert cpp.compiles(FORGETFUL, "-shared", "-fPIC", "-o", str(tmp_path / "forgetful.so"))
     text = ctypes.create_string_buffer(200)
     ctypes.CDLL(str(tmp_path / "forgetful.so")).forget(text)
@@ -190,20 +199,20 @@ def test_a_call_without_an_argument_says_which(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "function, more", [(sdpa_composite._sdpa, set()), (torch_flashplug.explain, {"device"})], ids=["plan_b", "explain"]
 )
-def test_calls_are_spelled_as_torchs(function: Callable, more: set[str]) -> None:
-    """F.sdpa's arguments, and those of stock's choice, which both ask."""
+def test_parameter_names_equal_names_of_torch(function: Callable, more: set[str]) -> None:
+    """Compare parameter names with F.sdpa and with the choice of stock, because both functions are asked by name."""
     spelled = [name for name in inspect.signature(function).parameters if name not in more]
     for op in (torch.ops.aten.scaled_dot_product_attention, torch.ops.aten._fused_sdp_choice):
         assert [argument.name for argument in op.default._schema.arguments] == spelled
 
 
-def test_bottom_right_is_the_mask_it_says() -> None:
+def test_bottom_right_equals_the_dense_mask() -> None:
     tensors = qkv(rows=8, keys=24)
     mask = torch.ones(8, 24, dtype=torch.bool).tril(16)
     torch.testing.assert_close(forward(*tensors, causal=2)[0], forward(*tensors, mask)[0])
 
 
-def test_rows_that_see_no_key_are_zero() -> None:
+def test_rows_without_visible_keys_are_zero() -> None:
     query, key, value = (tensor.requires_grad_() for tensor in qkv())
     mask = torch.ones(16, 16, dtype=torch.bool)
     mask[3] = False
@@ -214,10 +223,11 @@ def test_rows_that_see_no_key_are_zero() -> None:
 
 
 @pytest.mark.parametrize("sizes", [{"keys": 0}, {"rows": 0}, {"d": 0}])
-def test_empty_dims_are_torchs(sizes: dict[str, int]) -> None:
+def test_empty_dims_give_the_result_of_torch(sizes: dict[str, int]) -> None:
     inputs = [tensor.requires_grad_() for tensor in qkv(**sizes)]
     ours, stock = forward(*inputs)[0], F.scaled_dot_product_attention(*inputs)
-    if sizes == {"d": 0} and torch.__version__.startswith("2.12."):  # F.sdpa gives zeros there, not the mean of value
+    # F.sdpa gives zeros in this version, not the mean of value
+    if sizes == {"d": 0} and torch.__version__.startswith("2.12."):
         stock, _ = torch.ops.aten._scaled_dot_product_attention_math(*inputs)
     torch.testing.assert_close(ours, stock)
     for got, want in zip(torch.autograd.grad(ours.sum(), inputs), torch.autograd.grad(stock.sum(), inputs)):
@@ -227,13 +237,13 @@ def test_empty_dims_are_torchs(sizes: dict[str, int]) -> None:
 @pytest.mark.parametrize("device", ["cpu", CUDA])
 def test_dropout_follows_its_seed(device: str) -> None:
     query, key, value = (tensor.to(device) for tensor in qkv(rows=256, keys=256))
-    eye = torch.eye(256, device=device).expand(2, 4, 256, 256)  # the output is the dropped-out probabilities themselves
+    eye = torch.eye(256, device=device).expand(2, 4, 256, 256)  # the output equals the probabilities after dropout
     draws = []
     for _ in range(2):
         torch.manual_seed(7)
         draws.append(sdpa.namespace._math_fwd(query, key, eye, None, 0.25, 0, None, 0))
-    other = sdpa.namespace._math_fwd(query, key, eye, None, 0.25, 0, None, 0)
-    assert torch.equal(draws[0][0], draws[1][0]) and not torch.equal(draws[0][0], other[0])
+    third_draw = sdpa.namespace._math_fwd(query, key, eye, None, 0.25, 0, None, 0)
+    assert torch.equal(draws[0][0], draws[1][0]) and not torch.equal(draws[0][0], third_draw[0])
     assert abs(draws[0][0].eq(0).float().mean().item() - 0.25) < 0.01
     # The backward drops the same entries: the output is linear in the values, so <dv, v> = <out, grad_out>.
     out, lse, seed, offset = sdpa.namespace._math_fwd(query, key, value, None, 0.25, 0, None, 0)
@@ -256,7 +266,7 @@ def test_gradcheck_with_mask_and_dropout() -> None:
     assert torch.autograd.gradcheck(attention, (query, key, value, bias))
 
 
-def test_second_derivative_is_refused_with_a_way_out() -> None:
+def test_second_derivative_is_refused_with_advice() -> None:
     query, key, value = (tensor.requires_grad_() for tensor in qkv())
     (grad,) = torch.autograd.grad(forward(query, key, value)[0].sum(), query, create_graph=True)
     with pytest.raises(RuntimeError, match="SDPBackend.MATH"):
@@ -264,8 +274,8 @@ def test_second_derivative_is_refused_with_a_way_out() -> None:
 
 
 @pytest.mark.parametrize("mapped", list(itertools.product((0, 1, None), (0, None), (0, 2, None))))
-def test_vmap_of_the_own_op(mapped: tuple[int | None, ...]) -> None:
-    """Query, key and mask mapped over any dim or not at all; gradients too."""
+def test_vmap_of_the_op(mapped: tuple[int | None, ...]) -> None:
+    """Map query, key and mask over any dim or not at all; check gradients too."""
     if mapped == (None, None, None):
         mapped = (0, None, None)
     query, key, value = qkv()
@@ -287,7 +297,7 @@ def test_vmap_of_the_own_op(mapped: tuple[int | None, ...]) -> None:
             torch.testing.assert_close(a[index], b, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def test_vmap_with_dropout_asks_for_different_randomness() -> None:
+def test_vmap_with_dropout_requires_different_randomness() -> None:
     tensors = [torch.stack([tensor, tensor]) for tensor in qkv()]
     with pytest.raises(RuntimeError, match="randomness"):
         torch.vmap(lambda q, k, v: forward(q, k, v, p=0.5)[0])(*tensors)
@@ -295,18 +305,19 @@ def test_vmap_with_dropout_asks_for_different_randomness() -> None:
     assert not torch.equal(out[0], out[1])
 
 
-def test_a_backward_knows_all_that_its_forward_was_told() -> None:
-    """Else it would give the gradients of another call."""
+def test_backward_receives_every_argument_of_the_forward() -> None:
+    """The backward must receive every argument of the forward. A missing argument would give wrong gradients."""
     for name in ("sdpa", "_math"):
-        told, known = (
-            {argument.name for argument in getattr(sdpa.namespace, f"{name}_{way}").default._schema.arguments}
-            for way in ("fwd", "bwd")
+        forward_arguments, backward_arguments = (
+            {argument.name for argument in getattr(sdpa.namespace, f"{name}_{direction}").default._schema.arguments}
+            for direction in ("fwd", "bwd")
         )
-        assert told <= known
+        assert forward_arguments <= backward_arguments
 
 
-# Of every argument of sdpa_fwd what a plain call says, and what matters: to numbers, or, of the mode, to who serves it.
-TOLD: dict[str, tuple[Any, Any]] = {
+# Two values for every argument of sdpa_fwd: the value of a plain call, and a value that changes the numbers. The second
+# mode changes only the backend of the call.
+ARGUMENT_VALUES: dict[str, tuple[Any, Any]] = {
     **{
         name: (tensor, -tensor)
         for name, tensor in zip(sdpa.ForwardArgs._fields, qkv(torch.bfloat16, rows=32, keys=48, d=64, dv=64))
@@ -322,23 +333,23 @@ GRAD = torch.linspace(-1, 1, 2 * 4 * 32 * 64).view(2, 4, 32, 64).to(torch.bfloat
 
 @pytest.fixture
 def modes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Those that the mathematics and autograd are told, by whichever way; they change no number."""
-    told: list[int] = []
+    """Return the modes passed to reference math and autograd, by any entry; modes do not change numbers."""
+    recorded: list[int] = []
 
-    def noted(kind: type) -> Callable:
+    def recording(kind: type) -> Callable:
         def make(*args) -> sdpa.ForwardArgs | sdpa.BackwardArgs:
-            told.append(kind(*args).mode)
+            recorded.append(kind(*args).mode)
             return kind(*args)
 
         return make
 
     for kind in (sdpa.ForwardArgs, sdpa.BackwardArgs):
-        monkeypatch.setattr(sdpa, kind.__name__, noted(kind))
-    return told
+        monkeypatch.setattr(sdpa, kind.__name__, recording(kind))
+    return recorded
 
 
-def by_autograd(call: dict[str, Any]) -> Iterator[tuple[Tensor, ...]]:
-    """Results of the own op, then gradients."""
+def results_by_autograd(call: dict[str, Any]) -> Iterator[tuple[Tensor, ...]]:
+    """Yield the results of the op, then gradients."""
     torch.manual_seed(0)
     tensors = {name: x.detach() for name, x in call.items() if isinstance(x, Tensor)}
     leaves = [x.requires_grad_() for x in tensors.values() if x.is_floating_point()]
@@ -347,7 +358,7 @@ def by_autograd(call: dict[str, Any]) -> Iterator[tuple[Tensor, ...]]:
     yield torch.autograd.grad(results[0], leaves, GRAD)
 
 
-def by_math(call: dict[str, Any]) -> Iterator[tuple[Tensor, ...]]:
+def results_by_math(call: dict[str, Any]) -> Iterator[tuple[Tensor, ...]]:
     torch.manual_seed(0)
     results = sdpa.namespace._math_fwd(**call)
     yield results
@@ -357,18 +368,23 @@ def by_math(call: dict[str, Any]) -> Iterator[tuple[Tensor, ...]]:
 
 
 @pytest.mark.parametrize("road", [nullcontext, lambda: road_to("cpu")], ids=["python", "cpp"])
-@pytest.mark.parametrize("argument", [one.name for one in sdpa.namespace.sdpa_fwd.default._schema.arguments])
-def test_every_argument_arrives(argument: str, road: Callable, modes: list[int]) -> None:
-    """In the forward and, by way of autograd, in the backward; a new one needs its row of TOLD."""
-    plain = {name: values[0] for name, values in TOLD.items()}
-    told = plain | {argument: TOLD[argument][1]}
-    wanted, without = list(by_math(told)), list(by_math(plain))
+@pytest.mark.parametrize(
+    "argument", [schema_argument.name for schema_argument in sdpa.namespace.sdpa_fwd.default._schema.arguments]
+)
+def test_every_argument_reaches_forward_and_backward(argument: str, road: Callable, modes: list[int]) -> None:
+    """Check that each argument reaches the forward and, through autograd, the backward.
+
+    A new argument needs a row in TOLD.
+    """
+    plain = {name: values[0] for name, values in ARGUMENT_VALUES.items()}
+    call = plain | {argument: ARGUMENT_VALUES[argument][1]}
+    expected, results_of_plain = list(results_by_math(call)), list(results_by_math(plain))
     with road():
         modes.clear()
-        for step, got in enumerate(by_autograd(told)):
-            assert set(modes) == {told["mode"]}
-            assert len(got) == len(wanted[step]) and all(map(torch.equal, got, wanted[step]))
-            assert argument == "mode" or not all(map(torch.equal, got, without[step]))
+        for step, got in enumerate(results_by_autograd(call)):
+            assert set(modes) == {call["mode"]}
+            assert len(got) == len(expected[step]) and all(map(torch.equal, got, expected[step]))
+            assert argument == "mode" or not all(map(torch.equal, got, results_of_plain[step]))
             modes.clear()
 
 
@@ -387,7 +403,7 @@ def test_every_argument_arrives(argument: str, road: Callable, modes: list[int])
         ({"mode": 0x7F}, "mode must name a backend of .*, but got 127"),
     ],
 )
-def test_own_op_refuses_what_has_no_meaning(change: dict, text: str) -> None:
+def test_op_refuses_invalid_arguments(change: dict, text: str) -> None:
     query, key, value = qkv()
     call = sdpa.ForwardArgs(query, key, value, None, 0.0, 0, None, 0)._replace(**change)
     with pytest.raises(RuntimeError, match=text):

@@ -1,4 +1,4 @@
-"""Another library's kernels at the CUDA key of torch's attention ops are neither overwritten by ours nor lost."""
+"""Kernels of a second library at the CUDA key of torch's attention ops: neither overwritten nor lost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SCRIPT = Path(other_owners.__file__)
 
 
 @pytest.mark.parametrize("order", other_owners.ORDERS)
-def test_kernels_of_others_stay(order: str) -> None:
+def test_kernels_of_a_second_library_are_kept(order: str) -> None:
     done = subprocess.run([sys.executable, str(SCRIPT), order], cwd=SCRIPT.parents[1], capture_output=True, text=True,
                           check=False, timeout=240)  # fmt: skip
     assert done.stdout.endswith("right\n"), done.stdout + done.stderr

@@ -1,5 +1,6 @@
-"""Which precision calls are asked to be multiplied in: by sdpa_backend, by enable, by the environment; what graphs keep
-of it; what explain says.
+"""The requested precision of products: by sdpa_backend, by enable and by the environment.
+
+The tests also cover the precision in graphs and the text of explain.
 """
 
 from __future__ import annotations
@@ -22,78 +23,80 @@ SHIFT = bindings.PRECISION_SHIFT
 
 def qkv(device: str = "meta", *, D: int = 128, rows: int = 1024, grad: bool = False) -> list[Tensor]:
     generator = torch.Generator().manual_seed(rows)
-    made = (torch.randn(1, 4, rows, D, generator=generator).bfloat16().to(device) for _ in range(3))
-    return [tensor.requires_grad_(grad) for tensor in made]
+    tensors = (torch.randn(1, 4, rows, D, generator=generator).bfloat16().to(device) for _ in range(3))
+    return [tensor.requires_grad_(grad) for tensor in tensors]
 
 
-def explained(inputs: list[Tensor], **more: object) -> torch_flashplug.api.backend.Plan:
+def explain_on_h100(inputs: list[Tensor], **more: object) -> torch_flashplug.api.backend.Plan:
     return torch_flashplug.explain(*inputs, device="h100", **more)
 
 
 @pytest.fixture
-def process() -> Iterator[None]:
-    """A process whose precision is 16 bits again in the end."""
+def reset_process_precision() -> Iterator[None]:
+    """Restore 16 bits after a test of the process precision."""
     yield
     bindings.set_process_precision(0)
 
 
-@pytest.mark.parametrize("name, said", [("qk8", "qk8"), ("8bit", "8bit"), ("e4m3", "e4m3"), ("fp8", "8bit")])
-def test_a_forced_backend_obeys(name: str, said: str) -> None:
+@pytest.mark.parametrize(
+    "name, precision_in_plan", [("qk8", "qk8"), ("8bit", "8bit"), ("e4m3", "e4m3"), ("fp8", "8bit")]
+)
+def test_forced_backend_uses_the_requested_precision(name: str, precision_in_plan: str) -> None:
     with sdpa_backend("fa3", precision=name):
-        plan = explained(qkv())
-    assert plan.precision == said and said in plan.kernel and not plan.whole
-    assert f"precision   {said}: scores" in str(plan)
+        plan = explain_on_h100(qkv())
+    assert plan.precision == precision_in_plan and precision_in_plan in plan.kernel and not plan.whole
+    assert f"precision   {precision_in_plan}: scores" in str(plan)
 
 
 @pytest.mark.parametrize("precision", [None, "16bit"])
-def test_sixteen_bits_are_what_nobody_asks_for(precision: str | None) -> None:
+def test_default_precision_is_16_bits(precision: str | None) -> None:
     with sdpa_backend("fa3", precision=precision):
-        plan = explained(qkv())
+        plan = explain_on_h100(qkv())
     assert plan.backend == "fa3" and not plan.precision and "bit" not in plan.kernel and not plan.whole
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_auto_takes_it_as_a_permission(name: str) -> None:
-    """Of 1024 keys no measured row says that 8 bits are faster."""
+def test_auto_treats_precision_as_a_permission(name: str) -> None:
+    """Use 1024 keys, for which no measured row is faster in 8 bits."""
     with sdpa_backend("auto", precision=name):
-        plan = explained(qkv())
+        plan = explain_on_h100(qkv())
     assert plan.backend == "fa3" and not plan.precision
     assert plan.whole.startswith("No measured entry covers this c") and "16 bits     No measured" in str(plan)
-    assert plan.kernel == explained(qkv()).kernel and plan.row == explained(qkv()).row
+    assert plan.kernel == explain_on_h100(qkv()).kernel and plan.row == explain_on_h100(qkv()).row
 
 
-def test_auto_takes_what_was_measured_to_be_faster() -> None:
+def test_auto_uses_8_bits_where_measured_faster() -> None:
     inputs = [torch.empty(1, 16, 16384, 128, dtype=torch.bfloat16, device="meta") for _ in range(3)]
     with sdpa_backend("auto", precision="e4m3"):
-        plan = explained(inputs)
+        plan = explain_on_h100(inputs)
         assert plan.precision == "e4m3" and "1.060 x the 16-bit kernel" in plan.row
-        assert not explained(inputs, is_causal=True).precision
-    assert not explained(inputs).precision and "x stock" in explained(inputs).row
+        assert not explain_on_h100(inputs, is_causal=True).precision
+    assert not explain_on_h100(inputs).precision and "x stock" in explain_on_h100(inputs).row
 
 
-def test_the_process_says_it_for_all(process: None) -> None:
-    """It permits: also where a block asks for a backend, and fails nothing there."""
+def test_process_precision_applies_to_all_blocks(reset_process_precision: None) -> None:
+    """The process setting is a permission: explicit blocks keep their backend, and no call fails."""
     torch_flashplug.enable(precision="qk8")
-    long = [torch.empty(1, 8, 16384, 256, dtype=torch.bfloat16, device="meta")] * 3
+    long_inputs = [torch.empty(1, 8, 16384, 256, dtype=torch.bfloat16, device="meta")] * 3
     for backend in ("auto", "fa3"):
         with sdpa_backend(backend):
-            assert explained(long).precision == "qk8"
-            plan = explained(qkv())
+            assert explain_on_h100(long_inputs).precision == "qk8"
+            plan = explain_on_h100(qkv())
             assert plan.whole and not plan.precision and not plan.error
-            assert not explained(qkv(grad=True)).error
+            assert not explain_on_h100(qkv(grad=True)).error
             with sdpa_backend(backend, precision="16bit"):
-                assert not explained(long).precision
+                assert not explain_on_h100(long_inputs).precision
             torch_flashplug.enable()
-            assert explained(long).precision == "qk8"
+            assert explain_on_h100(long_inputs).precision == "qk8"
     with sdpa_backend("fa2"):
-        assert not explained(long).error and not explained(long).precision
+        assert not explain_on_h100(long_inputs).error and not explain_on_h100(long_inputs).precision
     with sdpa_backend("fa3", precision="e4m3"):
-        assert explained(qkv()).precision == "e4m3"
+        assert explain_on_h100(qkv()).precision == "e4m3"
     torch_flashplug.enable(precision="16bit")
-    assert not explained(qkv()).whole
+    assert not explain_on_h100(qkv()).whole
 
 
-def test_the_environment_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_sets_the_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(env.PRECISION.name, "fp8")
     assert startup._process_precision() == number_of("8bit")
     monkeypatch.setenv(env.PRECISION.name, "4bit")
@@ -101,7 +104,7 @@ def test_the_environment_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
         startup._process_precision()
 
 
-def test_what_is_no_precision() -> None:
+def test_invalid_precisions_are_refused() -> None:
     with pytest.raises(ValueError, match="precision must be one of 16bit, qk8, 8bit, e4m3, fp8, but got '9bit'"):
         sdpa_backend("auto", precision="9bit")
     with pytest.raises(
@@ -114,7 +117,7 @@ def test_what_is_no_precision() -> None:
 
 
 @pytest.mark.parametrize(
-    "more, said",
+    "arguments, error",
     [
         ({"is_causal": True}, ""),
         ({"dropout_p": 0.1}, "exactly this combination of features: dropout and 8bit."),
@@ -122,27 +125,30 @@ def test_what_is_no_precision() -> None:
         ({"attn_mask": torch.ones(1024, 1024, dtype=torch.bfloat16, device="meta")}, "features: bias and 8bit."),
     ],
 )
-def test_what_goes_beside_it(more: dict, said: str) -> None:
+def test_precision_with_masks_and_dropout(arguments: dict, error: str) -> None:
     with sdpa_backend("fa3", precision="8bit"):
-        plan = explained(qkv(), **more)
-    assert said in plan.error and bool(plan.error) == bool(said)
+        plan = explain_on_h100(qkv(), **arguments)
+    assert error in plan.error and bool(plan.error) == bool(error)
     with sdpa_backend("auto", precision="8bit"):
-        plan = explained(qkv(), **more)
+        plan = explain_on_h100(qkv(), **arguments)
     assert plan.backend == "fa3" and not plan.precision and plan.whole
 
 
 def test_wide_heads_and_gradients() -> None:
     with sdpa_backend("fa3", precision="8bit"):
-        assert explained(qkv(D=256)).precision == "8bit"
-        assert "8-bit attention has no backward" in explained(qkv(grad=True)).error
+        assert explain_on_h100(qkv(D=256)).precision == "8bit"
+        assert "8-bit attention has no backward" in explain_on_h100(qkv(grad=True)).error
     with sdpa_backend("auto", precision="8bit"):
-        plan = explained(qkv(grad=True))
+        plan = explain_on_h100(qkv(grad=True))
     assert plan.backend == "fa3" and "8-bit attention has no backward" in plan.whole
     with sdpa_backend("fa2", precision="8bit"):
-        assert "precision='8bit' is requested, but the kernels of this backend multiply in 16" in explained(qkv()).error
+        assert (
+            "precision='8bit' is requested, but the kernels of this backend multiply in 16"
+            in explain_on_h100(qkv()).error
+        )
 
 
-# ---- run ----
+# ---- calls that run ----
 
 
 def run(kernels_on: str, inputs: list[Tensor], name: str | None, **more: object) -> Tensor:
@@ -150,18 +156,18 @@ def run(kernels_on: str, inputs: list[Tensor], name: str | None, **more: object)
         return sdpa(*(x.to(kernels_on) for x in inputs), **more)
 
 
-def test_blocks_and_process_reach_kernels(kernels_on: str, process: None) -> None:
+def test_blocks_and_process_reach_kernels(kernels_on: str, reset_process_precision: None) -> None:
     inputs = qkv("cpu", D=64, rows=70)
-    whole, eight = run(kernels_on, inputs, None), run(kernels_on, inputs, "qk8")
-    assert not torch.equal(whole, eight)
+    in_16_bits, in_8_bits = run(kernels_on, inputs, None), run(kernels_on, inputs, "qk8")
+    assert not torch.equal(in_16_bits, in_8_bits)
     bindings.set_process_precision(number_of("qk8"))
-    assert torch.equal(run(kernels_on, inputs, "qk8"), eight)
-    for name in (None, "16bit"):  # it permits, and so short a call is not faster
-        assert torch.equal(run(kernels_on, inputs, name), whole)
+    assert torch.equal(run(kernels_on, inputs, "qk8"), in_8_bits)
+    for name in (None, "16bit"):  # 8 bits are permitted, but not faster for such a short call
+        assert torch.equal(run(kernels_on, inputs, name), in_16_bits)
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-def test_graphs_without_gradients_go_by_what_surrounds_them(kernels_on: str) -> None:
+def test_graphs_without_gradients_use_the_surrounding_precision(kernels_on: str) -> None:
     inputs = [x.to(kernels_on) for x in qkv("cpu", D=64, rows=70)]
     compiled = torch.compile(causal, fullgraph=True, backend=Recorder())
     with torch.no_grad():
@@ -183,7 +189,7 @@ def test_graphs_keep_the_precision_of_blocks_inside(kernels_on: str) -> None:
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-def test_graphs_with_gradients_multiply_in_sixteen_bits(kernels_on: str, process: None) -> None:
+def test_graphs_with_gradients_multiply_in_sixteen_bits(kernels_on: str, reset_process_precision: None) -> None:
     inputs = [x.to(kernels_on).requires_grad_() for x in qkv("cpu", D=64, rows=70)]
     compiled = torch.compile(causal, fullgraph=True, backend=Recorder())
     with sdpa_backend("fa3"):
@@ -200,13 +206,13 @@ def test_graphs_with_gradients_multiply_in_sixteen_bits(kernels_on: str, process
     assert all(torch.equal(x.grad, grad) for x, grad in zip(inputs, grads, strict=True))
 
 
-def test_our_op_alone_multiplies_in_what_its_mode_says(kernels_on: str, process: None) -> None:
-    """Whoever calls it may want gradients: not by what surrounds it."""
+def test_direct_op_call_uses_the_precision_of_the_mode_argument(kernels_on: str, reset_process_precision: None) -> None:
+    """The op must not read the surrounding mode, because any caller may need gradients."""
     inputs = [x.to(kernels_on) for x in qkv("cpu", D=64, rows=70)]
     op = torch.ops.torch_flashplug.sdpa_fwd
     fa3 = bindings.BACKENDS.index("fa3")
     bindings.set_process_precision(number_of("qk8"))
-    whole = op(*inputs, None, 0.0, 0, None, fa3)[0]
-    assert torch.equal(whole, run(kernels_on, inputs, "16bit"))
-    eight = op(*inputs, None, 0.0, 0, None, fa3 | number_of("8bit") << SHIFT)[0]
-    assert torch.equal(eight, run(kernels_on, inputs, "8bit"))
+    in_16_bits = op(*inputs, None, 0.0, 0, None, fa3)[0]
+    assert torch.equal(in_16_bits, run(kernels_on, inputs, "16bit"))
+    in_8_bits = op(*inputs, None, 0.0, 0, None, fa3 | number_of("8bit") << SHIFT)[0]
+    assert torch.equal(in_8_bits, run(kernels_on, inputs, "8bit"))

@@ -1,4 +1,7 @@
-"""Recomputations of torch.utils.checkpoint use the mode of their forward, whichever thread runs the backward."""
+"""Recomputations of torch.utils.checkpoint: each recomputation uses the mode of the forward.
+
+The thread of the backward does not matter.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,11 @@ from torch_flashplug import sdpa_backend
 from torch_flashplug.dispatch import bindings
 
 MODES = ("auto", "fa3", "fa2", "math", "stock")
-PLACES = ("around both", "around the forward", "another around the backward")
+BLOCK_PLACES = ("around both", "around the forward", "another around the backward")
 
 
 def run_on(thread: str, function: Callable[[], None]) -> None:
-    """Run a function on this thread, or on a new one that has entered no block, as autograd's device threads."""
+    """Run a function on this thread, or on a new thread outside of all blocks, like the device threads of autograd."""
     if thread == "same":
         function()
         return
@@ -41,11 +44,11 @@ def run_step(mode: str, place: str, forward: Callable[[], Tensor], backward: Cal
 
 
 @pytest.mark.parametrize("thread", ["same", "another"])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", BLOCK_PLACES)
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("mode", MODES)
-def test_recomputation_sees_the_mode_of_its_forward(
+def test_recomputation_uses_the_mode_of_the_forward(
     mode: str, reentrant: bool, nested: bool, place: str, thread: str
 ) -> None:
     modes: list[str] = []
@@ -78,7 +81,7 @@ def test_recomputation_of_a_forward_outside_any_block_stays_in_auto(reentrant: b
         return x.sin()
 
     with sdpa_backend("math"):
-        torch.ones(1, requires_grad=True).sin()  # a node of another block
+        torch.ones(1, requires_grad=True).sin()  # a node of a different block
     out = checkpoint(layer, 1 * torch.ones(4, requires_grad=True), use_reentrant=reentrant)
     with sdpa_backend("math"):
         out.sum().backward()
@@ -87,7 +90,7 @@ def test_recomputation_of_a_forward_outside_any_block_stays_in_auto(reentrant: b
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_block_inside_a_recomputation_comes_before_the_mode_of_the_forward(reentrant: bool) -> None:
+def test_block_inside_a_recomputation_takes_precedence(reentrant: bool) -> None:
     modes: list[str] = []
 
     def layer(x: Tensor) -> Tensor:
@@ -104,14 +107,12 @@ def test_block_inside_a_recomputation_comes_before_the_mode_of_the_forward(reent
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", BLOCK_PLACES)
 @pytest.mark.parametrize("kind", ["reentrant", "not reentrant", "nested"])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.2])
 @pytest.mark.parametrize("mode", MODES)
-def test_checkpointed_gradients_equal_those_without_a_checkpoint(
-    mode: str, dropout_p: float, kind: str, place: str
-) -> None:
-    """On a GPU autograd evaluates nodes on its own thread."""
+def test_checkpointed_gradients_equal_plain_gradients(mode: str, dropout_p: float, kind: str, place: str) -> None:
+    """Compare on a GPU, where autograd evaluates nodes on a separate thread."""
     values = [torch.randn(2, 4, 256, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -139,4 +140,4 @@ def test_checkpointed_gradients_equal_those_without_a_checkpoint(
 
     for gradient, expected in zip(got, want):
         error = (gradient.double() - expected.double()).norm() / expected.double().norm()
-        assert error < 1e-2  # other dropout bits give 0.45
+        assert error < 1e-2  # different dropout bits give an error of 0.45

@@ -1,5 +1,7 @@
-"""attention() of lengths and pages where only a GPU shows what happens: graphs captured once and replayed with other
-tables and lengths, several streams, the host that waits for nothing, the memory that gathering takes.
+"""attention() with sequence lengths and pages, for behavior visible only on a GPU.
+
+The tests replay captured graphs with new tables and lengths, use several streams, check that the host never waits, and
+measure the memory of gathering.
 """
 
 from __future__ import annotations
@@ -20,86 +22,88 @@ pytestmark = pytest.mark.gpu
 HQ, HKV, D, PAGE, WIDTH, B = 8, 2, 128, 16, 20, 4
 SAME_BITS = ({"num_splits": 1}, {"fixed_split_size": 128})
 NEAR = 0.01  # relative, root mean square
-Given = dict[str, Tensor]
+Operands = dict[str, Tensor]
 
 
-def lengths(total: int, parts: int, draw: torch.Generator) -> Tensor:
-    """Starts of some sequences, which may be empty, and not reach the end."""
+def random_starts(total: int, parts: int, draw: torch.Generator) -> Tensor:
+    """Return starts of sequences, which may be empty and may end before the last row."""
     return torch.cat((torch.zeros(1), torch.randint(0, total + 1, (parts,), generator=draw).sort()[0])).int()
 
 
-def drawn(rows: tuple[int, ...], keys: tuple[int, ...], draw: torch.Generator) -> Given:
+def random_operands(rows: tuple[int, ...], keys: tuple[int, ...], draw: torch.Generator) -> Operands:
     sizes = {"q": (*rows, HQ, D), "k": (*keys, HKV, D), "v": (*keys, HKV, D)}
     return {name: torch.randn(size, generator=draw).bfloat16() for name, size in sizes.items()}
 
 
-def paged(rows: tuple[int, ...], draw: torch.Generator) -> Given:
-    """Numbers behind the last page say anything."""
-    given = drawn(rows, (B * WIDTH + 5, PAGE), draw)
+def make_paged_batch(rows: tuple[int, ...], draw: torch.Generator) -> Operands:
+    """Return paged operands whose block-table entries beyond the last page are arbitrary."""
+    operands = random_operands(rows, (B * WIDTH + 5, PAGE), draw)
     table = torch.randperm(B * WIDTH + 5, generator=draw)[: B * WIDTH].view(B, WIDTH).int()
     used = torch.randint(0, WIDTH * PAGE + 1, (B,), generator=draw).int()
     for i, count in enumerate(used.tolist()):
         table[i, -(-count // PAGE) :] = (-1, 2**31 - 1)[i % 2]
-    return given | {"block_table": table, "seqused_k": used}
+    return operands | {"block_table": table, "seqused_k": used}
 
 
-def eight(given: Given) -> Given:
+def quantize(operands: Operands) -> Operands:
     for name in "kv":
-        given[name], given[f"{name}_scale"] = in_int8(given[name].float().transpose(1, 2))
-        given[name] = given[name].transpose(1, 2)
-    return given
+        operands[name], operands[f"{name}_scale"] = in_int8(operands[name].float().transpose(1, 2))
+        operands[name] = operands[name].transpose(1, 2)
+    return operands
 
 
-def used(rows: int, draw: torch.Generator) -> Given:
-    return drawn((B, rows), (B, 300), draw) | {"seqused_k": torch.randint(0, 301, (B,), generator=draw).int()}
+def make_kv_length_batch(rows: int, draw: torch.Generator) -> Operands:
+    return random_operands((B, rows), (B, 300), draw) | {"seqused_k": torch.randint(0, 301, (B,), generator=draw).int()}
 
 
-def on_end(draw: torch.Generator) -> Given:
-    starts = {name: lengths(total, 9, draw) for name, total in (("cu_seqlens_q", 1000), ("cu_seqlens_k", 1200))}
-    return drawn((1000,), (1200,), draw) | starts
+def make_packed_batch(draw: torch.Generator) -> Operands:
+    starts = {name: random_starts(total, 9, draw) for name, total in (("cu_seqlens_q", 1000), ("cu_seqlens_k", 1200))}
+    return random_operands((1000,), (1200,), draw) | starts
 
 
-ROADS: dict[str, Callable[[torch.Generator], Given]] = {
-    "pages": lambda draw: paged((B, 3), draw),
-    "pages_8_bits": lambda draw: eight(paged((B, 1), draw)),
-    "pages_many_rows": lambda draw: paged((B, 40), draw),
-    "pages_on_end": lambda draw: paged((90,), draw) | {"cu_seqlens_q": lengths(90, B, draw)},
-    "pages_on_end_8_bits": lambda draw: eight(paged((90,), draw)) | {"cu_seqlens_q": lengths(90, B, draw)},
-    "caches": lambda draw: used(2, draw),
-    "caches_many_rows": lambda draw: used(70, draw),
-    "on_end": on_end,
+ROADS: dict[str, Callable[[torch.Generator], Operands]] = {
+    "pages": lambda draw: make_paged_batch((B, 3), draw),
+    "pages_8_bits": lambda draw: quantize(make_paged_batch((B, 1), draw)),
+    "pages_many_rows": lambda draw: make_paged_batch((B, 40), draw),
+    "pages_on_end": lambda draw: make_paged_batch((90,), draw) | {"cu_seqlens_q": random_starts(90, B, draw)},
+    "pages_on_end_8_bits": lambda draw: (
+        quantize(make_paged_batch((90,), draw)) | {"cu_seqlens_q": random_starts(90, B, draw)}
+    ),
+    "caches": lambda draw: make_kv_length_batch(2, draw),
+    "caches_many_rows": lambda draw: make_kv_length_batch(70, draw),
+    "on_end": make_packed_batch,
 }
 
 
-def state(road: str, seed: int) -> Given:
+def make_state(road: str, seed: int) -> Operands:
     return {name: x.cuda() for name, x in ROADS[road](torch.Generator().manual_seed(seed)).items()}
 
 
-def attend(given: Given, **more: object) -> Tensor:
-    return attention(**given, causal=True, **more)
+def attend(operands: Operands, **more: object) -> Tensor:
+    return attention(**operands, causal=True, **more)
 
 
-def right(given: Given) -> Tensor:
-    """By fp32's mathematics of what 8 bits say."""
-    wide = {name: x.float() if x.dtype == torch.bfloat16 else x for name, x in given.items()}
+def attend_in_fp32(operands: Operands) -> Tensor:
+    """Return the result of fp32 math; 8-bit tensors are dequantized first."""
+    wide = {name: x.float() if x.dtype == torch.bfloat16 else x for name, x in operands.items()}
     for name in "kv":
         if f"{name}_scale" in wide:
             wide[name] = wide[name].float() * wide.pop(f"{name}_scale").transpose(1, 2).unsqueeze(-1)
     return attend(wide)
 
 
-def assert_near(got: Tensor, given: Given, near: float = NEAR) -> None:
-    exact = right(given)
+def assert_near(got: Tensor, operands: Operands, near: float = NEAR) -> None:
+    exact = attend_in_fp32(operands)
     assert got.isfinite().all()
     assert float((got.float() - exact).norm()) <= near * float(exact.norm()) + 1e-6
 
 
-def put(held: Given, now: Given) -> None:
-    for name, x in now.items():
-        held[name].copy_(x)
+def copy_into(target: Operands, source: Operands) -> None:
+    for name, x in source.items():
+        target[name].copy_(x)
 
 
-def warm(call: Callable[[], object]) -> None:
+def warm_up(call: Callable[[], object]) -> None:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -111,91 +115,97 @@ def warm(call: Callable[[], object]) -> None:
 @pytest.mark.parametrize("splits", [{}, *SAME_BITS], ids=str)
 @pytest.mark.parametrize("into", [False, True], ids=["made", "given"])
 @pytest.mark.parametrize("road", ROADS)
-def test_a_replay_reads_the_tables_and_lengths_of_now(road: str, into: bool, splits: dict[str, int]) -> None:
-    held = state(road, 0)
-    out = torch.empty_like(held["q"]) if into else None
+def test_graph_replay_reads_current_tables_and_lengths(road: str, into: bool, splits: dict[str, int]) -> None:
+    buffers = make_state(road, 0)
+    out = torch.empty_like(buffers["q"]) if into else None
 
     def call() -> Tensor:
-        return attend(held, **splits, out=out)
+        return attend(buffers, **splits, out=out)
 
-    warm(call)
+    warm_up(call)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         result = call()
     assert result is out or not into
     for seed in range(1, 6):
-        now = state(road, seed)
-        put(held, now)
+        current = make_state(road, seed)
+        copy_into(buffers, current)
         result.fill_(math.nan)
         graph.replay()
-        assert_near(result, now, 0.02 if "8_bits" in road else NEAR)
+        assert_near(result, current, 0.02 if "8_bits" in road else NEAR)
 
 
-def test_tables_alone_change_between_replays() -> None:
-    """Pages are moved, as a server swaps them: the same bits."""
-    held = state("pages", 1)
-    before = attend(held, num_splits=1)
-    warm(lambda: attend(held, num_splits=1))
+def test_graph_replay_reads_moved_pages() -> None:
+    """Move pages as a server swaps pages; the result must have the same bits."""
+    buffers = make_state("pages", 1)
+    before = attend(buffers, num_splits=1)
+    warm_up(lambda: attend(buffers, num_splits=1))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = attend(held, num_splits=1)
-    pools, table = {name: held[name].clone() for name in "kv"}, held["block_table"].clone()
+        out = attend(buffers, num_splits=1)
+    pools, table = {name: buffers[name].clone() for name in "kv"}, buffers["block_table"].clone()
     for seed in range(3):
         order = torch.randperm(len(pools["k"]), generator=torch.Generator().manual_seed(seed)).cuda()
-        there = (table >= 0) & (table < len(order))
-        held["block_table"].copy_(torch.where(there, order[table.clamp(0, len(order) - 1).long()].int(), table))
+        is_page = (table >= 0) & (table < len(order))
+        buffers["block_table"].copy_(torch.where(is_page, order[table.clamp(0, len(order) - 1).long()].int(), table))
         for name, pool in pools.items():
-            held[name][order] = pool
+            buffers[name][order] = pool
         out.fill_(math.nan)
         graph.replay()
         assert torch.equal(out, before)
 
 
-def test_a_training_step_of_lists_is_replayed_with_other_lengths() -> None:
-    held = state("on_end", 0)
-    leaves = [held[name].requires_grad_() for name in "qkv"]
-    grad_out = torch.randn_like(held["q"])
+def test_training_step_graph_is_replayed_with_new_lengths() -> None:
+    buffers = make_state("on_end", 0)
+    leaves = [buffers[name].requires_grad_() for name in "qkv"]
+    grad_out = torch.randn_like(buffers["q"])
 
     def call() -> tuple[Tensor, ...]:
-        out = attend(held)
+        out = attend(buffers)
         return out, *torch.autograd.grad(out, leaves, grad_out)
 
-    warm(call)
+    warm_up(call)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         results = call()
     for seed in range(1, 4):
-        now = state("on_end", seed)
+        current = make_state("on_end", seed)
         with torch.no_grad():
-            put(held, now)
+            copy_into(buffers, current)
             for result in results:
                 result.fill_(math.nan)
         graph.replay()
-        wide = {name: x.float().requires_grad_() if name in "qkv" else x for name, x in now.items()}
+        wide = {name: x.float().requires_grad_() if name in "qkv" else x for name, x in current.items()}
         out = attend(wide)
         exact = (out, *torch.autograd.grad(out, [wide[name] for name in "qkv"], grad_out.float()))
-        for got, one in zip(results, exact, strict=True):
-            assert float((got.float() - one).norm()) <= 2 * NEAR * float(one.norm())
+        for got, expected in zip(results, exact, strict=True):
+            assert float((got.float() - expected).norm()) <= 2 * NEAR * float(expected.norm())
 
 
-def test_streams_of_their_own() -> None:
-    """A thread each, whose tables and lengths change from call to call: nobody's lists are another's."""
+def test_threads_on_separate_streams_do_not_share_lists() -> None:
+    """Run each call on a stream in a separate thread, with tables and lengths that change from call to call.
+
+    No thread may read tile lists of another thread.
+    """
     errors: list[str] = []
 
     def work(number: int) -> None:
         road = list(ROADS)[number % len(ROADS)]
-        states = [state(road, 10 * number + i) for i in range(2)]
-        held, expected = {name: x.clone() for name, x in states[0].items()}, [attend(one) for one in states]
+        states = [make_state(road, 10 * number + i) for i in range(2)]
+        buffers, expected = (
+            {name: x.clone() for name, x in states[0].items()},
+            [attend(operands) for operands in states],
+        )
         torch.cuda.current_stream().synchronize()
         stream = torch.cuda.Stream()
         try:
             with torch.cuda.stream(stream):
                 for turn in range(40):
-                    put(held, states[turn % 2])
-                    assert torch.equal(attend(held), expected[turn % 2]), f"turn {turn}"
+                    copy_into(buffers, states[turn % 2])
+                    assert torch.equal(attend(buffers), expected[turn % 2]), f"turn {turn}"
             stream.synchronize()
-            for one, out in zip(states, expected, strict=True):
-                assert_near(out, one, 0.02)
+            for operands, out in zip(states, expected, strict=True):
+                assert_near(out, operands, 0.02)
         except Exception as error:
             errors.append(f"{number} {road}: {type(error).__name__}: {error}")
 
@@ -204,108 +214,123 @@ def test_streams_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("road", ROADS)
-def test_streams_at_the_same_time(road: str) -> None:
-    """One thread, nothing waits in between."""
-    states = [state(road, seed) for seed in range(4)]
-    expected = [attend(one) for one in states]
+def test_concurrent_streams_of_one_thread(road: str) -> None:
+    """Use several streams from one thread without any wait."""
+    states = [make_state(road, seed) for seed in range(4)]
+    expected = [attend(operands) for operands in states]
     streams = [torch.cuda.Stream() for _ in states]
     torch.cuda.synchronize()
-    found = []
+    outs = []
     for _ in range(20):
-        for stream, one in zip(streams, states, strict=True):
+        for stream, operands in zip(streams, states, strict=True):
             with torch.cuda.stream(stream):
-                found.append(attend(one))
+                outs.append(attend(operands))
     torch.cuda.synchronize()
-    assert all(torch.equal(out, expected[i % 4]) for i, out in enumerate(found))
+    assert all(torch.equal(out, expected[i % 4]) for i, out in enumerate(outs))
 
 
 @pytest.mark.parametrize("road", ROADS)
-def test_the_host_waits_for_nothing(road: str) -> None:
-    given = state(road, 0)
-    out = attend(given, num_splits=1)
+def test_host_never_waits_for_the_device(road: str) -> None:
+    operands = make_state(road, 0)
+    out = attend(operands, num_splits=1)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        explain_attention(**given, causal=True)
-        attend(given), attend(given, num_splits=1, out=out)
+        explain_attention(**operands, causal=True)
+        attend(operands), attend(operands, num_splits=1, out=out)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def one_of(given: Given, i: int) -> Given:
-    """A sequence by itself; of lists with its own rows and keys alone."""
-    if "cu_seqlens_k" in given:
-        ends = {name: given[f"cu_seqlens_{name}"][i : i + 2].tolist() for name in "qk"}
+def select_sequence(operands: Operands, i: int) -> Operands:
+    """Return the call for a single sequence; a packed sequence keeps only its rows and keys."""
+    if "cu_seqlens_k" in operands:
+        ends = {name: operands[f"cu_seqlens_{name}"][i : i + 2].tolist() for name in "qk"}
         parts = {"q": slice(*ends["q"]), "k": slice(*ends["k"]), "v": slice(*ends["k"])}
-        alone = {name: given[name][part] for name, part in parts.items()}
+        alone = {name: operands[name][part] for name, part in parts.items()}
         starts = {f"cu_seqlens_{name}": torch.tensor([0, end - begin]).int().cuda()
                   for name, (begin, end) in ends.items()}  # fmt: skip
         return alone | starts
-    shared = {"k", "v", "k_scale", "v_scale"} if "block_table" in given else set()
-    return {name: x if name in shared else x[i : i + 1] for name, x in given.items()}
+    shared = {"k", "v", "k_scale", "v_scale"} if "block_table" in operands else set()
+    return {name: x if name in shared else x[i : i + 1] for name, x in operands.items()}
 
 
 @pytest.mark.parametrize(
     "road", ["pages", "pages_8_bits", "pages_many_rows", "caches", "caches_many_rows", "on_end", "few", "many"]
 )
 @pytest.mark.parametrize("splits", SAME_BITS, ids=str)
-def test_one_split_and_sizes_have_the_same_bits_alone(road: str, splits: dict[str, int]) -> None:
-    """few, many: batches of which all keys count."""
+def test_fixed_splits_are_batch_invariant(road: str, splits: dict[str, int]) -> None:
+    """Include dense batches: `few` and `many` name the number of query rows."""
     dense = {"few": 3, "many": 90}.get(road)
-    given = state(road, 3) if dense is None else drawn((B, dense), (B, 700), torch.Generator().manual_seed(3))
-    given = {name: x.cuda() for name, x in given.items()}
-    out = attend(given, **splits)
+    operands = (
+        make_state(road, 3)
+        if dense is None
+        else random_operands((B, dense), (B, 700), torch.Generator().manual_seed(3))
+    )
+    operands = {name: x.cuda() for name, x in operands.items()}
+    out = attend(operands, **splits)
     for i in range(B):
-        alone = one_of(given, i)
-        begin = int(given["cu_seqlens_q"][i]) if road == "on_end" else i
-        mine = out[begin : begin + len(alone["q"])]
-        assert torch.equal(attend(alone, **splits), mine), f"sequence {i}"
+        alone = select_sequence(operands, i)
+        begin = int(operands["cu_seqlens_q"][i]) if road == "on_end" else i
+        expected = out[begin : begin + len(alone["q"])]
+        assert torch.equal(attend(alone, **splits), expected), f"sequence {i}"
 
 
 @pytest.mark.parametrize("eight_bits", [False, True], ids=["16", "8"])
 @pytest.mark.parametrize("settings", [{}, {"window": (3000, 0)}, {"sinks": torch.arange(HQ).float()}])
 @pytest.mark.parametrize("used", [0, 1, 1023, 1024, 1025, 9000, 40_000])
-def test_a_long_sequence_in_splits_of_a_size(used: int, settings: dict[str, object], eight_bits: bool) -> None:
-    """Right, by as many CTAs as it has room for splits, and the same bits alone and in five batches, whose tables are
-    wider, and others in them longer or shorter.
+def test_fixed_split_size_of_a_long_sequence_is_batch_invariant(
+    used: int, settings: dict[str, object], eight_bits: bool
+) -> None:
+    """Check a split size of 1024 with up to 40,000 keys.
+
+    The result must be right. The number of CTAs follows the number of splits that fit in the table. The bits must be
+    equal alone and in five batches with wider tables and with longer or shorter sequences.
     """
     draw, width = torch.Generator().manual_seed(used), -(-40_000 // PAGE)
-    pools = drawn((1, 1), (3 * width, PAGE), draw)
-    pools = {name: x.cuda() for name, x in (eight(pools) if eight_bits else pools).items()}
+    pools = random_operands((1, 1), (3 * width, PAGE), draw)
+    pools = {name: x.cuda() for name, x in (quantize(pools) if eight_bits else pools).items()}
     settings = {name: x.cuda() if isinstance(x, Tensor) else x for name, x in settings.items()}
-    q, mine = pools.pop("q"), torch.randperm(width, generator=draw).int().cuda()
+    q, pages = pools.pop("q"), torch.randperm(width, generator=draw).int().cuda()
 
-    def among(others: list[int], table_width: int, place: int = 0, **more: object) -> Tensor:
-        counts = [*others[:place], used, *others[place:]]
+    def attend_in_batch(other_lengths: list[int], table_width: int, place: int = 0, **more: object) -> Tensor:
+        counts = [*other_lengths[:place], used, *other_lengths[place:]]
         table = torch.randint(0, 3 * width, (len(counts), table_width), generator=draw).int().cuda()
-        table[place, : min(width, table_width)] = mine[:table_width]
+        table[place, : min(width, table_width)] = pages[:table_width]
         rows = torch.randn(len(counts), 1, HQ, D, generator=draw).bfloat16().cuda()
         rows[place] = q[0]
         lengths = torch.tensor(counts).int().cuda()
-        given = {"q": rows, **pools, "block_table": table, "seqused_k": lengths, **settings}
-        return attention(**given, causal=True, **more)[place]
+        operands = {"q": rows, **pools, "block_table": table, "seqused_k": lengths, **settings}
+        return attention(**operands, causal=True, **more)[place]
 
     size, narrow = {"fixed_split_size": 1024}, max(1, -(-used // PAGE))
-    found = [among([], narrow, **size), among([], width, **size), among([], 4 * width, **size)]
-    found += [among([5, 40_000], width, 1, **size), among([0] * 63, width, 40, **size)]
-    found += [among([used, 9000, 1] * 40, width, 120, **size)]
-    assert all(torch.equal(one, found[0]) for one in found[1:])
-    right = among([], narrow).float()
-    assert float((found[0].float() - right).norm()) <= NEAR * float(right.norm()) + 1e-6
+    outs = [
+        attend_in_batch([], narrow, **size),
+        attend_in_batch([], width, **size),
+        attend_in_batch([], 4 * width, **size),
+    ]
+    outs += [attend_in_batch([5, 40_000], width, 1, **size), attend_in_batch([0] * 63, width, 40, **size)]
+    outs += [attend_in_batch([used, 9000, 1] * 40, width, 120, **size)]
+    assert all(torch.equal(out, outs[0]) for out in outs[1:])
+    expected = attend_in_batch([], narrow).float()
+    assert float((outs[0].float() - expected).norm()) <= NEAR * float(expected.norm()) + 1e-6
 
 
-def test_gathered_pages_take_one_copy() -> None:
-    """Of all that the tables name; of 300 query rows for each KV head nothing reads pages where they lie."""
+def test_gathering_pages_allocates_a_single_copy() -> None:
+    """Gather all pages named by the tables once.
+
+    With 300 query rows for each KV head, no kernel reads pages in place.
+    """
     pages, width = 8192, 2048
     k, v = (torch.zeros(pages, PAGE, HKV, D, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     q = torch.zeros(B, 75, HQ, D, dtype=torch.bfloat16, device="cuda")
     table = torch.randint(0, pages, (B, width), device="cuda").int()
-    given = {"block_table": table, "seqused_k": torch.full((B,), 9, device="cuda").int()}
-    attention(q, k, v, **given)
+    arguments = {"block_table": table, "seqused_k": torch.full((B,), 9, device="cuda").int()}
+    attention(q, k, v, **arguments)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    attention(q, k, v, **given)
+    attention(q, k, v, **arguments)
     torch.cuda.synchronize()
     copy = 2 * B * width * PAGE * HKV * D * 2
     assert copy < torch.cuda.max_memory_allocated() - before < 1.1 * copy

@@ -1,5 +1,6 @@
-"""Float masks of calls with dropout that stay with stock's cuDNN attention, at any address
-(src/hooks/stock_workarounds.cpp).
+"""Float masks at any address, in calls with dropout served by the cuDNN attention of stock.
+
+The workaround is in src/hooks/stock_workarounds.cpp.
 """
 
 from __future__ import annotations
@@ -14,22 +15,29 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torch_flashplug import sdpa_backend
 
-MASKS = {"whole": (2, 4, 129), "of_a_batch": (2, 1, 129), "of_all": (129,), "of_keys": (1, 1, 1)}  # cuDNN takes no 3
+# cuDNN accepts no dim of 3
+MASKS = {"whole": (2, 4, 129), "of_a_batch": (2, 1, 129), "of_all": (129,), "of_keys": (1, 1, 1)}
 
 
 @pytest.mark.gpu
 @pytest.mark.isolated(120)
-@pytest.mark.parametrize("wanted", ["", "qkv"])
+@pytest.mark.parametrize("names_with_grad", ["", "qkv"])
 @pytest.mark.parametrize("offset", [0, 1])
 @pytest.mark.parametrize("D", [192, 240])
 @pytest.mark.parametrize("kind", MASKS)
-def test_float_masks_beside_dropout_may_begin_anywhere(kind: str, D: int, offset: int, wanted: str) -> None:
-    """Of stock alone cuDNN fails, or ends the CUDA context. The first columns of the output are P with its dropout."""
+def test_float_masks_with_dropout_at_any_address(kind: str, D: int, offset: int, names_with_grad: str) -> None:
+    """Check masks for which cuDNN fails or ends the CUDA context without the plugin.
+
+    The first columns of the output are P with its dropout.
+    """
     torch.manual_seed(5)
     p, keys = 0.1, 128
-    q, k = half(2, 4, 129, D).requires_grad_("q" in wanted), half(2, 4, keys, D).requires_grad_("k" in wanted)
+    q, k = (
+        half(2, 4, 129, D).requires_grad_("q" in names_with_grad),
+        half(2, 4, keys, D).requires_grad_("k" in names_with_grad),
+    )
     v = torch.eye(keys, D, device="cuda", dtype=q.dtype).expand(2, 4, keys, D).contiguous()
-    v.requires_grad_("v" in wanted)
+    v.requires_grad_("v" in names_with_grad)
     mask = half(math.prod(MASKS[kind]) * keys + offset)[offset:].view(*MASKS[kind], keys)
     with sdpa_backend("stock"), sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p)

@@ -1,4 +1,7 @@
-"""Calls of three dims: from torch 2.14 on the router gets them with a batch dim, and explain() says what it does."""
+"""Calls of three dims, which torch 2.14 and newer pass to the choice hook with a batch dim.
+
+explain() must agree with the choice hook.
+"""
 
 from __future__ import annotations
 
@@ -22,24 +25,24 @@ from torch_flashplug.torch_hooks import describe_call
 
 MASKS = {"none": None, "keys": (96,), "scores": (128, 96), "heads": (4, 128, 96), "one": (1, 128, 96),
          "four_dims": (1, 4, 128, 96), "two_batches": (2, 4, 128, 96)}  # fmt: skip
-BATCHES = {"all": "qkv", "key_and_value": "kv", "query": "q", "value": "v"}  # which operands have four dims
+BATCHES = {"all": "qkv", "key_and_value": "kv", "query": "q", "value": "v"}  # names of the operands that have four dims
 
 
-def operands(dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+def make_operands(dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
     generator = torch.Generator().manual_seed(3)
     return [torch.randn(4, rows, 64, generator=generator).to(dtype) for rows in (128, 96, 96)]
 
 
-def mask_of(name: str, dtype: torch.dtype) -> Tensor | None:
+def make_mask(name: str, dtype: torch.dtype) -> Tensor | None:
     sizes = MASKS[name]
     return None if sizes is None else torch.ones(sizes, dtype=dtype)
 
 
-def agrees_with_router(road: Road, *call: Tensor | None, **settings: bool | float) -> Plan:
-    """Run a call, and check that explain() tells whose it was."""
+def assert_explain_agrees(road: Road, *call: Tensor | None, **settings: bool | float) -> Plan:
+    """Run a call, and check that explain() predicts the backend."""
     plan = torch_flashplug.explain(*call, **settings, device="h100")
     road.took()
-    with contextlib.suppress(RuntimeError):  # of a mask that does not fit
+    with contextlib.suppress(RuntimeError):  # the error of a mask with a wrong shape
         F.scaled_dot_product_attention(*call, **settings)
     took = road.took()
 
@@ -47,68 +50,70 @@ def agrees_with_router(road: Road, *call: Tensor | None, **settings: bool | floa
     return plan
 
 
-# ---- on the torch that is installed ----
+# ---- with the installed torch ----
 
 
 @pytest.mark.parametrize("backend", ["auto", "fa3"])
 @pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("mask", MASKS)
-def test_explain_agrees_with_the_router_on_masks(mask: str, dtype: torch.dtype, backend: str) -> None:
+def test_explain_agrees_with_the_choice_hook_on_masks(mask: str, dtype: torch.dtype, backend: str) -> None:
     with road_to("cpu") as road, sdpa_backend(backend):
-        plan = agrees_with_router(road, *operands(), mask_of(mask, dtype))
+        plan = assert_explain_agrees(road, *make_operands(), make_mask(mask, dtype))
 
     served = describe_call.adds_batch_dim() and mask != "two_batches"
     assert plan.backend == ("fa3" if served else "stock")
 
 
 @pytest.mark.parametrize("with_batch", BATCHES.values(), ids=BATCHES)
-def test_explain_agrees_with_the_router_where_dims_differ(with_batch: str) -> None:
+def test_explain_agrees_with_the_choice_hook_for_mixed_dims(with_batch: str) -> None:
     with road_to("cpu") as road:
-        tensors = [x[None] if name in with_batch else x for name, x in zip("qkv", operands())]
-        plan = agrees_with_router(road, *tensors)
+        tensors = [x[None] if name in with_batch else x for name, x in zip("qkv", make_operands())]
+        plan = assert_explain_agrees(road, *tensors)
 
     assert plan.backend == ("fa3" if with_batch == "qkv" else "stock")
 
 
-# ---- whichever torch is installed ----
+# ---- with a simulated version of torch ----
 
 CALLS: dict[str, Callable[[], tuple[list[Tensor], dict[str, object]]]] = {
-    "plain": lambda: (operands(), {}),
-    "causal": lambda: (operands(), {"is_causal": True}),
-    "grouped": lambda: ([x[:heads] for x, heads in zip(operands(), (4, 2, 2))], {"enable_gqa": True}),
-    "gradients": lambda: ([x.requires_grad_() for x in operands()], {}),
-    "mask": lambda: ([*operands(), mask_of("heads", torch.bool)], {}),
-    "bias": lambda: ([*operands(), mask_of("scores", torch.bfloat16)], {}),
-    "fp32": lambda: (operands(torch.float32), {}),
+    "plain": lambda: (make_operands(), {}),
+    "causal": lambda: (make_operands(), {"is_causal": True}),
+    "grouped": lambda: ([x[:heads] for x, heads in zip(make_operands(), (4, 2, 2))], {"enable_gqa": True}),
+    "gradients": lambda: ([x.requires_grad_() for x in make_operands()], {}),
+    "mask": lambda: ([*make_operands(), make_mask("heads", torch.bool)], {}),
+    "bias": lambda: ([*make_operands(), make_mask("scores", torch.bfloat16)], {}),
+    "fp32": lambda: (make_operands(torch.float32), {}),
 }
 
 
 @pytest.fixture
 def adds_batch_dim(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
-    """Make explain() believe that this torch adds a batch dim, or that it does not."""
+    """Let explain() assume that torch adds a batch dim, or adds none."""
     return lambda answer: monkeypatch.setattr(describe_call, "adds_batch_dim", lambda: answer)
 
 
 @pytest.mark.parametrize("backend", ["auto", "fa3"])
 @pytest.mark.parametrize("name", CALLS)
-def test_three_dims_have_the_plan_of_a_batch_of_one_where_torch_adds_it(
+def test_three_dims_have_the_plan_of_a_batch_of_one_if_torch_adds_a_batch_dim(
     name: str, backend: str, adds_batch_dim: Callable[[bool], None]
 ) -> None:
     tensors, settings = CALLS[name]()
     adds_batch_dim(True)
     with road_to("cpu"), sdpa_backend(backend):
         plan = torch_flashplug.explain(*tensors, **settings, device="h100")
-        of_four = torch_flashplug.explain(*(x[None] for x in tensors[:3]), *tensors[3:], **settings, device="h100")
+        plan_of_four_dims = torch_flashplug.explain(
+            *(x[None] for x in tensors[:3]), *tensors[3:], **settings, device="h100"
+        )
 
-    assert "q [4, 128, 64]" in plan.call  # as it was given
-    shown = plan.mask.replace("[1, 1, 128, 96]", "[128, 96]")
-    assert replace(plan, call="", mask=shown) == replace(of_four, call="")
+    assert "q [4, 128, 64]" in plan.call  # the shape of the caller
+    mask_text = plan.mask.replace("[1, 1, 128, 96]", "[128, 96]")
+    assert replace(plan, call="", mask=mask_text) == replace(plan_of_four_dims, call="")
     assert plan.backend == ("stock" if name == "fp32" else "fa3")
     assert bool(plan.error) == (name == "fp32" and backend == "fa3")  # a forced backend raises
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_three_dims_are_stocks_where_torch_adds_no_batch(name: str, adds_batch_dim: Callable[[bool], None]) -> None:
+def test_three_dims_run_stock_if_torch_adds_no_batch_dim(name: str, adds_batch_dim: Callable[[bool], None]) -> None:
     tensors, settings = CALLS[name]()
     adds_batch_dim(False)
     with road_to("cpu"):
@@ -118,36 +123,36 @@ def test_three_dims_are_stocks_where_torch_adds_no_batch(name: str, adds_batch_d
     assert all("must have 4 dims" in why for why in plan.reasons.values())
 
 
-def test_three_dims_are_stocks_under_plan_b_which_comes_before_the_batch(
+def test_three_dims_run_stock_under_plan_b(
     adds_batch_dim: Callable[[bool], None],
 ) -> None:
     adds_batch_dim(True)
     with road_to("cpu", "plan_b") as road:
-        plan = agrees_with_router(road, *operands())
+        plan = assert_explain_agrees(road, *make_operands())
 
     assert plan.backend == "stock" and "must have 4 dims" in plan.reasons["fa3"]
 
 
 @pytest.mark.parametrize("answer", [True, False])
-def test_explain_asks_stock_about_the_dims_that_torch_would_ask_about(
+def test_explain_passes_the_dims_of_torch_to_the_choice_of_stock(
     answer: bool, adds_batch_dim: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[torch.Size] = []
+    sizes_asked: list[torch.Size] = []
 
     def choose(*tensors: Tensor | None, **_: object) -> int:
-        asked.extend(x.shape for x in tensors if isinstance(x, Tensor))
+        sizes_asked.extend(x.shape for x in tensors if isinstance(x, Tensor))
         return SDPBackend.CUDNN_ATTENTION.value
 
     adds_batch_dim(answer)
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     with road_to("cpu"), FakeTensorMode() as mode:
         monkeypatch.setattr(torch, "_fused_sdp_choice", choose)
-        bindings.set_facts_override(DEVICES["a100"])  # auto takes nothing there
-        given = (x.to("meta") for x in (*operands(), torch.ones(128, 96, dtype=torch.bool)))
-        plan = torch_flashplug.explain(*(FakeTensor(mode, x, torch.device("cuda:0")) for x in given))
+        bindings.set_facts_override(DEVICES["a100"])  # on an A100, auto serves no call
+        metas = (x.to("meta") for x in (*make_operands(), torch.ones(128, 96, dtype=torch.bool)))
+        plan = torch_flashplug.explain(*(FakeTensor(mode, x, torch.device("cuda:0")) for x in metas))
 
     sizes = [(4, 128, 64), (4, 96, 64), (4, 96, 64)]
-    assert asked == ([(1, *size) for size in sizes] + [(1, 1, 128, 96)] if answer else [*sizes, (128, 96)])
+    assert sizes_asked == ([(1, *size) for size in sizes] + [(1, 1, 128, 96)] if answer else [*sizes, (128, 96)])
     assert plan.backend == "stock" and plan.stock_choice == "CUDNN_ATTENTION"
 
 

@@ -37,12 +37,13 @@ def test_export(road: Road, strict: bool, dynamic: bool) -> None:
     program = torch.export.export(Nested(), inputs, dynamic_shapes=sizes, strict=strict)
     lowered = program.run_decompositions()
     assert attention_ops(lowered.graph) == [("fwd", mode) for mode in NESTED_MODES]
-    others = tuple(road.qkv(rows=200)) if dynamic else inputs
-    want = nested(*others)
+    inputs_of_export = tuple(road.qkv(rows=200)) if dynamic else inputs
+    want = nested(*inputs_of_export)
     road.took()
-    torch.testing.assert_close(lowered.module()(*others), want, **TOLERANCE)
+    torch.testing.assert_close(lowered.module()(*inputs_of_export), want, **TOLERANCE)
     assert road.took()["ours_fwd"] == len(NESTED_MODES)
-    torch.testing.assert_close(program.module()(*others), want, **TOLERANCE)  # holds `force` and aten ops
+    # the program contains `force` and aten ops
+    torch.testing.assert_close(program.module()(*inputs_of_export), want, **TOLERANCE)
     assert road.took()["ours_fwd"] == len(NESTED_MODES)
 
 
@@ -63,7 +64,7 @@ def test_lowered_program_can_be_differentiated(road: Road) -> None:
 
 
 def test_make_fx_keeps_the_aten_op(road: Road) -> None:
-    """Without functionalization the carrier is recorded as it is, and still runs ours."""
+    """Without functionalization, the overrideable op is recorded unchanged and still runs our kernel."""
     q, k, v = road.qkv()
     graph = make_fx(causal)(q, k, v)
     road.took()
@@ -71,25 +72,30 @@ def test_make_fx_keeps_the_aten_op(road: Road) -> None:
     assert road.took()["ours_fwd"] == 2
 
 
-def masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+def attend_with_mask(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return sdpa(q, k, v, mask)
 
 
-region = torch.compiler.nested_compile_region(masked)
+region = torch.compiler.nested_compile_region(attend_with_mask)
 
 
 def in_branches(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    return torch.cond(q.sum() > 0, masked, lambda q, k, v, mask: masked(q, k, v, ~mask), (q, k, v, mask))
+    return torch.cond(
+        q.sum() > 0, attend_with_mask, lambda q, k, v, mask: attend_with_mask(q, k, v, ~mask), (q, k, v, mask)
+    )
 
 
 def in_regions(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    return region(q, k, v, mask) + region(k, q, v, mask.mT)  # every row sees a key: stock is wrong else
+    # every row has a visible key, because stock is wrong otherwise
+    return region(q, k, v, mask) + region(k, q, v, mask.mT)
 
 
 @pytest.mark.parametrize("function", [in_branches, in_regions])
-def test_masks_in_graphs_of_a_graph(road: Road, function: Callable) -> None:
-    """A region that is traced apart, without functionalization, leaves bool masks to stock; one that torch inlines is
-    ours.
+def test_masks_in_nested_graphs(road: Road, function: Callable) -> None:
+    """Trace masked calls in nested graphs.
+
+    A separately traced region without functionalization leaves bool masks to stock. An inlined region runs on our
+    kernels.
     """
     q, k, v = road.qkv(grad=function is in_regions)
     mask = torch.ones(128, 128, dtype=torch.bool, device=road.device).tril()
@@ -125,7 +131,7 @@ def test_checkpoint(road: Road, reentrant: bool) -> None:
     check_against_eager(road, causal, function, grad=True)
 
 
-def test_selective_checkpoint_sees_the_aten_op(road: Road) -> None:
+def test_selective_checkpoint_receives_the_aten_op(road: Road) -> None:
     def policy(context, op, *args, **kwargs) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if op is tracing.OVERRIDEABLE.default else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -144,12 +150,12 @@ def test_flops_are_those_of_stock(road: Road) -> None:
             function(*road.qkv(grad=True)).sum().backward()
         return counter.get_total_flops()
 
-    def own(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def call_plugin_op(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return ops.namespace.sdpa_fwd(q, k, v, None, 0.0, 1, None, 0)[0]
 
     batch, heads, rows, width = road.qkv()[0].shape
     matmul = 2 * batch * heads * rows * rows * width
-    assert count(causal) == count(own) == 7 * matmul  # two products forward, five backward
+    assert count(causal) == count(call_plugin_op) == 7 * matmul  # two products forward, five backward
 
 
 def test_flops_count_every_query_head_of_gqa(road: Road) -> None:
@@ -178,7 +184,7 @@ def test_func_grad(any_road: Road, compiled: bool) -> None:
         torch.testing.assert_close(a, b, atol=6e-2, rtol=6e-2)
 
 
-def three(tensors: list[Tensor]) -> list[Tensor]:
+def stack_three(tensors: list[Tensor]) -> list[Tensor]:
     return [torch.stack([tensor, tensor * 0.5, -tensor]) for tensor in tensors]
 
 
@@ -186,7 +192,7 @@ def three(tensors: list[Tensor]) -> list[Tensor]:
 @pytest.mark.parametrize("mapped", [(0, 0, 0), (0, None, None), (None, 0, None)])
 def test_vmap(road: Road, compiled: bool, mapped: tuple[int | None, ...]) -> None:
     plain = road.qkv()
-    inputs = [many if dim is not None else one for many, one, dim in zip(three(plain), plain, mapped)]
+    inputs = [many if dim is not None else single for many, single, dim in zip(stack_three(plain), plain, mapped)]
     function = torch.vmap(causal, mapped)
     got = (torch.compile(function, fullgraph=True, backend="aot_eager") if compiled else function)(*inputs)
     assert road.took().get("ours_fwd", 0) == 1
@@ -196,7 +202,7 @@ def test_vmap(road: Road, compiled: bool, mapped: tuple[int | None, ...]) -> Non
 
 
 def test_vmap_twice(road: Road) -> None:
-    inputs = three(three(road.qkv(rows=72)))
+    inputs = stack_three(stack_three(road.qkv(rows=72)))
     got = torch.vmap(torch.vmap(causal))(*inputs)
     assert road.took()["ours_fwd"] == 1
     torch.testing.assert_close(got[1, 2], causal(*(tensor[1, 2] for tensor in inputs)), **TOLERANCE)
@@ -204,7 +210,7 @@ def test_vmap_twice(road: Road) -> None:
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_vmap_of_grad(any_road: Road, compiled: bool) -> None:
-    inputs = three(any_road.qkv())
+    inputs = stack_three(any_road.qkv())
     function = torch.vmap(torch.func.grad(loss, argnums=(0, 1, 2)))
     got = (torch.compile(function, fullgraph=True, backend="aot_eager") if compiled else function)(*inputs)
     assert any_road.took()["ours_fwd"] == 1
@@ -215,7 +221,8 @@ def test_vmap_of_grad(any_road: Road, compiled: bool) -> None:
 
 
 def test_jacrev(road: Road) -> None:
-    q, k, v = road.qkv(rows=104)  # no other test's: cuDNN's plans may be for another grad_out (src/stock/stock.cpp)
+    # A size used by no other test, because cuDNN plans may belong to a different grad_out (src/stock/stock.cpp).
+    q, k, v = road.qkv(rows=104)
     jacobian = torch.func.jacrev(lambda x: sdpa(x, k, v).float().sum((0, 2, 3)))(q)
     want = torch.func.grad(lambda x: sdpa(x, k, v).float()[:, 1].sum())(q)
     torch.testing.assert_close(jacobian[1], want, atol=6e-2, rtol=6e-2)
@@ -226,8 +233,8 @@ def test_jacrev(road: Road) -> None:
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("forced", ["auto", "fa3"])
-def test_an_eager_forward_and_a_traced_backward(any_road: Road, masked: bool, forced: str) -> None:
-    """Its mode and what it kept of the mask are the eager op's."""
+def test_traced_backward_of_an_eager_forward(any_road: Road, masked: bool, forced: str) -> None:
+    """The traced backward must use the mode and the saved mask of the eager op."""
     mask = torch.rand(128, 128, generator=torch.Generator().manual_seed(1)).to(any_road.device) < 0.5
     graphs = []
 
@@ -248,13 +255,13 @@ def test_an_eager_forward_and_a_traced_backward(any_road: Road, masked: bool, fo
         torch.testing.assert_close(got, want, atol=6e-2, rtol=6e-2)
 
 
-# ---- Plan B's known limits, kept honest ----
+# ---- known limits of Plan B ----
 
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])
 def test_plan_b_leaves_vmap_to_stock(device: str) -> None:
     with road_to(device, "plan_b") as road:
-        inputs = three(road.qkv())
+        inputs = stack_three(road.qkv())
         got = torch.vmap(causal)(*inputs)
         assert road.took().get("ours_fwd", 0) == 0
         torch.testing.assert_close(got[1], causal(*(tensor[1] for tensor in inputs)), **TOLERANCE)
@@ -262,12 +269,12 @@ def test_plan_b_leaves_vmap_to_stock(device: str) -> None:
 
 
 def test_explain_inside_a_transform(any_road: Road) -> None:
-    """Where tensors have no address."""
+    """Tensors in a transform have no address."""
     plans = []
 
-    def told(*inputs: Tensor) -> Tensor:
+    def attend_and_explain(*inputs: Tensor) -> Tensor:
         plans.append(explain(*inputs, is_causal=True, device="h100"))
         return causal(*inputs)
 
-    torch.vmap(told)(*three(any_road.qkv()))
+    torch.vmap(attend_and_explain)(*stack_three(any_road.qkv()))
     assert [plan.backend for plan in plans] == ["fa3"]

@@ -1,6 +1,7 @@
-"""Rows and keys that no packed sequence owns: attention() reads none of them, whatever they hold, in any tensor of a
-forward or a backward. The same of keys that do not count, and of blocks that no list names. Kernels' own numbers are
-test_lengths.py's.
+"""Rows and keys outside all packed sequences: attention() must not read them, whatever their values.
+
+The tests cover every tensor of a forward or backward, keys beyond the KV length, and blocks outside the block-sparse
+lists. test_lengths.py checks the numbers of the kernels.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch_flashplug import attention, sdpa_backend
 from torch_flashplug.ops import attention as windowed
 
 SEED, HEADS, KV_HEADS, DIM = 20261127, 4, 2, 64
-AHEAD, BEHIND = 3, 5  # rows and keys ahead of the first sequence, and behind the last one
+AHEAD, BEHIND = 3, 5  # rows and keys before the first sequence, and after the last sequence
 LENGTHS = ([5, 0, 3, 9], [7, 4, 0, 12])  # rows and keys of each sequence
 SETTINGS = {
     "full": {},
@@ -30,17 +31,17 @@ NAMES = ("q", "k", "v", "sinks", "do", "dlse")
 Call = dict[str, Tensor]
 
 
-def numbers(values: list[int], device: str = "cpu") -> Tensor:
+def int32_tensor(values: list[int], device: str = "cpu") -> Tensor:
     return torch.tensor(values, dtype=torch.int32, device=device)
 
 
-def starts(lengths: list[int], device: str = "cpu") -> Tensor:
-    return numbers([AHEAD, *lengths], device).cumsum(0, dtype=torch.int32)
+def make_cu_seqlens(lengths: list[int], device: str = "cpu") -> Tensor:
+    return int32_tensor([AHEAD, *lengths], device).cumsum(0, dtype=torch.int32)
 
 
-def draw(dtype: torch.dtype, bad: float | None = None) -> Call:
-    """Return the tensors of a call; where they belong to no sequence they are 0, or `bad`."""
-    rows, keys = (AHEAD + sum(one) + BEHIND for one in LENGTHS)
+def make_call(dtype: torch.dtype, bad: float | None = None) -> Call:
+    """Return the tensors of a call; entries outside all sequences are 0, or `bad`."""
+    rows, keys = (AHEAD + sum(lengths) + BEHIND for lengths in LENGTHS)
     sizes = ((rows, HEADS, DIM), (keys, KV_HEADS, DIM), (keys, KV_HEADS, DIM), (HEADS,), (rows, HEADS, DIM),
              (HEADS, rows))  # fmt: skip
     source = torch.Generator().manual_seed(SEED)
@@ -51,50 +52,59 @@ def draw(dtype: torch.dtype, bad: float | None = None) -> Call:
     return {name: x if name in {"sinks", "dlse"} else x.to(dtype) for name, x in call.items()}
 
 
-def run(call: Call, device: str, settings: dict, *, sinks: bool = True, lse: bool = True) -> dict[str, Tensor]:
-    """Return the outputs and the gradients by name. lse: whether the loss has a part of it, too."""
-    given = {name: x.to(device) for name, x in call.items()}
-    given |= {"dlse": given["dlse"].to(torch.promote_types(torch.float32, given["q"].dtype))}
+def run_attention(
+    call: Call, device: str, settings: dict, *, sinks: bool = True, lse: bool = True
+) -> dict[str, Tensor]:
+    """Return the outputs and the gradients by name; with `lse`, the loss also depends on the LSE."""
+    tensors = {name: x.to(device) for name, x in call.items()}
+    tensors |= {"dlse": tensors["dlse"].to(torch.promote_types(torch.float32, tensors["q"].dtype))}
     names = NAMES[: 4 if sinks else 3]
-    leaves = [given[name].detach().requires_grad_() for name in names]
-    cu = {"cu_seqlens_q": starts(LENGTHS[0], device), "cu_seqlens_k": starts(LENGTHS[1], device)}
-    ends = attention(*leaves[:3], **cu, **settings, sinks=leaves[3] if sinks else None, return_lse=True)
+    leaves = [tensors[name].detach().requires_grad_() for name in names]
+    cu = {"cu_seqlens_q": make_cu_seqlens(LENGTHS[0], device), "cu_seqlens_k": make_cu_seqlens(LENGTHS[1], device)}
+    results = attention(*leaves[:3], **cu, **settings, sinks=leaves[3] if sinks else None, return_lse=True)
     parts = 2 if lse else 1
-    grads = torch.autograd.grad(ends[:parts], leaves, (given["do"], given["dlse"])[:parts])
-    return {"out": ends[0].detach(), "lse": ends[1].detach()} | {f"d{name}": x for name, x in zip(names, grads)}
+    grads = torch.autograd.grad(results[:parts], leaves, (tensors["do"], tensors["dlse"])[:parts])
+    return {"out": results[0].detach(), "lse": results[1].detach()} | {f"d{name}": x for name, x in zip(names, grads)}
 
 
-def exact(call: Call, settings: dict, *, lse: bool = True) -> dict[str, Tensor]:
-    """Return the same in fp64, of each sequence by itself, by the definition of softmax."""
+def attend_in_fp64(call: Call, settings: dict, *, lse: bool = True) -> dict[str, Tensor]:
+    """Return the expected results in fp64, computed per sequence by the definition of softmax."""
     wide = {name: x.double() for name, x in call.items()}
     leaves = [wide[name].requires_grad_() for name in NAMES[:4]]
-    (q, k, v, sinks), loss, ends = leaves, torch.zeros((), dtype=torch.float64), [starts(one) for one in LENGTHS]
+    (q, k, v, sinks), loss, cu_seqlens = (
+        leaves,
+        torch.zeros((), dtype=torch.float64),
+        [make_cu_seqlens(query) for query in LENGTHS],
+    )
     out = torch.zeros_like(wide["do"])
     window = windowed.Window(
         settings.get("window", (-1, -1))[0], 0 if settings.get("causal") else -1, settings.get("causal") != "top_left"
     )
     for i in range(len(LENGTHS[0])):
-        mine, met = (slice(int(cu[i]), int(cu[i + 1])) for cu in ends)
-        one = q[mine].transpose(0, 1)
-        key, value = (x[met].transpose(0, 1).repeat_interleave(HEADS // KV_HEADS, 0) for x in (k, v))
-        scores, cap = one @ key.mT * DIM**-0.5, settings.get("softcap")
+        rows, keys = (slice(int(cu[i]), int(cu[i + 1])) for cu in cu_seqlens)
+        query = q[rows].transpose(0, 1)
+        key, value = (x[keys].transpose(0, 1).repeat_interleave(HEADS // KV_HEADS, 0) for x in (k, v))
+        scores, cap = query @ key.mT * DIM**-0.5, settings.get("softcap")
         scores = cap * torch.tanh(scores / cap) if cap else scores
         scores = scores.masked_fill(~window.seen(*scores.shape[1:], torch.device("cpu")), -math.inf)
         scores = torch.cat((scores, sinks.view(-1, 1, 1).expand(*scores.shape[:2], 1)), -1)
-        found = (scores.softmax(-1)[..., :-1] @ value).transpose(0, 1)
-        out[mine] = found.detach()
-        loss = loss + (found * wide["do"][mine]).sum()
-        loss = loss + (scores.logsumexp(-1) * wide["dlse"][:, mine]).sum() * lse
+        sequence_out = (scores.softmax(-1)[..., :-1] @ value).transpose(0, 1)
+        out[rows] = sequence_out.detach()
+        loss = loss + (sequence_out * wide["do"][rows]).sum()
+        loss = loss + (scores.logsumexp(-1) * wide["dlse"][:, rows]).sum() * lse
     return {"out": out} | {f"d{name}": x for name, x in zip(NAMES, torch.autograd.grad(loss, leaves))}
 
 
-def assert_same(found: dict[str, Tensor], clean: dict[str, Tensor]) -> None:
-    """Hold results to those of a call whose unused rows are zeros: bit for bit where no kernel adds up in any order."""
-    near = {"rtol": 0.0, "atol": 0.0} if found["out"].device.type == "cpu" else {"rtol": 1e-2, "atol": 1e-3}
-    for name, x in found.items():
-        torch.testing.assert_close(x, clean[name], **near, msg=lambda said, name=name: f"{name}: {said}")
+def assert_same_results(actual: dict[str, Tensor], clean: dict[str, Tensor]) -> None:
+    """Compare results with a call whose unused rows are zeros, bit for bit on the CPU.
+
+    On a GPU, some kernels accumulate in any order, so a tolerance applies. Gradients of unused rows must be zero.
+    """
+    near = {"rtol": 0.0, "atol": 0.0} if actual["out"].device.type == "cpu" else {"rtol": 1e-2, "atol": 1e-3}
+    for name, x in actual.items():
+        torch.testing.assert_close(x, clean[name], **near, msg=lambda text, name=name: f"{name}: {text}")
     for name, cu in (("out", LENGTHS[0]), ("dq", LENGTHS[0]), ("dk", LENGTHS[1]), ("dv", LENGTHS[1])):
-        unused = torch.cat((found[name][:AHEAD], found[name][AHEAD + sum(cu) :]))
+        unused = torch.cat((actual[name][:AHEAD], actual[name][AHEAD + sum(cu) :]))
         assert unused.shape[0] == AHEAD + BEHIND and (unused == 0.0).all(), name
 
 
@@ -108,64 +118,66 @@ def backend(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.parametrize("lse", [True, False], ids=["lse", "out"])
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_gradients_read_no_row_of_no_sequence(device: str, dtype: torch.dtype, settings: str, lse: bool) -> None:
-    """Those of q, k, v and sinks, by the kernels' backward and by the mathematics'."""
-    said, right = SETTINGS[settings], exact(draw(dtype), SETTINGS[settings], lse=lse)
-    clean = run(draw(dtype), device, said, lse=lse)
+def test_gradients_do_not_read_rows_outside_sequences(
+    device: str, dtype: torch.dtype, settings: str, lse: bool
+) -> None:
+    """Check gradients of q, k, v and sinks, in kernels and in the reference math."""
+    arguments, expected = SETTINGS[settings], attend_in_fp64(make_call(dtype), SETTINGS[settings], lse=lse)
+    clean = run_attention(make_call(dtype), device, arguments, lse=lse)
     tolerance = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 3e-2, "atol": 6e-2}
-    for name, x in right.items():
+    for name, x in expected.items():
         torch.testing.assert_close(clean[name].cpu().double(), x, **tolerance)
     for bad in BAD:
-        assert_same(run(draw(dtype, bad), device, said, lse=lse), clean)
+        assert_same_results(run_attention(make_call(dtype, bad), device, arguments, lse=lse), clean)
 
 
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_gradients_without_sinks_read_no_row_of_no_sequence(device: str, dtype: torch.dtype) -> None:
-    clean = run(draw(dtype), device, SETTINGS["causal"], sinks=False)
+def test_gradients_without_sinks_do_not_read_rows_outside_sequences(device: str, dtype: torch.dtype) -> None:
+    clean = run_attention(make_call(dtype), device, SETTINGS["causal"], sinks=False)
     for bad in BAD:
-        assert_same(run(draw(dtype, bad), device, SETTINGS["causal"], sinks=False), clean)
+        assert_same_results(run_attention(make_call(dtype, bad), device, SETTINGS["causal"], sinks=False), clean)
 
 
 @pytest.mark.parametrize("name", ["do", "dlse", "q", "k", "v"])
 @pytest.mark.parametrize("place", ["ahead", "behind"])
-def test_one_bad_tensor_reaches_no_sink(device: str, name: str, place: str) -> None:
-    """Each by itself, on either side of the sequences."""
-    call = draw(torch.float32)
-    clean = run(call, device, SETTINGS["causal"])
+def test_bad_values_outside_sequences_do_not_reach_sink_gradients(device: str, name: str, place: str) -> None:
+    """Set a single tensor to NaN, before or after the sequences."""
+    call = make_call(torch.float32)
+    clean = run_attention(call, device, SETTINGS["causal"])
     x = call[name].T if name == "dlse" else call[name]
     x[slice(0, AHEAD) if place == "ahead" else slice(-BEHIND, None)] = math.nan
-    assert_same(run(call, device, SETTINGS["causal"]), clean)
+    assert_same_results(run_attention(call, device, SETTINGS["causal"]), clean)
 
 
 @pytest.mark.parametrize("op", ["attention_bwd", "_attention_math_bwd"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_a_backward_reads_no_output_of_no_sequence(device: str, op: str, dtype: torch.dtype) -> None:
-    """Nor an LSE: a caller of the op may have left there what is no number."""
-    call = {name: x.to(device) for name, x in draw(dtype).items()}
+def test_backward_does_not_read_output_rows_outside_sequences(device: str, op: str, dtype: torch.dtype) -> None:
+    """Set unused rows of the output and LSE to NaN or infinity. A caller of the op may leave such values there."""
+    call = {name: x.to(device) for name, x in make_call(dtype).items()}
     q, k, v, do = (call[name].transpose(0, 1).unsqueeze(0) for name in ("q", "k", "v", "do"))
-    lengths, dlse = [starts(one, device) for one in LENGTHS], call["dlse"].unsqueeze(0)
+    lengths, dlse = [make_cu_seqlens(expected, device) for expected in LENGTHS], call["dlse"].unsqueeze(0)
     window = (-1, 0, True, 0.0, None)
     out, lse = windowed.namespace.attention_fwd(q, k, v, call["sinks"], *lengths, None, *window)
-    right = getattr(windowed.namespace, op)(do, dlse, q, k, v, out, lse, *lengths, *window, False)[:3]
+    clean = getattr(windowed.namespace, op)(do, dlse, q, k, v, out, lse, *lengths, *window, False)[:3]
     for bad in BAD:
         for x in (do, out, lse.unsqueeze(-1), dlse.unsqueeze(-1)):
             x[:, :, :AHEAD] = x[:, :, -BEHIND:] = bad
-        found = getattr(windowed.namespace, op)(do, dlse, q, k, v, out, lse, *lengths, *window, False)[:3]
-        for x, one in zip(found, right, strict=True):
-            torch.testing.assert_close(x, one, rtol=1e-2, atol=1e-3)
+        actual = getattr(windowed.namespace, op)(do, dlse, q, k, v, out, lse, *lengths, *window, False)[:3]
+        for x, expected in zip(actual, clean, strict=True):
+            torch.testing.assert_close(x, expected, rtol=1e-2, atol=1e-3)
 
 
-# ---- keys beyond those that count: no gradients ----
+# ---- keys beyond the KV length: no gradients ----
 
 
-def lay_packed(call: Call) -> Callable[..., tuple[Tensor, Tensor]]:
+def pack_layout(call: Call) -> Callable[..., tuple[Tensor, Tensor]]:
     device = call["q"].device.type
-    cu = {"cu_seqlens_q": starts([4, 6], device), "cu_seqlens_k": starts([9, 11], device)}
+    cu = {"cu_seqlens_q": make_cu_seqlens([4, 6], device), "cu_seqlens_k": make_cu_seqlens([9, 11], device)}
     return lambda q, k, v, **more: attention(q[:18], k[:28], v[:28], **cu, **more)
 
 
-def lay_in_batches(rows: int) -> Callable[[Call], Callable[..., tuple[Tensor, Tensor]]]:
+def batch_layout(rows: int) -> Callable[[Call], Callable[..., tuple[Tensor, Tensor]]]:
     def lay(call: Call) -> Callable[..., tuple[Tensor, Tensor]]:
         def forward(q: Tensor, k: Tensor, v: Tensor, **more: object) -> tuple[Tensor, Tensor]:
             k, v = (x[AHEAD:][:20].unflatten(0, (2, 10)) for x in (k, v))
@@ -176,67 +188,71 @@ def lay_in_batches(rows: int) -> Callable[[Call], Callable[..., tuple[Tensor, Te
     return lay
 
 
-LAYOUTS = {"packed": lay_packed, "few rows": lay_in_batches(1), "batches": lay_in_batches(6)}
-USED, COUNT = [3, 0], slice(AHEAD, AHEAD + 3)  # how many keys of each sequence count, and which of all that is
+LAYOUTS = {"packed": pack_layout, "few rows": batch_layout(1), "batches": batch_layout(6)}
+USED, COUNT = [3, 0], slice(AHEAD, AHEAD + 3)  # the KV length of each sequence, and the slice of visible keys
 
 
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_keys_that_do_not_count_are_not_read(device: str, dtype: torch.dtype, layout: str) -> None:
-    """Neither their k nor their v, of sequences of which one has no key that counts."""
+def test_keys_beyond_the_kv_length_are_not_read(device: str, dtype: torch.dtype, layout: str) -> None:
+    """Neither k nor v may be read beyond the KV length. The second sequence has a KV length of zero."""
     call = {name: torch.randn(40, heads, DIM, generator=torch.Generator().manual_seed(i)).to(device, dtype)
             for i, (name, heads) in enumerate((("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)))}  # fmt: skip
     forward, more = LAYOUTS[layout](call), {"causal": True, "sinks": torch.zeros(HEADS, device=device)}
-    more |= {"seqused_k": numbers(USED, device), "return_lse": True}
-    right = forward(*call.values(), **more)
-    assert all(x.isfinite().all() for x in right)
+    more |= {"seqused_k": int32_tensor(USED, device), "return_lse": True}
+    clean = forward(*call.values(), **more)
+    assert all(x.isfinite().all() for x in clean)
     hidden = torch.ones(40, dtype=torch.bool, device=device)
     hidden[COUNT] = False
     for bad in BAD:
         call["k"][hidden] = call["v"][hidden] = bad
-        for x, one in zip(forward(*call.values(), **more), right, strict=True):
-            assert torch.equal(x, one)
+        for x, expected in zip(forward(*call.values(), **more), clean, strict=True):
+            assert torch.equal(x, expected)
 
 
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("rows", [1, 6])
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "batches"])
-def test_pages_behind_the_keys_that_count_are_not_read(device: str, rows: int, packed: bool) -> None:
-    """Nor rows of the query that belong to no sequence, nor scales of keys in 8 bits."""
+def test_pages_beyond_the_kv_length_are_not_read(device: str, rows: int, packed: bool) -> None:
+    """Query rows outside all sequences and scales of 8-bit keys must not be read either."""
     source, dtype = torch.Generator().manual_seed(SEED), torch.bfloat16
     q = torch.randn(2 * rows + BEHIND, HEADS, DIM, generator=source).to(device, dtype)
     pools = [torch.randint(-99, 99, (5, 16, KV_HEADS, DIM), generator=source).to(device, torch.int8) for _ in range(2)]
     scales = {name: torch.rand(5, KV_HEADS, 16, generator=source).to(device) / 99 for name in ("k_scale", "v_scale")}
-    table, used = numbers([[3, 1], [4, 9]]).to(device), numbers([20, 5], device)
+    table, used = int32_tensor([[3, 1], [4, 9]]).to(device), int32_tensor([20, 5], device)
     more = {"block_table": table, "seqused_k": used, "return_lse": True}
     if packed:
-        more |= {"cu_seqlens_q": numbers([0, rows, 2 * rows], device), "max_seqlen_q": rows}
+        more |= {"cu_seqlens_q": int32_tensor([0, rows, 2 * rows], device), "max_seqlen_q": rows}
 
-    def forward(eight: bool) -> list[Tensor]:
-        k, v = pools if eight else [x.to(dtype) * s.mT.to(dtype).unsqueeze(-1) for x, s in zip(pools, scales.values())]
-        given = q if packed else q[: 2 * rows].unflatten(0, (2, rows))
-        out, lse = attention(given, k, v, **more, **(scales if eight else {}))
+    def forward(is_quantized: bool) -> list[Tensor]:
+        k, v = (
+            pools
+            if is_quantized
+            else [x.to(dtype) * s.mT.to(dtype).unsqueeze(-1) for x, s in zip(pools, scales.values())]
+        )
+        query = q if packed else q[: 2 * rows].unflatten(0, (2, rows))
+        out, lse = attention(query, k, v, **more, **(scales if is_quantized else {}))
         return [out[: 2 * rows], lse[:, : 2 * rows]] if packed else [out, lse]
 
-    right = forward(True), forward(False)
-    assert all(x.isfinite().all() for one in right for x in one)
+    clean_results = forward(True), forward(False)
+    assert all(x.isfinite().all() for clean in clean_results for x in clean)
     for bad in BAD:
         for page, row in ((0, 0), (2, 0), (1, 4), (4, 5)):
             for scale in scales.values():
                 scale[page, :, row:] = bad
         q[2 * rows :] = bad
-        for found, one in zip((forward(True), forward(False)), right, strict=True):
-            assert all(torch.equal(x, y) for x, y in zip(found, one, strict=True))
+        for actual, clean in zip((forward(True), forward(False)), clean_results, strict=True):
+            assert all(torch.equal(x, y) for x, y in zip(actual, clean, strict=True))
 
 
-# ---- blocks that no list names ----
+# ---- blocks outside the block-sparse lists ----
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
 @pytest.mark.parametrize("name", ["q", "k", "v", "do", "dlse"])
-def test_the_mathematics_of_block_lists_reads_no_hidden_row(device: str, name: str, dtype: torch.dtype) -> None:
-    """As kernels read no block that no list names: documents behind which a tensor has room for more."""
+def test_reference_math_of_block_lists_does_not_read_masked_rows(device: str, name: str, dtype: torch.dtype) -> None:
+    """Use a document mask for tensors longer than the documents. Kernels also read no unlisted block."""
     rows, used, source = 384, 128, torch.Generator().manual_seed(SEED)
     sizes = {"q": HEADS, "k": KV_HEADS, "v": KV_HEADS, "do": HEADS}
     call = {x: torch.randn(2, rows, heads, 32, generator=source).to(device, dtype) for x, heads in sizes.items()}
@@ -246,54 +262,60 @@ def test_the_mathematics_of_block_lists_reads_no_hidden_row(device: str, name: s
     def step() -> tuple[Tensor, ...]:
         leaves = [call[x].detach().requires_grad_() for x in ("q", "k", "v")]
         with sdpa_backend("math"):
-            ends = attention(*leaves, block_mask=mask, return_lse=True)
-            return (ends[0], *torch.autograd.grad(ends, leaves, (call["do"], call["dlse"])))
+            results = attention(*leaves, block_mask=mask, return_lse=True)
+            return (results[0], *torch.autograd.grad(results, leaves, (call["do"], call["dlse"])))
 
     clean = step()
     for bad in BAD:
         (call[name].transpose(1, 2) if name == "dlse" else call[name])[:, used:] = bad
-        for x, one in zip(step(), clean, strict=True):
-            torch.testing.assert_close(x[:, :used], one[:, :used], rtol=1e-5, atol=1e-5)
+        for x, expected in zip(step(), clean, strict=True):
+            torch.testing.assert_close(x[:, :used], expected[:, :used], rtol=1e-5, atol=1e-5)
             assert (x[:, used:] == 0.0).all()
 
 
-# ---- what traces and captures it ----
+# ---- tracing and capture ----
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled_gradients_read_no_row_of_no_sequence(dynamic: bool) -> None:
-    """In one graph, whose lengths are data."""
+def test_compiled_gradients_do_not_read_rows_outside_sequences(dynamic: bool) -> None:
+    """Compile a single graph with sequence lengths as data."""
 
     def loss(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, cu_q: Tensor, cu_k: Tensor) -> tuple[Tensor, Tensor]:
         return attention(q, k, v, sinks=sinks, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, causal=True, return_lse=True)
 
     compiled = torch.compile(loss, fullgraph=True, dynamic=dynamic, backend="aot_eager")
-    right = run(draw(torch.float32), "cpu", SETTINGS["causal"])
+    expected = run_attention(make_call(torch.float32), "cpu", SETTINGS["causal"])
     for bad in BAD:
-        call = draw(torch.float32, bad)
+        call = make_call(torch.float32, bad)
         leaves = [call[name].requires_grad_() for name in NAMES[:4]]
-        ends = compiled(*leaves, *(starts(one) for one in LENGTHS))
-        grads = torch.autograd.grad(ends, leaves, (call["do"], call["dlse"]))
+        results = compiled(*leaves, *(make_cu_seqlens(lengths) for lengths in LENGTHS))
+        grads = torch.autograd.grad(results, leaves, (call["do"], call["dlse"]))
         for name, x in zip(NAMES, grads):
-            torch.testing.assert_close(x, right[f"d{name}"])
+            torch.testing.assert_close(x, expected[f"d{name}"])
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_captured_gradients_read_no_row_of_no_sequence(dtype: torch.dtype) -> None:
-    """Captured with finite numbers, replayed with others; and nothing waits for the device."""
-    call = {name: x.cuda() for name, x in draw(dtype).items()}
-    leaves, cu = [call[name].requires_grad_() for name in NAMES[:4]], [starts(one, "cuda") for one in LENGTHS]
+def test_captured_gradients_do_not_read_rows_outside_sequences(dtype: torch.dtype) -> None:
+    """Capture with finite numbers and replay with bad numbers.
+
+    Nothing may wait for the device.
+    """
+    call = {name: x.cuda() for name, x in make_call(dtype).items()}
+    leaves, cu = (
+        [call[name].requires_grad_() for name in NAMES[:4]],
+        [make_cu_seqlens(expected, "cuda") for expected in LENGTHS],
+    )
 
     def step() -> tuple[Tensor, ...]:
-        ends = attention(*leaves[:3], sinks=leaves[3], cu_seqlens_q=cu[0], cu_seqlens_k=cu[1], return_lse=True)
-        return torch.autograd.grad(ends, leaves, (call["do"], call["dlse"]))
+        results = attention(*leaves[:3], sinks=leaves[3], cu_seqlens_q=cu[0], cu_seqlens_k=cu[1], return_lse=True)
+        return torch.autograd.grad(results, leaves, (call["do"], call["dlse"]))
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        right = [x.clone() for x in step()]
+        clean = [x.clone() for x in step()]
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -302,11 +324,11 @@ def test_captured_gradients_read_no_row_of_no_sequence(dtype: torch.dtype) -> No
         torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = step()
+        grads = step()
     for bad in BAD:
         with torch.no_grad():
-            for name, x in draw(dtype, bad).items():
+            for name, x in make_call(dtype, bad).items():
                 call[name].copy_(x)
         graph.replay()
-        for x, one in zip(found, right, strict=True):
-            torch.testing.assert_close(x, one, rtol=1e-2, atol=1e-3)
+        for x, expected in zip(grads, clean, strict=True):
+            torch.testing.assert_close(x, expected, rtol=1e-2, atol=1e-3)

@@ -1,5 +1,7 @@
-"""Which calls of torch's varlen_attn auto takes beside the kernels that later versions of torch choose for it: cuDNN in
-2.14 by the sizes of a call, from 2.15 on by an argument of the op and torch.nn.attention.sdpa_kernel.
+"""Calls of varlen_attn that auto serves, for each selection rule of torch.
+
+torch 2.14 selects cuDNN by the sizes of a call. torch 2.15 and newer select by an argument of the op and by
+torch.nn.attention.sdpa_kernel.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ LENGTHS = (150, 20)  # more rows than torch 2.14 leaves to flash attention
 
 @pytest.fixture
 def rule() -> Iterator[Callable[[str], None]]:
-    """Says how torch chooses, as another version's would."""
+    """Set the selection rule to the rule of a given torch version."""
     varlen_hooks.prepare()
     before = varlen_decision.varlen_rule()
     yield varlen_decision.know_varlen_rule
@@ -38,9 +40,11 @@ def rule() -> Iterator[Callable[[str], None]]:
 
 
 @pytest.fixture
-def door(kernels_on: str) -> Iterator[str]:
-    """Install the varlen_attn kernels alone. On a GPU torch's own varlen_attn runs for calls that these kernels do not
-    take, and calls stock's flash attention, which must not be replaced here.
+def patched_device(kernels_on: str) -> Iterator[str]:
+    """Install only the varlen_attn kernels.
+
+    On a GPU, the varlen_attn of torch serves the remaining calls by the flash attention of stock. The flash attention
+    op must therefore not be replaced in these tests.
     """
     with on_cpu.installed_at(varlen_hooks, kernels_on):
         flash_attention_op.uninstall()
@@ -50,11 +54,11 @@ def door(kernels_on: str) -> Iterator[str]:
 
 @pytest.fixture
 def varlen_on_cpu() -> Iterator[list[str]]:
-    with stock_varlen.on_cpu() as asked:
-        yield asked
+    with stock_varlen.on_cpu() as stock_calls:
+        yield stock_calls
 
 
-def given(
+def make_varlen_call(
     device: str = "cpu", *, heads: tuple[int, int] = (2, 2), D: int = 64, lengths: tuple[int, ...] = LENGTHS
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int, int]:
     draw = torch.Generator().manual_seed(20261127)
@@ -64,23 +68,23 @@ def given(
     return (*operands, cu, cu, max(lengths), max(lengths))
 
 
-def misaligned(x: Tensor) -> Tensor:
-    """The same numbers, four bytes behind a multiple of 16."""
+def make_misaligned(x: Tensor) -> Tensor:
+    """Return the same numbers at an address four bytes after a multiple of 16."""
     return torch.empty(x.numel() + 2, dtype=x.dtype, device=x.device)[2:].view(x.shape).copy_(x)
 
 
-def test_the_rule_of_this_torch() -> None:
+def test_selection_rule_of_this_torch() -> None:
     varlen_hooks.prepare()
     has_cudnn = torch.version.cuda is not None and (torch.backends.cudnn.version() or 0) >= 91800
-    of_2_14 = "shapes" if has_cudnn else "flash"
-    expected = "flash" if VERSION < (2, 14) else of_2_14 if VERSION < (2, 15) else "argument"
+    expected_of_2_14 = "shapes" if has_cudnn else "flash"
+    expected = "flash" if VERSION < (2, 14) else expected_of_2_14 if VERSION < (2, 15) else "argument"
     assert varlen_decision.varlen_rule() == expected
     body = getattr(varlen, "_should_use_cudnn", None)
     assert expected != "flash" or VERSION >= (2, 14) or body is None or body(0) is False
 
 
 CUDNN, FLASH = "CUDNN_ATTENTION", "FLASH_ATTENTION"
-# Of each way to choose: arguments of the call, the kernel that torch would run, and whether auto takes the call.
+# For each selection rule: arguments of the call, the kernel chosen by torch, and whether auto serves the call.
 CALLS = [
     ("flash", {}, {}, FLASH, True),
     ("flash", {"heads": (4, 2)}, {"window_size": (-1, 0)}, FLASH, True),
@@ -99,46 +103,46 @@ CALLS = [
 ]
 
 
-@pytest.mark.parametrize(("way", "sizes", "settings", "stock", "is_ours"), CALLS)
-def test_auto_takes_what_a_row_covers(
-    rule: Callable[[str], None], way: str, sizes: dict, settings: dict, stock: str, is_ours: bool
+@pytest.mark.parametrize(("selection", "sizes", "settings", "stock", "is_ours"), CALLS)
+def test_auto_serves_calls_covered_by_a_row(
+    rule: Callable[[str], None], selection: str, sizes: dict, settings: dict, stock: str, is_ours: bool
 ) -> None:
-    rule(way)
-    plan = explain_varlen(*given(**sizes), **settings, device="h100")
+    rule(selection)
+    plan = explain_varlen(*make_varlen_call(**sizes), **settings, device="h100")
     assert (plan.backend, plan.stock_choice) == ("fa3" if is_ours else "stock", stock)
     if is_ours:
         assert plan.kernel and (plan.row or plan.rescue)
     else:
         assert "no measured entry compares" in plan.reasons["fa3"] and "cuDNN" in str(plan)
     with torch_flashplug.sdpa_backend("fa3"):
-        assert explain_varlen(*given(**sizes), **settings, device="h100").backend == "fa3"
+        assert explain_varlen(*make_varlen_call(**sizes), **settings, device="h100").backend == "fa3"
     for backend in ("stock", "math"):
         with torch_flashplug.sdpa_backend(backend):
-            assert explain_varlen(*given(**sizes), **settings, device="h100").backend == "stock"
+            assert explain_varlen(*make_varlen_call(**sizes), **settings, device="h100").backend == "stock"
 
 
-def test_what_cudnn_gets_wrong_stays_ours(rule: Callable[[str], None]) -> None:
+def test_calls_with_cudnn_faults_run_on_kernels(rule: Callable[[str], None]) -> None:
     rule("shapes")
-    q, k, v, *lengths = given()
-    for operands in ((misaligned(q), k, v), (q, k, misaligned(v)), (q, k[:, :1].expand_as(k), v)):
+    q, k, v, *lengths = make_varlen_call()
+    for operands in ((make_misaligned(q), k, v), (q, k, make_misaligned(v)), (q, k[:, :1].expand_as(k), v)):
         plan = explain_varlen(*operands, *lengths, device="h100")
         assert plan.backend == "fa3" and "wrong numbers" in plan.rescue and "194818" in plan.rescue
     assert explain_varlen(q, k, v, *lengths, device="h100").backend == "stock"
 
 
-def test_no_row_is_of_another_gpu(rule: Callable[[str], None]) -> None:
-    for way in ("flash", "shapes"):
-        rule(way)
-        plan = explain_varlen(*given(), device="a100")
+def test_auto_serves_no_call_on_an_a100(rule: Callable[[str], None]) -> None:
+    for selection in ("flash", "shapes"):
+        rule(selection)
+        plan = explain_varlen(*make_varlen_call(), device="a100")
         assert plan.backend == "stock" and "not measured on compute capability 8.0" in plan.reasons["fa3"]
         assert plan.stock_choice == FLASH
     with torch_flashplug.sdpa_backend("fa2"):
-        assert explain_varlen(*given(), device="a100").backend == "fa2"
+        assert explain_varlen(*make_varlen_call(), device="a100").backend == "fa2"
 
 
-def test_explain_says_what_else_is_in_the_way(rule: Callable[[str], None]) -> None:
+def test_explain_varlen_reports_unsupported_arguments(rule: Callable[[str], None]) -> None:
     rule("flash")
-    q, k, v, *lengths = given()
+    q, k, v, *lengths = make_varlen_call()
     table = torch.zeros(2, 1, dtype=torch.int32)
     paged = {"block_table": table, "seqused_k": table[:, 0]}
     for operands, settings, word in (
@@ -164,7 +168,7 @@ def test_explain_says_what_else_is_in_the_way(rule: Callable[[str], None]) -> No
         torch_flashplug.enable()
 
 
-def test_rows_are_of_known_kernels_and_facts() -> None:
+def test_varlen_rows_use_known_kernels_and_facts() -> None:
     assert dispatch_table.VARLEN_KERNELS == bindings.names("varlen kernels")
     assert dispatch_table.VARLEN_FACTS == bindings.names("varlen fact bits")
     for row in dispatch_table.VARLEN_ROWS:
@@ -172,7 +176,7 @@ def test_rows_are_of_known_kernels_and_facts() -> None:
         assert bool(row.wrong) != bool(row.ratio) and row.measured
 
 
-# ---- what runs ----
+# ---- calls that run ----
 
 
 RUN = [
@@ -185,62 +189,65 @@ RUN = [
 ]
 
 
-@pytest.mark.parametrize(("way", "sizes", "settings", "is_ours"), RUN)
-def test_the_op_does_what_explain_says(
-    door: str,
+@pytest.mark.parametrize(("selection", "sizes", "settings", "is_ours"), RUN)
+def test_op_agrees_with_explain_varlen(
+    patched_device: str,
     varlen_on_cpu: list[str],
     rule: Callable[[str], None],
-    way: str,
+    selection: str,
     sizes: dict,
     settings: dict,
     is_ours: bool,
 ) -> None:
-    rule(way)
-    call = given(door, **sizes)
+    rule(selection)
+    call = make_varlen_call(patched_device, **sizes)
     bindings.counters(reset=True)
     with torch.no_grad():
         varlen.varlen_attn(*call, **settings)
     assert bindings.counters(reset=True)["ours_fwd"] == is_ours
-    assert varlen_on_cpu == ["forward"] * (not is_ours and door == "cpu")
+    assert varlen_on_cpu == ["forward"] * (not is_ours and patched_device == "cpu")
     assert (explain_varlen(*call, **settings, device="h100").backend == "fa3") == is_ours
     with torch.no_grad(), torch_flashplug.sdpa_backend("fa3"):
         varlen.varlen_attn(*call, **settings)
     assert bindings.counters(reset=True)["ours_fwd"] == 1
 
 
-def test_misaligned_operands_are_right_by_ours(door: str, rule: Callable[[str], None]) -> None:
+def test_misaligned_operands_run_on_kernels(patched_device: str, rule: Callable[[str], None]) -> None:
     rule("shapes")
-    q, k, v, *lengths = given(door)
+    q, k, v, *lengths = make_varlen_call(patched_device)
     bindings.counters(reset=True)
     with torch.no_grad():
-        found = varlen.varlen_attn(q, misaligned(k), v, *lengths)
+        out = varlen.varlen_attn(q, make_misaligned(k), v, *lengths)
         assert bindings.counters(reset=True)["ours_fwd"] == 1
         with torch_flashplug.sdpa_backend("fa3"):
-            assert torch.equal(found, varlen.varlen_attn(q, k, v, *lengths))
+            assert torch.equal(out, varlen.varlen_attn(q, k, v, *lengths))
 
 
-def test_cudnns_backward_never_follows_our_forward(
-    door: str, varlen_on_cpu: list[str], monkeypatch: pytest.MonkeyPatch
+def test_cudnn_backward_never_follows_a_forward_of_the_plugin(
+    patched_device: str, varlen_on_cpu: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where torch's own body would choose it: our forward's backward without kernels of ours is flash attention's."""
+    """Run the backward of our forward without our kernels.
+
+    The backward must be flash attention, even where torch itself would select cuDNN.
+    """
     if VERSION >= (2, 14) and VERSION < (2, 15):
-        monkeypatch.setattr(varlen, "_can_use_cudnn", lambda *given: True)
+        monkeypatch.setattr(varlen, "_can_use_cudnn", lambda *args: True)
     monkeypatch.setenv("TORCH_FLASHPLUG_JIT", "0")
-    q, k, v, cu, _, longest, _ = given(door)
+    q, k, v, cu, _, longest, _ = make_varlen_call(patched_device)
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    told = {"backend": SDPBackend.CUDNN_ATTENTION.value} if VERSION >= (2, 15) else {}
+    backend_argument = {"backend": SDPBackend.CUDNN_ATTENTION.value} if VERSION >= (2, 15) else {}
     bindings.counters(reset=True)
     with torch_flashplug.sdpa_backend("fa3"):
-        out, *_ = torch.ops.torch_attn._varlen_attn(*leaves, cu, cu, longest, longest, **told)
+        out, *_ = torch.ops.torch_attn._varlen_attn(*leaves, cu, cu, longest, longest, **backend_argument)
     assert bindings.counters(reset=True)["ours_fwd"] == 1
     bindings.clear_packs()
     try:
-        startup.push_tables()  # kernels are looked for again
+        startup.push_tables()  # kernels are searched again
         torch.autograd.grad(out.float().sum(), leaves)
     finally:
         packs.register()
         startup.push_tables()
-    assert varlen_on_cpu == ["backward"] * (door == "cpu") and bindings.counters(reset=True)["ours_bwd"] == 0
+    assert varlen_on_cpu == ["backward"] * (patched_device == "cpu") and bindings.counters(reset=True)["ours_bwd"] == 0
 
 
 # ---- torch 2.15: sdpa_kernel and the argument `backend` ----
@@ -248,9 +255,12 @@ def test_cudnns_backward_never_follows_our_forward(
 
 @SINCE_2_15
 @pytest.mark.parametrize("backend", ["auto", "fa3"])
-def test_a_block_of_cudnn_alone_is_torchs(door: str, varlen_on_cpu: list[str], backend: str) -> None:
-    """As F.sdpa's rule is: neither FLASH_ATTENTION nor OVERRIDEABLE is allowed, so ours is not, forced or not."""
-    call = given(door)
+def test_sdpa_kernel_block_of_cudnn_runs_stock(patched_device: str, varlen_on_cpu: list[str], backend: str) -> None:
+    """Allow cuDNN only, as for F.sdpa.
+
+    Without FLASH_ATTENTION or OVERRIDEABLE, our kernels are not allowed, forced or not.
+    """
+    call = make_varlen_call(patched_device)
     cudnn, flash, ours = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.OVERRIDEABLE
     bindings.counters(reset=True)
     with torch.no_grad(), torch_flashplug.sdpa_backend(backend):
@@ -266,22 +276,22 @@ def test_a_block_of_cudnn_alone_is_torchs(door: str, varlen_on_cpu: list[str], b
                 torch.ops.torch_attn._varlen_attn(*call, backend=chosen.value)
             assert bindings.counters(reset=True)["ours_fwd"] == is_ours
             asked = "forward" if chosen == flash else "cudnn forward"
-            assert varlen_on_cpu == [asked] * (not is_ours and door == "cpu")
+            assert varlen_on_cpu == [asked] * (not is_ours and patched_device == "cpu")
 
 
 @SINCE_2_15
-def test_explain_reads_sdpa_kernel() -> None:
+def test_explain_varlen_respects_sdpa_kernel() -> None:
     cudnn, flash = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION
-    assert explain_varlen(*given(), device="h100").stock_choice == CUDNN
+    assert explain_varlen(*make_varlen_call(), device="h100").stock_choice == CUDNN
     with sdpa_kernel(flash):
-        plan = explain_varlen(*given(), device="h100")
+        plan = explain_varlen(*make_varlen_call(), device="h100")
         assert plan.backend == "fa3" and plan.stock_choice == FLASH
     with sdpa_kernel(cudnn), torch_flashplug.sdpa_backend("fa3"):
-        plan = explain_varlen(*given(), device="h100")
+        plan = explain_varlen(*make_varlen_call(), device="h100")
         assert plan.backend == "stock" and "sdpa_kernel allows neither" in plan.reasons["fa3"]
-    # Windows, several splits and head dims above 128 are never cuDNN's there.
-    assert explain_varlen(*given(), window_size=(20, 0), device="h100").backend == "fa3"
-    assert explain_varlen(*given(D=256), device="h100").backend == "fa3"
-    assert explain_varlen(*given(), num_splits=1, device="h100").backend == "fa3"
-    refused = explain_varlen(*given(), scale=0.0, device="h100")
+    # cuDNN never serves windows, several splits or head dims above 128 in this version.
+    assert explain_varlen(*make_varlen_call(), window_size=(20, 0), device="h100").backend == "fa3"
+    assert explain_varlen(*make_varlen_call(D=256), device="h100").backend == "fa3"
+    assert explain_varlen(*make_varlen_call(), num_splits=1, device="h100").backend == "fa3"
+    refused = explain_varlen(*make_varlen_call(), scale=0.0, device="h100")
     assert refused.backend == "stock" and "scale must be greater than 0" in refused.error
