@@ -1,6 +1,4 @@
-"""Rules that hold the code in shape: who imports whom, how long things may be, where names may appear, what the
-pages say of the files.
-"""
+"""Rules for the shape of the code: import directions, length limits, allowed places of names, and pages about files."""
 
 from __future__ import annotations
 
@@ -42,7 +40,7 @@ LAYERS = (
     ("registry",),
     ("env", "version"),
 )
-# The same, inside of kernels/.
+# Layers inside of kernels/, with the rule of LAYERS.
 KERNEL_LAYERS = (
     ("__init__",),
     ("sm90", "sm80"),
@@ -52,13 +50,13 @@ KERNEL_LAYERS = (
     ("tiling", "call_args"),
     ("primitives",),
 )
-KERNEL_FILES = ("sm90", "sm80")  # folders of kernels; no kernel imports another one
-COMPOSED = {"sm90/backward_split.py": {"backward_dq", "backward_dkdv"}}  # one call that launches kernels of two files
+KERNEL_FILES = ("sm90", "sm80")  # folders of kernels; no kernel imports a second kernel
+COMPOSED = {"sm90/backward_split.py": {"backward_dq", "backward_dkdv"}}  # a call that launches kernels of two files
 STDLIB_ONLY = {"env", "version", "registry"}
 NO_TORCH = {*STDLIB_ONLY, "dispatch", "codegen", "kernels", "__main__"}
 TORCHLESS_VERBS = {"cli/model_config.py", "cli/config_classes.py"}
 CUTLASS = {"codegen", "kernels"}
-LAZY = {"kernels": {"codegen"}}  # imported inside functions only, and only there
+LAZY = {"kernels": {"codegen"}}  # imported inside functions only, and only in these folders
 
 MAX_LINES = 800
 MAX_FUNCTION = 120
@@ -82,7 +80,7 @@ EXCUSED: dict[str, str] = {
     },
 }
 
-# Where words of one concern may appear: pattern -> files.
+# Files in which words of one concern may appear: pattern -> files.
 HOMES = {
     r"_ZN[0-9K]": {"src/stock/torch_symbols.cpp", "src/stock/stock_kernels.cpp", "src/core/errors.cpp"},
     r"DLTensor|TVMFFIAny": {"src/launch/kernel_args.h", "src/launch/kernel_args.cpp", "src/launch/launch.cpp"},
@@ -99,15 +97,15 @@ def python_files(*folders: str) -> list[Path]:
 
 
 def files_on_disk() -> list[str]:
-    """Every source file, relative to the root; results and build products left out."""
-    found = []
+    """Return every source file, relative to the root, without results and build products."""
+    names = []
     for folder in SOURCE_FOLDERS:
         for path in sorted((ROOT / folder).rglob("*")):
             relative = path.relative_to(ROOT).as_posix()
             skip = "__pycache__" in relative or relative.startswith("tools/results") or path.suffix in {".so", ".pyc"}
             if path.is_file() and not skip and not re.fullmatch(r"torch_flashplug/flashplug_\w+\.json", relative):
-                found.append(relative)
-    return found
+                names.append(relative)
+    return names
 
 
 @cache
@@ -116,13 +114,13 @@ def tree_of(path: Path) -> ast.Module:
 
 
 def module_of(path: Path) -> str:
-    """First name under the package: "demo" for demo/model.py, "__init__" for the package itself."""
+    """Return the first name under the package: "demo" for demo/model.py, "__init__" for the package itself."""
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     return parts[0]
 
 
 def imports(path: Path) -> Iterator[tuple[str, bool, bool]]:
-    """(absolute dotted name, lazily, for types only) of every import in a file."""
+    """Yield (absolute dotted name, is lazy, is for types only) for every import in a file."""
     package = ("torch_flashplug", *path.relative_to(PACKAGE).parent.parts)
     tree = tree_of(path)
     lazy = {
@@ -147,8 +145,8 @@ def imports(path: Path) -> Iterator[tuple[str, bool, bool]]:
             yield name, id(node) in lazy, id(node) in guarded
 
 
-def own(name: str) -> str | None:
-    """Return the folder or module of ours that an absolute import names; "__init__" for the package itself."""
+def package_part(name: str) -> str | None:
+    """Return the folder or module of the package named by an absolute import; "__init__" for the package itself."""
     first, *rest = name.split(".")
     if first != "torch_flashplug":
         return None
@@ -173,7 +171,7 @@ def test_every_folder_has_a_layer():
 def test_imports_point_down(path):
     home, rows = module_of(path), row_of(LAYERS)
     for name, lazy, types_only in imports(path):
-        target = own(name)
+        target = package_part(name)
         if target is not None and target != home and not types_only:
             assert rows[home] < rows[target], f"{home} imports {target}, which is in the same layer or above"
             if target in LAZY:
@@ -203,8 +201,8 @@ def test_imports_inside_of_kernels_point_down():
                 assert rest[0] in COMPOSED.get(inside.as_posix(), ()), f"{inside} imports another kernel: {name}"
 
 
-def test_imports_make_no_circle():
-    """Not even inside of a folder, or by an import inside of a function."""
+def test_imports_have_no_cycle():
+    """Imports inside of a folder, or inside of a function, count too."""
     modules = {}
     for path in python_files("torch_flashplug"):
         parts = path.relative_to(ROOT).with_suffix("").parts
@@ -222,7 +220,7 @@ def test_imports_make_no_circle():
 
 
 INTERFACE = {"may_mask"}  # names of methods of score stages and block iterators
-# What a kernel file must not know by name: stages, walks and pieces do.
+# Words that a kernel file must not use, because stages, block iterators and tile addressing handle features.
 FEATURES = r"\b(causal|window|band|bits|bias|dropout|softcap|sinks?|ragged|paged|listed|mask)\b"
 
 
@@ -234,8 +232,10 @@ def test_kernel_files_name_no_feature():
         names |= {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and type(node.value) is str}
         docstrings = {ast.get_docstring(node, clean=False) for node in ast.walk(tree)
                       if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))}  # fmt: skip
-        found = {name for name in names - docstrings - INTERFACE if re.search(FEATURES, name.lower().replace("_", " "))}
-        assert not found, f"{path.name} names a feature: {found}; ask the walk, the chain or the piece"
+        feature_names = {
+            name for name in names - docstrings - INTERFACE if re.search(FEATURES, name.lower().replace("_", " "))
+        }
+        assert not feature_names, f"{path.name} names a feature: {feature_names}; ask the walk, the chain or the piece"
 
 
 def test_kernels_pass_structs_and_no_bare_tuples():
@@ -247,7 +247,7 @@ def test_kernels_pass_structs_and_no_bare_tuples():
 
 
 def code_of(path: Path) -> list[str]:
-    """Lines that do something: imports, comments and lone punctuation left out."""
+    """Return the lines of code, without imports, comments and lines of punctuation."""
     lines = (line.strip() for line in path.read_text().splitlines())
     return [line for line in lines if re.search(r"\w", line) and not re.match(r"#|import |from ", line)]
 
@@ -258,8 +258,8 @@ def kernel_files_of(arch: int) -> list[Path]:
     return [*sorted((kernels / f"sm{arch}").glob("*.py")), kernels / "primitives" / f"sm{arch}.py"]
 
 
-def test_families_look_alike_nowhere():
-    """What Hopper's kernels and those for every GPU since sm_80 have in common stands in parts, once."""
+def test_kernel_families_share_no_duplicated_code():
+    """Code shared by the kernels for Hopper and the kernels for sm_80 must exist only once, in parts."""
     run = 6  # lines
     families = [
         {tuple(code[i : i + run]): path.name for path in kernel_files_of(arch)
@@ -276,8 +276,8 @@ def test_nothing_imports_tools_or_tests():
         assert not [name for name, _, _ in imports(path) if name.split(".")[0] in {"tools", "test", "tests"}]
 
 
-def test_import_brings_neither_the_compiler_nor_sympy():
-    """Sympy alone would make our import take twice as long; torch imports it where it is needed."""
+def test_import_loads_neither_the_compiler_nor_sympy():
+    """An import of sympy alone would double the import time of the plugin; torch imports sympy on demand."""
     unwanted = {"cutlass", "tvm_ffi", "rich", "matplotlib", "sympy"}
     code = "import sys, torch; before = set(sys.modules); import torch_flashplug; "
     code += f"bad = {unwanted} & (set(sys.modules) - before); assert not bad, bad"
@@ -318,13 +318,13 @@ def test_function_size(path):
 
 
 @pytest.mark.parametrize("path", python_files(*SOURCE_FOLDERS[1:]), ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_module_says_what_it_owns(path):
+def test_module_has_a_docstring(path):
     assert ast.get_docstring(tree_of(path)), "a module starts with what it owns"
 
 
-# ---- words and their homes ----
+# ---- words and their places ----
 
-# What kernels and the host count in alike: file and name there -> its value in kernel_spec.py.
+# Constants shared by kernels and the host: file and name in kernels/ -> name in kernel_spec.py.
 SHARED_NUMBERS = {
     ("backward/workspace", "UNITS"): "SCRATCH_UNITS",
     ("decode/split_kv", "AT_ONCE"): "PEERS_AT_ONCE",
@@ -332,7 +332,7 @@ SHARED_NUMBERS = {
 
 
 @pytest.mark.parametrize("where", SHARED_NUMBERS, ids="-".join)
-def test_numbers_that_kernels_and_host_share(where):
+def test_constants_of_kernels_and_host_are_equal(where):
     part, name = where
     values = [
         node.value.value
@@ -343,11 +343,11 @@ def test_numbers_that_kernels_and_host_share(where):
 
 
 @pytest.mark.parametrize("pattern", HOMES)
-def test_words_stay_at_home(pattern):
-    found = {
+def test_restricted_words_appear_only_in_allowed_files(pattern):
+    files = {
         name for name in files_on_disk() if name.startswith("src/") and re.search(pattern, (ROOT / name).read_text())
     }
-    assert found <= HOMES[pattern]
+    assert files <= HOMES[pattern]
 
 
 def test_environment_is_read_in_one_place():
@@ -367,15 +367,19 @@ def test_environment_is_read_in_one_place():
 
 
 def test_each_environment_flag_is_read():
-    """By a module, or by a function of env.py that one calls."""
+    """A module must read the flag, or call a function of env.py that reads the flag."""
     home = PACKAGE / "env.py"
-    others = "\n".join(path.read_text() for path in python_files("torch_flashplug") if path != home)
-    readers = {one.name: ast.unparse(one) for one in functions(home) if one.name != "check"}  # it reads all
+    other_sources = "\n".join(path.read_text() for path in python_files("torch_flashplug") if path != home)
+    readers = {
+        function.name: ast.unparse(function) for function in functions(home) if function.name != "check"
+    }  # `check` reads all flags
     assert [flag for flag in vars(env).values() if isinstance(flag, env.Flag)] == list(env.FLAGS)
     for name in [name for name, flag in vars(env).items() if isinstance(flag, env.Flag)]:
         read = re.compile(rf"\b{name}\.(get|is_on|count)\(")
-        called = [reader for reader, code in readers.items() if read.search(code) and f"env.{reader}()" in others]
-        assert called or read.search(others), f"nothing reads {name}"
+        called = [
+            reader for reader, code in readers.items() if read.search(code) and f"env.{reader}()" in other_sources
+        ]
+        assert called or read.search(other_sources), f"nothing reads {name}"
 
 
 def _tracked_text() -> Iterator[tuple[str, str]]:
@@ -389,10 +393,10 @@ def test_text_is_ascii_and_names_no_machine():
     places = re.compile("|".join((r"/wor" + r"k/", r"/roo" + r"t/", r"/hom" + r"e/\w", r"\.pyen" + "v")))
     for name, text in _tracked_text():
         assert text.isascii(), f"{name}: {[c for c in text if not c.isascii()][:5]}"
-        assert not (found := places.search(text)), f"{name} names a place on one machine: {found}"
+        assert not (match := places.search(text)), f"{name} names a place on one machine: {match}"
 
 
-# ---- what the pages say ----
+# ---- pages about the files ----
 
 
 def section(page: str, heading: str) -> str:
@@ -400,7 +404,7 @@ def section(page: str, heading: str) -> str:
 
 
 def rows_of_table(page: str, heading: str) -> list[list[str]]:
-    """Cells of the table rows in a section, header and rule left out."""
+    """Return the cells of the table rows in a section, without header and rule."""
     lines = [line for line in section(page, heading).splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines][2:]
 
@@ -432,15 +436,15 @@ def test_architecture_page_lists_the_folders_and_files():
 
 
 def test_readme_environment_is_env_py():
-    said = {row[0].strip("`"): row[1:] for row in rows_of_table("README.md", "Environment")}
-    assert list(said) == [flag.name for flag in env.FLAGS]
+    rows_by_flag = {row[0].strip("`"): row[1:] for row in rows_of_table("README.md", "Environment")}
+    assert list(rows_by_flag) == [flag.name for flag in env.FLAGS]
     for flag in env.FLAGS:
-        default, text = said[flag.name]
+        default, text = rows_by_flag[flag.name]
         assert (default.strip("`"), text.replace("`", "")) == (flag.default or "-", flag.help.replace("`", ""))
 
 
-def test_tests_lie_in_folders_by_concern():
-    """What several of them share lies above."""
+def test_tests_are_in_folders_by_concern():
+    """Helpers shared by several tests must be in the folder above."""
     for path in (ROOT / "test").rglob("*.py"):
         assert path.name.startswith("test_") == (path.parent.name in TEST_FOLDERS), path
     names = [path.name for path in (ROOT / "test").rglob("test_*.py")]

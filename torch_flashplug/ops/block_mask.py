@@ -1,6 +1,6 @@
-"""Preprocessing of FlexAttention's BlockMask: block-sparse lists and a bitmask in the format of kernels
-(mask_preprocess_reference.py).
+"""Preprocessing of FlexAttention's BlockMask: block-sparse lists and a bitmask.
 
+Kernels read both in the format of mask_preprocess_reference.py.
 The work is done once for each mask, in plain torch on the device of the mask. Only blocks with
 masked scores are evaluated: partial blocks, and full blocks beyond the last query or key. No tensor of Sq * Sk elements
 is created except the bitmask: 1 bit for each score, or 2 bits if gradients are needed.

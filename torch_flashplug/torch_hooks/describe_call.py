@@ -302,8 +302,9 @@ def describe(
 
 
 def _is_wide(mask: Tensor, query: Tensor) -> bool:
-    """Return whether a mask is an fp32 bias for operands of a different dtype, like is_wide_bias of
-    src/core/call_facts.h.
+    """Return whether a mask is an fp32 bias for operands of a different dtype.
+
+    is_wide_bias of src/core/call_facts.h has the same rule.
     """
     return mask.dtype == torch.float32 and query.dtype != torch.float32
 

@@ -1,6 +1,6 @@
-"""Registration of kernels for aten::_efficient_attention_forward and the backward op
-(src/hooks/efficient_attention_op.cpp).
+"""Registration of kernels for aten::_efficient_attention_forward and the backward op.
 
+src/hooks/efficient_attention_op.cpp has the kernels.
 Lower-right causal masks unsupported by flash attention reach these ops. Stock's kernel stays callable by the C++ name
 and receives operands in a readable layout.
 """

@@ -54,8 +54,9 @@ class QuantizedQkv(KernelFeatures):
         return ProductOperands(of_type(made.q, scores), of_type(made.k, scores), v, scaling)
 
     def made(self, call: object) -> QuantizedOperands:
-        """Return the quantized operands in the workspace. src/operands/quant_workspace.cpp computes the same number of
-        bytes.
+        """Return the quantized operands in the workspace.
+
+        src/operands/quant_workspace.cpp computes the same number of bytes.
         """
         B, Hq, Sq, _ = call.q.shape
         _, Hkv, Sk, _ = call.k.shape

@@ -289,8 +289,9 @@ class Quantize:
 
     @cute.jit
     def turn_values(self, given: cute.Tensor, turned: cute.Tensor, room: HadamardSmem, block: Int32, S: Int32):
-        """Convert and transpose V into `v_is_transposed` (words of four keys, swizzled groups of four words,
-        channels).
+        """Convert and transpose V.
+
+        The result has words of four keys, swizzled groups of four words, and channels.
         """
         for turn in cutlass.range_constexpr(self.turns):
             word, group = self.task_of(turn)
