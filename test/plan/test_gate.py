@@ -116,10 +116,12 @@ def test_exact_head_dim_has_priority_over_shorter_key_blocks():
         assert plan["kernel"].startswith(("decode", "fwd")) and f"_d{D}_" in plan["kernel"], plan
 
 
-@pytest.mark.parametrize("backend, splits", [("fa3", 256), ("fa3", -1), ("math", 2), ("auto", 1), ("fa2", 256)])
+@pytest.mark.parametrize(
+    "backend, splits", [("fa3", 256), ("fa3", -1), ("math", 2), ("auto", 1), ("fa2", 256), ("fa3", "2"), ("fa3", True)]
+)
 def test_invalid_num_splits_raises(backend, splits):
     with pytest.raises(
-        ValueError, match=rf"num_splits must be 0, or 1 to 255 with 'fa3' or 'fa2', but got {splits} with '{backend}'"
+        ValueError, match=rf"num_splits must be 0, or 1 to 255 with 'fa3' or 'fa2', but got {splits!r} with '{backend}'"
     ):
         sdpa_backend(backend, num_splits=splits)
 

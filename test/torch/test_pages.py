@@ -241,6 +241,12 @@ def test_append_refuses_mismatched_shapes_and_dtypes() -> None:
         append_kv(*(random_tensor(2, 1, HKV, D).half() for _ in range(2)), cache, cache, used)
 
 
+def test_append_names_the_tensor_on_a_different_device() -> None:
+    cache, used = torch.zeros(2, 8, HKV, D), torch.zeros(2, device="meta").int()
+    with pytest.raises(ValueError, match="must be on one device, but got k on cpu, .*, seqused_k on meta"):
+        append_kv(*(random_tensor(2, 1, HKV, D) for _ in range(2)), cache, cache, used)
+
+
 def test_flash_attn_with_paged_kvcache(device: str, pools: dict[str, Tensor]) -> None:
     """Append to pages, then compare attention with a contiguous copy."""
     q, k, v = (random_tensor(4, 1, heads, D, seed=seed).to(device) for seed, heads in ((4, HQ), (5, HKV), (6, HKV)))

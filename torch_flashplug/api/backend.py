@@ -27,6 +27,7 @@ from ..registry.architectures import BACKENDS, FAMILIES, KERNEL_BACKENDS
 from ..torch_hooks import describe_call, hook_list, sdpa_composite, stock_workarounds, tracing
 from ..torch_hooks.distributed import dtensor
 from . import startup
+from .attention_args import is_int
 from .causal_bias import is_causal_bias, is_upper_left, plan_lower_right
 
 _log = logging.getLogger("torch_flashplug")
@@ -162,9 +163,10 @@ class sdpa_backend:  # noqa: N801  (named like torch.nn.attention.sdpa_kernel)
     def __init__(self, backend: str, *, num_splits: int = 0, precision: str | None = None) -> None:
         if backend not in BACKENDS:
             raise ValueError(f"sdpa_backend: backend must be one of {', '.join(BACKENDS)}, but got {backend!r}.")
-        if not 0 <= num_splits <= MAX_SPLITS or (num_splits and backend not in KERNEL_BACKENDS):
+        is_allowed = is_int(num_splits) and 0 <= num_splits <= MAX_SPLITS
+        if not is_allowed or (num_splits and backend not in KERNEL_BACKENDS):
             allowed = f"0, or 1 to {MAX_SPLITS} with {_ours_in_words()}"
-            raise ValueError(f"sdpa_backend: num_splits must be {allowed}, but got {num_splits} with {backend!r}.")
+            raise ValueError(f"sdpa_backend: num_splits must be {allowed}, but got {num_splits!r} with {backend!r}.")
         field = bindings.PRECISION_OF_PROCESS if precision is None else quant_recipes.number_of(precision)
         if field and backend in ("math", "stock"):
             raise ValueError(

@@ -77,7 +77,8 @@ def _check_appended(
                 f"but got {given}."
             )
     if len({x.device for x in (*tensors.values(), *(x for x, _ in numbers.values()))}) > 1:
-        devices = ", ".join(f"{name} on {x.device}" for name, x in tensors.items())
+        named = tensors | {name: x for name, (x, _) in numbers.items()}
+        devices = ", ".join(f"{name} on {x.device}" for name, x in named.items())
         raise ValueError(
             f"append_kv: all tensors, including seqused_k and block_table, must be on one device, but got {devices}."
         )
