@@ -56,7 +56,7 @@ ROADS: dict[str, tuple[tuple[Tensor, ...], dict[str, object], str, str]] = {
     "on_end": (ON_END, {"cu_seqlens_q": int32(9)}, "fwd_sm90_bf16_d128_window+ragged_", ""),
     "pages": (paged_qkv(2, 3), PAGES, "decode_sm80_bf16_d128_window+paged_", ""),
     "pages_of_15": (paged_qkv(2, 3, page=15), PAGES, "fwd_sm90_bf16_d128_window+ragged_",
-                    "pages are gathered first: of 15 rows"),
+                    "pages are gathered first: pages have 15 rows"),
     "pages_many": (paged_qkv(2, 90), PAGES, "fwd_sm90_bf16_d128_window+ragged_", "pages are gathered first: No kernel"),
     "pages_on_end": (paged_qkv(90), PAGES | {"cu_seqlens_q": int32(3)}, "fwd_sm90_bf16_d128_window+ragged_",
                      "pages are gathered first"),

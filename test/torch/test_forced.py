@@ -155,7 +155,7 @@ def test_process_backend_takes_precedence_over_blocks(any_road: Road, backend: s
     assert any_road.took().get("ours_fwd", 0) == num_served
 
 
-@pytest.mark.usefixtures("fa2_everywhere")
+@pytest.mark.usefixtures("fa2_for_process")
 def test_explain_names_the_environment_variable(any_road: Road) -> None:
     with sdpa_backend("fa3"):
         plan = torch_flashplug.explain(*any_road.qkv(), device="a100")
@@ -177,7 +177,7 @@ def test_preferred_family_leaves_unsupported_calls_to_stock(any_road: Road, name
             assert torch.equal(got, F.scaled_dot_product_attention(*args, **kwargs))
 
 
-@pytest.mark.usefixtures("fa2_everywhere", "fresh_dynamo")
+@pytest.mark.usefixtures("fa2_for_process", "fresh_dynamo")
 def test_preferred_fa2_in_a_graph_of_unknown_shapes(road: Road) -> None:
     compiled = torch.compile(F.scaled_dot_product_attention, fullgraph=True, dynamic=True, backend="aot_eager")
     for rows, head_dim, num_served in ((128, 64, 1), (200, 60, 1), (136, 300, 0)):

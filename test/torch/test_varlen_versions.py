@@ -156,7 +156,7 @@ def test_explain_varlen_reports_unsupported_arguments(rule: Callable[[str], None
         with torch_flashplug.sdpa_backend("fa3"):
             error = explain_varlen(*operands, *lengths, **settings, device="h100").error
         assert error.startswith("varlen_attn: the forced kernels do not support") and "sdpa_backend('fa3')" in error
-    assert "lie on cpu" in explain_varlen(q, k, v, *lengths).reasons["fa3"]
+    assert "tensors are on cpu" in explain_varlen(q, k, v, *lengths).reasons["fa3"]
     with pytest.raises(TypeError, match="settings must be among"):
         explain_varlen(q, k, v, *lengths, causal=True)
     with pytest.raises(ValueError, match="device must be one of h100"):
