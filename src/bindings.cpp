@@ -116,7 +116,7 @@ const Names kVocabulary[] = {{"backends", kBackendNames},
                              {"varlen kernels", kVarlenKernelNames},
                              {"varlen fact bits", kVarlenFactBits}};
 
-// Return the device facts, in the field order of FACTS_FIELDS in native.py.
+// Return the device facts, in the field order of FACTS_FIELDS in bindings.py.
 DeviceFacts facts_from(const int64_t* f) {
   return DeviceFacts{static_cast<int>(f[0]), static_cast<int>(f[1]), static_cast<int>(f[2]), static_cast<int>(f[3]),
                      static_cast<int>(f[4])};

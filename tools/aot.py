@@ -1,4 +1,4 @@
-"""Ahead-of-time compilation of the kernel table into kernel packs (configs.PACKS).
+"""Ahead-of-time compilation of the kernel table into kernel packs (kernel_table.PACKS).
 
     python tools/aot.py --pack sm90a --out DIR                  flashplug_sm90a.so, and a report in flashplug_sm90a.json
     python tools/aot.py --pack sm90a --pack sm80 --out DIR      two packs, whose kernels are compiled side by side
@@ -218,7 +218,7 @@ def main() -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--pack", choices=packs, action="append", help="a pack to build (repeatable)")
     what.add_argument("--arch", choices=TARGETS, help="build all packs of this target; with --spec: the target")
-    parser.add_argument("--sample", action="store_true", help="compile only the kernels named in configs.SAMPLES")
+    parser.add_argument("--sample", action="store_true", help="compile only the kernels named in kernel_table.SAMPLES")
     parser.add_argument("--spec", action="append", help="compile only this kernel (repeatable), in the table or not")
     parser.add_argument("--out", type=Path, required=True, help="folder for packs and reports")
     parser.add_argument("--objects", type=Path, help="folder in which objects are kept (default OUT/objects)")

@@ -160,10 +160,10 @@ def _add_options_of_calls(parser: argparse.ArgumentParser) -> None:
 
 
 def _explain(options: argparse.Namespace) -> None:
-    from .cli import explain as what_if
+    from .cli import explain
 
-    shapes = what_if.Shapes(options.q, options.k, options.v or options.k, options.mask)
-    plan = what_if.plan(shapes, **_facts_of_calls(options), backend=options.backend)
+    shapes = explain.Shapes(options.q, options.k, options.v or options.k, options.mask)
+    plan = explain.plan(shapes, **_facts_of_calls(options), backend=options.backend)
     print(json.dumps(dataclasses.asdict(plan), indent=1) if options.json else plan)
 
 

@@ -30,7 +30,8 @@ int64_t address_of(AtenTensorHandle tensor, Memory memory, int64_t element_bytes
 }
 
 // Set the window of a problem. An absent bound becomes a bound beyond all keys, even for a tile's rows after the last
-// row. Otherwise the block order would depend on the number of keys beside a sequence's own (kernels/parts/window.py).
+// row. Otherwise the block order would depend on the number of keys beside a sequence's own
+// (kernels/tiling/sliding_window.py).
 void set_window(const Window& window, CallFacts* p) {
   constexpr int64_t tile = 256;
   const int64_t all = p->Sq + p->Sk + tile;

@@ -12,7 +12,7 @@
 
 namespace flashplug {
 
-// Alignment of the causal mask: causal_mode of ops.py.
+// Alignment of the causal mask: causal_mode of ops/sdpa.py.
 enum class Causal : int { kNone = 0, kTopLeft = 1, kBottomRight = 2 };
 // Sliding window: query i sees the keys from i + diagonal - left to i + diagonal + right. A bound of -1 means no bound
 // on that side. The diagonal is 0 or, with `bottom_right`, Sk - Sq.

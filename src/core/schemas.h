@@ -53,7 +53,7 @@ class Schema {
   int count_ = 0;
 };
 
-// ---- the overrideable op, and the project's own ops (ops.py defines the latter) ----
+// ---- the overrideable op, and the project's own ops (ops/sdpa.py defines the latter) ----
 
 inline constexpr Schema kCarrierForward(
     "aten::_scaled_dot_product_fused_attention_overrideable(Tensor query, Tensor key, Tensor value, "

@@ -66,7 +66,7 @@ CallFacts of_its_kind(const CallFacts& p) {
   return kind;
 }
 
-// Number of KV blocks visited by all tiles of a head, and by the longest tile (kernels/parts/window.py).
+// Number of KV blocks visited by all tiles of a head, and by the longest tile (kernels/tiling/sliding_window.py).
 struct WindowBlocks {
   double all = 0, longest = 0;
 };

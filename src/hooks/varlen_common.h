@@ -1,4 +1,4 @@
-// Common code of the overrides of torch's varlen and flash attention ops (varlen.cpp, flash_attention_op.cpp,
+// Common code of the overrides of torch's varlen and flash attention ops (varlen_attn.cpp, flash_attention_op.cpp,
 // efficient_attention_op.cpp). Tensors have rows before heads: (T, H, D) for packed sequences, or (B, S, H, D). Windows
 // are bottom-right. LSE and dropout state have the form of stock's flash attention. All remaining calls go on to stock.
 #pragma once
@@ -41,7 +41,7 @@ bool gradients_by_kernels(const BoxedArgs& given, Window window, TensorHandle gr
 // Return a bottom-right window. A bound of -1 means: all keys on that side are visible.
 Window bottom_right(std::optional<int64_t> left, std::optional<int64_t> right, bool is_causal);
 
-// ---- varlen.cpp ----
+// ---- varlen_attn.cpp ----
 
 // Register kernels at a dispatch key; possible before the import of torch's module, too.
 void register_varlen_ops(const char* dispatch_key);

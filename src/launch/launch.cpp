@@ -10,8 +10,8 @@
 namespace flashplug {
 
 static_assert(sizeof(TVMFFIFunctionCell) == 2 * sizeof(void*),
-              "kernels.cpp reads safe_call as the first field behind the object header");
-static_assert(sizeof(TVMFFIObject) == 24, "kernels.cpp knows the object header");
+              "kernel_loader.cpp reads safe_call as the first field behind the object header");
+static_assert(sizeof(TVMFFIObject) == 24, "kernel_loader.cpp knows the object header");
 
 namespace {
 

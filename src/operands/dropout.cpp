@@ -1,5 +1,5 @@
 // Seeds of dropout. The seed comes from the default generator, as in stock's kernels, so that manual_seed, checkpoints
-// and replays of graphs hold. Kernels make the dropout bits in registers (kernels/parts/scores/dropout.py). The
+// and replays of graphs hold. Kernels make the dropout bits in registers (kernels/score_stages/dropout.py). The
 // reference math makes the same bits (dropout_reference.py), so any backward can follow any forward.
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_aten.h>
 

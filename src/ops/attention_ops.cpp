@@ -278,7 +278,7 @@ void check_pages(const ForwardCall& call, const Facts& facts) {
 }
 
 // Return true if kernels can read the pages: rows copied together by a thread lie in the same page
-// (kernels/parts/paged.py).
+// (kernels/features/paged_kv.py).
 bool can_be_read(const ForwardCall& call, const Facts& facts) {
   constexpr int64_t together = 16;
   Shape pages;

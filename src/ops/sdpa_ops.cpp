@@ -2,7 +2,8 @@
 //
 //   aten::_scaled_dot_product_fused_attention_overrideable (+ _backward): eager mode; autograd, autocast and functorch
 //     are libtorch's
-//   torch_flashplug::sdpa_fwd / sdpa_bwd: traced graphs and direct users; schemas, fake kernels and autograd in ops.py
+//   torch_flashplug::sdpa_fwd / sdpa_bwd: traced graphs and direct users; schemas, fake kernels and autograd in
+//   ops/sdpa.py
 //
 // The ops of attention() are in attention_ops.cpp.
 //
@@ -301,7 +302,7 @@ void own_forward(StableIValue* stack, uint64_t, uint64_t) {
                           box::to_optional_double(stack[op["scale"]])},
                          own_op_mode(box::to<int64_t>(stack[op["mode"]]))};
   ForwardResult result = forward(call);
-  if (call.dropout_p == 0.0) {  // nothing was drawn on any path; the fake kernel of ops.py returns the same
+  if (call.dropout_p == 0.0) {  // nothing was drawn on any path; the fake kernel of ops/sdpa.py returns the same
     result.seed = placeholder(call, aoti_torch_dtype_int64());
     result.offset = placeholder(call, aoti_torch_dtype_int64());
   }

@@ -1,5 +1,5 @@
-// Calls of stock's attention kernels through the dispatcher: efficient forward and backward, the math ops of ops.py,
-// and cuDNN's forward.
+// Calls of stock's attention kernels through the dispatcher: efficient forward and backward, the math ops of
+// ops/sdpa.py, and cuDNN's forward.
 //
 // torch_call_dispatcher serves only ops with tensors in all returns: the efficient ops and the math ops here. (The
 // cuDNN and flash forwards return SymInts and cannot be called.) Undefined tensors stand for absent tensors where a

@@ -435,6 +435,18 @@ def test_architecture_page_lists_the_folders_and_files():
     assert not gone, f"docs/architecture.md names what does not exist: {gone}"
 
 
+def test_texts_name_files_that_exist():
+    """A path may start at the root, at the package or at a folder inside of it."""
+    names = [*files_on_disk(), *PAGES, *(f"tools/results/{path.name}" for path in (ROOT / "tools/results").iterdir())]
+    of_torch = re.compile(r"torch/|CMakeFiles/")
+    for name, text in _tracked_text():
+        if name.startswith("tools/results"):
+            continue  # entries of the log name the files of their day
+        for path in re.findall(r"(?<![\w./<*-])((?:\w+/)+\w+\.(?:py|cpp|h|c))\b", text):
+            exists = any(file == path or file.endswith(f"/{path}") for file in names)
+            assert exists or of_torch.match(path), f"{name} names {path}, which does not exist"
+
+
 def test_readme_environment_is_env_py():
     rows_by_flag = {row[0].strip("`"): row[1:] for row in rows_of_table("README.md", "Environment")}
     assert list(rows_by_flag) == [flag.name for flag in env.FLAGS]

@@ -34,7 +34,7 @@ sdpa = F.scaled_dot_product_attention
 
 # ---- rescues ----
 
-# One call for each row of rescues.RESCUES, with and without the triggering fact.
+# One call for each row of stock_bugs.RESCUES, with and without the triggering fact.
 RESCUED = {
     "odd_base_one_row": (call((1, 32, 8), (1, 100), (16, 16)), {"odd_base_k": 1, "align_k": 2}),
     "odd_base_one_key": (call((5, 21, 3), (70, 1), (128, 128)), {"odd_base_q": 1, "align_q": 8}),

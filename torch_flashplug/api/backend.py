@@ -1,6 +1,6 @@
 """Public functions `enable`, `disable`, `sdpa_backend` and `explain`.
 
-C++ decides how a call is served (src/plan/). This module switches the C++ dispatcher on and off, and describes the
+C++ decides how a call is served (src/dispatch/). This module switches the C++ dispatcher on and off, and describes the
 decisions in words.
 """
 

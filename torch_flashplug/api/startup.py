@@ -95,7 +95,7 @@ def _load_core() -> None:
 def load() -> None:
     """Initialize the plugin once, before anything is switched on.
 
-    Stock torch behaves as before after this call: `api.enable()` installs the dispatcher.
+    Stock torch behaves as before after this call: `backend.enable()` installs the dispatcher.
     """
     _load_core()
     bindings.register_ops("CUDA")

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 from .. import env
-from ..api import backend as api
 from ..api import startup
+from ..api.backend import DEVICES
 from ..codegen import compile_pool, compiler, dsl, jit, kernel_cache, linker
 from ..dispatch import bindings, kernel_sets
 from ..dispatch import packs as installed_packs
@@ -127,7 +127,7 @@ def facts_of(device: str) -> dict[str, int]:
     """Return the facts of a GPU.
 
     Args:
-        device: a key of api.DEVICES. Empty: this machine's GPU, or an H100 on a machine without a GPU.
+        device: a key of DEVICES. Empty: this machine's GPU, or an H100 on a machine without a GPU.
 
     Raises:
         ValueError: the device is unknown.
@@ -135,9 +135,9 @@ def facts_of(device: str) -> dict[str, int]:
     if not device and torch.cuda.is_available():
         startup.load()
         return bindings.device_facts()
-    if (device or "h100") not in api.DEVICES:
-        raise ValueError(f"--device must be one of {', '.join(api.DEVICES)}, but got {device!r}.")
-    return api.DEVICES[device or "h100"]
+    if (device or "h100") not in DEVICES:
+        raise ValueError(f"--device must be one of {', '.join(DEVICES)}, but got {device!r}.")
+    return DEVICES[device or "h100"]
 
 
 def missing(names: Sequence[str], target: str, packs: bool = True) -> list[str]:

@@ -69,7 +69,7 @@ def last_error() -> str:
 
 
 def register_ops(dispatch_key: str = "CUDA", own_ops: bool = True) -> None:
-    """Register the aten op at a dispatch key and, with own_ops, `sdpa_fwd` and `sdpa_bwd` of ops.py."""
+    """Register the aten op at a dispatch key and, with own_ops, `sdpa_fwd` and `sdpa_bwd` of ops/sdpa.py."""
     if lib().flashplug_register_ops(dispatch_key.encode(), int(own_ops)) != 0:
         raise RuntimeError(
             f"torch_flashplug: could not register the ops for dispatch key {dispatch_key}: {last_error()}"

@@ -40,7 +40,7 @@ class InstalledPack:
     """Installed kernel pack.
 
     Attributes:
-        name: the name of the row in configs.PACKS.
+        name: the name of the row in kernel_table.PACKS.
         target: a key of TARGETS.
         path: the shared object, or the compressed shared object.
         report: the report written by the build tool; empty if the file is missing.
@@ -74,7 +74,7 @@ class InstalledPack:
 
 
 def installed() -> list[InstalledPack]:
-    """Return the installed packs, in the order of configs.PACKS.
+    """Return the installed packs, in the order of kernel_table.PACKS.
 
     A compressed pack counts only if the same pack is not also installed uncompressed.
     """

@@ -1,4 +1,7 @@
-"""Bitmasks in the format of kernels (kernels/parts/scores/words.py), packed on the device of the mask without waits."""
+"""Bitmasks in the format of kernels, packed on the device of the mask without waits.
+
+kernels/score_stages/bitmask.py reads the format.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Reference of the dropout mask in plain torch: the scores kept by kernels, from a seed and the positions of scores.
 
-The kernels draw the same bits (kernels/parts/scores/dropout.py, which explains the method). The host waits for nothing.
+The kernels draw the same bits (kernels/score_stages/dropout.py, which explains the method). The host waits for nothing.
 Numbers of 32 bits are int64 here. Products of int64 wrap, and the requested low bits stay correct.
 """
 

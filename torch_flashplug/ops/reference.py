@@ -1,6 +1,6 @@
 """Reference attention in plain torch, in fp32 (in fp64 for fp64 inputs), with O(Sq * Sk) memory.
 
-The ops run these functions where no kernel serves a call. ops.py explains the names of dims.
+The ops run these functions where no kernel serves a call. ops/sdpa.py explains the names of dims.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Dispatch table: the measured classes of calls, and which of the classes auto mode serves.
 
-The module has only data. The dispatcher (src/plan/) reads the rows, and the first match wins. A new measurement is a
-change of rows, with date, machine and ratio. Such a change compiles no kernel.
+The module has only data. The dispatcher (src/dispatch/) reads the rows, and the first match wins. A new measurement is
+a change of rows, with date, machine and ratio. Such a change compiles no kernel.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Kernel table: the configurations of all kernels, and the kernel packs.
 
-The dispatcher (src/plan/) reads the rows of the table and estimates the time of a launch. The dispatch table
+The dispatcher (src/dispatch/) reads the rows of the table and estimates the time of a launch. The dispatch table
 (dispatch_table.py) says which calls auto mode serves with the kernels.
 
 For a call, the rows with the smallest sufficient head dims compete by estimated time (cost x waves of tiles). A retune

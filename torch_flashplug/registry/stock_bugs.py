@@ -1,7 +1,7 @@
 """Table of the calls for which stock torch crashes, raises or returns wrong results, with the evidence.
 
-Auto mode serves such calls wherever a kernel can run, whatever the speed. The dispatcher (src/plan/) checks the rows of
-this table before any choice row.
+Auto mode serves such calls wherever a kernel can run, whatever the speed. The dispatcher (src/dispatch/) checks the
+rows of this table before any choice row.
 """
 
 from __future__ import annotations

@@ -19,14 +19,14 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from ..dispatch import bindings
-from ..dispatch import table_structs as rows
+from ..dispatch.table_structs import DTYPE_IDS
 from ..ops import mask_preprocess_reference, sdpa
 from ..registry.dtypes import NUMBERS
 from ..registry.kernel_spec import ROWS_PER_WARPGROUP
 
 DTYPES = {name: getattr(torch, number.torch) for name, number in NUMBERS.items()}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_OTHER_DTYPE = len(rows.DTYPE_IDS)
+_OTHER_DTYPE = len(DTYPE_IDS)
 _RIGHT_CHOICE = sdpa.namespace._right_choice.default
 _AT_CUDA = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
 # Computed at import, so that tracing is_autocast() does not trace is_autocast_available().
@@ -291,7 +291,7 @@ def describe(
         "deterministic": torch.are_deterministic_algorithms_enabled(),
     }
     for letter, tensor in zip("qkv", operands):
-        problem[f"dtype_{letter}"] = rows.DTYPE_IDS.get(_NAMES.get(tensor.dtype, ""), _OTHER_DTYPE)
+        problem[f"dtype_{letter}"] = DTYPE_IDS.get(_NAMES.get(tensor.dtype, ""), _OTHER_DTYPE)
     return bindings.with_operands(
         problem,
         [hints(tensor.shape) for tensor in operands],

@@ -302,7 +302,7 @@ def kept_mask(mask: Tensor) -> Tensor:
 
 
 def register() -> None:
-    """Register the ops and the trace replacements; _start.load() calls register() once."""
+    """Register the ops and the trace replacements; startup.load() calls register() once."""
     _library.impl("force", _force, "CompositeImplicitAutograd")
     _library.impl("kept_mask", kept_mask, "CompositeExplicitAutograd")
     for side_effect in (sdpa.namespace.force, sdpa.namespace.force.default):

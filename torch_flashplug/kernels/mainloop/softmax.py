@@ -17,9 +17,9 @@ For a large shift, half a rounding step becomes a noticeable power of two. Then 
 power of two are exact. Neighboring fp32 scores are then so far apart that each score below the maximum has little or no
 weight under either factor.
 
-Scores in natural units (scores/natural.py) may be far below zero by design, for example with a bias of -1e4 to mask
-keys. Their exponent is (S - row_max) * scale_log2. This form costs an extra instruction, and the maximum gives exactly
-1 at every magnitude.
+Scores in natural units (score_stages/natural_units.py) may be far below zero by design, for example with a bias of -1e4
+to mask keys. Their exponent is (S - row_max) * scale_log2. This form costs an extra instruction, and the maximum gives
+exactly 1 at every magnitude.
 """
 
 from __future__ import annotations

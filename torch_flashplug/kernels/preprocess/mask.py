@@ -1,7 +1,8 @@
-"""Mask preprocessing: converts a bool mask to a bitmask (scores/words.py) and block-sparse lists (block_sparse.py).
+"""Mask preprocessing: converts a bool mask to a bitmask and block-sparse lists.
 
-The lists contain the partial blocks and the full blocks. Two small kernels on the device do the conversion. No step
-waits for the host, and a CUDA graph converts the mask contents of each replay.
+The readers are score_stages/bitmask.py and tiling/block_sparse.py. The lists contain the partial blocks and the full
+blocks. Two small kernels on the device do the conversion. No step waits for the host, and a CUDA graph converts the
+mask contents of each replay.
 
 The mask is (B or 1, Hq or 1, rows, Sk) of any strides, with stride 0 for broadcast dimensions. Each plane is converted
 once. `rows` is Sq, or min(Sq, LISTED) for a mask with equal rows for all queries. States and bitmask then cover only

@@ -1,4 +1,4 @@
-"""Bias tiles in shared memory (scores/bias.py), and the loads of the producer warp, wherever rows begin.
+"""Bias tiles in shared memory (score_stages/bias.py), and the loads of the producer warp, wherever rows begin.
 
 Where every row begins at a multiple of 16 bytes (a unit), TMA loads a tile, swizzled as operands are.
 

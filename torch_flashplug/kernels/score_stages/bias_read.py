@@ -1,7 +1,7 @@
 """Bias stages in which threads read the bias directly from global memory, each thread for its own scores.
 
 These stages serve kernels whose shared memory has no room for bias tiles, and calls with too few rows for tiles
-(scores/bias.py).
+(score_stages/bias.py).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The lists are the tensors of a FlexAttention BlockMask, unchanged: padded, int32, for blocks of LISTED queries and keys.
 Each row of blocks has a list of partial blocks and a list of full blocks. The metadata of a bool mask also contains
-lists for blocks of TALL x LISTED. A score stage applies the bitmask inside a partial block (scores/words.py).
+lists for blocks of TALL x LISTED. A score stage applies the bitmask inside a partial block (score_stages/bitmask.py).
 
 A tile may be smaller than a listed block. The iterator then visits the parts of each listed block with the size of
 the tile. The first block of a forward tile and the last block of a dQ tile count as masked in either list. No score is
