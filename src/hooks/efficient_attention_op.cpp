@@ -51,8 +51,8 @@ bool is_ours_to_run(const BoxedArgs& given, bool gradients) {
   const Shape q = shape_of(given.tensor(Arg::kQuery)), k = shape_of(given.tensor(Arg::kKey));
   if (q.size[1] <= tables().gate.rows || q.size[2] != k.size[2]) return false;
   if (mode.family() >= 0) return true;
-  const HookedCall door(given, kCausal);
-  Facts facts = read_facts(door.call);
+  const HookedCall hooked(given, kCausal);
+  Facts facts = read_facts(hooked.call);
   facts.problem.grad = gradients;
   const DeviceFacts device = device_facts(facts.device_index());
   const Plan& plan = remembered_plan(facts.problem, device, mode, tables());
@@ -103,12 +103,12 @@ struct ReadableOperands {
 // Run a plugin kernel, with results in the form of stock's efficient attention. Returns false if stock is to go on.
 bool forward_by_kernels(const BoxedArgs& given, StableIValue* stack) {
   if (!is_ours_to_run(given, given.flag(Arg::kNeedsLse))) return false;
-  HookedCall door(given, kCausal);
-  if (door.call.mode.forces_kernels()) door.call.mode = Mode::preferring(door.call.mode.backend());
+  HookedCall hooked(given, kCausal);
+  if (hooked.call.mode.forces_kernels()) hooked.call.mode = Mode::preferring(hooked.call.mode.backend());
   ForwardResult found;
-  if (!by_kernels("_efficient_attention_forward", door, &found)) return false;
+  if (!by_kernels("_efficient_attention_forward", hooked, &found)) return false;
   const AtenTensorHandle query = given.tensor(Arg::kQuery);
-  FlashResult left = to_stock_layout(std::move(found), door, query);
+  FlashResult left = to_stock_layout(std::move(found), hooked, query);
   TensorClass facts;
   read_class(query, &facts);
   const Shape out = shape_of(left.out.get()), lse = shape_of(left.lse.get());

@@ -120,11 +120,11 @@ bool ours(const BoxedArgs& given, AtenTensorHandle into, FlashResult* result) {
   const Mode mode = effective_mode();
   const Window window = window_of_call(given);
   if (!are_asked(given, mode, window)) return false;
-  HookedCall door(given, window, into);
-  if (mode.forces_kernels()) door.call.mode = Mode::preferring(mode.backend());
+  HookedCall hooked(given, window, into);
+  if (mode.forces_kernels()) hooked.call.mode = Mode::preferring(mode.backend());
   ForwardResult found;
-  if (!by_kernels("_flash_attention_forward", door, &found)) return false;
-  *result = to_stock_layout(std::move(found), door, given.tensor(Arg::kQuery));
+  if (!by_kernels("_flash_attention_forward", hooked, &found)) return false;
+  *result = to_stock_layout(std::move(found), hooked, given.tensor(Arg::kQuery));
   return true;
 }
 

@@ -132,10 +132,10 @@ Window window_of_call(const BoxedArgs& given) {
 // Run a plugin kernel if selected. `into`: null, or the output tensor.
 bool ours(const BoxedArgs& given, AtenTensorHandle into, FlashResult* result) {
   if (!are_asked(given)) return false;
-  const HookedCall door(given, window_of_call(given), into);
+  const HookedCall hooked(given, window_of_call(given), into);
   ForwardResult found;
-  if (!by_kernels("varlen_attn", door, &found)) return false;
-  *result = to_stock_layout(std::move(found), door, given.tensor(Arg::kQuery));
+  if (!by_kernels("varlen_attn", hooked, &found)) return false;
+  *result = to_stock_layout(std::move(found), hooked, given.tensor(Arg::kQuery));
   return true;
 }
 

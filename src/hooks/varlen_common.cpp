@@ -163,8 +163,8 @@ int compute_capability(AtenTensorHandle query) {
   return device_facts(index).cc;
 }
 
-bool by_kernels(const char* where, const HookedCall& door, ForwardResult* result) {
-  const ForwardCall& call = door.call;
+bool by_kernels(const char* where, const HookedCall& hooked, ForwardResult* result) {
+  const ForwardCall& call = hooked.call;
   const auto attended = [&](Mode by) {
     const Facts facts = read_facts(call);
     check_lengths(call, facts);
@@ -181,8 +181,8 @@ bool by_kernels(const char* where, const HookedCall& door, ForwardResult* result
   }
 }
 
-FlashResult to_stock_layout(ForwardResult result, const HookedCall& door, AtenTensorHandle query) {
-  const ForwardCall& call = door.call;
+FlashResult to_stock_layout(ForwardResult result, const HookedCall& hooked, AtenTensorHandle query) {
+  const ForwardCall& call = hooked.call;
   TensorClass facts;
   read_class(query, &facts);
   CallFacts p;
@@ -212,13 +212,13 @@ bool is_ours(AtenTensorHandle rng) {
 }
 
 bool gradients_by_kernels(const BoxedArgs& given, Window window, TensorHandle grads[3], AtenTensorHandle lse) {
-  const HookedCall door(given, window);
+  const HookedCall hooked(given, window);
   const TensorHandle grad_out = heads_first(operand(given, Arg::kGradOut)),
                      out = heads_first(operand(given, Arg::kOut));
-  const Facts facts = read_facts(door.call);
-  check_lengths(door.call, facts);
+  const Facts facts = read_facts(hooked.call);
+  check_lengths(hooked.call, facts);
   const TensorHandle rows = rows_of(lse != nullptr ? lse : operand(given, Arg::kLse), facts.problem);
-  const BackwardCall call{grad_out.get(),           door.call, out.get(), rows.get(), nullptr, nullptr,
+  const BackwardCall call{grad_out.get(),           hooked.call, out.get(), rows.get(), nullptr, nullptr,
                           {true, true, true, false}};
   BackwardResult result;
   if (!differentiate(call, facts, &result)) {

@@ -23,13 +23,13 @@ int64_t dims_of(AtenTensorHandle tensor);
 int compute_capability(AtenTensorHandle query);
 
 // Run a plugin kernel. Returns false if stock is to go on. A forced backend raises the obstacle.
-bool by_kernels(const char* where, const HookedCall& door, ForwardResult* result);
+bool by_kernels(const char* where, const HookedCall& hooked, ForwardResult* result);
 
 // Results of stock's flash attention.
 struct FlashResult {
   TensorHandle out, lse, rng;
 };
-FlashResult to_stock_layout(ForwardResult result, const HookedCall& door, AtenTensorHandle query);
+FlashResult to_stock_layout(ForwardResult result, const HookedCall& hooked, AtenTensorHandle query);
 void write_to(AtenTensorHandle out, AtenTensorHandle found);  // copies unless `found` is already in `out`
 // Return true if the plugin's forward made the dropout state, so that the plugin's backward must follow.
 bool is_ours(AtenTensorHandle rng);

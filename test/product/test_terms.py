@@ -38,7 +38,7 @@ RETIRED = {
     r"\bquantis\w+|\bnormalis\w+|\bspecialis\w+|\bsynchronis\w+": "American spelling",
 }
 # Uses by tree. The numbers may only go down; the aim is zero.
-ALLOWED = {"torch_flashplug": 45, "src": 22, "test": 13, "tools": 13, "docs": 17}
+ALLOWED = {"torch_flashplug": 45, "src": 22, "test": 13, "tools": 13, "docs": 9}
 
 
 def texts_of(tree: str) -> list[tuple[str, str]]:
