@@ -85,7 +85,9 @@ class BackwardPreprocess:
         self.kernel(given, mRows, clearing, kept, pieces).launch(
             # The first grid dimension has a limit of 2^31 - 1 CTAs. The limit of the further dimensions is 65535, and B
             # or Hq may exceed this limit.
-            grid=(mRows.shape[3] // TILE_M * Hq * B, 1, 1), block=(WARPGROUP, 1, 1), stream=stream
+            grid=(mRows.shape[3] // TILE_M * Hq * B, 1, 1),
+            block=(WARPGROUP, 1, 1),
+            stream=stream,
         )
 
     @cute.kernel

@@ -106,5 +106,3 @@ def clear(floats: cute.Pointer, count: Int32, thread: Int32, threads: int):
     zeros.fill(0.0)
     for i in cutlass.range(thread, count // QUAD, threads, unroll=1):
         cute.autovec_copy(zeros, vector_at(floats + i * QUAD, Float32, QUAD))
-
-

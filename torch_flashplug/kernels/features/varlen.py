@@ -25,20 +25,6 @@ from .base import KernelFeatures
 assert CLASSES == THREADS, "a thread has a class"
 
 
-
-
-
-
-
-
-
-
-
-
-
-
-
-
 class VarlenFeature(KernelFeatures):
     """Kernel feature for packed sequences."""
 

@@ -44,9 +44,9 @@ class SplitBackwardSm90(BackwardCall):
     def launch(self, call: BackwardArgs, stream: cuda.CUstream):
         """Launch the preprocessing kernels of the features, then the kernels of the requested gradients."""
         self.seams.launch_preprocess(call, stream)
-        pieces, kept = self.seams.pieces(call), self.seams.chain(call).keep_probability
-        given = RowStatsInputs(call.o, call.do, call.lse, call.dlse)
-        self.prepare(given, call.rows, None, None, kept, pieces, stream)
+        addressing, keep_probability = self.seams.pieces(call), self.seams.chain(call).keep_probability
+        row_stats_inputs = RowStatsInputs(call.o, call.do, call.lse, call.dlse)
+        self.prepare(row_stats_inputs, call.rows, None, None, keep_probability, addressing, stream)
         if call.wanted & WANT_DQ != 0:
             self.query_gradient(call, stream)
         if call.wanted & WANT_DKDV != 0:

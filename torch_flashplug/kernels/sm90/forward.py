@@ -93,9 +93,9 @@ class ScoreProduct:
         if self.start is not None:
             self.start.load(self.acc)
 
-    def issue(self, my_Q: cute.Tensor, slot: Int32) -> None:
+    def issue(self, my_Q: cute.Tensor, stage: Int32) -> None:
         """Issue the product with the K stage `stage_index` as a committed group of wgmmas."""
-        keys = self.keys[None, None, None, slot]
+        keys = self.keys[None, None, None, stage]
         self.product.issue(self.acc, my_Q, keys, accumulate=self.start is not None)
 
     def take(self, masked: bool) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor]:
@@ -138,9 +138,9 @@ class FirstBlock:
         self.chain.prepare_stage(self.n_block, masked=True)
         warpgroup.wait_group(0)
         self.ring_k.consumer_release(self.nth)
-        acc, values, given = S.take(masked=True)
+        acc, values, max_values = S.take(masked=True)
         self.chain.apply(values, self.n_block, masked=True, count=self.nth)
-        self.softmax.step(values, True, True, given)
+        self.softmax.step(values, True, True, max_values)
         self.P.take(acc, self.chain.kept(masked=True))
 
 
@@ -214,20 +214,24 @@ class ForwardSm90(ForwardCall):
         """Launch the preprocessing kernels of the features, then the forward kernel."""
         self.seams.launch_preprocess(call, stream)
         q, k, v = self.inputs
-        pieces, given = self.seams.pieces(call), self.seams.operands(call)
-        tma_q, mQ = q.tma(pieces.rows_first(given.q))
-        tma_k, mK = k.tma(pieces.rows_first(given.k))
-        tma_v, mVt = v.tma((pieces.rows_first if self.seams.v_is_transposed else pieces.columns_first)(given.v))
-        tma_o, mO = sm90.output_tma(self.element, pieces.rows_first(call.o), self.dv)
+        addressing, operands = self.seams.pieces(call), self.seams.operands(call)
+        tma_q, mQ = q.tma(addressing.rows_first(operands.q))
+        tma_k, mK = k.tma(addressing.rows_first(operands.k))
+        tma_v, mVt = v.tma(
+            (addressing.rows_first if self.seams.v_is_transposed else addressing.columns_first)(operands.v)
+        )
+        tma_o, mO = sm90.output_tma(self.element, addressing.rows_first(call.o), self.dv)
 
         B, Hq, Sq = call.lse.shape
-        num_m_blocks, total_heads = pieces.most_blocks_of_rows(Sq, self.tile_m), B * Hq
+        num_m_blocks, total_heads = addressing.most_blocks_of_rows(Sq, self.tile_m), B * Hq
         kv_head_bytes = cutlass.Int64(call.k.shape[2]) * (self.spec.row_bytes("k") + self.spec.row_bytes("v"))
         sizes = (kv_head_bytes, num_m_blocks, Hq // mK.shape[2], total_heads)
         section = TileScheduler.heads_per_l2_group(*sizes, on_end=self.seams.has_small_tiles)
         atoms, tensors = ForwardOperands(tma_q, tma_k, tma_v, tma_o), ForwardOperands(mQ, mK, mVt, mO)
-        seams = (pieces, self.seams.walk(call), self.seams.chain(call).tma(self.form))
-        self.kernel(atoms, tensors, call.lse, call.scales, given.scaling, call.counter, section, *seams).launch(
+        feature_args = (addressing, self.seams.walk(call), self.seams.chain(call).tma(self.form))
+        self.kernel(
+            atoms, tensors, call.lse, call.scales, operands.scaling, call.counter, section, *feature_args
+        ).launch(
             grid=(cutlass.min(num_m_blocks * total_heads, call.num_ctas * self.spec.ctas_per_sm), 1, 1),
             block=(self.spec.threads, 1, 1),
             stream=stream,
@@ -245,14 +249,14 @@ class ForwardSm90(ForwardCall):
         """Return the MMA of O += P V, with P in registers."""
         return sm90.make_mma(self.element.values.dtype, self.dv, "registers", self.major_of_values)
 
-    def make_output(self, room: cute.Tensor) -> OutputAccumulator:
+    def make_output(self, smem_out: cute.Tensor) -> OutputAccumulator:
         """Return the output accumulator: a promoted fp32 output for 8-bit V, otherwise a plain accumulator.
 
         Args:
-            room: shared memory (64, Dv) through which O leaves; a promoted output keeps its total there.
+            smem_out: shared memory (64, Dv) through which O leaves; a promoted output keeps its total there.
         """
         if self.element.values.bytes == 1:
-            return PromotedOutput.create(self.make_pv, self.dv, room, self.tile_n)
+            return PromotedOutput.create(self.make_pv, self.dv, smem_out, self.tile_n)
         return OutputAccumulator.create(self.make_pv, self.dv)
 
     def make_scores(self, shared: ForwardSmem, thread: Int32, registers: cute.Tensor, columns: int) -> ScoreProduct:
@@ -275,38 +279,47 @@ class ForwardSm90(ForwardCall):
         scaling: NoScaling | Scaling,
         mCounter: cute.Tensor,
         section: Int32,
-        pieces: TileAddressing,
-        walk: BlockIterator,
-        chain: ScorePipeline,
+        addressing: TileAddressing,
+        block_iterator: BlockIterator,
+        score_pipeline: ScorePipeline,
     ):
         """Assign the warp roles: warp 0 loads, and the consumer warpgroups multiply."""
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = cutlass.memory.SmemAllocator()
-        ring_q, ring_k, ring_v = (x.ring(smem) for x in self.inputs)
-        mail, ring_mail = sm90.create_tile_index_pipeline(smem)
-        chain = chain.shared(smem, self.form)
-        whole = self.element.scores.sums is not Float32
+        pipeline_q, pipeline_k, pipeline_v = (x.ring(smem) for x in self.inputs)
+        tile_indices, tile_index_pipeline = sm90.create_tile_index_pipeline(smem)
+        score_pipeline = score_pipeline.shared(smem, self.form)
+        has_integer_scores = self.element.scores.sums is not Float32
         shared = ForwardSmem(
-            *(x.buffer(smem) for x in self.inputs), sm90.AccumulatorInit.create(smem) if whole else None
+            *(x.buffer(smem) for x in self.inputs), sm90.AccumulatorInit.create(smem) if has_integer_scores else None
         )
-        own = sm90.TmaLoadConfig.create(self.element, ROWS, self.dv, self.warpgroups)
-        out = shared.q if self.out_in_q else own.buffer(smem)
+        out_config = sm90.TmaLoadConfig.create(self.element, ROWS, self.dv, self.warpgroups)
+        smem_out = shared.q if self.out_in_q else out_config.buffer(smem)
 
-        by_all = ((ring, 4 * self.warpgroups) for ring in (ring_k, ring_v, ring_mail))
-        all_atoms = (atoms.q, atoms.k, atoms.v, atoms.o, *chain.atoms)
-        sm90.start_cta(warp_idx, all_atoms, ((ring_q, 4), *by_all, *chain.rings))
+        shared_pipelines = (
+            (pipeline, 4 * self.warpgroups) for pipeline in (pipeline_k, pipeline_v, tile_index_pipeline)
+        )
+        all_atoms = (atoms.q, atoms.k, atoms.v, atoms.o, *score_pipeline.atoms)
+        sm90.start_cta(warp_idx, all_atoms, ((pipeline_q, 4), *shared_pipelines, *score_pipeline.rings))
         self.seams.wait()
 
         B, Hq, Sq = mLSE.shape
         Sk, _, Hkv, _ = tensors.k.shape
         num_m_blocks, longest_first = (
-            pieces.blocks_of_rows(Sq, self.tile_m),
-            walk.tile_lengths_vary or pieces.tile_lengths_vary,
+            addressing.blocks_of_rows(Sq, self.tile_m),
+            block_iterator.tile_lengths_vary or addressing.tile_lengths_vary,
         )
-        section = pieces.section(section, B * Hq, Hq // Hkv)
+        section = addressing.section(section, B * Hq, Hq // Hkv)
         order = TileScheduler(longest_first, num_m_blocks, Hq, B * Hq, section)
-        queue = sm90.DynamicTileScheduler(mCounter.iterator, mail, ring_mail, order.total)
-        work = ForwardWork(ring_q, ring_k, ring_v, queue, pieces.of_rows(order, SeqlenInfo(Sq, Sk), Hkv), walk)
+        tile_scheduler = sm90.DynamicTileScheduler(mCounter.iterator, tile_indices, tile_index_pipeline, order.total)
+        work = ForwardWork(
+            pipeline_q,
+            pipeline_k,
+            pipeline_v,
+            tile_scheduler,
+            addressing.of_rows(order, SeqlenInfo(Sq, Sk), Hkv),
+            block_iterator,
+        )
 
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(self.producer_registers)
@@ -316,72 +329,81 @@ class ForwardSm90(ForwardCall):
                     sm90.TmaOperand(atoms.k, tensors.k, shared.k),
                     sm90.TmaOperand(atoms.v, tensors.v, shared.v),
                     work,
-                    chain,
+                    score_pipeline,
                 )
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
-            self.consume(shared, work, sm90.TmaOperand(atoms.o, tensors.o, out), mLSE, scales, scaling, chain)
+            self.consume(
+                shared, work, sm90.TmaOperand(atoms.o, tensors.o, smem_out), mLSE, scales, scaling, score_pipeline
+            )
 
     @cute.jit
-    def load(self, q: sm90.TmaOperand, k: sm90.TmaOperand, v: sm90.TmaOperand, work: ForwardWork, chain: ScorePipeline):
+    def load(
+        self,
+        q: sm90.TmaOperand,
+        k: sm90.TmaOperand,
+        v: sm90.TmaOperand,
+        work: ForwardWork,
+        score_pipeline: ScorePipeline,
+    ):
         """Run the producer warp: load all tiles of the CTA.
 
         The loads of a tile are issued in the order of the products: K(0) and Q, then K(j) before V(j-1), then the last
         V. The loads of the score stages for block j follow V(j-1), whose product is issued together with the product of
         K(j).
         """
-        ring_q, ring_k, ring_v = work.ring_q, work.ring_k, work.ring_v
+        pipeline_q, pipeline_k, pipeline_v = work.ring_q, work.ring_k, work.ring_v
         group = work.pieces.group
-        nth, done = Int32(0), Int32(0)  # numbers of tiles and of KV blocks so far
-        number = cute.arch.block_idx()[0]
-        while number < work.pieces.total:
-            tile = work.pieces.tile(number, group)
-            run = work.walk.at(tile.sizes, self.tile_m, self.tile_n).keys(tile)
-            ticket = Int32(0)
+        tile_count, block_count = Int32(0), Int32(0)  # numbers of tiles and of KV blocks so far
+        tile_idx = cute.arch.block_idx()[0]
+        while tile_idx < work.pieces.total:
+            tile = work.pieces.tile(tile_idx, group)
+            kv_range = work.walk.at(tile.sizes, self.tile_m, self.tile_n).keys(tile)
+            fetched_idx = Int32(0)
             if cutlass.const_expr(self.seams.has_small_tiles):
-                if run.count <= SHORT:  # the tile ends within the latency of the scheduler's atomic
-                    ticket = work.queue.fetch_next()
+                if kv_range.count <= SHORT:  # the tile ends within the latency of the scheduler's atomic
+                    fetched_idx = work.queue.fetch_next()
             tQsQ, tQgQ = tile.rows(q).tiles((ROWS, self.q_columns), (None, 0))
             tKsK, tKgK = tile.keys(k).tiles((self.tile_n, self.d), (None, 0))
             tVsV, tVgV = tile.keys(v).tiles((self.dv, self.tile_n), (0, None))
-            stages = chain.begin_tile_load(tile, tile.head)
-            first = run.nth(0)
+            stage_loads = score_pipeline.begin_tile_load(tile, tile.head)
+            first_block = kv_range.nth(0)
             # K goes first, because the stage of Q may have to wait for the store of an O.
-            sm90.load_block(k.atom, tKgK, tKsK, ring_k, first, done)
+            sm90.load_block(k.atom, tKgK, tKsK, pipeline_k, first_block, block_count)
             for w in cutlass.range_constexpr(self.warpgroups):
-                part, count = tile.block * self.warpgroups + w, nth * self.warpgroups + w
-                sm90.load_block(q.atom, tQgQ, tQsQ, ring_q, part, count)
-            stages.load(first, done)
-            for j in cutlass.range(1, run.count, unroll=1):
-                block = run.nth(j)
-                sm90.load_block(k.atom, tKgK, tKsK, ring_k, block, done + j)
-                sm90.load_block(v.atom, tVgV, tVsV, ring_v, run.before(j), done + j - 1)
-                stages.load(block, done + j)
+                q_block, count = tile.block * self.warpgroups + w, tile_count * self.warpgroups + w
+                sm90.load_block(q.atom, tQgQ, tQsQ, pipeline_q, q_block, count)
+            stage_loads.load(first_block, block_count)
+            for j in cutlass.range(1, kv_range.count, unroll=1):
+                block = kv_range.nth(j)
+                sm90.load_block(k.atom, tKgK, tKsK, pipeline_k, block, block_count + j)
+                sm90.load_block(v.atom, tVgV, tVsV, pipeline_v, kv_range.before(j), block_count + j - 1)
+                stage_loads.load(block, block_count + j)
             # The next tile is fetched as late as the latency of the atomic allows. A CTA that fetches a tile while a
             # long tile is still ahead would keep the fetched tile from CTAs that run dry first. Where tiles are short,
             # the loads of the next tile must not wait for the atomic.
             if cutlass.const_expr(self.seams.has_small_tiles):
-                last = (v.atom, tVgV, tVsV, ring_v, run.last(), done + run.count - 1)
-                if run.count > SHORT:
-                    ticket = work.queue.fetch_next()
-                    sm90.load_block(*last)
-                number = work.queue.publish(nth, ticket)
-                if run.count <= SHORT:
-                    sm90.load_block(*last)
+                last_v_load = (v.atom, tVgV, tVsV, pipeline_v, kv_range.last(), block_count + kv_range.count - 1)
+                if kv_range.count > SHORT:
+                    fetched_idx = work.queue.fetch_next()
+                    sm90.load_block(*last_v_load)
+                tile_idx = work.queue.publish(tile_count, fetched_idx)
+                if kv_range.count <= SHORT:
+                    sm90.load_block(*last_v_load)
             else:
-                ticket = work.queue.fetch_next()
-                sm90.load_block(v.atom, tVgV, tVsV, ring_v, run.last(), done + run.count - 1)
-                number = work.queue.publish(nth, ticket)
-            nth += 1
-            done += run.count
+                fetched_idx = work.queue.fetch_next()
+                sm90.load_block(v.atom, tVgV, tVsV, pipeline_v, kv_range.last(), block_count + kv_range.count - 1)
+                tile_idx = work.queue.publish(tile_count, fetched_idx)
+            tile_count += 1
+            block_count += kv_range.count
 
     @cute.jit
     def consume(
         self, shared: ForwardSmem, work: ForwardWork, out: sm90.TmaOperand, mLSE: cute.Tensor, scales: SoftmaxScale,
-        scaling: NoScaling | Scaling, chain: ScorePipeline,
+        scaling: NoScaling | Scaling, score_pipeline: ScorePipeline,
     ):  # fmt: skip
         """Run a consumer warpgroup: compute the 64 rows of every tile, block after block of the block iterator."""
-        ring_q, ring_k, ring_v = work.ring_q, work.ring_k, work.ring_v
+        pipeline_q, pipeline_k, pipeline_v = work.ring_q, work.ring_k, work.ring_v
         tidx = cute.arch.thread_idx()[0] - sm90.WARPGROUP
         wg, thread = cute.arch.make_warp_uniform(tidx // sm90.WARPGROUP), tidx % sm90.WARPGROUP
         lane = thread % sm90.WARP
@@ -393,94 +415,105 @@ class ForwardSm90(ForwardCall):
         tSrQ = qk.make_fragment_A(qk.partition_A(shared.q))  # (MMA, 1, D/16, Q stage)
         tOrV = pv.make_fragment_B(pv.partition_B(shared.v))  # (MMA, 1, tile_n/16, stage)
         P = fragments.left_operand(S.acc, self.element.values)  # (MMA, 1, tile_n/16)
-        scales, turns = chain.scales(scales), sm90.WarpgroupOrder(ForwardBarrier.TURN, wg, self.warpgroups)
-        softmax = scaling.softmax(scales.log2, chain)
-        turns.start()
-        chain = chain.hold(self.tile_n)  # score stages with their registers
+        scales, order_barrier = (
+            score_pipeline.scales(scales),
+            sm90.WarpgroupOrder(ForwardBarrier.TURN, wg, self.warpgroups),
+        )
+        softmax = scaling.softmax(scales.log2, score_pipeline)
+        order_barrier.start()
+        score_pipeline = score_pipeline.hold(self.tile_n)  # score stages with their registers
 
-        nth, done, number = Int32(0), Int32(0), cute.arch.block_idx()[0]
-        while number < work.pieces.total:
-            tile = work.pieces.tile(number)
+        tile_count, block_count, tile_idx = Int32(0), Int32(0), cute.arch.block_idx()[0]
+        while tile_idx < work.pieces.total:
+            tile = work.pieces.tile(tile_idx)
             wg_tile = tile.block * self.warpgroups + wg
             row = wg_tile * ROWS + thread // sm90.WARP * SLAB + lane // 4
-            here = chain.at(ScoreCoord(tile.sizes, self.tile_n, row, lane % 4 * 2, tile.sequence, tile.head))
-            rows = softmax.at(tile, row, work.pieces)
-            walk = work.walk.at(tile.sizes, self.tile_m, self.tile_n)
-            others, run = walk.kv_range_for_warpgroup(tile, wg_tile * ROWS, ROWS, self.tile_lengths_vary)
-            done = pass_over(others, ring_k, ring_v, turns, here, done)
-            sections = run.sections()
-            nth_q = nth * self.warpgroups + wg  # running count of Q stages
-            my_Q = tSrQ[None, None, None, ring_q.stage_index(nth_q)]
-            ring_q.consumer_wait(nth_q)
-            first = FirstBlock(my_Q, ring_k, done, turns, here, run.nth(0), rows, P)
-            self.first_block_softmax(first, S, half, run.columns_of_first(ROWS))
+            tile_stages = score_pipeline.at(
+                ScoreCoord(tile.sizes, self.tile_n, row, lane % 4 * 2, tile.sequence, tile.head)
+            )
+            row_softmax = softmax.at(tile, row, work.pieces)
+            bound_iterator = work.walk.at(tile.sizes, self.tile_m, self.tile_n)
+            skipped_blocks, kv_range = bound_iterator.kv_range_for_warpgroup(
+                tile, wg_tile * ROWS, ROWS, self.tile_lengths_vary
+            )
+            block_count = pass_over(skipped_blocks, pipeline_k, pipeline_v, order_barrier, tile_stages, block_count)
+            subranges = kv_range.sections()
+            nth_q = tile_count * self.warpgroups + wg  # running count of Q stages
+            my_Q = tSrQ[None, None, None, pipeline_q.stage_index(nth_q)]
+            pipeline_q.consumer_wait(nth_q)
+            first_block = FirstBlock(
+                my_Q, pipeline_k, block_count, order_barrier, tile_stages, kv_range.nth(0), row_softmax, P
+            )
+            self.first_block_softmax(first_block, S, half, kv_range.columns_of_first(ROWS))
             if cutlass.const_expr(not self.small_smem):
-                hand_back(ring_q, nth_q - self.warpgroups)
-            output.clear(run)
+                hand_back(pipeline_q, nth_q - self.warpgroups)
+            output.clear(kv_range)
 
-            for section in sections:
-                here.begin(run.nth(section.begin), section.masked)
-                for j in cutlass.range(section.begin, section.end, unroll=1):
-                    now, before = done + j, done + j - 1
-                    rows.fetch(run.nth(j))
+            for subrange in subranges:
+                tile_stages.begin(kv_range.nth(subrange.begin), subrange.masked)
+                for j in cutlass.range(subrange.begin, subrange.end, unroll=1):
+                    count, previous = block_count + j, block_count + j - 1
+                    row_softmax.fetch(kv_range.nth(j))
                     S.begin()
-                    ring_k.consumer_wait(now)
-                    turns.wait_turn()
+                    pipeline_k.consumer_wait(count)
+                    order_barrier.wait_turn()
                     warpgroup.fence()
-                    S.issue(my_Q, ring_k.stage_index(now))
+                    S.issue(my_Q, pipeline_k.stage_index(count))
                     if cutlass.const_expr(self.early_rescale):
-                        output.rescale_output(rows, j - 1)
+                        output.rescale_output(row_softmax, j - 1)
                         warpgroup.fence()
-                    ring_v.consumer_wait(before)
-                    output.add(P.fragment, tOrV[None, None, None, ring_v.stage_index(before)])
-                    turns.signal_next()
-                    here.prepare_stage(run.nth(j), section.masked)
+                    pipeline_v.consumer_wait(previous)
+                    output.add(P.fragment, tOrV[None, None, None, pipeline_v.stage_index(previous)])
+                    order_barrier.signal_next()
+                    tile_stages.prepare_stage(kv_range.nth(j), subrange.masked)
                     warpgroup.wait_group(1)
-                    ring_k.consumer_release(now)
-                    here.ahead(run.next(j, section), section.masked)
-                    acc, values, given = S.take(here.may_mask(section.masked))
-                    here.apply(values, run.nth(j), section.masked, now)
-                    rows.step(values, False, here.may_mask(section.masked), given)
+                    pipeline_k.consumer_release(count)
+                    tile_stages.ahead(kv_range.next(j, subrange), subrange.masked)
+                    acc, values, max_values = S.take(tile_stages.may_mask(subrange.masked))
+                    tile_stages.apply(values, kv_range.nth(j), subrange.masked, count)
+                    row_softmax.step(values, False, tile_stages.may_mask(subrange.masked), max_values)
                     warpgroup.wait_group(0)
-                    ring_v.consumer_release(before)
-                    P.take(acc, here.kept(section.masked))
+                    pipeline_v.consumer_release(previous)
+                    P.take(acc, tile_stages.kept(subrange.masked))
                     if cutlass.const_expr(not self.early_rescale):
-                        output.rescale_output(rows, j)
+                        output.rescale_output(row_softmax, j)
 
-            done += run.count
+            block_count += kv_range.count
             if cutlass.const_expr(self.early_rescale):
-                output.rescale_output(rows, run.count - 1)
-            ring_v.consumer_wait(done - 1)
+                output.rescale_output(row_softmax, kv_range.count - 1)
+            pipeline_v.consumer_wait(block_count - 1)
             warpgroup.fence()
-            output.add(P.fragment, tOrV[None, None, None, ring_v.stage_index(done - 1)])
+            output.add(P.fragment, tOrV[None, None, None, pipeline_v.stage_index(block_count - 1)])
             warpgroup.wait_group(0)
-            ring_v.consumer_release(done - 1)
-            output.close(run)
-            if cutlass.const_expr(not isinstance(run.behind, int)):
-                done = pass_over(run.behind, ring_k, ring_v, turns, here, done)
-            write_lse(mLSE, rows.finish(output.values, scales.natural, here), tile, row)
-            slot = ring_q.stage_index(nth_q) if self.out_in_q else wg
-            self.store(output.acc, tile.rows(out), slot, wg_tile, output.product.add)
+            pipeline_v.consumer_release(block_count - 1)
+            output.close(kv_range)
+            if cutlass.const_expr(not isinstance(kv_range.behind, int)):
+                block_count = pass_over(
+                    kv_range.behind, pipeline_k, pipeline_v, order_barrier, tile_stages, block_count
+                )
+            write_lse(mLSE, row_softmax.finish(output.values, scales.natural, tile_stages), tile, row)
+            stage = pipeline_q.stage_index(nth_q) if self.out_in_q else wg
+            self.store(output.acc, tile.rows(out), stage, wg_tile, output.product.add)
             if cutlass.const_expr(self.small_smem):
-                hand_back(ring_q, nth_q)
-            number = work.queue.receive(nth)
-            nth += 1
+                hand_back(pipeline_q, nth_q)
+            tile_idx = work.queue.receive(tile_count)
+            tile_count += 1
         # Shared memory must stay allocated until the last store has read from it.
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def first_block_softmax(self, first: FirstBlock, S: ScoreProduct, half: ScoreProduct, seen: Int32):
+    def first_block_softmax(self, first_block: FirstBlock, S: ScoreProduct, half: ScoreProduct, visible_columns: Int32):
         """Process the rightmost block; if its rows see at most half of the block's keys, multiply only this half."""
         if cutlass.const_expr(self.halves):
-            if cute.arch.make_warp_uniform(seen) <= self.tile_n // 2:
-                first.weigh(half)
+            if cute.arch.make_warp_uniform(visible_columns) <= self.tile_n // 2:
+                first_block.weigh(half)
             else:
-                first.weigh(S)
+                first_block.weigh(S)
         else:
-            first.weigh(S)
+            first_block.weigh(S)
 
     @cute.jit
-    def store(self, acc_O: cute.Tensor, out: sm90.TmaOperand, slot: Int32, wg_tile: Int32, mma_pv: cute.TiledMma):
+    def store(self, acc_O: cute.Tensor, out: sm90.TmaOperand, stage: Int32, wg_tile: Int32, mma_pv: cute.TiledMma):
         """Store O in 16 bits through shared memory: the stage of its Q, or the output buffer where sizes differ.
 
         Each warp stores its 16 rows as soon as they are in shared memory.
@@ -488,15 +521,15 @@ class ForwardSm90(ForwardCall):
         wg = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // sm90.WARPGROUP - 1)
         rO = cute.make_rmem_tensor_like(acc_O, self.element.dtype)
         rO.store(acc_O.load().to(self.element.dtype))
-        slot_start = cute.slice_(out.s, (None, None, slot)).iterator
-        sO = cute.make_tensor(slot_start, sm90.slab_layout(self.element.dtype, ROWS, self.dv).outer)  # (64, Dv)
+        stage_start = cute.slice_(out.s, (None, None, stage)).iterator
+        sO = cute.make_tensor(stage_start, sm90.slab_layout(self.element.dtype, ROWS, self.dv).outer)  # (64, Dv)
         if cutlass.const_expr(self.out_in_q):
             sm90.sync_warpgroup(ForwardBarrier.Q_READ, wg)  # no warp of the warpgroup may still be reading Q
         sm90.store_slabs(rO, sO, out, wg_tile * (ROWS // SLAB), mma_pv)
 
 
 @cute.jit
-def hand_back(ring_q: sm90.Pipeline, count: Int32):
+def hand_back(pipeline_q: sm90.Pipeline, count: Int32):
     """Release the Q stage `count` once the O that left through the stage has been stored.
 
     Executed by a consumer warp. A negative `count` means that no such stage exists yet.
@@ -504,23 +537,23 @@ def hand_back(ring_q: sm90.Pipeline, count: Int32):
     if count >= 0:
         cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.sync_warp()
-        ring_q.consumer_release(count)
+        pipeline_q.consumer_release(count)
 
 
 @cute.jit
 def pass_over(
-    blocks: Int32, ring_k: sm90.Pipeline, ring_v: sm90.Pipeline, turns: sm90.WarpgroupOrder, here: ScorePipeline,
-    done: Int32
+    num_blocks: Int32, pipeline_k: sm90.Pipeline, pipeline_v: sm90.Pipeline, order_barrier: sm90.WarpgroupOrder,
+    tile_stages: ScorePipeline, block_count: Int32
 ) -> Int32:  # fmt: skip
     """Release KV blocks that only other warpgroups need, and return the new running count of blocks.
 
     Executed by a consumer warpgroup. Each skipped block also skips the warpgroup's turn and the score stages' data.
     """
-    for count in cutlass.range(done, done + blocks, unroll=1):
-        ring_k.consumer_wait(count)
-        turns.skip_turn()
-        ring_k.consumer_release(count)
-        here.skip_kv_blocks(count)
-        ring_v.consumer_wait(count)
-        ring_v.consumer_release(count)
-    return done + blocks
+    for count in cutlass.range(block_count, block_count + num_blocks, unroll=1):
+        pipeline_k.consumer_wait(count)
+        order_barrier.skip_turn()
+        pipeline_k.consumer_release(count)
+        tile_stages.skip_kv_blocks(count)
+        pipeline_v.consumer_wait(count)
+        pipeline_v.consumer_release(count)
+    return block_count + num_blocks
