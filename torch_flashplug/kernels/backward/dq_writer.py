@@ -76,26 +76,26 @@ class DqWriter:
         self.wait(kv_head, CLEARED, self.ahead.portions * DQ_WRITERS)
 
     @cute.jit
-    def run(self, queue: sm90.DynamicTileScheduler, place: Callable, writer: Int32):
+    def run(self, tile_scheduler: sm90.DynamicTileScheduler, tile_coord: Callable, writer: Int32):
         """Run a dQ writer, one of DQ_WRITERS warps.
 
         Args:
-            queue: tile scheduler.
-            place: function from tile index to (n_block, KV head, batch).
+            tile_scheduler: tile scheduler.
+            tile_coord: function from tile index to (n_block, KV head, batch).
             writer: index of the writer.
         """
         blocks = self.num_m_blocks * self.ahead.group  # blocks per KV head
-        nth, fetched, number = Int32(0), Int32(0), queue.receive(Int32(0))
-        while number < queue.total:
-            mine, portion = number // self.ahead.portions, number % self.ahead.portions
+        tile_count, fetched, tile_idx = Int32(0), Int32(0), tile_scheduler.receive(Int32(0))
+        while tile_idx < tile_scheduler.total:
+            kv_head, portion = tile_idx // self.ahead.portions, tile_idx % self.ahead.portions
             begin, end = blocks * portion // self.ahead.portions, blocks * (portion + 1) // self.ahead.portions
-            behind, before = mine >= self.ahead.heads, (mine - self.ahead.heads) * blocks
-            units = WorkspaceUnits(Int64(before + begin) * UNITS, writer, (end - begin) * UNITS, fetched)
-            if behind:
-                self.wait(mine - self.ahead.heads, ADDED, self.ahead.portions)
+            has_output, first_block = kv_head >= self.ahead.heads, (kv_head - self.ahead.heads) * blocks
+            units = WorkspaceUnits(Int64(first_block + begin) * UNITS, writer, (end - begin) * UNITS, fetched)
+            if has_output:
+                self.wait(kv_head - self.ahead.heads, ADDED, self.ahead.portions)
                 self.fetch_first(units)
-            if mine + self.ahead.heads < self.kv_heads:  # overlaps the latency of the loads above
-                head = mine + self.ahead.heads
+            if kv_head + self.ahead.heads < self.kv_heads:  # overlaps the latency of the loads above
+                head = kv_head + self.ahead.heads
                 start = self.scratch.unit((Int64(head) * blocks + begin) * UNITS)
                 thread = writer * sm90.WARP + cute.arch.lane_idx()
                 floats = (end - begin) * (UNITS * self.scratch.unit_floats)
@@ -103,14 +103,14 @@ class DqWriter:
                 cute.arch.fence_proxy("async")
                 cute.arch.sync_warp()
                 self.arrive(head, CLEARED)
-            if behind:
-                fetched = self.write(units, before + begin)
-            self.added.producer_wait(nth + ADDED_SLOTS)  # wait for the consumers of the tile
+            if has_output:
+                fetched = self.write(units, first_block + begin)
+            self.added.producer_wait(tile_count + ADDED_SLOTS)  # wait for the consumers of the tile
             if writer == 0:
-                _, head, batch = place(number)
+                _, head, batch = tile_coord(tile_idx)
                 self.arrive(batch * (self.dQ.m.shape[2] // self.ahead.group) + head, ADDED)
-            nth += 1
-            number = queue.receive(nth)
+            tile_count += 1
+            tile_idx = tile_scheduler.receive(tile_count)
         cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory must outlive the last store
 
     @cute.jit
@@ -164,8 +164,8 @@ class DqWriter:
             pairs = cute.make_rmem_tensor((QUAD,), Int32)
             for half in cutlass.range_constexpr(2):
                 four = cute.make_rmem_tensor((QUAD,), Float32)
-                at = unit.iterator + (2 * i + half) * sm90.WARP * QUAD + lane * QUAD
-                cute.autovec_copy(cute.make_tensor(at, cute.make_layout(QUAD)), four)
+                source = unit.iterator + (2 * i + half) * sm90.WARP * QUAD + lane * QUAD
+                cute.autovec_copy(cute.make_tensor(source, cute.make_layout(QUAD)), four)
                 for r in cutlass.range_constexpr(2):
                     low, high = four[2 * r] * self.scale, four[2 * r + 1] * self.scale
                     pairs[2 * half + r] = self.element.pack_pair(low, high)
@@ -174,48 +174,48 @@ class DqWriter:
 
 
 @cute.jit
-def add_in_order(scratch: DqWorkspace, staged: sm90.Pipeline, staging: cute.Tensor, work, wg: Int32):
+def add_in_order(workspace: DqWorkspace, staged: sm90.Pipeline, staging: cute.Tensor, work, wg: Int32):
     """Run an accumulator warp, one per consumer warpgroup, in deterministic mode.
 
     The warp adds the four units of a step once all earlier KV blocks have added to these units. A step later, when the
     four units have arrived, the warp allows the next KV block to add.
 
     Args:
-        scratch: dQ workspace.
+        workspace: dQ workspace.
         staged: pipeline of the staging buffers.
         staging: shared memory (floats, warp).
         work: object with queue, pieces, group and run(tile).
         wg: index of the consumer warpgroup.
     """
     lane = cute.arch.lane_idx()
-    nth, done, number = Int32(0), Int32(0), work.queue.receive(Int32(0))
-    while number < work.pieces.total:
-        tile = work.pieces.tile(number, work.group)
-        run = work.run(tile)
-        before, unit = done, Int32(0)
+    tile_count, step_count, tile_idx = Int32(0), Int32(0), work.queue.receive(Int32(0))
+    while tile_idx < work.pieces.total:
+        tile = work.pieces.tile(tile_idx, work.group)
+        query_range = work.run(tile)
+        first_step, unit = step_count, Int32(0)
         for g in cutlass.range(work.group, unroll=1):
-            first_block = scratch.first_block(tile, g, work.pieces.order.heads)
-            mine = run.of_head(g)
-            whole = mine.whole()
-            for j in cutlass.range(whole.begin, whole.end, unroll=1):
-                step = mine.nth(j)
-                last, unit = unit, (first_block + step) * UNITS + wg * 4 + lane
+            first_block = workspace.first_block(tile, g, work.pieces.order.heads)
+            head_range = query_range.of_head(g)
+            subrange = head_range.whole()
+            for j in cutlass.range(subrange.begin, subrange.end, unroll=1):
+                m_block = head_range.nth(j)
+                last_unit, unit = unit, (first_block + m_block) * UNITS + wg * 4 + lane
                 if lane < 4:
-                    wait_for_count(scratch.turn(unit), work.pieces.order.turn(tile.block, mine, j))
+                    wait_for_count(workspace.turn(unit), work.pieces.order.turn(tile.block, head_range, j))
                     cute.arch.fence_proxy("async")
                 cute.arch.sync_warp()
-                staged.producer_wait(done + 1)  # the unit has been written to the staging buffer
+                staged.producer_wait(step_count + 1)  # the unit has been written to the staging buffer
                 if lane < 4:
-                    scratch.add(unit, staging[None, wg * 4 + lane])
+                    workspace.add(unit, staging[None, wg * 4 + lane])
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
                 cute.arch.sync_warp()
-                staged.producer_commit(done)
-                if lane < 4 and done > before:
+                staged.producer_commit(step_count)
+                if lane < 4 and step_count > first_step:
                     cute.arch.cp_async_bulk_wait_group(1)
-                    count_up(scratch.turn(last))
-                done += 1
-        if lane < 4 and done > before:
+                    count_up(workspace.turn(last_unit))
+                step_count += 1
+        if lane < 4 and step_count > first_step:
             cute.arch.cp_async_bulk_wait_group(0)
-            count_up(scratch.turn(unit))
-        nth += 1
-        number = work.queue.receive(nth)
+            count_up(workspace.turn(unit))
+        tile_count += 1
+        tile_idx = work.queue.receive(tile_count)

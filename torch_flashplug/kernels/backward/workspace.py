@@ -85,9 +85,9 @@ class DqWorkspace:
 @cute.jit
 def wait_for_count(counter: cute.Pointer, expected: Int32):
     """Wait until the counter reaches `expected`. Earlier writes of the counting threads are then visible."""
-    seen = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
-    while seen < expected:
-        seen = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
+    count = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
+    while count < expected:
+        count = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
 
 
 @cute.jit

@@ -58,9 +58,9 @@ class KernelFeatures:
             transposed: True if scores of the kernel are (keys, queries).
         """
         names = [feature.part_of(spec.kind) for feature in features.of(spec.features)]
-        parts = [part_named(name) for name in names if name]
-        kind = type("Seams", (*reversed(parts), KernelFeatures), {}) if parts else KernelFeatures
-        return kind(ELEMENTS[MADE_OF[spec.dtype].q], spec, transposed)
+        classes = [part_named(name) for name in names if name]
+        combined = type("Seams", (*reversed(classes), KernelFeatures), {}) if classes else KernelFeatures
+        return combined(ELEMENTS[MADE_OF[spec.dtype].q], spec, transposed)
 
     def pieces(self, call: object) -> TileAddressing:
         return DenseAddressing()
@@ -91,11 +91,11 @@ class KernelFeatures:
         """Wait for the preprocess kernels. All threads call `wait` before reading the results."""
 
 
-def part_named(part: str) -> type[KernelFeatures]:
+def part_named(path: str) -> type[KernelFeatures]:
     """Return the class of a feature.
 
     The module is imported only for kernels with the feature. A change of the module then recompiles no kernels without
     the feature (compile.sources_of).
     """
-    module, _, name = part.rpartition(".")
+    module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(f".{module}", __package__), name)

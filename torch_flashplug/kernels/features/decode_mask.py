@@ -144,10 +144,10 @@ class BoundDecodeMask:
     may_mask = True
 
     def shared(self, smem: cutlass.memory.SmemAllocator) -> BoundDecodeMask:
-        seen, hidden = (smem.allocate_tensor(Int32, cute.make_layout(GROUPS // WARP), 4) for _ in range(2))
+        visible, masked = (smem.allocate_tensor(Int32, cute.make_layout(GROUPS // WARP), 4) for _ in range(2))
         count = smem.allocate_tensor(Int32, cute.make_layout(1), 4)
         groups = smem.allocate_tensor(Uint16, cute.make_layout(GROUPS), 2)
-        return replace(self, seen=seen, hidden=hidden, groups=groups, count=count)
+        return replace(self, seen=visible, hidden=masked, groups=groups, count=count)
 
     def blocks(self, split: Int32, splits: Int32) -> Int32:
         """Return the number of blocks of a split: split, split + splits, and so on; at least one."""
@@ -158,91 +158,93 @@ class BoundDecodeMask:
         return INT_BITS - cute.arch.clz((blocks - 1) // GROUPS)
 
     @cute.jit
-    def find(self, part: DecodeTile):
+    def find(self, decode_tile: DecodeTile):
         """Scan the mask and build the list of visited groups. Every thread calls `find` before roles part."""
-        blocks, thread = self.blocks(part.split, part.splits), cute.arch.thread_idx()[0]
+        blocks, thread = self.blocks(decode_tile.split, decode_tile.splits), cute.arch.thread_idx()[0]
         log, warp = self.log_size(blocks), cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if thread < GROUPS // WARP:
             self.seen[thread] = self.hidden[thread] = 0
         cute.arch.sync_threads()
         if by_vectors(self.mask):
             if one_for_all(self.mask):
-                self.scan_mask_of_row(part, blocks, log)
+                self.scan_mask_of_row(decode_tile, blocks, log)
             else:
-                self.scan_mask(part, blocks, log, vectors=True)
+                self.scan_mask(decode_tile, blocks, log, vectors=True)
         else:
-            self.scan_mask(part, blocks, log, vectors=False)
+            self.scan_mask(decode_tile, blocks, log, vectors=False)
         cute.arch.sync_threads()
         if warp == 0:
             self.sort((blocks + (1 << log) - 1) >> log, log)
         cute.arch.sync_threads()
 
     @cute.jit
-    def scan_mask_of_row(self, part: DecodeTile, blocks: Int32, log: Int32):
+    def scan_mask_of_row(self, decode_tile: DecodeTile, blocks: Int32, log: Int32):
         """Scan a mask with the same row for the whole batch entry, as `scan_mask`.
 
         Little code is fetched and executed before the first loads are in flight.
         """
-        line, lane = MaskRow.of(self.mask, part.batch, Int32(0), Int32(0)), cute.arch.lane_idx()
+        mask_row, lane = MaskRow.of(self.mask, decode_tile.batch, Int32(0), Int32(0)), cute.arch.lane_idx()
         warp, warps = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.block_dim()[0] // WARP
         steps = self.tile_n // (LANES * BYTES)
-        found = cute.make_rmem_tensor((BYTES // 4, AT_ONCE, steps), Int32)
-        for at in cutlass.range(warp * BLOCKS, blocks, warps * AT_ONCE * BLOCKS, unroll=1):
+        mask_words = cute.make_rmem_tensor((BYTES // 4, AT_ONCE, steps), Int32)
+        for first in cutlass.range(warp * BLOCKS, blocks, warps * AT_ONCE * BLOCKS, unroll=1):
             for i in cutlass.range_constexpr(AT_ONCE):
-                nth = at + i * warps * BLOCKS + lane // LANES
-                first = (nth * part.splits + part.split) * self.tile_n + lane % LANES * BYTES
+                block = first + i * warps * BLOCKS + lane // LANES
+                first_key = (block * decode_tile.splits + decode_tile.split) * self.tile_n + lane % LANES * BYTES
                 for step in cutlass.range_constexpr(steps):
-                    line.load(first + step * LANES * BYTES, found[None, i, step], vectors=True)
+                    mask_row.load(first_key + step * LANES * BYTES, mask_words[None, i, step], vectors=True)
             for i in cutlass.range_constexpr(AT_ONCE):
-                if at + i * warps * BLOCKS < blocks:
-                    self.record_block(found[None, i, None], at + i * warps * BLOCKS + lane // LANES, blocks, log)
+                if first + i * warps * BLOCKS < blocks:
+                    self.record_block(
+                        mask_words[None, i, None], first + i * warps * BLOCKS + lane // LANES, blocks, log
+                    )
 
     @cute.jit
-    def scan_mask(self, part: DecodeTile, blocks: Int32, log: Int32, vectors: cutlass.Constexpr[bool]):
+    def scan_mask(self, decode_tile: DecodeTile, blocks: Int32, log: Int32, vectors: cutlass.Constexpr[bool]):
         """Scan the mask rows. Each warp handles BLOCKS blocks of a row, with LANES lanes per block."""
         by_head = self.mask.shape[1] > 1
-        begin = cutlass.select_(by_head, part.first_row, Int32(0))
-        end = cutlass.select_(by_head, cutlass.min(part.rows, begin + self.tile_m), self.sizes.Sq)
-        lines = cutlass.select_(one_for_all(self.mask), Int32(1), end - begin)
+        begin = cutlass.select_(by_head, decode_tile.first_row, Int32(0))
+        end = cutlass.select_(by_head, cutlass.min(decode_tile.rows, begin + self.tile_m), self.sizes.Sq)
+        num_rows = cutlass.select_(one_for_all(self.mask), Int32(1), end - begin)
         lane, warp = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        looks, warps = cute.ceil_div(blocks, BLOCKS) * lines, cute.arch.block_dim()[0] // WARP
+        num_tasks, warps = cute.ceil_div(blocks, BLOCKS) * num_rows, cute.arch.block_dim()[0] // WARP
         steps = self.tile_n // (LANES * BYTES)
-        found = cute.make_rmem_tensor((BYTES // 4, AT_ONCE, steps), Int32)
-        for first in cutlass.range(warp, looks, warps * AT_ONCE, unroll=1):
+        mask_words = cute.make_rmem_tensor((BYTES // 4, AT_ONCE, steps), Int32)
+        for first in cutlass.range(warp, num_tasks, warps * AT_ONCE, unroll=1):
             for i in cutlass.range_constexpr(AT_ONCE):
-                number = first + i * warps
-                head, query = part.place(begin + number % lines)
-                line = MaskRow.of(self.mask, part.batch, head, query)
-                block = (number // lines * BLOCKS + lane // LANES) * part.splits + part.split
+                task = first + i * warps
+                head, query = decode_tile.place(begin + task % num_rows)
+                mask_row = MaskRow.of(self.mask, decode_tile.batch, head, query)
+                block = (task // num_rows * BLOCKS + lane // LANES) * decode_tile.splits + decode_tile.split
                 for step in cutlass.range_constexpr(steps):
                     key = block * self.tile_n + (step * LANES + lane % LANES) * BYTES
-                    line.load(key, found[None, i, step], vectors)
+                    mask_row.load(key, mask_words[None, i, step], vectors)
             for i in cutlass.range_constexpr(AT_ONCE):
-                nth = (first + i * warps) // lines * BLOCKS + lane // LANES
-                self.record_block(found[None, i, None], nth, blocks, log)
+                split_block = (first + i * warps) // num_rows * BLOCKS + lane // LANES
+                self.record_block(mask_words[None, i, None], split_block, blocks, log)
 
     @cute.jit
-    def record_block(self, found: cute.Tensor, nth: Int32, blocks: Int32, log: Int32):
+    def record_block(self, mask_words: cute.Tensor, block: Int32, blocks: Int32, log: Int32):
         """Record the scan result of a warp in the group bits.
 
         Args:
-            found: (4, steps) mask words per lane. A quad of lanes holds the same block.
-            nth: index of the block in the split.
+            mask_words: (4, steps) mask words per lane. A quad of lanes holds the same block.
+            block: index of the block in the split.
             blocks: number of blocks of the split.
             log: log2 of the group size.
         """
         lane, quad = cute.arch.lane_idx(), (1 << LANES) - 1
-        words = [found[i] for i in range(cute.size(found))]
-        some, all_ = (functools.reduce(op, words) for op in (operator.or_, operator.and_))
+        words = [mask_words[i] for i in range(cute.size(mask_words))]
+        any_, all_ = (functools.reduce(op, words) for op in (operator.or_, operator.and_))
         # A byte with any higher bit set also means true. Such a byte counts as masked here. The only effect is to make
         # the kernel read the bits of the group.
-        seen = cute.arch.vote_ballot_sync(some != 0) >> lane & quad
-        hidden = cute.arch.vote_ballot_sync(all_ & TRUES != TRUES) >> lane & quad
-        if lane % LANES == 0 and nth < blocks:
-            word, bit = (nth >> log) // WARP, Int32(1) << (nth >> log) % WARP
-            if seen != 0:
+        visible = cute.arch.vote_ballot_sync(any_ != 0) >> lane & quad
+        masked = cute.arch.vote_ballot_sync(all_ & TRUES != TRUES) >> lane & quad
+        if lane % LANES == 0 and block < blocks:
+            word, bit = (block >> log) // WARP, Int32(1) << (block >> log) % WARP
+            if visible != 0:
                 cute.arch.atomic_or(self.seen.iterator + word, bit, sem="relaxed", scope="cta")
-            if hidden != 0:
+            if masked != 0:
                 cute.arch.atomic_or(self.hidden.iterator + word, bit, sem="relaxed", scope="cta")
 
     @cute.jit
@@ -251,21 +253,21 @@ class BoundDecodeMask:
 
         Without any visible key, the list contains a single group, whose bits mask all scores.
         """
-        lane, taken = cute.arch.lane_idx(), Int32(0)
+        lane, num_visible = cute.arch.lane_idx(), Int32(0)
         for first in cutlass.range(0, groups, WARP, unroll=1):
-            seen, hidden = self.seen[first // WARP], self.hidden[first // WARP] >> lane & 1
-            if (seen >> lane & 1) != 0:
-                before = cute.arch.popc(seen & ((Int32(1) << lane) - 1))
-                self.groups[taken + before] = Uint16((first + lane) * 2 + hidden)
-            taken = taken + cute.arch.popc(seen)
+            visible, masked = self.seen[first // WARP], self.hidden[first // WARP] >> lane & 1
+            if (visible >> lane & 1) != 0:
+                before = cute.arch.popc(visible & ((Int32(1) << lane) - 1))
+                self.groups[num_visible + before] = Uint16((first + lane) * 2 + masked)
+            num_visible = num_visible + cute.arch.popc(visible)
         if lane == 0:
-            if taken == 0:
+            if num_visible == 0:
                 self.groups[0] = Uint16(1)
-            self.count[0] = cutlass.max(taken, 1) << log
+            self.count[0] = cutlass.max(num_visible, 1) << log
 
-    def share(self, number: Int32, parts: Int32) -> DecodeMaskKvRange:
-        log = self.log_size(self.blocks(number, parts))
-        return DecodeMaskKvRange(Int32(0), self.count[0], self.groups, log, number, parts)
+    def share(self, split: Int32, splits: Int32) -> DecodeMaskKvRange:
+        log = self.log_size(self.blocks(split, splits))
+        return DecodeMaskKvRange(Int32(0), self.count[0], self.groups, log, split, splits)
 
     def masks(self, keys: DecodeMaskKvRange, j: Int32) -> Boolean:
         return keys.group(j) & 1 != 0
@@ -340,11 +342,11 @@ class DecodeMaskStage(ScoreStage):
         """Return the bits of 64 keys of a row, from the four parts that a quad holds."""
         lane, bytes_ = cute.arch.lane_idx(), [self.now[word, r, part] for word in range(BYTES // 4)]
         bits = bits_of_words(bytes_)
-        other = cute.arch.shuffle_sync_bfly(bits, offset=1)
-        low, high = (cutlass.select_(lane % 2 == 0, a, b) for a, b in ((bits, other), (other, bits)))
-        mine = low | high << BYTES
-        other = cute.arch.shuffle_sync_bfly(mine, offset=2)
-        return tuple(cutlass.select_(lane % LANES < 2, a, b) for a, b in ((mine, other), (other, mine)))
+        peer_bits = cute.arch.shuffle_sync_bfly(bits, offset=1)
+        low, high = (cutlass.select_(lane % 2 == 0, a, b) for a, b in ((bits, peer_bits), (peer_bits, bits)))
+        own_bits = low | high << BYTES
+        peer_bits = cute.arch.shuffle_sync_bfly(own_bits, offset=2)
+        return tuple(cutlass.select_(lane % LANES < 2, a, b) for a, b in ((own_bits, peer_bits), (peer_bits, own_bits)))
 
     @cute.jit
     def apply(self, S: cute.Tensor, block: Int32, count: Int32 | None):

@@ -61,8 +61,8 @@ class BoundDecodeWindow:
     def find(self, part: object) -> None:
         """Decode: scan for visible blocks (nothing to do here)."""
 
-    def share(self, number: Int32, parts: Int32) -> SplitKvRange:
-        """Return the KV blocks of split `number` of `parts` splits.
+    def share(self, split_idx: Int32, num_splits: Int32) -> SplitKvRange:
+        """Return the KV blocks of split `split_idx` of `num_splits` splits.
 
         A split without blocks gets the block behind all keys. Splits of a fixed size count from the first visible block
         of the sequence. A sequence therefore has the same splits in any batch and with block tables of any width.
@@ -71,15 +71,15 @@ class BoundDecodeWindow:
         _, behind = self.window.keys(self.sizes.Sq - 1)
         end = cute.ceil_div(cutlass.min(cutlass.max(behind, 1), self.sizes.seqlen_k_at_least_one), self.tile_n)
         begin = cutlass.min(cutlass.max(first, 0) // self.tile_n, end - 1)
-        mine = self.split_of(end - begin, number, parts)
+        split = self.split_of(end - begin, split_idx, num_splits)
         beyond = cute.ceil_div(self.sizes.seqlen_k_at_least_one, self.tile_n)
-        return SplitKvRange(begin + mine.begin, begin + mine.end).or_block(beyond)
+        return SplitKvRange(begin + split.begin, begin + split.end).or_block(beyond)
 
-    def split_of(self, blocks: Int32, number: Int32, parts: Int32) -> SplitKvRange:
-        alike, size = SplitKvRange.create(blocks, number, parts), self.split_blocks
-        ends = (cutlass.min((number + i) * size, blocks) for i in range(2))
-        of_size = zip(ends, (alike.begin, alike.end), strict=True)
-        return SplitKvRange(*(cutlass.select_(size > 0, mine, other) for mine, other in of_size))
+    def split_of(self, blocks: Int32, split_idx: Int32, num_splits: Int32) -> SplitKvRange:
+        equal_split, size = SplitKvRange.create(blocks, split_idx, num_splits), self.split_blocks
+        ends = (cutlass.min((split_idx + i) * size, blocks) for i in range(2))
+        ends_of_both = zip(ends, (equal_split.begin, equal_split.end), strict=True)
+        return SplitKvRange(*(cutlass.select_(size > 0, fixed_end, equal_end) for fixed_end, equal_end in ends_of_both))
 
     def masks(self, keys: SplitKvRange, j: Int32) -> cutlass.Boolean:
         """Return whether some query cannot see all keys of the block at position j."""

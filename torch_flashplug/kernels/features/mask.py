@@ -33,13 +33,15 @@ class MaskFeature(KernelFeatures):
 
     def walk(self, call: object) -> BlockSparseIterator:
         lists = digested(call).lists(self.transposed, self.ordered, self.listed_rows)
-        kind = BlockSparse192Iterator if self.listed_rows == TALL else BlockSparseIterator
-        return kind(lists, lists)  # a kernel visits blocks in a single direction
+        iterator_class = BlockSparse192Iterator if self.listed_rows == TALL else BlockSparseIterator
+        return iterator_class(lists, lists)  # a kernel visits blocks in a single direction
 
     def visible(self, call: object) -> ScoreStage:
         """Return the bitmask stage. The bitmask also masks keys beyond the last key."""
-        of = digested(call)
-        return BlockSparseBitmaskStage(of.words(self.transposed), of.of_batch, of.of_head, of.rows)
+        metadata = digested(call)
+        return BlockSparseBitmaskStage(
+            metadata.words(self.transposed), metadata.of_batch, metadata.of_head, metadata.rows
+        )
 
 
 class DeterministicMaskFeature(MaskFeature):

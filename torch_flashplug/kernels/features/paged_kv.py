@@ -68,25 +68,25 @@ class PagedRows:
     def place(self, row: Int32) -> Int64:
         """Return the offset of an existing row from the start of the pool, in elements."""
         rows = self.pool.shape[1]
-        nth = cutlass.min(row // rows, self.numbers.shape[0] - 1)
-        number = cutlass.min(cutlass.max(self.numbers[nth], 0), self.pool.shape[0] - 1)
-        return Int64(number) * self.pool.stride[0] + Int64(row - nth * rows) * self.pool.stride[1]
+        table_idx = cutlass.min(row // rows, self.numbers.shape[0] - 1)
+        page = cutlass.min(cutlass.max(self.numbers[table_idx], 0), self.pool.shape[0] - 1)
+        return Int64(page) * self.pool.stride[0] + Int64(row - table_idx * rows) * self.pool.stride[1]
 
     @cute.jit
-    def load(self, mover: cutlass.Constexpr[sm80.SmemCopier], first_row: Int32, tile: sm80.SmemTile):
+    def load(self, copier: cutlass.Constexpr[sm80.SmemCopier], first_row: Int32, tile: sm80.SmemTile):
         """Load rows from `first_row` on, a multiple of GROUP, as Mover.load, with zeros beyond the last row."""
-        thread = cute.arch.lane_idx() if mover.threads == WARP else cute.arch.thread_idx()[0]
-        row, unit, step = mover.place(tile, thread)
-        place, columns = tile.unit(row, unit), self.pool.shape[2] - unit * sm80.VECTOR
+        thread = cute.arch.lane_idx() if copier.threads == WARP else cute.arch.thread_idx()[0]
+        row, unit, step = copier.place(tile, thread)
+        first_target, columns = tile.unit(row, unit), self.pool.shape[2] - unit * sm80.VECTOR
         last = cutlass.max(self.length - 1, 0) // GROUP * GROUP
         for group in cutlass.range_constexpr(0, tile.rows, max(step, GROUP)):
             first = cutlass.min(first_row + (group + row // GROUP * GROUP), last)
             start = self.pool.iterator.toint() + (self.place(first) + unit * sm80.VECTOR) * 2
             for r in cutlass.range_constexpr(group, group + max(step, GROUP), step):
-                there = first_row + row + r < self.length
-                here = start + Int64(row % GROUP + (r - group)) * self.pool.stride[1] * 2
-                target = (place ^ (r % 8 * sm80.VECTOR_BYTES)) + r * tile.row_bytes
-                sm80.copy_row(here, target, tile, columns, there)
+                row_exists = first_row + row + r < self.length
+                source = start + Int64(row % GROUP + (r - group)) * self.pool.stride[1] * 2
+                target = (first_target ^ (r % 8 * sm80.VECTOR_BYTES)) + r * tile.row_bytes
+                sm80.copy_row(source, target, tile, columns, row_exists)
 
 
 @dataclass(frozen=True)
@@ -95,12 +95,12 @@ class PagedKvLoader(KvLoader):
 
     pages: PageTable
 
-    def of_head(self, part: DecodeTile, x: cute.Tensor) -> PagedRows:
-        pool = x[None, part.tile.kv_head, None, None]
-        return PagedRows(pool, self.pages.numbers[part.batch, None], part.sizes.Sk)
+    def of_head(self, decode_tile: DecodeTile, x: cute.Tensor) -> PagedRows:
+        pool = x[None, decode_tile.tile.kv_head, None, None]
+        return PagedRows(pool, self.pages.numbers[decode_tile.batch, None], decode_tile.sizes.Sk)
 
-    def load(self, mover: sm80.SmemCopier, rows: PagedRows, first_row: Int32, tile: sm80.SmemTile) -> None:
-        rows.load(mover, first_row, tile)
+    def load(self, copier: sm80.SmemCopier, rows: PagedRows, first_row: Int32, tile: sm80.SmemTile) -> None:
+        rows.load(copier, first_row, tile)
 
 
 @dataclass(frozen=True)
@@ -109,21 +109,22 @@ class PagedQuantizedKvLoader(QuantizedKvLoader):
 
     pages: PageTable
 
-    def of_head(self, part: DecodeTile, x: cute.Tensor) -> PagedRows:
-        mine = x[None, part.tile.kv_head, None, None]
-        (many, rows, columns), (between, stride, _) = mine.shape, mine.stride
-        layout = cute.make_layout((many, rows, columns // 2), stride=(between // 2, stride // 2, 1))
-        pool = cute.make_tensor(cute.recast_ptr(mine.iterator, dtype=Int16), layout)
-        return PagedRows(pool, self.pages.numbers[part.batch, None], part.sizes.Sk)
+    def of_head(self, decode_tile: DecodeTile, x: cute.Tensor) -> PagedRows:
+        head_rows = x[None, decode_tile.tile.kv_head, None, None]
+        (num_pages, rows, columns), (page_stride, row_stride, _) = head_rows.shape, head_rows.stride
+        layout = cute.make_layout((num_pages, rows, columns // 2), stride=(page_stride // 2, row_stride // 2, 1))
+        pool = cute.make_tensor(cute.recast_ptr(head_rows.iterator, dtype=Int16), layout)
+        return PagedRows(pool, self.pages.numbers[decode_tile.batch, None], decode_tile.sizes.Sk)
 
-    def load(self, mover: sm80.SmemCopier, rows: PagedRows, first_row: Int32, tile: sm80.SmemTile) -> None:
-        rows.load(mover, first_row, tile)
+    def load(self, copier: sm80.SmemCopier, rows: PagedRows, first_row: Int32, tile: sm80.SmemTile) -> None:
+        rows.load(copier, first_row, tile)
 
-    def beside(self, part: DecodeTile, start: Int32, keys: int, stages: int) -> PagedKvScales:
-        numbers = self.pages.numbers[part.batch, None]
+    def beside(self, decode_tile: DecodeTile, start: Int32, keys: int, stages: int) -> PagedKvScales:
+        numbers = self.pages.numbers[decode_tile.batch, None]
         k, v = (
-            PagedRows(x[None, part.tile.kv_head, None], numbers, part.sizes.Sk) for x in (self.k_scale, self.v_scale)
-        )  # fmt: skip
+            PagedRows(x[None, decode_tile.tile.kv_head, None], numbers, decode_tile.sizes.Sk)
+            for x in (self.k_scale, self.v_scale)
+        )
         return PagedKvScales(k, v, start, keys, stages)
 
 
@@ -131,16 +132,19 @@ class PagedKvScales(QuantizedKvScales):
     """Loader of the scales of a paged 8-bit KV cache."""
 
     @cute.jit
-    def load(self, which: cutlass.Constexpr[int], first: Int32, slot: Int32, threads: cutlass.Constexpr[int]):
+    def load(self, which: cutlass.Constexpr[int], first: Int32, stage: Int32, threads: cutlass.Constexpr[int]):
         thread = cute.arch.lane_idx() if threads == WARP else cute.arch.thread_idx()[0]
         scales = self.k if which == K else self.v
         text = "cp.async.ca.shared.global [{$r0}], [{$r1}], 4, {$r2};"
         for key in cutlass.range_constexpr(0, self.keys, threads):
-            mine = key + thread
-            if mine < self.keys:
-                row = cutlass.min(first + mine, cutlass.max(scales.length - 1, 0))
-                size = cutlass.select_(first + mine < scales.length, Int32(FLOAT), Int32(0))
-                target, source = self.stage_index(which, slot) + mine * FLOAT, scales.pool.iterator + scales.place(row)
+            key_of_thread = key + thread
+            if key_of_thread < self.keys:
+                row = cutlass.min(first + key_of_thread, cutlass.max(scales.length - 1, 0))
+                size = cutlass.select_(first + key_of_thread < scales.length, Int32(FLOAT), Int32(0))
+                target, source = (
+                    self.stage_index(which, stage) + key_of_thread * FLOAT,
+                    scales.pool.iterator + scales.place(row),
+                )
                 cute.arch.inline_ptx(text, read_only_args=[target, source.toint(), size])
 
 

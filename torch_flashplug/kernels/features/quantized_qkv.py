@@ -44,14 +44,23 @@ class QuantizedQkv(KernelFeatures):
         cute.arch.griddepcontrol_wait()
 
     def operands(self, call: object) -> ProductOperands:
-        made = self.made(call)
+        quantized = self.made(call)
         scores, values = self.element.scores.dtype, self.element.values.dtype
-        v = call.v if made.v is None else of_type(made.v, values)
+        v = call.v if quantized.v is None else of_type(quantized.v, values)
         raised = RAISED if self.v_is_transposed else 0
-        kind, steep = IntegerScaling if self.recipe.scores == "int8" else Scaling, STEEP[self.recipe.scores]
+        scaling_class, steep = IntegerScaling if self.recipe.scores == "int8" else Scaling, STEEP[self.recipe.scores]
         largest = 65504.0 if self.element.dtype is cutlass.Float16 else None
-        scaling = kind(made.q_scale, made.k_scale, made.v_scale, made.row_shift, made.v_mean, largest, raised, steep)
-        return ProductOperands(of_type(made.q, scores), of_type(made.k, scores), v, scaling)
+        scaling = scaling_class(
+            quantized.q_scale,
+            quantized.k_scale,
+            quantized.v_scale,
+            quantized.row_shift,
+            quantized.v_mean,
+            largest,
+            raised,
+            steep,
+        )
+        return ProductOperands(of_type(quantized.q, scores), of_type(quantized.k, scores), v, scaling)
 
     def made(self, call: object) -> QuantizedOperands:
         """Return the quantized operands in the workspace.
@@ -60,12 +69,14 @@ class QuantizedQkv(KernelFeatures):
         """
         B, Hq, Sq, _ = call.q.shape
         _, Hkv, Sk, _ = call.k.shape
-        Dv, room = call.v.shape[3], QuantWorkspace(call.scratch8.iterator)
-        q, k = (room.rows(Uint8, B, heads, S, self.spec.d) for heads, S in ((Hq, Sq), (Hkv, Sk)))
-        v = room.rows(Uint8, B, Hkv, Dv, cute.round_up(Sk, len(KEY_ORDER))) if self.v_is_transposed else None
-        q_scale, row_shift = (room.rows(Float32, B, Hq, Sq) for _ in range(2))
-        k_scale = room.rows(Float32, B, Hkv, cute.ceil_div(Sk, self.spec.tile_n))
-        v_scale, v_mean = (room.rows(Float32, B, Hkv, self.spec.dv) if self.v_is_transposed else None for _ in range(2))
+        Dv, workspace = call.v.shape[3], QuantWorkspace(call.scratch8.iterator)
+        q, k = (workspace.rows(Uint8, B, heads, S, self.spec.d) for heads, S in ((Hq, Sq), (Hkv, Sk)))
+        v = workspace.rows(Uint8, B, Hkv, Dv, cute.round_up(Sk, len(KEY_ORDER))) if self.v_is_transposed else None
+        q_scale, row_shift = (workspace.rows(Float32, B, Hq, Sq) for _ in range(2))
+        k_scale = workspace.rows(Float32, B, Hkv, cute.ceil_div(Sk, self.spec.tile_n))
+        v_scale, v_mean = (
+            workspace.rows(Float32, B, Hkv, self.spec.dv) if self.v_is_transposed else None for _ in range(2)
+        )
         return QuantizedOperands(q, k, v, q_scale, k_scale, v_scale, row_shift, v_mean)
 
 

@@ -36,13 +36,17 @@ class VarlenFeature(KernelFeatures):
     @property
     def wanted(self) -> tuple[TileListSpec, ...]:
         """Tile lists required by the tile addressing of the kernel kind."""
-        keys, scratch = (
+        key_list, workspace_list = (
             TileListSpec("keys", True, self.spec.tile_n),
             TileListSpec("scratch", False, BLOCK, is_sorted=False),
         )
         if not self.spec.is_backward:
             return (TileListSpec("rows", False, self.spec.tile_m),)
-        return (TileListSpec("rows", False, WARPGROUP), keys, scratch) if self.spec.in_parts else (keys, scratch)
+        return (
+            (TileListSpec("rows", False, WARPGROUP), key_list, workspace_list)
+            if self.spec.in_parts
+            else (key_list, workspace_list)
+        )
 
     def given(self, call: object) -> VarlenInputs:
         return VarlenInputs(call.lengths.cu_q, call.lengths.cu_k, call.lengths.used_k, call.q.shape[2], call.k.shape[2])
@@ -52,14 +56,14 @@ class VarlenFeature(KernelFeatures):
 
         Each list has a head of a sector, followed by the entries.
         """
-        given, start, lists = self.given(call), call.lengths.lists.iterator, {}
-        for one in self.wanted:
-            room = (given.keys if one.of_keys else given.rows) // one.size + given.sequences
-            first = cute.make_ptr(Int32, (start + ENTRY).toint(), cute.AddressSpace.gmem, assumed_align=16)
-            entries = cute.make_tensor(first, cute.make_layout((room, ENTRY), stride=(ENTRY, 1)))
-            lists[one.name] = VarlenTileList(entries, cute.make_tensor(start, cute.make_layout(2)))
-            start = start + (room + 1) * ENTRY
-        return VarlenAddressing(**lists, total_keys=given.keys)
+        inputs, start, lists = self.given(call), call.lengths.lists.iterator, {}
+        for list_spec in self.wanted:
+            capacity = (inputs.keys if list_spec.of_keys else inputs.rows) // list_spec.size + inputs.sequences
+            first_entry = cute.make_ptr(Int32, (start + ENTRY).toint(), cute.AddressSpace.gmem, assumed_align=16)
+            entries = cute.make_tensor(first_entry, cute.make_layout((capacity, ENTRY), stride=(ENTRY, 1)))
+            lists[list_spec.name] = VarlenTileList(entries, cute.make_tensor(start, cute.make_layout(2)))
+            start = start + (capacity + 1) * ENTRY
+        return VarlenAddressing(**lists, total_keys=inputs.keys)
 
 
 class TileListsThenKernel:
@@ -70,8 +74,8 @@ class TileListsThenKernel:
 
     @cute.jit
     def launch(self, call: object, stream: cuda.CUstream):
-        of = self.seams
-        TileListKernel(of.wanted)(of.given(call), of.pieces(call), of.walk(call), stream)
+        features = self.seams
+        TileListKernel(features.wanted)(features.given(call), features.pieces(call), features.walk(call), stream)
         if call.num_ctas > 0:
             # `super` has explicit arguments, because the DSL compiles a copy of this function, and the copy belongs to
             # no class.

@@ -39,8 +39,8 @@ class OutputAccumulator:
         """Accumulator values of a thread, as (2, columns)."""
         return rows_and_columns(self.acc)
 
-    def clear(self, run: BlockRange) -> None:
-        """Reset O for the next tile, whose KV blocks are given by `run`. The previous O has already been stored."""
+    def clear(self, kv_range: BlockRange) -> None:
+        """Reset O for the next tile, whose KV blocks are `kv_range`. The previous O has already been stored."""
         self.acc.fill(0.0)
 
     def add(self, P: cute.Tensor, V: cute.Tensor) -> None:
@@ -56,7 +56,7 @@ class OutputAccumulator:
         """
         rows.rescale(self.values)
 
-    def close(self, run: BlockRange) -> None:
+    def close(self, kv_range: BlockRange) -> None:
         """Finish O after the last product."""
 
 
@@ -73,13 +73,15 @@ class PromotedOutput(OutputAccumulator):
     most: int  # maximum number of blocks between promotions
 
     @classmethod
-    def create(cls, make_pv: Callable[[], cute.TiledMma], dv: int, room: cute.Tensor, tile_n: int) -> PromotedOutput:
+    def create(
+        cls, make_pv: Callable[[], cute.TiledMma], dv: int, smem_out: cute.Tensor, tile_n: int
+    ) -> PromotedOutput:
         """Create the accumulator.
 
         Args:
             make_pv: returns the tiled MMA of the product P V.
             dv: head dim of V.
-            room: shared-memory buffer through which O is later stored.
+            smem_out: shared-memory buffer through which O is later stored.
             tile_n: keys of a block.
         """
         plain = OutputAccumulator.create(make_pv, dv)
@@ -87,17 +89,17 @@ class PromotedOutput(OutputAccumulator):
         thread = cute.arch.thread_idx()[0] % sm90.WARPGROUP
         # Each warp's rows are contiguous, and each warp stores its rows independently.
         warp, lane = thread // sm90.WARP, thread % sm90.WARP
-        start = cute.recast_ptr(room.iterator, dtype=Int32).toint() + (warp * pairs * sm90.WARP + lane * WORDS) * 4
+        start = cute.recast_ptr(smem_out.iterator, dtype=Int32).toint() + (warp * pairs * sm90.WARP + lane * WORDS) * 4
         pointer = cute.make_ptr(Int32, start, cute.AddressSpace.smem, assumed_align=16)
         layout = cute.make_layout((WORDS, pairs // WORDS), stride=(1, sm90.WARP * WORDS))
         total, kept = cute.make_tensor(pointer, layout), cute.make_rmem_tensor((ROWS,), Float32)
         return cls(plain.product, plain.acc, total, kept, LONGEST_SUM // tile_n)
 
     @cute.jit
-    def clear(self, run: BlockRange):
+    def clear(self, kv_range: BlockRange):
         self.acc.fill(0.0)
         self.kept.fill(1.0)
-        if run.count > self.most:
+        if kv_range.count > self.most:
             words = cute.make_rmem_tensor((WORDS,), Int32)
             words.fill(0)
             for i in cutlass.range_constexpr(cute.size(self.total, mode=[1])):
@@ -127,8 +129,8 @@ class PromotedOutput(OutputAccumulator):
             cute.autovec_copy(words, self.total[None, i])
 
     @cute.jit
-    def close(self, run: BlockRange):
-        if run.count > self.most:
+    def close(self, kv_range: BlockRange):
+        if kv_range.count > self.most:
             words = cute.make_rmem_tensor((WORDS,), Int32)
             for i in cutlass.range_constexpr(cute.size(self.total, mode=[1])):
                 cute.autovec_copy(self.total[None, i], words)

@@ -46,8 +46,8 @@ class NoScaling:
     The class has no fields, so a kernel needs no argument.
     """
 
-    def softmax(self, scale_log2: Float32, chain: ScorePipeline) -> OnlineSoftmax:
-        return OnlineSoftmax.create(scale_log2, chain)
+    def softmax(self, scale_log2: Float32, score_pipeline: ScorePipeline) -> OnlineSoftmax:
+        return OnlineSoftmax.create(scale_log2, score_pipeline)
 
 
 @dataclass(frozen=True)
@@ -62,20 +62,20 @@ class OnlineSoftmax:
     natural_units: bool  # True if scores are in natural units
 
     @classmethod
-    def create(cls, scale_log2: Float32, chain: ScorePipeline) -> OnlineSoftmax:
+    def create(cls, scale_log2: Float32, score_pipeline: ScorePipeline) -> OnlineSoftmax:
         row_max, row_sum, correction = (cute.make_rmem_tensor((ROWS,), Float32) for _ in range(3))
         row_max.fill(-Float32.inf)
         row_sum.fill(0.0)
         coarse_scale = (scale_log2.bitcast(Int32) & SIGN_AND_EXPONENT).bitcast(Float32)
-        return cls(row_max, row_sum, correction, scale_log2, coarse_scale, chain.natural_units)
+        return cls(row_max, row_sum, correction, scale_log2, coarse_scale, score_pipeline.natural_units)
 
-    def at(self, tile: Tile, row: Int32, pieces: TileGrid) -> OnlineSoftmax:
+    def at(self, tile: Tile, row: Int32, tile_grid: TileGrid) -> OnlineSoftmax:
         """Return the softmax state for the rows `row` and `row` + 8 of a tile.
 
         Args:
             tile: the tile.
             row: first row of the thread.
-            pieces: tile grid of the tile.
+            tile_grid: tile grid of the tile.
         """
         return self
 
@@ -84,7 +84,11 @@ class OnlineSoftmax:
 
     @cute.jit
     def step(
-        self, acc_S: cute.Tensor, first: cutlass.Constexpr[bool], masked: cutlass.Constexpr[bool], given: object = None
+        self,
+        acc_S: cute.Tensor,
+        first: cutlass.Constexpr[bool],
+        masked: cutlass.Constexpr[bool],
+        max_values: object = None,
     ):
         """Convert a block of scores to probabilities, and update the running state and `correction`.
 
@@ -92,7 +96,7 @@ class OnlineSoftmax:
             acc_S: (2, cols), scores before the call and probabilities after the call.
             first: True for the first block of a tile.
             masked: True if scores may be -inf.
-            given: see scaled.ScaledSoftmax.
+            max_values: see scaled.ScaledSoftmax.
         """
         for r in cutlass.range_constexpr(ROWS):
             old_max = self.row_max[r]
@@ -173,18 +177,22 @@ class OnlineSoftmax:
                 acc_O[r, c] = acc_O[r, c] * self.correction[r]
 
     @cute.jit
-    def finish(self, acc_O: cute.Tensor, scale: Float32, chain: ScorePipeline) -> cute.Tensor:
+    def finish(self, acc_O: cute.Tensor, scale: Float32, score_pipeline: ScorePipeline) -> cute.Tensor:
         """Normalize O and return the LSE.
 
         Args:
             acc_O: output (2, cols).
             scale: softmax scale.
-            chain: stages of the scores.
+            score_pipeline: stages of the scores.
 
         Returns:
             The LSE (2,), natural log.
         """
-        lse, kept, extra = cute.make_rmem_tensor((ROWS,), Float32), chain.keep_probability, chain.extra_logit()
+        lse, keep_probability, extra = (
+            cute.make_rmem_tensor((ROWS,), Float32),
+            score_pipeline.keep_probability,
+            score_pipeline.extra_logit(),
+        )
         for r in cutlass.range_constexpr(ROWS):
             total, top, share = self.total(r), self.row_max[r] * scale, Float32(1.0)
             if cutlass.const_expr(extra is not None):
@@ -193,8 +201,8 @@ class OnlineSoftmax:
                 share = cute.math.exp(top - base, fastmath=True)  # weight of the keys relative to the new maximum
                 total, top = total * share + cute.math.exp(extra - base, fastmath=True), base
             inverse = 0.0 if total == 0.0 else cute.arch.rcp_approx(total) * share
-            if cutlass.const_expr(kept is not None):
-                inverse = inverse * kept.inverse
+            if cutlass.const_expr(keep_probability is not None):
+                inverse = inverse * keep_probability.inverse
             lse[r] = top + cute.math.log(total, fastmath=True)
             for c in cutlass.range_constexpr(cute.size(acc_O, mode=[1])):
                 acc_O[r, c] = acc_O[r, c] * inverse
@@ -232,10 +240,10 @@ class OnlineSoftmax:
 def row_reduce(acc: cute.Tensor, row: int, combine):
     """Reduce one row of a thread's fragment in four independent chains, so that latencies overlap."""
     columns = cute.size(acc, mode=[1])
-    chains = [acc[row, c] for c in range(4)]
+    partials = [acc[row, c] for c in range(4)]
     for c in range(4, columns):
-        chains[c % 4] = combine(chains[c % 4], acc[row, c])
-    return combine(combine(chains[0], chains[1]), combine(chains[2], chains[3]))
+        partials[c % 4] = combine(partials[c % 4], acc[row, c])
+    return combine(combine(partials[0], partials[1]), combine(partials[2], partials[3]))
 
 
 @cute.jit

@@ -66,11 +66,18 @@ class WarpRows:
 
     @classmethod
     def create(
-        cls, element: Element, tile_n: int, dv: int, scale_log2: Float32, chain: ScorePipeline, row: Int32
+        cls, element: Element, tile_n: int, dv: int, scale_log2: Float32, score_pipeline: ScorePipeline, row: Int32
     ) -> WarpRows:
         """Create cleared accumulators and the softmax state of a slab."""
         S, out = sm80.accumulator(tile_n), sm80.accumulator(dv)
-        return cls(S, out, fragments.OperandA.create(S, element), OnlineSoftmax.create(scale_log2, chain), chain, row)
+        return cls(
+            S,
+            out,
+            fragments.OperandA.create(S, element),
+            OnlineSoftmax.create(scale_log2, score_pipeline),
+            score_pipeline,
+            row,
+        )
 
     @property
     def scores(self) -> cute.Tensor:
@@ -115,14 +122,14 @@ class ForwardSm80(ForwardCall):
         The tile counter and the number of CTAs in the call are for the Hopper kernels and are not used.
         """
         B, Hq, Sq = call.lse.shape
-        pieces = self.seams.pieces(call)
-        num_m_blocks = pieces.most_blocks_of_rows(Sq, self.tile_m)
+        addressing = self.seams.pieces(call)
+        num_m_blocks = addressing.most_blocks_of_rows(Sq, self.tile_m)
         kv_head_bytes = Int64(call.k.shape[2]) * ((self.d + self.dv) * self.element.bytes)
         section = TileScheduler.heads_per_l2_group(kv_head_bytes, num_m_blocks, Hq // call.k.shape[1], B * Hq)
         tensors = (call.q, call.k, call.v, call.o, call.lse)
-        seams = (pieces, self.seams.walk(call), self.seams.chain(call))
+        feature_args = (addressing, self.seams.walk(call), self.seams.chain(call))
         self.seams.launch_preprocess(call, stream)
-        self.kernel(*tensors, call.scales, section, *seams).launch(
+        self.kernel(*tensors, call.scales, section, *feature_args).launch(
             grid=(num_m_blocks * B * Hq, 1, 1), block=(self.spec.threads, 1, 1), stream=stream
         )
 
@@ -136,19 +143,19 @@ class ForwardSm80(ForwardCall):
         mLSE: cute.Tensor,
         scales: SoftmaxScale,
         section: Int32,
-        pieces: TileAddressing,
-        walk: BlockIterator,
-        chain: ScorePipeline,
+        addressing: TileAddressing,
+        block_iterator: BlockIterator,
+        score_pipeline: ScorePipeline,
     ):
         """Compute a tile: load Q, run the mainloop, and store O and LSE."""
         B, Hq, Sq = mLSE.shape
         num_m_blocks, longest_first = (
-            pieces.blocks_of_rows(Sq, self.tile_m),
-            walk.tile_lengths_vary or pieces.tile_lengths_vary,
+            addressing.blocks_of_rows(Sq, self.tile_m),
+            block_iterator.tile_lengths_vary or addressing.tile_lengths_vary,
         )
         order = TileScheduler(longest_first, num_m_blocks, Hq, B * Hq, section)
-        launch = pieces.of_rows(order, SeqlenInfo(Sq, mK.shape[2]), mK.shape[1])
-        tile = launch.only_tile(cute.arch.block_idx()[0])
+        tile_grid = addressing.of_rows(order, SeqlenInfo(Sq, mK.shape[2]), mK.shape[1])
+        tile = tile_grid.only_tile(cute.arch.block_idx()[0])
         first_row = tile.block * self.tile_m
 
         smem = cutlass.memory.SmemAllocator()
@@ -156,52 +163,54 @@ class ForwardSm80(ForwardCall):
         q, o = sm80.SmemTile(start, self.tile_m, self.d), sm80.SmemTile(start, self.tile_m, self.dv)
         k = sm80.SmemTile(start + max(q.bytes, o.bytes), self.tile_n, self.d)
         v = sm80.SmemTile(k.start + k.bytes, self.tile_n, self.dv)
-        mover = sm80.SmemCopier(self.spec.threads, self.element, self.elementwise)
-        chain = chain.shared(smem, self.form)
-        keys = KvStages(mover, tile.keys(mK), tile.keys(mV), k, v, chain.begin_tile_load(tile, tile.head))
+        copier = sm80.SmemCopier(self.spec.threads, self.element, self.elementwise)
+        score_pipeline = score_pipeline.shared(smem, self.form)
+        kv_stages = KvStages(
+            copier, tile.keys(mK), tile.keys(mV), k, v, score_pipeline.begin_tile_load(tile, tile.head)
+        )
 
         slab = cute.arch.make_warp_uniform(cute.arch.warp_idx()) * self.spec.slabs  # the warp's first slab
-        lane, scales = cute.arch.lane_idx(), chain.scales(scales)
+        lane, scales = cute.arch.lane_idx(), score_pipeline.scales(scales)
         slabs = []
         for i in cutlass.range_constexpr(self.spec.slabs):
             row = first_row + (slab + i) * SLAB + lane // 4
-            here = chain.hold(self.tile_n)
-            here = here.at(
+            tile_stages = score_pipeline.hold(self.tile_n)
+            tile_stages = tile_stages.at(
                 ScoreCoord(tile.sizes, self.tile_n, row, lane % 4 * 2, tile.sequence, tile.head, by_row=True)
             )
-            slabs.append(WarpRows.create(self.element, self.tile_n, self.dv, scales.log2, here, row))
+            slabs.append(WarpRows.create(self.element, self.tile_n, self.dv, scales.log2, tile_stages, row))
         left_q = sm80.LdmatrixView.create(q, self.element.dtype, "A", first_row=slab * SLAB)
 
-        mover.load(tile.rows(mQ), first_row, q)
-        self.attend(walk.at(tile.sizes, self.tile_m, self.tile_n), tile, keys, first_row, left_q, slabs)
+        copier.load(tile.rows(mQ), first_row, q)
+        self.attend(block_iterator.at(tile.sizes, self.tile_m, self.tile_n), tile, kv_stages, first_row, left_q, slabs)
 
         for i in cutlass.range_constexpr(self.spec.slabs):
             lse = slabs[i].softmax.finish(slabs[i].output, scales.natural, slabs[i].chain)
             write_lse(mLSE, lse, tile, slabs[i].row)
             row = first_row + (slab + i) * SLAB
-            mover.store(slabs[i].out, tile.rows(mO), row, o, slab + i)
+            copier.store(slabs[i].out, tile.rows(mO), row, o, slab + i)
 
     @cute.jit
     def attend(
-        self, walk: BoundBlocks, tile: Tile, keys: KvStages, first_row: Int32, left_q: sm80.LdmatrixView,
+        self, bound_iterator: BoundBlocks, tile: Tile, kv_stages: KvStages, first_row: Int32, left_q: sm80.LdmatrixView,
         slabs: list[WarpRows]
     ):  # fmt: skip
         """Run the mainloop over all KV blocks visible to a row of the tile: the partial blocks first."""
         product = sm80.MmaProduct.create(self.element.dtype)
-        right_k = sm80.LdmatrixView.create(keys.k, self.element.dtype, "B")
-        right_v = sm80.LdmatrixView.create(keys.v, self.element.dtype, "B", transposed=True)
-        run = walk.keys_of_rows(tile, first_row)
-        masked = run.num_masked
-        keys.load_k(run.nth(0), whole=False)
+        right_k = sm80.LdmatrixView.create(kv_stages.k, self.element.dtype, "B")
+        right_v = sm80.LdmatrixView.create(kv_stages.v, self.element.dtype, "B", transposed=True)
+        kv_range = bound_iterator.keys_of_rows(tile, first_row)
+        num_masked = kv_range.num_masked
+        kv_stages.load_k(kv_range.nth(0), whole=False)
         sm80.arrive()
-        for j in cutlass.range(run.count, unroll=1):
-            block = run.nth(j)
-            keys.load_v(block, j, whole=False)
+        for j in cutlass.range(kv_range.count, unroll=1):
+            block = kv_range.nth(j)
+            kv_stages.load_v(block, j, whole=False)
             product.scores(tuple(slab.S for slab in slabs), left_q, right_k)
             sm80.arrive()
-            if run.more(j):
-                keys.load_k(run.after(j), whole=run.tail_first)
-            if j < masked:
+            if kv_range.more(j):
+                kv_stages.load_k(kv_range.after(j), whole=kv_range.tail_first)
+            if j < num_masked:
                 ask(slabs, block, j, masked=True)
             else:
                 ask(slabs, block, j, masked=False)
