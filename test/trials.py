@@ -88,14 +88,14 @@ class Extra:
         planes = (self.query_rows_of_batch, self.query_rows_of_head)
         return BlockSparseIterator(of_keys, BlockSparseLists(*queries, *planes, self.masked_turn, self.whole_turn))
 
-    def pieces(self, k: cute.Tensor) -> VarlenAddressing:
+    def tile_addressing(self, k: cute.Tensor) -> VarlenAddressing:
         rows, keys = VarlenTileList(self.row_tiles, self.row_head), VarlenTileList(self.key_tiles, self.key_head)
         return VarlenAddressing(
             rows, keys, VarlenTileList(self.scratch_tiles, self.scratch_head), total_keys=k.shape[2]
         )
 
 
-class TrialSeams(KernelFeatures):
+class TrialFeatures(KernelFeatures):
     """Features of a trial kernel: the block iterator and stage of the spec, followed by the stages of the trial."""
 
     stages: tuple[str, ...]
@@ -104,14 +104,14 @@ class TrialSeams(KernelFeatures):
     def short(self) -> bool:
         return "ragged" in self.stages
 
-    def pieces(self, call) -> TileAddressing:
-        return call.extra.pieces(call.k) if "ragged" in self.stages else super().pieces(call)
+    def tile_addressing(self, call) -> TileAddressing:
+        return call.extra.tile_addressing(call.k) if "ragged" in self.stages else super().tile_addressing(call)
 
-    def walk(self, call) -> BlockIterator:
-        return call.extra.lists if "listed" in self.stages else super().walk(call)
+    def block_iterator(self, call) -> BlockIterator:
+        return call.extra.lists if "listed" in self.stages else super().block_iterator(call)
 
-    def chain(self, call) -> ScorePipeline:
-        stages = super().chain(call).stages
+    def score_pipeline(self, call) -> ScorePipeline:
+        stages = super().score_pipeline(call).stages
         if "bits" in self.stages:
             stages = (
                 *stages,
@@ -169,9 +169,9 @@ def make_trial_kernel(spec: KernelSpec, *stages: str):
     base = type(kernel)
 
     def add_stages(part) -> None:
-        part_features = part.seams
-        kind = type("TrialSeams", (TrialSeams, type(part_features)), {"stages": stages})
-        part.seams = kind(part_features.element, part_features.spec, part_features.transposed)
+        part_features = part.features
+        kind = type("TrialFeatures", (TrialFeatures, type(part_features)), {"stages": stages})
+        part.features = kind(part_features.element, part_features.spec, part_features.transposed)
 
     class Forward(base):
         def fake_arguments(self) -> tuple:

@@ -233,7 +233,7 @@ void digest_in_torch(const ForwardCall& call, const CallFacts& p, const TensorCl
   copy_into(call.digest, op.result(0).get());
 }
 
-// Return the size of a plane's metadata; same formula as `numbers` of kernels/preprocess/mask.py.
+// Return the size of a plane's metadata; same formula as `metadata_size` of kernels/preprocess/mask.py.
 int64_t digest_numbers(int64_t rows, int64_t Sq, int64_t Sk, bool gradients) {
   constexpr int64_t kTile = 64, kTall = 192, kWords = 128;
   const int64_t lines = ceil_div(rows, kBlock), M = ceil_div(Sq, kBlock), N = ceil_div(Sk, kBlock),

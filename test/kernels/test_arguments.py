@@ -94,7 +94,7 @@ class MadeUp(KernelCall):
     """Kernel with two optional arguments and no launch, callable without a GPU."""
 
     def __init__(self, spec: KernelSpec):
-        self.spec, self.element = spec, KernelFeatures.of(spec).element
+        self.spec, self.element = spec, KernelFeatures.from_spec(spec).element
 
     def fake_tensors(self) -> dict[str, cute.Tensor]:
         return super().fake_tensors() | {"words": fake_vector(Int32, 16)}

@@ -167,7 +167,7 @@ def test_op_allocates_the_size_of_the_mask_metadata(sizes: tuple[int, int, int],
     digest = pytest.importorskip("torch_flashplug.kernels.preprocess.mask", reason="the DSL is needed")
     count_numbers = library.lib().flashplug_digest_numbers
     count_numbers.restype, count_numbers.argtypes = ctypes.c_int64, [*[ctypes.c_int64] * 3, ctypes.c_int]
-    assert count_numbers(*sizes, gradients) == digest.numbers(*sizes, gradients=gradients)
+    assert count_numbers(*sizes, gradients) == digest.metadata_size(*sizes, gradients=gradients)
 
 
 @pytest.mark.parametrize("gradients", [False, True])
@@ -178,7 +178,7 @@ def test_mask_preprocessing_matches_plain_torch(pack: Path, name: str, gradients
     mask = MASKS[name]()
     plain, rows = mask.view(torch.uint8).ne(0).flatten(0, 1), num_read_rows(mask)
     P, Sq, Sk = plain.shape
-    numbers = digest.numbers(rows, Sq, Sk, gradients=gradients)
+    numbers = digest.metadata_size(rows, Sq, Sk, gradients=gradients)
     scratch = torch.full((P * numbers + 4,), -7, dtype=torch.int32)
     kernel, output = on_cpu.load_kernel(pack, "digest"), scratch[:-4].view(*mask.shape[:2], numbers)
     kernel(mask[:, :, :rows].view(torch.uint8), output, Sq, ctypes.c_void_p(None))
@@ -189,7 +189,7 @@ def test_mask_preprocessing_matches_plain_torch(pack: Path, name: str, gradients
 def test_broadcast_mask_row_needs_little_metadata(Sq: int) -> None:
     """The bitmask of a broadcast row has at most an eighth of the mask's bytes, for any number of queries."""
     digest = pytest.importorskip("torch_flashplug.kernels.preprocess.mask", reason="the DSL is needed")
-    row_size, full_size = (digest.numbers(rows, Sq, 4096, gradients=False) for rows in (LISTED, Sq))
+    row_size, full_size = (digest.metadata_size(rows, Sq, 4096, gradients=False) for rows in (LISTED, Sq))
     assert row_size < full_size and (Sq < 300 or row_size * 4 <= Sq * 4096 / 8)
     assert Sq < 4096 or row_size * 100 <= Sq * 4096
 
@@ -201,7 +201,7 @@ def test_reference_preprocessing_matches_plain_torch(name: str, gradients: bool)
     digest = pytest.importorskip("torch_flashplug.kernels.preprocess.mask", reason="the DSL is needed")
     mask = MASKS[name]()
     metadata = mask_preprocess_reference.digest(
-        mask, digest.numbers(num_read_rows(mask), *mask.shape[2:], gradients=gradients)
+        mask, digest.metadata_size(num_read_rows(mask), *mask.shape[2:], gradients=gradients)
     )
     check_metadata(F.pad(metadata.flatten(), (0, 4), value=-7), mask.flatten(0, 1), num_read_rows(mask), gradients)
     if gradients:

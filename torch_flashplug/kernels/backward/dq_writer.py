@@ -24,7 +24,7 @@ from ..primitives.vector_access import QUAD, vector_at
 from ..tiling.tile import TileAddressing
 from .workspace import ADDED, CLEARED, UNITS, DqWorkspace, WorkspaceLayout, clear, count_up, wait_for_count
 
-ADDED_SLOTS = 4  # consumers may be two tiles ahead of a dQ writer
+ADDED_STAGES = 4  # consumers may be two tiles ahead of a dQ writer
 
 
 @dataclass(frozen=True)
@@ -41,39 +41,39 @@ class WorkspaceUnits:
 class DqWriter:
     """dQ writer: one of DQ_WRITERS warps, or the view of a warp that waits for the writers."""
 
-    scratch: DqWorkspace
-    ahead: WorkspaceLayout
+    workspace: DqWorkspace
+    layout: WorkspaceLayout
     kv_heads: Int32  # over the whole batch
     scale: Float32
     dQ: sm90.TmaOperand  # the operand's shared-memory buffer: (16, columns of a unit) for each writer
     matrices: cute.TiledCopy  # copies an accumulator with the columns of a unit into shared memory
     element: Element
-    ring: sm90.Pipeline  # pipeline of a single writer
-    slots: cute.Tensor  # (floats of a unit, stage)
-    pieces: TileAddressing
+    pipeline: sm90.Pipeline  # pipeline of a single writer
+    unit_stages: cute.Tensor  # (floats of a unit, stage)
+    addressing: TileAddressing
     added: sm90.Pipeline  # pipeline without bytes: consumers release a stage once the last dQ of a tile has been added
 
     @property
     def num_m_blocks(self) -> Int32:
-        return self.scratch.num_m_blocks
+        return self.workspace.num_m_blocks
 
     @cute.jit
-    def arrive(self, kv_head: Int32, which: int):
+    def increment_counter(self, kv_head: Int32, which: int):
         """Increment a counter of a KV head. A single warp calls `arrive`."""
         with cute.arch.elect_one():
-            count_up(self.scratch.counter(kv_head, which))
+            count_up(self.workspace.counter(kv_head, which))
 
     @cute.jit
-    def wait(self, kv_head: Int32, which: int, expected: Int32):
+    def wait_for_counter(self, kv_head: Int32, which: int, expected: Int32):
         """Wait for a counter of a KV head. The warp then passes the counted data on to TMA."""
-        wait_for_count(self.scratch.counter(kv_head, which), expected)
+        wait_for_count(self.workspace.counter(kv_head, which), expected)
         cute.arch.fence_proxy("async")
         cute.arch.sync_warp()
 
     @cute.jit
     def wait_cleared(self, kv_head: Int32):
         """Wait until the workspace of a KV head is cleared, before anything is added."""
-        self.wait(kv_head, CLEARED, self.ahead.portions * DQ_WRITERS)
+        self.wait_for_counter(kv_head, CLEARED, self.layout.portions * DQ_WRITERS)
 
     @cute.jit
     def run(self, tile_scheduler: sm90.DynamicTileScheduler, tile_coord: Callable, writer: Int32):
@@ -84,31 +84,31 @@ class DqWriter:
             tile_coord: function from tile index to (n_block, KV head, batch).
             writer: index of the writer.
         """
-        blocks = self.num_m_blocks * self.ahead.group  # blocks per KV head
+        blocks = self.num_m_blocks * self.layout.group  # blocks per KV head
         tile_count, fetched, tile_idx = Int32(0), Int32(0), tile_scheduler.receive(Int32(0))
         while tile_idx < tile_scheduler.total:
-            kv_head, portion = tile_idx // self.ahead.portions, tile_idx % self.ahead.portions
-            begin, end = blocks * portion // self.ahead.portions, blocks * (portion + 1) // self.ahead.portions
-            has_output, first_block = kv_head >= self.ahead.heads, (kv_head - self.ahead.heads) * blocks
+            kv_head, portion = tile_idx // self.layout.portions, tile_idx % self.layout.portions
+            begin, end = blocks * portion // self.layout.portions, blocks * (portion + 1) // self.layout.portions
+            has_output, first_block = kv_head >= self.layout.heads, (kv_head - self.layout.heads) * blocks
             units = WorkspaceUnits(Int64(first_block + begin) * UNITS, writer, (end - begin) * UNITS, fetched)
             if has_output:
-                self.wait(kv_head - self.ahead.heads, ADDED, self.ahead.portions)
+                self.wait_for_counter(kv_head - self.layout.heads, ADDED, self.layout.portions)
                 self.fetch_first(units)
-            if kv_head + self.ahead.heads < self.kv_heads:  # overlaps the latency of the loads above
-                head = kv_head + self.ahead.heads
-                start = self.scratch.unit((Int64(head) * blocks + begin) * UNITS)
+            if kv_head + self.layout.heads < self.kv_heads:  # overlaps the latency of the loads above
+                head = kv_head + self.layout.heads
+                start = self.workspace.unit((Int64(head) * blocks + begin) * UNITS)
                 thread = writer * sm90.WARP + cute.arch.lane_idx()
-                floats = (end - begin) * (UNITS * self.scratch.unit_floats)
+                floats = (end - begin) * (UNITS * self.workspace.unit_floats)
                 clear(start, floats, thread, DQ_WRITERS * sm90.WARP)
                 cute.arch.fence_proxy("async")
                 cute.arch.sync_warp()
-                self.arrive(head, CLEARED)
+                self.increment_counter(head, CLEARED)
             if has_output:
                 fetched = self.write(units, first_block + begin)
-            self.added.producer_wait(tile_count + ADDED_SLOTS)  # wait for the consumers of the tile
+            self.added.producer_wait(tile_count + ADDED_STAGES)  # wait for the consumers of the tile
             if writer == 0:
                 _, head, batch = tile_coord(tile_idx)
-                self.arrive(batch * (self.dQ.m.shape[2] // self.ahead.group) + head, ADDED)
+                self.increment_counter(batch * (self.dQ.m.shape[2] // self.layout.group) + head, ADDED)
             tile_count += 1
             tile_idx = tile_scheduler.receive(tile_count)
         cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory must outlive the last store
@@ -116,19 +116,22 @@ class DqWriter:
     @cute.jit
     def fetch_first(self, units: WorkspaceUnits):
         """Load as many units as there are stages."""
-        for n in cutlass.range_constexpr(self.ring.stages):
+        for n in cutlass.range_constexpr(self.pipeline.stages):
             self.fetch(units, units.begin + n * DQ_WRITERS, units.fetched + n)
 
     @cute.jit
     def fetch(self, units: WorkspaceUnits, unit: Int32, count: Int32):
         """Load a unit of the workspace, if the unit exists, into stage number `count`."""
         if unit < units.end:
-            self.ring.producer_acquire(count)
+            self.pipeline.producer_acquire(count)
             with cute.arch.elect_one():
-                source = vector_at(self.scratch.unit(units.first + unit), Float32, self.scratch.unit_floats)
+                source = vector_at(self.workspace.unit(units.first + unit), Float32, self.workspace.unit_floats)
                 atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
                 cute.copy(
-                    atom, source, self.slots[None, self.ring.stage_index(count)], mbar_ptr=self.ring.arrival(count)
+                    atom,
+                    source,
+                    self.unit_stages[None, self.pipeline.stage_index(count)],
+                    mbar_ptr=self.pipeline.arrival(count),
                 )
 
     @cute.jit
@@ -136,16 +139,16 @@ class DqWriter:
         """Write dQ of the units, and return the number of stages filled so far."""
         count = units.fetched
         for unit in cutlass.range(units.begin, units.end, DQ_WRITERS, unroll=1):
-            self.ring.consumer_wait(count)
+            self.pipeline.consumer_wait(count)
             cute.arch.cp_async_bulk_wait_group(0, read=True)  # the previous unit has left shared memory
             cute.arch.sync_warp()
-            self.convert(self.slots[None, self.ring.stage_index(count)])
+            self.convert(self.unit_stages[None, self.pipeline.stage_index(count)])
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.sync_warp()
-            self.ring.consumer_release(count)
-            self.fetch(units, unit + self.ring.stages * DQ_WRITERS, count + self.ring.stages)
+            self.pipeline.consumer_release(count)
+            self.fetch(units, unit + self.pipeline.stages * DQ_WRITERS, count + self.pipeline.stages)
             block = first_block + unit // UNITS
-            head, tile = block // self.num_m_blocks, self.pieces.block_of_scratch(block % self.num_m_blocks)
+            head, tile = block // self.num_m_blocks, self.addressing.block_of_scratch(block % self.num_m_blocks)
             slab = tile.block * (UNITS // 2) + unit % (UNITS // 2)
             out = tile.rows_of(self.dQ, head % self.dQ.m.shape[2], head // self.dQ.m.shape[2])
             tQsQ, tQgQ = out.tiles(self.dQ.s.shape, (None, None))
@@ -174,7 +177,7 @@ class DqWriter:
 
 
 @cute.jit
-def add_in_order(workspace: DqWorkspace, staged: sm90.Pipeline, staging: cute.Tensor, work, wg: Int32):
+def run_accumulator_warp(workspace: DqWorkspace, staged: sm90.Pipeline, staging: cute.Tensor, work, wg: Int32):
     """Run an accumulator warp, one per consumer warpgroup, in deterministic mode.
 
     The warp adds the four units of a step once all earlier KV blocks have added to these units. A step later, when the
@@ -184,24 +187,24 @@ def add_in_order(workspace: DqWorkspace, staged: sm90.Pipeline, staging: cute.Te
         workspace: dQ workspace.
         staged: pipeline of the staging buffers.
         staging: shared memory (floats, warp).
-        work: object with queue, pieces, group and run(tile).
+        work: object with tile_scheduler, tile_grid, group and query_range(tile).
         wg: index of the consumer warpgroup.
     """
     lane = cute.arch.lane_idx()
-    tile_count, step_count, tile_idx = Int32(0), Int32(0), work.queue.receive(Int32(0))
-    while tile_idx < work.pieces.total:
-        tile = work.pieces.tile(tile_idx, work.group)
-        query_range = work.run(tile)
+    tile_count, step_count, tile_idx = Int32(0), Int32(0), work.tile_scheduler.receive(Int32(0))
+    while tile_idx < work.tile_grid.total:
+        tile = work.tile_grid.tile(tile_idx, work.group)
+        query_range = work.query_range(tile)
         first_step, unit = step_count, Int32(0)
         for g in cutlass.range(work.group, unroll=1):
-            first_block = workspace.first_block(tile, g, work.pieces.order.heads)
+            first_block = workspace.first_block(tile, g, work.tile_grid.order.heads)
             head_range = query_range.of_head(g)
             subrange = head_range.whole()
             for j in cutlass.range(subrange.begin, subrange.end, unroll=1):
                 m_block = head_range.nth(j)
                 last_unit, unit = unit, (first_block + m_block) * UNITS + wg * 4 + lane
                 if lane < 4:
-                    wait_for_count(workspace.turn(unit), work.pieces.order.turn(tile.block, head_range, j))
+                    wait_for_count(workspace.unit_counter(unit), work.tile_grid.order.turn(tile.block, head_range, j))
                     cute.arch.fence_proxy("async")
                 cute.arch.sync_warp()
                 staged.producer_wait(step_count + 1)  # the unit has been written to the staging buffer
@@ -212,10 +215,10 @@ def add_in_order(workspace: DqWorkspace, staged: sm90.Pipeline, staging: cute.Te
                 staged.producer_commit(step_count)
                 if lane < 4 and step_count > first_step:
                     cute.arch.cp_async_bulk_wait_group(1)
-                    count_up(workspace.turn(last_unit))
+                    count_up(workspace.unit_counter(last_unit))
                 step_count += 1
         if lane < 4 and step_count > first_step:
             cute.arch.cp_async_bulk_wait_group(0)
-            count_up(workspace.turn(unit))
+            count_up(workspace.unit_counter(unit))
         tile_count += 1
-        tile_idx = work.queue.receive(tile_count)
+        tile_idx = work.tile_scheduler.receive(tile_count)

@@ -1,7 +1,7 @@
-"""Backward preprocess and postprocess kernels: row statistics before the main kernel (bwd_sm90, bwd_sm80), dQ after it.
+"""Backward preprocess and postprocess kernels, before and after the main kernel (sm90/backward.py, sm80/backward.py).
 
-The postprocess kernel converts dQ to 16 bits. Both kernels work on blocks of TILE_M query rows of a head, equal to the
-steps of the main kernel.
+The preprocess kernel computes the row statistics. The postprocess kernel converts dQ to 16 bits. Both
+kernels work on blocks of TILE_M query rows of a head, equal to the steps of the main kernel.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LOST = float(2**24)
 class WorkspaceClear:
     """Workspace to clear before the main kernel: the counters, and the dQ workspace of the first heads."""
 
-    scratch: cute.Tensor
+    workspace: cute.Tensor
     heads: Int32  # KV heads over the whole batch; the main kernel clears the remaining heads
     group: Int32
     portions: Int32
@@ -74,9 +74,9 @@ class BackwardPreprocess:
         self,
         inputs: RowStatsInputs,
         mRows: cute.Tensor,  # (B, Hq, 2, blocks * TILE_M) fp32
-        mScratch: cute.Tensor | None,  # workspace of the main kernel (scratch.Scratch)
+        mScratch: cute.Tensor | None,  # dQ workspace (DqWorkspace)
         workspace_layout: WorkspaceLayout | None,
-        keep_probability: DropoutScale | None,  # kept share of P (Chain)
+        keep_probability: DropoutScale | None,  # kept share of P
         addressing: TileAddressing,
         stream: cuda.CUstream,
     ):
@@ -158,13 +158,13 @@ class BackwardPreprocess:
         """
         thread = cute.arch.thread_idx()[0]
         heads = cute.arch.grid_dim()[0] // blocks
-        workspace = DqWorkspace(clearing.scratch.iterator, blocks, heads, self.unit_floats)
+        workspace = DqWorkspace(clearing.workspace.iterator, blocks, heads, self.unit_floats)
         first = (linear * blocks + block) * UNITS
         kv_head, early = linear // clearing.group, linear // clearing.group < clearing.heads
         if early:
             clear(workspace.unit(first), UNITS * self.unit_floats, thread, WARPGROUP)
         if thread < UNITS:
-            cute.arch.store(workspace.turn(first + thread), Int32(0))
+            cute.arch.store(workspace.unit_counter(first + thread), Int32(0))
         if linear % clearing.group == 0 and block == 0 and thread == 0:
             cleared = clearing.portions * DQ_WRITERS if early else Int32(0)
             cute.arch.store(workspace.counter(kv_head, CLEARED), cleared)
@@ -174,7 +174,7 @@ class BackwardPreprocess:
 class BackwardPostprocess:
     """Backward postprocess: dQ = scale * workspace, from register order into rows, for the last heads or for all heads.
 
-    In a unit of the workspace (scratch.Scratch) the four lanes of a quad hold all eight columns of two rows: 64
+    In a unit of the workspace (DqWorkspace) the four lanes of a quad hold all eight columns of two rows: 64
     consecutive bytes.
     """
 
@@ -192,7 +192,7 @@ class BackwardPostprocess:
     def __call__(
         self,
         mScratch: cute.Tensor,
-        mRows: cute.Tensor,  # as in PrepareBackward
+        mRows: cute.Tensor,  # (B, Hq, 2, blocks * TILE_M) fp32
         mdQ: cute.Tensor,
         scale: Float32,
         workspace_layout: WorkspaceLayout,
@@ -300,11 +300,11 @@ def exponentiate(scores: cute.Tensor, lse_log2: cute.Tensor | tuple[Float32, ...
 class ScoreDerivative:
     """Derivative of score modifications, as required by the gradients."""
 
-    slope: Callable  # Chain.slope
+    slope: Callable  # ScorePipeline.slope
     lse_log2: cute.Tensor | tuple[Float32, ...]  # LSE of each query
 
     @classmethod
-    def of(cls, score_pipeline: ScorePipeline, lse_log2: Callable) -> ScoreDerivative | None:
+    def create(cls, score_pipeline: ScorePipeline, lse_log2: Callable) -> ScoreDerivative | None:
         """Return the derivative, or None if no score stage has a derivative.
 
         Args:
@@ -330,7 +330,7 @@ def differentiate(
         delta: delta of each query.
         dS: destination, which may be P or dP.
         raised: P is larger by this power of two.
-        signed: dropped elements of P are negative (Chain.signed), with a dP of 0.
+        signed: dropped elements of P are negative (ScorePipeline.signed), with a dP of 0.
         score_derivative: derivative of the score modifications, if any.
     """
     for query in cutlass.range_constexpr(cute.size(P, mode=[1])):

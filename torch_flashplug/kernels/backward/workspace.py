@@ -20,7 +20,7 @@ CLEARED, ADDED = 0, 1  # counters of a KV head
 
 @dataclass(frozen=True)
 class WorkspaceLayout:
-    """Distance in KV heads between the dQ writers and the steps. The writers clear ahead and write behind.
+    """Distance in KV heads between the dQ writers and the steps. The writers clear later heads and write earlier heads.
 
     Tile number c belongs to about KV head c // portions, because tiles are ordered within L2 groups of heads. The
     writers of tile c clear a portion of the workspace of head c // portions + heads, and write the same portion of head
@@ -74,12 +74,12 @@ class DqWorkspace:
         cute.arch.inline_ptx(text, read_only_args=[target, floats.iterator.toint(), size])
         cute.arch.cp_async_bulk_commit_group()
 
-    def turn(self, unit: Int32 | Int64) -> cute.Pointer:
+    def unit_counter(self, unit: Int32 | Int64) -> cute.Pointer:
         """Return the pointer to the counter of a unit."""
         return cute.recast_ptr(self.unit(self.units), dtype=Int32) + unit
 
     def counter(self, kv_head: Int32, which: int) -> cute.Pointer:
-        return self.turn(self.units) + (2 * kv_head + which)
+        return self.unit_counter(self.units) + (2 * kv_head + which)
 
 
 @cute.jit

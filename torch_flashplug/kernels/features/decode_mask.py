@@ -30,7 +30,7 @@ from .base import KernelFeatures
 if TYPE_CHECKING:
     from ..decode.pack_gqa import DecodeTile
 
-# Capacity of the list, stored beside the barriers (spec.BARRIER_BYTES). A longer list would leave space for only a
+# Capacity of the list, stored beside the barriers (kernel_spec.py). A longer list would leave space for only a
 # single CTA per SM instead of two.
 GROUPS = 352
 LANES = 4  # lanes of a warp at the keys of a block. The lanes of a quad hold the same score rows
@@ -43,10 +43,10 @@ TRUES = 0x01010101  # a word of four visible keys
 class DecodeMaskFeature(KernelFeatures):
     """Kernel feature for decode with a bool mask."""
 
-    def walk(self, call: object) -> DecodeMaskIterator:
+    def block_iterator(self, call: object) -> DecodeMaskIterator:
         return DecodeMaskIterator(call.mask)
 
-    def visible(self, call: object) -> ScoreStage:
+    def masking_stage(self, call: object) -> ScoreStage:
         """Return the stage that applies the mask. No byte is loaded for keys beyond the end."""
         return DecodeMaskStage(call.mask)
 
@@ -61,7 +61,7 @@ class MaskRow:
     query: Int32
 
     @classmethod
-    def of(cls, mask: cute.Tensor, batch: Int32, head: Int32, query: Int32) -> MaskRow:
+    def create(cls, mask: cute.Tensor, batch: Int32, head: Int32, query: Int32) -> MaskRow:
         """Return a row of the mask.
 
         A head beyond the last uses the last head, and a single-head mask serves every head.
@@ -137,8 +137,8 @@ class BoundDecodeMask:
     tile_m: int
     tile_n: int
     # Shared memory, indexed by group:
-    seen: cute.Tensor | None = None  # (GROUPS / 32,) bits: whether some row sees a key of the group
-    hidden: cute.Tensor | None = None  # (GROUPS / 32,) bits: whether a key of the group is masked for some row
+    visible: cute.Tensor | None = None  # (GROUPS / 32,) bits: whether some row sees a key of the group
+    masked: cute.Tensor | None = None  # (GROUPS / 32,) bits: whether a key of the group is masked for some row
     groups: cute.Tensor | None = None  # (GROUPS,) visited groups: index times two, plus one if a key is masked
     count: cute.Tensor | None = None  # (1,) number of blocks in the visited groups
     may_mask = True
@@ -147,7 +147,7 @@ class BoundDecodeMask:
         visible, masked = (smem.allocate_tensor(Int32, cute.make_layout(GROUPS // WARP), 4) for _ in range(2))
         count = smem.allocate_tensor(Int32, cute.make_layout(1), 4)
         groups = smem.allocate_tensor(Uint16, cute.make_layout(GROUPS), 2)
-        return replace(self, seen=visible, hidden=masked, groups=groups, count=count)
+        return replace(self, visible=visible, masked=masked, groups=groups, count=count)
 
     def blocks(self, split: Int32, splits: Int32) -> Int32:
         """Return the number of blocks of a split: split, split + splits, and so on; at least one."""
@@ -163,7 +163,7 @@ class BoundDecodeMask:
         blocks, thread = self.blocks(decode_tile.split, decode_tile.splits), cute.arch.thread_idx()[0]
         log, warp = self.log_size(blocks), cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if thread < GROUPS // WARP:
-            self.seen[thread] = self.hidden[thread] = 0
+            self.visible[thread] = self.masked[thread] = 0
         cute.arch.sync_threads()
         if by_vectors(self.mask):
             if one_for_all(self.mask):
@@ -174,7 +174,7 @@ class BoundDecodeMask:
             self.scan_mask(decode_tile, blocks, log, vectors=False)
         cute.arch.sync_threads()
         if warp == 0:
-            self.sort((blocks + (1 << log) - 1) >> log, log)
+            self.list_groups((blocks + (1 << log) - 1) >> log, log)
         cute.arch.sync_threads()
 
     @cute.jit
@@ -183,7 +183,7 @@ class BoundDecodeMask:
 
         Little code is fetched and executed before the first loads are in flight.
         """
-        mask_row, lane = MaskRow.of(self.mask, decode_tile.batch, Int32(0), Int32(0)), cute.arch.lane_idx()
+        mask_row, lane = MaskRow.create(self.mask, decode_tile.batch, Int32(0), Int32(0)), cute.arch.lane_idx()
         warp, warps = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.block_dim()[0] // WARP
         steps = self.tile_n // (LANES * BYTES)
         mask_words = cute.make_rmem_tensor((BYTES // 4, AT_ONCE, steps), Int32)
@@ -214,7 +214,7 @@ class BoundDecodeMask:
             for i in cutlass.range_constexpr(AT_ONCE):
                 task = first + i * warps
                 head, query = decode_tile.place(begin + task % num_rows)
-                mask_row = MaskRow.of(self.mask, decode_tile.batch, head, query)
+                mask_row = MaskRow.create(self.mask, decode_tile.batch, head, query)
                 block = (task // num_rows * BLOCKS + lane // LANES) * decode_tile.splits + decode_tile.split
                 for step in cutlass.range_constexpr(steps):
                     key = block * self.tile_n + (step * LANES + lane % LANES) * BYTES
@@ -243,19 +243,19 @@ class BoundDecodeMask:
         if lane % LANES == 0 and block < blocks:
             word, bit = (block >> log) // WARP, Int32(1) << (block >> log) % WARP
             if visible != 0:
-                cute.arch.atomic_or(self.seen.iterator + word, bit, sem="relaxed", scope="cta")
+                cute.arch.atomic_or(self.visible.iterator + word, bit, sem="relaxed", scope="cta")
             if masked != 0:
-                cute.arch.atomic_or(self.hidden.iterator + word, bit, sem="relaxed", scope="cta")
+                cute.arch.atomic_or(self.masked.iterator + word, bit, sem="relaxed", scope="cta")
 
     @cute.jit
-    def sort(self, groups: Int32, log: Int32):
+    def list_groups(self, groups: Int32, log: Int32):
         """Build the list of groups with visible keys, in order. A single warp calls `sort`.
 
         Without any visible key, the list contains a single group, whose bits mask all scores.
         """
         lane, num_visible = cute.arch.lane_idx(), Int32(0)
         for first in cutlass.range(0, groups, WARP, unroll=1):
-            visible, masked = self.seen[first // WARP], self.hidden[first // WARP] >> lane & 1
+            visible, masked = self.visible[first // WARP], self.masked[first // WARP] >> lane & 1
             if (visible >> lane & 1) != 0:
                 before = cute.arch.popc(visible & ((Int32(1) << lane) - 1))
                 self.groups[num_visible + before] = Uint16((first + lane) * 2 + masked)
@@ -299,12 +299,14 @@ class DecodeMaskStage(ScoreStage):
     """Score stage for the mask: masked scores become -inf. Each thread of a quad loads 16 keys of the quad's rows."""
 
     mask: cute.Tensor
-    now: cute.Tensor | None = None  # (4, 2, words of a block / 2) registers: mask bytes of the two rows of a thread
+    mask_words: cute.Tensor | None = (
+        None  # (4, 2, words of a block / 2) registers: mask bytes of the two rows of a thread
+    )
     place: ScoreCoord | None = None
 
     def hold(self, columns: int) -> ScoreStage:
         assert columns % (2 * WARP) == 0, "threads of a row have 16 keys each"
-        return replace(self, now=cute.make_rmem_tensor((BYTES // 4, 2, columns // (2 * WARP)), Int32))
+        return replace(self, mask_words=cute.make_rmem_tensor((BYTES // 4, 2, columns // (2 * WARP)), Int32))
 
     def at(self, place: ScoreCoord) -> ScoreStage:
         """Return the stage for a tile.
@@ -314,10 +316,10 @@ class DecodeMaskStage(ScoreStage):
         """
         return replace(self, place=place)
 
-    def line(self, row: Int32) -> MaskRow:
+    def mask_row(self, row: Int32) -> MaskRow:
         """Return the mask row of a packed row. Results of rows beyond the last row are discarded."""
         Sq = self.place.sizes.Sq
-        return MaskRow.of(self.mask, self.place.batch, self.place.head + row // Sq, row % Sq)
+        return MaskRow.create(self.mask, self.place.batch, self.place.head + row // Sq, row % Sq)
 
     @cute.jit
     def begin(self, block: Int32):
@@ -331,16 +333,16 @@ class DecodeMaskStage(ScoreStage):
     def fetch(self, block: Int32, vectors: cutlass.Constexpr[bool]):
         lane = cute.arch.lane_idx()
         row = self.place.row + cute.arch.thread_idx()[0] // WARP * SLAB + lane // LANES
-        for part in cutlass.range_constexpr(cute.size(self.now, mode=[2])):
+        for part in cutlass.range_constexpr(cute.size(self.mask_words, mode=[2])):
             key = block * self.place.block + part * 2 * WARP + lane % LANES * BYTES
-            self.line(row).load(key, self.now[None, 0, part], vectors)
+            self.mask_row(row).load(key, self.mask_words[None, 0, part], vectors)
             if not one_for_all(self.mask):
-                self.line(row + SLAB // 2).load(key, self.now[None, 1, part], vectors)
+                self.mask_row(row + SLAB // 2).load(key, self.mask_words[None, 1, part], vectors)
 
     @cute.jit
     def words(self, r: int, part: int) -> tuple[Int32, Int32]:
         """Return the bits of 64 keys of a row, from the four parts that a quad holds."""
-        lane, bytes_ = cute.arch.lane_idx(), [self.now[word, r, part] for word in range(BYTES // 4)]
+        lane, bytes_ = cute.arch.lane_idx(), [self.mask_words[word, r, part] for word in range(BYTES // 4)]
         bits = bits_of_words(bytes_)
         peer_bits = cute.arch.shuffle_sync_bfly(bits, offset=1)
         low, high = (cutlass.select_(lane % 2 == 0, a, b) for a, b in ((bits, peer_bits), (peer_bits, bits)))
@@ -351,7 +353,7 @@ class DecodeMaskStage(ScoreStage):
     @cute.jit
     def apply(self, S: cute.Tensor, block: Int32, count: Int32 | None):
         columns = WARP // 4  # columns of a thread per word
-        for part in cutlass.range_constexpr(cute.size(self.now, mode=[2])):
+        for part in cutlass.range_constexpr(cute.size(self.mask_words, mode=[2])):
             of_rows = cute.make_rmem_tensor((2, 2), Int32)
             of_rows[0, 0], of_rows[0, 1] = self.words(0, part)
             if one_for_all(self.mask):

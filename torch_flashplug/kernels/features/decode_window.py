@@ -25,11 +25,11 @@ from .window import WindowFeature
 class DecodeWindowFeature(WindowFeature):
     """Kernel feature for decode with a sliding window."""
 
-    def walk(self, call: object) -> SlidingWindow:
+    def block_iterator(self, call: object) -> SlidingWindow:
         return DecodeWindowIterator(call.limits.left, call.limits.right, call.limits.bottom_right, call.split_size)
 
-    def visible(self, call: object) -> SlidingWindowStage:
-        return DecodeWindowStage(super().walk(call), call.sinks)
+    def masking_stage(self, call: object) -> SlidingWindowStage:
+        return DecodeWindowStage(super().block_iterator(call), call.sinks)
 
 
 @dataclass(frozen=True)

@@ -36,23 +36,23 @@ GROUP = 16
 class PageTable:
     """Block table and KV lengths of all sequences."""
 
-    numbers: cute.Tensor  # (B, n)
-    used: cute.Tensor  # (B,)
+    page_indices: cute.Tensor  # (B, n)
+    kv_lens: cute.Tensor  # (B,)
     rows: Int32  # rows of a page
 
     def keys(self, batch: Int32) -> Int32:
         """Return the KV length of a sequence."""
-        return cutlass.min(cutlass.max(self.used[batch], 0), self.numbers.shape[1] * self.rows)
+        return cutlass.min(cutlass.max(self.kv_lens[batch], 0), self.page_indices.shape[1] * self.rows)
 
 
 @dataclass(frozen=True)
 class PagedAddressing(DenseAddressing):
     """Tile addressing of a paged KV cache. The number of keys of a tile is the KV length of the sequence."""
 
-    pages: PageTable
+    page_table: PageTable
 
     def of_batch(self, tile: Tile, kv_head: Int32, batch: Int32) -> Tile:
-        keys = self.pages.keys(batch)
+        keys = self.page_table.keys(batch)
         sizes = VarlenSeqlenInfo(tile.sizes.Sq, keys, cutlass.max(keys, 1))
         return replace(tile, kv_head=kv_head, batch=batch, sizes=sizes)
 
@@ -62,26 +62,26 @@ class PagedRows:
     """Rows of a head in a pool, in the order of a sequence."""
 
     pool: cute.Tensor  # (pages, rows of a page, columns)
-    numbers: cute.Tensor  # (n,)
+    page_indices: cute.Tensor  # (n,)
     length: Int32
 
-    def place(self, row: Int32) -> Int64:
+    def offset_of(self, row: Int32) -> Int64:
         """Return the offset of an existing row from the start of the pool, in elements."""
         rows = self.pool.shape[1]
-        table_idx = cutlass.min(row // rows, self.numbers.shape[0] - 1)
-        page = cutlass.min(cutlass.max(self.numbers[table_idx], 0), self.pool.shape[0] - 1)
+        table_idx = cutlass.min(row // rows, self.page_indices.shape[0] - 1)
+        page = cutlass.min(cutlass.max(self.page_indices[table_idx], 0), self.pool.shape[0] - 1)
         return Int64(page) * self.pool.stride[0] + Int64(row - table_idx * rows) * self.pool.stride[1]
 
     @cute.jit
     def load(self, copier: cutlass.Constexpr[sm80.SmemCopier], first_row: Int32, tile: sm80.SmemTile):
-        """Load rows from `first_row` on, a multiple of GROUP, as Mover.load, with zeros beyond the last row."""
+        """Load rows from `first_row` on, a multiple of GROUP, as SmemCopier.load, with zeros beyond the last row."""
         thread = cute.arch.lane_idx() if copier.threads == WARP else cute.arch.thread_idx()[0]
         row, unit, step = copier.place(tile, thread)
         first_target, columns = tile.unit(row, unit), self.pool.shape[2] - unit * sm80.VECTOR
         last = cutlass.max(self.length - 1, 0) // GROUP * GROUP
         for group in cutlass.range_constexpr(0, tile.rows, max(step, GROUP)):
             first = cutlass.min(first_row + (group + row // GROUP * GROUP), last)
-            start = self.pool.iterator.toint() + (self.place(first) + unit * sm80.VECTOR) * 2
+            start = self.pool.iterator.toint() + (self.offset_of(first) + unit * sm80.VECTOR) * 2
             for r in cutlass.range_constexpr(group, group + max(step, GROUP), step):
                 row_exists = first_row + row + r < self.length
                 source = start + Int64(row % GROUP + (r - group)) * self.pool.stride[1] * 2
@@ -93,11 +93,11 @@ class PagedRows:
 class PagedKvLoader(KvLoader):
     """KV loader for a paged KV cache in 16 bits."""
 
-    pages: PageTable
+    page_table: PageTable
 
     def of_head(self, decode_tile: DecodeTile, x: cute.Tensor) -> PagedRows:
         pool = x[None, decode_tile.tile.kv_head, None, None]
-        return PagedRows(pool, self.pages.numbers[decode_tile.batch, None], decode_tile.sizes.Sk)
+        return PagedRows(pool, self.page_table.page_indices[decode_tile.batch, None], decode_tile.sizes.Sk)
 
     def load(self, copier: sm80.SmemCopier, rows: PagedRows, first_row: Int32, tile: sm80.SmemTile) -> None:
         rows.load(copier, first_row, tile)
@@ -107,22 +107,22 @@ class PagedKvLoader(KvLoader):
 class PagedQuantizedKvLoader(QuantizedKvLoader):
     """KV loader for a paged KV cache in 8 bits. The scales are paged, too: (pages, Hkv, rows of a page)."""
 
-    pages: PageTable
+    page_table: PageTable
 
     def of_head(self, decode_tile: DecodeTile, x: cute.Tensor) -> PagedRows:
         head_rows = x[None, decode_tile.tile.kv_head, None, None]
         (num_pages, rows, columns), (page_stride, row_stride, _) = head_rows.shape, head_rows.stride
         layout = cute.make_layout((num_pages, rows, columns // 2), stride=(page_stride // 2, row_stride // 2, 1))
         pool = cute.make_tensor(cute.recast_ptr(head_rows.iterator, dtype=Int16), layout)
-        return PagedRows(pool, self.pages.numbers[decode_tile.batch, None], decode_tile.sizes.Sk)
+        return PagedRows(pool, self.page_table.page_indices[decode_tile.batch, None], decode_tile.sizes.Sk)
 
     def load(self, copier: sm80.SmemCopier, rows: PagedRows, first_row: Int32, tile: sm80.SmemTile) -> None:
         rows.load(copier, first_row, tile)
 
     def beside(self, decode_tile: DecodeTile, start: Int32, keys: int, stages: int) -> PagedKvScales:
-        numbers = self.pages.numbers[decode_tile.batch, None]
+        metadata_size = self.page_table.page_indices[decode_tile.batch, None]
         k, v = (
-            PagedRows(x[None, decode_tile.tile.kv_head, None], numbers, decode_tile.sizes.Sk)
+            PagedRows(x[None, decode_tile.tile.kv_head, None], metadata_size, decode_tile.sizes.Sk)
             for x in (self.k_scale, self.v_scale)
         )
         return PagedKvScales(k, v, start, keys, stages)
@@ -141,24 +141,22 @@ class PagedKvScales(QuantizedKvScales):
             if key_of_thread < self.keys:
                 row = cutlass.min(first + key_of_thread, cutlass.max(scales.length - 1, 0))
                 size = cutlass.select_(first + key_of_thread < scales.length, Int32(FLOAT), Int32(0))
-                target, source = (
-                    self.stage_index(which, stage) + key_of_thread * FLOAT,
-                    scales.pool.iterator + scales.place(row),
-                )
+                target = self.stage_index(which, stage) + key_of_thread * FLOAT
+                source = scales.pool.iterator + scales.offset_of(row)
                 cute.arch.inline_ptx(text, read_only_args=[target, source.toint(), size])
 
 
 class PagedKvFeature(KernelFeatures):
     """Kernel feature for decode with a paged KV cache."""
 
-    def pages(self, call: object) -> PageTable:
+    def page_table(self, call: object) -> PageTable:
         return PageTable(call.pages, call.used_k, call.k.shape[2])
 
-    def pieces(self, call: object) -> PagedAddressing:
-        return PagedAddressing(self.pages(call))
+    def tile_addressing(self, call: object) -> PagedAddressing:
+        return PagedAddressing(self.page_table(call))
 
-    def stored(self, call: object) -> KvLoader:
+    def kv_loader(self, call: object) -> KvLoader:
         """Return the KV loader for 8 or 16 bits, depending on the features before this feature."""
-        if super().stored(call) is None:
-            return PagedKvLoader(self.pages(call))
-        return PagedQuantizedKvLoader(call.k_scale, call.v_scale, call.rotated, self.pages(call))
+        if super().kv_loader(call) is None:
+            return PagedKvLoader(self.page_table(call))
+        return PagedQuantizedKvLoader(call.k_scale, call.v_scale, call.rotated, self.page_table(call))

@@ -10,7 +10,7 @@ memory in the matching order (`place_of_pair`). A register with adjacent columns
 pair of keys for each column. A thread then holds four consecutive columns of O.
 
 Scales of K are multiplied into the scores, and scales of V into the probabilities, in fp32. Rotated keys
-(quantised.rotate) need rotated queries, which this module computes.
+(quantize_reference.py) need rotated queries, which this module computes.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class QuantizedKvScales(KvScaleLoader):
                 target = self.stage_index(which, stage) + key_of_thread * FLOAT
                 cute.arch.inline_ptx(text, read_only_args=[target, source.toint(), size])
 
-    def of(self, which: int, stage: Int32, columns: int) -> list[Float32]:
+    def scales_of(self, which: int, stage: Int32, columns: int) -> list[Float32]:
         """Return the scales for a thread's columns of a block (fragments.column_of)."""
         start, scales = self.stage_index(which, stage) + cute.arch.lane_idx() % 4 * (2 * FLOAT), []
         for c in range(0, columns, 2):
@@ -86,12 +86,12 @@ class QuantizedKvScales(KvScaleLoader):
         return scales
 
     def scale(self, S: cute.Tensor, stage: Int32) -> None:
-        for c, scale in enumerate(self.of(K, stage, cute.size(S, mode=[1]))):
+        for c, scale in enumerate(self.scales_of(K, stage, cute.size(S, mode=[1]))):
             for r in range(2):
                 S[r, c] = S[r, c] * scale
 
     def weights(self, stage: Int32, columns: int) -> object:
-        scales = self.of(V, stage, columns)
+        scales = self.scales_of(V, stage, columns)
         return lambda r, c, value: value * scales[c]
 
 
@@ -102,13 +102,13 @@ class Rotation:
     The size of a matrix is the largest power of two that divides D.
     """
 
-    wanted: Int32  # 0: rows stay unchanged
+    is_enabled: Int32  # 0: rows stay unchanged
     D: Int32
 
     @cute.jit
     def apply(self, row: cute.Tensor):
         """Rotate a row, distributed over a warp. Each lane holds an equal number of adjacent values."""
-        if self.wanted != 0:
+        if self.is_enabled != 0:
             lane, values_per_lane, size = cute.arch.lane_idx(), cute.size(row), self.D & -self.D
             bits = Int32(0)
             for word in cutlass.range_constexpr(values_per_lane):
@@ -116,15 +116,15 @@ class Rotation:
             for i in cutlass.range_constexpr(values_per_lane):
                 row[i] = cutlass.select_((bits >> (lane * values_per_lane % WARP + i) & 1) != 0, -row[i], row[i])
             for step in cutlass.range_constexpr(values_per_lane.bit_length() - 1):
-                self.exchange_own(row, 1 << step, (1 << step) < size)
+                self.exchange_in_lane(row, 1 << step, (1 << step) < size)
             for step in cutlass.range_constexpr(WARP.bit_length() - 1):
-                self.exchange(row, 1 << step, (values_per_lane << step) < size)
+                self.exchange_across_lanes(row, 1 << step, (values_per_lane << step) < size)
             factor = cute.math.exp2(Float32(31 - cute.arch.clz(size)) * -0.5, fastmath=True)  # size**-0.5
             for i in cutlass.range_constexpr(values_per_lane):
                 row[i] = row[i] * factor
 
     @cute.jit
-    def exchange_own(self, row: cute.Tensor, distance: cutlass.Constexpr[int], is_active: cutlass.Boolean):
+    def exchange_in_lane(self, row: cute.Tensor, distance: cutlass.Constexpr[int], is_active: cutlass.Boolean):
         if is_active:
             for i in cutlass.range_constexpr(cute.size(row)):
                 if cutlass.const_expr(i & distance == 0):
@@ -132,7 +132,7 @@ class Rotation:
                     row[i], row[i + distance] = low + high, low - high
 
     @cute.jit
-    def exchange(self, row: cute.Tensor, distance: cutlass.Constexpr[int], is_active: cutlass.Boolean):
+    def exchange_across_lanes(self, row: cute.Tensor, distance: cutlass.Constexpr[int], is_active: cutlass.Boolean):
         if is_active:
             upper = (cute.arch.lane_idx() & distance) != 0
             for i in cutlass.range_constexpr(cute.size(row)):
@@ -172,17 +172,17 @@ class QuantizedKvLoader(KvLoader):
     ):
         rows = cutlass.min(decode_tile.rows - decode_tile.first_row, q.rows)
         for r in cutlass.range(cute.arch.warp_idx(), rows, warps, unroll=1):
-            self.turn_row(q, r, D, element)
+            self.rotate_row(q, r, D, element)
         cute.arch.sync_threads()
 
     @cute.jit
-    def turn_row(self, q: sm80.SmemTile, row: Int32, D: Int32, element: QuantizedKvElement):
+    def rotate_row(self, q: sm80.SmemTile, row: Int32, D: Int32, element: QuantizedKvElement):
         """Rotate a row of queries and reorder its columns. A warp handles a row."""
         values_per_lane = q.columns // WARP
         query, rotated = (cute.make_rmem_tensor((values_per_lane,), dtype) for dtype in (element.dtype, Float32))
         column = cute.arch.lane_idx() * values_per_lane
         source = cute.make_ptr(
-            element.dtype, place_of(q, row, column), cute.AddressSpace.smem, assumed_align=2 * values_per_lane
+            element.dtype, element_address(q, row, column), cute.AddressSpace.smem, assumed_align=2 * values_per_lane
         )
         cute.autovec_copy(cute.make_tensor(source, cute.make_layout(values_per_lane)), query)
         for i in cutlass.range_constexpr(values_per_lane):
@@ -190,7 +190,9 @@ class QuantizedKvLoader(KvLoader):
         Rotation(self.rotated, D).apply(rotated)
         cute.arch.sync_warp()
         for i in cutlass.range_constexpr(0, values_per_lane, 2):
-            sm80.put_packed(place_of(q, row, place_of_pair(column + i)), element.pack_pair(rotated[i], rotated[i + 1]))
+            sm80.put_packed(
+                element_address(q, row, permuted_column(column + i)), element.pack_pair(rotated[i], rotated[i + 1])
+            )
 
     def product(self, element: QuantizedKvElement) -> DequantizedFragment:
         scores, values = (sm80.MmaProduct.create(x.dtype) for x in (element, VALUES))
@@ -204,13 +206,13 @@ class QuantizedKvLoader(KvLoader):
         return [(first + c // WORD * GROUP, [output[row, c + i] for i in (0, 2, 1, 3)]) for c in columns]
 
 
-def place_of(tile: sm80.SmemTile, row: Int32, column: Int32) -> Int32:
+def element_address(tile: sm80.SmemTile, row: Int32, column: Int32) -> Int32:
     """Return the shared-memory address of an element of a row."""
     unit = tile.unit(row, column % tile.panel // sm80.VECTOR)
     return unit + column // tile.panel * tile.panel_bytes + column % sm80.VECTOR * 2
 
 
-def place_of_pair(column: Int32) -> Int32:
+def permuted_column(column: Int32) -> Int32:
     """Return the column at which the product expects the query elements of an even column and the next column."""
     pair = column % GROUP // 2
     return column - column % GROUP + pair // 2 * 2 + pair % 2 * 8
@@ -220,13 +222,13 @@ def place_of_pair(column: Int32) -> Int32:
 class DequantizedFragment:
     """Product acc += A B on a warp, as sm80.MmaProduct, for one slab of rows and an 8-bit B."""
 
-    of_scores: sm80.MmaProduct
-    of_values: sm80.MmaProduct
+    qk_product: sm80.MmaProduct
+    pv_product: sm80.MmaProduct
     pack: str  # PTX type of packed pairs in score operands
     format: QuantizedFormat
 
     def scores(self, accs: sm80.Accumulators, left: sm80.LdmatrixView, right: sm80.LdmatrixView) -> None:
-        (acc,), dtype = accs, self.of_scores.dtype
+        (acc,), dtype = accs, self.qk_product.dtype
         lefts = tuple(sm80.allocate_fragment(dtype) for _ in range(2))
         (kv_words, fetched), (words, operand) = (registers(dtype) for _ in range(2))
         acc.fill(0.0)
@@ -239,12 +241,12 @@ class DequantizedFragment:
                     for half in range(2):  # eight keys per half
                         pairs = self.format.pairs(kv_words[2 * half + unit], (0, 1), (2, 3), self.pack)
                         words[2 * half], words[2 * half + 1] = pairs
-                    self.of_scores.step(accs, (left_fragment,), operand, row)
+                    self.qk_product.step(accs, (left_fragment,), operand, row)
 
     def accumulate(self, accs: sm80.Accumulators, lefts: sm80.Fragments, right: sm80.LdmatrixView, row: int) -> None:
-        dtype, first = self.of_values.dtype, 0
+        dtype, first = self.pv_product.dtype, 0
         (kv_words, fetched), (words, operand) = (
-            registers(dtype_of_words) for dtype_of_words in (self.of_scores.dtype, dtype)
+            registers(dtype_of_words) for dtype_of_words in (self.qk_product.dtype, dtype)
         )
         for panel in range(0, right.tile.columns, right.tile.panel):
             for pair in range(len(right.addresses)):
@@ -253,7 +255,7 @@ class DequantizedFragment:
                     for half in range(2):  # eight keys per half
                         even, odd = self.format.pairs(kv_words[2 * unit + half], (0, 2), (1, 3), VALUES.pack)
                         words[half], words[2 + half] = even, odd
-                    self.of_values.step(accs, lefts, operand, first)
+                    self.pv_product.step(accs, lefts, operand, first)
                     first += GROUP
 
 
@@ -276,7 +278,7 @@ class QuantizedFormat:
         Args:
             places: positions of the two bytes.
             into: name of the destination register.
-            work: name of a scratch register.
+            work: name of a temporary register.
         """
         raise NotImplementedError
 
@@ -385,5 +387,5 @@ class QuantizedKvCacheFeature(KernelFeatures):
     def __init__(self, element: of_kernels.Element, spec: KernelSpec, transposed: bool):
         super().__init__(QuantizedKvElement(element, FORMATS[MADE_OF[spec.dtype].k]), spec, transposed)
 
-    def stored(self, call: object) -> QuantizedKvLoader:
+    def kv_loader(self, call: object) -> QuantizedKvLoader:
         return QuantizedKvLoader(call.k_scale, call.v_scale, call.rotated)

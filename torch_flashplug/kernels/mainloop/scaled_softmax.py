@@ -88,7 +88,7 @@ class ScaledSoftmax:
     k_scales: cute.Tensor | None = None  # (blocks,)
 
     @cute.jit
-    def at(self, tile: Tile, row: Int32, tile_grid: TileGrid) -> ScaledSoftmax:
+    def set_tile(self, tile: Tile, row: Int32, tile_grid: TileGrid) -> ScaledSoftmax:
         """Return the softmax state for the rows `row` and `row` + 8 of a tile.
 
         Args:

@@ -41,7 +41,7 @@ SIGN_AND_EXPONENT = -(2**23)  # 0xFF800000 as Int32
 
 @dataclass(frozen=True)
 class NoScaling:
-    """Scaling configuration for operands without scales. Quantized operands use scaled.Scaling.
+    """Scaling configuration for operands without scales. Quantized operands use scaled_softmax.Scaling.
 
     The class has no fields, so a kernel needs no argument.
     """
@@ -69,7 +69,7 @@ class OnlineSoftmax:
         coarse_scale = (scale_log2.bitcast(Int32) & SIGN_AND_EXPONENT).bitcast(Float32)
         return cls(row_max, row_sum, correction, scale_log2, coarse_scale, score_pipeline.natural_units)
 
-    def at(self, tile: Tile, row: Int32, tile_grid: TileGrid) -> OnlineSoftmax:
+    def set_tile(self, tile: Tile, row: Int32, tile_grid: TileGrid) -> OnlineSoftmax:
         """Return the softmax state for the rows `row` and `row` + 8 of a tile.
 
         Args:
@@ -96,7 +96,7 @@ class OnlineSoftmax:
             acc_S: (2, cols), scores before the call and probabilities after the call.
             first: True for the first block of a tile.
             masked: True if scores may be -inf.
-            max_values: see scaled.ScaledSoftmax.
+            max_values: see scaled_softmax.ScaledSoftmax.
         """
         for r in cutlass.range_constexpr(ROWS):
             old_max = self.row_max[r]
@@ -111,7 +111,7 @@ class OnlineSoftmax:
             base = new_max
             if cutlass.const_expr(masked):
                 base = 0.0 if new_max == -Float32.inf else new_max
-            block_sum = self.weigh_row(acc_S, r, base)
+            block_sum = self.exponentiate_row(acc_S, r, base)
             if cutlass.const_expr(first):
                 self.row_sum[r] = block_sum
                 self.correction[r] = 1.0
@@ -121,7 +121,7 @@ class OnlineSoftmax:
                 self.row_sum[r] = self.row_sum[r] * correction + block_sum
 
     @cute.jit
-    def grows(self, acc_S: cute.Tensor) -> cutlass.Boolean:
+    def needs_rescale(self, acc_S: cute.Tensor) -> cutlass.Boolean:
         """Return whether `raise_to` must follow: a row of the block exceeds its running maximum by more than SLACK.
 
         Any lane of the warp may hold the row.
@@ -139,7 +139,7 @@ class OnlineSoftmax:
         return grown
 
     @cute.jit
-    def raise_to(self, acc_O: cute.Tensor):
+    def rescale_to_new_max(self, acc_O: cute.Tensor):
         """Rescale O (2, cols) and the sum to the maximum found by `grows`."""
         for r in cutlass.range_constexpr(ROWS):
             top = self.correction[r]
@@ -150,13 +150,13 @@ class OnlineSoftmax:
         self.rescale(acc_O)
 
     @cute.jit
-    def weigh(self, acc_S: cute.Tensor):
+    def exponentiate(self, acc_S: cute.Tensor):
         """Convert scores (2, cols) to probabilities of up to 2^SLACK, in place."""
         for r in cutlass.range_constexpr(ROWS):
             base = 0.0 if self.row_max[r] == -Float32.inf else self.row_max[r]
-            self.row_sum[r] = self.row_sum[r] + self.weigh_row(acc_S, r, base)
+            self.row_sum[r] = self.row_sum[r] + self.exponentiate_row(acc_S, r, base)
 
-    def weigh_row(self, acc_S: cute.Tensor, row: int, base: Float32) -> Float32:
+    def exponentiate_row(self, acc_S: cute.Tensor, row: int, base: Float32) -> Float32:
         """Convert the scores of a row to probabilities relative to `base`, and return their sum."""
         if self.natural_units:
             for c in range(cute.size(acc_S, mode=[1])):
@@ -188,11 +188,9 @@ class OnlineSoftmax:
         Returns:
             The LSE (2,), natural log.
         """
-        lse, keep_probability, extra = (
-            cute.make_rmem_tensor((ROWS,), Float32),
-            score_pipeline.keep_probability,
-            score_pipeline.extra_logit(),
-        )
+        lse = cute.make_rmem_tensor((ROWS,), Float32)
+        keep_probability = score_pipeline.keep_probability
+        extra = score_pipeline.extra_logit()
         for r in cutlass.range_constexpr(ROWS):
             total, top, share = self.total(r), self.row_max[r] * scale, Float32(1.0)
             if cutlass.const_expr(extra is not None):
@@ -209,7 +207,7 @@ class OnlineSoftmax:
         return lse
 
     @cute.jit
-    def part(self, acc_O: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
+    def finish_split(self, acc_O: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
         """Normalize O for a split of the keys, and return the maxima and the sums.
 
         A row without visible keys gets zeros, whatever values V held there.
@@ -238,7 +236,7 @@ class OnlineSoftmax:
 
 
 def row_reduce(acc: cute.Tensor, row: int, combine):
-    """Reduce one row of a thread's fragment in four independent chains, so that latencies overlap."""
+    """Reduce one row of a thread's fragment in four independent partial results, so that latencies overlap."""
     columns = cute.size(acc, mode=[1])
     partials = [acc[row, c] for c in range(4)]
     for c in range(4, columns):

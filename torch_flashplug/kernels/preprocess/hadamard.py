@@ -1,4 +1,4 @@
-"""Rotation and quantization of rows of Q or K to 8 bits, by a CTA of the quantization kernel (quantised.rotate).
+"""Rotation and quantization of rows of Q or K to 8 bits, by a CTA of the quantization kernel (quantize_reference.py).
 
 Rows are held in units of 16 numbers, distributed over consecutive threads. The first four steps of the Hadamard
 transform stay within a unit, and the further steps exchange units between lanes.
@@ -35,7 +35,7 @@ class HadamardSmem:
     signs: cute.Tensor  # (UNIT, units)
     largest: cute.Tensor  # (units,)
     dots: cute.Tensor  # (units,): products with the constant key
-    of_warps: cute.Tensor  # (warps,)
+    warp_values: cute.Tensor  # (warps,)
 
 
 class HadamardRows:
@@ -48,15 +48,15 @@ class HadamardRows:
         self.rounds = -(-rows * self.units // threads)
 
     @property
-    def room(self) -> int:
+    def num_units(self) -> int:
         """Units of a block."""
         return self.rows * self.units
 
-    def given(self) -> cute.Tensor:
+    def block_registers(self) -> cute.Tensor:
         """Return registers for an unmodified block."""
         return cute.make_rmem_tensor((UNIT, self.rounds), self.element.dtype)
 
-    def held(self) -> cute.Tensor:
+    def rotated_registers(self) -> cute.Tensor:
         """Return registers for a rotated block."""
         return cute.make_rmem_tensor((self.rounds, UNIT), Float32)
 
@@ -64,7 +64,7 @@ class HadamardRows:
         """Return a thread's unit: index in the block, row, first column, and whether the unit exists."""
         unit = round_idx * self.threads + cute.arch.thread_idx()[0]
         row = block * self.rows + unit // self.units
-        return unit, row, unit % self.units * UNIT, (unit < self.room) & (row < S)
+        return unit, row, unit % self.units * UNIT, (unit < self.num_units) & (row < S)
 
     @cute.jit
     def fetch(self, x: cute.Tensor, block: Int32, block_values: cute.Tensor):
@@ -96,7 +96,9 @@ class HadamardRows:
         for round_idx in cutlass.range_constexpr(self.rounds):
             unit, _, first_column, is_valid = self.unit_of(round_idx, block, S)
             dot = Float32(0.0)
-            shifts, signs = (taken(x[None, first_column // UNIT], UNIT) for x in (shared.channels, shared.signs))
+            shifts, signs = (
+                load_registers(x[None, first_column // UNIT], UNIT) for x in (shared.channels, shared.signs)
+            )
             for i in cutlass.range_constexpr(UNIT):
                 number = block_values[i, round_idx].to(Float32)
                 if cutlass.const_expr(keys):
@@ -109,7 +111,7 @@ class HadamardRows:
             for i in cutlass.range_constexpr(UNIT):
                 largest = cute.arch.fmax(largest, abs(rotated[round_idx, i]))
                 nan_marker += rotated[round_idx, i] * 0.0  # NaN for non-finite numbers, which fmax would ignore
-            if unit < self.room:
+            if unit < self.num_units:
                 shared.largest[unit] = largest + nan_marker
                 shared.dots[unit] = dot
 
@@ -138,21 +140,21 @@ class HadamardRows:
         thread, largest, nan_marker = cute.arch.thread_idx()[0], Float32(0.0), Float32(0.0)
         for u in cutlass.range_constexpr(self.rounds):
             unit = u * self.threads + thread
-            if unit < self.room:
+            if unit < self.num_units:
                 largest = cute.arch.fmax(largest, shared.largest[unit])
                 nan_marker += shared.largest[unit] * 0.0
         for lanes in (1, 2, 4, 8, 16):
             largest = cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, offset=lanes))
             nan_marker = nan_marker + cute.arch.shuffle_sync_bfly(nan_marker, offset=lanes)
-        shared.of_warps[thread // WARP] = largest + nan_marker
+        shared.warp_values[thread // WARP] = largest + nan_marker
         cute.arch.sync_threads()
         largest, nan_marker = Float32(0.0), Float32(0.0)
         for warp in cutlass.range_constexpr(self.threads // WARP):
-            largest = cute.arch.fmax(largest, shared.of_warps[warp])
-            nan_marker += shared.of_warps[warp] * 0.0
+            largest = cute.arch.fmax(largest, shared.warp_values[warp])
+            nan_marker += shared.warp_values[warp] * 0.0
         return largest + nan_marker
 
-    def of_row(self, shared: HadamardSmem, unit: Int32) -> tuple[Float32, Float32]:
+    def row_statistics(self, shared: HadamardSmem, unit: Int32) -> tuple[Float32, Float32]:
         """Return the largest magnitude of a row, and the product of the row with the constant key.
 
         The magnitude is NaN if the row contains NaN.
@@ -176,7 +178,7 @@ class HadamardRows:
                 self.store_unit(rotated[round_idx, None], Float32(1.0) / scale, out[row, None], first_column)
 
     @cute.jit
-    def store_apart(
+    def store_rows(
         self, rotated: cute.Tensor, block: Int32, largest_of_format: float, out: cute.Tensor, scales: cute.Tensor,
         shifts: cute.Tensor, shared: HadamardSmem,
     ):  # fmt: skip
@@ -187,7 +189,7 @@ class HadamardRows:
         for round_idx in cutlass.range_constexpr(self.rounds):
             unit, row, first_column, is_valid = self.unit_of(round_idx, block, out.shape[0])
             if is_valid:
-                largest, dot = self.of_row(shared, unit - unit % self.units)
+                largest, dot = self.row_statistics(shared, unit - unit % self.units)
                 scale = scale_of(largest, largest_of_format)
                 if first_column == 0:
                     scales[row] = scale
@@ -208,7 +210,7 @@ def shared_vector(pointer: cute.Pointer, dtype: type[cutlass.Numeric], size: int
     return cute.make_tensor(aligned, cute.make_layout(size))
 
 
-def taken(x: cute.Tensor, size: int) -> cute.Tensor:
+def load_registers(x: cute.Tensor, size: int) -> cute.Tensor:
     """Load `size` consecutive numbers from shared memory into registers."""
     registers = cute.make_rmem_tensor((size,), x.element_type)
     cute.autovec_copy(shared_vector(x.iterator, x.element_type, size), registers)

@@ -11,8 +11,8 @@ these rows, while the lists cover all query rows.
 Tiles of TALL queries have separate lists, for blocks of TALL rows that overlap two block rows of LISTED queries. The
 metadata always has space for these lists, but only kernels with such tiles fill the space.
 
-All metadata lies in a single array of 32-bit values, (B or 1, Hq or 1, numbers()), ordered by kind and then by plane.
-The data for gradients is created only if the array has space for it.
+All metadata lies in a single array of 32-bit values, (B or 1, Hq or 1, metadata_size()), ordered by section and then by
+plane. The data for gradients is created only if the array has space for it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ BEFORE, BEHIND = 3, 4  # extra bytes read before and behind 16 unaligned bytes
 PER_ROW = LISTED // BYTES
 
 
-def numbers(rows: int | Int32, Sq: int | Int32, Sk: int | Int32, *, gradients: bool) -> int | Int32:
+def metadata_size(rows: int | Int32, Sq: int | Int32, Sk: int | Int32, *, gradients: bool) -> int | Int32:
     """Return the number of 32-bit values in the metadata of a plane. src/operands/mask.cpp computes the same number."""
     lines, M, N = ((size + LISTED - 1) // LISTED for size in (rows, Sq, Sk))
     of_rows, of_columns, tall = ((size + unit - 1) // unit for size, unit in ((rows, TILE), (Sk, TILE), (Sq, TALL)))
@@ -69,7 +69,7 @@ class MaskMetadata:
     def create(cls, digest: cute.Tensor, rows: Int32, Sq: Int32, Sk: Int32) -> MaskMetadata:
         batches, heads, capacity = digest.shape
         planes = cutlass.select_(batches > 1, heads, 0), cutlass.select_(heads > 1, 1, 0)
-        gradients = capacity > numbers(rows, Sq, Sk, gradients=False)
+        gradients = capacity > metadata_size(rows, Sq, Sk, gradients=False)
         return cls(digest.iterator, (batches * heads, Sq, Sk), rows, *planes, gradients)
 
     @property
@@ -92,7 +92,7 @@ class MaskMetadata:
         """Numbers of tile rows and tile columns of the bitmask of a plane."""
         return tuple(cute.ceil_div(size, TILE) for size in (self.rows, self.sizes[2]))
 
-    def places(self) -> tuple[Int64, ...]:
+    def offsets(self) -> tuple[Int64, ...]:
         """Return the offsets of all sections.
 
         Returns:
@@ -124,7 +124,7 @@ class MaskMetadata:
         """
         M, N = self.blocks
         section, lines, capacity = (4, N, M) if transposed else (2, self.tall, N) if listed_rows == TALL else (1, M, N)
-        (*_, ranks), start, R = self.places(), self.start + self.places()[section], self.sizes[0] * lines
+        (*_, ranks), start, R = self.offsets(), self.start + self.offsets()[section], self.sizes[0] * lines
         counts, index = cute.make_layout(R), cute.make_layout((R, capacity), stride=(capacity, 1))
         partial = cute.make_tensor(start, counts), cute.make_tensor(start + 2 * R, index)
         full = cute.make_tensor(start + R, counts), cute.make_tensor(start + (2 * R + Int64(R) * capacity), index)
@@ -137,7 +137,7 @@ class MaskMetadata:
         )
 
     def vector(self, section: int) -> cute.Tensor:
-        return cute.make_tensor(self.start + self.places()[section], cute.make_layout(1))
+        return cute.make_tensor(self.start + self.offsets()[section], cute.make_layout(1))
 
 
 class MaskPreprocess:
@@ -289,15 +289,15 @@ class MaskPreprocess:
         tall_idx = list_idx - planes * M
         key_idx = tall_idx - planes * self.tall_lists(metadata)
         if list_idx < planes * M:
-            self.list_rows(metadata, list_idx, list_idx // M, list_idx % M * LISTED, LISTED)
+            self.build_row_list(metadata, list_idx, list_idx // M, list_idx % M * LISTED, LISTED)
         elif key_idx >= 0:
             first, steps = Int64(key_idx // N) * lines * N + key_idx % N, (N, lines, M)
-            self.list_line(metadata.lists(True), metadata.states(), key_idx, (first, first), steps, Int32(0), 0)
+            self.build_list(metadata.lists(True), metadata.states(), key_idx, (first, first), steps, Int32(0), 0)
         elif cutlass.const_expr(self.tall):
-            self.list_rows(metadata, tall_idx, tall_idx // metadata.tall, tall_idx % metadata.tall * TALL, TALL)
+            self.build_row_list(metadata, tall_idx, tall_idx // metadata.tall, tall_idx % metadata.tall * TALL, TALL)
 
     @cute.jit
-    def list_rows(
+    def build_row_list(
         self, metadata: MaskMetadata, list_idx: Int32, plane: Int32, begin: Int32, listed_rows: cutlass.Constexpr[int]
     ):
         """Build the list of `listed_rows` query rows of a plane, from both block rows with these query rows."""
@@ -305,10 +305,10 @@ class MaskPreprocess:
         rows = begin // LISTED, (begin + listed_rows - 1) // LISTED
         first = tuple((Int64(plane) * lines + cutlass.min(row, lines - 1)) * N for row in rows)
         lists, steps, half = metadata.lists(False, listed_rows=listed_rows), (Int32(1), N, N), begin % LISTED // TILE
-        self.list_line(lists, metadata.states(), list_idx, first, steps, half, listed_rows)
+        self.build_list(lists, metadata.states(), list_idx, first, steps, half, listed_rows)
 
     @cute.jit
-    def list_line(
+    def build_list(
         self, lists: BlockSparseLists, states: cute.Tensor, line: Int32, first: tuple[Int64, Int64],
         steps: tuple[Int32, Int32, Int32], half: Int32, listed_rows: cutlass.Constexpr[int],
     ):  # fmt: skip
@@ -362,7 +362,7 @@ class MaskPreprocess:
 
 
 class AccumulationRanks:
-    """Launcher of the kernel for accumulation ranks, required by an ordered backward (listed.Lists).
+    """Launcher of the kernel for accumulation ranks, required by a deterministic backward (BlockSparseLists).
 
     The rank of an entry in a list of query blocks is the number of later ranges of SHARE keys that list the same query
     block.

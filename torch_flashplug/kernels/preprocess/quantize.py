@@ -34,7 +34,18 @@ from ...registry.quant_recipes import (
 )
 from ..primitives.dtype import QuantizedElement
 from ..primitives.vector_access import vector_at
-from .hadamard import PITCH, UNIT, VECTOR, WORD, HadamardRows, HadamardSmem, scale_of, shared_vector, sign_of, taken
+from .hadamard import (
+    PITCH,
+    UNIT,
+    VECTOR,
+    WORD,
+    HadamardRows,
+    HadamardSmem,
+    load_registers,
+    scale_of,
+    shared_vector,
+    sign_of,
+)
 
 # Threads of a CTA, and limit of K units per thread. A CTA needing more units per thread gets more threads.
 THREADS, MOST_ROUNDS = 256, 4
@@ -50,7 +61,7 @@ LARGEST_FLOAT = 3.4028234663852886e38
 
 @dataclass(frozen=True)
 class QuantizedOperands:
-    """Quantized operands (quantised.Quantised). Rows of q and k, and channels of v, are multiples of 16 bytes."""
+    """Quantized operands (quantize_reference.py). Rows of q and k, and channels of v, are multiples of 16 bytes."""
 
     q: cute.Tensor  # (B, Hq, Sq, d) 8 bits
     k: cute.Tensor  # (B, Hkv, Sk, d)
@@ -74,8 +85,8 @@ class Quantize:
         # The mapping of threads to units needs registers, too, if the number of units is not a power of two.
         more_threads = 2 * THREADS if units & units - 1 == 0 else 3 * THREADS // 2
         self.threads = more_threads if block * units > MOST_ROUNDS * THREADS else THREADS
-        self.of_keys = HadamardRows(element, d, block, self.threads)
-        self.of_queries = HadamardRows(element, d, ROUNDS_OF_QUERIES * self.threads // units, self.threads)
+        self.key_rows = HadamardRows(element, d, block, self.threads)
+        self.query_rows = HadamardRows(element, d, ROUNDS_OF_QUERIES * self.threads // units, self.threads)
         self.widest = max(d, dv)
 
     @cute.jit
@@ -85,9 +96,9 @@ class Quantize:
     ):  # fmt: skip
         B, Hq, Sq, _ = q.shape
         _, Hkv, Sk, _ = k.shape
-        blocks = cute.ceil_div(Sq, self.of_queries.rows)
+        blocks = cute.ceil_div(Sq, self.query_rows.rows)
         blocks_per_cta = cutlass.max(cutlass.min(B * Hq * blocks // (ENOUGH // self.threads * num_sms), MOST_BLOCKS), 1)
-        keys, queries = B * Hkv * cute.ceil_div(Sk, self.of_keys.rows), B * Hq * cute.ceil_div(blocks, blocks_per_cta)
+        keys, queries = B * Hkv * cute.ceil_div(Sk, self.key_rows.rows), B * Hq * cute.ceil_div(blocks, blocks_per_cta)
         values = Int32(0) if out.v is None else B * Hkv * cute.ceil_div(Sk, KEYS)
         grid = (keys + values + queries, 1, 1)
         self.kernel(q, k, v, out, blocks_per_cta).launch(grid=grid, block=(self.threads, 1, 1), stream=stream)
@@ -107,14 +118,14 @@ class Quantize:
             return smem.allocate_tensor(Float32, cute.make_layout(shape, stride=stride), 16)
 
         lanes = self.threads // (min(self.d, self.dv) // VECTOR)
-        units = max(self.of_keys.room, self.of_queries.room)
+        units = max(self.key_rows.num_units, self.query_rows.num_units)
         shared = HadamardSmem(
             *(floats((lanes, self.widest), (self.widest, 1)) for _ in range(3)),
             *(floats((UNIT, self.widest // UNIT), (1, PITCH)) for _ in range(3)),
             *(floats((units,)) for _ in range(2)), floats((self.threads // WARP,)),
         )  # fmt: skip
         B, Hkv, Sk, _ = k.shape
-        cta, keys = cute.arch.block_idx()[0], B * Hkv * cute.ceil_div(Sk, self.of_keys.rows)
+        cta, keys = cute.arch.block_idx()[0], B * Hkv * cute.ceil_div(Sk, self.key_rows.rows)
         if cta < keys:
             self.quantize_keys(cta, k, out, shared)
         else:
@@ -130,9 +141,11 @@ class Quantize:
     @cute.jit
     def quantize_keys(self, cta: Int32, k: cute.Tensor, out: QuantizedOperands, shared: HadamardSmem):
         """Quantize a block of keys with a single scale."""
-        hadamard = self.of_keys
-        block, head, batch = place_of(cta, cute.ceil_div(k.shape[2], hadamard.rows), k.shape[1])
-        head_k, block_values, rotated = k[batch, head, None, None], hadamard.given(), hadamard.held()
+        hadamard = self.key_rows
+        block, head, batch = block_coord(cta, cute.ceil_div(k.shape[2], hadamard.rows), k.shape[1])
+        head_k = k[batch, head, None, None]
+        block_values = hadamard.block_registers()
+        rotated = hadamard.rotated_registers()
         hadamard.fetch(head_k, block, block_values)  # the loads are in flight during the sampling
         self.find_constant(head_k, shared)
         hadamard.rotate(block_values, rotated, block, head_k.shape[0], shared, keys=True)
@@ -153,24 +166,22 @@ class Quantize:
         shared: HadamardSmem,
     ):
         """Quantize blocks of query rows with a scale per row."""
-        hadamard = self.of_queries
+        hadamard = self.query_rows
         blocks = cute.ceil_div(q.shape[2], hadamard.rows)
-        block_range, head, batch = place_of(cta, cute.ceil_div(blocks, blocks_per_cta), q.shape[1])
+        block_range, head, batch = block_coord(cta, cute.ceil_div(blocks, blocks_per_cta), q.shape[1])
         head_q, target = q[batch, head, None, None], out.q[batch, head, None, None]
         scales, shifts = out.q_scale[batch, head, None], out.row_shift[batch, head, None]
-        block_values, rotated, end = (
-            hadamard.given(),
-            hadamard.held(),
-            cutlass.min(block_range * blocks_per_cta + blocks_per_cta, blocks),
-        )
+        block_values = hadamard.block_registers()
+        rotated = hadamard.rotated_registers()
+        end = cutlass.min(block_range * blocks_per_cta + blocks_per_cta, blocks)
         hadamard.fetch(head_q, block_range * blocks_per_cta, block_values)
         self.find_constant(k[batch, head // (q.shape[1] // k.shape[1]), None, None], shared)
         for block in cutlass.range(block_range * blocks_per_cta, end, unroll=1):
-            self.of_queries.rotate(block_values, rotated, block, head_q.shape[0], shared, keys=False)
+            self.query_rows.rotate(block_values, rotated, block, head_q.shape[0], shared, keys=False)
             if block + 1 < end:
-                self.of_queries.fetch(head_q, block + 1, block_values)
+                self.query_rows.fetch(head_q, block + 1, block_values)
             cute.arch.sync_threads()
-            self.of_queries.store_apart(rotated, block, LARGEST[self.recipe.scores], target, scales, shifts, shared)
+            self.query_rows.store_rows(rotated, block, LARGEST[self.recipe.scores], target, scales, shifts, shared)
             cute.arch.sync_threads()
 
     @cute.jit
@@ -200,7 +211,7 @@ class Quantize:
             rounds = -(-SAMPLES // lanes)
             samples = cute.make_rmem_tensor((VECTOR, rounds), self.element.dtype)
             for round_idx in cutlass.range_constexpr(rounds):
-                row = place_of_sample(lane + round_idx * lanes, x.shape[0])
+                row = sample_key(lane + round_idx * lanes, x.shape[0])
                 if (lane + round_idx * lanes < SAMPLES) & (group * VECTOR < x.shape[1]):
                     source = x[row, None].iterator + group * VECTOR
                     cute.autovec_copy(vector_at(source, self.element.dtype, VECTOR), samples[None, round_idx])
@@ -235,17 +246,17 @@ class Quantize:
         """Quantize and transpose KEYS keys of V."""
         layout = cute.make_layout((WORD, FOURS, self.dv), stride=(1, WORD, WORD * FOURS))
         transposed = smem.allocate_tensor(Int32, layout, 16)
-        block, head, batch = place_of(cta, cute.ceil_div(v.shape[2], KEYS), v.shape[1])
+        block, head, batch = block_coord(cta, cute.ceil_div(v.shape[2], KEYS), v.shape[1])
         head_v = v[batch, head, None, None]
-        block_values = cute.make_rmem_tensor((VECTOR, WORD, self.turns), self.element.dtype)
+        block_values = cute.make_rmem_tensor((VECTOR, WORD, self.rounds), self.element.dtype)
         self.fetch_values(head_v, block, block_values)
         self.scale_values(head_v, block, out.v_scale[batch, head, None], out.v_mean[batch, head, None], shared)
-        self.turn_values(block_values, transposed, shared, block, head_v.shape[0])
+        self.transpose_values(block_values, transposed, shared, block, head_v.shape[0])
         cute.arch.sync_threads()
         self.store_values(transposed, block, out.v[batch, head, None, None])
 
     @property
-    def turns(self) -> int:
+    def rounds(self) -> int:
         """Number of rounds in which the threads of a CTA cover all tasks.
 
         A task is four keys of a group of channels.
@@ -259,9 +270,9 @@ class Quantize:
 
     @cute.jit
     def fetch_values(self, v: cute.Tensor, block: Int32, block_values: cute.Tensor):
-        """Load V into `block_values` (VECTOR, WORD, turns), with zeros outside of the tensor."""
+        """Load V into `block_values` (VECTOR, WORD, rounds), with zeros outside of the tensor."""
         block_values.fill(self.element.dtype(0.0))
-        for round_idx in cutlass.range_constexpr(self.turns):
+        for round_idx in cutlass.range_constexpr(self.rounds):
             word, group = self.task_of(round_idx)
             for i in cutlass.range_constexpr(WORD):
                 key = key_of(block, word, i)
@@ -280,12 +291,12 @@ class Quantize:
         mean_square = square
         for lanes in (1, 2, 4, 8, 16):
             mean_square = mean_square + cute.arch.shuffle_sync_bfly(mean_square, offset=lanes)
-        shared.of_warps[thread // WARP] = mean_square
+        shared.warp_values[thread // WARP] = mean_square
         cute.arch.sync_threads()
         if thread < self.dv:
             mean_square, coord = Float32(0.0), (thread % UNIT, thread // UNIT)
             for warp in cutlass.range_constexpr(self.threads // WARP):
-                mean_square += shared.of_warps[warp]
+                mean_square += shared.warp_values[warp]
             mean_square = mean_square / Float32(v.shape[1])
             mean_square = cutlass.select_(mean_square == 0.0, Float32(CHANNEL_RMS**2), mean_square)
             square = cute.arch.fmax(square, mean_square * LEAST_CHANNEL)
@@ -300,14 +311,14 @@ class Quantize:
         cute.arch.sync_threads()
 
     @cute.jit
-    def turn_values(
+    def transpose_values(
         self, block_values: cute.Tensor, transposed: cute.Tensor, shared: HadamardSmem, block: Int32, S: Int32
     ):
         """Convert and transpose V.
 
         The result has words of four keys, swizzled groups of four words, and channels.
         """
-        for round_idx in cutlass.range_constexpr(self.turns):
+        for round_idx in cutlass.range_constexpr(self.rounds):
             word, group = self.task_of(round_idx)
             if word < KEYS // WORD:
                 for c in cutlass.range_constexpr(VECTOR):
@@ -330,14 +341,14 @@ class Quantize:
             channel, part = task // parts, task % parts
             column = block * KEYS + part * UNIT
             if (channel < v_out.shape[0]) & (column < v_out.shape[1]):
-                words = taken(transposed[None, part ^ channel // VECTOR % FOURS, channel], WORD)
+                words = load_registers(transposed[None, part ^ channel // VECTOR % FOURS, channel], WORD)
                 cute.autovec_copy(words, vector_at(v_out[channel, None].iterator + column, Int32, WORD))
 
 
-def place_of_sample(i: Int32, S: Int32) -> Int32:
+def sample_key(i: Int32, S: Int32) -> Int32:
     """Return the key index of sample i.
 
-    Samples are some of the first and last keys, and evenly spread keys between (quantised.sample).
+    Samples are some of the first and last keys, and evenly spread keys between (quantize_reference.py).
     """
     spread = (2 * (i - ENDS) + 1) * S // (2 * (SAMPLES - 2 * ENDS))
     first, last = cutlass.min(i, S - 1), cutlass.max(S - SAMPLES + i, 0)
@@ -349,6 +360,6 @@ def key_of(block: Int32, word: Int32, i: int) -> Int32:
     return block * KEYS + word // WORD * len(KEY_ORDER) + word % WORD * 2 + KEY_ORDER[i]
 
 
-def place_of(cta: Int32, blocks: Int32, heads: Int32) -> tuple[Int32, Int32, Int32]:
+def block_coord(cta: Int32, blocks: Int32, heads: Int32) -> tuple[Int32, Int32, Int32]:
     """Return block, head and batch of a CTA."""
     return cta % blocks, cta // blocks % heads, cta // blocks // heads

@@ -40,7 +40,7 @@ class VarlenInputs:
     cu_q: cute.Tensor  # (sequences + 1,) Int32: first row of each sequence, and the end of the last sequence
     cu_k: cute.Tensor
     # (sequences,) Int32: KV length of each sequence, or (0,). A size equal to the size of `cu_q` marks
-    # existing lists (`are_made`).
+    # existing lists (`lists_exist`).
     used_k: cute.Tensor
     rows: Int32  # rows of all sequences together
     keys: Int32
@@ -55,7 +55,7 @@ class VarlenInputs:
         return self.cu_q.shape[0] + 1
 
     @property
-    def are_made(self) -> cutlass.Boolean:
+    def lists_exist(self) -> cutlass.Boolean:
         """True if the lists already exist.
 
         Existing lists already contain the KV lengths. A tensor of the size of `cu_q` then replaces `used_k`.
@@ -63,10 +63,10 @@ class VarlenInputs:
         return self.used_k.shape[0] == self.cu_q.shape[0]
 
     @property
-    def blocks_of_scratch(self) -> Int32:
+    def num_workspace_blocks(self) -> Int32:
         return self.rows // BLOCK + self.sequences
 
-    def own(self, sequence: Int32, of_keys: bool) -> tuple[Int32, Int32]:
+    def own_range(self, sequence: Int32, of_keys: bool) -> tuple[Int32, Int32]:
         """Return the first row (or key) and the length of a sequence. A nonexistent sequence has length 0."""
         starts, total = (self.cu_k, self.keys) if of_keys else (self.cu_q, self.rows)
         last = self.sequences - 1
@@ -76,15 +76,15 @@ class VarlenInputs:
         length = cutlass.min(cutlass.max(end, start), total) - start
         return start, cutlass.select_(sequence <= last, length, 0)
 
-    def others(self, sequence: Int32, of_keys: bool) -> tuple[Int32, Int32]:
+    def opposite_range(self, sequence: Int32, of_keys: bool) -> tuple[Int32, Int32]:
         """Return the first row (or key) and the length of the opposite side of a sequence."""
-        start, length = self.own(sequence, of_keys)
+        start, length = self.own_range(sequence, of_keys)
         if of_keys:
-            length = self.used(sequence - 1, length)
+            length = self.kv_len(sequence - 1, length)
         return start, cutlass.select_((sequence > 0) & (sequence < self.sequences - 1), length, 0)
 
     @cute.jit
-    def used(self, sequence: Int32, length: Int32) -> Int32:
+    def kv_len(self, sequence: Int32, length: Int32) -> Int32:
         """Return the KV length of a sequence with `length` keys in the tensor."""
         if (sequence >= 0) & (sequence < self.used_k.shape[0]):
             length = cutlass.min(length, cutlass.max(self.used_k[sequence], 0))
@@ -97,18 +97,18 @@ class LaneSequence:
 
     start: Int32
     length: Int32
-    other_start: Int32
-    other_length: Int32
-    scratch: Int32  # number of workspace blocks of the sequence
+    opposite_start: Int32
+    opposite_length: Int32
+    workspace_blocks: Int32  # number of workspace blocks of the sequence
     tiles: Int32
 
     @classmethod
     def create(cls, inputs: VarlenInputs, sequence: Int32, list_spec: TileListSpec) -> LaneSequence:
-        own_range, opposite_range = (
-            inputs.own(sequence, list_spec.of_keys),
-            inputs.others(sequence, not list_spec.of_keys),
-        )
-        rows = inputs.own(sequence, of_keys=False)[1]  # sequences without an opposite side have workspace blocks, too
+        own_range = inputs.own_range(sequence, list_spec.of_keys)
+        opposite_range = inputs.opposite_range(sequence, not list_spec.of_keys)
+        rows = inputs.own_range(sequence, of_keys=False)[
+            1
+        ]  # sequences without an opposite side have workspace blocks, too
         return cls(*own_range, *opposite_range, cute.ceil_div(rows, BLOCK), cute.ceil_div(own_range[1], list_spec.size))
 
 
@@ -131,15 +131,15 @@ class TileListKernel:
     """Launcher of the kernel for tile lists. Nothing is launched if the lists already exist."""
 
     def __init__(self, list_specs: tuple[TileListSpec, ...]):
-        self.wanted = list_specs
+        self.list_specs = list_specs
 
     @cute.jit
     def __call__(
         self, inputs: VarlenInputs, addressing: VarlenAddressing, block_iterator: BlockIterator, stream: cuda.CUstream
     ):
-        if not inputs.are_made:
+        if not inputs.lists_exist:
             self.kernel(inputs, addressing, block_iterator).launch(
-                grid=(len(self.wanted), 1, 1), block=(THREADS, 1, 1), stream=stream
+                grid=(len(self.list_specs), 1, 1), block=(THREADS, 1, 1), stream=stream
             )
 
     @cute.kernel
@@ -151,11 +151,17 @@ class TileListKernel:
         sums = smem.allocate_tensor(Int32, cute.make_layout((WARPS, 2)), 16)
         work = smem.allocate_tensor(Float32, cute.make_layout(WARPS), 16)
         list_idx = cute.arch.block_idx()[0]
-        for i in cutlass.range_constexpr(len(self.wanted)):
+        for i in cutlass.range_constexpr(len(self.list_specs)):
             if list_idx == i:
                 TileListBuilder(
-                    inputs, getattr(addressing, self.wanted[i].name), block_iterator, self.wanted[i], counts, sums, work
-                ).make()
+                    inputs,
+                    getattr(addressing, self.list_specs[i].name),
+                    block_iterator,
+                    self.list_specs[i],
+                    counts,
+                    sums,
+                    work,
+                ).build()
 
 
 class TileListBuilder:
@@ -166,7 +172,7 @@ class TileListBuilder:
         counts: cute.Tensor, sums: cute.Tensor,
         work: cute.Tensor,
     ):  # fmt: skip
-        self.given, self.made, self.walk, self.wanted = inputs, tile_list, block_iterator, list_spec
+        self.inputs, self.tile_list, self.block_iterator, self.list_spec = inputs, tile_list, block_iterator, list_spec
         self.counts, self.sums, self.work = counts, sums, work
         self.warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         self.lane, self.thread = cute.arch.lane_idx(), cute.arch.thread_idx()[0]
@@ -174,11 +180,11 @@ class TileListBuilder:
         self.begin, self.end = (groups * (self.warp + i) // WARPS for i in range(2))
 
     @cute.jit
-    def make(self):
+    def build(self):
         tiles, blocks = Int32(0), Int32(0)
         for group in cutlass.range(self.begin, self.end, unroll=1):
-            sequence = LaneSequence.create(self.given, group * WARP + self.lane, self.wanted)
-            tiles, blocks = tiles + sequence.tiles, blocks + sequence.scratch
+            sequence = LaneSequence.create(self.inputs, group * WARP + self.lane, self.list_spec)
+            tiles, blocks = tiles + sequence.tiles, blocks + sequence.workspace_blocks
         tiles, blocks = warp_sum(tiles), warp_sum(blocks)
         sums = self.sums
         if self.lane == 0:
@@ -188,12 +194,12 @@ class TileListBuilder:
         total = warp_sum(self.sums[self.lane, 0])
         before = (cutlass.select_(self.lane < self.warp, self.sums[self.lane, i], 0) for i in range(2))
         first_tile, first_workspace_block = map(warp_sum, before)
-        if cutlass.const_expr(self.wanted.is_sorted):
-            self.go_over(first_tile, first_workspace_block, placing=False)
+        if cutlass.const_expr(self.list_spec.is_sorted):
+            self.visit_tiles(first_tile, first_workspace_block, placing=False)
             cute.arch.sync_threads()
             self.begin_classes()
-        self.go_over(first_tile, first_workspace_block, placing=True)
-        self.fill(cutlass.min(cutlass.max(total, 0), self.made.room()))
+        self.visit_tiles(first_tile, first_workspace_block, placing=True)
+        self.fill(cutlass.min(cutlass.max(total, 0), self.tile_list.room()))
 
     @cute.jit
     def begin_classes(self):
@@ -210,12 +216,12 @@ class TileListBuilder:
         self.counts[class_of_thread] = position
         if (position == 0) & (num_tiles > 0):
             cute.arch.store(
-                self.made.head.iterator + 1, Int32(cute.arch.fmin(all_work / class_work, float(MOST_WORTH)))
+                self.tile_list.head.iterator + 1, Int32(cute.arch.fmin(all_work / class_work, float(MOST_WORTH)))
             )
         cute.arch.sync_threads()
 
     @cute.jit
-    def go_over(self, first_tile: Int32, workspace_block: Int32, placing: cutlass.Constexpr[bool]):
+    def visit_tiles(self, first_tile: Int32, workspace_block: Int32, placing: cutlass.Constexpr[bool]):
         """Count the tiles by class, or place the tiles in the list.
 
         Args:
@@ -225,15 +231,15 @@ class TileListBuilder:
         """
         for group in cutlass.range(self.begin, self.end, unroll=1):
             sequence_idx = group * WARP + self.lane
-            sequence = LaneSequence.create(self.given, sequence_idx, self.wanted)
-            inclusive_sum, blocks = sum_to(sequence.tiles), sum_to(sequence.scratch)
+            sequence = LaneSequence.create(self.inputs, sequence_idx, self.list_spec)
+            inclusive_sum, blocks = sum_to(sequence.tiles), sum_to(sequence.workspace_blocks)
             last = cute.arch.shuffle_sync(inclusive_sum, WARP - 1)
             values = (
                 sequence.start,
                 sequence.length,
-                sequence.other_start,
-                sequence.other_length,
-                workspace_block + blocks - sequence.scratch,
+                sequence.opposite_start,
+                sequence.opposite_length,
+                workspace_block + blocks - sequence.workspace_blocks,
             )
             if cute.arch.vote_any_sync(sequence.tiles > 1):
                 for begin in cutlass.range(0, last, WARP, unroll=1):
@@ -244,10 +250,10 @@ class TileListBuilder:
                     owner_values = tuple(cute.arch.shuffle_sync(value, owner) for value in values)
                     block = tile - cute.arch.shuffle_sync(inclusive_sum - sequence.tiles, owner)
                     entry = self.entry(block, group * WARP + owner, *owner_values)
-                    self.take(entry, first_tile + tile, tile < last, placing)
+                    self.add_tile(entry, first_tile + tile, tile < last, placing)
             else:
                 entry = self.entry(Int32(0), sequence_idx, *values)
-                self.take(entry, first_tile + inclusive_sum - sequence.tiles, sequence.tiles > 0, placing)
+                self.add_tile(entry, first_tile + inclusive_sum - sequence.tiles, sequence.tiles > 0, placing)
             first_tile, workspace_block = first_tile + last, workspace_block + cute.arch.shuffle_sync(blocks, WARP - 1)
 
     def entry(
@@ -259,10 +265,10 @@ class TileListBuilder:
         If `cu_seqlens` values decrease, there may be more blocks than the workspace has capacity for. The excess blocks
         get no rows.
         """
-        queries = opposite_length if self.wanted.of_keys else length
-        fits = workspace_block + cute.ceil_div(queries, BLOCK) <= self.given.blocks_of_scratch
+        queries = opposite_length if self.list_spec.of_keys else length
+        fits = workspace_block + cute.ceil_div(queries, BLOCK) <= self.inputs.num_workspace_blocks
         fits = fits & (workspace_block >= 0)
-        if self.wanted.of_keys:
+        if self.list_spec.of_keys:
             opposite_length = cutlass.select_(fits, opposite_length, 0)
         else:
             length = cutlass.select_(fits, length, 0)
@@ -278,7 +284,7 @@ class TileListBuilder:
         )
 
     @cute.jit
-    def take(
+    def add_tile(
         self, entry: tuple[Int32, ...], position: Int32, is_valid: cutlass.Boolean, placing: cutlass.Constexpr[bool]
     ):  # fmt: skip
         """Count or place a tile for each lane with a tile.
@@ -286,23 +292,23 @@ class TileListBuilder:
         If all tiles of the warp belong to a single class, as with short sequences, the lanes reserve positions
         together.
         """
-        if cutlass.const_expr(self.wanted.is_sorted):
+        if cutlass.const_expr(self.list_spec.is_sorted):
             class_idx = cutlass.select_(is_valid, self.class_of(*entry[:6]), -1)
             lanes, first_class = cute.arch.vote_ballot_sync(is_valid), cute.arch.shuffle_sync(class_idx, 0)
             classes_differ = cute.arch.vote_any_sync(is_valid & (class_idx != first_class))
             if classes_differ:
                 if is_valid:
-                    position = self.places(class_idx, Int32(1))
+                    position = self.reserve_positions(class_idx, Int32(1))
             else:
                 if (self.lane == 0) & (lanes != 0):
-                    position = self.places(class_idx, cute.arch.popc(lanes))
+                    position = self.reserve_positions(class_idx, cute.arch.popc(lanes))
                 before = cute.arch.popc(lanes & ((Int32(1) << self.lane) - 1))
                 position = cute.arch.shuffle_sync(position, 0) + before
         if cutlass.const_expr(placing):
-            if is_valid & (position >= 0) & (position < self.made.room()):
+            if is_valid & (position >= 0) & (position < self.tile_list.room()):
                 self.store(position, entry)
 
-    def places(self, class_idx: Int32, count: Int32) -> Int32:
+    def reserve_positions(self, class_idx: Int32, count: Int32) -> Int32:
         """Reserve the next `count` positions of class `class_idx`."""
         return cute.arch.atomic_add(self.counts.iterator + class_idx, count, sem="relaxed", scope="cta")
 
@@ -310,25 +316,27 @@ class TileListBuilder:
         self, block: Int32, _: Int32, own_start: Int32, length: Int32, opposite_start: Int32, opposite_length: Int32
     ) -> Int32:
         """Return the class of a tile, from the number of blocks visited on the opposite side."""
-        rows, keys = (opposite_length, length) if self.wanted.of_keys else (length, opposite_length)
+        rows, keys = (opposite_length, length) if self.list_spec.of_keys else (length, opposite_length)
         tile = Tile(block, None, None, VarlenSeqlenInfo(rows, keys, cutlass.max(keys, 1)))
-        if self.wanted.of_keys:
-            work, total = self.walk.at(tile.sizes, BLOCK, self.wanted.size).queries(tile).total(1), self.given.rows
+        if self.list_spec.of_keys:
+            work = self.block_iterator.at(tile.sizes, BLOCK, self.list_spec.size).queries(tile).total(1)
+            total = self.inputs.rows
         else:
-            work, total = self.walk.at(tile.sizes, self.wanted.size, BLOCK).keys(tile).count, self.given.keys
+            work = self.block_iterator.at(tile.sizes, self.list_spec.size, BLOCK).keys(tile).count
+            total = self.inputs.keys
         unit = cute.ceil_div(cute.ceil_div(total, BLOCK), CLASSES)
         return cutlass.min(work // cutlass.max(unit, 1), CLASSES - 1)
 
     @cute.jit
     def fill(self, total: Int32):
         """Fill the list behind the last tile with entries without rows."""
-        for position in cutlass.range(total + self.thread, self.made.room(), THREADS, unroll=1):
+        for position in cutlass.range(total + self.thread, self.tile_list.room(), THREADS, unroll=1):
             self.store(position, (0, 0, 0, 0, 0, 0, 0, 1))
         if self.thread == 0:
-            cute.arch.store(self.made.head.iterator, total)
+            cute.arch.store(self.tile_list.head.iterator, total)
 
     def store(self, position: Int32, entry: tuple[Int32 | int, ...]) -> None:
         values = cute.make_rmem_tensor((ENTRY,), Int32)
         for i, value in enumerate(entry):
             values[i] = value
-        cute.autovec_copy(values, vector_at(self.made.entries.iterator + position * ENTRY, Int32, ENTRY))
+        cute.autovec_copy(values, vector_at(self.tile_list.entries.iterator + position * ENTRY, Int32, ENTRY))

@@ -45,7 +45,7 @@ from ..tiling.block_iterator import BlockIterator, QueryBlockRange, QueryBlockSt
 from ..tiling.seqlen_info import SeqlenInfo
 from ..tiling.tile import Tile, TileAddressing
 
-ROW_FACTS = 2  # row statistics: LSE and delta
+ROW_STATS = 2  # row statistics: LSE and delta
 SLABS = 2  # slabs of keys whose dK and dV a warp owns, with all or a part of the columns
 ROOMY = 128  # largest number of columns for which addresses of single elements have registers of their own
 HALF = 32  # queries whose scores a warp holds at once
@@ -55,7 +55,7 @@ HALF = 32  # queries whose scores a warp holds at once
 class QueryStages:
     """Loads of Q and dO with LSE and delta, step by step, into the stages."""
 
-    mover: sm80.SmemCopier
+    copier: sm80.SmemCopier
     mQ: cute.Tensor  # (Hq, Sq, D)
     mdO: cute.Tensor  # (Hq, Sq, Dv)
     mRows: cute.Tensor  # (Hq, 2, padded Sq): LSE * log2(e) and delta
@@ -69,17 +69,17 @@ class QueryStages:
         return self.do.start + self.do.bytes
 
     def stage_index(self, tile: sm80.SmemTile, stage: Int32) -> sm80.SmemTile:
-        """Return a tile of stage `stage`, given the tile of stage 0."""
+        """Return the tile of stage `stage`. `tile` is the tile of stage 0."""
         return tile.moved(stage * self.stage_bytes)
 
     def load_q(self, head: Int32, block: Int32, stage: Int32) -> None:
         """Start the load of a block of Q with its LSE and delta into stage `stage`."""
-        self.mover.load(self.of_head(self.mQ, head), block * self.q.rows, self.stage_index(self.q, stage))
+        self.copier.load(self.of_head(self.mQ, head), block * self.q.rows, self.stage_index(self.q, stage))
         self.load_rows(self.mRows[head, None, None], block * self.q.rows, self.rows + stage * self.stage_bytes)
 
     def load_do(self, head: Int32, block: Int32, stage: Int32) -> None:
         """Start the load of a block of dO into stage `stage`."""
-        self.mover.load(self.of_head(self.mdO, head), block * self.do.rows, self.stage_index(self.do, stage))
+        self.copier.load(self.of_head(self.mdO, head), block * self.do.rows, self.stage_index(self.do, stage))
 
     def of_head(self, mX: cute.Tensor, head: Int32) -> cute.Tensor:
         """Return the matrix (rows, columns) of a head.
@@ -89,7 +89,7 @@ class QueryStages:
         there.
         """
         gX = mX[head, None, None]
-        if not self.mover.elementwise or max(self.q.columns, self.do.columns) <= ROOMY:
+        if not self.copier.elementwise or max(self.q.columns, self.do.columns) <= ROOMY:
             return gX
         stride = (gX.stride[0], gX.stride[1] + Int64(fragments.zero_of(head)))
         return cute.make_tensor(gX.iterator, cute.make_layout(gX.shape, stride=stride))
@@ -98,13 +98,13 @@ class QueryStages:
     def load_rows(self, gRows: cute.Tensor, first: Int32, target: Int32):
         """Start the load of LSE and delta of a block of queries."""
         thread, units = cute.arch.thread_idx()[0], self.q.rows // QUAD
-        if thread < ROW_FACTS * units:
+        if thread < ROW_STATS * units:
             row = first + thread % units * QUAD
             source = gRows.iterator.toint() + (Int64(thread // units) * gRows.stride[0] + row) * FP32_BYTES
             size = cutlass.select_(row < gRows.shape[1], Int32(sm80.VECTOR_BYTES), Int32(0))
             sm80.copy_unit(source, target + thread * sm80.VECTOR_BYTES, size)
 
-    def facts(self, which: int, stage: Int32, first: Int32 | int) -> cute.Tensor:
+    def row_stats(self, which: int, stage: Int32, first: Int32 | int) -> cute.Tensor:
         """Return LSE * log2(e) (0) or delta (1) of a lane's columns, for HALF queries from `first` on."""
         return row_pairs(self.rows + stage * self.stage_bytes + (which * self.q.rows + first) * FP32_BYTES, HALF)
 
@@ -132,9 +132,9 @@ class DqProduct:
     right: sm80.LdmatrixView  # K: keys x the warp's columns
     slabs: int  # slabs of rows
     pairs: int  # pairs of units per panel
-    scratch: DqWorkspace
+    workspace: DqWorkspace
     first_slab: Int32
-    nth: Int32  # index of the warp's column part
+    column_part: Int32  # index of the warp's column part
 
     @cute.jit
     def add(self, stage: Int32, block: Int32, rank: Int32 | None):
@@ -146,13 +146,13 @@ class DqProduct:
         """
         k, ds = self.right.tile, self.left.tile
         accs = self.multiply(self.left.over(ds.moved(stage * ds.bytes), True))
-        counter = self.scratch.turn(block * UNITS)
+        counter = self.workspace.unit_counter(block * UNITS)
         if cutlass.const_expr(rank is not None):
             sm80.wait_for_turn(counter, rank)
-        start = self.scratch.unit(block * UNITS).toint() + cute.arch.lane_idx() * (QUAD * FP32_BYTES)
+        start = self.workspace.unit(block * UNITS).toint() + cute.arch.lane_idx() * (QUAD * FP32_BYTES)
         for panel in cutlass.range_constexpr(k.columns // k.panel):
             for u in cutlass.range_constexpr(self.pairs):
-                column = panel * k.panel + (self.nth * self.pairs + u) * sm80.PAIR
+                column = panel * k.panel + (self.column_part * self.pairs + u) * sm80.PAIR
                 for s in cutlass.range_constexpr(self.slabs):
                     self.add_pair(start, accs[s], (panel * self.pairs + u) * 2, self.first_slab + s, column)
         if cutlass.const_expr(rank is not None):
@@ -236,9 +236,9 @@ class KvBlock:
 class StepContext:
     """Position of a step in the block iteration, and the score stages at this position."""
 
-    chain: ScorePipeline
-    place: ScoreCoord  # place of the warp's first slab of keys and of the first query of its half
-    run: QueryBlockRange
+    score_pipeline: ScorePipeline
+    coord: ScoreCoord  # place of the warp's first slab of keys and of the first query of its half
+    query_range: QueryBlockRange
     step: QueryBlockStep
 
     @property
@@ -249,16 +249,16 @@ class StepContext:
     @property
     def masked(self) -> cutlass.Boolean:
         """True if the step has a partial block."""
-        return self.run.masked(self.step)
+        return self.query_range.masked(self.step)
 
-    def hold(self, slabs: int) -> tuple[ScorePipeline, ...]:
+    def allocate_stages(self, slabs: int) -> tuple[ScorePipeline, ...]:
         """Return the score stages with registers, for each of `slabs` slabs of keys."""
-        return tuple(self.chain.hold(HALF) for _ in range(slabs))
+        return tuple(self.score_pipeline.hold(HALF) for _ in range(slabs))
 
-    def place_of(self, slab: int, first_query: int) -> ScoreCoord:
+    def coord_of(self, slab: int, first_query: int) -> ScoreCoord:
         """Return the place of slab `slab` and of the queries from `first_query` on."""
-        row, column = self.place.row + slab * SLAB, self.place.column + first_query
-        return replace(self.place, row=row, column=column, head=self.step.head, by_row=True)
+        row, column = self.coord.row + slab * SLAB, self.coord.column + first_query
+        return replace(self.coord, row=row, column=column, head=self.step.head, by_row=True)
 
 
 class BackwardSm80(BackwardCall):
@@ -286,24 +286,26 @@ class BackwardSm80(BackwardCall):
     """
 
     def __init__(self, spec: AmpereSpec):
-        self.spec, self.elementwise, self.seams = spec, spec.elementwise, KernelFeatures.of(spec, transposed=True)
-        self.element, self.d, self.dv = self.seams.element, spec.d, spec.dv
+        self.spec, self.elementwise, self.features = (
+            spec,
+            spec.elementwise,
+            KernelFeatures.from_spec(spec, transposed=True),
+        )
+        self.element, self.d, self.dv = self.features.element, spec.d, spec.dv
         self.tile_m, self.tile_n, self.parts = spec.tile_m, spec.tile_n, spec.column_parts
         self.in_order = spec.in_order
         self.warps = spec.threads // WARP
-        self.prepare = BackwardPreprocess(self.element, clears=spec.d, elementwise=spec.elementwise)
-        self.finish = BackwardPostprocess(self.element, spec.d, elementwise=spec.elementwise)
+        self.preprocess = BackwardPreprocess(self.element, clears=spec.d, elementwise=spec.elementwise)
+        self.postprocess = BackwardPostprocess(self.element, spec.d, elementwise=spec.elementwise)
 
     @cute.jit
     def launch(self, call: BackwardArgs, stream: cuda.CUstream):
         """Launch the preprocessing kernels of the features, then the three backward kernels."""
         B, Hkv, Sk, _ = call.k.shape
         num_n_blocks, group = cute.ceil_div(Sk, self.tile_n), call.q.shape[1] // Hkv
-        addressing, block_iterator, score_pipeline = (
-            self.seams.pieces(call),
-            self.seams.walk(call),
-            self.seams.chain(call),
-        )
+        addressing = self.features.tile_addressing(call)
+        block_iterator = self.features.block_iterator(call)
+        score_pipeline = self.features.score_pipeline(call)
         # Bytes per query row: Q, dO and dQ in fp32.
         row_bytes = (self.d + self.dv) * self.element.bytes + self.d * FP32_BYTES
         num_ctas = call.num_ctas if self.in_order else None
@@ -311,16 +313,16 @@ class BackwardSm80(BackwardCall):
         section = heads_in_turn(bound_iterator, group, B * Hkv, row_bytes, num_ctas)
         workspace_layout = WorkspaceLayout(B * Hkv, group, num_n_blocks)
         workspace = (call.rows, call.scratch)
-        self.seams.launch_preprocess(call, stream)
+        self.features.launch_preprocess(call, stream)
         row_stats_inputs = RowStatsInputs(call.o, call.do, call.lse, call.dlse)
-        self.prepare(
+        self.preprocess(
             row_stats_inputs, *workspace, workspace_layout, score_pipeline.keep_probability, addressing, stream
         )
         tensors = BackwardGmem(call.q, call.k, call.v, call.do, call.dk, call.dv)
         self.kernel(tensors, *workspace, call.scales, section, addressing, block_iterator, score_pipeline).launch(
             grid=(num_n_blocks * B * Hkv, 1, 1), block=(self.spec.threads, 1, 1), stream=stream
         )
-        self.finish(
+        self.postprocess(
             call.scratch,
             call.rows,
             call.dq,
@@ -359,7 +361,7 @@ class BackwardSm80(BackwardCall):
         weights = sm80.SmemTile(v.start + v.bytes, self.tile_n, self.tile_m)  # first of two tiles
         q = sm80.SmemTile(weights.start + 2 * weights.bytes, self.tile_m, self.d)
         do = sm80.SmemTile(q.start + q.bytes, self.tile_m, self.dv)
-        stage_bytes = q.bytes + do.bytes + ROW_FACTS * self.tile_m * FP32_BYTES
+        stage_bytes = q.bytes + do.bytes + ROW_STATS * self.tile_m * FP32_BYTES
         copier = sm80.SmemCopier(self.spec.threads, self.element, self.elementwise)
         batch_tensors = tuple(x[tile.batch, None, None, None] for x in (tensors.q, tensors.do, mRows))
         queries = QueryStages(copier, *batch_tensors, q, do, stage_bytes)
@@ -370,20 +372,20 @@ class BackwardSm80(BackwardCall):
         tiles, group = BackwardSmem(k, v, weights), Hq // Hkv
         kv_block = KvBlock(replace(tile, group=group), tile.head * group, tile.batch * Hq, group)
         if cutlass.const_expr(self.parts == 4):
-            self.step_together(order, queries, tiles, workspace, kv_block, scales, score_pipeline)
+            self.mainloop_shared_keys(order, queries, tiles, workspace, kv_block, scales, score_pipeline)
         else:
-            self.step_apart(order, queries, tiles, workspace, kv_block, scales, score_pipeline)
+            self.mainloop_own_keys(order, queries, tiles, workspace, kv_block, scales, score_pipeline)
         sm80.arrive()
         copier.unload(k, tile.rows(tensors.dk), first_key)
         copier.unload(v, tile.rows(tensors.dv), first_key)
 
-    def turn(
+    def accumulation_rank(
         self, order: BackwardTileScheduler, n_block: Int32, query_range: QueryBlockRange, step: QueryBlockStep
     ) -> Int32 | None:
         """Return how many warp adds to the queries of a step come before this CTA's, or None if there is no order."""
         return order.turn(n_block, query_range.at(step), step.j) * self.warps if self.in_order else None
 
-    def gradient(self, tiles: BackwardSmem, workspace: DqWorkspace, warp: Int32) -> DqProduct:
+    def make_dq_product(self, tiles: BackwardSmem, workspace: DqWorkspace, warp: Int32) -> DqProduct:
         """Return the part of dQ of a warp.
 
         With eight warps and panels of 64 columns, the part is two slabs of rows and every fourth pair of columns. Other
@@ -400,7 +402,7 @@ class BackwardSm80(BackwardCall):
         product = sm80.MmaProduct.create(self.element.dtype)
         return DqProduct(product, left, right, slabs, pairs, workspace, warp // parts * slabs, warp % parts)
 
-    def share(self, k: sm80.SmemTile, slab: Int32, half: Int32 | int, part: Int32) -> WarpState:
+    def make_warp_state(self, k: sm80.SmemTile, slab: Int32, half: Int32 | int, part: Int32) -> WarpState:
         """Return the operands and accumulators of a warp.
 
         Args:
@@ -417,7 +419,7 @@ class BackwardSm80(BackwardCall):
         return WarpState(sm80.MmaProduct.create(self.element.dtype), key_view, row_view, column_view, dK, dV)
 
     @cute.jit
-    def step_apart(
+    def mainloop_own_keys(
         self, order: BackwardTileScheduler, queries: QueryStages, tiles: BackwardSmem, workspace: DqWorkspace,
         kv_block: KvBlock, scales: SoftmaxScale,
         score_pipeline: ScorePipeline,
@@ -428,8 +430,8 @@ class BackwardSm80(BackwardCall):
         """
         warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
         part, first_slab = warp % self.parts, warp // self.parts * SLABS
-        state = self.share(tiles.k, first_slab, part, part)
-        dq_product = self.gradient(tiles, workspace, warp)
+        state = self.make_warp_state(tiles.k, first_slab, part, part)
+        dq_product = self.make_dq_product(tiles, workspace, warp)
         key = kv_block.tile.block * self.tile_n + first_slab * SLAB + lane // 4
         column, scale_log2 = lane % 4 * 2 + part * HALF, score_pipeline.scales(scales).log2
         coord = ScoreCoord(order.walk.sizes, self.tile_m, key, column, kv_block.tile.sequence, None, transposed=True)
@@ -447,7 +449,9 @@ class BackwardSm80(BackwardCall):
                 queries.load_q(next_step.head, next_step.block, 1 - i % 2)
                 queries.load_do(next_step.head, next_step.block, 1 - i % 2)
             if i > 0:
-                dq_product.add(1 - i % 2, last_block, self.turn(order, kv_block.tile.block, query_range, last_step))
+                dq_product.add(
+                    1 - i % 2, last_block, self.accumulation_rank(order, kv_block.tile.block, query_range, last_step)
+                )
             context = StepContext(score_pipeline, coord, query_range, step)
             if cutlass.const_expr(self.parts == 1):
                 self.step_alone(state, queries, tiles, i % 2, context, scale_log2, first_slab)
@@ -458,12 +462,14 @@ class BackwardSm80(BackwardCall):
         sm80.arrive()
         if num_steps > 0:
             dq_product.add(
-                (num_steps - 1) % 2, last_block, self.turn(order, kv_block.tile.block, query_range, last_step)
+                (num_steps - 1) % 2,
+                last_block,
+                self.accumulation_rank(order, kv_block.tile.block, query_range, last_step),
             )
         sm80.arrive()
-        self.put(state, tiles, first_slab * SLAB, scales, score_pipeline, part)
+        self.store_dkdv(state, tiles, first_slab * SLAB, scales, score_pipeline, part)
 
-    def put(
+    def store_dkdv(
         self,
         state: WarpState,
         tiles: BackwardSmem,
@@ -485,24 +491,24 @@ class BackwardSm80(BackwardCall):
                 sm80.put_share(acc, tile, first_row + s * SLAB, part, pairs, self.element)
 
     @cute.jit
-    def weigh(
+    def compute_p(
         self, scores: sm80.Accumulators, lse: cute.Tensor, context: StepContext, slab_stages: tuple[ScorePipeline, ...],
         first: int,
         scale_log2: Float32,
     ) -> list[fragments.OperandA]:  # fmt: skip
         """Replace the scores of the queries from `first` on by P, and return P in 16 bits."""
         if context.masked:
-            self.ask(scores, context, slab_stages, first, masked=True)
+            self.apply_score_stages(scores, context, slab_stages, first, masked=True)
         else:
-            self.ask(scores, context, slab_stages, first, masked=False)
+            self.apply_score_stages(scores, context, slab_stages, first, masked=False)
         P = []
         for s in cutlass.range_constexpr(len(scores)):
             exponentiate(fragments.rows_and_columns(scores[s]), lse, scale_log2)
             P.append(fragments.OperandA.create(scores[s], self.element))
-            P[s].take(scores[s], slab_stages[s].at(context.place).kept(masked=True))
+            P[s].take(scores[s], slab_stages[s].at(context.coord).kept(masked=True))
         return P
 
-    def ask(
+    def apply_score_stages(
         self, scores: sm80.Accumulators, context: StepContext, slab_stages: tuple[ScorePipeline, ...], first: int,
         masked: bool
     ) -> None:  # fmt: skip
@@ -512,13 +518,13 @@ class BackwardSm80(BackwardCall):
         directly before `apply`.
         """
         for s, acc in enumerate(scores):
-            tile_stages = slab_stages[s].at(context.place_of(s, first))
+            tile_stages = slab_stages[s].at(context.coord_of(s, first))
             tile_stages.begin(context.block, masked)
             tile_stages.prepare_stage(context.block, masked)
             tile_stages.apply(fragments.rows_and_columns(acc), context.block, masked)
 
     @cute.jit
-    def slope(
+    def compute_ds(
         self, P: sm80.Accumulators, dP: sm80.Accumulators, delta: cute.Tensor, context: StepContext,
         slab_stages: tuple[ScorePipeline, ...]
     ) -> list[fragments.OperandA]:  # fmt: skip
@@ -526,7 +532,7 @@ class BackwardSm80(BackwardCall):
         dS = []
         for s in cutlass.range_constexpr(len(P)):
             gradients = fragments.rows_and_columns(dP[s])
-            slab_stages[s].at(context.place).apply_backward(gradients, masked=True)
+            slab_stages[s].at(context.coord).apply_backward(gradients, masked=True)
             differentiate(fragments.rows_and_columns(P[s]), gradients, delta, gradients)
             dS.append(fragments.OperandA.create(dP[s], self.element))
             dS[s].take(dP[s])
@@ -547,14 +553,14 @@ class BackwardSm80(BackwardCall):
             zero = fragments.zero_of(stage)
             keys, rows = state.keys.over(k.moved(zero), False), state.rows.over(q, False)
             state.product.scores(S, keys, rows, first)
-            slab_stages = context.hold(SLABS)
-            P = self.weigh(S, queries.facts(0, stage, first), context, slab_stages, first, scale_log2)
+            slab_stages = context.allocate_stages(SLABS)
+            P = self.compute_p(S, queries.row_stats(0, stage, first), context, slab_stages, first, scale_log2)
             columns = state.columns.over(q, True)
             for query in cutlass.range_constexpr(0, HALF, SLAB):
                 lefts = tuple(x.fragment[None, 0, query // SLAB] for x in P)
                 state.product.accumulate(state.dV, lefts, columns.beside(do), first + query)
             state.product.scores(dP, keys.beside(v.moved(zero)), rows.beside(do), first)
-            dS = self.slope(S, dP, queries.facts(1, stage, first), context, slab_stages)
+            dS = self.compute_ds(S, dP, queries.row_stats(1, stage, first), context, slab_stages)
             for s in cutlass.range_constexpr(SLABS):
                 sm80.put_operand(dS[s], target, (first_slab + s) * SLAB, first)
             for query in cutlass.range_constexpr(0, HALF, SLAB):
@@ -576,20 +582,20 @@ class BackwardSm80(BackwardCall):
         rows, target = state.rows.over(q, False), tiles.weights.moved(stage * tiles.weights.bytes)
         S, dP = (tuple(sm80.accumulator(HALF) for _ in range(SLABS)) for _ in range(2))
         state.product.scores(S, state.keys, rows)
-        slab_stages = context.hold(SLABS)
-        P = self.weigh(S, queries.facts(0, stage, half * HALF), context, slab_stages, 0, scale_log2)
+        slab_stages = context.allocate_stages(SLABS)
+        P = self.compute_p(S, queries.row_stats(0, stage, half * HALF), context, slab_stages, 0, scale_log2)
         for s in cutlass.range_constexpr(SLABS):
             sm80.put_operand(P[s], target, (first_slab + s) * SLAB, half * HALF)
         left = sm80.LdmatrixView.create(target, self.element.dtype, "A", first_row=first_slab * SLAB).share(1 - half, 2)
         self.accumulate_halves(state, state.dV, P, left, state.columns.over(q, True).beside(do), first_slab, half)
         state.product.scores(dP, state.keys.beside(tiles.v), rows.beside(do))
-        dS = self.slope(S, dP, queries.facts(1, stage, half * HALF), context, slab_stages)
-        self.meet(first_slab)  # both warps have read P
+        dS = self.compute_ds(S, dP, queries.row_stats(1, stage, half * HALF), context, slab_stages)
+        self.sync_key_warps(first_slab)  # both warps have read P
         for s in cutlass.range_constexpr(SLABS):
             sm80.put_operand(dS[s], target, (first_slab + s) * SLAB, half * HALF)
         self.accumulate_halves(state, state.dK, dS, left, state.columns.over(q, True), first_slab, half)
 
-    def meet(self, first_slab: Int32) -> None:
+    def sync_key_warps(self, first_slab: Int32) -> None:
         """Wait for the warps with the same keys, on a named barrier."""
         cute.arch.barrier(barrier_id=1 + first_slab // SLABS, number_of_threads=self.parts * WARP)
 
@@ -598,15 +604,13 @@ class BackwardSm80(BackwardCall):
         left: sm80.LdmatrixView, columns: sm80.LdmatrixView, first_slab: Int32, half: Int32,
     ) -> None:  # fmt: skip
         """Sum over the half of the queries held by this warp, then over the peer warp's half from shared memory."""
-        lefts, own_columns = (
-            tuple(sm80.allocate_fragment(self.element.dtype) for _ in weights_of_warp),
-            columns.below(half * HALF),
-        )
+        lefts = tuple(sm80.allocate_fragment(self.element.dtype) for _ in weights_of_warp)
+        own_columns = columns.below(half * HALF)
         for query in range(0, HALF, SLAB):
             state.product.accumulate(
                 accs, tuple(x.fragment[None, 0, query // SLAB] for x in weights_of_warp), own_columns, query
             )
-        self.meet(first_slab)
+        self.sync_key_warps(first_slab)
         peer_columns = columns.below((1 - half) * HALF)
         for query in range(0, HALF, SLAB):
             for s, weights in enumerate(lefts):
@@ -614,7 +618,7 @@ class BackwardSm80(BackwardCall):
             state.product.accumulate(accs, lefts, peer_columns, query)
 
     @cute.jit
-    def step_together(
+    def mainloop_shared_keys(
         self, order: BackwardTileScheduler, queries: QueryStages, tiles: BackwardSmem, workspace: DqWorkspace,
         kv_block: KvBlock, scales: SoftmaxScale,
         score_pipeline: ScorePipeline,
@@ -628,8 +632,8 @@ class BackwardSm80(BackwardCall):
         warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
         part, first_slab = warp % self.parts, warp // self.parts * SLABS
         slab, half = first_slab + part // 2, part % 2
-        state = self.share(k, slab, half, part)
-        dq_product = self.gradient(tiles, workspace, warp)
+        state = self.make_warp_state(k, slab, half, part)
+        dq_product = self.make_dq_product(tiles, workspace, warp)
         key = kv_block.tile.block * self.tile_n + slab * SLAB + lane // 4
         column, scale_log2 = lane % 4 * 2 + half * HALF, score_pipeline.scales(scales).log2
         coord = ScoreCoord(order.walk.sizes, self.tile_m, key, column, kv_block.tile.sequence, None, transposed=True)
@@ -648,7 +652,7 @@ class BackwardSm80(BackwardCall):
             q, do = queries.q.moved(zero), queries.do.moved(zero)
             step_tiles = BackwardSmem(k.moved(zero), v.moved(zero), weights.moved(zero))
             dS, P = step_tiles.weights, step_tiles.weights.moved(weights.bytes)
-            self.weigh_together(state, queries, step_tiles, q, do, context, scale_log2, slab, half)
+            self.compute_p_and_ds(state, queries, step_tiles, q, do, context, scale_log2, slab, half)
             cute.arch.sync_threads()
             columns, weights_of = state.columns.over(q, True), left.over(dS, False)
             self.accumulate_all(state, state.dK, weights_of, columns)
@@ -660,14 +664,14 @@ class BackwardSm80(BackwardCall):
             cute.arch.sync_threads()  # no warp reads this dO any more
             if i + 1 < num_steps:
                 queries.load_do(next_step.head, next_step.block, Int32(0))
-            dq_product.add(zero, block, self.turn(order, kv_block.tile.block, query_range, step))
+            dq_product.add(zero, block, self.accumulation_rank(order, kv_block.tile.block, query_range, step))
             step = next_step
         sm80.arrive()
         first_row = first_slab * SLAB + (fragments.zero_of(step.head) if self.elementwise else 0)
-        self.put(state, tiles, first_row, scales, score_pipeline, part)
+        self.store_dkdv(state, tiles, first_row, scales, score_pipeline, part)
 
     @cute.jit
-    def weigh_together(
+    def compute_p_and_ds(
         self, state: WarpState, queries: QueryStages, tiles: BackwardSmem, q: sm80.SmemTile, do: sm80.SmemTile,
         context: StepContext,
         scale_log2: Float32, slab: Int32, half: Int32,
@@ -679,9 +683,9 @@ class BackwardSm80(BackwardCall):
         state.product.scores(S, keys, rows)
         sm80.arrive()  # wait for dO
         state.product.scores(dP, keys.beside(tiles.v), rows.beside(do))
-        slab_stages = context.hold(1)
-        P = self.weigh(S, queries.facts(0, Int32(0), half * HALF), context, slab_stages, 0, scale_log2)
-        dS = self.slope(S, dP, queries.facts(1, Int32(0), half * HALF), context, slab_stages)
+        slab_stages = context.allocate_stages(1)
+        P = self.compute_p(S, queries.row_stats(0, Int32(0), half * HALF), context, slab_stages, 0, scale_log2)
+        dS = self.compute_ds(S, dP, queries.row_stats(1, Int32(0), half * HALF), context, slab_stages)
         sm80.put_operand(dS[0], tiles.weights, slab * SLAB, half * HALF)
         sm80.put_operand(P[0], tiles.weights.moved(tiles.weights.bytes), slab * SLAB, half * HALF)
 

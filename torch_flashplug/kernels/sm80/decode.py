@@ -37,12 +37,12 @@ from ..tiling.tile import TileAddressing
 
 @dataclass(frozen=True)
 class KvStages:
-    """Pipeline of a team's share of K and V of every block, filled with cp.async.
+    """Pipeline of a team's part of K and V of every block, filled with cp.async.
 
     K and V have `stages` stages each in shared memory. The nth block of a split uses stage nth % stages.
     """
 
-    mover: sm80.SmemCopier  # copies of the team's warps
+    copier: sm80.SmemCopier  # copies of the team's warps
     gK: cute.Tensor  # (Sk, D)
     gV: cute.Tensor  # (Sk, Dv)
     k: sm80.SmemTile  # stage 0 of K; stage 0 of V follows
@@ -50,8 +50,8 @@ class KvStages:
     stages: int
     keys: SplitKvRange  # KV blocks of the CTA
     first_key: Int32  # the team's first key in a block
-    stored: KvLoader  # loader of K and V
-    beside: KvScaleLoader  # loader of per-key data, such as the scales of a quantized cache
+    kv_loader: KvLoader  # loader of K and V
+    scale_loader: KvScaleLoader  # loader of per-key data, such as the scales of a quantized cache
     block: int  # keys of a block, over all teams
 
     @property
@@ -60,7 +60,7 @@ class KvStages:
         return self.keys.end - self.keys.begin
 
     def stage_index(self, tile: sm80.SmemTile, nth: Int32 | int) -> sm80.SmemTile:
-        """Return the tile of stage nth % stages, given the tile of stage 0."""
+        """Return the tile of stage nth % stages. `tile` is the tile of stage 0."""
         return tile.moved(nth % self.stages * tile.bytes)
 
     def load_k(self, nth: Int32 | int) -> None:
@@ -80,12 +80,12 @@ class KvStages:
         """
         if nth < self.blocks:
             first = self.keys.nth(self.keys.begin + nth) * self.block + self.first_key
-            self.stored.load(self.mover, gX, first, self.stage_index(tile, nth))
-            self.beside.load(which, first, nth % self.stages, self.mover.threads)
+            self.kv_loader.load(self.copier, gX, first, self.stage_index(tile, nth))
+            self.scale_loader.load(which, first, nth % self.stages, self.copier.threads)
         cute.arch.cp_async_commit_group()
 
     @cute.jit
-    def start(self):
+    def fill(self):
         """Fill the pipeline, and wait for the first K and for the queries. Executed by all threads.
 
         The queries belong to the group of the first K. Afterwards they are visible to all threads.
@@ -94,16 +94,16 @@ class KvStages:
             self.load_k(nth)
             if cutlass.const_expr(nth < self.stages - 1):
                 self.load_v(nth)
-        self.arrive(everyone=True)
+        self.wait_for_oldest(everyone=True)
 
     @cute.jit
-    def arrive(self, everyone: cutlass.Constexpr[bool] = False):
+    def wait_for_oldest(self, everyone: cutlass.Constexpr[bool] = False):
         """Wait until the oldest load is visible to the team, or to all threads.
 
         Afterwards the team no longer reads the previous contents of the stage.
         """
         cute.arch.cp_async_wait_group(2 * self.stages - 2)
-        if cutlass.const_expr(everyone or self.mover.threads > WARP):
+        if cutlass.const_expr(everyone or self.copier.threads > WARP):
             cute.arch.sync_threads()
         else:
             cute.arch.sync_warp()
@@ -111,7 +111,7 @@ class KvStages:
 
 @dataclass(frozen=True)
 class TeamPartials:
-    """Results of every team in shared memory, reduced by `combine.Share`.
+    """Results of every team in shared memory, reduced by `split_kv.PartialResult`.
 
     The fp32 outputs of the rows are `pitch` floats apart. Maxima and sums follow.
     """
@@ -156,7 +156,7 @@ class DecodeSm80(DecodeCall):
 
     Inputs: q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv). With a paged KV cache, k and v are (pages, Hkv,
     rows of a page, D or Dv). Outputs: o (B, Hq, Sq, Dv), lse (B, Hq, Sq) in fp32. Workspace: fp32 partial results of
-    the splits (`combine.Partials`), if there are several splits.
+    the splits (`split_kv.WorkspacePartials`), if there are several splits.
 
     Warp roles: four warps, each of which loads and multiplies. Up to 16 rows every warp is a team. With 64 rows the
     four warps are a single team, and each owns 16 of the rows.
@@ -168,8 +168,8 @@ class DecodeSm80(DecodeCall):
     """
 
     def __init__(self, spec: AmpereSpec):
-        self.spec, self.seams = spec, KernelFeatures.of(spec)
-        self.element = self.seams.element
+        self.spec, self.features = spec, KernelFeatures.from_spec(spec)
+        self.element = self.features.element
         self.tile_m, self.tile_n, self.d, self.dv, self.stages = spec.tile_m, spec.tile_n, spec.d, spec.dv, spec.stages
         self.team_warps = spec.tile_m // SLAB
         self.keys = spec.tile_n // spec.teams  # keys of a team in every block
@@ -179,11 +179,16 @@ class DecodeSm80(DecodeCall):
         """Launch the decode kernel and, with several splits, the `SplitKvCombine` kernel."""
         B, Hq, Sq, Dv = call.o.shape
         Hkv = call.k.shape[1]
-        addressing = self.seams.pieces(call)
+        addressing = self.features.tile_addressing(call)
         m_tiles = addressing.most_blocks_of_rows(Hq // Hkv * Sq, self.tile_m)
         partials = WorkspacePartials(call.partials.iterator, B * Hq * Sq, call.splits, Dv)
         tensors = DecodeGmem(call.q, call.k, call.v, call.o, call.lse)
-        feature_args = (addressing, self.seams.walk(call), self.seams.chain(call), self.stored(call))
+        feature_args = (
+            addressing,
+            self.features.block_iterator(call),
+            self.features.score_pipeline(call),
+            self.kv_loader(call),
+        )
         self.kernel(tensors, partials.start, call.scale, call.splits, *feature_args).launch(
             grid=(m_tiles * call.splits * Hkv * B, 1, 1),
             block=(self.spec.threads, 1, 1),
@@ -194,14 +199,14 @@ class DecodeSm80(DecodeCall):
             use_pdl=starts_early(),
         )
         if call.splits > 1:
-            score_pipeline = self.seams.chain(call)
+            score_pipeline = self.features.score_pipeline(call)
             SplitKvCombine(self.element)(
                 call.o, call.lse, partials, score_pipeline.unit(call.scale), score_pipeline, stream, call.split_size
             )
 
-    def stored(self, call: DecodeArgs) -> KvLoader:
+    def kv_loader(self, call: DecodeArgs) -> KvLoader:
         """Return the loader of K and V of the spec's features."""
-        kv_loader = self.seams.stored(call)
+        kv_loader = self.features.kv_loader(call)
         return KvLoader() if kv_loader is None else kv_loader
 
     @cute.kernel
@@ -237,22 +242,24 @@ class DecodeSm80(DecodeCall):
 
         follow()
         bound_iterator.find(decode_tile)
-        kv_stages = self.my_ring(tensors.k, tensors.v, decode_tile, bound_iterator, kv_loader, start + q.bytes, team)
+        kv_stages = self.make_kv_stages(
+            tensors.k, tensors.v, decode_tile, bound_iterator, kv_loader, start + q.bytes, team
+        )
         self.load_queries(tensors.q, q, decode_tile)
-        kv_stages.start()
+        kv_stages.fill()
         kv_loader.turn(q, decode_tile, tensors.q.shape[3], self.element, self.spec.threads // WARP)
         left_q = sm80.LdmatrixView.create(q, self.element.dtype, "A", first_row=slab * SLAB)
         self.attend(kv_stages, left_q, out, softmax, tile_stages, bound_iterator, kv_loader)
-        weights = softmax.part(fragments.rows_and_columns(out))
+        weights = softmax.finish_split(fragments.rows_and_columns(out))
 
         cute.arch.sync_threads()  # no warp reads shared memory any more where the results go
         floats = cute.make_ptr(Float32, start, cute.AddressSpace.smem, assumed_align=16)
         teams = TeamPartials(floats, self.tile_m, self.dv + RESULT_PAD, Int32(self.spec.teams))
-        leave(fragments.rows_and_columns(out), weights, teams, team, slab * SLAB + lane // 4, kv_loader)
+        store_team_results(fragments.rows_and_columns(out), weights, teams, team, slab * SLAB + lane // 4, kv_loader)
         cute.arch.sync_threads()
-        self.add_up(teams, decode_tile, tensors.o, tensors.lse, partials, scales.natural, score_pipeline)
+        self.reduce_teams(teams, decode_tile, tensors.o, tensors.lse, partials, scales.natural, score_pipeline)
 
-    def my_ring(
+    def make_kv_stages(
         self, mK: cute.Tensor, mV: cute.Tensor, decode_tile: DecodeTile, bound_iterator: BoundBlocks,
         kv_loader: KvLoader, start: Int32, team: Int32
     ) -> KvStages:  # fmt: skip
@@ -300,8 +307,8 @@ class DecodeSm80(DecodeCall):
             if bound_iterator.masks(kv_stages.keys, j):
                 tile_stages.begin(kv_stages.keys.nth(j), masked=True)
             product.scores((acc_S,), left_q, right_k.over(kv_stages.stage_index(kv_stages.k, nth), transposed=False))
-            kv_stages.beside.scale(S, nth % self.stages)
-            kv_stages.arrive()
+            kv_stages.scale_loader.scale(S, nth % self.stages)
+            kv_stages.wait_for_oldest()
             kv_stages.load_k(nth + self.stages)
             if cutlass.const_expr(tile_stages.applies_to_full_blocks):
                 if bound_iterator.masks(kv_stages.keys, j):
@@ -310,17 +317,17 @@ class DecodeSm80(DecodeCall):
                     tile_stages.apply(S, kv_stages.keys.nth(j), masked=False)
             elif bound_iterator.masks(kv_stages.keys, j):
                 tile_stages.apply(S, kv_stages.keys.nth(j), masked=True)
-            if cute.arch.vote_any_sync(softmax.grows(S)):
-                softmax.raise_to(output)
-            softmax.weigh(S)
-            P.take(acc_S, kv_stages.beside.weights(nth % self.stages, cute.size(S, mode=[1])))
+            if cute.arch.vote_any_sync(softmax.needs_rescale(S)):
+                softmax.rescale_to_new_max(output)
+            softmax.exponentiate(S)
+            P.take(acc_S, kv_stages.scale_loader.weights(nth % self.stages, cute.size(S, mode=[1])))
             values = right_v.over(kv_stages.stage_index(kv_stages.v, nth), transposed=True)
             for key in cutlass.range_constexpr(0, self.keys, SLAB):
                 product.accumulate((out,), (P.fragment[None, 0, key // SLAB],), values, key)
-            kv_stages.arrive()
+            kv_stages.wait_for_oldest()
 
     @cute.jit
-    def add_up(
+    def reduce_teams(
         self, teams: TeamPartials, decode_tile: DecodeTile, mO: cute.Tensor, mLSE: cute.Tensor, partials: cute.Pointer,
         scale: Float32,
         score_pipeline: ScorePipeline,
@@ -348,7 +355,7 @@ class DecodeSm80(DecodeCall):
 
 
 @cute.jit
-def leave(
+def store_team_results(
     output: cute.Tensor, weights: tuple[cute.Tensor, cute.Tensor], teams: TeamPartials, team: Int32, row: Int32,
     kv_loader: KvLoader
 ):  # fmt: skip

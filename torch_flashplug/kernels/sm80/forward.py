@@ -33,23 +33,23 @@ from ..tiling.tile import Tile, TileAddressing
 class KvStages:
     """Loads of K and V of a head, block by block."""
 
-    mover: sm80.SmemCopier
+    copier: sm80.SmemCopier
     gK: cute.Tensor  # (Sk, D)
     gV: cute.Tensor  # (Sk, Dv)
     k: sm80.SmemTile  # (tile_n, D) in shared memory
     v: sm80.SmemTile  # (tile_n, Dv) in shared memory
     stages: ScorePipeline  # score stages, with the data that they load
 
-    def load_k(self, block: Int32, whole: bool) -> None:
+    def load_k(self, block: Int32, all_rows_exist: bool) -> None:
         """Start the load of a block of K."""
-        self.mover.load(self.gK, block * self.k.rows, self.k, whole)
+        self.copier.load(self.gK, block * self.k.rows, self.k, all_rows_exist)
 
-    def load_v(self, block: Int32, count: Int32, whole: bool) -> None:
+    def load_v(self, block: Int32, count: Int32, all_rows_exist: bool) -> None:
         """Start the load of a block of V and of the data of the score stages.
 
         Both loads have landed behind the scores, and are read before those of the next block.
         """
-        self.mover.load(self.gV, block * self.v.rows, self.v, whole)
+        self.copier.load(self.gV, block * self.v.rows, self.v, all_rows_exist)
         self.stages.load(block, count)
 
 
@@ -61,7 +61,7 @@ class WarpRows:
     out: cute.Tensor  # 16 x Dv output
     P: fragments.OperandA  # P in 16 bits
     softmax: OnlineSoftmax
-    chain: ScorePipeline
+    score_pipeline: ScorePipeline
     row: Int32  # first row of the thread
 
     @classmethod
@@ -108,10 +108,10 @@ class ForwardSm80(ForwardCall):
     """
 
     def __init__(self, spec: AmpereSpec):
-        self.spec, self.elementwise, self.seams = spec, spec.elementwise, KernelFeatures.of(spec)
-        self.element = self.seams.element
+        self.spec, self.elementwise, self.features = spec, spec.elementwise, KernelFeatures.from_spec(spec)
+        self.element = self.features.element
         self.tile_m, self.tile_n, self.d, self.dv = spec.tile_m, spec.tile_n, spec.d, spec.dv
-        self.form = SlabScoreLayout(
+        self.score_layout = SlabScoreLayout(
             self.element, spec.threads, self.tile_m, self.tile_n, self.elementwise, spec.has_room
         )
 
@@ -122,13 +122,13 @@ class ForwardSm80(ForwardCall):
         The tile counter and the number of CTAs in the call are for the Hopper kernels and are not used.
         """
         B, Hq, Sq = call.lse.shape
-        addressing = self.seams.pieces(call)
+        addressing = self.features.tile_addressing(call)
         num_m_blocks = addressing.most_blocks_of_rows(Sq, self.tile_m)
         kv_head_bytes = Int64(call.k.shape[2]) * ((self.d + self.dv) * self.element.bytes)
         section = TileScheduler.heads_per_l2_group(kv_head_bytes, num_m_blocks, Hq // call.k.shape[1], B * Hq)
         tensors = (call.q, call.k, call.v, call.o, call.lse)
-        feature_args = (addressing, self.seams.walk(call), self.seams.chain(call))
-        self.seams.launch_preprocess(call, stream)
+        feature_args = (addressing, self.features.block_iterator(call), self.features.score_pipeline(call))
+        self.features.launch_preprocess(call, stream)
         self.kernel(*tensors, call.scales, section, *feature_args).launch(
             grid=(num_m_blocks * B * Hq, 1, 1), block=(self.spec.threads, 1, 1), stream=stream
         )
@@ -149,10 +149,8 @@ class ForwardSm80(ForwardCall):
     ):
         """Compute a tile: load Q, run the mainloop, and store O and LSE."""
         B, Hq, Sq = mLSE.shape
-        num_m_blocks, longest_first = (
-            addressing.blocks_of_rows(Sq, self.tile_m),
-            block_iterator.tile_lengths_vary or addressing.tile_lengths_vary,
-        )
+        num_m_blocks = addressing.blocks_of_rows(Sq, self.tile_m)
+        longest_first = block_iterator.tile_lengths_vary or addressing.tile_lengths_vary
         order = TileScheduler(longest_first, num_m_blocks, Hq, B * Hq, section)
         tile_grid = addressing.of_rows(order, SeqlenInfo(Sq, mK.shape[2]), mK.shape[1])
         tile = tile_grid.only_tile(cute.arch.block_idx()[0])
@@ -164,7 +162,7 @@ class ForwardSm80(ForwardCall):
         k = sm80.SmemTile(start + max(q.bytes, o.bytes), self.tile_n, self.d)
         v = sm80.SmemTile(k.start + k.bytes, self.tile_n, self.dv)
         copier = sm80.SmemCopier(self.spec.threads, self.element, self.elementwise)
-        score_pipeline = score_pipeline.shared(smem, self.form)
+        score_pipeline = score_pipeline.shared(smem, self.score_layout)
         kv_stages = KvStages(
             copier, tile.keys(mK), tile.keys(mV), k, v, score_pipeline.begin_tile_load(tile, tile.head)
         )
@@ -185,7 +183,7 @@ class ForwardSm80(ForwardCall):
         self.attend(block_iterator.at(tile.sizes, self.tile_m, self.tile_n), tile, kv_stages, first_row, left_q, slabs)
 
         for i in cutlass.range_constexpr(self.spec.slabs):
-            lse = slabs[i].softmax.finish(slabs[i].output, scales.natural, slabs[i].chain)
+            lse = slabs[i].softmax.finish(slabs[i].output, scales.natural, slabs[i].score_pipeline)
             write_lse(mLSE, lse, tile, slabs[i].row)
             row = first_row + (slab + i) * SLAB
             copier.store(slabs[i].out, tile.rows(mO), row, o, slab + i)
@@ -201,42 +199,42 @@ class ForwardSm80(ForwardCall):
         right_v = sm80.LdmatrixView.create(kv_stages.v, self.element.dtype, "B", transposed=True)
         kv_range = bound_iterator.keys_of_rows(tile, first_row)
         num_masked = kv_range.num_masked
-        kv_stages.load_k(kv_range.nth(0), whole=False)
+        kv_stages.load_k(kv_range.nth(0), all_rows_exist=False)
         sm80.arrive()
         for j in cutlass.range(kv_range.count, unroll=1):
             block = kv_range.nth(j)
-            kv_stages.load_v(block, j, whole=False)
+            kv_stages.load_v(block, j, all_rows_exist=False)
             product.scores(tuple(slab.S for slab in slabs), left_q, right_k)
             sm80.arrive()
             if kv_range.more(j):
-                kv_stages.load_k(kv_range.after(j), whole=kv_range.tail_first)
+                kv_stages.load_k(kv_range.after(j), all_rows_exist=kv_range.tail_first)
             if j < num_masked:
-                ask(slabs, block, j, masked=True)
+                apply_score_stages(slabs, block, j, masked=True)
             else:
-                ask(slabs, block, j, masked=False)
+                apply_score_stages(slabs, block, j, masked=False)
             grown = cutlass.Boolean(False)
             for i in cutlass.range_constexpr(len(slabs)):
-                grown = grown | slabs[i].softmax.grows(slabs[i].scores)
+                grown = grown | slabs[i].softmax.needs_rescale(slabs[i].scores)
             if cute.arch.vote_any_sync(grown):
                 for i in cutlass.range_constexpr(len(slabs)):
-                    slabs[i].softmax.raise_to(slabs[i].output)
+                    slabs[i].softmax.rescale_to_new_max(slabs[i].output)
             for i in cutlass.range_constexpr(len(slabs)):
-                slabs[i].softmax.weigh(slabs[i].scores)
-                slabs[i].P.take(slabs[i].S, slabs[i].chain.kept(masked=True))
+                slabs[i].softmax.exponentiate(slabs[i].scores)
+                slabs[i].P.take(slabs[i].S, slabs[i].score_pipeline.kept(masked=True))
             for key in cutlass.range_constexpr(0, self.tile_n, SLAB):
                 lefts = tuple(slab.P.fragment[None, 0, key // SLAB] for slab in slabs)
                 product.accumulate(tuple(slab.out for slab in slabs), lefts, right_v, key)
             sm80.arrive()
 
 
-def ask(slabs: list[WarpRows], block: Int32, count: Int32, masked: bool) -> None:
+def apply_score_stages(slabs: list[WarpRows], block: Int32, count: Int32, masked: bool) -> None:
     """Apply the score stages to a block's scores.
 
     Score stages have no registers across blocks in these kernels. Therefore `begin` and `prepare_stage` are called
     directly before `apply`.
     """
     for slab in slabs:
-        slab.chain.begin(block, masked)
-        slab.chain.prepare_stage(block, masked)
+        slab.score_pipeline.begin(block, masked)
+        slab.score_pipeline.prepare_stage(block, masked)
     for slab in slabs:
-        slab.chain.apply(slab.scores, block, masked, count)
+        slab.score_pipeline.apply(slab.scores, block, masked, count)

@@ -26,7 +26,7 @@ from cutlass.cute.nvgpu import warp, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
 from ...registry.kernel_spec import DQ_WRITERS, FP32_BYTES, ROWS_PER_WARPGROUP, HopperSpec
-from ..backward.dq_writer import ADDED_SLOTS, DqWriter, add_in_order
+from ..backward.dq_writer import ADDED_STAGES, DqWriter, run_accumulator_warp
 from ..backward.pre_post_process import (
     WARPGROUPS,
     BackwardPostprocess,
@@ -50,7 +50,7 @@ from ..tiling.seqlen_info import SeqlenInfo
 from ..tiling.tile import Tile, TileAddressing, TileGrid
 
 ROWS, SLAB = ROWS_PER_WARPGROUP, sm90.SLAB  # keys of a warpgroup, keys of a warp
-DS_SLOTS = 2  # stages of dS: a warpgroup writes the next dS while its peer may still multiply with the previous dS
+DS_STAGES = 2  # stages of dS: a warpgroup writes the next dS while its peer may still multiply with the previous dS
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class BackwardWorkspaceTensors:
     """Workspace in global memory that the three kernels of a call share."""
 
     rows: cute.Tensor  # (B, Hq, 2, rows) fp32: LSE * log2(e) and delta, padded to whole blocks
-    scratch: cute.Tensor  # dQ in fp32, then the Int32 counters
+    dq_workspace: cute.Tensor  # dQ in fp32, then the Int32 counters
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,8 @@ class BackwardPipelines:
     do: sm90.Pipeline  # dO with delta: `stages` stages of tile_m queries
     k: sm90.Pipeline  # K of a tile: a single stage for both warpgroups
     v: sm90.Pipeline  # V of a tile: a single stage for both warpgroups
-    ds: sm90.Pipeline  # dS: DS_SLOTS stages
-    back: sm90.Pipeline  # units of the dQ workspace on the way to the dQ writers
+    ds: sm90.Pipeline  # dS: DS_STAGES stages
+    workspace_units: sm90.Pipeline  # units of the dQ workspace on the way to the dQ writers
     added: sm90.Pipeline  # from consumers to dQ writers, without bytes: dQ of a tile has been added
     # The dQ staging buffer, if accumulator warps do the adding; released when written by a consumer.
     staged: sm90.Pipeline | None
@@ -106,26 +106,26 @@ class BackwardSmem:
     lse: cute.Tensor  # (tile_m, stage): LSE * log2(e) of the queries of a step
     delta: cute.Tensor  # (tile_m, stage)
     staging: cute.Tensor  # (floats, warp): dQ in fp32, later dK and dV in 16 bits
-    back: cute.Tensor  # (floats of a unit, stage): dQ workspace in fp32
-    units: cute.Tensor  # (16 rows of each writer, columns of a unit): dQ in 16 bits
+    workspace_units: cute.Tensor  # (floats of a unit, stage): dQ workspace in fp32
+    dq_out: cute.Tensor  # (16 rows of each writer, columns of a unit): dQ in 16 bits
 
 
 @dataclass(frozen=True)
 class BackwardWork:
     """Pipelines, tiles and mainloop steps shared by all warp roles."""
 
-    rings: BackwardPipelines
-    queue: sm90.DynamicTileScheduler
-    pieces: TileGrid
-    walk: BlockIterator
+    pipelines: BackwardPipelines
+    tile_scheduler: sm90.DynamicTileScheduler
+    tile_grid: TileGrid
+    block_iterator: BlockIterator
     group: Int32  # query heads visited by a tile
     sharing: Int32  # tiles of a block of keys; all of them read the K and V of the same KV head
     tile_m: int
     tile_n: int
 
-    def run(self, tile: Tile) -> QueryBlockRange:
+    def query_range(self, tile: Tile) -> QueryBlockRange:
         """Return the query blocks that a tile visits."""
-        return self.walk.at(tile.sizes, self.tile_m, self.tile_n).queries(tile)
+        return self.block_iterator.at(tile.sizes, self.tile_m, self.tile_n).queries(tile)
 
 
 @dataclass(frozen=True)
@@ -138,10 +138,10 @@ class DqProduct:
     product: sm90.WgmmaProduct
     left: cute.Tensor  # dS: (MMA, 1, 64/16, stage and warpgroup)
     right: cute.Tensor  # K: (MMA, 1, 64/16, warpgroup whose keys are summed)
-    ring: sm90.Pipeline  # pipeline of dS
+    pipeline: sm90.Pipeline  # pipeline of dS
     acc: cute.Tensor  # fp32: 64 x half of the columns
     staging: cute.Tensor  # (floats of a unit,): the warp's part of the staging buffer
-    scratch: DqWorkspace
+    workspace: DqWorkspace
     # Pipeline of the staging buffer, if an accumulator warp does the adding; released when written.
     staged: sm90.Pipeline | None
 
@@ -152,8 +152,8 @@ class DqProduct:
         Before the first dS (`count` is -1) the product reads undefined data, and its result is never sent.
         """
         if count >= 0:
-            self.ring.producer_wait(count + DS_SLOTS)
-        first_stage = self.ring.stage_index(count) * WARPGROUPS
+            self.pipeline.producer_wait(count + DS_STAGES)
+        first_stage = self.pipeline.stage_index(count) * WARPGROUPS
         for w in cutlass.range_constexpr(WARPGROUPS):
             left = self.left[None, None, None, first_stage + w]
             self.product.multiply(self.acc, left, self.right[None, None, None, w], accumulate=w > 0)
@@ -166,7 +166,7 @@ class DqProduct:
         A count of 0 means that no dS of the tile has been multiplied yet. Nothing is sent then.
         """
         if earlier_steps > 0:
-            self.make_room(count)
+            self.wait_for_staging(count)
             quarters = cute.size(self.acc) // 4
             lane_layout = cute.make_layout((4, quarters), stride=(1, sm90.WARP * 4))
             lanes = cute.make_tensor(self.staging.iterator + cute.arch.lane_idx() * 4, lane_layout)
@@ -177,10 +177,10 @@ class DqProduct:
                 self.staged.consumer_release(count)
             else:
                 with cute.arch.elect_one():
-                    self.scratch.add(unit, self.staging)
+                    self.workspace.add(unit, self.staging)
 
     @cute.jit
-    def make_room(self, count: Int32):
+    def wait_for_staging(self, count: Int32):
         """Wait until the previous contents of the staging buffer have been read."""
         if cutlass.const_expr(self.staged is not None):
             if count > 0:
@@ -201,7 +201,7 @@ class PendingDq:
 class StepContext:
     """Position of a step in the block iteration, and the score stages at this position."""
 
-    chain: ScorePipeline
+    score_pipeline: ScorePipeline
     masked: bool
     block: Int32  # query block
     next_block: Int32  # query block of the next step
@@ -220,20 +220,20 @@ class SmemToRegisterCopy:
 class DsSmemStore:
     """Store of the warpgroup's half of dS to shared memory, where both warpgroups read dS."""
 
-    ring: sm90.Pipeline
+    pipeline: sm90.Pipeline
     copy: cute.TiledCopy
     source: cute.Tensor
     target: cute.Tensor  # (..., stage and warpgroup)
     wg: Int32
 
     @cute.jit
-    def put(self, count: Int32):
+    def store(self, count: Int32):
         """Store dS number `count` and signal the dS pipeline."""
-        stage = self.ring.stage_index(count) * WARPGROUPS + self.wg
+        stage = self.pipeline.stage_index(count) * WARPGROUPS + self.wg
         cute.copy(self.copy, self.source, self.target[None, None, None, stage])
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
-        self.ring.consumer_release(count)
+        self.pipeline.consumer_release(count)
 
 
 @dataclass(frozen=True)
@@ -241,7 +241,7 @@ class ConsumerState:
     """State of a consumer warpgroup: 64 keys, the queries of a step as right operands, and the accumulators."""
 
     wg: Int32
-    rings: BackwardPipelines
+    pipelines: BackwardPipelines
     S: sm90.StageProduct  # S^T = K Q^T, then P^T
     dP: sm90.StageProduct  # dP^T = V dO^T, then dS^T
     dV: sm90.StageProduct  # dV += P^T dO
@@ -249,14 +249,14 @@ class ConsumerState:
     dQ: DqProduct
     P: fragments.OperandA  # P^T in 16 bits
     dS: fragments.OperandA  # dS^T in 16 bits
-    fetches: tuple[SmemToRegisterCopy, ...]  # copies of K and V into registers, if registers hold them
-    crossing: DsSmemStore
+    register_copies: tuple[SmemToRegisterCopy, ...]  # copies of K and V into registers, if registers hold them
+    ds_store: DsSmemStore
     lse: cute.Tensor  # (tile_m, stage): LSE * log2(e) of the queries of a step
     delta: cute.Tensor
 
-    def fetch_keys(self) -> None:
+    def load_kv_registers(self) -> None:
         """Copy K and V of the tile into registers."""
-        for fetch in self.fetches:
+        for fetch in self.register_copies:
             cute.copy(fetch.copy, fetch.source, fetch.target)
 
 
@@ -267,10 +267,9 @@ class BackwardSm90(BackwardCall):
     same order in every run.
 
     1. `BackwardPreprocess` computes LSE * log2(e) and delta per row, and clears the counters and the first heads of the
-    dQ
-       workspace.
+       dQ workspace.
     2. The main kernel computes dK and dV and adds dQ to the workspace. Unless the spec is deterministic, its dQ writers
-       also clear the workspace ahead of the mainloop and convert finished dQ to 16 bits.
+       also clear the workspace before the mainloop and convert finished dQ to 16 bits.
     3. `BackwardPostprocess` converts the dQ of the last heads, or of all heads of a deterministic spec.
 
     Inputs: q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv), o and do (B, Hq, Sq, Dv), lse (B, Hq, Sq) in fp32.
@@ -284,10 +283,10 @@ class BackwardSm90(BackwardCall):
     Pipelines (producer -> consumer, stages):
     - Q with LSE, dO with delta: warp 0 -> all consumer warps, `stages` stages each.
     - K, V: warp 1 -> all consumer warps, a single stage each.
-    - dS: both consumer warpgroups -> both consumer warpgroups, `DS_SLOTS` stages, without bytes.
+    - dS: both consumer warpgroups -> both consumer warpgroups, `DS_STAGES` stages, without bytes.
     - Tile indices: warp 0 -> consumer warps, warp 1 and warps 2 and 3, `sm90.TILE_INDEX_STAGES` stages.
-    - `back`: TMA loads of workspace units by a dQ writer -> the same dQ writer, `dq_writer_units` stages per writer.
-    - `added`: consumer warps -> dQ writers, `ADDED_SLOTS` stages, without bytes.
+    - `workspace_units`: TMA loads by a dQ writer -> the same dQ writer, `dq_writer_units` stages per writer.
+    - `added`: consumer warps -> dQ writers, `ADDED_STAGES` stages, without bytes.
     - `staged`, deterministic only: consumer warpgroup -> its accumulator warp, a single stage each, without bytes.
 
     Shared memory:
@@ -298,19 +297,19 @@ class BackwardSm90(BackwardCall):
     """
 
     def __init__(self, spec: HopperSpec):
-        self.spec, self.seams = spec, KernelFeatures.of(spec, transposed=True)
-        self.element, self.d, self.dv = self.seams.element, spec.d, spec.dv
+        self.spec, self.features = spec, KernelFeatures.from_spec(spec, transposed=True)
+        self.element, self.d, self.dv = self.features.element, spec.d, spec.dv
         self.tile_m, self.tile_n, self.stages = spec.tile_m, spec.tile_n, spec.stages
         self.half = spec.d // WARPGROUPS  # columns of dQ computed by a warpgroup
         self.unit = SLAB * self.half  # floats of dQ that a consumer warp adds to the workspace at once
-        self.back_slots = spec.dq_writer_units  # stages of the `back` pipeline per dQ writer
+        self.writer_stages = spec.dq_writer_units  # stages of the `workspace_units` pipeline per dQ writer
         self.in_order = spec.in_order
         # True if K, V and every product of a step have registers of their own. Then all products of a step can be in
         # flight at once.
         self.kv_in_registers = spec.kv_in_registers
         self.producer_registers, self.consumer_registers = spec.register_split
-        self.form = ScoreLayout(self.element, WARPGROUPS, self.tile_m, transposed=True)
-        self.prepare, self.finish = (
+        self.score_layout = ScoreLayout(self.element, WARPGROUPS, self.tile_m, transposed=True)
+        self.preprocess, self.postprocess = (
             BackwardPreprocess(self.element, clears=spec.d),
             BackwardPostprocess(self.element, spec.d),
         )
@@ -327,45 +326,32 @@ class BackwardSm90(BackwardCall):
     @cute.jit
     def launch(self, call: BackwardArgs, stream: cuda.CUstream):
         """Launch the preprocessing kernels of the features, then the three backward kernels."""
-        self.seams.launch_preprocess(call, stream)
+        self.features.launch_preprocess(call, stream)
         B, shares, Sk, _ = call.dk.shape
-        addressing, group = self.seams.pieces(call), call.q.shape[1] // shares
+        addressing, group = self.features.tile_addressing(call), call.q.shape[1] // shares
         num_n_blocks = addressing.most_blocks_of_keys(Sk, self.tile_n)
-        bound_iterator = self.seams.walk(call).at(SeqlenInfo(call.q.shape[2], Sk), self.tile_m, self.tile_n)
+        bound_iterator = self.features.block_iterator(call).at(
+            SeqlenInfo(call.q.shape[2], Sk), self.tile_m, self.tile_n
+        )
         # Bytes per query row: Q, dO and dQ in fp32.
         row_bytes = (self.d + self.dv) * self.element.bytes + self.d * FP32_BYTES
         num_ctas = call.num_ctas if self.in_order else None
         section = heads_in_turn(bound_iterator, group, B * shares, row_bytes, num_ctas)
-        workspace_layout = WorkspaceLayout.create(
-            B * shares if self.in_order else section, num_n_blocks, B * shares, group
+        layout = WorkspaceLayout.create(B * shares if self.in_order else section, num_n_blocks, B * shares, group)
+        score_pipeline = self.features.score_pipeline(call)
+        row_inputs = RowStatsInputs(call.o, call.do, call.lse, call.dlse)
+        self.preprocess(
+            row_inputs, call.rows, call.scratch, layout, score_pipeline.keep_probability, addressing, stream
         )
-        score_pipeline, row_stats_inputs = self.seams.chain(call), RowStatsInputs(call.o, call.do, call.lse, call.dlse)
-        self.prepare(
-            row_stats_inputs,
-            call.rows,
-            call.scratch,
-            workspace_layout,
-            score_pipeline.keep_probability,
-            addressing,
-            stream,
-        )
-        self.step_over_keys(call, section, workspace_layout, stream)
-        self.finish(
-            call.scratch,
-            call.rows,
-            call.dq,
-            score_pipeline.scaled(call.scales.natural),
-            workspace_layout,
-            addressing,
-            stream,
+        self.launch_main_kernel(call, section, layout, stream)
+        self.postprocess(
+            call.scratch, call.rows, call.dq, score_pipeline.scaled(call.scales.natural), layout, addressing, stream
         )
 
     @cute.jit
-    def step_over_keys(
-        self, call: BackwardArgs, section: Int32, workspace_layout: WorkspaceLayout, stream: cuda.CUstream
-    ):
+    def launch_main_kernel(self, call: BackwardArgs, section: Int32, layout: WorkspaceLayout, stream: cuda.CUstream):
         """Launch the main kernel."""
-        addressing = self.seams.pieces(call)
+        addressing = self.features.tile_addressing(call)
         tensors = (addressing.rows_first(x) for x in (call.q, call.do, call.k, call.v))
         loads = tuple(x.tma(m) for x, m in zip(self.inputs, tensors, strict=True))
         stores = tuple(
@@ -373,18 +359,22 @@ class BackwardSm90(BackwardCall):
             for x, columns in ((call.dk, self.d), (call.dv, self.dv), (call.dq, self.half))
         )
         atoms, tensors = (BackwardOperands(*(x[i] for x in (*loads, *stores))) for i in (0, 1))
-        feature_args = (addressing, self.seams.walk(call), self.seams.chain(call).tma(self.form))
+        feature_args = (
+            addressing,
+            self.features.block_iterator(call),
+            self.features.score_pipeline(call).tma(self.score_layout),
+        )
         workspace = BackwardWorkspaceTensors(call.rows, call.scratch)
-        self.kernel(
-            atoms, tensors, workspace, call.scales, call.counter, section, workspace_layout.heads, *feature_args
-        ).launch(
-            grid=(cutlass.min(workspace_layout.portions * call.dk.shape[1] * call.dk.shape[0], call.num_ctas), 1, 1),
+        self.kernel(atoms, tensors, workspace, call.scales, call.counter, section, layout.heads, *feature_args).launch(
+            grid=(cutlass.min(layout.portions * call.dk.shape[1] * call.dk.shape[0], call.num_ctas), 1, 1),
             block=((WARPGROUPS + 1) * sm90.WARPGROUP, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
         )
 
-    def rings(self, smem: cutlass.memory.SmemAllocator) -> tuple[BackwardPipelines, cute.Tensor, sm90.Pipeline]:
+    def create_pipelines(
+        self, smem: cutlass.memory.SmemAllocator
+    ) -> tuple[BackwardPipelines, cute.Tensor, sm90.Pipeline]:
         """Create all pipelines of a CTA and the tile-index pipeline.
 
         A stage of Q includes its LSE, and a stage of dO includes its delta.
@@ -392,30 +382,30 @@ class BackwardSm90(BackwardCall):
         (q, do, k, v), row_stats_bytes = self.inputs, self.tile_m * FP32_BYTES
         steps = (q.ring(smem, more_bytes=row_stats_bytes), do.ring(smem, more_bytes=row_stats_bytes))
         keys = (k.ring(smem, boxes=WARPGROUPS), v.ring(smem, boxes=WARPGROUPS))
-        ds = sm90.Pipeline.create(smem, DS_SLOTS, 0)
+        ds = sm90.Pipeline.create(smem, DS_STAGES, 0)
         tile_indices, tile_index_pipeline = sm90.create_tile_index_pipeline(smem)
-        workspace_units = sm90.Pipeline.create(smem, self.back_slots * DQ_WRITERS, self.unit * FP32_BYTES)
-        added = sm90.Pipeline.create(smem, ADDED_SLOTS, 0)
+        workspace_units = sm90.Pipeline.create(smem, self.writer_stages * DQ_WRITERS, self.unit * FP32_BYTES)
+        added = sm90.Pipeline.create(smem, ADDED_STAGES, 0)
         staged = sm90.Pipeline.create(smem, WARPGROUPS, 0) if self.in_order else None
         return BackwardPipelines(*steps, *keys, ds, workspace_units, added, staged), tile_indices, tile_index_pipeline
 
-    def shared(self, smem: cutlass.memory.SmemAllocator) -> BackwardSmem:
+    def allocate_smem(self, smem: cutlass.memory.SmemAllocator) -> BackwardSmem:
         """Allocate all buffers of a CTA."""
         dtype, operands = self.element.dtype, tuple(x.buffer(smem) for x in self.inputs)
         sizes = (self.tile_m, ROWS, ROWS)
-        ds_layout = hopper.make_smem_layout_a(LayoutEnum.ROW_MAJOR, sizes, dtype, DS_SLOTS * WARPGROUPS)
+        ds_layout = hopper.make_smem_layout_a(LayoutEnum.ROW_MAJOR, sizes, dtype, DS_STAGES * WARPGROUPS)
         ds = smem.allocate_tensor(dtype, ds_layout.outer, 1024, ds_layout.inner)
         row_layout = cute.make_layout((self.tile_m, self.stages))  # (tile_m, stage)
         lse, delta = (smem.allocate_tensor(Float32, row_layout, 128) for _ in range(2))
         staging = smem.allocate_tensor(Float32, cute.make_layout((self.half * 16, 4 * WARPGROUPS)), 1024)
         workspace_units = smem.allocate_tensor(
-            Float32, cute.make_layout((self.unit, self.back_slots * DQ_WRITERS)), 128
+            Float32, cute.make_layout((self.unit, self.writer_stages * DQ_WRITERS)), 128
         )
         unit_rows = sm90.slab_layout(dtype, SLAB * DQ_WRITERS, self.half)
         dq_out = smem.allocate_tensor(dtype, unit_rows.outer, 1024, unit_rows.inner)
         return BackwardSmem(*operands, ds, lse, delta, staging, workspace_units, dq_out)
 
-    def start(
+    def start_cta(
         self,
         warp_idx: Int32,
         atoms: BackwardOperands,
@@ -429,7 +419,7 @@ class BackwardSm90(BackwardCall):
         pipelines_and_warps = (
             *((pipeline, consumers) for pipeline in shared_pipelines),
             (tile_index_pipeline, consumers + 1 + DQ_WRITERS),
-            (pipelines.back, 1),
+            (pipelines.workspace_units, 1),
             *(((pipelines.staged, 4),) if self.in_order else ()),
             *score_pipeline.rings,
         )
@@ -452,10 +442,10 @@ class BackwardSm90(BackwardCall):
         """Assign the warp roles of the main kernel."""
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = cutlass.memory.SmemAllocator()
-        pipelines, tile_indices, tile_index_pipeline = self.rings(smem)
-        score_pipeline = score_pipeline.shared(smem, self.form)
-        shared = self.shared(smem)
-        self.start(warp_idx, atoms, pipelines, tile_index_pipeline, score_pipeline)
+        pipelines, tile_indices, tile_index_pipeline = self.create_pipelines(smem)
+        score_pipeline = score_pipeline.shared(smem, self.score_layout)
+        shared = self.allocate_smem(smem)
+        self.start_cta(warp_idx, atoms, pipelines, tile_index_pipeline, score_pipeline)
 
         Sq, _, Hq, _ = tensors.q.shape
         Sk, _, Hkv, _ = tensors.k.shape
@@ -473,21 +463,21 @@ class BackwardSm90(BackwardCall):
         matrices = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.element.dtype)
         unit_mma = sm90.make_mma(self.element.dtype, self.half, "rows", "columns")
         dq_writer = DqWriter(
-            scratch=DqWorkspace(
-                workspace.scratch.iterator,
+            workspace=DqWorkspace(
+                workspace.dq_workspace.iterator,
                 workspace.rows.shape[3] // self.tile_m,
                 Hq * addressing.batch(tensors.q),
                 self.unit,
             ),
-            ahead=WorkspaceLayout(heads_ahead, work.group, num_n_blocks),
+            layout=WorkspaceLayout(heads_ahead, work.group, num_n_blocks),
             kv_heads=all_shares,
             scale=score_pipeline.scaled(scales.natural),
-            dQ=sm90.TmaOperand(atoms.dq, tensors.dq, cute.local_tile(shared.units, (SLAB, self.half), (writer, 0))),
+            dQ=sm90.TmaOperand(atoms.dq, tensors.dq, cute.local_tile(shared.dq_out, (SLAB, self.half), (writer, 0))),
             matrices=cute.make_tiled_copy_C(matrices, unit_mma),
             element=self.element,
-            ring=pipelines.back.part(writer, self.back_slots),
-            slots=cute.local_tile(shared.back, (self.unit, self.back_slots), (0, writer)),
-            pieces=addressing,
+            pipeline=pipelines.workspace_units.part(writer, self.writer_stages),
+            unit_stages=cute.local_tile(shared.workspace_units, (self.unit, self.writer_stages), (0, writer)),
+            addressing=addressing,
             added=pipelines.added,
         )
         if warp_idx < 4:
@@ -499,7 +489,9 @@ class BackwardSm90(BackwardCall):
                 k, v = sm90.TmaOperand(atoms.k, tensors.k, shared.k), sm90.TmaOperand(atoms.v, tensors.v, shared.v)
                 self.load_keys(k, v, work)
             elif cutlass.const_expr(self.in_order):
-                add_in_order(dq_writer.scratch, pipelines.staged.part(writer, 1), shared.staging, work, writer)
+                run_accumulator_warp(
+                    dq_writer.workspace, pipelines.staged.part(writer, 1), shared.staging, work, writer
+                )
             else:
                 dq_writer.run(tile_scheduler, order.tile, writer)
         else:
@@ -511,66 +503,61 @@ class BackwardSm90(BackwardCall):
     @cute.jit
     def load_queries(
         self, q: sm90.TmaOperand, do: sm90.TmaOperand, mRows: cute.Tensor, shared: BackwardSmem, work: BackwardWork,
-        dq_writer: DqWriter,
-        score_pipeline: ScorePipeline,
+        dq_writer: DqWriter, score_pipeline: ScorePipeline,
     ):  # fmt: skip
         """Run the first producer warp: load Q with LSE, dO with delta and the score stages' data, step by step.
 
         This warp also fetches the tiles.
         """
-        pipeline_q, pipeline_do = work.rings.q, work.rings.do
-        tile_count, step_count, tile_idx = Int32(0), Int32(0), work.queue.publish(Int32(0), work.queue.fetch_next())
-        while tile_idx < work.pieces.total:
-            tile = work.pieces.tile(tile_idx, work.group)
-            query_range = work.run(tile)
+        pipeline_q, pipeline_do = work.pipelines.q, work.pipelines.do
+        tile_count = Int32(0)
+        count = Int32(0)
+        tile_idx = work.tile_scheduler.publish(Int32(0), work.tile_scheduler.fetch_next())
+        while tile_idx < work.tile_grid.total:
+            tile = work.tile_grid.tile(tile_idx, work.group)
+            query_range = work.query_range(tile)
             if cutlass.const_expr(not self.in_order):
-                dq_writer.wait_cleared(tile.batch * work.pieces.order.heads + tile.head)
+                dq_writer.wait_cleared(tile.batch * work.tile_grid.order.heads + tile.head)
             for g in cutlass.range(work.group, unroll=1):
                 tQsQ, tQgQ = tile.queries(q, g).tiles((self.tile_m, self.d), (None, 0))
                 tOsO, tOgO = tile.queries(do, g).tiles((self.tile_m, self.dv), (None, 0))
                 gRows = tile.facts(mRows, g, self.tile_m)
-                head_range, stage_loads = (
-                    query_range.of_head(g),
-                    score_pipeline.begin_tile_load(tile, tile.query_head(g)),
-                )
+                head_range = query_range.of_head(g)
+                stage_loads = score_pipeline.begin_tile_load(tile, tile.query_head(g))
                 subrange = head_range.whole()
                 for j in cutlass.range(subrange.begin, subrange.end, unroll=1):
-                    m_block = head_range.nth(j)
-                    sm90.load_block(q.atom, tQgQ, tQsQ, pipeline_q, m_block, step_count)
+                    block = head_range.nth(j)
+                    sm90.load_block(q.atom, tQgQ, tQsQ, pipeline_q, block, count)
                     load_rows(
-                        gRows[0, None, 0, m_block],
-                        shared.lse[None, pipeline_q.stage_index(step_count)],
-                        pipeline_q,
-                        step_count,
+                        gRows[0, None, 0, block], shared.lse[None, pipeline_q.stage_index(count)], pipeline_q, count
                     )
-                    sm90.load_block(do.atom, tOgO, tOsO, pipeline_do, m_block, step_count)
+                    sm90.load_block(do.atom, tOgO, tOsO, pipeline_do, block, count)
                     load_rows(
-                        gRows[0, None, 1, m_block],
-                        shared.delta[None, pipeline_do.stage_index(step_count)],
-                        pipeline_do,
-                        step_count,
+                        gRows[0, None, 1, block], shared.delta[None, pipeline_do.stage_index(count)], pipeline_do, count
                     )
-                    stage_loads.load(m_block, step_count)
-                    step_count += 1
+                    stage_loads.load(block, count)
+                    count += 1
             tile_count += 1
-            tile_idx = work.queue.publish(tile_count, work.queue.fetch_next())
+            tile_idx = work.tile_scheduler.publish(tile_count, work.tile_scheduler.fetch_next())
 
     @cute.jit
     def load_keys(self, k: sm90.TmaOperand, v: sm90.TmaOperand, work: BackwardWork):
         """Run the second producer warp: load K and V of each tile as soon as the previous tile has released them."""
-        tile_count, tile_idx = Int32(0), work.queue.receive(Int32(0))
-        while tile_idx < work.pieces.total:
-            tile = work.pieces.tile(tile_idx)
-            for x, pipeline, columns in ((k, work.rings.k, self.d), (v, work.rings.v, self.dv)):
+        tile_count, tile_idx = Int32(0), work.tile_scheduler.receive(Int32(0))
+        while tile_idx < work.tile_grid.total:
+            tile = work.tile_grid.tile(tile_idx)
+            for x, pipeline, columns in ((k, work.pipelines.k, self.d), (v, work.pipelines.v, self.dv)):
                 tXsX, tXgX = tile.rows_of_shared(x, work.sharing).tiles((ROWS, columns), (None, 0))
                 pipeline.producer_acquire(tile_count)
                 for w in cutlass.range_constexpr(WARPGROUPS):
                     block = tile.block * WARPGROUPS + w
                     cute.copy(x.atom, tXgX[None, block], tXsX[None, w], tma_bar_ptr=pipeline.arrival(tile_count))
             tile_count += 1
-            tile_idx = work.queue.receive(tile_count)
+            tile_idx = work.tile_scheduler.receive(tile_count)
 
-    def hold(self, shared: BackwardSmem, pipelines: BackwardPipelines, workspace: DqWorkspace) -> ConsumerState:
+    def make_consumer_state(
+        self, shared: BackwardSmem, pipelines: BackwardPipelines, workspace: DqWorkspace
+    ) -> ConsumerState:
         """Return the operands and accumulators of a consumer warpgroup."""
         tidx = cute.arch.thread_idx()[0] - sm90.WARPGROUP
         wg, thread = cute.arch.make_warp_uniform(tidx // sm90.WARPGROUP), tidx % sm90.WARPGROUP
@@ -585,7 +572,7 @@ class BackwardSm90(BackwardCall):
             )
         )
         mma_s, mma_v, mma_k, mma_q = (x.add.get_slice(thread) for x in (scores, for_dV, for_dK, for_dQ))
-        (K, V), fetches = self.my_keys((shared.k[None, None, wg], shared.v[None, None, wg]), scores.add, thread)
+        (K, V), fetches = self.kv_operands((shared.k[None, None, wg], shared.v[None, None, wg]), scores.add, thread)
         # Right operands of S^T and dP^T: (MMA, 1, K/16, stage)
         rows = tuple(mma_s.make_fragment_B(mma_s.partition_B(x)) for x in (shared.q, shared.do))
         columns = tuple(
@@ -614,12 +601,12 @@ class BackwardSm90(BackwardCall):
             P,
             dS,
             fetches,
-            DsSmemStore(pipelines.ds, *self.crossing(dS, acc_S, shared.ds, scores.add, thread), wg),
+            DsSmemStore(pipelines.ds, *self.ds_smem_copy(dS, acc_S, shared.ds, scores.add, thread), wg),
             shared.lse,
             shared.delta,
         )
 
-    def crossing(
+    def ds_smem_copy(
         self, dS: fragments.OperandA, like: cute.Tensor, sdS: cute.Tensor, mma: cute.TiledMma, thread: Int32
     ) -> tuple[cute.TiledCopy, cute.Tensor, cute.Tensor]:
         """Return the copy, source and target of the dS store to shared memory.
@@ -634,33 +621,32 @@ class BackwardSm90(BackwardCall):
 
     @cute.jit
     def consume(
-        self, shared: BackwardSmem, dk: sm90.TmaOperand, dv: sm90.TmaOperand, dq_writer: DqWriter,
-        work: BackwardWork, scales: SoftmaxScale,
-        score_pipeline: ScorePipeline,
+        self, shared: BackwardSmem, dk: sm90.TmaOperand, dv: sm90.TmaOperand, dq_writer: DqWriter, work: BackwardWork,
+        scales: SoftmaxScale, score_pipeline: ScorePipeline,
     ):  # fmt: skip
         """Run a consumer warpgroup: compute dK and dV of 64 keys, and half of the columns of dQ of each step."""
-        pipelines, workspace = work.rings, dq_writer.scratch
-        state = self.hold(shared, pipelines, workspace)
+        pipelines, workspace = work.pipelines, dq_writer.workspace
+        state = self.make_consumer_state(shared, pipelines, workspace)
         wg, thread = state.wg, cute.arch.thread_idx()[0] % sm90.WARPGROUP
         warp_idx, lane = cute.arch.make_warp_uniform(thread // sm90.WARP), thread % sm90.WARP
         score_pipeline, scale_log2 = score_pipeline.hold(self.tile_m), score_pipeline.scales(scales).log2
 
-        tile_count, step_count, tile_idx = Int32(0), Int32(0), work.queue.receive(Int32(0))
-        while tile_idx < work.pieces.total:
-            tile = work.pieces.tile(tile_idx, work.group)
-            query_range = work.run(tile)
+        tile_count, step_count, tile_idx = Int32(0), Int32(0), work.tile_scheduler.receive(Int32(0))
+        while tile_idx < work.tile_grid.total:
+            tile = work.tile_grid.tile(tile_idx, work.group)
+            query_range = work.query_range(tile)
             key = tile.block * self.tile_n + wg * ROWS + warp_idx * SLAB + lane // 4
             tile_stages = score_pipeline.at(
                 ScoreCoord(tile.sizes, self.tile_m, key, lane % 4 * 2, tile.sequence, None, transposed=True)
             )
             pipelines.k.consumer_wait(tile_count)
             pipelines.v.consumer_wait(tile_count)
-            state.fetch_keys()
+            state.load_kv_registers()
             state.dK.acc.fill(0.0)
             state.dV.acc.fill(0.0)
             first_step, unit = step_count, Int32(0)
             for g in cutlass.range(work.group, unroll=1):
-                first_block = workspace.first_block(tile, g, work.pieces.order.heads)
+                first_block = workspace.first_block(tile, g, work.tile_grid.order.heads)
                 head_range, head_stages = query_range.of_head(g), tile_stages.of_head(tile.query_head(g))
                 for subrange in head_range.sections():
                     head_stages.begin(head_range.nth(subrange.begin), subrange.masked)
@@ -684,7 +670,7 @@ class BackwardSm90(BackwardCall):
             warpgroup.wait_group(0)
             pipelines.k.consumer_release(tile_count)
             state.dQ.send(unit, step_count - first_step, step_count - 1)
-            state.dQ.make_room(step_count)
+            state.dQ.wait_for_staging(step_count)
             slab = tile.block * (self.tile_n // SLAB) + wg * 4
             self.store(state.dV, score_pipeline.scaled(Float32(1.0)), tile.rows(dv), slab)
             self.store(state.dK, score_pipeline.scaled(scales.natural), tile.rows(dk), slab)
@@ -694,7 +680,7 @@ class BackwardSm90(BackwardCall):
                 cute.arch.sync_warp()
                 dq_writer.added.consumer_release(tile_count)
             tile_count += 1
-            tile_idx = work.queue.receive(tile_count)
+            tile_idx = work.tile_scheduler.receive(tile_count)
         # Shared memory must stay allocated until the last transfer has ended.
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
@@ -703,32 +689,32 @@ class BackwardSm90(BackwardCall):
         self, state: ConsumerState, step_count: Int32, pending_dq: PendingDq, step: StepContext, scale_log2: Float32
     ):
         """Run a step in which every product has registers of its own."""
-        masked, stage = step.masked, state.rings.q.stage_index(step_count)
-        state.rings.q.consumer_wait(step_count)
+        masked, stage = step.masked, state.pipelines.q.stage_index(step_count)
+        state.pipelines.q.consumer_wait(step_count)
         warpgroup.fence()
         state.S.start(stage)
-        state.rings.do.consumer_wait(step_count)
+        state.pipelines.do.consumer_wait(step_count)
         state.dP.start(stage)
         lse = row_values(
             state.lse, stage
         )  # LSE is read before more products are issued: behind them the read costs 10 %
         state.dQ.multiply(step_count - 1)
-        step.chain.prepare_stage(step.block, masked)
+        step.score_pipeline.prepare_stage(step.block, masked)
         warpgroup.wait_group(2)  # wait for S
-        step.chain.apply(state.S.values, step.block, masked, step_count)
+        step.score_pipeline.apply(state.S.values, step.block, masked, step_count)
         exponentiate(state.S.values, lse, scale_log2)
-        state.P.take(state.S.acc, step.chain.kept(masked))
+        state.P.take(state.S.acc, step.score_pipeline.kept(masked))
         warpgroup.fence()
         state.dV.add(stage)
         delta = row_values(state.delta, stage)
         # Wait for dP and for dQ. The dS stage read by dQ may be overwritten once the dS of this step has been put.
         warpgroup.wait_group(1)
-        step.chain.apply_backward(state.dP.values, masked)
-        score_derivative = ScoreDerivative.of(step.chain, lambda: row_values(state.lse, stage))
+        step.score_pipeline.apply_backward(state.dP.values, masked)
+        score_derivative = ScoreDerivative.create(step.score_pipeline, lambda: row_values(state.lse, stage))
         differentiate(state.S.values, state.dP.values, delta, state.dP.values, score_derivative=score_derivative)
         state.dS.take(state.dP.acc)
-        step.chain.ahead(step.next_block, masked)
-        state.crossing.put(step_count)
+        step.score_pipeline.ahead(step.next_block, masked)
+        state.ds_store.store(step_count)
         warpgroup.fence()
         state.dK.add(stage)
         state.dQ.send(pending_dq.unit, pending_dq.count, step_count - 1)
@@ -739,39 +725,39 @@ class BackwardSm90(BackwardCall):
         self, state: ConsumerState, step_count: Int32, pending_dq: PendingDq, step: StepContext, scale_log2: Float32
     ):
         """Run a step in which dP reuses the registers of the previous dQ, and dS those of P."""
-        masked, stage = step.masked, state.rings.q.stage_index(step_count)
-        state.rings.q.consumer_wait(step_count)
+        masked, stage = step.masked, state.pipelines.q.stage_index(step_count)
+        state.pipelines.q.consumer_wait(step_count)
         warpgroup.fence()
         state.S.start(stage)
-        step.chain.prepare_stage(step.block, masked)
-        # LSE is read here, ahead of more products, for the same reason as in `step_all_products_in_flight`.
+        step.score_pipeline.prepare_stage(step.block, masked)
+        # LSE is read here, before more products are issued, for the same reason as in `step_all_products_in_flight`.
         lse = row_values(state.lse, stage)
         state.dQ.multiply(step_count - 1)
         warpgroup.wait_group(1)  # wait for S
-        step.chain.apply(state.S.values, step.block, masked, step_count)
+        step.score_pipeline.apply(state.S.values, step.block, masked, step_count)
         exponentiate(state.S.values, lse, scale_log2)
-        state.P.take(state.S.acc, step.chain.kept(masked))
+        state.P.take(state.S.acc, step.score_pipeline.kept(masked))
         warpgroup.wait_group(0)  # wait for dQ
         state.dQ.send(pending_dq.unit, pending_dq.count, step_count - 1)
-        state.rings.do.consumer_wait(step_count)
+        state.pipelines.do.consumer_wait(step_count)
         warpgroup.fence()
         state.dP.start(stage)
         state.dV.add(stage)
         warpgroup.wait_group(1)  # wait for dP
-        step.chain.apply_backward(state.dP.values, masked)
-        score_derivative = ScoreDerivative.of(step.chain, lambda: row_values(state.lse, stage))
+        step.score_pipeline.apply_backward(state.dP.values, masked)
+        score_derivative = ScoreDerivative.create(step.score_pipeline, lambda: row_values(state.lse, stage))
         values, dP = state.S.values, state.dP.values
         differentiate(values, dP, row_values(state.delta, stage), dP, score_derivative=score_derivative)
         warpgroup.wait_group(0)
         state.dS.take(state.dP.acc)
-        step.chain.ahead(step.next_block, masked)
-        state.crossing.put(step_count)
+        step.score_pipeline.ahead(step.next_block, masked)
+        state.ds_store.store(step_count)
         warpgroup.fence()
         state.dK.add(stage)
         # ptxas serializes every product if a product is in flight across the end of a loop.
         warpgroup.wait_group(0)
 
-    def my_keys(
+    def kv_operands(
         self, sources: tuple[cute.Tensor, ...], mma: cute.TiledMma, thread: Int32
     ) -> tuple[tuple[cute.Tensor, ...], tuple[SmemToRegisterCopy, ...]]:
         """Return the warpgroup's K and V as left operands, and the copies that load these operands.

@@ -74,8 +74,8 @@ class DbiasWork:
     """Pipelines, tiles and blocks of scores shared by the producer warp and the consumer warpgroups."""
 
     pairs: sm90.Pipeline
-    queue: sm90.DynamicTileScheduler
-    summed: DbiasReduce
+    tile_scheduler: sm90.DynamicTileScheduler
+    reduction: DbiasReduce
     sizes: SeqlenInfo
     group: Int32  # query heads of a KV head
 
@@ -123,11 +123,11 @@ class BiasGradientSm90(BiasGradientCall):
     """
 
     def __init__(self, spec: HopperSpec):
-        self.spec, self.seams = spec, KernelFeatures.of(spec)
-        self.element, self.d, self.tile_n, self.stages = self.seams.element, spec.d, spec.tile_n, spec.stages
+        self.spec, self.features = spec, KernelFeatures.from_spec(spec)
+        self.element, self.d, self.tile_n, self.stages = self.features.element, spec.d, spec.tile_n, spec.stages
         self.producer_registers, self.consumer_registers = spec.register_split
-        self.form = ScoreLayout(self.element, WARPGROUPS, self.tile_n)
-        self.prepare = BackwardPreprocess(self.element)
+        self.score_layout = ScoreLayout(self.element, WARPGROUPS, self.tile_n)
+        self.preprocess = BackwardPreprocess(self.element)
 
     @property
     def inputs(self) -> tuple[sm90.TmaLoadConfig, sm90.TmaLoadConfig]:
@@ -140,18 +140,18 @@ class BiasGradientSm90(BiasGradientCall):
     @cute.jit
     def launch(self, call: BiasGradientArgs, stream: cuda.CUstream):
         """Launch the features' preprocessing kernels, then the kernels of the row statistics and of the gradient."""
-        self.seams.launch_preprocess(call, stream)
-        addressing, score_pipeline = self.seams.pieces(call), self.seams.chain(call)
+        self.features.launch_preprocess(call, stream)
+        addressing, score_pipeline = self.features.tile_addressing(call), self.features.score_pipeline(call)
         row_stats_inputs = RowStatsInputs(call.o, call.do, call.lse)
-        self.prepare(row_stats_inputs, call.rows, None, None, score_pipeline.keep_probability, addressing, stream)
+        self.preprocess(row_stats_inputs, call.rows, None, None, score_pipeline.keep_probability, addressing, stream)
         rows, keys = self.inputs
         q, k, v, do = (
             x.tma(sm90.rows_first(m)) for x, m in ((rows, call.q), (keys, call.k), (keys, call.v), (rows, call.do))
         )
         atoms, tensors = (DbiasOperands(q[i], k[i], v[i], do[i]) for i in (0, 1))
-        tiles = self.summed(call.q, call.k, call.dbias).tiles.total
+        tiles = self.make_reduction(call.q, call.k, call.dbias).tiles.total
         self.kernel(
-            atoms, tensors, call.rows, call.scales, call.counter, call.dbias, score_pipeline.tma(self.form)
+            atoms, tensors, call.rows, call.scales, call.counter, call.dbias, score_pipeline.tma(self.score_layout)
         ).launch(
             grid=(cutlass.min(tiles, call.num_ctas), 1, 1),
             block=((WARPGROUPS + 1) * sm90.WARPGROUP, 1, 1),
@@ -159,7 +159,7 @@ class BiasGradientSm90(BiasGradientCall):
             min_blocks_per_mp=1,
         )  # fmt: skip
 
-    def summed(self, mQ: cute.Tensor, mK: cute.Tensor, gradient: cute.Tensor) -> DbiasReduce:
+    def make_reduction(self, mQ: cute.Tensor, mK: cute.Tensor, gradient: cute.Tensor) -> DbiasReduce:
         """Return the blocks of scores that each tile sums.
 
         Args:
@@ -188,7 +188,7 @@ class BiasGradientSm90(BiasGradientCall):
         pairs = sm90.Pipeline.create(smem, self.stages, WARPGROUPS * rows.bytes + keys.bytes)
         tile_indices, tile_index_pipeline = sm90.create_tile_index_pipeline(smem)
         columns = smem.allocate_tensor(Float32, cute.make_layout(self.tile_n), 16)
-        score_pipeline = score_pipeline.shared(smem, self.form)
+        score_pipeline = score_pipeline.shared(smem, self.score_layout)
         shared = DbiasSmem(rows.buffer(smem), keys.buffer(smem), columns)
         Sq, _, Hq, B = tensors.q.shape
         Sk, _, Hkv, _ = tensors.k.shape
@@ -222,17 +222,17 @@ class BiasGradientSm90(BiasGradientCall):
     ):  # fmt: skip
         """Run the producer warp: load both pairs of every step, and between them the data of the score stages."""
         tile_count, step_count, tile_idx = Int32(0), Int32(0), cute.arch.block_idx()[0]
-        while tile_idx < work.queue.total:
-            first_block = work.summed.tile(tile_idx)
-            block, steps = first_block, work.summed.steps(first_block)
+        while tile_idx < work.tile_scheduler.total:
+            first_block = work.reduction.tile(tile_idx)
+            block, steps = first_block, work.reduction.steps(first_block)
             for _ in cutlass.range(steps, unroll=1):
                 rows = work.rows_of(block)
                 self.load_pair(q, k, rows, block.n, work.pairs, 2 * step_count)
                 score_pipeline.begin_tile_load(rows, block.head).load(block.n, step_count)
                 self.load_pair(do, v, rows, block.n, work.pairs, 2 * step_count + 1)
-                block = work.summed.after(block)
+                block = work.reduction.after(block)
                 step_count += 1
-            tile_idx = work.queue.publish(tile_count, work.queue.fetch_next())
+            tile_idx = work.tile_scheduler.publish(tile_count, work.tile_scheduler.fetch_next())
             tile_count += 1
 
     @cute.jit
@@ -250,7 +250,7 @@ class BiasGradientSm90(BiasGradientCall):
             cute.copy(rows.atom, wg_rows, tXsX[None, stage * WARPGROUPS + w], tma_bar_ptr=arrival)
         cute.copy(keys.atom, tYgY[None, n_block], tYsY[None, stage], tma_bar_ptr=arrival)
 
-    def hold(self, shared: DbiasSmem, wg: Int32, thread: Int32) -> DbiasConsumerState:
+    def make_consumer_state(self, shared: DbiasSmem, wg: Int32, thread: Int32) -> DbiasConsumerState:
         """Return the operands and accumulators of a consumer warpgroup."""
         product = sm90.WgmmaProduct.create(lambda: sm90.make_mma(self.element.dtype, self.tile_n, "rows", "rows"))
         mma = product.add.get_slice(thread)
@@ -268,12 +268,12 @@ class BiasGradientSm90(BiasGradientCall):
         wg, thread = cute.arch.make_warp_uniform(tidx // sm90.WARPGROUP), tidx % sm90.WARPGROUP
         lane = thread % sm90.WARP
         row_in_tile = wg * ROWS + thread // sm90.WARP * SLAB + lane // 4  # first row of the thread in a tile
-        state, score_pipeline = self.hold(shared, wg, thread), score_pipeline.hold(self.tile_n)
+        state, score_pipeline = self.make_consumer_state(shared, wg, thread), score_pipeline.hold(self.tile_n)
         scale_log2 = score_pipeline.scales(scales).log2
         tile_count, step_count, tile_idx = Int32(0), Int32(0), cute.arch.block_idx()[0]
-        while tile_idx < work.queue.total:
-            first_block = work.summed.tile(tile_idx)
-            block, steps = first_block, work.summed.steps(first_block)
+        while tile_idx < work.tile_scheduler.total:
+            first_block = work.reduction.tile(tile_idx)
+            block, steps = first_block, work.reduction.steps(first_block)
             state.sum.fill(0.0)
             for count in cutlass.range(step_count, step_count + steps, unroll=1):
                 rows, row = work.rows_of(block), block.m * TILE_M + row_in_tile
@@ -283,11 +283,11 @@ class BiasGradientSm90(BiasGradientCall):
                 row_stats = rows_of_thread(mRows, rows, row, scale_log2)
                 tile_stages.begin(block.n, masked=True)
                 self.step(state, row_stats, tile_stages, block.n, work.pairs, count)
-                block = work.summed.after(block)
+                block = work.reduction.after(block)
             step_count += steps
             state.sum.store(state.sum.load() * score_pipeline.scaled(Float32(1.0)))
             self.store(state.sum, mdBias, work, first_block, row_in_tile, shared.columns)
-            tile_idx = work.queue.receive(tile_count)
+            tile_idx = work.tile_scheduler.receive(tile_count)
             tile_count += 1
 
     @cute.jit
@@ -324,7 +324,7 @@ class BiasGradientSm90(BiasGradientCall):
         columns: cute.Tensor
     ):  # fmt: skip
         """Write a tile of the gradient, or the sums of its rows, of its columns or of the whole tile."""
-        plane, values = mdBias[(*work.summed.plane(first_block), None, None)], fragments.rows_and_columns(sums)
+        plane, values = mdBias[(*work.reduction.plane(first_block), None, None)], fragments.rows_and_columns(sums)
         row, lane = first_block.m * TILE_M + row_in_tile, cute.arch.lane_idx()
         column = first_block.n * self.tile_n + lane % 4 * 2
         over_queries = plane.shape[0] < work.sizes.Sq

@@ -67,7 +67,7 @@ class DkdvSmem:
     k: cute.Tensor  # (TILE_N, D, 1)
     v: cute.Tensor  # (TILE_N, Dv, 1)
     do: cute.Tensor  # (TILE_M, Dv, stage)
-    crossing: cute.Tensor  # (queries, keys, P or dS)
+    weights: cute.Tensor  # (queries, keys, P or dS)
     lse: cute.Tensor  # (TILE_M, stage): LSE * log2(e) of the queries of a step
     delta: cute.Tensor  # (TILE_M, stage)
 
@@ -80,17 +80,17 @@ class DkdvPipelines:
     do: sm90.Pipeline
     k: sm90.Pipeline
     v: sm90.Pipeline
-    crossing: tuple[sm90.Pipeline, sm90.Pipeline]  # pipelines of P and dS, a single stage each
+    weights: tuple[sm90.Pipeline, sm90.Pipeline]  # pipelines of P and dS, a single stage each
 
 
 @dataclass(frozen=True)
 class DkdvWork:
     """Pipelines, tiles and mainloop steps shared by all warp roles."""
 
-    rings: DkdvPipelines
-    queue: sm90.DynamicTileScheduler
-    pieces: TileGrid
-    walk: BlockIterator
+    pipelines: DkdvPipelines
+    tile_scheduler: sm90.DynamicTileScheduler
+    tile_grid: TileGrid
+    block_iterator: BlockIterator
     group: Int32  # query heads visited by a tile
     sharing: Int32  # tiles of a block of keys; all of them read the K and V of the same KV head
 
@@ -100,13 +100,13 @@ class DkdvConsumerState:
     """State of a consumer warpgroup: its product of whole rows, its weights, and its columns of dK and dV."""
 
     wg: int  # 0 computes P, 1 computes dS
-    rings: DkdvPipelines
+    pipelines: DkdvPipelines
     scores: sm90.StageProduct  # S^T = K Q^T, or dP^T = V dO^T
     weights: fragments.OperandA  # P^T or dS^T in 16 bits
     values: cute.Tensor  # the registers of `weights`, in the order of the scores
     # P for dV in kernels with dropout, where P crosses shared memory with signs that mark the kept values.
-    kept: fragments.OperandA | None
-    facts: cute.Tensor  # (TILE_M, stage): LSE * log2(e) or delta of the queries of a step
+    kept_p: fragments.OperandA | None
+    row_stats: cute.Tensor  # (TILE_M, stage): LSE * log2(e) or delta of the queries of a step
     lse: cute.Tensor  # (TILE_M, stage): LSE * log2(e)
     dV: sm90.StageProduct  # dV += P^T dO: the warpgroup's half of the columns
     dK: sm90.StageProduct  # dK += dS^T Q: the warpgroup's half of the columns
@@ -114,14 +114,14 @@ class DkdvConsumerState:
     load: Callable  # loads P from shared memory
 
     @property
-    def ring(self) -> sm90.Pipeline:
+    def operand_pipeline(self) -> sm90.Pipeline:
         """Pipeline of the right operand of `scores`: Q with LSE, or dO with delta."""
-        return self.rings.do if self.wg else self.rings.q
+        return self.pipelines.do if self.wg else self.pipelines.q
 
     def lse_of(self, step_count: Int32) -> cute.Tensor:
         """Return LSE * log2(e) of step `step_count`; callable by either warpgroup."""
-        self.rings.q.consumer_wait(step_count)
-        return row_values(self.lse, self.rings.q.stage_index(step_count))
+        self.pipelines.q.consumer_wait(step_count)
+        return row_values(self.lse, self.pipelines.q.stage_index(step_count))
 
     @cute.jit
     def issue_next_scores(self, step_count: Int32, end: Int32):
@@ -130,43 +130,43 @@ class DkdvConsumerState:
         Beyond the last step of a tile nobody reads the result, and a branch around the product would cost more.
         """
         if step_count < end:
-            self.ring.consumer_wait(step_count)
-        self.scores.start(self.ring.stage_index(step_count))
+            self.operand_pipeline.consumer_wait(step_count)
+        self.scores.start(self.operand_pipeline.stage_index(step_count))
 
     @cute.jit
-    def hand_over(self, step_count: Int32):
+    def send_weights(self, step_count: Int32):
         """Store the weights of step `step_count` to shared memory for the peer warpgroup."""
-        pipeline = self.rings.crossing[self.wg]
+        pipeline = self.pipelines.weights[self.wg]
         pipeline.producer_wait(step_count)
         self.store(self.values)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         pipeline.producer_commit(step_count)
-        if cutlass.const_expr(self.wg == 0 and self.kept is not None):
-            self.kept.keep(self.weights)
+        if cutlass.const_expr(self.wg == 0 and self.kept_p is not None):
+            self.kept_p.keep(self.weights)
 
     @cute.jit
-    def add_up(self, step_count: Int32, end: Int32):
+    def accumulate_dkdv(self, step_count: Int32, end: Int32):
         """Issue dV and dK of a step, with own weights in registers, and the next step's S or dP between them."""
-        p, ds = self.rings.crossing
-        stage = self.rings.q.stage_index(step_count)  # the dO pipeline has as many stages as the Q pipeline
+        p, ds = self.pipelines.weights
+        stage = self.pipelines.q.stage_index(step_count)  # the dO pipeline has as many stages as the Q pipeline
         if cutlass.const_expr(self.wg == 0):
-            self.rings.do.consumer_wait(step_count)
+            self.pipelines.do.consumer_wait(step_count)
         warpgroup.fence()
         self.dV.add(stage)
         self.issue_next_scores(step_count + 1, end)
         if cutlass.const_expr(self.wg == 0):
             ds.consumer_wait(step_count)
         else:
-            self.rings.q.consumer_wait(step_count)
+            self.pipelines.q.consumer_wait(step_count)
         warpgroup.fence()
         self.dK.add(stage)
         warpgroup.wait_group(2)  # wait for dV; the next S or dP and dK may still be in flight
-        self.rings.do.consumer_release(step_count)
+        self.pipelines.do.consumer_release(step_count)
         if cutlass.const_expr(self.wg == 1):
             p.consumer_release(step_count)
         warpgroup.wait_group(0)
-        self.rings.q.consumer_release(step_count)
+        self.pipelines.q.consumer_release(step_count)
         if cutlass.const_expr(self.wg == 0):
             ds.consumer_release(step_count)
 
@@ -196,10 +196,12 @@ class KeyGradientsSm90:
     """
 
     def __init__(self, spec: HopperSpec):
-        self.spec, self.seams = spec, KernelFeatures.of(spec, transposed=True)
-        self.element, self.d, self.dv, self.stages = self.seams.element, spec.d, spec.dv, spec.stages
+        self.spec, self.features = spec, KernelFeatures.from_spec(spec, transposed=True)
+        self.element, self.d, self.dv, self.stages = self.features.element, spec.d, spec.dv, spec.stages
         self.producer_registers, self.consumer_registers = spec.register_split
-        self.form = ScoreLayout(self.element, 1, TILE_M, transposed=True)  # only the first warpgroup holds scores
+        self.score_layout = ScoreLayout(
+            self.element, 1, TILE_M, transposed=True
+        )  # only the first warpgroup holds scores
 
     @property
     def inputs(self) -> tuple[sm90.TmaLoadConfig, sm90.TmaLoadConfig, sm90.TmaLoadConfig, sm90.TmaLoadConfig]:
@@ -212,7 +214,7 @@ class KeyGradientsSm90:
     @cute.jit
     def __call__(self, call: BackwardArgs, stream: cuda.CUstream):
         """Launch the dK and dV kernel."""
-        addressing = self.seams.pieces(call)
+        addressing = self.features.tile_addressing(call)
         tensors = (addressing.rows_first(x) for x in (call.q, call.k, call.v, call.do))
         loads = tuple(x.tma(m) for x, m in zip(self.inputs, tensors, strict=True))
         stores = tuple(
@@ -222,7 +224,8 @@ class KeyGradientsSm90:
         atoms, tensors = (DkdvOperands(*(x[i] for x in (*loads, *stores))) for i in (0, 1))
         B, shares, Sk, _ = call.dk.shape
         num_n_blocks, group = addressing.most_blocks_of_keys(Sk, TILE_N), call.q.shape[1] // shares
-        block_iterator, score_pipeline = self.seams.walk(call), self.seams.chain(call).tma(self.form)
+        block_iterator = self.features.block_iterator(call)
+        score_pipeline = self.features.score_pipeline(call).tma(self.score_layout)
         bound_iterator = block_iterator.at(SeqlenInfo(call.q.shape[2], Sk), TILE_M, TILE_N)
         section = heads_in_turn(bound_iterator, group, B * shares, (self.d + self.dv) * self.element.bytes)
         self.kernel(
@@ -240,14 +243,14 @@ class KeyGradientsSm90:
         atom = warpgroup.make_smem_layout_atom(kind, self.element.dtype)
         return cute.tile_to_shape(atom, (ROWS, columns, num_stages), order=(0, 1, 2))
 
-    def rings(self, smem: cutlass.memory.SmemAllocator) -> DkdvPipelines:
+    def create_pipelines(self, smem: cutlass.memory.SmemAllocator) -> DkdvPipelines:
         """Create the pipelines. A stage of Q includes its LSE, and a stage of dO includes its delta."""
         (q, k, v, do), row_stats_bytes = self.inputs, TILE_M * FP32_BYTES
         steps = (q.ring(smem, more_bytes=row_stats_bytes), do.ring(smem, more_bytes=row_stats_bytes))
         keys = (k.ring(smem), v.ring(smem))
         return DkdvPipelines(*steps, *keys, tuple(sm90.Pipeline.create(smem, 1, 0) for _ in (P, DS)))
 
-    def shared(self, smem: cutlass.memory.SmemAllocator) -> DkdvSmem:
+    def allocate_smem(self, smem: cutlass.memory.SmemAllocator) -> DkdvSmem:
         """Allocate all buffers of a CTA."""
         dtype, operands = self.element.dtype, (x.buffer(smem) for x in self.inputs)
         q, k, v, do = operands
@@ -273,10 +276,10 @@ class KeyGradientsSm90:
         """Assign the warp roles: two producer warps load, and two consumer warpgroups multiply."""
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = cutlass.memory.SmemAllocator()
-        pipelines = self.rings(smem)
+        pipelines = self.create_pipelines(smem)
         tile_indices, tile_index_pipeline = sm90.create_tile_index_pipeline(smem)
-        score_pipeline = score_pipeline.shared(smem, self.form)
-        shared = self.shared(smem)
+        score_pipeline = score_pipeline.shared(smem, self.score_layout)
+        shared = self.allocate_smem(smem)
 
         Sk, _, Hkv, _ = tensors.k.shape
         sizes, num_n_blocks = SeqlenInfo(tensors.q.shape[0], Sk), addressing.blocks_of_keys(Sk, TILE_N)
@@ -290,11 +293,9 @@ class KeyGradientsSm90:
         heads = (tensors.q.shape[2] // shares, shares // Hkv)
         work = DkdvWork(pipelines, tile_scheduler, addressing.of_keys(order, sizes), block_iterator, *heads)
         consumers = 4 * WARPGROUPS
-        query_pipelines, kv_pipelines = (
-            ((pipeline, consumers) for pipeline in (pipelines.q, pipelines.do)),
-            ((pipeline, 4) for pipeline in (pipelines.k, pipelines.v)),
-        )
-        weight_pipelines = ((pipeline, 4, 4) for pipeline in pipelines.crossing)
+        query_pipelines = ((pipeline, consumers) for pipeline in (pipelines.q, pipelines.do))
+        kv_pipelines = ((pipeline, 4) for pipeline in (pipelines.k, pipelines.v))
+        weight_pipelines = ((pipeline, 4, 4) for pipeline in pipelines.weights)
         all_atoms = (atoms.q, atoms.k, atoms.v, atoms.do, atoms.dk, atoms.dv, *score_pipeline.atoms)
         pipelines_and_warps = (
             *query_pipelines,
@@ -314,12 +315,16 @@ class KeyGradientsSm90:
                 self.load_keys(k, v, work)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
-            dk = sm90.TmaOperand(atoms.dk, tensors.dk, shared.crossing)
-            dv = sm90.TmaOperand(atoms.dv, tensors.dv, shared.crossing)
+            dk = sm90.TmaOperand(atoms.dk, tensors.dk, shared.weights)
+            dv = sm90.TmaOperand(atoms.dv, tensors.dv, shared.weights)
             if warp_idx < 8:
-                self.consume(self.hold(0, shared, pipelines, score_pipeline), dk, dv, work, scales, score_pipeline)
+                self.consume(
+                    self.make_consumer_state(0, shared, pipelines, score_pipeline), dk, dv, work, scales, score_pipeline
+                )
             else:
-                self.consume(self.hold(1, shared, pipelines, score_pipeline), dk, dv, work, scales, score_pipeline)
+                self.consume(
+                    self.make_consumer_state(1, shared, pipelines, score_pipeline), dk, dv, work, scales, score_pipeline
+                )
 
     @cute.jit
     def load_queries(
@@ -331,23 +336,21 @@ class KeyGradientsSm90:
         This warp also fetches the tiles.
         """
         tile_count, step_count, tile_idx = Int32(0), Int32(0), cute.arch.block_idx()[0]
-        while tile_idx < work.pieces.total:
-            tile = work.pieces.tile(tile_idx, work.group)
-            query_range = work.walk.at(tile.sizes, TILE_M, TILE_N).queries(tile)
+        while tile_idx < work.tile_grid.total:
+            tile = work.tile_grid.tile(tile_idx, work.group)
+            query_range = work.block_iterator.at(tile.sizes, TILE_M, TILE_N).queries(tile)
             for g in cutlass.range(work.group, unroll=1):
                 gRows = tile.facts(mRows, g, TILE_M)
                 tQsQ, tQgQ = tile.queries(q, g).tiles((TILE_M, self.d), (None, 0))
                 tOsO, tOgO = tile.queries(do, g).tiles((TILE_M, self.dv), (None, 0))
-                head_range, stage_loads = (
-                    query_range.of_head(g),
-                    score_pipeline.begin_tile_load(tile, tile.query_head(g)),
-                )
+                head_range = query_range.of_head(g)
+                stage_loads = score_pipeline.begin_tile_load(tile, tile.query_head(g))
                 subrange = head_range.whole()
                 for j in cutlass.range(subrange.begin, subrange.end, unroll=1):
                     m_block = head_range.nth(j)
                     for x, g_, s_, pipeline, which, sRow in (
-                        (q, tQgQ, tQsQ, work.rings.q, 0, shared.lse),
-                        (do, tOgO, tOsO, work.rings.do, 1, shared.delta),
+                        (q, tQgQ, tQsQ, work.pipelines.q, 0, shared.lse),
+                        (do, tOgO, tOsO, work.pipelines.do, 1, shared.delta),
                     ):
                         sm90.load_block(x.atom, g_, s_, pipeline, m_block, step_count)
                         load_rows(
@@ -358,22 +361,22 @@ class KeyGradientsSm90:
                         )
                     stage_loads.load(m_block, step_count)
                     step_count += 1
-            tile_idx = work.queue.publish(tile_count, work.queue.fetch_next())
+            tile_idx = work.tile_scheduler.publish(tile_count, work.tile_scheduler.fetch_next())
             tile_count += 1
 
     @cute.jit
     def load_keys(self, k: sm90.TmaOperand, v: sm90.TmaOperand, work: DkdvWork):
         """Run the second producer warp: load K and V of each tile as soon as the previous tile has released them."""
         tile_count, tile_idx = Int32(0), cute.arch.block_idx()[0]
-        while tile_idx < work.pieces.total:
-            tile = work.pieces.tile(tile_idx)
-            for x, pipeline, columns in ((k, work.rings.k, self.d), (v, work.rings.v, self.dv)):
+        while tile_idx < work.tile_grid.total:
+            tile = work.tile_grid.tile(tile_idx)
+            for x, pipeline, columns in ((k, work.pipelines.k, self.d), (v, work.pipelines.v, self.dv)):
                 tXsX, tXgX = tile.rows_of_shared(x, work.sharing).tiles((ROWS, columns), (None, 0))
                 sm90.load_block(x.atom, tXgX, tXsX, pipeline, tile.block, tile_count)
-            tile_idx = work.queue.receive(tile_count)
+            tile_idx = work.tile_scheduler.receive(tile_count)
             tile_count += 1
 
-    def hold(
+    def make_consumer_state(
         self, wg: int, shared: DkdvSmem, pipelines: DkdvPipelines, score_pipeline: ScorePipeline
     ) -> DkdvConsumerState:
         """Return the operands and accumulators of consumer warpgroup `wg`."""
@@ -389,7 +392,7 @@ class KeyGradientsSm90:
         kept_p = None
         if score_pipeline.keep_probability is not None:
             kept_p = weights if wg == 0 else fragments.OperandA.create(scores.acc, self.element)
-        crossing = sm90.transposed(shared.crossing)  # (keys, queries, P or dS)
+        crossing = sm90.transposed(shared.weights)  # (keys, queries, P or dS)
 
         def make_sum(
             which: int, columns: int, sRight: cute.Tensor, register_operands: fragments.OperandA | None
@@ -428,14 +431,14 @@ class KeyGradientsSm90:
         score_pipeline: ScorePipeline
     ):  # fmt: skip
         """Run a consumer warpgroup: compute half of the columns of dK and dV of every tile."""
-        pipelines = work.rings
+        pipelines = work.pipelines
         keys = pipelines.v if state.wg else pipelines.k
         lane, warp_in_group = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4
         score_pipeline, scale_log2 = score_pipeline.hold(TILE_M), score_pipeline.scales(scales).log2
         tile_count, step_count, tile_idx = Int32(0), Int32(0), cute.arch.block_idx()[0]
-        while tile_idx < work.pieces.total:
-            tile = work.pieces.tile(tile_idx, work.group)
-            query_range = work.walk.at(tile.sizes, TILE_M, TILE_N).queries(tile)
+        while tile_idx < work.tile_grid.total:
+            tile = work.tile_grid.tile(tile_idx, work.group)
+            query_range = work.block_iterator.at(tile.sizes, TILE_M, TILE_N).queries(tile)
             end = step_count + query_range.total(work.group)
             key = tile.block * TILE_N + warp_in_group * SLAB + lane // 4
             tile_stages = score_pipeline.at(
@@ -447,7 +450,7 @@ class KeyGradientsSm90:
             warpgroup.fence()
             state.issue_next_scores(step_count, end)
             warpgroup.wait_group(0)
-            self.reclaim(state.wg)
+            self.wait_for_stores(state.wg)
             for g in cutlass.range(work.group, unroll=1):
                 head_range, head_stages = query_range.of_head(g), tile_stages.of_head(tile.query_head(g))
                 for subrange in head_range.sections() if state.wg == 0 else (head_range.whole(),):
@@ -455,27 +458,27 @@ class KeyGradientsSm90:
                         head_stages.begin(head_range.nth(subrange.begin), subrange.masked)
                     for j in cutlass.range(subrange.begin, subrange.end, unroll=1):
                         if cutlass.const_expr(state.wg == 0):
-                            self.weigh(state, step_count, head_stages, head_range.nth(j), subrange, scale_log2)
+                            self.compute_p(state, step_count, head_stages, head_range.nth(j), subrange, scale_log2)
                             head_stages.ahead(head_range.next(j, subrange), subrange.masked)
                         else:
-                            self.differentiate(state, step_count, head_stages)
-                        state.hand_over(step_count)
-                        state.add_up(step_count, end)
+                            self.compute_ds(state, step_count, head_stages)
+                        state.send_weights(step_count)
+                        state.accumulate_dkdv(step_count, end)
                         step_count += 1
             keys.consumer_release(tile_count)
-            pipelines.crossing[state.wg].producer_wait(step_count)  # the outputs leave through this buffer
+            pipelines.weights[state.wg].producer_wait(step_count)  # the outputs leave through this buffer
             slab = tile.block * (TILE_N // SLAB)
             self.store(
                 state, state.dV.acc, score_pipeline.scaled(Float32(2.0**-self.element.raised)), tile.rows(dv), slab
             )
             self.store(state, state.dK.acc, score_pipeline.scaled(scales.natural), tile.rows(dk), slab)
-            tile_idx = work.queue.receive(tile_count)
+            tile_idx = work.tile_scheduler.receive(tile_count)
             tile_count += 1
         # Shared memory must stay allocated until the last store has read from it.
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def weigh(
+    def compute_p(
         self,
         state: DkdvConsumerState,
         step_count: Int32,
@@ -485,7 +488,7 @@ class KeyGradientsSm90:
         scale_log2: Float32,
     ):
         """Compute P of a step in the first warpgroup, and pack P into 16 bits."""
-        scores, lse_log2 = state.scores.values, row_values(state.facts, state.rings.q.stage_index(step_count))
+        scores, lse_log2 = state.scores.values, row_values(state.row_stats, state.pipelines.q.stage_index(step_count))
         if cutlass.const_expr(self.element.raised != 0):
             lse_log2.store(lse_log2.load() - Float32(self.element.raised))
         head_stages.prepare_stage(m_block, subrange.masked)
@@ -494,20 +497,20 @@ class KeyGradientsSm90:
         state.weights.take(state.scores.acc, head_stages.signed(subrange.masked))
 
     @cute.jit
-    def differentiate(self, state: DkdvConsumerState, step_count: Int32, head_stages: ScorePipeline):
+    def compute_ds(self, state: DkdvConsumerState, step_count: Int32, head_stages: ScorePipeline):
         """Compute dS = P * (dP - delta) of a step in the second warpgroup; the scale is applied to dK."""
-        delta = row_values(state.facts, state.rings.do.stage_index(step_count))
-        state.rings.crossing[P].consumer_wait(step_count)
+        delta = row_values(state.row_stats, state.pipelines.do.stage_index(step_count))
+        state.pipelines.weights[P].consumer_wait(step_count)
         state.load(state.values)
         weights, dP = fragments.rows_and_columns(state.values), state.scores.values
-        if cutlass.const_expr(state.kept is not None):
-            state.kept.keep(state.weights)
-        score_derivative = ScoreDerivative.of(head_stages, lambda: state.lse_of(step_count))
-        differentiate(weights, dP, delta, dP, self.element.raised, state.kept is not None, score_derivative)
+        if cutlass.const_expr(state.kept_p is not None):
+            state.kept_p.keep(state.weights)
+        score_derivative = ScoreDerivative.create(head_stages, lambda: state.lse_of(step_count))
+        differentiate(weights, dP, delta, dP, self.element.raised, state.kept_p is not None, score_derivative)
         state.weights.take(state.scores.acc)
 
     @cute.jit
-    def reclaim(self, wg: int):
+    def wait_for_stores(self, wg: int):
         """Wait until the outputs of the previous tile have left the weights' buffer, for all four warps."""
         cute.arch.cp_async_bulk_wait_group(0, read=True)
         sm90.sync_warpgroup(JOIN, wg)

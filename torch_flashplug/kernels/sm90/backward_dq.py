@@ -2,8 +2,8 @@
 
 The kernel is persistent. A CTA stays on its SM and fetches tiles of 128 query rows of a single head from a dynamic tile
 scheduler. Each of the two consumer warpgroups owns 64 of the rows and keeps their dQ in registers. A warpgroup issues
-dQ += dS K, the next block's scores and the next block's dP back to back. The warpgroup turns these products into dS
-while its peer multiplies.
+dQ += dS K, the next block's scores and the next block's dP back to back. The warpgroup computes dS from these
+products while its peer multiplies.
 """
 
 from __future__ import annotations
@@ -70,17 +70,17 @@ class DqPipelines:
 class DqWork:
     """Pipelines, tiles and KV blocks shared by the producer warp and the consumer warpgroups."""
 
-    rings: DqPipelines
-    queue: sm90.DynamicTileScheduler
-    pieces: TileGrid
-    walk: BlockIterator
+    pipelines: DqPipelines
+    tile_scheduler: sm90.DynamicTileScheduler
+    tile_grid: TileGrid
+    block_iterator: BlockIterator
 
 
 @dataclass(frozen=True)
 class DqConsumerState:
     """State of a consumer warpgroup: its rows of Q and dO, the K and V stages, and the accumulators."""
 
-    rings: DqPipelines
+    pipelines: DqPipelines
     S: sm90.StageProduct  # S = Q K^T, then P, then dS
     dP: sm90.StageProduct  # dP = dO V^T
     dQ: sm90.StageProduct  # dQ += dS K
@@ -88,7 +88,7 @@ class DqConsumerState:
 
     def issue_scores(self, count: Int32) -> None:
         """Wait for block `count` of K and V, and issue S and dP, a committed group each."""
-        for product, pipeline in ((self.S, self.rings.k), (self.dP, self.rings.v)):
+        for product, pipeline in ((self.S, self.pipelines.k), (self.dP, self.pipelines.v)):
             pipeline.consumer_wait(count)
             product.start(pipeline.stage_index(count))
 
@@ -116,11 +116,11 @@ class QueryGradientSm90:
     """
 
     def __init__(self, spec: HopperSpec):
-        self.spec, self.seams = spec, KernelFeatures.of(spec)
-        self.element, self.d, self.dv = self.seams.element, spec.d, spec.dv
+        self.spec, self.features = spec, KernelFeatures.from_spec(spec)
+        self.element, self.d, self.dv = self.features.element, spec.d, spec.dv
         self.producer_registers, self.consumer_registers = spec.register_split
         self.stages_k, self.stages_v = 2, spec.dq_stages_v
-        self.form = ScoreLayout(self.element, WARPGROUPS, TILE_N, room=spec.dq_has_room)
+        self.score_layout = ScoreLayout(self.element, WARPGROUPS, TILE_N, room=spec.dq_has_room)
 
     @property
     def inputs(self) -> tuple[sm90.TmaLoadConfig, sm90.TmaLoadConfig, sm90.TmaLoadConfig, sm90.TmaLoadConfig]:
@@ -135,7 +135,7 @@ class QueryGradientSm90:
     @cute.jit
     def __call__(self, call: BackwardArgs, stream: cuda.CUstream):
         """Launch the dQ kernel."""
-        addressing = self.seams.pieces(call)
+        addressing = self.features.tile_addressing(call)
         tensors = (addressing.rows_first(x) for x in (call.q, call.k, call.v, call.do))
         loads = tuple(x.tma(m) for x, m in zip(self.inputs, tensors, strict=True))
         out = sm90.output_tma(self.element, addressing.rows_first(call.dq), self.d)
@@ -145,7 +145,11 @@ class QueryGradientSm90:
         num_m_blocks = addressing.most_blocks_of_rows(Sq, TILE_M)
         head_bytes = Int64(Sk) * ((self.d + self.dv) * self.element.bytes)
         section = TileScheduler.heads_per_l2_group(head_bytes, num_m_blocks, Hq // Hkv, Hq * B)
-        feature_args = (addressing, self.seams.walk(call), self.seams.chain(call).tma(self.form))
+        feature_args = (
+            addressing,
+            self.features.block_iterator(call),
+            self.features.score_pipeline(call).tma(self.score_layout),
+        )
         self.kernel(atoms, tensors, call.rows, call.scales, call.counter, section, *feature_args).launch(
             grid=(cutlass.min(num_m_blocks * Hq * B, call.num_ctas), 1, 1),
             block=((WARPGROUPS + 1) * sm90.WARPGROUP, 1, 1),
@@ -153,7 +157,7 @@ class QueryGradientSm90:
             min_blocks_per_mp=1,
         )
 
-    def rings(self, smem: cutlass.memory.SmemAllocator) -> DqPipelines:
+    def create_pipelines(self, smem: cutlass.memory.SmemAllocator) -> DqPipelines:
         """Create the pipelines of Q, dO, K and V."""
         q, k, v, do = self.inputs
         return DqPipelines(q.ring(smem), do.ring(smem), k.ring(smem), v.ring(smem))
@@ -174,16 +178,14 @@ class QueryGradientSm90:
         """Assign the warp roles: warp 0 loads, and the consumer warpgroups multiply."""
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = cutlass.memory.SmemAllocator()
-        pipelines = self.rings(smem)
+        pipelines = self.create_pipelines(smem)
         tile_indices, tile_index_pipeline = sm90.create_tile_index_pipeline(smem)
-        score_pipeline = score_pipeline.shared(smem, self.form)
+        score_pipeline = score_pipeline.shared(smem, self.score_layout)
         shared = DqSmem(*(x.buffer(smem) for x in self.inputs))
         Sq, _, Hq, _ = tensors.q.shape
         Sk, _, Hkv, _ = tensors.k.shape
-        num_m_blocks, longest_first = (
-            addressing.blocks_of_rows(Sq, TILE_M),
-            block_iterator.tile_lengths_vary or addressing.tile_lengths_vary,
-        )
+        num_m_blocks = addressing.blocks_of_rows(Sq, TILE_M)
+        longest_first = block_iterator.tile_lengths_vary or addressing.tile_lengths_vary
         heads = Hq * addressing.batch(tensors.q)
         section = addressing.section(section, heads, Hq // Hkv)
         order = TileScheduler(longest_first, num_m_blocks, Hq, heads, section)
@@ -224,11 +226,11 @@ class QueryGradientSm90:
         Q and dO of a tile are loaded behind the first K and V. Then K and V follow block after block, each with the
         data that the score stages need for the block.
         """
-        pipelines, group = work.rings, work.pieces.group
+        pipelines, group = work.pipelines, work.tile_grid.group
         tile_count, block_count, tile_idx = Int32(0), Int32(0), cute.arch.block_idx()[0]
-        while tile_idx < work.pieces.total:
-            tile = work.pieces.tile(tile_idx, group)
-            kv_range = work.walk.at(tile.sizes, TILE_M, TILE_N).keys(tile)
+        while tile_idx < work.tile_grid.total:
+            tile = work.tile_grid.tile(tile_idx, group)
+            kv_range = work.block_iterator.at(tile.sizes, TILE_M, TILE_N).keys(tile)
             tQsQ, tQgQ = tile.rows(q).tiles((ROWS, self.d), (None, 0))
             tOsO, tOgO = tile.rows(do).tiles((ROWS, self.dv), (None, 0))
             tKsK, tKgK = tile.keys(k).tiles((TILE_N, self.d), (None, 0))
@@ -248,11 +250,11 @@ class QueryGradientSm90:
                 sm90.load_block(k.atom, tKgK, tKsK, pipelines.k, block, block_count + j)
                 sm90.load_block(v.atom, tVgV, tVsV, pipelines.v, block, block_count + j)
                 stage_loads.load(block, block_count + j)
-            tile_idx = work.queue.publish(tile_count, work.queue.fetch_next())
+            tile_idx = work.tile_scheduler.publish(tile_count, work.tile_scheduler.fetch_next())
             tile_count += 1
             block_count += kv_range.count
 
-    def hold(self, shared: DqSmem, pipelines: DqPipelines, wg: Int32, thread: Int32) -> DqConsumerState:
+    def make_consumer_state(self, shared: DqSmem, pipelines: DqPipelines, wg: Int32, thread: Int32) -> DqConsumerState:
         """Return the operands and accumulators of a consumer warpgroup."""
         scores = sm90.WgmmaProduct.create(lambda: sm90.make_mma(self.element.dtype, TILE_N, "rows", "rows"))
         sums = sm90.WgmmaProduct.create(lambda: sm90.make_mma(self.element.dtype, self.d, "registers", "columns"))
@@ -273,19 +275,19 @@ class QueryGradientSm90:
         score_pipeline: ScorePipeline
     ):  # fmt: skip
         """Run a consumer warpgroup: compute dQ of 64 rows of every tile, block after block of the block iterator."""
-        pipelines = work.rings
+        pipelines = work.pipelines
         tidx = cute.arch.thread_idx()[0] - sm90.WARPGROUP
         wg, thread = cute.arch.make_warp_uniform(tidx // sm90.WARPGROUP), tidx % sm90.WARPGROUP
         lane = thread % sm90.WARP
-        state, score_pipeline = self.hold(shared, pipelines, wg, thread), score_pipeline.hold(TILE_N)
+        state, score_pipeline = self.make_consumer_state(shared, pipelines, wg, thread), score_pipeline.hold(TILE_N)
         tile_count, block_count, tile_idx = Int32(0), Int32(0), cute.arch.block_idx()[0]
-        while tile_idx < work.pieces.total:
-            tile = work.pieces.tile(tile_idx)
-            wg_tile, nth_q = tile.block * WARPGROUPS + wg, tile_count * WARPGROUPS + wg
+        while tile_idx < work.tile_grid.total:
+            tile = work.tile_grid.tile(tile_idx)
+            wg_tile, count_q = tile.block * WARPGROUPS + wg, tile_count * WARPGROUPS + wg
             row = wg_tile * ROWS + thread // sm90.WARP * SLAB + lane // 4
             tile_stages = score_pipeline.at(ScoreCoord(tile.sizes, TILE_N, row, lane % 4 * 2, tile.sequence, tile.head))
             row_stats = rows_of_thread(mRows, tile, row, score_pipeline.scales(scales).log2)
-            bound_iterator = work.walk.at(tile.sizes, TILE_M, TILE_N)
+            bound_iterator = work.block_iterator.at(tile.sizes, TILE_M, TILE_N)
             skipped_blocks, kv_range = bound_iterator.kv_range_for_warpgroup(
                 tile, wg_tile * ROWS, ROWS, bound_iterator.tile_lengths_vary
             )
@@ -296,8 +298,8 @@ class QueryGradientSm90:
                 tile_stages.skip_kv_blocks(count)
             block_count += skipped_blocks
             state.dQ.acc.fill(0.0)
-            pipelines.q.consumer_wait(nth_q)
-            pipelines.do.consumer_wait(nth_q)
+            pipelines.q.consumer_wait(count_q)
+            pipelines.do.consumer_wait(count_q)
             warpgroup.fence()
             state.issue_scores(block_count)
             warpgroup.wait_group(0)
@@ -305,7 +307,7 @@ class QueryGradientSm90:
             for subrange in kv_range.sections_before_last():
                 tile_stages.begin(kv_range.nth(subrange.begin), subrange.masked)
                 for j in cutlass.range(subrange.begin, subrange.end, unroll=1):
-                    self.weigh(state, row_stats, tile_stages, kv_range.nth(j), block_count + j, subrange.masked)
+                    self.compute_ds(state, row_stats, tile_stages, kv_range.nth(j), block_count + j, subrange.masked)
                     tile_stages.ahead(kv_range.next(j, subrange), subrange.masked)
                     warpgroup.fence()
                     state.dQ.add(pipelines.k.stage_index(block_count + j))
@@ -314,10 +316,10 @@ class QueryGradientSm90:
                     pipelines.k.consumer_release(block_count + j)
                     warpgroup.wait_group(0)
                     pipelines.v.consumer_release(block_count + j + 1)
-            pipelines.do.consumer_release(nth_q)
+            pipelines.do.consumer_release(count_q)
             block_count += kv_range.count - 1
             tile_stages.begin(kv_range.last(), masked=True)
-            self.weigh(state, row_stats, tile_stages, kv_range.last(), block_count, masked=True)
+            self.compute_ds(state, row_stats, tile_stages, kv_range.last(), block_count, masked=True)
             warpgroup.fence()
             state.dQ.add(pipelines.k.stage_index(block_count))
             warpgroup.wait_group(0)
@@ -328,12 +330,12 @@ class QueryGradientSm90:
                 if tile.sizes.Sk == 0:
                     state.dQ.acc.fill(0.0)
             self.store(state, tile.rows(out), wg, wg_tile, score_pipeline.scaled(scales.natural))
-            pipelines.q.consumer_release(nth_q)
-            tile_idx = work.queue.receive(tile_count)
+            pipelines.q.consumer_release(count_q)
+            tile_idx = work.tile_scheduler.receive(tile_count)
             tile_count += 1
 
     @cute.jit
-    def weigh(
+    def compute_ds(
         self, state: DqConsumerState, row_stats: RowStats, tile_stages: ScorePipeline, n_block: Int32, count: Int32,
         masked: cutlass.Constexpr[bool]
     ):  # fmt: skip
@@ -344,7 +346,7 @@ class QueryGradientSm90:
         exponentiate(S, row_stats.lse_log2, row_stats.scale_log2)
         tile_stages.apply_backward(state.dP.values, masked)
         differentiate(
-            S, dP, row_stats.delta, S, score_derivative=ScoreDerivative.of(tile_stages, lambda: row_stats.lse_log2)
+            S, dP, row_stats.delta, S, score_derivative=ScoreDerivative.create(tile_stages, lambda: row_stats.lse_log2)
         )
         state.dS.take(state.S.acc)
 

@@ -35,18 +35,19 @@ class SplitBackwardSm90(BackwardCall):
     """
 
     def __init__(self, spec: HopperSpec):
-        self.spec, self.seams = spec, KernelFeatures.of(spec)
-        self.element = self.seams.element
-        self.prepare = BackwardPreprocess(self.element)
+        self.spec, self.features = spec, KernelFeatures.from_spec(spec)
+        self.element = self.features.element
+        self.preprocess = BackwardPreprocess(self.element)
         self.query_gradient, self.key_gradients = QueryGradientSm90(spec), KeyGradientsSm90(spec)
 
     @cute.jit
     def launch(self, call: BackwardArgs, stream: cuda.CUstream):
         """Launch the preprocessing kernels of the features, then the kernels of the requested gradients."""
-        self.seams.launch_preprocess(call, stream)
-        addressing, keep_probability = self.seams.pieces(call), self.seams.chain(call).keep_probability
+        self.features.launch_preprocess(call, stream)
+        addressing = self.features.tile_addressing(call)
+        keep_probability = self.features.score_pipeline(call).keep_probability
         row_stats_inputs = RowStatsInputs(call.o, call.do, call.lse, call.dlse)
-        self.prepare(row_stats_inputs, call.rows, None, None, keep_probability, addressing, stream)
+        self.preprocess(row_stats_inputs, call.rows, None, None, keep_probability, addressing, stream)
         if call.wanted & WANT_DQ != 0:
             self.query_gradient(call, stream)
         if call.wanted & WANT_DKDV != 0:

@@ -74,7 +74,7 @@ class SequenceRange:
     """Sequences of a CTA: a single head, and the batch indices from `begin` to before `end`."""
 
     head: Int32
-    number: Int32  # index of the range
+    range_idx: Int32  # index of the range
     begin: Int32
     end: Int32
     sizes: SeqlenInfo
@@ -146,10 +146,10 @@ class TileBackwardSm90(TileBackwardCall):
     """
 
     def __init__(self, spec: HopperSpec):
-        self.spec, self.seams = spec, KernelFeatures.of(spec)
-        self.element, self.d, self.stages = self.seams.element, spec.d, spec.stages
+        self.spec, self.features = spec, KernelFeatures.from_spec(spec)
+        self.element, self.d, self.stages = self.features.element, spec.d, spec.stages
         self.producer_registers, self.consumer_registers = spec.register_split
-        self.form = ScoreLayout(self.element, 1, TILE_N)
+        self.score_layout = ScoreLayout(self.element, 1, TILE_N)
 
     @property
     def input(self) -> sm90.TmaLoadConfig:
@@ -159,11 +159,11 @@ class TileBackwardSm90(TileBackwardCall):
     @cute.jit
     def launch(self, call: TileBackwardArgs, stream: cuda.CUstream):
         """Launch the preprocessing kernels of the features, then the kernel."""
-        self.seams.launch_preprocess(call, stream)
+        self.features.launch_preprocess(call, stream)
         loads = tuple(self.input.tma(sm90.rows_first(x)) for x in (call.q, call.k, call.v, call.do))
         stores = tuple(sm90.output_tma(self.element, sm90.rows_first(x), self.d) for x in (call.dq, call.dk, call.dv))
         atoms, tensors = (TileOperands(*(x[i] for x in (*loads, *stores))) for i in (0, 1))
-        score_pipeline = self.seams.chain(call).tma(self.form)
+        score_pipeline = self.features.score_pipeline(call).tma(self.score_layout)
         self.kernel(atoms, tensors, call.lse, call.scales, call.ranges, call.dbias, score_pipeline).launch(
             grid=(call.q.shape[1] * call.ranges, 1, 1),
             block=(2 * sm90.WARPGROUP, 1, 1),
@@ -172,7 +172,7 @@ class TileBackwardSm90(TileBackwardCall):
             preferred_smem_carveout=100,  # percent; without a value the DSL would query a GPU
         )
 
-    def shared(self, smem: cutlass.memory.SmemAllocator) -> TileSmem:
+    def allocate_smem(self, smem: cutlass.memory.SmemAllocator) -> TileSmem:
         """Allocate all buffers of a CTA."""
         dtype, operands = self.element.dtype, tuple(self.input.buffer(smem) for _ in range(4))
         layout = hopper.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (TILE_M, TILE_M, TILE_N), dtype, len((P, DS)))
@@ -195,8 +195,8 @@ class TileBackwardSm90(TileBackwardCall):
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = cutlass.memory.SmemAllocator()
         pipeline = sm90.Pipeline.create(smem, self.stages, 4 * self.input.bytes)
-        score_pipeline = score_pipeline.shared(smem, self.form)
-        shared = self.shared(smem)
+        score_pipeline = score_pipeline.shared(smem, self.score_layout)
+        shared = self.allocate_smem(smem)
         Sq, _, heads, batches = tensors.q.shape
         sequence_range = SequenceRange.of_cta(heads, batches, ranges, SeqlenInfo(Sq, tensors.k.shape[0]))
         sm90.start_cta(
@@ -237,7 +237,7 @@ class TileBackwardSm90(TileBackwardCall):
                 cute.copy(atom, tXgX[None, 0], tXsX[None, stage], tma_bar_ptr=arrival)
             score_pipeline.begin_tile_load(tile, tile.head).load(Int32(0), sequence_count)
 
-    def hold(self, shared: TileSmem) -> TileConsumerState:
+    def make_consumer_state(self, shared: TileSmem) -> TileConsumerState:
         """Return the products, operands and accumulators of the consumer warpgroup."""
         dtype, thread = self.element.dtype, cute.arch.thread_idx()[0] % sm90.WARPGROUP
         scores, over_queries, over_keys = (
@@ -278,7 +278,7 @@ class TileBackwardSm90(TileBackwardCall):
         thread = cute.arch.thread_idx()[0] % sm90.WARPGROUP
         lane = thread % sm90.WARP
         row, column = thread // sm90.WARP * sm90.SLAB + lane // 4, lane % 4 * 2
-        state, score_pipeline = self.hold(shared), score_pipeline.hold(TILE_N)
+        state, score_pipeline = self.make_consumer_state(shared), score_pipeline.hold(TILE_N)
         scale_log2 = score_pipeline.scales(scales).log2
         state.sum.fill(0.0)
         lse = self.lse_of(mLSE, sequence_range, sequence_range.begin, row)
@@ -331,7 +331,7 @@ class TileBackwardSm90(TileBackwardCall):
             self.store(state.dQ, state.over_keys, scales.natural, tile.rows(out.dq))
         if cutlass.const_expr(mdBias is not None):
             if mdBias.shape[0] == cute.arch.grid_dim()[0] // tensors.q.shape[2]:
-                write_plane(mdBias[sequence_range.number, sequence_range.head, None, None], state.sum, row, column)
+                write_plane(mdBias[sequence_range.range_idx, sequence_range.head, None, None], state.sum, row, column)
         # Shared memory must stay allocated until the last store has read from it.
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 

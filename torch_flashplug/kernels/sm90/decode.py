@@ -44,7 +44,7 @@ PAIR = 2  # neighboring columns of a thread
 class DecodeBarrier(enum.IntEnum):
     """Named barriers of the consumer warpgroups; barrier 0 is `sync_threads`."""
 
-    Q_THERE = 1  # Q_THERE + w: the 64 rows of Q of warpgroup w are in shared memory
+    Q_LOADED = 1  # Q_LOADED + w: the 64 rows of Q of warpgroup w are in shared memory
     V_READ = 4  # all warpgroups have read V
 
 
@@ -92,14 +92,14 @@ class SoftmaxRows:
 class DecodeWork:
     """Part of the problem of a CTA, and the pipelines between the producer warp and the consumer warpgroups."""
 
-    part: DecodeTile
-    walk: BoundBlocks
-    ring_k: sm90.Pipeline
-    ring_v: sm90.Pipeline
+    decode_tile: DecodeTile
+    block_iterator: BoundBlocks
+    pipeline_k: sm90.Pipeline
+    pipeline_v: sm90.Pipeline
 
     def keys(self) -> SplitKvRange:
         """Return the KV blocks of this CTA."""
-        return self.part.keys(self.walk)
+        return self.decode_tile.keys(self.block_iterator)
 
 
 class DecodeSm90(DecodeCall):
@@ -108,7 +108,7 @@ class DecodeSm90(DecodeCall):
     Computes O = softmax(scale * Q K^T) V and the LSE for few query rows.
 
     Inputs: q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv). Outputs: o (B, Hq, Sq, Dv), lse (B, Hq, Sq) in
-    fp32. Workspace: fp32 partial results of the splits (`combine.Partials`), if splits are not reduced in a cluster.
+    fp32. Workspace: fp32 partial results of the splits (`WorkspacePartials`), if splits are not reduced in a cluster.
 
     Warp roles: the first tile_m / 64 warpgroups are consumers. The warp behind them is the producer warp. There is no
     register split.
@@ -121,8 +121,8 @@ class DecodeSm90(DecodeCall):
     """
 
     def __init__(self, spec: HopperSpec):
-        self.spec, self.seams = spec, KernelFeatures.of(spec)
-        self.element = self.seams.element
+        self.spec, self.features = spec, KernelFeatures.from_spec(spec)
+        self.element = self.features.element
         self.tile_m, self.tile_n, self.d, self.dv, self.stages = spec.tile_m, spec.tile_n, spec.d, spec.dv, spec.stages
         self.warpgroups = spec.warpgroups
 
@@ -141,13 +141,13 @@ class DecodeSm90(DecodeCall):
         B, Hq, Sq, Dv = call.o.shape
         Hkv = call.k.shape[1]
         _, k, v = self.inputs
-        addressing = self.seams.pieces(call)
+        addressing = self.features.tile_addressing(call)
         tma_k, mK = k.tma(addressing.rows_first(call.k))
         tma_v, mVt = v.tma(addressing.columns_first(call.v))
         m_tiles = addressing.most_blocks_of_rows(Hq // Hkv * Sq, self.tile_m)
         partials = WorkspacePartials(call.partials.iterator, B * Hq * Sq, call.splits, Dv)
         gmem = DecodeGmem(call.q, call.o, call.lse, partials.start)
-        feature_args = (addressing, self.seams.walk(call), self.seams.chain(call))
+        feature_args = (addressing, self.features.block_iterator(call), self.features.score_pipeline(call))
         arguments = (
             DecodeOperands(tma_k, tma_v),
             DecodeOperands(mK, mVt),
@@ -170,7 +170,7 @@ class DecodeSm90(DecodeCall):
         else:
             self.kernel(*arguments, clustered=False).launch(**launch)
         if call.splits > call.cluster:
-            score_pipeline = self.seams.chain(call)
+            score_pipeline = self.features.score_pipeline(call)
             SplitKvCombine(self.element)(
                 call.o, call.lse, partials, score_pipeline.unit(call.scale), score_pipeline, stream
             )
@@ -207,7 +207,7 @@ class DecodeSm90(DecodeCall):
             tuple((pipeline, 4 * self.warpgroups) for pipeline in (pipeline_k, pipeline_v)),
         )
         follow()
-        work.walk.find(decode_tile)
+        work.block_iterator.find(decode_tile)
         if warp_idx == 4 * self.warpgroups:
             k, v = sm90.TmaOperand(atoms.k, tensors.k, shared.k), sm90.TmaOperand(atoms.v, tensors.v, shared.v)
             self.load(k, v, work, addressing)
@@ -216,19 +216,19 @@ class DecodeSm90(DecodeCall):
         if cutlass.const_expr(clustered):
             sm90.sync_cluster()
             if warp_idx < 4 * self.warpgroups:
-                self.add_up(shared.v, decode_tile, gmem, score_pipeline.unit(scale))
+                self.reduce_cluster(shared.v, decode_tile, gmem, score_pipeline.unit(scale))
             sm90.sync_cluster()  # a peer CTA may still read from this CTA's shared memory
 
     @cute.jit
     def load(self, k: sm90.TmaOperand, v: sm90.TmaOperand, work: DecodeWork, addressing: TileAddressing):
         """Run the producer warp: load K and V of this split's blocks."""
-        tKsK, tKgK = work.part.of_head(k).tiles((self.tile_n, self.d), (None, 0))
-        tVsV, tVgV = work.part.of_head(v).tiles((self.dv, self.tile_n), (0, None))
+        tKsK, tKgK = work.decode_tile.of_head(k).tiles((self.tile_n, self.d), (None, 0))
+        tVsV, tVgV = work.decode_tile.of_head(v).tiles((self.dv, self.tile_n), (0, None))
         keys, policy = work.keys(), self.policy(k.m, v.m, addressing)
         for j in cutlass.range(keys.begin, keys.end, unroll=1):
             block = keys.nth(j)
-            sm90.load_block(k.atom, tKgK, tKsK, work.ring_k, block, j - keys.begin, policy)
-            sm90.load_block(v.atom, tVgV, tVsV, work.ring_v, block, j - keys.begin, policy)
+            sm90.load_block(k.atom, tKgK, tKsK, work.pipeline_k, block, j - keys.begin, policy)
+            sm90.load_block(v.atom, tVgV, tVsV, work.pipeline_v, block, j - keys.begin, policy)
 
     def policy(self, mK: cute.Tensor, mVt: cute.Tensor, addressing: TileAddressing) -> Int64:
         """Return the L2 eviction policy of the K and V loads.
@@ -249,7 +249,7 @@ class DecodeSm90(DecodeCall):
         clustered: cutlass.Constexpr[bool],
     ):  # fmt: skip
         """Run a consumer warpgroup: process 64 packed rows against this split's keys."""
-        decode_tile, block_iterator = work.part, work.walk
+        decode_tile, block_iterator = work.decode_tile, work.block_iterator
         tidx = cute.arch.thread_idx()[0]
         wg, thread = cute.arch.make_warp_uniform(tidx // sm90.WARPGROUP), tidx % sm90.WARPGROUP
         lane = thread % sm90.WARP
@@ -261,10 +261,8 @@ class DecodeSm90(DecodeCall):
         tOrV = pv.make_fragment_B(pv.partition_B(shared.v))  # (MMA, 1, tile_n/16, stage)
         acc_S, acc_O = sm90.zeros(qk, (ROWS, self.tile_n)), sm90.zeros(pv, (ROWS, self.dv))  # (64, tile_n) and (64, Dv)
         P = fragments.OperandA.create(acc_S, self.element)
-        scores, sums = (
-            sm90.StageProduct(times_k, my_Q, tSrK, acc_S),
-            sm90.StageProduct(times_v, P.fragment, tOrV, acc_O),
-        )
+        scores = sm90.StageProduct(times_k, my_Q, tSrK, acc_S)
+        sums = sm90.StageProduct(times_v, P.fragment, tOrV, acc_O)
         scales = score_pipeline.scales(SoftmaxScale(scale * fragments.LOG2_E, scale))
         softmax = OnlineSoftmax.create(scales.log2, score_pipeline)
         first_head, _ = decode_tile.place(Int32(0))
@@ -282,45 +280,45 @@ class DecodeSm90(DecodeCall):
 
         self.fetch_queries(gmem.q, shared.q[None, None, wg], decode_tile, first_row)
         cute.arch.fence_proxy("async.shared", space="cta")  # wgmma reads shared memory written by plain stores
-        sm90.sync_warpgroup(DecodeBarrier.Q_THERE, wg)
+        sm90.sync_warpgroup(DecodeBarrier.Q_LOADED, wg)
         keys = work.keys()
-        self.prepare(tile_stages, block_iterator, keys, keys.begin)
-        work.ring_k.consumer_wait(0)
+        self.begin_stages(tile_stages, block_iterator, keys, keys.begin)
+        work.pipeline_k.consumer_wait(0)
         warpgroup.fence()
         scores.start(0)
         warpgroup.wait_group(0)
-        work.ring_k.consumer_release(0)
-        self.weigh(scores.values, softmax, tile_stages, block_iterator, keys, keys.begin, first=True)
+        work.pipeline_k.consumer_release(0)
+        self.softmax_block(scores.values, softmax, tile_stages, block_iterator, keys, keys.begin, first=True)
         P.take(acc_S)
         # The scores of block j run under the output of block j-1.
         for j in cutlass.range(keys.begin + 1, keys.end, unroll=1):
             count, previous = j - keys.begin, j - keys.begin - 1
-            self.prepare(tile_stages, block_iterator, keys, j)
-            work.ring_k.consumer_wait(count)
+            self.begin_stages(tile_stages, block_iterator, keys, j)
+            work.pipeline_k.consumer_wait(count)
             warpgroup.fence()
-            scores.start(work.ring_k.stage_index(count))
-            work.ring_v.consumer_wait(previous)
-            sums.add(work.ring_v.stage_index(previous))
+            scores.start(work.pipeline_k.stage_index(count))
+            work.pipeline_v.consumer_wait(previous)
+            sums.add(work.pipeline_v.stage_index(previous))
             warpgroup.wait_group(1)
-            work.ring_k.consumer_release(count)
-            self.weigh(scores.values, softmax, tile_stages, block_iterator, keys, j, first=False)
+            work.pipeline_k.consumer_release(count)
+            self.softmax_block(scores.values, softmax, tile_stages, block_iterator, keys, j, first=False)
             warpgroup.wait_group(0)
-            work.ring_v.consumer_release(previous)
+            work.pipeline_v.consumer_release(previous)
             P.take(acc_S)
             softmax.rescale(sums.values)
         last_count = keys.end - keys.begin - 1
-        work.ring_v.consumer_wait(last_count)
+        work.pipeline_v.consumer_wait(last_count)
         warpgroup.fence()
-        sums.add(work.ring_v.stage_index(last_count))
+        sums.add(work.pipeline_v.stage_index(last_count))
         warpgroup.wait_group(0)
-        weights = SoftmaxRows(*softmax.part(sums.values), scales.natural)
+        weights = SoftmaxRows(*softmax.finish_split(sums.values), scales.natural)
         if cutlass.const_expr(clustered):
             sm90.sync_warpgroups(DecodeBarrier.V_READ, self.warpgroups)  # V lay where the results go
         row = wg * ROWS + thread // sm90.WARP * SLAB + lane // 4
-        self.leave(decode_tile, row, sums.values, weights, shared.v, gmem, clustered)
+        self.store_rows(decode_tile, row, sums.values, weights, shared.v, gmem, clustered)
 
     @cute.jit
-    def leave(
+    def store_rows(
         self,
         decode_tile: DecodeTile,
         row: Int32,  # row in the tile: the thread's first row; the second is eight rows below
@@ -362,8 +360,8 @@ class DecodeSm90(DecodeCall):
                         cute.arch.store(partials.weight(index, decode_tile.split) + 1, weights.totals[r])
 
     @cute.jit
-    def add_up(self, sVt: cute.Tensor, decode_tile: DecodeTile, gmem: DecodeGmem, scale: Float32):
-        """Reduce the splits of a cluster: every CTA's consumers write a share of the tile's output columns."""
+    def reduce_cluster(self, sVt: cute.Tensor, decode_tile: DecodeTile, gmem: DecodeGmem, scale: Float32):
+        """Reduce the splits of a cluster: every CTA's consumers write a part of the tile's output columns."""
         mO, mLSE = gmem.o, gmem.lse
         peers, quads = ClusterPartials.create(sVt, self.tile_m, self.dv, decode_tile.splits), mO.shape[3] // QUAD
         num_units = cutlass.min(decode_tile.rows - decode_tile.first_row, self.tile_m) * quads
@@ -380,18 +378,18 @@ class DecodeSm90(DecodeCall):
                 mLSE[decode_tile.batch, head, query] = result.lse()
 
     @cute.jit
-    def prepare(self, tile_stages: ScorePipeline, block_iterator: BoundBlocks, keys: SplitKvRange, j: Int32):
-        """Prepare the score stages for a block, ahead of the block's scores."""
+    def begin_stages(self, tile_stages: ScorePipeline, block_iterator: BoundBlocks, keys: SplitKvRange, j: Int32):
+        """Start the loads of the score stages for a block, before the block's scores."""
         if block_iterator.masks(keys, j):
             tile_stages.begin(keys.nth(j), masked=True)
 
     @cute.jit
-    def weigh(
+    def softmax_block(
         self, S: cute.Tensor, softmax: OnlineSoftmax, tile_stages: ScorePipeline, block_iterator: BoundBlocks,
         keys: SplitKvRange, j: Int32,
         first: cutlass.Constexpr[bool],
     ):  # fmt: skip
-        """Turn the scores of a block into probabilities."""
+        """Convert the scores of a block to probabilities, in place."""
         if block_iterator.masks(keys, j):
             tile_stages.apply(S, keys.nth(j), masked=True)
         softmax.step(S, first=first, masked=block_iterator.may_mask)

@@ -3,7 +3,7 @@
 The kernel is persistent. A CTA stays on its SM and fetches tiles of tile_m query rows of a single head from a dynamic
 tile scheduler. The producer warp streams Q, K and V through TMA pipelines and runs ahead into the next tile. Each
 consumer warpgroup owns 64 rows of the tile, from the load of Q to the store of O. Consumer warpgroups synchronize only
-in the warpgroup order barrier, where they take turns on the tensor cores.
+in the warpgroup order barrier, which gives the tensor cores to one warpgroup at a time.
 
 The scores of block j are multiplied together with the output of block j-1 (FlashAttention-3, arXiv 2407.08608, section
 3.2). Therefore the softmax always runs under tensor-core work.
@@ -42,7 +42,7 @@ SHORT = 4  # KV blocks: a tile with at most this count ends within the latency o
 class ForwardBarrier(enum.IntEnum):
     """Named barriers of the consumer warpgroups; barrier 0 is `sync_threads`."""
 
-    TURN = 1  # warpgroup order barrier; the barrier of warpgroup w is TURN + w
+    ORDER = 1  # warpgroup order barrier; the barrier of warpgroup w is ORDER + w
     Q_READ = 4  # Q_READ + w: all warps of warpgroup w have finished the last product with Q
 
 
@@ -63,19 +63,19 @@ class ForwardSmem:
     q: cute.Tensor  # (64, D, Q stage); D is max(D, Dv) if O leaves through the stages of Q
     k: cute.Tensor  # (tile_n, D, stage)
     v: cute.Tensor  # (Dv, tile_n, stage)
-    start: sm90.AccumulatorInit | None  # initial value of integer accumulators; None for fp32 accumulators
+    acc_init: sm90.AccumulatorInit | None  # initial value of integer accumulators; None for fp32 accumulators
 
 
 @dataclass(frozen=True)
 class ForwardWork:
     """Pipelines, tiles and KV blocks shared by the producer warp and the consumer warpgroups."""
 
-    ring_q: sm90.Pipeline
-    ring_k: sm90.Pipeline
-    ring_v: sm90.Pipeline
-    queue: sm90.DynamicTileScheduler
-    pieces: TileGrid
-    walk: BlockIterator
+    pipeline_q: sm90.Pipeline
+    pipeline_k: sm90.Pipeline
+    pipeline_v: sm90.Pipeline
+    tile_scheduler: sm90.DynamicTileScheduler
+    tile_grid: TileGrid
+    block_iterator: BlockIterator
 
 
 @dataclass(frozen=True)
@@ -85,20 +85,20 @@ class ScoreProduct:
     product: sm90.WgmmaProduct
     keys: cute.Tensor  # (MMA, 1, D/16, stage)
     acc: cute.Tensor  # ((2, 2, columns/8), 1, 1)
-    start: sm90.AccumulatorInit | None
-    compares_given: bool  # True if the row maximum is taken from the accumulator itself; set for 8-bit P
+    acc_init: sm90.AccumulatorInit | None
+    compares_integers: bool  # True if the row maximum is searched in the integer accumulator; set for 8-bit P
 
-    def begin(self) -> None:
-        """Initialize an integer accumulator. Call before `issue` and before the warpgroup's turn."""
-        if self.start is not None:
-            self.start.load(self.acc)
+    def init_accumulator(self) -> None:
+        """Initialize an integer accumulator. Call before `issue` and before the warpgroup order barrier."""
+        if self.acc_init is not None:
+            self.acc_init.load(self.acc)
 
     def issue(self, my_Q: cute.Tensor, stage: Int32) -> None:
         """Issue the product with the K stage `stage_index` as a committed group of wgmmas."""
         keys = self.keys[None, None, None, stage]
-        self.product.issue(self.acc, my_Q, keys, accumulate=self.start is not None)
+        self.product.issue(self.acc, my_Q, keys, accumulate=self.acc_init is not None)
 
-    def take(self, masked: bool) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor]:
+    def read_scores(self, masked: bool) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor]:
         """Return the fp32 accumulator, its (2, columns) view, and the values of the maximum search.
 
         The accumulator and the view share the same registers. The row maximum is searched in integer scores where P is
@@ -106,9 +106,9 @@ class ScoreProduct:
         maximum is searched in the fp32 view. If `masked` is False, integer scores still contain `sm90.OFFSET`
         (`Scaling.offset`).
         """
-        acc = self.acc if self.start is None else sm90.as_floats(self.acc, exactly=masked)
+        acc = self.acc if self.acc_init is None else sm90.as_floats(self.acc, exactly=masked)
         values = fragments.rows_and_columns(acc)
-        return acc, values, fragments.rows_and_columns(self.acc) if self.compares_given else values
+        return acc, values, fragments.rows_and_columns(self.acc) if self.compares_integers else values
 
 
 @dataclass(frozen=True)
@@ -116,32 +116,32 @@ class FirstBlock:
     """Rightmost KV block of a tile, processed first, before any product with V."""
 
     my_Q: cute.Tensor
-    ring_k: sm90.Pipeline
-    nth: Int32  # running count of K blocks
-    turns: sm90.WarpgroupOrder
-    chain: ScorePipeline
+    pipeline_k: sm90.Pipeline
+    count: Int32  # running count of K blocks
+    order_barrier: sm90.WarpgroupOrder
+    score_pipeline: ScorePipeline
     n_block: Int32
     softmax: OnlineSoftmax | ScaledSoftmax
     P: fragments.OperandA | fragments.QuantizedOperandA
 
     @cute.jit
-    def weigh(self, S: ScoreProduct):
+    def compute_p(self, S: ScoreProduct):
         """Compute the block's scores, apply the score stages and the softmax, and pack P."""
-        self.chain.begin(self.n_block, masked=True)
+        self.score_pipeline.begin(self.n_block, masked=True)
         self.softmax.fetch(self.n_block)
-        S.begin()
-        self.ring_k.consumer_wait(self.nth)
-        self.turns.wait_turn()
+        S.init_accumulator()
+        self.pipeline_k.consumer_wait(self.count)
+        self.order_barrier.wait_turn()
         warpgroup.fence()
-        S.issue(self.my_Q, self.ring_k.stage_index(self.nth))
-        self.turns.signal_next()
-        self.chain.prepare_stage(self.n_block, masked=True)
+        S.issue(self.my_Q, self.pipeline_k.stage_index(self.count))
+        self.order_barrier.signal_next()
+        self.score_pipeline.prepare_stage(self.n_block, masked=True)
         warpgroup.wait_group(0)
-        self.ring_k.consumer_release(self.nth)
-        acc, values, max_values = S.take(masked=True)
-        self.chain.apply(values, self.n_block, masked=True, count=self.nth)
+        self.pipeline_k.consumer_release(self.count)
+        acc, values, max_values = S.read_scores(masked=True)
+        self.score_pipeline.apply(values, self.n_block, masked=True, count=self.count)
         self.softmax.step(values, True, True, max_values)
-        self.P.take(acc, self.chain.kept(masked=True))
+        self.P.take(acc, self.score_pipeline.kept(masked=True))
 
 
 class ForwardSm90(ForwardCall):
@@ -157,7 +157,7 @@ class ForwardSm90(ForwardCall):
     warpgroups are consumers.
 
     Pipelines (producer -> consumer, stages):
-    - Q: producer warp -> the warpgroup that owns the 64 rows, `q_slots` stages of 64 rows.
+    - Q: producer warp -> the warpgroup that owns the 64 rows, `q_stages` stages of 64 rows.
     - K, V: producer warp -> all consumer warps, `stages` stages of tile_n keys each.
     - Tile indices: producer warp -> all consumer warps, `sm90.TILE_INDEX_STAGES` stages.
     - Score stages add pipelines of their own, for example for bias tiles.
@@ -168,10 +168,10 @@ class ForwardSm90(ForwardCall):
     """
 
     def __init__(self, spec: HopperSpec):
-        self.spec, self.seams = spec, KernelFeatures.of(spec)
-        self.element = self.seams.element
+        self.spec, self.features = spec, KernelFeatures.from_spec(spec)
+        self.element = self.features.element
         self.tile_m, self.tile_n, self.d, self.dv = spec.tile_m, spec.tile_n, spec.d, spec.dv
-        self.stages, self.q_slots, self.q_columns = spec.stages, spec.q_slots, spec.q_columns
+        self.stages, self.q_stages, self.q_columns = spec.stages, spec.q_slots, spec.q_columns
         self.warpgroups = spec.warpgroups
         self.early_rescale = spec.early_rescale
         # If two tiles of Q do not fit, the next Q has to wait until O has left shared memory. Then each warpgroup waits
@@ -180,26 +180,28 @@ class ForwardSm90(ForwardCall):
         # Half of a diagonal block is 64 keys wide. Every second warpgroup sees no more of the block than this half, so
         # a product with half of the columns is enough. The half product is not built for Dv > D, for 8-bit scores and
         # for scores of D up to 64 with a score derivative: ptxas would serialize every product there.
-        halves = self.seams.tile_lengths_vary and spec.tile_n == 2 * ROWS and spec.dv <= spec.d
+        halves = self.features.tile_lengths_vary and spec.tile_n == 2 * ROWS and spec.dv <= spec.d
         self.halves = (
-            halves and self.element.scores is self.element and not (self.seams.has_score_derivative and spec.d <= ROWS)
+            halves
+            and self.element.scores is self.element
+            and not (self.features.has_score_derivative and spec.d <= ROWS)
         )
         self.producer_registers, self.consumer_registers = spec.register_split
         self.out_in_q = spec.out_in_q
-        self.form = ScoreLayout(self.element, self.warpgroups, self.tile_n)
+        self.score_layout = ScoreLayout(self.element, self.warpgroups, self.tile_n)
 
     @property
     def tile_lengths_vary(self) -> bool:
         """True if the first warpgroups of a tile may see fewer blocks than the last, or the last often has no rows."""
-        diagonal = self.seams.tile_lengths_vary and self.tile_n % self.tile_m != 0
-        return self.warpgroups > 1 and (diagonal or self.warpgroups == 3 or self.seams.has_small_tiles)
+        diagonal = self.features.tile_lengths_vary and self.tile_n % self.tile_m != 0
+        return self.warpgroups > 1 and (diagonal or self.warpgroups == 3 or self.features.has_small_tiles)
 
     @property
     def inputs(self) -> tuple[sm90.TmaLoadConfig, sm90.TmaLoadConfig, sm90.TmaLoadConfig]:
         """TMA load configurations of Q, K and V."""
         scores, values = self.element.scores, self.element.values
         return (
-            sm90.TmaLoadConfig.create(scores, ROWS, self.q_columns, self.q_slots),
+            sm90.TmaLoadConfig.create(scores, ROWS, self.q_columns, self.q_stages),
             sm90.TmaLoadConfig.create(scores, self.tile_n, self.d, self.stages),
             sm90.TmaLoadConfig.create(values, self.dv, self.tile_n, self.stages, major=self.major_of_values),
         )
@@ -207,18 +209,18 @@ class ForwardSm90(ForwardCall):
     @property
     def major_of_values(self) -> str:
         """Major mode of V as the right operand of P V."""
-        return "rows" if self.seams.v_is_transposed else "columns"
+        return "rows" if self.features.v_is_transposed else "columns"
 
     @cute.jit
     def launch(self, call: ForwardArgs, stream: cuda.CUstream):
         """Launch the preprocessing kernels of the features, then the forward kernel."""
-        self.seams.launch_preprocess(call, stream)
+        self.features.launch_preprocess(call, stream)
         q, k, v = self.inputs
-        addressing, operands = self.seams.pieces(call), self.seams.operands(call)
+        addressing, operands = self.features.tile_addressing(call), self.features.operands(call)
         tma_q, mQ = q.tma(addressing.rows_first(operands.q))
         tma_k, mK = k.tma(addressing.rows_first(operands.k))
         tma_v, mVt = v.tma(
-            (addressing.rows_first if self.seams.v_is_transposed else addressing.columns_first)(operands.v)
+            (addressing.rows_first if self.features.v_is_transposed else addressing.columns_first)(operands.v)
         )
         tma_o, mO = sm90.output_tma(self.element, addressing.rows_first(call.o), self.dv)
 
@@ -226,9 +228,13 @@ class ForwardSm90(ForwardCall):
         num_m_blocks, total_heads = addressing.most_blocks_of_rows(Sq, self.tile_m), B * Hq
         kv_head_bytes = cutlass.Int64(call.k.shape[2]) * (self.spec.row_bytes("k") + self.spec.row_bytes("v"))
         sizes = (kv_head_bytes, num_m_blocks, Hq // mK.shape[2], total_heads)
-        section = TileScheduler.heads_per_l2_group(*sizes, on_end=self.seams.has_small_tiles)
+        section = TileScheduler.heads_per_l2_group(*sizes, on_end=self.features.has_small_tiles)
         atoms, tensors = ForwardOperands(tma_q, tma_k, tma_v, tma_o), ForwardOperands(mQ, mK, mVt, mO)
-        feature_args = (addressing, self.seams.walk(call), self.seams.chain(call).tma(self.form))
+        feature_args = (
+            addressing,
+            self.features.block_iterator(call),
+            self.features.score_pipeline(call).tma(self.score_layout),
+        )
         self.kernel(
             atoms, tensors, call.lse, call.scales, operands.scaling, call.counter, section, *feature_args
         ).launch(
@@ -238,7 +244,7 @@ class ForwardSm90(ForwardCall):
             min_blocks_per_mp=self.spec.ctas_per_sm,  # without this bound ptxas may drop the register split
             # Percent; without a value the DSL would query a GPU.
             preferred_smem_carveout=100 if self.spec.shares_sm else None,
-            use_pdl=self.seams.overlaps_preprocess,
+            use_pdl=self.features.overlaps_preprocess,
         )
 
     def make_qk(self, columns: int) -> cute.TiledMma:
@@ -267,7 +273,7 @@ class ForwardSm90(ForwardCall):
         keys = part.make_fragment_B(part.partition_B(sK))  # (MMA, 1, D/16, stage)
         layout = cute.make_layout(part.partition_shape_C((ROWS, columns)))
         acc = cute.make_tensor(registers.iterator, layout)
-        return ScoreProduct(product, keys, acc, shared.start, self.element.values.bytes == 1)
+        return ScoreProduct(product, keys, acc, shared.acc_init, self.element.values.bytes == 1)
 
     @cute.kernel
     def kernel(
@@ -288,7 +294,7 @@ class ForwardSm90(ForwardCall):
         smem = cutlass.memory.SmemAllocator()
         pipeline_q, pipeline_k, pipeline_v = (x.ring(smem) for x in self.inputs)
         tile_indices, tile_index_pipeline = sm90.create_tile_index_pipeline(smem)
-        score_pipeline = score_pipeline.shared(smem, self.form)
+        score_pipeline = score_pipeline.shared(smem, self.score_layout)
         has_integer_scores = self.element.scores.sums is not Float32
         shared = ForwardSmem(
             *(x.buffer(smem) for x in self.inputs), sm90.AccumulatorInit.create(smem) if has_integer_scores else None
@@ -301,14 +307,12 @@ class ForwardSm90(ForwardCall):
         )
         all_atoms = (atoms.q, atoms.k, atoms.v, atoms.o, *score_pipeline.atoms)
         sm90.start_cta(warp_idx, all_atoms, ((pipeline_q, 4), *shared_pipelines, *score_pipeline.rings))
-        self.seams.wait()
+        self.features.wait_for_preprocess()
 
         B, Hq, Sq = mLSE.shape
         Sk, _, Hkv, _ = tensors.k.shape
-        num_m_blocks, longest_first = (
-            addressing.blocks_of_rows(Sq, self.tile_m),
-            block_iterator.tile_lengths_vary or addressing.tile_lengths_vary,
-        )
+        num_m_blocks = addressing.blocks_of_rows(Sq, self.tile_m)
+        longest_first = block_iterator.tile_lengths_vary or addressing.tile_lengths_vary
         section = addressing.section(section, B * Hq, Hq // Hkv)
         order = TileScheduler(longest_first, num_m_blocks, Hq, B * Hq, section)
         tile_scheduler = sm90.DynamicTileScheduler(mCounter.iterator, tile_indices, tile_index_pipeline, order.total)
@@ -352,17 +356,17 @@ class ForwardSm90(ForwardCall):
         V. The loads of the score stages for block j follow V(j-1), whose product is issued together with the product of
         K(j).
         """
-        pipeline_q, pipeline_k, pipeline_v = work.ring_q, work.ring_k, work.ring_v
-        group = work.pieces.group
+        pipeline_q, pipeline_k, pipeline_v = work.pipeline_q, work.pipeline_k, work.pipeline_v
+        group = work.tile_grid.group
         tile_count, block_count = Int32(0), Int32(0)  # numbers of tiles and of KV blocks so far
         tile_idx = cute.arch.block_idx()[0]
-        while tile_idx < work.pieces.total:
-            tile = work.pieces.tile(tile_idx, group)
-            kv_range = work.walk.at(tile.sizes, self.tile_m, self.tile_n).keys(tile)
+        while tile_idx < work.tile_grid.total:
+            tile = work.tile_grid.tile(tile_idx, group)
+            kv_range = work.block_iterator.at(tile.sizes, self.tile_m, self.tile_n).keys(tile)
             fetched_idx = Int32(0)
-            if cutlass.const_expr(self.seams.has_small_tiles):
+            if cutlass.const_expr(self.features.has_small_tiles):
                 if kv_range.count <= SHORT:  # the tile ends within the latency of the scheduler's atomic
-                    fetched_idx = work.queue.fetch_next()
+                    fetched_idx = work.tile_scheduler.fetch_next()
             tQsQ, tQgQ = tile.rows(q).tiles((ROWS, self.q_columns), (None, 0))
             tKsK, tKgK = tile.keys(k).tiles((self.tile_n, self.d), (None, 0))
             tVsV, tVgV = tile.keys(v).tiles((self.dv, self.tile_n), (0, None))
@@ -382,18 +386,18 @@ class ForwardSm90(ForwardCall):
             # The next tile is fetched as late as the latency of the atomic allows. A CTA that fetches a tile while a
             # long tile is still ahead would keep the fetched tile from CTAs that run dry first. Where tiles are short,
             # the loads of the next tile must not wait for the atomic.
-            if cutlass.const_expr(self.seams.has_small_tiles):
+            if cutlass.const_expr(self.features.has_small_tiles):
                 last_v_load = (v.atom, tVgV, tVsV, pipeline_v, kv_range.last(), block_count + kv_range.count - 1)
                 if kv_range.count > SHORT:
-                    fetched_idx = work.queue.fetch_next()
+                    fetched_idx = work.tile_scheduler.fetch_next()
                     sm90.load_block(*last_v_load)
-                tile_idx = work.queue.publish(tile_count, fetched_idx)
+                tile_idx = work.tile_scheduler.publish(tile_count, fetched_idx)
                 if kv_range.count <= SHORT:
                     sm90.load_block(*last_v_load)
             else:
-                fetched_idx = work.queue.fetch_next()
+                fetched_idx = work.tile_scheduler.fetch_next()
                 sm90.load_block(v.atom, tVgV, tVsV, pipeline_v, kv_range.last(), block_count + kv_range.count - 1)
-                tile_idx = work.queue.publish(tile_count, fetched_idx)
+                tile_idx = work.tile_scheduler.publish(tile_count, fetched_idx)
             tile_count += 1
             block_count += kv_range.count
 
@@ -403,7 +407,7 @@ class ForwardSm90(ForwardCall):
         scaling: NoScaling | Scaling, score_pipeline: ScorePipeline,
     ):  # fmt: skip
         """Run a consumer warpgroup: compute the 64 rows of every tile, block after block of the block iterator."""
-        pipeline_q, pipeline_k, pipeline_v = work.ring_q, work.ring_k, work.ring_v
+        pipeline_q, pipeline_k, pipeline_v = work.pipeline_q, work.pipeline_k, work.pipeline_v
         tidx = cute.arch.thread_idx()[0] - sm90.WARPGROUP
         wg, thread = cute.arch.make_warp_uniform(tidx // sm90.WARPGROUP), tidx % sm90.WARPGROUP
         lane = thread % sm90.WARP
@@ -415,38 +419,38 @@ class ForwardSm90(ForwardCall):
         tSrQ = qk.make_fragment_A(qk.partition_A(shared.q))  # (MMA, 1, D/16, Q stage)
         tOrV = pv.make_fragment_B(pv.partition_B(shared.v))  # (MMA, 1, tile_n/16, stage)
         P = fragments.left_operand(S.acc, self.element.values)  # (MMA, 1, tile_n/16)
-        scales, order_barrier = (
-            score_pipeline.scales(scales),
-            sm90.WarpgroupOrder(ForwardBarrier.TURN, wg, self.warpgroups),
-        )
+        scales = score_pipeline.scales(scales)
+        order_barrier = sm90.WarpgroupOrder(ForwardBarrier.ORDER, wg, self.warpgroups)
         softmax = scaling.softmax(scales.log2, score_pipeline)
         order_barrier.start()
         score_pipeline = score_pipeline.hold(self.tile_n)  # score stages with their registers
 
         tile_count, block_count, tile_idx = Int32(0), Int32(0), cute.arch.block_idx()[0]
-        while tile_idx < work.pieces.total:
-            tile = work.pieces.tile(tile_idx)
+        while tile_idx < work.tile_grid.total:
+            tile = work.tile_grid.tile(tile_idx)
             wg_tile = tile.block * self.warpgroups + wg
             row = wg_tile * ROWS + thread // sm90.WARP * SLAB + lane // 4
             tile_stages = score_pipeline.at(
                 ScoreCoord(tile.sizes, self.tile_n, row, lane % 4 * 2, tile.sequence, tile.head)
             )
-            row_softmax = softmax.at(tile, row, work.pieces)
-            bound_iterator = work.walk.at(tile.sizes, self.tile_m, self.tile_n)
+            row_softmax = softmax.set_tile(tile, row, work.tile_grid)
+            bound_iterator = work.block_iterator.at(tile.sizes, self.tile_m, self.tile_n)
             skipped_blocks, kv_range = bound_iterator.kv_range_for_warpgroup(
                 tile, wg_tile * ROWS, ROWS, self.tile_lengths_vary
             )
-            block_count = pass_over(skipped_blocks, pipeline_k, pipeline_v, order_barrier, tile_stages, block_count)
-            subranges = kv_range.sections()
-            nth_q = tile_count * self.warpgroups + wg  # running count of Q stages
-            my_Q = tSrQ[None, None, None, pipeline_q.stage_index(nth_q)]
-            pipeline_q.consumer_wait(nth_q)
+            block_count = skip_kv_blocks(
+                skipped_blocks, pipeline_k, pipeline_v, order_barrier, tile_stages, block_count
+            )
+            # `count_q` is the running count of Q stages.
+            subranges, count_q = kv_range.sections(), tile_count * self.warpgroups + wg
+            my_Q = tSrQ[None, None, None, pipeline_q.stage_index(count_q)]
+            pipeline_q.consumer_wait(count_q)
             first_block = FirstBlock(
                 my_Q, pipeline_k, block_count, order_barrier, tile_stages, kv_range.nth(0), row_softmax, P
             )
             self.first_block_softmax(first_block, S, half, kv_range.columns_of_first(ROWS))
             if cutlass.const_expr(not self.small_smem):
-                hand_back(pipeline_q, nth_q - self.warpgroups)
+                release_q_stage(pipeline_q, count_q - self.warpgroups)
             output.clear(kv_range)
 
             for subrange in subranges:
@@ -454,7 +458,7 @@ class ForwardSm90(ForwardCall):
                 for j in cutlass.range(subrange.begin, subrange.end, unroll=1):
                     count, previous = block_count + j, block_count + j - 1
                     row_softmax.fetch(kv_range.nth(j))
-                    S.begin()
+                    S.init_accumulator()
                     pipeline_k.consumer_wait(count)
                     order_barrier.wait_turn()
                     warpgroup.fence()
@@ -469,7 +473,7 @@ class ForwardSm90(ForwardCall):
                     warpgroup.wait_group(1)
                     pipeline_k.consumer_release(count)
                     tile_stages.ahead(kv_range.next(j, subrange), subrange.masked)
-                    acc, values, max_values = S.take(tile_stages.may_mask(subrange.masked))
+                    acc, values, max_values = S.read_scores(tile_stages.may_mask(subrange.masked))
                     tile_stages.apply(values, kv_range.nth(j), subrange.masked, count)
                     row_softmax.step(values, False, tile_stages.may_mask(subrange.masked), max_values)
                     warpgroup.wait_group(0)
@@ -486,17 +490,17 @@ class ForwardSm90(ForwardCall):
             output.add(P.fragment, tOrV[None, None, None, pipeline_v.stage_index(block_count - 1)])
             warpgroup.wait_group(0)
             pipeline_v.consumer_release(block_count - 1)
-            output.close(kv_range)
+            output.finish(kv_range)
             if cutlass.const_expr(not isinstance(kv_range.behind, int)):
-                block_count = pass_over(
+                block_count = skip_kv_blocks(
                     kv_range.behind, pipeline_k, pipeline_v, order_barrier, tile_stages, block_count
                 )
             write_lse(mLSE, row_softmax.finish(output.values, scales.natural, tile_stages), tile, row)
-            stage = pipeline_q.stage_index(nth_q) if self.out_in_q else wg
+            stage = pipeline_q.stage_index(count_q) if self.out_in_q else wg
             self.store(output.acc, tile.rows(out), stage, wg_tile, output.product.add)
             if cutlass.const_expr(self.small_smem):
-                hand_back(pipeline_q, nth_q)
-            tile_idx = work.queue.receive(tile_count)
+                release_q_stage(pipeline_q, count_q)
+            tile_idx = work.tile_scheduler.receive(tile_count)
             tile_count += 1
         # Shared memory must stay allocated until the last store has read from it.
         cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -506,11 +510,11 @@ class ForwardSm90(ForwardCall):
         """Process the rightmost block; if its rows see at most half of the block's keys, multiply only this half."""
         if cutlass.const_expr(self.halves):
             if cute.arch.make_warp_uniform(visible_columns) <= self.tile_n // 2:
-                first_block.weigh(half)
+                first_block.compute_p(half)
             else:
-                first_block.weigh(S)
+                first_block.compute_p(S)
         else:
-            first_block.weigh(S)
+            first_block.compute_p(S)
 
     @cute.jit
     def store(self, acc_O: cute.Tensor, out: sm90.TmaOperand, stage: Int32, wg_tile: Int32, mma_pv: cute.TiledMma):
@@ -529,7 +533,7 @@ class ForwardSm90(ForwardCall):
 
 
 @cute.jit
-def hand_back(pipeline_q: sm90.Pipeline, count: Int32):
+def release_q_stage(pipeline_q: sm90.Pipeline, count: Int32):
     """Release the Q stage `count` once the O that left through the stage has been stored.
 
     Executed by a consumer warp. A negative `count` means that no such stage exists yet.
@@ -541,13 +545,13 @@ def hand_back(pipeline_q: sm90.Pipeline, count: Int32):
 
 
 @cute.jit
-def pass_over(
+def skip_kv_blocks(
     num_blocks: Int32, pipeline_k: sm90.Pipeline, pipeline_v: sm90.Pipeline, order_barrier: sm90.WarpgroupOrder,
     tile_stages: ScorePipeline, block_count: Int32
 ) -> Int32:  # fmt: skip
     """Release KV blocks that only other warpgroups need, and return the new running count of blocks.
 
-    Executed by a consumer warpgroup. Each skipped block also skips the warpgroup's turn and the score stages' data.
+    Executed by a consumer warpgroup. Each skipped block passes the order barrier, and score stages release its data.
     """
     for count in cutlass.range(block_count, block_count + num_blocks, unroll=1):
         pipeline_k.consumer_wait(count)
