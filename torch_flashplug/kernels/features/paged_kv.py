@@ -120,9 +120,9 @@ class PagedQuantizedKvLoader(QuantizedKvLoader):
         rows.load(copier, first_row, tile)
 
     def beside(self, decode_tile: DecodeTile, start: Int32, keys: int, stages: int) -> PagedKvScales:
-        metadata_size = self.page_table.page_indices[decode_tile.batch, None]
+        page_indices = self.page_table.page_indices[decode_tile.batch, None]
         k, v = (
-            PagedRows(x[None, decode_tile.tile.kv_head, None], metadata_size, decode_tile.sizes.Sk)
+            PagedRows(x[None, decode_tile.tile.kv_head, None], page_indices, decode_tile.sizes.Sk)
             for x in (self.k_scale, self.v_scale)
         )
         return PagedKvScales(k, v, start, keys, stages)
