@@ -40,6 +40,8 @@ def builder(spec):
     from .features.base import part_named
 
     module, name = BUILDERS[spec.kind, spec.arch]
-    own = getattr(importlib.import_module(f".{module}", __name__), name)
-    ahead = [part_named(feature.ahead) for feature in feature_table.of(spec.features) if feature.ahead]
-    return (type(name, (*ahead, own), {"__module__": own.__module__}) if ahead else own)(spec)
+    kernel_class = getattr(importlib.import_module(f".{module}", __name__), name)
+    launch_mixins = [part_named(feature.ahead) for feature in feature_table.of(spec.features) if feature.ahead]
+    if launch_mixins:
+        kernel_class = type(name, (*launch_mixins, kernel_class), {"__module__": kernel_class.__module__})
+    return kernel_class(spec)

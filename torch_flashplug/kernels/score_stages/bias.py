@@ -74,8 +74,9 @@ class TmaBias(ScoreStage):
     def shared(self, smem: cutlass.memory.SmemAllocator, form: ScoreLayout) -> ScoreStage:
         """Return the stage with its pipeline and its buffer, a stage per warpgroup."""
         tiles = BiasTileLayout.of(form, self.bias.element_type)
-        ring, buffer = sm90.Pipeline.create(smem, form.warpgroups, tiles.box_bytes), tiles.buffer(smem, form.warpgroups)
-        return BiasTileLoad(form, tiles, self.atom, self.m, ring, buffer, self.bias, self.scale)
+        pipeline = sm90.Pipeline.create(smem, form.warpgroups, tiles.box_bytes)
+        buffer = tiles.buffer(smem, form.warpgroups)
+        return BiasTileLoad(form, tiles, self.atom, self.m, pipeline, buffer, self.bias, self.scale)
 
 
 @dataclass(frozen=True)
@@ -124,17 +125,17 @@ class BiasTileLoad(ScoreStage):
         return replace(self, wg=wg)
 
     def at(self, place: ScoreCoord) -> ScoreStage:
-        here = replace(self, place=place)
-        return here if place.head is None else here.of_head(place.head)
+        stage = replace(self, place=place)
+        return stage if place.head is None else stage.of_head(place.head)
 
     def of_head(self, head: Int32) -> ScoreStage:
         return replace(self, plane=BiasPlane(self.tiles, self.bias, self.place.batch, head))
 
     @cute.jit
     def skip_kv_blocks(self, count: Int32):
-        ring = self.ring_of(self.wg)
-        ring.consumer_wait(count)
-        ring.consumer_release(count)
+        pipeline = self.ring_of(self.wg)
+        pipeline.consumer_wait(count)
+        pipeline.consumer_release(count)
 
     @cute.jit
     def apply(self, S: cute.Tensor, block: Int32, count: Int32 | None):
@@ -143,12 +144,12 @@ class BiasTileLoad(ScoreStage):
         Both kinds of tiles are read into the same words, and added outside of the branch. With an addition in each
         branch ptxas waits for all products ahead of the softmax (forward D 256: 13 % longer, on an H100).
         """
-        ring, slot, dtype = self.ring_of(self.wg), self.slot_of(self.wg), self.tiles.dtype
-        ring.consumer_wait(count)
+        pipeline, stage, dtype = self.ring_of(self.wg), self.slot_of(self.wg), self.tiles.dtype
+        pipeline.consumer_wait(count)
         for first in cutlass.range_constexpr(0, cute.size(S, mode=[1]), CHUNK // 4):
             words = cute.make_rmem_tensor((CHUNK // 2 * dtype.width // 32,), Int32)
             if self.tiles.in_units(self.bias):
-                self.read_units(words, self.tiles.tile(slot), first * 4 // CHUNK)
+                self.read_units(words, self.tiles.tile(stage), first * 4 // CHUNK)
             else:
                 self.read_elements(words, self.slot_of(opaque(self.wg)), first)
             values = cute.make_rmem_tensor((CHUNK // 2,), dtype)
@@ -183,7 +184,7 @@ class BiasTileLoad(ScoreStage):
         for i in range(cute.size(words)):
             words[i] = as_words(values)[i]
 
-    def read_elements(self, words: cute.Tensor, slot: cute.Pointer, first: int) -> None:
+    def read_elements(self, words: cute.Tensor, stage: cute.Pointer, first: int) -> None:
         """Read a chunk element by element from a tile of shifted rows, from the thread's column `first` on.
 
         The parts of the addresses are hidden from LLVM. Computed ahead of the loop, the addresses would take registers,
@@ -197,10 +198,10 @@ class BiasTileLoad(ScoreStage):
             starts = [row * pitch + self.plane.shift(row) + column + i for i in (0, 1)]
             by_row, by_column = 8 * pitch, 1
         wide = self.tiles.wide
-        memory = cute.recast_ptr(slot, dtype=Int32 if wide else Uint16)
+        memory = cute.recast_ptr(stage, dtype=Int32 if wide else Uint16)
         for pair in range(CHUNK // 4):
-            ahead = column_of(first + pair // 2 * 2) * by_column + pair % 2 * by_row
-            low, high = (cute.make_tensor(memory + start + ahead, cute.make_layout(1))[0] for start in starts)
+            offset = column_of(first + pair // 2 * 2) * by_column + pair % 2 * by_row
+            low, high = (cute.make_tensor(memory + start + offset, cute.make_layout(1))[0] for start in starts)
             if wide:
                 words[2 * pair], words[2 * pair + 1] = low, high
             else:
@@ -218,10 +219,12 @@ class BiasProducer(ScoreStage):
     @cute.jit
     def load(self, block: Int32, count: Int32):
         """Load the bias of a block, a tile per warpgroup."""
-        of = self.of
-        for w in cutlass.range(of.form.warpgroups, unroll_full=of.tiles.roomy):
-            queries, keys = (block, self.first + w) if of.form.transposed else (self.first + w, block)
-            self.plane.load(queries, keys, (of.atom, of.m), of.slot_of(w), of.ring_of(w), count)
+        tile_load = self.of
+        for w in cutlass.range(tile_load.form.warpgroups, unroll_full=tile_load.tiles.roomy):
+            queries, keys = (block, self.first + w) if tile_load.form.transposed else (self.first + w, block)
+            self.plane.load(
+                queries, keys, (tile_load.atom, tile_load.m), tile_load.slot_of(w), tile_load.ring_of(w), count
+            )
 
 
 @dataclass(frozen=True)
@@ -236,13 +239,13 @@ class SlabBiasLoad(ScoreStage):
     applies_to_full_blocks = natural_units = True
 
     @classmethod
-    def create(cls, smem: cutlass.memory.SmemAllocator, form: SlabScoreLayout, of: BiasConfig) -> SlabBiasLoad:
+    def create(cls, smem: cutlass.memory.SmemAllocator, form: SlabScoreLayout, config: BiasConfig) -> SlabBiasLoad:
         """Allocate the tile of a block in shared memory."""
         tile = sm80.SmemTile(Int32(0), form.rows, form.columns)
         assert form.columns % tile.panel == 0, "blocks of keys are panels of shared memory"
         assert ROWS % form.rows == 0, "one that all queries share has as many"
         tile = tile.moved(Int32(smem.allocate(tile.bytes, 128).toint()))
-        return cls(form, tile, of.bias, of.scale)
+        return cls(form, tile, config.bias, config.scale)
 
     def scales(self, scales: SoftmaxScale) -> SoftmaxScale:
         return natural(scales)
@@ -260,8 +263,8 @@ class SlabBiasLoad(ScoreStage):
     def apply(self, S: cute.Tensor, block: Int32, count: Int32 | None):
         values = cute.make_rmem_tensor((cute.size(S),), self.form.element.dtype)
         for column in cutlass.range_constexpr(0, self.tile.columns, sm80.PAIR):
-            some = cute.make_tensor(values.iterator + column // 2, cute.make_layout((sm80.VECTOR, 1)))
-            self.matrices.fetch(0, column, some)
+            fragment = cute.make_tensor(values.iterator + column // 2, cute.make_layout((sm80.VECTOR, 1)))
+            self.matrices.fetch(0, column, fragment)
         add(S, self.scale, rows_and_columns(values))
 
 
@@ -279,8 +282,8 @@ class SlabBiasProducer(ScoreStage):
         form, first = self.of.form, block * self.of.form.columns
         rows, columns = self.plane.shape
         layout = cute.make_layout((rows, columns - first), stride=self.plane.stride)
-        there = cute.make_tensor(self.plane.iterator + first * self.plane.stride[1], layout)
-        sm80.SmemCopier(form.threads, form.element, form.elementwise).load(there, self.first_row, self.of.tile)
+        block_bias = cute.make_tensor(self.plane.iterator + first * self.plane.stride[1], layout)
+        sm80.SmemCopier(form.threads, form.element, form.elementwise).load(block_bias, self.first_row, self.of.tile)
 
 
 def chunk_mma(form: ScoreLayout) -> cute.TiledMma:

@@ -43,13 +43,13 @@ class DirectBias(ScoreStage):
         if place.transposed:
             return ColumnBias(self.bias, self.scale, place, place.head)
         last = self.bias.shape[2] - 1
-        lines = ((place.batch, place.head, cutlass.min(place.row + 8 * r, last)) for r in range(2))
-        return RowBias(self.bias, self.scale, place, starts_of(lines, self.bias))
+        rows = ((place.batch, place.head, cutlass.min(place.row + 8 * r, last)) for r in range(2))
+        return RowBias(self.bias, self.scale, place, starts_of(rows, self.bias))
 
 
-def starts_of(lines: Iterable[tuple[Int32, Int32, Int32]], bias: cute.Tensor) -> tuple[Int64, ...]:
+def starts_of(rows: Iterable[tuple[Int32, Int32, Int32]], bias: cute.Tensor) -> tuple[Int64, ...]:
     """Return the element offset of each line, given by batch, head and query."""
-    return tuple(sum(Int64(i) * by for i, by in zip(line, bias.stride[:3], strict=True)) for line in lines)
+    return tuple(sum(Int64(i) * stride for i, stride in zip(row, bias.stride[:3], strict=True)) for row in rows)
 
 
 @dataclass(frozen=True)
@@ -69,21 +69,23 @@ class RowBias(DirectBias):
     def read(self, block: Int32, values: cute.Tensor):
         """Read the bias of a block into `values` (2, columns), in pairs where alignment and bounds allow."""
         keys, first = self.bias.shape[3], block * self.place.block + self.place.column
-        whole, pair_bytes = (block + 1) * self.place.block <= keys, PAIR * self.bias.element_type.width // 8
+        is_full_block, pair_bytes = (block + 1) * self.place.block <= keys, PAIR * self.bias.element_type.width // 8
         for r in cutlass.range_constexpr(2):
-            line = self.bias.iterator + self.starts[r]
-            in_pairs = whole
+            row_start = self.bias.iterator + self.starts[r]
+            in_pairs = is_full_block
             if cutlass.const_expr(self.bias.iterator.alignment < pair_bytes):
-                in_pairs = whole & (line.toint() & (pair_bytes - 1) == 0)  # a thread's first column is even
+                in_pairs = is_full_block & (
+                    row_start.toint() & (pair_bytes - 1) == 0
+                )  # a thread's first column is even
             for c in cutlass.range_constexpr(0, cute.size(values, mode=[1]), PAIR):
                 key = first + column_of(c)
                 if in_pairs:
                     pair = cute.make_tensor(values[r, None].iterator + c, cute.make_layout(PAIR))
-                    cute.autovec_copy(self.pair_at(line + key), pair)
+                    cute.autovec_copy(self.pair_at(row_start + key), pair)
                 else:
                     for i in cutlass.range_constexpr(PAIR):
-                        one = cute.make_tensor(line + cutlass.min(key + i, keys - 1), cute.make_layout(1))
-                        values[r, c + i] = one[0]
+                        element = cute.make_tensor(row_start + cutlass.min(key + i, keys - 1), cute.make_layout(1))
+                        values[r, c + i] = element[0]
 
     def pair_at(self, start: cute.Pointer) -> cute.Tensor:
         """Return a view of an aligned pair of values in global memory."""

@@ -50,8 +50,8 @@ class BitmaskTiles(ScoreStage):
     line: Int32 | None = None  # index of the thread's row of tiles, over all planes
 
     def hold(self, columns: int) -> ScoreStage:
-        now, coming = (cute.make_rmem_tensor((-(-columns // TILE),), Int32) for _ in range(2))
-        return replace(self, now=now, coming=coming)
+        words, next_words = (cute.make_rmem_tensor((-(-columns // TILE),), Int32) for _ in range(2))
+        return replace(self, now=words, coming=next_words)
 
     def at(self, place: ScoreCoord) -> ScoreStage:
         stage = replace(self, place=place)
@@ -85,32 +85,32 @@ class BitmaskTiles(ScoreStage):
     @cute.jit
     def fetch(self, block: Int32):
         """Start the loads of a block's words."""
-        place, count = self.place, cute.size(self.coming)
+        coord, count = self.place, cute.size(self.coming)
         _, columns = self.tiles()
-        first, line, row = block * place.block // TILE, self.line, place.row
-        if cutlass.const_expr(place.transposed):
+        first, tile_row, row = block * coord.block // TILE, self.line, coord.row
+        if cutlass.const_expr(coord.transposed):
             # The backward has few registers, so the address is computed in every step. (In the forward ptxas would
             # serialize every product for such an address.)
-            line, row = line + zero_of(block), row + zero_of(block)
+            tile_row, row = tile_row + zero_of(block), row + zero_of(block)
         thread = cute.arch.thread_idx()[0] % THREADS
-        if cutlass.const_expr(place.by_row):
+        if cutlass.const_expr(coord.by_row):
             thread = (row & (TILE - SLAB)) * (THREADS // TILE) + cute.arch.lane_idx()  # 32 threads hold 16 rows
-        begin = line * (columns + 1) * THREADS + thread
-        if cutlass.const_expr(place.block % TILE == 0 and not place.transposed):
+        begin = tile_row * (columns + 1) * THREADS + thread
+        if cutlass.const_expr(coord.block % TILE == 0 and not coord.transposed):
             for i in cutlass.range_constexpr(count):  # no tile is more than one behind the last tile
                 self.coming[i] = self.word(begin + (first + i) * THREADS)
-        elif cutlass.const_expr(place.block % TILE == 0):
+        elif cutlass.const_expr(coord.block % TILE == 0):
             for i in cutlass.range_constexpr(count):
                 self.coming[i] = self.word(begin + cutlass.min(first + i, columns) * THREADS)
         else:
-            shift = block * place.block % TILE // 2
-            below = self.word(begin + cutlass.min(first, columns) * THREADS)
+            shift = block * coord.block % TILE // 2
+            low_word = self.word(begin + cutlass.min(first, columns) * THREADS)
             for i in cutlass.range_constexpr(count):
-                above = self.word(begin + cutlass.min(first + i + 1, columns) * THREADS)
-                self.coming[i] = shifted(below, above, shift)
-                below = above
-        if cutlass.const_expr(place.by_row and place.transposed):  # the thread's scores may begin inside a block
-            self.coming[0] = self.coming[0] >> ((place.column & -8) >> 1)
+                high_word = self.word(begin + cutlass.min(first + i + 1, columns) * THREADS)
+                self.coming[i] = shifted(low_word, high_word, shift)
+                low_word = high_word
+        if cutlass.const_expr(coord.by_row and coord.transposed):  # the thread's scores may begin inside a block
+            self.coming[0] = self.coming[0] >> ((coord.column & -8) >> 1)
 
     def word(self, nth: Int32) -> Int32:
         """Load word `nth`. There are fewer than 2^32 words."""

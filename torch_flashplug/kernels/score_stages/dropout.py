@@ -52,10 +52,10 @@ class DropoutThreshold:
         """Return the threshold of a kept share."""
         scaled = share * Float32(1 << DIGITS)
         # A p below half a rounding of 1 gives share 1; the integer part is then 255, and the coin covers the rest.
-        whole = cutlass.min(Int32(scaled), (1 << DIGITS) - 1)
-        rest = (scaled - Float32(whole)) * Float32(2.0**BITS)
+        integer_part = cutlass.min(Int32(scaled), (1 << DIGITS) - 1)
+        rest = (scaled - Float32(integer_part)) * Float32(2.0**BITS)
         coin = Uint32(cutlass.min(rest, Float32(2.0**BITS - 2.0**8)))
-        return DropoutThreshold(tuple(Int32(0) - ((whole >> i) & 1) for i in range(DIGITS)), coin)
+        return DropoutThreshold(tuple(Int32(0) - ((integer_part >> i) & 1) for i in range(DIGITS)), coin)
 
 
 @dataclass(frozen=True)
@@ -96,25 +96,25 @@ class DropoutStage(ScoreStage):
     @cute.jit
     def prepare_stage(self, block: Int32):
         """Draw the words of a block."""
-        place = self.place
+        coord = self.place
         # The backward has few registers, so no value derived from the lane and no address stays in a register across
         # steps.
-        zero = zero_of(block) if cutlass.const_expr(place.transposed) else Int32(0)
+        zero = zero_of(block) if cutlass.const_expr(coord.transposed) else Int32(0)
         lane, seed = cute.arch.lane_idx() + zero, self.seed[zero]
         key = Uint32(Uint64(seed)), Uint32(Uint64(seed) >> BITS)
-        first = block * (place.block // SLAB)
+        first = block * (coord.block // SLAB)
         for i in cutlass.range_constexpr(cute.size(self.now)):
-            if cutlass.const_expr(place.transposed):
+            if cutlass.const_expr(coord.transposed):
                 # This thread draws the word of two query rows of the warp, whichever rows these are. The words needed
                 # by a thread belong to the lanes with the same columns: lanes exchange bits in pairs, then bytes in
                 # groups of four.
                 rows = (first + 4 * i + lane // 8) * 8 + lane % 4 * 2 + lane // 4 % 2
-                word = self.word(key, Uint32(rows), Uint32(place.row // SLAB))
+                word = self.word(key, Uint32(rows), Uint32(coord.row // SLAB))
                 self.now[i] = turn_bytes(turn_bits(word, lane, 4), lane, 8)
-                if cutlass.const_expr(place.by_row):  # the thread's scores may begin inside a block
-                    self.now[i] = self.now[i] >> ((place.column & -8) >> 1)
+                if cutlass.const_expr(coord.by_row):  # the thread's scores may begin inside a block
+                    self.now[i] = self.now[i] >> ((coord.column & -8) >> 1)
             else:
-                rows = place.row // SLAB * 8 + place.row % 8
+                rows = coord.row // SLAB * 8 + coord.row % 8
                 word = self.word(key, Uint32(rows), Uint32(first + 4 * i + lane % 4))
                 self.now[i] = turn_bytes(word, lane, 1)
 
@@ -174,13 +174,13 @@ def turn_bits(word: Int32, lane: Int32, apart: int) -> Int32:
     The lower lane gets the even bits of both words, the upper lane the odd bits. Each bit pair of a result holds the
     bit of the lower lane, then the bit of the upper lane.
     """
-    other = cute.arch.shuffle_sync_bfly(word, offset=apart)
+    peer_word = cute.arch.shuffle_sync_bfly(word, offset=apart)
     upper = (lane & apart) != 0
-    own = cutlass.select_(upper, Int32(-0x55555556), Int32(0x55555555))
-    by = cutlass.select_(upper, Int32(31), Int32(1))
+    kept_bits = cutlass.select_(upper, Int32(-0x55555556), Int32(0x55555555))
+    shift = cutlass.select_(upper, Int32(31), Int32(1))
     text = "shf.l.wrap.b32 {$w0}, {$r0}, {$r0}, {$r1};"
-    other = cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=[other, by])
-    return (word & own) | (other & ~own)
+    peer_word = cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=[peer_word, shift])
+    return (word & kept_bits) | (peer_word & ~kept_bits)
 
 
 def turn_bytes(word: Int32, lane: Int32, apart: int) -> Int32:
@@ -189,10 +189,10 @@ def turn_bytes(word: Int32, lane: Int32, apart: int) -> Int32:
     The bytes are in the order of lanes.
     """
     for step, lower, upper in ((apart, 0x6240, 0x3715), (2 * apart, 0x5410, 0x3276)):
-        other = cute.arch.shuffle_sync_bfly(word, offset=step)
-        which = cutlass.select_((lane & step) != 0, Int32(upper), Int32(lower))
+        peer_word = cute.arch.shuffle_sync_bfly(word, offset=step)
+        selector = cutlass.select_((lane & step) != 0, Int32(upper), Int32(lower))
         text = "prmt.b32 {$w0}, {$r0}, {$r1}, {$r2};"
-        word = cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=[word, other, which])
+        word = cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=[word, peer_word, selector])
     return word
 
 

@@ -27,8 +27,8 @@ def scores_before(column: Int32) -> Int32:
 def bits_between(begin: Int32, end: Int32) -> Int32:
     """Return a word with the bits from `begin` to before `end` set; values outside the word are clamped to its ends."""
     begin = cutlass.max(begin, 0)
-    text, given = "bmsk.clamp.b32 {$w0}, {$r0}, {$r1};", [begin, cutlass.max(end - begin, 0)]
-    return cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=given)
+    text, operands = "bmsk.clamp.b32 {$w0}, {$r0}, {$r1};", [begin, cutlass.max(end - begin, 0)]
+    return cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=operands)
 
 
 @cute.jit
@@ -42,8 +42,8 @@ def keep_between(S: cute.Tensor, r: cutlass.Constexpr[int], begin: Int32, end: I
     for first in cutlass.range_constexpr(0, columns, BITS):
         bits = bits_between(begin - first, end - first)
         for i in cutlass.range_constexpr(min(BITS, columns - first)):
-            there = (bits & single_bit(i)) != 0
-            S[r, first + i] = cutlass.select_(there, S[r, first + i], -Float32.inf)
+            is_visible = (bits & single_bit(i)) != 0
+            S[r, first + i] = cutlass.select_(is_visible, S[r, first + i], -Float32.inf)
 
 
 @dataclass(frozen=True)

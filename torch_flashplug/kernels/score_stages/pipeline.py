@@ -283,15 +283,15 @@ class ScorePipeline:
 
     def slope(self) -> Callable | None:
         """Return the score derivative of the only stage that has one, or None."""
-        found = [slope for stage in self.stages if (slope := stage.slope()) is not None]
-        assert len(found) < 2, "two stages bend scores: multiply their slopes here"
-        return found[0] if found else None
+        derivatives = [slope for stage in self.stages if (slope := stage.slope()) is not None]
+        assert len(derivatives) < 2, "two stages bend scores: multiply their slopes here"
+        return derivatives[0] if derivatives else None
 
     def extra_logit(self) -> Float32 | None:
         """Return the extra logit of the only stage that has one, or None."""
-        found = [logit for stage in self.stages if (logit := stage.extra_logit()) is not None]
-        assert len(found) < 2, "two stages add to a row's sum: add up what they add here"
-        return found[0] if found else None
+        logits = [logit for stage in self.stages if (logit := stage.extra_logit()) is not None]
+        assert len(logits) < 2, "two stages add to a row's sum: add up what they add here"
+        return logits[0] if logits else None
 
     def apply_backward(self, dP: cute.Tensor, masked: bool) -> None:
         """Apply the stages' backward to dP, (2, columns) of a thread, in place."""
@@ -320,9 +320,9 @@ class ScorePipeline:
         Mainloops do not use the share. Results are scaled instead, and the delta of the backward is rowsum(dO * O)
         times the share.
         """
-        shares = [stage.keep_probability for stage in self.stages if stage.keep_probability is not None]
-        assert len(shares) < 2, "two stages drop scores: multiply their shares here"
-        return shares[0] if shares else None
+        probabilities = [stage.keep_probability for stage in self.stages if stage.keep_probability is not None]
+        assert len(probabilities) < 2, "two stages drop scores: multiply their shares here"
+        return probabilities[0] if probabilities else None
 
     def scaled(self, factor: Float32) -> Float32:
         """Return the factor of a result that was multiplied with the kept P."""

@@ -56,5 +56,5 @@ class SoftcapDerivative:
             weight: P.
             lse_log2: LSE of the query, in base 2.
         """
-        bent = (cute.math.log2(weight, fastmath=True) + lse_log2) * self.inverse
-        return cute.arch.fmax(1.0 - bent * bent, Float32(0.0))
+        capped = (cute.math.log2(weight, fastmath=True) + lse_log2) * self.inverse
+        return cute.arch.fmax(1.0 - capped * capped, Float32(0.0))

@@ -50,23 +50,23 @@ class BackwardTileScheduler(TileScheduler):
 
 
 def heads_in_turn(
-    walk: BoundBlocks, group: Int32, kv_heads: Int32, row_bytes: int, num_ctas: Int32 | None = None
+    blocks: BoundBlocks, group: Int32, kv_heads: Int32, row_bytes: int, num_ctas: Int32 | None = None
 ) -> Int32:
     """Return the number of KV heads per L2 group. Tiles of these heads take turns.
 
     Args:
-        walk: block iterator of the call.
+        blocks: block iterator of the call.
         group: query heads per KV head.
         kv_heads: KV heads over the whole batch.
         row_bytes: bytes read and accumulated by the steps per query row of a head.
         num_ctas: number of concurrent CTAs, given in deterministic mode.
     """
-    Sq, Sk = walk.sizes.Sq, walk.sizes.Sk
-    if walk.tile_lengths_vary:
+    Sq, Sk = blocks.sizes.Sq, blocks.sizes.Sk
+    if blocks.tile_lengths_vary:
         head_bytes = Int64(Sq) * group * row_bytes
-        return TileScheduler.heads_per_l2_group(head_bytes, cute.ceil_div(Sk, walk.tile_n), 1, kv_heads)
+        return TileScheduler.heads_per_l2_group(head_bytes, cute.ceil_div(Sk, blocks.tile_n), 1, kv_heads)
     if num_ctas is not None:
         # Enough heads to start all CTAs, successively, in the time of a tile.
-        steps = cute.ceil_div(Sq, walk.tile_m) * group
+        steps = cute.ceil_div(Sq, blocks.tile_m) * group
         return cutlass.min(cute.ceil_div(num_ctas * STEPS_BEHIND, steps), kv_heads)
     return Int32(1)

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from .tile import Tile
 
 
-
-
 @dataclass(frozen=True)
 class BlockSubrange:
     """Subrange of a block range: the positions from `begin` to `end`.
@@ -123,12 +121,13 @@ class BoundBlocks:
             The number of leading KV blocks needed only by the remaining rows of the tile, and the KV blocks of the
                 part.
         """
-        blocks = self.num_blocks((tile.block + 1) * self.tile_m)
+        tile_blocks = self.num_blocks((tile.block + 1) * self.tile_m)
         if not uneven:
-            return Int32(0), KvBlockRange(self, blocks, first_row)
-        mine = cutlass.select_(first_row < self.sizes.Sq, self.num_blocks(first_row + rows), 1)
-        mine = cute.arch.make_warp_uniform(mine)  # Without a uniform value, ptxas recomputes `mine` for every block.
-        return blocks - mine, KvBlockRange(self, mine, first_row)
+            return Int32(0), KvBlockRange(self, tile_blocks, first_row)
+        num_blocks = cutlass.select_(first_row < self.sizes.Sq, self.num_blocks(first_row + rows), 1)
+        # Without a uniform value, ptxas recomputes `num_blocks` for every block.
+        num_blocks = cute.arch.make_warp_uniform(num_blocks)
+        return tile_blocks - num_blocks, KvBlockRange(self, num_blocks, first_row)
 
     def all_keys(self) -> Int32:
         """Return the number of KV blocks visible to some query."""
@@ -138,21 +137,21 @@ class BoundBlocks:
         """Decode: return the iterator with shared memory for the results of a scan (none is needed here)."""
         return self
 
-    def find(self, part: object) -> None:
+    def find(self, decode_tile: object) -> None:
         """Decode: scan for visible blocks (nothing to do here). Every thread calls `find` before roles part.
 
         Args:
-            part: a `packed.Part`.
+            decode_tile: a `pack_gqa.DecodeTile`.
         """
 
-    def share(self, number: Int32, parts: Int32) -> SplitKvRange:
-        """Decode: return the KV blocks of split `number` of `parts` splits.
+    def share(self, split: Int32, num_splits: Int32) -> SplitKvRange:
+        """Decode: return the KV blocks of split `split` of `num_splits` splits.
 
         A split without blocks gets the block behind the last block, if the sequence may be empty.
         """
         total = self.all_keys()
-        mine = SplitKvRange.create(total, number, parts)
-        return mine.or_block(total) if self.sizes.may_be_empty else mine
+        split_range = SplitKvRange.create(total, split, num_splits)
+        return split_range.or_block(total) if self.sizes.may_be_empty else split_range
 
     def masks(self, keys: SplitKvRange, j: Int32) -> cutlass.Boolean:
         """Decode: return whether some row cannot see all keys of the block at position j."""
@@ -310,16 +309,16 @@ class QueryBlockRange(BlockRange):
         """Return the whole range as one unmasked section, for roles without scores."""
         return BlockSubrange(False, self.begin, self.end)
 
-    def first(self, head: Int32, there: cutlass.Boolean) -> QueryBlockStep:
+    def first(self, head: Int32, is_valid: cutlass.Boolean) -> QueryBlockStep:
         """Return the first step of a single loop over all query heads, from `head` on.
 
         Args:
             head: first query head.
-            there: whether there is a step.
+            is_valid: whether there is a step.
         """
         return QueryBlockStep(head, self.begin)
 
-    def after(self, step: QueryBlockStep, there: cutlass.Boolean) -> QueryBlockStep:
+    def after(self, step: QueryBlockStep, is_valid: cutlass.Boolean) -> QueryBlockStep:
         """Return the step after `step`: all blocks of a head, then the blocks of the next head."""
         last = step.j + 1 >= self.end
         return QueryBlockStep(step.head + Int32(last), cutlass.select_(last, self.begin, step.j + 1))
@@ -355,14 +354,14 @@ class SplitKvRange:
     end: Int32
 
     @classmethod
-    def create(cls, total: Int32, number: Int32, parts: Int32) -> SplitKvRange:
-        """Return split `number` of `parts` splits of `total` blocks. Sizes differ by at most a block."""
-        return cls(total * number // parts, total * (number + 1) // parts)
+    def create(cls, total: Int32, split: Int32, num_splits: Int32) -> SplitKvRange:
+        """Return split `split` of `num_splits` splits of `total` blocks. Sizes differ by at most a block."""
+        return cls(total * split // num_splits, total * (split + 1) // num_splits)
 
     def or_block(self, beyond: Int32) -> SplitKvRange:
         """Return the range, or the single block `beyond` if the range is empty."""
-        none = self.begin == self.end
-        begin, end = (cutlass.select_(none, beyond + i, at) for i, at in enumerate((self.begin, self.end)))
+        is_empty = self.begin == self.end
+        begin, end = (cutlass.select_(is_empty, beyond + i, bound) for i, bound in enumerate((self.begin, self.end)))
         return SplitKvRange(begin, end)
 
     def nth(self, j: Int32) -> Int32:

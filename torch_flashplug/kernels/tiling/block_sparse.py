@@ -56,8 +56,8 @@ class BlockSparseLists:
             row: index of the block row among all planes.
             parts: visited tiles per listed block.
         """
-        masked, whole = (cute.arch.load(x.iterator + row, Int32) for x in (self.masked_count, self.whole_count))
-        return masked * parts, (masked + whole) * parts
+        partial, full = (cute.arch.load(x.iterator + row, Int32) for x in (self.masked_count, self.whole_count))
+        return partial * parts, (partial + full) * parts
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,8 @@ class BoundBlockSparse:
         run = self.keys(tile)
         if not uneven:
             return Int32(0), run
-        there = first_row < self.sizes.Sq
-        begin, end = run.seen_by(first_row // rows - tile.block * (self.tile_m // rows), there)
+        has_rows = first_row < self.sizes.Sq
+        begin, end = run.seen_by(first_row // rows - tile.block * (self.tile_m // rows), has_rows)
         return begin, run.between(begin, end)
 
     def queries(self, tile: Tile) -> SparseQueryBlocksOfHeads:
@@ -149,9 +149,9 @@ class SparseQueryBlocksOfHeads:
         return self.of_query_head(self.tile.query_head(nth))
 
     def of_query_head(self, head: Int32) -> SparseQueryBlockRange:
-        walk, tile = self.walk, self.tile
-        row = walk.of.queries.row(tile.sequence, head, tile.block // (LISTED // walk.tile_n))
-        return SparseQueryBlockRange.create(walk.of.queries, row, LISTED // walk.tile_m)
+        blocks, tile = self.walk, self.tile
+        row = blocks.of.queries.row(tile.sequence, head, tile.block // (LISTED // blocks.tile_n))
+        return SparseQueryBlockRange.create(blocks.of.queries, row, LISTED // blocks.tile_m)
 
     @cute.jit
     def total(self, heads: Int32) -> Int32:
@@ -161,35 +161,35 @@ class SparseQueryBlocksOfHeads:
             steps += self.of_head(nth).count
         return steps
 
-    def first(self, head: Int32, there: cutlass.Boolean) -> SparseBlockStep:
+    def first(self, head: Int32, is_valid: cutlass.Boolean) -> SparseBlockStep:
         """Return the first step of a single loop over all query heads, from `head` on.
 
         Args:
             head: first query head.
-            there: whether there is a step.
+            is_valid: whether there is a step.
         """
-        return self.seek(head, Int32(0), there)
+        return self.seek(head, Int32(0), is_valid)
 
-    def after(self, step: SparseBlockStep, there: cutlass.Boolean) -> SparseBlockStep:
+    def after(self, step: SparseBlockStep, is_valid: cutlass.Boolean) -> SparseBlockStep:
         """Return the step after `step`: all blocks of a head, then the blocks of the next head with any block."""
-        return self.seek(step.head, step.j + 1, there)
+        return self.seek(step.head, step.j + 1, is_valid)
 
     @cute.jit
-    def seek(self, head: Int32, j: Int32, there: cutlass.Boolean) -> SparseBlockStep:
+    def seek(self, head: Int32, j: Int32, is_valid: cutlass.Boolean) -> SparseBlockStep:
         """Return the step (head, j), or the first step of the next head with any block if (head, j) does not exist.
 
         Args:
             head: query head.
             j: position in the block range of the head.
-            there: whether there is such a step at all.
+            is_valid: whether there is such a step at all.
         """
         run, block = self.of_query_head(head), Int32(0)
         row, masked, count = run.row, run.num_masked, run.count
-        if there:
+        if is_valid:
             while j >= count:
                 head, j = head + 1, Int32(0)
-                other = self.of_query_head(head)
-                row, masked, count = other.row, other.num_masked, other.count
+                next_range = self.of_query_head(head)
+                row, masked, count = next_range.row, next_range.num_masked, next_range.count
             block = SparseQueryBlockRange(run.lists, row, masked, count, run.parts).nth(j)
         return SparseBlockStep(head, j, block, j < masked)
 
@@ -236,29 +236,29 @@ class SparseBlockRange(BlockRange):
     def next(self, j: Int32, section: BlockSubrange) -> Int32:
         """Return the block of the step after j. All blocks of a section are in the same list."""
         j = cutlass.min(j + 1, section.end - 1)
-        masked, whole = (self.lists.masked, j + self.skipped), (self.lists.whole, j - self.num_masked)
-        of, position = masked if section.masked else whole
-        return self.part(self.load(of.iterator, position), j)
+        partial, full = (self.lists.masked, j + self.skipped), (self.lists.whole, j - self.num_masked)
+        entries, position = partial if section.masked else full
+        return self.part(self.load(entries.iterator, position), j)
 
     def part(self, listed: Int32, j: Int32) -> Int32:
         """Return the tile at position j within the tiles of a listed block."""
         return listed * self.parts + (j & self.parts - 1)
 
-    def entry(self, j: Int32, masked: cute.Tensor, whole: cute.Tensor) -> Int32:
+    def entry(self, j: Int32, partial: cute.Tensor, full: cute.Tensor) -> Int32:
         """Return the value at position j of tensors laid out as the lists."""
-        behind = j >= self.num_masked
-        start = cutlass.select_(behind, *(x.iterator.toint() for x in (whole, masked)))
-        of = cute.make_ptr(Int32, start, cute.AddressSpace.gmem, assumed_align=4)
-        return self.load(of, cutlass.select_(behind, j - self.num_masked, j + self.skipped))
+        is_full = j >= self.num_masked
+        start = cutlass.select_(is_full, *(x.iterator.toint() for x in (full, partial)))
+        entries = cute.make_ptr(Int32, start, cute.AddressSpace.gmem, assumed_align=4)
+        return self.load(entries, cutlass.select_(is_full, j - self.num_masked, j + self.skipped))
 
-    def load(self, of: cute.Pointer, position: Int32) -> Int32:
+    def load(self, entries: cute.Pointer, position: Int32) -> Int32:
         """Load a value of a list.
 
         The address is computed in every step, from an index below 2^32.
         """
         row = self.row + zero_of(position)
         nth = row * self.lists.masked.shape[1] + (position >> self.parts.bit_length() - 1)
-        return cute.arch.load(of + Int64(Uint32(nth)), Int32)
+        return cute.arch.load(entries + Int64(Uint32(nth)), Int32)
 
 
 @dataclass(frozen=True)
@@ -290,22 +290,22 @@ class SparseKvBlockRange(SparseBlockRange, KvBlocks):
         A range with a single block gets sections from position 0 to position 0, because the list may have no further
         entry.
         """
-        more = cutlass.min(self.count - 1, 1)
-        masked = cutlass.max(self.num_masked, 1) * more
-        return BlockSubrange(True, more, masked), BlockSubrange(False, masked, self.count * more)
+        has_more = cutlass.min(self.count - 1, 1)
+        masked = cutlass.max(self.num_masked, 1) * has_more
+        return BlockSubrange(True, has_more, masked), BlockSubrange(False, masked, self.count * has_more)
 
     def columns_of_first(self, rows: int) -> Int32:
         """Return a number larger than any block. The result means all keys of the first block."""
         return Int32(LISTED)
 
-    def seen_by(self, part: Int32, there: cutlass.Boolean) -> tuple[Int32, Int32]:
+    def seen_by(self, part: Int32, has_rows: cutlass.Boolean) -> tuple[Int32, Int32]:
         """Return the positions of the blocks visible to a part of the rows, as (begin, end).
 
         Args:
             part: index of the part in the tile.
-            there: whether the part has any rows.
+            has_rows: whether the part has any rows.
         """
-        return cutlass.select_(there, 0, self.count - 1), self.count
+        return cutlass.select_(has_rows, 0, self.count - 1), self.count
 
     def between(self, begin: Int32, end: Int32) -> SparseKvBlockRange:
         """Return the range restricted to the positions from `begin` to `end`.
@@ -328,9 +328,9 @@ class SparseKvBlockRange192(SparseKvBlockRange):
         return super().part(listed & (1 << FLAGS) - 1, j)
 
     @cute.jit
-    def seen_by(self, part: Int32, there: cutlass.Boolean) -> tuple[Int32, Int32]:
+    def seen_by(self, part: Int32, has_rows: cutlass.Boolean) -> tuple[Int32, Int32]:
         begin, end, flag = self.count - 1, self.count, Int32(1 << FLAGS) << part
-        if there:
+        if has_rows:
             begin = Int32(0)
             while (begin < self.num_masked) & (self.load(self.lists.masked.iterator, begin) & flag == 0):
                 begin += 1

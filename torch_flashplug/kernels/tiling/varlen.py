@@ -172,11 +172,15 @@ class VarlenTileList:
 
     def tile(self, number: Int32, head: Int32, batch: Int32, group: Int32 | None, of_keys: bool) -> VarlenTile:
         """Return the block of an entry, for one head."""
-        block, sequence, *spans, first_block, some = self.load(number)
-        own, others = SequenceSlice(*spans[:2]), SequenceSlice(*spans[2:])
-        sizes = (others.length, own.length, own.length) if of_keys else (own.length, others.length, some)
-        place = (block, head, batch, VarlenSeqlenInfo(*sizes), group)
-        return VarlenTile(*place, own=own, others=others, number=sequence, first_block=first_block)
+        block, sequence, *spans, first_block, seqlen_k_at_least_one = self.load(number)
+        own_slice, opposite_slice = SequenceSlice(*spans[:2]), SequenceSlice(*spans[2:])
+        sizes = (
+            (opposite_slice.length, own_slice.length, own_slice.length)
+            if of_keys
+            else (own_slice.length, opposite_slice.length, seqlen_k_at_least_one)
+        )
+        coord = (block, head, batch, VarlenSeqlenInfo(*sizes), group)
+        return VarlenTile(*coord, own=own_slice, others=opposite_slice, number=sequence, first_block=first_block)
 
 
 @dataclass(frozen=True)
@@ -247,15 +251,15 @@ class VarlenAddressing(TileAddressing):
         """
         worth, groups = (self.keys if of_keys else self.rows).worth(), heads // group
         ctas = cute.arch.grid_dim()[0]
-        alone = ctas * 10 > worth * (heads + 10 * section)
+        runs_alone = ctas * 10 > worth * (heads + 10 * section)
         # Number of query groups with 0.9 of the time of the longest tile.
         least = cute.ceil_div(ctas * 9, 10 * worth * group)
-        most, found = groups // least, groups
+        most, chosen_size = groups // least, groups
         for fewer in (2, 1, 0):
             size = cute.ceil_div(groups, cutlass.max(most - fewer, 1))
             last = groups - (cute.ceil_div(groups, size) - 1) * size
-            found = cutlass.select_(last >= least, size, found)
-        return cutlass.select_(alone, cutlass.max(section, found * group), section)
+            chosen_size = cutlass.select_(last >= least, size, chosen_size)
+        return cutlass.select_(runs_alone, cutlass.max(section, chosen_size * group), section)
 
     def most_blocks_of_keys(self, Sk: Int32, size: int) -> Int32:
         return self.keys.room()
