@@ -145,7 +145,7 @@ class DqWriter:
             self.ring.consumer_release(count)
             self.fetch(units, unit + self.ring.stages * DQ_WRITERS, count + self.ring.stages)
             block = first_block + unit // UNITS
-            head, tile = block // self.num_m_blocks, self.pieces.block_of_scratch(block % self.num_m_blocks)
+            head, tile = block // self.num_m_blocks, self.pieces.workspace_block(block % self.num_m_blocks)
             slab = tile.block * (UNITS // 2) + unit % (UNITS // 2)
             out = tile.rows_of(self.dQ, head % self.dQ.m.shape[2], head // self.dQ.m.shape[2])
             tQsQ, tQgQ = out.tiles(self.dQ.s.shape, (None, None))
@@ -196,12 +196,12 @@ def add_in_order(scratch: DqWorkspace, staged: sm90.Pipeline, staging: cute.Tens
         for g in cutlass.range(work.group, unroll=1):
             first_block = scratch.first_block(tile, g, work.pieces.order.heads)
             mine = run.of_head(g)
-            whole = mine.whole()
+            whole = mine.all_blocks()
             for j in cutlass.range(whole.begin, whole.end, unroll=1):
                 step = mine.nth(j)
                 last, unit = unit, (first_block + step) * UNITS + wg * 4 + lane
                 if lane < 4:
-                    wait_for_count(scratch.turn(unit), work.pieces.order.turn(tile.block, mine, j))
+                    wait_for_count(scratch.turn(unit), work.pieces.order.accumulation_rank(tile.block, mine, j))
                     cute.arch.fence_proxy("async")
                 cute.arch.sync_warp()
                 staged.producer_wait(done + 1)  # the unit has been written to the staging buffer

@@ -105,12 +105,12 @@ class BackwardPreprocess:
             self.clear(clearing, linear, number, blocks)
 
         mO, mdO, Sq, Dv = given.o, given.do, given.o.shape[2], given.o.shape[3]
-        tile = pieces.block_of_scratch(number, head, batch, SeqlenInfo(Sq, Sq))
+        tile = pieces.workspace_block(number, head, batch, SeqlenInfo(Sq, Sq))
         for part in cutlass.range_constexpr(TILE_M * LANES // WARPGROUP):
             row = tile.block * TILE_M + part * (WARPGROUP // LANES) + thread // LANES
             delta, lse = Float32(0.0), Float32(Float32.inf)
             if row < tile.sizes.Sq:
-                place = tile.place(row)
+                place = tile.lse_coord(row)
                 if cutlass.const_expr(self.elementwise):
                     for column in cutlass.range(thread % LANES, Dv, LANES, unroll=1):
                         delta += mO[(*place, column)].to(Float32) * mdO[(*place, column)].to(Float32)
@@ -122,11 +122,13 @@ class BackwardPreprocess:
                 delta = delta + cute.arch.shuffle_sync_bfly(delta, offset=lanes)
             if cutlass.const_expr(given.dlse is not None):
                 if row < cutlass.min(given.dlse.shape[2], tile.sizes.Sq):
-                    delta = delta - given.dlse[tile.place(row)]
+                    delta = delta - given.dlse[tile.lse_coord(row)]
             if thread % LANES == 0:
                 row = number * TILE_M + part * (WARPGROUP // LANES) + thread // LANES
                 mRows[batch, head, 0, row] = lse
-                mRows[batch, head, 1, row] = delta if cutlass.const_expr(kept is None) else delta * kept.share
+                mRows[batch, head, 1, row] = (
+                    delta if cutlass.const_expr(kept is None) else delta * kept.keep_probability
+                )
 
     @cute.jit
     def product(self, gO: cute.Tensor, gdO: cute.Tensor, lane: Int32) -> Float32:
@@ -206,7 +208,7 @@ class BackwardPostprocess:
         block, linear = number % blocks, number // blocks + first_head
         batch, head = linear // mdQ.shape[1], linear % mdQ.shape[1]
         start = (Int64(linear) * blocks + block) * (WARPGROUPS * self.chunks * WARPGROUP * 4)
-        tile = pieces.block_of_scratch(block, head, batch)
+        tile = pieces.workspace_block(block, head, batch)
         # A task is a quad's eight columns of two rows. Neighboring threads take neighboring columns, so that rows are
         # written in whole sectors.
         for part in cutlass.range_constexpr(cute.ceil_div(self.chunks, 4)):
@@ -292,7 +294,7 @@ def exponentiate(scores: cute.Tensor, lse_log2: cute.Tensor | tuple[Float32, ...
 class ScoreDerivative:
     """Derivative of score modifications, as required by the gradients."""
 
-    slope: Callable  # Chain.slope
+    slope: Callable  # ScorePipeline.score_derivative
     lse_log2: cute.Tensor | tuple[Float32, ...]  # LSE of each query
 
     @classmethod
@@ -303,7 +305,7 @@ class ScoreDerivative:
             chain: the score stages.
             lse_log2: function that returns the LSE, called only if required.
         """
-        slope = chain.slope()
+        slope = chain.score_derivative()
         return None if slope is None else cls(slope, lse_log2())
 
 
@@ -322,7 +324,7 @@ def differentiate(
         delta: delta of each query.
         dS: destination, which may be P or dP.
         raised: P is larger by this power of two.
-        signed: dropped elements of P are negative (Chain.signed), with a dP of 0.
+        signed: dropped elements of P are negative (ScorePipeline.signed_dropout_select), with a dP of 0.
         score_derivative: derivative of the score modifications, if any.
     """
     for query in cutlass.range_constexpr(cute.size(P, mode=[1])):

@@ -40,7 +40,7 @@ class KvScaleLoader:
         """Multiply the scores (2, columns) of a block by the scales of K, if any."""
 
     def weights(self, stage: Int32, columns: int) -> object:
-        """Return the function applied to probabilities before the product with V, or None (OperandA.take)."""
+        """Return the function applied to probabilities before the product with V, or None (OperandA.convert)."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class KvLoader:
         """Load rows of a tensor returned by `of_head`, as Mover.load."""
         mover.load(x, first_row, tile)
 
-    def beside(self, decode_tile: DecodeTile, start: Int32, keys: int, stages: int) -> KvScaleLoader:
+    def scale_loader(self, decode_tile: DecodeTile, start: Int32, keys: int, stages: int) -> KvScaleLoader:
         """Return the loader of additional data per key.
 
         Args:
@@ -70,10 +70,13 @@ class KvLoader:
         """
         return KvScaleLoader()
 
-    def turn(self, q: sm80.SmemTile, decode_tile: DecodeTile, D: Int32, element: Element, warps: int) -> None:
-        """Transform the queries in shared memory to the layout required by the product with K. All threads call `turn`.
+    def transform_queries(
+        self, q: sm80.SmemTile, decode_tile: DecodeTile, D: Int32, element: Element, warps: int
+    ) -> None:
+        """Transform the queries in shared memory to the layout required by the product with K.
 
-        The queries must be visible to all threads before the call, and are visible to all threads afterwards.
+        All threads call `transform_queries`. The queries must be visible to all threads before
+        the call, and are visible to all threads afterwards.
         """
 
     def product(self, element: Element) -> sm80.MmaProduct:
@@ -83,7 +86,7 @@ class KvLoader:
         """Return registers for P with the columns of an accumulator."""
         return OperandA.create(acc, element)
 
-    def pieces(self, output: cute.Tensor, row: int) -> list[tuple[Int32, list]]:
+    def output_columns(self, output: cute.Tensor, row: int) -> list[tuple[Int32, list]]:
         """Return the columns of an O row held by a thread.
 
         Args:

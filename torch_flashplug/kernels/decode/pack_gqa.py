@@ -35,7 +35,7 @@ class DecodeTile:
         keys.
         """
         group = Hq // Hkv
-        m_tiles = addressing.most_blocks_of_rows(group * sizes.Sq, tile_m)
+        m_tiles = addressing.max_blocks_of_rows(group * sizes.Sq, tile_m)
         number, split = cute.arch.block_idx()[0] // splits, cute.arch.block_idx()[0] % splits
         kv, tile = number // m_tiles, addressing.block_of_rows(number % m_tiles, sizes)
         first_row = tile.block * tile_m
@@ -57,13 +57,13 @@ class DecodeTile:
 
     def keys(self, blocks: BoundBlocks) -> SplitKvRange:
         """Return the KV blocks of the split."""
-        return blocks.share(self.split, self.splits)
+        return blocks.split_range(self.split, self.splits)
 
     def of_head(self, x: sm90.TmaOperand | cute.Tensor) -> sm90.TmaOperand | cute.Tensor:
         """Return the slice of K or V for the KV head."""
         return self.tile.keys(x)
 
-    def place(self, row: Int32) -> tuple[Int32, Int32]:
+    def unpack_row(self, row: Int32) -> tuple[Int32, Int32]:
         """Return the query head and the query, in the tensors, of a packed row."""
         Sq = cutlass.max(self.sizes.Sq, 1) if self.sizes.may_be_empty else self.sizes.Sq
         group = self.rows // Sq

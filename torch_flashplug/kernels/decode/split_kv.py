@@ -137,9 +137,9 @@ class SplitKvCombine:
             scale: scale of the maxima.
             score_pipeline: score stages of the kernel that computed the partial results.
             stream: CUDA stream.
-            split_size: see `added_like`.
+            split_size: see `order_splits_of`.
         """
-        rows, order_splits = partials.rows, added_like(partials.splits, split_size)
+        rows, order_splits = partials.rows, order_splits_of(partials.splits, split_size)
         rows_of_cta = cutlass.select_(order_splits >= MANY, Int32(1), Int32(WARPS))
         columns = cutlass.select_(order_splits <= FEW, Int32(WARP * QUAD), Int32(COLUMN_LANES * QUAD))
         self.kernel(mO, mLSE, partials.start, partials.splits, scale, score_pipeline.sinks, split_size).launch(
@@ -162,7 +162,7 @@ class SplitKvCombine:
         lane = cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         block, chunk, _ = cute.arch.block_idx()
-        order_splits = added_like(splits, split_size)
+        order_splits = order_splits_of(splits, split_size)
         is_few_splits, is_many_splits = order_splits <= FEW, order_splits >= MANY
         row = cutlass.select_(is_many_splits, block, block * WARPS + warp)
         lanes = cutlass.select_(is_few_splits, Int32(WARP), Int32(COLUMN_LANES))
@@ -183,14 +183,14 @@ class SplitKvCombine:
         if writes:
             index, query = row // Sq, row % Sq
             batch, head = index // Hq, index % Hq
-            lse = partial.close(sinks, head)
+            lse = partial.finalize(sinks, head)
             if column < Dv:
                 partial.write(mO[batch, head, query, None].iterator + column, self.element)
             if column == 0:
                 mLSE[batch, head, query] = lse
 
 
-def added_like(splits: Int32, split_size: Int32 | None) -> Int32:
+def order_splits_of(splits: Int32, split_size: Int32 | None) -> Int32:
     """Return the number of splits that determines the accumulation order.
 
     Splits of a fixed size (more than 0) always have the same order. In this order, empty splits behind the rest change
@@ -277,11 +277,11 @@ class PartialResult:
     def lse(self) -> Float32:
         return self.top[0] * self.scale + cute.math.log(self.total[0], fastmath=True)
 
-    def close_of(self, score_pipeline: ScorePipeline, head: Int32) -> Float32:
-        return self.close(score_pipeline.sinks, head)
+    def finalize_with_sinks(self, score_pipeline: ScorePipeline, head: Int32) -> Float32:
+        return self.finalize(score_pipeline.sinks, head)
 
     @cute.jit
-    def close(self, sinks: cute.Tensor | None, head: Int32) -> Float32:
+    def finalize(self, sinks: cute.Tensor | None, head: Int32) -> Float32:
         """Finish the sum and return the LSE.
 
         Args:
@@ -316,7 +316,7 @@ class PartialResult:
             pairs[i] = element.pack_pair(self.out[2 * i] * inverse, self.out[2 * i + 1] * inverse)
 
     @cute.jit
-    def leave(self, partials: WorkspacePartials, row: Int32, split: Int32, column: Int32):
+    def store_partial(self, partials: WorkspacePartials, row: Int32, split: Int32, column: Int32):
         """Store the columns of the normalized output, and once per row the maximum and the sum, as a partial result."""
         inverse = 0.0 if self.total[0] == 0.0 else cute.arch.rcp_approx(self.total[0])
         for i in cutlass.range_constexpr(QUAD):

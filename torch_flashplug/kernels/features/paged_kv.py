@@ -76,7 +76,7 @@ class PagedRows:
     def load(self, mover: cutlass.Constexpr[sm80.SmemCopier], first_row: Int32, tile: sm80.SmemTile):
         """Load rows from `first_row` on, a multiple of GROUP, as Mover.load, with zeros beyond the last row."""
         thread = cute.arch.lane_idx() if mover.threads == WARP else cute.arch.thread_idx()[0]
-        row, unit, step = mover.place(tile, thread)
+        row, unit, step = mover.partition(tile, thread)
         place, columns = tile.unit(row, unit), self.pool.shape[2] - unit * sm80.VECTOR
         last = cutlass.max(self.length - 1, 0) // GROUP * GROUP
         for group in cutlass.range_constexpr(0, tile.rows, max(step, GROUP)):
@@ -119,7 +119,7 @@ class PagedQuantizedKvLoader(QuantizedKvLoader):
     def load(self, mover: sm80.SmemCopier, rows: PagedRows, first_row: Int32, tile: sm80.SmemTile) -> None:
         rows.load(mover, first_row, tile)
 
-    def beside(self, part: DecodeTile, start: Int32, keys: int, stages: int) -> PagedKvScales:
+    def scale_loader(self, part: DecodeTile, start: Int32, keys: int, stages: int) -> PagedKvScales:
         numbers = self.pages.numbers[part.batch, None]
         k, v = (
             PagedRows(x[None, part.tile.kv_head, None], numbers, part.sizes.Sk) for x in (self.k_scale, self.v_scale)

@@ -155,12 +155,12 @@ class QuantizedKvLoader(KvLoader):
         pairs = cute.recast_ptr(mine.iterator, dtype=cutlass.Int16)
         return cute.make_tensor(pairs, cute.make_layout((rows, columns // 2), stride=(stride // 2, 1)))
 
-    def beside(self, part: DecodeTile, start: Int32, keys: int, stages: int) -> QuantizedKvScales:
+    def scale_loader(self, part: DecodeTile, start: Int32, keys: int, stages: int) -> QuantizedKvScales:
         k, v = (x[part.batch, part.tile.kv_head, None] for x in (self.k_scale, self.v_scale))
         return QuantizedKvScales(k, v, start, keys, stages)
 
     @cute.jit
-    def turn(
+    def transform_queries(
         self, q: sm80.SmemTile, part: DecodeTile, D: Int32, element: QuantizedKvElement, warps: cutlass.Constexpr[int]
     ):
         rows = cutlass.min(part.rows - part.first_row, q.rows)
@@ -181,7 +181,7 @@ class QuantizedKvLoader(KvLoader):
         Rotation(self.rotated, D).apply(row)
         cute.arch.sync_warp()
         for i in cutlass.range_constexpr(0, own, 2):
-            sm80.put_packed(place_of(q, r, place_of_pair(column + i)), element.pack_pair(row[i], row[i + 1]))
+            sm80.store_packed(place_of(q, r, place_of_pair(column + i)), element.pack_pair(row[i], row[i + 1]))
 
     def product(self, element: QuantizedKvElement) -> DequantizedFragment:
         scores, values = (sm80.MmaProduct.create(x.dtype) for x in (element, VALUES))
@@ -190,7 +190,7 @@ class QuantizedKvLoader(KvLoader):
     def left_operand(self, acc: cute.Tensor, element: QuantizedKvElement) -> OperandA:
         return OperandA.create(acc, VALUES)
 
-    def pieces(self, output: cute.Tensor, row: int) -> list[tuple[Int32, list]]:
+    def output_columns(self, output: cute.Tensor, row: int) -> list[tuple[Int32, list]]:
         first, columns = cute.arch.lane_idx() % 4 * WORD, range(0, cute.size(output, mode=[1]), WORD)
         return [(first + c // WORD * GROUP, [output[row, c + i] for i in (0, 2, 1, 3)]) for c in columns]
 

@@ -50,13 +50,13 @@ class VarlenFeature(KernelFeatures):
     @property
     def wanted(self) -> tuple[TileListSpec, ...]:
         """Tile lists required by the tile addressing of the kernel kind."""
-        keys, scratch = (
+        keys, workspace = (
             TileListSpec("keys", True, self.spec.tile_n),
-            TileListSpec("scratch", False, BLOCK, is_sorted=False),
+            TileListSpec("workspace", False, BLOCK, is_sorted=False),
         )
         if not self.spec.is_backward:
             return (TileListSpec("rows", False, self.spec.tile_m),)
-        return (TileListSpec("rows", False, WARPGROUP), keys, scratch) if self.spec.in_parts else (keys, scratch)
+        return (TileListSpec("rows", False, WARPGROUP), keys, workspace) if self.spec.in_parts else (keys, workspace)
 
     def given(self, call: object) -> VarlenInputs:
         return VarlenInputs(call.lengths.cu_q, call.lengths.cu_k, call.lengths.used_k, call.q.shape[2], call.k.shape[2])

@@ -133,7 +133,7 @@ class MaskMetadata:
             return made
         of_masked, of_whole = (self.start + (turns + kind * Int64(R) * room) for kind in range(2))
         return replace(
-            made, masked_turn=cute.make_tensor(of_masked, index), whole_turn=cute.make_tensor(of_whole, index)
+            made, partial_rank=cute.make_tensor(of_masked, index), full_rank=cute.make_tensor(of_whole, index)
         )
 
     def vector(self, place: int) -> cute.Tensor:
@@ -326,7 +326,7 @@ class MaskPreprocess:
             listed_rows: query rows of a block, or 0 for lists of query blocks.
         """
         stride, there, count = steps
-        lane, start = cute.arch.lane_idx(), Int64(line) * lists.masked.shape[1]
+        lane, start = cute.arch.lane_idx(), Int64(line) * lists.partial.shape[1]
         before = (1 << lane) - 1
         masked, whole = Int32(0), Int32(0)
         for begin in cutlass.range(0, count, WARP, unroll=1):
@@ -340,17 +340,17 @@ class MaskPreprocess:
                     entry = nth | (seen >> half & (1 << TALL // TILE) - 1) << FLAGS
             hides, shows = (cute.arch.vote_ballot_sync(kind == one) for one in (MASKED, WHOLE))
             if kind == MASKED:
-                cute.arch.store(lists.masked.iterator + (start + masked + cute.arch.popc(hides & before)), entry)
+                cute.arch.store(lists.partial.iterator + (start + masked + cute.arch.popc(hides & before)), entry)
             if kind == WHOLE:
-                cute.arch.store(lists.whole.iterator + (start + whole + cute.arch.popc(shows & before)), nth)
+                cute.arch.store(lists.full.iterator + (start + whole + cute.arch.popc(shows & before)), nth)
             masked, whole = masked + cute.arch.popc(hides), whole + cute.arch.popc(shows)
         if lane == 0:
             if masked + whole == 0:  # block iterators read the first entry even of an empty list
-                cute.arch.store(lists.masked.iterator + start, Int32(0))
-                cute.arch.store(lists.whole.iterator + start, Int32(0))
+                cute.arch.store(lists.partial.iterator + start, Int32(0))
+                cute.arch.store(lists.full.iterator + start, Int32(0))
                 masked = Int32(1 if listed_rows > 0 else 0)
-            cute.arch.store(lists.masked_count.iterator + line, masked)
-            cute.arch.store(lists.whole_count.iterator + line, whole)
+            cute.arch.store(lists.partial_count.iterator + line, masked)
+            cute.arch.store(lists.full_count.iterator + line, whole)
 
 
 class AccumulationRanks:
@@ -375,8 +375,8 @@ class AccumulationRanks:
         lists = digested.lists(True, ordered=True)
         line, part, _ = cute.arch.block_idx()
         entry = part * WARPGROUP + cute.arch.thread_idx()[0]
-        self.count_later(digested, line, entry, lists.masked_count, lists.masked, lists.masked_turn)
-        self.count_later(digested, line, entry, lists.whole_count, lists.whole, lists.whole_turn)
+        self.count_later(digested, line, entry, lists.partial_count, lists.partial, lists.partial_rank)
+        self.count_later(digested, line, entry, lists.full_count, lists.full, lists.full_rank)
 
     @cute.jit
     def count_later(

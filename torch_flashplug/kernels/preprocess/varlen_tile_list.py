@@ -16,7 +16,7 @@ from ..primitives.fragments import target_from
 from ..primitives.vector_access import vector_at
 from ..tiling.block_iterator import BlockIterator
 from ..tiling.tile import Tile
-from ..tiling.varlen import ENTRY, MOST_WORTH, VarlenAddressing, VarlenSeqlenInfo, VarlenTileList
+from ..tiling.varlen import ENTRY, MAX_RELATIVE_WORK, VarlenAddressing, VarlenSeqlenInfo, VarlenTileList
 
 THREADS, CLASSES = 1024, 1024
 WARPS = THREADS // WARP
@@ -186,7 +186,7 @@ class TileListBuilder:
             cute.arch.sync_threads()
             self.begin_classes()
         self.go_over(first, scratch, placing=True)
-        self.fill(cutlass.min(cutlass.max(total, 0), self.made.room()))
+        self.fill(cutlass.min(cutlass.max(total, 0), self.made.capacity()))
 
     @cute.jit
     def begin_classes(self):
@@ -202,7 +202,9 @@ class TileListBuilder:
         place, all_work = before + upto - found, warp_sum(self.work[self.lane])
         self.counts[mine] = place
         if (place == 0) & (found > 0):
-            cute.arch.store(self.made.head.iterator + 1, Int32(cute.arch.fmin(all_work / one, float(MOST_WORTH))))
+            cute.arch.store(
+                self.made.header.iterator + 1, Int32(cute.arch.fmin(all_work / one, float(MAX_RELATIVE_WORK)))
+            )
         cute.arch.sync_threads()
 
     @cute.jit
@@ -274,7 +276,7 @@ class TileListBuilder:
                 before = cute.arch.popc(lanes & ((Int32(1) << self.lane) - 1))
                 place = cute.arch.shuffle_sync(place, 0) + before
         if cutlass.const_expr(placing):
-            if there & (place >= 0) & (place < self.made.room()):
+            if there & (place >= 0) & (place < self.made.capacity()):
                 self.store(place, entry)
 
     def places(self, kind: Int32, count: Int32) -> Int32:
@@ -286,19 +288,19 @@ class TileListBuilder:
         rows, keys = (met, length) if self.wanted.of_keys else (length, met)
         tile = Tile(block, None, None, VarlenSeqlenInfo(rows, keys, cutlass.max(keys, 1)))
         if self.wanted.of_keys:
-            work, total = self.walk.at(tile.sizes, BLOCK, self.wanted.size).queries(tile).total(1), self.given.rows
+            work, total = self.walk.bind(tile.sizes, BLOCK, self.wanted.size).queries(tile).total(1), self.given.rows
         else:
-            work, total = self.walk.at(tile.sizes, self.wanted.size, BLOCK).keys(tile).count, self.given.keys
+            work, total = self.walk.bind(tile.sizes, self.wanted.size, BLOCK).keys(tile).count, self.given.keys
         unit = cute.ceil_div(cute.ceil_div(total, BLOCK), CLASSES)
         return cutlass.min(work // cutlass.max(unit, 1), CLASSES - 1)
 
     @cute.jit
     def fill(self, total: Int32):
         """Fill the list behind the last tile with entries without rows."""
-        for place in cutlass.range(total + self.thread, self.made.room(), THREADS, unroll=1):
+        for place in cutlass.range(total + self.thread, self.made.capacity(), THREADS, unroll=1):
             self.store(place, (0, 0, 0, 0, 0, 0, 0, 1))
         if self.thread == 0:
-            cute.arch.store(self.made.head.iterator, total)
+            cute.arch.store(self.made.header.iterator, total)
 
     def store(self, place: Int32, entry: tuple[Int32 | int, ...]) -> None:
         values = cute.make_rmem_tensor((ENTRY,), Int32)

@@ -67,9 +67,9 @@ class SmemTile:
         swizzle = row % 8 if self.panel == WIDE else row // 2 % 4
         return self.start + row * self.row_bytes + (unit ^ swizzle) * VECTOR_BYTES
 
-    def moved(self, away: Int32 | int) -> SmemTile:
-        """Return an equal tile, `away` bytes further on."""
-        return SmemTile(self.start + away, self.rows, self.columns)
+    def at_offset(self, num_bytes: Int32 | int) -> SmemTile:
+        """Return an equal tile, `num_bytes` further on."""
+        return SmemTile(self.start + num_bytes, self.rows, self.columns)
 
     def offset(self, row: int, column: int) -> int:
         """Return the offset from a lane's address to a row of a slab and the panel that holds the column."""
@@ -111,7 +111,7 @@ class LdmatrixView:
         addresses = tuple(start ^ (32 * pair) for pair in range(tile.panel // PAIR))
         return cls(tile, addresses, cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transposed, 4), dtype))
 
-    def over(self, tile: SmemTile, transposed: bool) -> LdmatrixView:
+    def retarget(self, tile: SmemTile, transposed: bool) -> LdmatrixView:
         """Return a view of the same locations in a second tile with equally wide panels.
 
         If `transposed` differs, rows and columns are exchanged: an operand A becomes operands B. All addresses derive
@@ -126,16 +126,16 @@ class LdmatrixView:
             tile, addresses, cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transposed, 4), self.atom.value_type)
         )
 
-    def beside(self, tile: SmemTile) -> LdmatrixView:
+    def rebase(self, tile: SmemTile) -> LdmatrixView:
         """Return a view of the same locations in a tile at a constant distance."""
         away = tile.start - self.tile.start
         return LdmatrixView(tile, tuple(a + away for a in self.addresses), self.atom)
 
-    def below(self, rows: Int32) -> LdmatrixView:
+    def skip_rows(self, rows: Int32) -> LdmatrixView:
         """Return a view in which rows count from `rows` on, a multiple of 8."""
         return LdmatrixView(self.tile, tuple(a + rows * self.tile.row_bytes for a in self.addresses), self.atom)
 
-    def share(self, nth: Int32, pairs: int) -> LdmatrixView:
+    def panel_slice(self, nth: Int32, pairs: int) -> LdmatrixView:
         """Return a view of part number `nth` of every panel row, where a part has `pairs` pairs of units.
 
         Columns count from the start of the part.
@@ -233,7 +233,7 @@ class SmemCopier:
     element: Element
     elementwise: bool  # copy element by element, for any addresses and strides
 
-    def place(self, tile: SmemTile, thread: Int32) -> tuple[Int32, Int32, int]:
+    def partition(self, tile: SmemTile, thread: Int32) -> tuple[Int32, Int32, int]:
         """Return the thread's row and unit, and the number of rows to the thread's next row."""
         units = tile.panel // VECTOR
         return thread // units, thread % units, self.threads // units
@@ -249,7 +249,7 @@ class SmemCopier:
             all_rows_exist: True if all rows of the tile exist in gX.
         """
         thread = cute.arch.lane_idx() if self.threads == WARP else cute.arch.thread_idx()[0]
-        row, unit, step = self.place(tile, thread)
+        row, unit, step = self.partition(tile, thread)
         unit_address, source = tile.unit(row, unit), first_row + row
         if cutlass.const_expr(self.elementwise):
             # The loop is not unrolled: eight loads in flight are enough for the registers.
@@ -291,7 +291,7 @@ class SmemCopier:
             store_elements(values, gX, row)
         else:
             cute.arch.sync_warp()  # all lanes have finished reading the slab
-            put_share(acc, tile, slab * SLAB, 0, tile.panel // PAIR, self.element)
+            store_panel_slice(acc, tile, slab * SLAB, 0, tile.panel // PAIR, self.element)
             cute.arch.sync_warp()
             lane, units = cute.arch.lane_idx(), tile.panel // VECTOR
             r0, unit = lane // units, lane % units
@@ -305,9 +305,9 @@ class SmemCopier:
                         cute.autovec_copy(shared_vector(start + p * tile.panel_bytes, self.element.dtype), target)
 
     @cute.jit
-    def unload(self, tile: SmemTile, gX: cute.Tensor, first_row: Int32):
+    def store_tile(self, tile: SmemTile, gX: cute.Tensor, first_row: Int32):
         """Store a tile to the existing rows of gX from `first_row` on."""
-        row, unit, step = self.place(tile, cute.arch.thread_idx()[0])
+        row, unit, step = self.partition(tile, cute.arch.thread_idx()[0])
         rows, columns = gX.shape
         for r in cutlass.range(row, tile.rows, step, unroll=1):
             for p in cutlass.range_constexpr(tile.columns // tile.panel):
@@ -364,7 +364,7 @@ def store_elements(values: cute.Tensor, gX: cute.Tensor, row: Int32):
                 gX[coord] = values[r, c].to(gX.element_type)
 
 
-def put_share(
+def store_panel_slice(
     acc: cute.Tensor, tile: SmemTile, first_row: Int32, nth: Int32 | int, pairs: int, element: Element
 ) -> None:
     """Write a warp's 16 rows in 16 bits into part number `nth` of every panel of a tile.
@@ -378,31 +378,31 @@ def put_share(
             for r in range(2):
                 c = 2 * (p * 2 * pairs + u)
                 pair_address = start + tile.offset(8 * r, p * tile.panel)
-                put_packed(pair_address, element.pack_pair(values[r, c], values[r, c + 1]))
+                store_packed(pair_address, element.pack_pair(values[r, c], values[r, c + 1]))
 
 
-def put_operand(weights: OperandA, tile: SmemTile, first_row: Int32, first: int) -> None:
+def store_operand(weights: OperandA, tile: SmemTile, first_row: Int32, first: int) -> None:
     """Write a warp's 16 rows, already in 16 bits, into a tile with a single panel, from column `first` on."""
     lane = cute.arch.lane_idx()
     start = tile.unit(first_row + lane // 4, 0) + lane % 4 * 4
     for i in range(cute.size(weights.pairs)):
-        put_packed((start ^ (first * 2 + i // 2 * VECTOR_BYTES)) + tile.offset(i % 2 * 8, 0), weights.pairs[i])
+        store_packed((start ^ (first * 2 + i // 2 * VECTOR_BYTES)) + tile.offset(i % 2 * 8, 0), weights.pairs[i])
 
 
-def put_packed(address: Int32, pair: Int32) -> None:
+def store_packed(address: Int32, pair: Int32) -> None:
     """Write two elements into shared memory."""
     cute.arch.store(cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=4), pair)
 
 
 @cute.jit
-def arrive(later: cutlass.Constexpr[int] = 0):
-    """Wait for all copies into shared memory, except for the last `later` groups, and synchronize the CTA.
+def wait_for_copies(num_pending: cutlass.Constexpr[int] = 0):
+    """Wait for all copies into shared memory, except for the last `num_pending` groups, and synchronize the CTA.
 
-    Every thread calls `arrive`. Afterwards the copied data is visible to all threads, and no thread still reads the
-    previous data.
+    Every thread calls `wait_for_copies`. Afterwards the copied data is visible to all threads, and no thread still
+    reads the previous data.
     """
     cute.arch.cp_async_commit_group()
-    cute.arch.cp_async_wait_group(later)
+    cute.arch.cp_async_wait_group(num_pending)
     cute.arch.sync_threads()
 
 
@@ -421,11 +421,11 @@ def add_quad(target: Int64, quad: tuple[Float32, ...]) -> None:
 
 
 @cute.jit
-def wait_for_turn(counter: cute.Pointer, expected: Int32):
+def spin_until_count(counter: cute.Pointer, expected: Int32):
     """Wait until a counter reaches `expected`.
 
-    In contrast to scratch.wait_for_count, there is no load ahead of the loop. With such a load, the ordered backward of
-    D 192 spills registers.
+    In contrast to workspace.wait_for_count, there is no load ahead of the loop. With such a load, the deterministic
+    backward of D 192 spills registers.
     """
     while cute.arch.load(counter, Int32, sem="acquire", scope="gpu") < expected:
         pass

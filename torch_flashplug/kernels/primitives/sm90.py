@@ -50,7 +50,7 @@ class Pipeline:
         barriers = smem.allocate_array(cutlass.Int64, 2 * stages)
         return cls(barriers, barriers + stages, stages, stage_bytes)
 
-    def part(self, index: Int32, stages: int) -> Pipeline:
+    def sub_pipeline(self, index: Int32, stages: int) -> Pipeline:
         """Return pipeline number `index` of several pipelines created together.
 
         Args:
@@ -170,23 +170,23 @@ class TmaLoadConfig:
     element: Element
     rows: int
     columns: int
-    slots: int
+    stages: int
     layout: cute.ComposedLayout  # (rows, columns, stage)
 
     @classmethod
-    def create(cls, element: Element, rows: int, columns: int, slots: int, major: str = "rows") -> TmaLoadConfig:
+    def create(cls, element: Element, rows: int, columns: int, stages: int, major: str = "rows") -> TmaLoadConfig:
         """Create the configuration.
 
         Args:
             element: element type of the operand.
             rows: rows of a box.
             columns: columns of a box.
-            slots: stages in shared memory.
+            stages: stages in shared memory.
             major: "rows" or "columns", the direction in which elements are contiguous in global memory.
         """
         order = {"rows": LayoutEnum.ROW_MAJOR, "columns": LayoutEnum.COL_MAJOR}[major]
         sizes = (ROWS_PER_WARPGROUP, rows, columns)
-        return cls(element, rows, columns, slots, hopper.make_smem_layout_b(order, sizes, element.dtype, slots))
+        return cls(element, rows, columns, stages, hopper.make_smem_layout_b(order, sizes, element.dtype, stages))
 
     @property
     def bytes(self) -> int:
@@ -198,7 +198,7 @@ class TmaLoadConfig:
         stage_layout, box = cute.slice_(self.layout, (None, None, 0)), (self.rows, self.columns)
         return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), m, stage_layout, box)
 
-    def ring(self, smem: cutlass.memory.SmemAllocator, boxes: int = 1, more_bytes: int = 0) -> Pipeline:
+    def create_pipeline(self, smem: cutlass.memory.SmemAllocator, boxes: int = 1, more_bytes: int = 0) -> Pipeline:
         """Create a pipeline for the stages of the operand.
 
         Args:
@@ -206,7 +206,7 @@ class TmaLoadConfig:
             boxes: boxes per pipeline stage.
             more_bytes: bytes of further data landing together with the boxes of a stage.
         """
-        return Pipeline.create(smem, self.slots // boxes, boxes * self.bytes + more_bytes)
+        return Pipeline.create(smem, self.stages // boxes, boxes * self.bytes + more_bytes)
 
     def buffer(self, smem: cutlass.memory.SmemAllocator) -> cute.Tensor:
         return smem.allocate_tensor(self.element.dtype, self.layout.outer, 1024, self.layout.inner)
@@ -328,16 +328,16 @@ class DynamicTileScheduler:
     Every tile is followed by exactly one fetch. Fetch number `total` is therefore the last fetch, and the warp behind
     this fetch resets the counter to zero. A launch leaves the counter unchanged, and the host never clears it.
 
-    In kernels whose tiles wait for earlier tiles, a CTA fetches the first tile, too (`first_drawn`). Every tile before
-    a fetched tile then belongs to a running CTA. If the first tiles were assigned statically, an earlier tile could
-    belong to a CTA waiting for an SM forever.
+    In kernels whose tiles wait for earlier tiles, a CTA fetches the first tile, too (`fetches_first_tile`). Every tile
+    before a fetched tile then belongs to a running CTA. If the first tiles were assigned statically, an earlier tile
+    could belong to a CTA waiting for an SM forever.
     """
 
     counter: cute.Pointer  # global Int32
-    mail: cute.Tensor  # (MAIL_SLOTS,) Int32 in shared memory
-    ring: Pipeline  # pipeline of the tile indices
+    tile_indices: cute.Tensor  # (TILE_INDEX_STAGES,) Int32 in shared memory
+    pipeline: Pipeline  # pipeline of the tile indices
     total: Int32
-    first_drawn: bool = False
+    fetches_first_tile: bool = False
 
     @cute.jit
     def fetch_next(self) -> Int32:
@@ -359,27 +359,27 @@ class DynamicTileScheduler:
         """
         counter_value = cute.arch.shuffle_sync(counter_value, 0)
         last = self.total - 1
-        if cutlass.const_expr(self.first_drawn):
+        if cutlass.const_expr(self.fetches_first_tile):
             last += cute.arch.grid_dim()[0]
         # All lanes store. With a branch for a single lane, ptxas lays out every wait of the kernel worse (-2 %).
         if counter_value == last:
             cute.arch.store(self.counter, Int32(0))
         number = counter_value
-        if cutlass.const_expr(not self.first_drawn):
+        if cutlass.const_expr(not self.fetches_first_tile):
             number = cute.arch.grid_dim()[0] + counter_value
-        self.ring.producer_wait(nth)
+        self.pipeline.producer_wait(nth)
         with cute.arch.elect_one():
-            self.mail[self.ring.stage_index(nth)] = number
-            cute.arch.mbarrier_arrive(self.ring.arrival(nth))
+            self.tile_indices[self.pipeline.stage_index(nth)] = number
+            cute.arch.mbarrier_arrive(self.pipeline.arrival(nth))
         return number
 
     @cute.jit
     def receive(self, nth: Int32) -> Int32:
         """Receive the tile index of tile number `nth` of the CTA (consumer warp)."""
-        self.ring.consumer_wait(nth)
-        number = self.mail[self.ring.stage_index(nth)]
+        self.pipeline.consumer_wait(nth)
+        number = self.tile_indices[self.pipeline.stage_index(nth)]
         cute.arch.sync_warp()
-        self.ring.consumer_release(nth)
+        self.pipeline.consumer_release(nth)
         return cute.arch.make_warp_uniform(number)
 
 

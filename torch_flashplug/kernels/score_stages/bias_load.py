@@ -40,13 +40,13 @@ class BiasTileLayout:
     transposed: bool  # True in a backward, whose scores are (keys, queries)
 
     @classmethod
-    def of(cls, form: ScoreLayout, dtype: type[cutlass.Numeric]) -> BiasTileLayout:
+    def for_warpgroup(cls, form: ScoreLayout, dtype: type[cutlass.Numeric]) -> BiasTileLayout:
         """Return the tile sizes of a warpgroup's part of a block."""
         sizes = (sm90.ROWS_PER_WARPGROUP, form.columns)
         return cls(dtype, *(reversed(sizes) if form.transposed else sizes), form.transposed)
 
     @property
-    def roomy(self) -> bool:
+    def has_spare_registers(self) -> bool:
         """True if the producer warp has registers for several copies at once."""
         return not self.transposed
 
@@ -129,7 +129,7 @@ class BiasTileLayout:
         """
         by_row = Int64(bias.stride[2])
         by_row = Int32(by_row) | Int32(by_row >> 32)
-        return (by_row if self.roomy else opaque(by_row)) == 0
+        return (by_row if self.has_spare_registers else opaque(by_row)) == 0
 
     def tma(self, bias: cute.Tensor) -> tuple[cute.CopyAtom, cute.Tensor]:
         """Return the TMA atom that loads tiles of a bias (B, Hq, Sq, Sk), and its coordinates (Sq, Sk, Hq, B).
@@ -147,7 +147,7 @@ class BiasTileLayout:
         op, size = cpasync.CopyBulkTensorTileG2SOp(), (self.rows, self.columns)
         return cpasync.make_tiled_tma_atom(op, sm90.rows_first(m), self.swizzled, size)
 
-    def in_units(self, bias: cute.Tensor) -> cutlass.Boolean:
+    def is_unit_aligned(self, bias: cute.Tensor) -> cutlass.Boolean:
         """Return True if every row begins at a unit."""
         low = Int32(bias.iterator.toint() & (COPY_UNIT - 1))
         for stride in bias.stride[:3]:
@@ -193,7 +193,7 @@ class BiasPlane:
     ):  # fmt: skip
         """Load the tile at a row and a column of tiles, executed by the producer warp."""
         tiles, (_, _, queries, keys) = self.tiles, self.bias.shape
-        if tiles.in_units(self.bias):
+        if tiles.is_unit_aligned(self.bias):
             if tiles.is_one_row(self.bias):
                 pipeline.producer_wait(count)
                 self.copy_row(column, tiles.tile(stage))
@@ -209,7 +209,7 @@ class BiasPlane:
             query, key = row * tiles.rows, column * tiles.columns
             # Inside of the bias every unit exists, including the unit behind each row, and no unit is cut off.
             inside = (query + tiles.rows <= queries) & (key + tiles.pitch <= keys)
-            if cutlass.const_expr(not tiles.roomy):
+            if cutlass.const_expr(not tiles.has_spare_registers):
                 self.copy_rows(query, key, stage, is_inside=False)
             elif inside:
                 self.copy_rows(query, key, stage, is_inside=True)
@@ -255,7 +255,7 @@ class BiasPlane:
         address = self.start + (Int64(row) * self.stride + key) * tiles.element_bytes + unit * COPY_UNIT
         num_bytes = cutlass.min(keys - key, tiles.columns) * tiles.element_bytes - unit * COPY_UNIT
         num_rows = queries - row
-        for i in cutlass.range(tiles.rows // step, unroll=4 if tiles.roomy else 1):
+        for i in cutlass.range(tiles.rows // step, unroll=4 if tiles.has_spare_registers else 1):
             size = Int32(COPY_UNIT)
             if cutlass.const_expr(not is_inside):
                 size = cutlass.min(cutlass.max(num_bytes + (Int32(address) & (COPY_UNIT - 1)), 0), COPY_UNIT)

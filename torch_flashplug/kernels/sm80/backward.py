@@ -40,7 +40,7 @@ from ..features.base import KernelFeatures
 from ..primitives import fragments, sm80
 from ..primitives.vector_access import QUAD
 from ..score_stages.pipeline import ScoreCoord, ScorePipeline
-from ..tiling.backward_tile_scheduler import BackwardTileScheduler, heads_in_turn
+from ..tiling.backward_tile_scheduler import BackwardTileScheduler, kv_heads_per_l2_group
 from ..tiling.block_iterator import BlockIterator, QueryBlockRange, QueryBlockStep
 from ..tiling.seqlen_info import SeqlenInfo
 from ..tiling.tile import Tile, TileAddressing
@@ -70,7 +70,7 @@ class QueryStages:
 
     def stage_index(self, tile: sm80.SmemTile, nth: Int32) -> sm80.SmemTile:
         """Return a tile of stage `nth`, given the tile of stage 0."""
-        return tile.moved(nth * self.stage_bytes)
+        return tile.at_offset(nth * self.stage_bytes)
 
     def load_q(self, head: Int32, block: Int32, nth: Int32) -> None:
         """Start the load of a block of Q with its LSE and delta into stage `nth`."""
@@ -145,10 +145,10 @@ class DqProduct:
                 order.
         """
         k, ds = self.right.tile, self.left.tile
-        accs = self.multiply(self.left.over(ds.moved(slot * ds.bytes), True))
+        accs = self.multiply(self.left.retarget(ds.at_offset(slot * ds.bytes), True))
         counter = self.scratch.turn(block * UNITS)
         if cutlass.const_expr(turn is not None):
-            sm80.wait_for_turn(counter, turn)
+            sm80.spin_until_count(counter, turn)
         start = self.scratch.unit(block * UNITS).toint() + cute.arch.lane_idx() * (QUAD * FP32_BYTES)
         for p in cutlass.range_constexpr(k.columns // k.panel):
             for u in cutlass.range_constexpr(self.pairs):
@@ -253,7 +253,7 @@ class StepContext:
 
     def hold(self, slabs: int) -> tuple[ScorePipeline, ...]:
         """Return the score stages with registers, for each of `slabs` slabs of keys."""
-        return tuple(self.chain.hold(HALF) for _ in range(slabs))
+        return tuple(self.chain.allocate_registers(HALF) for _ in range(slabs))
 
     def place_of(self, slab: int, first: int) -> ScoreCoord:
         """Return the place of slab `slab` and of the queries from `first` on."""
@@ -303,8 +303,8 @@ class BackwardSm80(BackwardCall):
         # Bytes per query row: Q, dO and dQ in fp32.
         row_bytes = (self.d + self.dv) * self.element.bytes + self.d * FP32_BYTES
         num_ctas = call.num_ctas if self.in_order else None
-        bound = walk.at(SeqlenInfo(call.q.shape[2], Sk), self.tile_m, self.tile_n)
-        section = heads_in_turn(bound, group, B * Hkv, row_bytes, num_ctas)
+        bound = walk.bind(SeqlenInfo(call.q.shape[2], Sk), self.tile_m, self.tile_n)
+        section = kv_heads_per_l2_group(bound, group, B * Hkv, row_bytes, num_ctas)
         everything = WorkspaceLayout(B * Hkv, group, num_n_blocks)
         sums = (call.rows, call.scratch)
         self.seams.launch_preprocess(call, stream)
@@ -331,7 +331,7 @@ class BackwardSm80(BackwardCall):
         """Compute dK and dV of a block of keys, and add dQ to the workspace."""
         B, Hkv, Sk, _ = tensors.k.shape
         Hq, Sq = tensors.q.shape[1], tensors.q.shape[2]
-        bound = walk.at(SeqlenInfo(Sq, Sk), self.tile_m, self.tile_n)
+        bound = walk.bind(SeqlenInfo(Sq, Sk), self.tile_m, self.tile_n)
         order = BackwardTileScheduler(True, cute.ceil_div(Sk, self.tile_n), Hkv, B * Hkv, section, bound, self.in_order)
         tile = pieces.of_keys(order, bound.sizes).tile(cute.arch.block_idx()[0])
         first_key = tile.block * self.tile_n
@@ -357,15 +357,15 @@ class BackwardSm80(BackwardCall):
             self.step_together(order, queries, tiles, scratch, keys, scales, chain)
         else:
             self.step_apart(order, queries, tiles, scratch, keys, scales, chain)
-        sm80.arrive()
-        mover.unload(k, tile.rows(tensors.dk), first_key)
-        mover.unload(v, tile.rows(tensors.dv), first_key)
+        sm80.wait_for_copies()
+        mover.store_tile(k, tile.rows(tensors.dk), first_key)
+        mover.store_tile(v, tile.rows(tensors.dv), first_key)
 
     def turn(
         self, order: BackwardTileScheduler, n_block: Int32, run: QueryBlockRange, step: QueryBlockStep
     ) -> Int32 | None:
         """Return how many warp adds to the queries of a step come before this CTA's, or None if there is no order."""
-        return order.turn(n_block, run.at(step), step.j) * self.warps if self.in_order else None
+        return order.accumulation_rank(n_block, run.range_of(step), step.j) * self.warps if self.in_order else None
 
     def gradient(self, tiles: BackwardSmem, scratch: DqWorkspace, warp: Int32) -> DqProduct:
         """Return the part of dQ of a warp.
@@ -377,10 +377,10 @@ class BackwardSm80(BackwardCall):
         parts = min(4, k.panel // sm80.PAIR) if self.warps == 8 else 2  # parts of the columns
         slabs = self.tile_m // SLAB * parts // self.warps
         pairs = k.panel // sm80.PAIR // parts
-        left = sm80.LdmatrixView.create(tiles.weights, self.element.dtype, "A", transposed=True).share(
+        left = sm80.LdmatrixView.create(tiles.weights, self.element.dtype, "A", transposed=True).panel_slice(
             warp // parts, slabs
         )
-        right = sm80.LdmatrixView.create(k, self.element.dtype, "B", transposed=True).share(warp % parts, pairs)
+        right = sm80.LdmatrixView.create(k, self.element.dtype, "B", transposed=True).panel_slice(warp % parts, pairs)
         product = sm80.MmaProduct.create(self.element.dtype)
         return DqProduct(product, left, right, slabs, pairs, scratch, warp // parts * slabs, warp % parts)
 
@@ -394,7 +394,9 @@ class BackwardSm80(BackwardCall):
         """
         mine = sm80.LdmatrixView.create(k, self.element.dtype, "A", first_row=slab * SLAB)
         rows = sm80.LdmatrixView.create(k, self.element.dtype, "B", first_row=half * HALF)
-        columns = sm80.LdmatrixView.create(k, self.element.dtype, "A").share(part, k.panel // sm80.PAIR // self.parts)
+        columns = sm80.LdmatrixView.create(k, self.element.dtype, "A").panel_slice(
+            part, k.panel // sm80.PAIR // self.parts
+        )
         dK, dV = (tuple(sm80.accumulator(c // self.parts) for _ in range(SLABS)) for c in (self.d, self.dv))
         return WarpState(sm80.MmaProduct.create(self.element.dtype), mine, rows, columns, dK, dV)
 
@@ -423,7 +425,7 @@ class BackwardSm80(BackwardCall):
         queries.load_q(step.head, step.block, Int32(0))
         queries.load_do(step.head, step.block, Int32(0))
         for i in cutlass.range(total, unroll=1):
-            sm80.arrive()
+            sm80.wait_for_copies()
             later = run.after(step, i + 1 < total)
             if i + 1 < total:
                 queries.load_q(later.head, later.block, 1 - i % 2)
@@ -437,10 +439,10 @@ class BackwardSm80(BackwardCall):
                 self.step_in_pairs(my, queries, tiles, i % 2, here, scale_log2, first_slab, part)
             last, last_step = (keys.heads_before + step.head) * scratch.num_m_blocks + step.block, step
             step = later
-        sm80.arrive()
+        sm80.wait_for_copies()
         if total > 0:
             gradient.add((total - 1) % 2, last, self.turn(order, keys.tile.block, run, last_step))
-        sm80.arrive()
+        sm80.wait_for_copies()
         self.put(my, tiles, first_slab * SLAB, scales, chain, part)
 
     def put(
@@ -459,7 +461,7 @@ class BackwardSm80(BackwardCall):
                 if factor is not None:
                     acc.store(acc.load() * factor)
                 pairs = tile.panel // sm80.PAIR // self.parts
-                sm80.put_share(acc, tile, first_row + s * SLAB, part, pairs, self.element)
+                sm80.store_panel_slice(acc, tile, first_row + s * SLAB, part, pairs, self.element)
 
     @cute.jit
     def weigh(
@@ -476,7 +478,7 @@ class BackwardSm80(BackwardCall):
         for s in cutlass.range_constexpr(len(scores)):
             exponentiate(fragments.rows_and_columns(scores[s]), lse, scale_log2)
             P.append(fragments.OperandA.create(scores[s], self.element))
-            P[s].take(scores[s], chains[s].at(here.place).kept(masked=True))
+            P[s].convert(scores[s], chains[s].set_tile(here.place).dropout_select(masked=True))
         return P
 
     def ask(
@@ -488,7 +490,7 @@ class BackwardSm80(BackwardCall):
         directly before `apply`.
         """
         for s, acc in enumerate(scores):
-            chain = chains[s].at(here.place_of(s, first))
+            chain = chains[s].set_tile(here.place_of(s, first))
             chain.begin(here.block, masked)
             chain.prepare_stage(here.block, masked)
             chain.apply(fragments.rows_and_columns(acc), here.block, masked)
@@ -502,10 +504,10 @@ class BackwardSm80(BackwardCall):
         dS = []
         for s in cutlass.range_constexpr(len(P)):
             slopes = fragments.rows_and_columns(dP[s])
-            chains[s].at(here.place).apply_backward(slopes, masked=True)
+            chains[s].set_tile(here.place).apply_backward(slopes, masked=True)
             differentiate(fragments.rows_and_columns(P[s]), slopes, delta, slopes)
             dS.append(fragments.OperandA.create(dP[s], self.element))
-            dS[s].take(dP[s])
+            dS[s].convert(dP[s])
         return dS
 
     @cute.jit
@@ -517,22 +519,22 @@ class BackwardSm80(BackwardCall):
         """Add a block of queries to the warp's dK and dV, and write the warp's dS to shared memory."""
         k, v, weights = tiles.k, tiles.v, tiles.weights
         q, do = queries.stage_index(queries.q, slot), queries.stage_index(queries.do, slot)
-        target = weights.moved(slot * weights.bytes)
+        target = weights.at_offset(slot * weights.bytes)
         for first in cutlass.range_constexpr(0, self.tile_m, HALF):
             S, dP = (tuple(sm80.accumulator(HALF) for _ in range(SLABS)) for _ in range(2))
             zero = fragments.zero_of(slot)
-            keys, rows = my.keys.over(k.moved(zero), False), my.rows.over(q, False)
+            keys, rows = my.keys.retarget(k.at_offset(zero), False), my.rows.retarget(q, False)
             my.product.scores(S, keys, rows, first)
             chains = here.hold(SLABS)
             P = self.weigh(S, queries.facts(0, slot, first), here, chains, first, scale_log2)
-            columns = my.columns.over(q, True)
+            columns = my.columns.retarget(q, True)
             for query in cutlass.range_constexpr(0, HALF, SLAB):
                 lefts = tuple(x.fragment[None, 0, query // SLAB] for x in P)
-                my.product.accumulate(my.dV, lefts, columns.beside(do), first + query)
-            my.product.scores(dP, keys.beside(v.moved(zero)), rows.beside(do), first)
+                my.product.accumulate(my.dV, lefts, columns.rebase(do), first + query)
+            my.product.scores(dP, keys.rebase(v.at_offset(zero)), rows.rebase(do), first)
             dS = self.slope(S, dP, queries.facts(1, slot, first), here, chains)
             for s in cutlass.range_constexpr(SLABS):
-                sm80.put_operand(dS[s], target, (first_slab + s) * SLAB, first)
+                sm80.store_operand(dS[s], target, (first_slab + s) * SLAB, first)
             for query in cutlass.range_constexpr(0, HALF, SLAB):
                 lefts = tuple(x.fragment[None, 0, query // SLAB] for x in dS)
                 my.product.accumulate(my.dK, lefts, columns, first + query)
@@ -549,21 +551,23 @@ class BackwardSm80(BackwardCall):
         and then dS in the same place, cross shared memory.
         """
         q, do = queries.stage_index(queries.q, slot), queries.stage_index(queries.do, slot)
-        rows, target = my.rows.over(q, False), tiles.weights.moved(slot * tiles.weights.bytes)
+        rows, target = my.rows.retarget(q, False), tiles.weights.at_offset(slot * tiles.weights.bytes)
         S, dP = (tuple(sm80.accumulator(HALF) for _ in range(SLABS)) for _ in range(2))
         my.product.scores(S, my.keys, rows)
         chains = here.hold(SLABS)
         P = self.weigh(S, queries.facts(0, slot, half * HALF), here, chains, 0, scale_log2)
         for s in cutlass.range_constexpr(SLABS):
-            sm80.put_operand(P[s], target, (first_slab + s) * SLAB, half * HALF)
-        left = sm80.LdmatrixView.create(target, self.element.dtype, "A", first_row=first_slab * SLAB).share(1 - half, 2)
-        self.accumulate_halves(my, my.dV, P, left, my.columns.over(q, True).beside(do), first_slab, half)
-        my.product.scores(dP, my.keys.beside(tiles.v), rows.beside(do))
+            sm80.store_operand(P[s], target, (first_slab + s) * SLAB, half * HALF)
+        left = sm80.LdmatrixView.create(target, self.element.dtype, "A", first_row=first_slab * SLAB).panel_slice(
+            1 - half, 2
+        )
+        self.accumulate_halves(my, my.dV, P, left, my.columns.retarget(q, True).rebase(do), first_slab, half)
+        my.product.scores(dP, my.keys.rebase(tiles.v), rows.rebase(do))
         dS = self.slope(S, dP, queries.facts(1, slot, half * HALF), here, chains)
         self.meet(first_slab)  # both warps have read P
         for s in cutlass.range_constexpr(SLABS):
-            sm80.put_operand(dS[s], target, (first_slab + s) * SLAB, half * HALF)
-        self.accumulate_halves(my, my.dK, dS, left, my.columns.over(q, True), first_slab, half)
+            sm80.store_operand(dS[s], target, (first_slab + s) * SLAB, half * HALF)
+        self.accumulate_halves(my, my.dK, dS, left, my.columns.retarget(q, True), first_slab, half)
 
     def meet(self, first_slab: Int32) -> None:
         """Wait for the warps with the same keys, on a named barrier."""
@@ -574,11 +578,11 @@ class BackwardSm80(BackwardCall):
         columns: sm80.LdmatrixView, first_slab: Int32, half: Int32,
     ) -> None:  # fmt: skip
         """Sum over the half of the queries held by this warp, then over the peer warp's half from shared memory."""
-        lefts, mine = tuple(sm80.allocate_fragment(self.element.dtype) for _ in own), columns.below(half * HALF)
+        lefts, mine = tuple(sm80.allocate_fragment(self.element.dtype) for _ in own), columns.skip_rows(half * HALF)
         for query in range(0, HALF, SLAB):
             my.product.accumulate(accs, tuple(x.fragment[None, 0, query // SLAB] for x in own), mine, query)
         self.meet(first_slab)
-        others = columns.below((1 - half) * HALF)
+        others = columns.skip_rows((1 - half) * HALF)
         for query in range(0, HALF, SLAB):
             for s, weights in enumerate(lefts):
                 left.fetch(s * SLAB, query, weights)
@@ -616,24 +620,24 @@ class BackwardSm80(BackwardCall):
             later = run.after(step, i + 1 < total)
             number = (keys.heads_before + step.head) * scratch.num_m_blocks + step.block
             zero, here = fragments.zero_of(i), StepContext(chain, place, run, step)
-            q, do = queries.q.moved(zero), queries.do.moved(zero)
-            now = BackwardSmem(k.moved(zero), v.moved(zero), weights.moved(zero))
-            dS, P = now.weights, now.weights.moved(weights.bytes)
+            q, do = queries.q.at_offset(zero), queries.do.at_offset(zero)
+            now = BackwardSmem(k.at_offset(zero), v.at_offset(zero), weights.at_offset(zero))
+            dS, P = now.weights, now.weights.at_offset(weights.bytes)
             self.weigh_together(my, queries, now, q, do, here, scale_log2, slab, half)
             cute.arch.sync_threads()
-            columns, weights_of = my.columns.over(q, True), left.over(dS, False)
+            columns, weights_of = my.columns.retarget(q, True), left.retarget(dS, False)
             self.accumulate_all(my, my.dK, weights_of, columns)
             cute.arch.sync_threads()  # no warp reads this Q any more
             if i + 1 < total:
                 queries.load_q(later.head, later.block, Int32(0))
             cute.arch.cp_async_commit_group()
-            self.accumulate_all(my, my.dV, weights_of.beside(P), columns.beside(do))
+            self.accumulate_all(my, my.dV, weights_of.rebase(P), columns.rebase(do))
             cute.arch.sync_threads()  # no warp reads this dO any more
             if i + 1 < total:
                 queries.load_do(later.head, later.block, Int32(0))
             gradient.add(zero, number, self.turn(order, keys.tile.block, run, step))
             step = later
-        sm80.arrive()
+        sm80.wait_for_copies()
         first_row = first_slab * SLAB + (fragments.zero_of(step.head) if self.elementwise else 0)
         self.put(my, tiles, first_row, scales, chain, part)
 
@@ -644,17 +648,17 @@ class BackwardSm80(BackwardCall):
         scale_log2: Float32, slab: Int32, half: Int32,
     ):  # fmt: skip
         """Write dS and P of a slab of keys and half of the queries to shared memory, once Q and dO have landed."""
-        keys, rows = my.keys.over(tiles.k, False), my.rows.over(q, False)
+        keys, rows = my.keys.retarget(tiles.k, False), my.rows.retarget(q, False)
         S, dP = (sm80.accumulator(HALF),), (sm80.accumulator(HALF),)
-        sm80.arrive(1)  # wait for Q
+        sm80.wait_for_copies(1)  # wait for Q
         my.product.scores(S, keys, rows)
-        sm80.arrive()  # wait for dO
-        my.product.scores(dP, keys.beside(tiles.v), rows.beside(do))
+        sm80.wait_for_copies()  # wait for dO
+        my.product.scores(dP, keys.rebase(tiles.v), rows.rebase(do))
         chains = here.hold(1)
         P = self.weigh(S, queries.facts(0, Int32(0), half * HALF), here, chains, 0, scale_log2)
         dS = self.slope(S, dP, queries.facts(1, Int32(0), half * HALF), here, chains)
-        sm80.put_operand(dS[0], tiles.weights, slab * SLAB, half * HALF)
-        sm80.put_operand(P[0], tiles.weights.moved(tiles.weights.bytes), slab * SLAB, half * HALF)
+        sm80.store_operand(dS[0], tiles.weights, slab * SLAB, half * HALF)
+        sm80.store_operand(P[0], tiles.weights.at_offset(tiles.weights.bytes), slab * SLAB, half * HALF)
 
     def accumulate_all(
         self, my: WarpState, accs: sm80.Accumulators, left: sm80.LdmatrixView, columns: sm80.LdmatrixView

@@ -61,7 +61,7 @@ class KvStages:
 
     def stage_index(self, tile: sm80.SmemTile, nth: Int32 | int) -> sm80.SmemTile:
         """Return the tile of stage nth % stages, given the tile of stage 0."""
-        return tile.moved(nth % self.stages * tile.bytes)
+        return tile.at_offset(nth % self.stages * tile.bytes)
 
     def load_k(self, nth: Int32 | int) -> None:
         """Start the load of K of the split's nth block."""
@@ -180,7 +180,7 @@ class DecodeSm80(DecodeCall):
         B, Hq, Sq, Dv = call.o.shape
         Hkv = call.k.shape[1]
         pieces = self.seams.pieces(call)
-        m_tiles = pieces.most_blocks_of_rows(Hq // Hkv * Sq, self.tile_m)
+        m_tiles = pieces.max_blocks_of_rows(Hq // Hkv * Sq, self.tile_m)
         partials = WorkspacePartials(call.partials.iterator, B * Hq * Sq, call.splits, Dv)
         tensors = DecodeGmem(call.q, call.k, call.v, call.o, call.lse)
         seams = (pieces, self.seams.walk(call), self.seams.chain(call), self.stored(call))
@@ -196,7 +196,7 @@ class DecodeSm80(DecodeCall):
         if call.splits > 1:
             chain = self.seams.chain(call)
             SplitKvCombine(self.element)(
-                call.o, call.lse, partials, chain.unit(call.scale), chain, stream, call.split_size
+                call.o, call.lse, partials, chain.natural_scale(call.scale), chain, stream, call.split_size
             )
 
     def stored(self, call: DecodeArgs) -> KvLoader:
@@ -224,21 +224,21 @@ class DecodeSm80(DecodeCall):
         sizes = SeqlenInfo(tensors.q.shape[2], tensors.k.shape[2])
         part = DecodeTile.of_cta(pieces, sizes, tensors.q.shape[1], tensors.k.shape[1], self.tile_m, splits)
         q = sm80.SmemTile(start, self.tile_m, self.d)
-        bound = walk.at(part.sizes, self.tile_m, self.tile_n).shared(smem)
-        first_head, _ = part.place(Int32(0))
+        bound = walk.bind(part.sizes, self.tile_m, self.tile_n).allocate_smem(smem)
+        first_head, _ = part.unpack_row(Int32(0))
         scales = chain.scales(SoftmaxScale(scale * fragments.LOG2_E, scale))
         out, softmax = sm80.accumulator(self.dv), OnlineSoftmax.create(scales.log2, chain)
         column = team * self.keys + lane % 4 * 2
-        here = chain.hold(self.keys).at(  # the row of this place is the first packed row of the tile
+        here = chain.allocate_registers(self.keys).set_tile(  # the coordinate has the first packed row of the tile
             ScoreCoord(part.sizes, self.tile_n, part.first_row, column, part.tile.sequence, first_head)
         )
 
         follow()
-        bound.find(part)
+        bound.scan(part)
         ring = self.my_ring(tensors.k, tensors.v, part, bound, stored, start + q.bytes, team)
         self.load_queries(tensors.q, q, part)
         ring.start()
-        stored.turn(q, part, tensors.q.shape[3], self.element, self.spec.threads // WARP)
+        stored.transform_queries(q, part, tensors.q.shape[3], self.element, self.spec.threads // WARP)
         left_q = sm80.LdmatrixView.create(q, self.element.dtype, "A", first_row=slab * SLAB)
         self.attend(ring, left_q, out, softmax, here, bound, stored)
         weights = softmax.part(fragments.rows_and_columns(out))
@@ -259,7 +259,7 @@ class DecodeSm80(DecodeCall):
         away = team * (self.spec.kv_bytes() // self.spec.teams)
         k = sm80.SmemTile(start + away, self.keys, stored.columns(self.d))
         v = sm80.SmemTile(start + (away + self.stages * k.bytes), self.keys, stored.columns(self.dv))
-        beside = stored.beside(part, v.start + self.stages * v.bytes, self.keys, self.stages)
+        beside = stored.scale_loader(part, v.start + self.stages * v.bytes, self.keys, self.stages)
         mover = sm80.SmemCopier(self.team_warps * WARP, self.element, elementwise=False)
         # (Sk, D) and (Sk, Dv), or the form of K and V that `stored` loads from.
         gK, gV = stored.of_head(part, mK), stored.of_head(part, mV)
@@ -272,10 +272,10 @@ class DecodeSm80(DecodeCall):
         The rows may belong to several heads. Rows beyond the last become zeros.
         """
         mover = sm80.SmemCopier(self.spec.threads, self.element, elementwise=False)
-        row, unit, step = mover.place(q, cute.arch.thread_idx()[0])
+        row, unit, step = mover.partition(q, cute.arch.thread_idx()[0])
         for r in cutlass.range_constexpr(0, q.rows, step):
             number = part.first_row + row + r
-            head, query = part.place(cutlass.min(number, part.last_row))
+            head, query = part.unpack_row(cutlass.min(number, part.last_row))
             source = mQ[part.batch, head, query, None].iterator.toint() + unit * sm80.VECTOR_BYTES
             place = q.unit(row, unit) + r * q.row_bytes
             sm80.copy_row(source, place, q, mQ.shape[3] - unit * sm80.VECTOR, number < part.rows)
@@ -297,7 +297,7 @@ class DecodeSm80(DecodeCall):
             ring.load_v(nth + self.stages - 1)
             if walk.masks(ring.keys, j):
                 here.begin(ring.keys.nth(j), masked=True)
-            product.scores((acc_S,), left_q, right_k.over(ring.stage_index(ring.k, nth), transposed=False))
+            product.scores((acc_S,), left_q, right_k.retarget(ring.stage_index(ring.k, nth), transposed=False))
             ring.beside.scale(S, nth % self.stages)
             ring.arrive()
             ring.load_k(nth + self.stages)
@@ -311,8 +311,8 @@ class DecodeSm80(DecodeCall):
             if cute.arch.vote_any_sync(softmax.grows(S)):
                 softmax.raise_to(output)
             softmax.weigh(S)
-            P.take(acc_S, ring.beside.weights(nth % self.stages, cute.size(S, mode=[1])))
-            values = right_v.over(ring.stage_index(ring.v, nth), transposed=True)
+            P.convert(acc_S, ring.beside.weights(nth % self.stages, cute.size(S, mode=[1])))
+            values = right_v.retarget(ring.stage_index(ring.v, nth), transposed=True)
             for key in cutlass.range_constexpr(0, self.keys, SLAB):
                 product.accumulate((out,), (P.fragment[None, 0, key // SLAB],), values, key)
             ring.arrive()
@@ -334,15 +334,15 @@ class DecodeSm80(DecodeCall):
             row, column = unit // quads, unit % quads * QUAD
             share = PartialResult.create(scale)
             share.add(teams, row, 0, 1, column)
-            head, query = part.place(part.first_row + row)
+            head, query = part.unpack_row(part.first_row + row)
             if part.splits == 1:
-                lse = share.close_of(chain, head)
+                lse = share.finalize_with_sinks(chain, head)
                 share.write(mO[part.batch, head, query, None].iterator + column, self.element)
                 if column == 0:
                     mLSE[part.batch, head, query] = lse
             else:
                 index = (part.batch * Hq + head) * Sq + query
-                share.leave(parts, index, part.split, column)
+                share.store_partial(parts, index, part.split, column)
 
 
 @cute.jit
@@ -358,7 +358,7 @@ def leave(
     lane = cute.arch.lane_idx()
     for r in cutlass.range_constexpr(2):
         start = teams.output(row + 8 * r, team)
-        for column, values in stored.pieces(output, r):
+        for column, values in stored.output_columns(output, r):
             piece = cute.make_rmem_tensor((len(values),), Float32)
             for i, value in enumerate(values):
                 piece[i] = value

@@ -116,7 +116,7 @@ class ForwardSm80(ForwardCall):
         """
         B, Hq, Sq = call.lse.shape
         pieces = self.seams.pieces(call)
-        num_m_blocks = pieces.most_blocks_of_rows(Sq, self.tile_m)
+        num_m_blocks = pieces.max_blocks_of_rows(Sq, self.tile_m)
         kv_head_bytes = Int64(call.k.shape[2]) * ((self.d + self.dv) * self.element.bytes)
         section = TileScheduler.heads_per_l2_group(kv_head_bytes, num_m_blocks, Hq // call.k.shape[1], B * Hq)
         tensors = (call.q, call.k, call.v, call.o, call.lse)
@@ -157,7 +157,7 @@ class ForwardSm80(ForwardCall):
         k = sm80.SmemTile(start + max(q.bytes, o.bytes), self.tile_n, self.d)
         v = sm80.SmemTile(k.start + k.bytes, self.tile_n, self.dv)
         mover = sm80.SmemCopier(self.spec.threads, self.element, self.elementwise)
-        chain = chain.shared(smem, self.form)
+        chain = chain.allocate_smem(smem, self.form)
         keys = KvStages(mover, tile.keys(mK), tile.keys(mV), k, v, chain.begin_tile_load(tile, tile.head))
 
         slab = cute.arch.make_warp_uniform(cute.arch.warp_idx()) * self.spec.slabs  # the warp's first slab
@@ -165,15 +165,15 @@ class ForwardSm80(ForwardCall):
         slabs = []
         for i in cutlass.range_constexpr(self.spec.slabs):
             row = first_row + (slab + i) * SLAB + lane // 4
-            here = chain.hold(self.tile_n)
-            here = here.at(
+            here = chain.allocate_registers(self.tile_n)
+            here = here.set_tile(
                 ScoreCoord(tile.sizes, self.tile_n, row, lane % 4 * 2, tile.sequence, tile.head, by_row=True)
             )
             slabs.append(WarpRows.create(self.element, self.tile_n, self.dv, scales.log2, here, row))
         left_q = sm80.LdmatrixView.create(q, self.element.dtype, "A", first_row=slab * SLAB)
 
         mover.load(tile.rows(mQ), first_row, q)
-        self.attend(walk.at(tile.sizes, self.tile_m, self.tile_n), tile, keys, first_row, left_q, slabs)
+        self.attend(walk.bind(tile.sizes, self.tile_m, self.tile_n), tile, keys, first_row, left_q, slabs)
 
         for i in cutlass.range_constexpr(self.spec.slabs):
             lse = slabs[i].softmax.finish(slabs[i].output, scales.natural, slabs[i].chain)
@@ -193,13 +193,13 @@ class ForwardSm80(ForwardCall):
         run = walk.keys_of_rows(tile, first_row)
         masked = run.num_masked
         keys.load_k(run.nth(0), whole=False)
-        sm80.arrive()
+        sm80.wait_for_copies()
         for j in cutlass.range(run.count, unroll=1):
             block = run.nth(j)
             keys.load_v(block, j, whole=False)
             product.scores(tuple(slab.S for slab in slabs), left_q, right_k)
-            sm80.arrive()
-            if run.more(j):
+            sm80.wait_for_copies()
+            if run.has_next(j):
                 keys.load_k(run.after(j), whole=run.tail_first)
             if j < masked:
                 ask(slabs, block, j, masked=True)
@@ -213,11 +213,11 @@ class ForwardSm80(ForwardCall):
                     slabs[i].softmax.raise_to(slabs[i].output)
             for i in cutlass.range_constexpr(len(slabs)):
                 slabs[i].softmax.weigh(slabs[i].scores)
-                slabs[i].P.take(slabs[i].S, slabs[i].chain.kept(masked=True))
+                slabs[i].P.convert(slabs[i].S, slabs[i].chain.dropout_select(masked=True))
             for key in cutlass.range_constexpr(0, self.tile_n, SLAB):
                 lefts = tuple(slab.P.fragment[None, 0, key // SLAB] for slab in slabs)
                 product.accumulate(tuple(slab.out for slab in slabs), lefts, right_v, key)
-            sm80.arrive()
+            sm80.wait_for_copies()
 
 
 def ask(slabs: list[WarpRows], block: Int32, count: Int32, masked: bool) -> None:

@@ -44,7 +44,7 @@ from ..call_args.operands import SoftmaxScale
 from ..features.base import KernelFeatures
 from ..primitives import fragments, sm90
 from ..score_stages.pipeline import ScoreCoord, ScoreLayout, ScorePipeline
-from ..tiling.backward_tile_scheduler import BackwardTileScheduler, heads_in_turn
+from ..tiling.backward_tile_scheduler import BackwardTileScheduler, kv_heads_per_l2_group
 from ..tiling.block_iterator import BlockIterator, QueryBlockRange
 from ..tiling.seqlen_info import SeqlenInfo
 from ..tiling.tile import Tile, TileAddressing, TileGrid
@@ -125,7 +125,7 @@ class BackwardWork:
 
     def run(self, tile: Tile) -> QueryBlockRange:
         """Return the query blocks that a tile visits."""
-        return self.walk.at(tile.sizes, self.tile_m, self.tile_n).queries(tile)
+        return self.walk.bind(tile.sizes, self.tile_m, self.tile_n).queries(tile)
 
 
 @dataclass(frozen=True)
@@ -330,12 +330,12 @@ class BackwardSm90(BackwardCall):
         self.seams.launch_preprocess(call, stream)
         B, shares, Sk, _ = call.dk.shape
         pieces, group = self.seams.pieces(call), call.q.shape[1] // shares
-        num_n_blocks = pieces.most_blocks_of_keys(Sk, self.tile_n)
-        walk = self.seams.walk(call).at(SeqlenInfo(call.q.shape[2], Sk), self.tile_m, self.tile_n)
+        num_n_blocks = pieces.max_blocks_of_keys(Sk, self.tile_n)
+        walk = self.seams.walk(call).bind(SeqlenInfo(call.q.shape[2], Sk), self.tile_m, self.tile_n)
         # Bytes per query row: Q, dO and dQ in fp32.
         row_bytes = (self.d + self.dv) * self.element.bytes + self.d * FP32_BYTES
         num_ctas = call.num_ctas if self.in_order else None
-        section = heads_in_turn(walk, group, B * shares, row_bytes, num_ctas)
+        section = kv_heads_per_l2_group(walk, group, B * shares, row_bytes, num_ctas)
         ahead = WorkspaceLayout.create(B * shares if self.in_order else section, num_n_blocks, B * shares, group)
         chain, given = self.seams.chain(call), RowStatsInputs(call.o, call.do, call.lse, call.dlse)
         self.prepare(given, call.rows, call.scratch, ahead, chain.keep_probability, pieces, stream)
@@ -368,8 +368,8 @@ class BackwardSm90(BackwardCall):
         A stage of Q includes its LSE, and a stage of dO includes its delta.
         """
         (q, do, k, v), facts = self.inputs, self.tile_m * FP32_BYTES
-        steps = (q.ring(smem, more_bytes=facts), do.ring(smem, more_bytes=facts))
-        keys = (k.ring(smem, boxes=WARPGROUPS), v.ring(smem, boxes=WARPGROUPS))
+        steps = (q.create_pipeline(smem, more_bytes=facts), do.create_pipeline(smem, more_bytes=facts))
+        keys = (k.create_pipeline(smem, boxes=WARPGROUPS), v.create_pipeline(smem, boxes=WARPGROUPS))
         ds = sm90.Pipeline.create(smem, DS_SLOTS, 0)
         mail, ring_mail = sm90.create_tile_index_pipeline(smem)
         back = sm90.Pipeline.create(smem, self.back_slots * DQ_WRITERS, self.unit * FP32_BYTES)
@@ -407,7 +407,7 @@ class BackwardSm90(BackwardCall):
             (ring_mail, consumers + 1 + DQ_WRITERS),
             (rings.back, 1),
             *(((rings.staged, 4),) if self.in_order else ()),
-            *chain.rings,
+            *chain.pipelines,
         )
         sm90.start_cta(warp_idx, (*atoms.all, *chain.atoms), counted)
 
@@ -429,7 +429,7 @@ class BackwardSm90(BackwardCall):
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = cutlass.memory.SmemAllocator()
         rings, mail, ring_mail = self.rings(smem)
-        chain = chain.shared(smem, self.form)
+        chain = chain.allocate_smem(smem, self.form)
         shared = self.shared(smem)
         self.start(warp_idx, atoms, rings, ring_mail, chain)
 
@@ -438,9 +438,9 @@ class BackwardSm90(BackwardCall):
         shares = tensors.dk.shape[2]
         num_n_blocks, all_shares = pieces.blocks_of_keys(Sk, self.tile_n), shares * pieces.batch(tensors.k)
         sizes = SeqlenInfo(Sq, Sk)
-        bound = walk.at(sizes, self.tile_m, self.tile_n)
+        bound = walk.bind(sizes, self.tile_m, self.tile_n)
         order = BackwardTileScheduler(True, num_n_blocks, shares, all_shares, section, bound, self.in_order)
-        queue = sm90.DynamicTileScheduler(mCounter.iterator, mail, ring_mail, order.total, first_drawn=True)
+        queue = sm90.DynamicTileScheduler(mCounter.iterator, mail, ring_mail, order.total, fetches_first_tile=True)
         tiles, heads = pieces.of_keys(order, sizes), (Hq // shares, shares // Hkv)
         work = BackwardWork(rings, queue, tiles, walk, *heads, self.tile_m, self.tile_n)
         writer = warp_idx % DQ_WRITERS
@@ -456,7 +456,7 @@ class BackwardSm90(BackwardCall):
             dQ=sm90.TmaOperand(atoms.dq, tensors.dq, cute.local_tile(shared.units, (SLAB, self.half), (writer, 0))),
             matrices=cute.make_tiled_copy_C(matrices, of_unit),
             element=self.element,
-            ring=rings.back.part(writer, self.back_slots),
+            ring=rings.back.sub_pipeline(writer, self.back_slots),
             slots=cute.local_tile(shared.back, (self.unit, self.back_slots), (0, writer)),
             pieces=pieces,
             added=rings.added,
@@ -470,7 +470,7 @@ class BackwardSm90(BackwardCall):
                 k, v = sm90.TmaOperand(atoms.k, tensors.k, shared.k), sm90.TmaOperand(atoms.v, tensors.v, shared.v)
                 self.load_keys(k, v, work)
             elif cutlass.const_expr(self.in_order):
-                add_in_order(dq_writer.scratch, rings.staged.part(writer, 1), shared.staging, work, writer)
+                add_in_order(dq_writer.scratch, rings.staged.sub_pipeline(writer, 1), shared.staging, work, writer)
             else:
                 dq_writer.run(queue, order.tile, writer)
         else:
@@ -499,9 +499,9 @@ class BackwardSm90(BackwardCall):
             for g in cutlass.range(work.group, unroll=1):
                 tQsQ, tQgQ = tile.queries(q, g).tiles((self.tile_m, self.d), (None, 0))
                 tOsO, tOgO = tile.queries(do, g).tiles((self.tile_m, self.dv), (None, 0))
-                gRows = tile.facts(mRows, g, self.tile_m)
+                gRows = tile.row_stats(mRows, g, self.tile_m)
                 mine, stages = run.of_head(g), chain.begin_tile_load(tile, tile.query_head(g))
-                whole = mine.whole()
+                whole = mine.all_blocks()
                 for j in cutlass.range(whole.begin, whole.end, unroll=1):
                     step = mine.nth(j)
                     sm90.load_block(q.atom, tQgQ, tQsQ, ring_q, step, done)
@@ -560,7 +560,7 @@ class BackwardSm90(BackwardCall):
         tQrK = mma_q.make_fragment_B(mma_q.partition_B(my_columns))  # (MMA, 1, 64/16, warpgroup)
         tQrS = mma_q.make_fragment_A(mma_q.partition_A(shared.ds))  # (MMA, 1, 64/16, stage and warpgroup)
         staging = shared.staging[None, cute.arch.make_warp_uniform(tidx // sm90.WARP)]
-        staged = None if rings.staged is None else rings.staged.part(wg, 1)
+        staged = None if rings.staged is None else rings.staged.sub_pipeline(wg, 1)
         return ConsumerState(
             wg,
             rings,
@@ -601,14 +601,14 @@ class BackwardSm90(BackwardCall):
         my = self.hold(shared, rings, scratch)
         wg, thread = my.wg, cute.arch.thread_idx()[0] % sm90.WARPGROUP
         warp_idx, lane = cute.arch.make_warp_uniform(thread // sm90.WARP), thread % sm90.WARP
-        chain, scale_log2 = chain.hold(self.tile_m), chain.scales(scales).log2
+        chain, scale_log2 = chain.allocate_registers(self.tile_m), chain.scales(scales).log2
 
         nth, done, number = Int32(0), Int32(0), work.queue.receive(Int32(0))
         while number < work.pieces.total:
             tile = work.pieces.tile(number, work.group)
             run = work.run(tile)
             key = tile.block * self.tile_n + wg * ROWS + warp_idx * SLAB + lane // 4
-            of_tile = chain.at(
+            of_tile = chain.set_tile(
                 ScoreCoord(tile.sizes, self.tile_m, key, lane % 4 * 2, tile.sequence, None, transposed=True)
             )
             rings.k.consumer_wait(nth)
@@ -671,7 +671,7 @@ class BackwardSm90(BackwardCall):
         warpgroup.wait_group(2)  # wait for S
         here.chain.apply(my.S.values, here.block, masked, done)
         exponentiate(my.S.values, lse, scale_log2)
-        my.P.take(my.S.acc, here.chain.kept(masked))
+        my.P.convert(my.S.acc, here.chain.dropout_select(masked))
         warpgroup.fence()
         my.dV.add(slot)
         delta = row_values(my.delta, slot)
@@ -680,8 +680,8 @@ class BackwardSm90(BackwardCall):
         here.chain.apply_backward(my.dP.values, masked)
         score_derivative = ScoreDerivative.of(here.chain, lambda: row_values(my.lse, slot))
         differentiate(my.S.values, my.dP.values, delta, my.dP.values, score_derivative=score_derivative)
-        my.dS.take(my.dP.acc)
-        here.chain.ahead(here.next_block, masked)
+        my.dS.convert(my.dP.acc)
+        here.chain.prefetch(here.next_block, masked)
         my.crossing.put(done)
         warpgroup.fence()
         my.dK.add(slot)
@@ -704,7 +704,7 @@ class BackwardSm90(BackwardCall):
         warpgroup.wait_group(1)  # wait for S
         here.chain.apply(my.S.values, here.block, masked, done)
         exponentiate(my.S.values, lse, scale_log2)
-        my.P.take(my.S.acc, here.chain.kept(masked))
+        my.P.convert(my.S.acc, here.chain.dropout_select(masked))
         warpgroup.wait_group(0)  # wait for dQ
         my.dQ.send(last.unit, last.count, done - 1)
         my.rings.do.consumer_wait(done)
@@ -717,8 +717,8 @@ class BackwardSm90(BackwardCall):
         values, dP = my.S.values, my.dP.values
         differentiate(values, dP, row_values(my.delta, slot), dP, score_derivative=score_derivative)
         warpgroup.wait_group(0)
-        my.dS.take(my.dP.acc)
-        here.chain.ahead(here.next_block, masked)
+        my.dS.convert(my.dP.acc)
+        here.chain.prefetch(here.next_block, masked)
         my.crossing.put(done)
         warpgroup.fence()
         my.dK.add(slot)

@@ -188,7 +188,7 @@ class BiasGradientSm90(BiasGradientCall):
         pairs = sm90.Pipeline.create(smem, self.stages, WARPGROUPS * rows.bytes + keys.bytes)
         mail, ring_mail = sm90.create_tile_index_pipeline(smem)
         columns = smem.allocate_tensor(Float32, cute.make_layout(self.tile_n), 16)
-        chain = chain.shared(smem, self.form)
+        chain = chain.allocate_smem(smem, self.form)
         shared = DbiasSmem(rows.buffer(smem), keys.buffer(smem), columns)
         Sq, _, Hq, B = tensors.q.shape
         Sk, _, Hkv, _ = tensors.k.shape
@@ -196,7 +196,7 @@ class BiasGradientSm90(BiasGradientCall):
         summed = DbiasReduce.create(blocks, mdBias)
         queue = sm90.DynamicTileScheduler(mCounter.iterator, mail, ring_mail, summed.tiles.total)
         work = DbiasWork(pairs, queue, summed, SeqlenInfo(Sq, Sk), Hq // Hkv)
-        counted = ((pairs, WARPS), (ring_mail, WARPS), *chain.rings)
+        counted = ((pairs, WARPS), (ring_mail, WARPS), *chain.pipelines)
         sm90.start_cta(warp_idx, (atoms.q, atoms.k, atoms.v, atoms.do, *chain.atoms), counted)
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(self.producer_registers)
@@ -266,7 +266,7 @@ class BiasGradientSm90(BiasGradientCall):
         wg, thread = cute.arch.make_warp_uniform(tidx // sm90.WARPGROUP), tidx % sm90.WARPGROUP
         lane = thread % sm90.WARP
         own_row = wg * ROWS + thread // sm90.WARP * SLAB + lane // 4  # first row of the thread in a tile
-        my, chain = self.hold(shared, wg, thread), chain.hold(self.tile_n)
+        my, chain = self.hold(shared, wg, thread), chain.allocate_registers(self.tile_n)
         scale_log2 = chain.scales(scales).log2
         nth, done, number = Int32(0), Int32(0), cute.arch.block_idx()[0]
         while number < work.queue.total:
@@ -275,7 +275,7 @@ class BiasGradientSm90(BiasGradientCall):
             my.sum.fill(0.0)
             for count in cutlass.range(done, done + steps, unroll=1):
                 rows, row = work.rows_of(block), block.m * TILE_M + own_row
-                here = chain.at(ScoreCoord(work.sizes, self.tile_n, row, lane % 4 * 2, block.batch, block.head))
+                here = chain.set_tile(ScoreCoord(work.sizes, self.tile_n, row, lane % 4 * 2, block.batch, block.head))
                 two = rows_of_thread(mRows, rows, row, scale_log2)
                 here.begin(block.n, masked=True)
                 self.step(my, two, here, block.n, work.pairs, count)

@@ -33,7 +33,7 @@ from ..call_args.operands import SoftmaxScale
 from ..features.base import KernelFeatures
 from ..primitives import fragments, sm90
 from ..score_stages.pipeline import ScoreCoord, ScoreLayout, ScorePipeline
-from ..tiling.backward_tile_scheduler import BackwardTileScheduler, heads_in_turn
+from ..tiling.backward_tile_scheduler import BackwardTileScheduler, kv_heads_per_l2_group
 from ..tiling.block_iterator import BlockIterator, BlockSubrange
 from ..tiling.seqlen_info import SeqlenInfo
 from ..tiling.tile import TileAddressing, TileGrid
@@ -143,7 +143,7 @@ class DkdvConsumerState:
         cute.arch.sync_warp()
         ring.producer_commit(done)
         if cutlass.const_expr(self.wg == 0 and self.kept is not None):
-            self.kept.keep(self.weights)
+            self.kept.copy_nonnegative(self.weights)
 
     @cute.jit
     def add_up(self, done: Int32, end: Int32):
@@ -221,10 +221,10 @@ class KeyGradientsSm90:
         )
         atoms, tensors = (DkdvOperands(*(x[i] for x in (*loads, *stores))) for i in (0, 1))
         B, shares, Sk, _ = call.dk.shape
-        num_n_blocks, group = pieces.most_blocks_of_keys(Sk, TILE_N), call.q.shape[1] // shares
+        num_n_blocks, group = pieces.max_blocks_of_keys(Sk, TILE_N), call.q.shape[1] // shares
         walk, chain = self.seams.walk(call), self.seams.chain(call).tma(self.form)
-        bound = walk.at(SeqlenInfo(call.q.shape[2], Sk), TILE_M, TILE_N)
-        section = heads_in_turn(bound, group, B * shares, (self.d + self.dv) * self.element.bytes)
+        bound = walk.bind(SeqlenInfo(call.q.shape[2], Sk), TILE_M, TILE_N)
+        section = kv_heads_per_l2_group(bound, group, B * shares, (self.d + self.dv) * self.element.bytes)
         self.kernel(atoms, tensors, call.rows, call.scales, call.counter, section, pieces, walk, chain).launch(
             grid=(cutlass.min(num_n_blocks * B * shares, call.num_ctas), 1, 1),
             block=((WARPGROUPS + 1) * sm90.WARPGROUP, 1, 1),
@@ -241,8 +241,8 @@ class KeyGradientsSm90:
     def rings(self, smem: cutlass.memory.SmemAllocator) -> DkdvPipelines:
         """Create the pipelines. A stage of Q includes its LSE, and a stage of dO includes its delta."""
         (q, k, v, do), facts = self.inputs, TILE_M * FP32_BYTES
-        steps = (q.ring(smem, more_bytes=facts), do.ring(smem, more_bytes=facts))
-        keys = (k.ring(smem), v.ring(smem))
+        steps = (q.create_pipeline(smem, more_bytes=facts), do.create_pipeline(smem, more_bytes=facts))
+        keys = (k.create_pipeline(smem), v.create_pipeline(smem))
         return DkdvPipelines(*steps, *keys, tuple(sm90.Pipeline.create(smem, 1, 0) for _ in (P, DS)))
 
     def shared(self, smem: cutlass.memory.SmemAllocator) -> DkdvSmem:
@@ -273,15 +273,15 @@ class KeyGradientsSm90:
         smem = cutlass.memory.SmemAllocator()
         rings = self.rings(smem)
         mail, ring_mail = sm90.create_tile_index_pipeline(smem)
-        chain = chain.shared(smem, self.form)
+        chain = chain.allocate_smem(smem, self.form)
         shared = self.shared(smem)
 
         Sk, _, Hkv, _ = tensors.k.shape
         sizes, num_n_blocks = SeqlenInfo(tensors.q.shape[0], Sk), pieces.blocks_of_keys(Sk, TILE_N)
         shares = tensors.dk.shape[2]
         all_shares = pieces.batch(tensors.k) * shares
-        section = pieces.section(section, all_shares, 1, of_keys=True)
-        order = BackwardTileScheduler(True, num_n_blocks, shares, all_shares, section, walk.at(sizes, TILE_M, TILE_N))
+        section = pieces.heads_per_l2_group(section, all_shares, 1, of_keys=True)
+        order = BackwardTileScheduler(True, num_n_blocks, shares, all_shares, section, walk.bind(sizes, TILE_M, TILE_N))
         queue = sm90.DynamicTileScheduler(mCounter.iterator, mail, ring_mail, order.total)
         heads = (tensors.q.shape[2] // shares, shares // Hkv)
         work = DkdvWork(rings, queue, pieces.of_keys(order, sizes), walk, *heads)
@@ -289,7 +289,7 @@ class KeyGradientsSm90:
         streams, keys = ((ring, consumers) for ring in (rings.q, rings.do)), ((ring, 4) for ring in (rings.k, rings.v))
         crossing = ((ring, 4, 4) for ring in rings.crossing)
         all_atoms = (atoms.q, atoms.k, atoms.v, atoms.do, atoms.dk, atoms.dv, *chain.atoms)
-        counted = (*streams, *keys, *crossing, (ring_mail, consumers + 1), *chain.rings)
+        counted = (*streams, *keys, *crossing, (ring_mail, consumers + 1), *chain.pipelines)
         sm90.start_cta(warp_idx, all_atoms, counted)
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(self.producer_registers)
@@ -320,13 +320,13 @@ class KeyGradientsSm90:
         nth, done, number = Int32(0), Int32(0), cute.arch.block_idx()[0]
         while number < work.pieces.total:
             tile = work.pieces.tile(number, work.group)
-            run = work.walk.at(tile.sizes, TILE_M, TILE_N).queries(tile)
+            run = work.walk.bind(tile.sizes, TILE_M, TILE_N).queries(tile)
             for g in cutlass.range(work.group, unroll=1):
-                gRows = tile.facts(mRows, g, TILE_M)
+                gRows = tile.row_stats(mRows, g, TILE_M)
                 tQsQ, tQgQ = tile.queries(q, g).tiles((TILE_M, self.d), (None, 0))
                 tOsO, tOgO = tile.queries(do, g).tiles((TILE_M, self.dv), (None, 0))
                 mine, stages = run.of_head(g), chain.begin_tile_load(tile, tile.query_head(g))
-                whole = mine.whole()
+                whole = mine.all_blocks()
                 for j in cutlass.range(whole.begin, whole.end, unroll=1):
                     step = mine.nth(j)
                     for x, g_, s_, ring, which, sRow in (
@@ -406,14 +406,16 @@ class KeyGradientsSm90:
         rings = work.rings
         keys = rings.v if my.wg else rings.k
         lane, warp_in_group = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4
-        chain, scale_log2 = chain.hold(TILE_M), chain.scales(scales).log2
+        chain, scale_log2 = chain.allocate_registers(TILE_M), chain.scales(scales).log2
         nth, done, number = Int32(0), Int32(0), cute.arch.block_idx()[0]
         while number < work.pieces.total:
             tile = work.pieces.tile(number, work.group)
-            run = work.walk.at(tile.sizes, TILE_M, TILE_N).queries(tile)
+            run = work.walk.bind(tile.sizes, TILE_M, TILE_N).queries(tile)
             end = done + run.total(work.group)
             key = tile.block * TILE_N + warp_in_group * SLAB + lane // 4
-            of_tile = chain.at(ScoreCoord(tile.sizes, TILE_M, key, lane % 4 * 2, tile.sequence, None, transposed=True))
+            of_tile = chain.set_tile(
+                ScoreCoord(tile.sizes, TILE_M, key, lane % 4 * 2, tile.sequence, None, transposed=True)
+            )
             my.dK.acc.fill(0.0)
             my.dV.acc.fill(0.0)
             keys.consumer_wait(nth)
@@ -423,13 +425,13 @@ class KeyGradientsSm90:
             self.reclaim(my.wg)
             for g in cutlass.range(work.group, unroll=1):
                 mine, here = run.of_head(g), of_tile.of_head(tile.query_head(g))
-                for section in mine.sections() if my.wg == 0 else (mine.whole(),):
+                for section in mine.sections() if my.wg == 0 else (mine.all_blocks(),):
                     if cutlass.const_expr(my.wg == 0):
                         here.begin(mine.nth(section.begin), section.masked)
                     for j in cutlass.range(section.begin, section.end, unroll=1):
                         if cutlass.const_expr(my.wg == 0):
                             self.weigh(my, done, here, mine.nth(j), section, scale_log2)
-                            here.ahead(mine.next(j, section), section.masked)
+                            here.prefetch(mine.next(j, section), section.masked)
                         else:
                             self.differentiate(my, done, here)
                         my.hand_over(done)
@@ -462,7 +464,7 @@ class KeyGradientsSm90:
         here.prepare_stage(step, section.masked)
         here.apply(scores, step, section.masked, done)
         exponentiate(scores, lse_log2, scale_log2)
-        my.weights.take(my.scores.acc, here.signed(section.masked))
+        my.weights.convert(my.scores.acc, here.signed_dropout_select(section.masked))
 
     @cute.jit
     def differentiate(self, my: DkdvConsumerState, done: Int32, here: ScorePipeline):
@@ -472,10 +474,10 @@ class KeyGradientsSm90:
         my.load(my.values)
         weights, dP = fragments.rows_and_columns(my.values), my.scores.values
         if cutlass.const_expr(my.kept is not None):
-            my.kept.keep(my.weights)
+            my.kept.copy_nonnegative(my.weights)
         score_derivative = ScoreDerivative.of(here, lambda: my.lse_of(done))
         differentiate(weights, dP, delta, dP, self.element.raised, my.kept is not None, score_derivative)
-        my.weights.take(my.scores.acc)
+        my.weights.convert(my.scores.acc)
 
     @cute.jit
     def reclaim(self, wg: int):

@@ -120,7 +120,7 @@ class QueryGradientSm90:
         self.element, self.d, self.dv = self.seams.element, spec.d, spec.dv
         self.producer_registers, self.consumer_registers = spec.register_split
         self.stages_k, self.stages_v = 2, spec.dq_stages_v
-        self.form = ScoreLayout(self.element, WARPGROUPS, TILE_N, room=spec.dq_has_room)
+        self.form = ScoreLayout(self.element, WARPGROUPS, TILE_N, has_smem_space=spec.dq_has_room)
 
     @property
     def inputs(self) -> tuple[sm90.TmaLoadConfig, sm90.TmaLoadConfig, sm90.TmaLoadConfig, sm90.TmaLoadConfig]:
@@ -142,7 +142,7 @@ class QueryGradientSm90:
         atoms, tensors = (DqOperands(*(x[i] for x in (*loads, out))) for i in (0, 1))
         B, Hq, Sq, _ = call.q.shape
         Hkv, Sk = call.k.shape[1], call.k.shape[2]
-        num_m_blocks = pieces.most_blocks_of_rows(Sq, TILE_M)
+        num_m_blocks = pieces.max_blocks_of_rows(Sq, TILE_M)
         head_bytes = Int64(Sk) * ((self.d + self.dv) * self.element.bytes)
         section = TileScheduler.heads_per_l2_group(head_bytes, num_m_blocks, Hq // Hkv, Hq * B)
         seams = (pieces, self.seams.walk(call), self.seams.chain(call).tma(self.form))
@@ -156,7 +156,9 @@ class QueryGradientSm90:
     def rings(self, smem: cutlass.memory.SmemAllocator) -> DqPipelines:
         """Create the pipelines of Q, dO, K and V."""
         q, k, v, do = self.inputs
-        return DqPipelines(q.ring(smem), do.ring(smem), k.ring(smem), v.ring(smem))
+        return DqPipelines(
+            q.create_pipeline(smem), do.create_pipeline(smem), k.create_pipeline(smem), v.create_pipeline(smem)
+        )
 
     @cute.kernel
     def kernel(
@@ -176,7 +178,7 @@ class QueryGradientSm90:
         smem = cutlass.memory.SmemAllocator()
         rings = self.rings(smem)
         mail, ring_mail = sm90.create_tile_index_pipeline(smem)
-        chain = chain.shared(smem, self.form)
+        chain = chain.allocate_smem(smem, self.form)
         shared = DqSmem(*(x.buffer(smem) for x in self.inputs))
         Sq, _, Hq, _ = tensors.q.shape
         Sk, _, Hkv, _ = tensors.k.shape
@@ -185,12 +187,12 @@ class QueryGradientSm90:
             walk.tile_lengths_vary or pieces.tile_lengths_vary,
         )
         heads = Hq * pieces.batch(tensors.q)
-        section = pieces.section(section, heads, Hq // Hkv)
+        section = pieces.heads_per_l2_group(section, heads, Hq // Hkv)
         order = TileScheduler(longest_first, num_m_blocks, Hq, heads, section)
         queue = sm90.DynamicTileScheduler(mCounter.iterator, mail, ring_mail, order.total)
         work = DqWork(rings, queue, pieces.of_rows(order, SeqlenInfo(Sq, Sk), Hkv), walk)
         own, by_all = (rings.q, rings.do), (rings.k, rings.v, ring_mail)
-        counted = (*((ring, 4) for ring in own), *((ring, 4 * WARPGROUPS) for ring in by_all), *chain.rings)
+        counted = (*((ring, 4) for ring in own), *((ring, 4 * WARPGROUPS) for ring in by_all), *chain.pipelines)
         sm90.start_cta(warp_idx, (atoms.q, atoms.k, atoms.v, atoms.do, atoms.dq, *chain.atoms), counted)
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(self.producer_registers)
@@ -222,7 +224,7 @@ class QueryGradientSm90:
         nth, done, number = Int32(0), Int32(0), cute.arch.block_idx()[0]
         while number < work.pieces.total:
             tile = work.pieces.tile(number, group)
-            run = work.walk.at(tile.sizes, TILE_M, TILE_N).keys(tile)
+            run = work.walk.bind(tile.sizes, TILE_M, TILE_N).keys(tile)
             tQsQ, tQgQ = tile.rows(q).tiles((ROWS, self.d), (None, 0))
             tOsO, tOgO = tile.rows(do).tiles((ROWS, self.dv), (None, 0))
             tKsK, tKgK = tile.keys(k).tiles((TILE_N, self.d), (None, 0))
@@ -271,15 +273,15 @@ class QueryGradientSm90:
         tidx = cute.arch.thread_idx()[0] - sm90.WARPGROUP
         wg, thread = cute.arch.make_warp_uniform(tidx // sm90.WARPGROUP), tidx % sm90.WARPGROUP
         lane = thread % sm90.WARP
-        my, chain = self.hold(shared, rings, wg, thread), chain.hold(TILE_N)
+        my, chain = self.hold(shared, rings, wg, thread), chain.allocate_registers(TILE_N)
         nth, done, number = Int32(0), Int32(0), cute.arch.block_idx()[0]
         while number < work.pieces.total:
             tile = work.pieces.tile(number)
             wg_tile, nth_q = tile.block * WARPGROUPS + wg, nth * WARPGROUPS + wg
             row = wg_tile * ROWS + thread // sm90.WARP * SLAB + lane // 4
-            here = chain.at(ScoreCoord(tile.sizes, TILE_N, row, lane % 4 * 2, tile.sequence, tile.head))
+            here = chain.set_tile(ScoreCoord(tile.sizes, TILE_N, row, lane % 4 * 2, tile.sequence, tile.head))
             two = rows_of_thread(mRows, tile, row, chain.scales(scales).log2)
-            walk = work.walk.at(tile.sizes, TILE_M, TILE_N)
+            walk = work.walk.bind(tile.sizes, TILE_M, TILE_N)
             others, run = walk.kv_range_for_warpgroup(tile, wg_tile * ROWS, ROWS, walk.tile_lengths_vary)
             for count in cutlass.range(done, done + others, unroll=1):
                 for ring in (rings.k, rings.v):
@@ -298,7 +300,7 @@ class QueryGradientSm90:
                 here.begin(run.nth(section.begin), section.masked)
                 for j in cutlass.range(section.begin, section.end, unroll=1):
                     self.weigh(my, two, here, run.nth(j), done + j, section.masked)
-                    here.ahead(run.next(j, section), section.masked)
+                    here.prefetch(run.next(j, section), section.masked)
                     warpgroup.fence()
                     my.dQ.add(rings.k.stage_index(done + j))
                     my.issue_scores(done + j + 1)
@@ -336,7 +338,7 @@ class QueryGradientSm90:
         exponentiate(S, two.lse_log2, two.scale_log2)
         here.apply_backward(my.dP.values, masked)
         differentiate(S, dP, two.delta, S, score_derivative=ScoreDerivative.of(here, lambda: two.lse_log2))
-        my.dS.take(my.S.acc)
+        my.dS.convert(my.S.acc)
 
     @cute.jit
     def store(self, my: DqConsumerState, out: sm90.TmaOperand, wg: Int32, wg_tile: Int32, scale: Float32):

@@ -195,11 +195,11 @@ class TileBackwardSm90(TileBackwardCall):
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = cutlass.memory.SmemAllocator()
         ring = sm90.Pipeline.create(smem, self.stages, 4 * self.input.bytes)
-        chain = chain.shared(smem, self.form)
+        chain = chain.allocate_smem(smem, self.form)
         shared = self.shared(smem)
         Sq, _, heads, batches = tensors.q.shape
         mine = SequenceRange.of_cta(heads, batches, ranges, SeqlenInfo(Sq, tensors.k.shape[0]))
-        sm90.start_cta(warp_idx, (*atoms.all, *chain.atoms), ((ring, sm90.WARPGROUP // sm90.WARP), *chain.rings))
+        sm90.start_cta(warp_idx, (*atoms.all, *chain.atoms), ((ring, sm90.WARPGROUP // sm90.WARP), *chain.pipelines))
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp_idx == 0:
@@ -274,13 +274,13 @@ class TileBackwardSm90(TileBackwardCall):
         thread = cute.arch.thread_idx()[0] % sm90.WARPGROUP
         lane = thread % sm90.WARP
         row, column = thread // sm90.WARP * sm90.SLAB + lane // 4, lane % 4 * 2
-        my, chain = self.hold(shared), chain.hold(TILE_N)
+        my, chain = self.hold(shared), chain.allocate_registers(TILE_N)
         scale_log2 = chain.scales(scales).log2
         my.sum.fill(0.0)
         lse = self.lse_of(mLSE, mine, mine.begin, row)
         for batch in cutlass.range(mine.begin, mine.end, unroll=1):
             tile, nth = mine.tile(batch), batch - mine.begin
-            here = chain.at(ScoreCoord(mine.sizes, TILE_N, row, column, tile.sequence, tile.head))
+            here = chain.set_tile(ScoreCoord(mine.sizes, TILE_N, row, column, tile.sequence, tile.head))
             here.begin(Int32(0), masked=True)
             ring.consumer_wait(nth)
             warpgroup.fence()
@@ -293,12 +293,12 @@ class TileBackwardSm90(TileBackwardCall):
             # The previous gradients of this warp have left shared memory.
             cute.arch.cp_async_bulk_wait_group(0, read=True)
             sm90.sync_warpgroup(JOIN, Int32(0))  # Now the gradients of all warps have left shared memory.
-            my.packed.take(my.S)
+            my.packed.convert(my.S)
             self.write_weights(my, shared, P)
             warpgroup.wait_group(0)
             differentiate(by_query(my.S), by_query(my.dP), row_sums(my.S, my.dP), by_query(my.S))
             my.sum.store(my.sum.load() + my.S.load())
-            my.packed.take(my.S)
+            my.packed.convert(my.S)
             self.write_weights(my, shared, DS)
             cute.arch.fence_proxy("async.shared", space="cta")  # Products read shared memory written by stmatrix.
             sm90.sync_warpgroup(JOIN, Int32(0))

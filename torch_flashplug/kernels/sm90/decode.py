@@ -144,7 +144,7 @@ class DecodeSm90(DecodeCall):
         pieces = self.seams.pieces(call)
         tma_k, mK = k.tma(pieces.rows_first(call.k))
         tma_v, mVt = v.tma(pieces.columns_first(call.v))
-        m_tiles = pieces.most_blocks_of_rows(Hq // Hkv * Sq, self.tile_m)
+        m_tiles = pieces.max_blocks_of_rows(Hq // Hkv * Sq, self.tile_m)
         partials = WorkspacePartials(call.partials.iterator, B * Hq * Sq, call.splits, Dv)
         outside = DecodeGmem(call.q, call.o, call.lse, partials.start)
         seams = (pieces, self.seams.walk(call), self.seams.chain(call))
@@ -164,7 +164,7 @@ class DecodeSm90(DecodeCall):
             self.kernel(*arguments, clustered=False).launch(**launch)
         if call.splits > call.cluster:
             chain = self.seams.chain(call)
-            SplitKvCombine(self.element)(call.o, call.lse, partials, chain.unit(call.scale), chain, stream)
+            SplitKvCombine(self.element)(call.o, call.lse, partials, chain.natural_scale(call.scale), chain, stream)
 
     @cute.kernel
     def kernel(
@@ -182,14 +182,14 @@ class DecodeSm90(DecodeCall):
         """Assign the warp roles, and reduce the splits of a cluster behind the mainloop."""
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = cutlass.memory.SmemAllocator()
-        _, ring_k, ring_v = (x.ring(smem) if i else None for i, x in enumerate(self.inputs))
+        _, ring_k, ring_v = (x.create_pipeline(smem) if i else None for i, x in enumerate(self.inputs))
         sizes = SeqlenInfo(outside.q.shape[2], tensors.k.shape[0])
         part = DecodeTile.of_cta(pieces, sizes, outside.q.shape[1], tensors.k.shape[2], self.tile_m, splits)
-        work = DecodeWork(part, walk.at(part.sizes, self.tile_m, self.tile_n).shared(smem), ring_k, ring_v)
+        work = DecodeWork(part, walk.bind(part.sizes, self.tile_m, self.tile_n).allocate_smem(smem), ring_k, ring_v)
         shared = DecodeSmem(*(x.buffer(smem) for x in self.inputs))
         sm90.start_cta(warp_idx, (atoms.k, atoms.v), tuple((ring, 4 * self.warpgroups) for ring in (ring_k, ring_v)))
         follow()
-        work.walk.find(part)
+        work.walk.scan(part)
         if warp_idx == 4 * self.warpgroups:
             k, v = sm90.TmaOperand(atoms.k, tensors.k, shared.k), sm90.TmaOperand(atoms.v, tensors.v, shared.v)
             self.load(k, v, work, pieces)
@@ -198,7 +198,7 @@ class DecodeSm90(DecodeCall):
         if cutlass.const_expr(clustered):
             sm90.sync_cluster()
             if warp_idx < 4 * self.warpgroups:
-                self.add_up(shared.v, part, outside, chain.unit(scale))
+                self.add_up(shared.v, part, outside, chain.natural_scale(scale))
             sm90.sync_cluster()  # a peer CTA may still read from this CTA's shared memory
 
     @cute.jit
@@ -249,8 +249,8 @@ class DecodeSm90(DecodeCall):
         )
         scales = chain.scales(SoftmaxScale(scale * fragments.LOG2_E, scale))
         softmax = OnlineSoftmax.create(scales.log2, chain)
-        first_head, _ = part.place(Int32(0))
-        here = chain.hold(self.tile_n).at(  # the row of this place is the first packed row of the tile
+        first_head, _ = part.unpack_row(Int32(0))
+        here = chain.allocate_registers(self.tile_n).set_tile(  # the coordinate has the first packed row of the tile
             ScoreCoord(part.sizes, self.tile_n, part.first_row, lane % 4 * 2, part.tile.sequence, first_head)
         )
         first_row = part.first_row + wg * ROWS
@@ -266,7 +266,7 @@ class DecodeSm90(DecodeCall):
         warpgroup.wait_group(0)
         work.ring_k.consumer_release(0)
         self.weigh(scores.values, softmax, here, walk, keys, keys.begin, first=True)
-        P.take(acc_S)
+        P.convert(acc_S)
         # The scores of block j run under the output of block j-1.
         for j in cutlass.range(keys.begin + 1, keys.end, unroll=1):
             nth, before = j - keys.begin, j - keys.begin - 1
@@ -281,7 +281,7 @@ class DecodeSm90(DecodeCall):
             self.weigh(scores.values, softmax, here, walk, keys, j, first=False)
             warpgroup.wait_group(0)
             work.ring_v.consumer_release(before)
-            P.take(acc_S)
+            P.convert(acc_S)
             softmax.rescale(sums.values)
         last = keys.end - keys.begin - 1
         work.ring_v.consumer_wait(last)
@@ -317,7 +317,7 @@ class DecodeSm90(DecodeCall):
         head_of_row = cute.arch.lane_idx() % 4 == 0
         for r in cutlass.range_constexpr(2):
             if part.first_row + row + 8 * r < part.rows:
-                head, query = part.place(part.first_row + row + 8 * r)
+                head, query = part.unpack_row(part.first_row + row + 8 * r)
                 if cutlass.const_expr(clustered):
                     self.write_row(peers.output(row + 8 * r), output, r, mO.shape[3], narrow=False)
                     if head_of_row:
@@ -347,7 +347,7 @@ class DecodeSm90(DecodeCall):
             share = PartialResult.create(scale)
             for peer in cutlass.range(0, part.splits, AT_ONCE, unroll=1):
                 share.add(peers, row, peer, 1, column)
-            head, query = part.place(part.first_row + row)
+            head, query = part.unpack_row(part.first_row + row)
             share.write(mO[part.batch, head, query, None].iterator + column, self.element)
             if column == 0:
                 mLSE[part.batch, head, query] = share.lse()
@@ -382,7 +382,7 @@ class DecodeSm90(DecodeCall):
         values = cute.make_rmem_tensor((VECTOR // 2, loads), Int32)  # (pairs of a vector, loads)
         for i in cutlass.range_constexpr(loads):
             number = i * sm90.WARPGROUP + thread
-            head, query = part.place(cutlass.min(first_row + number // vectors, part.last_row))
+            head, query = part.unpack_row(cutlass.min(first_row + number // vectors, part.last_row))
             column = cutlass.min(number % vectors * VECTOR, D - VECTOR)
             source = vector_at(mQ[part.batch, head, query, None].iterator + column, Int32, VECTOR // 2)
             cute.autovec_copy(source, values[None, i])

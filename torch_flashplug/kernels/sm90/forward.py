@@ -141,7 +141,7 @@ class FirstBlock:
         acc, values, given = S.take(masked=True)
         self.chain.apply(values, self.n_block, masked=True, count=self.nth)
         self.softmax.step(values, True, True, given)
-        self.P.take(acc, self.chain.kept(masked=True))
+        self.P.convert(acc, self.chain.dropout_select(masked=True))
 
 
 class ForwardSm90(ForwardCall):
@@ -221,10 +221,10 @@ class ForwardSm90(ForwardCall):
         tma_o, mO = sm90.output_tma(self.element, pieces.rows_first(call.o), self.dv)
 
         B, Hq, Sq = call.lse.shape
-        num_m_blocks, total_heads = pieces.most_blocks_of_rows(Sq, self.tile_m), B * Hq
+        num_m_blocks, total_heads = pieces.max_blocks_of_rows(Sq, self.tile_m), B * Hq
         kv_head_bytes = cutlass.Int64(call.k.shape[2]) * (self.spec.row_bytes("k") + self.spec.row_bytes("v"))
         sizes = (kv_head_bytes, num_m_blocks, Hq // mK.shape[2], total_heads)
-        section = TileScheduler.heads_per_l2_group(*sizes, on_end=self.seams.has_small_tiles)
+        section = TileScheduler.heads_per_l2_group(*sizes, is_varlen=self.seams.has_small_tiles)
         atoms, tensors = ForwardOperands(tma_q, tma_k, tma_v, tma_o), ForwardOperands(mQ, mK, mVt, mO)
         seams = (pieces, self.seams.walk(call), self.seams.chain(call).tma(self.form))
         self.kernel(atoms, tensors, call.lse, call.scales, given.scaling, call.counter, section, *seams).launch(
@@ -282,9 +282,9 @@ class ForwardSm90(ForwardCall):
         """Assign the warp roles: warp 0 loads, and the consumer warpgroups multiply."""
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = cutlass.memory.SmemAllocator()
-        ring_q, ring_k, ring_v = (x.ring(smem) for x in self.inputs)
+        ring_q, ring_k, ring_v = (x.create_pipeline(smem) for x in self.inputs)
         mail, ring_mail = sm90.create_tile_index_pipeline(smem)
-        chain = chain.shared(smem, self.form)
+        chain = chain.allocate_smem(smem, self.form)
         whole = self.element.scores.sums is not Float32
         shared = ForwardSmem(
             *(x.buffer(smem) for x in self.inputs), sm90.AccumulatorInit.create(smem) if whole else None
@@ -294,7 +294,7 @@ class ForwardSm90(ForwardCall):
 
         by_all = ((ring, 4 * self.warpgroups) for ring in (ring_k, ring_v, ring_mail))
         all_atoms = (atoms.q, atoms.k, atoms.v, atoms.o, *chain.atoms)
-        sm90.start_cta(warp_idx, all_atoms, ((ring_q, 4), *by_all, *chain.rings))
+        sm90.start_cta(warp_idx, all_atoms, ((ring_q, 4), *by_all, *chain.pipelines))
         self.seams.wait()
 
         B, Hq, Sq = mLSE.shape
@@ -303,7 +303,7 @@ class ForwardSm90(ForwardCall):
             pieces.blocks_of_rows(Sq, self.tile_m),
             walk.tile_lengths_vary or pieces.tile_lengths_vary,
         )
-        section = pieces.section(section, B * Hq, Hq // Hkv)
+        section = pieces.heads_per_l2_group(section, B * Hq, Hq // Hkv)
         order = TileScheduler(longest_first, num_m_blocks, Hq, B * Hq, section)
         queue = sm90.DynamicTileScheduler(mCounter.iterator, mail, ring_mail, order.total)
         work = ForwardWork(ring_q, ring_k, ring_v, queue, pieces.of_rows(order, SeqlenInfo(Sq, Sk), Hkv), walk)
@@ -336,7 +336,7 @@ class ForwardSm90(ForwardCall):
         number = cute.arch.block_idx()[0]
         while number < work.pieces.total:
             tile = work.pieces.tile(number, group)
-            run = work.walk.at(tile.sizes, self.tile_m, self.tile_n).keys(tile)
+            run = work.walk.bind(tile.sizes, self.tile_m, self.tile_n).keys(tile)
             ticket = Int32(0)
             if cutlass.const_expr(self.seams.has_small_tiles):
                 if run.count <= SHORT:  # the tile ends within the latency of the scheduler's atomic
@@ -396,16 +396,16 @@ class ForwardSm90(ForwardCall):
         scales, turns = chain.scales(scales), sm90.WarpgroupOrder(ForwardBarrier.TURN, wg, self.warpgroups)
         softmax = scaling.softmax(scales.log2, chain)
         turns.start()
-        chain = chain.hold(self.tile_n)  # score stages with their registers
+        chain = chain.allocate_registers(self.tile_n)  # score stages with their registers
 
         nth, done, number = Int32(0), Int32(0), cute.arch.block_idx()[0]
         while number < work.pieces.total:
             tile = work.pieces.tile(number)
             wg_tile = tile.block * self.warpgroups + wg
             row = wg_tile * ROWS + thread // sm90.WARP * SLAB + lane // 4
-            here = chain.at(ScoreCoord(tile.sizes, self.tile_n, row, lane % 4 * 2, tile.sequence, tile.head))
+            here = chain.set_tile(ScoreCoord(tile.sizes, self.tile_n, row, lane % 4 * 2, tile.sequence, tile.head))
             rows = softmax.at(tile, row, work.pieces)
-            walk = work.walk.at(tile.sizes, self.tile_m, self.tile_n)
+            walk = work.walk.bind(tile.sizes, self.tile_m, self.tile_n)
             others, run = walk.kv_range_for_warpgroup(tile, wg_tile * ROWS, ROWS, self.tile_lengths_vary)
             done = pass_over(others, ring_k, ring_v, turns, here, done)
             sections = run.sections()
@@ -437,13 +437,13 @@ class ForwardSm90(ForwardCall):
                     here.prepare_stage(run.nth(j), section.masked)
                     warpgroup.wait_group(1)
                     ring_k.consumer_release(now)
-                    here.ahead(run.next(j, section), section.masked)
+                    here.prefetch(run.next(j, section), section.masked)
                     acc, values, given = S.take(here.may_mask(section.masked))
                     here.apply(values, run.nth(j), section.masked, now)
                     rows.step(values, False, here.may_mask(section.masked), given)
                     warpgroup.wait_group(0)
                     ring_v.consumer_release(before)
-                    P.take(acc, here.kept(section.masked))
+                    P.convert(acc, here.dropout_select(section.masked))
                     if cutlass.const_expr(not self.early_rescale):
                         output.rescale_output(rows, j)
 

@@ -3,7 +3,7 @@
 An iterator also tells the ranges of blocks with masking. Producer warps, consumer warpgroups and reduction code use
 the same object, so that all roles agree on the blocks.
 
-A kernel receives a `BlockIterator` as an argument and binds the sizes of a tile: `walk.at(sizes, tile_m, tile_n)`.
+A kernel receives a `BlockIterator` as an argument and binds the sizes of a tile with `bind(sizes, tile_m, tile_n)`.
 Class attributes and Python values hold facts known at trace time. Fields hold the runtime arguments of a call. A range
 of blocks (`BlockRange`) provides `sections()`, the bounds of the loops, and `nth(j)`, the index of the block at
 position j.
@@ -55,7 +55,7 @@ class FullBlocks(BlockIterator):
 
     causal = False
 
-    def at(self, sizes: SeqlenInfo, tile_m: int, tile_n: int) -> BoundBlocks:
+    def bind(self, sizes: SeqlenInfo, tile_m: int, tile_n: int) -> BoundBlocks:
         return BoundBlocks(self.causal, sizes, tile_m, tile_n)
 
 
@@ -133,18 +133,18 @@ class BoundBlocks:
         """Return the number of KV blocks visible to some query."""
         return self.num_blocks(self.sizes.Sq)
 
-    def shared(self, smem: cutlass.memory.SmemAllocator) -> BoundBlocks:
+    def allocate_smem(self, smem: cutlass.memory.SmemAllocator) -> BoundBlocks:
         """Decode: return the iterator with shared memory for the results of a scan (none is needed here)."""
         return self
 
-    def find(self, decode_tile: object) -> None:
-        """Decode: scan for visible blocks (nothing to do here). Every thread calls `find` before roles part.
+    def scan(self, decode_tile: object) -> None:
+        """Decode: scan for visible blocks (nothing to do here). Every thread calls `scan` before roles part.
 
         Args:
             decode_tile: a `pack_gqa.DecodeTile`.
         """
 
-    def share(self, split: Int32, num_splits: Int32) -> SplitKvRange:
+    def split_range(self, split: Int32, num_splits: Int32) -> SplitKvRange:
         """Decode: return the KV blocks of split `split` of `num_splits` splits.
 
         A split without blocks gets the block behind the last block, if the sequence may be empty.
@@ -176,7 +176,7 @@ class BoundBlocks:
         middle = cutlass.select_(first_key + self.tile_n > self.sizes.Sk, end, middle)
         return QueryBlockRange(begin, middle, end)
 
-    def turn(self, n_block: Int32, run: QueryBlockRange, j: Int32, num_n_blocks: Int32) -> Int32:
+    def accumulation_rank(self, n_block: Int32, run: QueryBlockRange, j: Int32, num_n_blocks: Int32) -> Int32:
         """Return the accumulation rank of a KV block for a query block, in an order that begins with the last KV block.
 
         Args:
@@ -210,7 +210,7 @@ class KvBlocks(BlockRange):
         """Return the block at position j - 1. The caller has already called `nth(j)`."""
         return self.nth(j - 1)
 
-    def more(self, j: Int32) -> cutlass.Boolean:
+    def has_next(self, j: Int32) -> cutlass.Boolean:
         """Return whether a position follows j.
 
         If so, `after(j)` returns the block there, before `nth(j + 1)` is called.
@@ -256,7 +256,7 @@ class KvBlockRange(KvBlocks):
     def before(self, j: Int32) -> Int32:
         return self.count - j
 
-    def more(self, j: Int32) -> cutlass.Boolean:
+    def has_next(self, j: Int32) -> cutlass.Boolean:
         return self.nth(j) > 0
 
     def after(self, j: Int32) -> Int32:
@@ -305,7 +305,7 @@ class QueryBlockRange(BlockRange):
     def sections(self) -> tuple[BlockSubrange, BlockSubrange]:
         return BlockSubrange(True, self.begin, self.middle), BlockSubrange(False, self.middle, self.end)
 
-    def whole(self) -> BlockSubrange:
+    def all_blocks(self) -> BlockSubrange:
         """Return the whole range as one unmasked section, for roles without scores."""
         return BlockSubrange(False, self.begin, self.end)
 
@@ -323,7 +323,7 @@ class QueryBlockRange(BlockRange):
         last = step.j + 1 >= self.end
         return QueryBlockStep(step.head + Int32(last), cutlass.select_(last, self.begin, step.j + 1))
 
-    def at(self, step: QueryBlockStep) -> QueryBlockRange:
+    def range_of(self, step: QueryBlockStep) -> QueryBlockRange:
         """Return the block range of the head of `step`."""
         return self
 

@@ -22,10 +22,10 @@ class SlidingWindow(BlockIterator):
     bottom_right: Int32  # 1 or 0
     tile_lengths_vary = True
 
-    def at(self, sizes: SeqlenInfo, tile_m: int, tile_n: int) -> BoundSlidingWindow:
-        return BoundSlidingWindow(self.of(sizes), sizes, tile_m, tile_n)
+    def bind(self, sizes: SeqlenInfo, tile_m: int, tile_n: int) -> BoundSlidingWindow:
+        return BoundSlidingWindow(self.reach(sizes), sizes, tile_m, tile_n)
 
-    def of(self, sizes: SeqlenInfo) -> WindowReach:
+    def reach(self, sizes: SeqlenInfo) -> WindowReach:
         """Return the window of a sequence."""
         return WindowReach(self.left, self.right, self.bottom_right * (sizes.Sk - sizes.Sq))
 
@@ -127,7 +127,7 @@ class BoundSlidingWindow:
         behind = cutlass.min(cutlass.max(cutlass.max(end_of_first, 0) // self.tile_m, middle), end)
         return WindowQueryBlockRange(begin, middle, end, behind)
 
-    def turn(self, n_block: Int32, run: WindowQueryBlockRange, j: Int32, num_n_blocks: Int32) -> Int32:
+    def accumulation_rank(self, n_block: Int32, run: WindowQueryBlockRange, j: Int32, num_n_blocks: Int32) -> Int32:
         """Return the accumulation rank: the number of KV blocks added to a query block before this block.
 
         The order begins with the last KV block.
