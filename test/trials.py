@@ -118,7 +118,10 @@ class TrialFeatures(KernelFeatures):
                 self.words(call.extra.mask, BlockSparseBitmaskStage if "listed" in self.stages else BitmaskStage),
             )
         if "dropout" in self.stages:
-            stages = (*stages, DropoutStage.of(DropoutArgs(call.extra.drawn_from, call.extra.drops), call.q.shape[1]))
+            stages = (
+                *stages,
+                DropoutStage.create(DropoutArgs(call.extra.drawn_from, call.extra.drops), call.q.shape[1]),
+            )
         return ScorePipeline(stages)
 
     def words(self, planes: Planes, kind: type[BitmaskTiles]) -> BitmaskTiles:

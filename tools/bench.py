@@ -328,9 +328,7 @@ def _options() -> argparse.Namespace:
         "--rounds", type=int, default=7, help="interleaved rounds per case; at least 7 for results that are kept"
     )
     parser.add_argument("--filter", default="", help="comma-separated texts: run only cases with a text in the name")
-    parser.add_argument(
-        "--providers", default="", help="comma-separated providers (default: all that can be imported)"
-    )
+    parser.add_argument("--providers", default="", help="comma-separated providers (default: all that can be imported)")
     parser.add_argument(
         "--out", type=Path, default=report.ROOT / "tools" / "results", help="folder of the JSON file and the PNG"
     )

@@ -116,9 +116,7 @@ def _symbols(
         yield _text(data, strings, name), info >> 4 == _WEAK, section != 0, indices[number] & 0x7FFF
 
 
-def _libraries(
-    data: bytes, dynamic: tuple[int, ...] | None, sections: list[tuple[int, ...]]
-) -> Iterator[str]:
+def _libraries(data: bytes, dynamic: tuple[int, ...] | None, sections: list[tuple[int, ...]]) -> Iterator[str]:
     if dynamic is not None:
         for start in range(dynamic[4], dynamic[4] + dynamic[5], _DYNAMIC.size):
             tag, value = _DYNAMIC.unpack_from(data, start)
@@ -126,9 +124,7 @@ def _libraries(
                 yield _text(data, sections[dynamic[6]], value)
 
 
-def _versions_by_index(
-    data: bytes, needs: tuple[int, ...] | None, sections: list[tuple[int, ...]]
-) -> dict[int, str]:
+def _versions_by_index(data: bytes, needs: tuple[int, ...] | None, sections: list[tuple[int, ...]]) -> dict[int, str]:
     names: dict[int, str] = {}
     start = needs[4] if needs is not None else 0
     for _ in range(needs[7] if needs is not None else 0):

@@ -16,7 +16,7 @@ LENGTHS = [(1, 1), (64, 128), (65, 129), (1000, 300), (300, 1000), (2048, 2048)]
 
 def launch_tiles(mask: str, tile: tuple[int, int], lengths: tuple[int, int], section: int = 1):
     """Return the tile order of a launch with 3 x 2 KV heads, and its tiles in launch order."""
-    bound = BANDS[mask]().at(walk.SeqlenInfo(*lengths), *tile)
+    bound = BANDS[mask]().bind(walk.SeqlenInfo(*lengths), *tile)
     order = key_order.BackwardTileScheduler(True, -(-lengths[1] // tile[1]), 2, 6, section, bound, in_order=True)
     return order, [order.tile(number) for number in range(order.total)]
 
@@ -35,11 +35,11 @@ def test_accumulation_ranks_follow_the_launch_order(mask, tile, lengths, section
         for n_block, head, batch in tiles:
             if mask == "full" or n_block * tile[1] <= last_query:
                 rank = last_ranks[head, batch] = last_ranks.get((head, batch), -1) + 1
-                assert order.turn(n_block, run, step) == rank
+                assert order.accumulation_rank(n_block, run, step) == rank
 
 
 def test_nondeterministic_launches_start_with_the_longest_tiles():
     order, tiles = launch_tiles("causal", TILES[0], (1000, 1000))
     assert [n for n, *_ in tiles[:8]] == [*range(7, -1, -1)]
-    unordered = key_order.BackwardTileScheduler(True, 8, 2, 6, 1, order.walk)
+    unordered = key_order.BackwardTileScheduler(True, 8, 2, 6, 1, order.blocks)
     assert [unordered.tile(number)[0] for number in range(8)] == [*range(8)]

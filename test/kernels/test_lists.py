@@ -71,7 +71,7 @@ def test_accumulation_ranks_follow_the_launch_order(call, tile_n):
     for n_block, head, b in (order.tile(number) for number in range(order.total)):
         n = n_block * tile_n // LISTED
         for kind, blocks in enumerate(rows[(b * heads + head) * N + n]):
-            run = SimpleNamespace(turn=ranks[kind][b, head, n].tolist().__getitem__)
+            run = SimpleNamespace(num_later_ranges=ranks[kind][b, head, n].tolist().__getitem__)
             for entry, m in enumerate(blocks):
                 rank = last_ranks[b, head, m] = last_ranks.get((b, head, m), -1) + 1
-                assert order.turn(n_block, run, entry) == rank
+                assert order.accumulation_rank(n_block, run, entry) == rank

@@ -31,7 +31,9 @@ def use_plain_integers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listed, "Int32", int)
     monkeypatch.setattr(listed.cute.arch, "make_warp_uniform", lambda x: x)
     monkeypatch.setattr(listed.cutlass, "select_", lambda condition, this, other: this if condition else other)
-    monkeypatch.setattr(listed.SparseKvBlockRange192, "seen_by", listed.SparseKvBlockRange192.seen_by.__wrapped__)
+    monkeypatch.setattr(
+        listed.SparseKvBlockRange192, "visible_positions", listed.SparseKvBlockRange192.visible_positions.__wrapped__
+    )
     monkeypatch.setattr(listed.SparseBlockRange, "entry", read_entry)
     monkeypatch.setattr(listed.SparseBlockRange, "load", lambda run, lists, position: lists[run.row][position])
 
@@ -48,8 +50,8 @@ def tall_lists(mask: Tensor) -> SimpleNamespace:
     counts, (masked, whole) = (x.tolist() for x in mask_preprocess_reference._lists(tall, never_empty=True))
     masked = [[*row, 0] for row in masked]  # a read behind the last entry returns the stored number
     return SimpleNamespace(
-        masked=SimpleNamespace(iterator=masked),
-        whole=SimpleNamespace(iterator=whole),
+        partial=SimpleNamespace(iterator=masked),
+        full=SimpleNamespace(iterator=whole),
         row=lambda batch, head, row: row,
         counts=lambda row, parts: (counts[0][row], counts[0][row] + counts[1][row]),
     )
@@ -80,7 +82,7 @@ def test_tile_parts_visit_exactly_their_visible_blocks(name: str) -> None:
     mask = MASKS[name]
     Sq, Sk = mask.shape
     lists, sizes = tall_lists(mask), walk.SeqlenInfo(Sq, Sk)
-    bound = listed.BlockSparse192Iterator(lists, lists).at(sizes, TALL, LISTED)
+    bound = listed.BlockSparse192Iterator(lists, lists).bind(sizes, TALL, LISTED)
     for block in range(-(-Sq // TALL)):
         tile = pieces.Tile(block, 0, 0, sizes)
         run = bound.keys(tile)

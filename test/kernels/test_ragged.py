@@ -56,7 +56,7 @@ def test_tile_list_entries_are_the_blocks_of_sequences(rows, size):
         ((rows, keys), (keys, rows)), make_tile_lists(rows, keys, size), strict=True
     ):
         expected_entries = entries_of_sequences(own_lengths, kv_lengths, rows, size)
-        assert int(tile_list.head[0]) == len(expected_entries) <= len(tile_list.entries)
+        assert int(tile_list.header[0]) == len(expected_entries) <= len(tile_list.entries)
         assert [tuple(entry) for entry in tile_list.entries[: len(expected_entries)].tolist()] == expected_entries
         # CTAs without a tile
         assert all(entry == [0] * 7 + [1] for entry in tile_list.entries[len(expected_entries) :].tolist())
@@ -64,9 +64,9 @@ def test_tile_list_entries_are_the_blocks_of_sequences(rows, size):
 
 def make_launches(tile_lists_pair: tuple[PythonTileList, PythonTileList], section: int):
     """Return the launches of rows and of keys in kernel order, each with the number of heads."""
-    counts = [int(tile_list.head[0]) for tile_list in tile_lists_pair]
+    counts = [int(tile_list.header[0]) for tile_list in tile_lists_pair]
     order = scheduler.TileScheduler(True, counts[0], HEADS, HEADS, section)
-    bound = walk.FullBlocks().at(walk.SeqlenInfo(0, 0), 64, 64)
+    bound = walk.FullBlocks().bind(walk.SeqlenInfo(0, 0), 64, 64)
     key_order_of_launch = key_order.BackwardTileScheduler(True, counts[1], KV_HEADS, KV_HEADS, section, bound)
     pieces = ragged.VarlenAddressing(*tile_lists_pair)
     return (pieces.of_rows(order, None, KV_HEADS), HEADS), (pieces.of_keys(key_order_of_launch, None), KV_HEADS)
@@ -86,13 +86,28 @@ def test_each_block_and_head_is_launched_once_with_the_longest_first(rows, secti
     ):
         expected_entries = [entry[:6] for entry in entries_of_sequences(own_lengths, kv_lengths, rows, size)]
         tiles = [launch.tile(number, HEADS // KV_HEADS) for number in range(launch.total)]
-        positions = [(t.block, t.sequence, t.own.start, t.own.length, t.others.start, t.others.length) for t in tiles]
+        positions = [
+            (
+                t.block,
+                t.sequence,
+                t.own_slice.start,
+                t.own_slice.length,
+                t.opposite_slice.start,
+                t.opposite_slice.length,
+            )
+            for t in tiles
+        ]
         head_positions = [(t.head, position) for t, position in zip(tiles, positions, strict=True)]
         assert sorted(head_positions) == sorted((head, entry) for head in range(heads) for entry in expected_entries)
-        sizes = [(t.others.length, t.own.length) if launch.of_keys else (t.own.length, t.others.length) for t in tiles]
+        sizes = [
+            (t.opposite_slice.length, t.own_slice.length)
+            if launch.of_keys
+            else (t.own_slice.length, t.opposite_slice.length)
+            for t in tiles
+        ]
         assert [(t.sizes.Sq, t.sizes.Sk) for t in tiles] == sizes
         assert all(t.sizes.seqlen_k_at_least_one == max(t.sizes.Sk, 1) for t in tiles)
-        visible_keys = [min(t.others.length, (t.block + 1) * size) for t in tiles if t.head == 0]
+        visible_keys = [min(t.opposite_slice.length, (t.block + 1) * size) for t in tiles if t.head == 0]
         assert visible_keys == sorted(visible_keys, reverse=True)
 
 
@@ -108,7 +123,7 @@ def test_longest_tile_rarely_runs_alone(rows, heads, group, monkeypatch):
     )
     tiles, heads = [(b + 1) * 128 for n in rows for b in range(-(-n // 128))], heads // group * group
     pieces = ragged.VarlenAddressing(PythonTileList(entries, head.tolist()))
-    section = pieces.section(group, heads, group)
+    section = pieces.heads_per_l2_group(group, heads, group)
     assert section % group == 0 and group <= section <= heads
     # share of a launch during which the longest tile would run alone
     alone_share = (132 * max(tiles) / sum(tiles) - group) / heads
@@ -117,7 +132,7 @@ def test_longest_tile_rarely_runs_alone(rows, heads, group, monkeypatch):
     assert alone_share < 0.11 or section == heads or last_section * sum(tiles) >= 0.85 * max(tiles) * 132
     if sum(tiles) >= 2 * max(tiles) * 132 / (heads // group // 2 * group):
         assert section < heads  # not larger than necessary
-    assert pieces.section(heads, heads, group) == heads  # when L2 holds all heads
+    assert pieces.heads_per_l2_group(heads, heads, group) == heads  # when L2 holds all heads
 
 
 @pytest.mark.parametrize("element_bytes", [1, 2])

@@ -77,7 +77,7 @@ def test_query_tiles_visit_the_key_blocks_of_their_window(bound_window):
             assert [run.nth(j) for j in range(run.count)] == blocks[num_skipped:]  # in the producer's order
             assert [run.before(j + 1) for j in range(run.count)] == [run.nth(j) for j in range(run.count)]
             assert [run.after(j) for j in range(run.count - 1)] == [run.nth(j) for j in range(1, run.count)]
-            assert [run.more(j) for j in range(run.count)] == [*[True] * (run.count - 1), False]
+            assert [run.has_next(j) for j in range(run.count)] == [*[True] * (run.count - 1), False]
             assert run.last() == run.nth(run.count - 1)
             first_hidden_key = run.nth(0) * bound.tile_n + run.columns_of_first(rows)  # keys hidden from all rows
             assert not any(sees(i, j) for i in queries for j in keys(run.nth(0)) if first_hidden_key <= j < Sk)
@@ -103,7 +103,7 @@ def test_key_blocks_visit_the_query_blocks_of_their_window_in_rank_order(bound_w
                 assert run.masked(walk.QueryBlockStep(0, j)) == section.masked
         for j in range(run.begin, run.end):
             rank = ranks[j] = ranks.get(j, -1) + 1
-            assert order.turn(n, run, j) == rank
+            assert order.accumulation_rank(n, run, j) == rank
 
 
 def test_window_bounds_match_the_definition(bound_window):

@@ -150,7 +150,10 @@ def test_planned_splits_cover_every_kv_length(Sq: int, window: tuple[int, int]) 
     """The plan has at least two splits, because a single split would write its results directly."""
     for keys, size in itertools.product((16, 128, 144, 1008, 4096), (128, 256, 1024)):
         left, right = (Sq + keys if bound < 0 else bound for bound in window)
-        facts = batched_call(3, Sq, keys, 64, "paged", batch_invariant=1, split_size=size) | {"left": left, "right": right}
+        facts = batched_call(3, Sq, keys, 64, "paged", batch_invariant=1, split_size=size) | {
+            "left": left,
+            "right": right,
+        }
         (splits,) = {plan["splits"] for plan in make_plans([facts, facts | {"B": 300}], "h100")}
         assert splits >= 2
         for kv_length, tile_n in itertools.product(range(keys + 1), (64, 128)):

@@ -212,7 +212,9 @@ def test_element_type_is_limited_to_its_kernels(monkeypatch: pytest.MonkeyPatch)
 
 def test_auto_selects_only_measured_element_types() -> None:
     kernels = (KernelRow("fwd", 90, 64, 64, ("full",), 64, 128, 2),)
-    measured = dispatch_table.ChoiceRow("fwd", "vectors", 90, False, "full", 1, 64, 1, ANY, 1, ANY, 0, 2.0, "test table")
+    measured = dispatch_table.ChoiceRow(
+        "fwd", "vectors", 90, False, "full", 1, 64, 1, ANY, 1, ANY, 0, 2.0, "test table"
+    )
     for elements_, served in ((measured.elements, ("fa3", "fa3")), (("fp16",), ("stock", "fa3"))):
         bindings.push_rows(kernels, (dataclasses.replace(measured, elements=elements_),), dispatch_table.GATE)
         plain = call((1, 8, 8), (4096, 4096), (64, 64))
@@ -223,7 +225,9 @@ def test_auto_selects_only_measured_element_types() -> None:
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.backend)
 def test_every_family_has_a_device_preset(family: Family) -> None:
     """explain() and the tests use device presets."""
-    assert any(family.arch == facts["cc"] for facts in DEVICES.values()), f"no preset of DEVICES (backend.py) is {family}"
+    assert any(family.arch == facts["cc"] for facts in DEVICES.values()), (
+        f"no preset of DEVICES (backend.py) is {family}"
+    )
 
 
 def test_family_supports_only_dtypes_of_its_own_kernels() -> None:
@@ -262,8 +266,7 @@ def test_limits_follow_the_element_type_of_the_call() -> None:
 
 
 def test_sectors_are_counted_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of 72 columns of 4 bytes start at a sector; rows of 72 columns of 2 bytes or 76 columns of 4 bytes do not.
-    """
+    """Rows of 72 columns of 4 bytes start at a sector; rows of 72 columns of 2 bytes or 76 columns of 4 bytes do not."""
     monkeypatch.setitem(elements.ELEMENTS, "fp32", elements.Element("fp32", "fp32", "fp32", "fp32"))
     bindings.push_rows((KernelRow("fwd", 90, 80, 80, ("full",), 64, 64, 2),), (), dispatch_table.GATE)
 

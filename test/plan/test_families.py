@@ -80,7 +80,9 @@ class TestGolden(expecttest.TestCase):
         text = plans_as_text(calls, GPUS, FA2, ("fa2",))
         calls = {name: CALLS[name] for name in ("decode_1x8k_d128_gqa4", "decode_b64_1x8k_d128_gqa4")}
         text += plans_as_text(calls, {"a100": DEVICES["a100"]}, FA2, ("fa2",))
-        self.assertExpectedInline(text, """\
+        self.assertExpectedInline(
+            text,
+            """\
 prefill_4k_d128_causal
   h100 a100 l4 rtx4090
     fa2 fwd_sm80_bf16_d128_causal_m128n48s1 tiles=2048 splits=1
@@ -106,10 +108,13 @@ decode_b64_1x8k_d128_gqa4
     fa2 decode_sm80_bf16_d128_full_m16n128s1 tiles=512 splits=1
       gate: Sq*G = 1*4 = 4 <= 64: tiles = B*Hkv*ceil(Sq*G/16) = 512 on 108 SMs: splits 1 of 64
         blocks of 128 keys, 512 CTAs (474 % of the SMs)
-""")
+""",
+        )
 
     def test_forced_element_by_element(self) -> None:
-        self.assertExpectedInline(plans_as_text(BY_ELEMENT, GPUS, FA2, ("fa2",)), """\
+        self.assertExpectedInline(
+            plans_as_text(BY_ELEMENT, GPUS, FA2, ("fa2",)),
+            """\
 head_dim_60
   h100 a100 l4 rtx4090
     fa2 fwd_sm80_bf16_d64_full_m64n64s1e tiles=64 splits=1
@@ -125,11 +130,14 @@ last_stride_2
 misaligned
   h100 a100 l4 rtx4090
     fa2 fwd_sm80_bf16_d64_full_m64n64s1e tiles=64 splits=1
-""")
+""",
+        )
 
     def test_auto(self) -> None:
         calls = {"prefill_4k_d128_causal": CALLS["prefill_4k_d128_causal"], "head_dim_60": BY_ELEMENT["head_dim_60"]}
-        self.assertExpectedInline(plans_as_text(calls, GPUS | {"none": None}, 0, BOTH), """\
+        self.assertExpectedInline(
+            plans_as_text(calls, GPUS | {"none": None}, 0, BOTH),
+            """\
 prefill_4k_d128_causal
   h100
     fa3 fwd_sm90_bf16_d128_causal_m128n128s2 tiles=2048 splits=1
@@ -179,13 +187,16 @@ head_dim_60
       fa3: There is no CUDA device. The kernels run on NVIDIA GPUs only. Also: query has head dim
         60, but the kernels take multiples of 8. Pad the head dim.
       fa2: There is no CUDA device. The kernels run on NVIDIA GPUs only.
-""")
+""",
+        )
 
     def test_refused(self) -> None:
         text = plans_as_text(REFUSED, {"a100": DEVICES["a100"]}, FA2, ("fa2",))
         text += bindings.forced_error(REFUSED["three_reasons"], DEVICES["l4"], FA2) + "\n"
         text += bindings.forced_error(CALLS["encoder_512_d64"], DEVICES["a100"] | {"cc": 75}, FA2) + "\n"
-        self.assertExpectedInline(text, """\
+        self.assertExpectedInline(
+            text,
+            """\
 fp32
   a100
     stock
@@ -214,7 +225,8 @@ Use sdpa_backend('auto') to let stock attention serve such calls.
 torch_flashplug: backend 'fa2' is forced and cannot run this call (query [16, 12, 512, 64] key [16, 12, 512, 64] value [16, 12, 512, 64] bfloat16):
   - The GPU has compute capability 7.5, but the kernels of this backend need 8.0 or more. Stock attention serves this device.
 Use sdpa_backend('auto') to let stock attention serve such calls.
-""")
+""",
+        )
 
 
 # ---- the kernel row ----
@@ -388,7 +400,9 @@ def test_compute_capability_maps_to_a_target(cc, target):
 
 @pytest.mark.parametrize("cc", [75, 110])
 def test_gpu_without_a_target_raises(cc):
-    with pytest.raises(ValueError, match=rf"sm_80, sm_90a.*, but the GPU has compute capability {cc // 10}\.{cc % 10}$"):
+    with pytest.raises(
+        ValueError, match=rf"sm_80, sm_90a.*, but the GPU has compute capability {cc // 10}\.{cc % 10}$"
+    ):
         compiler.target_of(cc)
 
 

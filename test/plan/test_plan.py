@@ -407,8 +407,12 @@ def test_every_reason_of_a_refused_call_is_listed() -> None:
     ((4, 8, 8), 1024, 1024, 1),  # no heads to share
     ((1, 8, 2), 128, 2048, 1),  # saves three times 128 rows
 ])  # fmt: skip
-def test_few_key_blocks_share_query_heads_among_tiles(heads: tuple[int, int, int], Sq: int, Sk: int, sharing: int) -> None:
+def test_few_key_blocks_share_query_heads_among_tiles(
+    heads: tuple[int, int, int], Sq: int, Sk: int, sharing: int
+) -> None:
     plan = bindings.plan(call(heads, (Sq, Sk), (64, 64), grad=1), DEVICES["h100"], BACKENDS.index("fa3"))
     assert plan["gradients"].startswith("bwd_sm90_bf16_d64_full_m64n128") and plan["sharing"] == sharing
-    narrow = call(heads, (Sq, Sk), (64, 64), grad=1, **dict.fromkeys(("dtype_q", "dtype_k", "dtype_v"), DTYPE_IDS["fp16"]))
+    narrow = call(
+        heads, (Sq, Sk), (64, 64), grad=1, **dict.fromkeys(("dtype_q", "dtype_k", "dtype_v"), DTYPE_IDS["fp16"])
+    )
     assert bindings.plan(narrow, DEVICES["h100"], BACKENDS.index("fa3"))["sharing"] == 1

@@ -150,12 +150,20 @@ WANTED = "attn_mask requires a gradient, and no kernel that computes this gradie
         (64, BIASED | {"grad": 0, "Sq": 4}, "l4", "decode_sm80_bf16_d64_bias_m64n64s3", ""),
         (64, DROPPED, "l4", "fwd_sm80_bf16_d64_dropout_m64n128s1", "bwd_sm80_bf16_d64_dropout_m64n64s1"),
         (96, DROPPED | {"deterministic": 1}, "a100", "fwd_sm80_bf16_d128_dropout_m64n64s1", "math backward of stock"),
-        (128, DROPPED | {"mask": 1}, "a100", "fwd_sm80_bf16_d128_mask+dropout_m64n64s1", "bwd_sm80_bf16_d128_mask+dropout"),
+        (
+            128,
+            DROPPED | {"mask": 1},
+            "a100",
+            "fwd_sm80_bf16_d128_mask+dropout_m64n64s1",
+            "bwd_sm80_bf16_d128_mask+dropout",
+        ),
         (192, DROPPED, "a100", "fwd_sm80_bf16_d256_dropout_m64n64s1", "bwd_sm80_bf16_d256_dropout_m64n64s1"),
         (64, DROPPED | BIASED, "l4", "fwd_sm80_bf16_d64_bias+dropout_m64n64s1", "bwd_sm80_bf16_d64_bias+dropout"),
         (192, DROPPED | BIASED, "a100", "fwd_sm80_bf16_d256_bias+dropout_m64n64s1", "math backward of stock"),
         (64, DROPPED | {"bias32": 1}, "a100", "", "exactly this combination of features: bias32 and dropout."),
     ],
 )
-def test_biased_and_dropout_calls_on_sm80_kernels(d: int, facts: dict, device: str, kernel: str, gradients: str) -> None:
+def test_biased_and_dropout_calls_on_sm80_kernels(
+    d: int, facts: dict, device: str, kernel: str, gradients: str
+) -> None:
     test_masked_calls_on_sm80_kernels(d, {"mask": 0} | facts, device, kernel, gradients)

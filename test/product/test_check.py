@@ -90,9 +90,7 @@ def test_interpreted_kernel_passes_with_the_error_of_a_kernel() -> None:
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("count", [1, 0], ids=["one of them", "all of them"])
-def test_kernel_with_wrong_exponentials_fails(
-    count: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_kernel_with_wrong_exponentials_fails(count: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Replace exp2(x) by 1: the numbers are finite and wrong, and the comparison with fp64 must detect the error."""
     monkeypatch.setattr(interpreted, "PACKS", tmp_path)
     real_build = interpreted.build

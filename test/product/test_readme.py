@@ -110,9 +110,7 @@ def test_command_runs(line):
     assert done.stdout.strip()
 
 
-@pytest.mark.parametrize(
-    "line", [line for line in COMMANDS if any(tool in line for tool in (*TOOLS, *VERBS))]
-)
+@pytest.mark.parametrize("line", [line for line in COMMANDS if any(tool in line for tool in (*TOOLS, *VERBS))])
 def test_command_accepts_the_options_shown(line):
     words = without_assignments(line)
     helped = help_of(*(words[1:2] if words[1].endswith(".py") else words[1:4]))

@@ -66,8 +66,6 @@ def _attended(plan: LengthsPlan | None, into: Tensor | None, *given: object) -> 
         raise ValueError(f"attention: {_OTHER_PLAN}{str(error).partition(_OTHER_PLAN)[2].splitlines()[0]}") from None
 
 
-
-
 def some_of_each(
     operands: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, used: Tensor, seen: tuple,
     scales: Scales = NO_SCALES, into: Tensor | None = None,
@@ -213,10 +211,6 @@ def check_pages(q: Tensor, k: Tensor, v: Tensor, block_table: Tensor, used_k: Te
         )
 
 
-
-
-
-
 def rows_on_end(x: Tensor) -> tuple[Tensor, int]:
     """Return (B, S, H, D) as packed (T, H, D), and the distance of two sequences in rows.
 
@@ -229,5 +223,3 @@ def rows_on_end(x: Tensor) -> tuple[Tensor, int]:
     if apart <= S:
         return x.flatten(0, 1), S
     return x.as_strided(((B - 1) * apart + S, *more), (of_row, *strides)), apart
-
-

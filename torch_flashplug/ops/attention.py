@@ -235,13 +235,17 @@ def check(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, windo
     shapes = tuple(tuple(x.shape) for x in (query, key, value))
     torch._check(
         all(len(shape) == 4 for shape in shapes) and bindings.shapes_fit(shapes, enable_gqa=True),
-        lambda: "attention_fwd: query, key and value must have shapes (B, Hq, Sq, D), (B, Hkv, Sk, D) and "
-        "(B, Hkv, Sk, Dv), Hq a multiple of Hkv, but got {}, {} and {}.".format(*shapes),
+        lambda: (
+            "attention_fwd: query, key and value must have shapes (B, Hq, Sq, D), (B, Hkv, Sk, D) and "
+            "(B, Hkv, Sk, Dv), Hq a multiple of Hkv, but got {}, {} and {}.".format(*shapes)
+        ),
     )
     torch._check(
         query.dtype == key.dtype == value.dtype and query.dtype.is_floating_point,
-        lambda: "attention_fwd: query, key and value must have one floating-point dtype, "
-        f"but got {query.dtype}, {key.dtype} and {value.dtype}.",
+        lambda: (
+            "attention_fwd: query, key and value must have one floating-point dtype, "
+            f"but got {query.dtype}, {key.dtype} and {value.dtype}."
+        ),
     )
     torch._check(
         sinks is None or sinks.shape == query.shape[1:2],

@@ -150,7 +150,8 @@ COMBINATIONS = (
     ),
     *(
         Combination(frozenset({*beside, name}), {90: ("fwd",)})
-        for name in RECIPES for beside in ((), ("causal",), ("mask",))
+        for name in RECIPES
+        for beside in ((), ("causal",), ("mask",))
     ),
     *(Combination(frozenset({*beside, "cache8"}), {80: ("decode",)}) for beside in ((), ("mask",))),
     *(

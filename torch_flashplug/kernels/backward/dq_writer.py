@@ -148,7 +148,7 @@ class DqWriter:
             self.pipeline.consumer_release(count)
             self.fetch(units, unit + self.pipeline.stages * DQ_WRITERS, count + self.pipeline.stages)
             block = first_block + unit // UNITS
-            head, tile = block // self.num_m_blocks, self.addressing.block_of_scratch(block % self.num_m_blocks)
+            head, tile = block // self.num_m_blocks, self.addressing.workspace_block(block % self.num_m_blocks)
             slab = tile.block * (UNITS // 2) + unit % (UNITS // 2)
             out = tile.rows_of(self.dQ, head % self.dQ.m.shape[2], head // self.dQ.m.shape[2])
             tQsQ, tQgQ = out.tiles(self.dQ.s.shape, (None, None))
@@ -199,12 +199,14 @@ def run_accumulator_warp(workspace: DqWorkspace, staged: sm90.Pipeline, staging:
         for g in cutlass.range(work.group, unroll=1):
             first_block = workspace.first_block(tile, g, work.tile_grid.order.heads)
             head_range = query_range.of_head(g)
-            subrange = head_range.whole()
+            subrange = head_range.all_blocks()
             for j in cutlass.range(subrange.begin, subrange.end, unroll=1):
                 m_block = head_range.nth(j)
                 last_unit, unit = unit, (first_block + m_block) * UNITS + wg * 4 + lane
                 if lane < 4:
-                    wait_for_count(workspace.unit_counter(unit), work.tile_grid.order.turn(tile.block, head_range, j))
+                    wait_for_count(
+                        workspace.unit_counter(unit), work.tile_grid.order.accumulation_rank(tile.block, head_range, j)
+                    )
                     cute.arch.fence_proxy("async")
                 cute.arch.sync_warp()
                 staged.producer_wait(step_count + 1)  # the unit has been written to the staging buffer

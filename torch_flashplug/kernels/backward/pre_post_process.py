@@ -111,12 +111,12 @@ class BackwardPreprocess:
             self.clear(clearing, linear, workspace_block, blocks)
 
         mO, mdO, Sq, Dv = inputs.o, inputs.do, inputs.o.shape[2], inputs.o.shape[3]
-        tile = addressing.block_of_scratch(workspace_block, head, batch, SeqlenInfo(Sq, Sq))
+        tile = addressing.workspace_block(workspace_block, head, batch, SeqlenInfo(Sq, Sq))
         for part in cutlass.range_constexpr(TILE_M * LANES // WARPGROUP):
             row = tile.block * TILE_M + part * (WARPGROUP // LANES) + thread // LANES
             delta, lse = Float32(0.0), Float32(Float32.inf)
             if row < tile.sizes.Sq:
-                coord = tile.place(row)
+                coord = tile.lse_coord(row)
                 if cutlass.const_expr(self.elementwise):
                     for column in cutlass.range(thread % LANES, Dv, LANES, unroll=1):
                         delta += mO[(*coord, column)].to(Float32) * mdO[(*coord, column)].to(Float32)
@@ -128,12 +128,12 @@ class BackwardPreprocess:
                 delta = delta + cute.arch.shuffle_sync_bfly(delta, offset=lanes)
             if cutlass.const_expr(inputs.dlse is not None):
                 if row < cutlass.min(inputs.dlse.shape[2], tile.sizes.Sq):
-                    delta = delta - inputs.dlse[tile.place(row)]
+                    delta = delta - inputs.dlse[tile.lse_coord(row)]
             if thread % LANES == 0:
                 row = workspace_block * TILE_M + part * (WARPGROUP // LANES) + thread // LANES
                 mRows[batch, head, 0, row] = lse
                 mRows[batch, head, 1, row] = (
-                    delta if cutlass.const_expr(keep_probability is None) else delta * keep_probability.share
+                    delta if cutlass.const_expr(keep_probability is None) else delta * keep_probability.keep_probability
                 )
 
     @cute.jit
@@ -214,7 +214,7 @@ class BackwardPostprocess:
         block, linear = cta % blocks, cta // blocks + first_head
         batch, head = linear // mdQ.shape[1], linear % mdQ.shape[1]
         start = (Int64(linear) * blocks + block) * (WARPGROUPS * self.chunks * WARPGROUP * 4)
-        tile = addressing.block_of_scratch(block, head, batch)
+        tile = addressing.workspace_block(block, head, batch)
         # A task is a quad's eight columns of two rows. Neighboring threads take neighboring columns, so that rows are
         # written in whole sectors.
         for part in cutlass.range_constexpr(cute.ceil_div(self.chunks, 4)):
@@ -300,7 +300,7 @@ def exponentiate(scores: cute.Tensor, lse_log2: cute.Tensor | tuple[Float32, ...
 class ScoreDerivative:
     """Derivative of score modifications, as required by the gradients."""
 
-    slope: Callable  # ScorePipeline.slope
+    slope: Callable  # ScorePipeline.score_derivative
     lse_log2: cute.Tensor | tuple[Float32, ...]  # LSE of each query
 
     @classmethod
@@ -311,7 +311,7 @@ class ScoreDerivative:
             score_pipeline: the score stages.
             lse_log2: function that returns the LSE, called only if required.
         """
-        slope = score_pipeline.slope()
+        slope = score_pipeline.score_derivative()
         return None if slope is None else cls(slope, lse_log2())
 
 
@@ -330,7 +330,7 @@ def differentiate(
         delta: delta of each query.
         dS: destination, which may be P or dP.
         raised: P is larger by this power of two.
-        signed: dropped elements of P are negative (ScorePipeline.signed), with a dP of 0.
+        signed: dropped elements of P are negative (ScorePipeline.signed_dropout_select), with a dP of 0.
         score_derivative: derivative of the score modifications, if any.
     """
     for query in cutlass.range_constexpr(cute.size(P, mode=[1])):

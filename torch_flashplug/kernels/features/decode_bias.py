@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
 from ...registry.kernel_spec import SLAB, WARP
-from ..score_stages.bias_read import DirectBias, RowBias, room, starts_of
+from ..score_stages.bias_read import DirectBias, RowBias, allocate_rows, starts_of
 from ..score_stages.natural_units import add
 from ..score_stages.pipeline import ScoreCoord, ScorePipeline, ScoreStage
 from ..tiling.block_iterator import BlockIterator, BoundBlocks, FullBlocks, SplitKvRange
@@ -32,7 +32,7 @@ class DecodeBiasFeature(KernelFeatures):
 class AllBlocks(FullBlocks):
     """Block iterator over all KV blocks. Score stages apply in every block."""
 
-    def at(self, sizes: SeqlenInfo, tile_m: int, tile_n: int) -> BoundAllBlocks:
+    def bind(self, sizes: SeqlenInfo, tile_m: int, tile_n: int) -> BoundAllBlocks:
         return BoundAllBlocks(self.causal, sizes, tile_m, tile_n)
 
 
@@ -53,23 +53,23 @@ class DecodeDirectBias(DirectBias):
 
     applies_to_full_blocks = False
 
-    def hold(self, columns: int) -> ScoreStage:
-        return replace(self, bias_values=room(self.bias, columns // 4))
+    def allocate_registers(self, columns: int) -> ScoreStage:
+        return replace(self, bias_values=allocate_rows(self.bias, columns // 4))
 
-    def at(self, place: ScoreCoord) -> ScoreStage:
+    def set_tile(self, coord: ScoreCoord) -> ScoreStage:
         """Return the stage for a tile.
 
         Args:
-            place: place of the first row of the tile. The head is the first head of the tile. Results of rows beyond
-                the last row are discarded.
+            coord: coordinate of the first row of the tile. The head is the first head of the tile. Results of rows
+                beyond the last row are discarded.
         """
-        row, (_, heads, Sq, _) = place.row + cute.arch.thread_idx()[0] // WARP * SLAB, self.bias.shape
+        row, (_, heads, Sq, _) = coord.row + cute.arch.thread_idx()[0] // WARP * SLAB, self.bias.shape
         row = row + cute.arch.lane_idx() // 4
         lines = []
         for r in range(2):
-            head, query = cutlass.min(place.head + (row + 8 * r) // Sq, heads - 1), (row + 8 * r) % Sq
-            lines.append((place.batch, head, query))
-        return DecodeRowBias(self.bias, self.scale, place, starts_of(lines, self.bias), self.bias_values)
+            head, query = cutlass.min(coord.head + (row + 8 * r) // Sq, heads - 1), (row + 8 * r) % Sq
+            lines.append((coord.batch, head, query))
+        return DecodeRowBias(self.bias, self.scale, coord, starts_of(lines, self.bias), self.bias_values)
 
 
 @dataclass(frozen=True)

@@ -124,7 +124,7 @@ class DecodeMaskIterator(BlockIterator):
 
     mask: cute.Tensor
 
-    def at(self, sizes: SeqlenInfo, tile_m: int, tile_n: int) -> BoundDecodeMask:
+    def bind(self, sizes: SeqlenInfo, tile_m: int, tile_n: int) -> BoundDecodeMask:
         return BoundDecodeMask(self.mask, sizes, tile_m, tile_n)
 
 
@@ -143,7 +143,7 @@ class BoundDecodeMask:
     count: cute.Tensor | None = None  # (1,) number of blocks in the visited groups
     may_mask = True
 
-    def shared(self, smem: cutlass.memory.SmemAllocator) -> BoundDecodeMask:
+    def allocate_smem(self, smem: cutlass.memory.SmemAllocator) -> BoundDecodeMask:
         visible, masked = (smem.allocate_tensor(Int32, cute.make_layout(GROUPS // WARP), 4) for _ in range(2))
         count = smem.allocate_tensor(Int32, cute.make_layout(1), 4)
         groups = smem.allocate_tensor(Uint16, cute.make_layout(GROUPS), 2)
@@ -158,8 +158,8 @@ class BoundDecodeMask:
         return INT_BITS - cute.arch.clz((blocks - 1) // GROUPS)
 
     @cute.jit
-    def find(self, decode_tile: DecodeTile):
-        """Scan the mask and build the list of visited groups. Every thread calls `find` before roles part."""
+    def scan(self, decode_tile: DecodeTile):
+        """Scan the mask and build the list of visited groups. Every thread calls `scan` before roles part."""
         blocks, thread = self.blocks(decode_tile.split, decode_tile.splits), cute.arch.thread_idx()[0]
         log, warp = self.log_size(blocks), cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if thread < GROUPS // WARP:
@@ -213,7 +213,7 @@ class BoundDecodeMask:
         for first in cutlass.range(warp, num_tasks, warps * AT_ONCE, unroll=1):
             for i in cutlass.range_constexpr(AT_ONCE):
                 task = first + i * warps
-                head, query = decode_tile.place(begin + task % num_rows)
+                head, query = decode_tile.unpack_row(begin + task % num_rows)
                 mask_row = MaskRow.create(self.mask, decode_tile.batch, head, query)
                 block = (task // num_rows * BLOCKS + lane // LANES) * decode_tile.splits + decode_tile.split
                 for step in cutlass.range_constexpr(steps):
@@ -265,7 +265,7 @@ class BoundDecodeMask:
                 self.groups[0] = Uint16(1)
             self.count[0] = cutlass.max(num_visible, 1) << log
 
-    def share(self, split: Int32, splits: Int32) -> DecodeMaskKvRange:
+    def split_range(self, split: Int32, splits: Int32) -> DecodeMaskKvRange:
         log = self.log_size(self.blocks(split, splits))
         return DecodeMaskKvRange(Int32(0), self.count[0], self.groups, log, split, splits)
 
@@ -302,24 +302,24 @@ class DecodeMaskStage(ScoreStage):
     mask_words: cute.Tensor | None = (
         None  # (4, 2, words of a block / 2) registers: mask bytes of the two rows of a thread
     )
-    place: ScoreCoord | None = None
+    coord: ScoreCoord | None = None
 
-    def hold(self, columns: int) -> ScoreStage:
+    def allocate_registers(self, columns: int) -> ScoreStage:
         assert columns % (2 * WARP) == 0, "threads of a row have 16 keys each"
         return replace(self, mask_words=cute.make_rmem_tensor((BYTES // 4, 2, columns // (2 * WARP)), Int32))
 
-    def at(self, place: ScoreCoord) -> ScoreStage:
+    def set_tile(self, coord: ScoreCoord) -> ScoreStage:
         """Return the stage for a tile.
 
         Args:
-            place: place of the first row of the tile. Rows are packed, and the head is the first head of the tile.
+            coord: coordinate of the first row of the tile. Rows are packed, and the head is the first head of the tile.
         """
-        return replace(self, place=place)
+        return replace(self, coord=coord)
 
     def mask_row(self, row: Int32) -> MaskRow:
         """Return the mask row of a packed row. Results of rows beyond the last row are discarded."""
-        Sq = self.place.sizes.Sq
-        return MaskRow.create(self.mask, self.place.batch, self.place.head + row // Sq, row % Sq)
+        Sq = self.coord.sizes.Sq
+        return MaskRow.create(self.mask, self.coord.batch, self.coord.head + row // Sq, row % Sq)
 
     @cute.jit
     def begin(self, block: Int32):
@@ -332,9 +332,9 @@ class DecodeMaskStage(ScoreStage):
     @cute.jit
     def fetch(self, block: Int32, vectors: cutlass.Constexpr[bool]):
         lane = cute.arch.lane_idx()
-        row = self.place.row + cute.arch.thread_idx()[0] // WARP * SLAB + lane // LANES
+        row = self.coord.row + cute.arch.thread_idx()[0] // WARP * SLAB + lane // LANES
         for part in cutlass.range_constexpr(cute.size(self.mask_words, mode=[2])):
-            key = block * self.place.block + part * 2 * WARP + lane % LANES * BYTES
+            key = block * self.coord.block + part * 2 * WARP + lane % LANES * BYTES
             self.mask_row(row).load(key, self.mask_words[None, 0, part], vectors)
             if not one_for_all(self.mask):
                 self.mask_row(row + SLAB // 2).load(key, self.mask_words[None, 1, part], vectors)
@@ -361,7 +361,7 @@ class DecodeMaskStage(ScoreStage):
             else:
                 of_rows[1, 0], of_rows[1, 1] = self.words(1, part)
             for r, word in [(r, word) for r in range(2) for word in range(2)]:
-                bits = of_rows[r, word] >> self.place.column
+                bits = of_rows[r, word] >> self.coord.column
                 for c in cutlass.range_constexpr((2 * part + word) * columns, (2 * part + word + 1) * columns):
                     bit = column_of(c) % WARP
                     S[r, c] = cutlass.select_((bits & Int32(1 << bit)) != 0, S[r, c], -Float32.inf)

@@ -38,8 +38,8 @@ class DecodeWindowIterator(SlidingWindow):
 
     split_size: Int32  # in keys; 0: splits have equal shares
 
-    def at(self, sizes: SeqlenInfo, tile_m: int, tile_n: int) -> BoundDecodeWindow:
-        return BoundDecodeWindow(self.of(sizes), sizes, tile_n, self.split_size // tile_n)
+    def bind(self, sizes: SeqlenInfo, tile_m: int, tile_n: int) -> BoundDecodeWindow:
+        return BoundDecodeWindow(self.reach(sizes), sizes, tile_n, self.split_size // tile_n)
 
 
 @dataclass(frozen=True)
@@ -55,13 +55,13 @@ class BoundDecodeWindow:
     split_blocks: Int32
     may_mask = True
 
-    def shared(self, smem: cutlass.memory.SmemAllocator) -> BoundDecodeWindow:
+    def allocate_smem(self, smem: cutlass.memory.SmemAllocator) -> BoundDecodeWindow:
         return self
 
-    def find(self, part: object) -> None:
+    def scan(self, part: object) -> None:
         """Decode: scan for visible blocks (nothing to do here)."""
 
-    def share(self, split_idx: Int32, num_splits: Int32) -> SplitKvRange:
+    def split_range(self, split_idx: Int32, num_splits: Int32) -> SplitKvRange:
         """Return the KV blocks of split `split_idx` of `num_splits` splits.
 
         A split without blocks gets the block behind all keys. Splits of a fixed size count from the first visible block
@@ -95,23 +95,23 @@ class DecodeWindowStage(SlidingWindowStage):
 
     columns: int = 0  # columns of a block that belong to a team
 
-    def hold(self, columns: int) -> ScoreStage:
+    def allocate_registers(self, columns: int) -> ScoreStage:
         return replace(self, columns=columns)
 
-    def at(self, place: ScoreCoord) -> ScoreStage:
+    def set_tile(self, coord: ScoreCoord) -> ScoreStage:
         """Return the stage for a tile. Each warp of a team has 16 rows.
 
         Args:
-            place: place of the first row of the tile.
+            coord: coordinate of the first row of the tile.
         """
-        warps = WARPGROUP // WARP * self.columns // place.block
-        row = place.row + cute.arch.warp_idx() % warps * SLAB + cute.arch.lane_idx() // 4
-        return DecodeWindowQueries(self.window.of(place.sizes), replace(place, row=row))
+        warps = WARPGROUP // WARP * self.columns // coord.block
+        row = coord.row + cute.arch.warp_idx() % warps * SLAB + cute.arch.lane_idx() // 4
+        return DecodeWindowQueries(self.window.reach(coord.sizes), replace(coord, row=row))
 
 
 class DecodeWindowQueries(WindowOfKeys):
     """Score stage of a sliding window, in which the query of a packed row is the row modulo Sq."""
 
-    def seen(self, row: Int32) -> tuple[Int32, Int32]:
+    def visible_columns(self, row: Int32) -> tuple[Int32, Int32]:
         """Return the first visible column of a packed row, and the first column behind."""
-        return super().seen(row % cutlass.max(self.place.sizes.Sq, 1))
+        return super().visible_columns(row % cutlass.max(self.coord.sizes.Sq, 1))

@@ -76,7 +76,7 @@ class PagedRows:
     def load(self, copier: cutlass.Constexpr[sm80.SmemCopier], first_row: Int32, tile: sm80.SmemTile):
         """Load rows from `first_row` on, a multiple of GROUP, as SmemCopier.load, with zeros beyond the last row."""
         thread = cute.arch.lane_idx() if copier.threads == WARP else cute.arch.thread_idx()[0]
-        row, unit, step = copier.place(tile, thread)
+        row, unit, step = copier.partition(tile, thread)
         first_target, columns = tile.unit(row, unit), self.pool.shape[2] - unit * sm80.VECTOR
         last = cutlass.max(self.length - 1, 0) // GROUP * GROUP
         for group in cutlass.range_constexpr(0, tile.rows, max(step, GROUP)):
@@ -119,7 +119,7 @@ class PagedQuantizedKvLoader(QuantizedKvLoader):
     def load(self, copier: sm80.SmemCopier, rows: PagedRows, first_row: Int32, tile: sm80.SmemTile) -> None:
         rows.load(copier, first_row, tile)
 
-    def beside(self, decode_tile: DecodeTile, start: Int32, keys: int, stages: int) -> PagedKvScales:
+    def scale_loader(self, decode_tile: DecodeTile, start: Int32, keys: int, stages: int) -> PagedKvScales:
         page_indices = self.page_table.page_indices[decode_tile.batch, None]
         k, v = (
             PagedRows(x[None, decode_tile.tile.kv_head, None], page_indices, decode_tile.sizes.Sk)

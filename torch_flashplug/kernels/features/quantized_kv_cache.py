@@ -157,12 +157,12 @@ class QuantizedKvLoader(KvLoader):
         pairs = cute.recast_ptr(head_rows.iterator, dtype=cutlass.Int16)
         return cute.make_tensor(pairs, cute.make_layout((rows, columns // 2), stride=(stride // 2, 1)))
 
-    def beside(self, decode_tile: DecodeTile, start: Int32, keys: int, stages: int) -> QuantizedKvScales:
+    def scale_loader(self, decode_tile: DecodeTile, start: Int32, keys: int, stages: int) -> QuantizedKvScales:
         k, v = (x[decode_tile.batch, decode_tile.tile.kv_head, None] for x in (self.k_scale, self.v_scale))
         return QuantizedKvScales(k, v, start, keys, stages)
 
     @cute.jit
-    def turn(
+    def transform_queries(
         self,
         q: sm80.SmemTile,
         decode_tile: DecodeTile,
@@ -190,7 +190,7 @@ class QuantizedKvLoader(KvLoader):
         Rotation(self.rotated, D).apply(rotated)
         cute.arch.sync_warp()
         for i in cutlass.range_constexpr(0, values_per_lane, 2):
-            sm80.put_packed(
+            sm80.store_packed(
                 element_address(q, row, permuted_column(column + i)), element.pack_pair(rotated[i], rotated[i + 1])
             )
 
@@ -201,7 +201,7 @@ class QuantizedKvLoader(KvLoader):
     def left_operand(self, acc: cute.Tensor, element: QuantizedKvElement) -> OperandA:
         return OperandA.create(acc, VALUES)
 
-    def pieces(self, output: cute.Tensor, row: int) -> list[tuple[Int32, list]]:
+    def output_columns(self, output: cute.Tensor, row: int) -> list[tuple[Int32, list]]:
         first, columns = cute.arch.lane_idx() % 4 * WORD, range(0, cute.size(output, mode=[1]), WORD)
         return [(first + c // WORD * GROUP, [output[row, c + i] for i in (0, 2, 1, 3)]) for c in columns]
 

@@ -38,7 +38,7 @@ class VarlenFeature(KernelFeatures):
     def tile_list_specs(self) -> tuple[TileListSpec, ...]:
         """Tile lists required by the tile addressing of the kernel kind."""
         key_list = TileListSpec("keys", True, self.spec.tile_n)
-        workspace_list = TileListSpec("scratch", False, BLOCK, is_sorted=False)
+        workspace_list = TileListSpec("workspace", False, BLOCK, is_sorted=False)
         if not self.spec.is_backward:
             return (TileListSpec("rows", False, self.spec.tile_m),)
         return (

@@ -97,7 +97,7 @@ class ScaledSoftmax:
             tile_grid: tile grid of the tile.
         """
         for r in cutlass.range_constexpr(ROWS):
-            batch, head, tensor_row = tile.place(cutlass.min(row + 8 * r, tile.sizes.Sq - 1))
+            batch, head, tensor_row = tile.lse_coord(cutlass.min(row + 8 * r, tile.sizes.Sq - 1))
             self.row_scale[r] = self.scaling.q[batch, head, tensor_row] * self.scale_log2
         tile = replace(tile, group=tile_grid.group)
         k_scales = self.scaling.k[tile.batch, tile.head_of_keys(), None]
@@ -213,7 +213,7 @@ class ScaledSoftmax:
             total = total + cute.arch.shuffle_sync_bfly(total, offset=1)
             total = total + cute.arch.shuffle_sync_bfly(total, offset=2)
             inverse[r] = 0.0 if total == 0.0 else cute.arch.rcp_approx(total)
-            batch, head, tensor_row = self.tile.place(cutlass.min(self.row + 8 * r, self.tile.sizes.Sq - 1))
+            batch, head, tensor_row = self.tile.lse_coord(cutlass.min(self.row + 8 * r, self.tile.sizes.Sq - 1))
             powers = self.row_max[r] - self.scaling.raised + cute.math.log2(total, fastmath=True)
             shifted = powers * (1.0 / LOG2_E) + self.scaling.row_shift[batch, head, tensor_row] * scale
             lse[r] = cutlass.select_(total == 0.0, -Float32.inf, shifted)

@@ -257,4 +257,4 @@ def write_lse(mLSE: cute.Tensor, lse: cute.Tensor, tile: Tile, row: Int32):
     writes = cute.arch.lane_idx() % 4 == 0
     for r in cutlass.range_constexpr(2):
         if writes and row + 8 * r < tile.sizes.Sq:
-            mLSE[tile.place(row + 8 * r)] = lse[r]
+            mLSE[tile.lse_coord(row + 8 * r)] = lse[r]

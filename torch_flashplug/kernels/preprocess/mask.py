@@ -133,7 +133,7 @@ class MaskMetadata:
             return lists
         partial_ranks, full_ranks = (self.start + (ranks + which * Int64(R) * capacity) for which in range(2))
         return replace(
-            lists, masked_turn=cute.make_tensor(partial_ranks, index), whole_turn=cute.make_tensor(full_ranks, index)
+            lists, partial_rank=cute.make_tensor(partial_ranks, index), full_rank=cute.make_tensor(full_ranks, index)
         )
 
     def vector(self, section: int) -> cute.Tensor:
@@ -328,7 +328,7 @@ class MaskPreprocess:
             listed_rows: query rows of a block, or 0 for lists of query blocks.
         """
         stride, num_states, count = steps
-        lane, start = cute.arch.lane_idx(), Int64(line) * lists.masked.shape[1]
+        lane, start = cute.arch.lane_idx(), Int64(line) * lists.partial.shape[1]
         before = (1 << lane) - 1
         num_partial, num_full = Int32(0), Int32(0)
         for begin in cutlass.range(0, count, WARP, unroll=1):
@@ -347,18 +347,18 @@ class MaskPreprocess:
             )
             if lane_kind == MASKED:
                 cute.arch.store(
-                    lists.masked.iterator + (start + num_partial + cute.arch.popc(partial_lanes & before)), entry
+                    lists.partial.iterator + (start + num_partial + cute.arch.popc(partial_lanes & before)), entry
                 )
             if lane_kind == WHOLE:
-                cute.arch.store(lists.whole.iterator + (start + num_full + cute.arch.popc(full_lanes & before)), nth)
+                cute.arch.store(lists.full.iterator + (start + num_full + cute.arch.popc(full_lanes & before)), nth)
             num_partial, num_full = num_partial + cute.arch.popc(partial_lanes), num_full + cute.arch.popc(full_lanes)
         if lane == 0:
             if num_partial + num_full == 0:  # block iterators read the first entry even of an empty list
-                cute.arch.store(lists.masked.iterator + start, Int32(0))
-                cute.arch.store(lists.whole.iterator + start, Int32(0))
+                cute.arch.store(lists.partial.iterator + start, Int32(0))
+                cute.arch.store(lists.full.iterator + start, Int32(0))
                 num_partial = Int32(1 if listed_rows > 0 else 0)
-            cute.arch.store(lists.masked_count.iterator + line, num_partial)
-            cute.arch.store(lists.whole_count.iterator + line, num_full)
+            cute.arch.store(lists.partial_count.iterator + line, num_partial)
+            cute.arch.store(lists.full_count.iterator + line, num_full)
 
 
 class AccumulationRanks:
@@ -383,8 +383,8 @@ class AccumulationRanks:
         lists = metadata.lists(True, ordered=True)
         line, part, _ = cute.arch.block_idx()
         entry = part * WARPGROUP + cute.arch.thread_idx()[0]
-        self.count_later(metadata, line, entry, lists.masked_count, lists.masked, lists.masked_turn)
-        self.count_later(metadata, line, entry, lists.whole_count, lists.whole, lists.whole_turn)
+        self.count_later(metadata, line, entry, lists.partial_count, lists.partial, lists.partial_rank)
+        self.count_later(metadata, line, entry, lists.full_count, lists.full, lists.full_rank)
 
     @cute.jit
     def count_later(

@@ -16,7 +16,7 @@ from ..primitives.fragments import target_from
 from ..primitives.vector_access import vector_at
 from ..tiling.block_iterator import BlockIterator
 from ..tiling.tile import Tile
-from ..tiling.varlen import ENTRY, MOST_WORTH, VarlenAddressing, VarlenSeqlenInfo, VarlenTileList
+from ..tiling.varlen import ENTRY, MAX_RELATIVE_WORK, VarlenAddressing, VarlenSeqlenInfo, VarlenTileList
 
 THREADS, CLASSES = 1024, 1024
 WARPS = THREADS // WARP
@@ -199,7 +199,7 @@ class TileListBuilder:
             cute.arch.sync_threads()
             self.begin_classes()
         self.visit_tiles(first_tile, first_workspace_block, placing=True)
-        self.fill(cutlass.min(cutlass.max(total, 0), self.tile_list.room()))
+        self.fill(cutlass.min(cutlass.max(total, 0), self.tile_list.capacity()))
 
     @cute.jit
     def begin_classes(self):
@@ -216,7 +216,8 @@ class TileListBuilder:
         self.counts[class_of_thread] = position
         if (position == 0) & (num_tiles > 0):
             cute.arch.store(
-                self.tile_list.head.iterator + 1, Int32(cute.arch.fmin(all_work / class_work, float(MOST_WORTH)))
+                self.tile_list.header.iterator + 1,
+                Int32(cute.arch.fmin(all_work / class_work, float(MAX_RELATIVE_WORK))),
             )
         cute.arch.sync_threads()
 
@@ -305,7 +306,7 @@ class TileListBuilder:
                 before = cute.arch.popc(lanes & ((Int32(1) << self.lane) - 1))
                 position = cute.arch.shuffle_sync(position, 0) + before
         if cutlass.const_expr(placing):
-            if is_valid & (position >= 0) & (position < self.tile_list.room()):
+            if is_valid & (position >= 0) & (position < self.tile_list.capacity()):
                 self.store(position, entry)
 
     def reserve_positions(self, class_idx: Int32, count: Int32) -> Int32:
@@ -319,10 +320,10 @@ class TileListBuilder:
         rows, keys = (opposite_length, length) if self.list_spec.of_keys else (length, opposite_length)
         tile = Tile(block, None, None, VarlenSeqlenInfo(rows, keys, cutlass.max(keys, 1)))
         if self.list_spec.of_keys:
-            work = self.block_iterator.at(tile.sizes, BLOCK, self.list_spec.size).queries(tile).total(1)
+            work = self.block_iterator.bind(tile.sizes, BLOCK, self.list_spec.size).queries(tile).total(1)
             total = self.inputs.rows
         else:
-            work = self.block_iterator.at(tile.sizes, self.list_spec.size, BLOCK).keys(tile).count
+            work = self.block_iterator.bind(tile.sizes, self.list_spec.size, BLOCK).keys(tile).count
             total = self.inputs.keys
         unit = cute.ceil_div(cute.ceil_div(total, BLOCK), CLASSES)
         return cutlass.min(work // cutlass.max(unit, 1), CLASSES - 1)
@@ -330,10 +331,10 @@ class TileListBuilder:
     @cute.jit
     def fill(self, total: Int32):
         """Fill the list behind the last tile with entries without rows."""
-        for position in cutlass.range(total + self.thread, self.tile_list.room(), THREADS, unroll=1):
+        for position in cutlass.range(total + self.thread, self.tile_list.capacity(), THREADS, unroll=1):
             self.store(position, (0, 0, 0, 0, 0, 0, 0, 1))
         if self.thread == 0:
-            cute.arch.store(self.tile_list.head.iterator, total)
+            cute.arch.store(self.tile_list.header.iterator, total)
 
     def store(self, position: Int32, entry: tuple[Int32 | int, ...]) -> None:
         values = cute.make_rmem_tensor((ENTRY,), Int32)

@@ -40,7 +40,7 @@ from ..features.base import KernelFeatures
 from ..primitives import fragments, sm80
 from ..primitives.vector_access import QUAD
 from ..score_stages.pipeline import ScoreCoord, ScorePipeline
-from ..tiling.backward_tile_scheduler import BackwardTileScheduler, heads_in_turn
+from ..tiling.backward_tile_scheduler import BackwardTileScheduler, kv_heads_per_l2_group
 from ..tiling.block_iterator import BlockIterator, QueryBlockRange, QueryBlockStep
 from ..tiling.seqlen_info import SeqlenInfo
 from ..tiling.tile import Tile, TileAddressing
@@ -70,7 +70,7 @@ class QueryStages:
 
     def stage_index(self, tile: sm80.SmemTile, stage: Int32) -> sm80.SmemTile:
         """Return the tile of stage `stage`. `tile` is the tile of stage 0."""
-        return tile.moved(stage * self.stage_bytes)
+        return tile.at_offset(stage * self.stage_bytes)
 
     def load_q(self, head: Int32, block: Int32, stage: Int32) -> None:
         """Start the load of a block of Q with its LSE and delta into stage `stage`."""
@@ -145,10 +145,10 @@ class DqProduct:
                 order.
         """
         k, ds = self.right.tile, self.left.tile
-        accs = self.multiply(self.left.over(ds.moved(stage * ds.bytes), True))
+        accs = self.multiply(self.left.retarget(ds.at_offset(stage * ds.bytes), True))
         counter = self.workspace.unit_counter(block * UNITS)
         if cutlass.const_expr(rank is not None):
-            sm80.wait_for_turn(counter, rank)
+            sm80.spin_until_count(counter, rank)
         start = self.workspace.unit(block * UNITS).toint() + cute.arch.lane_idx() * (QUAD * FP32_BYTES)
         for panel in cutlass.range_constexpr(k.columns // k.panel):
             for u in cutlass.range_constexpr(self.pairs):
@@ -253,7 +253,7 @@ class StepContext:
 
     def allocate_stages(self, slabs: int) -> tuple[ScorePipeline, ...]:
         """Return the score stages with registers, for each of `slabs` slabs of keys."""
-        return tuple(self.score_pipeline.hold(HALF) for _ in range(slabs))
+        return tuple(self.score_pipeline.allocate_registers(HALF) for _ in range(slabs))
 
     def coord_of(self, slab: int, first_query: int) -> ScoreCoord:
         """Return the place of slab `slab` and of the queries from `first_query` on."""
@@ -309,8 +309,8 @@ class BackwardSm80(BackwardCall):
         # Bytes per query row: Q, dO and dQ in fp32.
         row_bytes = (self.d + self.dv) * self.element.bytes + self.d * FP32_BYTES
         num_ctas = call.num_ctas if self.in_order else None
-        bound_iterator = block_iterator.at(SeqlenInfo(call.q.shape[2], Sk), self.tile_m, self.tile_n)
-        section = heads_in_turn(bound_iterator, group, B * Hkv, row_bytes, num_ctas)
+        bound_iterator = block_iterator.bind(SeqlenInfo(call.q.shape[2], Sk), self.tile_m, self.tile_n)
+        section = kv_heads_per_l2_group(bound_iterator, group, B * Hkv, row_bytes, num_ctas)
         workspace_layout = WorkspaceLayout(B * Hkv, group, num_n_blocks)
         workspace = (call.rows, call.scratch)
         self.features.launch_preprocess(call, stream)
@@ -347,7 +347,7 @@ class BackwardSm80(BackwardCall):
         """Compute dK and dV of a block of keys, and add dQ to the workspace."""
         B, Hkv, Sk, _ = tensors.k.shape
         Hq, Sq = tensors.q.shape[1], tensors.q.shape[2]
-        bound_iterator = block_iterator.at(SeqlenInfo(Sq, Sk), self.tile_m, self.tile_n)
+        bound_iterator = block_iterator.bind(SeqlenInfo(Sq, Sk), self.tile_m, self.tile_n)
         order = BackwardTileScheduler(
             True, cute.ceil_div(Sk, self.tile_n), Hkv, B * Hkv, section, bound_iterator, self.in_order
         )
@@ -375,15 +375,17 @@ class BackwardSm80(BackwardCall):
             self.mainloop_shared_keys(order, queries, tiles, workspace, kv_block, scales, score_pipeline)
         else:
             self.mainloop_own_keys(order, queries, tiles, workspace, kv_block, scales, score_pipeline)
-        sm80.arrive()
-        copier.unload(k, tile.rows(tensors.dk), first_key)
-        copier.unload(v, tile.rows(tensors.dv), first_key)
+        sm80.wait_for_copies()
+        copier.store_tile(k, tile.rows(tensors.dk), first_key)
+        copier.store_tile(v, tile.rows(tensors.dv), first_key)
 
     def accumulation_rank(
         self, order: BackwardTileScheduler, n_block: Int32, query_range: QueryBlockRange, step: QueryBlockStep
     ) -> Int32 | None:
         """Return how many warp adds to the queries of a step come before this CTA's, or None if there is no order."""
-        return order.turn(n_block, query_range.at(step), step.j) * self.warps if self.in_order else None
+        return (
+            order.accumulation_rank(n_block, query_range.range_of(step), step.j) * self.warps if self.in_order else None
+        )
 
     def make_dq_product(self, tiles: BackwardSmem, workspace: DqWorkspace, warp: Int32) -> DqProduct:
         """Return the part of dQ of a warp.
@@ -395,10 +397,10 @@ class BackwardSm80(BackwardCall):
         parts = min(4, k.panel // sm80.PAIR) if self.warps == 8 else 2  # parts of the columns
         slabs = self.tile_m // SLAB * parts // self.warps
         pairs = k.panel // sm80.PAIR // parts
-        left = sm80.LdmatrixView.create(tiles.weights, self.element.dtype, "A", transposed=True).share(
+        left = sm80.LdmatrixView.create(tiles.weights, self.element.dtype, "A", transposed=True).panel_slice(
             warp // parts, slabs
         )
-        right = sm80.LdmatrixView.create(k, self.element.dtype, "B", transposed=True).share(warp % parts, pairs)
+        right = sm80.LdmatrixView.create(k, self.element.dtype, "B", transposed=True).panel_slice(warp % parts, pairs)
         product = sm80.MmaProduct.create(self.element.dtype)
         return DqProduct(product, left, right, slabs, pairs, workspace, warp // parts * slabs, warp % parts)
 
@@ -412,7 +414,7 @@ class BackwardSm80(BackwardCall):
         """
         key_view = sm80.LdmatrixView.create(k, self.element.dtype, "A", first_row=slab * SLAB)
         row_view = sm80.LdmatrixView.create(k, self.element.dtype, "B", first_row=half * HALF)
-        column_view = sm80.LdmatrixView.create(k, self.element.dtype, "A").share(
+        column_view = sm80.LdmatrixView.create(k, self.element.dtype, "A").panel_slice(
             part, k.panel // sm80.PAIR // self.parts
         )
         dK, dV = (tuple(sm80.accumulator(c // self.parts) for _ in range(SLABS)) for c in (self.d, self.dv))
@@ -443,7 +445,7 @@ class BackwardSm80(BackwardCall):
         queries.load_q(step.head, step.block, Int32(0))
         queries.load_do(step.head, step.block, Int32(0))
         for i in cutlass.range(num_steps, unroll=1):
-            sm80.arrive()
+            sm80.wait_for_copies()
             next_step = query_range.after(step, i + 1 < num_steps)
             if i + 1 < num_steps:
                 queries.load_q(next_step.head, next_step.block, 1 - i % 2)
@@ -459,14 +461,14 @@ class BackwardSm80(BackwardCall):
                 self.step_in_pairs(state, queries, tiles, i % 2, context, scale_log2, first_slab, part)
             last_block, last_step = (kv_block.heads_before + step.head) * workspace.num_m_blocks + step.block, step
             step = next_step
-        sm80.arrive()
+        sm80.wait_for_copies()
         if num_steps > 0:
             dq_product.add(
                 (num_steps - 1) % 2,
                 last_block,
                 self.accumulation_rank(order, kv_block.tile.block, query_range, last_step),
             )
-        sm80.arrive()
+        sm80.wait_for_copies()
         self.store_dkdv(state, tiles, first_slab * SLAB, scales, score_pipeline, part)
 
     def store_dkdv(
@@ -488,7 +490,7 @@ class BackwardSm80(BackwardCall):
                 if factor is not None:
                     acc.store(acc.load() * factor)
                 pairs = tile.panel // sm80.PAIR // self.parts
-                sm80.put_share(acc, tile, first_row + s * SLAB, part, pairs, self.element)
+                sm80.store_panel_slice(acc, tile, first_row + s * SLAB, part, pairs, self.element)
 
     @cute.jit
     def compute_p(
@@ -505,7 +507,7 @@ class BackwardSm80(BackwardCall):
         for s in cutlass.range_constexpr(len(scores)):
             exponentiate(fragments.rows_and_columns(scores[s]), lse, scale_log2)
             P.append(fragments.OperandA.create(scores[s], self.element))
-            P[s].take(scores[s], slab_stages[s].at(context.coord).kept(masked=True))
+            P[s].convert(scores[s], slab_stages[s].set_tile(context.coord).dropout_select(masked=True))
         return P
 
     def apply_score_stages(
@@ -518,7 +520,7 @@ class BackwardSm80(BackwardCall):
         directly before `apply`.
         """
         for s, acc in enumerate(scores):
-            tile_stages = slab_stages[s].at(context.coord_of(s, first))
+            tile_stages = slab_stages[s].set_tile(context.coord_of(s, first))
             tile_stages.begin(context.block, masked)
             tile_stages.prepare_stage(context.block, masked)
             tile_stages.apply(fragments.rows_and_columns(acc), context.block, masked)
@@ -532,10 +534,10 @@ class BackwardSm80(BackwardCall):
         dS = []
         for s in cutlass.range_constexpr(len(P)):
             gradients = fragments.rows_and_columns(dP[s])
-            slab_stages[s].at(context.coord).apply_backward(gradients, masked=True)
+            slab_stages[s].set_tile(context.coord).apply_backward(gradients, masked=True)
             differentiate(fragments.rows_and_columns(P[s]), gradients, delta, gradients)
             dS.append(fragments.OperandA.create(dP[s], self.element))
-            dS[s].take(dP[s])
+            dS[s].convert(dP[s])
         return dS
 
     @cute.jit
@@ -547,22 +549,22 @@ class BackwardSm80(BackwardCall):
         """Add a block of queries to the warp's dK and dV, and write the warp's dS to shared memory."""
         k, v, weights = tiles.k, tiles.v, tiles.weights
         q, do = queries.stage_index(queries.q, stage), queries.stage_index(queries.do, stage)
-        target = weights.moved(stage * weights.bytes)
+        target = weights.at_offset(stage * weights.bytes)
         for first in cutlass.range_constexpr(0, self.tile_m, HALF):
             S, dP = (tuple(sm80.accumulator(HALF) for _ in range(SLABS)) for _ in range(2))
             zero = fragments.zero_of(stage)
-            keys, rows = state.keys.over(k.moved(zero), False), state.rows.over(q, False)
+            keys, rows = state.keys.retarget(k.at_offset(zero), False), state.rows.retarget(q, False)
             state.product.scores(S, keys, rows, first)
             slab_stages = context.allocate_stages(SLABS)
             P = self.compute_p(S, queries.row_stats(0, stage, first), context, slab_stages, first, scale_log2)
-            columns = state.columns.over(q, True)
+            columns = state.columns.retarget(q, True)
             for query in cutlass.range_constexpr(0, HALF, SLAB):
                 lefts = tuple(x.fragment[None, 0, query // SLAB] for x in P)
-                state.product.accumulate(state.dV, lefts, columns.beside(do), first + query)
-            state.product.scores(dP, keys.beside(v.moved(zero)), rows.beside(do), first)
+                state.product.accumulate(state.dV, lefts, columns.rebase(do), first + query)
+            state.product.scores(dP, keys.rebase(v.at_offset(zero)), rows.rebase(do), first)
             dS = self.compute_ds(S, dP, queries.row_stats(1, stage, first), context, slab_stages)
             for s in cutlass.range_constexpr(SLABS):
-                sm80.put_operand(dS[s], target, (first_slab + s) * SLAB, first)
+                sm80.store_operand(dS[s], target, (first_slab + s) * SLAB, first)
             for query in cutlass.range_constexpr(0, HALF, SLAB):
                 lefts = tuple(x.fragment[None, 0, query // SLAB] for x in dS)
                 state.product.accumulate(state.dK, lefts, columns, first + query)
@@ -579,21 +581,23 @@ class BackwardSm80(BackwardCall):
         and then dS in the same place, cross shared memory.
         """
         q, do = queries.stage_index(queries.q, stage), queries.stage_index(queries.do, stage)
-        rows, target = state.rows.over(q, False), tiles.weights.moved(stage * tiles.weights.bytes)
+        rows, target = state.rows.retarget(q, False), tiles.weights.at_offset(stage * tiles.weights.bytes)
         S, dP = (tuple(sm80.accumulator(HALF) for _ in range(SLABS)) for _ in range(2))
         state.product.scores(S, state.keys, rows)
         slab_stages = context.allocate_stages(SLABS)
         P = self.compute_p(S, queries.row_stats(0, stage, half * HALF), context, slab_stages, 0, scale_log2)
         for s in cutlass.range_constexpr(SLABS):
-            sm80.put_operand(P[s], target, (first_slab + s) * SLAB, half * HALF)
-        left = sm80.LdmatrixView.create(target, self.element.dtype, "A", first_row=first_slab * SLAB).share(1 - half, 2)
-        self.accumulate_halves(state, state.dV, P, left, state.columns.over(q, True).beside(do), first_slab, half)
-        state.product.scores(dP, state.keys.beside(tiles.v), rows.beside(do))
+            sm80.store_operand(P[s], target, (first_slab + s) * SLAB, half * HALF)
+        left = sm80.LdmatrixView.create(target, self.element.dtype, "A", first_row=first_slab * SLAB).panel_slice(
+            1 - half, 2
+        )
+        self.accumulate_halves(state, state.dV, P, left, state.columns.retarget(q, True).rebase(do), first_slab, half)
+        state.product.scores(dP, state.keys.rebase(tiles.v), rows.rebase(do))
         dS = self.compute_ds(S, dP, queries.row_stats(1, stage, half * HALF), context, slab_stages)
         self.sync_key_warps(first_slab)  # both warps have read P
         for s in cutlass.range_constexpr(SLABS):
-            sm80.put_operand(dS[s], target, (first_slab + s) * SLAB, half * HALF)
-        self.accumulate_halves(state, state.dK, dS, left, state.columns.over(q, True), first_slab, half)
+            sm80.store_operand(dS[s], target, (first_slab + s) * SLAB, half * HALF)
+        self.accumulate_halves(state, state.dK, dS, left, state.columns.retarget(q, True), first_slab, half)
 
     def sync_key_warps(self, first_slab: Int32) -> None:
         """Wait for the warps with the same keys, on a named barrier."""
@@ -605,13 +609,13 @@ class BackwardSm80(BackwardCall):
     ) -> None:  # fmt: skip
         """Sum over the half of the queries held by this warp, then over the peer warp's half from shared memory."""
         lefts = tuple(sm80.allocate_fragment(self.element.dtype) for _ in weights_of_warp)
-        own_columns = columns.below(half * HALF)
+        own_columns = columns.skip_rows(half * HALF)
         for query in range(0, HALF, SLAB):
             state.product.accumulate(
                 accs, tuple(x.fragment[None, 0, query // SLAB] for x in weights_of_warp), own_columns, query
             )
         self.sync_key_warps(first_slab)
-        peer_columns = columns.below((1 - half) * HALF)
+        peer_columns = columns.skip_rows((1 - half) * HALF)
         for query in range(0, HALF, SLAB):
             for s, weights in enumerate(lefts):
                 left.fetch(s * SLAB, query, weights)
@@ -649,24 +653,24 @@ class BackwardSm80(BackwardCall):
             next_step = query_range.after(step, i + 1 < num_steps)
             block = (kv_block.heads_before + step.head) * workspace.num_m_blocks + step.block
             zero, context = fragments.zero_of(i), StepContext(score_pipeline, coord, query_range, step)
-            q, do = queries.q.moved(zero), queries.do.moved(zero)
-            step_tiles = BackwardSmem(k.moved(zero), v.moved(zero), weights.moved(zero))
-            dS, P = step_tiles.weights, step_tiles.weights.moved(weights.bytes)
+            q, do = queries.q.at_offset(zero), queries.do.at_offset(zero)
+            step_tiles = BackwardSmem(k.at_offset(zero), v.at_offset(zero), weights.at_offset(zero))
+            dS, P = step_tiles.weights, step_tiles.weights.at_offset(weights.bytes)
             self.compute_p_and_ds(state, queries, step_tiles, q, do, context, scale_log2, slab, half)
             cute.arch.sync_threads()
-            columns, weights_of = state.columns.over(q, True), left.over(dS, False)
+            columns, weights_of = state.columns.retarget(q, True), left.retarget(dS, False)
             self.accumulate_all(state, state.dK, weights_of, columns)
             cute.arch.sync_threads()  # no warp reads this Q any more
             if i + 1 < num_steps:
                 queries.load_q(next_step.head, next_step.block, Int32(0))
             cute.arch.cp_async_commit_group()
-            self.accumulate_all(state, state.dV, weights_of.beside(P), columns.beside(do))
+            self.accumulate_all(state, state.dV, weights_of.rebase(P), columns.rebase(do))
             cute.arch.sync_threads()  # no warp reads this dO any more
             if i + 1 < num_steps:
                 queries.load_do(next_step.head, next_step.block, Int32(0))
             dq_product.add(zero, block, self.accumulation_rank(order, kv_block.tile.block, query_range, step))
             step = next_step
-        sm80.arrive()
+        sm80.wait_for_copies()
         first_row = first_slab * SLAB + (fragments.zero_of(step.head) if self.elementwise else 0)
         self.store_dkdv(state, tiles, first_row, scales, score_pipeline, part)
 
@@ -677,17 +681,17 @@ class BackwardSm80(BackwardCall):
         scale_log2: Float32, slab: Int32, half: Int32,
     ):  # fmt: skip
         """Write dS and P of a slab of keys and half of the queries to shared memory, once Q and dO have landed."""
-        keys, rows = state.keys.over(tiles.k, False), state.rows.over(q, False)
+        keys, rows = state.keys.retarget(tiles.k, False), state.rows.retarget(q, False)
         S, dP = (sm80.accumulator(HALF),), (sm80.accumulator(HALF),)
-        sm80.arrive(1)  # wait for Q
+        sm80.wait_for_copies(1)  # wait for Q
         state.product.scores(S, keys, rows)
-        sm80.arrive()  # wait for dO
-        state.product.scores(dP, keys.beside(tiles.v), rows.beside(do))
+        sm80.wait_for_copies()  # wait for dO
+        state.product.scores(dP, keys.rebase(tiles.v), rows.rebase(do))
         slab_stages = context.allocate_stages(1)
         P = self.compute_p(S, queries.row_stats(0, Int32(0), half * HALF), context, slab_stages, 0, scale_log2)
         dS = self.compute_ds(S, dP, queries.row_stats(1, Int32(0), half * HALF), context, slab_stages)
-        sm80.put_operand(dS[0], tiles.weights, slab * SLAB, half * HALF)
-        sm80.put_operand(P[0], tiles.weights.moved(tiles.weights.bytes), slab * SLAB, half * HALF)
+        sm80.store_operand(dS[0], tiles.weights, slab * SLAB, half * HALF)
+        sm80.store_operand(P[0], tiles.weights.at_offset(tiles.weights.bytes), slab * SLAB, half * HALF)
 
     def accumulate_all(
         self, state: WarpState, accs: sm80.Accumulators, left: sm80.LdmatrixView, columns: sm80.LdmatrixView

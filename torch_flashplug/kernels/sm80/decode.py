@@ -61,7 +61,7 @@ class KvStages:
 
     def stage_index(self, tile: sm80.SmemTile, nth: Int32 | int) -> sm80.SmemTile:
         """Return the tile of stage nth % stages. `tile` is the tile of stage 0."""
-        return tile.moved(nth % self.stages * tile.bytes)
+        return tile.at_offset(nth % self.stages * tile.bytes)
 
     def load_k(self, nth: Int32 | int) -> None:
         """Start the load of K of the split's nth block."""
@@ -180,7 +180,7 @@ class DecodeSm80(DecodeCall):
         B, Hq, Sq, Dv = call.o.shape
         Hkv = call.k.shape[1]
         addressing = self.features.tile_addressing(call)
-        m_tiles = addressing.most_blocks_of_rows(Hq // Hkv * Sq, self.tile_m)
+        m_tiles = addressing.max_blocks_of_rows(Hq // Hkv * Sq, self.tile_m)
         partials = WorkspacePartials(call.partials.iterator, B * Hq * Sq, call.splits, Dv)
         tensors = DecodeGmem(call.q, call.k, call.v, call.o, call.lse)
         feature_args = (
@@ -201,7 +201,13 @@ class DecodeSm80(DecodeCall):
         if call.splits > 1:
             score_pipeline = self.features.score_pipeline(call)
             SplitKvCombine(self.element)(
-                call.o, call.lse, partials, score_pipeline.unit(call.scale), score_pipeline, stream, call.split_size
+                call.o,
+                call.lse,
+                partials,
+                score_pipeline.natural_scale(call.scale),
+                score_pipeline,
+                stream,
+                call.split_size,
             )
 
     def kv_loader(self, call: DecodeArgs) -> KvLoader:
@@ -229,25 +235,27 @@ class DecodeSm80(DecodeCall):
         sizes = SeqlenInfo(tensors.q.shape[2], tensors.k.shape[2])
         decode_tile = DecodeTile.of_cta(addressing, sizes, tensors.q.shape[1], tensors.k.shape[1], self.tile_m, splits)
         q = sm80.SmemTile(start, self.tile_m, self.d)
-        bound_iterator = block_iterator.at(decode_tile.sizes, self.tile_m, self.tile_n).shared(smem)
-        first_head, _ = decode_tile.place(Int32(0))
+        bound_iterator = block_iterator.bind(decode_tile.sizes, self.tile_m, self.tile_n).allocate_smem(smem)
+        first_head, _ = decode_tile.unpack_row(Int32(0))
         scales = score_pipeline.scales(SoftmaxScale(scale * fragments.LOG2_E, scale))
         out, softmax = sm80.accumulator(self.dv), OnlineSoftmax.create(scales.log2, score_pipeline)
         column = team * self.keys + lane % 4 * 2
-        tile_stages = score_pipeline.hold(self.keys).at(  # the row of this place is the first packed row of the tile
+        tile_stages = score_pipeline.allocate_registers(
+            self.keys
+        ).set_tile(  # the coordinate has the first packed row of the tile
             ScoreCoord(
                 decode_tile.sizes, self.tile_n, decode_tile.first_row, column, decode_tile.tile.sequence, first_head
             )
         )
 
         follow()
-        bound_iterator.find(decode_tile)
+        bound_iterator.scan(decode_tile)
         kv_stages = self.make_kv_stages(
             tensors.k, tensors.v, decode_tile, bound_iterator, kv_loader, start + q.bytes, team
         )
         self.load_queries(tensors.q, q, decode_tile)
         kv_stages.fill()
-        kv_loader.turn(q, decode_tile, tensors.q.shape[3], self.element, self.spec.threads // WARP)
+        kv_loader.transform_queries(q, decode_tile, tensors.q.shape[3], self.element, self.spec.threads // WARP)
         left_q = sm80.LdmatrixView.create(q, self.element.dtype, "A", first_row=slab * SLAB)
         self.attend(kv_stages, left_q, out, softmax, tile_stages, bound_iterator, kv_loader)
         weights = softmax.finish_split(fragments.rows_and_columns(out))
@@ -268,7 +276,7 @@ class DecodeSm80(DecodeCall):
         team_offset = team * (self.spec.kv_bytes() // self.spec.teams)
         k = sm80.SmemTile(start + team_offset, self.keys, kv_loader.columns(self.d))
         v = sm80.SmemTile(start + (team_offset + self.stages * k.bytes), self.keys, kv_loader.columns(self.dv))
-        scale_loader = kv_loader.beside(decode_tile, v.start + self.stages * v.bytes, self.keys, self.stages)
+        scale_loader = kv_loader.scale_loader(decode_tile, v.start + self.stages * v.bytes, self.keys, self.stages)
         copier = sm80.SmemCopier(self.team_warps * WARP, self.element, elementwise=False)
         # (Sk, D) and (Sk, Dv), or the form of K and V that `kv_loader` loads from.
         gK, gV = kv_loader.of_head(decode_tile, mK), kv_loader.of_head(decode_tile, mV)
@@ -281,10 +289,10 @@ class DecodeSm80(DecodeCall):
         The rows may belong to several heads. Rows beyond the last become zeros.
         """
         copier = sm80.SmemCopier(self.spec.threads, self.element, elementwise=False)
-        row, unit, step = copier.place(q, cute.arch.thread_idx()[0])
+        row, unit, step = copier.partition(q, cute.arch.thread_idx()[0])
         for r in cutlass.range_constexpr(0, q.rows, step):
             packed_row = decode_tile.first_row + row + r
-            head, query = decode_tile.place(cutlass.min(packed_row, decode_tile.last_row))
+            head, query = decode_tile.unpack_row(cutlass.min(packed_row, decode_tile.last_row))
             source = mQ[decode_tile.batch, head, query, None].iterator.toint() + unit * sm80.VECTOR_BYTES
             target = q.unit(row, unit) + r * q.row_bytes
             sm80.copy_row(source, target, q, mQ.shape[3] - unit * sm80.VECTOR, packed_row < decode_tile.rows)
@@ -306,7 +314,9 @@ class DecodeSm80(DecodeCall):
             kv_stages.load_v(nth + self.stages - 1)
             if bound_iterator.masks(kv_stages.keys, j):
                 tile_stages.begin(kv_stages.keys.nth(j), masked=True)
-            product.scores((acc_S,), left_q, right_k.over(kv_stages.stage_index(kv_stages.k, nth), transposed=False))
+            product.scores(
+                (acc_S,), left_q, right_k.retarget(kv_stages.stage_index(kv_stages.k, nth), transposed=False)
+            )
             kv_stages.scale_loader.scale(S, nth % self.stages)
             kv_stages.wait_for_oldest()
             kv_stages.load_k(nth + self.stages)
@@ -320,8 +330,8 @@ class DecodeSm80(DecodeCall):
             if cute.arch.vote_any_sync(softmax.needs_rescale(S)):
                 softmax.rescale_to_new_max(output)
             softmax.exponentiate(S)
-            P.take(acc_S, kv_stages.scale_loader.weights(nth % self.stages, cute.size(S, mode=[1])))
-            values = right_v.over(kv_stages.stage_index(kv_stages.v, nth), transposed=True)
+            P.convert(acc_S, kv_stages.scale_loader.weights(nth % self.stages, cute.size(S, mode=[1])))
+            values = right_v.retarget(kv_stages.stage_index(kv_stages.v, nth), transposed=True)
             for key in cutlass.range_constexpr(0, self.keys, SLAB):
                 product.accumulate((out,), (P.fragment[None, 0, key // SLAB],), values, key)
             kv_stages.wait_for_oldest()
@@ -343,15 +353,15 @@ class DecodeSm80(DecodeCall):
             row, column = unit // quads, unit % quads * QUAD
             result = PartialResult.create(scale)
             result.add(teams, row, 0, 1, column)
-            head, query = decode_tile.place(decode_tile.first_row + row)
+            head, query = decode_tile.unpack_row(decode_tile.first_row + row)
             if decode_tile.splits == 1:
-                lse = result.close_of(score_pipeline, head)
+                lse = result.finalize_with_sinks(score_pipeline, head)
                 result.write(mO[decode_tile.batch, head, query, None].iterator + column, self.element)
                 if column == 0:
                     mLSE[decode_tile.batch, head, query] = lse
             else:
                 index = (decode_tile.batch * Hq + head) * Sq + query
-                result.leave(split_partials, index, decode_tile.split, column)
+                result.store_partial(split_partials, index, decode_tile.split, column)
 
 
 @cute.jit
@@ -367,7 +377,7 @@ def store_team_results(
     lane = cute.arch.lane_idx()
     for r in cutlass.range_constexpr(2):
         start = teams.output(row + 8 * r, team)
-        for column, values in kv_loader.pieces(output, r):
+        for column, values in kv_loader.output_columns(output, r):
             registers = cute.make_rmem_tensor((len(values),), Float32)
             for i, value in enumerate(values):
                 registers[i] = value

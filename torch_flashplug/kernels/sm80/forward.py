@@ -123,7 +123,7 @@ class ForwardSm80(ForwardCall):
         """
         B, Hq, Sq = call.lse.shape
         addressing = self.features.tile_addressing(call)
-        num_m_blocks = addressing.most_blocks_of_rows(Sq, self.tile_m)
+        num_m_blocks = addressing.max_blocks_of_rows(Sq, self.tile_m)
         kv_head_bytes = Int64(call.k.shape[2]) * ((self.d + self.dv) * self.element.bytes)
         section = TileScheduler.heads_per_l2_group(kv_head_bytes, num_m_blocks, Hq // call.k.shape[1], B * Hq)
         tensors = (call.q, call.k, call.v, call.o, call.lse)
@@ -162,7 +162,7 @@ class ForwardSm80(ForwardCall):
         k = sm80.SmemTile(start + max(q.bytes, o.bytes), self.tile_n, self.d)
         v = sm80.SmemTile(k.start + k.bytes, self.tile_n, self.dv)
         copier = sm80.SmemCopier(self.spec.threads, self.element, self.elementwise)
-        score_pipeline = score_pipeline.shared(smem, self.score_layout)
+        score_pipeline = score_pipeline.allocate_smem(smem, self.score_layout)
         kv_stages = KvStages(
             copier, tile.keys(mK), tile.keys(mV), k, v, score_pipeline.begin_tile_load(tile, tile.head)
         )
@@ -172,15 +172,17 @@ class ForwardSm80(ForwardCall):
         slabs = []
         for i in cutlass.range_constexpr(self.spec.slabs):
             row = first_row + (slab + i) * SLAB + lane // 4
-            tile_stages = score_pipeline.hold(self.tile_n)
-            tile_stages = tile_stages.at(
+            tile_stages = score_pipeline.allocate_registers(self.tile_n)
+            tile_stages = tile_stages.set_tile(
                 ScoreCoord(tile.sizes, self.tile_n, row, lane % 4 * 2, tile.sequence, tile.head, by_row=True)
             )
             slabs.append(WarpRows.create(self.element, self.tile_n, self.dv, scales.log2, tile_stages, row))
         left_q = sm80.LdmatrixView.create(q, self.element.dtype, "A", first_row=slab * SLAB)
 
         copier.load(tile.rows(mQ), first_row, q)
-        self.attend(block_iterator.at(tile.sizes, self.tile_m, self.tile_n), tile, kv_stages, first_row, left_q, slabs)
+        self.attend(
+            block_iterator.bind(tile.sizes, self.tile_m, self.tile_n), tile, kv_stages, first_row, left_q, slabs
+        )
 
         for i in cutlass.range_constexpr(self.spec.slabs):
             lse = slabs[i].softmax.finish(slabs[i].output, scales.natural, slabs[i].score_pipeline)
@@ -200,13 +202,13 @@ class ForwardSm80(ForwardCall):
         kv_range = bound_iterator.keys_of_rows(tile, first_row)
         num_masked = kv_range.num_masked
         kv_stages.load_k(kv_range.nth(0), all_rows_exist=False)
-        sm80.arrive()
+        sm80.wait_for_copies()
         for j in cutlass.range(kv_range.count, unroll=1):
             block = kv_range.nth(j)
             kv_stages.load_v(block, j, all_rows_exist=False)
             product.scores(tuple(slab.S for slab in slabs), left_q, right_k)
-            sm80.arrive()
-            if kv_range.more(j):
+            sm80.wait_for_copies()
+            if kv_range.has_next(j):
                 kv_stages.load_k(kv_range.after(j), all_rows_exist=kv_range.tail_first)
             if j < num_masked:
                 apply_score_stages(slabs, block, j, masked=True)
@@ -220,11 +222,11 @@ class ForwardSm80(ForwardCall):
                     slabs[i].softmax.rescale_to_new_max(slabs[i].output)
             for i in cutlass.range_constexpr(len(slabs)):
                 slabs[i].softmax.exponentiate(slabs[i].scores)
-                slabs[i].P.take(slabs[i].S, slabs[i].score_pipeline.kept(masked=True))
+                slabs[i].P.convert(slabs[i].S, slabs[i].score_pipeline.dropout_select(masked=True))
             for key in cutlass.range_constexpr(0, self.tile_n, SLAB):
                 lefts = tuple(slab.P.fragment[None, 0, key // SLAB] for slab in slabs)
                 product.accumulate(tuple(slab.out for slab in slabs), lefts, right_v, key)
-            sm80.arrive()
+            sm80.wait_for_copies()
 
 
 def apply_score_stages(slabs: list[WarpRows], block: Int32, count: Int32, masked: bool) -> None:

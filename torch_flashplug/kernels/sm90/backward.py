@@ -44,7 +44,7 @@ from ..call_args.operands import SoftmaxScale
 from ..features.base import KernelFeatures
 from ..primitives import fragments, sm90
 from ..score_stages.pipeline import ScoreCoord, ScoreLayout, ScorePipeline
-from ..tiling.backward_tile_scheduler import BackwardTileScheduler, heads_in_turn
+from ..tiling.backward_tile_scheduler import BackwardTileScheduler, kv_heads_per_l2_group
 from ..tiling.block_iterator import BlockIterator, QueryBlockRange
 from ..tiling.seqlen_info import SeqlenInfo
 from ..tiling.tile import Tile, TileAddressing, TileGrid
@@ -125,7 +125,7 @@ class BackwardWork:
 
     def query_range(self, tile: Tile) -> QueryBlockRange:
         """Return the query blocks that a tile visits."""
-        return self.block_iterator.at(tile.sizes, self.tile_m, self.tile_n).queries(tile)
+        return self.block_iterator.bind(tile.sizes, self.tile_m, self.tile_n).queries(tile)
 
 
 @dataclass(frozen=True)
@@ -329,14 +329,14 @@ class BackwardSm90(BackwardCall):
         self.features.launch_preprocess(call, stream)
         B, shares, Sk, _ = call.dk.shape
         addressing, group = self.features.tile_addressing(call), call.q.shape[1] // shares
-        num_n_blocks = addressing.most_blocks_of_keys(Sk, self.tile_n)
-        bound_iterator = self.features.block_iterator(call).at(
+        num_n_blocks = addressing.max_blocks_of_keys(Sk, self.tile_n)
+        bound_iterator = self.features.block_iterator(call).bind(
             SeqlenInfo(call.q.shape[2], Sk), self.tile_m, self.tile_n
         )
         # Bytes per query row: Q, dO and dQ in fp32.
         row_bytes = (self.d + self.dv) * self.element.bytes + self.d * FP32_BYTES
         num_ctas = call.num_ctas if self.in_order else None
-        section = heads_in_turn(bound_iterator, group, B * shares, row_bytes, num_ctas)
+        section = kv_heads_per_l2_group(bound_iterator, group, B * shares, row_bytes, num_ctas)
         layout = WorkspaceLayout.create(B * shares if self.in_order else section, num_n_blocks, B * shares, group)
         score_pipeline = self.features.score_pipeline(call)
         row_inputs = RowStatsInputs(call.o, call.do, call.lse, call.dlse)
@@ -380,8 +380,11 @@ class BackwardSm90(BackwardCall):
         A stage of Q includes its LSE, and a stage of dO includes its delta.
         """
         (q, do, k, v), row_stats_bytes = self.inputs, self.tile_m * FP32_BYTES
-        steps = (q.ring(smem, more_bytes=row_stats_bytes), do.ring(smem, more_bytes=row_stats_bytes))
-        keys = (k.ring(smem, boxes=WARPGROUPS), v.ring(smem, boxes=WARPGROUPS))
+        steps = (
+            q.create_pipeline(smem, more_bytes=row_stats_bytes),
+            do.create_pipeline(smem, more_bytes=row_stats_bytes),
+        )
+        keys = (k.create_pipeline(smem, boxes=WARPGROUPS), v.create_pipeline(smem, boxes=WARPGROUPS))
         ds = sm90.Pipeline.create(smem, DS_STAGES, 0)
         tile_indices, tile_index_pipeline = sm90.create_tile_index_pipeline(smem)
         workspace_units = sm90.Pipeline.create(smem, self.writer_stages * DQ_WRITERS, self.unit * FP32_BYTES)
@@ -421,7 +424,7 @@ class BackwardSm90(BackwardCall):
             (tile_index_pipeline, consumers + 1 + DQ_WRITERS),
             (pipelines.workspace_units, 1),
             *(((pipelines.staged, 4),) if self.in_order else ()),
-            *score_pipeline.rings,
+            *score_pipeline.pipelines,
         )
         sm90.start_cta(warp_idx, (*atoms.all, *score_pipeline.atoms), pipelines_and_warps)
 
@@ -443,7 +446,7 @@ class BackwardSm90(BackwardCall):
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = cutlass.memory.SmemAllocator()
         pipelines, tile_indices, tile_index_pipeline = self.create_pipelines(smem)
-        score_pipeline = score_pipeline.shared(smem, self.score_layout)
+        score_pipeline = score_pipeline.allocate_smem(smem, self.score_layout)
         shared = self.allocate_smem(smem)
         self.start_cta(warp_idx, atoms, pipelines, tile_index_pipeline, score_pipeline)
 
@@ -452,10 +455,10 @@ class BackwardSm90(BackwardCall):
         shares = tensors.dk.shape[2]
         num_n_blocks, all_shares = addressing.blocks_of_keys(Sk, self.tile_n), shares * addressing.batch(tensors.k)
         sizes = SeqlenInfo(Sq, Sk)
-        bound_iterator = block_iterator.at(sizes, self.tile_m, self.tile_n)
+        bound_iterator = block_iterator.bind(sizes, self.tile_m, self.tile_n)
         order = BackwardTileScheduler(True, num_n_blocks, shares, all_shares, section, bound_iterator, self.in_order)
         tile_scheduler = sm90.DynamicTileScheduler(
-            mCounter.iterator, tile_indices, tile_index_pipeline, order.total, first_drawn=True
+            mCounter.iterator, tile_indices, tile_index_pipeline, order.total, fetches_first_tile=True
         )
         tile_grid, heads = addressing.of_keys(order, sizes), (Hq // shares, shares // Hkv)
         work = BackwardWork(pipelines, tile_scheduler, tile_grid, block_iterator, *heads, self.tile_m, self.tile_n)
@@ -475,7 +478,7 @@ class BackwardSm90(BackwardCall):
             dQ=sm90.TmaOperand(atoms.dq, tensors.dq, cute.local_tile(shared.dq_out, (SLAB, self.half), (writer, 0))),
             matrices=cute.make_tiled_copy_C(matrices, unit_mma),
             element=self.element,
-            pipeline=pipelines.workspace_units.part(writer, self.writer_stages),
+            pipeline=pipelines.workspace_units.sub_pipeline(writer, self.writer_stages),
             unit_stages=cute.local_tile(shared.workspace_units, (self.unit, self.writer_stages), (0, writer)),
             addressing=addressing,
             added=pipelines.added,
@@ -490,7 +493,7 @@ class BackwardSm90(BackwardCall):
                 self.load_keys(k, v, work)
             elif cutlass.const_expr(self.in_order):
                 run_accumulator_warp(
-                    dq_writer.workspace, pipelines.staged.part(writer, 1), shared.staging, work, writer
+                    dq_writer.workspace, pipelines.staged.sub_pipeline(writer, 1), shared.staging, work, writer
                 )
             else:
                 dq_writer.run(tile_scheduler, order.tile, writer)
@@ -521,10 +524,10 @@ class BackwardSm90(BackwardCall):
             for g in cutlass.range(work.group, unroll=1):
                 tQsQ, tQgQ = tile.queries(q, g).tiles((self.tile_m, self.d), (None, 0))
                 tOsO, tOgO = tile.queries(do, g).tiles((self.tile_m, self.dv), (None, 0))
-                gRows = tile.facts(mRows, g, self.tile_m)
+                gRows = tile.row_stats(mRows, g, self.tile_m)
                 head_range = query_range.of_head(g)
                 stage_loads = score_pipeline.begin_tile_load(tile, tile.query_head(g))
-                subrange = head_range.whole()
+                subrange = head_range.all_blocks()
                 for j in cutlass.range(subrange.begin, subrange.end, unroll=1):
                     block = head_range.nth(j)
                     sm90.load_block(q.atom, tQgQ, tQsQ, pipeline_q, block, count)
@@ -589,7 +592,7 @@ class BackwardSm90(BackwardCall):
         tQrK = mma_q.make_fragment_B(mma_q.partition_B(wg_columns))  # (MMA, 1, 64/16, warpgroup)
         tQrS = mma_q.make_fragment_A(mma_q.partition_A(shared.ds))  # (MMA, 1, 64/16, stage and warpgroup)
         staging = shared.staging[None, cute.arch.make_warp_uniform(tidx // sm90.WARP)]
-        staged = None if pipelines.staged is None else pipelines.staged.part(wg, 1)
+        staged = None if pipelines.staged is None else pipelines.staged.sub_pipeline(wg, 1)
         return ConsumerState(
             wg,
             pipelines,
@@ -629,14 +632,14 @@ class BackwardSm90(BackwardCall):
         state = self.make_consumer_state(shared, pipelines, workspace)
         wg, thread = state.wg, cute.arch.thread_idx()[0] % sm90.WARPGROUP
         warp_idx, lane = cute.arch.make_warp_uniform(thread // sm90.WARP), thread % sm90.WARP
-        score_pipeline, scale_log2 = score_pipeline.hold(self.tile_m), score_pipeline.scales(scales).log2
+        score_pipeline, scale_log2 = score_pipeline.allocate_registers(self.tile_m), score_pipeline.scales(scales).log2
 
         tile_count, step_count, tile_idx = Int32(0), Int32(0), work.tile_scheduler.receive(Int32(0))
         while tile_idx < work.tile_grid.total:
             tile = work.tile_grid.tile(tile_idx, work.group)
             query_range = work.query_range(tile)
             key = tile.block * self.tile_n + wg * ROWS + warp_idx * SLAB + lane // 4
-            tile_stages = score_pipeline.at(
+            tile_stages = score_pipeline.set_tile(
                 ScoreCoord(tile.sizes, self.tile_m, key, lane % 4 * 2, tile.sequence, None, transposed=True)
             )
             pipelines.k.consumer_wait(tile_count)
@@ -703,7 +706,7 @@ class BackwardSm90(BackwardCall):
         warpgroup.wait_group(2)  # wait for S
         step.score_pipeline.apply(state.S.values, step.block, masked, step_count)
         exponentiate(state.S.values, lse, scale_log2)
-        state.P.take(state.S.acc, step.score_pipeline.kept(masked))
+        state.P.convert(state.S.acc, step.score_pipeline.dropout_select(masked))
         warpgroup.fence()
         state.dV.add(stage)
         delta = row_values(state.delta, stage)
@@ -712,8 +715,8 @@ class BackwardSm90(BackwardCall):
         step.score_pipeline.apply_backward(state.dP.values, masked)
         score_derivative = ScoreDerivative.create(step.score_pipeline, lambda: row_values(state.lse, stage))
         differentiate(state.S.values, state.dP.values, delta, state.dP.values, score_derivative=score_derivative)
-        state.dS.take(state.dP.acc)
-        step.score_pipeline.ahead(step.next_block, masked)
+        state.dS.convert(state.dP.acc)
+        step.score_pipeline.prefetch(step.next_block, masked)
         state.ds_store.store(step_count)
         warpgroup.fence()
         state.dK.add(stage)
@@ -736,7 +739,7 @@ class BackwardSm90(BackwardCall):
         warpgroup.wait_group(1)  # wait for S
         step.score_pipeline.apply(state.S.values, step.block, masked, step_count)
         exponentiate(state.S.values, lse, scale_log2)
-        state.P.take(state.S.acc, step.score_pipeline.kept(masked))
+        state.P.convert(state.S.acc, step.score_pipeline.dropout_select(masked))
         warpgroup.wait_group(0)  # wait for dQ
         state.dQ.send(pending_dq.unit, pending_dq.count, step_count - 1)
         state.pipelines.do.consumer_wait(step_count)
@@ -749,8 +752,8 @@ class BackwardSm90(BackwardCall):
         values, dP = state.S.values, state.dP.values
         differentiate(values, dP, row_values(state.delta, stage), dP, score_derivative=score_derivative)
         warpgroup.wait_group(0)
-        state.dS.take(state.dP.acc)
-        step.score_pipeline.ahead(step.next_block, masked)
+        state.dS.convert(state.dP.acc)
+        step.score_pipeline.prefetch(step.next_block, masked)
         state.ds_store.store(step_count)
         warpgroup.fence()
         state.dK.add(stage)

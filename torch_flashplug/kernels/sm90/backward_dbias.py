@@ -188,7 +188,7 @@ class BiasGradientSm90(BiasGradientCall):
         pairs = sm90.Pipeline.create(smem, self.stages, WARPGROUPS * rows.bytes + keys.bytes)
         tile_indices, tile_index_pipeline = sm90.create_tile_index_pipeline(smem)
         columns = smem.allocate_tensor(Float32, cute.make_layout(self.tile_n), 16)
-        score_pipeline = score_pipeline.shared(smem, self.score_layout)
+        score_pipeline = score_pipeline.allocate_smem(smem, self.score_layout)
         shared = DbiasSmem(rows.buffer(smem), keys.buffer(smem), columns)
         Sq, _, Hq, B = tensors.q.shape
         Sk, _, Hkv, _ = tensors.k.shape
@@ -198,7 +198,7 @@ class BiasGradientSm90(BiasGradientCall):
             mCounter.iterator, tile_indices, tile_index_pipeline, reduction.tiles.total
         )
         work = DbiasWork(pairs, tile_scheduler, reduction, SeqlenInfo(Sq, Sk), Hq // Hkv)
-        pipelines_and_warps = ((pairs, WARPS), (tile_index_pipeline, WARPS), *score_pipeline.rings)
+        pipelines_and_warps = ((pairs, WARPS), (tile_index_pipeline, WARPS), *score_pipeline.pipelines)
         sm90.start_cta(warp_idx, (atoms.q, atoms.k, atoms.v, atoms.do, *score_pipeline.atoms), pipelines_and_warps)
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(self.producer_registers)
@@ -268,7 +268,10 @@ class BiasGradientSm90(BiasGradientCall):
         wg, thread = cute.arch.make_warp_uniform(tidx // sm90.WARPGROUP), tidx % sm90.WARPGROUP
         lane = thread % sm90.WARP
         row_in_tile = wg * ROWS + thread // sm90.WARP * SLAB + lane // 4  # first row of the thread in a tile
-        state, score_pipeline = self.make_consumer_state(shared, wg, thread), score_pipeline.hold(self.tile_n)
+        state, score_pipeline = (
+            self.make_consumer_state(shared, wg, thread),
+            score_pipeline.allocate_registers(self.tile_n),
+        )
         scale_log2 = score_pipeline.scales(scales).log2
         tile_count, step_count, tile_idx = Int32(0), Int32(0), cute.arch.block_idx()[0]
         while tile_idx < work.tile_scheduler.total:
@@ -277,7 +280,7 @@ class BiasGradientSm90(BiasGradientCall):
             state.sum.fill(0.0)
             for count in cutlass.range(step_count, step_count + steps, unroll=1):
                 rows, row = work.rows_of(block), block.m * TILE_M + row_in_tile
-                tile_stages = score_pipeline.at(
+                tile_stages = score_pipeline.set_tile(
                     ScoreCoord(work.sizes, self.tile_n, row, lane % 4 * 2, block.batch, block.head)
                 )
                 row_stats = rows_of_thread(mRows, rows, row, scale_log2)

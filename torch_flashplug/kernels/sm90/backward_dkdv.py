@@ -33,7 +33,7 @@ from ..call_args.operands import SoftmaxScale
 from ..features.base import KernelFeatures
 from ..primitives import fragments, sm90
 from ..score_stages.pipeline import ScoreCoord, ScoreLayout, ScorePipeline
-from ..tiling.backward_tile_scheduler import BackwardTileScheduler, heads_in_turn
+from ..tiling.backward_tile_scheduler import BackwardTileScheduler, kv_heads_per_l2_group
 from ..tiling.block_iterator import BlockIterator, BlockSubrange
 from ..tiling.seqlen_info import SeqlenInfo
 from ..tiling.tile import TileAddressing, TileGrid
@@ -143,7 +143,7 @@ class DkdvConsumerState:
         cute.arch.sync_warp()
         pipeline.producer_commit(step_count)
         if cutlass.const_expr(self.wg == 0 and self.kept_p is not None):
-            self.kept_p.keep(self.weights)
+            self.kept_p.copy_nonnegative(self.weights)
 
     @cute.jit
     def accumulate_dkdv(self, step_count: Int32, end: Int32):
@@ -223,11 +223,11 @@ class KeyGradientsSm90:
         )
         atoms, tensors = (DkdvOperands(*(x[i] for x in (*loads, *stores))) for i in (0, 1))
         B, shares, Sk, _ = call.dk.shape
-        num_n_blocks, group = addressing.most_blocks_of_keys(Sk, TILE_N), call.q.shape[1] // shares
+        num_n_blocks, group = addressing.max_blocks_of_keys(Sk, TILE_N), call.q.shape[1] // shares
         block_iterator = self.features.block_iterator(call)
         score_pipeline = self.features.score_pipeline(call).tma(self.score_layout)
-        bound_iterator = block_iterator.at(SeqlenInfo(call.q.shape[2], Sk), TILE_M, TILE_N)
-        section = heads_in_turn(bound_iterator, group, B * shares, (self.d + self.dv) * self.element.bytes)
+        bound_iterator = block_iterator.bind(SeqlenInfo(call.q.shape[2], Sk), TILE_M, TILE_N)
+        section = kv_heads_per_l2_group(bound_iterator, group, B * shares, (self.d + self.dv) * self.element.bytes)
         self.kernel(
             atoms, tensors, call.rows, call.scales, call.counter, section, addressing, block_iterator, score_pipeline
         ).launch(
@@ -246,8 +246,11 @@ class KeyGradientsSm90:
     def create_pipelines(self, smem: cutlass.memory.SmemAllocator) -> DkdvPipelines:
         """Create the pipelines. A stage of Q includes its LSE, and a stage of dO includes its delta."""
         (q, k, v, do), row_stats_bytes = self.inputs, TILE_M * FP32_BYTES
-        steps = (q.ring(smem, more_bytes=row_stats_bytes), do.ring(smem, more_bytes=row_stats_bytes))
-        keys = (k.ring(smem), v.ring(smem))
+        steps = (
+            q.create_pipeline(smem, more_bytes=row_stats_bytes),
+            do.create_pipeline(smem, more_bytes=row_stats_bytes),
+        )
+        keys = (k.create_pipeline(smem), v.create_pipeline(smem))
         return DkdvPipelines(*steps, *keys, tuple(sm90.Pipeline.create(smem, 1, 0) for _ in (P, DS)))
 
     def allocate_smem(self, smem: cutlass.memory.SmemAllocator) -> DkdvSmem:
@@ -278,16 +281,16 @@ class KeyGradientsSm90:
         smem = cutlass.memory.SmemAllocator()
         pipelines = self.create_pipelines(smem)
         tile_indices, tile_index_pipeline = sm90.create_tile_index_pipeline(smem)
-        score_pipeline = score_pipeline.shared(smem, self.score_layout)
+        score_pipeline = score_pipeline.allocate_smem(smem, self.score_layout)
         shared = self.allocate_smem(smem)
 
         Sk, _, Hkv, _ = tensors.k.shape
         sizes, num_n_blocks = SeqlenInfo(tensors.q.shape[0], Sk), addressing.blocks_of_keys(Sk, TILE_N)
         shares = tensors.dk.shape[2]
         all_shares = addressing.batch(tensors.k) * shares
-        section = addressing.section(section, all_shares, 1, of_keys=True)
+        section = addressing.heads_per_l2_group(section, all_shares, 1, of_keys=True)
         order = BackwardTileScheduler(
-            True, num_n_blocks, shares, all_shares, section, block_iterator.at(sizes, TILE_M, TILE_N)
+            True, num_n_blocks, shares, all_shares, section, block_iterator.bind(sizes, TILE_M, TILE_N)
         )
         tile_scheduler = sm90.DynamicTileScheduler(mCounter.iterator, tile_indices, tile_index_pipeline, order.total)
         heads = (tensors.q.shape[2] // shares, shares // Hkv)
@@ -302,7 +305,7 @@ class KeyGradientsSm90:
             *kv_pipelines,
             *weight_pipelines,
             (tile_index_pipeline, consumers + 1),
-            *score_pipeline.rings,
+            *score_pipeline.pipelines,
         )
         sm90.start_cta(warp_idx, all_atoms, pipelines_and_warps)
         if warp_idx < 4:
@@ -338,14 +341,14 @@ class KeyGradientsSm90:
         tile_count, step_count, tile_idx = Int32(0), Int32(0), cute.arch.block_idx()[0]
         while tile_idx < work.tile_grid.total:
             tile = work.tile_grid.tile(tile_idx, work.group)
-            query_range = work.block_iterator.at(tile.sizes, TILE_M, TILE_N).queries(tile)
+            query_range = work.block_iterator.bind(tile.sizes, TILE_M, TILE_N).queries(tile)
             for g in cutlass.range(work.group, unroll=1):
-                gRows = tile.facts(mRows, g, TILE_M)
+                gRows = tile.row_stats(mRows, g, TILE_M)
                 tQsQ, tQgQ = tile.queries(q, g).tiles((TILE_M, self.d), (None, 0))
                 tOsO, tOgO = tile.queries(do, g).tiles((TILE_M, self.dv), (None, 0))
                 head_range = query_range.of_head(g)
                 stage_loads = score_pipeline.begin_tile_load(tile, tile.query_head(g))
-                subrange = head_range.whole()
+                subrange = head_range.all_blocks()
                 for j in cutlass.range(subrange.begin, subrange.end, unroll=1):
                     m_block = head_range.nth(j)
                     for x, g_, s_, pipeline, which, sRow in (
@@ -434,14 +437,14 @@ class KeyGradientsSm90:
         pipelines = work.pipelines
         keys = pipelines.v if state.wg else pipelines.k
         lane, warp_in_group = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4
-        score_pipeline, scale_log2 = score_pipeline.hold(TILE_M), score_pipeline.scales(scales).log2
+        score_pipeline, scale_log2 = score_pipeline.allocate_registers(TILE_M), score_pipeline.scales(scales).log2
         tile_count, step_count, tile_idx = Int32(0), Int32(0), cute.arch.block_idx()[0]
         while tile_idx < work.tile_grid.total:
             tile = work.tile_grid.tile(tile_idx, work.group)
-            query_range = work.block_iterator.at(tile.sizes, TILE_M, TILE_N).queries(tile)
+            query_range = work.block_iterator.bind(tile.sizes, TILE_M, TILE_N).queries(tile)
             end = step_count + query_range.total(work.group)
             key = tile.block * TILE_N + warp_in_group * SLAB + lane // 4
-            tile_stages = score_pipeline.at(
+            tile_stages = score_pipeline.set_tile(
                 ScoreCoord(tile.sizes, TILE_M, key, lane % 4 * 2, tile.sequence, None, transposed=True)
             )
             state.dK.acc.fill(0.0)
@@ -453,13 +456,13 @@ class KeyGradientsSm90:
             self.wait_for_stores(state.wg)
             for g in cutlass.range(work.group, unroll=1):
                 head_range, head_stages = query_range.of_head(g), tile_stages.of_head(tile.query_head(g))
-                for subrange in head_range.sections() if state.wg == 0 else (head_range.whole(),):
+                for subrange in head_range.sections() if state.wg == 0 else (head_range.all_blocks(),):
                     if cutlass.const_expr(state.wg == 0):
                         head_stages.begin(head_range.nth(subrange.begin), subrange.masked)
                     for j in cutlass.range(subrange.begin, subrange.end, unroll=1):
                         if cutlass.const_expr(state.wg == 0):
                             self.compute_p(state, step_count, head_stages, head_range.nth(j), subrange, scale_log2)
-                            head_stages.ahead(head_range.next(j, subrange), subrange.masked)
+                            head_stages.prefetch(head_range.next(j, subrange), subrange.masked)
                         else:
                             self.compute_ds(state, step_count, head_stages)
                         state.send_weights(step_count)
@@ -494,7 +497,7 @@ class KeyGradientsSm90:
         head_stages.prepare_stage(m_block, subrange.masked)
         head_stages.apply(scores, m_block, subrange.masked, step_count)
         exponentiate(scores, lse_log2, scale_log2)
-        state.weights.take(state.scores.acc, head_stages.signed(subrange.masked))
+        state.weights.convert(state.scores.acc, head_stages.signed_dropout_select(subrange.masked))
 
     @cute.jit
     def compute_ds(self, state: DkdvConsumerState, step_count: Int32, head_stages: ScorePipeline):
@@ -504,10 +507,10 @@ class KeyGradientsSm90:
         state.load(state.values)
         weights, dP = fragments.rows_and_columns(state.values), state.scores.values
         if cutlass.const_expr(state.kept_p is not None):
-            state.kept_p.keep(state.weights)
+            state.kept_p.copy_nonnegative(state.weights)
         score_derivative = ScoreDerivative.create(head_stages, lambda: state.lse_of(step_count))
         differentiate(weights, dP, delta, dP, self.element.raised, state.kept_p is not None, score_derivative)
-        state.weights.take(state.scores.acc)
+        state.weights.convert(state.scores.acc)
 
     @cute.jit
     def wait_for_stores(self, wg: int):

@@ -120,7 +120,7 @@ class QueryGradientSm90:
         self.element, self.d, self.dv = self.features.element, spec.d, spec.dv
         self.producer_registers, self.consumer_registers = spec.register_split
         self.stages_k, self.stages_v = 2, spec.dq_stages_v
-        self.score_layout = ScoreLayout(self.element, WARPGROUPS, TILE_N, room=spec.dq_has_room)
+        self.score_layout = ScoreLayout(self.element, WARPGROUPS, TILE_N, has_smem_space=spec.dq_has_room)
 
     @property
     def inputs(self) -> tuple[sm90.TmaLoadConfig, sm90.TmaLoadConfig, sm90.TmaLoadConfig, sm90.TmaLoadConfig]:
@@ -142,7 +142,7 @@ class QueryGradientSm90:
         atoms, tensors = (DqOperands(*(x[i] for x in (*loads, out))) for i in (0, 1))
         B, Hq, Sq, _ = call.q.shape
         Hkv, Sk = call.k.shape[1], call.k.shape[2]
-        num_m_blocks = addressing.most_blocks_of_rows(Sq, TILE_M)
+        num_m_blocks = addressing.max_blocks_of_rows(Sq, TILE_M)
         head_bytes = Int64(Sk) * ((self.d + self.dv) * self.element.bytes)
         section = TileScheduler.heads_per_l2_group(head_bytes, num_m_blocks, Hq // Hkv, Hq * B)
         feature_args = (
@@ -160,7 +160,9 @@ class QueryGradientSm90:
     def create_pipelines(self, smem: cutlass.memory.SmemAllocator) -> DqPipelines:
         """Create the pipelines of Q, dO, K and V."""
         q, k, v, do = self.inputs
-        return DqPipelines(q.ring(smem), do.ring(smem), k.ring(smem), v.ring(smem))
+        return DqPipelines(
+            q.create_pipeline(smem), do.create_pipeline(smem), k.create_pipeline(smem), v.create_pipeline(smem)
+        )
 
     @cute.kernel
     def kernel(
@@ -180,14 +182,14 @@ class QueryGradientSm90:
         smem = cutlass.memory.SmemAllocator()
         pipelines = self.create_pipelines(smem)
         tile_indices, tile_index_pipeline = sm90.create_tile_index_pipeline(smem)
-        score_pipeline = score_pipeline.shared(smem, self.score_layout)
+        score_pipeline = score_pipeline.allocate_smem(smem, self.score_layout)
         shared = DqSmem(*(x.buffer(smem) for x in self.inputs))
         Sq, _, Hq, _ = tensors.q.shape
         Sk, _, Hkv, _ = tensors.k.shape
         num_m_blocks = addressing.blocks_of_rows(Sq, TILE_M)
         longest_first = block_iterator.tile_lengths_vary or addressing.tile_lengths_vary
         heads = Hq * addressing.batch(tensors.q)
-        section = addressing.section(section, heads, Hq // Hkv)
+        section = addressing.heads_per_l2_group(section, heads, Hq // Hkv)
         order = TileScheduler(longest_first, num_m_blocks, Hq, heads, section)
         tile_scheduler = sm90.DynamicTileScheduler(mCounter.iterator, tile_indices, tile_index_pipeline, order.total)
         work = DqWork(pipelines, tile_scheduler, addressing.of_rows(order, SeqlenInfo(Sq, Sk), Hkv), block_iterator)
@@ -195,7 +197,7 @@ class QueryGradientSm90:
         pipelines_and_warps = (
             *((pipeline, 4) for pipeline in wg_pipelines),
             *((pipeline, 4 * WARPGROUPS) for pipeline in shared_pipelines),
-            *score_pipeline.rings,
+            *score_pipeline.pipelines,
         )
         sm90.start_cta(
             warp_idx, (atoms.q, atoms.k, atoms.v, atoms.do, atoms.dq, *score_pipeline.atoms), pipelines_and_warps
@@ -230,7 +232,7 @@ class QueryGradientSm90:
         tile_count, block_count, tile_idx = Int32(0), Int32(0), cute.arch.block_idx()[0]
         while tile_idx < work.tile_grid.total:
             tile = work.tile_grid.tile(tile_idx, group)
-            kv_range = work.block_iterator.at(tile.sizes, TILE_M, TILE_N).keys(tile)
+            kv_range = work.block_iterator.bind(tile.sizes, TILE_M, TILE_N).keys(tile)
             tQsQ, tQgQ = tile.rows(q).tiles((ROWS, self.d), (None, 0))
             tOsO, tOgO = tile.rows(do).tiles((ROWS, self.dv), (None, 0))
             tKsK, tKgK = tile.keys(k).tiles((TILE_N, self.d), (None, 0))
@@ -279,15 +281,20 @@ class QueryGradientSm90:
         tidx = cute.arch.thread_idx()[0] - sm90.WARPGROUP
         wg, thread = cute.arch.make_warp_uniform(tidx // sm90.WARPGROUP), tidx % sm90.WARPGROUP
         lane = thread % sm90.WARP
-        state, score_pipeline = self.make_consumer_state(shared, pipelines, wg, thread), score_pipeline.hold(TILE_N)
+        state, score_pipeline = (
+            self.make_consumer_state(shared, pipelines, wg, thread),
+            score_pipeline.allocate_registers(TILE_N),
+        )
         tile_count, block_count, tile_idx = Int32(0), Int32(0), cute.arch.block_idx()[0]
         while tile_idx < work.tile_grid.total:
             tile = work.tile_grid.tile(tile_idx)
             wg_tile, count_q = tile.block * WARPGROUPS + wg, tile_count * WARPGROUPS + wg
             row = wg_tile * ROWS + thread // sm90.WARP * SLAB + lane // 4
-            tile_stages = score_pipeline.at(ScoreCoord(tile.sizes, TILE_N, row, lane % 4 * 2, tile.sequence, tile.head))
+            tile_stages = score_pipeline.set_tile(
+                ScoreCoord(tile.sizes, TILE_N, row, lane % 4 * 2, tile.sequence, tile.head)
+            )
             row_stats = rows_of_thread(mRows, tile, row, score_pipeline.scales(scales).log2)
-            bound_iterator = work.block_iterator.at(tile.sizes, TILE_M, TILE_N)
+            bound_iterator = work.block_iterator.bind(tile.sizes, TILE_M, TILE_N)
             skipped_blocks, kv_range = bound_iterator.kv_range_for_warpgroup(
                 tile, wg_tile * ROWS, ROWS, bound_iterator.tile_lengths_vary
             )
@@ -308,7 +315,7 @@ class QueryGradientSm90:
                 tile_stages.begin(kv_range.nth(subrange.begin), subrange.masked)
                 for j in cutlass.range(subrange.begin, subrange.end, unroll=1):
                     self.compute_ds(state, row_stats, tile_stages, kv_range.nth(j), block_count + j, subrange.masked)
-                    tile_stages.ahead(kv_range.next(j, subrange), subrange.masked)
+                    tile_stages.prefetch(kv_range.next(j, subrange), subrange.masked)
                     warpgroup.fence()
                     state.dQ.add(pipelines.k.stage_index(block_count + j))
                     state.issue_scores(block_count + j + 1)
@@ -348,7 +355,7 @@ class QueryGradientSm90:
         differentiate(
             S, dP, row_stats.delta, S, score_derivative=ScoreDerivative.create(tile_stages, lambda: row_stats.lse_log2)
         )
-        state.dS.take(state.S.acc)
+        state.dS.convert(state.S.acc)
 
     @cute.jit
     def store(self, state: DqConsumerState, out: sm90.TmaOperand, wg: Int32, wg_tile: Int32, scale: Float32):

@@ -195,14 +195,14 @@ class TileBackwardSm90(TileBackwardCall):
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = cutlass.memory.SmemAllocator()
         pipeline = sm90.Pipeline.create(smem, self.stages, 4 * self.input.bytes)
-        score_pipeline = score_pipeline.shared(smem, self.score_layout)
+        score_pipeline = score_pipeline.allocate_smem(smem, self.score_layout)
         shared = self.allocate_smem(smem)
         Sq, _, heads, batches = tensors.q.shape
         sequence_range = SequenceRange.of_cta(heads, batches, ranges, SeqlenInfo(Sq, tensors.k.shape[0]))
         sm90.start_cta(
             warp_idx,
             (*atoms.all, *score_pipeline.atoms),
-            ((pipeline, sm90.WARPGROUP // sm90.WARP), *score_pipeline.rings),
+            ((pipeline, sm90.WARPGROUP // sm90.WARP), *score_pipeline.pipelines),
         )
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(self.producer_registers)
@@ -278,13 +278,13 @@ class TileBackwardSm90(TileBackwardCall):
         thread = cute.arch.thread_idx()[0] % sm90.WARPGROUP
         lane = thread % sm90.WARP
         row, column = thread // sm90.WARP * sm90.SLAB + lane // 4, lane % 4 * 2
-        state, score_pipeline = self.make_consumer_state(shared), score_pipeline.hold(TILE_N)
+        state, score_pipeline = self.make_consumer_state(shared), score_pipeline.allocate_registers(TILE_N)
         scale_log2 = score_pipeline.scales(scales).log2
         state.sum.fill(0.0)
         lse = self.lse_of(mLSE, sequence_range, sequence_range.begin, row)
         for batch in cutlass.range(sequence_range.begin, sequence_range.end, unroll=1):
             tile, sequence_count = sequence_range.tile(batch), batch - sequence_range.begin
-            tile_stages = score_pipeline.at(
+            tile_stages = score_pipeline.set_tile(
                 ScoreCoord(sequence_range.sizes, TILE_N, row, column, tile.sequence, tile.head)
             )
             tile_stages.begin(Int32(0), masked=True)
@@ -299,12 +299,12 @@ class TileBackwardSm90(TileBackwardCall):
             # The previous gradients of this warp have left shared memory.
             cute.arch.cp_async_bulk_wait_group(0, read=True)
             sm90.sync_warpgroup(JOIN, Int32(0))  # Now the gradients of all warps have left shared memory.
-            state.packed.take(state.S)
+            state.packed.convert(state.S)
             self.write_weights(state, shared, P)
             warpgroup.wait_group(0)
             differentiate(by_query(state.S), by_query(state.dP), row_sums(state.S, state.dP), by_query(state.S))
             state.sum.store(state.sum.load() + state.S.load())
-            state.packed.take(state.S)
+            state.packed.convert(state.S)
             self.write_weights(state, shared, DS)
             cute.arch.fence_proxy("async.shared", space="cta")  # Products read shared memory written by stmatrix.
             sm90.sync_warpgroup(JOIN, Int32(0))

@@ -144,7 +144,7 @@ class DecodeSm90(DecodeCall):
         addressing = self.features.tile_addressing(call)
         tma_k, mK = k.tma(addressing.rows_first(call.k))
         tma_v, mVt = v.tma(addressing.columns_first(call.v))
-        m_tiles = addressing.most_blocks_of_rows(Hq // Hkv * Sq, self.tile_m)
+        m_tiles = addressing.max_blocks_of_rows(Hq // Hkv * Sq, self.tile_m)
         partials = WorkspacePartials(call.partials.iterator, B * Hq * Sq, call.splits, Dv)
         gmem = DecodeGmem(call.q, call.o, call.lse, partials.start)
         feature_args = (addressing, self.features.block_iterator(call), self.features.score_pipeline(call))
@@ -172,7 +172,7 @@ class DecodeSm90(DecodeCall):
         if call.splits > call.cluster:
             score_pipeline = self.features.score_pipeline(call)
             SplitKvCombine(self.element)(
-                call.o, call.lse, partials, score_pipeline.unit(call.scale), score_pipeline, stream
+                call.o, call.lse, partials, score_pipeline.natural_scale(call.scale), score_pipeline, stream
             )
 
     @cute.kernel
@@ -191,12 +191,12 @@ class DecodeSm90(DecodeCall):
         """Assign the warp roles, and reduce the splits of a cluster behind the mainloop."""
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = cutlass.memory.SmemAllocator()
-        _, pipeline_k, pipeline_v = (x.ring(smem) if i else None for i, x in enumerate(self.inputs))
+        _, pipeline_k, pipeline_v = (x.create_pipeline(smem) if i else None for i, x in enumerate(self.inputs))
         sizes = SeqlenInfo(gmem.q.shape[2], tensors.k.shape[0])
         decode_tile = DecodeTile.of_cta(addressing, sizes, gmem.q.shape[1], tensors.k.shape[2], self.tile_m, splits)
         work = DecodeWork(
             decode_tile,
-            block_iterator.at(decode_tile.sizes, self.tile_m, self.tile_n).shared(smem),
+            block_iterator.bind(decode_tile.sizes, self.tile_m, self.tile_n).allocate_smem(smem),
             pipeline_k,
             pipeline_v,
         )
@@ -207,7 +207,7 @@ class DecodeSm90(DecodeCall):
             tuple((pipeline, 4 * self.warpgroups) for pipeline in (pipeline_k, pipeline_v)),
         )
         follow()
-        work.block_iterator.find(decode_tile)
+        work.block_iterator.scan(decode_tile)
         if warp_idx == 4 * self.warpgroups:
             k, v = sm90.TmaOperand(atoms.k, tensors.k, shared.k), sm90.TmaOperand(atoms.v, tensors.v, shared.v)
             self.load(k, v, work, addressing)
@@ -216,7 +216,7 @@ class DecodeSm90(DecodeCall):
         if cutlass.const_expr(clustered):
             sm90.sync_cluster()
             if warp_idx < 4 * self.warpgroups:
-                self.reduce_cluster(shared.v, decode_tile, gmem, score_pipeline.unit(scale))
+                self.reduce_cluster(shared.v, decode_tile, gmem, score_pipeline.natural_scale(scale))
             sm90.sync_cluster()  # a peer CTA may still read from this CTA's shared memory
 
     @cute.jit
@@ -265,8 +265,10 @@ class DecodeSm90(DecodeCall):
         sums = sm90.StageProduct(times_v, P.fragment, tOrV, acc_O)
         scales = score_pipeline.scales(SoftmaxScale(scale * fragments.LOG2_E, scale))
         softmax = OnlineSoftmax.create(scales.log2, score_pipeline)
-        first_head, _ = decode_tile.place(Int32(0))
-        tile_stages = score_pipeline.hold(self.tile_n).at(  # the row of this place is the first packed row of the tile
+        first_head, _ = decode_tile.unpack_row(Int32(0))
+        tile_stages = score_pipeline.allocate_registers(
+            self.tile_n
+        ).set_tile(  # the coordinate has the first packed row of the tile
             ScoreCoord(
                 decode_tile.sizes,
                 self.tile_n,
@@ -289,7 +291,7 @@ class DecodeSm90(DecodeCall):
         warpgroup.wait_group(0)
         work.pipeline_k.consumer_release(0)
         self.softmax_block(scores.values, softmax, tile_stages, block_iterator, keys, keys.begin, first=True)
-        P.take(acc_S)
+        P.convert(acc_S)
         # The scores of block j run under the output of block j-1.
         for j in cutlass.range(keys.begin + 1, keys.end, unroll=1):
             count, previous = j - keys.begin, j - keys.begin - 1
@@ -304,7 +306,7 @@ class DecodeSm90(DecodeCall):
             self.softmax_block(scores.values, softmax, tile_stages, block_iterator, keys, j, first=False)
             warpgroup.wait_group(0)
             work.pipeline_v.consumer_release(previous)
-            P.take(acc_S)
+            P.convert(acc_S)
             softmax.rescale(sums.values)
         last_count = keys.end - keys.begin - 1
         work.pipeline_v.consumer_wait(last_count)
@@ -340,7 +342,7 @@ class DecodeSm90(DecodeCall):
         head_of_row = cute.arch.lane_idx() % 4 == 0
         for r in cutlass.range_constexpr(2):
             if decode_tile.first_row + row + 8 * r < decode_tile.rows:
-                head, query = decode_tile.place(decode_tile.first_row + row + 8 * r)
+                head, query = decode_tile.unpack_row(decode_tile.first_row + row + 8 * r)
                 if cutlass.const_expr(clustered):
                     self.write_row(peers.output(row + 8 * r), output, r, mO.shape[3], narrow=False)
                     if head_of_row:
@@ -372,7 +374,7 @@ class DecodeSm90(DecodeCall):
             result = PartialResult.create(scale)
             for peer in cutlass.range(0, decode_tile.splits, AT_ONCE, unroll=1):
                 result.add(peers, row, peer, 1, column)
-            head, query = decode_tile.place(decode_tile.first_row + row)
+            head, query = decode_tile.unpack_row(decode_tile.first_row + row)
             result.write(mO[decode_tile.batch, head, query, None].iterator + column, self.element)
             if column == 0:
                 mLSE[decode_tile.batch, head, query] = result.lse()
@@ -407,7 +409,7 @@ class DecodeSm90(DecodeCall):
         values = cute.make_rmem_tensor((VECTOR // 2, loads), Int32)  # (pairs of a vector, loads)
         for i in cutlass.range_constexpr(loads):
             vector_idx = i * sm90.WARPGROUP + thread
-            head, query = decode_tile.place(cutlass.min(first_row + vector_idx // vectors, decode_tile.last_row))
+            head, query = decode_tile.unpack_row(cutlass.min(first_row + vector_idx // vectors, decode_tile.last_row))
             column = cutlass.min(vector_idx % vectors * VECTOR, D - VECTOR)
             source = vector_at(mQ[decode_tile.batch, head, query, None].iterator + column, Int32, VECTOR // 2)
             cute.autovec_copy(source, values[None, i])

@@ -141,7 +141,7 @@ class FirstBlock:
         acc, values, max_values = S.read_scores(masked=True)
         self.score_pipeline.apply(values, self.n_block, masked=True, count=self.count)
         self.softmax.step(values, True, True, max_values)
-        self.P.take(acc, self.score_pipeline.kept(masked=True))
+        self.P.convert(acc, self.score_pipeline.dropout_select(masked=True))
 
 
 class ForwardSm90(ForwardCall):
@@ -225,10 +225,10 @@ class ForwardSm90(ForwardCall):
         tma_o, mO = sm90.output_tma(self.element, addressing.rows_first(call.o), self.dv)
 
         B, Hq, Sq = call.lse.shape
-        num_m_blocks, total_heads = addressing.most_blocks_of_rows(Sq, self.tile_m), B * Hq
+        num_m_blocks, total_heads = addressing.max_blocks_of_rows(Sq, self.tile_m), B * Hq
         kv_head_bytes = cutlass.Int64(call.k.shape[2]) * (self.spec.row_bytes("k") + self.spec.row_bytes("v"))
         sizes = (kv_head_bytes, num_m_blocks, Hq // mK.shape[2], total_heads)
-        section = TileScheduler.heads_per_l2_group(*sizes, on_end=self.features.has_small_tiles)
+        section = TileScheduler.heads_per_l2_group(*sizes, is_varlen=self.features.has_small_tiles)
         atoms, tensors = ForwardOperands(tma_q, tma_k, tma_v, tma_o), ForwardOperands(mQ, mK, mVt, mO)
         feature_args = (
             addressing,
@@ -292,9 +292,9 @@ class ForwardSm90(ForwardCall):
         """Assign the warp roles: warp 0 loads, and the consumer warpgroups multiply."""
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = cutlass.memory.SmemAllocator()
-        pipeline_q, pipeline_k, pipeline_v = (x.ring(smem) for x in self.inputs)
+        pipeline_q, pipeline_k, pipeline_v = (x.create_pipeline(smem) for x in self.inputs)
         tile_indices, tile_index_pipeline = sm90.create_tile_index_pipeline(smem)
-        score_pipeline = score_pipeline.shared(smem, self.score_layout)
+        score_pipeline = score_pipeline.allocate_smem(smem, self.score_layout)
         has_integer_scores = self.element.scores.sums is not Float32
         shared = ForwardSmem(
             *(x.buffer(smem) for x in self.inputs), sm90.AccumulatorInit.create(smem) if has_integer_scores else None
@@ -306,14 +306,14 @@ class ForwardSm90(ForwardCall):
             (pipeline, 4 * self.warpgroups) for pipeline in (pipeline_k, pipeline_v, tile_index_pipeline)
         )
         all_atoms = (atoms.q, atoms.k, atoms.v, atoms.o, *score_pipeline.atoms)
-        sm90.start_cta(warp_idx, all_atoms, ((pipeline_q, 4), *shared_pipelines, *score_pipeline.rings))
+        sm90.start_cta(warp_idx, all_atoms, ((pipeline_q, 4), *shared_pipelines, *score_pipeline.pipelines))
         self.features.wait_for_preprocess()
 
         B, Hq, Sq = mLSE.shape
         Sk, _, Hkv, _ = tensors.k.shape
         num_m_blocks = addressing.blocks_of_rows(Sq, self.tile_m)
         longest_first = block_iterator.tile_lengths_vary or addressing.tile_lengths_vary
-        section = addressing.section(section, B * Hq, Hq // Hkv)
+        section = addressing.heads_per_l2_group(section, B * Hq, Hq // Hkv)
         order = TileScheduler(longest_first, num_m_blocks, Hq, B * Hq, section)
         tile_scheduler = sm90.DynamicTileScheduler(mCounter.iterator, tile_indices, tile_index_pipeline, order.total)
         work = ForwardWork(
@@ -362,7 +362,7 @@ class ForwardSm90(ForwardCall):
         tile_idx = cute.arch.block_idx()[0]
         while tile_idx < work.tile_grid.total:
             tile = work.tile_grid.tile(tile_idx, group)
-            kv_range = work.block_iterator.at(tile.sizes, self.tile_m, self.tile_n).keys(tile)
+            kv_range = work.block_iterator.bind(tile.sizes, self.tile_m, self.tile_n).keys(tile)
             fetched_idx = Int32(0)
             if cutlass.const_expr(self.features.has_small_tiles):
                 if kv_range.count <= SHORT:  # the tile ends within the latency of the scheduler's atomic
@@ -423,18 +423,18 @@ class ForwardSm90(ForwardCall):
         order_barrier = sm90.WarpgroupOrder(ForwardBarrier.ORDER, wg, self.warpgroups)
         softmax = scaling.softmax(scales.log2, score_pipeline)
         order_barrier.start()
-        score_pipeline = score_pipeline.hold(self.tile_n)  # score stages with their registers
+        score_pipeline = score_pipeline.allocate_registers(self.tile_n)  # score stages with their registers
 
         tile_count, block_count, tile_idx = Int32(0), Int32(0), cute.arch.block_idx()[0]
         while tile_idx < work.tile_grid.total:
             tile = work.tile_grid.tile(tile_idx)
             wg_tile = tile.block * self.warpgroups + wg
             row = wg_tile * ROWS + thread // sm90.WARP * SLAB + lane // 4
-            tile_stages = score_pipeline.at(
+            tile_stages = score_pipeline.set_tile(
                 ScoreCoord(tile.sizes, self.tile_n, row, lane % 4 * 2, tile.sequence, tile.head)
             )
             row_softmax = softmax.set_tile(tile, row, work.tile_grid)
-            bound_iterator = work.block_iterator.at(tile.sizes, self.tile_m, self.tile_n)
+            bound_iterator = work.block_iterator.bind(tile.sizes, self.tile_m, self.tile_n)
             skipped_blocks, kv_range = bound_iterator.kv_range_for_warpgroup(
                 tile, wg_tile * ROWS, ROWS, self.tile_lengths_vary
             )
@@ -472,13 +472,13 @@ class ForwardSm90(ForwardCall):
                     tile_stages.prepare_stage(kv_range.nth(j), subrange.masked)
                     warpgroup.wait_group(1)
                     pipeline_k.consumer_release(count)
-                    tile_stages.ahead(kv_range.next(j, subrange), subrange.masked)
+                    tile_stages.prefetch(kv_range.next(j, subrange), subrange.masked)
                     acc, values, max_values = S.read_scores(tile_stages.may_mask(subrange.masked))
                     tile_stages.apply(values, kv_range.nth(j), subrange.masked, count)
                     row_softmax.step(values, False, tile_stages.may_mask(subrange.masked), max_values)
                     warpgroup.wait_group(0)
                     pipeline_v.consumer_release(previous)
-                    P.take(acc, tile_stages.kept(subrange.masked))
+                    P.convert(acc, tile_stages.dropout_select(subrange.masked))
                     if cutlass.const_expr(not self.early_rescale):
                         output.rescale_output(row_softmax, j)
 
