@@ -1,10 +1,13 @@
 """Contents of cubins (registers, spills and typical Hopper instructions), and comparison of the SASS of two builds.
 
     python tools/sass.py OLD NEW [--filter TEXT]        folders of cubins, as written by tools/aot.py next to objects
+    python tools/sass.py FOLDER --save FILE.json        hashes of the instructions, as a base of later comparisons
+    python tools/sass.py FILE.json NEW [--filter TEXT]  hashes against a folder of cubins
 
-The command compares the instructions of each kernel that both folders have, and prints the number of different lines.
-The exit status is 1 if any kernel differs. A change of structure leaves all instructions equal. The tool uses NVIDIA's
-disassemblers from pip (nvidia-cuda-cuobjdump, nvidia-cuda-nvdisasm), and only on cubins of this project.
+The command compares the instructions of each kernel that both sides have, and prints the number of different lines.
+The exit status is 1 if any kernel differs. A change of structure leaves all instructions equal. Hashes say only that a
+kernel differs, but a base of hashes needs no build of the old tree. The tool uses NVIDIA's disassemblers from pip
+(nvidia-cuda-cuobjdump, nvidia-cuda-nvdisasm), and only on cubins of this project.
 """
 
 from __future__ import annotations
@@ -14,7 +17,9 @@ import concurrent.futures
 import contextlib
 import difflib
 import functools
+import hashlib
 import importlib.metadata
+import json
 import re
 import subprocess
 import sys
@@ -100,28 +105,56 @@ def differing(old: Path, new: Path) -> int:
     return sum(max(i2 - i1, j2 - j1) for tag, i1, i2, j1, j2 in changed if tag != "equal")
 
 
+def instruction_hash(cubin: Path) -> str:
+    """Return a hash of the instructions of a cubin, equal for kernels that differ in their names alone."""
+    return hashlib.sha256("\n".join(instructions(cubin)).encode()).hexdigest()[:16]
+
+
 def cubins(folder: Path) -> dict[str, Path]:
     """Return the cubins of a folder by kernel name and target. The latest cubin of a kernel counts."""
-    found = {}
+    by_kernel = {}
     for path in sorted(folder.glob("*.cubin"), key=lambda path: path.stat().st_mtime):
         name, _, rest = path.stem.partition("-")
-        found[f"{name} ({re.search(r'sm_[^-]+', rest)[0]})"] = path
-    return found
+        by_kernel[f"{name} ({re.search(r'sm_[^-]+', rest)[0]})"] = path
+    return by_kernel
+
+
+def hashes(source: Path) -> dict[str, str]:
+    """Return the instruction hashes by kernel name and target, from a file of hashes or a folder of cubins."""
+    if source.is_file():
+        return json.loads(source.read_text())
+    paths = cubins(source)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        return dict(zip(paths, pool.map(instruction_hash, paths.values()), strict=True))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("old", type=Path)
-    parser.add_argument("new", type=Path)
+    parser.add_argument("old", type=Path, help="folder of cubins or file of hashes")
+    parser.add_argument("new", type=Path, nargs="?", help="folder of cubins")
+    parser.add_argument("--save", type=Path, help="write the hashes of the first folder to this file")
     parser.add_argument("--filter", default="", help="compare only kernels with this text in the name")
     args = parser.parse_args()
-    old, new = cubins(args.old), cubins(args.new)
+    if args.save:
+        saved = hashes(args.old)
+        args.save.write_text(json.dumps(saved, indent=0, sort_keys=True) + "\n")
+        print(f"{len(saved)} hashes written to {args.save}")
+        return 0
+    if args.new is None:
+        parser.error("NEW must be a folder of cubins, but is missing. Give NEW or --save.")
+    if args.old.is_file():
+        old, new = hashes(args.old), hashes(args.new)
+    else:
+        old, new = cubins(args.old), cubins(args.new)
     both = [name for name in new if name in old and args.filter in name]
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        counts = dict(zip(both, pool.map(lambda name: differing(old[name], new[name]), both), strict=True))
+    if args.old.is_file():
+        counts = {name: int(old[name] != new[name]) for name in both}
+    else:
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            counts = dict(zip(both, pool.map(lambda name: differing(old[name], new[name]), both), strict=True))
     for name, count in counts.items():
         if count:
-            print(f"{name}: {count} lines differ")
+            print(f"{name}: {'the hash differs' if args.old.is_file() else f'{count} lines differ'}")
     different = sum(count > 0 for count in counts.values())
     alone = [name for name in {*old, *new} if args.filter in name and (name in old) != (name in new)]
     print(f"{len(both)} kernels compared, {different} differ; {len(alone)} in one folder only")

@@ -292,6 +292,17 @@ def test_sass_tool_compares_builds_by_instructions(tmp_path):
     assert same.returncode == 0 and "1 kernels compared, 0 differ" in same.stdout
     assert changed.returncode == 1 and "1 kernels compared, 1 differ" in changed.stdout
 
+    hashes = tmp_path / "hashes.json"
+    subprocess.run([*tool, "--save", hashes], check=True)
+    assert list(json.loads(hashes.read_text())) == ["fwd_sm90_bf16_d64_full_m64n128s2 (sm_90a)"]
+    tool[-1] = hashes
+    same, changed = (
+        subprocess.run([*tool, tmp_path / folder], capture_output=True, text=True, check=False)
+        for folder in ("same", "new")
+    )
+    assert same.returncode == 0 and "1 kernels compared, 0 differ" in same.stdout
+    assert changed.returncode == 1 and "the hash differs" in changed.stdout
+
 
 # --- keys of objects
 
