@@ -6,7 +6,7 @@ registers, and products use 16-bit operands.
 In global and shared memory, a pair of 8-bit numbers is treated as a single 16-bit element, so copies and ldmatrix stay
 unchanged. A register with four numbers of a key is converted to two registers of the right operand. Thread t of four
 holds columns 4t ... 4t + 3 of sixteen, while the product expects 2t, 2t + 1, 2t + 8 and 2t + 9. Queries lie in shared
-memory in the matching order (`place_of_pair`). A register with adjacent columns of V for two keys is converted to a
+memory in the matching order (`permuted_column`). A register with adjacent columns of V for two keys is converted to a
 pair of keys for each column. A thread then holds four consecutive columns of O.
 
 Scales of K are multiplied into the scores, and scales of V into the probabilities, in fp32. Rotated keys

@@ -56,7 +56,7 @@ class OnlineSoftmax:
 
     row_max: cute.Tensor  # (2,) fp32
     row_sum: cute.Tensor  # (2,) fp32
-    correction: cute.Tensor  # (2,) fp32: factor for the rows of O; after `grows`, the new maximum
+    correction: cute.Tensor  # (2,) fp32: factor for the rows of O; after `needs_rescale`, the new maximum
     scale_log2: Float32
     coarse_scale: Float32  # scale_log2 rounded down to a power of two
     natural_units: bool  # True if scores are in natural units
@@ -122,7 +122,9 @@ class OnlineSoftmax:
 
     @cute.jit
     def needs_rescale(self, acc_S: cute.Tensor) -> cutlass.Boolean:
-        """Return whether `raise_to` must follow: a row of the block exceeds its running maximum by more than SLACK.
+        """Return whether some row of the block exceeds its running maximum by more than SLACK.
+
+        If so, the caller must call `rescale_to_new_max`.
 
         Any lane of the warp may hold the row.
 
@@ -140,7 +142,7 @@ class OnlineSoftmax:
 
     @cute.jit
     def rescale_to_new_max(self, acc_O: cute.Tensor):
-        """Rescale O (2, cols) and the sum to the maximum found by `grows`."""
+        """Rescale O (2, cols) and the sum to the maximum found by `needs_rescale`."""
         for r in cutlass.range_constexpr(ROWS):
             top = self.correction[r]
             base = 0.0 if top == -Float32.inf else top

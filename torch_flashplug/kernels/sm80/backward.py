@@ -138,7 +138,7 @@ class DqProduct:
 
     @cute.jit
     def add(self, stage: Int32, block: Int32, rank: Int32 | None):
-        """Add the product with the dS in stage `stage_index` to a block of the dQ workspace.
+        """Add the product with the dS in stage `stage` to a block of the dQ workspace.
 
         Args:
             rank: accumulation order: number of adds of warps to wait for before this add; None in kernels without an

@@ -356,7 +356,7 @@ class TileBackwardSm90(TileBackwardCall):
         cute.copy(copy, source, copy.partition_D(shared.weights[None, None, buffer]))
 
     def staging_in(self, shared: TileSmem, buffer: int) -> cute.Tensor:
-        """Return the buffer of the weights `stage_index` as a staging buffer (64, D) of a gradient."""
+        """Return buffer `buffer` of the weights (P or DS) as a staging buffer (64, D) of a gradient."""
         layout = sm90.slab_layout(self.element.dtype, TILE_M, self.d)
         start = shared.weights[None, None, buffer].iterator
         return cute.make_tensor(cute.recast_ptr(start, layout.inner, dtype=self.element.dtype), layout.outer)

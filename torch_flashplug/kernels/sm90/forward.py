@@ -94,7 +94,7 @@ class ScoreProduct:
             self.acc_init.load(self.acc)
 
     def issue(self, my_Q: cute.Tensor, stage: Int32) -> None:
-        """Issue the product with the K stage `stage_index` as a committed group of wgmmas."""
+        """Issue the product with K of stage `stage` as a committed group of wgmmas."""
         keys = self.keys[None, None, None, stage]
         self.product.issue(self.acc, my_Q, keys, accumulate=self.acc_init is not None)
 
