@@ -25,7 +25,7 @@ class DecodeBiasFeature(KernelFeatures):
 
     def chain(self, call: object) -> ScorePipeline:
         """Return the score stages with the bias stage first, as in parts.bias."""
-        return ScorePipeline((DecodeDirectBias(call.bias, call.scale), *super().chain(call).stages))
+        return ScorePipeline((DecodeDirectBias(call.bias_any_dtype, call.scale), *super().chain(call).stages))
 
 
 @dataclass(frozen=True)

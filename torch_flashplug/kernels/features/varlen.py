@@ -59,14 +59,14 @@ class VarlenFeature(KernelFeatures):
         return (TileListSpec("rows", False, WARPGROUP), keys, workspace) if self.spec.in_parts else (keys, workspace)
 
     def given(self, call: object) -> VarlenInputs:
-        return VarlenInputs(call.lengths.cu_q, call.lengths.cu_k, call.lengths.used_k, call.q.shape[2], call.k.shape[2])
+        return VarlenInputs(call.cu_q, call.cu_k, call.used_k, call.q.shape[2], call.k.shape[2])
 
     def pieces(self, call: object) -> VarlenAddressing:
         """Return the tile addressing. The lists lie one behind the next in the workspace of the call.
 
         Each list has a head of a sector, followed by the entries.
         """
-        given, start, lists = self.given(call), call.lengths.lists.iterator, {}
+        given, start, lists = self.given(call), call.lists.iterator, {}
         for one in self.wanted:
             room = (given.keys if one.of_keys else given.rows) // one.size + given.sequences
             first = cute.make_ptr(Int32, (start + ENTRY).toint(), cute.AddressSpace.gmem, assumed_align=16)

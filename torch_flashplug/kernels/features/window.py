@@ -22,7 +22,7 @@ class WindowFeature(KernelFeatures):
     tile_lengths_vary = True
 
     def walk(self, call: object) -> SlidingWindow:
-        return SlidingWindow(call.limits.left, call.limits.right, call.limits.bottom_right)
+        return SlidingWindow(call.left, call.right, call.bottom_right)
 
     def visible(self, call: object) -> SlidingWindowStage:
         return SlidingWindowStage(self.walk(call), None if self.spec.is_backward else call.sinks)
