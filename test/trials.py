@@ -6,19 +6,16 @@ test_seams.py compiles, counts and interprets these kernels.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from torch_flashplug.kernels import builder
-from torch_flashplug.kernels.call_args.backward import BackwardArgs
-from torch_flashplug.kernels.call_args.decode import DecodeArgs
-from torch_flashplug.kernels.call_args.forward import ForwardArgs
-from torch_flashplug.kernels.call_args.operands import DropoutArgs, SoftmaxScale, fake_vector
+from torch_flashplug.kernels.call_args.kernel_call import make_call, parameter
 from torch_flashplug.kernels.features.base import KernelFeatures
 from torch_flashplug.kernels.primitives.dtype import ELEMENTS
 from torch_flashplug.kernels.primitives.fragments import column_of, rows_and_columns
@@ -30,6 +27,7 @@ from torch_flashplug.kernels.tiling.block_iterator import BlockIterator
 from torch_flashplug.kernels.tiling.block_sparse import BlockSparseIterator, BlockSparseLists
 from torch_flashplug.kernels.tiling.tile import TileAddressing
 from torch_flashplug.kernels.tiling.varlen import ENTRY, VarlenAddressing, VarlenTileList
+from torch_flashplug.registry.kernel_args import OF_KIND
 from torch_flashplug.registry.kernel_spec import ROWS_PER_WARPGROUP, SMEM_BYTES, WARP, WARPGROUP, KernelSpec
 
 
@@ -95,6 +93,9 @@ class Extra:
         )
 
 
+EXTRA = inspect.Parameter("extra", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=Extra)
+
+
 class TrialFeatures(KernelFeatures):
     """Features of a trial kernel: the block iterator and stage of the spec, followed by the stages of the trial."""
 
@@ -120,7 +121,7 @@ class TrialFeatures(KernelFeatures):
         if "dropout" in self.stages:
             stages = (
                 *stages,
-                DropoutStage.create(DropoutArgs(call.extra.drawn_from, call.extra.drops), call.q.shape[1]),
+                DropoutStage.create(call.extra.drawn_from, call.extra.drops, call.q.shape[1]),
             )
         return ScorePipeline(stages)
 
@@ -128,19 +129,9 @@ class TrialFeatures(KernelFeatures):
         return kind(planes.columns if self.transposed else planes.rows, planes.of_batch, planes.of_head)
 
 
-@dataclass(frozen=True)
-class TrialCall(ForwardArgs):
-    extra: Extra
-
-
-@dataclass(frozen=True)
-class TrialFewRows(DecodeArgs):
-    extra: Extra
-
-
-@dataclass(frozen=True)
-class TrialGradients(BackwardArgs):
-    extra: Extra
+def fake_vector(dtype: type, align: int, size: int | None = None) -> cute.Tensor:
+    """Return a contiguous one-dimensional tensor argument; its size is symbolic unless `size` is an integer."""
+    return cute.runtime.make_fake_tensor(dtype, (cute.sym_int() if size is None else size,), (1,), assumed_align=align)
 
 
 def fake_list(rank: int) -> cute.Tensor:
@@ -176,60 +167,14 @@ def make_trial_kernel(spec: KernelSpec, *stages: str):
         kind = type("TrialFeatures", (TrialFeatures, type(part_features)), {"stages": stages})
         part.features = kind(part_features.element, part_features.spec, part_features.transposed)
 
-    class Forward(base):
+    class Trial(base):
+        __call__ = make_call([*map(parameter, OF_KIND[spec.kind]), EXTRA])
+
         def fake_arguments(self) -> tuple:
             *arguments, stream = base.fake_arguments(self)
             return (*arguments, fake_extra(), stream)
 
-        @cute.jit
-        def __call__(
-            self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, o: cute.Tensor, lse: cute.Tensor,
-            scale_log2: Float32, scale: Float32, counter: cute.Tensor, num_ctas: Int32,
-            mask: cute.Tensor | None, digest: cute.Tensor | None, bias: cute.Tensor | None, bias32: cute.Tensor | None,
-            seed: cute.Tensor | None, dropout_p: Float32 | None, scratch8: cute.Tensor | None,
-            left: Int32 | None, right: Int32 | None, bottom_right: Int32 | None, sinks: cute.Tensor | None,
-            softcap: Float32 | None, cu_q: cute.Tensor | None, cu_k: cute.Tensor | None,
-            used_k: cute.Tensor | None, lists: cute.Tensor | None, extra: Extra, stream: cuda.CUstream,
-        ):  # fmt: skip
-            scales, mask_args = SoftmaxScale(scale_log2, scale), (mask, digest, *(None,) * 7)
-            self.launch(TrialCall(q, k, v, o, lse, scales, counter, num_ctas, *mask_args, extra), stream)
-
-    class Decode(base):
-        fake_arguments = Forward.fake_arguments
-
-        @cute.jit
-        def __call__(
-            self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, o: cute.Tensor, lse: cute.Tensor,
-            partials: cute.Tensor, scale: Float32, splits: Int32, cluster: Int32,
-            mask: cute.Tensor | None, bias: cute.Tensor | None, bias32: cute.Tensor | None,
-            k_scale: cute.Tensor | None, v_scale: cute.Tensor | None, rotated: Int32 | None, left: Int32 | None,
-            right: Int32 | None, bottom_right: Int32 | None, sinks: cute.Tensor | None, softcap: Float32 | None,
-            pages: cute.Tensor | None, used_k: cute.Tensor | None, split_size: Int32 | None, extra: Extra,
-            stream: cuda.CUstream,
-        ):  # fmt: skip
-            mask_args = (mask, None, k_scale, v_scale, rotated, *(None,) * 6, extra)
-            self.launch(TrialFewRows(q, k, v, o, lse, partials, scale, splits, cluster, *mask_args), stream)
-
-    class Backward(base):
-        fake_arguments = Forward.fake_arguments
-
-        @cute.jit
-        def __call__(
-            self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, o: cute.Tensor, do: cute.Tensor, lse: cute.Tensor,
-            dq: cute.Tensor, dk: cute.Tensor, dv: cute.Tensor, rows: cute.Tensor, scratch: cute.Tensor,
-            scale_log2: Float32, scale: Float32, counter: cute.Tensor, num_ctas: Int32, wanted: Int32,
-            mask: cute.Tensor | None, digest: cute.Tensor | None, bias: cute.Tensor | None, bias32: cute.Tensor | None,
-            seed: cute.Tensor | None, dropout_p: Float32 | None, left: Int32 | None, right: Int32 | None,
-            bottom_right: Int32 | None, dlse: cute.Tensor | None, softcap: Float32 | None, cu_q: cute.Tensor | None,
-            cu_k: cute.Tensor | None,
-            used_k: cute.Tensor | None, lists: cute.Tensor | None, extra: Extra, stream: cuda.CUstream,
-        ):  # fmt: skip
-            tensors = (q, k, v, o, do, lse, dq, dk, dv, rows, scratch)
-            scales = SoftmaxScale(scale_log2, scale)
-            mask_args = (mask, digest, *(None,) * 6)
-            self.launch(TrialGradients(*tensors, scales, counter, num_ctas, wanted, *mask_args, extra), stream)
-
-    kernel.__class__ = Backward if spec.is_backward else Decode if spec.is_decode else Forward
+    kernel.__class__ = Trial
     for part in (kernel, kernel.query_gradient, kernel.key_gradients) if spec.in_parts else (kernel,):
         add_stages(part)
     return kernel

@@ -291,7 +291,7 @@ struct BackwardPlan {
   bool ours() const { return !why; }
 };
 // Gradients wanted from a backward call beside the bias gradient: dQ, dK and dV, or both
-// (kernels/call_args/backward.py).
+// (kernels/call_args/kernel_call.py).
 constexpr int64_t kWantDq = 1, kWantDkDv = 2, kWantAll = 3;
 BackwardPlan plan_backward(const CallFacts& p, const DeviceFacts& device, Mode mode, const Tables& tables,
                            int64_t wanted = kWantAll);

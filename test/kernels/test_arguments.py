@@ -5,9 +5,9 @@ C++ passes arguments by this table.
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-from pathlib import Path
+import inspect
+import typing
 
 import pytest
 
@@ -19,17 +19,14 @@ from torch_flashplug.testing import direct
 
 pytest.importorskip("cutlass", reason="the DSL is needed to make kernels")
 
-import cuda.bindings.driver as cuda
 import cutlass.cute as cute
-from cutlass import Int32
 
 from torch_flashplug.kernels import builder
-from torch_flashplug.kernels.call_args.operands import KernelCall, fake_vector
+from torch_flashplug.kernels.call_args import fake_tensors
+from torch_flashplug.kernels.call_args.kernel_call import KernelCall, SoftmaxScale, args_class
 from torch_flashplug.kernels.features.base import KernelFeatures
 from torch_flashplug.kernels.primitives import dtype as made_of
 
-ROOT = Path(__file__).resolve().parents[2]
-CALLS = {"fwd": "forward.ForwardCall", "decode": "decode.DecodeCall", "bwd": "backward.BackwardCall"}
 MADE = {
     (spec.kind, spec.arch, spec.dtype, spec.mask): spec
     for family in FAMILIES
@@ -40,22 +37,30 @@ CUTLASS |= {name: element.dtype.__name__ for name, element in made_of.ELEMENTS.i
 CUTLASS |= dict.fromkeys(FORMATS, "Uint8")  # 8-bit formats are passed as bytes
 
 
-def signature(name: str) -> list[tuple[str, str]]:
-    """Return names and types of the parameters of a class's __call__, which the DSL has wrapped."""
-    module, name = name.split(".")
-    tree = ast.parse((ROOT / "torch_flashplug" / "kernels" / "call_args" / f"{module}.py").read_text())
-    (owner,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
-    (call,) = (node for node in owner.body if isinstance(node, ast.FunctionDef) and node.name == "__call__")
-    return [(argument.arg, ast.unparse(argument.annotation)) for argument in call.args.args[1:]]
-
-
-@pytest.mark.parametrize("kind", CALLS)
+@pytest.mark.parametrize("kind", kernel_args.OF_KIND)
 def test_kernel_parameters_match_the_kernel_abi_table(kind):
+    """The DSL reads names and types from the signature of the function that it has wrapped."""
+    spec = next(spec for spec in MADE.values() if spec.kind == kind)
     expected = [
-        (argument.name, (CUTLASS[argument.dtype] if argument.scalar else "cute.Tensor") + " | None" * argument.optional)
-        for argument in kernel_args.OF_KIND[kind]
+        (row.name, (CUTLASS[row.dtype] if row.scalar else "Tensor", row.optional)) for row in kernel_args.OF_KIND[kind]
     ]
-    assert signature(CALLS[kind]) == [*expected, ("stream", "cuda.CUstream")]
+    first, *parameters, stream = inspect.signature(type(builder(spec)).__call__).parameters.values()
+    types = [(x.name, annotation_of(x)) for x in parameters]
+    assert (first.name, types, stream.name) == ("self", expected, "stream")
+
+
+def annotation_of(x: inspect.Parameter) -> tuple[str, bool]:
+    """Return the name of the type of a parameter, and whether the parameter may be None."""
+    options = typing.get_args(x.annotation) or (x.annotation,)
+    return options[0].__name__, type(None) in options
+
+
+def test_kernel_args_have_a_field_for_each_row_of_the_table():
+    names = tuple(row.name for row in kernel_args.BACKWARD)
+    call = args_class(names)(*names)
+    assert all(getattr(call, name) == name for name in names)
+    assert call.scales == SoftmaxScale("scale_log2", "scale")
+    assert call.bias_any_dtype == "bias" and dataclasses.replace(call, bias=None).bias_any_dtype == "bias32"
 
 
 def test_direct_calls_order_arguments_by_the_kernel_abi_table():
@@ -74,11 +79,7 @@ def test_kernels_compile_with_the_ranks_and_types_of_the_kernel_abi_table(spec):
     """Arguments of missing features are compiled as None."""
     operands = zip(("query", "key", "value", "output"), ELEMENTS[spec.dtype].operands)
     types = {name: CUTLASS[number] for name, number in operands} | CUTLASS
-    kernel = builder(spec)
-    assert kernel.fake_tensors().keys() == {
-        argument.name for argument in kernel_args.OF_KIND[spec.kind] if not argument.scalar
-    }
-    *values, _ = kernel.fake_arguments()
+    *values, _ = builder(spec).fake_arguments()
     for argument, value in zip(kernel_args.OF_KIND[spec.kind], values, strict=True):
         if argument.optional and not features.bringing(argument.name) & features.bits(spec.features):
             assert value is None, argument.name
@@ -90,20 +91,6 @@ def test_kernels_compile_with_the_ranks_and_types_of_the_kernel_abi_table(spec):
             )
 
 
-class MadeUp(KernelCall):
-    """Kernel with two optional arguments and no launch, callable without a GPU."""
-
-    def __init__(self, spec: KernelSpec):
-        self.spec, self.element = spec, KernelFeatures.from_spec(spec).element
-
-    def fake_tensors(self) -> dict[str, cute.Tensor]:
-        return super().fake_tensors() | {"words": fake_vector(Int32, 16)}
-
-    @cute.jit
-    def __call__(self, words: cute.Tensor | None, left: Int32 | None, stream: cuda.CUstream):
-        """Satisfy the spelling rules of the DSL."""
-
-
 @pytest.mark.parametrize("mask, left_value, rejected_value", [("full", None, 3), ("causal", 3, None)])
 def test_arguments_without_a_feature_are_none(mask, left_value, rejected_value, monkeypatch):
     """No kernel gets `words`, and only causal kernels get `left`; arguments compiled as None accept nothing else."""
@@ -113,7 +100,18 @@ def test_arguments_without_a_feature_are_none(mask, left_value, rejected_value, 
     causal = dataclasses.replace(*features.of(["causal"]), arguments=("left",))
     further_features = (feature for feature in features.FEATURES if feature.name != "causal")
     monkeypatch.setattr(features, "FEATURES", (causal, *further_features))
-    call = MadeUp(next(spec for spec in kernel_table.specs(90, "fwd") if spec.mask == mask))
+    monkeypatch.setitem(fake_tensors.LAYOUTS, "words", fake_tensors.vector())
+
+    class MadeUp(KernelCall, kind="fwd"):
+        """Kernel with two optional arguments and no launch, callable without a GPU."""
+
+        spec = next(spec for spec in kernel_table.specs(90, "fwd") if spec.mask == mask)
+        element = KernelFeatures.of(spec).element
+
+        def launch(self, call, stream):
+            """Launch nothing."""
+
+    call = MadeUp()
     function = cute.compile(call, *call.fake_arguments(), options="--enable-tvm-ffi --gpu-arch sm_90a")
     function(None, left_value, 0)
     with pytest.raises(TypeError, match="words: None, left"):

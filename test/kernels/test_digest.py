@@ -30,7 +30,7 @@ import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 from cutlass import Int32
 import interpreted, sass
-from torch_flashplug.kernels.call_args.operands import fake_digest, fake_mask
+from torch_flashplug.kernels.call_args.fake_tensors import FakeTensors
 from torch_flashplug.kernels.preprocess.mask import MaskMetadata, MaskPreprocess
 
 @cute.jit
@@ -38,7 +38,13 @@ def digest(mask: cute.Tensor, made: cute.Tensor, Sq: Int32, stream: cuda.CUstrea
     MaskPreprocess(tall=True)(mask, MaskMetadata.create(made, mask.shape[2], Sq, mask.shape[3]), stream)
 
 options = "--enable-tvm-ffi --gpu-arch sm_90a --keep-cubin --keep-ptx"
-made = cute.compile(digest, fake_mask(), fake_digest(), Int32(1), cute.runtime.make_fake_stream(), options=options)
+from torch_flashplug.kernels.primitives.dtype import ELEMENTS
+from torch_flashplug.registry import kernel_args, kernel_table
+
+spec = next(spec for spec in kernel_table.specs(90, "fwd") if spec.mask == "mask")
+tensors = FakeTensors(ELEMENTS["bf16"], spec, elementwise=False)
+mask, metadata = (tensors.create(row) for row in kernel_args.FORWARD if row.name in {"mask", "digest"})
+made = cute.compile(digest, mask, metadata, Int32(1), cute.runtime.make_fake_stream(), options=options)
 file = pathlib.Path(folder) / "digest"
 made.export_to_c(f"{file}.o", function_name=file.name, export_only_tvm_ffi_symbols=True)
 pathlib.Path(f"{file}.ptx").write_text(made.__ptx__)

@@ -76,7 +76,7 @@ def test_mover_threads_reach_every_unit_once(tile, threads):
     mover = sm80.SmemCopier(threads, None, elementwise=False)
     reached = []
     for thread in range(threads):
-        row, unit, step = mover.place(tile, thread)
+        row, unit, step = mover.partition(tile, thread)
         for r in range(0, tile.rows, step):
             if row + r < tile.rows:
                 unit_address = (tile.unit(row, unit) ^ (r % 8 * sm80.VECTOR_BYTES)) + r * tile.row_bytes

@@ -56,7 +56,7 @@ class KvLoader:
         return decode_tile.of_head(x)
 
     def load(self, mover: sm80.SmemCopier, x: cute.Tensor, first_row: Int32, tile: sm80.SmemTile) -> None:
-        """Load rows of a tensor returned by `of_head`, as Mover.load."""
+        """Load rows of a tensor returned by `of_head`, as `SmemCopier.load`."""
         mover.load(x, first_row, tile)
 
     def scale_loader(self, decode_tile: DecodeTile, start: Int32, keys: int, stages: int) -> KvScaleLoader:

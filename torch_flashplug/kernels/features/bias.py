@@ -15,4 +15,4 @@ class BiasFeature(KernelFeatures):
 
         Later stages mask scores. A bias stage behind such a stage could negate the masked scores.
         """
-        return ScorePipeline((Added(call.bias, call.scales.natural), *super().score_pipeline(call).stages))
+        return ScorePipeline((Added(call.bias_any_dtype, call.scales.natural), *super().score_pipeline(call).stages))

@@ -25,7 +25,7 @@ class DecodeBiasFeature(KernelFeatures):
 
     def score_pipeline(self, call: object) -> ScorePipeline:
         """Return the score stages with the bias stage first, as in features/bias.py."""
-        return ScorePipeline((DecodeDirectBias(call.bias, call.scale), *super().score_pipeline(call).stages))
+        return ScorePipeline((DecodeDirectBias(call.bias_any_dtype, call.scale), *super().score_pipeline(call).stages))
 
 
 @dataclass(frozen=True)

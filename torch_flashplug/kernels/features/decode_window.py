@@ -26,7 +26,7 @@ class DecodeWindowFeature(WindowFeature):
     """Kernel feature for decode with a sliding window."""
 
     def block_iterator(self, call: object) -> SlidingWindow:
-        return DecodeWindowIterator(call.limits.left, call.limits.right, call.limits.bottom_right, call.split_size)
+        return DecodeWindowIterator(call.left, call.right, call.bottom_right, call.split_size)
 
     def masking_stage(self, call: object) -> SlidingWindowStage:
         return DecodeWindowStage(super().block_iterator(call), call.sinks)

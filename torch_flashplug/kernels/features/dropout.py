@@ -11,4 +11,6 @@ class DropoutFeature(KernelFeatures):
     """Kernel feature for dropout: adds the dropout stage behind all stages."""
 
     def score_pipeline(self, call: object) -> ScorePipeline:
-        return ScorePipeline((*super().score_pipeline(call).stages, DropoutStage.create(call.drawn, call.q.shape[1])))
+        return ScorePipeline(
+            (*super().score_pipeline(call).stages, DropoutStage.create(call.seed, call.dropout_p, call.q.shape[1]))
+        )

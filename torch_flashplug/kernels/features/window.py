@@ -22,7 +22,7 @@ class WindowFeature(KernelFeatures):
     tile_lengths_vary = True
 
     def block_iterator(self, call: object) -> SlidingWindow:
-        return SlidingWindow(call.limits.left, call.limits.right, call.limits.bottom_right)
+        return SlidingWindow(call.left, call.right, call.bottom_right)
 
     def masking_stage(self, call: object) -> SlidingWindowStage:
         return SlidingWindowStage(self.block_iterator(call), None if self.spec.is_backward else call.sinks)

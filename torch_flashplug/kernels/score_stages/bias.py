@@ -7,8 +7,8 @@ rows of the bias begin. A consumer reads the values of its scores (fragments.py)
 16 bits, with ordinary loads from a swizzled tile of fp32, and element by element from other tiles.
 
 Scores leave in natural units, so that any scale is allowed, and the softmax continues with scale 1. The bias stage
-comes first, since a zero or negative scale would turn the -inf of later stages around. An entry of -inf hides a score;
-a row may be empty.
+comes first, since a zero or negative scale would turn the -inf of later stages around. An entry of -inf masks out a
+score; a row may be empty.
 
 A bias has shape (B, Hq, Sq, Sk). The last stride is 1; the other strides are arbitrary, and 0 where the bias is
 broadcast. Kernels of sm_80 need rows that begin at multiples of 16 bytes (cp.async). A row shared by all queries is
@@ -38,7 +38,7 @@ from .natural_units import add, natural
 from .pipeline import ScoreCoord, ScoreLayout, ScoreStage, SlabScoreLayout
 
 if TYPE_CHECKING:
-    from ..call_args.operands import SoftmaxScale
+    from ..call_args.kernel_call import SoftmaxScale
 
 ROWS = sm90.ROWS_PER_WARPGROUP
 CHUNK = 32  # columns of scores that are read at once; a backward has no registers for more
@@ -49,7 +49,7 @@ class BiasConfig(DirectBias):
     """Bias as an argument of a kernel; kernels without shared memory for tiles read each value from global memory."""
 
     def tma(self, form: ScoreLayout) -> ScoreStage:
-        """Return the stage for TMA loads, or the stage itself if shared memory has no room for tiles."""
+        """Return the stage for TMA loads, or the stage itself if shared memory has no space for tiles."""
         if not form.has_smem_space:
             return self
         return TmaBias(
@@ -59,7 +59,7 @@ class BiasConfig(DirectBias):
     def allocate_smem(self, smem: cutlass.memory.SmemAllocator, form: ScoreLayout | SlabScoreLayout) -> ScoreStage:
         """Return the stage with a tile in shared memory, for sm_80 kernels, which use no TMA.
 
-        If shared memory has no room for tiles, the stage itself is returned.
+        If shared memory has no space for tiles, the stage itself is returned.
         """
         return SlabBiasLoad.create(smem, form, self) if form.has_smem_space else self
 

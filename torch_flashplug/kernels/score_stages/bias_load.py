@@ -91,8 +91,8 @@ class BiasTileLayout:
         return self.rows * self.columns * self.element_bytes
 
     def buffer(self, smem: cutlass.memory.SmemAllocator, warpgroups: int) -> cute.Tensor:
-        """Allocate (elements of a stage, warpgroup); a stage has room for either layout."""
-        assert self.bytes % SWIZZLE_ALIGNMENT == 0, "every slot begins where a swizzled tile may"
+        """Allocate (elements of a stage, warpgroup); a stage has space for either layout."""
+        assert self.bytes % SWIZZLE_ALIGNMENT == 0, "every stage begins where a swizzled tile may"
         layout = cute.make_layout((self.rows * self.pitch, warpgroups))
         return smem.allocate_tensor(self.dtype, layout, SWIZZLE_ALIGNMENT)
 

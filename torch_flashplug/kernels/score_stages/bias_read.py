@@ -1,7 +1,7 @@
 """Bias stages in which threads read the bias directly from global memory, each thread for its own scores.
 
-These stages serve kernels whose shared memory has no room for bias tiles, and calls with too few rows for tiles
-(score_stages/bias.py).
+These stages serve kernels whose shared memory has no space for bias tiles, and calls whose rows are fewer than those of
+a tile (score_stages/bias.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .natural_units import add, natural
 from .pipeline import ScoreCoord, ScoreStage
 
 if TYPE_CHECKING:
-    from ..call_args.operands import SoftmaxScale
+    from ..call_args.kernel_call import SoftmaxScale
 
 PAIR = 2  # neighboring columns of a thread
 

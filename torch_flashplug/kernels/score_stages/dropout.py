@@ -27,7 +27,6 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, Uint64
 
 from ...registry.kernel_spec import SLAB
-from ..call_args.operands import DropoutArgs
 from ..primitives.fragments import single_bit, zero_of
 from .pipeline import DropoutScale, ScoreCoord, ScoreStage
 
@@ -79,16 +78,12 @@ class DropoutStage(ScoreStage):
     may_mask = False
 
     @staticmethod
-    def create(args: DropoutArgs, heads: Int32) -> DropoutStage:
+    def create(seed: cute.Tensor, dropout_p: Float32, heads: Int32) -> DropoutStage:
         """Return the stage of a call; `heads` is the number of query heads of a batch entry."""
-        keep_probability = Float32(1.0) - args.p
+        keep_probability = Float32(1.0) - dropout_p
         inverse = cutlass.select_(keep_probability > Float32(0.0), Float32(1.0) / keep_probability, Float32(0.0))
-        return DropoutStage(
-            args.seed,
-            DropoutThreshold.from_keep_probability(keep_probability),
-            heads,
-            DropoutScale(keep_probability, inverse),
-        )
+        threshold = DropoutThreshold.from_keep_probability(keep_probability)
+        return DropoutStage(seed, threshold, heads, DropoutScale(keep_probability, inverse))
 
     def allocate_registers(self, columns: int) -> ScoreStage:
         return replace(self, block_words=cute.make_rmem_tensor((-(-columns // (4 * KEYS_OF_WORD)),), Int32))
@@ -131,9 +126,9 @@ class DropoutStage(ScoreStage):
         coin = coin + keys * Uint32(COIN_KEYS)
         bits = Uint32(cutlass.select_(coin < self.threshold.coin, Int32(-1), Int32(0)))
         for call in range(DIGITS // 4):
-            for i, drawn in enumerate(philox((keys, rows, self.head, Uint32(call)), key)):
+            for i, random_word in enumerate(philox((keys, rows, self.head, Uint32(call)), key)):
                 digit = Uint32(self.threshold.digits[4 * call + i])
-                bits = (bits & drawn) | (digit & (bits | drawn))
+                bits = (bits & random_word) | (digit & (bits | random_word))
         return Int32(bits)
 
     def bit(self, r: int, c: int, swapped: bool = False) -> cutlass.Boolean:

@@ -1,6 +1,6 @@
 """Score stages for KV bounds: keys beyond the last, and keys beyond the causal diagonal, get a score of -inf.
 
-The block iterator (`walk.Band`) selects the blocks to which these stages apply.
+The block iterator selects the blocks to which these stages apply.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class KvBoundsStage(ScoreStage):
 
 @dataclass(frozen=True)
 class CausalStage(KvBoundsStage):
-    """Mask of keys beyond the last key and of keys behind the query (walk.CausalBand)."""
+    """Mask of keys beyond the last key and of keys behind the query (block_iterator.CausalBlocks)."""
 
     causal = True
 

@@ -57,7 +57,7 @@ from ..primitives.dtype import Element
 from ..tiling.seqlen_info import SeqlenInfo
 
 if TYPE_CHECKING:
-    from ..call_args.operands import SoftmaxScale
+    from ..call_args.kernel_call import SoftmaxScale
     from ..tiling.tile import Tile
 
 

@@ -1,4 +1,4 @@
-"""Score stage that hides keys outside of a sliding window."""
+"""Score stage that masks out keys outside of a sliding window."""
 
 from __future__ import annotations
 

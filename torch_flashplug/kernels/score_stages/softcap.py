@@ -13,7 +13,7 @@ from ..primitives.fragments import LOG2_E
 from .pipeline import ScoreStage
 
 if TYPE_CHECKING:
-    from ..call_args.operands import SoftmaxScale
+    from ..call_args.kernel_call import SoftmaxScale
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,7 @@ from ..backward.pre_post_process import (
     exponentiate,
 )
 from ..backward.workspace import UNITS, DqWorkspace, WorkspaceLayout, count_up
-from ..call_args.backward import BackwardArgs, BackwardCall
-from ..call_args.operands import SoftmaxScale
+from ..call_args.kernel_call import KernelArgs, KernelCall, SoftmaxScale
 from ..features.base import KernelFeatures
 from ..primitives import fragments, sm80
 from ..primitives.vector_access import QUAD
@@ -261,7 +260,7 @@ class StepContext:
         return replace(self.coord, row=row, column=column, head=self.step.head, by_row=True)
 
 
-class BackwardSm80(BackwardCall):
+class BackwardSm80(KernelCall, kind="bwd"):
     """Builder of the three backward kernels of a spec for sm_80, which a call launches in sequence.
 
     All sizes are compile-time constants. Computes dQ, dK and dV. A deterministic spec (kind `detbwd`) adds to dQ in the
@@ -299,7 +298,7 @@ class BackwardSm80(BackwardCall):
         self.postprocess = BackwardPostprocess(self.element, spec.d, elementwise=spec.elementwise)
 
     @cute.jit
-    def launch(self, call: BackwardArgs, stream: cuda.CUstream):
+    def launch(self, call: KernelArgs, stream: cuda.CUstream):
         """Launch the preprocessing kernels of the features, then the three backward kernels."""
         B, Hkv, Sk, _ = call.k.shape
         num_n_blocks, group = cute.ceil_div(Sk, self.tile_n), call.q.shape[1] // Hkv

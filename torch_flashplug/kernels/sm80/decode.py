@@ -20,8 +20,7 @@ import cutlass.memory
 from cutlass import Float32, Int32
 
 from ...registry.kernel_spec import RESULT_PAD, SLAB, WARP, AmpereSpec
-from ..call_args.decode import DecodeArgs, DecodeCall
-from ..call_args.operands import SoftmaxScale
+from ..call_args.kernel_call import KernelArgs, KernelCall, SoftmaxScale
 from ..decode.kv_load import K, KvLoader, KvScaleLoader, V
 from ..decode.pack_gqa import DecodeTile
 from ..decode.split_kv import PartialResult, SplitKvCombine, WorkspacePartials, follow, loaded, starts_early
@@ -149,7 +148,7 @@ class DecodeGmem:
     lse: cute.Tensor  # (B, Hq, Sq) fp32
 
 
-class DecodeSm80(DecodeCall):
+class DecodeSm80(KernelCall, kind="decode"):
     """Builder of the sm_80 decode kernel of a spec. All sizes below are compile-time constants.
 
     Computes O = softmax(scale * Q K^T) V and the LSE for few query rows.
@@ -175,7 +174,7 @@ class DecodeSm80(DecodeCall):
         self.keys = spec.tile_n // spec.teams  # keys of a team in every block
 
     @cute.jit
-    def launch(self, call: DecodeArgs, stream: cuda.CUstream):
+    def launch(self, call: KernelArgs, stream: cuda.CUstream):
         """Launch the decode kernel and, with several splits, the `SplitKvCombine` kernel."""
         B, Hq, Sq, Dv = call.o.shape
         Hkv = call.k.shape[1]
@@ -210,7 +209,7 @@ class DecodeSm80(DecodeCall):
                 call.split_size,
             )
 
-    def kv_loader(self, call: DecodeArgs) -> KvLoader:
+    def kv_loader(self, call: KernelArgs) -> KvLoader:
         """Return the loader of K and V of the spec's features."""
         kv_loader = self.features.kv_loader(call)
         return KvLoader() if kv_loader is None else kv_loader

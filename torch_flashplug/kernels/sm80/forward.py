@@ -16,8 +16,7 @@ import cutlass.memory
 from cutlass import Float32, Int32, Int64
 
 from ...registry.kernel_spec import SLAB, AmpereSpec
-from ..call_args.forward import ForwardArgs, ForwardCall
-from ..call_args.operands import SoftmaxScale
+from ..call_args.kernel_call import KernelArgs, KernelCall, SoftmaxScale
 from ..features.base import KernelFeatures
 from ..mainloop.softmax import OnlineSoftmax, write_lse
 from ..primitives import fragments, sm80
@@ -90,7 +89,7 @@ class WarpRows:
         return fragments.rows_and_columns(self.out)
 
 
-class ForwardSm80(ForwardCall):
+class ForwardSm80(KernelCall, kind="fwd"):
     """Builder of the sm_80 forward kernel of a spec. All sizes below are compile-time constants.
 
     Computes O = softmax(scale * Q K^T) V and the LSE (natural logarithm).
@@ -116,7 +115,7 @@ class ForwardSm80(ForwardCall):
         )
 
     @cute.jit
-    def launch(self, call: ForwardArgs, stream: cuda.CUstream):
+    def launch(self, call: KernelArgs, stream: cuda.CUstream):
         """Launch the preprocessing kernels of the features, then the forward kernel with a CTA per tile.
 
         The tile counter and the number of CTAs in the call are for the Hopper kernels and are not used.

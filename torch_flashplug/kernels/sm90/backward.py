@@ -39,8 +39,7 @@ from ..backward.pre_post_process import (
     row_values,
 )
 from ..backward.workspace import UNITS, DqWorkspace, WorkspaceLayout
-from ..call_args.backward import BackwardArgs, BackwardCall
-from ..call_args.operands import SoftmaxScale
+from ..call_args.kernel_call import KernelArgs, KernelCall, SoftmaxScale
 from ..features.base import KernelFeatures
 from ..primitives import fragments, sm90
 from ..score_stages.pipeline import ScoreCoord, ScoreLayout, ScorePipeline
@@ -260,7 +259,7 @@ class ConsumerState:
             cute.copy(fetch.copy, fetch.source, fetch.target)
 
 
-class BackwardSm90(BackwardCall):
+class BackwardSm90(KernelCall, kind="bwd"):
     """Builder of the three backward kernels of a spec, which a call launches in sequence.
 
     All sizes are compile-time constants. Computes dQ, dK and dV. A deterministic spec (kind `detbwd`) adds to dQ in the
@@ -324,7 +323,7 @@ class BackwardSm90(BackwardCall):
         )
 
     @cute.jit
-    def launch(self, call: BackwardArgs, stream: cuda.CUstream):
+    def launch(self, call: KernelArgs, stream: cuda.CUstream):
         """Launch the preprocessing kernels of the features, then the three backward kernels."""
         self.features.launch_preprocess(call, stream)
         B, shares, Sk, _ = call.dk.shape
@@ -349,7 +348,7 @@ class BackwardSm90(BackwardCall):
         )
 
     @cute.jit
-    def launch_main_kernel(self, call: BackwardArgs, section: Int32, layout: WorkspaceLayout, stream: cuda.CUstream):
+    def launch_main_kernel(self, call: KernelArgs, section: Int32, layout: WorkspaceLayout, stream: cuda.CUstream):
         """Launch the main kernel."""
         addressing = self.features.tile_addressing(call)
         tensors = (addressing.rows_first(x) for x in (call.q, call.do, call.k, call.v))

@@ -35,8 +35,7 @@ from ..backward.pre_post_process import (
     exponentiate,
     rows_of_thread,
 )
-from ..call_args.dbias import BiasGradientArgs, BiasGradientCall
-from ..call_args.operands import SoftmaxScale
+from ..call_args.kernel_call import KernelArgs, KernelCall, SoftmaxScale
 from ..features.base import KernelFeatures
 from ..primitives import fragments, sm90
 from ..score_stages.pipeline import ScoreCoord, ScoreLayout, ScorePipeline
@@ -102,7 +101,7 @@ class DbiasConsumerState:
         self.product.issue(acc, rows, keys, accumulate=False)
 
 
-class BiasGradientSm90(BiasGradientCall):
+class BiasGradientSm90(KernelCall, kind="dbias"):
     """Builder of the two bias-gradient kernels of a spec: the row statistics, and the gradient.
 
     Computes dbias = sum of dS over the dimensions in which the bias is broadcast, deterministically.
@@ -138,7 +137,7 @@ class BiasGradientSm90(BiasGradientCall):
         )
 
     @cute.jit
-    def launch(self, call: BiasGradientArgs, stream: cuda.CUstream):
+    def launch(self, call: KernelArgs, stream: cuda.CUstream):
         """Launch the features' preprocessing kernels, then the kernels of the row statistics and of the gradient."""
         self.features.launch_preprocess(call, stream)
         addressing, score_pipeline = self.features.tile_addressing(call), self.features.score_pipeline(call)
@@ -149,9 +148,9 @@ class BiasGradientSm90(BiasGradientCall):
             x.tma(sm90.rows_first(m)) for x, m in ((rows, call.q), (keys, call.k), (keys, call.v), (rows, call.do))
         )
         atoms, tensors = (DbiasOperands(q[i], k[i], v[i], do[i]) for i in (0, 1))
-        tiles = self.make_reduction(call.q, call.k, call.dbias).tiles.total
+        tiles = self.make_reduction(call.q, call.k, call.dbias_any_dtype).tiles.total
         self.kernel(
-            atoms, tensors, call.rows, call.scales, call.counter, call.dbias, score_pipeline.tma(self.score_layout)
+            atoms, tensors, call.rows, call.scales, call.counter, call.dbias_any_dtype, score_pipeline.tma(self.score_layout)
         ).launch(
             grid=(cutlass.min(tiles, call.num_ctas), 1, 1),
             block=((WARPGROUPS + 1) * sm90.WARPGROUP, 1, 1),

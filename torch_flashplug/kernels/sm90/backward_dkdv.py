@@ -28,8 +28,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from ...registry.kernel_spec import BACKWARD_WARPGROUPS, FP32_BYTES, PARTS_TILE, ROWS_PER_WARPGROUP, HopperSpec
 from ..backward.pre_post_process import ScoreDerivative, differentiate, exponentiate, load_rows, row_values
-from ..call_args.backward import BackwardArgs
-from ..call_args.operands import SoftmaxScale
+from ..call_args.kernel_call import KernelArgs, SoftmaxScale
 from ..features.base import KernelFeatures
 from ..primitives import fragments, sm90
 from ..score_stages.pipeline import ScoreCoord, ScoreLayout, ScorePipeline
@@ -212,7 +211,7 @@ class KeyGradientsSm90:
         )
 
     @cute.jit
-    def __call__(self, call: BackwardArgs, stream: cuda.CUstream):
+    def __call__(self, call: KernelArgs, stream: cuda.CUstream):
         """Launch the dK and dV kernel."""
         addressing = self.features.tile_addressing(call)
         tensors = (addressing.rows_first(x) for x in (call.q, call.k, call.v, call.do))

@@ -19,8 +19,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from ...registry.kernel_spec import BACKWARD_WARPGROUPS, PARTS_TILE, ROWS_PER_WARPGROUP, HopperSpec
 from ..backward.pre_post_process import RowStats, ScoreDerivative, by_query, differentiate, exponentiate, rows_of_thread
-from ..call_args.backward import BackwardArgs
-from ..call_args.operands import SoftmaxScale
+from ..call_args.kernel_call import KernelArgs, SoftmaxScale
 from ..features.base import KernelFeatures
 from ..primitives import fragments, sm90
 from ..primitives.tile_scheduler import TileScheduler
@@ -133,7 +132,7 @@ class QueryGradientSm90:
         )
 
     @cute.jit
-    def __call__(self, call: BackwardArgs, stream: cuda.CUstream):
+    def __call__(self, call: KernelArgs, stream: cuda.CUstream):
         """Launch the dQ kernel."""
         addressing = self.features.tile_addressing(call)
         tensors = (addressing.rows_first(x) for x in (call.q, call.k, call.v, call.do))

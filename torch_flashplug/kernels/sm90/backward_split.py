@@ -13,13 +13,13 @@ import cutlass.cute as cute
 
 from ...registry.kernel_spec import HopperSpec
 from ..backward.pre_post_process import BackwardPreprocess, RowStatsInputs
-from ..call_args.backward import WANT_DKDV, WANT_DQ, BackwardArgs, BackwardCall
+from ..call_args.kernel_call import WANT_DKDV, WANT_DQ, KernelArgs, KernelCall
 from ..features.base import KernelFeatures
 from .backward_dkdv import KeyGradientsSm90
 from .backward_dq import QueryGradientSm90
 
 
-class SplitBackwardSm90(BackwardCall):
+class SplitBackwardSm90(KernelCall, kind="partbwd"):
     """Builder of the three kernels of a split backward, which a call launches in sequence.
 
     Computes dQ, dK and dV, deterministically.
@@ -41,7 +41,7 @@ class SplitBackwardSm90(BackwardCall):
         self.query_gradient, self.key_gradients = QueryGradientSm90(spec), KeyGradientsSm90(spec)
 
     @cute.jit
-    def launch(self, call: BackwardArgs, stream: cuda.CUstream):
+    def launch(self, call: KernelArgs, stream: cuda.CUstream):
         """Launch the preprocessing kernels of the features, then the kernels of the requested gradients."""
         self.features.launch_preprocess(call, stream)
         addressing = self.features.tile_addressing(call)

@@ -26,8 +26,7 @@ from cutlass.tensor_utils import LayoutEnum
 from ...registry.kernel_spec import TILE_BACKWARD, HopperSpec
 from ..backward.dbias_reduce import write_pair
 from ..backward.pre_post_process import LOST, by_query, differentiate, exponentiate
-from ..call_args.operands import SoftmaxScale
-from ..call_args.tile_backward import TileBackwardArgs, TileBackwardCall
+from ..call_args.kernel_call import KernelArgs, KernelCall, SoftmaxScale
 from ..features.base import KernelFeatures
 from ..primitives import fragments, sm90
 from ..score_stages.pipeline import ScoreCoord, ScoreLayout, ScorePipeline
@@ -127,7 +126,7 @@ class TileConsumerState:
         self.over_keys.issue(self.dQ, self.packed.fragment, k, accumulate=False)
 
 
-class TileBackwardSm90(TileBackwardCall):
+class TileBackwardSm90(KernelCall, kind="tilebwd"):
     """Builder of the single-tile backward kernel of a spec.
 
     Computes dQ, dK, dV and, if requested, the bias gradient, deterministically.
@@ -157,14 +156,14 @@ class TileBackwardSm90(TileBackwardCall):
         return sm90.TmaLoadConfig.create(self.element, TILE_M, self.d, self.stages)
 
     @cute.jit
-    def launch(self, call: TileBackwardArgs, stream: cuda.CUstream):
+    def launch(self, call: KernelArgs, stream: cuda.CUstream):
         """Launch the preprocessing kernels of the features, then the kernel."""
         self.features.launch_preprocess(call, stream)
         loads = tuple(self.input.tma(sm90.rows_first(x)) for x in (call.q, call.k, call.v, call.do))
         stores = tuple(sm90.output_tma(self.element, sm90.rows_first(x), self.d) for x in (call.dq, call.dk, call.dv))
         atoms, tensors = (TileOperands(*(x[i] for x in (*loads, *stores))) for i in (0, 1))
         score_pipeline = self.features.score_pipeline(call).tma(self.score_layout)
-        self.kernel(atoms, tensors, call.lse, call.scales, call.ranges, call.dbias, score_pipeline).launch(
+        self.kernel(atoms, tensors, call.lse, call.scales, call.ranges, call.dbias_any_dtype, score_pipeline).launch(
             grid=(call.q.shape[1] * call.ranges, 1, 1),
             block=(2 * sm90.WARPGROUP, 1, 1),
             stream=stream,

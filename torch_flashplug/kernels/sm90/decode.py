@@ -23,8 +23,7 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import warpgroup
 
 from ...registry.kernel_spec import L2_BYTES, ROWS_PER_WARPGROUP, HopperSpec
-from ..call_args.decode import DecodeArgs, DecodeCall
-from ..call_args.operands import SoftmaxScale
+from ..call_args.kernel_call import KernelArgs, KernelCall, SoftmaxScale
 from ..decode.pack_gqa import DecodeTile
 from ..decode.split_kv import AT_ONCE, ClusterPartials, PartialResult, SplitKvCombine, WorkspacePartials, follow
 from ..features.base import KernelFeatures
@@ -102,7 +101,7 @@ class DecodeWork:
         return self.decode_tile.keys(self.block_iterator)
 
 
-class DecodeSm90(DecodeCall):
+class DecodeSm90(KernelCall, kind="decode"):
     """Builder of the Hopper decode kernel of a spec. All sizes below are compile-time constants.
 
     Computes O = softmax(scale * Q K^T) V and the LSE for few query rows.
@@ -136,7 +135,7 @@ class DecodeSm90(DecodeCall):
         )
 
     @cute.jit
-    def launch(self, call: DecodeArgs, stream: cuda.CUstream):
+    def launch(self, call: KernelArgs, stream: cuda.CUstream):
         """Launch the decode kernel and, if the splits are not reduced in a cluster, the `SplitKvCombine` kernel."""
         B, Hq, Sq, Dv = call.o.shape
         Hkv = call.k.shape[1]

@@ -22,8 +22,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
 from ...registry.kernel_spec import ROWS_PER_WARPGROUP, HopperSpec
-from ..call_args.forward import ForwardArgs, ForwardCall
-from ..call_args.operands import SoftmaxScale
+from ..call_args.kernel_call import KernelArgs, KernelCall, SoftmaxScale
 from ..features.base import KernelFeatures
 from ..mainloop.output_accumulator import OutputAccumulator, PromotedOutput
 from ..mainloop.scaled_softmax import ScaledSoftmax, Scaling
@@ -144,7 +143,7 @@ class FirstBlock:
         self.P.convert(acc, self.score_pipeline.dropout_select(masked=True))
 
 
-class ForwardSm90(ForwardCall):
+class ForwardSm90(KernelCall, kind="fwd"):
     """Builder of the Hopper forward kernel of a spec. All sizes below are compile-time constants.
 
     Computes O = softmax(scale * Q K^T) V and the LSE (natural logarithm).
@@ -212,7 +211,7 @@ class ForwardSm90(ForwardCall):
         return "rows" if self.features.v_is_transposed else "columns"
 
     @cute.jit
-    def launch(self, call: ForwardArgs, stream: cuda.CUstream):
+    def launch(self, call: KernelArgs, stream: cuda.CUstream):
         """Launch the preprocessing kernels of the features, then the forward kernel."""
         self.features.launch_preprocess(call, stream)
         q, k, v = self.inputs

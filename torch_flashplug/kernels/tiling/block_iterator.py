@@ -250,7 +250,7 @@ class KvBlockRange(KvBlocks):
     def nth(self, j: Int32) -> Int32:
         return self.count - 1 - j
 
-    # Overrides of RunOfKeys with the same results, in a form that needs fewer instructions. The compiler does not find
+    # Overrides of KvBlocks with the same results, in a form that needs fewer instructions. The compiler does not find
     # the shorter form.
 
     def before(self, j: Int32) -> Int32:

@@ -49,15 +49,15 @@ class BlockSparseLists:
         """Return the index of a block row among the rows of all planes."""
         return batch * self.rows_of_batch + head * self.rows_of_head + row
 
-    def counts(self, row: Int32, parts: int) -> tuple[Int32, Int32]:
+    def counts(self, row: Int32, tiles_per_block: int) -> tuple[Int32, Int32]:
         """Return the number of partial blocks and the number of all blocks in a row, in units of the visited tiles.
 
         Args:
             row: index of the block row among all planes.
-            parts: visited tiles per listed block.
+            tiles_per_block: visited tiles per listed block.
         """
         partial, full = (cute.arch.load(x.iterator + row, Int32) for x in (self.partial_count, self.full_count))
-        return partial * parts, (partial + full) * parts
+        return partial * tiles_per_block, (partial + full) * tiles_per_block
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class SparseQueryBlocksOfHeads:
                 head, j = head + 1, Int32(0)
                 next_range = self.of_query_head(head)
                 row, masked, count = next_range.row, next_range.num_masked, next_range.count
-            block = SparseQueryBlockRange(run.lists, row, masked, count, run.parts).nth(j)
+            block = SparseQueryBlockRange(run.lists, row, masked, count, run.tiles_per_block).nth(j)
         return SparseBlockStep(head, j, block, j < masked)
 
     def range_of(self, step: SparseBlockStep) -> SparseQueryBlockRange:
@@ -203,7 +203,7 @@ class SparseQueryBlocksOfHeads:
 
 @dataclass(frozen=True)
 class SparseBlockStep:
-    """Step over the lists of all query heads, as `walk.Step`. The list values are kept in few registers."""
+    """Step over the lists of all query heads, as `QueryBlockStep`. The list values are kept in few registers."""
 
     head: Int32
     j: Int32
@@ -219,12 +219,12 @@ class SparseBlockRange(BlockRange):
     row: Int32
     num_masked: Int32
     count: Int32
-    parts: int
+    tiles_per_block: int
     skipped: Int32 | int = 0  # number of partial blocks skipped ahead of the first position
 
     @classmethod
-    def create(cls, lists: BlockSparseLists, row: Int32, parts: int) -> SparseBlockRange:
-        return cls(lists, row, *lists.counts(row, parts), parts)
+    def create(cls, lists: BlockSparseLists, row: Int32, tiles_per_block: int) -> SparseBlockRange:
+        return cls(lists, row, *lists.counts(row, tiles_per_block), tiles_per_block)
 
     def nth(self, j: Int32) -> Int32:
         """Return the block at position j. Each call is a load.
@@ -242,7 +242,7 @@ class SparseBlockRange(BlockRange):
 
     def tile_of(self, listed: Int32, j: Int32) -> Int32:
         """Return the tile at position j within the tiles of a listed block."""
-        return listed * self.parts + (j & self.parts - 1)
+        return listed * self.tiles_per_block + (j & self.tiles_per_block - 1)
 
     def entry(self, j: Int32, partial: cute.Tensor, full: cute.Tensor) -> Int32:
         """Return the value at position j of tensors laid out as the lists."""
@@ -257,7 +257,7 @@ class SparseBlockRange(BlockRange):
         The address is computed in every step, from an index below 2^32.
         """
         row = self.row + zero_of(position)
-        nth = row * self.lists.partial.shape[1] + (position >> self.parts.bit_length() - 1)
+        nth = row * self.lists.partial.shape[1] + (position >> self.tiles_per_block.bit_length() - 1)
         return cute.arch.load(entries + Int64(Uint32(nth)), Int32)
 
 
@@ -298,11 +298,11 @@ class SparseKvBlockRange(SparseBlockRange, KvBlocks):
         """Return a number larger than any block. The result means all keys of the first block."""
         return Int32(LISTED)
 
-    def visible_positions(self, part: Int32, has_rows: cutlass.Boolean) -> tuple[Int32, Int32]:
+    def visible_positions(self, warpgroup: Int32, has_rows: cutlass.Boolean) -> tuple[Int32, Int32]:
         """Return the positions of the blocks visible to a part of the rows, as (begin, end).
 
         Args:
-            part: index of the part in the tile.
+            warpgroup: index of the part in the tile.
             has_rows: whether the part has any rows.
         """
         return cutlass.select_(has_rows, 0, self.count - 1), self.count
@@ -328,8 +328,8 @@ class SparseKvBlockRange192(SparseKvBlockRange):
         return super().tile_of(listed & (1 << FLAGS) - 1, j)
 
     @cute.jit
-    def visible_positions(self, part: Int32, has_rows: cutlass.Boolean) -> tuple[Int32, Int32]:
-        begin, end, flag = self.count - 1, self.count, Int32(1 << FLAGS) << part
+    def visible_positions(self, warpgroup: Int32, has_rows: cutlass.Boolean) -> tuple[Int32, Int32]:
+        begin, end, flag = self.count - 1, self.count, Int32(1 << FLAGS) << warpgroup
         if has_rows:
             begin = Int32(0)
             while (begin < self.num_masked) & (self.load(self.lists.partial.iterator, begin) & flag == 0):
