@@ -48,9 +48,9 @@ def set_compile(provide: Callable[[str, int, Circumstances], Provided | str] | N
         why: ctypes._Pointer,
         why_bytes: int,
     ) -> int:
-        given = Circumstances(*(bool(bits & bit) for bit in (_CAPTURING, _REQUIRED, _TRAINING)))
+        circumstances = Circumstances(*(bool(bits & bit) for bit in (_CAPTURING, _REQUIRED, _TRAINING)))
         try:
-            answer = provide(name.decode(), cc, given)
+            answer = provide(name.decode(), cc, circumstances)
         except BaseException as problem:
             answer = f"{type(problem).__name__}: {problem}"
         if isinstance(answer, str):
@@ -86,7 +86,7 @@ Sizes = Sequence[Sequence[int | None]]
 
 def set_trace(
     sizes_of: Callable[[object, object, object, object], Sizes | None],
-    part_of: Callable[[object, object, object, object], tuple[Sizes, bool] | None] = lambda *given: None,
+    part_of: Callable[[object, object, object, object], tuple[Sizes, bool] | None] = lambda *tensors: None,
 ) -> None:
     """Set the callback for operands that Python dispatches.
 
@@ -104,10 +104,10 @@ def set_trace(
     wrap = _WRAP_TYPE(address)
 
     def up_call(q: int, k: int, v: int, mask: int | None, out: ctypes._Pointer) -> int:
-        given, answer = (wrap(q), wrap(k), wrap(v), None if mask is None else wrap(mask)), _SIZED
+        tensors, answer = (wrap(q), wrap(k), wrap(v), None if mask is None else wrap(mask)), _SIZED
         try:
-            sizes = sizes_of(*given)
-            if sizes is None and (part := part_of(*given)) is not None:
+            sizes = sizes_of(*tensors)
+            if sizes is None and (part := part_of(*tensors)) is not None:
                 sizes, answer = part[0], _STEP if part[1] else _PART
         except Exception:
             return _STOCKS

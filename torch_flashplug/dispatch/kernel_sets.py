@@ -65,23 +65,23 @@ class Attention:
     def calls(self) -> Iterator[Call]:
         """Yield the calls, the most usual calls first."""
         lengths = [length for length in LENGTHS if length <= self.max_length] or [self.max_length]
-        prefills = [(rows, rows, wanted) for wanted in self.features for rows in lengths]
-        few = itertools.product(FEW_ROWS if self.decodes else (), lengths, (frozenset(), frozenset({"mask"})))
+        prefills = [(rows, rows, features) for features in self.features for rows in lengths]
+        short_calls = itertools.product(FEW_ROWS if self.decodes else (), lengths, (frozenset(), frozenset({"mask"})))
         # Several query rows after a cache have different visible keys, which requires a mask. Rows that attend to an
         # encoder need no mask.
-        decodes = [x for x in few if x[0] <= x[1] and (x[0] == 1 or x[2] or self.cross_attention)]
+        decodes = [x for x in short_calls if x[0] <= x[1] and (x[0] == 1 or x[2] or self.cross_attention)]
         operand = DTYPE_IDS[self.dtype]
         names = ("B", "Hq", "Hkv", "Sq", "Sk", "D", "Dv")
-        for (rows, keys, wanted), (q_heads, kv_heads), batch in itertools.product(
+        for (rows, keys, features), (q_heads, kv_heads), batch in itertools.product(
             prefills + decodes, self.heads, self.batches
         ):
             if batch * keys <= MAX_TOKENS:
                 call = dict(zip(names, (batch, q_heads, kv_heads, rows, keys, *self.dims), strict=True))
-                call |= dict.fromkeys(("dtype_q", "dtype_k", "dtype_v"), operand) | dict.fromkeys(wanted, 1)
-                call |= {"dropout_p": DROPOUT} if "dropout" in wanted else {}
+                call |= dict.fromkeys(("dtype_q", "dtype_k", "dtype_v"), operand) | dict.fromkeys(features, 1)
+                call |= {"dropout_p": DROPOUT} if "dropout" in features else {}
                 if self.training and rows == keys:
                     call |= {"grad": 1, "deterministic": self.deterministic}
-                    call |= {"bias_grad": 1} if self.bias_grad and not wanted.isdisjoint({"bias", "bias32"}) else {}
+                    call |= {"bias_grad": 1} if self.bias_grad and not features.isdisjoint({"bias", "bias32"}) else {}
                 yield call
 
 
@@ -132,12 +132,13 @@ def following(spec: KernelSpec, facts: Mapping[str, int], training: bool, determ
 
 def _alike(spec: KernelSpec, training: bool) -> list[str]:
     """Return the kernels of attention() with the same head dims, dtype and features."""
-    specs = (other for row in kernel_table.KERNEL_ROWS if row.arch == spec.arch for other in row.specs())
+    specs = (candidate for row in kernel_table.KERNEL_ROWS if row.arch == spec.arch for candidate in row.specs())
     return [
-        other.name()
-        for other in specs
-        if (other.d, other.dv, other.dtype, other.features) == (spec.d, spec.dv, spec.dtype, spec.features)
-        and (training or not other.is_backward)
+        candidate.name()
+        for candidate in specs
+        if (candidate.d, candidate.dv, candidate.dtype, candidate.features)
+        == (spec.d, spec.dv, spec.dtype, spec.features)
+        and (training or not candidate.is_backward)
     ]
 
 

@@ -54,7 +54,7 @@ def lib() -> ctypes.CDLL:
         NotBuilt: no directory holds `_C`.
     """
     suffixes = [".so", *importlib.machinery.EXTENSION_SUFFIXES]
-    path = next((found for found in (find_built(f"_C{suffix}") for suffix in suffixes) if found), None)
+    path = next((file for file in (find_built(f"_C{suffix}") for suffix in suffixes) if file), None)
     if path is None:
         places = ", ".join(str(place) for place in built_files())
         raise NotBuilt(f"torch_flashplug: _C.so is in none of {places}. Install the package, or run ./tools/dev build.")

@@ -44,10 +44,10 @@ def varlen_verdict(facts: Mapping[str, int], cc: int, mode_word: int) -> dict[st
     Raises:
         TypeError: a fact is missing or unknown.
     """
-    known = bindings.names("varlen facts")
-    if unlike := set(known) ^ set(facts):
-        raise TypeError(f"varlen_verdict: facts must be {', '.join(known)}, but {', '.join(sorted(unlike))} differ.")
-    values = ints([int(facts[name]) for name in known])
+    names = bindings.names("varlen facts")
+    if differing := set(names) ^ set(facts):
+        raise TypeError(f"varlen_verdict: facts must be {', '.join(names)}, but {', '.join(sorted(differing))} differ.")
+    values = ints([int(facts[name]) for name in names])
     return json.loads(text(lambda out, size: lib().flashplug_varlen_text(values, cc, mode_word, out, size)))
 
 
