@@ -23,10 +23,10 @@ def install(device: str = "CUDA") -> None:
 
     "CPU" serves the CPU stub backend of the tests.
     """
-    known = {schema.partition("(")[0]: schema for schema in bindings.names("schemas")}
+    schemas = {schema.partition("(")[0]: schema for schema in bindings.names("schemas")}
     for name in _OPS:
         packet = getattr(torch.ops.aten, name.removeprefix("aten::"), None)
-        if packet is None or str(packet.default._schema) != known[name]:
+        if packet is None or str(packet.default._schema) != schemas[name]:
             _log.debug("efficient attention falls back to stock: schema of %s is unknown", name)
             return
     if device != "CPU" and (place := first_other_owner(*_OPS)):

@@ -192,8 +192,8 @@ def _mask_behind(mode: ProxyTorchDispatchMode, bias: Tensor | None) -> Tensor | 
     if node is None or node.target is not torch.ops.aten.where.self:
         return bias
     mask, shown, hidden = node.args
-    known = mask.meta.get("val") if isinstance(mask, torch.fx.Node) else None
-    is_bool = isinstance(known, Tensor) and known.dtype == torch.bool
+    mask_value = mask.meta.get("val") if isinstance(mask, torch.fx.Node) else None
+    is_bool = isinstance(mask_value, Tensor) and mask_value.dtype == torch.bool
     if not is_bool or not _is_number(shown, 0.0) or not _is_number(hidden, -math.inf):
         return bias
     return _given_by(mode, mask)
@@ -201,9 +201,9 @@ def _mask_behind(mode: ProxyTorchDispatchMode, bias: Tensor | None) -> Tensor | 
 
 def _given_by(mode: ProxyTorchDispatchMode, node: torch.fx.Node) -> Tensor:
     """Return a tensor of the graph for the node that produces the tensor."""
-    found = node.meta["val"].detach()  # a new tensor for the node: the graph keeps none of its own tensors
-    set_proxy_slot(found, mode.tracer, _ProxyTensor(mode.tracer.proxy(node), None))
-    return found
+    tensor = node.meta["val"].detach()  # a new tensor for the node: the graph keeps none of its own tensors
+    set_proxy_slot(tensor, mode.tracer, _ProxyTensor(mode.tracer.proxy(node), None))
+    return tensor
 
 
 def _may_change(mode: ProxyTorchDispatchMode, mask: Tensor) -> bool:
@@ -297,8 +297,8 @@ def kept_mask(mask: Tensor) -> Tensor:
     at that time.
     """
     broadcast = [isinstance(stride, int) and stride == 0 for stride in mask.stride()]
-    once = mask[tuple(slice(0, 1) if one else slice(None) for one in broadcast)]
-    return once.clone().expand(mask.shape)
+    stored = mask[tuple(slice(0, 1) if is_broadcast else slice(None) for is_broadcast in broadcast)]
+    return stored.clone().expand(mask.shape)
 
 
 def register() -> None:
