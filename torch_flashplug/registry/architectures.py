@@ -44,4 +44,4 @@ TARGETS = {target: tuple(family.arch for family in FAMILIES if family.runs_on(cc
 
 def targets_of(cc: int) -> list[str]:
     """Return the target of the same major compute capability (90 is 9.0) in a list, or an empty list."""
-    return [target for target, of in _CC.items() if of // 10 == cc // 10]
+    return [target for target, target_cc in _CC.items() if target_cc // 10 == cc // 10]

@@ -96,7 +96,7 @@ class ChoiceRow:
             ("packed rows", self.min_packed, self.max_packed),
         )
         words = [self.kind, self.mask, _OPERANDS_SAID[self.operands], "gradients" if self.grad else ""]
-        words += [said for what, low, high in ranges if (said := _range(what, low, high))]
+        words += [text for name, low, high in ranges if (text := _range(name, low, high))]
         words += [f"tiles of {self.tile_m} rows" if self.tile_m else ""]
         return ", ".join(filter(None, words))
 
@@ -135,11 +135,11 @@ class VarlenRow:
         return bool(self.wrong) or self.ratio >= SERVE_RATIO
 
 
-def _range(what: str, low: int, high: int) -> str:
+def _range(name: str, low: int, high: int) -> str:
     """Return the text of a range of numbers, or "" for a range without limits."""
     if high == ANY:
-        return f"{what} >= {low}" if low > 1 else ""
-    return f"{what} {low}" if low == high else f"{what} {low} to {high}" if low > 1 else f"{what} <= {high}"
+        return f"{name} >= {low}" if low > 1 else ""
+    return f"{name} {low}" if low == high else f"{name} {low} to {high}" if low > 1 else f"{name} <= {high}"
 
 
 # Fitted 2026-11-22 on H100 and H200, together with `cost` of the decode kernels' rows, to 1443 times of 101 calls on

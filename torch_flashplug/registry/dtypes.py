@@ -78,8 +78,8 @@ def elements_of(kind: str, arch: int, tag: str = "") -> tuple[str, ...]:
 
 def misfit(name: str, kind: str, arch: int, tag: str = "") -> str | None:
     """Return the reason why no kernel of a kind has the element, or None if a kernel may have the element."""
-    known = elements_of(kind, arch, tag)
-    if name in known:
+    names = elements_of(kind, arch, tag)
+    if name in names:
         return None
-    beside = f" with {tag}" * brought_by_elements(tag.split("+"))
-    return f"{name}: a {kind} kernel of sm_{arch}{beside} must have the dtypes {' or '.join(known)} (dtypes.py)"
+    with_features = f" with {tag}" * brought_by_elements(tag.split("+"))
+    return f"{name}: a {kind} kernel of sm_{arch}{with_features} must have the dtypes {' or '.join(names)} (dtypes.py)"

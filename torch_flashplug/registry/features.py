@@ -162,8 +162,8 @@ COMBINATIONS = (
 
 def of(features: Iterable[str]) -> tuple[Feature, ...]:
     """Return the features with the given names, in the order of FEATURES."""
-    wanted = set(features)
-    return tuple(feature for feature in FEATURES if feature.name in wanted)
+    names = set(features)
+    return tuple(feature for feature in FEATURES if feature.name in names)
 
 
 def bits(features: Iterable[str]) -> int:

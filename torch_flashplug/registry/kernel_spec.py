@@ -207,7 +207,7 @@ class KernelSpec:
         if illegal is None and self.is_decode and self.elementwise:
             illegal = "a decode kernel must use vector loads, but is element-wise"
         if illegal is None and not features.TAGS[self.mask].of(self.kind, self.arch):
-            tags = (tag for tag, known in features.TAGS.items() if known.of(self.kind, self.arch))
+            tags = (tag for tag, combination in features.TAGS.items() if combination.of(self.kind, self.arch))
             illegal = (
                 f"features {self.mask}; a {self.kind} of sm_{self.arch} must have {' or '.join(tags)} (features.py)"
             )
@@ -409,8 +409,8 @@ class HopperSpec(KernelSpec):
             return f"head dims ({self.d}, {self.dv}); use multiples of 64, or the same multiple of 16 for both"
         if self.row_bytes("k") % EIGHT_BIT_DEPTH or (self.bytes_of("v") == 1 and self.tile_n % EIGHT_BIT_DEPTH):
             return f"head dim {self.d}, tile_n={self.tile_n}; 8-bit products need multiples of {EIGHT_BIT_DEPTH}"
-        whole = self.in_parts or self.of_one_tile
-        if self.is_backward and not whole and (self.d % 64 or self.dv % 64):
+        has_own_dim_rule = self.in_parts or self.of_one_tile
+        if self.is_backward and not has_own_dim_rule and (self.d % 64 or self.dv % 64):
             return f"head dims ({self.d}, {self.dv}); a {self.kind} must have multiples of 64"
         if self.in_parts and (self.stages == 1 or self.d % 32 or self.dv % 32):
             return "use 2 or 4 stages (the next step is in flight) and multiples of 32 for head dims"
@@ -504,12 +504,14 @@ class AmpereSpec(KernelSpec):
     def _illegal_backward(self) -> str | None:
         if self.in_parts:
             return "sm_80 has no split backward (partbwd); use bwd or detbwd"
-        few = self.elementwise or max(self.d, self.dv) > 2 * AMPERE_COLUMNS  # element-wise loads need registers
-        tiles = {PARTS_TILE: 1} if few else {PARTS_TILE: 1, BACKWARD_TILE: 2}
+        is_restricted = (
+            self.elementwise or max(self.d, self.dv) > 2 * AMPERE_COLUMNS
+        )  # element-wise loads need registers
+        tiles = {PARTS_TILE: 1} if is_restricted else {PARTS_TILE: 1, BACKWARD_TILE: 2}
         if tiles.get((self.tile_m, self.tile_n)) != self.stages:
-            given = f"tile {self.tile_m}x{self.tile_n}, stages={self.stages}"
-            has = " or ".join(f"{tile} and {stages}" for tile, stages in tiles.items())
-            return f"{given}; a backward with these head dims must have {has} stages"
+            actual = f"tile {self.tile_m}x{self.tile_n}, stages={self.stages}"
+            legal = " or ".join(f"{tile} and {stages}" for tile, stages in tiles.items())
+            return f"{actual}; a backward with these head dims must have {legal} stages"
         if (self.d % 64 or self.dv % 64) and ((self.d, self.dv) != (96, 96) or self.column_parts == 4):
             return f"head dims ({self.d}, {self.dv}); use multiples of 64, or 96 for both with vector loads"
         return None

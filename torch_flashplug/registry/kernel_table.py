@@ -419,8 +419,8 @@ def _of_tested_dims(spec: KernelSpec) -> bool:
 
 
 def _of_sm_90a(spec: KernelSpec) -> bool:
-    wanted = (_of_bf16(spec) and _of_tested_dims(spec)) or _in_fp16(spec)
-    return wanted and (spec.kind != "fwd" or not _is_plain(spec) or _is_smallest(spec))
+    is_sampled = (_of_bf16(spec) and _of_tested_dims(spec)) or _in_fp16(spec)
+    return is_sampled and (spec.kind != "fwd" or not _is_plain(spec) or _is_smallest(spec))
 
 
 # Kernels compiled by the short test run, by target. The code of a kernel depends little on the element and on the size
@@ -435,7 +435,7 @@ SAMPLES: dict[str, Callable[[KernelSpec], bool]] = {
 ELSEWHERE = (_only_forced, _has_bias, _drops, _in_a_window, _in_eight_bits)
 # The first pack of each target is the pack that every call needs.
 PACKS = (
-    Pack("sm90a", "sm_90a", lambda spec: not any(of(spec) for of in ELSEWHERE)),
+    Pack("sm90a", "sm_90a", lambda spec: not any(is_elsewhere(spec) for is_elsewhere in ELSEWHERE)),
     Pack("sm90a_bias", "sm_90a", lambda spec: not _only_forced(spec) and _has_bias(spec) and not _drops(spec)),
     Pack("sm90a_fa2", "sm_90a", _only_forced),  # sdpa_backend("fa2") on Hopper, and tests
     Pack("sm90a_dropout", "sm_90a", lambda spec: not _only_forced(spec) and _drops(spec)),
