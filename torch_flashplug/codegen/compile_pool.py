@@ -163,15 +163,15 @@ class Pool:
             For each kernel, the job to wait for.
         """
         with self._condition:
-            known = {job.key: job for job in (*self._waiting, *self._running.values())}
-            answers = [known.get(job.key, job) for job in jobs]
-            new = [job for job in answers if job.key not in known]
+            jobs_by_key = {job.key: job for job in (*self._waiting, *self._running.values())}
+            answers = [jobs_by_key.get(job.key, job) for job in jobs]
+            new_jobs = [job for job in answers if job.key not in jobs_by_key]
             if first:
-                asked = {job.key for job in answers}
-                others = [job for job in self._waiting if job.key not in asked]
-                self._waiting = [job for job in answers if job.key not in self._running] + others
+                requested_keys = {job.key for job in answers}
+                later_jobs = [job for job in self._waiting if job.key not in requested_keys]
+                self._waiting = [job for job in answers if job.key not in self._running] + later_jobs
             else:
-                self._waiting += new
+                self._waiting += new_jobs
             for _ in range(min(self._workers, len(self._waiting) + len(self._running)) - self._threads):
                 self._threads += 1
                 threading.Thread(target=self._serve, name="flashplug-compile", daemon=True).start()

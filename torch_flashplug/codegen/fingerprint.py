@@ -62,15 +62,15 @@ def sources_of(spec: KernelSpec) -> list[Path]:
     module, _ = BUILDERS[spec.kind, spec.arch]
     names = [feature.part_of(spec.kind) for feature in features.of(spec.features)]
     parts = [name.rpartition(".")[0].split(".") for name in names if name]
-    found: set[Path] = set()
+    sources: set[Path] = set()
     waiting = [_PACKAGE.joinpath("kernels", *module.split(".")).with_suffix(".py")]
     waiting += [_PACKAGE.joinpath("kernels", "features", *part).with_suffix(".py") for part in parts]
     while waiting:
         path = waiting.pop()
-        if path not in found:
-            found.add(path)
+        if path not in sources:
+            sources.add(path)
             waiting += _read(path, path.stat().st_mtime_ns)[1]
-    return sorted(found)
+    return sorted(sources)
 
 
 def _tables() -> list[Path]:

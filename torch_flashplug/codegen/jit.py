@@ -122,11 +122,11 @@ def _sources(spec: KernelSpec) -> str:
     Parsing a kernel's sources takes 0.2 s. So the cache keeps the fingerprints, with a hash of the bytes of all sources
     as the key.
     """
-    known = _fingerprints()
-    if spec.name() not in known:
-        known[spec.name()] = fingerprint.fingerprint(spec)
-        _write_memo(json.dumps(known).encode())
-    return known[spec.name()]
+    fingerprints = _fingerprints()
+    if spec.name() not in fingerprints:
+        fingerprints[spec.name()] = fingerprint.fingerprint(spec)
+        _write_memo(json.dumps(fingerprints).encode())
+    return fingerprints[spec.name()]
 
 
 @functools.cache
@@ -172,7 +172,11 @@ def _compile(
     pool = compile_pool.pool()
     (own_job,) = pool.request([job(name, target)], first=True)
     pool.request(
-        [job(other, target) for other in dict.fromkeys(next_kernels()) if other != name and not find(other, target)]
+        [
+            job(next_name, target)
+            for next_name in dict.fromkeys(next_kernels())
+            if next_name != name and not find(next_name, target)
+        ]
     )
     if mode == env.BACKGROUND and not circumstances.must_wait and not own_job.done.is_set():
         return Provided(why="the kernel is being compiled in the background", later=True)

@@ -147,7 +147,7 @@ def prepare(folder: Path) -> str:
         os.close(handle)
         os.unlink(probe)
     except OSError as error:
-        return _said(error)
+        return _error_text(error)
     return ""
 
 
@@ -167,7 +167,7 @@ def distrusted(path: Path) -> str:
     return ""
 
 
-def _said(error: OSError) -> str:
+def _error_text(error: OSError) -> str:
     return f"{error.strerror or type(error).__name__}: {error.filename or ''}".rstrip(": ")
 
 
@@ -187,8 +187,8 @@ def find_like(pattern: str) -> Iterator[Entry]:
     """Yield the entries with keys that match an fnmatch pattern, the newest entry of a folder first."""
     for folder in folders():
         with contextlib.suppress(OSError):
-            found = [path for path in folder.glob(pattern) if is_entry(path)]
-            yield from _checked(sorted(found, key=lambda path: path.stat().st_mtime, reverse=True))
+            paths = [path for path in folder.glob(pattern) if is_entry(path)]
+            yield from _checked(sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True))
 
 
 def _checked(paths: Iterable[Path]) -> Iterator[Entry]:
