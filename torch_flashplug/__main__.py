@@ -46,8 +46,8 @@ def _count(text: str) -> int:
 def _mask_shape(text: str) -> tuple[int, ...]:
     sizes = _sizes(text)
     if not 2 <= len(sizes) <= 4:
-        wanted = "2 to 4 sizes that broadcast to batch,heads,queries,keys, such as 1,1,128,8192"
-        raise argparse.ArgumentTypeError(f"must be {wanted}, but got {text!r}")
+        rule = "2 to 4 sizes that broadcast to batch,heads,queries,keys, such as 1,1,128,8192"
+        raise argparse.ArgumentTypeError(f"must be {rule}, but got {text!r}")
     return sizes
 
 
