@@ -36,11 +36,11 @@ def calls_table(console: Console, kinds: list[Kind], on_gpu: bool) -> None:
         table.add_column(column, overflow="fold", no_wrap=column in ("times", "where", "plan"))
     for kind in kinds:
         for where, plan in ({"here": kind.plan} if on_gpu else plans_elsewhere(kind.last)).items():
-            taken = plan.stock_choice if plan.backend == "stock" else plan.kernel
+            served_by = plan.stock_choice if plan.backend == "stock" else plan.kernel
             why = [plan.row] if plan.row else []
             why += [f"not {backend}: {plan.reasons[backend]}" for backend in KERNEL_BACKENDS if backend in plan.reasons]
             why += [f"gradients: {plan.gradients}"] * bool(plan.gradients)
-            name = plan.backend + (f"\n{taken}" if taken else "")
+            name = plan.backend + (f"\n{served_by}" if served_by else "")
             table.add_row(kind.label(), str(kind.count), where, name, "\n".join(why))
     console.print(table)
 
