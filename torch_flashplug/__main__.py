@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from . import env
-from .registry.dtypes import WIDE
+from .registry.dtypes import SDPA_DTYPES
 from .version import __version__
 
 
@@ -150,11 +150,11 @@ def _add_options_of_calls(parser: argparse.ArgumentParser) -> None:
         "--device", default="", help="h100, h200, a100, l4 or rtx4090 (default: this machine's GPU, else h100)"
     )
     parser.add_argument(
-        "--dtype", choices=WIDE, help="dtype of the tensors (default: bf16, or the dtype in --model-config)"
+        "--dtype", choices=SDPA_DTYPES, help="dtype of the tensors (default: bf16, or the dtype in --model-config)"
     )
     parser.add_argument("--causal", action="store_true", help="is_causal=True")
     parser.add_argument("--mask", type=_mask_shape, help="shape of attn_mask, such as 1,1,128,8192")
-    parser.add_argument("--mask-dtype", choices=("bool", *WIDE), default="bool")
+    parser.add_argument("--mask-dtype", choices=("bool", *SDPA_DTYPES), default="bool")
     parser.add_argument("--dropout", type=float, default=0.0, help="dropout_p")
     parser.add_argument("--grad", action="store_true", help="the call needs gradients")
 

@@ -13,7 +13,7 @@ import pytest
 
 from torch_flashplug.registry import features, kernel_args, kernel_table
 from torch_flashplug.registry.architectures import FAMILIES
-from torch_flashplug.registry.dtypes import ELEMENTS, FORMATS
+from torch_flashplug.registry.dtypes import ELEMENTS, QUANTIZED_KV_DTYPES
 from torch_flashplug.registry.kernel_spec import KernelSpec
 from torch_flashplug.testing import direct
 
@@ -37,7 +37,7 @@ MADE = {
 }
 CUTLASS = {"fp32": "Float32", "int32": "Int32", "int64": "Int64", "bool": "Uint8"}
 CUTLASS |= {name: element.dtype.__name__ for name, element in made_of.ELEMENTS.items()}
-CUTLASS |= dict.fromkeys(FORMATS, "Uint8")  # 8-bit formats are passed as bytes
+CUTLASS |= dict.fromkeys(QUANTIZED_KV_DTYPES, "Uint8")  # 8-bit formats are passed as bytes
 
 
 def signature(name: str) -> list[tuple[str, str]]:
@@ -52,8 +52,11 @@ def signature(name: str) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("kind", CALLS)
 def test_kernel_parameters_match_the_kernel_abi_table(kind):
     expected = [
-        (argument.name, (CUTLASS[argument.dtype] if argument.scalar else "cute.Tensor") + " | None" * argument.optional)
-        for argument in kernel_args.OF_KIND[kind]
+        (
+            argument.name,
+            (CUTLASS[argument.dtype] if argument.is_scalar else "cute.Tensor") + " | None" * argument.is_optional,
+        )
+        for argument in kernel_args.ARGUMENTS_BY_KIND[kind]
     ]
     assert signature(CALLS[kind]) == [*expected, ("stream", "cuda.CUstream")]
 
@@ -65,7 +68,7 @@ def test_direct_calls_order_arguments_by_the_kernel_abi_table():
         direct.in_order(kernel_args.DECODE, {name: name for name in values if name != "lse"})
     with pytest.raises(KeyError, match="values must name arguments of the kernel, .*but got window"):
         direct.in_order(kernel_args.DECODE, values | {"window": 3})
-    extra = dataclasses.replace(kernel_args.DECODE[0], name="made_up", optional=True)
+    extra = dataclasses.replace(kernel_args.DECODE[0], name="made_up", is_optional=True)
     assert direct.in_order((*kernel_args.DECODE, extra), values) == (*values, None)
 
 
@@ -76,13 +79,13 @@ def test_kernels_compile_with_the_ranks_and_types_of_the_kernel_abi_table(spec):
     types = {name: CUTLASS[number] for name, number in operands} | CUTLASS
     kernel = builder(spec)
     assert kernel.fake_tensors().keys() == {
-        argument.name for argument in kernel_args.OF_KIND[spec.kind] if not argument.scalar
+        argument.name for argument in kernel_args.ARGUMENTS_BY_KIND[spec.kind] if not argument.is_scalar
     }
     *values, _ = kernel.fake_arguments()
-    for argument, value in zip(kernel_args.OF_KIND[spec.kind], values, strict=True):
-        if argument.optional and not features.bringing(argument.name) & features.bits(spec.features):
+    for argument, value in zip(kernel_args.ARGUMENTS_BY_KIND[spec.kind], values, strict=True):
+        if argument.is_optional and not features.bits_of_argument(argument.name) & features.bits(spec.features):
             assert value is None, argument.name
-        elif argument.scalar:
+        elif argument.is_scalar:
             assert type(value).__name__ == types[argument.dtype], argument.name
         else:
             assert (len(value.shape), value.element_type.__name__) == (argument.rank, types[argument.dtype]), (
@@ -107,10 +110,10 @@ class MadeUp(KernelCall):
 @pytest.mark.parametrize("mask, left_value, rejected_value", [("full", None, 3), ("causal", 3, None)])
 def test_arguments_without_a_feature_are_none(mask, left_value, rejected_value, monkeypatch):
     """No kernel gets `words`, and only causal kernels get `left`; arguments compiled as None accept nothing else."""
-    words = kernel_args._tensor("words", 1, "int32", "made up", optional=True)
-    left = kernel_args._number("left", "int32", "made up", optional=True)
-    monkeypatch.setitem(kernel_args.OF_KIND, "fwd", (words, left))
-    causal = dataclasses.replace(*features.of(["causal"]), arguments=("left",))
+    words = kernel_args._tensor("words", 1, "int32", "made up", is_optional=True)
+    left = kernel_args._number("left", "int32", "made up", is_optional=True)
+    monkeypatch.setitem(kernel_args.ARGUMENTS_BY_KIND, "fwd", (words, left))
+    causal = dataclasses.replace(*features.select(["causal"]), arguments=("left",))
     further_features = (feature for feature in features.FEATURES if feature.name != "causal")
     monkeypatch.setattr(features, "FEATURES", (causal, *further_features))
     call = MadeUp(next(spec for spec in kernel_table.specs(90, "fwd") if spec.mask == mask))

@@ -127,7 +127,7 @@ def test_changed_kernel_file_recompiles_only_dependent_kernels(tmp_path, monkeyp
         changed_kernels = [spec.name() for spec in SPECS if compiler.key(spec, "sm_90a") != before[spec]]
         assert changed_kernels == [spec.name() for spec in SPECS if hits(spec)], changed
         (package / changed).write_text(original)
-    monkeypatch.setitem(fingerprint.OF_KIND, "detbwd", fingerprint.OF_KIND["detbwd"][1:])
+    monkeypatch.setitem(fingerprint.ARGUMENTS_BY_KIND, "detbwd", fingerprint.ARGUMENTS_BY_KIND["detbwd"][1:])
     changed_kernels = {spec.kind for spec in SPECS if compiler.key(spec, "sm_90a") != before[spec]}
     assert changed_kernels == {"detbwd"}
 

@@ -147,7 +147,7 @@ def expected_record(
     for parameter in parameters:
         if parameter.name in strides:
             record += [TENSOR, parameter.rank, *DLPACK[parameter.dtype], *strides[parameter.name]]
-        elif parameter.scalar and not parameter.optional:
+        elif parameter.is_scalar and not parameter.is_optional:
             record += [INTEGER, numbers[parameter.name]] if parameter.dtype == "int32" else [REAL]
         else:
             record += [NONE]
@@ -213,14 +213,14 @@ def record_of_first_argument(fake_pack: ctypes.CDLL, monkeypatch: pytest.MonkeyP
                 kernel.takes |= features.bits(["dropout"] * dropout)
                 yield kernel
 
-        dropout_arguments = {"dropout": (argument.name,) * argument.optional}
+        dropout_arguments = {"dropout": (argument.name,) * argument.is_optional}
         changed = [
             dataclasses.replace(feature, arguments=(*feature.arguments, *dropout_arguments.get(feature.name, ())))
             for feature in known_features
         ]
         monkeypatch.setattr(features, "FEATURES", tuple(changed))
         monkeypatch.setattr(rows, "of_kernels", of_kernels)
-        monkeypatch.setitem(kernel_args.OF_KIND, "fwd", (argument, *FORWARD))
+        monkeypatch.setitem(kernel_args.ARGUMENTS_BY_KIND, "fwd", (argument, *FORWARD))
         bindings.push_rows(KERNELS, (), dispatch_table.GATE)
         CARRIER(query, query, query, None, 0.5 * dropout)
         return record_of_kernel(fake_pack)[:3]
@@ -246,9 +246,9 @@ def test_kernel_receives_each_argument_of_its_signature(record_of_first_argument
 def test_feature_argument_is_none_for_kernels_without_the_feature(
     record_of_first_argument: Callable[..., list[int]],
 ) -> None:
-    fact = kernel_args._number("dropout_p", "fp32", "filled by itself", optional=True)
-    splits = kernel_args._number("splits", "int32", "said by every forward", optional=True)
-    scratch = kernel_args._tensor("scratch", 1, "fp32", "said by none", optional=True)
+    fact = kernel_args._number("dropout_p", "fp32", "filled by itself", is_optional=True)
+    splits = kernel_args._number("splits", "int32", "said by every forward", is_optional=True)
+    scratch = kernel_args._tensor("scratch", 1, "fp32", "said by none", is_optional=True)
     assert (
         record_of_first_argument(fact)
         == record_of_first_argument(splits)

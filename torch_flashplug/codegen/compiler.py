@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..registry.architectures import TARGETS, targets_of
-from ..registry.dtypes import misfit
+from ..registry.dtypes import unsupported_element_reason
 from ..registry.kernel_spec import KernelSpec
 from . import dsl
 from .fingerprint import fingerprint
@@ -73,7 +73,7 @@ def _misfit(spec: KernelSpec, target: str) -> str | None:
     if spec.arch not in TARGETS[target]:
         archs = ", ".join(f"sm_{arch}" for arch in TARGETS[target])
         return f"{spec.name()}: {target} runs kernels that are written for {archs}"
-    return misfit(spec.dtype, spec.kind, spec.arch, spec.mask) or spec.check()
+    return unsupported_element_reason(spec.dtype, spec.kind, spec.arch, spec.mask) or spec.check()
 
 
 def _ptxas_level(spec: KernelSpec, target: str) -> str:

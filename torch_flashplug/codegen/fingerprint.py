@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..registry import features
-from ..registry.dtypes import ELEMENTS, NUMBERS
-from ..registry.kernel_args import OF_KIND
+from ..registry.dtypes import DTYPE_INFO, ELEMENTS
+from ..registry.kernel_args import ARGUMENTS_BY_KIND
 from ..registry.kernel_spec import KernelSpec
 
 _PACKAGE = Path(__file__).resolve().parent.parent
@@ -29,12 +29,20 @@ def fingerprint(spec: KernelSpec) -> str:
     unrelated kernels.
     """
     operands = ELEMENTS[spec.dtype].operands
-    rows = [(operands, *(NUMBERS[name] for name in operands))]
+    rows = [(operands, *(DTYPE_INFO[name] for name in operands))]
     rows += [
-        (x.tag, x.part_of(spec.kind), x.arguments, x.always, x.score_bytes, x.key_bytes, *filter(None, (x.ahead,)))
-        for x in features.of(spec.features)
+        (
+            x.tag,
+            x.class_path_of(spec.kind),
+            x.arguments,
+            x.is_unconditional,
+            x.score_bytes,
+            x.key_bytes,
+            *filter(None, (x.launch_class_path,)),
+        )
+        for x in features.select(spec.features)
     ]
-    rows += [(x.name, x.dtype, x.scalar, x.optional) for x in OF_KIND[spec.kind]]
+    rows += [(x.name, x.dtype, x.is_scalar, x.is_optional) for x in ARGUMENTS_BY_KIND[spec.kind]]
     return _hash_of([path for path in sources_of(spec) if path not in _tables()], repr(rows))
 
 
@@ -60,7 +68,7 @@ def sources_of(spec: KernelSpec) -> list[Path]:
     from ..kernels import BUILDERS
 
     module, _ = BUILDERS[spec.kind, spec.arch]
-    names = [feature.part_of(spec.kind) for feature in features.of(spec.features)]
+    names = [feature.class_path_of(spec.kind) for feature in features.select(spec.features)]
     parts = [name.rpartition(".")[0].split(".") for name in names if name]
     sources: set[Path] = set()
     waiting = [_PACKAGE.joinpath("kernels", *module.split(".")).with_suffix(".py")]

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..registry import kernel_table
-from ..registry.dtypes import WHOLE
+from ..registry.dtypes import ELEMENTS_16BIT
 from ..registry.kernel_spec import KernelSpec
 from . import bindings
 from .table_structs import DTYPE_IDS
@@ -112,7 +112,7 @@ def following(spec: KernelSpec, facts: Mapping[str, int], training: bool, determ
         training: whether the calls may need gradients.
         deterministic: whether the gradients must be deterministic.
     """
-    if not spec.features <= PLANNED or spec.dtype not in WHOLE:
+    if not spec.features <= PLANNED or spec.dtype not in ELEMENTS_16BIT:
         return _alike(spec, training)
     is_plain = spec.features <= {"causal", "mask"}
     is_decoder = is_plain and (spec.is_decode or bool(spec.features))

@@ -41,5 +41,9 @@ def builder(spec):
 
     module, name = BUILDERS[spec.kind, spec.arch]
     own = getattr(importlib.import_module(f".{module}", __name__), name)
-    ahead = [part_named(feature.ahead) for feature in feature_table.of(spec.features) if feature.ahead]
+    ahead = [
+        part_named(feature.launch_class_path)
+        for feature in feature_table.select(spec.features)
+        if feature.launch_class_path
+    ]
     return (type(name, (*ahead, own), {"__module__": own.__module__}) if ahead else own)(spec)

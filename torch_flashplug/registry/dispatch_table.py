@@ -15,7 +15,7 @@ from .kernel_spec import CLUSTER
 # addresses or strides that are no multiple of 16 bytes ("unaligned"), and a strided last dim ("columns"). "vectors" in
 # a row stands for the first two classes.
 OPERANDS = ("square", "mixed", "odddims", "unaligned", "columns")
-_OPERANDS_SAID = {
+_OPERANDS_DESCRIPTION = {
     **{"vectors": "", "square": "D = Dv", "mixed": "D != Dv", "odddims": "D or Dv no multiple of 8"},
     **{"unaligned": "misaligned", "columns": "last dim not contiguous"},
 }
@@ -86,7 +86,7 @@ class ChoiceRow:
         return self.ratio >= SERVE_RATIO
 
     @property
-    def said(self) -> str:
+    def description(self) -> str:
         """Text of the class. The text does not depend on the position of the row in the table."""
         ranges = (
             ("D", self.d_min, self.d_max),
@@ -95,7 +95,7 @@ class ChoiceRow:
             ("tiles", self.min_tiles, ANY),
             ("packed rows", self.min_packed, self.max_packed),
         )
-        words = [self.kind, self.mask, _OPERANDS_SAID[self.operands], "gradients" if self.grad else ""]
+        words = [self.kind, self.mask, _OPERANDS_DESCRIPTION[self.operands], "gradients" if self.grad else ""]
         words += [text for name, low, high in ranges if (text := _range(name, low, high))]
         words += [f"tiles of {self.tile_m} rows" if self.tile_m else ""]
         return ", ".join(filter(None, words))

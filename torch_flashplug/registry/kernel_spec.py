@@ -154,7 +154,7 @@ class KernelSpec:
 
         With block-sparse lists, kernels visit all parts of a listed block, also parts behind the last row.
         """
-        return LISTED if features.walks_lists(self.features) else self.tile_m
+        return LISTED if features.uses_block_lists(self.features) else self.tile_m
 
     @property
     def listed_rows(self) -> int:
@@ -182,7 +182,7 @@ class KernelSpec:
         """Return the bytes of an element of an operand in the format that kernels multiply."""
         recipe = features.recipe_of(self.features)
         eight = recipe is not None and (operand in "qk" or (operand == "v" and recipe.values is not None))
-        return 1 if eight else ELEMENTS[self.dtype].bytes(operand)
+        return 1 if eight else ELEMENTS[self.dtype].num_bytes(operand)
 
     def kv_bytes(self) -> int:
         beside = features.key_bytes(self.features)
@@ -198,7 +198,7 @@ class KernelSpec:
 
     def _keys_bytes(self) -> int:
         """Return the bytes of K, V and two dS buffers of a backward, or of K, V, P and dS."""
-        weights = 2 * self.tile_m * ELEMENTS[self.dtype].bytes("q")
+        weights = 2 * self.tile_m * ELEMENTS[self.dtype].num_bytes("q")
         return self.tile_n * (self.row_bytes("k") + self.row_bytes("v") + weights)
 
     def check(self) -> str | None:
@@ -206,13 +206,13 @@ class KernelSpec:
         illegal = self.illegal_shape()
         if illegal is None and self.is_decode and self.elementwise:
             illegal = "a decode kernel must use vector loads, but is element-wise"
-        if illegal is None and not features.TAGS[self.mask].of(self.kind, self.arch):
-            tags = (tag for tag, combination in features.TAGS.items() if combination.of(self.kind, self.arch))
+        if illegal is None and not features.TAGS[self.mask].supports(self.kind, self.arch):
+            tags = (tag for tag, combination in features.TAGS.items() if combination.supports(self.kind, self.arch))
             illegal = (
                 f"features {self.mask}; a {self.kind} of sm_{self.arch} must have {' or '.join(tags)} (features.py)"
             )
         in_blocks = self.listed_rows % self.tile_m == 0 and LISTED % self.tile_n == 0
-        if illegal is None and features.walks_lists(self.features) and not in_blocks:
+        if illegal is None and features.uses_block_lists(self.features) and not in_blocks:
             tall = f", or {TALL} rows" * (self.kind == "fwd")
             illegal = f"tile {self.tile_m}x{self.tile_n}; with {self.mask}, use divisors of {LISTED} for both{tall}"
         if illegal is not None:
@@ -456,7 +456,7 @@ class AmpereSpec(KernelSpec):
     @property
     def has_room(self) -> bool:
         """True if score stages of a forward keep blocks of 16-bit elements; stages read fp32 in global memory."""
-        return self.kind == "fwd" and features.score_bytes(self.features) == ELEMENTS[self.dtype].bytes("q")
+        return self.kind == "fwd" and features.score_bytes(self.features) == ELEMENTS[self.dtype].num_bytes("q")
 
     def operand_bytes(self) -> int:
         """Return the shared memory of the operands in bytes.

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from . import features
 from .architectures import BY_ARCH, TARGETS
-from .dtypes import ELEMENTS, brought_by_elements, elements_of, misfit
+from .dtypes import ELEMENTS, changes_elements, elements_of, unsupported_element_reason
 from .kernel_spec import CLUSTER, PEERS_AT_ONCE, ROWS_PER_WARPGROUP, SCRATCH_UNITS, KernelSpec
 
 # Sets of features (features.py), by the tags in names of kernels.
@@ -68,7 +68,9 @@ class KernelRow:
     def specs(self) -> list[KernelSpec]:
         """Return the kernels of the row. Raise ValueError for an element without such kernels."""
         named = [(name, tag) for name in self.elements for tag in self.features]
-        if reasons := [reason for name, tag in named if (reason := misfit(name, self.kind, self.arch, tag))]:
+        if reasons := [
+            reason for name, tag in named if (reason := unsupported_element_reason(name, self.kind, self.arch, tag))
+        ]:
             raise ValueError("; ".join(dict.fromkeys(reasons)))
         head, tile = (self.d_max, self.dv_max), (self.tile_m, self.tile_n, self.stages)
         return [
@@ -346,7 +348,7 @@ def _drops(spec: KernelSpec) -> bool:
 
 
 def _in_eight_bits(spec: KernelSpec) -> bool:
-    return features.recipe_of(spec.features) is not None or brought_by_elements(spec.features)
+    return features.recipe_of(spec.features) is not None or changes_elements(spec.features)
 
 
 def _only_forced(spec: KernelSpec) -> bool:
@@ -355,7 +357,7 @@ def _only_forced(spec: KernelSpec) -> bool:
     Such kernels are the kernels for every GPU since sm_80 for long calls with vector loads, and for all calls with a
     mask, a bias or dropout.
     """
-    few = spec.is_decode and (spec.features <= {"window", "softcap", "paged"} or brought_by_elements(spec.features))
+    few = spec.is_decode and (spec.features <= {"window", "softcap", "paged"} or changes_elements(spec.features))
     return BY_ARCH[spec.arch].later and not spec.elementwise and not few
 
 

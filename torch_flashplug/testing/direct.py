@@ -38,7 +38,7 @@ def in_order(arguments: Sequence[Argument], values: Mapping[str, object]) -> tup
             f"in_order: values must name arguments of the kernel, {', '.join(sorted(names))}, but got "
             f"{', '.join(sorted(unknown))}."
         )
-    return tuple(values.get(argument.name) if argument.optional else values[argument.name] for argument in arguments)
+    return tuple(values.get(argument.name) if argument.is_optional else values[argument.name] for argument in arguments)
 
 
 class DirectForward:

@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint8
 
 from ...registry import features
-from ...registry.kernel_args import OF_KIND
+from ...registry.kernel_args import ARGUMENTS_BY_KIND
 from ...registry.kernel_spec import KernelSpec
 from ..primitives.dtype import Element
 
@@ -187,11 +187,11 @@ class KernelCall:
         An optional argument is None if no feature of the kernel uses the argument.
         """
         tensors = self.fake_tensors()
-        brought = {name for feature in features.of(self.spec.features) for name in feature.arguments}
+        brought = {name for feature in features.select(self.spec.features) for name in feature.arguments}
         taken = (
-            None if one.optional and one.name not in brought
-            else NUMBERS[one.dtype](1) if one.scalar
+            None if one.is_optional and one.name not in brought
+            else NUMBERS[one.dtype](1) if one.is_scalar
             else tensors[one.name]
-            for one in OF_KIND[self.spec.kind]
+            for one in ARGUMENTS_BY_KIND[self.spec.kind]
         )  # fmt: skip
         return (*taken, cute.runtime.make_fake_stream())
