@@ -45,7 +45,7 @@ NOT_BUILT = "in no pack, since samples of the table were built; ./tools/dev buil
 
 @functools.cache
 def not_built(target: str = TARGET) -> frozenset[str]:
-    """Return the names of kernels that the packs of a target lack after a build of samples (`kernel_table.SAMPLES`).
+    """Return the names of kernels that the packs of a target lack after a build of `kernel_table.TEST_SAMPLES`.
 
     After a full build the set is empty.
     """

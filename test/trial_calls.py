@@ -186,7 +186,7 @@ def make_packed_call(spec: KernelSpec, seed: int) -> Call:
     row_tile, key_tile = spec.tile_m, spec.tile_n
     if spec.is_decode:
         row_tile //= HEADS[0] // HEADS[1]  # query heads of a group are packed
-    if spec.in_parts:
+    if spec.is_split_backward:
         row_tile = WARPGROUP
     tiles = tile_lists()
     lists = {

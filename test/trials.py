@@ -227,7 +227,7 @@ def make_trial_kernel(spec: KernelSpec, *stages: str):
             self.launch(TrialGradients(*tensors, scales, counter, num_ctas, wanted, *mask_args, extra), stream)
 
     kernel.__class__ = Backward if spec.is_backward else Decode if spec.is_decode else Forward
-    for part in (kernel, kernel.query_gradient, kernel.key_gradients) if spec.in_parts else (kernel,):
+    for part in (kernel, kernel.query_gradient, kernel.key_gradients) if spec.is_split_backward else (kernel,):
         add_stages(part)
     return kernel
 

@@ -317,10 +317,10 @@ def check_gradients(case: Case, bias: Tensor, device: str, *, order: bool = Fals
 def test_every_biased_backward_kernel(kernels_on: str, spec: KernelSpec) -> None:
     wide, backend = "bias32" in spec.features, BACKENDS[spec.arch]
     case = new_case(spec.name(), (2, 2, 1), (200, 336), (spec.d, spec.dv), dtype=spec.dtype)
-    facts = {"bias32" if wide else "bias": 1, "grad": 1, "deterministic": spec.in_parts}
+    facts = {"bias32" if wide else "bias": 1, "grad": 1, "deterministic": spec.is_split_backward}
     assert plan_of_forced_call(case, backend=backend, **facts)["gradients"] == spec.name()
     bias = random_bias(2, 1, 200, 336).to(kernels_on, bias_dtype(case, wide))
-    check_gradients(case, bias, kernels_on, order=spec.in_parts, backend=backend)
+    check_gradients(case, bias, kernels_on, order=spec.is_split_backward, backend=backend)
 
 
 @pytest.mark.parametrize("bias", ["by_head", "expanded", "keys", "one", "hidden", "heads_innermost", "odd_offset"])

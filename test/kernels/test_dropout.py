@@ -213,8 +213,8 @@ def test_every_backward_keeps_the_scores_of_its_forward(kernels_on: str, spec: K
     """
     B, Hq, Sq, Sk, p, device = 2, 2, 150, 200, 0.3, kernels_on
     # needed for the plan to choose the kernel, or a split backward
-    order = spec.in_order or (spec.in_parts and "mask" in spec.features)
-    has_all_gradients, backend = order or not spec.in_parts, BACKENDS[spec.arch]
+    order = spec.is_deterministic or (spec.is_split_backward and "mask" in spec.features)
+    has_all_gradients, backend = order or not spec.is_split_backward, BACKENDS[spec.arch]
     if has_all_gradients:
         case = new_case(spec.name(), (B, Hq, Hq), (Sq, Sk), (spec.d, spec.dv), dtype=spec.dtype)
         needed = dict.fromkeys(spec.features - {"dropout"}, 1)

@@ -73,7 +73,7 @@ PARTIAL = (case_named("gqa4_d64_causal"), case_named("gqa3_d64"), case_named("re
 def test_every_backward_kernel_is_reached_by_a_case(family: Family) -> None:
     facts = [{"grad": 1, "deterministic": order} for order in (0, 1)]
     calls = [(case, flags) for case in (*GRAD_CASES, *MANY_HEADS) for flags in facts]
-    calls += [(case, flags | {"align_q": 2}) for case in ODD_CASES for flags in facts if not family.tma]
+    calls += [(case, flags | {"align_q": 2}) for case in ODD_CASES for flags in facts if not family.has_tma]
     plans = [
         plan_of_forced_call(case.with_dtype(dtype), backend=family.backend, **flags)
         for case, flags in calls

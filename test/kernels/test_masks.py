@@ -277,7 +277,7 @@ def test_tiles_of_192_rows_with_different_lengths(
 @pytest.mark.parametrize("spec", [s for s in MASKED if s.is_backward], ids=KernelSpec.name)
 def test_every_masked_backward_kernel(kernels_on: str, spec: KernelSpec, push_rows_where: Callable) -> None:
     """The call fulfils the conditions for the kernel, and the table has no further backward kind."""
-    heads, order, backend = (2, 2, 1), spec.in_order, BACKENDS[spec.arch]
+    heads, order, backend = (2, 2, 1), spec.is_deterministic, BACKENDS[spec.arch]
     case = new_case(spec.name(), heads, (200, 333), (spec.d, spec.dv), dtype=spec.dtype)
     push_rows_where(lambda row: row.kind in {"fwd", spec.kind})
     facts = {"mask": 1, "grad": 1, "deterministic": order}

@@ -184,7 +184,7 @@ def test_tma_and_clusters_are_properties_of_the_family(monkeypatch: pytest.Monke
         return row.sector_bytes, row.max_cluster, row.rows_sector_aligned(row.specs()[0])
 
     assert asked() == (1, 1, False)
-    used = dataclasses.replace(architectures.BY_ARCH[80], tma=True, clusters=True)
+    used = dataclasses.replace(architectures.BY_ARCH[80], has_tma=True, supports_clusters=True)
     monkeypatch.setitem(architectures.BY_ARCH, 80, used)
     assert asked() == (kernel_table.SECTOR_BYTES, CLUSTER, True)
 

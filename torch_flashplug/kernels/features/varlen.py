@@ -56,7 +56,8 @@ class VarlenFeature(KernelFeatures):
         )
         if not self.spec.is_backward:
             return (TileListSpec("rows", False, self.spec.tile_m),)
-        return (TileListSpec("rows", False, WARPGROUP), keys, scratch) if self.spec.in_parts else (keys, scratch)
+        rows = (TileListSpec("rows", False, WARPGROUP),) if self.spec.is_split_backward else ()
+        return (*rows, keys, scratch)
 
     def given(self, call: object) -> VarlenInputs:
         return VarlenInputs(call.lengths.cu_q, call.lengths.cu_k, call.lengths.used_k, call.q.shape[2], call.k.shape[2])

@@ -289,7 +289,7 @@ class BackwardSm80(BackwardCall):
         self.spec, self.elementwise, self.seams = spec, spec.elementwise, KernelFeatures.of(spec, transposed=True)
         self.element, self.d, self.dv = self.seams.element, spec.d, spec.dv
         self.tile_m, self.tile_n, self.parts = spec.tile_m, spec.tile_n, spec.column_parts
-        self.in_order = spec.in_order
+        self.in_order = spec.is_deterministic
         self.warps = spec.threads // WARP
         self.prepare = BackwardPreprocess(self.element, clears=spec.d, elementwise=spec.elementwise)
         self.finish = BackwardPostprocess(self.element, spec.d, elementwise=spec.elementwise)

@@ -19,7 +19,7 @@ import cutlass.cute as cute
 import cutlass.memory
 from cutlass import Float32, Int32
 
-from ...registry.kernel_spec import RESULT_PAD, SLAB, WARP, AmpereSpec
+from ...registry.kernel_spec import RESULT_ROW_PADDING, SLAB, WARP, AmpereSpec
 from ..call_args.decode import DecodeArgs, DecodeCall
 from ..call_args.operands import SoftmaxScale
 from ..decode.kv_load import K, KvLoader, KvScaleLoader, V
@@ -245,7 +245,7 @@ class DecodeSm80(DecodeCall):
 
         cute.arch.sync_threads()  # no warp reads shared memory any more where the results go
         floats = cute.make_ptr(Float32, start, cute.AddressSpace.smem, assumed_align=16)
-        teams = TeamPartials(floats, self.tile_m, self.dv + RESULT_PAD, Int32(self.spec.teams))
+        teams = TeamPartials(floats, self.tile_m, self.dv + RESULT_ROW_PADDING, Int32(self.spec.teams))
         leave(fragments.rows_and_columns(out), weights, teams, team, slab * SLAB + lane // 4, stored)
         cute.arch.sync_threads()
         self.add_up(teams, part, tensors.o, tensors.lse, partials, scales.natural, chain)

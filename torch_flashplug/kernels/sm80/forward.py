@@ -105,7 +105,7 @@ class ForwardSm80(ForwardCall):
         self.element = self.seams.element
         self.tile_m, self.tile_n, self.d, self.dv = spec.tile_m, spec.tile_n, spec.d, spec.dv
         self.form = SlabScoreLayout(
-            self.element, spec.threads, self.tile_m, self.tile_n, self.elementwise, spec.has_room
+            self.element, spec.threads, self.tile_m, self.tile_n, self.elementwise, spec.has_stage_smem
         )
 
     @cute.jit
