@@ -226,23 +226,23 @@ def _check(options: argparse.Namespace) -> None:
 
 def _demo(options: argparse.Namespace) -> None:
     try:
-        from .demo import long, precision, serve, several, show, train
+        from .demo import inference, long_context, multi_gpu, precision, serve, train
     except ModuleNotFoundError as missing:
         if (missing.name or "").split(".")[0] != "rich":
             raise
         sys.exit("demo: the package rich, which prints the tables, must be installed. Run `pip install rich`.")
     if options.long:
-        long.run(options.file)
+        long_context.run(options.file)
     elif options.serve:
         serve.run(options.file)
     elif options.precision:
         precision.run(options.precision, options.file)
     elif options.gpus:
-        several.launch(options.file, options.gpus, options.picture)
+        multi_gpu.launch(options.file, options.gpus, options.picture)
     elif options.train:
         train.run(options.file, rounds=options.rounds, repeats=options.repeats, picture=options.picture)
     else:
-        show.run(options.file, rounds=options.rounds)
+        inference.run(options.file, rounds=options.rounds)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -20,8 +20,8 @@ from torch import Tensor
 import torch_flashplug
 
 from . import model as gpt
+from .input_text import as_tokens, read_text, repeated
 from .scopes import plugin_off
-from .text import as_tokens, read_text, repeated
 
 ROWS = 64  # rows of a page
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # layer, q, k, v (..., heads, D) -> (..., heads, D)

@@ -39,10 +39,10 @@ import torch_flashplug
 
 from ..testing import Candidate, Masking, Timing, grads_math, paired_ratio, time_interleaved
 from . import model as gpt
-from .record import Call, OutputRecorder, Recorder, distinct
+from .call_recorder import Call, OutputRecorder, Recorder, distinct
+from .inference import CPU_SHAPE, GPU_ROUNDS, calls_table
+from .input_text import as_tokens, read_text, repeated
 from .scopes import CPU_STOCK, STOCK, Scope, all_scopes, stock_backend
-from .show import CPU_SHAPE, GPU_ROUNDS, calls_table
-from .text import as_tokens, read_text, repeated
 
 SEED = 0
 # Divided by the width of the model. AdamW moves all terms of a sum over the width by the same amount, so that the sum

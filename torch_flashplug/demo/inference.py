@@ -13,9 +13,9 @@ from ..registry.architectures import KERNEL_BACKENDS
 from ..testing import Candidate, Masking, attention_math, measure_error, paired_ratio, time_interleaved
 from . import model as gpt
 from . import without_gpu
-from .record import Call, Kind, Recorder, distinct
+from .call_recorder import Call, Kind, Recorder, distinct
+from .input_text import as_tokens, read_text
 from .scopes import STOCK, Scope, all_scopes, plugin_off
-from .text import as_tokens, read_text
 
 GPU_SHAPE, GPU_PROMPT, GPU_STEPS = gpt.Shape(layers=4, heads=16, kv_heads=4, head_dim=128), 8192, 64
 CPU_SHAPE, CPU_PROMPT, CPU_STEPS = gpt.Shape(layers=2, heads=4, kv_heads=2, head_dim=64), 1024, 24

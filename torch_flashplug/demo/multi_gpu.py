@@ -40,9 +40,9 @@ import torch_flashplug
 from .. import env
 from ..dispatch import bindings
 from . import llama
+from .input_text import as_tokens, read_text, repeated
 from .model import Shape
 from .scopes import Scope, all_scopes
-from .text import as_tokens, read_text, repeated
 
 SEED, WARM_STEPS = 0, 3
 LEARNING_RATE = 0.1  # divided by the width of the model, as in train.py
@@ -270,7 +270,7 @@ def launch(file: str | None, gpus: int, picture: str) -> None:
     if 0 < have < gpus:
         raise SystemExit(f"demo: --gpus must be at most {have}, the number of GPUs here, but got {gpus}.")
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(gpus)]
-    words = ["-m", "torch_flashplug.demo.several", "--picture", picture, *([file] if file else [])]
+    words = ["-m", "torch_flashplug.demo.multi_gpu", "--picture", picture, *([file] if file else [])]
     if code := subprocess.run([*run, *words], check=False).returncode:
         raise SystemExit(code)
 
