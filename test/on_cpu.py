@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import torch_flashplug
-from torch_flashplug.codegen.provided import Circumstances, Provided
+from torch_flashplug.codegen.kernel_request import Circumstances, Provided
 from torch_flashplug.dispatch import bindings, library
 from torch_flashplug.registry import kernel_table
 from torch_flashplug.registry.kernel_table import Pack

@@ -34,7 +34,7 @@ from torch_flashplug.demo.train import windows
 from torch_flashplug.registry import quant_recipes
 from torch_flashplug.testing import Case, Inputs, Masking, attention_math, new_case
 from torch_flashplug.testing.activations import MODELS, activations
-from torch_flashplug.testing.eight_bit import attend, by_amax
+from torch_flashplug.testing.emulation_8bit import attend, by_amax
 
 SEED, HEADS, BLOCK = 20261125, 2, 128
 ROWS = 256  # errors are taken over the last 256 queries of a head

@@ -38,7 +38,7 @@ from torch_flashplug.testing import (
     plain_grads,
 )
 from torch_flashplug.testing.budget import GRAD_FACTOR, cancelled_bias_sums, cancelled_sums
-from torch_flashplug.testing.direct import in_order
+from torch_flashplug.testing.direct_launch import in_order
 
 SEED, CTAS, DROPOUT_P = 20261124, 3, 0.3
 SPECS = {spec.name(): spec for spec in kernel_table.specs(90, "dbias")}

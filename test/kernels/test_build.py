@@ -327,7 +327,7 @@ def test_worker_compiles_a_kernel_outside_of_the_table(tmp_path, monkeypatch):
 def test_uncompilable_kernel_gives_a_reason_of_one_sentence(tmp_path, monkeypatch):
     pytest.importorskip("cutlass")
     from torch_flashplug.codegen import jit
-    from torch_flashplug.codegen.provided import Circumstances
+    from torch_flashplug.codegen.kernel_request import Circumstances
 
     monkeypatch.setenv("TORCH_FLASHPLUG_CACHE_DIR", str(tmp_path))
     answer = jit.provide("fwd_sm90_bf16_d128_full_m192n256s2", "sm_90a", Circumstances())

@@ -22,7 +22,7 @@ import pytest
 from torch_flashplug import env
 from torch_flashplug.cli import env_info, warmup
 from torch_flashplug.codegen import compile_pool, dsl, host_cpu, jit, kernel_cache, linker
-from torch_flashplug.codegen.provided import Circumstances, Provided
+from torch_flashplug.codegen.kernel_request import Circumstances, Provided
 from torch_flashplug.registry import kernel_table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -140,7 +140,7 @@ def test_second_process_loads_the_entry_without_the_compiler(cache):
     os.chmod(cache.folder, 0o555)
     program = (
         "import sys, time, torch_flashplug; from torch_flashplug.codegen import jit;"
-        "from torch_flashplug.codegen.provided import Circumstances; start = time.perf_counter();"
+        "from torch_flashplug.codegen.kernel_request import Circumstances; start = time.perf_counter();"
         f"answer = jit.provide({KERNEL!r}, {TARGET!r}, Circumstances());"
         "print(bool(answer.function), 'cutlass' in sys.modules)"
     )
@@ -182,7 +182,7 @@ sys.modules["torch_flashplug"] = package = type(sys)("torch_flashplug")
 package.__path__ = [{package!r}]
 from pathlib import Path
 from torch_flashplug.codegen import compile_pool, dsl, jit
-from torch_flashplug.codegen.provided import Circumstances
+from torch_flashplug.codegen.kernel_request import Circumstances
 compile_pool.WORKER = Path({worker!r})
 dsl.version = lambda: "4.8.1+cu13"
 answers = [jit.provide(name, {target!r}, Circumstances(), lambda: {names!r}) for name in {names!r}]

@@ -21,7 +21,7 @@ from torch_flashplug.api import startup
 from torch_flashplug.api.backend import DEVICES
 from torch_flashplug.cli import model_config, warmup
 from torch_flashplug.codegen import compile_pool, jit, kernel_cache
-from torch_flashplug.codegen.provided import Circumstances, Provided
+from torch_flashplug.codegen.kernel_request import Circumstances, Provided
 from torch_flashplug.dispatch import bindings, callbacks, kernel_sets, packs
 from torch_flashplug.registry.kernel_spec import KernelSpec
 

@@ -32,7 +32,7 @@ from torch_flashplug.api import startup
 from torch_flashplug.api.backend import DEVICES
 from torch_flashplug.cli import check, env_info, warmup
 from torch_flashplug.codegen import host_cpu, jit, kernel_cache, linker
-from torch_flashplug.codegen.provided import Circumstances, Provided
+from torch_flashplug.codegen.kernel_request import Circumstances, Provided
 from torch_flashplug.dispatch import bindings, kernel_sets, library, packs
 from torch_flashplug.registry import kernel_table
 
@@ -505,7 +505,7 @@ PACK_PROGRAM = f"""
 import ctypes, sys
 ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)  # stands in for CUDA's runtime
 from torch_flashplug.api import startup as _start
-from torch_flashplug.codegen.provided import Circumstances
+from torch_flashplug.codegen.kernel_request import Circumstances
 answer = _start.provide({KERNEL!r}, 90, Circumstances())
 print(bool(answer.function), "cutlass" in sys.modules, answer.why)
 """

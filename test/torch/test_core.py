@@ -15,7 +15,7 @@ import torch
 
 from torch_flashplug.api import startup
 from torch_flashplug.api.backend import DEVICES, SPLITS_SHIFT
-from torch_flashplug.codegen.provided import Circumstances
+from torch_flashplug.codegen.kernel_request import Circumstances
 from torch_flashplug.dispatch import bindings, callbacks
 from torch_flashplug.dispatch import table_structs as rows
 from torch_flashplug.ops import sdpa

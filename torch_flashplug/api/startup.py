@@ -15,7 +15,7 @@ import torch
 
 from .. import env
 from ..codegen import compiler, jit
-from ..codegen.provided import Circumstances, Provided
+from ..codegen.kernel_request import Circumstances, Provided
 from ..dispatch import bindings, callbacks, kernel_sets, packs
 from ..registry import dispatch_table, kernel_table, quant_recipes, stock_bugs
 from ..registry.architectures import BACKENDS

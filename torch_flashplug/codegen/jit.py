@@ -20,7 +20,7 @@ from .. import env
 from ..registry.architectures import TARGETS
 from ..registry.kernel_spec import KernelSpec
 from . import compile_pool, compiler, dsl, fingerprint, host_cpu, kernel_cache
-from .provided import Circumstances, Provided
+from .kernel_request import Circumstances, Provided
 
 log = logging.getLogger("torch_flashplug.compile")
 

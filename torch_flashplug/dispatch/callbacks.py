@@ -9,7 +9,7 @@ import contextlib
 import ctypes
 from collections.abc import Callable, Sequence
 
-from ..codegen.provided import Circumstances, Provided
+from ..codegen.kernel_request import Circumstances, Provided
 from .library import lib
 
 _COMPILE_TYPE = ctypes.CFUNCTYPE(

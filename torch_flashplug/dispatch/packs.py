@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..codegen import host_cpu, kernel_cache
-from ..codegen.provided import Provided
+from ..codegen.kernel_request import Provided
 from ..registry import kernel_table
 from . import bindings, library
 

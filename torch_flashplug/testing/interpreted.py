@@ -20,7 +20,7 @@ import torch
 from .. import env
 from ..api import backend, startup
 from ..codegen import dsl
-from ..codegen.provided import Circumstances, Provided
+from ..codegen.kernel_request import Circumstances, Provided
 from ..dispatch import bindings, callbacks, packs
 
 ROOT = Path(__file__).resolve().parents[2]
