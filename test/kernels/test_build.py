@@ -327,9 +327,9 @@ def test_worker_compiles_a_kernel_outside_of_the_table(tmp_path, monkeypatch):
 def test_uncompilable_kernel_gives_a_reason_of_one_sentence(tmp_path, monkeypatch):
     pytest.importorskip("cutlass")
     from torch_flashplug.codegen import jit
-    from torch_flashplug.codegen.kernel_request import Circumstances
+    from torch_flashplug.codegen.kernel_request import CallConditions
 
     monkeypatch.setenv("TORCH_FLASHPLUG_CACHE_DIR", str(tmp_path))
-    answer = jit.provide("fwd_sm90_bf16_d128_full_m192n256s2", "sm_90a", Circumstances())
-    assert not answer.is_there and not answer.later and "\n" not in answer.why
-    assert re.search(r"could not be compiled: ValueError: .*(shared memory|registers)", answer.why)
+    answer = jit.provide("fwd_sm90_bf16_d128_full_m192n256s2", "sm_90a", CallConditions())
+    assert not answer.has_kernel and not answer.may_change and "\n" not in answer.reason
+    assert re.search(r"could not be compiled: ValueError: .*(shared memory|registers)", answer.reason)

@@ -22,13 +22,13 @@ import pytest
 from torch_flashplug import env
 from torch_flashplug.cli import env_info, warmup
 from torch_flashplug.codegen import compile_pool, dsl, host_cpu, jit, kernel_cache, linker
-from torch_flashplug.codegen.kernel_request import Circumstances, Provided
+from torch_flashplug.codegen.kernel_request import CallConditions, KernelAnswer
 from torch_flashplug.registry import kernel_table
 
 ROOT = Path(__file__).resolve().parents[2]
 KERNEL, TARGET = "decode_sm80_bf16_d64_full_m64n128s2", "sm_90a"
 OTHER = "fwd_sm90_bf16_d128_causal_m128n128s2"
-CALL = Circumstances()
+CALL = CallConditions()
 
 # Worker without a compiler: copies the shared object of the fixture `code` for each kernel, and logs the name.
 WORKER = """
@@ -116,8 +116,8 @@ def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     return lambda: [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def provide(name: str = KERNEL, circumstances: Circumstances = CALL, **more: object) -> Provided:
-    return jit.provide(name, TARGET, circumstances, **more)
+def provide(name: str = KERNEL, conditions: CallConditions = CALL, **more: object) -> KernelAnswer:
+    return jit.provide(name, TARGET, conditions, **more)
 
 
 # ---- working caches ----
@@ -140,8 +140,8 @@ def test_second_process_loads_the_entry_without_the_compiler(cache):
     os.chmod(cache.folder, 0o555)
     program = (
         "import sys, time, torch_flashplug; from torch_flashplug.codegen import jit;"
-        "from torch_flashplug.codegen.kernel_request import Circumstances; start = time.perf_counter();"
-        f"answer = jit.provide({KERNEL!r}, {TARGET!r}, Circumstances());"
+        "from torch_flashplug.codegen.kernel_request import CallConditions; start = time.perf_counter();"
+        f"answer = jit.provide({KERNEL!r}, {TARGET!r}, CallConditions());"
         "print(bool(answer.function), 'cutlass' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
@@ -182,10 +182,10 @@ sys.modules["torch_flashplug"] = package = type(sys)("torch_flashplug")
 package.__path__ = [{package!r}]
 from pathlib import Path
 from torch_flashplug.codegen import compile_pool, dsl, jit
-from torch_flashplug.codegen.kernel_request import Circumstances
+from torch_flashplug.codegen.kernel_request import CallConditions
 compile_pool.WORKER = Path({worker!r})
 dsl.version = lambda: "4.8.1+cu13"
-answers = [jit.provide(name, {target!r}, Circumstances(), lambda: {names!r}) for name in {names!r}]
+answers = [jit.provide(name, {target!r}, CallConditions(), lambda: {names!r}) for name in {names!r}]
 assert all(answer.function for answer in answers), answers
 """
 
@@ -279,7 +279,7 @@ def test_internal_fault_of_the_pool_ends_the_wait(cache, monkeypatch):
 
     monkeypatch.setattr(kernel_cache, "locked", fail)
     answer = provide()
-    assert not answer.is_there and "ModuleNotFoundError: No module named 'filelock'" in answer.why
+    assert not answer.has_kernel and "ModuleNotFoundError: No module named 'filelock'" in answer.reason
 
 
 def test_entry_for_an_unsupported_cpu_is_not_loaded(cache):
@@ -307,7 +307,7 @@ def test_unloadable_code_leaves_the_call_to_stock(cache):
     cache.code = ROOT / "README.md"
     cache.put()
     answer = provide()
-    assert not answer.is_there and "does not load" in answer.why and not cache.compiled()
+    assert not answer.has_kernel and "does not load" in answer.reason and not cache.compiled()
 
 
 def test_file_system_without_execution_is_supported(cache, monkeypatch):
@@ -339,7 +339,7 @@ def test_unwritable_home_uses_the_fallback_folder(cache, monkeypatch):
 def test_unwritable_folders_are_reported(cache, monkeypatch):
     monkeypatch.setattr(kernel_cache, "prepare", lambda folder: "Read-only file system")
     answer = provide()
-    assert not answer.is_there and "no folder for compiled kernels: Read-only file system" in answer.why
+    assert not answer.has_kernel and "no folder for compiled kernels: Read-only file system" in answer.reason
 
 
 def test_full_disk_is_reported(cache):
@@ -350,7 +350,7 @@ def test_full_disk_is_reported(cache):
     full = "(_ for _ in ()).throw(OSError(28, 'No space left on device'))"
     cache.set_worker(fault=f"kernel_cache.os.fsync = lambda handle: {full}")
     answer = provide()
-    assert not answer.is_there and "No space left on device" in answer.why
+    assert not answer.has_kernel and "No space left on device" in answer.reason
     assert not [path for path in cache.folder.iterdir() if path.suffix == ".so" or path.name.startswith(".")]
 
 
@@ -367,7 +367,7 @@ def test_killed_worker_is_restarted(cache):
 def test_repeatedly_dying_worker_is_reported(cache, warnings):
     cache.set_worker(fault="print('no such compiler', file=sys.stderr); os._exit(3)")
     answer = provide()
-    assert not answer.is_there and "the compiling process died with status 3 (no such compiler)" in answer.why
+    assert not answer.has_kernel and "the compiling process died with status 3 (no such compiler)" in answer.reason
 
 
 def test_partial_file_of_a_killed_writer_is_no_entry(cache):
@@ -427,8 +427,8 @@ def test_forked_child_compiles_kernels(cache):
 def test_missing_compiler_is_reported(cache, monkeypatch):
     monkeypatch.setattr(dsl, "version", lambda: None)
     answer = provide()
-    assert not answer.is_there and not answer.later
-    assert "no compiler is installed. Run `pip install 'torch_flashplug[jit]'`" in answer.why
+    assert not answer.has_kernel and not answer.may_change
+    assert "no compiler is installed. Run `pip install 'torch_flashplug[jit]'`" in answer.reason
 
 
 def test_cached_entries_serve_without_a_compiler(cache, monkeypatch):
@@ -441,27 +441,27 @@ def test_cached_entries_serve_without_a_compiler(cache, monkeypatch):
 def test_jit_flag_forbids_compiling(cache, monkeypatch):
     monkeypatch.setenv(env.JIT.name, "0")
     answer = provide()
-    assert not answer.is_there and f"{env.JIT.name}=0 forbids compiling" in answer.why and not cache.compiled()
+    assert not answer.has_kernel and f"{env.JIT.name}=0 forbids compiling" in answer.reason and not cache.compiled()
     cache.put()
     assert provide().function
 
 
 def test_nothing_is_compiled_while_a_graph_is_captured(cache):
-    answer = provide(circumstances=Circumstances(capturing=True))
-    assert not answer.is_there and answer.later and "python -m torch_flashplug warmup" in answer.why
+    answer = provide(conditions=CallConditions(is_capturing=True))
+    assert not answer.has_kernel and answer.may_change and "python -m torch_flashplug warmup" in answer.reason
     assert not cache.compiled()
     cache.put()
-    assert provide(circumstances=Circumstances(capturing=True)).function
+    assert provide(conditions=CallConditions(is_capturing=True)).function
 
 
 def test_background_mode_serves_by_stock_first(cache, monkeypatch):
     monkeypatch.setenv(env.JIT.name, "background")
     cache.set_worker(seconds=0.3)
     answer = provide()
-    assert not answer.is_there and answer.later
-    assert provide(OTHER, circumstances=Circumstances(must_wait=True)).function
+    assert not answer.has_kernel and answer.may_change
+    assert provide(OTHER, conditions=CallConditions(must_wait=True)).function
     deadline = time.monotonic() + 20
-    while not (answer := provide()).is_there and time.monotonic() < deadline:
+    while not (answer := provide()).has_kernel and time.monotonic() < deadline:
         time.sleep(0.05)
     assert answer.function and sorted(cache.compiled()) == sorted([KERNEL, OTHER])
 
@@ -481,7 +481,7 @@ def test_interrupt_is_raised_after_the_call_returns(cache, monkeypatch):
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
-            assert provide().later
+            assert provide().may_change
             for _ in range(100):  # the interrupt does not end a sleep
                 time.sleep(0.05)
     finally:
@@ -641,7 +641,7 @@ def test_unknown_home_uses_the_fallback_folder(cache, folder, monkeypatch):
     writable, reasons = kernel_cache.writable_folders()
     assert writable == [kernel_cache.fallback_folder()] and "home directory" in reasons[0]
     assert env_info.collect()["cache"]["kernels"] == 0
-    assert jit.provide(KERNEL, TARGET, CALL).is_there
+    assert jit.provide(KERNEL, TARGET, CALL).has_kernel
 
 
 @pytest.mark.parametrize("problem", ["denied", "long"])

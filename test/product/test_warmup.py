@@ -21,7 +21,7 @@ from torch_flashplug.api import startup
 from torch_flashplug.api.backend import DEVICES
 from torch_flashplug.cli import model_config, warmup
 from torch_flashplug.codegen import compile_pool, jit, kernel_cache
-from torch_flashplug.codegen.kernel_request import Circumstances, Provided
+from torch_flashplug.codegen.kernel_request import CallConditions, KernelAnswer
 from torch_flashplug.dispatch import bindings, callbacks, kernel_sets, packs
 from torch_flashplug.registry.kernel_spec import KernelSpec
 
@@ -85,9 +85,9 @@ def requested_kernels() -> Iterator[list[str]]:
     """Record the kernels requested by calls on CPU tensors, as on an H100 with empty packs. Stock serves the calls."""
     names: list[str] = []
 
-    def record(name: str, cc: int, circumstances: Circumstances) -> Provided:
+    def record(name: str, cc: int, circumstances: CallConditions) -> KernelAnswer:
         names.append(name)
-        return Provided(why="recorded", later=True)
+        return KernelAnswer(reason="recorded", may_change=True)
 
     startup.load()
     bindings.set_facts_override(H100)

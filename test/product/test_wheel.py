@@ -32,7 +32,7 @@ from torch_flashplug.api import startup
 from torch_flashplug.api.backend import DEVICES
 from torch_flashplug.cli import check, env_info, warmup
 from torch_flashplug.codegen import host_cpu, jit, kernel_cache, linker
-from torch_flashplug.codegen.kernel_request import Circumstances, Provided
+from torch_flashplug.codegen.kernel_request import CallConditions, KernelAnswer
 from torch_flashplug.dispatch import bindings, kernel_sets, library, packs
 from torch_flashplug.registry import kernel_table
 
@@ -95,7 +95,7 @@ def test_files_without_an_elf_header_are_refused() -> None:
 
 KERNEL, OTHER = "fwd_sm90_bf16_d128_causal_m128n128s2", "fwd_sm90_bf16_d64_causal_m64n128s2"
 TARGET = "sm_90a"
-CALL = Circumstances()
+CALL = CallConditions()
 
 
 @pytest.fixture(scope="module")
@@ -184,9 +184,9 @@ def test_kernels_missing_in_packs_are_left_to_the_compiler(install):
 def test_compressed_packs_are_searched_before_compiling(install, monkeypatch):
     install.put()
     compiler_requests = []
-    monkeypatch.setattr(jit, "provide", lambda name, *more: compiler_requests.append(name) or Provided(why="no"))
+    monkeypatch.setattr(jit, "provide", lambda name, *more: compiler_requests.append(name) or KernelAnswer(reason="no"))
     assert startup.provide(KERNEL, 90, CALL).function and not compiler_requests
-    assert startup.provide(OTHER, 90, CALL).why == "no" and compiler_requests == [OTHER]
+    assert startup.provide(OTHER, 90, CALL).reason == "no" and compiler_requests == [OTHER]
 
 
 def test_following_kernels_held_by_a_pack_are_not_compiled(install, monkeypatch):
@@ -505,9 +505,9 @@ PACK_PROGRAM = f"""
 import ctypes, sys
 ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)  # stands in for CUDA's runtime
 from torch_flashplug.api import startup as _start
-from torch_flashplug.codegen.kernel_request import Circumstances
-answer = _start.provide({KERNEL!r}, 90, Circumstances())
-print(bool(answer.function), "cutlass" in sys.modules, answer.why)
+from torch_flashplug.codegen.kernel_request import CallConditions
+answer = _start.provide({KERNEL!r}, 90, CallConditions())
+print(bool(answer.function), "cutlass" in sys.modules, answer.reason)
 """
 
 

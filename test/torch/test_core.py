@@ -15,7 +15,7 @@ import torch
 
 from torch_flashplug.api import startup
 from torch_flashplug.api.backend import DEVICES, SPLITS_SHIFT
-from torch_flashplug.codegen.kernel_request import Circumstances
+from torch_flashplug.codegen.kernel_request import CallConditions
 from torch_flashplug.dispatch import bindings, callbacks
 from torch_flashplug.dispatch import table_structs as rows
 from torch_flashplug.ops import sdpa
@@ -308,7 +308,7 @@ def test_kernels_are_searched_in_packs_for_the_current_gpu(fake_pack: ctypes.CDL
             CARRIER(query, query, query)
     finally:
         callbacks.set_compile(startup.provide)
-    assert requests == [("fwd_sm80_bf16_d64_full_m64n64s1", 90, Circumstances(capturing=False, must_wait=True))]
+    assert requests == [("fwd_sm80_bf16_d64_full_m64n64s1", 90, CallConditions(is_capturing=False, must_wait=True))]
 
 
 BASE = torch.zeros(2, 8, 4, 80, dtype=torch.bfloat16)

@@ -15,7 +15,7 @@ import torch
 
 from .. import env
 from ..codegen import compiler, jit
-from ..codegen.kernel_request import Circumstances, Provided
+from ..codegen.kernel_request import CallConditions, KernelAnswer
 from ..dispatch import bindings, callbacks, kernel_sets, packs
 from ..registry import dispatch_table, kernel_table, quant_recipes, stock_bugs
 from ..registry.architectures import BACKENDS
@@ -41,7 +41,7 @@ def _process_precision() -> int:
         raise ValueError(f"{env.PRECISION.name}: {error}") from None
 
 
-def provide(name: str, cc: int, given: Circumstances) -> Provided:
+def provide(name: str, cc: int, given: CallConditions) -> KernelAnswer:
     """Return a kernel that no open pack holds: from a compressed pack, from the disk cache, or compiled now.
 
     Args:
@@ -59,7 +59,7 @@ def provide(name: str, cc: int, given: Circumstances) -> Provided:
     given = replace(given, must_wait=given.must_wait or spec.is_backward or "dropout" in spec.features or deterministic)
 
     def following() -> list[str]:
-        names = kernel_sets.following(spec, bindings.device_facts(), given.training, deterministic)
+        names = kernel_sets.following(spec, bindings.device_facts(), given.needs_gradients, deterministic)
         packed = packs.held(target)
         return [name for name in names if name not in packed]
 

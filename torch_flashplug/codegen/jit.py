@@ -20,23 +20,23 @@ from .. import env
 from ..registry.architectures import TARGETS
 from ..registry.kernel_spec import KernelSpec
 from . import compile_pool, compiler, dsl, fingerprint, host_cpu, kernel_cache
-from .kernel_request import Circumstances, Provided
+from .kernel_request import CallConditions, KernelAnswer
 
 log = logging.getLogger("torch_flashplug.compile")
 
 WARM_UP = "python -m torch_flashplug warmup"
-_loaded: dict[tuple[str, str], Provided] = {}  # (kernel, target) -> kernel that C++ keeps until the process ends
+_loaded: dict[tuple[str, str], KernelAnswer] = {}  # (kernel, target) -> kernel that C++ keeps until the process ends
 
 
 def provide(
-    name: str, target: str, circumstances: Circumstances, next_kernels: Callable[[], Iterable[str]] = tuple
-) -> Provided:
+    name: str, target: str, conditions: CallConditions, next_kernels: Callable[[], Iterable[str]] = tuple
+) -> KernelAnswer:
     """Return a kernel from memory or from the disk cache, or compile the kernel now.
 
     Args:
         name: the name of a `KernelSpec`.
         target: a key of TARGETS.
-        circumstances: the conditions of the call.
+        conditions: the conditions of the call.
         next_kernels: a function for the names of the kernels needed next by the same model. The function is called
             only after a cache miss.
 
@@ -45,12 +45,12 @@ def provide(
     """
     if (name, target) not in _loaded:
         try:
-            answer = _look_up(name, target) or _compile(name, target, circumstances, next_kernels)
+            answer = _look_up(name, target) or _compile(name, target, conditions, next_kernels)
         except KeyboardInterrupt:
             # C++ has called `provide`. So the exception cannot reach the user from here.
             threading.Timer(0.05, _thread.interrupt_main).start()
-            return Provided(why="interrupted", later=True)
-        if not answer.is_there:
+            return KernelAnswer(reason="interrupted", may_change=True)
+        if not answer.has_kernel:
             return answer
         _loaded[name, target] = answer
     return _loaded[name, target]
@@ -95,22 +95,22 @@ def job(name: str, target: str) -> compile_pool.Job:
 # ---- look up ----
 
 
-def _look_up(name: str, target: str) -> Provided | None:
+def _look_up(name: str, target: str) -> KernelAnswer | None:
     entry = find(name, target)
     return _load(name, entry.path) if entry else None
 
 
-def _load(name: str, path: Path) -> Provided:
+def _load(name: str, path: Path) -> KernelAnswer:
     try:
         if path.suffix == kernel_cache.SHARED:
-            return Provided.of_library(kernel_cache.load(path), name)
+            return KernelAnswer.of_library(kernel_cache.load(path), name)
         dsl.make_importable()
         import cutlass.cute as cute
 
         module = cute.runtime.load_module(str(path), enable_tvm_ffi=True)
-        return Provided(handle=module[name].__chandle__(), library=(module, module[name]))
+        return KernelAnswer(handle=module[name].__chandle__(), library=(module, module[name]))
     except Exception as error:
-        return Provided(why=f"the compiled code does not load: {error}")
+        return KernelAnswer(reason=f"the compiled code does not load: {error}")
 
 
 _MEMO = "sources-{}.json"
@@ -156,21 +156,21 @@ def _write_memo(text: bytes) -> None:
 
 
 def _compile(
-    name: str, target: str, circumstances: Circumstances, next_kernels: Callable[[], Iterable[str]]
-) -> Provided:
+    name: str, target: str, conditions: CallConditions, next_kernels: Callable[[], Iterable[str]]
+) -> KernelAnswer:
     mode = env.jit_mode()
     if mode == env.NEVER:
-        return Provided(why=f"{env.JIT.name}=0 forbids compiling. Unset the variable, or run `{WARM_UP}`")
+        return KernelAnswer(reason=f"{env.JIT.name}=0 forbids compiling. Unset the variable, or run `{WARM_UP}`")
     if dsl.version() is None:
-        return Provided(
-            why=f"no compiler is installed. Run `{dsl.INSTALL}`, or run `{WARM_UP} --out DIR` on a different machine"
+        return KernelAnswer(
+            reason=f"no compiler is installed. Run `{dsl.INSTALL}`, or run `{WARM_UP} --out DIR` on a different machine"
         )
-    if circumstances.capturing:
-        why = f"nothing is compiled while a CUDA graph is captured. Run `{WARM_UP}`, or make the call once earlier"
-        return Provided(why=why, later=True)
+    if conditions.is_capturing:
+        reason = f"nothing is compiled while a CUDA graph is captured. Run `{WARM_UP}`, or make the call once earlier"
+        return KernelAnswer(reason=reason, may_change=True)
     start = time.monotonic()
     pool = compile_pool.pool()
-    (own_job,) = pool.request([job(name, target)], first=True)
+    (requested_job,) = pool.request([job(name, target)], first=True)
     pool.request(
         [
             job(next_name, target)
@@ -178,15 +178,15 @@ def _compile(
             if next_name != name and not find(next_name, target)
         ]
     )
-    if mode == env.BACKGROUND and not circumstances.must_wait and not own_job.done.is_set():
-        return Provided(why="the kernel is being compiled in the background", later=True)
+    if mode == env.BACKGROUND and not conditions.must_wait and not requested_job.done.is_set():
+        return KernelAnswer(reason="the kernel is being compiled in the background", may_change=True)
     try:
-        path = own_job.result()
+        path = requested_job.result()
     except compile_pool.CompileError as error:
-        log.debug("%s", own_job.traceback)
-        return Provided(why=f"the kernel could not be compiled: {error}")
+        log.debug("%s", requested_job.traceback)
+        return KernelAnswer(reason=f"the kernel could not be compiled: {error}")
     seconds = time.monotonic() - start
-    how = "was compiled" if own_job.seconds else "was compiled by a different process"
+    how = "was compiled" if requested_job.seconds else "was compiled by a different process"
     log.warning("torch_flashplug: kernel %s %s at its first use: the call waited %.1f s. `%s` compiles in advance",
                 name, how, seconds, WARM_UP)  # fmt: skip
     return _load(name, path)

@@ -9,7 +9,7 @@ import contextlib
 import ctypes
 from collections.abc import Callable, Sequence
 
-from ..codegen.kernel_request import Circumstances, Provided
+from ..codegen.kernel_request import CallConditions, KernelAnswer
 from .library import lib
 
 _COMPILE_TYPE = ctypes.CFUNCTYPE(
@@ -27,11 +27,11 @@ _WRAP_TYPE = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p)
 _keep: dict[str, object] = {}  # keeps the callbacks alive that C holds
 
 
-def set_compile(provide: Callable[[str, int, Circumstances], Provided | str] | None) -> None:
+def set_compile(provide: Callable[[str, int, CallConditions], KernelAnswer | str] | None) -> None:
     """Set the callback for kernels outside the packs.
 
     Args:
-        provide: takes the name of a kernel, the compute capability of the GPU (90 is 9.0) and the circumstances of the
+        provide: takes the name of a kernel, the compute capability of the GPU (90 is 9.0) and the conditions of the
             call. Returns the kernel, or the reason for a missing kernel. A plain text is a permanent reason, and an
             exception of `provide` counts as a plain text. None removes the callback.
     """
@@ -48,19 +48,19 @@ def set_compile(provide: Callable[[str, int, Circumstances], Provided | str] | N
         why: ctypes._Pointer,
         why_bytes: int,
     ) -> int:
-        circumstances = Circumstances(*(bool(bits & bit) for bit in (_CAPTURING, _REQUIRED, _TRAINING)))
+        conditions = CallConditions(*(bool(bits & bit) for bit in (_CAPTURING, _REQUIRED, _TRAINING)))
         try:
-            answer = provide(name.decode(), cc, circumstances)
+            answer = provide(name.decode(), cc, conditions)
         except BaseException as problem:
             answer = f"{type(problem).__name__}: {problem}"
         if isinstance(answer, str):
-            answer = Provided(why=answer)
-        if answer.is_there:
+            answer = KernelAnswer(reason=answer)
+        if answer.has_kernel:
             function[0], handle[0] = answer.function or None, answer.handle or None
             return _KERNEL
-        text = answer.why.encode()[: why_bytes - 1] + b"\0"
+        text = answer.reason.encode()[: why_bytes - 1] + b"\0"
         ctypes.memmove(why, text, len(text))
-        return _NOT_YET if answer.later else _NONE
+        return _NOT_YET if answer.may_change else _NONE
 
     _keep["compile"] = _COMPILE_TYPE(up_call)
     lib().flashplug_set_compile_callback(_keep["compile"])

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..codegen import host_cpu, kernel_cache
-from ..codegen.kernel_request import Provided
+from ..codegen.kernel_request import KernelAnswer
 from ..registry import kernel_table
 from . import bindings, library
 
@@ -106,7 +106,7 @@ def register() -> None:
         bindings.load_pack(usable.get(pack.name), pack.target)
 
 
-def provide(name: str, target: str) -> Provided | None:
+def provide(name: str, target: str) -> KernelAnswer | None:
     """Return a kernel of a compressed pack, which is unpacked at the first use; None if no such pack has the kernel.
 
     Args:
@@ -118,7 +118,7 @@ def provide(name: str, target: str) -> Provided | None:
             opened = _open(pack.path)
             if opened is not None:
                 with contextlib.suppress(AttributeError):
-                    return Provided.of_library(opened, name)
+                    return KernelAnswer.of_library(opened, name)
     return None
 
 

@@ -20,7 +20,7 @@ import torch
 from .. import env
 from ..api import backend, startup
 from ..codegen import dsl
-from ..codegen.kernel_request import Circumstances, Provided
+from ..codegen.kernel_request import CallConditions, KernelAnswer
 from ..dispatch import bindings, callbacks, packs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,7 +79,7 @@ def build(kernel: str, progress: Callable[[str], None] = lambda line: None) -> P
 @contextlib.contextmanager
 def kernels(
     pack: Path,
-    provide: Callable[[str, int, Circumstances], Provided | str] = lambda *_: "the kernel is not in the pack",
+    provide: Callable[[str, int, CallConditions], KernelAnswer | str] = lambda *_: "the kernel is not in the pack",
 ) -> Iterator[None]:
     """Run F.sdpa calls on CPU tensors with the kernels of a pack, as if this machine had an H100.
 
