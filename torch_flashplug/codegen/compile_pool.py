@@ -1,8 +1,8 @@
 """Pool of worker processes for compiling requested kernels in parallel, without access to a GPU.
 
 Each worker thread owns a worker process (worker.py). A thread takes the first kernel not being compiled by a different
-process of the host. So ranks with requests for the same kernels share the work. Slots limit the number of kernels
-compiled in parallel on a host. Kernels and slots are file locks in the kernel cache.
+process of the host. So ranks with requests for the same kernels share the work. Permits limit the number of kernels
+compiled in parallel on a host. Kernels and permits are file locks in the kernel cache.
 """
 
 from __future__ import annotations
@@ -214,16 +214,16 @@ class Pool:
     def _serve_one(self, candidates: Sequence[Job], worker: Worker, folders: Sequence[Path]) -> bool:
         """Provide the first kernel that can be provided now; return False if there is none."""
         with contextlib.ExitStack() as locks:
-            has_slot = self._lock(locks, folders[0], *_slots())
-            return any(self._try(job, worker, folders, has_slot) for job in candidates)
+            has_permit = self._lock(locks, folders[0], *_permit_names())
+            return any(self._try(job, worker, folders, has_permit) for job in candidates)
 
-    def _try(self, job: Job, worker: Worker, folders: Sequence[Path], has_slot: bool) -> bool:
+    def _try(self, job: Job, worker: Worker, folders: Sequence[Path], has_permit: bool) -> bool:
         """Provide a kernel. Return False if a different process or thread does, or if the host is busy."""
         job.tried = min(job.tried, time.monotonic())
         is_stuck = time.monotonic() - job.tried > LOCK_SECONDS  # locks of different processes then no longer count
         with contextlib.ExitStack() as locks:
             if (entry := kernel_cache.find(job.key)) is None:
-                if not is_stuck and not (has_slot and self._lock(locks, folders[0], job.key)):
+                if not is_stuck and not (has_permit and self._lock(locks, folders[0], job.key)):
                     return False
                 entry = kernel_cache.find(job.key)  # a process may have written the entry before the lock was taken
             if not self._take(job):
@@ -254,7 +254,7 @@ class Pool:
             self._running.pop(job.key, None)
 
 
-def _slots() -> list[str]:
+def _permit_names() -> list[str]:
     """Return the names of the locks for limiting the number of kernels compiled in parallel on a host."""
     return [f"slot-{number}" for number in range(env.compile_workers(MAX_PER_HOST, per_host=True))]
 

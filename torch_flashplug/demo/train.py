@@ -12,7 +12,7 @@ Two measurements distinguish rounding from a wrong gradient:
 * Gradients. Every attention computes dq, dk and dv of the same calls, with the q, k, v and dout of a step. The errors
   are taken against fp64 math. Nothing is fed back, so that no error grows. A gradient wrong by 2 % has an error of 2 %,
   and rounding causes less than about 1 %. The gradients of the weights are compared with a model computed in fp32.
-  Weight gradients show how rounding errors grow through the layers, and do not judge an attention.
+  Weight gradients show how rounding errors grow through the layers, and say nothing about a single attention call.
 * Repeats. Every attention trains several times, from weights perturbed by about 2^-20. The perturbation is almost
   invisible in bf16, but changes roundings. So the band of the runs of an attention shows the effect of rounding. Run r
   of all attentions starts from the same weights. If only rounding differs, the runs of two attentions are samples of

@@ -307,7 +307,7 @@ CHOICE_ROWS: tuple[ChoiceRow, ...] = (
     # head dims or D != Dv. Tiles are blocks of 128 keys. With few query steps, loading K and V does not pay off, and
     # few tiles do not fill the GPU.
     #
-    # Few rows, with a decode kernel as the forward: 64 rows with 64 keys (12 cells) and with 384 keys (12 cells).
+    # Short queries, with a decode kernel as the forward: 64 rows with 64 keys (12 cells) and with 384 keys (12 cells).
     ChoiceRow("decode", "square", 90, True, "full", 1, 256, 33, 64, 1, 384, 0, 1.117, _FEW),
     ChoiceRow("fwd", "square", 90, True, "full", 1, 128, _MIN_SQ, 256, 1025, ANY, 0, 0.890, _GRAD),
     ChoiceRow("fwd", "square", 90, True, "full", 1, 128, 1025, ANY, 1, 1024, 64, 1.042, _GRAD),

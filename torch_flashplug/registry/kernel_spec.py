@@ -17,7 +17,7 @@ from .dtypes import DTYPES, ELEMENTS
 # - bwd: fused backward.
 # - detbwd: deterministic backward, with the same accumulation order in every run.
 # - partbwd: split backward in two parts, dQ and dK with dV. A part may be left out. The order is always the same.
-# - decode: forward of few query rows, whose keys may be split.
+# - decode: forward of short queries, whose keys may be split.
 # - dbias: gradient of a bias, summed along broadcast dims, together with any backward or alone.
 # - tilebwd: single-tile backward: all gradients, with the gradient of a bias, of sequences that fit into a tile.
 KINDS = ("fwd", "bwd", "detbwd", "partbwd", "decode", "dbias", "tilebwd")
@@ -430,7 +430,7 @@ class AmpereSpec(KernelSpec):
 
     @property
     def column_parts(self) -> int:
-        """Number of backward warps that share the columns of dK and dV of 32 keys; tiles of few keys use the most."""
+        """Number of backward warps that share the columns of dK and dV of 32 keys."""
         max_dim = max(self.d, self.dv)
         min_parts = 4 if (self.tile_m, self.tile_n) == SPLIT_BACKWARD_TILE else 1
         return next(parts for parts in (1, 2, 4) if parts >= min_parts and max_dim <= parts * AMPERE_COLUMNS)

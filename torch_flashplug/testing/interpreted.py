@@ -104,7 +104,7 @@ def kernels(
     startup.push_tables()  # makes C++ search the kernels again
     torch._fused_sdp_choice(
         *torch.empty(3, 1, 1, 8, 8).unbind()
-    )  # makes torch resolve the CPU slot of the dispatch stub
+    )  # makes torch resolve the CPU entry of the dispatch stub
     try:
         backend.enable()
         if bindings.install(bindings.CPU_SLOT) != 0:

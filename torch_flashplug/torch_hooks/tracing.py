@@ -159,7 +159,7 @@ def _trace_backward(mode: ProxyTorchDispatchMode, *args, scale: float | None = N
     grad_out, query, key, value, attn_bias, grad_input_mask, out, lse = args[:8]
     dropout_p, is_causal, seed, offset = args[12:]
     forward = _forward_of(mode, offset)
-    if forward is None:  # compiled autograd of an eager forward: mode in max_q, mask possibly preprocessed (a digest)
+    if forward is None:  # compiled autograd of an eager forward: mode in max_q, mask possibly preprocessed
         return proxy_call(mode, OVERRIDEABLE_BACKWARD.default, mode.pre_dispatch, args, {"scale": scale})
     bias_grad = attn_bias is not None and grad_input_mask[3]
     settings = (dropout_p, int(is_causal), scale, forward.mode, bias_grad)
