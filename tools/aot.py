@@ -137,7 +137,7 @@ class Store:
 def compile_one(name: str, store: Store) -> str:
     """Compile a kernel to an object, a cubin, a PTX file and a row of the report, in a worker process."""
     try:
-        compiled = compile_spec(KernelSpec.from_name(name), store.target, keep=True)
+        compiled = compile_spec(KernelSpec.from_name(name), store.target, keep_code=True)
     except Exception as error:  # exceptions of the DSL cannot be sent to the parent process
         raise RuntimeError(f"{name}: {type(error).__name__}: {error}") from None
     check_sources()  # the modules of this kernel have been imported by compile_spec

@@ -156,7 +156,7 @@ def test_source_fingerprint_changes_only_with_code(tmp_path, change):
     paths = [tmp_path / "old.py", tmp_path / "new.py"]
     for path, text in zip(paths, (old, new), strict=True):
         path.write_text(text)
-    assert (fingerprint._read(paths[0], 0)[0] != fingerprint._read(paths[1], 0)[0]) is counts
+    assert (fingerprint._hash_and_imports(paths[0], 0)[0] != fingerprint._hash_and_imports(paths[1], 0)[0]) is counts
 
 
 def test_comments_and_docstrings_change_no_byte_of_an_object(tmp_path):
@@ -317,7 +317,7 @@ def test_worker_compiles_a_kernel_outside_of_the_table(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_FLASHPLUG_CACHE_DIR", str(tmp_path))
     name = "fwd_sm90_bf16_d64_full_m128n64s2"
     assert name not in {spec.name() for spec in SPECS}
-    (job,) = compile_pool.Pool(1).request([jit.job(name, "sm_90a")])
+    (job,) = compile_pool.Pool(1).request([jit.compile_job(name, "sm_90a")])
     path = job.result()
     assert path.parent == tmp_path and path.suffix == ".so" and job.seconds > 0.5
     facts = kernel_cache.check(path)

@@ -90,7 +90,7 @@ class Cache:
         """Write an entry, as a worker does."""
         kernel_cache.prepare(self.folder)
         facts = {"name": name, "seconds": 1.0, "cpu": sorted(host_cpu.features())} | facts
-        return kernel_cache.write(self.folder, jit.job(name, TARGET).key + ".so", self.code.read_bytes(), facts)
+        return kernel_cache.write(self.folder, jit.compile_job(name, TARGET).key + ".so", self.code.read_bytes(), facts)
 
 
 @pytest.fixture
@@ -150,7 +150,7 @@ def test_second_process_loads_the_entry_without_the_compiler(cache):
 
 def test_cache_miss_compiles_the_following_kernels(cache):
     provide(next_kernels=lambda: [OTHER, KERNEL])
-    (job,) = compile_pool.pool().request([jit.job(OTHER, TARGET)])
+    (job,) = compile_pool.pool().request([jit.compile_job(OTHER, TARGET)])
     assert job.result().exists()
     assert sorted(cache.compiled()) == sorted([KERNEL, OTHER])
 
@@ -242,7 +242,7 @@ def test_a_broken_entry_is_compiled_again(cache, warnings, fault):
 def test_entry_of_a_different_owner_is_not_loaded(cache, warnings, monkeypatch):
     path = cache.put()
     monkeypatch.setattr(os, "getuid", lambda: 12345)
-    monkeypatch.setattr(kernel_cache, "distrusted", lambda path, real=kernel_cache.distrusted: real(path))
+    monkeypatch.setattr(kernel_cache, "distrust_reason", lambda path, real=kernel_cache.distrust_reason: real(path))
     os.chown(path, 54321, -1)
     os.chown(cache.folder, 12345, -1)
 
@@ -287,7 +287,7 @@ def test_entry_for_an_unsupported_cpu_is_not_loaded(cache):
     cache.put(cpu=["avx10_2"])
     path = next(cache.folder.glob("*.so"))
     path.rename(path.with_name(path.name.replace(host_cpu.tag(), "x86_64-00000000")))
-    assert jit.find(KERNEL, TARGET) is None
+    assert jit.find_entry(KERNEL, TARGET) is None
 
 
 def test_entry_for_a_lesser_cpu_is_loaded(cache):
@@ -299,7 +299,7 @@ def test_entry_for_a_lesser_cpu_is_loaded(cache):
 def test_entries_of_older_sources_are_not_loaded(cache, monkeypatch):
     cache.put()
     monkeypatch.setattr(jit, "_sources", lambda spec: "0123456789abcdef")
-    assert jit.find(KERNEL, TARGET) is None
+    assert jit.find_entry(KERNEL, TARGET) is None
 
 
 def test_unloadable_code_leaves_the_call_to_stock(cache):
@@ -390,7 +390,7 @@ def lock_holder(folder: Path, key: str) -> Iterator[subprocess.Popen]:
 
 def test_lock_of_a_killed_owner_is_taken(cache):
     kernel_cache.prepare(cache.folder)
-    with lock_holder(cache.folder, jit.job(KERNEL, TARGET).key) as process:
+    with lock_holder(cache.folder, jit.compile_job(KERNEL, TARGET).key) as process:
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
         assert provide().function
@@ -399,7 +399,7 @@ def test_lock_of_a_killed_owner_is_taken(cache):
 def test_stuck_lock_is_ignored(cache, monkeypatch):
     monkeypatch.setattr(compile_pool, "LOCK_SECONDS", 0.3)
     kernel_cache.prepare(cache.folder)
-    with lock_holder(cache.folder, jit.job(KERNEL, TARGET).key):
+    with lock_holder(cache.folder, jit.compile_job(KERNEL, TARGET).key):
         assert provide().function
 
 
@@ -553,7 +553,7 @@ def test_files_of_users_stay(cache):
     os.utime(entry, (0, 0))
 
     assert kernel_cache.prune(cache.folder) == [entry]
-    assert warmup.prune() == 0 and list(kernel_cache.find_like("*")) == []
+    assert warmup.prune() == 0 and list(kernel_cache.find_matching("*")) == []
     assert all(file.read_text() == "mine" for file in files)
     assert env_info.collect()["cache"]["kernels"] == 0
 
@@ -578,10 +578,10 @@ def test_entry_names_match_the_pattern(cache):
 
 
 def test_pipe_in_place_of_an_entry_is_not_read(cache, warnings):
-    path = cache.folder / f"{jit.job(KERNEL, TARGET).key}.so"
+    path = cache.folder / f"{jit.compile_job(KERNEL, TARGET).key}.so"
     kernel_cache.prepare(cache.folder)
     os.mkfifo(path)
-    assert jit.find(KERNEL, TARGET) is None
+    assert jit.find_entry(KERNEL, TARGET) is None
     assert "is not a regular file" in warnings()[0]
 
 
@@ -590,12 +590,12 @@ def test_pipe_in_place_of_an_entry_is_not_read(cache, warnings):
 
 def test_out_folder_ignores_kernels_of_the_fallback(cache, monkeypatch):
     """A container receives only the folder of `--out`."""
-    monkeypatch.setattr(kernel_cache, "_exclusive", False)
+    monkeypatch.setattr(kernel_cache, "_is_exclusive", False)
     monkeypatch.setenv(env.CACHE_DIR.name, "")
     fallback = kernel_cache.fallback_folder()
     kernel_cache.prepare(fallback)
     facts = {"name": KERNEL, "seconds": 1.0, "cpu": sorted(host_cpu.features())}
-    kernel_cache.write(fallback, jit.job(KERNEL, TARGET).key + ".so", cache.code.read_bytes(), facts)
+    kernel_cache.write(fallback, jit.compile_job(KERNEL, TARGET).key + ".so", cache.code.read_bytes(), facts)
     assert warmup.missing([KERNEL], TARGET, packs=False) == []
 
     warmup.use_folder(cache.folder)
@@ -664,9 +664,9 @@ def test_compiler_without_output_is_reported(tmp_path, monkeypatch):
     monkeypatch.setenv("CC", "true")
     with pytest.raises(RuntimeError, match=r"true could not link x.so: the compiler wrote no file, with exit status 0"):
         linker.link([], tmp_path / "x.so")
-    assert "true could not link" in linker.failure()
+    assert "true could not link" in linker.link_failure_reason()
     monkeypatch.delenv("CC")
-    assert linker.failure() == ""
+    assert linker.link_failure_reason() == ""
 
 
 def test_object_files_are_replaced_if_a_c_compiler_is_installed(cache, monkeypatch):

@@ -144,7 +144,7 @@ class Install:
 @pytest.fixture
 def install(tmp_path: Path, code: bytes, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
     installation = Install(tmp_path, code)
-    monkeypatch.setattr(library, "built_files", lambda: [installation.built])
+    monkeypatch.setattr(library, "build_folders", lambda: [installation.built])
     monkeypatch.setenv(env.CACHE_DIR.name, str(installation.cache))
     monkeypatch.setattr("tempfile.tempdir", str(installation.second))
     yield installation
@@ -163,7 +163,7 @@ def call(function: int) -> int:
 
 def test_compressed_pack_is_unpacked_at_the_first_kernel(install, warnings):
     pack = install.put()
-    assert packs.unpacked(pack) is None
+    assert packs.unpacked_path(pack) is None
     first = packs.provide(KERNEL, TARGET)
     (path,) = install.unpacked(install.cache)
     changed = path.stat().st_ino
@@ -171,14 +171,14 @@ def test_compressed_pack_is_unpacked_at_the_first_kernel(install, warnings):
     again = packs.provide(KERNEL, TARGET)
 
     assert first is not None and call(first.function) == 7 and again is not None and call(again.function) == 7
-    assert packs.unpacked(pack) == path and path.stat().st_ino == changed and not warnings()
+    assert packs.unpacked_path(pack) == path and path.stat().st_ino == changed and not warnings()
 
 
 def test_kernels_missing_in_packs_are_left_to_the_compiler(install):
     install.put()
     assert packs.provide(OTHER, TARGET) is None and packs.provide(KERNEL, "sm_80") is None
     assert not install.unpacked(install.cache)  # no call needed the pack
-    assert packs.held(TARGET) == {KERNEL} and packs.held("sm_80") == set()
+    assert packs.packed_kernels(TARGET) == {KERNEL} and packs.packed_kernels("sm_80") == set()
 
 
 def test_compressed_packs_are_searched_before_compiling(install, monkeypatch):
@@ -191,7 +191,7 @@ def test_compressed_packs_are_searched_before_compiling(install, monkeypatch):
 
 def test_following_kernels_held_by_a_pack_are_not_compiled(install, monkeypatch):
     install.put()
-    monkeypatch.setattr(kernel_sets, "following", lambda *facts: [OTHER, KERNEL])
+    monkeypatch.setattr(kernel_sets, "kernels_needed_next", lambda *facts: [OTHER, KERNEL])
     monkeypatch.setattr(bindings, "device_facts", dict)
     monkeypatch.setattr(jit, "provide", lambda name, target, circumstances, following: following())
     assert startup.provide(OTHER, 90, CALL) == [OTHER]
@@ -260,7 +260,7 @@ def test_concurrent_processes_share_an_unpacked_pack(install):
     install.put()
     program = (
         "import sys; from pathlib import Path; from torch_flashplug.dispatch import library, packs;"
-        f"library.built_files = lambda: [Path({str(install.built)!r})];"
+        f"library.build_folders = lambda: [Path({str(install.built)!r})];"
         f"print(bool(packs.provide({KERNEL!r}, {TARGET!r}).function))"
     )
     places = {env.CACHE_DIR.name: str(install.cache), "TMPDIR": str(install.second), env.ENABLED.name: "0"}
@@ -286,7 +286,7 @@ def test_pack_for_an_unsupported_cpu_is_not_loaded(install, warnings, monkeypatc
     assert loaded == [None] * 2 * len(kernel_table.PACKS) and packs.provide(KERNEL, TARGET) is None
     (line,) = warnings()
     assert f"{pack.path.name} is not used: the pack was compiled for a CPU with avx1024, which this CPU lacks" in line
-    assert packs.held(TARGET) == set() and env_info.packs()[0]["unusable"]
+    assert packs.packed_kernels(TARGET) == set() and env_info.packs()[0]["unusable"]
     assert "in 1 pack" not in check.kernels().text
 
 
@@ -294,7 +294,10 @@ def test_unused_cpu_features_are_ignored(install):
     """Packs built on a CPU of one vendor must load on a CPU of a second vendor."""
     assert not {"sse4a", "smep"} & host_cpu.features()
     pack = install.put(cpu=[*sorted(host_cpu.features()), "sse4a", "smep", "hypervisor"])
-    assert not pack.unusable() and host_cpu.lacking(["avx1024", "sse4a", "amx_x"]) == ["amx_x", "avx1024"]
+    assert not pack.unusable_reason() and host_cpu.missing_features(["avx1024", "sse4a", "amx_x"]) == [
+        "amx_x",
+        "avx1024",
+    ]
 
 
 def test_host_code_has_no_vendor_specific_instruction():
@@ -323,7 +326,7 @@ def test_a_pack_without_a_report_is_loaded(install):
     pack = install.put(compressed=False)
     (install.built / "flashplug_sm90a.json").unlink()
     (pack,) = packs.installed()
-    assert not pack.unusable() and pack.kernels() == [KERNEL]
+    assert not pack.unusable_reason() and pack.kernels() == [KERNEL]
 
 
 def test_info_and_check_report_packs(install, capsys):
@@ -361,7 +364,7 @@ def test_core_packs_hold_the_kernels_of_usual_layers(dtype):
     }
     kernels_of_layers = set()
     for dims, features, gradients in itertools.product(DIMS, USUAL, GRADIENTS):
-        layer = kernel_sets.Attention(HEADS, dims, dtype, features, **gradients)
+        layer = kernel_sets.AttentionLayer(HEADS, dims, dtype, features, **gradients)
         kernels_of_layers |= set(kernel_sets.kernels_of(layer.calls(), DEVICES["h100"]))
     assert len(kernels_of_layers) > 50 and not kernels_of_layers - core
 

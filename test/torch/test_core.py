@@ -267,13 +267,13 @@ def test_kernel_errors_contain_the_kernel_name(fake_pack: ctypes.CDLL) -> None:
     The error must contain the kernel name and the message of the Python callback.
     """
     bindings.clear_packs()
-    callbacks.set_compile(lambda name, cc, circumstances: "not today")
+    callbacks.set_compile_callback(lambda name, cc, circumstances: "not today")
     query = torch.zeros(1, 1, 8, 64, dtype=torch.float16)
     try:
         with pytest.raises(RuntimeError, match=r"fwd_sm90_fp16_d64_full_m128n128s2.*not today"):
             CARRIER(query, query, query)
     finally:
-        callbacks.set_compile(startup.provide)
+        callbacks.set_compile_callback(startup.provide)
 
 
 def test_elementwise_kernels_receive_unchanged_strides(fake_pack: ctypes.CDLL) -> None:
@@ -297,7 +297,9 @@ def test_kernels_are_searched_in_packs_for_the_current_gpu(fake_pack: ctypes.CDL
     bindings.clear_packs()
     for target in TARGETS:
         bindings.load_pack(tmp_path / "pack.so" if target == "sm_80" else None, target)
-    callbacks.set_compile(lambda name, cc, circumstances: requests.append((name, cc, circumstances)) or "not today")
+    callbacks.set_compile_callback(
+        lambda name, cc, circumstances: requests.append((name, cc, circumstances)) or "not today"
+    )
     query = torch.zeros(1, 1, 8, 64, dtype=torch.bfloat16)
     try:
         for device in ("a100", "rtx4090"):
@@ -307,7 +309,7 @@ def test_kernels_are_searched_in_packs_for_the_current_gpu(fake_pack: ctypes.CDL
             bindings.set_facts_override(DEVICES["h100"])
             CARRIER(query, query, query)
     finally:
-        callbacks.set_compile(startup.provide)
+        callbacks.set_compile_callback(startup.provide)
     assert requests == [("fwd_sm80_bf16_d64_full_m64n64s1", 90, CallConditions(is_capturing=False, must_wait=True))]
 
 

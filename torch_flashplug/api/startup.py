@@ -59,8 +59,8 @@ def provide(name: str, cc: int, given: CallConditions) -> KernelAnswer:
     given = replace(given, must_wait=given.must_wait or spec.is_backward or "dropout" in spec.features or deterministic)
 
     def following() -> list[str]:
-        names = kernel_sets.following(spec, bindings.device_facts(), given.needs_gradients, deterministic)
-        packed = packs.held(target)
+        names = kernel_sets.kernels_needed_next(spec, bindings.device_facts(), given.needs_gradients, deterministic)
+        packed = packs.packed_kernels(target)
         return [name for name in names if name not in packed]
 
     return jit.provide(name, target, given, following)
@@ -84,11 +84,11 @@ def _load_core() -> None:
     bindings.set_process_backend(_process_backend())
     bindings.set_process_precision(_process_precision())
     packs.register()
-    callbacks.set_compile(provide)
-    callbacks.set_learn(recomputation.run_probe)
-    callbacks.set_trace(describe_call.sizes_of_traced, dtensor.part_of)
+    callbacks.set_compile_callback(provide)
+    callbacks.set_learn_callback(recomputation.run_probe)
+    callbacks.set_trace_callback(describe_call.sizes_of_traced, dtensor.part_of)
     plans = _plan_log.isEnabledFor(logging.DEBUG) or env.torch_logs_us()
-    callbacks.set_log(_plan_log.log, plans=plans)
+    callbacks.set_log_callback(_plan_log.log, plans=plans)
 
 
 @functools.cache

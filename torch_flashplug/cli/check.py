@@ -104,7 +104,7 @@ def kernels() -> Line:
     text = f"compiled at first use by CuTe DSL {dsl.version()}"
     if linker.c_compiler() is None:
         text += "; without a C compiler, each kernel loads in 0.6 s instead of 1 ms"
-    elif reason := linker.failure():
+    elif reason := linker.link_failure_reason():
         return Line(FAIL, "kernels", reason, "set CC to a C compiler that links, or install gcc")
     if reasons:
         text += f"; kept in {writable[0]} ({reasons[0]})"

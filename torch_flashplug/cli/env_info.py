@@ -84,9 +84,9 @@ def packs() -> list[dict[str, object]]:
     for pack in installed_packs.installed():
         kernels = pack.kernels()
         facts = {"path": str(pack.path), "target": pack.target, "bytes": pack.path.stat().st_size}
-        facts |= {"compressed": pack.is_compressed, "unusable": pack.unusable()}
+        facts |= {"compressed": pack.is_compressed, "unusable": pack.unusable_reason()}
         if pack.is_compressed:
-            place = installed_packs.unpacked(pack)
+            place = installed_packs.unpacked_path(pack)
             facts["unpacked"] = str(place) if place else None
         facts_of_packs.append(facts | {"symbols": len(kernels), "kernels": kernels})
     return facts_of_packs

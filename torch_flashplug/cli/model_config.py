@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from ..dispatch.kernel_sets import LENGTHS, Attention
+from ..dispatch.kernel_sets import LENGTHS, AttentionLayer
 from . import config_classes
 
 Config = Mapping[str, object]
@@ -112,7 +112,7 @@ def attentions(
     training: bool = False,
     deterministic: bool = False,
     on_skip: Callable[[Skip], None] = lambda _: None,
-) -> list[Attention]:
+) -> list[AttentionLayer]:
     """Return the kinds of attention layers of a model.
 
     Args:
@@ -126,7 +126,7 @@ def attentions(
         ValueError: no part can be planned, or a value is out of range.
     """
     _check(config)
-    layers: list[Attention] = []
+    layers: list[AttentionLayer] = []
     skipped: list[Skip] = []
     for part in _parts(config, _Part({}, "", "", False), ""):
         if (skip := _skip_of(part)) is not None:
@@ -275,7 +275,7 @@ def _first(config: Config, *names: str) -> object:
     return next((config[name] for name in names if config.get(name) is not None), None)
 
 
-def _layers(part: _Part, dtype: str, training: bool, deterministic: bool) -> Iterator[Attention]:
+def _layers(part: _Part, dtype: str, training: bool, deterministic: bool) -> Iterator[AttentionLayer]:
     config = part.facts
     heads, kv_heads = _heads(part)
     causal, decodes = _kind(part)
@@ -288,17 +288,17 @@ def _layers(part: _Part, dtype: str, training: bool, deterministic: bool) -> Ite
     if training and any(_dropout(part, name) > 0 for name in _DROPOUT):
         features += [call_features | {"dropout"} for call_features in features]
     for dims in _dims(part, heads):
-        yield Attention(
+        yield AttentionLayer(
             # Programs pass K and V either with KV heads, or repeated for the query heads.
             tuple(dict.fromkeys(((heads, kv_heads), (heads, heads)))),
             dims,
             dtype,
             tuple(features),
-            decodes=decodes and not training,
-            cross_attention=bool(config.get("is_encoder_decoder")),
-            training=training,
-            bias_grad=relative,
-            deterministic=deterministic,
+            has_decode_calls=decodes and not training,
+            has_cross_attention=bool(config.get("is_encoder_decoder")),
+            needs_gradients=training,
+            needs_bias_gradient=relative,
+            is_deterministic=deterministic,
             max_length=min(_length(part, decodes) or LENGTHS[-1], LENGTHS[-1]),
         )
 

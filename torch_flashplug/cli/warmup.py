@@ -55,7 +55,7 @@ def kernels_of_models(paths: Iterable[Path], facts: dict[str, int], **options: o
     Args:
         paths: config.json files, or folders of models.
         facts: the facts of the GPU.
-        wanted: keyword arguments for model_config.attentions().
+        options: keyword arguments for model_config.attentions().
 
     Raises:
         ValueError: a file is not the configuration of a model with attention.
@@ -94,7 +94,7 @@ def kernels_of_shapes(
     Args:
         calls: for each call, the shapes of query, key and optionally value, each (batch, heads, length, head dim).
         mask: the shape of attn_mask, or None.
-        wanted: keyword arguments for what_if.plan().
+        options: keyword arguments for explain.plan().
 
     Raises:
         ValueError: a call has not 2 or 3 shapes.
@@ -104,7 +104,7 @@ def kernels_of_shapes(
         if len(shapes) not in (2, 3):
             raise ValueError(f"--shapes must be 2 or 3 shapes (query, key, value), but got {len(shapes)}.")
         plan = explain.plan(explain.Shapes(shapes[0], shapes[1], shapes[-1], mask), **options)
-        names += kernel_sets.names_in(f"{plan.kernel} {plan.gradients}")
+        names += kernel_sets.kernel_names_in(f"{plan.kernel} {plan.gradients}")
     return names
 
 
@@ -117,7 +117,7 @@ def kernels_of_logs(files: Iterable[Path]) -> list[str]:
     names = []
     for file in files:
         try:
-            names += kernel_sets.names_in(file.read_text(errors="replace"))
+            names += kernel_sets.kernel_names_in(file.read_text(errors="replace"))
         except OSError as error:
             raise ValueError(f"--from-log must be a readable file, but got {file}: {error.strerror}") from None
     return names
@@ -156,9 +156,9 @@ def missing(names: Sequence[str], target: str, packs: bool = True) -> list[str]:
 
 def _entries(names: Sequence[str], target: str, packs: bool) -> dict[str, Path | None]:
     """Return the cache entry of each kernel; None for a missing kernel by the rules of missing()."""
-    packed = installed_packs.held(target) if packs else set()
+    packed = installed_packs.packed_kernels(target) if packs else set()
     suffixes = {kernel_cache.SHARED, *(() if linker.c_compiler() else (kernel_cache.OBJECT,))}
-    entries = {name: jit.find(name, target) for name in names if name not in packed}
+    entries = {name: jit.find_entry(name, target) for name in names if name not in packed}
     return {name: entry.path if entry and entry.path.suffix in suffixes else None for name, entry in entries.items()}
 
 
@@ -189,7 +189,7 @@ def compile_all(names: Sequence[str], cc: int, workers: int = 0, packs: bool = T
         print(f"warmup: {_OBJECTS_ALONE}", file=sys.stderr)
     start = time.monotonic()
     pool = compile_pool.Pool(workers)
-    jobs = pool.request([jit.job(name, target) for name in missing_names])
+    jobs = pool.request([jit.compile_job(name, target) for name in missing_names])
     bar = _Bar(len(jobs))
     failed: dict[str, str] = {}
     waiting = list(jobs)
@@ -266,13 +266,13 @@ def use_folder(folder: Path) -> None:
     Raises:
         ValueError: the folder is not writable.
     """
-    if reason := kernel_cache.use_alone(folder.absolute()):
+    if reason := kernel_cache.use_only_folder(folder.absolute()):
         raise ValueError(f"--out must be a writable folder, but got {folder}: {reason}")
 
 
 def prune() -> int:
     """Delete the cache entries of outdated kernel versions, and return the number of deleted entries."""
-    paths = [entry.path for entry in kernel_cache.find_like("*")]
+    paths = [entry.path for entry in kernel_cache.find_matching("*")]
     outdated = [path for path in paths if not (jit.is_current(path) or installed_packs.is_current(path))]
     for path in outdated:
         path.unlink(missing_ok=True)

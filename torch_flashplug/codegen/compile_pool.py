@@ -51,7 +51,7 @@ class Job:
         error: the reason of a failure.
         traceback: the traceback of a failure.
         seconds: the compilation time in a worker of the own process; 0 if a different process compiled the kernel.
-        tried: the time of the first attempt to compile the kernel (monotonic seconds); infinite before.
+        first_attempt_time: the time of the first attempt to compile the kernel (monotonic seconds); infinite before.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Job:
     error: str = ""
     traceback: str = ""
     seconds: float = 0.0
-    tried: float = math.inf
+    first_attempt_time: float = math.inf
 
     def finish(self, path: Path | None, error: str = "", traceback: str = "", seconds: float = 0.0) -> None:
         """Set the outcome, and wake all waiting threads."""
@@ -219,8 +219,10 @@ class Pool:
 
     def _try(self, job: Job, worker: Worker, folders: Sequence[Path], has_permit: bool) -> bool:
         """Provide a kernel. Return False if a different process or thread does, or if the host is busy."""
-        job.tried = min(job.tried, time.monotonic())
-        is_stuck = time.monotonic() - job.tried > LOCK_SECONDS  # locks of different processes then no longer count
+        job.first_attempt_time = min(job.first_attempt_time, time.monotonic())
+        is_stuck = (
+            time.monotonic() - job.first_attempt_time > LOCK_SECONDS
+        )  # locks of different processes then no longer count
         with contextlib.ExitStack() as locks:
             if (entry := kernel_cache.find(job.key)) is None:
                 if not is_stuck and not (has_permit and self._lock(locks, folders[0], job.key)):

@@ -71,13 +71,13 @@ def sources_of(spec: KernelSpec) -> list[Path]:
     names = [feature.class_path_of(spec.kind) for feature in features.select(spec.features)]
     parts = [name.rpartition(".")[0].split(".") for name in names if name]
     sources: set[Path] = set()
-    waiting = [_PACKAGE.joinpath("kernels", *module.split(".")).with_suffix(".py")]
-    waiting += [_PACKAGE.joinpath("kernels", "features", *part).with_suffix(".py") for part in parts]
-    while waiting:
-        path = waiting.pop()
+    pending = [_PACKAGE.joinpath("kernels", *module.split(".")).with_suffix(".py")]
+    pending += [_PACKAGE.joinpath("kernels", "features", *part).with_suffix(".py") for part in parts]
+    while pending:
+        path = pending.pop()
         if path not in sources:
             sources.add(path)
-            waiting += _read(path, path.stat().st_mtime_ns)[1]
+            pending += _hash_and_imports(path, path.stat().st_mtime_ns)[1]
     return sorted(sources)
 
 
@@ -91,12 +91,12 @@ def _all_sources() -> list[Path]:
 
 
 def _hash_of(files: list[Path], more: str = "") -> str:
-    digests = sorted(_read(path, path.stat().st_mtime_ns)[0] for path in files)
+    digests = sorted(_hash_and_imports(path, path.stat().st_mtime_ns)[0] for path in files)
     return hashlib.sha256("\n".join([more, *digests]).encode()).hexdigest()[:16]
 
 
 @functools.cache
-def _read(path: Path, changed: int) -> tuple[str, list[Path]]:
+def _hash_and_imports(path: Path, changed: int) -> tuple[str, list[Path]]:
     """Return the hash of a source file, and the imported source files of this package.
 
     The result is cached, because a build reads the same few files hundreds of times.
@@ -109,16 +109,16 @@ def _read(path: Path, changed: int) -> tuple[str, list[Path]]:
     files = []
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.level:
-            place = path.parents[node.level - 1].joinpath(*(node.module or "").split("."))
-            files += [place.with_suffix(".py"), *(place / f"{alias.name}.py" for alias in node.names)]
-    text = "".join(_words(tree))
+            module_path = path.parents[node.level - 1].joinpath(*(node.module or "").split("."))
+            files += [module_path.with_suffix(".py"), *(module_path / f"{alias.name}.py" for alias in node.names)]
+    text = "".join(_tree_text(tree))
     return hashlib.sha256(text.encode()).hexdigest(), [file for file in files if file.is_file()]
 
 
 _OPENERS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
-def _words(node: object) -> Iterator[str]:
+def _tree_text(node: object) -> Iterator[str]:
     """Yield the syntax tree as text.
 
     Empty fields are left out, because newer versions of Python have additional, empty fields.
@@ -126,7 +126,7 @@ def _words(node: object) -> Iterator[str]:
     if isinstance(node, list):
         yield "["
         for item in node:
-            yield from _words(item)
+            yield from _tree_text(item)
         yield "]"
     elif not isinstance(node, ast.AST):
         yield f"{node!r},"
@@ -139,5 +139,5 @@ def _words(node: object) -> Iterator[str]:
             if name == "body" and isinstance(node, _OPENERS) and ast.get_docstring(node, clean=False) is not None:
                 value = value[1:]  # noqa: PLW2901
             yield f"{name}="
-            yield from _words(value)
+            yield from _tree_text(value)
         yield ")"

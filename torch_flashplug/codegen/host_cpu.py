@@ -36,7 +36,7 @@ def features() -> frozenset[str]:
     return frozenset(word for word in (line[1].split() if line else ()) if _EXTENSIONS.fullmatch(word))
 
 
-def lacking(needed: Iterable[str]) -> list[str]:
+def missing_features(needed: Iterable[str]) -> list[str]:
     """Return the sorted extensions missing on this CPU. Words other than names of extensions are ignored.
 
     Args:

@@ -56,7 +56,7 @@ def provide(
     return _loaded[name, target]
 
 
-def find(name: str, target: str) -> kernel_cache.Entry | None:
+def find_entry(name: str, target: str) -> kernel_cache.Entry | None:
     """Return the cache entry of a kernel with host code for this CPU; None if the cache has no such entry.
 
     An entry from a different CPU is valid if this CPU has all features of the different CPU. If no compiler is
@@ -65,8 +65,8 @@ def find(name: str, target: str) -> kernel_cache.Entry | None:
     sources_key, version = _key_of_sources(name, target), dsl.version()
     if version is not None and (entry := kernel_cache.find(_entry_key(name, target))):
         return entry
-    entries = kernel_cache.find_like(f"{sources_key}-*-{version}.*" if version else f"{sources_key}-*")
-    return next((entry for entry in entries if not host_cpu.lacking(entry.facts["cpu"])), None)
+    entries = kernel_cache.find_matching(f"{sources_key}-*-{version}.*" if version else f"{sources_key}-*")
+    return next((entry for entry in entries if not host_cpu.missing_features(entry.facts["cpu"])), None)
 
 
 def is_current(path: Path) -> bool:
@@ -87,7 +87,7 @@ def _entry_key(name: str, target: str) -> str:
     return f"{_key_of_sources(name, target)}-{host_cpu.tag()}-{dsl.version()}"
 
 
-def job(name: str, target: str) -> compile_pool.Job:
+def compile_job(name: str, target: str) -> compile_pool.Job:
     """Return the compilation job of a kernel."""
     return compile_pool.Job(name, target, _entry_key(name, target))
 
@@ -96,7 +96,7 @@ def job(name: str, target: str) -> compile_pool.Job:
 
 
 def _look_up(name: str, target: str) -> KernelAnswer | None:
-    entry = find(name, target)
+    entry = find_entry(name, target)
     return _load(name, entry.path) if entry else None
 
 
@@ -113,7 +113,7 @@ def _load(name: str, path: Path) -> KernelAnswer:
         return KernelAnswer(reason=f"the compiled code does not load: {error}")
 
 
-_MEMO = "sources-{}.json"
+_FINGERPRINT_FILE = "sources-{}.json"
 
 
 def _sources(spec: KernelSpec) -> str:
@@ -125,30 +125,32 @@ def _sources(spec: KernelSpec) -> str:
     fingerprints = _fingerprints()
     if spec.name() not in fingerprints:
         fingerprints[spec.name()] = fingerprint.fingerprint(spec)
-        _write_memo(json.dumps(fingerprints).encode())
+        _write_fingerprints(json.dumps(fingerprints).encode())
     return fingerprints[spec.name()]
 
 
 @functools.cache
-def _memo() -> str:
-    return _MEMO.format(fingerprint.raw_fingerprint())
+def _fingerprint_file() -> str:
+    return _FINGERPRINT_FILE.format(fingerprint.raw_fingerprint())
 
 
 @functools.cache
 def _fingerprints() -> dict[str, str]:
     for folder in kernel_cache.folders():
         try:
-            if not kernel_cache.distrusted(folder / _memo()) and not kernel_cache.distrusted(folder):
-                return dict(json.loads((folder / _memo()).read_bytes()))
+            if not kernel_cache.distrust_reason(folder / _fingerprint_file()) and not kernel_cache.distrust_reason(
+                folder
+            ):
+                return dict(json.loads((folder / _fingerprint_file()).read_bytes()))
         except (OSError, ValueError, TypeError):
             continue
     return {}
 
 
-def _write_memo(text: bytes) -> None:
+def _write_fingerprints(text: bytes) -> None:
     for folder in kernel_cache.writable_folders()[0]:
         with contextlib.suppress(OSError):
-            kernel_cache.write_atomically(folder, _memo(), text)
+            kernel_cache.write_atomically(folder, _fingerprint_file(), text)
             return
 
 
@@ -170,12 +172,12 @@ def _compile(
         return KernelAnswer(reason=reason, may_change=True)
     start = time.monotonic()
     pool = compile_pool.pool()
-    (requested_job,) = pool.request([job(name, target)], first=True)
+    (requested_job,) = pool.request([compile_job(name, target)], first=True)
     pool.request(
         [
-            job(next_name, target)
+            compile_job(next_name, target)
             for next_name in dict.fromkeys(next_kernels())
-            if next_name != name and not find(next_name, target)
+            if next_name != name and not find_entry(next_name, target)
         ]
     )
     if mode == env.BACKGROUND and not conditions.must_wait and not requested_job.done.is_set():

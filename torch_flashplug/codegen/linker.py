@@ -62,7 +62,7 @@ def link(objects: Sequence[Path], target: Path, more: Sequence[str | Path] = ())
         raise RuntimeError(f"{compiler} could not link {Path(target).name}: {message}")
 
 
-def failure() -> str:
+def link_failure_reason() -> str:
     """Return why linking fails on this machine; empty if linking a small shared object succeeds."""
     with tempfile.TemporaryDirectory() as scratch:
         try:

@@ -20,7 +20,7 @@ from .scopes import STOCK, Scope, all_scopes, plugin_off
 GPU_SHAPE, GPU_PROMPT, GPU_STEPS = gpt.Shape(layers=4, heads=16, kv_heads=4, head_dim=128), 8192, 64
 CPU_SHAPE, CPU_PROMPT, CPU_STEPS = gpt.Shape(layers=2, heads=4, kv_heads=2, head_dim=64), 1024, 24
 GPU_ROUNDS = 11
-WHAT_IF = ("h100", "h200", "a100")  # keys of api.DEVICES: GPUs for which a machine without a GPU shows plans
+WHAT_IF = ("h100", "h200", "a100")  # keys of api.backend.DEVICES: GPUs for which a machine without a GPU shows plans
 ON_H100 = (  # the last sentence of the demo on a machine without a GPU
     f"On an H100 this demo reads the first {GPU_PROMPT} bytes with a model of {GPU_SHAPE.layers} layers and "
     f"{GPU_SHAPE.heads} heads of {GPU_SHAPE.head_dim} on these kernels, and prints the plan of each attention call, "

@@ -27,7 +27,7 @@ _WRAP_TYPE = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p)
 _keep: dict[str, object] = {}  # keeps the callbacks alive that C holds
 
 
-def set_compile(provide: Callable[[str, int, CallConditions], KernelAnswer | str] | None) -> None:
+def set_compile_callback(provide: Callable[[str, int, CallConditions], KernelAnswer | str] | None) -> None:
     """Set the callback for kernels outside the packs.
 
     Args:
@@ -66,7 +66,7 @@ def set_compile(provide: Callable[[str, int, CallConditions], KernelAnswer | str
     lib().flashplug_set_compile_callback(_keep["compile"])
 
 
-def set_learn(run_probe: Callable[[], None]) -> None:
+def set_learn_callback(run_probe: Callable[[], None]) -> None:
     """Set the callback that runs a small backward with a call of learn_node().
 
     The first recomputation of a process that has entered sdpa_backend calls the callback once. Exceptions are dropped.
@@ -80,11 +80,11 @@ def set_learn(run_probe: Callable[[], None]) -> None:
     lib().flashplug_set_learn_callback(_keep["learn"])
 
 
-_STOCKS, _SIZED, _SIZES_LATER, _PART, _STEP = range(5)  # numbers of enum class Traced in src/core/flashplug.h
+_FALLBACK, _SIZED, _SIZES_LATER, _PART, _STEP = range(5)  # numbers of enum class Traced in src/core/flashplug.h
 Sizes = Sequence[Sequence[int | None]]
 
 
-def set_trace(
+def set_trace_callback(
     sizes_of: Callable[[object, object, object, object], Sizes | None],
     part_of: Callable[[object, object, object, object], tuple[Sizes, bool] | None] = lambda *tensors: None,
 ) -> None:
@@ -110,12 +110,12 @@ def set_trace(
             if sizes is None and (part := part_of(*tensors)) is not None:
                 sizes, answer = part[0], _STEP if part[1] else _PART
         except Exception:
-            return _STOCKS
+            return _FALLBACK
         if sizes is None:
-            return _STOCKS
+            return _FALLBACK
         flat = [size for operand in sizes for size in operand]
         if None in flat:
-            return _SIZES_LATER if answer == _SIZED else _STOCKS
+            return _SIZES_LATER if answer == _SIZED else _FALLBACK
         out.contents[:] = flat
         return answer
 
@@ -123,7 +123,7 @@ def set_trace(
     lib().flashplug_set_trace_callback(_keep["trace"])
 
 
-def set_prepare(prepare: Callable[[], None]) -> None:
+def set_prepare_callback(prepare: Callable[[], None]) -> None:
     """Set the callback for the first call of a varlen_attn op. C++ reports each schema still unknown afterward."""
 
     def up_call() -> None:
@@ -136,7 +136,7 @@ def set_prepare(prepare: Callable[[], None]) -> None:
     lib().flashplug_set_prepare_callback(_keep["prepare"])
 
 
-def set_log(write: Callable[[int, str], None] | None, plans: bool = False) -> None:
+def set_log_callback(write: Callable[[int, str], None] | None, plans: bool = False) -> None:
     """Set write(level, text) as the log function for warnings and, with `plans`, for each new decision (debug)."""
     if write is None:
         lib().flashplug_set_log_callback(ctypes.cast(None, _LOG_TYPE), 0)

@@ -34,7 +34,7 @@ class Feature:
     has_short_tiles: bool = False  # calls can have many small tiles, whose time is mostly prologue and epilogue
 
     def class_path_of(self, kind: str) -> str:
-        """Return the module and class with the code of the feature for a kind of kernels (spec.KINDS)."""
+        """Return the module and class with the code of the feature for a kind of kernels (kernel_spec.KINDS)."""
         return {"decode": self.decode_class_path, "detbwd": self.detbwd_class_path}.get(kind) or self.class_path
 
 
@@ -121,7 +121,7 @@ class Combination:
     """A set of features that a kernel may have, with the kinds of kernels that have the set, by architecture."""
 
     features: Features
-    kinds: dict[int, tuple[str, ...]]  # kinds of spec.KINDS, by architecture
+    kinds: dict[int, tuple[str, ...]]  # kinds of kernel_spec.KINDS, by architecture
 
     def supports(self, kind: str, arch: int) -> bool:
         return kind in self.kinds.get(arch, ())

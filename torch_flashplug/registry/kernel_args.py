@@ -186,7 +186,7 @@ TILE_BACKWARD = (
     *_BIAS,
     *_BIAS_GRADIENT,
 )
-# Arguments of each kind of kernel (spec.KINDS).
+# Arguments of each kind of kernel (kernel_spec.KINDS).
 ARGUMENTS_BY_KIND = {
     **{"fwd": FORWARD, "decode": DECODE, "bwd": BACKWARD, "detbwd": BACKWARD, "partbwd": BACKWARD},
     "dbias": DBIAS,

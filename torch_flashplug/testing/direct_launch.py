@@ -49,7 +49,7 @@ class DirectForward:
             tiles.
         case: the attention problem.
         inputs: tensors of the case.
-        **more: further arguments by name in arguments.FORWARD, for features missing in F.sdpa.
+        **more: further arguments by name in kernel_args.FORWARD, for features missing in F.sdpa.
     """
 
     def __init__(self, function: Callable, case: Case, inputs: Inputs, **more: object):

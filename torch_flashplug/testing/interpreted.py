@@ -87,8 +87,8 @@ def kernels(
 
     Args:
         pack: a shared object linked by tools/interpreted.py.
-        provide: a function that provides kernels outside of the pack, as for up_calls.set_compile. By default, there
-            are no such kernels.
+        provide: a function that provides kernels outside of the pack, as for set_compile_callback(). By default,
+            there are no such kernels.
 
     Raises:
         RuntimeError: torch's choice function for CPU tensors cannot be hooked.
@@ -99,7 +99,7 @@ def kernels(
     bindings.set_cpu_stub(2)
     bindings.clear_packs()
     bindings.load_pack(pack, TARGET)
-    callbacks.set_compile(provide)
+    callbacks.set_compile_callback(provide)
     bindings.register_ops("CPU")
     startup.push_tables()  # makes C++ search the kernels again
     torch._fused_sdp_choice(
@@ -117,7 +117,7 @@ def kernels(
         bindings.unregister_ops()
         bindings.register_ops("CUDA")
         bindings.clear_packs()
-        callbacks.set_compile(startup.provide)
+        callbacks.set_compile_callback(startup.provide)
         packs.register()
         startup.push_tables()
         if not was_enabled:

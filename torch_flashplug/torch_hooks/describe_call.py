@@ -1,4 +1,4 @@
-"""Facts of an F.sdpa call read from Python tensors, for native.plan().
+"""Facts of an F.sdpa call read from Python tensors, for bindings.plan().
 
 explain() and Plan B use this module. For served calls, C++ reads the tensors. C++ also computes the facts of a call
 from the values collected here (src/core/call_facts.h).

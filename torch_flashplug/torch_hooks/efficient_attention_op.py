@@ -33,9 +33,9 @@ def install(device: str = "CUDA") -> None:
         _log.info("efficient attention: kernels are left to the library that registered kernels at %s", place)
         return
     spend_warning()
-    if not varlen_decision.open_efficient(device):
+    if not varlen_decision.register_efficient_ops(device):
         _log.debug("efficient attention falls back to stock: %s", bindings.last_error())
 
 
 def uninstall() -> None:
-    varlen_decision.close_efficient()
+    varlen_decision.unregister_efficient_ops()

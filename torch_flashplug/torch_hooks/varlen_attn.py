@@ -38,7 +38,7 @@ def install(device: str = "CUDA") -> None:
     "CPU" serves the CPU stub backend of the tests. Kernels of a different library at the ops, such as cudnn.torch, stay
     in force, and no kernel is registered.
     """
-    callbacks.set_prepare(prepare)
+    callbacks.set_prepare_callback(prepare)
     if place := other_owner(device):
         _log.info("varlen_attn: kernels are left to the library that registered kernels at %s", place)
         return
@@ -68,7 +68,7 @@ def prepare() -> None:
             _define(f"_stock{name}", schema, _body(name))
             if name == _BACKWARD:
                 _define(f"_flash{name}", schema, _flash_backward(packet.default))
-            varlen_decision.know_varlen_rule(_rule(schema))
+            varlen_decision.set_varlen_rule(_rule(schema))
             bindings.set_varlen_schema(name, schema)
             _prepared_ops.add(name)
 
@@ -79,7 +79,7 @@ def _define(name: str, schema: str, body: Callable) -> None:
 
 
 def _rule(schema: str) -> str:
-    """Return the rule by which the installed torch selects the kernel of the body, for know_varlen_rule()."""
+    """Return the rule by which the installed torch selects the kernel of the body, for set_varlen_rule()."""
     if "int backend" in schema.lower().replace("symint", "int"):
         return "argument"
     if torch.__version__ < (2, 14):

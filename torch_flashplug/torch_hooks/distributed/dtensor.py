@@ -62,7 +62,7 @@ def is_dtensor(*tensors: Tensor | None) -> bool:
 def part_of(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float = 0.0) -> Part | None:
     """Return the operand sizes of one rank, or None for a call that falls back to stock.
 
-    up_calls.set_trace() calls the function without dropout_p.
+    callbacks.set_trace_callback() calls the function without dropout_p.
     """
     if not is_dtensor(query, key, value, mask):
         return None
