@@ -25,7 +25,7 @@ from torch._functorch import config as functorch_config
 from torch_flashplug.api import startup
 from torch_flashplug.dispatch import bindings
 from torch_flashplug.registry import kernel_table
-from torch_flashplug.registry.dtypes import WHOLE
+from torch_flashplug.registry.dtypes import ELEMENTS_16BIT
 from torch_flashplug.registry.kernel_spec import KernelSpec
 from torch_flashplug.testing import case_named
 
@@ -76,7 +76,7 @@ def _is_small(item: pytest.Item) -> bool:
     case = case_named(parameters["name"]) if "name" in parameters else parameters.get("case")
     if case is None:
         return True
-    dtype = "bf16" if on_cpu.not_built() else WHOLE[zlib.crc32(case.name.encode()) % len(WHOLE)]
+    dtype = "bf16" if on_cpu.not_built() else ELEMENTS_16BIT[zlib.crc32(case.name.encode()) % len(ELEMENTS_16BIT)]
     return on_cpu.is_small(case) and parameters.get("dtype", dtype) == dtype
 
 

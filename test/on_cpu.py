@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import torch_flashplug
-from torch_flashplug.codegen.provided import Circumstances, Provided
+from torch_flashplug.codegen.kernel_request import CallConditions, KernelAnswer
 from torch_flashplug.dispatch import bindings, library
 from torch_flashplug.registry import kernel_table
 from torch_flashplug.registry.kernel_table import Pack
@@ -45,7 +45,7 @@ NOT_BUILT = "in no pack, since samples of the table were built; ./tools/dev buil
 
 @functools.cache
 def not_built(target: str = TARGET) -> frozenset[str]:
-    """Return the names of kernels that the packs of a target lack after a build of samples (`kernel_table.SAMPLES`).
+    """Return the names of kernels that the packs of a target lack after a build of `kernel_table.TEST_SAMPLES`.
 
     After a full build the set is empty.
     """
@@ -110,7 +110,7 @@ def kernels(order: int = 0) -> Iterator[None]:
     """
     pack_file = pack()
 
-    def provide(name: str, cc: int, circumstances: Circumstances) -> Provided | str:
+    def provide(name: str, cc: int, circumstances: CallConditions) -> KernelAnswer | str:
         if name not in not_built():
             return "interpreted kernels are the build's"
         if not compiles_on_demand:
@@ -120,7 +120,7 @@ def kernels(order: int = 0) -> Iterator[None]:
         set_order_seed(kernel_file, order)
         library = ctypes.CDLL(str(kernel_file))
         _loaded.append(library)
-        return Provided.of_library(library, name)
+        return KernelAnswer.of_library(library, name)
 
     with interpreted.kernels(pack_file, provide):
         set_order_seed(pack_file, order)

@@ -21,7 +21,7 @@ def made_of(*names: str) -> Call:
     """Return the dtypes of query, key and value.
 
     Args:
-        names: three names of `dtypes.NUMBERS`, or a single name for all three. An unknown name stands for a dtype
+        names: three names of `dtypes.DTYPE_INFO`, or a single name for all three. An unknown name stands for a dtype
             without
             kernels.
     """

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch_flashplug.ops import dropout_reference
 from torch_flashplug.ops.bitmask import words
 from torch_flashplug.ops.block_sparse_order import turns
-from torch_flashplug.registry.kernel_args import OF_KIND
+from torch_flashplug.registry.kernel_args import ARGUMENTS_BY_KIND
 from torch_flashplug.registry.kernel_spec import BACKWARD_TILE, LISTED, SCRATCH_UNITS, WARPGROUP, KernelSpec
 from torch_flashplug.testing import (
     Case,
@@ -186,7 +186,7 @@ def make_packed_call(spec: KernelSpec, seed: int) -> Call:
     row_tile, key_tile = spec.tile_m, spec.tile_n
     if spec.is_decode:
         row_tile //= HEADS[0] // HEADS[1]  # query heads of a group are packed
-    if spec.in_parts:
+    if spec.is_split_backward:
         row_tile = WARPGROUP
     tiles = tile_lists()
     lists = {
@@ -265,7 +265,8 @@ def launch(function: Callable[..., None], spec: KernelSpec, call: Call, **values
     numbers = {"scale_log2": scale * math.log2(math.e), "scale": scale, "num_ctas": CTAS, "wanted": 3}
     values = {**tensors, **numbers, "counter": torch.zeros(1, dtype=torch.int32), **values}
     args = (
-        values.get(argument.name) if argument.optional else values[argument.name] for argument in OF_KIND[spec.kind]
+        values.get(argument.name) if argument.is_optional else values[argument.name]
+        for argument in ARGUMENTS_BY_KIND[spec.kind]
     )
     function(*args, extra_args(call), ctypes.c_void_p(None))
 

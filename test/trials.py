@@ -175,7 +175,7 @@ def make_trial_kernel(spec: KernelSpec, *stages: str):
             return (*arguments, fake_extra(), stream)
 
     kernel.__class__ = Trial
-    for part in (kernel, kernel.query_gradient, kernel.key_gradients) if spec.in_parts else (kernel,):
+    for part in (kernel, kernel.query_gradient, kernel.key_gradients) if spec.is_split_backward else (kernel,):
         add_stages(part)
     return kernel
 

@@ -26,15 +26,15 @@ from harness import Bench, facts_of, refusal, row_of
 from report import SHOWN
 from torch import Tensor
 
+from torch_flashplug.demo.call_recorder import Call, Recorder
+from torch_flashplug.demo.input_text import read_text
 from torch_flashplug.demo.model import next_byte_loss
 from torch_flashplug.demo.precision import CPU_RECIPE, GPU_RECIPE, learned
-from torch_flashplug.demo.record import Call, Recorder
-from torch_flashplug.demo.text import read_text
 from torch_flashplug.demo.train import windows
 from torch_flashplug.registry import quant_recipes
 from torch_flashplug.testing import Case, Inputs, Masking, attention_math, new_case
 from torch_flashplug.testing.activations import MODELS, activations
-from torch_flashplug.testing.eight_bit import attend, by_amax
+from torch_flashplug.testing.emulation_8bit import attend, by_amax
 
 SEED, HEADS, BLOCK = 20261125, 2, 128
 ROWS = 256  # errors are taken over the last 256 queries of a head

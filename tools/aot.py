@@ -121,7 +121,7 @@ class Store:
     def counts_of(self, name: str) -> bool:
         """Return True if the report row of this kernel must have instruction counts."""
         tools = sass.tool("nvidia-cuda-cuobjdump", "cuobjdump") and sass.tool("nvidia-cuda-nvdisasm", "nvdisasm")
-        return bool(self.counts and tools and BY_ARCH[KernelSpec.from_name(name).arch].wgmma)
+        return bool(self.counts and tools and BY_ARCH[KernelSpec.from_name(name).arch].has_wgmma)
 
     def row(self, name: str) -> dict:
         return json.loads(self.path(name).read_text())
@@ -137,7 +137,7 @@ class Store:
 def compile_one(name: str, store: Store) -> str:
     """Compile a kernel to an object, a cubin, a PTX file and a row of the report, in a worker process."""
     try:
-        compiled = compile_spec(KernelSpec.from_name(name), store.target, keep=True)
+        compiled = compile_spec(KernelSpec.from_name(name), store.target, keep_code=True)
     except Exception as error:  # exceptions of the DSL cannot be sent to the parent process
         raise RuntimeError(f"{name}: {type(error).__name__}: {error}") from None
     check_sources()  # the modules of this kernel have been imported by compile_spec
@@ -218,7 +218,9 @@ def main() -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--pack", choices=packs, action="append", help="a pack to build (repeatable)")
     what.add_argument("--arch", choices=TARGETS, help="build all packs of this target; with --spec: the target")
-    parser.add_argument("--sample", action="store_true", help="compile only the kernels named in kernel_table.SAMPLES")
+    parser.add_argument(
+        "--sample", action="store_true", help="compile only the kernels named in kernel_table.TEST_SAMPLES"
+    )
     parser.add_argument("--spec", action="append", help="compile only this kernel (repeatable), in the table or not")
     parser.add_argument("--out", type=Path, required=True, help="folder for packs and reports")
     parser.add_argument("--objects", type=Path, help="folder in which objects are kept (default OUT/objects)")
@@ -237,7 +239,7 @@ def main() -> None:
     wanted = [pack for pack in kernel_table.PACKS if pack.name in (args.pack or ()) or pack.target == args.arch]
     for target in dict.fromkeys(pack.target for pack in wanted):  # a process compiles for a single target
         store = Store(objects, target, args.counts)
-        specs = {pack: pack.sample() if args.sample else pack.specs() for pack in wanted if pack.target == target}
+        specs = {pack: pack.test_sample() if args.sample else pack.specs() for pack in wanted if pack.target == target}
         build({args.out / pack.file: [spec.name() for spec in of] for pack, of in specs.items()}, store, args.jobs)
         store.drop_others([spec.name() for arch in TARGETS[target] for spec in kernel_table.specs(arch)])
 

@@ -35,7 +35,7 @@ from torch_flashplug.registry.kernel_spec import KernelSpec
 from torch_flashplug.registry.quant_recipes import RECIPES
 from torch_flashplug.testing import Masking, assert_within_budget, attention_math, bias_grad_math, grads_math
 from torch_flashplug.testing.budget import FP32_EPS, GRAD_FACTOR, OUT_FACTOR, cancelled_bias_sums, cancelled_sums
-from torch_flashplug.testing.eight_bit import attend as emulate
+from torch_flashplug.testing.emulation_8bit import attend as emulate
 
 SIGMAS = 5.0
 RECIPE_ERROR = 0.012  # largest relative root-mean-square error of an 8-bit recipe

@@ -133,11 +133,11 @@ def main() -> None:
     parser.add_argument("--target", choices=aot.TARGETS, required=True, help="compile target of the kernels")
     parser.add_argument("--spec", action="append", help="only this kernel (repeatable)")
     parser.add_argument("--compile", action="store_true", help="compile missing kernels")
-    parser.add_argument("--sample", action="store_true", help="only kernels of kernel_table.SAMPLES")
+    parser.add_argument("--sample", action="store_true", help="only kernels of kernel_table.TEST_SAMPLES")
     parser.add_argument("--out", type=Path, required=True, help="folder for the pack")
     args = parser.parse_args()
     packs = [pack for pack in aot.kernel_table.PACKS if pack.target == args.target]
-    specs = (spec for one in packs for spec in (one.sample() if args.sample else one.specs()))
+    specs = (spec for one in packs for spec in (one.test_sample() if args.sample else one.specs()))
     names = args.spec or sorted({spec.name() for spec in specs})
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         if args.compile:

@@ -135,7 +135,7 @@ def build_packs(names: Sequence[str]) -> list[Path]:
 
 def core_packs() -> list[str]:
     """Return the names of the core packs, from the table of this checkout, even if a different copy is installed."""
-    code = "import aot; print(*aot.kernel_table.CORE)"
+    code = "import aot; print(*aot.kernel_table.WHEEL_PACKS)"
     tools = ROOT / "tools"
     done = subprocess.run([sys.executable, "-c", code], cwd=tools, check=True, capture_output=True, text=True)
     return done.stdout.split()

@@ -9,7 +9,7 @@
 
 namespace flashplug {
 
-// Dtype of a tensor: an index into `kDTypes`, in the order of NUMBERS in dtypes.py. `kOther`: any dtype not listed.
+// Dtype of a tensor: an index into `kDTypes`, in the order of DTYPE_INFO in dtypes.py. `kOther`: any dtype not listed.
 enum class DType : int { kFirst = 0, kOther = 6 };
 struct DTypeFacts {
   const char* name;    // torch's name

@@ -22,7 +22,7 @@ import torch_flashplug
 from torch_flashplug.dispatch import bindings
 from torch_flashplug.ops import dropout_reference
 from torch_flashplug.registry import kernel_table
-from torch_flashplug.registry.dtypes import WHOLE
+from torch_flashplug.registry.dtypes import ELEMENTS_16BIT
 from torch_flashplug.registry.kernel_args import DBIAS
 from torch_flashplug.registry.kernel_spec import KernelSpec
 from torch_flashplug.testing import (
@@ -38,7 +38,7 @@ from torch_flashplug.testing import (
     plain_grads,
 )
 from torch_flashplug.testing.budget import GRAD_FACTOR, cancelled_bias_sums, cancelled_sums
-from torch_flashplug.testing.direct import in_order
+from torch_flashplug.testing.direct_launch import in_order
 
 SEED, CTAS, DROPOUT_P = 20261124, 3, 0.3
 SPECS = {spec.name(): spec for spec in kernel_table.specs(90, "dbias")}
@@ -261,7 +261,7 @@ def check_gradients(
 @pytest.mark.parametrize("wide", [False, True], ids=["16", "fp32"])
 @pytest.mark.parametrize("bias", BIASES)
 def test_gradient_of_each_bias_layout_through_sdpa(kernels_on: str, bias: str, wide: bool) -> None:
-    case = new_case(f"{bias} {wide}", HEADS, (300, 333), (64, 64), dtype=WHOLE[len(bias) % 2])
+    case = new_case(f"{bias} {wide}", HEADS, (300, 333), (64, 64), dtype=ELEMENTS_16BIT[len(bias) % 2])
     bias_tensor = with_equal_strides(BIASES[bias](), kernels_on, bias_dtype(case, wide))
     dbias = check_gradients(case, bias_tensor, kernels_on)
     assert_bitwise_equal(case.name, check_gradients(case, bias_tensor, kernels_on), dbias)

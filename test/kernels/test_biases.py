@@ -18,7 +18,7 @@ from torch import Tensor
 import torch_flashplug
 from torch_flashplug.dispatch import bindings
 from torch_flashplug.registry import kernel_table
-from torch_flashplug.registry.dtypes import WHOLE
+from torch_flashplug.registry.dtypes import ELEMENTS_16BIT
 from torch_flashplug.registry.kernel_spec import KernelSpec
 from torch_flashplug.testing import (
     Case,
@@ -99,7 +99,7 @@ def run_with_references(case: Case, bias: Tensor, device: str, backend: str = "f
 @pytest.mark.parametrize("wide", [False, True], ids=["16", "fp32"])
 @pytest.mark.parametrize("bias", BIASES)
 def test_output_of_each_bias_layout(kernels_on: str, bias: str, wide: bool) -> None:
-    case = new_case(f"{bias} {wide}", HEADS, (300, 336), (64, 64), dtype=WHOLE[len(bias) % 2])
+    case = new_case(f"{bias} {wide}", HEADS, (300, 336), (64, 64), dtype=ELEMENTS_16BIT[len(bias) % 2])
     bias_tensor = with_equal_strides(BIASES[bias](), kernels_on, bias_dtype(case, wide))
     assert_within_budget(case.name, *run_with_references(case, bias_tensor, kernels_on), seed=SEED)
 
@@ -107,7 +107,7 @@ def test_output_of_each_bias_layout(kernels_on: str, bias: str, wide: bool) -> N
 @pytest.mark.parametrize("bias", BIASES)
 def test_output_of_each_bias_layout_on_sm80_kernels(kernels_on: str, bias: str) -> None:
     d, wide = (64, 128, 256)[len(bias) % 3], len(bias) % 2 == 0
-    case = new_case(f"{bias} {d}", HEADS, (300, 336), (d, d), dtype=WHOLE[len(bias) // 2 % 2])
+    case = new_case(f"{bias} {d}", HEADS, (300, 336), (d, d), dtype=ELEMENTS_16BIT[len(bias) // 2 % 2])
     bias_tensor = with_equal_strides(BIASES[bias](), kernels_on, bias_dtype(case, wide))
     assert_within_budget(case.name, *run_with_references(case, bias_tensor, kernels_on, "fa2"), seed=SEED)
 
@@ -226,7 +226,7 @@ def test_biased_decode_of_each_layout_and_number_of_splits(
     kernels_on: str, Sq: int, bias: str, num_splits: int
 ) -> None:
     wide = (len(bias) + Sq) % 2 == 0
-    case = new_case(f"{bias} {Sq}", HEADS, (Sq, 333), (64, 64), dtype=WHOLE[Sq % 2])
+    case = new_case(f"{bias} {Sq}", HEADS, (Sq, 333), (64, 64), dtype=ELEMENTS_16BIT[Sq % 2])
     check_decode(case, with_equal_strides(FEW[bias](Sq), kernels_on, bias_dtype(case, wide)), kernels_on, num_splits)
 
 
@@ -234,7 +234,7 @@ def test_biased_decode_of_each_layout_and_number_of_splits(
 @pytest.mark.parametrize("bias", FEW)
 def test_biased_decode_of_each_layout_on_sm80_kernels(kernels_on: str, bias: str, num_splits: int) -> None:
     Sq = (1, 7, 32)[len(bias) % 3]
-    case = new_case(f"{bias} {Sq}", HEADS, (Sq, 333), (64, 64), dtype=WHOLE[Sq % 2])
+    case = new_case(f"{bias} {Sq}", HEADS, (Sq, 333), (64, 64), dtype=ELEMENTS_16BIT[Sq % 2])
     bias_tensor = with_equal_strides(FEW[bias](Sq), kernels_on, case.torch_dtype)
     check_decode(case, bias_tensor, kernels_on, num_splits, "fa2")
 
@@ -317,16 +317,16 @@ def check_gradients(case: Case, bias: Tensor, device: str, *, order: bool = Fals
 def test_every_biased_backward_kernel(kernels_on: str, spec: KernelSpec) -> None:
     wide, backend = "bias32" in spec.features, BACKENDS[spec.arch]
     case = new_case(spec.name(), (2, 2, 1), (200, 336), (spec.d, spec.dv), dtype=spec.dtype)
-    facts = {"bias32" if wide else "bias": 1, "grad": 1, "deterministic": spec.in_parts}
+    facts = {"bias32" if wide else "bias": 1, "grad": 1, "deterministic": spec.is_split_backward}
     assert plan_of_forced_call(case, backend=backend, **facts)["gradients"] == spec.name()
     bias = random_bias(2, 1, 200, 336).to(kernels_on, bias_dtype(case, wide))
-    check_gradients(case, bias, kernels_on, order=spec.in_parts, backend=backend)
+    check_gradients(case, bias, kernels_on, order=spec.is_split_backward, backend=backend)
 
 
 @pytest.mark.parametrize("bias", ["by_head", "expanded", "keys", "one", "hidden", "heads_innermost", "odd_offset"])
 def test_gradients_of_bias_layouts_on_sm80_kernels(kernels_on: str, bias: str) -> None:
     d = (64, 128, 256)[len(bias) % 3]
-    case = new_case(f"{bias} gradients {d}", HEADS, (300, 336), (d, d), dtype=WHOLE[len(bias) % 2])
+    case = new_case(f"{bias} gradients {d}", HEADS, (300, 336), (d, d), dtype=ELEMENTS_16BIT[len(bias) % 2])
     check_gradients(case, with_equal_strides(BIASES[bias](), kernels_on, case.torch_dtype), kernels_on, backend="fa2")
 
 
@@ -334,7 +334,7 @@ def test_gradients_of_bias_layouts_on_sm80_kernels(kernels_on: str, bias: str) -
 @pytest.mark.parametrize("bias", [name for name in BIASES if name != "large"])
 def test_gradients_of_each_bias_layout(kernels_on: str, bias: str, order: bool) -> None:
     wide = len(bias) % 3 == 0
-    case = new_case(f"{bias} gradients", HEADS, (300, 336), (64, 64), dtype=WHOLE[len(bias) % 2])
+    case = new_case(f"{bias} gradients", HEADS, (300, 336), (64, 64), dtype=ELEMENTS_16BIT[len(bias) % 2])
     check_gradients(
         case, with_equal_strides(BIASES[bias](), kernels_on, bias_dtype(case, wide)), kernels_on, order=order
     )
@@ -353,7 +353,7 @@ def test_gradients_of_different_lengths(kernels_on: str, sizes: tuple[int, int],
 def test_gradients_with_wide_head_dims(kernels_on: str, dims: tuple[int, int], bias: str) -> None:
     """The dQ kernel has no room for bias tiles at these head dims, so threads read the bias from global memory."""
     wide = (len(bias) + dims[0]) % 3 == 0
-    case = new_case(f"{bias} {dims}", HEADS, (300, 336), dims, dtype=WHOLE[len(bias) % 2])
+    case = new_case(f"{bias} {dims}", HEADS, (300, 336), dims, dtype=ELEMENTS_16BIT[len(bias) % 2])
     check_gradients(case, with_equal_strides(BIASES[bias](), kernels_on, bias_dtype(case, wide)), kernels_on)
 
 

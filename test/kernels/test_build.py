@@ -124,7 +124,7 @@ def test_changed_kernel_file_recompiles_only_dependent_kernels(tmp_path, monkeyp
         changed_kernels = [spec.name() for spec in SPECS if compiler.key(spec, "sm_90a") != before[spec]]
         assert changed_kernels == [spec.name() for spec in SPECS if hits(spec)], changed
         (package / changed).write_text(original)
-    monkeypatch.setitem(fingerprint.OF_KIND, "detbwd", fingerprint.OF_KIND["detbwd"][1:])
+    monkeypatch.setitem(fingerprint.ARGUMENTS_BY_KIND, "detbwd", fingerprint.ARGUMENTS_BY_KIND["detbwd"][1:])
     changed_kernels = {spec.kind for spec in SPECS if compiler.key(spec, "sm_90a") != before[spec]}
     assert changed_kernels == {"detbwd"}
 
@@ -153,7 +153,7 @@ def test_source_fingerprint_changes_only_with_code(tmp_path, change):
     paths = [tmp_path / "old.py", tmp_path / "new.py"]
     for path, text in zip(paths, (old, new), strict=True):
         path.write_text(text)
-    assert (fingerprint._read(paths[0], 0)[0] != fingerprint._read(paths[1], 0)[0]) is counts
+    assert (fingerprint._hash_and_imports(paths[0], 0)[0] != fingerprint._hash_and_imports(paths[1], 0)[0]) is counts
 
 
 def test_comments_and_docstrings_change_no_byte_of_an_object(tmp_path):
@@ -325,7 +325,7 @@ def test_worker_compiles_a_kernel_outside_of_the_table(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_FLASHPLUG_CACHE_DIR", str(tmp_path))
     name = "fwd_sm90_bf16_d64_full_m128n64s2"
     assert name not in {spec.name() for spec in SPECS}
-    (job,) = compile_pool.Pool(1).request([jit.job(name, "sm_90a")])
+    (job,) = compile_pool.Pool(1).request([jit.compile_job(name, "sm_90a")])
     path = job.result()
     assert path.parent == tmp_path and path.suffix == ".so" and job.seconds > 0.5
     facts = kernel_cache.check(path)
@@ -335,9 +335,9 @@ def test_worker_compiles_a_kernel_outside_of_the_table(tmp_path, monkeypatch):
 def test_uncompilable_kernel_gives_a_reason_of_one_sentence(tmp_path, monkeypatch):
     pytest.importorskip("cutlass")
     from torch_flashplug.codegen import jit
-    from torch_flashplug.codegen.provided import Circumstances
+    from torch_flashplug.codegen.kernel_request import CallConditions
 
     monkeypatch.setenv("TORCH_FLASHPLUG_CACHE_DIR", str(tmp_path))
-    answer = jit.provide("fwd_sm90_bf16_d128_full_m192n256s2", "sm_90a", Circumstances())
-    assert not answer.is_there and not answer.later and "\n" not in answer.why
-    assert re.search(r"could not be compiled: ValueError: .*(shared memory|registers)", answer.why)
+    answer = jit.provide("fwd_sm90_bf16_d128_full_m192n256s2", "sm_90a", CallConditions())
+    assert not answer.has_kernel and not answer.may_change and "\n" not in answer.reason
+    assert re.search(r"could not be compiled: ValueError: .*(shared memory|registers)", answer.reason)

@@ -17,7 +17,7 @@ from torch_flashplug.dispatch import bindings
 from torch_flashplug.ops.quantize_reference import in_int8, rotate
 from torch_flashplug.ops.quantized_kv import dequantised
 from torch_flashplug.registry import kernel_table
-from torch_flashplug.registry.dtypes import FORMATS
+from torch_flashplug.registry.dtypes import QUANTIZED_KV_DTYPES
 from torch_flashplug.registry.kernel_spec import KernelSpec
 from torch_flashplug.testing import new_case
 
@@ -25,7 +25,7 @@ SEED = 20261125
 SPECS = [
     spec for spec in kernel_table.specs(80, "decode") if "cache8" in spec.features and "paged" not in spec.features
 ]
-BY_FORMAT = pytest.mark.parametrize("kv", FORMATS)
+BY_FORMAT = pytest.mark.parametrize("kv", QUANTIZED_KV_DTYPES)
 TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8, "e4m3": torch.float8_e4m3fn}
 TORCH["e5m2"] = torch.float8_e5m2
 NEAR = 5e-3  # relative, root mean square: P and O are rounded to bf16, a rotated query to the dtype of the query

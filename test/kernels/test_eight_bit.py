@@ -19,7 +19,7 @@ from torch_flashplug.registry import quant_recipes
 from torch_flashplug.registry.quant_recipes import RECIPES, Recipe
 from torch_flashplug.testing import Case, Masking, attention_math, new_case
 from torch_flashplug.testing.activations import MODELS, activations
-from torch_flashplug.testing.eight_bit import attend, by_amax
+from torch_flashplug.testing.emulation_8bit import attend, by_amax
 
 BLOCK, SEED = 128, 20261125
 TENSOR_CORES = 14  # bits of the accumulators of tensor cores

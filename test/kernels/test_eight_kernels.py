@@ -22,7 +22,7 @@ from torch_flashplug.registry.kernel_spec import KernelSpec
 from torch_flashplug.registry.kernel_table import KERNEL_ROWS
 from torch_flashplug.registry.quant_recipes import KEY_ORDER, LONGEST_SUM, RECIPES
 from torch_flashplug.testing import attention_math
-from torch_flashplug.testing.eight_bit import attend
+from torch_flashplug.testing.emulation_8bit import attend
 
 SEED = 20261125
 SPECS = [spec for row in KERNEL_ROWS for spec in row.specs() if spec.features & set(RECIPES)]

@@ -23,7 +23,7 @@ from torch_flashplug.api import startup
 from torch_flashplug.dispatch import bindings
 from torch_flashplug.registry import dispatch_table, kernel_table, stock_bugs
 from torch_flashplug.registry.architectures import FAMILIES, Family
-from torch_flashplug.registry.dtypes import WHOLE
+from torch_flashplug.registry.dtypes import ELEMENTS_16BIT
 from torch_flashplug.testing import (
     CASES,
     ODD_CASES,
@@ -73,11 +73,11 @@ PARTIAL = (case_named("gqa4_d64_causal"), case_named("gqa3_d64"), case_named("re
 def test_every_backward_kernel_is_reached_by_a_case(family: Family) -> None:
     facts = [{"grad": 1, "deterministic": order} for order in (0, 1)]
     calls = [(case, flags) for case in (*GRAD_CASES, *MANY_HEADS) for flags in facts]
-    calls += [(case, flags | {"align_q": 2}) for case in ODD_CASES for flags in facts if not family.tma]
+    calls += [(case, flags | {"align_q": 2}) for case in ODD_CASES for flags in facts if not family.has_tma]
     plans = [
         plan_of_forced_call(case.with_dtype(dtype), backend=family.backend, **flags)
         for case, flags in calls
-        for dtype in WHOLE
+        for dtype in ELEMENTS_16BIT
     ]
     backwards = kernel_table.specs(family.arch, "bwd", "detbwd", "partbwd")
     # further features: test_masks, test_dropout, ...
@@ -117,14 +117,14 @@ def check_gradients(case: Case, family: str, device: str) -> None:
         assert_within_budget(f"{case.name} {case.dtype} {name}", grad, fp64, yardstick, **budget, seed=SEED)
 
 
-@pytest.mark.parametrize("dtype", WHOLE)
+@pytest.mark.parametrize("dtype", ELEMENTS_16BIT)
 @pytest.mark.parametrize("case", [*GRAD_CASES, *MANY_HEADS], ids=lambda case: case.name)
 @BY_FAMILY
 def test_gradients_match_fp64(kernels_on: str, family: str, case: Case, dtype: str) -> None:
     check_gradients(case.with_dtype(dtype), family, kernels_on)
 
 
-@pytest.mark.parametrize("dtype", WHOLE)
+@pytest.mark.parametrize("dtype", ELEMENTS_16BIT)
 @pytest.mark.parametrize("case", ODD_CASES, ids=lambda case: case.name)
 def test_gradients_of_layouts_without_vector_loads(kernels_on: str, case: Case, dtype: str) -> None:
     """Vector loads cannot read the layouts."""

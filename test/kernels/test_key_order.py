@@ -10,7 +10,7 @@ from torch_flashplug.kernels.tiling import backward_tile_scheduler as key_order 
 from torch_flashplug.kernels.tiling import block_iterator as walk  # noqa: E402
 
 BANDS = {"full": walk.FullBlocks, "causal": walk.CausalBlocks}
-TILES = [(64, 128), (64, 64)]  # tile_m, tile_n: kernel_spec.BACKWARD_TILE, PARTS_TILE
+TILES = [(64, 128), (64, 64)]  # tile_m, tile_n: kernel_spec.BACKWARD_TILE, SPLIT_BACKWARD_TILE
 LENGTHS = [(1, 1), (64, 128), (65, 129), (1000, 300), (300, 1000), (2048, 2048)]
 
 

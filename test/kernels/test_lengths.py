@@ -20,7 +20,7 @@ import torch_flashplug
 from torch_flashplug.dispatch import bindings
 from torch_flashplug.ops.attention import Window
 from torch_flashplug.registry import kernel_table
-from torch_flashplug.registry.dtypes import WHOLE
+from torch_flashplug.registry.dtypes import ELEMENTS_16BIT
 from torch_flashplug.registry.kernel_spec import KernelSpec
 from torch_flashplug.testing import assert_bitwise_equal, assert_lse, assert_within_budget
 
@@ -191,7 +191,7 @@ def test_packed_sequences_of_each_length_mix_and_window(kernels_on: str, lengths
     """The plan chooses the kernels."""
     nth = [*LENGTHS].index(lengths) + [*WINDOWS].index(window)
     dims = ((64, 64), (128, 128), (96, 80), (192, 128), (160, 136))[nth % 5]
-    call = make_packed_call(lengths, window, dims, WHOLE[nth % 2])
+    call = make_packed_call(lengths, window, dims, ELEMENTS_16BIT[nth % 2])
     check_results(
         call, run_kernels(call, kernels_on, grads=True, backend=("fa3", "fa2")[nth % 3 == 2]), f"{lengths} {window}"
     )

@@ -20,7 +20,7 @@ import torch_flashplug
 from torch_flashplug.api import startup
 from torch_flashplug.dispatch import bindings
 from torch_flashplug.registry import kernel_table
-from torch_flashplug.registry.dtypes import WHOLE
+from torch_flashplug.registry.dtypes import ELEMENTS_16BIT
 from torch_flashplug.registry.kernel_spec import LISTED, TALL, KernelSpec
 from torch_flashplug.testing import (
     Case,
@@ -117,7 +117,7 @@ def run_with_references(
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_output_of_each_mask_layout(kernels_on: str, mask: str, d: int) -> None:
-    case = new_case(f"{mask} {d}", HEADS, (300, 333), (d, d), dtype=WHOLE[len(mask) % 2])
+    case = new_case(f"{mask} {d}", HEADS, (300, 333), (d, d), dtype=ELEMENTS_16BIT[len(mask) % 2])
     visible = copy_to_device(kernels_on, MASKS[mask]())
     out, exact, low = run_with_references(case, visible, kernels_on)
     assert_within_budget(case.name, out, exact, low, seed=SEED)
@@ -128,7 +128,7 @@ def test_output_of_each_mask_layout(kernels_on: str, mask: str, d: int) -> None:
 @pytest.mark.parametrize("mask", MASKS)
 def test_output_of_each_mask_layout_on_sm80_kernels(kernels_on: str, mask: str) -> None:
     d = (64, 128, 256)[len(mask) % 3]
-    case = new_case(f"{mask} {d}", HEADS, (300, 333), (d, d), dtype=WHOLE[len(mask) % 2])
+    case = new_case(f"{mask} {d}", HEADS, (300, 333), (d, d), dtype=ELEMENTS_16BIT[len(mask) % 2])
     visible = copy_to_device(kernels_on, MASKS[mask]())
     out, exact, low = run_with_references(case, visible, kernels_on, backend="fa2")
     assert_within_budget(case.name, out, exact, low, seed=SEED)
@@ -277,7 +277,7 @@ def test_tiles_of_192_rows_with_different_lengths(
 @pytest.mark.parametrize("spec", [s for s in MASKED if s.is_backward], ids=KernelSpec.name)
 def test_every_masked_backward_kernel(kernels_on: str, spec: KernelSpec, push_rows_where: Callable) -> None:
     """The call fulfils the conditions for the kernel, and the table has no further backward kind."""
-    heads, order, backend = (2, 2, 1), spec.in_order, BACKENDS[spec.arch]
+    heads, order, backend = (2, 2, 1), spec.is_deterministic, BACKENDS[spec.arch]
     case = new_case(spec.name(), heads, (200, 333), (spec.d, spec.dv), dtype=spec.dtype)
     push_rows_where(lambda row: row.kind in {"fwd", spec.kind})
     facts = {"mask": 1, "grad": 1, "deterministic": order}
@@ -312,14 +312,14 @@ def test_deterministic_backward_is_bitwise_equal(kernels_on: str, spec: KernelSp
 @pytest.mark.parametrize("order", [False, True])
 @pytest.mark.parametrize("mask", MASKS)
 def test_gradients_of_each_mask_layout(kernels_on: str, mask: str, order: bool) -> None:
-    case = new_case(f"{mask} gradients", HEADS, (300, 333), (64, 64), dtype=WHOLE[len(mask) % 2])
+    case = new_case(f"{mask} gradients", HEADS, (300, 333), (64, 64), dtype=ELEMENTS_16BIT[len(mask) % 2])
     check_gradients(case, copy_to_device(kernels_on, MASKS[mask]()), kernels_on, order=order)
 
 
 @pytest.mark.parametrize("mask", MASKS)
 def test_gradients_of_each_mask_layout_on_sm80_kernels(kernels_on: str, mask: str) -> None:
     d = (64, 128, 256)[len(mask) % 3]
-    case = new_case(f"{mask} gradients {d}", HEADS, (300, 333), (d, d), dtype=WHOLE[len(mask) % 2])
+    case = new_case(f"{mask} gradients {d}", HEADS, (300, 333), (d, d), dtype=ELEMENTS_16BIT[len(mask) % 2])
     check_gradients(
         case, copy_to_device(kernels_on, MASKS[mask]()), kernels_on, order=len(mask) % 2 == 0, backend="fa2"
     )

@@ -78,7 +78,7 @@ def test_one_plan_serves_several_calls_of_every_kernel(
         expected = call.results(gradients=spec.is_backward)
         for _ in range(2):
             actual = call.results(gradients=spec.is_backward, plan=tile_plan)
-            assert_equal_results(actual, expected, () if spec.in_parts else ("dq",))
+            assert_equal_results(actual, expected, () if spec.is_split_backward else ("dq",))
 
 
 def test_tile_lists_of_a_plan_are_read_and_not_rebuilt(kernels_on: str) -> None:

@@ -14,7 +14,7 @@ from test_biases import HEADS, SEED, bias_dtype, check_decode, check_gradients, 
 from torch import Tensor
 
 import torch_flashplug
-from torch_flashplug.registry.dtypes import WHOLE
+from torch_flashplug.registry.dtypes import ELEMENTS_16BIT
 from torch_flashplug.testing import Case, assert_within_budget, make_inputs, new_case
 
 # Keys, row pitch in elements, elements before the first row.
@@ -53,7 +53,7 @@ def copies_a_tensor(case: Case, bias: Tensor, device: str) -> bool:
 def test_unaligned_bias_rows_are_read_in_place(kernels_on: str, rows: str, planes: str, wide: bool) -> None:
     """Forwards and backwards read such rows in place: they copy nothing, and use no element around the rows."""
     d, Sq = (64, 128)[len(rows + planes) % 2], (70, 129)[len(planes) % 2]
-    case = new_case(f"{rows} {planes} {d}", HEADS, (Sq, ANY_ROWS[rows][0]), (d, d), dtype=WHOLE[len(rows) % 2])
+    case = new_case(f"{rows} {planes} {d}", HEADS, (Sq, ANY_ROWS[rows][0]), (d, d), dtype=ELEMENTS_16BIT[len(rows) % 2])
     bias = bias_among_nans(PLANES[planes], Sq, rows, kernels_on, bias_dtype(case, wide))
     assert not copies_a_tensor(case, bias, kernels_on)
     assert_within_budget(case.name, *run_with_references(case, bias, kernels_on), seed=SEED)
@@ -72,7 +72,7 @@ def test_bias_row_broadcast_over_queries(kernels_on: str, row: str, heads: int, 
     """Such padding masks have one row per batch entry or head, read in place if rows begin at multiples of 16 bytes."""
     keys, pitch, in_place = ONE_ROW[row]
     d, Sq, number = (64, 128)[heads % 2], (70, 129)[keys % 2], list(ONE_ROW).index(row)
-    case = new_case(f"{row} {heads} {d}", HEADS, (Sq, keys), (d, d), dtype=WHOLE[(number + wide) % 2])
+    case = new_case(f"{row} {heads} {d}", HEADS, (Sq, keys), (d, d), dtype=ELEMENTS_16BIT[(number + wide) % 2])
     memory = torch.full((2, heads, 1, pitch), math.nan, dtype=bias_dtype(case, wide), device=kernels_on)
     bias = memory[..., :keys].copy_(random_bias(2, heads, 1, keys))
     assert copies_a_tensor(case, bias, kernels_on) != in_place
@@ -94,5 +94,5 @@ def test_unaligned_bias_rows_with_wide_head_dims(kernels_on: str, rows: str, dim
 @pytest.mark.parametrize("rows", ANY_ROWS)
 def test_unaligned_bias_rows_in_decode(kernels_on: str, rows: str, Sq: int, wide: bool) -> None:
     """Decode kernels serve the calls."""
-    case = new_case(f"{rows} {Sq}", HEADS, (Sq, ANY_ROWS[rows][0]), (64, 64), dtype=WHOLE[Sq % 2])
+    case = new_case(f"{rows} {Sq}", HEADS, (Sq, ANY_ROWS[rows][0]), (64, 64), dtype=ELEMENTS_16BIT[Sq % 2])
     check_decode(case, bias_among_nans((2, 4), Sq, rows, kernels_on, bias_dtype(case, wide)), kernels_on)

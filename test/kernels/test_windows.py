@@ -19,7 +19,7 @@ import torch_flashplug
 from torch_flashplug.dispatch import bindings
 from torch_flashplug.ops.attention import Window
 from torch_flashplug.registry import kernel_table
-from torch_flashplug.registry.dtypes import WHOLE
+from torch_flashplug.registry.dtypes import ELEMENTS_16BIT
 from torch_flashplug.registry.kernel_spec import KernelSpec
 from torch_flashplug.testing import (
     Case,
@@ -190,7 +190,9 @@ def test_every_window_backward_kernel(
         call = with_softcap(
             spec, make_window_call(nth, (spec.d, spec.dv), spec.dtype, sinks=nth % 3 > 0, dlse=nth % 2 > 0)
         )
-        check_results(call, run_kernels(call, kernels_on, grads=True, backend=BACKENDS[spec.arch], order=spec.in_order))
+        check_results(
+            call, run_kernels(call, kernels_on, grads=True, backend=BACKENDS[spec.arch], order=spec.is_deterministic)
+        )
 
 
 @BY_WINDOW
@@ -198,7 +200,7 @@ def test_every_window_backward_kernel(
 def test_output_and_gradients_of_each_window(kernels_on: str, nth: int, backend: str) -> None:
     """The plan chooses the kernels."""
     dims = ((64, 64), (128, 128), (96, 80), (192, 128), (256, 256), (192, 192))[nth % 6]
-    call = make_window_call(nth, dims, WHOLE[nth % 2])
+    call = make_window_call(nth, dims, ELEMENTS_16BIT[nth % 2])
     check_results(call, run_kernels(call, kernels_on, grads=True, backend=backend))
 
 
@@ -236,7 +238,7 @@ def test_sinks_far_above_or_below_the_scores(kernels_on: str) -> None:
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_window_with_different_softcaps(kernels_on: str, d: int, softcap: float) -> None:
     """The softcaps include a low cap within reach of all scores, and a cap without effect."""
-    call = replace(make_window_call(4, (d, d), WHOLE[d // 64 % 2]), softcap=softcap)
+    call = replace(make_window_call(4, (d, d), ELEMENTS_16BIT[d // 64 % 2]), softcap=softcap)
     check_results(call, run_kernels(call, kernels_on, grads=True))
 
 

@@ -57,18 +57,21 @@ def dlpack_of(dtype: torch.dtype) -> tuple[int, int]:
 
 def test_dtypes_agree_in_python_and_cpp() -> None:
     """Element sizes and DLPack codes are mirrored, too; the entry for all unknown dtypes has the size of float64."""
-    torch_dtypes = {number.torch: getattr(torch, number.torch) for number in elements.NUMBERS.values()}
+    torch_dtypes = {info.torch_name: getattr(torch, info.torch_name) for info in elements.DTYPE_INFO.values()}
     cpp_dtypes = bindings.dtypes()
     assert list(cpp_dtypes) == [*torch_dtypes, "other"] and cpp_dtypes["other"][0] == torch.float64.itemsize
-    for number in elements.NUMBERS.values():
-        dtype = torch_dtypes[number.torch]
+    for info in elements.DTYPE_INFO.values():
+        dtype = torch_dtypes[info.torch_name]
         code, bits = dlpack_of(dtype)
-        assert cpp_dtypes[number.torch] == (number.bytes, code) == (dtype.itemsize, code) and bits == 8 * number.bytes
+        assert (
+            cpp_dtypes[info.torch_name] == (info.num_bytes, code) == (dtype.itemsize, code)
+            and bits == 8 * info.num_bytes
+        )
 
 
 def test_stock_efficient_attention_supports_only_named_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A new dtype with plugin kernels is not thereby supported by stock's efficient attention."""
-    for name in elements.NUMBERS:
+    for name in elements.DTYPE_INFO:
         monkeypatch.setitem(elements.ELEMENTS, name, elements.Element(name, name, name, name))
     bindings.push_rows((KernelRow("fwd", 90, 64, 64, ("full",), 64, 64, 2),), (), dispatch_table.GATE)
 
@@ -78,9 +81,9 @@ def test_stock_efficient_attention_supports_only_named_dtypes(monkeypatch: pytes
         return bindings.plan(problem, DEVICES["h100"], BACKENDS.index("fa3"))["gradients"].partition(" follows. ")[0]
 
     supported = {"bf16", "fp16", "fp32"}
-    assert {name: backward(name) for name in elements.NUMBERS} == {
+    assert {name: backward(name) for name in elements.DTYPE_INFO} == {
         name: "The efficient backward of stock" if name in supported else "The math backward of stock"
-        for name in elements.NUMBERS
+        for name in elements.DTYPE_INFO
     }
 
 
@@ -184,7 +187,7 @@ def test_tma_and_clusters_are_properties_of_the_family(monkeypatch: pytest.Monke
         return row.sector_bytes, row.max_cluster, row.rows_sector_aligned(row.specs()[0])
 
     assert asked() == (1, 1, False)
-    used = dataclasses.replace(architectures.BY_ARCH[80], tma=True, clusters=True)
+    used = dataclasses.replace(architectures.BY_ARCH[80], has_tma=True, supports_clusters=True)
     monkeypatch.setitem(architectures.BY_ARCH, 80, used)
     assert asked() == (kernel_table.SECTOR_BYTES, CLUSTER, True)
 
@@ -302,11 +305,14 @@ def test_feature_combinations_match_the_kernel_table() -> None:
 def test_only_arguments_of_features_are_optional(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels without a feature get None for the arguments of the feature. No further arguments are optional."""
     optional_names = {
-        argument.name for arguments in kernel_args.OF_KIND.values() for argument in arguments if argument.optional
+        argument.name
+        for arguments in kernel_args.ARGUMENTS_BY_KIND.values()
+        for argument in arguments
+        if argument.is_optional
     }
     assert {name for feature in features.FEATURES for name in feature.arguments} == optional_names
-    unowned = kernel_args._number("Sq", "int32", "a fact that no feature brings", optional=True)
-    monkeypatch.setitem(kernel_args.OF_KIND, "fwd", (unowned, *kernel_args.FORWARD))
+    unowned = kernel_args._number("Sq", "int32", "a fact that no feature brings", is_optional=True)
+    monkeypatch.setitem(kernel_args.ARGUMENTS_BY_KIND, "fwd", (unowned, *kernel_args.FORWARD))
     with pytest.raises(ValueError, match=r"argument Sq must belong to a feature"):
         startup.push_tables()
 
@@ -314,7 +320,7 @@ def test_only_arguments_of_features_are_optional(monkeypatch: pytest.MonkeyPatch
 def test_tags_are_sets_of_features() -> None:
     assert {features.tag_of(features.TAGS[tag].features) for tag in features.TAGS} == set(features.TAGS)
     assert features.tag_of({"dropout", "causal"}) == "causal+dropout"
-    assert features.always({"dropout", "causal"}) == features.bits({"causal"})
+    assert features.unconditional_bits({"dropout", "causal"}) == features.bits({"causal"})
 
 
 # One fact changed at a time, each in a call with a plan depending on the fact.

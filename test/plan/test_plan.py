@@ -20,7 +20,7 @@ from torch_flashplug.dispatch.table_structs import DTYPE_IDS
 from torch_flashplug.registry import dispatch_table, kernel_table
 from torch_flashplug.registry.architectures import BACKENDS
 from torch_flashplug.registry.dispatch_table import ANY, ChoiceRow
-from torch_flashplug.registry.dtypes import ELEMENTS, NUMBERS, elements_of
+from torch_flashplug.registry.dtypes import DTYPE_INFO, ELEMENTS, elements_of
 from torch_flashplug.registry.kernel_spec import KernelSpec
 from torch_flashplug.registry.kernel_table import KernelRow
 
@@ -372,7 +372,7 @@ def test_kernel_name_contains_the_element_type() -> None:
     for dtype in elements_of("fwd", 90):
         plan = bindings.plan(plain | made_of(*ELEMENTS[dtype].operands[:3]), DEVICES["h100"], fa3)
         assert f"_{dtype}_" in plan["kernel"] and KernelSpec.from_name(plan["kernel"]).dtype == dtype
-    for unsupported in {*NUMBERS, "none"} - {element.q for element in ELEMENTS.values()}:
+    for unsupported in {*DTYPE_INFO, "none"} - {element.q for element in ELEMENTS.values()}:
         rejected = bindings.plan(plain | made_of(unsupported), DEVICES["h100"])
         assert rejected["backend"] == "stock" and not rejected["kernel"] and "dtype" in rejected["reasons"]["fa3"]
 

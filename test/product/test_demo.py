@@ -22,7 +22,7 @@ import torch_flashplug
 from torch_flashplug import env
 from torch_flashplug.__main__ import main
 from torch_flashplug.api.backend import DEVICES
-from torch_flashplug.demo import measured, show, train, without_gpu
+from torch_flashplug.demo import benchmark_table, inference, train, without_gpu
 from torch_flashplug.demo import model as gpt
 from torch_flashplug.registry.architectures import FAMILIES
 from torch_flashplug.testing import interpreted
@@ -74,13 +74,13 @@ def test_demo_without_gpu_shows_plans_a_kernel_and_measured_speeds(text_file):
     assert shown.index(kernel) < shown.index(f"Kernel {kernel}"), "it is the kernel of the plan for an H100"
     assert "2 of the prefill's 2 attention calls ran on this kernel" in shown
     assert set(table_rows(done.stdout, "RMS error against fp64")) == {"prefill, layer 1", "prefill, layer 2"}
-    assert shown.endswith(" ".join(show.ON_H100.split()))
+    assert shown.endswith(" ".join(inference.ON_H100.split()))
 
 
 @pytest.fixture
 def small_prefill():
     """Return a model and a prompt whose prefill would run on one of our kernels on an H100."""
-    model = gpt.build(show.CPU_SHAPE, "cpu", torch.bfloat16)
+    model = gpt.build(inference.CPU_SHAPE, "cpu", torch.bfloat16)
     return model, torch.arange(200).view(1, 200) * 37 % gpt.BYTES
 
 
@@ -146,7 +146,7 @@ def test_calls_served_by_stock_are_not_counted(small_prefill, monkeypatch):
 @pytest.mark.interpreted
 def test_demo_explains_a_missing_kernel(small_prefill, monkeypatch, tmp_path):
     monkeypatch.setattr(interpreted, "TOOL", tmp_path / "interpreted.py")
-    monkeypatch.setattr(measured, "RESULTS", tmp_path)
+    monkeypatch.setattr(benchmark_table, "RESULTS", tmp_path)
 
     errors, text = print_prefill_errors(*small_prefill)
 
@@ -157,14 +157,14 @@ def test_demo_explains_a_missing_kernel(small_prefill, monkeypatch, tmp_path):
 def test_measured_speeds_equal_the_page():
     """Compare with docs/benchmarks.md, which test_results.py compares with the result files."""
     console = Console(width=160, record=True, file=io.StringIO())
-    measured.show(console)
+    benchmark_table.show(console)
 
     shown = {
         cells[-1].removesuffix(".json"): cells[:-2] for cells in table_rows(console.export_text(), "Measured").values()
     }
 
     page = (ROOT / "docs" / "benchmarks.md").read_text()
-    assert set(shown) == {f"{name}-h100" for name in measured.SUITES}
+    assert set(shown) == {f"{name}-h100" for name in benchmark_table.SUITES}
     for name, (calls, stock, stock_lowest, best, best_lowest) in shown.items():
         assert f"| {name} | {calls} | {best} | {best_lowest} | {stock} | {stock_lowest} |" in page
 
@@ -310,7 +310,7 @@ def test_training_and_prefill_give_equal_logits():
 
 
 def test_demo_has_a_default_text():
-    from torch_flashplug.demo.text import read_text
+    from torch_flashplug.demo.input_text import read_text
 
     content, origin = read_text(None)
     assert content and origin in {"README.md", "the package's own source"}

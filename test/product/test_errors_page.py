@@ -112,7 +112,7 @@ def test_reasons_of_the_dispatcher_are_on_the_page() -> None:
 
     assert len(spoken) > 20
     assert not [name for name, code in spoken.items() if not is_on_the_page(code)]
-    assert not [feature.name for feature in features.FEATURES if not is_on_the_page(feature.words)]
+    assert not [feature.name for feature in features.FEATURES if not is_on_the_page(feature.unsupported_reason)]
 
 
 def test_reasons_of_calls_outside_the_dispatcher_are_on_the_page() -> None:

@@ -11,7 +11,7 @@ from standin import Road
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from torch_flashplug.demo.text import as_tokens, read_text, repeated
+from torch_flashplug.demo.input_text import as_tokens, read_text, repeated
 
 STEPS, LAYERS, BATCH = 16, 2, 2  # from step 17 on, differences between backends grow fivefold
 LENGTH, HIDDEN = {"cpu": 64, "cuda": 512}, {"cpu": 256, "cuda": 512}

@@ -15,7 +15,7 @@ import torch
 
 from torch_flashplug.api import startup
 from torch_flashplug.api.backend import DEVICES, SPLITS_SHIFT
-from torch_flashplug.codegen.provided import Circumstances
+from torch_flashplug.codegen.kernel_request import CallConditions
 from torch_flashplug.dispatch import bindings, callbacks
 from torch_flashplug.dispatch import table_structs as rows
 from torch_flashplug.ops import sdpa
@@ -147,7 +147,7 @@ def expected_record(
     for parameter in parameters:
         if parameter.name in strides:
             record += [TENSOR, parameter.rank, *DLPACK[parameter.dtype], *strides[parameter.name]]
-        elif parameter.scalar and not parameter.optional:
+        elif parameter.is_scalar and not parameter.is_optional:
             record += [INTEGER, numbers[parameter.name]] if parameter.dtype == "int32" else [REAL]
         else:
             record += [NONE]
@@ -213,14 +213,14 @@ def record_of_first_argument(fake_pack: ctypes.CDLL, monkeypatch: pytest.MonkeyP
                 kernel.takes |= features.bits(["dropout"] * dropout)
                 yield kernel
 
-        dropout_arguments = {"dropout": (argument.name,) * argument.optional}
+        dropout_arguments = {"dropout": (argument.name,) * argument.is_optional}
         changed = [
             dataclasses.replace(feature, arguments=(*feature.arguments, *dropout_arguments.get(feature.name, ())))
             for feature in known_features
         ]
         monkeypatch.setattr(features, "FEATURES", tuple(changed))
         monkeypatch.setattr(rows, "of_kernels", of_kernels)
-        monkeypatch.setitem(kernel_args.OF_KIND, "fwd", (argument, *FORWARD))
+        monkeypatch.setitem(kernel_args.ARGUMENTS_BY_KIND, "fwd", (argument, *FORWARD))
         bindings.push_rows(KERNELS, (), dispatch_table.GATE)
         CARRIER(query, query, query, None, 0.5 * dropout)
         return record_of_kernel(fake_pack)[:3]
@@ -246,9 +246,9 @@ def test_kernel_receives_each_argument_of_its_signature(record_of_first_argument
 def test_feature_argument_is_none_for_kernels_without_the_feature(
     record_of_first_argument: Callable[..., list[int]],
 ) -> None:
-    fact = kernel_args._number("dropout_p", "fp32", "filled by itself", optional=True)
-    splits = kernel_args._number("splits", "int32", "said by every forward", optional=True)
-    scratch = kernel_args._tensor("scratch", 1, "fp32", "said by none", optional=True)
+    fact = kernel_args._number("dropout_p", "fp32", "filled by itself", is_optional=True)
+    splits = kernel_args._number("splits", "int32", "said by every forward", is_optional=True)
+    scratch = kernel_args._tensor("scratch", 1, "fp32", "said by none", is_optional=True)
     assert (
         record_of_first_argument(fact)
         == record_of_first_argument(splits)
@@ -267,13 +267,13 @@ def test_kernel_errors_contain_the_kernel_name(fake_pack: ctypes.CDLL) -> None:
     The error must contain the kernel name and the message of the Python callback.
     """
     bindings.clear_packs()
-    callbacks.set_compile(lambda name, cc, circumstances: "not today")
+    callbacks.set_compile_callback(lambda name, cc, circumstances: "not today")
     query = torch.zeros(1, 1, 8, 64, dtype=torch.float16)
     try:
         with pytest.raises(RuntimeError, match=r"fwd_sm90_fp16_d64_full_m128n128s2.*not today"):
             CARRIER(query, query, query)
     finally:
-        callbacks.set_compile(startup.provide)
+        callbacks.set_compile_callback(startup.provide)
 
 
 def test_elementwise_kernels_receive_unchanged_strides(fake_pack: ctypes.CDLL) -> None:
@@ -297,7 +297,9 @@ def test_kernels_are_searched_in_packs_for_the_current_gpu(fake_pack: ctypes.CDL
     bindings.clear_packs()
     for target in TARGETS:
         bindings.load_pack(tmp_path / "pack.so" if target == "sm_80" else None, target)
-    callbacks.set_compile(lambda name, cc, circumstances: requests.append((name, cc, circumstances)) or "not today")
+    callbacks.set_compile_callback(
+        lambda name, cc, circumstances: requests.append((name, cc, circumstances)) or "not today"
+    )
     query = torch.zeros(1, 1, 8, 64, dtype=torch.bfloat16)
     try:
         for device in ("a100", "rtx4090"):
@@ -307,8 +309,8 @@ def test_kernels_are_searched_in_packs_for_the_current_gpu(fake_pack: ctypes.CDL
             bindings.set_facts_override(DEVICES["h100"])
             CARRIER(query, query, query)
     finally:
-        callbacks.set_compile(startup.provide)
-    assert requests == [("fwd_sm80_bf16_d64_full_m64n64s1", 90, Circumstances(capturing=False, must_wait=True))]
+        callbacks.set_compile_callback(startup.provide)
+    assert requests == [("fwd_sm80_bf16_d64_full_m64n64s1", 90, CallConditions(is_capturing=False, must_wait=True))]
 
 
 BASE = torch.zeros(2, 8, 4, 80, dtype=torch.bfloat16)

@@ -324,7 +324,7 @@ def test_explain_respects_backend_blocks() -> None:
 
 def test_each_new_plan_is_logged_once(road: Road) -> None:
     records: list[tuple[int, str]] = []
-    callbacks.set_log(lambda level, text: records.append((level, text)), plans=True)
+    callbacks.set_log_callback(lambda level, text: records.append((level, text)), plans=True)
     try:
         q, k, v = road.qkv(rows=72)
         for _ in range(3):
@@ -332,7 +332,7 @@ def test_each_new_plan_is_logged_once(road: Road) -> None:
         num_lines = len(records)
         F.scaled_dot_product_attention(q, k, v, is_causal=True)
     finally:
-        callbacks.set_log(startup._plan_log.log, plans=False)
+        callbacks.set_log_callback(startup._plan_log.log, plans=False)
     # one line each from the choice hook and from the op
     assert 1 <= num_lines <= 2 and num_lines < len(records) <= 2 * num_lines
     assert all(level == logging.DEBUG and "fa3" in text for level, text in records)

@@ -180,9 +180,9 @@ def test_explain_attention_runs_nothing_and_reports_errors() -> None:
 def plan_log() -> list[str]:
     """Record the new messages of the plan log; the log repeats no plan."""
     messages: list[str] = []
-    callbacks.set_log(lambda _, text: messages.append(text), plans=True)
+    callbacks.set_log_callback(lambda _, text: messages.append(text), plans=True)
     yield messages
-    callbacks.set_log(startup._plan_log.log, plans=False)
+    callbacks.set_log_callback(startup._plan_log.log, plans=False)
 
 
 @pytest.mark.gpu

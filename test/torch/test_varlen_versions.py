@@ -35,8 +35,8 @@ def rule() -> Iterator[Callable[[str], None]]:
     """Set the selection rule to the rule of a given torch version."""
     varlen_hooks.prepare()
     before = varlen_decision.varlen_rule()
-    yield varlen_decision.know_varlen_rule
-    varlen_decision.know_varlen_rule(before)
+    yield varlen_decision.set_varlen_rule
+    varlen_decision.set_varlen_rule(before)
 
 
 @pytest.fixture

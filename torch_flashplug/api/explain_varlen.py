@@ -91,7 +91,7 @@ def explain_varlen(
     facts = _facts((query, key, value), cu_seq_k, max_q, settings) | {"backend": backend}
     cc = DEVICES[device]["cc"] if device is not None else bindings.device_facts(query.device.index or 0)["cc"]
     mode = bindings.effective_mode()
-    verdict = varlen_decision.varlen_verdict(facts, cc, mode)
+    verdict = varlen_decision.decide_varlen(facts, cc, mode)
     stock = _STOCK[verdict["stock"]].name
     if verdict["exit"] not in {"served", "forced"}:
         return replace(_stocks(call, verdict["said"]), error=verdict["error"], stock_choice=stock)

@@ -15,7 +15,7 @@ import torch
 
 from .. import env
 from ..codegen import compiler, jit
-from ..codegen.provided import Circumstances, Provided
+from ..codegen.kernel_request import CallConditions, KernelAnswer
 from ..dispatch import bindings, callbacks, kernel_sets, packs
 from ..registry import dispatch_table, kernel_table, quant_recipes, stock_bugs
 from ..registry.architectures import BACKENDS
@@ -41,7 +41,7 @@ def _process_precision() -> int:
         raise ValueError(f"{env.PRECISION.name}: {error}") from None
 
 
-def provide(name: str, cc: int, given: Circumstances) -> Provided:
+def provide(name: str, cc: int, given: CallConditions) -> KernelAnswer:
     """Return a kernel that no open pack holds: from a compressed pack, from the disk cache, or compiled now.
 
     Args:
@@ -59,8 +59,8 @@ def provide(name: str, cc: int, given: Circumstances) -> Provided:
     given = replace(given, must_wait=given.must_wait or spec.is_backward or "dropout" in spec.features or deterministic)
 
     def following() -> list[str]:
-        names = kernel_sets.following(spec, bindings.device_facts(), given.training, deterministic)
-        packed = packs.held(target)
+        names = kernel_sets.kernels_needed_next(spec, bindings.device_facts(), given.needs_gradients, deterministic)
+        packed = packs.packed_kernels(target)
         return [name for name in names if name not in packed]
 
     return jit.provide(name, target, given, following)
@@ -84,11 +84,11 @@ def _load_core() -> None:
     bindings.set_process_backend(_process_backend())
     bindings.set_process_precision(_process_precision())
     packs.register()
-    callbacks.set_compile(provide)
-    callbacks.set_learn(recomputation.run_probe)
-    callbacks.set_trace(describe_call.sizes_of_traced, dtensor.part_of)
+    callbacks.set_compile_callback(provide)
+    callbacks.set_learn_callback(recomputation.run_probe)
+    callbacks.set_trace_callback(describe_call.sizes_of_traced, dtensor.part_of)
     plans = _plan_log.isEnabledFor(logging.DEBUG) or env.torch_logs_us()
-    callbacks.set_log(_plan_log.log, plans=plans)
+    callbacks.set_log_callback(_plan_log.log, plans=plans)
 
 
 @functools.cache

@@ -76,8 +76,8 @@ def hook() -> Line:
         return Line(FAIL, "hook", f"off: {why}", f"unset {env.ENABLED.name}, or call torch_flashplug.enable()")
     if facts["installed"] or facts["plan_b"]:
         text = f"in place, mode {facts['mode']}"
-        if others := env_info.kept_by_others():
-            text += f"; other libraries serve {', '.join(others)}"
+        if owners := env_info.kept_by_others():
+            text += f"; other libraries serve {', '.join(owners)}"
         return Line(PASS, "hook", text)
     if torch.version.cuda is None:
         return Line(SKIP, "hook", facts["why"])
@@ -104,7 +104,7 @@ def kernels() -> Line:
     text = f"compiled at first use by CuTe DSL {dsl.version()}"
     if linker.c_compiler() is None:
         text += "; without a C compiler, each kernel loads in 0.6 s instead of 1 ms"
-    elif reason := linker.failure():
+    elif reason := linker.link_failure_reason():
         return Line(FAIL, "kernels", reason, "set CC to a C compiler that links, or install gcc")
     if reasons:
         text += f"; kept in {writable[0]} ({reasons[0]})"
@@ -118,13 +118,13 @@ def gpu() -> Line:
     if not torch.cuda.is_available():
         return Line(SKIP, "GPU", "no GPU, or no driver that supports this torch; see `nvidia-smi`")
     major, minor = torch.cuda.get_device_capability()
-    found = f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}"
+    description = f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}"
     if 10 * major + minor < OLDEST_CC:
         needed = f"{OLDEST_CC // 10}.{OLDEST_CC % 10}"
         return Line(
-            FAIL, "GPU", found, f"kernels need compute capability {needed} or later; stock torch serves all calls"
+            FAIL, "GPU", description, f"kernels need compute capability {needed} or later; stock torch serves all calls"
         )
-    return Line(PASS, "GPU", found)
+    return Line(PASS, "GPU", description)
 
 
 def numbers() -> Line:
@@ -141,14 +141,14 @@ def numbers() -> Line:
     try:
         with sdpa_backend(_family()):
             out = F.scaled_dot_product_attention(*leaves, is_causal=True)
-        found = (out.detach(), *torch.autograd.grad(out, leaves, grad_out))
+        results = (out.detach(), *torch.autograd.grad(out, leaves, grad_out))
         counts = bindings.counters(reset=True)
         exact, plain = (
             (attention_math(q, k, v, mask=Masking(1), dtype=dtype).out,
              *grads_math(q, k, v, grad_out, mask=Masking(1), dtype=dtype))
             for dtype in (torch.float64, torch.bfloat16)
         )  # fmt: skip
-        for name, *three in zip(("out", "dq", "dk", "dv"), found, exact, plain, strict=True):
+        for name, *three in zip(("out", "dq", "dk", "dv"), results, exact, plain, strict=True):
             assert_within_budget(name, *three, factor=OUT_FACTOR if name == "out" else GRAD_FACTOR, seed=0)
     except (RuntimeError, AssertionError) as error:
         return Line(FAIL, "numbers", " ".join(str(error).split())[:300], "report this text")
@@ -156,7 +156,7 @@ def numbers() -> Line:
         return Line(
             FAIL, "numbers", "stock torch served the call", "`python -m torch_flashplug explain` prints the reasons"
         )
-    worst = max(float((a.double() - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True))
+    worst = max(float((a.double() - b).norm() / b.norm()) for a, b in zip(results, exact, strict=True))
     return Line(PASS, "numbers", f"forward and backward of {CALL}: {worst:.2%} off fp64 at most (relative L2 norm)")
 
 
@@ -236,8 +236,8 @@ def run() -> int:
         The exit status: 1 if a check failed, else 0.
     """
     failed = 0
-    for one in CHECKS:
-        line = one()
+    for check in CHECKS:
+        line = check()
         print(line, flush=True)
         failed += line.status == FAIL
     print("\nFor a bug report, copy everything above and the lines below:")

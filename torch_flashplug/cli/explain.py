@@ -40,8 +40,14 @@ def _check(shapes: Shapes) -> None:
         ValueError: a tensor, or the scores, would have 2^58 elements or more.
     """
     scores = (*shapes.q[:3], *shapes.k[2:3])
-    given = {"query": shapes.q, "key": shapes.k, "value": shapes.v, "attn_mask": shapes.mask or (), "scores": scores}
-    for name, shape in given.items():
+    shapes_by_name = {
+        "query": shapes.q,
+        "key": shapes.k,
+        "value": shapes.v,
+        "attn_mask": shapes.mask or (),
+        "scores": scores,
+    }
+    for name, shape in shapes_by_name.items():
         if math.prod(max(size, 1) for size in shape) >= 1 << _LIMIT:
             raise ValueError(
                 f"{name} must have fewer than 2^{_LIMIT} elements, but got the shape {','.join(map(str, shape))}. "

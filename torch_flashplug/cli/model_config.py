@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from ..dispatch.kernel_sets import LENGTHS, Attention
+from ..dispatch.kernel_sets import LENGTHS, AttentionLayer
 from . import config_classes
 
 Config = Mapping[str, object]
@@ -95,7 +95,7 @@ def _is_deep(config: object) -> bool:
     layer = [config]
     for _ in range(_MOST_NESTED):
         inner = (value.values() if isinstance(value, dict) else value for value in layer)
-        layer = [one for values in inner for one in values if isinstance(one, (dict, list))]
+        layer = [item for values in inner for item in values if isinstance(item, (dict, list))]
         if not layer:
             return False
     return True
@@ -112,7 +112,7 @@ def attentions(
     training: bool = False,
     deterministic: bool = False,
     on_skip: Callable[[Skip], None] = lambda _: None,
-) -> list[Attention]:
+) -> list[AttentionLayer]:
     """Return the kinds of attention layers of a model.
 
     Args:
@@ -126,7 +126,7 @@ def attentions(
         ValueError: no part can be planned, or a value is out of range.
     """
     _check(config)
-    found: list[Attention] = []
+    layers: list[AttentionLayer] = []
     skipped: list[Skip] = []
     for part in _parts(config, _Part({}, "", "", False), ""):
         if (skip := _skip_of(part)) is not None:
@@ -136,16 +136,16 @@ def attentions(
             str(_first(part.facts, "dtype", "torch_dtype") or _first(config, "dtype", "torch_dtype")), "bf16"
         )
         for layer in _layers(part, element, training, deterministic):
-            if layer not in found:
-                found.append(layer)
-    last = skipped.pop().said if skipped and not found else ""
+            if layer not in layers:
+                layers.append(layer)
+    last = skipped.pop().said if skipped and not layers else ""
     for skip in skipped:
         on_skip(skip)
     if last:
         raise ValueError(last)
-    if not found:
+    if not layers:
         raise ValueError(f"--model-config must name attention heads, but has none of {', '.join(_HEADS)}.")
-    return found
+    return layers
 
 
 class _Part(NamedTuple):
@@ -208,7 +208,7 @@ def _check(config: Config, name: str = "") -> None:
     """
     part = _Part(config, name, "", False)
     if part.key(*_HEADS, "model_type"):
-        for names in (_HEADS, _KV_HEADS, _HEAD_DIM, *((one,) for one in _LATENT), _GLOBAL_HEAD_DIM, _HIDDEN, _LENGTH):
+        for names in (_HEADS, _KV_HEADS, _HEAD_DIM, *((dim,) for dim in _LATENT), _GLOBAL_HEAD_DIM, _HIDDEN, _LENGTH):
             part.number(*names)
     for key, value in config.items():
         if isinstance(value, dict):
@@ -238,10 +238,10 @@ def _parts(config: Config, outer: _Part, key: str, raw: object = None) -> Iterat
     ):  # for example the configuration of some layers
         part = part._replace(facts={**outer.facts, **config})
     inner = [
-        one
+        nested
         for key, value in facts.items()
         if isinstance(value, dict) and key not in _NO_PARTS
-        for one in _parts(value, part, key, raw.get(key))
+        for nested in _parts(value, part, key, raw.get(key))
     ]
     is_part = facts.get("model_type") or (not outer.is_known and name.endswith(("_config", "_cfg")))
     if part.key(*_HEADS) or (is_part and not inner):
@@ -275,7 +275,7 @@ def _first(config: Config, *names: str) -> object:
     return next((config[name] for name in names if config.get(name) is not None), None)
 
 
-def _layers(part: _Part, dtype: str, training: bool, deterministic: bool) -> Iterator[Attention]:
+def _layers(part: _Part, dtype: str, training: bool, deterministic: bool) -> Iterator[AttentionLayer]:
     config = part.facts
     heads, kv_heads = _heads(part)
     causal, decodes = _kind(part)
@@ -286,19 +286,19 @@ def _layers(part: _Part, dtype: str, training: bool, deterministic: bool) -> Ite
     if relative or config.get("alibi"):
         features += [frozenset({"bias"}), frozenset({"bias32"})]
     if training and any(_dropout(part, name) > 0 for name in _DROPOUT):
-        features += [wanted | {"dropout"} for wanted in features]
+        features += [call_features | {"dropout"} for call_features in features]
     for dims in _dims(part, heads):
-        yield Attention(
+        yield AttentionLayer(
             # Programs pass K and V either with KV heads, or repeated for the query heads.
             tuple(dict.fromkeys(((heads, kv_heads), (heads, heads)))),
             dims,
             dtype,
             tuple(features),
-            decodes=decodes and not training,
-            cross_attention=bool(config.get("is_encoder_decoder")),
-            training=training,
-            bias_grad=relative,
-            deterministic=deterministic,
+            has_decode_calls=decodes and not training,
+            has_cross_attention=bool(config.get("is_encoder_decoder")),
+            needs_gradients=training,
+            needs_bias_gradient=relative,
+            is_deterministic=deterministic,
             max_length=min(_length(part, decodes) or LENGTHS[-1], LENGTHS[-1]),
         )
 
@@ -370,5 +370,5 @@ def _dims(part: _Part, heads: int) -> Iterator[tuple[int, int]]:
             f"--model-config: {_path(part.name, part.key(*hidden))} must be {part.key(*_HEADS)} or more, but got "
             f"{part.number(*hidden)} and {heads}. Correct the file."
         )
-    for one in dict.fromkeys((dim, part.number(*_GLOBAL_HEAD_DIM) or dim)):
-        yield one, one
+    for head_dim in dict.fromkeys((dim, part.number(*_GLOBAL_HEAD_DIM) or dim)):
+        yield head_dim, head_dim

@@ -14,9 +14,9 @@ import torch_flashplug
 
 from ..registry import quant_recipes
 from . import model as gpt
-from .record import Recorder, distinct
+from .call_recorder import Recorder, distinct
+from .input_text import as_tokens, read_text, repeated
 from .scopes import Scope
-from .text import as_tokens, read_text, repeated
 from .train import Recipe, Trainer, windows
 
 GPU_RECIPE = Recipe(gpt.Shape(layers=4, heads=8, kv_heads=8, head_dim=128), batch=8, length=1024, steps=150)

@@ -20,8 +20,8 @@ from torch import Tensor
 import torch_flashplug
 
 from . import model as gpt
+from .input_text import as_tokens, read_text, repeated
 from .scopes import plugin_off
-from .text import as_tokens, read_text, repeated
 
 ROWS = 64  # rows of a page
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # layer, q, k, v (..., heads, D) -> (..., heads, D)
@@ -71,8 +71,8 @@ class Padded:
         self.model, self.device = model, prompts[0].device
         self.used = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
         self.tokens = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)
-        room = (len(prompts), self.tokens.shape[1] + steps, model.shape.kv_heads, model.shape.head_dim)
-        self.caches = [[model.embed.weight.new_zeros(room) for _ in range(2)] for _ in model.blocks]
+        cache_shape = (len(prompts), self.tokens.shape[1] + steps, model.shape.kv_heads, model.shape.head_dim)
+        self.caches = [[model.embed.weight.new_zeros(cache_shape) for _ in range(2)] for _ in model.blocks]
 
     def _sdpa(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         turned = (x.transpose(1, 2) for x in (q, k, v))
@@ -80,27 +80,27 @@ class Padded:
 
     def read(self) -> Tensor:
         length = self.tokens.shape[1]
-        place = torch.arange(length, device=self.device)
-        mask = (place.unsqueeze(1) >= place) & (place < self.used.view(-1, 1, 1, 1))
+        positions = torch.arange(length, device=self.device)
+        mask = (positions.unsqueeze(1) >= positions) & (positions < self.used.view(-1, 1, 1, 1))
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             for cache, x in zip(self.caches[layer], (k, v), strict=True):
                 cache[:, :length] = x
             return self._sdpa(q, k, v, mask)
 
-        x = _states(self.model, self.tokens, place.expand_as(self.tokens), attend)
+        x = _states(self.model, self.tokens, positions.expand_as(self.tokens), attend)
         return _next(self.model, x[torch.arange(len(x), device=self.device), self.used - 1])
 
     def step(self, tokens: Tensor) -> Tensor:
-        batch, place = torch.arange(len(tokens), device=self.device), self.used
-        mask = (torch.arange(self.caches[0][0].shape[1], device=self.device) <= place.unsqueeze(1))[:, None, None]
+        batch, positions = torch.arange(len(tokens), device=self.device), self.used
+        mask = (torch.arange(self.caches[0][0].shape[1], device=self.device) <= positions.unsqueeze(1))[:, None, None]
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             for cache, x in zip(self.caches[layer], (k, v), strict=True):
-                cache[batch, place] = x[:, 0]
+                cache[batch, positions] = x[:, 0]
             return self._sdpa(q, *self.caches[layer], mask)
 
-        x = _states(self.model, tokens.unsqueeze(1), place.unsqueeze(1), attend)
+        x = _states(self.model, tokens.unsqueeze(1), positions.unsqueeze(1), attend)
         self.used = self.used + 1
         return _next(self.model, x[:, 0])
 
@@ -115,41 +115,41 @@ class Paged:
         self.starts = F.pad(lengths.cumsum(0), (1, 0)).int().to(self.device)
         self.used = torch.zeros(len(prompts), dtype=torch.int32, device=self.device)
         pages = -(-(lengths + steps) // ROWS)
-        of_all = torch.randperm(int(pages.sum()), generator=torch.Generator().manual_seed(0)).int()
+        page_ids = torch.randperm(int(pages.sum()), generator=torch.Generator().manual_seed(0)).int()
         self.table = torch.zeros(len(prompts), int(pages.max()), dtype=torch.int32)
-        for i, mine in enumerate(of_all.split(pages.tolist())):
-            self.table[i, : len(mine)] = mine
+        for i, pages_of_prompt in enumerate(page_ids.split(pages.tolist())):
+            self.table[i, : len(pages_of_prompt)] = pages_of_prompt
         self.table = self.table.to(self.device)
-        room = (len(of_all), ROWS, model.shape.kv_heads, model.shape.head_dim)
-        self.pools = [[model.embed.weight.new_zeros(room) for _ in range(2)] for _ in model.blocks]
+        pool_shape = (len(page_ids), ROWS, model.shape.kv_heads, model.shape.head_dim)
+        self.pools = [[model.embed.weight.new_zeros(pool_shape) for _ in range(2)] for _ in model.blocks]
 
     def read(self) -> Tensor:
-        place = torch.arange(len(self.tokens), device=self.device)
-        of = torch.repeat_interleave(torch.arange(len(self.lengths), device=self.device), self.lengths)
-        place = place - self.starts[of]
-        page, row = self.table[of, place // ROWS], place % ROWS
+        positions = torch.arange(len(self.tokens), device=self.device)
+        prompt_idx = torch.repeat_interleave(torch.arange(len(self.lengths), device=self.device), self.lengths)
+        positions = positions - self.starts[prompt_idx]
+        page, row = self.table[prompt_idx, positions // ROWS], positions % ROWS
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             for pool, x in zip(self.pools[layer], (k, v), strict=True):
                 pool[page, row] = x
             return torch_flashplug.attention(q, k, v, causal=True, cu_seqlens_q=self.starts)
 
-        x = _states(self.model, self.tokens, place, attend)
+        x = _states(self.model, self.tokens, positions, attend)
         self.used = self.lengths.int()
         return _next(self.model, x[self.starts[1:] - 1])
 
     def step(self, tokens: Tensor) -> Tensor:
-        place = self.used.long()
-        page, row = self.table.gather(1, (place // ROWS).unsqueeze(1)).squeeze(1), place % ROWS
+        positions = self.used.long()
+        page, row = self.table.gather(1, (positions // ROWS).unsqueeze(1)).squeeze(1), positions % ROWS
         self.used = self.used + 1
-        pages = {"block_table": self.table, "seqused_k": self.used}
+        paged_kv = {"block_table": self.table, "seqused_k": self.used}
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             for pool, x in zip(self.pools[layer], (k, v), strict=True):
                 pool[page, row] = x[:, 0]
-            return torch_flashplug.attention(q, *self.pools[layer], causal=True, **pages)
+            return torch_flashplug.attention(q, *self.pools[layer], causal=True, **paged_kv)
 
-        x = _states(self.model, tokens.unsqueeze(1), place.unsqueeze(1), attend)
+        x = _states(self.model, tokens.unsqueeze(1), positions.unsqueeze(1), attend)
         return _next(self.model, x[:, 0])
 
 

@@ -22,7 +22,7 @@ class NotBuilt(ImportError):
     """Error for a missing `_C`: neither an install nor a developer build has put the file into a known directory."""
 
 
-def built_files() -> list[Path]:
+def build_folders() -> list[Path]:
     """Return the directories to search for `_C` and the kernel packs, in the order of the search.
 
     An install puts the files beside library.py. A source tree has the files in the build directory. An editable
@@ -37,7 +37,7 @@ def built_files() -> list[Path]:
 
 def find_built(name: str) -> Path | None:
     """Return the full path of a built file, or None."""
-    return next((place / name for place in built_files() if (place / name).is_file()), None)
+    return next((place / name for place in build_folders() if (place / name).is_file()), None)
 
 
 def _preload_tvm_ffi() -> None:
@@ -54,9 +54,9 @@ def lib() -> ctypes.CDLL:
         NotBuilt: no directory holds `_C`.
     """
     suffixes = [".so", *importlib.machinery.EXTENSION_SUFFIXES]
-    path = next((found for found in (find_built(f"_C{suffix}") for suffix in suffixes) if found), None)
+    path = next((file for file in (find_built(f"_C{suffix}") for suffix in suffixes) if file), None)
     if path is None:
-        places = ", ".join(str(place) for place in built_files())
+        places = ", ".join(str(place) for place in build_folders())
         raise NotBuilt(f"torch_flashplug: _C.so is in none of {places}. Install the package, or run ./tools/dev build.")
     _preload_tvm_ffi()
     return _declare(ctypes.CDLL(str(path)))

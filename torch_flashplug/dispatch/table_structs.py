@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 from ..registry import features, kernel_args
 from ..registry.architectures import FAMILIES
 from ..registry.dispatch_table import OPERANDS, VARLEN_FACTS, VARLEN_KERNELS
-from ..registry.dtypes import ELEMENTS, NUMBERS
+from ..registry.dtypes import DTYPE_INFO, ELEMENTS
 from ..registry.kernel_spec import CLUSTER, KINDS
 from ..registry.stock_bugs import FACTS
 
 if TYPE_CHECKING:
     from ..registry import dispatch_table, kernel_table, stock_bugs
 
-DTYPE_IDS = {name: number for number, name in enumerate(NUMBERS)}  # a dtype without an entry gets the next number
+DTYPE_IDS = {name: number for number, name in enumerate(DTYPE_INFO)}  # a dtype without an entry gets the next number
 
 
 def _members(kind: type, names: str) -> list[tuple[str, type]]:
@@ -104,7 +104,7 @@ def of_kernels(row: kernel_table.KernelRow) -> Iterator[KernelRow]:
             row,
             name=spec.name().encode(),
             takes=features.bits(spec.features),
-            always=features.always(spec.features),
+            always=features.unconditional_bits(spec.features),
             kind=KINDS.index(row.kind),
             family=_family(row.arch),
             element=_element(spec.dtype),
@@ -121,7 +121,7 @@ def of_choice(row: dispatch_table.ChoiceRow) -> ChoiceRow:
     return _same(
         ChoiceRow,
         row,
-        said=row.said.encode(),
+        said=row.description.encode(),
         measured=row.measured.encode(),
         features=features.bits(features.TAGS[row.mask].features),
         elements=sum(1 << _element(name) for name in row.elements),
@@ -143,14 +143,16 @@ def of_varlen(row: dispatch_table.VarlenRow) -> VarlenRow:
 
 
 def of_features() -> Iterator[FeatureRow]:
-    return (FeatureRow(feature.said.encode(), feature.words.encode()) for feature in features.FEATURES)
+    return (
+        FeatureRow(feature.description.encode(), feature.unsupported_reason.encode()) for feature in features.FEATURES
+    )
 
 
 def of_arguments() -> Iterator[ArgumentRow]:
-    for kind, taken in kernel_args.OF_KIND.items():
+    for kind, taken in kernel_args.ARGUMENTS_BY_KIND.items():
         for one in taken:
-            bringing = features.bringing(one.name) if one.optional else 0
-            if one.optional and not bringing:
+            bringing = features.bits_of_argument(one.name) if one.is_optional else 0
+            if one.is_optional and not bringing:
                 raise ValueError(
                     f"argument {one.name} must belong to a feature of features.py, because the argument is optional"
                 )

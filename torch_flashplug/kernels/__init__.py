@@ -41,7 +41,11 @@ def builder(spec):
 
     module, name = BUILDERS[spec.kind, spec.arch]
     kernel_class = getattr(importlib.import_module(f".{module}", __name__), name)
-    launch_mixins = [feature_class(feature.ahead) for feature in feature_table.of(spec.features) if feature.ahead]
+    launch_mixins = [
+        feature_class(feature.launch_class_path)
+        for feature in feature_table.select(spec.features)
+        if feature.launch_class_path
+    ]
     if launch_mixins:
         kernel_class = type(name, (*launch_mixins, kernel_class), {"__module__": kernel_class.__module__})
     return kernel_class(spec)

@@ -15,7 +15,7 @@ from .kernel_spec import CLUSTER
 # addresses or strides that are no multiple of 16 bytes ("unaligned"), and a strided last dim ("columns"). "vectors" in
 # a row stands for the first two classes.
 OPERANDS = ("square", "mixed", "odddims", "unaligned", "columns")
-_OPERANDS_SAID = {
+_OPERANDS_DESCRIPTION = {
     **{"vectors": "", "square": "D = Dv", "mixed": "D != Dv", "odddims": "D or Dv no multiple of 8"},
     **{"unaligned": "misaligned", "columns": "last dim not contiguous"},
 }
@@ -86,7 +86,7 @@ class ChoiceRow:
         return self.ratio >= SERVE_RATIO
 
     @property
-    def said(self) -> str:
+    def description(self) -> str:
         """Text of the class. The text does not depend on the position of the row in the table."""
         ranges = (
             ("D", self.d_min, self.d_max),
@@ -95,8 +95,8 @@ class ChoiceRow:
             ("tiles", self.min_tiles, ANY),
             ("packed rows", self.min_packed, self.max_packed),
         )
-        words = [self.kind, self.mask, _OPERANDS_SAID[self.operands], "gradients" if self.grad else ""]
-        words += [said for what, low, high in ranges if (said := _range(what, low, high))]
+        words = [self.kind, self.mask, _OPERANDS_DESCRIPTION[self.operands], "gradients" if self.grad else ""]
+        words += [text for name, low, high in ranges if (text := _range(name, low, high))]
         words += [f"tiles of {self.tile_m} rows" if self.tile_m else ""]
         return ", ".join(filter(None, words))
 
@@ -135,11 +135,11 @@ class VarlenRow:
         return bool(self.wrong) or self.ratio >= SERVE_RATIO
 
 
-def _range(what: str, low: int, high: int) -> str:
+def _range(name: str, low: int, high: int) -> str:
     """Return the text of a range of numbers, or "" for a range without limits."""
     if high == ANY:
-        return f"{what} >= {low}" if low > 1 else ""
-    return f"{what} {low}" if low == high else f"{what} {low} to {high}" if low > 1 else f"{what} <= {high}"
+        return f"{name} >= {low}" if low > 1 else ""
+    return f"{name} {low}" if low == high else f"{name} {low} to {high}" if low > 1 else f"{name} <= {high}"
 
 
 # Fitted 2026-11-22 on H100 and H200, together with `cost` of the decode kernels' rows, to 1443 times of 101 calls on
@@ -307,7 +307,7 @@ CHOICE_ROWS: tuple[ChoiceRow, ...] = (
     # head dims or D != Dv. Tiles are blocks of 128 keys. With few query steps, loading K and V does not pay off, and
     # few tiles do not fill the GPU.
     #
-    # Few rows, with a decode kernel as the forward: 64 rows with 64 keys (12 cells) and with 384 keys (12 cells).
+    # Short queries, with a decode kernel as the forward: 64 rows with 64 keys (12 cells) and with 384 keys (12 cells).
     ChoiceRow("decode", "square", 90, True, "full", 1, 256, 33, 64, 1, 384, 0, 1.117, _FEW),
     ChoiceRow("fwd", "square", 90, True, "full", 1, 128, _MIN_SQ, 256, 1025, ANY, 0, 0.890, _GRAD),
     ChoiceRow("fwd", "square", 90, True, "full", 1, 128, 1025, ANY, 1, 1024, 64, 1.042, _GRAD),

@@ -20,7 +20,7 @@ import torch
 from .. import env
 from ..api import backend, startup
 from ..codegen import dsl
-from ..codegen.provided import Circumstances, Provided
+from ..codegen.kernel_request import CallConditions, KernelAnswer
 from ..dispatch import bindings, callbacks, packs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,7 +79,7 @@ def build(kernel: str, progress: Callable[[str], None] = lambda line: None) -> P
 @contextlib.contextmanager
 def kernels(
     pack: Path,
-    provide: Callable[[str, int, Circumstances], Provided | str] = lambda *_: "the kernel is not in the pack",
+    provide: Callable[[str, int, CallConditions], KernelAnswer | str] = lambda *_: "the kernel is not in the pack",
 ) -> Iterator[None]:
     """Run F.sdpa calls on CPU tensors with the kernels of a pack, as if this machine had an H100.
 
@@ -87,8 +87,8 @@ def kernels(
 
     Args:
         pack: a shared object linked by tools/interpreted.py.
-        provide: a function that provides kernels outside of the pack, as for up_calls.set_compile. By default, there
-            are no such kernels.
+        provide: a function that provides kernels outside of the pack, as for set_compile_callback(). By default,
+            there are no such kernels.
 
     Raises:
         RuntimeError: torch's choice function for CPU tensors cannot be hooked.
@@ -99,12 +99,12 @@ def kernels(
     bindings.set_cpu_stub(2)
     bindings.clear_packs()
     bindings.load_pack(pack, TARGET)
-    callbacks.set_compile(provide)
+    callbacks.set_compile_callback(provide)
     bindings.register_ops("CPU")
     startup.push_tables()  # makes C++ search the kernels again
     torch._fused_sdp_choice(
         *torch.empty(3, 1, 1, 8, 8).unbind()
-    )  # makes torch resolve the CPU slot of the dispatch stub
+    )  # makes torch resolve the CPU entry of the dispatch stub
     try:
         backend.enable()
         if bindings.install(bindings.CPU_SLOT) != 0:
@@ -117,7 +117,7 @@ def kernels(
         bindings.unregister_ops()
         bindings.register_ops("CUDA")
         bindings.clear_packs()
-        callbacks.set_compile(startup.provide)
+        callbacks.set_compile_callback(startup.provide)
         packs.register()
         startup.push_tables()
         if not was_enabled:

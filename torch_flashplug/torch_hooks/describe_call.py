@@ -1,4 +1,4 @@
-"""Facts of an F.sdpa call read from Python tensors, for native.plan().
+"""Facts of an F.sdpa call read from Python tensors, for bindings.plan().
 
 explain() and Plan B use this module. For served calls, C++ reads the tensors. C++ also computes the facts of a call
 from the values collected here (src/core/call_facts.h).
@@ -21,10 +21,10 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from ..dispatch import bindings
 from ..dispatch.table_structs import DTYPE_IDS
 from ..ops import mask_preprocess_reference, sdpa
-from ..registry.dtypes import NUMBERS
+from ..registry.dtypes import DTYPE_INFO
 from ..registry.kernel_spec import ROWS_PER_WARPGROUP
 
-DTYPES = {name: getattr(torch, number.torch) for name, number in NUMBERS.items()}
+DTYPES = {name: getattr(torch, info.torch_name) for name, info in DTYPE_INFO.items()}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _OTHER_DTYPE = len(DTYPE_IDS)
 _RIGHT_CHOICE = sdpa.namespace._right_choice.default

@@ -9,12 +9,14 @@ from . import tracing
 
 
 def register() -> None:
-    own = (sdpa.namespace.sdpa_fwd, sdpa.namespace.cached_fwd, attention.namespace.attention_fwd)
-    for forward in (tracing.OVERRIDEABLE, *own):
+    custom_ops = (sdpa.namespace.sdpa_fwd, sdpa.namespace.cached_fwd, attention.namespace.attention_fwd)
+    for forward in (tracing.OVERRIDEABLE, *custom_ops):
         register_flop_formula(forward)(_forward)
     for backward in (tracing.OVERRIDEABLE_BACKWARD, sdpa.namespace.sdpa_bwd):
         register_flop_formula(backward)(_backward)
-    register_flop_formula(attention.namespace.attention_fwd_out)(lambda out, *given, **told: _forward(*given, **told))
+    register_flop_formula(attention.namespace.attention_fwd_out)(
+        lambda out, *args, **settings: _forward(*args, **settings)
+    )
     register_flop_formula(attention.namespace.attention_bwd)(_windowed_backward)
 
 

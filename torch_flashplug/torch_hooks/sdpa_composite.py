@@ -116,9 +116,9 @@ def _backend(
         return planned
     if not torch.backends.cuda.math_sdp_enabled():
         return "stock"
-    given = (query, key, value, attn_mask, dropout_p, is_causal)
-    choice = torch._fused_sdp_choice(*given, scale=scale, enable_gqa=enable_gqa)
-    _, fault = describe_call.right_choice(choice, *given, scale)
+    call_args = (query, key, value, attn_mask, dropout_p, is_causal)
+    choice = torch._fused_sdp_choice(*call_args, scale=scale, enable_gqa=enable_gqa)
+    _, fault = describe_call.right_choice(choice, *call_args, scale)
     return "math" if fault else "stock"
 
 

@@ -68,10 +68,12 @@ def _schema(name: str) -> str:
     return "" if packet is None else str(packet.default._schema)
 
 
-def _known() -> dict[str, str]:
+def _repaired_schemas() -> dict[str, str]:
     """Return the schemas of the repaired stock ops by name, as src/core/schemas.h lists the schemas."""
-    known = {schema.partition("(")[0]: schema for schema in bindings.names("schemas")}
-    return {name: known[name] for name in known if any(f"_{backend}_" in name for backend in bindings.STOCK_BACKENDS)}
+    schemas = {schema.partition("(")[0]: schema for schema in bindings.names("schemas")}
+    return {
+        name: schemas[name] for name in schemas if any(f"_{backend}_" in name for backend in bindings.STOCK_BACKENDS)
+    }
 
 
 def _changed() -> list[str]:
@@ -80,7 +82,7 @@ def _changed() -> list[str]:
     src/stock/stock_kernels.cpp calls the functions of stock ops by mangled names, and a mangled name encodes no result
     types.
     """
-    return [name for name, schema in _known().items() if _schema(name) != schema]
+    return [name for name, schema in _repaired_schemas().items() if _schema(name) != schema]
 
 
 def other_owners() -> dict[str, str]:
@@ -89,7 +91,9 @@ def other_owners() -> dict[str, str]:
     Such libraries are FlashAttention-4 of torch's registry and cudnn.torch. The kernels of such a library are neither
     repaired nor replaced.
     """
-    ops = {backend: [name for name in _known() if f"_{backend}_" in name] for backend in bindings.STOCK_BACKENDS}
+    ops = {
+        backend: [name for name in _repaired_schemas() if f"_{backend}_" in name] for backend in bindings.STOCK_BACKENDS
+    }
     owners = {backend: first_other_owner(*names) for backend, names in ops.items()}
     return {backend: place for backend, place in owners.items() if place}
 

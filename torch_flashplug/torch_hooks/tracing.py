@@ -159,7 +159,7 @@ def _trace_backward(mode: ProxyTorchDispatchMode, *args, scale: float | None = N
     grad_out, query, key, value, attn_bias, grad_input_mask, out, lse = args[:8]
     dropout_p, is_causal, seed, offset = args[12:]
     forward = _forward_of(mode, offset)
-    if forward is None:  # compiled autograd of an eager forward: mode in max_q, mask possibly preprocessed (a digest)
+    if forward is None:  # compiled autograd of an eager forward: mode in max_q, mask possibly preprocessed
         return proxy_call(mode, OVERRIDEABLE_BACKWARD.default, mode.pre_dispatch, args, {"scale": scale})
     bias_grad = attn_bias is not None and grad_input_mask[3]
     settings = (dropout_p, int(is_causal), scale, forward.mode, bias_grad)
@@ -192,8 +192,8 @@ def _mask_behind(mode: ProxyTorchDispatchMode, bias: Tensor | None) -> Tensor | 
     if node is None or node.target is not torch.ops.aten.where.self:
         return bias
     mask, shown, hidden = node.args
-    known = mask.meta.get("val") if isinstance(mask, torch.fx.Node) else None
-    is_bool = isinstance(known, Tensor) and known.dtype == torch.bool
+    mask_value = mask.meta.get("val") if isinstance(mask, torch.fx.Node) else None
+    is_bool = isinstance(mask_value, Tensor) and mask_value.dtype == torch.bool
     if not is_bool or not _is_number(shown, 0.0) or not _is_number(hidden, -math.inf):
         return bias
     return _given_by(mode, mask)
@@ -201,9 +201,9 @@ def _mask_behind(mode: ProxyTorchDispatchMode, bias: Tensor | None) -> Tensor | 
 
 def _given_by(mode: ProxyTorchDispatchMode, node: torch.fx.Node) -> Tensor:
     """Return a tensor of the graph for the node that produces the tensor."""
-    found = node.meta["val"].detach()  # a new tensor for the node: the graph keeps none of its own tensors
-    set_proxy_slot(found, mode.tracer, _ProxyTensor(mode.tracer.proxy(node), None))
-    return found
+    tensor = node.meta["val"].detach()  # a new tensor for the node: the graph keeps none of its own tensors
+    set_proxy_slot(tensor, mode.tracer, _ProxyTensor(mode.tracer.proxy(node), None))
+    return tensor
 
 
 def _may_change(mode: ProxyTorchDispatchMode, mask: Tensor) -> bool:
@@ -297,8 +297,8 @@ def kept_mask(mask: Tensor) -> Tensor:
     at that time.
     """
     broadcast = [isinstance(stride, int) and stride == 0 for stride in mask.stride()]
-    once = mask[tuple(slice(0, 1) if one else slice(None) for one in broadcast)]
-    return once.clone().expand(mask.shape)
+    stored = mask[tuple(slice(0, 1) if is_broadcast else slice(None) for is_broadcast in broadcast)]
+    return stored.clone().expand(mask.shape)
 
 
 def register() -> None:

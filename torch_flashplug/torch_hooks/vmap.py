@@ -81,8 +81,8 @@ def _one_by_one(op: Callable, info, in_dims: tuple, args: tuple, tensors: int) -
     Separate calls are needed where the entries cannot share a batch, because sinks or sequence lengths differ.
     """
     fold = _Fold(info, 0.0)
-    given = [None if x is None else fold.front(x, dim) for x, dim in zip(args[:tensors], in_dims)]
-    results = [op(*(None if x is None else x[i] for x in given), *args[tensors:]) for i in range(fold.size)]
+    stacked = [None if x is None else fold.front(x, dim) for x, dim in zip(args[:tensors], in_dims)]
+    results = [op(*(None if x is None else x[i] for x in stacked), *args[tensors:]) for i in range(fold.size)]
     return tuple(map(torch.stack, zip(*results, strict=True))), (0,) * len(results[0])
 
 
@@ -93,8 +93,8 @@ def _windowed_backward(info, in_dims: tuple, *args) -> tuple[tuple[Tensor, ...],
     fold = _Fold(info, 0.0)
     folded = [None if x is None else fold.in_(x, dim) for x, dim in zip(args[:tensors], in_dims)]
     *grads, delta = attention.namespace.attention_bwd(*folded, *args[tensors:])
-    whole = delta.dim() > 1
-    return (*map(fold.out, grads), fold.out(delta) if whole else delta), (0, 0, 0, 0 if whole else None)
+    has_delta = delta.dim() > 1
+    return (*map(fold.out, grads), fold.out(delta) if has_delta else delta), (0, 0, 0, 0 if has_delta else None)
 
 
 def _own_forward(info, in_dims: tuple, *args) -> tuple:
@@ -116,8 +116,8 @@ def _forward(op: Callable, info, in_dims: tuple, args: tuple, settings: dict) ->
     query, key, value = (fold.in_(tensor, dim) for tensor, dim in zip(args[:_FORWARD_TENSORS], in_dims))
     bias = fold.bias(bias, in_dims[_FORWARD_TENSORS] if bias is not None else None, query.shape[0] // fold.size)
     results = op(query, key, value, bias, *args[_FORWARD_TENSORS + 1 :], **settings)
-    mapped, others = results[:_MAPPED_RESULTS], results[_MAPPED_RESULTS:]
-    return (*map(fold.out, mapped), *others), (0,) * len(mapped) + (None,) * len(others)
+    mapped, unmapped = results[:_MAPPED_RESULTS], results[_MAPPED_RESULTS:]
+    return (*map(fold.out, mapped), *unmapped), (0,) * len(mapped) + (None,) * len(unmapped)
 
 
 def _own_backward(info, in_dims: tuple, *args) -> tuple:
@@ -130,14 +130,14 @@ def _own_backward(info, in_dims: tuple, *args) -> tuple:
 
 
 def _aten_backward(info, in_dims: tuple, *args, **settings) -> tuple:
-    wanted = args[5]
-    named = (*args[:5], *args[6:8], *args[14:16], args[12], int(args[13]), None, 0, bool(wanted[3]))
+    grad_input_mask = args[5]
+    named = (*args[:5], *args[6:8], *args[14:16], args[12], int(args[13]), None, 0, bool(grad_input_mask[3]))
     a = sdpa.BackwardArgs(*named)
     dims = sdpa.BackwardArgs(*in_dims[:5], *in_dims[6:8], *in_dims[14:16], *(None,) * 5)
     fold = _Fold(info, a.dropout_p)
     tensors, bias = _fold_backward(fold, a, dims)
-    grads = tracing.OVERRIDEABLE_BACKWARD(*tensors[:4], bias, wanted, *tensors[4:], *args[8:], **settings)
-    return _unfold_backward(fold, grads, a.attn_bias if wanted[3] else None, dims.attn_bias)
+    grads = tracing.OVERRIDEABLE_BACKWARD(*tensors[:4], bias, grad_input_mask, *tensors[4:], *args[8:], **settings)
+    return _unfold_backward(fold, grads, a.attn_bias if grad_input_mask[3] else None, dims.attn_bias)
 
 
 def _fold_backward(fold: _Fold, a: sdpa.BackwardArgs, dims: sdpa.BackwardArgs) -> tuple[list[Tensor], Tensor | None]:

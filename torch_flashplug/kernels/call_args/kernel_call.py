@@ -16,7 +16,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from ...registry import features
-from ...registry.kernel_args import OF_KIND, Argument
+from ...registry.kernel_args import ARGUMENTS_BY_KIND, Argument
 from ...registry.kernel_spec import KernelSpec
 from ..primitives.dtype import Element
 from ..primitives.fragments import LOG2_E
@@ -67,8 +67,8 @@ def args_class(names: tuple[str, ...]) -> type[KernelArgs]:
 
 def parameter(row: Argument) -> inspect.Parameter:
     """Return the parameter of `__call__` for a row of kernel_args.py."""
-    dtype = NUMBERS[row.dtype] if row.scalar else cute.Tensor
-    annotation = dtype | None if row.optional else dtype
+    dtype = NUMBERS[row.dtype] if row.is_scalar else cute.Tensor
+    annotation = dtype | None if row.is_optional else dtype
     return inspect.Parameter(row.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=annotation)
 
 
@@ -111,7 +111,7 @@ class KernelCall:
     def __init_subclass__(cls, kind: str = "", **options):
         super().__init_subclass__(**options)
         if kind:
-            cls.__call__ = make_call([parameter(row) for row in OF_KIND[kind]])
+            cls.__call__ = make_call([parameter(row) for row in ARGUMENTS_BY_KIND[kind]])
 
     def fake_arguments(self) -> tuple:
         """Return the arguments for cute.compile.
@@ -119,11 +119,11 @@ class KernelCall:
         An optional argument is None if no feature of the kernel uses the argument.
         """
         tensors = FakeTensors(self.element, self.spec, self.elementwise)
-        used_names = {name for feature in features.of(self.spec.features) for name in feature.arguments}
+        used_names = {name for feature in features.select(self.spec.features) for name in feature.arguments}
 
         def fake_argument(row: Argument) -> object:
-            if row.optional and row.name not in used_names:
+            if row.is_optional and row.name not in used_names:
                 return None
-            return NUMBERS[row.dtype](1) if row.scalar else tensors.create(row)
+            return NUMBERS[row.dtype](1) if row.is_scalar else tensors.create(row)
 
-        return (*map(fake_argument, OF_KIND[self.spec.kind]), cute.runtime.make_fake_stream())
+        return (*map(fake_argument, ARGUMENTS_BY_KIND[self.spec.kind]), cute.runtime.make_fake_stream())

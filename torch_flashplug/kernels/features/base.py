@@ -36,9 +36,9 @@ class ProductOperands:
 class KernelFeatures:
     """Features of a kernel. The base class describes a kernel without features.
 
-    The class of a feature (Feature.part) inherits from `KernelFeatures` and overrides the affected methods. The classes
-    of all features of a kernel are combined in the order of features.py. The methods take the runtime arguments from
-    the call.
+    The class of a feature (Feature.class_path) inherits from `KernelFeatures` and overrides the affected methods. The
+    classes of all features of a kernel are combined in the order of features.py. The methods take the runtime arguments
+    from the call.
     """
 
     tile_lengths_vary = False  # True if rows of a tile may see different numbers of keys
@@ -57,7 +57,7 @@ class KernelFeatures:
             spec: the kernel spec.
             transposed: True if scores of the kernel are (keys, queries).
         """
-        names = [feature.part_of(spec.kind) for feature in features.of(spec.features)]
+        names = [feature.class_path_of(spec.kind) for feature in features.select(spec.features)]
         classes = [feature_class(name) for name in names if name]
         combined = type("Seams", (*reversed(classes), KernelFeatures), {}) if classes else KernelFeatures
         return combined(ELEMENTS[MADE_OF[spec.dtype].q], spec, transposed)

@@ -41,11 +41,8 @@ class VarlenFeature(KernelFeatures):
         workspace_list = TileListSpec("workspace", False, BLOCK, is_sorted=False)
         if not self.spec.is_backward:
             return (TileListSpec("rows", False, self.spec.tile_m),)
-        return (
-            (TileListSpec("rows", False, WARPGROUP), key_list, workspace_list)
-            if self.spec.in_parts
-            else (key_list, workspace_list)
-        )
+        rows = (TileListSpec("rows", False, WARPGROUP),) if self.spec.is_split_backward else ()
+        return (*rows, key_list, workspace_list)
 
     def varlen_inputs(self, call: object) -> VarlenInputs:
         return VarlenInputs(call.cu_q, call.cu_k, call.used_k, call.q.shape[2], call.k.shape[2])

@@ -292,7 +292,7 @@ class BackwardSm80(KernelCall, kind="bwd"):
         )
         self.element, self.d, self.dv = self.features.element, spec.d, spec.dv
         self.tile_m, self.tile_n, self.parts = spec.tile_m, spec.tile_n, spec.column_parts
-        self.in_order = spec.in_order
+        self.in_order = spec.is_deterministic
         self.warps = spec.threads // WARP
         self.preprocess = BackwardPreprocess(self.element, clears=spec.d, elementwise=spec.elementwise)
         self.postprocess = BackwardPostprocess(self.element, spec.d, elementwise=spec.elementwise)

@@ -19,7 +19,7 @@ import cutlass.cute as cute
 import cutlass.memory
 from cutlass import Float32, Int32
 
-from ...registry.kernel_spec import RESULT_PAD, SLAB, WARP, AmpereSpec
+from ...registry.kernel_spec import RESULT_ROW_PADDING, SLAB, WARP, AmpereSpec
 from ..call_args.kernel_call import KernelArgs, KernelCall, SoftmaxScale
 from ..decode.kv_load import K, KvLoader, KvScaleLoader, V
 from ..decode.pack_gqa import DecodeTile
@@ -261,7 +261,7 @@ class DecodeSm80(KernelCall, kind="decode"):
 
         cute.arch.sync_threads()  # no warp reads shared memory any more where the results go
         floats = cute.make_ptr(Float32, start, cute.AddressSpace.smem, assumed_align=16)
-        teams = TeamPartials(floats, self.tile_m, self.dv + RESULT_PAD, Int32(self.spec.teams))
+        teams = TeamPartials(floats, self.tile_m, self.dv + RESULT_ROW_PADDING, Int32(self.spec.teams))
         store_team_results(fragments.rows_and_columns(out), weights, teams, team, slab * SLAB + lane // 4, kv_loader)
         cute.arch.sync_threads()
         self.reduce_teams(teams, decode_tile, tensors.o, tensors.lse, partials, scales.natural, score_pipeline)

@@ -111,7 +111,7 @@ class ForwardSm80(KernelCall, kind="fwd"):
         self.element = self.features.element
         self.tile_m, self.tile_n, self.d, self.dv = spec.tile_m, spec.tile_n, spec.d, spec.dv
         self.score_layout = SlabScoreLayout(
-            self.element, spec.threads, self.tile_m, self.tile_n, self.elementwise, spec.has_room
+            self.element, spec.threads, self.tile_m, self.tile_n, self.elementwise, spec.has_stage_smem
         )
 
     @cute.jit

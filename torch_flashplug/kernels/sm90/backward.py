@@ -302,7 +302,7 @@ class BackwardSm90(KernelCall, kind="bwd"):
         self.half = spec.d // WARPGROUPS  # columns of dQ computed by a warpgroup
         self.unit = SLAB * self.half  # floats of dQ that a consumer warp adds to the workspace at once
         self.writer_stages = spec.dq_writer_units  # stages of the `workspace_units` pipeline per dQ writer
-        self.in_order = spec.in_order
+        self.in_order = spec.is_deterministic
         # True if K, V and every product of a step have registers of their own. Then all products of a step can be in
         # flight at once.
         self.kv_in_registers = spec.kv_in_registers

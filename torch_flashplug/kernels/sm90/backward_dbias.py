@@ -150,7 +150,13 @@ class BiasGradientSm90(KernelCall, kind="dbias"):
         atoms, tensors = (DbiasOperands(q[i], k[i], v[i], do[i]) for i in (0, 1))
         tiles = self.make_reduction(call.q, call.k, call.dbias_any_dtype).tiles.total
         self.kernel(
-            atoms, tensors, call.rows, call.scales, call.counter, call.dbias_any_dtype, score_pipeline.tma(self.score_layout)
+            atoms,
+            tensors,
+            call.rows,
+            call.scales,
+            call.counter,
+            call.dbias_any_dtype,
+            score_pipeline.tma(self.score_layout),
         ).launch(
             grid=(cutlass.min(tiles, call.num_ctas), 1, 1),
             block=((WARPGROUPS + 1) * sm90.WARPGROUP, 1, 1),

@@ -26,7 +26,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warp, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from ...registry.kernel_spec import BACKWARD_WARPGROUPS, FP32_BYTES, PARTS_TILE, ROWS_PER_WARPGROUP, HopperSpec
+from ...registry.kernel_spec import BACKWARD_WARPGROUPS, FP32_BYTES, ROWS_PER_WARPGROUP, SPLIT_BACKWARD_TILE, HopperSpec
 from ..backward.pre_post_process import ScoreDerivative, differentiate, exponentiate, load_rows, row_values
 from ..call_args.kernel_call import KernelArgs, SoftmaxScale
 from ..features.base import KernelFeatures
@@ -39,7 +39,7 @@ from ..tiling.tile import TileAddressing, TileGrid
 
 ROWS, SLAB = ROWS_PER_WARPGROUP, sm90.SLAB
 WARPGROUPS = BACKWARD_WARPGROUPS
-TILE_M, TILE_N = PARTS_TILE
+TILE_M, TILE_N = SPLIT_BACKWARD_TILE
 # Buffers of the weights in shared memory: P, written by the first warpgroup, and dS, written by the second.
 P, DS = 0, 1
 JOIN = 1  # named barrier of warpgroup w: JOIN + w

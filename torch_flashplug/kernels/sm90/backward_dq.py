@@ -17,7 +17,7 @@ import cutlass.memory
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import warpgroup
 
-from ...registry.kernel_spec import BACKWARD_WARPGROUPS, PARTS_TILE, ROWS_PER_WARPGROUP, HopperSpec
+from ...registry.kernel_spec import BACKWARD_WARPGROUPS, ROWS_PER_WARPGROUP, SPLIT_BACKWARD_TILE, HopperSpec
 from ..backward.pre_post_process import RowStats, ScoreDerivative, by_query, differentiate, exponentiate, rows_of_thread
 from ..call_args.kernel_call import KernelArgs, SoftmaxScale
 from ..features.base import KernelFeatures
@@ -30,7 +30,7 @@ from ..tiling.tile import TileAddressing, TileGrid
 
 ROWS, SLAB = ROWS_PER_WARPGROUP, sm90.SLAB
 WARPGROUPS = BACKWARD_WARPGROUPS
-TILE_M, TILE_N = WARPGROUPS * ROWS, PARTS_TILE[1]  # query rows of a CTA, keys of a step
+TILE_M, TILE_N = WARPGROUPS * ROWS, SPLIT_BACKWARD_TILE[1]  # query rows of a CTA, keys of a step
 JOIN = 1  # named barrier of warpgroup w: JOIN + w
 
 
@@ -119,7 +119,7 @@ class QueryGradientSm90:
         self.element, self.d, self.dv = self.features.element, spec.d, spec.dv
         self.producer_registers, self.consumer_registers = spec.register_split
         self.stages_k, self.stages_v = 2, spec.dq_stages_v
-        self.score_layout = ScoreLayout(self.element, WARPGROUPS, TILE_N, has_smem_space=spec.dq_has_room)
+        self.score_layout = ScoreLayout(self.element, WARPGROUPS, TILE_N, has_smem_space=spec.dq_has_stage_smem)
 
     @property
     def inputs(self) -> tuple[sm90.TmaLoadConfig, sm90.TmaLoadConfig, sm90.TmaLoadConfig, sm90.TmaLoadConfig]:

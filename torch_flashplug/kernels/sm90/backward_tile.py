@@ -23,7 +23,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warp, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from ...registry.kernel_spec import TILE_BACKWARD, HopperSpec
+from ...registry.kernel_spec import SINGLE_TILE, HopperSpec
 from ..backward.dbias_reduce import write_pair
 from ..backward.pre_post_process import LOST, by_query, differentiate, exponentiate
 from ..call_args.kernel_call import KernelArgs, KernelCall, SoftmaxScale
@@ -33,7 +33,7 @@ from ..score_stages.pipeline import ScoreCoord, ScoreLayout, ScorePipeline
 from ..tiling.seqlen_info import SeqlenInfo
 from ..tiling.tile import Tile
 
-TILE_M, TILE_N = TILE_BACKWARD  # largest numbers of queries and keys of a sequence
+TILE_M, TILE_N = SINGLE_TILE  # largest numbers of queries and keys of a sequence
 P, DS = 0, 1  # buffers of the weights in shared memory
 JOIN = 1  # named barrier of the consumer warpgroup
 

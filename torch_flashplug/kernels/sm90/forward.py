@@ -156,7 +156,7 @@ class ForwardSm90(KernelCall, kind="fwd"):
     warpgroups are consumers.
 
     Pipelines (producer -> consumer, stages):
-    - Q: producer warp -> the warpgroup that owns the 64 rows, `q_stages` stages of 64 rows.
+    - Q: producer warp -> the warpgroup that owns the 64 rows, `⟦q_stages‖num_q_buffers⟧` stages of 64 rows.
     - K, V: producer warp -> all consumer warps, `stages` stages of tile_n keys each.
     - Tile indices: producer warp -> all consumer warps, `sm90.TILE_INDEX_STAGES` stages.
     - Score stages add pipelines of their own, for example for bias tiles.
@@ -170,12 +170,12 @@ class ForwardSm90(KernelCall, kind="fwd"):
         self.spec, self.features = spec, KernelFeatures.from_spec(spec)
         self.element = self.features.element
         self.tile_m, self.tile_n, self.d, self.dv = spec.tile_m, spec.tile_n, spec.d, spec.dv
-        self.stages, self.q_stages, self.q_columns = spec.stages, spec.q_slots, spec.q_columns
+        self.stages, self.q_stages, self.q_columns = spec.stages, spec.num_q_buffers, spec.q_columns
         self.warpgroups = spec.warpgroups
         self.early_rescale = spec.early_rescale
         # If two tiles of Q do not fit, the next Q has to wait until O has left shared memory. Then each warpgroup waits
         # for the store of its O at once, at the end of the tile.
-        self.small_smem = spec.q_slots < 2 * self.warpgroups
+        self.small_smem = spec.num_q_buffers < 2 * self.warpgroups
         # Half of a diagonal block is 64 keys wide. Every second warpgroup sees no more of the block than this half, so
         # a product with half of the columns is enough. The half product is not built for Dv > D, for 8-bit scores and
         # for scores of D up to 64 with a score derivative: ptxas would serialize every product there.
@@ -186,7 +186,7 @@ class ForwardSm90(KernelCall, kind="fwd"):
             and not (self.features.has_score_derivative and spec.d <= ROWS)
         )
         self.producer_registers, self.consumer_registers = spec.register_split
-        self.out_in_q = spec.out_in_q
+        self.out_in_q = spec.stores_out_in_q
         self.score_layout = ScoreLayout(self.element, self.warpgroups, self.tile_n)
 
     @property

@@ -47,20 +47,22 @@ class Part(NamedTuple):
 
 def module():
     """Return the module torch.distributed.tensor if some code has imported the module; else None."""
-    found = sys.modules.get("torch.distributed.tensor")
-    return found if hasattr(found, "DTensor") else None
+    tensor_module = sys.modules.get("torch.distributed.tensor")
+    return tensor_module if hasattr(tensor_module, "DTensor") else None
 
 
 def is_dtensor(*tensors: Tensor | None) -> bool:
     """Return whether all tensors, apart from None, are DTensors."""
-    known = module()
-    return known is not None and all(tensor is None or isinstance(tensor, known.DTensor) for tensor in tensors)
+    tensor_module = module()
+    return tensor_module is not None and all(
+        tensor is None or isinstance(tensor, tensor_module.DTensor) for tensor in tensors
+    )
 
 
 def part_of(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float = 0.0) -> Part | None:
     """Return the operand sizes of one rank, or None for a call that falls back to stock.
 
-    up_calls.set_trace() calls the function without dropout_p.
+    callbacks.set_trace_callback() calls the function without dropout_p.
     """
     if not is_dtensor(query, key, value, mask):
         return None
@@ -81,8 +83,8 @@ def shown(part: Part, *operands: DTensor) -> list[Tensor]:
 def why_not(query: DTensor, key: DTensor, value: DTensor, mask: DTensor | None, dropout_p: float) -> str | None:
     """Return the reason for the fallback of DTensors to stock; None: a kernel may serve the call."""
     if any(x.device_mesh != query.device_mesh or x.placements != query.placements for x in (key, value)):
-        said = ", ".join(f"{name} {list(x.placements)}" for name, x in zip("qkv", (query, key, value)))
-        return f"query, key and value must have the same placements, but got {said}. Redistribute the operands."
+        placements = ", ".join(f"{name} {list(x.placements)}" for name, x in zip("qkv", (query, key, value)))
+        return f"query, key and value must have the same placements, but got {placements}. Redistribute the operands."
     if mask is not None and (
         mask.dtype.is_floating_point is False or describe_call.misfit(query, key, mask) is not None
     ):
@@ -175,8 +177,8 @@ def _placements(query, key) -> Iterator[Placement]:  # arguments: DTensorSpec
         raise RuntimeError(f"torch_flashplug: {_OUTSIDE}")
     yield tensor.Replicate()
     yield tensor.Shard(_BATCH)
-    sharded = [n for n, *found in zip(query.mesh.shape, query.placements, key.placements)
-               if any(_shards(placement, _HEADS) for placement in found)]  # fmt: skip
+    sharded = [n for n, *pair in zip(query.mesh.shape, query.placements, key.placements)
+               if any(_shards(placement, _HEADS) for placement in pair)]  # fmt: skip
     ranks = math.prod(sharded) if sharded else query.mesh.size()
     if all(n is not None and n % ranks == 0 for n in _heads_of(query.tensor_meta.shape, key.tensor_meta.shape)):
         yield tensor.Shard(_HEADS)
@@ -195,13 +197,17 @@ def _of_bias(bias, placement: Placement) -> Placement | None:
 
 def _of_gradient(bias, placement: Placement) -> Placement | None:
     """Return the placement of a bias gradient; over a broadcast dim each rank has a partial sum."""
-    found = _of_bias(bias, placement)
-    return module().Partial() if found is not None and found.is_replicate() and placement.is_shard() else found
+    bias_placement = _of_bias(bias, placement)
+    return (
+        module().Partial()
+        if bias_placement is not None and bias_placement.is_replicate() and placement.is_shard()
+        else bias_placement
+    )
 
 
-def _drawn(*given: object) -> list[Placement | None]:
+def _drawn(*tensors: object) -> list[Placement | None]:
     """Return the placements of seeds, offsets and lengths: replicated, or None without a tensor."""
-    return [None if x is None else module().Replicate() for x in given]
+    return [None if x is None else module().Replicate() for x in tensors]
 
 
 def _aten_forward(

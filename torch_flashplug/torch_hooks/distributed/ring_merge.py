@@ -79,7 +79,7 @@ def _added(total: Tensor, part: Tensor, first: int) -> None:
     return _triton().add(total, part, first) if _are_rows(total, part) else added_in_torch(total, part, first)
 
 
-def _nothing(*given: object) -> None:
+def _nothing(*args: object) -> None:
     """Do nothing: an in-place op keeps the shape of the tensors."""
 
 

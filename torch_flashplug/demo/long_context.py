@@ -12,8 +12,8 @@ from rich.table import Table
 import torch_flashplug
 
 from . import model as gpt
-from .show import CPU_SHAPE, GPU_SHAPE
-from .text import as_tokens, read_text, repeated
+from .inference import CPU_SHAPE, GPU_SHAPE
+from .input_text import as_tokens, read_text, repeated
 
 GPU_LENGTH, CPU_LENGTH = 131072, 1024
 GIB = 2**30

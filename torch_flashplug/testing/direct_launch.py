@@ -26,19 +26,19 @@ def load_pack(path: Path):
     return tvm_ffi.load_module(str(path))
 
 
-def in_order(taken: Sequence[Argument], values: Mapping[str, object]) -> tuple:
+def in_order(arguments: Sequence[Argument], values: Mapping[str, object]) -> tuple:
     """Return values by name in the order of a table of kernel_args.py, with None for missing optional arguments.
 
     Raises:
         KeyError: a required argument is missing, or the kernel has no argument of a name.
     """
-    names = {one.name for one in taken}
+    names = {argument.name for argument in arguments}
     if unknown := set(values) - names:
         raise KeyError(
             f"in_order: values must name arguments of the kernel, {', '.join(sorted(names))}, but got "
             f"{', '.join(sorted(unknown))}."
         )
-    return tuple(values.get(one.name) if one.optional else values[one.name] for one in taken)
+    return tuple(values.get(argument.name) if argument.is_optional else values[argument.name] for argument in arguments)
 
 
 class DirectForward:
@@ -49,7 +49,7 @@ class DirectForward:
             tiles.
         case: the attention problem.
         inputs: tensors of the case.
-        **more: further arguments by name in arguments.FORWARD, for features missing in F.sdpa.
+        **more: further arguments by name in kernel_args.FORWARD, for features missing in F.sdpa.
     """
 
     def __init__(self, function: Callable, case: Case, inputs: Inputs, **more: object):

@@ -7,25 +7,25 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Provided:
+class KernelAnswer:
     """Answer to a request for a kernel that is in no pack.
 
     Attributes:
         function: the address of the kernel's host function, or 0.
         handle: a TVM-FFI function object loaded by the compiler, or 0.
-        why: the reason why there is no kernel.
-        later: whether a later call may get a different answer.
+        reason: the reason why there is no kernel.
+        may_change: whether a later call may get a different answer.
         library: the object that must stay loaded.
     """
 
     function: int = 0
     handle: int = 0
-    why: str = ""
-    later: bool = False
+    reason: str = ""
+    may_change: bool = False
     library: object = None
 
     @classmethod
-    def of_library(cls, library: ctypes.CDLL, name: str) -> Provided:
+    def of_library(cls, library: ctypes.CDLL, name: str) -> KernelAnswer:
         """Return a kernel of a loaded shared object.
 
         Args:
@@ -39,21 +39,21 @@ class Provided:
         return cls(function=ctypes.cast(function, ctypes.c_void_p).value or 0, library=library)
 
     @property
-    def is_there(self) -> bool:
+    def has_kernel(self) -> bool:
         """True if there is a kernel."""
         return bool(self.function or self.handle)
 
 
 @dataclass(frozen=True, slots=True)
-class Circumstances:
+class CallConditions:
     """Conditions of a call that requests a kernel.
 
     Attributes:
-        capturing: whether the call is recorded in a CUDA graph. Nothing is compiled then.
+        is_capturing: whether the call is recorded in a CUDA graph. Nothing is compiled then.
         must_wait: whether the call must wait, because stock's result would differ.
-        training: whether the call needs gradients. Backward kernels follow then.
+        needs_gradients: whether the call needs gradients. Backward kernels follow then.
     """
 
-    capturing: bool = False
+    is_capturing: bool = False
     must_wait: bool = False
-    training: bool = False
+    needs_gradients: bool = False

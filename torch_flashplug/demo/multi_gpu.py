@@ -40,9 +40,9 @@ import torch_flashplug
 from .. import env
 from ..dispatch import bindings
 from . import llama
+from .input_text import as_tokens, read_text, repeated
 from .model import Shape
 from .scopes import Scope, all_scopes
-from .text import as_tokens, read_text, repeated
 
 SEED, WARM_STEPS = 0, 3
 LEARNING_RATE = 0.1  # divided by the width of the model, as in train.py
@@ -77,11 +77,11 @@ class Program:
         self.mesh, self.device = mesh, mesh.device_type
         self.model = llama.build(recipe.shape, self.device, SEED)
         self.divide()
-        divided = [x for x in self.model.parameters() if isinstance(x, DTensor)]
-        whole = [x for x in self.model.parameters() if not isinstance(x, DTensor)]
+        sharded = [x for x in self.model.parameters() if isinstance(x, DTensor)]
+        replicated = [x for x in self.model.parameters() if not isinstance(x, DTensor)]
         # Separate groups, because an optimizer on a GPU processes all weights of a group in one call, and a call cannot
         # mix DTensors with plain tensors.
-        groups = [{"params": weights} for weights in (divided, whole) if weights]
+        groups = [{"params": weights} for weights in (sharded, replicated) if weights]
         self.optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE / recipe.shape.width)
 
     def divide(self) -> None:
@@ -98,9 +98,9 @@ class Program:
             self.optimizer.zero_grad()
             loss.backward()
             self.optimizer.step()
-            told = loss.detach().clone()
-        dist.all_reduce(told)
-        return told.item() / dist.get_world_size()
+            mean_loss = loss.detach().clone()
+        dist.all_reduce(mean_loss)
+        return mean_loss.item() / dist.get_world_size()
 
     def loss(self, tokens: Tensor, labels: Tensor, positions: Tensor) -> Tensor:
         logits = self.model(tokens, positions)
@@ -111,11 +111,13 @@ class ContextParallel(Program):
     def divide(self) -> None:
         llama.fully_shard(self.model, self.mesh)
 
-    def losses(self, *given: Tensor) -> Iterator[Tensor]:
+    def losses(self, *tensors: Tensor) -> Iterator[Tensor]:
         from torch.distributed.tensor.experimental import context_parallel
 
-        with context_parallel(self.mesh, buffers=list(given), buffer_seq_dims=[1, 1, 0], no_restore_buffers=set(given)):
-            yield self.loss(*given)
+        with context_parallel(
+            self.mesh, buffers=list(tensors), buffer_seq_dims=[1, 1, 0], no_restore_buffers=set(tensors)
+        ):
+            yield self.loss(*tensors)
 
 
 class FullySharded(Program):
@@ -135,9 +137,9 @@ class TensorParallel(Program):
         for block in self.model.blocks:
             llama.tensor_parallel(block, self.mesh)
 
-    def losses(self, *given: Tensor) -> Iterator[Tensor]:
+    def losses(self, *tensors: Tensor) -> Iterator[Tensor]:
         with torch.autocast(self.device, torch.bfloat16):
-            loss = self.loss(*given)
+            loss = self.loss(*tensors)
         yield loss
 
 
@@ -181,26 +183,26 @@ def scopes_here(on_gpu: bool) -> dict[str, Scope]:
 
 
 def table(name: str, recipe: Recipe, runs: Mapping[str, Run]) -> Table:
-    found, base = Table(title=f"{name}: {recipe.steps} steps of {recipe.length} bytes"), runs[BASE]
+    rows_table, base = Table(title=f"{name}: {recipe.steps} steps of {recipe.length} bytes"), runs[BASE]
     on_gpu = any(run.peak_bytes for run in runs.values())
     speeds = ("tokens / s", f"speed / {BASE}", "peak GiB") if on_gpu else ()
     columns = ("loss", f"furthest from {BASE}", *speeds, "calls: ours, stock's")
-    found.add_column("attention")
+    rows_table.add_column("attention")
     for column in columns:
-        found.add_column(column, justify="right")
+        rows_table.add_column(column, justify="right")
     for attention, run in runs.items():
         apart = max(abs(a - b) for a, b in zip(run.losses, base.losses, strict=True))
         ours, stock = run.took.get("routed_ours", 0), run.took.get("routed_stock", 0)
         rates = (f"{recipe.length / run.step_s:.0f}", f"{base.step_s / run.step_s:.3f}")
         measured = (*rates, f"{run.peak_bytes / GIB:.2f}") if on_gpu else ()
-        found.add_row(
+        rows_table.add_row(
             attention, f"{run.losses[0]:.3f} to {run.losses[-1]:.3f}", f"{apart:.1e}", *measured,
             f"{ours}, {stock}" if ours + stock else "stock's, not counted",
         )  # fmt: skip
-    return found
+    return rows_table
 
 
-def plot(found: Mapping[str, Mapping[str, Run]], path: Path) -> str:
+def plot(runs_by_program: Mapping[str, Mapping[str, Run]], path: Path) -> str:
     """Plot the losses by step, with a panel for each program.
 
     Returns:
@@ -210,8 +212,10 @@ def plot(found: Mapping[str, Mapping[str, Run]], path: Path) -> str:
         from matplotlib.figure import Figure
     except ImportError:
         return "No picture: matplotlib is not installed."
-    figure = Figure(figsize=(5.5 * len(found), 4))
-    for axis, (name, runs) in zip(figure.subplots(1, len(found), squeeze=False).flat, found.items()):
+    figure = Figure(figsize=(5.5 * len(runs_by_program), 4))
+    for axis, (name, runs) in zip(
+        figure.subplots(1, len(runs_by_program), squeeze=False).flat, runs_by_program.items()
+    ):
         for attention, run in runs.items():
             axis.plot(run.losses, label=attention, linewidth=1.2)
         axis.set(title=name, xlabel="step", ylabel="nats per byte")
@@ -243,15 +247,15 @@ def show(file: str | None, picture: Path, device: str) -> None:
         f"[bold]torch_flashplug {torch_flashplug.__version__}[/] demo, {mesh.size()} x {where}, torch "
         f"{torch.__version__}; text: {origin}"
     )
-    found: dict[str, dict[str, Run]] = {}
+    runs_by_program: dict[str, dict[str, Run]] = {}
     for name, make in programs(on_gpu).items():
-        found[name] = {}
+        runs_by_program[name] = {}
         for attention, scope in scopes_here(on_gpu).items():
             with scope():
-                found[name][attention] = train(make, mesh, recipe, texts)
-        console.print(table(name, recipe, found[name]))
+                runs_by_program[name][attention] = train(make, mesh, recipe, texts)
+        console.print(table(name, recipe, runs_by_program[name]))
     if first:
-        console.print(plot(found, picture))
+        console.print(plot(runs_by_program, picture))
 
 
 def launch(file: str | None, gpus: int, picture: str) -> None:
@@ -266,7 +270,7 @@ def launch(file: str | None, gpus: int, picture: str) -> None:
     if 0 < have < gpus:
         raise SystemExit(f"demo: --gpus must be at most {have}, the number of GPUs here, but got {gpus}.")
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(gpus)]
-    words = ["-m", "torch_flashplug.demo.several", "--picture", picture, *([file] if file else [])]
+    words = ["-m", "torch_flashplug.demo.multi_gpu", "--picture", picture, *([file] if file else [])]
     if code := subprocess.run([*run, *words], check=False).returncode:
         raise SystemExit(code)
 

@@ -13,14 +13,14 @@ from ..registry.architectures import KERNEL_BACKENDS
 from ..testing import Candidate, Masking, attention_math, measure_error, paired_ratio, time_interleaved
 from . import model as gpt
 from . import without_gpu
-from .record import Call, Kind, Recorder, distinct
+from .call_recorder import Call, Kind, Recorder, distinct
+from .input_text import as_tokens, read_text
 from .scopes import STOCK, Scope, all_scopes, plugin_off
-from .text import as_tokens, read_text
 
 GPU_SHAPE, GPU_PROMPT, GPU_STEPS = gpt.Shape(layers=4, heads=16, kv_heads=4, head_dim=128), 8192, 64
 CPU_SHAPE, CPU_PROMPT, CPU_STEPS = gpt.Shape(layers=2, heads=4, kv_heads=2, head_dim=64), 1024, 24
 GPU_ROUNDS = 11
-WHAT_IF = ("h100", "h200", "a100")  # keys of api.DEVICES: GPUs for which a machine without a GPU shows plans
+WHAT_IF = ("h100", "h200", "a100")  # keys of api.backend.DEVICES: GPUs for which a machine without a GPU shows plans
 ON_H100 = (  # the last sentence of the demo on a machine without a GPU
     f"On an H100 this demo reads the first {GPU_PROMPT} bytes with a model of {GPU_SHAPE.layers} layers and "
     f"{GPU_SHAPE.heads} heads of {GPU_SHAPE.head_dim} on these kernels, and prints the plan of each attention call, "
@@ -36,11 +36,11 @@ def calls_table(console: Console, kinds: list[Kind], on_gpu: bool) -> None:
         table.add_column(column, overflow="fold", no_wrap=column in ("times", "where", "plan"))
     for kind in kinds:
         for where, plan in ({"here": kind.plan} if on_gpu else plans_elsewhere(kind.last)).items():
-            taken = plan.stock_choice if plan.backend == "stock" else plan.kernel
+            served_by = plan.stock_choice if plan.backend == "stock" else plan.kernel
             why = [plan.row] if plan.row else []
             why += [f"not {backend}: {plan.reasons[backend]}" for backend in KERNEL_BACKENDS if backend in plan.reasons]
             why += [f"gradients: {plan.gradients}"] * bool(plan.gradients)
-            name = plan.backend + (f"\n{taken}" if taken else "")
+            name = plan.backend + (f"\n{served_by}" if served_by else "")
             table.add_row(kind.label(), str(kind.count), where, name, "\n".join(why))
     console.print(table)
 
