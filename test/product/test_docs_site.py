@@ -1,0 +1,93 @@
+"""Documentation site of ./tools/dev docs: navigation, the entries of the API reference, and links between pages.
+
+The tests need neither mkdocs nor the network.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+MODULES = (
+    "torch_flashplug",
+    "torch_flashplug.flash_attn",
+    "torch_flashplug.integrations.context_parallel",
+    "torch_flashplug.integrations.transformers",
+)
+
+
+def nav_pages(entries: list[object]) -> list[str]:
+    """Return the pages of a `nav` section of mkdocs.yml in order."""
+    pages = []
+    for entry in entries:
+        (target,) = entry.values() if isinstance(entry, dict) else (entry,)
+        pages += nav_pages(target) if isinstance(target, list) else [target]
+    return pages
+
+
+def text_without_code(page: Path) -> str:
+    return re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(), flags=re.S)
+
+
+def anchors_of(page: Path) -> set[str]:
+    """Return the anchors of the headings, as GitHub and mkdocs make them."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.S), re.M)
+    return {re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", heading.lower()).strip()) for heading in headings}
+
+
+def test_navigation_lists_each_page_once() -> None:
+    settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+
+    assert settings["strict"] is True
+    assert sorted(nav_pages(settings["nav"])) == [page.relative_to(DOCS).as_posix() for page in PAGES]
+
+
+def test_overview_links_each_page() -> None:
+    linked = set(re.findall(r"\]\(([\w/]+\.md)\)", (DOCS / "README.md").read_text()))
+
+    assert not [page for page in DOCS.glob("*.md") if page.name not in linked | {"README.md"}]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_reference_has_an_entry_for_each_public_name(module: str) -> None:
+    if module.endswith("transformers"):
+        pytest.importorskip("transformers")
+    entries = re.findall(r"^::: (\S+)$", (DOCS / "reference.md").read_text(), re.M)
+    names = {entry.rpartition(".")[2] for entry in entries}
+
+    assert len(entries) == len(set(entries))
+    assert not set(importlib.import_module(module).__all__) - names
+
+
+def test_entries_of_the_reference_exist() -> None:
+    for entry in re.findall(r"^::: (\S+)$", (DOCS / "reference.md").read_text(), re.M):
+        module, _, name = entry.rpartition(".")
+        if module.endswith(("transformers", "int8_cache")):
+            pytest.importorskip("transformers")
+        assert getattr(importlib.import_module(module), name).__doc__, entry
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(DOCS).as_posix())
+def test_relative_links_and_anchors_resolve(page: Path) -> None:
+    for link, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)", text_without_code(page)):
+        if link.startswith(("http://", "https://")):
+            continue
+        target = (page.parent / link).resolve() if link else page
+        assert target.exists(), f"{page.name}: {link}"
+        assert not anchor or anchor in anchors_of(target), f"{page.name}: {link}#{anchor}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(DOCS).as_posix())
+def test_links_stay_inside_the_site(page: Path) -> None:
+    """Pictures of tools/results are the only files of other folders; docs/site_hooks.py copies these pictures."""
+    links = [link for link in re.findall(r"\]\(([^)#\s]+)", text_without_code(page)) if "://" not in link]
+    outside = [link for link in links if not (page.parent / link).resolve().is_relative_to(DOCS)]
+
+    assert all(re.fullmatch(r"(\.\./)+tools/results/[\w-]+\.png", link) for link in outside)
