@@ -7,12 +7,17 @@ from __future__ import annotations
 
 import importlib
 import re
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+
+import prose_stats  # noqa: E402
+
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 MODULES = (
@@ -91,3 +96,12 @@ def test_links_stay_inside_the_site(page: Path) -> None:
     outside = [link for link in links if not (page.parent / link).resolve().is_relative_to(DOCS)]
 
     assert all(re.fullmatch(r"(\.\./)+tools/results/[\w-]+\.png", link) for link in outside)
+
+
+def test_pronouns_of_a_page_are_counted_outside_of_code(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("It is `this` [one](which.md).\n\n```python\nthat = those\n```\n\nPlain words.\n")
+
+    stats = prose_stats.markdown_stats(page)
+
+    assert (stats.words, stats.pronouns) == (5, 2)  # It, one
