@@ -111,9 +111,10 @@ def add_file(stats: Stats, path: Path) -> None:
 
 
 def text_of_markdown(source: str) -> str:
-    """Return the text of a page without code blocks, inline code and targets of links."""
+    """Return the text of a page without code blocks, inline code, targets of links, and the unit us (microseconds)."""
     text = re.sub(r"^( *)```.*?^ *```", "", source, flags=re.S | re.M)
-    return re.sub(r"\]\([^)]*\)", "]", re.sub(r"`[^`]*`", "", text))
+    text = re.sub(r"(\d)\s+us\b|\bUs\b", r"\1", re.sub(r"`[^`]*`", "", text))
+    return re.sub(r"\]\([^)]*\)", "]", text)
 
 
 def markdown_stats(path: Path) -> Stats:
