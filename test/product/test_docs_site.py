@@ -105,3 +105,20 @@ def test_pronouns_of_a_page_are_counted_outside_of_code(tmp_path: Path) -> None:
     stats = prose_stats.markdown_stats(page)
 
     assert (stats.words, stats.pronouns) == (5, 2)  # It, one
+
+
+MOST_PRONOUNS = 4.0  # per 100 words
+
+
+@pytest.mark.parametrize("page", (ROOT / "README.md", *PAGES), ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_pages_name_things_instead_of_pointing_at_them(page: Path) -> None:
+    assert prose_stats.markdown_stats(page).pronouns_per_100 < MOST_PRONOUNS
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(DOCS).as_posix())
+def test_pages_start_with_purpose_readers_and_an_example(page: Path) -> None:
+    title, purpose, *rest = page.read_text().split("\n\n")
+
+    assert title.startswith("# ") and title.count("\n") == 0
+    assert "page" in purpose and re.search(r"readers|developers|programs that", purpose + rest[0])
+    assert re.search(r"[Ee]xample", purpose + rest[0] + rest[1]) or "```" in "".join(rest[:3])
