@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "torch_flashplug"
 SOURCE_FOLDERS = ("src", "torch_flashplug", "test", "tools")
 TEST_FOLDERS = ("plan", "kernels", "torch", "product")
-PAGES = ("README.md", "tools/results/LOG.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
+PAGES = ("README.md", *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")))
 TEXT = {".py", ".cpp", ".h", ".c", ".md", ".toml", ".txt", ".yml", ".json", ""}
 
 # Layers from top to bottom: a module imports from its own folder and from rows below its own row, never from above.
@@ -435,8 +435,6 @@ def test_texts_name_files_that_exist():
     names = [*files_on_disk(), *PAGES, *(f"tools/results/{path.name}" for path in (ROOT / "tools/results").iterdir())]
     of_torch = re.compile(r"torch/|CMakeFiles/")
     for name, text in _tracked_text():
-        if name.startswith("tools/results"):
-            continue  # entries of the log name the files of their day
         for path in re.findall(r"(?<![\w./<*-])((?:\w+/)+\w+\.(?:py|cpp|h|c))\b", text):
             exists = any(file == path or file.endswith(f"/{path}") for file in names)
             assert exists or of_torch.match(path), f"{name} names {path}, which does not exist"

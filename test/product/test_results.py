@@ -87,12 +87,32 @@ def test_results_are_small():
     assert pictures and max(pictures.values()) <= records.PICTURE_BYTES, pictures
     files = [path for path in RESULTS.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) <= records.FOLDER_BYTES
-    assert {path.suffix for path in files} == {".json", ".png", ".md", ".txt"}
+    assert {path.suffix for path in files} == {".json", ".png", ".txt"}
 
 
-def test_log_lines_are_short():
-    wide = [line for line in (RESULTS / "LOG.md").read_text().splitlines() if len(line) > 120]
-    assert not wide
+EXPERIMENTS = sorted((ROOT / "docs" / "experiments").glob("*.md"))
+TOPICS = {page.stem for page in EXPERIMENTS} - {"README"}
+
+
+def test_lines_of_experiments_are_short():
+    assert not [line for page in EXPERIMENTS for line in page.read_text().splitlines() if len(line) > 120]
+
+
+def test_decisions_name_a_topic_a_date_and_an_outcome():
+    page = (ROOT / "docs" / "experiments" / "README.md").read_text()
+    table = page.split("## Decisions\n", 1)[1]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line[:5] == "| 202"]
+    dates = [row[0] for row in rows]
+    assert len(rows) > 200 and dates == sorted(dates, reverse=True)
+    assert all(len(row) == 5 and all(row) for row in rows)
+    assert {row[1] for row in rows} == TOPICS and {row[4] for row in rows} == {"yes", "no", "measured"}
+
+
+def test_each_decision_has_an_entry_on_the_page_of_its_topic():
+    page = (ROOT / "docs" / "experiments" / "README.md").read_text()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:5] == "| 202"]
+    texts = {path.stem: " ".join(path.read_text().split()) for path in EXPERIMENTS}
+    assert not [row for row in rows if f"**{row[2]}** ({row[0]})" not in texts[row[1]]]
 
 
 # A row of the harness: two kernels of the plugin, one of them in auto; a peer; both again in deterministic mode.
@@ -140,7 +160,7 @@ def test_pictures_are_drawn_only_from_files(name, tmp_path):
 
 
 def test_quoted_files_are_kept():
-    pages = (ROOT / "README.md", *(ROOT / "docs").glob("*.md"), RESULTS / "LOG.md")
+    pages = (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))
     quoted = {name for page in pages for name in re.findall(r"[\w-]+-h\d00\.(?:json|png|txt)", page.read_text())}
     assert len(quoted) > 10 and not [name for name in quoted if not (RESULTS / name).exists()]
 

@@ -159,17 +159,17 @@ _WIDE = _GRAD.replace("2026-11-21", "2026-11-22")
 _GROUPED = "2026-11-23 H200, torch 2.11 + cuDNN 9.19, bench --suite grad"
 _FEW = "2026-11-24 H200, torch 2.11 + cuDNN 9.19, bench --suite grad"
 _FORWARD = "2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite forward"
-_PARTS = "2026-11-21 H100, bursts, B*S 16384, H*D 2048, square (tools/results/LOG.md)"
+_PARTS = "2026-11-21 H100, bursts, B*S 16384, H*D 2048, square (docs/experiments/backward.md)"
 _ODD = "2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite odd"
 _DECODE = "2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite decode"
 _GROWING = "2026-11-27 H100, torch 2.11 + cuDNN 9.19, one more key per call: stock plans anew, 36 to 75 ms of host time"
-_REGROUPED = "2026-11-27 H100, torch 2.11 + cuDNN 9.19, D 104 to 120, groups of 4, 5 and 8 (tools/results/LOG.md)"
-_SHORT = "2026-11-27 H100, torch 2.11 + cuDNN 9.19, D 32, 40, 64, 200 to 256 rows and keys (tools/results/LOG.md)"
+_REGROUPED = "2026-11-27 H100, torch 2.11, cuDNN 9.19, D 104 to 120, groups of 4, 5, 8 (docs/experiments/backward.md)"
+_SHORT = "2026-11-27 H100, torch 2.11, cuDNN 9.19, D 32, 40, 64, 200 to 256 rows and keys (docs/experiments/forward.md)"
 _EIGHT = "2026-11-26 H100 and H200, torch 2.11, bench --suite eightbit"
-_WINDOWS = "2026-11-26 H100, 16k tokens, by the profiler (tools/results/LOG.md)"
+_WINDOWS = "2026-11-26 H100, 16k tokens, by the profiler (docs/experiments/varlen.md)"
 _MASKS = "2026-11-24 H200, torch 2.11 + cuDNN 9.19, bench --suite masks"
 _BF16 = ("bf16",)
-_LOWER = "2026-11-27 H100, torch 2.11, causal_lower_right, D 64 and 128 (tools/results/LOG.md)"
+_LOWER = "2026-11-27 H100, torch 2.11, causal_lower_right, D 64 and 128 (docs/experiments/masks.md)"
 _CACHES = "2026-11-24 H200, torch 2.11 + cuDNN 9.19, bench --suite maskdecode"
 # Calls with fewer query rows are decode calls. If such calls come to these rows (is_causal), no suite measured the
 # calls.
@@ -303,7 +303,7 @@ CHOICE_ROWS: tuple[ChoiceRow, ...] = (
     ChoiceRow("partbwd", "vectors", 90, True, "window+ragged", 1, 64, 1, ANY, 1, 128, 0, 1.523, _WINDOWS),
     ChoiceRow("partbwd", "vectors", 90, True, "window+ragged", 65, 128, 1, ANY, 1, 256, 0, 1.683, _WINDOWS),
     # Gradients: forward and backward by kernels of this project. 280 shapes have head dims up to 128. 168 shapes have
-    # head dims without a separate kernel (except for a disturbed cell, tools/results/LOG.md). 278 shapes have larger
+    # head dims without a separate kernel (docs/experiments/backward.md names a disturbed cell). 278 shapes have larger
     # head dims or D != Dv. Tiles are blocks of 128 keys. With few query steps, loading K and V does not pay off, and
     # few tiles do not fill the GPU.
     #

@@ -199,7 +199,7 @@ KERNEL_ROWS = (
     KernelRow("fwd", 90, 192, 192, RAGGED, 64, 96, 2, 1300),
     KernelRow("fwd", 90, 256, 256, WINDOW + RAGGED + SOFTCAP, 128, 80, 2, 1900),
     KernelRow("fwd", 90, 256, 256, RAGGED, 64, 80, 2, 1330),
-    # 8-bit precision: the fastest of two or three tiles each (tools/results/LOG.md).
+    # 8-bit precision: the fastest of two or three tiles each (docs/experiments/eight_bit.md).
     KernelRow("fwd", 90, 64, 64, QK8, 192, 128, 2),
     KernelRow("fwd", 90, 96, 96, QK8, 128, 128, 2),
     KernelRow("fwd", 90, 128, 128, QK8, 128, 128, 2),

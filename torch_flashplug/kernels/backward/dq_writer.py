@@ -4,7 +4,7 @@ dQ writers clear the dQ workspace before the steps that add to it, and convert t
 deterministic mode, accumulator warps add to the workspace instead of the consumers.
 
 dQ writers work while the workspace is in L2, in parallel with the tensor-core work of the consumers. Separate kernels
-would move the whole workspace through device memory: a third of the time at 512 keys (tools/results/LOG.md).
+would move the whole workspace through device memory: a third of the time at 512 keys (docs/experiments/backward.md).
 """
 
 from __future__ import annotations

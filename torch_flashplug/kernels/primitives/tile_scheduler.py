@@ -6,7 +6,7 @@ the tile index.
 Heads are processed in L2 groups: groups of heads whose K and V together fit in L2. Within a group, causal tiles of all
 heads run longest first, so that the last tiles are short. Full tiles of a head run consecutively, for L2 reuse. Dynamic
 scheduling beats static scheduling: with a static round robin, causal attention at 16k keys was 20 % slower
-(tools/results/LOG.md).
+(docs/experiments/forward.md).
 
 Tiles of the backward are KV blocks, in the same groups of heads. There, L2 must hold Q, dO and dQ.
 """

@@ -3,7 +3,7 @@
 The split backward has seven products instead of five. In return, no dQ workspace is needed, the bits are the same in
 every run, and either part can be left out. The split backward is also the faster way for head dims above 128. There,
 registers hold dK and dV of 64 keys. A fused kernel would send the fp32 sums of dQ from the SMs to L2 once for every 64
-keys. The kernel would wait for these sums half of the time (tools/results/LOG.md).
+keys. The kernel would wait for these sums half of the time (docs/experiments/backward.md).
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ class ForwardSm90(KernelCall, kind="fwd"):
     warpgroups are consumers.
 
     Pipelines (producer -> consumer, stages):
-    - Q: producer warp -> the warpgroup that owns the 64 rows, `⟦q_stages‖num_q_buffers⟧` stages of 64 rows.
+    - Q: producer warp -> the warpgroup that owns the 64 rows, `q_stages` stages of 64 rows.
     - K, V: producer warp -> all consumer warps, `stages` stages of tile_n keys each.
     - Tile indices: producer warp -> all consumer warps, `sm90.TILE_INDEX_STAGES` stages.
     - Score stages add pipelines of their own, for example for bias tiles.
