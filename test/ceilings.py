@@ -36,7 +36,6 @@ SECONDS: dict[str, float] = {
     "test_fuzz.py::test_command_line": 12,
     "test_mask_road.py::test_cpp_caller_keeps_the_mask_variable": 10,  # compiles C++ that includes torch
     "test_masked_graphs.py::test_backends": 20,  # like test_inductor
-    "test_seams.py::test_threads_read_the_biases_of_their_scores": 10,  # compiles a kernel
     "test_wheel.py::test_concurrent_processes_share_an_unpacked_pack": 10,
 }
 REMEDY = "Shorten the test, give it a row in test/nightly.py, or a ceiling of its own in test/ceilings.py."

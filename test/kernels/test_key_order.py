@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import random
+from types import SimpleNamespace
+
 import pytest
 
 pytest.importorskip("cutlass", reason="the DSL is needed to import kernels")
 
 from torch_flashplug.kernels.tiling import backward_tile_scheduler as key_order  # noqa: E402
 from torch_flashplug.kernels.tiling import block_iterator as walk  # noqa: E402
+from torch_flashplug.kernels.tiling import block_sparse  # noqa: E402
+from torch_flashplug.registry.kernel_spec import LISTED, SHARE  # noqa: E402
 
 BANDS = {"full": walk.FullBlocks, "causal": walk.CausalBlocks}
 TILES = [(64, 128), (64, 64)]  # tile_m, tile_n: kernel_spec.BACKWARD_TILE, PARTS_TILE
@@ -36,6 +41,42 @@ def test_accumulation_ranks_follow_the_launch_order(mask, tile, lengths, section
             if mask == "full" or n_block * tile[1] <= last_query:
                 rank = last_ranks[head, batch] = last_ranks.get((head, batch), -1) + 1
                 assert order.turn(n_block, run, step) == rank
+
+
+def random_block_lists(planes: int, Sq: int, Sk: int, seed: int) -> list[list[list[int]]]:
+    """Return the query blocks, in any order, that each key block of each plane visits."""
+    generator, num_query_blocks, num_key_blocks = random.Random(seed), -(-Sq // LISTED), -(-Sk // LISTED)
+
+    def random_list() -> list[int]:
+        return generator.sample(range(num_query_blocks), generator.randint(0, num_query_blocks))
+
+    return [[random_list() for _ in range(num_key_blocks)] for _ in range(planes)]
+
+
+def accumulation_rank(lists: list[list[int]], n_block: int, m_block: int, Sk: int) -> int:
+    """Return the rank of a list entry: how many SHAREs of later keys list the same block of queries."""
+    later_blocks = [n for n in range(n_block + 1, len(lists)) if m_block in lists[n]]
+    return -(-sum(min(LISTED, Sk - n * LISTED) for n in later_blocks) // SHARE)
+
+
+@pytest.mark.parametrize("tile_n", [128, 64])
+@pytest.mark.parametrize("sizes", [(1, 1, 200, 100), (1, 2, 1000, 130), (2, 1, 700, 1300), (2, 3, 2048, 1984)], ids=str)
+@pytest.mark.parametrize("seed", range(3))
+def test_accumulation_ranks_of_block_lists_follow_the_launch_order(sizes, tile_n, seed):
+    """The tiles of keys that list a block of queries have accumulation ranks 0, 1, 2, ... in launch order."""
+    batch, heads, Sq, Sk = sizes
+    lists = random_block_lists(batch * heads, Sq, Sk, seed)
+    bound = block_sparse.BoundBlockSparse(None, walk.SeqlenInfo(Sq, Sk), 64, tile_n)
+    order = key_order.BackwardTileScheduler(True, -(-Sk // tile_n), heads, batch * heads, 1, bound, in_order=True)
+    last_ranks = {}
+    for tile_n_block, head, b in (order.tile(number) for number in range(order.total)):
+        plane, n_block = b * heads + head, tile_n_block * tile_n // LISTED
+        m_blocks = lists[plane][n_block]
+        ranks = [accumulation_rank(lists[plane], n_block, m_block, Sk) for m_block in m_blocks]
+        run = SimpleNamespace(turn=ranks.__getitem__)
+        for entry, m_block in enumerate(m_blocks):
+            rank = last_ranks[plane, m_block] = last_ranks.get((plane, m_block), -1) + 1
+            assert order.turn(tile_n_block, run, entry) == rank
 
 
 def test_nondeterministic_launches_start_with_the_longest_tiles():

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import random
+import re
+from pathlib import Path
 
 import pytest
 import torch
-from trial_calls import cu_seqlens_from, tile_lists
+import torch.nn.functional as F
+from torch import Tensor
 
 pytest.importorskip("cutlass", reason="the DSL is needed to import kernels")
 
@@ -18,6 +22,20 @@ from torch_flashplug.kernels.tiling import varlen as ragged  # noqa: E402
 HEADS, KV_HEADS, SCRATCH = 4, 2, 64
 LENGTHS = [[0], [1], [64, 0, 65, 128], [0, 0, 300], [5] * 40, [1000, 1, 0, 127, 128, 129]]
 LENGTHS += [[random.Random(seed).choice([0, 1, 63, 64, 65, 200, 700]) for _ in range(9)] for seed in range(6)]
+
+
+@functools.cache
+def tile_lists():
+    """Return the function `tiles` of docs/layouts.md."""
+    page = Path(__file__).resolve().parents[2] / "docs" / "layouts.md"
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    names = {"torch": torch, "F": F}
+    exec(next(block for block in blocks if block.startswith("def tiles(")), names)
+    return names["tiles"]
+
+
+def cu_seqlens_from(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).int()
 
 
 class PythonTileList(ragged.VarlenTileList):
