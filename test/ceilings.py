@@ -31,10 +31,10 @@ SECONDS: dict[str, float] = {
     "test_distributed.py::test_four_ranks": 18,
     "test_distributed.py::test_plugin_off_on_one_rank": 8,
     "test_distributed.py::test_two_ranks": 18,
-    "test_flash_door.py::test_unsupported_calls_run_stock": 12,  # compiles C++ that includes torch
+    "test_flash_attention_op.py::test_unsupported_calls_run_stock": 12,  # compiles C++ that includes torch
     "test_fuzz.py::test_dead_worker_is_reported_and_remaining_work_continues": 10,
     "test_fuzz.py::test_command_line": 12,
-    "test_mask_road.py::test_cpp_caller_keeps_the_mask_variable": 10,  # compiles C++ that includes torch
+    "test_mask_placeholder.py::test_cpp_caller_keeps_the_mask_variable": 10,  # compiles C++ that includes torch
     "test_masked_graphs.py::test_backends": 20,  # like test_inductor
     "test_wheel.py::test_concurrent_processes_share_an_unpacked_pack": 10,
 }

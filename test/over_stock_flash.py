@@ -1,7 +1,7 @@
 """Stock flash attention below the plugin's op registration, on a CPU.
 
-test_flash_door.py runs the file in a separate process, with a library built from stock_flash.cpp. The checks: each
-argument arrives, errors of stock are raised, and a backward follows the backend of the forward.
+test_flash_attention_op.py runs the file in a separate process, with a library built from stock_flash.cpp. The checks:
+each argument arrives, errors of stock are raised, and a backward follows the backend of the forward.
 """
 
 import ctypes

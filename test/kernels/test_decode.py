@@ -2,7 +2,7 @@
 
 Without a GPU, the tests check the splits of traced graphs. On a GPU, the tests check results at the edges of blocks,
 tiles and splits, caches read in place, graphs, streams, chains of calls, and gradients. The number of splits
-is tested in test_gate.py. Named cases with the tag "decode" run in test_numerics.py and test_gradients.py.
+is tested in test_split_heuristic.py. Named cases with the tag "decode" run in test_numerics.py and test_gradients.py.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def test_every_backward_kernel_is_reached_by_a_case(family: Family) -> None:
         for dtype in WHOLE
     ]
     backwards = kernel_table.specs(family.arch, "bwd", "detbwd", "partbwd")
-    # further features: test_masks, test_dropout, ...
+    # further features: test_bool_masks, test_dropout, ...
     rows = [spec for spec in backwards if spec.features <= {"causal"}]
     missing = {spec.name() for spec in rows} - {plan["gradients"] for plan in plans}
     # For D 64 without a mask, the split backward is faster only if dQ alone is wanted:

@@ -45,7 +45,7 @@ SEED = 20261121
 GIB = 1 << 30
 HUGE = 133120.0  # scores of 1e11: the rounding of scale * score alone is hundreds of powers of two
 ARCHS = {family.backend: family.arch for family in FAMILIES}
-# Kernels that cases can reach; masked kernels are tested in test_masks.
+# Kernels that cases can reach; masked kernels are tested in test_bool_masks.
 FORWARDS = [spec for arch in (90, 80) for spec in kernel_table.specs(arch, "fwd") if spec.features <= {"causal"}]
 BY_FAMILY = pytest.mark.parametrize("family", ARCHS)
 BY_NAME = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -97,7 +97,7 @@ def test_every_forward_kernel_is_reached_by_a_case(family):
     if family == "fa2":
         cases += [(case.with_dtype(dtype), {"align_q": 2}) for case in ODD_CASES for dtype in WHOLE]
     reached = {plan_of_forced_call(case, backend=family, **facts)["kernel"] for case, facts in cases}
-    specs = (*FORWARDS, *kernel_table.specs(ARCHS[family], "decode"))  # masked kernels: test_masked_decode, test_biases
+    specs = (*FORWARDS, *kernel_table.specs(ARCHS[family], "decode"))  # masked kernels: test_masked_decode, test_bias
     missed = {spec.name() for spec in specs if spec.arch == ARCHS[family] and not spec.features - {"causal"}} - reached
     assert not missed, f"no case in torch_flashplug/testing/cases.py reaches {sorted(missed)}"
 

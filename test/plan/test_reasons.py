@@ -60,7 +60,7 @@ REASON_CASES = {
     "no bias gradient": ReasonCase(LONG | {"bias": 1, "grad": 1, "bias_grad": 1}, kernels=NO_BIAS_GRADIENT),
     "8 bits with gradients": ReasonCase(PLAIN | {"grad": 1}, mode=sdpa_backend("fa3", precision="8bit").mode),
 }
-ELSEWHERE = {"together"}  # tested with a separate table in test_facts.py
+ELSEWHERE = {"together"}  # tested with a separate table in test_call_facts.py
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,7 @@
 """Rows and keys outside all packed sequences: attention() must not read them, whatever their values.
 
 The tests cover every tensor of a forward or backward, keys beyond the KV length, and blocks outside the block-sparse
-lists. test_lengths.py checks the numbers of the kernels.
+lists. test_varlen_kernels.py checks the numbers of the kernels.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from test_biases import HEADS, SEED, bias_dtype, check_decode, check_gradients, random_bias, run_with_references
+from test_bias import HEADS, SEED, bias_dtype, check_decode, check_gradients, random_bias, run_with_references
 from torch import Tensor
 
 import torch_flashplug

@@ -1,7 +1,7 @@
 """attention() with windows, sinks and an LSE.
 
-The tests cover results, gradients, the tools of torch on the ops, and refused calls. test_windows.py checks the numbers
-of the kernels.
+The tests cover results, gradients, the tools of torch on the ops, and refused calls. test_window_kernels.py checks the
+numbers of the kernels.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """attention() of packed sequences: results and gradients equal those of separate sequences.
 
-The tests also cover the tools of torch and refused calls. test_lengths.py checks the numbers of the kernels.
+The tests also cover the tools of torch and refused calls. test_varlen_kernels.py checks the numbers of the kernels.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The `plan` argument of attention() where no kernel runs.
 
-A plan must not change results. The tests also cover the tools of torch and refused calls. test_plans.py checks the
-lists made by kernels.
+A plan must not change results. The tests also cover the tools of torch and refused calls. test_varlen_plan_kernels.py
+checks the lists made by kernels.
 """
 
 from __future__ import annotations

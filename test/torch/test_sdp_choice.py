@@ -232,8 +232,8 @@ def test_every_exit_has_a_test_row() -> None:
             with case.scope(), contextlib.suppress(RuntimeError, IndexError):
                 F.scaled_dot_product_attention(*tensors)
         exits.add(bindings.take_last_exit())
-    # This torch asks for no choice when operands have no elements. torch 2.11 does so on a GPU (test_badinput). The
-    # exit `part` needs several devices (test_distributed).
+    # This torch asks for no choice when operands have no elements. torch 2.11 does so on a GPU (test_invalid_input).
+    # The exit `part` needs several devices (test_distributed).
     assert exits - {""} == set(bindings.names("exits")) - {"empty", "part"}
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from orders import in_order
-from test_lengths import AHEAD, BACKENDS, BEHIND, SEED, SPECS, make_packed_call
+from test_varlen_kernels import AHEAD, BACKENDS, BEHIND, SEED, SPECS, make_packed_call
 from torch import Tensor
 
 import torch_flashplug
