@@ -12,8 +12,8 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 
+import interpreted_kernels
 import nightly
-import on_cpu
 import pytest
 
 OF_A_TEST, OF_A_FILE = 5.0, 60.0
@@ -74,7 +74,7 @@ class Ceilings:
         """Build the pack shared by all interpreted tests, so that no test is charged for the build."""
         collects = session.config.getoption("numprocesses", None)  # the process for distributing tests runs no test
         if not collects and any(item.get_closest_marker("interpreted") for item in session.items):
-            on_cpu.pack()
+            interpreted_kernels.pack()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> Iterator[None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from standin import Road
+from device_backend import Road
 from torch import nn
 
 transformers = pytest.importorskip("transformers")

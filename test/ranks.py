@@ -2,7 +2,7 @@
 
 On the CPU the ranks use gloo and the CPU stub backend. On GPUs the ranks use NCCL and the kernels.
 
-    PYTHONPATH=.:test python -m ranks rank_rings --ranks 2        # all cases of test/rank_rings.py
+    PYTHONPATH=.:test python -m ranks rank_context_parallel --ranks 2    # all cases of rank_context_parallel.py
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import standin
+import device_backend
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -57,7 +57,7 @@ class Rank:
     number: int
     world: int
     device: str
-    road: standin.Road | None  # None: the plugin is off on the rank
+    road: device_backend.Road | None  # None: the plugin is off on the rank
 
     def mesh(self, *sizes: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
         return init_device_mesh(self.device, sizes or (self.world,), mesh_dim_names=names)
@@ -134,11 +134,11 @@ def _cases(module: str) -> dict[str, Callable[[Rank], None]]:
 
 
 @contextlib.contextmanager
-def _road(device: str) -> Iterator[standin.Road | None]:
+def _road(device: str) -> Iterator[device_backend.Road | None]:
     if env.disabled():
         yield None
         return
-    with standin.road_to(device) as road:
+    with device_backend.road_to(device) as road:
         yield road
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import math
 
-import on_cpu
+import interpreted_kernels
 import pytest
 import torch
 import torch.nn.functional as F
@@ -116,7 +116,7 @@ def test_quantized_operands_match_the_torch_reference(spec: KernelSpec) -> None:
 
     Values are checked against the sums of the kernel. The tests include NaN, inf, and rows and blocks of zeros.
     """
-    function = on_cpu.load_kernel(on_cpu.pack(), spec.name())
+    function = interpreted_kernels.load_kernel(interpreted_kernels.pack(), spec.name())
     name = next(name for name in RECIPES if name in spec.features)
     for heads, seq in SIZES:
         narrowing = 8 * (seq[1] == 515)

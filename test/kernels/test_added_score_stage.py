@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import on_cpu
+import interpreted_kernels
 import pytest
 import torch
 
@@ -61,8 +61,8 @@ def test_added_score_stage_matches_fp64_and_causes_no_spill(kernel, compiled):
         attention_math(*inputs, mask=mask, dtype=dtype) for dtype in (torch.float64, case.torch_dtype, torch.float32)
     )
     for seed in (0, 7):  # the seed decides the order of independent operations
-        on_cpu.set_order_seed(pack, seed)
-        forward = DirectForward(on_cpu.load_kernel(pack, kernel), case, inputs)
+        interpreted_kernels.set_order_seed(pack, seed)
+        forward = DirectForward(interpreted_kernels.load_kernel(pack, kernel), case, inputs)
         forward.call()
         assert_within_budget(f"{kernel}, seed {seed}", forward.out, exact.out, low.out)
         assert_lse(f"{kernel}, seed {seed}", forward.lse, exact.lse, fp32.lse)

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from orders import in_order
-from splits import MAX_SPLITS, forced_mode, plan_of_forced_call
+from deterministic import in_order
+from forced_splits import MAX_SPLITS, forced_mode, plan_of_forced_call
 from torch import Tensor
 
 import torch_flashplug

@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
-import on_cpu
+import interpreted_kernels
 import pytest
 import torch
 import torch.nn.functional as F
-from orders import in_order
-from splits import plan_of_forced_call
+from deterministic import in_order
+from forced_splits import plan_of_forced_call
 from torch import Tensor
 
 import torch_flashplug
@@ -296,14 +296,14 @@ def test_deterministic_backward_is_bitwise_equal(kernels_on: str, spec: KernelSp
     mask[..., 0:128] &= torch.arange(300, device=kernels_on)[:, None] > 128
     for order in (0, 1, 2):
         if kernels_on == "cpu":
-            on_cpu.set_order_seed(on_cpu.pack(), order)
+            interpreted_kernels.set_order_seed(interpreted_kernels.pack(), order)
         inputs = make_inputs(case, kernels_on, SEED)
         leaves = [tensor.requires_grad_() for tensor in inputs]
         with torch_flashplug.sdpa_backend(BACKENDS[spec.arch]), in_order(True):
             out = F.scaled_dot_product_attention(*leaves, attn_mask=mask, enable_gqa=True)
             runs.append(torch.autograd.grad(out, leaves, inputs.grad_out))
     if kernels_on == "cpu":
-        on_cpu.set_order_seed(on_cpu.pack(), 0)
+        interpreted_kernels.set_order_seed(interpreted_kernels.pack(), 0)
     for grads in runs[1:]:
         for name, expected, actual in zip(NAMES, runs[0], grads, strict=True):
             assert_bitwise_equal(f"{spec.name()} {name}", actual, expected)

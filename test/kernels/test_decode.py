@@ -15,11 +15,11 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import CUDA
-from graphs import Recorder, check_against_eager, sdpa
-from splits import CAUSAL_TEXT, MAX_SPLITS, forced_mode, plan_of_forced_call
-from standin import Road
+from device_backend import Road
+from forced_splits import CAUSAL_TEXT, MAX_SPLITS, forced_mode, plan_of_forced_call
 from torch import Tensor
 from torch._dynamo.utils import counters
+from traced_graphs import Recorder, check_against_eager, sdpa
 
 from torch_flashplug import sdpa_backend
 from torch_flashplug.dispatch import bindings

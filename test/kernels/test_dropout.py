@@ -14,8 +14,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.nn.functional as F
-from orders import in_order
-from splits import plan_of_forced_call
+from deterministic import in_order
+from forced_splits import plan_of_forced_call
 from torch import Tensor
 
 import torch_flashplug

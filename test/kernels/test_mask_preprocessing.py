@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import on_cpu
+import interpreted_kernels
 import pytest
 import torch
 import torch.nn.functional as F
@@ -180,7 +180,7 @@ def test_mask_preprocessing_matches_plain_torch(pack: Path, name: str, gradients
     P, Sq, Sk = plain.shape
     numbers = digest.numbers(rows, Sq, Sk, gradients=gradients)
     scratch = torch.full((P * numbers + 4,), -7, dtype=torch.int32)
-    kernel, output = on_cpu.load_kernel(pack, "digest"), scratch[:-4].view(*mask.shape[:2], numbers)
+    kernel, output = interpreted_kernels.load_kernel(pack, "digest"), scratch[:-4].view(*mask.shape[:2], numbers)
     kernel(mask[:, :, :rows].view(torch.uint8), output, Sq, ctypes.c_void_p(None))
     check_metadata(scratch, plain, rows, gradients)
 

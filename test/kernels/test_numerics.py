@@ -10,11 +10,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 
-import on_cpu
+import interpreted_kernels
 import pytest
 import torch
 import torch.nn.functional as F
-from splits import plan_of_forced_call
+from forced_splits import plan_of_forced_call
 from torch import Tensor
 
 import torch_flashplug
@@ -124,7 +124,13 @@ def test_every_kernel_at_its_tile_edges(spec):
 @pytest.mark.parametrize("spec", FORWARDS, ids=KernelSpec.name)
 def test_every_kernel_in_the_interpreter(spec):
     m, n = spec.tile_m, spec.tile_n
-    check_tile_edges(spec, on_cpu.load_kernel(on_cpu.pack(), spec.name()), "cpu", (1, 2, 1), [(m + 1, 2 * n - 1)])
+    check_tile_edges(
+        spec,
+        interpreted_kernels.load_kernel(interpreted_kernels.pack(), spec.name()),
+        "cpu",
+        (1, 2, 1),
+        [(m + 1, 2 * n - 1)],
+    )
 
 
 def check_tile_edges(

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from orders import in_order
+from deterministic import in_order
 from torch import Tensor
 
 import torch_flashplug

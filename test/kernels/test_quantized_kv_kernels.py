@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from splits import plan_of_forced_call
+from forced_splits import plan_of_forced_call
 from torch import Tensor
 
 from torch_flashplug.dispatch import bindings

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from orders import in_order
+from deterministic import in_order
 from torch import Tensor
 
 import torch_flashplug

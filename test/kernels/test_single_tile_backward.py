@@ -11,7 +11,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from splits import plan_of_forced_call
+from forced_splits import plan_of_forced_call
 from torch import Tensor
 
 import torch_flashplug

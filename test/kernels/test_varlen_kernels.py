@@ -12,8 +12,8 @@ from itertools import accumulate
 
 import pytest
 import torch
-from beside_fp64 import check_gradients
-from orders import in_order
+from deterministic import in_order
+from fp64_gradients import check_gradients
 from torch import Tensor
 
 import torch_flashplug

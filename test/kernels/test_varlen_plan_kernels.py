@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from orders import in_order
+from deterministic import in_order
 from test_varlen_kernels import AHEAD, BACKENDS, BEHIND, SEED, SPECS, make_packed_call
 from torch import Tensor
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from itertools import groupby
 
 import expecttest
-from plans import Call, call
+from golden_plans import Call, call
 
 from torch_flashplug.api import startup
 from torch_flashplug.api.backend import DEVICES

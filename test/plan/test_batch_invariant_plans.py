@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from plans import Call, call, made_of
+from golden_plans import Call, call, made_of
 from torch import Tensor
 
 from torch_flashplug.api.attention_args import MOST_SPLITS, SPLIT_UNIT, check_split_size

@@ -11,10 +11,10 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import cpp
+import compile_cpp
 import pytest
 import torch
-from plans import call, made_of
+from golden_plans import call, made_of
 from torch.utils.dlpack import to_dlpack
 
 from torch_flashplug.api import startup
@@ -88,10 +88,10 @@ def test_feature_without_a_reader_does_not_compile() -> None:
     """A rule with an unknown feature does not compile either."""
     head = '#include "core/call_facts.h"\nusing namespace flashplug;\n'
     reader = "[](const Attention& call) { return call.dropout_p < 0; }"
-    assert cpp.compiles(head + f'constexpr Feature one{{"nobody", {reader}}};')
-    assert cpp.compiles(head + 'static_assert(feature_bit("mask") == 2);')
-    assert not cpp.compiles(head + 'constexpr Feature one{"nobody"};')
-    assert not cpp.compiles(head + 'constexpr auto bit = feature_bit("nobody");')
+    assert compile_cpp.compiles(head + f'constexpr Feature one{{"nobody", {reader}}};')
+    assert compile_cpp.compiles(head + 'static_assert(feature_bit("mask") == 2);')
+    assert not compile_cpp.compiles(head + 'constexpr Feature one{"nobody"};')
+    assert not compile_cpp.compiles(head + 'constexpr auto bit = feature_bit("nobody");')
 
 
 def test_reason_without_a_text_does_not_compile() -> None:
@@ -100,8 +100,8 @@ def test_reason_without_a_text_does_not_compile() -> None:
     assert "#pragma once\n" in header and "  kNoBackward,\n" in header and '#include "core/flashplug.h"\n' in text
     header = header.replace("#pragma once\n", "")
     source_with_header = text.replace('#include "core/flashplug.h"\n', header)
-    assert cpp.compiles(source_with_header)
-    assert not cpp.compiles(source_with_header.replace("  kNoBackward,\n", "  kNoBackward,\n  kNoWords,\n"))
+    assert compile_cpp.compiles(source_with_header)
+    assert not compile_cpp.compiles(source_with_header.replace("  kNoBackward,\n", "  kNoBackward,\n  kNoWords,\n"))
 
 
 def test_table_rows_of_a_wrong_size_are_rejected() -> None:

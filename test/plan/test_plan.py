@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import expecttest
 import pytest
-from plans import CALLS, call, made_of, plans_as_text
+from golden_plans import CALLS, call, made_of, plans_as_text
 
 from torch_flashplug.api import startup
 from torch_flashplug.api.backend import DEVICES

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
-from plans import Call, call, made_of
+from golden_plans import Call, call, made_of
 
 from torch_flashplug.api import startup
 from torch_flashplug.api.backend import DEVICES, sdpa_backend

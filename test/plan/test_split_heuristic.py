@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from graphs import AUTO, FA3
-from splits import CAUSAL_TEXT, MAX_SPLITS, plan_of_forced_call
+from forced_splits import CAUSAL_TEXT, MAX_SPLITS, plan_of_forced_call
+from traced_graphs import AUTO, FA3
 
 import torch_flashplug
 from torch_flashplug import sdpa_backend

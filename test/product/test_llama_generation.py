@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from device_backend import Road
 from llama import VOCABULARY, new_llama, transformers
-from standin import Road
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 

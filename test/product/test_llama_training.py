@@ -6,8 +6,8 @@ import functools
 
 import pytest
 import torch
+from device_backend import Road
 from llama import new_llama
-from standin import Road
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from standin import Road, road_to
+from device_backend import Road, road_to
 
 pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from plans import Call, call, made_of
+from golden_plans import Call, call, made_of
 
 from torch_flashplug.api.backend import DEVICES
 from torch_flashplug.dispatch import bindings

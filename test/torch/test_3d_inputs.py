@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from standin import Road, road_to
+from device_backend import Road, road_to
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.attention import SDPBackend

@@ -6,13 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import other_owners
+import competing_library
 import pytest
 
-SCRIPT = Path(other_owners.__file__)
+SCRIPT = Path(competing_library.__file__)
 
 
-@pytest.mark.parametrize("order", other_owners.ORDERS)
+@pytest.mark.parametrize("order", competing_library.ORDERS)
 def test_kernels_of_a_second_library_are_kept(order: str) -> None:
     done = subprocess.run([sys.executable, str(SCRIPT), order], cwd=SCRIPT.parents[1], capture_output=True, text=True,
                           check=False, timeout=240)  # fmt: skip

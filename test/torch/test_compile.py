@@ -10,11 +10,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from graphs import AUTO, FA3, NESTED_MODES, TOLERANCE, Recorder, causal, check_against_eager, nested, sdpa
-from standin import Road
+from device_backend import Road
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
+from traced_graphs import AUTO, FA3, NESTED_MODES, TOLERANCE, Recorder, causal, check_against_eager, nested, sdpa
 
 from torch_flashplug import sdpa_backend
 from torch_flashplug.dispatch import bindings

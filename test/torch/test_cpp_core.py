@@ -416,8 +416,8 @@ def test_torch_logs_shows_each_plan_once() -> None:
     code = """
 import sys
 sys.path.insert(0, "test")
-import torch, torch_flashplug, standin
-with standin.road_to("cpu") as road:
+import torch, torch_flashplug, device_backend
+with device_backend.road_to("cpu") as road:
     q, k, v = road.qkv()
     for _ in range(3):
         torch.nn.functional.scaled_dot_product_attention(q, k, v)

@@ -13,12 +13,12 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import cpp
+import compile_cpp
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import CUDA
-from standin import road_to
+from device_backend import road_to
 from torch import Tensor
 
 import torch_flashplug
@@ -190,7 +190,7 @@ extern "C" void forget(char* text) try {
 
 
 def test_missing_argument_is_named_in_the_error(tmp_path: Path) -> None:
-    assert cpp.compiles(FORGETFUL, "-shared", "-fPIC", "-o", str(tmp_path / "forgetful.so"))
+    assert compile_cpp.compiles(FORGETFUL, "-shared", "-fPIC", "-o", str(tmp_path / "forgetful.so"))
     text = ctypes.create_string_buffer(200)
     ctypes.CDLL(str(tmp_path / "forgetful.so")).forget(text)
     assert text.value.decode() == "torch_flashplug: aten::sum without its argument keepdim"

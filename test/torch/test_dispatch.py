@@ -11,7 +11,7 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
-from standin import Road
+from device_backend import Road
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import torch_flashplug

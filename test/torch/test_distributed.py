@@ -17,7 +17,7 @@ import ranks
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from standin import Road
+from device_backend import Road
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.experimental import context_parallel
@@ -25,7 +25,14 @@ from torch.distributed.tensor.experimental import context_parallel
 import torch_flashplug
 
 ON = [pytest.param("cpu", id="cpu"), pytest.param("cuda", marks=pytest.mark.gpu2)]
-MODULES = ("rank_bench", "rank_blocks", "rank_demo", "rank_dtensor", "rank_plain", "rank_rings")
+MODULES = (
+    "rank_benchmarks",
+    "rank_context_parallel_blocks",
+    "rank_demo",
+    "rank_dtensor",
+    "rank_plain_tensors",
+    "rank_context_parallel",
+)
 OFF = {"TORCH_FLASHPLUG": "0"}
 
 
@@ -37,8 +44,8 @@ def test_two_ranks(module: str, device: str) -> None:
 
 FOUR = {
     "rank_dtensor": ("mesh_of_two_dims", "heads_that_do_not_divide", "own_ops"),
-    "rank_plain": ("ulysses", "lengths"),
-    "rank_rings": ("both_apis", "heads", "not_balanced", "compiled", "deterministic"),
+    "rank_plain_tensors": ("ulysses", "lengths"),
+    "rank_context_parallel": ("both_apis", "heads", "not_balanced", "compiled", "deterministic"),
 }
 
 
@@ -50,11 +57,11 @@ def test_four_ranks(module: str) -> None:
 @pytest.mark.parametrize("device", ON)
 def test_plugin_off_on_one_rank(device: str) -> None:
     """Turn the plugin off on one rank. No decision of the plugin may change the exchanged data."""
-    ranks.run("rank_mixed", 2, device, settings={1: OFF})
+    ranks.run("rank_mixed_plugin", 2, device, settings={1: OFF})
 
 
 def test_off_on_the_first_of_four_ranks() -> None:
-    ranks.run("rank_mixed", 4, cases=("rings",), settings={0: OFF})
+    ranks.run("rank_mixed_plugin", 4, cases=("rings",), settings={0: OFF})
 
 
 @pytest.fixture

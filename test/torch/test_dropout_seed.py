@@ -13,12 +13,12 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from graphs import AUTO, FA3, MATH, Recorder
-from orders import in_order
-from plans import call as facts_of
-from standin import OPEN_GATE, Road
+from deterministic import in_order
+from device_backend import OPEN_GATE, Road
+from golden_plans import call as facts_of
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+from traced_graphs import AUTO, FA3, MATH, Recorder
 
 from torch_flashplug import sdpa_backend
 from torch_flashplug.api import startup

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-import on_cpu
+import interpreted_kernels
 import pytest
 import torch
 import torch.nn.functional as F
@@ -25,7 +25,7 @@ aten = torch.ops.aten
 
 @pytest.fixture
 def patched_device(kernels_on: str) -> Iterator[str]:
-    with on_cpu.installed_at(efficient_attention_op, kernels_on):
+    with interpreted_kernels.installed_at(efficient_attention_op, kernels_on):
         yield kernels_on
 
 

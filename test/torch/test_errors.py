@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
-import cpp
-import on_cpu
+import compile_cpp
+import interpreted_kernels
 import pytest
 import torch
 import torch.nn.functional as F
-from standin import Road, road_to
+from device_backend import Road, road_to
 from torch import Tensor
 from torch.nn.attention import varlen
 
@@ -173,7 +173,7 @@ def test_varlen_attn_of_stock_raises_the_original_error(
     library.impl("_flash_attention_forward", forward, "CPU")
     library.impl("_flash_attention_backward", make_raising_function(error), "CPU")
     try:
-        with on_cpu.installed_at(varlen_hooks, "cpu"):
+        with interpreted_kernels.installed_at(varlen_hooks, "cpu"):
             assert_raises_same_object(lambda: varlen.varlen_attn(q, q, q, cu, cu, 16, 16).sum().backward(), error)
     finally:
         library._destroy()
@@ -295,7 +295,7 @@ extern "C" void* negate() try {
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="older torch only logs the texts")
 def test_errors_of_dispatched_calls_keep_their_text(tmp_path: Path) -> None:
     """Check errors raised by C++, and errors raised by Python code in the wording of pybind11."""
-    assert cpp.compiles(ASKED, "-shared", "-fPIC", "-o", str(tmp_path / "asked.so"))
+    assert compile_cpp.compiles(ASKED, "-shared", "-fPIC", "-o", str(tmp_path / "asked.so"))
     negate = ctypes.PyDLL(str(tmp_path / "asked.so")).negate
     negate.restype = ctypes.py_object
     with pytest.raises(RuntimeError) as stock:

@@ -13,8 +13,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import cpp
-import on_cpu
+import compile_cpp
+import interpreted_kernels
 import pytest
 import torch
 import torch.nn.functional as F
@@ -36,7 +36,7 @@ INTO = hasattr(aten, "_flash_attention_forward_no_dropout_inplace")
 
 @pytest.fixture
 def patched_device(kernels_on: str) -> Iterator[str]:
-    with on_cpu.installed_at(flash_attention_op, kernels_on):
+    with interpreted_kernels.installed_at(flash_attention_op, kernels_on):
         yield kernels_on
 
 
@@ -312,9 +312,9 @@ def test_unsupported_calls_run_stock(tmp_path: Path) -> None:
     """Run in a process that loads the library of stock at start-up."""
     library, test_folder = tmp_path / "libtorch_cuda.so", Path(__file__).parents[1]
     options = ("-UTORCH_TARGET_VERSION", "-O1", "-shared", "-fPIC", "-Wl,-soname,libtorch_cuda.so", "-o", str(library))
-    assert cpp.compiles((test_folder / "stock_flash.cpp").read_text(), *options, "-lc10")
+    assert compile_cpp.compiles((test_folder / "stub_libtorch_cuda.cpp").read_text(), *options, "-lc10")
     paths = os.pathsep.join(map(str, (test_folder.parent, test_folder)))
-    command, environment = [sys.executable, str(test_folder / "over_stock_flash.py"), str(library)], os.environ
+    command, environment = [sys.executable, str(test_folder / "flash_op_over_stock.py"), str(library)], os.environ
     done = subprocess.run(
         command, env=environment | {"PYTHONPATH": paths}, capture_output=True, text=True, timeout=300, check=False
     )

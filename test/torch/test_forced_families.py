@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.nn.functional as F
-from standin import OPEN_GATE, SERVE_ALL, Road, road_to
+from device_backend import OPEN_GATE, SERVE_ALL, Road, road_to
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import torch_flashplug

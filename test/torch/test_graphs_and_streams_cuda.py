@@ -8,11 +8,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 
+import device_backend
 import pytest
-import standin
 import torch
 import torch.nn.functional as F
-from standin import Road
+from device_backend import Road
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -24,7 +24,7 @@ TOLERANCE = {"atol": 2e-2, "rtol": 2e-2}
 
 @pytest.fixture
 def cuda_road() -> Iterator[Road]:
-    with standin.road_to("cuda") as road:
+    with device_backend.road_to("cuda") as road:
         yield road
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from graphs import sdpa
-from standin import Road
+from device_backend import Road
 from test_masked_graphs import BATCH, HEADS, ROWS, check, make_mask, masked
 from torch import Tensor
 from torch._inductor import config as inductor_config
+from traced_graphs import sdpa
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

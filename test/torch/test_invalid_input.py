@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from faults import strides
-from orders import in_order
-from standin import Road, road_to
+from deterministic import in_order
+from device_backend import Road, road_to
+from stock_bug_inputs import strides
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 

@@ -10,8 +10,8 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from faults import check, half
-from standin import road_to
+from device_backend import road_to
+from stock_bug_inputs import check, half
 from torch.nn.attention import SDPBackend
 
 from torch_flashplug.api.backend import DEVICES as GPUS

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from cpp import TORCH
-from standin import Road
+from compile_cpp import TORCH
+from device_backend import Road
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint

@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from graphs import AUTO, FA3, NESTED_MODES, TOLERANCE, Recorder, attention_ops, has_floats_of_masks, masks, sdpa
-from standin import Road
+from device_backend import Road
 from test_mask_placeholder import attend_in_fp64
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
+from traced_graphs import AUTO, FA3, NESTED_MODES, TOLERANCE, Recorder, attention_ops, has_floats_of_masks, masks, sdpa
 
 from torch_flashplug import sdpa_backend
 from torch_flashplug.dispatch import bindings

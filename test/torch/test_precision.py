@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from graphs import Recorder, causal, sdpa
 from torch import Tensor
+from traced_graphs import Recorder, causal, sdpa
 
 import torch_flashplug
 from torch_flashplug import env, sdpa_backend

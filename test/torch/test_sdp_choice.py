@@ -16,7 +16,7 @@ from typing import TypeVar
 import pytest
 import torch
 import torch.nn.functional as F
-from standin import road_to
+from device_backend import road_to
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv

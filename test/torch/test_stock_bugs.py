@@ -13,9 +13,9 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from faults import check, half, odd
-from plans import call
-from standin import OPEN_GATE, Road
+from device_backend import OPEN_GATE, Road
+from golden_plans import call
+from stock_bug_inputs import check, half, odd
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel

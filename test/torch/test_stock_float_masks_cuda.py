@@ -10,7 +10,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from faults import half
+from stock_bug_inputs import half
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torch_flashplug import sdpa_backend

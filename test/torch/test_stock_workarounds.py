@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F
-from faults import ORDERS, check, drawn, half, laid_out, odd, strides
+from stock_bug_inputs import ORDERS, check, drawn, half, laid_out, odd, strides
 from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode

@@ -8,12 +8,12 @@ from collections.abc import Callable
 import pytest
 import torch
 from conftest import CUDA
-from graphs import NESTED_MODES, TOLERANCE, attention_ops, causal, check_against_eager, nested, sdpa
-from standin import Road, road_to
+from device_backend import Road, road_to
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
+from traced_graphs import NESTED_MODES, TOLERANCE, attention_ops, causal, check_against_eager, nested, sdpa
 
 from torch_flashplug import explain, sdpa_backend
 from torch_flashplug.ops import sdpa as ops

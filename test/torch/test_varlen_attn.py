@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-import on_cpu
+import interpreted_kernels
 import pytest
-import stock_varlen
+import stock_varlen_stubs
 import torch
 from torch import Tensor
 from torch.nn.attention import varlen
@@ -30,14 +30,14 @@ SINCE_2_13 = pytest.mark.skipif("seqused_k" not in TAKES, reason="torch's varlen
 
 @pytest.fixture
 def patched_device(kernels_on: str) -> Iterator[str]:
-    with on_cpu.installed_at(varlen_hooks, kernels_on):
+    with interpreted_kernels.installed_at(varlen_hooks, kernels_on):
         yield kernels_on
 
 
 @pytest.fixture
 def stock_on_cpu() -> Iterator[list[str]]:
     """Record the calls made by the implementation of stock, and compute nothing."""
-    with stock_varlen.on_cpu() as stock_calls:
+    with stock_varlen_stubs.on_cpu() as stock_calls:
         yield stock_calls
 
 

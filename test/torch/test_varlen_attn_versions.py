@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-import on_cpu
+import interpreted_kernels
 import pytest
-import stock_varlen
+import stock_varlen_stubs
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel, varlen
@@ -46,7 +46,7 @@ def patched_device(kernels_on: str) -> Iterator[str]:
     On a GPU, the varlen_attn of torch serves the remaining calls by the flash attention of stock. The flash attention
     op must therefore not be replaced in these tests.
     """
-    with on_cpu.installed_at(varlen_hooks, kernels_on):
+    with interpreted_kernels.installed_at(varlen_hooks, kernels_on):
         flash_attention_op.uninstall()
         yield kernels_on
         flash_attention_op.install()
@@ -54,7 +54,7 @@ def patched_device(kernels_on: str) -> Iterator[str]:
 
 @pytest.fixture
 def varlen_on_cpu() -> Iterator[list[str]]:
-    with stock_varlen.on_cpu() as stock_calls:
+    with stock_varlen_stubs.on_cpu() as stock_calls:
         yield stock_calls
 
 

@@ -1,7 +1,7 @@
 """Stock flash attention below the plugin's op registration, on a CPU.
 
-test_flash_attention_op.py runs the file in a separate process, with a library built from stock_flash.cpp. The checks:
-each argument arrives, errors of stock are raised, and a backward follows the backend of the forward.
+test_flash_attention_op.py runs the file in a separate process, with a library built from stub_libtorch_cuda.cpp. The
+checks: each argument arrives, errors of stock are raised, and a backward follows the backend of the forward.
 """
 
 import ctypes
@@ -11,7 +11,7 @@ import torch
 
 ctypes.CDLL(sys.argv[1])  # before the plugin looks for ops of torch
 
-import on_cpu  # noqa: E402
+import interpreted_kernels  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 import torch_flashplug  # noqa: E402
@@ -107,7 +107,7 @@ def a_name_takes_few_rows() -> None:
     )
 
 
-with on_cpu.kernels():
+with interpreted_kernels.kernels():
     flash_attention_op.install("CPU")
     assert all(has_kernel(op, "CPU") for op in OPS)
     bindings.counters(reset=True)

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from rank_plain import (  # noqa: F401  (cases)
+from rank_context_parallel import RingSettings, check_ring
+from rank_plain_tensors import (  # noqa: F401  (cases)
     case_distributed_data_parallel,
     case_fully_sharded,
     case_tensor_parallel_and_sharded,
     case_ulysses,
 )
-from rank_rings import RingSettings, check_ring
 from ranks import Rank, make_case
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard

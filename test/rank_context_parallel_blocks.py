@@ -1,6 +1,6 @@
 """Cases of context_parallel on several ranks (ranks.py): non-ring calls in the block, and calls after the block.
 
-The rings are tested in rank_rings.py.
+The rings are tested in rank_context_parallel.py.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from rank_rings import SDPA, RingSettings, make_local_inputs, ring, unshard
+from rank_context_parallel import SDPA, RingSettings, make_local_inputs, ring, unshard
 from ranks import Rank, assert_within_budgets, make_case, make_full_inputs
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from device_backend import Road
 from functorch.compile import make_boxed_func
-from standin import Road
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 
