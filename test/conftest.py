@@ -15,11 +15,11 @@ import zlib
 from collections.abc import Callable, Iterator
 
 import ceilings
-import device_backend
 import interpreted_kernels
 import nightly
 import pytest
 import torch
+from device_backend import DeviceBackend, use_device_backend
 from torch._functorch import config as functorch_config
 
 from torch_flashplug.api import startup
@@ -86,12 +86,12 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
     Without the missing kernel, the call may have been served by a different kernel or by none.
     """
-    interpreted_kernels.lacked.clear()
+    interpreted_kernels.missing_kernels.clear()
     try:
         return (yield)
     except (Exception, pytest.fail.Exception):
-        if interpreted_kernels.lacked:
-            pytest.skip(f"{interpreted_kernels.lacked[0]}: {interpreted_kernels.NOT_BUILT}")
+        if interpreted_kernels.missing_kernels:
+            pytest.skip(f"{interpreted_kernels.missing_kernels[0]}: {interpreted_kernels.NOT_BUILT}")
         raise
 
 
@@ -132,17 +132,17 @@ def _hard_timeout(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(params=["cpu", CUDA])
-def road(request: pytest.FixtureRequest) -> Iterator[device_backend.Road]:
+def device_backend(request: pytest.FixtureRequest) -> Iterator[DeviceBackend]:
     """Return the device backend with the router installed: the CPU stub or the real device."""
-    with device_backend.road_to(request.param) as road:
-        yield road
+    with use_device_backend(request.param) as device_backend:
+        yield device_backend
 
 
 @pytest.fixture(params=["router", "plan_b"])
-def any_road(request: pytest.FixtureRequest, device: str) -> Iterator[device_backend.Road]:
+def hooked_backend(request: pytest.FixtureRequest, device: str) -> Iterator[DeviceBackend]:
     """Return the device backend with either hook, since both hooks must behave alike."""
-    with device_backend.road_to(device, request.param) as road:
-        yield road
+    with use_device_backend(device, request.param) as device_backend:
+        yield device_backend
 
 
 @pytest.fixture(params=["cpu", CUDA])
@@ -153,7 +153,7 @@ def device(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(params=[INTERPRETED, CUDA])
 def kernels_on(request: pytest.FixtureRequest) -> Iterator[str]:
     """Return the device for the tensors of our kernels: a GPU, or the CPU with interpreted kernels."""
-    with interpreted_kernels.kernels() if request.param == "cpu" else contextlib.nullcontext():
+    with interpreted_kernels.enabled() if request.param == "cpu" else contextlib.nullcontext():
         yield request.param
 
 

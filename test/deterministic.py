@@ -9,7 +9,7 @@ import torch
 
 
 @contextlib.contextmanager
-def in_order(order: bool = True) -> Iterator[None]:
+def deterministic_gradients(order: bool = True) -> Iterator[None]:
     torch.use_deterministic_algorithms(order)
     try:
         yield

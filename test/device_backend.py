@@ -32,7 +32,7 @@ OPEN_GATE = dataclasses.replace(dispatch_table.GATE, occupancy=0.0)
 
 
 @dataclass(frozen=True)
-class Road:
+class DeviceBackend:
     """Device backend of a test; counters start at zero."""
 
     device: str  # "cpu" (stub) or "cuda"
@@ -70,7 +70,7 @@ class Road:
             bindings.uninstall(bindings.CPU_SLOT)
 
     @contextlib.contextmanager
-    def off(self) -> Iterator[None]:
+    def disabled(self) -> Iterator[None]:
         """Restore stock behavior, as if the plugin had never been enabled."""
         self.disable()
         try:
@@ -78,13 +78,13 @@ class Road:
         finally:
             self.enable()
 
-    def took(self) -> dict[str, int]:
+    def pop_path_counts(self) -> dict[str, int]:
         """Return the nonzero counts of paths taken since the last call of this method."""
         return {path: count for path, count in bindings.counters(reset=True).items() if count}
 
 
 @contextlib.contextmanager
-def road_to(device: str, hook: str = "router") -> Iterator[Road]:
+def use_device_backend(device: str, hook: str = "router") -> Iterator[DeviceBackend]:
     """Install the hook for `device`, and restore everything at the end."""
     bindings.push_rows(kernel_table.KERNEL_ROWS, SERVE_ALL, OPEN_GATE, stock_bugs.RESCUES, dispatch_table.VARLEN_ROWS)
     if device == "cpu":
@@ -93,13 +93,13 @@ def road_to(device: str, hook: str = "router") -> Iterator[Road]:
         bindings.set_cpu_stub(True)
         bindings.register_ops("CPU")
         torch._fused_sdp_choice(*torch.empty(3, 1, 1, 8, 8).unbind())  # resolves the CPU slot of the stub in torch
-    road = Road(device, hook)
-    road.enable()
+    device_backend = DeviceBackend(device, hook)
+    device_backend.enable()
     bindings.counters(reset=True)
     try:
-        yield road
+        yield device_backend
     finally:
-        road.disable()
+        device_backend.disable()
         torch_flashplug.enable()
         if device == "cpu":
             bindings.set_cpu_stub(False)

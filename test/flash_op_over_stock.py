@@ -107,7 +107,7 @@ def a_name_takes_few_rows() -> None:
     )
 
 
-with interpreted_kernels.kernels():
+with interpreted_kernels.enabled():
     flash_attention_op.install("CPU")
     assert all(has_kernel(op, "CPU") for op in OPS)
     bindings.counters(reset=True)

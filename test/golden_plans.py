@@ -17,7 +17,7 @@ def call(heads: tuple[int, int, int], rows: tuple[int, int], dims: tuple[int, in
     return dict(zip(names, (*heads, *rows, *dims), strict=True)) | facts
 
 
-def made_of(*names: str) -> Call:
+def operand_dtypes(*names: str) -> Call:
     """Return the dtypes of query, key and value.
 
     Args:
@@ -35,7 +35,7 @@ CALLS = {
     "train_4k_d192v128_causal": call((4, 16, 16), (4096, 4096), (192, 128), causal=1, grad=1),
     "prefill_4k_d128_causal": call((4, 16, 16), (4096, 4096), (128, 128), causal=1),
     "encoder_512_d64": call((16, 12, 12), (512, 512), (64, 64)),
-    "prefill_16k_d64_fp16": call((1, 16, 16), (16384, 16384), (64, 64), **made_of("fp16")),
+    "prefill_16k_d64_fp16": call((1, 16, 16), (16384, 16384), (64, 64), **operand_dtypes("fp16")),
     "one_small_tile": call((1, 1, 1), (64, 64), (64, 64)),
     "odd_tail_sq113_sk203_d72": call((2, 4, 4), (113, 203), (72, 72)),
     "vision_4k_d72": call((4, 16, 16), (4096, 4096), (72, 72)),

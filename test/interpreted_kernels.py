@@ -102,7 +102,7 @@ def set_order_seed(file: Path, number: int) -> None:
 
 
 @contextlib.contextmanager
-def kernels(order: int = 0) -> Iterator[None]:
+def enabled(order: int = 0) -> Iterator[None]:
     """Run F.sdpa on CPU tensors by interpreted kernels, as on an H100.
 
     Args:
@@ -114,7 +114,7 @@ def kernels(order: int = 0) -> Iterator[None]:
         if name not in not_built():
             return "interpreted kernels are the build's"
         if not compiles_on_demand:
-            lacked.append(name)
+            missing_kernels.append(name)
             return NOT_BUILT
         kernel_file = interpreted.build(name)
         set_order_seed(kernel_file, order)
@@ -127,7 +127,7 @@ def kernels(order: int = 0) -> Iterator[None]:
         yield
 
 
-lacked: list[str] = []  # kernels of `not_built()` that a test asked for; the runner of a test empties the list
+missing_kernels: list[str] = []  # kernels of `not_built()` that a test asked for; the runner of a test empties the list
 _loaded: list[ctypes.CDLL] = []  # kernels compiled on demand
 
 
@@ -137,7 +137,7 @@ def _enable() -> None:
 
 
 @contextlib.contextmanager
-def off() -> Iterator[None]:
+def disabled() -> Iterator[None]:
     """Restore stock behavior, as if the plugin had never been enabled."""
     torch_flashplug.disable()
     bindings.uninstall(bindings.CPU_SLOT)
@@ -231,9 +231,9 @@ def load_kernel(file: Path, name: str) -> Callable[..., None]:
 
 
 @contextlib.contextmanager
-def installed_at(door: object, device: str) -> Iterator[None]:
+def installed_at(hook: object, device: str) -> Iterator[None]:
     """Install an entry of `hook_list.SWITCHED` at the dispatch key of a device, and restore it afterwards."""
-    door.install(device.upper())
+    hook.install(device.upper())
     yield
-    door.uninstall()
-    door.install()
+    hook.uninstall()
+    hook.install()

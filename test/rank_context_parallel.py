@@ -129,11 +129,11 @@ def num_ring_steps(rank: Rank, case: Case, way: RingSettings) -> int:
 
 def check_ring(rank: Rank, case: Case, way: RingSettings) -> None:
     inputs = make_full_inputs(case, rank.device)
-    rank.took()
+    rank.pop_path_counts()
     with ring(rank, case.Sq, way) as module:
         out, grads = attend(case, make_local_inputs(rank, inputs, way.balanced), module)
-    if rank.road is not None:
-        took = rank.took()
+    if rank.device_backend is not None:
+        took = rank.pop_path_counts()
         num_steps = num_ring_steps(rank, case, way)
         assert took.get("ours_fwd") == num_steps and took.get("routed_ours") == 1 and "routed_stock" not in took, took
         assert took.get("ours_bwd", 0) + took.get("math_bwd", 0) == num_steps, took
@@ -172,9 +172,9 @@ def case_gathered(rank: Rank) -> None:
                 case, way = make_case(rank.world, heads, causal=causal, layout=layout), RingSettings(balanced=balanced)
                 inputs = make_full_inputs(case, rank.device)
                 with ring(rank, case.Sq, way) as module:
-                    rank.took()
+                    rank.pop_path_counts()
                     out, grads = attend(case, make_local_inputs(rank, inputs, balanced), module)
-                    took = rank.took()
+                    took = rank.pop_path_counts()
                 assert (
                     took.get("routed_ours") == 1 and took.get("ours_fwd", 0) + took.get("math_fwd", 0) == 1 + balanced
                 )
@@ -202,9 +202,9 @@ def case_checkpointed(rank: Rank) -> None:
     with ring(rank, case.Sq, RingSettings("alltoall")) as module:
         q, k, v, grad = make_local_inputs(rank, inputs, True)
         out = checkpoint(module, q, k, v, is_causal=True, enable_gqa=True, use_reentrant=False)
-        rank.took()
+        rank.pop_path_counts()
         grads = torch.autograd.grad(out, (q, k, v), grad)
-        assert rank.took().get("ours_fwd") == rank.world  # the recomputation
+        assert rank.pop_path_counts().get("ours_fwd") == rank.world  # the recomputation
     assert_within_budgets(case, inputs, *unshard(rank, [out], True), unshard(rank, grads, True))
 
 
@@ -220,10 +220,10 @@ def case_compiled(rank: Rank) -> None:
             def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
                 return F.scaled_dot_product_attention(q * 1.0, k, v, is_causal=True, enable_gqa=True)
 
-            rank.took()
+            rank.pop_path_counts()
             out = run(q, k, v)
             grads = torch.autograd.grad(out, (q, k, v), grad)
-            assert rank.took().get("ours_fwd") == rank.world
+            assert rank.pop_path_counts().get("ours_fwd") == rank.world
         assert_within_budgets(case, inputs, *unshard(rank, [out], True), unshard(rank, grads, True))
         torch._dynamo.reset()
 
@@ -240,9 +240,9 @@ def case_forced(rank: Rank) -> None:
             parts = make_local_inputs(rank, inputs, True)
             with torch_flashplug.sdpa_backend(backend):
                 out = module(*parts[:3], is_causal=True, enable_gqa=True)
-            rank.took()
+            rank.pop_path_counts()
             grads = torch.autograd.grad(out, parts[:3], parts[3])
-            took = rank.took()
+            took = rank.pop_path_counts()
         assert took.get("ours_bwd", 0) + took.get("math_bwd", 0) == rank.world, took
         assert_within_budgets(case, inputs, *unshard(rank, [out], True), unshard(rank, grads, True))
     # DTensor has a rule for the op only on GPUs
@@ -250,7 +250,7 @@ def case_forced(rank: Rank) -> None:
     with ring(rank, case.Sq, RingSettings()) as module, torch_flashplug.sdpa_backend("stock"):
         with refused if rank.device == "cpu" else contextlib.nullcontext():
             module(*make_local_inputs(rank, inputs, True)[:3], is_causal=True, enable_gqa=True)
-    assert "ours_fwd" not in rank.took()
+    assert "ours_fwd" not in rank.pop_path_counts()
 
 
 def case_mode_of_the_forward(rank: Rank) -> None:
@@ -325,10 +325,10 @@ def case_fully_sharded(rank: Rank) -> None:
     for block in model:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    rank.took()
+    rank.pop_path_counts()
     with context_parallel(rank.mesh(names=("cp",)), buffers=[x], buffer_seq_dims=[1], no_restore_buffers={x}):
         model(x).float().square().mean().backward()
-    took = rank.took()
+    took = rank.pop_path_counts()
     assert took.get("ours_fwd") == 2 * rank.world and "routed_stock" not in took, took
     for name, weight in model.named_parameters():
         torch.testing.assert_close(weight.grad.full_tensor(), expected[name], atol=2e-2, rtol=5e-2)

@@ -75,9 +75,9 @@ def case_error_in_the_block(rank: Rank) -> None:
     with pytest.raises(ZeroDivisionError), ring(rank, case.Sq, RingSettings()):
         raise ZeroDivisionError
     assert F.scaled_dot_product_attention is SDPA
-    rank.took()
+    rank.pop_path_counts()
     out = F.scaled_dot_product_attention(*inputs, **case.sdpa_kwargs())
-    assert rank.took() == {"routed_ours": 1, "ours_fwd": 1}
+    assert rank.pop_path_counts() == {"routed_ours": 1, "ours_fwd": 1}
     assert_within_budgets(case, inputs, out)
 
 

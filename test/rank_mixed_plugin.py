@@ -53,7 +53,7 @@ def _stock_ring_on_cpu(rank: Rank) -> Iterator[None]:
 
     torch has handlers only for GPU ops, but its ring loop also works with the CPU ops.
     """
-    needed = rank.road is None and rank.device == "cpu"
+    needed = rank.device_backend is None and rank.device == "cpu"
     if needed:
         torchs.custom_ops.update({_FORWARD: _ring, _BACKWARD: _ring_backward})
     try:

@@ -51,10 +51,10 @@ def check_gradients(rank: Rank, model: nn.Module, x: Tensor) -> None:
     """
     alone = make_model(rank)
     compute_loss(alone, make_input(rank)).backward()
-    rank.took()
+    rank.pop_path_counts()
     compute_loss(model, x).backward()
-    took = rank.took()
-    assert rank.road is None or (took.get("ours_fwd") == CALLS and "routed_stock" not in took), took
+    took = rank.pop_path_counts()
+    assert rank.device_backend is None or (took.get("ours_fwd") == CALLS and "routed_stock" not in took), took
     for name, weight in model.named_parameters():
         grad = weight.grad.full_tensor() if isinstance(weight.grad, DTensor) else weight.grad
         exact = alone.get_parameter(name.removeprefix("module.")).grad
@@ -87,13 +87,13 @@ def case_tensor_parallel_and_sharded(rank: Rank) -> None:
 def case_ulysses(rank: Rank) -> None:
     case = make_case(rank.world, (8, 4))
     inputs = make_full_inputs(case, rank.device)
-    rank.took()
+    rank.pop_path_counts()
     parts = [x.detach().chunk(rank.world, 2)[rank.number].requires_grad_() for x in inputs]
     q, k, v = (Swap.apply(x, 1, 2) for x in parts)
     out = Swap.apply(F.scaled_dot_product_attention(q, k, v, **case.sdpa_kwargs()), 2, 1)
     grads = torch.autograd.grad(out, parts, inputs.grad_out.chunk(rank.world, 2)[rank.number])
-    took = rank.took()
-    assert rank.road is None or (took.get("ours_fwd") == 1 and "routed_stock" not in took), took
+    took = rank.pop_path_counts()
+    assert rank.device_backend is None or (took.get("ours_fwd") == 1 and "routed_stock" not in took), took
     results = [_Gather.apply(x.detach(), 2) for x in (out, *grads)]
     assert_within_budgets(case, inputs, results[0], results[1:])
 

@@ -13,13 +13,13 @@ from torch_flashplug.testing.budget import GRAD_FACTOR, cancelled_sums
 ORDERS = ("bshd", "bhsd")  # memory layouts
 
 
-def drawn(shape: tuple[int, ...], order: str, seed: int) -> Tensor:
+def random_tensor(shape: tuple[int, ...], order: str, seed: int) -> Tensor:
     """Return a random bf16 tensor of shape (B, H, S, D) on the GPU, laid out in `order`."""
     generator = torch.Generator("cuda").manual_seed(seed)
-    return laid_out(torch.randn(shape, generator=generator, device="cuda").to(torch.bfloat16), order)
+    return with_layout(torch.randn(shape, generator=generator, device="cuda").to(torch.bfloat16), order)
 
 
-def laid_out(tensor: Tensor, order: str) -> Tensor:
+def with_layout(tensor: Tensor, order: str) -> Tensor:
     return tensor.transpose(1, 2).contiguous().transpose(1, 2) if order == "bshd" else tensor.contiguous()
 
 

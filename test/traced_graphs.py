@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from device_backend import Road
+from device_backend import DeviceBackend
 from functorch.compile import make_boxed_func
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
@@ -55,7 +55,7 @@ def masks(graph: torch.fx.Graph) -> list[torch.dtype | None]:
     return [None if mask is None else mask.meta["val"].dtype for mask in biases]
 
 
-def has_floats_of_masks(graph: torch.fx.Graph) -> bool:
+def has_float_masks(graph: torch.fx.Graph) -> bool:
     return any(node.target is torch.ops.aten.where.self for node in graph.nodes)
 
 
@@ -96,22 +96,22 @@ NESTED_MODES = [FA3, AUTO, FA3, AUTO]
 
 
 def check_against_eager(
-    road: Road, function: Callable, compiled: Callable, *, grad: bool, **sizes: int
+    device_backend: DeviceBackend, function: Callable, compiled: Callable, *, grad: bool, **sizes: int
 ) -> dict[str, int]:
     """Run both functions on equal inputs, compare the results, and return the paths that the compiled function took."""
-    inputs, copies = (road.qkv(grad=grad, **sizes) for _ in range(2))
+    inputs, copies = (device_backend.qkv(grad=grad, **sizes) for _ in range(2))
     expected = function(*inputs)
-    road.took()
+    device_backend.pop_path_counts()
     actual = compiled(*copies)
-    paths = road.took()
+    paths = device_backend.pop_path_counts()
     torch.testing.assert_close(actual, expected, **TOLERANCE)
     assert actual.stride() == expected.stride()
     if grad:
         weights = torch.linspace(-1, 1, expected.shape[-1], device=expected.device)
         (expected.float() * weights).sum().backward()
-        road.took()
+        device_backend.pop_path_counts()
         (actual.float() * weights).sum().backward()
-        paths |= road.took()
+        paths |= device_backend.pop_path_counts()
         for name, actual_input, expected_input in zip("qkv", copies, inputs):
             torch.testing.assert_close(
                 actual_input.grad,

@@ -406,12 +406,12 @@ def hooked(device: str, mode: str = "auto") -> Iterator[Off]:
     else:
         if (tests := str(report.ROOT / "test")) not in sys.path:
             sys.path.append(tests)
-        import device_backend
         import interpreted_kernels
+        from device_backend import use_device_backend
 
         if device == INTERPRETED:
-            with interpreted_kernels.kernels(int(torch.randint(1, 1 << 30, ()))):
-                yield interpreted_kernels.off
+            with interpreted_kernels.enabled(int(torch.randint(1, 1 << 30, ()))):
+                yield interpreted_kernels.disabled
         else:
-            with device_backend.road_to(device) as road:
-                yield road.off
+            with use_device_backend(device) as device_backend:
+                yield device_backend.disabled

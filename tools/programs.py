@@ -176,9 +176,9 @@ def _sides(mode: str, device: str, stack: ExitStack) -> dict[str, Scope]:
     off: Scope = plugin_off
     if device == "cpu":
         sys.path.insert(0, str(report.ROOT / "test"))
-        from device_backend import road_to
+        from device_backend import use_device_backend
 
-        off = stack.enter_context(road_to("cpu")).off
+        off = stack.enter_context(use_device_backend("cpu")).disabled
     sides = {"stock": off, "ours": nullcontext}
     return dict(reversed(sides.items())) if mode == "plugin_first" else sides
 

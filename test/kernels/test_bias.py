@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from deterministic import in_order
+from deterministic import deterministic_gradients
 from forced_splits import MAX_SPLITS, forced_mode, plan_of_forced_call
 from torch import Tensor
 
@@ -301,7 +301,7 @@ def check_gradients(case: Case, bias: Tensor, device: str, *, order: bool = Fals
     inputs = make_inputs(case, device, SEED)
     leaves = [tensor.requires_grad_() for tensor in inputs]
     bindings.counters(reset=True)
-    with torch_flashplug.sdpa_backend(backend), in_order(order):
+    with torch_flashplug.sdpa_backend(backend), deterministic_gradients(order):
         out = F.scaled_dot_product_attention(*inputs, attn_mask=bias, enable_gqa=case.gqa)
         grads = torch.autograd.grad(out, leaves, inputs.grad_out)
     counts = bindings.counters()

@@ -12,7 +12,7 @@ import interpreted_kernels
 import pytest
 import torch
 import torch.nn.functional as F
-from deterministic import in_order
+from deterministic import deterministic_gradients
 from forced_splits import plan_of_forced_call
 from torch import Tensor
 
@@ -200,7 +200,7 @@ def check_gradients(
     inputs = make_inputs(case, device, SEED)
     leaves = [getattr(inputs, name).requires_grad_() for name in leaf_names]
     bindings.counters(reset=True)
-    with torch_flashplug.sdpa_backend(backend), in_order(order):
+    with torch_flashplug.sdpa_backend(backend), deterministic_gradients(order):
         out = F.scaled_dot_product_attention(*inputs, attn_mask=mask, enable_gqa=case.gqa)
         grads = torch.autograd.grad(out, leaves, inputs.grad_out)
     counts = bindings.counters()
@@ -299,7 +299,7 @@ def test_deterministic_backward_is_bitwise_equal(kernels_on: str, spec: KernelSp
             interpreted_kernels.set_order_seed(interpreted_kernels.pack(), order)
         inputs = make_inputs(case, kernels_on, SEED)
         leaves = [tensor.requires_grad_() for tensor in inputs]
-        with torch_flashplug.sdpa_backend(BACKENDS[spec.arch]), in_order(True):
+        with torch_flashplug.sdpa_backend(BACKENDS[spec.arch]), deterministic_gradients(True):
             out = F.scaled_dot_product_attention(*leaves, attn_mask=mask, enable_gqa=True)
             runs.append(torch.autograd.grad(out, leaves, inputs.grad_out))
     if kernels_on == "cpu":

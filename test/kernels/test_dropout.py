@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.nn.functional as F
-from deterministic import in_order
+from deterministic import deterministic_gradients
 from forced_splits import plan_of_forced_call
 from torch import Tensor
 
@@ -148,7 +148,7 @@ def next_seed(device: str) -> Tensor:
 def assert_kernels_run(*directions: str, order: bool = False, backend: str = "fa3") -> Iterator[None]:
     """Check that exactly one call runs on plugin kernels of the given directions."""
     bindings.counters(reset=True)
-    with torch_flashplug.sdpa_backend(backend), in_order(order):
+    with torch_flashplug.sdpa_backend(backend), deterministic_gradients(order):
         yield
     counts = bindings.counters()
     assert {name: count for name, count in counts.items() if count and not name.startswith("routed")} == dict.fromkeys(

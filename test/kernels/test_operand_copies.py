@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from deterministic import in_order
+from deterministic import deterministic_gradients
 from torch import Tensor
 
 import torch_flashplug
@@ -60,7 +60,7 @@ def run_call(operands: list[Tensor], grad_out: Tensor | None, backend: str, call
     torch.manual_seed(SEED)
     leaves = [tensor.detach().requires_grad_(grad_out is not None) for tensor in operands]
     bindings.counters(reset=True)
-    with torch_flashplug.sdpa_backend(backend), in_order():
+    with torch_flashplug.sdpa_backend(backend), deterministic_gradients():
         out = F.scaled_dot_product_attention(*leaves, **call)
         grads = [] if grad_out is None else list(torch.autograd.grad(out, leaves, grad_out))
     counts = bindings.counters()

@@ -12,7 +12,7 @@ from itertools import accumulate
 
 import pytest
 import torch
-from deterministic import in_order
+from deterministic import deterministic_gradients
 from fp64_gradients import check_gradients
 from torch import Tensor
 
@@ -120,7 +120,7 @@ def run_kernels(
     leaves = {name: tensors[name].requires_grad_(grads) for name in ("q", "k", "v", "sinks")}
     cu = [call.cu_seqlens(side, device) for side in (0, 1)]
     bindings.counters(reset=True)
-    with torch_flashplug.sdpa_backend(backend), in_order(order):
+    with torch_flashplug.sdpa_backend(backend), deterministic_gradients(order):
         out, lse = OP(*leaves.values(), *cu, None, *call.window, call.softcap, None)
         grads_by_name = {}
         if grads:
@@ -227,7 +227,7 @@ def test_invalid_cu_seqlens_access_no_foreign_memory(kernels_on: str, starts: li
     tensors = {name: x.to(kernels_on) for name, x in call.tensors.items()}
     leaves = [tensors[name].requires_grad_() for name in ("q", "k", "v", "sinks")]
     cu = torch.tensor(starts, dtype=torch.int32, device=kernels_on)
-    with torch_flashplug.sdpa_backend("fa3"), in_order(order):
+    with torch_flashplug.sdpa_backend("fa3"), deterministic_gradients(order):
         out, lse = OP(*leaves, cu, cu, None, *call.window, call.softcap, None)
         grads = torch.autograd.grad((out, lse), leaves, (tensors["do"], tensors["dlse"]))
     assert out.shape == tensors["do"].shape and [x.shape for x in grads] == [x.shape for x in leaves]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from deterministic import in_order
+from deterministic import deterministic_gradients
 from test_varlen_kernels import AHEAD, BACKENDS, BEHIND, SEED, SPECS, make_packed_call
 from torch import Tensor
 
@@ -122,7 +122,7 @@ def test_backward_builds_missing_tile_lists(kernels_on: str) -> None:
     call = make_varlen_call(kernels_on, "mixed")
     forward_plan, fused_plan = call.planned(gradients=False), call.planned(gradients=True)
     assert forward_plan.lists.shape[0] == 1
-    with in_order():
+    with deterministic_gradients():
         expected = call.results(gradients=True)
         assert_equal_results(call.results(gradients=True, plan=forward_plan), expected)
         assert_equal_results(call.results(gradients=True, plan=fused_plan), expected)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from deterministic import in_order
+from deterministic import deterministic_gradients
 from fp64_gradients import check_gradients
 from torch import Tensor
 
@@ -112,7 +112,7 @@ def run_kernels(
     if call.sinks is not None:
         leaves["sinks"] = call.sinks.to(device).requires_grad_(grads)
     bindings.counters(reset=True)
-    with torch_flashplug.sdpa_backend(backend), in_order(order):
+    with torch_flashplug.sdpa_backend(backend), deterministic_gradients(order):
         out, lse = OP(*inputs, leaves.get("sinks"), None, None, None, *call.window, call.softcap, None)
         if grads:
             outputs, output_grads = [out, lse], [inputs.grad_out, call.grad_lse]

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from golden_plans import Call, call, made_of
+from golden_plans import Call, call, operand_dtypes
 from torch import Tensor
 
 from torch_flashplug.api.attention_args import MOST_SPLITS, SPLIT_UNIT, check_split_size
@@ -54,7 +54,7 @@ PACKED = {
 # Block tables are as wide as the longest sequence of a batch needs.
 PAGED = {
     f"{'+'.join(('pages', *needs))}_d{D}_rows{Sq}": [
-        batched_call(B, Sq, keys, D, "paged", *needs, **(made_of("bf16", "int8", "int8") if "cache8" in needs else {}))
+        batched_call(B, Sq, keys, D, "paged", *needs, **(operand_dtypes("bf16", "int8", "int8") if "cache8" in needs else {}))
         for B in BATCHES for keys in (16, 4096, 131072)
     ]
     for D in (64, 128, 256) for Sq in (1, 12) for needs in ((), ("softcap",), ("cache8",))

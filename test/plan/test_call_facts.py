@@ -14,7 +14,7 @@ from pathlib import Path
 import compile_cpp
 import pytest
 import torch
-from golden_plans import call, made_of
+from golden_plans import call, operand_dtypes
 from torch.utils.dlpack import to_dlpack
 
 from torch_flashplug.api import startup
@@ -196,11 +196,11 @@ def test_element_type_is_limited_to_its_kernels(monkeypatch: pytest.MonkeyPatch)
     """
     kinds, plain = {90: ("fwd",)}, {name for name, element in elements.ELEMENTS.items() if element.kinds is None}
     monkeypatch.setitem(elements.ELEMENTS, "half", elements.Element("fp16", "bf16", "bf16", "fp16", kinds))
-    made_of = {
+    operand_dtypes = {
         (kind, arch): {spec.dtype for spec in KernelRow(kind, arch, 64, 64, ("full",), 64, 128, 2).specs()}
         for kind in ("fwd", "bwd") for arch in (90, 80)
     }  # fmt: skip
-    assert made_of == {("fwd", 90): plain | {"half"}, ("fwd", 80): plain, ("bwd", 90): plain, ("bwd", 80): plain}
+    assert operand_dtypes == {("fwd", 90): plain | {"half"}, ("fwd", 80): plain, ("bwd", 90): plain, ("bwd", 80): plain}
     row_of_fp16 = KernelRow("bwd", 90, 64, 64, ("full",), 64, 128, 4, elements=("fp16",))
     assert [spec.dtype for spec in row_of_fp16.specs()] == ["fp16"]
     message = "half: a bwd kernel of sm_90 must have the dtypes bf16 or fp16"
@@ -216,7 +216,7 @@ def test_auto_selects_only_measured_element_types() -> None:
     for elements_, served in ((measured.elements, ("fa3", "fa3")), (("fp16",), ("stock", "fa3"))):
         bindings.push_rows(kernels, (dataclasses.replace(measured, elements=elements_),), dispatch_table.GATE)
         plain = call((1, 8, 8), (4096, 4096), (64, 64))
-        plans = [bindings.plan(plain | made_of(name), DEVICES["h100"])["backend"] for name in ("bf16", "fp16")]
+        plans = [bindings.plan(plain | operand_dtypes(name), DEVICES["h100"])["backend"] for name in ("bf16", "fp16")]
         assert tuple(plans) == served
 
 

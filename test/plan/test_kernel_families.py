@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import expecttest
 import pytest
-from golden_plans import CALLS, call, made_of, plans_as_text
+from golden_plans import CALLS, call, operand_dtypes, plans_as_text
 
 from torch_flashplug.api import startup
 from torch_flashplug.api.backend import DEVICES, SPLITS_SHIFT
@@ -34,7 +34,7 @@ BY_ELEMENT = {
     "misaligned": call((1, 8, 8), (512, 512), (64, 64), align_k=2),
 }
 REFUSED = {
-    "fp32": call((1, 8, 8), (512, 512), (64, 64), **made_of("fp32")),
+    "fp32": call((1, 8, 8), (512, 512), (64, 64), **operand_dtypes("fp32")),
     "no_keys": call((1, 8, 8), (512, 0), (64, 64)),
     "two_devices": call((1, 8, 8), (512, 512), (64, 64), on_cuda=0),
     "three_reasons": call((1, 8, 8), (512, 512), (60, 264), dropout_p=1.5, bias=1),

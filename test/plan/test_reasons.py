@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
-from golden_plans import Call, call, made_of
+from golden_plans import Call, call, operand_dtypes
 
 from torch_flashplug.api import startup
 from torch_flashplug.api.backend import DEVICES, sdpa_backend
@@ -38,8 +38,8 @@ REASON_CASES = {
     "none": ReasonCase(PLAIN),
     "device": ReasonCase(PLAIN | {"on_cuda": 0}),
     "arch": ReasonCase(PLAIN, "a100", sdpa_backend("fa3").mode),
-    "dtype": ReasonCase(PLAIN | made_of("fp32")),
-    "mixed dtype": ReasonCase(PLAIN | made_of("bf16", "fp16", "bf16")),
+    "dtype": ReasonCase(PLAIN | operand_dtypes("fp32")),
+    "mixed dtype": ReasonCase(PLAIN | operand_dtypes("bf16", "fp16", "bf16")),
     "feature": ReasonCase(PLAIN | {"cache8": 1}),
     "scale": ReasonCase(PLAIN | {"scale": bindings.SCALE_IDS["not finite"]}),
     "probability": ReasonCase(PLAIN | {"dropout_p": 1.5}),

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from device_backend import Road
+from device_backend import DeviceBackend
 from llama import VOCABULARY, new_llama, transformers
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -47,7 +47,7 @@ class Follow(transformers.LogitsProcessor):
         return torch.full_like(scores, -torch.inf).scatter(1, token, 0.0)
 
 
-def compile_settings(road: Road, model: nn.Module, compiled: str) -> dict[str, object]:
+def compile_settings(device_backend: DeviceBackend, model: nn.Module, compiled: str) -> dict[str, object]:
     """Compile the requested parts of the model and return the settings of generate()."""
     torch._dynamo.reset()  # a graph keeps the attention of its trace
     if compiled == "layers":
@@ -55,20 +55,22 @@ def compile_settings(road: Road, model: nn.Module, compiled: str) -> dict[str, o
             layer.compile(backend="aot_eager", dynamic=True)
     if compiled != "model":
         return {"disable_compile": True}
-    if road.device == "cuda":
+    if device_backend.device == "cuda":
         return {"compile_config": transformers.CompileConfig()}
     config = transformers.CompileConfig(backend="aot_eager", mode=None)
     config._compile_all_devices = True
     return {"compile_config": config}
 
 
-def generate(road: Road, way: Way, follow: Tensor | None = None) -> Generated:
+def generate(device_backend: DeviceBackend, way: Way, follow: Tensor | None = None) -> Generated:
     """Generate greedily by a new model, or along the tokens of `follow`."""
     # without end tokens, a text has exactly the requested length
     ends = dict.fromkeys(("bos_token_id", "eos_token_id"))
     settings = {"initializer_range": INITIALIZER_RANGE, "pad_token_id": 0, **ends}
-    model = new_llama(road, layers=LAYERS, hidden_size=256, **settings).eval()
-    prompt = torch.randint(VOCABULARY, (BATCH, way.prompt), generator=torch.Generator().manual_seed(1)).to(road.device)
+    model = new_llama(device_backend, layers=LAYERS, hidden_size=256, **settings).eval()
+    prompt = torch.randint(VOCABULARY, (BATCH, way.prompt), generator=torch.Generator().manual_seed(1)).to(
+        device_backend.device
+    )
     result = model.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
@@ -78,7 +80,7 @@ def generate(road: Road, way: Way, follow: Tensor | None = None) -> Generated:
         logits_processor=[] if follow is None else [Follow(follow, way.prompt)],
         return_dict_in_generate=True,
         output_logits=True,
-        **compile_settings(road, model, way.compiled),
+        **compile_settings(device_backend, model, way.compiled),
     )
     return Generated(result.sequences[:, way.prompt :], torch.stack(result.logits, dim=1))
 
@@ -87,13 +89,13 @@ def distance(a: Generated, b: Generated) -> float:
     return (a.logits - b.logits).abs().max().item()
 
 
-def measure_spread_of_stock(road: Road, way: Way, text: Tensor) -> float:
+def measure_spread_of_stock(device_backend: DeviceBackend, way: Way, text: Tensor) -> float:
     """Return the largest distance between backends of stock along a text."""
     eager = way._replace(compiled="nothing")
-    default, generations = generate(road, eager, text), []
+    default, generations = generate(device_backend, eager, text), []
     for backends in OTHER_BACKENDS:
         with sdpa_kernel(backends):
-            generations.append(generate(road, eager, text))
+            generations.append(generate(device_backend, eager, text))
     return max(distance(default, generation) for generation in generations)
 
 
@@ -108,20 +110,22 @@ def measure_spread_of_stock(road: Road, way: Way, text: Tensor) -> float:
     ],
     ids=lambda way: "-".join(map(str, way)),
 )
-def test_llama_generates_the_tokens_of_stock(road: Road, way: Way) -> None:
+def test_llama_generates_the_tokens_of_stock(device_backend: DeviceBackend, way: Way) -> None:
     """Compare each token with the most likely token of stock after the same text.
 
     Ties within roundings of stock are excepted. All attention must run on our kernels, also with a static cache, where
     F.sdpa receives a mask.
     """
-    ours = generate(road, way)
-    ran = {path: count for path, count in road.took().items() if path.endswith("_fwd")}
-    replayed = road.device == "cuda" and way.compiled == "model"  # a replay of a CUDA graph is counted only at capture
+    ours = generate(device_backend, way)
+    ran = {path: count for path, count in device_backend.pop_path_counts().items() if path.endswith("_fwd")}
+    replayed = (
+        device_backend.device == "cuda" and way.compiled == "model"
+    )  # a replay of a CUDA graph is counted only at capture
     assert ran.keys() == {"ours_fwd"} and (replayed or ran["ours_fwd"] == LAYERS * TOKENS)
-    with road.off():
-        stock = generate(road, way, ours.tokens)
-        tolerance = SPREAD_FACTOR * measure_spread_of_stock(road, way, ours.tokens)
-    assert road.took() == {} and torch.equal(stock.tokens, ours.tokens)
+    with device_backend.disabled():
+        stock = generate(device_backend, way, ours.tokens)
+        tolerance = SPREAD_FACTOR * measure_spread_of_stock(device_backend, way, ours.tokens)
+    assert device_backend.pop_path_counts() == {} and torch.equal(stock.tokens, ours.tokens)
     apart = distance(ours, stock)
     assert apart <= tolerance
     best, second = stock.logits.topk(2).values.unbind(-1)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from golden_plans import Call, call, made_of
+from golden_plans import Call, call, operand_dtypes
 
 from torch_flashplug.api.backend import DEVICES
 from torch_flashplug.dispatch import bindings
@@ -16,7 +16,7 @@ from torch_flashplug.registry.architectures import BACKENDS
 
 PAGE = " ".join((Path(__file__).parents[2] / "docs" / "support.md").read_text().split())
 AUTO, FA3, FA2 = (BACKENDS.index(name) for name in ("auto", "fa3", "fa2"))
-FP32, FP64 = made_of("fp32"), made_of("fp64")
+FP32, FP64 = operand_dtypes("fp32"), operand_dtypes("fp64")
 
 
 def served(problem: Call, device: str = "h100", mode: int = AUTO) -> str:

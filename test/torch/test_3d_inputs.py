@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from device_backend import Road, road_to
+from device_backend import DeviceBackend, use_device_backend
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.attention import SDPBackend
@@ -38,13 +38,13 @@ def make_mask(name: str, dtype: torch.dtype) -> Tensor | None:
     return None if sizes is None else torch.ones(sizes, dtype=dtype)
 
 
-def assert_explain_agrees(road: Road, *call: Tensor | None, **settings: bool | float) -> Plan:
+def assert_explain_agrees(device_backend: DeviceBackend, *call: Tensor | None, **settings: bool | float) -> Plan:
     """Run a call, and check that explain() predicts the backend."""
     plan = torch_flashplug.explain(*call, **settings, device="h100")
-    road.took()
+    device_backend.pop_path_counts()
     with contextlib.suppress(RuntimeError):  # the error of a mask with a wrong shape
         F.scaled_dot_product_attention(*call, **settings)
-    took = road.took()
+    took = device_backend.pop_path_counts()
 
     assert plan.backend == ("fa3" if took.get("ours_fwd") else "stock"), (plan, took)
     return plan
@@ -57,8 +57,8 @@ def assert_explain_agrees(road: Road, *call: Tensor | None, **settings: bool | f
 @pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("mask", MASKS)
 def test_explain_agrees_with_the_choice_hook_on_masks(mask: str, dtype: torch.dtype, backend: str) -> None:
-    with road_to("cpu") as road, sdpa_backend(backend):
-        plan = assert_explain_agrees(road, *make_operands(), make_mask(mask, dtype))
+    with use_device_backend("cpu") as device_backend, sdpa_backend(backend):
+        plan = assert_explain_agrees(device_backend, *make_operands(), make_mask(mask, dtype))
 
     served = describe_call.adds_batch_dim() and mask != "two_batches"
     assert plan.backend == ("fa3" if served else "stock")
@@ -66,9 +66,9 @@ def test_explain_agrees_with_the_choice_hook_on_masks(mask: str, dtype: torch.dt
 
 @pytest.mark.parametrize("with_batch", BATCHES.values(), ids=BATCHES)
 def test_explain_agrees_with_the_choice_hook_for_mixed_dims(with_batch: str) -> None:
-    with road_to("cpu") as road:
+    with use_device_backend("cpu") as device_backend:
         tensors = [x[None] if name in with_batch else x for name, x in zip("qkv", make_operands())]
-        plan = assert_explain_agrees(road, *tensors)
+        plan = assert_explain_agrees(device_backend, *tensors)
 
     assert plan.backend == ("fa3" if with_batch == "qkv" else "stock")
 
@@ -99,7 +99,7 @@ def test_three_dims_have_the_plan_of_a_batch_of_one_if_torch_adds_a_batch_dim(
 ) -> None:
     tensors, settings = CALLS[name]()
     adds_batch_dim(True)
-    with road_to("cpu"), sdpa_backend(backend):
+    with use_device_backend("cpu"), sdpa_backend(backend):
         plan = torch_flashplug.explain(*tensors, **settings, device="h100")
         plan_of_four_dims = torch_flashplug.explain(
             *(x[None] for x in tensors[:3]), *tensors[3:], **settings, device="h100"
@@ -116,7 +116,7 @@ def test_three_dims_have_the_plan_of_a_batch_of_one_if_torch_adds_a_batch_dim(
 def test_three_dims_run_stock_if_torch_adds_no_batch_dim(name: str, adds_batch_dim: Callable[[bool], None]) -> None:
     tensors, settings = CALLS[name]()
     adds_batch_dim(False)
-    with road_to("cpu"):
+    with use_device_backend("cpu"):
         plan = torch_flashplug.explain(*tensors, **settings, device="h100")
 
     assert plan.backend == "stock" and not plan.error
@@ -127,8 +127,8 @@ def test_three_dims_run_stock_under_plan_b(
     adds_batch_dim: Callable[[bool], None],
 ) -> None:
     adds_batch_dim(True)
-    with road_to("cpu", "plan_b") as road:
-        plan = assert_explain_agrees(road, *make_operands())
+    with use_device_backend("cpu", "plan_b") as device_backend:
+        plan = assert_explain_agrees(device_backend, *make_operands())
 
     assert plan.backend == "stock" and "must have 4 dims" in plan.reasons["fa3"]
 
@@ -145,7 +145,7 @@ def test_explain_passes_the_dims_of_torch_to_the_choice_of_stock(
 
     adds_batch_dim(answer)
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
-    with road_to("cpu"), FakeTensorMode() as mode:
+    with use_device_backend("cpu"), FakeTensorMode() as mode:
         monkeypatch.setattr(torch, "_fused_sdp_choice", choose)
         bindings.set_facts_override(DEVICES["a100"])  # on an A100, auto serves no call
         metas = (x.to("meta") for x in (*make_operands(), torch.ones(128, 96, dtype=torch.bool)))

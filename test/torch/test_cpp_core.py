@@ -416,9 +416,10 @@ def test_torch_logs_shows_each_plan_once() -> None:
     code = """
 import sys
 sys.path.insert(0, "test")
-import torch, torch_flashplug, device_backend
-with device_backend.road_to("cpu") as road:
-    q, k, v = road.qkv()
+import torch, torch_flashplug
+from device_backend import use_device_backend
+with use_device_backend("cpu") as device_backend:
+    q, k, v = device_backend.qkv()
     for _ in range(3):
         torch.nn.functional.scaled_dot_product_attention(q, k, v)
 """

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import CUDA
-from device_backend import road_to
+from device_backend import use_device_backend
 from torch import Tensor
 
 import torch_flashplug
@@ -367,11 +367,13 @@ def results_by_math(call: dict[str, Any]) -> Iterator[tuple[Tensor, ...]]:
     yield sdpa.namespace._math_bwd(grad_out=GRAD, **call, **kept, bias_grad=biased)[: 3 + biased]
 
 
-@pytest.mark.parametrize("road", [nullcontext, lambda: road_to("cpu")], ids=["python", "cpp"])
+@pytest.mark.parametrize("use_implementation", [nullcontext, lambda: use_device_backend("cpu")], ids=["python", "cpp"])
 @pytest.mark.parametrize(
     "argument", [schema_argument.name for schema_argument in sdpa.namespace.sdpa_fwd.default._schema.arguments]
 )
-def test_every_argument_reaches_forward_and_backward(argument: str, road: Callable, modes: list[int]) -> None:
+def test_every_argument_reaches_forward_and_backward(
+    argument: str, use_implementation: Callable, modes: list[int]
+) -> None:
     """Check that each argument reaches the forward and, through autograd, the backward.
 
     A new argument needs a row in TOLD.
@@ -379,7 +381,7 @@ def test_every_argument_reaches_forward_and_backward(argument: str, road: Callab
     plain = {name: values[0] for name, values in ARGUMENT_VALUES.items()}
     call = plain | {argument: ARGUMENT_VALUES[argument][1]}
     expected, results_of_plain = list(results_by_math(call)), list(results_by_math(plain))
-    with road():
+    with use_implementation():
         modes.clear()
         for step, got in enumerate(results_by_autograd(call)):
             assert set(modes) == {call["mode"]}

@@ -17,7 +17,7 @@ import ranks
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from device_backend import Road
+from device_backend import DeviceBackend
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.experimental import context_parallel
@@ -72,13 +72,13 @@ def mesh(device: str) -> Iterator[DeviceMesh]:
 
 
 @pytest.mark.parametrize("grad", [False, True])
-def test_one_rank(any_road: Road, mesh: DeviceMesh, grad: bool) -> None:
+def test_one_rank(hooked_backend: DeviceBackend, mesh: DeviceMesh, grad: bool) -> None:
     """Use both hooks."""
-    plain = any_road.qkv(grad=grad)
+    plain = hooked_backend.qkv(grad=grad)
     sharded = [distribute_tensor(tensor.detach(), mesh, [Shard(1)]).requires_grad_(grad) for tensor in plain]
     assert torch_flashplug.explain(*sharded, is_causal=True, device="h100").part
     out = F.scaled_dot_product_attention(*sharded, is_causal=True)
-    assert any_road.took().get("ours_fwd") == 1
+    assert hooked_backend.pop_path_counts().get("ours_fwd") == 1
     want = F.scaled_dot_product_attention(*plain, is_causal=True)
     torch.testing.assert_close(out.full_tensor(), want, atol=2e-2, rtol=2e-2)
     if grad:

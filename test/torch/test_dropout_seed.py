@@ -13,8 +13,8 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from deterministic import in_order
-from device_backend import OPEN_GATE, Road
+from deterministic import deterministic_gradients
+from device_backend import OPEN_GATE, DeviceBackend
 from golden_plans import call as facts_of
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -59,8 +59,8 @@ def attend_with_dropout(q: Tensor, k: Tensor, v: Tensor, p: float = P, **more: o
 # ---- seeds ----
 
 
-def test_overrideable_op_returns_a_seed_like_the_efficient_op(road: Road) -> None:
-    q, k, v = road.qkv()
+def test_overrideable_op_returns_a_seed_like_the_efficient_op(device_backend: DeviceBackend) -> None:
+    q, k, v = device_backend.qkv()
     torch.manual_seed(3)
     with sdpa_backend("fa3"):
         out, _, _, _, _, _, seed, offset, _ = CARRIER(q, k, v, None, P)
@@ -74,16 +74,16 @@ def test_overrideable_op_returns_a_seed_like_the_efficient_op(road: Road) -> Non
 
 
 @pytest.mark.parametrize("mode", [FA3, MATH])
-def test_op_results_match_the_fake_implementation(road: Road, mode: int) -> None:
-    inputs = road.qkv()
+def test_op_results_match_the_fake_implementation(device_backend: DeviceBackend, mode: int) -> None:
+    inputs = device_backend.qkv()
     for p in (0.0, P):
         fakes, results = sdpa._forward_fake(*inputs, None, p, 0, None, mode), OWN(*inputs, None, p, 0, None, mode)
         for fake, real in zip(fakes, results, strict=True):
             assert (fake.shape, fake.dtype, fake.device) == (real.shape, real.dtype, real.device)
 
 
-def test_an_odd_seed_is_refused(road: Road) -> None:
-    seed = torch.tensor(5, device=road.device)
+def test_an_odd_seed_is_refused(device_backend: DeviceBackend) -> None:
+    seed = torch.tensor(5, device=device_backend.device)
     for odd in (seed.int(), seed.expand(2)):
         with pytest.raises(RuntimeError, match="must be the int64 scalar tensor returned by a forward"):
             bits_of(odd, 1, 1, 8, 8, P)
@@ -91,8 +91,8 @@ def test_an_odd_seed_is_refused(road: Road) -> None:
         bits_of(seed, 1, 1, 8, 8, 1.5)
 
 
-def test_opcheck_of_the_dropout_mask_op(road: Road) -> None:
-    torch.library.opcheck(bits_of, (torch.tensor(5, device=road.device), 2, 3, 17, 33, P))
+def test_opcheck_of_the_dropout_mask_op(device_backend: DeviceBackend) -> None:
+    torch.library.opcheck(bits_of, (torch.tensor(5, device=device_backend.device), 2, 3, 17, 33, P))
 
 
 # ---- backends of forward and backward ----
@@ -154,18 +154,20 @@ def test_plans_never_use_the_efficient_backward_after_dropout() -> None:
 # ---- gradients through F.sdpa ----
 
 
-def check_gradients(road: Road, attention: Callable, *, leaf_names: str = "qkv", **more: object) -> None:
+def check_gradients(
+    device_backend: DeviceBackend, attention: Callable, *, leaf_names: str = "qkv", **more: object
+) -> None:
     """Compare a call and its gradients with fp64, using the dropout mask of the first seed after manual_seed."""
-    tensors = dict(zip("qkv", road.qkv(), strict=True))
+    tensors = dict(zip("qkv", device_backend.qkv(), strict=True))
     leaves = {name: tensor.detach().requires_grad_(name in leaf_names) for name, tensor in tensors.items()}
     torch.manual_seed(5)
-    seed = torch.empty((), dtype=torch.int64, device=road.device).random_()
+    seed = torch.empty((), dtype=torch.int64, device=device_backend.device).random_()
     torch.manual_seed(5)
-    road.took()
+    device_backend.pop_path_counts()
     out = attention(*leaves.values(), **more)
     grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
     grads = torch.autograd.grad(out, [leaves[name] for name in leaf_names], grad)
-    assert road.took()["ours_fwd"] >= 1
+    assert device_backend.pop_path_counts()["ours_fwd"] >= 1
     exact = {name: tensor.double().requires_grad_(name in leaf_names) for name, tensor in tensors.items()}
     want = attend_in_fp64(
         *exact.values(), dropout_mask_of(seed, tensors["q"], tensors["k"]), causal=bool(more.get("is_causal"))
@@ -175,17 +177,17 @@ def check_gradients(road: Road, attention: Callable, *, leaf_names: str = "qkv",
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("leaf_names", ["qkv", "q", "kv", "v"])
-def test_gradients(any_road: Road, leaf_names: str, causal: bool) -> None:
-    check_gradients(any_road, attend_with_dropout, leaf_names=leaf_names, is_causal=causal)
+def test_gradients(hooked_backend: DeviceBackend, leaf_names: str, causal: bool) -> None:
+    check_gradients(hooked_backend, attend_with_dropout, leaf_names=leaf_names, is_causal=causal)
 
 
-def test_deterministic_gradients(any_road: Road) -> None:
-    with in_order():
-        check_gradients(any_road, attend_with_dropout)
+def test_deterministic_gradients(hooked_backend: DeviceBackend) -> None:
+    with deterministic_gradients():
+        check_gradients(hooked_backend, attend_with_dropout)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_checkpoint_repeats_its_draws(any_road: Road, reentrant: bool) -> None:
+def test_a_checkpoint_repeats_its_draws(hooked_backend: DeviceBackend, reentrant: bool) -> None:
     check_gradients_of = functools.partial(checkpoint, use_reentrant=reentrant)
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -194,23 +196,23 @@ def test_a_checkpoint_repeats_its_draws(any_road: Road, reentrant: bool) -> None
     if reentrant:  # torch.autograd.grad does not support reentrant checkpoints
         grads = []
         for run in (attend_with_dropout, attention):
-            leaves = any_road.qkv(grad=True)
+            leaves = hooked_backend.qkv(grad=True)
             torch.manual_seed(5)
             run(*leaves).float().square().sum().backward()
             grads.append([leaf.grad for leaf in leaves])
         for plain_grad, checkpoint_grad in zip(*grads, strict=True):
             torch.testing.assert_close(plain_grad, checkpoint_grad)
     else:
-        check_gradients(any_road, attention)
+        check_gradients(hooked_backend, attention)
 
 
-def test_the_generator_moves_on_and_is_put_back(any_road: Road) -> None:
-    q, k, v = any_road.qkv()
+def test_the_generator_moves_on_and_is_put_back(hooked_backend: DeviceBackend) -> None:
+    q, k, v = hooked_backend.qkv()
     torch.manual_seed(9)
     first, second = attend_with_dropout(q, k, v), attend_with_dropout(q, k, v)
     assert not torch.equal(first, second)
     torch.manual_seed(9)
-    devices = [0] if any_road.device == "cuda" else []
+    devices = [0] if hooked_backend.device == "cuda" else []
     with torch.random.fork_rng(devices):
         assert torch.equal(attend_with_dropout(q, k, v), first)
     assert torch.equal(attend_with_dropout(q, k, v), first) and torch.equal(attend_with_dropout(q, k, v), second)
@@ -220,11 +222,11 @@ def test_the_generator_moves_on_and_is_put_back(any_road: Road) -> None:
 
 
 @pytest.mark.parametrize("p", [1.0, 1e-9])
-def test_certain_probabilities(any_road: Road, p: float) -> None:
-    leaves = any_road.qkv(grad=True)
+def test_certain_probabilities(hooked_backend: DeviceBackend, p: float) -> None:
+    leaves = hooked_backend.qkv(grad=True)
     out = attend_with_dropout(*leaves, p=p)
     grads = torch.autograd.grad(out.float().sum(), leaves)
-    assert any_road.took()["ours_fwd"] == 1
+    assert hooked_backend.pop_path_counts()["ours_fwd"] == 1
     if p == 1.0:
         assert all((tensor == 0).all() for tensor in (out, *grads))
     else:
@@ -232,12 +234,12 @@ def test_certain_probabilities(any_road: Road, p: float) -> None:
 
 
 @pytest.mark.parametrize("p", [-0.5, 1.5, math.nan])
-def test_invalid_probabilities_fall_back_to_stock(any_road: Road, p: float) -> None:
+def test_invalid_probabilities_fall_back_to_stock(hooked_backend: DeviceBackend, p: float) -> None:
     """Expect an error or the result of stock. On a GPU, the kernels of stock end the process for such values."""
-    q, k, v = any_road.qkv()
+    q, k, v = hooked_backend.qkv()
     with pytest.raises(RuntimeError, match=r"forced and cannot run(.|\n)*must be above 0 and at most 1"):
         attend_with_dropout(q, k, v, p=p)
-    if any_road.device == "cuda":
+    if hooked_backend.device == "cuda":
         return
 
     def outcome() -> Tensor | str:
@@ -246,10 +248,10 @@ def test_invalid_probabilities_fall_back_to_stock(any_road: Road, p: float) -> N
         except RuntimeError as error:
             return str(error)
 
-    with any_road.off():
+    with hooked_backend.disabled():
         want = outcome()
     got = outcome()
-    assert any_road.took().get("ours_fwd", 0) == 0
+    assert hooked_backend.pop_path_counts().get("ours_fwd", 0) == 0
     assert got == want if isinstance(want, str) else torch.equal(got, want)
 
 
@@ -296,23 +298,23 @@ def test_a_reentrant_checkpoint_in_auto_repeats_its_draws(keys: int, D: int) -> 
 
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled(any_road: Road, dynamic: bool) -> None:
+def test_compiled(hooked_backend: DeviceBackend, dynamic: bool) -> None:
     """Check a compiled call: our ops in both directions, and a new draw in every call.
 
     Gradients use the dropout mask of the forward.
     """
     recorder = Recorder()
     compiled = torch.compile(attend_with_dropout, fullgraph=True, backend=recorder, dynamic=dynamic)
-    check_gradients(any_road, compiled)
+    check_gradients(hooked_backend, compiled)
     assert recorder.forwards == [[("fwd", FA3)]] and recorder.backwards == [[("bwd", FA3)]]
-    q, k, v = any_road.qkv()
+    q, k, v = hooked_backend.qkv()
     with torch.no_grad():
         assert not torch.equal(compiled(q, k, v), compiled(q, k, v))
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("D", [64, 100])
-def test_symbolic_sizes_follow_the_measured_table(road: Road, D: int) -> None:
+def test_symbolic_sizes_follow_the_measured_table(device_backend: DeviceBackend, D: int) -> None:
     """Leave graphs of symbolic sizes to stock if kernels may not support the call.
 
     Otherwise math would serve the call when the graph runs, with memory of Sq x Sk.
@@ -324,15 +326,20 @@ def test_symbolic_sizes_follow_the_measured_table(road: Road, D: int) -> None:
     attend = functools.partial(F.scaled_dot_product_attention, dropout_p=P)
     compiled = torch.compile(attend, fullgraph=True, backend=recorder, dynamic=True)
     with torch.no_grad():
-        q, k, v = (torch.randn(2, 3, rows, D, device=road.device, dtype=road.dtype) for rows in (130, 140, 140))
+        q, k, v = (
+            torch.randn(2, 3, rows, D, device=device_backend.device, dtype=device_backend.dtype)
+            for rows in (130, 140, 140)
+        )
         torch._dynamo.mark_static(q, 3)
         compiled(q, k, v)
     ours = [("fwd", AUTO)]
-    assert (recorder.forwards == [ours]) is (D == 64) and road.took().get("ours_fwd", 0) == (D == 64)
+    assert (recorder.forwards == [ours]) is (D == 64) and device_backend.pop_path_counts().get("ours_fwd", 0) == (
+        D == 64
+    )
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-def test_a_compiled_checkpoint_repeats_its_draws(road: Road) -> None:
+def test_a_compiled_checkpoint_repeats_its_draws(device_backend: DeviceBackend) -> None:
     """Compare the gradient with the dropout mask of the output.
 
     On a GPU, a graph with a checkpoint reads the generator at a different offset than eager calls, also in stock. The
@@ -342,23 +349,31 @@ def test_a_compiled_checkpoint_repeats_its_draws(road: Road) -> None:
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return checkpoint(attend_with_dropout, q, k, v, use_reentrant=False)
 
-    q, k = (torch.zeros(1, 2, 64, 64, device=road.device, dtype=road.dtype, requires_grad=True) for _ in range(2))
-    v = torch.eye(64, device=road.device, dtype=road.dtype).expand(1, 2, 64, 64).clone().requires_grad_()
+    q, k = (
+        torch.zeros(1, 2, 64, 64, device=device_backend.device, dtype=device_backend.dtype, requires_grad=True)
+        for _ in range(2)
+    )
+    v = (
+        torch.eye(64, device=device_backend.device, dtype=device_backend.dtype)
+        .expand(1, 2, 64, 64)
+        .clone()
+        .requires_grad_()
+    )
     kept = torch.compile(attention, fullgraph=True, backend=Recorder())(q, k, v)
     grad_out = torch.randn_like(kept)
     (grad_v,) = torch.autograd.grad(kept, v, grad_out)
-    assert road.took()["ours_fwd"] > 0 and 0 < (kept == 0).sum() < kept.numel()
+    assert device_backend.pop_path_counts()["ours_fwd"] > 0 and 0 < (kept == 0).sum() < kept.numel()
     exact = kept.detach().double().mT @ grad_out.double()
     assert (grad_v.double() - exact).norm() < 1e-2 * exact.norm()
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-def test_exported(road: Road) -> None:
+def test_exported(device_backend: DeviceBackend) -> None:
     class Attention(torch.nn.Module):
         def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return attend_with_dropout(q, k, v)
 
-    q, k, v = road.qkv()
+    q, k, v = device_backend.qkv()
     module = torch.export.export(Attention(), (q, k, v)).module()
     torch.manual_seed(5)
     eager = attend_with_dropout(q, k, v)
@@ -366,8 +381,8 @@ def test_exported(road: Road) -> None:
     assert torch.equal(module(q, k, v), eager)
 
 
-def test_vmap_requires_different_randomness(road: Road) -> None:
-    q, k, v = (torch.stack([tensor, tensor]) for tensor in road.qkv())
+def test_vmap_requires_different_randomness(device_backend: DeviceBackend) -> None:
+    q, k, v = (torch.stack([tensor, tensor]) for tensor in device_backend.qkv())
     with pytest.raises(RuntimeError, match="randomness"):
         torch.vmap(attend_with_dropout)(q, k, v)
     out = torch.vmap(attend_with_dropout, randomness="different")(q, k, v)

@@ -20,7 +20,7 @@ import interpreted_kernels
 import pytest
 import torch
 import torch.nn.functional as F
-from device_backend import Road, road_to
+from device_backend import DeviceBackend, use_device_backend
 from torch import Tensor
 from torch.nn.attention import varlen
 
@@ -50,9 +50,9 @@ RAISED = (
 
 
 @pytest.fixture
-def cpu() -> Iterator[Road]:
-    with road_to("cpu") as road:
-        yield road
+def cpu() -> Iterator[DeviceBackend]:
+    with use_device_backend("cpu") as device_backend:
+        yield device_backend
 
 
 @pytest.fixture(params=RAISED, ids=lambda error: type(error).__name__)
@@ -116,7 +116,7 @@ FORWARDS = {
 
 @pytest.mark.parametrize("name", FORWARDS)
 def test_forward_raises_the_original_error(
-    cpu: Road, monkeypatch: pytest.MonkeyPatch, name: str, error: BaseException
+    cpu: DeviceBackend, monkeypatch: pytest.MonkeyPatch, name: str, error: BaseException
 ) -> None:
     call, module, function = FORWARDS[name]
     call()
@@ -134,7 +134,7 @@ BACKWARDS = {
 
 @pytest.mark.parametrize("name", BACKWARDS)
 def test_backward_raises_the_original_error(
-    cpu: Road, monkeypatch: pytest.MonkeyPatch, name: str, error: BaseException
+    cpu: DeviceBackend, monkeypatch: pytest.MonkeyPatch, name: str, error: BaseException
 ) -> None:
     call, module, function = BACKWARDS[name]
     q = random_tensor(1, 16, 2, 64, grad=True)
@@ -147,7 +147,7 @@ def test_backward_raises_the_original_error(
 
 
 def test_forced_math_raises_the_original_error(
-    cpu: Road, monkeypatch: pytest.MonkeyPatch, error: BaseException
+    cpu: DeviceBackend, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     """Request math explicitly. C++ calls the math op for CPU tensors as for GPU tensors."""
     monkeypatch.setattr(ops, "_scores", make_raising_function(error))
@@ -179,7 +179,7 @@ def test_varlen_attn_of_stock_raises_the_original_error(
         library._destroy()
 
 
-def test_errors_are_per_thread(cpu: Road, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_are_per_thread(cpu: DeviceBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     errors = {f"thread {i}": ValueError(f"of {i}") for i in range(4)}
     monkeypatch.setattr(ops, "_scores", lambda *args: make_raising_function(errors[threading.current_thread().name])())
     errors_by_thread = {}
@@ -199,7 +199,7 @@ def test_errors_are_per_thread(cpu: Road, monkeypatch: pytest.MonkeyPatch) -> No
 # ---- lifetime of errors ----
 
 
-def test_errors_and_operands_are_released(cpu: Road, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_and_operands_are_released(cpu: DeviceBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     """The traceback holds tensors, and a program that catches the error needs the memory of the tensors back."""
     operands = [random_tensor(1, 2, 16, 64)] * 3
     operand_ref = weakref.ref(operands[0])
@@ -212,7 +212,7 @@ def test_errors_and_operands_are_released(cpu: Road, monkeypatch: pytest.MonkeyP
     assert error_ref() is None and operand_ref() is None
 
 
-def test_handled_errors_are_not_raised_later(cpu: Road, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_handled_errors_are_not_raised_later(cpu: DeviceBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     x = random_tensor(1, 2, 16, 64)
     scores = ops._scores
 
@@ -232,7 +232,7 @@ def test_handled_errors_are_not_raised_later(cpu: Road, monkeypatch: pytest.Monk
 
 
 @pytest.fixture
-def allocation_errors(cpu: Road) -> Iterator[list[BaseException]]:
+def allocation_errors(cpu: DeviceBackend) -> Iterator[list[BaseException]]:
     """Make aten::empty_strided raise the first error of a list, or allocate as usual if the list is empty."""
     errors, library = [], torch.library.Library("aten", "IMPL")
 
@@ -259,7 +259,7 @@ def test_allocation_in_cpp_raises_the_original_error(
     assert sdpa(x, x, x).isfinite().all()
 
 
-def test_failed_allocation_raises_the_error_of_torch(cpu: Road) -> None:
+def test_failed_allocation_raises_the_error_of_torch(cpu: DeviceBackend) -> None:
     """Allocate more memory than any machine has. The text must be the text of the CPU allocator of torch."""
     q = random_tensor(1, 1, 1, 64).expand(1, 2**20, 2**26, 64)
     with pytest.raises(RuntimeError, match="can't allocate memory: you tried to allocate") as stock:

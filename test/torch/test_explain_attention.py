@@ -46,7 +46,7 @@ PAGES = {"block_table": int32(2, 50), "seqused_k": int32(2)}
 EIGHT = {"k_scale": 0.5, "v_scale": 0.5}
 ON_END = meta_tensor(900, HQ, D), meta_tensor(900, HKV, D), meta_tensor(900, HKV, D)
 # Operands, arguments, the first part of the kernel name, and the first part of the text about operands.
-ROADS: dict[str, tuple[tuple[Tensor, ...], dict[str, object], str, str]] = {
+IMPLEMENTATIONS: dict[str, tuple[tuple[Tensor, ...], dict[str, object], str, str]] = {
     "causal": (dense_qkv(512, 512), {"causal": True}, "fwd_sm90_bf16_d128_causal_", ""),
     "window": (dense_qkv(512, 512), {"window": (100, 0)}, "fwd_sm90_bf16_d128_window_", ""),
     "softcap": (dense_qkv(512, 512, grad=True), {"softcap": 2.0}, "fwd_sm90_bf16_d128_window+softcap_", ""),
@@ -79,14 +79,16 @@ ROADS: dict[str, tuple[tuple[Tensor, ...], dict[str, object], str, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("road", ROADS)
-def test_every_implementation_is_explained(road: str) -> None:
-    operands, arguments, kernel, words = ROADS[road]
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_every_implementation_is_explained(implementation: str) -> None:
+    operands, arguments, kernel, words = IMPLEMENTATIONS[implementation]
     plan = explain_attention(*operands, **arguments, device="h100")
     assert plan.kernel.startswith(kernel) and bool(plan.kernel) == bool(kernel)
     assert plan.backend == ("fa3" if "sm90" in kernel else "fa2" if kernel else "stock")
     assert plan.copies.startswith(words) and bool(plan.copies) == bool(words) and not plan.error
-    assert str(plan).startswith("call        q [") and plan.gradients.startswith("bwd_sm90" * (road == "softcap"))
+    assert str(plan).startswith("call        q [") and plan.gradients.startswith(
+        "bwd_sm90" * (implementation == "softcap")
+    )
 
 
 def test_splits_are_reported() -> None:
@@ -186,14 +188,17 @@ def plan_log() -> list[str]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("road", [road for road in ROADS if road not in {"causal", "softcap", "eight_many"}])
-def test_executed_kernel_equals_explained_kernel(road: str, plan_log: list[str]) -> None:
+@pytest.mark.parametrize(
+    "implementation",
+    [implementation for implementation in IMPLEMENTATIONS if implementation not in {"causal", "softcap", "eight_many"}],
+)
+def test_executed_kernel_equals_explained_kernel(implementation: str, plan_log: list[str]) -> None:
     """Compare the kernel of the last plan of an op.
 
     For calls that F.sdpa decides, the choice hook also logs a plan.
     """
-    _, arguments, *_ = ROADS[road]
-    operands, arguments = zeros_on_gpu(ROADS[road][0], arguments)
+    _, arguments, *_ = IMPLEMENTATIONS[implementation]
+    operands, arguments = zeros_on_gpu(IMPLEMENTATIONS[implementation][0], arguments)
     plan = explain_attention(*operands, **arguments)
     torch.cuda.synchronize()
     assert not plan_log

@@ -8,11 +8,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 
-import device_backend
 import pytest
 import torch
 import torch.nn.functional as F
-from device_backend import Road
+from device_backend import DeviceBackend, use_device_backend
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -23,9 +22,9 @@ TOLERANCE = {"atol": 2e-2, "rtol": 2e-2}
 
 
 @pytest.fixture
-def cuda_road() -> Iterator[Road]:
-    with device_backend.road_to("cuda") as road:
-        yield road
+def cuda_backend() -> Iterator[DeviceBackend]:
+    with use_device_backend("cuda") as device_backend:
+        yield device_backend
 
 
 def run_by_stock(function: Callable, *inputs: Tensor) -> Tensor:
@@ -51,27 +50,27 @@ def check_replay(graph: torch.cuda.CUDAGraph, inputs: list[Tensor], out: Tensor)
 @pytest.mark.gpu
 @pytest.mark.isolated(240)
 @pytest.mark.parametrize("warm", [False, True], ids=["first_use_under_capture", "warm"])
-def test_capture_and_replay(cuda_road: Road, warm: bool) -> None:
-    inputs = cuda_road.qkv(rows=512)
+def test_capture_and_replay(cuda_backend: DeviceBackend, warm: bool) -> None:
+    inputs = cuda_backend.qkv(rows=512)
     if warm:
         causal(*inputs)
         torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with sdpa_backend("fa3"), torch.cuda.graph(graph):
         out = causal(*inputs)
-    assert cuda_road.took()["ours_fwd"] == 1 + warm
+    assert cuda_backend.pop_path_counts()["ours_fwd"] == 1 + warm
     check_replay(graph, inputs, out)
 
 
 @pytest.mark.gpu
 @pytest.mark.isolated(240)
-def test_graphed_training_step(cuda_road: Road) -> None:
+def test_graphed_training_step(cuda_backend: DeviceBackend) -> None:
     class Attention(torch.nn.Module):
         def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             with sdpa_backend("fa3"):
                 return causal(q, k, v)
 
-    samples = cuda_road.qkv(rows=256, grad=True)
+    samples = cuda_backend.qkv(rows=256, grad=True)
     graphed = torch.cuda.make_graphed_callables(
         Attention(), tuple(t.detach().clone().requires_grad_() for t in samples)
     )
@@ -84,9 +83,9 @@ def test_graphed_training_step(cuda_road: Road) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.isolated(240)
-def test_split_backward_kernel_first_runs_under_capture(cuda_road: Road) -> None:
+def test_split_backward_kernel_first_runs_under_capture(cuda_backend: DeviceBackend) -> None:
     """Capture dK and dV after a call for dQ. The module of the kernels is loaded, but the dK/dV kernel has not run."""
-    draw = {"device": "cuda", "dtype": cuda_road.dtype}
+    draw = {"device": "cuda", "dtype": cuda_backend.dtype}
     q, k, v = (torch.randn(2, 256, 4, 128, **draw).transpose(1, 2).requires_grad_() for _ in range(3))
 
     def gradients(*inputs_with_grad: Tensor) -> tuple[Tensor, ...]:
@@ -106,12 +105,12 @@ def test_split_backward_kernel_first_runs_under_capture(cuda_road: Road) -> None
 
 
 @pytest.mark.gpu
-def test_compiled_gradients_of_inputs_laid_out_bshd(cuda_road: Road, fresh_dynamo: None) -> None:
+def test_compiled_gradients_of_inputs_laid_out_bshd(cuda_backend: DeviceBackend, fresh_dynamo: None) -> None:
     """Use the layout BSHD, in which compiled graphs produce a contiguous `grad_out`.
 
     The layouts of `grad_out` and `out` then differ, which the cuDNN backward of torch 2.11 gets wrong.
     """
-    inputs = cuda_road.qkv(rows=256, grad=True)
+    inputs = cuda_backend.qkv(rows=256, grad=True)
     out = torch.compile(sdpa_backend("fa3")(causal), backend="aot_eager", fullgraph=True)(*inputs)
     got = torch.autograd.grad(out.float().square().sum(), inputs)
     with sdpa_kernel(SDPBackend.MATH):
@@ -123,9 +122,9 @@ def test_compiled_gradients_of_inputs_laid_out_bshd(cuda_road: Road, fresh_dynam
 @pytest.mark.gpu
 @pytest.mark.isolated(300)
 @pytest.mark.parametrize("grad", [False, True])
-def test_reduce_overhead(cuda_road: Road, grad: bool) -> None:
+def test_reduce_overhead(cuda_backend: DeviceBackend, grad: bool) -> None:
     compiled = torch.compile(sdpa_backend("fa3")(causal), fullgraph=True, mode="reduce-overhead")
-    inputs = cuda_road.qkv(rows=256, grad=grad)
+    inputs = cuda_backend.qkv(rows=256, grad=grad)
     want = run_by_stock(causal, *inputs)
     want_grads = torch.autograd.grad(want.float().square().sum(), inputs) if grad else ()
     for _ in range(4):  # recorded on the second call, replayed from the third
@@ -142,9 +141,9 @@ def test_reduce_overhead(cuda_road: Road, grad: bool) -> None:
 @pytest.mark.isolated(240)
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("captured", [False, True])
-def test_tensors_on_a_second_device(cuda_road: Road, captured: bool) -> None:
+def test_tensors_on_a_second_device(cuda_backend: DeviceBackend, captured: bool) -> None:
     """Keep cuda:0 current while the tensors are on cuda:1."""
-    inputs = [tensor.to("cuda:1").requires_grad_() for tensor in cuda_road.qkv(rows=256)]
+    inputs = [tensor.to("cuda:1").requires_grad_() for tensor in cuda_backend.qkv(rows=256)]
     torch.cuda.set_device(0)
     with sdpa_backend("fa3"):
         if captured:
@@ -160,12 +159,12 @@ def test_tensors_on_a_second_device(cuda_road: Road, captured: bool) -> None:
     torch.testing.assert_close(out, want, **TOLERANCE)
     for a, b in zip(torch.autograd.grad(out.sum(), inputs), torch.autograd.grad(want.sum(), inputs)):
         torch.testing.assert_close(a, b, atol=6e-2, rtol=6e-2)
-    assert cuda_road.took()["ours_fwd"] == 1
+    assert cuda_backend.pop_path_counts()["ours_fwd"] == 1
 
 
 @pytest.mark.gpu
-def test_current_stream_is_used(cuda_road: Road) -> None:
-    q, k, v = cuda_road.qkv(rows=512)
+def test_current_stream_is_used(cuda_backend: DeviceBackend) -> None:
+    q, k, v = cuda_backend.qkv(rows=512)
     want = run_by_stock(causal, q * 3, k, v)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -179,8 +178,8 @@ def test_current_stream_is_used(cuda_road: Road) -> None:
 
 
 @pytest.mark.gpu
-def test_host_never_waits_for_the_device(cuda_road: Road) -> None:
-    inputs = cuda_road.qkv(rows=256, grad=True)
+def test_host_never_waits_for_the_device(cuda_backend: DeviceBackend) -> None:
+    inputs = cuda_backend.qkv(rows=256, grad=True)
     grad = torch.ones_like(inputs[0])
     with sdpa_backend("fa3"):
         torch.autograd.grad(causal(*inputs), inputs, grad)  # loads kernels
@@ -193,8 +192,8 @@ def test_host_never_waits_for_the_device(cuda_road: Road) -> None:
 
 
 @pytest.mark.gpu
-def test_threads_with_separate_streams_and_modes(cuda_road: Road) -> None:
-    inputs = cuda_road.qkv(rows=256)
+def test_threads_with_separate_streams_and_modes(cuda_backend: DeviceBackend) -> None:
+    inputs = cuda_backend.qkv(rows=256)
     want = run_by_stock(causal, *inputs)
     torch.cuda.synchronize()
     wrong: list[str] = []
@@ -212,12 +211,12 @@ def test_threads_with_separate_streams_and_modes(cuda_road: Road) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert not wrong and cuda_road.took()["ours_fwd"] == 75
+    assert not wrong and cuda_backend.pop_path_counts()["ours_fwd"] == 75
 
 
 @pytest.mark.gpu
-def test_peak_memory_equals_the_outputs(cuda_road: Road) -> None:
-    q, k, v = cuda_road.qkv(rows=4096)
+def test_peak_memory_equals_the_outputs(cuda_backend: DeviceBackend) -> None:
+    q, k, v = cuda_backend.qkv(rows=4096)
     with sdpa_backend("fa3"):
         causal(q, k, v)
         torch.cuda.synchronize()
@@ -231,17 +230,17 @@ def test_peak_memory_equals_the_outputs(cuda_road: Road) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["auto", "fa3"])
-def test_gradients_need_memory_linear_in_length(cuda_road: Road, backend: str) -> None:
-    inputs = cuda_road.qkv(rows=4096, grad=True)
+def test_gradients_need_memory_linear_in_length(cuda_backend: DeviceBackend, backend: str) -> None:
+    inputs = cuda_backend.qkv(rows=4096, grad=True)
     with sdpa_backend(backend):
         out = causal(*inputs)
-        cuda_road.took()
+        cuda_backend.pop_path_counts()
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         torch.autograd.grad(out, inputs, torch.randn_like(out))
         torch.cuda.synchronize()
-    assert cuda_road.took() == {"ours_bwd": 1}
+    assert cuda_backend.pop_path_counts() == {"ours_bwd": 1}
     rows = out.shape[0] * out.shape[1] * out.shape[2]
     gradients = 4 * out.numel() * out.element_size()  # gradients of q, k, v, and the random gradient of out
     scratch = 4 * rows * (out.shape[3] + 2)  # dQ in fp32, LSE and delta
@@ -249,18 +248,18 @@ def test_gradients_need_memory_linear_in_length(cuda_road: Road, backend: str) -
 
 
 @pytest.mark.isolated(280)
-def test_aot_inductor_package(road: Road, tmp_path) -> None:
+def test_aot_inductor_package(device_backend: DeviceBackend, tmp_path) -> None:
     class Attention(torch.nn.Module):
         def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             with sdpa_backend("fa3"):
                 return causal(q, k, v) * 2
 
-    inputs = tuple(road.qkv())
+    inputs = tuple(device_backend.qkv())
     with torch.no_grad():
         program = torch.export.export(Attention(), inputs)
         package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "attention.pt2"))
         model = torch._inductor.aoti_load_package(package)
-        road.took()
+        device_backend.pop_path_counts()
         got = model(*inputs)
-    assert road.took()["ours_fwd"] == 1
+    assert device_backend.pop_path_counts()["ours_fwd"] == 1
     torch.testing.assert_close(got, Attention()(*inputs), **TOLERANCE)

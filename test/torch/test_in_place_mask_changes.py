@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from device_backend import Road
+from device_backend import DeviceBackend
 from test_masked_graphs import BATCH, HEADS, ROWS, check, make_mask, masked
 from torch import Tensor
 from torch._inductor import config as inductor_config
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "aot_eager_decomp_partition", "inductor"])
-def test_mask_input_changed_in_the_graph(road: Road, backend: str) -> None:
+def test_mask_input_changed_in_the_graph(device_backend: DeviceBackend, backend: str) -> None:
     """Change the mask after the forward reads the mask, and before the backward reads the mask again."""
 
     def after(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
@@ -28,26 +28,26 @@ def test_mask_input_changed_in_the_graph(road: Road, backend: str) -> None:
         return sdpa(out, k, v, mask)
 
     for function in (after, between):
-        for mask in (make_mask(road, ROWS, ROWS), make_mask(road, BATCH, 1, ROWS, ROWS)):
+        for mask in (make_mask(device_backend, ROWS, ROWS), make_mask(device_backend, BATCH, 1, ROWS, ROWS)):
             torch._dynamo.reset()
             compiled = torch.compile(function, fullgraph=True, backend=backend)
             with inductor_config.patch(force_disable_caches=True):
-                check(road, lambda *args, function=function, mask=mask: function(*args, mask.clone()),
+                check(device_backend, lambda *args, function=function, mask=mask: function(*args, mask.clone()),
                       lambda *args, compiled=compiled, mask=mask: compiled(*args, mask.clone()))  # fmt: skip
 
 
-def test_kept_copy_of_a_broadcast_mask_is_compact(road: Road) -> None:
-    mask = make_mask(road, BATCH, 1, 1, ROWS).expand(BATCH, HEADS, ROWS, ROWS)
+def test_kept_copy_of_a_broadcast_mask_is_compact(device_backend: DeviceBackend) -> None:
+    mask = make_mask(device_backend, BATCH, 1, 1, ROWS).expand(BATCH, HEADS, ROWS, ROWS)
     kept = torch.ops.torch_flashplug.kept_mask(mask)
     assert torch.equal(kept, mask) and kept.untyped_storage().nbytes() == BATCH * ROWS
     assert kept.data_ptr() != mask.data_ptr() and kept.stride()[1:3] == (0, 0)
 
 
-def test_a_mask_changed_before_the_backward(road: Road) -> None:
+def test_a_mask_changed_before_the_backward(device_backend: DeviceBackend) -> None:
     """Gradients must not use the changed mask."""
     grads = []
     for compiled in (masked, torch.compile(masked, fullgraph=True, backend="aot_eager")):
-        inputs, mask = road.qkv(grad=True), make_mask(road, ROWS, ROWS)
+        inputs, mask = device_backend.qkv(grad=True), make_mask(device_backend, ROWS, ROWS)
         out = compiled(*inputs, mask)
         mask.logical_not_()
         grads.append(torch.autograd.grad(out.float().square().sum(), inputs))

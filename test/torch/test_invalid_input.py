@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from deterministic import in_order
-from device_backend import Road, road_to
+from deterministic import deterministic_gradients
+from device_backend import DeviceBackend, use_device_backend
 from stock_bug_inputs import strides
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -30,20 +30,27 @@ from torch_flashplug.torch_hooks import describe_call
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 NAN, INF = float("nan"), float("inf")
 Call = tuple[list[Any], dict[str, Any]]
-CASES: dict[str, Callable[[Road], Call]] = {}
+CASES: dict[str, Callable[[DeviceBackend], Call]] = {}
 
 
-def make_operands(road: Road, q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...] | None = None) -> list[Tensor]:
+def make_operands(
+    device_backend: DeviceBackend, q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...] | None = None
+) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return [torch.randn(size, generator=generator).to(road.device, road.dtype) for size in (q, k, v or k)]
+    return [
+        torch.randn(size, generator=generator).to(device_backend.device, device_backend.dtype)
+        for size in (q, k, v or k)
+    ]
 
 
-def make_masked_call(road: Road, mask: Tensor, **settings: Any) -> Call:
-    return [*road.qkv(), mask.to(road.device)], settings
+def make_masked_call(device_backend: DeviceBackend, mask: Tensor, **settings: Any) -> Call:
+    return [*device_backend.qkv(), mask.to(device_backend.device)], settings
 
 
-def make_changed_call(road: Road, operand: int, change: Callable[[Tensor], Tensor], **settings: Any) -> Call:
-    tensors = road.qkv()
+def make_changed_call(
+    device_backend: DeviceBackend, operand: int, change: Callable[[Tensor], Tensor], **settings: Any
+) -> Call:
+    tensors = device_backend.qkv()
     tensors[operand] = change(tensors[operand])
     return list(tensors), settings
 
@@ -56,106 +63,149 @@ def with_entry(tensor: Tensor, where: tuple, value: float) -> Tensor:
 
 # Calls rejected by stock.
 CASES |= {
-    "query_of_another_dtype": lambda road: make_changed_call(road, 0, lambda t: t.to(torch.float16)),
-    "value_of_another_dtype": lambda road: make_changed_call(road, 2, lambda t: t.float()),
-    "key_on_another_device": lambda road: make_changed_call(road, 1, lambda t: t.to("meta")),
-    "value_on_the_host": lambda road: make_changed_call(road, 2, lambda t: t.cpu().to("cpu")),
-    "all_one_dim": lambda road: (make_operands(road, (64,), (64,)), {}),
-    "key_one_dim": lambda road: make_changed_call(road, 1, lambda t: t[0, 0, 0]),
-    "head_dims_differ": lambda road: (make_operands(road, (2, 4, 128, 64), (2, 4, 128, 32)), {}),
-    "key_and_value_lengths_differ": lambda road: (
-        make_operands(road, (2, 4, 128, 64), (2, 4, 128, 64), (2, 4, 96, 64)),
+    "query_of_another_dtype": lambda device_backend: make_changed_call(
+        device_backend, 0, lambda t: t.to(torch.float16)
+    ),
+    "value_of_another_dtype": lambda device_backend: make_changed_call(device_backend, 2, lambda t: t.float()),
+    "key_on_another_device": lambda device_backend: make_changed_call(device_backend, 1, lambda t: t.to("meta")),
+    "value_on_the_host": lambda device_backend: make_changed_call(device_backend, 2, lambda t: t.cpu().to("cpu")),
+    "all_one_dim": lambda device_backend: (make_operands(device_backend, (64,), (64,)), {}),
+    "key_one_dim": lambda device_backend: make_changed_call(device_backend, 1, lambda t: t[0, 0, 0]),
+    "head_dims_differ": lambda device_backend: (make_operands(device_backend, (2, 4, 128, 64), (2, 4, 128, 32)), {}),
+    "key_and_value_lengths_differ": lambda device_backend: (
+        make_operands(device_backend, (2, 4, 128, 64), (2, 4, 128, 64), (2, 4, 96, 64)),
         {},
     ),
-    "heads_differ_without_enable_gqa": lambda road: (make_operands(road, (2, 4, 128, 64), (2, 2, 128, 64)), {}),
-    "gqa_heads_do_not_divide": lambda road: (
-        make_operands(road, (2, 4, 128, 64), (2, 3, 128, 64)),
+    "heads_differ_without_enable_gqa": lambda device_backend: (
+        make_operands(device_backend, (2, 4, 128, 64), (2, 2, 128, 64)),
+        {},
+    ),
+    "gqa_heads_do_not_divide": lambda device_backend: (
+        make_operands(device_backend, (2, 4, 128, 64), (2, 3, 128, 64)),
         {"enable_gqa": True},
     ),
-    "gqa_key_and_value_heads_differ": lambda road: (
-        make_operands(road, (2, 4, 128, 64), (2, 2, 128, 64), (2, 4, 128, 64)),
+    "gqa_key_and_value_heads_differ": lambda device_backend: (
+        make_operands(device_backend, (2, 4, 128, 64), (2, 2, 128, 64), (2, 4, 128, 64)),
         {"enable_gqa": True},
     ),
-    "batches_do_not_broadcast": lambda road: (make_operands(road, (2, 4, 128, 64), (3, 4, 128, 64)), {}),
-    "mask_and_causal": lambda road: make_masked_call(road, torch.ones(128, 128, dtype=torch.bool), is_causal=True),
-    "int_mask": lambda road: make_masked_call(road, torch.ones(128, 128, dtype=torch.int32)),
-    "mask_of_another_float": lambda road: make_masked_call(road, torch.zeros(128, 128, dtype=torch.float16)),
-    "mask_of_wrong_shape": lambda road: make_masked_call(road, torch.ones(128, 64, dtype=torch.bool)),
-    "mask_of_five_dims": lambda road: make_masked_call(road, torch.ones(1, 1, 1, 128, 128, dtype=torch.bool)),
-    "dropout_above_one": lambda road: (road.qkv(), {"dropout_p": 1.5}),
-    "dropout_below_zero": lambda road: (road.qkv(), {"dropout_p": -0.5}),
-    "int_tensors": lambda road: ([t.to(torch.int32) for t in road.qkv()], {}),
-    "bool_tensors": lambda road: ([t > 0 for t in road.qkv()], {}),
-    "none_for_key": lambda road: ([road.qkv()[0], None, road.qkv()[2]], {}),
-    "scale_is_a_string": lambda road: (road.qkv(), {"scale": "large"}),
+    "batches_do_not_broadcast": lambda device_backend: (
+        make_operands(device_backend, (2, 4, 128, 64), (3, 4, 128, 64)),
+        {},
+    ),
+    "mask_and_causal": lambda device_backend: make_masked_call(
+        device_backend, torch.ones(128, 128, dtype=torch.bool), is_causal=True
+    ),
+    "int_mask": lambda device_backend: make_masked_call(device_backend, torch.ones(128, 128, dtype=torch.int32)),
+    "mask_of_another_float": lambda device_backend: make_masked_call(
+        device_backend, torch.zeros(128, 128, dtype=torch.float16)
+    ),
+    "mask_of_wrong_shape": lambda device_backend: make_masked_call(
+        device_backend, torch.ones(128, 64, dtype=torch.bool)
+    ),
+    "mask_of_five_dims": lambda device_backend: make_masked_call(
+        device_backend, torch.ones(1, 1, 1, 128, 128, dtype=torch.bool)
+    ),
+    "dropout_above_one": lambda device_backend: (device_backend.qkv(), {"dropout_p": 1.5}),
+    "dropout_below_zero": lambda device_backend: (device_backend.qkv(), {"dropout_p": -0.5}),
+    "int_tensors": lambda device_backend: ([t.to(torch.int32) for t in device_backend.qkv()], {}),
+    "bool_tensors": lambda device_backend: ([t > 0 for t in device_backend.qkv()], {}),
+    "none_for_key": lambda device_backend: ([device_backend.qkv()[0], None, device_backend.qkv()[2]], {}),
+    "scale_is_a_string": lambda device_backend: (device_backend.qkv(), {"scale": "large"}),
 }
 REFUSED_BY_CUDNN = frozenset(CASES) | {"no_batch", "no_heads", "head_dim_0", "value_head_dim_0", "dropout_one"}
 # Calls that stock serves and our kernels do not.
 CASES |= {
-    "fp64": lambda road: ([t.double() for t in road.qkv()], {}),
-    "fp32": lambda road: ([t.float() for t in road.qkv()], {"is_causal": True}),
-    "two_dims": lambda road: (make_operands(road, (128, 64), (96, 64)), {}),
-    "three_dims": lambda road: (make_operands(road, (4, 128, 64), (4, 96, 64)), {}),
-    "five_dims": lambda road: (make_operands(road, (2, 2, 4, 128, 64), (2, 2, 4, 96, 64)), {}),
-    "one_key_head_broadcasts": lambda road: (make_operands(road, (2, 4, 128, 64), (2, 1, 128, 64)), {}),
-    "batch_broadcasts": lambda road: (make_operands(road, (2, 4, 128, 64), (1, 4, 128, 64)), {}),
-    "no_keys": lambda road: (make_operands(road, (2, 4, 128, 64), (2, 4, 0, 64)), {}),
-    "no_keys_causal": lambda road: (make_operands(road, (2, 4, 128, 64), (2, 4, 0, 64)), {"is_causal": True}),
-    "no_rows": lambda road: (make_operands(road, (2, 4, 0, 64), (2, 4, 128, 64)), {}),
-    "no_batch": lambda road: (make_operands(road, (0, 4, 128, 64), (0, 4, 128, 64)), {}),
-    "no_heads": lambda road: (make_operands(road, (2, 0, 128, 64), (2, 0, 128, 64)), {}),
-    "head_dim_0": lambda road: (make_operands(road, (2, 4, 128, 0), (2, 4, 128, 0), (2, 4, 128, 64)), {}),
-    "value_head_dim_0": lambda road: (make_operands(road, (2, 4, 128, 64), (2, 4, 128, 64), (2, 4, 128, 0)), {}),
-    "head_dim_not_a_multiple_of_8": lambda road: (make_operands(road, (2, 4, 128, 20), (2, 4, 128, 20)), {}),
-    "head_dim_320": lambda road: (make_operands(road, (1, 2, 128, 320), (1, 2, 128, 320)), {}),
-    "last_dim_not_contiguous": lambda road: make_changed_call(road, 1, lambda t: t.mT.contiguous().mT),
-    "every_other_element": lambda road: ([torch.cat((t, t), -1)[..., ::2] for t in road.qkv()], {}),
-    "misaligned_storage_offset": lambda road: make_changed_call(road, 0, shifted_by_one),
-    "misaligned_row_stride": lambda road: make_changed_call(
-        road, 2, lambda t: torch.cat((t, t[..., :4]), -1)[..., :64]
+    "fp64": lambda device_backend: ([t.double() for t in device_backend.qkv()], {}),
+    "fp32": lambda device_backend: ([t.float() for t in device_backend.qkv()], {"is_causal": True}),
+    "two_dims": lambda device_backend: (make_operands(device_backend, (128, 64), (96, 64)), {}),
+    "three_dims": lambda device_backend: (make_operands(device_backend, (4, 128, 64), (4, 96, 64)), {}),
+    "five_dims": lambda device_backend: (make_operands(device_backend, (2, 2, 4, 128, 64), (2, 2, 4, 96, 64)), {}),
+    "one_key_head_broadcasts": lambda device_backend: (
+        make_operands(device_backend, (2, 4, 128, 64), (2, 1, 128, 64)),
+        {},
     ),
-    "row_hidden_by_bool_mask": lambda road: make_masked_call(
-        road, with_entry(torch.ones(128, 128, dtype=torch.bool), (5,), False)
+    "batch_broadcasts": lambda device_backend: (make_operands(device_backend, (2, 4, 128, 64), (1, 4, 128, 64)), {}),
+    "no_keys": lambda device_backend: (make_operands(device_backend, (2, 4, 128, 64), (2, 4, 0, 64)), {}),
+    "no_keys_causal": lambda device_backend: (
+        make_operands(device_backend, (2, 4, 128, 64), (2, 4, 0, 64)),
+        {"is_causal": True},
     ),
-    "row_hidden_by_inf_mask": lambda road: make_masked_call(
-        road, with_entry(torch.zeros(128, 128, dtype=torch.bfloat16), (5,), -INF)
+    "no_rows": lambda device_backend: (make_operands(device_backend, (2, 4, 0, 64), (2, 4, 128, 64)), {}),
+    "no_batch": lambda device_backend: (make_operands(device_backend, (0, 4, 128, 64), (0, 4, 128, 64)), {}),
+    "no_heads": lambda device_backend: (make_operands(device_backend, (2, 0, 128, 64), (2, 0, 128, 64)), {}),
+    "head_dim_0": lambda device_backend: (
+        make_operands(device_backend, (2, 4, 128, 0), (2, 4, 128, 0), (2, 4, 128, 64)),
+        {},
     ),
-    "row_of_lowest_values": lambda road: make_masked_call(
-        road, with_entry(torch.zeros(128, 128), (5,), torch.finfo().min).bfloat16()
+    "value_head_dim_0": lambda device_backend: (
+        make_operands(device_backend, (2, 4, 128, 64), (2, 4, 128, 64), (2, 4, 128, 0)),
+        {},
     ),
-    "mask_of_one_row": lambda road: make_masked_call(road, torch.arange(128) < 100),
-    "fp32_mask": lambda road: make_masked_call(road, torch.randn(2, 1, 128, 128)),
-    "dropout_one": lambda road: (road.qkv(), {"dropout_p": 1.0}),
-    "dropout_half": lambda road: (road.qkv(), {"dropout_p": 0.5}),
+    "head_dim_not_a_multiple_of_8": lambda device_backend: (
+        make_operands(device_backend, (2, 4, 128, 20), (2, 4, 128, 20)),
+        {},
+    ),
+    "head_dim_320": lambda device_backend: (make_operands(device_backend, (1, 2, 128, 320), (1, 2, 128, 320)), {}),
+    "last_dim_not_contiguous": lambda device_backend: make_changed_call(
+        device_backend, 1, lambda t: t.mT.contiguous().mT
+    ),
+    "every_other_element": lambda device_backend: ([torch.cat((t, t), -1)[..., ::2] for t in device_backend.qkv()], {}),
+    "misaligned_storage_offset": lambda device_backend: make_changed_call(device_backend, 0, shifted_by_one),
+    "misaligned_row_stride": lambda device_backend: make_changed_call(
+        device_backend, 2, lambda t: torch.cat((t, t[..., :4]), -1)[..., :64]
+    ),
+    "row_hidden_by_bool_mask": lambda device_backend: make_masked_call(
+        device_backend, with_entry(torch.ones(128, 128, dtype=torch.bool), (5,), False)
+    ),
+    "row_hidden_by_inf_mask": lambda device_backend: make_masked_call(
+        device_backend, with_entry(torch.zeros(128, 128, dtype=torch.bfloat16), (5,), -INF)
+    ),
+    "row_of_lowest_values": lambda device_backend: make_masked_call(
+        device_backend, with_entry(torch.zeros(128, 128), (5,), torch.finfo().min).bfloat16()
+    ),
+    "mask_of_one_row": lambda device_backend: make_masked_call(device_backend, torch.arange(128) < 100),
+    "fp32_mask": lambda device_backend: make_masked_call(device_backend, torch.randn(2, 1, 128, 128)),
+    "dropout_one": lambda device_backend: (device_backend.qkv(), {"dropout_p": 1.0}),
+    "dropout_half": lambda device_backend: (device_backend.qkv(), {"dropout_p": 0.5}),
 }
 # Calls served both by stock and by our kernels.
 CASES |= {
-    "value_head_dim_differs": lambda road: (make_operands(road, (2, 4, 128, 64), (2, 4, 96, 64), (2, 4, 96, 32)), {}),
-    "causal_more_rows_than_keys": lambda road: (
-        make_operands(road, (2, 4, 128, 64), (2, 4, 72, 64)),
+    "value_head_dim_differs": lambda device_backend: (
+        make_operands(device_backend, (2, 4, 128, 64), (2, 4, 96, 64), (2, 4, 96, 32)),
+        {},
+    ),
+    "causal_more_rows_than_keys": lambda device_backend: (
+        make_operands(device_backend, (2, 4, 128, 64), (2, 4, 72, 64)),
         {"is_causal": True},
     ),
-    "causal_more_keys_than_rows": lambda road: (
-        make_operands(road, (2, 4, 72, 64), (2, 4, 128, 64)),
+    "causal_more_keys_than_rows": lambda device_backend: (
+        make_operands(device_backend, (2, 4, 72, 64), (2, 4, 128, 64)),
         {"is_causal": True},
     ),
-    "one_key": lambda road: (make_operands(road, (2, 4, 128, 64), (2, 4, 1, 64)), {"is_causal": True}),
-    "expanded_heads": lambda road: make_changed_call(road, 1, lambda t: t[:, :1].expand_as(t)),
-    "expanded_batch": lambda road: make_changed_call(road, 2, lambda t: t[:1].expand_as(t)),
-    "odd_stride_of_a_size_one_dim": lambda road: make_changed_call(
-        road, 0, lambda t: odd_stride(t[:1]).expand(2, -1, -1, -1)
+    "one_key": lambda device_backend: (
+        make_operands(device_backend, (2, 4, 128, 64), (2, 4, 1, 64)),
+        {"is_causal": True},
     ),
-    "odd_stride_of_one_head": lambda road: ([odd_stride(t[:, :1], 1) for t in road.qkv()], {}),
-    "scale_zero": lambda road: (road.qkv(), {"scale": 0.0}),
-    "scale_negative": lambda road: (road.qkv(), {"scale": -0.2}),
-    "scale_nan": lambda road: (road.qkv(), {"scale": NAN}),
-    "scale_inf": lambda road: (road.qkv(), {"scale": INF}),
-    "nan_in_one_query_row": lambda road: make_changed_call(road, 0, lambda t: with_entry(t, (0, 1, 5), NAN)),
-    "nan_in_one_key": lambda road: make_changed_call(road, 1, lambda t: with_entry(t, (0, 1, 5, 3), NAN)),
-    "nan_in_a_value_that_causal_hides": lambda road: make_changed_call(
-        road, 2, lambda t: with_entry(t, (0, 1, 100), NAN), is_causal=True
+    "expanded_heads": lambda device_backend: make_changed_call(device_backend, 1, lambda t: t[:, :1].expand_as(t)),
+    "expanded_batch": lambda device_backend: make_changed_call(device_backend, 2, lambda t: t[:1].expand_as(t)),
+    "odd_stride_of_a_size_one_dim": lambda device_backend: make_changed_call(
+        device_backend, 0, lambda t: odd_stride(t[:1]).expand(2, -1, -1, -1)
     ),
-    "large_values": lambda road: ([t * 133120 for t in road.qkv()], {}),
+    "odd_stride_of_one_head": lambda device_backend: ([odd_stride(t[:, :1], 1) for t in device_backend.qkv()], {}),
+    "scale_zero": lambda device_backend: (device_backend.qkv(), {"scale": 0.0}),
+    "scale_negative": lambda device_backend: (device_backend.qkv(), {"scale": -0.2}),
+    "scale_nan": lambda device_backend: (device_backend.qkv(), {"scale": NAN}),
+    "scale_inf": lambda device_backend: (device_backend.qkv(), {"scale": INF}),
+    "nan_in_one_query_row": lambda device_backend: make_changed_call(
+        device_backend, 0, lambda t: with_entry(t, (0, 1, 5), NAN)
+    ),
+    "nan_in_one_key": lambda device_backend: make_changed_call(
+        device_backend, 1, lambda t: with_entry(t, (0, 1, 5, 3), NAN)
+    ),
+    "nan_in_a_value_that_causal_hides": lambda device_backend: make_changed_call(
+        device_backend, 2, lambda t: with_entry(t, (0, 1, 100), NAN), is_causal=True
+    ),
+    "large_values": lambda device_backend: ([t * 133120 for t in device_backend.qkv()], {}),
 }
 # A hidden entry is either multiplied by zero or skipped, and rounding decides between equal huge scores. Even the
 # backends of stock differ in these cases. The NaN entries of gradients depend on the tiles of the backward.
@@ -209,26 +259,28 @@ def grad(request: pytest.FixtureRequest) -> Iterator[bool]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_error_or_result_equals_stock(any_road: Road, name: str, grad: bool, request: pytest.FixtureRequest) -> None:
+def test_error_or_result_equals_stock(
+    hooked_backend: DeviceBackend, name: str, grad: bool, request: pytest.FixtureRequest
+) -> None:
     if name == "no_heads" and TORCH < (2, 13):
         pytest.skip("stock's kernels divide by the number of heads")
-    if any_road.device == "cuda" and name in REFUSED_BY_CUDNN | BLIND_BY_CUDNN:
+    if hooked_backend.device == "cuda" and name in REFUSED_BY_CUDNN | BLIND_BY_CUDNN:
         # torch 2.11 keeps the null plan of a call refused by cuDNN, and crashes when the same call is repeated.
         request.addfinalizer(lambda: torch.backends.cuda.enable_cudnn_sdp(True))
         torch.backends.cuda.enable_cudnn_sdp(False)
-    call = CASES[name](any_road)
-    any_road.disable()
+    call = CASES[name](hooked_backend)
+    hooked_backend.disable()
     stock_call = call
-    if any_road.device == "cuda" and name in MISREAD_BY_CUDNN:
+    if hooked_backend.device == "cuda" and name in MISREAD_BY_CUDNN:
         stock_call = [tensor.clone() for tensor in call[0]], call[1]
     with contextlib.ExitStack() as stack:
-        if any_road.device == "cuda" and name in WIDE_FOR_CUDNN:
+        if hooked_backend.device == "cuda" and name in WIDE_FOR_CUDNN:
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         want = outcome(stock_call, grad)
-    any_road.enable()
-    any_road.took()
+    hooked_backend.enable()
+    hooked_backend.pop_path_counts()
     got = outcome(call, grad)
-    served = any_road.took().get("ours_fwd", 0) > 0
+    served = hooked_backend.pop_path_counts().get("ours_fwd", 0) > 0
     if name == "dropout_one" and served:  # stock refuses this call or returns NaN
         assert not any(tensor.any() for tensor in got)
         return
@@ -237,7 +289,7 @@ def test_error_or_result_equals_stock(any_road: Road, name: str, grad: bool, req
         return
     # F.sdpa gives zeros, but the math op and the composite hook give the mean of value
     if name == "head_dim_0" and TORCH == (2, 12):
-        right = call[0][2].float().mean(2, keepdim=True).expand(got[0].shape) * (any_road.hook == "plan_b")
+        right = call[0][2].float().mean(2, keepdim=True).expand(got[0].shape) * (hooked_backend.hook == "plan_b")
         torch.testing.assert_close(got[0].float(), right, atol=1e-2, rtol=1e-2)
         return
     assert len(got) == len(want)
@@ -246,7 +298,7 @@ def test_error_or_result_equals_stock(any_road: Road, name: str, grad: bool, req
         # Our output has the layout of the query, as torch requires for the overrideable op. The flash and efficient
         # kernels of stock, which serve calls without cuDNN, always write (B, S, H, D).
         assert strides(a) == strides(b) or (served and index == 0 and strides(a) == strides(call[0][0]))
-        if not served and (index == 0 or any_road.device == "cpu"):  # the result of stock, bit for bit
+        if not served and (index == 0 or hooked_backend.device == "cpu"):  # the result of stock, bit for bit
             assert torch.equal(a.nan_to_num(nan=7.0), b.nan_to_num(nan=7.0))
         elif index == 0 and name not in FREE_OUTPUT:
             torch.testing.assert_close(a, b, atol=2e-2, rtol=2e-2, equal_nan=True)
@@ -256,32 +308,35 @@ def test_error_or_result_equals_stock(any_road: Road, name: str, grad: bool, req
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_explain_agrees_with_the_choice_hook(road: Road, name: str) -> None:
+def test_explain_agrees_with_the_choice_hook(device_backend: DeviceBackend, name: str) -> None:
     """Compare explain with the choice hook.
 
     describe_call.py reads the facts of a call from Python tensors, and sdp_choice.cpp reads the facts in C++. A rule in
     only one of the two files fails here.
     """
-    args, more = CASES[name](road)
-    road.took()
+    args, more = CASES[name](device_backend)
+    device_backend.pop_path_counts()
     result = outcome((args, more), grad=False)
     if isinstance(result, tuple):
         pytest.skip("stock refuses the call")
-    served = road.took().get("ours_fwd", 0) > 0
-    plan = torch_flashplug.explain(*args, **more, device=None if road.device == "cuda" else "h100")
+    served = device_backend.pop_path_counts().get("ours_fwd", 0) > 0
+    plan = torch_flashplug.explain(*args, **more, device=None if device_backend.device == "cuda" else "h100")
     assert (plan.backend in KERNEL_BACKENDS) == served, plan
 
 
 # ---- facts of a call ----
 
 
-def batch_of_one(road: Road, **more: Any) -> list[Tensor]:
+def batch_of_one(device_backend: DeviceBackend, **more: Any) -> list[Tensor]:
     """Return a batch of size one, whose batch stride is arbitrary."""
-    return [tensor[:1] for tensor in road.qkv(**more)]
+    return [tensor[:1] for tensor in device_backend.qkv(**more)]
 
 
-def changed_batch_of_one(operand_idx: int, change: Callable[[Tensor], Tensor]) -> Callable[[Road], Call]:
-    return lambda road: ([change(t) if i == operand_idx else t for i, t in enumerate(batch_of_one(road))], {})
+def changed_batch_of_one(operand_idx: int, change: Callable[[Tensor], Tensor]) -> Callable[[DeviceBackend], Call]:
+    return lambda device_backend: (
+        [change(t) if i == operand_idx else t for i, t in enumerate(batch_of_one(device_backend))],
+        {},
+    )
 
 
 # For each fact, a call in which the fact differs from a plain call.
@@ -295,25 +350,28 @@ OF_OPERANDS = {
 }
 
 
-def scores(road: Road) -> Tensor:
-    return torch.zeros(128, 128, dtype=road.dtype, device=road.device)
+def scores(device_backend: DeviceBackend) -> Tensor:
+    return torch.zeros(128, 128, dtype=device_backend.dtype, device=device_backend.device)
 
 
-OTHERWISE: dict[str, Callable[[Road], Call]] = {
-    "B": lambda road: (road.qkv(), {}),
-    "Hq": lambda road: (batch_of_one(road, heads=8, kv_heads=4), {"enable_gqa": True}),
-    "Hkv": lambda road: (batch_of_one(road, kv_heads=2), {"enable_gqa": True}),
-    "Sq": lambda road: (batch_of_one(road, rows=72, keys=128), {}),
-    "Sk": lambda road: (batch_of_one(road, keys=72), {}),
-    "D": lambda road: (make_operands(road, (1, 4, 128, 32), (1, 4, 128, 32), (1, 4, 128, 64)), {}),
-    "Dv": lambda road: (make_operands(road, (1, 4, 128, 64), (1, 4, 128, 64), (1, 4, 128, 32)), {}),
-    "needs": lambda road: (batch_of_one(road), {"is_causal": True}),
-    "on_cuda": lambda road: (batch_of_one(road), {}),
-    "grad": lambda road: (batch_of_one(road, grad=True), {}),
-    "deterministic": lambda road: (batch_of_one(road, grad=True), {}),
-    "scale": lambda road: (batch_of_one(road), {"scale": -0.2}),
-    "dropout_p": lambda road: (batch_of_one(road), {"dropout_p": 0.5}),
-    "bias_grad": lambda road: (batch_of_one(road, grad=True), {"attn_mask": scores(road).requires_grad_()}),
+OTHERWISE: dict[str, Callable[[DeviceBackend], Call]] = {
+    "B": lambda device_backend: (device_backend.qkv(), {}),
+    "Hq": lambda device_backend: (batch_of_one(device_backend, heads=8, kv_heads=4), {"enable_gqa": True}),
+    "Hkv": lambda device_backend: (batch_of_one(device_backend, kv_heads=2), {"enable_gqa": True}),
+    "Sq": lambda device_backend: (batch_of_one(device_backend, rows=72, keys=128), {}),
+    "Sk": lambda device_backend: (batch_of_one(device_backend, keys=72), {}),
+    "D": lambda device_backend: (make_operands(device_backend, (1, 4, 128, 32), (1, 4, 128, 32), (1, 4, 128, 64)), {}),
+    "Dv": lambda device_backend: (make_operands(device_backend, (1, 4, 128, 64), (1, 4, 128, 64), (1, 4, 128, 32)), {}),
+    "needs": lambda device_backend: (batch_of_one(device_backend), {"is_causal": True}),
+    "on_cuda": lambda device_backend: (batch_of_one(device_backend), {}),
+    "grad": lambda device_backend: (batch_of_one(device_backend, grad=True), {}),
+    "deterministic": lambda device_backend: (batch_of_one(device_backend, grad=True), {}),
+    "scale": lambda device_backend: (batch_of_one(device_backend), {"scale": -0.2}),
+    "dropout_p": lambda device_backend: (batch_of_one(device_backend), {"dropout_p": 0.5}),
+    "bias_grad": lambda device_backend: (
+        batch_of_one(device_backend, grad=True),
+        {"attn_mask": scores(device_backend).requires_grad_()},
+    ),
     **{
         f"{fact}_{x}": changed_batch_of_one(i, change)
         for fact, change in OF_OPERANDS.items()
@@ -349,8 +407,8 @@ def test_describe_call_reports_every_fact(fact: str) -> None:
     The plan cache must contain a plan for exactly these facts after the call. A fact that no code reads would be equal
     in all calls.
     """
-    with road_to("cpu") as road, sdpa_backend("fa3"):
-        call, is_on_cuda = OTHERWISE[fact](road), fact != "on_cuda"
+    with use_device_backend("cpu") as device_backend, sdpa_backend("fa3"):
+        call, is_on_cuda = OTHERWISE[fact](device_backend), fact != "on_cuda"
         bindings.set_cpu_stub(is_on_cuda)
         torch.use_deterministic_algorithms(fact == "deterministic")
         try:
@@ -363,7 +421,7 @@ def test_describe_call_reports_every_fact(fact: str) -> None:
             assert bindings.is_remembered(*facts)
         finally:
             torch.use_deterministic_algorithms(False)
-        assert facts[0][fact] != describe_facts((batch_of_one(road), {}))[fact]
+        assert facts[0][fact] != describe_facts((batch_of_one(device_backend), {}))[fact]
 
 
 IRREGULAR = {
@@ -377,30 +435,32 @@ IRREGULAR = {
 
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("name", IRREGULAR)
-def test_a_graph_of_unknown_shapes_broadcasts_or_refuses_as_stock_does(any_road: Road, name: str) -> None:
-    call = (make_operands(any_road, *IRREGULAR[name]), {})
-    any_road.disable()
+def test_a_graph_of_unknown_shapes_broadcasts_or_refuses_as_stock_does(
+    hooked_backend: DeviceBackend, name: str
+) -> None:
+    call = (make_operands(hooked_backend, *IRREGULAR[name]), {})
+    hooked_backend.disable()
     want = outcome(call, False)
-    any_road.enable()
+    hooked_backend.enable()
     compiled = torch.compile(F.scaled_dot_product_attention, fullgraph=True, dynamic=True, backend="aot_eager")
     if isinstance(want, tuple):
         with pytest.raises(Exception, match="must match|size|shape"):
             compiled(*call[0])
     else:
         torch.testing.assert_close(compiled(*call[0]), want[0], atol=2e-2, rtol=2e-2)
-    assert any_road.took().get("ours_fwd", 0) == 0
+    assert hooked_backend.pop_path_counts().get("ours_fwd", 0) == 0
 
 
-def test_rows_without_visible_keys_are_zero(road: Road) -> None:
+def test_rows_without_visible_keys_are_zero(device_backend: DeviceBackend) -> None:
     """Without any keys, outputs and gradients are zero, both in auto and with a forced backend."""
-    q, k, v = (t.requires_grad_() for t in make_operands(road, (2, 4, 128, 64), (2, 4, 0, 64)))
+    q, k, v = (t.requires_grad_() for t in make_operands(device_backend, (2, 4, 128, 64), (2, 4, 0, 64)))
     out = F.scaled_dot_product_attention(q, k, v)
     out.sum().backward()
     assert out.eq(0).all() and q.grad.eq(0).all() and k.grad.shape == k.shape
 
 
-def test_double_backward_is_refused_or_right(any_road: Road) -> None:
-    q, k, v = any_road.qkv(rows=72, grad=True)
+def test_double_backward_is_refused_or_right(hooked_backend: DeviceBackend) -> None:
+    q, k, v = hooked_backend.qkv(rows=72, grad=True)
 
     def second() -> Tensor | type:
         try:
@@ -409,27 +469,27 @@ def test_double_backward_is_refused_or_right(any_road: Road) -> None:
         except RuntimeError as error:
             return type(error)
 
-    any_road.disable()
+    hooked_backend.disable()
     want = second()
-    any_road.enable()
+    hooked_backend.enable()
     got = second()
     # The fused kernels of stock and our kernels have no second derivative. The math of stock has a second derivative.
     assert got is RuntimeError if not isinstance(want, Tensor) or isinstance(got, type) else torch.equal(got, want)
 
 
-def test_autocast_serves_fp32_operands(any_road: Road) -> None:
-    tensors = [t.float() for t in any_road.qkv()]
-    with torch.autocast(any_road.device, torch.bfloat16):
+def test_autocast_serves_fp32_operands(hooked_backend: DeviceBackend) -> None:
+    tensors = [t.float() for t in hooked_backend.qkv()]
+    with torch.autocast(hooked_backend.device, torch.bfloat16):
         out = F.scaled_dot_product_attention(*tensors)
-    assert out.dtype == torch.bfloat16 and any_road.took()["ours_fwd"] == 1
+    assert out.dtype == torch.bfloat16 and hooked_backend.pop_path_counts()["ours_fwd"] == 1
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_deterministic_mode_raises_only_where_stock_raises(road: Road, training: bool) -> None:
+def test_deterministic_mode_raises_only_where_stock_raises(device_backend: DeviceBackend, training: bool) -> None:
     """Deterministic mode must raise an error only where stock raises an error."""
-    with in_order():
-        road.disable()
-        want = outcome((road.qkv(), {}), training)
-        road.enable()
-        got = outcome((road.qkv(), {}), training)
+    with deterministic_gradients():
+        device_backend.disable()
+        want = outcome((device_backend.qkv(), {}), training)
+        device_backend.enable()
+        got = outcome((device_backend.qkv(), {}), training)
     assert isinstance(got, tuple) == isinstance(want, tuple)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 import torch.nn.functional as F
-from threads import all_end
+from threads import run_threads
 from torch import Tensor
 
 from torch_flashplug import sdpa_backend
@@ -181,7 +181,7 @@ def test_threads_on_separate_streams() -> None:
         except Exception as error:
             errors.append(f"{number} {kind}: {type(error).__name__}: {error}")
 
-    all_end(work, 12)
+    run_threads(work, 12)
     assert not errors, "\n".join(errors)
 
 

@@ -124,10 +124,10 @@ def test_gradients_of_8_bit_calls_are_refused(device: str, call: str) -> None:
         out.sum().backward()
 
 
-@pytest.mark.parametrize("op, road", [(INTO[0], "on_end"), (INTO[1], "pages")], ids=["attention", "paged"])
-def test_opcheck_of_ops_with_out(device: str, op: torch._ops.OpOverloadPacket, road: str) -> None:
-    (q, k, v), arguments = make_call(road, device, torch.float32)
-    if road == "on_end":
+@pytest.mark.parametrize("op, op_kind", [(INTO[0], "on_end"), (INTO[1], "pages")], ids=["attention", "paged"])
+def test_opcheck_of_ops_with_out(device: str, op: torch._ops.OpOverloadPacket, op_kind: str) -> None:
+    (q, k, v), arguments = make_call(op_kind, device, torch.float32)
+    if op_kind == "on_end":
         q, k, v = (x.unsqueeze(0) for x in (q, k, v))
         lengths = (None, arguments["cu_seqlens_q"], arguments["cu_seqlens_q"], None)
     else:

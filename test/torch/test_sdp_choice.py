@@ -16,7 +16,7 @@ from typing import TypeVar
 import pytest
 import torch
 import torch.nn.functional as F
-from device_backend import road_to
+from device_backend import use_device_backend
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -205,13 +205,13 @@ EXITS = {
 def test_explain_agrees_with_the_choice_hook_at_each_exit(name: str, mode: str) -> None:
     """Test forced calls too: no measured row may end a call before the exits are checked."""
     case = EXITS[name]
-    with road_to("cpu") as road, sdpa_backend(mode):
-        tensors = case.change(road.qkv())
+    with use_device_backend("cpu") as device_backend, sdpa_backend(mode):
+        tensors = case.change(device_backend.qkv())
         with case.scope():
             plan = torch_flashplug.explain(*tensors, device=case.device, **case.settings)
             with contextlib.suppress(RuntimeError, IndexError):  # errors of stock for refused calls
                 F.scaled_dot_product_attention(*tensors, **case.settings)
-            took = road.took()
+            took = device_backend.pop_path_counts()
     assert took == (STOCK if case.took is None else case.took)
     assert plan.backend == case.backend, plan
     assert case.raises in plan.error and bool(case.raises) == bool(plan.error), plan
@@ -227,8 +227,8 @@ def test_every_exit_has_a_test_row() -> None:
     exits = set()
     bindings.take_last_exit()
     for case in (*EXITS.values(), Exit("", each(Tensor.float))):
-        with road_to("cpu") as road:
-            tensors = case.change(road.qkv())
+        with use_device_backend("cpu") as device_backend:
+            tensors = case.change(device_backend.qkv())
             with case.scope(), contextlib.suppress(RuntimeError, IndexError):
                 F.scaled_dot_product_attention(*tensors)
         exits.add(bindings.take_last_exit())
@@ -257,14 +257,14 @@ def test_explain_predicts_scale_corrections_of_the_choice_hook() -> None:
     """Cover the calls that the choice hook leaves to stock and stock leaves to flash."""
     mended, asked = {}, {}
     for name, case in EXITS.items():
-        with road_to("cpu") as road:
-            tensors, ran, stock_ran = case.change(road.qkv()), Ran(), Ran()
+        with use_device_backend("cpu") as device_backend:
+            tensors, ran, stock_ran = case.change(device_backend.qkv()), Ran(), Ran()
             with case.scope(), contextlib.suppress(RuntimeError, IndexError):
                 asked[name] = describe_call.is_asked(bindings.effective_mode())
                 with ran:
                     F.scaled_dot_product_attention(*tensors, scale=NEGATIVE)
-            is_left_to_stock = road.took() == STOCK
-            with road.off(), case.scope(), contextlib.suppress(RuntimeError, IndexError), stock_ran:
+            is_left_to_stock = device_backend.pop_path_counts() == STOCK
+            with device_backend.disabled(), case.scope(), contextlib.suppress(RuntimeError, IndexError), stock_ran:
                 F.scaled_dot_product_attention(*tensors, scale=NEGATIVE)
         if stock_ran.flash and is_left_to_stock:
             mended[name] = not ran.flash
@@ -332,7 +332,7 @@ def test_explain_reports_the_stock_choice_for_a_negative_scale(name: str, monkey
     """Use fake tensors on a GPU device and a fixed choice of stock."""
     keys, scope, looks = LOOKS[name]
     set_stock_choice(monkeypatch, lambda *_, **__: FLASH.value)
-    with road_to("cpu"), FakeTensorMode() as mode, scope():
+    with use_device_backend("cpu"), FakeTensorMode() as mode, scope():
         bindings.set_facts_override(GPUS["a100"])  # on an A100, auto serves nothing and fa3 cannot run
         query, key, value = (
             FakeTensor(mode, torch.empty(size, dtype=torch.bfloat16, device="meta"), torch.device("cuda:0"))
@@ -350,8 +350,8 @@ def test_masked_calls_are_served_and_explained_under_modes_and_transforms(watch:
 
     There, F.scaled_dot_product_attention converts the mask to floats, and kernels receive the mask as a bias.
     """
-    with road_to("cpu") as road:
-        tensors: list[Tensor] = [*road.qkv(), torch.ones(128, 128, dtype=torch.bool)]
+    with use_device_backend("cpu") as device_backend:
+        tensors: list[Tensor] = [*device_backend.qkv(), torch.ones(128, 128, dtype=torch.bool)]
         plans: list[torch_flashplug.api.backend.Plan] = []
 
         def attend(query: Tensor) -> Tensor:
@@ -365,7 +365,7 @@ def test_masked_calls_are_served_and_explained_under_modes_and_transforms(watch:
         else:
             with Ran() if watch == "mode" else nullcontext():
                 attend(tensors[0])
-        took = road.took()
+        took = device_backend.pop_path_counts()
     assert [plan.backend for plan in plans] == ["fa3"] and took["ours_fwd"] == 1
     assert ("_mask_" if watch == "none" else "_bias_") in plans[0].kernel
 
@@ -397,7 +397,7 @@ def test_explain_reports_the_error_if_no_backend_is_allowed(
     def refuse(*_: object, **__: object) -> int:
         raise RuntimeError("No available kernel. Aborting execution.")
 
-    with road_to("cpu"), FakeTensorMode() as mode, sdpa_backend(backend):
+    with use_device_backend("cpu"), FakeTensorMode() as mode, sdpa_backend(backend):
         set_stock_choice(monkeypatch, refuse)
         bindings.set_facts_override(GPUS["h100" if backend == "fa3" else "a100"])
         metas = (torch.empty((2, 4, 128, 64), dtype=torch.bfloat16, device="meta") for _ in range(3))
@@ -412,7 +412,7 @@ def test_explain_reports_that_math_refuses_is_causal_with_a_mask(
 ) -> None:
     """Math of stock refuses such calls; flash, efficient and cuDNN attention run them."""
     set_stock_choice(monkeypatch, lambda *_, **__: choice.value)
-    with road_to("cpu"), FakeTensorMode() as mode:
+    with use_device_backend("cpu"), FakeTensorMode() as mode:
         bindings.set_facts_override(GPUS["h100"])
         sizes = (*[(2, 4, 128, 64)] * 3, (128, 128))
         metas = [torch.empty(size, dtype=torch.bfloat16, device="meta") for size in sizes]

@@ -13,7 +13,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from device_backend import OPEN_GATE, Road
+from device_backend import OPEN_GATE, DeviceBackend
 from golden_plans import call
 from stock_bug_inputs import check, half, odd
 from torch import Tensor
@@ -211,14 +211,14 @@ def test_nonpositive_scales_under_vmap() -> None:
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.25, 1e-50])
-def test_nonpositive_scales_run_on_kernels(road: Road, scale: float) -> None:
-    q, k, v = road.qkv(grad=True)
+def test_nonpositive_scales_run_on_kernels(device_backend: DeviceBackend, scale: float) -> None:
+    q, k, v = device_backend.qkv(grad=True)
     assert bindings.plan(describe_call.describe(q, k, v, None, 0.0, False, scale) | {"on_cuda": 1},
                        DEVICES["h100"])["backend"] == "fa3"  # fmt: skip
-    road.took()
+    device_backend.pop_path_counts()
     out = sdpa(q, k, v, scale=scale)
     out.sum().backward()
-    took = road.took()
+    took = device_backend.pop_path_counts()
     assert took["ours_fwd"] == 1
     exact = (q.double() @ k.double().transpose(-1, -2) * scale).softmax(-1) @ v.double()
     torch.testing.assert_close(out.double(), exact, atol=2e-2, rtol=2e-2)
@@ -227,25 +227,25 @@ def test_nonpositive_scales_run_on_kernels(road: Road, scale: float) -> None:
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0])
-def test_masked_calls_with_nonpositive_scales_are_right(any_road: Road, scale: float) -> None:
+def test_masked_calls_with_nonpositive_scales_are_right(hooked_backend: DeviceBackend, scale: float) -> None:
     """Use a float mask too, for which stock would have taken a kernel that returns NaN."""
-    q, k, v = any_road.qkv(rows=65)
+    q, k, v = hooked_backend.qkv(rows=65)
     mask = torch.ones(65, 65, dtype=torch.bool, device=q.device).tril()
     out = sdpa(q, k, v, attn_mask=torch.where(mask, 0.0, -math.inf).to(q.dtype), scale=scale)
     scores = (q.double() @ k.double().transpose(-1, -2) * scale).masked_fill(~mask, -math.inf)
     torch.testing.assert_close(out.double(), scores.softmax(-1) @ v.double(), atol=2e-2, rtol=2e-2)
-    assert any_road.took()["ours_fwd"] == 1
+    assert hooked_backend.pop_path_counts()["ours_fwd"] == 1
 
 
-def test_forced_math_accepts_boolean_masks(any_road: Road) -> None:
-    q, k, v = any_road.qkv(rows=65)
+def test_forced_math_accepts_boolean_masks(hooked_backend: DeviceBackend) -> None:
+    q, k, v = hooked_backend.qkv(rows=65)
     mask = torch.ones(65, 65, dtype=torch.bool, device=q.device).tril()
     with torch_flashplug.sdpa_backend("math"):
         torch.testing.assert_close(sdpa(q, k, v, attn_mask=mask), sdpa(q, k, v, is_causal=True), atol=2e-2, rtol=2e-2)
 
 
-def test_forced_math_refuses_mixed_dtypes_and_integer_masks(any_road: Road) -> None:
-    q, k, v = any_road.qkv(rows=65)
+def test_forced_math_refuses_mixed_dtypes_and_integer_masks(hooked_backend: DeviceBackend) -> None:
+    q, k, v = hooked_backend.qkv(rows=65)
     counts = torch.ones(65, 65, dtype=torch.int64, device=q.device)
     with torch_flashplug.sdpa_backend("math"):
         with pytest.raises(RuntimeError, match="same dtype"):
@@ -259,7 +259,7 @@ def test_explain_accepts_nested_tensors() -> None:
     assert "q nested" in torch_flashplug.explain(nested, nested, nested).call
 
 
-def test_op_keeps_the_plan_of_the_choice_hook(road: Road) -> None:
+def test_op_keeps_the_plan_of_the_choice_hook(device_backend: DeviceBackend) -> None:
     """Route one call class to our kernels with gradients and to stock without gradients.
 
     The op must keep the plan of the choice hook.
@@ -270,10 +270,10 @@ def test_op_keeps_the_plan_of_the_choice_hook(road: Road) -> None:
     ]
     bindings.push_rows(kernel_table.KERNEL_ROWS, rows, OPEN_GATE)
     for grad in (True, False):
-        q, k, v = road.qkv(grad=grad)
-        road.took()
+        q, k, v = device_backend.qkv(grad=grad)
+        device_backend.pop_path_counts()
         sdpa(q, k, v)
-        took = road.took()
+        took = device_backend.pop_path_counts()
         assert took.get("ours_fwd", 0) == grad and took.get("routed_ours", 0) == grad, took
 
 
@@ -308,12 +308,12 @@ def test_math_backward_is_a_step_of_a_ring(causal: int, biased: bool) -> None:
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-def test_single_key_head_is_broadcast(road: Road) -> None:
+def test_single_key_head_is_broadcast(device_backend: DeviceBackend) -> None:
     """Check a single key head without enable_gqa: eager, compiled and under vmap.
 
     The math of stock broadcasts the key head in the same way.
     """
-    q, k, v = (tensor.detach() for tensor in road.qkv())
+    q, k, v = (tensor.detach() for tensor in device_backend.qkv())
     k, v = k[:, :1], v[:, :1]
     exact = (q.double() @ k.double().mT * q.shape[-1] ** -0.5).softmax(-1) @ v.double()
     attentions = {
@@ -322,10 +322,10 @@ def test_single_key_head_is_broadcast(road: Road) -> None:
         "mapped": lambda *operands: torch.vmap(sdpa, in_dims=(0, None, None))(operands[0][None], *operands[1:])[0],
     }
     for attend in attentions.values():
-        road.took()
+        device_backend.pop_path_counts()
         leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
         out = attend(*leaves)
-        assert road.took()["ours_fwd"] == 1
+        assert device_backend.pop_path_counts()["ours_fwd"] == 1
         torch.testing.assert_close(out.double(), exact, atol=2e-2, rtol=2e-2)
         grads = torch.autograd.grad(out.float().sum(), leaves)
         assert [grad.shape for grad in grads] == [leaf.shape for leaf in leaves]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F
-from stock_bug_inputs import ORDERS, check, drawn, half, laid_out, odd, strides
+from stock_bug_inputs import ORDERS, check, half, odd, random_tensor, strides, with_layout
 from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -89,14 +89,14 @@ def make_operands(number: int, memory: str, sequence_idx: int, masked: bool) -> 
     s += 8 if masked and s % 128 == 64 else 0
     case = new_case(f"{memory}_{number}_{sequence_idx}", (b, hq, hkv), (s, s), (d, dv), *["causal"] * causal)
     shapes = ((b, hq, s, d), (b, hkv, s, d), (b, hkv, s, dv))
-    q, k, v = (drawn(shape, memory, 10 * number + i).requires_grad_() for i, shape in enumerate(shapes))
+    q, k, v = (random_tensor(shape, memory, 10 * number + i).requires_grad_() for i, shape in enumerate(shapes))
     mask = torch.zeros(s, s, dtype=q.dtype, device="cuda") if masked else None
     return CallOperands(case, q, k, v, mask + torch.full_like(mask, -torch.inf).triu(1) if masked and causal else mask)
 
 
 def gradients(call: CallOperands, step: GradientStep, compiled: bool) -> tuple[Tensor, Inputs, tuple[Tensor, ...]]:
     case = call.case
-    grad_out = drawn((case.B, case.Hq, case.Sq, case.Dv), step.order, case.Sq)
+    grad_out = random_tensor((case.B, case.Hq, case.Sq, case.Dv), step.order, case.Sq)
     if step.stock:
         torch_flashplug.disable()
     attend = torch.compile(attention, dynamic=False) if compiled and not step.stock else attention
@@ -136,7 +136,7 @@ def test_gradients_are_right_in_every_memory_order_of_grad_out(memory: str, mask
 @pytest.mark.isolated(120)
 def test_disable_removes_the_workaround() -> None:
     """The counter must not change while the plugin is disabled, because the unmodified kernel of stock runs."""
-    q, k, v = (drawn((2, 4, 128, 64), "bshd", i).requires_grad_() for i in range(3))
+    q, k, v = (random_tensor((2, 4, 128, 64), "bshd", i).requires_grad_() for i in range(3))
     mask = torch.zeros(128, 128, dtype=q.dtype, device="cuda")
     for is_enabled in (True, False, True):
         (torch_flashplug.enable if is_enabled else torch_flashplug.disable)()
@@ -169,15 +169,15 @@ def test_dropout_gradients_do_not_depend_on_the_order_of_grad_out() -> None:
 
     Both gradients must be equal.
     """
-    q, k, v = (drawn((2, 4, 256, 64), "bshd", i).requires_grad_() for i in range(3))
-    grad_out = drawn((2, 4, 256, 64), "bshd", 9)
+    q, k, v = (random_tensor((2, 4, 256, 64), "bshd", i).requires_grad_() for i in range(3))
+    grad_out = random_tensor((2, 4, 256, 64), "bshd", 9)
     torch_flashplug.disable()
-    torch.autograd.grad(sdpa(q, k, v, dropout_p=0.125), (q, k, v), laid_out(grad_out, "bhsd"))
+    torch.autograd.grad(sdpa(q, k, v, dropout_p=0.125), (q, k, v), with_layout(grad_out, "bhsd"))
     torch_flashplug.enable()
     with torch_flashplug.sdpa_backend("stock"):
         out = sdpa(q, k, v, dropout_p=0.125)
     bindings.counters(reset=True)
-    pairs = [torch.autograd.grad(out, (q, k, v), laid_out(grad_out, order), retain_graph=True) for order in ORDERS]
+    pairs = [torch.autograd.grad(out, (q, k, v), with_layout(grad_out, order), retain_graph=True) for order in ORDERS]
     assert bindings.counters()["repaired_bwd"] == 2
     for a, b in zip(*pairs, strict=True):
         torch.testing.assert_close(a, b, atol=2e-2, rtol=2e-2)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from threads import all_end
+from threads import run_threads
 from torch import Tensor
 
 from torch_flashplug import attention, explain_attention
@@ -61,7 +61,7 @@ def make_packed_batch(draw: torch.Generator) -> Operands:
     return random_operands((1000,), (1200,), draw) | starts
 
 
-ROADS: dict[str, Callable[[torch.Generator], Operands]] = {
+IMPLEMENTATIONS: dict[str, Callable[[torch.Generator], Operands]] = {
     "pages": lambda draw: make_paged_batch((B, 3), draw),
     "pages_8_bits": lambda draw: quantize(make_paged_batch((B, 1), draw)),
     "pages_many_rows": lambda draw: make_paged_batch((B, 40), draw),
@@ -75,8 +75,8 @@ ROADS: dict[str, Callable[[torch.Generator], Operands]] = {
 }
 
 
-def make_state(road: str, seed: int) -> Operands:
-    return {name: x.cuda() for name, x in ROADS[road](torch.Generator().manual_seed(seed)).items()}
+def make_state(implementation: str, seed: int) -> Operands:
+    return {name: x.cuda() for name, x in IMPLEMENTATIONS[implementation](torch.Generator().manual_seed(seed)).items()}
 
 
 def attend(operands: Operands, **more: object) -> Tensor:
@@ -114,9 +114,9 @@ def warm_up(call: Callable[[], object]) -> None:
 
 @pytest.mark.parametrize("splits", [{}, *SAME_BITS], ids=str)
 @pytest.mark.parametrize("into", [False, True], ids=["made", "given"])
-@pytest.mark.parametrize("road", ROADS)
-def test_graph_replay_reads_current_tables_and_lengths(road: str, into: bool, splits: dict[str, int]) -> None:
-    buffers = make_state(road, 0)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_graph_replay_reads_current_tables_and_lengths(implementation: str, into: bool, splits: dict[str, int]) -> None:
+    buffers = make_state(implementation, 0)
     out = torch.empty_like(buffers["q"]) if into else None
 
     def call() -> Tensor:
@@ -128,11 +128,11 @@ def test_graph_replay_reads_current_tables_and_lengths(road: str, into: bool, sp
         result = call()
     assert result is out or not into
     for seed in range(1, 6):
-        current = make_state(road, seed)
+        current = make_state(implementation, seed)
         copy_into(buffers, current)
         result.fill_(math.nan)
         graph.replay()
-        assert_near(result, current, 0.02 if "8_bits" in road else NEAR)
+        assert_near(result, current, 0.02 if "8_bits" in implementation else NEAR)
 
 
 def test_graph_replay_reads_moved_pages() -> None:
@@ -190,8 +190,8 @@ def test_threads_on_separate_streams_do_not_share_lists() -> None:
     errors: list[str] = []
 
     def work(number: int) -> None:
-        road = list(ROADS)[number % len(ROADS)]
-        states = [make_state(road, 10 * number + i) for i in range(2)]
+        implementation = list(IMPLEMENTATIONS)[number % len(IMPLEMENTATIONS)]
+        states = [make_state(implementation, 10 * number + i) for i in range(2)]
         buffers, expected = (
             {name: x.clone() for name, x in states[0].items()},
             [attend(operands) for operands in states],
@@ -207,16 +207,16 @@ def test_threads_on_separate_streams_do_not_share_lists() -> None:
             for operands, out in zip(states, expected, strict=True):
                 assert_near(out, operands, 0.02)
         except Exception as error:
-            errors.append(f"{number} {road}: {type(error).__name__}: {error}")
+            errors.append(f"{number} {implementation}: {type(error).__name__}: {error}")
 
-    all_end(work, 12)
+    run_threads(work, 12)
     assert not errors, "\n".join(errors)
 
 
-@pytest.mark.parametrize("road", ROADS)
-def test_concurrent_streams_of_one_thread(road: str) -> None:
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_concurrent_streams_of_one_thread(implementation: str) -> None:
     """Use several streams from one thread without any wait."""
-    states = [make_state(road, seed) for seed in range(4)]
+    states = [make_state(implementation, seed) for seed in range(4)]
     expected = [attend(operands) for operands in states]
     streams = [torch.cuda.Stream() for _ in states]
     torch.cuda.synchronize()
@@ -229,9 +229,9 @@ def test_concurrent_streams_of_one_thread(road: str) -> None:
     assert all(torch.equal(out, expected[i % 4]) for i, out in enumerate(outs))
 
 
-@pytest.mark.parametrize("road", ROADS)
-def test_host_never_waits_for_the_device(road: str) -> None:
-    operands = make_state(road, 0)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_host_never_waits_for_the_device(implementation: str) -> None:
+    operands = make_state(implementation, 0)
     out = attend(operands, num_splits=1)
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -255,14 +255,15 @@ def select_sequence(operands: Operands, i: int) -> Operands:
 
 
 @pytest.mark.parametrize(
-    "road", ["pages", "pages_8_bits", "pages_many_rows", "caches", "caches_many_rows", "on_end", "few", "many"]
+    "implementation",
+    ["pages", "pages_8_bits", "pages_many_rows", "caches", "caches_many_rows", "on_end", "few", "many"],
 )
 @pytest.mark.parametrize("splits", SAME_BITS, ids=str)
-def test_fixed_splits_are_batch_invariant(road: str, splits: dict[str, int]) -> None:
+def test_fixed_splits_are_batch_invariant(implementation: str, splits: dict[str, int]) -> None:
     """Include dense batches: `few` and `many` name the number of query rows."""
-    dense = {"few": 3, "many": 90}.get(road)
+    dense = {"few": 3, "many": 90}.get(implementation)
     operands = (
-        make_state(road, 3)
+        make_state(implementation, 3)
         if dense is None
         else random_operands((B, dense), (B, 700), torch.Generator().manual_seed(3))
     )
@@ -270,7 +271,7 @@ def test_fixed_splits_are_batch_invariant(road: str, splits: dict[str, int]) -> 
     out = attend(operands, **splits)
     for i in range(B):
         alone = select_sequence(operands, i)
-        begin = int(operands["cu_seqlens_q"][i]) if road == "on_end" else i
+        begin = int(operands["cu_seqlens_q"][i]) if implementation == "on_end" else i
         expected = out[begin : begin + len(alone["q"])]
         assert torch.equal(attend(alone, **splits), expected), f"sequence {i}"
 
