@@ -110,9 +110,9 @@ def reports_own_kernels() -> bool:
 def theirs_then_ours() -> None:
     theirs = ForeignLibrary()
     import torch_flashplug
-    from torch_flashplug.torch_hooks import varlen_attn as varlen_hooks
+    from torch_flashplug.torch_hooks import varlen_attn as varlen_attn_hook
 
-    varlen_hooks.install("CPU")
+    varlen_attn_hook.install("CPU")
     assert all_owned_by("theirs") and runs_foreign_kernel(theirs) and reports_foreign_kernels()
     assert kernel_owner("torch_attn::_varlen_attn", "CPU") == "theirs"
     torch_flashplug.disable()
@@ -126,9 +126,9 @@ def theirs_then_ours() -> None:
 
 def ours_then_theirs() -> None:
     import torch_flashplug
-    from torch_flashplug.torch_hooks import varlen_attn as varlen_hooks
+    from torch_flashplug.torch_hooks import varlen_attn as varlen_attn_hook
 
-    varlen_hooks.install("CPU")
+    varlen_attn_hook.install("CPU")
     assert all_owned_by("ours") and reports_own_kernels()
     theirs = ForeignLibrary()
     assert all_owned_by("theirs") and runs_foreign_kernel(theirs) and reports_foreign_kernels()

@@ -18,7 +18,7 @@ sys.path.append(str(ROOT / "tools"))
 
 import in_step  # noqa: E402
 import multi  # noqa: E402
-import providers as who  # noqa: E402
+import providers  # noqa: E402
 import records  # noqa: E402
 import report  # noqa: E402
 from harness import Bench  # noqa: E402
@@ -66,4 +66,4 @@ def _check_result_file(rank: Rank, bench: Bench) -> None:
         assert [row["variants_ms"].keys() for row in stored_rows if "variants_ms" in row] == [
             bench.rows[0]["variants_ms"].keys()
         ]
-        report.plot(records.read(path), who.labels(), path.with_suffix(".png"))
+        report.plot(records.read(path), providers.labels(), path.with_suffix(".png"))

@@ -28,7 +28,7 @@ from torch.distributed.tensor.experimental._attention import (
     context_parallel_unshard,
     set_rotate_method,
 )
-from torch.distributed.tensor.experimental._context_parallel import _attention as torchs
+from torch.distributed.tensor.experimental._context_parallel import _attention as torch_context_parallel
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
@@ -82,12 +82,12 @@ def ring(rank: Rank, rows: int, way: RingSettings) -> Iterator[nn.Module]:
     """
     mesh, module = rank.mesh(names=("cp",)), Attend()
     set_rotate_method(way.rotate)
-    options = torchs._cp_options
-    balanced, mode = options.enable_load_balance, torchs._dispatch_mode
+    options = torch_context_parallel._cp_options
+    balanced, mode = options.enable_load_balance, torch_context_parallel._dispatch_mode
     options.enable_load_balance = way.balanced
     try:
         if way.by_module:
-            torchs._dispatch_mode = torchs._DispatchMode.MODULE_WRAPPER
+            torch_context_parallel._dispatch_mode = torch_context_parallel._DispatchMode.MODULE_WRAPPER
             parallelize_module(
                 module, mesh, _ContextParallel(seq_dim=2, attention_type=_ContextParallel.AttentionType.SDPA)
             )
@@ -97,20 +97,20 @@ def ring(rank: Rank, rows: int, way: RingSettings) -> Iterator[nn.Module]:
             with context_parallel(mesh, buffers=[torch.zeros(1, 1, rows, 1, device=rank.device)], buffer_seq_dims=[2]):
                 yield module
     finally:
-        torchs._disable_context_parallel_dispatcher_impl()
-        torchs._dispatch_mode, options.enable_load_balance = mode, balanced
+        torch_context_parallel._disable_context_parallel_dispatcher_impl()
+        torch_context_parallel._dispatch_mode, options.enable_load_balance = mode, balanced
         F.scaled_dot_product_attention = SDPA
-        torchs._replaced_functions.clear()
+        torch_context_parallel._replaced_functions.clear()
         set_rotate_method("allgather")
 
 
 def unshard(rank: Rank, tensors: Sequence[Tensor], balanced: bool) -> list[Tensor]:
-    before = torchs._cp_options.enable_load_balance
-    torchs._cp_options.enable_load_balance = balanced
+    before = torch_context_parallel._cp_options.enable_load_balance
+    torch_context_parallel._cp_options.enable_load_balance = balanced
     try:
         return context_parallel_unshard(rank.mesh(names=("cp",)), [x.detach() for x in tensors], [2] * len(tensors))
     finally:
-        torchs._cp_options.enable_load_balance = before
+        torch_context_parallel._cp_options.enable_load_balance = before
 
 
 def attend(case: Case, parts: Sequence[Tensor], module: nn.Module) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -337,7 +337,7 @@ def case_fully_sharded(rank: Rank) -> None:
 def case_changed_torch(rank: Rank) -> None:
     """Check that a changed private API of torch is detected, so that stock serves and no rank hangs."""
     module = context_parallel_hooks
-    assert module.unknown(torchs) is None
+    assert module.unknown(torch_context_parallel) is None
     assert "custom_ops" in module.unknown(SimpleNamespace())
-    changed = SimpleNamespace(**{**vars(torchs), "_create_rotater": lambda pg, method: None})
+    changed = SimpleNamespace(**{**vars(torch_context_parallel), "_create_rotater": lambda pg, method: None})
     assert module.unknown(changed) == "_create_rotater has no seq_dim"

@@ -19,7 +19,7 @@ from rank_plain_tensors import (  # noqa: F401  (cases)
 from ranks import Rank, make_case
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.experimental._context_parallel import _attention as torchs
+from torch.distributed.tensor.experimental._context_parallel import _attention as torch_context_parallel
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -32,7 +32,9 @@ def _wrap(like: DTensor, *tensors: Tensor) -> tuple[DTensor, ...]:
 def _ring(op: object, args: tuple, kwargs: dict) -> tuple:
     query, key, value, _, is_causal = (*args, 0.0, False)[:5]
     local = (x.to_local() for x in (query, key, value))
-    results = torchs._templated_ring_attention(query.device_mesh.get_group(), 2, _FORWARD, *local, is_causal=is_causal)
+    results = torch_context_parallel._templated_ring_attention(
+        query.device_mesh.get_group(), 2, _FORWARD, *local, is_causal=is_causal
+    )
     return _wrap(query, *results)
 
 
@@ -40,7 +42,7 @@ def _ring_backward(op: object, args: tuple, kwargs: dict) -> tuple:
     grad, query, key, value, out, lse, dropout_p, is_causal = args
     names = ("grad_out", "query", "key", "value", "out", "logsumexp")
     local = {name: x.to_local() for name, x in zip(names, (grad, query, key, value, out, lse))}
-    grads = torchs._templated_ring_attention_backward(
+    grads = torch_context_parallel._templated_ring_attention_backward(
         query.device_mesh.get_group(), 2, _BACKWARD, grad_out_name="grad_out", is_causal=is_causal, dropout_p=dropout_p,
         **local,
     )  # fmt: skip
@@ -55,12 +57,12 @@ def _stock_ring_on_cpu(rank: Rank) -> Iterator[None]:
     """
     needed = rank.device_backend is None and rank.device == "cpu"
     if needed:
-        torchs.custom_ops.update({_FORWARD: _ring, _BACKWARD: _ring_backward})
+        torch_context_parallel.custom_ops.update({_FORWARD: _ring, _BACKWARD: _ring_backward})
     try:
         yield
     finally:
         if needed:
-            del torchs.custom_ops[_FORWARD], torchs.custom_ops[_BACKWARD]
+            del torch_context_parallel.custom_ops[_FORWARD], torch_context_parallel.custom_ops[_BACKWARD]
 
 
 def case_rings(rank: Rank) -> None:

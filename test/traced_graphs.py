@@ -13,12 +13,12 @@ from torch._dynamo.backends.common import aot_autograd
 
 from torch_flashplug import sdpa_backend
 from torch_flashplug.dispatch import bindings
-from torch_flashplug.ops import sdpa as ops
+from torch_flashplug.ops import sdpa as sdpa_ops
 from torch_flashplug.registry.architectures import BACKENDS
 
 OWN_OPS = {
-    ops.namespace.sdpa_fwd.default: ("fwd", ops.ForwardArgs),
-    ops.namespace.sdpa_bwd.default: ("bwd", ops.BackwardArgs),
+    sdpa_ops.namespace.sdpa_fwd.default: ("fwd", sdpa_ops.ForwardArgs),
+    sdpa_ops.namespace.sdpa_bwd.default: ("bwd", sdpa_ops.BackwardArgs),
 }
 AUTO, FA3, FA2, MATH, STOCK = (BACKENDS.index(name) for name in ("auto", "fa3", "fa2", "math", "stock"))
 sdpa = F.scaled_dot_product_attention
@@ -30,7 +30,7 @@ def attention_ops(graph: torch.fx.Graph) -> list[tuple[str, int]]:
 
     Ops of the plugin give (op name, mode word without precision). All remaining attention ops give (aten name, -1).
     """
-    ops = []
+    graph_ops = []
     for node in graph.nodes:
         call = [
             node.target,
@@ -42,10 +42,10 @@ def attention_ops(graph: torch.fx.Graph) -> list[tuple[str, int]]:
         )
         if op_idx is not None:
             name, fields = OWN_OPS[call[op_idx]]
-            ops.append((name, fields(*call[op_idx + 1 :]).mode & (1 << bindings.PRECISION_SHIFT) - 1))
+            graph_ops.append((name, fields(*call[op_idx + 1 :]).mode & (1 << bindings.PRECISION_SHIFT) - 1))
         elif "attention" in str(node.target) or "softmax" in str(node.target):
-            ops.append((str(node.target), -1))
-    return ops
+            graph_ops.append((str(node.target), -1))
+    return graph_ops
 
 
 def masks(graph: torch.fx.Graph) -> list[torch.dtype | None]:

@@ -9,20 +9,24 @@ import pytest
 
 pytest.importorskip("cutlass", reason="the DSL is needed to import kernels")
 
-from torch_flashplug.kernels.tiling import backward_tile_scheduler as key_order  # noqa: E402
-from torch_flashplug.kernels.tiling import block_iterator as walk  # noqa: E402
-from torch_flashplug.kernels.tiling import block_sparse  # noqa: E402
+from torch_flashplug.kernels.tiling import (
+    backward_tile_scheduler,  # noqa: E402
+    block_iterator,  # noqa: E402
+    block_sparse,  # noqa: E402
+)
 from torch_flashplug.registry.kernel_spec import LISTED, SHARE  # noqa: E402
 
-BANDS = {"full": walk.FullBlocks, "causal": walk.CausalBlocks}
+BANDS = {"full": block_iterator.FullBlocks, "causal": block_iterator.CausalBlocks}
 TILES = [(64, 128), (64, 64)]  # tile_m, tile_n: kernel_spec.BACKWARD_TILE, PARTS_TILE
 LENGTHS = [(1, 1), (64, 128), (65, 129), (1000, 300), (300, 1000), (2048, 2048)]
 
 
 def launch_tiles(mask: str, tile: tuple[int, int], lengths: tuple[int, int], section: int = 1):
     """Return the tile order of a launch with 3 x 2 KV heads, and its tiles in launch order."""
-    bound = BANDS[mask]().at(walk.SeqlenInfo(*lengths), *tile)
-    order = key_order.BackwardTileScheduler(True, -(-lengths[1] // tile[1]), 2, 6, section, bound, in_order=True)
+    bound = BANDS[mask]().at(block_iterator.SeqlenInfo(*lengths), *tile)
+    order = backward_tile_scheduler.BackwardTileScheduler(
+        True, -(-lengths[1] // tile[1]), 2, 6, section, bound, in_order=True
+    )
     return order, [order.tile(number) for number in range(order.total)]
 
 
@@ -35,7 +39,10 @@ def test_accumulation_ranks_follow_the_launch_order(mask, tile, lengths, section
     order, tiles = launch_tiles(mask, tile, lengths, section)
     assert len(set(tiles)) == order.total
     for step in range(-(-lengths[0] // tile[0])):
-        last_query, run = (step + 1) * tile[0] - 1, walk.QueryBlockRange(0, 0, 0)  # positions of the range are blocks
+        last_query, run = (
+            (step + 1) * tile[0] - 1,
+            block_iterator.QueryBlockRange(0, 0, 0),
+        )  # positions of the range are blocks
         last_ranks = {}
         for n_block, head, batch in tiles:
             if mask == "full" or n_block * tile[1] <= last_query:
@@ -66,8 +73,10 @@ def test_accumulation_ranks_of_block_lists_follow_the_launch_order(sizes, tile_n
     """The tiles of keys that list a block of queries have accumulation ranks 0, 1, 2, ... in launch order."""
     batch, heads, Sq, Sk = sizes
     lists = random_block_lists(batch * heads, Sq, Sk, seed)
-    bound = block_sparse.BoundBlockSparse(None, walk.SeqlenInfo(Sq, Sk), 64, tile_n)
-    order = key_order.BackwardTileScheduler(True, -(-Sk // tile_n), heads, batch * heads, 1, bound, in_order=True)
+    bound = block_sparse.BoundBlockSparse(None, block_iterator.SeqlenInfo(Sq, Sk), 64, tile_n)
+    order = backward_tile_scheduler.BackwardTileScheduler(
+        True, -(-Sk // tile_n), heads, batch * heads, 1, bound, in_order=True
+    )
     last_ranks = {}
     for tile_n_block, head, b in (order.tile(number) for number in range(order.total)):
         plane, n_block = b * heads + head, tile_n_block * tile_n // LISTED
@@ -82,5 +91,5 @@ def test_accumulation_ranks_of_block_lists_follow_the_launch_order(sizes, tile_n
 def test_nondeterministic_launches_start_with_the_longest_tiles():
     order, tiles = launch_tiles("causal", TILES[0], (1000, 1000))
     assert [n for n, *_ in tiles[:8]] == [*range(7, -1, -1)]
-    unordered = key_order.BackwardTileScheduler(True, 8, 2, 6, 1, order.walk)
+    unordered = backward_tile_scheduler.BackwardTileScheduler(True, 8, 2, 6, 1, order.walk)
     assert [unordered.tile(number)[0] for number in range(8)] == [*range(8)]

@@ -19,21 +19,25 @@ from torch_flashplug.registry.mask_layout import TILE
 
 pytest.importorskip("cutlass", reason="the DSL is needed to import kernels")
 
-from torch_flashplug.kernels.tiling import block_iterator as walk  # noqa: E402
-from torch_flashplug.kernels.tiling import block_sparse as listed  # noqa: E402
-from torch_flashplug.kernels.tiling import tile as pieces  # noqa: E402
+from torch_flashplug.kernels.tiling import (
+    block_iterator,  # noqa: E402
+    block_sparse,  # noqa: E402
+)
+from torch_flashplug.kernels.tiling import tile as tile_addressing  # noqa: E402
 
 SEED = 20261125
 
 
 @pytest.fixture(autouse=True)
 def use_plain_integers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listed, "Int32", int)
-    monkeypatch.setattr(listed.cute.arch, "make_warp_uniform", lambda x: x)
-    monkeypatch.setattr(listed.cutlass, "select_", lambda condition, this, other: this if condition else other)
-    monkeypatch.setattr(listed.SparseKvBlockRange192, "seen_by", listed.SparseKvBlockRange192.seen_by.__wrapped__)
-    monkeypatch.setattr(listed.SparseBlockRange, "entry", read_entry)
-    monkeypatch.setattr(listed.SparseBlockRange, "load", lambda run, lists, position: lists[run.row][position])
+    monkeypatch.setattr(block_sparse, "Int32", int)
+    monkeypatch.setattr(block_sparse.cute.arch, "make_warp_uniform", lambda x: x)
+    monkeypatch.setattr(block_sparse.cutlass, "select_", lambda condition, this, other: this if condition else other)
+    monkeypatch.setattr(
+        block_sparse.SparseKvBlockRange192, "seen_by", block_sparse.SparseKvBlockRange192.seen_by.__wrapped__
+    )
+    monkeypatch.setattr(block_sparse.SparseBlockRange, "entry", read_entry)
+    monkeypatch.setattr(block_sparse.SparseBlockRange, "load", lambda run, lists, position: lists[run.row][position])
 
 
 def read_entry(run: object, j: int, masked: SimpleNamespace, whole: SimpleNamespace) -> int:
@@ -79,10 +83,10 @@ MASKS = {f"{name} {tuple(mask.shape)}": mask for name, mask in masks()}
 def test_tile_parts_visit_exactly_their_visible_blocks(name: str) -> None:
     mask = MASKS[name]
     Sq, Sk = mask.shape
-    lists, sizes = tall_lists(mask), walk.SeqlenInfo(Sq, Sk)
-    bound = listed.BlockSparse192Iterator(lists, lists).at(sizes, TALL, LISTED)
+    lists, sizes = tall_lists(mask), block_iterator.SeqlenInfo(Sq, Sk)
+    bound = block_sparse.BlockSparse192Iterator(lists, lists).at(sizes, TALL, LISTED)
     for block in range(-(-Sq // TALL)):
-        tile = pieces.Tile(block, 0, 0, sizes)
+        tile = tile_addressing.Tile(block, 0, 0, sizes)
         run = bound.keys(tile)
         blocks = [run.nth(j) for j in range(run.count)]
         for first_row in range(block * TALL, (block + 1) * TALL, TILE):
@@ -97,7 +101,7 @@ def test_tile_parts_visit_exactly_their_visible_blocks(name: str) -> None:
                 n for n in blocks if mask[first_row : first_row + TILE, n * LISTED : (n + 1) * LISTED].any()
             ]
             assert set(visible_blocks) <= set(visited)
-            start = walk.BlockSubrange(True, 0, 1)
+            start = block_iterator.BlockSubrange(True, 0, 1)
             for section in (start, *part_run.sections()):
                 for j in range(section.begin, section.end - 1):
                     assert part_run.next(j, section) == visited[j + 1]

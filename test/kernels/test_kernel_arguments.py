@@ -26,7 +26,7 @@ from cutlass import Int32
 from torch_flashplug.kernels import builder
 from torch_flashplug.kernels.call_args.operands import KernelCall, fake_vector
 from torch_flashplug.kernels.features.base import KernelFeatures
-from torch_flashplug.kernels.primitives import dtype as made_of
+from torch_flashplug.kernels.primitives import dtype as dsl_dtypes
 
 ROOT = Path(__file__).resolve().parents[2]
 CALLS = {"fwd": "forward.ForwardCall", "decode": "decode.DecodeCall", "bwd": "backward.BackwardCall"}
@@ -36,7 +36,7 @@ MADE = {
     for spec in kernel_table.specs(family.arch)
 }
 CUTLASS = {"fp32": "Float32", "int32": "Int32", "int64": "Int64", "bool": "Uint8"}
-CUTLASS |= {name: element.dtype.__name__ for name, element in made_of.ELEMENTS.items()}
+CUTLASS |= {name: element.dtype.__name__ for name, element in dsl_dtypes.ELEMENTS.items()}
 CUTLASS |= dict.fromkeys(FORMATS, "Uint8")  # 8-bit formats are passed as bytes
 
 

@@ -164,21 +164,21 @@ class MetadataReader:
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (64, 64, 128), (65, 65, 129), (128, 333, 129), (4099, 4099, 333)])
 def test_op_allocates_the_size_of_the_mask_metadata(sizes: tuple[int, int, int], gradients: bool) -> None:
-    digest = pytest.importorskip("torch_flashplug.kernels.preprocess.mask", reason="the DSL is needed")
+    mask_preprocessing = pytest.importorskip("torch_flashplug.kernels.preprocess.mask", reason="the DSL is needed")
     count_numbers = library.lib().flashplug_digest_numbers
     count_numbers.restype, count_numbers.argtypes = ctypes.c_int64, [*[ctypes.c_int64] * 3, ctypes.c_int]
-    assert count_numbers(*sizes, gradients) == digest.numbers(*sizes, gradients=gradients)
+    assert count_numbers(*sizes, gradients) == mask_preprocessing.numbers(*sizes, gradients=gradients)
 
 
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("name", MASKS)
 def test_mask_preprocessing_matches_plain_torch(pack: Path, name: str, gradients: bool) -> None:
-    from torch_flashplug.kernels.preprocess import mask as digest
+    from torch_flashplug.kernels.preprocess import mask as mask_preprocessing
 
     mask = MASKS[name]()
     plain, rows = mask.view(torch.uint8).ne(0).flatten(0, 1), num_read_rows(mask)
     P, Sq, Sk = plain.shape
-    numbers = digest.numbers(rows, Sq, Sk, gradients=gradients)
+    numbers = mask_preprocessing.numbers(rows, Sq, Sk, gradients=gradients)
     scratch = torch.full((P * numbers + 4,), -7, dtype=torch.int32)
     kernel, output = interpreted_kernels.load_kernel(pack, "digest"), scratch[:-4].view(*mask.shape[:2], numbers)
     kernel(mask[:, :, :rows].view(torch.uint8), output, Sq, ctypes.c_void_p(None))
@@ -188,8 +188,8 @@ def test_mask_preprocessing_matches_plain_torch(pack: Path, name: str, gradients
 @pytest.mark.parametrize("Sq", [129, 300, 4096])
 def test_broadcast_mask_row_needs_little_metadata(Sq: int) -> None:
     """The bitmask of a broadcast row has at most an eighth of the mask's bytes, for any number of queries."""
-    digest = pytest.importorskip("torch_flashplug.kernels.preprocess.mask", reason="the DSL is needed")
-    row_size, full_size = (digest.numbers(rows, Sq, 4096, gradients=False) for rows in (LISTED, Sq))
+    mask_preprocessing = pytest.importorskip("torch_flashplug.kernels.preprocess.mask", reason="the DSL is needed")
+    row_size, full_size = (mask_preprocessing.numbers(rows, Sq, 4096, gradients=False) for rows in (LISTED, Sq))
     assert row_size < full_size and (Sq < 300 or row_size * 4 <= Sq * 4096 / 8)
     assert Sq < 4096 or row_size * 100 <= Sq * 4096
 
@@ -198,10 +198,10 @@ def test_broadcast_mask_row_needs_little_metadata(Sq: int) -> None:
 @pytest.mark.parametrize("name", sorted(MASKS.keys() - {"bytes"}))
 def test_reference_preprocessing_matches_plain_torch(name: str, gradients: bool) -> None:
     """The mask can also be restored from the result."""
-    digest = pytest.importorskip("torch_flashplug.kernels.preprocess.mask", reason="the DSL is needed")
+    mask_preprocessing = pytest.importorskip("torch_flashplug.kernels.preprocess.mask", reason="the DSL is needed")
     mask = MASKS[name]()
     metadata = mask_preprocess_reference.digest(
-        mask, digest.numbers(num_read_rows(mask), *mask.shape[2:], gradients=gradients)
+        mask, mask_preprocessing.numbers(num_read_rows(mask), *mask.shape[2:], gradients=gradients)
     )
     check_metadata(F.pad(metadata.flatten(), (0, 4), value=-7), mask.flatten(0, 1), num_read_rows(mask), gradients)
     if gradients:

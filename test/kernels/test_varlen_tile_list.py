@@ -14,10 +14,12 @@ from torch import Tensor
 
 pytest.importorskip("cutlass", reason="the DSL is needed to import kernels")
 
-from torch_flashplug.kernels.primitives import tile_scheduler as scheduler  # noqa: E402
-from torch_flashplug.kernels.tiling import backward_tile_scheduler as key_order  # noqa: E402
-from torch_flashplug.kernels.tiling import block_iterator as walk  # noqa: E402
-from torch_flashplug.kernels.tiling import varlen as ragged  # noqa: E402
+from torch_flashplug.kernels.primitives import tile_scheduler  # noqa: E402
+from torch_flashplug.kernels.tiling import (
+    backward_tile_scheduler,  # noqa: E402
+    block_iterator,  # noqa: E402
+    varlen,  # noqa: E402
+)
 
 HEADS, KV_HEADS, SCRATCH = 4, 2, 64
 LENGTHS = [[0], [1], [64, 0, 65, 128], [0, 0, 300], [5] * 40, [1000, 1, 0, 127, 128, 129]]
@@ -38,7 +40,7 @@ def cu_seqlens_from(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).int()
 
 
-class PythonTileList(ragged.VarlenTileList):
+class PythonTileList(varlen.VarlenTileList):
     """Tile list with Python integers."""
 
     def load(self, number: int) -> tuple[int, ...]:
@@ -83,10 +85,12 @@ def test_tile_list_entries_are_the_blocks_of_sequences(rows, size):
 def make_launches(tile_lists_pair: tuple[PythonTileList, PythonTileList], section: int):
     """Return the launches of rows and of keys in kernel order, each with the number of heads."""
     counts = [int(tile_list.head[0]) for tile_list in tile_lists_pair]
-    order = scheduler.TileScheduler(True, counts[0], HEADS, HEADS, section)
-    bound = walk.FullBlocks().at(walk.SeqlenInfo(0, 0), 64, 64)
-    key_order_of_launch = key_order.BackwardTileScheduler(True, counts[1], KV_HEADS, KV_HEADS, section, bound)
-    pieces = ragged.VarlenAddressing(*tile_lists_pair)
+    order = tile_scheduler.TileScheduler(True, counts[0], HEADS, HEADS, section)
+    bound = block_iterator.FullBlocks().at(block_iterator.SeqlenInfo(0, 0), 64, 64)
+    key_order_of_launch = backward_tile_scheduler.BackwardTileScheduler(
+        True, counts[1], KV_HEADS, KV_HEADS, section, bound
+    )
+    pieces = varlen.VarlenAddressing(*tile_lists_pair)
     return (pieces.of_rows(order, None, KV_HEADS), HEADS), (pieces.of_keys(key_order_of_launch, None), KV_HEADS)
 
 
@@ -118,14 +122,14 @@ def test_each_block_and_head_is_launched_once_with_the_longest_first(rows, secti
 @pytest.mark.parametrize("heads", [8, 10, 16, 21, 32])
 @pytest.mark.parametrize("group", [1, 2])
 def test_longest_tile_rarely_runs_alone(rows, heads, group, monkeypatch):
-    monkeypatch.setattr(ragged.cute.arch, "make_warp_uniform", lambda x: x)
-    monkeypatch.setattr(ragged.cute.arch, "grid_dim", lambda: (132, 1, 1))
-    monkeypatch.setattr(ragged.cutlass, "select_", lambda condition, this, other: this if condition else other)
+    monkeypatch.setattr(varlen.cute.arch, "make_warp_uniform", lambda x: x)
+    monkeypatch.setattr(varlen.cute.arch, "grid_dim", lambda: (132, 1, 1))
+    monkeypatch.setattr(varlen.cutlass, "select_", lambda condition, this, other: this if condition else other)
     entries, head = tile_lists()(
         *[cu_seqlens_from(rows)] * 3, 128, sum(rows), lambda block, own_length, kv_length: (block + 1) * 128
     )
     tiles, heads = [(b + 1) * 128 for n in rows for b in range(-(-n // 128))], heads // group * group
-    pieces = ragged.VarlenAddressing(PythonTileList(entries, head.tolist()))
+    pieces = varlen.VarlenAddressing(PythonTileList(entries, head.tolist()))
     section = pieces.section(group, heads, group)
     assert section % group == 0 and group <= section <= heads
     # share of a launch during which the longest tile would run alone
@@ -143,11 +147,11 @@ def test_longest_tile_rarely_runs_alone(rows, heads, group, monkeypatch):
 def test_tma_coordinates_stop_at_the_end_of_a_sequence(element_bytes, stride):
     """Row coordinates are applied to the dims and strides of a TMA descriptor."""
     for start, length in ((0, 1), (5, 64), (17, 0), (2**30 - 1000, 999)):
-        row_coordinate, (end, sequence_coordinate) = ragged.SequenceSlice(start, length).coordinates()
-        assert end < ragged.REACH and sequence_coordinate < 2 * ragged.REACH - 1 < 2**31  # within the dims
+        row_coordinate, (end, sequence_coordinate) = varlen.SequenceSlice(start, length).coordinates()
+        assert end < varlen.REACH and sequence_coordinate < 2 * varlen.REACH - 1 < 2**31  # within the dims
         for row in (0, 1, length, length + 127):
-            elements = (row_coordinate + row + end) * stride + sequence_coordinate * ragged.around(
+            elements = (row_coordinate + row + end) * stride + sequence_coordinate * varlen.around(
                 stride, element_bytes
             )
             assert elements * element_bytes % 2**64 == (start + row) * stride * element_bytes % 2**64
-            assert (row_coordinate + row < ragged.REACH) == (row < length)
+            assert (row_coordinate + row < varlen.REACH) == (row < length)

@@ -12,11 +12,13 @@ import pytest
 pytest.importorskip("cutlass", reason="the DSL is needed to import kernels")
 
 from torch_flashplug.kernels.primitives import fragments  # noqa: E402
-from torch_flashplug.kernels.score_stages import kv_bounds as visible  # noqa: E402
-from torch_flashplug.kernels.tiling import backward_tile_scheduler as key_order  # noqa: E402
-from torch_flashplug.kernels.tiling import block_iterator as walk  # noqa: E402
-from torch_flashplug.kernels.tiling import sliding_window as window  # noqa: E402
-from torch_flashplug.kernels.tiling import tile as pieces  # noqa: E402
+from torch_flashplug.kernels.score_stages import kv_bounds  # noqa: E402
+from torch_flashplug.kernels.tiling import (
+    backward_tile_scheduler,  # noqa: E402
+    block_iterator,  # noqa: E402
+    sliding_window,  # noqa: E402
+)
+from torch_flashplug.kernels.tiling import tile as tile_addressing  # noqa: E402
 
 TILES = [(128, 128), (64, 64), (128, 48), (64, 128)]  # tile_m, tile_n
 
@@ -24,14 +26,14 @@ TILES = [(128, 128), (64, 64), (128, 48), (64, 128)]  # tile_m, tile_n
 @pytest.fixture(params=range(40))
 def bound_window(request, monkeypatch):
     """Return a window and lengths, bound to a tile: (bound, Sq, Sk, a predicate: query i sees key j)."""
-    monkeypatch.setattr(window.cute.arch, "make_warp_uniform", lambda x: x)
-    monkeypatch.setattr(window.cutlass, "select_", lambda condition, this, other: this if condition else other)
+    monkeypatch.setattr(sliding_window.cute.arch, "make_warp_uniform", lambda x: x)
+    monkeypatch.setattr(sliding_window.cutlass, "select_", lambda condition, this, other: this if condition else other)
     rng = random.Random(request.param)
     Sq, Sk = rng.randint(1, 400), rng.randint(1, 400)
     left, right = (rng.choice((0, 1, rng.randint(0, 300), 10**6)) for _ in range(2))
     diagonal = rng.choice((0, Sk - Sq, rng.randint(-300, 300)))
-    bound = window.BoundSlidingWindow(
-        window.WindowReach(left, right, diagonal), walk.SeqlenInfo(Sq, Sk), *rng.choice(TILES)
+    bound = sliding_window.BoundSlidingWindow(
+        sliding_window.WindowReach(left, right, diagonal), block_iterator.SeqlenInfo(Sq, Sk), *rng.choice(TILES)
     )
     return bound, Sq, Sk, lambda i, j: i + diagonal - left <= j <= i + diagonal + right
 
@@ -54,7 +56,7 @@ def test_query_tiles_visit_the_key_blocks_of_their_window(bound_window):
     bound, Sq, Sk, sees = bound_window
     num_blocks = -(-Sk // bound.tile_n)
     for block in range(-(-Sq // bound.tile_m)):
-        tile = pieces.Tile(block, 0, 0, bound.sizes)
+        tile = tile_addressing.Tile(block, 0, 0, bound.sizes)
         runs = [(0, block * bound.tile_m, bound.tile_m, bound.keys(tile))]
         for rows in (64,) if bound.tile_m == 128 else ():
             for first_row in range(block * bound.tile_m, (block + 1) * bound.tile_m, rows):
@@ -68,9 +70,9 @@ def test_query_tiles_visit_the_key_blocks_of_their_window(bound_window):
             keys = lambda n: range(n * bound.tile_n, (n + 1) * bound.tile_n)  # noqa: E731
             is_visible = lambda n: any(sees(i, j) for i in queries for j in keys(n) if j < Sk)  # noqa: B023, E731
             is_full = lambda n: all(j < Sk and sees(i, j) for i in queries for j in keys(n))  # noqa: B023, E731
-            start = walk.BlockSubrange(True, 0, 1)
+            start = block_iterator.BlockSubrange(True, 0, 1)
             check_sections((start, *run.sections()), run.nth, is_visible, range(num_blocks), is_full)
-            end = walk.BlockSubrange(True, run.count - 1, run.count)
+            end = block_iterator.BlockSubrange(True, run.count - 1, run.count)
             check_sections((*run.sections_before_last(), end), run.nth, is_visible, range(num_blocks), is_full)
             for section in (start, *run.sections()):
                 assert all((j < run.num_masked) == section.masked for j in range(section.begin, section.end))
@@ -86,21 +88,21 @@ def test_query_tiles_visit_the_key_blocks_of_their_window(bound_window):
 def test_key_blocks_visit_the_query_blocks_of_their_window_in_rank_order(bound_window):
     bound, Sq, Sk, sees = bound_window
     num_n, num_m = -(-Sk // bound.tile_n), -(-Sq // bound.tile_m)
-    order = key_order.BackwardTileScheduler(True, num_n, 1, 1, 1, bound, in_order=True)
+    order = backward_tile_scheduler.BackwardTileScheduler(True, num_n, 1, 1, 1, bound, in_order=True)
     ranks = {}
     for n in (order.tile(number)[0] for number in range(order.total)):
         keys = range(n * bound.tile_n, (n + 1) * bound.tile_n)
         queries = lambda m: range(m * bound.tile_m, min((m + 1) * bound.tile_m, Sq))  # noqa: E731
         is_visible = lambda m: any(j < Sk and sees(i, j) for i in queries(m) for j in keys)  # noqa: B023, E731
         is_full = lambda m: all(j < Sk and sees(i, j) for i in queries(m) for j in keys)  # noqa: B023, E731
-        run = bound.queries(pieces.Tile(n, 0, 0, bound.sizes))
+        run = bound.queries(tile_addressing.Tile(n, 0, 0, bound.sizes))
         if run.total(1) == 0:
             assert not any(is_visible(m) for m in range(num_m))
             continue
         check_sections(run.sections(), run.nth, is_visible, range(num_m), is_full)
         for section in run.sections():
             for j in range(section.begin, section.end):
-                assert run.masked(walk.QueryBlockStep(0, j)) == section.masked
+                assert run.masked(block_iterator.QueryBlockStep(0, j)) == section.masked
         for j in range(run.begin, run.end):
             rank = ranks[j] = ranks.get(j, -1) + 1
             assert order.turn(n, run, j) == rank
@@ -121,4 +123,4 @@ def test_number_of_scores_before_a_column():
     """A thread's scores ahead of a column are as many as the bits that keep_between sets."""
     for column in range(-40, 300):
         ahead = sum(fragments.column_of(c) < column for c in range(64))
-        assert min(max(visible.scores_before(column), 0), 64) == ahead
+        assert min(max(kv_bounds.scores_before(column), 0), 64) == ahead

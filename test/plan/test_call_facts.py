@@ -21,8 +21,15 @@ from torch_flashplug.api import startup
 from torch_flashplug.api.backend import DEVICES
 from torch_flashplug.codegen import compiler
 from torch_flashplug.dispatch import bindings, library, table_structs
-from torch_flashplug.registry import architectures, dispatch_table, features, kernel_args, kernel_table, stock_bugs
-from torch_flashplug.registry import dtypes as elements
+from torch_flashplug.registry import (
+    architectures,
+    dispatch_table,
+    dtypes,
+    features,
+    kernel_args,
+    kernel_table,
+    stock_bugs,
+)
 from torch_flashplug.registry.architectures import BACKENDS, FAMILIES, KERNEL_BACKENDS, Family
 from torch_flashplug.registry.dispatch_table import ANY
 from torch_flashplug.registry.kernel_spec import CLUSTER, KINDS
@@ -57,10 +64,10 @@ def dlpack_of(dtype: torch.dtype) -> tuple[int, int]:
 
 def test_dtypes_agree_in_python_and_cpp() -> None:
     """Element sizes and DLPack codes are mirrored, too; the entry for all unknown dtypes has the size of float64."""
-    torch_dtypes = {number.torch: getattr(torch, number.torch) for number in elements.NUMBERS.values()}
+    torch_dtypes = {number.torch: getattr(torch, number.torch) for number in dtypes.NUMBERS.values()}
     cpp_dtypes = bindings.dtypes()
     assert list(cpp_dtypes) == [*torch_dtypes, "other"] and cpp_dtypes["other"][0] == torch.float64.itemsize
-    for number in elements.NUMBERS.values():
+    for number in dtypes.NUMBERS.values():
         dtype = torch_dtypes[number.torch]
         code, bits = dlpack_of(dtype)
         assert cpp_dtypes[number.torch] == (number.bytes, code) == (dtype.itemsize, code) and bits == 8 * number.bytes
@@ -68,19 +75,19 @@ def test_dtypes_agree_in_python_and_cpp() -> None:
 
 def test_stock_efficient_attention_supports_only_named_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A new dtype with plugin kernels is not thereby supported by stock's efficient attention."""
-    for name in elements.NUMBERS:
-        monkeypatch.setitem(elements.ELEMENTS, name, elements.Element(name, name, name, name))
+    for name in dtypes.NUMBERS:
+        monkeypatch.setitem(dtypes.ELEMENTS, name, dtypes.Element(name, name, name, name))
     bindings.push_rows((KernelRow("fwd", 90, 64, 64, ("full",), 64, 64, 2),), (), dispatch_table.GATE)
 
     def backward(name: str) -> str:
-        dtypes = dict.fromkeys(("dtype_q", "dtype_k", "dtype_v"), table_structs.DTYPE_IDS[name])
-        problem = call((1, 8, 8), (512, 512), (64, 64), grad=1, **dtypes)
+        operand_facts = dict.fromkeys(("dtype_q", "dtype_k", "dtype_v"), table_structs.DTYPE_IDS[name])
+        problem = call((1, 8, 8), (512, 512), (64, 64), grad=1, **operand_facts)
         return bindings.plan(problem, DEVICES["h100"], BACKENDS.index("fa3"))["gradients"].partition(" follows. ")[0]
 
     supported = {"bf16", "fp16", "fp32"}
-    assert {name: backward(name) for name in elements.NUMBERS} == {
+    assert {name: backward(name) for name in dtypes.NUMBERS} == {
         name: "The efficient backward of stock" if name in supported else "The math backward of stock"
-        for name in elements.NUMBERS
+        for name in dtypes.NUMBERS
     }
 
 
@@ -194,8 +201,8 @@ def test_element_type_is_limited_to_its_kernels(monkeypatch: pytest.MonkeyPatch)
 
     An unknown element is an error in the table and in the compiler.
     """
-    kinds, plain = {90: ("fwd",)}, {name for name, element in elements.ELEMENTS.items() if element.kinds is None}
-    monkeypatch.setitem(elements.ELEMENTS, "half", elements.Element("fp16", "bf16", "bf16", "fp16", kinds))
+    kinds, plain = {90: ("fwd",)}, {name for name, element in dtypes.ELEMENTS.items() if element.kinds is None}
+    monkeypatch.setitem(dtypes.ELEMENTS, "half", dtypes.Element("fp16", "bf16", "bf16", "fp16", kinds))
     operand_dtypes = {
         (kind, arch): {spec.dtype for spec in KernelRow(kind, arch, 64, 64, ("full",), 64, 128, 2).specs()}
         for kind in ("fwd", "bwd") for arch in (90, 80)
@@ -251,8 +258,8 @@ def test_limits_follow_the_element_type_of_the_call() -> None:
     bindings.push_rows((wide, narrow), (), dispatch_table.GATE)
 
     def reason(name: str, d: int) -> str:
-        dtypes = dict.fromkeys(("dtype_q", "dtype_k", "dtype_v"), table_structs.DTYPE_IDS[name])
-        problem = call((1, 8, 8), (512, 512), (d, d), **dtypes)
+        operand_facts = dict.fromkeys(("dtype_q", "dtype_k", "dtype_v"), table_structs.DTYPE_IDS[name])
+        problem = call((1, 8, 8), (512, 512), (d, d), **operand_facts)
         return bindings.plan(problem, DEVICES["h100"], BACKENDS.index("fa3"))["reasons"].get("fa3", "")
 
     assert reason("bf16", 96).startswith("query has head dim 96, but the kernels take at most 64.")
@@ -264,12 +271,12 @@ def test_limits_follow_the_element_type_of_the_call() -> None:
 def test_sectors_are_counted_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of 72 columns of 4 bytes start at a sector; rows of 72 columns of 2 bytes or 76 columns of 4 bytes do not.
     """
-    monkeypatch.setitem(elements.ELEMENTS, "fp32", elements.Element("fp32", "fp32", "fp32", "fp32"))
+    monkeypatch.setitem(dtypes.ELEMENTS, "fp32", dtypes.Element("fp32", "fp32", "fp32", "fp32"))
     bindings.push_rows((KernelRow("fwd", 90, 80, 80, ("full",), 64, 64, 2),), (), dispatch_table.GATE)
 
     def kernel(d: int, name: str) -> str:
-        dtypes = dict.fromkeys(("dtype_q", "dtype_k", "dtype_v"), table_structs.DTYPE_IDS[name])
-        problem = call((1, 8, 8), (512, 512), (d, d), **dtypes)
+        operand_facts = dict.fromkeys(("dtype_q", "dtype_k", "dtype_v"), table_structs.DTYPE_IDS[name])
+        problem = call((1, 8, 8), (512, 512), (d, d), **operand_facts)
         return bindings.plan(problem, DEVICES["h100"], BACKENDS.index("fa3"))["kernel"]
 
     assert [bool(kernel(d, name)) for d in (80, 72) for name in ("bf16", "fp32")] == [True, True, False, True]

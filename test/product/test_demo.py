@@ -23,7 +23,7 @@ from torch_flashplug import env
 from torch_flashplug.__main__ import main
 from torch_flashplug.api.backend import DEVICES
 from torch_flashplug.demo import measured, show, train, without_gpu
-from torch_flashplug.demo import model as gpt
+from torch_flashplug.demo import model as demo_model
 from torch_flashplug.registry.architectures import FAMILIES
 from torch_flashplug.testing import interpreted
 
@@ -80,8 +80,8 @@ def test_demo_without_gpu_shows_plans_a_kernel_and_measured_speeds(text_file):
 @pytest.fixture
 def small_prefill():
     """Return a model and a prompt whose prefill would run on one of our kernels on an H100."""
-    model = gpt.build(show.CPU_SHAPE, "cpu", torch.bfloat16)
-    return model, torch.arange(200).view(1, 200) * 37 % gpt.BYTES
+    model = demo_model.build(show.CPU_SHAPE, "cpu", torch.bfloat16)
+    return model, torch.arange(200).view(1, 200) * 37 % demo_model.BYTES
 
 
 def print_prefill_errors(model, prompt) -> tuple[dict[str, list[str]], str]:
@@ -247,8 +247,8 @@ class WrongKeys(TorchFunctionMode):
 
 
 def test_training_shows_a_wrong_gradient():
-    model = gpt.build(train.CPU_SHAPE, "cpu", torch.float32)
-    text = torch.arange(2 * 65).view(2, 65) * 37 % gpt.BYTES
+    model = demo_model.build(train.CPU_SHAPE, "cpu", torch.float32)
+    text = torch.arange(2 * 65).view(2, 65) * 37 % demo_model.BYTES
     scopes = {train.BASE: contextlib.nullcontext, "wrong": WrongKeys}
     trainer = train.Trainer(model, "cpu")
     errors = train.call_errors(trainer, text, scopes)
@@ -265,8 +265,8 @@ def test_training_counts_steps_with_separate_bands():
 
 
 def test_training_repeats_from_perturbed_weights():
-    model = gpt.build(train.CPU_SHAPE, "cpu", torch.float32)
-    text = torch.arange(3 * 33).view(3, 1, 33) * 37 % gpt.BYTES
+    model = demo_model.build(train.CPU_SHAPE, "cpu", torch.float32)
+    text = torch.arange(3 * 33).view(3, 1, 33) * 37 % demo_model.BYTES
     runs, _ = train.train_all(model, text, {train.BASE: contextlib.nullcontext, "same": contextlib.nullcontext}, 2)
     first_losses, second_losses = (run.losses for run in runs.values())
     assert first_losses.shape == (2, 3) and torch.equal(first_losses, second_losses)
@@ -282,7 +282,7 @@ def test_training_plots_curves_only_with_matplotlib(monkeypatch, tmp_path):
 
 def test_training_skips_unavailable_stock_backends():
     """A stock backend without a kernel is named with the reason; an error of the plugin is raised."""
-    model = gpt.build(train.CPU_SHAPE, "cpu", torch.float32)
+    model = demo_model.build(train.CPU_SHAPE, "cpu", torch.float32)
     text = torch.zeros(1, 1, 9, dtype=torch.int64)
 
     def broken():
@@ -299,12 +299,12 @@ def test_training_and_prefill_give_equal_logits():
 
     The comparison also shows that attention is causal.
     """
-    model = gpt.build(train.CPU_SHAPE, "cpu", torch.float32)
-    texts = torch.arange(2 * 24).view(2, 24) * 37 % gpt.BYTES
+    model = demo_model.build(train.CPU_SHAPE, "cpu", torch.float32)
+    texts = torch.arange(2 * 24).view(2, 24) * 37 % demo_model.BYTES
     with torch.inference_mode():
         logits = model(texts)
         for row, stop in ((0, 24), (1, 24), (1, 5)):
-            last, cache = gpt.prefill(model, texts[row : row + 1, :stop], 24)
+            last, cache = demo_model.prefill(model, texts[row : row + 1, :stop], 24)
             torch.testing.assert_close(logits[row, stop - 1], last[0], rtol=1e-4, atol=1e-4)
             assert cache.length == stop
 

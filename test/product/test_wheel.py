@@ -502,9 +502,9 @@ def test_the_wheel_without_kernels_runs_in_a_fresh_environment(plain_wheel, tmp_
 PACK_PROGRAM = f"""
 import ctypes, sys
 ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)  # stands in for CUDA's runtime
-from torch_flashplug.api import startup as _start
+from torch_flashplug.api import startup
 from torch_flashplug.codegen.provided import Circumstances
-answer = _start.provide({KERNEL!r}, 90, Circumstances())
+answer = startup.provide({KERNEL!r}, 90, Circumstances())
 print(bool(answer.function), "cutlass" in sys.modules, answer.why)
 """
 

@@ -16,8 +16,7 @@ import torch
 from torch_flashplug.api import startup
 from torch_flashplug.api.backend import DEVICES, SPLITS_SHIFT
 from torch_flashplug.codegen.provided import Circumstances
-from torch_flashplug.dispatch import bindings, callbacks
-from torch_flashplug.dispatch import table_structs as rows
+from torch_flashplug.dispatch import bindings, callbacks, table_structs
 from torch_flashplug.ops import sdpa
 from torch_flashplug.registry import dispatch_table, features, kernel_args
 from torch_flashplug.registry.architectures import BACKENDS, TARGETS
@@ -184,8 +183,11 @@ def test_launch_packs_the_abi_of_decode(fake_pack: ctypes.CDLL) -> None:
 
 def test_launch_packs_the_abi_of_the_backward(fake_pack: ctypes.CDLL) -> None:
     """Check the backward kernel for all gradients, and the split backward with the `wanted` flag for dQ alone."""
-    rows = (KernelRow("bwd", 90, 64, 64, ("full",), 64, 128, 4), KernelRow("partbwd", 90, 64, 64, ("full",), 64, 64, 4))
-    bindings.push_rows((*KERNELS, *rows), (), dispatch_table.GATE)
+    backward_rows = (
+        KernelRow("bwd", 90, 64, 64, ("full",), 64, 128, 4),
+        KernelRow("partbwd", 90, 64, 64, ("full",), 64, 64, 4),
+    )
+    bindings.push_rows((*KERNELS, *backward_rows), (), dispatch_table.GATE)
     row_strides, key_strides = [17920, 64, 256, 1], [25600, 12800, 64, 1]
     strides = dict.fromkeys(("q", "o", "do", "dq"), row_strides) | dict.fromkeys(("k", "v", "dk", "dv"), key_strides)
     strides |= {"lse": [280, 70, 1], "rows": [1024, 256, 128, 1], "scratch": [1], "counter": [1]}
@@ -204,11 +206,11 @@ def record_of_first_argument(fake_pack: ctypes.CDLL, monkeypatch: pytest.MonkeyP
 
     An optional argument belongs to the dropout feature.
     """
-    stock_of_kernels, query = rows.of_kernels, torch.zeros(1, 1, 5, 64, dtype=torch.bfloat16)
+    stock_of_kernels, query = table_structs.of_kernels, torch.zeros(1, 1, 5, 64, dtype=torch.bfloat16)
     known_features = features.FEATURES
 
     def call(argument: Argument, dropout: bool = False) -> list[int]:
-        def of_kernels(row: KernelRow) -> Iterator[rows.KernelRow]:
+        def of_kernels(row: KernelRow) -> Iterator[table_structs.KernelRow]:
             for kernel in stock_of_kernels(row):
                 kernel.takes |= features.bits(["dropout"] * dropout)
                 yield kernel
@@ -219,7 +221,7 @@ def record_of_first_argument(fake_pack: ctypes.CDLL, monkeypatch: pytest.MonkeyP
             for feature in known_features
         ]
         monkeypatch.setattr(features, "FEATURES", tuple(changed))
-        monkeypatch.setattr(rows, "of_kernels", of_kernels)
+        monkeypatch.setattr(table_structs, "of_kernels", of_kernels)
         monkeypatch.setitem(kernel_args.OF_KIND, "fwd", (argument, *FORWARD))
         bindings.push_rows(KERNELS, (), dispatch_table.GATE)
         CARRIER(query, query, query, None, 0.5 * dropout)

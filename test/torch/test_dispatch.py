@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import torch_flashplug
 from torch_flashplug import env, sdpa_backend
-from torch_flashplug.api import backend as api
+from torch_flashplug.api import backend as backend_api
 from torch_flashplug.api import startup
 from torch_flashplug.dispatch import bindings, callbacks
 from torch_flashplug.registry.architectures import BACKENDS, KERNEL_BACKENDS
@@ -386,11 +386,11 @@ def test_flags_read_before_tracing_are_in_the_cache_tag(
         startup._load_core()
         device_backend.enable()
         torch.compile(F.scaled_dot_product_attention, backend="aot_eager")(*device_backend.qkv())
-    marks = {api._cache_mark(): ""}
+    marks = {backend_api._cache_mark(): ""}
     for flag in env.FLAGS:
         with monkeypatch.context() as patch:
             patch.setenv(flag.name, next((value for value in flag.values if value != flag.default), "other"))
-            marks.setdefault(api._cache_mark(), flag.name)
+            marks.setdefault(backend_api._cache_mark(), flag.name)
     assert read <= {flag.name for flag in env.FLAGS if flag.traced} == set(marks.values()) - {""}
     with pytest.raises(TypeError, match="traced"):
         env.Flag("TORCH_FLASHPLUG_ANOTHER", "", "it may decide what is traced")

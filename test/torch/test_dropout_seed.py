@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from deterministic import deterministic_gradients
 from device_backend import OPEN_GATE, DeviceBackend
-from golden_plans import call as facts_of
+from golden_plans import call as call_facts
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from traced_graphs import AUTO, FA3, MATH, Recorder
@@ -144,7 +144,7 @@ def test_plans_never_use_the_efficient_backward_after_dropout() -> None:
     bindings.push_rows(forwards, (), dispatch_table.GATE)
     try:
         for p, follower in ((0.0, "The efficient backward of stock"), (P, "The math backward of stock")):
-            call = facts_of((1, 4, 4), (256, 256), (64, 64), grad=1, dropout_p=p)
+            call = call_facts((1, 4, 4), (256, 256), (64, 64), grad=1, dropout_p=p)
             plan = bindings.plan(call, DEVICES["h100"], sdpa_backend("fa3").mode)
             assert plan["backend"] == "fa3" and plan["gradients"].startswith(follower), plan
     finally:
@@ -270,7 +270,7 @@ def test_forward_plans_are_equal_with_and_without_gradients(
 
     A reentrant checkpoint first runs the forward without gradients. Both forwards must drop the same probabilities.
     """
-    call = facts_of((batches, 2, 2), (rows, rows), (D, D), dropout=1, dropout_p=0.5, deterministic=order, **more)
+    call = call_facts((batches, 2, 2), (rows, rows), (D, D), dropout=1, dropout_p=0.5, deterministic=order, **more)
     plans = [bindings.plan(call | {"grad": grad}, DEVICES["h100"]) for grad in (0, 1)]
     assert plans[0]["backend"] == plans[1]["backend"] and plans[0]["kernel"] == plans[1]["kernel"]
 

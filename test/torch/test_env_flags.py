@@ -88,10 +88,10 @@ def test_import_raises_for_an_unknown_value_and_names_the_allowed_ones(flag: env
 def test_info_names_the_flag_value_of_a_disabled_plugin() -> None:
     code = """
 import torch_flashplug
-from torch_flashplug.cli import env_info as inventory
-print(inventory.collect()["hook"]["why"])
+from torch_flashplug.cli import env_info
+print(env_info.collect()["hook"]["why"])
 torch_flashplug.enable()
-print(inventory.collect()["hook"]["enabled"])
+print(env_info.collect()["hook"]["enabled"])
 """
 
     done = run_python(code, TORCH_FLASHPLUG="Off")

@@ -25,10 +25,10 @@ from torch import Tensor
 from torch.nn.attention import varlen
 
 from torch_flashplug import attention, sdpa_backend
-from torch_flashplug.ops import attention as windowed
+from torch_flashplug.ops import attention as attention_ops
 from torch_flashplug.ops import paged, quantized_kv
-from torch_flashplug.ops import sdpa as ops
-from torch_flashplug.torch_hooks import varlen_attn as varlen_hooks
+from torch_flashplug.ops import sdpa as sdpa_ops
+from torch_flashplug.torch_hooks import varlen_attn as varlen_attn_hook
 
 sdpa = F.scaled_dot_product_attention
 
@@ -101,14 +101,14 @@ def cached_call() -> Tensor:
     return attention(random_tensor(1, 3, 2, 64), rows, rows, k_scale=scale, v_scale=scale)
 
 
-def windowed_call() -> Tensor:
+def window_call() -> Tensor:
     x = random_tensor(1, 32, 2, 64)
     return attention(x, x, x, window=(4, 4))
 
 
 FORWARDS = {
-    "sdpa": (lambda: sdpa(*[random_tensor(1, 2, 16, 64)] * 3), ops, "_scores"),
-    "window": (windowed_call, windowed.reference, "scores_of"),
+    "sdpa": (lambda: sdpa(*[random_tensor(1, 2, 16, 64)] * 3), sdpa_ops, "_scores"),
+    "window": (window_call, attention_ops.reference, "scores_of"),
     "pages": (paged_call, paged, "gathered"),
     "cache": (cached_call, quantized_kv, "attend"),
 }
@@ -127,8 +127,8 @@ def test_forward_raises_the_original_error(
 
 
 BACKWARDS = {
-    "sdpa": (lambda q: sdpa(q, q, q), ops.reference, "gradients"),
-    "window": (lambda q: attention(q, q, q, window=(4, 4)), windowed.reference, "gradients"),
+    "sdpa": (lambda q: sdpa(q, q, q), sdpa_ops.reference, "gradients"),
+    "window": (lambda q: attention(q, q, q, window=(4, 4)), attention_ops.reference, "gradients"),
 }
 
 
@@ -150,7 +150,7 @@ def test_forced_math_raises_the_original_error(
     cpu: DeviceBackend, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     """Request math explicitly. C++ calls the math op for CPU tensors as for GPU tensors."""
-    monkeypatch.setattr(ops, "_scores", make_raising_function(error))
+    monkeypatch.setattr(sdpa_ops, "_scores", make_raising_function(error))
     with sdpa_backend("math"):
         assert_raises_same_object(
             lambda: torch.ops.torch_flashplug.sdpa_fwd(*[random_tensor(1, 2, 16, 64)] * 3, None, 0.0, 0, None, 1), error
@@ -173,7 +173,7 @@ def test_varlen_attn_of_stock_raises_the_original_error(
     library.impl("_flash_attention_forward", forward, "CPU")
     library.impl("_flash_attention_backward", make_raising_function(error), "CPU")
     try:
-        with interpreted_kernels.installed_at(varlen_hooks, "cpu"):
+        with interpreted_kernels.installed_at(varlen_attn_hook, "cpu"):
             assert_raises_same_object(lambda: varlen.varlen_attn(q, q, q, cu, cu, 16, 16).sum().backward(), error)
     finally:
         library._destroy()
@@ -181,7 +181,9 @@ def test_varlen_attn_of_stock_raises_the_original_error(
 
 def test_errors_are_per_thread(cpu: DeviceBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     errors = {f"thread {i}": ValueError(f"of {i}") for i in range(4)}
-    monkeypatch.setattr(ops, "_scores", lambda *args: make_raising_function(errors[threading.current_thread().name])())
+    monkeypatch.setattr(
+        sdpa_ops, "_scores", lambda *args: make_raising_function(errors[threading.current_thread().name])()
+    )
     errors_by_thread = {}
 
     def run() -> None:
@@ -204,9 +206,9 @@ def test_errors_and_operands_are_released(cpu: DeviceBackend, monkeypatch: pytes
     operands = [random_tensor(1, 2, 16, 64)] * 3
     operand_ref = weakref.ref(operands[0])
     with monkeypatch.context() as patch:
-        patch.setattr(ops, "_scores", lambda *args: make_raising_function(ProgramError())())
+        patch.setattr(sdpa_ops, "_scores", lambda *args: make_raising_function(ProgramError())())
         error_ref = weakref.ref(raised_by(lambda: sdpa(*operands)))
-        assert isinstance(raised_by(lambda: ops._math_forward(*operands, None, 0.0, 0, None, 0)), ProgramError)
+        assert isinstance(raised_by(lambda: sdpa_ops._math_forward(*operands, None, 0.0, 0, None, 0)), ProgramError)
     operands.clear()
     gc.collect()
     assert error_ref() is None and operand_ref() is None
@@ -214,16 +216,16 @@ def test_errors_and_operands_are_released(cpu: DeviceBackend, monkeypatch: pytes
 
 def test_handled_errors_are_not_raised_later(cpu: DeviceBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     x = random_tensor(1, 2, 16, 64)
-    scores = ops._scores
+    scores = sdpa_ops._scores
 
     def recovers(*args: object) -> object:
         with monkeypatch.context() as patch:
-            patch.setattr(ops, "_scores", make_raising_function(ValueError("recovered from")))
+            patch.setattr(sdpa_ops, "_scores", make_raising_function(ValueError("recovered from")))
             assert isinstance(raised_by(lambda: sdpa(x, x, x)), ValueError)
         return scores(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(ops, "_scores", recovers)
+        patch.setattr(sdpa_ops, "_scores", recovers)
         out = sdpa(x, x, x)
     assert out.isfinite().all() and sdpa(x, x, x).isfinite().all()
 

@@ -25,11 +25,11 @@ pytestmark = [
 PRELUDE = """
 import os, subprocess, sys, torch, torch_flashplug
 import torch.nn.functional as F
-from torch_flashplug.api import startup as _start
-from torch_flashplug.dispatch import bindings as native
-native.clear_packs()
-_start.push_tables()
-native.counters(reset=True)
+from torch_flashplug.api import startup
+from torch_flashplug.dispatch import bindings
+bindings.clear_packs()
+startup.push_tables()
+bindings.counters(reset=True)
 torch.manual_seed(0)
 q, k, v, grad_out = (torch.randn(1, 16, 512, 128, device="cuda", dtype=torch.bfloat16) for _ in range(4))
 
@@ -38,8 +38,8 @@ def exact(q, k, v):
     hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device="cuda").triu(1)
     return scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v.double()
 
-def error(found, wanted):
-    return float((found.double() - wanted).norm() / wanted.norm())
+def error(result, expected):
+    return float((result.double() - expected).norm() / expected.norm())
 """
 
 TRAIN = """
@@ -47,11 +47,11 @@ leaves = [x.clone().requires_grad_() for x in (q, k, v)]
 out = F.scaled_dot_product_attention(*leaves, is_causal=True)
 grads = torch.autograd.grad(out, leaves, grad_out)
 doubles = [x.double().requires_grad_() for x in (q, k, v)]
-wanted = exact(*doubles)
-assert error(out, wanted) < 0.005, error(out, wanted)
-for found, gradient in zip(grads, torch.autograd.grad(wanted, doubles, grad_out.double())):
-    assert error(found, gradient) < 0.01, error(found, gradient)
-counts = native.counters()
+expected = exact(*doubles)
+assert error(out, expected) < 0.005, error(out, expected)
+for grad, expected_grad in zip(grads, torch.autograd.grad(expected, doubles, grad_out.double())):
+    assert error(grad, expected_grad) < 0.01, error(grad, expected_grad)
+counts = bindings.counters()
 assert counts["ours_fwd"] == counts["ours_bwd"] == 1, counts
 """
 
@@ -60,7 +60,7 @@ with torch_flashplug.sdpa_backend("stock"):
     F.scaled_dot_product_attention(q, k, v, is_causal=True)  # cuDNN allocates at its first call, which graphs forbid
 
 def record():
-    native.counters(reset=True)
+    bindings.counters(reset=True)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -68,7 +68,7 @@ def record():
     graph.replay()
     torch.cuda.synchronize()
     assert error(out, exact(q, k, v)) < 0.005
-    return native.counters()["ours_fwd"]
+    return bindings.counters()["ours_fwd"]
 
 cold = record()
 shape = ",".join(map(str, q.shape))

@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import torch_flashplug
 from torch_flashplug.api.backend import DEVICES
 from torch_flashplug.dispatch import bindings
-from torch_flashplug.ops import sdpa as ops
+from torch_flashplug.ops import sdpa as sdpa_ops
 from torch_flashplug.registry import kernel_table, stock_bugs
 from torch_flashplug.registry.dispatch_table import ANY, ChoiceRow
 from torch_flashplug.testing import Inputs, new_case
@@ -280,7 +280,7 @@ def test_op_keeps_the_plan_of_the_choice_hook(device_backend: DeviceBackend) -> 
 # ---- the math backward uses the output and LSE of the forward ----
 
 
-@pytest.mark.parametrize("causal", [ops.CAUSAL_NONE, ops.CAUSAL_TOP_LEFT])
+@pytest.mark.parametrize("causal", [sdpa_ops.CAUSAL_NONE, sdpa_ops.CAUSAL_TOP_LEFT])
 @pytest.mark.parametrize("biased", [False, True])
 def test_math_backward_is_a_step_of_a_ring(causal: int, biased: bool) -> None:
     """Add gradients over two halves of the keys, each computed with the output and LSE of all keys.
@@ -291,15 +291,17 @@ def test_math_backward_is_a_step_of_a_ring(causal: int, biased: bool) -> None:
     q, k, v, grad_out = (torch.randn(2, 4, 24, 16, dtype=torch.float64) for _ in range(4))
     bias = torch.randn(2, 1, 24, 24, dtype=torch.float64) if biased and not causal else None
     settings = (0.0, causal, None, 0)
-    out, lse, seed, offset = ops.namespace.sdpa_fwd(q, k, v, bias, *settings)
-    full_grads = ops.namespace.sdpa_bwd(grad_out, q, k, v, bias, out, lse, seed, offset, *settings, bias is not None)
+    out, lse, seed, offset = sdpa_ops.namespace.sdpa_fwd(q, k, v, bias, *settings)
+    full_grads = sdpa_ops.namespace.sdpa_bwd(
+        grad_out, q, k, v, bias, out, lse, seed, offset, *settings, bias is not None
+    )
     half_grads = []
     for keys in (slice(0, 12), slice(12, 24)):
         mask = bias[..., keys] if bias is not None else None
         if causal:  # the first rows see no key of the second half
             mask = torch.ones(24, 24, dtype=torch.bool).tril()[:, keys]
         arguments = (grad_out, q, k[:, :, keys], v[:, :, keys], mask, out, lse, seed, offset)
-        half_grads.append(ops.namespace.sdpa_bwd(*arguments, 0.0, ops.CAUSAL_NONE, None, 0, bias is not None))
+        half_grads.append(sdpa_ops.namespace.sdpa_bwd(*arguments, 0.0, sdpa_ops.CAUSAL_NONE, None, 0, bias is not None))
     torch.testing.assert_close(half_grads[0][0] + half_grads[1][0], full_grads[0])
     for i in (1, 2):
         torch.testing.assert_close(torch.cat([part[i] for part in half_grads], 2), full_grads[i])

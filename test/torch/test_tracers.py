@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from traced_graphs import NESTED_MODES, TOLERANCE, attention_ops, causal, check_against_eager, nested, sdpa
 
 from torch_flashplug import explain, sdpa_backend
-from torch_flashplug.ops import sdpa as ops
+from torch_flashplug.ops import sdpa as sdpa_ops
 from torch_flashplug.torch_hooks import sdpa_composite, tracing
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -151,7 +151,7 @@ def test_flops_are_those_of_stock(device_backend: DeviceBackend) -> None:
         return counter.get_total_flops()
 
     def call_plugin_op(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return ops.namespace.sdpa_fwd(q, k, v, None, 0.0, 1, None, 0)[0]
+        return sdpa_ops.namespace.sdpa_fwd(q, k, v, None, 0.0, 1, None, 0)[0]
 
     batch, heads, rows, width = device_backend.qkv()[0].shape
     matmul = 2 * batch * heads * rows * rows * width

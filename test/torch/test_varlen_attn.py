@@ -19,7 +19,7 @@ import torch_flashplug
 from torch_flashplug import attention
 from torch_flashplug.api import startup
 from torch_flashplug.dispatch import bindings, packs
-from torch_flashplug.torch_hooks import varlen_attn as varlen_hooks
+from torch_flashplug.torch_hooks import varlen_attn as varlen_attn_hook
 
 SEED = 20261125
 ROWS, KEYS = (70, 0, 130, 3), (70, 9, 140, 3)
@@ -30,7 +30,7 @@ SINCE_2_13 = pytest.mark.skipif("seqused_k" not in TAKES, reason="torch's varlen
 
 @pytest.fixture
 def patched_device(kernels_on: str) -> Iterator[str]:
-    with interpreted_kernels.installed_at(varlen_hooks, kernels_on):
+    with interpreted_kernels.installed_at(varlen_attn_hook, kernels_on):
         yield kernels_on
 
 
@@ -154,7 +154,7 @@ def test_compiled(patched_device: str) -> None:
 @pytest.mark.parametrize("backend", ["auto", "stock", "math"])
 def test_unforced_calls_run_stock(stock_on_cpu: list[str], backend: str) -> None:
     """Auto also uses stock on a device without measurements."""
-    varlen_hooks.install("CPU")
+    varlen_attn_hook.install("CPU")
     q = torch.randn(9, 2, 64, dtype=torch.bfloat16, requires_grad=True)
     cu = make_cu_seqlens((4, 5), "cpu")
     with torch_flashplug.sdpa_backend(backend):
@@ -163,7 +163,7 @@ def test_unforced_calls_run_stock(stock_on_cpu: list[str], backend: str) -> None
 
 
 def test_disable_leaves_no_trace(stock_on_cpu: list[str]) -> None:
-    varlen_hooks.install("CPU")
+    varlen_attn_hook.install("CPU")
     ops = [f"torch_attn::{name}" for name in ("_varlen_attn", "_varlen_attn_backward")]
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     assert all(has_kernel(op, "CPU") and has_kernel(op, "CUDA") for op in ops)
@@ -199,7 +199,7 @@ def test_forced_kernels_refuse_unsupported_calls(patched_device: str) -> None:
 
 
 def test_preferred_family_leaves_unsupported_calls_to_stock(stock_on_cpu: list[str]) -> None:
-    varlen_hooks.install("CPU")
+    varlen_attn_hook.install("CPU")
     bindings.set_process_backend(torch_flashplug.sdpa_backend("fa3").mode)
     try:
         q = torch.randn(9, 2, 60)

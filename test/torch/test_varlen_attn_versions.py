@@ -21,7 +21,7 @@ from torch_flashplug.api import startup
 from torch_flashplug.dispatch import bindings, packs, varlen_decision
 from torch_flashplug.registry import dispatch_table
 from torch_flashplug.torch_hooks import flash_attention_op
-from torch_flashplug.torch_hooks import varlen_attn as varlen_hooks
+from torch_flashplug.torch_hooks import varlen_attn as varlen_attn_hook
 
 VERSION = torch.torch_version.TorchVersion(torch.__version__)
 TAKES = varlen.varlen_attn.__kwdefaults__
@@ -33,7 +33,7 @@ LENGTHS = (150, 20)  # more rows than torch 2.14 leaves to flash attention
 @pytest.fixture
 def rule() -> Iterator[Callable[[str], None]]:
     """Set the selection rule to the rule of a given torch version."""
-    varlen_hooks.prepare()
+    varlen_attn_hook.prepare()
     before = varlen_decision.varlen_rule()
     yield varlen_decision.know_varlen_rule
     varlen_decision.know_varlen_rule(before)
@@ -46,7 +46,7 @@ def patched_device(kernels_on: str) -> Iterator[str]:
     On a GPU, the varlen_attn of torch serves the remaining calls by the flash attention of stock. The flash attention
     op must therefore not be replaced in these tests.
     """
-    with interpreted_kernels.installed_at(varlen_hooks, kernels_on):
+    with interpreted_kernels.installed_at(varlen_attn_hook, kernels_on):
         flash_attention_op.uninstall()
         yield kernels_on
         flash_attention_op.install()
@@ -74,7 +74,7 @@ def make_misaligned(x: Tensor) -> Tensor:
 
 
 def test_selection_rule_of_this_torch() -> None:
-    varlen_hooks.prepare()
+    varlen_attn_hook.prepare()
     has_cudnn = torch.version.cuda is not None and (torch.backends.cudnn.version() or 0) >= 91800
     expected_of_2_14 = "shapes" if has_cudnn else "flash"
     expected = "flash" if VERSION < (2, 14) else expected_of_2_14 if VERSION < (2, 15) else "argument"
