@@ -78,15 +78,15 @@ def errors_are_stocks() -> None:
 def a_backward_follows_its_forward() -> None:
     """Check that a backward uses the backend of the forward, and not the backend selected for the backward."""
     with sdpa_backend("stock"):
-        stocks = forward(packed, cu, cu, causal=True, window_size_left=6)[0]
+        stock_out = forward(packed, cu, cu, causal=True, window_size_left=6)[0]
     with sdpa_backend("fa3"):
-        ours = forward(packed, cu, cu, causal=True)[0]
-        (grad,) = torch.autograd.grad(stocks.float().sum(), packed)
+        plugin_out = forward(packed, cu, cu, causal=True)[0]
+        (grad,) = torch.autograd.grad(stock_out.float().sum(), packed)
     assert bool((grad == (3 + 16) + (9 + 6) + (9 + 32)).all()) and bindings.counters(reset=True) == expected_counts(
         "ours_fwd"
     )
     with sdpa_backend("stock"):
-        torch.autograd.grad(ours.float().sum(), packed)
+        torch.autograd.grad(plugin_out.float().sum(), packed)
     assert bindings.counters(reset=True) == expected_counts("ours_bwd")
     # A backward does not support KV lengths, neither in stock nor in our kernels.
     state = forward(packed, cu, cu, seqused_k=cu[1:])[2]

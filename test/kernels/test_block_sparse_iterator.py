@@ -49,11 +49,11 @@ def read_entry(run: object, j: int, masked: SimpleNamespace, whole: SimpleNamesp
 def tall_lists(mask: Tensor) -> SimpleNamespace:
     """Return the lists of tall blocks that preprocessing makes for an (Sq, Sk) mask."""
     tall = mask_preprocess_reference.tall(mask_preprocess_reference.states(mask[None]), len(mask))
-    counts, (masked, whole) = (x.tolist() for x in mask_preprocess_reference._lists(tall, never_empty=True))
+    counts, (masked, full_blocks) = (x.tolist() for x in mask_preprocess_reference._lists(tall, never_empty=True))
     masked = [[*row, 0] for row in masked]  # a read behind the last entry returns the stored number
     return SimpleNamespace(
         masked=SimpleNamespace(iterator=masked),
-        whole=SimpleNamespace(iterator=whole),
+        whole=SimpleNamespace(iterator=full_blocks),
         row=lambda batch, head, row: row,
         counts=lambda row, parts: (counts[0][row], counts[0][row] + counts[1][row]),
     )
@@ -87,11 +87,11 @@ def test_tile_parts_visit_exactly_their_visible_blocks(name: str) -> None:
     bound = block_sparse.BlockSparse192Iterator(lists, lists).at(sizes, TALL, LISTED)
     for block in range(-(-Sq // TALL)):
         tile = tile_addressing.Tile(block, 0, 0, sizes)
-        run = bound.keys(tile)
-        blocks = [run.nth(j) for j in range(run.count)]
+        block_range = bound.keys(tile)
+        blocks = [block_range.nth(j) for j in range(block_range.count)]
         for first_row in range(block * TALL, (block + 1) * TALL, TILE):
             num_skipped, part_run = bound.kv_range_for_warpgroup(tile, first_row, TILE, True)
-            assert num_skipped + part_run.count + part_run.behind == run.count and part_run.count > 0
+            assert num_skipped + part_run.count + part_run.behind == block_range.count and part_run.count > 0
             if first_row >= Sq:  # nonexistent rows
                 assert part_run.count == 1
                 continue
@@ -109,5 +109,5 @@ def test_tile_parts_visit_exactly_their_visible_blocks(name: str) -> None:
                 assert part_run.count == 1
             elif part_run.num_masked > 0:
                 assert visited[0] == visible_blocks[0] and (
-                    run.num_masked < run.count or visited[-1] == visible_blocks[-1]
+                    block_range.num_masked < block_range.count or visited[-1] == visible_blocks[-1]
                 )

@@ -90,8 +90,8 @@ def make_launches(tile_lists_pair: tuple[PythonTileList, PythonTileList], sectio
     key_order_of_launch = backward_tile_scheduler.BackwardTileScheduler(
         True, counts[1], KV_HEADS, KV_HEADS, section, bound
     )
-    pieces = varlen.VarlenAddressing(*tile_lists_pair)
-    return (pieces.of_rows(order, None, KV_HEADS), HEADS), (pieces.of_keys(key_order_of_launch, None), KV_HEADS)
+    addressing = varlen.VarlenAddressing(*tile_lists_pair)
+    return (addressing.of_rows(order, None, KV_HEADS), HEADS), (addressing.of_keys(key_order_of_launch, None), KV_HEADS)
 
 
 @pytest.mark.parametrize("rows", LENGTHS, ids=str)
@@ -129,8 +129,8 @@ def test_longest_tile_rarely_runs_alone(rows, heads, group, monkeypatch):
         *[cu_seqlens_from(rows)] * 3, 128, sum(rows), lambda block, own_length, kv_length: (block + 1) * 128
     )
     tiles, heads = [(b + 1) * 128 for n in rows for b in range(-(-n // 128))], heads // group * group
-    pieces = varlen.VarlenAddressing(PythonTileList(entries, head.tolist()))
-    section = pieces.section(group, heads, group)
+    addressing = varlen.VarlenAddressing(PythonTileList(entries, head.tolist()))
+    section = addressing.section(group, heads, group)
     assert section % group == 0 and group <= section <= heads
     # share of a launch during which the longest tile would run alone
     alone_share = (132 * max(tiles) / sum(tiles) - group) / heads
@@ -139,7 +139,7 @@ def test_longest_tile_rarely_runs_alone(rows, heads, group, monkeypatch):
     assert alone_share < 0.11 or section == heads or last_section * sum(tiles) >= 0.85 * max(tiles) * 132
     if sum(tiles) >= 2 * max(tiles) * 132 / (heads // group // 2 * group):
         assert section < heads  # not larger than necessary
-    assert pieces.section(heads, heads, group) == heads  # when L2 holds all heads
+    assert addressing.section(heads, heads, group) == heads  # when L2 holds all heads
 
 
 @pytest.mark.parametrize("element_bytes", [1, 2])

@@ -61,28 +61,38 @@ def test_query_tiles_visit_the_key_blocks_of_their_window(bound_window):
         for rows in (64,) if bound.tile_m == 128 else ():
             for first_row in range(block * bound.tile_m, (block + 1) * bound.tile_m, rows):
                 for uneven in (True, False):
-                    num_skipped, run = bound.kv_range_for_warpgroup(tile, first_row, rows, uneven)
-                    assert num_skipped + run.count == runs[0][-1].count and (uneven or num_skipped == 0)
-                    runs.append((num_skipped, first_row, rows, run))
+                    num_skipped, block_range = bound.kv_range_for_warpgroup(tile, first_row, rows, uneven)
+                    assert num_skipped + block_range.count == runs[0][-1].count and (uneven or num_skipped == 0)
+                    runs.append((num_skipped, first_row, rows, block_range))
         blocks = [runs[0][-1].nth(j) for j in range(runs[0][-1].count)]
-        for num_skipped, first_row, rows, run in runs:
+        for num_skipped, first_row, rows, block_range in runs:
             queries = range(first_row, min(first_row + rows, Sq))
             keys = lambda n: range(n * bound.tile_n, (n + 1) * bound.tile_n)  # noqa: E731
             is_visible = lambda n: any(sees(i, j) for i in queries for j in keys(n) if j < Sk)  # noqa: B023, E731
             is_full = lambda n: all(j < Sk and sees(i, j) for i in queries for j in keys(n))  # noqa: B023, E731
             start = block_iterator.BlockSubrange(True, 0, 1)
-            check_sections((start, *run.sections()), run.nth, is_visible, range(num_blocks), is_full)
-            end = block_iterator.BlockSubrange(True, run.count - 1, run.count)
-            check_sections((*run.sections_before_last(), end), run.nth, is_visible, range(num_blocks), is_full)
-            for section in (start, *run.sections()):
-                assert all((j < run.num_masked) == section.masked for j in range(section.begin, section.end))
-            assert [run.nth(j) for j in range(run.count)] == blocks[num_skipped:]  # in the producer's order
-            assert [run.before(j + 1) for j in range(run.count)] == [run.nth(j) for j in range(run.count)]
-            assert [run.after(j) for j in range(run.count - 1)] == [run.nth(j) for j in range(1, run.count)]
-            assert [run.more(j) for j in range(run.count)] == [*[True] * (run.count - 1), False]
-            assert run.last() == run.nth(run.count - 1)
-            first_hidden_key = run.nth(0) * bound.tile_n + run.columns_of_first(rows)  # keys hidden from all rows
-            assert not any(sees(i, j) for i in queries for j in keys(run.nth(0)) if first_hidden_key <= j < Sk)
+            check_sections((start, *block_range.sections()), block_range.nth, is_visible, range(num_blocks), is_full)
+            end = block_iterator.BlockSubrange(True, block_range.count - 1, block_range.count)
+            check_sections(
+                (*block_range.sections_before_last(), end), block_range.nth, is_visible, range(num_blocks), is_full
+            )
+            for section in (start, *block_range.sections()):
+                assert all((j < block_range.num_masked) == section.masked for j in range(section.begin, section.end))
+            assert [block_range.nth(j) for j in range(block_range.count)] == blocks[
+                num_skipped:
+            ]  # in the producer's order
+            assert [block_range.before(j + 1) for j in range(block_range.count)] == [
+                block_range.nth(j) for j in range(block_range.count)
+            ]
+            assert [block_range.after(j) for j in range(block_range.count - 1)] == [
+                block_range.nth(j) for j in range(1, block_range.count)
+            ]
+            assert [block_range.more(j) for j in range(block_range.count)] == [*[True] * (block_range.count - 1), False]
+            assert block_range.last() == block_range.nth(block_range.count - 1)
+            first_hidden_key = block_range.nth(0) * bound.tile_n + block_range.columns_of_first(
+                rows
+            )  # keys hidden from all rows
+            assert not any(sees(i, j) for i in queries for j in keys(block_range.nth(0)) if first_hidden_key <= j < Sk)
 
 
 def test_key_blocks_visit_the_query_blocks_of_their_window_in_rank_order(bound_window):
@@ -95,17 +105,17 @@ def test_key_blocks_visit_the_query_blocks_of_their_window_in_rank_order(bound_w
         queries = lambda m: range(m * bound.tile_m, min((m + 1) * bound.tile_m, Sq))  # noqa: E731
         is_visible = lambda m: any(j < Sk and sees(i, j) for i in queries(m) for j in keys)  # noqa: B023, E731
         is_full = lambda m: all(j < Sk and sees(i, j) for i in queries(m) for j in keys)  # noqa: B023, E731
-        run = bound.queries(tile_addressing.Tile(n, 0, 0, bound.sizes))
-        if run.total(1) == 0:
+        block_range = bound.queries(tile_addressing.Tile(n, 0, 0, bound.sizes))
+        if block_range.total(1) == 0:
             assert not any(is_visible(m) for m in range(num_m))
             continue
-        check_sections(run.sections(), run.nth, is_visible, range(num_m), is_full)
-        for section in run.sections():
+        check_sections(block_range.sections(), block_range.nth, is_visible, range(num_m), is_full)
+        for section in block_range.sections():
             for j in range(section.begin, section.end):
-                assert run.masked(block_iterator.QueryBlockStep(0, j)) == section.masked
-        for j in range(run.begin, run.end):
+                assert block_range.masked(block_iterator.QueryBlockStep(0, j)) == section.masked
+        for j in range(block_range.begin, block_range.end):
             rank = ranks[j] = ranks.get(j, -1) + 1
-            assert order.turn(n, run, j) == rank
+            assert order.turn(n, block_range, j) == rank
 
 
 def test_window_bounds_match_the_definition(bound_window):

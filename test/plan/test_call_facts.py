@@ -396,8 +396,8 @@ def test_table_rows_match_the_members_of_cpp_structs(name: str) -> None:
     body = re.sub(r"//.*", "", re.search(rf"struct {name} {{\n(.*?)\n}};", source, re.DOTALL)[1])
     members = [
         (re.sub(r"\[.*\]", "", member.strip()), MEMBER_TYPES[kind])
-        for kind, listed in re.findall(r"(const char\*|\w+) ([^;]+);", body)
-        for member in listed.split(",")
+        for kind, listed_names in re.findall(r"(const char\*|\w+) ([^;]+);", body)
+        for member in listed_names.split(",")
     ]
     plain = [(member, getattr(kind, "_type_", kind) if issubclass(kind, ctypes.Array) else kind)
              for member, kind in STRUCTS[name]._fields_]  # fmt: skip

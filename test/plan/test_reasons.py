@@ -71,11 +71,11 @@ def own_table() -> Iterator[None]:
 
 @pytest.mark.parametrize("reason", [name for name in bindings.names("reasons") if name not in ELSEWHERE])
 def test_every_reason_has_a_call(reason: str) -> None:
-    met = REASON_CASES[reason]
-    bindings.push_rows(met.kernels, met.rows, SHUT)
-    plan = bindings.plan(met.call, DEVICES[met.device], met.mode)
-    assert plan["why"][met.family] == reason
-    assert bool(plan["reasons"].get(met.family)) == (plan["backend"] != met.family)
+    met_reasons = REASON_CASES[reason]
+    bindings.push_rows(met_reasons.kernels, met_reasons.rows, SHUT)
+    plan = bindings.plan(met_reasons.call, DEVICES[met_reasons.device], met_reasons.mode)
+    assert plan["why"][met_reasons.family] == reason
+    assert bool(plan["reasons"].get(met_reasons.family)) == (plan["backend"] != met_reasons.family)
 
 
 @pytest.mark.parametrize(

@@ -42,17 +42,17 @@ def test_table_of_several_gpus_equals_the_results():
     table_rows = table("docs/several_gpus.md", "Measured")
     *rings, block = rows_of("multi-h200x2")
     assert len(table_rows) == len(rings)
-    for (call, ours, *cells), row in zip(table_rows, rings, strict=True):
+    for (call, plugin_cell, *cells), row in zip(table_rows, rings, strict=True):
         peers, memory = row["peers_ms"], row["peak_mib"]
         ratios = [f"{peers[name] / row['ours_ms']:.2f}" for name in ("stock", "stock_flash")]
         steps = f"{row['steps_ms'] / row['ours_ms']:.2f}" if "steps_ms" in row else "-"
-        assert (call, ours) == (row["case"], f"{row['ours_ms']:.4g}")
+        assert (call, plugin_cell) == (row["case"], f"{row['ours_ms']:.4g}")
         assert cells == [*ratios, steps, f"{memory['ours_auto'] / memory['stock']:.2f}"]
     page = (ROOT / "docs" / "several_gpus.md").read_text()
     page = " ".join(page.split())
     local, *stocks = (f"{block['all_ms'][name]:.2f}" for name in ("ours_local", "stock", "stock_local"))
-    ours = f"take {block['ours_ms']:.2f} ms with heads as DTensors, {local} as plain tensors"
-    assert f"{ours}; without the plugin {' and '.join(stocks)}." in page
+    plugin_cell = f"take {block['ours_ms']:.2f} ms with heads as DTensors, {local} as plain tensors"
+    assert f"{plugin_cell}; without the plugin {' and '.join(stocks)}." in page
     (gather,) = (row["variants_ms"]["gather"] for row in rings if row["case"] == "train_ring_allgather_s65536")
     assert f'gathering all keys ("gather") {gather:.1f}' in page
 

@@ -104,13 +104,13 @@ def test_printed_errors_equal_errors_of_the_interpreted_kernel(small_prefill):
     with torch.inference_mode():
         _, recorder, num_served = without_gpu.prefill_on(pack, model, prompt)
     assert num_served == len(recorder.calls) == len(errors) == 2
-    for (ours, stock, _, ratio), call, out in zip(errors.values(), recorder.calls, recorder.outs, strict=True):
+    for (plugin_error, stock, _, ratio), call, out in zip(errors.values(), recorder.calls, recorder.outs, strict=True):
         with sdpa_kernel(SDPBackend.MATH):
             exact = F.scaled_dot_product_attention(*(x.double() for x in (call.q, call.k, call.v)), **call.kwargs)
-        assert float(ours) == pytest.approx(float((out.double() - exact).square().mean().sqrt()), rel=1e-3)
+        assert float(plugin_error) == pytest.approx(float((out.double() - exact).square().mean().sqrt()), rel=1e-3)
         assert float(stock) == pytest.approx(float((call.run().double() - exact).square().mean().sqrt()), rel=1e-3)
         assert not torch.equal(out, call.run()), "the outputs are stock torch's"
-        assert float(ratio) == pytest.approx(float(ours) / float(stock), abs=2e-3) and 0.8 < float(ratio) < 1.2
+        assert float(ratio) == pytest.approx(float(plugin_error) / float(stock), abs=2e-3) and 0.8 < float(ratio) < 1.2
 
 
 @pytest.mark.interpreted
@@ -212,10 +212,10 @@ def test_training_demo(tmp_path):
         differences[name] = float(difference)
     assert differences["plugin off"] == 0 < differences["math"]
     assert on_gpu or losses["auto"] == losses["plugin off"]
-    ours = {"auto", "fa3 forced"} & set(gradients)
+    plugin_names = {"auto", "fa3 forced"} & set(gradients)
     errors = {name: [float(cell.rstrip("%")) for cell in cells] for name, cells in gradients.items()}
-    for column, stock_names in enumerate(zip(*(errors[name] for name in errors if name not in ours))):
-        assert all(0 < errors[name][column] <= 1.5 * max(stock_names) for name in ours)
+    for column, stock_names in enumerate(zip(*(errors[name] for name in errors if name not in plugin_names))):
+        assert all(0 < errors[name][column] <= 1.5 * max(stock_names) for name in plugin_names)
     message = "forward by fa3" if on_gpu else "stock's CPU attention runs it, forward and backward"
     assert message in re.sub(r"\s+", " ", shown)
     if importlib.util.find_spec("matplotlib"):

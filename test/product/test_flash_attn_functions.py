@@ -145,8 +145,8 @@ def make_tokens(device: str, rows: int = 2, length: int = 13) -> Tensor:
 
 def assert_as_close_as_eager(got: Tensor, eager: Tensor, right: Tensor) -> None:
     """Require at most twice the error of eager against fp32."""
-    ours, eagers = (float((x.float() - right).norm() / right.norm()) for x in (got, eager))
-    assert ours < 1e-5 + 2 * eagers
+    plugin_error, eager_error = (float((x.float() - right).norm() / right.norm()) for x in (got, eager))
+    assert plugin_error < 1e-5 + 2 * eager_error
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -162,9 +162,9 @@ def test_models_are_right_against_eager(device: str, family: str) -> None:
         assert_as_close_as_eager(*(out[1, 5:] for out in padded))
     for model in models:
         model(make_tokens(device), labels=make_tokens(device)).loss.backward()
-    for ours, eager, right in zip(*(model.named_parameters() for model in models), strict=True):
-        if "self_attn" in ours[0]:
-            assert_as_close_as_eager(ours[1].grad, eager[1].grad, right[1].grad)
+    for plugin_param, eager, right in zip(*(model.named_parameters() for model in models), strict=True):
+        if "self_attn" in plugin_param[0]:
+            assert_as_close_as_eager(plugin_param[1].grad, eager[1].grad, right[1].grad)
 
 
 @pytest.mark.parametrize("padding", [0, 5])
@@ -172,23 +172,25 @@ def test_models_are_right_against_eager(device: str, family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_generated_tokens_equal_eager(device: str, family: str, cache: dict[str, object], padding: int) -> None:
     """A static cache has rows without written values."""
-    ours, eager, _ = make_three_models(family, device)
-    assert ours.config._attn_implementation == integration.FLASH
+    plugin_model, eager, _ = make_three_models(family, device)
+    assert plugin_model.config._attn_implementation == integration.FLASH
     settings = {"max_new_tokens": 8, "do_sample": False, "min_new_tokens": 8, **cache}
     mask = torch.ones(2, 13, dtype=torch.long, device=device)
     mask[1, :padding] = 0
-    generated, right = (model.generate(make_tokens(device), attention_mask=mask, **settings) for model in (ours, eager))
+    generated, right = (
+        model.generate(make_tokens(device), attention_mask=mask, **settings) for model in (plugin_model, eager)
+    )
     assert device != "cpu" or torch.equal(generated, right)
 
 
 def test_packed_sequences_are_independent(device: str) -> None:
-    ours, *eager_models = make_three_models("Mistral", device)
+    plugin_model, *eager_models = make_three_models("Mistral", device)
     collate = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
     rows = make_tokens(device, 1, 13)[0].tolist()
     batch = collate([{"input_ids": rows[:5]}, {"input_ids": rows[5:]}])
     batch = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in batch.items() if name != "labels"}
     with torch.no_grad():
-        packed = ours(**batch, use_cache=False).logits[0]
+        packed = plugin_model(**batch, use_cache=False).logits[0]
         for part in (slice(0, 5), slice(5, 13)):
             assert_as_close_as_eager(
                 packed[part], *(model(make_tokens(device, 1, 13)[:, part]).logits[0] for model in eager_models)
@@ -204,11 +206,11 @@ def test_continuous_batching(device: str, family: str) -> None:
 
     Each result must equal the result of the prompt alone.
     """
-    ours, _, exact = make_three_models(family, device)
-    ours = ours if device == "cpu" else ours.float().half()
+    plugin_model, _, exact = make_three_models(family, device)
+    plugin_model = plugin_model if device == "cpu" else plugin_model.float().half()
     settings = transformers.GenerationConfig(max_new_tokens=5, do_sample=False, eos_token_id=-1, pad_token_id=0)
     prompts = [[5, 6, 7, 8, 9], [3, 4], [10, 11, 12, 13, 14, 15, 16]]
-    results = ours.generate_batch(inputs=prompts, generation_config=settings)
+    results = plugin_model.generate_batch(inputs=prompts, generation_config=settings)
     for prompt, result in zip(prompts, results.values(), strict=True):
         right = exact.generate(torch.tensor([prompt], device=device), generation_config=settings)[0, len(prompt) :]
         assert len(result.generated_tokens) == 5 and (device != "cpu" or result.generated_tokens == right.tolist())

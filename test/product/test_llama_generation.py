@@ -116,20 +116,20 @@ def test_llama_generates_the_tokens_of_stock(device_backend: DeviceBackend, way:
     Ties within roundings of stock are excepted. All attention must run on our kernels, also with a static cache, where
     F.sdpa receives a mask.
     """
-    ours = generate(device_backend, way)
+    plugin_run = generate(device_backend, way)
     ran = {path: count for path, count in device_backend.pop_path_counts().items() if path.endswith("_fwd")}
     replayed = (
         device_backend.device == "cuda" and way.compiled == "model"
     )  # a replay of a CUDA graph is counted only at capture
     assert ran.keys() == {"ours_fwd"} and (replayed or ran["ours_fwd"] == LAYERS * TOKENS)
     with device_backend.disabled():
-        stock = generate(device_backend, way, ours.tokens)
-        tolerance = SPREAD_FACTOR * measure_spread_of_stock(device_backend, way, ours.tokens)
-    assert device_backend.pop_path_counts() == {} and torch.equal(stock.tokens, ours.tokens)
-    apart = distance(ours, stock)
+        stock_run = generate(device_backend, way, plugin_run.tokens)
+        tolerance = SPREAD_FACTOR * measure_spread_of_stock(device_backend, way, plugin_run.tokens)
+    assert device_backend.pop_path_counts() == {} and torch.equal(stock_run.tokens, plugin_run.tokens)
+    apart = distance(plugin_run, stock_run)
     assert apart <= tolerance
-    best, second = stock.logits.topk(2).values.unbind(-1)
+    best, second = stock_run.logits.topk(2).values.unbind(-1)
     decided = best - second > tolerance
-    share, variety = decided.float().mean().item(), ours.tokens.unique().numel()
+    share, variety = decided.float().mean().item(), plugin_run.tokens.unique().numel()
     assert share > 0.5 and variety > TOKENS / 2  # otherwise the comparison of tokens has no meaning
-    assert torch.equal(ours.tokens[decided], stock.logits.argmax(-1)[decided])
+    assert torch.equal(plugin_run.tokens[decided], stock_run.logits.argmax(-1)[decided])

@@ -86,18 +86,18 @@ def test_llama_trains_like_stock(device_backend: DeviceBackend, compiled: str) -
 
     If the whole model is compiled, transformers passes a mask to F.sdpa instead of is_causal (torch before 2.14).
     """
-    ours = train(device_backend, compiled)
+    plugin_losses = train(device_backend, compiled)
     took = device_backend.pop_path_counts()
     with device_backend.disabled():
-        stock = train(device_backend, compiled)
+        stock_losses = train(device_backend, compiled)
     assert device_backend.pop_path_counts() == {}
     backward = (
         "ours_bwd" if device_backend.device == "cuda" else "math_bwd"
     )  # the CPU stub backend has no backward kernel
     ran = {path: count for path, count in took.items() if path.endswith(("_fwd", "_bwd"))}
     assert ran == dict.fromkeys(("ours_fwd", backward), STEPS * LAYERS)
-    assert ours.isfinite().all() and ours[-1] < 0.6 * ours[0]
-    assert rms(ours - stock) <= SPREAD_FACTOR * measure_spread_of_stock(device_backend, compiled)
+    assert plugin_losses.isfinite().all() and plugin_losses[-1] < 0.6 * plugin_losses[0]
+    assert rms(plugin_losses - stock_losses) <= SPREAD_FACTOR * measure_spread_of_stock(device_backend, compiled)
 
 
 def first_gradients(device_backend: DeviceBackend, compiled: str, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
@@ -109,10 +109,10 @@ def first_gradients(device_backend: DeviceBackend, compiled: str, dtype: torch.d
 @pytest.mark.parametrize("compiled", ["nothing", "layers", "model"])
 def test_gradients_are_as_exact_as_in_stock(device_backend: DeviceBackend, compiled: str) -> None:
     """Compare the gradient of every parameter before training steps increase a difference."""
-    ours = first_gradients(device_backend, compiled)
+    plugin_grads = first_gradients(device_backend, compiled)
     with device_backend.disabled():
         stock = first_gradients(device_backend, compiled)
         with sdpa_kernel(SDPBackend.MATH):
             exact = first_gradients(device_backend, "nothing", torch.float64)
-    for actual, stock_grad, expected in zip(ours, stock, exact, strict=True):
+    for actual, stock_grad, expected in zip(plugin_grads, stock, exact, strict=True):
         assert (actual - expected).norm() <= 1.2 * (stock_grad - expected).norm()

@@ -67,11 +67,11 @@ def test_padded_batch_equals_sdpa(device: str, recorded_heads: list, training: b
         logits.square().mean().backward()
         return logits.detach(), model.model.layers[0].self_attn.k_proj.weight.grad.clone()
 
-    want = run()
+    expected = run()
     repeated, recorded_heads[:] = list(recorded_heads), []
     model.set_attn_implementation(integration.NAME)
-    for ours, theirs in zip(run(), want, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=2e-2 * float(theirs.abs().max()), rtol=2e-2)
+    for actual, expected_tensor in zip(run(), expected, strict=True):
+        torch.testing.assert_close(actual, expected_tensor, atol=2e-2 * float(expected_tensor.abs().max()), rtol=2e-2)
     assert (HEADS, KV_HEADS) not in repeated and set(recorded_heads) == {(HEADS, KV_HEADS)}
 
 
@@ -79,21 +79,21 @@ def test_padded_batch_equals_sdpa(device: str, recorded_heads: list, training: b
 def test_generation_equals_sdpa(device: str, recorded_heads: list, cache: str) -> None:
     model, batch = make_model(device), make_padded_batch(device)
     settings = {"max_new_tokens": 5, "do_sample": False, "cache_implementation": cache, "disable_compile": True}
-    want = model.generate(**batch, **settings)
+    expected = model.generate(**batch, **settings)
     model.set_attn_implementation(integration.NAME)
     recorded_heads.clear()
-    got = model.generate(**batch, **settings)
-    assert got.shape == want.shape and set(recorded_heads) == {(HEADS, KV_HEADS)}
+    actual = model.generate(**batch, **settings)
+    assert actual.shape == expected.shape and set(recorded_heads) == {(HEADS, KV_HEADS)}
     if device == "cpu":  # two roundings may select two different tokens
-        assert torch.equal(got, want)
+        assert torch.equal(actual, expected)
 
 
 def test_calls_without_a_mask_are_unchanged(device: str, recorded_heads: list) -> None:
     model, tokens = make_model(device), make_padded_batch(device)["input_ids"]
-    want = model(tokens).logits
+    expected = model(tokens).logits
     calls, recorded_heads[:] = list(recorded_heads), []
     model.set_attn_implementation(integration.NAME)
-    assert torch.equal(model(tokens).logits, want) and recorded_heads == calls
+    assert torch.equal(model(tokens).logits, expected) and recorded_heads == calls
 
 
 def test_unregister_removes_the_attention_function(device: str) -> None:

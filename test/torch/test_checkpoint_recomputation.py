@@ -136,8 +136,8 @@ def test_checkpointed_gradients_equal_plain_gradients(mode: str, dropout_p: floa
         )
         return [leaf.grad for leaf in leaves]
 
-    want, got = run(0), run(2 if kind == "nested" else 1)
+    expected_result, actual = run(0), run(2 if kind == "nested" else 1)
 
-    for gradient, expected in zip(got, want):
+    for gradient, expected in zip(actual, expected_result):
         error = (gradient.double() - expected.double()).norm() / expected.double().norm()
         assert error < 1e-2  # different dropout bits give an error of 0.45

@@ -56,10 +56,10 @@ def test_without_grad(device_backend: DeviceBackend, context: Callable, where: s
     compiled = torch.compile(function, fullgraph=True, backend=recorder)
     q, k, v = device_backend.qkv(grad=True)
     with context():
-        got = compiled(q, k, v)
-        want = function(q, k, v)
-    assert recorder.forwards == [[("fwd", AUTO)]] and not got.requires_grad
-    torch.testing.assert_close(got, want, **TOLERANCE)
+        actual = compiled(q, k, v)
+        expected = function(q, k, v)
+    assert recorder.forwards == [[("fwd", AUTO)]] and not actual.requires_grad
+    torch.testing.assert_close(actual, expected, **TOLERANCE)
 
 
 @pytest.mark.parametrize("grad", [False, True])
@@ -85,8 +85,8 @@ def test_block_inside_can_choose_stock(hooked_backend: DeviceBackend, backend: s
     took = check_against_eager(
         hooked_backend, function, torch.compile(function, fullgraph=True, backend=recorder), grad=True
     )
-    ours = [name for name, _ in recorder.forwards[0] if name == "fwd"]
-    assert ours == ["fwd"] and len(recorder.forwards[0]) == 2 and took["ours_fwd"] == 1
+    plugin_ops = [name for name, _ in recorder.forwards[0] if name == "fwd"]
+    assert plugin_ops == ["fwd"] and len(recorder.forwards[0]) == 2 and took["ours_fwd"] == 1
 
 
 def test_block_inside_checkpoint_inside_compile(device_backend: DeviceBackend) -> None:
@@ -114,10 +114,10 @@ def test_block_around_is_read_when_the_graph_runs(hooked_backend: DeviceBackend)
     recorder = Recorder()
     compiled = torch.compile(causal, fullgraph=True, backend=recorder)
     q, k, v = hooked_backend.qkv()
-    want = compiled(q, k, v)
+    expected = compiled(q, k, v)
     hooked_backend.pop_path_counts()
     with sdpa_backend("math"):
-        got = compiled(q, k, v)
+        actual = compiled(q, k, v)
     assert hooked_backend.pop_path_counts() == {"math_fwd": 1}
     with sdpa_backend("fa3", num_splits=4), pytest.raises(RuntimeError, match="'fa3' is forced"):
         compiled(q, k, v)
@@ -127,7 +127,7 @@ def test_block_around_is_read_when_the_graph_runs(hooked_backend: DeviceBackend)
     assert hooked_backend.pop_path_counts() == {"ours_fwd": 1}
     compiled(q, k, v)
     assert hooked_backend.pop_path_counts()["ours_fwd"] == 1 and len(recorder.forwards) == 1
-    torch.testing.assert_close(got, want, **TOLERANCE)
+    torch.testing.assert_close(actual, expected, **TOLERANCE)
 
 
 def test_block_around_the_first_call_is_not_baked_in(hooked_backend: DeviceBackend) -> None:

@@ -114,16 +114,20 @@ def test_fake_has_the_strides_of_the_real_output(device: str, layout: str, dv: i
     real = forward(query, key, value)
     with torch._subclasses.FakeTensorMode() as fake_mode:
         fake = forward(*(fake_mode.from_tensor(tensor) for tensor in (query, key, value)))
-    for name, got, want in zip(("out", "lse", "seed", "offset"), real, fake):
-        assert (got.shape, got.stride(), got.dtype, got.device) == (
-            want.shape,
-            want.stride(),
-            want.dtype,
-            want.device,
+    for name, actual, expected in zip(("out", "lse", "seed", "offset"), real, fake):
+        assert (actual.shape, actual.stride(), actual.dtype, actual.device) == (
+            expected.shape,
+            expected.stride(),
+            expected.dtype,
+            expected.device,
         ), name
     grads = sdpa.namespace.sdpa_bwd(torch.randn_like(real[0]), query, key, value, None, *real, 0.0, 0, None, 0, False)
-    for name, got, like in zip(("dq", "dk", "dv"), grads, (query, key, value)):
-        assert (got.shape, got.stride(), got.dtype) == (like.shape, torch.empty_like(like).stride(), like.dtype), name
+    for name, actual, like in zip(("dq", "dk", "dv"), grads, (query, key, value)):
+        assert (actual.shape, actual.stride(), actual.dtype) == (
+            like.shape,
+            torch.empty_like(like).stride(),
+            like.dtype,
+        ), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -132,12 +136,14 @@ def test_math_equals_math_of_torch(name: str, dtype: torch.dtype) -> None:
     sizes, mask, causal = CALLS[name]
     inputs = [tensor.requires_grad_() for tensor in qkv(dtype, **sizes)]
     inputs += [torch.randn(mask, dtype=dtype, requires_grad=True)] if mask else []
-    ours = forward(*inputs, causal=causal)[0]
+    plugin_out = forward(*inputs, causal=causal)[0]
     stock = F.scaled_dot_product_attention(*inputs, is_causal=bool(causal), enable_gqa=True)
-    torch.testing.assert_close(ours, stock)
-    grad = torch.randn_like(ours)
-    for got, want in zip(torch.autograd.grad(ours, inputs, grad), torch.autograd.grad(stock, inputs, grad)):
-        torch.testing.assert_close(got, want)
+    torch.testing.assert_close(plugin_out, stock)
+    grad = torch.randn_like(plugin_out)
+    for actual, expected in zip(
+        torch.autograd.grad(plugin_out, inputs, grad), torch.autograd.grad(stock, inputs, grad)
+    ):
+        torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("low", [-1e9, torch.finfo(torch.bfloat16).min, torch.finfo(torch.float32).min])
@@ -149,14 +155,14 @@ def test_rows_with_only_low_scores(low: float) -> None:
     inputs = [tensor.requires_grad_() for tensor in (*qkv(), torch.zeros(16, 16))]
     with torch.no_grad():
         inputs[3][5] = low
-    ours, stock = forward(*inputs)[0], F.scaled_dot_product_attention(*inputs)
-    torch.testing.assert_close(ours, stock)
-    grad = torch.randn_like(ours)
+    plugin_out, stock = forward(*inputs)[0], F.scaled_dot_product_attention(*inputs)
+    torch.testing.assert_close(plugin_out, stock)
+    grad = torch.randn_like(plugin_out)
     grad_of_other_rows = grad.clone().index_fill_(2, torch.tensor(5), 0.0)
-    for got, want in zip(
-        torch.autograd.grad(ours, inputs, grad), torch.autograd.grad(stock, inputs, grad_of_other_rows)
+    for actual, expected in zip(
+        torch.autograd.grad(plugin_out, inputs, grad), torch.autograd.grad(stock, inputs, grad_of_other_rows)
     ):
-        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("schema", bindings.names("schemas"), ids=lambda schema: schema.partition("(")[0])
@@ -225,13 +231,15 @@ def test_rows_without_visible_keys_are_zero() -> None:
 @pytest.mark.parametrize("sizes", [{"keys": 0}, {"rows": 0}, {"d": 0}])
 def test_empty_dims_give_the_result_of_torch(sizes: dict[str, int]) -> None:
     inputs = [tensor.requires_grad_() for tensor in qkv(**sizes)]
-    ours, stock = forward(*inputs)[0], F.scaled_dot_product_attention(*inputs)
+    plugin_out, stock = forward(*inputs)[0], F.scaled_dot_product_attention(*inputs)
     # F.sdpa gives zeros in this version, not the mean of value
     if sizes == {"d": 0} and torch.__version__.startswith("2.12."):
         stock, _ = torch.ops.aten._scaled_dot_product_attention_math(*inputs)
-    torch.testing.assert_close(ours, stock)
-    for got, want in zip(torch.autograd.grad(ours.sum(), inputs), torch.autograd.grad(stock.sum(), inputs)):
-        torch.testing.assert_close(got, want)
+    torch.testing.assert_close(plugin_out, stock)
+    for actual, expected in zip(
+        torch.autograd.grad(plugin_out.sum(), inputs), torch.autograd.grad(stock.sum(), inputs)
+    ):
+        torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])
@@ -290,10 +298,10 @@ def test_vmap_of_the_op(mapped: tuple[int | None, ...]) -> None:
         out, lse, seed, offset = forward(q, k, value, m)
         return out, *sdpa.namespace.sdpa_bwd(out, q, k, value, m, out, lse, seed, offset, 0.0, 0, None, 0, True)
 
-    got = torch.vmap(grads, mapped)(*inputs)
+    actual = torch.vmap(grads, mapped)(*inputs)
     for index in range(3):
-        want = grads(*(tensor if dim is None else tensor.select(dim, index) for tensor, dim in zip(inputs, mapped)))
-        for name, a, b in zip(("out", "dq", "dk", "dv", "dbias"), got, want):
+        expected = grads(*(tensor if dim is None else tensor.select(dim, index) for tensor, dim in zip(inputs, mapped)))
+        for name, a, b in zip(("out", "dq", "dk", "dv", "dbias"), actual, expected):
             torch.testing.assert_close(a[index], b, msg=lambda text, name=name: f"{name}: {text}")
 
 
@@ -383,10 +391,10 @@ def test_every_argument_reaches_forward_and_backward(
     expected, results_of_plain = list(results_by_math(call)), list(results_by_math(plain))
     with use_implementation():
         modes.clear()
-        for step, got in enumerate(results_by_autograd(call)):
+        for step, actual in enumerate(results_by_autograd(call)):
             assert set(modes) == {call["mode"]}
-            assert len(got) == len(expected[step]) and all(map(torch.equal, got, expected[step]))
-            assert argument == "mode" or not all(map(torch.equal, got, results_of_plain[step]))
+            assert len(actual) == len(expected[step]) and all(map(torch.equal, actual, expected[step]))
+            assert argument == "mode" or not all(map(torch.equal, actual, results_of_plain[step]))
             modes.clear()
 
 

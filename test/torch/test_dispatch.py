@@ -107,10 +107,10 @@ def test_backward_outlives_disable(device_backend: DeviceBackend) -> None:
     out = F.scaled_dot_product_attention(q, k, v)
     device_backend.disable()
     out.sum().backward()
-    got = q.grad.clone()
+    actual = q.grad.clone()
     q.grad = None
     F.scaled_dot_product_attention(q, k, v).sum().backward()
-    torch.testing.assert_close(got, q.grad, atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(actual, q.grad, atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.parametrize("grad", [False, True])
@@ -123,9 +123,9 @@ def test_both_hooks_serve_and_differentiate(hooked_backend: DeviceBackend, grad:
     assert num_ours_fwd(hooked_backend.pop_path_counts()) == 0
     torch.testing.assert_close(out, stock, atol=2e-2, rtol=2e-2)
     if grad:
-        got = torch.autograd.grad(out.float().square().sum(), (q, k, v))
-        want = torch.autograd.grad(stock.float().square().sum(), (q, k, v))
-        for a, b in zip(got, want):
+        actual = torch.autograd.grad(out.float().square().sum(), (q, k, v))
+        expected = torch.autograd.grad(stock.float().square().sum(), (q, k, v))
+        for a, b in zip(actual, expected):
             torch.testing.assert_close(a, b, atol=6e-2, rtol=6e-2)
 
 
@@ -199,10 +199,10 @@ def test_unknown_backend_name_is_refused() -> None:
 def test_forced_math_equals_math_of_torch(hooked_backend: DeviceBackend) -> None:
     q, k, v = hooked_backend.qkv()
     with sdpa_backend("math"):
-        got = F.scaled_dot_product_attention(q, k, v)
+        actual = F.scaled_dot_product_attention(q, k, v)
     with sdpa_kernel(SDPBackend.MATH):
-        want = F.scaled_dot_product_attention(q, k, v)
-    assert num_ours_fwd(hooked_backend.pop_path_counts()) == 0 and torch.equal(got, want)
+        expected = F.scaled_dot_product_attention(q, k, v)
+    assert num_ours_fwd(hooked_backend.pop_path_counts()) == 0 and torch.equal(actual, expected)
 
 
 def test_backward_follows_the_mode_of_its_forward(device_backend: DeviceBackend) -> None:
@@ -235,12 +235,12 @@ def test_sdpa_kernel_stays_in_force(device_backend: DeviceBackend, backend: str)
             return str(error).splitlines()[0]
 
     with sdpa_kernel(getattr(SDPBackend, backend)):
-        got = call()
+        actual = call()
         assert (num_ours_fwd(device_backend.pop_path_counts()) == 1) == (backend in ("FLASH_ATTENTION", "OVERRIDEABLE"))
         if backend not in ("FLASH_ATTENTION", "OVERRIDEABLE"):
             device_backend.disable()
-            want = call()
-            assert torch.equal(got, want) if isinstance(got, torch.Tensor) else got == want
+            expected = call()
+            assert torch.equal(actual, expected) if isinstance(actual, torch.Tensor) else actual == expected
 
 
 def test_fallback_in_the_op_reaches_stock_and_returns(device_backend: DeviceBackend) -> None:
@@ -258,13 +258,13 @@ def test_fallback_in_the_op_reaches_stock_and_returns(device_backend: DeviceBack
         took = device_backend.pop_path_counts()
         assert list(took.values()) == [1] and ("ours_fwd" in took) == fused and next(iter(took)).endswith("_fwd"), took
         with sdpa_kernel(SDPBackend.MATH):
-            want = F.scaled_dot_product_attention(*tensors, is_causal=True)
-        torch.testing.assert_close(out, want, atol=2e-2, rtol=2e-2)
+            expected = F.scaled_dot_product_attention(*tensors, is_causal=True)
+        torch.testing.assert_close(out, expected, atol=2e-2, rtol=2e-2)
         device_backend.pop_path_counts()
-        got = torch.autograd.grad(out.sum(), (q, k, v), retain_graph=True)
+        actual = torch.autograd.grad(out.sum(), (q, k, v), retain_graph=True)
         with sdpa_kernel(SDPBackend.MATH):
             exact = F.scaled_dot_product_attention(*(tensor.double() for tensor in tensors), is_causal=True)
-        for a, b in zip(got, torch.autograd.grad(exact.sum(), (q, k, v), retain_graph=True)):
+        for a, b in zip(actual, torch.autograd.grad(exact.sum(), (q, k, v), retain_graph=True)):
             assert float((a.double() - b.double()).norm() / b.double().norm()) < 1e-2
 
 

@@ -79,11 +79,11 @@ def test_one_rank(hooked_backend: DeviceBackend, mesh: DeviceMesh, grad: bool) -
     assert torch_flashplug.explain(*sharded, is_causal=True, device="h100").part
     out = F.scaled_dot_product_attention(*sharded, is_causal=True)
     assert hooked_backend.pop_path_counts().get("ours_fwd") == 1
-    want = F.scaled_dot_product_attention(*plain, is_causal=True)
-    torch.testing.assert_close(out.full_tensor(), want, atol=2e-2, rtol=2e-2)
+    expected = F.scaled_dot_product_attention(*plain, is_causal=True)
+    torch.testing.assert_close(out.full_tensor(), expected, atol=2e-2, rtol=2e-2)
     if grad:
         out.full_tensor().float().square().sum().backward()
-        want.float().square().sum().backward()
+        expected.float().square().sum().backward()
         for sharded_leaf, plain_leaf in zip(sharded, plain):
             torch.testing.assert_close(sharded_leaf.grad.full_tensor(), plain_leaf.grad, atol=6e-2, rtol=6e-2)
 

@@ -47,8 +47,8 @@ def dropout_mask_of(seed: Tensor, q: Tensor, k: Tensor, p: float = P) -> Tensor:
 
 
 def check(actual: tuple[Tensor, ...], want: tuple[Tensor, ...], tolerance: float = 3e-2) -> None:
-    for got, exact in zip(actual, want, strict=True):
-        assert float((got.detach().double() - exact.detach()).norm() / exact.detach().norm()) < tolerance
+    for result, exact in zip(actual, want, strict=True):
+        assert float((result.detach().double() - exact.detach()).norm() / exact.detach().norm()) < tolerance
 
 
 def attend_with_dropout(q: Tensor, k: Tensor, v: Tensor, p: float = P, **more: object) -> Tensor:
@@ -112,8 +112,8 @@ def test_any_backward_follows_any_forward(kernels_on: str, modes: tuple[int, int
     counts = {name: count for name, count in bindings.counters().items() if count}
     assert counts == {f"{names[modes[0]]}_fwd": 1, f"{names[modes[1]]}_bwd": 1}
     exact = [tensor.double().requires_grad_() for tensor in inputs]
-    want = attend_in_fp64(*exact, dropout_mask_of(seed, *inputs[:2]), causal=causal)
-    check((out, *grads), (want, *torch.autograd.grad(want, exact, grad.double())))
+    expected = attend_in_fp64(*exact, dropout_mask_of(seed, *inputs[:2]), causal=causal)
+    check((out, *grads), (expected, *torch.autograd.grad(expected, exact, grad.double())))
 
 
 @pytest.mark.gpu
@@ -131,8 +131,8 @@ def test_calls_with_dropout_never_run_on_efficient_attention(dtype: torch.dtype,
     counts = bindings.counters()
     assert counts["efficient_fwd"] == counts["efficient_bwd"] == 0
     exact = [tensor.double().requires_grad_() for tensor in inputs]
-    want = attend_in_fp64(*exact, dropout_mask_of(seed, *inputs[:2]))
-    check((out, *grads), (want, *torch.autograd.grad(want, exact, grad.double())))
+    expected = attend_in_fp64(*exact, dropout_mask_of(seed, *inputs[:2]))
+    check((out, *grads), (expected, *torch.autograd.grad(expected, exact, grad.double())))
 
 
 def test_plans_never_use_the_efficient_backward_after_dropout() -> None:
@@ -169,10 +169,12 @@ def check_gradients(
     grads = torch.autograd.grad(out, [leaves[name] for name in leaf_names], grad)
     assert device_backend.pop_path_counts()["ours_fwd"] >= 1
     exact = {name: tensor.double().requires_grad_(name in leaf_names) for name, tensor in tensors.items()}
-    want = attend_in_fp64(
+    expected = attend_in_fp64(
         *exact.values(), dropout_mask_of(seed, tensors["q"], tensors["k"]), causal=bool(more.get("is_causal"))
     )
-    check((out, *grads), (want, *torch.autograd.grad(want, [exact[name] for name in leaf_names], grad.double())))
+    check(
+        (out, *grads), (expected, *torch.autograd.grad(expected, [exact[name] for name in leaf_names], grad.double()))
+    )
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -249,10 +251,10 @@ def test_invalid_probabilities_fall_back_to_stock(hooked_backend: DeviceBackend,
             return str(error)
 
     with hooked_backend.disabled():
-        want = outcome()
-    got = outcome()
+        expected = outcome()
+    actual = outcome()
     assert hooked_backend.pop_path_counts().get("ours_fwd", 0) == 0
-    assert got == want if isinstance(want, str) else torch.equal(got, want)
+    assert actual == expected if isinstance(expected, str) else torch.equal(actual, expected)
 
 
 # ---- graphs and transforms ----
@@ -332,8 +334,8 @@ def test_symbolic_sizes_follow_the_measured_table(device_backend: DeviceBackend,
         )
         torch._dynamo.mark_static(q, 3)
         compiled(q, k, v)
-    ours = [("fwd", AUTO)]
-    assert (recorder.forwards == [ours]) is (D == 64) and device_backend.pop_path_counts().get("ours_fwd", 0) == (
+    plugin_ops = [("fwd", AUTO)]
+    assert (recorder.forwards == [plugin_ops]) is (D == 64) and device_backend.pop_path_counts().get("ours_fwd", 0) == (
         D == 64
     )
 

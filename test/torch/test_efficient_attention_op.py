@@ -50,8 +50,11 @@ def attend_in_fp32(leaves: list[Tensor], grad_out: Tensor) -> tuple[Tensor, ...]
 
 
 def assert_near(actual: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> None:
-    for got, expected in zip(actual, exact, strict=True):
-        assert got.shape == expected.shape and float((got.float() - expected.float()).norm() / expected.norm()) < 1e-2
+    for result, expected in zip(actual, exact, strict=True):
+        assert (
+            result.shape == expected.shape
+            and float((result.float() - expected.float()).norm() / expected.norm()) < 1e-2
+        )
 
 
 # ---- calls served by the plugin ----

@@ -267,9 +267,9 @@ def test_failed_allocation_raises_the_error_of_torch(cpu: DeviceBackend) -> None
     with pytest.raises(RuntimeError, match="can't allocate memory: you tried to allocate") as stock:
         torch.empty_like(q)
     for call in (lambda: sdpa(q, q, q), lambda: attention(q, q, q, window=(4, 4))):
-        with pytest.raises(RuntimeError, match="can't allocate memory: you tried to allocate") as ours:
+        with pytest.raises(RuntimeError, match="can't allocate memory: you tried to allocate") as plugin_error:
             call()
-        assert type(ours.value) is type(stock.value) and "torch_flashplug" not in str(ours.value)
+        assert type(plugin_error.value) is type(stock.value) and "torch_flashplug" not in str(plugin_error.value)
 
 
 ASKED = """

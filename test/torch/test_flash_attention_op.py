@@ -76,8 +76,8 @@ def attend_in_fp32(leaves: list[Tensor], do: Tensor, **settings: object) -> tupl
 
 
 def assert_near(actual: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> None:
-    for got, expected in zip(actual, exact, strict=True):
-        assert got.shape == expected.shape and float((got.float() - expected).norm() / expected.norm()) < 1e-2
+    for result, expected in zip(actual, exact, strict=True):
+        assert result.shape == expected.shape and float((result.float() - expected).norm() / expected.norm()) < 1e-2
 
 
 # ---- calls served by the plugin ----

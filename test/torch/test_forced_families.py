@@ -74,9 +74,9 @@ def test_gradients_of_a_forced_family(hooked_backend: DeviceBackend, family: str
         with sdpa_backend(family):
             out = F.scaled_dot_product_attention(*args, **kwargs)
         assert hooked_backend.pop_path_counts().get("ours_fwd", 0) == 1, name
-        got = torch.autograd.grad(out.float().square().sum(), args)
-        want = torch.autograd.grad(math_in_fp64(args, kwargs).square().sum(), args)
-        for a, b in zip(got, want):
+        actual = torch.autograd.grad(out.float().square().sum(), args)
+        expected = torch.autograd.grad(math_in_fp64(args, kwargs).square().sum(), args)
+        for a, b in zip(actual, expected):
             assert float((a.double() - b.double()).norm() / b.double().norm()) < 2e-2, name
 
 
@@ -86,14 +86,14 @@ def test_forced_fa3_gradients_against_fp64(device_backend: DeviceBackend) -> Non
     with sdpa_backend("fa3"):
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     grad = torch.randn_like(out)
-    got = torch.autograd.grad(out, (q, k, v), grad)
+    actual = torch.autograd.grad(out, (q, k, v), grad)
     assert device_backend.pop_path_counts().get("ours_fwd", 0) == 1
     wide = [t.detach().double().requires_grad_() for t in (q, k, v)]
-    want = torch.autograd.grad(F.scaled_dot_product_attention(*wide, is_causal=True), wide, grad.double())
+    expected = torch.autograd.grad(F.scaled_dot_product_attention(*wide, is_causal=True), wide, grad.double())
     plain = [t.detach().requires_grad_() for t in (q, k, v)]
     with sdpa_kernel(SDPBackend.MATH):
         low = torch.autograd.grad(F.scaled_dot_product_attention(*plain, is_causal=True), plain, grad)
-    for name, a, b, c in zip(("dq", "dk", "dv"), got, want, low):
+    for name, a, b, c in zip(("dq", "dk", "dv"), actual, expected, low):
         budget = 3 * (c.double() - b).abs().max() + torch.finfo(a.dtype).eps * b.abs().max()
         assert (a.double() - b).abs().max() <= budget, name
 
@@ -176,11 +176,11 @@ def test_preferred_family_leaves_unsupported_calls_to_stock(
         plan = torch_flashplug.explain(*args, **kwargs)
         assert plan.backend == "stock" and not plan.error and plan.reasons[family]
         torch.manual_seed(1)
-        got = F.scaled_dot_product_attention(*args, **kwargs)
+        actual = F.scaled_dot_product_attention(*args, **kwargs)
         assert hooked_backend.pop_path_counts().get("ours_fwd", 0) == 0
         with hooked_backend.disabled():
             torch.manual_seed(1)
-            assert torch.equal(got, F.scaled_dot_product_attention(*args, **kwargs))
+            assert torch.equal(actual, F.scaled_dot_product_attention(*args, **kwargs))
 
 
 @pytest.mark.usefixtures("fa2_for_process", "fresh_dynamo")
@@ -188,14 +188,14 @@ def test_preferred_fa2_in_a_graph_of_unknown_shapes(device_backend: DeviceBacken
     compiled = torch.compile(F.scaled_dot_product_attention, fullgraph=True, dynamic=True, backend="aot_eager")
     for rows, head_dim, num_served in ((128, 64, 1), (200, 60, 1), (136, 300, 0)):
         q, k, v = (F.pad(t, (0, head_dim - 64)) for t in device_backend.qkv(rows=rows))
-        got = compiled(q, k, v)
+        actual = compiled(q, k, v)
         assert device_backend.pop_path_counts().get("ours_fwd", 0) == num_served, (rows, head_dim)
-        torch.testing.assert_close(got.double(), math_in_fp64([q, k, v], {}), **CLOSE)
+        torch.testing.assert_close(actual.double(), math_in_fp64([q, k, v], {}), **CLOSE)
     mask = torch.ones(128, 128, dtype=torch.bool, device=device_backend.device).tril()
     q, k, v = device_backend.qkv()
-    got = compiled(q, k, v, mask)
+    actual = compiled(q, k, v, mask)
     assert device_backend.pop_path_counts().get("ours_fwd", 0) == 1
-    torch.testing.assert_close(got.double(), math_in_fp64([q, k, v], {"attn_mask": mask}), **CLOSE)
+    torch.testing.assert_close(actual.double(), math_in_fp64([q, k, v], {"attn_mask": mask}), **CLOSE)
 
 
 def test_plan_b_plans_again_after_a_kernel_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,11 +222,11 @@ def test_odd_calls_in_a_graph_of_unknown_shapes_never_run_math(head_dim: int) ->
         for rows in (520, 1040):
             q, k, v = (F.pad(t, (0, head_dim - 64)).detach().requires_grad_() for t in device_backend.qkv(rows=rows))
             out = compiled(q, k, v)
-            got = torch.autograd.grad(out.float().square().sum(), (q, k, v))
+            actual = torch.autograd.grad(out.float().square().sum(), (q, k, v))
             took = device_backend.pop_path_counts()
             assert took["ours_fwd"] == took["ours_bwd"] == 1 and not took.keys() & {"math_fwd", "math_bwd"}, took
-            want = torch.autograd.grad(math_in_fp64([q, k, v], {}).square().sum(), (q, k, v))
-            for a, b in zip(got, want):
+            expected = torch.autograd.grad(math_in_fp64([q, k, v], {}).square().sum(), (q, k, v))
+            for a, b in zip(actual, expected):
                 assert float((a.double() - b.double()).norm() / b.double().norm()) < 2e-2
 
 

@@ -76,8 +76,8 @@ def test_graphed_training_step(cuda_backend: DeviceBackend) -> None:
     )
     for _ in range(2):
         grads = torch.autograd.grad(graphed(*samples).float().square().sum(), samples)
-        want = torch.autograd.grad(run_by_stock(causal, *samples).float().square().sum(), samples)
-        for a, b in zip(grads, want):
+        expected = torch.autograd.grad(run_by_stock(causal, *samples).float().square().sum(), samples)
+        for a, b in zip(grads, expected):
             torch.testing.assert_close(a, b, atol=6e-2, rtol=6e-2)
 
 
@@ -96,11 +96,11 @@ def test_split_backward_kernel_first_runs_under_capture(cuda_backend: DeviceBack
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            got = gradients(k, v)
-    for tensor in got:
+            actual = gradients(k, v)
+    for tensor in actual:
         tensor.fill_(torch.nan)
     graph.replay()
-    for a, b in zip(got, run_by_stock(gradients, k, v)):
+    for a, b in zip(actual, run_by_stock(gradients, k, v)):
         torch.testing.assert_close(a, b, atol=6e-2, rtol=6e-2)
 
 
@@ -112,11 +112,11 @@ def test_compiled_gradients_of_inputs_laid_out_bshd(cuda_backend: DeviceBackend,
     """
     inputs = cuda_backend.qkv(rows=256, grad=True)
     out = torch.compile(sdpa_backend("fa3")(causal), backend="aot_eager", fullgraph=True)(*inputs)
-    got = torch.autograd.grad(out.float().square().sum(), inputs)
+    actual = torch.autograd.grad(out.float().square().sum(), inputs)
     with sdpa_kernel(SDPBackend.MATH):
         exact = causal(*(tensor.double() for tensor in inputs))
-    for ours, fp64 in zip(got, torch.autograd.grad(exact.square().sum(), inputs)):
-        assert float((ours.double() - fp64.double()).norm() / fp64.double().norm()) < 1e-2
+    for actual_grad, fp64 in zip(actual, torch.autograd.grad(exact.square().sum(), inputs)):
+        assert float((actual_grad.double() - fp64.double()).norm() / fp64.double().norm()) < 1e-2
 
 
 @pytest.mark.gpu
@@ -125,14 +125,14 @@ def test_compiled_gradients_of_inputs_laid_out_bshd(cuda_backend: DeviceBackend,
 def test_reduce_overhead(cuda_backend: DeviceBackend, grad: bool) -> None:
     compiled = torch.compile(sdpa_backend("fa3")(causal), fullgraph=True, mode="reduce-overhead")
     inputs = cuda_backend.qkv(rows=256, grad=grad)
-    want = run_by_stock(causal, *inputs)
-    want_grads = torch.autograd.grad(want.float().square().sum(), inputs) if grad else ()
+    expected = run_by_stock(causal, *inputs)
+    want_grads = torch.autograd.grad(expected.float().square().sum(), inputs) if grad else ()
     for _ in range(4):  # recorded on the second call, replayed from the third
         torch.compiler.cudagraph_mark_step_begin()
-        got = compiled(*inputs)
-        torch.testing.assert_close(got, want, **TOLERANCE)
+        actual = compiled(*inputs)
+        torch.testing.assert_close(actual, expected, **TOLERANCE)
         if grad:
-            for a, b in zip(torch.autograd.grad(got.float().square().sum(), inputs), want_grads):
+            for a, b in zip(torch.autograd.grad(actual.float().square().sum(), inputs), want_grads):
                 torch.testing.assert_close(a, b, atol=6e-2, rtol=6e-2)
     assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == 0
 
@@ -155,9 +155,9 @@ def test_tensors_on_a_second_device(cuda_backend: DeviceBackend, captured: bool)
             return
         out = causal(*inputs)
     assert out.device == torch.device("cuda:1") and torch.cuda.current_device() == 0
-    want = run_by_stock(causal, *inputs)
-    torch.testing.assert_close(out, want, **TOLERANCE)
-    for a, b in zip(torch.autograd.grad(out.sum(), inputs), torch.autograd.grad(want.sum(), inputs)):
+    expected = run_by_stock(causal, *inputs)
+    torch.testing.assert_close(out, expected, **TOLERANCE)
+    for a, b in zip(torch.autograd.grad(out.sum(), inputs), torch.autograd.grad(expected.sum(), inputs)):
         torch.testing.assert_close(a, b, atol=6e-2, rtol=6e-2)
     assert cuda_backend.pop_path_counts()["ours_fwd"] == 1
 
@@ -165,7 +165,7 @@ def test_tensors_on_a_second_device(cuda_backend: DeviceBackend, captured: bool)
 @pytest.mark.gpu
 def test_current_stream_is_used(cuda_backend: DeviceBackend) -> None:
     q, k, v = cuda_backend.qkv(rows=512)
-    want = run_by_stock(causal, q * 3, k, v)
+    expected = run_by_stock(causal, q * 3, k, v)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -174,7 +174,7 @@ def test_current_stream_is_used(cuda_backend: DeviceBackend) -> None:
         with sdpa_backend("fa3"):
             out = causal(late, k, v)
     stream.synchronize()
-    torch.testing.assert_close(out, want, **TOLERANCE)
+    torch.testing.assert_close(out, expected, **TOLERANCE)
 
 
 @pytest.mark.gpu
@@ -194,7 +194,7 @@ def test_host_never_waits_for_the_device(cuda_backend: DeviceBackend) -> None:
 @pytest.mark.gpu
 def test_threads_with_separate_streams_and_modes(cuda_backend: DeviceBackend) -> None:
     inputs = cuda_backend.qkv(rows=256)
-    want = run_by_stock(causal, *inputs)
+    expected = run_by_stock(causal, *inputs)
     torch.cuda.synchronize()
     wrong: list[str] = []
 
@@ -202,7 +202,7 @@ def test_threads_with_separate_streams_and_modes(cuda_backend: DeviceBackend) ->
         try:
             with torch.cuda.stream(torch.cuda.Stream()), sdpa_backend(backend):
                 for _ in range(25):
-                    torch.testing.assert_close(causal(*inputs), want, **TOLERANCE)
+                    torch.testing.assert_close(causal(*inputs), expected, **TOLERANCE)
         except Exception as error:
             wrong.append(f"{backend}: {error}")
 
@@ -260,6 +260,6 @@ def test_aot_inductor_package(device_backend: DeviceBackend, tmp_path) -> None:
         package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "attention.pt2"))
         model = torch._inductor.aoti_load_package(package)
         device_backend.pop_path_counts()
-        got = model(*inputs)
+        actual = model(*inputs)
     assert device_backend.pop_path_counts()["ours_fwd"] == 1
-    torch.testing.assert_close(got, Attention()(*inputs), **TOLERANCE)
+    torch.testing.assert_close(actual, Attention()(*inputs), **TOLERANCE)

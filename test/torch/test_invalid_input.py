@@ -276,24 +276,24 @@ def test_error_or_result_equals_stock(
     with contextlib.ExitStack() as stack:
         if hooked_backend.device == "cuda" and name in WIDE_FOR_CUDNN:
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        want = outcome(stock_call, grad)
+        expected = outcome(stock_call, grad)
     hooked_backend.enable()
     hooked_backend.pop_path_counts()
-    got = outcome(call, grad)
+    actual = outcome(call, grad)
     served = hooked_backend.pop_path_counts().get("ours_fwd", 0) > 0
     if name == "dropout_one" and served:  # stock refuses this call or returns NaN
-        assert not any(tensor.any() for tensor in got)
+        assert not any(tensor.any() for tensor in actual)
         return
-    if isinstance(want, tuple) or isinstance(got, tuple):
-        assert got == want
+    if isinstance(expected, tuple) or isinstance(actual, tuple):
+        assert actual == expected
         return
     # F.sdpa gives zeros, but the math op and the composite hook give the mean of value
     if name == "head_dim_0" and TORCH == (2, 12):
-        right = call[0][2].float().mean(2, keepdim=True).expand(got[0].shape) * (hooked_backend.hook == "plan_b")
-        torch.testing.assert_close(got[0].float(), right, atol=1e-2, rtol=1e-2)
+        right = call[0][2].float().mean(2, keepdim=True).expand(actual[0].shape) * (hooked_backend.hook == "plan_b")
+        torch.testing.assert_close(actual[0].float(), right, atol=1e-2, rtol=1e-2)
         return
-    assert len(got) == len(want)
-    for index, (a, b) in enumerate(zip(got, want)):
+    assert len(actual) == len(expected)
+    for index, (a, b) in enumerate(zip(actual, expected)):
         assert a.shape == b.shape and a.dtype == b.dtype
         # Our output has the layout of the query, as torch requires for the overrideable op. The flash and efficient
         # kernels of stock, which serve calls without cuDNN, always write (B, S, H, D).
@@ -304,7 +304,7 @@ def test_error_or_result_equals_stock(
             torch.testing.assert_close(a, b, atol=2e-2, rtol=2e-2, equal_nan=True)
         elif index > 0 and name not in FREE_GRADS:
             torch.testing.assert_close(a, b, atol=2e-1, rtol=2e-1, equal_nan=True)
-    assert name != "large_values" or got[0].isfinite().all()
+    assert name != "large_values" or actual[0].isfinite().all()
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -440,14 +440,14 @@ def test_a_graph_of_unknown_shapes_broadcasts_or_refuses_as_stock_does(
 ) -> None:
     call = (make_operands(hooked_backend, *IRREGULAR[name]), {})
     hooked_backend.disable()
-    want = outcome(call, False)
+    expected = outcome(call, False)
     hooked_backend.enable()
     compiled = torch.compile(F.scaled_dot_product_attention, fullgraph=True, dynamic=True, backend="aot_eager")
-    if isinstance(want, tuple):
+    if isinstance(expected, tuple):
         with pytest.raises(Exception, match="must match|size|shape"):
             compiled(*call[0])
     else:
-        torch.testing.assert_close(compiled(*call[0]), want[0], atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(compiled(*call[0]), expected[0], atol=2e-2, rtol=2e-2)
     assert hooked_backend.pop_path_counts().get("ours_fwd", 0) == 0
 
 
@@ -470,11 +470,15 @@ def test_double_backward_is_refused_or_right(hooked_backend: DeviceBackend) -> N
             return type(error)
 
     hooked_backend.disable()
-    want = second()
+    expected = second()
     hooked_backend.enable()
-    got = second()
+    actual = second()
     # The fused kernels of stock and our kernels have no second derivative. The math of stock has a second derivative.
-    assert got is RuntimeError if not isinstance(want, Tensor) or isinstance(got, type) else torch.equal(got, want)
+    assert (
+        actual is RuntimeError
+        if not isinstance(expected, Tensor) or isinstance(actual, type)
+        else torch.equal(actual, expected)
+    )
 
 
 def test_autocast_serves_fp32_operands(hooked_backend: DeviceBackend) -> None:
@@ -489,7 +493,7 @@ def test_deterministic_mode_raises_only_where_stock_raises(device_backend: Devic
     """Deterministic mode must raise an error only where stock raises an error."""
     with deterministic_gradients():
         device_backend.disable()
-        want = outcome((device_backend.qkv(), {}), training)
+        expected = outcome((device_backend.qkv(), {}), training)
         device_backend.enable()
-        got = outcome((device_backend.qkv(), {}), training)
-    assert isinstance(got, tuple) == isinstance(want, tuple)
+        actual = outcome((device_backend.qkv(), {}), training)
+    assert isinstance(actual, tuple) == isinstance(expected, tuple)

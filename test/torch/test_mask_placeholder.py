@@ -196,8 +196,8 @@ def test_a_mask_may_change_before_the_backward(hooked_backend: DeviceBackend) ->
     grads = torch.autograd.grad(out.float().square().sum(), (q, k, v))
     exact_inputs = [x.detach().double().requires_grad_() for x in (q, k, v)]
     exact = attend_in_fp64(*exact_inputs, causal_mask_on(hooked_backend))
-    for got, want in zip(grads, torch.autograd.grad(exact.square().sum(), exact_inputs), strict=True):
-        torch.testing.assert_close(got.double(), want, atol=0.2, rtol=0.2)
+    for actual, expected in zip(grads, torch.autograd.grad(exact.square().sum(), exact_inputs), strict=True):
+        torch.testing.assert_close(actual.double(), expected, atol=0.2, rtol=0.2)
 
 
 def test_gradients_of_a_masked_call_are_right(hooked_backend: DeviceBackend) -> None:
@@ -212,8 +212,8 @@ def test_gradients_of_a_masked_call_are_right(hooked_backend: DeviceBackend) -> 
         assert hooked_backend.pop_path_counts()["ours_fwd"] == 1
         exact_inputs = [x.detach().double().requires_grad_() for x in (q, k, v)]
         exact = attend_in_fp64(*exact_inputs, mask)
-        for got, want in zip(grads, torch.autograd.grad(exact.square().sum(), exact_inputs), strict=True):
-            torch.testing.assert_close(got.double(), want.nan_to_num(), atol=0.2, rtol=0.2)
+        for actual, expected in zip(grads, torch.autograd.grad(exact.square().sum(), exact_inputs), strict=True):
+            torch.testing.assert_close(actual.double(), expected.nan_to_num(), atol=0.2, rtol=0.2)
 
 
 def test_an_int32_mask_is_refused_as_torch_does(device_backend: DeviceBackend) -> None:
@@ -318,11 +318,11 @@ def test_saved_tensor_hooks_receive_the_mask(kernels_on: str, hooks: Callable, r
     bindings.counters(reset=True)
     with torch_flashplug.sdpa_backend(forced), hooks():
         out = F.scaled_dot_product_attention(*leaves, mask)
-    got = torch.autograd.grad(out.double().square().sum(), leaves)
+    result = torch.autograd.grad(out.double().square().sum(), leaves)
     assert bindings.counters()["ours_fwd"] == bindings.counters()["ours_bwd"] == 1
     exact = [tensor.double().requires_grad_() for tensor in tensors]
-    for actual, want in zip(got, torch.autograd.grad(attend_in_fp64(*exact, mask).square().sum(), exact)):
-        torch.testing.assert_close(actual.double(), want, atol=0.1, rtol=0.1)
+    for actual, expected in zip(result, torch.autograd.grad(attend_in_fp64(*exact, mask).square().sum(), exact)):
+        torch.testing.assert_close(actual.double(), expected, atol=0.1, rtol=0.1)
 
 
 def test_gradients_of_a_nonreentrant_checkpoint(hooked_backend: DeviceBackend) -> None:
@@ -334,8 +334,8 @@ def test_gradients_of_a_nonreentrant_checkpoint(hooked_backend: DeviceBackend) -
         run(*inputs, mask, **options).float().square().sum().backward()
         grads.append([tensor.grad for tensor in inputs])
     assert hooked_backend.pop_path_counts()["ours_fwd"] == 3
-    for got, want in zip(*grads):
-        torch.testing.assert_close(got, want)
+    for actual, expected in zip(*grads):
+        torch.testing.assert_close(actual, expected)
 
 
 def test_mask_without_storage_falls_back_to_stock(device_backend: DeviceBackend) -> None:

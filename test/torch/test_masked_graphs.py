@@ -59,9 +59,11 @@ def check(
         grads = torch.autograd.grad(out.float().square().sum(), inputs) if grad else ()
         results.append((out, *grads))
     took = device_backend.pop_path_counts()
-    for name, want, got in zip(("out", "dq", "dk", "dv"), *results):
-        torch.testing.assert_close(got, want, atol=6e-2, rtol=6e-2, msg=lambda text, name=name: f"{name}: {text}")
-        assert got.stride() == want.stride(), name
+    for name, expected, actual in zip(("out", "dq", "dk", "dv"), *results):
+        torch.testing.assert_close(
+            actual, expected, atol=6e-2, rtol=6e-2, msg=lambda text, name=name: f"{name}: {text}"
+        )
+        assert actual.stride() == expected.stride(), name
     return took
 
 
@@ -343,10 +345,10 @@ def test_export(device_backend: DeviceBackend, strict: bool) -> None:
     assert attention_ops(lowered.graph) == [("fwd", FA3), ("fwd", AUTO)]
     assert masks(lowered.graph) == [torch.bool] * 2 and not has_float_masks(lowered.graph)
     for mask in (inputs[3], make_mask(device_backend, ROWS, ROWS, seed=5)):
-        want = Masked()(*inputs[:3], mask)
+        expected = Masked()(*inputs[:3], mask)
         for form in (lowered, program):
             device_backend.pop_path_counts()
-            torch.testing.assert_close(form.module()(*inputs[:3], mask), want, **TOLERANCE)
+            torch.testing.assert_close(form.module()(*inputs[:3], mask), expected, **TOLERANCE)
             assert device_backend.pop_path_counts()["ours_fwd"] == 2
 
 
@@ -378,10 +380,10 @@ def test_compiled_vmap_of_a_masked_call_is_right(device_backend: DeviceBackend) 
     mask = make_mask(device_backend, ROWS, ROWS, blind=False)
     compiled = torch.compile(torch.vmap(masked, (0, 0, 0, None)), fullgraph=True, backend="aot_eager")
     device_backend.pop_path_counts()
-    got = compiled(*inputs, mask)
+    actual = compiled(*inputs, mask)
     assert device_backend.pop_path_counts()["ours_fwd"] >= 1
     for index in range(2):
-        torch.testing.assert_close(got[index], masked(*(tensor[index] for tensor in inputs), mask), **TOLERANCE)
+        torch.testing.assert_close(actual[index], masked(*(tensor[index] for tensor in inputs), mask), **TOLERANCE)
 
 
 # ---- kernels ----
@@ -403,8 +405,8 @@ def test_masked_graphs_run_on_kernels(kernels_on: str, sizes: tuple[int, ...]) -
         exact_inputs = [x.detach().double().requires_grad_() for x in (q, k, v)]
         exact = attend_in_fp64(*exact_inputs, graph_mask)
         torch.testing.assert_close(out.double(), exact, atol=2e-2, rtol=2e-2)
-        for got, want in zip(grads, torch.autograd.grad(exact.square().sum(), exact_inputs), strict=True):
-            torch.testing.assert_close(got.double(), want.nan_to_num(), atol=0.2, rtol=0.2)
+        for actual, expected in zip(grads, torch.autograd.grad(exact.square().sum(), exact_inputs), strict=True):
+            torch.testing.assert_close(actual.double(), expected.nan_to_num(), atol=0.2, rtol=0.2)
     assert recorder.forwards == [[("fwd", FA3)]] and not any(has_float_masks(graph) for graph in recorder.graphs)
 
 

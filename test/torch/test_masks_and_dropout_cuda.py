@@ -67,9 +67,9 @@ def assert_near_fp64(
         return
     cancelled = cancelled_sums(*inputs, inputs.grad_out, case.scale)
     right, yardstick = (function(case, inputs, rule) for function in (oracle_grads, plain_grads))
-    for name, got, *two in zip(("dq", "dk", "dv"), grads, right, yardstick, strict=True):
+    for name, actual, *two in zip(("dq", "dk", "dv"), grads, right, yardstick, strict=True):
         budget = {"factor": GRAD_FACTOR, "cancelled": float(cancelled[name])}
-        assert_within_budget(f"{case_name} {name}", got, *two, **budget, seed=SEED)
+        assert_within_budget(f"{case_name} {name}", actual, *two, **budget, seed=SEED)
 
 
 # ---- graphs ----

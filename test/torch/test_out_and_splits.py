@@ -99,8 +99,8 @@ def test_fixed_splits_do_not_change_gradients(device: str, splits: dict[str, int
         leaves = [x.requires_grad_() for x in operands]
         expected = torch.autograd.grad(attention(*leaves, **arguments).sum(), leaves)
         actual = torch.autograd.grad(attention(*leaves, **arguments, **splits).sum(), leaves)
-        for got, exact in zip(actual, expected, strict=True):
-            torch.testing.assert_close(got, exact, rtol=1e-4, atol=1e-5)
+        for result, exact in zip(actual, expected, strict=True):
+            torch.testing.assert_close(result, exact, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("call", CALLS_OF_8_BITS)

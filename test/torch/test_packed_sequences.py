@@ -74,8 +74,8 @@ def test_packed_sequences_equal_separate_calls(device: str, lengths: str, settin
         return
     grads = torch.autograd.grad((out[: sum(rows)], lse[:, : sum(rows)]), leaves[0], (grad_out, grad_lse))
     exact = torch.autograd.grad((right, expected_lse), leaves[1], (grad_out, grad_lse))
-    for got, expected in zip(grads, exact, strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+    for actual, expected in zip(grads, exact, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_unused_rows_and_keys_may_hold_any_value(device: str) -> None:

@@ -72,13 +72,13 @@ def test_cta_margin_changes_no_output_bit(kernels_on: str, margin: int) -> None:
     """Fewer CTAs, at last a single CTA, process all tiles."""
     q, k, v = (_random_tensor(2, 2, 300, 64, dtype=torch.bfloat16, device=kernels_on, seed=i) for i in range(3))
     with sdpa_backend("fa3"):
-        want = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         assert bindings.set_cta_margin(margin) == 0
         try:
-            got = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            actual = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         finally:
             assert bindings.set_cta_margin(0) == margin
-    assert_bitwise_equal(f"margin {margin}", got, want)
+    assert_bitwise_equal(f"margin {margin}", actual, expected)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])

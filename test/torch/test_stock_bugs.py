@@ -143,8 +143,8 @@ def test_scales_are_right_without_a_kernel_of_the_plugin(scale: float, kind: str
     wide = [tensor.detach().double().requires_grad_() for tensor in (q, k, v)]
     exact = (wide[0] @ wide[1].mT * scale).masked_fill(~mask, -math.inf).softmax(-1) @ wide[2]
     answers = (exact, *torch.autograd.grad(exact, wide, grad_out.double()))
-    for got, right in zip((out, *grads), answers, strict=True):
-        error = (got.double() - right).norm() / right.norm().clamp_min(1e-2 * right.numel() ** 0.5)
+    for actual, right in zip((out, *grads), answers, strict=True):
+        error = (actual.double() - right).norm() / right.norm().clamp_min(1e-2 * right.numel() ** 0.5)
         assert error < 2e-2, error
 
 
@@ -392,9 +392,9 @@ def test_unsupported_calls_run_on_a_correct_stock_backend(name: str) -> None:
             out = sdpa(*inputs, **kwargs)
             results.append((out, *torch.autograd.grad(out, inputs, torch.ones_like(out))))
     torch.cuda.synchronize()
-    for got, expected in zip(*results, strict=True):
-        assert got.isfinite().all()
-        torch.testing.assert_close(got, expected, rtol=0.0, atol=0.0)
+    for actual, expected in zip(*results, strict=True):
+        assert actual.isfinite().all()
+        torch.testing.assert_close(actual, expected, rtol=0.0, atol=0.0)
     assert bindings.counters()["ours_fwd"] == 0
     plan = torch_flashplug.explain(*inputs, **kwargs)
     assert plan.backend == "stock" and plan.stock_choice.startswith("MATH"), plan

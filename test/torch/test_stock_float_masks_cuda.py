@@ -51,5 +51,5 @@ def test_float_masks_with_dropout_at_any_address(kind: str, D: int, offset: int,
     P = (wide[0] @ wide[1].mT * D**-0.5 + mask.double()).softmax(-1)
     exact = P * kept / (1 - p) @ wide[2]
     answers = (exact, *torch.autograd.grad(exact, wide, grad_out.double()))
-    for got, right in zip((out, *grads), answers):
-        assert float((got.detach().double() - right.detach()).norm() / right.detach().norm()) < 2e-2
+    for actual, right in zip((out, *grads), answers):
+        assert float((actual.detach().double() - right.detach()).norm() / right.detach().norm()) < 2e-2

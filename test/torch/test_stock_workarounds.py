@@ -363,11 +363,11 @@ def test_auto_serves_misaligned_operands(kind: str) -> None:
     wide = [tensor.detach().double().requires_grad_() for tensor in (q, k, v)]
     exact = (wide[0] @ wide[1].mT * 0.125).softmax(-1) @ wide[2]
     answers = (exact, *torch.autograd.grad(exact, wide, grad_out.double()))
-    for got, right in zip((out, *grads), answers):
+    for actual, right in zip((out, *grads), answers):
         if kind == "dropout":
-            assert got.isfinite().all()
+            assert actual.isfinite().all()
         else:
-            torch.testing.assert_close(got.double(), right, atol=3e-2, rtol=3e-2)
+            torch.testing.assert_close(actual.double(), right, atol=3e-2, rtol=3e-2)
 
 
 @pytest.mark.gpu

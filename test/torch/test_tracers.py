@@ -38,12 +38,12 @@ def test_export(device_backend: DeviceBackend, strict: bool, dynamic: bool) -> N
     lowered = program.run_decompositions()
     assert attention_ops(lowered.graph) == [("fwd", mode) for mode in NESTED_MODES]
     inputs_of_export = tuple(device_backend.qkv(rows=200)) if dynamic else inputs
-    want = nested(*inputs_of_export)
+    expected = nested(*inputs_of_export)
     device_backend.pop_path_counts()
-    torch.testing.assert_close(lowered.module()(*inputs_of_export), want, **TOLERANCE)
+    torch.testing.assert_close(lowered.module()(*inputs_of_export), expected, **TOLERANCE)
     assert device_backend.pop_path_counts()["ours_fwd"] == len(NESTED_MODES)
     # the program contains `force` and aten ops
-    torch.testing.assert_close(program.module()(*inputs_of_export), want, **TOLERANCE)
+    torch.testing.assert_close(program.module()(*inputs_of_export), expected, **TOLERANCE)
     assert device_backend.pop_path_counts()["ours_fwd"] == len(NESTED_MODES)
 
 
@@ -57,9 +57,9 @@ def test_exported_program_survives_saving(device_backend: DeviceBackend, tmp_pat
 def test_lowered_program_can_be_differentiated(device_backend: DeviceBackend) -> None:
     q, k, v = device_backend.qkv(grad=True)
     lowered = torch.export.export(Nested(), (q, k, v)).run_decompositions().module()
-    got = torch.autograd.grad(lowered(q, k, v).float().square().sum(), (q, k, v))
-    want = torch.autograd.grad(nested(q, k, v).float().square().sum(), (q, k, v))
-    for a, b in zip(got, want):
+    actual = torch.autograd.grad(lowered(q, k, v).float().square().sum(), (q, k, v))
+    expected = torch.autograd.grad(nested(q, k, v).float().square().sum(), (q, k, v))
+    for a, b in zip(actual, expected):
         torch.testing.assert_close(a, b, atol=6e-1, rtol=6e-2)
 
 
@@ -102,9 +102,9 @@ def test_masks_in_nested_graphs(device_backend: DeviceBackend, function: Callabl
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     for sign in (1, -1):
         device_backend.pop_path_counts()
-        got = compiled(q * sign, k, v, mask)
+        actual = compiled(q * sign, k, v, mask)
         assert device_backend.pop_path_counts().get("ours_fwd", 0) or function is in_regions
-        torch.testing.assert_close(got, function(q * sign, k, v, mask), **TOLERANCE)
+        torch.testing.assert_close(actual, function(q * sign, k, v, mask), **TOLERANCE)
 
 
 # ---- autocast, checkpoint, FLOPs ----
@@ -175,14 +175,14 @@ def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 @pytest.mark.parametrize("compiled", [False, True])
 def test_func_grad(hooked_backend: DeviceBackend, compiled: bool) -> None:
     q, k, v = hooked_backend.qkv(grad=True)
-    want = torch.autograd.grad(loss(q, k, v), (q, k, v))
+    expected = torch.autograd.grad(loss(q, k, v), (q, k, v))
     hooked_backend.pop_path_counts()
     function = torch.func.grad(loss, argnums=(0, 1, 2))
-    got = (torch.compile(function, fullgraph=True, backend="aot_eager") if compiled else function)(
+    actual = (torch.compile(function, fullgraph=True, backend="aot_eager") if compiled else function)(
         *hooked_backend.qkv()
     )
     assert hooked_backend.pop_path_counts()["ours_fwd"] == 1
-    for a, b in zip(got, want):
+    for a, b in zip(actual, expected):
         torch.testing.assert_close(a, b, atol=6e-2, rtol=6e-2)
 
 
@@ -196,29 +196,29 @@ def test_vmap(device_backend: DeviceBackend, compiled: bool, mapped: tuple[int |
     plain = device_backend.qkv()
     inputs = [many if dim is not None else single for many, single, dim in zip(stack_three(plain), plain, mapped)]
     function = torch.vmap(causal, mapped)
-    got = (torch.compile(function, fullgraph=True, backend="aot_eager") if compiled else function)(*inputs)
+    actual = (torch.compile(function, fullgraph=True, backend="aot_eager") if compiled else function)(*inputs)
     assert device_backend.pop_path_counts().get("ours_fwd", 0) == 1
     for index in range(3):
-        want = causal(*(tensor[index] if dim is not None else tensor for tensor, dim in zip(inputs, mapped)))
-        torch.testing.assert_close(got[index], want, **TOLERANCE)
+        expected = causal(*(tensor[index] if dim is not None else tensor for tensor, dim in zip(inputs, mapped)))
+        torch.testing.assert_close(actual[index], expected, **TOLERANCE)
 
 
 def test_vmap_twice(device_backend: DeviceBackend) -> None:
     inputs = stack_three(stack_three(device_backend.qkv(rows=72)))
-    got = torch.vmap(torch.vmap(causal))(*inputs)
+    actual = torch.vmap(torch.vmap(causal))(*inputs)
     assert device_backend.pop_path_counts()["ours_fwd"] == 1
-    torch.testing.assert_close(got[1, 2], causal(*(tensor[1, 2] for tensor in inputs)), **TOLERANCE)
+    torch.testing.assert_close(actual[1, 2], causal(*(tensor[1, 2] for tensor in inputs)), **TOLERANCE)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_vmap_of_grad(hooked_backend: DeviceBackend, compiled: bool) -> None:
     inputs = stack_three(hooked_backend.qkv())
     function = torch.vmap(torch.func.grad(loss, argnums=(0, 1, 2)))
-    got = (torch.compile(function, fullgraph=True, backend="aot_eager") if compiled else function)(*inputs)
+    actual = (torch.compile(function, fullgraph=True, backend="aot_eager") if compiled else function)(*inputs)
     assert hooked_backend.pop_path_counts()["ours_fwd"] == 1
     for index in range(3):
         leaves = [tensor[index].detach().requires_grad_() for tensor in inputs]
-        for a, b in zip(got, torch.autograd.grad(loss(*leaves), leaves)):
+        for a, b in zip(actual, torch.autograd.grad(loss(*leaves), leaves)):
             torch.testing.assert_close(a[index], b, atol=6e-2, rtol=6e-2)
 
 
@@ -226,8 +226,8 @@ def test_jacrev(device_backend: DeviceBackend) -> None:
     # A size used by no other test, because cuDNN plans may belong to a different grad_out (src/stock/stock.cpp).
     q, k, v = device_backend.qkv(rows=104)
     jacobian = torch.func.jacrev(lambda x: sdpa(x, k, v).float().sum((0, 2, 3)))(q)
-    want = torch.func.grad(lambda x: sdpa(x, k, v).float()[:, 1].sum())(q)
-    torch.testing.assert_close(jacobian[1], want, atol=6e-2, rtol=6e-2)
+    expected = torch.func.grad(lambda x: sdpa(x, k, v).float()[:, 1].sum())(q)
+    torch.testing.assert_close(jacobian[1], expected, atol=6e-2, rtol=6e-2)
 
 
 # ---- compiled autograd ----
@@ -253,8 +253,8 @@ def test_traced_backward_of_an_eager_forward(hooked_backend: DeviceBackend, mask
             out.float().square().sum().backward()
         grads.append([tensor.grad for tensor in inputs])
     assert graphs and hooked_backend.pop_path_counts()["ours_fwd"] == 2
-    for got, want in zip(*grads):
-        torch.testing.assert_close(got, want, atol=6e-2, rtol=6e-2)
+    for actual, expected in zip(*grads):
+        torch.testing.assert_close(actual, expected, atol=6e-2, rtol=6e-2)
 
 
 # ---- known limits of Plan B ----
@@ -264,9 +264,9 @@ def test_traced_backward_of_an_eager_forward(hooked_backend: DeviceBackend, mask
 def test_plan_b_leaves_vmap_to_stock(device: str) -> None:
     with use_device_backend(device, "plan_b") as device_backend:
         inputs = stack_three(device_backend.qkv())
-        got = torch.vmap(causal)(*inputs)
+        actual = torch.vmap(causal)(*inputs)
         assert device_backend.pop_path_counts().get("ours_fwd", 0) == 0
-        torch.testing.assert_close(got[1], causal(*(tensor[1] for tensor in inputs)), **TOLERANCE)
+        torch.testing.assert_close(actual[1], causal(*(tensor[1] for tensor in inputs)), **TOLERANCE)
         assert sdpa_composite.installed()
 
 

@@ -178,8 +178,8 @@ def test_training_step_graph_is_replayed_with_new_lengths() -> None:
         wide = {name: x.float().requires_grad_() if name in "qkv" else x for name, x in current.items()}
         out = attend(wide)
         exact = (out, *torch.autograd.grad(out, [wide[name] for name in "qkv"], grad_out.float()))
-        for got, expected in zip(results, exact, strict=True):
-            assert float((got.float() - expected).norm()) <= 2 * NEAR * float(expected.norm())
+        for actual, expected in zip(results, exact, strict=True):
+            assert float((actual.float() - expected).norm()) <= 2 * NEAR * float(expected.norm())
 
 
 def test_threads_on_separate_streams_do_not_share_lists() -> None:
@@ -200,9 +200,9 @@ def test_threads_on_separate_streams_do_not_share_lists() -> None:
         stream = torch.cuda.Stream()
         try:
             with torch.cuda.stream(stream):
-                for turn in range(40):
-                    copy_into(buffers, states[turn % 2])
-                    assert torch.equal(attend(buffers), expected[turn % 2]), f"turn {turn}"
+                for replay in range(40):
+                    copy_into(buffers, states[replay % 2])
+                    assert torch.equal(attend(buffers), expected[replay % 2]), f"turn {replay}"
             stream.synchronize()
             for operands, out in zip(states, expected, strict=True):
                 assert_near(out, operands, 0.02)

@@ -77,8 +77,8 @@ def test_varlen_attn_runs_on_kernels(patched_device: str, window: tuple[int, int
         )
         exact = torch.autograd.grad(right, wide, do.float())
     torch.testing.assert_close(lse, expected_lse.masked_fill(expected_lse == -math.inf, math.inf), rtol=1e-4, atol=1e-4)
-    for got, expected in zip((out.detach(), *grads), (right.detach(), *exact), strict=True):
-        assert float((got - expected).norm() / expected.norm()) < 1e-2
+    for actual, expected in zip((out.detach(), *grads), (right.detach(), *exact), strict=True):
+        assert float((actual - expected).norm() / expected.norm()) < 1e-2
 
 
 @SINCE_2_13
@@ -147,8 +147,8 @@ def test_compiled(patched_device: str) -> None:
         grads = torch.autograd.grad(out.float().sum(), leaves)
     counts = bindings.counters(reset=True)
     assert counts["ours_fwd"] == counts["ours_bwd"] == 1 and torch.equal(out, right)
-    for got, expected in zip(grads, exact, strict=True):
-        assert float((got - expected).norm() / expected.norm()) < 1e-2
+    for actual, expected in zip(grads, exact, strict=True):
+        assert float((actual - expected).norm() / expected.norm()) < 1e-2
 
 
 @pytest.mark.parametrize("backend", ["auto", "stock", "math"])

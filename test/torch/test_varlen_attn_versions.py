@@ -261,12 +261,12 @@ def test_sdpa_kernel_block_of_cudnn_runs_stock(patched_device: str, varlen_on_cp
     Without FLASH_ATTENTION or OVERRIDEABLE, our kernels are not allowed, forced or not.
     """
     call = make_varlen_call(patched_device)
-    cudnn, flash, ours = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.OVERRIDEABLE
+    cudnn, flash, overrideable = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.OVERRIDEABLE
     bindings.counters(reset=True)
     with torch.no_grad(), torch_flashplug.sdpa_backend(backend):
         for allowed, chosen, is_ours in (
             ([cudnn], cudnn, False),
-            ([cudnn, ours], cudnn, backend == "fa3"),
+            ([cudnn, overrideable], cudnn, backend == "fa3"),
             ([cudnn, flash], cudnn, backend == "fa3"),
             ([cudnn, flash], flash, True),
             ([flash], flash, True),

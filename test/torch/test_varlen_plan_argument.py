@@ -178,8 +178,8 @@ def test_vmap() -> None:
     with pytest.raises(ValueError, match="from a different cu_seqlens_q"):
         torch.func.vmap(lambda cu: attention(q, k, v, cu_seqlens_q=cu, plan=lengths_plan))(torch.stack((cu, cu)))
     mapped = torch.func.vmap(lambda q: attention(q, k, v, cu_seqlens_q=cu, plan=lengths_plan))(many)
-    for got, q in zip(mapped, many, strict=True):
-        torch.testing.assert_close(got, attention(q, k, v, cu_seqlens_q=cu))
+    for actual, q in zip(mapped, many, strict=True):
+        torch.testing.assert_close(actual, attention(q, k, v, cu_seqlens_q=cu))
 
 
 def test_plans_under_autocast_and_inference_mode() -> None:

@@ -167,8 +167,8 @@ def test_sinks_on_ops_without_sinks() -> None:
     visible = Window(-1, 0).seen(6, 3, torch.device("cpu"))
     for sinks in (None, random_tensor(4), torch.full((4,), -math.inf)):
         right = FORWARD(q, k, v, sinks, None, None, None, -1, 0, True, 0.0, 0.3)
-        for got, expected in zip(_beside_sinks(q, k, v, sinks, visible, 0.3), right, strict=True):
-            torch.testing.assert_close(got, expected)
+        for actual, expected in zip(_beside_sinks(q, k, v, sinks, visible, 0.3), right, strict=True):
+            torch.testing.assert_close(actual, expected)
 
 
 def test_few_rows_run_on_decode_kernels(kernels_on: str) -> None:
@@ -215,8 +215,8 @@ def test_compiled(device: str, dynamic: bool) -> None:
         leaves = [x.to(device).requires_grad_() for x in (*make_operands(Sq, Sk), random_tensor(4))]
         expected = torch.autograd.grad(call(*leaves), leaves)
         grads = torch.autograd.grad(compiled(*leaves), leaves)
-        for got, exact in zip(grads, expected, strict=True):
-            torch.testing.assert_close(got, exact)
+        for actual, exact in zip(grads, expected, strict=True):
+            torch.testing.assert_close(actual, exact)
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
@@ -245,8 +245,8 @@ def test_vmap(dims: tuple[int | None, ...]) -> None:
     mapped = torch.func.vmap(with_window, in_dims=dims)(*inputs)
     for i in range(2):
         expected = with_window(*(x[i] if dim == 0 else x for x, dim in zip(inputs, dims, strict=True)))
-        for got, exact in zip(mapped, expected, strict=True):
-            torch.testing.assert_close(got[i], exact)
+        for actual, exact in zip(mapped, expected, strict=True):
+            torch.testing.assert_close(actual[i], exact)
 
 
 @pytest.mark.parametrize("with_sinks", [False, True])
@@ -258,8 +258,8 @@ def test_batched_gradients(with_sinks: bool) -> None:
     batched = torch.autograd.grad((out, lse), leaves, grads, is_grads_batched=True, retain_graph=True)
     for i in range(3):
         expected = torch.autograd.grad((out, lse), leaves, tuple(x[i] for x in grads), retain_graph=True)
-        for got, exact in zip(batched, expected, strict=True):
-            torch.testing.assert_close(got[i], exact)
+        for actual, exact in zip(batched, expected, strict=True):
+            torch.testing.assert_close(actual[i], exact)
 
 
 # ---- refused calls ----
