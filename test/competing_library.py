@@ -13,7 +13,7 @@ from torch.nn.attention import varlen
 
 VARLEN = ("_varlen_attn", "_varlen_attn_out", "_varlen_attn_backward")
 FUSED = tuple(
-    f"_scaled_dot_product_{backend}_attention{way}" for backend in ("cudnn", "flash") for way in ("", "_backward")
+    f"_scaled_dot_product_{backend}_attention{suffix}" for backend in ("cudnn", "flash") for suffix in ("", "_backward")
 )
 FLASH = ("_flash_attention_forward", "_flash_attention_backward")
 HAS_CUDA_OPS = torch.version.cuda is not None  # kernels of torch for aten ops are registered at the CUDA key
@@ -48,12 +48,12 @@ class ForeignLibrary:
 
 
 def kernel_owner(op: str, key: str = "CUDA") -> str:
-    """Return the owner of the kernel at a dispatch key: "ours", "theirs", "torch's" or "nobody's"."""
+    """Return the owner of the kernel at a dispatch key: "plugin", "foreign", "torch" or "nobody"."""
     lines = torch._C._dispatch_dump(op).splitlines()
     line = next((line for line in lines if line.startswith(f"{key}: ")), "")
     if not line:
-        return "nobody's"
-    return "ours" if "torch_flashplug" in line else "theirs" if __file__ in line else "torch's"
+        return "nobody"
+    return "plugin" if "torch_flashplug" in line else "foreign" if __file__ in line else "torch"
 
 
 def owners() -> dict[str, set[str]]:
@@ -75,9 +75,9 @@ def run_varlen_attn() -> torch.Tensor:
         return varlen.varlen_attn(q, q, q, cu, cu, 5, 5)
 
 
-def runs_foreign_kernel(theirs: ForeignLibrary) -> bool:
-    theirs.calls.clear()
-    return bool((run_varlen_attn() == 7).all()) and theirs.calls == ["_varlen_attn"]
+def runs_foreign_kernel(foreign: ForeignLibrary) -> bool:
+    foreign.calls.clear()
+    return bool((run_varlen_attn() == 7).all()) and foreign.calls == ["_varlen_attn"]
 
 
 def reports_foreign_kernels() -> bool:
@@ -107,54 +107,54 @@ def reports_own_kernels() -> bool:
     return plan.backend == "fa3" and not env_info.collect()["kept_by_others"]
 
 
-def theirs_then_ours() -> None:
-    theirs = ForeignLibrary()
+def foreign_then_plugin() -> None:
+    foreign = ForeignLibrary()
     import torch_flashplug
     from torch_flashplug.torch_hooks import varlen_attn as varlen_attn_hook
 
     varlen_attn_hook.install("CPU")
-    assert all_owned_by("theirs") and runs_foreign_kernel(theirs) and reports_foreign_kernels()
-    assert kernel_owner("torch_attn::_varlen_attn", "CPU") == "theirs"
+    assert all_owned_by("foreign") and runs_foreign_kernel(foreign) and reports_foreign_kernels()
+    assert kernel_owner("torch_attn::_varlen_attn", "CPU") == "foreign"
     torch_flashplug.disable()
-    assert all_owned_by("theirs") and runs_foreign_kernel(theirs)
-    theirs.remove()
+    assert all_owned_by("foreign") and runs_foreign_kernel(foreign)
+    foreign.remove()
     torch_flashplug.enable()
-    assert owners()["varlen"] == {"ours"} and reports_own_kernels()
+    assert owners()["varlen"] == {"plugin"} and reports_own_kernels()
     if HAS_CUDA_OPS:
-        assert owners()["fused"] == owners()["flash"] == {"ours"}
+        assert owners()["fused"] == owners()["flash"] == {"plugin"}
 
 
-def ours_then_theirs() -> None:
+def plugin_then_foreign() -> None:
     import torch_flashplug
     from torch_flashplug.torch_hooks import varlen_attn as varlen_attn_hook
 
     varlen_attn_hook.install("CPU")
-    assert all_owned_by("ours") and reports_own_kernels()
-    theirs = ForeignLibrary()
-    assert all_owned_by("theirs") and runs_foreign_kernel(theirs) and reports_foreign_kernels()
-    theirs.remove()
-    assert all_owned_by("ours") and kernel_owner("torch_attn::_varlen_attn", "CPU") == "ours"
+    assert all_owned_by("plugin") and reports_own_kernels()
+    foreign = ForeignLibrary()
+    assert all_owned_by("foreign") and runs_foreign_kernel(foreign) and reports_foreign_kernels()
+    foreign.remove()
+    assert all_owned_by("plugin") and kernel_owner("torch_attn::_varlen_attn", "CPU") == "plugin"
     torch_flashplug.disable()
-    assert owners() == {name: {"nobody's" if name == "varlen" else "torch's"} for name in owners()}
+    assert owners() == {name: {"nobody" if name == "varlen" else "torch"} for name in owners()}
 
 
-def ours_disabled_in_between() -> None:
+def plugin_disabled_in_between() -> None:
     import torch_flashplug
 
-    theirs = ForeignLibrary()
+    foreign = ForeignLibrary()
     torch_flashplug.disable()
-    assert all_owned_by("theirs") and runs_foreign_kernel(theirs)
+    assert all_owned_by("foreign") and runs_foreign_kernel(foreign)
     torch_flashplug.enable()
-    assert all_owned_by("theirs") and runs_foreign_kernel(theirs) and reports_foreign_kernels()
+    assert all_owned_by("foreign") and runs_foreign_kernel(foreign) and reports_foreign_kernels()
     torch_flashplug.disable()
-    assert all_owned_by("theirs") and runs_foreign_kernel(theirs)
-    theirs.remove()
-    assert owners() == {name: {"nobody's" if name == "varlen" else "torch's"} for name in owners()}
+    assert all_owned_by("foreign") and runs_foreign_kernel(foreign)
+    foreign.remove()
+    assert owners() == {name: {"nobody" if name == "varlen" else "torch"} for name in owners()}
     torch_flashplug.enable()
-    assert all_owned_by("ours") and reports_own_kernels()
+    assert all_owned_by("plugin") and reports_own_kernels()
 
 
-ORDERS = {order.__name__: order for order in (theirs_then_ours, ours_then_theirs, ours_disabled_in_between)}
+ORDERS = {order.__name__: order for order in (foreign_then_plugin, plugin_then_foreign, plugin_disabled_in_between)}
 
 if __name__ == "__main__":
     ORDERS[sys.argv[1]]()

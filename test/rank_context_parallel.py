@@ -75,18 +75,18 @@ def make_local_inputs(rank: Rank, inputs: Inputs, balanced: bool) -> list[Tensor
 
 
 @contextlib.contextmanager
-def ring(rank: Rank, rows: int, way: RingSettings) -> Iterator[nn.Module]:
+def context_parallel_block(rank: Rank, rows: int, ring_settings: RingSettings) -> Iterator[nn.Module]:
     """Yield a module with attention in the ring, and restore the state of torch at the end.
 
     torch 2.11 forgets to restore a part of the state.
     """
     mesh, module = rank.mesh(names=("cp",)), Attend()
-    set_rotate_method(way.rotate)
+    set_rotate_method(ring_settings.rotate)
     options = torch_context_parallel._cp_options
     balanced, mode = options.enable_load_balance, torch_context_parallel._dispatch_mode
-    options.enable_load_balance = way.balanced
+    options.enable_load_balance = ring_settings.balanced
     try:
-        if way.by_module:
+        if ring_settings.by_module:
             torch_context_parallel._dispatch_mode = torch_context_parallel._DispatchMode.MODULE_WRAPPER
             parallelize_module(
                 module, mesh, _ContextParallel(seq_dim=2, attention_type=_ContextParallel.AttentionType.SDPA)
@@ -119,25 +119,27 @@ def attend(case: Case, parts: Sequence[Tensor], module: nn.Module) -> tuple[Tens
     return out, torch.autograd.grad(out, (q, k, v), grad)
 
 
-def num_ring_steps(rank: Rank, case: Case, way: RingSettings) -> int:
+def num_ring_steps(rank: Rank, case: Case, ring_settings: RingSettings) -> int:
     """Return the number of ring steps of this rank.
 
     Without load balance, the ring skips keys behind the rows of the rank.
     """
-    return rank.world if way.balanced or not case.causal else rank.number + 1
+    return rank.world if ring_settings.balanced or not case.causal else rank.number + 1
 
 
-def check_ring(rank: Rank, case: Case, way: RingSettings) -> None:
+def check_ring(rank: Rank, case: Case, ring_settings: RingSettings) -> None:
     inputs = make_full_inputs(case, rank.device)
     rank.pop_path_counts()
-    with ring(rank, case.Sq, way) as module:
-        out, grads = attend(case, make_local_inputs(rank, inputs, way.balanced), module)
+    with context_parallel_block(rank, case.Sq, ring_settings) as module:
+        out, grads = attend(case, make_local_inputs(rank, inputs, ring_settings.balanced), module)
     if rank.device_backend is not None:
         took = rank.pop_path_counts()
-        num_steps = num_ring_steps(rank, case, way)
+        num_steps = num_ring_steps(rank, case, ring_settings)
         assert took.get("ours_fwd") == num_steps and took.get("routed_ours") == 1 and "routed_stock" not in took, took
         assert took.get("ours_bwd", 0) + took.get("math_bwd", 0) == num_steps, took
-    assert_within_budgets(case, inputs, *unshard(rank, [out], way.balanced), unshard(rank, grads, way.balanced))
+    assert_within_budgets(
+        case, inputs, *unshard(rank, [out], ring_settings.balanced), unshard(rank, grads, ring_settings.balanced)
+    )
 
 
 def case_both_apis(rank: Rank) -> None:
@@ -169,9 +171,12 @@ def case_gathered(rank: Rank) -> None:
     try:
         for causal, balanced in ((True, True), (True, False), (False, False)):
             for layout, heads in (("bshd", (4, 2)), ("bhsd", (2, 2))):
-                case, way = make_case(rank.world, heads, causal=causal, layout=layout), RingSettings(balanced=balanced)
+                case, ring_settings = (
+                    make_case(rank.world, heads, causal=causal, layout=layout),
+                    RingSettings(balanced=balanced),
+                )
                 inputs = make_full_inputs(case, rank.device)
-                with ring(rank, case.Sq, way) as module:
+                with context_parallel_block(rank, case.Sq, ring_settings) as module:
                     rank.pop_path_counts()
                     out, grads = attend(case, make_local_inputs(rank, inputs, balanced), module)
                     took = rank.pop_path_counts()
@@ -187,7 +192,7 @@ def case_forward_alone(rank: Rank) -> None:
     case = make_case(rank.world)
     inputs = make_full_inputs(case, rank.device)
     for rotate in ("allgather", "alltoall"):
-        with ring(rank, case.Sq, RingSettings(rotate)) as module, torch.no_grad():
+        with context_parallel_block(rank, case.Sq, RingSettings(rotate)) as module, torch.no_grad():
             q, k, v, _ = make_local_inputs(rank, inputs, True)
             inputs_before = [x.clone() for x in (q, k, v)]
             out = module(q, k, v, is_causal=True, enable_gqa=True)
@@ -199,7 +204,7 @@ def case_forward_alone(rank: Rank) -> None:
 def case_checkpointed(rank: Rank) -> None:
     case = make_case(rank.world)
     inputs = make_full_inputs(case, rank.device)
-    with ring(rank, case.Sq, RingSettings("alltoall")) as module:
+    with context_parallel_block(rank, case.Sq, RingSettings("alltoall")) as module:
         q, k, v, grad = make_local_inputs(rank, inputs, True)
         out = checkpoint(module, q, k, v, is_causal=True, enable_gqa=True, use_reentrant=False)
         rank.pop_path_counts()
@@ -213,7 +218,7 @@ def case_compiled(rank: Rank) -> None:
     case = make_case(rank.world)
     inputs = make_full_inputs(case, rank.device)
     for rotate in ("allgather", "alltoall"):
-        with ring(rank, case.Sq, RingSettings(rotate)):
+        with context_parallel_block(rank, case.Sq, RingSettings(rotate)):
             q, k, v, grad = make_local_inputs(rank, inputs, True)
 
             @torch.compile(backend="aot_eager", fullgraph=True)
@@ -236,7 +241,7 @@ def case_forced(rank: Rank) -> None:
     case = make_case(rank.world)
     inputs = make_full_inputs(case, rank.device)
     for backend in ("fa3", "fa2"):
-        with ring(rank, case.Sq, RingSettings()) as module:
+        with context_parallel_block(rank, case.Sq, RingSettings()) as module:
             parts = make_local_inputs(rank, inputs, True)
             with torch_flashplug.sdpa_backend(backend):
                 out = module(*parts[:3], is_causal=True, enable_gqa=True)
@@ -247,7 +252,7 @@ def case_forced(rank: Rank) -> None:
         assert_within_budgets(case, inputs, *unshard(rank, [out], True), unshard(rank, grads, True))
     # DTensor has a rule for the op only on GPUs
     refused = pytest.raises(NotImplementedError, match="flash_attention_for_cpu")
-    with ring(rank, case.Sq, RingSettings()) as module, torch_flashplug.sdpa_backend("stock"):
+    with context_parallel_block(rank, case.Sq, RingSettings()) as module, torch_flashplug.sdpa_backend("stock"):
         with refused if rank.device == "cpu" else contextlib.nullcontext():
             module(*make_local_inputs(rank, inputs, True)[:3], is_causal=True, enable_gqa=True)
     assert "ours_fwd" not in rank.pop_path_counts()
@@ -265,7 +270,7 @@ def case_mode_of_the_forward(rank: Rank) -> None:
         backends.append(bindings.backend_of(sdpa.BackwardArgs(*args).mode))
         return namespace.sdpa_bwd(*args)
 
-    with ring(rank, case.Sq, RingSettings()) as module:
+    with context_parallel_block(rank, case.Sq, RingSettings()) as module:
         parts = make_local_inputs(rank, inputs, True)
         with torch_flashplug.sdpa_backend("fa2"):
             out = module(*parts[:3], is_causal=True, enable_gqa=True)
@@ -291,7 +296,7 @@ def case_margin(rank: Rank) -> None:
         sdpa_fwd=with_margin_recorded(namespace.sdpa_fwd), sdpa_bwd=with_margin_recorded(namespace.sdpa_bwd)
     )
     with mock.patch.dict(os.environ, {env.RING_MARGIN.name: "8"}), mock.patch.object(ring_module, "namespace", steps):
-        with ring(rank, case.Sq, RingSettings()) as module:
+        with context_parallel_block(rank, case.Sq, RingSettings()) as module:
             out, grads = attend(case, make_local_inputs(rank, inputs, True), module)
     assert margins == [8] * 2 * rank.world and bindings.set_cta_margin(0) == 0, margins
     assert_within_budgets(case, inputs, *unshard(rank, [out], True), unshard(rank, grads, True))
@@ -304,7 +309,7 @@ def case_deterministic(rank: Rank) -> None:
     torch.use_deterministic_algorithms(True)
     try:
         for _ in range(2):
-            with ring(rank, case.Sq, RingSettings("alltoall")) as module:
+            with context_parallel_block(rank, case.Sq, RingSettings("alltoall")) as module:
                 out, grads = attend(case, make_local_inputs(rank, inputs, True), module)
             runs.append((out.detach(), *grads))
     finally:

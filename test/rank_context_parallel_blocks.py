@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from rank_context_parallel import SDPA, RingSettings, make_local_inputs, ring, unshard
+from rank_context_parallel import SDPA, RingSettings, context_parallel_block, make_local_inputs, unshard
 from ranks import Rank, assert_within_budgets, make_case, make_full_inputs
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -30,10 +30,10 @@ def case_graph_of_another_balance(rank: Rank) -> None:
     for method in ("ring", "gather"):
         context_parallel.use(method)
         try:
-            with ring(rank, case.Sq, RingSettings()):
+            with context_parallel_block(rank, case.Sq, RingSettings()):
                 q, k, v, grad = make_local_inputs(rank, inputs, True)
                 out = run(q, k, v)
-            with ring(rank, case.Sq, RingSettings(balanced=False)):
+            with context_parallel_block(rank, case.Sq, RingSettings(balanced=False)):
                 with pytest.raises(RuntimeError, match="compiled with load balance, but the rows .* without load"):
                     run(*make_local_inputs(rank, inputs, False)[:3])
                 grads = torch.autograd.grad(out, (q, k, v), grad)  # with the layout of the forward
@@ -50,7 +50,7 @@ def case_backward_outside_of_the_block(rank: Rank) -> None:
     """
     case = make_case(rank.world)
     inputs = make_full_inputs(case, rank.device)
-    with ring(rank, case.Sq, RingSettings()) as module:
+    with context_parallel_block(rank, case.Sq, RingSettings()) as module:
         q, k, v, grad = make_local_inputs(rank, inputs, True)
         out = module(q, k, v, is_causal=True, enable_gqa=True)
     with pytest.raises(RuntimeError, match="inside the block"):
@@ -61,10 +61,10 @@ def case_backward_in_a_later_block(rank: Rank) -> None:
     """Check that a backward in a later block uses the row layout of the forward, whatever the torch options are."""
     case = make_case(rank.world)
     inputs = make_full_inputs(case, rank.device)
-    with ring(rank, case.Sq, RingSettings()) as module:
+    with context_parallel_block(rank, case.Sq, RingSettings()) as module:
         q, k, v, grad = make_local_inputs(rank, inputs, True)
         out = module(q, k, v, is_causal=case.causal, enable_gqa=case.gqa)
-    with ring(rank, case.Sq, RingSettings("alltoall", balanced=False)):
+    with context_parallel_block(rank, case.Sq, RingSettings("alltoall", balanced=False)):
         grads = torch.autograd.grad(out, (q, k, v), grad)
     assert_within_budgets(case, inputs, *unshard(rank, [out], True), unshard(rank, grads, True))
 
@@ -72,7 +72,7 @@ def case_backward_in_a_later_block(rank: Rank) -> None:
 def case_error_in_the_block(rank: Rank) -> None:
     case = make_case(rank.world)
     inputs = make_full_inputs(case, rank.device)
-    with pytest.raises(ZeroDivisionError), ring(rank, case.Sq, RingSettings()):
+    with pytest.raises(ZeroDivisionError), context_parallel_block(rank, case.Sq, RingSettings()):
         raise ZeroDivisionError
     assert F.scaled_dot_product_attention is SDPA
     rank.pop_path_counts()
@@ -89,7 +89,7 @@ def case_others_in_the_block(rank: Rank) -> None:
     """
     case = make_case(rank.world, (2 * rank.world, rank.world))
     inputs, mesh = make_full_inputs(case, rank.device), rank.mesh(names=("cp",))
-    with ring(rank, case.Sq, RingSettings()):
+    with context_parallel_block(rank, case.Sq, RingSettings()):
         for placement in (Replicate(), Shard(1)):
             local = [x.detach() if placement.is_replicate() else x.detach().chunk(rank.world, 1)[rank.number].clone()
                      for x in (*inputs, inputs.grad_out)]  # fmt: skip
@@ -113,7 +113,7 @@ def case_mesh_of_two_dims(rank: Rank) -> None:
     """Check that no ring serves a mesh of two dims: the reason and the error of a forced backend name the mesh."""
     case = make_case(rank.world)
     inputs, mesh = make_full_inputs(case, rank.device), rank.mesh(rank.world, 1, names=("cp", "tp"))
-    with ring(rank, case.Sq, RingSettings()):
+    with context_parallel_block(rank, case.Sq, RingSettings()):
         parts = [x.detach() for x in make_local_inputs(rank, inputs, True)[:3]]
         rows = [DTensor.from_local(x, mesh, [Shard(2), Shard(1)]) for x in parts]
         plan = torch_flashplug.explain(*rows, is_causal=True, enable_gqa=True, device="h100")

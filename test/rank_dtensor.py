@@ -194,8 +194,8 @@ def case_tensor_parallel(rank: Rank) -> None:
     for local in (True, False):
         for compiled in (False, True):
             block = _tensor_parallel(rank, _block(rank)[0], local)
-            run = torch.compile(block, backend="aot_eager", fullgraph=True) if compiled else block
-            out = run(x)
+            run_block = torch.compile(block, backend="aot_eager", fullgraph=True) if compiled else block
+            out = run_block(x)
             out.float().square().mean().backward()
             took = rank.pop_path_counts()
             assert took.get("ours_fwd") == 1 and "routed_stock" not in took, took

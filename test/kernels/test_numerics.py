@@ -140,11 +140,11 @@ def check_tile_edges(
         dims, seed = (spec.d - less, spec.dv - less), SEED + sq + sk
         case = new_case(f"{spec.name()} {sq}x{sk}", heads, (sq, sk), dims, spec.mask, dtype=spec.dtype)
         inputs = make_inputs(case, device, seed)
-        run = DirectForward(function, case, inputs)
-        run.call()
+        forward = DirectForward(function, case, inputs)
+        forward.call()
         exact, low = oracle(case, inputs), plain(case, inputs)
-        assert_within_budget(case.name, run.out, exact.out, low.out, seed=seed)
-        assert_lse(case.name, run.lse, exact.lse, low.lse, seed=seed)
+        assert_within_budget(case.name, forward.out, exact.out, low.out, seed=seed)
+        assert_lse(case.name, forward.lse, exact.lse, low.lse, seed=seed)
 
 
 @BY_DTYPE

@@ -80,8 +80,8 @@ def compile_pack(target: str, out: Path) -> Path:
     command += ["--objects", ROOT / "build" / "objects"]
     for spec in COMPILED_ONLY[target]:
         command += ["--spec", spec.name()]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stdout + run.stderr
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stdout + process.stderr
     return out / f"flashplug_{target.replace('_', '')}.so"
 
 

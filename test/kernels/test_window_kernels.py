@@ -74,7 +74,7 @@ class WindowCall:
     softcap: float = 0.0
 
     @property
-    def seen(self) -> Tensor:
+    def visible(self) -> Tensor:
         return self.window.seen(self.case.Sq, self.case.Sk, torch.device("cpu"))
 
 
@@ -136,12 +136,12 @@ def inputs_on_cpu(call: WindowCall, device: torch.device) -> Inputs:
 def reference_results(call: WindowCall, inputs: Inputs, dtype: torch.dtype) -> Results:
     """Return the reference by definition, on the CPU, with each step rounded to `dtype`."""
     leaves = {name: getattr(inputs, name).to(dtype).requires_grad_() for name in "qkv"}
-    group, blind = call.case.Hq // call.case.Hkv, ~call.seen.any(-1)
+    group, blind = call.case.Hq // call.case.Hkv, ~call.visible.any(-1)
     k, v = (leaves[name].repeat_interleave(group, 1) for name in "kv")
     scores = leaves["q"] @ k.mT * call.case.D**-0.5
     if call.softcap:
         scores = call.softcap * torch.tanh(scores / call.softcap)
-    scores = scores.masked_fill(~call.seen, -math.inf)
+    scores = scores.masked_fill(~call.visible, -math.inf)
     if call.sinks is None:
         scores = scores.masked_fill(blind.unsqueeze(-1), 0.0)
     else:
@@ -212,7 +212,7 @@ def test_window_without_sinks_and_lse_gradient(kernels_on: str, nth: int) -> Non
 def test_masked_rows_return_zero_output_and_the_sink_as_lse(kernels_on: str, backend: str) -> None:
     """The output is 0, and the LSE is -inf or the sink. A sink of -inf behaves like no sink."""
     call = make_window_call(3, (64, 64), "bf16")
-    blind = ~call.seen.any(-1)
+    blind = ~call.visible.any(-1)
     assert blind[:60].all() and not blind[60:].any()
     no_sinks = torch.full((4,), -math.inf)
     with_sinks, without_sinks, with_infinite_sinks = (

@@ -83,7 +83,8 @@ def test_interpreted_kernel_passes_with_the_error_of_a_kernel() -> None:
     line = check.interpreted_kernel()
 
     assert line.status == check.PASS, line
-    kernel, kernel_error, math_error = re.search(r"^(fwd_sm90_\w+), .* (\S+e-\d+), plain bf16 math (\S+e-\d+)$", line.text).groups()
+    pattern = r"^(fwd_sm90_\w+), .* (\S+e-\d+), plain bf16 math (\S+e-\d+)$"
+    kernel, kernel_error, math_error = re.search(pattern, line.text).groups()
     assert (interpreted.PACKS / kernel).is_dir()
     assert 1e-4 < float(kernel_error) < float(math_error) < 1e-2
 

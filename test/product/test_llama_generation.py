@@ -23,7 +23,7 @@ OTHER_BACKENDS = ([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION], 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "no_autograd_cache")
 
 
-class Way(NamedTuple):
+class GenerationCase(NamedTuple):
     """Settings of a generation."""
 
     cache: str  # "dynamic": as long as the text, no mask; "static": of maximum length, with a mask
@@ -62,13 +62,13 @@ def compile_settings(device_backend: DeviceBackend, model: nn.Module, compiled: 
     return {"compile_config": config}
 
 
-def generate(device_backend: DeviceBackend, way: Way, follow: Tensor | None = None) -> Generated:
+def generate(device_backend: DeviceBackend, generation_case: GenerationCase, follow: Tensor | None = None) -> Generated:
     """Generate greedily by a new model, or along the tokens of `follow`."""
     # without end tokens, a text has exactly the requested length
     ends = dict.fromkeys(("bos_token_id", "eos_token_id"))
     settings = {"initializer_range": INITIALIZER_RANGE, "pad_token_id": 0, **ends}
     model = new_llama(device_backend, layers=LAYERS, hidden_size=256, **settings).eval()
-    prompt = torch.randint(VOCABULARY, (BATCH, way.prompt), generator=torch.Generator().manual_seed(1)).to(
+    prompt = torch.randint(VOCABULARY, (BATCH, generation_case.prompt), generator=torch.Generator().manual_seed(1)).to(
         device_backend.device
     )
     result = model.generate(
@@ -76,22 +76,22 @@ def generate(device_backend: DeviceBackend, way: Way, follow: Tensor | None = No
         attention_mask=torch.ones_like(prompt),
         max_new_tokens=TOKENS,
         do_sample=False,
-        cache_implementation=way.cache,
-        logits_processor=[] if follow is None else [Follow(follow, way.prompt)],
+        cache_implementation=generation_case.cache,
+        logits_processor=[] if follow is None else [Follow(follow, generation_case.prompt)],
         return_dict_in_generate=True,
         output_logits=True,
-        **compile_settings(device_backend, model, way.compiled),
+        **compile_settings(device_backend, model, generation_case.compiled),
     )
-    return Generated(result.sequences[:, way.prompt :], torch.stack(result.logits, dim=1))
+    return Generated(result.sequences[:, generation_case.prompt :], torch.stack(result.logits, dim=1))
 
 
 def distance(a: Generated, b: Generated) -> float:
     return (a.logits - b.logits).abs().max().item()
 
 
-def measure_spread_of_stock(device_backend: DeviceBackend, way: Way, text: Tensor) -> float:
+def measure_spread_of_stock(device_backend: DeviceBackend, generation_case: GenerationCase, text: Tensor) -> float:
     """Return the largest distance between backends of stock along a text."""
-    eager = way._replace(compiled="nothing")
+    eager = generation_case._replace(compiled="nothing")
     default, generations = generate(device_backend, eager, text), []
     for backends in OTHER_BACKENDS:
         with sdpa_kernel(backends):
@@ -100,31 +100,31 @@ def measure_spread_of_stock(device_backend: DeviceBackend, way: Way, text: Tenso
 
 
 @pytest.mark.parametrize(
-    "way",
+    "generation_case",
     [
-        Way("dynamic", "nothing", 64),
-        Way("dynamic", "nothing", 300),
-        Way("dynamic", "layers", 300),
-        Way("static", "nothing", 300),
-        Way("static", "model", 300),
+        GenerationCase("dynamic", "nothing", 64),
+        GenerationCase("dynamic", "nothing", 300),
+        GenerationCase("dynamic", "layers", 300),
+        GenerationCase("static", "nothing", 300),
+        GenerationCase("static", "model", 300),
     ],
-    ids=lambda way: "-".join(map(str, way)),
+    ids=lambda generation_case: "-".join(map(str, generation_case)),
 )
-def test_llama_generates_the_tokens_of_stock(device_backend: DeviceBackend, way: Way) -> None:
+def test_llama_generates_the_tokens_of_stock(device_backend: DeviceBackend, generation_case: GenerationCase) -> None:
     """Compare each token with the most likely token of stock after the same text.
 
     Ties within roundings of stock are excepted. All attention must run on our kernels, also with a static cache, where
     F.sdpa receives a mask.
     """
-    plugin_run = generate(device_backend, way)
+    plugin_run = generate(device_backend, generation_case)
     ran = {path: count for path, count in device_backend.pop_path_counts().items() if path.endswith("_fwd")}
     replayed = (
-        device_backend.device == "cuda" and way.compiled == "model"
+        device_backend.device == "cuda" and generation_case.compiled == "model"
     )  # a replay of a CUDA graph is counted only at capture
     assert ran.keys() == {"ours_fwd"} and (replayed or ran["ours_fwd"] == LAYERS * TOKENS)
     with device_backend.disabled():
-        stock_run = generate(device_backend, way, plugin_run.tokens)
-        tolerance = SPREAD_FACTOR * measure_spread_of_stock(device_backend, way, plugin_run.tokens)
+        stock_run = generate(device_backend, generation_case, plugin_run.tokens)
+        tolerance = SPREAD_FACTOR * measure_spread_of_stock(device_backend, generation_case, plugin_run.tokens)
     assert device_backend.pop_path_counts() == {} and torch.equal(stock_run.tokens, plugin_run.tokens)
     apart = distance(plugin_run, stock_run)
     assert apart <= tolerance

@@ -79,10 +79,10 @@ def test_compiled_and_generated(cpu_stub_backend: DeviceBackend) -> None:
 
 
 def test_a_wrong_gradient_is_a_violation(cpu_stub_backend: DeviceBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = program_models.run
+    run_program = program_models.run
 
     def corrupted(*arguments: object) -> dict[str, torch.Tensor]:
-        results = run(*arguments)
+        results = run_program(*arguments)
         if programs.bindings.enabled() and results[CORRUPTED].dtype == torch.bfloat16:  # not the reference
             results[CORRUPTED] = results[CORRUPTED] * 1.1
         return results

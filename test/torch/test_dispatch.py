@@ -93,7 +93,7 @@ def test_plan_b_takes_over(monkeypatch: pytest.MonkeyPatch, reason: str) -> None
     if reason == "asked_for":
         monkeypatch.setenv("TORCH_FLASHPLUG_HOOK", "composite")
     else:
-        monkeypatch.setattr(bindings, "install", lambda slot: 3)
+        monkeypatch.setattr(bindings, "install", lambda dispatch_slot: 3)
     torch_flashplug.enable()
     assert sdpa_composite.installed()
     torch_flashplug.disable()
@@ -174,14 +174,14 @@ def test_backend_blocks_are_per_thread(hooked_backend: DeviceBackend) -> None:
     inside, done = threading.Event(), threading.Event()
     modes = []
 
-    def other() -> None:
+    def run_stock_block() -> None:
         with sdpa_backend("stock"):
             modes.append(bindings.mode())
             inside.set()
             done.wait(30)
         modes.append(bindings.mode())
 
-    thread = threading.Thread(target=other)
+    thread = threading.Thread(target=run_stock_block)
     thread.start()
     assert inside.wait(30)
     F.scaled_dot_product_attention(q, k, v)
@@ -283,9 +283,9 @@ def test_explain_predicts_the_backend(hooked_backend: DeviceBackend) -> None:
 
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("dropout", [0.0, 0.1, 1.0])
-@pytest.mark.parametrize("beside", ["nothing", "causal", "mask", "bias", "bias32"])
+@pytest.mark.parametrize("feature", ["nothing", "causal", "mask", "bias", "bias32"])
 def test_choice_hook_agrees_with_explain(
-    device_backend: DeviceBackend, beside: str, dropout: float, grad: bool
+    device_backend: DeviceBackend, feature: str, dropout: float, grad: bool
 ) -> None:
     """Use the measured tables, whose rows and rescues the choice hook checks first by call class."""
     startup.push_tables()
@@ -293,7 +293,7 @@ def test_choice_hook_agrees_with_explain(
     masks |= {"bias": torch.randn(300, 300, device=device_backend.device).to(device_backend.dtype)}
     masks |= {"bias32": torch.randn(300, 300, device=device_backend.device)}
     q, k, v = (tensor.requires_grad_(grad) for tensor in device_backend.qkv(rows=300, keys=300))
-    call = {"attn_mask": masks.get(beside), "dropout_p": dropout, "is_causal": beside == "causal"}
+    call = {"attn_mask": masks.get(feature), "dropout_p": dropout, "is_causal": feature == "causal"}
     preset = None if device_backend.device == "cuda" else "h100"
     backend = torch_flashplug.explain(q, k, v, **call, device=preset).backend
     device_backend.pop_path_counts()

@@ -400,7 +400,7 @@ def test_dropout_check_detects_a_backward_with_different_bits() -> None:
     num_detected = 0
     for seed in range(20):
         generator = torch.Generator().manual_seed(seed)
-        q, k, v, grad = (torch.randn(sizes[at], generator=generator) for at in (0, 1, 1, 0))
+        q, k, v, grad = (torch.randn(sizes[side], generator=generator) for side in (0, 1, 1, 0))
         probabilities = torch.softmax(2 * q @ k.repeat_interleave(2, 1).mT * 64**-0.5, -1)
         bits = torch.rand(probabilities.shape, generator=generator) >= P
         changed_bits = bits.clone()

@@ -57,7 +57,7 @@ def under_vmap_of_grad(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, grad: Tens
     return tuple(gradient[0] for gradient in mapped)
 
 
-WAYS: dict[str, Callable[..., Gradients]] = {
+TRANSFORMS: dict[str, Callable[..., Gradients]] = {
     "flop counter": under_flop_counter,
     "selective checkpoint": under_selective_checkpoint,
     "grad": under_grad,
@@ -72,9 +72,9 @@ def reference_gradients(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, grad: Ten
     return tuple(leaf.grad for leaf in leaves)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("length", [64, 128, 192])
-def test_left_padded_gradients_run_on_kernels(device_backend: DeviceBackend, way: str, length: int) -> None:
+def test_left_padded_gradients_run_on_kernels(device_backend: DeviceBackend, transform: str, length: int) -> None:
     """Stock gives NaN in dQ if the last block of 128 rows holds 64 rows."""
     q, k, v, grad = (
         torch.randn(2, 4, length, 64, device=device_backend.device, dtype=torch.bfloat16).requires_grad_(False)
@@ -85,7 +85,7 @@ def test_left_padded_gradients_run_on_kernels(device_backend: DeviceBackend, way
     mask = (rows >= padded) & (rows <= rows[:, None])
     device_backend.pop_path_counts()
 
-    gradients = WAYS[way](q, k, v, mask, grad)
+    gradients = TRANSFORMS[transform](q, k, v, mask, grad)
 
     assert device_backend.pop_path_counts()["ours_fwd"] >= 1
     for gradient, expected in zip(gradients, reference_gradients(q, k, v, mask, grad)):

@@ -88,7 +88,7 @@ def math_everywhere() -> AbstractContextManager:
 # ---- tensors ----
 
 
-def each(change: Callable[[Tensor], Tensor], names: str = "qkv") -> Change:
+def change_each(change: Callable[[Tensor], Tensor], names: str = "qkv") -> Change:
     return lambda tensors: [change(t) if name in names else t for name, t in zip("qkv", tensors)]
 
 
@@ -149,27 +149,27 @@ EXITS = {
     "others_allowed": Exit("allows neither", scope=allow("EFFICIENT_ATTENTION", "CUDNN_ATTENTION")),
     "disabled": Exit("disabled", scope=disabled),
     "no_gpu": Exit("", scope=no_gpu, device=None),
-    "two_dims": Exit(DIMS, each(lambda t: t[0, 0])),
-    "three_dims": Exit("", each(lambda t: t[0]), took=OURS, backend="fa3") if ADDS_BATCH_DIM else
-                  Exit(DIMS, each(lambda t: t[0])),
-    "five_dims": Exit(DIMS, each(lambda t: t[None])),
-    **{f"three_dims_of_{name}": Exit(DIMS, each(lambda t: t[0], name)) for name in "qkv"},
-    **{f"{name}_elsewhere": Exit(DEVICES, each(lambda t: t.to("meta"), name), took=NOTHING) for name in "kv"},
-    "nested": Exit("nested", each(as_nested)),
-    "subclass": Exit("subclass", each(as_subclass)),
-    **{f"subclass_of_{name}": Exit("subclass", each(as_subclass, name)) for name in "qkv"},
+    "two_dims": Exit(DIMS, change_each(lambda t: t[0, 0])),
+    "three_dims": Exit("", change_each(lambda t: t[0]), took=OURS, backend="fa3") if ADDS_BATCH_DIM else
+                  Exit(DIMS, change_each(lambda t: t[0])),
+    "five_dims": Exit(DIMS, change_each(lambda t: t[None])),
+    **{f"three_dims_of_{name}": Exit(DIMS, change_each(lambda t: t[0], name)) for name in "qkv"},
+    **{f"{name}_elsewhere": Exit(DEVICES, change_each(lambda t: t.to("meta"), name), took=NOTHING) for name in "kv"},
+    "nested": Exit("nested", change_each(as_nested)),
+    "subclass": Exit("subclass", change_each(as_subclass)),
+    **{f"subclass_of_{name}": Exit("subclass", change_each(as_subclass, name)) for name in "qkv"},
     # The op of a traced graph decides when the graph runs.
     "sizes_of_data": Exit(DATA, as_fake_tensors(None), took=TRACED),
     "three_dims_of_data": Exit(DATA if ADDS_BATCH_DIM else DIMS,
                                lambda tensors: [t[0] for t in as_fake_tensors(None)(tensors)],
                                took=TRACED if ADDS_BATCH_DIM else STOCK),
-    "one_head_of_keys": Exit("", each(lambda t: t[:, :1], "kv"), took=OURS, backend="fa3"),
-    "some_heads_of_keys": Exit(SHAPES, each(lambda t: t[:, :2], "kv"), raises="must match the size"),
-    "one_head_of_values": Exit(SHAPES, each(lambda t: t[:, :1], "v")),
-    "one_batch_of_keys": Exit(SHAPES, each(lambda t: t[:1], "kv")),
-    "one_batch_of_values": Exit(SHAPES, each(lambda t: t[:1], "v")),
-    "fewer_values": Exit(SHAPES, each(lambda t: t[:, :, :100], "v"), raises="Expected size"),
-    "narrower_keys": Exit(SHAPES, each(lambda t: t[..., :32], "k"), raises="Expected size"),
+    "one_head_of_keys": Exit("", change_each(lambda t: t[:, :1], "kv"), took=OURS, backend="fa3"),
+    "some_heads_of_keys": Exit(SHAPES, change_each(lambda t: t[:, :2], "kv"), raises="must match the size"),
+    "one_head_of_values": Exit(SHAPES, change_each(lambda t: t[:, :1], "v")),
+    "one_batch_of_keys": Exit(SHAPES, change_each(lambda t: t[:1], "kv")),
+    "one_batch_of_values": Exit(SHAPES, change_each(lambda t: t[:1], "v")),
+    "fewer_values": Exit(SHAPES, change_each(lambda t: t[:, :, :100], "v"), raises="Expected size"),
+    "narrower_keys": Exit(SHAPES, change_each(lambda t: t[..., :32], "k"), raises="Expected size"),
     "masked": Exit("", with_mask(128, 128), took=OURS, backend="fa3"),
     "mask_of_1_dims": Exit(MASK_DIMS, with_mask(128)),
     "mask_of_5_dims": Exit(MASK_DIMS, with_mask(1, 1, 1, 128, 128)),
@@ -189,8 +189,8 @@ EXITS = {
                                     raises="dropout probability", settings={"dropout_p": 1.5}),
     "stock": Exit("stock is forced", scope=force("stock")),
     "math": Exit("math is forced", list, force("math"), NOTHING, "math"),
-    "math_of_three_dims": Exit("math is forced", each(lambda t: t[0]), force("math"), NOTHING, "math"),
-    "math_of_nested": Exit("math is forced", each(as_nested), force("math"), NOTHING, "math"),
+    "math_of_three_dims": Exit("math is forced", change_each(lambda t: t[0]), force("math"), NOTHING, "math"),
+    "math_of_nested": Exit("math is forced", change_each(as_nested), force("math"), NOTHING, "math"),
     "math_not_allowed": Exit("math is forced, but", scope=combine(force("math"), allow("FLASH_ATTENTION"))),
     "math_alone_allowed": Exit("allows neither", scope=combine(force("math"), allow("MATH"))),
     "math_disabled": Exit("disabled", scope=combine(force("math"), disabled)),
@@ -226,7 +226,7 @@ def test_every_exit_has_a_test_row() -> None:
     """
     exits = set()
     bindings.take_last_exit()
-    for case in (*EXITS.values(), Exit("", each(Tensor.float))):
+    for case in (*EXITS.values(), Exit("", change_each(Tensor.float))):
         with use_device_backend("cpu") as device_backend:
             tensors = case.change(device_backend.qkv())
             with case.scope(), contextlib.suppress(RuntimeError, IndexError):

@@ -56,9 +56,9 @@ class GradientStep:
 # Each sequence computes a gradient in one order, then a gradient in the opposite order. The second sequence starts with
 # a call of stock for the same shapes.
 SEQUENCES = [
-    turns
+    call_orders
     for first, second in (ORDERS, ORDERS[::-1])
-    for turns in (
+    for call_orders in (
         (GradientStep(False, first), GradientStep(False, second)),
         (GradientStep(True, first), GradientStep(False, second), GradientStep(False, first)),
     )
