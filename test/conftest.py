@@ -36,7 +36,7 @@ INTERPRETED = pytest.param("cpu", marks=pytest.mark.interpreted, id="interpreted
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
-    config.addinivalue_line("markers", "gpu2: needs two of them")
+    config.addinivalue_line("markers", "gpu2: needs two CUDA devices")
     config.addinivalue_line("markers", "interpreted: runs kernels without a GPU; left out where there is one")
     config.addinivalue_line("markers", "isolated(seconds): runs in its own process, killed after that time")
     config.addinivalue_line("markers", "nightly: left out of the short run; ./tools/dev test --all runs it")

@@ -92,7 +92,7 @@ def use_device_backend(device: str, hook: str = "router") -> Iterator[DeviceBack
         bindings.set_facts_override(DEVICES["h100"])
         bindings.set_cpu_stub(True)
         bindings.register_ops("CPU")
-        torch._fused_sdp_choice(*torch.empty(3, 1, 1, 8, 8).unbind())  # resolves the CPU slot of the stub in torch
+        torch._fused_sdp_choice(*torch.empty(3, 1, 1, 8, 8).unbind())  # resolves the CPU entry of the stub in torch
     device_backend = DeviceBackend(device, hook)
     device_backend.enable()
     bindings.counters(reset=True)

@@ -173,7 +173,7 @@ def test_output_matches_the_quantized_operands(
 def random_masks(B: int, Hq: int, Sq: int, Sk: int) -> dict[str, Tensor]:
     """Return bool masks: padding behind the length of a sequence, random masks per head, and a window.
 
-    In the random masks, the first rows see no key. The window hides full blocks.
+    In the random masks, the first rows see no key. The window masks out full blocks.
     """
     generator = torch.Generator().manual_seed(SEED)
     keys, rows = torch.arange(Sk), torch.arange(Sq).view(-1, 1)

@@ -44,7 +44,7 @@ def forward_and_backward(
     return out, lse, *OPS.attention_bwd(*saved_tensors, *window, 0.0, None, False, 1)[:3]
 
 
-# ---- on end ----
+# ---- packed sequences ----
 
 OWN_LENGTH = 150
 NEIGHBORS = {"alone": ([], []), "short": ([4] * 9, [3] * 30), "long": ([], [400]), "none": ([0, 0], [0]),

@@ -63,7 +63,7 @@ def build_mutant(tmp_path: Path) -> Callable[..., Path]:
 
 
 def run_kernel(pack: Path, kernel: str, seed: int) -> DirectForward:
-    """Run a kernel with several tiles for each of few SMs, and raise if results are wrong.
+    """Run a kernel on a small number of SMs with several tiles each, and raise if results are wrong.
 
     The last tiles extend beyond the ends of the tensors.
     """

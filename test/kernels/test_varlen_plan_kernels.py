@@ -256,7 +256,7 @@ def test_planned_call_waits_for_an_early_launching_producer() -> None:
     k, v = (torch.randn(256, 4, 64, generator=draw, device="cuda").bfloat16() for _ in range(2))
 
     def query() -> Tensor:
-        return attention(queries, *cache, seqused_k=used).flatten(0, 1)  # few rows: a decode kernel
+        return attention(queries, *cache, seqused_k=used).flatten(0, 1)  # a decode kernel
 
     tile_plan = plan(query(), k, v, cu_seqlens_q=cu)
     torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""Peers of the suites paged, ragged, window, softcap and sinks.
+"""Peers of the suites `paged`, `ragged`, `window`, `softcap` and `sinks`.
 
 Stub modules with the signatures of the wheels replace the peers. The stubs check the arguments of the call. A peer with
 wrong results, or a peer that cannot run, must not be timed, and the row must contain the reason.

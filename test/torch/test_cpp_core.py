@@ -48,7 +48,7 @@ def test_mode_is_per_thread_and_process_backend_takes_precedence() -> None:
 
 
 def slot_pointers() -> list[int | None]:
-    """Return the CPU and CUDA slots of the choice stub of torch, read without the plugin."""
+    """Return the CPU and CUDA entries of the choice stub of torch, read without the plugin."""
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
     return list((ctypes.c_void_p * 2).in_dll(library, "_ZN2at6native22_fused_sdp_choice_stubE"))
 

@@ -45,7 +45,7 @@ def random_mask(*sizes: int, seed: int) -> Tensor:
 
 
 def left_padded_mask(*sizes: int, seed: int) -> Tensor:
-    """Return a mask with padding on the left; each seed hides different blocks."""
+    """Return a mask with padding on the left; each seed masks out different blocks."""
     first = torch.arange(math.prod(sizes[:-2]), device="cuda").view(*sizes[:-2], 1, 1) * 70 + seed * 150
     return torch.arange(sizes[-1], device="cuda").expand(sizes) >= first % sizes[-1]
 

@@ -61,7 +61,7 @@ def test_causal_is_bottom_right(device: str, Sq: int) -> None:
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 @pytest.mark.parametrize("Sq", [1, 3, 70])
 def test_8_bit_keys_equal_dequantized_keys(device: str, Sq: int, dtype: torch.dtype, causal: bool | str) -> None:
-    """Check few rows, served by an 8-bit kernel on a GPU, and more rows, served in 16 bits."""
+    """Check decode calls, served by an 8-bit kernel on a GPU, and more rows, served in 16 bits."""
     q = random_tensor(2, Sq, 8, 64).to(device)
     k8, v8 = (random_tensor(2, 90, 2, 64, dtype=torch.float32, seed=i).mul(20).to(dtype).to(device) for i in (1, 2))
     generators = (torch.Generator().manual_seed(i) for i in (1, 2))
