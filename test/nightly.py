@@ -18,17 +18,17 @@ ONE_OF = {
     "test_added_score_stage.py::test_added_score_stage_matches_fp64_and_causes_no_spill": 0,  # 25, compiles two kernels
     "test_8bit_recipes.py::test_recipe_errors_stay_below_limits": 15,  # 123
     "test_8bit_recipes.py::test_block_scales_of_e4m3_at_16k_keys": 0,  # 17
-    "test_distributed.py::test_two_ranks": 6,  # 70
-    "test_distributed.py::test_four_ranks": 3,  # 56
+    "test_distributed.py::test_cases_on_two_ranks": 6,  # 70
+    "test_distributed.py::test_cases_on_four_ranks": 3,  # 56
     "test_varlen_plan_kernels.py::test_one_plan_serves_several_calls_of_every_kernel": 3,  # 59
     "test_varlen_kernels.py::test_every_varlen_kernel": 3,  # 31
-    "test_distributed.py::test_off_on_the_first_of_four_ranks": 0,  # 10
-    "test_flash_attn_functions.py::test_continuous_batching": 0,  # 37
+    "test_distributed.py::test_plugin_off_on_the_first_of_four_ranks": 0,  # 10
+    "test_flash_attn_functions.py::test_continuous_batching_serves_prompts_from_a_paged_cache": 0,  # 37
     "test_llama_training.py::test_llama_trains_like_stock": 3,  # 32
     "test_llama_generation.py::test_llama_generates_the_tokens_of_stock": 3,  # 25
     "test_build.py::test_jit_engine_and_loaded_packages_change_no_byte_of_an_object": 0,  # 17
     "test_build.py::test_comments_and_docstrings_change_no_byte_of_an_object": 0,  # 15
-    "test_graphs_and_streams_cuda.py::test_aot_inductor_package": 0,  # 21
+    "test_graphs_and_streams_cuda.py::test_aot_inductor_package_runs_on_kernels": 0,  # 21
     "test_in_place_mask_changes.py::test_mask_input_changed_in_the_graph": 3,  # 21
     "test_numerics.py::test_forward_matches_fp64": 2,  # 32
     "test_gradients.py::test_gradients_match_fp64": 2,  # 21

@@ -327,7 +327,7 @@ def test_gradients_of_each_mask_layout_on_sm80_kernels(kernels_on: str, mask: st
 
 @pytest.mark.parametrize("leaf_names", ["q", "k", "v", "qv"])
 @pytest.mark.parametrize("d", [64, 128])
-def test_subset_of_gradients(kernels_on: str, d: int, leaf_names: str) -> None:
+def test_subset_of_masked_gradients(kernels_on: str, d: int, leaf_names: str) -> None:
     case = new_case(f"{leaf_names} {d}", (1, 2, 2), (150, 280), (d, d))
     check_gradients(case, with_holes(random_mask(150, 280)).to(kernels_on), kernels_on, leaf_names=leaf_names)
 

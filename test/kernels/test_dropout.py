@@ -110,7 +110,7 @@ def test_different_seeds_are_uncorrelated() -> None:
 
 
 @pytest.mark.parametrize("p, is_kept", [(1.0, False), (0.0, True), (1e-9, True)])
-def test_certain_dropout_probabilities(p: float, is_kept: bool) -> None:
+def test_probabilities_near_zero_and_one_keep_all_or_no_scores(p: float, is_kept: bool) -> None:
     assert (bits_of(torch.tensor(SEED), 2, 2, 300, 300, p) == is_kept).all()
 
 

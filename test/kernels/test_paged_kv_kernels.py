@@ -226,7 +226,7 @@ def test_unused_pages_and_keys_are_not_read(kernels_on: str, kind: str) -> None:
         assert_bitwise_equal("poisoned", actual, expected)
 
 
-def test_strided_pages(kernels_on: str) -> None:
+def test_pages_with_interleaved_keys_and_values(kernels_on: str) -> None:
     """Memory is laid out (pages, rows, Hkv, D), with K and V of a row next to each other."""
     call = make_paged_call((70, 33), 16)
     cache = torch.stack((call.k, call.v), -2).permute(0, 2, 1, 3, 4).contiguous()

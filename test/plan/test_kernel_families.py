@@ -74,7 +74,7 @@ class TestGolden(expecttest.TestCase):
     def setUp(self) -> None:
         startup.push_tables()
 
-    def test_forced(self) -> None:
+    def test_plans_of_forced_calls_on_each_gpu(self) -> None:
         names = ("prefill_4k_d128_causal", "prefill_16k_d64_fp16", "odd_tail_sq113_sk203_d72", "vision_4k_d72")
         calls = {name: CALLS[name] for name in names} | {"wide_d256": call((1, 16, 16), (4096, 4096), (256, 256))}
         text = plans_as_text(calls, GPUS, FA2, ("fa2",))
@@ -108,7 +108,7 @@ decode_b64_1x8k_d128_gqa4
         blocks of 128 keys, 512 CTAs (474 % of the SMs)
 """)
 
-    def test_forced_element_by_element(self) -> None:
+    def test_plans_of_forced_elementwise_calls(self) -> None:
         self.assertExpectedInline(plans_as_text(BY_ELEMENT, GPUS, FA2, ("fa2",)), """\
 head_dim_60
   h100 a100 l4 rtx4090
@@ -127,7 +127,7 @@ misaligned
     fa2 fwd_sm80_bf16_d64_full_m64n64s1e tiles=64 splits=1
 """)
 
-    def test_auto(self) -> None:
+    def test_plans_of_auto_on_each_gpu(self) -> None:
         calls = {"prefill_4k_d128_causal": CALLS["prefill_4k_d128_causal"], "head_dim_60": BY_ELEMENT["head_dim_60"]}
         self.assertExpectedInline(plans_as_text(calls, GPUS | {"none": None}, 0, BOTH), """\
 prefill_4k_d128_causal
@@ -181,7 +181,7 @@ head_dim_60
       fa2: There is no CUDA device. The kernels run on NVIDIA GPUs only.
 """)
 
-    def test_refused(self) -> None:
+    def test_reasons_of_refused_calls_on_each_gpu(self) -> None:
         text = plans_as_text(REFUSED, {"a100": DEVICES["a100"]}, FA2, ("fa2",))
         text += bindings.forced_error(REFUSED["three_reasons"], DEVICES["l4"], FA2) + "\n"
         text += bindings.forced_error(CALLS["encoder_512_d64"], DEVICES["a100"] | {"cc": 75}, FA2) + "\n"

@@ -169,7 +169,7 @@ def test_measured_speeds_equal_the_page():
         assert f"| {name} | {calls} | {best} | {best_lowest} | {stock} | {stock_lowest} |" in page
 
 
-def test_long_demo(text_file):
+def test_long_demo_reports_peak_memory(text_file):
     """Check the peak memory: measured on a GPU, and always next to the computed memory of the math backend."""
     done = run_demo(text_file, "--long")
     assert done.returncode == 0, done.stderr
@@ -186,7 +186,7 @@ def table_rows(shown: str, title: str) -> dict[str, list[str]]:
     return {name: cells for name, *cells in filter(None, cut)}
 
 
-def test_training_demo(tmp_path):
+def test_training_demo_reports_speeds_losses_and_gradients(tmp_path):
     """Check speeds, losses and gradients of every attention.
 
     The gradients of our kernels must be as near to fp64 as stock, and the losses must match stock.
@@ -325,7 +325,7 @@ def test_demo_names_a_missing_file():
 
 
 @pytest.mark.gpu
-def test_demo_on_gpu():
+def test_demo_generates_bytes_on_a_gpu():
     done = run_demo("--rounds", "3")
     assert done.returncode == 0, done.stderr
     assert "Greedy bytes" in done.stdout and "fa3" in done.stdout
@@ -339,7 +339,7 @@ def test_explain_prints_backend_and_gate(output):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("forced", (None, *FAMILIES), ids=lambda family: family and family.backend)
 @pytest.mark.parametrize("more", ((), ("--grad",), ("--v", "1,8,8192,64")))
-def test_explain_as_json(output, device, forced, more):
+def test_explain_prints_a_plan_as_json(output, device, forced, more):
     backend_option = ("--backend", forced.backend) if forced else ()
     plan = json.loads(output(*DECODE, *more, *backend_option, "--device", device, "--json"))
     served = forced is not None and forced.runs_on(DEVICES[device]["cc"])
@@ -407,7 +407,7 @@ def test_info_works_without_rich_and_demo_names_rich():
     )
 
 
-def test_demo_of_8_bit_precision():
+def test_precision_demo_compares_8_bit_kernels():
     """Check both rows. On a GPU, every call of the second row runs in 8 bits, with nearly the same quality."""
     done = run_demo("--precision", "fp8")
     assert done.returncode == 0, done.stderr
@@ -424,7 +424,7 @@ def test_demo_of_8_bit_precision():
     )
 
 
-def test_demo_of_serving():
+def test_serving_demo_writes_equal_bytes_on_each_server():
     """All servers must write equal bytes on a CPU; on a GPU, 16-bit rounding may sometimes change a byte."""
     done = run_demo("--serve")
     assert done.returncode == 0, done.stderr

@@ -201,7 +201,7 @@ def test_packed_sequences_are_independent(device: str) -> None:
     tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23), reason="has names of its own for paged caches"
 )
 @pytest.mark.parametrize("family", ["Llama", "GptOss"])
-def test_continuous_batching(device: str, family: str) -> None:
+def test_continuous_batching_serves_prompts_from_a_paged_cache(device: str, family: str) -> None:
     """Serve prompts of different lengths from the paged cache of transformers.
 
     Each result must equal the result of the prompt alone.

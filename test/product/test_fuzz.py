@@ -64,7 +64,7 @@ def test_interpreted_calls_are_right(kind: str) -> None:
 
 
 @BY_KIND
-def test_calls_are_right(kind: str) -> None:
+def test_calls_of_each_kind_are_right_in_every_mode(kind: str) -> None:
     statuses = set()
     with hooked("cpu") as off:
         for call in draw_calls(kind):
@@ -224,7 +224,7 @@ def test_dead_worker_is_reported_and_remaining_work_continues() -> None:
     assert (finding["alone"], finding["stock"]) == ("right", "right")
 
 
-def test_command_line(tmp_path: Path) -> None:
+def test_fuzz_command_writes_a_report(tmp_path: Path) -> None:
     base = [sys.executable, ROOT / "tools" / "fuzz.py"]
     limits = {"capture_output": True, "text": True, "timeout": 120, "check": False}
     options = ["--device", "cpu", "--workers", "1", "--calls", "60", "--out", tmp_path]

@@ -67,7 +67,7 @@ def test_errors_are_comparable_to_stock(cpu_stub_backend: DeviceBackend, program
     assert train["backwards"] == {"math_bwd": 2} and train["reasons"] == {}
 
 
-def test_compiled_and_generated(cpu_stub_backend: DeviceBackend) -> None:
+def test_compiled_and_generating_programs_are_served(cpu_stub_backend: DeviceBackend) -> None:
     all_rows = compare_program(
         cpu_stub_backend, "phi3", scenarios=("greedy_dynamic", "greedy_static", "compiled_forward")
     )

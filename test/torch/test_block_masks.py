@@ -151,7 +151,7 @@ def test_kernel_errors_are_bounded_by_the_formula(mod: Callable, Sq: int, Sk: in
 
 
 @pytest.mark.gpu
-def test_64k_keys() -> None:
+def test_block_mask_of_64k_keys_needs_no_dense_mask() -> None:
     """Check the sequence length of Path-256: a window and a few fully visible blocks.
 
     A subset of rows is compared with fp64 scores.
@@ -229,7 +229,7 @@ def test_changes_of_a_mask_mod_are_detected() -> None:
     assert block_lists(mask).Sq == 100 and old_lists.Sq == 128
 
 
-def test_inference_mode() -> None:
+def test_block_masks_made_in_inference_mode() -> None:
     tensors = make_operands(128, 128)
     right, _ = attend_in_dense_scores(*tensors, make_dense_mask(causal, 128, 128))
     with torch.inference_mode():
@@ -252,7 +252,7 @@ def test_listed_blocks_without_a_mask_mod_are_full() -> None:
     assert torch.equal(visible, expected)
 
 
-def test_opcheck() -> None:
+def test_block_sparse_ops_pass_opcheck() -> None:
     q, k, v = (x.transpose(1, 2) for x in make_operands(130, 200))
     lists = block_lists(block_mask(sliding, 130, 200))
     torch.library.opcheck(FORWARD, ([x.requires_grad_() for x in (q, k, v)][0], k, v, lists.digest, 1.0, None))
@@ -261,7 +261,7 @@ def test_opcheck() -> None:
     torch.library.opcheck(BACKWARD, (*arguments, 0.2), test_utils=("test_schema", "test_faketensor"))
 
 
-def test_compiled(fresh_dynamo: None, device: str) -> None:
+def test_compiled_block_mask_call_equals_eager_call(fresh_dynamo: None, device: str) -> None:
     leaves = [x.requires_grad_() for x in make_operands(130, 200, device=device)]
     lists = block_lists(block_mask(sliding, 130, 200, device))
 

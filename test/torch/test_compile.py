@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_fullgraph(hooked_backend: DeviceBackend, grad: bool, dynamic: bool) -> None:
+def test_full_graph_equals_eager_mode(hooked_backend: DeviceBackend, grad: bool, dynamic: bool) -> None:
     recorder = Recorder()
     compiled = torch.compile(causal, fullgraph=True, dynamic=dynamic, backend=recorder)
     took = check_against_eager(hooked_backend, causal, compiled, grad=grad)
@@ -33,7 +33,7 @@ def test_fullgraph(hooked_backend: DeviceBackend, grad: bool, dynamic: bool) -> 
     assert recorder.forwards == [[("fwd", AUTO)]] and recorder.backwards == [[("bwd", AUTO)]] * grad
 
 
-def test_one_graph_for_all_lengths(device_backend: DeviceBackend) -> None:
+def test_one_graph_serves_all_lengths(device_backend: DeviceBackend) -> None:
     recorder = Recorder()
     compiled = torch.compile(causal, fullgraph=True, dynamic=True, backend=recorder)
     for rows in (128, 72, 136, 200):
@@ -45,7 +45,9 @@ def test_one_graph_for_all_lengths(device_backend: DeviceBackend) -> None:
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("where", ["around", "inside"])
-def test_without_grad(device_backend: DeviceBackend, context: Callable, where: str) -> None:
+def test_graph_without_gradients_has_one_forward_op(
+    device_backend: DeviceBackend, context: Callable, where: str
+) -> None:
     recorder = Recorder()
 
     def inside(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -63,7 +65,7 @@ def test_without_grad(device_backend: DeviceBackend, context: Callable, where: s
 
 
 @pytest.mark.parametrize("grad", [False, True])
-def test_block_inside_is_baked_in(hooked_backend: DeviceBackend, grad: bool) -> None:
+def test_backend_block_inside_a_graph_is_a_graph_constant(hooked_backend: DeviceBackend, grad: bool) -> None:
     recorder = Recorder()
     took = check_against_eager(
         hooked_backend, nested, torch.compile(nested, fullgraph=True, backend=recorder), grad=grad
@@ -74,7 +76,7 @@ def test_block_inside_is_baked_in(hooked_backend: DeviceBackend, grad: bool) -> 
 
 
 @pytest.mark.parametrize("backend", ["stock", "math"])
-def test_block_inside_can_choose_stock(hooked_backend: DeviceBackend, backend: str) -> None:
+def test_backend_block_inside_a_graph_can_choose_stock(hooked_backend: DeviceBackend, backend: str) -> None:
     recorder = Recorder()
 
     def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -89,7 +91,7 @@ def test_block_inside_can_choose_stock(hooked_backend: DeviceBackend, backend: s
     assert plugin_ops == ["fwd"] and len(recorder.forwards[0]) == 2 and took["ours_fwd"] == 1
 
 
-def test_block_inside_checkpoint_inside_compile(device_backend: DeviceBackend) -> None:
+def test_backend_block_inside_a_compiled_checkpoint(device_backend: DeviceBackend) -> None:
     recorder = Recorder()
 
     def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -99,7 +101,7 @@ def test_block_inside_checkpoint_inside_compile(device_backend: DeviceBackend) -
     assert recorder.forwards == [[("fwd", mode) for mode in NESTED_MODES]]
 
 
-def test_decorator_inside(device_backend: DeviceBackend) -> None:
+def test_backend_decorator_inside_a_graph(device_backend: DeviceBackend) -> None:
     recorder = Recorder()
     forced = sdpa_backend("fa3")(causal)
 
@@ -110,7 +112,7 @@ def test_decorator_inside(device_backend: DeviceBackend) -> None:
     assert recorder.forwards == [[("fwd", FA3)]]
 
 
-def test_block_around_is_read_when_the_graph_runs(hooked_backend: DeviceBackend) -> None:
+def test_surrounding_backend_block_is_read_when_the_graph_runs(hooked_backend: DeviceBackend) -> None:
     recorder = Recorder()
     compiled = torch.compile(causal, fullgraph=True, backend=recorder)
     q, k, v = hooked_backend.qkv()
@@ -130,7 +132,7 @@ def test_block_around_is_read_when_the_graph_runs(hooked_backend: DeviceBackend)
     torch.testing.assert_close(actual, expected, **TOLERANCE)
 
 
-def test_block_around_the_first_call_is_not_baked_in(hooked_backend: DeviceBackend) -> None:
+def test_backend_block_around_the_first_call_is_no_graph_constant(hooked_backend: DeviceBackend) -> None:
     recorder = Recorder()
     compiled = torch.compile(causal, fullgraph=True, backend=recorder)
     q, k, v = hooked_backend.qkv()
@@ -140,7 +142,7 @@ def test_block_around_the_first_call_is_not_baked_in(hooked_backend: DeviceBacke
     assert recorder.forwards == [[("fwd", AUTO)]]
 
 
-def test_failed_compile_leaves_no_mode_behind(device_backend: DeviceBackend) -> None:
+def test_failed_compilation_restores_the_mode(device_backend: DeviceBackend) -> None:
     def broken(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with sdpa_backend("stock"):
             out = sdpa(q, k, v)
@@ -163,7 +165,7 @@ def test_failed_compile_leaves_no_mode_behind(device_backend: DeviceBackend) -> 
         assert failure.value is not None
 
 
-def test_graph_break_inside_a_block(device_backend: DeviceBackend) -> None:
+def test_graph_break_inside_a_backend_block(device_backend: DeviceBackend) -> None:
     def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with sdpa_backend("stock"):
             first = sdpa(q, k, v)
@@ -176,7 +178,7 @@ def test_graph_break_inside_a_block(device_backend: DeviceBackend) -> None:
 
 
 @pytest.mark.parametrize("allowed, served", [("MATH", False), ("FLASH_ATTENTION", True), ("OVERRIDEABLE", True)])
-def test_sdpa_kernel_inside(device_backend: DeviceBackend, allowed: str, served: bool) -> None:
+def test_sdpa_kernel_block_inside_a_graph(device_backend: DeviceBackend, allowed: str, served: bool) -> None:
     recorder = Recorder()
 
     def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -187,7 +189,7 @@ def test_sdpa_kernel_inside(device_backend: DeviceBackend, allowed: str, served:
     assert (("fwd", AUTO) in recorder.forwards[0]) == served
 
 
-def test_disabled_while_tracing(device_backend: DeviceBackend) -> None:
+def test_graph_traced_without_the_plugin_has_no_plugin_op(device_backend: DeviceBackend) -> None:
     device_backend.disable()
     recorder = Recorder()
     torch.compile(causal, fullgraph=True, backend=recorder)(*device_backend.qkv())
@@ -195,7 +197,7 @@ def test_disabled_while_tracing(device_backend: DeviceBackend) -> None:
     assert ("fwd", AUTO) not in recorder.forwards[0] and recorder.forwards[0]
 
 
-def test_floats_and_gqa_are_served(device_backend: DeviceBackend) -> None:
+def test_float_masks_and_gqa_are_served_in_graphs(device_backend: DeviceBackend) -> None:
     recorder = Recorder()
     q, k, v = device_backend.qkv(heads=4, kv_heads=2)
     bias = torch.linspace(-1, 1, 128, dtype=q.dtype, device=device_backend.device).expand(128, 128)
@@ -209,7 +211,7 @@ def test_floats_and_gqa_are_served(device_backend: DeviceBackend) -> None:
 
 
 @pytest.mark.parametrize("cpp_wrapper", [False, True])
-def test_inductor(device_backend: DeviceBackend, cpp_wrapper: bool) -> None:
+def test_inductor_graph_equals_eager_mode(device_backend: DeviceBackend, cpp_wrapper: bool) -> None:
     with torch._inductor.config.patch(cpp_wrapper=cpp_wrapper):
         forced = torch.compile(sdpa_backend("fa3")(causal), fullgraph=True)
         took = check_against_eager(
@@ -220,7 +222,7 @@ def test_inductor(device_backend: DeviceBackend, cpp_wrapper: bool) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("grad", [False, True])
-def test_inductor_forced_fa3_dynamic(device_backend: DeviceBackend, grad: bool) -> None:
+def test_inductor_graph_of_symbolic_sizes_runs_on_forced_fa3(device_backend: DeviceBackend, grad: bool) -> None:
     compiled = torch.compile(sdpa_backend("fa3")(causal), fullgraph=True, dynamic=True)
     for rows in (128, 200, 333):
         assert check_against_eager(device_backend, causal, compiled, grad=grad, rows=rows)["ours_fwd"] == 1
@@ -229,7 +231,7 @@ def test_inductor_forced_fa3_dynamic(device_backend: DeviceBackend, grad: bool) 
 # ---- compile caches ----
 
 
-def test_caches_keep_plugged_and_stock_graphs_apart(
+def test_compile_caches_separate_plugin_and_stock_graphs(
     device_backend: DeviceBackend, tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))

@@ -102,7 +102,7 @@ def test_plan_b_takes_over(monkeypatch: pytest.MonkeyPatch, reason: str) -> None
     torch_flashplug.enable()
 
 
-def test_backward_outlives_disable(device_backend: DeviceBackend) -> None:
+def test_backward_of_a_plugin_forward_runs_after_disable(device_backend: DeviceBackend) -> None:
     q, k, v = device_backend.qkv(grad=True)
     out = F.scaled_dot_product_attention(q, k, v)
     device_backend.disable()
@@ -157,7 +157,7 @@ def test_blocks_nest_and_are_exception_safe(hooked_backend: DeviceBackend) -> No
     assert bindings.mode() == 0
 
 
-def test_decorator(hooked_backend: DeviceBackend) -> None:
+def test_backend_decorator_applies_to_recursive_calls(hooked_backend: DeviceBackend) -> None:
     q, k, v = hooked_backend.qkv()
 
     @sdpa_backend("stock")

@@ -38,7 +38,7 @@ OFF = {"TORCH_FLASHPLUG": "0"}
 
 @pytest.mark.parametrize("device", ON)
 @pytest.mark.parametrize("module", MODULES)
-def test_two_ranks(module: str, device: str) -> None:
+def test_cases_on_two_ranks(module: str, device: str) -> None:
     ranks.run(module, 2, device)
 
 
@@ -50,7 +50,7 @@ FOUR = {
 
 
 @pytest.mark.parametrize("module", FOUR)
-def test_four_ranks(module: str) -> None:
+def test_cases_on_four_ranks(module: str) -> None:
     ranks.run(module, 4, cases=FOUR[module])
 
 
@@ -60,7 +60,7 @@ def test_plugin_off_on_one_rank(device: str) -> None:
     ranks.run("rank_mixed_plugin", 2, device, settings={1: OFF})
 
 
-def test_off_on_the_first_of_four_ranks() -> None:
+def test_plugin_off_on_the_first_of_four_ranks() -> None:
     ranks.run("rank_mixed_plugin", 4, cases=("rings",), settings={0: OFF})
 
 
@@ -72,7 +72,7 @@ def mesh(device: str) -> Iterator[DeviceMesh]:
 
 
 @pytest.mark.parametrize("grad", [False, True])
-def test_one_rank(hooked_backend: DeviceBackend, mesh: DeviceMesh, grad: bool) -> None:
+def test_dtensors_on_one_rank_with_both_hooks(hooked_backend: DeviceBackend, mesh: DeviceMesh, grad: bool) -> None:
     """Use both hooks."""
     plain = hooked_backend.qkv(grad=grad)
     sharded = [distribute_tensor(tensor.detach(), mesh, [Shard(1)]).requires_grad_(grad) for tensor in plain]
@@ -88,7 +88,7 @@ def test_one_rank(hooked_backend: DeviceBackend, mesh: DeviceMesh, grad: bool) -
             torch.testing.assert_close(sharded_leaf.grad.full_tensor(), plain_leaf.grad, atol=6e-2, rtol=6e-2)
 
 
-def test_demo(tmp_path: Path) -> None:
+def test_distributed_demo_divides_a_model_in_two_ways(tmp_path: Path) -> None:
     """Run the demo on the CPU, where stock serves the calls, and check the output for two ways to divide a model."""
     command = [
         sys.executable,

@@ -179,11 +179,11 @@ def check_gradients(
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("leaf_names", ["qkv", "q", "kv", "v"])
-def test_gradients(hooked_backend: DeviceBackend, leaf_names: str, causal: bool) -> None:
+def test_dropout_gradients_match_fp64(hooked_backend: DeviceBackend, leaf_names: str, causal: bool) -> None:
     check_gradients(hooked_backend, attend_with_dropout, leaf_names=leaf_names, is_causal=causal)
 
 
-def test_deterministic_gradients(hooked_backend: DeviceBackend) -> None:
+def test_deterministic_dropout_gradients_match_fp64(hooked_backend: DeviceBackend) -> None:
     with deterministic_gradients():
         check_gradients(hooked_backend, attend_with_dropout)
 
@@ -208,7 +208,7 @@ def test_a_checkpoint_repeats_its_draws(hooked_backend: DeviceBackend, reentrant
         check_gradients(hooked_backend, attention)
 
 
-def test_the_generator_moves_on_and_is_put_back(hooked_backend: DeviceBackend) -> None:
+def test_calls_advance_the_generator_and_a_restored_state_repeats_draws(hooked_backend: DeviceBackend) -> None:
     q, k, v = hooked_backend.qkv()
     torch.manual_seed(9)
     first, second = attend_with_dropout(q, k, v), attend_with_dropout(q, k, v)
@@ -224,7 +224,9 @@ def test_the_generator_moves_on_and_is_put_back(hooked_backend: DeviceBackend) -
 
 
 @pytest.mark.parametrize("p", [1.0, 1e-9])
-def test_certain_probabilities(hooked_backend: DeviceBackend, p: float) -> None:
+def test_probability_one_returns_zeros_and_tiny_probability_drops_nothing(
+    hooked_backend: DeviceBackend, p: float
+) -> None:
     leaves = hooked_backend.qkv(grad=True)
     out = attend_with_dropout(*leaves, p=p)
     grads = torch.autograd.grad(out.float().sum(), leaves)
@@ -300,7 +302,7 @@ def test_a_reentrant_checkpoint_in_auto_repeats_its_draws(keys: int, D: int) -> 
 
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled(hooked_backend: DeviceBackend, dynamic: bool) -> None:
+def test_compiled_dropout_draws_a_new_seed_for_each_call(hooked_backend: DeviceBackend, dynamic: bool) -> None:
     """Check a compiled call: our ops in both directions, and a new draw in every call.
 
     Gradients use the dropout mask of the forward.
@@ -370,7 +372,7 @@ def test_a_compiled_checkpoint_repeats_its_draws(device_backend: DeviceBackend) 
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-def test_exported(device_backend: DeviceBackend) -> None:
+def test_exported_dropout_repeats_the_draws_of_a_seed(device_backend: DeviceBackend) -> None:
     class Attention(torch.nn.Module):
         def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return attend_with_dropout(q, k, v)
@@ -420,7 +422,7 @@ def test_dropout_check_detects_a_backward_with_different_bits() -> None:
 
 
 @pytest.mark.gpu
-def test_replays_of_a_graph_draw_anew() -> None:
+def test_graph_replays_draw_new_dropout_bits() -> None:
     """The backward in the graph must use the dropout mask of the forward."""
     q, k = (torch.zeros(1, 2, 256, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     v, grad = (torch.randn_like(q) for _ in range(2))

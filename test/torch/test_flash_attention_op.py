@@ -166,7 +166,7 @@ def attend_jagged(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[tuple[int, ...
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_jagged_tensors(flash_device: str, causal: bool) -> None:
+def test_jagged_tensors_run_on_kernels(flash_device: str, causal: bool) -> None:
     leaves = random_leaves(flash_device, *[(sum(ROWS), 2, 64)] * 3)
     bindings.counters(reset=True)
     out = attend_jagged(*leaves, (ROWS,) * 3, is_causal=causal)
@@ -193,7 +193,7 @@ def test_jagged_tensors_with_separate_key_lengths(flash_device: str) -> None:
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-def test_jagged_tensors_compiled(flash_device: str) -> None:
+def test_compiled_jagged_call_equals_eager_call(flash_device: str) -> None:
     leaves = random_leaves(flash_device, *[(sum(ROWS), 2, 64)] * 3)
     jagged = [make_jagged(x, ROWS) for x in leaves]
 
@@ -212,7 +212,7 @@ def test_jagged_tensors_compiled(flash_device: str) -> None:
 
 @CUDA
 @pytest.mark.parametrize("Sq", [96, 160])
-def test_lower_right_masks(Sq: int) -> None:
+def test_lower_right_masks_run_on_kernels(Sq: int) -> None:
     """Check the masks of torch.nn.attention.bias, unmodified."""
     leaves = random_leaves("cuda", (2, 2, Sq, 64), (2, 2, 130, 64), (2, 2, 130, 64))
     bindings.counters(reset=True)

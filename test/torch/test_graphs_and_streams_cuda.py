@@ -50,7 +50,7 @@ def check_replay(graph: torch.cuda.CUDAGraph, inputs: list[Tensor], out: Tensor)
 @pytest.mark.gpu
 @pytest.mark.isolated(240)
 @pytest.mark.parametrize("warm", [False, True], ids=["first_use_under_capture", "warm"])
-def test_capture_and_replay(cuda_backend: DeviceBackend, warm: bool) -> None:
+def test_captured_graph_is_replayed_with_new_inputs(cuda_backend: DeviceBackend, warm: bool) -> None:
     inputs = cuda_backend.qkv(rows=512)
     if warm:
         causal(*inputs)
@@ -64,7 +64,7 @@ def test_capture_and_replay(cuda_backend: DeviceBackend, warm: bool) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.isolated(240)
-def test_graphed_training_step(cuda_backend: DeviceBackend) -> None:
+def test_graphed_training_step_equals_eager_mode(cuda_backend: DeviceBackend) -> None:
     class Attention(torch.nn.Module):
         def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             with sdpa_backend("fa3"):
@@ -122,7 +122,7 @@ def test_compiled_gradients_of_inputs_laid_out_bshd(cuda_backend: DeviceBackend,
 @pytest.mark.gpu
 @pytest.mark.isolated(300)
 @pytest.mark.parametrize("grad", [False, True])
-def test_reduce_overhead(cuda_backend: DeviceBackend, grad: bool) -> None:
+def test_reduce_overhead_mode_equals_stock(cuda_backend: DeviceBackend, grad: bool) -> None:
     compiled = torch.compile(sdpa_backend("fa3")(causal), fullgraph=True, mode="reduce-overhead")
     inputs = cuda_backend.qkv(rows=256, grad=grad)
     expected = run_by_stock(causal, *inputs)
@@ -248,7 +248,7 @@ def test_gradients_need_memory_linear_in_length(cuda_backend: DeviceBackend, bac
 
 
 @pytest.mark.isolated(280)
-def test_aot_inductor_package(device_backend: DeviceBackend, tmp_path) -> None:
+def test_aot_inductor_package_runs_on_kernels(device_backend: DeviceBackend, tmp_path) -> None:
     class Attention(torch.nn.Module):
         def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             with sdpa_backend("fa3"):

@@ -88,11 +88,11 @@ def test_masks_of_all_shapes(device_backend: DeviceBackend, sizes: tuple[int, ..
 
 
 @pytest.mark.parametrize("grad", [False, True])
-def test_both_hooks(hooked_backend: DeviceBackend, grad: bool) -> None:
+def test_masked_graphs_with_both_hooks(hooked_backend: DeviceBackend, grad: bool) -> None:
     check_recorded(hooked_backend, masked, make_mask(hooked_backend, ROWS, ROWS), grad=grad)
 
 
-def test_masks_as_views(device_backend: DeviceBackend) -> None:
+def test_strided_and_expanded_masks_in_graphs(device_backend: DeviceBackend) -> None:
     columns = make_mask(device_backend, BATCH, 1, 1, ROWS).expand(BATCH, HEADS, ROWS, ROWS)
     for mask in (columns, make_mask(device_backend, ROWS, ROWS).mT, make_mask(device_backend, ROWS, 2 * ROWS)[:, ::2]):
         torch._dynamo.reset()
@@ -128,7 +128,7 @@ def test_mask_held_by_the_graph(device_backend: DeviceBackend) -> None:
         check_recorded(device_backend, holder)
 
 
-def test_gqa(device_backend: DeviceBackend) -> None:
+def test_masked_graph_with_gqa(device_backend: DeviceBackend) -> None:
     grouped = functools.partial(sdpa, enable_gqa=True)
     check_recorded(device_backend, grouped, make_mask(device_backend, 1, HEADS, ROWS, ROWS), kv_heads=2)
 
@@ -162,7 +162,7 @@ def test_stock_and_math_blocks_inside_the_graph(device_backend: DeviceBackend, b
     assert took["ours_fwd"] == 1 and [name for name, _ in recorder.forwards[0]].count("fwd") == 1
 
 
-def test_two_masks(device_backend: DeviceBackend) -> None:
+def test_graph_with_two_masks(device_backend: DeviceBackend) -> None:
     def function(q: Tensor, k: Tensor, v: Tensor, first_mask: Tensor, second_mask: Tensor) -> Tensor:
         return sdpa(q, k, v, first_mask) + sdpa(k, q, v, second_mask) + sdpa(q, k, v)
 
@@ -203,12 +203,14 @@ def test_mask_changed_in_the_graph(device_backend: DeviceBackend) -> None:
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("forced", ["auto", "fa3"])
-def test_backends(device_backend: DeviceBackend, backend: str, forced: str) -> None:
+def test_masked_graphs_of_each_compile_backend_run_on_kernels(
+    device_backend: DeviceBackend, backend: str, forced: str
+) -> None:
     compiled = torch.compile(sdpa_backend(forced)(masked), fullgraph=True, backend=backend)
     assert check(device_backend, masked, compiled, make_mask(device_backend, BATCH, 1, 1, ROWS))["ours_fwd"] == 1
 
 
-def test_autocast(device_backend: DeviceBackend) -> None:
+def test_masked_graph_under_autocast(device_backend: DeviceBackend) -> None:
     def function(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         with torch.autocast(device_backend.device, torch.bfloat16):
             return sdpa(q.float(), k.float(), v.float(), mask)
@@ -216,7 +218,7 @@ def test_autocast(device_backend: DeviceBackend) -> None:
     check_recorded(device_backend, function, make_mask(device_backend, ROWS, ROWS))
 
 
-def test_checkpoint_inside(device_backend: DeviceBackend) -> None:
+def test_checkpoint_inside_a_masked_graph(device_backend: DeviceBackend) -> None:
     def function(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         return checkpoint(masked, q, k, v, mask, use_reentrant=False)
 
@@ -228,7 +230,7 @@ def test_checkpoint_inside(device_backend: DeviceBackend) -> None:
 
 
 @pytest.mark.parametrize("forced", ["auto", "fa3"])
-def test_symbolic_sizes(hooked_backend: DeviceBackend, forced: str) -> None:
+def test_masked_graph_of_symbolic_sizes_serves_all_lengths(hooked_backend: DeviceBackend, forced: str) -> None:
     """Use a single graph for all lengths."""
     recorder = Recorder()
     compiled = torch.compile(sdpa_backend(forced)(masked), fullgraph=True, dynamic=True, backend=recorder)
@@ -338,7 +340,7 @@ class Masked(torch.nn.Module):
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_export(device_backend: DeviceBackend, strict: bool) -> None:
+def test_exported_masked_program_keeps_bool_masks(device_backend: DeviceBackend, strict: bool) -> None:
     inputs = *device_backend.qkv(), make_mask(device_backend, ROWS, ROWS)
     program = torch.export.export(Masked(), inputs, strict=strict)
     lowered = program.run_decompositions()

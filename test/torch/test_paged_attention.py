@@ -54,7 +54,7 @@ def test_sequences_attend_to_separate_pages(device: str, pools: dict[str, Tensor
         torch.testing.assert_close(lse[i : i + 1], expected_lse, rtol=1e-4, atol=1e-5)
 
 
-def test_packed_queries(device: str, pools: dict[str, Tensor]) -> None:
+def test_packed_queries_attend_to_paged_caches(device: str, pools: dict[str, Tensor]) -> None:
     """Use packed queries of different lengths, also with a single row."""
     pages = {"block_table": pools["table"], "seqused_k": pools["used"], "causal": True}
     cu, q = torch.tensor([0, 5, 5, 7, 8], device=device).int(), random_tensor(8, HQ, D).to(device)
@@ -108,7 +108,7 @@ def test_gradients_of_paged_calls_are_refused(device: str, pools: dict[str, Tens
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-def test_opcheck_and_compile(device: str, pools: dict[str, Tensor]) -> None:
+def test_paged_op_passes_opcheck_and_compiles(device: str, pools: dict[str, Tensor]) -> None:
     q, k, v = random_tensor(4, 2, HQ, D).to(device), pools["k"].nan_to_num(), pools["v"].nan_to_num()
     turned = (x.transpose(1, 2) for x in (q, k, v))
     arguments = (*turned, pools["table"], pools["used"], None, None, None, -1, 0, True, 0.0, None)

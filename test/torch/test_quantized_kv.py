@@ -243,7 +243,7 @@ def test_unsupported_8_bit_calls_run_in_16_bits(device: str) -> None:
 
 
 @torch.no_grad()
-def test_compiled(device: str, fresh_dynamo: None) -> None:
+def test_compiled_8_bit_graph_serves_all_lengths(device: str, fresh_dynamo: None) -> None:
     """Compile a single graph for any length."""
 
     def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -424,7 +424,7 @@ def test_explain_reports_the_reader_of_an_8_bit_cache() -> None:
 
 
 @torch.no_grad()
-def test_vmap_and_flops(device: str) -> None:
+def test_vmap_and_flop_count_of_8_bit_calls(device: str) -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
     q = random_tensor(3, 2, 1, 4, 64).to(device)

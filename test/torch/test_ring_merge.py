@@ -34,7 +34,7 @@ def _merge_in_fp64(out: Tensor, lse: Tensor, step_out: Tensor, step_lse: Tensor)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows_first", [True, False])
 @pytest.mark.parametrize("first", [0, S // 2])
-def test_merge(device: str, first: int, rows_first: bool, dtype: torch.dtype) -> None:
+def test_merged_ring_steps_match_fp64(device: str, first: int, rows_first: bool, dtype: torch.dtype) -> None:
     kinds = {"device": device, "rows_first": rows_first}
     out = _random_tensor(B, H, S, D, dtype=dtype, **kinds)
     step_out = _random_tensor(B, H, S - first, D, dtype=torch.bfloat16, seed=1, **kinds)
@@ -58,7 +58,7 @@ def test_merge(device: str, first: int, rows_first: bool, dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("first", [0, S // 2])
-def test_add(device: str, first: int, dtype: torch.dtype) -> None:
+def test_added_ring_gradients_match_fp64(device: str, first: int, dtype: torch.dtype) -> None:
     total = _random_tensor(B, H, S, D, dtype=dtype, device=device)
     part = _random_tensor(B, H, S - S // 2, D, dtype=torch.bfloat16, device=device, rows_first=False, seed=2)
     exact = total.double()

@@ -31,7 +31,7 @@ class Nested(torch.nn.Module):
 
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_export(device_backend: DeviceBackend, strict: bool, dynamic: bool) -> None:
+def test_exported_program_keeps_plugin_ops(device_backend: DeviceBackend, strict: bool, dynamic: bool) -> None:
     inputs = tuple(device_backend.qkv())
     sizes = {name: {2: torch.export.Dim("rows", min=72, max=512)} for name in "qkv"} if dynamic else None
     program = torch.export.export(Nested(), inputs, dynamic_shapes=sizes, strict=strict)
@@ -111,7 +111,7 @@ def test_masks_in_nested_graphs(device_backend: DeviceBackend, function: Callabl
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_autocast(device_backend: DeviceBackend, compiled: bool) -> None:
+def test_autocast_serves_fp32_inputs_in_16_bits(device_backend: DeviceBackend, compiled: bool) -> None:
     q, k, v = (tensor.float() for tensor in device_backend.qkv())
 
     def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ def test_autocast(device_backend: DeviceBackend, compiled: bool) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoint(device_backend: DeviceBackend, reentrant: bool) -> None:
+def test_checkpointed_gradients_equal_eager_mode(device_backend: DeviceBackend, reentrant: bool) -> None:
     def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return checkpoint(causal, q, k, v, use_reentrant=reentrant)
 
@@ -173,7 +173,7 @@ def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_func_grad(hooked_backend: DeviceBackend, compiled: bool) -> None:
+def test_func_grad_equals_autograd(hooked_backend: DeviceBackend, compiled: bool) -> None:
     q, k, v = hooked_backend.qkv(grad=True)
     expected = torch.autograd.grad(loss(q, k, v), (q, k, v))
     hooked_backend.pop_path_counts()
@@ -192,7 +192,9 @@ def stack_three(tensors: list[Tensor]) -> list[Tensor]:
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("mapped", [(0, 0, 0), (0, None, None), (None, 0, None)])
-def test_vmap(device_backend: DeviceBackend, compiled: bool, mapped: tuple[int | None, ...]) -> None:
+def test_vmap_equals_separate_calls(
+    device_backend: DeviceBackend, compiled: bool, mapped: tuple[int | None, ...]
+) -> None:
     plain = device_backend.qkv()
     inputs = [many if dim is not None else single for many, single, dim in zip(stack_three(plain), plain, mapped)]
     function = torch.vmap(causal, mapped)
@@ -203,7 +205,7 @@ def test_vmap(device_backend: DeviceBackend, compiled: bool, mapped: tuple[int |
         torch.testing.assert_close(actual[index], expected, **TOLERANCE)
 
 
-def test_vmap_twice(device_backend: DeviceBackend) -> None:
+def test_nested_vmap_equals_separate_calls(device_backend: DeviceBackend) -> None:
     inputs = stack_three(stack_three(device_backend.qkv(rows=72)))
     actual = torch.vmap(torch.vmap(causal))(*inputs)
     assert device_backend.pop_path_counts()["ours_fwd"] == 1
@@ -211,7 +213,7 @@ def test_vmap_twice(device_backend: DeviceBackend) -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_vmap_of_grad(hooked_backend: DeviceBackend, compiled: bool) -> None:
+def test_vmap_of_func_grad_equals_separate_calls(hooked_backend: DeviceBackend, compiled: bool) -> None:
     inputs = stack_three(hooked_backend.qkv())
     function = torch.vmap(torch.func.grad(loss, argnums=(0, 1, 2)))
     actual = (torch.compile(function, fullgraph=True, backend="aot_eager") if compiled else function)(*inputs)
@@ -222,7 +224,7 @@ def test_vmap_of_grad(hooked_backend: DeviceBackend, compiled: bool) -> None:
             torch.testing.assert_close(a[index], b, atol=6e-2, rtol=6e-2)
 
 
-def test_jacrev(device_backend: DeviceBackend) -> None:
+def test_jacrev_equals_separate_gradients(device_backend: DeviceBackend) -> None:
     # A size used by no other test, because cuDNN plans may belong to a different grad_out (src/stock/stock.cpp).
     q, k, v = device_backend.qkv(rows=104)
     jacobian = torch.func.jacrev(lambda x: sdpa(x, k, v).float().sum((0, 2, 3)))(q)

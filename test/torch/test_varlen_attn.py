@@ -133,7 +133,7 @@ def test_varlen_attn_out_equals_varlen_attn(patched_device: str) -> None:
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-def test_compiled(patched_device: str) -> None:
+def test_compiled_varlen_attn_equals_eager_mode(patched_device: str) -> None:
     leaves = [x.requires_grad_() for x in make_operands(patched_device)]
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -267,7 +267,7 @@ def test_errors_of_stock_keep_their_type_and_text(patched_device: str, backend: 
         )
 
 
-def test_any_layout(patched_device: str) -> None:
+def test_outputs_and_gradients_have_the_layout_of_the_fakes(patched_device: str) -> None:
     """Use projections in one tensor: output and gradients have the layout of the fakes of torch."""
     packed = torch.stack(make_operands(patched_device, heads=(2, 2), rows=KEYS), 1).requires_grad_()
     cu = make_cu_seqlens(KEYS, patched_device)

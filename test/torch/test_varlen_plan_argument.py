@@ -126,7 +126,7 @@ def test_invalid_arguments_are_refused() -> None:
         plan(*batch, cu_seqlens_q=cu)
 
 
-def test_opcheck(device: str) -> None:
+def test_ops_with_plan_lists_pass_opcheck(device: str) -> None:
     """Check ops that receive lists of a plan; reference math ignores the lists."""
     q, k, v = (x.unsqueeze(0).transpose(1, 2).requires_grad_() for x in make_operands(device=device))
     cu, lists = make_cu_seqlens(0, 5, 17, device=device), torch.zeros(2, 96, dtype=torch.int32, device=device)
@@ -171,7 +171,7 @@ def test_plans_are_made_outside_of_graphs() -> None:
         call(*make_operands(), make_cu_seqlens(0, 5, 17))
 
 
-def test_vmap() -> None:
+def test_plan_applies_to_all_entries_of_vmap() -> None:
     """A plan is valid for all mapped entries, because all entries have the same sequences."""
     (q, k, v), cu = make_operands(), make_cu_seqlens(0, 5, 17)
     many, lengths_plan = torch.stack((q, 2 * q, 3 * q)), plan(q, k, v, cu_seqlens_q=cu)

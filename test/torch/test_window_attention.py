@@ -105,7 +105,7 @@ def test_softcap_applies_before_masking(device: str, softcap: float) -> None:
     torch.testing.assert_close(attention(q, k, v, **settings), right, rtol=1e-4, atol=1e-5)
 
 
-def test_layouts_and_dtypes() -> None:
+def test_outputs_have_the_layout_and_dtype_of_the_query() -> None:
     """The output has the layout of the query with rows before heads; the LSE is fp32."""
     q, k, v = make_operands(5, 9, dtype=torch.float16)
     out, lse = attention(q, k, v, window=(2, 0), sinks=torch.zeros(4, dtype=torch.bfloat16), return_lse=True)
@@ -116,7 +116,7 @@ def test_layouts_and_dtypes() -> None:
 @pytest.mark.parametrize("setting", ["window", "causal", "top_left"])
 @pytest.mark.parametrize("softcap", [0.0, 1.5])
 @pytest.mark.parametrize("with_sinks", [False, True])
-def test_gradients(setting: str, with_sinks: bool, softcap: float) -> None:
+def test_window_gradients_match_dense_masks(setting: str, with_sinks: bool, softcap: float) -> None:
     """Check gradients of the output and the LSE, also for rows without visible keys."""
     q, k, v = (x.requires_grad_() for x in make_operands(7, 5, dtype=torch.float64, D=4))
     leaves = (q, k, v, *([random_tensor(4, dtype=torch.float64).requires_grad_()] if with_sinks else []))
@@ -191,7 +191,7 @@ def test_8_bits_with_windows_and_sinks() -> None:
 
 
 @pytest.mark.parametrize("sinks", [False, True])
-def test_opcheck(device: str, sinks: bool) -> None:
+def test_attention_ops_pass_opcheck(device: str, sinks: bool) -> None:
     q, k, v = (x.transpose(1, 2).to(device).requires_grad_() for x in make_operands(9, 12))
     sinks_tensor = random_tensor(4).to(device).requires_grad_() if sinks else None
     torch.library.opcheck(FORWARD, (q, k, v, sinks_tensor, None, None, None, 4, 1, True, 0.0, None))
@@ -203,7 +203,7 @@ def test_opcheck(device: str, sinks: bool) -> None:
 
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled(device: str, dynamic: bool) -> None:
+def test_compiled_window_call_equals_eager_call(device: str, dynamic: bool) -> None:
     """Compile a single graph and compare values and gradients with eager."""
 
     def call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
@@ -238,7 +238,7 @@ def with_window(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[
 
 
 @pytest.mark.parametrize("dims", [(0, 0, 0, None), (0, 0, 0, 0), (None, 0, 0, None), (0, None, None, 0)], ids=str)
-def test_vmap(dims: tuple[int | None, ...]) -> None:
+def test_vmap_over_operands_and_sinks(dims: tuple[int | None, ...]) -> None:
     """Map over operands, and over sinks, which all batches share."""
     stacked = (*(torch.stack([x, 2 * x]) for x in make_operands(6, 8)), random_tensor(2, 4))
     inputs = [x if dim == 0 else x[0] for x, dim in zip(stacked, dims, strict=True)]
@@ -250,7 +250,7 @@ def test_vmap(dims: tuple[int | None, ...]) -> None:
 
 
 @pytest.mark.parametrize("with_sinks", [False, True])
-def test_batched_gradients(with_sinks: bool) -> None:
+def test_batched_gradients_equal_separate_gradients(with_sinks: bool) -> None:
     """Check batched gradients, as computed for jacobians."""
     leaves = [x.requires_grad_() for x in (*make_operands(6, 8), *([random_tensor(4)] if with_sinks else []))]
     out, lse = with_window(*leaves[:3], leaves[3] if with_sinks else None)
@@ -302,7 +302,7 @@ def test_invalid_arguments_are_refused() -> None:
                 attention(*tensors, **arguments)
 
 
-def test_autocast(device: str) -> None:
+def test_autocast_acts_as_on_f_sdpa(device: str) -> None:
     """Autocast must have the effect of autocast on F.scaled_dot_product_attention, for each implementation."""
     q, k, v = (x.to(device) for x in make_operands(9, 9))
     right = attention(q, k, v)
