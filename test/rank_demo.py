@@ -34,7 +34,14 @@ def _train_on_one_device(rank: Rank) -> list[float]:
 def case_losses(rank: Rank) -> None:
     expected = _train_on_one_device(rank)
     for make in (multi_gpu.ContextParallel, multi_gpu.TensorParallel):
-        run = multi_gpu.train(make, rank.mesh(), RECIPE, _texts(rank))
-        assert max(abs(a - b) for a, b in zip(run.losses, expected, strict=True)) < 0.03, (make, run.losses, expected)
-        assert run.took.get("routed_ours") == RECIPE.steps * RECIPE.shape.layers and "routed_stock" not in run.took
-        assert "auto" in multi_gpu.scopes_here(rank.device == "cuda") and run.step_s > 0
+        training = multi_gpu.train(make, rank.mesh(), RECIPE, _texts(rank))
+        assert max(abs(a - b) for a, b in zip(training.losses, expected, strict=True)) < 0.03, (
+            make,
+            training.losses,
+            expected,
+        )
+        assert (
+            training.took.get("routed_ours") == RECIPE.steps * RECIPE.shape.layers
+            and "routed_stock" not in training.took
+        )
+        assert "auto" in multi_gpu.scopes_here(rank.device == "cuda") and training.step_s > 0

@@ -393,8 +393,9 @@ def is_stocks(call: Call, mode: str, verdict: Verdict) -> bool:
 def hooked(device: str, mode: str = "auto") -> Iterator[Off]:
     """Route calls to the plugin, and yield a context manager that disables the plugin.
 
-    On CUDA the plugin receives the calls without help. For CPU tensors, test/standin.py provides a CPU stub backend. If
-    kernels are interpreted, test/on_cpu.py provides the backend. For mode "stock" the plugin is disabled permanently.
+    On CUDA the plugin receives the calls without help. For CPU tensors, test/device_backend.py provides a CPU stub
+    backend. If kernels are interpreted, test/interpreted_kernels.py provides the backend. For mode "stock" the plugin
+    is disabled permanently.
     """
     if mode == "stock":
         if not env.disabled():
@@ -405,12 +406,12 @@ def hooked(device: str, mode: str = "auto") -> Iterator[Off]:
     else:
         if (tests := str(report.ROOT / "test")) not in sys.path:
             sys.path.append(tests)
-        import on_cpu
-        import standin
+        import interpreted_kernels
+        from device_backend import use_device_backend
 
         if device == INTERPRETED:
-            with on_cpu.kernels(int(torch.randint(1, 1 << 30, ()))):
-                yield on_cpu.off
+            with interpreted_kernels.enabled(int(torch.randint(1, 1 << 30, ()))):
+                yield interpreted_kernels.disabled
         else:
-            with standin.road_to(device) as road:
-                yield road.off
+            with use_device_backend(device) as device_backend:
+                yield device_backend.disabled

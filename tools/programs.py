@@ -1,6 +1,6 @@
 """Test of unmodified transformers models (program_models.py) without and with the plugin.
 
-    python tools/programs.py    every program; writes programs-<gpu>.json (--device cpu --quick: on test/standin.py)
+    python tools/programs.py    every program; writes programs-<gpu>.json (--device cpu --quick: CPU stub backend)
 
 Each process runs a model without and with the plugin, in both orders. The results are compared with stock alone in a
 fresh process. The reference is the same model with equal weights in fp32, with the math backend for attention. An error
@@ -176,9 +176,9 @@ def _sides(mode: str, device: str, stack: ExitStack) -> dict[str, Scope]:
     off: Scope = plugin_off
     if device == "cpu":
         sys.path.insert(0, str(report.ROOT / "test"))
-        from standin import road_to
+        from device_backend import use_device_backend
 
-        off = stack.enter_context(road_to("cpu")).off
+        off = stack.enter_context(use_device_backend("cpu")).disabled
     sides = {"stock": off, "ours": nullcontext}
     return dict(reversed(sides.items())) if mode == "plugin_first" else sides
 

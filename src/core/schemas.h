@@ -1,5 +1,5 @@
-// Schemas of the ops that the plugin implements or calls, as printed by torch (test_ops.py compares them with torch's
-// own). Positions on a stack are looked up by argument name at compile time.
+// Schemas of the ops that the plugin implements or calls, as printed by torch (test_custom_ops.py compares them with
+// torch's own). Positions on a stack are looked up by argument name at compile time.
 #pragma once
 
 #include <algorithm>

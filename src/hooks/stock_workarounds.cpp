@@ -17,7 +17,7 @@
 //   S, H, D) against (B, H, S, D), gets wrong gradients. Workaround: both tensors are put in a fixed order, dependent
 //   on the query alone. Plans from before the registration must stay out of reach, too. The cache key contains the bits
 //   of dropout_p (as float). So the workaround passes the float next to the caller's value (-0 for 0), and no foreign
-//   call passes such a number. The dropout mask stays the forward's mask (test_repair.py).
+//   call passes such a number. The dropout mask stays the forward's mask (test_stock_workarounds.py).
 // - Gradient of a float mask alone: F.sdpa asks the efficient forward for no LSE, but the backward reads the LSE. The
 //   backward raises or, with one head, reads address 0. Workaround: the LSE is computed in the backward.
 #include <torch/csrc/stable/library.h>

@@ -11,11 +11,11 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-import on_cpu
+import interpreted_kernels
 import pytest
 import torch
 import torch.nn.functional as F
-from splits import plan_of_forced_call
+from forced_splits import plan_of_forced_call
 from torch import Tensor
 
 import torch_flashplug
@@ -53,7 +53,7 @@ SHAPES = {
 
 @pytest.fixture(scope="module")
 def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return on_cpu.build(tmp_path_factory.mktemp("dbias"), *SPECS)
+    return interpreted_kernels.build(tmp_path_factory.mktemp("dbias"), *SPECS)
 
 
 def nan_padded_tensor(*sizes: int, dtype: torch.dtype, fill: float = math.nan) -> Tensor:
@@ -121,8 +121,8 @@ class Direct:
 def check_dbias(pack: Path, spec: KernelSpec, case: Case, dims: str, seed: int = 0) -> Tensor:
     dtype = torch.float32 if "bias32" in spec.features else case.torch_dtype
     bias, inputs = random_bias(case, dims, dtype), make_inputs(case, "cpu", SEED)
-    on_cpu.set_order_seed(pack, seed)
-    direct = Direct(on_cpu.load_kernel(pack, spec.name()), spec, case, bias)
+    interpreted_kernels.set_order_seed(pack, seed)
+    direct = Direct(interpreted_kernels.load_kernel(pack, spec.name()), spec, case, bias)
     grad = direct.call()
     exact, low = (
         bias_grad_math(

@@ -69,9 +69,9 @@ def test_build_tool_compiles_the_sources_of_its_own_checkout(checkout):
     for name in ("registry/kernel_table.py", "kernels/sm90/forward.py", "kernels/tiling/block_iterator.py"):
         with (package / name).open("a") as module:
             module.write("\nprint('loaded', __file__, flush=True)\n")
-    run = run_aot(checkout)
-    assert run.returncode == 0, run.stdout + run.stderr
-    loaded = {Path(line.split()[1]) for line in run.stdout.splitlines() if line.startswith("loaded ")}
+    process = run_aot(checkout)
+    assert process.returncode == 0, process.stdout + process.stderr
+    loaded = {Path(line.split()[1]) for line in process.stdout.splitlines() if line.startswith("loaded ")}
     assert loaded == {
         package / name
         for name in ("registry/kernel_table.py", "kernels/sm90/forward.py", "kernels/tiling/block_iterator.py")
@@ -86,10 +86,10 @@ def test_build_tool_rejects_sources_of_a_different_checkout(checkout):
     code = "import runpy, sys; sys.modules['torch_flashplug'] = package = type(sys)('torch_flashplug'); "
     code += f"package.__path__ = [{str(ROOT / 'torch_flashplug')!r}]; import torch_flashplug.registry.kernel_table; "
     code += f"runpy.run_path({str(checkout / 'tools' / 'aot.py')!r}, run_name='__main__')"
-    run = run_aot(checkout, "-c", code)
-    assert run.returncode != 0
-    assert f"compiles the kernels in {checkout / 'torch_flashplug'}, but this process has" in run.stderr
-    assert str(ROOT / "torch_flashplug" / "registry" / "kernel_table.py") in run.stderr
+    process = run_aot(checkout, "-c", code)
+    assert process.returncode != 0
+    assert f"compiles the kernels in {checkout / 'torch_flashplug'}, but this process has" in process.stderr
+    assert str(ROOT / "torch_flashplug" / "registry" / "kernel_table.py") in process.stderr
 
 
 # --- objects are kept, and two builds compared
@@ -262,10 +262,10 @@ def test_kernel_sources_equal_imported_modules():
 
     specs = {(spec.kind, spec.arch, spec.mask): spec for spec in SPECS}.values()
     command = [sys.executable, "-c", LOADED, ROOT / "tools", *(spec.name() for spec in specs)]
-    run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    process = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     read_before = ("kernel_spec", "kernel_args", "dtypes", "features", "quant_recipes")
     tables = {ROOT / "torch_flashplug" / "registry" / f"{name}.py" for name in read_before}
-    for spec, line in zip(specs, run.stdout.splitlines(), strict=True):
+    for spec, line in zip(specs, process.stdout.splitlines(), strict=True):
         loaded = {Path(file) for file in line.split() if Path(file).name != "__init__.py"}
         assert loaded | tables == set(fingerprint.sources_of(spec)), spec.name()
 

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.nn.functional as F
-from orders import in_order
-from splits import plan_of_forced_call
+from deterministic import deterministic_gradients
+from forced_splits import plan_of_forced_call
 from torch import Tensor
 
 import torch_flashplug
@@ -110,7 +110,7 @@ def test_different_seeds_are_uncorrelated() -> None:
 
 
 @pytest.mark.parametrize("p, is_kept", [(1.0, False), (0.0, True), (1e-9, True)])
-def test_certain_dropout_probabilities(p: float, is_kept: bool) -> None:
+def test_probabilities_near_zero_and_one_keep_all_or_no_scores(p: float, is_kept: bool) -> None:
     assert (bits_of(torch.tensor(SEED), 2, 2, 300, 300, p) == is_kept).all()
 
 
@@ -148,7 +148,7 @@ def next_seed(device: str) -> Tensor:
 def assert_kernels_run(*directions: str, order: bool = False, backend: str = "fa3") -> Iterator[None]:
     """Check that exactly one call runs on plugin kernels of the given directions."""
     bindings.counters(reset=True)
-    with torch_flashplug.sdpa_backend(backend), in_order(order):
+    with torch_flashplug.sdpa_backend(backend), deterministic_gradients(order):
         yield
     counts = bindings.counters()
     assert {name: count for name, count in counts.items() if count and not name.startswith("routed")} == dict.fromkeys(

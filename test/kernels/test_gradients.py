@@ -14,8 +14,8 @@ from contextlib import AbstractContextManager
 import pytest
 import torch
 import torch.nn.functional as F
-from orders import in_order
-from splits import plan_of_forced_call
+from deterministic import deterministic_gradients
+from forced_splits import plan_of_forced_call
 from torch import Tensor
 
 import torch_flashplug
@@ -80,7 +80,7 @@ def test_every_backward_kernel_is_reached_by_a_case(family: Family) -> None:
         for dtype in ELEMENTS_16BIT
     ]
     backwards = kernel_table.specs(family.arch, "bwd", "detbwd", "partbwd")
-    # further features: test_masks, test_dropout, ...
+    # further features: test_bool_masks, test_dropout, ...
     rows = [spec for spec in backwards if spec.features <= {"causal"}]
     missing = {spec.name() for spec in rows} - {plan["gradients"] for plan in plans}
     # For D 64 without a mask, the split backward is faster only if dQ alone is wanted:
@@ -89,7 +89,7 @@ def test_every_backward_kernel_is_reached_by_a_case(family: Family) -> None:
 
 
 BY_FAMILY = pytest.mark.parametrize("family", ["fa3", "fa2"])
-ORDERS = pytest.mark.parametrize("order", [contextlib.nullcontext, in_order], ids=["any", "one"])
+ORDERS = pytest.mark.parametrize("order", [contextlib.nullcontext, deterministic_gradients], ids=["any", "one"])
 
 
 def run_forward(case: Case, family: str, device: str = "cuda") -> tuple[Tensor, Inputs]:
@@ -162,7 +162,7 @@ def test_query_heads_of_a_key_block_are_shared_among_tiles(
 
     Each tile computes dK and dV of its own heads, and a reduction adds the parts.
     """
-    facts = {"grad": 1, "deterministic": order is in_order}
+    facts = {"grad": 1, "deterministic": order is deterministic_gradients}
     with shared_heads_from(1 if shared else 1 << 40), order():
         assert plan_of_forced_call(case, backend="fa3", **facts)["sharing"] == (case.Hq // case.Hkv if shared else 1)
         check_gradients(case, "fa3", kernels_on)
@@ -240,7 +240,7 @@ def test_subset_of_gradients_is_exact_and_saves_memory(family: str, case: Case, 
 @pytest.mark.parametrize("case", [*GRAD_CASES, *MANY_HEADS], ids=lambda case: case.name)
 @BY_FAMILY
 def test_deterministic_gradients_match_fp64(kernels_on: str, family: str, case: Case) -> None:
-    with in_order():
+    with deterministic_gradients():
         check_gradients(case, family, kernels_on)
 
 
@@ -259,7 +259,7 @@ def test_gradients_are_repeatable_in_1000_runs(family: str, case: Case, order) -
     wrong = torch.zeros(len(NAMES), dtype=torch.int64, device="cuda")
     with order():
         expected = run_backward(out, inputs)
-        slack = 0.0 if order is in_order else 2**-7 * float(expected[0].abs().max())
+        slack = 0.0 if order is deterministic_gradients else 2**-7 * float(expected[0].abs().max())
         torch.cuda.synchronize()
         for i in range(RUNS):
             if i % 3 == 0:

@@ -12,9 +12,9 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from splits import MAX_SPLITS, forced_mode, plan_of_forced_call
-from test_masks import BACKENDS, copy_to_device
-from test_masks import random_mask as random_mask_with_share
+from forced_splits import MAX_SPLITS, forced_mode, plan_of_forced_call
+from test_bool_masks import BACKENDS, copy_to_device
+from test_bool_masks import random_mask as random_mask_with_share
 from torch import Tensor
 
 from torch_flashplug import sdpa_backend

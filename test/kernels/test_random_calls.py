@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from orders import in_order
+from deterministic import deterministic_gradients
 from torch import Tensor
 
 import torch_flashplug
@@ -104,7 +104,7 @@ def run_op(call: RandomCall, op, device: str, dtype: torch.dtype | None = None, 
 def test_random_attention_calls_match_fp64(kernels_on: str, tenth: int) -> None:
     for seed in range(SEED + CALLS * tenth, SEED + CALLS * (tenth + 1)):
         call = make_random_call(seed)
-        with torch_flashplug.sdpa_backend(call.backend), in_order(call.in_order):
+        with torch_flashplug.sdpa_backend(call.backend), deterministic_gradients(call.in_order):
             results = [x.cpu().double() for x in run_op(call, OP, kernels_on, planned=call.planned)]
         counts = bindings.counters(reset=True)
         assert counts["ours_fwd"] == 1 and counts["ours_bwd"] == call.gradients, (seed, counts)

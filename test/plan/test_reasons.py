@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
-from plans import Call, call, made_of
+from golden_plans import Call, call, operand_dtypes
 
 from torch_flashplug.api import startup
 from torch_flashplug.api.backend import DEVICES, sdpa_backend
@@ -38,8 +38,8 @@ REASON_CASES = {
     "none": ReasonCase(PLAIN),
     "device": ReasonCase(PLAIN | {"on_cuda": 0}),
     "arch": ReasonCase(PLAIN, "a100", sdpa_backend("fa3").mode),
-    "dtype": ReasonCase(PLAIN | made_of("fp32")),
-    "mixed dtype": ReasonCase(PLAIN | made_of("bf16", "fp16", "bf16")),
+    "dtype": ReasonCase(PLAIN | operand_dtypes("fp32")),
+    "mixed dtype": ReasonCase(PLAIN | operand_dtypes("bf16", "fp16", "bf16")),
     "feature": ReasonCase(PLAIN | {"cache8": 1}),
     "scale": ReasonCase(PLAIN | {"scale": bindings.SCALE_IDS["not finite"]}),
     "probability": ReasonCase(PLAIN | {"dropout_p": 1.5}),
@@ -60,7 +60,7 @@ REASON_CASES = {
     "no bias gradient": ReasonCase(LONG | {"bias": 1, "grad": 1, "bias_grad": 1}, kernels=NO_BIAS_GRADIENT),
     "8 bits with gradients": ReasonCase(PLAIN | {"grad": 1}, mode=sdpa_backend("fa3", precision="8bit").mode),
 }
-ELSEWHERE = {"together"}  # tested with a separate table in test_facts.py
+ELSEWHERE = {"together"}  # tested with a separate table in test_call_facts.py
 
 
 @pytest.fixture(autouse=True)
@@ -71,11 +71,11 @@ def own_table() -> Iterator[None]:
 
 @pytest.mark.parametrize("reason", [name for name in bindings.names("reasons") if name not in ELSEWHERE])
 def test_every_reason_has_a_call(reason: str) -> None:
-    met = REASON_CASES[reason]
-    bindings.push_rows(met.kernels, met.rows, SHUT)
-    plan = bindings.plan(met.call, DEVICES[met.device], met.mode)
-    assert plan["why"][met.family] == reason
-    assert bool(plan["reasons"].get(met.family)) == (plan["backend"] != met.family)
+    met_reasons = REASON_CASES[reason]
+    bindings.push_rows(met_reasons.kernels, met_reasons.rows, SHUT)
+    plan = bindings.plan(met_reasons.call, DEVICES[met_reasons.device], met_reasons.mode)
+    assert plan["why"][met_reasons.family] == reason
+    assert bool(plan["reasons"].get(met_reasons.family)) == (plan["backend"] != met_reasons.family)
 
 
 @pytest.mark.parametrize(

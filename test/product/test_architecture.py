@@ -255,10 +255,10 @@ def kernel_files_of(arch: int) -> list[Path]:
 
 def test_kernel_families_share_no_duplicated_code():
     """Code shared by the kernels for Hopper and the kernels for sm_80 must exist only once, in parts."""
-    run = 6  # lines
+    num_lines = 6  # lines
     families = [
-        {tuple(code[i : i + run]): path.name for path in kernel_files_of(arch)
-         for code in (code_of(path),) for i in range(len(code) - run + 1)}
+        {tuple(code[i : i + num_lines]): path.name for path in kernel_files_of(arch)
+         for code in (code_of(path),) for i in range(len(code) - num_lines + 1)}
         for arch in (80, 90)
     ]  # fmt: skip
     assert all(len(runs) > 100 for runs in families)

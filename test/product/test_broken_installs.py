@@ -511,14 +511,15 @@ def test_truncated_pack_is_reported(tmp_path):
     (tmp_path / "pack.so").write_bytes(b"\x7fELF")
     program = f"""
 import torch, torch_flashplug
-from torch_flashplug.api import startup as _start
-from torch_flashplug.dispatch import bindings as native
+from torch_flashplug.api import startup
+from torch_flashplug.dispatch import bindings
 from torch_flashplug.api.backend import DEVICES
-native.set_facts_override(DEVICES["h100"]); native.set_cpu_stub(2); native.clear_packs()
-native.load_pack({str(tmp_path / "pack.so")!r}, "sm_90a"); native.register_ops("CPU"); native.install(native.CPU_SLOT)
+bindings.set_facts_override(DEVICES["h100"]); bindings.set_cpu_stub(2); bindings.clear_packs()
+bindings.load_pack({str(tmp_path / "pack.so")!r}, "sm_90a"); bindings.register_ops("CPU")
+bindings.install(bindings.CPU_SLOT)
 q = torch.randn(1, 8, 256, 64, dtype=torch.bfloat16)
 out = torch.nn.functional.scaled_dot_product_attention(q, q, q)
-native.uninstall(native.CPU_SLOT)
+bindings.uninstall(bindings.CPU_SLOT)
 torch.testing.assert_close(out, torch.nn.functional.scaled_dot_product_attention(q, q, q), atol=0.02, rtol=0)
 """
     done = run_python(program, **{env.JIT.name: "0"})

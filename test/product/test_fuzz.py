@@ -64,7 +64,7 @@ def test_interpreted_calls_are_right(kind: str) -> None:
 
 
 @BY_KIND
-def test_calls_are_right(kind: str) -> None:
+def test_calls_of_each_kind_are_right_in_every_mode(kind: str) -> None:
     statuses = set()
     with hooked("cpu") as off:
         for call in draw_calls(kind):
@@ -212,19 +212,19 @@ class Dead:
 
 def test_dead_worker_is_reported_and_remaining_work_continues() -> None:
     index, *other_indices = itertools.islice(fuzz_calls.indices(SEED, ["fault2"]), 3)
-    run = fuzz.Fuzz(SEED, "cpu", fuzz.MODES, iter([]))
+    fuzz_run = fuzz.Fuzz(SEED, "cpu", fuzz.MODES, iter([]))
     remaining_modes = {index: ["auto", "fa3"], other_indices[0]: ["auto", "fa3", "fa2"]}
-    run.bury(fuzz.Hand(Dead(), None, 0, remaining_modes, doing=(index, "auto")), "crash")
-    (finding,) = run.findings
+    fuzz_run.bury(fuzz.Hand(Dead(), None, 0, remaining_modes, doing=(index, "auto")), "crash")
+    (finding,) = fuzz_run.findings
     assert (finding["status"], finding["index"], finding["mode"]) == ("crash", index, "auto")
-    assert list(run.again) == [(index, ["fa3"]), (other_indices[0], ["auto", "fa3", "fa2"])]
-    while run.questions or run.asking:
-        run.ask()
+    assert list(fuzz_run.again) == [(index, ["fa3"]), (other_indices[0], ["auto", "fa3", "fa2"])]
+    while fuzz_run.questions or fuzz_run.asking:
+        fuzz_run.ask()
         time.sleep(0.05)
     assert (finding["alone"], finding["stock"]) == ("right", "right")
 
 
-def test_command_line(tmp_path: Path) -> None:
+def test_fuzz_command_writes_a_report(tmp_path: Path) -> None:
     base = [sys.executable, ROOT / "tools" / "fuzz.py"]
     limits = {"capture_output": True, "text": True, "timeout": 120, "check": False}
     options = ["--device", "cpu", "--workers", "1", "--calls", "60", "--out", tmp_path]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from standin import Road, road_to
+from device_backend import DeviceBackend, use_device_backend
 
 pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
@@ -31,19 +31,19 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo", "no_autograd_cache")
 
 
 @pytest.fixture
-def cpu_stub_backend() -> Iterator[Road]:
+def cpu_stub_backend() -> Iterator[DeviceBackend]:
     """Provide the CPU stub backend.
 
     The tool itself checks the errors of a real device, where stock needs a separate process.
     """
-    with road_to("cpu") as road:
-        yield road
+    with use_device_backend("cpu") as device_backend:
+        yield device_backend
 
 
 def compare_program(
-    road: Road, program: str, order: str = "stock_first", scenarios: tuple[str, ...] = SCENARIOS
+    device_backend: DeviceBackend, program: str, order: str = "stock_first", scenarios: tuple[str, ...] = SCENARIOS
 ) -> list[dict]:
-    sides = {"stock": road.off, "ours": contextlib.nullcontext}
+    sides = {"stock": device_backend.disabled, "ours": contextlib.nullcontext}
     if order == "plugin_first":
         sides = dict(reversed(sides.items()))
     records = list(programs.examine(programs.Task(order, program, scenarios, "cpu", quick=True), sides))
@@ -58,7 +58,7 @@ def compare_program(
     "program, order",
     [("bert", "stock_first"), ("bert", "plugin_first"), ("deepseek_v3", "plugin_first")],  # no mask; D != Dv
 )
-def test_errors_are_comparable_to_stock(cpu_stub_backend: Road, program: str, order: str) -> None:
+def test_errors_are_comparable_to_stock(cpu_stub_backend: DeviceBackend, program: str, order: str) -> None:
     forward, train = compare_program(cpu_stub_backend, program, order)
     assert programs.violations([forward, train]) == []
     assert 0 < forward["error_ours"] < 0.05 and 0 < train["mean_ours"] < 0.05
@@ -67,7 +67,7 @@ def test_errors_are_comparable_to_stock(cpu_stub_backend: Road, program: str, or
     assert train["backwards"] == {"math_bwd": 2} and train["reasons"] == {}
 
 
-def test_compiled_and_generated(cpu_stub_backend: Road) -> None:
+def test_compiled_and_generating_programs_are_served(cpu_stub_backend: DeviceBackend) -> None:
     all_rows = compare_program(
         cpu_stub_backend, "phi3", scenarios=("greedy_dynamic", "greedy_static", "compiled_forward")
     )
@@ -78,11 +78,11 @@ def test_compiled_and_generated(cpu_stub_backend: Road) -> None:
     assert compiled["dims"] == "" and compiled["error_ours"] > 0  # the eager twin was not requested
 
 
-def test_a_wrong_gradient_is_a_violation(cpu_stub_backend: Road, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = program_models.run
+def test_a_wrong_gradient_is_a_violation(cpu_stub_backend: DeviceBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_program = program_models.run
 
     def corrupted(*arguments: object) -> dict[str, torch.Tensor]:
-        results = run(*arguments)
+        results = run_program(*arguments)
         if programs.bindings.enabled() and results[CORRUPTED].dtype == torch.bfloat16:  # not the reference
             results[CORRUPTED] = results[CORRUPTED] * 1.1
         return results
@@ -119,7 +119,7 @@ def test_error_of_math_is_reported_and_excuses_nothing() -> None:
         ] * is_violation
 
 
-def test_failing_programs_are_reported(cpu_stub_backend: Road, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_programs_are_reported(cpu_stub_backend: DeviceBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     missing = dataclasses.replace(program_models.PROGRAMS["bert"], model="BertOfTomorrow")
     monkeypatch.setitem(programs.PROGRAMS, "bert", missing)
     with pytest.raises(LookupError, match="has no BertOfTomorrow"):

@@ -104,7 +104,7 @@ def test_pages_contain_commands():
 @pytest.mark.parametrize(
     "line", [line for line in COMMANDS if re.search("torch_flashplug (explain|info|.*--list)", line)]
 )
-def test_command_runs(line):
+def test_commands_on_pages_run(line):
     done = run(sys.executable, *without_assignments(line)[1:])
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()

@@ -96,7 +96,7 @@ def requested_kernels() -> Iterator[list[str]]:
     callbacks.set_compile_callback(record)
     bindings.register_ops("CPU")
     startup.push_tables()
-    torch._fused_sdp_choice(*torch.empty(3, 1, 1, 8, 8).unbind())  # resolves the CPU slot of the choice stub of torch
+    torch._fused_sdp_choice(*torch.empty(3, 1, 1, 8, 8).unbind())  # resolves the CPU entry of the choice stub of torch
     torch_flashplug.enable()
     assert bindings.install(bindings.CPU_SLOT) == 0, bindings.last_error()
     yield names

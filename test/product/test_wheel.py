@@ -507,9 +507,9 @@ def test_the_wheel_without_kernels_runs_in_a_fresh_environment(plain_wheel, tmp_
 PACK_PROGRAM = f"""
 import ctypes, sys
 ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)  # stands in for CUDA's runtime
-from torch_flashplug.api import startup as _start
+from torch_flashplug.api import startup
 from torch_flashplug.codegen.kernel_request import CallConditions
-answer = _start.provide({KERNEL!r}, 90, CallConditions())
+answer = startup.provide({KERNEL!r}, 90, CallConditions())
 print(bool(answer.function), "cutlass" in sys.modules, answer.reason)
 """
 

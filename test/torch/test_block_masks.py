@@ -115,10 +115,10 @@ def test_block_mask_results_equal_dense_mask_results(device: str, mod: Callable,
     torch.testing.assert_close(out, expected_out, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(lse.detach(), expected_lse.detach(), rtol=1e-4, atol=1e-5)
     do = random_tensor(*out.shape).to(device)
-    for got, expected in zip(
+    for actual, expected in zip(
         torch.autograd.grad(out, leaves, do), torch.autograd.grad(expected_out, wide, do), strict=True
     ):
-        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.gpu
@@ -151,7 +151,7 @@ def test_kernel_errors_are_bounded_by_the_formula(mod: Callable, Sq: int, Sk: in
 
 
 @pytest.mark.gpu
-def test_64k_keys() -> None:
+def test_block_mask_of_64k_keys_needs_no_dense_mask() -> None:
     """Check the sequence length of Path-256: a window and a few fully visible blocks.
 
     A subset of rows is compared with fp64 scores.
@@ -182,8 +182,8 @@ def test_64k_keys() -> None:
     wide = [x.clone().requires_grad_() for x in (q[:, :, row_indices], k, v)]
     exact = (wide[0] @ wide[1].mT / 8).masked_fill(~visible, -math.inf).softmax(-1) @ wide[2]
     exact = torch.autograd.grad(exact, wide, do[:, row_indices].double().transpose(1, 2))
-    for got, expected in zip((dq[:, row_indices], dk, dv), exact, strict=True):
-        assert float((got.double().transpose(1, 2) - expected).norm() / expected.norm()) < 1e-2
+    for actual, expected in zip((dq[:, row_indices], dk, dv), exact, strict=True):
+        assert float((actual.double().transpose(1, 2) - expected).norm() / expected.norm()) < 1e-2
 
 
 def test_block_mask_call_writes_to_out() -> None:
@@ -229,7 +229,7 @@ def test_changes_of_a_mask_mod_are_detected() -> None:
     assert block_lists(mask).Sq == 100 and old_lists.Sq == 128
 
 
-def test_inference_mode() -> None:
+def test_block_masks_made_in_inference_mode() -> None:
     tensors = make_operands(128, 128)
     right, _ = attend_in_dense_scores(*tensors, make_dense_mask(causal, 128, 128))
     with torch.inference_mode():
@@ -252,7 +252,7 @@ def test_listed_blocks_without_a_mask_mod_are_full() -> None:
     assert torch.equal(visible, expected)
 
 
-def test_opcheck() -> None:
+def test_block_sparse_ops_pass_opcheck() -> None:
     q, k, v = (x.transpose(1, 2) for x in make_operands(130, 200))
     lists = block_lists(block_mask(sliding, 130, 200))
     torch.library.opcheck(FORWARD, ([x.requires_grad_() for x in (q, k, v)][0], k, v, lists.digest, 1.0, None))
@@ -261,7 +261,7 @@ def test_opcheck() -> None:
     torch.library.opcheck(BACKWARD, (*arguments, 0.2), test_utils=("test_schema", "test_faketensor"))
 
 
-def test_compiled(fresh_dynamo: None, device: str) -> None:
+def test_compiled_block_mask_call_equals_eager_call(fresh_dynamo: None, device: str) -> None:
     leaves = [x.requires_grad_() for x in make_operands(130, 200, device=device)]
     lists = block_lists(block_mask(sliding, 130, 200, device))
 
@@ -271,8 +271,8 @@ def test_compiled(fresh_dynamo: None, device: str) -> None:
 
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
     grads = torch.autograd.grad(compiled(*leaves, lists), leaves)
-    for got, expected in zip(grads, torch.autograd.grad(loss(*leaves, lists), leaves), strict=True):
-        torch.testing.assert_close(got, expected)
+    for actual, expected in zip(grads, torch.autograd.grad(loss(*leaves, lists), leaves), strict=True):
+        torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("backend", ["math", "stock"])
@@ -337,8 +337,8 @@ def test_gradients_of_the_lse(device: str, mod: Callable, with_out: bool, scale:
         if with_out:
             results, grad_outputs = [o, *results], [grad_out, *grad_outputs]
         grads.append(torch.autograd.grad(results, leaves[:2], grad_outputs))
-    for got, expected in zip(*grads, strict=True):
-        torch.testing.assert_close(got, expected.nan_to_num())
+    for actual, expected in zip(*grads, strict=True):
+        torch.testing.assert_close(actual, expected.nan_to_num())
 
 
 def test_gradients_of_the_lse_stay_in_the_range_of_fp16(device: str) -> None:
@@ -356,10 +356,10 @@ def test_gradients_of_the_lse_stay_in_the_range_of_fp16(device: str) -> None:
     exact = torch.autograd.grad(right, wide[:2], grad_lse.double())
     for first_batch in (grad_lse[0], grad_lse[0] * math.nan):
         batch_grads = torch.stack((first_batch, grad_lse[1]))
-        for got, expected in zip(
+        for actual, expected in zip(
             torch.autograd.grad(lse, leaves[:2], batch_grads, retain_graph=True), exact, strict=True
         ):
-            error = (got[1].double() - expected[1]).norm() / expected[1].norm()
+            error = (actual[1].double() - expected[1]).norm() / expected[1].norm()
             assert float(error) < 5e-3
 
 
@@ -401,8 +401,8 @@ def test_gradients_of_the_lse_on_kernels(kernels_on: str, size: float, dtype: to
     counts = bindings.counters(reset=True)
     assert (counts["ours_fwd"], counts["ours_bwd"], counts["math_fwd"], counts["math_bwd"]) == (2, 1, 0, 0)
     _, right = attend_in_dense_scores(*wide, make_dense_mask(sliding, 130, 200, kernels_on))
-    for got, expected in zip(grads, torch.autograd.grad(right, wide[:2], grad_lse.double() / 1e3), strict=True):
-        assert float((got.double() - expected).norm() / expected.norm()) < near
+    for actual, expected in zip(grads, torch.autograd.grad(right, wide[:2], grad_lse.double() / 1e3), strict=True):
+        assert float((actual.double() - expected).norm() / expected.norm()) < near
 
 
 def assert_refused(message: str, error: type[Exception] = ValueError, **arguments: object) -> None:

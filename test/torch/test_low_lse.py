@@ -10,8 +10,8 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from faults import check, half
-from standin import road_to
+from device_backend import use_device_backend
+from stock_bug_inputs import check, half
 from torch.nn.attention import SDPBackend
 
 from torch_flashplug.api.backend import DEVICES as GPUS
@@ -40,7 +40,7 @@ def test_unmasked_partial_blocks_are_a_cudnn_fault(
     query, key = (torch.empty(2, 4, size, 64, dtype=torch.bfloat16) for size in (rows, keys))
     query.requires_grad_(settings["grad"])
     arguments = (query, key, key, None, settings["dropout_p"], settings["is_causal"], None)
-    with road_to("cpu"):
+    with use_device_backend("cpu"):
         bindings.set_facts_override(GPUS[settings["gpu"]])
         choice, reason = describe_call.right_choice(CUDNN.value, *arguments)
         assert describe_call.right_choice(FLASH.value, *arguments) == (FLASH.value, "")

@@ -99,8 +99,8 @@ def test_fixed_splits_do_not_change_gradients(device: str, splits: dict[str, int
         leaves = [x.requires_grad_() for x in operands]
         expected = torch.autograd.grad(attention(*leaves, **arguments).sum(), leaves)
         actual = torch.autograd.grad(attention(*leaves, **arguments, **splits).sum(), leaves)
-        for got, exact in zip(actual, expected, strict=True):
-            torch.testing.assert_close(got, exact, rtol=1e-4, atol=1e-5)
+        for result, exact in zip(actual, expected, strict=True):
+            torch.testing.assert_close(result, exact, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("call", CALLS_OF_8_BITS)
@@ -124,10 +124,10 @@ def test_gradients_of_8_bit_calls_are_refused(device: str, call: str) -> None:
         out.sum().backward()
 
 
-@pytest.mark.parametrize("op, road", [(INTO[0], "on_end"), (INTO[1], "pages")], ids=["attention", "paged"])
-def test_opcheck_of_ops_with_out(device: str, op: torch._ops.OpOverloadPacket, road: str) -> None:
-    (q, k, v), arguments = make_call(road, device, torch.float32)
-    if road == "on_end":
+@pytest.mark.parametrize("op, op_kind", [(INTO[0], "on_end"), (INTO[1], "pages")], ids=["attention", "paged"])
+def test_opcheck_of_ops_with_out(device: str, op: torch._ops.OpOverloadPacket, op_kind: str) -> None:
+    (q, k, v), arguments = make_call(op_kind, device, torch.float32)
+    if op_kind == "on_end":
         q, k, v = (x.unsqueeze(0) for x in (q, k, v))
         lengths = (None, arguments["cu_seqlens_q"], arguments["cu_seqlens_q"], None)
     else:

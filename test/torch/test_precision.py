@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from graphs import Recorder, causal, sdpa
 from torch import Tensor
+from traced_graphs import Recorder, causal, sdpa
 
 import torch_flashplug
 from torch_flashplug import env, sdpa_backend
@@ -193,16 +193,16 @@ def test_graphs_with_gradients_multiply_in_sixteen_bits(kernels_on: str, reset_p
     inputs = [x.to(kernels_on).requires_grad_() for x in qkv("cpu", D=64, rows=70)]
     compiled = torch.compile(causal, fullgraph=True, backend=Recorder())
     with sdpa_backend("fa3"):
-        want = causal(*inputs)
-        want.sum().backward()
+        expected = causal(*inputs)
+        expected.sum().backward()
         grads = [x.grad for x in inputs]
     for x in inputs:
         x.grad = None
     bindings.set_process_precision(number_of("8bit"))
     with sdpa_backend("auto"):
-        got = compiled(*inputs)
-        got.sum().backward()
-    assert torch.equal(got, want)
+        actual = compiled(*inputs)
+        actual.sum().backward()
+    assert torch.equal(actual, expected)
     assert all(torch.equal(x.grad, grad) for x, grad in zip(inputs, grads, strict=True))
 
 

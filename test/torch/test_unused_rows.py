@@ -1,7 +1,7 @@
 """Rows and keys outside all packed sequences: attention() must not read them, whatever their values.
 
 The tests cover every tensor of a forward or backward, keys beyond the KV length, and blocks outside the block-sparse
-lists. test_lengths.py checks the numbers of the kernels.
+lists. test_varlen_kernels.py checks the numbers of the kernels.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
 from torch_flashplug import attention, sdpa_backend
-from torch_flashplug.ops import attention as windowed
+from torch_flashplug.ops import attention as attention_ops
 
 SEED, HEADS, KV_HEADS, DIM = 20261127, 4, 2, 64
 AHEAD, BEHIND = 3, 5  # rows and keys before the first sequence, and after the last sequence
@@ -77,7 +77,7 @@ def attend_in_fp64(call: Call, settings: dict, *, lse: bool = True) -> dict[str,
         [make_cu_seqlens(query) for query in LENGTHS],
     )
     out = torch.zeros_like(wide["do"])
-    window = windowed.Window(
+    window = attention_ops.Window(
         settings.get("window", (-1, -1))[0], 0 if settings.get("causal") else -1, settings.get("causal") != "top_left"
     )
     for i in range(len(LENGTHS[0])):
@@ -158,12 +158,12 @@ def test_backward_does_not_read_output_rows_outside_sequences(device: str, op: s
     q, k, v, do = (call[name].transpose(0, 1).unsqueeze(0) for name in ("q", "k", "v", "do"))
     lengths, dlse = [make_cu_seqlens(expected, device) for expected in LENGTHS], call["dlse"].unsqueeze(0)
     window = (-1, 0, True, 0.0, None)
-    out, lse = windowed.namespace.attention_fwd(q, k, v, call["sinks"], *lengths, None, *window)
-    clean = getattr(windowed.namespace, op)(do, dlse, q, k, v, out, lse, *lengths, *window, False)[:3]
+    out, lse = attention_ops.namespace.attention_fwd(q, k, v, call["sinks"], *lengths, None, *window)
+    clean = getattr(attention_ops.namespace, op)(do, dlse, q, k, v, out, lse, *lengths, *window, False)[:3]
     for bad in BAD:
         for x in (do, out, lse.unsqueeze(-1), dlse.unsqueeze(-1)):
             x[:, :, :AHEAD] = x[:, :, -BEHIND:] = bad
-        actual = getattr(windowed.namespace, op)(do, dlse, q, k, v, out, lse, *lengths, *window, False)[:3]
+        actual = getattr(attention_ops.namespace, op)(do, dlse, q, k, v, out, lse, *lengths, *window, False)[:3]
         for x, expected in zip(actual, clean, strict=True):
             torch.testing.assert_close(x, expected, rtol=1e-2, atol=1e-3)
 
