@@ -59,7 +59,7 @@ class KernelFeatures:
         """
         names = [feature.class_path_of(spec.kind) for feature in features.select(spec.features)]
         classes = [feature_class(name) for name in names if name]
-        combined = type("Seams", (*reversed(classes), KernelFeatures), {}) if classes else KernelFeatures
+        combined = type("CombinedFeatures", (*reversed(classes), KernelFeatures), {}) if classes else KernelFeatures
         return combined(ELEMENTS[MADE_OF[spec.dtype].q], spec, transposed)
 
     def tile_addressing(self, call: object) -> TileAddressing:
