@@ -2,16 +2,26 @@
 // boundary.
 #include <algorithm>
 #include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
 #include <cstring>
+#include <exception>
+#include <mutex>
+#include <stdexcept>
+#include <string>
 #include <type_traits>
 
+#include "core/core.h"
 #include "core/errors.h"
-#include "core/flashplug.h"
 #include "core/schemas.h"
 #include "core/state.h"
+#include "dispatch/dispatch.h"
 #include "dispatch/varlen_decision.h"
-#include "hooks/varlen_common.h"
-#include "ops/attention.h"
+#include "hooks/hooks.h"
+#include "launch/launch.h"
+#include "operands/operands.h"
+#include "ops/ops.h"
 #include "stock/torch_symbols.h"
 
 using namespace flashplug;

@@ -3,9 +3,11 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdint>
 #include <limits>
+#include <optional>
 
-#include "core/flashplug.h"
+#include "core/core.h"
 #include "stock/torch_symbols.h"
 
 namespace flashplug {

@@ -102,7 +102,7 @@ constexpr int64_t kRecipes[] = {feature_bit("qk8"), feature_bit("8bit"), feature
 constexpr int64_t kEightBits = kRecipes[0] | kRecipes[1] | kRecipes[2];
 constexpr int64_t kBiases = feature_bit("bias") | feature_bit("bias32"), kAnyMask = kMask | kBiases;
 // Sign of the softmax scale. Kernels compute the running maximum of unscaled scores, and therefore take positive scales
-// only. The sign of a different finite scale moves to the query (`SignedScale` in attention.h).
+// only. The sign of a different finite scale moves to the query (`SignedScale` in operands.h).
 enum class Scale : int { kPositive = 0, kZero = 1, kNegative = 2, kNotFinite = 3 };
 inline bool is_unusual(Scale scale) { return scale == Scale::kZero || scale == Scale::kNegative; }
 

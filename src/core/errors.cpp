@@ -8,12 +8,14 @@
 
 #include <dlfcn.h>
 
-#include <array>
-#include <cstring>
+#include <cstddef>
+#include <cstdint>
 #include <exception>
 #include <optional>
 #include <stdexcept>
+#include <string>
 #include <string_view>
+#include <type_traits>
 #include <utility>
 
 #include "stock/torch_symbols.h"

@@ -1,16 +1,19 @@
 // State of the process: switches, tables, counters, and device facts, asked of the driver once per device. The C
 // functions called by Python are in bindings.cpp.
-#include "core/flashplug.h"
+#include "core/state.h"
 
 #include <algorithm>
-#include <array>
+#include <atomic>
+#include <cstdint>
 #include <cstring>
 #include <iterator>
 #include <mutex>
 #include <stdexcept>
+#include <string>
 #include <utility>
+#include <vector>
 
-#include "core/state.h"
+#include "core/core.h"
 #include "stock/torch_symbols.h"
 
 namespace flashplug {
@@ -131,25 +134,19 @@ DeviceFacts device_facts(int device_index) {
 
 void count(Path path) { state().counters[static_cast<int>(path)].fetch_add(1, std::memory_order_relaxed); }
 
-// Log a plan. The function is called for every decision, and costs one load without a listener. Equal texts are logged
-// once.
-void note_plan(const char* where, const CallFacts& p, const DeviceFacts& device, Mode mode, const Plan& plan) {
+bool plans_are_logged() {
   State& s = state();
-  LogCallback callback = s.log_callback.load(std::memory_order_acquire);
-  if (callback == nullptr || !s.log_plans.load(std::memory_order_relaxed)) return;
-  const std::string text =
-      std::string(where) + ": " + call_text(p, s.tables) + " -> " + plan_json(plan, p, device, mode, s.tables);
+  return s.log_plans.load(std::memory_order_relaxed) && s.log_callback.load(std::memory_order_relaxed) != nullptr;
+}
+
+void log_plan(const std::string& text) {
+  State& s = state();
   {
     std::lock_guard<std::mutex> lock(s.told_mutex);
     if (s.told.size() >= kMostTold) s.told.clear();
     if (!s.told.insert(text).second) return;
   }
-  callback(kLogDebug, text.c_str());
-}
-
-bool plans_are_logged() {
-  State& s = state();
-  return s.log_plans.load(std::memory_order_relaxed) && s.log_callback.load(std::memory_order_relaxed) != nullptr;
+  if (const LogCallback callback = s.log_callback.load(std::memory_order_acquire)) callback(kLogDebug, text.c_str());
 }
 
 void log_warning(const std::string& text) {

@@ -1,12 +1,15 @@
-// State of the process, owned by state.cpp. Only state.cpp and bindings.cpp (the C functions for Python) look inside.
+// State of the process, owned by state.cpp, and the mode of a thread. Only state.cpp, block_mode.cpp and bindings.cpp
+// (the C functions for Python) look inside.
 #pragma once
 
 #include <atomic>
+#include <cstddef>
+#include <cstdint>
 #include <mutex>
 #include <string>
 #include <unordered_set>
 
-#include "core/flashplug.h"
+#include "core/core.h"
 
 namespace flashplug {
 
@@ -44,6 +47,10 @@ struct State {
 };
 
 State& state();
+int exchange_cta_margin(int ctas);
+
+// ---- block_mode.cpp: the mode of a thread ----
+
 // Set the thread's mode word (block_mode.cpp). Returns a token that restores the previous mode. A word that is no token
 // enters a new block.
 int64_t exchange_thread_mode(int64_t word);
@@ -54,6 +61,5 @@ int64_t current_thread_mode();
 using LearnCallback = void (*)();
 void set_learn_callback(LearnCallback callback);
 bool learn_node(uint64_t sequence);
-int exchange_cta_margin(int ctas);
 
 }  // namespace flashplug

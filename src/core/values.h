@@ -5,14 +5,14 @@
 #include <torch/csrc/stable/stableivalue_conversions.h>
 
 #include <bit>
+#include <cstdint>
 #include <optional>
 #include <stdexcept>
+#include <string>
 #include <utility>
-#include <vector>
 
 #include "core/errors.h"
 #include "core/schemas.h"
-#include "stock/torch_symbols.h"
 
 namespace flashplug {
 

@@ -1,9 +1,12 @@
 // The rule for gradients: a kernel of this project or stock runs the backward after a forward kernel of this project,
 // and which kernel.
+#include "dispatch/dispatch.h"
+
 #include <algorithm>
+#include <cstdint>
 #include <limits>
 
-#include "core/flashplug.h"
+#include "core/core.h"
 
 namespace flashplug {
 

@@ -1,12 +1,18 @@
 // Text of plans and reasons: the lines of explain(), the errors of a forced backend, and the lines of the log. A call
 // served by a kernel never runs this code.
-#include "core/flashplug.h"
+#include "dispatch/dispatch.h"
 
 #include <algorithm>
+#include <cstddef>
+#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <iterator>
 #include <limits>
+#include <string>
 #include <type_traits>
+
+#include "core/core.h"
 
 namespace flashplug {
 
@@ -342,6 +348,12 @@ std::string call_text(const CallFacts& p, const Tables& tables) {
   }
   return "query " + shape(p.B, p.Hq, p.Sq, p.D) + " key " + shape(p.B, p.Hkv, p.Sk, p.D) + " value " +
          shape(p.B, p.Hkv, p.Sk, p.Dv) + " " + facts_of(p.dtype[0]).name + needs + (p.grad ? " with grad" : "");
+}
+
+// Called for every decision: without a listener, the cost is two loads.
+void note_plan(const char* where, const CallFacts& p, const DeviceFacts& device, Mode mode, const Plan& plan) {
+  if (!plans_are_logged()) return;
+  log_plan(std::string(where) + ": " + call_text(p, tables()) + " -> " + plan_json(plan, p, device, mode, tables()));
 }
 
 std::string forced_error(const CallFacts& given, const DeviceFacts& device, Mode mode, const Tables& tables) {

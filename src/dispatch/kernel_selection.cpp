@@ -1,11 +1,16 @@
 // Kernel selection: the kernel row with the shortest estimated time for a call, and the measured class (choice row) of
 // a call.
+#include "dispatch/dispatch.h"
+
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cmath>
+#include <cstddef>
+#include <cstdint>
 #include <numeric>
 
-#include "core/flashplug.h"
+#include "core/core.h"
 
 namespace flashplug {
 

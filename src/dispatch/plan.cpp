@@ -10,9 +10,12 @@
 // 5. In auto mode: does the decode gate let the call through?
 // 6. In auto mode: does a measured row say that the kernel is at least as fast as stock?
 // The texts of all answers are in explain.cpp.
-#include <algorithm>
+#include "dispatch/dispatch.h"
 
-#include "core/flashplug.h"
+#include <algorithm>
+#include <cstdint>
+
+#include "core/core.h"
 
 namespace flashplug {
 

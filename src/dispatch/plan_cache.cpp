@@ -1,8 +1,12 @@
 // Cache of the latest plans of a thread. A model repeats the same calls for each layer and each step. The key has all
 // inputs of `plan_call`.
-#include <array>
+#include "dispatch/dispatch.h"
 
-#include "core/flashplug.h"
+#include <array>
+#include <cstddef>
+#include <cstdint>
+
+#include "core/core.h"
 
 namespace flashplug {
 

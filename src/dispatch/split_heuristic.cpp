@@ -1,10 +1,13 @@
 // Decode calls: the decode gate, and the number of CTAs among which the keys of a tile of query rows are split. All
 // functions are pure functions of integers.
-#include "core/flashplug.h"
+#include "dispatch/dispatch.h"
 
 #include <algorithm>
 #include <cmath>
+#include <cstdint>
 #include <limits>
+
+#include "core/core.h"
 
 namespace flashplug {
 

@@ -1,10 +1,13 @@
 // Checks whether the kernels of an architecture can run a call at all, whatever the speed. The texts are in
 // explain.cpp.
+#include "dispatch/dispatch.h"
+
 #include <algorithm>
 #include <bit>
+#include <cstdint>
 #include <utility>
 
-#include "core/flashplug.h"
+#include "core/core.h"
 
 namespace flashplug {
 

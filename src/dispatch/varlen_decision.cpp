@@ -3,6 +3,12 @@
 #include "dispatch/varlen_decision.h"
 
 #include <algorithm>
+#include <cstdint>
+#include <string>
+#include <utility>
+
+#include "core/core.h"
+#include "dispatch/dispatch.h"
 
 namespace flashplug {
 

@@ -2,7 +2,12 @@
 // call. The op (src/hooks/varlen_attn.cpp) and explain_varlen use the rule.
 #pragma once
 
-#include "core/flashplug.h"
+#include <cstddef>
+#include <cstdint>
+#include <iterator>
+#include <string>
+
+#include "core/core.h"
 
 namespace flashplug {
 

@@ -4,8 +4,16 @@
 #include <torch/csrc/stable/c/shim.h>
 
 #include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdint>
 #include <iterator>
+#include <optional>
+#include <stdexcept>
 #include <string>
+#include <string_view>
+
+#include "core/values.h"
 
 namespace flashplug {
 

@@ -11,11 +11,25 @@
 // the rest. Without dropout, either backward accepts the results of either forward.
 #include <torch/csrc/stable/library.h>
 
+#include <cstdint>
 #include <cstring>
 #include <memory>
 #include <mutex>
+#include <stdexcept>
+#include <utility>
 
+#include "core/attention_call.h"
+#include "core/core.h"
+#include "core/schemas.h"
+#include "core/values.h"
+#include "dispatch/dispatch.h"
+#include "hooks/hooks.h"
 #include "hooks/varlen_common.h"
+#include "launch/launch.h"
+#include "operands/operands.h"
+#include "ops/ops.h"
+#include "stock/stock.h"
+#include "stock/torch_symbols.h"
 
 namespace flashplug {
 

@@ -13,12 +13,23 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdint>
 #include <cstring>
+#include <iterator>
 #include <memory>
 #include <mutex>
+#include <stdexcept>
+#include <string>
+#include <utility>
 
+#include "core/attention_call.h"
+#include "core/core.h"
+#include "core/values.h"
 #include "dispatch/varlen_decision.h"
+#include "hooks/hooks.h"
 #include "hooks/varlen_common.h"
+#include "operands/operands.h"
+#include "stock/stock.h"
 
 namespace flashplug {
 

@@ -6,14 +6,20 @@
 // mask (mask.cpp).
 #include <dlfcn.h>
 
-#include <algorithm>
+#include <atomic>
+#include <cstdint>
 #include <cstring>
 #include <mutex>
+#include <optional>
+#include <string>
 #include <string_view>
 #include <utility>
 
-#include "core/flashplug.h"
-#include "ops/attention.h"
+#include "core/core.h"
+#include "dispatch/dispatch.h"
+#include "hooks/hooks.h"
+#include "launch/launch.h"
+#include "operands/operands.h"
 #include "stock/torch_symbols.h"
 
 namespace flashplug {

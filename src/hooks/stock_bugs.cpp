@@ -2,9 +2,13 @@
 // and a different stock backend is right, the router returns the right backend. The composite hook and explain do the
 // same through the op _right_choice.
 #include <algorithm>
+#include <cstdint>
 #include <iterator>
+#include <optional>
 
-#include "core/flashplug.h"
+#include "core/core.h"
+#include "dispatch/dispatch.h"
+#include "hooks/hooks.h"
 #include "stock/torch_symbols.h"
 
 namespace flashplug {

@@ -26,12 +26,23 @@
 #include <array>
 #include <atomic>
 #include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <initializer_list>
+#include <iterator>
 #include <memory>
 #include <mutex>
+#include <optional>
+#include <stdexcept>
+#include <utility>
 #include <vector>
 
+#include "core/core.h"
 #include "core/schemas.h"
-#include "ops/attention.h"
+#include "core/values.h"
+#include "hooks/hooks.h"
+#include "operands/operands.h"
+#include "stock/stock.h"
 
 namespace flashplug {
 

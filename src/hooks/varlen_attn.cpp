@@ -6,17 +6,24 @@
 // requested at the first call.
 #include <torch/csrc/stable/library.h>
 
-#include <algorithm>
 #include <array>
 #include <atomic>
+#include <cstdint>
 #include <cstring>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <stdexcept>
+#include <string>
 #include <utility>
 
+#include "core/attention_call.h"
+#include "core/core.h"
+#include "core/values.h"
 #include "dispatch/varlen_decision.h"
+#include "hooks/hooks.h"
 #include "hooks/varlen_common.h"
+#include "operands/operands.h"
 #include "stock/torch_symbols.h"
 
 namespace flashplug {

@@ -3,9 +3,21 @@
 #include "hooks/varlen_common.h"
 
 #include <algorithm>
-#include <cmath>
-#include <cstring>
+#include <cstdint>
+#include <exception>
 #include <limits>
+#include <optional>
+#include <stdexcept>
+#include <utility>
+
+#include "core/attention_call.h"
+#include "core/core.h"
+#include "core/schemas.h"
+#include "core/values.h"
+#include "dispatch/dispatch.h"
+#include "operands/operands.h"
+#include "ops/ops.h"
+#include "stock/stock.h"
 
 namespace flashplug {
 

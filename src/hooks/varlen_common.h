@@ -3,8 +3,11 @@
 // are bottom-right. LSE and dropout state have the form of stock's flash attention. All remaining calls go on to stock.
 #pragma once
 
+#include <cstdint>
+#include <optional>
+
+#include "core/attention_call.h"
 #include "hooks/boxed_args.h"
-#include "ops/attention.h"
 
 namespace flashplug {
 
@@ -40,34 +43,5 @@ bool gradients_by_kernels(const BoxedArgs& given, Window window, TensorHandle gr
 
 // Return a bottom-right window. A bound of -1 means: all keys on that side are visible.
 Window bottom_right(std::optional<int64_t> left, std::optional<int64_t> right, bool is_causal);
-
-// ---- varlen_attn.cpp ----
-
-// Register kernels at a dispatch key; possible before the import of torch's module, too.
-void register_varlen_ops(const char* dispatch_key);
-void unregister_varlen_ops();
-// sets the schema of the running torch, after the import of the module
-void set_varlen_schema(const char* op, const char* schema);
-void know_varlen_rule(int number);  // sets the `VarlenRule` (varlen_decision.h) of the running torch
-int varlen_rule();
-// Callback into Python: makes schemas and rule known, and makes stock's bodies callable as torch_flashplug::_stock<op>.
-using PrepareCallback = void (*)();
-void set_prepare_callback(PrepareCallback callback);
-
-// ---- flash_attention_op.cpp ----
-
-// sets the schema of the running torch; false: stock cannot be called by such a schema
-bool know_flash(const char* schema);
-// Register kernels at a dispatch key, over the kernels of stock and of third parties. Throws if stock could not be
-// called underneath.
-void open_flash(const char* dispatch_key);
-void close_flash();
-void enable_flash_op_decode(bool on);  // serves decode shapes as well
-
-// ---- efficient_attention_op.cpp ----
-
-// Register kernels at a dispatch key, over stock's kernels. Throws if stock could not be called underneath.
-void open_efficient(const char* dispatch_key);
-void close_efficient();
 
 }  // namespace flashplug

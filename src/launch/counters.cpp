@@ -6,10 +6,12 @@
 // kernels at once. A launch recorded into a CUDA graph may run again at any time, so it gets a counter of its own
 // forever.
 #include <atomic>
+#include <cstdint>
 #include <mutex>
 #include <stdexcept>
 
-#include "core/flashplug.h"
+#include "core/core.h"
+#include "launch/launch.h"
 #include "stock/torch_symbols.h"
 
 namespace flashplug {

@@ -1,9 +1,12 @@
 // Packing of kernel arguments for TVM-FFI: tensors as DLTensors, numbers by value, None for absent arguments.
 #include "launch/kernel_args.h"
 
+#include <cstdint>
 #include <numbers>
+#include <stdexcept>
 #include <string>
 
+#include "core/core.h"
 #include "core/values.h"
 
 namespace flashplug {

@@ -5,7 +5,9 @@
 
 #include <tvm/ffi/c_api.h>
 
-#include "core/flashplug.h"
+#include <cstdint>
+
+#include "core/core.h"
 
 namespace flashplug {
 
@@ -53,11 +55,5 @@ class Arguments {
 };
 
 void* mutable_data(AtenTensorHandle tensor);
-
-// Launch a kernel on its device and on the device's current stream, with a counter for the tile scheduler (launch.cpp).
-// `loads`: parts of the launch may run for the first time, regardless of earlier launches.
-void launch(Kernel& kernel, Arguments& arguments, bool loads = false);
-// Launch only the preprocessing kernels that precede the kernel's own CTAs.
-void launch_what_is_ahead(Kernel& kernel, Arguments& arguments);
 
 }  // namespace flashplug

@@ -6,14 +6,19 @@
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <mutex>
+#include <stdexcept>
+#include <string>
 #include <vector>
 
-#include "core/flashplug.h"
-#include "core/state.h"
+#include "core/core.h"
+#include "launch/launch.h"
 #include "stock/torch_symbols.h"
 
 namespace flashplug {

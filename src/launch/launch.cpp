@@ -1,8 +1,16 @@
 // Launch of a kernel on a device: stream, counter, lazily loaded modules, errors.
+#include "launch/launch.h"
+
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <optional>
+#include <stdexcept>
+#include <string>
 
+#include "core/core.h"
 #include "core/values.h"
 #include "launch/kernel_args.h"
 #include "stock/torch_symbols.h"

@@ -5,9 +5,18 @@
 // number for all keys. Where more than a tile's rows of queries share a mask row, the row begins at a multiple of 16
 // bytes. Kernels for sm_80 get 64 copies of such a row.
 #include <algorithm>
+#include <cstdint>
+#include <optional>
+#include <stdexcept>
+#include <utility>
+#include <vector>
 
+#include "core/attention_call.h"
+#include "core/core.h"
+#include "core/schemas.h"
+#include "core/values.h"
 #include "launch/kernel_args.h"
-#include "ops/attention.h"
+#include "operands/operands.h"
 
 namespace flashplug {
 

@@ -3,8 +3,15 @@
 // reference math makes the same bits (dropout_reference.py), so any backward can follow any forward.
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_aten.h>
 
+#include <cstdint>
+#include <optional>
+#include <stdexcept>
+
+#include "core/call_facts.h"
+#include "core/schemas.h"
+#include "core/values.h"
 #include "launch/kernel_args.h"
-#include "ops/attention.h"
+#include "operands/operands.h"
 
 namespace flashplug {
 

@@ -9,12 +9,20 @@
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_aten.h>
 
 #include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <exception>
 #include <limits>
+#include <stdexcept>
+#include <string>
 #include <utility>
 
+#include "core/attention_call.h"
+#include "core/core.h"
 #include "core/schemas.h"
+#include "core/values.h"
 #include "launch/kernel_args.h"
-#include "ops/attention.h"
+#include "operands/operands.h"
 #include "stock/torch_symbols.h"
 
 namespace flashplug {

@@ -1,8 +1,18 @@
 // Strides of outputs, exactly as torch's meta functions compute them: compiled graphs assert the strides.
 #include <algorithm>
+#include <cstdint>
 #include <cstring>
+#include <optional>
+#include <stdexcept>
+#include <utility>
+#include <vector>
 
-#include "ops/attention.h"
+#include "core/attention_call.h"
+#include "core/core.h"
+#include "core/schemas.h"
+#include "core/values.h"
+#include "dispatch/dispatch.h"
+#include "operands/operands.h"
 
 namespace flashplug {
 

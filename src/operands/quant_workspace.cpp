@@ -1,6 +1,10 @@
 // Workspace of kernels that quantize operands to 8 bits. kernels/features/quantized_qkv.py defines the layout.
+#include <cstdint>
+
+#include "core/core.h"
+#include "core/values.h"
 #include "launch/kernel_args.h"
-#include "ops/attention.h"
+#include "operands/operands.h"
 
 namespace flashplug {
 

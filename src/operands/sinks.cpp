@@ -1,7 +1,12 @@
 // Packing of sinks, pages and the LSE gradient for kernels. Window bounds need no packing here, because they are facts
 // of a call. A call without sinks or without an LSE gradient passes a tensor without elements.
+#include <cstdint>
+
+#include "core/attention_call.h"
+#include "core/call_facts.h"
+#include "core/values.h"
 #include "launch/kernel_args.h"
-#include "ops/attention.h"
+#include "operands/operands.h"
 
 namespace flashplug {
 

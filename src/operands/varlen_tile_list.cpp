@@ -2,9 +2,18 @@
 // call, filled by a launch ahead of the kernel, or belong to a plan (varlen_plan.py). A plan's lists are made by a
 // kernel that does nothing else.
 #include <algorithm>
+#include <cstdint>
+#include <initializer_list>
+#include <stdexcept>
 
+#include "core/attention_call.h"
+#include "core/core.h"
+#include "core/values.h"
+#include "dispatch/dispatch.h"
 #include "launch/kernel_args.h"
-#include "ops/attention.h"
+#include "launch/launch.h"
+#include "operands/operands.h"
+#include "ops/ops.h"
 
 namespace flashplug {
 

@@ -11,10 +11,22 @@
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
+#include <cstdint>
+#include <initializer_list>
 #include <limits>
+#include <stdexcept>
+#include <string>
+#include <utility>
 
+#include "core/attention_call.h"
+#include "core/core.h"
 #include "core/schemas.h"
-#include "ops/attention.h"
+#include "core/values.h"
+#include "dispatch/dispatch.h"
+#include "operands/operands.h"
+#include "ops/ops.h"
+#include "stock/stock.h"
+#include "stock/torch_symbols.h"
 
 namespace flashplug {
 

@@ -1,8 +1,16 @@
 // The plugin's backward: workspace, outputs and launches.
 #include <algorithm>
+#include <cstdint>
+#include <utility>
 
+#include "core/attention_call.h"
+#include "core/core.h"
+#include "core/values.h"
+#include "dispatch/dispatch.h"
 #include "launch/kernel_args.h"
-#include "ops/attention.h"
+#include "launch/launch.h"
+#include "operands/operands.h"
+#include "ops/ops.h"
 
 namespace flashplug {
 

@@ -1,8 +1,17 @@
 // Ops of attention() with block-sparse lists (block_sparse.py): torch_flashplug::listed_fwd, listed_bwd.
 #include <torch/csrc/stable/library.h>
 
+#include <cstdint>
+#include <stdexcept>
+#include <utility>
+
+#include "core/attention_call.h"
+#include "core/core.h"
 #include "core/schemas.h"
-#include "ops/attention.h"
+#include "core/values.h"
+#include "operands/operands.h"
+#include "ops/ops.h"
+#include "stock/stock.h"
 
 namespace flashplug {
 

@@ -14,14 +14,28 @@
 // mode is 0 in auto mode, so max_q is Sq there.
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_aten.h>
 #include <torch/csrc/stable/library.h>
+
 #include <algorithm>
-
-#include <cstring>
+#include <cstdint>
 #include <memory>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
 
+#include "core/attention_call.h"
+#include "core/core.h"
 #include "core/schemas.h"
+#include "core/values.h"
+#include "dispatch/dispatch.h"
+#include "hooks/hooks.h"
 #include "launch/kernel_args.h"
-#include "ops/attention.h"
+#include "launch/launch.h"
+#include "operands/operands.h"
+#include "ops/ops.h"
+#include "stock/stock.h"
+#include "stock/torch_symbols.h"
 
 namespace flashplug {
 

@@ -5,13 +5,25 @@
 // cuDNN and flash forwards return SymInts and cannot be called.) Undefined tensors stand for absent tensors where a
 // schema says Tensor. cuDNN's backward is absent: no forward of the plugin is followed by cuDNN's backward, because
 // cuDNN's backward can be silently wrong (stock_workarounds.cpp).
+#include "stock/stock.h"
+
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_aten.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <cstring>
+#include <exception>
 #include <limits>
+#include <optional>
+#include <utility>
 
-#include "ops/attention.h"
+#include "core/attention_call.h"
+#include "core/core.h"
+#include "core/schemas.h"
+#include "core/values.h"
+#include "dispatch/dispatch.h"
+#include "hooks/hooks.h"
+#include "operands/operands.h"
 
 namespace flashplug {
 

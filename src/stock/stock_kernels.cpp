@@ -3,9 +3,13 @@
 // other names were seen in 2.11, and follow from the declarations of 2.13.
 #include <dlfcn.h>
 
+#include <array>
+#include <cstdint>
+#include <optional>
 #include <tuple>
 #include <type_traits>
 
+#include "stock/stock.h"
 #include "stock/torch_symbols.h"
 
 namespace flashplug {
@@ -13,38 +17,38 @@ namespace flashplug {
 namespace {
 
 // at::cuda::_scaled_dot_product_{cudnn, flash, efficient}_attention and ..._backward, with all arguments.
-constexpr const char* kCudnnForward =
+constexpr const char* kCudnnForwardSymbol =
     "_ZN2at4cuda35_scaled_dot_product_cudnn_attentionERKNS_6TensorES3_S3_RKSt8optionalIS1_EbdbbS4_IdE";
-constexpr const char* kCudnnBackward =
+constexpr const char* kCudnnBackwardSymbol =
     "_ZN2at4cuda44_scaled_dot_product_cudnn_attention_backwardERKNS_6TensorES3_S3_S3_S3_S3_S3_S3_S3_S3_S3_"
     "lldbSt8optionalIdE";
-constexpr const char* kFlashForward =
+constexpr const char* kFlashForwardSymbol =
     "_ZN2at4cuda35_scaled_dot_product_flash_attentionERKNS_6TensorES3_S3_dbbSt8optionalIdE";
-constexpr const char* kFlashBackward =
+constexpr const char* kFlashBackwardSymbol =
     "_ZN2at4cuda44_scaled_dot_product_flash_attention_backwardERKNS_6TensorES3_S3_S3_S3_S3_S3_S3_lldbS3_S3_"
     "St8optionalIdE";
-constexpr const char* kEfficientForward =
+constexpr const char* kEfficientForwardSymbol =
     "_ZN2at4cuda39_scaled_dot_product_efficient_attentionERKNS_6TensorES3_S3_RKSt8optionalIS1_EbdbS4_IdE";
-constexpr const char* kEfficientBackward =
+constexpr const char* kEfficientBackwardSymbol =
     "_ZN2at4cuda48_scaled_dot_product_efficient_attention_backwardERKNS_6TensorES3_S3_S3_S3_S3_S3_S3_S3_"
     "dSt5arrayIbLm4EEbSt8optionalIdE";
 
 // at::cuda::_flash_attention_forward, whose later form also takes pages and splits; ..._no_dropout_inplace, which
 // exists only beside the later form; and ..._backward. Seen in torch 2.11, 2.12 and 2.14.
-constexpr const char* kOnEndForward =
+constexpr const char* kOnEndForwardSymbol =
     "_ZN2at4cuda24_flash_attention_forwardERKNS_6TensorES3_S3_RKSt8optionalIS1_ES7_lldbbS4_IdES4_IlES9_S7_S7_";
-constexpr const char* kPagedOnEndForward =
+constexpr const char* kPagedOnEndForwardSymbol =
     "_ZN2at4cuda24_flash_attention_forwardERKNS_6TensorES3_S3_RKSt8optionalIS1_ES7_lldbbS4_IdES4_IlES9_S7_S7_S7_S9_";
-constexpr const char* kOnEndInto =
+constexpr const char* kOnEndIntoSymbol =
     "_ZN2at4cuda43_flash_attention_forward_no_dropout_inplaceERNS_6TensorERKS1_S4_S4_RKSt8optionalIS1_ES8_lldbbS5_IdE"
     "S5_IlESA_S8_S8_S8_SA_";
-constexpr const char* kOnEndBackward =
+constexpr const char* kOnEndBackwardSymbol =
     "_ZN2at4cuda25_flash_attention_backwardERKNS_6TensorES3_S3_S3_S3_S3_S3_S3_lldbS3_S3_St8optionalIdES4_IlES6_";
 
 // at::cuda::_efficient_attention_forward and ..._backward. Seen in torch 2.12, 2.14 and 2.15.
-constexpr const char* kRowsForward =
+constexpr const char* kRowsForwardSymbol =
     "_ZN2at4cuda28_efficient_attention_forwardERKNS_6TensorES3_S3_RKSt8optionalIS1_ES7_S7_S4_IlES8_dlbS4_IdES7_S8_";
-constexpr const char* kRowsBackward =
+constexpr const char* kRowsBackwardSymbol =
     "_ZN2at4cuda29_efficient_attention_backwardERKNS_6TensorES3_S3_S3_RKSt8optionalIS1_ES3_S7_S7_llS3_dS3_S3_lb"
     "S4_IdES4_IlES9_b";
 
@@ -118,18 +122,18 @@ const StockKernels& stock_kernels() {
     const auto look = [&](auto& function, const char* name) {
       function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(cuda, name));
     };
-    look(found.cudnn_forward, kCudnnForward);
-    look(found.flash_forward, kFlashForward);
-    look(found.efficient_forward, kEfficientForward);
-    look(found.cudnn_backward, kCudnnBackward);
-    look(found.flash_backward, kFlashBackward);
-    look(found.efficient_backward, kEfficientBackward);
-    look(found.on_end_forward, kOnEndForward);
-    look(found.paged_on_end_forward, kPagedOnEndForward);
-    look(found.on_end_into, kOnEndInto);
-    look(found.on_end_backward, kOnEndBackward);
-    look(found.rows_forward, kRowsForward);
-    look(found.rows_backward, kRowsBackward);
+    look(found.cudnn_forward, kCudnnForwardSymbol);
+    look(found.flash_forward, kFlashForwardSymbol);
+    look(found.efficient_forward, kEfficientForwardSymbol);
+    look(found.cudnn_backward, kCudnnBackwardSymbol);
+    look(found.flash_backward, kFlashBackwardSymbol);
+    look(found.efficient_backward, kEfficientBackwardSymbol);
+    look(found.on_end_forward, kOnEndForwardSymbol);
+    look(found.paged_on_end_forward, kPagedOnEndForwardSymbol);
+    look(found.on_end_into, kOnEndIntoSymbol);
+    look(found.on_end_backward, kOnEndBackwardSymbol);
+    look(found.rows_forward, kRowsForwardSymbol);
+    look(found.rows_backward, kRowsBackwardSymbol);
     return found;
   }();
   return instance;

@@ -9,11 +9,16 @@
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <iterator>
 #include <memory>
 #include <mutex>
 #include <stack>
 #include <stdexcept>
 #include <utility>
+
+#include "core/core.h"
 
 namespace flashplug {
 

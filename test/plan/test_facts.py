@@ -96,10 +96,10 @@ def test_feature_without_a_reader_does_not_compile() -> None:
 
 def test_reason_without_a_text_does_not_compile() -> None:
     source = Path(__file__).parents[2] / "src"
-    header, text = ((source / name).read_text() for name in ("core/flashplug.h", "dispatch/explain.cpp"))
-    assert "#pragma once\n" in header and "  kNoBackward,\n" in header and '#include "core/flashplug.h"\n' in text
+    header, text = ((source / name).read_text() for name in ("dispatch/dispatch.h", "dispatch/explain.cpp"))
+    assert "#pragma once\n" in header and "  kNoBackward,\n" in header and '#include "dispatch/dispatch.h"\n' in text
     header = header.replace("#pragma once\n", "")
-    source_with_header = text.replace('#include "core/flashplug.h"\n', header)
+    source_with_header = text.replace('#include "dispatch/dispatch.h"\n', header)
     assert cpp.compiles(source_with_header)
     assert not cpp.compiles(source_with_header.replace("  kNoBackward,\n", "  kNoBackward,\n  kNoWords,\n"))
 

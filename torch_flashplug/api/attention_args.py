@@ -16,7 +16,7 @@ from ..torch_hooks import describe_call, tracing
 SIXTEEN_BITS, LARGEST_DIM = (torch.bfloat16, torch.float16), 256
 _LARGEST = torch.finfo(torch.float32).max
 _CAUSAL = (False, True, "bottom_right", "top_left")
-MOST_SPLITS, SPLIT_UNIT = 255, 128  # kMaxSplits and kSplitUnit of src/core/flashplug.h
+MOST_SPLITS, SPLIT_UNIT = 255, 128  # kMaxSplits and kSplitUnit of src/core/core.h
 Scale = Tensor | float
 Scales = tuple[Scale | None, Scale | None]  # (k_scale, v_scale)
 NO_SCALES: Scales = (None, None)

@@ -112,7 +112,7 @@ def disable() -> None:
 
 # ---- sdpa_backend ----
 
-SPLITS_SHIFT, MAX_SPLITS = 8, 255  # in a mode word (Mode in src/core/flashplug.h)
+SPLITS_SHIFT, MAX_SPLITS = 8, 255  # in a mode word (Mode in src/core/core.h)
 
 
 class _Entered(threading.local):

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from ..registry import dispatch_table, kernel_table, stock_bugs
 
 CPU_SLOT, CUDA_SLOT = 0, 1  # slots of torch's choice stub; tests use the CPU slot for the CPU stub backend
-# Precision of a mode word (Mode in src/core/flashplug.h): the shift of the bits, and the values besides the number of a
+# Precision of a mode word (Mode in src/core/core.h): the shift of the bits, and the values besides the number of a
 # recipe.
 PRECISION_SHIFT, PRECISION_OF_PROCESS, WHOLE_PRECISION, PRECISION_OF_THREAD = 16, 0, 0xFF, 0xFE
 SCALE_IDS = {"positive": 0, "zero": 1, "negative": 2, "not finite": 3}  # same numbers as Scale in src/core/call_facts.h
-_BACKEND_BITS, PREFERENCE = 0x7F, 0x80  # bits of a mode word (Mode in src/core/flashplug.h)
-STOCK_BACKENDS = ("cudnn", "flash", "efficient")  # same order as StockBackend in src/stock/torch_symbols.h
+_BACKEND_BITS, PREFERENCE = 0x7F, 0x80  # bits of a mode word (Mode in src/core/core.h)
+STOCK_BACKENDS = ("cudnn", "flash", "efficient")  # same order as StockBackend in src/stock/stock.h
 FACTS_FIELDS = ("cc", "sm_count", "smem_bytes", "l2_bytes", "memory_rate")
 NO_DEVICE = dict.fromkeys(FACTS_FIELDS, 0)
 # Counters, in the order of enum class Path.

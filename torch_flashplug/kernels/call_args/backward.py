@@ -21,7 +21,7 @@ from .operands import (
     given_bias,
 )
 
-WANT_DQ, WANT_DKDV = 1, 2  # bits of `wanted`: kWantDq, kWantDkDv of src/core/flashplug.h
+WANT_DQ, WANT_DKDV = 1, 2  # bits of `wanted`: kWantDq, kWantDkDv of src/dispatch/dispatch.h
 
 
 @dataclass(frozen=True)

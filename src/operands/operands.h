@@ -1,47 +1,26 @@
-// Types and functions shared by the op implementations and stock.cpp: a call, its results, and stock's own kernels. Ops
-// are the overrideable aten op and the project's own ops (sdpa_ops.cpp, attention_ops.cpp, block_sparse_ops.cpp).
+// From tensors of a call to arguments of a kernel, and from outputs of a kernel to the tensors that torch expects.
+// src/operands/ offers:
+//
+// - output_strides.cpp: views, copies and strides of tensors;
+// - softmax_scale.cpp: scales that are not positive;
+// - mask.cpp: bool masks, and the metadata that kernels read instead;
+// - bias.cpp: float masks;
+// - dropout.cpp: seeds of dropout;
+// - sinks.cpp: sinks, pages and the gradient of the LSE;
+// - varlen_tile_list.cpp: packed sequences, and the tile lists of a plan;
+// - quant_workspace.cpp: the workspace of kernels that quantize operands.
 #pragma once
 
-#include <torch/csrc/stable/library.h>
-#include <initializer_list>
+#include <cstdint>
 
-#include "core/flashplug.h"
-#include "core/values.h"
+#include "core/attention_call.h"
+#include "dispatch/dispatch.h"
 
 namespace flashplug {
 
-class Arguments;
+class Arguments;  // launch/kernel_args.h
 
-struct ForwardCall : Attention {
-  Mode mode;
-  std::optional<bool> grad = {};      // whether autograd will want a backward; graphs do not know
-  AtenTensorHandle digest = nullptr;  // mask metadata to be filled in; null: nobody keeps the metadata
-  bool bias_grad = false;             // whether autograd will want the bias gradient, as far as known
-  // output tensor for kernels that can write there: (B, Hq, Sq, Dv) of the query's dtype
-  AtenTensorHandle out = nullptr;
-  AtenTensorHandle lists =
-      nullptr;  // tile lists of a plan (varlen_tile_list.cpp); `plan_key` identifies the planned calls
-  int64_t plan_key = 0;
-};
-
-struct ForwardResult {
-  TensorHandle out, lse, seed, offset;  // seed and offset stay empty without dropout
-  bool in_place = false;                // true if `out` is the call's own tensor
-};
-
-struct BackwardCall {
-  AtenTensorHandle grad_out;
-  ForwardCall forward;
-  AtenTensorHandle out, lse, seed, offset;
-  bool wanted[4];  // gradients of query, key, value, mask
-  AtenTensorHandle grad_lse = nullptr;
-  bool wants_delta = false;
-};
-
-struct BackwardResult {
-  TensorHandle grads[4];  // empty where not wanted
-  TensorHandle delta;     // (B, Hq, Sq) fp32: rowsum(dO O) - dLSE; empty where not wanted
-};
+// ---- output_strides.cpp: tensors and their layouts ----
 
 TensorHandle empty_strided(int dims, const int64_t* size, const int64_t* stride, int32_t dtype, int32_t device_type,
                            int32_t device_index);
@@ -83,64 +62,6 @@ TensorHandle sum_of_heads(TensorHandle grad, AtenTensorHandle operand);
 // Return `grad` with the strides of torch.empty_like(operand), as graphs made by torch.compile expect.
 TensorHandle laid_out_like(TensorHandle grad, AtenTensorHandle operand);
 void output_strides(const Shape& query, const int64_t out_size[4], int64_t out_stride[4]);
-
-// Pack the workspace of quantized operands for a kernel that takes one (quant_workspace.cpp).
-TensorHandle pack_quant_workspace(const CallFacts& p, const TensorClass& query, const KernelRow& row,
-                                  Arguments* arguments);
-
-// ---- sdpa_ops.cpp ----
-
-// Read the facts of a call with real tensors. Throws for unsupported tensors.
-Facts read_facts(const ForwardCall& call);
-// Run a plugin kernel: two allocations (three with split-KV), copies of unreadable operands, and one kernel call.
-// Returns false without an available kernel; auto mode then falls back to stock.
-bool our_forward(const ForwardCall& given, const Facts& facts, const Plan& plan, ForwardResult* result);
-// Return a tensor without elements: no memory, no launch.
-TensorHandle placeholder(const ForwardCall& call, int32_t dtype);
-
-// ---- attention_ops.cpp: ops of attention() ----
-
-void register_own_ops(torch::stable::detail::StableLibrary* library);
-void check_lengths(const ForwardCall& call, const Facts& facts);  // throws if kernels could not read the lengths
-// Run a kernel allowed by the mode `by`. Returns false without a kernel, but throws if the call's mode forces one.
-bool attend(const char* where, const ForwardCall& call, const Facts& facts, Mode by, ForwardResult* result);
-bool differentiate(const BackwardCall& call, const Facts& facts, BackwardResult* result);  // false: no plugin kernel
-bool wants_math(Mode mode);
-bool are_kernels(const CallFacts& p);  // true for 16-bit queries; the reference math checks all other calls
-// Throw unless a tensor is fp32, has the wanted sizes, and is on the query's device.
-void check_fp32(const char* name, AtenTensorHandle tensor, std::initializer_list<int64_t> wanted, const Facts& facts);
-
-// ---- block_sparse_ops.cpp ----
-
-void register_listed(torch::stable::detail::StableLibrary* library);
-
-// ---- sinks.cpp: arguments of windows and pages ----
-
-// Pack sinks, pages or the LSE gradient for a kernel that takes the argument. Absent sinks and an absent gradient are
-// replaced by a view without elements, at the address of `lse`. The result must live until the kernel is launched.
-TensorHandle pack_sink_args(AtenTensorHandle sinks, AtenTensorHandle lse, Arguments* arguments);
-void pack_page_args(const ForwardCall& call, Arguments* arguments);
-TensorHandle pack_dlse(AtenTensorHandle gradient, AtenTensorHandle lse, const CallFacts& p, Arguments* arguments);
-
-// ---- varlen_tile_list.cpp: arguments of packed sequences ----
-
-// Pack the arguments of packed sequences for a kernel that takes them: sequence starts, and tile lists. The lists are
-// the plan's, or a workspace for lists made by the kernel. The result must live until the launch. Throws if the plan
-// belongs to a different call.
-struct Lengths {
-  TensorHandle lists, used_k;
-};
-Lengths pack_varlen_args(const ForwardCall& call, const CallFacts& p, const KernelRow& row, const TensorClass& query,
-                         Arguments* arguments);
-// Tile lists of a plan, (1 or 2, n) int32: lists of the forward kernel, then of the backward kernel if a plugin kernel
-// runs the backward. `key` accompanies the lists in later calls. Without such kernels, the lists are empty and the key
-// is 0.
-struct PlannedLists {
-  TensorHandle lists;
-  int64_t key;
-};
-PlannedLists plan_lists(const ForwardCall& call, const Facts& facts, const Plan& plan, const BackwardPlan& backward);
-
 // A call whose unreadable operands are replaced by copies, if there are any (`copies_operands()`).
 struct ReadableCall {
   ForwardCall call;
@@ -228,46 +149,37 @@ DropoutSeed draw(const TensorClass& query);  // on the query's device, from the 
 // Pack the seed for a kernel that takes a seed. The result must live until the launch.
 TensorHandle pack_dropout_args(AtenTensorHandle seed, const TensorClass& query, Arguments* arguments);
 
-// ---- backward.cpp: gradients by plugin kernels ----
+// ---- sinks.cpp: arguments of windows and pages ----
 
-// Run the plugin's backward. Returns false if a different backward must follow: no plugin kernel, or a GPU on which
-// auto mode takes none.
-bool our_backward(const BackwardCall& call, const CallFacts& p, const DeviceFacts& device, int device_index, Mode mode,
-                  BackwardResult* result);
+// Pack sinks, pages or the LSE gradient for a kernel that takes the argument. Absent sinks and an absent gradient are
+// replaced by a view without elements, at the address of `lse`. The result must live until the kernel is launched.
+TensorHandle pack_sink_args(AtenTensorHandle sinks, AtenTensorHandle lse, Arguments* arguments);
+void pack_page_args(const ForwardCall& call, Arguments* arguments);
+TensorHandle pack_dlse(AtenTensorHandle gradient, AtenTensorHandle lse, const CallFacts& p, Arguments* arguments);
 
-// ---- stock_workarounds.cpp ----
+// ---- varlen_tile_list.cpp: arguments of packed sequences ----
 
-// Result of stock's cuDNN forward on readable operands. The output has the layout of the original call.
-struct RepairedForward {
-  TensorHandle tensors[7];  // in the order of `FusedResult`
-  int64_t max_q, max_k;
+// Pack the arguments of packed sequences for a kernel that takes them: sequence starts, and tile lists. The lists are
+// the plan's, or a workspace for lists made by the kernel. The result must live until the launch. Throws if the plan
+// belongs to a different call.
+struct Lengths {
+  TensorHandle lists, used_k;
 };
-RepairedForward repaired_cudnn_forward(CudnnForwardCall call);
-// Return a 4-d operand for stock's flash or efficient attention, which read 16 bytes at a time: the operand itself if
-// aligned, else a copy.
-TensorHandle on_units(TensorHandle operand);
-TensorHandle bias_on_units(TensorHandle bias);
-bool is_repaired(int backend);  // takes a `StockBackend`; true if `repair()` has registered kernels for it
-// Pad the rows of an LSE (B, H, Sq) to a multiple of 32, as the efficient backward reads them. The padding is +inf, so
-// that absent rows have probability 0.
-TensorHandle pad_lse(AtenTensorHandle lse);
+Lengths pack_varlen_args(const ForwardCall& call, const CallFacts& p, const KernelRow& row, const TensorClass& query,
+                         Arguments* arguments);
+// Tile lists of a plan, (1 or 2, n) int32: lists of the forward kernel, then of the backward kernel if a plugin kernel
+// runs the backward. `key` accompanies the lists in later calls. Without such kernels, the lists are empty and the key
+// is 0.
+struct PlannedLists {
+  TensorHandle lists;
+  int64_t key;
+};
+PlannedLists plan_lists(const ForwardCall& call, const Facts& facts, const Plan& plan, const BackwardPlan& backward);
 
-// ---- stock.cpp: stock's kernels, called through the dispatcher with operands of this project ----
+// ---- quant_workspace.cpp ----
 
-// Run cuDNN's forward. Returns false if cuDNN refuses the call.
-bool cudnn_forward(const ForwardCall& call, const CallFacts& p, ForwardResult* result);
-bool efficient_can_run(const CallFacts& p);
-ForwardResult efficient_forward(const ForwardCall& call, const CallFacts& p);
-ForwardResult math_forward(const ForwardCall& call);
-TensorHandle cached_math(const ForwardCall& call);  // for key and value in 8 bits, dequantized to 16 (quantized_kv.py)
-ForwardResult paged_math(const ForwardCall& call);  // for a paged KV cache (paged.py)
-// Reference math for windows (attention.py).
-ForwardResult attention_math(const ForwardCall& call);
-BackwardResult attention_math_backward(const BackwardCall& call);
-// Reference math for block-sparse lists (block_sparse.py).
-ForwardResult listed_math(const ForwardCall& call);
-BackwardResult listed_math_backward(const BackwardCall& call);
-BackwardResult efficient_backward(const BackwardCall& call, const CallFacts& p);
-BackwardResult math_backward(const BackwardCall& call);
+// Pack the workspace of quantized operands for a kernel that takes one (quant_workspace.cpp).
+TensorHandle pack_quant_workspace(const CallFacts& p, const TensorClass& query, const KernelRow& row,
+                                  Arguments* arguments);
 
 }  // namespace flashplug

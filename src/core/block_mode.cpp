@@ -11,14 +11,20 @@
 // backward with a known node. `learn_node()` is called inside and finds the positions of the two numbers (torch 2.11
 // hands out a std::shared_ptr<Node>, 2.13 a c10::intrusive_ptr). If the search fails, the thread's own block counts.
 #include <algorithm>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
 #include <cstring>
+#include <iterator>
 #include <limits>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <unordered_map>
 #include <utility>
 #include <vector>
 
+#include "core/core.h"
 #include "core/state.h"
 #include "stock/torch_symbols.h"
 
