@@ -2,16 +2,26 @@
 // boundary.
 #include <algorithm>
 #include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
 #include <cstring>
+#include <exception>
+#include <mutex>
+#include <stdexcept>
+#include <string>
 #include <type_traits>
 
+#include "core/core.h"
 #include "core/errors.h"
-#include "core/flashplug.h"
 #include "core/schemas.h"
 #include "core/state.h"
+#include "dispatch/dispatch.h"
 #include "dispatch/varlen_decision.h"
-#include "hooks/varlen_common.h"
-#include "ops/attention.h"
+#include "hooks/hooks.h"
+#include "launch/launch.h"
+#include "operands/operands.h"
+#include "ops/ops.h"
 #include "stock/torch_symbols.h"
 
 using namespace flashplug;
@@ -110,6 +120,7 @@ const Names kVocabulary[] = {{"backends", kBackendNames},
                              {"schemas", kSchemas},
                              {"exits", kExitNames},
                              {"reasons", kWhyNames},
+                             {"mask obstacles", kMaskObstacleNames},
                              {"varlen rules", kVarlenRuleNames},
                              {"varlen facts", kVarlenFactNames},
                              {"varlen exits", kVarlenExitNames},
@@ -124,9 +135,9 @@ DeviceFacts facts_from(const int64_t* f) {
 
 }  // namespace
 
-FLASHPLUG_EXPORT int flashplug_install(int slot) { return install(slot); }
-FLASHPLUG_EXPORT int flashplug_uninstall(int slot) { return uninstall(slot); }
-FLASHPLUG_EXPORT int flashplug_installed(int slot) { return installed(slot); }
+FLASHPLUG_EXPORT int flashplug_install(int stub_index) { return install(stub_index); }
+FLASHPLUG_EXPORT int flashplug_uninstall(int stub_index) { return uninstall(stub_index); }
+FLASHPLUG_EXPORT int flashplug_installed(int stub_index) { return installed(stub_index); }
 FLASHPLUG_EXPORT int flashplug_take_last_exit() { return take_last_exit(); }
 FLASHPLUG_EXPORT int flashplug_register_ops(const char* dispatch_key, int own_ops) {
   return guarded([&] { register_ops(dispatch_key, own_ops != 0); });
@@ -150,8 +161,8 @@ FLASHPLUG_EXPORT int flashplug_varlen_rule() { return varlen_rule(); }
 FLASHPLUG_EXPORT int flashplug_varlen_text(const int64_t* facts, int cc, int64_t mode, char* out, int capacity) {
   VarlenCall call;
   std::memcpy(static_cast<void*>(&call), facts, sizeof call);  // all members are int64_t
-  const VarlenDecision verdict = judge_varlen(call, enabled(), Mode{mode}, cc, tables());
-  return copy_text(varlen_json(call, verdict, Mode{mode}, cc, tables()), out, capacity);
+  const VarlenDecision decision = decide_varlen(call, enabled(), Mode{mode}, cc, tables());
+  return copy_text(varlen_json(call, decision, Mode{mode}, cc, tables()), out, capacity);
 }
 FLASHPLUG_EXPORT void flashplug_set_prepare_callback(PrepareCallback callback) { set_prepare_callback(callback); }
 
@@ -178,7 +189,7 @@ FLASHPLUG_EXPORT int flashplug_set_cta_margin(int ctas) { return exchange_cta_ma
 FLASHPLUG_EXPORT int64_t flashplug_effective_mode() { return effective_mode().word; }
 FLASHPLUG_EXPORT void flashplug_set_process_precision(int precision) { set_process_precision(precision); }
 FLASHPLUG_EXPORT void flashplug_set_process_backend(int backend) { state().process_backend.store(backend); }
-FLASHPLUG_EXPORT void flashplug_set_cpu_stub(int level) { state().standin.store(static_cast<Standin>(level)); }
+FLASHPLUG_EXPORT void flashplug_set_cpu_stub(int level) { state().cpu_stub.store(static_cast<CpuStub>(level)); }
 
 // Write a name that Python also has. Each list has the order of the numbers or bits, and ends with an empty name. Used
 // by tests.
@@ -212,8 +223,10 @@ FLASHPLUG_EXPORT void flashplug_set_facts_override(const int64_t* facts) {  // n
 FLASHPLUG_EXPORT void flashplug_clear_rows() {
   Tables& t = changing_tables();
   const uint64_t version = t.version;
+  const LayoutRow layout = t.layout;  // stays: sizes are divided by these numbers
   t = Tables{};
   t.version = version;
+  t.layout = layout;
   forget_kernels();
 }
 FLASHPLUG_EXPORT int flashplug_add_family_row(const FamilyRow* row, size_t size) {
@@ -230,7 +243,7 @@ FLASHPLUG_EXPORT int flashplug_add_argument_row(const ArgumentRow* row, size_t s
 }
 FLASHPLUG_EXPORT int flashplug_add_choice_row(const ChoiceRow* row, size_t size) {
   return pushed(*row, size, [](Tables& t, ChoiceRow choice) {
-    choice.said = t.keep(choice.said), choice.measured = t.keep(choice.measured);
+    choice.description = t.keep(choice.description), choice.measured = t.keep(choice.measured);
     t.choices.push_back(choice);
   });
 }
@@ -248,25 +261,28 @@ FLASHPLUG_EXPORT int flashplug_add_varlen_row(const VarlenRow* row, size_t size)
   });
 }
 FLASHPLUG_EXPORT int64_t flashplug_digest_numbers(int64_t rows, int64_t Sq, int64_t Sk, int gradients) {
-  return digest_numbers(rows, Sq, Sk, gradients != 0);
+  return metadata_numbers(rows, Sq, Sk, gradients != 0);
 }
 FLASHPLUG_EXPORT int flashplug_add_feature_row(const FeatureRow* row, size_t size) {
   return pushed(*row, size, [](Tables& t, const FeatureRow& feature) {
-    t.features.push_back(FeatureRow{t.keep(feature.said), t.keep(feature.words)});
+    t.features.push_back(FeatureRow{t.keep(feature.description), t.keep(feature.unsupported_reason)});
   });
 }
 FLASHPLUG_EXPORT int flashplug_add_gate_row(const GateRow* row, size_t size) {
   return pushed(*row, size, [](Tables& t, const GateRow& gate) { t.gate = gate; });
 }
+FLASHPLUG_EXPORT int flashplug_add_layout_row(const LayoutRow* row, size_t size) {
+  return pushed(*row, size, [](Tables& t, const LayoutRow& layout) { t.layout = layout; });
+}
 
 // Write the name of a fact of a call, and its default value. The list ends with an empty name.
 FLASHPLUG_EXPORT int flashplug_fact(int number, double* plain, char* out, int capacity) {
-  std::string found;
+  std::string fact_name;
   CallFacts p = plain_call();
   visit_facts(p, [&](const char* name, const auto& fact) {
-    if (number-- == 0) found = name, *plain = static_cast<double>(fact);
+    if (number-- == 0) fact_name = name, *plain = static_cast<double>(fact);
   });
-  return copy_text(found, out, capacity);
+  return copy_text(fact_name, out, capacity);
 }
 // Set sizes and layouts of a call whose operands Python holds. Each operand has four sizes, four strides, an address in
 // bytes, and the bytes of an element.
@@ -281,6 +297,13 @@ FLASHPLUG_EXPORT void flashplug_read_operands(const int64_t* sizes, const int64_
 FLASHPLUG_EXPORT int flashplug_shapes_fit(const int64_t* sizes, int enable_gqa) {
   const Shape shapes[kNumOperands] = {{sizes}, {sizes + 4}, {sizes + 8}};
   return shapes_fit(shapes, enable_gqa != 0);
+}
+// Return the obstacle of a mask, an index in `kMaskObstacleNames`. `flags` has the first five members of `MaskFacts`.
+// Sizes that are not known are -1.
+FLASHPLUG_EXPORT int flashplug_mask_obstacle(const int64_t* flags, int64_t dims, const int64_t* size,
+                                             const int64_t* stride, const int64_t* scores) {
+  const MaskFacts mask{flags[0] != 0, flags[1] != 0, flags[2] != 0, flags[3] != 0, flags[4] != 0, dims, size, stride};
+  return static_cast<int>(mask_obstacle(mask, scores));
 }
 FLASHPLUG_EXPORT int flashplug_fault_said(int fault, char* out, int capacity) {
   return copy_text(fault_said(fault), out, capacity);
@@ -321,8 +344,8 @@ FLASHPLUG_EXPORT void flashplug_counters(int64_t* out, int reset) {
 }
 FLASHPLUG_EXPORT void flashplug_set_log_callback(LogCallback callback, int log_plans) {
   {
-    std::lock_guard<std::mutex> lock(state().told_mutex);
-    state().told.clear();  // a new listener has heard nothing so far
+    std::lock_guard<std::mutex> lock(state().log_mutex);
+    state().logged_plans.clear();  // a new listener has heard nothing so far
   }
   state().log_plans.store(log_plans != 0);
   state().log_callback.store(callback, std::memory_order_release);

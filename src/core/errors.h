@@ -3,7 +3,7 @@
 
 #include <torch/csrc/stable/stableivalue_conversions.h>
 
-#include <string>
+#include <cstdint>
 
 namespace flashplug {
 

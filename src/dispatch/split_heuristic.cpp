@@ -1,10 +1,13 @@
 // Decode calls: the decode gate, and the number of CTAs among which the keys of a tile of query rows are split. All
 // functions are pure functions of integers.
-#include "core/flashplug.h"
+#include "dispatch/dispatch.h"
 
 #include <algorithm>
 #include <cmath>
+#include <cstdint>
 #include <limits>
+
+#include "core/core.h"
 
 namespace flashplug {
 
@@ -88,8 +91,8 @@ Splits split_among(const CallFacts& p, const KernelRow& row, const DeviceFacts& 
   const Splits apart{n, 1}, together{n, n};
   if (n > largest_cluster(row, tables)) return apart;
   const double share = tables.gate.cluster_share[n];
-  const bool room = share == 0 || static_cast<double>(n * packed_tiles(p, row)) <= share * device.sm_count;
-  return room && adding_time(p, row, tables, together) <= adding_time(p, row, tables, apart) ? together : apart;
+  const bool fits_gpu = share == 0 || static_cast<double>(n * packed_tiles(p, row)) <= share * device.sm_count;
+  return fits_gpu && adding_time(p, row, tables, together) <= adding_time(p, row, tables, apart) ? together : apart;
 }
 
 double packed_time(const CallFacts& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables,
@@ -98,16 +101,16 @@ double packed_time(const CallFacts& p, const KernelRow& row, const DeviceFacts& 
 }
 
 // There is at most one split for each block of keys, and kernels must be able to count the partial results in 32 bits.
-int64_t possible_splits(const CallFacts& p, const KernelRow& row, int64_t wanted) {
+int64_t possible_splits(const CallFacts& p, const KernelRow& row, const Tables& tables, int64_t requested) {
   const int64_t countable = std::numeric_limits<int32_t>::max() / partial_floats(p, 1);
-  const int64_t most = std::min({ceil_div(keys_of(p), row.tile_n), countable, kMaxSplits});
-  return std::clamp<int64_t>(wanted, 1, std::max<int64_t>(most, 1));
+  const int64_t most = std::min({ceil_div(keys_of(p), row.tile_n), countable, tables.layout.max_splits});
+  return std::clamp<int64_t>(requested, 1, std::max<int64_t>(most, 1));
 }
 
 // The number of splits is enough for the longest possible sequence, whose first block may begin before the window. The
 // number is at least two, because a single split rounds differently.
-Splits splits_of_size(const CallFacts& p) {
-  const int64_t keys = std::min(p.Sk, keys_of(p) + kSplitUnit - 1);
+Splits splits_of_size(const CallFacts& p, const Tables& tables) {
+  const int64_t keys = std::min(p.Sk, keys_of(p) + tables.layout.split_unit - 1);
   return {std::max<int64_t>(ceil_div(keys, p.split_size), 2), 1};
 }
 
@@ -118,8 +121,8 @@ Splits best_of(const CallFacts& p, const KernelRow& row, const DeviceFacts& devi
   const int64_t blocks = ceil_div(keys_of(p), row.tile_n);
   const auto equal = static_cast<int64_t>(std::sqrt(static_cast<double>(blocks * row.cost) / partial_ns(p, tables)));
   Splits best;
-  const auto consider = [&](int64_t wanted) {
-    const int64_t even = ceil_div(blocks, ceil_div(blocks, wanted));
+  const auto consider = [&](int64_t requested) {
+    const int64_t even = ceil_div(blocks, ceil_div(blocks, requested));
     const Splits splits = split_among(p, row, device, tables, even);
     if (split_time(p, row, device, tables, splits) < split_time(p, row, device, tables, best)) best = splits;
   };
@@ -129,16 +132,16 @@ Splits best_of(const CallFacts& p, const KernelRow& row, const DeviceFacts& devi
   return best;
 }
 
-// Kernels with `at_once` > 1 read faster with more CTAs than SMs. If a mask hides most keys, combining more splits
+// Kernels with `at_once` > 1 read faster with more CTAs than SMs. If a mask excludes most keys, combining more splits
 // takes longer than this estimate, so the CTAs must save at least `shared_ns`.
 Splits best_splits(const CallFacts& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables) {
-  const auto of = [&](int64_t ctas) {
-    return best_of(p, row, device, tables, possible_splits(p, row, ctas / packed_tiles(p, row)));
+  const auto best_with = [&](int64_t ctas) {
+    return best_of(p, row, device, tables, possible_splits(p, row, tables, ctas / packed_tiles(p, row)));
   };
   const auto time = [&](Splits splits) { return split_time(p, row, device, tables, splits); };
-  const Splits alone = of(device.sm_count);
+  const Splits alone = best_with(device.sm_count);
   if (row.at_once == 1) return alone;
-  const Splits shared = of(row.at_once * device.sm_count);
+  const Splits shared = best_with(row.at_once * device.sm_count);
   return time(alone) - time(shared) >= tables.gate.shared_ns ? shared : alone;
 }
 

@@ -4,8 +4,13 @@
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_aten.h>
 
 #include <cmath>
+#include <utility>
 
-#include "ops/attention.h"
+#include "core/attention_call.h"
+#include "core/call_facts.h"
+#include "core/schemas.h"
+#include "core/values.h"
+#include "operands/operands.h"
 
 namespace flashplug {
 

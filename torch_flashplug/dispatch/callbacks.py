@@ -16,8 +16,8 @@ _COMPILE_TYPE = ctypes.CFUNCTYPE(
     *(ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_int),
     *(ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_char), ctypes.c_int),
 )
-_KERNEL, _NONE, _NOT_YET = range(3)  # numbers of enum class Provided in src/core/flashplug.h
-_CAPTURING, _REQUIRED, _TRAINING = 1, 2, 4  # bits of enum Circumstances in src/core/flashplug.h
+_KERNEL, _NONE, _NOT_YET = range(3)  # numbers of enum class Provided in src/launch/launch.h
+_CAPTURING, _REQUIRED, _TRAINING = 1, 2, 4  # bits of enum Circumstances in src/launch/launch.h
 _LOG_TYPE = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p)
 _TRACE_TYPE = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4, ctypes.POINTER(ctypes.c_int64 * 12))
 _LEARN_TYPE = ctypes.CFUNCTYPE(None)
@@ -80,7 +80,7 @@ def set_learn_callback(run_probe: Callable[[], None]) -> None:
     lib().flashplug_set_learn_callback(_keep["learn"])
 
 
-_FALLBACK, _SIZED, _SIZES_LATER, _PART, _STEP = range(5)  # numbers of enum class Traced in src/core/flashplug.h
+_FALLBACK, _SIZED, _SIZES_LATER, _PART, _STEP = range(5)  # numbers of enum class Traced in src/core/core.h
 Sizes = Sequence[Sequence[int | None]]
 
 

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING
 
 from ..registry import features, kernel_args
 from ..registry.architectures import FAMILIES
-from ..registry.dispatch_table import OPERANDS, VARLEN_FACTS, VARLEN_KERNELS
+from ..registry.dispatch_table import MAX_SPLITS, OPERANDS, SPLIT_UNIT, VARLEN_FACTS, VARLEN_KERNELS
 from ..registry.dtypes import DTYPE_INFO, ELEMENTS
-from ..registry.kernel_spec import CLUSTER, KINDS
+from ..registry.kernel_spec import CLUSTER, KINDS, LISTED, TALL
+from ..registry.mask_layout import THREADS, TILE
+from ..registry.quant_recipes import KEY_ORDER
 from ..registry.stock_bugs import FACTS
 
 if TYPE_CHECKING:
@@ -46,7 +48,7 @@ class KernelRow(ctypes.Structure):
 
 class ChoiceRow(ctypes.Structure):
     _fields_ = (
-        *_members(c_char_p, "said measured"),
+        *_members(c_char_p, "description measured"),
         *_members(c_double, "ratio"),
         *_members(c_int64, "features elements d_min d_max min_sq max_sq min_sk max_sk min_tiles min_packed max_packed"),
         *_members(c_int32, "kind family grad operands tile_m keys_of_tile serve"),
@@ -62,7 +64,7 @@ class VarlenRow(ctypes.Structure):
 
 
 class FeatureRow(ctypes.Structure):
-    _fields_ = _members(c_char_p, "said words")
+    _fields_ = _members(c_char_p, "description unsupported_reason")
 
 
 class ArgumentRow(ctypes.Structure):
@@ -78,10 +80,17 @@ class GateRow(ctypes.Structure):
     )
 
 
-def _same(structure: type[ctypes.Structure], row: object, **more: object) -> ctypes.Structure:
-    """Return a structure with the equally named attributes of a row, and the members in `more`."""
-    names = [name for name, _ in structure._fields_ if name not in more]
-    return structure(**{name: getattr(row, name) for name in names}, **more)
+class LayoutRow(ctypes.Structure):
+    _fields_ = (
+        *_members(c_int64, "sparse_block tall_sparse_block bitmask_tile bitmask_words"),
+        *_members(c_int64, "key_order max_splits split_unit"),
+    )
+
+
+def _same(structure: type[ctypes.Structure], row: object, **values: object) -> ctypes.Structure:
+    """Return a structure with the equally named attributes of a row, and the members in `values`."""
+    names = [name for name, _ in structure._fields_ if name not in values]
+    return structure(**{name: getattr(row, name) for name in names}, **values)
 
 
 def of_families() -> Iterator[FamilyRow]:
@@ -121,25 +130,25 @@ def of_choice(row: dispatch_table.ChoiceRow) -> ChoiceRow:
     return _same(
         ChoiceRow,
         row,
-        said=row.description.encode(),
+        description=row.description.encode(),
         measured=row.measured.encode(),
         features=features.bits(features.TAGS[row.mask].features),
         elements=sum(1 << _element(name) for name in row.elements),
         kind=KINDS.index(row.kind),
         family=_family(row.arch),
-        operands=sum(1 << OPERANDS.index(one) for one in operands),
+        operands=sum(1 << OPERANDS.index(operand) for operand in operands),
     )
 
 
 def of_rescue(row: stock_bugs.Rescue) -> RescueRow:
-    facts, seen = sum(1 << FACTS.index(fact) for fact in row.facts), features.bits(row.features)
-    return RescueRow(row.stock.encode(), row.evidence.encode(), facts, seen)
+    facts = sum(1 << FACTS.index(fact) for fact in row.facts)
+    return RescueRow(row.stock.encode(), row.evidence.encode(), facts, features.bits(row.features))
 
 
 def of_varlen(row: dispatch_table.VarlenRow) -> VarlenRow:
     facts = sum(1 << VARLEN_FACTS.index(fact) for fact in row.facts)
-    told = {"facts": facts, "stock": VARLEN_KERNELS.index(row.stock)}
-    return _same(VarlenRow, row, measured=row.measured.encode(), wrong=row.wrong.encode(), **told)
+    numbers = {"facts": facts, "stock": VARLEN_KERNELS.index(row.stock)}
+    return _same(VarlenRow, row, measured=row.measured.encode(), wrong=row.wrong.encode(), **numbers)
 
 
 def of_features() -> Iterator[FeatureRow]:
@@ -149,16 +158,25 @@ def of_features() -> Iterator[FeatureRow]:
 
 
 def of_arguments() -> Iterator[ArgumentRow]:
-    for kind, taken in kernel_args.ARGUMENTS_BY_KIND.items():
-        for one in taken:
-            bringing = features.bits_of_argument(one.name) if one.is_optional else 0
-            if one.is_optional and not bringing:
+    for kind, arguments in kernel_args.ARGUMENTS_BY_KIND.items():
+        for argument in arguments:
+            bringing = features.bits_of_argument(argument.name) if argument.is_optional else 0
+            if argument.is_optional and not bringing:
                 raise ValueError(
-                    f"argument {one.name} must belong to a feature of features.py, because the argument is optional"
+                    f"argument {argument.name} must belong to a feature of features.py, because the argument is "
+                    "optional"
                 )
-            dtype = kernel_args.DTYPES.index(one.dtype)
-            yield ArgumentRow(one.name.encode(), bringing, KINDS.index(kind), one.rank, dtype)
+            dtype = kernel_args.DTYPES.index(argument.dtype)
+            yield ArgumentRow(argument.name.encode(), bringing, KINDS.index(kind), argument.rank, dtype)
 
 
 def of_gate(gate: dispatch_table.Gate) -> GateRow:
     return _same(GateRow, gate, cluster_share=(c_double * (CLUSTER + 1))(*gate.cluster_share))
+
+
+def of_layout() -> LayoutRow:
+    """Return the numbers that kernels and C++ share. A tile of the bitmask has one word for each thread."""
+    return LayoutRow(
+        sparse_block=LISTED, tall_sparse_block=TALL, bitmask_tile=TILE, bitmask_words=THREADS,
+        key_order=len(KEY_ORDER), max_splits=MAX_SPLITS, split_unit=SPLIT_UNIT,
+    )  # fmt: skip

@@ -48,7 +48,7 @@ class Recipe:
 
 
 # Keys are the names used by callers. The order is that of the precision numbers in a mode word, starting at 1 (`Mode`
-# in src/core/flashplug.h).
+# in src/core/core.h).
 RECIPES = {
     "qk8": Recipe("int8", None),
     "8bit": Recipe("int8", "e4m3"),
