@@ -30,7 +30,7 @@ from torch_flashplug.kernels.primitives import dtype as dsl_dtypes
 
 ROOT = Path(__file__).resolve().parents[2]
 CALLS = {"fwd": "forward.ForwardCall", "decode": "decode.DecodeCall", "bwd": "backward.BackwardCall"}
-MADE = {
+COMPILED_SPECS = {
     (spec.kind, spec.arch, spec.dtype, spec.mask): spec
     for family in FAMILIES
     for spec in kernel_table.specs(family.arch)
@@ -69,7 +69,7 @@ def test_direct_calls_order_arguments_by_the_kernel_abi_table():
     assert direct.in_order((*kernel_args.DECODE, extra), values) == (*values, None)
 
 
-@pytest.mark.parametrize("spec", MADE.values(), ids=KernelSpec.name)
+@pytest.mark.parametrize("spec", COMPILED_SPECS.values(), ids=KernelSpec.name)
 def test_kernels_compile_with_the_ranks_and_types_of_the_kernel_abi_table(spec):
     """Arguments of missing features are compiled as None."""
     operands = zip(("query", "key", "value", "output"), ELEMENTS[spec.dtype].operands)
@@ -90,7 +90,7 @@ def test_kernels_compile_with_the_ranks_and_types_of_the_kernel_abi_table(spec):
             )
 
 
-class MadeUp(KernelCall):
+class KernelCallStub(KernelCall):
     """Kernel with two optional arguments and no launch, callable without a GPU."""
 
     def __init__(self, spec: KernelSpec):
@@ -113,7 +113,7 @@ def test_arguments_without_a_feature_are_none(mask, left_value, rejected_value, 
     causal = dataclasses.replace(*features.of(["causal"]), arguments=("left",))
     further_features = (feature for feature in features.FEATURES if feature.name != "causal")
     monkeypatch.setattr(features, "FEATURES", (causal, *further_features))
-    call = MadeUp(next(spec for spec in kernel_table.specs(90, "fwd") if spec.mask == mask))
+    call = KernelCallStub(next(spec for spec in kernel_table.specs(90, "fwd") if spec.mask == mask))
     function = cute.compile(call, *call.fake_arguments(), options="--enable-tvm-ffi --gpu-arch sm_90a")
     function(None, left_value, 0)
     with pytest.raises(TypeError, match="words: None, left"):
