@@ -41,7 +41,7 @@ def is_stock_output(out: Tensor) -> bool:
     return bool((out == 7).all())
 
 
-def arguments_arrive() -> None:
+def arguments_reach_stock() -> None:
     paged = {"seqused_k": cu[:2], "block_table": torch.zeros(2, 1, dtype=torch.int32)}
     packed_args = {"cu_q": 3, "cu_k": 3}
     for call, settings, changes in (
@@ -66,7 +66,7 @@ def arguments_arrive() -> None:
     assert not any(bindings.counters(reset=True).values())
 
 
-def errors_are_stocks() -> None:
+def errors_of_stock_are_raised() -> None:
     try:
         forward(x.double())
     except NotImplementedError as error:
@@ -75,7 +75,7 @@ def errors_are_stocks() -> None:
         raise AssertionError("stock's error was lost")
 
 
-def a_backward_follows_its_forward() -> None:
+def backward_follows_its_forward() -> None:
     """Check that a backward uses the backend of the forward, and not the backend selected for the backward."""
     with sdpa_backend("stock"):
         stock_out = forward(packed, cu, cu, causal=True, window_size_left=6)[0]
@@ -97,7 +97,7 @@ def expected_counts(path: str) -> dict[str, int]:
     return dict.fromkeys(bindings.PATHS, 0) | {path: 1}
 
 
-def a_name_takes_few_rows() -> None:
+def activated_implementation_serves_short_queries() -> None:
     torch.nn.attention.activate_flash_attention_impl("FLASHPLUG")
     flash_attention_op.install("CPU")
     assert not is_stock_output(forward(x, window_size_left=2)[0])
@@ -111,10 +111,10 @@ with interpreted_kernels.enabled():
     flash_attention_op.install("CPU")
     assert all(has_kernel(op, "CPU") for op in OPS)
     bindings.counters(reset=True)
-    arguments_arrive()
-    errors_are_stocks()
-    a_backward_follows_its_forward()
-    a_name_takes_few_rows()
+    arguments_reach_stock()
+    errors_of_stock_are_raised()
+    backward_follows_its_forward()
+    activated_implementation_serves_short_queries()
     torch_flashplug.disable()
     assert not any(has_kernel(op, "CPU") for op in OPS)
 print("right")

@@ -18,7 +18,7 @@ from torch_flashplug.torch_hooks import tracing
 from torch_flashplug.torch_hooks.distributed import context_parallel
 
 
-def case_graph_of_another_balance(rank: Rank) -> None:
+def case_graph_of_a_different_load_balance(rank: Rank) -> None:
     """Check that a compiled graph raises if rows have a different load-balance layout, for a ring and for allgather."""
     case = make_case(rank.world)
     inputs = make_full_inputs(case, rank.device)
@@ -81,7 +81,7 @@ def case_error_in_the_block(rank: Rank) -> None:
     assert_within_budgets(case, inputs, out)
 
 
-def case_others_in_the_block(rank: Rank) -> None:
+def case_calls_without_a_ring_in_the_block(rank: Rank) -> None:
     """Check DTensor calls in the block that no ring serves.
 
     Replicated tensors and tensors sharded over heads attend locally. A mixture raises an error with a remedy. Calls

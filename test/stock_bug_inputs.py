@@ -23,7 +23,9 @@ def with_layout(tensor: Tensor, order: str) -> Tensor:
     return tensor.transpose(1, 2).contiguous().transpose(1, 2) if order == "bshd" else tensor.contiguous()
 
 
-def check(label: str, case: Case, inputs: Inputs, out: Tensor | None, grads: tuple[Tensor, ...] = ()) -> None:
+def assert_matches_fp64(
+    label: str, case: Case, inputs: Inputs, out: Tensor | None, grads: tuple[Tensor, ...] = ()
+) -> None:
     """Check that output and gradients are within the error budget around fp64."""
     if out is not None:
         assert_within_budget(label + " out", out, oracle(case, inputs).out, plain(case, inputs).out)
@@ -35,13 +37,13 @@ def check(label: str, case: Case, inputs: Inputs, out: Tensor | None, grads: tup
             assert_within_budget(f"{label} {name}", grad, exact, low, **budget)
 
 
-def odd(shape: tuple[int, ...], offset: int = 1) -> Tensor:
+def misaligned(shape: tuple[int, ...], offset: int = 1) -> Tensor:
     """Return a tensor whose base is `offset` elements behind an aligned address."""
     size = math.prod(shape)
     return torch.randn(size + offset, device="cuda").to(torch.bfloat16)[offset:].view(shape)
 
 
-def half(*shape: int) -> Tensor:
+def random_bf16(*shape: int) -> Tensor:
     return torch.randn(shape, device="cuda").to(torch.bfloat16)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @contextlib.contextmanager
-def on_cpu() -> Iterator[list[str]]:
+def registered_on_cpu() -> Iterator[list[str]]:
     """Register CPU kernels of flash attention and cuDNN that compute nothing, and yield a list of the called ops."""
     called_ops, library = [], torch.library.Library("aten", "IMPL")
 

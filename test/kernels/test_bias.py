@@ -179,7 +179,7 @@ def test_bool_mask_and_equal_float_mask_give_equal_outputs(kernels_on: str) -> N
 
 
 # Biases that broadcast to (2, 4, Sq, 333).
-FEW: dict[str, Callable[[int], Tensor]] = {
+DECODE_BIASES: dict[str, Callable[[int], Tensor]] = {
     "for_all": lambda Sq: random_bias(Sq, 333),
     "by_head": lambda Sq: random_bias(4, Sq, 333),
     "by_both": lambda Sq: random_bias(2, 4, Sq, 333),
@@ -220,22 +220,24 @@ def test_every_biased_decode_kernel(kernels_on: str, spec: KernelSpec) -> None:
 
 
 @pytest.mark.parametrize("num_splits", [0, 1, 3, MAX_SPLITS])
-@pytest.mark.parametrize("bias", FEW)
+@pytest.mark.parametrize("bias", DECODE_BIASES)
 @pytest.mark.parametrize("Sq", [1, 7, 32])
 def test_biased_decode_of_each_layout_and_number_of_splits(
     kernels_on: str, Sq: int, bias: str, num_splits: int
 ) -> None:
     wide = (len(bias) + Sq) % 2 == 0
     case = new_case(f"{bias} {Sq}", HEADS, (Sq, 333), (64, 64), dtype=ELEMENTS_16BIT[Sq % 2])
-    check_decode(case, with_equal_strides(FEW[bias](Sq), kernels_on, bias_dtype(case, wide)), kernels_on, num_splits)
+    check_decode(
+        case, with_equal_strides(DECODE_BIASES[bias](Sq), kernels_on, bias_dtype(case, wide)), kernels_on, num_splits
+    )
 
 
 @pytest.mark.parametrize("num_splits", [1, 3])
-@pytest.mark.parametrize("bias", FEW)
+@pytest.mark.parametrize("bias", DECODE_BIASES)
 def test_biased_decode_of_each_layout_on_sm80_kernels(kernels_on: str, bias: str, num_splits: int) -> None:
     Sq = (1, 7, 32)[len(bias) % 3]
     case = new_case(f"{bias} {Sq}", HEADS, (Sq, 333), (64, 64), dtype=ELEMENTS_16BIT[Sq % 2])
-    bias_tensor = with_equal_strides(FEW[bias](Sq), kernels_on, case.torch_dtype)
+    bias_tensor = with_equal_strides(DECODE_BIASES[bias](Sq), kernels_on, case.torch_dtype)
     check_decode(case, bias_tensor, kernels_on, num_splits, "fa2")
 
 
@@ -254,11 +256,11 @@ def test_split_keys_keep_equal_weights_with_a_large_bias(
     torch.testing.assert_close(out.double(), mean, atol=2**-9, rtol=2**-7)
 
 
-LOST = ((torch.finfo(torch.bfloat16).min, ...), (-1e9, ...), (1e9, ...), (1e9, 5), (2e38, 5))
+DOMINANT_BIAS_VALUES = ((torch.finfo(torch.bfloat16).min, ...), (-1e9, ...), (1e9, ...), (1e9, 5), (2e38, 5))
 
 
 @pytest.mark.parametrize("backend", BACKENDS.values())
-@pytest.mark.parametrize("value, key", LOST)
+@pytest.mark.parametrize("value, key", DOMINANT_BIAS_VALUES)
 def test_rows_with_a_huge_lse_have_no_gradients(kernels_on: str, value: float, key: object, backend: str) -> None:
     """The row contributes as if the output gradient were zero."""
     grads, grads_without_row = (

@@ -227,7 +227,7 @@ def push_rows_where() -> Iterator[Callable]:
 
 
 FORWARDS = [spec for spec in MASKED if spec.kind == "fwd"]
-TALL_ONES = [spec for spec in FORWARDS if spec.tile_m == TALL]
+TALL_TILE_FORWARDS = [spec for spec in FORWARDS if spec.tile_m == TALL]
 
 
 @pytest.fixture
@@ -249,7 +249,7 @@ def test_every_masked_forward_kernel(kernels_on: str, spec: KernelSpec, push_for
 
 
 @pytest.mark.parametrize("mask", sorted(MASKS.keys() - {"by_batch"}))
-@pytest.mark.parametrize("spec", TALL_ONES, ids=KernelSpec.name)
+@pytest.mark.parametrize("spec", TALL_TILE_FORWARDS, ids=KernelSpec.name)
 def test_tiles_of_192_rows_with_each_mask_layout(
     kernels_on: str, spec: KernelSpec, mask: str, push_forward: Callable
 ) -> None:
@@ -263,7 +263,7 @@ def test_tiles_of_192_rows_with_each_mask_layout(
 
 
 @pytest.mark.parametrize("Sq", [1, 64, 129, 191, 192, 193, 384, 577])
-@pytest.mark.parametrize("spec", TALL_ONES[:1], ids=KernelSpec.name)
+@pytest.mark.parametrize("spec", TALL_TILE_FORWARDS[:1], ids=KernelSpec.name)
 def test_tiles_of_192_rows_with_different_lengths(
     kernels_on: str, spec: KernelSpec, Sq: int, push_forward: Callable
 ) -> None:

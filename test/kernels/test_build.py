@@ -177,7 +177,7 @@ def test_comments_and_docstrings_change_no_byte_of_an_object(tmp_path):
     assert objects[ROOT] == objects[tmp_path] and len(objects[ROOT]) == 3
 
 
-ONCE_MORE = """
+COMPILE_IN_A_LOADED_PROCESS = """
 import sys
 if sys.argv[2] == "worker":
     sys.modules.update(dict.fromkeys(("torch", "jax", "numpy")))
@@ -204,7 +204,7 @@ def test_jit_engine_and_loaded_packages_change_no_byte_of_an_object(tmp_path):
     name = "decode_sm80_bf16_d64_full_m64n128s2"
     files, rows = {}, {}
     for how in ("engine", "none", "worker"):
-        command = [sys.executable, "-c", ONCE_MORE, ROOT / "tools", how, name, tmp_path / how]
+        command = [sys.executable, "-c", COMPILE_IN_A_LOADED_PROCESS, ROOT / "tools", how, name, tmp_path / how]
         (tmp_path / how).mkdir()
         subprocess.run(command, check=True, timeout=300, env=os.environ | {"CUTE_DSL_ARCH": "sm_90a"})
         files[how] = {path.suffix: path.read_bytes() for path in (tmp_path / how).iterdir() if path.suffix != ".json"}
@@ -213,7 +213,7 @@ def test_jit_engine_and_loaded_packages_change_no_byte_of_an_object(tmp_path):
     assert rows["none"]["registers"] == rows["engine"]["registers"] > 0
 
 
-KEPT = """
+MEASURE_AGAIN = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
 import aot
@@ -232,7 +232,7 @@ print(found)
 def test_kernels_without_instruction_counts_are_measured_again(tmp_path):
     """A developer's build can share the object folder with a user's build; only Hopper kernels have counts."""
     pytest.importorskip("cutlass")
-    command = [sys.executable, "-c", KEPT, ROOT / "tools", tmp_path]
+    command = [sys.executable, "-c", MEASURE_AGAIN, ROOT / "tools", tmp_path]
     output = subprocess.run(command, check=True, timeout=300, capture_output=True, text=True).stdout
     assert json.loads(output.lower()) == [[True, False], [True, True], [True, True], [True, True]]
 

@@ -27,7 +27,7 @@ from torch_flashplug.kernels.call_args.kernel_call import KernelCall, SoftmaxSca
 from torch_flashplug.kernels.features.base import KernelFeatures
 from torch_flashplug.kernels.primitives import dtype as dsl_dtypes
 
-MADE = {
+COMPILED_SPECS = {
     (spec.kind, spec.arch, spec.dtype, spec.mask): spec
     for family in FAMILIES
     for spec in kernel_table.specs(family.arch)
@@ -40,7 +40,7 @@ CUTLASS |= dict.fromkeys(QUANTIZED_KV_DTYPES, "Uint8")  # 8-bit formats are pass
 @pytest.mark.parametrize("kind", kernel_args.ARGUMENTS_BY_KIND)
 def test_kernel_parameters_match_the_kernel_abi_table(kind):
     """The DSL reads names and types from the signature of the function that it has wrapped."""
-    spec = next(spec for spec in MADE.values() if spec.kind == kind)
+    spec = next(spec for spec in COMPILED_SPECS.values() if spec.kind == kind)
     expected = [
         (row.name, (CUTLASS[row.dtype] if row.is_scalar else "Tensor", row.is_optional))
         for row in kernel_args.ARGUMENTS_BY_KIND[kind]
@@ -75,7 +75,7 @@ def test_direct_calls_order_arguments_by_the_kernel_abi_table():
     assert direct_launch.in_order((*kernel_args.DECODE, extra), values) == (*values, None)
 
 
-@pytest.mark.parametrize("spec", MADE.values(), ids=KernelSpec.name)
+@pytest.mark.parametrize("spec", COMPILED_SPECS.values(), ids=KernelSpec.name)
 def test_kernels_compile_with_the_ranks_and_types_of_the_kernel_abi_table(spec):
     """Arguments of missing features are compiled as None."""
     operands = zip(("query", "key", "value", "output"), ELEMENTS[spec.dtype].operands)

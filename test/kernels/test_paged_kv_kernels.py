@@ -65,7 +65,7 @@ class PagedCall:
         pages_of_sequence = pages[self.numbers[batch].long().clamp(0, len(pool) - 1)]
         return pages_of_sequence.transpose(0, 1).flatten(1, 2)[:, : self.used[batch]]
 
-    def right(self) -> tuple[Tensor, Tensor]:
+    def reference(self) -> tuple[Tensor, Tensor]:
         """Return output and LSE in fp64, computed for each sequence."""
         group, outs, lses = self.q.shape[1] // self.k.shape[1], [], []
         for batch in range(len(self.q)):
@@ -116,7 +116,7 @@ def quantize_cache(call: PagedCall, kind: str) -> PagedCall:
 
 
 def check_call(call: PagedCall, device: str) -> None:
-    (out, lse), (expected_out, expected_lse) = call.run(device), call.right()
+    (out, lse), (expected_out, expected_lse) = call.run(device), call.reference()
     assert out.isfinite().all()
     assert float((out.double() - expected_out).norm() / expected_out.norm().clamp(min=1e-9)) < NEAR
     torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=NEAR_LSE)
@@ -239,6 +239,6 @@ def test_many_query_rows_use_the_reference_math() -> None:
     call = make_paged_call((70, 0, 129), 16, Sq=40, dtype=torch.float32)
     operands = (call.q, call.k, call.v, call.numbers, call.used, None, None, None)
     out, lse = OP(*operands, *call.window, 0.0, None)
-    expected_out, expected_lse = call.right()
+    expected_out, expected_lse = call.reference()
     torch.testing.assert_close(out.double(), expected_out, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-5)

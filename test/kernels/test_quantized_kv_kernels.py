@@ -52,7 +52,7 @@ class CachedCall:
         assert bindings.counters(reset=True)["ours_fwd"] == 1
         return out.cpu()
 
-    def right(self) -> Tensor:
+    def reference(self) -> Tensor:
         """Return the reference output in fp64."""
         group = self.q.shape[1] // self.k.shape[1]
         k, v = (dequantised(x, s.double(), torch.float64) for x, s in ((self.k, self.k_scale), (self.v, self.v_scale)))
@@ -86,7 +86,7 @@ def make_cached_call(
 
 
 def check_call(call: CachedCall, device: str, tolerance: float = NEAR) -> None:
-    out, expected = call.run(device), call.right()
+    out, expected = call.run(device), call.reference()
     assert out.dtype == call.q.dtype and out.shape == expected.shape
     assert float((out.double() - expected).norm() / expected.norm()) < tolerance
 

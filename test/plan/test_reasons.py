@@ -15,11 +15,11 @@ from torch_flashplug.dispatch import bindings
 from torch_flashplug.registry import dispatch_table, kernel_table
 from torch_flashplug.registry.dispatch_table import ChoiceRow
 
-PLAIN, LONG, FEW = call((1, 8, 8), (512, 512), (64, 64)), call((4, 16, 16), (4096, 4096), (64, 64)), (1, 1, 1)
+PLAIN, LONG, ONE_HEAD = call((1, 8, 8), (512, 512), (64, 64)), call((4, 16, 16), (4096, 4096), (64, 64)), (1, 1, 1)
 FORWARDS = tuple(row for row in kernel_table.KERNEL_ROWS if row.kind == "fwd")
 LARGE = tuple(row for row in FORWARDS if row.arch == 80 and row.specs()[0].smem_bytes() > DEVICES["l4"]["smem_bytes"])
 NO_BIAS_GRADIENT = tuple(row for row in kernel_table.KERNEL_ROWS if row.kind != "dbias")
-SHUT = dataclasses.replace(dispatch_table.GATE, occupancy=0.8)
+CLOSED_GATE = dataclasses.replace(dispatch_table.GATE, occupancy=0.8)
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,13 @@ REASON_CASES = {
     "unmeasured gpu": ReasonCase(PLAIN, "a100", family="fa2"),
     "no row": ReasonCase(PLAIN, rows=()),
     "slower": ReasonCase(call((4, 16, 16), (4096, 4096), (192, 128), causal=1, grad=1)),
-    "decode gate": ReasonCase(call(FEW, (16, 640), (64, 64)), kernels=FORWARDS),
+    "decode gate": ReasonCase(call(ONE_HEAD, (16, 640), (64, 64)), kernels=FORWARDS),
     "deterministic": ReasonCase(LONG | {"grad": 1, "deterministic": 1}, kernels=FORWARDS),
     "no backward": ReasonCase(LONG | {"grad": 1}, kernels=FORWARDS),
     "no bias gradient": ReasonCase(LONG | {"bias": 1, "grad": 1, "bias_grad": 1}, kernels=NO_BIAS_GRADIENT),
     "8 bits with gradients": ReasonCase(PLAIN | {"grad": 1}, mode=sdpa_backend("fa3", precision="8bit").mode),
 }
-ELSEWHERE = {"together"}  # tested with a separate table in test_call_facts.py
+TESTED_IN_CALL_FACTS = {"together"}  # tested with a separate table in test_call_facts.py
 
 
 @pytest.fixture(autouse=True)
@@ -69,10 +69,10 @@ def own_table() -> Iterator[None]:
     startup.push_tables()
 
 
-@pytest.mark.parametrize("reason", [name for name in bindings.names("reasons") if name not in ELSEWHERE])
+@pytest.mark.parametrize("reason", [name for name in bindings.names("reasons") if name not in TESTED_IN_CALL_FACTS])
 def test_every_reason_has_a_call(reason: str) -> None:
     met_reasons = REASON_CASES[reason]
-    bindings.push_rows(met_reasons.kernels, met_reasons.rows, SHUT)
+    bindings.push_rows(met_reasons.kernels, met_reasons.rows, CLOSED_GATE)
     plan = bindings.plan(met_reasons.call, DEVICES[met_reasons.device], met_reasons.mode)
     assert plan["why"][met_reasons.family] == reason
     assert bool(plan["reasons"].get(met_reasons.family)) == (plan["backend"] != met_reasons.family)
@@ -136,7 +136,7 @@ def test_masked_calls_on_sm80_kernels(d: int, facts: dict, device: str, kernel: 
 
 
 BIASED, DROPPED = {"bias": 1}, {"dropout_p": 0.1}
-WANTED = "attn_mask requires a gradient, and no kernel that computes this gradient takes the call."
+MASK_GRADIENT_REASON = "attn_mask requires a gradient, and no kernel that computes this gradient takes the call."
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ WANTED = "attn_mask requires a gradient, and no kernel that computes this gradie
         (64, BIASED, "l4", "fwd_sm80_bf16_d64_bias_m64n64s1", "bwd_sm80_bf16_d64_bias_m64n64s1"),
         (256, BIASED, "a100", "fwd_sm80_bf16_d256_bias_m64n64s1", "bwd_sm80_bf16_d256_bias_m64n64s1"),
         (256, BIASED, "l4", "", "kernels with bias take at most 128"),
-        (96, BIASED | {"bias_grad": 1}, "a100", "fwd_sm80_bf16_d128_bias_m64n64s1", WANTED),
+        (96, BIASED | {"bias_grad": 1}, "a100", "fwd_sm80_bf16_d128_bias_m64n64s1", MASK_GRADIENT_REASON),
         (96, {"bias32": 1}, "a100", "fwd_sm80_bf16_d128_bias32_m64n64s1", "math backward of stock"),
         (64, BIASED | {"grad": 0, "Sq": 4}, "l4", "decode_sm80_bf16_d64_bias_m64n64s3", ""),
         (64, DROPPED, "l4", "fwd_sm80_bf16_d64_dropout_m64n128s1", "bwd_sm80_bf16_d64_dropout_m64n64s1"),

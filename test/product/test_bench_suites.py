@@ -24,7 +24,7 @@ import ring_plan  # noqa: E402
 import workloads  # noqa: E402
 
 MEASURING = [ROOT / "tools" / f"{name}.py" for name in ("bench", "decode", "harness")]
-ELSEWHERE = {"gate": "tools/gate.py"}  # lists of calls without a suite
+LISTS_WITHOUT_A_SUITE = {"gate": "tools/gate.py"}  # lists of calls without a suite
 FUNCTIONS = {
     name: function for name, function in inspect.getmembers(workloads, inspect.isfunction)
     if function.__module__ == "workloads" and not name.startswith("_")
@@ -71,8 +71,8 @@ def recorded_suites() -> dict[str, tuple[list[str], set[str]]]:
 
 def test_every_list_of_calls_is_timed(recorded_suites):
     timed = set().union(*(used_lists for _, used_lists in recorded_suites.values()))
-    assert timed | set(ELSEWHERE) == LISTS and not timed & set(ELSEWHERE)
-    for name, path in ELSEWHERE.items():
+    assert timed | set(LISTS_WITHOUT_A_SUITE) == LISTS and not timed & set(LISTS_WITHOUT_A_SUITE)
+    for name, path in LISTS_WITHOUT_A_SUITE.items():
         assert f"workloads.{name}()" in (ROOT / path).read_text()
     assert {call.name for call in workloads.EVERYDAY} <= set(recorded_suites["host"][0])
 

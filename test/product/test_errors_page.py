@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "torch_flashplug"
 PAGE = (ROOT / "docs" / "errors.md").read_text()
 MESSAGES = re.findall(r"^- `([^`]+)`:", PAGE, re.M)
-MOST_BETWEEN = 300  # characters of C++ between two parts of one message
+MAX_CHARS_BETWEEN = 300  # characters of C++ between two parts of one message
 # Modules whose errors users meet; every raised message must be on the page.
 RAISING = (
     *("api/attention", "api/attention_args", "api/varlen", "api/varlen_args", "api/varlen_plan", "api/kv_cache"),
@@ -93,7 +93,7 @@ def test_the_page_has_messages() -> None:
 
 @pytest.mark.parametrize("message", MESSAGES)
 def test_messages_of_the_page_occur_in_the_sources(message: str) -> None:
-    between = regex_of(message).replace(".*?", f".{{0,{MOST_BETWEEN}}}?")
+    between = regex_of(message).replace(".*?", f".{{0,{MAX_CHARS_BETWEEN}}}?")
 
     assert re.search(regex_of(message), python_texts()) or re.search(between, other_texts(), re.DOTALL)
 

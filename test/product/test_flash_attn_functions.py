@@ -29,8 +29,8 @@ def test_flash_attn_functions_equal_attention() -> None:
     sinks = random_tensor(4)
     out, lse = flash_attn_func(q, k, v, causal=True, window_size=(3, 3), softcap=2.0, s_aux=sinks, softmax_scale=0.5,
                                deterministic=True, return_attn_probs=True)  # fmt: skip
-    right = attention(q, k, v, causal=True, window=(3, 0), softcap=2.0, sinks=sinks, scale=0.5, return_lse=True)
-    assert torch.equal(out, right[0]) and torch.equal(lse, right[1])
+    expected = attention(q, k, v, causal=True, window=(3, 0), softcap=2.0, sinks=sinks, scale=0.5, return_lse=True)
+    assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
     cu_q, cu_k = (torch.tensor([0, a, b], dtype=torch.int32) for a, b in ((4, 7), (2, 9)))
     out = flash_attn_varlen_func(q[0], k[0], v[0], cu_q, cu_k, 4, 7, causal=True)
     assert torch.equal(out, attention(q[0], k[0], v[0], causal=True, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k))
@@ -48,9 +48,9 @@ def test_kvcache_function_appends_to_the_cache(lengths: int | Tensor) -> None:
             assert torch.equal(cache[i, n : n + 2], new[i])
             assert torch.equal(cache[i, :n], old[i, :n]) and torch.equal(cache[i, n + 2 :], old[i, n + 2 :])
         valid_caches = [x[i : i + 1, : n + 2] for x in caches]
-        right = attention(q[i : i + 1], *valid_caches, causal=True, return_lse=True)
-        torch.testing.assert_close(out[i : i + 1], right[0])
-        torch.testing.assert_close(lse[i : i + 1], right[1])
+        expected = attention(q[i : i + 1], *valid_caches, causal=True, return_lse=True)
+        torch.testing.assert_close(out[i : i + 1], expected[0])
+        torch.testing.assert_close(lse[i : i + 1], expected[1])
 
 
 def test_unsupported_arguments_are_refused() -> None:
@@ -162,9 +162,9 @@ def test_models_are_right_against_eager(device: str, family: str) -> None:
         assert_as_close_as_eager(*(out[1, 5:] for out in padded))
     for model in models:
         model(make_tokens(device), labels=make_tokens(device)).loss.backward()
-    for plugin_param, eager, right in zip(*(model.named_parameters() for model in models), strict=True):
+    for plugin_param, eager, expected in zip(*(model.named_parameters() for model in models), strict=True):
         if "self_attn" in plugin_param[0]:
-            assert_as_close_as_eager(plugin_param[1].grad, eager[1].grad, right[1].grad)
+            assert_as_close_as_eager(plugin_param[1].grad, eager[1].grad, expected[1].grad)
 
 
 @pytest.mark.parametrize("padding", [0, 5])
@@ -177,10 +177,10 @@ def test_generated_tokens_equal_eager(device: str, family: str, cache: dict[str,
     settings = {"max_new_tokens": 8, "do_sample": False, "min_new_tokens": 8, **cache}
     mask = torch.ones(2, 13, dtype=torch.long, device=device)
     mask[1, :padding] = 0
-    generated, right = (
+    generated, expected = (
         model.generate(make_tokens(device), attention_mask=mask, **settings) for model in (plugin_model, eager)
     )
-    assert device != "cpu" or torch.equal(generated, right)
+    assert device != "cpu" or torch.equal(generated, expected)
 
 
 def test_packed_sequences_are_independent(device: str) -> None:
@@ -212,8 +212,8 @@ def test_continuous_batching_serves_prompts_from_a_paged_cache(device: str, fami
     prompts = [[5, 6, 7, 8, 9], [3, 4], [10, 11, 12, 13, 14, 15, 16]]
     results = plugin_model.generate_batch(inputs=prompts, generation_config=settings)
     for prompt, result in zip(prompts, results.values(), strict=True):
-        right = exact.generate(torch.tensor([prompt], device=device), generation_config=settings)[0, len(prompt) :]
-        assert len(result.generated_tokens) == 5 and (device != "cpu" or result.generated_tokens == right.tolist())
+        expected = exact.generate(torch.tensor([prompt], device=device), generation_config=settings)[0, len(prompt) :]
+        assert len(result.generated_tokens) == 5 and (device != "cpu" or result.generated_tokens == expected.tolist())
 
 
 def test_uninstall_leaves_no_trace() -> None:

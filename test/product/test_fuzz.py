@@ -31,7 +31,7 @@ from fuzz_check import Verdict, answer, check, hooked, is_stocks  # noqa: E402
 from fuzz_tensors import Posed  # noqa: E402
 
 SEED = 20261122
-EACH = 12  # calls of each kind
+CALLS_PER_KIND = 12  # calls of each kind
 WORK = fuzz.WORK["cpu"]
 BY_KIND = pytest.mark.parametrize("kind", fuzz_calls.NAMES)
 
@@ -45,7 +45,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def draw_calls(kind: str, count: int = EACH, work: int = WORK) -> list[Call]:
+def draw_calls(kind: str, count: int = CALLS_PER_KIND, work: int = WORK) -> list[Call]:
     numbers = itertools.islice(fuzz_calls.indices(SEED, [kind]), count)
     return [fuzz_calls.draw(SEED, index, work) for index in numbers]
 
@@ -83,7 +83,7 @@ def test_calls_of_each_kind_are_right_in_every_mode(kind: str) -> None:
 def test_an_index_determines_a_call(kind: str) -> None:
     calls = draw_calls(kind)
     assert calls == draw_calls(kind) and {call.kind for call in calls} == {kind}
-    assert len(set(calls)) == EACH
+    assert len(set(calls)) == CALLS_PER_KIND
     assert json.loads(json.dumps([call.facts() for call in calls]))
 
 

@@ -201,7 +201,7 @@ def test_dtype_of_the_configuration_is_used(config_dtype, dtype):
     }
 
 
-BAD = {
+INVALID_CONFIGS = {
     "no_file": (None, "a model's folder, but got .*: "),
     "no_json": ("{", "a model's folder, but got .*: "),
     "a_list": ("[]", "holds list"),
@@ -209,9 +209,9 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("name", INVALID_CONFIGS)
 def test_invalid_configuration_files_are_reported(tmp_path, name):
-    text, message = BAD[name]
+    text, message = INVALID_CONFIGS[name]
     if text is not None:
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(ValueError, match=f"^--model-config must .*{message}"):

@@ -63,13 +63,13 @@ def make_mod_with_default(group_of_row: Tensor) -> Callable:
     return sees
 
 
-HOLDS = {
+MASK_MOD_MAKERS = {
     "closure": lambda group_of_row: lambda b, h, q, k: group_of_row[q] == group_of_row[k],
     "and_masks": lambda group_of_row: flex.and_masks(
         lambda b, h, q, k: q >= k, lambda b, h, q, k: group_of_row[q] == group_of_row[k]
     ),
     "or_masks": lambda group_of_row: flex.or_masks(
-        flex.and_masks(HOLDS["closure"](group_of_row)), lambda b, h, q, k: q == k
+        flex.and_masks(MASK_MOD_MAKERS["closure"](group_of_row)), lambda b, h, q, k: q == k
     ),
     "dict": make_mod_with_dict,
     "partial": lambda group_of_row: functools.partial(
@@ -82,20 +82,20 @@ HOLDS = {
 }
 
 
-@pytest.mark.parametrize("holds", HOLDS)
-def test_in_place_changes_of_mask_mod_tensors_are_detected(holds: str) -> None:
+@pytest.mark.parametrize("maker", MASK_MOD_MAKERS)
+def test_in_place_changes_of_mask_mod_tensors_are_detected(maker: str) -> None:
     """Detect in-place changes at the next call, wherever the mask_mod holds the tensor.
 
     Before a change, the block lists must be reused.
     """
     group_of_row = torch.arange(ROWS) // 100
-    mask = flex.create_block_mask(HOLDS[holds](group_of_row), None, None, ROWS, ROWS, device="cpu")
+    mask = flex.create_block_mask(MASK_MOD_MAKERS[maker](group_of_row), None, None, ROWS, ROWS, device="cpu")
     q = torch.randn(1, ROWS, 2, 16)
     lists = block_lists(mask)
     attention(q, q, q, block_mask=mask)
     assert block_lists(mask) is lists
     group_of_row[50:150] = 1
-    again = flex.create_block_mask(HOLDS[holds](group_of_row), None, None, ROWS, ROWS, device="cpu")
+    again = flex.create_block_mask(MASK_MOD_MAKERS[maker](group_of_row), None, None, ROWS, ROWS, device="cpu")
     assert torch.equal(attention(q, q, q, block_mask=mask), attention(q, q, q, block_mask=again))
     assert block_lists(mask) is not lists
 

@@ -142,8 +142,8 @@ def test_kernel_errors_are_bounded_by_the_formula(mod: Callable, Sq: int, Sk: in
     assert counts["ours_fwd"] == counts["ours_bwd"] == 1
     results = [(out, *grads)]
     for tensors in (low, wide):
-        right, _ = attend_in_dense_scores(*tensors, visible)
-        results.append((right, *torch.autograd.grad(right, tensors, do.to(right.dtype))))
+        expected, _ = attend_in_dense_scores(*tensors, visible)
+        results.append((expected, *torch.autograd.grad(expected, tensors, do.to(expected.dtype))))
     for i, (actual, formula, exact) in enumerate(zip(*results, strict=True)):
         size = exact.norm().clamp(min=1e-30)  # the norm may be 0 if no row has a visible key
         kernel_error, formula_error = (float((x.double() - exact).norm() / size) for x in (actual, formula))
@@ -174,8 +174,8 @@ def test_block_mask_of_64k_keys_needs_no_dense_mask() -> None:
     q, k, v = (x.detach().double().transpose(1, 2) for x in leaves)
     scores = q[:, :, row_indices] @ k.mT / 8
     visible = mod(0, 0, row_indices[:, None], torch.arange(S, device="cuda"))
-    right = (scores.masked_fill(~visible, -math.inf).softmax(-1) @ v).transpose(1, 2)
-    assert float((out[:, row_indices].double() - right).norm() / right.norm()) < 6e-3
+    expected_out = (scores.masked_fill(~visible, -math.inf).softmax(-1) @ v).transpose(1, 2)
+    assert float((out[:, row_indices].double() - expected_out).norm() / expected_out.norm()) < 6e-3
     do = torch.zeros_like(out)
     do[:, row_indices] = random_tensor(1, rows, 2, 64, seed=9).to(do)
     dq, dk, dv = torch.autograd.grad(out, leaves, do)
@@ -213,8 +213,8 @@ def test_changes_of_a_mask_mod_are_detected() -> None:
     mask = block_mask(lambda b, h, q, k: q + offset >= k, 128, 128)
     for diagonal in (0, 1, 90):
         offset.fill_(diagonal)
-        right, _ = attend_in_dense_scores(*tensors, torch.ones(128, 128).tril(diagonal).bool())
-        torch.testing.assert_close(attention(*tensors, block_mask=mask), right)
+        expected, _ = attend_in_dense_scores(*tensors, torch.ones(128, 128).tril(diagonal).bool())
+        torch.testing.assert_close(attention(*tensors, block_mask=mask), expected)
 
     def make_mod(n: int) -> Callable:
         return lambda b, h, q, k: (q >= k) & (q - k < n)
@@ -222,8 +222,8 @@ def test_changes_of_a_mask_mod_are_detected() -> None:
     for width in range(1, 60, 3):
         mask.mask_mod = None
         mask.mask_mod = make_mod(width)
-        right, _ = attend_in_dense_scores(*tensors, torch.ones(128, 128).tril().triu(1 - width).bool())
-        torch.testing.assert_close(attention(*tensors, block_mask=mask), right)
+        expected, _ = attend_in_dense_scores(*tensors, torch.ones(128, 128).tril().triu(1 - width).bool())
+        torch.testing.assert_close(attention(*tensors, block_mask=mask), expected)
     old_lists = block_lists(mask)
     mask.seq_lengths = (100, 128)
     assert block_lists(mask).Sq == 100 and old_lists.Sq == 128
@@ -231,11 +231,11 @@ def test_changes_of_a_mask_mod_are_detected() -> None:
 
 def test_block_masks_made_in_inference_mode() -> None:
     tensors = make_operands(128, 128)
-    right, _ = attend_in_dense_scores(*tensors, make_dense_mask(causal, 128, 128))
+    expected, _ = attend_in_dense_scores(*tensors, make_dense_mask(causal, 128, 128))
     with torch.inference_mode():
         mask = block_mask(causal, 128, 128)
-        torch.testing.assert_close(attention(*tensors, block_mask=mask), right)
-    torch.testing.assert_close(attention(*tensors, block_mask=mask), right)
+        torch.testing.assert_close(attention(*tensors, block_mask=mask), expected)
+    torch.testing.assert_close(attention(*tensors, block_mask=mask), expected)
     mask = block_mask(causal, 128, 128)
     with torch.inference_mode():
         block_lists(mask)
@@ -293,8 +293,8 @@ def test_forward_runs_on_kernels(kernels_on: str, Sq: int) -> None:
     with torch.no_grad():
         out = attention(*tensors, block_mask=mask)
     assert bindings.counters(reset=True)["ours_fwd"] == 1
-    right, _ = attend_in_dense_scores(*(x.double() for x in tensors), make_dense_mask(sliding, Sq, 200, kernels_on))
-    assert float((out.double() - right).norm() / right.norm()) < 6e-3
+    expected, _ = attend_in_dense_scores(*(x.double() for x in tensors), make_dense_mask(sliding, Sq, 200, kernels_on))
+    assert float((out.double() - expected).norm() / expected.norm()) < 6e-3
 
 
 def test_tile_height_follows_the_block_lists() -> None:
@@ -328,11 +328,14 @@ def test_explain_attention_reports_block_masks() -> None:
 def test_gradients_of_the_lse(device: str, mod: Callable, with_out: bool, scale: float | None) -> None:
     leaves = [x.double().requires_grad_() for x in make_operands(130, 200, device=device)]
     out, lse = attention(*leaves, block_mask=block_mask(mod, 130, 200, device), scale=scale, return_lse=True)
-    exact, right = attend_in_dense_scores(*leaves, make_dense_mask(mod, 130, 200, device), scale)
-    grad_out, grad_lse, empty = torch.randn_like(out), torch.randn_like(lse), right == -math.inf
+    exact, expected_out = attend_in_dense_scores(*leaves, make_dense_mask(mod, 130, 200, device), scale)
+    grad_out, grad_lse, empty = torch.randn_like(out), torch.randn_like(lse), expected_out == -math.inf
     assert bool(empty.any()) == (mod is rows_without_keys)
     grads = []
-    for o, x, fill_value in ((out, lse, math.nan), (exact, right, 0.0)):  # gradients of the LSE for rows without keys
+    for o, x, fill_value in (
+        (out, lse, math.nan),
+        (exact, expected_out, 0.0),
+    ):  # gradients of the LSE for rows without keys
         results, grad_outputs = [x], [grad_lse.masked_fill(empty, fill_value)]
         if with_out:
             results, grad_outputs = [o, *results], [grad_out, *grad_outputs]
@@ -352,8 +355,8 @@ def test_gradients_of_the_lse_stay_in_the_range_of_fp16(device: str) -> None:
     wide = [x.detach().double().requires_grad_() for x in leaves]
     grad_lse = random_tensor(2, 4, 130).to(device) * torch.tensor([1e4, 1e-3], device=device)[:, None, None]
     _, lse = attention(*leaves, block_mask=block_mask(sliding, 130, 200, device), return_lse=True)
-    _, right = attend_in_dense_scores(*wide, make_dense_mask(sliding, 130, 200, device))
-    exact = torch.autograd.grad(right, wide[:2], grad_lse.double())
+    _, expected_out = attend_in_dense_scores(*wide, make_dense_mask(sliding, 130, 200, device))
+    exact = torch.autograd.grad(expected_out, wide[:2], grad_lse.double())
     for first_batch in (grad_lse[0], grad_lse[0] * math.nan):
         batch_grads = torch.stack((first_batch, grad_lse[1]))
         for actual, expected in zip(
@@ -400,8 +403,10 @@ def test_gradients_of_the_lse_on_kernels(kernels_on: str, size: float, dtype: to
     grads = torch.autograd.grad(lse, leaves[:2], grad_lse / 1e3)
     counts = bindings.counters(reset=True)
     assert (counts["ours_fwd"], counts["ours_bwd"], counts["math_fwd"], counts["math_bwd"]) == (2, 1, 0, 0)
-    _, right = attend_in_dense_scores(*wide, make_dense_mask(sliding, 130, 200, kernels_on))
-    for actual, expected in zip(grads, torch.autograd.grad(right, wide[:2], grad_lse.double() / 1e3), strict=True):
+    _, expected_out = attend_in_dense_scores(*wide, make_dense_mask(sliding, 130, 200, kernels_on))
+    for actual, expected in zip(
+        grads, torch.autograd.grad(expected_out, wide[:2], grad_lse.double() / 1e3), strict=True
+    ):
         assert float((actual.double() - expected).norm() / expected.norm()) < near
 
 

@@ -130,7 +130,7 @@ def record_of_kernel(pack: ctypes.CDLL) -> list[int]:
     return list((ctypes.c_int64 * 128).in_dll(pack, "seen"))
 
 
-CARRIER = torch.ops.aten._scaled_dot_product_fused_attention_overrideable
+OVERRIDEABLE_OP = torch.ops.aten._scaled_dot_product_fused_attention_overrideable
 
 NONE, INTEGER, REAL, POINTER, TENSOR = 0, 1, 3, 4, 7  # types of TVM-FFI
 DLPACK = {  # DLPack type codes and bits of the arguments of bf16 kernels
@@ -161,7 +161,7 @@ def test_launch_packs_the_kernel_abi(fake_pack: ctypes.CDLL) -> None:
     """Check the order and types of the arguments, the strides of size-1 dims, and both scales."""
     query = torch.zeros(1, 3, 5, 40, dtype=torch.bfloat16).as_strided((1, 3, 5, 40), (7, 200, 40, 1))
     key = torch.zeros(1, 1, 6, 40, dtype=torch.bfloat16).expand(1, 3, 6, 40)
-    CARRIER(query, key, key, scale=0.5)
+    OVERRIDEABLE_OP(query, key, key, scale=0.5)
     q, kv = [40, 200, 40, 1], [40, 0, 40, 1]
     strides = {"q": q, "k": kv, "v": kv, "o": q, "lse": [8, 5, 1], "counter": [1]}
     assert_recorded(fake_pack, expected_record(FORWARD, strides, {"num_ctas": DEVICES["h100"]["sm_count"]}))
@@ -176,7 +176,7 @@ def test_launch_packs_the_abi_of_decode(fake_pack: ctypes.CDLL) -> None:
     bindings.push_rows((*KERNELS, KernelRow("decode", 90, 64, 64, ("full",), 64, 64, 2)), (), dispatch_table.GATE)
     for splits, cluster in ((1, 1), (2, 2), (9, 1)):
         bindings.set_mode(FA3 | splits << SPLITS_SHIFT)
-        CARRIER(query, key, key)
+        OVERRIDEABLE_OP(query, key, key)
         numbers = {"splits": splits, "cluster": cluster}
         assert_recorded(fake_pack, expected_record(DECODE, {"q": q, "k": kv, "v": kv, "o": q, **shared}, numbers))
 
@@ -194,7 +194,7 @@ def test_launch_packs_the_abi_of_the_backward(fake_pack: ctypes.CDLL) -> None:
     for keys_too, wanted_flag in ((True, 3), (False, 1)):
         query, grad = (torch.zeros(2, 70, 4, 64, dtype=torch.bfloat16).transpose(1, 2) for _ in range(2))
         key, value = (torch.zeros(2, 2, 200, 64, dtype=torch.bfloat16, requires_grad=keys_too) for _ in range(2))
-        CARRIER(query.requires_grad_(), key, value, scale=0.5)[0].backward(grad)
+        OVERRIDEABLE_OP(query.requires_grad_(), key, value, scale=0.5)[0].backward(grad)
         numbers = {"num_ctas": DEVICES["h100"]["sm_count"], "wanted": wanted_flag}
         assert_recorded(fake_pack, expected_record(BACKWARD, strides, numbers))
         assert list((ctypes.c_double * 2).in_dll(fake_pack, "scales")) == pytest.approx([0.5 * 1.4426950408889634, 0.5])
@@ -224,7 +224,7 @@ def record_of_first_argument(fake_pack: ctypes.CDLL, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(table_structs, "of_kernels", of_kernels)
         monkeypatch.setitem(kernel_args.ARGUMENTS_BY_KIND, "fwd", (argument, *FORWARD))
         bindings.push_rows(KERNELS, (), dispatch_table.GATE)
-        CARRIER(query, query, query, None, 0.5 * dropout)
+        OVERRIDEABLE_OP(query, query, query, None, 0.5 * dropout)
         return record_of_kernel(fake_pack)[:3]
 
     return call
@@ -273,7 +273,7 @@ def test_kernel_errors_contain_the_kernel_name(fake_pack: ctypes.CDLL) -> None:
     query = torch.zeros(1, 1, 8, 64, dtype=torch.float16)
     try:
         with pytest.raises(RuntimeError, match=r"fwd_sm90_fp16_d64_full_m128n128s2.*not today"):
-            CARRIER(query, query, query)
+            OVERRIDEABLE_OP(query, query, query)
     finally:
         callbacks.set_compile_callback(startup.provide)
 
@@ -283,7 +283,7 @@ def test_elementwise_kernels_receive_unchanged_strides(fake_pack: ctypes.CDLL) -
     bindings.set_mode(FA2)
     query = torch.zeros(1, 2, 12, 5, dtype=torch.bfloat16).transpose(2, 3)  # (1, 2, 5, 12), the row dim is innermost
     key = torch.zeros(1, 2, 6, 13, dtype=torch.bfloat16)[..., 1:]
-    out = CARRIER(query, key, key)[0]
+    out = OVERRIDEABLE_OP(query, key, key)[0]
     strides = [record_of_kernel(fake_pack)[1 + 8 * i : 9 + 8 * i][4:] for i in range(4)]
     assert strides == [[16, 60, 1, 5], [16, 78, 13, 1], [16, 78, 13, 1], [16, 60, 1, 5]]
     assert out.stride() == query.stride()
@@ -306,10 +306,10 @@ def test_kernels_are_searched_in_packs_for_the_current_gpu(fake_pack: ctypes.CDL
     try:
         for device in ("a100", "rtx4090"):
             bindings.set_facts_override(DEVICES[device])
-            CARRIER(query, query, query)
+            OVERRIDEABLE_OP(query, query, query)
         with pytest.raises(RuntimeError, match=r"fwd_sm80_bf16_d64.*no kernel pack for this GPU.*not today"):
             bindings.set_facts_override(DEVICES["h100"])
-            CARRIER(query, query, query)
+            OVERRIDEABLE_OP(query, query, query)
     finally:
         callbacks.set_compile_callback(startup.provide)
     assert requests == [("fwd_sm80_bf16_d64_full_m64n64s1", 90, CallConditions(is_capturing=False, must_wait=True))]
@@ -339,10 +339,10 @@ def test_output_strides_match_the_fake_and_meta_functions(
     query = LAYOUTS[layout]
     value = query[..., :value_dim]
     fakes = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in (query, query, value)]
-    out = CARRIER(query, query, value)[0]
+    out = OVERRIDEABLE_OP(query, query, value)[0]
     assert out.stride() == sdpa.empty_in_layout_of(query, (*query.shape[:3], value.shape[3])).stride()
     if 0 not in query.stride():
-        assert out.stride() == CARRIER(*fakes)[0].stride()
+        assert out.stride() == OVERRIDEABLE_OP(*fakes)[0].stride()
     record = record_of_kernel(fake_pack)
     kernel_out = record[1 + 3 * 8 :][4:8]
     assert kernel_out[3] == 1  # the last dim of a kernel output is always innermost

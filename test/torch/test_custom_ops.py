@@ -393,7 +393,7 @@ def test_every_argument_reaches_forward_and_backward(
 ) -> None:
     """Check that each argument reaches the forward and, through autograd, the backward.
 
-    A new argument needs a row in TOLD.
+    A new argument needs a row in ARGUMENT_VALUES.
     """
     plain = {name: values[0] for name, values in ARGUMENT_VALUES.items()}
     call = plain | {argument: ARGUMENT_VALUES[argument][1]}

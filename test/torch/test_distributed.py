@@ -43,7 +43,7 @@ def test_cases_on_two_ranks(module: str, device: str) -> None:
 
 
 FOUR = {
-    "rank_dtensor": ("mesh_of_two_dims", "heads_that_do_not_divide", "own_ops"),
+    "rank_dtensor": ("mesh_of_two_dims", "heads_that_do_not_divide", "attention_ops"),
     "rank_plain_tensors": ("ulysses", "lengths"),
     "rank_context_parallel": ("both_apis", "heads", "not_balanced", "compiled", "deterministic"),
 }

@@ -28,7 +28,7 @@ from torch_flashplug.ops import dropout_reference, sdpa
 from torch_flashplug.registry import dispatch_table, kernel_table
 from torch_flashplug.testing.budget import assert_dropped_alike
 
-CARRIER = torch.ops.aten._scaled_dot_product_fused_attention_overrideable
+OVERRIDEABLE_OP = torch.ops.aten._scaled_dot_product_fused_attention_overrideable
 OWN, OWN_BACKWARD = torch.ops.torch_flashplug.sdpa_fwd, torch.ops.torch_flashplug.sdpa_bwd
 bits_of = torch.ops.torch_flashplug.dropout_mask
 P = 0.3
@@ -63,8 +63,8 @@ def test_overrideable_op_returns_a_seed_like_the_efficient_op(device_backend: De
     q, k, v = device_backend.qkv()
     torch.manual_seed(3)
     with sdpa_backend("fa3"):
-        out, _, _, _, _, _, seed, offset, _ = CARRIER(q, k, v, None, P)
-        _, _, _, _, _, _, none, nothing, _ = CARRIER(q, k, v)
+        out, _, _, _, _, _, seed, offset, _ = OVERRIDEABLE_OP(q, k, v, None, P)
+        _, _, _, _, _, _, none, nothing, _ = OVERRIDEABLE_OP(q, k, v)
     torch.manual_seed(3)
     assert torch.equal(seed, torch.empty_like(seed).random_())  # the next number of the default generator
     for number in (seed, offset):

@@ -43,8 +43,8 @@ def paged_qkv(*rows: int, page: int = 16, dtype: torch.dtype = torch.bfloat16) -
 
 
 PAGES = {"block_table": int32(2, 50), "seqused_k": int32(2)}
-EIGHT = {"k_scale": 0.5, "v_scale": 0.5}
-ON_END = meta_tensor(900, HQ, D), meta_tensor(900, HKV, D), meta_tensor(900, HKV, D)
+KV_SCALES = {"k_scale": 0.5, "v_scale": 0.5}
+PACKED_QKV = meta_tensor(900, HQ, D), meta_tensor(900, HKV, D), meta_tensor(900, HKV, D)
 # Operands, arguments, the first part of the kernel name, and the first part of the text about operands.
 IMPLEMENTATIONS: dict[str, tuple[tuple[Tensor, ...], dict[str, object], str, str]] = {
     "causal": (dense_qkv(512, 512), {"causal": True}, "fwd_sm90_bf16_d128_causal_", ""),
@@ -53,30 +53,60 @@ IMPLEMENTATIONS: dict[str, tuple[tuple[Tensor, ...], dict[str, object], str, str
     "few": (dense_qkv(1, 512), {"sinks": meta_tensor(HQ)}, "decode_sm90_bf16_d128_full_", ""),
     "used_few": (dense_qkv(1, 512), {"seqused_k": int32(2)}, "decode_sm80_bf16_d128_window+paged_", ""),
     "used": (dense_qkv(90, 512), {"seqused_k": int32(2)}, "fwd_sm90_bf16_d128_window+ragged_", ""),
-    "on_end": (ON_END, {"cu_seqlens_q": int32(9)}, "fwd_sm90_bf16_d128_window+ragged_", ""),
+    "on_end": (PACKED_QKV, {"cu_seqlens_q": int32(9)}, "fwd_sm90_bf16_d128_window+ragged_", ""),
     "pages": (paged_qkv(2, 3), PAGES, "decode_sm80_bf16_d128_window+paged_", ""),
-    "pages_of_15": (paged_qkv(2, 3, page=15), PAGES, "fwd_sm90_bf16_d128_window+ragged_",
-                    "pages are gathered first: pages have 15 rows"),
+    "pages_of_15": (
+        paged_qkv(2, 3, page=15),
+        PAGES,
+        "fwd_sm90_bf16_d128_window+ragged_",
+        "pages are gathered first: pages have 15 rows",
+    ),
     "pages_many": (paged_qkv(2, 90), PAGES, "fwd_sm90_bf16_d128_window+ragged_", "pages are gathered first: No kernel"),
-    "pages_on_end": (paged_qkv(90), PAGES | {"cu_seqlens_q": int32(3)}, "fwd_sm90_bf16_d128_window+ragged_",
-                     "pages are gathered first"),
-    "pages_of_ones": (paged_qkv(2), PAGES | {"cu_seqlens_q": int32(3), "max_seqlen_q": 1},
-                      "decode_sm80_bf16_d128_window+paged_", ""),
-    "eight": (dense_qkv(3, 512, torch.int8), EIGHT, "decode_sm80_bf16_int8_d128_cache8_", ""),
-    "eight_softcap": (dense_qkv(3, 512, torch.int8), EIGHT | {"softcap": 2.0}, "fwd_sm90_bf16_d128_window+softcap_",
-                      "key and value are converted to 16 bits first"),
-    "eight_sinks": (dense_qkv(3, 512, torch.int8), EIGHT | {"sinks": meta_tensor(HQ)}, "decode_sm90_bf16_d128_full_",
-                    "key and value are converted to 16 bits first"),
-    "eight_many": (dense_qkv(90, 512, torch.int8), EIGHT, "", "key and value are converted to 16 bits first"),
-    "eight_pages": (paged_qkv(2, 3, dtype=torch.int8), EIGHT | PAGES, "decode_sm80_bf16_int8_d128_window+cache8+paged_",
-                    ""),
-    "eight_pages_softcap": (paged_qkv(2, 3, dtype=torch.int8), EIGHT | PAGES | {"softcap": 2.0},
-                            "fwd_sm90_bf16_d128_window+softcap+ragged_",
-                            "pages are gathered first and converted to 16 bits"),
-    "eight_pages_on_end": (paged_qkv(90, dtype=torch.int8), EIGHT | PAGES | {"cu_seqlens_q": int32(3)},
-                           "fwd_sm90_bf16_d128_window+ragged_",
-                           "pages are gathered first; key and value are converted to 16 bits first"),
-}  # fmt: skip
+    "pages_on_end": (
+        paged_qkv(90),
+        PAGES | {"cu_seqlens_q": int32(3)},
+        "fwd_sm90_bf16_d128_window+ragged_",
+        "pages are gathered first",
+    ),
+    "pages_of_ones": (
+        paged_qkv(2),
+        PAGES | {"cu_seqlens_q": int32(3), "max_seqlen_q": 1},
+        "decode_sm80_bf16_d128_window+paged_",
+        "",
+    ),
+    "eight": (dense_qkv(3, 512, torch.int8), KV_SCALES, "decode_sm80_bf16_int8_d128_cache8_", ""),
+    "eight_softcap": (
+        dense_qkv(3, 512, torch.int8),
+        KV_SCALES | {"softcap": 2.0},
+        "fwd_sm90_bf16_d128_window+softcap_",
+        "key and value are converted to 16 bits first",
+    ),
+    "eight_sinks": (
+        dense_qkv(3, 512, torch.int8),
+        KV_SCALES | {"sinks": meta_tensor(HQ)},
+        "decode_sm90_bf16_d128_full_",
+        "key and value are converted to 16 bits first",
+    ),
+    "eight_many": (dense_qkv(90, 512, torch.int8), KV_SCALES, "", "key and value are converted to 16 bits first"),
+    "eight_pages": (
+        paged_qkv(2, 3, dtype=torch.int8),
+        KV_SCALES | PAGES,
+        "decode_sm80_bf16_int8_d128_window+cache8+paged_",
+        "",
+    ),
+    "eight_pages_softcap": (
+        paged_qkv(2, 3, dtype=torch.int8),
+        KV_SCALES | PAGES | {"softcap": 2.0},
+        "fwd_sm90_bf16_d128_window+softcap+ragged_",
+        "pages are gathered first and converted to 16 bits",
+    ),
+    "eight_pages_on_end": (
+        paged_qkv(90, dtype=torch.int8),
+        KV_SCALES | PAGES | {"cu_seqlens_q": int32(3)},
+        "fwd_sm90_bf16_d128_window+ragged_",
+        "pages are gathered first; key and value are converted to 16 bits first",
+    ),
+}
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -100,7 +130,7 @@ def test_splits_are_reported() -> None:
 
 def test_unused_num_splits_are_not_reported() -> None:
     for operands, arguments in (
-        (ON_END, {"cu_seqlens_q": int32(9)}),
+        (PACKED_QKV, {"cu_seqlens_q": int32(9)}),
         (dense_qkv(90, 512), {"window": (9, 0)}),
         (dense_qkv(90, 512), {"seqused_k": int32(2)}),
     ):
@@ -135,8 +165,8 @@ def test_plan_of_f_sdpa_equals_explain() -> None:
     q, k, v = dense_qkv(512, 512)
     turned = [x.transpose(1, 2) for x in (q, k, v)]
     plan = explain_attention(q, k, v, causal="top_left", device="h100")
-    right = explain(*turned, is_causal=True, enable_gqa=True, device="h100")
-    assert (plan.kernel, plan.row, plan.reasons) == (right.kernel, right.row, right.reasons)
+    expected = explain(*turned, is_causal=True, enable_gqa=True, device="h100")
+    assert (plan.kernel, plan.row, plan.reasons) == (expected.kernel, expected.row, expected.reasons)
     assert plan.call == "q [2, 512, 8, 128], k [2, 512, 2, 128], v [2, 512, 2, 128], bfloat16, causal=top_left"
 
 
@@ -147,7 +177,7 @@ def test_backend_blocks_are_respected() -> None:
             plan = explain_attention(q, k, v, softcap=2.0, device="h100")
         assert plan.backend == "math" and set(plan.reasons.values()) == {f"{mode} is asked for"}
         with sdpa_backend(mode):  # the backend block does not change calls with 8-bit caches
-            assert explain_attention(*dense_qkv(3, 512, torch.int8), **EIGHT, device="h100").backend == "fa2"
+            assert explain_attention(*dense_qkv(3, 512, torch.int8), **KV_SCALES, device="h100").backend == "fa2"
     with sdpa_backend("fa2"):
         assert explain_attention(q, k, v, softcap=2.0, device="h100").backend == "fa2"
     wide = [meta_tensor(2, 512, 2, 512) for _ in range(3)]

@@ -31,7 +31,7 @@ ROWS, KEYS = (70, 1, 130, 3), (70, 9, 140, 3)
 aten = torch.ops.aten
 has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 FORWARD, BACKWARD = "aten::_flash_attention_forward", "aten::_flash_attention_backward"
-INTO = hasattr(aten, "_flash_attention_forward_no_dropout_inplace")
+INPLACE_OP = hasattr(aten, "_flash_attention_forward_no_dropout_inplace")
 
 
 @pytest.fixture
@@ -139,7 +139,7 @@ def test_windows_of_a_dense_batch(
     assert_near((out.detach(), *grads), (exact[0], *exact[2:]))
 
 
-@pytest.mark.skipif(not INTO, reason="this torch has no such op")
+@pytest.mark.skipif(not INPLACE_OP, reason="this torch has no such op")
 def test_inplace_op_writes_the_output_tensor(patched_device: str) -> None:
     q, k, v = (x.detach() for x in make_packed_batch(patched_device))
     cu_q, cu_k = (make_cu_seqlens(x, patched_device) for x in (ROWS, KEYS))
@@ -307,7 +307,9 @@ def test_schemas_of_flash_ops_are_known_to_cpp() -> None:
     assert not bindings.know_flash(str(aten._flash_attention_forward.default._schema).replace("max_q", "most_q"))
 
 
-@pytest.mark.skipif(torch.version.cuda is not None or not INTO, reason="stock's own library, or an older form of it")
+@pytest.mark.skipif(
+    torch.version.cuda is not None or not INPLACE_OP, reason="stock's own library, or an older form of it"
+)
 def test_unsupported_calls_run_stock(tmp_path: Path) -> None:
     """Run in a process that loads the library of stock at start-up."""
     library, test_folder = tmp_path / "libtorch_cuda.so", Path(__file__).parents[1]

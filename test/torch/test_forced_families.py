@@ -111,10 +111,11 @@ def make_impossible_call(name: str, device_backend: DeviceBackend) -> tuple[list
     }[name]
 
 
-OF_NO_FAMILY = {"fp32": "float32", "head_dim_300": "300"}
+UNSUPPORTED_BY_ALL_FAMILIES = {"fp32": "float32", "head_dim_300": "300"}
 REASONS = {
-    "fa3": OF_NO_FAMILY | {"head_dim_12": "12", "last_stride": "stride"},
-    "fa2": OF_NO_FAMILY | {"bias": "this combination of features: bias32 and dropout", "dropout": "at most 256"},
+    "fa3": UNSUPPORTED_BY_ALL_FAMILIES | {"head_dim_12": "12", "last_stride": "stride"},
+    "fa2": UNSUPPORTED_BY_ALL_FAMILIES
+    | {"bias": "this combination of features: bias32 and dropout", "dropout": "at most 256"},
 }
 
 
@@ -167,7 +168,7 @@ def test_explain_names_the_environment_variable(hooked_backend: DeviceBackend) -
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("name", OF_NO_FAMILY)
+@pytest.mark.parametrize("name", UNSUPPORTED_BY_ALL_FAMILIES)
 def test_preferred_family_leaves_unsupported_calls_to_stock(
     hooked_backend: DeviceBackend, name: str, family: str
 ) -> None:

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 import torch_flashplug
 from torch_flashplug.dispatch import bindings
 
-CARRIER = torch.ops.aten._scaled_dot_product_fused_attention_overrideable
+OVERRIDEABLE_OP = torch.ops.aten._scaled_dot_product_fused_attention_overrideable
 CAUSAL = torch.ones(128, 128, dtype=torch.bool).tril()
 SCRIPT = """
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor):
@@ -71,8 +71,8 @@ def test_mask_applies_to_a_single_call(device_backend: DeviceBackend) -> None:
     for call in (
         lambda: F.scaled_dot_product_attention(q, k, v, zeros),
         lambda: F.scaled_dot_product_attention(q, k, v),
-        lambda: CARRIER(q, k, v, zeros)[0],
-        lambda: CARRIER(q, k, v)[0],
+        lambda: OVERRIDEABLE_OP(q, k, v, zeros)[0],
+        lambda: OVERRIDEABLE_OP(q, k, v)[0],
     ):
         check(F.scaled_dot_product_attention(q, k, v, mask), q, k, v, mask)
         check(call(), q, k, v, every)
@@ -95,7 +95,7 @@ def test_mask_of_a_failed_call_is_dropped(device_backend: DeviceBackend) -> None
     mask, zeros = causal_mask_on(device_backend).clone(), torch.zeros(128, 128, dtype=q.dtype, device=q.device)
     for _ in range(2):
         call_without_op(device_backend, q, k, v, mask)
-        check(CARRIER(q, k, v, zeros)[0], q, k, v, torch.ones_like(mask))
+        check(OVERRIDEABLE_OP(q, k, v, zeros)[0], q, k, v, torch.ones_like(mask))
         check(F.scaled_dot_product_attention(q, k, v, mask), q, k, v, causal_mask_on(device_backend))
     assert torch.equal(mask, causal_mask_on(device_backend))
 
@@ -223,7 +223,7 @@ def test_an_int32_mask_is_refused_as_torch_does(device_backend: DeviceBackend) -
     with pytest.raises(RuntimeError, match="Expected attn_mask dtype to be bool or float"):
         F.scaled_dot_product_attention(q, k, v, numbers)
     with pytest.raises(RuntimeError, match="attn_mask must be bool, float32 .* got int32"):
-        CARRIER(q, k, v, numbers)
+        OVERRIDEABLE_OP(q, k, v, numbers)
 
 
 def test_sparse_mask_falls_back_to_stock(device_backend: DeviceBackend) -> None:

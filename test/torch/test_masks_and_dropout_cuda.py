@@ -66,8 +66,8 @@ def assert_near_fp64(
     if not grads:
         return
     cancelled = cancelled_sums(*inputs, inputs.grad_out, case.scale)
-    right, yardstick = (function(case, inputs, rule) for function in (oracle_grads, plain_grads))
-    for name, actual, *two in zip(("dq", "dk", "dv"), grads, right, yardstick, strict=True):
+    expected, yardstick = (function(case, inputs, rule) for function in (oracle_grads, plain_grads))
+    for name, actual, *two in zip(("dq", "dk", "dv"), grads, expected, yardstick, strict=True):
         budget = {"factor": GRAD_FACTOR, "cancelled": float(cancelled[name])}
         assert_within_budget(f"{case_name} {name}", actual, *two, **budget, seed=SEED)
 

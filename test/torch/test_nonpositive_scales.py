@@ -17,7 +17,7 @@ from torch_flashplug.flash_attn import flash_attn_func, flash_attn_varlen_func, 
 from torch_flashplug.ops.quantized_kv import QuantizedTensor
 
 SCALES = (-0.2, -1, 0.0, -0.0, 0, -1e-30)
-NO_NUMBERS = (math.nan, math.inf, -math.inf)
+NONFINITE_SCALES = (math.nan, math.inf, -math.inf)
 TOLERANCE = {
     torch.float64: {"rtol": 1e-12, "atol": 1e-12},
     torch.float32: {"rtol": 1e-4, "atol": 1e-5},
@@ -80,8 +80,8 @@ def test_nonpositive_scales_equal_fp64(device: str, sizes: tuple[int, int], sett
         tensors = [x.to(device) for x in make_operands(*sizes, heads)]
         leaves, wide = [x.clone().requires_grad_() for x in tensors], [x.double().requires_grad_() for x in tensors]
         visible = make_visibility(*sizes, **SETTINGS[setting]).to(device)
-        right = attend_by_definition(wide, visible, scale, SETTINGS[setting].get("softcap", 0.0))
-        assert_exact(attention(*leaves, **SETTINGS[setting], scale=scale), leaves, right, wide)
+        expected = attend_by_definition(wide, visible, scale, SETTINGS[setting].get("softcap", 0.0))
+        assert_exact(attention(*leaves, **SETTINGS[setting], scale=scale), leaves, expected, wide)
 
 
 @pytest.mark.parametrize("scale", SCALES, ids=str)
@@ -90,8 +90,8 @@ def test_nonpositive_scales_in_every_dtype(device: str, dtype: torch.dtype, scal
     """Use more rows than a block of the CPU kernel of torch."""
     tensors = [(x * 0.5).to(device) for x in make_operands(300, 300, (2, 1), dtype)]
     leaves, wide = [x.clone().requires_grad_() for x in tensors], [x.double().requires_grad_() for x in tensors]
-    right = attend_by_definition(wide, make_visibility(300, 300, causal=True).to(device), scale)
-    assert_exact(attention(*leaves, causal=True, scale=scale), leaves, right, wide)
+    expected = attend_by_definition(wide, make_visibility(300, 300, causal=True).to(device), scale)
+    assert_exact(attention(*leaves, causal=True, scale=scale), leaves, expected, wide)
 
 
 @pytest.mark.parametrize("backend", ["auto", "math"])
@@ -100,16 +100,16 @@ def test_shared_operand_gets_the_sum_of_gradients(device: str, backend: str) -> 
     q = make_operands(9, 9)[0].to(device)
     for scale in (-0.2, 0.0):
         leaf, wide = q.clone().requires_grad_(), q.double().requires_grad_()
-        right = attend_by_definition([wide] * 3, make_visibility(9, 9, causal=True).to(device), scale)
+        expected = attend_by_definition([wide] * 3, make_visibility(9, 9, causal=True).to(device), scale)
         with sdpa_backend(backend):
-            assert_exact(attention(leaf, leaf, leaf, causal=True, scale=scale), [leaf], right, [wide])
+            assert_exact(attention(leaf, leaf, leaf, causal=True, scale=scale), [leaf], expected, [wide])
 
 
 @pytest.mark.parametrize("scale", SCALES, ids=str)
 def test_out_and_lse_with_nonpositive_scales(device: str, scale: float) -> None:
     q, k, v = (x.to(device) for x in make_operands(9, 9))
     wide = [x.double() for x in (q, k, v)]
-    right, written = (
+    expected_out, written = (
         attend_by_definition(wide, make_visibility(9, 9, causal=True).to(device), scale),
         torch.empty_like(q),
     )
@@ -118,7 +118,7 @@ def test_out_and_lse_with_nonpositive_scales(device: str, scale: float) -> None:
     scores = (wide[0].transpose(1, 2) @ wide[1].transpose(1, 2).mT * scale).masked_fill(
         ~make_visibility(9, 9, causal=True).to(device), -math.inf
     )
-    for actual, expected in ((out, right), (written, right), (lse, scores.logsumexp(-1))):
+    for actual, expected in ((out, expected_out), (written, expected_out), (lse, scores.logsumexp(-1))):
         torch.testing.assert_close(actual.double(), expected, **TOLERANCE[torch.float32])
 
 
@@ -126,7 +126,9 @@ def test_out_and_lse_with_nonpositive_scales(device: str, scale: float) -> None:
 def test_nonpositive_scales_in_flash_attn_functions(device: str, scale: float) -> None:
     """Check batches, packed sequences and a cache, in which the last query sees all keys."""
     q, k, v = (x.to(device) for x in make_operands(9, 9))
-    right = attend_by_definition([x.double() for x in (q, k, v)], make_visibility(9, 9, causal=True).to(device), scale)
+    expected = attend_by_definition(
+        [x.double() for x in (q, k, v)], make_visibility(9, 9, causal=True).to(device), scale
+    )
     cu = torch.tensor([0, 9, 18], dtype=torch.int32, device=device)
     settings = {"causal": True, "softmax_scale": scale}
     packed = flash_attn_varlen_func(*(x.flatten(0, 1) for x in (q, k, v)), cu, cu, **settings)
@@ -134,7 +136,7 @@ def test_nonpositive_scales_in_flash_attn_functions(device: str, scale: float) -
         flash_attn_func(q, k, v, **settings), packed.unflatten(0, (2, 9)),
         flash_attn_with_kvcache(q, k, v, **settings), flash_attn_with_kvcache(q, k, v, cache_seqlens=9, **settings),
     ):  # fmt: skip
-        torch.testing.assert_close(actual.double(), right, **TOLERANCE[torch.float32])
+        torch.testing.assert_close(actual.double(), expected, **TOLERANCE[torch.float32])
 
 
 @pytest.mark.parametrize("scale", SCALES, ids=str)
@@ -154,14 +156,14 @@ def test_nonpositive_scales_with_8_bit_keys(device: str, hidden: str, scale: flo
     )
 
 
-@pytest.mark.parametrize("scale", NO_NUMBERS, ids=str)
+@pytest.mark.parametrize("scale", NONFINITE_SCALES, ids=str)
 @pytest.mark.parametrize("setting", ["full", "causal", "window"])
 def test_nan_and_infinite_scales_give_the_result_of_math(setting: str, scale: float) -> None:
     """A row with a NaN score is NaN; the CPU kernel of torch loses some NaN rows without a mask."""
     q, k, v = make_operands(9, 9)
-    right = attend_by_definition([q, k, v], make_visibility(9, 9, **SETTINGS[setting]), scale)
-    assert right.isnan().any()
-    torch.testing.assert_close(attention(q, k, v, **SETTINGS[setting], scale=scale), right, equal_nan=True)
+    expected = attend_by_definition([q, k, v], make_visibility(9, 9, **SETTINGS[setting]), scale)
+    assert expected.isnan().any()
+    torch.testing.assert_close(attention(q, k, v, **SETTINGS[setting], scale=scale), expected, equal_nan=True)
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
@@ -174,5 +176,5 @@ def test_nonpositive_scales_in_compiled_graphs() -> None:
 
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     for scale in (0.3, -0.2, 0.0, -0.7, math.nan):
-        right = attend_by_definition([q, k, v], make_visibility(9, 9, causal=True), scale)
-        torch.testing.assert_close(compiled(scale), right, equal_nan=True, **TOLERANCE[torch.float32])
+        expected = attend_by_definition([q, k, v], make_visibility(9, 9, causal=True), scale)
+        torch.testing.assert_close(compiled(scale), expected, equal_nan=True, **TOLERANCE[torch.float32])

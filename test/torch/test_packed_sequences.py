@@ -65,15 +65,15 @@ def test_packed_sequences_equal_separate_calls(device: str, lengths: str, settin
     out, lse = attention(*packed, **arguments, **cu, return_lse=True)
     assert out.shape == (sum(rows) + 3, 4, 16) and lse.shape == (4, sum(rows) + 3) and out.is_contiguous()
     assert (out[sum(rows) :] == 0).all()
-    right, expected_lse = run_per_sequence_reference(tuple(x[:-3] for x in separate), rows, keys, **arguments)
-    torch.testing.assert_close(out[: sum(rows)], right, rtol=1e-4, atol=1e-5)
+    expected_out, expected_lse = run_per_sequence_reference(tuple(x[:-3] for x in separate), rows, keys, **arguments)
+    torch.testing.assert_close(out[: sum(rows)], expected_out, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(lse[:, : sum(rows)], expected_lse, rtol=1e-4, atol=1e-5)
     grad_out, grad_lse = torch.ones_like(out[: sum(rows)]), random_tensor(*expected_lse.shape).to(device)
     leaves = (*packed, sinks), (*separate, sinks)
     if not sum(rows):
         return
     grads = torch.autograd.grad((out[: sum(rows)], lse[:, : sum(rows)]), leaves[0], (grad_out, grad_lse))
-    exact = torch.autograd.grad((right, expected_lse), leaves[1], (grad_out, grad_lse))
+    exact = torch.autograd.grad((expected_out, expected_lse), leaves[1], (grad_out, grad_lse))
     for actual, expected in zip(grads, exact, strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
@@ -89,19 +89,19 @@ def test_unused_rows_and_keys_may_hold_any_value(device: str) -> None:
         for x in (random_tensor(12, 4, 16), random_tensor(12, 2, 16, seed=1), random_tensor(12, 2, 16, seed=2))
     )
     cu, used = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([2, 6, 10], [3, 4]))
-    right, _ = run_per_sequence_reference(tuple(x[2:10] for x in (q, k[:, :], v)), [4, 4], [4, 4])
+    expected, _ = run_per_sequence_reference(tuple(x[2:10] for x in (q, k[:, :], v)), [4, 4], [4, 4])
     unused = torch.tensor([0, 1, 10, 11], device=device)
     q[unused], k[unused], v[unused] = torch.nan, torch.inf, torch.nan
     leaves = [x.requires_grad_() for x in (q, k, v)]
     out, lse = attention(*leaves, cu_seqlens_q=cu, return_lse=True)
-    torch.testing.assert_close(out[2:10], right, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(out[2:10], expected, rtol=1e-4, atol=1e-5)
     assert (out[unused] == 0).all() and (lse[:, unused] == -torch.inf).all()
     for grad in torch.autograd.grad(out.sum(), leaves):
         assert grad.isfinite().all() and (grad[unused] == 0).all()
     with torch.no_grad():
-        right = attention(*leaves, cu_seqlens_q=cu, seqused_k=used)
+        expected = attention(*leaves, cu_seqlens_q=cu, seqused_k=used)
         v[5] = k[5] = torch.nan  # the fourth key of the second sequence, beyond the KV length
-        assert torch.equal(attention(*leaves, cu_seqlens_q=cu, seqused_k=used), right)
+        assert torch.equal(attention(*leaves, cu_seqlens_q=cu, seqused_k=used), expected)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf], ids=str)
@@ -116,9 +116,9 @@ def test_bad_values_stay_within_a_sequence(device: str, which: int, bad: float) 
 
     cu = torch.tensor([0, 4, 9], dtype=torch.int32, device=device)
     tensors = [random_tensor(12, heads, 16, seed=seed) for seed, heads in enumerate((4, 2, 2, 4))]
-    right = run(*tensors)
+    expected_out = run(*tensors)
     tensors[which][4:] = bad
-    for actual, expected in zip(run(*tensors), right, strict=True):
+    for actual, expected in zip(run(*tensors), expected_out, strict=True):
         assert torch.equal(actual[:4], expected[:4])
     for actual in (run(*tensors)[result_idx] for result_idx in (0, 2, 3, 4)):
         assert (actual[9:] == 0).all()
@@ -183,8 +183,8 @@ def test_kv_lengths_equal_sliced_keys(device: str) -> None:
     out, lse = attention(q, k, v, causal=True, cu_seqlens_q=cu_q.to(device), cu_seqlens_k=cu_k.to(device),
                          seqused_k=used.to(device), return_lse=True)  # fmt: skip
     kept = [0, 1, 2, *range(5, 11)]
-    right, expected_lse = run_per_sequence_reference((q, k[kept], v[kept]), [4, 5], [3, 6], causal=True)
-    torch.testing.assert_close(out, right, rtol=1e-4, atol=1e-5)
+    expected_out, expected_lse = run_per_sequence_reference((q, k[kept], v[kept]), [4, 5], [3, 6], causal=True)
+    torch.testing.assert_close(out, expected_out, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-5)
     sizes = ((2, 3, 4, 16), (2, 8, 2, 16), (2, 8, 2, 16))
     q, k, v = (random_tensor(*size, seed=i).to(device) for i, size in enumerate(sizes))

@@ -60,8 +60,8 @@ def test_packed_queries_attend_to_paged_caches(device: str, pools: dict[str, Ten
     cu, q = torch.tensor([0, 5, 5, 7, 8], device=device).int(), random_tensor(8, HQ, D).to(device)
     out = attention(q, pools["k"], pools["v"], cu_seqlens_q=cu, **pages)
     for i, (begin, end) in enumerate(((0, 5), (5, 5), (5, 7), (7, 8))):
-        right = attention(q[None, begin:end], *gather_sequence(pools, i), causal=True)
-        torch.testing.assert_close(out[None, begin:end], right, rtol=1e-4, atol=1e-5)
+        expected = attention(q[None, begin:end], *gather_sequence(pools, i), causal=True)
+        torch.testing.assert_close(out[None, begin:end], expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("starts", [(0, 1, 2, 3, 4), (0, 0, 1, 1, 2), (1, 2, 3, 3, 4), (0, 0, 0, 0, 0)], ids=str)
@@ -91,8 +91,8 @@ def test_8_bit_pages_equal_dequantized_pages(device: str, pools: dict[str, Tenso
     }
     pages = {"block_table": pools["table"], "seqused_k": pools["used"]}
     out = attention(q, eight["k"], eight["v"], **pages, **scales)
-    right = attention(q, clean["k"].bfloat16(), clean["v"].bfloat16(), **pages)
-    assert float((out.float() - right.float()).norm() / right.float().norm()) < 0.03
+    expected = attention(q, clean["k"].bfloat16(), clean["v"].bfloat16(), **pages)
+    assert float((out.float() - expected.float()).norm() / expected.float().norm()) < 0.03
 
 
 def test_gradients_of_paged_calls_are_refused(device: str, pools: dict[str, Tensor]) -> None:
@@ -161,8 +161,8 @@ def test_append_writes_after_the_kv_length(device: str, paged: bool) -> None:
     caches = [torch.full((*sizes, HKV, D), -7.0) for _ in range(2)]
     table = torch.tensor([[4, 1], [0, 9], [3, 8], [6, 2]]).int() if paged else None
     new = [random_tensor(4, 2, HKV, D, seed=seed) for seed in (1, 2)]
-    right = [cache.clone() for cache in caches]
-    for x, cache in zip(new, right, strict=True):
+    expected = [cache.clone() for cache in caches]
+    for x, cache in zip(new, expected, strict=True):
         for i, count in enumerate(used.tolist()):
             for j in range(2):
                 key_idx = count + j
@@ -171,7 +171,7 @@ def test_append_writes_after_the_kv_length(device: str, paged: bool) -> None:
     arguments = [None if x is None else x.to(device) for x in (*new, *caches, used, table)]
     counts = append_kv(*arguments)
     assert counts.tolist() == [5, 32, 32, 32] and counts.dtype == torch.int32
-    for cache_of_call, exact in zip(arguments[2:4], right, strict=True):
+    for cache_of_call, exact in zip(arguments[2:4], expected, strict=True):
         assert torch.equal(cache_of_call.cpu(), exact)
 
 
@@ -193,10 +193,10 @@ def test_append_skips_rows_without_a_valid_position(device: str) -> None:
         caches = [pool.clone() for _ in range(2)]
         numbers = [torch.tensor(x, device=device).int() for x in (used, table)]
         assert append_kv(new, new, *caches, *numbers).tolist() == counts
-        right = pool.clone()
+        expected = pool.clone()
         for place in written:
-            right[place] = 1.0
-        assert torch.equal(caches[0], right) and torch.equal(caches[1], right)
+            expected[place] = 1.0
+        assert torch.equal(caches[0], expected) and torch.equal(caches[1], expected)
     assert append_kv(new, new, pool[:0], pool[:0], *numbers).tolist() == [8, 8]
 
 
@@ -284,6 +284,6 @@ def test_few_rows_with_kv_lengths_use_caches_as_pages(device: str) -> None:
         out, lse = attention(q, k, v, causal=True, seqused_k=used, return_lse=True)
         assert (out[1] == 0).all() and (lse[1] == -math.inf).all()
         for i in (0, 2):
-            right = attention(q[i : i + 1], k[i : i + 1, : used[i]], v[i : i + 1, : used[i]], causal=True)
-            assert float((out[i].float() - right[0].float()).norm() / right.float().norm()) < 0.01
+            expected = attention(q[i : i + 1], k[i : i + 1, : used[i]], v[i : i + 1, : used[i]], causal=True)
+            assert float((out[i].float() - expected[0].float()).norm() / expected.float().norm()) < 0.01
     assert torch_flashplug.attention is attention

@@ -40,9 +40,9 @@ def quantize(x: Tensor, *, rotated: bool = False, shifted: bool = False) -> Quan
 def test_attention_equals_f_sdpa_with_transposed_operands(device: str) -> None:
     q, k, v = (random_tensor(2, 33, heads, 64, seed=i).to(device) for i, heads in enumerate((4, 2, 2)))
     turned = [x.transpose(1, 2) for x in (q, k, v)]
-    right = sdpa(*turned, is_causal=True, enable_gqa=True, scale=0.3).transpose(1, 2)
+    expected = sdpa(*turned, is_causal=True, enable_gqa=True, scale=0.3).transpose(1, 2)
     for causal in (True, "bottom_right", "top_left"):
-        assert torch.equal(attention(q, k, v, causal=causal, scale=0.3), right)
+        assert torch.equal(attention(q, k, v, causal=causal, scale=0.3), expected)
     assert torch.equal(attention(q, k, v), sdpa(*turned, enable_gqa=True).transpose(1, 2))
 
 
@@ -87,8 +87,8 @@ def test_scales_of_every_rank(device: str) -> None:
             {1: (1, *shape, 1), 2: (*shape, 1)}.get(len(shape), shape)
         )
         full = full.expand(2, 2, 50).transpose(1, 2).unsqueeze(-1)
-        right = attention(q.float(), k8 * full, k8 * full)
-        assert distance(attention(q, k8, k8, k_scale=device_scale, v_scale=device_scale), right) < 1e-2, shape
+        expected = attention(q.float(), k8 * full, k8 * full)
+        assert distance(attention(q, k8, k8, k_scale=device_scale, v_scale=device_scale), expected) < 1e-2, shape
 
 
 def test_attention_refuses_invalid_arguments() -> None:
@@ -231,9 +231,9 @@ def test_unsupported_8_bit_calls_run_in_16_bits(device: str) -> None:
     keys, values = quantize(k, rotated=True), quantize(v)
     q.requires_grad_()
     sdpa(q, keys, values, enable_gqa=True).sum().backward()
-    right = q.detach().clone().requires_grad_()
-    sdpa(right, keys.dequantize(), values.dequantize(), enable_gqa=True).sum().backward()
-    assert distance(q.grad, right.grad) < 1e-3  # dQ is accumulated in any order
+    expected = q.detach().clone().requires_grad_()
+    sdpa(expected, keys.dequantize(), values.dequantize(), enable_gqa=True).sum().backward()
+    assert distance(q.grad, expected.grad) < 1e-3  # dQ is accumulated in any order
     with torch.no_grad():
         assert sdpa(q, keys, values, dropout_p=0.5, enable_gqa=True).shape == q.shape
         with pytest.raises(RuntimeError):
@@ -299,9 +299,9 @@ def test_rotated_cache_in_a_graph_of_symbolic_shapes(fresh_dynamo: None) -> None
 def test_forced_stock_serves_8_bit_caches(device: str) -> None:
     q, x = random_tensor(1, 4, 1, 64).to(device), random_tensor(1, 2, 70, 64).to(device)
     operands = q, quantize(x, rotated=True), quantize(x)
-    right = sdpa(*operands, enable_gqa=True)
+    expected = sdpa(*operands, enable_gqa=True)
     with torch_flashplug.sdpa_backend("stock"):
-        assert distance(sdpa(*operands, enable_gqa=True), right) < 1e-2
+        assert distance(sdpa(*operands, enable_gqa=True), expected) < 1e-2
 
 
 # ---- transformers ----

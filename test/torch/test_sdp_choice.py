@@ -317,7 +317,7 @@ def set_stock_choice(monkeypatch: pytest.MonkeyPatch, choose: Callable[..., int]
 
 
 FLASH = SDPBackend.FLASH_ATTENTION
-LOOKS = {  # the sizes of keys and values, the switch, whether the choice hook examines the choice of stock
+STOCK_CHOICE_CASES = {  # the sizes of keys and values, the switch, whether the choice hook examines the choice of stock
     "inside": ((2, 4, 128, 64), nullcontext, True),
     "outside": ((2, 1, 128, 64), nullcontext, True),  # keys of a single head, broadcast to all query heads
     "stock": ((2, 4, 128, 64), force("stock"), False),
@@ -327,10 +327,10 @@ LOOKS = {  # the sizes of keys and values, the switch, whether the choice hook e
 }
 
 
-@pytest.mark.parametrize("name", LOOKS)
+@pytest.mark.parametrize("name", STOCK_CHOICE_CASES)
 def test_explain_reports_the_stock_choice_for_a_negative_scale(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Use fake tensors on a GPU device and a fixed choice of stock."""
-    keys, scope, looks = LOOKS[name]
+    keys, scope, looks = STOCK_CHOICE_CASES[name]
     set_stock_choice(monkeypatch, lambda *_, **__: FLASH.value)
     with use_device_backend("cpu"), FakeTensorMode() as mode, scope():
         bindings.set_facts_override(GPUS["a100"])  # on an A100, auto serves nothing and fa3 cannot run

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from device_backend import OPEN_GATE, DeviceBackend
 from golden_plans import call
-from stock_bug_inputs import check, half, odd
+from stock_bug_inputs import assert_matches_fp64, misaligned, random_bf16
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -86,20 +86,53 @@ def test_every_rescue_row_is_tested() -> None:
 
 
 FAULTS = {
-    "one_row_odd_base": lambda: (odd((1, 32, 1, 16)), odd((1, 8, 1, 16)), odd((1, 8, 1, 16)), {}),
-    "one_row_128": lambda: (odd((5, 21, 1, 128)), odd((5, 3, 1, 128)), odd((5, 3, 1, 128), 3), {}),
-    "one_row_few_keys": lambda: (half(1, 4, 1, 128), half(1, 1, 3, 128), odd((1, 1, 3, 128)), {}),
-    "one_key": lambda: (odd((2, 4, 70, 64), 7), odd((2, 4, 1, 64)), half(2, 4, 1, 64), {}),
-    "broadcast_heads": lambda: (half(2, 1, 64, 80).expand(2, 3, 64, 80), half(2, 3, 64, 80), half(2, 3, 64, 64), {}),
-    "broadcast_batch": lambda: (half(1, 28, 2, 16).expand(5, 28, 2, 16), half(5, 28, 2, 16), half(5, 28, 2, 64), {}),
-    "stride_of_one_key": lambda: (half(2, 4, 7, 96), half(2, 4, 1, 96), half(2, 4, 96, 1).transpose(2, 3), {}),
-    "stride_of_one_row": lambda: (half(2, 4, 96, 1).transpose(2, 3), half(2, 4, 9, 96), half(2, 4, 9, 96), {}),
-    "zero_scale": lambda: (half(2, 8, 200, 64), half(2, 2, 333, 64), half(2, 2, 333, 64), {"scale": 0.0}),
-    "zero_scale_causal": lambda: (*(half(2, 8, 200, 64) for _ in range(3)), {"scale": 0.0, "is_causal": True}),
-    "negative_scale": lambda: (*(half(2, 8, 129, 128) for _ in range(3)), {"scale": -0.125}),
-    "negative_scale_causal": lambda: (*(half(2, 8, 200, 96) for _ in range(3)), {"scale": -1.0, "is_causal": True}),
-    "tiny_scale_causal": lambda: (*(half(2, 8, 129, 64) for _ in range(3)), {"scale": 1e-50, "is_causal": True}),
-    "negative_scale_decode": lambda: (half(2, 8, 1, 64), half(2, 2, 999, 64), half(2, 2, 999, 64), {"scale": -1.0}),
+    "one_row_odd_base": lambda: (misaligned((1, 32, 1, 16)), misaligned((1, 8, 1, 16)), misaligned((1, 8, 1, 16)), {}),
+    "one_row_128": lambda: (misaligned((5, 21, 1, 128)), misaligned((5, 3, 1, 128)), misaligned((5, 3, 1, 128), 3), {}),
+    "one_row_few_keys": lambda: (random_bf16(1, 4, 1, 128), random_bf16(1, 1, 3, 128), misaligned((1, 1, 3, 128)), {}),
+    "one_key": lambda: (misaligned((2, 4, 70, 64), 7), misaligned((2, 4, 1, 64)), random_bf16(2, 4, 1, 64), {}),
+    "broadcast_heads": lambda: (
+        random_bf16(2, 1, 64, 80).expand(2, 3, 64, 80),
+        random_bf16(2, 3, 64, 80),
+        random_bf16(2, 3, 64, 64),
+        {},
+    ),
+    "broadcast_batch": lambda: (
+        random_bf16(1, 28, 2, 16).expand(5, 28, 2, 16),
+        random_bf16(5, 28, 2, 16),
+        random_bf16(5, 28, 2, 64),
+        {},
+    ),
+    "stride_of_one_key": lambda: (
+        random_bf16(2, 4, 7, 96),
+        random_bf16(2, 4, 1, 96),
+        random_bf16(2, 4, 96, 1).transpose(2, 3),
+        {},
+    ),
+    "stride_of_one_row": lambda: (
+        random_bf16(2, 4, 96, 1).transpose(2, 3),
+        random_bf16(2, 4, 9, 96),
+        random_bf16(2, 4, 9, 96),
+        {},
+    ),
+    "zero_scale": lambda: (
+        random_bf16(2, 8, 200, 64),
+        random_bf16(2, 2, 333, 64),
+        random_bf16(2, 2, 333, 64),
+        {"scale": 0.0},
+    ),
+    "zero_scale_causal": lambda: (*(random_bf16(2, 8, 200, 64) for _ in range(3)), {"scale": 0.0, "is_causal": True}),
+    "negative_scale": lambda: (*(random_bf16(2, 8, 129, 128) for _ in range(3)), {"scale": -0.125}),
+    "negative_scale_causal": lambda: (
+        *(random_bf16(2, 8, 200, 96) for _ in range(3)),
+        {"scale": -1.0, "is_causal": True},
+    ),
+    "tiny_scale_causal": lambda: (*(random_bf16(2, 8, 129, 64) for _ in range(3)), {"scale": 1e-50, "is_causal": True}),
+    "negative_scale_decode": lambda: (
+        random_bf16(2, 8, 1, 64),
+        random_bf16(2, 2, 999, 64),
+        random_bf16(2, 2, 999, 64),
+        {"scale": -1.0},
+    ),
 }
 
 
@@ -118,11 +151,11 @@ def test_auto_is_right_where_stock_fails(name: str, grad: bool) -> None:
     bindings.counters(reset=True)
     for _ in range(2):  # some faults of stock appear at the second call
         out = sdpa(q, k, v, **kwargs, enable_gqa=q.shape[1] != k.shape[1])
-    inputs = Inputs(q.detach(), k.detach(), v.detach(), half(*out.shape))
+    inputs = Inputs(q.detach(), k.detach(), v.detach(), random_bf16(*out.shape))
     grads = torch.autograd.grad(out, (q, k, v), inputs.grad_out) if grad else ()
     took = bindings.counters()
     torch.cuda.synchronize()
-    check(name, case, inputs, out.detach(), grads)
+    assert_matches_fp64(name, case, inputs, out.detach(), grads)
     assert took["ours_fwd"] == 2 and took["ours_bwd"] == grad, took
     assert torch_flashplug.explain(q, k, v, **kwargs, enable_gqa=q.shape[1] != k.shape[1]).rescue
 
@@ -143,8 +176,8 @@ def test_scales_are_right_without_a_kernel_of_the_plugin(scale: float, kind: str
     wide = [tensor.detach().double().requires_grad_() for tensor in (q, k, v)]
     exact = (wide[0] @ wide[1].mT * scale).masked_fill(~mask, -math.inf).softmax(-1) @ wide[2]
     answers = (exact, *torch.autograd.grad(exact, wide, grad_out.double()))
-    for actual, right in zip((out, *grads), answers, strict=True):
-        error = (actual.double() - right).norm() / right.norm().clamp_min(1e-2 * right.numel() ** 0.5)
+    for actual, expected in zip((out, *grads), answers, strict=True):
+        error = (actual.double() - expected).norm() / expected.norm().clamp_min(1e-2 * expected.numel() ** 0.5)
         assert error < 2e-2, error
 
 
@@ -153,11 +186,11 @@ def test_scales_are_right_without_a_kernel_of_the_plugin(scale: float, kind: str
 @pytest.mark.parametrize("offset", [0, 3])
 @pytest.mark.parametrize("rows", [1, 200])
 def test_dropout_of_one_gives_zero_outputs_and_gradients(rows: int, offset: int) -> None:
-    q, k, v = (odd((1, 2, size, 128), offset) for size in (rows, 96, 96))
+    q, k, v = (misaligned((1, 2, size, 128), offset) for size in (rows, 96, 96))
     leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
     bindings.counters(reset=True)
     out = sdpa(*leaves, dropout_p=1.0, is_causal=True)
-    grads = torch.autograd.grad(out, leaves, half(*out.shape))
+    grads = torch.autograd.grad(out, leaves, random_bf16(*out.shape))
     torch.cuda.synchronize()
     assert bindings.counters()["ours_fwd"] == 1
     assert not any(tensor.any() for tensor in (out, *grads))  # NaN also counts as true
@@ -175,29 +208,29 @@ def test_mask_gradient_without_operand_gradients(kind: str) -> None:
     """
     sizes = {"misaligned": (257, 9, 64), "wide": (129, 96, 264), "dropout": (33, 33, 64), "compiled": (33, 40, 264)}
     Sq, Sk, D = sizes[kind]
-    q = odd((1, 1, Sq, D)) if kind == "misaligned" else half(1, 1, Sq, D)
-    k, v, mask = half(1, 1, Sk, D), half(1, 1, Sk, D), half(Sq, Sk).requires_grad_()
+    q = misaligned((1, 1, Sq, D)) if kind == "misaligned" else random_bf16(1, 1, Sq, D)
+    k, v, mask = random_bf16(1, 1, Sk, D), random_bf16(1, 1, Sk, D), random_bf16(Sq, Sk).requires_grad_()
     attend = torch.compile(sdpa) if kind == "compiled" else sdpa
     p = 0.1 * (kind == "dropout")
     bindings.counters(reset=True)
     out = attend(q, k, v, attn_mask=mask, dropout_p=p)
-    grad_out = half(*out.shape)
+    grad_out = random_bf16(*out.shape)
     (grad,) = torch.autograd.grad(out, mask, grad_out)
     torch.cuda.synchronize()
     assert bindings.counters()["ours_fwd"] == (kind in {"misaligned", "dropout"})
     wide = mask.detach().double().requires_grad_()
     exact = (q.double() @ k.double().mT * D**-0.5 + wide).softmax(-1) @ v.double()
-    (right,) = torch.autograd.grad(exact, wide, grad_out.double())
+    (expected,) = torch.autograd.grad(exact, wide, grad_out.double())
     if kind == "dropout":
         assert grad.isfinite().all() and grad.any()
     else:
-        torch.testing.assert_close(grad.double(), right, atol=3e-2, rtol=3e-2)
+        torch.testing.assert_close(grad.double(), expected, atol=3e-2, rtol=3e-2)
 
 
 @pytest.mark.gpu
 def test_nonpositive_scales_under_vmap() -> None:
     """Masked calls use math, because torch's vmap rule for the efficient attention refuses the mask."""
-    q, k, v = (half(2, 4, 129, 64) for _ in range(3))
+    q, k, v = (random_bf16(2, 4, 129, 64) for _ in range(3))
     mask = torch.ones(129, 129, dtype=torch.bool, device="cuda").tril()
     queries = torch.stack([q, q.neg(), q * 2])
     outs = torch.vmap(lambda query: sdpa(query, k, v, attn_mask=mask, scale=-0.5))(queries)
@@ -338,7 +371,7 @@ def _heads(B: int, H: int, S: int, D: int, dtype: torch.dtype = torch.bfloat16) 
 
 
 # Our kernels cannot run these calls, and the default backend of stock returns wrong results, raises or crashes.
-LEFT = {
+CALLS_FOR_STOCK = {
     "no_batch": (lambda: _heads(0, 4, 16, 64), lambda: {}),
     "no_batch_causal": (lambda: _heads(0, 3, 385, 192, torch.float16), lambda: {"is_causal": True}),
     "no_heads": (lambda: _heads(1, 0, 64, 47, torch.float16), lambda: {}),
@@ -378,10 +411,10 @@ def test_explain_reports_math_for_operands_without_elements(
 
 @pytest.mark.gpu
 @pytest.mark.isolated(120)
-@pytest.mark.parametrize("name", LEFT)
+@pytest.mark.parametrize("name", CALLS_FOR_STOCK)
 def test_unsupported_calls_run_on_a_correct_stock_backend(name: str) -> None:
     """Math gives the expected numbers, including calls with dropout."""
-    operands, settings = LEFT[name]
+    operands, settings = CALLS_FOR_STOCK[name]
     torch.manual_seed(3)
     inputs, kwargs = operands(), settings()
     results = []

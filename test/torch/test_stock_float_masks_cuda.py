@@ -10,7 +10,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from stock_bug_inputs import half
+from stock_bug_inputs import random_bf16
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torch_flashplug import sdpa_backend
@@ -33,15 +33,15 @@ def test_float_masks_with_dropout_at_any_address(kind: str, D: int, offset: int,
     torch.manual_seed(5)
     p, keys = 0.1, 128
     q, k = (
-        half(2, 4, 129, D).requires_grad_("q" in names_with_grad),
-        half(2, 4, keys, D).requires_grad_("k" in names_with_grad),
+        random_bf16(2, 4, 129, D).requires_grad_("q" in names_with_grad),
+        random_bf16(2, 4, keys, D).requires_grad_("k" in names_with_grad),
     )
     v = torch.eye(keys, D, device="cuda", dtype=q.dtype).expand(2, 4, keys, D).contiguous()
     v.requires_grad_("v" in names_with_grad)
-    mask = half(math.prod(MASKS[kind]) * keys + offset)[offset:].view(*MASKS[kind], keys)
+    mask = random_bf16(math.prod(MASKS[kind]) * keys + offset)[offset:].view(*MASKS[kind], keys)
     with sdpa_backend("stock"), sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p)
-    grad_out = half(*out.shape)
+    grad_out = random_bf16(*out.shape)
     leaves = [x for x in (q, k, v) if x.requires_grad]
     grads = torch.autograd.grad(out, leaves, grad_out) if leaves else ()
     torch.cuda.synchronize()
@@ -51,5 +51,5 @@ def test_float_masks_with_dropout_at_any_address(kind: str, D: int, offset: int,
     P = (wide[0] @ wide[1].mT * D**-0.5 + mask.double()).softmax(-1)
     exact = P * kept / (1 - p) @ wide[2]
     answers = (exact, *torch.autograd.grad(exact, wide, grad_out.double()))
-    for actual, right in zip((out, *grads), answers):
-        assert float((actual.detach().double() - right.detach()).norm() / right.detach().norm()) < 2e-2
+    for actual, expected in zip((out, *grads), answers):
+        assert float((actual.detach().double() - expected.detach()).norm() / expected.detach().norm()) < 2e-2

@@ -15,7 +15,15 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F
-from stock_bug_inputs import ORDERS, check, half, odd, random_tensor, strides, with_layout
+from stock_bug_inputs import (
+    ORDERS,
+    assert_matches_fp64,
+    misaligned,
+    random_bf16,
+    random_tensor,
+    strides,
+    with_layout,
+)
 from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -124,7 +132,7 @@ def test_gradients_are_right_in_every_memory_order_of_grad_out(memory: str, mask
                 continue
             checked += 1
             try:
-                check(f"{call.case.name} step {step}", call.case, inputs, out, grads)
+                assert_matches_fp64(f"{call.case.name} step {step}", call.case, inputs, out, grads)
             except AssertionError as error:
                 failed.append(str(error))
     assert not failed, f"{len(failed)} of {checked}: " + "\n".join(failed[:8])
@@ -251,7 +259,7 @@ def make_unaligned_rows(shape: tuple[int, ...], columns: int) -> Tensor:
     """Return rows with a stride not divisible by 16 bytes, and with NaN between the rows."""
     b, h, s, d = shape
     buffer = torch.full((b, h, s, d + columns), float("nan"), device="cuda", dtype=torch.bfloat16)
-    buffer[..., :d] = half(b, h, s, d)
+    buffer[..., :d] = random_bf16(b, h, s, d)
     return buffer[..., :d]
 
 
@@ -265,16 +273,20 @@ def test_cudnn_reads_misaligned_and_broadcast_operands(kind: str, masked: bool) 
     `sdpa_backend("stock")` leaves the workaround active.
     """
     torch.manual_seed(2)
-    q, k, v = half(2, 4, 200, 64), half(2, 4, 300, 64), half(2, 4, 300, 64)
-    grad_out = half(2, 4, 200, 64)
+    q, k, v = random_bf16(2, 4, 200, 64), random_bf16(2, 4, 300, 64), random_bf16(2, 4, 300, 64)
+    grad_out = random_bf16(2, 4, 200, 64)
     if kind == "base":
-        q, v = odd(q.shape, 5), odd(v.shape, 12)
+        q, v = misaligned(q.shape, 5), misaligned(v.shape, 12)
     elif kind == "rows":
         q, k = make_unaligned_rows(q.shape, 1), make_unaligned_rows(k.shape, 9)
     elif kind == "broadcast":
-        q, v, grad_out = half(2, 1, 200, 64).expand(2, 4, 200, 64), half(2, 4, 300, 128), half(2, 4, 200, 128)
+        q, v, grad_out = (
+            random_bf16(2, 1, 200, 64).expand(2, 4, 200, 64),
+            random_bf16(2, 4, 300, 128),
+            random_bf16(2, 4, 200, 128),
+        )
     else:
-        grad_out = odd(grad_out.shape, 3)
+        grad_out = misaligned(grad_out.shape, 3)
     case = new_case(kind, (2, 4, 4), (200, 300), (64, v.shape[3]))
     mask = torch.ones(200, 300, dtype=torch.bool, device="cuda") if masked else None
     q, k, v = (tensor.detach().requires_grad_() for tensor in (q, k, v))
@@ -284,24 +296,48 @@ def test_cudnn_reads_misaligned_and_broadcast_operands(kind: str, masked: bool) 
     grads = torch.autograd.grad(outs[1], (q, k, v), grad_out)
     assert bindings.counters()["repaired_bwd"] == 1
     assert [grad.stride() for grad in grads] == [torch.empty_like(tensor).stride() for tensor in (q, k, v)]
-    check(kind, case, Inputs(q.detach(), k.detach(), v.detach(), grad_out), outs[1].detach(), grads)
+    assert_matches_fp64(kind, case, Inputs(q.detach(), k.detach(), v.detach(), grad_out), outs[1].detach(), grads)
 
 
 # Memory layouts: bases and rows without 16-byte alignment, a stride of one row or key, and the expanded gradient of a
 # sum.
-ELSEWHERE = {
-    "query": lambda: (odd((2, 4, 150, 80), 12), half(2, 4, 150, 80), half(2, 4, 150, 80), half(2, 4, 150, 80)),
-    "all": lambda: tuple(odd((2, 4, 150, 64), offset) for offset in (1, 2, 4, 7)),
+OPERANDS_OF_LAYOUT = {
+    "query": lambda: (
+        misaligned((2, 4, 150, 80), 12),
+        random_bf16(2, 4, 150, 80),
+        random_bf16(2, 4, 150, 80),
+        random_bf16(2, 4, 150, 80),
+    ),
+    "all": lambda: tuple(misaligned((2, 4, 150, 64), offset) for offset in (1, 2, 4, 7)),
     "rows": lambda: tuple(make_unaligned_rows((2, 4, 150, 80), columns) for columns in (1, 2, 4, 12)),
-    "one_row": lambda: (odd((2, 4, 1, 128)), *(odd((2, 4, 40, 128), 3) for _ in "kv"), odd((2, 4, 1, 128))),
-    "one_key": lambda: (odd((2, 4, 40, 96)), *(odd((2, 4, 1, 96), 3) for _ in "kv"), half(2, 4, 40, 96)),
-    "stride_of_one": lambda: (half(2, 4, 7, 96), half(2, 4, 1, 96), half(2, 4, 96, 1).mT, half(2, 4, 7, 96)),
-    "broadcast": lambda: (half(2, 4, 70, 64), *(odd((2, 1, 70, 64)).expand(2, 4, 70, 64) for _ in "kv"),
-                          odd((2, 4, 70, 64))),
-    "broadcast_query": lambda: (odd((1, 70, 4, 64)).transpose(1, 2).expand(2, 4, 70, 64),
-                                *(half(2, 4, 70, 64) for _ in "kv"), half(2, 4, 70, 64)),
-    "sum": lambda: (*(half(2, 4, 70, 64) for _ in "qkv"), half(1).expand(2, 4, 70, 64)),
-}  # fmt: skip
+    "one_row": lambda: (
+        misaligned((2, 4, 1, 128)),
+        *(misaligned((2, 4, 40, 128), 3) for _ in "kv"),
+        misaligned((2, 4, 1, 128)),
+    ),
+    "one_key": lambda: (
+        misaligned((2, 4, 40, 96)),
+        *(misaligned((2, 4, 1, 96), 3) for _ in "kv"),
+        random_bf16(2, 4, 40, 96),
+    ),
+    "stride_of_one": lambda: (
+        random_bf16(2, 4, 7, 96),
+        random_bf16(2, 4, 1, 96),
+        random_bf16(2, 4, 96, 1).mT,
+        random_bf16(2, 4, 7, 96),
+    ),
+    "broadcast": lambda: (
+        random_bf16(2, 4, 70, 64),
+        *(misaligned((2, 1, 70, 64)).expand(2, 4, 70, 64) for _ in "kv"),
+        misaligned((2, 4, 70, 64)),
+    ),
+    "broadcast_query": lambda: (
+        misaligned((1, 70, 4, 64)).transpose(1, 2).expand(2, 4, 70, 64),
+        *(random_bf16(2, 4, 70, 64) for _ in "kv"),
+        random_bf16(2, 4, 70, 64),
+    ),
+    "sum": lambda: (*(random_bf16(2, 4, 70, 64) for _ in "qkv"), random_bf16(1).expand(2, 4, 70, 64)),
+}
 FLASH, EFFICIENT = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
 
 
@@ -313,7 +349,7 @@ def run_on_backend(backend: SDPBackend, *operands: Tensor, **kwargs: object) -> 
 
 @pytest.mark.gpu
 @pytest.mark.isolated(120)
-@pytest.mark.parametrize("kind", ELSEWHERE)
+@pytest.mark.parametrize("kind", OPERANDS_OF_LAYOUT)
 @pytest.mark.parametrize("backend", [FLASH, EFFICIENT], ids=["flash", "efficient"])
 def test_flash_and_efficient_read_operands_of_any_layout(backend: SDPBackend, kind: str) -> None:
     """Without the workaround, most of these calls end the CUDA context and the remaining calls raise.
@@ -321,7 +357,7 @@ def test_flash_and_efficient_read_operands_of_any_layout(backend: SDPBackend, ki
     Stock copies the expanded gradient of a sum without help.
     """
     torch.manual_seed(3)
-    *operands, grad_out = ELSEWHERE[kind]()
+    *operands, grad_out = OPERANDS_OF_LAYOUT[kind]()
     q, k, v = (tensor.detach().requires_grad_() for tensor in operands)
     out = run_on_backend(backend, q, k, v)
     grads = torch.autograd.grad(out, (q, k, v), grad_out)
@@ -329,7 +365,7 @@ def test_flash_and_efficient_read_operands_of_any_layout(backend: SDPBackend, ki
     if backend == FLASH:  # strides promised by the meta functions of torch
         assert [strides(tensor) for tensor in (out, *grads)] == [strides(torch.empty_like(t)) for t in (q, q, k, v)]
     case = new_case(kind, (2, 4, 4), (q.shape[2], k.shape[2]), (q.shape[3], v.shape[3]))
-    check(kind, case, Inputs(*operands, grad_out), out.detach(), grads)
+    assert_matches_fp64(kind, case, Inputs(*operands, grad_out), out.detach(), grads)
 
 
 @pytest.mark.gpu
@@ -351,7 +387,7 @@ def test_auto_serves_misaligned_operands(kind: str) -> None:
     attend = sdpa
     if kind == "graph":  # traced with operands readable for the flash attention of stock
         attend = torch.compile(functools.partial(run_on_backend, FLASH), backend="aot_eager", dynamic=False)
-        attend(*(half(*shape) for shape in shapes))
+        attend(*(random_bf16(*shape) for shape in shapes))
     bindings.counters(reset=True)
     torch.use_deterministic_algorithms(kind == "deterministic", warn_only=False)
     out = attend(q, k, v, attn_mask=mask, dropout_p=0.5 * (kind == "dropout"))
@@ -363,11 +399,11 @@ def test_auto_serves_misaligned_operands(kind: str) -> None:
     wide = [tensor.detach().double().requires_grad_() for tensor in (q, k, v)]
     exact = (wide[0] @ wide[1].mT * 0.125).softmax(-1) @ wide[2]
     answers = (exact, *torch.autograd.grad(exact, wide, grad_out.double()))
-    for actual, right in zip((out, *grads), answers):
+    for actual, expected in zip((out, *grads), answers):
         if kind == "dropout":
             assert actual.isfinite().all()
         else:
-            torch.testing.assert_close(actual.double(), right, atol=3e-2, rtol=3e-2)
+            torch.testing.assert_close(actual.double(), expected, atol=3e-2, rtol=3e-2)
 
 
 @pytest.mark.gpu
@@ -381,15 +417,15 @@ def test_gradient_of_a_mask_alone(heads: int, offset: int, compiled: bool) -> No
     Calls with several heads raise "LSE is not correctly aligned".
     """
     torch.manual_seed(5)
-    q, k, v = odd((1, heads, 257, 64), offset), half(1, heads, 9, 64), half(1, heads, 9, 64)
-    mask, grad_out = half(257, 9).requires_grad_(), half(1, heads, 257, 64)
+    q, k, v = misaligned((1, heads, 257, 64), offset), random_bf16(1, heads, 9, 64), random_bf16(1, heads, 9, 64)
+    mask, grad_out = random_bf16(257, 9).requires_grad_(), random_bf16(1, heads, 257, 64)
     attend = torch.compile(run_on_backend, backend="aot_eager", dynamic=False) if compiled else run_on_backend
     out = attend(EFFICIENT, q, k, v, attn_mask=mask)
     (grad,) = torch.autograd.grad(out, mask, grad_out)
     wide = mask.detach().double().requires_grad_()
     exact = (q.double() @ k.double().mT * 0.125 + wide).softmax(-1) @ v.double()
-    (right,) = torch.autograd.grad(exact, wide, grad_out.double())
-    torch.testing.assert_close(grad.double(), right, atol=5e-2, rtol=5e-2)
+    (expected,) = torch.autograd.grad(exact, wide, grad_out.double())
+    torch.testing.assert_close(grad.double(), expected, atol=5e-2, rtol=5e-2)
 
 
 # ---- dropout and log output ----
@@ -405,12 +441,12 @@ def test_backward_uses_the_dropout_mask_of_the_forward() -> None:
     """
     for number, p in enumerate((0.0625, 0.1, 0.125, 0.2, 0.3, 0.43, 0.5, 0.625, 0.75, 0.9375)):
         rows = 256 + 64 * number  # new lengths get a new plan
-        q, k = half(2, 4, rows, 128).requires_grad_(), half(2, 4, 128, 128).requires_grad_()
+        q, k = random_bf16(2, 4, rows, 128).requires_grad_(), random_bf16(2, 4, 128, 128).requires_grad_()
         v = torch.eye(128, device="cuda", dtype=torch.bfloat16).expand(2, 4, 128, 128).contiguous().requires_grad_()
         bindings.counters(reset=True)
         with torch_flashplug.sdpa_backend("stock"):
             out = sdpa(q, k, v, dropout_p=p)
-        grad_out = half(*out.shape)
+        grad_out = random_bf16(*out.shape)
         (grad_v,) = torch.autograd.grad(out, v, grad_out)
         assert bindings.counters()["repaired_bwd"] == 1
         exact = out.detach().double().mT @ grad_out.double()
@@ -424,7 +460,7 @@ def test_transforms_log_nothing(capfd: pytest.CaptureFixture[str]) -> None:
 
     The choice hook must not ask for the address, because torch up to 2.12 logs the failure.
     """
-    q, k, v = (half(2, 4, 64, 300).mT for _ in range(3))
+    q, k, v = (random_bf16(2, 4, 64, 300).mT for _ in range(3))
     torch.func.grad(lambda x: sdpa(x, k, v).float().sum())(q)
     torch.vmap(lambda x: sdpa(x, k, v, scale=-1.0, dropout_p=0.1), randomness="same")(torch.stack([q, q]))
     torch.cuda.synchronize()

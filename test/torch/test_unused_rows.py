@@ -26,7 +26,7 @@ SETTINGS = {
     "window": {"causal": "top_left", "window": (4, -1)},
     "softcap": {"causal": True, "softcap": 1.5},
 }
-BAD = (math.nan, math.inf, -math.inf)
+BAD_VALUES = (math.nan, math.inf, -math.inf)
 NAMES = ("q", "k", "v", "sinks", "do", "dlse")
 Call = dict[str, Tensor]
 
@@ -127,7 +127,7 @@ def test_gradients_do_not_read_rows_outside_sequences(
     tolerance = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 3e-2, "atol": 6e-2}
     for name, x in expected.items():
         torch.testing.assert_close(clean[name].cpu().double(), x, **tolerance)
-    for bad in BAD:
+    for bad in BAD_VALUES:
         assert_same_results(run_attention(make_call(dtype, bad), device, arguments, lse=lse), clean)
 
 
@@ -135,7 +135,7 @@ def test_gradients_do_not_read_rows_outside_sequences(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_gradients_without_sinks_do_not_read_rows_outside_sequences(device: str, dtype: torch.dtype) -> None:
     clean = run_attention(make_call(dtype), device, SETTINGS["causal"], sinks=False)
-    for bad in BAD:
+    for bad in BAD_VALUES:
         assert_same_results(run_attention(make_call(dtype, bad), device, SETTINGS["causal"], sinks=False), clean)
 
 
@@ -160,7 +160,7 @@ def test_backward_does_not_read_output_rows_outside_sequences(device: str, op: s
     window = (-1, 0, True, 0.0, None)
     out, lse = attention_ops.namespace.attention_fwd(q, k, v, call["sinks"], *lengths, None, *window)
     clean = getattr(attention_ops.namespace, op)(do, dlse, q, k, v, out, lse, *lengths, *window, False)[:3]
-    for bad in BAD:
+    for bad in BAD_VALUES:
         for x in (do, out, lse.unsqueeze(-1), dlse.unsqueeze(-1)):
             x[:, :, :AHEAD] = x[:, :, -BEHIND:] = bad
         actual = getattr(attention_ops.namespace, op)(do, dlse, q, k, v, out, lse, *lengths, *window, False)[:3]
@@ -205,7 +205,7 @@ def test_keys_beyond_the_kv_length_are_not_read(device: str, dtype: torch.dtype,
     assert all(x.isfinite().all() for x in clean)
     hidden = torch.ones(40, dtype=torch.bool, device=device)
     hidden[COUNT] = False
-    for bad in BAD:
+    for bad in BAD_VALUES:
         call["k"][hidden] = call["v"][hidden] = bad
         for x, expected in zip(forward(*call.values(), **more), clean, strict=True):
             assert torch.equal(x, expected)
@@ -237,7 +237,7 @@ def test_pages_beyond_the_kv_length_are_not_read(device: str, rows: int, packed:
 
     clean_results = forward(True), forward(False)
     assert all(x.isfinite().all() for clean in clean_results for x in clean)
-    for bad in BAD:
+    for bad in BAD_VALUES:
         for page, row in ((0, 0), (2, 0), (1, 4), (4, 5)):
             for scale in scales.values():
                 scale[page, :, row:] = bad
@@ -266,7 +266,7 @@ def test_reference_math_of_block_lists_does_not_read_masked_rows(device: str, na
             return (results[0], *torch.autograd.grad(results, leaves, (call["do"], call["dlse"])))
 
     clean = step()
-    for bad in BAD:
+    for bad in BAD_VALUES:
         (call[name].transpose(1, 2) if name == "dlse" else call[name])[:, used:] = bad
         for x, expected in zip(step(), clean, strict=True):
             torch.testing.assert_close(x[:, :used], expected[:, :used], rtol=1e-5, atol=1e-5)
@@ -286,7 +286,7 @@ def test_compiled_gradients_do_not_read_rows_outside_sequences(dynamic: bool) ->
 
     compiled = torch.compile(loss, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     expected = run_attention(make_call(torch.float32), "cpu", SETTINGS["causal"])
-    for bad in BAD:
+    for bad in BAD_VALUES:
         call = make_call(torch.float32, bad)
         leaves = [call[name].requires_grad_() for name in NAMES[:4]]
         results = compiled(*leaves, *(make_cu_seqlens(lengths) for lengths in LENGTHS))
@@ -325,7 +325,7 @@ def test_captured_gradients_do_not_read_rows_outside_sequences(dtype: torch.dtyp
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         grads = step()
-    for bad in BAD:
+    for bad in BAD_VALUES:
         with torch.no_grad():
             for name, x in make_call(dtype, bad).items():
                 call[name].copy_(x)

@@ -23,9 +23,11 @@ from torch_flashplug.torch_hooks import varlen_attn as varlen_attn_hook
 
 SEED = 20261125
 ROWS, KEYS = (70, 0, 130, 3), (70, 9, 140, 3)
-TAKES = varlen.varlen_attn.__kwdefaults__  # torch 2.11 has fewer arguments than later versions
-GROUPED = {"enable_gqa": True} if "enable_gqa" in TAKES else {}
-SINCE_2_13 = pytest.mark.skipif("seqused_k" not in TAKES, reason="torch's varlen_attn has no such argument here")
+VARLEN_KWARGS = varlen.varlen_attn.__kwdefaults__  # torch 2.11 has fewer arguments than later versions
+GROUPED = {"enable_gqa": True} if "enable_gqa" in VARLEN_KWARGS else {}
+SINCE_2_13 = pytest.mark.skipif(
+    "seqused_k" not in VARLEN_KWARGS, reason="torch's varlen_attn has no such argument here"
+)
 
 
 @pytest.fixture
@@ -37,7 +39,7 @@ def patched_device(kernels_on: str) -> Iterator[str]:
 @pytest.fixture
 def stock_on_cpu() -> Iterator[list[str]]:
     """Record the calls made by the implementation of stock, and compute nothing."""
-    with stock_varlen_stubs.on_cpu() as stock_calls:
+    with stock_varlen_stubs.registered_on_cpu() as stock_calls:
         yield stock_calls
 
 
@@ -72,12 +74,12 @@ def test_varlen_attn_runs_on_kernels(patched_device: str, window: tuple[int, int
     assert counts["ours_fwd"] == counts["ours_bwd"] == 1 and out.is_contiguous() and lse.shape == (4, sum(ROWS))
     with torch_flashplug.sdpa_backend("math"):
         wide = [x.detach().float().requires_grad_() for x in leaves]
-        right, expected_lse = attention(
+        expected_out, expected_lse = attention(
             *wide, window=window, scale=0.2, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, return_lse=True
         )
-        exact = torch.autograd.grad(right, wide, do.float())
+        exact = torch.autograd.grad(expected_out, wide, do.float())
     torch.testing.assert_close(lse, expected_lse.masked_fill(expected_lse == -math.inf, math.inf), rtol=1e-4, atol=1e-4)
-    for actual, expected in zip((out.detach(), *grads), (right.detach(), *exact), strict=True):
+    for actual, expected in zip((out.detach(), *grads), (expected_out.detach(), *exact), strict=True):
         assert float((actual - expected).norm() / expected.norm()) < 1e-2
 
 
@@ -105,7 +107,7 @@ def test_seqused_k_equals_sliced_keys(patched_device: str) -> None:
     )
     with torch.no_grad(), torch_flashplug.sdpa_backend("fa3"):
         cu = make_cu_seqlens(tuple(used.tolist()), patched_device)
-        right = varlen.varlen_attn(
+        expected = varlen.varlen_attn(
             q,
             k[used_indices],
             v[used_indices],
@@ -119,7 +121,7 @@ def test_seqused_k_equals_sliced_keys(patched_device: str) -> None:
         is_unused = torch.ones(len(k), dtype=torch.bool, device=patched_device).index_fill_(0, used_indices, False)
         k[is_unused] = v[is_unused] = math.nan
         settings = {"window_size": (-1, 0), "seqused_k": used, **GROUPED}
-        assert torch.equal(varlen.varlen_attn(q, k, v, *make_lengths(patched_device), **settings), right)
+        assert torch.equal(varlen.varlen_attn(q, k, v, *make_lengths(patched_device), **settings), expected)
 
 
 @SINCE_2_13
@@ -128,8 +130,8 @@ def test_varlen_attn_out_equals_varlen_attn(patched_device: str) -> None:
     out = torch.full_like(q, math.nan)
     with torch.no_grad(), torch_flashplug.sdpa_backend("fa3"):
         varlen.varlen_attn_out(out, q, k, v, *make_lengths(patched_device), **GROUPED, window_size=(-1, 0))
-        right = varlen.varlen_attn(q, k, v, *make_lengths(patched_device), **GROUPED, window_size=(-1, 0))
-    assert torch.equal(out, right)
+        expected = varlen.varlen_attn(q, k, v, *make_lengths(patched_device), **GROUPED, window_size=(-1, 0))
+    assert torch.equal(out, expected)
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
@@ -140,13 +142,13 @@ def test_compiled_varlen_attn_equals_eager_mode(patched_device: str) -> None:
         return varlen.varlen_attn(q, k, v, *make_lengths(patched_device), window_size=(-1, 0), **GROUPED)
 
     with torch_flashplug.sdpa_backend("fa3"):
-        right = call(*leaves)
-        exact = torch.autograd.grad(right.float().sum(), leaves)
+        expected_out = call(*leaves)
+        exact = torch.autograd.grad(expected_out.float().sum(), leaves)
         bindings.counters(reset=True)
         out = torch.compile(call, fullgraph=True, backend="aot_eager")(*leaves)
         grads = torch.autograd.grad(out.float().sum(), leaves)
     counts = bindings.counters(reset=True)
-    assert counts["ours_fwd"] == counts["ours_bwd"] == 1 and torch.equal(out, right)
+    assert counts["ours_fwd"] == counts["ours_bwd"] == 1 and torch.equal(out, expected_out)
     for actual, expected in zip(grads, exact, strict=True):
         assert float((actual - expected).norm() / expected.norm()) < 1e-2
 
@@ -190,7 +192,7 @@ def test_forced_kernels_refuse_unsupported_calls(patched_device: str) -> None:
     )
     with torch_flashplug.sdpa_backend("fa3"), torch.no_grad():
         for message, tensors, settings in (
-            *(calls_since_2_13 if "seqused_k" in TAKES else ()),
+            *(calls_since_2_13 if "seqused_k" in VARLEN_KWARGS else ()),
             ("torch.float32", (q.float(), k.float(), v.float()), {}),
             (r"head dims \[60\]", (q[..., :60], k[..., :60], v[..., :60]), {}),
         ):

@@ -24,8 +24,8 @@ from torch_flashplug.torch_hooks import flash_attention_op
 from torch_flashplug.torch_hooks import varlen_attn as varlen_attn_hook
 
 VERSION = torch.torch_version.TorchVersion(torch.__version__)
-TAKES = varlen.varlen_attn.__kwdefaults__
-GROUPED = {"enable_gqa": True} if "enable_gqa" in TAKES else {}
+VARLEN_KWARGS = varlen.varlen_attn.__kwdefaults__
+GROUPED = {"enable_gqa": True} if "enable_gqa" in VARLEN_KWARGS else {}
 SINCE_2_15 = pytest.mark.skipif(VERSION < (2, 15), reason="varlen_attn heeds no sdpa_kernel before torch 2.15")
 LENGTHS = (150, 20)  # more rows than torch 2.14 leaves to flash attention
 
@@ -54,7 +54,7 @@ def patched_device(kernels_on: str) -> Iterator[str]:
 
 @pytest.fixture
 def varlen_on_cpu() -> Iterator[list[str]]:
-    with stock_varlen_stubs.on_cpu() as stock_calls:
+    with stock_varlen_stubs.registered_on_cpu() as stock_calls:
         yield stock_calls
 
 

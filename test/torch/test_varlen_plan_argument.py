@@ -196,8 +196,8 @@ def test_plan_of_8_bit_keys_does_not_change_results() -> None:
     k, v = (x.mul(30).to(torch.int8) for x in pair)
     scales, cu = {"k_scale": 1 / 30, "v_scale": 1 / 30}, make_cu_seqlens(0, 5, 17)
     q, lengths_plan = q.bfloat16(), plan(q.bfloat16(), k, v, cu_seqlens_q=cu)
-    right = attention(q, k, v, cu_seqlens_q=cu, **scales)
-    assert torch.equal(attention(q, k, v, cu_seqlens_q=cu, **scales, plan=lengths_plan), right)
+    expected = attention(q, k, v, cu_seqlens_q=cu, **scales)
+    assert torch.equal(attention(q, k, v, cu_seqlens_q=cu, **scales, plan=lengths_plan), expected)
 
 
 def test_explain_attention_ignores_the_plan() -> None:

@@ -79,14 +79,14 @@ def test_windows_and_causal_modes_equal_dense_masks(device: str, setting: str, s
     (Sq, Sk), (arguments, _), visible = seq, SETTINGS[setting], make_visibility(setting, *seq, device)
     q, k, v = (x.to(device) for x in make_operands(Sq, Sk))
     sinks = random_tensor(4).to(device)
-    right, expected_lse = attend_in_dense_scores(q, k, v, visible)
-    torch.testing.assert_close(attention(q, k, v, **arguments), right, rtol=1e-4, atol=1e-5)
+    expected, expected_lse = attend_in_dense_scores(q, k, v, visible)
+    torch.testing.assert_close(attention(q, k, v, **arguments), expected, rtol=1e-4, atol=1e-5)
     out, lse = attention(q, k, v, **arguments, return_lse=True)
-    torch.testing.assert_close(out, right, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-5)
     out, lse = attention(q, k, v, **arguments, sinks=sinks, scale=0.3, return_lse=True)
-    right, expected_lse_with_sinks = attend_in_dense_scores(q, k, v, visible, sinks, 0.3)
-    torch.testing.assert_close(out, right, rtol=1e-4, atol=1e-5)
+    expected, expected_lse_with_sinks = attend_in_dense_scores(q, k, v, visible, sinks, 0.3)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(lse, expected_lse_with_sinks, rtol=1e-4, atol=1e-5)
 
 
@@ -96,13 +96,13 @@ def test_softcap_applies_before_masking(device: str, softcap: float) -> None:
     q, k, v = (x.to(device) for x in make_operands(7, 20))
     sinks = (random_tensor(4) * 9).to(device)
     visible = make_visibility("causal_window", 7, 20, device)
-    right, expected_lse = attend_in_dense_scores(q, k, v, visible, sinks, 2.0, softcap)
+    expected, expected_lse = attend_in_dense_scores(q, k, v, visible, sinks, 2.0, softcap)
     settings = {"causal": True, "window": (5, 0), "softcap": softcap, "scale": 2.0}
     out, lse = attention(q, k, v, **settings, sinks=sinks, return_lse=True)
-    torch.testing.assert_close(out, right, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-5)
-    right, _ = attend_in_dense_scores(q, k, v, visible, None, 2.0, softcap)
-    torch.testing.assert_close(attention(q, k, v, **settings), right, rtol=1e-4, atol=1e-5)
+    expected, _ = attend_in_dense_scores(q, k, v, visible, None, 2.0, softcap)
+    torch.testing.assert_close(attention(q, k, v, **settings), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_outputs_have_the_layout_and_dtype_of_the_query() -> None:
@@ -154,9 +154,9 @@ def test_second_derivative_is_refused() -> None:
 def test_decode_reads_only_keys_in_the_window() -> None:
     """Decode must not read keys outside the window."""
     q, k, v = make_operands(2, 50)
-    right = attention(q, k, v, causal=True, window=(7, 0))
+    expected = attention(q, k, v, causal=True, window=(7, 0))
     k[:, :41], v[:, :41] = math.nan, math.inf
-    torch.testing.assert_close(attention(q, k, v, causal=True, window=(7, 0)), right)
+    torch.testing.assert_close(attention(q, k, v, causal=True, window=(7, 0)), expected)
     out, _ = attention(q, k, v, causal=True, window=(7, 0), sinks=torch.zeros(4), return_lse=True)
     assert out.isfinite().all()
 
@@ -166,18 +166,18 @@ def test_sinks_on_ops_without_sinks() -> None:
     q, k, v = (x.transpose(1, 2) for x in make_operands(6, 3))
     visible = Window(-1, 0).seen(6, 3, torch.device("cpu"))
     for sinks in (None, random_tensor(4), torch.full((4,), -math.inf)):
-        right = FORWARD(q, k, v, sinks, None, None, None, -1, 0, True, 0.0, 0.3)
-        for actual, expected in zip(_beside_sinks(q, k, v, sinks, visible, 0.3), right, strict=True):
+        expected_out = FORWARD(q, k, v, sinks, None, None, None, -1, 0, True, 0.0, 0.3)
+        for actual, expected in zip(_beside_sinks(q, k, v, sinks, visible, 0.3), expected_out, strict=True):
             torch.testing.assert_close(actual, expected)
 
 
 def test_few_rows_run_on_decode_kernels(kernels_on: str) -> None:
     q, k, v = (x.to(kernels_on, torch.bfloat16) for x in make_operands(2, 300, D=64))
     sinks = random_tensor(4).to(kernels_on)
-    right = attention(*(x.float() for x in (q, k, v)), causal=True, window=(200, 0), sinks=sinks, return_lse=True)
+    expected = attention(*(x.float() for x in (q, k, v)), causal=True, window=(200, 0), sinks=sinks, return_lse=True)
     out, lse = attention(q, k, v, causal=True, window=(200, 0), sinks=sinks, return_lse=True)
-    torch.testing.assert_close(out.float(), right[0], rtol=2e-2, atol=2e-2)
-    torch.testing.assert_close(lse, right[1], rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(out.float(), expected[0], rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(lse, expected[1], rtol=1e-3, atol=1e-3)
 
 
 def test_8_bits_with_windows_and_sinks() -> None:
@@ -186,8 +186,8 @@ def test_8_bits_with_windows_and_sinks() -> None:
     scales = {"k_scale": 1 / 30, "v_scale": 1 / 30}
     k, v, sinks = k8 / 30, v8 / 30, random_tensor(4)
     for arguments in ({"causal": True, "window": (9, 0)}, {"window": (9, 4), "sinks": sinks}):
-        out, right = attention(q, k8, v8, **arguments, **scales), attention(q.float(), k, v, **arguments)
-        assert out.dtype == q.dtype and float((out - right).norm() / right.norm()) < 1e-2
+        out, expected = attention(q, k8, v8, **arguments, **scales), attention(q.float(), k, v, **arguments)
+        assert out.dtype == q.dtype and float((out - expected).norm() / expected.norm()) < 1e-2
 
 
 @pytest.mark.parametrize("sinks", [False, True])
@@ -305,13 +305,13 @@ def test_invalid_arguments_are_refused() -> None:
 def test_autocast_acts_as_on_f_sdpa(device: str) -> None:
     """Autocast must have the effect of autocast on F.scaled_dot_product_attention, for each implementation."""
     q, k, v = (x.to(device) for x in make_operands(9, 9))
-    right = attention(q, k, v)
+    expected = attention(q, k, v)
     with torch.autocast(device, dtype=torch.bfloat16):
         used = torch.full((2,), 9, dtype=torch.int32, device=device)
         for arguments in ({}, {"sinks": torch.full((4,), -math.inf)}, {"seqused_k": used}):
             out = attention(q, k, v.bfloat16(), **arguments)
             assert out.dtype == torch.bfloat16
-            torch.testing.assert_close(out.float(), right, rtol=5e-2, atol=2e-2)
+            torch.testing.assert_close(out.float(), expected, rtol=5e-2, atol=2e-2)
 
 
 def test_ops_refuse_invalid_arguments(device: str) -> None:
@@ -365,5 +365,5 @@ def test_window_over_all_keys_equals_f_sdpa(device: str) -> None:
     q, k, v = (x.to(device) for x in make_operands(6, 6))
     turned = [x.transpose(1, 2) for x in (q, k, v)]
     for arguments, settings in (({"window": (5, 5)}, {}), ({"causal": True, "window": (5, None)}, {"is_causal": True})):
-        right = F.scaled_dot_product_attention(*turned, **settings, enable_gqa=True).transpose(1, 2)
-        assert torch.equal(attention(q, k, v, **arguments), right)
+        expected = F.scaled_dot_product_attention(*turned, **settings, enable_gqa=True).transpose(1, 2)
+        assert torch.equal(attention(q, k, v, **arguments), expected)
