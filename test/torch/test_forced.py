@@ -233,7 +233,7 @@ def test_auto_serves_measured_rows_of_fa2(any_road: Road) -> None:
     )
     for rows, num_served in ((SERVE_ALL, 0), (served, 1), (SERVE_ALL + served, 1)):
         bindings.push_rows(kernel_table.KERNEL_ROWS, rows, OPEN_GATE)
-        sdpa_composite._forget_decisions()
+        sdpa_composite._clear_caches()
         for name in ELEMENTWISE:
             args, kwargs = make_calls(any_road)[name]
             any_road.took()
