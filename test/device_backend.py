@@ -88,7 +88,7 @@ def use_device_backend(device: str, hook: str = "router") -> Iterator[DeviceBack
     """Install the hook for `device`, and restore everything at the end."""
     bindings.push_rows(kernel_table.KERNEL_ROWS, SERVE_ALL, OPEN_GATE, stock_bugs.RESCUES, dispatch_table.VARLEN_ROWS)
     if device == "cpu":
-        op_owners.spend_warning()
+        op_owners.suppress_override_warning()
         bindings.set_facts_override(DEVICES["h100"])
         bindings.set_cpu_stub(True)
         bindings.register_ops("CPU")

@@ -240,7 +240,7 @@ def test_auto_serves_measured_rows_of_fa2(hooked_backend: DeviceBackend) -> None
     )
     for rows, num_served in ((SERVE_ALL, 0), (served, 1), (SERVE_ALL + served, 1)):
         bindings.push_rows(kernel_table.KERNEL_ROWS, rows, OPEN_GATE)
-        sdpa_composite._forget_decisions()
+        sdpa_composite._clear_caches()
         for name in ELEMENTWISE:
             args, kwargs = make_calls(hooked_backend)[name]
             hooked_backend.pop_path_counts()

@@ -215,7 +215,7 @@ def test_ops_with_changed_schemas_get_no_workaround(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(bindings, "names", lambda name, schemas=schemas: tuple(schemas))
         monkeypatch.setattr(bindings, "repair", lambda *backends: requests.append(backends) or True)
         message = stock_workarounds.install()
-        stock_workarounds.in_graphs(False)
+        stock_workarounds.set_graph_workaround(False)
         assert requests.pop() == repaired
         assert ("_flash_attention" in message) == ("_efficient_no_more_" in message) == (schemas is new_schemas), (
             message
@@ -237,11 +237,11 @@ def test_traced_graphs_give_grad_out_in_the_order_of_out(memory: str) -> None:
             graph = make_fx(lambda *args: op(*args, None, None, None, 128, 128, 0.0, True))(*arguments).graph
         return [node for node in graph.nodes if node.op == "call_function"]
 
-    stock_workarounds.in_graphs(True)
+    stock_workarounds.set_graph_workaround(True)
     try:
         nodes = traced()
     finally:
-        stock_workarounds.in_graphs(False)
+        stock_workarounds.set_graph_workaround(False)
     (backward,) = (node for node in nodes if node.target is op)
     assert math.copysign(1.0, backward.args[13]) == -1.0
     traced_grad_out, _, _, _, out = (node.meta["val"] for node in backward.args[:5])
@@ -249,7 +249,7 @@ def test_traced_graphs_give_grad_out_in_the_order_of_out(memory: str) -> None:
     assert any(node.target is torch.ops.aten.clone.default for node in nodes) == (memory == "bhsd")
     untouched = traced()
     assert untouched[0].target is op and math.copysign(1.0, untouched[0].args[13]) == 1.0
-    stock_workarounds.in_graphs(torch.version.cuda is not None)
+    stock_workarounds.set_graph_workaround(torch.version.cuda is not None)
 
 
 # ---- operands ----

@@ -303,10 +303,12 @@ def explain(
         return unusual
     several = dtensor
     given = _as_hook_gets(query, key, value, attn_mask)
-    if several.part_of(*given, dropout_p) is not None:
+    if several.local_part(*given, dropout_p) is not None:
         parts = (None if x is None else x.to_local() for x in given)
         plan = explain(*parts, dropout_p, is_causal, **settings, device=device)
-        return replace(plan, part=several.in_words(given[0]), error=several.refusal(given[0]) or plan.error)
+        return replace(
+            plan, part=several.describe(given[0]), error=several.forced_backend_error(given[0]) or plan.error
+        )
     device_type = "cuda" if device is not None else query.device.type
     query, key, value, attn_mask = describe_call.under_autocast(device_type, query, key, value, attn_mask)
     call = _in_one_line(query, key, value, attn_mask, dropout_p, is_causal)
@@ -342,7 +344,7 @@ def explain(
         return Plan(call, "math", reasons=reasons, error=refusal(by_math=True), stock_choice=_name(choice))
     outside = describe_call.outside_dispatcher(query, key, value, attn_mask, enable_gqa, mode)
     if outside is describe_call.SUBCLASS and several.is_dtensor(query, key, value, attn_mask):
-        outside = several.why_not(query, key, value, attn_mask, dropout_p)
+        outside = several.fallback_reason(query, key, value, attn_mask, dropout_p)
     if outside is not None:
         left = "; even with a forced backend, stock serves such calls" if bindings.forced_kernels(wanted) else ""
         reasons = dict.fromkeys((*KERNEL_BACKENDS, "math"), outside + left)

@@ -12,7 +12,7 @@ import logging
 import torch
 
 from ..dispatch import bindings, varlen_decision
-from .op_owners import first_other_owner, spend_warning
+from .op_owners import first_other_owner, suppress_override_warning
 
 _OPS = ("aten::_efficient_attention_forward", "aten::_efficient_attention_backward")
 _log = logging.getLogger("torch_flashplug")
@@ -32,7 +32,7 @@ def install(device: str = "CUDA") -> None:
     if device != "CPU" and (place := first_other_owner(*_OPS)):
         _log.info("efficient attention: kernels are left to the library that registered kernels at %s", place)
         return
-    spend_warning()
+    suppress_override_warning()
     if not varlen_decision.register_efficient_ops(device):
         _log.debug("efficient attention falls back to stock: %s", bindings.last_error())
 

@@ -21,17 +21,17 @@ def register() -> None:
 
 
 def _forward(query: tuple, key: tuple, value: tuple, *unused, **unused_settings) -> int:
-    return sdpa_flop_count(query, *_per_query_head(query, key, value))
+    return sdpa_flop_count(query, *_repeat_kv_heads(query, key, value))
 
 
 def _backward(grad_out: tuple, query: tuple, key: tuple, value: tuple, *unused, **unused_settings) -> int:
-    return sdpa_backward_flop_count(grad_out, query, *_per_query_head(query, key, value))
+    return sdpa_backward_flop_count(grad_out, query, *_repeat_kv_heads(query, key, value))
 
 
 def _windowed_backward(grad_out: tuple, grad_lse: tuple | None, *operands, **unused) -> int:
     return _backward(grad_out, *operands)
 
 
-def _per_query_head(query: tuple, key: tuple, value: tuple) -> tuple[tuple, tuple]:
+def _repeat_kv_heads(query: tuple, key: tuple, value: tuple) -> tuple[tuple, tuple]:
     """Return the shapes of key and value with the query's number of heads, as torch's formulas require."""
     return tuple((*shape[:1], query[1], *shape[2:]) for shape in (key, value))

@@ -26,8 +26,8 @@ _MODULE = "torch.nn.attention.varlen"
 _BACKWARD = "_varlen_attn_backward"
 _OPS = ("_varlen_attn", "_varlen_attn_out", _BACKWARD)
 _OLDEST_CUDNN = 91800  # oldest cuDNN used by torch 2.14 and later for varlen_attn
-_bodies = torch.library.Library("torch_flashplug", "FRAGMENT")
-_once = threading.Lock()
+_stock_bodies = torch.library.Library("torch_flashplug", "FRAGMENT")
+_prepare_lock = threading.Lock()
 _prepared_ops: set[str] = set()
 _log = logging.getLogger("torch_flashplug")
 
@@ -59,26 +59,26 @@ def prepare() -> None:
 
     The caller of the first call has imported torch's module.
     """
-    with _once:
+    with _prepare_lock:
         for name in _OPS:
             packet = getattr(torch.ops.torch_attn, name, None)
             if packet is None or name in _prepared_ops:
                 continue
             schema = str(packet.default._schema)
-            _define(f"_stock{name}", schema, _body(name))
+            _define(f"_stock{name}", schema, _stock_body(name))
             if name == _BACKWARD:
                 _define(f"_flash{name}", schema, _flash_backward(packet.default))
-            varlen_decision.set_varlen_rule(_rule(schema))
+            varlen_decision.set_varlen_rule(_selection_rule(schema))
             bindings.set_varlen_schema(name, schema)
             _prepared_ops.add(name)
 
 
 def _define(name: str, schema: str, body: Callable) -> None:
-    _bodies.define(f"{name}({schema.partition('(')[2]}")
-    _bodies.impl(name, body, "CompositeExplicitAutograd")
+    _stock_bodies.define(f"{name}({schema.partition('(')[2]}")
+    _stock_bodies.impl(name, body, "CompositeExplicitAutograd")
 
 
-def _rule(schema: str) -> str:
+def _selection_rule(schema: str) -> str:
     """Return the rule by which the installed torch selects the kernel of the body, for set_varlen_rule()."""
     if "int backend" in schema.lower().replace("symint", "int"):
         return "argument"
@@ -90,7 +90,7 @@ def _rule(schema: str) -> str:
     return "shapes" if version is not None and version >= _OLDEST_CUDNN else "flash"
 
 
-def _body(name: str) -> Callable:
+def _stock_body(name: str) -> Callable:
     """Return a function with torch's body of an op, looked up again in every call."""
 
     @bindings.held

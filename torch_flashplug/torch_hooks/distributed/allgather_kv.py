@@ -77,7 +77,7 @@ class _Chunks:
 
 
 @contextlib.contextmanager
-def _in_mode(mode: int) -> Iterator[None]:
+def _mode_scope(mode: int) -> Iterator[None]:
     before = bindings.set_mode(mode)
     try:
         yield
@@ -96,7 +96,7 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, *setting_args: object) -
     keys, values = map(chunks.gather, (key, value))
     out = sdpa.empty_in_layout_of(query, (*query.shape[:3], value.shape[3]))
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
-    with _in_mode(settings.mode):
+    with _mode_scope(settings.mode):
         for rows, visible in chunks.calls(query.shape[2], key.shape[2]):
             operands = query[:, :, rows], keys[:, :, visible], values[:, :, visible]
             results = namespace.attention_fwd(
@@ -115,7 +115,7 @@ def _backward(
     keys, values = map(chunks.gather, (key, value))
     dq = torch.empty_like(query)
     sums = [torch.zeros_like(x, dtype=torch.float32 if settings.wide else x.dtype) for x in (keys, values)]
-    with _in_mode(settings.mode):
+    with _mode_scope(settings.mode):
         for rows, visible in chunks.calls(query.shape[2], key.shape[2]):
             forward_results = out[:, :, rows], lse[:, :, rows].contiguous(), None, None
             operands = query[:, :, rows], keys[:, :, visible], values[:, :, visible], *forward_results

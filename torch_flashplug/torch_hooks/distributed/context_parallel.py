@@ -26,10 +26,12 @@ from . import allgather_kv, ring_attention
 
 _log = logging.getLogger("torch_flashplug")
 _MODULE = "torch.distributed.tensor.experimental._context_parallel._attention"
-_SEQ = 2  # dim of the sequence
-_STOCKS = torch.ops.aten._scaled_dot_product_flash_attention.default
+_SEQUENCE_DIM = 2  # dim of the sequence
+_STOCK_OP = torch.ops.aten._scaled_dot_product_flash_attention.default
 _FORWARD, _BACKWARD = tracing.OVERRIDEABLE.default, tracing.OVERRIDEABLE_BACKWARD.default
-_WORD = (1 << bindings.PRECISION_SHIFT) - 1  # bits of a mode word below the precision: ring steps use 16 bits
+_MODE_WITHOUT_PRECISION = (
+    1 << bindings.PRECISION_SHIFT
+) - 1  # bits of a mode word below the precision: ring steps use 16 bits
 _NAMES = ("query", "key", "value", "attn_bias", "dropout_p", "is_causal")  # arguments of the op
 _DEFAULTS = {"attn_bias": None, "dropout_p": 0.0, "is_causal": False, "scale": None}
 # Names in torch's module: the parameters of a function, the members of a class.
@@ -49,10 +51,10 @@ def _handlers() -> dict:
 
 def is_on() -> bool:
     """Return whether context parallelism is on; the caller must have a DTensor."""
-    return _STOCKS in _handlers()
+    return _STOCK_OP in _handlers()
 
 
-def unknown(torch_module: object) -> str | None:
+def first_unknown_name(torch_module: object) -> str | None:
     """Return the first unknown part of torch's module, or None."""
     if not isinstance(getattr(torch_module, "custom_ops", None), dict):
         return "custom_ops is no dict"
@@ -65,12 +67,12 @@ def unknown(torch_module: object) -> str | None:
 
 
 @functools.cache
-def why_not() -> str | None:
+def fallback_reason() -> str | None:
     """Return the reason for the fallback of rings to stock, or None, and warn once where torch has changed."""
     torch_module = sys.modules.get(_MODULE)
     if torch_module is None:
         return "torch's context_parallel module is unknown, so stock serves the call"
-    if (changed := unknown(torch_module)) is None:
+    if (changed := first_unknown_name(torch_module)) is None:
         return None
     _log.warning("context_parallel falls back to stock: in torch %s %s", torch.__version__, changed)
     return f"torch's context_parallel has changed: {changed}"
@@ -78,17 +80,17 @@ def why_not() -> str | None:
 
 def register() -> None:
     """Put the handlers into torch's table, and into DTensor's table if context parallelism is on already."""
-    if why_not() is not None:
+    if fallback_reason() is not None:
         return
-    ours = {_FORWARD: _forward, _BACKWARD: _backward}
-    sys.modules[_MODULE].custom_ops.update(ours)
+    handlers = {_FORWARD: _forward, _BACKWARD: _backward}
+    sys.modules[_MODULE].custom_ops.update(handlers)
     if is_on():
-        _handlers().update(ours)
+        _handlers().update(handlers)
 
 
-def _on_rows(*tensors: Tensor) -> bool:
+def _are_sharded_over_rows(*tensors: Tensor) -> bool:
     shard = sys.modules["torch.distributed.tensor"].Shard
-    return all(tuple(x.placements) == (shard(_SEQ),) for x in tensors)
+    return all(tuple(x.placements) == (shard(_SEQUENCE_DIM),) for x in tensors)
 
 
 def _local(x: Tensor | None) -> Tensor | None:
@@ -115,10 +117,10 @@ def _check(query: Tensor, *key_value: Tensor) -> bool:
         RuntimeError: the placements of the operands are mixed or unsupported.
     """
     operands = (query, *key_value)
-    if _on_rows(*operands):
+    if _are_sharded_over_rows(*operands):
         return True
-    alike = all(x.placements == query.placements for x in key_value)
-    if alike and all(p.is_replicate() or p.is_shard(0) or p.is_shard(1) for p in query.placements):
+    have_equal_placements = all(x.placements == query.placements for x in key_value)
+    if have_equal_placements and all(p.is_replicate() or p.is_shard(0) or p.is_shard(1) for p in query.placements):
         return False
     placed = ", ".join(str(list(x.placements)) for x in operands)
     raise RuntimeError(
@@ -168,7 +170,7 @@ def _mode_of(x: Tensor) -> int:
     A backend of the process results in 0, because each step reads that backend.
     """
     mode = tracing.traced_mode() if _is_traced(x) else bindings.effective_mode()
-    return 0 if bindings.is_preference(mode) else mode & _WORD
+    return 0 if bindings.is_preference(mode) else mode & _MODE_WITHOUT_PRECISION
 
 
 def _settings(

@@ -69,7 +69,7 @@ def _grid(part: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
 
 
 def merge(out: Tensor, lse: Tensor, step_out: Tensor, step_lse: Tensor, first: int) -> None:
-    """Merge a step's output and LSE in place by the Triton kernel; the arguments are explained at merged_in_torch."""
+    """Merge a step's output and LSE in place by the Triton kernel; the arguments are explained at merge_in_torch."""
     _, H, S, D = step_out.shape
     grid, sizes = _grid(step_out)
     with torch.cuda.device_of(out):
