@@ -75,24 +75,24 @@ class Window(NamedTuple):
 
     def seen(self, Sq: int, Sk: int, device: torch.device) -> Tensor:
         """Return the window as a bool mask (Sq, Sk), True for visible keys."""
-        own = torch.arange(Sq, device=device).unsqueeze(1) + (Sk - Sq if self.bottom_right else 0)
-        behind = torch.arange(Sk, device=device) - own
-        return self.inside(behind, Sq + Sk)
+        own_key = torch.arange(Sq, device=device).unsqueeze(1) + (Sk - Sq if self.bottom_right else 0)
+        distance = torch.arange(Sk, device=device) - own_key
+        return self.inside(distance, Sq + Sk)
 
-    def inside(self, behind: Tensor, all_keys: int) -> Tensor:
-        """Return a bool tensor, True for visible keys. `behind` is the distance from a query's own key to a key."""
+    def inside(self, distance: Tensor, all_keys: int) -> Tensor:
+        """Return a bool tensor, True for visible keys. `distance` is the offset from a query's own key to a key."""
         left, right = (bound if bound >= 0 else all_keys for bound in (self.left, self.right))
-        return (behind >= -left) & (behind <= right)
+        return (distance >= -left) & (distance <= right)
 
-    def seen_on_end(self, on_end: OnEnd, rows: int, keys: int) -> Tensor:
+    def seen_on_end(self, packed: OnEnd, rows: int, keys: int) -> Tensor:
         """Return the window within packed sequences as a bool mask (rows, keys)."""
-        cu_q, cu_k, _ = on_end
+        cu_q, cu_k, _ = packed
         (of_row, row), (of_key, key) = (_places(cu, size) for cu, size in ((cu_q, rows), (cu_k, keys)))
         if len(cu_q) == 1:
             return torch.zeros(rows, keys, dtype=torch.bool, device=cu_q.device)
         if self.bottom_right:
-            row = row + (on_end.used - cu_q.diff())[of_row.clamp(max=len(cu_q) - 2)]
-        same = (of_row.unsqueeze(1) == of_key) & on_end.keys_that_count(keys)
+            row = row + (packed.used - cu_q.diff())[of_row.clamp(max=len(cu_q) - 2)]
+        same = (of_row.unsqueeze(1) == of_key) & packed.keys_that_count(keys)
         return same & self.inside(key - row.unsqueeze(1), rows + keys)
 
 
@@ -155,8 +155,8 @@ class BackwardArgs(NamedTuple):
 
     @property
     def seen(self) -> Tensor:
-        on_end = None if self.cu_q is None else OnEnd(self.cu_q, self.cu_k)
-        return _seen(self.query, self.key, on_end, Window(self.left, self.right, self.bottom_right))
+        packed = None if self.cu_q is None else OnEnd(self.cu_q, self.cu_k)
+        return _seen(self.query, self.key, packed, Window(self.left, self.right, self.bottom_right))
 
     @property
     def operands(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -174,23 +174,23 @@ def _backward_fake(*args) -> tuple[Tensor, ...]:
 # ---- reference math ----
 
 
-def _seen(query: Tensor, key: Tensor, on_end: OnEnd | None, window: Window) -> Tensor:
-    """Return the bool mask (Sq, Sk) of a window, within packed sequences if `on_end` is given."""
-    if on_end is None:
+def _seen(query: Tensor, key: Tensor, packed: OnEnd | None, window: Window) -> Tensor:
+    """Return the bool mask (Sq, Sk) of a window, within packed sequences if `packed` is not None."""
+    if packed is None:
         return window.seen(query.shape[2], key.shape[2], query.device)
-    return window.seen_on_end(on_end, query.shape[2], key.shape[2])
+    return window.seen_on_end(packed, query.shape[2], key.shape[2])
 
 
-def _that_count(on_end: OnEnd | None, rows: Tensor, *keys: Tensor) -> tuple[Tensor, ...]:
+def _that_count(packed: OnEnd | None, rows: Tensor, *keys: Tensor) -> tuple[Tensor, ...]:
     """Return rows and keys with zeros outside of all sequences.
 
     The contents there may be NaN or infinite, and matrix products would spread such values.
     """
-    if on_end is None:
+    if packed is None:
         return rows, *keys
-    mine = on_end.rows_that_count(rows.shape[2]).unsqueeze(-1)
-    met = on_end.keys_that_count(keys[0].shape[2]).unsqueeze(-1)
-    return rows.where(mine, 0.0), *(x.where(met, 0.0) for x in keys)
+    in_sequence = packed.rows_that_count(rows.shape[2]).unsqueeze(-1)
+    is_visible = packed.keys_that_count(keys[0].shape[2]).unsqueeze(-1)
+    return rows.where(in_sequence, 0.0), *(x.where(is_visible, 0.0) for x in keys)
 
 
 class _Rows(NamedTuple):
@@ -201,33 +201,33 @@ class _Rows(NamedTuple):
     lse: Tensor  # (B, Hq, Sq)
     grad_lse: Tensor | None  # (B, Hq, Sq)
 
-    def of_sequences(self, on_end: OnEnd | None) -> _Rows:
+    def of_sequences(self, packed: OnEnd | None) -> _Rows:
         """Return the inputs with neutral values in rows outside of all sequences.
 
         The contents of such rows may be NaN or infinite. An LSE of -inf stands for a row without probabilities, in
         which the sink has no share either.
         """
-        if on_end is None:
+        if packed is None:
             return self
-        mine = on_end.rows_that_count(self.lse.shape[2])
-        grad_out, out = (x.where(mine.unsqueeze(-1), 0.0) for x in self[:2])
-        grad_lse = None if self.grad_lse is None else self.grad_lse.where(mine, 0.0)
-        return _Rows(grad_out, out, self.lse.where(mine, -math.inf), grad_lse)
+        in_sequence = packed.rows_that_count(self.lse.shape[2])
+        grad_out, out = (x.where(in_sequence.unsqueeze(-1), 0.0) for x in self[:2])
+        grad_lse = None if self.grad_lse is None else self.grad_lse.where(in_sequence, 0.0)
+        return _Rows(grad_out, out, self.lse.where(in_sequence, -math.inf), grad_lse)
 
 
-def check_lengths(query: Tensor, given: tuple[Tensor | None, Tensor | None, Tensor | None]) -> OnEnd | None:
+def check_lengths(query: Tensor, lengths: tuple[Tensor | None, Tensor | None, Tensor | None]) -> OnEnd | None:
     """Check the lengths of packed sequences, as far as the host knows, and return `OnEnd` or None."""
-    if all(x is None for x in given):
+    if all(x is None for x in lengths):
         return None
-    cu_q, cu_k, used_k = given
-    numbers = [x for x in given if x is not None]
+    cu_q, cu_k, used_k = lengths
+    numbers = [x for x in lengths if x is not None]
     torch._check(
         cu_q is not None and cu_k is not None and all(x.dim() == 1 and x.dtype == torch.int32 for x in numbers)
         and len(cu_q) == len(cu_k) > 0 and (used_k is None or len(used_k) == len(cu_q) - 1) and query.shape[0] == 1,
         lambda: "attention_fwd: packed sequences must be one batch, with cu_q and cu_k (sequences + 1,) and used_k "
         "(sequences,) of int32.",
     )  # fmt: skip
-    return OnEnd(*given)
+    return OnEnd(*lengths)
 
 
 def check(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, window: Window) -> None:
@@ -235,13 +235,17 @@ def check(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, windo
     shapes = tuple(tuple(x.shape) for x in (query, key, value))
     torch._check(
         all(len(shape) == 4 for shape in shapes) and bindings.shapes_fit(shapes, enable_gqa=True),
-        lambda: "attention_fwd: query, key and value must have shapes (B, Hq, Sq, D), (B, Hkv, Sk, D) and "
-        "(B, Hkv, Sk, Dv), Hq a multiple of Hkv, but got {}, {} and {}.".format(*shapes),
+        lambda: (
+            "attention_fwd: query, key and value must have shapes (B, Hq, Sq, D), (B, Hkv, Sk, D) and "
+            "(B, Hkv, Sk, Dv), Hq a multiple of Hkv, but got {}, {} and {}.".format(*shapes)
+        ),
     )
     torch._check(
         query.dtype == key.dtype == value.dtype and query.dtype.is_floating_point,
-        lambda: "attention_fwd: query, key and value must have one floating-point dtype, "
-        f"but got {query.dtype}, {key.dtype} and {value.dtype}.",
+        lambda: (
+            "attention_fwd: query, key and value must have one floating-point dtype, "
+            f"but got {query.dtype}, {key.dtype} and {value.dtype}."
+        ),
     )
     torch._check(
         sinks is None or sinks.shape == query.shape[1:2],
@@ -255,53 +259,53 @@ def check(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, windo
 
 @mathematics
 def _math_forward(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, *more: Tensor | int | float | None
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, *settings: Tensor | int | float | None
 ) -> tuple[Tensor, Tensor]:
     """Compute the output and the LSE of attention_fwd.
 
-    `more` has the fields of OnEnd and of Window, the softcap and the scale. Splits, plan and mode may follow; these are
-    for kernels.
+    `settings` has the fields of OnEnd and of Window, the softcap and the scale. Splits, plan and mode may follow; only
+    kernels read them.
     """
-    lengths, (*bounds, softcap, scale) = more[:3], more[3:8]
+    lengths, (*bounds, softcap, scale) = settings[:3], settings[3:8]
     window = Window(*bounds)
     check(query, key, value, sinks, window)
-    on_end = check_lengths(query, lengths)
-    query, key, value = _that_count(on_end, query, key, value)
+    packed = check_lengths(query, lengths)
+    query, key, value = _that_count(packed, query, key, value)
     torch._check(
         0.0 <= softcap < math.inf,
         lambda: f"attention_fwd: softcap must be finite, 0 (no softcap) or above, but got {softcap}.",
     )
-    seen = _seen(query, key, on_end, window)
-    s = reference.scores_of(query, key, value, scale).capped(softcap).where(seen)
+    visible = _seen(query, key, packed, window)
+    s = reference.scores_of(query, key, value, scale).capped(softcap).where(visible)
     probabilities, lse = s.softmax()
     if sinks is not None:
         of_keys, lse = lse, torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))
         share = torch.exp(of_keys - lse).masked_fill(of_keys == -math.inf, 0.0)
         probabilities = probabilities * share.unsqueeze(-1)
     out, _ = empty_results(query, key, value)
-    return out.copy_(reference.product_of_seen(probabilities, s.value, seen)), lse
+    return out.copy_(reference.product_of_visible(probabilities, s.value, visible)), lse
 
 
-def _math_forward_out(out: Tensor, *given: object) -> Tensor:
-    found, lse = _math_forward(*given)
-    out.copy_(found)
+def _math_forward_out(out: Tensor, *args: object) -> Tensor:
+    result, lse = _math_forward(*args)
+    out.copy_(result)
     return lse
 
 
-def _forward_out_fake(out: Tensor, *given: object) -> Tensor:
-    return empty_results(*given)[1]
+def _forward_out_fake(out: Tensor, *args: object) -> Tensor:
+    return empty_results(*args)[1]
 
 
 @mathematics
 def _math_backward(*args) -> tuple[Tensor, ...]:
     a = BackwardArgs(*args)
-    on_end = None if a.cu_q is None else OnEnd(a.cu_q, a.cu_k)
-    operands = _that_count(on_end, *a.operands)
-    s, seen = reference.scores_of(*operands, a.scale).capped(a.softcap), a.seen
-    rows = _Rows(a.grad_out, a.out, a.lse, a.grad_lse).of_sequences(on_end)
-    known = reference.Known(*rows[:3], grad_lse=rows.grad_lse, softcap=a.softcap)
-    found = reference.gradients(s.where(seen), *operands, known, seen)
-    return *found[:3], found.delta.contiguous() if a.wants_delta else a.lse.new_empty(0)
+    packed = None if a.cu_q is None else OnEnd(a.cu_q, a.cu_k)
+    operands = _that_count(packed, *a.operands)
+    s, visible = reference.scores_of(*operands, a.scale).capped(a.softcap), a.seen
+    rows = _Rows(a.grad_out, a.out, a.lse, a.grad_lse).of_sequences(packed)
+    inputs = reference.BackwardInputs(*rows[:3], grad_lse=rows.grad_lse, softcap=a.softcap)
+    grads = reference.gradients(s.where(visible), *operands, inputs, visible)
+    return *grads[:3], grads.delta.contiguous() if a.wants_delta else a.lse.new_empty(0)
 
 
 # ---- autograd ----
@@ -335,16 +339,16 @@ def _backward(ctx, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple:
     return dq, dk, dv, _of_sinks(sinks, lse, delta) if of_sinks else None, *unasked
 
 
-def _delta(rows: _Rows, on_end: OnEnd) -> tuple[Tensor, Tensor]:
+def _delta(rows: _Rows, packed: OnEnd) -> tuple[Tensor, Tensor]:
     """Return delta = rowsum(dO O) - dLSE and the LSE, with 0 and -inf in rows outside of all sequences.
 
     Rows outside of all sequences may hold NaN. Delta is masked after the sum, because masking dO and O costs more.
     """
-    mine = on_end.rows_that_count(rows.lse.shape[2])
+    in_sequence = packed.rows_that_count(rows.lse.shape[2])
     delta = (rows.grad_out.to(rows.lse.dtype) * rows.out.to(rows.lse.dtype)).sum(-1)
     if rows.grad_lse is not None:
         delta = delta - rows.grad_lse
-    return delta.where(mine, 0.0), rows.lse.where(mine, -math.inf)
+    return delta.where(in_sequence, 0.0), rows.lse.where(in_sequence, -math.inf)
 
 
 def _of_sinks(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:

@@ -44,8 +44,8 @@ def _scores(
     Matrix products need the mask, too: rows and keys of unlisted blocks may hold NaN, and kernels never read these.
     """
     check(query, key, digest)
-    seen = mask_preprocess_reference.seen(digest, query.shape[2], key.shape[2])
-    return reference.scores_of(query, key, value, scale).where(seen), seen
+    visible = mask_preprocess_reference.seen(digest, query.shape[2], key.shape[2])
+    return reference.scores_of(query, key, value, scale).where(visible), visible
 
 
 def check(query: Tensor, key: Tensor, digest: Tensor) -> None:
@@ -64,10 +64,10 @@ def check(query: Tensor, key: Tensor, digest: Tensor) -> None:
 def _math_forward(
     query: Tensor, key: Tensor, value: Tensor, digest: Tensor, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    s, seen = _scores(query, key, value, digest, scale)
+    s, visible = _scores(query, key, value, digest, scale)
     probabilities, lse = s.softmax()
     out, _ = empty_results(query, key, value)
-    return out.copy_(reference.product_of_seen(probabilities, s.value, seen)), lse
+    return out.copy_(reference.product_of_visible(probabilities, s.value, visible)), lse
 
 
 @mathematics
@@ -75,8 +75,8 @@ def _math_backward(  # noqa: PLR0913
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, digest: Tensor, out: Tensor, lse: Tensor,
     scale: float | None, mode: int = 0,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    s, seen = _scores(query, key, value, digest, scale)
-    return reference.gradients(s, query, key, value, reference.Known(grad_out, out, lse), seen)[:3]
+    s, visible = _scores(query, key, value, digest, scale)
+    return reference.gradients(s, query, key, value, reference.BackwardInputs(grad_out, out, lse), visible)[:3]
 
 
 @never_a_frame
@@ -99,8 +99,8 @@ def _backward(ctx, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple:
     query, key, value, digest, out, lse = ctx.saved_tensors
     dq = dk = dv = None
     if grad_out is not None:
-        given = (grad_out, query, key, value, digest, out, lse, ctx.scale, ctx.mode)
-        dq, dk, dv = namespace.listed_bwd(*given)
+        backward_args = (grad_out, query, key, value, digest, out, lse, ctx.scale, ctx.mode)
+        dq, dk, dv = namespace.listed_bwd(*backward_args)
     if grad_lse is not None:
         of_query, of_key = _of_lse(ctx, grad_lse, query, key, digest, lse)
         dq, dk = (of_query, of_key) if dq is None else (dq + of_query, dk + of_key)
@@ -122,8 +122,8 @@ def _of_lse(
     unit = _unit(grad_lse, finite, key) if narrow else grad_lse.new_ones(1, 1, 1, 1)
     keys, _ = namespace.listed_fwd(query, key, key, digest, ctx.tall, ctx.scale, ctx.mode)
     weighed = finite * (grad_lse / unit.repeat_interleave(query.shape[1] // unit.shape[1], 1))
-    given = (weighed.to(query.dtype), query, key, key, digest, keys, lse, ctx.scale, ctx.mode)
-    of_key = namespace.listed_bwd(*given)[2].to(grad_lse.dtype) * (scale * unit)
+    backward_args = (weighed.to(query.dtype), query, key, key, digest, keys, lse, ctx.scale, ctx.mode)
+    of_key = namespace.listed_bwd(*backward_args)[2].to(grad_lse.dtype) * (scale * unit)
     return (keys * (scale * grad_lse)).to(query.dtype), of_key.to(key.dtype)
 
 
@@ -144,8 +144,8 @@ def _register() -> None:
         ("listed_fwd", _math_on_cpu, _math_forward, empty_results),
         ("listed_bwd", _math_backward, _math_backward, empty_gradients),
     ):
-        for op, of, key in ((name, on_cpu, "CPU"), (f"_{name.replace('_', '_math_', 1)}", anywhere, _ANYWHERE)):
-            _library.impl(op, of, key)
+        for op, function, key in ((name, on_cpu, "CPU"), (f"_{name.replace('_', '_math_', 1)}", anywhere, _ANYWHERE)):
+            _library.impl(op, function, key)
             torch.library.register_fake(f"torch_flashplug::{op}", fake, lib=_library)
     forward, backward = "torch_flashplug::listed_fwd", "torch_flashplug::listed_bwd"
     torch.library.register_autograd(forward, _backward, setup_context=_setup_context, lib=_library)

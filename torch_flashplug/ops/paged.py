@@ -40,8 +40,8 @@ def gathered(pool: Tensor, pages: Tensor) -> Tensor:
         return pool.new_zeros(pages.numel() * pool.shape[2], pool.shape[1], *pool.shape[3:])
     rows = pool.transpose(1, 2)
     rows = rows.view(torch.uint8) if rows.element_size() == 1 else rows  # index_select supports few 8-bit dtypes
-    found = rows.index_select(0, pages.flatten().long().clamp(0, pool.shape[0] - 1))
-    return found.view(pool.dtype).flatten(0, 1)
+    rows = rows.index_select(0, pages.flatten().long().clamp(0, pool.shape[0] - 1))
+    return rows.view(pool.dtype).flatten(0, 1)
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, pages: Tensor, used_k: Tensor) -> None:
@@ -76,31 +76,32 @@ def _math(
     B, Hq, Sq, _ = query.shape
     keys = pages.shape[1] * key.shape[2]
     k, v = (gathered(x, pages) for x in (key, value))
-    wide = query
+    cast_query = query
     if k_scale is not None:
         dtype = multiplied_in(query)
         k, v = (dequantised(x, gathered(s, pages), dtype) for x, s in ((k, k_scale), (v, v_scale)))
-        wide = query.to(dtype)
-    steps = torch.arange(B + 1, dtype=torch.int32, device=query.device)
-    q = wide.transpose(0, 1).flatten(1, 2).unsqueeze(0)
-    on_end = (x.transpose(0, 1).unsqueeze(0) for x in (k, v))
-    found, lse = namespace.attention_fwd(
-        q, *on_end, sinks, steps * Sq, steps * keys, used_k.clamp(0, keys if len(key) else 0), *settings[:7],
+        cast_query = query.to(dtype)
+    sequence_idx = torch.arange(B + 1, dtype=torch.int32, device=query.device)
+    q = cast_query.transpose(0, 1).flatten(1, 2).unsqueeze(0)
+    packed_kv = (x.transpose(0, 1).unsqueeze(0) for x in (k, v))
+    visible = used_k.clamp(0, keys if len(key) else 0)
+    result, lse = namespace.attention_fwd(
+        q, *packed_kv, sinks, sequence_idx * Sq, sequence_idx * keys, visible, *settings[:7],
         *((*NO_PLAN, *settings[7:]) if settings[7:] else ()),
     )  # fmt: skip
     out = empty_in_layout_of(query, (B, Hq, Sq, value.shape[3]))
-    out.copy_(found.squeeze(0).unflatten(1, (B, Sq)).transpose(0, 1))
+    out.copy_(result.squeeze(0).unflatten(1, (B, Sq)).transpose(0, 1))
     return out, lse.squeeze(0).unflatten(1, (B, Sq)).transpose(0, 1).contiguous()
 
 
-def _math_out(out: Tensor, *given: object) -> Tensor:
-    found, lse = _math(*given)
-    out.copy_(found)
+def _math_out(out: Tensor, *args: object) -> Tensor:
+    result, lse = _math(*args)
+    out.copy_(result)
     return lse
 
 
-def _out_fake(out: Tensor, *given: object) -> Tensor:
-    return empty_results(*given)[1]
+def _out_fake(out: Tensor, *args: object) -> Tensor:
+    return empty_results(*args)[1]
 
 
 def _setup_context(ctx, inputs: tuple, output: tuple) -> None:

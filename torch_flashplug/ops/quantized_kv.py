@@ -147,9 +147,9 @@ class QuantizedTensor(Tensor):
         cls, data8: Tensor, scale: Tensor, dtype: torch.dtype, shift: Tensor | None = None, rotated: bool = False
     ) -> QuantizedTensor:
         if data8.dtype not in FORMATS or data8.dim() != 4 or scale.shape != data8.shape[:3]:
-            given = f"data8 {data8.dtype} {tuple(data8.shape)}, scale {tuple(scale.shape)}"
+            actual = f"data8 {data8.dtype} {tuple(data8.shape)}, scale {tuple(scale.shape)}"
             raise ValueError(
-                f"QuantizedTensor: data8 must be (B, Hkv, S, D) of {IN_WORDS}, and scale (B, Hkv, S), but got {given}."
+                f"QuantizedTensor: data8 must be (B, Hkv, S, D) of {IN_WORDS}, and scale (B, Hkv, S), but got {actual}."
             )
         B, Hkv, _, D = data8.shape
         if not dtype.is_floating_point or (shift is not None and shift.shape != (B, Hkv, 1, D)):
@@ -165,8 +165,8 @@ class QuantizedTensor(Tensor):
         return self
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
-        made = f"{self.data8.dtype}, {'rotated, ' * self.rotated}{'shifted, ' * (self.shift is not None)}"
-        return f"QuantizedTensor({tuple(self.shape)}, {made}says {self.dtype}, device={self.device})"
+        properties = f"{self.data8.dtype}, {'rotated, ' * self.rotated}{'shifted, ' * (self.shift is not None)}"
+        return f"QuantizedTensor({tuple(self.shape)}, {properties}says {self.dtype}, device={self.device})"
 
     def dequantize(self) -> Tensor:
         """Return the numbers (B, Hkv, S, D) as an ordinary tensor of `dtype`."""
@@ -189,9 +189,9 @@ class QuantizedTensor(Tensor):
 
     @staticmethod
     def __tensor_unflatten__(
-        inner: dict[str, Tensor], made: tuple[torch.dtype, bool], outer_size: object, outer_stride: object
+        inner: dict[str, Tensor], metadata: tuple[torch.dtype, bool], outer_size: object, outer_stride: object
     ) -> QuantizedTensor:
-        dtype, rotated = made
+        dtype, rotated = metadata
         return QuantizedTensor(inner["data8"], inner["scale"], dtype, inner.get("shift"), rotated)
 
     @classmethod
@@ -207,13 +207,13 @@ class QuantizedTensor(Tensor):
     def __torch_dispatch__(cls, func: object, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
         """Apply copies and moves between devices to the parts; dequantize to 16 bits for any other operation."""
         kwargs = kwargs or {}
-        for place, said in enumerate(func._schema.arguments):
-            given = args[place] if place < len(args) else kwargs.get(said.name)
-            if isinstance(given, cls) and said.alias_info is not None and said.alias_info.is_write:
+        for position, argument in enumerate(func._schema.arguments):
+            operand = args[position] if position < len(args) else kwargs.get(argument.name)
+            if isinstance(operand, cls) and argument.alias_info is not None and argument.alias_info.is_write:
                 raise RuntimeError(f"{func}: {_NO_WRITES}")
         same = kwargs.get("dtype") in (None, args[0].dtype) if args and isinstance(args[0], cls) else False
         if func in _COPIES and same:
-            kwargs = {name: said for name, said in kwargs.items() if name not in {"dtype", "memory_format"}}
+            kwargs = {name: value for name, value in kwargs.items() if name not in {"dtype", "memory_format"}}
             return args[0].map(lambda x: func(x, *args[1:], **kwargs))
         args, kwargs = tree_map_only(QuantizedTensor, QuantizedTensor.dequantize, (args, kwargs))
         return func(*args, **kwargs)

@@ -310,11 +310,11 @@ def _math_backward(*args) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     factors = None
     if a.dropout_p > 0.0:
         factors = _dropout_factors(a.seed, s.scores, a.dropout_p)
-    found = reference.gradients(s, a.query, a.key, a.value, reference.Known(a.grad_out, a.out, a.lse, factors))
+    grads = reference.gradients(s, a.query, a.key, a.value, reference.BackwardInputs(a.grad_out, a.out, a.lse, factors))
     dbias = a.query.new_empty(0)
     if a.bias_grad:
-        dbias = reference.like(found.scores.sum_to_size(a.attn_bias.shape), a.attn_bias)
-    return found.query, found.key, found.value, dbias
+        dbias = reference.like(grads.scores.sum_to_size(a.attn_bias.shape), a.attn_bias)
+    return grads.query, grads.key, grads.value, dbias
 
 
 # ---- quantized KV caches: key and value in 8 bits ----
