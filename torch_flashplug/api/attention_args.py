@@ -52,8 +52,10 @@ def split_size_of(fixed_split_size: int | None, num_splits: int | None) -> int:
     if fixed_split_size is None:
         return 0
     if not is_int(fixed_split_size) or not 1 <= fixed_split_size < 2**62 or fixed_split_size % SPLIT_UNIT:
-        given = f"{fixed_split_size!r}"
-        raise ValueError(f"attention: fixed_split_size must be a multiple of {SPLIT_UNIT} or None, but got {given}.")
+        size_text = f"{fixed_split_size!r}"
+        raise ValueError(
+            f"attention: fixed_split_size must be a multiple of {SPLIT_UNIT} or None, but got {size_text}."
+        )
     if num_splits is not None:
         raise ValueError(
             "attention: num_splits and fixed_split_size must not be passed together, "
@@ -120,10 +122,10 @@ def heads_fit(Hq: int, Hkv: int) -> bool:
     return not Hq % Hkv if Hkv else not Hq
 
 
-def check_rank(name: str, x: object, rank: int, what: str, of: str = "attention") -> None:
+def check_rank(name: str, x: object, rank: int, rule: str, function: str = "attention") -> None:
     if not isinstance(x, Tensor) or x.dim() != rank:
-        given = f"{x.dim()}-D" if isinstance(x, Tensor) else type(x).__name__
-        raise TypeError(f"{of}: {name} must be {what}, but got {given}.")
+        actual = f"{x.dim()}-D" if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"{function}: {name} must be {rule}, but got {actual}.")
 
 
 def check_operands(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -148,10 +150,10 @@ def check_fit(q: Tensor, k: Tensor, v: Tensor, *sizes: tuple[int, ...]) -> None:
     of_q, of_k, of_v = sizes
     (B, _, Hq, D), (_, Sk, Hkv, _) = of_q, of_k
     if of_k != (B, Sk, Hkv, D) or of_v[:3] != (B, Sk, Hkv) or not heads_fit(Hq, Hkv):
-        given = f"q {of_q}, k {of_k}, v {of_v}"
+        shapes = f"q {of_q}, k {of_k}, v {of_v}"
         raise ValueError(
             "attention: q, k and v must have shapes (B, Sq, Hq, D), (B, Sk, Hkv, D) and (B, Sk, Hkv, Dv), "
-            f"Hq a multiple of Hkv, but got {given}. Length comes before heads, and packed sequences have B = 1."
+            f"Hq a multiple of Hkv, but got {shapes}. Length comes before heads, and packed sequences have B = 1."
         )
 
 
@@ -162,10 +164,10 @@ def as_sinks(sinks: Tensor | None, q: Tensor) -> Tensor | None:
     fits = isinstance(sinks, Tensor) and sinks.shape == q.shape[-2:-1] and sinks.is_floating_point()
     if not fits or (sinks.is_meta and not q.is_meta):
         is_tensor = isinstance(sinks, Tensor)
-        given = f"{sinks.dtype} {tuple(sinks.shape)} on {sinks.device}" if is_tensor else type(sinks).__name__
+        actual = f"{sinks.dtype} {tuple(sinks.shape)} on {sinks.device}" if is_tensor else type(sinks).__name__
         raise ValueError(
             f"attention: sinks must be a floating-point tensor of shape (Hq,) = ({q.shape[-2]},), "
-            f"on meta only if q is, but got {given}."
+            f"on meta only if q is, but got {actual}."
         )
     return sinks.to(q.device, torch.promote_types(torch.float32, q.dtype))
 
@@ -176,8 +178,10 @@ def check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> bool:
         check_same(q, k, v)
         return False
     if k.dtype != v.dtype or not q.dtype.is_floating_point or q.dtype in FORMATS:
-        given = f"q, k, v of {q.dtype}, {k.dtype}, {v.dtype}"
-        raise ValueError(f"attention: k and v must have one 8-bit dtype of {IN_WORDS}, and q 16 bits, but got {given}.")
+        dtypes = f"q, k, v of {q.dtype}, {k.dtype}, {v.dtype}"
+        raise ValueError(
+            f"attention: k and v must have one 8-bit dtype of {IN_WORDS}, and q 16 bits, but got {dtypes}."
+        )
     if forward_ad._current_level >= 0:
         raise RuntimeError(
             "attention: gradients are not supported for 8-bit key and value, in forward mode either. "
@@ -206,9 +210,9 @@ def check_same(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def have_kernels(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    dims = (query.shape[3], value.shape[3])
-    taken = query.is_cuda and query.dtype == key.dtype == value.dtype and query.dtype in SIXTEEN_BITS
-    return taken and all(dim % 8 == 0 and dim <= LARGEST_DIM for dim in dims)
+    head_dims = (query.shape[3], value.shape[3])
+    has_dtype = query.is_cuda and query.dtype == key.dtype == value.dtype and query.dtype in SIXTEEN_BITS
+    return has_dtype and all(dim % 8 == 0 and dim <= LARGEST_DIM for dim in head_dims)
 
 
 def is_few(Hq: int, Sq: int, Hkv: int) -> bool:
@@ -226,7 +230,7 @@ def are_few_rows(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 def scale_of(name: str, scale: Scale | None, x: Tensor) -> Tensor:
     """Return a scale as fp32 (B, Hkv, Sk), broadcast by strides of 0, for `x` of shape (B, Hkv, Sk, ...)."""
-    wanted = x.shape[:3]
+    full_shape = x.shape[:3]
     if scale is None:
         if x.dtype == torch.int8:
             raise ValueError(
@@ -237,16 +241,16 @@ def scale_of(name: str, scale: Scale | None, x: Tensor) -> Tensor:
     if not isinstance(scale, Tensor | int | float) or (isinstance(scale, Tensor) and scale.is_complex()):
         raise TypeError(f"attention: {name} must be a number or a real tensor, but got {type(scale).__name__}.")
     if not isinstance(scale, Tensor):
-        return torch.full((1, 1, 1), float(scale), dtype=torch.float32, device=x.device).expand(wanted)
+        return torch.full((1, 1, 1), float(scale), dtype=torch.float32, device=x.device).expand(full_shape)
     if scale.device != x.device and scale.dim() > 0:
         raise ValueError(f"attention: {name} must be on the device of k and v, {x.device}, but is on {scale.device}.")
     shape = {0: (1, 1, 1), 1: (1, *scale.shape, 1), 2: (*scale.shape, 1), 3: tuple(scale.shape)}.get(scale.dim())
-    if shape is None or any(size not in (1, full) for size, full in zip(shape, wanted, strict=True)):
+    if shape is None or any(size not in (1, full) for size, full in zip(shape, full_shape, strict=True)):
         raise ValueError(
             f"attention: {name} must have shape (), (Hkv,), (B, Hkv) or (B, Hkv, Sk), where each dim is 1 or that of "
-            f"B, Hkv, Sk = {tuple(wanted)}, but got {tuple(scale.shape)}."
+            f"B, Hkv, Sk = {tuple(full_shape)}, but got {tuple(scale.shape)}."
         )
-    return scale.to(x.device, torch.float32).reshape(shape).expand(wanted)
+    return scale.to(x.device, torch.float32).reshape(shape).expand(full_shape)
 
 
 def scales_of(eight: bool, scales: Scales, key: Tensor, value: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -288,21 +292,21 @@ def check_out(out: Tensor, operands: tuple[Tensor, Tensor, Tensor], *more: objec
         return
     eight = v.dtype in FORMATS
     dtype = q.dtype if eight else describe_call.under_autocast(q.device.type, q)[0].dtype
-    wanted = ((*q.shape[:-1], v.shape[-1]), dtype, q.device)
-    if not isinstance(out, Tensor) or (tuple(out.shape), out.dtype, out.device) != wanted:
-        given = f"{out.dtype} {tuple(out.shape)} on {out.device}" if isinstance(out, Tensor) else type(out).__name__
-        raise ValueError(f"attention: out must be {dtype} {wanted[0]} on {q.device}, but got {given}.")
-    given = (out, *operands, *(x for x in more if isinstance(x, Tensor)))
+    expected = ((*q.shape[:-1], v.shape[-1]), dtype, q.device)
+    if not isinstance(out, Tensor) or (tuple(out.shape), out.dtype, out.device) != expected:
+        actual = f"{out.dtype} {tuple(out.shape)} on {out.device}" if isinstance(out, Tensor) else type(out).__name__
+        raise ValueError(f"attention: out must be {dtype} {expected[0]} on {q.device}, but got {actual}.")
+    tensors = (out, *operands, *(x for x in more if isinstance(x, Tensor)))
     if not torch.compiler.is_compiling():
         if out.is_neg():
             raise ValueError(
                 "attention: out must not be a lazily negated view (out.is_neg()). Pass a tensor that owns its memory."
             )
-        if _meets_itself(out) or any(_overlap(out, x) for x in given[1:]):
+        if _meets_itself(out) or any(_overlap(out, x) for x in tensors[1:]):
             raise ValueError(
                 "attention: out must own its memory, but shares memory with itself or an operand. Pass a new tensor."
             )
-    if torch.is_grad_enabled() and any(x.requires_grad for x in given):
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         raise RuntimeError(
             "attention: gradients are not supported with out, but a tensor of the call requires a gradient. "
             "Call attention() under torch.no_grad(), or without out."
@@ -328,18 +332,21 @@ def _overlap(x: Tensor, y: Tensor) -> bool:
     """
     if x.is_meta or y.is_meta or x.device != y.device or not (x.numel() and y.numel()):
         return False
-    low, other = x.untyped_storage(), y.untyped_storage()
-    if low.data_ptr() + low.nbytes() <= other.data_ptr() or other.data_ptr() + other.nbytes() <= low.data_ptr():
+    x_start, y_start = x.untyped_storage(), y.untyped_storage()
+    if (
+        x_start.data_ptr() + x_start.nbytes() <= y_start.data_ptr()
+        or y_start.data_ptr() + y_start.nbytes() <= x_start.data_ptr()
+    ):
         return False
-    (low, dims), (other, others) = ((t.data_ptr(), _dims_in_bytes(t)) for t in (x, y))
-    apart = other - low
-    if apart >= _extent(dims) or -apart >= _extent(others):
+    (x_start, x_dims), (y_start, y_dims) = ((t.data_ptr(), _dims_in_bytes(t)) for t in (x, y))
+    distance = y_start - x_start
+    if distance >= _extent(x_dims) or -distance >= _extent(y_dims):
         return False
-    for step in {stride for stride, _ in (*dims, *others)}:
-        inner, within = ([dim for dim in all_dims if dim[0] < step] for all_dims in (dims, others))
-        outer = [stride for stride, _ in (*dims, *others) if stride >= step]
-        place = apart % step
-        if not any(stride % step for stride in outer) and _extent(inner) <= place <= step - _extent(within):
+    for step in {stride for stride, _ in (*x_dims, *y_dims)}:
+        inner, within = ([dim for dim in all_dims if dim[0] < step] for all_dims in (x_dims, y_dims))
+        outer = [stride for stride, _ in (*x_dims, *y_dims) if stride >= step]
+        offset = distance % step
+        if not any(stride % step for stride in outer) and _extent(inner) <= offset <= step - _extent(within):
             return False
     return True
 

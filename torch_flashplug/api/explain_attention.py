@@ -72,26 +72,26 @@ def explain_attention(
             f"got {device!r}."
         )
     startup.load()
-    given = (q, k, v)
-    if not all(isinstance(x, Tensor) for x in given):
-        attention(*given, **arguments)  # raises the error
+    tensors = (q, k, v)
+    if not all(isinstance(x, Tensor) for x in tensors):
+        attention(*tensors, **arguments)  # raises the error
     if (out := arguments.pop("out", None)) is not None:
-        check_out(out, given, *arguments.values())
+        check_out(out, tensors, *arguments.values())
     arguments = {name: x for name, x in arguments.items() if x is not None or name in _NEVER_NONE}
-    lists = arguments.pop("plan", None)  # the kernel does not depend on the plan
+    varlen_plan = arguments.pop("plan", None)  # the kernel does not depend on the plan
     if "block_mask" in arguments and not isinstance(arguments["block_mask"], BlockLists):
-        arguments["block_mask"] = block_lists(arguments["block_mask"], gradients=describe_call.wants_grad(*given))
+        arguments["block_mask"] = block_lists(arguments["block_mask"], gradients=describe_call.wants_grad(*tensors))
     road = _Road(q.device if device is None else torch.device("cuda"), device)
-    operands, told = [road.faked(x) for x in given], {name: road.faked(x) for name, x in arguments.items()}
-    plan = road.follow(lambda: attention(*operands, **told))
-    if lists is not None:
-        _check_lists(lists, given, arguments)
+    operands, meta_arguments = [road.faked(x) for x in tensors], {name: road.faked(x) for name, x in arguments.items()}
+    plan = road.follow(lambda: attention(*operands, **meta_arguments))
+    if varlen_plan is not None:
+        _check_lists(varlen_plan, tensors, arguments)
     if plan is None:
-        plan = _of_sdpa(road, given, device)
+        plan = _of_sdpa(road, tensors, device)
         plan = _behind(_WHOLE, plan) if road.dequantises else plan
     elif "block_table" in arguments and road.ends[0] is namespace.attention_fwd:
         plan = _behind("pages are gathered first", plan)
-    return replace(plan, call=_in_one_line(given, arguments))
+    return replace(plan, call=_in_one_line(tensors, arguments))
 
 
 class _Road(TorchFunctionMode):
@@ -141,8 +141,9 @@ class _Road(TorchFunctionMode):
         if end is namespace.paged_fwd:
             plan = self._of_pages()
         elif end is namespace.attention_fwd:
-            given = _Given(*self.args)
-            plan = self._of_op(self.args, given.needs(given.key.shape[2]), 0, forced=True)  # keys are never split here
+            call_facts = _Given(*self.args)
+            needs = call_facts.needs(call_facts.key.shape[2])
+            plan = self._of_op(self.args, needs, 0, forced=True)  # keys are never split here
         elif end is namespace.cached_fwd:
             plan = self._of_op(self.args, {"cache8": 1, "mask": self.args[5] is not None}, 0, mode=0)
             if not plan.kernel:
@@ -154,20 +155,20 @@ class _Road(TorchFunctionMode):
         return _behind(_WHOLE, plan) if self.dequantises else plan
 
     def _of_pages(self) -> Plan:
-        q, k, v, pages, used, k_scale, _, sinks, *settings, _ = given = self.args
-        keys, told = pages.shape[1] * k.shape[2], _Given(q, k, v, sinks, None, None, used, *settings)
-        needs = told.needs(keys) | {"paged": 1, "cache8": k_scale is not None, "Sk": keys}
-        plan = self._of_op(given, needs, told.num_splits)
-        whole = len(k) and (k.shape[2] % _TOGETHER == 0 or pages.shape[1] == 1)
-        if plan.kernel and whole:
+        q, k, v, pages, used, k_scale, _, sinks, *settings, _ = paged_args = self.args
+        keys, call_facts = pages.shape[1] * k.shape[2], _Given(q, k, v, sinks, None, None, used, *settings)
+        needs = call_facts.needs(keys) | {"paged": 1, "cache8": k_scale is not None, "Sk": keys}
+        plan = self._of_op(paged_args, needs, call_facts.num_splits)
+        is_read_in_place = len(k) and (k.shape[2] % _TOGETHER == 0 or pages.shape[1] == 1)
+        if plan.kernel and is_read_in_place:
             return plan
-        why = (
+        reason = (
             f"pages have {k.shape[2]} rows"
             if plan.kernel
             else plan.reasons.get(KERNEL_BACKENDS[-1], "math is asked for")
         )
-        made = " and converted to 16 bits" * (k_scale is not None)
-        return _behind(f"pages are gathered first{made}: {why}", self.follow(lambda: paged._math(*given)))
+        copy_text = " and converted to 16 bits" * (k_scale is not None)
+        return _behind(f"pages are gathered first{copy_text}: {reason}", self.follow(lambda: paged._math(*paged_args)))
 
     def _of_op(
         self, args: tuple, needs: dict[str, float], splits: int, *, forced: bool = False, mode: int | None = None
@@ -190,12 +191,14 @@ class _Road(TorchFunctionMode):
         only = bindings.forced_kernels(mode) if forced else None
         for backend in KERNEL_BACKENDS if only is None else (only,):
             word = BACKENDS.index(backend) | splits << SPLITS_SHIFT
-            made = bindings.plan(described, facts, word)
-            if made["backend"] == backend:
-                fields = {name: made[name] for name in ("kernel", "splits", "copies", "gradients", "sharing")}
-                gate = made["gate"] if made["kernel"].startswith("decode") else ""  # only decode kernels have a gate
+            kernel_plan = bindings.plan(described, facts, word)
+            if kernel_plan["backend"] == backend:
+                fields = {name: kernel_plan[name] for name in ("kernel", "splits", "copies", "gradients", "sharing")}
+                gate = (
+                    kernel_plan["gate"] if kernel_plan["kernel"].startswith("decode") else ""
+                )  # only decode kernels have a gate
                 return Plan("", backend, **fields, gate=gate, reasons=reasons)
-            reasons[backend] = made["reasons"].get(backend, "")
+            reasons[backend] = kernel_plan["reasons"].get(backend, "")
             error = "" if only is None else bindings.forced_error(described, facts, word)
         return Plan("", "math", reasons=reasons, error=error)
 
@@ -240,31 +243,31 @@ class _Given(NamedTuple):
         """
         rows = self.query.shape[2]
         bounds = (rows + keys if bound < 0 else min(bound, rows + keys) for bound in (self.left, self.right))
-        said = dict(zip(Window._fields, (*bounds, self.bottom_right), strict=True))
-        said |= {"window": 1, "softcap": self.softcap, "ragged": self.cu_q is not None}
-        said |= {
+        facts = dict(zip(Window._fields, (*bounds, self.bottom_right), strict=True))
+        facts |= {"window": 1, "softcap": self.softcap, "ragged": self.cu_q is not None}
+        facts |= {
             "batch_invariant": self.num_splits == 1 or self.fixed_split_size > 0,
             "split_size": self.fixed_split_size,
         }
-        return said | {"sequences": 0 if self.cu_q is None else len(self.cu_q) - 1}
+        return facts | {"sequences": 0 if self.cu_q is None else len(self.cu_q) - 1}
 
 
-def _check_lists(plan: object, given: tuple[Tensor, ...], arguments: dict[str, object]) -> None:
+def _check_lists(plan: object, tensors: tuple[Tensor, ...], arguments: dict[str, object]) -> None:
     """Check the argument `plan` as attention() does, except for the kernel that the plan was made for."""
     cu_q, cu_k, used = (arguments.get(name) for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k"))
     check_is_plan(plan, cu_q is not None and "block_table" not in arguments and "block_mask" not in arguments)
     window = window_of(arguments.get("causal", False), arguments.get("window"))
-    plan.check(*given[:2], (cu_q, cu_q if cu_k is None else cu_k, used), window)
+    plan.check(*tensors[:2], (cu_q, cu_q if cu_k is None else cu_k, used), window)
 
 
 def _behind(first: str, plan: Plan) -> Plan:
     return replace(plan, copies="; ".join(x for x in (first, plan.copies) if x))
 
 
-def _of_sdpa(road: _Road, given: tuple[Tensor, ...], device: str | None) -> Plan:
+def _of_sdpa(road: _Road, tensors: tuple[Tensor, ...], device: str | None) -> Plan:
     """Return the plan of the F.scaled_dot_product_attention call, with the addresses of the caller's tensors."""
     query, key, value, mask, *more = road.args
-    twins = [_twin(x, like) for x, like in zip(given, (query, key, value), strict=True)]
+    twins = [_twin(x, like) for x, like in zip(tensors, (query, key, value), strict=True)]
     if mask is not None:
         mask = torch.empty(mask.shape, dtype=mask.dtype, device=twins[0].device)
     causal, scale = (more[0], more[1]) if road.ends[-1] is _F_SDPA else (False, more[2])
@@ -279,9 +282,9 @@ def _twin(x: Tensor, like: Tensor) -> Tensor:
     return x.as_strided(like.shape, like.stride(), x.storage_offset() + like.storage_offset())
 
 
-def _in_one_line(given: tuple[Tensor, ...], arguments: dict[str, object]) -> str:
-    parts = [f"{name} {list(x.shape)}" for name, x in zip("qkv", given, strict=True)]
-    parts.append("/".join(dict.fromkeys(str(x.dtype).removeprefix("torch.") for x in given)))
+def _in_one_line(tensors: tuple[Tensor, ...], arguments: dict[str, object]) -> str:
+    parts = [f"{name} {list(x.shape)}" for name, x in zip("qkv", tensors, strict=True)]
+    parts.append("/".join(dict.fromkeys(str(x.dtype).removeprefix("torch.") for x in tensors)))
     arguments = {name: x.digest if isinstance(x, BlockLists) else x for name, x in arguments.items()}
     parts += [f"{name} {list(x.shape)}" if isinstance(x, Tensor) else f"{name}={x}" for name, x in arguments.items()]
-    return ", ".join(parts + ["grad"] * describe_call.wants_grad(*given))
+    return ", ".join(parts + ["grad"] * describe_call.wants_grad(*tensors))

@@ -41,13 +41,13 @@ def _process_precision() -> int:
         raise ValueError(f"{env.PRECISION.name}: {error}") from None
 
 
-def provide(name: str, cc: int, given: Circumstances) -> Provided:
+def provide(name: str, cc: int, conditions: Circumstances) -> Provided:
     """Return a kernel that no open pack holds: from a compressed pack, from the disk cache, or compiled now.
 
     Args:
         name: the name of a `KernelSpec`.
         cc: the compute capability of the GPU; 90 is 9.0.
-        given: the conditions of the call, such as a running graph capture.
+        conditions: the conditions of the call, such as a running graph capture.
     """
     target = compiler.target_of(cc)
     if packed := packs.provide(name, target):
@@ -56,14 +56,15 @@ def provide(name: str, cc: int, given: Circumstances) -> Provided:
     # Stock cannot serve these calls meanwhile, because stock's result differs: different dropout masks, a different
     # order of sums, or a backward for a forward that ran on a torch_flashplug kernel.
     deterministic = torch.are_deterministic_algorithms_enabled()
-    given = replace(given, must_wait=given.must_wait or spec.is_backward or "dropout" in spec.features or deterministic)
+    must_wait = conditions.must_wait or spec.is_backward or "dropout" in spec.features or deterministic
+    conditions = replace(conditions, must_wait=must_wait)
 
     def following() -> list[str]:
-        names = kernel_sets.following(spec, bindings.device_facts(), given.training, deterministic)
+        names = kernel_sets.following(spec, bindings.device_facts(), conditions.training, deterministic)
         packed = packs.held(target)
         return [name for name in names if name not in packed]
 
-    return jit.provide(name, target, given, following)
+    return jit.provide(name, target, conditions, following)
 
 
 def push_tables(kernels: Sequence[kernel_table.KernelRow] | None = None) -> None:

@@ -32,78 +32,76 @@ if TYPE_CHECKING:
     from .varlen_plan import LengthsPlan
 
 _OTHER_PLAN = "plan was made for another call"  # text of an error in src/operands/varlen_tile_list.cpp
-# In the functions below, `seen` holds the fields of Window, then softcap, scale, num_splits and fixed_split_size.
-# `into` is the output tensor of the caller, shaped as the result.
+# In the functions below, `params` holds the fields of Window, then softcap, scale, num_splits and fixed_split_size.
+# `out_buffer` is the output tensor of the caller, shaped as the result.
 
 
 def on_end(
-    operands: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, given: Lengths, seen: tuple,
-    scales: Scales = NO_SCALES, into: Tensor | None = None, plan: LengthsPlan | None = None,
+    operands: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, lengths: Lengths, params: tuple,
+    scales: Scales = NO_SCALES, out_buffer: Tensor | None = None, plan: LengthsPlan | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attend within packed sequences; return the output (T, Hq, Dv) and the LSE (Hq, T)."""
-    eight = check_on_end(operands, given)
+    is_quantized = check_on_end(operands, lengths)
     if plan is not None:
-        plan.check(*operands[:2], given, seen[:3])
+        plan.check(*operands[:2], lengths, params[:3])
     q, batch = operands[0], [x.unsqueeze(0) for x in operands]
-    lengths = (None if x is None else x.contiguous() for x in given)
+    contiguous_lengths = (None if x is None else x.contiguous() for x in lengths)
     query, *pair = (x.transpose(1, 2) for x in batch)
-    into = None if into is None else into.unsqueeze(0).transpose(1, 2)
-    batch = in_16_bits(query, *pair, *scales_of(eight, scales, *pair))
-    out, lse = _attended(plan, into, *batch, as_sinks(sinks, q), *lengths, *seen)
+    out_buffer = None if out_buffer is None else out_buffer.unsqueeze(0).transpose(1, 2)
+    batch = in_16_bits(query, *pair, *scales_of(is_quantized, scales, *pair))
+    out, lse = _attended(plan, out_buffer, *batch, as_sinks(sinks, q), *contiguous_lengths, *params)
     out = out.transpose(1, 2).squeeze(0)
-    return out.to(q.dtype) if eight else out, lse.squeeze(0)
+    return out.to(q.dtype) if is_quantized else out, lse.squeeze(0)
 
 
-def _attended(plan: LengthsPlan | None, into: Tensor | None, *given: object) -> tuple[Tensor, Tensor]:
+def _attended(plan: LengthsPlan | None, out_buffer: Tensor | None, *op_args: object) -> tuple[Tensor, Tensor]:
     """Call attention_fwd; raise a kernel's RuntimeError about the plan as a ValueError about the argument."""
     if plan is None or torch.compiler.is_compiling():
-        return written("attention_fwd", into, *given, *(NO_PLAN if plan is None else plan.of_op))
+        return written("attention_fwd", out_buffer, *op_args, *(NO_PLAN if plan is None else plan.of_op))
     try:
-        return written("attention_fwd", into, *given, *plan.of_op)
+        return written("attention_fwd", out_buffer, *op_args, *plan.of_op)
     except RuntimeError as error:
         if _OTHER_PLAN not in str(error):
             raise
         raise ValueError(f"attention: {_OTHER_PLAN}{str(error).partition(_OTHER_PLAN)[2].splitlines()[0]}") from None
 
 
-
-
 def some_of_each(
-    operands: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, used: Tensor, seen: tuple,
-    scales: Scales = NO_SCALES, into: Tensor | None = None,
+    operands: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, kv_lengths: Tensor, params: tuple,
+    scales: Scales = NO_SCALES, out_buffer: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attend to the first `used` keys of each sequence; return the output (B, Sq, Hq, Dv) and the LSE (B, Hq, Sq)."""
+    """Attend to the first `kv_lengths` keys of each sequence; return (B, Sq, Hq, Dv) and the LSE (B, Hq, Sq)."""
     check_operands(*operands)
-    (q, k, _), eight = operands, check_dtypes(*operands)
-    check_numbers("seqused_k", used, "batch", q.device)
-    if used.shape[0] != q.shape[0]:
+    (q, k, _), is_quantized = operands, check_dtypes(*operands)
+    check_numbers("seqused_k", kv_lengths, "batch", q.device)
+    if kv_lengths.shape[0] != q.shape[0]:
         raise ValueError(
-            f"attention: seqused_k must have shape (batch,) = ({q.shape[0]},), but got {tuple(used.shape)}. "
+            f"attention: seqused_k must have shape (batch,) = ({q.shape[0]},), but got {tuple(kv_lengths.shape)}. "
             "Pass one KV length for each sequence."
         )
     refuse_forward_mode()
-    turned = [x.transpose(1, 2) for x in operands]
-    found = scales_of(eight, scales, *turned[1:])
-    turned = turned if eight else describe_call.under_autocast(q.device.type, *turned)
-    if are_few_rows(*turned):  # the cache of each sequence is one page
-        check_split_size(seen[-1], seen[:2], turned[0], turned[2], k.shape[1])
+    transposed = [x.transpose(1, 2) for x in operands]
+    kv_scales = scales_of(is_quantized, scales, *transposed[1:])
+    transposed = transposed if is_quantized else describe_call.under_autocast(q.device.type, *transposed)
+    if are_few_rows(*transposed):  # the cache of each sequence is one page
+        check_split_size(params[-1], params[:2], transposed[0], transposed[2], k.shape[1])
         pages = torch.arange(q.shape[0], dtype=torch.int32, device=q.device).unsqueeze(1)
-        into = None if into is None else into.transpose(1, 2)
-        given = (*turned, pages, used.contiguous(), *map(_packed, found), as_sinks(sinks, q))
-        out, lse = written("paged_fwd", into, *given, *seen)
+        out_buffer = None if out_buffer is None else out_buffer.transpose(1, 2)
+        op_args = (*transposed, pages, kv_lengths.contiguous(), *map(_packed, kv_scales), as_sinks(sinks, q))
+        out, lse = written("paged_fwd", out_buffer, *op_args, *params)
         return out.transpose(1, 2), lse
-    turned = in_16_bits(*turned, *found)
-    rows, *keys = (x.transpose(1, 2) for x in turned)
-    of_keys = [rows_on_end(x) for x in keys]
-    if of_keys[0][1] != of_keys[1][1] or not have_kernels(*turned):
-        of_keys = [(x.flatten(0, 1), k.shape[1]) for x in keys]
-    steps = (q.shape[1], of_keys[0][1])
+    transposed = in_16_bits(*transposed, *kv_scales)
+    rows, *keys = (x.transpose(1, 2) for x in transposed)
+    packed_kv = [rows_on_end(x) for x in keys]
+    if packed_kv[0][1] != packed_kv[1][1] or not have_kernels(*transposed):
+        packed_kv = [(x.flatten(0, 1), k.shape[1]) for x in keys]
+    steps = (q.shape[1], packed_kv[0][1])
     starts = [torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device) * step for step in steps]
-    starts[1][-1:].clamp_(max=of_keys[0][0].shape[0])
-    lengths = (*starts, used.clamp(max=k.shape[1]))
-    out, lse = on_end((rows.flatten(0, 1), *(x for x, _ in of_keys)), sinks, lengths, seen)
-    out = out.unflatten(0, q.shape[:2]).to(q.dtype if eight else out.dtype)
-    return out if into is None else into.copy_(out), lse.unflatten(1, q.shape[:2]).transpose(0, 1)
+    starts[1][-1:].clamp_(max=packed_kv[0][0].shape[0])
+    lengths = (*starts, kv_lengths.clamp(max=k.shape[1]))
+    out, lse = on_end((rows.flatten(0, 1), *(x for x, _ in packed_kv)), sinks, lengths, params)
+    out = out.unflatten(0, q.shape[:2]).to(q.dtype if is_quantized else out.dtype)
+    return out if out_buffer is None else out_buffer.copy_(out), lse.unflatten(1, q.shape[:2]).transpose(0, 1)
 
 
 def _packed(scale: Tensor | None) -> Tensor | None:
@@ -111,8 +109,8 @@ def _packed(scale: Tensor | None) -> Tensor | None:
 
 
 def in_pages(  # noqa: PLR0913
-    operands: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, block_table: Tensor, given: Lengths,
-    scales: Scales, seen: tuple, longest: int | None, into: Tensor | None = None,
+    operands: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, block_table: Tensor, lengths: Lengths,
+    scales: Scales, params: tuple, max_seqlen_q: int | None, out_buffer: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attend to a paged KV cache; return the output and the LSE, dense or packed as `q` is.
 
@@ -120,13 +118,13 @@ def in_pages(  # noqa: PLR0913
         operands: `q` (B, Sq, Hq, D), or packed (T, Hq, D), and the pools of k and v.
         sinks: Sinks (Hq,) or None.
         block_table: Page numbers (B, n).
-        given: `cu_seqlens_q`, `cu_seqlens_k` and `seqused_k`.
+        lengths: `cu_seqlens_q`, `cu_seqlens_k` and `seqused_k`.
         scales: Scales of 8-bit k and v.
-        seen: Window, softcap, scale and splits.
-        longest: Largest number of query rows of a sequence, if known (`max_seqlen_q`).
-        into: The caller's output tensor, or None.
+        params: Window, softcap, scale and splits.
+        max_seqlen_q: Largest number of query rows of a sequence, if known.
+        out_buffer: The caller's output tensor, or None.
     """
-    (q, k, v), (cu_q, cu_k, used_k) = operands, given
+    (q, k, v), (cu_q, cu_k, used_k) = operands, lengths
     if cu_k is not None:
         raise ValueError(
             "attention: cu_seqlens_k is not supported together with block_table. Pass seqused_k of shape (batch,)."
@@ -135,23 +133,23 @@ def in_pages(  # noqa: PLR0913
         check_rank("q", q, 3, "a tensor of shape (tokens, heads, head dim) with cu_seqlens_q")
         check_numbers("cu_seqlens_q", cu_q, "sequences + 1", q.device)
         check_pages(q.unsqueeze(0), k, v, block_table, used_k, cu_q.shape[0] - 1)
-        if type(longest) is not int or longest != 1:
-            return _gathered(operands, sinks, block_table, (cu_q, used_k), seen, scales, into)
+        if type(max_seqlen_q) is not int or max_seqlen_q != 1:
+            return _gathered(operands, sinks, block_table, (cu_q, used_k), params, scales, out_buffer)
         block_table, used_k = _of_rows(cu_q, q.shape[0], block_table, used_k)
     batch = q if cu_q is None else q.unsqueeze(1)
     check_rank("q", batch, 4, "a tensor of shape (batch, length, heads, head dim)")
     check_pages(batch, k, v, block_table, used_k, batch.shape[0])
     refuse_forward_mode()
     query, *pools = (x.transpose(1, 2) for x in (batch, k, v))
-    eight = check_dtypes(batch, k, v)
-    check_split_size(seen[-1], seen[:2], query, pools[1], block_table.shape[1] * k.shape[1])
-    found = map(_packed, scales_of(eight, scales, *pools))
-    if not eight:
+    is_quantized = check_dtypes(batch, k, v)
+    check_split_size(params[-1], params[:2], query, pools[1], block_table.shape[1] * k.shape[1])
+    kv_scales = map(_packed, scales_of(is_quantized, scales, *pools))
+    if not is_quantized:
         query, *pools = describe_call.under_autocast(q.device.type, query, *pools)
-    given = (query, *pools, block_table.contiguous(), used_k.contiguous(), *found, as_sinks(sinks, batch))
-    if into is not None:
-        into = (into if cu_q is None else into.unsqueeze(1)).transpose(1, 2)
-    out, lse = written("paged_fwd", into, *given, *seen)
+    lengths = (query, *pools, block_table.contiguous(), used_k.contiguous(), *kv_scales, as_sinks(sinks, batch))
+    if out_buffer is not None:
+        out_buffer = (out_buffer if cu_q is None else out_buffer.unsqueeze(1)).transpose(1, 2)
+    out, lse = written("paged_fwd", out_buffer, *lengths, *params)
     out = out.transpose(1, 2)
     return (out, lse) if cu_q is None else (out.squeeze(1), lse.squeeze(2).transpose(0, 1))
 
@@ -163,29 +161,29 @@ def _of_rows(cu_q: Tensor, rows: int, block_table: Tensor, used_k: Tensor) -> tu
     """
     if not block_table.shape[0]:
         return block_table.new_zeros(rows, block_table.shape[1]), used_k.new_zeros(rows)
-    number = torch.arange(rows, device=cu_q.device)
-    of = torch.searchsorted(cu_q[1:].contiguous(), number, right=True).clamp(max=block_table.shape[0] - 1)
-    mine = (cu_q[of] <= number) & (number < cu_q[of + 1])
-    return block_table[of], torch.where(mine, used_k[of], 0)
+    row = torch.arange(rows, device=cu_q.device)
+    sequence = torch.searchsorted(cu_q[1:].contiguous(), row, right=True).clamp(max=block_table.shape[0] - 1)
+    in_sequence = (cu_q[sequence] <= row) & (row < cu_q[sequence + 1])
+    return block_table[sequence], torch.where(in_sequence, used_k[sequence], 0)
 
 
 def _gathered(
     operands: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, block_table: Tensor,
-    given: tuple[Tensor, Tensor], seen: tuple, scales: Scales, into: Tensor | None,
+    lengths: tuple[Tensor, Tensor], params: tuple, scales: Scales, out_buffer: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Copy all pages of the tables into packed keys and values, then attend; return (T, Hq, Dv) and (Hq, T).
 
     Sequences may have any number of query rows.
     """
-    (q, *pools), (cu_q, used_k) = operands, given
+    (q, *pools), (cu_q, used_k) = operands, lengths
     pools = [x.transpose(1, 2) for x in pools]
-    found = scales_of(check_dtypes(*operands), scales, *pools)
-    found = tuple(None if x is None else paged.gathered(x, block_table).T.unsqueeze(0) for x in found)
-    keys = block_table.shape[1] * pools[0].shape[2]
-    steps = torch.arange(block_table.shape[0] + 1, dtype=torch.int32, device=q.device) * keys
+    kv_scales = scales_of(check_dtypes(*operands), scales, *pools)
+    kv_scales = tuple(None if x is None else paged.gathered(x, block_table).T.unsqueeze(0) for x in kv_scales)
+    keys_per_sequence = block_table.shape[1] * pools[0].shape[2]
+    kv_starts = torch.arange(block_table.shape[0] + 1, dtype=torch.int32, device=q.device) * keys_per_sequence
     rows = (paged.gathered(x, block_table) for x in pools)
-    used = used_k.clamp(0, keys if len(pools[0]) else 0)
-    return on_end((q, *rows), sinks, (cu_q, steps, used), seen, found, into)
+    kv_lengths = used_k.clamp(0, keys_per_sequence if len(pools[0]) else 0)
+    return on_end((q, *rows), sinks, (cu_q, kv_starts, kv_lengths), params, kv_scales, out_buffer)
 
 
 def check_pages(q: Tensor, k: Tensor, v: Tensor, block_table: Tensor, used_k: Tensor | None, B: int) -> None:
@@ -213,10 +211,6 @@ def check_pages(q: Tensor, k: Tensor, v: Tensor, block_table: Tensor, used_k: Te
         )
 
 
-
-
-
-
 def rows_on_end(x: Tensor) -> tuple[Tensor, int]:
     """Return (B, S, H, D) as packed (T, H, D), and the distance of two sequences in rows.
 
@@ -229,5 +223,3 @@ def rows_on_end(x: Tensor) -> tuple[Tensor, int]:
     if apart <= S:
         return x.flatten(0, 1), S
     return x.as_strided(((B - 1) * apart + S, *more), (of_row, *strides)), apart
-
-

@@ -56,33 +56,33 @@ class LengthsPlan(NamedTuple):
     def of_op(self) -> tuple[Tensor | None, int]:
         return self.lists, self.key
 
-    def check(self, q: Tensor, k: Tensor, given: Lengths, window: tuple[int, int, bool]) -> None:
+    def check(self, q: Tensor, k: Tensor, lengths: Lengths, window: tuple[int, int, bool]) -> None:
         """Raise ValueError if the plan belongs to a different call, as far as the host knows.
 
         Compiled graphs compare sizes and the window, but no tensors.
         """
-        for what, made_for, now in (
+        for fact, planned, actual in (
             ("q.shape[0]", self.rows, q.shape[0]),
             ("k.shape[0]", self.keys, k.shape[0]),
             ("the window (left, right, bottom_right)", tuple(self.window), tuple(window)),
         ):
-            if made_for != now:
+            if planned != actual:
                 raise ValueError(
-                    f"attention: plan must be made for this call, but {what} was {made_for} and is {now} now. "
+                    f"attention: plan must be made for this call, but {fact} was {planned} and is {actual} now. "
                     "Create a new plan."
                 )
         if torch.compiler.is_compiling():
             return
         names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
-        for name, x, made_of, then in zip(names, given, self.lengths, self.seen_as, strict=True):
-            now = _Seen.now(x)
-            if (now and now.place) != (then and then.place):
+        for name, x, made_of, then in zip(names, lengths, self.lengths, self.seen_as, strict=True):
+            current = _Seen.now(x)
+            if (current and current.place) != (then and then.place):
                 raise ValueError(
                     f"attention: plan was created from a different {name} tensor. "
                     "Pass the same tensor, or create a new plan."
                 )
             # `x.data` has a version counter of its own, so both tensors are compared.
-            if now and not now.version == then.version == _version(made_of):
+            if current and not current.version == then.version == _version(made_of):
                 raise ValueError(f"attention: {name} was written to after plan was created. Create a new plan.")
 
 
@@ -100,9 +100,9 @@ def check_is_plan(plan: object, on_end: bool) -> None:
 
 @torch.inference_mode(False)  # later calls with gradients may use the kept tensors
 @torch.no_grad()
-def _lists(operands: list[Tensor], lengths: Lengths, seen: tuple, gradients: bool) -> tuple[Tensor, int]:
-    return attention.namespace._plan_lists(*operands, *(None if x is None else x.contiguous() for x in lengths), *seen,
-                                          gradients)  # fmt: skip
+def _lists(operands: list[Tensor], lengths: Lengths, params: tuple, gradients: bool) -> tuple[Tensor, int]:
+    contiguous_lengths = (None if x is None else x.contiguous() for x in lengths)
+    return attention.namespace._plan_lists(*operands, *contiguous_lengths, *params, gradients)
 
 
 def plan(  # noqa: PLR0913
@@ -169,13 +169,13 @@ def plan(  # noqa: PLR0913
             "plan: plan() must be called outside of torch.compile. Pass the plan to the compiled function."
         )
     splits = splits_of(num_splits), split_size_of(fixed_split_size, num_splits)
-    seen = (*window_of(causal, window), softcap_of(softcap), None, *splits)
-    given = (cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k, seqused_k)
-    eight = check_on_end((q, k, v), given)
+    params = (*window_of(causal, window), softcap_of(softcap), None, *splits)
+    lengths = (cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k, seqused_k)
+    is_quantized = check_on_end((q, k, v), lengths)
     operands = [x.unsqueeze(0).transpose(1, 2) for x in (q, k, v)]
-    lists, key = _lists(_as_multiplied(operands, eight), given, seen, _wants(gradients, operands))
-    seen_as, window = tuple(map(_Seen.now, given)), Window(*seen[:3])
-    return LengthsPlan(lists if key else None, key, q.shape[0], k.shape[0], window, given, seen_as)
+    lists, key = _lists(_as_multiplied(operands, is_quantized), lengths, params, _wants(gradients, operands))
+    seen_as, window = tuple(map(_Seen.now, lengths)), Window(*params[:3])
+    return LengthsPlan(lists if key else None, key, q.shape[0], k.shape[0], window, lengths, seen_as)
 
 
 def _wants(gradients: bool | None, operands: list[Tensor]) -> bool:
@@ -184,13 +184,13 @@ def _wants(gradients: bool | None, operands: list[Tensor]) -> bool:
     return describe_call.wants_grad(*operands) if gradients is None else gradients
 
 
-def _as_multiplied(operands: list[Tensor], eight: bool) -> list[Tensor]:
+def _as_multiplied(operands: list[Tensor], is_quantized: bool) -> list[Tensor]:
     """Return operands in the dtypes of ops. A tensor of a converted dtype is empty, as nothing reads the values."""
-    told = [x.to("meta") for x in operands]
-    if eight:
-        told = [x.to(multiplied_in(told[0])) for x in told]
-    told = describe_call.under_autocast(operands[0].device.type, *told)
+    meta_operands = [x.to("meta") for x in operands]
+    if is_quantized:
+        meta_operands = [x.to(multiplied_in(meta_operands[0])) for x in meta_operands]
+    meta_operands = describe_call.under_autocast(operands[0].device.type, *meta_operands)
     return [
         x if x.dtype == like.dtype else torch.empty(x.shape, dtype=like.dtype, device=x.device)
-        for x, like in zip(operands, told, strict=True)
+        for x, like in zip(operands, meta_operands, strict=True)
     ]
