@@ -189,10 +189,10 @@ def flash_attn_with_kvcache(  # noqa: PLR0913
             raise ValueError(f"flash_attn_with_kvcache: cache_seqlens must be 0 or more, but got {cache_seqlens}.")
         cache_seqlens = torch.full((B,), cache_seqlens, dtype=torch.int32, device=q.device)
     if cache_seqlens is not None and (cache_seqlens.shape != (B,) or cache_seqlens.dtype != torch.int32):
-        given = f"{cache_seqlens.dtype} {tuple(cache_seqlens.shape)}"
+        actual = f"{cache_seqlens.dtype} {tuple(cache_seqlens.shape)}"
         raise ValueError(
             "flash_attn_with_kvcache: cache_seqlens must be an int or an int32 tensor of shape "
-            f"(batch,) = ({B},), but got {given}."
+            f"(batch,) = ({B},), but got {actual}."
         )
     settings = _settings(softmax_scale, causal, window_size, softcap, s_aux, more)
     if k is not None or v is not None:
@@ -201,8 +201,8 @@ def flash_attn_with_kvcache(  # noqa: PLR0913
                 "flash_attn_with_kvcache: k, v and cache_seqlens must be passed together, because new keys go after "
                 "the first cache_seqlens keys. Pass all three, or leave out k and v."
             )
-        said = {name: x for name, x in settings.items() if name != "num_splits"}
-        check_before(q, k_cache, v_cache, **said, seqused_k=cache_seqlens, block_table=table)
+        check_settings = {name: x for name, x in settings.items() if name != "num_splits"}
+        check_before(q, k_cache, v_cache, **check_settings, seqused_k=cache_seqlens, block_table=table)
         cache_seqlens = append_kv(k, v, k_cache, v_cache, cache_seqlens, table)
     settings |= {"seqused_k": cache_seqlens, "block_table": table, "return_lse": return_softmax_lse}
     with torch.no_grad():
@@ -214,10 +214,10 @@ def _settings(
     more: dict[str, object],
 ) -> dict[str, object]:  # fmt: skip
     """Return the arguments of `attention()` for these arguments of flash_attn."""
-    said = {"causal": causal, "window": window_size, "softcap": softcap, "sinks": s_aux, "scale": softmax_scale}
+    settings = {"causal": causal, "window": window_size, "softcap": softcap, "sinks": s_aux, "scale": softmax_scale}
     splits = more.get("num_splits") or None
     splits_of(splits)  # raise errors about num_splits before caches are written
-    return said | {"num_splits": splits}
+    return settings | {"num_splits": splits}
 
 
 _NO_EFFECT = {"pack_gqa", "sm_margin", "scheduler_metadata", "rotary_interleaved", "max_seqlen_q"}
