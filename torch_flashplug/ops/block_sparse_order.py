@@ -26,9 +26,9 @@ def turns(lists: list[tuple[Tensor, Tensor]], Sq: int, Sk: int) -> list[Tensor]:
     shape, device = lists[0][1].shape, lists[0][1].device
     first_key = torch.arange(shape[-2], device=device)[:, None] * LISTED
     shares = ((Sk - first_key + SHARE - 1) // SHARE).clamp(0, LISTED // SHARE).int()  # SHAREs of each block of keys
-    num_shares = torch.zeros(*shape[:-1], -(-Sq // LISTED), dtype=torch.int32, device=device)
+    seen = torch.zeros(*shape[:-1], -(-Sq // LISTED), dtype=torch.int32, device=device)
     for count, index in lists:
         listed = torch.arange(index.shape[-1], device=device) < count[..., None]
-        num_shares.scatter_add_(-1, index.long(), listed * shares)
-    later = num_shares.flip(-2).cumsum(-2, dtype=torch.int32).flip(-2) - num_shares
+        seen.scatter_add_(-1, index.long(), listed * shares)
+    later = seen.flip(-2).cumsum(-2, dtype=torch.int32).flip(-2) - seen
     return [later.gather(-1, index.long()) for _, index in lists]
