@@ -320,7 +320,7 @@ std::string plan_json(const Plan& plan, const CallFacts& given, const DeviceFact
   for (int family = 0; family < tables.num_families(); ++family)
     out += (family > 0 ? ", " : "") + quoted(name_of(backend_of(family), tables)) + ": " +
            quoted(kWhyNames[static_cast<int>(plan.why[family].why)]);
-  out += "}, \"precision\": " + quoted(needs_text(plan.features)) + ", \"whole\": " +
+  out += "}, \"precision\": " + quoted(needs_text(plan.features)) + ", \"why_not_8bit\": " +
          quoted(whole ? reason_text(plan.why_not_8bit, with_requested_precision(given, mode), device, tables) : "") +
          ", \"gate\": " + quoted(measured ? gate_text(plan, p, device, tables) : "") +
          ", \"row\": " + quoted(row_text(plan.choice_row, tables)) +

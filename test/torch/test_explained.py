@@ -56,26 +56,26 @@ ROADS: dict[str, tuple[tuple[Tensor, ...], dict[str, object], str, str]] = {
     "on_end": (ON_END, {"cu_seqlens_q": int32(9)}, "fwd_sm90_bf16_d128_window+ragged_", ""),
     "pages": (paged_qkv(2, 3), PAGES, "decode_sm80_bf16_d128_window+paged_", ""),
     "pages_of_15": (paged_qkv(2, 3, page=15), PAGES, "fwd_sm90_bf16_d128_window+ragged_",
-                    "pages are gathered first: pages have 15 rows"),
-    "pages_many": (paged_qkv(2, 90), PAGES, "fwd_sm90_bf16_d128_window+ragged_", "pages are gathered first: No kernel"),
+                    "Pages are gathered first. The pages have 15 rows, but kernels read pages of a multiple of"),
+    "pages_many": (paged_qkv(2, 90), PAGES, "fwd_sm90_bf16_d128_window+ragged_", "Pages are gathered first. No kernel"),
     "pages_on_end": (paged_qkv(90), PAGES | {"cu_seqlens_q": int32(3)}, "fwd_sm90_bf16_d128_window+ragged_",
-                     "pages are gathered first"),
+                     "Pages are gathered first."),
     "pages_of_ones": (paged_qkv(2), PAGES | {"cu_seqlens_q": int32(3), "max_seqlen_q": 1},
                       "decode_sm80_bf16_d128_window+paged_", ""),
     "eight": (dense_qkv(3, 512, torch.int8), EIGHT, "decode_sm80_bf16_int8_d128_cache8_", ""),
     "eight_softcap": (dense_qkv(3, 512, torch.int8), EIGHT | {"softcap": 2.0}, "fwd_sm90_bf16_d128_window+softcap_",
-                      "key and value are converted to 16 bits first"),
+                      "Key and value are converted to 16 bits first."),
     "eight_sinks": (dense_qkv(3, 512, torch.int8), EIGHT | {"sinks": meta_tensor(HQ)}, "decode_sm90_bf16_d128_full_",
-                    "key and value are converted to 16 bits first"),
-    "eight_many": (dense_qkv(90, 512, torch.int8), EIGHT, "", "key and value are converted to 16 bits first"),
+                    "Key and value are converted to 16 bits first."),
+    "eight_many": (dense_qkv(90, 512, torch.int8), EIGHT, "", "Key and value are converted to 16 bits first."),
     "eight_pages": (paged_qkv(2, 3, dtype=torch.int8), EIGHT | PAGES, "decode_sm80_bf16_int8_d128_window+cache8+paged_",
                     ""),
     "eight_pages_softcap": (paged_qkv(2, 3, dtype=torch.int8), EIGHT | PAGES | {"softcap": 2.0},
                             "fwd_sm90_bf16_d128_window+softcap+ragged_",
-                            "pages are gathered first and converted to 16 bits"),
+                            "Pages are gathered first and converted to 16 bits."),
     "eight_pages_on_end": (paged_qkv(90, dtype=torch.int8), EIGHT | PAGES | {"cu_seqlens_q": int32(3)},
                            "fwd_sm90_bf16_d128_window+ragged_",
-                           "pages are gathered first; key and value are converted to 16 bits first"),
+                           "Pages are gathered first. Key and value are converted to 16 bits first."),
 }  # fmt: skip
 
 
@@ -86,6 +86,7 @@ def test_every_implementation_is_explained(road: str) -> None:
     assert plan.kernel.startswith(kernel) and bool(plan.kernel) == bool(kernel)
     assert plan.backend == ("fa3" if "sm90" in kernel else "fa2" if kernel else "stock")
     assert plan.copies.startswith(words) and bool(plan.copies) == bool(words) and not plan.error
+    assert not plan.copies or plan.copies.endswith(".")
     assert str(plan).startswith("call        q [") and plan.gradients.startswith("bwd_sm90" * (road == "softcap"))
 
 
@@ -143,7 +144,7 @@ def test_backend_blocks_are_respected() -> None:
     for mode in ("math", "stock"):
         with sdpa_backend(mode):
             plan = explain_attention(q, k, v, softcap=2.0, device="h100")
-        assert plan.backend == "math" and set(plan.reasons.values()) == {f"{mode} is asked for"}
+        assert plan.backend == "math" and set(plan.reasons.values()) == {f"The {mode} backend is requested."}
         with sdpa_backend(mode):  # the backend block does not change calls with 8-bit caches
             assert explain_attention(*dense_qkv(3, 512, torch.int8), **EIGHT, device="h100").backend == "fa2"
     with sdpa_backend("fa2"):
@@ -217,3 +218,22 @@ def test_none_is_refused_as_in_attention(arguments: dict[str, None]) -> None:
         with pytest.raises((ValueError, TypeError)) as raised:
             ask(q, q, q, **arguments)
         assert next(iter(arguments)) in str(raised.value)
+
+
+@pytest.mark.parametrize("ask", [explain, explain_attention], ids=["explain", "explain_attention"])
+def test_reason_names_the_dtype_fp64(ask: Callable) -> None:
+    """Check a dtype without an entry in the list of dtypes of the dispatcher."""
+    settings = {"softcap": 2.0} if ask is explain_attention else {}
+    same = [meta_tensor(2, 512, 4, 64, dtype=torch.float64) for _ in range(3)]
+
+    reason = ask(*same, device="h100", **settings).reasons["fa3"]
+
+    assert reason.startswith("query, key and value have dtype float64, but the kernels take ")
+
+
+def test_reason_names_mixed_dtypes() -> None:
+    q, k = meta_tensor(2, 4, 512, 64, dtype=torch.float64), meta_tensor(2, 4, 512, 64)
+
+    reason = explain(q, k, k, device="h100").reasons["fa3"]
+
+    assert reason.startswith("query, key and value must have one dtype, but have float64, bfloat16, bfloat16. Cast")

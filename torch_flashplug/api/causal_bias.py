@@ -49,7 +49,7 @@ def plan_lower_right(
     mode = bindings.effective_mode()
     stock_reason = _why_stock(query, key, value, dropout_p, facts, mode)
     if stock_reason:
-        return {"backend": "stock", "reasons": dict.fromkeys(KERNEL_BACKENDS, stock_reason)}
+        return {"backend": "stock", "reasons": dict.fromkeys(KERNEL_BACKENDS, f"{stock_reason}.")}
     described = describe_call.describe(query, key, value, None, 0.0, False, scale)
     described |= {"window": 1, "needs": features.bits(["window"]), "on_cuda": True}
     described |= {"left": query.shape[2] + key.shape[2], "right": 0, "bottom_right": True}

@@ -17,7 +17,7 @@ from ..registry.architectures import KERNEL_BACKENDS
 from ..torch_hooks import describe_call
 from ..torch_hooks import varlen_attn as varlen_hooks
 from . import startup
-from .backend import DEVICES, Plan, sdpa_backend
+from .backend import DEVICES, Plan, sdpa_backend, sentences
 from .explain_attention import explain_attention
 
 _SETTINGS = ("scale", "window_size", "enable_gqa", "seqused_k", "block_table", "num_splits", "return_aux", "out")
@@ -81,13 +81,13 @@ def explain_varlen(
     settings = {"window_size": (-1, -1), **settings}
     call = _in_one_line((query, key, value), (cu_seq_q, cu_seq_k), (max_q, max_k), settings)
     if device is None and not query.is_cuda:
-        return _stocks(call, f"the tensors are on {query.device.type}")
+        return _stocks(call, f"The tensors are on {query.device.type}.")
     if (place := varlen_hooks.other_owner()) and bindings.enabled():
-        return _stocks(call, f"torch's op runs the kernels of another library, registered at {place}")
+        return _stocks(call, f"The op of torch runs the kernels of another library, registered at {place}")
     try:
         backend = _backend(varlen, (query, key, value, cu_seq_q, cu_seq_k), max_q, settings, device)
     except (RuntimeError, ValueError) as refused:
-        return replace(_stocks(call, "torch rejects the call before the op runs"), error=str(refused))
+        return replace(_stocks(call, "The call is rejected by torch before the op runs."), error=str(refused))
     facts = _facts((query, key, value), cu_seq_k, max_q, settings) | {"backend": backend}
     cc = DEVICES[device]["cc"] if device is not None else bindings.device_facts(query.device.index or 0)["cc"]
     mode = bindings.effective_mode()
@@ -113,10 +113,12 @@ def explain_varlen(
 
 
 def _stocks(call: str, why: str) -> Plan:
-    return Plan(call, "stock", reasons=dict.fromkeys(KERNEL_BACKENDS, why))
+    return Plan(call, "stock", reasons=dict.fromkeys(KERNEL_BACKENDS, sentences(why)))
 
 
-def _backend(varlen: object, tensors: tuple, max_q: int, settings: dict[str, object], device: str | None) -> int:
+def _backend(
+    varlen: object, tensors: tuple[Tensor | None, ...], max_q: int, settings: dict[str, object], device: str | None
+) -> int:  # fmt: skip
     """Return the number of the SDPBackend that torch passes to the op of varlen_attn.
 
     The number is -1 if torch passes none, or if the number is not known here.

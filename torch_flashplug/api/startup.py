@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -67,6 +67,21 @@ def provide(name: str, cc: int, conditions: Circumstances) -> Provided:
     return jit.provide(name, target, conditions, following)
 
 
+@dataclass
+class _PushedTables:
+    """Tables that `_C` has now."""
+
+    kernels: Sequence[kernel_table.KernelRow] = kernel_table.KERNEL_ROWS
+
+
+_pushed = _PushedTables()
+
+
+def kernel_names() -> list[str]:
+    """Return the names of the kernels of `_C`, in the order of the kernel table in `_C`."""
+    return [spec.name() for row in _pushed.kernels for spec in row.specs()]
+
+
 def push_tables(kernels: Sequence[kernel_table.KernelRow] | None = None) -> None:
     """Pass the measured tables to `_C`.
 
@@ -74,6 +89,7 @@ def push_tables(kernels: Sequence[kernel_table.KernelRow] | None = None) -> None
         kernels: rows of the kernel table; None for all rows of `configs.KERNEL_ROWS`.
     """
     kernels = kernel_table.KERNEL_ROWS if kernels is None else kernels
+    _pushed.kernels = kernels
     bindings.push_rows(
         kernels, dispatch_table.CHOICE_ROWS, dispatch_table.GATE, stock_bugs.RESCUES, dispatch_table.VARLEN_ROWS
     )

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..deprecation import renamed_attribute
 from ..registry.kernel_spec import LISTED, TALL
 from ..registry.mask_layout import KIND, MASKED, NONE, THREADS, TILE, WHOLE
 from . import mask_preprocess_reference
@@ -29,19 +30,22 @@ _OF_OBJECTS = {"__dict__", "__weakref__"}
 _WANTED = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices", "BLOCK_SIZE", "seq_lengths")
 
 
-class BlockLists(NamedTuple):
-    """Preprocessed BlockMask: the result of `block_lists()`, for the argument `block_mask` of `attention()`.
+class PreparedBlockMask(NamedTuple):
+    """Preprocessed BlockMask: the result of `prepare_block_mask()`, for the argument `block_mask` of `attention()`.
 
-    Inside of torch.compile, `attention()` takes a BlockLists only, no BlockMask.
+    Inside of torch.compile, `attention()` takes a PreparedBlockMask only, no BlockMask.
     """
 
-    digest: Tensor  # (B or 1, Hq or 1, n) int32: the mask metadata (block states, lists and the bitmask)
+    metadata: Tensor  # (B or 1, Hq or 1, n) int32: the mask metadata (block states, lists and the bitmask)
     Sq: int
     Sk: int
-    gradients: bool  # True if `digest` has the parts read by backward kernels
+    gradients: bool  # True if `metadata` has the parts read by backward kernels
     # Work of tiles of `TALL` query rows over the work of the usual tiles. A block of `TALL` query rows lies in two rows
     # of usual blocks, and must visit each block visible in either row.
-    tall: float = 1.0
+    cost_ratio_192: float = 1.0
+
+    digest = renamed_attribute("PreparedBlockMask", "digest", "metadata")
+    tall = renamed_attribute("PreparedBlockMask", "tall", "cost_ratio_192")
 
 
 class _Lists(NamedTuple):
@@ -131,10 +135,10 @@ def _is_empty(cell: object) -> bool:
     return False
 
 
-_preprocessed: weakref.WeakKeyDictionary[object, tuple[_Looked, BlockLists]] = weakref.WeakKeyDictionary()
+_preprocessed: weakref.WeakKeyDictionary[object, tuple[_Looked, PreparedBlockMask]] = weakref.WeakKeyDictionary()
 
 
-def block_lists(block_mask: object, *, gradients: bool = True) -> BlockLists:
+def prepare_block_mask(block_mask: object, *, gradients: bool = True) -> PreparedBlockMask:
     """Preprocess a BlockMask for `attention()`: read the lists of blocks and evaluate `mask_mod` in partial blocks.
 
     The result takes Sq * Sk / 8 bytes for each batch and head of the mask, and twice as much with gradients. The call
@@ -171,7 +175,7 @@ def block_lists(block_mask: object, *, gradients: bool = True) -> BlockLists:
     return lists
 
 
-def _made(block_mask: object, gradients: bool) -> BlockLists:
+def _made(block_mask: object, gradients: bool) -> PreparedBlockMask:
     (Sq, Sk), (of_q, of_k) = block_mask.seq_lengths, block_mask.BLOCK_SIZE
     if of_q % TILE or of_k % TILE:
         raise ValueError(f"attention: block_mask must have blocks of multiples of {TILE}, but got {of_q} x {of_k}.")
@@ -203,8 +207,8 @@ def _made(block_mask: object, gradients: bool) -> BlockLists:
             f"attention: block_mask must list blocks for all {Sq} queries, but got {rows} rows of {of_q} queries."
         )
     mask_scores = _Seen(getattr(block_mask, "mask_mod", None), planes[1], Sq, Sk)
-    digest, tall = _digest(tiles, mask_scores, gradients)
-    return BlockLists(digest.view(*planes, numbers), Sq, Sk, gradients, tall)
+    metadata, cost_ratio_192 = _metadata_of(tiles, mask_scores, gradients)
+    return PreparedBlockMask(metadata.view(*planes, numbers), Sq, Sk, gradients, cost_ratio_192)
 
 
 class _Seen(NamedTuple):
@@ -235,7 +239,7 @@ class _Seen(NamedTuple):
         return exists & (batched_mask_mod(plane // self.heads, plane % self.heads, *clamped) | is_full.view(-1, 1, 1))
 
 
-def _digest(tiles: Tensor, mask_scores: _Seen, gradients: bool) -> tuple[Tensor, float]:
+def _metadata_of(tiles: Tensor, mask_scores: _Seen, gradients: bool) -> tuple[Tensor, float]:
     """Return the metadata for states (P, M, N) of TILE x TILE tiles, and the relative work of tiles of `TALL` rows."""
     P, M, N = tiles.shape
     has_visible, all_visible = tiles != NONE, tiles == WHOLE

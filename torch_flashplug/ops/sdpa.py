@@ -39,10 +39,10 @@ _library.define(
     "_right_choice(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, float dropout_p, bool is_causal, "
     "float? scale, int chosen) -> (int choice, int fault)"
 )
-for _name in ("cached_fwd", "_cached_math"):  # implemented in quantized_kv.py
+for _name in ("quantized_kv_fwd", "_quantized_kv_math"):  # implemented in quantized_kv.py
     _library.define(
         f"{_name}(Tensor query, Tensor key, Tensor value, Tensor k_scale, Tensor v_scale, Tensor? attn_mask, "
-        "bool rotated, float? scale) -> Tensor",
+        "bool k_is_rotated, float? scale) -> Tensor",
         tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order),
     )
 _library.define("_digest(Tensor mask, int numbers) -> Tensor")  # implemented in mask_preprocess_reference.py
@@ -376,7 +376,7 @@ def _register() -> None:
         torch.library.register_fake(
             f"torch_flashplug::{name}", _forward_fake if forward else _backward_fake, lib=_library
         )
-    for name, key in (("cached_fwd", "CPU"), ("_cached_math", "CompositeExplicitAutograd")):
+    for name, key in (("quantized_kv_fwd", "CPU"), ("_quantized_kv_math", "CompositeExplicitAutograd")):
         _library.impl(name, _cached, key)
         torch.library.register_fake(f"torch_flashplug::{name}", _cached_fake, lib=_library)
         torch.library.register_autograd(f"torch_flashplug::{name}", quantized_kv.no_gradient, lib=_library)
