@@ -18,7 +18,7 @@ from records import GRADIENT_FLOP, PLAIN
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from torch_flashplug import attention, block_lists
+from torch_flashplug import attention, prepare_block_mask
 
 SEED, BLOCK = 20261126, 128
 LARGEST_ERROR = 0.01  # largest allowed relative error against fp64: above, a result is wrong
@@ -103,7 +103,7 @@ def _measure(bench: Bench, call: Call) -> None:
     drawn = [torch.randn(1, call.s, call.heads[0], call.d, device=bench.device, generator=generator).bfloat16()
              for _ in range(4)]  # fmt: skip
     leaves = [x.requires_grad_(call.what == "train") for x in drawn[:3]]
-    lists = block_lists(mask, gradients=call.what == "train")
+    lists = prepare_block_mask(mask, gradients=call.what == "train")
     makers = {
         "ours_fa3": lambda: lambda: attention(*leaves, block_mask=lists),
         PLAIN: lambda: lambda: attention(*leaves),

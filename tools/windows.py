@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention import varlen
 from torch.nn.attention.flex_attention import create_block_mask
 
-from torch_flashplug import attention, plan, sdpa_backend
+from torch_flashplug import attention, plan_varlen, sdpa_backend
 
 TOKENS, WIDTH = 16384, 2048  # rows of a call, and heads x head dim
 SEED = 20261126
@@ -186,7 +186,7 @@ def _planned(call: Call, x: Operands) -> Attend:
     if not call.on_end:
         raise NotImplementedError("plans exist only for packed sequences")
     seen = {"causal": call.causal, "cu_seqlens_q": x.cu}
-    made = plan(*x.leaves, **seen, gradients=call.what == "train")
+    made = plan_varlen(*x.leaves, **seen, gradients=call.what == "train")
     return lambda: attention(*x.leaves, **seen, plan=made)
 
 

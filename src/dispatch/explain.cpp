@@ -327,7 +327,7 @@ std::string plan_json(const Plan& plan, const CallFacts& original, const DeviceF
   for (int family = 0; family < tables.num_families(); ++family)
     out += (family > 0 ? ", " : "") + quoted(name_of(backend_of(family), tables)) + ": " +
            quoted(kWhyNames[static_cast<int>(plan.why[family].why)]);
-  out += "}, \"precision\": " + quoted(needs_text(plan.features)) + ", \"whole\": " +
+  out += "}, \"precision\": " + quoted(needs_text(plan.features)) + ", \"why_not_8bit\": " +
          quoted(in_16_bits ? reason_text(plan.why_not_8bit, with_requested_precision(original, mode), device, tables)
                            : "") +
          ", \"gate\": " + quoted(measured ? gate_text(plan, p, device, tables) : "") +

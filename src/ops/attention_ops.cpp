@@ -2,11 +2,11 @@
 // possible, since stock has no kernel to compare with. Otherwise the call runs the reference math that Python registers
 // for each op.
 //
-//   torch_flashplug::cached_fwd: quantized KV cache, key and value in 8 bits (quantized_kv.py)
+//   torch_flashplug::quantized_kv_fwd: quantized KV cache, key and value in 8 bits (quantized_kv.py)
 //   torch_flashplug::attention_fwd / attention_bwd: windows, sinks, differentiable LSE (attention.py)
 //   torch_flashplug::_plan_lists: tile lists shared by calls of attention_fwd and attention_bwd (varlen_plan.py)
 //   torch_flashplug::paged_fwd: paged KV cache (paged.py)
-//   torch_flashplug::listed_fwd / listed_bwd: block-sparse lists (block_sparse_ops.cpp)
+//   torch_flashplug::block_sparse_fwd / block_sparse_bwd: block-sparse lists (block_sparse_ops.cpp)
 //   attention_fwd_out, paged_fwd_out: variants with an output tensor
 #include <torch/csrc/stable/library.h>
 
@@ -66,8 +66,8 @@ int64_t rows_of_int32(AtenTensorHandle x, int64_t dims, const Facts& facts) {
   return fits ? shape.size[0] : -1;
 }
 
-void cached_forward(StableIValue* stack, uint64_t, uint64_t) {
-  constexpr Schema op = kCachedForward;
+void quantized_kv_forward(StableIValue* stack, uint64_t, uint64_t) {
+  constexpr Schema op = kQuantizedKvForward;
   const TensorHandle q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
                      v = box::to_tensor(stack[op["value"]]), k_scale = box::to_tensor(stack[op["k_scale"]]),
                      v_scale = box::to_tensor(stack[op["v_scale"]]),
@@ -76,7 +76,7 @@ void cached_forward(StableIValue* stack, uint64_t, uint64_t) {
   ForwardCall call{{q.get(), k.get(), v.get(), mask.get()}, {}};
   call.scale = box::to_optional_double(stack[op["scale"]]);
   call.k_scale = k_scale.get(), call.v_scale = v_scale.get();
-  call.rotated = box::to<bool>(stack[op["rotated"]]);
+  call.rotated = box::to<bool>(stack[op["k_is_rotated"]]);
   const Facts facts = read_facts(call);
   const CallFacts& p = facts.problem;
   check_fp32("k_scale", call.k_scale, {p.B, p.Hkv, p.Sk}, facts);
@@ -84,7 +84,7 @@ void cached_forward(StableIValue* stack, uint64_t, uint64_t) {
   const bool sees = !is_defined(call.mask) || mask_fits(call.mask, facts);  // all other masks are for stock to refuse
   const DeviceFacts device = device_facts(facts.device_index());
   const Plan plan = plan_in_op(p, device, tables());
-  note_plan("cached_fwd", p, device, call.mode, plan);
+  note_plan("quantized_kv_fwd", p, device, call.mode, plan);
   ForwardResult result;
   if (sees && plan.ours() && cpu_stub() != CpuStub::kMath && our_forward(call, facts, plan, &result)) {
     stack[0] = box::from_tensor(std::move(result.out));
@@ -151,8 +151,8 @@ void check_lengths(const ForwardCall& call, const Facts& facts) {
   if (starts < 1 || rows_of_int32(call.cu_k, 1, facts) != starts ||
       (is_defined(call.used_k) && rows_of_int32(call.used_k, 1, facts) != starts - 1))
     throw std::runtime_error(
-        "torch_flashplug: cu_q and cu_k must be int32 [sequences + 1], and used_k int32 [sequences], contiguous and on "
-        "the device of query.");
+        "torch_flashplug: cu_seqlens_q and cu_seqlens_k must be int32 [sequences + 1], and seqused_k int32 "
+        "[sequences], contiguous and on the device of query.");
   const CallFacts& p = facts.problem;
   constexpr int64_t most = int64_t{1} << 30;
   if (p.B != 1)
@@ -223,9 +223,9 @@ template <const Schema& op>
 ForwardResult attend_on_stack(StableIValue* stack, AtenTensorHandle out = nullptr) {
   const TensorHandle q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
                      v = box::to_tensor(stack[op["value"]]), sinks = box::to_optional_tensor(stack[op["sinks"]]);
-  const TensorHandle cu_q = box::to_optional_tensor(stack[op["cu_q"]]),
-                     cu_k = box::to_optional_tensor(stack[op["cu_k"]]),
-                     used_k = box::to_optional_tensor(stack[op["used_k"]]);
+  const TensorHandle cu_q = box::to_optional_tensor(stack[op["cu_seqlens_q"]]),
+                     cu_k = box::to_optional_tensor(stack[op["cu_seqlens_k"]]),
+                     used_k = box::to_optional_tensor(stack[op["seqused_k"]]);
   ForwardCall call{{q.get(), k.get(), v.get()}, own_op_mode(box::to<int64_t>(stack[op["block_mode"]]))};
   read_settings<op>(stack, &call);
   call.out = out;
@@ -251,8 +251,9 @@ void attention_forward(StableIValue* stack, uint64_t, uint64_t) {
 void planned_lists(StableIValue* stack, uint64_t, uint64_t) {
   constexpr Schema op = kPlanLists;
   const TensorHandle q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
-                     v = box::to_tensor(stack[op["value"]]), cu_q = box::to_tensor(stack[op["cu_q"]]),
-                     cu_k = box::to_tensor(stack[op["cu_k"]]), used_k = box::to_optional_tensor(stack[op["used_k"]]);
+                     v = box::to_tensor(stack[op["value"]]), cu_q = box::to_tensor(stack[op["cu_seqlens_q"]]),
+                     cu_k = box::to_tensor(stack[op["cu_seqlens_k"]]),
+                     used_k = box::to_optional_tensor(stack[op["seqused_k"]]);
   ForwardCall call{{q.get(), k.get(), v.get()}, effective_mode()};
   read_settings<kPlanLists>(stack, &call);
   call.cu_q = cu_q.get(), call.cu_k = cu_k.get(), call.used_k = used_k.get();
@@ -282,8 +283,8 @@ void check_pages(const ForwardCall& call, const Facts& facts) {
   const CallFacts& p = facts.problem;
   if (rows_of_int32(call.pages, 2, facts) != p.B || rows_of_int32(call.used_k, 1, facts) != p.B)
     throw std::runtime_error(
-        "torch_flashplug: pages must be int32 [B, n] and used_k int32 [B], with contiguous rows and on the device of "
-        "query.");
+        "torch_flashplug: block_table must be int32 [B, n] and seqused_k int32 [B], with contiguous rows and on the "
+        "device of query.");
   if (is_defined(call.k_scale) != is_defined(call.v_scale))
     throw std::runtime_error("torch_flashplug: k_scale and v_scale must be both given or both None. Pass both scales.");
   if (!is_defined(call.k_scale)) return;
@@ -318,8 +319,8 @@ void check_splits(const CallFacts& p, int64_t splits) {
 template <const Schema& op>
 ForwardResult attend_pages(StableIValue* stack, AtenTensorHandle out = nullptr) {
   const TensorHandle q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
-                     v = box::to_tensor(stack[op["value"]]), pages = box::to_tensor(stack[op["pages"]]),
-                     used_k = box::to_tensor(stack[op["used_k"]]);
+                     v = box::to_tensor(stack[op["value"]]), pages = box::to_tensor(stack[op["block_table"]]),
+                     used_k = box::to_tensor(stack[op["seqused_k"]]);
   const TensorHandle k_scale = box::to_optional_tensor(stack[op["k_scale"]]),
                      v_scale = box::to_optional_tensor(stack[op["v_scale"]]),
                      sinks = box::to_optional_tensor(stack[op["sinks"]]);
@@ -363,8 +364,8 @@ void attention_backward(StableIValue* stack, uint64_t, uint64_t) {
                      grad_lse = box::to_optional_tensor(stack[op["grad_lse"]]), q = box::to_tensor(stack[op["query"]]),
                      k = box::to_tensor(stack[op["key"]]), v = box::to_tensor(stack[op["value"]]),
                      out = box::to_tensor(stack[op["out"]]), lse = box::to_tensor(stack[op["lse"]]);
-  const TensorHandle cu_q = box::to_optional_tensor(stack[op["cu_q"]]),
-                     cu_k = box::to_optional_tensor(stack[op["cu_k"]]);
+  const TensorHandle cu_q = box::to_optional_tensor(stack[op["cu_seqlens_q"]]),
+                     cu_k = box::to_optional_tensor(stack[op["cu_seqlens_k"]]);
   ForwardCall forward{{q.get(), k.get(), v.get()}, own_op_mode(box::to<int64_t>(stack[op["block_mode"]]))};
   read_settings<kAttentionBackward>(stack, &forward);
   forward.cu_q = cu_q.get(), forward.cu_k = cu_k.get();
@@ -393,7 +394,7 @@ void attention_backward(StableIValue* stack, uint64_t, uint64_t) {
 }  // namespace
 
 void register_own_ops(torch::stable::detail::StableLibrary* library) {
-  library->impl("cached_fwd", &cached_forward);
+  library->impl("quantized_kv_fwd", &quantized_kv_forward);
   library->impl("attention_fwd", &attention_forward);
   library->impl("attention_bwd", &attention_backward);
   library->impl("attention_fwd_out", &attention_forward_out);

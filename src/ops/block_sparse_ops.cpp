@@ -1,4 +1,4 @@
-// Ops of attention() with block-sparse lists (block_sparse.py): torch_flashplug::listed_fwd, listed_bwd.
+// Ops of attention() with block-sparse lists (block_sparse.py): torch_flashplug::block_sparse_fwd, block_sparse_bwd.
 #include <torch/csrc/stable/library.h>
 
 #include <cstdint>
@@ -28,25 +28,25 @@ Facts read_lists(const ForwardCall& call) {
   return facts;
 }
 
-void listed_forward(StableIValue* stack, uint64_t, uint64_t) {
-  constexpr Schema op = kListedForward;
+void block_sparse_forward(StableIValue* stack, uint64_t, uint64_t) {
+  constexpr Schema op = kBlockSparseForward;
   const TensorHandle q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
-                     v = box::to_tensor(stack[op["value"]]), digest = box::to_tensor(stack[op["digest"]]);
+                     v = box::to_tensor(stack[op["value"]]), digest = box::to_tensor(stack[op["mask_metadata"]]);
   ForwardCall call{{q.get(), k.get(), v.get(), digest.get()}, own_op_mode(box::to<int64_t>(stack[op["block_mode"]]))};
   call.scale = box::to_optional_double(stack[op["scale"]]);
-  call.tall = box::to<double>(stack[op["tall"]]);
+  call.tall = box::to<double>(stack[op["cost_ratio_192"]]);
   const Facts facts = read_lists(call);
   ForwardResult result;
-  if (!attend("listed_fwd", call, facts, call.mode, &result)) result = listed_math(call);
+  if (!attend("block_sparse_fwd", call, facts, call.mode, &result)) result = listed_math(call);
   stack[op.result("out")] = box::from_tensor(std::move(result.out));
   stack[op.result("lse")] = box::from_tensor(std::move(result.lse));
 }
 
-void listed_backward(StableIValue* stack, uint64_t, uint64_t) {
-  constexpr Schema op = kListedBackward;
+void block_sparse_backward(StableIValue* stack, uint64_t, uint64_t) {
+  constexpr Schema op = kBlockSparseBackward;
   const TensorHandle grad = box::to_tensor(stack[op["grad_out"]]), q = box::to_tensor(stack[op["query"]]),
                      k = box::to_tensor(stack[op["key"]]), v = box::to_tensor(stack[op["value"]]),
-                     digest = box::to_tensor(stack[op["digest"]]), out = box::to_tensor(stack[op["out"]]),
+                     digest = box::to_tensor(stack[op["mask_metadata"]]), out = box::to_tensor(stack[op["out"]]),
                      lse = box::to_tensor(stack[op["lse"]]);
   ForwardCall forward{{q.get(), k.get(), v.get(), digest.get()},
                       own_op_mode(box::to<int64_t>(stack[op["block_mode"]]))};
@@ -63,8 +63,8 @@ void listed_backward(StableIValue* stack, uint64_t, uint64_t) {
 }  // namespace
 
 void register_listed(torch::stable::detail::StableLibrary* library) {
-  library->impl("listed_fwd", &listed_forward);
-  library->impl("listed_bwd", &listed_backward);
+  library->impl("block_sparse_fwd", &block_sparse_forward);
+  library->impl("block_sparse_bwd", &block_sparse_backward);
 }
 
 }  // namespace flashplug

@@ -170,13 +170,13 @@ ForwardResult math_forward(const ForwardCall& call) {
 }
 
 TensorHandle cached_math(const ForwardCall& call) {
-  constexpr const Schema& schema = kCachedMath;
+  constexpr const Schema& schema = kQuantizedKvMath;
   OpCall op(schema);
   put_operands<schema>(call, &op);
   op[schema["k_scale"]] = box::from_borrowed(call.k_scale);
   op[schema["v_scale"]] = box::from_borrowed(call.v_scale);
   op[schema["attn_mask"]] = optional(call.mask);
-  op[schema["rotated"]] = box::from(call.rotated);
+  op[schema["k_is_rotated"]] = box::from(call.rotated);
   op[schema["scale"]] = box::from_optional_double(call.scale);
   op.run();
   return op.result(0);
@@ -199,8 +199,8 @@ void put_window(const ForwardCall& call, OpCall* to) {
 template <const Schema& schema>
 void put_settings(const ForwardCall& call, OpCall* to) {
   OpCall& op = *to;
-  op[schema["cu_q"]] = optional(call.cu_q);
-  op[schema["cu_k"]] = optional(call.cu_k);
+  op[schema["cu_seqlens_q"]] = optional(call.cu_q);
+  op[schema["cu_seqlens_k"]] = optional(call.cu_k);
   put_window<schema>(call, to);
 }
 
@@ -208,8 +208,8 @@ ForwardResult paged_math(const ForwardCall& call) {
   constexpr const Schema& schema = kPagedMath;
   OpCall op(schema);
   put_operands<schema>(call, &op);
-  op[schema["pages"]] = box::from_borrowed(call.pages);
-  op[schema["used_k"]] = box::from_borrowed(call.used_k);
+  op[schema["block_table"]] = box::from_borrowed(call.pages);
+  op[schema["seqused_k"]] = box::from_borrowed(call.used_k);
   op[schema["k_scale"]] = optional(call.k_scale);
   op[schema["v_scale"]] = optional(call.v_scale);
   op[schema["sinks"]] = optional(call.sinks);
@@ -225,7 +225,7 @@ ForwardResult attention_math(const ForwardCall& call) {
   OpCall op(schema);
   put_operands<schema>(call, &op);
   op[schema["sinks"]] = optional(call.sinks);
-  op[schema["used_k"]] = optional(call.used_k);
+  op[schema["seqused_k"]] = optional(call.used_k);
   put_settings<schema>(call, &op);
   op.run();
   return out_and_lse<schema>(&op);
@@ -252,10 +252,10 @@ BackwardResult attention_math_backward(const BackwardCall& call) {
 
 ForwardResult listed_math(const ForwardCall& call) {
   count(Path::kMathForward);
-  constexpr const Schema& schema = kListedMathForward;
+  constexpr const Schema& schema = kBlockSparseMathForward;
   OpCall op(schema);
   put_operands<schema>(call, &op);
-  op[schema["digest"]] = box::from_borrowed(call.mask);
+  op[schema["mask_metadata"]] = box::from_borrowed(call.mask);
   op[schema["scale"]] = box::from_optional_double(call.scale);
   op.run();
   return out_and_lse<schema>(&op);
@@ -263,11 +263,11 @@ ForwardResult listed_math(const ForwardCall& call) {
 
 BackwardResult listed_math_backward(const BackwardCall& call) {
   count(Path::kMathBackward);
-  constexpr const Schema& schema = kListedMathBackward;
+  constexpr const Schema& schema = kBlockSparseMathBackward;
   OpCall op(schema);
   op[schema["grad_out"]] = box::from_borrowed(call.grad_out);
   put_operands<schema>(call.forward, &op);
-  op[schema["digest"]] = box::from_borrowed(call.forward.mask);
+  op[schema["mask_metadata"]] = box::from_borrowed(call.forward.mask);
   op[schema["out"]] = box::from_borrowed(call.out);
   op[schema["lse"]] = box::from_borrowed(call.lse);
   op[schema["scale"]] = box::from_optional_double(call.forward.scale);

@@ -73,7 +73,7 @@ class PagedCall:
             scores = self.q[batch].double() @ k.mT * self.q.shape[3] ** -0.5
             if self.softcap:
                 scores = self.softcap * torch.tanh(scores / self.softcap)
-            visible = self.window.seen(scores.shape[1], scores.shape[2], scores.device)
+            visible = self.window.to_mask(scores.shape[1], scores.shape[2], scores.device)
             scores = scores.masked_fill(~visible, -math.inf)
             if self.sinks is not None:
                 logit = self.sinks.double().view(-1, 1, 1).expand(-1, scores.shape[1], 1)

@@ -48,7 +48,7 @@ class CachedCall:
         tensors = [x.to(device) for x in (self.q, self.k, self.v, self.k_scale, self.v_scale)]
         bindings.counters(reset=True)
         mask = None if self.mask is None else self.mask.to(device)
-        out = torch.ops.torch_flashplug.cached_fwd(*tensors, mask, self.rotated, None)
+        out = torch.ops.torch_flashplug.quantized_kv_fwd(*tensors, mask, self.rotated, None)
         assert bindings.counters(reset=True)["ours_fwd"] == 1
         return out.cpu()
 

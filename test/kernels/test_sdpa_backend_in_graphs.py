@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
-from torch_flashplug import attention, block_lists, plan, sdpa_backend
+from torch_flashplug import attention, plan_varlen, prepare_block_mask, sdpa_backend
 from torch_flashplug.dispatch import bindings
 from torch_flashplug.testing import assert_bitwise_equal
 
@@ -29,7 +29,7 @@ def int_tensor(*values: int) -> Tensor:
 
 
 def prepare_causal_blocks(device: str) -> object:
-    return block_lists(create_block_mask(lambda b, h, row, key: row >= key, None, None, 192, 192, device=device))
+    return prepare_block_mask(create_block_mask(lambda b, h, row, key: row >= key, None, None, 192, 192, device=device))
 
 
 def dense_operands(rows: int = ROWS) -> tuple[Tensor, ...]:
@@ -103,7 +103,7 @@ def test_family_blocks_are_compiled_into_the_graph(kernels_on: str) -> None:
 def test_plan_in_a_graph_belongs_to_the_kernel_of_the_block(kernels_on: str) -> None:
     operands, settings = operands_on("on_end", kernels_on)
     with sdpa_backend("fa2"):
-        expected, lists = attention(*operands, **settings), plan(*operands, **settings)
+        expected, lists = attention(*operands, **settings), plan_varlen(*operands, **settings)
 
     def call(q: Tensor, k: Tensor, v: Tensor, lists: object) -> Tensor:
         with sdpa_backend("fa2"):
@@ -112,4 +112,4 @@ def test_plan_in_a_graph_belongs_to_the_kernel_of_the_block(kernels_on: str) -> 
     actual = torch.compile(call, backend="aot_eager", fullgraph=True)(*operands, lists)
     assert_bitwise_equal("out", actual, expected)
     with pytest.raises(RuntimeError, match="plan was made for another call"):
-        torch.compile(call, backend="aot_eager", fullgraph=True)(*operands, plan(*operands, **settings))
+        torch.compile(call, backend="aot_eager", fullgraph=True)(*operands, plan_varlen(*operands, **settings))

@@ -144,7 +144,7 @@ def run_per_sequence_reference(call: PackedCall, dtype: torch.dtype) -> Results:
         if rows.start == rows.stop or keys.start == keys.stop:
             continue
         operands = q[:, :, rows], *(x[:, :, keys].repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))
-        visible = call.window.seen(operands[0].shape[2], operands[1].shape[2], torch.device("cpu"))
+        visible = call.window.to_mask(operands[0].shape[2], operands[1].shape[2], torch.device("cpu"))
         scores = operands[0] @ operands[1].mT * q.shape[3] ** -0.5
         if call.softcap:
             scores = call.softcap * torch.tanh(scores / call.softcap)

@@ -1,4 +1,4 @@
-"""Tile lists of plan() in calls of our kernels, on a GPU or interpreted.
+"""Tile lists of plan_varlen() in calls of our kernels, on a GPU or interpreted.
 
 Results are bitwise equal to results without a plan, and a plan of a different call is rejected.
 """
@@ -16,7 +16,7 @@ from test_varlen_kernels import AHEAD, BACKENDS, BEHIND, SEED, SPECS, make_packe
 from torch import Tensor
 
 import torch_flashplug
-from torch_flashplug import attention, plan
+from torch_flashplug import attention, plan_varlen
 from torch_flashplug.dispatch import bindings
 from torch_flashplug.registry.kernel_spec import KernelSpec
 from torch_flashplug.testing import assert_bitwise_equal
@@ -32,8 +32,8 @@ class VarlenCall:
     settings: dict[str, object]
     grads: tuple[Tensor, Tensor]
 
-    def planned(self, **options: object) -> torch_flashplug.LengthsPlan:
-        return plan(*self.operands, **self.settings, **options)
+    def planned(self, **options: object) -> torch_flashplug.VarlenPlan:
+        return plan_varlen(*self.operands, **self.settings, **options)
 
     def results(self, *, gradients: bool, **options: object) -> tuple[Tensor, ...]:
         """Return results and gradients of plugin kernels."""
@@ -99,7 +99,7 @@ def test_plan_builds_lists_without_reading_operands(kernels_on: str) -> None:
     expected = call.results(gradients=True)
     bindings.counters(reset=True)
     nan_operands = tuple(torch.full_like(x, math.nan).requires_grad_() for x in call.operands)
-    tile_plan = plan(*nan_operands, **call.settings)
+    tile_plan = plan_varlen(*nan_operands, **call.settings)
     assert not any(bindings.counters(reset=True).values()) and tile_plan.lists.shape[0] == 2
     assert_equal_results(call.results(gradients=True, plan=tile_plan), expected, ("dq",))
 
@@ -134,7 +134,7 @@ def test_plans_of_different_calls_are_rejected(kernels_on: str) -> None:
     (q, k, v), settings, tile_plan = call.operands, call.settings, call.planned()
 
     def assert_rejected(
-        message: str, *operands: Tensor, plan: torch_flashplug.LengthsPlan = tile_plan, **changes: object
+        message: str, *operands: Tensor, plan: torch_flashplug.VarlenPlan = tile_plan, **changes: object
     ) -> None:
         with pytest.raises(ValueError, match=f"attention: .*{message}"):
             attention(*(operands or call.operands), **settings | changes, plan=plan)
@@ -258,7 +258,7 @@ def test_planned_call_waits_for_an_early_launching_producer() -> None:
     def query() -> Tensor:
         return attention(queries, *cache, seqused_k=used).flatten(0, 1)  # a decode kernel
 
-    tile_plan = plan(query(), k, v, cu_seqlens_q=cu)
+    tile_plan = plan_varlen(query(), k, v, cu_seqlens_q=cu)
     torch.cuda.synchronize()
     expected = attention(query(), k, v, cu_seqlens_q=cu)
     outputs = [attention(query(), k, v, cu_seqlens_q=cu, plan=tile_plan) for _ in range(50)]

@@ -75,7 +75,7 @@ class WindowCall:
 
     @property
     def visible(self) -> Tensor:
-        return self.window.seen(self.case.Sq, self.case.Sk, torch.device("cpu"))
+        return self.window.to_mask(self.case.Sq, self.case.Sk, torch.device("cpu"))
 
 
 def make_window_call(

@@ -38,7 +38,7 @@ LAYERS = (
     ("codegen",),
     ("kernels",),
     ("registry",),
-    ("env", "version"),
+    ("deprecation", "env", "version"),
 )
 # Layers inside of kernels/, with the rule of LAYERS.
 KERNEL_LAYERS = (
@@ -52,7 +52,7 @@ KERNEL_LAYERS = (
 )
 KERNEL_FILES = ("sm90", "sm80")  # folders of kernels; no kernel imports a second kernel
 COMPOSED = {"sm90/backward_split.py": {"backward_dq", "backward_dkdv"}}  # a call that launches kernels of two files
-STDLIB_ONLY = {"env", "version", "registry"}
+STDLIB_ONLY = {"deprecation", "env", "version", "registry"}
 NO_TORCH = {*STDLIB_ONLY, "dispatch", "codegen", "kernels", "__main__"}
 TORCHLESS_VERBS = {"cli/model_config.py", "cli/config_classes.py"}
 CUTLASS = {"codegen", "kernels"}
@@ -68,7 +68,7 @@ EXCUSED: dict[str, str] = {
         for x in ("_merge", "_add")
     },
     "torch_flashplug/api/attention.py:attention": "one function for what others have three for, by the field's names",
-    "torch_flashplug/api/varlen_plan.py:plan": "as many of the same arguments as lists depend on",
+    "torch_flashplug/api/varlen_plan.py:plan_varlen": "as many of the same arguments as lists depend on",
     **{
         f"torch_flashplug/flash_attn.py:{name}": "another package's arguments"
         for name in ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache")
@@ -231,6 +231,23 @@ def test_kernel_files_name_no_feature():
             name for name in names - docstrings - INTERFACE if re.search(FEATURES, name.lower().replace("_", " "))
         }
         assert not feature_names, f"{path.name} names a feature: {feature_names}; ask the walk, the chain or the piece"
+
+
+# Functions with parameters of torch's protocols, which pass tuples: autograd functions and overrides of tensors.
+_PROTOCOL_PARAMETERS = {"inputs", "output", "args"}
+
+
+def test_host_code_packs_no_parameters_into_tuples() -> None:
+    """Forbid parameters of the bare type `tuple`, and slices of parameters that hold several settings."""
+    for path in [*python_files("torch_flashplug/api", "torch_flashplug/ops"), PACKAGE / "flash_attn.py"]:
+        bare, slices = [], []
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.arg) and node.annotation is not None and node.arg not in _PROTOCOL_PARAMETERS:
+                bare += [node.lineno] * ("tuple" in ast.unparse(node.annotation).split(" | "))
+            if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice):
+                slices += [node.lineno] * (ast.unparse(node.value) in {"params", "settings"})
+        assert not bare, f"{path.name}, lines {bare}: name the values in a dataclass, such as AttentionParams"
+        assert not slices, f"{path.name}, lines {slices}: read the settings by name"
 
 
 def test_kernels_pass_structs_and_no_bare_tuples():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 from conftest import CUDA
@@ -51,6 +52,26 @@ def test_kvcache_function_appends_to_the_cache(lengths: int | Tensor) -> None:
         expected = attention(q[i : i + 1], *valid_caches, causal=True, return_lse=True)
         torch.testing.assert_close(out[i : i + 1], expected[0])
         torch.testing.assert_close(lse[i : i + 1], expected[1])
+
+
+@pytest.mark.parametrize("lengths", [[5, 0], (5, 0), True, False, 5.0], ids=repr)
+def test_kvcache_function_refuses_lengths_of_other_types(lengths: object) -> None:
+    (q, k, v), caches = make_operands(2, 2), (random_tensor(2, 12, 2, 16), random_tensor(2, 12, 2, 16))
+    before = [cache.clone() for cache in caches]
+
+    message = rf"cache_seqlens must be an int or an int32 tensor of shape .*, but got {type(lengths).__name__}\."
+    with pytest.raises(TypeError, match=message):
+        flash_attn_with_kvcache(q, *caches, k, v, cache_seqlens=lengths)
+
+    assert all(torch.equal(cache, old) for cache, old in zip(caches, before, strict=True))
+
+
+def test_kvcache_function_takes_a_numpy_int() -> None:
+    (q, k, v), cache_seqlens = make_operands(2, 12), np.int64(5)
+
+    out = flash_attn_with_kvcache(q, k, v, cache_seqlens=cache_seqlens)
+
+    assert torch.equal(out, flash_attn_with_kvcache(q, k, v, cache_seqlens=5))
 
 
 def test_unsupported_arguments_are_refused() -> None:

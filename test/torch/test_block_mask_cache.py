@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
-from torch_flashplug import attention, block_lists
+from torch_flashplug import attention, prepare_block_mask
 from torch_flashplug.ops import block_mask
 
 ROWS = 200
@@ -91,13 +91,13 @@ def test_in_place_changes_of_mask_mod_tensors_are_detected(maker: str) -> None:
     group_of_row = torch.arange(ROWS) // 100
     mask = flex.create_block_mask(MASK_MOD_MAKERS[maker](group_of_row), None, None, ROWS, ROWS, device="cpu")
     q = torch.randn(1, ROWS, 2, 16)
-    lists = block_lists(mask)
+    lists = prepare_block_mask(mask)
     attention(q, q, q, block_mask=mask)
-    assert block_lists(mask) is lists
+    assert prepare_block_mask(mask) is lists
     group_of_row[50:150] = 1
     again = flex.create_block_mask(MASK_MOD_MAKERS[maker](group_of_row), None, None, ROWS, ROWS, device="cpu")
     assert torch.equal(attention(q, q, q, block_mask=mask), attention(q, q, q, block_mask=again))
-    assert block_lists(mask) is not lists
+    assert prepare_block_mask(mask) is not lists
 
 
 def test_changed_numbers_in_a_mask_mod_are_detected() -> None:
@@ -106,9 +106,9 @@ def test_changed_numbers_in_a_mask_mod_are_detected() -> None:
 
     width = [1000]
     mask = flex.create_block_mask(make_mod(width), None, None, ROWS, ROWS, device="cpu")
-    first = block_lists(mask)
+    first = prepare_block_mask(mask)
     width[0] = 3000
-    assert block_lists(mask) is not first
+    assert prepare_block_mask(mask) is not first
 
 
 def test_mask_mods_with_many_objects_are_never_cached() -> None:
@@ -118,4 +118,4 @@ def test_mask_mods_with_many_objects_are_never_cached() -> None:
         return lambda b, h, q, k: held[0][0] + q >= k
 
     mask = flex.create_block_mask(make_mod(held), None, None, ROWS, ROWS, device="cpu")
-    assert block_lists(mask) is not block_lists(mask)
+    assert prepare_block_mask(mask) is not prepare_block_mask(mask)

@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
 import torch_flashplug
-from torch_flashplug import BlockLists, attention, block_lists
+from torch_flashplug import PreparedBlockMask, attention, prepare_block_mask
 from torch_flashplug.dispatch import bindings
 from torch_flashplug.ops import mask_preprocess_reference
 
 SEED = 20261126
-FORWARD, BACKWARD = torch.ops.torch_flashplug.listed_fwd, torch.ops.torch_flashplug.listed_bwd
+FORWARD, BACKWARD = torch.ops.torch_flashplug.block_sparse_fwd, torch.ops.torch_flashplug.block_sparse_bwd
 
 
 def causal(b, h, q, k) -> Tensor:
@@ -95,15 +95,15 @@ def test_block_mask_and_dense_mask_give_equal_metadata(
 
     Each list, each block state and each bitmask word must be equal.
     """
-    lists = block_lists(block_mask(mod, Sq, Sk, block=block))
+    lists = prepare_block_mask(block_mask(mod, Sq, Sk, block=block))
     visible = make_dense_mask(mod, Sq, Sk)
     expected = mask_preprocess_reference.digest(visible, mask_preprocess_reference.numbers_of(Sq, Sq, Sk))
-    assert torch.equal(mask_preprocess_reference.seen(lists.digest, Sq, Sk), visible)
-    assert torch.equal(lists.digest, expected)
-    forward = block_lists(block_mask(mod, Sq, Sk, block=block), gradients=False)
+    assert torch.equal(mask_preprocess_reference.seen(lists.metadata, Sq, Sk), visible)
+    assert torch.equal(lists.metadata, expected)
+    forward = prepare_block_mask(block_mask(mod, Sq, Sk, block=block), gradients=False)
     numbers = mask_preprocess_reference.numbers_of(Sq, Sq, Sk, gradients=False)
-    assert torch.equal(forward.digest, mask_preprocess_reference.digest(visible, numbers)) and not forward.gradients
-    assert torch.equal(mask_preprocess_reference.seen(forward.digest, Sq, Sk), visible)
+    assert torch.equal(forward.metadata, mask_preprocess_reference.digest(visible, numbers)) and not forward.gradients
+    assert torch.equal(mask_preprocess_reference.seen(forward.metadata, Sq, Sk), visible)
 
 
 @pytest.mark.parametrize("mod", MODS.values(), ids=MODS)
@@ -167,7 +167,7 @@ def test_block_mask_of_64k_keys_needs_no_dense_mask() -> None:
     mask = flex.BlockMask.from_kv_blocks(
         *(x[None, None].cuda() for x in lists), BLOCK_SIZE=128, mask_mod=mod, seq_lengths=(S, S)
     )
-    lists = block_lists(mask)
+    lists = prepare_block_mask(mask)
     leaves = [random_tensor(1, S, 2, 64, seed=i, dtype=torch.bfloat16).cuda().requires_grad_() for i in range(3)]
     out = attention(*leaves, block_mask=lists)
     row_indices = torch.randperm(S, generator=torch.Generator().manual_seed(1))[:rows].sort().values.cuda()
@@ -196,12 +196,13 @@ def test_block_mask_call_writes_to_out() -> None:
 def test_block_lists_are_cached_per_mask() -> None:
     """Build block lists once per mask; rebuild them after an in-place change or if gradients are needed later."""
     mask = block_mask(sliding, 256, 256)
-    forward_lists = block_lists(mask, gradients=False)
-    assert block_lists(mask, gradients=False) is forward_lists
-    lists_with_gradients = block_lists(mask)
-    assert lists_with_gradients is not forward_lists and block_lists(mask, gradients=False) is lists_with_gradients
+    forward_lists = prepare_block_mask(mask, gradients=False)
+    assert prepare_block_mask(mask, gradients=False) is forward_lists
+    lists_with_gradients = prepare_block_mask(mask)
+    assert lists_with_gradients is not forward_lists
+    assert prepare_block_mask(mask, gradients=False) is lists_with_gradients
     mask.kv_num_blocks.clamp_(max=1)
-    assert block_lists(mask) is not lists_with_gradients
+    assert prepare_block_mask(mask) is not lists_with_gradients
 
 
 def test_changes_of_a_mask_mod_are_detected() -> None:
@@ -224,9 +225,9 @@ def test_changes_of_a_mask_mod_are_detected() -> None:
         mask.mask_mod = make_mod(width)
         expected, _ = attend_in_dense_scores(*tensors, torch.ones(128, 128).tril().triu(1 - width).bool())
         torch.testing.assert_close(attention(*tensors, block_mask=mask), expected)
-    old_lists = block_lists(mask)
+    old_lists = prepare_block_mask(mask)
     mask.seq_lengths = (100, 128)
-    assert block_lists(mask).Sq == 100 and old_lists.Sq == 128
+    assert prepare_block_mask(mask).Sq == 100 and old_lists.Sq == 128
 
 
 def test_block_masks_made_in_inference_mode() -> None:
@@ -238,7 +239,7 @@ def test_block_masks_made_in_inference_mode() -> None:
     torch.testing.assert_close(attention(*tensors, block_mask=mask), expected)
     mask = block_mask(causal, 128, 128)
     with torch.inference_mode():
-        block_lists(mask)
+        prepare_block_mask(mask)
     attention(tensors[0].requires_grad_(), *tensors[1:], block_mask=mask).sum().backward()
 
 
@@ -246,7 +247,7 @@ def test_listed_blocks_without_a_mask_mod_are_full() -> None:
     """Without a mask_mod, each listed block is full; block indices beyond the last block are ignored."""
     count, index = torch.tensor([[[1, 2]]]), torch.tensor([[[[1, 7], [0, 1]]]])
     mask = flex.BlockMask.from_kv_blocks(count.int(), index.int(), BLOCK_SIZE=128, seq_lengths=(256, 256))
-    visible = mask_preprocess_reference.seen(block_lists(mask).digest, 256, 256)[0, 0]
+    visible = mask_preprocess_reference.seen(prepare_block_mask(mask).metadata, 256, 256)[0, 0]
     expected = torch.zeros(256, 256, dtype=torch.bool)
     expected[:128, 128:] = expected[128:] = True
     assert torch.equal(visible, expected)
@@ -254,18 +255,18 @@ def test_listed_blocks_without_a_mask_mod_are_full() -> None:
 
 def test_block_sparse_ops_pass_opcheck() -> None:
     q, k, v = (x.transpose(1, 2) for x in make_operands(130, 200))
-    lists = block_lists(block_mask(sliding, 130, 200))
-    torch.library.opcheck(FORWARD, ([x.requires_grad_() for x in (q, k, v)][0], k, v, lists.digest, 1.0, None))
-    out, lse = FORWARD(q, k, v, lists.digest, 1.0, 0.2)
-    arguments = [x.detach() for x in (torch.ones_like(out), q, k, v, lists.digest, out, lse)]
+    lists = prepare_block_mask(block_mask(sliding, 130, 200))
+    torch.library.opcheck(FORWARD, ([x.requires_grad_() for x in (q, k, v)][0], k, v, lists.metadata, 1.0, None))
+    out, lse = FORWARD(q, k, v, lists.metadata, 1.0, 0.2)
+    arguments = [x.detach() for x in (torch.ones_like(out), q, k, v, lists.metadata, out, lse)]
     torch.library.opcheck(BACKWARD, (*arguments, 0.2), test_utils=("test_schema", "test_faketensor"))
 
 
 def test_compiled_block_mask_call_equals_eager_call(fresh_dynamo: None, device: str) -> None:
     leaves = [x.requires_grad_() for x in make_operands(130, 200, device=device)]
-    lists = block_lists(block_mask(sliding, 130, 200, device))
+    lists = prepare_block_mask(block_mask(sliding, 130, 200, device))
 
-    def loss(q: Tensor, k: Tensor, v: Tensor, lists: BlockLists) -> Tensor:
+    def loss(q: Tensor, k: Tensor, v: Tensor, lists: PreparedBlockMask) -> Tensor:
         out, lse = attention(q, k, v, block_mask=lists, return_lse=True)
         return out.square().sum() + lse.square().sum()
 
@@ -304,11 +305,11 @@ def test_tile_height_follows_the_block_lists() -> None:
     blocks = torch.arange(S // 128)
     for is_visited, rows in (((blocks[:, None] * 37 + blocks * 11) % 10 == 0, 128), (blocks[:, None] >= blocks, 192)):
         lists = is_visited.sum(1).int(), is_visited.int().argsort(dim=1, descending=True, stable=True).int()
-        sparse_lists = block_lists(flex.BlockMask.from_kv_blocks(
+        sparse_lists = prepare_block_mask(flex.BlockMask.from_kv_blocks(
             *(torch.zeros_like(x)[None, None] for x in lists), *(x[None, None] for x in lists),
             BLOCK_SIZE=128, seq_lengths=(S, S),
         ), gradients=False)  # fmt: skip
-        assert (sparse_lists.tall > 1.4) == (rows == 128)
+        assert (sparse_lists.cost_ratio_192 > 1.4) == (rows == 128)
         plan = torch_flashplug.explain_attention(*tensors, block_mask=sparse_lists, device="h100")
         assert f"_m{rows}n" in plan.kernel
 
@@ -433,7 +434,7 @@ def test_invalid_arguments_are_refused() -> None:
     assert_refused(
         "must have blocks of multiples of 64, but got 32 x 32", block_mask=block_mask(sliding, 130, 200, block=32)
     )
-    forward_lists = block_lists(block_mask(sliding, 130, 200), gradients=False)
+    forward_lists = prepare_block_mask(block_mask(sliding, 130, 200), gradients=False)
     assert_refused(
         "must be made with gradients",
         block_mask=forward_lists,
@@ -443,5 +444,5 @@ def test_invalid_arguments_are_refused() -> None:
         "must be on the device of q, meta, but is on cpu", operands=[x.to("meta") for x in make_operands(130, 200)]
     )
     q, k, v = (x.transpose(1, 2) for x in make_operands(130, 200))
-    with pytest.raises(RuntimeError, match="digest must be int32 .*, but got torch.int32"):
-        FORWARD(q, k, v, forward_lists.digest[..., :-1], 1.0, None)
+    with pytest.raises(RuntimeError, match="mask_metadata must be int32 .*, but got torch.int32"):
+        FORWARD(q, k, v, forward_lists.metadata[..., :-1], 1.0, None)

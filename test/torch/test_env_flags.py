@@ -113,7 +113,7 @@ print(torch_flashplug.explain(q, q, q, device="h100").backend)
     done = run_python(code, TORCH_FLASHPLUG=word)
 
     assert done.stdout.splitlines() == [
-        "stock | the plugin is disabled; call torch_flashplug.enable() | False",
+        "stock | the plugin is disabled; call torch_flashplug.enable(). | False",
         "fa3",
     ], done.stderr
 

@@ -59,14 +59,14 @@ IMPLEMENTATIONS: dict[str, tuple[tuple[Tensor, ...], dict[str, object], str, str
         paged_qkv(2, 3, page=15),
         PAGES,
         "fwd_sm90_bf16_d128_window+ragged_",
-        "pages are gathered first: pages have 15 rows",
+        "Pages are gathered first. The pages have 15 rows, but kernels read pages of a multiple of",
     ),
-    "pages_many": (paged_qkv(2, 90), PAGES, "fwd_sm90_bf16_d128_window+ragged_", "pages are gathered first: No kernel"),
+    "pages_many": (paged_qkv(2, 90), PAGES, "fwd_sm90_bf16_d128_window+ragged_", "Pages are gathered first. No kernel"),
     "pages_on_end": (
         paged_qkv(90),
         PAGES | {"cu_seqlens_q": int32(3)},
         "fwd_sm90_bf16_d128_window+ragged_",
-        "pages are gathered first",
+        "Pages are gathered first.",
     ),
     "pages_of_ones": (
         paged_qkv(2),
@@ -79,15 +79,15 @@ IMPLEMENTATIONS: dict[str, tuple[tuple[Tensor, ...], dict[str, object], str, str
         dense_qkv(3, 512, torch.int8),
         KV_SCALES | {"softcap": 2.0},
         "fwd_sm90_bf16_d128_window+softcap_",
-        "key and value are converted to 16 bits first",
+        "Key and value are converted to 16 bits first.",
     ),
     "eight_sinks": (
         dense_qkv(3, 512, torch.int8),
         KV_SCALES | {"sinks": meta_tensor(HQ)},
         "decode_sm90_bf16_d128_full_",
-        "key and value are converted to 16 bits first",
+        "Key and value are converted to 16 bits first.",
     ),
-    "eight_many": (dense_qkv(90, 512, torch.int8), KV_SCALES, "", "key and value are converted to 16 bits first"),
+    "eight_many": (dense_qkv(90, 512, torch.int8), KV_SCALES, "", "Key and value are converted to 16 bits first."),
     "eight_pages": (
         paged_qkv(2, 3, dtype=torch.int8),
         KV_SCALES | PAGES,
@@ -98,13 +98,13 @@ IMPLEMENTATIONS: dict[str, tuple[tuple[Tensor, ...], dict[str, object], str, str
         paged_qkv(2, 3, dtype=torch.int8),
         KV_SCALES | PAGES | {"softcap": 2.0},
         "fwd_sm90_bf16_d128_window+softcap+ragged_",
-        "pages are gathered first and converted to 16 bits",
+        "Pages are gathered first and converted to 16 bits.",
     ),
     "eight_pages_on_end": (
         paged_qkv(90, dtype=torch.int8),
         KV_SCALES | PAGES | {"cu_seqlens_q": int32(3)},
         "fwd_sm90_bf16_d128_window+ragged_",
-        "pages are gathered first; key and value are converted to 16 bits first",
+        "Pages are gathered first. Key and value are converted to 16 bits first.",
     ),
 }
 
@@ -116,6 +116,7 @@ def test_every_implementation_is_explained(implementation: str) -> None:
     assert plan.kernel.startswith(kernel) and bool(plan.kernel) == bool(kernel)
     assert plan.backend == ("fa3" if "sm90" in kernel else "fa2" if kernel else "stock")
     assert plan.copies.startswith(words) and bool(plan.copies) == bool(words) and not plan.error
+    assert not plan.copies or plan.copies.endswith(".")
     assert str(plan).startswith("call        q [") and plan.gradients.startswith(
         "bwd_sm90" * (implementation == "softcap")
     )
@@ -175,7 +176,7 @@ def test_backend_blocks_are_respected() -> None:
     for mode in ("math", "stock"):
         with sdpa_backend(mode):
             plan = explain_attention(q, k, v, softcap=2.0, device="h100")
-        assert plan.backend == "math" and set(plan.reasons.values()) == {f"{mode} is asked for"}
+        assert plan.backend == "math" and set(plan.reasons.values()) == {f"The {mode} backend is requested."}
         with sdpa_backend(mode):  # the backend block does not change calls with 8-bit caches
             assert explain_attention(*dense_qkv(3, 512, torch.int8), **KV_SCALES, device="h100").backend == "fa2"
     with sdpa_backend("fa2"):
@@ -252,3 +253,22 @@ def test_none_is_refused_as_in_attention(arguments: dict[str, None]) -> None:
         with pytest.raises((ValueError, TypeError)) as raised:
             ask(q, q, q, **arguments)
         assert next(iter(arguments)) in str(raised.value)
+
+
+@pytest.mark.parametrize("ask", [explain, explain_attention], ids=["explain", "explain_attention"])
+def test_reason_names_the_dtype_fp64(ask: Callable) -> None:
+    """Check a dtype without an entry in the list of dtypes of the dispatcher."""
+    settings = {"softcap": 2.0} if ask is explain_attention else {}
+    same = [meta_tensor(2, 512, 4, 64, dtype=torch.float64) for _ in range(3)]
+
+    reason = ask(*same, device="h100", **settings).reasons["fa3"]
+
+    assert reason.startswith("query, key and value have dtype float64, but the kernels take ")
+
+
+def test_reason_names_mixed_dtypes() -> None:
+    q, k = meta_tensor(2, 4, 512, 64, dtype=torch.float64), meta_tensor(2, 4, 512, 64)
+
+    reason = explain(q, k, k, device="h100").reasons["fa3"]
+
+    assert reason.startswith("query, key and value must have one dtype, but have float64, bfloat16, bfloat16. Cast")

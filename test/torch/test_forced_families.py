@@ -256,6 +256,6 @@ def test_explain_reports_that_forcing_has_no_effect_on_cpu_tensors(name: str) ->
         plan = torch_flashplug.explain(query, query, query)
         F.scaled_dot_product_attention(query, query, query)  # raises nothing
 
-    ignored = "; forcing a backend has no effect for tensors on cpu"
+    ignored = " Forcing a backend has no effect for tensors on cpu."
     assert plan.backend == "stock" and not plan.error
     assert plan.reasons == unasked.reasons | {name: unasked.reasons[name] + ignored}

@@ -493,20 +493,12 @@ def test_autocast_serves_fp32_operands(hooked_backend: DeviceBackend) -> None:
 @pytest.mark.parametrize("training", [False, True])
 def test_deterministic_mode_raises_only_where_stock_raises(device_backend: DeviceBackend, training: bool) -> None:
     """Deterministic mode must raise an error only where stock raises an error."""
-<<<<<<< ours
     with deterministic_gradients():
         device_backend.disable()
         expected = outcome((device_backend.qkv(), {}), training)
         device_backend.enable()
         actual = outcome((device_backend.qkv(), {}), training)
     assert isinstance(actual, tuple) == isinstance(expected, tuple)
-=======
-    with in_order():
-        road.disable()
-        want = outcome((road.qkv(), {}), training)
-        road.enable()
-        got = outcome((road.qkv(), {}), training)
-    assert isinstance(got, tuple) == isinstance(want, tuple)
 
 
 _MASKS_WITH_OBSTACLES = {
@@ -537,4 +529,3 @@ def test_every_obstacle_of_a_mask_has_a_text(name: str) -> None:
 
 def test_every_obstacle_of_a_mask_is_tested() -> None:
     assert set(bindings.names("mask obstacles")) - {"none"} <= set(_MASKS_WITH_OBSTACLES)
->>>>>>> theirs

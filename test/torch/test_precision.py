@@ -44,7 +44,7 @@ def reset_process_precision() -> Iterator[None]:
 def test_forced_backend_uses_the_requested_precision(name: str, precision_in_plan: str) -> None:
     with sdpa_backend("fa3", precision=name):
         plan = explain_on_h100(qkv())
-    assert plan.precision == precision_in_plan and precision_in_plan in plan.kernel and not plan.whole
+    assert plan.precision == precision_in_plan and precision_in_plan in plan.kernel and not plan.why_not_8bit
     assert f"precision   {precision_in_plan}: scores" in str(plan)
 
 
@@ -52,7 +52,7 @@ def test_forced_backend_uses_the_requested_precision(name: str, precision_in_pla
 def test_default_precision_is_16_bits(precision: str | None) -> None:
     with sdpa_backend("fa3", precision=precision):
         plan = explain_on_h100(qkv())
-    assert plan.backend == "fa3" and not plan.precision and "bit" not in plan.kernel and not plan.whole
+    assert plan.backend == "fa3" and not plan.precision and "bit" not in plan.kernel and not plan.why_not_8bit
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -61,7 +61,7 @@ def test_auto_treats_precision_as_a_permission(name: str) -> None:
     with sdpa_backend("auto", precision=name):
         plan = explain_on_h100(qkv())
     assert plan.backend == "fa3" and not plan.precision
-    assert plan.whole.startswith("No measured entry covers this c") and "16 bits     No measured" in str(plan)
+    assert plan.why_not_8bit.startswith("No measured entry covers this c") and "16 bits     No measured" in str(plan)
     assert plan.kernel == explain_on_h100(qkv()).kernel and plan.row == explain_on_h100(qkv()).row
 
 
@@ -82,7 +82,7 @@ def test_process_precision_applies_to_all_blocks(reset_process_precision: None) 
         with sdpa_backend(backend):
             assert explain_on_h100(long_inputs).precision == "qk8"
             plan = explain_on_h100(qkv())
-            assert plan.whole and not plan.precision and not plan.error
+            assert plan.why_not_8bit and not plan.precision and not plan.error
             assert not explain_on_h100(qkv(grad=True)).error
             with sdpa_backend(backend, precision="16bit"):
                 assert not explain_on_h100(long_inputs).precision
@@ -93,7 +93,7 @@ def test_process_precision_applies_to_all_blocks(reset_process_precision: None) 
     with sdpa_backend("fa3", precision="e4m3"):
         assert explain_on_h100(qkv()).precision == "e4m3"
     torch_flashplug.enable(precision="16bit")
-    assert not explain_on_h100(qkv()).whole
+    assert not explain_on_h100(qkv()).why_not_8bit
 
 
 def test_environment_sets_the_precision(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +131,7 @@ def test_precision_with_masks_and_dropout(arguments: dict, error: str) -> None:
     assert error in plan.error and bool(plan.error) == bool(error)
     with sdpa_backend("auto", precision="8bit"):
         plan = explain_on_h100(qkv(), **arguments)
-    assert plan.backend == "fa3" and not plan.precision and plan.whole
+    assert plan.backend == "fa3" and not plan.precision and plan.why_not_8bit
 
 
 def test_wide_heads_and_gradients() -> None:
@@ -140,7 +140,7 @@ def test_wide_heads_and_gradients() -> None:
         assert "8-bit attention has no backward" in explain_on_h100(qkv(grad=True)).error
     with sdpa_backend("auto", precision="8bit"):
         plan = explain_on_h100(qkv(grad=True))
-    assert plan.backend == "fa3" and "8-bit attention has no backward" in plan.whole
+    assert plan.backend == "fa3" and "8-bit attention has no backward" in plan.why_not_8bit
     with sdpa_backend("fa2", precision="8bit"):
         assert (
             "precision='8bit' is requested, but the kernels of this backend multiply in 16"

@@ -144,7 +144,7 @@ def test_attention_refuses_invalid_arguments() -> None:
 
 def test_op_refuses_invalid_arguments(device: str) -> None:
     q, k8 = random_tensor(1, 2, 1, 64).to(device), torch.zeros(1, 2, 9, 64, dtype=torch.int8, device=device)
-    ones, op = torch.ones(1, 2, 9, device=device), torch.ops.torch_flashplug.cached_fwd
+    ones, op = torch.ones(1, 2, 9, device=device), torch.ops.torch_flashplug.quantized_kv_fwd
     for arguments in ((q, k8, k8, ones[..., :8], ones), (q, k8, k8, ones, ones.double()), (q[0], k8, k8, ones, ones)):
         with pytest.raises(RuntimeError):
             op(*arguments, None, False, None)
@@ -415,10 +415,11 @@ def test_explain_reports_the_reader_of_an_8_bit_cache() -> None:
     keys, values = quantize(x, rotated=True), quantize(x)
     plan = torch_flashplug.explain(q, keys, values, enable_gqa=True, device="h100")
     assert plan.backend == "fa2" and plan.kernel.startswith("decode_sm80_bf16_int8_d128_cache8_") and plan.splits > 1
-    assert "as int8 (rotated);" in plan.copies and "8 bits" in plan.reasons["fa3"]
+    assert "as int8 (rotated)." in plan.copies and "8 bits" in plan.reasons["fa3"]
     for call, device in (((random_tensor(1, 32, 300, 128), keys, values), "h100"), ((q, keys, values), None)):
         plan = torch_flashplug.explain(*call, enable_gqa=True, device=device)
-        assert plan.whole.startswith("key and value are converted to 16 bits first (") and "cache8" not in plan.kernel
+        assert plan.why_not_8bit.startswith("Key and value are converted to 16 bits first. ")
+        assert "cache8" not in plan.kernel
     plan = torch_flashplug.explain(q, keys, values, dropout_p=0.1, enable_gqa=True, device="h100")
     assert "cache8" not in plan.kernel and "converted to 16 bits" in str(plan)
 
@@ -439,5 +440,5 @@ def test_vmap_and_flop_count_of_8_bit_calls(device: str) -> None:
     assert distance(shared, torch.stack([call(mapped_args, k8[0]) for mapped_args in q])) < 4e-3
     arguments = (q[0].transpose(1, 2), *[k8[0].transpose(1, 2)] * 2, *[torch.ones(2, 2, 50, device=device)] * 2)
     with FlopCounterMode(display=False) as counter:
-        torch.ops.torch_flashplug.cached_fwd(*arguments, None, False, None)
+        torch.ops.torch_flashplug.quantized_kv_fwd(*arguments, None, False, None)
     assert counter.get_total_flops() >= 2 * 2 * 2 * 4 * 50 * 64

@@ -164,7 +164,7 @@ def test_decode_reads_only_keys_in_the_window() -> None:
 def test_sinks_on_ops_without_sinks() -> None:
     """Compare the decode path of a GPU with the op that supports sinks, also for rows without keys."""
     q, k, v = (x.transpose(1, 2) for x in make_operands(6, 3))
-    visible = Window(-1, 0).seen(6, 3, torch.device("cpu"))
+    visible = Window(-1, 0).to_mask(6, 3, torch.device("cpu"))
     for sinks in (None, random_tensor(4), torch.full((4,), -math.inf)):
         expected_out = FORWARD(q, k, v, sinks, None, None, None, -1, 0, True, 0.0, 0.3)
         for actual, expected in zip(_beside_sinks(q, k, v, sinks, visible, 0.3), expected_out, strict=True):
@@ -351,7 +351,7 @@ def test_math_and_stock_blocks_run_reference_math(device: str, mode: str) -> Non
 def test_window_mask_matches_the_definition() -> None:
     for window in (Window(2, 1), Window(0, 0, bottom_right=False), Window(-1, 0), Window(3, -1)):
         for Sq, Sk in ((4, 6), (6, 4), (3, 3)):
-            visible = window.seen(Sq, Sk, torch.device("cpu"))
+            visible = window.to_mask(Sq, Sk, torch.device("cpu"))
             ahead = Sk - Sq if window.bottom_right else 0
             for i in range(Sq):
                 for j in range(Sk):

@@ -17,7 +17,7 @@ from ..registry.architectures import KERNEL_BACKENDS
 from ..torch_hooks import describe_call
 from ..torch_hooks import varlen_attn as varlen_hooks
 from . import startup
-from .backend import DEVICES, Plan, sdpa_backend
+from .backend import DEVICES, Plan, sdpa_backend, sentences
 from .explain_attention import explain_attention
 
 _SETTINGS = ("scale", "window_size", "enable_gqa", "seqused_k", "block_table", "num_splits", "return_aux", "out")
@@ -81,13 +81,13 @@ def explain_varlen(
     settings = {"window_size": (-1, -1), **settings}
     call = _in_one_line((query, key, value), (cu_seq_q, cu_seq_k), (max_q, max_k), settings)
     if device is None and not query.is_cuda:
-        return _stocks(call, f"the tensors are on {query.device.type}")
+        return _stocks(call, f"The tensors are on {query.device.type}.")
     if (place := varlen_hooks.other_owner()) and bindings.enabled():
-        return _stocks(call, f"torch's op runs the kernels of another library, registered at {place}")
+        return _stocks(call, f"The op of torch runs the kernels of another library, registered at {place}")
     try:
         backend = _backend(varlen, (query, key, value, cu_seq_q, cu_seq_k), max_q, settings, device)
     except (RuntimeError, ValueError) as refused:
-        return replace(_stocks(call, "torch rejects the call before the op runs"), error=str(refused))
+        return replace(_stocks(call, "The call is rejected by torch before the op runs."), error=str(refused))
     facts = _facts((query, key, value), cu_seq_k, max_q, settings) | {"backend": backend}
     cc = DEVICES[device]["cc"] if device is not None else bindings.device_facts(query.device.index or 0)["cc"]
     mode = bindings.effective_mode()
@@ -95,14 +95,14 @@ def explain_varlen(
     stock = _STOCK[verdict["stock"]].name
     if verdict["exit"] not in {"served", "forced"}:
         return replace(_stocks(call, verdict["said"]), error=verdict["error"], stock_choice=stock)
-    told = {"scale": settings.get("scale"), "window": tuple(settings["window_size"])}
-    told |= {"seqused_k": settings.get("seqused_k"), "num_splits": settings.get("num_splits")}
-    told |= {"cu_seqlens_q": cu_seq_q, "cu_seqlens_k": cu_seq_k}
+    attention_args = {"scale": settings.get("scale"), "window": tuple(settings["window_size"])}
+    attention_args |= {"seqused_k": settings.get("seqused_k"), "num_splits": settings.get("num_splits")}
+    attention_args |= {"cu_seqlens_q": cu_seq_q, "cu_seqlens_k": cu_seq_k}
     forced = bindings.forced_kernels(mode)
-    asked = bindings.backend_of(mode) if bindings.backend_of(mode) in KERNEL_BACKENDS else KERNEL_BACKENDS[0]
+    kernel_backend = bindings.backend_of(mode) if bindings.backend_of(mode) in KERNEL_BACKENDS else KERNEL_BACKENDS[0]
     try:
-        with sdpa_backend(asked):
-            plan = explain_attention(query, key, value, device=device, **told)
+        with sdpa_backend(kernel_backend):
+            plan = explain_attention(query, key, value, device=device, **attention_args)
     except (TypeError, ValueError) as refused:  # in auto, stock raises an error in its own words
         return replace(_stocks(call, str(refused)), error=str(refused) if forced else "", stock_choice=stock)
     if not plan.kernel and not forced:
@@ -113,10 +113,12 @@ def explain_varlen(
 
 
 def _stocks(call: str, why: str) -> Plan:
-    return Plan(call, "stock", reasons=dict.fromkeys(KERNEL_BACKENDS, why))
+    return Plan(call, "stock", reasons=dict.fromkeys(KERNEL_BACKENDS, sentences(why)))
 
 
-def _backend(varlen: object, tensors: tuple, max_q: int, settings: dict[str, object], device: str | None) -> int:
+def _backend(
+    varlen: object, tensors: tuple[Tensor | None, ...], max_q: int, settings: dict[str, object], device: str | None
+) -> int:  # fmt: skip
     """Return the number of the SDPBackend that torch passes to the op of varlen_attn.
 
     The number is -1 if torch passes none, or if the number is not known here.
@@ -171,16 +173,16 @@ def _number_of(dtype: torch.dtype) -> int:
 
 
 def _is_readable(x: Tensor) -> bool:
-    whole = x.dtype in (torch.bfloat16, torch.float16) and x.dim() == 3
-    return whole and x.shape[-1] % _DIM_STEP == 0 and x.shape[-1] <= _LARGEST_DIM
+    is_supported = x.dtype in (torch.bfloat16, torch.float16) and x.dim() == 3
+    return is_supported and x.shape[-1] % _DIM_STEP == 0 and x.shape[-1] <= _LARGEST_DIM
 
 
 def _lies_as_cudnn_wants(x: Tensor) -> bool:
     *strides, last = x.stride()
     is_broadcast = any(size > 1 and stride == 0 for size, stride in zip(x.shape[:-1], strides, strict=True))
-    whole = all(stride * x.element_size() % _UNIT == 0 for stride in strides)
+    is_aligned = all(stride * x.element_size() % _UNIT == 0 for stride in strides)
     address = 0 if x.is_meta else x.data_ptr()
-    return last == 1 and whole and not is_broadcast and address % _UNIT == 0
+    return last == 1 and is_aligned and not is_broadcast and address % _UNIT == 0
 
 
 def _in_one_line(
@@ -190,6 +192,6 @@ def _in_one_line(
     parts.append(str(operands[0].dtype).removeprefix("torch."))
     parts += [f"cu_seq_{name} {list(x.shape)}" for name, x in zip("qk", starts, strict=True) if x is not None]
     parts += [f"max_{name}={number}" for name, number in zip("qk", longest, strict=True)]
-    given = {name: x for name, x in settings.items() if x is not None}
-    parts += [f"{name} {list(x.shape)}" if isinstance(x, Tensor) else f"{name}={x}" for name, x in given.items()]
+    passed = {name: x for name, x in settings.items() if x is not None}
+    parts += [f"{name} {list(x.shape)}" if isinstance(x, Tensor) else f"{name}={x}" for name, x in passed.items()]
     return ", ".join(parts + ["grad"] * describe_call.wants_grad(*operands))

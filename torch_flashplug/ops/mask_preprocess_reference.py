@@ -28,25 +28,27 @@ def digest(mask: Tensor, numbers: int) -> Tensor:
     Sq, Sk = mask.shape[2:]
     rows = looked_at(Sq) if mask.stride(2) == 0 else Sq
     planes = mask[:, :, :rows].flatten(0, 1)
-    found = states(planes)
-    of_all = found if rows == Sq else found.expand(-1, -(-Sq // LISTED), -1)
-    made = of_forwards(found, of_all, Sq, words(planes))
-    if sum(part.numel() for part in made) < numbers * len(planes):
+    line_states = states(planes)
+    all_states = line_states if rows == Sq else line_states.expand(-1, -(-Sq // LISTED), -1)
+    parts = of_forwards(line_states, all_states, Sq, words(planes))
+    if sum(part.numel() for part in parts) < numbers * len(planes):
         columns = words(planes.mT)
         if rows < Sq:
             columns[..., -1, :] = columns[..., 0, :]
-        made += of_gradients(of_all, columns)
-    return torch.cat([part.flatten() for part in made]).view(*mask.shape[:2], numbers)
+        parts += of_gradients(all_states, columns)
+    return torch.cat([part.flatten() for part in parts]).view(*mask.shape[:2], numbers)
 
 
-def of_forwards(found: Tensor, of_all: Tensor, Sq: int, rows: Tensor) -> list[Tensor]:
+def of_forwards(line_states: Tensor, all_states: Tensor, Sq: int, rows: Tensor) -> list[Tensor]:
     """Return the parts for forwards: states, block-sparse lists of all lines, and `rows`, the bitmask by query tile."""
-    return [found, *_lists(of_all & KIND, never_empty=True), *_lists(tall(of_all, Sq), never_empty=True), rows]
+    lists = _lists(all_states & KIND, never_empty=True)
+    return [line_states, *lists, *_lists(tall(all_states, Sq), never_empty=True), rows]
 
 
-def of_gradients(of_all: Tensor, columns: Tensor) -> list[Tensor]:
+def of_gradients(all_states: Tensor, columns: Tensor) -> list[Tensor]:
     """Return the parts for gradients, which follow the forward parts. `columns` is the bitmask by key tile."""
-    return [*_lists((of_all & KIND).mT, never_empty=False), columns, torch.zeros_like(torch.cat([of_all, of_all]))]
+    ranks = torch.zeros_like(torch.cat([all_states, all_states]))
+    return [*_lists((all_states & KIND).mT, never_empty=False), columns, ranks]
 
 
 def looked_at(Sq: int) -> int:
@@ -61,8 +63,8 @@ def seen(digest: Tensor, Sq: int, Sk: int) -> Tensor:
     of_rows, of_columns = -(-rows // TILE), -(-Sk // TILE) + 1
     before = batches * heads * (-(-rows // LISTED) * -(-Sk // LISTED) + _lists_of_keys(Sq, Sk))
     packed = digest.flatten()[before : before + batches * heads * of_rows * of_columns * THREADS]
-    found = bits(packed.view(batches, heads, of_rows, of_columns, THREADS), rows, Sk)
-    return found if rows == Sq else found[:, :, :1].expand(-1, -1, Sq, -1)
+    mask = bits(packed.view(batches, heads, of_rows, of_columns, THREADS), rows, Sk)
+    return mask if rows == Sq else mask[:, :, :1].expand(-1, -1, Sq, -1)
 
 
 def numbers_of(rows: int, Sq: int, Sk: int, *, gradients: bool = True) -> int:
@@ -85,11 +87,11 @@ def states(planes: Tensor) -> Tensor:
     """
     P, Sq, Sk = planes.shape
     tail = (0, -Sk % LISTED, 0, -Sq % LISTED)
-    there = F.pad(torch.ones(Sq, 1, dtype=torch.bool, device=planes.device), (0, 0, *tail[2:]))
+    exists = F.pad(torch.ones(Sq, 1, dtype=torch.bool, device=planes.device), (0, 0, *tail[2:]))
     padded = F.pad(planes, tail)
-    blocks = [x.unflatten(2, (-1, LISTED)).unflatten(1, (-1, LISTED)) for x in (padded, ~padded & there)]
-    some, hidden = (x.any(-1) for x in blocks)  # (P, M, LISTED, N)
-    return state_of(*some.unflatten(2, (-1, TILE)).any(3).unbind(2), hidden.any(2))
+    blocks = [x.unflatten(2, (-1, LISTED)).unflatten(1, (-1, LISTED)) for x in (padded, ~padded & exists)]
+    visible, hidden = (x.any(-1) for x in blocks)  # (P, M, LISTED, N)
+    return state_of(*visible.unflatten(2, (-1, TILE)).any(3).unbind(2), hidden.any(2))
 
 
 def state_of(upper: Tensor, lower: Tensor, hides: Tensor) -> Tensor:
@@ -112,7 +114,7 @@ def tall(states: Tensor, Sq: int) -> Tensor:
     """
     begin = torch.arange(0, Sq, TALL, device=states.device)
     first, last = (states[:, (begin + i).clamp(max=Sq - 1) // LISTED] for i in (0, TALL - 1))
-    upper, lower = (torch.where(of == WHOLE, 3, of >> HALVES) for of in (first, last))
+    upper, lower = (torch.where(state == WHOLE, 3, state >> HALVES) for state in (first, last))
     half = (begin % LISTED // TILE).view(-1, 1).to(states.dtype)
     masked = MASKED | ((upper | lower << 2) >> half & 7) << HALVES
     same = (first & KIND) == (last & KIND)

@@ -190,9 +190,9 @@ def _blocks(x: Tensor, block: int) -> Tensor:
 
 def _values(v: Tensor, number: str) -> tuple[Tensor, Tensor, Tensor]:
     """Return V^T with keys in `KEY_ORDER`, and the scales and means of the channels."""
-    found = sample(v)
-    mean, finite = mean_of_finite(found).squeeze(2), found.isfinite()
-    square = found.masked_fill(~finite, 0.0).square().sum(2) / finite.sum(2).clamp_min(1)
+    sampled = sample(v)
+    mean, finite = mean_of_finite(sampled).squeeze(2), sampled.isfinite()
+    square = sampled.masked_fill(~finite, 0.0).square().sum(2) / finite.sum(2).clamp_min(1)
     square = square.clamp_max(LARGEST_SQUARE)  # the square of a finite number may be inf
     of_all = square.mean(-1, keepdim=True)
     square = torch.maximum(square, torch.where(of_all > 0.0, of_all, CHANNEL_RMS**2) * LEAST_CHANNEL)

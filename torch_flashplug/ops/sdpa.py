@@ -39,10 +39,10 @@ _library.define(
     "_right_choice(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, float dropout_p, bool is_causal, "
     "float? scale, int chosen) -> (int choice, int fault)"
 )
-for _name in ("cached_fwd", "_cached_math"):  # implemented in quantized_kv.py
+for _name in ("quantized_kv_fwd", "_quantized_kv_math"):  # implemented in quantized_kv.py
     _library.define(
         f"{_name}(Tensor query, Tensor key, Tensor value, Tensor k_scale, Tensor v_scale, Tensor? attn_mask, "
-        "bool rotated, float? scale) -> Tensor",
+        "bool k_is_rotated, float? scale) -> Tensor",
         tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order),
     )
 _library.define("_digest(Tensor mask, int numbers) -> Tensor")  # implemented in mask_preprocess_reference.py
@@ -310,11 +310,11 @@ def _math_backward(*args) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     factors = None
     if a.dropout_p > 0.0:
         factors = _dropout_factors(a.seed, s.scores, a.dropout_p)
-    found = reference.gradients(s, a.query, a.key, a.value, reference.Known(a.grad_out, a.out, a.lse, factors))
+    grads = reference.gradients(s, a.query, a.key, a.value, reference.BackwardInputs(a.grad_out, a.out, a.lse, factors))
     dbias = a.query.new_empty(0)
     if a.bias_grad:
-        dbias = reference.like(found.scores.sum_to_size(a.attn_bias.shape), a.attn_bias)
-    return found.query, found.key, found.value, dbias
+        dbias = reference.like(grads.scores.sum_to_size(a.attn_bias.shape), a.attn_bias)
+    return grads.query, grads.key, grads.value, dbias
 
 
 # ---- quantized KV caches: key and value in 8 bits ----
@@ -376,7 +376,7 @@ def _register() -> None:
         torch.library.register_fake(
             f"torch_flashplug::{name}", _forward_fake if forward else _backward_fake, lib=_library
         )
-    for name, key in (("cached_fwd", "CPU"), ("_cached_math", "CompositeExplicitAutograd")):
+    for name, key in (("quantized_kv_fwd", "CPU"), ("_quantized_kv_math", "CompositeExplicitAutograd")):
         _library.impl(name, _cached, key)
         torch.library.register_fake(f"torch_flashplug::{name}", _cached_fake, lib=_library)
         torch.library.register_autograd(f"torch_flashplug::{name}", quantized_kv.no_gradient, lib=_library)

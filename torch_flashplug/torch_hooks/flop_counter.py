@@ -9,7 +9,7 @@ from . import tracing
 
 
 def register() -> None:
-    custom_ops = (sdpa.namespace.sdpa_fwd, sdpa.namespace.cached_fwd, attention.namespace.attention_fwd)
+    custom_ops = (sdpa.namespace.sdpa_fwd, sdpa.namespace.quantized_kv_fwd, attention.namespace.attention_fwd)
     for forward in (tracing.OVERRIDEABLE, *custom_ops):
         register_flop_formula(forward)(_forward)
     for backward in (tracing.OVERRIDEABLE_BACKWARD, sdpa.namespace.sdpa_bwd):

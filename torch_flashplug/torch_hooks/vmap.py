@@ -17,7 +17,7 @@ _MAPPED_RESULTS = 2  # out and lse; seeds, offsets and sizes belong to the singl
 def register() -> None:
     torch.library.register_vmap("torch_flashplug::sdpa_fwd", _custom_op_forward)
     torch.library.register_vmap("torch_flashplug::sdpa_bwd", _custom_op_backward)
-    torch.library.register_vmap("torch_flashplug::cached_fwd", _quantized_kv_forward)
+    torch.library.register_vmap("torch_flashplug::quantized_kv_fwd", _quantized_kv_forward)
     torch.library.register_vmap("torch_flashplug::attention_fwd", _windowed_forward)
     torch.library.register_vmap("torch_flashplug::attention_bwd", _windowed_backward)
     torch.library.register_vmap(tracing.OVERRIDEABLE.default, _aten_forward)
@@ -62,7 +62,7 @@ def _quantized_kv_forward(info, in_dims: tuple, *args) -> tuple[Tensor, int]:
     fold, (*tensors, mask, rotated, scale) = _BatchFold(info, 0.0), args
     folded = [fold.fold_tensor(tensor, dim) for tensor, dim in zip(tensors, in_dims)]
     mask = fold.fold_bias(mask, in_dims[len(tensors)], folded[0].shape[0] // fold.size)
-    return fold.unfold_tensor(sdpa.namespace.cached_fwd(*folded, mask, rotated, scale)), 0
+    return fold.unfold_tensor(sdpa.namespace.quantized_kv_fwd(*folded, mask, rotated, scale)), 0
 
 
 def _windowed_forward(info, in_dims: tuple, *args) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
