@@ -33,7 +33,7 @@ namespace flashplug {
 
 constexpr int kMaxDevices = 64;  // number of devices with cached facts and counters
 
-// ---- vocabulary (mirrors torch_flashplug/registry/architectures.py; test_call_facts.py compares the two) ----
+// ---- vocabulary (mirrors torch_flashplug/registry/architectures.py; test_facts.py compares the two) ----
 
 // Backend of a call. The kernel backends follow `kStock`: one for each family of the tables, in table order.
 enum class Backend : int { kAuto = 0, kMath = 1, kStock = 2, kFirstFamily = 3 };
@@ -195,7 +195,7 @@ struct Plan {
 int install(int slot);    // slot 1: CUDA, slot 0: CPU (tests). 0 = done; else a reason code, text in last_error()
 int uninstall(int slot);  // restores the saved pointer
 bool installed(int slot);
-// Exits of the router: the places where a call is decided. Exit `planned` has a plan. test_sdp_choice meets each exit.
+// Exits of the router: the places where a call is decided. Exit `planned` has a plan. test_exits meets each exit.
 inline constexpr const char* kExitNames[] = {
     "disabled", "math everywhere", "math",     "not allowed", "other backend", "dims", "device",  "empty",
     "class",    "nested",          "subclass", "no sizes",    "shapes",        "mask", "planned", "part"};

@@ -18,7 +18,7 @@ class Number:
     bytes: int
 
 
-# All known dtypes. kDTypes of src/core/tensor_facts.h mirrors the table, and test_call_facts compares both.
+# All known dtypes. kDTypes of src/core/tensor_facts.h mirrors the table, and test_facts compares both.
 NUMBERS = {
     "bf16": Number("bfloat16", 2),
     "fp16": Number("float16", 2),
