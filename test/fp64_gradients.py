@@ -28,7 +28,7 @@ def check_gradients(
 
     Args:
         label: name of the call in error messages.
-        found: gradients of our kernels by name (dq, dk, dv, dsinks).
+        grads: gradients of our kernels by name (dq, dk, dv, dsinks).
         exact: the fp64 reference.
         low: gradients of plain torch by name.
         operands: q, k, v and dO.

@@ -22,8 +22,7 @@ def operand_dtypes(*names: str) -> Call:
 
     Args:
         names: three names of `dtypes.DTYPE_INFO`, or a single name for all three. An unknown name stands for a dtype
-            without
-            kernels.
+            without kernels.
     """
     operands = ("dtype_q", "dtype_k", "dtype_v")
     return dict(zip(operands, (DTYPE_IDS.get(name, len(DTYPE_IDS)) for name in names * (3 // len(names))), strict=True))

@@ -70,9 +70,8 @@ def build(folder: Path, *kernels: str) -> Path:
 
     Args:
         folder: where the pack is written.
-        kernels: the names of kernels. Built kernels are linked; if no named kernel was built, all are compiled on
-            demand.
-            Without a name, all built kernels are linked.
+        kernels: the names of kernels. Built kernels are linked. If no named kernel was built, all are compiled on
+            demand. Without a name, all built kernels are linked.
 
     Returns:
         The path of the pack.
@@ -106,7 +105,7 @@ def enabled(order: int = 0) -> Iterator[None]:
     """Run F.sdpa on CPU tensors by interpreted kernels, as on an H100.
 
     Args:
-        order: seed for `seed()`.
+        order: seed for `set_order_seed()`.
     """
     pack_file = pack()
 

@@ -299,7 +299,7 @@ def gradients_with_bias_row(device: str, backend: str, entry: float, key: object
 
 
 def check_gradients(case: Case, bias: Tensor, device: str, *, order: bool = False, backend: str = "fa3") -> None:
-    """Check the gradients of query, key and value from a backward of ours."""
+    """Check the gradients of query, key and value from a plugin backward."""
     inputs = make_inputs(case, device, SEED)
     leaves = [tensor.requires_grad_() for tensor in inputs]
     bindings.counters(reset=True)

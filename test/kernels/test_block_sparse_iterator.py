@@ -32,7 +32,7 @@ SEED = 20261125
 def use_plain_integers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_sparse, "Int32", int)
     monkeypatch.setattr(block_sparse.cute.arch, "make_warp_uniform", lambda x: x)
-    monkeypatch.setattr(block_sparse.cutlass, "select_", lambda condition, this, other: this if condition else other)
+    monkeypatch.setattr(block_sparse.cutlass, "select_", lambda condition, yes, no: yes if condition else no)
     monkeypatch.setattr(
         block_sparse.SparseKvBlockRange192,
         "visible_positions",

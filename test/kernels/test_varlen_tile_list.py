@@ -139,7 +139,7 @@ def test_each_block_and_head_is_launched_once_with_the_longest_first(rows, secti
 def test_longest_tile_rarely_runs_alone(rows, heads, group, monkeypatch):
     monkeypatch.setattr(varlen.cute.arch, "make_warp_uniform", lambda x: x)
     monkeypatch.setattr(varlen.cute.arch, "grid_dim", lambda: (132, 1, 1))
-    monkeypatch.setattr(varlen.cutlass, "select_", lambda condition, this, other: this if condition else other)
+    monkeypatch.setattr(varlen.cutlass, "select_", lambda condition, yes, no: yes if condition else no)
     entries, head = tile_lists()(
         *[cu_seqlens_from(rows)] * 3, 128, sum(rows), lambda block, own_length, kv_length: (block + 1) * 128
     )

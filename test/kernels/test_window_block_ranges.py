@@ -27,7 +27,7 @@ TILES = [(128, 128), (64, 64), (128, 48), (64, 128)]  # tile_m, tile_n
 def bound_window(request, monkeypatch):
     """Return a window and lengths, bound to a tile: (bound, Sq, Sk, a predicate: query i sees key j)."""
     monkeypatch.setattr(sliding_window.cute.arch, "make_warp_uniform", lambda x: x)
-    monkeypatch.setattr(sliding_window.cutlass, "select_", lambda condition, this, other: this if condition else other)
+    monkeypatch.setattr(sliding_window.cutlass, "select_", lambda condition, yes, no: yes if condition else no)
     rng = random.Random(request.param)
     Sq, Sk = rng.randint(1, 400), rng.randint(1, 400)
     left, right = (rng.choice((0, 1, rng.randint(0, 300), 10**6)) for _ in range(2))

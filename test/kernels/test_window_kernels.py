@@ -128,7 +128,7 @@ def run_kernels(
 
 
 def inputs_on_cpu(call: WindowCall, device: torch.device) -> Inputs:
-    """Return the inputs of `ours`, on the CPU; devices draw different numbers from one seed."""
+    """Return the inputs of the call on the CPU; devices draw different numbers from one seed."""
     inputs = make_inputs(call.case, device, SEED)
     return Inputs(*(x.cpu() for x in (*inputs, inputs.grad_out)))
 

@@ -15,7 +15,7 @@ import torch
 from golden_plans import Call, call, operand_dtypes
 from torch import Tensor
 
-from torch_flashplug.api.attention_args import MOST_SPLITS, SPLIT_UNIT, AttentionParams, check_split_size
+from torch_flashplug.api.attention_args import MAX_SPLITS, SPLIT_UNIT, AttentionParams, check_split_size
 from torch_flashplug.api.backend import DEVICES
 from torch_flashplug.dispatch import bindings
 from torch_flashplug.ops.attention import Window
@@ -177,7 +177,7 @@ def test_smallest_split_size_named_by_the_error_is_accepted(window: tuple[int, i
             plan["splits"]
             for plan in make_plans([facts | {"split_size": least_size - i * 128} for i in range(2)], "h100")
         ]
-        assert splits[0] <= MOST_SPLITS and (least_size == 128 or splits[1] > MOST_SPLITS)
+        assert splits[0] <= MAX_SPLITS and (least_size == 128 or splits[1] > MAX_SPLITS)
 
 
 def least_accepted_size(size: int, window: tuple[int, int], q: Tensor, keys: int) -> int | None:

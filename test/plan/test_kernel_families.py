@@ -330,7 +330,7 @@ def test_preference_overrides_rows_and_falls_back_to_stock() -> None:
 
 
 def test_preference_keeps_gradients_deterministic() -> None:
-    """The table has no deterministic backward of ours, so a nondeterministic backward of stock would follow."""
+    """The table has no deterministic backward kernel, so a nondeterministic backward of stock would follow."""
     push_tables(FORWARDS + AMPERE_BACKWARDS)
     assert bindings.plan(ORDERED, DEVICES["a100"], FA2)["backend"] == "fa2"
     plan = bindings.plan(ORDERED, DEVICES["a100"], FA2 | bindings.PREFERENCE)
