@@ -50,13 +50,13 @@ class KeyPositionStage(ScoreStage):
 
 def add_stage(kernel: object) -> None:
     """Give a kernel the stage, behind the stages of its spec."""
-    base = type(kernel.seams)
+    base = type(kernel.features)
 
     class Features(base):
         def chain(self, call: object) -> ScorePipeline:
             return ScorePipeline((*super().chain(call).stages, KeyPositionStage()))
 
-    kernel.seams.__class__ = Features
+    kernel.features.__class__ = Features
 
 
 def compile_kernel(name: str, folder: Path) -> Path:
