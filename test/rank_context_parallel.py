@@ -342,7 +342,7 @@ def case_fully_sharded(rank: Rank) -> None:
 def case_changed_torch(rank: Rank) -> None:
     """Check that a changed private API of torch is detected, so that stock serves and no rank hangs."""
     module = context_parallel_hooks
-    assert module.unknown(torch_context_parallel) is None
-    assert "custom_ops" in module.unknown(SimpleNamespace())
+    assert module.first_unknown_name(torch_context_parallel) is None
+    assert "custom_ops" in module.first_unknown_name(SimpleNamespace())
     changed = SimpleNamespace(**{**vars(torch_context_parallel), "_create_rotater": lambda pg, method: None})
-    assert module.unknown(changed) == "_create_rotater has no seq_dim"
+    assert module.first_unknown_name(changed) == "_create_rotater has no seq_dim"
