@@ -670,7 +670,7 @@ class BackwardSm90(KernelCall, kind="bwd"):
         warpgroup.wait_group(2)  # wait for S
         here.chain.apply(my.S.values, here.block, masked, done)
         exponentiate(my.S.values, lse, scale_log2)
-        my.P.convert(my.S.acc, here.chain.dropout_select(masked))
+        my.P.convert(my.S.acc, here.chain.p_transform(masked))
         warpgroup.fence()
         my.dV.add(slot)
         delta = row_values(my.delta, slot)
@@ -703,7 +703,7 @@ class BackwardSm90(KernelCall, kind="bwd"):
         warpgroup.wait_group(1)  # wait for S
         here.chain.apply(my.S.values, here.block, masked, done)
         exponentiate(my.S.values, lse, scale_log2)
-        my.P.convert(my.S.acc, here.chain.dropout_select(masked))
+        my.P.convert(my.S.acc, here.chain.p_transform(masked))
         warpgroup.wait_group(0)  # wait for dQ
         my.dQ.send(last.unit, last.count, done - 1)
         my.rings.do.consumer_wait(done)

@@ -463,7 +463,7 @@ class KeyGradientsSm90:
         here.prepare_stage(step, section.masked)
         here.apply(scores, step, section.masked, done)
         exponentiate(scores, lse_log2, scale_log2)
-        my.weights.convert(my.scores.acc, here.signed_dropout_select(section.masked))
+        my.weights.convert(my.scores.acc, here.signed_p_transform(section.masked))
 
     @cute.jit
     def differentiate(self, my: DkdvConsumerState, done: Int32, here: ScorePipeline):

@@ -140,7 +140,7 @@ class FirstBlock:
         acc, values, given = S.take(masked=True)
         self.chain.apply(values, self.n_block, masked=True, count=self.nth)
         self.softmax.step(values, True, True, given)
-        self.P.convert(acc, self.chain.dropout_select(masked=True))
+        self.P.convert(acc, self.chain.p_transform(masked=True))
 
 
 class ForwardSm90(KernelCall, kind="fwd"):
@@ -442,7 +442,7 @@ class ForwardSm90(KernelCall, kind="fwd"):
                     rows.step(values, False, here.may_mask(section.masked), given)
                     warpgroup.wait_group(0)
                     ring_v.consumer_release(before)
-                    P.convert(acc, here.dropout_select(section.masked))
+                    P.convert(acc, here.p_transform(section.masked))
                     if cutlass.const_expr(not self.early_rescale):
                         output.rescale_output(rows, j)
 
