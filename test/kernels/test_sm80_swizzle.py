@@ -72,7 +72,7 @@ def test_row_and_panel_offsets_are_constants(tile):
 @pytest.mark.parametrize("tile", TILES, ids=tile_id)
 @pytest.mark.parametrize("threads", [32, 128, 256])
 def test_mover_threads_reach_every_unit_once(tile, threads):
-    """`Mover.load` steps from row to row, and applies the swizzle if the step is no multiple of eight."""
+    """`SmemCopier.load` steps from row to row, and applies the swizzle if the step is no multiple of eight."""
     mover = sm80.SmemCopier(threads, None, elementwise=False)
     reached = []
     for thread in range(threads):

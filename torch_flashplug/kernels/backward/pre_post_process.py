@@ -330,7 +330,7 @@ def differentiate(
         delta: delta of each query.
         dS: destination, which may be P or dP.
         raised: P is larger by this power of two.
-        signed: dropped elements of P are negative (ScorePipeline.signed_dropout_select), with a dP of 0.
+        signed: dropped elements of P are negative (ScorePipeline.signed_p_transform), with a dP of 0.
         score_derivative: derivative of the score modifications, if any.
     """
     for query in cutlass.range_constexpr(cute.size(P, mode=[1])):

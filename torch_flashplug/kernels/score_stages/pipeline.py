@@ -20,8 +20,8 @@ stages.begin(block, masked)                once per section: start the loads of 
 stages.prepare_stage(block, masked)        except decode: once per block, before apply: work that needs no scores
 stages.apply(S, block, masked, count)      modify the scores, before the exponential
 stages.may_mask(masked)                    True if scores can be -inf afterwards
-stages.dropout_select(masked)              None, or (r, c, value) -> value: P for the next product; P itself stays
-stages.signed_dropout_select(masked)       dK and dV kernel of the split backward: P is passed on once, as -P for
+stages.p_transform(masked)                 None, or (r, c, value) -> value: P for the next product; P itself stays
+stages.signed_p_transform(masked)          dK and dV kernel of the split backward: P is passed on once, as -P for
                                            dropped scores; `apply_backward` is not called in this kernel
 stages.score_derivative()                  backward: None, or (P, LSE * log2 e) -> factor of dS of a score
 stages.extra_logit()                       forward, behind the last block: None, or an extra logit in the row sum
@@ -259,11 +259,11 @@ class ScorePipeline:
         """Return True if an applied stage can set scores to -inf."""
         return any(stage.may_mask for stage in self.stages_applied(masked))
 
-    def dropout_select(self, masked: bool) -> Callable | None:
+    def p_transform(self, masked: bool) -> Callable | None:
         """Return (r, c, value) -> P or 0, or None if every stage leaves P unchanged."""
         return self.select_kept(masked, lambda value: Float32(0.0))
 
-    def signed_dropout_select(self, masked: bool) -> Callable | None:
+    def signed_p_transform(self, masked: bool) -> Callable | None:
         """Return (r, c, value) -> P, or -P for values that are not kept; None if every stage leaves P unchanged."""
         return self.select_kept(masked, lambda value: -value)
 

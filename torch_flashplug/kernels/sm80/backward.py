@@ -506,7 +506,7 @@ class BackwardSm80(KernelCall, kind="bwd"):
         for s in cutlass.range_constexpr(len(scores)):
             exponentiate(fragments.rows_and_columns(scores[s]), lse, scale_log2)
             P.append(fragments.OperandA.create(scores[s], self.element))
-            P[s].convert(scores[s], slab_stages[s].set_tile(context.coord).dropout_select(masked=True))
+            P[s].convert(scores[s], slab_stages[s].set_tile(context.coord).p_transform(masked=True))
         return P
 
     def apply_score_stages(

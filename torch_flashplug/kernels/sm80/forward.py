@@ -221,7 +221,7 @@ class ForwardSm80(KernelCall, kind="fwd"):
                     slabs[i].softmax.rescale_to_new_max(slabs[i].output)
             for i in cutlass.range_constexpr(len(slabs)):
                 slabs[i].softmax.exponentiate(slabs[i].scores)
-                slabs[i].P.convert(slabs[i].S, slabs[i].score_pipeline.dropout_select(masked=True))
+                slabs[i].P.convert(slabs[i].S, slabs[i].score_pipeline.p_transform(masked=True))
             for key in cutlass.range_constexpr(0, self.tile_n, SLAB):
                 lefts = tuple(slab.P.fragment[None, 0, key // SLAB] for slab in slabs)
                 product.accumulate(tuple(slab.out for slab in slabs), lefts, right_v, key)

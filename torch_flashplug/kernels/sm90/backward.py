@@ -705,7 +705,7 @@ class BackwardSm90(KernelCall, kind="bwd"):
         warpgroup.wait_group(2)  # wait for S
         step.score_pipeline.apply(state.S.values, step.block, masked, step_count)
         exponentiate(state.S.values, lse, scale_log2)
-        state.P.convert(state.S.acc, step.score_pipeline.dropout_select(masked))
+        state.P.convert(state.S.acc, step.score_pipeline.p_transform(masked))
         warpgroup.fence()
         state.dV.add(stage)
         delta = row_values(state.delta, stage)
@@ -738,7 +738,7 @@ class BackwardSm90(KernelCall, kind="bwd"):
         warpgroup.wait_group(1)  # wait for S
         step.score_pipeline.apply(state.S.values, step.block, masked, step_count)
         exponentiate(state.S.values, lse, scale_log2)
-        state.P.convert(state.S.acc, step.score_pipeline.dropout_select(masked))
+        state.P.convert(state.S.acc, step.score_pipeline.p_transform(masked))
         warpgroup.wait_group(0)  # wait for dQ
         state.dQ.send(pending_dq.unit, pending_dq.count, step_count - 1)
         state.pipelines.do.consumer_wait(step_count)

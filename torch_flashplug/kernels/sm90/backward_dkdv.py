@@ -496,7 +496,7 @@ class KeyGradientsSm90:
         head_stages.prepare_stage(m_block, subrange.masked)
         head_stages.apply(scores, m_block, subrange.masked, step_count)
         exponentiate(scores, lse_log2, scale_log2)
-        state.weights.convert(state.scores.acc, head_stages.signed_dropout_select(subrange.masked))
+        state.weights.convert(state.scores.acc, head_stages.signed_p_transform(subrange.masked))
 
     @cute.jit
     def compute_ds(self, state: DkdvConsumerState, step_count: Int32, head_stages: ScorePipeline):

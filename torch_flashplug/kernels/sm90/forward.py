@@ -140,7 +140,7 @@ class FirstBlock:
         acc, values, max_values = S.read_scores(masked=True)
         self.score_pipeline.apply(values, self.n_block, masked=True, count=self.count)
         self.softmax.step(values, True, True, max_values)
-        self.P.convert(acc, self.score_pipeline.dropout_select(masked=True))
+        self.P.convert(acc, self.score_pipeline.p_transform(masked=True))
 
 
 class ForwardSm90(KernelCall, kind="fwd"):
@@ -477,7 +477,7 @@ class ForwardSm90(KernelCall, kind="fwd"):
                     row_softmax.step(values, False, tile_stages.may_mask(subrange.masked), max_values)
                     warpgroup.wait_group(0)
                     pipeline_v.consumer_release(previous)
-                    P.convert(acc, tile_stages.dropout_select(subrange.masked))
+                    P.convert(acc, tile_stages.p_transform(subrange.masked))
                     if cutlass.const_expr(not self.early_rescale):
                         output.rescale_output(row_softmax, j)
 
