@@ -38,7 +38,7 @@ ONE_OF = {
     "test_bias_gradient.py::test_gradient_of_each_bias_layout_through_sdpa": 3,  # 21
     "test_bias_gradient.py::test_gradient_is_bitwise_equal_in_every_execution_order": 3,  # 17
     "test_bias_gradient.py::test_gradient_of_each_broadcast_shape": 3,  # 13
-    "test_single_tile_backward.py::test_gradients_of_different_lengths": 3,  # 18
+    "test_single_tile_backward.py::test_single_tile_gradients_of_different_lengths": 3,  # 18
     "test_unaligned_bias.py::test_unaligned_bias_rows_are_read_in_place": 3,  # 16
     "test_bias.py::test_biased_decode_of_each_layout_and_number_of_splits": 3,  # 16
     "test_bias.py::test_gradients_of_each_bias_layout": 2,  # 13

@@ -185,7 +185,7 @@ def random_masks(B: int, Hq: int, Sq: int, Sk: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
 @BY_RECIPE
-def test_output_with_bool_masks(kernels_on: str, recipe: str, dims: tuple[int, int]) -> None:
+def test_masked_output_matches_the_quantized_operands(kernels_on: str, recipe: str, dims: tuple[int, int]) -> None:
     q, k, v = random_qkv((2, 4, 2), (200, 420), dims)
     v = (v.double() + 1.0).bfloat16()  # rows without visible keys must not get the mean of the values
     for name, mask in random_masks(2, 4, 200, 420).items():
@@ -295,7 +295,7 @@ def test_views_and_broadcast_heads_match_packed_copies(kernels_on: str, recipe: 
 
 @pytest.mark.parametrize("scale", [-0.1, 0.0])
 @BY_RECIPE
-def test_nonpositive_softmax_scales(kernels_on: str, recipe: str, scale: float) -> None:
+def test_output_with_nonpositive_softmax_scales(kernels_on: str, recipe: str, scale: float) -> None:
     q, k, v = random_qkv((1, 2, 1), (70, 130), (64, 64))
     expected = attention_math(q, k, v, scale=scale).out
     assert relative_error(run_recipe(kernels_on, recipe, q, k, v, scale=scale), expected) < 0.08

@@ -130,7 +130,7 @@ def test_every_biased_forward_kernel(kernels_on: str, spec: KernelSpec) -> None:
 @pytest.mark.parametrize("backend", ["fa3", "fa2"])
 @pytest.mark.parametrize("wide", [False, True], ids=["16", "fp32"])
 @pytest.mark.parametrize("sizes", [(1, 1), (1, 300), (300, 1), (64, 64), (65, 129), (129, 65), (3, 7)])
-def test_output_of_different_lengths(kernels_on: str, sizes: tuple[int, int], wide: bool, backend: str) -> None:
+def test_biased_output_of_different_lengths(kernels_on: str, sizes: tuple[int, int], wide: bool, backend: str) -> None:
     case = new_case("sizes", (1, 3, 3), sizes, (64, 64))
     bias = random_bias(1, 3, *sizes).to(kernels_on, bias_dtype(case, wide))
     assert_within_budget(f"{sizes}", *run_with_references(case, bias, kernels_on, backend), seed=SEED)
@@ -345,7 +345,7 @@ def test_gradients_of_each_bias_layout(kernels_on: str, bias: str, order: bool) 
 @pytest.mark.parametrize("wide", [False, True], ids=["16", "fp32"])
 @pytest.mark.parametrize("d", [64, 256])
 @pytest.mark.parametrize("sizes", [(1, 1), (1, 300), (300, 1), (65, 129), (129, 65)])
-def test_gradients_of_different_lengths(kernels_on: str, sizes: tuple[int, int], d: int, wide: bool) -> None:
+def test_biased_gradients_of_different_lengths(kernels_on: str, sizes: tuple[int, int], d: int, wide: bool) -> None:
     case = new_case(f"gradients of {sizes}", (1, 3, 3), sizes, (d, d))
     check_gradients(case, random_bias(*sizes).to(kernels_on, bias_dtype(case, wide)), kernels_on)
 

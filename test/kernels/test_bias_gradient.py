@@ -156,7 +156,7 @@ def test_gradient_of_each_broadcast_shape(pack: Path, kernel: str, shape: str) -
 @pytest.mark.interpreted
 @pytest.mark.parametrize("sizes", [(1, 1), (1, 300), (300, 1), (63, 65), (65, 63), (129, 129), (300, 333), (128, 256)])
 @pytest.mark.parametrize("dims", ["bhqk", "hqk", "qk", "bhk", "hq", ""])
-def test_gradient_of_different_lengths(pack: Path, sizes: tuple[int, int], dims: str) -> None:
+def test_bias_gradient_of_different_lengths(pack: Path, sizes: tuple[int, int], dims: str) -> None:
     spec = SPECS["dbias_sm90_bf16_d64_bias_m128n128s4"]
     check_dbias(pack, spec, new_case(f"{sizes}", (2, 3, 3), sizes, (64, 64)), dims)
 

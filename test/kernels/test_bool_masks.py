@@ -141,7 +141,7 @@ SIZES = [(1, 1), (1, 300), (300, 1), (64, 64), (65, 129), (129, 65), (500, 128)]
 
 @pytest.mark.parametrize("backend", ["fa3", "fa2"])
 @pytest.mark.parametrize("sizes", SIZES)
-def test_output_of_different_lengths(kernels_on: str, sizes: tuple[int, int], backend: str) -> None:
+def test_masked_output_of_different_lengths(kernels_on: str, sizes: tuple[int, int], backend: str) -> None:
     case = new_case("sizes", (1, 3, 3), sizes, (64, 64))
     out, exact, low = run_with_references(case, random_mask(*sizes).to(kernels_on), kernels_on, backend=backend)
     assert_within_budget(f"{sizes}", out, exact, low, seed=SEED)
@@ -334,6 +334,6 @@ def test_subset_of_masked_gradients(kernels_on: str, d: int, leaf_names: str) ->
 
 @pytest.mark.parametrize("sizes", [(1, 1), (1, 300), (300, 1), (65, 129), (129, 65)])
 @pytest.mark.parametrize("d", [64, 256])
-def test_gradients_of_different_lengths(kernels_on: str, d: int, sizes: tuple[int, int]) -> None:
+def test_masked_gradients_of_different_lengths(kernels_on: str, d: int, sizes: tuple[int, int]) -> None:
     case = new_case(f"gradients of {sizes}", (1, 3, 3), sizes, (d, d))
     check_gradients(case, random_mask(*sizes).to(kernels_on), kernels_on)

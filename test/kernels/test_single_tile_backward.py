@@ -104,7 +104,7 @@ def test_gradients_of_each_bias_shape(kernels_on: str, spec: KernelSpec, dims: s
 @pytest.mark.parametrize("bias_grad", [False, True])
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("spec", SPECS, ids=KernelSpec.name)
-def test_gradients_of_different_lengths(
+def test_single_tile_gradients_of_different_lengths(
     kernels_on: str, spec: KernelSpec, sizes: tuple[int, int], bias_grad: bool
 ) -> None:
     case = new_case(f"{spec.name()} {sizes}", (3, 2, 2), sizes, (spec.d, spec.d), dtype=spec.dtype)

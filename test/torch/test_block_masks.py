@@ -388,7 +388,7 @@ def test_autocast_does_not_cast_reference_math(device: str, inside: bool) -> Non
 
 
 @pytest.mark.parametrize("mod", [lambda b, h, q, k: q >= 10 * h - 100, lambda b, h, q, k: (q >= 600 + h) & (k < 7)])
-def test_no_block_is_partial(device: str, mod: Callable) -> None:
+def test_block_mask_without_partial_blocks_equals_the_dense_mask(device: str, mod: Callable) -> None:
     tensors, sizes = make_operands(256, 256, device=device), (2, 4, 256, 256)
     out = attention(*tensors, block_mask=flex.create_block_mask(mod, *sizes, device=device))
     torch.testing.assert_close(out, attend_in_dense_scores(*tensors, flex.create_mask(mod, *sizes, device=device))[0])

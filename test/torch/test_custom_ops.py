@@ -72,7 +72,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_opcheck_forward_and_backward(name: str) -> None:
+def test_sdpa_ops_pass_opcheck(name: str) -> None:
     sizes, mask, causal = CALLS[name]
     tensors = [tensor.requires_grad_() for tensor in qkv(**sizes)]
     bias = torch.randn(mask, requires_grad=True) if mask else None
@@ -88,7 +88,7 @@ def test_opcheck_forward_and_backward(name: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("causal", [0, 1])
-def test_opcheck_on_cuda_kernels(causal: int, grad: bool) -> None:
+def test_sdpa_ops_pass_opcheck_on_cuda_kernels(causal: int, grad: bool) -> None:
     tensors = [tensor.cuda().requires_grad_(grad) for tensor in qkv(torch.bfloat16, rows=128, keys=192, d=64, dv=64)]
     torch.library.opcheck(
         sdpa.namespace.sdpa_fwd.default,

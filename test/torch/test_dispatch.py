@@ -87,7 +87,9 @@ def test_disable_twice_and_enable_twice(hooked_backend: DeviceBackend) -> None:
 
 
 @pytest.mark.parametrize("reason", ["asked_for", "signature_differs"])
-def test_plan_b_takes_over(monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
+def test_plan_b_is_installed_on_request_or_without_the_choice_hook(
+    monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
     torch_flashplug.disable()
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     if reason == "asked_for":

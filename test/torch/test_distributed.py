@@ -129,7 +129,7 @@ def test_attention_in_a_context_parallel_block_is_refused() -> None:
     assert torch_flashplug.attention(q, q, q, softcap=2.0).shape == q.shape
 
 
-def test_import_brings_no_dtensor() -> None:
+def test_import_loads_no_dtensor() -> None:
     """An import of DTensor takes a second."""
     code = (
         "import sys, torch; had = set(sys.modules); import torch_flashplug; "

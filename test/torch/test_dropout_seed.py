@@ -91,7 +91,7 @@ def test_an_odd_seed_is_refused(device_backend: DeviceBackend) -> None:
         bits_of(seed, 1, 1, 8, 8, 1.5)
 
 
-def test_opcheck_of_the_dropout_mask_op(device_backend: DeviceBackend) -> None:
+def test_dropout_mask_op_passes_opcheck(device_backend: DeviceBackend) -> None:
     torch.library.opcheck(bits_of, (torch.tensor(5, device=device_backend.device), 2, 3, 17, 33, P))
 
 
@@ -189,7 +189,7 @@ def test_deterministic_dropout_gradients_match_fp64(hooked_backend: DeviceBacken
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_checkpoint_repeats_its_draws(hooked_backend: DeviceBackend, reentrant: bool) -> None:
+def test_checkpoint_repeats_dropout_bits(hooked_backend: DeviceBackend, reentrant: bool) -> None:
     check_gradients_of = functools.partial(checkpoint, use_reentrant=reentrant)
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -282,7 +282,7 @@ def test_forward_plans_are_equal_with_and_without_gradients(
 @pytest.mark.gpu
 @pytest.mark.parametrize("D", [64, 128, 144, 200])
 @pytest.mark.parametrize("keys", [64, 56])
-def test_a_reentrant_checkpoint_in_auto_repeats_its_draws(keys: int, D: int) -> None:
+def test_reentrant_checkpoint_in_auto_repeats_dropout_bits(keys: int, D: int) -> None:
     """Run a reentrant checkpoint in auto with 64 and 56 keys.
 
     Auto serves calls with 64 keys, because cuDNN gradients may then be NaN (test_low_lse.py). The first columns of the
@@ -343,7 +343,7 @@ def test_symbolic_sizes_follow_the_measured_table(device_backend: DeviceBackend,
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-def test_a_compiled_checkpoint_repeats_its_draws(device_backend: DeviceBackend) -> None:
+def test_compiled_checkpoint_repeats_dropout_bits(device_backend: DeviceBackend) -> None:
     """Compare the gradient with the dropout mask of the output.
 
     On a GPU, a graph with a checkpoint reads the generator at a different offset than eager calls, also in stock. The

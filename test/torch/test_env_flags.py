@@ -78,7 +78,7 @@ def run_python(code: str, **flags: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("flag", [env.ENABLED, env.JIT, env.REPAIR, env.HOOK, env.RING_MARGIN], ids=lambda x: x.name)
-def test_import_raises_for_an_unknown_value_and_names_the_allowed_ones(flag: env.Flag) -> None:
+def test_import_raises_for_an_unknown_value_and_lists_allowed_values(flag: env.Flag) -> None:
     done = run_python("import torch_flashplug", **{flag.name: "Maybe"})
 
     assert done.returncode != 0

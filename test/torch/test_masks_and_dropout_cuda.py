@@ -122,7 +122,7 @@ def test_graph_replay_reads_the_current_mask(kind: str, sizes: tuple[int, int], 
         assert_near_fp64(f"{case.name} {seed}", case, current, rule, *results[:1], results[1:])
 
 
-def test_graph_replay_of_dropout_with_a_bias_draws_anew() -> None:
+def test_graph_replay_of_dropout_with_a_bias_draws_new_bits() -> None:
     """The backward must use the dropout mask of the forward in each replay."""
     case = new_case("dropped", (2, 4, 4), (256, 384), (64, 64))
     buffers, bias = make_inputs(case, "cuda", SEED), random_bias(4, 256, 384, seed=0, dtype=torch.bfloat16)

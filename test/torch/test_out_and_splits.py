@@ -127,7 +127,7 @@ def test_gradients_of_8_bit_calls_are_refused(device: str, call: str) -> None:
 @pytest.mark.parametrize(
     "op, op_kind", [(OPS_WITH_OUT[0], "on_end"), (OPS_WITH_OUT[1], "pages")], ids=["attention", "paged"]
 )
-def test_opcheck_of_ops_with_out(device: str, op: torch._ops.OpOverloadPacket, op_kind: str) -> None:
+def test_ops_with_out_pass_opcheck(device: str, op: torch._ops.OpOverloadPacket, op_kind: str) -> None:
     (q, k, v), arguments = make_call(op_kind, device, torch.float32)
     if op_kind == "on_end":
         q, k, v = (x.unsqueeze(0) for x in (q, k, v))
@@ -141,7 +141,7 @@ def test_opcheck_of_ops_with_out(device: str, op: torch._ops.OpOverloadPacket, o
         torch.library.opcheck(op, (torch.empty_like(turned[0]), *turned, *lengths, *settings), test_utils=tests)
 
 
-def test_opcheck_of_dequantization(device: str) -> None:
+def test_dequantization_op_passes_opcheck(device: str) -> None:
     (q, k, _), _ = make_call("eight", device, torch.float16)
     scale = torch.rand(k.shape[:3], device=device)
     torch.library.opcheck(torch.ops.torch_flashplug.dequantise, (q, k, scale))

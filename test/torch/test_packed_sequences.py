@@ -199,7 +199,7 @@ def test_kv_lengths_equal_sliced_keys(device: str) -> None:
         attention(q.requires_grad_(), k, v, seqused_k=used.to(device)).sum().backward()
 
 
-def test_opcheck_and_compile_of_packed_sequences(device: str) -> None:
+def test_packed_sequence_ops_pass_opcheck_and_compile(device: str) -> None:
     q, k, v = (
         x.to(device)
         for x in (random_tensor(9, 4, 16), random_tensor(9, 2, 16, seed=1), random_tensor(9, 2, 16, seed=2))

@@ -134,7 +134,7 @@ def test_precision_with_masks_and_dropout(arguments: dict, error: str) -> None:
     assert plan.backend == "fa3" and not plan.precision and plan.why_not_8bit
 
 
-def test_wide_heads_and_gradients() -> None:
+def test_precision_of_wide_heads_and_of_gradients_is_reported() -> None:
     with sdpa_backend("fa3", precision="8bit"):
         assert explain_on_h100(qkv(D=256)).precision == "8bit"
         assert "8-bit attention has no backward" in explain_on_h100(qkv(grad=True)).error

@@ -411,7 +411,7 @@ def test_auto_serves_misaligned_operands(kind: str) -> None:
 @pytest.mark.parametrize("offset", [0, 1])
 @pytest.mark.parametrize("heads", [1, 4])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_gradient_of_a_mask_alone(heads: int, offset: int, compiled: bool) -> None:
+def test_gradient_of_a_float_mask_without_operand_gradients(heads: int, offset: int, compiled: bool) -> None:
     """Check calls failing without the workaround: a single head ends the CUDA context.
 
     Calls with several heads raise "LSE is not correctly aligned".

@@ -144,7 +144,7 @@ def test_selective_checkpoint_receives_the_aten_op(device_backend: DeviceBackend
     assert took.get("ours_fwd", 0) == 0 or took["ours_fwd"] == 1
 
 
-def test_flops_are_those_of_stock(device_backend: DeviceBackend) -> None:
+def test_flop_count_equals_stock(device_backend: DeviceBackend) -> None:
     def count(function: Callable) -> int:
         with FlopCounterMode(display=False) as counter:
             function(*device_backend.qkv(grad=True)).sum().backward()

@@ -221,7 +221,7 @@ def test_compiled_window_call_equals_eager_call(device: str, dynamic: bool) -> N
 
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("causal", [False, True, "top_left"])
-def test_compiled_with_symbolic_sizes(device: str, causal: bool | str) -> None:
+def test_compiled_window_call_with_symbolic_sizes(device: str, causal: bool | str) -> None:
     """Emulate a growing cache: symbolic sizes must not reach F.sdpa as scalar arguments."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
