@@ -52,7 +52,9 @@ def not_built(target: str = TARGET) -> frozenset[str]:
     packs = [pack for pack in kernel_table.PACKS if pack.target == target]
     reports = [path.with_suffix(".json") for pack in packs if (path := library.find_built(pack.file))]
     built = {row["name"] for report in reports for row in json.loads(report.read_text())["kernels"]}
-    all_specs, samples = ({spec.name() for pack in packs for spec in take(pack)} for take in (Pack.specs, Pack.test_sample))
+    all_specs, samples = (
+        {spec.name() for pack in packs for spec in take(pack)} for take in (Pack.specs, Pack.test_sample)
+    )
     return frozenset(all_specs - samples) if built == samples else frozenset()
 
 
