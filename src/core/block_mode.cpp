@@ -8,7 +8,7 @@
 // recomputation itself has priority.
 //
 // libtorch has no stable access to the evaluated node. The first recomputation of a process asks Python to run a small
-// backward with a known node. `learn_node()` is called inside and finds the positions of the two numbers (torch 2.11
+// backward with a known node. `learn_node_layout()` is called inside and finds the positions of the two numbers (torch 2.11
 // hands out a std::shared_ptr<Node>, 2.13 a c10::intrusive_ptr). If the search fails, the thread's own block counts.
 #include <algorithm>
 #include <atomic>
@@ -64,7 +64,7 @@ History& history() {
 std::atomic<bool> any_block{false};
 
 // Record the mode of a thread for nodes from number `sequence` on.
-void note_change(uint64_t thread, uint64_t sequence, int64_t word) {
+void record_mode_change(uint64_t thread, uint64_t sequence, int64_t word) {
   History& histories = history();
   std::lock_guard<std::mutex> lock(histories.mutex);
   std::vector<Change>& changes = histories.changes[thread];
@@ -75,13 +75,13 @@ void note_change(uint64_t thread, uint64_t sequence, int64_t word) {
 }
 
 // Record the mode of nodes made by the thread since the last record, and of future nodes.
-void note_nodes(int64_t word) {
-  note_change(torch_symbols().record_thread(), noted_until, word);
+void record_new_nodes(int64_t word) {
+  record_mode_change(torch_symbols().record_thread(), noted_until, word);
   noted_until = torch_symbols().sequence_number();
 }
 
 // Return the mode in which a node was made.
-int64_t mode_at(uint64_t thread, uint64_t sequence) {
+int64_t mode_of_node(uint64_t thread, uint64_t sequence) {
   History& histories = history();
   std::lock_guard<std::mutex> lock(histories.mutex);
   const auto thread_changes = histories.changes.find(thread);
@@ -115,7 +115,7 @@ NodeReference evaluated_node() {
 }
 
 // Drop a reference. The engine holds the node as well, so the count never reaches zero here.
-void drop(const NodeReference& reference, bool is_shared) {
+void drop_reference(const NodeReference& reference, bool is_shared) {
   if (reference.node == nullptr) return;
   if (!is_shared) {
     std::atomic_ref<uint64_t>(reference.node[1]).fetch_sub(1);
@@ -142,7 +142,7 @@ std::optional<NodeNumbers> evaluated_numbers() {
   const NodeReference reference = evaluated_node();
   if (reference.node == nullptr) return std::nullopt;
   const NodeNumbers numbers{reference.node[sequence_word + kThreadAfter], reference.node[sequence_word]};
-  drop(reference, layout.is_shared);
+  drop_reference(reference, layout.is_shared);
   return numbers;
 }
 
@@ -150,24 +150,24 @@ std::optional<NodeNumbers> evaluated_numbers() {
 
 void set_learn_callback(LearnCallback callback) { learn_callback.store(callback, std::memory_order_release); }
 
-bool learn_node(uint64_t sequence) {
+bool learn_node_layout(uint64_t sequence) {
   const TorchSymbols& torch = torch_symbols();
-  if (!torch.knows_nodes()) return false;
+  if (!torch.can_read_nodes()) return false;
   const NodeReference reference = evaluated_node();
   if (reference.node == nullptr) return false;
   const bool is_shared = reference.second != kUntouched;
-  if (!is_shared) {  // check that the count is at the word decremented by `drop()`
+  if (!is_shared) {  // check that the count is at the word decremented by `drop_reference()`
     const uint64_t before = reference.node[1];
     const NodeReference again = evaluated_node();
     if (again.node != reference.node || reference.node[1] != before + 1) return false;
-    drop(again, false);
+    drop_reference(again, false);
   }
   int sequence_word = -1;
   for (int word = 1; word < kWordsLookedAt; ++word) {
     if (reference.node[word] == sequence && reference.node[word + kThreadAfter] == torch.record_thread())
       sequence_word = word;
   }
-  drop(reference, is_shared);
+  drop_reference(reference, is_shared);
   layout.is_shared = is_shared;
   layout.sequence_word.store(sequence_word, std::memory_order_release);
   return sequence_word >= 0;
@@ -176,7 +176,7 @@ bool learn_node(uint64_t sequence) {
 int64_t exchange_thread_mode(int64_t word) {
   const TorchSymbols& torch = torch_symbols();
   const int64_t previous = kIsToken | (block.task & kTaskMask) << kTaskShift | block.word;
-  if (!torch.knows_nodes()) {
+  if (!torch.can_read_nodes()) {
     block.word = word & kModeMask;
     return previous;
   }
@@ -188,7 +188,7 @@ int64_t exchange_thread_mode(int64_t word) {
   }
   any_block.store(true, std::memory_order_relaxed);
   noted_until = torch.sequence_number();
-  note_nodes(current_thread_mode());
+  record_new_nodes(current_thread_mode());
   return previous;
 }
 
@@ -196,16 +196,16 @@ int64_t current_thread_mode() {
   if (!any_block.load(std::memory_order_relaxed)) return block.word;
   const int64_t task = torch_symbols().graph_task();
   if (task == kNoTask) {
-    if (std::exchange(is_recomputing, false)) note_nodes(block.word);
+    if (std::exchange(is_recomputing, false)) record_new_nodes(block.word);
     return block.word;
   }
   if (task == block.task) return block.word;
   const std::optional<NodeNumbers> node = evaluated_numbers();
   // Nodes without a number of their own accumulate gradients: no forward made them.
   if (!node.has_value() || node->sequence == std::numeric_limits<uint64_t>::max()) return block.word;
-  const int64_t word = mode_at(node->thread, node->sequence);
+  const int64_t word = mode_of_node(node->thread, node->sequence);
   // A nested checkpoint inside the recomputation makes nodes on the current thread. The nodes have the same mode.
-  note_nodes(word);
+  record_new_nodes(word);
   is_recomputing = true;
   return word;
 }

@@ -72,18 +72,18 @@ bool is_wide_bias(const Attention& call) {
   return has_dtype(call.mask, fp32) && !has_dtype(call.q, fp32);
 }
 
-bool traced(const Attention& call) {
+bool is_traced(const Attention& call) {
   const TorchSymbols& torch = torch_symbols();
   return torch.python_dispatch(call.q) || torch.python_dispatch(call.k) || torch.python_dispatch(call.v);
 }
 
-bool wrapped(const Attention& call) {
+bool has_wrapper(const Attention& call) {
   const TorchSymbols& torch = torch_symbols();
-  return torch.wrapped(call.q) || torch.wrapped(call.k) || torch.wrapped(call.v) ||
-         (call.mask != nullptr && torch.wrapped(call.mask));
+  return torch.has_wrapper(call.q) || torch.has_wrapper(call.k) || torch.has_wrapper(call.v) ||
+         (call.mask != nullptr && torch.has_wrapper(call.mask));
 }
 
-int64_t needs_of(const Attention& call) {
+int64_t required_features(const Attention& call) {
   int64_t needs = 0, bit = 1;
   for (const Feature& feature : kFeatures) {
     needs |= feature.needed(call) ? bit : 0;
@@ -100,7 +100,7 @@ bool read_class(const Attention& call, Facts* facts) {
     p.dtype[i] = facts->operand[i].dtype;
   }
   p.on_cuda = on_one_device(facts->operand);
-  p.needs = needs_of(call);
+  p.needs = required_features(call);
   p.dropout_p = call.dropout_p;
   p.softcap = call.softcap;
   p.batch_invariant = call.num_splits == 1 || call.fixed_split_size != 0;

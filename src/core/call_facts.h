@@ -56,10 +56,10 @@ bool is_mask(AtenTensorHandle tensor);
 bool is_kept(AtenTensorHandle tensor);
 bool is_mask_metadata(AtenTensorHandle tensor);
 
-// `traced()`: true if Python dispatches an operand; tracing.py may know better. `wrapped()`: true if functorch wraps an
+// `is_traced()`: true if Python dispatches an operand; tracing.py may know better. `has_wrapper()`: true if functorch wraps an
 // operand. Wrapped operands have no address, and asking for the address fails.
-bool traced(const Attention& call);
-bool wrapped(const Attention& call);
+bool is_traced(const Attention& call);
+bool has_wrapper(const Attention& call);
 // Return true for a mask of floats wider than the query's dtype: fp32. Stock takes float masks of the query's own
 // dtype, too.
 bool is_wide_bias(const Attention& call);
@@ -88,7 +88,7 @@ inline constexpr Feature kFeatures[] = {
     {"cache8", [](const Attention& call) { return is_defined(call.k_scale); }},
     {"paged", [](const Attention& call) { return is_defined(call.pages); }},
 };
-int64_t needs_of(const Attention& call);  // a sum of feature bits
+int64_t required_features(const Attention& call);  // a sum of feature bits
 // Return the bit of a feature that C++ code knows by name. An unknown name does not compile.
 consteval int64_t feature_bit(std::string_view name) {
   int index = 0;

@@ -101,7 +101,7 @@ bool enabled();
 Mode effective_mode();  // the process-wide backend first, else the thread's mode
 // Return the mode for an op of this project. `baked` is the mode of the sdpa_backend block around the trace, stored in
 // the graph; 0 means no block, and the op then uses `effective_mode()`.
-Mode own_op_mode(int64_t baked);
+Mode mode_of_op(int64_t baked);
 Backend process_backend();
 void set_process_precision(int precision);
 // CPU stub backend for tests without a GPU: CPU tensors are eligible. `kMath` runs the math op in place of a kernel.

@@ -133,7 +133,7 @@ namespace flashplug {
 namespace {
 
 // Return a python_error with the exception set on the thread. The caller has the GIL.
-python_error fetched() {
+python_error fetch_python_error() {
   const Python& p = python();
   python_error error;
   p.fetch(&error.type, &error.value, &error.traceback);
@@ -146,7 +146,7 @@ python_error fetched() {
 thread_local int waiting = 0;
 thread_local Object* held = nullptr;
 
-void drop_held() {
+void drop_held_error() {
   if (held == nullptr) return;
   const Gil gil;
   python().decref(std::exchange(held, nullptr));
@@ -160,7 +160,7 @@ bool has_python() {
 // ---- texts ----
 
 // Return libtorch's text of the last error; empty if the running torch keeps none.
-std::string_view kept_text() {
+std::string_view last_torch_error_text() {
   using What = const char* (*)();
   static const What text_of_error = [] {
     void* cpu = in_process("libtorch_cpu.so");
@@ -193,7 +193,7 @@ void raise_as(const char* module_name, const char* type_name, const std::string&
     Object* type = module == nullptr ? nullptr : p.attribute(module, type_name);
     if (type != nullptr) {
       p.set_string(type, text.c_str());  // refuses a type that is no exception
-      error.emplace(fetched());
+      error.emplace(fetch_python_error());
     }
     p.clear();
     p.decref(type);
@@ -203,7 +203,7 @@ void raise_as(const char* module_name, const char* type_name, const std::string&
 }
 
 // Throw an exception whose Python type is recognized by the text. Returns if no type is recognized.
-void raise_as_spelled(const std::string& text) {
+void throw_exception_named_in(const std::string& text) {
   for (const Spelled& spelled : kSpelled) {
     if (text.starts_with(spelled.begin)) raise_as(spelled.module, spelled.type, text);
   }
@@ -235,7 +235,7 @@ using Flag = std::optional<bool>;
 using MaybeSymInt = std::optional<int64_t>;  // c10::SymInt has a destructor, so it is passed by address
 
 template <typename Function>
-Function entry(const char* name) {
+Function find_cpu_function(const char* name) {
   void* cpu = in_process("libtorch_cpu.so");
   return cpu == nullptr ? nullptr : reinterpret_cast<Function>(dlsym(cpu, name));
 }
@@ -243,7 +243,7 @@ Function entry(const char* name) {
 AtenTensorHandle empty_strided_again(int dims, const int64_t* size, const int64_t* stride, int32_t dtype,
                                      int32_t device_type, int32_t device_index) {
   using Call = Tensor (*)(Numbers, Numbers, Byte, Byte, std::optional<Device>, Flag);
-  static const auto call = entry<Call>(
+  static const auto call = find_cpu_function<Call>(
       "_ZN2at4_ops13empty_strided4callEN3c108ArrayRefINS2_6SymIntEEES5_St8optionalINS2_10ScalarTypeEES6_INS2_"
       "6LayoutEES6_INS2_6DeviceEES6_IbE");
   if (call == nullptr) return nullptr;
@@ -262,7 +262,7 @@ void rethrow_python_error() {
   {
     const Gil gil;
     if (p.occurred() != nullptr) {
-      error.emplace(fetched());
+      error.emplace(fetch_python_error());
     } else if (held != nullptr) {
       error.emplace();
       error->value = std::exchange(held, nullptr);
@@ -271,33 +271,33 @@ void rethrow_python_error() {
       error->message = text_of(error->value);
     }
   }
-  drop_held();
+  drop_held_error();
   if (error) throw std::move(*error);
 }
 
 void hold_python_error(void* exception) {
   if (waiting == 0 || !has_python()) return;
-  drop_held();
+  drop_held_error();
   const Gil gil;
   python().incref(exception);
   held = exception;
 }
 
-bool dispatched(const char* op, const char* overload, StableIValue* stack) {
-  drop_held();  // drops the exception of an inner call after a recovery
+bool dispatch_op(const char* op, const char* overload, StableIValue* stack) {
+  drop_held_error();  // drops the exception of an inner call after a recovery
   ++waiting;
   const bool done = torch_call_dispatcher(op, overload, stack, TORCH_ABI_VERSION) == 0;
   --waiting;
-  if (done) drop_held();
+  if (done) drop_held_error();
   return done;
 }
 
 void rethrow(const char* call) {
   rethrow_python_error();
-  const std::string text(kept_text());
+  const std::string text(last_torch_error_text());
   if (text.empty())
     throw std::runtime_error(std::string("torch_flashplug: ") + call + " failed: the log above has libtorch's message");
-  raise_as_spelled(text);
+  throw_exception_named_in(text);
   throw std::runtime_error(text);
 }
 
@@ -311,10 +311,10 @@ AtenTensorHandle new_strided(int dims, const int64_t* size, const int64_t* strid
   return tensor;
 }
 
-void copy_into(AtenTensorHandle to, AtenTensorHandle from) {
+void copy_tensor(AtenTensorHandle to, AtenTensorHandle from) {
   if (aoti_torch_copy_(to, from, 0) == 0) return;
   rethrow_python_error();
-  static const auto call = entry<void* (*)(void*, const void*, bool)>("_ZN2at4_ops5copy_4callERNS_6TensorERKS2_b");
+  static const auto call = find_cpu_function<void* (*)(void*, const void*, bool)>("_ZN2at4_ops5copy_4callERNS_6TensorERKS2_b");
   if (call == nullptr) rethrow("copy_");
   call(to, from, false);
 }
@@ -322,7 +322,7 @@ void copy_into(AtenTensorHandle to, AtenTensorHandle from) {
 AtenTensorHandle repeat_interleave_again(AtenTensorHandle tensor, int64_t repeats, int64_t dim) {
   using Call = Tensor (*)(const void*, const int64_t*, std::optional<int64_t>, const MaybeSymInt*);
   static const auto call =
-      entry<Call>("_ZN2at4_ops26repeat_interleave_self_int4callERKNS_6TensorEN3c106SymIntESt8optionalIlES7_IS6_E");
+      find_cpu_function<Call>("_ZN2at4_ops26repeat_interleave_self_int4callERKNS_6TensorEN3c106SymIntESt8optionalIlES7_IS6_E");
   const MaybeSymInt unsaid;
   return call == nullptr ? nullptr : call(tensor, &repeats, dim, &unsaid).handle();
 }

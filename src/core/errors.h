@@ -8,7 +8,7 @@
 namespace flashplug {
 
 // Call `torch_call_dispatcher`. After a false result, the caller must call `rethrow()`.
-bool dispatched(const char* op, const char* overload, StableIValue* stack);
+bool dispatch_op(const char* op, const char* overload, StableIValue* stack);
 
 // Throw the error of a shim that failed on the calling thread. Python gets the original exception if available, else a
 // RuntimeError with libtorch's text if the running torch keeps the text. `call` names the failed call for lack of a
@@ -18,7 +18,7 @@ bool dispatched(const char* op, const char* overload, StableIValue* stack);
 // Rethrow the exception raised by Python code inside the shim. Returns if there is none.
 void rethrow_python_error();
 
-// Keep an exception raised by the Python body of an op (a PyObject), if the thread waits for it in `dispatched()`.
+// Keep an exception raised by the Python body of an op (a PyObject), if the thread waits for it in `dispatch_op()`.
 // Keeping is necessary, since pybind11 takes the exception from the thread and the shim frees the exception.
 void hold_python_error(void* exception);
 

@@ -52,7 +52,7 @@ void Tables::add(KernelRow row) {
   kernels.push_back(row);
 }
 
-bool Tables::takes_together(int family, int64_t needs) const {
+bool Tables::has_kernel_with_all(int family, int64_t needs) const {
   const std::vector<Features>& sets = groups[family].sets;
   return sets.empty() || std::ranges::any_of(sets, [needs](const Features& set) { return set.fit(needs); });
 }
@@ -103,7 +103,7 @@ Mode effective_mode() {
   return mode.with_precision(requested == kWholePrecision ? 0 : requested);
 }
 
-Mode own_op_mode(int64_t baked) {
+Mode mode_of_op(int64_t baked) {
   if (Mode{baked}.family() >= tables().num_families())
     throw std::runtime_error("torch_flashplug: mode=" + std::to_string(baked) +
                              " asks for no backend of torch_flashplug/registry/architectures.py.");

@@ -260,11 +260,11 @@ struct Tables {
     return groups[family].rows[kind][static_cast<int>(query)];
   }
   // Return the union of the features of a family's kernels. A family without kernels takes every feature and every
-  // dtype, because the missing kernel is a separate reason. `takes_dtypes()` asks for the dtypes.
+  // dtype, because the missing kernel is a separate reason. `supports_dtypes()` asks for the dtypes.
   int64_t features_of(int family) const { return groups[family].features; }
   // Return true if some kernel has all needed features and applies no more.
-  bool takes_together(int family, int64_t needs) const;
-  bool takes_dtypes(int family, const DType (&dtype)[kNumOperands]) const {
+  bool has_kernel_with_all(int family, int64_t needs) const;
+  bool supports_dtypes(int family, const DType (&dtype)[kNumOperands]) const {
     return groups[family].features < 0 || groups[family].dtypes[index_of(dtype)];
   }
   int num_families() const { return static_cast<int>(families.size()); }

@@ -127,7 +127,7 @@ class OpCall {
     if (const int missing = std::countr_one(set_arguments_); missing < op_.count())
       throw std::runtime_error(std::string("torch_flashplug: ") + op_.name() + " without its argument " +
                                std::string(op_.argument(missing)));
-    return dispatched(op_.name(), op_.overload(), stack_);
+    return dispatch_op(op_.name(), op_.overload(), stack_);
   }
 
   const Schema& op_;

@@ -61,7 +61,7 @@ int find_backward_row(const CallFacts& p, const DeviceFacts& device, const Table
 // Return the number of tiles for each block of keys. If few blocks of keys leave SMs idle, several tiles share the
 // query heads of a KV head. The number is the smallest with the fewest rounds of query heads. The results of the tiles
 // must be added up, so the saved rows must reach `rows_spared`.
-int64_t sharing_of(const CallFacts& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables) {
+int64_t num_tiles_per_kv_block(const CallFacts& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables) {
   const int64_t blocks = p.B * p.Hkv * ceil_div(p.Sk, row.tile_n), sms = std::max(device.sm_count, 1);
   const auto heads_in_turn = [&](int64_t sharing) { return ceil_div(blocks * sharing, sms) * (p.group() / sharing); };
   int64_t best = 1;
@@ -84,7 +84,7 @@ BackwardPlan attempt(const CallFacts& p, const DeviceFacts& device, const Tables
   if (wanted_grads != 0 && row < 0) return refused(Reason{Why::kNoKernel});
   if (p.bias_grad && bias_row < 0) return refused(Reason{Why::kNoBiasGradient});
   const bool shared = row >= 0 && (wanted_grads & kWantDkDv) != 0;
-  return BackwardPlan{row, bias_row, {}, shared ? sharing_of(p, tables.kernels[row], device, tables) : 1};
+  return BackwardPlan{row, bias_row, {}, shared ? num_tiles_per_kv_block(p, tables.kernels[row], device, tables) : 1};
 }
 
 // Return the backward plan of the requested family, or else of the first family able to run the call.
@@ -127,7 +127,7 @@ BackwardPlan plan_backward(const CallFacts& original, const DeviceFacts& device,
   const CallFacts p = after_copies(original, tables);
   const BackwardPlan plan = attempt_all(p, device, tables, std::max(mode.family(), 0), wanted_grads);
   const bool unmeasured = mode.backend() == Backend::kAuto && device.cc != tables.gate.measured_cc;
-  if (!plan.ours() || !unmeasured || !efficient_takes(p)) return plan;
+  if (!plan.ours() || !unmeasured || !stock_efficient_supports(p)) return plan;
   const int row = std::max(plan.kernel_row, plan.bias_row);  // both rows have the same family
   return refused(Reason{Why::kUnmeasuredDevice, device.cc, tables.kernels[row].family});
 }

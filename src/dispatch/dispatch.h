@@ -124,22 +124,22 @@ bool is_empty(const CallFacts& p);  // true if a dimension is 0
 int unsupported(const CallFacts& p, const DeviceFacts& device, const Tables& tables, int family, Reason* reasons,
                 int limit);
 bool head_dims_aligned(const CallFacts& p);                   // head dims fill whole 16-byte units, too
-bool takes_dtypes(const KernelRow& row, const CallFacts& p);  // the kernel takes the call's dtypes
+bool supports_dtypes(const KernelRow& row, const CallFacts& p);  // the kernel takes the call's dtypes
 // Return true if the kernel has all needed features and applies no further feature.
 bool has_features(const KernelRow& row, int64_t needs);
 bool last_dim_contiguous(const CallFacts& p);  // the last dim of every operand is contiguous
 bool is_16b_aligned(const CallFacts& p);       // rows and addresses fit TMA and vector loads
 // Return true if operands are first copied into aligned 16-byte units. A call with a mask, dropout or a similar need is
 // copied where no element-wise kernel has the needed features. `after_copies()` returns the facts after the copies.
-bool copies_operands(const CallFacts& p, const Tables& tables);
+bool needs_operand_copies(const CallFacts& p, const Tables& tables);
 CallFacts after_copies(const CallFacts& p, const Tables& tables);
 // Return true if the keys end in the middle of a block of 128, the tile size of cuDNN's backward.
 inline bool has_half_key_block(const CallFacts& p) { return p.Sk % 128 == 64; }
-bool efficient_takes(const CallFacts& p);  // facts fit stock's efficient attention, on any device
+bool stock_efficient_supports(const CallFacts& p);  // facts fit stock's efficient attention, on any device
 bool smem_fits(const KernelRow& row, const DeviceFacts& device);
 int find_rescue(const CallFacts& p, const Tables& tables);  // row of stock_bugs.py that holds the call, or -1
 // Return true if a plugin kernel may serve some call of the class, while shapes are unknown.
-bool class_may_serve(const CallFacts& p, const DeviceFacts& device, Mode mode, const Tables& tables);
+bool may_serve_class(const CallFacts& p, const DeviceFacts& device, Mode mode, const Tables& tables);
 // Kernel selection (kernel_selection.cpp). `find_kernel_row()` returns the kernel row with the shortest expected time,
 // or -1. `estimate()` returns the expected time in ns. `find_choice_row()` returns the first measured row that holds
 // the call as `tiles` output tiles of the kernel, or -1 for a class without measurements.
@@ -157,7 +157,7 @@ std::array<Range, 6> ranges_of(const ChoiceRow& row, const CallFacts& p, const K
 // Return the row with the fewest missed ranges among the rows of the call's class that serve; -1 if no row serves.
 int nearest_choice_row(const CallFacts& p, const KernelRow& kernel, int64_t tiles, const Tables& tables);
 int find_parts_row(const CallFacts& p, const KernelRow& fused, const Tables& tables);  // row of kind `kPartBwd`
-Reason slower_by_row(const Plan& plan, const Tables& tables);
+Reason slower_reason(const Plan& plan, const Tables& tables);
 // Return the plan of a call by the complete rule, as the router and explain apply it. Measured rows and the decode gate
 // decide between plugin kernels and stock.
 Plan plan_call(const CallFacts& p, const DeviceFacts& device, Mode mode, const Tables& tables);
@@ -165,7 +165,7 @@ CallFacts with_requested_precision(const CallFacts& p, Mode mode);  // facts wit
 // Return the plan of `plan_call()`, from the thread's cache of recent plans if present (plan_cache.cpp). The reference
 // is valid until the thread's next call.
 const Plan& remembered_plan(const CallFacts& p, const DeviceFacts& device, Mode mode, const Tables& tables);
-bool is_remembered(const CallFacts& p, const DeviceFacts& device, Mode mode, const Tables& tables);
+bool is_plan_cached(const CallFacts& p, const DeviceFacts& device, Mode mode, const Tables& tables);
 // Return a plan inside an op, where stock's choice is out of reach: a plugin kernel wherever one can run. `splits` is
 // encoded as in a mode word.
 Plan plan_in_op(const CallFacts& p, const DeviceFacts& device, const Tables& tables, int64_t splits = 0);

@@ -18,7 +18,7 @@ namespace flashplug {
 
 std::string capability(int64_t cc) { return std::to_string(cc / 10) + "." + std::to_string(cc % 10); }
 
-std::string quoted(const std::string& text) {
+std::string quote(const std::string& text) {
   std::string out = "\"";
   for (char c : text) {
     if (c == '"' || c == '\\') out += '\\';
@@ -33,24 +33,24 @@ const char* const kOperandNames[kNumOperands] = {"query", "key", "value"};
 
 std::string number(int64_t value) { return std::to_string(value); }
 
-std::string fixed(double value) {
+std::string format_fixed(double value) {
   char text[32];
   std::snprintf(text, sizeof text, "%.3f", value);
   return text;
 }
 
 // Return the dtypes of the kernels of a family, as far as query, key and value can have the same dtype.
-std::string elements_text(int family, const char* between, const Tables& tables) {
+std::string dtypes_text(int family, const char* between, const Tables& tables) {
   std::string out;
   for (int i = 0; i < kNumDTypes; ++i) {
     const DType dtype = static_cast<DType>(i), all[kNumOperands] = {dtype, dtype, dtype};
-    if (tables.takes_dtypes(family, all)) out += (out.empty() ? "" : between) + std::string(kDTypes[i].name);
+    if (tables.supports_dtypes(family, all)) out += (out.empty() ? "" : between) + std::string(kDTypes[i].name);
   }
   return out;
 }
 
 // Return the shortest decimal text with the same value as a double.
-std::string shortest(double value) {
+std::string format_shortest(double value) {
   char text[32];
   int digits = 0;
   do std::snprintf(text, sizeof text, "%.*g", ++digits, value);
@@ -59,13 +59,13 @@ std::string shortest(double value) {
 }
 
 // Replace each {fact} in a text by the value of the fact with the name between the braces.
-std::string with_facts(std::string words, CallFacts p) {
+std::string fill_in_facts(std::string words, CallFacts p) {
   visit_facts(p, [&words](const char* name, const auto& fact) {
     const std::string hole = "{" + std::string(name) + "}";
     const size_t at = words.find(hole);
     if (at == std::string::npos) return;
     if constexpr (std::is_floating_point_v<std::decay_t<decltype(fact)>>)
-      words.replace(at, hole.size(), shortest(fact));
+      words.replace(at, hole.size(), format_shortest(fact));
     else
       words.replace(at, hole.size(), number(static_cast<int64_t>(fact)));
   });
@@ -81,7 +81,7 @@ std::string needs_text(int64_t needs) {
 }
 
 // Return the reason for a call whose features all have kernels, although no single kernel has all of the features.
-std::string together_reason(int64_t needs) {
+std::string combination_reason(int64_t needs) {
   if (needs == 0)
     return "No kernel matches this call exactly: each candidate applies a feature (for example causal masking) that "
            "the call does not use.";
@@ -130,13 +130,13 @@ std::string gate_text(const Plan& plan, const CallFacts& p, const DeviceFacts& d
   const std::string rows = "Sq*G = " + number(p.Sq) + "*" + number(p.group()) + " = " + number(packed_rows(p));
   std::string why = rows + (gate.decode ? " <= " : " > ") + number(tables.gate.rows);
   if (plan.packed_ns > 0)
-    why += ", <= " + number(tables.gate.wide_rows) + ": about " + fixed(1e-3 * plan.packed_ns) +
-           " us with packed rows, " + fixed(1e-3 * plan.unpacked_ns) + " us without";
+    why += ", <= " + number(tables.gate.wide_rows) + ": about " + format_fixed(1e-3 * plan.packed_ns) +
+           " us with packed rows, " + format_fixed(1e-3 * plan.unpacked_ns) + " us without";
   if (plan.kernel_row >= 0 && tables.kernels[plan.kernel_row].kind == kDecode)
     return why + ": " + split_text(plan, p, device, tables);
   if (!gate.decode) return why + ": not a decode call";
   return why + ": tiles = B*Hkv*ceil(Sq*G/" + number(tables.gate.rows) + ") = " + number(p.B) + "*" + number(p.Hkv) +
-         "*1 = " + number(gate.tiles) + (gate.closed ? " < " : " >= ") + fixed(tables.gate.occupancy) + "*" +
+         "*1 = " + number(gate.tiles) + (gate.closed ? " < " : " >= ") + format_fixed(tables.gate.occupancy) + "*" +
          number(device.sm_count) + " SMs -> " +
          (!gate.closed           ? "open"
           : plan.rescue_row >= 0 ? "closed, but stock attention is wrong for this call"
@@ -148,7 +148,7 @@ std::string row_text(int choice_row, const Tables& tables) {
   if (choice_row < 0) return "";
   const ChoiceRow& row = tables.choices[choice_row];
   const char* than = (row.features & kEightBits) != 0 ? " x the 16-bit kernel (" : " x stock (";
-  return std::string(row.description) + ": " + fixed(row.ratio) + than + row.measured + ")";
+  return std::string(row.description) + ": " + format_fixed(row.ratio) + than + row.measured + ")";
 }
 
 std::string rescue_text(int rescue_row, const Tables& tables) {
@@ -163,7 +163,7 @@ std::string name_of(Backend backend, const Tables& tables) {
 }
 
 // Return why the dispatcher did not examine a backend.
-std::string not_needed(const Plan& plan, Mode mode, const Tables& tables) {
+std::string not_examined_reason(const Plan& plan, Mode mode, const Tables& tables) {
   const bool is_requested = mode.backend() != Backend::kAuto;
   return name_of(is_requested ? mode.backend() : plan.backend, tables) +
          (!is_requested          ? " has priority and serves this call."
@@ -175,7 +175,7 @@ std::string not_needed(const Plan& plan, Mode mode, const Tables& tables) {
 std::string family_text(int family, const Plan& plan, const CallFacts& p, const DeviceFacts& device, Mode mode,
                         const Tables& tables) {
   const Reason& why = plan.why[family];
-  if (!why) return not_needed(plan, mode, tables);
+  if (!why) return not_examined_reason(plan, mode, tables);
   Reason all[kMaxReasons];
   const int count = unsupported(p, device, tables, family, all, kMaxReasons);
   std::string text = reason_text(why, p, device, tables);
@@ -203,19 +203,19 @@ std::string reason_text(const Reason& reason, const CallFacts& p, const DeviceFa
              tables.families[reason.allowed].gpus + ". Stock attention serves this device.";
     case Why::kDtype:
       return std::string("query, key and value have dtype ") + facts_of(p.dtype[0]).name + ", but the kernels take " +
-             elements_text(reason.allowed, " or ", tables) + ". Cast the tensors, or use torch.autocast.";
+             dtypes_text(reason.allowed, " or ", tables) + ". Cast the tensors, or use torch.autocast.";
     case Why::kMixedDtype:
       return std::string("query, key and value must have one dtype, but have ") + facts_of(p.dtype[0]).name + ", " +
              facts_of(p.dtype[1]).name + ", " + facts_of(p.dtype[2]).name + ". Cast all of the tensors to " +
-             elements_text(reason.allowed, " or ", tables);
+             dtypes_text(reason.allowed, " or ", tables);
     case Why::kFeature:
-      return with_facts(tables.features[reason.actual].unsupported_reason, p);
+      return fill_in_facts(tables.features[reason.actual].unsupported_reason, p);
     case Why::kTogether:
-      return together_reason(reason.actual);
+      return combination_reason(reason.actual);
     case Why::kScale:
       return "scale is not finite. Stock attention serves this call.";
     case Why::kProbability:
-      return "dropout_p must be above 0 and at most 1, but got " + shortest(p.dropout_p) +
+      return "dropout_p must be above 0 and at most 1, but got " + format_shortest(p.dropout_p) +
              ". Pass a valid probability: on a GPU, stock attention ends the process with an invalid one.";
     case Why::kEmpty:
       return "A dimension of a tensor is 0. Stock attention handles empty tensors.";
@@ -250,7 +250,7 @@ std::string reason_text(const Reason& reason, const CallFacts& p, const DeviceFa
     case Why::kNoRow:
       return unmeasured_reason(static_cast<int>(reason.actual), reason.allowed, p, device, tables);
     case Why::kSlower:
-      return "Such calls were measured at " + fixed(static_cast<double>(reason.actual) / 1000) +
+      return "Such calls were measured at " + format_fixed(static_cast<double>(reason.actual) / 1000) +
              " x the speed of stock attention, below the serve ratio of the dispatch table. Stock attention is faster.";
     case Why::kDecodeGate:
       return "Decode gate: the call has " + actual + " tiles, but " + allowed +
@@ -276,13 +276,13 @@ std::string gradients_text(const CallFacts& p, const DeviceFacts& device, Mode m
   const auto name = [&tables](int row) { return std::string(tables.kernels[row].name); };
   const bool in_tiles = plan.kernel_row >= 0 && tables.kernels[plan.kernel_row].kind == kTileBwd;
   if (plan.ours()) return name(plan.kernel_row) + (plan.bias_row < 0 || in_tiles ? "" : " and " + name(plan.bias_row));
-  return std::string(efficient_takes(p) ? "The efficient backward of stock" : "The math backward of stock") +
+  return std::string(stock_efficient_supports(p) ? "The efficient backward of stock" : "The math backward of stock") +
          " follows. The reason: " + reason_text(plan.why, p, device, tables);
 }
 
 // Return the operands copied ahead of a kernel, and the number of bytes.
 std::string copies_text(const CallFacts& p, const Tables& tables) {
-  if (!copies_operands(p, tables)) return "";
+  if (!needs_operand_copies(p, tables)) return "";
   const int64_t numbers[kNumOperands] = {p.B * p.Hq * p.Sq * p.D, p.B * p.Hkv * p.Sk * p.D, p.B * p.Hkv * p.Sk * p.Dv};
   std::string names;
   double bytes = 0;
@@ -293,7 +293,7 @@ std::string copies_text(const CallFacts& p, const Tables& tables) {
     bytes += static_cast<double>(numbers[i] * facts_of(p.dtype[i]).bytes);
     broadcast |= p.layout[i].broadcast;
   }
-  return names + ": copied first into rows aligned to " + number(kUnitBytes) + " bytes, " + fixed(bytes / 1e6) + " MB" +
+  return names + ": copied first into rows aligned to " + number(kUnitBytes) + " bytes, " + format_fixed(bytes / 1e6) + " MB" +
          (broadcast ? " minus the broadcast part" : "");
 }
 
@@ -302,14 +302,14 @@ std::string plan_json(const Plan& plan, const CallFacts& original, const DeviceF
   // The plan is for 8 bits, or for 16 bits after the 8-bit plan was rejected. `p` has the features of that plan.
   const bool in_16_bits = static_cast<bool>(plan.why_not_8bit);
   const CallFacts p = in_16_bits ? original : with_requested_precision(original, mode);
-  std::string out = "{\"backend\": " + quoted(name_of(plan.backend, tables));
-  out += ", \"kernel\": " + quoted(plan.ours() ? tables.kernels[plan.kernel_row].name : "");
+  std::string out = "{\"backend\": " + quote(name_of(plan.backend, tables));
+  out += ", \"kernel\": " + quote(plan.ours() ? tables.kernels[plan.kernel_row].name : "");
   out += ", \"splits\": " + number(plan.splits.n) + ", \"cluster\": " + number(plan.splits.cluster) +
          ", \"tiles\": " + number(plan.tiles) + ", \"reasons\": {";
   const char* separator = "";
   auto add = [&](Backend backend, const std::string& text) {
     if (backend == plan.backend) return;
-    out += separator + quoted(name_of(backend, tables)) + ": " + quoted(text);
+    out += separator + quote(name_of(backend, tables)) + ": " + quote(text);
     separator = ", ";
   };
   for (int family = 0; family < tables.num_families(); ++family)
@@ -318,24 +318,24 @@ std::string plan_json(const Plan& plan, const CallFacts& original, const DeviceF
       plan.backend == Backend::kStock && mode.backend() != Backend::kStock
           ? "The math backend is only used on request or as PyTorch's own fallback. Force the math backend with "
             "sdpa_backend('math')."
-          : not_needed(plan, mode, tables));
-  add(Backend::kStock, not_needed(plan, mode, tables));
+          : not_examined_reason(plan, mode, tables));
+  add(Backend::kStock, not_examined_reason(plan, mode, tables));
   const bool measured =
       device.cc != 0 && (plan.choice_row >= 0 || plan.rescue_row >= 0 || plan.gate.decode || plan.splits.n > 1);
   const bool has_gradients = plan.ours() && p.grad;
   out += "}, \"why\": {";
   for (int family = 0; family < tables.num_families(); ++family)
-    out += (family > 0 ? ", " : "") + quoted(name_of(backend_of(family), tables)) + ": " +
-           quoted(kWhyNames[static_cast<int>(plan.why[family].why)]);
-  out += "}, \"precision\": " + quoted(needs_text(plan.features)) + ", \"why_not_8bit\": " +
-         quoted(in_16_bits ? reason_text(plan.why_not_8bit, with_requested_precision(original, mode), device, tables)
+    out += (family > 0 ? ", " : "") + quote(name_of(backend_of(family), tables)) + ": " +
+           quote(kWhyNames[static_cast<int>(plan.why[family].why)]);
+  out += "}, \"precision\": " + quote(needs_text(plan.features)) + ", \"why_not_8bit\": " +
+         quote(in_16_bits ? reason_text(plan.why_not_8bit, with_requested_precision(original, mode), device, tables)
                            : "") +
-         ", \"gate\": " + quoted(measured ? gate_text(plan, p, device, tables) : "") +
-         ", \"row\": " + quoted(row_text(plan.choice_row, tables)) +
-         ", \"rescue\": " + quoted(rescue_text(plan.rescue_row, tables)) +
-         ", \"copies\": " + quoted(plan.ours() ? copies_text(p, tables) : "") +
+         ", \"gate\": " + quote(measured ? gate_text(plan, p, device, tables) : "") +
+         ", \"row\": " + quote(row_text(plan.choice_row, tables)) +
+         ", \"rescue\": " + quote(rescue_text(plan.rescue_row, tables)) +
+         ", \"copies\": " + quote(plan.ours() ? copies_text(p, tables) : "") +
          ", \"sharing\": " + number(has_gradients ? plan_backward(p, device, mode, tables).sharing : 1) +
-         ", \"gradients\": " + quoted(has_gradients ? gradients_text(p, device, mode, tables) : "") + "}";
+         ", \"gradients\": " + quote(has_gradients ? gradients_text(p, device, mode, tables) : "") + "}";
   return out;
 }
 

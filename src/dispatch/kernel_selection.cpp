@@ -29,7 +29,7 @@ bool rows_sector_aligned(const CallFacts& p, const KernelRow& row) {
 
 // Element-wise kernels serve only calls whose tensors vector loads cannot read.
 bool row_fits(const CallFacts& p, const DeviceFacts& device, const KernelRow& row) {
-  return takes_dtypes(row, p) && p.D <= row.d_max && p.Dv <= row.dv_max && has_features(row, p.needs) &&
+  return supports_dtypes(row, p) && p.D <= row.d_max && p.Dv <= row.dv_max && has_features(row, p.needs) &&
          (row.rows_sector_aligned == 0 || rows_sector_aligned(p, row)) && (row.elementwise != 0) != is_16b_aligned(p) &&
          smem_fits(row, device);
 }
@@ -45,7 +45,7 @@ double last_tile(const CallFacts& p, const KernelRow& row) {
 }
 
 // Return the facts of a batch whose packed sequences all have the mean length. The host does not know the real lengths.
-CallFacts of_one_length(const CallFacts& p) {
+CallFacts with_mean_length(const CallFacts& p) {
   CallFacts mean = p;
   if (p.sequences <= 0) return mean;
   mean.B = p.sequences;
@@ -74,7 +74,7 @@ CallFacts batch_invariant_facts(const CallFacts& p) {
 struct WindowBlocks {
   double all = 0, longest = 0;
 };
-WindowBlocks blocks_of_windows(const CallFacts& p, const KernelRow& row) {
+WindowBlocks count_window_blocks(const CallFacts& p, const KernelRow& row) {
   WindowBlocks counts;
   const int64_t diagonal = p.bottom_right * (p.Sk - p.Sq);
   for (int64_t first_row = 0; first_row < p.Sq; first_row += row.tile_m) {
@@ -90,7 +90,7 @@ WindowBlocks blocks_of_windows(const CallFacts& p, const KernelRow& row) {
 // Return the rank of a kernel row; `find_kernel_row` takes the row with the smallest rank. A decode reads K and V once
 // for each tile. So the fewest tiles win, then the fewest rows of a tile, then the smallest head dims, then the longest
 // steps as long as every SM has a step. The criteria form a single number, digit after digit.
-double rank(const CallFacts& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables) {
+double kernel_row_rank(const CallFacts& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables) {
   if (row.kind != kDecode) return estimate(p, row, device, tables);
   const int64_t tiles = packed_tiles(p, row), steps = tiles * ceil_div(p.Sk, row.tile_n);
   const int64_t rows = tiles * kManyRows + row.tile_m, dims = rows * kManyDims + row.d_max + row.dv_max;
@@ -103,14 +103,14 @@ double rank(const CallFacts& p, const KernelRow& row, const DeviceFacts& device,
 // first. So a launch ends when evenly spread work is done, or when the longest tile is done. Tiles of equal length (no
 // causal mask) run in whole waves.
 double estimate(const CallFacts& original, const KernelRow& row, const DeviceFacts& device, const Tables& tables) {
-  const CallFacts p = of_one_length(original);
+  const CallFacts p = with_mean_length(original);
   const int sm_count = std::max(device.sm_count, 1);
   const double m = row.tile_m, n = row.tile_n;
   const double heads = static_cast<double>(p.B) * p.Hq, num_m = static_cast<double>(ceil_div(p.Sq, row.tile_m));
   const double all_blocks = static_cast<double>(ceil_div(p.Sk, row.tile_n));
   const double spared = 1.0 - last_tile(p, row);
   if ((row.takes & kWindow) != 0) {
-    const auto [blocks, longest] = blocks_of_windows(p, row);
+    const auto [blocks, longest] = count_window_blocks(p, row);
     return std::max(heads * (blocks + num_m * kEdgeBlocks) / sm_count, longest + kEdgeBlocks) * row.cost;
   }
   if ((row.takes & kCausal) == 0) {
@@ -142,7 +142,7 @@ int find_kernel_row(const CallFacts& original, Kind kind, int family, const Devi
     if (best >= 0 && spare > fewest) continue;
     const bool rival = best >= 0 && spare == fewest;
     if (rival && rows_sector_aligned(p, row) && !same_family(row, tables.kernels[best])) continue;
-    const double time = rank(p, row, device, tables);
+    const double time = kernel_row_rank(p, row, device, tables);
     if (rival && time >= least) continue;
     best = i;
     fewest = spare;
@@ -161,28 +161,28 @@ Operands operands_of(const CallFacts& p, const KernelRow& kernel) {
   return head_dims_aligned(p) ? kUnaligned : kOddDims;
 }
 
-bool is_of_class(const ChoiceRow& row, const CallFacts& p, int kind, const KernelRow& kernel) {
+bool matches_class(const ChoiceRow& row, const CallFacts& p, int kind, const KernelRow& kernel) {
   return row.kind == kind && (row.operands & operands_of(p, kernel)) != 0 && row.family == kernel.family &&
          (row.elements >> kernel.element & 1) != 0 && (row.grad != 0) == p.as_with_gradients() &&
          row.features == p.needs;
 }
 
-int64_t ranges_missed(const ChoiceRow& row, const CallFacts& p, const KernelRow& kernel, int64_t tiles) {
+int64_t count_missed_ranges(const ChoiceRow& row, const CallFacts& p, const KernelRow& kernel, int64_t tiles) {
   const auto ranges = ranges_of(row, p, kernel, tiles);
   return std::count_if(ranges.begin(), ranges.end(), [](const Range& range) { return !range.holds(); });
 }
 
-int find_row_of_kind(const CallFacts& p, int kind, const KernelRow& kernel, int64_t tiles, const Tables& tables) {
+int find_nearest_row(const CallFacts& p, int kind, const KernelRow& kernel, int64_t tiles, const Tables& tables) {
   const auto row = std::find_if(tables.choices.begin(), tables.choices.end(), [&](const ChoiceRow& choice) {
-    return is_of_class(choice, p, kind, kernel) && ranges_missed(choice, p, kernel, tiles) == 0;
+    return matches_class(choice, p, kind, kernel) && count_missed_ranges(choice, p, kernel, tiles) == 0;
   });
   return row == tables.choices.end() ? -1 : static_cast<int>(row - tables.choices.begin());
 }
 
 // Return the facts that choice rows are compared with. Packed sequences have the mean length. For a window, Sk is the
 // number of keys visible to a query.
-CallFacts as_measured(const CallFacts& original) {
-  CallFacts p = of_one_length(original);
+CallFacts measured_form(const CallFacts& original) {
+  CallFacts p = with_mean_length(original);
   if ((p.needs & kWindow) != 0) p.Sk = std::min(p.Sk, p.left + p.right + 1);
   return p;
 }
@@ -191,7 +191,7 @@ CallFacts as_measured(const CallFacts& original) {
 
 std::array<Range, 6> ranges_of(const ChoiceRow& row, const CallFacts& original, const KernelRow& kernel,
                                int64_t forward_tiles) {
-  const CallFacts p = as_measured(original);
+  const CallFacts p = measured_form(original);
   const int64_t tiles = row.keys_of_tile == 0 ? forward_tiles : p.B * p.Hkv * ceil_div(p.Sk, row.keys_of_tile);
   const int64_t tile_m = row.tile_m == 0 ? kernel.tile_m : row.tile_m;
   return {{{"D", std::max(p.D, p.Dv), row.d_min, row.d_max},
@@ -207,8 +207,8 @@ int nearest_choice_row(const CallFacts& p, const KernelRow& kernel, int64_t tile
   int64_t fewest = 0;
   for (size_t i = 0; i < tables.choices.size(); ++i) {
     const ChoiceRow& row = tables.choices[i];
-    if (row.serve == 0 || !is_of_class(row, p, kernel.kind, kernel)) continue;
-    const int64_t missed = ranges_missed(row, p, kernel, tiles);
+    if (row.serve == 0 || !matches_class(row, p, kernel.kind, kernel)) continue;
+    const int64_t missed = count_missed_ranges(row, p, kernel, tiles);
     if (nearest >= 0 && missed >= fewest) continue;
     nearest = static_cast<int>(i);
     fewest = missed;
@@ -217,14 +217,14 @@ int nearest_choice_row(const CallFacts& p, const KernelRow& kernel, int64_t tile
 }
 
 int find_choice_row(const CallFacts& p, const KernelRow& kernel, int64_t tiles, const Tables& tables) {
-  return find_row_of_kind(p, kernel.kind, kernel, tiles, tables);
+  return find_nearest_row(p, kernel.kind, kernel, tiles, tables);
 }
 
 int find_parts_row(const CallFacts& p, const KernelRow& fused, const Tables& tables) {
-  return find_row_of_kind(p, kPartBwd, fused, 0, tables);
+  return find_nearest_row(p, kPartBwd, fused, 0, tables);
 }
 
-Reason slower_by_row(const Plan& plan, const Tables& tables) {
+Reason slower_reason(const Plan& plan, const Tables& tables) {
   if (plan.choice_row < 0) return Reason{Why::kNoRow, plan.kernel_row, plan.tiles};
   const ChoiceRow& row = tables.choices[plan.choice_row];
   return row.serve ? Reason{} : Reason{Why::kSlower, static_cast<int64_t>(row.ratio * 1000 + 0.5)};

@@ -48,7 +48,7 @@ int find_decode_row(const CallFacts& p, const DeviceFacts& device, Mode mode, co
 }
 
 // Fill in kernel row, splits and tiles of the plan, or return the reason why the family cannot run the call.
-Reason resolve(const CallFacts& p, const DeviceFacts& device, Mode mode, const Tables& tables, int family, Plan* plan) {
+Reason plan_family(const CallFacts& p, const DeviceFacts& device, Mode mode, const Tables& tables, int family, Plan* plan) {
   Reason why;
   if (unsupported(p, device, tables, family, &why, 1) != 0) return why;
   plan->gate = decode_gate(p, device, tables);
@@ -85,7 +85,7 @@ Reason unwanted(const CallFacts& p, const CallFacts& original, const DeviceFacts
   if (plan->gate.closed && kernel.kind != kDecode && !one_block)
     return Reason{Why::kDecodeGate, plan->gate.tiles, plan->gate.needed};
   plan->choice_row = find_choice_row(original, kernel, plan->tiles, tables);
-  return slower_by_row(*plan, tables);
+  return slower_reason(*plan, tables);
 }
 
 // Return the plan of a family for a call, or a plan for stock with the reason against the family.
@@ -93,13 +93,13 @@ Plan attempt(const CallFacts& p, const CallFacts& original, const DeviceFacts& d
              int family) {
   Plan plan;
   Reason& why = plan.why[family];
-  why = resolve(p, device, mode, tables, family, &plan);
+  why = plan_family(p, device, mode, tables, family, &plan);
   if (!why && !mode.forces_kernels()) why = unwanted(p, original, device, mode, tables, &plan);
   if (!why) plan.backend = backend_of(family);
   return plan;
 }
 
-Plan plan_exactly(const CallFacts& original, const DeviceFacts& device, Mode mode, const Tables& tables) {
+Plan plan_with_precision(const CallFacts& original, const DeviceFacts& device, Mode mode, const Tables& tables) {
   const Backend backend = mode.backend();
   const CallFacts p = after_copies(original, tables);
   if (mode.family() >= 0) return attempt(p, original, device, mode, tables, mode.family());
@@ -131,14 +131,14 @@ CallFacts with_requested_precision(const CallFacts& p, Mode mode) {
 // A requested 8-bit precision is a permission: calls run in 16 bits if the 8-bit kernels cannot run the call or were
 // not measured to be faster. The precision is an order if a block forces both the precision and the backend.
 Plan plan_call(const CallFacts& original, const DeviceFacts& device, Mode mode, const Tables& tables) {
-  if (mode.recipe_features() == 0) return plan_exactly(original, device, mode, tables);
+  if (mode.recipe_features() == 0) return plan_with_precision(original, device, mode, tables);
   const bool order = mode.forces_kernels() && !mode.permits();
   Plan in_8_bits =
-      plan_exactly(with_requested_precision(original, mode), device, order ? mode : mode.of_any_backend(), tables);
+      plan_with_precision(with_requested_precision(original, mode), device, order ? mode : mode.of_any_backend(), tables);
   const bool served = in_8_bits.ours() && (mode.family() < 0 || in_8_bits.backend == mode.backend());
   if (served) in_8_bits.features = mode.recipe_features();
   if (served || order) return in_8_bits;
-  Plan in_16_bits = plan_exactly(original, device, mode, tables);
+  Plan in_16_bits = plan_with_precision(original, device, mode, tables);
   in_16_bits.why_not_8bit = in_8_bits.why[std::max(mode.family(), 0)];
   return in_16_bits;
 }

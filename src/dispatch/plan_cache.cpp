@@ -29,14 +29,14 @@ struct CachedPlan {
 };
 
 // Return the place for a call. The hash uses the facts that distinguish most calls of a program.
-size_t index_of(const CallFacts& p, Mode mode) {
+size_t cache_index(const CallFacts& p, Mode mode) {
   uint64_t hash = 0;
   for (int64_t fact : {p.B, p.Hq, p.Hkv, p.Sq, p.Sk, p.D, p.Dv, mode.word, p.needs << 1 | static_cast<int64_t>(p.grad)})
     hash = (hash ^ static_cast<uint64_t>(fact)) * 0x9e3779b97f4a7c15u;
   return hash >> (64 - kEntryBits);
 }
 
-std::array<CachedPlan, 1 << kEntryBits>& entries() {
+std::array<CachedPlan, 1 << kEntryBits>& cache_entries() {
   thread_local std::array<CachedPlan, 1 << kEntryBits> cache;
   return cache;
 }
@@ -44,14 +44,14 @@ std::array<CachedPlan, 1 << kEntryBits>& entries() {
 }  // namespace
 
 const Plan& remembered_plan(const CallFacts& p, const DeviceFacts& device, Mode mode, const Tables& tables) {
-  CachedPlan& entry = entries()[index_of(p, mode)];
+  CachedPlan& entry = cache_entries()[cache_index(p, mode)];
   const Key key{p, device, mode, tables.version};
   if (entry.key != key) entry = {key, plan_call(p, device, mode, tables)};
   return entry.plan;
 }
 
-bool is_remembered(const CallFacts& p, const DeviceFacts& device, Mode mode, const Tables& tables) {
-  return entries()[index_of(p, mode)].key == Key{p, device, mode, tables.version};
+bool is_plan_cached(const CallFacts& p, const DeviceFacts& device, Mode mode, const Tables& tables) {
+  return cache_entries()[cache_index(p, mode)].key == Key{p, device, mode, tables.version};
 }
 
 }  // namespace flashplug

@@ -37,7 +37,7 @@ struct HeadDims {
 };
 HeadDims largest_head_dims(const CallFacts& p, int family, bool elementwise, const DeviceFacts& device,
                            const Tables& tables) {
-  const bool cast = !tables.takes_dtypes(family, p.dtype), together = tables.takes_together(family, p.needs);
+  const bool cast = !tables.supports_dtypes(family, p.dtype), together = tables.has_kernel_with_all(family, p.needs);
   HeadDims most;
   for (const Kind kind : {kFwd, kDecode}) {  // some calls have only decode kernels
     if (most.d != 0) break;
@@ -45,7 +45,7 @@ HeadDims largest_head_dims(const CallFacts& p, int family, bool elementwise, con
       for (int i : tables.rows(kind, family, static_cast<DType>(element))) {
         const KernelRow& row = tables.kernels[i];
         if ((row.elementwise != 0) != elementwise || !smem_fits(row, device)) continue;
-        if ((!cast && !takes_dtypes(row, p)) || (together && !has_features(row, p.needs))) continue;
+        if ((!cast && !supports_dtypes(row, p)) || (together && !has_features(row, p.needs))) continue;
         most = {std::max(most.d, row.d_max), std::max(most.dv, row.dv_max)};
       }
     }
@@ -60,20 +60,20 @@ void add_class_reasons(const CallFacts& p, const DeviceFacts& device, const Tabl
     out->add(Why::kDevice);
   else if (!runs_on(tables.families[family], device.cc))
     out->add(Why::kArch, device.cc, family);
-  if (!tables.takes_dtypes(family, p.dtype)) {
+  if (!tables.supports_dtypes(family, p.dtype)) {
     const bool mixed = p.dtype[0] != p.dtype[1] || p.dtype[0] != p.dtype[2];
     out->add(mixed ? Why::kMixedDtype : Why::kDtype, 0, family);
   }
   const int64_t missing = p.needs & ~tables.features_of(family);
   for (int64_t left = missing; left != 0; left &= left - 1)
     out->add(Why::kFeature, std::countr_zero(static_cast<uint64_t>(left)));
-  if (missing == 0 && !tables.takes_together(family, p.needs)) out->add(Why::kTogether, p.needs);
+  if (missing == 0 && !tables.has_kernel_with_all(family, p.needs)) out->add(Why::kTogether, p.needs);
   if ((p.needs & kEightBits) != 0 && p.grad) out->add(Why::kGradientsInEightBits);
   if (p.scale == Scale::kNotFinite) out->add(Why::kScale);
   if ((p.needs & kDropout) != 0 && !(p.dropout_p > 0.0 && p.dropout_p <= 1.0)) out->add(Why::kProbability);
 }
 
-void add_broken_units(const CallFacts& p, Collector* out) {
+void add_alignment_reasons(const CallFacts& p, Collector* out) {
   const int64_t dims[kNumOperands] = {p.D, p.D, p.Dv};
   for (int i = 0; i < kNumOperands; ++i) {
     const int64_t step = unit_elements(p.dtype[i]);
@@ -89,7 +89,7 @@ void add_broken_units(const CallFacts& p, Collector* out) {
 
 }  // namespace
 
-bool takes_dtypes(const KernelRow& row, const CallFacts& p) {
+bool supports_dtypes(const KernelRow& row, const CallFacts& p) {
   return std::equal(p.dtype, p.dtype + kNumOperands, row.dtype);
 }
 
@@ -115,7 +115,7 @@ bool is_16b_aligned(const CallFacts& p) {
 
 // The kernels of stock get copies as well (stock_workarounds.cpp). Only calls with a strided last dim go to math
 // instead. Plain calls are never copied, whatever rows a table has.
-bool copies_operands(const CallFacts& p, const Tables& tables) {
+bool needs_operand_copies(const CallFacts& p, const Tables& tables) {
   return (p.needs & ~kCausal) != 0 && !is_16b_aligned(p) && head_dims_aligned(p) &&
          std::none_of(tables.kernels.begin(), tables.kernels.end(),
                       [&p](const KernelRow& row) { return row.elementwise != 0 && has_features(row, p.needs); });
@@ -123,7 +123,7 @@ bool copies_operands(const CallFacts& p, const Tables& tables) {
 
 CallFacts after_copies(const CallFacts& p, const Tables& tables) {
   CallFacts read = p;
-  if (!copies_operands(p, tables)) return read;
+  if (!needs_operand_copies(p, tables)) return read;
   for (Layout& layout : read.layout) {
     if (!is_16b_aligned(layout)) layout = Layout{};
   }
@@ -134,7 +134,7 @@ CallFacts after_copies(const CallFacts& p, const Tables& tables) {
 // would return a result without the feature. The efficient attention has dropout, too, but draws other bits than the
 // kernels of this project and math. The tensors do not say whose seed they hold, so no backward could tell. The dtypes
 // below are the only supported dtypes, whatever else is in `kDTypes`.
-bool efficient_takes(const CallFacts& p) {
+bool stock_efficient_supports(const CallFacts& p) {
   constexpr int64_t dtypes = dtype_bit("bfloat16") | dtype_bit("float16") | dtype_bit("float32");
   return (p.needs & ~kCausal) == 0 && (dtypes >> static_cast<int>(p.dtype[0]) & 1) != 0 && p.dtype[0] == p.dtype[1] &&
          p.dtype[0] == p.dtype[2] && !is_empty(p) && is_16b_aligned(p) && p.Hq % p.Hkv == 0;
@@ -204,7 +204,7 @@ int unsupported(const CallFacts& original, const DeviceFacts& device, const Tabl
   const DeviceFacts holder = runs_on(tables.families[family], device.cc) ? device : DeviceFacts{};
   HeadDims most = largest_head_dims(p, family, !aligned, holder, tables);
   if (!aligned && most.d == 0) {  // the family has no element-wise kernel
-    add_broken_units(p, &out);
+    add_alignment_reasons(p, &out);
     most = largest_head_dims(p, family, false, holder, tables);
   }
   if (most.d == 0) out.add(Why::kNoKernel);
@@ -221,7 +221,7 @@ int unsupported(const CallFacts& original, const DeviceFacts& device, const Tabl
 }
 
 // A requested backend overrides the choice rows, which hold only for the measured GPU.
-bool class_may_serve(const CallFacts& p, const DeviceFacts& device, Mode mode, const Tables& tables) {
+bool may_serve_class(const CallFacts& p, const DeviceFacts& device, Mode mode, const Tables& tables) {
   const auto may_run = [&](int family) {
     Reason why;
     Collector out{&why, 1};

@@ -29,11 +29,11 @@ bool fits_cudnn(const VarlenCall& call) {
 
 // Return true if torch 2.15 can run cuDNN for the call on some machine with a Hopper GPU. The op of torch 2.15 receives
 // the choice as an argument.
-bool may_be_cudnns(const VarlenCall& call) {
+bool may_run_cudnn(const VarlenCall& call) {
   return !is_window(call, VarlenWindow::kOther) && call.splits < 0 && std::max(call.D, call.Dv) <= kLargestCudnnDim;
 }
 
-int64_t facts_of(const VarlenCall& call) {
+int64_t features_of(const VarlenCall& call) {
   return (call.misaligned != 0 ? int64_t{kMisaligned} : 0) |
          (call.unusual_scale != 0 ? int64_t{kUnusualVarlenScale} : 0);
 }
@@ -50,14 +50,14 @@ int find_row(VarlenKernel stock, int64_t facts, int cc, const Tables& tables) {
   return first_match == tables.varlen.end() ? -1 : static_cast<int>(first_match - tables.varlen.begin());
 }
 
-bool kernels_take(const VarlenCall& call) {
+bool kernels_support(const VarlenCall& call) {
   const auto fits = [](int64_t dim) { return dim % kVarlenDimStep == 0 && dim <= kMaxVarlenDim; };
   return call.readable != 0 && call.has_cu_k != 0 && call.paged == 0 && (call.splits < 0 || call.splits == 1) &&
          fits(call.D) && fits(call.Dv);
 }
 
 std::string decision_text(const VarlenCall& call, const VarlenDecision& decision, int cc) {
-  const std::string stock = kVarlenKernelSaid[stock_varlen(call, cc)];
+  const std::string stock = kVarlenKernelSaid[stock_varlen_kernel(call, cc)];
   switch (decision.exit) {
     case VarlenDecisionReason::kDisabled:
       return "The plugin is disabled. Call torch_flashplug.enable().";
@@ -66,7 +66,7 @@ std::string decision_text(const VarlenCall& call, const VarlenDecision& decision
     case VarlenDecisionReason::kNotAllowed:
       return "torch.nn.attention.sdpa_kernel allows neither FLASH_ATTENTION nor OVERRIDEABLE.";
     case VarlenDecisionReason::kNotTaken:
-      return "The kernels of this project do not support a call with " + lacking_text(call);
+      return "The kernels of this project do not support a call with " + missing_support_text(call);
     case VarlenDecisionReason::kForced:
       return "The backend is forced.";
     case VarlenDecisionReason::kServed:
@@ -88,7 +88,7 @@ std::string decision_text(const VarlenCall& call, const VarlenDecision& decision
 
 }  // namespace
 
-VarlenKernel stock_varlen(const VarlenCall& call, int cc) {
+VarlenKernel stock_varlen_kernel(const VarlenCall& call, int cc) {
   const bool has_cudnn = cc / 10 == 9 || cc / 10 == 10;  // torch considers cuDNN on these GPUs
   switch (static_cast<VarlenRule>(call.rule)) {
     case VarlenRule::kFlash:
@@ -96,7 +96,7 @@ VarlenKernel stock_varlen(const VarlenCall& call, int cc) {
     case VarlenRule::kShapes:
       return has_cudnn && fits_cudnn(call) ? kVarlenCudnn : kVarlenFlash;
     case VarlenRule::kArgument:
-      if (call.backend < 0) return has_cudnn && may_be_cudnns(call) ? kVarlenCudnn : kVarlenFlash;
+      if (call.backend < 0) return has_cudnn && may_run_cudnn(call) ? kVarlenCudnn : kVarlenFlash;
       return call.backend == kChoiceFlash ? kVarlenFlash : kVarlenCudnn;
     case VarlenRule::kUnknown:
       break;
@@ -113,15 +113,15 @@ VarlenDecision decide_varlen(const VarlenCall& call, bool is_on, Mode mode, int 
   if (!is_on) return {VarlenDecisionReason::kDisabled};
   if (mode.backend() != Backend::kAuto && mode.family() < 0) return {VarlenDecisionReason::kOtherBackend};
   if (call.allowed == 0) return {VarlenDecisionReason::kNotAllowed};
-  if (!kernels_take(call)) return {VarlenDecisionReason::kNotTaken};
+  if (!kernels_support(call)) return {VarlenDecisionReason::kNotTaken};
   if (mode.forces_kernels()) return {VarlenDecisionReason::kForced};
-  const int row = find_row(stock_varlen(call, cc), facts_of(call), cc, tables);
+  const int row = find_row(stock_varlen_kernel(call, cc), features_of(call), cc, tables);
   if (row >= 0)
     return {tables.varlen[row].serve != 0 ? VarlenDecisionReason::kServed : VarlenDecisionReason::kSlower, row};
   return {has_row_of(cc, tables) ? VarlenDecisionReason::kUnmeasured : VarlenDecisionReason::kDevice};
 }
 
-std::string lacking_text(const VarlenCall& call) {
+std::string missing_support_text(const VarlenCall& call) {
   const auto is_odd = [](int64_t dim) { return dim % kVarlenDimStep != 0 || dim > kMaxVarlenDim; };
   const DTypeFacts& dtype = kDTypes[call.dtype];
   const auto [low, high] = std::minmax(call.D, call.Dv);
@@ -143,7 +143,7 @@ std::string varlen_json(const VarlenCall& call, const VarlenDecision& decision, 
   const bool raises = decision.exit == VarlenDecisionReason::kNotTaken && mode.forces_kernels();
   const std::pair<const char*, std::string> members[] = {
       {"exit", kVarlenExitNames[static_cast<int>(decision.exit)]},
-      {"stock", kVarlenKernelNames[stock_varlen(call, cc)]},
+      {"stock", kVarlenKernelNames[stock_varlen_kernel(call, cc)]},
       {"said", decision_text(call, decision, cc)},
       {"row", row != nullptr ? row->measured : ""},
       {"rescue", row != nullptr ? row->wrong : ""},
@@ -154,7 +154,7 @@ std::string varlen_json(const VarlenCall& call, const VarlenDecision& decision, 
 }
 
 std::string forced_varlen_error(const VarlenCall& call, Mode mode, const Tables& tables) {
-  return "varlen_attn: the forced kernels do not support a call with " + lacking_text(call) +
+  return "varlen_attn: the forced kernels do not support a call with " + missing_support_text(call) +
          ". Call varlen_attn outside of sdpa_backend('" + tables.families[mode.family()].backend + "').";
 }
 

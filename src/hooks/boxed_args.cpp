@@ -73,7 +73,7 @@ T as(StableIValue value) {
 
 }  // namespace
 
-LiveSchema::Boxing LiveSchema::boxing_of(std::string_view type) {
+LiveSchema::Boxing LiveSchema::boxed_type(std::string_view type) {
   const bool maybe = type.ends_with('?'), list = type.find('[') != type.npos;
   const bool tensor = type.starts_with("Tensor");
   if (list && (tensor || !maybe))
@@ -100,7 +100,7 @@ LiveSchema::LiveSchema(std::string_view schema) {
     const auto entry =
         std::find_if(std::begin(kNames), std::end(kNames), [&](const Named& x) { return x.name == name; });
     if (entry != std::end(kNames)) positions_[static_cast<int>(entry->arg)] = count_;
-    boxing_[count_++] = boxing_of(item.substr(0, space));
+    boxing_[count_++] = boxed_type(item.substr(0, space));
   }
 }
 
@@ -172,9 +172,9 @@ std::optional<std::array<int64_t, 2>> BoxedArgs::pair(Arg arg) const {
   return numbers;
 }
 
-void BoxedArgs::pass_on_to(const char* op) {
+void BoxedArgs::call_stock_op(const char* op) {
   passed_on_ = true;
-  if (!dispatched(op, "", stack_)) rethrow(op);
+  if (!dispatch_op(op, "", stack_)) rethrow(op);
 }
 
 }  // namespace flashplug

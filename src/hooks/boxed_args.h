@@ -65,7 +65,7 @@ class LiveSchema {
 
  private:
   enum class Boxing : uint8_t { kPlain, kTensor, kMaybeTensor, kMaybeNumber, kMaybeList };
-  static Boxing boxing_of(std::string_view type);
+  static Boxing boxed_type(std::string_view type);
 
   int count_ = 0;
   std::array<int, static_cast<size_t>(Arg::kCount)> positions_;
@@ -89,7 +89,7 @@ class BoxedArgs {
   bool flag(Arg arg) const;                                   // false if the running torch's op has no such flag
   std::optional<std::array<int64_t, 2>> pair(Arg arg) const;  // from a list of two numbers
   // Pass the arguments on to an op with the same schema. The results are on the stack afterwards.
-  void pass_on_to(const char* op);
+  void call_stock_op(const char* op);
 
  private:
   const StableIValue* at(Arg arg) const;  // null: absent, or None

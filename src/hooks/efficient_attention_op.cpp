@@ -50,7 +50,7 @@ const LiveSchema& backward_schema() {
 }
 
 // Return true if a plugin kernel should run: by measured rows or, with a requested backend, regardless of speed.
-bool is_ours_to_run(const BoxedArgs& args, bool gradients) {
+bool should_run_kernel(const BoxedArgs& args, bool gradients) {
   const Mode mode = effective_mode();
   if (!enabled() || (mode.backend() != Backend::kAuto && mode.family() < 0)) return false;
   const TorchSymbols& torch = torch_symbols();
@@ -61,7 +61,7 @@ bool is_ours_to_run(const BoxedArgs& args, bool gradients) {
   for (const Arg arg : {Arg::kBias, Arg::kCuQ, Arg::kCuK, Arg::kUsedK}) {
     if (args.tensor(arg) != nullptr) return false;
   }
-  if (!kernels_take(args, 4)) return false;
+  if (!kernels_support(args, 4)) return false;
   const Shape q = shape_of(args.tensor(Arg::kQuery)), k = shape_of(args.tensor(Arg::kKey));
   if (q.size[1] <= tables().gate.rows || q.size[2] != k.size[2]) return false;
   if (mode.family() >= 0) return true;
@@ -86,10 +86,10 @@ struct ReadableOperands {
   TensorHandle q, k, v, bias;
   EfficientCall call;
   explicit ReadableOperands(const BoxedArgs& args)
-      : q(units(args, Arg::kQuery)), k(units(args, Arg::kKey)), v(units(args, Arg::kValue)) {
+      : q(aligned_operand(args, Arg::kQuery)), k(aligned_operand(args, Arg::kKey)), v(aligned_operand(args, Arg::kValue)) {
     if (const AtenTensorHandle bias_arg = args.tensor(Arg::kBias); bias_arg != nullptr) {
       bias = TensorHandle::share(bias_arg);
-      if (is_repaired(kStockEfficient)) bias = bias_on_units(std::move(bias));
+      if (is_repaired(kStockEfficient)) bias = aligned_bias(std::move(bias));
     }
     call = {q.get(),
             k.get(),
@@ -106,21 +106,21 @@ struct ReadableOperands {
             args.tensor(Arg::kUsedK),
             args.integer(Arg::kWindow)};
   }
-  static TensorHandle units(const BoxedArgs& args, Arg arg) {
+  static TensorHandle aligned_operand(const BoxedArgs& args, Arg arg) {
     TensorHandle operand = TensorHandle::share(args.undefined(arg));
-    return is_repaired(kStockEfficient) ? on_units(std::move(operand)) : std::move(operand);
+    return is_repaired(kStockEfficient) ? aligned(std::move(operand)) : std::move(operand);
   }
 };
 
 // ---- plugin kernels ----
 
 // Run a plugin kernel, with results in the form of stock's efficient attention. Returns false if stock is to go on.
-bool forward_by_kernels(const BoxedArgs& args, StableIValue* stack) {
-  if (!is_ours_to_run(args, args.flag(Arg::kNeedsLse))) return false;
+bool forward_with_kernels(const BoxedArgs& args, StableIValue* stack) {
+  if (!should_run_kernel(args, args.flag(Arg::kNeedsLse))) return false;
   HookedCall hooked(args, kCausal);
   if (hooked.call.mode.forces_kernels()) hooked.call.mode = Mode::preferring(hooked.call.mode.backend());
   ForwardResult forward_result;
-  if (!by_kernels("_efficient_attention_forward", hooked, &forward_result)) return false;
+  if (!run_with_kernels("_efficient_attention_forward", hooked, &forward_result)) return false;
   const AtenTensorHandle query = args.tensor(Arg::kQuery);
   FlashResult flash = to_stock_layout(std::move(forward_result), hooked, query);
   TensorClass facts;
@@ -133,7 +133,7 @@ bool forward_by_kernels(const BoxedArgs& args, StableIValue* stack) {
     return empty_strided(0, nullptr, nullptr, aoti_torch_dtype_int64(), facts.device_type, facts.device_index);
   };
   constexpr const Schema& op = kRowsForward;
-  stack[op.result("output")] = box::from_tensor(under_strides(flash.out.get(), packed));
+  stack[op.result("output")] = box::from_tensor(view_with_strides(flash.out.get(), packed));
   stack[op.result("logsumexp")] = box::from_tensor(
       args.flag(Arg::kNeedsLse) ? pad_lse(flash.lse.get()) : new_like(flash.lse.get(), 3, none, strides, nullptr));
   stack[op.result("philox_seed")] = box::from_tensor(number());
@@ -144,20 +144,20 @@ bool forward_by_kernels(const BoxedArgs& args, StableIValue* stack) {
 }
 
 // Compute gradients by plugin kernels. Returns false if stock is to go on.
-bool backward_by_kernels(const BoxedArgs& args, TensorHandle grads[3]) {
+bool backward_with_kernels(const BoxedArgs& args, TensorHandle grads[3]) {
   const AtenTensorHandle lse = args.tensor(Arg::kLse);
-  if (lse == nullptr || !is_ours_to_run(args, true)) return false;
+  if (lse == nullptr || !should_run_kernel(args, true)) return false;
   const Shape padded = shape_of(lse);
   const int64_t rows[3] = {padded.size[0], padded.size[1], shape_of(args.tensor(Arg::kQuery)).size[1]};
   if (padded.size[2] < rows[2]) return false;
-  return gradients_by_kernels(args, kCausal, grads, view(lse, 3, rows, padded.stride).get());
+  return gradients_with_kernels(args, kCausal, grads, view(lse, 3, rows, padded.stride).get());
 }
 
 // ---- op implementations ----
 
 void forward(StableIValue* stack, uint64_t count, uint64_t) {
   const BoxedArgs args(forward_schema(), stack, count);
-  if (forward_by_kernels(args, stack)) return;
+  if (forward_with_kernels(args, stack)) return;
   need_stock();
   const ReadableOperands operands(args);
   const EfficientResult results = stock_efficient_op_forward(operands.call);
@@ -170,11 +170,11 @@ void forward(StableIValue* stack, uint64_t count, uint64_t) {
 void backward(StableIValue* stack, uint64_t count, uint64_t) {
   const BoxedArgs args(backward_schema(), stack, count);
   TensorHandle grads[4];
-  if (!backward_by_kernels(args, grads)) {
+  if (!backward_with_kernels(args, grads)) {
     need_stock();
     const ReadableOperands operands(args);
-    const TensorHandle grad_out = ReadableOperands::units(args, Arg::kGradOut),
-                       out = ReadableOperands::units(args, Arg::kOut);
+    const TensorHandle grad_out = ReadableOperands::aligned_operand(args, Arg::kGradOut),
+                       out = ReadableOperands::aligned_operand(args, Arg::kOut);
     AtenTensorHandle results[4];
     stock_efficient_op_backward(
         operands.call,
@@ -194,7 +194,7 @@ std::unique_ptr<StableLibrary>& library() {
 
 }  // namespace
 
-void open_efficient(const char* dispatch_key) {
+void register_efficient_op(const char* dispatch_key) {
   std::lock_guard<std::mutex> lock(mutex);
   library().reset();
   // There is no kernel of torch at key CPU, where the CPU stub backend registers.
@@ -206,7 +206,7 @@ void open_efficient(const char* dispatch_key) {
   library() = std::move(library_of_ops);
 }
 
-void close_efficient() {
+void unregister_efficient_op() {
   std::lock_guard<std::mutex> lock(mutex);
   library().reset();
 }

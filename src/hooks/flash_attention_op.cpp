@@ -88,7 +88,7 @@ VarlenFlashCall stock_call(const BoxedArgs& args) {
           args.integer(Arg::kSplits)};
 }
 
-void need(bool is_available) {
+void require_stock_flash(bool is_available) {
   if (!is_available)
     throw std::runtime_error(
         "torch_flashplug: this torch has no flash attention here, so stock cannot serve the call.");
@@ -121,20 +121,20 @@ bool should_run_kernel(const BoxedArgs& args, Mode mode, const Window& window) {
   if (!enabled() || (mode.backend() != Backend::kAuto && mode.family() < 0)) return false;
   if (args.real(Arg::kDropout).value_or(0.0) != 0.0 || args.flag(Arg::kDebugMask)) return false;
   const bool cu_q = args.tensor(Arg::kCuQ) != nullptr, cu_k = args.tensor(Arg::kCuK) != nullptr;
-  if (cu_q != cu_k || !kernels_take(args, cu_q ? 3 : 4) || (!cu_q && !needs_window_kernel(args, window))) return false;
+  if (cu_q != cu_k || !kernels_support(args, cu_q ? 3 : 4) || (!cu_q && !needs_window_kernel(args, window))) return false;
   if (!cu_q && args.tensor(Arg::kUsedK) != nullptr) return false;
   if (!has_one_head_dim(args, cu_q ? 2 : 3)) return false;  // torch's fake kernels know no other shape
   return mode.family() >= 0 || flash_is_measured(compute_capability(args.tensor(Arg::kQuery)), tables());
 }
 
-bool ours(const BoxedArgs& args, AtenTensorHandle into, FlashResult* result) {
+bool run_kernel(const BoxedArgs& args, AtenTensorHandle into, FlashResult* result) {
   const Mode mode = effective_mode();
   const Window window = window_of_call(args);
   if (!should_run_kernel(args, mode, window)) return false;
   HookedCall hooked(args, window, into);
   if (mode.forces_kernels()) hooked.call.mode = Mode::preferring(mode.backend());
   ForwardResult forward_result;
-  if (!by_kernels("_flash_attention_forward", hooked, &forward_result)) return false;
+  if (!run_with_kernels("_flash_attention_forward", hooked, &forward_result)) return false;
   *result = to_stock_layout(std::move(forward_result), hooked, args.tensor(Arg::kQuery));
   return true;
 }
@@ -144,8 +144,8 @@ bool ours(const BoxedArgs& args, AtenTensorHandle into, FlashResult* result) {
 void forward(StableIValue* stack, uint64_t count, uint64_t) {
   const BoxedArgs args(*forward_op.schema.load(), stack, count);
   FlashResult result;
-  if (!ours(args, nullptr, &result)) {
-    need(has_stock_varlen_flash());
+  if (!run_kernel(args, nullptr, &result)) {
+    require_stock_flash(has_stock_varlen_flash());
     AtenTensorHandle results[5];
     stock_varlen_flash_forward(stock_call(args), results);
     for (int i = 0; i < 5; ++i) stack[i] = box::from_tensor(TensorHandle(results[i]));
@@ -166,8 +166,8 @@ void forward_into(StableIValue* stack, uint64_t count, uint64_t) {
   const BoxedArgs args(*into_op.schema.load(), stack, count);
   const AtenTensorHandle out = args.tensor(Arg::kOut);
   FlashResult result;
-  if (!ours(args, out, &result)) {
-    need(has_stock_varlen_flash_out());
+  if (!run_kernel(args, out, &result)) {
+    require_stock_flash(has_stock_varlen_flash_out());
     stack[0] = box::from_tensor(TensorHandle(stock_varlen_flash_out(out, stock_call(args))));
     return;
   }
@@ -178,8 +178,8 @@ void forward_into(StableIValue* stack, uint64_t count, uint64_t) {
 void backward(StableIValue* stack, uint64_t count, uint64_t) {
   const BoxedArgs args(*backward_op.schema.load(), stack, count);
   TensorHandle grads[3];
-  if (!is_ours(args.tensor(Arg::kRng)) || !gradients_by_kernels(args, window_of_call(args), grads)) {
-    need(has_stock_varlen_flash());
+  if (!is_ours(args.tensor(Arg::kRng)) || !gradients_with_kernels(args, window_of_call(args), grads)) {
+    require_stock_flash(has_stock_varlen_flash());
     constexpr Arg tensors[] = {Arg::kGradOut, Arg::kQuery, Arg::kKey, Arg::kValue, Arg::kOut,
                                Arg::kLse,     Arg::kCuQ,   Arg::kCuK, Arg::kRng,   Arg::kUnused};
     AtenTensorHandle handles[std::size(tensors)], results[3];
@@ -198,7 +198,7 @@ std::unique_ptr<StableLibrary>& library() {
 
 }  // namespace
 
-bool know_flash(const char* schema) {
+bool set_flash_schema(const char* schema) {
   const auto known_form =
       std::ranges::find_if(kForms, [&](const char* form) { return std::strcmp(form, schema) == 0; });
   if (known_form == std::end(kForms)) return false;
@@ -210,7 +210,7 @@ bool know_flash(const char* schema) {
   return true;
 }
 
-void open_flash(const char* dispatch_key) {
+void register_flash_op(const char* dispatch_key) {
   std::lock_guard<std::mutex> lock(mutex);
   // There is no kernel of torch at key CPU, where the CPU stub backend registers.
   const bool on_cpu = std::strcmp(dispatch_key, "CPU") == 0;
@@ -229,7 +229,7 @@ void open_flash(const char* dispatch_key) {
   library() = std::move(library_of_ops);
 }
 
-void close_flash() {
+void unregister_flash_op() {
   std::lock_guard<std::mutex> lock(mutex);
   library().reset();
 }

@@ -28,7 +28,7 @@ inline constexpr const char* kExitNames[] = {
     "class",    "nested",          "subclass", "no sizes",    "shapes",        "mask", "planned", "part"};
 int take_last_exit();  // exit of the calling thread's latest call since the previous question; -1: no call
 // Stock's choice, corrected by stock_bugs.cpp. If the chosen backend is known to be wrong for such a call, the choice
-// is a correct stock backend, as far as sdpa_kernel allows. `fault` is the index of the fault, and `fault_said()`
+// is a correct stock backend, as far as sdpa_kernel allows. `fault` is the index of the fault, and `stock_bug_text()`
 // describes the behavior of the wrong backend.
 struct CorrectedChoice {
   int64_t choice;
@@ -36,7 +36,7 @@ struct CorrectedChoice {
 };
 CorrectedChoice right_choice(int64_t chosen, const Attention& call);
 bool has_no_elements(const Attention& call);  // as far as known: false for nested tensors and symbolic sizes
-const char* fault_said(int fault);            // "" without a fault
+const char* stock_bug_text(int fault);            // "" without a fault
 // Return stock torch's choice for a call without a mask; math if no router was ever installed.
 int64_t stock_choice(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v, double dropout_p, bool is_causal,
                      std::optional<double> scale, bool enable_gqa);
@@ -56,8 +56,8 @@ struct CudnnForwardResult {
 CudnnForwardResult readable_cudnn_forward(CudnnForwardCall call);
 // Return a 4-d operand for stock's flash or efficient attention, which read 16 bytes at a time: the operand itself if
 // aligned, else a copy.
-TensorHandle on_units(TensorHandle operand);
-TensorHandle bias_on_units(TensorHandle bias);
+TensorHandle aligned(TensorHandle operand);
+TensorHandle aligned_bias(TensorHandle bias);
 bool is_repaired(int backend);  // takes a `StockBackend`; true if `repair()` has registered kernels for it
 
 // ---- varlen_attn.cpp ----
@@ -76,17 +76,17 @@ void set_prepare_callback(PrepareCallback callback);
 // ---- flash_attention_op.cpp ----
 
 // Set the schema of the running torch. Returns false if stock cannot be called by such a schema.
-bool know_flash(const char* schema);
+bool set_flash_schema(const char* schema);
 // Register kernels at a dispatch key, over the kernels of stock and of third parties. Throws if stock could not be
 // called underneath.
-void open_flash(const char* dispatch_key);
-void close_flash();
+void register_flash_op(const char* dispatch_key);
+void unregister_flash_op();
 void enable_flash_op_decode(bool on);  // serves decode shapes as well
 
 // ---- efficient_attention_op.cpp ----
 
 // Register kernels at a dispatch key, over stock's kernels. Throws if stock could not be called underneath.
-void open_efficient(const char* dispatch_key);
-void close_efficient();
+void register_efficient_op(const char* dispatch_key);
+void unregister_efficient_op();
 
 }  // namespace flashplug

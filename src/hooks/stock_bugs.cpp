@@ -24,15 +24,15 @@ bool has_wide_bias(const Attention& call) { return is_defined(call.mask) && is_w
 // Return true for a masked call kept from plugin kernels by a mode or a transform. There cuDNN attends to all keys of a
 // row without visible keys, and returns NaN in dQ if 64 rows remain after blocks of 128.
 bool has_mask_in_transform(const Attention& call) {
-  return is_defined(call.mask) && !traced(call) && (wrapped(call) || torch_symbols().modes_set());
+  return is_defined(call.mask) && !is_traced(call) && (has_wrapper(call) || torch_symbols().modes_set());
 }
 
 // Read the facts of a call with concrete sizes, traced or not.
-bool read_sized(const Attention& call, Facts* facts) {
+bool read_concrete_facts(const Attention& call, Facts* facts) {
   if (torch_symbols().nested(call.q)) return false;
-  const bool only_traced = traced(call);
+  const bool only_traced = is_traced(call);
   std::optional<QuietShims> quiet;  // symbolic sizes, no storage
-  if (only_traced || wrapped(call)) quiet.emplace();
+  if (only_traced || has_wrapper(call)) quiet.emplace();
   return read_class(call, facts) && read_shapes(call, memory_of(only_traced), facts);
 }
 
@@ -44,7 +44,7 @@ bool has_unmasked_rest(const Attention& call) {
   if (call.mask != nullptr || call.causal != Causal::kNone) return false;
   if (!wants_grad(call) && call.dropout_p == 0.0) return false;
   Facts facts;
-  if (!read_sized(call, &facts) || device_facts(facts.device_index()).cc != tables().gate.measured_cc) return false;
+  if (!read_concrete_facts(call, &facts) || device_facts(facts.device_index()).cc != tables().gate.measured_cc) return false;
   return facts.problem.Sq == 1 || has_half_key_block(facts.problem);
 }
 
@@ -53,10 +53,10 @@ bool has_unmasked_rest(const Attention& call) {
 bool efficient_reads(const Attention& call) {
   if (cpu_stub() != CpuStub::kOff) return false;
   // The rule of torch for vmap requires a mask with the query's batching.
-  if (call.mask != nullptr && wrapped(call)) return false;
+  if (call.mask != nullptr && has_wrapper(call)) return false;
   Facts facts;
   const CallFacts& p = facts.problem;
-  if (!read_sized(call, &facts)) return false;
+  if (!read_concrete_facts(call, &facts)) return false;
   if (call.mask != nullptr) {
     int64_t dims = 0;
     Shape mask;
@@ -99,7 +99,7 @@ constexpr StockBug kFaults[] = {
 bool has_no_elements(const Attention& call) {
   if (torch_symbols().nested(call.q)) return false;
   std::optional<QuietShims> quiet;  // symbolic sizes
-  if (traced(call)) quiet.emplace();
+  if (is_traced(call)) quiet.emplace();
   const AtenTensorHandle operands[kNumOperands] = {call.q, call.k, call.v};
   return std::any_of(operands, operands + kNumOperands, [](AtenTensorHandle tensor) {
     int64_t numbers = -1;
@@ -107,7 +107,7 @@ bool has_no_elements(const Attention& call) {
   });
 }
 
-const char* fault_said(int fault) {
+const char* stock_bug_text(int fault) {
   const bool exists = fault >= 0 && fault < static_cast<int>(std::size(kFaults));
   return exists ? kFaults[fault].description : "";
 }

@@ -63,7 +63,7 @@ bool four_dims(std::initializer_list<AtenTensorHandle> tensors) {
 
 // ---- results of cuDNN and flash ----
 
-CudnnForwardResult owned(const FusedResult& raw) {
+CudnnForwardResult take_ownership(const FusedResult& raw) {
   CudnnForwardResult result{{}, raw.max_q, raw.max_k};
   for (size_t i = 0; i < std::size(raw.tensors); ++i) result.tensors[i] = TensorHandle(raw.tensors[i]);
   return result;
@@ -91,7 +91,7 @@ bool scatters_rows(AtenTensorHandle query, AtenTensorHandle value) {
 }
 
 // Return true if cuDNN reads the operands correctly.
-bool reads_all(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v) {
+bool cudnn_can_read(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v) {
   return is_readable(q) && is_readable(k) && is_readable(v) && !scatters_rows(q, v);
 }
 
@@ -100,7 +100,7 @@ TensorHandle query_for_cudnn(AtenTensorHandle query, AtenTensorHandle value) {
 }
 
 // Copy a bias of 2 to 4 dims, without repeats of broadcast dims, into rows that begin at units of 16 bytes.
-TensorHandle copy_on_units(AtenTensorHandle bias, int dims) {
+TensorHandle copy_aligned(AtenTensorHandle bias, int dims) {
   constexpr int64_t kPad = 16;  // F.sdpa pads rows to so many elements
   const Shape shape = shape_of(bias);
   int64_t size[4], stride[4];
@@ -119,7 +119,7 @@ TensorHandle bias_beside_dropout(TensorHandle bias, double dropout_p) {
     return bias;
   check_shim(torch_get_const_data_ptr(bias.get(), &data), "get_const_data_ptr");
   if (reinterpret_cast<int64_t>(data) % kUnitBytes == 0) return bias;
-  return copy_on_units(bias.get(), static_cast<int>(dims));
+  return copy_aligned(bias.get(), static_cast<int>(dims));
 }
 
 void cudnn_forward_kernel(StableIValue* stack, uint64_t, uint64_t) {
@@ -161,7 +161,7 @@ bool in_order(const TensorHandle (&tensors)[kTensors]) {
 // Return true if cuDNN's backward needs copies or a different order of tensors.
 bool needs_copies(const TensorHandle (&t)[kTensors]) {
   if (!four_dims({t[kGradOut].get(), t[kQuery].get(), t[kKey].get(), t[kValue].get(), t[kOut].get()})) return false;
-  const bool operands = reads_all(t[kQuery].get(), t[kKey].get(), t[kValue].get());
+  const bool operands = cudnn_can_read(t[kQuery].get(), t[kKey].get(), t[kValue].get());
   return !operands || !in_order(t) || !is_readable(t[kGradOut].get()) || !is_readable(t[kOut].get());
 }
 
@@ -174,7 +174,7 @@ std::array<TensorHandle, 3> replace_unreadable(TensorHandle (&tensors)[kTensors]
   const Shape out = shape_of(tensors[kOut].get());
   int64_t stride[4];
   output_strides(shape_of(tensors[kQuery].get()), out.size, stride);
-  for (int i : {kGradOut, kOut}) tensors[i] = readable(under_strides(tensors[i].get(), stride).get());
+  for (int i : {kGradOut, kOut}) tensors[i] = readable(view_with_strides(tensors[i].get(), stride).get());
   return originals;
 }
 
@@ -196,7 +196,7 @@ void cudnn_backward_kernel(StableIValue* stack, uint64_t, uint64_t) {
   count(Path::kRepairedBackward);
   for (int i = 0; i < 3; ++i) {
     TensorHandle grad(grads[i]);
-    if (copied && grad.defined()) grad = laid_out_like(std::move(grad), originals[i].get());
+    if (copied && grad.defined()) grad = in_operand_layout(std::move(grad), originals[i].get());
     stack[i] = box::from_tensor(std::move(grad));
   }
 }
@@ -205,7 +205,7 @@ void cudnn_backward_kernel(StableIValue* stack, uint64_t, uint64_t) {
 
 // Return true if rows with a length in whole units of 16 bytes begin at unaligned addresses. Stock pads or refuses all
 // other rows.
-bool off_units(AtenTensorHandle tensor) {
+bool is_misaligned(AtenTensorHandle tensor) {
   const Shape shape = shape_of(tensor);
   const void* data = nullptr;
   const int64_t bytes = element_bytes(tensor);
@@ -224,7 +224,7 @@ struct StackTensors {
   AtenTensorHandle handles[n];
   StackTensors(const StableIValue* stack, const int (&places)[n], std::initializer_list<int> operands) {
     for (size_t i = 0; i < n; ++i) tensors[i] = box::to_tensor(stack[places[i]]);
-    for (int i : operands) tensors[i] = on_units(std::move(tensors[i]));
+    for (int i : operands) tensors[i] = aligned(std::move(tensors[i]));
     for (size_t i = 0; i < n; ++i) handles[i] = tensors[i].get();
   }
 };
@@ -238,7 +238,7 @@ void flash_forward_kernel(StableIValue* stack, uint64_t, uint64_t) {
   constexpr Schema op = kFlashForward;
   const StackTensors inputs(stack, {op["query"], op["key"], op["value"]}, {0, 1, 2});
   const auto [q, k, v] = inputs.handles;
-  put_results(owned(stock_flash_forward(
+  put_results(take_ownership(stock_flash_forward(
                   {q, k, v, box::to<double>(stack[op["dropout_p"]]), box::to<bool>(stack[op["is_causal"]]),
                    box::to<bool>(stack[op["return_debug_mask"]]), box::to_optional_double(stack[op["scale"]])})),
               stack);
@@ -248,7 +248,7 @@ void efficient_forward_kernel(StableIValue* stack, uint64_t, uint64_t) {
   constexpr Schema op = kEfficientForward;
   TensorHandle bias = box::to_optional_tensor(stack[op["attn_bias"]]);
   const StackTensors inputs(stack, {op["query"], op["key"], op["value"]}, {0, 1, 2});
-  bias = bias_on_units(std::move(bias));
+  bias = aligned_bias(std::move(bias));
   const auto [q, k, v] = inputs.handles;
   AtenTensorHandle results[4];
   stock_efficient_forward({q, k, v, bias.defined() ? bias.get() : nullptr,
@@ -292,7 +292,7 @@ void efficient_backward_kernel(StableIValue* stack, uint64_t, uint64_t) {
                        op["logsumexp"], op["philox_seed"], op["philox_offset"]},
                       {0, 1, 2, 3, 5});
   constexpr int kBias = 4;
-  inputs.tensors[kBias] = bias_on_units(std::move(inputs.tensors[kBias]));
+  inputs.tensors[kBias] = aligned_bias(std::move(inputs.tensors[kBias]));
   inputs.handles[kBias] = inputs.tensors[kBias].get();
   const auto is_causal = box::to<bool>(stack[op["is_causal"]]);
   const std::optional<double> scale = box::to_optional_double(stack[op["scale"]]);
@@ -319,28 +319,28 @@ std::unique_ptr<StableLibrary>& library() {
 
 }  // namespace
 
-TensorHandle on_units(TensorHandle tensor) {
+TensorHandle aligned(TensorHandle tensor) {
   if (!four_dims({tensor.get()})) return tensor;
-  return aligned_ones(off_units(tensor.get()) ? dense_copy(tensor.get()) : std::move(tensor));
+  return align_size_one_dims(is_misaligned(tensor.get()) ? dense_copy(tensor.get()) : std::move(tensor));
 }
 
 // Return a bias of 4 dims whose rows begin at units of 16 bytes: the bias itself, or a copy without repeats.
-TensorHandle bias_on_units(TensorHandle bias) {
+TensorHandle aligned_bias(TensorHandle bias) {
   if (!bias.defined() || !four_dims({bias.get()})) return bias;
   const Shape shape = shape_of(bias.get());
   if (shape.stride[3] != 1 || layout_in_memory(bias.get(), shape).align_bytes >= kUnitBytes) return bias;
-  return copy_on_units(bias.get(), 4);
+  return copy_aligned(bias.get(), 4);
 }
 
 bool is_repaired(int backend) { return (repaired.load() & backend) != 0; }
 
 CudnnForwardResult readable_cudnn_forward(CudnnForwardCall call) {
-  if (!four_dims({call.q, call.k, call.v}) || reads_all(call.q, call.k, call.v))
-    return owned(stock_cudnn_forward(call));
+  if (!four_dims({call.q, call.k, call.v}) || cudnn_can_read(call.q, call.k, call.v))
+    return take_ownership(stock_cudnn_forward(call));
   const AtenTensorHandle query = call.q;
   const TensorHandle q = query_for_cudnn(call.q, call.v), k = readable(call.k), v = readable(call.v);
   call.q = q.get(), call.k = k.get(), call.v = v.get();
-  CudnnForwardResult result = owned(stock_cudnn_forward(call));
+  CudnnForwardResult result = take_ownership(stock_cudnn_forward(call));
   TensorHandle& out = result.tensors[0];
   if (out.defined()) out = in_output_layout(std::move(out), query);  // stock makes no output for empty operands
   return result;

@@ -58,7 +58,7 @@ const LiveSchema& schema_of(Op& op) {
   return *schema;
 }
 
-void run_stock(BoxedArgs& args, const Op& op) { args.pass_on_to(op.stock); }
+void run_stock(BoxedArgs& args, const Op& op) { args.call_stock_op(op.stock); }
 
 // ---- owner of a call ----
 
@@ -109,9 +109,9 @@ VarlenCall facts_of_call(const BoxedArgs& args, int* cc) {
   call.splits = args.integer(Arg::kSplits).value_or(-1);
   call.paged = args.tensor(Arg::kPages) != nullptr;
   call.has_cu_k = args.tensor(Arg::kCuK) != nullptr;
-  call.readable = kernels_take(args, 3);
+  call.readable = kernels_support(args, 3);
   *cc = call.readable != 0 ? compute_capability(q) : 0;
-  if (call.readable != 0 && stock_varlen(call, *cc) == kVarlenCudnn) {  // only cuDNN depends on these facts
+  if (call.readable != 0 && stock_varlen_kernel(call, *cc) == kVarlenCudnn) {  // only cuDNN depends on these facts
     call.misaligned = !is_readable_by_cudnn(q) || !is_readable_by_cudnn(k) || !is_readable_by_cudnn(v);
     call.unusual_scale = scale_of(args.real(Arg::kScale)) != Scale::kPositive;
   }
@@ -137,11 +137,11 @@ Window window_of_call(const BoxedArgs& args) {
 }
 
 // Run a plugin kernel if selected. `into`: null, or the output tensor.
-bool ours(const BoxedArgs& args, AtenTensorHandle into, FlashResult* result) {
+bool run_kernel(const BoxedArgs& args, AtenTensorHandle into, FlashResult* result) {
   if (!should_run_kernel(args)) return false;
   const HookedCall hooked(args, window_of_call(args), into);
   ForwardResult forward_result;
-  if (!by_kernels("varlen_attn", hooked, &forward_result)) return false;
+  if (!run_with_kernels("varlen_attn", hooked, &forward_result)) return false;
   *result = to_stock_layout(std::move(forward_result), hooked, args.tensor(Arg::kQuery));
   return true;
 }
@@ -151,7 +151,7 @@ bool ours(const BoxedArgs& args, AtenTensorHandle into, FlashResult* result) {
 void forward(StableIValue* stack, uint64_t count, uint64_t) {
   BoxedArgs args(schema_of(forward_op), stack, count);
   FlashResult result;
-  if (!ours(args, nullptr, &result)) return run_stock(args, forward_op);
+  if (!run_kernel(args, nullptr, &result)) return run_stock(args, forward_op);
   stack[0] = box::from_tensor(std::move(result.out));
   stack[1] = box::from_tensor(std::move(result.lse));
   stack[2] = box::from_tensor(std::move(result.rng));
@@ -161,7 +161,7 @@ void forward_out(StableIValue* stack, uint64_t count, uint64_t) {
   BoxedArgs args(schema_of(forward_out_op), stack, count);
   FlashResult result;
   const AtenTensorHandle out = args.tensor(Arg::kOut);
-  if (!ours(args, out, &result)) return run_stock(args, forward_out_op);
+  if (!run_kernel(args, out, &result)) return run_stock(args, forward_out_op);
   write_to(out, result.out.get());
   stack[0] = box::from_tensor(std::move(result.lse));
 }
@@ -171,7 +171,7 @@ void backward(StableIValue* stack, uint64_t count, uint64_t) {
   TensorHandle grads[3];
   if (!is_ours(args.tensor(Arg::kRng))) return run_stock(args, backward_op);
   // cuDNN's backward never follows the plugin's forward, whatever torch's body would choose.
-  if (!gradients_by_kernels(args, window_of_call(args), grads)) return args.pass_on_to(kFlashBackward);
+  if (!gradients_with_kernels(args, window_of_call(args), grads)) return args.call_stock_op(kFlashBackward);
   for (int i = 0; i < 3; ++i) stack[i] = box::from_tensor(std::move(grads[i]));
 }
 

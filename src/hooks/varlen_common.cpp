@@ -75,7 +75,7 @@ const void* address(AtenTensorHandle tensor) {
 }
 
 // Return true if a query row may have no visible key.
-bool may_see_nothing(const ForwardCall& call, const CallFacts& p) {
+bool may_have_empty_rows(const ForwardCall& call, const CallFacts& p) {
   if (call.cu_q == nullptr) return p.Sq > p.Sk;
   return call.used_k != nullptr || address(call.cu_q) != address(call.cu_k);
 }
@@ -121,7 +121,7 @@ bool is_writable(AtenTensorHandle out, AtenTensorHandle q, AtenTensorHandle v) {
   if (!read_class(out, &of_out) || !read_class(q, &of_q) || of_out.dtype != of_q.dtype || !is_readable(out))
     return false;
   const Shape have = shape_of(out), query = shape_of(q);
-  return beside(out, of_q) && !layout_in_memory(out, have).broadcast &&
+  return is_on_device_of(out, of_q) && !layout_in_memory(out, have).broadcast &&
          std::equal(query.size, query.size + 3, have.size) && have.size[3] == shape_of(v).size[3];
 }
 
@@ -154,7 +154,7 @@ HookedCall::HookedCall(const BoxedArgs& args, Window window, AtenTensorHandle in
   if (is_writable(this->into.get(), call.q, call.v)) call.out = this->into.get();
 }
 
-bool kernels_take(const BoxedArgs& args, int64_t dims) {
+bool kernels_support(const BoxedArgs& args, int64_t dims) {
   if (args.tensor(Arg::kPages) != nullptr || args.tensor(Arg::kAlibi) != nullptr) return false;
   if (args.integer(Arg::kSplits).value_or(1) != 1) return false;
   for (const Arg arg : {Arg::kQuery, Arg::kKey, Arg::kValue}) {
@@ -176,7 +176,7 @@ int compute_capability(AtenTensorHandle query) {
   return device_facts(index).cc;
 }
 
-bool by_kernels(const char* where, const HookedCall& hooked, ForwardResult* result) {
+bool run_with_kernels(const char* where, const HookedCall& hooked, ForwardResult* result) {
   const ForwardCall& call = hooked.call;
   const auto attended = [&](Mode by) {
     const Facts facts = read_facts(call);
@@ -209,13 +209,13 @@ FlashResult to_stock_layout(ForwardResult result, const HookedCall& hooked, Aten
   } else {
     flash.lse = std::move(result.lse);
   }
-  if (may_see_nothing(call, p)) positive_infinities(flash.lse.get());
+  if (may_have_empty_rows(call, p)) positive_infinities(flash.lse.get());
   // As with stock, the backward gets no KV lengths and includes all keys.
   flash.rng = new_state(facts, call.used_k != nullptr ? 0 : kMark);
   return flash;
 }
 
-void write_to(AtenTensorHandle out, AtenTensorHandle result) {
+void copy_result(AtenTensorHandle out, AtenTensorHandle result) {
   if (address(out) != address(result)) copy_into(out, result);
 }
 
@@ -224,7 +224,7 @@ bool is_ours(AtenTensorHandle rng) {
   return rng != nullptr && aoti_torch_get_storage_offset(rng, &offset) == 0 && offset == kMark;
 }
 
-bool gradients_by_kernels(const BoxedArgs& args, Window window, TensorHandle grads[3], AtenTensorHandle lse) {
+bool gradients_with_kernels(const BoxedArgs& args, Window window, TensorHandle grads[3], AtenTensorHandle lse) {
   const HookedCall hooked(args, window);
   const TensorHandle grad_out = heads_first(operand(args, Arg::kGradOut)), out = heads_first(operand(args, Arg::kOut));
   const Facts facts = read_facts(hooked.call);

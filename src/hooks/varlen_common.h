@@ -21,12 +21,12 @@ struct HookedCall {
 
 // Return true if plugin kernels take the arguments, regardless of speed: 16 bits, aligned head dims, no pages, no
 // requested splits. `dims` is 3 for packed sequences, 4 for a batch.
-bool kernels_take(const BoxedArgs& args, int64_t dims);
+bool kernels_support(const BoxedArgs& args, int64_t dims);
 int64_t dims_of(AtenTensorHandle tensor);
 int compute_capability(AtenTensorHandle query);
 
 // Run a plugin kernel. Returns false if stock is to go on. A forced backend raises the obstacle.
-bool by_kernels(const char* where, const HookedCall& hooked, ForwardResult* result);
+bool run_with_kernels(const char* where, const HookedCall& hooked, ForwardResult* result);
 
 // Results of stock's flash attention.
 struct FlashResult {
@@ -39,7 +39,7 @@ bool is_ours(AtenTensorHandle rng);
 
 // Compute gradients of query, key and value by plugin kernels, in the layout of torch.empty_like of each operand.
 // Returns false without kernels. `lse`: an LSE of the query's rows alone, if the op's own LSE has more rows.
-bool gradients_by_kernels(const BoxedArgs& args, Window window, TensorHandle grads[3], AtenTensorHandle lse = nullptr);
+bool gradients_with_kernels(const BoxedArgs& args, Window window, TensorHandle grads[3], AtenTensorHandle lse = nullptr);
 
 // Return a bottom-right window. A bound of -1 means: all keys on that side are visible.
 Window bottom_right(std::optional<int64_t> left, std::optional<int64_t> right, bool is_causal);

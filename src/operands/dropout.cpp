@@ -15,7 +15,7 @@
 
 namespace flashplug {
 
-DropoutSeed draw(const TensorClass& query) {
+DropoutSeed draw_seed(const TensorClass& query) {
   const auto number = [&query] {
     return empty_strided(0, nullptr, nullptr, aoti_torch_dtype_int64(), query.device_type, query.device_index);
   };

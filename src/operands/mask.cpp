@@ -44,7 +44,7 @@ thread_local ReplacedMask replaced;
 
 // Return true for an address on the thread's own stack. Torch passes arguments from frame to frame. A tensor elsewhere
 // may be read by different threads meanwhile.
-bool on_this_stack(const void* address) {
+bool is_on_thread_stack(const void* address) {
   thread_local const char* const top = [] {
     pthread_attr_t attributes;
     void* start = nullptr;
@@ -68,12 +68,12 @@ bool has_memory(AtenTensorHandle mask) {
   return torch_get_const_data_ptr(mask, &data) == 0 && data != nullptr;
 }
 
-bool dense(AtenTensorHandle mask) {
+bool make_dense(AtenTensorHandle mask) {
   int32_t layout = -1;
   return aoti_torch_get_layout(mask, &layout) == 0 && layout == aoti_torch_layout_strided() && !is_kept(mask);
 }
 
-// Compute sizes and strides of all four dims of a mask, from plain facts (`spread()`).
+// Compute sizes and strides of all four dims of a mask, from plain facts (`expand_strides()`).
 bool spread_dims(int64_t dims, const int64_t* mask_size, const int64_t* mask_stride, const int64_t scores[4],
                  int64_t size[4], int64_t stride[4]) {
   const int64_t missing = kMostMaskDims - dims;
@@ -137,8 +137,8 @@ MaskArgs mask_args(const ForwardCall& call, const CallFacts& p, const TensorClas
                    bool gradients) {
   if (is_mask_metadata(call.mask)) return kept_metadata(call.mask, p, gradients);
   int64_t size[4], stride[4];
-  if (!beside(call.mask, query)) throw std::runtime_error("torch_flashplug: attn_mask must be on the device of query.");
-  if (!spread(call.mask, p, size, stride))
+  if (!is_on_device_of(call.mask, query)) throw std::runtime_error("torch_flashplug: attn_mask must be on the device of query.");
+  if (!expand_strides(call.mask, p, size, stride))
     throw std::runtime_error("torch_flashplug: attn_mask must have 2 to 4 dims that broadcast to (B, Hq, Sq, Sk).");
   if (!takes_metadata) return {view(call.mask, 4, size, stride), TensorHandle()};
   size[2] = rows_of(p, stride);
@@ -150,7 +150,7 @@ MaskArgs mask_args(const ForwardCall& call, const CallFacts& p, const TensorClas
 
 }  // namespace
 
-bool spread(AtenTensorHandle mask, const CallFacts& p, int64_t size[4], int64_t stride[4]) {
+bool expand_strides(AtenTensorHandle mask, const CallFacts& p, int64_t size[4], int64_t stride[4]) {
   int64_t dims = 0;
   Shape shape;
   const int64_t scores[4] = {p.B, p.Hq, p.Sq, p.Sk};
@@ -158,13 +158,13 @@ bool spread(AtenTensorHandle mask, const CallFacts& p, int64_t size[4], int64_t 
          spread_dims(dims, shape.size, shape.stride, scores, size, stride);
 }
 
-bool beside(AtenTensorHandle mask, const TensorClass& query) {
+bool is_on_device_of(AtenTensorHandle mask, const TensorClass& query) {
   TensorClass of_mask;
   return read_class(mask, &of_mask) && of_mask.device_type == query.device_type &&
          of_mask.device_index == query.device_index;
 }
 
-bool right_dtype(AtenTensorHandle mask, const CallFacts& p) {
+bool has_supported_dtype(AtenTensorHandle mask, const CallFacts& p) {
   TensorClass of_mask;
   if ((p.needs & feature_bit("bias")) == 0) return true;  // bool, or fp32
   if (is_mask(mask) && !is_kept(mask)) return true;       // F.sdpa converts the mask to floats of the query's dtype
@@ -196,8 +196,8 @@ bool has_no_obstacle(AtenTensorHandle mask, const TensorClass& of_mask, const Fa
   MaskFacts plain{
       .is_bool = (p.needs & kMask) != 0,
       .is_fp32 = (p.needs & feature_bit("bias32")) != 0,
-      .has_query_dtype = right_dtype(mask, p),
-      .is_dense = dense(mask),
+      .has_query_dtype = has_supported_dtype(mask, p),
+      .is_dense = make_dense(mask),
       .is_on_query_device = of_mask.device_type == query.device_type && of_mask.device_index == query.device_index,
       .dims = of_mask.dim};
   if (plain.is_dense && facts.shape[kNumOperands - 1].size != nullptr && read_shape(mask, &shape))
@@ -212,8 +212,8 @@ bool mask_fits(AtenTensorHandle mask, const Facts& facts) {
   const TorchSymbols& torch = torch_symbols();
   TensorClass of_mask;
   const bool is_replaced = (facts.problem.needs & kMask) != 0;  // the router replaces the mask
-  if (is_replaced && !on_this_stack(mask)) return false;  // only the caller's own tensor, on the stack, can be replaced
-  if (torch.python_dispatch(mask) || torch.wrapped(mask) || !has_memory(mask)) return false;  // no address of its own
+  if (is_replaced && !is_on_thread_stack(mask)) return false;  // only the caller's own tensor, on the stack, can be replaced
+  if (torch.python_dispatch(mask) || torch.has_wrapper(mask) || !has_memory(mask)) return false;  // no address of its own
   return read_class(mask, &of_mask) && has_no_obstacle(mask, of_mask, facts);
 }
 
@@ -225,7 +225,7 @@ bool traced_mask_fits(AtenTensorHandle mask, const Facts& facts) {
 bool replace_mask(AtenTensorHandle mask, const Facts& facts) {
   try {
     int64_t size[4], stride[4];
-    spread(mask, facts.problem, size, stride);
+    expand_strides(mask, facts.problem, size, stride);
     const CallFacts& p = facts.problem;
     // Without gradients, nobody keeps the metadata.
     const int64_t numbers = p.grad ? metadata_numbers(rows_of(p, stride), p.Sq, p.Sk, true) : 0;
@@ -233,7 +233,7 @@ bool replace_mask(AtenTensorHandle mask, const Facts& facts) {
     // hooks get the mask's bytes.
     TensorHandle replacement = p.grad && torch_symbols().saved_hooks() ? copy_of(mask, size, stride, facts.operand[0])
                                                                        : new_metadata(size, numbers, facts.operand[0]);
-    if (torch_symbols().wrapped(replacement.get()))
+    if (torch_symbols().has_wrapper(replacement.get()))
       return false;  // inside a transform the op would get a different tensor
     std::swap(pointer_in(mask), pointer_in(replacement.get()));
     replaced = {replacement.release(), mask, pointer_in(mask)};
@@ -303,7 +303,7 @@ int64_t metadata_numbers(int64_t rows, int64_t Sq, int64_t Sk, bool gradients) {
 bool can_preprocess_mask(AtenTensorHandle mask, const CallFacts& p) {
   if (is_mask_metadata(mask)) return true;  // made by a plugin forward after the same check
   int64_t size[4], stride[4];
-  if (!spread(mask, p, size, stride)) return true;  // refused where the mask is read
+  if (!expand_strides(mask, p, size, stride)) return true;  // refused where the mask is read
   return are_numbers_countable(size, stride, p.Sq, p.Sk);
 }
 

@@ -34,7 +34,7 @@ TensorHandle new_like(AtenTensorHandle like, int dims, const int64_t* size, cons
 TensorHandle view(AtenTensorHandle tensor, int dims, const int64_t* size, const int64_t* stride, int64_t offset = 0);
 // Return a 4-d tensor with the given strides. The result is the tensor itself if the strides are equal, a view if only
 // dims of size 1 differ, else a copy.
-TensorHandle under_strides(AtenTensorHandle tensor, const int64_t stride[4]);
+TensorHandle view_with_strides(AtenTensorHandle tensor, const int64_t stride[4]);
 int64_t element_bytes(AtenTensorHandle tensor);
 Layout layout_in_memory(AtenTensorHandle tensor, const Shape& shape);  // for a tensor with an address
 TensorHandle packed_copy(AtenTensorHandle tensor);                     // row-major copy of a 4-d tensor
@@ -45,7 +45,7 @@ bool is_readable(AtenTensorHandle tensor);
 TensorHandle readable(AtenTensorHandle tensor);
 // Return a 4-d tensor whose dims of size 1 have aligned strides. torch leaves any number as the stride of a dim of size
 // 1, and stock's kernels include the number in alignment checks.
-TensorHandle aligned_ones(TensorHandle tensor);
+TensorHandle align_size_one_dims(TensorHandle tensor);
 // `dense_strides()`: strides of torch.empty_like(x). `output_strides()`: strides of the output of torch's attention ops
 // for a query with the layout of `query`.
 void dense_strides(const int64_t* size, const int64_t* stride, int dims, int64_t* out);
@@ -61,14 +61,14 @@ TensorHandle in_output_layout(TensorHandle out, AtenTensorHandle query);
 // `grad` itself.
 TensorHandle sum_of_heads(TensorHandle grad, AtenTensorHandle operand);
 // Return `grad` with the strides of torch.empty_like(operand), as graphs made by torch.compile expect.
-TensorHandle laid_out_like(TensorHandle grad, AtenTensorHandle operand);
+TensorHandle in_operand_layout(TensorHandle grad, AtenTensorHandle operand);
 void output_strides(const Shape& query, const int64_t out_size[4], int64_t out_stride[4]);
-// A call whose unreadable operands are replaced by copies, if there are any (`copies_operands()`).
+// A call whose unreadable operands are replaced by copies, if there are any (`needs_operand_copies()`).
 struct ReadableCall {
   ForwardCall call;
   TensorHandle copies[kNumOperands];
 };
-ReadableCall as_kernels_read(const ForwardCall& call, const CallFacts& p);
+ReadableCall make_readable(const ForwardCall& call, const CallFacts& p);
 
 // ---- softmax_scale.cpp ----
 
@@ -120,9 +120,9 @@ struct MaskFacts {
 MaskObstacle mask_obstacle(const MaskFacts& mask, const int64_t scores[4]);
 // Compute sizes and strides of all four dims of a mask. Broadcast dims have stride 0, and equal planes count once.
 // Returns false for a mask that kernels do not take.
-bool spread(AtenTensorHandle mask, const CallFacts& p, int64_t size[4], int64_t stride[4]);
+bool expand_strides(AtenTensorHandle mask, const CallFacts& p, int64_t size[4], int64_t stride[4]);
 bool right_dtype(AtenTensorHandle mask, const CallFacts& p);   // dtype allowed by F.sdpa
-bool beside(AtenTensorHandle mask, const TensorClass& query);  // on the same device
+bool is_on_device_of(AtenTensorHandle mask, const TensorClass& query);  // on the same device
 void preprocess_in_torch(const ForwardCall& call, const CallFacts& p,
                          const TensorClass& query);  // fills the call's metadata
 // Return the number of 32-bit numbers of mask metadata for each plane. `rows` is Sq, or the rows of a block that stands
@@ -151,7 +151,7 @@ BiasGradientPlanes gradient_planes(AtenTensorHandle gradient, const CallFacts& p
 TensorHandle new_bias_planes(AtenTensorHandle gradient, const BiasGradientPlanes& planes);
 void sum_bias_planes(TensorHandle planes, AtenTensorHandle gradient);
 // Return a gradient with the sizes of the bias and the strides of torch.empty_like(bias).
-TensorHandle laid_out_as_bias(TensorHandle gradient, AtenTensorHandle bias);
+TensorHandle in_bias_layout(TensorHandle gradient, AtenTensorHandle bias);
 
 // ---- dropout.cpp: seeds of dropout ----
 

@@ -46,7 +46,7 @@ TensorHandle view(AtenTensorHandle tensor, int dims, const int64_t* size, const 
   return TensorHandle(handle);
 }
 
-TensorHandle under_strides(AtenTensorHandle tensor, const int64_t stride[4]) {
+TensorHandle view_with_strides(AtenTensorHandle tensor, const int64_t stride[4]) {
   const Shape have = shape_of(tensor);
   if (std::memcmp(have.stride, stride, 4 * sizeof *stride) == 0) return TensorHandle::share(tensor);
   bool same = true;
@@ -102,7 +102,7 @@ namespace {
 
 // Copy a 4-d tensor once, without repeats of broadcast dims, and view the copy with the original sizes. Dims of stride
 // 0 keep stride 0, except the last dim.
-TensorHandle copied_once(AtenTensorHandle tensor) {
+TensorHandle copy_without_repeats(AtenTensorHandle tensor) {
   const Shape shape = shape_of(tensor);
   int64_t size[4], stride[4];
   for (int i = 0; i < 4; ++i) size[i] = i < 3 && shape.stride[i] == 0 ? 1 : shape.size[i];
@@ -114,19 +114,19 @@ TensorHandle copied_once(AtenTensorHandle tensor) {
 
 }  // namespace
 
-ReadableCall as_kernels_read(const ForwardCall& call, const CallFacts& p) {
+ReadableCall make_readable(const ForwardCall& call, const CallFacts& p) {
   ReadableCall read{call, {}};
-  if (!copies_operands(p, tables())) return read;
+  if (!needs_operand_copies(p, tables())) return read;
   AtenTensorHandle* operands[kNumOperands] = {&read.call.q, &read.call.k, &read.call.v};
   for (int i = 0; i < kNumOperands; ++i) {
     if (is_readable(*operands[i])) continue;
-    read.copies[i] = copied_once(*operands[i]);
+    read.copies[i] = copy_without_repeats(*operands[i]);
     *operands[i] = read.copies[i].get();
   }
   return read;
 }
 
-TensorHandle aligned_ones(TensorHandle tensor) {
+TensorHandle align_size_one_dims(TensorHandle tensor) {
   constexpr int64_t kWholeElements = 8;  // units of 16 bytes for every dtype of two bytes or more
   const Shape shape = shape_of(tensor.get());
   int64_t stride[4];
@@ -209,7 +209,7 @@ TensorHandle in_output_layout(TensorHandle out, AtenTensorHandle query) {
   const Shape have = shape_of(out.get());
   int64_t want[4];
   output_strides(shape_of(query), have.size, want);
-  return under_strides(out.get(), want);
+  return view_with_strides(out.get(), want);
 }
 
 TensorHandle sum_of_heads(TensorHandle grad, AtenTensorHandle operand) {
@@ -233,11 +233,11 @@ TensorHandle sum_of_heads(TensorHandle grad, AtenTensorHandle operand) {
   return sum;
 }
 
-TensorHandle laid_out_like(TensorHandle grad, AtenTensorHandle operand) {
+TensorHandle in_operand_layout(TensorHandle grad, AtenTensorHandle operand) {
   const Shape like = shape_of(operand);
   int64_t want[4];
   dense_strides(like.size, like.stride, 4, want);
-  return under_strides(grad.get(), want);
+  return view_with_strides(grad.get(), want);
 }
 
 }  // namespace flashplug

@@ -15,7 +15,7 @@ constexpr int64_t kAligned = 128;  // ALIGNED of kernels/features/quantized_qkv.
 int64_t rounded(int64_t bytes, int64_t unit) { return ceil_div(bytes, unit) * unit; }
 
 // Return the size of the workspace, buffer by buffer in the order of kernels/features/quantized_qkv.py.
-int64_t scratch8_bytes(const CallFacts& p, const KernelRow& row) {
+int64_t quant_workspace_bytes(const CallFacts& p, const KernelRow& row) {
   const int64_t queries = p.B * p.Hq * p.Sq, kv_heads = p.B * p.Hkv, fp32 = 4;
   int64_t bytes = 0;
   const auto take = [&bytes](int64_t buffer_bytes) { bytes += rounded(buffer_bytes, kAligned); };
@@ -36,7 +36,7 @@ TensorHandle pack_quant_workspace(const CallFacts& p, const TensorClass& query, 
                                   Arguments* arguments) {
   if (!arguments->takes("scratch8")) return {};
   static const int32_t int32 = aoti_torch_dtype_int32();
-  const int64_t words = scratch8_bytes(p, row) / 4, unit_stride = 1;
+  const int64_t words = quant_workspace_bytes(p, row) / 4, unit_stride = 1;
   TensorHandle scratch = empty_strided(1, &words, &unit_stride, int32, query.device_type, query.device_index);
   arguments->tensor("scratch8", scratch.get(), true);
   return scratch;

@@ -24,19 +24,19 @@ constexpr int64_t kSector = 8;  // in 32-bit numbers
 // Return the capacity of the lists, for any kernel. A list has entries for blocks of the smallest size, an extra block
 // for each sequence, and for the rows before the first and after the last sequence. An entry takes a sector, and so
 // does a list's head.
-int64_t numbers_of(const CallFacts& p) {
+int64_t list_capacity(const CallFacts& p) {
   constexpr int64_t most_lists = 3, least = 64;
   const int64_t num_entries = std::max(p.Sq, p.Sk) / least + p.sequences + 2;
   return most_lists * kSector * (num_entries + 1);
 }
 
 TensorHandle new_lists(int64_t kernels, const CallFacts& p, const TensorClass& query) {
-  const int64_t size[2] = {kernels, numbers_of(p)}, stride[2] = {size[1], 1};
+  const int64_t size[2] = {kernels, list_capacity(p)}, stride[2] = {size[1], 1};
   return empty_strided(2, size, stride, aoti_torch_dtype_int32(), query.device_type, query.device_index);
 }
 
 TensorHandle list_of_kernel(AtenTensorHandle lists, int64_t nth, const CallFacts& p) {
-  const int64_t numbers = numbers_of(p), unit_stride = 1;
+  const int64_t numbers = list_capacity(p), unit_stride = 1;
   return view(lists, 1, &numbers, &unit_stride, nth * numbers);
 }
 
@@ -53,14 +53,14 @@ int64_t facts_key(const CallFacts& p) {
   return static_cast<int64_t>(hash >> (2 * kRowBits + 2)) << 2 * kRowBits;
 }
 
-int64_t key_of(const CallFacts& p, int forward_row, int backward_row) {
+int64_t plan_key(const CallFacts& p, int forward_row, int backward_row) {
   return facts_key(p) | (int64_t{forward_row} + 1) << kRowBits | (int64_t{backward_row} + 1);
 }
 
 // Return a plan's lists for the kernel of a row. Returns nothing for a backward kernel without lists in the plan. A
 // plan may be made without gradients, and kernel selection for the backward may have changed since. Throws if the plan
 // was made for a different call.
-TensorHandle planned(const ForwardCall& call, const CallFacts& p, const KernelRow& row, const TensorClass& query) {
+TensorHandle tile_lists_of_plan(const ForwardCall& call, const CallFacts& p, const KernelRow& row, const TensorClass& query) {
   if (!is_defined(call.lists)) return {};
   const int64_t number = &row - tables().kernels.data() + 1;
   const bool backward = row.kind != kFwd;
@@ -70,8 +70,8 @@ TensorHandle planned(const ForwardCall& call, const CallFacts& p, const KernelRo
   Shape shape;
   TensorClass lists;
   if (!of_call || planned_row != number || !read_class(call.lists, &lists) || lists.dim != 2 ||
-      !is_mask_metadata(call.lists) || !beside(call.lists, query) || !read_shape(call.lists, &shape) ||
-      shape.size[0] <= int64_t{backward} || shape.size[1] != numbers_of(p) || shape.stride[1] != 1 ||
+      !is_mask_metadata(call.lists) || !is_on_device_of(call.lists, query) || !read_shape(call.lists, &shape) ||
+      shape.size[0] <= int64_t{backward} || shape.size[1] != list_capacity(p) || shape.stride[1] != 1 ||
       shape.stride[0] != shape.size[1])
     throw std::runtime_error(
         "torch_flashplug: plan was made for another call: the kernel, the window or the number of rows, keys or "
@@ -80,7 +80,7 @@ TensorHandle planned(const ForwardCall& call, const CallFacts& p, const KernelRo
 }
 
 // Return a tensor of a given size whose rows share the same memory, for a kernel without reads.
-TensorHandle hollow(std::initializer_list<int64_t> size, int32_t dtype, const TensorClass& query) {
+TensorHandle make_broadcast_tensor(std::initializer_list<int64_t> size, int32_t dtype, const TensorClass& query) {
   int64_t stride[kMostDims] = {};
   stride[size.size() - 1] = 1;
   return empty_strided(static_cast<int>(size.size()), size.begin(), stride, dtype, query.device_type,
@@ -106,7 +106,7 @@ Lengths pack_varlen_args(const ForwardCall& call, const CallFacts& p, const Kern
                          Arguments* arguments) {
   if (!arguments->takes("lists")) return {};
   Lengths lengths;
-  lengths.lists = planned(call, p, row, query);
+  lengths.lists = tile_lists_of_plan(call, p, row, query);
   const bool is_planned = lengths.lists.get() != nullptr;
   if (!is_planned) lengths.lists = list_of_kernel(new_lists(1, p, query).get(), 0, p);
   // The size of cu_q tells the kernel that the lists exist.
@@ -123,12 +123,12 @@ void make_lists(Kernel& kernel, const KernelRow& row, const ForwardCall& call, c
   int32_t dtype = -1;
   check_shim(aoti_torch_get_dtype(call.q, &dtype), "get_dtype");
   const auto operand = [&](int64_t heads, int64_t rows, int64_t columns) {
-    return hollow({p.B, heads, rows, columns}, dtype, query);
+    return make_broadcast_tensor({p.B, heads, rows, columns}, dtype, query);
   };
   const TensorHandle q = operand(p.Hq, p.Sq, p.D), k = operand(p.Hkv, p.Sk, p.D), v = operand(p.Hkv, p.Sk, p.Dv),
                      o = operand(p.Hq, p.Sq, p.Dv);
-  const TensorHandle lse = hollow({p.B, p.Hq, p.Sq}, fp32, query), scratch = hollow({4}, fp32, query);
-  const TensorHandle rows = hollow({p.B, p.Hq, 2, row.kind == kFwd ? 1 : scratch_rows(p, row)}, fp32, query);
+  const TensorHandle lse = make_broadcast_tensor({p.B, p.Hq, p.Sq}, fp32, query), scratch = make_broadcast_tensor({4}, fp32, query);
+  const TensorHandle rows = make_broadcast_tensor({p.B, p.Hq, 2, row.kind == kFwd ? 1 : scratch_rows(p, row)}, fp32, query);
   Arguments arguments(row, p, query.device_index);
   arguments.tensor("q", q.get()), arguments.tensor("dq", q.get());
   arguments.tensor("k", k.get()), arguments.tensor("dk", k.get());
@@ -159,7 +159,7 @@ PlannedLists plan_lists(const ForwardCall& call, const Facts& facts, const Plan&
     if (kernels[i] == nullptr) rows[i] = -1;
     if (rows[0] < 0) return {placeholder(call, aoti_torch_dtype_int32()), 0};
   }
-  PlannedLists planned_lists{new_lists(rows[1] < 0 ? 1 : 2, p, query), key_of(p, rows[0], rows[1])};
+  PlannedLists planned_lists{new_lists(rows[1] < 0 ? 1 : 2, p, query), plan_key(p, rows[0], rows[1])};
   for (int i = 0; i < 2; ++i) {
     if (kernels[i] != nullptr)
       make_lists(*kernels[i], tables().kernels[rows[i]], call, p, query,

@@ -39,7 +39,7 @@ void check_fp32(const char* name, AtenTensorHandle tensor, std::initializer_list
   check_shim(aoti_torch_get_dtype(tensor, &dtype), "get_dtype");
   check_shim(aoti_torch_get_dim(tensor, &dims), "get_dim");
   const bool fits = dtype == fp32 && dims == static_cast<int64_t>(expected_size.size()) && read_shape(tensor, &shape) &&
-                    beside(tensor, facts.operand[0]) &&
+                    is_on_device_of(tensor, facts.operand[0]) &&
                     std::equal(expected_size.begin(), expected_size.end(), shape.size);
   if (fits) return;
   std::string sizes;
@@ -62,7 +62,7 @@ int64_t rows_of_int32(AtenTensorHandle x, int64_t dims, const Facts& facts) {
   Shape shape;
   const bool fits = is_defined(x) && aoti_torch_get_dtype(x, &dtype) == 0 && dtype == aoti_torch_dtype_int32() &&
                     aoti_torch_get_dim(x, &tensor_dims) == 0 && tensor_dims == dims && read_shape(x, &shape) &&
-                    (shape.stride[dims - 1] == 1 || shape.size[dims - 1] <= 1) && beside(x, facts.operand[0]);
+                    (shape.stride[dims - 1] == 1 || shape.size[dims - 1] <= 1) && is_on_device_of(x, facts.operand[0]);
   return fits ? shape.size[0] : -1;
 }
 
@@ -95,7 +95,7 @@ void quantized_kv_forward(StableIValue* stack, uint64_t, uint64_t) {
 
 // Return the plan under the mode of the thread or the process: a forced backend or the reason against it, else any
 // available kernel. None of these kernels splits keys, whatever num_splits a call has.
-Plan plan_of_own(const CallFacts& p, const DeviceFacts& device, Mode mode) {
+Plan plan_attention_op(const CallFacts& p, const DeviceFacts& device, Mode mode) {
   if (wants_math(mode)) return {};
   return mode.forces_kernels() ? remembered_plan(p, device, Mode::forcing(mode.family()), tables())
                                : plan_in_op(p, device, tables());
@@ -165,7 +165,7 @@ void check_lengths(const ForwardCall& call, const Facts& facts) {
 bool attend(const char* where, const ForwardCall& call, const Facts& facts, Mode by, ForwardResult* result) {
   const CallFacts& p = facts.problem;
   const DeviceFacts device = device_facts(facts.device_index());
-  const Plan plan = plan_of_own(p, device, by);
+  const Plan plan = plan_attention_op(p, device, by);
   note_plan(where, p, device, by, plan);
   if (plan.ours() && cpu_stub() != CpuStub::kMath && our_forward(call, facts, plan, result)) return true;
   // A call without elements needs no backend.
@@ -178,7 +178,7 @@ namespace {
 
 // Facts and mode of a backward call. Any plugin kernel may run. The current thread's mode does not count, because
 // another thread's mode is not the call's. The deterministic setting is the current setting.
-CallFacts as_differentiated(const Facts& facts) {
+CallFacts backward_facts(const Facts& facts) {
   CallFacts p = facts.problem;
   p.deterministic = torch_symbols().deterministic();
   return p;
@@ -188,7 +188,7 @@ Mode by_any(Mode mode) { return Mode::forcing(std::max(mode.family(), 0)); }
 }  // namespace
 
 bool differentiate(const BackwardCall& call, const Facts& facts, BackwardResult* result) {
-  return our_backward(call, as_differentiated(facts), device_facts(facts.device_index()), facts.device_index(),
+  return our_backward(call, backward_facts(facts), device_facts(facts.device_index()), facts.device_index(),
                       by_any(call.forward.mode), result);
 }
 
@@ -201,12 +201,12 @@ void check_out(const ForwardCall& call, const Facts& facts) {
   TensorClass out;
   Shape shape;
   if (!read_class(call.out, &out) || out.dtype != p.dtype[0] || out.dim != 4 || !read_shape(call.out, &shape) ||
-      !std::equal(expected_size, expected_size + 4, shape.size) || !beside(call.out, facts.operand[0]))
+      !std::equal(expected_size, expected_size + 4, shape.size) || !is_on_device_of(call.out, facts.operand[0]))
     throw std::runtime_error("torch_flashplug: out must be [B, Hq, Sq, Dv] in the dtype and on the device of query.");
 }
 
 // Return the LSE, after a copy of the result into the call's own output, if necessary.
-StableIValue lse_beside(AtenTensorHandle out, ForwardResult result) {
+StableIValue lse_after_copy(AtenTensorHandle out, ForwardResult result) {
   if (!result.in_place) copy_into(out, result.out.get());
   return box::from_tensor(std::move(result.lse));
 }
@@ -220,13 +220,13 @@ TensorHandle read_plan(StableIValue* stack, ForwardCall* call) {
 }
 
 template <const Schema& op>
-ForwardResult attend_on_stack(StableIValue* stack, AtenTensorHandle out = nullptr) {
+ForwardResult attention_from_stack(StableIValue* stack, AtenTensorHandle out = nullptr) {
   const TensorHandle q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
                      v = box::to_tensor(stack[op["value"]]), sinks = box::to_optional_tensor(stack[op["sinks"]]);
   const TensorHandle cu_q = box::to_optional_tensor(stack[op["cu_seqlens_q"]]),
                      cu_k = box::to_optional_tensor(stack[op["cu_seqlens_k"]]),
                      used_k = box::to_optional_tensor(stack[op["seqused_k"]]);
-  ForwardCall call{{q.get(), k.get(), v.get()}, own_op_mode(box::to<int64_t>(stack[op["block_mode"]]))};
+  ForwardCall call{{q.get(), k.get(), v.get()}, mode_of_op(box::to<int64_t>(stack[op["block_mode"]]))};
   read_settings<op>(stack, &call);
   call.out = out;
   call.sinks = sinks.get();
@@ -243,7 +243,7 @@ ForwardResult attend_on_stack(StableIValue* stack, AtenTensorHandle out = nullpt
 
 void attention_forward(StableIValue* stack, uint64_t, uint64_t) {
   constexpr Schema op = kAttentionForward;
-  ForwardResult result = attend_on_stack<kAttentionForward>(stack);
+  ForwardResult result = attention_from_stack<kAttentionForward>(stack);
   stack[op.result("out")] = box::from_tensor(std::move(result.out));
   stack[op.result("lse")] = box::from_tensor(std::move(result.lse));
 }
@@ -261,10 +261,10 @@ void planned_lists(StableIValue* stack, uint64_t, uint64_t) {
   check_lengths(call, facts);
   const DeviceFacts device = device_facts(facts.device_index());
   const bool kernels = cpu_stub() != CpuStub::kMath;
-  const Plan plan = kernels ? plan_of_own(facts.problem, device, call.mode) : Plan{};
+  const Plan plan = kernels ? plan_attention_op(facts.problem, device, call.mode) : Plan{};
   BackwardPlan backward;
   if (kernels && box::to<bool>(stack[op["gradients"]])) {
-    CallFacts p = as_differentiated(facts);
+    CallFacts p = backward_facts(facts);
     p.grad = true;
     backward = plan_backward(p, device, by_any(call.mode), tables());
   }
@@ -275,7 +275,7 @@ void planned_lists(StableIValue* stack, uint64_t, uint64_t) {
 
 void attention_forward_out(StableIValue* stack, uint64_t, uint64_t) {
   const TensorHandle out = box::to_tensor(stack[kAttentionForwardOut["out"]]);
-  stack[0] = lse_beside(out.get(), attend_on_stack<kAttentionForwardOut>(stack, out.get()));
+  stack[0] = lse_after_copy(out.get(), attention_from_stack<kAttentionForwardOut>(stack, out.get()));
 }
 
 // Only shapes are checked here; kernels clamp the values on the device.
@@ -295,7 +295,7 @@ void check_pages(const ForwardCall& call, const Facts& facts) {
 
 // Return true if kernels can read the pages: rows copied together by a thread lie in the same page
 // (kernels/features/paged_kv.py).
-bool can_be_read(const ForwardCall& call, const Facts& facts) {
+bool are_pages_readable(const ForwardCall& call, const Facts& facts) {
   constexpr int64_t together = 16;
   Shape pages;
   return read_shape(call.pages, &pages) && facts.shape[1].size[0] > 0 &&
@@ -324,7 +324,7 @@ ForwardResult attend_pages(StableIValue* stack, AtenTensorHandle out = nullptr) 
   const TensorHandle k_scale = box::to_optional_tensor(stack[op["k_scale"]]),
                      v_scale = box::to_optional_tensor(stack[op["v_scale"]]),
                      sinks = box::to_optional_tensor(stack[op["sinks"]]);
-  ForwardCall call{{q.get(), k.get(), v.get()}, own_op_mode(box::to<int64_t>(stack[op["block_mode"]]))};
+  ForwardCall call{{q.get(), k.get(), v.get()}, mode_of_op(box::to<int64_t>(stack[op["block_mode"]]))};
   read_settings<op>(stack, &call);
   call.out = out;
   call.pages = pages.get(), call.used_k = used_k.get(), call.sinks = sinks.get();
@@ -336,7 +336,7 @@ ForwardResult attend_pages(StableIValue* stack, AtenTensorHandle out = nullptr) 
   const CallFacts& p = facts.problem;
   if (is_defined(call.sinks) && is_16_bit(p)) check_fp32("sinks", call.sinks, {p.Hq}, facts);
   const DeviceFacts device = device_facts(facts.device_index());
-  const bool fits = can_be_read(call, facts);
+  const bool fits = are_pages_readable(call, facts);
   const Plan plan = fits ? plan_in_op(p, device, tables(), call.num_splits) : Plan{};
   if (p.split_size > 0 && plan.ours()) check_splits(p, plan.splits.n);
   note_plan("paged_fwd", p, device, call.mode, plan);
@@ -355,7 +355,7 @@ void paged_forward(StableIValue* stack, uint64_t, uint64_t) {
 
 void paged_forward_out(StableIValue* stack, uint64_t, uint64_t) {
   const TensorHandle out = box::to_tensor(stack[kPagedForwardOut["out"]]);
-  stack[0] = lse_beside(out.get(), attend_pages<kPagedForwardOut>(stack, out.get()));
+  stack[0] = lse_after_copy(out.get(), attend_pages<kPagedForwardOut>(stack, out.get()));
 }
 
 void attention_backward(StableIValue* stack, uint64_t, uint64_t) {
@@ -366,7 +366,7 @@ void attention_backward(StableIValue* stack, uint64_t, uint64_t) {
                      out = box::to_tensor(stack[op["out"]]), lse = box::to_tensor(stack[op["lse"]]);
   const TensorHandle cu_q = box::to_optional_tensor(stack[op["cu_seqlens_q"]]),
                      cu_k = box::to_optional_tensor(stack[op["cu_seqlens_k"]]);
-  ForwardCall forward{{q.get(), k.get(), v.get()}, own_op_mode(box::to<int64_t>(stack[op["block_mode"]]))};
+  ForwardCall forward{{q.get(), k.get(), v.get()}, mode_of_op(box::to<int64_t>(stack[op["block_mode"]]))};
   read_settings<kAttentionBackward>(stack, &forward);
   forward.cu_q = cu_q.get(), forward.cu_k = cu_k.get();
   const TensorHandle lists = read_plan<kAttentionBackward>(stack, &forward);

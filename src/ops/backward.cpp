@@ -17,14 +17,14 @@ namespace flashplug {
 namespace {
 
 // Return grad_out in a layout that a kernel can read. An expanded scalar, as from `.sum().backward()`, is unreadable.
-TensorHandle readable_by(const KernelRow& row, AtenTensorHandle tensor) {
+TensorHandle readable_grad_out(const KernelRow& row, AtenTensorHandle tensor) {
   return row.elementwise ? TensorHandle::share(tensor) : readable(tensor);
 }
 
 // Return a new gradient in a layout that a kernel can write. The layout is empty_like(operand) if rows are contiguous
 // there, else packed; element-wise kernels write any layout. `heads`: number of gradient heads for each operand head,
 // in consecutive order.
-TensorHandle gradient_of(AtenTensorHandle operand, bool elementwise, int64_t heads = 1) {
+TensorHandle new_gradient(AtenTensorHandle operand, bool elementwise, int64_t heads = 1) {
   const Shape like = shape_of(operand);
   const int64_t size[4] = {like.size[0], like.size[1] * heads, like.size[2], like.size[3]};
   int64_t stride[4];
@@ -38,10 +38,10 @@ class BackwardInputs {
  public:
   BackwardInputs(const BackwardCall& call, const CallFacts& p, const KernelRow& row)
       : call_(call),
-        read_(as_kernels_read(call.forward, p)),
+        read_(make_readable(call.forward, p)),
         positive_(with_positive_scale(read_.call, p)),
-        out_(readable_by(row, call.out)),
-        grad_out_(readable_by(row, call.grad_out)) {}
+        out_(readable_grad_out(row, call.out)),
+        grad_out_(readable_grad_out(row, call.grad_out)) {}
 
   void to(Arguments* arguments) const {
     arguments->tensor("q", positive_.q.get());
@@ -94,7 +94,7 @@ TensorHandle operand_gradients(Kernel& kernel, const KernelRow& row, const Backw
   const int64_t written = row.kind == kPartBwd ? parts : kWantAll;
   const auto writes = [written](int i) { return (written & (i == 0 ? kWantDq : kWantDkDv)) != 0; };
   for (int i = 0; i < 3; ++i)  // an unwritten gradient is not read either, so its operand takes the argument's place
-    result->grads[i] = writes(i) ? gradient_of(operands[i], row.elementwise, i == 0 ? 1 : sharing)
+    result->grads[i] = writes(i) ? new_gradient(operands[i], row.elementwise, i == 0 ? 1 : sharing)
                                  : TensorHandle::share(inputs.like(i));
   Arguments arguments(row, p, query.device_index);
   inputs.to(&arguments);
@@ -114,7 +114,7 @@ TensorHandle operand_gradients(Kernel& kernel, const KernelRow& row, const Backw
   if (writes(0)) pack_scale_sign(result->grads[0].get(), p);
   for (int i = 0; i < 3; ++i) {
     if (writes(i))
-      result->grads[i] = laid_out_like(sum_of_heads(std::move(result->grads[i]), operands[i]), operands[i]);
+      result->grads[i] = in_operand_layout(sum_of_heads(std::move(result->grads[i]), operands[i]), operands[i]);
   }
   return bias;
 }
@@ -141,7 +141,7 @@ TensorHandle bias_gradient(Kernel& kernel, const KernelRow& row, const BackwardC
   const TensorHandle seed = pack_dropout_args(call.seed, query, &arguments);
   launch(kernel, arguments);
   if (is_split) sum_bias_planes(std::move(written), gradient.get());
-  return laid_out_as_bias(std::move(gradient), forward.mask);
+  return in_bias_layout(std::move(gradient), forward.mask);
 }
 
 // Return the number of ranges into which the batch is split for kernels of a single tile. Each CTA has one head and one
@@ -163,7 +163,7 @@ int64_t batch_ranges(const CallFacts& p, int sm_count) {
 // Return true if a bias has a separate number for every query and every key.
 bool has_whole_planes(AtenTensorHandle bias, const CallFacts& p) {
   int64_t size[4], stride[4];
-  return spread(bias, p, size, stride) && (stride[2] != 0 || p.Sq == 1) && (stride[3] != 0 || p.Sk == 1);
+  return expand_strides(bias, p, size, stride) && (stride[2] != 0 || p.Sq == 1) && (stride[3] != 0 || p.Sk == 1);
 }
 
 // Compute all gradients of sequences that fit into a single tile, with the gradient of a bias if wanted.
@@ -172,7 +172,7 @@ void gradients_of_tiles(Kernel& kernel, const KernelRow& row, const BackwardCall
                         BackwardResult* result) {
   const ForwardCall& forward = call.forward;
   const AtenTensorHandle operands[3] = {forward.q, forward.k, forward.v};
-  for (int i = 0; i < 3; ++i) result->grads[i] = gradient_of(operands[i], row.elementwise);
+  for (int i = 0; i < 3; ++i) result->grads[i] = new_gradient(operands[i], row.elementwise);
   Arguments arguments(row, p, query.device_index);
   inputs.to(&arguments);
   arguments.tensor("dq", result->grads[0].get(), true);
@@ -197,9 +197,9 @@ void gradients_of_tiles(Kernel& kernel, const KernelRow& row, const BackwardCall
     arguments.tensor(arguments.takes("dbias32") ? KernelArg("dbias32") : KernelArg("dbias"), planes.get(), with_bias);
   launch(kernel, arguments);
   pack_scale_sign(result->grads[0].get(), p);
-  for (int i = 0; i < 3; ++i) result->grads[i] = laid_out_like(std::move(result->grads[i]), operands[i]);
+  for (int i = 0; i < 3; ++i) result->grads[i] = in_operand_layout(std::move(result->grads[i]), operands[i]);
   if (is_split) sum_bias_planes(std::move(planes), gradient.get());
-  if (with_bias) result->grads[3] = laid_out_as_bias(std::move(gradient), forward.mask);
+  if (with_bias) result->grads[3] = in_bias_layout(std::move(gradient), forward.mask);
 }
 
 }  // namespace

@@ -23,7 +23,7 @@ Facts read_lists(const ForwardCall& call) {
   Facts facts = read_facts(call);
   // Gradients exclude decode kernels, which read masks and no metadata.
   facts.problem.grad = true;
-  if (!is_mask_metadata(call.mask) || !beside(call.mask, facts.operand[0]))
+  if (!is_mask_metadata(call.mask) || !is_on_device_of(call.mask, facts.operand[0]))
     throw std::runtime_error("torch_flashplug: the block-sparse lists must be int32 on the device of query.");
   return facts;
 }
@@ -32,7 +32,7 @@ void block_sparse_forward(StableIValue* stack, uint64_t, uint64_t) {
   constexpr Schema op = kBlockSparseForward;
   const TensorHandle q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
                      v = box::to_tensor(stack[op["value"]]), digest = box::to_tensor(stack[op["mask_metadata"]]);
-  ForwardCall call{{q.get(), k.get(), v.get(), digest.get()}, own_op_mode(box::to<int64_t>(stack[op["block_mode"]]))};
+  ForwardCall call{{q.get(), k.get(), v.get(), digest.get()}, mode_of_op(box::to<int64_t>(stack[op["block_mode"]]))};
   call.scale = box::to_optional_double(stack[op["scale"]]);
   call.tall = box::to<double>(stack[op["cost_ratio_192"]]);
   const Facts facts = read_lists(call);
@@ -49,7 +49,7 @@ void block_sparse_backward(StableIValue* stack, uint64_t, uint64_t) {
                      digest = box::to_tensor(stack[op["mask_metadata"]]), out = box::to_tensor(stack[op["out"]]),
                      lse = box::to_tensor(stack[op["lse"]]);
   ForwardCall forward{{q.get(), k.get(), v.get(), digest.get()},
-                      own_op_mode(box::to<int64_t>(stack[op["block_mode"]]))};
+                      mode_of_op(box::to<int64_t>(stack[op["block_mode"]]))};
   forward.scale = box::to_optional_double(stack[op["scale"]]);
   const BackwardCall call{grad.get(), forward, out.get(), lse.get(), nullptr, nullptr, {true, true, true, false}};
   const Facts facts = read_lists(forward);

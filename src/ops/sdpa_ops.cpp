@@ -93,7 +93,7 @@ bool our_forward(const ForwardCall& original, const Facts& facts, const Plan& pl
   const int circumstances = (original.mode.forces_kernels() ? kRequired : 0) | (facts.problem.grad ? kTraining : 0);
   Kernel* kernel = find_kernel(plan.kernel_row, query.device_index, circumstances);
   if (kernel == nullptr) return false;
-  const ReadableCall read = as_kernels_read(original, p);
+  const ReadableCall read = make_readable(original, p);
   const ForwardCall& call = read.call;
   const int64_t out_size[4] = {p.B, p.Hq, p.Sq, p.Dv};
   const int64_t lse_size[3] = {p.B, p.Hq, p.Sq}, lse_stride[3] = {p.Hq * p.Sq, p.Sq, 1};
@@ -153,7 +153,7 @@ bool our_forward(const ForwardCall& original, const Facts& facts, const Plan& pl
 
 namespace {
 
-ForwardResult counted_math(const ForwardCall& call) {
+ForwardResult math_forward_counted(const ForwardCall& call) {
   count(Path::kMathForward);
   return math_forward(call);
 }
@@ -180,7 +180,7 @@ ForwardResult stock_forward(const ForwardCall& call, const Facts& facts, const D
   // kernels.
   if ((p.needs & (kAnyMask | kDropout | kWindow)) != 0 && call.mode.backend() != Backend::kStock && by_ours())
     return result;
-  return efficient_can_run(p) ? efficient_forward(call, p) : counted_math(call);
+  return efficient_can_run(p) ? efficient_forward(call, p) : math_forward_counted(call);
 }
 
 ForwardResult forward(const ForwardCall& call) {
@@ -201,7 +201,7 @@ ForwardResult forward(const ForwardCall& call) {
   if (plan.ours() && our_forward(call, facts, plan, &result)) return result;
   if (call.metadata != nullptr)
     preprocess_in_torch(call, p, facts.operand[0]);  // the backward may still be the plugin's
-  if (plan.backend == Backend::kMath) return counted_math(call);
+  if (plan.backend == Backend::kMath) return math_forward_counted(call);
   if (call.mode.forces_kernels()) throw std::runtime_error(forced_error(p, device, call.mode, tables()));
   return stock_forward(call, facts, device);
 }
@@ -235,7 +235,7 @@ Causal own_op_causal(int64_t causal_mode, AtenTensorHandle mask) {
 
 // ---- the overrideable aten op ----
 
-void carrier_forward(StableIValue* stack, uint64_t, uint64_t) {
+void sdpa_op_forward(StableIValue* stack, uint64_t, uint64_t) {
   constexpr Schema op = kCarrierForward;
   const TensorHandle q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
                      v = box::to_tensor(stack[op["value"]]), bias = box::to_optional_tensor(stack[op["attn_bias"]]);
@@ -268,7 +268,7 @@ void carrier_forward(StableIValue* stack, uint64_t, uint64_t) {
   stack[op.result("debug_attn_mask")] = box::from_tensor(TensorHandle());
 }
 
-void carrier_backward(StableIValue* stack, uint64_t, uint64_t) {
+void sdpa_op_backward(StableIValue* stack, uint64_t, uint64_t) {
   constexpr Schema op = kCarrierBackward;
   const TensorHandle grad = box::to_tensor(stack[op["grad_out"]]), q = box::to_tensor(stack[op["query"]]),
                      k = box::to_tensor(stack[op["key"]]), v = box::to_tensor(stack[op["value"]]);
@@ -308,7 +308,7 @@ TensorHandle placeholder(const ForwardCall& call, int32_t dtype) {
 
 namespace {
 
-void own_forward(StableIValue* stack, uint64_t, uint64_t) {
+void attention_op_forward(StableIValue* stack, uint64_t, uint64_t) {
   constexpr Schema op = kOwnForward;
   const TensorHandle q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
                      v = box::to_tensor(stack[op["value"]]), mask = box::to_optional_tensor(stack[op["attn_bias"]]);
@@ -316,7 +316,7 @@ void own_forward(StableIValue* stack, uint64_t, uint64_t) {
   const Causal causal = own_op_causal(box::to<int64_t>(stack[op["causal_mode"]]), mask.get());
   const ForwardCall call{{q.get(), k.get(), v.get(), mask.get(), box::to<double>(stack[op["dropout_p"]]), causal,
                           box::to_optional_double(stack[op["scale"]])},
-                         own_op_mode(box::to<int64_t>(stack[op["mode"]]))};
+                         mode_of_op(box::to<int64_t>(stack[op["mode"]]))};
   ForwardResult result = forward(call);
   if (call.dropout_p == 0.0) {  // nothing was drawn on any path; the fake kernel of ops/sdpa.py returns the same
     result.seed = placeholder(call, aoti_torch_dtype_int64());
@@ -328,7 +328,7 @@ void own_forward(StableIValue* stack, uint64_t, uint64_t) {
   stack[op.result("offset")] = box::from_tensor(std::move(result.offset));
 }
 
-void own_backward(StableIValue* stack, uint64_t, uint64_t) {
+void attention_op_backward(StableIValue* stack, uint64_t, uint64_t) {
   constexpr Schema op = kOwnBackward;
   const TensorHandle grad = box::to_tensor(stack[op["grad_out"]]), q = box::to_tensor(stack[op["query"]]),
                      k = box::to_tensor(stack[op["key"]]), v = box::to_tensor(stack[op["value"]]);
@@ -339,7 +339,7 @@ void own_backward(StableIValue* stack, uint64_t, uint64_t) {
   const Causal causal = own_op_causal(box::to<int64_t>(stack[op["causal_mode"]]), mask.get());
   const ForwardCall forward_call{{q.get(), k.get(), v.get(), mask.get(), box::to<double>(stack[op["dropout_p"]]),
                                   causal, box::to_optional_double(stack[op["scale"]])},
-                                 own_op_mode(box::to<int64_t>(stack[op["mode"]]))};
+                                 mode_of_op(box::to<int64_t>(stack[op["mode"]]))};
   const bool bias_grad = box::to<bool>(stack[op["bias_grad"]]) && mask.defined();
   BackwardCall call{
       grad.get(), forward_call, out.get(), lse.get(), seed.get(), offset.get(), {true, true, true, bias_grad}};
@@ -374,14 +374,14 @@ std::vector<std::unique_ptr<StableLibrary>>& libraries() {
 
 void register_ops(const char* dispatch_key, bool own_ops) {
   auto aten = std::make_unique<StableLibrary>(StableLibrary::Kind::IMPL, "aten", dispatch_key, kOwner, __LINE__);
-  aten->impl("_scaled_dot_product_fused_attention_overrideable", &carrier_forward);
-  aten->impl("_scaled_dot_product_fused_attention_overrideable_backward", &carrier_backward);
+  aten->impl("_scaled_dot_product_fused_attention_overrideable", &sdpa_op_forward);
+  aten->impl("_scaled_dot_product_fused_attention_overrideable_backward", &sdpa_op_backward);
   libraries().push_back(std::move(aten));
   if (!own_ops) return;
   auto library =
       std::make_unique<StableLibrary>(StableLibrary::Kind::IMPL, "torch_flashplug", dispatch_key, kOwner, __LINE__);
-  library->impl("sdpa_fwd", &own_forward);
-  library->impl("sdpa_bwd", &own_backward);
+  library->impl("sdpa_fwd", &attention_op_forward);
+  library->impl("sdpa_bwd", &attention_op_backward);
   register_own_ops(library.get());
   library->impl("_right_choice", &right_choice_of_call);
   libraries().push_back(std::move(library));

@@ -42,7 +42,7 @@ void rows_before_heads(const int64_t size[4], int64_t stride[4]) {
 
 // Repeat key or value heads for the query heads that share them: [B, Hkv, S, D] -> [B, Hq, S, D].
 TensorHandle repeat_heads(AtenTensorHandle tensor, int64_t group) {
-  if (group == 1) return aligned_ones(TensorHandle::share(tensor));
+  if (group == 1) return align_size_one_dims(TensorHandle::share(tensor));
   OpCall op(kRepeat);
   op[kRepeat["self"]] = box::from_borrowed(tensor);
   op[kRepeat["repeats"]] = box::from(group);
@@ -63,7 +63,7 @@ TensorHandle slice_lse(TensorHandle lse, const CallFacts& p) {
   return new_like(lse.get(), 3, size, stride, view(lse.get(), 3, size, shape.stride).get());
 }
 
-TensorHandle shared(AtenTensorHandle tensor) {
+TensorHandle share_or_undefined(AtenTensorHandle tensor) {
   return tensor == nullptr ? TensorHandle::undefined() : TensorHandle::share(tensor);
 }
 
@@ -121,12 +121,12 @@ bool cudnn_forward(const ForwardCall& call, const CallFacts& p, ForwardResult* r
   return true;
 }
 
-bool efficient_can_run(const CallFacts& p) { return p.on_cuda && cpu_stub() == CpuStub::kOff && efficient_takes(p); }
+bool efficient_can_run(const CallFacts& p) { return p.on_cuda && cpu_stub() == CpuStub::kOff && stock_efficient_supports(p); }
 
 ForwardResult efficient_forward(const ForwardCall& call, const CallFacts& p) {
   count(Path::kEfficientForward);
   constexpr const Schema& schema = kEfficientForward;
-  const TensorHandle q = aligned_ones(TensorHandle::share(call.q)), k = repeat_heads(call.k, p.group()),
+  const TensorHandle q = align_size_one_dims(TensorHandle::share(call.q)), k = repeat_heads(call.k, p.group()),
                      v = repeat_heads(call.v, p.group());
   const bool causal = call.causal == Causal::kTopLeft;
   OpCall op(schema);
@@ -283,15 +283,15 @@ BackwardResult efficient_backward(const BackwardCall& call, const CallFacts& p) 
   int64_t stride[4];
   rows_before_heads(shape_of(call.out).size, stride);
   constexpr const Schema& schema = kEfficientBackward;
-  const TensorHandle tensors[] = {readable(under_strides(call.grad_out, stride).get()),
-                                  aligned_ones(TensorHandle::share(forward.q)),
+  const TensorHandle tensors[] = {readable(view_with_strides(call.grad_out, stride).get()),
+                                  align_size_one_dims(TensorHandle::share(forward.q)),
                                   repeat_heads(forward.k, p.group()),
                                   repeat_heads(forward.v, p.group()),
                                   TensorHandle::undefined(),  // bias
-                                  under_strides(call.out, stride),
+                                  view_with_strides(call.out, stride),
                                   pad_lse(call.lse),
-                                  shared(call.seed),
-                                  shared(call.offset)};
+                                  share_or_undefined(call.seed),
+                                  share_or_undefined(call.offset)};
   OpCall op(schema);
   for (int i = 0; i < 9; ++i) op[i] = box::from_borrowed(tensors[i].get());
   op[schema["dropout_p"]] = box::from(forward.dropout_p);
@@ -309,9 +309,9 @@ BackwardResult efficient_backward(const BackwardCall& call, const CallFacts& p) 
     return true;
   });
   BackwardResult result;
-  result.grads[0] = laid_out_like(op.result(0), forward.q);
-  result.grads[1] = laid_out_like(sum_of_heads(op.result(1), forward.k), forward.k);
-  result.grads[2] = laid_out_like(sum_of_heads(op.result(2), forward.v), forward.v);
+  result.grads[0] = in_operand_layout(op.result(0), forward.q);
+  result.grads[1] = in_operand_layout(sum_of_heads(op.result(1), forward.k), forward.k);
+  result.grads[2] = in_operand_layout(sum_of_heads(op.result(2), forward.v), forward.v);
   op.result(3);  // the bias gradient, which was not requested
   return result;
 }

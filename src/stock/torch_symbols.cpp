@@ -209,7 +209,7 @@ const void* type_of(AtenTensorHandle tensor) {
 }  // namespace
 
 bool TorchSymbols::nested(AtenTensorHandle tensor) const { return type_of(tensor) == private_symbols().nested_type; }
-bool TorchSymbols::wrapped(AtenTensorHandle tensor) const { return type_of(tensor) != private_symbols().plain_type; }
+bool TorchSymbols::has_wrapper(AtenTensorHandle tensor) const { return type_of(tensor) != private_symbols().plain_type; }
 
 bool TorchSymbols::python_dispatch(AtenTensorHandle tensor) const { return private_symbols().python_dispatch(tensor); }
 
@@ -225,7 +225,7 @@ bool TorchSymbols::saved_hooks() const {
   return private_symbols().saved_hooks == nullptr || !private_symbols().saved_hooks().empty();
 }
 
-bool TorchSymbols::knows_nodes() const {
+bool TorchSymbols::can_read_nodes() const {
 #if defined(__x86_64__)
   const PrivateSymbols& f = private_symbols();
   return f.graph_task != nullptr && f.evaluated_node != nullptr && f.sequence_number != nullptr &&

@@ -26,16 +26,16 @@ struct TorchSymbols {
   bool requires_grad(AtenTensorHandle tensor) const;
   bool nested(AtenTensorHandle tensor) const;  // a strided NestedTensor, which has no sizes
   // Return true for a tensor wrapped by functorch, for example, which has no storage of its own.
-  bool wrapped(AtenTensorHandle tensor) const;
+  bool has_wrapper(AtenTensorHandle tensor) const;
   bool python_dispatch(AtenTensorHandle tensor) const;  // a FakeTensor or a different Python subclass: maybe traced
   bool modes_set() const;    // a TorchDispatchMode is active, so the next op may be replaced; true if unknown
   bool jit_traced() const;   // torch.jit.trace records the thread's calls
   bool saved_hooks() const;  // the thread has hooks for tensors saved by autograd: save_on_cpu, checkpoint, ...
-  // Questions to the engine of autograd (block_mode.cpp). `knows_nodes()`: whether the next four can be asked.
+  // Questions to the engine of autograd (block_mode.cpp). `can_read_nodes()`: whether the next four can be asked.
   // `graph_task()`: the running graph task of the thread; -1: none. `sequence_number()`: number of the thread's next
   // node. `record_thread()`: the thread's number, as stored in nodes. `evaluated_node()`: writes the node under
   // evaluation to the place where libtorch returns a smart pointer.
-  bool knows_nodes() const;
+  bool can_read_nodes() const;
   int64_t graph_task() const;
   uint64_t sequence_number() const;
   uint64_t record_thread() const;

@@ -171,7 +171,7 @@ class MetadataReader:
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (64, 64, 128), (65, 65, 129), (128, 333, 129), (4099, 4099, 333)])
 def test_op_allocates_the_size_of_the_mask_metadata(sizes: tuple[int, int, int], gradients: bool) -> None:
     mask_preprocessing = pytest.importorskip("torch_flashplug.kernels.preprocess.mask", reason="the DSL is needed")
-    count_numbers = library.lib().flashplug_digest_numbers
+    count_numbers = library.lib().flashplug_mask_metadata_size
     count_numbers.restype, count_numbers.argtypes = ctypes.c_int64, [*[ctypes.c_int64] * 3, ctypes.c_int]
     assert count_numbers(*sizes, gradients) == mask_preprocessing.metadata_size(*sizes, gradients=gradients)
 

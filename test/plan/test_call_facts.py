@@ -421,7 +421,7 @@ def test_sizes_of_mask_metadata_follow_the_pushed_numbers(block: int, monkeypatc
     for module in (table_structs, mask_preprocess_reference):
         monkeypatch.setattr(module, "LISTED", block)
     startup.push_tables()
-    count_numbers = library.lib().flashplug_digest_numbers
+    count_numbers = library.lib().flashplug_mask_metadata_size
     count_numbers.restype, count_numbers.argtypes = ctypes.c_int64, [*[ctypes.c_int64] * 3, ctypes.c_int]
     for sizes in ((1, 1, 1), (65, 65, 129), (4099, 4099, 333)):
         for gradients in (False, True):

@@ -87,7 +87,7 @@ def repair(*backends: str) -> bool:
 
     Return False if the running torch lacks some of the backends.
     """
-    return lib().flashplug_repair(sum(1 << STOCK_BACKENDS.index(name) for name in backends)) == 0
+    return lib().flashplug_enable_stock_workarounds(sum(1 << STOCK_BACKENDS.index(name) for name in backends)) == 0
 
 
 # ---- torch's ops for packed sequences ----
@@ -143,7 +143,7 @@ def open_flash(dispatch_key: str) -> bool:
 
     Return False if the flash attention of the running torch cannot be called below the kernels.
     """
-    return lib().flashplug_open_flash(dispatch_key.encode()) == 0
+    return lib().flashplug_register_flash_op(dispatch_key.encode()) == 0
 
 
 def close_flash() -> None:
@@ -319,7 +319,7 @@ def problem_facts() -> dict[str, float]:
     are negative here.
     """
     plain, facts = doubles([0.0]), {}
-    while name := text(lambda out, size: lib().flashplug_fact(len(facts), plain, out, size)):
+    while name := text(lambda out, size: lib().flashplug_call_fact(len(facts), plain, out, size)):
         facts[name] = plain[0]
     return facts
 
@@ -393,7 +393,7 @@ def kind_of_scale(scale: float | None) -> str:
 
 def fault_said(fault: int) -> str:
     """Return the text of a fault of a stock backend, by the number from ops.right_choice(), or "" for no fault."""
-    return text(lambda out, size: lib().flashplug_fault_said(fault, out, size))
+    return text(lambda out, size: lib().flashplug_stock_bug_text(fault, out, size))
 
 
 # ---- plans ----
@@ -437,7 +437,7 @@ def plan(problem: Mapping[str, float], facts: Mapping[str, int] | None, mode_wor
 
 def is_remembered(problem: Mapping[str, float], facts: Mapping[str, int] | None, mode_word: int = 0) -> bool:
     """Return whether this thread's plan cache holds the plan of exactly the given call."""
-    return bool(lib().flashplug_is_remembered(*_call_arguments(problem, facts, mode_word)))
+    return bool(lib().flashplug_is_plan_cached(*_call_arguments(problem, facts, mode_word)))
 
 
 def missing_changes() -> int:

@@ -57,7 +57,7 @@ def register_efficient_ops(dispatch_key: str) -> bool:
     Returns:
         False if torch's own kernel of the op cannot be called as the fallback. bindings.last_error() has the reason.
     """
-    return lib().flashplug_open_efficient(dispatch_key.encode()) == 0
+    return lib().flashplug_register_efficient_op(dispatch_key.encode()) == 0
 
 
 def unregister_efficient_ops() -> None:
