@@ -47,7 +47,7 @@ def test_accumulation_ranks_follow_the_launch_order(mask, tile, lengths, section
         for n_block, head, batch in tiles:
             if mask == "full" or n_block * tile[1] <= last_query:
                 rank = last_ranks[head, batch] = last_ranks.get((head, batch), -1) + 1
-                assert order.turn(n_block, block_range, step) == rank
+                assert order.accumulation_rank(n_block, block_range, step) == rank
 
 
 def random_block_lists(planes: int, Sq: int, Sk: int, seed: int) -> list[list[list[int]]]:
@@ -82,14 +82,14 @@ def test_accumulation_ranks_of_block_lists_follow_the_launch_order(sizes, tile_n
         plane, n_block = b * heads + head, tile_n_block * tile_n // LISTED
         m_blocks = lists[plane][n_block]
         ranks = [accumulation_rank(lists[plane], n_block, m_block, Sk) for m_block in m_blocks]
-        block_range = SimpleNamespace(turn=ranks.__getitem__)
+        block_range = SimpleNamespace(num_later_ranges=ranks.__getitem__)
         for entry, m_block in enumerate(m_blocks):
             rank = last_ranks[plane, m_block] = last_ranks.get((plane, m_block), -1) + 1
-            assert order.turn(tile_n_block, block_range, entry) == rank
+            assert order.accumulation_rank(tile_n_block, block_range, entry) == rank
 
 
 def test_nondeterministic_launches_start_with_the_longest_tiles():
     order, tiles = launch_tiles("causal", TILES[0], (1000, 1000))
     assert [n for n, *_ in tiles[:8]] == [*range(7, -1, -1)]
-    unordered = backward_tile_scheduler.BackwardTileScheduler(True, 8, 2, 6, 1, order.walk)
+    unordered = backward_tile_scheduler.BackwardTileScheduler(True, 8, 2, 6, 1, order.blocks)
     assert [unordered.tile(number)[0] for number in range(8)] == [*range(8)]
