@@ -415,9 +415,9 @@ class BackwardSm80(KernelCall, kind="bwd"):
         gradient = self.gradient(tiles, scratch, warp)
         key = keys.tile.block * self.tile_n + first_slab * SLAB + lane // 4
         column, scale_log2 = lane % 4 * 2 + part * HALF, chain.scales(scales).log2
-        place = ScoreCoord(order.walk.sizes, self.tile_m, key, column, keys.tile.sequence, None, transposed=True)
+        place = ScoreCoord(order.blocks.sizes, self.tile_m, key, column, keys.tile.sequence, None, transposed=True)
 
-        run = order.walk.queries(keys.tile)
+        run = order.blocks.queries(keys.tile)
         total = run.total(keys.group)
         step, last = run.first(keys.first_head, total > 0), Int32(0)
         last_step = replace(step, j=Int32(0))  # placeholder: no step has ended yet
@@ -606,10 +606,10 @@ class BackwardSm80(KernelCall, kind="bwd"):
         gradient = self.gradient(tiles, scratch, warp)
         key = keys.tile.block * self.tile_n + slab * SLAB + lane // 4
         column, scale_log2 = lane % 4 * 2 + half * HALF, chain.scales(scales).log2
-        place = ScoreCoord(order.walk.sizes, self.tile_m, key, column, keys.tile.sequence, None, transposed=True)
+        place = ScoreCoord(order.blocks.sizes, self.tile_m, key, column, keys.tile.sequence, None, transposed=True)
         left = sm80.LdmatrixView.create(weights, self.element.dtype, "A", first_row=first_slab * SLAB)
 
-        run = order.walk.queries(keys.tile)
+        run = order.blocks.queries(keys.tile)
         total = run.total(keys.group)
         step = run.first(keys.first_head, total > 0)
         queries.load_q(step.head, step.block, Int32(0))
