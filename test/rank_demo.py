@@ -36,5 +36,8 @@ def case_losses(rank: Rank) -> None:
     for make in (multi_gpu.ContextParallel, multi_gpu.TensorParallel):
         run = multi_gpu.train(make, rank.mesh(), RECIPE, _texts(rank))
         assert max(abs(a - b) for a, b in zip(run.losses, expected, strict=True)) < 0.03, (make, run.losses, expected)
-        assert run.took.get("routed_ours") == RECIPE.steps * RECIPE.shape.layers and "routed_stock" not in run.took
-        assert "auto" in multi_gpu.scopes_here(rank.device == "cuda") and run.step_s > 0
+        assert (
+            run.path_counts.get("routed_ours") == RECIPE.steps * RECIPE.shape.layers
+            and "routed_stock" not in run.path_counts
+        )
+        assert "auto" in multi_gpu.shown_scopes(rank.device == "cuda") and run.step_s > 0
