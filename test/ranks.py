@@ -135,7 +135,7 @@ def _cases(module: str) -> dict[str, Callable[[Rank], None]]:
 
 @contextlib.contextmanager
 def _road(device: str) -> Iterator[standin.Road | None]:
-    if env.disabled():
+    if env.is_disabled():
         yield None
         return
     with standin.road_to(device) as road:

@@ -34,7 +34,7 @@ from torch_flashplug.demo.train import random_windows
 from torch_flashplug.registry import quant_recipes
 from torch_flashplug.testing import Case, Inputs, Masking, attention_math, new_case
 from torch_flashplug.testing.activations import MODELS, activations
-from torch_flashplug.testing.emulation_8bit import attend, by_amax
+from torch_flashplug.testing.emulation_8bit import attend, quantize_by_amax
 
 SEED, HEADS, BLOCK = 20261125, 2, 128
 ROWS = 256  # errors are taken over the last 256 queries of a head
@@ -105,7 +105,7 @@ def _kernels(case: Case, inputs: Inputs) -> Calls:
 
 def _others(case: Case, inputs: Inputs) -> Calls:
     def by_tensor() -> Tensor:
-        made = by_amax(*inputs, BLOCK)
+        made = quantize_by_amax(*inputs, BLOCK)
         return attend(made, quant_recipes.RECIPES["e4m3"], case.D**-0.5, causal=case.causal).out
 
     def cache(kind: str) -> Tensor:

@@ -397,7 +397,7 @@ def hooked(device: str, mode: str = "auto") -> Iterator[Off]:
     kernels are interpreted, test/on_cpu.py provides the backend. For mode "stock" the plugin is disabled permanently.
     """
     if mode == "stock":
-        if not env.disabled():
+        if not env.is_disabled():
             torch_flashplug.disable()
         yield contextlib.nullcontext
     elif device == "cuda":

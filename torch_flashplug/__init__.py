@@ -42,5 +42,5 @@ if not inert:
         "sdpa_backend",
     ]
 
-    if not env.disabled():
+    if not env.is_disabled():
         enable()
