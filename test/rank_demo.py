@@ -41,7 +41,8 @@ def case_losses(rank: Rank) -> None:
             expected,
         )
         assert (
-            training.took.get("routed_ours") == RECIPE.steps * RECIPE.shape.layers
-            and "routed_stock" not in training.took
+            run.path_counts.get("routed_ours") == RECIPE.steps * RECIPE.shape.layers
+            and "routed_stock" not in training.path_counts
         )
-        assert "auto" in multi_gpu.scopes_here(rank.device == "cuda") and training.step_s > 0
+        )
+        assert "auto" in multi_gpu.shown_scopes(rank.device == "cuda") and training.step_s > 0

@@ -135,7 +135,7 @@ def _cases(module: str) -> dict[str, Callable[[Rank], None]]:
 
 @contextlib.contextmanager
 def _backend_of_rank(device: str) -> Iterator[DeviceBackend | None]:
-    if env.disabled():
+    if env.is_disabled():
         yield None
         return
     with use_device_backend(device) as device_backend:

@@ -29,12 +29,12 @@ from torch import Tensor
 from torch_flashplug.demo.call_recorder import Call, Recorder
 from torch_flashplug.demo.input_text import read_text
 from torch_flashplug.demo.model import next_byte_loss
-from torch_flashplug.demo.precision import CPU_RECIPE, GPU_RECIPE, learned
-from torch_flashplug.demo.train import windows
+from torch_flashplug.demo.precision import CPU_RECIPE, GPU_RECIPE, train_model
+from torch_flashplug.demo.train import random_windows
 from torch_flashplug.registry import quant_recipes
 from torch_flashplug.testing import Case, Inputs, Masking, attention_math, new_case
 from torch_flashplug.testing.activations import MODELS, activations
-from torch_flashplug.testing.emulation_8bit import attend, by_amax
+from torch_flashplug.testing.emulation_8bit import attend, quantize_by_amax
 
 SEED, HEADS, BLOCK = 20261125, 2, 128
 ROWS = 256  # errors are taken over the last 256 queries of a head
@@ -74,9 +74,9 @@ def _inputs(q: Tensor, k: Tensor, v: Tensor) -> Inputs:
 def recorded(device: str) -> list[Call]:
     """Return the attention calls of the trained demo GPT on the last training text, one call per layer."""
     recipe, (content, _) = RECORDED[device], read_text(None)
-    model = learned(recipe, content, device)
+    model = train_model(recipe, content, device)
     with torch.no_grad(), Recorder() as recorder:
-        loss = next_byte_loss(model, windows(content, recipe)[-1, :1].to(device))
+        loss = next_byte_loss(model, random_windows(content, recipe)[-1, :1].to(device))
     print(f"recorded: {recipe.steps} steps of {recipe.batch} x {recipe.length} bytes, loss {float(loss):.3f}")
     return recorder.calls
 
@@ -105,7 +105,7 @@ def _kernels(case: Case, inputs: Inputs) -> Calls:
 
 def _others(case: Case, inputs: Inputs) -> Calls:
     def by_tensor() -> Tensor:
-        made = by_amax(*inputs, BLOCK)
+        made = quantize_by_amax(*inputs, BLOCK)
         return attend(made, quant_recipes.RECIPES["e4m3"], case.D**-0.5, causal=case.causal).out
 
     def cache(kind: str) -> Tensor:

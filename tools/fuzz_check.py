@@ -398,7 +398,7 @@ def hooked(device: str, mode: str = "auto") -> Iterator[Off]:
     is disabled permanently.
     """
     if mode == "stock":
-        if not env.disabled():
+        if not env.is_disabled():
             torch_flashplug.disable()
         yield contextlib.nullcontext
     elif device == "cuda":

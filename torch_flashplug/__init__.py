@@ -42,7 +42,7 @@ if not inert:
         "sdpa_backend",
     ]
 
-    if not env.disabled():
+    if not env.is_disabled():
         enable()
 
 

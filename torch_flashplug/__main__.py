@@ -183,7 +183,7 @@ def _warmup(options: argparse.Namespace) -> None:
     skipped: list[bool] = []
 
     def on_skip(skip: model_config.Skip) -> None:
-        print(f"warmup: {skip.said}", file=sys.stderr, flush=True)
+        print(f"warmup: {skip.message}", file=sys.stderr, flush=True)
         skipped.append(skip.is_fault)
 
     names = warmup.kernels_of_models(
@@ -202,7 +202,7 @@ def _warmup(options: argparse.Namespace) -> None:
             None if options.prune else "warmup: at least one of --model-config, --shapes and --from-log must be given."
         )
     if not names:
-        sys.exit(f"warmup: no torch_flashplug kernel serves these calls. {warmup.why_none(facts)}")
+        sys.exit(f"warmup: no torch_flashplug kernel serves these calls. {warmup.no_kernel_reason(facts)}")
     if options.list:
         print(*names, sep="\n")
         sys.exit(any(skipped))

@@ -19,7 +19,7 @@ from torch_flashplug.registry import quant_recipes
 from torch_flashplug.registry.quant_recipes import RECIPES, Recipe
 from torch_flashplug.testing import Case, Masking, attention_math, new_case
 from torch_flashplug.testing.activations import MODELS, activations
-from torch_flashplug.testing.emulation_8bit import attend, by_amax
+from torch_flashplug.testing.emulation_8bit import attend, quantize_by_amax
 
 BLOCK, SEED = 128, 20261125
 TENSOR_CORES = 14  # bits of the accumulators of tensor cores
@@ -70,7 +70,7 @@ def rms_errors(model: str, sizes: Case, draws: int) -> dict[str, float]:
         expected, _ = exact_attention(q, k, v, scale)
         outs = {name: quantized_attention(q, k, v, recipe, scale) for name, recipe in RECIPES.items()}
         for name, heads in (("tensor", False), ("head", True)):
-            outs[name] = attend(by_amax(q, k, v, BLOCK, heads=heads), RECIPES["e4m3"], scale).out
+            outs[name] = attend(quantize_by_amax(q, k, v, BLOCK, heads=heads), RECIPES["e4m3"], scale).out
         for name, out in outs.items():
             squares.setdefault(name, []).append(relative_error(out, expected) ** 2)
     return {name: math.sqrt(statistics.fmean(errors)) for name, errors in squares.items()}

@@ -38,7 +38,7 @@ from torch_flashplug.testing import (
     plain_grads,
 )
 from torch_flashplug.testing.budget import GRAD_FACTOR, cancelled_bias_sums, cancelled_sums
-from torch_flashplug.testing.direct_launch import in_order
+from torch_flashplug.testing.direct_launch import order_arguments
 
 SEED, CTAS, DROPOUT_P = 20261124, 3, 0.3
 SPECS = {spec.name(): spec for spec in kernel_table.specs(90, "dbias")}
@@ -109,7 +109,7 @@ class Direct:
         values |= {f"bias{suffix}": expanded_bias, f"dbias{suffix}": self.gradient}
         if "dropout" in spec.features:
             values |= {"seed": torch.tensor([SEED]), "dropout_p": DROPOUT_P}
-        self._values, self._function = in_order(DBIAS, values), function
+        self._values, self._function = order_arguments(DBIAS, values), function
 
     def call(self) -> Tensor:
         self.gradient.fill_(math.nan)

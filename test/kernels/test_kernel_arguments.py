@@ -66,13 +66,13 @@ def test_kernel_args_have_a_field_for_each_row_of_the_table():
 
 def test_direct_calls_order_arguments_by_the_kernel_abi_table():
     values = {argument.name: argument.name for argument in kernel_args.DECODE}
-    assert direct_launch.in_order(kernel_args.DECODE, values) == tuple(values)
+    assert direct_launch.order_arguments(kernel_args.DECODE, values) == tuple(values)
     with pytest.raises(KeyError, match="lse"):
-        direct_launch.in_order(kernel_args.DECODE, {name: name for name in values if name != "lse"})
+        direct_launch.order_arguments(kernel_args.DECODE, {name: name for name in values if name != "lse"})
     with pytest.raises(KeyError, match="values must name arguments of the kernel, .*but got window"):
-        direct_launch.in_order(kernel_args.DECODE, values | {"window": 3})
+        direct_launch.order_arguments(kernel_args.DECODE, values | {"window": 3})
     extra = dataclasses.replace(kernel_args.DECODE[0], name="made_up", is_optional=True)
-    assert direct_launch.in_order((*kernel_args.DECODE, extra), values) == (*values, None)
+    assert direct_launch.order_arguments((*kernel_args.DECODE, extra), values) == (*values, None)
 
 
 @pytest.mark.parametrize("spec", COMPILED_SPECS.values(), ids=KernelSpec.name)

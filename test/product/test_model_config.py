@@ -246,7 +246,7 @@ def test_process_backend_selects_the_kernels(tmp_path, set_preferred_backend, de
 def test_stock_and_math_have_no_kernels(tmp_path, set_preferred_backend, backend):
     set_preferred_backend(backend)
     assert warmup.kernels_of_models([write_config(tmp_path, LLAMA)], H100) == []
-    assert f"TORCH_FLASHPLUG_BACKEND={backend} passes all calls to torch" in warmup.why_none(H100)
+    assert f"TORCH_FLASHPLUG_BACKEND={backend} passes all calls to torch" in warmup.no_kernel_reason(H100)
 
 
 @pytest.mark.parametrize("device", ["a100", "l4", "rtx4090"])

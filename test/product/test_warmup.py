@@ -307,8 +307,8 @@ def test_missing_kernels_are_compiled_once(tmp_path, monkeypatch, capsys):
     first = warmup.compile_all(names, 90, packs=False)
     second = warmup.compile_all(names[:2], 90, packs=False)
 
-    assert set(first.compiled) == set(names[:2]) and first.failed == {names[2]: "no"} and first.known == 0
-    assert second.compiled == () and second.known == 2
+    assert set(first.compiled) == set(names[:2]) and first.failed == {names[2]: "no"} and first.num_present == 0
+    assert second.compiled == () and second.num_present == 2
     assert "2 kernels compiled" in warmup.report(first) and f"1 failed. Cache: {tmp_path}" in warmup.report(first)
     assert "[3/3]" in capsys.readouterr().err and all(jit.find_entry(name, "sm_90a") for name in names[:2])
 

@@ -335,7 +335,7 @@ def test_info_and_check_report_packs(install, capsys):
     assert facts["kernels"] == [KERNEL] and facts["compressed"] and facts["unpacked"] is None
     env_info.show(env_info.collect())
     assert "flashplug_sm90a.so.xz: 1 kernels, 0.0 MB; unpacked: at first use" in capsys.readouterr().out
-    assert check.kernels() == check.Line(check.PASS, "kernels", "1 in 1 pack, unpacked at first use")
+    assert check.kernels() == check.CheckResult(check.PASS, "kernels", "1 in 1 pack, unpacked at first use")
     packs.provide(KERNEL, TARGET)
     assert Path(env_info.packs()[0]["unpacked"]).parent == install.cache
     assert check.kernels().text == "1 in 1 pack" and env_info.collect()["cache"]["kernels"] == 0

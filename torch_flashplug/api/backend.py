@@ -60,7 +60,7 @@ def _cache_mark() -> str:
         repr((FAMILIES, kernel_table.KERNEL_ROWS, dispatch_table.CHOICE_ROWS, stock_bugs.RESCUES)).encode()
     )
     table = zlib.crc32(Path(tracing.__file__).read_bytes(), table)
-    flags = ":".join(flag.get() for flag in env.FLAGS if flag.traced)
+    flags = ":".join(flag.get() for flag in env.FLAGS if flag.affects_graphs)
     return f"|torch_flashplug:{flags}:{table:08x}"
 
 

@@ -106,7 +106,7 @@ def _load_core() -> None:
     callbacks.set_compile_callback(provide)
     callbacks.set_learn_callback(recomputation.run_probe)
     callbacks.set_trace_callback(describe_call.sizes_of_traced, dtensor.local_part)
-    plans = _plan_log.isEnabledFor(logging.DEBUG) or env.torch_logs_us()
+    plans = _plan_log.isEnabledFor(logging.DEBUG) or env.names_plugin_in_torch_logs()
     callbacks.set_log_callback(_plan_log.log, plans=plans)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 _ABSENT = "transformers, which knows the defaults of many model types, is not installed"
 
 
-def completed(config: Mapping[str, object]) -> dict[str, object] | None:
+def complete_config(config: Mapping[str, object]) -> dict[str, object] | None:
     """Return a configuration completed with the defaults of the configuration class, including all parts.
 
     Args:
@@ -32,11 +32,11 @@ def completed(config: Mapping[str, object]) -> dict[str, object] | None:
         return None
 
 
-def why_unknown(config: Mapping[str, object]) -> str:
+def unknown_reason(config: Mapping[str, object]) -> str:
     """Return why the defaults of a configuration are unknown.
 
     Args:
-        config: a configuration for which completed() returned None.
+        config: a configuration for which complete_config() returned None.
     """
     if _class_of({"model_type": "llama"}) is None:
         return _ABSENT

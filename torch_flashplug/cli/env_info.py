@@ -112,7 +112,7 @@ def _facts_of_folder(folder: Path) -> dict[str, object]:
 
 def hook() -> dict[str, object]:
     """Return whether calls of F.scaled_dot_product_attention reach the dispatcher, in which mode, and why not."""
-    if env.disabled() and not bindings.enabled():  # a later enable() overrides the variable
+    if env.is_disabled() and not bindings.enabled():  # a later enable() overrides the variable
         return {"installed": False, "enabled": False, "why": f"{env.ENABLED.name}={env.ENABLED.get()}"}
     from ..torch_hooks import sdpa_composite
 

@@ -55,7 +55,7 @@ def _check(shapes: Shapes) -> None:
             )
 
 
-def _place(device: str) -> tuple[str, str | None]:
+def _device_and_preset(device: str) -> tuple[str, str | None]:
     """Return the device of the tensors, and the `device` argument for explain()."""
     if device:
         return "meta", device
@@ -89,12 +89,12 @@ def plan(
         ValueError: an argument is out of range, or this machine's GPU has too little memory for the tensors.
     """
     _check(shapes)
-    where, preset = _place(device)
+    tensor_device, preset = _device_and_preset(device)
     kind = torch.bool if mask_dtype == "bool" else DTYPES[mask_dtype]
     try:
-        mask = None if shapes.mask is None else torch.empty(shapes.mask, dtype=kind, device=where)
+        mask = None if shapes.mask is None else torch.empty(shapes.mask, dtype=kind, device=tensor_device)
         q, k, v = (
-            torch.empty(shape, dtype=DTYPES[dtype], device=where, requires_grad=grad)
+            torch.empty(shape, dtype=DTYPES[dtype], device=tensor_device, requires_grad=grad)
             for shape in (shapes.q, shapes.k, shapes.v)
         )
     except torch.OutOfMemoryError:

@@ -22,7 +22,7 @@ from ..dispatch import packs as installed_packs
 from ..registry import dispatch_table
 from . import explain, model_config
 
-_OBJECTS_ALONE = (
+_NO_C_COMPILER = (
     "no C compiler is installed. Kernels are kept as object files (.o), which load only where the kernel compiler is "
     "installed. Install gcc, or set CC."
 )
@@ -34,18 +34,18 @@ class Outcome:
 
     Attributes:
         compiled: names of the kernels compiled by this process.
-        known: number of kernels that the packs or the cache had already.
+        num_present: number of kernels that the packs or the cache had already.
         failed: names of the kernels that could not be compiled, with the reasons.
         seconds: time from the first kernel to the last.
-        by_others: names of the kernels compiled by different processes meanwhile.
+        compiled_elsewhere: names of the kernels compiled by different processes meanwhile.
         folders: folders of the cache that hold the kernels.
     """
 
     compiled: tuple[str, ...]
-    known: int
+    num_present: int
     failed: dict[str, str]
     seconds: float
-    by_others: tuple[str, ...] = ()
+    compiled_elsewhere: tuple[str, ...] = ()
     folders: tuple[Path, ...] = ()
 
 
@@ -68,7 +68,7 @@ def kernels_of_models(paths: Iterable[Path], facts: dict[str, int], **options: o
     return list(dict.fromkeys(name for layer in layers for name in kernel_sets.kernels_of(layer.calls(), facts, mode)))
 
 
-def why_none(facts: dict[str, int]) -> str:
+def no_kernel_reason(facts: dict[str, int]) -> str:
     """Return the reason why no torch_flashplug kernel serves the calls, with a remedy.
 
     Args:
@@ -186,7 +186,7 @@ def compile_all(names: Sequence[str], cc: int, workers: int = 0, packs: bool = T
     if not writable:
         raise ValueError("; ".join(reasons))
     if linker.c_compiler() is None:
-        print(f"warmup: {_OBJECTS_ALONE}", file=sys.stderr)
+        print(f"warmup: {_NO_C_COMPILER}", file=sys.stderr)
     start = time.monotonic()
     pool = compile_pool.Pool(workers)
     jobs = pool.request([jit.compile_job(name, target) for name in missing_names])
@@ -205,10 +205,10 @@ def compile_all(names: Sequence[str], cc: int, workers: int = 0, packs: bool = T
     finished = [job for job in jobs if job.path is not None]
     return Outcome(
         compiled=tuple(job.name for job in finished if job.seconds),
-        known=len(names) - len(missing_names),
+        num_present=len(names) - len(missing_names),
         failed=failed,
         seconds=time.monotonic() - start,
-        by_others=tuple(job.name for job in finished if not job.seconds),
+        compiled_elsewhere=tuple(job.name for job in finished if not job.seconds),
         folders=tuple(dict.fromkeys([*folders, *(job.path.parent for job in finished)])),
     )
 
@@ -282,7 +282,7 @@ def prune() -> int:
 def report(outcome: Outcome) -> str:
     """Return a sentence that describes the outcome."""
     folders = ", ".join(map(str, outcome.folders or kernel_cache.folders()[:1]))
-    by_others = f", {len(outcome.by_others)} by other processes" if outcome.by_others else ""
+    by_others = f", {len(outcome.compiled_elsewhere)} by other processes" if outcome.compiled_elsewhere else ""
     failed = f", {len(outcome.failed)} failed" if outcome.failed else ""
     compiled = f"{len(outcome.compiled)} kernels compiled in {outcome.seconds:.1f} s"
-    return f"{compiled}{by_others}, {outcome.known} were there{failed}. Cache: {folders}"
+    return f"{compiled}{by_others}, {outcome.num_present} were there{failed}. Cache: {folders}"

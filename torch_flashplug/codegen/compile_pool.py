@@ -112,7 +112,7 @@ class Worker:
             self._process = subprocess.Popen(
                 [sys.executable, "-S", str(WORKER)],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
-                env=env.for_workers(target), start_new_session=True,
+                env=env.worker_environment(target), start_new_session=True,
             )  # fmt: skip
         return self._process
 
@@ -146,7 +146,7 @@ class Pool:
         Args:
             workers: number of kernels compiled in parallel; 0 for the number of CPUs of the process, at most 8.
         """
-        self._workers = workers or env.compile_workers(MAX_WORKERS)
+        self._workers = workers or env.num_compile_workers(MAX_WORKERS)
         self._condition = threading.Condition()
         self._waiting: list[Job] = []  # in the order of need
         self._running: dict[str, Job] = {}
@@ -258,7 +258,7 @@ class Pool:
 
 def _permit_names() -> list[str]:
     """Return the names of the locks for limiting the number of kernels compiled in parallel on a host."""
-    return [f"slot-{number}" for number in range(env.compile_workers(MAX_PER_HOST, per_host=True))]
+    return [f"slot-{number}" for number in range(env.num_compile_workers(MAX_PER_HOST, per_host=True))]
 
 
 _pool = Pool()

@@ -36,7 +36,7 @@ class Call:
 
 
 @dataclass(slots=True)
-class Kind:
+class CallGroup:
     """Group of calls with the same plan, different only in the number of keys."""
 
     first: Call
@@ -83,21 +83,21 @@ class OutputRecorder(Recorder):
         return out
 
 
-def distinct(calls: Iterable[Call], explain) -> list[Kind]:
+def group_calls(calls: Iterable[Call], explain) -> list[CallGroup]:
     """Group calls by the plan and by all properties except the number of keys.
 
     Args:
         calls: the recorded calls.
         explain: a function returning the plan of a call from `(q, k, v, **kwargs)`.
     """
-    kinds: dict[tuple, Kind] = {}
+    groups: dict[tuple, CallGroup] = {}
     for call in calls:
         plan = explain(call.q, call.k, call.v, **call.kwargs)
         shape = {name: size for name, size in call.shape.items() if name != "Sk"}
         key = (tuple(shape.values()), call.causal, plan.backend, plan.kernel)
-        if key in kinds:
-            kinds[key].last, kinds[key].plan = call, plan
-            kinds[key].count += 1
+        if key in groups:
+            groups[key].last, groups[key].plan = call, plan
+            groups[key].count += 1
         else:
-            kinds[key] = Kind(call, call, plan)
-    return list(kinds.values())
+            groups[key] = CallGroup(call, call, plan)
+    return list(groups.values())

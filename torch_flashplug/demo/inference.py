@@ -13,48 +13,52 @@ from ..registry.architectures import KERNEL_BACKENDS
 from ..testing import Candidate, Masking, attention_math, measure_error, paired_ratio, time_interleaved
 from . import model as gpt
 from . import without_gpu
-from .call_recorder import Call, Kind, Recorder, distinct
+from .call_recorder import Call, CallGroup, Recorder, group_calls
 from .input_text import as_tokens, read_text
 from .scopes import STOCK, Scope, all_scopes, plugin_off
 
 GPU_SHAPE, GPU_PROMPT, GPU_STEPS = gpt.Shape(layers=4, heads=16, kv_heads=4, head_dim=128), 8192, 64
 CPU_SHAPE, CPU_PROMPT, CPU_STEPS = gpt.Shape(layers=2, heads=4, kv_heads=2, head_dim=64), 1024, 24
 GPU_ROUNDS = 11
-WHAT_IF = ("h100", "h200", "a100")  # keys of api.backend.DEVICES: GPUs for which a machine without a GPU shows plans
+PLANNED_GPUS = (
+    "h100",
+    "h200",
+    "a100",
+)  # keys of api.backend.DEVICES: GPUs for which a machine without a GPU shows plans
 ON_H100 = (  # the last sentence of the demo on a machine without a GPU
     f"On an H100 this demo reads the first {GPU_PROMPT} bytes with a model of {GPU_SHAPE.layers} layers and "
     f"{GPU_SHAPE.heads} heads of {GPU_SHAPE.head_dim} on these kernels, and prints the plan of each attention call, "
     f"its error against fp64 and the time of prefill and decode, each beside stock torch's."
 )
-SLOWER = 1.03  # a ratio auto / stock above this value is marked
+SLOWDOWN_MARK = 1.03  # a ratio auto / stock above this value is marked
 
 
-def calls_table(console: Console, kinds: list[Kind], on_gpu: bool) -> None:
-    """Print each kind of call with its plan for this machine, or, without a GPU, for each GPU of WHAT_IF."""
+def calls_table(console: Console, groups: list[CallGroup], on_gpu: bool) -> None:
+    """Print each group of calls with its plan for this machine, or, without a GPU, for each GPU of PLANNED_GPUS."""
     table = Table(title="Attention calls of the model, and how each is planned", show_lines=True)
     for column in ("call", "times", "where", "plan", "why"):
         table.add_column(column, overflow="fold", no_wrap=column in ("times", "where", "plan"))
-    for kind in kinds:
-        for where, plan in ({"here": kind.plan} if on_gpu else plans_elsewhere(kind.last)).items():
+    for group in groups:
+        for where, plan in ({"here": group.plan} if on_gpu else plans_elsewhere(group.last)).items():
             served_by = plan.stock_choice if plan.backend == "stock" else plan.kernel
             why = [plan.row] if plan.row else []
             why += [f"not {backend}: {plan.reasons[backend]}" for backend in KERNEL_BACKENDS if backend in plan.reasons]
             why += [f"gradients: {plan.gradients}"] * bool(plan.gradients)
             name = plan.backend + (f"\n{served_by}" if served_by else "")
-            table.add_row(kind.label(), str(kind.count), where, name, "\n".join(why))
+            table.add_row(group.label(), str(group.count), where, name, "\n".join(why))
     console.print(table)
 
 
 def plans_elsewhere(call: Call) -> dict[str, object]:
-    """Return the plans of a call for the GPUs of WHAT_IF. GPUs with equal plans share an entry: "on h100, h200"."""
+    """Return the plans of a call for the GPUs of PLANNED_GPUS. Equal plans share an entry: "on h100, h200"."""
     plans = {}
-    for device in WHAT_IF:
+    for device in PLANNED_GPUS:
         plan = torch_flashplug.explain(call.q, call.k, call.v, **call.kwargs, device=device)
         plans.setdefault((plan.backend, plan.kernel, plan.row, *plan.reasons.items()), ([], plan))[0].append(device)
     return {f"on {', '.join(devices)}": plan for devices, plan in plans.values()}
 
 
-def _errors_table(console: Console, kinds: list[Kind], scopes: dict[str, Scope]) -> None:
+def _errors_table(console: Console, groups: list[CallGroup], scopes: dict[str, Scope]) -> None:
     """Print the RMS error of each call against fp64.
 
     The last column is the error of "auto" divided by the error of the best stock backend.
@@ -64,8 +68,8 @@ def _errors_table(console: Console, kinds: list[Kind], scopes: dict[str, Scope])
     for name in scopes:
         table.add_column(name, justify="right")
     table.add_column("auto / best stock", justify="right")
-    for kind in kinds:
-        call = kind.last
+    for group in groups:
+        call = group.last
         scale = call.kwargs.get("scale")
         exact = attention_math(call.q, call.k, call.v, scale=scale, mask=Masking(int(call.causal))).out
         errors: dict[str, float] = {}
@@ -79,7 +83,7 @@ def _errors_table(console: Console, kinds: list[Kind], scopes: dict[str, Scope])
         best = min((name for name in STOCK if name in errors), key=errors.get, default=None)
         ratio = f"{errors['auto'] / errors[best]:.3f} ({best})" if best and errors[best] else "-"
         cells = [f"{errors[name]:.3e}" if name in errors else "no kernel" for name in scopes]
-        table.add_row(kind.label(), *cells, ratio)
+        table.add_row(group.label(), *cells, ratio)
     console.print(table)
 
 
@@ -91,11 +95,11 @@ def _compare_bytes(console: Console, ours: tuple[Tensor, Tensor], stock: tuple[T
         return
     at = int(differ[0])
     top = stock_logits[at].float().topk(2).values
-    moved = (logits[at].float() - stock_logits[at].float()).abs().max()
+    largest_change = (logits[at].float() - stock_logits[at].float()).abs().max()
     console.print(
         f"Greedy bytes: equal to stock's up to byte {at}, then they part: "
         f"ours {int(chosen[at])}, stock {int(expected[at])}. Stock's two best logits there are "
-        f"{float(top[0] - top[1]):.4f} apart, and rounding moved logits by up to {float(moved):.4f}."
+        f"{float(top[0] - top[1]):.4f} apart, and rounding moved logits by up to {float(largest_change):.4f}."
     )
 
 
@@ -109,7 +113,7 @@ def _times_table(console: Console, runs: dict[str, dict[str, Candidate]], device
             table.add_column(column, justify="left" if column == "attention" else "right")
         for name, timing in timings.items():
             ratio = paired_ratio(timing, base)
-            mark = "red" if name == "auto" and ratio > SLOWER else "default"
+            mark = "red" if name == "auto" and ratio > SLOWDOWN_MARK else "default"
             table.add_row(name, f"{timing.ms:.3f}", f"{timing.spread:.1%}", f"[{mark}]{ratio:.3f}[/]")
         console.print(table)
 
@@ -169,13 +173,13 @@ def run(file: str | None = None, *, rounds: int = 0, console: Console | None = N
     with Recorder() as recorder:
         logits, cache = gpt.prefill(model, prompt, prompt.shape[1] + steps)
         ours = gpt.decode(model, logits, cache, steps)
-    kinds = distinct(recorder.calls, torch_flashplug.explain)
-    calls_table(console, kinds, on_gpu)
+    groups = group_calls(recorder.calls, torch_flashplug.explain)
+    calls_table(console, groups, on_gpu)
     if not on_gpu:
         without_gpu.show(console, model, prompt, ON_H100)
         return
     scopes = all_scopes(on_gpu)
-    _errors_table(console, kinds, scopes)
+    _errors_table(console, groups, scopes)
     with plugin_off():
         logits, cache = gpt.prefill(model, prompt, prompt.shape[1] + steps)
         stock = gpt.decode(model, logits, cache, steps)

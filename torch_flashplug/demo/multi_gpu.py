@@ -111,13 +111,12 @@ class ContextParallel(Program):
     def divide(self) -> None:
         llama.fully_shard(self.model, self.mesh)
 
-    def losses(self, *tensors: Tensor) -> Iterator[Tensor]:
+    def losses(self, tokens: Tensor, labels: Tensor, positions: Tensor) -> Iterator[Tensor]:
         from torch.distributed.tensor.experimental import context_parallel
 
-        with context_parallel(
-            self.mesh, buffers=list(tensors), buffer_seq_dims=[1, 1, 0], no_restore_buffers=set(tensors)
-        ):
-            yield self.loss(*tensors)
+        buffers = [tokens, labels, positions]
+        with context_parallel(self.mesh, buffers=buffers, buffer_seq_dims=[1, 1, 0], no_restore_buffers=set(buffers)):
+            yield self.loss(tokens, labels, positions)
 
 
 class FullySharded(Program):
@@ -137,9 +136,9 @@ class TensorParallel(Program):
         for block in self.model.blocks:
             llama.tensor_parallel(block, self.mesh)
 
-    def losses(self, *tensors: Tensor) -> Iterator[Tensor]:
+    def losses(self, tokens: Tensor, labels: Tensor, positions: Tensor) -> Iterator[Tensor]:
         with torch.autocast(self.device, torch.bfloat16):
-            loss = self.loss(*tensors)
+            loss = self.loss(tokens, labels, positions)
         yield loss
 
 
@@ -155,7 +154,7 @@ class Run:
     losses: Sequence[float]
     step_s: float
     peak_bytes: int
-    took: Mapping[str, int]  # counters of the dispatch paths of this rank's attention calls
+    path_counts: Mapping[str, int]  # counters of the dispatch paths of this rank's attention calls
 
 
 def train(make: type[Program], mesh: DeviceMesh, recipe: Recipe, texts: Tensor) -> Run:
@@ -172,13 +171,13 @@ def train(make: type[Program], mesh: DeviceMesh, recipe: Recipe, texts: Tensor) 
         losses.append(program.step(text))
         wait()
         spans.append(time.perf_counter() - begin)
-    took = {path: n for path, n in bindings.counters().items() if n}
+    path_counts = {path: n for path, n in bindings.counters().items() if n}
     peak = torch.tensor(torch.cuda.max_memory_allocated() if on_gpu else 0, device=mesh.device_type)
     dist.all_reduce(peak, op=dist.ReduceOp.MAX)
-    return Run(losses, statistics.median(spans[min(WARM_STEPS, len(spans) - 1) :]), int(peak), took)
+    return Run(losses, statistics.median(spans[min(WARM_STEPS, len(spans) - 1) :]), int(peak), path_counts)
 
 
-def scopes_here(on_gpu: bool) -> dict[str, Scope]:
+def shown_scopes(on_gpu: bool) -> dict[str, Scope]:
     return {name: scope for name, scope in all_scopes(on_gpu).items() if name in (SHOWN if on_gpu else SHOWN[:2])}
 
 
@@ -192,7 +191,7 @@ def table(name: str, recipe: Recipe, runs: Mapping[str, Run]) -> Table:
         rows_table.add_column(column, justify="right")
     for attention, run in runs.items():
         apart = max(abs(a - b) for a, b in zip(run.losses, base.losses, strict=True))
-        ours, stock = run.took.get("routed_ours", 0), run.took.get("routed_stock", 0)
+        ours, stock = run.path_counts.get("routed_ours", 0), run.path_counts.get("routed_stock", 0)
         rates = (f"{recipe.length / run.step_s:.0f}", f"{base.step_s / run.step_s:.3f}")
         measured = (*rates, f"{run.peak_bytes / GIB:.2f}") if on_gpu else ()
         rows_table.add_row(
@@ -250,7 +249,7 @@ def show(file: str | None, picture: Path, device: str) -> None:
     runs_by_program: dict[str, dict[str, Run]] = {}
     for name, make in programs(on_gpu).items():
         runs_by_program[name] = {}
-        for attention, scope in scopes_here(on_gpu).items():
+        for attention, scope in shown_scopes(on_gpu).items():
             with scope():
                 runs_by_program[name][attention] = train(make, mesh, recipe, texts)
         console.print(table(name, recipe, runs_by_program[name]))

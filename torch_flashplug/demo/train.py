@@ -39,7 +39,7 @@ import torch_flashplug
 
 from ..testing import Candidate, Masking, Timing, grads_math, paired_ratio, time_interleaved
 from . import model as gpt
-from .call_recorder import Call, OutputRecorder, Recorder, distinct
+from .call_recorder import Call, OutputRecorder, Recorder, group_calls
 from .inference import CPU_SHAPE, GPU_ROUNDS, calls_table
 from .input_text import as_tokens, read_text, repeated
 from .scopes import CPU_STOCK, STOCK, Scope, all_scopes, stock_backend
@@ -124,7 +124,7 @@ class Trainer:
             weight.mul_(1 + PERTURBATION * noise)
 
 
-def windows(content: bytes, recipe: Recipe) -> Tensor:
+def random_windows(content: bytes, recipe: Recipe) -> Tensor:
     """Return windows of the text at random positions, (steps, B, S + 1)."""
     tokens = as_tokens(repeated(content, max(len(content), 2 * recipe.length)))
     generator = torch.Generator().manual_seed(SEED)
@@ -225,17 +225,17 @@ def _show_calls(console: Console, model: gpt.ByteGPT, text: Tensor) -> None:
     """Print the attention calls of one step, and the kernels that run forward and backward."""
     with Recorder() as recorder:
         Trainer(model, text.device.type).loss(text)
-    kinds = distinct(recorder.calls, torch_flashplug.explain)
-    calls_table(console, kinds, text.is_cuda)
-    for kind in kinds:
-        plan = kind.plan
+    groups = group_calls(recorder.calls, torch_flashplug.explain)
+    calls_table(console, groups, text.is_cuda)
+    for group in groups:
+        plan = group.plan
         if not text.is_cuda:
             took = "stock's CPU attention runs it, forward and backward, with the plugin or without"
         elif plan.backend == "stock":
             took = f"stock ({plan.stock_choice}) runs it, forward and backward"
         else:
             took = f"forward by {plan.backend}, {plan.kernel}; backward by {plan.gradients}"
-        console.print(f"{kind.label()}: {took}.")
+        console.print(f"{group.label()}: {took}.")
 
 
 def _table(title: str, columns: Sequence[str], rows: Mapping[str, Sequence[str]]) -> Table:
@@ -363,7 +363,7 @@ def run(
         f"[bold]torch_flashplug {torch_flashplug.__version__}[/] demo, training, torch {torch.__version__}; {where}"
     )
     model = gpt.build(recipe.shape, device, torch.float32, SEED)
-    batches = windows(content, recipe).to(device)
+    batches = random_windows(content, recipe).to(device)
     console.print(
         f"byte-level GPT, {recipe.shape.layers} layers, {recipe.shape.heads} heads over {recipe.shape.kv_heads} KV "
         f"heads of {recipe.shape.head_dim}, {sum(p.numel() for p in model.parameters()) / 1e6:.1f} million fp32 "

@@ -26,7 +26,7 @@ def load_pack(path: Path):
     return tvm_ffi.load_module(str(path))
 
 
-def in_order(arguments: Sequence[Argument], values: Mapping[str, object]) -> tuple:
+def order_arguments(arguments: Sequence[Argument], values: Mapping[str, object]) -> tuple:
     """Return values by name in the order of a table of kernel_args.py, with None for missing optional arguments.
 
     Raises:
@@ -35,7 +35,7 @@ def in_order(arguments: Sequence[Argument], values: Mapping[str, object]) -> tup
     names = {argument.name for argument in arguments}
     if unknown := set(values) - names:
         raise KeyError(
-            f"in_order: values must name arguments of the kernel, {', '.join(sorted(names))}, but got "
+            f"order_arguments: values must name arguments of the kernel, {', '.join(sorted(names))}, but got "
             f"{', '.join(sorted(unknown))}."
         )
     return tuple(values.get(argument.name) if argument.is_optional else values[argument.name] for argument in arguments)
@@ -64,7 +64,7 @@ class DirectForward:
         tensors = {name: tensor.detach() for name, tensor in zip("qkv", inputs, strict=True)}
         results = {"o": self.out, "lse": self.lse}
         numbers = {"scale_log2": scale * math.log2(math.e), "scale": scale, "num_ctas": sm_count}
-        self._args = in_order(FORWARD, {**tensors, **results, **numbers, "counter": self._counter, **more})
+        self._args = order_arguments(FORWARD, {**tensors, **results, **numbers, "counter": self._counter, **more})
 
     def call(self) -> None:
         stream = torch.cuda.current_stream().cuda_stream if self.out.is_cuda else None

@@ -15,7 +15,7 @@ from ..ops.quantize_reference import Quantised, in_key_order
 from ..registry.quant_recipes import LARGEST, LONGEST_SUM, RAISED, SLACK, Recipe
 from .oracle import Attention
 
-ACCUMULATED = 32  # keys summed at once by a tensor core in 8 bits
+KEYS_PER_SUM = 32  # keys summed at once by a tensor core in 8 bits
 
 
 def attend(
@@ -42,52 +42,56 @@ def attend(
     k, v, constant = (x.repeat_interleave(group, 1) for x in (k, v, operands.constant()))
     factor = operands.q_scale.double().unsqueeze(-1) * scale
     k_scale = operands.k_scale.double().repeat_interleave(group, 1)
-    top = q.new_full((B, Hq, Sq, 1), -math.inf)
-    total, slack, most = torch.zeros_like(top), SLACK * math.log(2.0), longest // operands.block
-    out, drained = (q.new_zeros(B, Hq, Sq, v.shape[3]) for _ in range(2))
+    row_max = q.new_full((B, Hq, Sq, 1), -math.inf)
+    total, slack, most = torch.zeros_like(row_max), SLACK * math.log(2.0), longest // operands.block
+    out, promoted = (q.new_zeros(B, Hq, Sq, v.shape[3]) for _ in range(2))
     rows = torch.arange(Sq, device=q.device).unsqueeze(-1)
     blocks = range(k_scale.shape[2])
-    for nth, block in enumerate(blocks if mask is not None else reversed(blocks)):
+    for step, block in enumerate(blocks if mask is not None else reversed(blocks)):
         keys = slice(block * operands.block, min((block + 1) * operands.block, operands.Sk))
         scores = q @ k[:, :, keys].mT * factor * k_scale[:, :, block, None, None]
         if causal:
             scores = scores.masked_fill(torch.arange(keys.start, keys.stop, device=q.device) > rows, -math.inf)
         if mask is not None:
             scores = scores.masked_fill(~mask[..., keys], -math.inf)
-        before, largest = top, scores.amax(-1, keepdim=True)
-        top = torch.where(largest > top + slack, largest, top)
-        base = top.masked_fill(top == -math.inf, 0.0)
+        before, largest = row_max, scores.amax(-1, keepdim=True)
+        row_max = torch.where(largest > row_max + slack, largest, row_max)
+        base = row_max.masked_fill(row_max == -math.inf, 0.0)
         weights, correction = (scores - base).exp(), (before - base).exp()
         total = total * correction + weights.sum(-1, keepdim=True)
-        weights = _rounded(weights, recipe)
-        out, drained = out * correction, drained * correction
-        if recipe.values is not None and nth > 0 and nth % most == 0:
-            exact = drained + out
-            drained = exact.bfloat16().double()
-            out = exact - drained
+        weights = _round_weights(weights, recipe)
+        out, promoted = out * correction, promoted * correction
+        if recipe.values is not None and step > 0 and step % most == 0:
+            exact = promoted + out
+            promoted = exact.bfloat16().double()
+            out = exact - promoted
         values = v[:, :, keys]
-        out = out + weights @ values if accumulator_bits is None else _added(out, weights, values, accumulator_bits)
-    lse = (top + total.log()).squeeze(-1) + operands.row_shift.double() * scale
-    none = total == 0.0
-    out = ((out + drained) / total.masked_fill(none, 1.0) + constant).masked_fill(none, 0.0)
-    return Attention(out, lse.masked_fill(none.squeeze(-1), -math.inf))
+        out = (
+            out + weights @ values
+            if accumulator_bits is None
+            else _add_truncated(out, weights, values, accumulator_bits)
+        )
+    lse = (row_max + total.log()).squeeze(-1) + operands.row_shift.double() * scale
+    has_no_key = total == 0.0
+    out = ((out + promoted) / total.masked_fill(has_no_key, 1.0) + constant).masked_fill(has_no_key, 0.0)
+    return Attention(out, lse.masked_fill(has_no_key.squeeze(-1), -math.inf))
 
 
-def _rounded(weights: Tensor, recipe: Recipe) -> Tensor:
+def _round_weights(weights: Tensor, recipe: Recipe) -> Tensor:
     if recipe.values is None:
         return weights.bfloat16().double()
     return (weights * 2.0**RAISED).to(torch.float8_e4m3fn).double() / 2.0**RAISED
 
 
-def _added(out: Tensor, weights: Tensor, values: Tensor, bits: int) -> Tensor:
-    for first in range(0, values.shape[2], ACCUMULATED):
-        part = slice(first, first + ACCUMULATED)
+def _add_truncated(out: Tensor, weights: Tensor, values: Tensor, bits: int) -> Tensor:
+    for first in range(0, values.shape[2], KEYS_PER_SUM):
+        part = slice(first, first + KEYS_PER_SUM)
         mantissa, exponent = torch.frexp(out + weights[..., part] @ values[:, :, part])
         out = torch.ldexp(torch.trunc(mantissa * 2.0**bits), exponent - bits)
     return out
 
 
-def by_amax(q: Tensor, k: Tensor, v: Tensor, block: int, *, heads: bool = False) -> Quantised:
+def quantize_by_amax(q: Tensor, k: Tensor, v: Tensor, block: int, *, heads: bool = False) -> Quantised:
     """Quantize to e4m3 by the largest absolute entry of each tensor, or of each head with `heads`.
 
     The scales by head follow the interface of FlashAttention-3, with a descale for each KV head. The operands are

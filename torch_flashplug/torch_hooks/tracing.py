@@ -11,7 +11,9 @@ import contextlib
 import math
 import threading
 import weakref
+from collections.abc import Sequence
 from contextvars import ContextVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -155,22 +157,54 @@ def _trace_forward(
     return out, lse, None, None, query.size(2), key.size(2), seed, offset, None
 
 
+class AtenBackwardArgs(NamedTuple):
+    """Positional arguments of OVERRIDEABLE_BACKWARD, in schema order."""
+
+    grad_out: Tensor
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_bias: Tensor | None
+    grad_input_mask: Sequence[bool]  # query, key, value, attn_bias
+    out: Tensor
+    lse: Tensor
+    cum_seq_q: Tensor | None
+    cum_seq_k: Tensor | None
+    max_q: int
+    max_k: int
+    dropout_p: float
+    is_causal: bool
+    seed: Tensor
+    offset: Tensor
+
+
 def _trace_backward(mode: ProxyTorchDispatchMode, *args, scale: float | None = None) -> tuple:
-    grad_out, query, key, value, attn_bias, grad_input_mask, out, lse = args[:8]
-    dropout_p, is_causal, seed, offset = args[12:]
-    forward = _forward_args_of(mode, offset)
+    backward = AtenBackwardArgs(*args)
+    forward = _forward_args_of(mode, backward.offset)
     if forward is None:  # compiled autograd of an eager forward: mode in max_q, mask possibly preprocessed
         return proxy_call(mode, OVERRIDEABLE_BACKWARD.default, mode.pre_dispatch, args, {"scale": scale})
-    bias_grad = attn_bias is not None and grad_input_mask[3]
-    settings = (dropout_p, int(is_causal), scale, forward.mode, bias_grad)
-    mask = (
-        attn_bias
-        if bias_grad or _bool_mask_of(mode, attn_bias) is attn_bias
-        else _tensor_of_node(mode, forward.attn_bias)
-    )
+    mask = backward.attn_bias
+    bias_grad = mask is not None and backward.grad_input_mask[3]
+    if not bias_grad and _bool_mask_of(mode, mask) is not mask:
+        mask = _tensor_of_node(mode, forward.attn_bias)
     with mode:
         dq, dk, dv, dbias = sdpa.namespace.sdpa_bwd(
-            grad_out, query, key, value, mask, out, lse, seed, offset, *settings
+            *sdpa.BackwardArgs(
+                grad_out=backward.grad_out,
+                query=backward.query,
+                key=backward.key,
+                value=backward.value,
+                attn_bias=mask,
+                out=backward.out,
+                lse=backward.lse,
+                seed=backward.seed,
+                offset=backward.offset,
+                dropout_p=backward.dropout_p,
+                causal_mode=int(backward.is_causal),
+                scale=scale,
+                mode=forward.mode,
+                bias_grad=bias_grad,
+            )
         )
     return dq, dk, dv, dbias if bias_grad else None
 
@@ -239,9 +273,10 @@ def _forward_args_of(mode: ProxyTorchDispatchMode, offset: Tensor | None) -> sdp
 
 
 def _backward_meta(*args, scale: float | None = None) -> tuple:
-    grad_out, query, key, value, attn_bias, grad_input_mask = args[:6]
-    dbias = torch.empty_like(attn_bias) if attn_bias is not None and grad_input_mask[3] else None
-    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), dbias
+    backward = AtenBackwardArgs(*args)
+    bias = backward.attn_bias
+    dbias = torch.empty_like(bias) if bias is not None and backward.grad_input_mask[3] else None
+    return *map(torch.empty_like, (backward.query, backward.key, backward.value)), dbias
 
 
 # ---- compile caches: a graph traced with the plugin must not serve a process without it, nor the reverse ----

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -126,32 +127,29 @@ def _forward(op: Callable, info, in_dims: tuple, args: tuple, settings: dict) ->
 
 
 def _custom_op_backward(info, in_dims: tuple, *args) -> tuple:
-    backward_args = sdpa.BackwardArgs(*args)
-    dims = sdpa.BackwardArgs(*in_dims)
+    backward_args, dims = sdpa.BackwardArgs(*args), sdpa.BackwardArgs(*in_dims)
     fold = _BatchFold(info, backward_args.dropout_p)
-    tensors, bias = _fold_backward(fold, backward_args, dims)
-    grads = sdpa.namespace.sdpa_bwd(*tensors[:4], bias, *tensors[4:], *backward_args[7:])
+    grads = sdpa.namespace.sdpa_bwd(*_fold_backward(fold, backward_args, dims))
     return _unfold_backward(fold, grads, backward_args.attn_bias if backward_args.bias_grad else None, dims.attn_bias)
 
 
 def _aten_backward(info, in_dims: tuple, *args, **settings) -> tuple:
-    grad_input_mask = args[5]
-    named = (*args[:5], *args[6:8], *args[14:16], args[12], int(args[13]), None, 0, bool(grad_input_mask[3]))
-    backward_args = sdpa.BackwardArgs(*named)
-    dims = sdpa.BackwardArgs(*in_dims[:5], *in_dims[6:8], *in_dims[14:16], *(None,) * 5)
+    backward_args, dims = tracing.AtenBackwardArgs(*args), tracing.AtenBackwardArgs(*in_dims)
     fold = _BatchFold(info, backward_args.dropout_p)
-    tensors, bias = _fold_backward(fold, backward_args, dims)
-    grads = tracing.OVERRIDEABLE_BACKWARD(*tensors[:4], bias, grad_input_mask, *tensors[4:], *args[8:], **settings)
-    return _unfold_backward(fold, grads, backward_args.attn_bias if grad_input_mask[3] else None, dims.attn_bias)
+    grads = tracing.OVERRIDEABLE_BACKWARD(*_fold_backward(fold, backward_args, dims), **settings)
+    bias = backward_args.attn_bias if backward_args.grad_input_mask[3] else None
+    return _unfold_backward(fold, grads, bias, dims.attn_bias)
 
 
-def _fold_backward(
-    fold: _BatchFold, backward_args: sdpa.BackwardArgs, dims: sdpa.BackwardArgs
-) -> tuple[list[Tensor], Tensor | None]:
-    """Return folded (grad_out, query, key, value, out, lse), and the folded bias."""
+_BackwardArgs = TypeVar("_BackwardArgs", sdpa.BackwardArgs, tracing.AtenBackwardArgs)
+
+
+def _fold_backward(fold: _BatchFold, backward_args: _BackwardArgs, dims: _BackwardArgs) -> _BackwardArgs:
+    """Return the arguments of a backward with folded tensors."""
     names = ("grad_out", "query", "key", "value", "out", "lse")
-    tensors = [fold.fold_tensor(getattr(backward_args, name), getattr(dims, name)) for name in names]
-    return tensors, fold.fold_bias(backward_args.attn_bias, dims.attn_bias, tensors[1].shape[0] // fold.size)
+    folded = {name: fold.fold_tensor(getattr(backward_args, name), getattr(dims, name)) for name in names}
+    bias = fold.fold_bias(backward_args.attn_bias, dims.attn_bias, folded["query"].shape[0] // fold.size)
+    return backward_args._replace(**folded, attn_bias=bias)
 
 
 def _unfold_backward(fold: _BatchFold, grads: tuple, bias: Tensor | None, bias_dim: int | None) -> tuple:

@@ -200,11 +200,8 @@ def _bias_placement(bias, placement: Placement) -> Placement | None:
 def _bias_gradient_placement(bias, placement: Placement) -> Placement | None:
     """Return the placement of a bias gradient; over a broadcast dim each rank has a partial sum."""
     bias_placement = _bias_placement(bias, placement)
-    return (
-        module().Partial()
-        if bias_placement is not None and bias_placement.is_replicate() and placement.is_shard()
-        else bias_placement
-    )
+    is_summed = bias_placement is not None and bias_placement.is_replicate() and placement.is_shard()
+    return module().Partial() if is_summed else bias_placement
 
 
 def _replicated_or_none(*tensors: object) -> list[Placement | None]:
@@ -224,15 +221,17 @@ def _aten_forward(
     ]
 
 
-def _aten_backward(grad_out, query, key, value, attn_bias, grad_input_mask, *more, scale=None):
-    _, _, cum_q, cum_k, _, _, _, _, seed, offset = more
+def _aten_backward(*args, scale=None):
+    backward = tracing.AtenBackwardArgs(*args)
+    bias = backward.attn_bias
+    lengths = _replicated_or_none(backward.cum_seq_q, backward.cum_seq_k)
+    seeds = _replicated_or_none(backward.seed, backward.offset)
     return [
         (
-            [p, p, p, _bias_gradient_placement(attn_bias, p) if grad_input_mask[3] else None],
-            [p, p, p, p, _bias_placement(attn_bias, p), None, p, p, *_replicated_or_none(cum_q, cum_k), *(None,) * 4]
-            + _replicated_or_none(seed, offset),
+            [p, p, p, _bias_gradient_placement(bias, p) if backward.grad_input_mask[3] else None],
+            [p, p, p, p, _bias_placement(bias, p), None, p, p, *lengths, *(None,) * 4, *seeds],
         )
-        for p in _placements(query, key)
+        for p in _placements(backward.query, backward.key)
     ]
 
 
