@@ -120,8 +120,15 @@ def check_is_plan(plan: object, is_varlen: bool) -> None:
 @torch.inference_mode(False)  # later calls with gradients may use the kept tensors
 @torch.no_grad()
 def _lists(operands: list[Tensor], lengths: Lengths, params: AttentionParams, gradients: bool) -> tuple[Tensor, int]:
-    contiguous_lengths = (None if x is None else x.contiguous() for x in lengths)
-    return attention.namespace._plan_lists(*operands, *contiguous_lengths, *params.op_args(), gradients)
+    cu_seqlens_q, cu_seqlens_k, seqused_k = (None if x is None else x.contiguous() for x in lengths)
+    return attention.namespace._plan_lists(
+        *operands,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        seqused_k=seqused_k,
+        **params.op_kwargs(),
+        gradients=gradients,
+    )
 
 
 def plan_varlen(  # noqa: PLR0913
