@@ -36,12 +36,15 @@ def test_unknown_name_raises_attribute_error() -> None:
 
 def test_old_attributes_read_the_new_attributes() -> None:
     mask = torch_flashplug.PreparedBlockMask(torch.zeros(1, 1, 1), 1, 1, False, 1.5)
+    lengths_plan = torch_flashplug.VarlenPlan(None, 0, 1, 1, None, (None,), (None,))
     plan = Plan("call", "stock", why_not_8bit="No measured entry covers this call.")
 
     with pytest.warns(DeprecationWarning, match="Use PreparedBlockMask.metadata."):
         assert mask.digest is mask.metadata
     with pytest.warns(DeprecationWarning, match="Use PreparedBlockMask.cost_ratio_192."):
         assert mask.tall == 1.5
+    with pytest.warns(DeprecationWarning, match="Use VarlenPlan.versions."):
+        assert lengths_plan.seen_as == (None,)
     with pytest.warns(DeprecationWarning, match="Plan.whole is deprecated. Use Plan.why_not_8bit."):
         assert plan.whole == plan.why_not_8bit
 

@@ -222,7 +222,9 @@ def _dense_attention(  # noqa: PLR0913
     lse, filled = None, False
     if is_quantized and not needs_attention_op:
         mask = _as_mask(window, query, key)
-        out = torch.ops.torch_flashplug.quantized_kv_fwd(query, key, value, *kv_scales, mask, False, scale)
+        out = torch.ops.torch_flashplug.quantized_kv_fwd(
+            query, key, value, *kv_scales, attn_mask=mask, k_is_rotated=False, scale=scale
+        )
     elif needs_attention_op and params.softcap == 0.0 and is_decode_call(query, key, value):
         out, lse = _beside_sinks(query, key, value, sinks, _as_mask(window, query, key), scale)
     elif needs_attention_op or (_is_for_kernels(window, query, key, value) and forward_ad._current_level < 0):
@@ -333,7 +335,9 @@ def _beside_sinks(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, mask: Tensor | None, scale: float | None
 ) -> tuple[Tensor, Tensor]:
     """Run an op without sinks, then scale the output by the share of the keys in each row's sum with the sinks."""
-    out, lse, *_ = torch.ops.torch_flashplug.sdpa_fwd(query, key, value, mask, 0.0, 0, scale, 0)
+    out, lse, *_ = torch.ops.torch_flashplug.sdpa_fwd(
+        query, key, value, mask, dropout_p=0.0, causal_mode=0, scale=scale, mode=0
+    )
     if sinks is None:
         return out, lse
     total = torch.logaddexp(lse, sinks.unsqueeze(-1))

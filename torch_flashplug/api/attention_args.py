@@ -45,6 +45,15 @@ class AttentionParams:
         """
         return *self.window, self.softcap, self.scale, self.num_splits, self.fixed_split_size
 
+    def op_kwargs(self) -> dict[str, int | bool | float | None]:
+        """Return the values of `op_args` by the names of the arguments, for ops outside of the path of attention()."""
+        return self.window._asdict() | {
+            "softcap": self.softcap,
+            "scale": self.scale,
+            "num_splits": self.num_splits,
+            "fixed_split_size": self.fixed_split_size,
+        }
+
 
 def params_of(
     causal: bool | str, window: tuple[int | None, int | None] | None, softcap: float, scale: float | None,

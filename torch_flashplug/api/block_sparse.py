@@ -60,7 +60,11 @@ def block_sparse_attention(
         )
     inputs = (x.transpose(1, 2) for x in describe_call.under_autocast(q.device.type, *operands))
     out, lse = namespace.block_sparse_fwd(
-        *inputs, block_mask.metadata, block_mask.cost_ratio_192, scale, tracing.mode_of_block()
+        *inputs,
+        block_mask.metadata,
+        cost_ratio_192=block_mask.cost_ratio_192,
+        scale=scale,
+        block_mode=tracing.mode_of_block(),
     )
     out = out.transpose(1, 2)
     return (out if out_buffer is None else out_buffer.copy_(out)), lse

@@ -31,7 +31,7 @@ from .varlen_plan import check_is_plan
 
 _F_SDPA = F.scaled_dot_product_attention
 _IS_CUDA, _DEVICE = torch.Tensor.is_cuda.__get__, torch.Tensor.device.__get__
-_ENDS = (
+_RECORDED_OPS = (
     *(
         namespace.attention_fwd,
         namespace.paged_fwd,
@@ -90,21 +90,22 @@ def explain_attention(
         arguments["block_mask"] = prepare_block_mask(
             arguments["block_mask"], gradients=describe_call.wants_grad(*tensors)
         )
-    road = _Road(q.device if device is None else torch.device("cuda"), device)
-    operands, meta_arguments = [road.faked(x) for x in tensors], {name: road.faked(x) for name, x in arguments.items()}
-    plan = road.follow(lambda: attention(*operands, **meta_arguments))
+    recorder = _OpRecorder(q.device if device is None else torch.device("cuda"), device)
+    operands = [recorder.as_meta(x) for x in tensors]
+    meta_arguments = {name: recorder.as_meta(x) for name, x in arguments.items()}
+    plan = recorder.plan_of_call(lambda: attention(*operands, **meta_arguments))
     if varlen_plan is not None:
         _check_plan_argument(varlen_plan, tensors, arguments, plan)
     if plan is None:
-        plan = _of_sdpa(road, tensors, device)
-        plan = _with_copies(plan, _CONVERTED) if road.dequantises else plan
-    elif "block_table" in arguments and road.ends[0] is namespace.attention_fwd:
+        plan = _of_sdpa(recorder, tensors, device)
+        plan = _with_copies(plan, _CONVERTED) if recorder.dequantizes else plan
+    elif "block_table" in arguments and recorder.recorded_ops[0] is namespace.attention_fwd:
         plan = _with_copies(plan, _GATHERED)
     return replace(plan, call=_in_one_line(tensors, arguments))
 
 
-class _Road(TorchFunctionMode):
-    """Mode that records which op of `_ENDS` an attention() call reaches, and the arguments of the op.
+class _OpRecorder(TorchFunctionMode):
+    """Mode that records which op of `_RECORDED_OPS` an attention() call reaches, and the arguments of the op.
 
     If an op calls a second op, both are recorded. The tensors are meta tensors that report the device of the call's
     tensors.
@@ -113,12 +114,12 @@ class _Road(TorchFunctionMode):
     def __init__(self, where: torch.device, device: str | None):
         super().__init__()
         self.where, self.device = where, device
-        self.ends, self.args, self.dequantises = [], (), False
+        self.recorded_ops, self.args, self.dequantizes = [], (), False
 
-    def faked(self, x: object) -> object:
+    def as_meta(self, x: object) -> object:
         """Return a meta tensor with the layout of a tensor of the call; return other objects unchanged."""
         if isinstance(x, PreparedBlockMask):
-            return x._replace(metadata=self.faked(x.metadata))
+            return x._replace(metadata=self.as_meta(x.metadata))
         if not isinstance(x, Tensor):
             return x
         like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
@@ -130,37 +131,37 @@ class _Road(TorchFunctionMode):
             where = getattr(args[0], "lies_on", self.where)
             return where if func == _DEVICE else where.type == "cuda"
         args, kwargs = tree_map_only(torch.device, lambda _: torch.device("meta"), (args, kwargs or {}))
-        self.dequantises |= func is namespace.dequantise
-        if func is _F_SDPA or func in _ENDS:
-            self.ends.append(func)
+        self.dequantizes |= func is namespace.dequantise
+        if func is _F_SDPA or func in _RECORDED_OPS:
+            self.recorded_ops.append(func)
             self.args = (*args, *kwargs.values())
         if func is _F_SDPA:
             query, _, value, *_ = args
             return query.new_empty(*query.shape[:3], value.shape[3])
         return func(*args, **kwargs)
 
-    def follow(self, call: Callable[[], object]) -> Plan | None:
+    def plan_of_call(self, call: Callable[[], object]) -> Plan | None:
         """Run the call, and return the plan of the recorded op.
 
         Return None if F.scaled_dot_product_attention, or the op of F.scaled_dot_product_attention, decides.
         """
         with self:
             call()
-        end = self.ends[-1]
-        if end is namespace.paged_fwd:
+        op = self.recorded_ops[-1]
+        if op is namespace.paged_fwd:
             plan = self._of_pages()
-        elif end is namespace.attention_fwd:
+        elif op is namespace.attention_fwd:
             a = AttentionForwardArgs(*self.args)
             plan = self._of_op(self.args, _call_facts(a, a.key.shape[2]), 0, forced=True)  # keys are never split here
-        elif end is namespace.quantized_kv_fwd:
+        elif op is namespace.quantized_kv_fwd:
             plan = self._of_op(self.args, {"cache8": 1, "mask": self.args[5] is not None}, 0, mode=0)
             if not plan.kernel:
                 plan = _with_copies(replace(plan, backend="stock"), _CONVERTED)
-        elif end is namespace.block_sparse_fwd:
+        elif op is namespace.block_sparse_fwd:
             plan = self._of_op(self.args, {"mask": 1, "grad": 1, "tall": self.args[4]}, 0, forced=True)
         else:
             return None
-        return _with_copies(plan, _CONVERTED) if self.dequantises else plan
+        return _with_copies(plan, _CONVERTED) if self.dequantizes else plan
 
     def _of_pages(self) -> Plan:
         a = paged.PagedForwardArgs(*self.args)
@@ -177,7 +178,7 @@ class _Road(TorchFunctionMode):
             reason = f"The pages have {a.key.shape[2]} rows, but kernels read pages of {rule} in place."
         is_quantized = a.k_scale is not None
         gathered = "Pages are gathered first and converted to 16 bits." if is_quantized else _GATHERED
-        return _with_copies(self.follow(lambda: paged._math(*a)), gathered, reason)
+        return _with_copies(self.plan_of_call(lambda: paged._math(*a)), gathered, reason)
 
     def _of_op(
         self, args: tuple, needs: dict[str, float], splits: int, *, forced: bool = False, mode: int | None = None
@@ -269,13 +270,13 @@ def _with_copies(plan: Plan, *texts: str) -> Plan:
     return replace(plan, copies=sentences(*texts, plan.copies))
 
 
-def _of_sdpa(road: _Road, tensors: tuple[Tensor, ...], device: str | None) -> Plan:
+def _of_sdpa(recorder: _OpRecorder, tensors: tuple[Tensor, ...], device: str | None) -> Plan:
     """Return the plan of the F.scaled_dot_product_attention call, with the addresses of the caller's tensors."""
-    query, key, value, mask, *more = road.args
+    query, key, value, mask, *more = recorder.args
     twins = [_twin(x, like) for x, like in zip(tensors, (query, key, value), strict=True)]
     if mask is not None:
         mask = torch.empty(mask.shape, dtype=mask.dtype, device=twins[0].device)
-    causal, scale = (more[0], more[1]) if road.ends[-1] is _F_SDPA else (False, more[2])
+    causal, scale = (more[0], more[1]) if recorder.recorded_ops[-1] is _F_SDPA else (False, more[2])
     grouped = twins[0].shape[1] != twins[1].shape[1]
     return explain(*twins, mask, 0.0, causal, scale=scale, enable_gqa=grouped, device=device)
 

@@ -57,9 +57,9 @@ def varlen_attention(
 def _attended(plan: VarlenPlan | None, out_buffer: Tensor | None, *op_args: object) -> tuple[Tensor, Tensor]:
     """Call attention_fwd; raise a kernel's RuntimeError about the plan as a ValueError about the argument."""
     if plan is None or torch.compiler.is_compiling():
-        return call_op_with_out("attention_fwd", out_buffer, *op_args, *(NO_PLAN if plan is None else plan.of_op))
+        return call_op_with_out("attention_fwd", out_buffer, *op_args, *(NO_PLAN if plan is None else plan.op_args))
     try:
-        return call_op_with_out("attention_fwd", out_buffer, *op_args, *plan.of_op)
+        return call_op_with_out("attention_fwd", out_buffer, *op_args, *plan.op_args)
     except RuntimeError as error:
         if _OTHER_PLAN not in str(error):
             raise

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ..deprecation import renamed_attribute
 from ..ops import attention
 from ..ops.attention import Window
 from ..ops.quantized_kv import multiplied_in
@@ -20,17 +21,12 @@ from .attention_args import AttentionParams, params_of
 from .varlen_args import Lengths, check_varlen
 
 KEY_ROW_BITS = 12  # kRowBits of src/operands/varlen_tile_list.cpp
-# Text of the error in src/operands/varlen_tile_list.cpp.
-OTHER_KERNEL = (
-    "plan was made for another call: the kernel, the window or the number of rows, keys or sequences differs. "
-    "Make the plan with the arguments of this call, under the same sdpa_backend."
-)
 
 
 class TensorVersion(NamedTuple):
     """Identity and version of a tensor, as far as the host can know both."""
 
-    place: tuple[int | None, torch.Size, tuple[int, ...]]  # address (None for fake tensors), shape, strides
+    layout: tuple[int | None, torch.Size, tuple[int, ...]]  # address (None for fake tensors), shape, strides
     version: int | None  # autograd's count of writes; None for inference tensors, whose writes nothing counts
 
     @classmethod
@@ -57,10 +53,12 @@ class VarlenPlan(NamedTuple):
     keys: int
     window: Window
     lengths: Lengths  # the caller's tensors
-    seen_as: tuple[TensorVersion | None, ...]  # identities and versions of `lengths` when the plan was made
+    versions: tuple[TensorVersion | None, ...]  # identities and versions of `lengths` when the plan was made
+
+    seen_as = renamed_attribute("VarlenPlan", "seen_as", "versions")
 
     @property
-    def of_op(self) -> tuple[Tensor | None, int]:
+    def op_args(self) -> tuple[Tensor | None, int]:
         return self.lists, self.key
 
     def check(self, q: Tensor, k: Tensor, lengths: Lengths, window: Window) -> None:
@@ -81,15 +79,15 @@ class VarlenPlan(NamedTuple):
         if torch.compiler.is_compiling():
             return
         names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
-        for name, x, made_of, then in zip(names, lengths, self.lengths, self.seen_as, strict=True):
+        for name, x, planned_tensor, recorded in zip(names, lengths, self.lengths, self.versions, strict=True):
             current = TensorVersion.of(x)
-            if (current and current.place) != (then and then.place):
+            if (current and current.layout) != (recorded and recorded.layout):
                 raise ValueError(
                     f"attention: plan was created from a different {name} tensor. "
                     "Pass the same tensor, or create a new plan."
                 )
             # `x.data` has a version counter of its own, so both tensors are compared.
-            if current and not current.version == then.version == _version(made_of):
+            if current and not current.version == recorded.version == _version(planned_tensor):
                 raise ValueError(f"attention: {name} was written to after plan was created. Create a new plan.")
 
     def check_kernel(self, kernel_row: int) -> None:
@@ -100,7 +98,10 @@ class VarlenPlan(NamedTuple):
         """
         planned_row = (self.key >> KEY_ROW_BITS) % (1 << KEY_ROW_BITS) - 1
         if self.lists is not None and planned_row != kernel_row:
-            raise ValueError(f"attention: {OTHER_KERNEL}")
+            raise ValueError(  # the text of src/operands/varlen_tile_list.cpp
+                "attention: plan was made for another call: the kernel, the window or the number of rows, keys or "
+                "sequences differs. Make the plan with the arguments of this call, under the same sdpa_backend."
+            )
 
 
 def check_is_plan(plan: object, is_varlen: bool) -> None:
@@ -119,8 +120,15 @@ def check_is_plan(plan: object, is_varlen: bool) -> None:
 @torch.inference_mode(False)  # later calls with gradients may use the kept tensors
 @torch.no_grad()
 def _lists(operands: list[Tensor], lengths: Lengths, params: AttentionParams, gradients: bool) -> tuple[Tensor, int]:
-    contiguous_lengths = (None if x is None else x.contiguous() for x in lengths)
-    return attention.namespace._plan_lists(*operands, *contiguous_lengths, *params.op_args(), gradients)
+    cu_seqlens_q, cu_seqlens_k, seqused_k = (None if x is None else x.contiguous() for x in lengths)
+    return attention.namespace._plan_lists(
+        *operands,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        seqused_k=seqused_k,
+        **params.op_kwargs(),
+        gradients=gradients,
+    )
 
 
 def plan_varlen(  # noqa: PLR0913
@@ -192,8 +200,8 @@ def plan_varlen(  # noqa: PLR0913
     is_quantized = check_varlen((q, k, v), lengths)
     operands = [x.unsqueeze(0).transpose(1, 2) for x in (q, k, v)]
     lists, key = _lists(_as_multiplied(operands, is_quantized), lengths, params, _wants(gradients, operands))
-    seen_as = tuple(map(TensorVersion.of, lengths))
-    return VarlenPlan(lists if key else None, key, q.shape[0], k.shape[0], params.window, lengths, seen_as)
+    versions = tuple(map(TensorVersion.of, lengths))
+    return VarlenPlan(lists if key else None, key, q.shape[0], k.shape[0], params.window, lengths, versions)
 
 
 def _wants(gradients: bool | None, operands: list[Tensor]) -> bool:

@@ -23,11 +23,11 @@ from ..registry.mask_layout import KIND, MASKED, NONE, THREADS, TILE, WHOLE
 from . import mask_preprocess_reference
 from .bitmask import words
 
-_AT_ONCE = 2048  # tiles of scores evaluated in one call of mask_mod: 8 M scores
+_TILES_PER_CALL = 2048  # tiles of scores evaluated in one call of mask_mod: 8 M scores
 _MOST_HELD = 1000  # objects held by a mask_mod; comparing more objects would take longer than reading the mask
-_NOTHING_INSIDE = (Tensor, int, float, str, types.NoneType, type, types.ModuleType, torch.dtype, torch.device)
+_LEAF_TYPES = (Tensor, int, float, str, types.NoneType, type, types.ModuleType, torch.dtype, torch.device)
 _OF_OBJECTS = {"__dict__", "__weakref__"}
-_WANTED = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices", "BLOCK_SIZE", "seq_lengths")
+_MASK_ATTRIBUTES = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices", "BLOCK_SIZE", "seq_lengths")
 
 
 class PreparedBlockMask(NamedTuple):
@@ -48,7 +48,7 @@ class PreparedBlockMask(NamedTuple):
     tall = renamed_attribute("PreparedBlockMask", "tall", "cost_ratio_192")
 
 
-class _Lists(NamedTuple):
+class _BlockLists(NamedTuple):
     """Lists of blocks for each row of blocks: `count` (P, rows) and `index` (P, rows, capacity).
 
     P is the number of planes, where a plane is one (batch, head) pair of the mask.
@@ -65,7 +65,7 @@ class _Lists(NamedTuple):
         return grid.scatter_(2, torch.where(listed, self.index, columns).long(), state)[..., :columns]
 
 
-class _Looked(NamedTuple):
+class MaskFingerprint(NamedTuple):
     """Fingerprint of a mask. The parts are kept alive, so that no later object can have the address of a part."""
 
     parts: tuple[object, ...]
@@ -74,12 +74,12 @@ class _Looked(NamedTuple):
     ]  # number of writes to each part; a unique object for a tensor without a version counter
 
     @classmethod
-    def at(cls, block_mask: object) -> _Looked:
-        parts = [getattr(block_mask, name) for name in _WANTED]
-        parts += _held(getattr(block_mask, "mask_mod", None))
+    def of(cls, block_mask: object) -> MaskFingerprint:
+        parts = [getattr(block_mask, name) for name in _MASK_ATTRIBUTES]
+        parts += _reachable_objects(getattr(block_mask, "mask_mod", None))
         return cls(tuple(parts), tuple(_version(x) for x in parts))
 
-    def is_as(self, fingerprint: _Looked) -> bool:
+    def equals(self, fingerprint: MaskFingerprint) -> bool:
         same = len(self.parts) == len(fingerprint.parts) <= _MOST_HELD and self.written == fingerprint.written
         return same and all(
             a is b or (isinstance(a, tuple) and a == b) for a, b in zip(self.parts, fingerprint.parts, strict=True)
@@ -92,7 +92,7 @@ def _version(x: object) -> int | object:
     return object() if x.is_inference() else x._version
 
 
-def _held(mask_mod: object) -> list[object]:
+def _reachable_objects(mask_mod: object) -> list[object]:
     """Return all objects reachable from a function, except globals, each object once.
 
     Reachable are closures, arguments of partials, defaults, items of tuples, lists and dicts, and attributes of
@@ -104,12 +104,12 @@ def _held(mask_mod: object) -> list[object]:
         if id(x) not in known_ids:
             known_ids.add(id(x))
             objects.append(x)
-            pending += _inside(x)
+            pending += _referenced_objects(x)
     return objects
 
 
-def _inside(x: object) -> list[object]:
-    if isinstance(x, _NOTHING_INSIDE):
+def _referenced_objects(x: object) -> list[object]:
+    if isinstance(x, _LEAF_TYPES):
         return []
     if isinstance(x, dict):
         return list(x.values())
@@ -135,7 +135,9 @@ def _is_empty(cell: object) -> bool:
     return False
 
 
-_preprocessed: weakref.WeakKeyDictionary[object, tuple[_Looked, PreparedBlockMask]] = weakref.WeakKeyDictionary()
+_preprocessed: weakref.WeakKeyDictionary[object, tuple[MaskFingerprint, PreparedBlockMask]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def prepare_block_mask(block_mask: object, *, gradients: bool = True) -> PreparedBlockMask:
@@ -159,23 +161,27 @@ def prepare_block_mask(block_mask: object, *, gradients: bool = True) -> Prepare
         TypeError: `block_mask` is no BlockMask.
         ValueError: The sizes of the mask or of the blocks are unsupported.
     """
-    missing = [name for name in _WANTED if not hasattr(block_mask, name)]
+    missing = [name for name in _MASK_ATTRIBUTES if not hasattr(block_mask, name)]
     if missing:
         raise TypeError(
             "attention: block_mask must be a BlockMask of torch.nn.attention.flex_attention, "
             f"but got {type(block_mask).__name__} without {', '.join(missing)}."
         )
-    fingerprint = _Looked.at(block_mask)
+    fingerprint = MaskFingerprint.of(block_mask)
     cached_fingerprint, cached = _preprocessed.get(block_mask, (None, None))
-    if cached_fingerprint is not None and fingerprint.is_as(cached_fingerprint) and (cached.gradients or not gradients):
+    if (
+        cached_fingerprint is not None
+        and fingerprint.equals(cached_fingerprint)
+        and (cached.gradients or not gradients)
+    ):
         return cached
     with torch.inference_mode(False), torch.no_grad():  # later calls with gradients may use the kept tensors
-        lists = _made(block_mask, gradients)
+        lists = _prepare(block_mask, gradients)
     _preprocessed[block_mask] = (fingerprint, lists)
     return lists
 
 
-def _made(block_mask: object, gradients: bool) -> PreparedBlockMask:
+def _prepare(block_mask: object, gradients: bool) -> PreparedBlockMask:
     (Sq, Sk), (of_q, of_k) = block_mask.seq_lengths, block_mask.BLOCK_SIZE
     if of_q % TILE or of_k % TILE:
         raise ValueError(f"attention: block_mask must have blocks of multiples of {TILE}, but got {of_q} x {of_k}.")
@@ -198,7 +204,7 @@ def _made(block_mask: object, gradients: bool) -> PreparedBlockMask:
     grid = torch.zeros(P, rows, -(-Sk // of_k), dtype=torch.int8, device=block_mask.kv_indices.device)
     for count, index, state in pairs:
         if count is not None:
-            lists = _Lists(count.reshape(P, rows), index.reshape(P, rows, -1))
+            lists = _BlockLists(count.reshape(P, rows), index.reshape(P, rows, -1))
             grid = torch.maximum(grid, lists.on_grid(grid.shape[2], state))
     M, N = -(-Sq // TILE), -(-Sk // TILE)
     tiles = grid.repeat_interleave(of_q // TILE, 1).repeat_interleave(of_k // TILE, 2)[:, :M, :N]
@@ -206,12 +212,12 @@ def _made(block_mask: object, gradients: bool) -> PreparedBlockMask:
         raise ValueError(
             f"attention: block_mask must list blocks for all {Sq} queries, but got {rows} rows of {of_q} queries."
         )
-    mask_scores = _Seen(getattr(block_mask, "mask_mod", None), planes[1], Sq, Sk)
+    mask_scores = _MaskScores(getattr(block_mask, "mask_mod", None), planes[1], Sq, Sk)
     metadata, cost_ratio_192 = _metadata_of(tiles, mask_scores, gradients)
     return PreparedBlockMask(metadata.view(*planes, numbers), Sq, Sk, gradients, cost_ratio_192)
 
 
-class _Seen(NamedTuple):
+class _MaskScores(NamedTuple):
     """Evaluation of a mask_mod: visible scores of single tiles."""
 
     mask_mod: Callable | None
@@ -219,7 +225,7 @@ class _Seen(NamedTuple):
     Sq: int
     Sk: int
 
-    def of(self, tile_idx: Tensor, is_full: Tensor) -> Tensor:
+    def visible(self, tile_idx: Tensor, is_full: Tensor) -> Tensor:
         """Return the visible scores of n tiles as (n, TILE, TILE) bool.
 
         Args:
@@ -239,7 +245,7 @@ class _Seen(NamedTuple):
         return exists & (batched_mask_mod(plane // self.heads, plane % self.heads, *clamped) | is_full.view(-1, 1, 1))
 
 
-def _metadata_of(tiles: Tensor, mask_scores: _Seen, gradients: bool) -> tuple[Tensor, float]:
+def _metadata_of(tiles: Tensor, mask_scores: _MaskScores, gradients: bool) -> tuple[Tensor, float]:
     """Return the metadata for states (P, M, N) of TILE x TILE tiles, and the relative work of tiles of `TALL` rows."""
     P, M, N = tiles.shape
     has_visible, all_visible = tiles != NONE, tiles == WHOLE
@@ -249,11 +255,11 @@ def _metadata_of(tiles: Tensor, mask_scores: _Seen, gradients: bool) -> tuple[Te
     columns = rows.new_zeros(P, N, M + 1, THREADS) if gradients else rows
     if gradients:
         columns[:, :, :M][all_visible.mT] = -1
-    for tile_idx in uncertain.nonzero().split(_AT_ONCE):
+    for tile_idx in uncertain.nonzero().split(_TILES_PER_CALL):
         if not len(tile_idx):
             break  # split() of an empty tensor yields one empty part, and vmap takes no batch of 0
         plane, m, n = tile_idx.unbind(1)
-        bits = mask_scores.of(tile_idx, all_visible[plane, m, n])
+        bits = mask_scores.visible(tile_idx, all_visible[plane, m, n])
         rows[plane, m, n] = words(bits)[:, 0, 0]
         if gradients:
             columns[plane, n, m] = words(bits.mT)[:, 0, 0]
@@ -270,7 +276,7 @@ def _metadata_of(tiles: Tensor, mask_scores: _Seen, gradients: bool) -> tuple[Te
     return torch.cat([part.flatten() for part in parts]), of_tall / max(of_others, 1)
 
 
-def _crosses(tiles: Tensor, mask_scores: _Seen) -> Tensor:
+def _crosses(tiles: Tensor, mask_scores: _MaskScores) -> Tensor:
     """Return (M, N) bool: True for a tile beyond the last query or key."""
     M, N = tiles.shape[1:]
     end = [(torch.arange(1, count + 1, device=tiles.device) * TILE) for count in (M, N)]

@@ -105,8 +105,9 @@ def _backward(ctx, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple:
     query, key, value, mask_metadata, out, lse = ctx.saved_tensors
     dq = dk = dv = None
     if grad_out is not None:
-        backward_args = (grad_out, query, key, value, mask_metadata, out, lse, ctx.scale, ctx.mode)
-        dq, dk, dv = namespace.block_sparse_bwd(*backward_args)
+        dq, dk, dv = namespace.block_sparse_bwd(
+            grad_out, query, key, value, mask_metadata, out, lse, scale=ctx.scale, block_mode=ctx.mode
+        )
     if grad_lse is not None:
         of_query, of_key = _of_lse(ctx, grad_lse, query, key, mask_metadata, lse)
         dq, dk = (of_query, of_key) if dq is None else (dq + of_query, dk + of_key)
@@ -126,10 +127,15 @@ def _of_lse(
     grad_lse, finite = grad_lse.unsqueeze(-1).masked_fill(none, 0.0), query.masked_fill(none, 0.0)
     narrow = query.dtype == torch.float16 and query.numel() > 0
     unit = _unit(grad_lse, finite, key) if narrow else grad_lse.new_ones(1, 1, 1, 1)
-    keys, _ = namespace.block_sparse_fwd(query, key, key, mask_metadata, ctx.cost_ratio_192, ctx.scale, ctx.mode)
+    settings = {"scale": ctx.scale, "block_mode": ctx.mode}
+    keys, _ = namespace.block_sparse_fwd(
+        query, key, key, mask_metadata, cost_ratio_192=ctx.cost_ratio_192, **settings
+    )  # fmt: skip
     weighed = finite * (grad_lse / unit.repeat_interleave(query.shape[1] // unit.shape[1], 1))
-    backward_args = (weighed.to(query.dtype), query, key, key, mask_metadata, keys, lse, ctx.scale, ctx.mode)
-    of_key = namespace.block_sparse_bwd(*backward_args)[2].to(grad_lse.dtype) * (scale * unit)
+    _, _, dv = namespace.block_sparse_bwd(
+        weighed.to(query.dtype), query, key, key, mask_metadata, keys, lse, **settings
+    )  # fmt: skip
+    of_key = dv.to(grad_lse.dtype) * (scale * unit)
     return (keys * (scale * grad_lse)).to(query.dtype), of_key.to(key.dtype)
 
 
