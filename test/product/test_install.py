@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import nightly
 import pytest
 
 from torch_flashplug import __main__
@@ -120,10 +119,3 @@ def test_dev_script_shows_progress(source: str, tmp_path: Path) -> None:
 
     assert done.returncode == 7
     assert done.stderr == f"  {line.strip()}\n" and not done.stdout
-
-
-def test_nightly_table_names_existing_functions() -> None:
-    for name in nightly.ONE_OF:
-        file, function = name.split("::")
-        (path,) = (ROOT / "test").rglob(file)
-        assert re.search(rf"^def {function}\(", path.read_text(), re.M), name
