@@ -41,8 +41,7 @@ def case_losses(rank: Rank) -> None:
             expected,
         )
         assert (
-            run.path_counts.get("routed_ours") == RECIPE.steps * RECIPE.shape.layers
+            training.path_counts.get("routed_ours") == RECIPE.steps * RECIPE.shape.layers
             and "routed_stock" not in training.path_counts
-        )
         )
         assert "auto" in multi_gpu.shown_scopes(rank.device == "cuda") and training.step_s > 0

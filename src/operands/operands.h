@@ -158,7 +158,7 @@ TensorHandle in_bias_layout(TensorHandle gradient, AtenTensorHandle bias);
 struct DropoutSeed {
   TensorHandle seed, offset;  // () int64; the offset is 0
 };
-DropoutSeed draw(const TensorClass& query);  // on the query's device, from the default generator
+DropoutSeed draw_seed(const TensorClass& query);  // on the query's device, from the default generator
 // Pack the seed for a kernel that takes a seed. The result must live until the launch.
 TensorHandle pack_dropout_args(AtenTensorHandle seed, const TensorClass& query, Arguments* arguments);
 

@@ -129,7 +129,7 @@ bool our_forward(const ForwardCall& original, const Facts& facts, const Plan& pl
   const MaskArgs mask = pack_mask_args(call, p, query, false, &arguments);
   const TensorHandle bias = pack_bias_args(call, p, query, row, &arguments);
   if (call.dropout_p != 0.0) {
-    DropoutSeed drawn = draw(query);
+    DropoutSeed drawn = draw_seed(query);
     result->seed = std::move(drawn.seed);
     result->offset = std::move(drawn.offset);
   }
