@@ -137,7 +137,7 @@ DeviceFacts device_facts_from_array(const int64_t* f) {
 
 FLASHPLUG_EXPORT int flashplug_install(int stub_index) { return install(stub_index); }
 FLASHPLUG_EXPORT int flashplug_uninstall(int stub_index) { return uninstall(stub_index); }
-FLASHPLUG_EXPORT int flashplug_installed(int stub_index) { return installed(stub_index); }
+FLASHPLUG_EXPORT int flashplug_installed(int stub_index) { return is_installed(stub_index); }
 FLASHPLUG_EXPORT int flashplug_take_last_exit() { return take_last_exit(); }
 FLASHPLUG_EXPORT int flashplug_register_ops(const char* dispatch_key, int own_ops) {
   return catch_errors([&] { register_ops(dispatch_key, own_ops != 0); });

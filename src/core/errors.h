@@ -26,7 +26,7 @@ void hold_python_error(void* exception);
 // passes through the plugin. A successful repeat gives the result.
 AtenTensorHandle new_strided(int dims, const int64_t* size, const int64_t* stride, int32_t dtype, int32_t device_type,
                              int32_t device_index);
-void copy_into(AtenTensorHandle to, AtenTensorHandle from);
+void copy_tensor(AtenTensorHandle to, AtenTensorHandle from);
 AtenTensorHandle repeat_interleave_again(AtenTensorHandle tensor, int64_t repeats, int64_t dim);  // null: no such entry
 
 }  // namespace flashplug

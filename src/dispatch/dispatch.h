@@ -203,7 +203,7 @@ std::string call_text(const CallFacts& p, const Tables& tables);
 // Return a compute capability in NVIDIA's notation: 90 is 9.0.
 std::string capability(int64_t cc);
 // Return a text as JSON, without control characters.
-std::string quoted(const std::string& text);
+std::string quote(const std::string& text);
 std::string reason_text(const Reason& reason, const CallFacts& p, const DeviceFacts& device, const Tables& tables);
 std::string plan_json(const Plan& plan, const CallFacts& p, const DeviceFacts& device, Mode mode, const Tables& tables);
 std::string forced_error(const CallFacts& p, const DeviceFacts& device, Mode mode, const Tables& tables);

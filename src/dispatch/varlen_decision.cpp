@@ -149,7 +149,7 @@ std::string varlen_json(const VarlenCall& call, const VarlenDecision& decision, 
       {"rescue", row != nullptr ? row->wrong : ""},
       {"error", raises ? forced_varlen_error(call, mode, tables) : ""}};
   std::string json;
-  for (const auto& [name, text] : members) json += (json.empty() ? "{" : ", ") + quoted(name) + ": " + quoted(text);
+  for (const auto& [name, text] : members) json += (json.empty() ? "{" : ", ") + quote(name) + ": " + quote(text);
   return json + "}";
 }
 

@@ -171,7 +171,7 @@ void forward_into(StableIValue* stack, uint64_t count, uint64_t) {
     stack[0] = box::from_tensor(TensorHandle(stock_varlen_flash_out(out, stock_call(args))));
     return;
   }
-  write_to(out, result.out.get());
+  copy_result(out, result.out.get());
   stack[0] = box::from_tensor(std::move(result.lse));
 }
 

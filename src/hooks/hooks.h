@@ -21,7 +21,7 @@ namespace flashplug {
 int install(int stub_index);  // index 1: CUDA, index 0: CPU (tests). Returns 0, or the code of a reason, with the text
                               // in last_error()
 int uninstall(int stub_index);  // restores the saved pointer
-bool installed(int stub_index);
+bool is_installed(int stub_index);
 // Exits of the router: the places where a call is decided. Exit `planned` has a plan. test_sdp_choice meets each exit.
 inline constexpr const char* kExitNames[] = {
     "disabled", "math everywhere", "math",     "not allowed", "other backend", "dims", "device",  "empty",

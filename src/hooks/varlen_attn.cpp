@@ -162,7 +162,7 @@ void forward_out(StableIValue* stack, uint64_t count, uint64_t) {
   FlashResult result;
   const AtenTensorHandle out = args.tensor(Arg::kOut);
   if (!run_kernel(args, out, &result)) return run_stock(args, forward_out_op);
-  write_to(out, result.out.get());
+  copy_result(out, result.out.get());
   stack[0] = box::from_tensor(std::move(result.lse));
 }
 

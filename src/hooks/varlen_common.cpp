@@ -216,7 +216,7 @@ FlashResult to_stock_layout(ForwardResult result, const HookedCall& hooked, Aten
 }
 
 void copy_result(AtenTensorHandle out, AtenTensorHandle result) {
-  if (address(out) != address(result)) copy_into(out, result);
+  if (address(out) != address(result)) copy_tensor(out, result);
 }
 
 bool is_ours(AtenTensorHandle rng) {

@@ -33,7 +33,7 @@ struct FlashResult {
   TensorHandle out, lse, rng;
 };
 FlashResult to_stock_layout(ForwardResult result, const HookedCall& hooked, AtenTensorHandle query);
-void write_to(AtenTensorHandle out, AtenTensorHandle result);  // copies unless `result` is already in `out`
+void copy_result(AtenTensorHandle out, AtenTensorHandle result);  // copies unless `result` is already in `out`
 // Return true if the plugin's forward made the dropout state, so that the plugin's backward must follow.
 bool is_ours(AtenTensorHandle rng);
 

@@ -40,7 +40,7 @@ TensorHandle make_readable(const ForwardCall& call, const CallFacts& p, const Te
   const AtenTensorHandle bias = call.mask;
   const int64_t unit = kUnitBytes / element_bytes(bias);
   int64_t size[4], stride[4];
-  if (!right_dtype(bias, p))
+  if (!has_supported_dtype(bias, p))
     throw std::runtime_error("torch_flashplug: attn_mask must be bool, float32 or of the query's dtype.");
   if (!is_on_device_of(bias, query)) throw std::runtime_error("torch_flashplug: attn_mask must be on the device of query.");
   if (!expand_strides(bias, p, size, stride))

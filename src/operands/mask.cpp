@@ -108,7 +108,7 @@ TensorHandle copy_of(AtenTensorHandle mask, const int64_t size[4], const int64_t
   for (int i = 0; i < 4; ++i) once[i] = stride[i] == 0 ? 1 : size[i];
   pack_strides(once, packed);
   TensorHandle copy = empty_strided(4, once, packed, aoti_torch_dtype_uint8(), query.device_type, query.device_index);
-  copy_into(copy.get(), view(mask, 4, once, stride).get());
+  copy_tensor(copy.get(), view(mask, 4, once, stride).get());
   return copy;
 }
 
@@ -286,7 +286,7 @@ void preprocess_in_torch(const ForwardCall& call, const CallFacts& p, const Tens
   op[kDigest["mask"]] = box::from_borrowed(args.mask.get());
   op[kDigest["numbers"]] = box::from(shape_of(call.metadata).size[2]);
   op.run();
-  copy_into(call.metadata, op.result(0).get());
+  copy_tensor(call.metadata, op.result(0).get());
 }
 
 // Return the size of a plane's metadata; same formula as `metadata_size` of kernels/preprocess/mask.py.

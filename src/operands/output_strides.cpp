@@ -36,7 +36,7 @@ TensorHandle new_like(AtenTensorHandle like, int dims, const int64_t* size, cons
   check_shim(aoti_torch_get_device_type(like, &device_type), "get_device_type");
   check_shim(aoti_torch_get_device_index(like, &device_index), "get_device_index");
   TensorHandle out = empty_strided(dims, size, stride, dtype, device_type, device_index);
-  if (from != nullptr) copy_into(out.get(), from);
+  if (from != nullptr) copy_tensor(out.get(), from);
   return out;
 }
 
@@ -81,7 +81,7 @@ TensorHandle copy_of_padded_rows(AtenTensorHandle tensor, int dims, const int64_
   pack_strides(padded_size, padded_stride);
   TensorHandle copy =
       view(new_like(tensor, dims, padded_size, padded_stride, nullptr).get(), dims, size, padded_stride);
-  copy_into(copy.get(), view(tensor, dims, size, stride).get());
+  copy_tensor(copy.get(), view(tensor, dims, size, stride).get());
   return copy;
 }
 

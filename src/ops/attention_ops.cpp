@@ -207,7 +207,7 @@ void check_out(const ForwardCall& call, const Facts& facts) {
 
 // Return the LSE, after a copy of the result into the call's own output, if necessary.
 StableIValue lse_after_copy(AtenTensorHandle out, ForwardResult result) {
-  if (!result.in_place) copy_into(out, result.out.get());
+  if (!result.in_place) copy_tensor(out, result.out.get());
   return box::from_tensor(std::move(result.lse));
 }
 

@@ -97,7 +97,7 @@ TensorHandle pad_lse(AtenTensorHandle lse) {
   const int64_t size[3] = {B, H, padded}, stride[3] = {H * padded, padded, 1};
   TensorHandle out = new_like(lse, 3, size, stride, nullptr);
   check_shim(aoti_torch_aten_fill__Scalar(out.get(), std::numeric_limits<double>::infinity()), "fill_");
-  copy_into(view(out.get(), 3, shape.size, stride).get(), lse);
+  copy_tensor(view(out.get(), 3, shape.size, stride).get(), lse);
   return out;
 }
 
