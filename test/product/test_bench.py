@@ -20,7 +20,6 @@ pytest.importorskip("rich")
 import bench  # noqa: E402
 import providers  # noqa: E402
 import records  # noqa: E402
-import ring_plan  # noqa: E402
 import workloads  # noqa: E402
 
 MEASURING = [ROOT / "tools" / f"{name}.py" for name in ("bench", "decode", "harness")]
@@ -128,11 +127,3 @@ def test_benchmarks_page_lists_every_suite():
 def test_kept_results_belong_to_existing_suites():
     kept = {records.read(path).get("suite") for path in (ROOT / "tools" / "results").glob("*.json")}
     assert kept - {"fuzz", "programs", "gate"} == set(bench.SUITES)
-
-
-def test_ring_plan_table_is_on_the_page():
-    """The page must contain the results of ring_plan.py."""
-    page = (ROOT / "docs" / "several_gpus.md").read_text()
-    assert "\n".join(ring_plan.table()) in page
-    for link in (ring_plan.NVLINK, ring_plan.NETWORK):
-        assert f" {ring_plan.hidden_from(link)}" in page.replace("\n", " ")
