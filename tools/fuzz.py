@@ -2,7 +2,7 @@
 
     python tools/fuzz.py SECONDS SEED [--modes auto,fa3,fa2] [--calls N] [--workers W] [--only KIND,...] [--out DIR]
     python tools/fuzz.py 0 SEED --call INDEX [--modes auto]      a single call, with all details
-    python tools/fuzz.py SECONDS SEED --device interpreted       our kernels without a GPU (interpreted.py)
+    python tools/fuzz.py SECONDS SEED --device interpreted       our kernels without a GPU (interpreter)
 
 This module starts the worker processes and records the results. Any worker may die at any call. fuzz_calls.py defines
 the calls, and fuzz_check.py checks each call. The exit code is 1 if there are findings of ours.

@@ -54,9 +54,11 @@ COUNTS = ("hgmma", "warpgroup")
 # The script compiles into a folder named after all sources of trials, so a second run compiles nothing.
 COMPILE = """
 import hashlib, json, pathlib, shutil, sys
-tests, tools, wanted, build = sys.argv[1:]
-sys.path[:0] = tests, tools
-import aot, interpreted, sass, trials
+tests, root, wanted, build = sys.argv[1:]
+sys.path[:0] = tests, root
+from tools.build import aot, sass
+from tools.ptx_interpreter import build_pack
+import trials
 from torch_flashplug.codegen.fingerprint import source_fingerprint
 store, wanted = aot.Store(pathlib.Path(build) / "objects", "sm_90a"), json.loads(wanted)  # the build's
 made_of = (source_fingerprint(), pathlib.Path(trials.__file__).read_text(), store.path(wanted[0][0]).name)
@@ -77,7 +79,7 @@ for name, stages in wanted:
         if not store.path(name).exists():
             aot.compile_one(name, store)
         rows.append(store.row(name))
-pack = interpreted.pack(files, folder / "trials.so")
+pack = build_pack.pack(files, folder / "trials.so")
 print(json.dumps([str(pack), rows]))
 """
 
@@ -98,7 +100,7 @@ def built_trials(tmp_path_factory) -> BuiltTrials:
     """Compile the trials in a separate process; kernels without a stage come from the build."""
     pytest.importorskip("cutlass", reason="the DSL is needed to compile kernels")
     kernels = [(name, stages) for name, trials in TRIALS.items() for stages in ((), *trials)]
-    command = [sys.executable, "-c", COMPILE, ROOT / "test", ROOT / "tools", json.dumps(kernels), ROOT / "build"]
+    command = [sys.executable, "-c", COMPILE, ROOT / "test", ROOT, json.dumps(kernels), ROOT / "build"]
     environment = {**os.environ, "CUTE_DSL_DUMP_DIR": str(tmp_path_factory.mktemp("dumps")), "CUTE_DSL_ARCH": "sm_90a"}
     run = subprocess.run(
         list(map(str, command)), env=environment, capture_output=True, text=True, check=False, timeout=900
@@ -159,7 +161,8 @@ def test_deterministic_trial_backward_is_bitwise_equal(kernel, stages, built_tri
 TRACE = """
 import sys
 sys.path[:0] = sys.argv[1:3]
-import aot, trials
+from tools.build import aot
+import trials
 import cutlass.cute as cute
 cute.compile(trials.trace_wrong_biases)
 """
@@ -168,7 +171,7 @@ cute.compile(trials.trace_wrong_biases)
 def test_threads_read_the_biases_of_their_scores():
     """The check uses the layouts of ldmatrix and of accumulators, since nothing runs in this test."""
     pytest.importorskip("cutlass", reason="the DSL is needed for its layouts")
-    command = [sys.executable, "-c", TRACE, ROOT / "tools", ROOT / "test"]
+    command = [sys.executable, "-c", TRACE, ROOT, ROOT / "test"]
     environment = {"CUTE_DSL_ARCH": "sm_90a"}
     run = subprocess.run(
         list(map(str, command)), env=environment, capture_output=True, text=True, check=False, timeout=120

@@ -1,6 +1,6 @@
 // The part of the CUDA runtime called by the host code of the kernels, on the memory of this machine. The contained
-// cubin identifies a library. The PTX of the cubin lies in a folder next to the pack (tools/interpreted.py). A launch
-// is interpreted to the end.
+// cubin identifies a library. The PTX of the cubin lies in a folder next to the pack (build_pack.py). A launch is
+// interpreted to the end.
 #include <dlfcn.h>
 
 #include <atomic>
@@ -63,8 +63,8 @@ int guarded(Work&& work) {
   }
 }
 
-// FNV-1a hash of an ELF file in memory, up to the end of the section headers. tools/interpreted.py names PTX files by
-// the hash.
+// FNV-1a hash of an ELF file in memory, up to the end of the section headers. build_pack.py names PTX files by the
+// hash.
 uint64_t name_of(const void* code) {
   const auto* bytes = static_cast<const unsigned char*>(code);
   while (std::memcmp(bytes,

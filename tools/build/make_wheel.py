@@ -1,8 +1,8 @@
 """Wheel builder of this checkout: a wheel without kernels, and a wheel with the core packs.
 
-    python tools/make_wheel.py                     dist/: both wheels, for x86-64
-    python tools/make_wheel.py --no-core           only the wheel without kernels, which compiles kernels at first use
-    python tools/make_wheel.py --cpu aarch64       only the wheel without kernels, cross-compiled and never run
+    python tools/build/make_wheel.py                 dist/: both wheels, for x86-64
+    python tools/build/make_wheel.py --no-core       only the wheel without kernels, which compiles kernels at first use
+    python tools/build/make_wheel.py --cpu aarch64   only the wheel without kernels, cross-compiled and never run
 
 `./tools/dev wheel` calls this tool. A wheel serves every Python from 3.10 on. A wheel is refused if _C needs more than
 manylinux_2_28 provides. The wheel with packs is only for machines of the builder and must not be published, for the
@@ -28,10 +28,11 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
-import find_dependencies
-import shared_object
+sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-ROOT = Path(__file__).resolve().parent.parent
+from tools.build import find_dependencies, shared_object
+
+ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "wheel"  # separate from build/dev, the folder of the developer's build
 PLATFORM = "manylinux_2_28"
 # Newest symbol versions of manylinux_2_28. The last version of libstdc++ is left out.
@@ -125,7 +126,7 @@ def build_packs(names: Sequence[str]) -> list[Path]:
     """
     folder = BUILD / "packs"
     words = [word for name in names for word in ("--pack", name)]
-    command = [sys.executable, ROOT / "tools" / "aot.py", *words, "--out", folder]
+    command = [sys.executable, ROOT / "tools" / "build" / "aot.py", *words, "--out", folder]
     # The objects are shared with ./tools/dev build, which needs the instruction counts.
     command += ["--objects", ROOT / "build" / "objects", "--counts"]
     if subprocess.run(list(map(str, command)), check=False).returncode != 0:
@@ -135,9 +136,8 @@ def build_packs(names: Sequence[str]) -> list[Path]:
 
 def core_packs() -> list[str]:
     """Return the names of the core packs, from the table of this checkout, even if a different copy is installed."""
-    code = "import aot; print(*aot.kernel_table.CORE)"
-    tools = ROOT / "tools"
-    done = subprocess.run([sys.executable, "-c", code], cwd=tools, check=True, capture_output=True, text=True)
+    code = "from tools.build import aot; print(*aot.kernel_table.CORE)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)
     return done.stdout.split()
 
 
@@ -219,7 +219,7 @@ def main() -> None:
             say(core, f"with {', '.join(names)}; {time.monotonic() - start:.0f} s")
             print("".join(f"[wheel] {line}\n" for line in NOT_TO_BE_PUBLISHED.splitlines()), end="", flush=True)
     except BadWheel as error:
-        sys.exit(f"tools/make_wheel.py: {error}")
+        sys.exit(f"tools/build/make_wheel.py: {error}")
 
 
 def _newest(needed: shared_object.SharedObject) -> list[str]:

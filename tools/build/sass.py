@@ -1,6 +1,6 @@
 """Contents of cubins (registers, spills and typical Hopper instructions), and comparison of the SASS of two builds.
 
-    python tools/sass.py OLD NEW [--filter TEXT]        folders of cubins, as written by tools/aot.py next to objects
+    python tools/build/sass.py OLD NEW [--filter TEXT]     folders of cubins, which aot.py writes next to objects
 
 The command compares the instructions of each kernel that both folders have, and prints the number of different lines.
 The exit status is 1 if any kernel differs. A change of structure leaves all instructions equal. The tool uses NVIDIA's

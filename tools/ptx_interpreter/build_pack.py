@@ -1,11 +1,11 @@
 """Kernel packs that run without a GPU.
 
-    python tools/interpreted.py --target sm_90a --out DIR           every kernel of the build for the target
-    python tools/interpreted.py --target sm_90a --out DIR --spec fwd_sm90_bf16_d128_causal_m128n128s2
-    python tools/interpreted.py --target sm_90a --out DIR --spec ... --compile      compiles the kernel if missing
+    python tools/ptx_interpreter/build_pack.py --target sm_90a --out DIR   every kernel of the build for the target
+    python tools/ptx_interpreter/build_pack.py --target sm_90a --out DIR --spec fwd_sm90_bf16_d128_causal_m128n128s2
+    python tools/ptx_interpreter/build_pack.py ... --spec ... --compile    compiles the kernel if missing
 
 The host code of a kernel runs as compiled. An interpreter executes the PTX of the kernel on CPU memory
-(tools/interpreter). The results come from the arithmetic of the kernel. The run times have no meaning.
+(tools/ptx_interpreter). The results come from the arithmetic of the kernel. The run times have no meaning.
 
 The tool writes DIR/interpreted_sm_90a.so, and a folder of PTX next to the pack. An interpreted kernel cannot show three
 things: errors of ptxas, orders of memory accesses that occur only on a GPU, and speed.
@@ -20,13 +20,17 @@ import os
 import shutil
 import struct
 import subprocess
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-import aot
 import filelock
 
-SOURCES = aot.ROOT / "tools" / "interpreter"
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+
+from tools.build import aot
+
+SOURCES = aot.ROOT / "tools" / "ptx_interpreter"
 # -fwrapv: signed integers wrap around, as registers do. -march=native: the code only runs on the build machine.
 FLAGS = ("-std=c++20", "-O3", "-march=native", "-fwrapv", "-fPIC", "-Wall", "-Wextra")
 OBJECTS = aot.ROOT / "build" / "objects"
@@ -67,7 +71,7 @@ def runtime() -> list[Path]:
 def name_of(cubin: bytes) -> str:
     """Return the PTX file name that the interpreter searches for a cubin.
 
-    The name is the FNV-1a hash of the bytes before the section headers. `name_of` in tools/interpreter/cuda.cpp
+    The name is the FNV-1a hash of the bytes before the section headers. `name_of` in tools/ptx_interpreter/cuda.cpp
     computes an equal name.
     """
     digest = 0xCBF29CE484222325
@@ -124,7 +128,8 @@ def kernels_of(target: str, names: Iterable[str], compile_missing: bool = False)
         with filelock.FileLock(OBJECTS / "compile.lock"):  # check and the demo may compile the same kernel
             aot.compile_all(names, store, os.cpu_count() or 1)
     if missing := [name for name in names if not store.has(name)]:
-        raise SystemExit(f"{', '.join(missing)}: not built. Run ./tools/dev build, or tools/aot.py --objects {OBJECTS}")
+        remedy = f"Run ./tools/dev build, or tools/build/aot.py --objects {OBJECTS}"
+        raise SystemExit(f"{', '.join(missing)}: not built. {remedy}")
     return [store.path(name, "") for name in names]
 
 

@@ -1,10 +1,10 @@
 """Ahead-of-time compilation of the kernel table into kernel packs (kernel_table.PACKS).
 
-    python tools/aot.py --pack sm90a --out DIR                  flashplug_sm90a.so, and a report in flashplug_sm90a.json
-    python tools/aot.py --pack sm90a --pack sm80 --out DIR      two packs, whose kernels are compiled side by side
-    python tools/aot.py --pack sm90a --sample --out DIR         only the kernels of the pack tested without a GPU
-    python tools/aot.py --arch sm_90a --out DIR                 every pack of the target
-    python tools/aot.py --arch sm_90a --out DIR --spec fwd_sm90_bf16_d128_causal_m128n128s2
+    python tools/build/aot.py --pack sm90a --out DIR              flashplug_sm90a.so, and a report (.json)
+    python tools/build/aot.py --pack sm90a --pack sm80 --out DIR  two packs, whose kernels are compiled side by side
+    python tools/build/aot.py --pack sm90a --sample --out DIR     only the kernels of the pack tested without a GPU
+    python tools/build/aot.py --arch sm_90a --out DIR             every pack of the target
+    python tools/build/aot.py --arch sm_90a --out DIR --spec fwd_sm90_bf16_d128_causal_m128n128s2
 
 The tool needs no GPU and no nvcc, only the wheel of the DSL and a C compiler. A pack exports one symbol per kernel,
 `__tvm_ffi_<spec name>`. The build fails if a kernel fails to compile or spills registers. With --counts the report also
@@ -12,8 +12,8 @@ has the instruction counts of Hopper kernels, and each count takes half a second
 
 The tool compiles the kernels of the checkout in which this file lies, even if a different copy is installed. Objects
 are kept in DIR/objects, named by kernel and by a hash of the sources of the kernel. So only kernels with changed
-sources are compiled again. Three files lie next to each object: the cubin (compared by tools/sass.py), the PTX (run by
-tools/interpreted.py) and the kernel's row of the report.
+sources are compiled again. Three files lie next to each object: the cubin (compared by tools/build/sass.py), the PTX
+(run by tools/ptx_interpreter) and the kernel's row of the report.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from pathlib import Path
 
 # The DSL imports torch. torch must not autoload an installed copy of this package.
 os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "torch_flashplug"
 
 
@@ -56,10 +56,9 @@ if PACKAGE.name not in sys.modules:
     package.__path__ = [str(PACKAGE)]
     sys.modules[PACKAGE.name] = package
 sys.meta_path.insert(0, Beside)
-sys.path.insert(0, str(ROOT / "tools"))
+sys.path.insert(0, str(ROOT))
 
-import sass  # noqa: E402
-
+from tools.build import sass  # noqa: E402
 from torch_flashplug.codegen import host_cpu  # noqa: E402
 from torch_flashplug.codegen.compiler import compile_spec, key  # noqa: E402
 from torch_flashplug.codegen.fingerprint import source_fingerprint  # noqa: E402
