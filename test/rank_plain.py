@@ -22,9 +22,9 @@ from torch_flashplug.testing import assert_within_budget, attention_math, grads_
 from torch_flashplug.testing.budget import GRAD_FACTOR, cancelled_sums
 from torch_flashplug.testing.oracle import Masking
 
-sys.path.append(str(ROOT / "tools"))
+sys.path.append(str(ROOT))
 
-from multi import Swap  # noqa: E402
+from tools.bench.suites.multi_gpu import Swap  # noqa: E402
 
 CALLS = 2  # attention calls of the model: a call in each block
 

@@ -1,7 +1,7 @@
-"""Unit tests of tools/fuzz.py on the CPU stub backend.
+"""Unit tests of tools/fuzz/fuzz.py on the CPU stub backend.
 
 Every kind of call is drawn and right in every mode, wrong results are found, and a killed worker is reported. On a GPU,
-run python tools/fuzz.py.
+run python tools/fuzz/fuzz.py.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ import torch
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "tools"))
+sys.path.append(str(ROOT))
 
-import fuzz  # noqa: E402
-import fuzz_calls  # noqa: E402
-import fuzz_check  # noqa: E402
-import fuzz_tensors  # noqa: E402
-from fuzz_calls import Call  # noqa: E402
-from fuzz_check import Verdict, answer, check, hooked, is_stocks  # noqa: E402
-from fuzz_tensors import Posed  # noqa: E402
+from tools.fuzz import calls as fuzz_calls  # noqa: E402
+from tools.fuzz import check as fuzz_check  # noqa: E402
+from tools.fuzz import fuzz  # noqa: E402
+from tools.fuzz import tensors as fuzz_tensors  # noqa: E402
+from tools.fuzz.calls import Call  # noqa: E402
+from tools.fuzz.check import Verdict, answer, check, hooked, is_stocks  # noqa: E402
+from tools.fuzz.tensors import Posed  # noqa: E402
 
 SEED = 20261122
 EACH = 12  # calls of each kind
@@ -53,7 +53,7 @@ def draw_calls(kind: str, count: int = EACH, work: int = WORK) -> list[Call]:
 @pytest.mark.interpreted
 @BY_KIND
 def test_interpreted_calls_are_right(kind: str) -> None:
-    """Force kernels, which run or refuse the call; a subset of tools/fuzz.py --device interpreted."""
+    """Force kernels, which run or refuse the call; a subset of tools/fuzz/fuzz.py --device interpreted."""
     with hooked(fuzz.INTERPRETED) as off:
         for call in draw_calls(kind, 3, fuzz.WORK[fuzz.INTERPRETED] // 4):
             posed = fuzz_tensors.pose(call, "cpu")
@@ -225,7 +225,7 @@ def test_dead_worker_is_reported_and_remaining_work_continues() -> None:
 
 
 def test_command_line(tmp_path: Path) -> None:
-    base = [sys.executable, ROOT / "tools" / "fuzz.py"]
+    base = [sys.executable, ROOT / "tools" / "fuzz" / "fuzz.py"]
     limits = {"capture_output": True, "text": True, "timeout": 120, "check": False}
     options = ["--device", "cpu", "--workers", "1", "--calls", "60", "--out", tmp_path]
     done = subprocess.run([*base, "60", str(SEED), *options], **limits)  # noqa: PLW1510

@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-import providers as who
-import report
 import torch
-from records import OURS, PLAIN
 from torch import Tensor
 
+from tools.bench import baselines, report
+from tools.bench.result_schema import OURS, PLAIN
 from torch_flashplug.testing import (
     Candidate,
     Case,
@@ -39,7 +38,7 @@ class Bench:
     deadline: float
     wanted: str
     check: bool
-    providers: dict[str, who.Provider]
+    providers: dict[str, baselines.Provider]
     absent: dict[str, str]
     rows: list[dict[str, object]] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
@@ -71,8 +70,8 @@ def row_of(name: str, timings: dict[str, object], **more) -> dict[str, object]:
     The ratio is the time of the best peer divided by the time of ours, paired over rounds.
     """
     ours = next((n for n in OURS if n in timings), None)
-    one_order = {n.removesuffix(who.ONE_ORDER): t for n, t in timings.items() if n.endswith(who.ONE_ORDER)}
-    peers = {n: t for n, t in timings.items() if n not in OURS and not n.endswith(who.ONE_ORDER)}
+    one_order = {n.removesuffix(baselines.ONE_ORDER): t for n, t in timings.items() if n.endswith(baselines.ONE_ORDER)}
+    peers = {n: t for n, t in timings.items() if n not in OURS and not n.endswith(baselines.ONE_ORDER)}
     best = min(peers, key=lambda n: peers[n].ms, default=None)
     ratio = paired_ratio(timings[best], timings[ours]) if ours and best else None
     auto = timings.get("ours_auto")
@@ -104,10 +103,10 @@ def facts_of(case: Case) -> dict[str, object]:
 
 
 def auto_plan_of(inputs: Inputs, case: Case) -> str:
-    return str(who.torch_flashplug.explain(*inputs, **case.sdpa_kwargs()).backend)
+    return str(baselines.torch_flashplug.explain(*inputs, **case.sdpa_kwargs()).backend)
 
 
-def _check_numbers(case: Case, inputs: Inputs, provider: who.Provider) -> dict[str, float]:
+def _check_numbers(case: Case, inputs: Inputs, provider: baselines.Provider) -> dict[str, float]:
     """Return the errors of the first heads of a provider against fp64.
 
     Errors of ours beyond the error budget end the run. Errors of a peer are only reported.
@@ -237,7 +236,7 @@ def race(  # noqa: PLR0913
     """
     candidates, errors, refused = {}, {}, {}
     for racer, make in makers.items():
-        scope = who.ours("fa3") if racer.startswith("ours") else who.plugin_off
+        scope = baselines.ours("fa3") if racer.startswith("ours") else baselines.plugin_off
         try:
             with scope():
                 attend = make()

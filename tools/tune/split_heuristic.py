@@ -4,8 +4,8 @@ The tool times decode calls with many numbers of splits. The dispatcher selects 
 constants (src/dispatch/split_heuristic.cpp). The tool finds the constants with the least loss against the best number
 of splits.
 
-    python tools/tune.py gate --out results              on the GPU: times, then the fit
-    python tools/tune.py gate --times gate-h100.json     only the fit, to the times of one or several machines
+    python tools/tune/tune.py gate --out results              on the GPU: times, then the fit
+    python tools/tune/tune.py gate --times gate-h100.json     only the fit, to the times of one or several machines
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def measure(facts: dict[str, int], rounds: int) -> dict[str, dict[str, dict[str,
     """
     import torch
     import torch.nn.functional as F  # noqa: N812
-    import workloads
-    from decode import in_turn, states_of
 
+    from tools.bench import workloads
+    from tools.bench.suites.decode import in_turn, states_of
     from torch_flashplug.testing import Candidate, captured, make_inputs, time_interleaved
 
     times = {}
@@ -161,8 +161,7 @@ def fit(cases: list[Case], measured: list) -> tuple[tuple[KernelRow, ...], Gate,
 
 def tune_gate(times_from: list[Path], out: Path, rounds: int) -> None:
     """Print the lines to paste into dispatch_table.py and kernel_table.py, and every call that still loses time."""
-    import report
-    import workloads
+    from tools.bench import report, workloads
 
     if not times_from:
         facts = bindings.device_facts(0)

@@ -1,13 +1,14 @@
 """Benchmark of decode with KV caches that grow by one key per token, with the plugin in auto mode or a chosen mode.
 
-    python tools/growing.py                    every head dim from 32 to 256 in steps of 8, and D != Dv; prints a table,
-                                               and exits with status 1 if a time is above LIMIT_MS
-    python tools/growing.py --backend stock    stock PyTorch on the same caches
-    python tools/growing.py --unequal          only D != Dv
+    python tools/models/growing_cache.py                    every head dim from 32 to 256 in steps of 8, and D != Dv
+    python tools/models/growing_cache.py --backend stock    stock PyTorch on the same caches
+    python tools/models/growing_cache.py --unequal          only D != Dv
+
+The program prints a table, and exits with status 1 if a time is above LIMIT_MS.
 
 A backend that plans every new length takes 36 to 120 ms per token (cuDNN through stock PyTorch). A call with a planned
-length can be fast nevertheless. tools/programs.py runs this module in a separate process, because the plans of cuDNN
-stay in the process.
+length can be fast nevertheless. tools/models/programs.py runs this module in a separate process, because the plans of
+cuDNN stay in the process.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def in_own_process() -> list[dict]:
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     if len(rows) != len(CACHES):
         found = f"{len(rows)} of {len(CACHES)} caches, exit {done.returncode}"
-        raise RuntimeError(f"growing.py: {found}: {done.stderr[-400:]}")
+        raise RuntimeError(f"growing_cache.py: {found}: {done.stderr[-400:]}")
     return rows
 
 

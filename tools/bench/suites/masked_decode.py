@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
-import workloads
-from decode import ROUND_MS, copies_of, in_turn
-from harness import Bench, facts_of, graphed, refusal, row_of
-from masks import SEED, SEEN, wrong_in
 from torch import Tensor
 
+from tools.bench import workloads
+from tools.bench.runner import Bench, facts_of, graphed, refusal, row_of
+from tools.bench.suites.decode import ROUND_MS, copies_of, in_turn
+from tools.bench.suites.masks import SEED, SEEN, wrong_in
 from torch_flashplug.testing import Candidate, Case, Inputs, Timing, make_inputs, time_interleaved
 
 MASKED = ("ours_fa3", "ours_auto", "stock", "efficient")

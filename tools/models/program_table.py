@@ -6,10 +6,11 @@ import statistics
 from collections.abc import Iterable, Sequence
 from math import nan
 
-import records
-from program_models import Record
 from rich.console import Console
 from rich.table import Table
+
+from tools.bench import result_schema
+from tools.models.program_models import Record
 
 BAR = 1.1  # largest allowed error with the plugin, as a multiple of the error of stock alone
 SLOWER = 1.03  # time with the plugin from which a scenario is reported, as a multiple of the time of stock
@@ -76,5 +77,5 @@ def print_table(document: Record, console: Console) -> None:
     lines += [f"failed: {failure}" for failure in document["failed"]]
     lines += [f"violation: {line}" for line in document["violations"]]
     lines += [f"slower: {line}" for line in slower(document["rows"])]
-    for line in (*lines, f"totals: {records.rounded(document['totals'])}"):
+    for line in (*lines, f"totals: {result_schema.rounded(document['totals'])}"):
         console.print(line, markup=False)

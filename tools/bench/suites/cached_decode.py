@@ -10,11 +10,11 @@ import functools
 
 import torch
 import torch.nn.functional as F
-import workloads
-from decode import MAX_COPIES, ROUND_MS, copies_of, in_turn, kv_bytes
-from harness import Bench, facts_of, graphed, row_of
 from torch import Tensor
 
+from tools.bench import workloads
+from tools.bench.runner import Bench, facts_of, graphed, row_of
+from tools.bench.suites.decode import MAX_COPIES, ROUND_MS, copies_of, in_turn, kv_bytes
 from torch_flashplug import QuantizedTensor, sdpa_backend
 from torch_flashplug.ops.quantize_reference import in_int8, mean_of_finite, rotate
 from torch_flashplug.registry.quant_recipes import LARGEST

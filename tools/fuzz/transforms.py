@@ -12,10 +12,11 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from fuzz_tensors import Posed
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
+
+from tools.fuzz.tensors import Posed
 
 Attention = Callable[..., Tensor]  # takes the leaves as positional arguments, in order
 Leaves = Sequence[Tensor | None]

@@ -16,16 +16,15 @@ import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-import cudnn_fp8
 import torch
 import torch.nn.functional as F
-import workloads
-from cached_decode import cached
-from eightbit import LARGEST_ERROR, ROUND_MS, alone, by_head, fa3_calls, our_call
-from harness import Bench, facts_of, refusal, row_of
-from report import SHOWN
 from torch import Tensor
 
+from tools.bench import cudnn_fp8, workloads
+from tools.bench.report import SHOWN
+from tools.bench.runner import Bench, facts_of, refusal, row_of
+from tools.bench.suites.cached_decode import cached
+from tools.bench.suites.eightbit import LARGEST_ERROR, ROUND_MS, alone, by_head, fa3_calls, our_call
 from torch_flashplug.demo.model import next_byte_loss
 from torch_flashplug.demo.precision import CPU_RECIPE, GPU_RECIPE, learned
 from torch_flashplug.demo.record import Call, Recorder

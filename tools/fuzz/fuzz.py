@@ -1,11 +1,11 @@
 """Fuzzer: seeded random calls of F.scaled_dot_product_attention, compared with fp64, with the plugin in each mode.
 
-    python tools/fuzz.py SECONDS SEED [--modes auto,fa3,fa2] [--calls N] [--workers W] [--only KIND,...] [--out DIR]
-    python tools/fuzz.py 0 SEED --call INDEX [--modes auto]      a single call, with all details
-    python tools/fuzz.py SECONDS SEED --device interpreted       our kernels without a GPU (interpreter)
+    python tools/fuzz/fuzz.py SECONDS SEED [--modes auto,fa3,fa2] [--calls N] [--workers W] [--only KIND,...]
+    python tools/fuzz/fuzz.py 0 SEED --call INDEX [--modes auto]      a single call, with all details
+    python tools/fuzz/fuzz.py SECONDS SEED --device interpreted       our kernels without a GPU (interpreter)
 
-This module starts the worker processes and records the results. Any worker may die at any call. fuzz_calls.py defines
-the calls, and fuzz_check.py checks each call. The exit code is 1 if there are findings of ours.
+This module starts the worker processes and records the results. Any worker may die at any call. calls.py defines the
+calls, and check.py checks each call. The exit code is 1 if there are findings of ours.
 """
 
 from __future__ import annotations
@@ -25,15 +25,17 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-import fuzz_calls
-import fuzz_tensors
-import report
 import torch
-from fuzz_check import INTERPRETED, Verdict, answer, as_told, check, hooked, is_stocks, operands, settings
 from rich.console import Console
 from rich.table import Table
 
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+
 import torch_flashplug
+from tools.bench import report
+from tools.fuzz import calls as fuzz_calls
+from tools.fuzz import tensors as fuzz_tensors
+from tools.fuzz.check import INTERPRETED, Verdict, answer, as_told, check, hooked, is_stocks, operands, settings
 from torch_flashplug import env
 from torch_flashplug.registry.quant_recipes import RECIPES
 

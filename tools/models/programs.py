@@ -1,6 +1,7 @@
 """Test of unmodified transformers models (program_models.py) without and with the plugin.
 
-    python tools/programs.py    every program; writes programs-<gpu>.json (--device cpu --quick: on test/standin.py)
+    python tools/models/programs.py                         every program; writes programs-<gpu>.json
+    python tools/models/programs.py --device cpu --quick    on the CPU stub backend (test/standin.py)
 
 Each process runs a model without and with the plugin, in both orders. The results are compared with stock alone in a
 fresh process. The reference is the same model with equal weights in fp32, with the math backend for attention. An error
@@ -24,7 +25,7 @@ sides as `wrong_stock` and `wrong_ours`.
 
 The calls that share a process decide the contents of cuDNN's plan cache. So each pair (order, program) has a separate
 process, and compiled scenarios run in different processes than eager scenarios. Times are measured last, by a single
-process with exclusive use of the GPU. Then tools/growing.py times caches that grow by one key per token. A time above
+process with exclusive use of the GPU. Then growing_cache.py times caches that grow by one key per token. A time above
 0.3 ms is a violation.
 """
 
@@ -50,18 +51,18 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
-import growing
-import program_models
-import records
-import report
 import torch
 import transformers
-from program_models import PROGRAMS, SCENARIOS, Record, Scenario, Squares, Task, Witness
-from program_table import print_table, totals, violations
 from rich.console import Console
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+
+from tools.bench import report, result_schema
+from tools.models import growing_cache, program_models
+from tools.models.program_models import PROGRAMS, SCENARIOS, Record, Scenario, Squares, Task, Witness
+from tools.models.program_table import print_table, totals, violations
 from torch_flashplug import env
 from torch_flashplug.demo.scopes import Scope, plugin_off
 from torch_flashplug.dispatch import bindings
@@ -334,7 +335,7 @@ def run_all(options: argparse.Namespace, programs: Sequence[str], orders: Sequen
             records[record["program"]]["times"].append(record)
     document = assemble(records, orders)
     if options.device == "cuda" and not options.no_times:
-        document["growing"] = growing.in_own_process()
+        document["growing"] = growing_cache.in_own_process()
     return document
 
 
@@ -387,11 +388,11 @@ def main() -> int:
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
     clocks = report.read_clocks()
     if options.again:
-        found = time_again(records.read(options.again), programs, options.seconds)
+        found = time_again(result_schema.read(options.again), programs, options.seconds)
     else:
         found = run_all(options, programs, orders)
     document = report.header("programs", clocks, report.commit()) | {"transformers": transformers.__version__}
-    wrong = violations(found["rows"]) + growing.violations(found.get("growing", []))
+    wrong = violations(found["rows"]) + growing_cache.violations(found.get("growing", []))
     document |= {"violations": wrong, "totals": totals(found["rows"])} | found
     print_table(document, Console(width=200))
     print("wrote", report.write_json(document, options.out))

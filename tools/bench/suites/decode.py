@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import providers as who
 import torch
-import workloads
-from harness import Bench, facts_of, graphed, row_of, try_each
 
+from tools.bench import baselines, workloads
+from tools.bench.runner import Bench, facts_of, graphed, row_of, try_each
 from torch_flashplug.testing import Candidate, Case, Timing, make_inputs, time_interleaved
 
 ROUND_MS = 3.0
@@ -54,12 +53,12 @@ def suite_decode(bench: Bench) -> None:
 
 
 def _measure(bench: Bench, case: Case, state: str, name: str) -> None:
-    from streaming import reader  # imported late, because CPU builds of torch lack triton
+    from tools.bench.memory_bandwidth import reader  # imported late, because CPU builds of torch lack triton
 
     copies, turns = states_of(case)[state]
     inputs = [make_inputs(case, bench.device, seed) for seed in range(copies)]
-    skipped = who.SLOW if kv_bytes(case) > MATH_BYTES else who.SLOW - {"math"}
-    names = [peer for peer in bench.providers if peer not in skipped and not peer.endswith(who.ONE_ORDER)]
+    skipped = baselines.SLOW if kv_bytes(case) > MATH_BYTES else baselines.SLOW - {"math"}
+    names = [peer for peer in bench.providers if peer not in skipped and not peer.endswith(baselines.ONE_ORDER)]
     with torch.no_grad():
 
         def build(provider, which=inputs[0]):
@@ -74,6 +73,6 @@ def _measure(bench: Bench, case: Case, state: str, name: str) -> None:
     timings = {peer: Timing(tuple(ms / (copies * turns) for ms in t.rounds)) for peer, t in timings.items()}
     read = timings.pop("read")
     row = row_of(name, timings, **facts_of(case), errors=errors, refused=refused)
-    plan = who.torch_flashplug.explain(*inputs[0], **case.sdpa_kwargs())
+    plan = baselines.torch_flashplug.explain(*inputs[0], **case.sdpa_kwargs())
     row |= {"state": state, "kv_bytes": kv_bytes(case), "bound_ms": read.ms, "splits": plan.splits}
     bench.add(row | {"auto_plan": plan.backend})

@@ -8,14 +8,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 
-import masks
 import torch
 import torch.nn.functional as F
-import workloads
-from harness import Bench, facts_of, row_of, time_calls
-from records import GRADIENT_FLOP, OURS
 from torch import Tensor
 
+from tools.bench import workloads
+from tools.bench.result_schema import GRADIENT_FLOP, OURS
+from tools.bench.runner import Bench, facts_of, row_of, time_calls
+from tools.bench.suites import masks
 from torch_flashplug.ops import dropout_reference
 from torch_flashplug.testing import (
     Candidate,

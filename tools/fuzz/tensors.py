@@ -8,8 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from fuzz_calls import DIMS, DTYPES, Call, Layout
 from torch import Tensor
+
+from tools.fuzz.calls import DIMS, DTYPES, Call, Layout
 
 TAIL = 64  # NaN elements after every operand
 

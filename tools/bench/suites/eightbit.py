@@ -12,15 +12,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 
-import cudnn_fp8
-import providers as who
 import torch
 import torch.nn.functional as F
-import workloads
-from harness import Bench, facts_of, refusal, row_of
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from tools.bench import baselines, cudnn_fp8, workloads
+from tools.bench.runner import Bench, facts_of, refusal, row_of
 from torch_flashplug import sdpa_backend
 from torch_flashplug.registry import quant_recipes
 from torch_flashplug.testing import (
@@ -78,7 +76,7 @@ def fa3_calls(
 
     The result is None if the wheel is not installed.
     """
-    function = who.wheel("fa3")
+    function = baselines.wheel("fa3")
     if function is None:
         return None
 

@@ -20,13 +20,13 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import Bench, refusal, row_of
-from in_step import agreed, largest, time_on_ranks, watch
-from records import GRADIENT_FLOP
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend
 
+from tools.bench.ranks import agreed, largest, time_on_ranks, watch
+from tools.bench.result_schema import GRADIENT_FLOP
+from tools.bench.runner import Bench, refusal, row_of
 from torch_flashplug import env, sdpa_backend
 from torch_flashplug.demo import llama
 from torch_flashplug.demo.model import Shape

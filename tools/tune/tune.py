@@ -1,9 +1,9 @@
 """Tuning of tile sizes for a family of head dims, and of the decode gate.
 
-    python tools/tune.py compile --dims 192x128 --out DIR        a pack of candidates and tune.json (no GPU needed)
-    python tools/tune.py compile --dims 64x64=192x128,128x176 --mask full --out DIR              only these tiles
-    python tools/tune.py time --pack DIR --out results           on the GPU: check of results, then interleaved rounds
-    python tools/tune.py gate --out results                      constants of the decode gate, timed and fitted
+    python tools/tune/tune.py compile --dims 192x128 --out DIR    a pack of candidates and tune.json (no GPU needed)
+    python tools/tune/tune.py compile --dims 64x64=192x128,128x176 --mask full --out DIR    only these tiles
+    python tools/tune/tune.py time --pack DIR --out results       on the GPU: check of results, then rounds
+    python tools/tune/tune.py gate --out results                  constants of the decode gate, timed and fitted
 
 Every legal tile size is compiled. Candidates with spilled registers are dropped. The remaining candidates are checked,
 and timed against stock. The tool prints replacement rows for torch_flashplug/registry/kernel_table.py.
@@ -25,9 +25,8 @@ from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-for place in (ROOT, ROOT / "tools"):
-    sys.path.append(str(place))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT))
 
 TILE_MS, TILE_NS, STAGES = (64, 128, 192), range(64, 209, 16), 2
 LENGTHS = (512, 1024, 4096, 16384)
@@ -146,8 +145,8 @@ def time_length(family: Family, length: int, trials: list[Trial], args: argparse
     The time of a trial is also stored in the trial.
     """
     import torch
-    from providers import providers
 
+    from tools.bench.baselines import providers
     from torch_flashplug.testing import Candidate, DirectForward, make_inputs, time_interleaved
 
     case = family.timed_case(length)
@@ -204,7 +203,7 @@ def print_rows(family: Family, trials: list[Trial], device: str) -> None:
 
 
 def time_candidates(args: argparse.Namespace) -> None:
-    import report
+    from tools.bench import report
 
     trials = load_trials(args.pack)
     device, deadline = report.slug(report.gpu_name()), time.monotonic() + args.budget_seconds
@@ -227,7 +226,7 @@ def time_candidates(args: argparse.Namespace) -> None:
 
 
 def fit_gate(args: argparse.Namespace) -> None:
-    from gate import tune_gate
+    from tools.tune.split_heuristic import tune_gate
 
     tune_gate(args.times, args.out, args.rounds)
 
@@ -248,7 +247,7 @@ def main() -> None:
     run.add_argument("--rest-ms", type=float, default=0.0, help="idle time before a sample (testing/timing.py)")
     run.add_argument("--budget-seconds", type=float, default=480.0, help="start no length after this time")
     run.add_argument("--out", type=Path, default=ROOT / "build" / "tune", help="folder of the JSON file")
-    gate = verbs.add_parser("gate", help="constants of the decode gate (tools/gate.py)")
+    gate = verbs.add_parser("gate", help="constants of the decode gate (tools/tune/split_heuristic.py)")
     gate.add_argument("--times", type=Path, nargs="*", help="JSON of earlier runs, to fit again without a GPU")
     gate.add_argument("--rounds", type=int, default=7)
     gate.add_argument("--out", type=Path, default=ROOT / "build" / "tune", help="folder of the JSON file")

@@ -11,13 +11,13 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import providers as who
 import torch
-from harness import Bench, race, row_of, whole_call
-from records import GRADIENT_FLOP, PLAIN
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
+from tools.bench import baselines
+from tools.bench.result_schema import GRADIENT_FLOP, PLAIN
+from tools.bench.runner import Bench, race, row_of, whole_call
 from torch_flashplug import attention, block_lists
 
 SEED, BLOCK = 20261126, 128
@@ -107,7 +107,7 @@ def _measure(bench: Bench, call: Call) -> None:
     makers = {
         "ours_fa3": lambda: lambda: attention(*leaves, block_mask=lists),
         PLAIN: lambda: lambda: attention(*leaves),
-        "flex": lambda: lambda: who._flex(*(x.transpose(1, 2) for x in leaves), block_mask=mask).transpose(1, 2),
+        "flex": lambda: lambda: baselines._flex(*(x.transpose(1, 2) for x in leaves), block_mask=mask).transpose(1, 2),
     }
     timings, plain, errors, refused = race(
         bench, call.name, makers, error_of=functools.partial(_error, call, mask, leaves),

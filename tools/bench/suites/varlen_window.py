@@ -11,14 +11,14 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-import providers as who
 import torch
-from harness import Bench, race, row_of, whole_call
-from records import GRADIENT_FLOP, PLAIN
 from torch import Tensor
 from torch.nn.attention import varlen
 from torch.nn.attention.flex_attention import create_block_mask
 
+from tools.bench import baselines
+from tools.bench.result_schema import GRADIENT_FLOP, PLAIN
+from tools.bench.runner import Bench, race, row_of, whole_call
 from torch_flashplug import attention, plan, sdpa_backend
 
 TOKENS, WIDTH = 16384, 2048  # rows of a call, and heads x head dim
@@ -211,7 +211,7 @@ def _varlen(call: Call, x: Operands) -> Attend:
 
 def _wheel(name: str, call: Call, x: Operands) -> Attend:
     """Return a call of a FlashAttention wheel, which takes (B, S, H, D), or packed sequences in the varlen function."""
-    function = who.wheel(name)
+    function = baselines.wheel(name)
     if function is None:
         raise ImportError("not installed")
     given = {"causal": call.causal, "window_size": (call.left, 0 if call.left >= 0 else -1), "softcap": call.softcap}
@@ -249,7 +249,7 @@ def _flex(call: Call, x: Operands) -> Attend:
 
     def attend() -> Tensor:
         operands = (one.transpose(1, 2) for one in x.batch(call))
-        return who._flex(*operands, block_mask=rule, enable_gqa=True, **more).transpose(1, 2).flatten(0, 1)
+        return baselines._flex(*operands, block_mask=rule, enable_gqa=True, **more).transpose(1, 2).flatten(0, 1)
 
     return attend
 

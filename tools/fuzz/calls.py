@@ -1,7 +1,7 @@
 """Random calls of F.scaled_dot_product_attention as plain data, and the random generator of the calls.
 
 A pair (seed, index) determines a call. The kinds of calls are rows of KINDS. This module neither makes nor checks a
-call: tools/fuzz.py does both.
+call: tools/fuzz/fuzz.py does both.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Call:
     mask_layout: Layout = Layout()
     dropout: float = 0.0
     deterministic: bool = False
-    way: str = ""  # way in which the program makes the call: a key of WAYS in fuzz_ways.py
+    way: str = ""  # way in which the program makes the call: a key of WAYS in transforms.py
     allow: str = ""  # "no_cudnn", "flash", "efficient": the backends allowed with torch.nn.attention.sdpa_kernel
 
     def facts(self) -> dict[str, object]:

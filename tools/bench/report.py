@@ -1,8 +1,8 @@
 """Output of a benchmark: the facts of the machine, a JSON file, a table and a picture.
 
-    python tools/report.py tools/results/choice-h100.json --out DIR      draws pictures of existing JSON files
+    python tools/bench/report.py tools/results/choice-h100.json --out DIR      draws pictures of existing JSON files
 
-records.py defines the file formats.
+result_schema.py defines the file formats.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ import sys
 import time
 from pathlib import Path
 
-import records
 import torch
 from rich.console import Console
 from rich.table import Table
 
-import torch_flashplug
+sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-ROOT = Path(__file__).resolve().parent.parent
+import torch_flashplug
+from tools.bench import result_schema
+
+ROOT = Path(__file__).resolve().parents[2]
 CLOCK_FIELDS = (
     "clocks.sm",
     "clocks.mem",
@@ -92,7 +94,7 @@ def header(suite: str, started_clocks: dict[str, str], commit_id: str) -> dict[s
 
 
 def write_json(document: dict[str, object], folder: Path) -> Path:
-    return records.write(document, folder / f"{document['suite']}-{slug(str(document['gpu']))}.json")
+    return result_schema.write(document, folder / f"{document['suite']}-{slug(str(document['gpu']))}.json")
 
 
 def _milliseconds(value: float | None) -> str:
@@ -167,7 +169,7 @@ def plot(document: dict[str, object], labels: dict[str, str], path: Path) -> Pat
              "masks": _plot_masks, "accuracy": _plot_accuracy}  # fmt: skip
     draw = draws.get(str(document["suite"]), _plot_ratios)
     figure = draw(document, labels)
-    return records.save(figure, path) if figure else None
+    return result_schema.save(figure, path) if figure else None
 
 
 def _subject(document: dict[str, object]) -> str:
@@ -398,15 +400,15 @@ def _plot_ratios(document, labels):
 
 
 def main() -> None:
-    import providers
+    from tools.bench import baselines
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", type=Path, nargs="+", help="JSON files that tools/bench.py wrote")
+    parser.add_argument("files", type=Path, nargs="+", help="JSON files that tools/bench/bench.py wrote")
     parser.add_argument("--out", type=Path, help="folder of the pictures (default: next to each file)")
     options = parser.parse_args()
     for path in options.files:
         picture = (options.out or path.parent) / f"{path.stem}.png"
-        if plot(records.read(path), providers.labels(), picture):
+        if plot(result_schema.read(path), baselines.labels(), picture):
             print("wrote", picture)
 
 

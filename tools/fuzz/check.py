@@ -2,7 +2,7 @@
 
 The measure is the error budget of torch_flashplug/testing. Rounding may still explain a result outside the budget
 (`_chance`): if a result has only a few elements, plain torch may by chance round none of these elements. This module
-starts no process: tools/fuzz.py does.
+starts no process: tools/fuzz/fuzz.py does.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-import report
 import torch
 import torch.nn.functional as F
-from fuzz_calls import DTYPES, Call
-from fuzz_tensors import Posed
-from fuzz_ways import WAYS, little_memory
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import torch_flashplug
+from tools.bench import report
+from tools.fuzz.calls import DTYPES, Call
+from tools.fuzz.tensors import Posed
+from tools.fuzz.transforms import WAYS, little_memory
 from torch_flashplug import env
 from torch_flashplug.demo.scopes import plugin_off
 from torch_flashplug.dispatch import bindings

@@ -12,13 +12,12 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import providers as who
 import torch
-import workloads
-from decode import MAX_COPIES, ROUND_MS, copies_of, in_turn, kv_bytes
-from harness import Bench, facts_of, graphed, refusal, row_of
 from torch import Tensor
 
+from tools.bench import baselines, workloads
+from tools.bench.runner import Bench, facts_of, graphed, refusal, row_of
+from tools.bench.suites.decode import MAX_COPIES, ROUND_MS, copies_of, in_turn, kv_bytes
 from torch_flashplug import attention, sdpa_backend
 from torch_flashplug.testing import Candidate, Case, Inputs, Timing, make_inputs, time_interleaved
 
@@ -85,7 +84,7 @@ def _on_end(inputs: Inputs) -> Attend:
 
 
 def _fa3(x: Paged, planned: bool) -> Attend:
-    module = sys.modules[who.wheel("fa3").__module__]
+    module = sys.modules[baselines.wheel("fa3").__module__]
     given = {"page_table": x.table, "cache_seqlens": x.used}
     if planned:
         (B, _, Hq, D), Hkv, keys = x.q.shape, x.pools[0].shape[2], x.table.shape[1] * PAGE
@@ -130,7 +129,7 @@ def _makers(bench: Bench, inputs: list[Inputs]) -> dict[str, Callable[[], list[A
     of_all |= {name: (_ours, in_pages[rows]) for name, rows in PAGES.items()}
     of_all |= {name: (functools.partial(_ours, **splits), in_pages[PAGE]) for name, splits in SPLITS.items()}
     of_all |= {"ours_lengths": (_with_lengths, inputs)}
-    absent = who.WHEELS.keys() - bench.providers.keys()
+    absent = baselines.WHEELS.keys() - bench.providers.keys()
     of_all |= {name: (make, in_pages[PAGE]) for name, make in PEERS.items() if name.split("_")[0] not in absent}
     return {name: functools.partial(lambda make, of: [make(one) for one in of], *row) for name, row in of_all.items()}
 

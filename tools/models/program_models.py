@@ -1,4 +1,4 @@
-"""Programs of tools/programs.py as data: unmodified transformers models with small random configs.
+"""Programs of tools/models/programs.py as data: unmodified transformers models with small random configs.
 
 The module has the scenarios and batches of each model, a function that runs a model once, and a witness that records
 the attention calls.

@@ -11,15 +11,14 @@ import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import providers as who
 import torch
 import torch.nn.functional as F
-import workloads
-from harness import Bench, facts_of, row_of, time_calls
-from records import GRADIENT_FLOP
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
+from tools.bench import baselines, workloads
+from tools.bench.result_schema import GRADIENT_FLOP
+from tools.bench.runner import Bench, facts_of, row_of, time_calls
 from torch_flashplug.testing import (
     Candidate,
     Case,
@@ -168,7 +167,7 @@ def wrong_in(case: Case, inputs: Inputs, mask: Tensor, out: Tensor) -> str | Non
     return None if errors.ok else str(errors)
 
 
-def _flex_call(flex: who.Attend, case: Case, pattern: Pattern, inputs: Inputs) -> Callable[[], Tensor]:
+def _flex_call(flex: baselines.Attend, case: Case, pattern: Pattern, inputs: Inputs) -> Callable[[], Tensor]:
     sizes, device = pattern.sizes(case), str(inputs.q.device)
     block_mask = create_block_mask(pattern.rule(case, device), *sizes, device=device)
     return functools.partial(flex, inputs.q, inputs.k, inputs.v, block_mask=block_mask)
@@ -187,9 +186,9 @@ def _measure(bench: Bench, name: str, case: Case, pattern: Pattern, what: str) -
         return call
 
     of_torch = functools.partial(F.scaled_dot_product_attention, *inputs, mask, enable_gqa=case.gqa)
-    attends = dict.fromkeys(("ours_fa3", "ours_auto", who.TALL, "stock", "efficient"), of_torch)
+    attends = dict.fromkeys(("ours_fa3", "ours_auto", baselines.TALL, "stock", "efficient"), of_torch)
     with torch.set_grad_enabled(grad):
-        for flex in sorted({"flex", who.FLASH} & bench.providers.keys()) if pattern.name in FLEX else ():
+        for flex in sorted({"flex", baselines.FLASH} & bench.providers.keys()) if pattern.name in FLEX else ():
             attends[flex] = _flex_call(bench.providers[flex].attend, case, pattern, inputs)
         timings, wrong, refused = time_calls(
             bench,

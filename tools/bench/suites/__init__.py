@@ -1,0 +1,1 @@
+"""Suites of the benchmark, one file for each family."""
