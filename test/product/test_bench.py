@@ -19,7 +19,7 @@ pytest.importorskip("rich")
 
 from tools.bench import baselines, bench, result_schema, workloads  # noqa: E402
 
-MEASURING = [ROOT / "tools" / "bench" / f"{name}.py" for name in ("bench", "suites/decode", "runner")]
+MEASURING = [ROOT / "tools" / "bench" / f"{name}.py" for name in ("bench", "suites/dense", "suites/decode", "runner")]
 ELSEWHERE = {"gate": "tools/tune/split_heuristic.py"}  # lists of calls without a suite
 FUNCTIONS = {
     name: function for name, function in inspect.getmembers(workloads, inspect.isfunction)

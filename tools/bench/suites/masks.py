@@ -1,24 +1,31 @@
-"""Suite masks: calls with a bool mask or a float mask, as users make such calls, forward, then forward and backward.
+"""Mask suites: bool and float masks of F.sdpa (masks), and FlexAttention's block masks (blocks).
 
+Suite masks makes calls with a bool mask or a float mask, as users make such calls, forward, then forward and backward.
 The backward calls include gradients of float masks. The preprocessing of the mask is part of the time: torch converts
 bool masks to floats, and this project computes a bitmask and block-sparse lists. The BlockMask of FlexAttention is
 created before the timing.
+
+Suite blocks compares torch_flashplug.attention(block_mask=) with FlexAttention on equal masks. The suite also times the
+project's kernel without a mask (PLAIN). `rate` is the speed of the masked call, counted over visible blocks, as a
+fraction of the speed without a mask. All times of this suite are device times of replayed CUDA graphs.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from tools.bench import baselines, workloads
-from tools.bench.result_schema import GRADIENT_FLOP
-from tools.bench.runner import Bench, facts_of, row_of, time_calls
+from tools.bench.result_schema import GRADIENT_FLOP, PLAIN
+from tools.bench.runner import Bench, facts_of, race, row_of, time_calls, whole_call
+from torch_flashplug import attention, block_lists
 from torch_flashplug.testing import (
     Candidate,
     Case,
@@ -202,3 +209,114 @@ def _measure(bench: Bench, name: str, case: Case, pattern: Pattern, what: str) -
         )
     facts = facts_of(case) | {"mask": pattern.name, "flop": case.flop * GRADIENT_FLOP.get(what, 1.0)}
     bench.add(row_of(name, timings, **facts, grad=grad, wrong=wrong, refused=refused))
+
+
+# ---- suite blocks ----
+
+BLOCK_SEED, BLOCK_ROWS = 20261126, 128
+LARGEST_BLOCK_ERROR = 0.01  # largest allowed relative error against fp64: above, a result is wrong
+BLOCK_ROUND_MS, ROWS_CHECKED = 10.0, 64
+BLOCK_SHARE = 10  # one block in BLOCK_SHARE blocks is visible in the "random" mask
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMaskCall:
+    """Self-attention call in bf16 with batch size 1."""
+
+    name: str
+    d: int
+    s: int
+    heads: tuple[int, int]
+    mask: str
+    what: str
+
+    def facts(self, seen: float) -> dict[str, object]:
+        flop = 4.0 * self.s**2 * self.heads[0] * self.d * seen * GRADIENT_FLOP.get(self.what, 1.0)
+        return {"shape": [1, *self.heads, self.s, self.s, self.d, self.d], "d": self.d, "s": self.s, "mask": self.mask,
+                "dtype": "bf16", "flop": flop, "seen": seen}  # fmt: skip
+
+
+def _random_block_mask(s: int, device: str) -> BlockMask:
+    """Return a block mask of full blocks, with one block in BLOCK_SHARE visible and a new random choice in each row."""
+    blocks = s // BLOCK_ROWS
+    listed = max(1, blocks // BLOCK_SHARE)
+    drawn = torch.rand(blocks, blocks, generator=torch.Generator().manual_seed(BLOCK_SEED)).argsort(1)[:, :listed]
+    index = torch.zeros(blocks, blocks, dtype=torch.int32)
+    index[:, :listed] = drawn.sort(1).values
+    count = torch.full((blocks,), listed, dtype=torch.int32)
+    none = torch.zeros_like(count), torch.zeros_like(index)
+    lists = (x[None, None].to(device) for x in (*none, count, index))
+    return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=BLOCK_ROWS, seq_lengths=(s, s))
+
+
+def _block_mask_of(rule: Callable) -> Callable[[int, str], BlockMask]:
+    def made(s: int, device: str) -> BlockMask:
+        return create_block_mask(lambda b, h, row, key: rule(s, b, h, row, key), None, None, s, s, device=device)
+
+    return made
+
+
+BLOCK_MASKS: dict[str, Callable[[int, str], BlockMask]] = {
+    "random": _random_block_mask,
+    "window": _block_mask_of(lambda s, b, h, row, key: (row >= key) & (row - key < s // 16)),
+    "documents": _block_mask_of(lambda s, b, h, row, key: (row >= key) & (row // (s // 16) == key // (s // 16))),
+    "causal": _block_mask_of(lambda s, b, h, row, key: row >= key),
+}
+
+
+def block_calls() -> Iterator[BlockMaskCall]:
+    for what in ("fwd", "train"):
+        for d, s, heads in ((128, 65536, 4), (128, 16384, 16), (64, 16384, 32), (256, 16384, 8), (128, 4096, 16)):
+            for mask in BLOCK_MASKS:
+                yield BlockMaskCall(f"{what}_{mask}_d{d}_s{s}", d, s, (heads, heads), mask, what)
+
+
+def _visible_fraction(mask: BlockMask, s: int) -> float:
+    """Return the fraction of the scores in visible blocks."""
+    listed = int(mask.kv_num_blocks.sum())
+    listed += 0 if mask.full_kv_num_blocks is None else int(mask.full_kv_num_blocks.sum())
+    return listed * BLOCK_ROWS**2 / s**2
+
+
+def _block_error(call: BlockMaskCall, mask: BlockMask, leaves: list[Tensor], out: Tensor) -> float:
+    """Return the relative error of randomly selected rows against fp64."""
+    rows = torch.randperm(call.s, generator=torch.Generator().manual_seed(BLOCK_SEED))[:ROWS_CHECKED].to(out.device)
+    at, keys = rows[:, None] // BLOCK_ROWS, torch.arange(call.s, device=out.device)
+    seen = mask.to_dense()[0, 0].bool().to(out.device)[at, keys // BLOCK_ROWS]
+    of_plane = torch.zeros((), dtype=torch.long, device=out.device)
+    seen = seen & mask.mask_mod(of_plane, of_plane, rows[:, None], keys)
+    q, k, v = (x.detach().double().transpose(1, 2) for x in leaves)
+    scores = (q[:, :, rows] @ k.mT / math.sqrt(call.d)).masked_fill(~seen, -math.inf)
+    right = (scores.softmax(-1) @ v).transpose(1, 2)
+    return float((out[:, rows].double() - right).norm() / right.norm())
+
+
+def _measure_blocks(bench: Bench, call: BlockMaskCall) -> None:
+    mask = BLOCK_MASKS[call.mask](call.s, bench.device)
+    generator = torch.Generator(bench.device).manual_seed(BLOCK_SEED)
+    drawn = [torch.randn(1, call.s, call.heads[0], call.d, device=bench.device, generator=generator).bfloat16()
+             for _ in range(4)]  # fmt: skip
+    leaves = [x.requires_grad_(call.what == "train") for x in drawn[:3]]
+    lists = block_lists(mask, gradients=call.what == "train")
+    makers = {
+        "ours_fa3": lambda: lambda: attention(*leaves, block_mask=lists),
+        PLAIN: lambda: lambda: attention(*leaves),
+        "flex": lambda: lambda: baselines._flex(*(x.transpose(1, 2) for x in leaves), block_mask=mask).transpose(1, 2),
+    }
+    timings, plain, errors, refused = race(
+        bench, call.name, makers, error_of=functools.partial(_block_error, call, mask, leaves),
+        once=functools.partial(whole_call, call.what, leaves, drawn[3]),
+        largest_error=LARGEST_BLOCK_ERROR, round_ms=BLOCK_ROUND_MS,
+    )  # fmt: skip
+    seen = _visible_fraction(mask, call.s)
+    row = row_of(call.name, timings, **call.facts(seen), errors=errors, refused=refused, grad=call.what == "train")
+    if plain is not None:
+        row["all_ms"] |= {PLAIN: plain.ms}
+        row["rate"] = round(plain.ms * seen / timings["ours_fa3"].ms, 4)
+    bench.add(row)
+
+
+def suite_blocks(bench: Bench) -> None:
+    for call in block_calls():
+        if bench.take(call.name):
+            _measure_blocks(bench, call)
