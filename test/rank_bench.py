@@ -29,7 +29,7 @@ def case_suite(rank: Rank) -> None:
     s = 64 * rank.world
     calls = [
         multi_gpu.Call("train_ring_allgather_small", s, "ring", margins=True),
-        multi_gpu.Call("fwd_ring_alltoall_small", s, "ring", "alltoall", what="fwd"),
+        multi_gpu.Call("fwd_ring_alltoall_small", s, "ring", "alltoall", direction="fwd"),
         multi_gpu.Call("train_ulysses_small", s, "ulysses"),
         multi_gpu.Call("train_blocks_small", s, "blocks"),
     ]

@@ -145,5 +145,5 @@ def test_flash_attention_4_receives_the_call(suite, direction, monkeypatch):
         monkeypatch, "flash_attn.cute.interface", flash_attn_func=stub_fa4, flash_attn_varlen_func=stub_fa4
     )
     monkeypatch.setitem(varlen_window.FUNCTIONS, "flex", varlen_window._varlen)  # a compiled kernel would take minutes
-    row = run_suite(suite, varlen_window._measure, replace(CALLS[suite], what=direction))
+    row = run_suite(suite, varlen_window._measure, replace(CALLS[suite], direction=direction))
     assert "fa4" in row["peers_ms"] and row["errors"]["fa4"] < 0.004, row

@@ -139,40 +139,40 @@ def tall_tiles() -> Iterator[None]:
         startup.push_tables()
 
 
-def providers(wanted: set[str] | None = None) -> tuple[dict[str, Provider], dict[str, str]]:
+def providers(names: set[str] | None = None) -> tuple[dict[str, Provider], dict[str, str]]:
     """Return the providers that can run on this machine, and a reason for each absent provider.
 
     Args:
         wanted: names that limit both results. By default, "ours_fa2", TALL and the FlexAttention providers (which take
             no mask of F.sdpa) are left out.
     """
-    found: dict[str, Provider] = {}
+    available: dict[str, Provider] = {}
     absent: dict[str, str] = {}
     sdpa = F.scaled_dot_product_attention
     for name, backend in OURS.items():
-        found[name] = Provider(name, sdpa, tall_tiles if name == TALL else ours(backend), ours=True)
-    found["stock"] = Provider("stock", sdpa, plugin_off)
+        available[name] = Provider(name, sdpa, tall_tiles if name == TALL else ours(backend), ours=True)
+    available["stock"] = Provider("stock", sdpa, plugin_off)
     for name in ("ours_fa3", "stock"):  # deterministic variants, for gradients only
-        again = found[name]
+        again = available[name]
         scope = functools.partial(in_one_order, again.scope)
-        found[f"{name}{ONE_ORDER}"] = replace(again, name=f"{name}{ONE_ORDER}", scope=scope)
+        available[f"{name}{ONE_ORDER}"] = replace(again, name=f"{name}{ONE_ORDER}", scope=scope)
     for name, (_, backend) in STOCK.items():
-        found[name] = Provider(name, sdpa, lambda backend=backend: stock_backend(backend))
+        available[name] = Provider(name, sdpa, lambda backend=backend: stock_backend(backend))
     for name, (_, modules, arguments) in WHEELS.items():
         function, reason = _import_wheel(modules)
         if function is None:
             absent[name] = reason
         else:
-            found[name] = Provider(name, _wheel(functools.partial(function, **arguments)), nullcontext)
-    found["flex"] = Provider("flex", _flex, plugin_off)
-    if "fa4" in found:
-        found[FLASH] = Provider(FLASH, functools.partial(_flex, kernel_options={"BACKEND": "FLASH"}), plugin_off)
+            available[name] = Provider(name, _wheel(functools.partial(function, **arguments)), nullcontext)
+    available["flex"] = Provider("flex", _flex, plugin_off)
+    if "fa4" in available:
+        available[FLASH] = Provider(FLASH, functools.partial(_flex, kernel_options={"BACKEND": "FLASH"}), plugin_off)
     else:
         absent[FLASH] = absent["fa4"]
-    if wanted is None:
-        found = {name: p for name, p in found.items() if name not in {"ours_fa2", TALL, "flex", FLASH}}
+    if names is None:
+        available = {name: p for name, p in available.items() if name not in {"ours_fa2", TALL, "flex", FLASH}}
         absent.pop(FLASH, None)
     else:
-        found = {name: p for name, p in found.items() if name in wanted}
-        absent = {name: reason for name, reason in absent.items() if name in wanted}
-    return found, absent
+        available = {name: p for name, p in available.items() if name in names}
+        absent = {name: reason for name, reason in absent.items() if name in names}
+    return available, absent

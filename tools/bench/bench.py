@@ -126,9 +126,9 @@ def main() -> None:
         ranks.start(options.device)
     clocks = report.read_clocks()
     names = set(options.providers.split(",")) if options.providers else WANTED.get(options.suite)
-    found, absent = baselines.providers(names)
+    available, absent = baselines.providers(names)
     deadline = time.monotonic() + options.budget_seconds
-    bench = Bench(options.device, options.rounds, deadline, options.filter, not options.no_check, found, absent)
+    bench = Bench(options.device, options.rounds, deadline, options.filter, not options.no_check, available, absent)
     # sdpa_kernel warns once per reason if a peer has no kernel. The rows already note such peers as "refused".
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)

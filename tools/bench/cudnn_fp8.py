@@ -40,11 +40,11 @@ def call(inputs: Inputs, case: Case) -> Callable[[], Tensor]:
 
 def _planned(cudnn, inputs: Inputs, case: Case, dtype: torch.dtype) -> Callable[[], Tensor]:
     q, k, v = (by_tensor(x) for x in inputs)
-    one = torch.ones(1, 1, 1, 1, device=q[0].device)
-    s_scale = one * LARGEST["e4m3"]  # probabilities are at most 1, so this scale uses the full range of e4m3
-    given = {
+    unit_scale = torch.ones(1, 1, 1, 1, device=q[0].device)
+    s_scale = unit_scale * LARGEST["e4m3"]  # probabilities are at most 1, so this scale uses the full range of e4m3
+    operands = {
         "q": q[0], "k": k[0], "v": v[0], "descale_q": q[1], "descale_k": k[1], "descale_v": v[1],
-        "descale_s": 1.0 / s_scale, "scale_s": s_scale, "scale_o": one,
+        "descale_s": 1.0 / s_scale, "scale_s": s_scale, "scale_o": unit_scale,
     }  # fmt: skip
     types = cudnn.data_type
     handle = cudnn.create_handle()
@@ -57,14 +57,14 @@ def _planned(cudnn, inputs: Inputs, case: Case, dtype: torch.dtype) -> Callable[
             name=name, dim=list(x.shape), stride=list(x.stride()),
             data_type=types.FP8_E4M3 if x.element_size() == 1 else types.FLOAT,
         )
-        for name, x in given.items()
+        for name, x in operands.items()
     }  # fmt: skip
     scale = case.D**-0.5 if case.scale is None else case.scale
     o, _, *largest = graph.sdpa_fp8(**tensors, is_inference=True, attn_scale=scale, use_causal_mask=case.causal)
-    out = torch.empty(case.B, case.Sq, case.Hq, case.Dv, device=one.device, dtype=dtype).transpose(1, 2)
+    out = torch.empty(case.B, case.Sq, case.Hq, case.Dv, device=unit_scale.device, dtype=dtype).transpose(1, 2)
     kind = types.BFLOAT16 if dtype == torch.bfloat16 else types.FP8_E4M3
     o.set_output(True).set_dim(list(out.shape)).set_stride(list(out.stride())).set_data_type(kind)
-    sums = [torch.zeros_like(one) for _ in largest]
+    sums = [torch.zeros_like(unit_scale) for _ in largest]
     for x in largest:
         x.set_output(True).set_dim([1, 1, 1, 1]).set_stride([1, 1, 1, 1]).set_data_type(types.FLOAT)
     graph.validate()
@@ -72,8 +72,8 @@ def _planned(cudnn, inputs: Inputs, case: Case, dtype: torch.dtype) -> Callable[
     graph.create_execution_plans([cudnn.heur_mode.A])
     graph.check_support()
     graph.build_plans()
-    workspace = torch.empty(max(1, graph.get_workspace_size()), device=one.device, dtype=torch.uint8)
-    bound = {tensors[name]: x for name, x in given.items()} | {o: out} | dict(zip(largest, sums, strict=True))
+    workspace = torch.empty(max(1, graph.get_workspace_size()), device=unit_scale.device, dtype=torch.uint8)
+    bound = {tensors[name]: x for name, x in operands.items()} | {o: out} | dict(zip(largest, sums, strict=True))
 
     def run() -> Tensor:
         graph.execute(bound, workspace, handle=handle)

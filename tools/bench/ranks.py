@@ -64,7 +64,7 @@ def end() -> int:
     return ranks
 
 
-def _told(value: float) -> Tensor:
+def _tensor_of(value: float) -> Tensor:
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     return torch.tensor([value], dtype=torch.float64, device=device)
 
@@ -73,15 +73,15 @@ def agreed(value: float) -> float:
     """Return the value of the first rank."""
     if not dist.is_initialized():
         return value
-    told = _told(value)
-    dist.broadcast(told, 0)
-    return told.item()
+    tensor = _tensor_of(value)
+    dist.broadcast(tensor, 0)
+    return tensor.item()
 
 
 def largest(value: float) -> float:
-    told = _told(value)
-    dist.all_reduce(told, op=dist.ReduceOp.MAX)
-    return told.item()
+    tensor = _tensor_of(value)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return tensor.item()
 
 
 def _span(call: Callable[[], object], times: int, device: str) -> float:
@@ -104,7 +104,7 @@ def time_on_ranks(candidates: Mapping[str, Candidate], rounds: int, device: str)
 
     All ranks shuffle with an equal seed, and the first rank decides the numbers of calls.
     """
-    times, found = {}, {name: [] for name in candidates}
+    times, round_ms = {}, {name: [] for name in candidates}
     for name, candidate in candidates.items():
         with candidate.scope():
             for _ in range(WARM_CALLS):
@@ -116,5 +116,5 @@ def time_on_ranks(candidates: Mapping[str, Candidate], rounds: int, device: str)
         watch()
         for name in order.sample(list(candidates), len(candidates)):
             with candidates[name].scope():
-                found[name].append(_span(candidates[name].call, times[name], device))
-    return {name: Timing(tuple(ms)) for name, ms in found.items()}
+                round_ms[name].append(_span(candidates[name].call, times[name], device))
+    return {name: Timing(tuple(ms)) for name, ms in round_ms.items()}

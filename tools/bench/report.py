@@ -391,8 +391,8 @@ def _plot_ratios(document, labels):
             axis.scatter(*zip(*points, strict=True), label=f"head dim {d}, {mask}", s=25)
     axis.axhline(1.0, color="black", linewidth=1)
     axis.axhline(0.97, color="tab:red", linestyle="--", linewidth=1, label="served from 0.97 up")
-    what = _subject(document)
-    axis.set(xscale="log", xlabel="GFLOP of the forward pass", ylabel=f"stock time / our time, {what}",
+    subject = _subject(document)
+    axis.set(xscale="log", xlabel="GFLOP of the forward pass", ylabel=f"stock time / our time, {subject}",
              title="Our forward, forced, against F.sdpa without the plugin\n" + _caption(document))  # fmt: skip
     axis.grid(alpha=0.3)
     axis.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))

@@ -44,7 +44,7 @@ def _ours(row: Record) -> str | None:
     return next((name for name in OURS if name in row["spread"]), None)
 
 
-def _told(row: Record) -> dict[str, float]:
+def _times_with_columns(row: Record) -> dict[str, float]:
     """Return the times that have separate columns."""
     auto = {"ours_auto": row["auto_ms"]} if row.get("auto_ms") else {}
     one_order = {f"{name}_det": ms for name, ms in row.get("one_order_ms", {}).items()}
@@ -53,7 +53,7 @@ def _told(row: Record) -> dict[str, float]:
 
 def _following(row: Record) -> Record:
     """Return the columns of a benchmark row that can be derived from the remaining columns."""
-    times, more = _told(row) | row.get("other_ms", {}), {}
+    times, more = _times_with_columns(row) | row.get("other_ms", {}), {}
     if "shape" in row:
         b, heads, _, s, keys, *dims = row["shape"]
         directions = next((factor for part, factor in GRADIENT_FLOP.items() if part in row["case"]), 1.0)
@@ -70,8 +70,8 @@ def lean(row: Record) -> Record:
         return row
     times = row.get("all_ms", {})
     row = {name: entry for name, entry in row.items() if name in AGREED or entry not in (None, {}, [])}
-    if others := {name: ms for name, ms in times.items() if name not in _told(row)}:
-        row["other_ms"] = others
+    if further_ms := {name: ms for name, ms in times.items() if name not in _times_with_columns(row)}:
+        row["other_ms"] = further_ms
     following = _following(row)
     return {name: entry for name, entry in row.items() if name in AGREED or following.get(name) != entry}
 

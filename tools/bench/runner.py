@@ -36,7 +36,7 @@ class Bench:
     device: str
     rounds: int
     deadline: float
-    wanted: str
+    name_filter: str
     check: bool
     providers: dict[str, baselines.Provider]
     absent: dict[str, str]
@@ -47,7 +47,7 @@ class Bench:
 
     def take(self, name: str) -> bool:
         """Return True if the named case must be measured. If the time is used up, note the case as skipped."""
-        if not any(part in name for part in self.wanted.split(",")):
+        if not any(part in name for part in self.name_filter.split(",")):
             return False
         if time.monotonic() > self.deadline:
             self.skipped[name] = "the time given with --budget-seconds is used up"
@@ -205,9 +205,9 @@ def graphed(candidate: Candidate, calls: int) -> Candidate:
         return Candidate(captured(candidate.call, calls))
 
 
-def whole_call(what: str, leaves: Sequence[Tensor], grad_out: Tensor, attend: Callable[[], Tensor]) -> object:
+def whole_call(direction: str, leaves: Sequence[Tensor], grad_out: Tensor, attend: Callable[[], Tensor]) -> object:
     """Run a call: the forward call for "fwd", or the forward call and the gradients for "train"."""
-    if what == "fwd":
+    if direction == "fwd":
         with torch.no_grad():
             return attend()
     return torch.autograd.grad(attend(), leaves, grad_out)

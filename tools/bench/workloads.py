@@ -22,10 +22,10 @@ def _case(
     return Case(name, *heads, *seq, *dims, causal=causal, **more)
 
 
-def grid(what: str, dims: tuple[int, ...] = (64, 128, 256)) -> list[Case]:
+def grid(prefix: str, dims: tuple[int, ...] = (64, 128, 256)) -> list[Case]:
     """Return the grid of the project's baselines, with a constant number of tokens for all lengths, in BSHD layout."""
     return [
-        _case(f"{what}_d{d}_{mask}_s{s}", (TOKENS // s, WIDTH // d, WIDTH // d), (s, s), (d, d), mask == "causal")
+        _case(f"{prefix}_d{d}_{mask}_s{s}", (TOKENS // s, WIDTH // d, WIDTH // d), (s, s), (d, d), mask == "causal")
         for d in dims
         for mask in MASKS
         for s in LENGTHS
@@ -132,8 +132,8 @@ def eight_bits() -> list[Case]:
     """Return the grid cases of at least 2k rows, and cases with grouped heads and further head dims."""
     beside = (((4, 16, 4), 4096, (128, 128)), ((2, 21, 21), 8192, (96, 96)), ((2, 8, 8), 8192, (192, 192)),
               ((2, 8, 8), 8192, (192, 128)))  # fmt: skip
-    others = [_named_by_shape(heads, (s, s), dims, causal) for heads, s, dims in beside for causal in (False, True)]
-    return [*(case for case in grid("grid") if case.Sq >= 2048), *others]
+    further = [_named_by_shape(heads, (s, s), dims, causal) for heads, s, dims in beside for causal in (False, True)]
+    return [*(case for case in grid("grid") if case.Sq >= 2048), *further]
 
 
 def head_dims() -> list[Case]:
@@ -235,10 +235,10 @@ def decode() -> list[Case]:
     name = "{}_b{}h{}kv{}_{}x{}_d{}"
     lists = {"decode": _DECODE, "sweep": _decode_sweep(), "dims": _decode_dims(), "wide": _decode_wide()}
     cases = []
-    for what, (heads, seq, dims) in [(what, call) for what, calls in lists.items() for call in calls]:
+    for prefix, (heads, seq, dims) in [(prefix, call) for prefix, calls in lists.items() for call in calls]:
         d, dv = dims if isinstance(dims, tuple) else (dims, dims)
         label = f"{d}v{dv}" if d != dv else d
-        cases.append(_case(name.format(what, *heads, *seq, label), heads, seq, (d, dv)))
+        cases.append(_case(name.format(prefix, *heads, *seq, label), heads, seq, (d, dv)))
     return cases
 
 

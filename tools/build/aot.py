@@ -214,9 +214,9 @@ def write(file: Path, names: list[str], store: Store) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     packs = {pack.name: pack for pack in kernel_table.PACKS}
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--pack", choices=packs, action="append", help="a pack to build (repeatable)")
-    what.add_argument("--arch", choices=TARGETS, help="build all packs of this target; with --spec: the target")
+    selection = parser.add_mutually_exclusive_group(required=True)
+    selection.add_argument("--pack", choices=packs, action="append", help="a pack to build (repeatable)")
+    selection.add_argument("--arch", choices=TARGETS, help="build all packs of this target; with --spec: the target")
     parser.add_argument("--sample", action="store_true", help="compile only the kernels named in kernel_table.SAMPLES")
     parser.add_argument("--spec", action="append", help="compile only this kernel (repeatable), in the table or not")
     parser.add_argument("--out", type=Path, required=True, help="folder for packs and reports")
@@ -233,11 +233,15 @@ def main() -> None:
         file = args.out / f"flashplug_{args.arch.replace('_', '')}.so"
         build({file: args.spec}, Store(objects, args.arch, args.counts), args.jobs)
         return
-    wanted = [pack for pack in kernel_table.PACKS if pack.name in (args.pack or ()) or pack.target == args.arch]
-    for target in dict.fromkeys(pack.target for pack in wanted):  # a process compiles for a single target
+    packs_to_build = [pack for pack in kernel_table.PACKS if pack.name in (args.pack or ()) or pack.target == args.arch]
+    for target in dict.fromkeys(pack.target for pack in packs_to_build):  # a process compiles for a single target
         store = Store(objects, target, args.counts)
-        specs = {pack: pack.sample() if args.sample else pack.specs() for pack in wanted if pack.target == target}
-        build({args.out / pack.file: [spec.name() for spec in of] for pack, of in specs.items()}, store, args.jobs)
+        kernels = {
+            args.out / pack.file: [spec.name() for spec in (pack.sample() if args.sample else pack.specs())]
+            for pack in packs_to_build
+            if pack.target == target
+        }
+        build(kernels, store, args.jobs)
         store.drop_others([spec.name() for arch in TARGETS[target] for spec in kernel_table.specs(arch)])
 
 

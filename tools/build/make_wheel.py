@@ -104,9 +104,9 @@ def check(wheel: Path, cpu: str) -> shared_object.SharedObject:
     if needed.machine != cpu:
         raise BadWheel(f"{EXTENSION} must be for {cpu}, but is for {needed.machine}")
     if above := needed.above(CEILINGS):
-        said = "; ".join(f"{version}: {', '.join(symbols)}" for version, symbols in above.items())
+        details = "; ".join(f"{version}: {', '.join(symbols)}" for version, symbols in above.items())
         raise BadWheel(
-            f"{EXTENSION} needs more than {PLATFORM} has ({said}). Extend src/core/portable.h, or use g++ 12"
+            f"{EXTENSION} needs more than {PLATFORM} has ({details}). Extend src/core/portable.h, or use g++ 12"
         )
     if foreign := set(needed.libraries) - LIBRARIES:
         raise BadWheel(f"{EXTENSION} must need no library but {', '.join(sorted(LIBRARIES))}, but needs {foreign}")
@@ -169,9 +169,9 @@ def add_packs(wheel: Path, packs: Sequence[Path], folder: Path) -> Path:
             report |= {"sha256": hashlib.sha256(code).hexdigest(), "bytes": len(code)}
             packed = zipfile.ZipInfo(f"torch_flashplug/{pack.name}.xz")
             _add(out, record, packed, lzma.compress(code, preset=9 | lzma.PRESET_EXTREME))
-            told = zipfile.ZipInfo(f"torch_flashplug/{pack.stem}.json")
-            told.compress_type = zipfile.ZIP_DEFLATED
-            _add(out, record, told, json.dumps(report).encode())
+            report_entry = zipfile.ZipInfo(f"torch_flashplug/{pack.stem}.json")
+            report_entry.compress_type = zipfile.ZIP_DEFLATED
+            _add(out, record, report_entry, json.dumps(report).encode())
         record.append(f"{new_info}RECORD,,\n")
         out.writestr(zipfile.ZipInfo(f"{new_info}RECORD"), "".join(record))
     return target

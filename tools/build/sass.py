@@ -102,11 +102,11 @@ def differing(old: Path, new: Path) -> int:
 
 def cubins(folder: Path) -> dict[str, Path]:
     """Return the cubins of a folder by kernel name and target. The latest cubin of a kernel counts."""
-    found = {}
+    by_kernel = {}
     for path in sorted(folder.glob("*.cubin"), key=lambda path: path.stat().st_mtime):
         name, _, rest = path.stem.partition("-")
-        found[f"{name} ({re.search(r'sm_[^-]+', rest)[0]})"] = path
-    return found
+        by_kernel[f"{name} ({re.search(r'sm_[^-]+', rest)[0]})"] = path
+    return by_kernel
 
 
 def main() -> int:

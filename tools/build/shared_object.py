@@ -46,12 +46,12 @@ class SharedObject:
         Args:
             ceilings: the greatest allowed number for each version name without number, such as "GLIBC".
         """
-        found = {}
+        symbols_by_version = {}
         for version, symbols in self.versions.items():
             name, _, number = version.rpartition("_")
             if name in ceilings and tuple(map(int, re.findall(r"\d+", number))) > ceilings[name]:
-                found[version] = symbols
-        return found
+                symbols_by_version[version] = symbols
+        return symbols_by_version
 
 
 def read(data: bytes) -> SharedObject:

@@ -85,12 +85,12 @@ class Call:
 
 
 def _unusual(record: Call | Layout) -> dict[str, object]:
-    told = {}
+    fields = {}
     for field in dataclasses.fields(record):
         value = getattr(record, field.name)
         if value != field.default:
-            told[field.name] = _unusual(value) if isinstance(value, Layout) else value
-    return told
+            fields[field.name] = _unusual(value) if isinstance(value, Layout) else value
+    return fields
 
 
 # ---- sizes ----
@@ -104,8 +104,8 @@ def _head_dim(rng: Random) -> int:
 
 
 def _length(rng: Random, most: int) -> int:
-    wanted = rng.choice(LONG) if rng.random() < 0.02 else rng.choice(EDGES)
-    return wanted if wanted <= most else rng.choice([edge for edge in EDGES if edge <= max(most, 1)])
+    length = rng.choice(LONG) if rng.random() < 0.02 else rng.choice(EDGES)
+    return length if length <= most else rng.choice([edge for edge in EDGES if edge <= max(most, 1)])
 
 
 def _sizes(rng: Random, work: int, **fixed: int) -> dict[str, int]:

@@ -76,21 +76,21 @@ def kept_by_ours(posed: Posed) -> Tensor:
 
 def answer(posed: Posed, kept: Tensor | None = None) -> Answers:
     """Return the right answers of a call. For calls with dropout, `kept` selects the probabilities to keep."""
-    call, given = posed.call, (posed.q, posed.k, posed.v)
+    call, qkv = posed.call, (posed.q, posed.k, posed.v)
     mask = Masking(int(call.causal), posed.mask, kept=kept, kept_share=dropout_reference.share_of(call.dropout) or 1.0)
     rule = {"scale": call.scale, "mask": mask}
-    found = []
+    results = []
     for dtype in (torch.float64, torch.float32 if call.dtype == "fp64" else DTYPES[call.dtype]):
         if call.empty:  # no key is visible, so all results are 0
             shapes = {"out": posed.grad_out.shape} | {f"d{x}": t.shape for x, t in leaves_of(posed).items()}
-            found.append({name: posed.q.new_zeros(shape, dtype=dtype) for name, shape in shapes.items()})
+            results.append({name: posed.q.new_zeros(shape, dtype=dtype) for name, shape in shapes.items()})
             continue
-        found.append({"out": attention_math(*given, dtype=dtype, **rule).out})
+        results.append({"out": attention_math(*qkv, dtype=dtype, **rule).out})
         if call.wants:
-            found[-1] |= zip(("dq", "dk", "dv"), grads_math(*given, posed.grad_out, dtype=dtype, **rule))
+            results[-1] |= zip(("dq", "dk", "dv"), grads_math(*qkv, posed.grad_out, dtype=dtype, **rule))
         if "m" in call.wants:
-            found[-1]["dm"] = bias_grad_math(*given, posed.grad_out, dtype=dtype, **rule)
-    return Answers(*found, mask)
+            results[-1]["dm"] = bias_grad_math(*qkv, posed.grad_out, dtype=dtype, **rule)
+    return Answers(*results, mask)
 
 
 def _softmax_scale(call: Call) -> float:
@@ -98,12 +98,12 @@ def _softmax_scale(call: Call) -> float:
 
 
 def _cancelled(posed: Posed) -> dict[str, Tensor | float]:
-    found: dict[str, Tensor | float] = dict.fromkeys(("out", "dq", "dk", "dv"), 0.0)
+    sums: dict[str, Tensor | float] = dict.fromkeys(("out", "dq", "dk", "dv"), 0.0)
     if posed.call.wants and not posed.call.empty:
-        found |= cancelled_sums(posed.q, posed.k, posed.v, posed.grad_out, posed.call.scale)
+        sums |= cancelled_sums(posed.q, posed.k, posed.v, posed.grad_out, posed.call.scale)
     if "m" in posed.call.wants:
-        found["dm"] = 0.0 if posed.call.empty else cancelled_bias_sums(posed.v, posed.grad_out, posed.mask)
-    return found
+        sums["dm"] = 0.0 if posed.call.empty else cancelled_bias_sums(posed.v, posed.grad_out, posed.mask)
+    return sums
 
 
 def _chance(posed: Posed, answers: Answers) -> dict[str, float]:
@@ -208,18 +208,18 @@ def operands(posed: Posed) -> list[Tensor | None]:
 
 
 def settings(call: Call) -> dict[str, object]:
-    told = {"dropout_p": call.dropout, "is_causal": call.causal}
-    return told | {"scale": call.scale, "enable_gqa": call.Hq != call.Hkv}
+    arguments = {"dropout_p": call.dropout, "is_causal": call.causal}
+    return arguments | {"scale": call.scale, "enable_gqa": call.Hq != call.Hkv}
 
 
 def attend(posed: Posed, grad_out: Tensor) -> dict[str, Tensor]:
     """Make a call, and return "out" and the requested gradients by name."""
-    given = operands(posed)
+    leaves = operands(posed)
     _poison(posed)
     if posed.call.dropout:
         torch.manual_seed(posed.call.seed)
     call = functools.partial(F.scaled_dot_product_attention, **settings(posed.call))
-    out, grads = WAYS[posed.call.way](call, given, grad_out, functools.partial(_poison, posed))
+    out, grads = WAYS[posed.call.way](call, leaves, grad_out, functools.partial(_poison, posed))
     return {"out": out.detach()} | {f"d{x}": grad for x, grad in zip(posed.call.wants, grads)}
 
 
@@ -271,7 +271,7 @@ def _faults(posed: Posed, answers: Answers, runs: list[dict[str, Tensor]], paths
         if got.shape != answers.exact[name].shape or got.dtype != (posed.mask if name == "dm" else posed.q).dtype:
             yield f"{name} is {got.dtype} {tuple(got.shape)}"
             return
-    whole = [buffer.isnan().sum() == buffer.numel() - stored for buffer, stored in posed.guards]
+    unwritten = [buffer.isnan().sum() == buffer.numel() - stored for buffer, stored in posed.guards]
     results = [(name, got) for run in runs for name, got in run.items() if got.numel()]
     unknown = call.dropout and not paths.get("ours_fwd")  # stock drops a different set
     if unknown:
@@ -279,10 +279,10 @@ def _faults(posed: Posed, answers: Answers, runs: list[dict[str, Tensor]], paths
     else:
         cancelled = _cancelled(posed)
         fits = [_fits(name, got, answers, cancelled[name]) for name, got in results]
-    told = torch.stack(whole + fits).tolist()  # the only device synchronization
-    if not all(told[: len(whole)]):
+    flags = torch.stack(unwritten + fits).tolist()  # the only device synchronization
+    if not all(flags[: len(unwritten)]):
         yield "an operand's buffer was written"
-    for (name, got), fit in zip(results, told[len(whole) :]):
+    for (name, got), fit in zip(results, flags[len(unwritten) :]):
         if unknown and not fit:
             yield f"{name} is not finite"
         elif not fit:
@@ -293,17 +293,18 @@ def _faults(posed: Posed, answers: Answers, runs: list[dict[str, Tensor]], paths
         yield "other bits the second time"
 
 
-def _moved(made: Quantised, scale: float, causal: bool, mask: Tensor | None, cut: float) -> float:
+def _moved(quantized: Quantised, scale: float, causal: bool, mask: Tensor | None, cut: float) -> float:
     """Return the allowed distance from the result of exact scores, as the root of the sum of squares over all elements.
 
     A score is a sum of products. The error of a score is `cut` times the sum of the magnitudes of the products, with a
     random sign for each key. A wrong score also changes the probability, and a different e4m3 number may then be the
     nearest. The chance of such a change is proportional to the error of the score.
     """
-    group = made.q.shape[1] // made.k.shape[1]
-    q, k, v = (x.double() for x in (made.q, made.k.repeat_interleave(group, 1), made.values()))
-    unit = made.k_scale.double().repeat_interleave(made.block, 2)[:, :, : made.Sk].repeat_interleave(group, 1)
-    unit = unit.unsqueeze(2) * made.q_scale.double().unsqueeze(3) * scale
+    group = quantized.q.shape[1] // quantized.k.shape[1]
+    q, k, v = (x.double() for x in (quantized.q, quantized.k.repeat_interleave(group, 1), quantized.values()))
+    k_scale = quantized.k_scale.double().repeat_interleave(quantized.block, 2)[:, :, : quantized.Sk]
+    unit = k_scale.repeat_interleave(group, 1)
+    unit = unit.unsqueeze(2) * quantized.q_scale.double().unsqueeze(3) * scale
     scores, off = q @ k.mT * unit, cut * (q.abs() @ k.abs().mT * unit).abs().amax(-1, keepdim=True)
     if causal:
         scores = scores.masked_fill(~torch.ones_like(scores[0, 0], dtype=torch.bool).tril(), -torch.inf)
@@ -321,14 +322,14 @@ def _faults_of_recipe(posed: Posed, runs: list[dict[str, Tensor]], mode: str) ->
 
     The allowed error covers a further rounding of the output, and the rounding of P for recipes with 16-bit P.
     """
-    call, given, recipe = posed.call, (posed.q, posed.k, posed.v), RECIPES[mode]
+    call, qkv, recipe = posed.call, (posed.q, posed.k, posed.v), RECIPES[mode]
     with as_told(call, mode):
-        spec = KernelSpec.from_name(torch_flashplug.explain(*given, attn_mask=posed.mask, **settings(call)).kernel)
-    padded = (F.pad(x, (0, spec.d - call.D)) for x in given[:2])
-    made = quantise(*padded, posed.v, recipe, spec.tile_n)
-    right = emulate(made, recipe, _softmax_scale(call), causal=call.causal, mask=posed.mask).out
+        spec = KernelSpec.from_name(torch_flashplug.explain(*qkv, attn_mask=posed.mask, **settings(call)).kernel)
+    padded = (F.pad(x, (0, spec.d - call.D)) for x in qkv[:2])
+    quantized = quantise(*padded, posed.v, recipe, spec.tile_n)
+    right = emulate(quantized, recipe, _softmax_scale(call), causal=call.causal, mask=posed.mask).out
     cut = CUT.get(recipe.scores)
-    moved = _moved(made, _softmax_scale(call), call.causal, posed.mask, cut) if cut else 0.0
+    moved = _moved(quantized, _softmax_scale(call), call.causal, posed.mask, cut) if cut else 0.0
     for run in runs:
         got = run["out"].double()
         if not torch.equal(got.isfinite(), right.isfinite()):

@@ -97,18 +97,18 @@ class Hand:
 def hire(device: str, seed: int, number: int) -> Hand:
     """Start worker number `number`. Workers are assigned to the GPUs in round-robin order."""
     context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=work, args=(there, device, seed, number), daemon=True)
+    parent_conn, worker_conn = context.Pipe()
+    process = context.Process(target=work, args=(worker_conn, device, seed, number), daemon=True)
     process.start()
-    there.close()
-    return Hand(process, here, number)
+    worker_conn.close()
+    return Hand(process, parent_conn, number)
 
 
 @dataclass(slots=True)
 class Question:
     """Repetition of a finding's call in a separate process, in the same mode or on stock without the plugin."""
 
-    told: dict[str, object]  # the finding that receives the answer, under the key `name`
+    finding: dict[str, object]  # the finding that receives the answer, under the key `name`
     name: str
     command: list[str]
     process: subprocess.Popen | None = None
@@ -124,16 +124,16 @@ class Question:
         if self.process.poll() is None:
             if late := time.monotonic() > self.until:
                 self.process.kill()
-                self.told[self.name] = "hang"
+                self.finding[self.name] = "hang"
             return late
         lines = self.process.communicate()[0].splitlines()
         ended = f"exit status {self.process.returncode}"
         verdict = next((json.loads(line) for line in reversed(lines) if line.startswith('{"status"')), None)
         if verdict is None:
-            self.told[self.name] = f"crash, {ended}: {' '.join(lines)[-300:]}"
+            self.finding[self.name] = f"crash, {ended}: {' '.join(lines)[-300:]}"
         else:
-            self.told[self.name] = f"{verdict['status']} {verdict['detail'][:300]}".strip()
-            self.told[self.name] += "" if self.process.returncode in {0, 1} else f", then {ended}"
+            self.finding[self.name] = f"{verdict['status']} {verdict['detail'][:300]}".strip()
+            self.finding[self.name] += "" if self.process.returncode in {0, 1} else f", then {ended}"
         return True
 
 
@@ -169,14 +169,14 @@ class Fuzz:
         if not verdict.bad:
             return
         into = self.stock if is_stocks(call, mode, verdict) else self.findings
-        told = {"mode": mode, "index": index, **dataclasses.asdict(verdict), "call": call.facts()}
-        into.append(told)
+        finding = {"mode": mode, "index": index, **dataclasses.asdict(verdict), "call": call.facts()}
+        into.append(finding)
         alike = sum((a["call"]["kind"], a["mode"], a["status"]) == (call.kind, mode, verdict.status) for a in into)
         if alike <= ASKED:
             base = [sys.executable, __file__, "0", str(self.seed), "--call", str(index), "--device", self.device]
             for name, asked in (("alone", mode), ("stock", "stock")):
-                told[name] = "no time to ask"
-                self.questions.append(Question(told, name, [*base, "--modes", asked]))
+                finding[name] = "no time to ask"
+                self.questions.append(Question(finding, name, [*base, "--modes", asked]))
 
     def ask(self) -> None:
         """Collect the answered questions, and start further questions, at most AT_ONCE at a time."""
@@ -225,24 +225,24 @@ class Fuzz:
         self.again.extend((index, modes) for index, modes in hand.left.items() if modes)
 
     def run(self, workers: int, seconds: float) -> None:
-        start = told = time.monotonic()
+        start = last_report = time.monotonic()
         self.hands = [hire(self.device, self.seed, number) for number in range(workers)]
-        while self.hands and (now := time.monotonic()) < start + seconds - min(GRACE, seconds / 4):
+        while self.hands and (time_now := time.monotonic()) < start + seconds - min(GRACE, seconds / 4):
             ready = wait([hand.conn for hand in self.hands], timeout=0.5)
             for hand in tuple(self.hands):
                 try:
                     if hand.conn in ready and not self.hear(hand):
                         self.dismiss(hand)
-                    elif hand.conn not in ready and now > hand.patience:
+                    elif hand.conn not in ready and time_now > hand.patience:
                         self.replace(hand, "hang")
                 except (EOFError, OSError):
                     self.replace(hand, "crash")
             self.ask()
-            if now > told + 10:
-                told, total = now, self.calls.total()
-                rate = f"{total} calls, {total / (now - start):.0f}/s"
+            if time_now > last_report + 10:
+                last_report, total = time_now, self.calls.total()
+                rate = f"{total} calls, {total / (time_now - start):.0f}/s"
                 bad = f"{len(self.findings)} findings, {len(self.stock)} faults of stock"
-                print(f"{now - start:5.0f} s  {rate}, {bad}, {self.deaths} dead workers", flush=True)
+                print(f"{time_now - start:5.0f} s  {rate}, {bad}, {self.deaths} dead workers", flush=True)
         for hand in tuple(self.hands):
             self.dismiss(hand)
         while (self.asking or self.questions) and time.monotonic() < start + seconds:
@@ -266,16 +266,16 @@ class Fuzz:
 # ---- what a run leaves behind ----
 
 
-def _in_short(told: dict) -> dict:
+def _in_short(finding: dict) -> dict:
     """Shorten the texts of a known fault: the first wrong result is enough."""
-    return {name: value[:SHORT] if isinstance(value, str) else value for name, value in told.items()}
+    return {name: value[:SHORT] if isinstance(value, str) else value for name, value in finding.items()}
 
 
 def write(fuzz: Fuzz, folder: Path) -> Path:
     """Write fuzz-<gpu>.json, with a line for each finding."""
     document = report.header("fuzz", {}, report.commit()) | {
         "seed": fuzz.seed, "calls": fuzz.calls, "served": fuzz.served, "refused": fuzz.refused, "kinds": fuzz.kinds,
-        "findings": fuzz.findings, "stock": [_in_short(told) for told in fuzz.stock],
+        "findings": fuzz.findings, "stock": [_in_short(finding) for finding in fuzz.stock],
     }  # fmt: skip
     return report.write_json(document, folder)
 
@@ -287,13 +287,14 @@ def print_table(fuzz: Fuzz) -> None:
         table.add_column(column, justify="right")
     for mode in fuzz.modes:
         served = fuzz.served.get(mode, Counter())
-        bad = [sum(told["mode"] == mode for told in listed) for listed in (fuzz.findings, fuzz.stock)]
+        bad = [sum(finding["mode"] == mode for finding in listed) for listed in (fuzz.findings, fuzz.stock)]
         cells = (fuzz.calls[mode], served["ours_fwd"], served["ours_bwd"], fuzz.refused[mode], *bad)
         table.add_row(mode, *map(str, cells))
     console.print(table)
-    for told in fuzz.findings[:20]:
-        print(f"{told['mode']} --call {told['index']}: {told['status']} {told['detail'][:200]}\n   {told['call']}")
-        print(f"   alone: {told.get('alone', 'not asked')}\n   stock: {told.get('stock', 'not asked')}")
+    for finding in fuzz.findings[:20]:
+        print(f"{finding['mode']} --call {finding['index']}: {finding['status']} {finding['detail'][:200]}")
+        print(f"   {finding['call']}")
+        print(f"   alone: {finding.get('alone', 'not asked')}\n   stock: {finding.get('stock', 'not asked')}")
 
 
 def show_call(seed: int, index: int, mode: str, device: str) -> int:
@@ -330,9 +331,10 @@ def main() -> int:
     options = parser.parse_args()
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS under deterministic algorithms
     modes, only = tuple(options.modes.split(",")), options.only.split(",")
-    known = {*MODES, *RECIPES, *(("stock",) if options.call is not None else ())}
-    if unknown := {*only} - {*fuzz_calls.NAMES} | {*modes} - known:
-        parser.error(f"unknown: {sorted(unknown)}. Kinds are {fuzz_calls.NAMES}, and modes are {sorted(known)}.")
+    allowed_modes = {*MODES, *RECIPES, *(("stock",) if options.call is not None else ())}
+    if unknown := {*only} - {*fuzz_calls.NAMES} | {*modes} - allowed_modes:
+        allowed = f"Kinds are {fuzz_calls.NAMES}, and modes are {sorted(allowed_modes)}."
+        parser.error(f"unknown: {sorted(unknown)}. {allowed}")
     if options.call is not None:
         return show_call(options.seed, options.call, modes[0], options.device)
     todo = itertools.islice(fuzz_calls.indices(options.seed, only), options.calls)

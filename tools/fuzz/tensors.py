@@ -63,13 +63,13 @@ def _mask_of(call: Call, randn: Callable[..., Tensor]) -> Tensor | None:
     shape = [size if dim in call.mask_dims else 1 for dim, size in sizes.items()]
     if call.mask == "lower_right":
         return torch.ones_like(randn(shape), dtype=torch.bool).tril(call.Sk - call.Sq)
-    seen = randn(shape) < 0.5
-    seen[..., :1] = True
+    visible = randn(shape) < 0.5
+    visible[..., :1] = True
     if call.mask == "blind":
-        seen &= randn((*shape[:3], 1)) < 0.8
+        visible &= randn((*shape[:3], 1)) < 0.8
     if call.mask in {"bool", "blind"}:
-        return seen
-    bias = randn(shape).masked_fill(~seen, float("-inf") if call.mask == "inf" else 0.0)
+        return visible
+    bias = randn(shape).masked_fill(~visible, float("-inf") if call.mask == "inf" else 0.0)
     return bias if call.mask == "float32" else bias.to(DTYPES[call.dtype])
 
 
@@ -78,7 +78,7 @@ def pose(call: Call, device: str) -> Posed:
     randn = functools.partial(torch.randn, generator=generator, device=device)
     guards: list[tuple[Tensor, int]] = []
 
-    def made(shape: tuple[int, ...], layout: Layout, first: float = 0.0) -> Tensor:
+    def random_tensor(shape: tuple[int, ...], layout: Layout, first: float = 0.0) -> Tensor:
         """Return a random tensor. A nonzero `first` fills the first column, and the remaining columns become small."""
         values = randn(shape)
         if first:
@@ -89,13 +89,13 @@ def pose(call: Call, device: str) -> Posed:
 
     if call.packed:
         heads = (call.Hq, call.Hkv, call.Hkv)
-        q, k, v = made((call.B, sum(heads), call.Sq, call.D), call.q).split(heads, dim=1)
+        q, k, v = random_tensor((call.B, sum(heads), call.Sq, call.D), call.q).split(heads, dim=1)
     else:
         score = call.low and call.low - math.log(call.Sk)
-        q = made((call.B, call.Hq, call.Sq, call.D), call.q, float(bool(score)))
-        k = made((call.B, call.Hkv, call.Sk, call.D), call.k, score * call.D**0.5)
-        v = made((call.B, call.Hkv, call.Sk, call.Dv), call.v)
-    grad_out = made((call.B, call.Hq, call.Sq, call.Dv), call.grad_out)
+        q = random_tensor((call.B, call.Hq, call.Sq, call.D), call.q, float(bool(score)))
+        k = random_tensor((call.B, call.Hkv, call.Sk, call.D), call.k, score * call.D**0.5)
+        v = random_tensor((call.B, call.Hkv, call.Sk, call.Dv), call.v)
+    grad_out = random_tensor((call.B, call.Hq, call.Sq, call.Dv), call.grad_out)
     mask = _mask_of(call, randn)
     if mask is not None:
         mask = lay_out(mask, call.mask_layout)[0]

@@ -24,29 +24,29 @@ Result = tuple[Tensor, Sequence[Tensor]]
 Between = Callable[[], None]  # called between forward and backward
 
 
-def _wanted(leaves: Leaves) -> list[Tensor]:
+def _differentiable(leaves: Leaves) -> list[Tensor]:
     return [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
 
 
 def plainly(attention: Attention, leaves: Leaves, grad_out: Tensor, between: Between) -> Result:
-    wanted, out = _wanted(leaves), attention(*leaves)
+    inputs, out = _differentiable(leaves), attention(*leaves)
     between()
-    return out, torch.autograd.grad(out, wanted, grad_out) if wanted else ()
+    return out, torch.autograd.grad(out, inputs, grad_out) if inputs else ()
 
 
 def checkpointed(attention: Attention, leaves: Leaves, grad_out: Tensor, between: Between) -> Result:
-    return plainly(lambda *given: checkpoint(attention, *given, use_reentrant=False), leaves, grad_out, between)
+    return plainly(lambda *tensors: checkpoint(attention, *tensors, use_reentrant=False), leaves, grad_out, between)
 
 
 def checkpointed_reentrantly(attention: Attention, leaves: Leaves, grad_out: Tensor, between: Between) -> Result:
     """Use backward(), since a reentrant checkpoint refuses torch.autograd.grad()."""
-    wanted = _wanted(leaves)
-    if not wanted:
+    inputs = _differentiable(leaves)
+    if not inputs:
         return plainly(attention, leaves, grad_out, between)
     out = checkpoint(attention, *leaves, use_reentrant=True)
     between()
     out.backward(grad_out)
-    return out, [leaf.grad for leaf in wanted]
+    return out, [leaf.grad for leaf in inputs]
 
 
 def checkpointed_selectively(attention: Attention, leaves: Leaves, grad_out: Tensor, between: Between) -> Result:
@@ -55,9 +55,9 @@ def checkpointed_selectively(attention: Attention, leaves: Leaves, grad_out: Ten
     def policy(_ctx: object, op: object, *_args: object, **_kwargs: object) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if "attention" in str(op) else CheckpointPolicy.PREFER_RECOMPUTE
 
-    def run(*given: Tensor | None) -> Tensor:
+    def run(*tensors: Tensor | None) -> Tensor:
         contexts = lambda: create_selective_checkpoint_contexts(policy)  # noqa: E731
-        return checkpoint(attention, *given, use_reentrant=False, context_fn=contexts)
+        return checkpoint(attention, *tensors, use_reentrant=False, context_fn=contexts)
 
     return plainly(run, leaves, grad_out, between)
 
@@ -70,15 +70,15 @@ def counted(attention: Attention, leaves: Leaves, grad_out: Tensor, between: Bet
 
 def by_vjp(attention: Attention, leaves: Leaves, grad_out: Tensor, between: Between) -> Result:
     """Differentiate by torch.func.vjp()."""
-    wanted = _wanted(leaves)
-    if not wanted:
+    inputs = _differentiable(leaves)
+    if not inputs:
         return plainly(attention, leaves, grad_out, between)
 
-    def of_wanted(*values: Tensor) -> Tensor:
+    def of_differentiable(*values: Tensor) -> Tensor:
         rest = iter(values)
         return attention(*(next(rest) if leaf is not None and leaf.requires_grad else leaf for leaf in leaves))
 
-    out, pull = torch.func.vjp(of_wanted, *(leaf.detach() for leaf in wanted))
+    out, pull = torch.func.vjp(of_differentiable, *(leaf.detach() for leaf in inputs))
     between()
     return out, pull(grad_out)
 
@@ -89,18 +89,23 @@ def by_vmap(attention: Attention, leaves: Leaves, grad_out: Tensor, between: Bet
     if not any(wants):
         return plainly(attention, leaves, grad_out, between)
 
-    def of_one(grad: Tensor, *given: Tensor | None) -> Result:
-        def of_wanted(*values: Tensor) -> Tensor:
+    def of_one(grad: Tensor, *tensors: Tensor | None) -> Result:
+        def of_differentiable(*values: Tensor) -> Tensor:
             rest = iter(values)
-            return attention(*(next(rest) if wanted else x for wanted, x in zip(wants, given, strict=True)))
+            return attention(*(next(rest) if needs_grad else x for needs_grad, x in zip(wants, tensors, strict=True)))
 
-        out, pull = torch.func.vjp(of_wanted, *(x for wanted, x in zip(wants, given, strict=True) if wanted))
+        inputs = (x for needs_grad, x in zip(wants, tensors, strict=True) if needs_grad)
+        out, pull = torch.func.vjp(of_differentiable, *inputs)
         between()
         return out, pull(grad)
 
     in_batch = [leaf is not None and len(leaf) == len(grad_out) for leaf in leaves]
-    given = [x if x is None else x.detach() if own else x.detach()[0] for own, x in zip(in_batch, leaves, strict=True)]
-    return torch.func.vmap(of_one, in_dims=(0, *(0 if own else None for own in in_batch)))(grad_out, *given)
+    tensors = [
+        x if x is None else x.detach() if is_batched else x.detach()[0]
+        for is_batched, x in zip(in_batch, leaves, strict=True)
+    ]
+    in_dims = (0, *(0 if is_batched else None for is_batched in in_batch))
+    return torch.func.vmap(of_one, in_dims=in_dims)(grad_out, *tensors)
 
 
 @contextlib.contextmanager
@@ -129,7 +134,7 @@ def by_causal_bias(attention: Attention, leaves: Leaves, grad_out: Tensor, betwe
 
     q, k, v, _ = leaves
     lower_right = causal_lower_right(q.shape[2], k.shape[2])
-    return plainly(lambda *given: attention(*given, lower_right), (q, k, v), grad_out, between)
+    return plainly(lambda *tensors: attention(*tensors, lower_right), (q, k, v), grad_out, between)
 
 
 WAYS = {

@@ -82,8 +82,8 @@ CACHE_SAID = "D {d}, Dv {dv}, {heads} heads on {kv_heads}, {keys} keys"
 
 def violations(rows: list[dict]) -> list[str]:
     """Return a line for each cache whose tokens take too long."""
-    said = f"growing cache {CACHE_SAID}: {{ms:.3g}} ms per token, the limit is {{limit}} ms"
-    return [said.format(**row, limit=LIMIT_MS) for row in rows if row["ms"] > LIMIT_MS]
+    text = f"growing cache {CACHE_SAID}: {{ms:.3g}} ms per token, the limit is {{limit}} ms"
+    return [text.format(**row, limit=LIMIT_MS) for row in rows if row["ms"] > LIMIT_MS]
 
 
 def in_own_process() -> list[dict]:
@@ -93,8 +93,8 @@ def in_own_process() -> list[dict]:
     )
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     if len(rows) != len(CACHES):
-        found = f"{len(rows)} of {len(CACHES)} caches, exit {done.returncode}"
-        raise RuntimeError(f"growing_cache.py: {found}: {done.stderr[-400:]}")
+        count = f"{len(rows)} of {len(CACHES)} caches, exit {done.returncode}"
+        raise RuntimeError(f"growing_cache.py: {count}: {done.stderr[-400:]}")
     return rows
 
 

@@ -134,7 +134,7 @@ def _encoder(name: str, family: str, heads: tuple[int, int, int], *, more: tuple
 
 
 def _seq2seq(name: str, family: str, scenarios: tuple[str, ...], inputs: str = "seq2seq", **settings) -> Program:
-    stacks = {f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in
+    stacks = {f"{side}_{field}": n for side in ("encoder", "decoder") for field, n in
               (("layers", 2), ("attention_heads", 8), ("ffn_dim", 1024))}  # fmt: skip
     settings = WIDTHS | stacks | {"d_model": 512, "decoder_start_token_id": 3} | settings
     return Program(name, family, f"{family}ForConditionalGeneration", inputs, scenarios, settings)
@@ -235,24 +235,24 @@ def new_batch(program: Program, model: nn.Module, scenario: Scenario, seed: int,
     def noise(*sizes: int) -> Tensor:
         return torch.randn(BATCH, *sizes, generator=generator).to(torch.bfloat16)
 
-    made: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     rows = None
     if program.inputs == "pixels":
-        made["pixel_values"] = noise(3, 224, 224)
+        tensors["pixel_values"] = noise(3, 224, 224)
     elif program.inputs == "audio":
-        made["input_values"] = noise(length)
+        tensors["input_values"] = noise(length)
     elif program.inputs == "mel":
-        made["input_features"] = noise(80, 600)
+        tensors["input_features"] = noise(80, 600)
     else:
-        made["input_ids"] = tokens(length)
+        tensors["input_ids"] = tokens(length)
     if scenario.padding:
         mask = torch.ones(BATCH, length, dtype=torch.long)
         missing = 3 * length // 8
         mask[1, :missing] = 0
-        made["attention_mask"] = mask.flip(1) if scenario.padding == "right" else mask
-        rows = made["attention_mask"].bool() if program.inputs == "text" else None
-    elif scenario.kind == "greedy" and "input_ids" in made:
-        made["attention_mask"] = torch.ones_like(made["input_ids"])  # else guessed from the tokens
+        tensors["attention_mask"] = mask.flip(1) if scenario.padding == "right" else mask
+        rows = tensors["attention_mask"].bool() if program.inputs == "text" else None
+    elif scenario.kind == "greedy" and "input_ids" in tensors:
+        tensors["attention_mask"] = torch.ones_like(tensors["input_ids"])  # else guessed from the tokens
     if program.inputs == "audio":
         counts = model._get_feat_extract_output_lengths(torch.tensor([length, length - 3 * length // 8]))
         last = counts[1] if scenario.padding else counts[0]
@@ -261,10 +261,10 @@ def new_batch(program: Program, model: nn.Module, scenario: Scenario, seed: int,
         scenario.kind != "greedy" and program.inputs != "audio"
     )  # the loss of CTC is noise for an untrained model
     if labelled and "labels" in inspect.signature(model.forward).parameters:
-        made["labels"] = made["input_ids"].clone() if program.inputs == "text" else tokens(min(64, length // 2))
+        tensors["labels"] = tensors["input_ids"].clone() if program.inputs == "text" else tokens(min(64, length // 2))
         if rows is not None and program.inputs == "text":
-            made["labels"][~rows] = -100
-    arguments = {name: tensor.to(device) for name, tensor in made.items()}
+            tensors["labels"][~rows] = -100
+    arguments = {name: tensor.to(device) for name, tensor in tensors.items()}
     return Batch(arguments, None if rows is None else rows.to(device), QUICK_NEW_TOKENS if quick else NEW_TOKENS)
 
 
@@ -311,9 +311,9 @@ class Witness(TorchFunctionMode):
 
     def record(self) -> Record:
         dims = {(call["query"].shape[-1], call["value"].shape[-1]) for call, _ in self.calls}
-        said = " ".join(str(d) if d == dv else f"{d}/{dv}" for d, dv in sorted(dims))
+        dims_text = " ".join(str(d) if d == dv else f"{d}/{dv}" for d, dv in sorted(dims))
         served = sum(served for _, served in self.calls)
-        return {"dims": said, "calls": len(self.calls), "served": served, "reasons": dict(self.reasons)}
+        return {"dims": dims_text, "calls": len(self.calls), "served": served, "reasons": dict(self.reasons)}
 
 
 class Follow(transformers.LogitsProcessor):
@@ -360,10 +360,11 @@ def run(model: nn.Module, scenario: Scenario, batch: Batch, follow: Tensor | Non
         loss = result.loss if "loss" in result else _loss(output)
     loss.backward()
     # For parameters without influence on the loss, eager mode gives no gradient, and a graph may give zeros.
-    found = {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in plain.named_parameters()}
+    gradients = {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in plain.named_parameters()}
     plain.zero_grad()
-    matrices = {name: gradient for name, gradient in found.items() if gradient.dim() > 1}
-    return matrices | {"vectors": torch.cat([gradient.flatten() for gradient in found.values() if gradient.dim() < 2])}
+    matrices = {name: gradient for name, gradient in gradients.items() if gradient.dim() > 1}
+    vectors = [gradient.flatten() for gradient in gradients.values() if gradient.dim() < 2]
+    return matrices | {"vectors": torch.cat(vectors)}
 
 
 def _loss(output: Tensor) -> Tensor:
@@ -373,10 +374,10 @@ def _loss(output: Tensor) -> Tensor:
 
 
 def squares(got: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> Squares:
-    made = {}
-    for name, wanted in reference.items():
-        made[name] = [(wanted - got[name].float()).square().sum().item(), wanted.square().sum().item()]
-    return made
+    result = {}
+    for name, expected in reference.items():
+        result[name] = [(expected - got[name].float()).square().sum().item(), expected.square().sum().item()]
+    return result
 
 
 def call_key(call: Mapping[str, object]) -> tuple:
@@ -388,13 +389,13 @@ def call_key(call: Mapping[str, object]) -> tuple:
 def attention_ms(call: Mapping[str, object], grad: bool) -> float:
     """Return the device time of a call of F.sdpa, including the backward if a gradient is needed."""
     leaves = {k: v.detach().requires_grad_(v.requires_grad and grad) for k, v in call.items() if isinstance(v, Tensor)}
-    wanted = [leaf for leaf in leaves.values() if leaf.requires_grad]
+    inputs = [leaf for leaf in leaves.values() if leaf.requires_grad]
     call = dict(call) | leaves
 
     def once() -> None:
         out = F.scaled_dot_product_attention(**call)
-        if wanted:
-            torch.autograd.grad(out, wanted, torch.ones_like(out))
+        if inputs:
+            torch.autograd.grad(out, inputs, torch.ones_like(out))
 
     def window() -> float:
         torch.cuda._sleep(AHEAD)

@@ -22,12 +22,12 @@ def violations(rows: Iterable[Record]) -> list[str]:
     If the run has measured the math backend, the line also has the error of math, for comparison with the plain
     formula.
     """
-    said = "{program} {scenario} {order}: {what} {ours:.3g}, stock alone {stock:.3g}, its math {math:.3g}"
+    text = "{program} {scenario} {order}: {what} {ours:.3g}, stock alone {stock:.3g}, its math {math:.3g}"
     return [
-        said.format(**row, what=what, ours=ours, stock=row[f"{what}_stock"], math=row.get(f"{what}_math", nan))
+        text.format(**row, what=measure, ours=ours, stock=row[f"{measure}_stock"], math=row.get(f"{measure}_math", nan))
         for row in rows
-        for what in ("error", "mean")
-        if (ours := row.get(f"{what}_ours", 0.0)) > BAR * row.get(f"{what}_stock", 0.0)
+        for measure in ("error", "mean")
+        if (ours := row.get(f"{measure}_ours", 0.0)) > BAR * row.get(f"{measure}_stock", 0.0)
     ]
 
 
@@ -36,13 +36,13 @@ def totals(rows: Sequence[Record]) -> Record:
     once = [row for row in rows if row["order"] == rows[0]["order"]]
     timed = [row for row in once if "stock_ms" in row]
     calls, attention = sum(row["calls"] for row in once), sum(row["attention_stock_ms"] for row in timed)
-    made: Record = {"calls": calls, "calls_served": sum(row["served"] for row in once) / max(calls, 1)}
+    summary: Record = {"calls": calls, "calls_served": sum(row["served"] for row in once) / max(calls, 1)}
     if timed:
-        made["attention_time_served"] = sum(row["attention_stock_ms_served"] for row in timed) / attention
+        summary["attention_time_served"] = sum(row["attention_stock_ms_served"] for row in timed) / attention
     ratios = [row["ours_over_stock"] for row in timed if "ours_over_stock" in row]
     if ratios:
-        made["ours_over_stock_ms"] = statistics.geometric_mean(ratios)
-    return made
+        summary["ours_over_stock_ms"] = statistics.geometric_mean(ratios)
+    return summary
 
 
 def slower(rows: Sequence[Record]) -> list[str]:
@@ -58,7 +58,7 @@ def print_table(document: Record, console: Console) -> None:
     table = Table(title="programs on {gpu}, torch {torch}, transformers {transformers}".format(**document))
     for column in ("program", "scenario", "order", "D", "served"):
         table.add_column(column, no_wrap=True)
-    numbers = [f"{what}_{side}" for what in ("error", "mean", "tokens") for side in ("stock", "math", "ours")]
+    numbers = [f"{measure}_{side}" for measure in ("error", "mean", "tokens") for side in ("stock", "math", "ours")]
     numbers += ["stock_ms", "ours_ms"]
     for column in (*numbers, "why not"):
         justify = "right" if column in numbers else "left"

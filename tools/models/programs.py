@@ -95,8 +95,8 @@ def _examine(task: Task, model: nn.Module, scenario: Scenario, reference: Refere
     record: Record = {"squares": total}
     for seed in task.seeds(scenario):
         batch = task.batch(model, scenario, seed)
-        wanted = reference[seed] if reference else {}
-        follow = wanted["output"].argmax(-1) if scenario.kind == "greedy" else None
+        expected = reference[seed] if reference else {}
+        follow = expected["output"].argmax(-1) if scenario.kind == "greedy" else None
         watched = watch and seed == 0
         witness = Witness("" if task.device == "cuda" else "h100")
         if watched:
@@ -107,7 +107,7 @@ def _examine(task: Task, model: nn.Module, scenario: Scenario, reference: Refere
             paths = bindings.counters()
             record |= {"served": paths["ours_fwd"]} if scenario.compiled else witness.record()
             record["backwards"] = {path: n for path, n in paths.items() if path.endswith("_bwd") and n}
-        for name, pair in program_models.squares(got, wanted).items():
+        for name, pair in program_models.squares(got, expected).items():
             total[name] = [a + b for a, b in zip(total.get(name, (0.0, 0.0)), pair, strict=True)]
         if follow is not None:
             record |= {"tokens": got["output"].argmax(-1).flatten().tolist(), "wanted": follow.flatten().tolist()}
@@ -127,9 +127,9 @@ def examine(task: Task, sides: Mapping[str, Scope]) -> Iterator[Record]:
         for name, scenario in ((name, SCENARIOS[name]) for name in task.scenarios):
             model.train(scenario.dropout)
             try:
-                wanted = reference(dataclasses.replace(scenario, compiled=False))
+                expected = reference(dataclasses.replace(scenario, compiled=False))
                 with scope():
-                    record = _examine(task, model, scenario, wanted, watch=side == "ours")
+                    record = _examine(task, model, scenario, expected, watch=side == "ours")
             except Exception as error:
                 record = {"failed": f"{type(error).__name__}: {error}"[:600]}
                 model.zero_grad()
@@ -146,7 +146,7 @@ def _clock(task: Task, model: nn.Module, scenario: Scenario, sides: Mapping[str,
     with Witness("") as witness:
         call()
     kinds = collections.Counter((program_models.call_key(arguments), served) for arguments, served in witness.calls)
-    found = {(program_models.call_key(arguments), served): arguments for arguments, served in witness.calls}
+    arguments_by_kind = {(program_models.call_key(arguments), served): arguments for arguments, served in witness.calls}
     record = {f"{side}_ms": timing.ms for side, timing in times.items()}
     record |= {"ours_over_stock": paired_ratio(times["ours"], times["stock"])}
     record |= {"spread": max(timing.spread for timing in times.values())}
@@ -154,7 +154,7 @@ def _clock(task: Task, model: nn.Module, scenario: Scenario, sides: Mapping[str,
     for kind, count in kinds.items():
         for side, scope in sides.items():
             with scope():
-                ms = count * program_models.attention_ms(found[kind], grad=scenario.kind == "train")
+                ms = count * program_models.attention_ms(arguments_by_kind[kind], grad=scenario.kind == "train")
             record[f"attention_{side}_ms"] += ms
             record["attention_stock_ms_served"] += ms * (kind[1] and side == "stock")
     return record
@@ -223,9 +223,9 @@ def start(tasks: Sequence[Task], threads: int, until: float, gpu: int = 0) -> li
         except subprocess.TimeoutExpired:
             why = f"no end after {seconds:.0f} s"
         records = [json.loads(line) for line in out.read_text().splitlines() if line[-1] == "}"]
-    said = why or next((record["absent"] for record in records if "absent" in record), f"{len(records)} records")
+    status = why or next((record["absent"] for record in records if "absent" in record), f"{len(records)} records")
     more = " ..." * (len(tasks) > 1)
-    print(f"{time.monotonic() - began:4.0f} s  {tasks[0].program}{more} {mode}: {said}", flush=True)
+    print(f"{time.monotonic() - began:4.0f} s  {tasks[0].program}{more} {mode}: {status}", flush=True)
     program = records[-1]["program"] if records else tasks[0].program
     return [*records, {"program": program, "scenario": "*", "side": mode, "failed": why}] if why else records
 
@@ -285,24 +285,24 @@ def assemble(records: Mapping[str, Mapping[str, list[Record]]], orders: Sequence
     """
     document: Record = {"rows": [], "absent": {}, "failed": []}
     for program, modes in records.items():
-        told = {}
-        for mode, record in ((mode, record) for mode, found in modes.items() for record in found):
+        by_key = {}
+        for mode, record in ((mode, record) for mode, mode_records in modes.items() for record in mode_records):
             if "absent" in record:
                 document["absent"][program] = record["absent"]
             elif "failed" in record:
                 document["failed"].append({"order": mode} | record)
             else:
-                told[mode, record["scenario"], record["side"]] = record
+                by_key[mode, record["scenario"], record["side"]] = record
         for name, order in ((name, order) for name in PROGRAMS[program].scenarios for order in orders):
-            wanted = (("alone", name, "stock"), (order, name, "stock"), (order, name, "ours"))
-            if any(key not in told for key in wanted):
+            keys = (("alone", name, "stock"), (order, name, "stock"), (order, name, "ours"))
+            if any(key not in by_key for key in keys):
                 continue
-            row = new_row(program, order, *(told[key] for key in wanted), told.get(("alone", name, "math")))
+            row = new_row(program, order, *(by_key[key] for key in keys), by_key.get(("alone", name, "math")))
             if SCENARIOS[name].compiled:  # the eager scenario made equal calls, which could be recorded
-                twin = told.get((order, name.removeprefix("compiled_"), "ours"), {})
+                twin = by_key.get((order, name.removeprefix("compiled_"), "ours"), {})
                 row |= {"dims": twin.get("dims", ""), "calls": twin.get("calls", row["served"])}
                 row["reasons"] = {"compiled: a graph gives no reasons": row["calls"] - row["served"]}
-            timed = told.get(("times", name, "times"), {})
+            timed = by_key.get(("times", name, "times"), {})
             document["rows"].append(row | times_of(timed))
     return document
 
@@ -327,8 +327,8 @@ def run_all(options: argparse.Namespace, programs: Sequence[str], orders: Sequen
     gpus = itertools.cycle(range(max(1, torch.cuda.device_count())))
     with ThreadPoolExecutor(options.workers) as pool:
         done = pool.map(lambda task, gpu: start([task], threads, until, gpu), tasks, gpus)
-        for task, found in zip(tasks, done, strict=True):
-            records[task.program][task.mode] += found
+        for task, task_records in zip(tasks, done, strict=True):
+            records[task.program][task.mode] += task_records
     eager = [task for task in tasks if task.mode == "alone" and not SCENARIOS[task.scenarios[0]].compiled]
     if eager and options.device == "cuda" and not options.no_times:
         for record in start([dataclasses.replace(task, mode="times") for task in eager], threads, until):
@@ -347,15 +347,15 @@ def time_again(document: Record, programs: Sequence[str], seconds: float) -> Rec
     scenarios = {program: dict.fromkeys(row["scenario"] for row in document["rows"] if row["program"] == program)
                  for program in programs}  # fmt: skip
     tasks = [Task("times", program, tuple(names), "cuda", False) for program, names in scenarios.items() if names]
-    found = {
+    records = {
         (record["program"], record.get("scenario")): record for record in start(tasks, 1, time.monotonic() + seconds)
     }
     rows = []
     for row in document["rows"]:
         old = times_of(row) if row["program"] in scenarios else {}
         kept = {name: entry for name, entry in row.items() if name not in old}
-        rows.append(kept | times_of(found.get((row["program"], row["scenario"]), {})))
-    failed = [record for record in found.values() if "failed" in record]
+        rows.append(kept | times_of(records.get((row["program"], row["scenario"]), {})))
+    failed = [record for record in records.values() if "failed" in record]
     errors = document.get("errors_of") or {name: document[name] for name in ("commit", "date", "gpu", "command")}
     again = {"errors_of": errors, "rows": rows, "absent": document["absent"], "growing": document.get("growing", [])}
     return again | {"failed": document["failed"] + failed}
@@ -388,12 +388,12 @@ def main() -> int:
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
     clocks = report.read_clocks()
     if options.again:
-        found = time_again(result_schema.read(options.again), programs, options.seconds)
+        results = time_again(result_schema.read(options.again), programs, options.seconds)
     else:
-        found = run_all(options, programs, orders)
+        results = run_all(options, programs, orders)
     document = report.header("programs", clocks, report.commit()) | {"transformers": transformers.__version__}
-    wrong = violations(found["rows"]) + growing_cache.violations(found.get("growing", []))
-    document |= {"violations": wrong, "totals": totals(found["rows"])} | found
+    wrong = violations(results["rows"]) + growing_cache.violations(results.get("growing", []))
+    document |= {"violations": wrong, "totals": totals(results["rows"])} | results
     print_table(document, Console(width=200))
     print("wrote", report.write_json(document, options.out))
     return 1 if document["violations"] or document["failed"] else 0

@@ -142,7 +142,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for the pack")
     args = parser.parse_args()
     packs = [pack for pack in aot.kernel_table.PACKS if pack.target == args.target]
-    specs = (spec for one in packs for spec in (one.sample() if args.sample else one.specs()))
+    specs = (spec for kernel_pack in packs for spec in (kernel_pack.sample() if args.sample else kernel_pack.specs()))
     names = args.spec or sorted({spec.name() for spec in specs})
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         if args.compile:

@@ -66,15 +66,16 @@ def measure(facts: dict[str, int], rounds: int) -> dict[str, dict[str, dict[str,
             inputs = [make_inputs(case, "cuda", seed) for seed in range(copies)]
             calls = [partial(F.scaled_dot_product_attention, *which, **case.sdpa_kwargs()) for which in inputs]
             runs = {}
-            for limit, wanted in itertools.product((CLUSTER, 1), SPLITS):
+            for limit, num_splits in itertools.product((CLUSTER, 1), SPLITS):
                 # With these constants the dispatcher selects a cluster if a cluster is possible.
                 bindings.push_rows(
                     kernel_table.KERNEL_ROWS, (), replace(packing(dispatch_table.GATE), cluster=limit, combine_ns=1e9)
                 )
-                splits, tiles = planned(case, facts, wanted)
-                if splits[0] != wanted or written(splits) in runs or splits[0] * tiles > MOST_CTAS * facts["sm_count"]:
+                splits, tiles = planned(case, facts, num_splits)
+                is_large = splits[0] * tiles > MOST_CTAS * facts["sm_count"]
+                if splits[0] != num_splits or written(splits) in runs or is_large:
                     continue
-                with torch.no_grad(), sdpa_backend("fa3", num_splits=wanted):
+                with torch.no_grad(), sdpa_backend("fa3", num_splits=num_splits):
                     runs[written(splits)] = Candidate(captured(in_turn(calls), turns))
             timed = time_interleaved(runs, rounds=rounds, round_ms=2.0)
             times[case.name][state] = {n: 1e3 * t.ms / (copies * turns) for n, t in timed.items()}
@@ -101,12 +102,12 @@ def chosen(case: Case, rows: tuple[KernelRow, ...], gate: Gate, facts: dict[str,
     return planned(case, facts)[0]
 
 
-def nearest(known: dict[Splits, float], splits: Splits) -> Splits:
+def nearest(us_by_splits: dict[Splits, float], splits: Splits) -> Splits:
     """Return the timed splits nearest to the given splits.
 
     An equal way of combining (cluster or not) has priority over a near number of splits.
     """
-    return min(known, key=lambda n: (n[1] != splits[1], abs(math.log(n[0] / splits[0]))))
+    return min(us_by_splits, key=lambda n: (n[1] != splits[1], abs(math.log(n[0] / splits[0]))))
 
 
 def loss(cases: list[Case], times: Times, rows: tuple[KernelRow, ...], gate: Gate, facts: dict[str, int]) -> float:
@@ -114,8 +115,8 @@ def loss(cases: list[Case], times: Times, rows: tuple[KernelRow, ...], gate: Gat
     losses = []
     for case in cases:
         splits = chosen(case, rows, gate, facts)
-        for known in times[case.name].values():
-            losses.append(math.log(known[nearest(known, splits)] / min(known.values())) ** WEIGHT)
+        for us_by_splits in times[case.name].values():
+            losses.append(math.log(us_by_splits[nearest(us_by_splits, splits)] / min(us_by_splits.values())) ** WEIGHT)
     return statistics.fmean(losses)
 
 
@@ -125,7 +126,7 @@ def with_cost(rows: tuple[KernelRow, ...], i: int, cost: int) -> tuple[KernelRow
 
 def times_of(document: dict) -> Times:
     return {
-        name: {state: {read(n): us for n, us in known.items()} for state, known in states.items()}
+        name: {state: {read(n): us for n, us in us_by_splits.items()} for state, us_by_splits in states.items()}
         for name, states in document["us"].items()
     }
 
@@ -180,9 +181,9 @@ def tune_gate(times_from: list[Path], out: Path, rounds: int) -> None:
             print(row)
     for case, (facts, times) in itertools.product(cases, measured):
         splits = chosen(case, rows, gate, facts)
-        for state, known in times[case.name].items():
-            best, taken = min(known, key=known.__getitem__), nearest(known, splits)
-            if known[taken] > 1.03 * known[best]:
-                slow, fast = (f"{written(n)} ({known[n]:.1f} us)" for n in (taken, best))
+        for state, us_by_splits in times[case.name].items():
+            best, nearest_splits = min(us_by_splits, key=us_by_splits.__getitem__), nearest(us_by_splits, splits)
+            if us_by_splits[nearest_splits] > 1.03 * us_by_splits[best]:
+                slow, fast = (f"{written(n)} ({us_by_splits[n]:.1f} us)" for n in (nearest_splits, best))
                 print(f"  {case.name} {state}, {facts['memory_rate']} B/ns: {written(splits)} as {slow}, best {fast}")
     bindings.push_rows(kernel_table.KERNEL_ROWS, dispatch_table.CHOICE_ROWS, dispatch_table.GATE)

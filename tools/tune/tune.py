@@ -88,11 +88,11 @@ def candidates(family: Family) -> Iterator:
 
 def compile_candidates(args: argparse.Namespace) -> None:
     """Compile all candidates, and link the candidates without spilled registers into a pack."""
-    import aot
+    from tools.build import aot
 
     specs = []
-    for wanted in args.dims:
-        dims, _, tiles = wanted.partition("=")
+    for dims_and_tiles in args.dims:
+        dims, _, tiles = dims_and_tiles.partition("=")
         for mask in args.mask or ("full", "causal"):
             legal = candidates(Family(*map(int, dims.split("x")), mask))
             specs += [spec for spec in legal if not tiles or f"{spec.tile_m}x{spec.tile_n}" in tiles.split(",")]
@@ -100,13 +100,13 @@ def compile_candidates(args: argparse.Namespace) -> None:
     names, store = [spec.name() for spec in specs], aot.Store(args.out / "objects", "sm_90a")
     aot.compile_all(names, store, os.cpu_count() or 1)
     rows = [store.row(name) for name in names]
-    whole = [row for row in rows if not row.get("spills") and not row.get("stack_bytes")]
+    unspilled = [row for row in rows if not row.get("spills") and not row.get("stack_bytes")]
     for row in rows:
-        if row not in whole:
+        if row not in unspilled:
             print(f"dropped, because registers are spilled: {row['name']}")
-    aot.link([store.path(row["name"], ".o") for row in whole], args.out / "tune.so")
-    (args.out / "tune.json").write_text(json.dumps(whole, indent=1) + "\n")
-    print(f"{args.out / 'tune.so'}: {len(whole)} of {len(rows)} candidates")
+    aot.link([store.path(row["name"], ".o") for row in unspilled], args.out / "tune.so")
+    (args.out / "tune.json").write_text(json.dumps(unspilled, indent=1) + "\n")
+    print(f"{args.out / 'tune.so'}: {len(unspilled)} of {len(rows)} candidates")
 
 
 def load_trials(packs: list[Path]) -> list[Trial]:
@@ -152,8 +152,8 @@ def time_length(family: Family, length: int, trials: list[Trial], args: argparse
     case = family.timed_case(length)
     inputs = make_inputs(case, "cuda")
     runs: dict[str, Candidate] = {}
-    found, _ = providers({"stock", *PEERS})
-    for name, provider in found.items():
+    available, _ = providers({"stock", *PEERS})
+    for name, provider in available.items():
 
         def call(provider=provider):
             return provider.attend(*inputs, **case.sdpa_kwargs())
@@ -211,16 +211,16 @@ def time_candidates(args: argparse.Namespace) -> None:
     for family in dict.fromkeys(trial.family for trial in trials):
         if args.filter not in str(family):
             continue
-        mine = check_numbers(family, [trial for trial in trials if trial.family == family])
+        right_trials = check_numbers(family, [trial for trial in trials if trial.family == family])
         times = results[str(family)] = {}
         for length in args.lengths:
             if time.monotonic() > deadline:
                 print(f"skipped: {family} at {length} (the time given with --budget-seconds is used up)")
                 continue
-            times[length] = time_length(family, length, mine, args)
+            times[length] = time_length(family, length, right_trials, args)
         if times:
             print_family(family, times)
-            print_rows(family, [trial for trial in mine if trial.ms], device)
+            print_rows(family, [trial for trial in right_trials if trial.ms], device)
     document = report.header("tune", {}, report.commit()) | {"ms": results}
     print("wrote", report.write_json(document, args.out))
 

@@ -145,11 +145,11 @@ def _measure_masked(bench: Bench, name: str, case: Case, pattern: str) -> None:
     inputs = [make_inputs(case, bench.device, seed) for seed in range(copies)]
     mask = MASK_PATTERNS[pattern](case, torch.arange(case.Sk, device=bench.device), bench.device)
 
-    def attend(mask: Tensor | None, one: Inputs) -> Tensor:
-        return F.scaled_dot_product_attention(*one, mask, enable_gqa=case.gqa)
+    def attend(mask: Tensor | None, copy: Inputs) -> Tensor:
+        return F.scaled_dot_product_attention(*copy, mask, enable_gqa=case.gqa)
 
     def candidate(peer: str, mask: Tensor | None) -> Candidate:
-        each = [functools.partial(attend, mask, one) for one in inputs]
+        each = [functools.partial(attend, mask, copy) for copy in inputs]
         return graphed(Candidate(in_turn(each), bench.providers[peer].scope), 1)
 
     candidates, wrong, refused = {}, {}, {}

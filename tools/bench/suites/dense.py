@@ -130,7 +130,7 @@ def suite_odd(bench: Bench) -> None:
         _suite_against_stock(bench, workloads.odd_lattice(), grad, ours="ours_fa2")
 
 
-def _suite_of_gradients(bench: Bench, cases: list[Case], what: str) -> None:
+def _suite_of_gradients(bench: Bench, cases: list[Case], direction: str) -> None:
     """Time the gradients of the calls: "bwd" excludes the forward call, and "train" includes the forward call."""
     for case in cases:
         if not bench.take(case.name):
@@ -142,16 +142,16 @@ def _suite_of_gradients(bench: Bench, cases: list[Case], what: str) -> None:
 
             def call():
                 out = kept[0] if kept else provider.attend(*inputs, **case.sdpa_kwargs())
-                if what == "bwd" and not kept:
+                if direction == "bwd" and not kept:
                     kept.append(out)
-                return torch.autograd.grad(out, tuple(inputs), inputs.grad_out, retain_graph=what == "bwd")
+                return torch.autograd.grad(out, tuple(inputs), inputs.grad_out, retain_graph=direction == "bwd")
 
             return call
 
         names = [name for name in bench.providers if name not in baselines.SLOW | baselines.FORWARD_ONLY]
         candidates, errors, refused = try_each(bench, case, inputs, names, build)
         timings = time_interleaved(candidates, rounds=bench.rounds, device=bench.device, round_ms=ROUND_MS)
-        facts = facts_of(case) | {"flop": GRADIENT_FLOP[what] * case.flop}
+        facts = facts_of(case) | {"flop": GRADIENT_FLOP[direction] * case.flop}
         bench.add(row_of(case.name, timings, **facts, errors=errors, refused=refused))
 
 

@@ -40,17 +40,17 @@ BESIDE = {  # mask patterns of the calls, by the prefix of the case name
 
 
 def calls() -> Iterator[tuple[str, Case, str, str]]:
-    for what in ("fwd", "train"):
+    for direction in ("fwd", "train"):
         for case in workloads.dropping():
             for beside in BESIDE:
                 if not (case.causal and beside) and case.Sq <= (4096 if beside else case.Sq):
-                    yield f"{what}_{beside}{case.name}", case, what, beside
+                    yield f"{direction}_{beside}{case.name}", case, direction, beside
 
 
 def suite_dropout(bench: Bench) -> None:
-    for name, case, what, beside in calls():
+    for name, case, direction, beside in calls():
         if bench.take(name):
-            _measure(bench, name, case, what, BESIDE[beside])
+            _measure(bench, name, case, direction, BESIDE[beside])
 
 
 def wrong_in(case: Case, inputs: Inputs, mask: Tensor | None, out: Tensor, seed: Tensor) -> str | None:
@@ -60,14 +60,14 @@ def wrong_in(case: Case, inputs: Inputs, mask: Tensor | None, out: Tensor, seed:
     """
     few = Inputs(*(tensor[:1, :1] for tensor in (*inputs, inputs.grad_out)))
     kept = torch.ops.torch_flashplug.dropout_mask(seed, 1, 1, case.Sq, case.Sk, P)
-    seen = None if mask is None else mask[:1, :1]
-    rule = Masking(int(case.causal), seen, kept=kept, kept_share=dropout_reference.share_of(P))
+    visible = None if mask is None else mask[:1, :1]
+    rule = Masking(int(case.causal), visible, kept=kept, kept_share=dropout_reference.share_of(P))
     errors = measure_error(out[:1, :1], oracle(case, few, rule).out, plain(case, few, rule).out)
     return None if errors.ok else str(errors)
 
 
-def _measure(bench: Bench, name: str, case: Case, what: str, beside: masks.Pattern | None) -> None:
-    grad = what == "train"
+def _measure(bench: Bench, name: str, case: Case, direction: str, beside: masks.Pattern | None) -> None:
+    grad = direction == "train"
     inputs = make_inputs(case, bench.device, requires_grad=grad)
     mask = None if beside is None else beside.make(case, bench.device)
     attend = functools.partial(F.scaled_dot_product_attention, *inputs, mask, dropout_p=P, is_causal=case.causal)
@@ -87,8 +87,8 @@ def _measure(bench: Bench, name: str, case: Case, what: str, beside: masks.Patte
 
     peers = [peer for peer in ("ours_fa3", "stock", "cudnn", "fa2", "efficient") if peer in bench.providers]
     with torch.set_grad_enabled(grad):
-        given = {peer: Candidate(call, bench.providers[peer].scope) for peer in peers}
-        timings, _, refused = time_calls(bench, name, given, wrong_of)
-    facts = facts_of(case) | {"flop": case.flop * GRADIENT_FLOP.get(what, 1.0), "dropout_p": P}
+        candidates = {peer: Candidate(call, bench.providers[peer].scope) for peer in peers}
+        timings, _, refused = time_calls(bench, name, candidates, wrong_of)
+    facts = facts_of(case) | {"flop": case.flop * GRADIENT_FLOP.get(direction, 1.0), "dropout_p": P}
     facts |= {} if beside is None else {"mask": beside.name}
     bench.add(row_of(name, timings, **facts, grad=grad, refused=refused))

@@ -69,7 +69,7 @@ def _padding(case: Case, device: str) -> Rule:
 
 def _dense(rule: Callable[[Case, str], Rule], case: Case, device: str, sizes: tuple[int, ...]) -> Tensor:
     index = (torch.arange(size, device=device) for size in sizes)
-    places = (i.view(*(-1 if dim == mine else 1 for dim in range(4))) for mine, i in enumerate(index))
+    places = (i.view(*(-1 if dim == own_dim else 1 for dim in range(4))) for own_dim, i in enumerate(index))
     return rule(case, device)(*places).expand(sizes).contiguous()
 
 
@@ -89,8 +89,8 @@ class Pattern:
     learned: bool = False  # the gradient of the mask is computed
 
     def sizes(self, case: Case) -> tuple[int, ...]:
-        of = {"B": case.B, "H": case.Hq, "Q": case.Sq, "K": case.Sk}
-        return tuple(size if dim in self.dims else 1 for dim, size in of.items())
+        size_by_letter = {"B": case.B, "H": case.Hq, "Q": case.Sq, "K": case.Sk}
+        return tuple(size if dim in self.dims else 1 for dim, size in size_by_letter.items())
 
     def make(self, case: Case, device: str) -> Tensor:
         sizes = self.sizes(case)
@@ -144,25 +144,25 @@ def swin_windows() -> list[Case]:
 
 
 def calls() -> Iterator[tuple[str, Case, Pattern, str]]:
-    for what in ("fwd", "train"):
+    for direction in ("fwd", "train"):
         for case in workloads.masked():
             for pattern in PATTERNS:
                 fits = torch.Size(pattern.sizes(case)).numel() * (2 if pattern.floats else 1) <= MOST_SCORES
-                if fits and (what == "train" or not pattern.learned):
-                    yield f"{pattern.name}_{what}_d{case.D}_s{case.Sq}", case, pattern, what
+                if fits and (direction == "train" or not pattern.learned):
+                    yield f"{pattern.name}_{direction}_d{case.D}_s{case.Sq}", case, pattern, direction
         for case in swin_windows():
             for pattern in SWIN:
-                if what == "train" or not pattern.learned:
-                    yield f"{pattern.name}_{what}_{case.name}", case, pattern, what
+                if direction == "train" or not pattern.learned:
+                    yield f"{pattern.name}_{direction}_{case.name}", case, pattern, direction
         for case in workloads.masked_beside():
             for pattern in BESIDE:
-                yield f"{pattern.name}_beside_{what}_{case.name}", case, pattern, what
+                yield f"{pattern.name}_beside_{direction}_{case.name}", case, pattern, direction
 
 
 def suite_masks(bench: Bench) -> None:
-    for name, case, pattern, what in calls():
+    for name, case, pattern, direction in calls():
         if bench.take(name):
-            _measure(bench, name, case, pattern, what)
+            _measure(bench, name, case, pattern, direction)
 
 
 def wrong_in(case: Case, inputs: Inputs, mask: Tensor, out: Tensor) -> str | None:
@@ -180,15 +180,15 @@ def _flex_call(flex: baselines.Attend, case: Case, pattern: Pattern, inputs: Inp
     return functools.partial(flex, inputs.q, inputs.k, inputs.v, block_mask=block_mask)
 
 
-def _measure(bench: Bench, name: str, case: Case, pattern: Pattern, what: str) -> None:
-    grad = what == "train"
+def _measure(bench: Bench, name: str, case: Case, pattern: Pattern, direction: str) -> None:
+    grad = direction == "train"
     inputs, mask = make_inputs(case, bench.device, requires_grad=grad), pattern.make(case, bench.device)
-    wanted = (*inputs, mask.requires_grad_()) if pattern.learned else tuple(inputs)
+    leaves = (*inputs, mask.requires_grad_()) if pattern.learned else tuple(inputs)
 
     def call_of(attend: Callable[[], Tensor]) -> Callable[[], object]:
         def call():
             out = attend()
-            return torch.autograd.grad(out, wanted, inputs.grad_out) if grad else out
+            return torch.autograd.grad(out, leaves, inputs.grad_out) if grad else out
 
         return call
 
@@ -207,7 +207,7 @@ def _measure(bench: Bench, name: str, case: Case, pattern: Pattern, what: str) -
             },
             lambda peer: wrong_in(case, inputs, mask.detach(), attends[peer]().detach()),
         )
-    facts = facts_of(case) | {"mask": pattern.name, "flop": case.flop * GRADIENT_FLOP.get(what, 1.0)}
+    facts = facts_of(case) | {"mask": pattern.name, "flop": case.flop * GRADIENT_FLOP.get(direction, 1.0)}
     bench.add(row_of(name, timings, **facts, grad=grad, wrong=wrong, refused=refused))
 
 
@@ -228,12 +228,12 @@ class BlockMaskCall:
     s: int
     heads: tuple[int, int]
     mask: str
-    what: str
+    direction: str
 
-    def facts(self, seen: float) -> dict[str, object]:
-        flop = 4.0 * self.s**2 * self.heads[0] * self.d * seen * GRADIENT_FLOP.get(self.what, 1.0)
+    def facts(self, visible_fraction: float) -> dict[str, object]:
+        flop = 4.0 * self.s**2 * self.heads[0] * self.d * visible_fraction * GRADIENT_FLOP.get(self.direction, 1.0)
         return {"shape": [1, *self.heads, self.s, self.s, self.d, self.d], "d": self.d, "s": self.s, "mask": self.mask,
-                "dtype": "bf16", "flop": flop, "seen": seen}  # fmt: skip
+                "dtype": "bf16", "flop": flop, "seen": visible_fraction}  # fmt: skip
 
 
 def _random_block_mask(s: int, device: str) -> BlockMask:
@@ -265,10 +265,10 @@ BLOCK_MASKS: dict[str, Callable[[int, str], BlockMask]] = {
 
 
 def block_calls() -> Iterator[BlockMaskCall]:
-    for what in ("fwd", "train"):
+    for direction in ("fwd", "train"):
         for d, s, heads in ((128, 65536, 4), (128, 16384, 16), (64, 16384, 32), (256, 16384, 8), (128, 4096, 16)):
             for mask in BLOCK_MASKS:
-                yield BlockMaskCall(f"{what}_{mask}_d{d}_s{s}", d, s, (heads, heads), mask, what)
+                yield BlockMaskCall(f"{direction}_{mask}_d{d}_s{s}", d, s, (heads, heads), mask, direction)
 
 
 def _visible_fraction(mask: BlockMask, s: int) -> float:
@@ -282,11 +282,11 @@ def _block_error(call: BlockMaskCall, mask: BlockMask, leaves: list[Tensor], out
     """Return the relative error of randomly selected rows against fp64."""
     rows = torch.randperm(call.s, generator=torch.Generator().manual_seed(BLOCK_SEED))[:ROWS_CHECKED].to(out.device)
     at, keys = rows[:, None] // BLOCK_ROWS, torch.arange(call.s, device=out.device)
-    seen = mask.to_dense()[0, 0].bool().to(out.device)[at, keys // BLOCK_ROWS]
+    visible = mask.to_dense()[0, 0].bool().to(out.device)[at, keys // BLOCK_ROWS]
     of_plane = torch.zeros((), dtype=torch.long, device=out.device)
-    seen = seen & mask.mask_mod(of_plane, of_plane, rows[:, None], keys)
+    visible = visible & mask.mask_mod(of_plane, of_plane, rows[:, None], keys)
     q, k, v = (x.detach().double().transpose(1, 2) for x in leaves)
-    scores = (q[:, :, rows] @ k.mT / math.sqrt(call.d)).masked_fill(~seen, -math.inf)
+    scores = (q[:, :, rows] @ k.mT / math.sqrt(call.d)).masked_fill(~visible, -math.inf)
     right = (scores.softmax(-1) @ v).transpose(1, 2)
     return float((out[:, rows].double() - right).norm() / right.norm())
 
@@ -296,8 +296,8 @@ def _measure_blocks(bench: Bench, call: BlockMaskCall) -> None:
     generator = torch.Generator(bench.device).manual_seed(BLOCK_SEED)
     drawn = [torch.randn(1, call.s, call.heads[0], call.d, device=bench.device, generator=generator).bfloat16()
              for _ in range(4)]  # fmt: skip
-    leaves = [x.requires_grad_(call.what == "train") for x in drawn[:3]]
-    lists = block_lists(mask, gradients=call.what == "train")
+    leaves = [x.requires_grad_(call.direction == "train") for x in drawn[:3]]
+    lists = block_lists(mask, gradients=call.direction == "train")
     makers = {
         "ours_fa3": lambda: lambda: attention(*leaves, block_mask=lists),
         PLAIN: lambda: lambda: attention(*leaves),
@@ -305,14 +305,15 @@ def _measure_blocks(bench: Bench, call: BlockMaskCall) -> None:
     }
     timings, plain, errors, refused = race(
         bench, call.name, makers, error_of=functools.partial(_block_error, call, mask, leaves),
-        once=functools.partial(whole_call, call.what, leaves, drawn[3]),
+        once=functools.partial(whole_call, call.direction, leaves, drawn[3]),
         largest_error=LARGEST_BLOCK_ERROR, round_ms=BLOCK_ROUND_MS,
     )  # fmt: skip
-    seen = _visible_fraction(mask, call.s)
-    row = row_of(call.name, timings, **call.facts(seen), errors=errors, refused=refused, grad=call.what == "train")
+    visible_fraction = _visible_fraction(mask, call.s)
+    facts = call.facts(visible_fraction) | {"errors": errors, "refused": refused, "grad": call.direction == "train"}
+    row = row_of(call.name, timings, **facts)
     if plain is not None:
         row["all_ms"] |= {PLAIN: plain.ms}
-        row["rate"] = round(plain.ms * seen / timings["ours_fa3"].ms, 4)
+        row["rate"] = round(plain.ms * visible_fraction / timings["ours_fa3"].ms, 4)
     bench.add(row)
 
 

@@ -64,11 +64,11 @@ class Call:
     s: int
     way: str  # "ring", "ulysses" or "blocks"
     rotate: str = "allgather"
-    what: str = "train"
+    direction: str = "train"
     margins: bool = False
 
     def facts(self) -> dict[str, object]:
-        flop = 2.0 * HEADS * self.s * self.s * D * GRADIENT_FLOP.get(self.what, 1.0)
+        flop = 2.0 * HEADS * self.s * self.s * D * GRADIENT_FLOP.get(self.direction, 1.0)
         shape = [1, HEADS, KV_HEADS, self.s, self.s, D, D]
         return {"shape": shape, "d": D, "s": self.s, "mask": "causal", "dtype": "bf16", "flop": flop}
 
@@ -78,7 +78,7 @@ def calls() -> Iterator[Call]:
         yield Call(f"train_ring_allgather_s{s}", s, "ring", margins=s in (16384, 65536))
     for s in (16384, 65536):
         yield Call(f"train_ring_alltoall_s{s}", s, "ring", "alltoall", margins=True)
-        yield Call(f"fwd_ring_allgather_s{s}", s, "ring", what="fwd")
+        yield Call(f"fwd_ring_allgather_s{s}", s, "ring", direction="fwd")
         yield Call(f"train_ulysses_s{s}", s, "ulysses")
     yield Call("train_blocks_dtensor_s4096", 4096, "blocks")
 
@@ -98,14 +98,14 @@ def _draw(heads: int, rows: int, device: str, grad: bool) -> Tensor:
 def _operands(s: int, device: str) -> list[Tensor]:
     """Return q, k, v and the gradient of the output for this rank."""
     rows = s // dist.get_world_size()
-    given = [_draw(heads, rows, device, True) for heads in (HEADS, KV_HEADS, KV_HEADS)]
-    return [*given, _draw(HEADS, rows, device, False)]
+    tensors = [_draw(heads, rows, device, True) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    return [*tensors, _draw(HEADS, rows, device, False)]
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, what: str) -> list[Tensor]:
-    with torch.set_grad_enabled(what == "train"):
+def _attend(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, direction: str) -> list[Tensor]:
+    with torch.set_grad_enabled(direction == "train"):
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    return [out, *(torch.autograd.grad(out, (q, k, v), grad) if what == "train" else ())]
+    return [out, *(torch.autograd.grad(out, (q, k, v), grad) if direction == "train" else ())]
 
 
 @contextlib.contextmanager
@@ -128,7 +128,7 @@ def ring(s: int, rotate: str, device: str) -> Iterator[None]:
 
 def _ring_call(call: Call, device: str) -> Callable[[], object]:
     operands = _operands(call.s, device)
-    return lambda: _attend(*operands, call.what)
+    return lambda: _attend(*operands, call.direction)
 
 
 class Swap(torch.autograd.Function):
@@ -137,10 +137,10 @@ class Swap(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, scatter: int, gather: int) -> Tensor:
         ctx.back = gather, scatter
-        given = torch.stack([part.contiguous() for part in x.chunk(dist.get_world_size(), scatter)])
-        found = torch.empty_like(given)
-        dist.all_to_all_single(found, given)
-        return torch.cat(found.unbind(0), gather)
+        parts = torch.stack([part.contiguous() for part in x.chunk(dist.get_world_size(), scatter)])
+        received = torch.empty_like(parts)
+        dist.all_to_all_single(received, parts)
+        return torch.cat(received.unbind(0), gather)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -164,10 +164,10 @@ def _blocks_call(local: bool, s: int, device: str) -> Callable[[], object]:
     blocks = [llama.Block(shape).to(device, torch.bfloat16) for _ in range(BLOCKS)]
     for block in blocks:
         llama.tensor_parallel(block, mesh, local)
-    given = torch.randn(2, s, shape.width, device=device, dtype=torch.bfloat16)
+    hidden = torch.randn(2, s, shape.width, device=device, dtype=torch.bfloat16)
 
     def run() -> None:
-        x = given
+        x = hidden
         for block in blocks:
             x = block(x, None)
         x.sum().backward()
@@ -178,18 +178,18 @@ def _blocks_call(local: bool, s: int, device: str) -> Callable[[], object]:
 def _steps_call(call: Call, device: str) -> Callable[[], object]:
     """Return a function that makes only the attention calls of the ring on this rank."""
     world, local = dist.get_world_size(), call.s // dist.get_world_size()
-    made = []
+    step_tensors = []
     for step in steps_of(dist.get_rank(), world, True, True):
         rows, keys = local // (1 + step.half_of_rows), local // (1 + step.half_of_keys)
         q, grad = _draw(HEADS, rows, device, True), _draw(HEADS, rows, device, False)
         k, v = (_draw(KV_HEADS, keys, device, True) for _ in range(2))
-        made.append((q, k, v, grad, step.is_causal))
+        step_tensors.append((q, k, v, grad, step.is_causal))
 
     def run() -> None:
-        for q, k, v, grad, causal in made:
-            with torch.set_grad_enabled(call.what == "train"):
+        for q, k, v, grad, causal in step_tensors:
+            with torch.set_grad_enabled(call.direction == "train"):
                 out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
-            if call.what == "train":
+            if call.direction == "train":
                 torch.autograd.grad(out, (q, k, v), grad)
 
     return run
@@ -209,26 +209,26 @@ def check(device: str) -> dict[str, dict[str, float]]:
     world, rank = dist.get_world_size(), dist.get_rank()
     case = new_case("ring", (1, 8, 2), (CHECKED_ROWS,) * 2, (D, D), "causal")
     inputs = make_inputs(case, device)
-    given = (*inputs, inputs.grad_out)
+    tensors = (*inputs, inputs.grad_out)
     order = _HeadTailLoadBalancer(CHECKED_ROWS, world, device)._generate_indices()[0].long().chunk(world)[rank]
-    parts = [x.index_select(2, order).requires_grad_(i < 3) for i, x in enumerate(given)]
+    parts = [x.index_select(2, order).requires_grad_(i < 3) for i, x in enumerate(tensors)]
     mask = Masking(1)
-    exact = attention_math(*inputs, scale=None, mask=mask).out, *grads_math(*given, mask=mask)
+    exact = attention_math(*inputs, scale=None, mask=mask).out, *grads_math(*tensors, mask=mask)
     low = attention_math(*inputs, scale=None, mask=mask, dtype=torch.bfloat16).out, *plain_grads(case, inputs)
     errors = {}
     for rotate in ("allgather", "alltoall"):
         with PEERS["ours_auto"](), ring(CHECKED_ROWS, rotate, device):
-            found = [x.detach() for x in _attend(*parts, "train")]
-            found = context_parallel_unshard(init_device_mesh(device, (world,)), found, [2] * len(found))
+            results = [x.detach() for x in _attend(*parts, "train")]
+            results = context_parallel_unshard(init_device_mesh(device, (world,)), results, [2] * len(results))
         reports = {
             name: measure_error(x, right, plain, OUT_FACTOR if name == "out" else GRAD_FACTOR)
-            for name, x, right, plain in zip(("out", "dq", "dk", "dv"), found, exact, low, strict=True)
+            for name, x, right, plain in zip(("out", "dq", "dk", "dv"), results, exact, low, strict=True)
         }
         errors[rotate] = {
             name: round(max(report.rms / report.budget_rms, report.max / report.budget_max), 3)
             for name, report in reports.items()
         }
-    if max(max(of.values()) for of in errors.values()) > 1.0:
+    if max(max(by_name.values()) for by_name in errors.values()) > 1.0:
         raise SystemExit(f"ring: wrong, nothing is timed: {errors}")
     return errors
 
@@ -241,13 +241,13 @@ def _candidates(call: Call, device: str) -> tuple[dict[str, Candidate], dict[str
     makers = {"ring": _ring_call, "ulysses": _ulysses_call}
     if call.way == "blocks":
         run, local = (_blocks_call(local, call.s, device) for local in (False, True))
-        found = {name: Candidate(run, PEERS[name]) for name in ("ours_auto", "stock")}
-        found |= {name.replace("_auto", "") + "_local": Candidate(local, PEERS[name]) for name in list(found)}
+        candidates = {name: Candidate(run, PEERS[name]) for name in ("ours_auto", "stock")}
+        candidates |= {name.replace("_auto", "") + "_local": Candidate(local, PEERS[name]) for name in list(candidates)}
     else:
         run = makers[call.way](call, device)
-        found = {name: Candidate(run, scope) for name, scope in PEERS.items()}
+        candidates = {name: Candidate(run, scope) for name, scope in PEERS.items()}
     refused = {}
-    for name, candidate in list(found.items()):
+    for name, candidate in list(candidates.items()):
         watch()
         try:
             with candidate.scope():
@@ -256,13 +256,13 @@ def _candidates(call: Call, device: str) -> tuple[dict[str, Candidate], dict[str
             refused[name] = refusal(error)
         if largest(name in refused):
             refused.setdefault(name, "a different rank refused")
-            del found[name]
-    return found, refused
+            del candidates[name]
+    return candidates, refused
 
 
 def _peaks(candidates: Mapping[str, Candidate]) -> dict[str, float]:
     """Return the memory in MiB that each call needs on this rank in addition to the operands."""
-    found = {}
+    peaks = {}
     for name, candidate in candidates.items():
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -270,8 +270,8 @@ def _peaks(candidates: Mapping[str, Candidate]) -> dict[str, float]:
         with candidate.scope():
             candidate.call()
         torch.cuda.synchronize()
-        found[name] = (torch.cuda.max_memory_allocated() - before) / 2**20
-    return found
+        peaks[name] = (torch.cuda.max_memory_allocated() - before) / 2**20
+    return peaks
 
 
 @contextlib.contextmanager

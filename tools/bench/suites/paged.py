@@ -85,11 +85,11 @@ def _on_end(inputs: Inputs) -> Attend:
 
 def _fa3(x: Paged, planned: bool) -> Attend:
     module = sys.modules[baselines.wheel("fa3").__module__]
-    given = {"page_table": x.table, "cache_seqlens": x.used}
+    arguments = {"page_table": x.table, "cache_seqlens": x.used}
     if planned:
         (B, _, Hq, D), Hkv, keys = x.q.shape, x.pools[0].shape[2], x.table.shape[1] * PAGE
-        given["scheduler_metadata"] = module.get_scheduler_metadata(B, 1, keys, Hq, Hkv, D, x.used, page_size=PAGE)
-    return lambda: module.flash_attn_with_kvcache(x.q, *x.pools, **given)
+        arguments["scheduler_metadata"] = module.get_scheduler_metadata(B, 1, keys, Hq, Hkv, D, x.used, page_size=PAGE)
+    return lambda: module.flash_attn_with_kvcache(x.q, *x.pools, **arguments)
 
 
 @functools.cache
@@ -103,7 +103,7 @@ def _flashinfer(x: Paged, tensor_cores: bool) -> Attend:
     (B, pages), device = x.table.shape, x.q.device
     starts = torch.arange(B + 1, dtype=torch.int32, device=device) * pages
     lists = {"indptr": starts, "indices": x.table.flatten(), "last_page_len": torch.full_like(x.used, PAGE)}
-    kept = {f"paged_kv_{name}_buffer": one.clone() for name, one in lists.items()}
+    kept = {f"paged_kv_{name}_buffer": values.clone() for name, values in lists.items()}
     step = BatchDecodeWithPagedKVCacheWrapper(
         _scratch(device), use_cuda_graph=True, use_tensor_cores=tensor_cores, **kept
     )
@@ -124,14 +124,18 @@ PEERS = {
 
 def _makers(bench: Bench, inputs: list[Inputs]) -> dict[str, Callable[[], list[Attend]]]:
     """Return a function for each candidate that makes the candidate's calls, one for each copy of the operands."""
-    in_pages = {rows: [_in_pages(one, rows) for one in inputs] for rows in PAGES.values()}
+    in_pages = {rows: [_in_pages(copy, rows) for copy in inputs] for rows in PAGES.values()}
     of_all = {"ours_on_end": (_on_end, inputs)}
     of_all |= {name: (_ours, in_pages[rows]) for name, rows in PAGES.items()}
     of_all |= {name: (functools.partial(_ours, **splits), in_pages[PAGE]) for name, splits in SPLITS.items()}
     of_all |= {"ours_lengths": (_with_lengths, inputs)}
     absent = baselines.WHEELS.keys() - bench.providers.keys()
     of_all |= {name: (make, in_pages[PAGE]) for name, make in PEERS.items() if name.split("_")[0] not in absent}
-    return {name: functools.partial(lambda make, of: [make(one) for one in of], *row) for name, row in of_all.items()}
+
+    def make_all(make: Callable, copies: list) -> list[Attend]:
+        return [make(copy) for copy in copies]
+
+    return {name: functools.partial(make_all, *row) for name, row in of_all.items()}
 
 
 @torch.no_grad()
@@ -159,8 +163,9 @@ def _measure(bench: Bench, case: Case) -> None:
                 raise SystemExit(f"{case.name}: {name}: nothing is timed: {reason}") from reason
     timings = time_interleaved(candidates, rounds=bench.rounds, device=bench.device, round_ms=ROUND_MS)
     timings = {name: Timing(tuple(ms / copies for ms in t.rounds)) for name, t in timings.items()}
-    others = {name: t.ms for name, t in timings.items() if name not in {"ours_fa2", *PEERS}}  # further variants of ours
-    held = {name: t for name, t in timings.items() if name not in others}
+    # Further variants of ours have no column.
+    variants = {name: t.ms for name, t in timings.items() if name not in {"ours_fa2", *PEERS}}
+    held = {name: t for name, t in timings.items() if name not in variants}
     row = row_of(case.name, held, **facts_of(case), errors=errors, refused=refused)
-    row["all_ms"] |= others
+    row["all_ms"] |= variants
     bench.add(row | {"kv_bytes": kv_bytes(case)})

@@ -107,8 +107,8 @@ def fa3_calls(
     if function is None:
         return None
 
-    def attend(made: list[tuple[Tensor, Tensor]]) -> Tensor:
-        (q, q_descale), (k, k_descale), (v, v_descale) = made
+    def attend(operands: list[tuple[Tensor, Tensor]]) -> Tensor:
+        (q, q_descale), (k, k_descale), (v, v_descale) = operands
         descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
         out = function(q, k, v, causal=case.causal, **descales)
         return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
@@ -133,14 +133,14 @@ def alone(calls: dict[str, Callable[[], object]], rounds: int, repeats: int) -> 
     The calls are interleaved. The first round is not counted.
     """
     mark = torch.zeros(1, dtype=torch.int64, device="cuda")
-    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         for _ in range(rounds + 1):
             for call in calls.values():
                 mark.add_(1)
                 for _ in range(repeats):
                     call()
         torch.cuda.synchronize()
-    events = [event for event in seen.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    events = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     groups: list[float] = []
     for event in sorted(events, key=lambda event: event.time_range.start):
         if "CUDAFunctorOnSelf_add<long>" in event.name:
@@ -155,7 +155,7 @@ def _measure_recipe(bench: Bench, name: str, case: Case, recipe: str) -> None:
     inputs = make_inputs(case, bench.device)
     refused: dict[str, str] = {}
     with torch.no_grad():
-        ours, whole = our_call(inputs, case, recipe), our_call(inputs, case, quant_recipes.SIXTEEN)
+        ours, ours_16bit = our_call(inputs, case, recipe), our_call(inputs, case, quant_recipes.SIXTEEN)
         try:
             error = _recipe_error(case, inputs, ours())
         except RuntimeError as reason:  # the recipe has no kernel for the head dims of this case
@@ -163,11 +163,11 @@ def _measure_recipe(bench: Bench, name: str, case: Case, recipe: str) -> None:
             return
         if error > LARGEST_ERROR[recipe]:
             raise SystemExit(f"{name}: wrong, nothing is timed: {error}")
-        kernels, others = {"ours_fa3": ours}, {"ours_call": ours, "ours_16bit": whole}
+        kernels, complete_calls = {"ours_fa3": ours}, {"ours_call": ours, "ours_16bit": ours_16bit}
         try:
             if fa3 := fa3_calls(inputs, case):
                 fa3[0]()
-                kernels["fa3_fp8"], others["fa3_fp8_call"] = fa3
+                kernels["fa3_fp8"], complete_calls["fa3_fp8_call"] = fa3
         except (RuntimeError, ValueError) as reason:
             refused["fa3_fp8"] = refusal(reason)
         try:
@@ -176,7 +176,7 @@ def _measure_recipe(bench: Bench, name: str, case: Case, recipe: str) -> None:
             refused["cudnn_fp8"] = refusal(reason)
         repeats = max(2, int(ROUND_MS / (workloads.bound_ms(case) * 1.5)))
         timings = alone(kernels, bench.rounds, repeats) if bench.device == "cuda" else {}
-        candidates = {peer: Candidate(call) for peer, call in others.items()}
+        candidates = {peer: Candidate(call) for peer, call in complete_calls.items()}
         beside = time_interleaved(candidates, rounds=bench.rounds, device=bench.device, round_ms=ROUND_MS)
     row = row_of(name, timings, **facts_of(case), recipe=recipe, error=error, refused=refused)
     row["all_ms"] |= {peer: timing.ms for peer, timing in beside.items()}
@@ -222,8 +222,8 @@ def suite_cache8(bench: Bench) -> None:
             _measure_cache(bench, case)
 
 
-def _attend_cache(given: tuple[Tensor, ...], gqa: bool) -> Tensor:
-    return F.scaled_dot_product_attention(*given, enable_gqa=gqa)
+def _attend_cache(operands: tuple[Tensor, ...], gqa: bool) -> Tensor:
+    return F.scaled_dot_product_attention(*operands, enable_gqa=gqa)
 
 
 @torch.no_grad()
@@ -232,14 +232,14 @@ def _measure_cache(bench: Bench, case: Case) -> None:
     copies = min(decode.MAX_COPIES, 2 * decode.copies_of(case))
     inputs = [make_inputs(case, bench.device, seed) for seed in range(copies)]
     right = _attend_cache(tuple(x.float() for x in inputs[0]), case.gqa)
-    calls = {"ours_16bit": [tuple(one) for one in inputs]}
-    calls |= {CACHE_NAMES[kind]: [cached(one, kind) for one in inputs] for kind in CACHE_NAMES}
+    calls = {"ours_16bit": [tuple(copy) for copy in inputs]}
+    calls |= {CACHE_NAMES[kind]: [cached(copy, kind) for copy in inputs] for kind in CACHE_NAMES}
     errors, candidates = {}, {}
-    for name, given in calls.items():
+    for name, copies_of_call in calls.items():
         scope = functools.partial(sdpa_backend, "fa3" if name == "ours_16bit" else "auto")
         with scope():
-            errors[name] = float((_attend_cache(given[0], case.gqa).float() - right).norm() / right.norm())
-        each = [functools.partial(_attend_cache, one, case.gqa) for one in given]
+            errors[name] = float((_attend_cache(copies_of_call[0], case.gqa).float() - right).norm() / right.norm())
+        each = [functools.partial(_attend_cache, copy, case.gqa) for copy in copies_of_call]
         candidates[name] = graphed(Candidate(decode.in_turn(each), scope), 1)
     cache_errors = {kind: errors[name] for kind, name in CACHE_NAMES.items()}
     wrong = {kind: error for kind, error in cache_errors.items() if error > LARGEST_CACHE_ERROR[kind]}
@@ -311,23 +311,23 @@ def _kernels(case: Case, inputs: Inputs) -> Calls:
 
     The calls are those of this project, and those of FlashAttention-3 if the FlashAttention-3 wheel is installed.
     """
-    found = {recipe: our_call(inputs, case, recipe) for recipe in quant_recipes.RECIPES}
-    found["ours_16bit"] = our_call(inputs, case, quant_recipes.SIXTEEN)
+    calls = {recipe: our_call(inputs, case, recipe) for recipe in quant_recipes.RECIPES}
+    calls["ours_16bit"] = our_call(inputs, case, quant_recipes.SIXTEEN)
     for name, cast in (("fa3_fp8", by_head), ("fa3_fp8_tensor", _by_tensor)):
         if both := fa3_calls(inputs, case, cast):
-            found[name] = both[0]
-    return found
+            calls[name] = both[0]
+    return calls
 
 
 def _others(case: Case, inputs: Inputs) -> Calls:
     def by_tensor() -> Tensor:
-        made = by_amax(*inputs, BLOCK)
-        return attend(made, quant_recipes.RECIPES["e4m3"], case.D**-0.5, causal=case.causal).out
+        operands = by_amax(*inputs, BLOCK)
+        return attend(operands, quant_recipes.RECIPES["e4m3"], case.D**-0.5, causal=case.causal).out
 
     def cache(kind: str) -> Tensor:
         q, key, value = cached(replace(inputs, q=inputs.q[:, :, -ROWS:]), kind)
-        seen = torch.ones(ROWS, case.Sk, dtype=torch.bool, device=q.device).tril(case.Sk - ROWS)
-        masks = seen.split(CACHE_ROWS) if case.causal else [None] * (ROWS // CACHE_ROWS)
+        visible = torch.ones(ROWS, case.Sk, dtype=torch.bool, device=q.device).tril(case.Sk - ROWS)
+        masks = visible.split(CACHE_ROWS) if case.causal else [None] * (ROWS // CACHE_ROWS)
         parts = zip(q.split(CACHE_ROWS, 2), masks, strict=True)
         return torch.cat([F.scaled_dot_product_attention(rows, key, value, mask) for rows, mask in parts], 2)
 

@@ -43,7 +43,7 @@ class Call:
     softcap: float = 0.0
     sinks: bool = False
     on_end: bool = False
-    what: str = "fwd"
+    direction: str = "fwd"
     causal: bool = True
 
     @property
@@ -51,12 +51,12 @@ class Call:
         """Number of visible scores of a head."""
         if not self.causal:
             return sum(s * s for s in self.lengths)
-        seen = [(s, s if self.left < 0 else min(s, self.left + 1)) for s in self.lengths]
-        return sum(w * (w + 1) // 2 + (s - w) * w for s, w in seen)
+        windows = [(s, s if self.left < 0 else min(s, self.left + 1)) for s in self.lengths]
+        return sum(w * (w + 1) // 2 + (s - w) * w for s, w in windows)
 
     @property
     def flop(self) -> float:
-        return 4.0 * self.scores * self.heads[0] * self.d * GRADIENT_FLOP.get(self.what, 1.0)
+        return 4.0 * self.scores * self.heads[0] * self.d * GRADIENT_FLOP.get(self.direction, 1.0)
 
     def facts(self) -> dict[str, object]:
         longest = max(self.lengths)
@@ -84,36 +84,39 @@ def ragged() -> Iterator[Call]:
     A batch could also hold the sequences of equal lengths. The calls with very short lengths have thousands of
     sequences.
     """
-    for what in ("fwd", "train"):
+    for direction in ("fwd", "train"):
         for d in (64, 128, 256):
             heads = _heads(d)
             for s in (512, 2048, 8192, 16384):
-                yield Call(f"{what}_equal_d{d}_s{s}", (s,) * (TOKENS // s), d, heads, on_end=True, what=what)
-            yield Call(f"{what}_zipf_d{d}", _zipf(TOKENS), d, heads, on_end=True, what=what)
+                name, lengths = f"{direction}_equal_d{d}_s{s}", (s,) * (TOKENS // s)
+                yield Call(name, lengths, d, heads, on_end=True, direction=direction)
+            yield Call(f"{direction}_zipf_d{d}", _zipf(TOKENS), d, heads, on_end=True, direction=direction)
             for number, s in ((1024, 16), (4096, 4)):
-                yield Call(f"{what}_short_d{d}_{number}x{s}", (s,) * number, d, heads, on_end=True, what=what)
+                name = f"{direction}_short_d{d}_{number}x{s}"
+                yield Call(name, (s,) * number, d, heads, on_end=True, direction=direction)
         for d in (32, 96, 192):
-            yield Call(f"{what}_zipf_d{d}", _zipf(TOKENS), d, _heads(d), on_end=True, what=what)
-        yield Call(f"{what}_zipf_gqa_d128", _zipf(TOKENS), 128, (32, 8), on_end=True, what=what)
+            yield Call(f"{direction}_zipf_d{d}", _zipf(TOKENS), d, _heads(d), on_end=True, direction=direction)
+        yield Call(f"{direction}_zipf_gqa_d128", _zipf(TOKENS), 128, (32, 8), on_end=True, direction=direction)
         for d in (64, 128, 256):
-            yield Call(f"{what}_zipf_full_d{d}", _zipf(TOKENS), d, _heads(d), on_end=True, what=what, causal=False)
+            name = f"{direction}_zipf_full_d{d}"
+            yield Call(name, _zipf(TOKENS), d, _heads(d), on_end=True, direction=direction, causal=False)
 
 
 def window() -> Iterator[Call]:
-    for what in ("fwd", "train"):
+    for direction in ("fwd", "train"):
         for d, lengths in ((64, (8192,)), (128, (8192, 16384, 32768)), (256, (8192,))):
             for s in lengths:
                 for left in (128, 1024, 4096):
-                    batch = (s,) * max(1, TOKENS // s)
-                    yield Call(f"{what}_window{left}_d{d}_s{s}", batch, d, _heads(d), left - 1, what=what)
+                    name, batch = f"{direction}_window{left}_d{d}_s{s}", (s,) * max(1, TOKENS // s)
+                    yield Call(name, batch, d, _heads(d), left - 1, direction=direction)
 
 
 def softcap() -> Iterator[Call]:
-    for what in ("fwd", "train"):
+    for direction in ("fwd", "train"):
         for d in (64, 128, 256):
             for s in (2048, 8192):
-                name = f"{what}_softcap_d{d}_s{s}"
-                yield Call(name, (s,) * (TOKENS // s), d, _heads(d), softcap=CAP, what=what)
+                name = f"{direction}_softcap_d{d}_s{s}"
+                yield Call(name, (s,) * (TOKENS // s), d, _heads(d), softcap=CAP, direction=direction)
 
 
 def sinks() -> Iterator[Call]:
@@ -121,13 +124,13 @@ def sinks() -> Iterator[Call]:
 
     gpt-oss has 64 query heads and 8 KV heads of head dim 64, and a window of 128 in every second layer.
     """
-    for what in ("fwd", "train"):
+    for direction in ("fwd", "train"):
         for d, heads in ((64, (64, 8)), (128, _heads(128))):
             for left in (-1, 127):
                 for s in (2048, 8192):
-                    seen = "causal" if left < 0 else f"window{left + 1}"
-                    name = f"{what}_sinks_{seen}_d{d}_s{s}"
-                    yield Call(name, (s,) * (TOKENS // s), d, heads, left, sinks=True, what=what)
+                    mask = "causal" if left < 0 else f"window{left + 1}"
+                    name = f"{direction}_sinks_{mask}_d{d}_s{s}"
+                    yield Call(name, (s,) * (TOKENS // s), d, heads, left, sinks=True, direction=direction)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +159,9 @@ def _operands(call: Call, device: str) -> Operands:
         torch.randn(total, heads, call.d, device=device, generator=generator).bfloat16()
         for heads in (Hq, Hkv, Hkv, Hq)
     ]  # fmt: skip
-    leaves = [x.requires_grad_(call.what == "train") for x in drawn[:3]]
+    leaves = [x.requires_grad_(call.direction == "train") for x in drawn[:3]]
     cu = torch.tensor((0, *call.lengths), device=device).cumsum(0).int()
-    of_heads = torch.randn(Hq, device=device, generator=generator).requires_grad_(call.what == "train")
+    of_heads = torch.randn(Hq, device=device, generator=generator).requires_grad_(call.direction == "train")
     return Operands(*leaves, drawn[3], cu, of_heads)
 
 
@@ -168,11 +171,11 @@ Attend = Callable[[], Tensor]
 
 
 def _ours(call: Call, x: Operands) -> Attend:
-    seen = {"causal": call.causal, "window": None if call.left < 0 else (call.left, None), "softcap": call.softcap}
-    seen["sinks"] = x.of_heads if call.sinks else None
+    settings = {"causal": call.causal, "window": None if call.left < 0 else (call.left, None), "softcap": call.softcap}
+    settings["sinks"] = x.of_heads if call.sinks else None
     if call.on_end:
-        return lambda: attention(*x.leaves, **seen, cu_seqlens_q=x.cu)
-    return lambda: attention(*x.batch(call), **seen).flatten(0, 1)
+        return lambda: attention(*x.leaves, **settings, cu_seqlens_q=x.cu)
+    return lambda: attention(*x.batch(call), **settings).flatten(0, 1)
 
 
 def _plain(call: Call, x: Operands) -> Attend:
@@ -185,9 +188,9 @@ def _planned(call: Call, x: Operands) -> Attend:
     """Return a call with precomputed tile lists, as in all layers of a model except the first."""
     if not call.on_end:
         raise NotImplementedError("plans exist only for packed sequences")
-    seen = {"causal": call.causal, "cu_seqlens_q": x.cu}
-    made = plan(*x.leaves, **seen, gradients=call.what == "train")
-    return lambda: attention(*x.leaves, **seen, plan=made)
+    settings = {"causal": call.causal, "cu_seqlens_q": x.cu}
+    varlen_plan = plan(*x.leaves, **settings, gradients=call.direction == "train")
+    return lambda: attention(*x.leaves, **settings, plan=varlen_plan)
 
 
 def _only(call: Call, **takes: bool) -> None:
@@ -205,8 +208,8 @@ def _varlen(call: Call, x: Operands) -> Attend:
     _only(call, on_end=True)
     longest = max(call.lengths)
     grouped = {"enable_gqa": True} if "enable_gqa" in varlen.varlen_attn.__kwdefaults__ else {}
-    seen = {"window_size": (call.left, 0 if call.causal else -1), **grouped}
-    return lambda: varlen.varlen_attn(*x.leaves, x.cu, x.cu, longest, longest, **seen)
+    settings = {"window_size": (call.left, 0 if call.causal else -1), **grouped}
+    return lambda: varlen.varlen_attn(*x.leaves, x.cu, x.cu, longest, longest, **settings)
 
 
 def _wheel(name: str, call: Call, x: Operands) -> Attend:
@@ -214,19 +217,20 @@ def _wheel(name: str, call: Call, x: Operands) -> Attend:
     function = baselines.wheel(name)
     if function is None:
         raise ImportError("not installed")
-    given = {"causal": call.causal, "window_size": (call.left, 0 if call.left >= 0 else -1), "softcap": call.softcap}
+    window_size = (call.left, 0 if call.left >= 0 else -1)
+    arguments = {"causal": call.causal, "window_size": window_size, "softcap": call.softcap}
     if call.sinks:
         sinks, dtype = SINKS[name]
-        given[sinks] = x.of_heads.to(dtype)
+        arguments[sinks] = x.of_heads.to(dtype)
     if not call.on_end:
-        return lambda: _first(function(*x.batch(call), **given)).flatten(0, 1)
+        return lambda: _first(function(*x.batch(call), **arguments)).flatten(0, 1)
     of_lengths, longest = sys.modules[function.__module__].flash_attn_varlen_func, max(call.lengths)
-    given |= {"cu_seqlens_q": x.cu, "cu_seqlens_k": x.cu, "max_seqlen_q": longest, "max_seqlen_k": longest}
-    return lambda: _first(of_lengths(*x.leaves, **given))
+    arguments |= {"cu_seqlens_q": x.cu, "cu_seqlens_k": x.cu, "max_seqlen_q": longest, "max_seqlen_k": longest}
+    return lambda: _first(of_lengths(*x.leaves, **arguments))
 
 
 def _fa3(call: Call, x: Operands) -> Attend:
-    if call.what == "train":
+    if call.direction == "train":
         raise NotImplementedError("the wheel has no backward")
     return _wheel("fa3", call, x)
 
@@ -248,7 +252,7 @@ def _flex(call: Call, x: Operands) -> Attend:
     more = {"score_mod": lambda score, *place: cap * torch.tanh(score / cap)} if cap else {}
 
     def attend() -> Tensor:
-        operands = (one.transpose(1, 2) for one in x.batch(call))
+        operands = (tensor.transpose(1, 2) for tensor in x.batch(call))
         return baselines._flex(*operands, block_mask=rule, enable_gqa=True, **more).transpose(1, 2).flatten(0, 1)
 
     return attend
@@ -264,19 +268,19 @@ WANTED = {"ours_fa3", "stock", *PEERS}  # default of --providers in bench.py
 
 def _error(call: Call, x: Operands, out: Tensor) -> float:
     """Return the relative error of the last rows of two sequences against fp64."""
-    found, right = [], []
-    for of in (0, call.lengths.index(max(call.lengths))):
-        end, length = int(x.cu[of + 1]), call.lengths[of]
+    results, right = [], []
+    for sequence in (0, call.lengths.index(max(call.lengths))):
+        end, length = int(x.cu[sequence + 1]), call.lengths[sequence]
         rows, keys = slice(end - min(ROWS_CHECKED, length), end), slice(end - length, end)
         exact = replace(call, lengths=(length,), on_end=False)
-        q, k, v = (one[None].double() for one in (x.q[rows], x.k[keys], x.v[keys]))
-        seen = {"window": None if exact.left < 0 else (exact.left, None), "softcap": exact.softcap}
+        q, k, v = (tensor[None].double() for tensor in (x.q[rows], x.k[keys], x.v[keys]))
+        settings = {"window": None if exact.left < 0 else (exact.left, None), "softcap": exact.softcap}
         sinks = x.of_heads.double() if exact.sinks else None
         with sdpa_backend("math"):
-            right.append(attention(q, k, v, causal=call.causal, sinks=sinks, **seen)[0])
-        found.append(out[rows].double())
+            right.append(attention(q, k, v, causal=call.causal, sinks=sinks, **settings)[0])
+        results.append(out[rows].double())
     right = torch.cat(right)
-    return float((torch.cat(found) - right).norm() / right.norm())
+    return float((torch.cat(results) - right).norm() / right.norm())
 
 
 def _measure(bench: Bench, call: Call) -> None:
@@ -288,18 +292,18 @@ def _measure(bench: Bench, call: Call) -> None:
     }
     timings, plain, errors, refused = race(
         bench, call.name, makers, error_of=functools.partial(_error, call, x),
-        once=functools.partial(whole_call, call.what, x.leaves, x.grad_out),
+        once=functools.partial(whole_call, call.direction, x.leaves, x.grad_out),
         largest_error=LARGEST_ERROR, round_ms=ROUND_MS, calls=_calls(call),
     )  # fmt: skip
     planned = timings.pop(PLANNED, None)
-    row = row_of(call.name, timings, **call.facts(), errors=errors, refused=refused, grad=call.what == "train")
+    row = row_of(call.name, timings, **call.facts(), errors=errors, refused=refused, grad=call.direction == "train")
     beside = {PLAIN: plain, PLANNED: planned}
     row["all_ms"] |= {name: timing.ms for name, timing in beside.items() if timing is not None}
     bench.add(row)
 
 
 def _calls(call: Call) -> int:
-    return 1 if call.what == "train" else max(1, min(GRAPH_CALLS, int(GRAPH_MS / (call.flop / 4e11))))
+    return 1 if call.direction == "train" else max(1, min(GRAPH_CALLS, int(GRAPH_MS / (call.flop / 4e11))))
 
 
 def _suite(bench: Bench, calls: Iterator[Call]) -> None:
