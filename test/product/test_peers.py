@@ -1,4 +1,4 @@
-"""Peers of the suites paged, ragged, window, softcap and sinks.
+"""Peers of the suites paged, varlen, window, softcap and sinks.
 
 Stub modules with the signatures of the wheels replace the peers. The stubs check the arguments of the call. A peer with
 wrong results, or a peer that cannot run, must not be timed, and the row must contain the reason.
@@ -43,7 +43,7 @@ def replace_gpu_functions(monkeypatch):
 
 def run_suite(suite: str, function, *args) -> dict:
     """Return the single row of a suite."""
-    available, absent = baselines.providers(bench.WANTED[suite])
+    available, absent = baselines.providers(bench.SUITE_PROVIDERS[suite])
     bench_run = runner.Bench("cpu", 1, time.monotonic() + 100, "", True, available, absent)
     bench_run.last_clocks = time.monotonic()
     function(bench_run, *args)
@@ -133,7 +133,7 @@ def stub_fa4(q, k, v, *, causal, window_size, softcap, **more):
 
 
 CALLS = {
-    "window": WINDOW, "ragged": replace(WINDOW, lengths=(50, 7, 30), left=-1, on_end=True),
+    "window": WINDOW, "varlen": replace(WINDOW, lengths=(50, 7, 30), left=-1, on_end=True),
     "softcap": replace(WINDOW, left=-1, softcap=5.0), "sinks": replace(WINDOW, sinks=True),
 }  # fmt: skip
 

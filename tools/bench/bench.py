@@ -16,7 +16,7 @@ rounds. The results are a JSON file, a table and a picture.
     --suite accuracy         errors of 8-bit attention against fp64 by recipe and input, with FA3's FP8 and 8-bit caches
     --suite maskdecode       decode with KV caches that are partly masked by a bool mask
     --suite cache8           one query row against 8-bit KV caches, compared with the project's 16-bit decode
-    --suite ragged           packed sequences; forward, then training; against torch's varlen and the FlashAttention
+    --suite varlen           packed sequences; forward, then training; against torch's varlen and the FlashAttention
                              wheels
     --suite window           sliding windows by size and length; forward, then training
     --suite softcap          capped scores; forward, then training
@@ -67,7 +67,7 @@ SUITES = {
     "accuracy": quantized.suite_accuracy,
     "maskdecode": decode.suite_maskdecode,
     "cache8": quantized.suite_cache8,
-    "ragged": varlen_window.suite_ragged,
+    "varlen": varlen_window.suite_varlen,
     "window": varlen_window.suite_window,
     "softcap": varlen_window.suite_softcap,
     "sinks": varlen_window.suite_sinks,
@@ -81,9 +81,10 @@ SUITES = {
     "odd": dense.suite_odd,
 }
 
+OLD_NAMES = {"ragged": "varlen"}  # names in stored results that are still accepted
 
 # Providers of each suite, unless --providers is passed. A suite without an entry uses all providers except ours_fa2.
-WANTED = {
+SUITE_PROVIDERS = {
     "fa2": {"ours_fa2", "fa2"},
     "grouped": {"ours_fa3", "stock"},
     "odd": {"ours_fa2", "stock"},
@@ -96,13 +97,13 @@ WANTED = {
     "paged": {"ours_fa2", "ours_fa3", "fa3"},
     "blocks": {"ours_fa3", "stock", "flex"},
     "multi": {"ours_auto", "stock"},
-    **{suite: varlen_window.WANTED for suite in ("ragged", "window", "softcap", "sinks")},
+    **{suite: varlen_window.PROVIDERS for suite in ("varlen", "window", "softcap", "sinks")},
 }
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--suite", choices=SUITES, required=True)
+    parser.add_argument("--suite", choices=(*SUITES, *OLD_NAMES), required=True)
     parser.add_argument(
         "--rounds", type=int, default=7, help="interleaved rounds per case; at least 7 for results that are kept"
     )
@@ -115,7 +116,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--no-check", action="store_true", help="skip the comparison with fp64 before timing")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--commit", default="", help="commit name in the results (default: git describe)")
-    return parser.parse_args()
+    options = parser.parse_args()
+    options.suite = OLD_NAMES.get(options.suite, options.suite)
+    return options
 
 
 def main() -> None:
@@ -125,7 +128,7 @@ def main() -> None:
     if options.suite == "multi":
         ranks.start(options.device)
     clocks = report.read_clocks()
-    names = set(options.providers.split(",")) if options.providers else WANTED.get(options.suite)
+    names = set(options.providers.split(",")) if options.providers else SUITE_PROVIDERS.get(options.suite)
     available, absent = baselines.providers(names)
     deadline = time.monotonic() + options.budget_seconds
     bench = Bench(options.device, options.rounds, deadline, options.filter, not options.no_check, available, absent)

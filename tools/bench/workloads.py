@@ -56,7 +56,7 @@ def _named_by_shape(
 def masked_beside() -> list[Case]:
     """Return further cases for calls with masks, outside the grid.
 
-    The cases have few tiles, few rows, unusual lengths and head counts, and head dims that kernels pad.
+    The cases have few tiles, few query rows, unusual lengths and head counts, and head dims that kernels pad.
     """
     calls = (
         *(((1, 8, 8), (s, s)) for s in (128, 512, 1024, 4096)),
@@ -170,7 +170,7 @@ def latency() -> list[Case]:
     ]
 
 
-# (B, Hq, Hkv), (Sq, Sk), D of the decode table. The last two rows are the calls of few query rows in the latency table.
+# (B, Hq, Hkv), (Sq, Sk), D of the decode table. The last two rows are decode calls of the latency table.
 _DECODE = (
     ((1, 32, 8), (1, 1024), 128),
     ((1, 32, 8), (1, 8192), 128),

@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import torch_flashplug
 from tools.bench import report
 from tools.fuzz.calls import DTYPES, Call
-from tools.fuzz.tensors import Posed
+from tools.fuzz.tensors import CallTensors
 from tools.fuzz.transforms import WAYS, little_memory
 from torch_flashplug import env
 from torch_flashplug.demo.scopes import plugin_off
@@ -66,30 +66,31 @@ class Answers:
         return x if self.rule.kept is None else x * self.rule.kept / self.rule.kept_share
 
 
-def kept_by_ours(posed: Posed) -> Tensor:
+def our_dropout_mask(tensors: CallTensors) -> Tensor:
     """Return the dropout mask that our op draws after manual_seed() with the seed of the call."""
-    call = posed.call
+    call = tensors.call
     torch.manual_seed(call.seed)
-    seed = torch.empty((), dtype=torch.int64, device=posed.q.device).random_()
+    seed = torch.empty((), dtype=torch.int64, device=tensors.q.device).random_()
     return torch.ops.torch_flashplug.dropout_mask(seed, call.B, call.Hq, call.Sq, call.Sk, call.dropout)
 
 
-def answer(posed: Posed, kept: Tensor | None = None) -> Answers:
+def answer(tensors: CallTensors, kept: Tensor | None = None) -> Answers:
     """Return the right answers of a call. For calls with dropout, `kept` selects the probabilities to keep."""
-    call, qkv = posed.call, (posed.q, posed.k, posed.v)
-    mask = Masking(int(call.causal), posed.mask, kept=kept, kept_share=dropout_reference.share_of(call.dropout) or 1.0)
+    call, qkv = tensors.call, (tensors.q, tensors.k, tensors.v)
+    kept_share = dropout_reference.share_of(call.dropout) or 1.0
+    mask = Masking(int(call.causal), tensors.mask, kept=kept, kept_share=kept_share)
     rule = {"scale": call.scale, "mask": mask}
     results = []
     for dtype in (torch.float64, torch.float32 if call.dtype == "fp64" else DTYPES[call.dtype]):
         if call.empty:  # no key is visible, so all results are 0
-            shapes = {"out": posed.grad_out.shape} | {f"d{x}": t.shape for x, t in leaves_of(posed).items()}
-            results.append({name: posed.q.new_zeros(shape, dtype=dtype) for name, shape in shapes.items()})
+            shapes = {"out": tensors.grad_out.shape} | {f"d{x}": t.shape for x, t in leaves_of(tensors).items()}
+            results.append({name: tensors.q.new_zeros(shape, dtype=dtype) for name, shape in shapes.items()})
             continue
         results.append({"out": attention_math(*qkv, dtype=dtype, **rule).out})
         if call.wants:
-            results[-1] |= zip(("dq", "dk", "dv"), grads_math(*qkv, posed.grad_out, dtype=dtype, **rule))
+            results[-1] |= zip(("dq", "dk", "dv"), grads_math(*qkv, tensors.grad_out, dtype=dtype, **rule))
         if "m" in call.wants:
-            results[-1]["dm"] = bias_grad_math(*qkv, posed.grad_out, dtype=dtype, **rule)
+            results[-1]["dm"] = bias_grad_math(*qkv, tensors.grad_out, dtype=dtype, **rule)
     return Answers(*results, mask)
 
 
@@ -97,27 +98,27 @@ def _softmax_scale(call: Call) -> float:
     return call.D**-0.5 if call.scale is None else call.scale
 
 
-def _cancelled(posed: Posed) -> dict[str, Tensor | float]:
+def _cancelled(tensors: CallTensors) -> dict[str, Tensor | float]:
     sums: dict[str, Tensor | float] = dict.fromkeys(("out", "dq", "dk", "dv"), 0.0)
-    if posed.call.wants and not posed.call.empty:
-        sums |= cancelled_sums(posed.q, posed.k, posed.v, posed.grad_out, posed.call.scale)
-    if "m" in posed.call.wants:
-        sums["dm"] = 0.0 if posed.call.empty else cancelled_bias_sums(posed.v, posed.grad_out, posed.mask)
+    if tensors.call.wants and not tensors.call.empty:
+        sums |= cancelled_sums(tensors.q, tensors.k, tensors.v, tensors.grad_out, tensors.call.scale)
+    if "m" in tensors.call.wants:
+        sums["dm"] = 0.0 if tensors.call.empty else cancelled_bias_sums(tensors.v, tensors.grad_out, tensors.mask)
     return sums
 
 
-def _chance(posed: Posed, answers: Answers) -> dict[str, float]:
+def _chance(tensors: CallTensors, answers: Answers) -> dict[str, float]:
     """Return the error that random rounding can cause at the worst element of each result.
 
     The rounded quantities are P, dS and the output (to the dtype of the inputs) and the scores (to fp32). The error is
     SIGMAS standard deviations.
     """
-    call, group, mask = posed.call, posed.call.Hq // posed.call.Hkv, posed.mask
-    q, do = posed.q.double(), posed.grad_out.double()
-    k, v = (tensor.double().repeat_interleave(group, dim=1) for tensor in (posed.k, posed.v))
+    call, group, mask = tensors.call, tensors.call.Hq // tensors.call.Hkv, tensors.mask
+    q, do = tensors.q.double(), tensors.grad_out.double()
+    k, v = (tensor.double().repeat_interleave(group, dim=1) for tensor in (tensors.k, tensors.v))
     scale = _softmax_scale(call)
     scores = q @ k.mT * scale
-    kind = torch.finfo(posed.q.dtype)
+    kind = torch.finfo(tensors.q.dtype)
     unit = kind.eps / 2 + 8 * FP32_EPS * float(scores.abs().amax())
     if call.causal:
         mask = torch.ones(call.Sq, call.Sk, dtype=torch.bool, device=q.device).tril()
@@ -137,7 +138,7 @@ def _chance(posed: Posed, answers: Answers) -> dict[str, float]:
     for name in ("dk", "dv"):
         squares[name] = squares[name].unflatten(1, (-1, group)).sum(2)
     if "m" in call.wants:
-        squares["dm"] = (ds**2 + p**2 * delta_error).sum_to_size(posed.mask.shape)
+        squares["dm"] = (ds**2 + p**2 * delta_error).sum_to_size(tensors.mask.shape)
     smallest = 4 * kind.smallest_normal * kind.eps
     return {name: SIGMAS * unit * float(square.amax()) ** 0.5 + smallest for name, square in squares.items()}
 
@@ -146,8 +147,8 @@ def _chance(posed: Posed, answers: Answers) -> dict[str, float]:
 
 
 @dataclass(slots=True)
-class Verdict:
-    """Verdict on a call.
+class Outcome:
+    """Outcome on a call.
 
     The status is "right", "wrong", "raised", or "refused" if a forced mode cannot run the call. For a worker process
     that dies or stalls, the status is "crash" or "hang".
@@ -172,7 +173,7 @@ NOT_SERVED = ("cannot run this call", "No available kernel", "No viable backend"
 
 
 @contextlib.contextmanager
-def as_told(call: Call, mode: str) -> Iterator[None]:
+def in_mode(call: Call, mode: str) -> Iterator[None]:
     torch.use_deterministic_algorithms(call.deterministic)
     try:
         forced = mode not in {"auto", "stock"}
@@ -190,21 +191,21 @@ def as_told(call: Call, mode: str) -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-def _poison(posed: Posed) -> None:
+def _poison(tensors: CallTensors) -> None:
     """Leave NaN in the free blocks of the allocator, so that an element that is never written shows."""
-    blocks = [torch.full_like(tensor, float("nan")) for tensor in (posed.q, posed.k, posed.v, posed.grad_out)]
+    blocks = [torch.full_like(tensor, float("nan")) for tensor in (tensors.q, tensors.k, tensors.v, tensors.grad_out)]
     del blocks
 
 
-def leaves_of(posed: Posed) -> dict[str, Tensor | None]:
+def leaves_of(tensors: CallTensors) -> dict[str, Tensor | None]:
     """Return the operands by letter, as in `Call.wants`."""
-    return {"q": posed.q, "k": posed.k, "v": posed.v} | ({} if posed.mask is None else {"m": posed.mask})
+    return {"q": tensors.q, "k": tensors.k, "v": tensors.v} | ({} if tensors.mask is None else {"m": tensors.mask})
 
 
-def operands(posed: Posed) -> list[Tensor | None]:
+def operands(tensors: CallTensors) -> list[Tensor | None]:
     """Return q, k, v and the mask as autograd leaves."""
-    leaves = [tensor.detach().requires_grad_(x in posed.call.wants) for x, tensor in leaves_of(posed).items()]
-    return leaves if posed.mask is not None else [*leaves, None]
+    leaves = [tensor.detach().requires_grad_(x in tensors.call.wants) for x, tensor in leaves_of(tensors).items()]
+    return leaves if tensors.mask is not None else [*leaves, None]
 
 
 def settings(call: Call) -> dict[str, object]:
@@ -212,15 +213,15 @@ def settings(call: Call) -> dict[str, object]:
     return arguments | {"scale": call.scale, "enable_gqa": call.Hq != call.Hkv}
 
 
-def attend(posed: Posed, grad_out: Tensor) -> dict[str, Tensor]:
+def attend(tensors: CallTensors, grad_out: Tensor) -> dict[str, Tensor]:
     """Make a call, and return "out" and the requested gradients by name."""
-    leaves = operands(posed)
-    _poison(posed)
-    if posed.call.dropout:
-        torch.manual_seed(posed.call.seed)
-    call = functools.partial(F.scaled_dot_product_attention, **settings(posed.call))
-    out, grads = WAYS[posed.call.way](call, leaves, grad_out, functools.partial(_poison, posed))
-    return {"out": out.detach()} | {f"d{x}": grad for x, grad in zip(posed.call.wants, grads)}
+    leaves = operands(tensors)
+    _poison(tensors)
+    if tensors.call.dropout:
+        torch.manual_seed(tensors.call.seed)
+    call = functools.partial(F.scaled_dot_product_attention, **settings(tensors.call))
+    out, grads = WAYS[tensors.call.way](call, leaves, grad_out, functools.partial(_poison, tensors))
+    return {"out": out.detach()} | {f"d{x}": grad for x, grad in zip(tensors.call.wants, grads)}
 
 
 def _factor(name: str) -> float:
@@ -241,10 +242,10 @@ def _fits(name: str, got: Tensor, answers: Answers, cancelled: Tensor | float) -
     return largest & rms
 
 
-def _second_look(posed: Posed, answers: Answers, name: str, got: Tensor, cancelled: float) -> Iterator[str]:
-    if not posed.call.empty:
-        cancelled += _chance(posed, answers)[name] / FP32_EPS
-    budget = {"factor": _factor(name), "cancelled": cancelled, "seed": posed.call.seed}
+def _check_budget(tensors: CallTensors, answers: Answers, name: str, got: Tensor, cancelled: float) -> Iterator[str]:
+    if not tensors.call.empty:
+        cancelled += _chance(tensors, answers)[name] / FP32_EPS
+    budget = {"factor": _factor(name), "cancelled": cancelled, "seed": tensors.call.seed}
     try:
         assert_within_budget(name, got, answers.exact[name], answers.plain[name], **budget)
     except AssertionError as error:
@@ -255,29 +256,31 @@ def _strides(tensor: Tensor) -> list[int]:
     return [stride for size, stride in zip(tensor.shape, tensor.stride()) if size > 1]
 
 
-def _layout_faults(posed: Posed, run: dict[str, Tensor], paths: dict[str, int]) -> Iterator[str]:
+def _layout_faults(tensors: CallTensors, run: dict[str, Tensor], paths: dict[str, int]) -> Iterator[str]:
     """Yield the results whose strides differ from the strides of torch's meta functions, if our kernels ran."""
-    like = {"out": empty_in_layout_of(posed.q, tuple(posed.grad_out.shape))} if paths.get("ours_fwd") else {}
-    like |= {f"d{x}": torch.empty_like(leaves_of(posed)[x]) for x in posed.call.wants if paths.get("ours_bwd")}
+    like = {"out": empty_in_layout_of(tensors.q, tuple(tensors.grad_out.shape))} if paths.get("ours_fwd") else {}
+    like |= {f"d{x}": torch.empty_like(leaves_of(tensors)[x]) for x in tensors.call.wants if paths.get("ours_bwd")}
     for name, tensor in like.items():
         if _strides(tensor) != _strides(run[name]):
             yield f"{name} has strides {run[name].stride()}, but torch's meta functions promise {tensor.stride()}"
 
 
-def _faults(posed: Posed, answers: Answers, runs: list[dict[str, Tensor]], paths: dict[str, int]) -> Iterator[str]:
+def _faults(
+    tensors: CallTensors, answers: Answers, runs: list[dict[str, Tensor]], paths: dict[str, int]
+) -> Iterator[str]:
     """Yield a description of each fault in the results."""
-    call = posed.call
+    call = tensors.call
     for name, got in itertools.chain.from_iterable(run.items() for run in runs):
-        if got.shape != answers.exact[name].shape or got.dtype != (posed.mask if name == "dm" else posed.q).dtype:
+        if got.shape != answers.exact[name].shape or got.dtype != (tensors.mask if name == "dm" else tensors.q).dtype:
             yield f"{name} is {got.dtype} {tuple(got.shape)}"
             return
-    unwritten = [buffer.isnan().sum() == buffer.numel() - stored for buffer, stored in posed.guards]
+    unwritten = [buffer.isnan().sum() == buffer.numel() - stored for buffer, stored in tensors.guards]
     results = [(name, got) for run in runs for name, got in run.items() if got.numel()]
     unknown = call.dropout and not paths.get("ours_fwd")  # stock drops a different set
     if unknown:
         fits = [got.isfinite().all() for _, got in results]
     else:
-        cancelled = _cancelled(posed)
+        cancelled = _cancelled(tensors)
         fits = [_fits(name, got, answers, cancelled[name]) for name, got in results]
     flags = torch.stack(unwritten + fits).tolist()  # the only device synchronization
     if not all(flags[: len(unwritten)]):
@@ -286,9 +289,9 @@ def _faults(posed: Posed, answers: Answers, runs: list[dict[str, Tensor]], paths
         if unknown and not fit:
             yield f"{name} is not finite"
         elif not fit:
-            yield from _second_look(posed, answers, name, got, float(cancelled[name]))
+            yield from _check_budget(tensors, answers, name, got, float(cancelled[name]))
     if not call.way:  # backward() and transforms choose the layouts of gradients freely
-        yield from _layout_faults(posed, runs[-1], paths)
+        yield from _layout_faults(tensors, runs[-1], paths)
     if call.deterministic and not all(torch.equal(*pair) for pair in zip(*(run.values() for run in runs[-2:]))):
         yield "other bits the second time"
 
@@ -317,19 +320,19 @@ def _moved(quantized: Quantised, scale: float, causal: bool, mask: Tensor | None
     return float((share @ v**2 + share.sum(-1, keepdim=True) * (p @ v) ** 2).nan_to_num().sum() ** 0.5)
 
 
-def _faults_of_recipe(posed: Posed, runs: list[dict[str, Tensor]], mode: str) -> Iterator[str]:
+def _faults_of_recipe(tensors: CallTensors, runs: list[dict[str, Tensor]], mode: str) -> Iterator[str]:
     """Yield the faults of an 8-bit result, compared in fp64 with the recipe applied to the quantized operands.
 
     The allowed error covers a further rounding of the output, and the rounding of P for recipes with 16-bit P.
     """
-    call, qkv, recipe = posed.call, (posed.q, posed.k, posed.v), RECIPES[mode]
-    with as_told(call, mode):
-        spec = KernelSpec.from_name(torch_flashplug.explain(*qkv, attn_mask=posed.mask, **settings(call)).kernel)
+    call, qkv, recipe = tensors.call, (tensors.q, tensors.k, tensors.v), RECIPES[mode]
+    with in_mode(call, mode):
+        spec = KernelSpec.from_name(torch_flashplug.explain(*qkv, attn_mask=tensors.mask, **settings(call)).kernel)
     padded = (F.pad(x, (0, spec.d - call.D)) for x in qkv[:2])
-    quantized = quantise(*padded, posed.v, recipe, spec.tile_n)
-    right = emulate(quantized, recipe, _softmax_scale(call), causal=call.causal, mask=posed.mask).out
+    quantized = quantise(*padded, tensors.v, recipe, spec.tile_n)
+    right = emulate(quantized, recipe, _softmax_scale(call), causal=call.causal, mask=tensors.mask).out
     cut = CUT.get(recipe.scores)
-    moved = _moved(quantized, _softmax_scale(call), call.causal, posed.mask, cut) if cut else 0.0
+    moved = _moved(quantized, _softmax_scale(call), call.causal, tensors.mask, cut) if cut else 0.0
     for run in runs:
         got = run["out"].double()
         if not torch.equal(got.isfinite(), right.isfinite()):
@@ -337,36 +340,36 @@ def _faults_of_recipe(posed: Posed, runs: list[dict[str, Tensor]], mode: str) ->
         error, size = ((x.nan_to_num() ** 2).sum() ** 0.5 for x in (got - right, right))
         if error > RECIPE_ERROR * size + moved + 1e-6:
             yield f"out has a relative error of {float(error / size):.4f}"
-    if not all(bool(buffer.isnan().sum() == buffer.numel() - stored) for buffer, stored in posed.guards):
+    if not all(bool(buffer.isnan().sum() == buffer.numel() - stored) for buffer, stored in tensors.guards):
         yield "an operand's buffer was written"
-    yield from _layout_faults(posed, runs[-1], {"ours_fwd": 1})
+    yield from _layout_faults(tensors, runs[-1], {"ours_fwd": 1})
     if not all(torch.equal(a, b) or a.isnan().any() for a, b in zip(*(run.values() for run in (runs[0], runs[-1])))):
         yield "other bits the second time"
 
 
-def check(posed: Posed, answers: Answers, mode: str, off: Off) -> Verdict:
-    """Make the call in one mode and return the verdict. Inside `off()` the plugin is disabled."""
-    call = posed.call
+def check(tensors: CallTensors, answers: Answers, mode: str, off: Off) -> Outcome:
+    """Make the call in one mode and return the outcome. Inside `off()` the plugin is disabled."""
+    call = tensors.call
     bindings.counters(reset=True)
     status, detail = "right", ""
     try:
-        with as_told(call, mode):
+        with in_mode(call, mode):
             if call.first == "stock":
                 with off():
-                    attend(posed, posed.first_grad)
+                    attend(tensors, tensors.first_grad)
                 bindings.counters(reset=True)
-            if call.first == "memory" and posed.q.is_cuda:
-                with little_memory(posed):
-                    attend(posed, posed.grad_out)
+            if call.first == "memory" and tensors.q.is_cuda:
+                with little_memory(tensors):
+                    attend(tensors, tensors.grad_out)
                 bindings.counters(reset=True)
-            grads = [posed.first_grad] * (call.first == "same") + [posed.grad_out] * (1 + call.deterministic)
-            runs = [attend(posed, grad) for grad in grads]
+            grads = [tensors.first_grad] * (call.first == "same") + [tensors.grad_out] * (1 + call.deterministic)
+            runs = [attend(tensors, grad) for grad in grads]
         if call.dropout and bindings.counters().get("ours_fwd"):
-            answers = answer(posed, kept_by_ours(posed))
+            answers = answer(tensors, our_dropout_mask(tensors))
         if mode in RECIPES and bindings.counters().get("ours_fwd"):
-            faults = _faults_of_recipe(posed, runs, mode)
+            faults = _faults_of_recipe(tensors, runs, mode)
         else:
-            faults = _faults(posed, answers, runs, bindings.counters())
+            faults = _faults(tensors, answers, runs, bindings.counters())
         detail = "; ".join(dict.fromkeys(faults))[:1000]
         status = "wrong" if detail else "right"
     except Exception as error:  # all types, because an exception of the call is a finding
@@ -374,24 +377,24 @@ def check(posed: Posed, answers: Answers, mode: str, off: Off) -> Verdict:
         may_refuse = mode in {"fa3", "fa2", *RECIPES} or call.allow
         if may_refuse and isinstance(error, RuntimeError) and any(words in detail for words in NOT_SERVED):
             status, detail = "refused", ""
-    return Verdict(status, detail, {path: count for path, count in bindings.counters().items() if count})
+    return Outcome(status, detail, {path: count for path, count in bindings.counters().items() if count})
 
 
-def is_stocks(call: Call, mode: str, verdict: Verdict) -> bool:
+def is_stock_fault(call: Call, mode: str, outcome: Outcome) -> bool:
     """Return True if a finding is a known fault of stock.
 
     Such calls belong to stock by design, and stock ran the call. The known faults are listed separately. Two faults are
     known: refusals under deterministic algorithms, and grouped heads in the FLOP formula of torch 2.11. All remaining
     faults are ours, or belong to a different backend of stock (stock_bugs.cpp).
     """
-    unordered = call.deterministic and "deterministic" in verdict.detail
-    uncounted = call.way == "flop_counter" and call.Hq != call.Hkv and "sdpa_flop_count" in verdict.detail
-    refused = verdict.status == "raised" and (unordered or uncounted)
-    return mode == "auto" and refused and not verdict.paths.get("ours_fwd")
+    unordered = call.deterministic and "deterministic" in outcome.detail
+    uncounted = call.way == "flop_counter" and call.Hq != call.Hkv and "sdpa_flop_count" in outcome.detail
+    refused = outcome.status == "raised" and (unordered or uncounted)
+    return mode == "auto" and refused and not outcome.paths.get("ours_fwd")
 
 
 @contextlib.contextmanager
-def hooked(device: str, mode: str = "auto") -> Iterator[Off]:
+def plugin_on(device: str, mode: str = "auto") -> Iterator[Off]:
     """Route calls to the plugin, and yield a context manager that disables the plugin.
 
     On CUDA the plugin receives the calls without help. For CPU tensors, test/standin.py provides a CPU stub backend. If

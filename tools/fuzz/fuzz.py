@@ -35,7 +35,7 @@ import torch_flashplug
 from tools.bench import report
 from tools.fuzz import calls as fuzz_calls
 from tools.fuzz import tensors as fuzz_tensors
-from tools.fuzz.check import INTERPRETED, Verdict, answer, as_told, check, hooked, is_stocks, operands, settings
+from tools.fuzz.check import INTERPRETED, Outcome, answer, check, in_mode, is_stock_fault, operands, plugin_on, settings
 from torch_flashplug import env
 from torch_flashplug.registry.quant_recipes import RECIPES
 
@@ -46,7 +46,7 @@ BLOCK = 8  # calls sent to a worker at a time
 STALL, START, ALONE = 60.0, 180.0, 90.0
 GRACE = 25.0  # seconds reserved at the end of a run to repeat the calls of findings
 AT_ONCE = 3  # repeated calls that run at the same time
-ASKED = 3  # number of findings of equal kind, mode and status that are repeated: alone in a process, and on stock
+REPEATED = 3  # number of findings of equal kind, mode and status that are repeated: alone in a process, and on stock
 MODES = ("auto", "fa3", "fa2")  # 8-bit recipes (quant_recipes.py) are additional modes, if named with --modes
 CACHED = 1 << 30  # bytes that a worker may keep between calls: neighboring workers also need GPU memory
 SHORT = 200  # characters of the description kept for a known fault
@@ -56,7 +56,7 @@ SHORT = 200  # characters of the description kept for a known fault
 
 
 def work(conn: Connection, device: str, seed: int, number: int) -> None:
-    """Run a worker process: receive blocks {index: modes}, and report the start and the verdict of each call.
+    """Run a worker process: receive blocks {index: modes}, and report the start and the outcome of each call.
 
     The process ends after a call that raised an exception. The CUDA context may be dead then, and stock keeps the state
     of the failure.
@@ -64,48 +64,48 @@ def work(conn: Connection, device: str, seed: int, number: int) -> None:
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(number % torch.cuda.device_count())
-    with hooked(device) as off:
+    with plugin_on(device) as off:
         conn.send(None)
         while True:
             for index, modes in conn.recv().items():
                 conn.send((index, modes[0], None))
-                posed = fuzz_tensors.pose(fuzz_calls.draw(seed, index, WORK[device]), DEVICES[device])
-                answers = answer(posed)
+                tensors = fuzz_tensors.make_tensors(fuzz_calls.draw(seed, index, WORK[device]), DEVICES[device])
+                answers = answer(tensors)
                 for mode in modes:
                     conn.send((index, mode, None))
-                    verdict = check(posed, answers, mode, off)
-                    conn.send((index, mode, verdict))
-                    if verdict.status == "raised":
+                    outcome = check(tensors, answers, mode, off)
+                    conn.send((index, mode, outcome))
+                    if outcome.status == "raised":
                         os._exit(1)
-                del posed, answers
+                del tensors, answers
                 if device == "cuda" and torch.cuda.memory_reserved() > CACHED:
                     torch.cuda.empty_cache()
 
 
 @dataclass(slots=True)
-class Hand:
+class Worker:
     """Worker process, as the parent process sees the worker."""
 
     process: multiprocessing.process.BaseProcess
     conn: Connection
     number: int
-    left: dict[int, list[str]] = field(default_factory=dict)  # calls of the current block that are not done
-    doing: tuple[int, str] | None = None
-    patience: float = field(default_factory=lambda: time.monotonic() + START)  # deadline for the next message
+    remaining: dict[int, list[str]] = field(default_factory=dict)  # calls of the current block that are not done
+    current: tuple[int, str] | None = None
+    deadline: float = field(default_factory=lambda: time.monotonic() + START)  # deadline for the next message
 
 
-def hire(device: str, seed: int, number: int) -> Hand:
+def start_worker(device: str, seed: int, number: int) -> Worker:
     """Start worker number `number`. Workers are assigned to the GPUs in round-robin order."""
     context = multiprocessing.get_context("spawn")
     parent_conn, worker_conn = context.Pipe()
     process = context.Process(target=work, args=(worker_conn, device, seed, number), daemon=True)
     process.start()
     worker_conn.close()
-    return Hand(process, parent_conn, number)
+    return Worker(process, parent_conn, number)
 
 
 @dataclass(slots=True)
-class Question:
+class Repetition:
     """Repetition of a finding's call in a separate process, in the same mode or on stock without the plugin."""
 
     finding: dict[str, object]  # the finding that receives the answer, under the key `name`
@@ -114,13 +114,13 @@ class Question:
     process: subprocess.Popen | None = None
     until: float = 0.0
 
-    def ask(self) -> None:
+    def start(self) -> None:
         environment = os.environ | ({env.ENABLED.name: "0"} if self.name == "stock" else {})
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         self.process = subprocess.Popen(self.command, env=environment, **pipes)
         self.until = time.monotonic() + ALONE
 
-    def answered(self) -> bool:
+    def is_done(self) -> bool:
         if self.process.poll() is None:
             if late := time.monotonic() > self.until:
                 self.process.kill()
@@ -128,11 +128,11 @@ class Question:
             return late
         lines = self.process.communicate()[0].splitlines()
         ended = f"exit status {self.process.returncode}"
-        verdict = next((json.loads(line) for line in reversed(lines) if line.startswith('{"status"')), None)
-        if verdict is None:
+        outcome = next((json.loads(line) for line in reversed(lines) if line.startswith('{"status"')), None)
+        if outcome is None:
             self.finding[self.name] = f"crash, {ended}: {' '.join(lines)[-300:]}"
         else:
-            self.finding[self.name] = f"{verdict['status']} {verdict['detail'][:300]}".strip()
+            self.finding[self.name] = f"{outcome['status']} {outcome['detail'][:300]}".strip()
             self.finding[self.name] += "" if self.process.returncode in {0, 1} else f", then {ended}"
         return True
 
@@ -149,121 +149,121 @@ class Fuzz:
     modes: tuple[str, ...]
     todo: Iterator[int]
     again: deque[tuple[int, list[str]]] = field(default_factory=deque)  # unfinished calls of dead workers
-    hands: list[Hand] = field(default_factory=list)
+    workers: list[Worker] = field(default_factory=list)
     deaths: int = 0
-    calls: Counter = field(default_factory=Counter)  # by mode, as `refused`; `kinds` is by kind of call
+    calls: Counter = field(default_factory=Counter)  # by mode, as `refused`; `kinds` counts each kind of call
     refused: Counter = field(default_factory=Counter)
     kinds: Counter = field(default_factory=Counter)
     served: dict[str, Counter] = field(default_factory=dict)
     findings: list[dict[str, object]] = field(default_factory=list)
     stock: list[dict[str, object]] = field(default_factory=list)
-    questions: deque[Question] = field(default_factory=deque)
-    asking: list[Question] = field(default_factory=list)
+    repetitions: deque[Repetition] = field(default_factory=deque)
+    running: list[Repetition] = field(default_factory=list)
 
-    def record(self, index: int, mode: str, verdict: Verdict) -> None:
+    def record(self, index: int, mode: str, outcome: Outcome) -> None:
         call = fuzz_calls.draw(self.seed, index, WORK[self.device])
         self.calls[mode] += 1
         self.kinds[call.kind] += 1
-        self.refused[mode] += verdict.status == "refused"
-        self.served.setdefault(mode, Counter()).update(set(verdict.paths))
-        if not verdict.bad:
+        self.refused[mode] += outcome.status == "refused"
+        self.served.setdefault(mode, Counter()).update(set(outcome.paths))
+        if not outcome.bad:
             return
-        into = self.stock if is_stocks(call, mode, verdict) else self.findings
-        finding = {"mode": mode, "index": index, **dataclasses.asdict(verdict), "call": call.facts()}
+        into = self.stock if is_stock_fault(call, mode, outcome) else self.findings
+        finding = {"mode": mode, "index": index, **dataclasses.asdict(outcome), "call": call.facts()}
         into.append(finding)
-        alike = sum((a["call"]["kind"], a["mode"], a["status"]) == (call.kind, mode, verdict.status) for a in into)
-        if alike <= ASKED:
+        alike = sum((a["call"]["kind"], a["mode"], a["status"]) == (call.kind, mode, outcome.status) for a in into)
+        if alike <= REPEATED:
             base = [sys.executable, __file__, "0", str(self.seed), "--call", str(index), "--device", self.device]
-            for name, asked in (("alone", mode), ("stock", "stock")):
-                finding[name] = "no time to ask"
-                self.questions.append(Question(finding, name, [*base, "--modes", asked]))
+            for name, repeated_mode in (("alone", mode), ("stock", "stock")):
+                finding[name] = "no time to repeat"
+                self.repetitions.append(Repetition(finding, name, [*base, "--modes", repeated_mode]))
 
-    def ask(self) -> None:
-        """Collect the answered questions, and start further questions, at most AT_ONCE at a time."""
-        self.asking = [question for question in self.asking if not question.answered()]
-        while self.questions and len(self.asking) < AT_ONCE:
-            self.asking.append(self.questions.popleft())
-            self.asking[-1].ask()
+    def repeat_findings(self) -> None:
+        """Collect the finished repetitions, and start further repetitions, at most AT_ONCE at a time."""
+        self.running = [repetition for repetition in self.running if not repetition.is_done()]
+        while self.repetitions and len(self.running) < AT_ONCE:
+            self.running.append(self.repetitions.popleft())
+            self.running[-1].start()
 
-    def feed(self, hand: Hand) -> bool:
+    def send_calls(self, worker: Worker) -> bool:
         """Send the unfinished calls of a dead worker, or else new calls. Return False if no calls are left."""
         first = [self.again.popleft()] if self.again else []
-        hand.left = dict(first or [(index, list(self.modes)) for index in itertools.islice(self.todo, BLOCK)])
-        hand.patience = time.monotonic() + STALL
-        if hand.left:
-            hand.conn.send(hand.left)
-        return bool(hand.left)
+        worker.remaining = dict(first or [(index, list(self.modes)) for index in itertools.islice(self.todo, BLOCK)])
+        worker.deadline = time.monotonic() + STALL
+        if worker.remaining:
+            worker.conn.send(worker.remaining)
+        return bool(worker.remaining)
 
-    def hear(self, hand: Hand) -> bool:
+    def receive(self, worker: Worker) -> bool:
         """Process a message of a worker. Return False if the worker has no more calls.
 
         Raises:
             EOFError: the worker is dead.
         """
-        message = hand.conn.recv()
-        hand.patience = time.monotonic() + STALL
+        message = worker.conn.recv()
+        worker.deadline = time.monotonic() + STALL
         if message is not None:
-            index, mode, verdict = message
-            hand.doing = (index, mode) if verdict is None else None
-            if verdict is None:
+            index, mode, outcome = message
+            worker.current = (index, mode) if outcome is None else None
+            if outcome is None:
                 return True
-            self.record(index, mode, verdict)
-            hand.left[index].remove(mode)
-            if not hand.left[index]:
-                del hand.left[index]
-        return bool(hand.left) or self.feed(hand)
+            self.record(index, mode, outcome)
+            worker.remaining[index].remove(mode)
+            if not worker.remaining[index]:
+                del worker.remaining[index]
+        return bool(worker.remaining) or self.send_calls(worker)
 
-    def bury(self, hand: Hand, status: str) -> None:
+    def handle_death(self, worker: Worker, status: str) -> None:
         """Handle a worker that died or hangs: the current call is a finding, and the rest goes to a new worker."""
-        hand.process.kill()
-        hand.process.join()
+        worker.process.kill()
+        worker.process.join()
         self.deaths += 1
-        if hand.doing is not None:
-            index, mode = hand.doing
-            self.record(index, mode, Verdict(status, f"exit status {hand.process.exitcode}"))
-            hand.left[index].remove(mode)
-        self.again.extend((index, modes) for index, modes in hand.left.items() if modes)
+        if worker.current is not None:
+            index, mode = worker.current
+            self.record(index, mode, Outcome(status, f"exit status {worker.process.exitcode}"))
+            worker.remaining[index].remove(mode)
+        self.again.extend((index, modes) for index, modes in worker.remaining.items() if modes)
 
     def run(self, workers: int, seconds: float) -> None:
         start = last_report = time.monotonic()
-        self.hands = [hire(self.device, self.seed, number) for number in range(workers)]
-        while self.hands and (time_now := time.monotonic()) < start + seconds - min(GRACE, seconds / 4):
-            ready = wait([hand.conn for hand in self.hands], timeout=0.5)
-            for hand in tuple(self.hands):
+        self.workers = [start_worker(self.device, self.seed, number) for number in range(workers)]
+        while self.workers and (time_now := time.monotonic()) < start + seconds - min(GRACE, seconds / 4):
+            ready = wait([worker.conn for worker in self.workers], timeout=0.5)
+            for worker in tuple(self.workers):
                 try:
-                    if hand.conn in ready and not self.hear(hand):
-                        self.dismiss(hand)
-                    elif hand.conn not in ready and time_now > hand.patience:
-                        self.replace(hand, "hang")
+                    if worker.conn in ready and not self.receive(worker):
+                        self.stop(worker)
+                    elif worker.conn not in ready and time_now > worker.deadline:
+                        self.replace(worker, "hang")
                 except (EOFError, OSError):
-                    self.replace(hand, "crash")
-            self.ask()
+                    self.replace(worker, "crash")
+            self.repeat_findings()
             if time_now > last_report + 10:
                 last_report, total = time_now, self.calls.total()
                 rate = f"{total} calls, {total / (time_now - start):.0f}/s"
                 bad = f"{len(self.findings)} findings, {len(self.stock)} faults of stock"
                 print(f"{time_now - start:5.0f} s  {rate}, {bad}, {self.deaths} dead workers", flush=True)
-        for hand in tuple(self.hands):
-            self.dismiss(hand)
-        while (self.asking or self.questions) and time.monotonic() < start + seconds:
-            self.ask()
+        for worker in tuple(self.workers):
+            self.stop(worker)
+        while (self.running or self.repetitions) and time.monotonic() < start + seconds:
+            self.repeat_findings()
             time.sleep(0.1)
-        for question in self.asking:
-            question.process.kill()
+        for repetition in self.running:
+            repetition.process.kill()
 
-    def dismiss(self, hand: Hand) -> None:
-        hand.process.kill()
-        self.hands.remove(hand)
+    def stop(self, worker: Worker) -> None:
+        worker.process.kill()
+        self.workers.remove(worker)
 
-    def replace(self, hand: Hand, status: str) -> None:
-        self.hands.remove(hand)
-        self.bury(hand, status)
-        if hand.doing is None and hand.left == {}:
-            raise SystemExit(f"a worker died before its first call ({status}, exit status {hand.process.exitcode})")
-        self.hands.append(hire(self.device, self.seed, hand.number))
+    def replace(self, worker: Worker, status: str) -> None:
+        self.workers.remove(worker)
+        self.handle_death(worker, status)
+        if worker.current is None and worker.remaining == {}:
+            raise SystemExit(f"a worker died before its first call ({status}, exit status {worker.process.exitcode})")
+        self.workers.append(start_worker(self.device, self.seed, worker.number))
 
 
-# ---- what a run leaves behind ----
+# ---- output of a run ----
 
 
 def _in_short(finding: dict) -> dict:
@@ -294,26 +294,26 @@ def print_table(fuzz: Fuzz) -> None:
     for finding in fuzz.findings[:20]:
         print(f"{finding['mode']} --call {finding['index']}: {finding['status']} {finding['detail'][:200]}")
         print(f"   {finding['call']}")
-        print(f"   alone: {finding.get('alone', 'not asked')}\n   stock: {finding.get('stock', 'not asked')}")
+        print(f"   alone: {finding.get('alone', 'not repeated')}\n   stock: {finding.get('stock', 'not repeated')}")
 
 
 def show_call(seed: int, index: int, mode: str, device: str) -> int:
-    """Make a single call and print all details. The last printed line is the verdict in JSON."""
+    """Make a single call and print all details. The last printed line is the outcome in JSON."""
     call = fuzz_calls.draw(seed, index, WORK[device])
     print(call)
-    posed = fuzz_tensors.pose(call, DEVICES[device])
+    tensors = fuzz_tensors.make_tensors(call, DEVICES[device])
     for name in ("q", "k", "v", "grad_out", "mask"):
-        if (tensor := getattr(posed, name)) is None:
+        if (tensor := getattr(tensors, name)) is None:
             continue
         print(f"{name:<9} {tuple(tensor.shape)} strides {tensor.stride()} offset {tensor.storage_offset()}")
-    with hooked(device, mode) as off:
+    with plugin_on(device, mode) as off:
         if mode != "stock":
-            with as_told(call, mode):
+            with in_mode(call, mode):
                 preset = None if device == "cuda" else "h100"
-                print(torch_flashplug.explain(*operands(posed), **settings(call), device=preset), flush=True)
-        verdict = check(posed, answer(posed), mode, off)
-    print(json.dumps(dataclasses.asdict(verdict)))
-    return int(verdict.bad)
+                print(torch_flashplug.explain(*operands(tensors), **settings(call), device=preset), flush=True)
+        outcome = check(tensors, answer(tensors), mode, off)
+    print(json.dumps(dataclasses.asdict(outcome)))
+    return int(outcome.bad)
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""Tensors of a random call (fuzz_calls.Call): random values in the layouts of the call, with NaN around the values."""
+"""Tensors of a random call (calls.Call): random values in the layouts of the call, with NaN around the values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TAIL = 64  # NaN elements after every operand
 
 
 @dataclass(slots=True)
-class Posed:
+class CallTensors:
     """Tensors of a random call."""
 
     call: Call
@@ -73,7 +73,7 @@ def _mask_of(call: Call, randn: Callable[..., Tensor]) -> Tensor | None:
     return bias if call.mask == "float32" else bias.to(DTYPES[call.dtype])
 
 
-def pose(call: Call, device: str) -> Posed:
+def make_tensors(call: Call, device: str) -> CallTensors:
     generator = torch.Generator(device=device).manual_seed(call.seed)
     randn = functools.partial(torch.randn, generator=generator, device=device)
     guards: list[tuple[Tensor, int]] = []
@@ -99,4 +99,4 @@ def pose(call: Call, device: str) -> Posed:
     mask = _mask_of(call, randn)
     if mask is not None:
         mask = lay_out(mask, call.mask_layout)[0]
-    return Posed(call, q, k, v, grad_out, lay_out(grad_out, call.first_grad)[0], mask, guards)
+    return CallTensors(call, q, k, v, grad_out, lay_out(grad_out, call.first_grad)[0], mask, guards)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-from tools.fuzz.tensors import Posed
+from tools.fuzz.tensors import CallTensors
 
 Attention = Callable[..., Tensor]  # takes the leaves as positional arguments, in order
 Leaves = Sequence[Tensor | None]
@@ -109,16 +109,16 @@ def by_vmap(attention: Attention, leaves: Leaves, grad_out: Tensor, between: Bet
 
 
 @contextlib.contextmanager
-def little_memory(posed: Posed) -> Iterator[None]:
+def little_memory(tensors: CallTensors) -> Iterator[None]:
     """Limit the GPU memory of this process to a part of the memory that a call needs.
 
     The limit is at most twice the bytes of the operands, and depends on the seed of the call. The limit does not affect
     the free parts of blocks that the allocator has already reserved, so some calls succeed.
     """
-    needed = 2 * sum(tensor.nbytes for tensor in (posed.q, posed.k, posed.v, posed.grad_out))
+    needed = 2 * sum(tensor.nbytes for tensor in (tensors.q, tensors.k, tensors.v, tensors.grad_out))
     torch.cuda.empty_cache()
     everything = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-    limit = torch.cuda.memory_reserved() + random.Random(posed.call.seed).randint(0, needed)
+    limit = torch.cuda.memory_reserved() + random.Random(tensors.call.seed).randint(0, needed)
     torch.cuda.set_per_process_memory_fraction(limit / everything)
     try:
         yield

@@ -55,10 +55,10 @@ Outcome load_box(Warp& w, const Instruction& in, uint32_t lanes) {
     // An H100 ends such a load with the error "an illegal instruction was encountered".
     if (from[0] * map.element_bytes % 16 != 0) throw Stop("a box that begins at no multiple of 16 bytes");
     bring(w, shared_address(w, in.operands[2], i), map.box_bytes(), [=] {
-      map.each_piece(from.data(), to, [&](const std::byte* global, uint64_t shared, size_t bytes, size_t inside) {
-        std::byte* piece = cta->at(shared, bytes);
-        std::memset(piece, 0, bytes);
-        std::memcpy(piece, global, inside);
+      map.each_chunk(from.data(), to, [&](const std::byte* global, uint64_t shared, size_t bytes, size_t inside) {
+        std::byte* chunk = cta->at(shared, bytes);
+        std::memset(chunk, 0, bytes);
+        std::memcpy(chunk, global, inside);
       });
     });
   });
@@ -76,7 +76,7 @@ Outcome store_box(Warp& w, const Instruction& in, uint32_t lanes) {
     w.machine().later(
         w.stores,
         [=] {
-          map.each_piece(to.data(), from, [&](std::byte* global, uint64_t shared, size_t bytes, size_t inside) {
+          map.each_chunk(to.data(), from, [&](std::byte* global, uint64_t shared, size_t bytes, size_t inside) {
             std::memcpy(global, cta->to_read_async(shared, bytes), inside);
           });
         },

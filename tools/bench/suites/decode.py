@@ -4,7 +4,7 @@ Suite decode compares the plugin with every peer, and with a kernel that only re
 states. In state "cold" the calls of a graph visit many copies of K and V, so that no copy is still in L2 at the next
 visit. In state "warm" a single copy stays in L2, if the copy fits.
 
-Suite maskdecode has KV caches that a bool mask hides in part, with K and V in memory. Times are device times of
+Suite maskdecode has KV caches that a bool mask masks out in part, with K and V in memory. Times are device times of
 replayed CUDA graphs. The time of stock includes the conversion of the mask. The suite also times the project's kernels
 for the same calls without a mask.
 """

@@ -46,7 +46,7 @@ from torch_flashplug.torch_hooks.distributed import context_parallel
 from torch_flashplug.torch_hooks.distributed.ring_attention import steps_of
 
 HEADS, KV_HEADS, D = 32, 8, 128
-BLOCKS = 4  # with a single block, the start-up time of the host would count; a real model step hides this time
+BLOCKS = 4  # with a single block, the start-up time of the host would count; a real model step overlaps this time
 CHECKED_ROWS = 2048  # rows of the call that is first compared with fp64
 MARGINS = (8, 16)
 PEERS: dict[str, Scope] = {

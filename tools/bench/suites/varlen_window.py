@@ -1,4 +1,4 @@
-"""Suites ragged, window, softcap and sinks: torch_flashplug.attention compared with all peers that support the calls.
+"""Suites varlen, window, softcap and sinks: torch_flashplug.attention compared with all peers that support the calls.
 
 The suites also time the project's kernels without the feature of the suite (`ours_plain`), and with tile lists from a
 plan (`ours_plan`). All times are device times of replayed CUDA graphs.
@@ -78,7 +78,7 @@ def _heads(d: int) -> tuple[int, int]:
     return WIDTH // d, WIDTH // d
 
 
-def ragged() -> Iterator[Call]:
+def packed() -> Iterator[Call]:
     """Yield calls with packed sequences of equal lengths, of Zipf-distributed lengths, and of very short lengths.
 
     A batch could also hold the sequences of equal lengths. The calls with very short lengths have thousands of
@@ -263,7 +263,7 @@ FUNCTIONS = {
     **{"varlen": _varlen, "fa3": _fa3, "fa4": _fa4, "flex": _flex},
 }
 PEERS = {"fa3", "fa4", "flex"}  # peers that --providers can leave out
-WANTED = {"ours_fa3", "stock", *PEERS}  # default of --providers in bench.py
+PROVIDERS = {"ours_fa3", "stock", *PEERS}  # default of --providers in bench.py
 
 
 def _error(call: Call, x: Operands, out: Tensor) -> float:
@@ -312,8 +312,8 @@ def _suite(bench: Bench, calls: Iterator[Call]) -> None:
             _measure(bench, call)
 
 
-def suite_ragged(bench: Bench) -> None:
-    _suite(bench, ragged())
+def suite_varlen(bench: Bench) -> None:
+    _suite(bench, packed())
 
 
 def suite_window(bench: Bench) -> None:
