@@ -133,7 +133,7 @@ def stub_fa4(q, k, v, *, causal, window_size, softcap, **more):
 
 
 CALLS = {
-    "window": WINDOW, "varlen": replace(WINDOW, lengths=(50, 7, 30), left=-1, on_end=True),
+    "window": WINDOW, "varlen": replace(WINDOW, lengths=(50, 7, 30), left=-1, is_packed=True),
     "softcap": replace(WINDOW, left=-1, softcap=5.0), "sinks": replace(WINDOW, sinks=True),
 }  # fmt: skip
 

@@ -36,7 +36,7 @@ def start(device: str) -> None:
         more = ["--standalone", "--nproc_per_node", str(ranks), *sys.argv]
         os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *more])
     faulthandler.enable()
-    watch()
+    restart_watchdog()
     timeout, local = datetime.timedelta(seconds=GROUP_S), int(os.environ["LOCAL_RANK"])
     if device == "cuda":
         torch.cuda.set_device(local)
@@ -46,7 +46,7 @@ def start(device: str) -> None:
         dist.init_process_group("gloo", timeout=timeout)
 
 
-def watch() -> None:
+def restart_watchdog() -> None:
     faulthandler.dump_traceback_later(HANG_S, exit=True)
 
 
@@ -69,7 +69,7 @@ def _tensor_of(value: float) -> Tensor:
     return torch.tensor([value], dtype=torch.float64, device=device)
 
 
-def agreed(value: float) -> float:
+def from_first_rank(value: float) -> float:
     """Return the value of the first rank."""
     if not dist.is_initialized():
         return value
@@ -78,7 +78,7 @@ def agreed(value: float) -> float:
     return tensor.item()
 
 
-def largest(value: float) -> float:
+def max_over_ranks(value: float) -> float:
     tensor = _tensor_of(value)
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     return tensor.item()
@@ -89,7 +89,7 @@ def _span(call: Callable[[], object], times: int, device: str) -> float:
     dist.barrier()
     if device == "cuda":
         torch.cuda.synchronize()
-    return largest(event_time(call, times) if device == "cuda" else _host_ms(call, times))
+    return max_over_ranks(event_time(call, times) if device == "cuda" else _host_ms(call, times))
 
 
 def _host_ms(call: Callable[[], object], times: int) -> float:
@@ -110,10 +110,10 @@ def time_on_ranks(candidates: Mapping[str, Candidate], rounds: int, device: str)
             for _ in range(WARM_CALLS):
                 candidate.call()
             ms = _span(candidate.call, 1, device)
-        times[name] = int(agreed(min(20, max(1, math.ceil(ROUND_MS / max(ms, 1e-3))))))
+        times[name] = int(from_first_rank(min(20, max(1, math.ceil(ROUND_MS / max(ms, 1e-3))))))
     order = random.Random(0)
     for _ in range(rounds):
-        watch()
+        restart_watchdog()
         for name in order.sample(list(candidates), len(candidates)):
             with candidates[name].scope():
                 round_ms[name].append(_span(candidates[name].call, times[name], device))

@@ -120,8 +120,8 @@ def print_table(document: dict[str, object], console: Console | None = None) -> 
         cells.append("-" if row["ratio"] is None else f"{row['ratio']:.3f}")
         bound = row.get("bound_ms")
         cells.append("-" if not bound or not row.get("ours_ms") else f"{100 * bound / row['ours_ms']:.0f}")
-        colour = "red" if auto_cost and auto_cost > LIMIT else "default"
-        cells.append("-" if auto_cost is None else f"[{colour}]{auto_cost:.3f}[/]")
+        color = "red" if auto_cost and auto_cost > LIMIT else "default"
+        cells.append("-" if auto_cost is None else f"[{color}]{auto_cost:.3f}[/]")
         table.add_row(row["case"], *cells, row.get("auto_plan", "-"))
     console.print(table)
     console.print("ratio = time of the best peer / our time: above 1 we are faster.")
@@ -260,13 +260,13 @@ def _plot_masks(document, labels):
         # If a call was timed twice, the last row counts, so that all bars of a group come from the same run.
         times = {row["mask"]: row["all_ms"] for row in rows if row["d"] == d and "stock" in row["all_ms"]}
         shown = [[name for name in MASKED_BARS if name in times.get(kind, ())] for kind in kinds]
-        for name, colour in MASKED_BARS.items():
+        for name, color in MASKED_BARS.items():
             timed = [i for i, names in enumerate(shown) if name in names]
             if not timed:
                 continue
             at = [i + 0.3 * (shown[i].index(name) - (len(shown[i]) - 1) / 2) for i in timed]
             speeds = [times[kinds[i]]["stock"] / times[kinds[i]][name] for i in timed]
-            bars = axis.bar(at, speeds, 0.3, label=labels.get(name, name), color=colour)
+            bars = axis.bar(at, speeds, 0.3, label=labels.get(name, name), color=color)
             axis.bar_label(bars, fmt="%.1f", fontsize=8)
         axis.axhline(1.0, color="black", linewidth=1, label="stock")
         axis.set_xticks(range(len(kinds)), [kind.replace("_", "\n") for kind in kinds], fontsize=9)
@@ -362,8 +362,8 @@ def _plot_host(document, labels):
     left.margins(y=0.25)
     left.legend(fontsize=8, loc="upper left", ncols=len(names))
     ratios = [row["auto_over_stock"] or 0 for row in calls]
-    colours = ["tab:red" if ratio > LIMIT else "tab:green" if ratio < 0.97 else "tab:gray" for ratio in ratios]
-    right.barh([row["case"] for row in calls], ratios, color=colours)
+    colors = ["tab:red" if ratio > LIMIT else "tab:green" if ratio < 0.97 else "tab:gray" for ratio in ratios]
+    right.barh([row["case"] for row in calls], ratios, color=colors)
     right.axvline(1.0, color="black", linewidth=1)
     right.axvline(LIMIT, color="tab:red", linewidth=1, linestyle="--", label=f"promise: at most {LIMIT}")
     right.invert_yaxis()

@@ -20,12 +20,12 @@ Record = dict[str, object]
 DIGITS = 4
 PICTURE_BYTES = 150_000  # largest size of a picture
 FOLDER_BYTES = 3_000_000  # largest size of tools/results; each future suite adds about 60 kB
-COLOURS = 64  # a picture keeps the 64 most frequent colors
+COLORS = 64  # a picture keeps the 64 most frequent colors
 DPI = (80, 65, 50)  # the first resolution with a small enough picture is used
 GRADIENT_FLOP = {"bwd": 2.5, "train": 3.5}  # FLOP relative to forward: five and seven matrix products instead of two
 OURS = ("ours_fa3", "ours_fa2", "ours_auto", "ours_tall")  # the first timed name is compared with the peers
 PLAIN = "ours_plain"  # ours without the feature of the suite: neither a peer nor checked
-AGREED = ("case", "ours_ms", "peers_ms", "ratio", "spread")  # columns of every benchmark row
+REQUIRED_COLUMNS = ("case", "ours_ms", "peers_ms", "ratio", "spread")  # columns of every benchmark row
 
 
 def rounded(value: object) -> object:
@@ -69,11 +69,11 @@ def lean(row: Record) -> Record:
     if "peers_ms" not in row:
         return row
     times = row.get("all_ms", {})
-    row = {name: entry for name, entry in row.items() if name in AGREED or entry not in (None, {}, [])}
+    row = {name: entry for name, entry in row.items() if name in REQUIRED_COLUMNS or entry not in (None, {}, [])}
     if further_ms := {name: ms for name, ms in times.items() if name not in _times_with_columns(row)}:
         row["other_ms"] = further_ms
     following = _following(row)
-    return {name: entry for name, entry in row.items() if name in AGREED or following.get(name) != entry}
+    return {name: entry for name, entry in row.items() if name in REQUIRED_COLUMNS or following.get(name) != entry}
 
 
 def full(row: Record) -> Record:
@@ -116,21 +116,21 @@ def save(figure: Figure, path: Path) -> Path:
     """Save a figure as a PNG with few colors, at a lower resolution if the file would be too large."""
     path.parent.mkdir(parents=True, exist_ok=True)
     for dpi in DPI:
-        drawn = io.BytesIO()
-        figure.savefig(drawn, dpi=dpi, bbox_inches="tight")
-        small = in_few_colours(drawn)
+        picture_bytes = io.BytesIO()
+        figure.savefig(picture_bytes, dpi=dpi, bbox_inches="tight")
+        small = with_few_colors(picture_bytes)
         if len(small) <= PICTURE_BYTES:
             break
     path.write_bytes(small)
     return path
 
 
-def in_few_colours(picture: io.BytesIO | Path) -> bytes:
+def with_few_colors(picture: io.BytesIO | Path) -> bytes:
     """Return a picture as PNG. Each color becomes the nearest of the most frequent colors."""
     from PIL import Image
 
     image, palette, small = Image.open(picture).convert("RGB"), Image.new("P", (1, 1)), io.BytesIO()
-    frequent = sorted(image.getcolors(image.width * image.height), reverse=True)[:COLOURS]
-    palette.putpalette([channel for _, colour in frequent for channel in colour])
+    frequent = sorted(image.getcolors(image.width * image.height), reverse=True)[:COLORS]
+    palette.putpalette([channel for _, color in frequent for channel in color])
     image.quantize(palette=palette, dither=Image.Dither.NONE).save(small, "png", optimize=True)
     return small.getvalue()

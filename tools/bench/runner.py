@@ -205,7 +205,7 @@ def graphed(candidate: Candidate, calls: int) -> Candidate:
         return Candidate(captured(candidate.call, calls))
 
 
-def whole_call(direction: str, leaves: Sequence[Tensor], grad_out: Tensor, attend: Callable[[], Tensor]) -> object:
+def complete_call(direction: str, leaves: Sequence[Tensor], grad_out: Tensor, attend: Callable[[], Tensor]) -> object:
     """Run a call: the forward call for "fwd", or the forward call and the gradients for "train"."""
     if direction == "fwd":
         with torch.no_grad():
@@ -213,7 +213,7 @@ def whole_call(direction: str, leaves: Sequence[Tensor], grad_out: Tensor, atten
     return torch.autograd.grad(attend(), leaves, grad_out)
 
 
-def race(  # noqa: PLR0913
+def time_with_peers(  # noqa: PLR0913
     bench: Bench, name: str, makers: Mapping[str, Callable], *, error_of: Callable, once: Callable,
     largest_error: float, round_ms: float, calls: int = 1,
 ) -> tuple[dict, Timing | None, dict[str, float], dict[str, str]]:  # fmt: skip
@@ -235,24 +235,24 @@ def race(  # noqa: PLR0913
         The timings of a single call, the timing of PLAIN (separately), the errors, and the reasons of refusals.
     """
     candidates, errors, refused = {}, {}, {}
-    for racer, make in makers.items():
-        scope = baselines.ours("fa3") if racer.startswith("ours") else baselines.plugin_off
+    for peer, make in makers.items():
+        scope = baselines.ours("fa3") if peer.startswith("ours") else baselines.plugin_off
         try:
             with scope():
                 attend = make()
                 with torch.no_grad():
                     out = attend()
-                    if racer != PLAIN:
-                        errors[racer] = error_of(out)
-                candidates[racer] = graphed(Candidate(partial(once, attend), scope), calls)
+                    if peer != PLAIN:
+                        errors[peer] = error_of(out)
+                candidates[peer] = graphed(Candidate(partial(once, attend), scope), calls)
         except Exception as reason:  # any exception is noted as a refusal, and the remaining candidates are measured
-            refused[racer] = refusal(reason)
-            if "CUDA error" in refused[racer]:
-                raise SystemExit(f"{name}: {racer}: {reason}") from reason
-    ours = {"ours_fa3": math.inf} | {racer: error for racer, error in errors.items() if racer.startswith("ours")}
+            refused[peer] = refusal(reason)
+            if "CUDA error" in refused[peer]:
+                raise SystemExit(f"{name}: {peer}: {reason}") from reason
+    ours = {"ours_fa3": math.inf} | {peer: error for peer, error in errors.items() if peer.startswith("ours")}
     if not all(error <= largest_error for error in ours.values()):
         raise SystemExit(f"{name}: wrong, nothing is timed: {errors}, {refused}")
     timings = time_interleaved(candidates, rounds=bench.rounds, device=bench.device, round_ms=round_ms)
-    timings = {racer: Timing(tuple(ms / calls for ms in t.rounds)) for racer, t in timings.items()}
+    timings = {peer: Timing(tuple(ms / calls for ms in t.rounds)) for peer, t in timings.items()}
     refused.pop(PLAIN, None)
     return timings, timings.pop(PLAIN, None), errors, refused

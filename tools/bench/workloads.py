@@ -37,7 +37,7 @@ def masked() -> list[Case]:
     return [case for case in grid("masked") if not case.causal]
 
 
-def dropping() -> list[Case]:
+def dropout_cases() -> list[Case]:
     """Return the grid cases with lengths typical for training, and short cases."""
     short = [_named_by_shape(heads, (s, s), (64, 64)) for heads, s in (((16, 12, 12), 128), ((16, 12, 12), 256))]
     short += [_named_by_shape((2, 8, 8), (s, s), (128, 128)) for s in (128, 512)]
@@ -53,7 +53,7 @@ def _named_by_shape(
     return _case(f"{'causal_' * causal}d{D}v{Dv}_b{B}h{Hq}x{Hkv}_q{Sq}k{Sk}", heads, seq, dims, causal)
 
 
-def masked_beside() -> list[Case]:
+def masked_outside_grid() -> list[Case]:
     """Return further cases for calls with masks, outside the grid.
 
     The cases have few tiles, few query rows, unusual lengths and head counts, and head dims that kernels pad.

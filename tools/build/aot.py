@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "torch_flashplug"
 
 
-class Beside:
+class CheckoutFinder:
     """Import finder that takes the modules of this package from the path of the package.
 
     An editable install puts a finder ahead of Python's own finder. The finder of the editable install knows each module
@@ -55,7 +55,7 @@ if PACKAGE.name not in sys.modules:
     package = types.ModuleType(PACKAGE.name)
     package.__path__ = [str(PACKAGE)]
     sys.modules[PACKAGE.name] = package
-sys.meta_path.insert(0, Beside)
+sys.meta_path.insert(0, CheckoutFinder)
 sys.path.insert(0, str(ROOT))
 
 from tools.build import sass  # noqa: E402

@@ -77,16 +77,16 @@ def median_ms(cache: Cache, device: str, tokens: int = TOKENS, backend: str | No
     return statistics.median(times[WARMUP:])
 
 
-CACHE_SAID = "D {d}, Dv {dv}, {heads} heads on {kv_heads}, {keys} keys"
+CACHE_TEXT = "D {d}, Dv {dv}, {heads} heads on {kv_heads}, {keys} keys"
 
 
 def violations(rows: list[dict]) -> list[str]:
     """Return a line for each cache whose tokens take too long."""
-    text = f"growing cache {CACHE_SAID}: {{ms:.3g}} ms per token, the limit is {{limit}} ms"
+    text = f"growing cache {CACHE_TEXT}: {{ms:.3g}} ms per token, the limit is {{limit}} ms"
     return [text.format(**row, limit=LIMIT_MS) for row in rows if row["ms"] > LIMIT_MS]
 
 
-def in_own_process() -> list[dict]:
+def run_in_new_process() -> list[dict]:
     """Return the rows of a run in a new process."""
     done = subprocess.run(
         [sys.executable, __file__, "--json"], capture_output=True, text=True, timeout=SECONDS, check=False
@@ -114,7 +114,7 @@ def main() -> int:
     caches = [cache for cache in CACHES if not options.unequal or cache.d != cache.dv]
     for row in measured("cuda", caches, options.backend):
         rows.append(row)
-        print(json.dumps(row) if options.json else f"{{ms:8.3f}} ms  {CACHE_SAID}".format(**row))
+        print(json.dumps(row) if options.json else f"{{ms:8.3f}} ms  {CACHE_TEXT}".format(**row))
     if options.out:
         options.out.write_text(json.dumps(rows) + "\n")
     wrong = violations(rows)

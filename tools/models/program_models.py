@@ -1,7 +1,7 @@
 """Programs of tools/models/programs.py as data: unmodified transformers models with small random configs.
 
-The module has the scenarios and batches of each model, a function that runs a model once, and a witness that records
-the attention calls.
+The module has the scenarios and batches of each model, a function that runs a model once, and a recorder of the
+attention calls.
 
 Sizes without influence on attention are small (2 layers, few heads, a vocabulary of 512). Sizes with influence on
 attention are realistic: head dims, ratios of heads, lengths. Weights are larger than the usual 0.02, because at these
@@ -285,7 +285,7 @@ class Task:
         return new_batch(PROGRAMS[self.program], model, scenario, seed, self.quick)
 
 
-class Witness(TorchFunctionMode):
+class CallRecorder(TorchFunctionMode):
     """Recorder of F.sdpa calls: the arguments, whether our kernel served the call, and the reason if not."""
 
     ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
@@ -316,7 +316,7 @@ class Witness(TorchFunctionMode):
         return {"dims": dims_text, "calls": len(self.calls), "served": served, "reasons": dict(self.reasons)}
 
 
-class Follow(transformers.LogitsProcessor):
+class ForcedTokens(transformers.LogitsProcessor):
     """Logits processor that forces the given tokens, whatever the logits are."""
 
     def __init__(self, tokens: Tensor) -> None:
@@ -343,7 +343,7 @@ def run(model: nn.Module, scenario: Scenario, batch: Batch, follow: Tensor | Non
             max_new_tokens=batch.new_tokens,
             do_sample=False,
             cache_implementation=scenario.cache,
-            logits_processor=[] if follow is None else [Follow(follow)],
+            logits_processor=[] if follow is None else [ForcedTokens(follow)],
             return_dict_in_generate=True,
             output_logits=True,
             disable_compile=True,

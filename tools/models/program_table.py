@@ -64,10 +64,10 @@ def print_table(document: Record, console: Console) -> None:
         justify = "right" if column in numbers else "left"
         table.add_column(column.replace("_", " "), justify=justify, no_wrap=column == "why not")
     for row in document["rows"]:
-        colour = "red" if violations([row]) else "default"
+        color = "red" if violations([row]) else "default"
         why = max(row["reasons"], key=row["reasons"].__getitem__, default="") if row["served"] < row["calls"] else ""
         cells = [row["program"], row["scenario"], row["order"], row["dims"], f"{row['served']}/{row['calls']}"]
-        cells += [f"[{colour}]{row[name]:.3g}[/]" if name in row else "-" for name in numbers]
+        cells += [f"[{color}]{row[name]:.3g}[/]" if name in row else "-" for name in numbers]
         table.add_row(*cells, why[:36])
     console.print(table)
     lines = [f"absent: {program} ({reason})" for program, reason in document["absent"].items()]

@@ -61,7 +61,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from tools.bench import report, result_schema
 from tools.models import growing_cache, program_models
-from tools.models.program_models import PROGRAMS, SCENARIOS, Record, Scenario, Squares, Task, Witness
+from tools.models.program_models import PROGRAMS, SCENARIOS, CallRecorder, Record, Scenario, Squares, Task
 from tools.models.program_table import print_table, totals, violations
 from torch_flashplug import env
 from torch_flashplug.demo.scopes import Scope, plugin_off
@@ -98,14 +98,14 @@ def _examine(task: Task, model: nn.Module, scenario: Scenario, reference: Refere
         expected = reference[seed] if reference else {}
         follow = expected["output"].argmax(-1) if scenario.kind == "greedy" else None
         watched = watch and seed == 0
-        witness = Witness("" if task.device == "cuda" else "h100")
+        recorder = CallRecorder("" if task.device == "cuda" else "h100")
         if watched:
             bindings.counters(reset=True)
-        with witness if watched and not scenario.compiled else nullcontext():
+        with recorder if watched and not scenario.compiled else nullcontext():
             got = program_models.run(program, scenario, batch, follow)
         if watched:
             paths = bindings.counters()
-            record |= {"served": paths["ours_fwd"]} if scenario.compiled else witness.record()
+            record |= {"served": paths["ours_fwd"]} if scenario.compiled else recorder.record()
             record["backwards"] = {path: n for path, n in paths.items() if path.endswith("_bwd") and n}
         for name, pair in program_models.squares(got, expected).items():
             total[name] = [a + b for a, b in zip(total.get(name, (0.0, 0.0)), pair, strict=True)]
@@ -143,10 +143,11 @@ def _clock(task: Task, model: nn.Module, scenario: Scenario, sides: Mapping[str,
     # the median of the ratios counts.
     limits = {"rounds": 7 if scenario.kind == "greedy" else 21, "min_calls": 1, "max_calls": 1, "warmup": 1}
     times = time_interleaved({side: Candidate(call, scope) for side, scope in sides.items()}, **limits)
-    with Witness("") as witness:
+    with CallRecorder("") as recorder:
         call()
-    kinds = collections.Counter((program_models.call_key(arguments), served) for arguments, served in witness.calls)
-    arguments_by_kind = {(program_models.call_key(arguments), served): arguments for arguments, served in witness.calls}
+    keys = [(program_models.call_key(arguments), served) for arguments, served in recorder.calls]
+    kinds = collections.Counter(keys)
+    arguments_by_kind = {key: arguments for key, (arguments, _) in zip(keys, recorder.calls, strict=True)}
     record = {f"{side}_ms": timing.ms for side, timing in times.items()}
     record |= {"ours_over_stock": paired_ratio(times["ours"], times["stock"])}
     record |= {"spread": max(timing.spread for timing in times.values())}
@@ -335,7 +336,7 @@ def run_all(options: argparse.Namespace, programs: Sequence[str], orders: Sequen
             records[record["program"]]["times"].append(record)
     document = assemble(records, orders)
     if options.device == "cuda" and not options.no_times:
-        document["growing"] = growing_cache.in_own_process()
+        document["growing"] = growing_cache.run_in_new_process()
     return document
 
 

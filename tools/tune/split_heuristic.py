@@ -56,7 +56,7 @@ def measure(facts: dict[str, int], rounds: int) -> dict[str, dict[str, dict[str,
     import torch.nn.functional as F  # noqa: N812
 
     from tools.bench import workloads
-    from tools.bench.suites.decode import in_turn, states_of
+    from tools.bench.suites.decode import in_sequence, states_of
     from torch_flashplug.testing import Candidate, captured, make_inputs, time_interleaved
 
     times = {}
@@ -76,7 +76,7 @@ def measure(facts: dict[str, int], rounds: int) -> dict[str, dict[str, dict[str,
                 if splits[0] != num_splits or written(splits) in runs or is_large:
                     continue
                 with torch.no_grad(), sdpa_backend("fa3", num_splits=num_splits):
-                    runs[written(splits)] = Candidate(captured(in_turn(calls), turns))
+                    runs[written(splits)] = Candidate(captured(in_sequence(calls), turns))
             timed = time_interleaved(runs, rounds=rounds, round_ms=2.0)
             times[case.name][state] = {n: 1e3 * t.ms / (copies * turns) for n, t in timed.items()}
             print(case.name, state, {n: round(us, 1) for n, us in times[case.name][state].items()}, flush=True)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tools.bench import baselines, workloads
 from tools.bench.runner import Bench, facts_of, graphed, refusal, row_of, try_each
-from tools.bench.suites.masks import SEED, SEEN, wrong_in
+from tools.bench.suites.masks import SEED, VISIBLE_SHARE, wrong_in
 from torch_flashplug.testing import Candidate, Case, Inputs, Timing, make_inputs, time_interleaved
 
 ROUND_MS = 3.0
@@ -39,7 +39,7 @@ def copies_of(case: Case) -> int:
     return max(2, min(MAX_COPIES, -(-COLD_BYTES // kv_bytes(case))))
 
 
-def in_turn(calls: list[Callable[[], object]]) -> Callable[[], None]:
+def in_sequence(calls: list[Callable[[], object]]) -> Callable[[], None]:
     def run():
         for call in calls:
             call()
@@ -76,8 +76,8 @@ def _measure(bench: Bench, case: Case, state: str, name: str) -> None:
         candidates, errors, refused = try_each(bench, case, inputs[0], names, build)
         for peer, candidate in candidates.items():
             calls = [build(bench.providers[peer], which) for which in inputs]
-            candidates[peer] = graphed(Candidate(in_turn(calls), candidate.scope), turns)
-        candidates["read"] = graphed(Candidate(in_turn([reader(which) for which in inputs])), turns)
+            candidates[peer] = graphed(Candidate(in_sequence(calls), candidate.scope), turns)
+        candidates["read"] = graphed(Candidate(in_sequence([reader(which) for which in inputs])), turns)
         timings = time_interleaved(candidates, rounds=bench.rounds, device=bench.device, round_ms=ROUND_MS)
     timings = {peer: Timing(tuple(ms / (copies * turns) for ms in t.rounds)) for peer, t in timings.items()}
     read = timings.pop("read")
@@ -117,7 +117,7 @@ def _padding_mask(case: Case, keys: Tensor, device: str) -> Tensor:
 def _random_mask(case: Case, keys: Tensor, device: str) -> Tensor:
     """Return a random mask (B, Hq, Sq, Sk), different for each head."""
     sizes, generator = (case.B, case.Hq, case.Sq, case.Sk), torch.Generator(device).manual_seed(SEED)
-    return torch.rand(sizes, device=device, generator=generator) < SEEN
+    return torch.rand(sizes, device=device, generator=generator) < VISIBLE_SHARE
 
 
 MASK_PATTERNS: dict[str, Callable[[Case, Tensor, str], Tensor]] = {
@@ -150,7 +150,7 @@ def _measure_masked(bench: Bench, name: str, case: Case, pattern: str) -> None:
 
     def candidate(peer: str, mask: Tensor | None) -> Candidate:
         each = [functools.partial(attend, mask, copy) for copy in inputs]
-        return graphed(Candidate(in_turn(each), bench.providers[peer].scope), 1)
+        return graphed(Candidate(in_sequence(each), bench.providers[peer].scope), 1)
 
     candidates, wrong, refused = {}, {}, {}
     with torch.no_grad():

@@ -32,7 +32,7 @@ SEED = 20261124
 P = 0.1
 
 
-BESIDE = {  # mask patterns of the calls, by the prefix of the case name
+PATTERNS_BY_PREFIX = {  # mask patterns of the calls, by the prefix of the case name
     "": None,
     "padding_": next(pattern for pattern in masks.PATTERNS if pattern.name == "padding"),
     "bias_": next(pattern for pattern in masks.PATTERNS if pattern.name == "bias_heads"),
@@ -41,8 +41,8 @@ BESIDE = {  # mask patterns of the calls, by the prefix of the case name
 
 def calls() -> Iterator[tuple[str, Case, str, str]]:
     for direction in ("fwd", "train"):
-        for case in workloads.dropping():
-            for beside in BESIDE:
+        for case in workloads.dropout_cases():
+            for beside in PATTERNS_BY_PREFIX:
                 if not (case.causal and beside) and case.Sq <= (4096 if beside else case.Sq):
                     yield f"{direction}_{beside}{case.name}", case, direction, beside
 
@@ -50,7 +50,7 @@ def calls() -> Iterator[tuple[str, Case, str, str]]:
 def suite_dropout(bench: Bench) -> None:
     for name, case, direction, beside in calls():
         if bench.take(name):
-            _measure(bench, name, case, direction, BESIDE[beside])
+            _measure(bench, name, case, direction, PATTERNS_BY_PREFIX[beside])
 
 
 def wrong_in(case: Case, inputs: Inputs, mask: Tensor | None, out: Tensor, seed: Tensor) -> str | None:

@@ -24,7 +24,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from tools.bench import baselines, workloads
 from tools.bench.result_schema import GRADIENT_FLOP, PLAIN
-from tools.bench.runner import Bench, facts_of, race, row_of, time_calls, whole_call
+from tools.bench.runner import Bench, complete_call, facts_of, row_of, time_calls, time_with_peers
 from torch_flashplug import attention, block_lists
 from torch_flashplug.testing import (
     Candidate,
@@ -40,7 +40,7 @@ from torch_flashplug.testing import (
 
 MOST_SCORES = 1 << 31  # largest mask: one byte per score, and three further bytes if stock converts the mask to floats
 SEED = 20261123
-SEEN = 0.5  # fraction of visible scores in random masks
+VISIBLE_SHARE = 0.5  # fraction of visible scores in random masks
 WINDOW, DOCUMENTS, PADDED = 1024, 8, 0.75  # keys; documents per sequence; mean fraction of keys without padding
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # batch, head, row, key -> visible
 
@@ -74,7 +74,7 @@ def _dense(rule: Callable[[Case, str], Rule], case: Case, device: str, sizes: tu
 
 
 def _random(case: Case, device: str, sizes: tuple[int, ...]) -> Tensor:
-    return torch.rand(sizes, device=device, generator=torch.Generator(device).manual_seed(SEED)) < SEEN
+    return torch.rand(sizes, device=device, generator=torch.Generator(device).manual_seed(SEED)) < VISIBLE_SHARE
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ SWIN = (
     Pattern("swin_shifted_learned", "BQK", floats="own", learned=True),
     Pattern("swin_sum_learned", "BHQK", floats="own", learned=True),
 )
-BESIDE = tuple(pattern for pattern in PATTERNS if pattern.name in {"random", "bias_heads", "bias_keys"})
+FURTHER_PATTERNS = tuple(pattern for pattern in PATTERNS if pattern.name in {"random", "bias_heads", "bias_keys"})
 FLEX = {"tril", "window", "documents", "padding"}
 
 
@@ -154,8 +154,8 @@ def calls() -> Iterator[tuple[str, Case, Pattern, str]]:
             for pattern in SWIN:
                 if direction == "train" or not pattern.learned:
                     yield f"{pattern.name}_{direction}_{case.name}", case, pattern, direction
-        for case in workloads.masked_beside():
-            for pattern in BESIDE:
+        for case in workloads.masked_outside_grid():
+            for pattern in FURTHER_PATTERNS:
                 yield f"{pattern.name}_beside_{direction}_{case.name}", case, pattern, direction
 
 
@@ -303,9 +303,9 @@ def _measure_blocks(bench: Bench, call: BlockMaskCall) -> None:
         PLAIN: lambda: lambda: attention(*leaves),
         "flex": lambda: lambda: baselines._flex(*(x.transpose(1, 2) for x in leaves), block_mask=mask).transpose(1, 2),
     }
-    timings, plain, errors, refused = race(
+    timings, plain, errors, refused = time_with_peers(
         bench, call.name, makers, error_of=functools.partial(_block_error, call, mask, leaves),
-        once=functools.partial(whole_call, call.direction, leaves, drawn[3]),
+        once=functools.partial(complete_call, call.direction, leaves, drawn[3]),
         largest_error=LARGEST_BLOCK_ERROR, round_ms=BLOCK_ROUND_MS,
     )  # fmt: skip
     visible_fraction = _visible_fraction(mask, call.s)

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend
 
-from tools.bench.ranks import agreed, largest, time_on_ranks, watch
+from tools.bench.ranks import from_first_rank, max_over_ranks, restart_watchdog, time_on_ranks
 from tools.bench.result_schema import GRADIENT_FLOP
 from tools.bench.runner import Bench, refusal, row_of
 from torch_flashplug import env, sdpa_backend
@@ -131,7 +131,7 @@ def _ring_call(call: Call, device: str) -> Callable[[], object]:
     return lambda: _attend(*operands, call.direction)
 
 
-class Swap(torch.autograd.Function):
+class AllToAll(torch.autograd.Function):
     """All-to-all from (B, H, S / W, D) to (B, H / W, S, D), and in the opposite direction."""
 
     @staticmethod
@@ -144,15 +144,15 @@ class Swap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
-        return Swap.apply(grad, *ctx.back), None, None
+        return AllToAll.apply(grad, *ctx.back), None, None
 
 
 def _ulysses_call(call: Call, device: str) -> Callable[[], object]:
     q, k, v, grad = _operands(call.s, device)
 
     def run() -> tuple[Tensor, ...]:
-        heads = (Swap.apply(x, 1, 2) for x in (q, k, v))
-        out = Swap.apply(F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True), 2, 1)
+        heads = (AllToAll.apply(x, 1, 2) for x in (q, k, v))
+        out = AllToAll.apply(F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True), 2, 1)
         return torch.autograd.grad(out, (q, k, v), grad)
 
     return run
@@ -248,13 +248,13 @@ def _candidates(call: Call, device: str) -> tuple[dict[str, Candidate], dict[str
         candidates = {name: Candidate(run, scope) for name, scope in PEERS.items()}
     refused = {}
     for name, candidate in list(candidates.items()):
-        watch()
+        restart_watchdog()
         try:
             with candidate.scope():
                 candidate.call()
         except (RuntimeError, NotImplementedError) as error:
             refused[name] = refusal(error)
-        if largest(name in refused):
+        if max_over_ranks(name in refused):
             refused.setdefault(name, "a different rank refused")
             del candidates[name]
     return candidates, refused
@@ -325,6 +325,6 @@ def suite_multi(bench: Bench) -> None:
         if dist.get_rank() == 0:
             print("errors divided by the error budget:", errors, flush=True)
     for call in calls():
-        if agreed(bench.take(call.name)):
-            watch()
+        if from_first_rank(bench.take(call.name)):
+            restart_watchdog()
             _measure(bench, call)

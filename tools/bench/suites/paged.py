@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tools.bench import baselines, workloads
 from tools.bench.runner import Bench, facts_of, graphed, refusal, row_of
-from tools.bench.suites.decode import MAX_COPIES, ROUND_MS, copies_of, in_turn, kv_bytes
+from tools.bench.suites.decode import MAX_COPIES, ROUND_MS, copies_of, in_sequence, kv_bytes
 from torch_flashplug import attention, sdpa_backend
 from torch_flashplug.testing import Candidate, Case, Inputs, Timing, make_inputs, time_interleaved
 
@@ -29,7 +29,7 @@ SPLITS = {  # batch-invariant settings
     "ours_one_split": {"num_splits": 1},
     "ours_splits_of_4096": {"fixed_split_size": 4096},
 }
-SCRATCH_BYTES = 512 << 20  # workspace for the KV splits of FlashInfer, shared by all calls
+WORKSPACE_BYTES = 512 << 20  # workspace for the KV splits of FlashInfer, shared by all calls
 
 
 def suite_paged(bench: Bench) -> None:
@@ -48,7 +48,7 @@ class Paged:
     used: Tensor  # (B,)
 
 
-def _in_pages(inputs: Inputs, rows: int) -> Paged:
+def _paged_copy(inputs: Inputs, rows: int) -> Paged:
     """Copy keys and values into pages of `rows` rows."""
     (B, _, S, _), device = inputs.k.shape, inputs.k.device
     of_sequence = S // rows
@@ -78,7 +78,7 @@ def _with_lengths(inputs: Inputs) -> Attend:
     return lambda: attention(q, k, v, causal=True, seqused_k=used)
 
 
-def _on_end(inputs: Inputs) -> Attend:
+def _contiguous(inputs: Inputs) -> Attend:
     q, k, v = (x.transpose(1, 2) for x in inputs)
     return lambda: attention(q, k, v)
 
@@ -93,8 +93,8 @@ def _fa3(x: Paged, planned: bool) -> Attend:
 
 
 @functools.cache
-def _scratch(device: torch.device) -> Tensor:
-    return torch.zeros(SCRATCH_BYTES, dtype=torch.uint8, device=device)
+def _workspace(device: torch.device) -> Tensor:
+    return torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
 
 def _flashinfer(x: Paged, tensor_cores: bool) -> Attend:
@@ -105,7 +105,7 @@ def _flashinfer(x: Paged, tensor_cores: bool) -> Attend:
     lists = {"indptr": starts, "indices": x.table.flatten(), "last_page_len": torch.full_like(x.used, PAGE)}
     kept = {f"paged_kv_{name}_buffer": values.clone() for name, values in lists.items()}
     step = BatchDecodeWithPagedKVCacheWrapper(
-        _scratch(device), use_cuda_graph=True, use_tensor_cores=tensor_cores, **kept
+        _workspace(device), use_cuda_graph=True, use_tensor_cores=tensor_cores, **kept
     )
     facts = x.q.shape[2], *x.pools[0].shape[2:], PAGE
     step.plan(*lists.values(), *facts, q_data_type=x.q.dtype, kv_data_type=x.pools[0].dtype)
@@ -124,13 +124,13 @@ PEERS = {
 
 def _makers(bench: Bench, inputs: list[Inputs]) -> dict[str, Callable[[], list[Attend]]]:
     """Return a function for each candidate that makes the candidate's calls, one for each copy of the operands."""
-    in_pages = {rows: [_in_pages(copy, rows) for copy in inputs] for rows in PAGES.values()}
-    of_all = {"ours_on_end": (_on_end, inputs)}
-    of_all |= {name: (_ours, in_pages[rows]) for name, rows in PAGES.items()}
-    of_all |= {name: (functools.partial(_ours, **splits), in_pages[PAGE]) for name, splits in SPLITS.items()}
+    paged_copies = {rows: [_paged_copy(copy, rows) for copy in inputs] for rows in PAGES.values()}
+    of_all = {"ours_on_end": (_contiguous, inputs)}
+    of_all |= {name: (_ours, paged_copies[rows]) for name, rows in PAGES.items()}
+    of_all |= {name: (functools.partial(_ours, **splits), paged_copies[PAGE]) for name, splits in SPLITS.items()}
     of_all |= {"ours_lengths": (_with_lengths, inputs)}
     absent = baselines.WHEELS.keys() - bench.providers.keys()
-    of_all |= {name: (make, in_pages[PAGE]) for name, make in PEERS.items() if name.split("_")[0] not in absent}
+    of_all |= {name: (make, paged_copies[PAGE]) for name, make in PEERS.items() if name.split("_")[0] not in absent}
 
     def make_all(make: Callable, copies: list) -> list[Attend]:
         return [make(copy) for copy in copies]
@@ -156,7 +156,7 @@ def _measure(bench: Bench, case: Case) -> None:
             errors[name] = float((out - right).norm() / right.norm())
             if not errors[name] <= LARGEST_ERROR:
                 raise ValueError(f"wrong by {errors[name]:.2g}")
-            candidates[name] = graphed(Candidate(in_turn(calls), scope), 1)
+            candidates[name] = graphed(Candidate(in_sequence(calls), scope), 1)
         except Exception as reason:  # any exception of a peer is noted, and the remaining candidates are measured
             refused[name] = refusal(reason)
             if name not in PEERS or "CUDA error" in refused[name]:
@@ -165,7 +165,7 @@ def _measure(bench: Bench, case: Case) -> None:
     timings = {name: Timing(tuple(ms / copies for ms in t.rounds)) for name, t in timings.items()}
     # Further variants of ours have no column.
     variants = {name: t.ms for name, t in timings.items() if name not in {"ours_fa2", *PEERS}}
-    held = {name: t for name, t in timings.items() if name not in variants}
-    row = row_of(case.name, held, **facts_of(case), errors=errors, refused=refused)
+    timed = {name: t for name, t in timings.items() if name not in variants}
+    row = row_of(case.name, timed, **facts_of(case), errors=errors, refused=refused)
     row["all_ms"] |= variants
     bench.add(row | {"kv_bytes": kv_bytes(case)})

@@ -127,7 +127,7 @@ def _recipe_error(case: Case, inputs: Inputs, out: Tensor) -> float:
     return float((out[:1, :1, -rows:].double() - right).norm() / right.norm())
 
 
-def alone(calls: dict[str, Callable[[], object]], rounds: int, repeats: int) -> dict[str, Timing]:
+def time_kernels(calls: dict[str, Callable[[], object]], rounds: int, repeats: int) -> dict[str, Timing]:
     """Return the device time of each call's kernels, without the quantization kernels of this project.
 
     The calls are interleaved. The first round is not counted.
@@ -175,11 +175,11 @@ def _measure_recipe(bench: Bench, name: str, case: Case, recipe: str) -> None:
         except (ImportError, RuntimeError) as reason:
             refused["cudnn_fp8"] = refusal(reason)
         repeats = max(2, int(ROUND_MS / (workloads.bound_ms(case) * 1.5)))
-        timings = alone(kernels, bench.rounds, repeats) if bench.device == "cuda" else {}
+        timings = time_kernels(kernels, bench.rounds, repeats) if bench.device == "cuda" else {}
         candidates = {peer: Candidate(call) for peer, call in complete_calls.items()}
-        beside = time_interleaved(candidates, rounds=bench.rounds, device=bench.device, round_ms=ROUND_MS)
+        call_timings = time_interleaved(candidates, rounds=bench.rounds, device=bench.device, round_ms=ROUND_MS)
     row = row_of(name, timings, **facts_of(case), recipe=recipe, error=error, refused=refused)
-    row["all_ms"] |= {peer: timing.ms for peer, timing in beside.items()}
+    row["all_ms"] |= {peer: timing.ms for peer, timing in call_timings.items()}
     bench.add(row)
 
 
@@ -240,7 +240,7 @@ def _measure_cache(bench: Bench, case: Case) -> None:
         with scope():
             errors[name] = float((_attend_cache(copies_of_call[0], case.gqa).float() - right).norm() / right.norm())
         each = [functools.partial(_attend_cache, copy, case.gqa) for copy in copies_of_call]
-        candidates[name] = graphed(Candidate(decode.in_turn(each), scope), 1)
+        candidates[name] = graphed(Candidate(decode.in_sequence(each), scope), 1)
     cache_errors = {kind: errors[name] for kind, name in CACHE_NAMES.items()}
     wrong = {kind: error for kind, error in cache_errors.items() if error > LARGEST_CACHE_ERROR[kind]}
     if wrong:
@@ -372,7 +372,7 @@ def _measure_errors(bench: Bench, source: str, few: Case, inputs: Inputs) -> Non
         raise SystemExit(f"{few.name}: wrong: {wrong}")
     repeats = max(2, int(ROUND_MS / (workloads.bound_ms(case) * 1.5)))
     kernels = {name: call for name, call in kernels.items() if name in errors}
-    timings = alone(kernels, bench.rounds, repeats) if timed else {}
+    timings = time_kernels(kernels, bench.rounds, repeats) if timed else {}
     row = row_of(few.name, {}, **facts_of(case), input=source, errors=errors, refused=refused)
     row["alone_ms"] = {name: timing.ms for name, timing in timings.items()}
     row["spread"] = {name: round(timing.spread, 4) for name, timing in timings.items()}

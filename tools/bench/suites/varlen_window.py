@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from tools.bench import baselines
 from tools.bench.result_schema import GRADIENT_FLOP, PLAIN
-from tools.bench.runner import Bench, race, row_of, whole_call
+from tools.bench.runner import Bench, complete_call, row_of, time_with_peers
 from torch_flashplug import attention, plan, sdpa_backend
 
 TOKENS, WIDTH = 16384, 2048  # rows of a call, and heads x head dim
@@ -33,7 +33,7 @@ SINKS = {"fa3": ("sinks", torch.bfloat16), "fa4": ("learnable_sink", torch.float
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Self-attention call in bf16: packed sequences if `on_end`, else a batch of sequences of equal length."""
+    """Self-attention call in bf16: packed sequences if `is_packed`, else a batch of sequences of equal length."""
 
     name: str
     lengths: tuple[int, ...]
@@ -42,7 +42,7 @@ class Call:
     left: int = -1  # number of visible keys before the query's own position; -1: all
     softcap: float = 0.0
     sinks: bool = False
-    on_end: bool = False
+    is_packed: bool = False
     direction: str = "fwd"
     causal: bool = True
 
@@ -89,17 +89,17 @@ def packed() -> Iterator[Call]:
             heads = _heads(d)
             for s in (512, 2048, 8192, 16384):
                 name, lengths = f"{direction}_equal_d{d}_s{s}", (s,) * (TOKENS // s)
-                yield Call(name, lengths, d, heads, on_end=True, direction=direction)
-            yield Call(f"{direction}_zipf_d{d}", _zipf(TOKENS), d, heads, on_end=True, direction=direction)
+                yield Call(name, lengths, d, heads, is_packed=True, direction=direction)
+            yield Call(f"{direction}_zipf_d{d}", _zipf(TOKENS), d, heads, is_packed=True, direction=direction)
             for number, s in ((1024, 16), (4096, 4)):
                 name = f"{direction}_short_d{d}_{number}x{s}"
-                yield Call(name, (s,) * number, d, heads, on_end=True, direction=direction)
+                yield Call(name, (s,) * number, d, heads, is_packed=True, direction=direction)
         for d in (32, 96, 192):
-            yield Call(f"{direction}_zipf_d{d}", _zipf(TOKENS), d, _heads(d), on_end=True, direction=direction)
-        yield Call(f"{direction}_zipf_gqa_d128", _zipf(TOKENS), 128, (32, 8), on_end=True, direction=direction)
+            yield Call(f"{direction}_zipf_d{d}", _zipf(TOKENS), d, _heads(d), is_packed=True, direction=direction)
+        yield Call(f"{direction}_zipf_gqa_d128", _zipf(TOKENS), 128, (32, 8), is_packed=True, direction=direction)
         for d in (64, 128, 256):
             name = f"{direction}_zipf_full_d{d}"
-            yield Call(name, _zipf(TOKENS), d, _heads(d), on_end=True, direction=direction, causal=False)
+            yield Call(name, _zipf(TOKENS), d, _heads(d), is_packed=True, direction=direction, causal=False)
 
 
 def window() -> Iterator[Call]:
@@ -173,7 +173,7 @@ Attend = Callable[[], Tensor]
 def _ours(call: Call, x: Operands) -> Attend:
     settings = {"causal": call.causal, "window": None if call.left < 0 else (call.left, None), "softcap": call.softcap}
     settings["sinks"] = x.of_heads if call.sinks else None
-    if call.on_end:
+    if call.is_packed:
         return lambda: attention(*x.leaves, **settings, cu_seqlens_q=x.cu)
     return lambda: attention(*x.batch(call), **settings).flatten(0, 1)
 
@@ -181,12 +181,12 @@ def _ours(call: Call, x: Operands) -> Attend:
 def _plain(call: Call, x: Operands) -> Attend:
     if len(set(call.lengths)) > 1 or (call.left >= 0 and not call.sinks):
         raise NotImplementedError("no plain kernel of ours computes a comparable call")
-    return _ours(replace(call, softcap=0.0, sinks=False, on_end=False), x)
+    return _ours(replace(call, softcap=0.0, sinks=False, is_packed=False), x)
 
 
 def _planned(call: Call, x: Operands) -> Attend:
     """Return a call with precomputed tile lists, as in all layers of a model except the first."""
-    if not call.on_end:
+    if not call.is_packed:
         raise NotImplementedError("plans exist only for packed sequences")
     settings = {"causal": call.causal, "cu_seqlens_q": x.cu}
     varlen_plan = plan(*x.leaves, **settings, gradients=call.direction == "train")
@@ -199,13 +199,13 @@ def _only(call: Call, **takes: bool) -> None:
     Raises:
         NotImplementedError: the call has a feature that is not True in `takes`.
     """
-    for name, asked in (("softcap", call.softcap), ("sinks", call.sinks), ("on_end", call.on_end)):
+    for name, asked in (("softcap", call.softcap), ("sinks", call.sinks), ("is_packed", call.is_packed)):
         if asked and not takes.get(name):
             raise NotImplementedError(f"the peer does not support {name}")
 
 
 def _varlen(call: Call, x: Operands) -> Attend:
-    _only(call, on_end=True)
+    _only(call, is_packed=True)
     longest = max(call.lengths)
     grouped = {"enable_gqa": True} if "enable_gqa" in varlen.varlen_attn.__kwdefaults__ else {}
     settings = {"window_size": (call.left, 0 if call.causal else -1), **grouped}
@@ -222,7 +222,7 @@ def _wheel(name: str, call: Call, x: Operands) -> Attend:
     if call.sinks:
         sinks, dtype = SINKS[name]
         arguments[sinks] = x.of_heads.to(dtype)
-    if not call.on_end:
+    if not call.is_packed:
         return lambda: _first(function(*x.batch(call), **arguments)).flatten(0, 1)
     of_lengths, longest = sys.modules[function.__module__].flash_attn_varlen_func, max(call.lengths)
     arguments |= {"cu_seqlens_q": x.cu, "cu_seqlens_k": x.cu, "max_seqlen_q": longest, "max_seqlen_k": longest}
@@ -272,7 +272,7 @@ def _error(call: Call, x: Operands, out: Tensor) -> float:
     for sequence in (0, call.lengths.index(max(call.lengths))):
         end, length = int(x.cu[sequence + 1]), call.lengths[sequence]
         rows, keys = slice(end - min(ROWS_CHECKED, length), end), slice(end - length, end)
-        exact = replace(call, lengths=(length,), on_end=False)
+        exact = replace(call, lengths=(length,), is_packed=False)
         q, k, v = (tensor[None].double() for tensor in (x.q[rows], x.k[keys], x.v[keys]))
         settings = {"window": None if exact.left < 0 else (exact.left, None), "softcap": exact.softcap}
         sinks = x.of_heads.double() if exact.sinks else None
@@ -290,15 +290,15 @@ def _measure(bench: Bench, call: Call) -> None:
         for name, function in FUNCTIONS.items()
         if name not in PEERS or name in bench.providers
     }
-    timings, plain, errors, refused = race(
+    timings, plain, errors, refused = time_with_peers(
         bench, call.name, makers, error_of=functools.partial(_error, call, x),
-        once=functools.partial(whole_call, call.direction, x.leaves, x.grad_out),
+        once=functools.partial(complete_call, call.direction, x.leaves, x.grad_out),
         largest_error=LARGEST_ERROR, round_ms=ROUND_MS, calls=_calls(call),
     )  # fmt: skip
     planned = timings.pop(PLANNED, None)
     row = row_of(call.name, timings, **call.facts(), errors=errors, refused=refused, grad=call.direction == "train")
-    beside = {PLAIN: plain, PLANNED: planned}
-    row["all_ms"] |= {name: timing.ms for name, timing in beside.items() if timing is not None}
+    variants = {PLAIN: plain, PLANNED: planned}
+    row["all_ms"] |= {name: timing.ms for name, timing in variants.items() if timing is not None}
     bench.add(row)
 
 
