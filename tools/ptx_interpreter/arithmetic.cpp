@@ -42,10 +42,10 @@ template <typename Whole, typename Part>
 Outcome pack(Warp& w, const Instruction& in, uint32_t lanes) {
   Whole* d = w.lanes<Whole>(in.operands[0].at);
   each_lane(lanes, [&](int i) {
-    Whole made = 0;
+    Whole combined = 0;
     for (size_t part = 0; part < in.many.size(); ++part)
-      made |= static_cast<Whole>(w.lanes<Part>(in.many[part])[i]) << (8 * sizeof(Part) * part);
-    d[i] = made;
+      combined |= static_cast<Whole>(w.lanes<Part>(in.many[part])[i]) << (8 * sizeof(Part) * part);
+    d[i] = combined;
   });
   return Outcome::kNext;
 }
@@ -54,9 +54,9 @@ template <typename Whole, typename Part>
 Outcome unpack(Warp& w, const Instruction& in, uint32_t lanes) {
   const Whole* a = w.lanes<Whole>(in.operands[1].at);
   each_lane(lanes, [&](int i) {
-    const Whole whole = a[i];
+    const Whole value = a[i];
     for (size_t part = 0; part < in.many.size(); ++part)
-      w.lanes<Part>(in.many[part])[i] = static_cast<Part>(whole >> (8 * sizeof(Part) * part));
+      w.lanes<Part>(in.many[part])[i] = static_cast<Part>(value >> (8 * sizeof(Part) * part));
   });
   return Outcome::kNext;
 }
@@ -109,7 +109,7 @@ Outcome voted(Warp& w, const Instruction& in, uint32_t lanes) {
 // Bitwise operations for registers, and for the lanes of predicates.
 constexpr auto both = [](auto a, auto b) { return a & b; };
 constexpr auto either = [](auto a, auto b) { return a | b; };
-constexpr auto one = [](auto a, auto b) { return a ^ b; };
+constexpr auto exclusive_or = [](auto a, auto b) { return a ^ b; };
 
 // ---- control ----
 
@@ -124,8 +124,8 @@ constexpr const char* letter() {
 // Letters of operands, in a string that lives as long as the opcode table.
 template <typename... T>
 const char* letters() {
-  static const std::string made = (std::string() + ... + letter<T>());
-  return made.c_str();
+  static const std::string text = (std::string() + ... + letter<T>());
+  return text.c_str();
 }
 
 template <typename T>
@@ -208,7 +208,7 @@ void add_bits(Opcodes& to, const std::string& type) {
   const char *two = letters<T, T>(), *three = letters<T, T, T>();
   to["and." + type] = {three, binary<T, T, T, both>};
   to["or." + type] = {three, binary<T, T, T, either>};
-  to["xor." + type] = {three, binary<T, T, T, one>};
+  to["xor." + type] = {three, binary<T, T, T, exclusive_or>};
   to["not." + type] = {two, unary<T, T, none>};
   to["shl." + type] = {letters<T, T, uint32_t>(), binary<T, T, uint32_t, left>};
   to["mov." + type] = {two, unary<T, T, same>};
@@ -247,10 +247,10 @@ void each_integer(Work work) {
 // Computes work for each half, rounded once: fp32 is exact, or nearly exact, for 16-bit operands.
 template <auto from, auto into, typename Work>
 uint32_t on_halves(uint32_t a, uint32_t b, uint32_t c, Work work) {
-  const auto one = [&](int half) {
+  const auto half_result = [&](int half) {
     return uint32_t{into(work(from(a >> half & 0xFFFF), from(b >> half & 0xFFFF), from(c >> half & 0xFFFF)))} << half;
   };
-  return one(0) | one(16);
+  return half_result(0) | half_result(16);
 }
 
 template <auto from, auto into>
@@ -261,13 +261,13 @@ void add_halves(Opcodes& to, const std::string& type) {
   to["cvt.rn." + type + ".f32"] = {"hw", unary<uint16_t, float, into>};
   to["cvt.f32." + type] = {"wh", unary<float, uint16_t, from>};
   constexpr auto most_of_two = [](uint32_t a, uint32_t b) {
-    uint32_t made = 0;
+    uint32_t packed = 0;
     for (const int half : {0, 16}) {  // 0 counts as larger than -0
-      const uint16_t one = a >> half, other = b >> half;
-      const float x = from(one), y = from(other);
-      made |= uint32_t{x != x || y != y ? into(NAN) : x > y ? one : y > x ? other : uint16_t(one & other)} << half;
+      const uint16_t left = a >> half, right = b >> half;
+      const float x = from(left), y = from(right);
+      packed |= uint32_t{x != x || y != y ? into(NAN) : x > y ? left : y > x ? right : uint16_t(left & right)} << half;
     }
-    return made;
+    return packed;
   };
   to["max.NaN." + type + "x2"] = {"www", binary<uint32_t, uint32_t, uint32_t, most_of_two>};
   constexpr auto fused = [](uint32_t a, uint32_t b, uint32_t c) {
@@ -305,7 +305,7 @@ void add_arithmetic(Opcodes& to) {
   constexpr auto same = [](uint32_t a, uint32_t) { return a; };
   to["and.pred"] = {"ppp", logic<both>};
   to["or.pred"] = {"ppp", logic<either>};
-  to["xor.pred"] = {"ppp", logic<one>};
+  to["xor.pred"] = {"ppp", logic<exclusive_or>};
   to["not.pred"] = {"pp", logic<none>};
   to["mov.pred"] = {"pp", logic<same>};
   each_integer([&]<typename A>(const std::string& from) {
@@ -362,12 +362,12 @@ void add_arithmetic(Opcodes& to) {
   to["bmsk.clamp.b32"] = {"www", binary<uint32_t, uint32_t, uint32_t, bit_mask>};
   constexpr auto permuted = [](uint32_t low, uint32_t high, uint32_t selectors) {
     const uint64_t bytes = uint64_t{high} << 32 | low;
-    uint32_t made = 0;
+    uint32_t packed = 0;
     for (int i = 0; i < 4; ++i) {
       const uint32_t selector = selectors >> 4 * i & 15, byte = bytes >> 8 * (selector & 7) & 255;
-      made |= (selector < 8 ? byte : byte & 128 ? 255 : 0) << 8 * i;  // selectors of 8 and more take the sign
+      packed |= (selector < 8 ? byte : byte & 128 ? 255 : 0) << 8 * i;  // selectors of 8 and more take the sign
     }
-    return made;
+    return packed;
   };
   constexpr auto relu = [](int32_t a, int32_t b) { return std::max(std::min(a, b), 0); };
   to["min.relu.s32"] = {"www", binary<int32_t, int32_t, int32_t, relu>};

@@ -14,13 +14,13 @@ constexpr int64_t kMostPending = (1 << 20) - 1;
 Mbarrier Mbarrier::read(const std::byte* at) {
   uint64_t word;
   std::memcpy(&word, at, sizeof word);
-  Mbarrier made;
-  made.expected = static_cast<int64_t>(word & kMostPending);
-  made.pending = static_cast<int64_t>(word >> 20 & kMostPending);
-  made.bytes = static_cast<int64_t>(word << 1) >> 41;
-  made.phase = word >> 63 != 0;
-  if (made.expected == kMostPending) throw Stop("an mbarrier that nobody has initialised");
-  return made;
+  Mbarrier mbarrier;
+  mbarrier.expected = static_cast<int64_t>(word & kMostPending);
+  mbarrier.pending = static_cast<int64_t>(word >> 20 & kMostPending);
+  mbarrier.bytes = static_cast<int64_t>(word << 1) >> 41;
+  mbarrier.phase = word >> 63 != 0;
+  if (mbarrier.expected == kMostPending) throw Stop("an mbarrier that nobody has initialised");
+  return mbarrier;
 }
 
 void Mbarrier::write(std::byte* at) {
@@ -92,21 +92,21 @@ Outcome wait(Warp& w, const Instruction& in, uint32_t lanes) {
 
 template <bool has_count, bool waits>
 Outcome cta_barrier(Warp& w, const Instruction& in, uint32_t lanes) {
-  if (!whole(w)) return Outcome::kBlocked;
+  if (!converged(w)) return Outcome::kBlocked;
   const int lane = std::countr_zero(lanes);
   const uint32_t number = w.lanes<uint32_t>(in.operands[0].at)[lane];
   if (number >= std::size(w.cta->barriers)) throw Stop("a CTA has 16 barriers");
   Barrier& barrier = w.cta->barriers[number];
-  uint64_t& ticket = w.now->ticket;
-  if (ticket == 0) {
+  uint64_t& awaited_phase = w.current->awaited_phase;
+  if (awaited_phase == 0) {
     const int threads = static_cast<int>(w.cta->warps.size()) * kLanes;
     const int expected = has_count ? static_cast<int>(w.lanes<uint32_t>(in.operands[1].at)[lane]) : threads;
     const uint64_t phase = barrier.phase;
     if (barrier.arrive(kLanes, expected) || !waits) return Outcome::kNext;
-    ticket = phase + 1;
+    awaited_phase = phase + 1;
   }
-  if (barrier.phase < ticket) return Outcome::kBlocked;
-  ticket = 0;
+  if (barrier.phase < awaited_phase) return Outcome::kBlocked;
+  awaited_phase = 0;
   return Outcome::kNext;
 }
 
@@ -116,16 +116,16 @@ Outcome warp_barrier(Warp& w, const Instruction& in, uint32_t lanes) {
 }
 
 Outcome arrive_in_cluster(Warp& w, const Instruction&, uint32_t) {
-  if (!whole(w)) return Outcome::kBlocked;
+  if (!converged(w)) return Outcome::kBlocked;
   Cluster& cluster = *w.cta->cluster;
   const auto threads = static_cast<int>(w.cta->warps.size() * cluster.ctas.size()) * kLanes;
-  w.cluster_ticket = cluster.barrier.phase + 1;
+  w.awaited_cluster_phase = cluster.barrier.phase + 1;
   cluster.barrier.arrive(kLanes, threads);
   return Outcome::kNext;
 }
 
 Outcome wait_for_cluster(Warp& w, const Instruction&, uint32_t) {
-  return w.cta->cluster->barrier.phase >= w.cluster_ticket ? Outcome::kNext : Outcome::kBlocked;
+  return w.cta->cluster->barrier.phase >= w.awaited_cluster_phase ? Outcome::kNext : Outcome::kBlocked;
 }
 
 // mapa: maps a shared memory address to the CTA of a rank.

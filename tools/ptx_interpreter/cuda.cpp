@@ -95,14 +95,16 @@ Library* load(const void* code) {
 }
 
 void launch(const LaunchConfig& config, const Kernel& kernel, void** arguments) {
-  Launch made{&kernel, {config.grid.x, config.grid.y, config.grid.z}, config.block.x, 1, config.shared_bytes, {}};
+  Launch launch_config{&kernel, {config.grid.x, config.grid.y, config.grid.z}, config.block.x, 1, config.shared_bytes,
+                       {}};
   for (uint32_t i = 0; i < config.count; ++i)
-    if (config.attributes[i].id == kClusterDimension) made.cluster = config.attributes[i].cluster.x;
-  made.parameters.resize(kernel.parameter_bytes);
+    if (config.attributes[i].id == kClusterDimension) launch_config.cluster = config.attributes[i].cluster.x;
+  launch_config.parameters.resize(kernel.parameter_bytes);
   for (size_t i = 0; i < kernel.parameters.size(); ++i)
-    std::memcpy(made.parameters.data() + kernel.parameters[i].offset, arguments[i], kernel.parameters[i].bytes);
+    std::memcpy(launch_config.parameters.data() + kernel.parameters[i].offset, arguments[i],
+                kernel.parameters[i].bytes);
   Machine machine(seed.load());
-  machine.run(made);
+  machine.run(launch_config);
 }
 
 // Attribute of an H100, by cudaDeviceAttr.
@@ -157,9 +159,9 @@ EXPORT int cudaLibraryUnload(void* library) {
 EXPORT int cudaLibraryGetKernel(void** kernel, void* library, const char* name) {
   return guarded([&] {
     auto& kernels = static_cast<interpreter::Library*>(library)->kernels;
-    const auto found = kernels.find(name);
-    if (found == kernels.end()) throw interpreter::Stop(std::string("no kernel ") + name);
-    *kernel = &found->second;
+    const auto entry = kernels.find(name);
+    if (entry == kernels.end()) throw interpreter::Stop(std::string("no kernel ") + name);
+    *kernel = &entry->second;
   });
 }
 EXPORT int cudaLaunchKernelExC(const interpreter::LaunchConfig* config, const void* kernel, void** arguments) {
@@ -196,14 +198,14 @@ EXPORT int cuDeviceGet(int* device, int ordinal) {
   return 0;
 }
 EXPORT int cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned, unsigned long long,
-                                            int* found) {
+                                            int* is_found) {
   return guarded([&] {
-    const std::map<std::string, void*> known = {
+    const std::map<std::string, void*> functions = {
         {"cuDeviceGet", reinterpret_cast<void*>(&cuDeviceGet)},
         {"cuKernelGetAttribute", reinterpret_cast<void*>(&cuKernelGetAttribute)},
     };
-    *function = known.at(name);
-    *found = 0;
+    *function = functions.at(name);
+    *is_found = 0;
   });
 }
 

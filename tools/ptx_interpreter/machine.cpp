@@ -176,7 +176,7 @@ bool Machine::turn(Warp& warp, int instructions) {
       const uint32_t guard = warp.predicate(in.guard);
       lanes &= in.guard_not ? ~guard : guard;
     }
-    warp.now = next;
+    warp.current = next;
     Outcome outcome = Outcome::kNext;
     if (lanes != 0) {
       try {
@@ -198,19 +198,19 @@ bool Machine::turn(Warp& warp, int instructions) {
   return moved;
 }
 
-void Machine::advance(Warp& warp, Group& group, const Instruction& in, uint32_t taken, Outcome outcome) {
-  const uint32_t stay = group.lanes & ~taken;
+void Machine::advance(Warp& warp, Group& group, const Instruction& in, uint32_t branching, Outcome outcome) {
+  const uint32_t stay = group.lanes & ~branching;
   if (outcome == Outcome::kNext) {
     ++group.pc;
   } else {
-    if (outcome == Outcome::kExit) warp.alive &= ~taken;
+    if (outcome == Outcome::kExit) warp.alive &= ~branching;
     const uint32_t next = group.pc + 1;
     if (outcome == Outcome::kJump && stay == 0) {
       group.pc = in.target;
     } else {
       group.lanes = stay;
       group.pc = next;
-      if (outcome == Outcome::kJump) warp.groups.push_back({in.target, taken, 0, false});
+      if (outcome == Outcome::kJump) warp.groups.push_back({in.target, branching, 0, false});
       std::erase_if(warp.groups, [](const Group& x) { return x.lanes == 0; });
     }
   }
@@ -218,7 +218,7 @@ void Machine::advance(Warp& warp, Group& group, const Instruction& in, uint32_t 
   for (size_t i = 0; i < warp.groups.size(); ++i) {
     for (size_t j = i + 1; j < warp.groups.size();) {
       Group &a = warp.groups[i], &b = warp.groups[j];
-      if (a.pc != b.pc || a.ticket != 0 || b.ticket != 0) {
+      if (a.pc != b.pc || a.awaited_phase != 0 || b.awaited_phase != 0) {
         ++j;
         continue;
       }
@@ -232,7 +232,7 @@ void Machine::advance(Warp& warp, Group& group, const Instruction& in, uint32_t 
 // Returns the positions of a few waiting warps.
 std::string Machine::where() const {
   std::string text;
-  int said = 0;
+  int num_reported = 0;
   const auto say = [&](const Cta& cta, const Warp& warp, const Group& group) {
     const Instruction& in = launch_->kernel->code[group.pc];
     text += "\n  CTA " + std::to_string(cta.index[0]) + " warp " + std::to_string(warp.index) + " lanes " +
@@ -242,7 +242,7 @@ std::string Machine::where() const {
     for (const auto& cta : cluster->ctas)
       for (const Warp& warp : cta->warps)
         for (const Group& group : warp.groups)
-          if (warp.alive != 0 && said++ < 12) say(*cta, warp, group);
+          if (warp.alive != 0 && num_reported++ < 12) say(*cta, warp, group);
   return text;
 }
 

@@ -36,8 +36,8 @@ struct Stop : std::runtime_error {
 struct Group {
   uint32_t pc = 0;
   uint32_t lanes = 0;
-  uint64_t ticket = 0;  // phase of an awaited barrier; the lanes have arrived at the barrier
-  bool stuck = false;   // blocked in the current turn
+  uint64_t awaited_phase = 0;  // phase of an awaited barrier; the lanes have arrived at the barrier
+  bool stuck = false;          // blocked in the current turn
 };
 
 // An asynchronous operation, started and not yet done.
@@ -53,16 +53,16 @@ class Queue {
  public:
   void add(std::function<void()> finish, int lane = 0) { waiting_.push_back({std::move(finish), lane, -1}); }
   void commit(int lane = 0) {
-    for (Pending& one : waiting_)
-      if (one.lane == lane && one.group < 0) one.group = groups_[lane];
+    for (Pending& pending : waiting_)
+      if (pending.lane == lane && pending.group < 0) pending.group = groups_[lane];
     ++groups_[lane];
   }
   // Finishes all but the latest `left` groups of a lane.
   void wait(int left, int lane = 0) {
     const int last = groups_[lane] - left;
     for (size_t i = 0; i < waiting_.size();) {
-      Pending& one = waiting_[i];
-      if (one.lane == lane && one.group >= 0 && one.group < last)
+      Pending& pending = waiting_[i];
+      if (pending.lane == lane && pending.group >= 0 && pending.group < last)
         finish(i);
       else
         ++i;
@@ -86,10 +86,10 @@ struct Warp {
   int index = 0;
   uint32_t alive = kAllLanes;
   std::vector<Group> groups;
-  Group* now = nullptr;  // the group under execution
+  Group* current = nullptr;  // the group under execution
   std::vector<std::byte> registers;
   Queue products, copies, stores;  // wgmma, cp.async, bulk stores
-  uint64_t cluster_ticket = 0;
+  uint64_t awaited_cluster_phase = 0;
 
   template <typename T>
   T* lanes(int32_t at) {
@@ -98,7 +98,7 @@ struct Warp {
   uint32_t& predicate(int32_t at) { return *lanes<uint32_t>(at); }
   Machine& machine();
   // Returns whether all live lanes of `members` are in the current group.
-  bool gathered(uint32_t members) const { return (now->lanes & members & alive) == (members & alive); }
+  bool gathered(uint32_t members) const { return (current->lanes & members & alive) == (members & alive); }
 };
 
 struct Barrier {
@@ -188,14 +188,14 @@ struct Machine {
   // single warp.
   bool turn(Cta& cta);
   bool turn(Warp& warp, int instructions);
-  void advance(Warp& warp, Group& group, const Instruction& in, uint32_t taken, Outcome outcome);
+  void advance(Warp& warp, Group& group, const Instruction& in, uint32_t branching, Outcome outcome);
   bool finish_some();
   bool end_clusters();
   std::string where() const;
 };
 
 // For operations of a whole warp (.aligned).
-inline bool whole(const Warp& warp) { return warp.gathered(kAllLanes); }
+inline bool converged(const Warp& warp) { return warp.gathered(kAllLanes); }
 
 template <typename Work>
 inline void each_lane(uint32_t lanes, Work&& work) {

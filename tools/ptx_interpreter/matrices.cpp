@@ -106,7 +106,7 @@ void multiply(Warp& w, const Instruction& in, int columns, const Operand& d, con
 
 template <typename Number>
 Outcome mma(Warp& w, const Instruction& in, uint32_t) {
-  if (!whole(w)) return Outcome::kBlocked;
+  if (!converged(w)) return Outcome::kBlocked;
   auto& b = w.machine().right;
   read_left<Number>(w, in, in.operands[1]);
   for (int i = 0; i < 2; ++i) {
@@ -175,7 +175,7 @@ void read_matrix(Cta& cta, const Matrix& matrix, bool rows_contiguous, int first
 // no scales, and only 16-bit operands can be transposed.
 template <typename Number, bool in_registers>
 Outcome wgmma(Warp& w, const Instruction& in, uint32_t lanes) {
-  if (!whole(w)) return Outcome::kBlocked;
+  if (!converged(w)) return Outcome::kBlocked;
   const int lane = std::countr_zero(lanes);
   const uint64_t left_word = in_registers ? 0 : w.lanes<uint64_t>(in.operands[1].at)[lane];
   const uint64_t right_word = w.lanes<uint64_t>(in.operands[2].at)[lane];
@@ -203,13 +203,13 @@ Outcome wgmma(Warp& w, const Instruction& in, uint32_t lanes) {
 }
 
 Outcome commit_products(Warp& w, const Instruction&, uint32_t) {
-  if (!whole(w)) return Outcome::kBlocked;
+  if (!converged(w)) return Outcome::kBlocked;
   w.products.commit();
   return Outcome::kNext;
 }
 
 Outcome wait_products(Warp& w, const Instruction& in, uint32_t) {
-  if (!whole(w)) return Outcome::kBlocked;
+  if (!converged(w)) return Outcome::kBlocked;
   w.products.wait(static_cast<int>(in.operands[0].number));
   return Outcome::kNext;
 }
@@ -224,7 +224,7 @@ constexpr std::pair<int, int> line_and_column(int lane, int half) {
 
 template <bool transposed, bool loads>
 Outcome move_matrices(Warp& w, const Instruction& in, uint32_t) {
-  if (!whole(w)) return Outcome::kBlocked;
+  if (!converged(w)) return Outcome::kBlocked;
   const Operand& address = in.operands[loads ? 1 : 0];
   const uint32_t* lines = w.lanes<uint32_t>(address.at);
   for (size_t matrix = 0; matrix < in.many.size(); ++matrix) {
@@ -235,7 +235,7 @@ Outcome move_matrices(Warp& w, const Instruction& in, uint32_t) {
       at[line] = loads ? w.cta->at(offset, 16) : w.cta->to_store(offset, 16, w);
     }
     uint32_t* words = w.lanes<uint32_t>(in.many[matrix]);
-    uint32_t made[kLanes] = {};
+    uint32_t elements[kLanes] = {};
     for (int lane = 0; lane < kLanes; ++lane) {
       for (int half = 0; half < 2; ++half) {
         const auto [line, column] = line_and_column<transposed>(lane, half);
@@ -244,10 +244,10 @@ Outcome move_matrices(Warp& w, const Instruction& in, uint32_t) {
           std::memcpy(&element, at[line] + column * 2, 2);
         else
           std::memcpy(at[line] + column * 2, &element, 2);
-        made[lane] |= uint32_t{element} << 16 * half;
+        elements[lane] |= uint32_t{element} << 16 * half;
       }
     }
-    if (loads) std::memcpy(words, made, sizeof made);
+    if (loads) std::memcpy(words, elements, sizeof elements);
   }
   return Outcome::kNext;
 }

@@ -135,10 +135,10 @@ void add_access(Opcodes& to, const std::string& where, const std::string& type, 
 }
 
 template <Space space, typename T, auto work>
-void add_atomic(Opcodes& to, const std::string& where, const std::string& what) {
+void add_atomic(Opcodes& to, const std::string& where, const std::string& suffix) {
   const bool shared = space == Space::kShared;
-  to["atom." + where + what] = {shared ? "wSw" : "wGw", atomic<space, T, work>};
-  to["red." + where + what] = {shared ? "Sw" : "Gw", reduce<space, T, work>};
+  to["atom." + where + suffix] = {shared ? "wSw" : "wGw", atomic<space, T, work>};
+  to["red." + where + suffix] = {shared ? "Sw" : "Gw", reduce<space, T, work>};
 }
 
 template <Space space>
@@ -156,12 +156,12 @@ void add_space(Opcodes& to, const std::string& where) {
   constexpr auto plus = [](auto a, auto b) { return a + b; };
   constexpr auto least = [](auto a, auto b) { return std::min(a, b); };
   constexpr auto most = [](auto a, auto b) { return std::max(a, b); };
-  constexpr auto other = [](auto, auto b) { return b; };
+  constexpr auto second = [](auto, auto b) { return b; };
   constexpr auto either = [](auto a, auto b) { return a | b; };
   add_atomic<space, uint32_t, plus>(to, where, "add.u32");
   add_atomic<space, uint32_t, plus>(to, where, "add.s32");
   add_atomic<space, float, plus>(to, where, "add.f32");
-  add_atomic<space, uint32_t, other>(to, where, "exch.b32");
+  add_atomic<space, uint32_t, second>(to, where, "exch.b32");
   add_atomic<space, uint32_t, either>(to, where, "or.b32");
   add_atomic<space, int32_t, least>(to, where, "min.s32");
   add_atomic<space, int32_t, most>(to, where, "max.s32");

@@ -13,23 +13,24 @@ const std::set<std::string, std::less<>> kSilent = {"relaxed", "acquire",  "rele
                                                     "ftz",     "aligned",  "L2::128B", "L2::256B", "L1::no_allocate"};
 
 std::string plain(std::string_view name) {
-  std::string made;
+  std::string joined;
   for (size_t from = 0; from <= name.size();) {
     const size_t dot = std::min(name.find('.', from), name.size());
     std::string_view part = name.substr(from, dot - from);
     from = dot + 1;
     if (part == "shared::cta") part = "shared";
     if (kSilent.contains(part)) continue;
-    made += (made.empty() ? "" : ".") + std::string(part);
+    joined += (joined.empty() ? "" : ".") + std::string(part);
   }
-  return made;
+  return joined;
 }
 
 const Opcodes& table() {
   static const Opcodes* all = [] {
-    auto* made = new Opcodes();
-    for (auto add : {add_arithmetic, add_eight_bits, add_memory, add_barriers, add_matrices, add_tensors}) add(*made);
-    return made;
+    auto* opcodes = new Opcodes();
+    for (auto add : {add_arithmetic, add_eight_bits, add_memory, add_barriers, add_matrices, add_tensors})
+      add(*opcodes);
+    return opcodes;
   }();
   return *all;
 }
@@ -37,8 +38,8 @@ const Opcodes& table() {
 }  // namespace
 
 const Opcode* find_opcode(std::string_view name, const char* form) {
-  const auto found = table().find(plain(name) + form);
-  return found == table().end() ? nullptr : &found->second;
+  const auto entry = table().find(plain(name) + form);
+  return entry == table().end() ? nullptr : &entry->second;
 }
 
 }  // namespace interpreter

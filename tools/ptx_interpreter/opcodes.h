@@ -28,7 +28,9 @@ void hold_to(const uint64_t* tensors, size_t count);
 
 inline Outcome nothing(Warp&, const Instruction&, uint32_t) { return Outcome::kNext; }
 // An operation of a whole warp (.aligned) without an effect in the interpreter.
-inline Outcome together(Warp& w, const Instruction&, uint32_t) { return whole(w) ? Outcome::kNext : Outcome::kBlocked; }
+inline Outcome together(Warp& w, const Instruction&, uint32_t) {
+  return converged(w) ? Outcome::kNext : Outcome::kBlocked;
+}
 
 // commit_group forms a group of a lane's operations in a queue. wait_group waits for all but the latest groups; operand
 // 0 is the number of groups left.
@@ -48,8 +50,8 @@ template <typename T, typename Work>
 T update(std::byte* at, T value, Work work) {
   T old;
   std::memcpy(&old, at, sizeof old);
-  const T made = work(old, value);
-  std::memcpy(at, &made, sizeof made);
+  const T updated = work(old, value);
+  std::memcpy(at, &updated, sizeof updated);
   return old;
 }
 
@@ -65,8 +67,8 @@ inline float from_fp16(uint16_t x) { return static_cast<float>(std::bit_cast<_Fl
 inline float from_e4m3(uint8_t x) {
   const int exponent = x >> 3 & 15, mantissa = x & 7;
   if ((x & 0x7f) == 0x7f) return std::numeric_limits<float>::quiet_NaN();
-  const int whole = exponent == 0 ? mantissa : mantissa + 8;
-  return std::ldexp(static_cast<float>((x & 0x80) != 0 ? -whole : whole), std::max(exponent, 1) - 10);
+  const int significand = exponent == 0 ? mantissa : mantissa + 8;
+  return std::ldexp(static_cast<float>((x & 0x80) != 0 ? -significand : significand), std::max(exponent, 1) - 10);
 }
 
 }  // namespace interpreter

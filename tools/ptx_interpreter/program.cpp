@@ -74,12 +74,12 @@ class Body {
   }
 
   void instruction(std::string_view text, int line) {
-    Instruction made;
-    made.line = line;
+    Instruction parsed;
+    parsed.line = line;
     if (text[0] == '@') {
       const size_t space = text.find_first_of(" \t");
-      made.guard_not = text[1] == '!';
-      made.guard = predicate_of(text.substr(made.guard_not ? 2 : 1, space - (made.guard_not ? 2 : 1)), line);
+      parsed.guard_not = text[1] == '!';
+      parsed.guard = predicate_of(text.substr(parsed.guard_not ? 2 : 1, space - (parsed.guard_not ? 2 : 1)), line);
       text = trimmed(text.substr(space));
     }
     const size_t space = text.find_first_of(" \t\n");
@@ -88,20 +88,20 @@ class Body {
     if (space != std::string_view::npos) parts = split(text.substr(space), ",|");
     const Opcode* opcode = find_opcode(name, form_of(name, parts));
     if (opcode == nullptr) fail(line, "no opcode " + std::string(name));
-    made.run = opcode->run;
-    made.extra = opcode->extra;
-    made.opcode = names_.insert(std::string(name)).first->c_str();
+    parsed.run = opcode->run;
+    parsed.extra = opcode->extra;
+    parsed.opcode = names_.insert(std::string(name)).first->c_str();
     const std::string_view letters = opcode->operands;
     if (parts.size() != letters.size()) fail(line, "operands of " + std::string(text));
-    for (size_t i = 0, place = 0; i < parts.size(); ++i) operand(made, place, letters[i], parts[i], line);
-    kernel_.code.push_back(std::move(made));
+    for (size_t i = 0, place = 0; i < parts.size(); ++i) operand(parsed, place, letters[i], parts[i], line);
+    kernel_.code.push_back(std::move(parsed));
   }
 
   void finish() {
     for (const auto& [index, names, line] : jumps_) {
-      const auto found = std::find_if(names.begin(), names.end(), [&](const auto& x) { return labels_.contains(x); });
-      if (found == names.end()) fail(line, "no label " + names.back());
-      kernel_.code[index].target = labels_.at(*found);
+      const auto name = std::find_if(names.begin(), names.end(), [&](const auto& x) { return labels_.contains(x); });
+      if (name == names.end()) fail(line, "no label " + names.back());
+      kernel_.code[index].target = labels_.at(*name);
     }
   }
 
@@ -115,9 +115,9 @@ class Body {
     int line;
   };
 
-  void operand(Instruction& made, size_t& place, char letter, std::string_view text, int line) {
+  void operand(Instruction& parsed, size_t& place, char letter, std::string_view text, int line) {
     if (place >= kMostOperands) fail(line, "too many operands");
-    Operand& to = made.operands[place];
+    Operand& to = parsed.operands[place];
     switch (letter) {
       case 'h':
       case 'w':
@@ -130,11 +130,11 @@ class Body {
       case 'V':
       case 'H':
       case 'X': {
-        to.number = static_cast<int64_t>(made.many.size());
-        const bool one = text[0] != '{';
-        for (const auto part : one ? std::vector{text} : split(text.substr(1, text.size() - 2), ","))
-          made.many.push_back(value(part, letter == 'H' ? 2 : letter == 'V' ? 4 : 8, line));
-        to.at = static_cast<int32_t>(made.many.size() - to.number);
+        to.number = static_cast<int64_t>(parsed.many.size());
+        const bool is_single = text[0] != '{';
+        for (const auto part : is_single ? std::vector{text} : split(text.substr(1, text.size() - 2), ","))
+          parsed.many.push_back(value(part, letter == 'H' ? 2 : letter == 'V' ? 4 : 8, line));
+        to.at = static_cast<int32_t>(parsed.many.size() - to.number);
         break;
       }
       case 'S':
@@ -147,9 +147,9 @@ class Body {
       case 'T': {
         const auto parts = split(text.substr(1, text.size() - 2), ",");
         to.at = value(parts[0], 8, line);
-        to.number = static_cast<int64_t>(made.many.size());
+        to.number = static_cast<int64_t>(parsed.many.size());
         for (const auto part : split(parts[1].substr(1, parts[1].size() - 2), ","))
-          made.many.push_back(value(part, 4, line));
+          parsed.many.push_back(value(part, 4, line));
         break;
       }
       case 'I':
@@ -181,37 +181,37 @@ class Body {
     if (is_number(text)) return constant({Constant::kNumber, number_of(text), bytes, 0});
     for (const auto& [name, special] : kSpecials)
       if (text == name) return constant({Constant::kSpecial, static_cast<uint64_t>(special), bytes, 0});
-    if (const auto found = parameters_.find(text); found != parameters_.end())
-      return constant({Constant::kParameter, found->second, bytes, 0});
+    if (const auto entry = parameters_.find(text); entry != parameters_.end())
+      return constant({Constant::kParameter, entry->second, bytes, 0});
     if (text.starts_with("__dynamic_shmem__")) return constant({Constant::kShared, 0, bytes, 0});
-    const Register& found = find(text, line);
-    if (found.bytes != bytes) fail(line, "register " + std::string(text) + " is of another width");
-    return found.at;
+    const Register& reg = find(text, line);
+    if (reg.bytes != bytes) fail(line, "register " + std::string(text) + " is of another width");
+    return reg.at;
   }
 
   // A predicate with the same value in all lanes.
   int32_t truth(bool value) { return constant({Constant::kNumber, value ? 0xffffffff : 0, 0, 0}); }
 
-  int32_t constant(Constant made) {
-    if (made.kind == Constant::kNumber && made.bytes != 0 && made.bytes < 8)
-      made.number &= (uint64_t{1} << 8 * made.bytes) - 1;
-    if (const auto found = constants_.find(made); found != constants_.end()) return found->at;
-    made.at = room(room_of(made.bytes));
-    constants_.insert(made);
-    kernel_.constants.push_back(made);
-    return made.at;
+  int32_t constant(Constant entry) {
+    if (entry.kind == Constant::kNumber && entry.bytes != 0 && entry.bytes < 8)
+      entry.number &= (uint64_t{1} << 8 * entry.bytes) - 1;
+    if (const auto existing = constants_.find(entry); existing != constants_.end()) return existing->at;
+    entry.at = room(room_of(entry.bytes));
+    constants_.insert(entry);
+    kernel_.constants.push_back(entry);
+    return entry.at;
   }
 
   int32_t predicate_of(std::string_view name, int line) {
-    const Register& found = find(name, line);
-    if (found.bytes != 0) fail(line, std::string(name) + " is no predicate");
-    return found.at;
+    const Register& reg = find(name, line);
+    if (reg.bytes != 0) fail(line, std::string(name) + " is no predicate");
+    return reg.at;
   }
 
   const Register& find(std::string_view name, int line) {
     for (size_t depth = scopes_.size(); depth > 0; --depth)
-      if (const auto found = registers_.find(scoped(name, depth)); found != registers_.end()) return found->second;
-    if (const auto found = registers_.find(name); found != registers_.end()) return found->second;
+      if (const auto entry = registers_.find(scoped(name, depth)); entry != registers_.end()) return entry->second;
+    if (const auto entry = registers_.find(name); entry != registers_.end()) return entry->second;
     fail(line, "no register " + std::string(name));
   }
 
@@ -272,29 +272,29 @@ bool is_label(std::string_view text) {
 }
 
 void body(Reader& reader, Kernel& kernel, const std::map<std::string, size_t, std::less<>>& parameters) {
-  Body made(kernel, parameters);
+  Body body(kernel, parameters);
   do {
     const char next = reader.peek();
     if (next == '{') {
       reader.take('{');
-      made.open();
+      body.open();
     } else if (next == '}') {
       reader.take('}');
-      made.close();
+      body.close();
     } else if (next == ';') {
       reader.take(';');
     } else if (is_label(reader.ahead(200))) {
-      made.label(reader.until(":"));
+      body.label(reader.until(":"));
       reader.take(':');
     } else if (next == '.') {
       const auto words = split(reader.statement(), " \t\n");
-      if (words[0] == ".reg") made.declare(words[1], words[2]);
+      if (words[0] == ".reg") body.declare(words[1], words[2]);
     } else {
       const int line = reader.line();
-      made.instruction(reader.statement(), line);
+      body.instruction(reader.statement(), line);
     }
-  } while (!made.empty());
-  made.finish();
+  } while (!body.empty());
+  body.finish();
 }
 
 }  // namespace
@@ -312,7 +312,7 @@ std::map<std::string, Kernel> parse(std::string_view text) {
     kernel.name = words.back();
     std::map<std::string, size_t, std::less<>> parameters;
     reader.take('(');
-    for (const auto one : split(reader.until(")"), ",")) parameter(kernel, one, parameters);
+    for (const auto text : split(reader.until(")"), ",")) parameter(kernel, text, parameters);
     reader.take(')');
     reader.until("{");
     body(reader, kernel, parameters);

@@ -7,9 +7,9 @@ namespace interpreter {
 namespace {
 
 uint64_t word(const std::byte* words, int i) {
-  uint64_t made;
-  std::memcpy(&made, words + static_cast<ptrdiff_t>(i) * 8, sizeof made);
-  return made;
+  uint64_t word;
+  std::memcpy(&word, words + static_cast<ptrdiff_t>(i) * 8, sizeof word);
+  return word;
 }
 
 // Returns a 32-bit word of a map.

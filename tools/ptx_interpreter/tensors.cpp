@@ -31,10 +31,10 @@ void bring(Warp& w, uint32_t barrier, size_t bytes, std::function<void()> copy) 
 
 template <int rank>
 std::array<int64_t, rank> coordinates(Warp& w, const Instruction& in, const Operand& tensor, int lane) {
-  std::array<int64_t, rank> made;
+  std::array<int64_t, rank> coordinates;
   for (int i = 0; i < rank; ++i)
-    made[i] = static_cast<int32_t>(w.lanes<uint32_t>(in.many[static_cast<size_t>(tensor.number + i)])[lane]);
-  return made;
+    coordinates[i] = static_cast<int32_t>(w.lanes<uint32_t>(in.many[static_cast<size_t>(tensor.number + i)])[lane]);
+  return coordinates;
 }
 
 TensorMap map_of(Warp& w, const Operand& tensor, int lane, int rank) {

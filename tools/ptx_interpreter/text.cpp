@@ -5,8 +5,8 @@
 
 namespace interpreter {
 
-void fail(int line, const std::string& what) {
-  throw std::runtime_error("PTX line " + std::to_string(line) + ": " + what);
+void fail(int line, const std::string& message) {
+  throw std::runtime_error("PTX line " + std::to_string(line) + ": " + message);
 }
 
 std::string_view trimmed(std::string_view text) {

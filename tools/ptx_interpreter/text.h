@@ -8,7 +8,7 @@
 
 namespace interpreter {
 
-[[noreturn]] void fail(int line, const std::string& what);  // throws std::runtime_error
+[[noreturn]] void fail(int line, const std::string& message);  // throws std::runtime_error
 std::string_view trimmed(std::string_view text);
 // Returns the parts between separators outside brackets, without empty parts.
 std::vector<std::string_view> split(std::string_view text, std::string_view separators);
