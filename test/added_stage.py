@@ -1,6 +1,6 @@
 """Kernels with one additional score stage, compiled into an interpreted pack.
 
-    PYTHONPATH=.:test:tools python -m added_stage FOLDER KERNEL...
+    PYTHONPATH=.:test python -m added_stage FOLDER KERNEL...
 
 The program prints JSON: the path of the pack, and the resources of each kernel without and with the stage.
 test_added_score_stage.py runs it in a separate process, because the DSL reads its environment at import time.
@@ -13,13 +13,12 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import aot
 import cutlass
 import cutlass.cute as cute
-import interpreted
-import sass
 from cutlass import Float32, Int32
 
+from tools.build import aot, sass
+from tools.ptx_interpreter import build_pack
 from torch_flashplug.kernels import builder
 from torch_flashplug.kernels.primitives.fragments import column_of
 from torch_flashplug.kernels.score_stages.pipeline import ScoreCoord, ScorePipeline, ScoreStage
@@ -74,7 +73,7 @@ def compile_kernel(name: str, folder: Path) -> Path:
 
 def compile_base(name: str, folder: Path) -> Path:
     """Compile the unchanged kernel unless the build has done so, and return the path of its cubin."""
-    store = aot.Store(interpreted.OBJECTS, TARGET, counts=False)
+    store = aot.Store(build_pack.OBJECTS, TARGET, counts=False)
     if not store.has(name):
         store = replace(store, folder=folder)
         aot.compile_one(name, store)
@@ -86,7 +85,7 @@ def main(folder: Path, names: list[str]) -> None:
     for name in names:
         cubins = compile_base(name, folder), compile_kernel(name, folder).with_suffix(".cubin")
         resources[name] = [sass.resources(cubin.read_bytes()) for cubin in cubins]
-    pack = interpreted.pack([folder / name for name in names], folder / "added_stage.so")
+    pack = build_pack.pack([folder / name for name in names], folder / "added_stage.so")
     print(json.dumps([str(pack), resources]))
 
 

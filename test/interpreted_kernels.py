@@ -1,4 +1,4 @@
-"""Kernels without a GPU: kernels of the packs run on CPU tensors in the interpreter (tools/interpreted.py).
+"""Kernels without a GPU: kernels of the packs run on CPU tensors in the interpreter (tools/ptx_interpreter).
 
 A call takes its real path from F.sdpa to the last store of the kernel. Only the device is simulated.
 """
@@ -83,7 +83,7 @@ def build(folder: Path, *kernels: str) -> Path:
         if not compiles_on_demand:
             skip_unless_built(kernels[0])
         names = list(kernels)
-    command = [sys.executable, "tools/interpreted.py", "--target", TARGET, "--out", str(folder)]
+    command = [sys.executable, "tools/ptx_interpreter/build_pack.py", "--target", TARGET, "--out", str(folder)]
     command += ["--sample"] if not_built() else []
     command += [word for kernel in names for word in ("--spec", kernel)]
     command += ["--compile"] if compiles_on_demand else []

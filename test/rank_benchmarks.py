@@ -14,15 +14,13 @@ from unittest import mock
 
 from ranks import ROOT, Rank
 
-sys.path.append(str(ROOT / "tools"))
+sys.path.append(str(ROOT))
 
-import in_step  # noqa: E402
-import multi  # noqa: E402
-import providers  # noqa: E402
-import records  # noqa: E402
-import report  # noqa: E402
-from harness import Bench  # noqa: E402
 from rich.console import Console  # noqa: E402
+
+from tools.bench import baselines, ranks, report, result_schema  # noqa: E402
+from tools.bench.runner import Bench  # noqa: E402
+from tools.bench.suites import multi_gpu  # noqa: E402
 
 SMALL = {"HEADS": 4, "KV_HEADS": 2, "D": 64, "CHECKED_ROWS": 128}
 
@@ -30,16 +28,16 @@ SMALL = {"HEADS": 4, "KV_HEADS": 2, "D": 64, "CHECKED_ROWS": 128}
 def case_suite(rank: Rank) -> None:
     s = 64 * rank.world
     calls = [
-        multi.Call("train_ring_allgather_small", s, "ring", margins=True),
-        multi.Call("fwd_ring_alltoall_small", s, "ring", "alltoall", what="fwd"),
-        multi.Call("train_ulysses_small", s, "ulysses"),
-        multi.Call("train_blocks_small", s, "blocks"),
+        multi_gpu.Call("train_ring_allgather_small", s, "ring", margins=True),
+        multi_gpu.Call("fwd_ring_alltoall_small", s, "ring", "alltoall", direction="fwd"),
+        multi_gpu.Call("train_ulysses_small", s, "ulysses"),
+        multi_gpu.Call("train_blocks_small", s, "blocks"),
     ]
     bench = Bench(rank.device, 2, time.monotonic() + 60, "", True, {}, {})
-    quiet = {"watch": lambda: None}  # ranks.py has a watch already
-    with mock.patch.multiple(multi, calls=lambda: calls, **quiet, **SMALL), mock.patch("builtins.print"):
-        with mock.patch.multiple(in_step, ROUND_MS=1.0, **quiet):
-            multi.suite_multi(bench)
+    quiet = {"restart_watchdog": lambda: None}  # test/ranks.py has a watchdog
+    with mock.patch.multiple(multi_gpu, calls=lambda: calls, **quiet, **SMALL), mock.patch("builtins.print"):
+        with mock.patch.multiple(ranks, ROUND_MS=1.0, **quiet):
+            multi_gpu.suite_multi(bench)
     if rank.number > 0:
         assert not bench.rows
         return
@@ -62,8 +60,8 @@ def _check_result_file(rank: Rank, bench: Bench) -> None:
     with tempfile.TemporaryDirectory() as folder, mock.patch("builtins.print"):
         path = report.write_json(document, Path(folder))
         assert path.name.endswith(f"x{rank.world}.json"), path
-        stored_rows = records.read(path)["rows"]
+        stored_rows = result_schema.read(path)["rows"]
         assert [row["variants_ms"].keys() for row in stored_rows if "variants_ms" in row] == [
             bench.rows[0]["variants_ms"].keys()
         ]
-        report.plot(records.read(path), providers.labels(), path.with_suffix(".png"))
+        report.plot(result_schema.read(path), baselines.labels(), path.with_suffix(".png"))

@@ -22,9 +22,9 @@ from torch_flashplug.testing import assert_within_budget, attention_math, grads_
 from torch_flashplug.testing.budget import GRAD_FACTOR, cancelled_sums
 from torch_flashplug.testing.oracle import Masking
 
-sys.path.append(str(ROOT / "tools"))
+sys.path.append(str(ROOT))
 
-from multi import Swap  # noqa: E402
+from tools.bench.suites.multi_gpu import AllToAll  # noqa: E402
 
 CALLS = 2  # attention calls of the model: a call in each block
 
@@ -89,8 +89,8 @@ def case_ulysses(rank: Rank) -> None:
     inputs = make_full_inputs(case, rank.device)
     rank.pop_path_counts()
     parts = [x.detach().chunk(rank.world, 2)[rank.number].requires_grad_() for x in inputs]
-    q, k, v = (Swap.apply(x, 1, 2) for x in parts)
-    out = Swap.apply(F.scaled_dot_product_attention(q, k, v, **case.sdpa_kwargs()), 2, 1)
+    q, k, v = (AllToAll.apply(x, 1, 2) for x in parts)
+    out = AllToAll.apply(F.scaled_dot_product_attention(q, k, v, **case.sdpa_kwargs()), 2, 1)
     grads = torch.autograd.grad(out, parts, inputs.grad_out.chunk(rank.world, 2)[rank.number])
     took = rank.pop_path_counts()
     assert rank.device_backend is None or (took.get("ours_fwd") == 1 and "routed_stock" not in took), took

@@ -54,7 +54,7 @@ def checkout(tmp_path, monkeypatch) -> Path:
 
 def run_aot(checkout: Path, *prelude: str) -> subprocess.CompletedProcess[str]:
     """Run the build tool of a checkout for one kernel."""
-    tool = checkout / "tools" / "aot.py"
+    tool = checkout / "tools" / "build" / "aot.py"
     command = [sys.executable, *(prelude or [tool]), "--arch", "sm_90a", "--out", checkout / "out"]
     command += ["--jobs", "1", "--spec", SPECS[0].name()]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
@@ -85,7 +85,7 @@ def test_build_tool_rejects_sources_of_a_different_checkout(checkout):
     """The foreign sources were imported before the tool."""
     code = "import runpy, sys; sys.modules['torch_flashplug'] = package = type(sys)('torch_flashplug'); "
     code += f"package.__path__ = [{str(ROOT / 'torch_flashplug')!r}]; import torch_flashplug.registry.kernel_table; "
-    code += f"runpy.run_path({str(checkout / 'tools' / 'aot.py')!r}, run_name='__main__')"
+    code += f"runpy.run_path({str(checkout / 'tools' / 'build' / 'aot.py')!r}, run_name='__main__')"
     process = run_aot(checkout, "-c", code)
     assert process.returncode != 0
     assert f"compiles the kernels in {checkout / 'torch_flashplug'}, but this process has" in process.stderr
@@ -170,7 +170,8 @@ def test_comments_and_docstrings_change_no_byte_of_an_object(tmp_path):
         path.write_text(f"{head}# changed\n\n{future}\n# changed\n\n{rest}\n# changed\n")
     objects = {}
     for tree in (ROOT, tmp_path):
-        command = [sys.executable, tree / "tools" / "aot.py", "--arch", "sm_90a", "--spec", name, "--jobs", "1"]
+        command = [sys.executable, tree / "tools" / "build" / "aot.py", "--arch", "sm_90a"]
+        command += ["--spec", name, "--jobs", "1"]
         out = tmp_path / "out" / tree.name
         subprocess.run([*command, "--out", out], check=True, timeout=300, capture_output=True)
         objects[tree] = {path.name: path.read_bytes() for path in (out / "objects").iterdir() if path.suffix != ".json"}
@@ -182,7 +183,8 @@ import sys
 if sys.argv[2] == "worker":
     sys.modules.update(dict.fromkeys(("torch", "jax", "numpy")))
 sys.path.insert(0, sys.argv[1])
-import aot, cutlass.cute as cute
+from tools.build import aot
+import cutlass.cute as cute
 from pathlib import Path
 plain = cute.compile
 if sys.argv[2] == "worker":
@@ -204,7 +206,7 @@ def test_jit_engine_and_loaded_packages_change_no_byte_of_an_object(tmp_path):
     name = "decode_sm80_bf16_d64_full_m64n128s2"
     files, rows = {}, {}
     for how in ("engine", "none", "worker"):
-        command = [sys.executable, "-c", COMPILE_IN_A_LOADED_PROCESS, ROOT / "tools", how, name, tmp_path / how]
+        command = [sys.executable, "-c", COMPILE_IN_A_LOADED_PROCESS, ROOT, how, name, tmp_path / how]
         (tmp_path / how).mkdir()
         subprocess.run(command, check=True, timeout=300, env=os.environ | {"CUTE_DSL_ARCH": "sm_90a"})
         files[how] = {path.suffix: path.read_bytes() for path in (tmp_path / how).iterdir() if path.suffix != ".json"}
@@ -216,7 +218,7 @@ def test_jit_engine_and_loaded_packages_change_no_byte_of_an_object(tmp_path):
 MEASURE_AGAIN = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
-import aot
+from tools.build import aot
 from pathlib import Path
 found = []
 for name in ("fwd_sm90_bf16_d64_full_m128n128s2", "decode_sm80_bf16_d64_full_m64n128s2"):
@@ -232,7 +234,7 @@ print(found)
 def test_kernels_without_instruction_counts_are_measured_again(tmp_path):
     """A developer's build can share the object folder with a user's build; only Hopper kernels have counts."""
     pytest.importorskip("cutlass")
-    command = [sys.executable, "-c", MEASURE_AGAIN, ROOT / "tools", tmp_path]
+    command = [sys.executable, "-c", MEASURE_AGAIN, ROOT, tmp_path]
     output = subprocess.run(command, check=True, timeout=300, capture_output=True, text=True).stdout
     assert json.loads(output.lower()) == [[True, False], [True, True], [True, True], [True, True]]
 
@@ -241,7 +243,8 @@ def test_kernels_without_instruction_counts_are_measured_again(tmp_path):
 LOADED = """
 import os, sys
 sys.path.insert(0, sys.argv[1])
-import aot, cutlass.cute
+from tools.build import aot
+import cutlass.cute
 before = set(sys.modules)
 for name in sys.argv[2:]:
     if os.fork() == 0:
@@ -261,7 +264,7 @@ def test_kernel_sources_equal_imported_modules():
     from torch_flashplug.codegen import fingerprint
 
     specs = {(spec.kind, spec.arch, spec.mask): spec for spec in SPECS}.values()
-    command = [sys.executable, "-c", LOADED, ROOT / "tools", *(spec.name() for spec in specs)]
+    command = [sys.executable, "-c", LOADED, ROOT, *(spec.name() for spec in specs)]
     process = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     read_before = ("kernel_spec", "kernel_args", "dtypes", "features", "quant_recipes")
     tables = {ROOT / "torch_flashplug" / "registry" / f"{name}.py" for name in read_before}
@@ -281,7 +284,7 @@ def test_sass_tool_compares_builds_by_instructions(tmp_path):
     for folder, source in (("old", cubin), ("same", cubin), ("new", different_cubin)):
         (tmp_path / folder).mkdir()
         shutil.copy(source, tmp_path / folder / cubin.name)
-    tool = [sys.executable, ROOT / "tools" / "sass.py", tmp_path / "old"]
+    tool = [sys.executable, ROOT / "tools" / "build" / "sass.py", tmp_path / "old"]
     same, changed = (
         subprocess.run([*tool, tmp_path / folder], capture_output=True, text=True, check=False)
         for folder in ("same", "new")

@@ -24,12 +24,13 @@ from torch_flashplug.registry.mask_layout import FLAGS, KIND, MASKED, NONE, THRE
 ROOT = Path(__file__).resolve().parents[2]
 COMPILE = """
 import pathlib, sys
-tools, folder = sys.argv[1:]
-sys.path.insert(0, tools)
+root, folder = sys.argv[1:]
+sys.path.insert(0, root)
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 from cutlass import Int32
-import interpreted, sass
+from tools.build import sass
+from tools.ptx_interpreter import build_pack
 from torch_flashplug.kernels.call_args.fake_tensors import FakeTensors
 from torch_flashplug.kernels.preprocess.mask import MaskMetadata, MaskPreprocess
 
@@ -50,7 +51,7 @@ made.export_to_c(f"{file}.o", function_name=file.name, export_only_tvm_ffi_symbo
 pathlib.Path(f"{file}.ptx").write_text(made.__ptx__)
 pathlib.Path(f"{file}.cubin").write_bytes(made.__cubin__)
 assert sass.resources(made.__cubin__)["spills"] == 0
-print(interpreted.pack([file], file.with_suffix(".so")))
+print(build_pack.pack([file], file.with_suffix(".so")))
 """
 
 
@@ -59,7 +60,7 @@ def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("cutlass", reason="the DSL is needed to compile kernels")
     folder = tmp_path_factory.mktemp("digest")
     (folder / "compile.py").write_text(COMPILE)  # the DSL reads the source of compiled functions
-    command = [sys.executable, str(folder / "compile.py"), str(ROOT / "tools"), str(folder)]
+    command = [sys.executable, str(folder / "compile.py"), str(ROOT), str(folder)]
     environment = {**os.environ, "CUTE_DSL_ARCH": "sm_90a"}
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -21,8 +21,8 @@ from torch_flashplug.registry.architectures import FAMILIES, TARGETS
 from torch_flashplug.registry.kernel_spec import SMEM_BYTES, KernelSpec
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
-import sass  # noqa: E402
+sys.path.insert(0, str(ROOT))
+from tools.build import sass  # noqa: E402
 
 SPECS = [spec for family in FAMILIES for spec in kernel_table.specs(family.arch)]
 
@@ -76,7 +76,7 @@ def built_pack(pack: kernel_table.Pack) -> Path:
 
 def compile_pack(target: str, out: Path) -> Path:
     """Compile the pack of a target left out by the build; objects are kept with the build's objects."""
-    command = [sys.executable, ROOT / "tools" / "aot.py", "--arch", target, "--out", out]
+    command = [sys.executable, ROOT / "tools" / "build" / "aot.py", "--arch", target, "--out", out]
     command += ["--objects", ROOT / "build" / "objects"]
     for spec in COMPILED_ONLY[target]:
         command += ["--spec", spec.name()]

@@ -1,4 +1,4 @@
-"""Peers of the suites `paged`, `ragged`, `window`, `softcap` and `sinks`.
+"""Peers of the suites `paged`, `varlen`, `window`, `softcap` and `sinks`.
 
 Stub modules with the signatures of the wheels replace the peers. The stubs check the arguments of the call. A peer with
 wrong results, or a peer that cannot run, must not be timed, and the row must contain the reason.
@@ -18,28 +18,24 @@ import torch
 from torch_flashplug import attention, sdpa_backend
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "tools"))
+sys.path.append(str(ROOT))
 
 pytest.importorskip("rich")
 
-import bench  # noqa: E402
-import harness  # noqa: E402
-import paged_decode  # noqa: E402
-import providers  # noqa: E402
-import windows  # noqa: E402
-import workloads  # noqa: E402
+from tools.bench import baselines, bench, runner, workloads  # noqa: E402
+from tools.bench.suites import paged, varlen_window  # noqa: E402
 
 PAGED = replace(workloads.paged()[-2], B=2, Sk=256)
-WINDOW = windows.Call("fwd", (40, 40), 64, (4, 2), left=9)
+WINDOW = varlen_window.Call("fwd", (40, 40), 64, (4, 2), left=9)
 
 
 @pytest.fixture(autouse=True)
 def replace_gpu_functions(monkeypatch):
-    for caller in (paged_decode, harness):
+    for caller in (paged, runner):
         monkeypatch.setattr(caller, "graphed", lambda candidate, calls: candidate)
-    for suite in (paged_decode, windows):
+    for suite in (paged, varlen_window):
         monkeypatch.setattr(suite, "ROUND_MS", 0.1)
-    monkeypatch.setattr(paged_decode, "copies_of", lambda case: 2)
+    monkeypatch.setattr(paged, "copies_of", lambda case: 2)
     monkeypatch.setattr(workloads, "paged", lambda: [PAGED])
     for name in ("flashinfer", "flash_attn_interface", "fa3_fwd_interface", "flash_attn.cute.interface"):
         monkeypatch.setitem(sys.modules, name, None)
@@ -47,8 +43,8 @@ def replace_gpu_functions(monkeypatch):
 
 def run_suite(suite: str, function, *args) -> dict:
     """Return the single row of a suite."""
-    available, absent = providers.providers(bench.WANTED[suite])
-    bench_run = harness.Bench("cpu", 1, time.monotonic() + 100, "", True, available, absent)
+    available, absent = baselines.providers(bench.SUITE_PROVIDERS[suite])
+    bench_run = runner.Bench("cpu", 1, time.monotonic() + 100, "", True, available, absent)
     bench_run.last_clocks = time.monotonic()
     function(bench_run, *args)
     return bench_run.rows[0]
@@ -100,9 +96,9 @@ class StubFlashInferWrapper:
 
 
 def test_paged_suite_without_a_peer():
-    row = run_suite("paged", paged_decode.suite_paged)
+    row = run_suite("paged", paged.suite_paged)
     assert row["ratio"] is None and row["peers_ms"] == {} and set(row["refused"]) == {"flashinfer", "flashinfer_mma"}
-    assert set(row["all_ms"]) == {*paged_decode.PAGES, *paged_decode.SPLITS, "ours_lengths", "ours_on_end"}
+    assert set(row["all_ms"]) == {*paged.PAGES, *paged.SPLITS, "ours_lengths", "ours_on_end"}
 
 
 def test_paged_peer_receives_the_call_and_a_wrong_peer_is_not_timed(monkeypatch):
@@ -110,7 +106,7 @@ def test_paged_peer_receives_the_call_and_a_wrong_peer_is_not_timed(monkeypatch)
         monkeypatch, "flash_attn_interface", flash_attn_func=lambda: 0, flash_attn_with_kvcache=stub_fa3_paged
     )
     install_stub_wheel(monkeypatch, "flashinfer", BatchDecodeWithPagedKVCacheWrapper=StubFlashInferWrapper)
-    row = run_suite("paged", paged_decode.suite_paged)
+    row = run_suite("paged", paged.suite_paged)
     assert list(row["peers_ms"]) == ["fa3"] and row["best_peer"] == "fa3" and row["ratio"] > 0
     assert row["errors"]["fa3"] < 0.004 and row["refused"]["flashinfer"] == "ValueError: wrong by 1"
     assert "get_scheduler_metadata" in row["refused"]["fa3_planned"]
@@ -118,9 +114,9 @@ def test_paged_peer_receives_the_call_and_a_wrong_peer_is_not_timed(monkeypatch)
 
 
 def test_wrong_result_of_the_plugin_ends_the_run(monkeypatch):
-    monkeypatch.setattr(paged_decode, "_ours", lambda x: lambda: torch.zeros_like(x.q))
+    monkeypatch.setattr(paged, "_ours", lambda x: lambda: torch.zeros_like(x.q))
     with pytest.raises(SystemExit, match="nothing is timed: wrong by 1"):
-        run_suite("paged", paged_decode.suite_paged)
+        run_suite("paged", paged.suite_paged)
 
 
 def stub_fa4(q, k, v, *, causal, window_size, softcap, **more):
@@ -137,7 +133,7 @@ def stub_fa4(q, k, v, *, causal, window_size, softcap, **more):
 
 
 CALLS = {
-    "window": WINDOW, "ragged": replace(WINDOW, lengths=(50, 7, 30), left=-1, on_end=True),
+    "window": WINDOW, "varlen": replace(WINDOW, lengths=(50, 7, 30), left=-1, is_packed=True),
     "softcap": replace(WINDOW, left=-1, softcap=5.0), "sinks": replace(WINDOW, sinks=True),
 }  # fmt: skip
 
@@ -148,6 +144,6 @@ def test_flash_attention_4_receives_the_call(suite, direction, monkeypatch):
     install_stub_wheel(
         monkeypatch, "flash_attn.cute.interface", flash_attn_func=stub_fa4, flash_attn_varlen_func=stub_fa4
     )
-    monkeypatch.setitem(windows.FUNCTIONS, "flex", windows._varlen)  # a compiled kernel would take minutes
-    row = run_suite(suite, windows._measure, replace(CALLS[suite], what=direction))
+    monkeypatch.setitem(varlen_window.FUNCTIONS, "flex", varlen_window._varlen)  # a compiled kernel would take minutes
+    row = run_suite(suite, varlen_window._measure, replace(CALLS[suite], direction=direction))
     assert "fa4" in row["peers_ms"] and row["errors"]["fa4"] < 0.004, row

@@ -13,21 +13,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "tools"))
+sys.path.append(str(ROOT))
 
 pytest.importorskip("rich")
 
-import bench  # noqa: E402
-import providers  # noqa: E402
-import records  # noqa: E402
-import ring_plan  # noqa: E402
-import workloads  # noqa: E402
+from tools.bench import baselines, bench, result_schema, workloads  # noqa: E402
 
-MEASURING = [ROOT / "tools" / f"{name}.py" for name in ("bench", "decode", "harness")]
-LISTS_WITHOUT_A_SUITE = {"gate": "tools/gate.py"}  # lists of calls without a suite
+MEASURING = [ROOT / "tools" / "bench" / f"{name}.py" for name in ("bench", "suites/dense", "suites/decode", "runner")]
+LISTS_WITHOUT_A_SUITE = {"gate": "tools/tune/split_heuristic.py"}  # lists of calls without a suite
 FUNCTIONS = {
     name: function for name, function in inspect.getmembers(workloads, inspect.isfunction)
-    if function.__module__ == "workloads" and not name.startswith("_")
+    if function.__module__ == workloads.__name__ and not name.startswith("_")
 }  # fmt: skip
 LISTS = {name for name, function in FUNCTIONS.items() if inspect.get_annotations(function)["return"] == "list[Case]"}
 
@@ -79,7 +75,7 @@ def test_every_list_of_calls_is_timed(recorded_suites):
 
 def test_every_function_of_workloads_is_used():
     used = {
-        node.attr for path in (ROOT / "tools").glob("*.py") for node in ast.walk(ast.parse(path.read_text()))
+        node.attr for path in (ROOT / "tools").rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "workloads"
     }  # fmt: skip
     assert set(FUNCTIONS) <= used and all(hasattr(workloads, name) for name in used)
@@ -104,21 +100,21 @@ def name_groups(path: Path) -> Iterator[set[str]]:
 
 
 def test_every_provider_is_known():
-    """Compare with the rows of providers.py; each provider must be timed by a suite."""
-    names = set(providers.labels())
-    by_default, by_name = (set().union(*providers.providers(names_wanted)) for names_wanted in (None, names))
-    assert by_name == names == by_default.union(*bench.WANTED.values())
-    assert set(bench.WANTED) <= set(bench.SUITES) and providers.SLOW | providers.FORWARD_ONLY <= names
-    assert set(records.OURS) == set(providers.OURS)
+    """Compare with the rows of baselines.py; each provider must be timed by a suite."""
+    names = set(baselines.labels())
+    by_default, by_name = (set().union(*baselines.providers(names_wanted)) for names_wanted in (None, names))
+    assert by_name == names == by_default.union(*bench.SUITE_PROVIDERS.values())
+    assert set(bench.SUITE_PROVIDERS) <= set(bench.SUITES) and baselines.SLOW | baselines.FORWARD_ONLY <= names
+    assert set(result_schema.OURS) == set(baselines.OURS)
     for path in MEASURING:
         assert set(re.findall(r'"(ours_(?!ms")\w+)"', path.read_text())) <= names
         for group in name_groups(path):
-            assert group <= names or not group & names, f"{path.name}: {group - names} not in tools/providers.py"
+            assert group <= names or not group & names, f"{path.name}: {group - names} not in tools/bench/baselines.py"
 
 
 def test_benchmarks_page_lists_every_suite():
     page = (ROOT / "docs" / "benchmarks.md").read_text()
-    described = dict(re.findall(r"^python tools/bench\.py --suite (\w+)\b.* # (.+)$", page, re.MULTILINE))
+    described = dict(re.findall(r"^python tools/bench/bench\.py --suite (\w+)\b.* # (.+)$", page, re.MULTILINE))
     assert list(described) == list(bench.SUITES) and all(described.values())
     assert set(re.findall(r"--suite (\w+)", (ROOT / "docs" / "gpu.md").read_text())) <= set(bench.SUITES)
     helped = re.findall(r"^    --suite (\w+)(?: \| (\w+))?  ", bench.__doc__, re.MULTILINE)
@@ -126,13 +122,6 @@ def test_benchmarks_page_lists_every_suite():
 
 
 def test_kept_results_belong_to_existing_suites():
-    kept = {records.read(path).get("suite") for path in (ROOT / "tools" / "results").glob("*.json")}
-    assert kept - {"fuzz", "programs", "gate"} == set(bench.SUITES)
-
-
-def test_ring_plan_table_is_on_the_page():
-    """The page must contain the results of ring_plan.py."""
-    page = (ROOT / "docs" / "several_gpus.md").read_text()
-    assert "\n".join(ring_plan.table()) in page
-    for link in (ring_plan.NVLINK, ring_plan.NETWORK):
-        assert f" {ring_plan.hidden_from(link)}" in page.replace("\n", " ")
+    kept = {result_schema.read(path).get("suite") for path in (ROOT / "tools" / "results").glob("*.json")}
+    kept = {bench.OLD_NAMES.get(suite, suite) for suite in kept}
+    assert kept - {"fuzz", "programs", "gate"} == set(bench.SUITES) and not set(bench.OLD_NAMES) & set(bench.SUITES)

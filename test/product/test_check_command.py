@@ -124,7 +124,7 @@ def test_kernel_without_execution_fails(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.interpreted
 def test_failing_compiler_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    tool = tmp_path / "interpreted.py"
+    tool = tmp_path / "build_pack.py"
     tool.write_text("import sys; print('[aot] 1 of 2'); sys.exit('cc1plus: out of memory')")
     monkeypatch.setattr(interpreted, "TOOL", tool)
 
@@ -136,7 +136,7 @@ def test_failing_compiler_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 @pytest.mark.interpreted
 def test_an_installation_without_tools_skips_the_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(interpreted, "TOOL", tmp_path / "tools" / "interpreted.py")
+    monkeypatch.setattr(interpreted, "TOOL", tmp_path / "tools" / "build_pack.py")
 
     line = check.interpreted_kernel()
 

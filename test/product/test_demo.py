@@ -145,7 +145,7 @@ def test_calls_served_by_stock_are_not_counted(small_prefill, monkeypatch):
 
 @pytest.mark.interpreted
 def test_demo_explains_a_missing_kernel(small_prefill, monkeypatch, tmp_path):
-    monkeypatch.setattr(interpreted, "TOOL", tmp_path / "interpreted.py")
+    monkeypatch.setattr(interpreted, "TOOL", tmp_path / "build_pack.py")
     monkeypatch.setattr(benchmark_table, "RESULTS", tmp_path)
 
     errors, text = print_prefill_errors(*small_prefill)

@@ -1,4 +1,4 @@
-"""Unit tests of tools/programs.py, on the CPU stub backend.
+"""Unit tests of tools/models/programs.py, on the CPU stub backend.
 
 Unmodified models give results as good with the plugin as without, in both orders. The comparison of the tool must fail
 for wrong results.
@@ -18,11 +18,8 @@ import torch
 from device_backend import DeviceBackend, use_device_backend
 
 pytest.importorskip("transformers")
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
-import growing
-import program_models
-import program_table
-import programs
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tools.models import growing_cache, program_models, program_table, programs
 
 SCENARIOS = ("forward", "train")
 CORRUPTED = "bert.encoder.layer.0.attention.self.value.weight"
@@ -163,7 +160,7 @@ def test_new_times_replace_old_times(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_planning_at_every_cache_length_is_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time on a CPU, where a slow call sleeps."""
-    cache = growing.Cache(32, 16, 4, 2, 10)
+    cache = growing_cache.Cache(32, 16, 4, 2, 10)
     attend = torch.nn.functional.scaled_dot_product_attention
     key_counts = []
 
@@ -172,9 +169,9 @@ def test_planning_at_every_cache_length_is_a_violation(monkeypatch: pytest.Monke
         time.sleep(0.01)
         return attend(q, k, v, **options)
 
-    assert growing.violations([{**dataclasses.asdict(cache), "ms": 0.29}]) == []
+    assert growing_cache.violations([{**dataclasses.asdict(cache), "ms": 0.29}]) == []
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", planned)
-    ms = growing.median_ms(cache, "cpu", tokens=3)
-    assert key_counts == list(range(11, 11 + growing.WARMUP + 3))
-    violation = growing.violations([{**dataclasses.asdict(cache), "ms": ms}])[0]
+    ms = growing_cache.median_ms(cache, "cpu", tokens=3)
+    assert key_counts == list(range(11, 11 + growing_cache.WARMUP + 3))
+    violation = growing_cache.violations([{**dataclasses.asdict(cache), "ms": ms}])[0]
     assert violation.startswith("growing cache D 32, Dv 16, 4 heads")

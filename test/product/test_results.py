@@ -15,9 +15,9 @@ from statistics import geometric_mean
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "tools"))
+sys.path.append(str(ROOT))
 
-import records  # noqa: E402
+from tools.bench import result_schema  # noqa: E402
 
 RESULTS = ROOT / "tools" / "results"
 FILES = sorted(RESULTS.glob("*.json"))
@@ -75,7 +75,7 @@ def floats_in(value: object) -> list[float]:
 def test_kept_results_equal_the_output_of_the_tools(path):
     """Check one row per line, four significant digits, and no derived values."""
     text = path.read_text()
-    assert text == records.text_of(records.read(path))
+    assert text == result_schema.text_of(result_schema.read(path))
     document = json.loads(text)
     assert all(number == float(f"{number:.4g}") for number in floats_in(document))
     for row in document.get("rows", ()):
@@ -84,9 +84,9 @@ def test_kept_results_equal_the_output_of_the_tools(path):
 
 def test_results_are_small():
     pictures = {path.name: path.stat().st_size for path in RESULTS.glob("*.png")}
-    assert pictures and max(pictures.values()) <= records.PICTURE_BYTES, pictures
+    assert pictures and max(pictures.values()) <= result_schema.PICTURE_BYTES, pictures
     files = [path for path in RESULTS.rglob("*") if path.is_file()]
-    assert sum(path.stat().st_size for path in files) <= records.FOLDER_BYTES
+    assert sum(path.stat().st_size for path in files) <= result_schema.FOLDER_BYTES
     assert {path.suffix for path in files} == {".json", ".png", ".txt"}
 
 
@@ -128,12 +128,13 @@ ROW = {
 
 
 def test_written_rows_omit_derived_values_and_lose_nothing(tmp_path):
-    path = records.write({"suite": "train", "rounds": 7, "absent": {}, "rows": [ROW, ROW]}, tmp_path / "a" / "b.json")
+    document = {"suite": "train", "rounds": 7, "absent": {}, "rows": [ROW, ROW]}
+    path = result_schema.write(document, tmp_path / "a" / "b.json")
     kept = json.loads(path.read_text())
     assert not {"ours", "all_ms", "best_peer", "d", "s", "flop", "errors", "refused", "bound_ms"} & set(kept["rows"][0])
     assert kept["rows"][0]["other_ms"] == {"ours_fa2": 0.4} and kept["rows"][0]["ours_ms"] == 0.3333
-    expected = {name: value for name, value in records.rounded(ROW).items() if value not in (None, {})}
-    for row in records.read(path)["rows"]:
+    expected = {name: value for name, value in result_schema.rounded(ROW).items() if value not in (None, {})}
+    for row in result_schema.read(path)["rows"]:
         assert expected.items() <= row.items() and list(row["all_ms"]) == list(ROW["all_ms"])
     assert len(path.read_text().splitlines()) == len(
         ("{", "suite", "rounds", "absent", "rows", *kept["rows"], "]", "}")
@@ -141,19 +142,21 @@ def test_written_rows_omit_derived_values_and_lose_nothing(tmp_path):
 
 
 def test_nan_and_infinity_are_written_as_words():
-    assert records.rounded([float("nan"), float("inf"), 12345, 1.23456, True]) == ["nan", "inf", 12345, 1.235, True]
+    rounded = result_schema.rounded([float("nan"), float("inf"), 12345, 1.23456, True])
+    assert rounded == ["nan", "inf", 12345, 1.235, True]
 
 
 @pytest.mark.parametrize("name", ["forward", "fa2", "headdims", "host", "decode", "train", "masks", "accuracy"])
 def test_pictures_are_drawn_only_from_files(name, tmp_path):
     pytest.importorskip("matplotlib")
-    import providers
-    import report
     from matplotlib import pyplot
 
-    picture = report.plot(records.read(RESULTS / f"{name}-h100.json"), providers.labels(), tmp_path / "picture.png")
+    from tools.bench import baselines, report
+
+    document = result_schema.read(RESULTS / f"{name}-h100.json")
+    picture = report.plot(document, baselines.labels(), tmp_path / "picture.png")
     pyplot.close("all")
-    assert 5_000 < picture.stat().st_size <= records.PICTURE_BYTES
+    assert 5_000 < picture.stat().st_size <= result_schema.PICTURE_BYTES
 
 
 # ---- quotes on pages ----
@@ -166,7 +169,7 @@ def test_quoted_files_are_kept():
 
 
 def rows_of(name: str) -> list[dict]:
-    return records.read(RESULTS / f"{name}.json")["rows"]
+    return result_schema.read(RESULTS / f"{name}.json")["rows"]
 
 
 def grid_of_masks(gpu: str) -> list[dict]:

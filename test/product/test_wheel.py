@@ -37,10 +37,9 @@ from torch_flashplug.dispatch import bindings, kernel_sets, library, packs
 from torch_flashplug.registry import kernel_table
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
+sys.path.insert(0, str(ROOT))
 
-import make_wheel  # noqa: E402
-import shared_object  # noqa: E402
+from tools.build import make_wheel, shared_object  # noqa: E402
 
 CEILINGS = make_wheel.CEILINGS
 NEWEST_GCC = 12  # the compiler of machines that build wheels; later headers need a newer libstdc++
@@ -444,7 +443,7 @@ def developer_build_files() -> dict[Path, int]:
 def build_wheel(folder: Path, *options: str) -> Path:
     """Build a wheel as ./tools/dev wheel does."""
     before = developer_build_files()
-    command = [sys.executable, "tools/make_wheel.py", "--out", str(folder), *options]
+    command = [sys.executable, "tools/build/make_wheel.py", "--out", str(folder), *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert developer_build_files() == before
@@ -522,7 +521,7 @@ def test_wheel_with_a_pack_loads_kernels_in_a_fresh_environment(plain_wheel, tmp
     """
     folder = tmp_path / "pack"
     words = ("--arch", TARGET, "--spec", KERNEL, "--out", str(folder), "--objects", "build/objects")
-    subprocess.run([sys.executable, "tools/aot.py", *words], cwd=ROOT, check=True, capture_output=True)
+    subprocess.run([sys.executable, "tools/build/aot.py", *words], cwd=ROOT, check=True, capture_output=True)
     pack = folder / "flashplug_sm90a.so"
     environment = Environment(tmp_path, make_wheel.add_packs(plain_wheel, [pack], tmp_path))
     needed = sorted(name for name in shared_object.read_file(pack).unversioned if name.startswith("cuda"))

@@ -1,4 +1,4 @@
-"""Table of measured speeds on an H100 for the demo, read from the results of tools/bench.py in tools/results.
+"""Table of measured speeds on an H100 for the demo, read from the results of tools/bench/bench.py in tools/results.
 
 The ratios are those of docs/benchmarks.md: the time of a peer divided by the time of the torch_flashplug kernel. A
 ratio above 1 means that the torch_flashplug kernel is faster. The files are part of a checkout.

@@ -147,9 +147,9 @@ def _range(name: str, low: int, high: int) -> str:
 
 
 # Fitted 2026-11-22 on H100 and H200, together with `cost` of the decode kernels' rows, to 1443 times of 101 calls on
-# each machine (tools/tune.py gate: numbers of splits, in a cluster or not, K and V from memory and from L2). `wide_ns`
-# is fitted to 108 calls, with packed rows and without. The constants are meaningful only together, because reading and
-# computing overlap.
+# each machine (tools/tune/tune.py gate: numbers of splits, in a cluster or not, K and V from memory and from L2).
+# `wide_ns` is fitted to 108 calls, with packed rows and without. The constants are meaningful only together, because
+# reading and computing overlap.
 GATE = Gate(
     rows=64, wide_rows=256, wide_ns=5500, occupancy=0.8, cluster_ns=50, cluster_rate=8.7, combine_ns=590,
     combine_rate=10000, read_share=0.876,
@@ -210,8 +210,8 @@ CHOICE_ROWS: tuple[ChoiceRow, ...] = (
     ChoiceRow("decode", "square", 90, False, "full", 193, 248, 1, ANY, 1, ANY, 0, 0.926, _DECODE, max_packed=16),
     ChoiceRow("decode", "square", 90, False, "full", 249, 256, 1, ANY, 1, ANY, 0, 1.067, _DECODE),
     ChoiceRow("decode", "square", 90, False, "full", 1, 256, 1, ANY, 1, ANY, 0, 655, _GROWING, min_packed=17),
-    # D != Dv: (64, 128), (128, 64), (192, 128). 2026-11-28: growing caches of 13 pairs of head dims (tools/growing.py
-    # --unequal), 38 to 66 ms of host time.
+    # D != Dv: (64, 128), (128, 64), (192, 128). 2026-11-28: growing caches of 13 pairs of head dims
+    # (tools/models/growing_cache.py --unequal), 38 to 66 ms of host time.
     ChoiceRow("decode", "mixed", 90, False, "full", 65, 128, 1, ANY, 1, 1024, 0, 1.068, _DECODE, max_packed=16),
     ChoiceRow("decode", "mixed", 90, False, "full", 129, 192, 1, ANY, 1, ANY, 0, 1.110, _DECODE, max_packed=16),
     ChoiceRow("decode", "mixed", 90, False, "full", 1, 256, 1, ANY, 1, ANY, 0, 707, _GROWING),

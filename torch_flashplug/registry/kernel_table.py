@@ -117,8 +117,8 @@ class KernelRow:
 
 
 # Small tiles fill more SMs, and large tiles reuse K and V more. Wide blocks (tile_n) suit long keys.
-# - `cost` of fwd: measured 2026-11-21, H100, tools/tune.py, S 4096 (d 256: 2048, tile 128x64: 4096), full: kernel time
-#   / (waves of tiles * (KV blocks + 1)). Some costs were not measured, but taken from neighboring rows: head dims
+# - `cost` of fwd: measured 2026-11-21, H100, tools/tune/tune.py, S 4096 (d 256: 2048, tile 128x64: 4096), full: kernel
+#   time / (waves of tiles * (KV blocks + 1)). Some costs were not measured, but taken from neighboring rows: head dims
 #   (128, 64) and (64, 128), and tiles of 64 rows at head dims 160, (192, 128) and 192.
 # - `cost` of fwd of sm_80: measured 2026-11-22 in the same way; D 64 128x112 from the time at 512 keys.
 # - `cost` of decode: 2026-11-22, fitted together with GATE of dispatch_table.py. Tiles of 128 rows, (192, 128) and 192

@@ -2,8 +2,8 @@
 
 Such a call takes the path of a call on an H100, from F.sdpa to the last store of the kernel. Only the device is
 missing. So the numbers are the numbers of the kernel, and the times mean nothing. The interpreter is part of a
-checkout. tools/interpreted.py, run in a separate process, compiles the interpreter and a kernel, and links both into
-a pack. `check`, the demo and test/interpreted_kernels.py use `interpreted`.
+checkout. tools/ptx_interpreter/build_pack.py, run in a separate process, compiles the interpreter and a kernel, and
+links both into a pack. `check`, the demo and test/interpreted_kernels.py use `interpreted`.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from ..codegen.kernel_request import CallConditions, KernelAnswer
 from ..dispatch import bindings, callbacks, packs
 
 ROOT = Path(__file__).resolve().parents[2]
-TOOL = ROOT / "tools" / "interpreted.py"
+TOOL = ROOT / "tools" / "ptx_interpreter" / "build_pack.py"
 PACKS = ROOT / "build" / "interpreted"
 DEVICE, TARGET = "h100", "sm_90a"  # the GPU of the plans, and the compile target of the GPU
-PROGRESS = "[aot] "  # prefix of the progress lines of tools/aot.py
+PROGRESS = "[aot] "  # prefix of the progress lines of tools/build/aot.py
 
 
 class BuildError(RuntimeError):
@@ -86,7 +86,7 @@ def kernels(
     At the end, the changed state is restored: packs, device facts, the registered ops, and whether the plugin is on.
 
     Args:
-        pack: a shared object linked by tools/interpreted.py.
+        pack: a shared object linked by tools/ptx_interpreter/build_pack.py.
         provide: a function that provides kernels outside of the pack, as for set_compile_callback(). By default,
             there are no such kernels.
 
