@@ -335,7 +335,7 @@ class DecodeSm80(KernelCall, kind="decode"):
             share.add(teams, row, 0, 1, column)
             head, query = part.unpack_row(part.first_row + row)
             if part.splits == 1:
-                lse = share.finalize_with_sinks(chain, head)
+                lse = share.finalize_row(chain, head)
                 share.write(mO[part.batch, head, query, None].iterator + column, self.element)
                 if column == 0:
                     mLSE[part.batch, head, query] = lse
