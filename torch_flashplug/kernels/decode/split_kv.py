@@ -277,7 +277,7 @@ class PartialResult:
     def lse(self) -> Float32:
         return self.top[0] * self.scale + cute.math.log(self.total[0], fastmath=True)
 
-    def finalize_with_sinks(self, score_pipeline: ScorePipeline, head: Int32) -> Float32:
+    def finalize_row(self, score_pipeline: ScorePipeline, head: Int32) -> Float32:
         return self.finalize(score_pipeline.sinks, head)
 
     @cute.jit

@@ -354,7 +354,7 @@ class DecodeSm80(KernelCall, kind="decode"):
             result.add(teams, row, 0, 1, column)
             head, query = decode_tile.unpack_row(decode_tile.first_row + row)
             if decode_tile.splits == 1:
-                lse = result.finalize_with_sinks(score_pipeline, head)
+                lse = result.finalize_row(score_pipeline, head)
                 result.write(mO[decode_tile.batch, head, query, None].iterator + column, self.element)
                 if column == 0:
                     mLSE[decode_tile.batch, head, query] = lse
