@@ -160,8 +160,8 @@ FLASHPLUG_EXPORT int flashplug_varlen_rule() { return varlen_rule(); }
 FLASHPLUG_EXPORT int flashplug_varlen_text(const int64_t* facts, int cc, int64_t mode, char* out, int capacity) {
   VarlenCall call;
   std::memcpy(static_cast<void*>(&call), facts, sizeof call);  // all members are int64_t
-  const VarlenDecision verdict = judge_varlen(call, enabled(), Mode{mode}, cc, tables());
-  return copy_text(varlen_json(call, verdict, Mode{mode}, cc, tables()), out, capacity);
+  const VarlenDecision decision = decide_varlen(call, enabled(), Mode{mode}, cc, tables());
+  return copy_text(varlen_json(call, decision, Mode{mode}, cc, tables()), out, capacity);
 }
 FLASHPLUG_EXPORT void flashplug_set_prepare_callback(PrepareCallback callback) { set_prepare_callback(callback); }
 
@@ -188,7 +188,7 @@ FLASHPLUG_EXPORT int flashplug_set_cta_margin(int ctas) { return exchange_cta_ma
 FLASHPLUG_EXPORT int64_t flashplug_effective_mode() { return effective_mode().word; }
 FLASHPLUG_EXPORT void flashplug_set_process_precision(int precision) { set_process_precision(precision); }
 FLASHPLUG_EXPORT void flashplug_set_process_backend(int backend) { state().process_backend.store(backend); }
-FLASHPLUG_EXPORT void flashplug_set_cpu_stub(int level) { state().standin.store(static_cast<Standin>(level)); }
+FLASHPLUG_EXPORT void flashplug_set_cpu_stub(int level) { state().cpu_stub.store(static_cast<CpuStub>(level)); }
 
 // Write a name that Python also has. Each list has the order of the numbers or bits, and ends with an empty name. Used
 // by tests.
@@ -240,7 +240,7 @@ FLASHPLUG_EXPORT int flashplug_add_argument_row(const ArgumentRow* row, size_t s
 }
 FLASHPLUG_EXPORT int flashplug_add_choice_row(const ChoiceRow* row, size_t size) {
   return pushed(*row, size, [](Tables& t, ChoiceRow choice) {
-    choice.said = t.keep(choice.said), choice.measured = t.keep(choice.measured);
+    choice.description = t.keep(choice.description), choice.measured = t.keep(choice.measured);
     t.choices.push_back(choice);
   });
 }
@@ -258,11 +258,11 @@ FLASHPLUG_EXPORT int flashplug_add_varlen_row(const VarlenRow* row, size_t size)
   });
 }
 FLASHPLUG_EXPORT int64_t flashplug_digest_numbers(int64_t rows, int64_t Sq, int64_t Sk, int gradients) {
-  return digest_numbers(rows, Sq, Sk, gradients != 0);
+  return metadata_numbers(rows, Sq, Sk, gradients != 0);
 }
 FLASHPLUG_EXPORT int flashplug_add_feature_row(const FeatureRow* row, size_t size) {
   return pushed(*row, size, [](Tables& t, const FeatureRow& feature) {
-    t.features.push_back(FeatureRow{t.keep(feature.said), t.keep(feature.words)});
+    t.features.push_back(FeatureRow{t.keep(feature.description), t.keep(feature.unsupported_reason)});
   });
 }
 FLASHPLUG_EXPORT int flashplug_add_gate_row(const GateRow* row, size_t size) {
@@ -271,12 +271,12 @@ FLASHPLUG_EXPORT int flashplug_add_gate_row(const GateRow* row, size_t size) {
 
 // Write the name of a fact of a call, and its default value. The list ends with an empty name.
 FLASHPLUG_EXPORT int flashplug_fact(int number, double* plain, char* out, int capacity) {
-  std::string found;
+  std::string fact_name;
   CallFacts p = plain_call();
   visit_facts(p, [&](const char* name, const auto& fact) {
-    if (number-- == 0) found = name, *plain = static_cast<double>(fact);
+    if (number-- == 0) fact_name = name, *plain = static_cast<double>(fact);
   });
-  return copy_text(found, out, capacity);
+  return copy_text(fact_name, out, capacity);
 }
 // Set sizes and layouts of a call whose operands Python holds. Each operand has four sizes, four strides, an address in
 // bytes, and the bytes of an element.
@@ -331,8 +331,8 @@ FLASHPLUG_EXPORT void flashplug_counters(int64_t* out, int reset) {
 }
 FLASHPLUG_EXPORT void flashplug_set_log_callback(LogCallback callback, int log_plans) {
   {
-    std::lock_guard<std::mutex> lock(state().told_mutex);
-    state().told.clear();  // a new listener has heard nothing so far
+    std::lock_guard<std::mutex> lock(state().log_mutex);
+    state().logged_plans.clear();  // a new listener has heard nothing so far
   }
   state().log_plans.store(log_plans != 0);
   state().log_callback.store(callback, std::memory_order_release);

@@ -11,9 +11,9 @@ namespace flashplug {
 
 struct ForwardCall : Attention {
   Mode mode;
-  std::optional<bool> grad = {};      // whether autograd will want a backward; graphs do not know
-  AtenTensorHandle digest = nullptr;  // mask metadata to be filled in; null: nobody keeps the metadata
-  bool bias_grad = false;             // whether autograd will want the bias gradient, as far as known
+  std::optional<bool> grad = {};        // whether autograd will want a backward; graphs do not know
+  AtenTensorHandle metadata = nullptr;  // mask metadata to be filled in; null: nobody keeps the metadata
+  bool bias_grad = false;               // whether autograd will want the bias gradient, as far as known
   // output tensor for kernels that can write there: (B, Hq, Sq, Dv) of the query's dtype
   AtenTensorHandle out = nullptr;
   AtenTensorHandle lists =
@@ -30,7 +30,7 @@ struct BackwardCall {
   AtenTensorHandle grad_out;
   ForwardCall forward;
   AtenTensorHandle out, lse, seed, offset;
-  bool wanted[4];  // gradients of query, key, value, mask
+  bool wanted_grads[4];  // gradients of query, key, value, mask
   AtenTensorHandle grad_lse = nullptr;
   bool wants_delta = false;
 };

@@ -65,9 +65,9 @@ std::atomic<bool> any_block{false};
 
 // Record the mode of a thread for nodes from number `sequence` on.
 void note_change(uint64_t thread, uint64_t sequence, int64_t word) {
-  History& all = history();
-  std::lock_guard<std::mutex> lock(all.mutex);
-  std::vector<Change>& changes = all.changes[thread];
+  History& histories = history();
+  std::lock_guard<std::mutex> lock(histories.mutex);
+  std::vector<Change>& changes = histories.changes[thread];
   while (!changes.empty() && changes.back().sequence >= sequence) changes.pop_back();  // no node was made in between
   if (word == (changes.empty() ? 0 : changes.back().word)) return;
   if (changes.size() == kMostChanges) changes.erase(changes.begin(), changes.begin() + kMostChanges / 2);
@@ -82,12 +82,12 @@ void note_nodes(int64_t word) {
 
 // Return the mode in which a node was made.
 int64_t mode_at(uint64_t thread, uint64_t sequence) {
-  History& all = history();
-  std::lock_guard<std::mutex> lock(all.mutex);
-  const auto found = all.changes.find(thread);
-  if (found == all.changes.end()) return 0;
-  const auto after = std::ranges::upper_bound(found->second, sequence, {}, &Change::sequence);
-  return after == found->second.begin() ? 0 : std::prev(after)->word;
+  History& histories = history();
+  std::lock_guard<std::mutex> lock(histories.mutex);
+  const auto thread_changes = histories.changes.find(thread);
+  if (thread_changes == histories.changes.end()) return 0;
+  const auto after = std::ranges::upper_bound(thread_changes->second, sequence, {}, &Change::sequence);
+  return after == thread_changes->second.begin() ? 0 : std::prev(after)->word;
 }
 
 // ---- the evaluated node ----
@@ -132,16 +132,16 @@ struct NodeNumbers {
 // Return the numbers of the node under evaluation; empty if there is no node, or if the layout is unknown.
 std::optional<NodeNumbers> evaluated_numbers() {
   static std::once_flag once;
-  int place = layout.sequence_word.load(std::memory_order_acquire);
-  if (place < 0) {
+  int sequence_word = layout.sequence_word.load(std::memory_order_acquire);
+  if (sequence_word < 0) {
     const LearnCallback learn = learn_callback.load(std::memory_order_acquire);
     if (learn != nullptr) std::call_once(once, learn);
-    place = layout.sequence_word.load(std::memory_order_acquire);
+    sequence_word = layout.sequence_word.load(std::memory_order_acquire);
   }
-  if (place < 0) return std::nullopt;
+  if (sequence_word < 0) return std::nullopt;
   const NodeReference reference = evaluated_node();
   if (reference.node == nullptr) return std::nullopt;
-  const NodeNumbers numbers{reference.node[place + kThreadAfter], reference.node[place]};
+  const NodeNumbers numbers{reference.node[sequence_word + kThreadAfter], reference.node[sequence_word]};
   drop(reference, layout.is_shared);
   return numbers;
 }
@@ -162,14 +162,15 @@ bool learn_node(uint64_t sequence) {
     if (again.node != reference.node || reference.node[1] != before + 1) return false;
     drop(again, false);
   }
-  int place = -1;
+  int sequence_word = -1;
   for (int word = 1; word < kWordsLookedAt; ++word) {
-    if (reference.node[word] == sequence && reference.node[word + kThreadAfter] == torch.record_thread()) place = word;
+    if (reference.node[word] == sequence && reference.node[word + kThreadAfter] == torch.record_thread())
+      sequence_word = word;
   }
   drop(reference, is_shared);
   layout.is_shared = is_shared;
-  layout.sequence_word.store(place, std::memory_order_release);
-  return place >= 0;
+  layout.sequence_word.store(sequence_word, std::memory_order_release);
+  return sequence_word >= 0;
 }
 
 int64_t exchange_thread_mode(int64_t word) {

@@ -51,10 +51,10 @@ bool is_defined(AtenTensorHandle tensor);                // neither null nor und
 inline bool is_undefined(const Attention& call) { return call.causal != Causal::kNone && is_defined(call.mask); }
 // `is_mask()`: true for a bool mask, and for the tensor kept by autograd in place of a bool mask (mask.cpp). No foreign
 // code makes masks of the kept dtypes. `is_kept()`: true for a kept tensor, either mask metadata or a copy of the
-// mask's bytes. `is_digest()`: true for mask metadata.
+// mask's bytes. `is_mask_metadata()`: true for mask metadata.
 bool is_mask(AtenTensorHandle tensor);
 bool is_kept(AtenTensorHandle tensor);
-bool is_digest(AtenTensorHandle tensor);
+bool is_mask_metadata(AtenTensorHandle tensor);
 
 // `traced()`: true if Python dispatches an operand; tracing.py may know better. `wrapped()`: true if functorch wraps an
 // operand. Wrapped operands have no address, and asking for the address fails.
@@ -91,9 +91,9 @@ inline constexpr Feature kFeatures[] = {
 int64_t needs_of(const Attention& call);  // a sum of feature bits
 // Return the bit of a feature that C++ code knows by name. An unknown name does not compile.
 consteval int64_t feature_bit(std::string_view name) {
-  int place = 0;
-  while (kFeatures[place].name != name) ++place;
-  return int64_t{1} << place;
+  int index = 0;
+  while (kFeatures[index].name != name) ++index;
+  return int64_t{1} << index;
 }
 constexpr int64_t kCausal = feature_bit("causal"), kMask = feature_bit("mask"), kDropout = feature_bit("dropout"),
                   kWindow = feature_bit("window"), kRagged = feature_bit("ragged");
@@ -124,7 +124,8 @@ struct CallFacts {
   int64_t left = 0, right = 0, bottom_right = 0;  // of a window; at least one bound is set
   int64_t sequences = 0;                          // number of packed sequences, else 0
   // Batch-invariant: the result of a sequence has the same bits alone and in any batch. Kernels are then selected by
-  // facts of a single sequence (`of_its_kind()`), keys are not split, and gradients are accumulated in a fixed order.
+  // facts of a single sequence (`batch_invariant_facts()`), keys are not split, and gradients are accumulated in a
+  // fixed order.
   bool batch_invariant = false;
   int64_t split_size = 0;  // batch-invariant decode with a split after so many keys of each sequence; 0: no splits
   // ratio of visited blocks: tiles with more rows than a block of the block-sparse lists, to tiles with as many rows

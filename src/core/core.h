@@ -65,11 +65,11 @@ struct Mode {
   Mode with_precision(int precision) const { return Mode{(word & 0xffff) | int64_t{precision} << kPrecisionShift}; }
   Mode of_any_backend() const { return Mode{word & ~int64_t{0xff}}; }
   // Return the feature bits of the recipe: needs of a call beyond the facts of its tensors.
-  int64_t asks() const {
-    const size_t place = static_cast<size_t>(precision() & ~kPermitted) - 1;
-    return place < std::size(kRecipes) ? kRecipes[place] : 0;
+  int64_t recipe_features() const {
+    const size_t recipe = static_cast<size_t>(precision() & ~kPermitted) - 1;
+    return recipe < std::size(kRecipes) ? kRecipes[recipe] : 0;
   }
-  bool permits() const { return asks() != 0 && (precision() & kPermitted) != 0; }
+  bool permits() const { return recipe_features() != 0 && (precision() & kPermitted) != 0; }
   bool operator==(const Mode&) const = default;
   bool is_preference() const { return (word & 0x80) != 0; }
   // Return the family of the requested backend; -1 without a kernel backend.
@@ -109,8 +109,8 @@ Backend process_backend();
 void set_process_precision(int precision);
 // CPU stub backend for tests without a GPU: CPU tensors are eligible. `kMath` runs the math op in place of a kernel.
 // `kPack` calls a pack's symbol on CPU memory with a null stream.
-enum class Standin : int { kOff = 0, kMath = 1, kPack = 2 };
-Standin standin();
+enum class CpuStub : int { kOff = 0, kMath = 1, kPack = 2 };
+CpuStub cpu_stub();
 int cta_margin();  // SMs that the thread's launches leave free, for the collectives of ring attention
 DeviceFacts device_facts(int device_index);  // cached; returns the override if one is set
 // Callback into Python for a call whose operands (at::Tensor*, all 4-d) are dispatched by Python. The mask may be null.

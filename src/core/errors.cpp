@@ -46,7 +46,7 @@ struct Python {
   const char* (*utf8)(Object*, ptrdiff_t*) = nullptr;
   Object* (*import)(const char*) = nullptr;
   Object* (*attribute)(Object*, const char*) = nullptr;
-  bool found = true;
+  bool is_complete = true;
 };
 
 const Python& python() {
@@ -57,7 +57,7 @@ const Python& python() {
       void* symbol = dlsym(RTLD_DEFAULT, name);
       if (symbol == nullptr && torch != nullptr) symbol = dlsym(torch, name);
       function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(symbol);
-      p.found &= symbol != nullptr;
+      p.is_complete &= symbol != nullptr;
     };
     look(p.initialized, "Py_IsInitialized");
     look(p.thread_state, "PyGILState_GetThisThreadState");
@@ -76,7 +76,7 @@ const Python& python() {
     look(p.utf8, "PyUnicode_AsUTF8AndSize");
     look(p.import, "PyImport_ImportModule");
     look(p.attribute, "PyObject_GetAttrString");
-    p.found = p.found && torch != nullptr;
+    p.is_complete = p.is_complete && torch != nullptr;
     return p;
   }();
   return instance;
@@ -97,10 +97,10 @@ std::string text_of(Object* value) {
   Object* text = value == nullptr ? nullptr : p.str(value);
   ptrdiff_t size = 0;
   const char* bytes = text == nullptr ? nullptr : p.utf8(text, &size);
-  std::string found = bytes == nullptr ? "an error in Python" : std::string(bytes, size);
+  std::string message = bytes == nullptr ? "an error in Python" : std::string(bytes, size);
   p.decref(text);  // may be null
   p.clear();
-  return found;
+  return message;
 }
 
 }  // namespace
@@ -154,7 +154,7 @@ void drop_held() {
 
 bool has_python() {
   const Python& p = python();
-  return p.found && p.initialized() != 0;
+  return p.is_complete && p.initialized() != 0;
 }
 
 // ---- texts ----
@@ -162,11 +162,11 @@ bool has_python() {
 // Return libtorch's text of the last error; empty if the running torch keeps none.
 std::string_view kept_text() {
   using What = const char* (*)();
-  static const What what = [] {
+  static const What text_of_error = [] {
     void* cpu = in_process("libtorch_cpu.so");
     return cpu ? reinterpret_cast<What>(dlsym(cpu, "torch_exception_get_what_without_backtrace")) : nullptr;
   }();
-  const char* text = what != nullptr ? what() : nullptr;
+  const char* text = text_of_error != nullptr ? text_of_error() : nullptr;
   return text != nullptr ? text : std::string_view();
 }
 
@@ -209,9 +209,9 @@ void raise_as_spelled(const std::string& text) {
   }
   const size_t places = text.find(kPlaces), colon = text.find(": ");
   if (places == std::string::npos || colon > places) return;
-  const std::string type = text.substr(0, colon), said = text.substr(colon + 2, places - colon - 2);
+  const std::string type = text.substr(0, colon), message = text.substr(colon + 2, places - colon - 2);
   if (!type.ends_with("Error") && !type.ends_with("Exception")) return;
-  for (const char* module : {"builtins", "torch"}) raise_as(module, type.c_str(), said);
+  for (const char* module : {"builtins", "torch"}) raise_as(module, type.c_str(), message);
 }
 
 // ---- throwing entries of libtorch: at::_ops::...::call ----
@@ -303,12 +303,12 @@ void rethrow(const char* call) {
 
 AtenTensorHandle new_strided(int dims, const int64_t* size, const int64_t* stride, int32_t dtype, int32_t device_type,
                              int32_t device_index) {
-  AtenTensorHandle made = nullptr;
-  if (aoti_torch_empty_strided(dims, size, stride, dtype, device_type, device_index, &made) == 0) return made;
+  AtenTensorHandle tensor = nullptr;
+  if (aoti_torch_empty_strided(dims, size, stride, dtype, device_type, device_index, &tensor) == 0) return tensor;
   rethrow_python_error();
-  made = empty_strided_again(dims, size, stride, dtype, device_type, device_index);
-  if (made == nullptr) rethrow("empty_strided");
-  return made;
+  tensor = empty_strided_again(dims, size, stride, dtype, device_type, device_index);
+  if (tensor == nullptr) rethrow("empty_strided");
+  return tensor;
 }
 
 void copy_into(AtenTensorHandle to, AtenTensorHandle from) {

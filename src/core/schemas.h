@@ -20,29 +20,29 @@ class Schema {
   const char* name() const { return name_; }
   const char* overload() const { return overload_; }
   int count() const { return count_; }  // number of arguments
-  constexpr std::string_view argument(int place) const { return name_in(between("(", ") -> "), place); }
+  constexpr std::string_view argument(int position) const { return name_in(between("(", ") -> "), position); }
   // Return the position of an argument. An unknown name is no constant expression, so the call does not compile.
-  consteval int operator[](std::string_view name) const { return place(between("(", ") -> "), name); }
-  consteval int result(std::string_view name) const { return place(between(") -> (", ")"), name); }
+  consteval int operator[](std::string_view name) const { return position(between("(", ") -> "), name); }
+  consteval int result(std::string_view name) const { return position(between(") -> (", ")"), name); }
 
  private:
   constexpr std::string_view between(std::string_view begin, std::string_view end) const {
-    const size_t first = text_.find(begin) + begin.size();
-    return text_.substr(first, text_.find(end, first) - first);
+    const size_t start = text_.find(begin) + begin.size();
+    return text_.substr(start, text_.find(end, start) - start);
   }
   // Return an empty name after the last argument.
-  static constexpr std::string_view name_in(std::string_view list, int place) {
+  static constexpr std::string_view name_in(std::string_view list, int position) {
     while (!list.empty()) {
       const size_t comma = list.find(", ");
       const std::string_view item = list.substr(0, comma);
       list = comma == list.npos ? std::string_view() : list.substr(comma + 2);
       if (item == "*") continue;  // following arguments are keyword-only, but have positions as well
       const std::string_view word = item.substr(item.rfind(' ') + 1);
-      if (place-- == 0) return word.substr(0, word.find('='));
+      if (position-- == 0) return word.substr(0, word.find('='));
     }
     return {};
   }
-  static consteval int place(std::string_view list, std::string_view name) {
+  static consteval int position(std::string_view list, std::string_view name) {
     for (int at = 0; !name_in(list, at).empty(); ++at) {
       if (name_in(list, at) == name) return at;
     }

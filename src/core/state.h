@@ -13,7 +13,7 @@
 
 namespace flashplug {
 
-constexpr size_t kMostTold = 4096;  // number of remembered log lines that are not repeated
+constexpr size_t kMaxLoggedPlans = 4096;  // number of remembered log lines that are not repeated
 // Log levels of Python's logging.
 constexpr int kLogDebug = 10;
 constexpr int kLogWarning = 30;
@@ -21,7 +21,7 @@ using LogCallback = void (*)(int level, const char* text);
 
 struct State {
   std::atomic<bool> enabled{false};  // set by enable(), which TORCH_FLASHPLUG=0 omits
-  std::atomic<Standin> standin{Standin::kOff};
+  std::atomic<CpuStub> cpu_stub{CpuStub::kOff};
   std::atomic<int> process_backend{0};
   std::atomic<int> process_precision{0};
   Tables tables;  // written at import and by tests, before calls run
@@ -39,8 +39,8 @@ struct State {
   std::atomic<TraceCallback> trace_callback{nullptr};
   std::atomic<LogCallback> log_callback{nullptr};
   std::atomic<bool> log_plans{false};
-  std::unordered_set<std::string> told;  // lines of the plan log
-  std::mutex told_mutex;
+  std::unordered_set<std::string> logged_plans;  // lines of the plan log
+  std::mutex log_mutex;
 
   std::mutex error_mutex;
   std::string last_error;

@@ -73,11 +73,11 @@ enum Operands : int32_t { kSquare = 1, kMixed = 2, kOddDims = 4, kUnaligned = 8,
 constexpr const char* kOperandsNames[] = {"square", "mixed", "odddims", "unaligned", "columns"};
 
 struct ChoiceRow {
-  const char* said;      // class of calls in words
-  const char* measured;  // date, machine, suite
-  double ratio;          // stock default time / plugin time
-  int64_t features;      // the exact features of the calls
-  int64_t elements;      // bit set of the element types of the measured kernels
+  const char* description;  // class of calls in words
+  const char* measured;     // date, machine, suite
+  double ratio;             // stock default time / plugin time
+  int64_t features;         // the exact features of the calls
+  int64_t elements;         // bit set of the element types of the measured kernels
   int64_t d_min, d_max, min_sq, max_sq, min_sk, max_sk, min_tiles, min_packed, max_packed;
   int32_t kind, family, grad;
   int32_t operands;      // a sum of `Operands`
@@ -137,8 +137,8 @@ struct VarlenRow {
 
 // Words for a feature, in bit order (features.py).
 struct FeatureRow {
-  const char* said;   // description of a call with the feature
-  const char* words;  // why kernels cannot run the call; {fact} stands for a fact of the call
+  const char* description;         // description of a call with the feature
+  const char* unsupported_reason;  // why kernels cannot run the call; {fact} stands for a fact of the call
 };
 
 // Argument slots: values for a kernel beside facts of the call (`visit_facts()`), by name. kernel_args.py describes
@@ -184,14 +184,14 @@ inline bool takes_argument(const KernelRow& kernel, int64_t features) {
   return features == 0 || (kernel.takes & features) != 0;
 }
 struct Parameter {
-  int64_t features = 0;  // as in `ArgumentRow`
-  int32_t place = -1;    // position among the arguments; -1: not taken
+  int64_t features = 0;   // as in `ArgumentRow`
+  int32_t position = -1;  // position among the arguments; -1: not taken
   int32_t rank = 0;
   NumberType type = NumberType::kQuery;
 };
 struct FactParameter {
   int64_t features;
-  int32_t place, fact;
+  int32_t position, fact;
   NumberType type;
 };
 constexpr int kMostArguments = 32;
@@ -203,7 +203,7 @@ struct Signature {
   std::vector<FactParameter> facts;
   int32_t always = 0;            // number of slots taken by every kernel of the kind
   std::vector<int64_t> brought;  // features of each remaining slot
-  const Parameter& of(Slot slot) const { return parameters[slot.number()]; }
+  const Parameter& parameter(Slot slot) const { return parameters[slot.number()]; }
 };
 
 constexpr int kMostInCluster = 8;
@@ -243,16 +243,16 @@ struct Tables {
   void add(KernelRow row);
   void add(const ArgumentRow& row);  // throws for an unknown slot
   // Return the indices of rows of `kernels`, in table order.
-  const std::vector<int>& of(Kind kind, int family, DType query) const {
-    return groups[family].of[kind][static_cast<int>(query)];
+  const std::vector<int>& rows(Kind kind, int family, DType query) const {
+    return groups[family].rows[kind][static_cast<int>(query)];
   }
   // Return the union of the features of a family's kernels. A family without kernels takes every feature and every
-  // dtype, because the missing kernel is a separate reason. `made_of()` asks for the dtypes.
-  int64_t takes(int family) const { return groups[family].taken; }
+  // dtype, because the missing kernel is a separate reason. `takes_dtypes()` asks for the dtypes.
+  int64_t features_of(int family) const { return groups[family].features; }
   // true if some kernel has all needed features and applies no more
   bool takes_together(int family, int64_t needs) const;
-  bool made_of(int family, const DType (&dtype)[kNumOperands]) const {
-    return groups[family].taken < 0 || groups[family].made[place_of(dtype)];
+  bool takes_dtypes(int family, const DType (&dtype)[kNumOperands]) const {
+    return groups[family].features < 0 || groups[family].dtypes[index_of(dtype)];
   }
   int num_families() const { return static_cast<int>(families.size()); }
   const char* keep(const char* text) { return texts.emplace_back(text).c_str(); }
@@ -260,17 +260,17 @@ struct Tables {
  private:
   std::deque<std::string> texts;  // storage of the texts in rows
   struct Group {
-    std::vector<int> of[kNumKinds][kNumDTypes];
-    int64_t taken = -1;
-    std::vector<Features> sets;                              // distinct feature sets of the kernels
-    std::bitset<kNumDTypes * kNumDTypes * kNumDTypes> made;  // dtypes of query, key and value of existing kernels
+    std::vector<int> rows[kNumKinds][kNumDTypes];
+    int64_t features = -1;
+    std::vector<Features> sets;                                // distinct feature sets of the kernels
+    std::bitset<kNumDTypes * kNumDTypes * kNumDTypes> dtypes;  // dtypes of query, key and value of existing kernels
   };
   std::vector<Group> groups;  // an entry for each family
-  // Return the index in `made` of a combination of three dtypes.
-  static size_t place_of(const DType* dtype) {
-    size_t place = 0;
-    for (int i = 0; i < kNumOperands; ++i) place = place * kNumDTypes + static_cast<size_t>(dtype[i]);
-    return place;
+  // Return the index in `dtypes` of a combination of three dtypes.
+  static size_t index_of(const DType* dtype) {
+    size_t index = 0;
+    for (int i = 0; i < kNumOperands; ++i) index = index * kNumDTypes + static_cast<size_t>(dtype[i]);
+    return index;
   }
 };
 

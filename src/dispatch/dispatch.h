@@ -79,7 +79,7 @@ static_assert(std::size(kWhyNames) == static_cast<size_t>(Why::kCount));
 // sentence with the remedy.
 struct Reason {
   Why why = Why::kNone;
-  int64_t given = 0;
+  int64_t actual = 0;
   int64_t allowed = 0;
   int operand = 0;
   explicit operator bool() const { return why != Why::kNone; }
@@ -123,8 +123,8 @@ constexpr int kMaxReasons = 8;
 bool is_empty(const CallFacts& p);  // true if a dimension is 0
 int unsupported(const CallFacts& p, const DeviceFacts& device, const Tables& tables, int family, Reason* reasons,
                 int limit);
-bool head_dims_aligned(const CallFacts& p);              // head dims fill whole 16-byte units, too
-bool made_of(const KernelRow& row, const CallFacts& p);  // the kernel takes the call's dtypes
+bool head_dims_aligned(const CallFacts& p);                   // head dims fill whole 16-byte units, too
+bool takes_dtypes(const KernelRow& row, const CallFacts& p);  // the kernel takes the call's dtypes
 // the kernel has all needed features and applies no further feature
 bool has_features(const KernelRow& row, int64_t needs);
 bool last_dim_contiguous(const CallFacts& p);  // the last dim of every operand is contiguous
@@ -148,9 +148,9 @@ double estimate(const CallFacts& p, const KernelRow& row, const DeviceFacts& dev
 int find_choice_row(const CallFacts& p, const KernelRow& kernel, int64_t tiles, const Tables& tables);
 // Range in which a choice row requires a number of the call.
 struct Range {
-  const char* of;
-  int64_t given, low, high;
-  bool holds() const { return given >= low && given <= high; }
+  const char* name;
+  int64_t value, low, high;
+  bool holds() const { return value >= low && value <= high; }
 };
 std::array<Range, 6> ranges_of(const ChoiceRow& row, const CallFacts& p, const KernelRow& kernel,
                                int64_t forward_tiles);
@@ -181,7 +181,7 @@ struct BackwardPlan {
 // (kernels/call_args/backward.py).
 constexpr int64_t kWantDq = 1, kWantDkDv = 2, kWantAll = 3;
 BackwardPlan plan_backward(const CallFacts& p, const DeviceFacts& device, Mode mode, const Tables& tables,
-                           int64_t wanted = kWantAll);
+                           int64_t wanted_grads = kWantAll);
 int64_t scratch_rows(const CallFacts& p, const KernelRow& row);  // rows of a query head in a backward's workspace
 int64_t scratch_floats(const CallFacts& p, const KernelRow& row);
 // Decode calls and split-KV (split_heuristic.cpp). `decode_gate()` tells whether a call has few query rows. The
@@ -195,7 +195,7 @@ double packed_time(const CallFacts& p, const KernelRow& row, const DeviceFacts& 
 Splits best_splits(const CallFacts& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables);
 Splits split_among(const CallFacts& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables,
                    int64_t n);
-int64_t possible_splits(const CallFacts& p, const KernelRow& row, int64_t wanted);
+int64_t possible_splits(const CallFacts& p, const KernelRow& row, int64_t wanted_grads);
 Splits splits_of_size(const CallFacts& p);                   // for a call with a fixed split size
 int64_t partial_floats(const CallFacts& p, int64_t splits);  // fp32 values in the partial results of all splits
 // Texts for people (explain.cpp).

@@ -43,8 +43,8 @@ std::string fixed(double value) {
 std::string elements_text(int family, const char* between, const Tables& tables) {
   std::string out;
   for (int i = 0; i < kNumDTypes; ++i) {
-    const DType one = static_cast<DType>(i), all[kNumOperands] = {one, one, one};
-    if (tables.made_of(family, all)) out += (out.empty() ? "" : between) + std::string(kDTypes[i].name);
+    const DType dtype = static_cast<DType>(i), all[kNumOperands] = {dtype, dtype, dtype};
+    if (tables.takes_dtypes(family, all)) out += (out.empty() ? "" : between) + std::string(kDTypes[i].name);
   }
   return out;
 }
@@ -101,9 +101,9 @@ std::string unmeasured_reason(int kernel_row, int64_t tiles, const CallFacts& p,
   if (nearest >= 0) {
     for (const Range& range : ranges_of(tables.choices[nearest], p, kernel, tiles)) {
       if (range.holds()) continue;
-      const bool low = range.given < range.low;
-      missed += (missed.empty() ? "" : ", ") + std::string(range.of) + (low ? " >= " : " <= ") +
-                number(low ? range.low : range.high) + " (here " + number(range.given) + ")";
+      const bool low = range.value < range.low;
+      missed += (missed.empty() ? "" : ", ") + std::string(range.name) + (low ? " >= " : " <= ") +
+                number(low ? range.low : range.high) + " (here " + number(range.value) + ")";
     }
   }
   return std::string("No measured entry covers this ") + (missed.empty() ? "class of calls" : "call") +
@@ -148,7 +148,7 @@ std::string row_text(int choice_row, const Tables& tables) {
   if (choice_row < 0) return "";
   const ChoiceRow& row = tables.choices[choice_row];
   const char* than = (row.features & kEightBits) != 0 ? " x the 16-bit kernel (" : " x stock (";
-  return std::string(row.said) + ": " + fixed(row.ratio) + than + row.measured + ")";
+  return std::string(row.description) + ": " + fixed(row.ratio) + than + row.measured + ")";
 }
 
 std::string rescue_text(int rescue_row, const Tables& tables) {
@@ -164,11 +164,11 @@ std::string name_of(Backend backend, const Tables& tables) {
 
 // Return why the dispatcher did not examine a backend.
 std::string not_needed(const Plan& plan, Mode mode, const Tables& tables) {
-  const bool asked = mode.backend() != Backend::kAuto;
-  return name_of(asked ? mode.backend() : plan.backend, tables) + (!asked ? " has priority and serves this call."
-                                                                   : mode.is_preference()
-                                                                       ? " is requested by TORCH_FLASHPLUG_BACKEND."
-                                                                       : " is forced.");
+  const bool is_requested = mode.backend() != Backend::kAuto;
+  return name_of(is_requested ? mode.backend() : plan.backend, tables) +
+         (!is_requested          ? " has priority and serves this call."
+          : mode.is_preference() ? " is requested by TORCH_FLASHPLUG_BACKEND."
+                                 : " is forced.");
 }
 
 // Return all reasons against the kernels of a family for a call.
@@ -189,7 +189,7 @@ std::string family_text(int family, const Plan& plan, const CallFacts& p, const 
 #pragma GCC diagnostic push
 #pragma GCC diagnostic error "-Wswitch"
 std::string reason_text(const Reason& reason, const CallFacts& p, const DeviceFacts& device, const Tables& tables) {
-  const std::string name = kOperandNames[reason.operand], given = number(reason.given),
+  const std::string name = kOperandNames[reason.operand], actual = number(reason.actual),
                     allowed = number(reason.allowed);
   switch (reason.why) {
     case Why::kNone:
@@ -199,7 +199,7 @@ std::string reason_text(const Reason& reason, const CallFacts& p, const DeviceFa
       return device.cc == 0 ? "There is no CUDA device. The kernels run on NVIDIA GPUs only."
                             : "The tensors are not all on one CUDA device. Move query, key and value to the same GPU.";
     case Why::kArch:
-      return "The GPU has compute capability " + capability(reason.given) + ", but the kernels of this backend need " +
+      return "The GPU has compute capability " + capability(reason.actual) + ", but the kernels of this backend need " +
              tables.families[reason.allowed].gpus + ". Stock attention serves this device.";
     case Why::kDtype:
       return std::string("query, key and value have dtype ") + facts_of(p.dtype[0]).name + ", but the kernels take " +
@@ -209,9 +209,9 @@ std::string reason_text(const Reason& reason, const CallFacts& p, const DeviceFa
              facts_of(p.dtype[1]).name + ", " + facts_of(p.dtype[2]).name + ". Cast all of the tensors to " +
              elements_text(reason.allowed, " or ", tables);
     case Why::kFeature:
-      return with_facts(tables.features[reason.given].words, p);
+      return with_facts(tables.features[reason.actual].unsupported_reason, p);
     case Why::kTogether:
-      return together_reason(reason.given);
+      return together_reason(reason.actual);
     case Why::kScale:
       return "scale is not finite. Stock attention serves this call.";
     case Why::kProbability:
@@ -220,17 +220,18 @@ std::string reason_text(const Reason& reason, const CallFacts& p, const DeviceFa
     case Why::kEmpty:
       return "A dimension of a tensor is 0. Stock attention handles empty tensors.";
     case Why::kHeadDimStep:
-      return name + " has head dim " + given + ", but the kernels take multiples of " + allowed + ". Pad the head dim.";
+      return name + " has head dim " + actual + ", but the kernels take multiples of " + allowed +
+             ". Pad the head dim.";
     case Why::kHeadDimLimit:
-      return name + " has head dim " + given + ", but the kernels take at most " + allowed +
+      return name + " has head dim " + actual + ", but the kernels take at most " + allowed +
              ". Stock attention serves larger head dims.";
     case Why::kHeadDimOfFeatures:
-      return name + " has head dim " + given + ", but the kernels with " + needs_text(p.needs) + " take at most " +
+      return name + " has head dim " + actual + ", but the kernels with " + needs_text(p.needs) + " take at most " +
              allowed + ". Stock attention serves larger head dims.";
     case Why::kLastStride:
-      return name + " has stride " + given + " in the last dim, but the kernels need stride 1. Call .contiguous().";
+      return name + " has stride " + actual + " in the last dim, but the kernels need stride 1. Call .contiguous().";
     case Why::kAlignment:
-      return name + " is aligned to " + given + " bytes (base address and strides), but the kernels need " + allowed +
+      return name + " is aligned to " + actual + " bytes (base address and strides), but the kernels need " + allowed +
              ". Call .contiguous() or .clone().";
     case Why::kNoKernel:
       return "No kernel " + (p.needs == 0 ? "" : "with " + needs_text(p.needs) + " ") + "takes D=" + number(p.D) +
@@ -238,21 +239,21 @@ std::string reason_text(const Reason& reason, const CallFacts& p, const DeviceFa
              (device.smem_bytes > 0 ? " in " + number(device.smem_bytes) + " bytes of shared memory" : "") +
              ". The kernel table is torch_flashplug/registry/kernel_table.py.";
     case Why::kSplits:
-      return "num_splits=" + given +
+      return "num_splits=" + actual +
              " is not possible, because no kernel splits the keys of this call (with is_causal, no kernel does). Use "
              "num_splits=1.";
     case Why::kUnmeasuredDevice:
-      return "The auto mode serves measured calls only, and no GPU of compute capability " + capability(reason.given) +
+      return "The auto mode serves measured calls only, and no GPU of compute capability " + capability(reason.actual) +
              " was available for measurements. Opt in with TORCH_FLASHPLUG_BACKEND=" +
              tables.families[reason.allowed].backend + " or sdpa_backend('" + tables.families[reason.allowed].backend +
              "').";
     case Why::kNoRow:
-      return unmeasured_reason(static_cast<int>(reason.given), reason.allowed, p, device, tables);
+      return unmeasured_reason(static_cast<int>(reason.actual), reason.allowed, p, device, tables);
     case Why::kSlower:
-      return "Such calls were measured at " + fixed(static_cast<double>(reason.given) / 1000) +
+      return "Such calls were measured at " + fixed(static_cast<double>(reason.actual) / 1000) +
              " x the speed of stock attention, below the serve ratio of the dispatch table. Stock attention is faster.";
     case Why::kDecodeGate:
-      return "Decode gate: the call has " + given + " tiles, but " + allowed +
+      return "Decode gate: the call has " + actual + " tiles, but " + allowed +
              " are needed to fill the SMs, and no kernel splits the keys of this call. Stock attention is faster.";
     case Why::kDeterministic:
       return "torch.use_deterministic_algorithms is on, and no deterministic backward kernel takes this call. Use "
@@ -296,11 +297,11 @@ std::string copies_text(const CallFacts& p, const Tables& tables) {
          (broadcast ? " minus the broadcast part" : "");
 }
 
-std::string plan_json(const Plan& plan, const CallFacts& given, const DeviceFacts& device, Mode mode,
+std::string plan_json(const Plan& plan, const CallFacts& original, const DeviceFacts& device, Mode mode,
                       const Tables& tables) {
   // The plan is for 8 bits, or for 16 bits after the 8-bit plan was rejected. `p` has the features of that plan.
-  const bool whole = static_cast<bool>(plan.why_not_8bit);
-  const CallFacts p = whole ? given : with_requested_precision(given, mode);
+  const bool in_16_bits = static_cast<bool>(plan.why_not_8bit);
+  const CallFacts p = in_16_bits ? original : with_requested_precision(original, mode);
   std::string out = "{\"backend\": " + quoted(name_of(plan.backend, tables));
   out += ", \"kernel\": " + quoted(plan.ours() ? tables.kernels[plan.kernel_row].name : "");
   out += ", \"splits\": " + number(plan.splits.n) + ", \"cluster\": " + number(plan.splits.cluster) +
@@ -327,7 +328,8 @@ std::string plan_json(const Plan& plan, const CallFacts& given, const DeviceFact
     out += (family > 0 ? ", " : "") + quoted(name_of(backend_of(family), tables)) + ": " +
            quoted(kWhyNames[static_cast<int>(plan.why[family].why)]);
   out += "}, \"precision\": " + quoted(needs_text(plan.features)) + ", \"whole\": " +
-         quoted(whole ? reason_text(plan.why_not_8bit, with_requested_precision(given, mode), device, tables) : "") +
+         quoted(in_16_bits ? reason_text(plan.why_not_8bit, with_requested_precision(original, mode), device, tables)
+                           : "") +
          ", \"gate\": " + quoted(measured ? gate_text(plan, p, device, tables) : "") +
          ", \"row\": " + quoted(row_text(plan.choice_row, tables)) +
          ", \"rescue\": " + quoted(rescue_text(plan.rescue_row, tables)) +
@@ -343,8 +345,8 @@ std::string call_text(const CallFacts& p, const Tables& tables) {
   };
   std::string needs;
   for (size_t i = 0; i < tables.features.size(); ++i) {
-    const char* said = tables.features[i].said;
-    if ((p.needs >> i & 1) != 0 && *said != 0) needs += std::string(" ") + said;
+    const char* description = tables.features[i].description;
+    if ((p.needs >> i & 1) != 0 && *description != 0) needs += std::string(" ") + description;
   }
   return "query " + shape(p.B, p.Hq, p.Sq, p.D) + " key " + shape(p.B, p.Hkv, p.Sk, p.D) + " value " +
          shape(p.B, p.Hkv, p.Sk, p.Dv) + " " + facts_of(p.dtype[0]).name + needs + (p.grad ? " with grad" : "");
@@ -356,9 +358,9 @@ void note_plan(const char* where, const CallFacts& p, const DeviceFacts& device,
   log_plan(std::string(where) + ": " + call_text(p, tables()) + " -> " + plan_json(plan, p, device, mode, tables()));
 }
 
-std::string forced_error(const CallFacts& given, const DeviceFacts& device, Mode mode, const Tables& tables) {
-  const CallFacts p = with_requested_precision(given, mode);
-  const Plan plan = plan_call(given, device, mode, tables);
+std::string forced_error(const CallFacts& original, const DeviceFacts& device, Mode mode, const Tables& tables) {
+  const CallFacts p = with_requested_precision(original, mode);
+  const Plan plan = plan_call(original, device, mode, tables);
   const int family = mode.family();
   Reason all[kMaxReasons];
   const int count = unsupported(p, device, tables, family, all, kMaxReasons);

@@ -22,15 +22,15 @@ constexpr int64_t kManyRows = 1024, kManyDims = 1024, kManyKeys = 1024;  // larg
 
 // Return true if all rows of the call's tensors start at a sector of L2, the smallest unit of L2 traffic.
 bool rows_sector_aligned(const CallFacts& p, const KernelRow& row) {
-  const auto whole = [&row](int64_t columns, int operand) {
+  const auto is_aligned = [&row](int64_t columns, int operand) {
     return columns * facts_of(row.dtype[operand]).bytes % row.sector_bytes == 0;
   };
-  return whole(p.D, 0) && whole(p.D, 1) && whole(p.Dv, 2);
+  return is_aligned(p.D, 0) && is_aligned(p.D, 1) && is_aligned(p.Dv, 2);
 }
 
 // Element-wise kernels serve only calls whose tensors vector loads cannot read.
 bool row_fits(const CallFacts& p, const DeviceFacts& device, const KernelRow& row) {
-  return made_of(row, p) && p.D <= row.d_max && p.Dv <= row.dv_max && has_features(row, p.needs) &&
+  return takes_dtypes(row, p) && p.D <= row.d_max && p.Dv <= row.dv_max && has_features(row, p.needs) &&
          (row.rows_sector_aligned == 0 || rows_sector_aligned(p, row)) && (row.elementwise != 0) != is_16b_aligned(p) &&
          smem_fits(row, device);
 }
@@ -58,17 +58,17 @@ CallFacts of_one_length(const CallFacts& p) {
 // the other sequences, so the facts assume enough sequences to fill any GPU. Every batch entry has the same number of
 // query rows, so Sq is kept. Lengths of packed sequences, caches and block tables, and the bounds of a clipped window,
 // belong to all sequences together, so the facts have fixed values for those.
-CallFacts of_its_kind(const CallFacts& p) {
+CallFacts batch_invariant_facts(const CallFacts& p) {
   if (!p.batch_invariant) return p;
   constexpr int64_t sequences = 64, length = 4096;
-  CallFacts kind = p;
-  kind.Sk = length;
+  CallFacts facts = p;
+  facts.Sk = length;
   if (p.sequences > 0)
-    kind.sequences = sequences, kind.Sq = kind.Sk = sequences * length;
+    facts.sequences = sequences, facts.Sq = facts.Sk = sequences * length;
   else
-    kind.B = sequences;
-  kind.left = kind.right = kind.Sq + kind.Sk;
-  return kind;
+    facts.B = sequences;
+  facts.left = facts.right = facts.Sq + facts.Sk;
+  return facts;
 }
 
 // Number of KV blocks visited by all tiles of a head, and by the longest tile (kernels/tiling/sliding_window.py).
@@ -76,16 +76,16 @@ struct WindowBlocks {
   double all = 0, longest = 0;
 };
 WindowBlocks blocks_of_windows(const CallFacts& p, const KernelRow& row) {
-  WindowBlocks found;
+  WindowBlocks counts;
   const int64_t diagonal = p.bottom_right * (p.Sk - p.Sq);
-  for (int64_t first = 0; first < p.Sq; first += row.tile_m) {
-    const int64_t begin = first + diagonal - p.left, last = first + row.tile_m - 1 + diagonal + p.right;
-    const int64_t end = ceil_div(std::clamp<int64_t>(last + 1, 1, p.Sk), row.tile_n);
+  for (int64_t first_row = 0; first_row < p.Sq; first_row += row.tile_m) {
+    const int64_t begin = first_row + diagonal - p.left, last_key = first_row + row.tile_m - 1 + diagonal + p.right;
+    const int64_t end = ceil_div(std::clamp<int64_t>(last_key + 1, 1, p.Sk), row.tile_n);
     const int64_t blocks = end - std::min(std::max<int64_t>(begin, 0) / row.tile_n, end - 1);
-    found.all += static_cast<double>(blocks);
-    found.longest = std::max(found.longest, static_cast<double>(blocks));
+    counts.all += static_cast<double>(blocks);
+    counts.longest = std::max(counts.longest, static_cast<double>(blocks));
   }
-  return found;
+  return counts;
 }
 
 // Return the rank of a kernel row; `find_kernel_row` takes the row with the smallest rank. A decode reads K and V once
@@ -103,8 +103,8 @@ double rank(const CallFacts& p, const KernelRow& row, const DeviceFacts& device)
 // Return the time of the whole launch in the unit of `cost`. The SMs fetch tiles from the tile scheduler, longest tile
 // first. So a launch ends when evenly spread work is done, or when the longest tile is done. Tiles of equal length (no
 // causal mask) run in whole waves.
-double estimate(const CallFacts& given, const KernelRow& row, const DeviceFacts& device) {
-  const CallFacts p = of_one_length(given);
+double estimate(const CallFacts& original, const KernelRow& row, const DeviceFacts& device) {
+  const CallFacts p = of_one_length(original);
   const int sm_count = std::max(device.sm_count, 1);
   const double m = row.tile_m, n = row.tile_n;
   const double heads = static_cast<double>(p.B) * p.Hq, num_m = static_cast<double>(ceil_div(p.Sq, row.tile_m));
@@ -132,11 +132,11 @@ double estimate(const CallFacts& given, const KernelRow& row, const DeviceFacts&
 // Of the rows that fit a call, keep the rows with the fewest unneeded features. Of the remaining rows, keep the rows
 // for the smallest head dims, except if rows of the call's tensors do not start at sectors: then keep all. Return the
 // row with the smallest rank.
-int find_kernel_row(const CallFacts& given, Kind kind, int family, const DeviceFacts& device, const Tables& tables) {
-  const CallFacts p = of_its_kind(given);
+int find_kernel_row(const CallFacts& original, Kind kind, int family, const DeviceFacts& device, const Tables& tables) {
+  const CallFacts p = batch_invariant_facts(original);
   int best = -1, fewest = 0;
   double least = 0;
-  for (int i : tables.of(kind, family, p.dtype[0])) {
+  for (int i : tables.rows(kind, family, p.dtype[0])) {
     const KernelRow& row = tables.kernels[i];
     if (!row_fits(p, device, row)) continue;
     const int spare = std::popcount(static_cast<uint64_t>(row.takes & ~p.needs));
@@ -182,17 +182,17 @@ int find_row_of_kind(const CallFacts& p, int kind, const KernelRow& kernel, int6
 
 // Return the facts that choice rows are compared with. Packed sequences have the mean length. For a window, Sk is the
 // number of keys visible to a query.
-CallFacts as_measured(const CallFacts& given) {
-  CallFacts p = of_one_length(given);
+CallFacts as_measured(const CallFacts& original) {
+  CallFacts p = of_one_length(original);
   if ((p.needs & kWindow) != 0) p.Sk = std::min(p.Sk, p.left + p.right + 1);
   return p;
 }
 
 }  // namespace
 
-std::array<Range, 6> ranges_of(const ChoiceRow& row, const CallFacts& given, const KernelRow& kernel,
+std::array<Range, 6> ranges_of(const ChoiceRow& row, const CallFacts& original, const KernelRow& kernel,
                                int64_t forward_tiles) {
-  const CallFacts p = as_measured(given);
+  const CallFacts p = as_measured(original);
   const int64_t tiles = row.keys_of_tile == 0 ? forward_tiles : p.B * p.Hkv * ceil_div(p.Sk, row.keys_of_tile);
   const int64_t tile_m = row.tile_m == 0 ? kernel.tile_m : row.tile_m;
   return {{{"D", std::max(p.D, p.Dv), row.d_min, row.d_max},

@@ -91,8 +91,8 @@ Splits split_among(const CallFacts& p, const KernelRow& row, const DeviceFacts& 
   const Splits apart{n, 1}, together{n, n};
   if (n > largest_cluster(row, tables)) return apart;
   const double share = tables.gate.cluster_share[n];
-  const bool room = share == 0 || static_cast<double>(n * packed_tiles(p, row)) <= share * device.sm_count;
-  return room && adding_time(p, row, tables, together) <= adding_time(p, row, tables, apart) ? together : apart;
+  const bool fits_gpu = share == 0 || static_cast<double>(n * packed_tiles(p, row)) <= share * device.sm_count;
+  return fits_gpu && adding_time(p, row, tables, together) <= adding_time(p, row, tables, apart) ? together : apart;
 }
 
 double packed_time(const CallFacts& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables,
@@ -101,10 +101,10 @@ double packed_time(const CallFacts& p, const KernelRow& row, const DeviceFacts& 
 }
 
 // There is at most one split for each block of keys, and kernels must be able to count the partial results in 32 bits.
-int64_t possible_splits(const CallFacts& p, const KernelRow& row, int64_t wanted) {
+int64_t possible_splits(const CallFacts& p, const KernelRow& row, int64_t requested) {
   const int64_t countable = std::numeric_limits<int32_t>::max() / partial_floats(p, 1);
   const int64_t most = std::min({ceil_div(keys_of(p), row.tile_n), countable, kMaxSplits});
-  return std::clamp<int64_t>(wanted, 1, std::max<int64_t>(most, 1));
+  return std::clamp<int64_t>(requested, 1, std::max<int64_t>(most, 1));
 }
 
 // The number of splits is enough for the longest possible sequence, whose first block may begin before the window. The
@@ -121,8 +121,8 @@ Splits best_of(const CallFacts& p, const KernelRow& row, const DeviceFacts& devi
   const int64_t blocks = ceil_div(keys_of(p), row.tile_n);
   const auto equal = static_cast<int64_t>(std::sqrt(static_cast<double>(blocks * row.cost) / partial_ns(p, tables)));
   Splits best;
-  const auto consider = [&](int64_t wanted) {
-    const int64_t even = ceil_div(blocks, ceil_div(blocks, wanted));
+  const auto consider = [&](int64_t requested) {
+    const int64_t even = ceil_div(blocks, ceil_div(blocks, requested));
     const Splits splits = split_among(p, row, device, tables, even);
     if (split_time(p, row, device, tables, splits) < split_time(p, row, device, tables, best)) best = splits;
   };
@@ -135,13 +135,13 @@ Splits best_of(const CallFacts& p, const KernelRow& row, const DeviceFacts& devi
 // Kernels with `at_once` > 1 read faster with more CTAs than SMs. If a mask hides most keys, combining more splits
 // takes longer than this estimate, so the CTAs must save at least `shared_ns`.
 Splits best_splits(const CallFacts& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables) {
-  const auto of = [&](int64_t ctas) {
+  const auto best_with = [&](int64_t ctas) {
     return best_of(p, row, device, tables, possible_splits(p, row, ctas / packed_tiles(p, row)));
   };
   const auto time = [&](Splits splits) { return split_time(p, row, device, tables, splits); };
-  const Splits alone = of(device.sm_count);
+  const Splits alone = best_with(device.sm_count);
   if (row.at_once == 1) return alone;
-  const Splits shared = of(row.at_once * device.sm_count);
+  const Splits shared = best_with(row.at_once * device.sm_count);
   return time(alone) - time(shared) >= tables.gate.shared_ns ? shared : alone;
 }
 

@@ -47,8 +47,8 @@ int find_row(VarlenKernel stock, int64_t facts, int cc, const Tables& tables) {
   const auto holds = [&](const VarlenRow& row) {
     return row.cc == cc && row.stock == stock && (row.facts & ~facts) == 0;
   };
-  const auto found = std::ranges::find_if(tables.varlen, holds);
-  return found == tables.varlen.end() ? -1 : static_cast<int>(found - tables.varlen.begin());
+  const auto first_match = std::ranges::find_if(tables.varlen, holds);
+  return first_match == tables.varlen.end() ? -1 : static_cast<int>(first_match - tables.varlen.begin());
 }
 
 bool kernels_take(const VarlenCall& call) {
@@ -57,9 +57,9 @@ bool kernels_take(const VarlenCall& call) {
          fits(call.D) && fits(call.Dv);
 }
 
-std::string said(const VarlenCall& call, const VarlenDecision& verdict, int cc) {
+std::string decision_text(const VarlenCall& call, const VarlenDecision& decision, int cc) {
   const std::string stock = kVarlenKernelSaid[stock_varlen(call, cc)];
-  switch (verdict.exit) {
+  switch (decision.exit) {
     case VarlenDecisionReason::kDisabled:
       return "The plugin is disabled. Call torch_flashplug.enable().";
     case VarlenDecisionReason::kOtherBackend:
@@ -110,7 +110,7 @@ bool flash_is_measured(int cc, const Tables& tables) {
   return row >= 0 && tables.varlen[row].serve != 0;
 }
 
-VarlenDecision judge_varlen(const VarlenCall& call, bool is_on, Mode mode, int cc, const Tables& tables) {
+VarlenDecision decide_varlen(const VarlenCall& call, bool is_on, Mode mode, int cc, const Tables& tables) {
   if (!is_on) return {VarlenDecisionReason::kDisabled};
   if (mode.backend() != Backend::kAuto && mode.family() < 0) return {VarlenDecisionReason::kOtherBackend};
   if (call.allowed == 0) return {VarlenDecisionReason::kNotAllowed};
@@ -134,18 +134,18 @@ std::string lacking_text(const VarlenCall& call) {
       {dtype.bytes != 2, std::string("torch.") + dtype.name},
       {is_odd(call.D) || is_odd(call.Dv), "head dims [" + dims + "]"}};
   std::string all;
-  for (const auto& [lacking, what] : lacks) all += lacking ? (all.empty() ? "" : ", ") + what : "";
+  for (const auto& [lacking, property] : lacks) all += lacking ? (all.empty() ? "" : ", ") + property : "";
   return all.empty() ? "these tensors" : all;
 }
 
-std::string varlen_json(const VarlenCall& call, const VarlenDecision& verdict, Mode mode, int cc,
+std::string varlen_json(const VarlenCall& call, const VarlenDecision& decision, Mode mode, int cc,
                         const Tables& tables) {
-  const VarlenRow* row = verdict.row < 0 ? nullptr : &tables.varlen[verdict.row];
-  const bool raises = verdict.exit == VarlenDecisionReason::kNotTaken && mode.forces_kernels();
+  const VarlenRow* row = decision.row < 0 ? nullptr : &tables.varlen[decision.row];
+  const bool raises = decision.exit == VarlenDecisionReason::kNotTaken && mode.forces_kernels();
   const std::pair<const char*, std::string> members[] = {
-      {"exit", kVarlenExitNames[static_cast<int>(verdict.exit)]},
+      {"exit", kVarlenExitNames[static_cast<int>(decision.exit)]},
       {"stock", kVarlenKernelNames[stock_varlen(call, cc)]},
-      {"said", said(call, verdict, cc)},
+      {"said", decision_text(call, decision, cc)},
       {"row", row != nullptr ? row->measured : ""},
       {"rescue", row != nullptr ? row->wrong : ""},
       {"error", raises ? forced_varlen_error(call, mode, tables) : ""}};

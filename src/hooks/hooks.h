@@ -48,11 +48,11 @@ int64_t stock_choice(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v,
 void repair(int backends);
 
 // Result of stock's cuDNN forward on readable operands. The output has the layout of the original call.
-struct RepairedForward {
+struct CudnnForwardResult {
   TensorHandle tensors[7];  // in the order of `FusedResult`
   int64_t max_q, max_k;
 };
-RepairedForward repaired_cudnn_forward(CudnnForwardCall call);
+CudnnForwardResult readable_cudnn_forward(CudnnForwardCall call);
 // Return a 4-d operand for stock's flash or efficient attention, which read 16 bytes at a time: the operand itself if
 // aligned, else a copy.
 TensorHandle on_units(TensorHandle operand);

@@ -41,18 +41,18 @@ enum class Owner { kStocks, kOurs, kMaths };
 // The owner of a call, and the exit where the router decided.
 struct Decision {
   int exit;
-  Owner whose = Owner::kStocks;
-  bool leaves = false;  // the mask is to be replaced
-  bool asked = false;   // the tensors were inspected
+  Owner owner = Owner::kStocks;
+  bool replaces_mask = false;  // the mask is to be replaced
+  bool inspected = false;      // the tensors were inspected
 };
 Owner ours_if(bool ours) { return ours ? Owner::kOurs : Owner::kStocks; }
 thread_local int last_exit = -1;
 
 // Return the number of an exit. An unknown name does not compile.
 consteval int exit_named(std::string_view name) {
-  int place = 0;
-  while (kExitNames[place] != name) ++place;
-  return place;
+  int index = 0;
+  while (kExitNames[index] != name) ++index;
+  return index;
 }
 
 using Sizes = int64_t[kNumOperands][4];
@@ -105,14 +105,15 @@ Decision make_decision(const Call& call, Mode mode, Facts* read) {
   if (!forced && !plans_are_logged() && !class_may_serve(p, device, mode, tables())) return {exit_named("class")};
   if (torch.nested(call.q) || torch.nested(call.k) || torch.nested(call.v)) return {exit_named("nested")};
   Sizes hints = {};
-  const Traced said = only_traced ? python_says(call, &hints) : Traced::kSized;
-  if (said == Traced::kStocks) return {exit_named("subclass")};
-  if (said == Traced::kStep && (p.needs & kDropout) != 0) return {exit_named("subclass")};
+  const Traced answer = only_traced ? python_says(call, &hints) : Traced::kSized;
+  if (answer == Traced::kStocks) return {exit_named("subclass")};
+  if (answer == Traced::kStep && (p.needs & kDropout) != 0) return {exit_named("subclass")};
   // Decided by sizes that are the same on all devices. The devices have to agree on the op, which may move its inputs.
-  if (said == Traced::kPart || said == Traced::kStep)
+  if (answer == Traced::kPart || answer == Traced::kStep)
     return {exit_named("part"), ours_if(forced || serves_hinted(p, hints, device, mode))};
   // The replacement of a mask is for the plugin's op alone. Graphs keep the mask; tracing.py finds the mask again.
-  const bool has_mask = (p.needs & kAnyMask) != 0, is_bool = (p.needs & kMask) != 0, leaves = is_bool && !only_traced;
+  const bool has_mask = (p.needs & kAnyMask) != 0, is_bool = (p.needs & kMask) != 0,
+             replaces_mask = is_bool && !only_traced;
   if (is_bool && (wrapped(call) || torch.jit_traced())) return {exit_named("mask")};
   // A symbolic size is recognized by the failure of the question. The failure is not for the log.
   std::optional<QuietShims> quiet;
@@ -128,13 +129,13 @@ Decision make_decision(const Call& call, Mode mode, Facts* read) {
     return {exit_named("no sizes"), ours_if(only_traced && served)};
   }
   if (!shapes_fit(facts.shape, call.enable_gqa)) return {exit_named("shapes")};
-  const auto fits = only_traced || wrapped(call) ? traced_mask_fits : mask_fits;
-  if (has_mask && !fits(call.mask, facts)) return {exit_named("mask")};
+  const auto mask_check = only_traced || wrapped(call) ? traced_mask_fits : mask_fits;
+  if (has_mask && !mask_check(call.mask, facts)) return {exit_named("mask")};
   const Plan& plan = remembered_plan(p, device, mode, tables());
   note_plan("router", p, device, mode, plan);
   // If a forced backend cannot run the call, the op raises the reasons.
   const bool ours = forced || (plan.ours() && !kernel_missing(plan.kernel_row, device));
-  return {exit_named("planned"), ours_if(ours), leaves};
+  return {exit_named("planned"), ours_if(ours), replaces_mask};
 }
 
 // Decide a call: first by the switches, then by `make_decision()`.
@@ -142,15 +143,15 @@ Decision decide(const Call& call, Mode mode, Facts* facts) {
   const TorchSymbols& torch = torch_symbols();
   if (!enabled()) return {exit_named("disabled")};
   if (process_backend() == Backend::kMath) return {exit_named("math everywhere"), Owner::kMaths};
-  const Backend wanted = mode.backend();
+  const Backend backend = mode.backend();
   // sdpa_kernel: the plugin's class of backend
   const bool allowed = torch.flash_enabled() || torch.overrideable_enabled();
   if (!allowed) return {exit_named("not allowed")};
-  if (wanted == Backend::kMath && torch.math_enabled()) return {exit_named("math"), Owner::kMaths};
-  if (wanted == Backend::kStock || wanted == Backend::kMath) return {exit_named("other backend")};
-  Decision verdict = make_decision(call, mode, facts);
-  verdict.asked = true;
-  return verdict;
+  if (backend == Backend::kMath && torch.math_enabled()) return {exit_named("math"), Owner::kMaths};
+  if (backend == Backend::kStock || backend == Backend::kMath) return {exit_named("other backend")};
+  Decision decision = make_decision(call, mode, facts);
+  decision.inspected = true;
+  return decision;
 }
 
 template <int slot>
@@ -160,20 +161,20 @@ int64_t choice(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v, const
   const auto mask_handle = reinterpret_cast<AtenTensorHandle>(const_cast<std::optional<void*>*>(mask));
   const Causal causal = is_causal ? Causal::kTopLeft : Causal::kNone;
   const Call call{{q, k, v, mask->has_value() ? mask_handle : nullptr, dropout_p, causal, scale}, enable_gqa};
-  forget_mask();
+  drop_replaced_mask();
   Facts facts;
-  const Decision verdict = decide(call, effective_mode(), &facts);
-  last_exit = verdict.exit;
-  if (verdict.whose == Owner::kMaths) return kChoiceMath;
-  const bool ours = verdict.whose == Owner::kOurs && (!verdict.leaves || leave_kept(call.mask, facts));
+  const Decision decision = decide(call, effective_mode(), &facts);
+  last_exit = decision.exit;
+  if (decision.owner == Owner::kMaths) return kChoiceMath;
+  const bool ours = decision.owner == Owner::kOurs && (!decision.replaces_mask || replace_mask(call.mask, facts));
   count(ours ? Path::kRoutedOurs : Path::kRoutedStock);
   if (ours) return kChoiceOverrideable;
   // Stock's choice divides by the number of heads. For empty calls, the chosen kernel gives no output, or ends the
   // process.
-  if (verdict.exit == exit_named("empty") && torch_symbols().math_enabled() && !is_undefined(call)) return kChoiceMath;
+  if (decision.exit == exit_named("empty") && torch_symbols().math_enabled() && !is_undefined(call)) return kChoiceMath;
   auto stock = reinterpret_cast<ChoiceFunction>(stock_functions[slot].load(std::memory_order_acquire));
   const int64_t chosen = stock(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa);
-  return verdict.asked ? right_choice(chosen, call).choice : chosen;
+  return decision.inspected ? right_choice(chosen, call).choice : chosen;
 }
 
 void* our_choice(int slot) {

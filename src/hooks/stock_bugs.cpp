@@ -51,7 +51,7 @@ bool has_unmasked_rest(const Attention& call) {
 // Return true if the efficient attention reads the operands unchanged. KV heads must equal query heads. The rows of a
 // mask must be contiguous and not broadcast, boolean (converted by stock to the query's dtype) or of the query's dtype.
 bool efficient_reads(const Attention& call) {
-  if (standin() != Standin::kOff) return false;
+  if (cpu_stub() != CpuStub::kOff) return false;
   // torch's rule for vmap requires a mask with the query's batching
   if (call.mask != nullptr && wrapped(call)) return false;
   Facts facts;
@@ -73,10 +73,10 @@ bool efficient_reads(const Attention& call) {
 }
 
 struct StockBug {
-  const char* says;  // wrong behavior of the backend
-  bool (*in)(const Attention& call);
-  int64_t of[3];   // backends with the fault; 0, math, has no fault
-  bool efficient;  // the efficient attention is right, where it can read the call
+  const char* description;  // wrong behavior of the backend
+  bool (*holds_for)(const Attention& call);
+  int64_t backends[3];  // backends with the fault; 0, math, has no fault
+  bool efficient;       // the efficient attention is right, where it can read the call
 };
 // The first fault of the chosen backend counts.
 constexpr StockBug kFaults[] = {
@@ -108,18 +108,20 @@ bool has_no_elements(const Attention& call) {
 }
 
 const char* fault_said(int fault) {
-  const bool known = fault >= 0 && fault < static_cast<int>(std::size(kFaults));
-  return known ? kFaults[fault].says : "";
+  const bool exists = fault >= 0 && fault < static_cast<int>(std::size(kFaults));
+  return exists ? kFaults[fault].description : "";
 }
 
 CorrectedChoice right_choice(int64_t chosen, const Attention& call) {
   if (is_undefined(call)) return {chosen};
   for (const StockBug& fault : kFaults) {
-    if (chosen == kChoiceMath || std::ranges::find(fault.of, chosen) == std::end(fault.of) || !fault.in(call)) continue;
-    const int place = static_cast<int>(&fault - kFaults);
+    if (chosen == kChoiceMath || std::ranges::find(fault.backends, chosen) == std::end(fault.backends) ||
+        !fault.holds_for(call))
+      continue;
+    const int index = static_cast<int>(&fault - kFaults);
     if (fault.efficient && torch_symbols().efficient_enabled() && efficient_reads(call))
-      return {kChoiceEfficient, place};
-    return {torch_symbols().math_enabled() ? kChoiceMath : chosen, place};
+      return {kChoiceEfficient, index};
+    return {torch_symbols().math_enabled() ? kChoiceMath : chosen, index};
   }
   return {chosen};
 }

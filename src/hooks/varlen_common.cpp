@@ -33,7 +33,7 @@ struct Strided {
 };
 
 // Swap the two middle dims of a 4-d shape. A 3-d shape counts as a batch of 1.
-Strided turned(const Shape& x, int64_t dims) {
+Strided swap_middle_dims(const Shape& x, int64_t dims) {
   if (dims == 4)
     return {{x.size[0], x.size[2], x.size[1], x.size[3]}, {x.stride[0], x.stride[2], x.stride[1], x.stride[3]}};
   return {{1, x.size[1], x.size[0], x.size[2]}, {x.size[0] * x.stride[0], x.stride[1], x.stride[0], x.stride[2]}};
@@ -41,31 +41,31 @@ Strided turned(const Shape& x, int64_t dims) {
 
 // Return a view with heads before rows.
 TensorHandle heads_first(AtenTensorHandle x) {
-  const Strided seen = turned(shape_of(x), dims_of(x));
-  return view(x, 4, seen.size, seen.stride);
+  const Strided swapped = swap_middle_dims(shape_of(x), dims_of(x));
+  return view(x, 4, swapped.size, swapped.stride);
 }
 
 // Return the inverse view of `heads_first()`, in the layout of torch.empty_like(operand) if sizes are equal.
 TensorHandle rows_first(TensorHandle x, AtenTensorHandle operand) {
   const int64_t dims = dims_of(operand), skipped = 4 - dims;
-  const Strided seen = turned(shape_of(x.get()), 4);
-  const int64_t *size = seen.size + skipped, *stride = seen.stride + skipped;
+  const Strided swapped = swap_middle_dims(shape_of(x.get()), 4);
+  const int64_t *size = swapped.size + skipped, *stride = swapped.stride + skipped;
   const Shape like = shape_of(operand);
-  int64_t wanted[4];
-  std::copy_n(stride, dims, wanted);
-  if (std::equal(size, size + dims, like.size)) dense_strides(like.size, like.stride, static_cast<int>(dims), wanted);
+  int64_t target[4];
+  std::copy_n(stride, dims, target);
+  if (std::equal(size, size + dims, like.size)) dense_strides(like.size, like.stride, static_cast<int>(dims), target);
   bool same = true;
-  for (int64_t i = 0; i < dims; ++i) same &= size[i] == 1 || stride[i] == wanted[i];
-  TensorHandle found = view(x.get(), static_cast<int>(dims), size, same ? wanted : stride);
-  return same ? std::move(found) : new_like(x.get(), static_cast<int>(dims), size, wanted, found.get());
+  for (int64_t i = 0; i < dims; ++i) same &= size[i] == 1 || stride[i] == target[i];
+  TensorHandle viewed = view(x.get(), static_cast<int>(dims), size, same ? target : stride);
+  return same ? std::move(viewed) : new_like(x.get(), static_cast<int>(dims), size, target, viewed.get());
 }
 
-AtenTensorHandle operand(const BoxedArgs& given, Arg arg) {
-  const AtenTensorHandle found = given.tensor(arg);
-  if (found == nullptr)
+AtenTensorHandle operand(const BoxedArgs& args, Arg arg) {
+  const AtenTensorHandle tensor = args.tensor(arg);
+  if (tensor == nullptr)
     throw std::runtime_error(
         "torch_flashplug: torch's attention op must get query, key and value, but an operand is missing.");
-  return found;
+  return tensor;
 }
 
 const void* address(AtenTensorHandle tensor) {
@@ -101,18 +101,18 @@ TensorHandle rows_of(AtenTensorHandle lse, const CallFacts& p) {
   if (skipped < 0 || !std::equal(have.size, have.size + dims, size + skipped))
     throw std::runtime_error(
         "torch_flashplug: the logsumexp must have the shape (B, Hq, Sq) or (Hq, Sq) of the query.");
-  const bool on_end = std::equal(have.stride, have.stride + dims, stride + skipped);
-  const TensorHandle packed =
-      on_end ? TensorHandle::share(lse) : new_like(lse, static_cast<int>(dims), size + skipped, stride + skipped, lse);
+  const bool is_packed = std::equal(have.stride, have.stride + dims, stride + skipped);
+  const TensorHandle packed = is_packed ? TensorHandle::share(lse)
+                                        : new_like(lse, static_cast<int>(dims), size + skipped, stride + skipped, lse);
   return view(packed.get(), 3, size, stride);
 }
 
 // Return a new dropout state at a storage offset.
 TensorHandle new_state(const TensorClass& query, int64_t mark) {
-  const int64_t size = mark + kState, one = 1;
+  const int64_t size = mark + kState, unit_stride = 1;
   const TensorHandle storage =
-      empty_strided(1, &size, &one, aoti_torch_dtype_uint64(), query.device_type, query.device_index);
-  return view(storage.get(), 1, &kState, &one, mark);
+      empty_strided(1, &size, &unit_stride, aoti_torch_dtype_uint64(), query.device_type, query.device_index);
+  return view(storage.get(), 1, &kState, &unit_stride, mark);
 }
 
 // Return true if kernels can write the output to `out`.
@@ -138,27 +138,27 @@ Window bottom_right(std::optional<int64_t> left, std::optional<int64_t> right, b
   return {bound(left), is_causal ? 0 : bound(right), true};
 }
 
-HookedCall::HookedCall(const BoxedArgs& given, Window window, AtenTensorHandle into)
-    : q(heads_first(operand(given, Arg::kQuery))),
-      k(heads_first(operand(given, Arg::kKey))),
-      v(heads_first(operand(given, Arg::kValue))) {
+HookedCall::HookedCall(const BoxedArgs& args, Window window, AtenTensorHandle into)
+    : q(heads_first(operand(args, Arg::kQuery))),
+      k(heads_first(operand(args, Arg::kKey))),
+      v(heads_first(operand(args, Arg::kValue))) {
   call.q = q.get(), call.k = k.get(), call.v = v.get();
   call.mode = effective_mode();
-  call.scale = given.real(Arg::kScale);
+  call.scale = args.real(Arg::kScale);
   call.window = window;
-  call.cu_q = given.tensor(Arg::kCuQ), call.cu_k = given.tensor(Arg::kCuK);
-  call.used_k = given.tensor(Arg::kUsedK);
-  call.num_splits = given.integer(Arg::kSplits).value_or(0);
-  if (into == nullptr || dims_of(into) != dims_of(given.tensor(Arg::kQuery))) return;
+  call.cu_q = args.tensor(Arg::kCuQ), call.cu_k = args.tensor(Arg::kCuK);
+  call.used_k = args.tensor(Arg::kUsedK);
+  call.num_splits = args.integer(Arg::kSplits).value_or(0);
+  if (into == nullptr || dims_of(into) != dims_of(args.tensor(Arg::kQuery))) return;
   this->into = heads_first(into);
   if (is_writable(this->into.get(), call.q, call.v)) call.out = this->into.get();
 }
 
-bool kernels_take(const BoxedArgs& given, int64_t dims) {
-  if (given.tensor(Arg::kPages) != nullptr || given.tensor(Arg::kAlibi) != nullptr) return false;
-  if (given.integer(Arg::kSplits).value_or(1) != 1) return false;
+bool kernels_take(const BoxedArgs& args, int64_t dims) {
+  if (args.tensor(Arg::kPages) != nullptr || args.tensor(Arg::kAlibi) != nullptr) return false;
+  if (args.integer(Arg::kSplits).value_or(1) != 1) return false;
   for (const Arg arg : {Arg::kQuery, Arg::kKey, Arg::kValue}) {
-    const AtenTensorHandle x = given.tensor(arg);
+    const AtenTensorHandle x = args.tensor(arg);
     TensorClass facts;
     if (x == nullptr || !read_class(x, &facts) || facts.dim != dims || !eligible_device(facts.device_type))
       return false;
@@ -200,22 +200,22 @@ FlashResult to_stock_layout(ForwardResult result, const HookedCall& hooked, Aten
   CallFacts p;
   const Shape shape[kNumOperands] = {shape_of(call.q), shape_of(call.k), shape_of(call.v)};
   fill_shapes(shape, &p);
-  FlashResult left;
-  left.out = rows_first(std::move(result.out), query);
+  FlashResult flash;
+  flash.out = rows_first(std::move(result.out), query);
   if (facts.dim == 3) {
     const int64_t size[2] = {p.Hq, p.Sq}, stride[2] = {p.Sq, 1};
-    left.lse = view(result.lse.get(), 2, size, stride);
+    flash.lse = view(result.lse.get(), 2, size, stride);
   } else {
-    left.lse = std::move(result.lse);
+    flash.lse = std::move(result.lse);
   }
-  if (may_see_nothing(call, p)) positive_infinities(left.lse.get());
+  if (may_see_nothing(call, p)) positive_infinities(flash.lse.get());
   // as with stock, the backward gets no KV lengths and includes all keys
-  left.rng = new_state(facts, call.used_k != nullptr ? 0 : kMark);
-  return left;
+  flash.rng = new_state(facts, call.used_k != nullptr ? 0 : kMark);
+  return flash;
 }
 
-void write_to(AtenTensorHandle out, AtenTensorHandle found) {
-  if (address(out) != address(found)) copy_into(out, found);
+void write_to(AtenTensorHandle out, AtenTensorHandle result) {
+  if (address(out) != address(result)) copy_into(out, result);
 }
 
 bool is_ours(AtenTensorHandle rng) {
@@ -223,23 +223,22 @@ bool is_ours(AtenTensorHandle rng) {
   return rng != nullptr && aoti_torch_get_storage_offset(rng, &offset) == 0 && offset == kMark;
 }
 
-bool gradients_by_kernels(const BoxedArgs& given, Window window, TensorHandle grads[3], AtenTensorHandle lse) {
-  const HookedCall hooked(given, window);
-  const TensorHandle grad_out = heads_first(operand(given, Arg::kGradOut)),
-                     out = heads_first(operand(given, Arg::kOut));
+bool gradients_by_kernels(const BoxedArgs& args, Window window, TensorHandle grads[3], AtenTensorHandle lse) {
+  const HookedCall hooked(args, window);
+  const TensorHandle grad_out = heads_first(operand(args, Arg::kGradOut)), out = heads_first(operand(args, Arg::kOut));
   const Facts facts = read_facts(hooked.call);
   check_lengths(hooked.call, facts);
-  const TensorHandle rows = rows_of(lse != nullptr ? lse : operand(given, Arg::kLse), facts.problem);
+  const TensorHandle rows = rows_of(lse != nullptr ? lse : operand(args, Arg::kLse), facts.problem);
   const BackwardCall call{grad_out.get(),           hooked.call, out.get(), rows.get(), nullptr, nullptr,
                           {true, true, true, false}};
   BackwardResult result;
   if (!differentiate(call, facts, &result)) {
     // Empty calls: a forced backend takes them as well, and stock's kernels need not.
-    if (!is_empty(facts.problem) && standin() != Standin::kMath) return false;
+    if (!is_empty(facts.problem) && cpu_stub() != CpuStub::kMath) return false;
     result = attention_math_backward(call);
   }
   constexpr Arg operands[3] = {Arg::kQuery, Arg::kKey, Arg::kValue};
-  for (int i = 0; i < 3; ++i) grads[i] = rows_first(std::move(result.grads[i]), given.tensor(operands[i]));
+  for (int i = 0; i < 3; ++i) grads[i] = rows_first(std::move(result.grads[i]), args.tensor(operands[i]));
   return true;
 }
 

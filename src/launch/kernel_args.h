@@ -21,7 +21,7 @@ class Arguments {
   Arguments& operator=(const Arguments&) = delete;
 
   void tensor(Slot slot, AtenTensorHandle tensor, bool writes = false);
-  void one_number(Slot slot, void* address);  // an address in global memory outside any torch tensor
+  void global_number(Slot slot, void* address);  // an address in global memory outside any torch tensor
   void integer(Slot slot, int64_t value);
   void real(Slot slot, double value);
   void scale(double scale);  // softmax scale
@@ -29,8 +29,8 @@ class Arguments {
   void stream(void* stream);
 
   bool takes(Slot slot) const {
-    const Parameter& one = signature_.of(slot);
-    return one.place >= 0 && takes_argument(row_, one.features);
+    const Parameter& parameter = signature_.parameter(slot);
+    return parameter.position >= 0 && takes_argument(row_, parameter.features);
   }
   int device_index() const { return device_index_; }
   const TVMFFIAny* packed() const { return packed_; }
@@ -42,14 +42,14 @@ class Arguments {
     DLTensor tensor;
     int64_t stride[kMostDims];
   };
-  TVMFFIAny* place_of(Slot slot, int32_t type_index);
-  [[noreturn]] void throw_for_unsaid() const;
+  TVMFFIAny* value_for(Slot slot, int32_t type_index);
+  [[noreturn]] void throw_for_missing() const;
   DLDataType type_of(const Parameter& parameter) const;
 
   const Signature& signature_;
   const KernelRow& row_;
   const int device_index_;
-  int32_t unsaid_;  // number of slots of the kernel still to be set
+  int32_t num_missing_;  // number of slots of the kernel still to be set
   Described described_[kMostArguments];
   TVMFFIAny packed_[kMostArguments + 1];
 };

@@ -55,7 +55,7 @@ void set_compile_callback(CompileCallback callback);
 // `loads`: parts of the launch may run for the first time, regardless of earlier launches.
 void launch(Kernel& kernel, Arguments& arguments, bool loads = false);
 // Launch only the preprocessing kernels that precede the kernel's own CTAs.
-void launch_what_is_ahead(Kernel& kernel, Arguments& arguments);
+void launch_preprocess(Kernel& kernel, Arguments& arguments);
 
 // ---- counters.cpp ----
 

@@ -49,13 +49,13 @@ TensorHandle as_kernels_read(const ForwardCall& call, const CallFacts& p, const 
   const bool hopper = tables().families[row.family].arch >= 90;
   const bool shared = row.kind != kDecode && stride[2] == 0 && p.Sq > row.group_rows;  // all queries share a mask row
   const bool repeats = shared && !hopper;
-  const int64_t whole[4] = {p.B, p.Hq, repeats ? row.group_rows : p.Sq, p.Sk};
-  if (!repeats && is_read_where_it_lies(bias, stride, unit, hopper && !shared)) return view(bias, 4, whole, stride);
-  for (int i = 0; i < 3; ++i) size[i] = stride[i] == 0 && !(repeats && i == 2) ? 1 : whole[i];
+  const int64_t full_size[4] = {p.B, p.Hq, repeats ? row.group_rows : p.Sq, p.Sk};
+  if (!repeats && is_read_where_it_lies(bias, stride, unit, hopper && !shared)) return view(bias, 4, full_size, stride);
+  for (int i = 0; i < 3; ++i) size[i] = stride[i] == 0 && !(repeats && i == 2) ? 1 : full_size[i];
   const TensorHandle copy = copy_of_padded_rows(bias, 4, size, stride, unit);
   int64_t repeated[4];
   for (int i = 0; i < 4; ++i) repeated[i] = size[i] == 1 && i < 3 ? 0 : shape_of(copy.get()).stride[i];
-  return view(copy.get(), 4, whole, repeated);
+  return view(copy.get(), 4, full_size, repeated);
 }
 
 // Sizes of a bias gradient in all four dims, with the strides of torch.empty_like.
@@ -96,12 +96,12 @@ BiasGradientPlanes gradient_planes(AtenTensorHandle gradient, const CallFacts& p
       like.size[0] * like.size[1] * blocks(like.size[2], p.Sq, row.tile_m) * blocks(like.size[3], p.Sk, row.tile_n);
   BiasGradientPlanes planes = planes_of(gradient);
   // with so many planes for each plane of the gradient, all SMs are busy
-  int64_t wanted = std::max(sm_count, 1) / tiles;
-  const auto share = [&wanted](int64_t* number, int64_t all) {
-    const int64_t most = std::min(wanted, all / kLeastSummed);
+  int64_t planes_to_fill = std::max(sm_count, 1) / tiles;
+  const auto share = [&planes_to_fill](int64_t* number, int64_t all) {
+    const int64_t most = std::min(planes_to_fill, all / kLeastSummed);
     if (*number != 1 || most < 2) return;
     *number = ceil_div(all, ceil_div(all, most));  // no plane without work
-    wanted /= *number;
+    planes_to_fill /= *number;
   };
   share(&planes.batches, p.B);
   share(&planes.heads, p.Hq);

@@ -40,10 +40,10 @@ TensorHandle pack_dropout_args(AtenTensorHandle seed, const TensorClass& query, 
   if (!read || numbers != 1 || dtype != aoti_torch_dtype_int64() || !beside)
     throw std::runtime_error(
         "torch_flashplug: seed must be a single int64 on the device of query. Pass the seed of the forward.");
-  constexpr int64_t one = 1;
-  TensorHandle given = view(seed, 1, &one, &one);
-  arguments->tensor("seed", given.get());
-  return given;
+  constexpr int64_t single = 1;
+  TensorHandle seed_view = view(seed, 1, &single, &single);
+  arguments->tensor("seed", seed_view.get());
+  return seed_view;
 }
 
 }  // namespace flashplug

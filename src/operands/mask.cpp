@@ -38,10 +38,10 @@ void*& pointer_in(AtenTensorHandle tensor) { return *reinterpret_cast<void**>(te
 // A replaced mask. Never destroyed: at the end of a thread or of the process, libtorch may be gone.
 struct ReplacedMask {
   AtenTensorHandle mask = nullptr;
-  AtenTensorHandle place = nullptr;  // the caller's tensor
-  void* left = nullptr;              // pointer of the replacement
+  AtenTensorHandle argument = nullptr;  // the caller's tensor
+  void* replacement = nullptr;          // pointer of the replacement
 };
-thread_local ReplacedMask kept;
+thread_local ReplacedMask replaced;
 
 // Return true for an address on the thread's own stack. Torch passes arguments from frame to frame. A tensor elsewhere
 // may be read by different threads meanwhile.
@@ -79,10 +79,10 @@ bool dense(AtenTensorHandle mask) {
 
 bool broadcasts(AtenTensorHandle mask, const CallFacts& p) {
   int64_t size[4], stride[4];
-  return spread(mask, p, size, stride) && ((p.needs & kMask) == 0 || can_be_digested(mask, p));
+  return spread(mask, p, size, stride) && ((p.needs & kMask) == 0 || can_preprocess_mask(mask, p));
 }
 
-TensorHandle new_digest(const int64_t size[4], int64_t numbers, const TensorClass& query) {
+TensorHandle new_metadata(const int64_t size[4], int64_t numbers, const TensorClass& query) {
   const int64_t sizes[3] = {size[0], size[1], numbers}, strides[3] = {size[1] * numbers, numbers, 1};
   return empty_strided(3, sizes, strides, aoti_torch_dtype_int32(), query.device_type, query.device_index);
 }
@@ -99,11 +99,13 @@ TensorHandle copy_of(AtenTensorHandle mask, const int64_t size[4], const int64_t
 
 // Return mask metadata kept by an earlier plugin forward: of all rows, or of a block that stands for all rows. The
 // metadata may also be block-sparse lists of the call; without gradients, such lists hold only the forward's part.
-MaskArgs digested_before(AtenTensorHandle digest, const CallFacts& p, bool gradients) {
-  const Shape shape = shape_of(digest);
+MaskArgs kept_metadata(AtenTensorHandle metadata, const CallFacts& p, bool gradients) {
+  const Shape shape = shape_of(metadata);
   int64_t dims = 0, rows = std::min(p.Sq, kBlock);
-  if (aoti_torch_get_dim(digest, &dims) != 0 || dims != 3) rows = -1;
-  const auto holds = [&](int64_t of, bool all) { return shape.size[2] == digest_numbers(of, p.Sq, p.Sk, all); };
+  if (aoti_torch_get_dim(metadata, &dims) != 0 || dims != 3) rows = -1;
+  const auto holds = [&](int64_t num_rows, bool all) {
+    return shape.size[2] == metadata_numbers(num_rows, p.Sq, p.Sk, all);
+  };
   if (rows > 0 && !holds(rows, true)) rows = p.Sq;
   const bool fits = rows > 0 && (shape.size[0] == 1 || shape.size[0] == p.B) &&
                     (shape.size[1] == 1 || shape.size[1] == p.Hq) &&
@@ -112,21 +114,23 @@ MaskArgs digested_before(AtenTensorHandle digest, const CallFacts& p, bool gradi
     throw std::runtime_error(
         "torch_flashplug: attn_bias must be the mask kept by a forward if the dtype is int32, but the shape differs.");
   const int64_t size[4] = {0, 0, rows, 0}, stride[4] = {};
-  return {view(digest, 4, size, stride), TensorHandle::share(digest)};
+  return {view(metadata, 4, size, stride), TensorHandle::share(metadata)};
 }
 
 // Return the mask arguments of a kernel. `digest`: whether the kernel takes metadata.
-MaskArgs masked(const ForwardCall& call, const CallFacts& p, const TensorClass& query, bool digest, bool gradients) {
-  if (is_digest(call.mask)) return digested_before(call.mask, p, gradients);
+MaskArgs mask_args(const ForwardCall& call, const CallFacts& p, const TensorClass& query, bool takes_metadata,
+                   bool gradients) {
+  if (is_mask_metadata(call.mask)) return kept_metadata(call.mask, p, gradients);
   int64_t size[4], stride[4];
   if (!beside(call.mask, query)) throw std::runtime_error("torch_flashplug: attn_mask must be on the device of query.");
   if (!spread(call.mask, p, size, stride))
     throw std::runtime_error("torch_flashplug: attn_mask must have 2 to 4 dims that broadcast to (B, Hq, Sq, Sk).");
-  if (!digest) return {view(call.mask, 4, size, stride), TensorHandle()};
+  if (!takes_metadata) return {view(call.mask, 4, size, stride), TensorHandle()};
   size[2] = rows_of(p, stride);
-  TensorHandle room = call.digest != nullptr ? TensorHandle::share(call.digest)
-                                             : new_digest(size, digest_numbers(size[2], p.Sq, p.Sk, gradients), query);
-  return {view(call.mask, 4, size, stride), std::move(room)};
+  TensorHandle metadata = call.metadata != nullptr
+                              ? TensorHandle::share(call.metadata)
+                              : new_metadata(size, metadata_numbers(size[2], p.Sq, p.Sk, gradients), query);
+  return {view(call.mask, 4, size, stride), std::move(metadata)};
 }
 
 }  // namespace
@@ -136,12 +140,12 @@ bool spread(AtenTensorHandle mask, const CallFacts& p, int64_t size[4], int64_t 
   Shape shape;
   if (aoti_torch_get_dim(mask, &dims) != 0 || dims < 2 || dims > kMostMaskDims || !read_shape(mask, &shape))
     return false;
-  const int64_t wanted[4] = {p.B, p.Hq, p.Sq, p.Sk}, missing = kMostMaskDims - dims;
+  const int64_t full_size[4] = {p.B, p.Hq, p.Sq, p.Sk}, missing = kMostMaskDims - dims;
   for (int64_t i = 0; i < kMostMaskDims; ++i) {
     const int64_t have = i < missing ? 1 : shape.size[i - missing];
-    if (have != 1 && have != wanted[i]) return false;
+    if (have != 1 && have != full_size[i]) return false;
     stride[i] = have == 1 ? 0 : shape.stride[i - missing];
-    size[i] = i < 2 && stride[i] == 0 ? 1 : wanted[i];
+    size[i] = i < 2 && stride[i] == 0 ? 1 : full_size[i];
   }
   return true;
 }
@@ -161,8 +165,8 @@ bool right_dtype(AtenTensorHandle mask, const CallFacts& p) {
 
 bool mask_fits(AtenTensorHandle mask, const Facts& facts) {
   const TorchSymbols& torch = torch_symbols();
-  const bool left = (facts.problem.needs & kMask) != 0;  // the router replaces the mask
-  if (left && !on_this_stack(mask)) return false;        // only the caller's own tensor, on the stack, can be replaced
+  const bool is_replaced = (facts.problem.needs & kMask) != 0;  // the router replaces the mask
+  if (is_replaced && !on_this_stack(mask)) return false;  // only the caller's own tensor, on the stack, can be replaced
   if (torch.python_dispatch(mask) || torch.wrapped(mask) || !has_memory(mask)) return false;  // no address of its own
   return dense(mask) && right_dtype(mask, facts.problem) && beside(mask, facts.operand[0]) &&
          broadcasts(mask, facts.problem);
@@ -173,76 +177,79 @@ bool traced_mask_fits(AtenTensorHandle mask, const Facts& facts) {
   if (torch_symbols().nested(mask) || !dense(mask) || !right_dtype(mask, facts.problem) ||
       !beside(mask, facts.operand[0]))
     return false;
-  const bool known = facts.shape[kNumOperands - 1].size != nullptr && read_shape(mask, &shape);
-  return known ? broadcasts(mask, facts.problem) : has_mask_dims(mask);
+  const bool has_sizes = facts.shape[kNumOperands - 1].size != nullptr && read_shape(mask, &shape);
+  return has_sizes ? broadcasts(mask, facts.problem) : has_mask_dims(mask);
 }
 
-bool leave_kept(AtenTensorHandle mask, const Facts& facts) {
+bool replace_mask(AtenTensorHandle mask, const Facts& facts) {
   try {
     int64_t size[4], stride[4];
     spread(mask, facts.problem, size, stride);
     const CallFacts& p = facts.problem;
     // nobody keeps the metadata
-    const int64_t numbers = p.grad ? digest_numbers(rows_of(p, stride), p.Sq, p.Sk, true) : 0;
+    const int64_t numbers = p.grad ? metadata_numbers(rows_of(p, stride), p.Sq, p.Sk, true) : 0;
     // Hooks of saved tensors get the replacement before the op fills the metadata, and may copy the replacement. So the
     // hooks get the mask's bytes.
-    TensorHandle left = p.grad && torch_symbols().saved_hooks() ? copy_of(mask, size, stride, facts.operand[0])
-                                                                : new_digest(size, numbers, facts.operand[0]);
-    if (torch_symbols().wrapped(left.get())) return false;  // inside a transform the op would get a different tensor
-    std::swap(pointer_in(mask), pointer_in(left.get()));
-    kept = {left.release(), mask, pointer_in(mask)};
+    TensorHandle replacement = p.grad && torch_symbols().saved_hooks() ? copy_of(mask, size, stride, facts.operand[0])
+                                                                       : new_metadata(size, numbers, facts.operand[0]);
+    if (torch_symbols().wrapped(replacement.get()))
+      return false;  // inside a transform the op would get a different tensor
+    std::swap(pointer_in(mask), pointer_in(replacement.get()));
+    replaced = {replacement.release(), mask, pointer_in(mask)};
     return true;
   } catch (const std::exception&) {
     return false;
   }
 }
 
-void forget_mask() {
-  if (kept.mask != nullptr) TensorHandle{std::exchange(kept.mask, nullptr)};
+void drop_replaced_mask() {
+  if (replaced.mask != nullptr) TensorHandle{std::exchange(replaced.mask, nullptr)};
 }
 
-TensorHandle take_mask(AtenTensorHandle left) {
-  TensorHandle there(std::exchange(kept.mask, nullptr));
-  if (there.get() == nullptr || pointer_in(left) != kept.left || pointer_in(kept.place) != kept.left) return {};
-  TensorHandle mask = TensorHandle::share(there.get());
-  std::swap(pointer_in(there.get()), pointer_in(kept.place));
+TensorHandle restore_mask(AtenTensorHandle replacement) {
+  TensorHandle original(std::exchange(replaced.mask, nullptr));
+  if (original.get() == nullptr || pointer_in(replacement) != replaced.replacement ||
+      pointer_in(replaced.argument) != replaced.replacement)
+    return {};
+  TensorHandle mask = TensorHandle::share(original.get());
+  std::swap(pointer_in(original.get()), pointer_in(replaced.argument));
   return mask;
 }
 
-AtenTensorHandle digest_of(AtenTensorHandle left) {
+AtenTensorHandle metadata_to_fill(AtenTensorHandle replacement) {
   int64_t numbers = 0;
-  check_shim(aoti_torch_get_numel(left, &numbers), "get_numel");
-  return is_digest(left) && numbers > 0 ? left : nullptr;
+  check_shim(aoti_torch_get_numel(replacement, &numbers), "get_numel");
+  return is_mask_metadata(replacement) && numbers > 0 ? replacement : nullptr;
 }
 
-void refuse_kept(AtenTensorHandle mask) {
+void reject_kept_mask(AtenTensorHandle mask) {
   if (mask != nullptr && is_kept(mask))
     throw std::runtime_error(
         std::string("torch_flashplug: attn_mask must be bool, float32 or of the query's dtype, but got ") +
-        (is_digest(mask) ? "int32" : "uint8") + ". Cast the mask.");
+        (is_mask_metadata(mask) ? "int32" : "uint8") + ". Cast the mask.");
 }
 
 MaskArgs pack_mask_args(const ForwardCall& call, const CallFacts& p, const TensorClass& query, bool gradients,
                         Arguments* arguments) {
   if (!arguments->takes("mask")) return {};
-  const bool digest = arguments->takes("digest");
-  MaskArgs given = masked(call, p, query, digest, gradients);
-  arguments->tensor("mask", given.mask.get());
-  if (digest) arguments->tensor("digest", given.digest.get(), true);
-  return given;
+  const bool takes_metadata = arguments->takes("digest");
+  MaskArgs mask = mask_args(call, p, query, takes_metadata, gradients);
+  arguments->tensor("mask", mask.mask.get());
+  if (takes_metadata) arguments->tensor("digest", mask.metadata.get(), true);
+  return mask;
 }
 
-void digest_in_torch(const ForwardCall& call, const CallFacts& p, const TensorClass& query) {
-  const MaskArgs given = masked(call, p, query, false, false);
+void preprocess_in_torch(const ForwardCall& call, const CallFacts& p, const TensorClass& query) {
+  const MaskArgs args = mask_args(call, p, query, false, false);
   OpCall op(kDigest);
-  op[kDigest["mask"]] = box::from_borrowed(given.mask.get());
-  op[kDigest["numbers"]] = box::from(shape_of(call.digest).size[2]);
+  op[kDigest["mask"]] = box::from_borrowed(args.mask.get());
+  op[kDigest["numbers"]] = box::from(shape_of(call.metadata).size[2]);
   op.run();
-  copy_into(call.digest, op.result(0).get());
+  copy_into(call.metadata, op.result(0).get());
 }
 
 // Return the size of a plane's metadata; same formula as `numbers` of kernels/preprocess/mask.py.
-int64_t digest_numbers(int64_t rows, int64_t Sq, int64_t Sk, bool gradients) {
+int64_t metadata_numbers(int64_t rows, int64_t Sq, int64_t Sk, bool gradients) {
   constexpr int64_t kTile = 64, kTall = 192, kWords = 128;
   const int64_t lines = ceil_div(rows, kBlock), M = ceil_div(Sq, kBlock), N = ceil_div(Sk, kBlock),
                 of_rows = ceil_div(rows, kTile), of_columns = ceil_div(Sk, kTile), tall = ceil_div(Sq, kTall);
@@ -250,11 +257,11 @@ int64_t digest_numbers(int64_t rows, int64_t Sq, int64_t Sk, bool gradients) {
   return gradients ? forward + 2 * (N + M * N) + of_columns * (of_rows + 1) * kWords + 2 * M * N : forward;
 }
 
-bool can_be_digested(AtenTensorHandle mask, const CallFacts& p) {
-  if (is_digest(mask)) return true;  // made by a plugin forward after the same check
+bool can_preprocess_mask(AtenTensorHandle mask, const CallFacts& p) {
+  if (is_mask_metadata(mask)) return true;  // made by a plugin forward after the same check
   int64_t size[4], stride[4];
   if (!spread(mask, p, size, stride)) return true;  // refused where the mask is read
-  const int64_t numbers = digest_numbers(rows_of(p, stride), p.Sq, p.Sk, true);
+  const int64_t numbers = metadata_numbers(rows_of(p, stride), p.Sq, p.Sk, true);
   // Kernels count the numbers of a plane in 31 bits, and the numbers of all planes in 32 bits.
   return numbers <= std::numeric_limits<int32_t>::max() &&
          size[0] * size[1] * numbers <= std::numeric_limits<uint32_t>::max();

@@ -86,20 +86,20 @@ void pack_scale_sign(AtenTensorHandle grad_q, const CallFacts& p);
 // bool mask and convert the mask to floats. The thread's next op puts the mask back. The replacement is empty mask
 // metadata or, with hooks of saved tensors, a copy of the mask's bytes. Called by the router; returns false if memory
 // is short.
-bool leave_kept(AtenTensorHandle mask, const Facts& facts);
-void forget_mask();
-// Return the mask replaced by `left`, and put the mask back. Undefined if `left` is no replacement of the calling
-// thread. Called by the op.
-TensorHandle take_mask(AtenTensorHandle left);
-// Return the mask metadata to be filled in by the op: `left` itself, or null if nobody keeps `left` or if `left` is a
-// copy.
-AtenTensorHandle digest_of(AtenTensorHandle left);
+bool replace_mask(AtenTensorHandle mask, const Facts& facts);
+void drop_replaced_mask();
+// Return the mask replaced by `replacement`, and put the mask back. Undefined if `replacement` is no replacement of the
+// calling thread. Called by the op.
+TensorHandle restore_mask(AtenTensorHandle replacement);
+// Return the mask metadata to be filled in by the op: `replacement` itself, or null if nobody keeps `replacement` or if
+// `replacement` is a copy.
+AtenTensorHandle metadata_to_fill(AtenTensorHandle replacement);
 // Throw if a caller passes a kept tensor as a mask.
-void refuse_kept(AtenTensorHandle mask);
+void reject_kept_mask(AtenTensorHandle mask);
 // Mask arguments of a kernel: a mask to preprocess and a place for the metadata, or an empty mask and earlier metadata.
 struct MaskArgs {
-  TensorHandle mask;    // (B or 1, Hq or 1, Sq, Sk), stride 0 in broadcast dims; or without elements
-  TensorHandle digest;  // (B or 1, Hq or 1, n)
+  TensorHandle mask;      // (B or 1, Hq or 1, Sq, Sk), stride 0 in broadcast dims; or without elements
+  TensorHandle metadata;  // (B or 1, Hq or 1, n)
 };
 // Pack the mask and its metadata for a kernel that takes them; or the mask alone. The result must live until the
 // launch.
@@ -110,12 +110,12 @@ MaskArgs pack_mask_args(const ForwardCall& call, const CallFacts& p, const Tenso
 bool spread(AtenTensorHandle mask, const CallFacts& p, int64_t size[4], int64_t stride[4]);
 bool right_dtype(AtenTensorHandle mask, const CallFacts& p);   // dtype allowed by F.sdpa
 bool beside(AtenTensorHandle mask, const TensorClass& query);  // on the same device
-void digest_in_torch(const ForwardCall& call, const CallFacts& p,
-                     const TensorClass& query);  // fills the call's metadata
+void preprocess_in_torch(const ForwardCall& call, const CallFacts& p,
+                         const TensorClass& query);  // fills the call's metadata
 // Return the number of 32-bit numbers of mask metadata for each plane. `rows` is Sq, or the rows of a block that stands
 // for all rows.
-int64_t digest_numbers(int64_t rows, int64_t Sq, int64_t Sk, bool gradients);
-bool can_be_digested(AtenTensorHandle mask, const CallFacts& p);  // true if kernels can count the numbers
+int64_t metadata_numbers(int64_t rows, int64_t Sq, int64_t Sk, bool gradients);
+bool can_preprocess_mask(AtenTensorHandle mask, const CallFacts& p);  // true if kernels can count the numbers
 
 // ---- bias.cpp: masks of floats ----
 

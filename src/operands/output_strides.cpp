@@ -75,11 +75,12 @@ TensorHandle packed_copy(AtenTensorHandle tensor) {
 
 TensorHandle copy_of_padded_rows(AtenTensorHandle tensor, int dims, const int64_t* size, const int64_t* stride,
                                  int64_t unit) {
-  int64_t room[4] = {1, 1, 1, 1}, padded[4];
-  std::copy_n(size, dims, room);
-  room[dims - 1] = ceil_div(size[dims - 1], unit) * unit;
-  pack_strides(room, padded);
-  TensorHandle copy = view(new_like(tensor, dims, room, padded, nullptr).get(), dims, size, padded);
+  int64_t padded_size[4] = {1, 1, 1, 1}, padded_stride[4];
+  std::copy_n(size, dims, padded_size);
+  padded_size[dims - 1] = ceil_div(size[dims - 1], unit) * unit;
+  pack_strides(padded_size, padded_stride);
+  TensorHandle copy =
+      view(new_like(tensor, dims, padded_size, padded_stride, nullptr).get(), dims, size, padded_stride);
   copy_into(copy.get(), view(tensor, dims, size, stride).get());
   return copy;
 }
@@ -106,8 +107,8 @@ TensorHandle copied_once(AtenTensorHandle tensor) {
   int64_t size[4], stride[4];
   for (int i = 0; i < 4; ++i) size[i] = i < 3 && shape.stride[i] == 0 ? 1 : shape.size[i];
   const TensorHandle copy = dense_copy(view(tensor, 4, size, shape.stride).get());
-  const int64_t* const made = shape_of(copy.get()).stride;
-  for (int i = 0; i < 4; ++i) stride[i] = size[i] < shape.size[i] ? 0 : made[i];
+  const int64_t* const copy_stride = shape_of(copy.get()).stride;
+  for (int i = 0; i < 4; ++i) stride[i] = size[i] < shape.size[i] ? 0 : copy_stride[i];
   return view(copy.get(), 4, shape.size, stride);
 }
 
@@ -212,12 +213,12 @@ TensorHandle in_output_layout(TensorHandle out, AtenTensorHandle query) {
 }
 
 TensorHandle sum_of_heads(TensorHandle grad, AtenTensorHandle operand) {
-  const Shape like = shape_of(operand), given = shape_of(grad.get());
-  if (given.size[1] == like.size[1]) return grad;
-  const int64_t apart = given.size[1] / like.size[1];
-  const int64_t size[5] = {given.size[0], like.size[1], apart, given.size[2], given.size[3]};
-  const int64_t stride[5] = {given.stride[0], given.stride[1] * apart, given.stride[1], given.stride[2],
-                             given.stride[3]};
+  const Shape like = shape_of(operand), grads = shape_of(grad.get());
+  if (grads.size[1] == like.size[1]) return grad;
+  const int64_t apart = grads.size[1] / like.size[1];
+  const int64_t size[5] = {grads.size[0], like.size[1], apart, grads.size[2], grads.size[3]};
+  const int64_t stride[5] = {grads.stride[0], grads.stride[1] * apart, grads.stride[1], grads.stride[2],
+                             grads.stride[3]};
   int64_t want[4];
   dense_strides(like.size, like.stride, 4, want);
   TensorHandle sum = new_like(operand, 4, like.size, want, nullptr);

@@ -19,7 +19,7 @@ int64_t rounded(int64_t bytes, int64_t unit) { return ceil_div(bytes, unit) * un
 int64_t scratch8_bytes(const CallFacts& p, const KernelRow& row) {
   const int64_t queries = p.B * p.Hq * p.Sq, kv_heads = p.B * p.Hkv, fp32 = 4;
   int64_t bytes = 0;
-  const auto take = [&bytes](int64_t more) { bytes += rounded(more, kAligned); };
+  const auto take = [&bytes](int64_t buffer_bytes) { bytes += rounded(buffer_bytes, kAligned); };
   take(queries * row.d_max);
   take(kv_heads * p.Sk * row.d_max);
   const bool values = (row.takes & feature_bit("qk8")) == 0;
@@ -37,8 +37,8 @@ TensorHandle pack_quant_workspace(const CallFacts& p, const TensorClass& query, 
                                   Arguments* arguments) {
   if (!arguments->takes("scratch8")) return {};
   static const int32_t int32 = aoti_torch_dtype_int32();
-  const int64_t words = scratch8_bytes(p, row) / 4, one = 1;
-  TensorHandle scratch = empty_strided(1, &words, &one, int32, query.device_type, query.device_index);
+  const int64_t words = scratch8_bytes(p, row) / 4, unit_stride = 1;
+  TensorHandle scratch = empty_strided(1, &words, &unit_stride, int32, query.device_type, query.device_index);
   arguments->tensor("scratch8", scratch.get(), true);
   return scratch;
 }

@@ -30,25 +30,27 @@
 
 namespace flashplug {
 
-void check_fp32(const char* name, AtenTensorHandle tensor, std::initializer_list<int64_t> wanted, const Facts& facts) {
+void check_fp32(const char* name, AtenTensorHandle tensor, std::initializer_list<int64_t> expected_size,
+                const Facts& facts) {
   static const int32_t fp32 = aoti_torch_dtype_float32();
   int32_t dtype = -1;
   int64_t dims = 0;
   Shape shape;
   check_shim(aoti_torch_get_dtype(tensor, &dtype), "get_dtype");
   check_shim(aoti_torch_get_dim(tensor, &dims), "get_dim");
-  const bool fits = dtype == fp32 && dims == static_cast<int64_t>(wanted.size()) && read_shape(tensor, &shape) &&
-                    beside(tensor, facts.operand[0]) && std::equal(wanted.begin(), wanted.end(), shape.size);
+  const bool fits = dtype == fp32 && dims == static_cast<int64_t>(expected_size.size()) && read_shape(tensor, &shape) &&
+                    beside(tensor, facts.operand[0]) &&
+                    std::equal(expected_size.begin(), expected_size.end(), shape.size);
   if (fits) return;
   std::string sizes;
-  for (int64_t size : wanted) sizes += (sizes.empty() ? "" : ", ") + std::to_string(size);
+  for (int64_t size : expected_size) sizes += (sizes.empty() ? "" : ", ") + std::to_string(size);
   throw std::runtime_error(std::string("torch_flashplug: ") + name + " must be float32 [" + sizes +
                            "] on the device of query.");
 }
 
 bool wants_math(Mode mode) { return mode.backend() == Backend::kMath || mode.backend() == Backend::kStock; }
 
-bool are_kernels(const CallFacts& p) { return facts_of(p.dtype[0]).bytes == 2; }
+bool is_16_bit(const CallFacts& p) { return facts_of(p.dtype[0]).bytes == 2; }
 
 namespace {
 
@@ -56,10 +58,10 @@ namespace {
 // must be on the query's device.
 int64_t rows_of_int32(AtenTensorHandle x, int64_t dims, const Facts& facts) {
   int32_t dtype = -1;
-  int64_t found = 0;
+  int64_t tensor_dims = 0;
   Shape shape;
   const bool fits = is_defined(x) && aoti_torch_get_dtype(x, &dtype) == 0 && dtype == aoti_torch_dtype_int32() &&
-                    aoti_torch_get_dim(x, &found) == 0 && found == dims && read_shape(x, &shape) &&
+                    aoti_torch_get_dim(x, &tensor_dims) == 0 && tensor_dims == dims && read_shape(x, &shape) &&
                     (shape.stride[dims - 1] == 1 || shape.size[dims - 1] <= 1) && beside(x, facts.operand[0]);
   return fits ? shape.size[0] : -1;
 }
@@ -70,7 +72,7 @@ void cached_forward(StableIValue* stack, uint64_t, uint64_t) {
                      v = box::to_tensor(stack[op["value"]]), k_scale = box::to_tensor(stack[op["k_scale"]]),
                      v_scale = box::to_tensor(stack[op["v_scale"]]),
                      mask = box::to_optional_tensor(stack[op["attn_mask"]]);
-  refuse_kept(mask.get());
+  reject_kept_mask(mask.get());
   ForwardCall call{{q.get(), k.get(), v.get(), mask.get()}, {}};
   call.scale = box::to_optional_double(stack[op["scale"]]);
   call.k_scale = k_scale.get(), call.v_scale = v_scale.get();
@@ -84,7 +86,7 @@ void cached_forward(StableIValue* stack, uint64_t, uint64_t) {
   const Plan plan = plan_in_op(p, device, tables());
   note_plan("cached_fwd", p, device, call.mode, plan);
   ForwardResult result;
-  if (sees && plan.ours() && standin() != Standin::kMath && our_forward(call, facts, plan, &result)) {
+  if (sees && plan.ours() && cpu_stub() != CpuStub::kMath && our_forward(call, facts, plan, &result)) {
     stack[0] = box::from_tensor(std::move(result.out));
     return;
   }
@@ -164,7 +166,7 @@ bool attend(const char* where, const ForwardCall& call, const Facts& facts, Mode
   const DeviceFacts device = device_facts(facts.device_index());
   const Plan plan = plan_of_own(p, device, by);
   note_plan(where, p, device, by, plan);
-  if (plan.ours() && standin() != Standin::kMath && our_forward(call, facts, plan, result)) return true;
+  if (plan.ours() && cpu_stub() != CpuStub::kMath && our_forward(call, facts, plan, result)) return true;
   // A call without elements needs no backend.
   if (call.mode.forces_kernels() && !is_empty(p))
     throw std::runtime_error(forced_error(p, device, call.mode, tables()));
@@ -194,11 +196,11 @@ namespace {
 void check_out(const ForwardCall& call, const Facts& facts) {
   if (call.out == nullptr) return;
   const CallFacts& p = facts.problem;
-  const int64_t wanted[4] = {p.B, p.Hq, p.Sq, p.Dv};
+  const int64_t expected_size[4] = {p.B, p.Hq, p.Sq, p.Dv};
   TensorClass out;
   Shape shape;
   if (!read_class(call.out, &out) || out.dtype != p.dtype[0] || out.dim != 4 || !read_shape(call.out, &shape) ||
-      !std::equal(wanted, wanted + 4, shape.size) || !beside(call.out, facts.operand[0]))
+      !std::equal(expected_size, expected_size + 4, shape.size) || !beside(call.out, facts.operand[0]))
     throw std::runtime_error("torch_flashplug: out must be [B, Hq, Sq, Dv] in the dtype and on the device of query.");
 }
 
@@ -233,7 +235,7 @@ ForwardResult attend_on_stack(StableIValue* stack, AtenTensorHandle out = nullpt
   check_out(call, facts);
   check_lengths(call, facts);
   const CallFacts& p = facts.problem;
-  if (is_defined(call.sinks) && are_kernels(p)) check_fp32("sinks", call.sinks, {p.Hq}, facts);
+  if (is_defined(call.sinks) && is_16_bit(p)) check_fp32("sinks", call.sinks, {p.Hq}, facts);
   ForwardResult result;
   return attend("attention_fwd", call, facts, call.mode, &result) ? std::move(result) : attention_math(call);
 }
@@ -256,7 +258,7 @@ void planned_lists(StableIValue* stack, uint64_t, uint64_t) {
   const Facts facts = read_facts(call);
   check_lengths(call, facts);
   const DeviceFacts device = device_facts(facts.device_index());
-  const bool kernels = standin() != Standin::kMath;
+  const bool kernels = cpu_stub() != CpuStub::kMath;
   const Plan plan = kernels ? plan_of_own(facts.problem, device, call.mode) : Plan{};
   BackwardPlan backward;
   if (kernels && box::to<bool>(stack[op["gradients"]])) {
@@ -264,9 +266,9 @@ void planned_lists(StableIValue* stack, uint64_t, uint64_t) {
     p.grad = true;
     backward = plan_backward(p, device, by_any(call.mode), tables());
   }
-  PlannedLists made = plan_lists(call, facts, plan, backward);
-  stack[op.result("lists")] = box::from_tensor(std::move(made.lists));
-  stack[op.result("key")] = box::from(made.key);
+  PlannedLists lists = plan_lists(call, facts, plan, backward);
+  stack[op.result("lists")] = box::from_tensor(std::move(lists.lists));
+  stack[op.result("key")] = box::from(lists.key);
 }
 
 void attention_forward_out(StableIValue* stack, uint64_t, uint64_t) {
@@ -329,13 +331,13 @@ ForwardResult attend_pages(StableIValue* stack, AtenTensorHandle out = nullptr) 
   check_out(call, facts);
   check_pages(call, facts);
   const CallFacts& p = facts.problem;
-  if (is_defined(call.sinks) && are_kernels(p)) check_fp32("sinks", call.sinks, {p.Hq}, facts);
+  if (is_defined(call.sinks) && is_16_bit(p)) check_fp32("sinks", call.sinks, {p.Hq}, facts);
   const DeviceFacts device = device_facts(facts.device_index());
   const bool fits = can_be_read(call, facts);
   const Plan plan = fits ? plan_in_op(p, device, tables(), call.num_splits) : Plan{};
   if (p.split_size > 0 && plan.ours()) check_splits(p, plan.splits.n);
   note_plan("paged_fwd", p, device, call.mode, plan);
-  const bool math = wants_math(call.mode) || standin() == Standin::kMath;
+  const bool math = wants_math(call.mode) || cpu_stub() == CpuStub::kMath;
   ForwardResult result;
   const bool ours = !math && plan.ours() && our_forward(call, facts, plan, &result);
   return ours ? std::move(result) : paged_math(call);
@@ -375,7 +377,7 @@ void attention_backward(StableIValue* stack, uint64_t, uint64_t) {
         "torch_flashplug: wants_delta must be False with packed sequences: attention_bwd returns no delta. Leave "
         "wants_delta out.");
   const CallFacts& p = facts.problem;
-  if (are_kernels(p)) {
+  if (is_16_bit(p)) {
     check_fp32("lse", call.lse, {p.B, p.Hq, p.Sq}, facts);
     if (is_defined(call.grad_lse)) check_fp32("grad_lse", call.grad_lse, {p.B, p.Hq, p.Sq}, facts);
   }

@@ -17,7 +17,7 @@ namespace flashplug {
 namespace {
 
 // Return grad_out in a layout that a kernel can read. An expanded scalar, as from `.sum().backward()`, is unreadable.
-TensorHandle read_by(const KernelRow& row, AtenTensorHandle tensor) {
+TensorHandle readable_by(const KernelRow& row, AtenTensorHandle tensor) {
   return row.elementwise ? TensorHandle::share(tensor) : readable(tensor);
 }
 
@@ -40,8 +40,8 @@ class BackwardInputs {
       : call_(call),
         read_(as_kernels_read(call.forward, p)),
         positive_(with_positive_scale(read_.call, p)),
-        out_(read_by(row, call.out)),
-        grad_out_(read_by(row, call.grad_out)) {}
+        out_(readable_by(row, call.out)),
+        grad_out_(readable_by(row, call.grad_out)) {}
 
   void to(Arguments* arguments) const {
     arguments->tensor("q", positive_.q.get());
@@ -82,22 +82,22 @@ TensorHandle delta_of(AtenTensorHandle rows, const CallFacts& p) {
 // Compute dQ, dK and dV, or at least the gradients in `parts`. `sharing`: see `BackwardPlan`. Returns the bias as the
 // kernel reads it.
 TensorHandle operand_gradients(Kernel& kernel, const KernelRow& row, const BackwardCall& call, const CallFacts& p,
-                               const TensorClass& query, const BackwardInputs& given, int64_t parts, int64_t sharing,
+                               const TensorClass& query, const BackwardInputs& inputs, int64_t parts, int64_t sharing,
                                BackwardResult* result) {
   const ForwardCall& forward = call.forward;
   // not empty, so that there is an address
-  const int64_t floats = std::max<int64_t>(scratch_floats(p, row), 4), one = 1;
+  const int64_t floats = std::max<int64_t>(scratch_floats(p, row), 4), unit_stride = 1;
   const TensorHandle rows = new_rows(p, row, query);
   const TensorHandle scratch =
-      empty_strided(1, &floats, &one, aoti_torch_dtype_float32(), query.device_type, query.device_index);
+      empty_strided(1, &floats, &unit_stride, aoti_torch_dtype_float32(), query.device_type, query.device_index);
   const AtenTensorHandle operands[3] = {forward.q, forward.k, forward.v};
   const int64_t written = row.kind == kPartBwd ? parts : kWantAll;
   const auto writes = [written](int i) { return (written & (i == 0 ? kWantDq : kWantDkDv)) != 0; };
   for (int i = 0; i < 3; ++i)  // an unwritten gradient is not read either, so its operand takes the argument's place
     result->grads[i] = writes(i) ? gradient_of(operands[i], row.elementwise, i == 0 ? 1 : sharing)
-                                 : TensorHandle::share(given.like(i));
+                                 : TensorHandle::share(inputs.like(i));
   Arguments arguments(row, p, query.device_index);
-  given.to(&arguments);
+  inputs.to(&arguments);
   arguments.tensor("dq", result->grads[0].get(), writes(0));
   arguments.tensor("dk", result->grads[1].get(), writes(1));
   arguments.tensor("dv", result->grads[2].get(), writes(2));
@@ -122,7 +122,7 @@ TensorHandle operand_gradients(Kernel& kernel, const KernelRow& row, const Backw
 // Compute the gradient of the caller's bias. `read`: the bias as read by an earlier kernel, copied if necessary; or
 // empty.
 TensorHandle bias_gradient(Kernel& kernel, const KernelRow& row, const BackwardCall& call, const CallFacts& p,
-                           const TensorClass& query, const BackwardInputs& given, TensorHandle read, int sm_count) {
+                           const TensorClass& query, const BackwardInputs& inputs, TensorHandle read, int sm_count) {
   const ForwardCall& forward = call.forward;
   const TensorHandle rows = new_rows(p, row, query);
   TensorHandle gradient = new_bias_gradient(forward.mask);
@@ -131,7 +131,7 @@ TensorHandle bias_gradient(Kernel& kernel, const KernelRow& row, const BackwardC
   TensorHandle written = is_split ? new_bias_planes(gradient.get(), planes) : TensorHandle::share(gradient.get());
   Arguments arguments(row, p, query.device_index);
   const bool wide = arguments.takes("dbias32");
-  given.to(&arguments);
+  inputs.to(&arguments);
   arguments.tensor("rows", rows.get(), true);
   arguments.tensor(wide ? Slot("dbias32") : Slot("dbias"), written.get(), true);
   if (read.get() != nullptr)
@@ -168,13 +168,13 @@ bool has_whole_planes(AtenTensorHandle bias, const CallFacts& p) {
 
 // Compute all gradients of sequences that fit into a single tile, with the gradient of a bias if wanted.
 void gradients_of_tiles(Kernel& kernel, const KernelRow& row, const BackwardCall& call, const CallFacts& p,
-                        const TensorClass& query, const BackwardInputs& given, bool with_bias, int sm_count,
+                        const TensorClass& query, const BackwardInputs& inputs, bool with_bias, int sm_count,
                         BackwardResult* result) {
   const ForwardCall& forward = call.forward;
   const AtenTensorHandle operands[3] = {forward.q, forward.k, forward.v};
   for (int i = 0; i < 3; ++i) result->grads[i] = gradient_of(operands[i], row.elementwise);
   Arguments arguments(row, p, query.device_index);
-  given.to(&arguments);
+  inputs.to(&arguments);
   arguments.tensor("dq", result->grads[0].get(), true);
   arguments.tensor("dk", result->grads[1].get(), true);
   arguments.tensor("dv", result->grads[2].get(), true);
@@ -185,9 +185,9 @@ void gradients_of_tiles(Kernel& kernel, const KernelRow& row, const BackwardCall
   bool is_split = false;
   if (with_bias) {
     gradient = new_bias_gradient(forward.mask);
-    const BiasGradientPlanes wanted = planes_of(gradient.get());
-    const BiasGradientPlanes written{wanted.batches > 1 ? p.B : ranges, p.Hq, p.Sq, p.Sk};
-    is_split = written != wanted;
+    const BiasGradientPlanes bias_planes = planes_of(gradient.get());
+    const BiasGradientPlanes written{bias_planes.batches > 1 ? p.B : ranges, p.Hq, p.Sq, p.Sk};
+    is_split = written != bias_planes;
     planes = is_split ? new_bias_planes(gradient.get(), written) : TensorHandle::share(gradient.get());
   } else if (bias.get() != nullptr) {
     const BiasGradientPlanes none{0, p.Hq, p.Sq, p.Sk};
@@ -206,17 +206,17 @@ void gradients_of_tiles(Kernel& kernel, const KernelRow& row, const BackwardCall
 
 bool our_backward(const BackwardCall& call, const CallFacts& p, const DeviceFacts& device, int device_index, Mode mode,
                   BackwardResult* result) {
-  if (standin() == Standin::kMath) return false;
-  if ((p.needs & kMask) != 0 && !can_be_digested(call.forward.mask, p)) return false;
+  if (cpu_stub() == CpuStub::kMath) return false;
+  if ((p.needs & kMask) != 0 && !can_preprocess_mask(call.forward.mask, p)) return false;
   CallFacts problem = p;
   problem.grad = true;
-  problem.bias_grad = call.wanted[3];
-  const bool* wanted = call.wanted;
-  const int64_t parts = (wanted[0] ? kWantDq : 0) + (wanted[1] || wanted[2] ? kWantDkDv : 0);
+  problem.bias_grad = call.wanted_grads[3];
+  const bool* wanted_grads = call.wanted_grads;
+  const int64_t parts = (wanted_grads[0] ? kWantDq : 0) + (wanted_grads[1] || wanted_grads[2] ? kWantDkDv : 0);
   const BackwardPlan plan = plan_backward(problem, device, mode, tables(), parts);
   if (!plan.ours()) return false;
-  const int some = std::max(plan.kernel_row, plan.bias_row);
-  if (some < 0) return true;  // nothing is wanted
+  const int any_row = std::max(plan.kernel_row, plan.bias_row);
+  if (any_row < 0) return true;  // nothing is wanted
   const bool in_tiles = plan.kernel_row >= 0 && tables().kernels[plan.kernel_row].kind == kTileBwd;
   const bool bias_in_tiles = in_tiles && plan.bias_row >= 0 && has_whole_planes(call.forward.mask, p);
   const int planned[2] = {plan.kernel_row, bias_in_tiles ? -1 : plan.bias_row};
@@ -229,14 +229,14 @@ bool our_backward(const BackwardCall& call, const CallFacts& p, const DeviceFact
   TensorClass query;
   read_class(call.forward.q, &query);
   const auto row = [&planned](int i) -> const KernelRow& { return tables().kernels[planned[i]]; };
-  const BackwardInputs given(call, p, tables().kernels[some]);
+  const BackwardInputs inputs(call, p, tables().kernels[any_row]);
   TensorHandle bias;
   if (in_tiles)
-    gradients_of_tiles(*kernels[0], row(0), call, p, query, given, bias_in_tiles, device.sm_count, result);
+    gradients_of_tiles(*kernels[0], row(0), call, p, query, inputs, bias_in_tiles, device.sm_count, result);
   else if (kernels[0] != nullptr)
-    bias = operand_gradients(*kernels[0], row(0), call, p, query, given, parts, plan.sharing, result);
+    bias = operand_gradients(*kernels[0], row(0), call, p, query, inputs, parts, plan.sharing, result);
   if (kernels[1] != nullptr)
-    result->grads[3] = bias_gradient(*kernels[1], row(1), call, p, query, given, std::move(bias), device.sm_count);
+    result->grads[3] = bias_gradient(*kernels[1], row(1), call, p, query, inputs, std::move(bias), device.sm_count);
   count(Path::kOursBackward);
   return true;
 }

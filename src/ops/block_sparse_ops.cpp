@@ -23,7 +23,7 @@ Facts read_lists(const ForwardCall& call) {
   Facts facts = read_facts(call);
   // excludes decode kernels, which read masks and no metadata: no decode kernel has gradients
   facts.problem.grad = true;
-  if (!is_digest(call.mask) || !beside(call.mask, facts.operand[0]))
+  if (!is_mask_metadata(call.mask) || !beside(call.mask, facts.operand[0]))
     throw std::runtime_error("torch_flashplug: the block-sparse lists must be int32 on the device of query.");
   return facts;
 }
@@ -54,7 +54,7 @@ void listed_backward(StableIValue* stack, uint64_t, uint64_t) {
   const BackwardCall call{grad.get(), forward, out.get(), lse.get(), nullptr, nullptr, {true, true, true, false}};
   const Facts facts = read_lists(forward);
   const CallFacts& p = facts.problem;
-  if (are_kernels(p)) check_fp32("lse", call.lse, {p.B, p.Hq, p.Sq}, facts);
+  if (is_16_bit(p)) check_fp32("lse", call.lse, {p.B, p.Hq, p.Sq}, facts);
   BackwardResult result;
   if (wants_math(forward.mode) || !differentiate(call, facts, &result)) result = listed_math_backward(call);
   for (int i = 0; i < 3; ++i) stack[i] = box::from_tensor(std::move(result.grads[i]));

@@ -24,7 +24,7 @@ void unregister_ops();
 Facts read_facts(const ForwardCall& call);
 // Run a plugin kernel: two allocations (three with split-KV), copies of unreadable operands, and one kernel call.
 // Returns false without an available kernel; auto mode then falls back to stock.
-bool our_forward(const ForwardCall& given, const Facts& facts, const Plan& plan, ForwardResult* result);
+bool our_forward(const ForwardCall& original, const Facts& facts, const Plan& plan, ForwardResult* result);
 // Return a tensor without elements: no memory, no launch.
 TensorHandle placeholder(const ForwardCall& call, int32_t dtype);
 
@@ -36,9 +36,10 @@ void check_lengths(const ForwardCall& call, const Facts& facts);  // throws if k
 bool attend(const char* where, const ForwardCall& call, const Facts& facts, Mode by, ForwardResult* result);
 bool differentiate(const BackwardCall& call, const Facts& facts, BackwardResult* result);  // false: no plugin kernel
 bool wants_math(Mode mode);
-bool are_kernels(const CallFacts& p);  // true for 16-bit queries; the reference math checks all other calls
+bool is_16_bit(const CallFacts& p);  // true for 16-bit queries; the reference math checks all other calls
 // Throw unless a tensor is fp32, has the wanted sizes, and is on the query's device.
-void check_fp32(const char* name, AtenTensorHandle tensor, std::initializer_list<int64_t> wanted, const Facts& facts);
+void check_fp32(const char* name, AtenTensorHandle tensor, std::initializer_list<int64_t> expected_size,
+                const Facts& facts);
 
 // ---- block_sparse_ops.cpp ----
 

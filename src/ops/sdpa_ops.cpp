@@ -75,25 +75,25 @@ Facts read_facts(const ForwardCall& call) {
   return facts;
 }
 
-bool our_forward(const ForwardCall& given, const Facts& facts, const Plan& plan, ForwardResult* result) {
+bool our_forward(const ForwardCall& original, const Facts& facts, const Plan& plan, ForwardResult* result) {
   CallFacts p = facts.problem;
   p.needs |= plan.features;
   const TensorClass& query = facts.operand[0];
-  if ((p.needs & kMask) != 0 && !can_be_digested(given.mask, p)) return false;
-  if (standin() == Standin::kMath) {  // everything but the kernel is real
-    *result = math_forward(given);
-    if (given.digest != nullptr) digest_in_torch(given, p, query);
-    if (given.dropout_p == 0.0) {  // as with kernels: nothing is drawn, so nothing is returned
+  if ((p.needs & kMask) != 0 && !can_preprocess_mask(original.mask, p)) return false;
+  if (cpu_stub() == CpuStub::kMath) {  // everything but the kernel is real
+    *result = math_forward(original);
+    if (original.metadata != nullptr) preprocess_in_torch(original, p, query);
+    if (original.dropout_p == 0.0) {  // as with kernels: nothing is drawn, so nothing is returned
       result->seed = TensorHandle();
       result->offset = TensorHandle();
     }
     count(Path::kOursForward);
     return true;
   }
-  const int circumstances = (given.mode.forces_kernels() ? kRequired : 0) | (facts.problem.grad ? kTraining : 0);
+  const int circumstances = (original.mode.forces_kernels() ? kRequired : 0) | (facts.problem.grad ? kTraining : 0);
   Kernel* kernel = find_kernel(plan.kernel_row, query.device_index, circumstances);
   if (kernel == nullptr) return false;
-  const ReadableCall read = as_kernels_read(given, p);
+  const ReadableCall read = as_kernels_read(original, p);
   const ForwardCall& call = read.call;
   const int64_t out_size[4] = {p.B, p.Hq, p.Sq, p.Dv};
   const int64_t lse_size[3] = {p.B, p.Hq, p.Sq}, lse_stride[3] = {p.Hq * p.Sq, p.Sq, 1};
@@ -111,8 +111,8 @@ bool our_forward(const ForwardCall& given, const Facts& facts, const Plan& plan,
   const SignedScale positive = with_positive_scale(call, p);
   TensorHandle partials;
   if (plan.splits.in_memory()) {
-    const int64_t floats = partial_floats(p, plan.splits.n), one = 1;
-    partials = empty_strided(1, &floats, &one, fp32, query.device_type, query.device_index);
+    const int64_t floats = partial_floats(p, plan.splits.n), unit_stride = 1;
+    partials = empty_strided(1, &floats, &unit_stride, fp32, query.device_type, query.device_index);
   }
   Arguments arguments(row, p, query.device_index);
   arguments.tensor("q", positive.q.get());
@@ -124,8 +124,8 @@ bool our_forward(const ForwardCall& given, const Facts& facts, const Plan& plan,
   if (partials.get() != nullptr)
     arguments.tensor("partials", partials.get(), true);
   else if (arguments.takes("partials"))  // nothing is written to partials, but an address is needed: the LSE's
-    arguments.one_number("partials", mutable_data(result->lse.get()));
-  const TensorHandle eight = pack_quant_workspace(p, query, row, &arguments);
+    arguments.global_number("partials", mutable_data(result->lse.get()));
+  const TensorHandle workspace = pack_quant_workspace(p, query, row, &arguments);
   const MaskArgs mask = pack_mask_args(call, p, query, false, &arguments);
   const TensorHandle bias = pack_bias_args(call, p, query, row, &arguments);
   if (call.dropout_p != 0.0) {
@@ -146,7 +146,7 @@ bool our_forward(const ForwardCall& given, const Facts& facts, const Plan& plan,
   arguments.integer("splits", plan.splits.n);
   arguments.integer("cluster", plan.splits.cluster);
   launch(*kernel, arguments, plan.splits.n > 1);
-  if (!writable && !result->in_place) result->out = in_output_layout(std::move(result->out), given.q);
+  if (!writable && !result->in_place) result->out = in_output_layout(std::move(result->out), original.q);
   count(Path::kOursForward);
   return true;
 }
@@ -168,7 +168,7 @@ ForwardResult stock_forward(const ForwardCall& call, const Facts& facts, const D
     return plan.ours() && our_forward(call, facts, plan, &result);
   };
   const bool plain = p.on_cuda && (p.needs & ~kCausal) == 0 && p.scale == Scale::kPositive;
-  if (standin() == Standin::kOff && plain && !is_empty(p)) {
+  if (cpu_stub() == CpuStub::kOff && plain && !is_empty(p)) {
     const int64_t choice =
         stock_choice(call.q, call.k, call.v, 0.0, (p.needs & kCausal) != 0, call.scale, p.Hq != p.Hkv);
     if (choice == kChoiceCudnn && cudnn_forward(call, p, &result)) return result;
@@ -199,7 +199,8 @@ ForwardResult forward(const ForwardCall& call) {
   note_plan("op", p, device, call.mode, plan);
   ForwardResult result;
   if (plan.ours() && our_forward(call, facts, plan, &result)) return result;
-  if (call.digest != nullptr) digest_in_torch(call, p, facts.operand[0]);  // the backward may still be the plugin's
+  if (call.metadata != nullptr)
+    preprocess_in_torch(call, p, facts.operand[0]);  // the backward may still be the plugin's
   if (plan.backend == Backend::kMath) return counted_math(call);
   if (call.mode.forces_kernels()) throw std::runtime_error(forced_error(p, device, call.mode, tables()));
   return stock_forward(call, facts, device);
@@ -218,7 +219,7 @@ BackwardResult backward(const BackwardCall& call) {
   if (math || !our_backward(call, p, device, facts.device_index(), mode, &result))
     result = math || !efficient_can_run(p) ? math_backward(call) : efficient_backward(call, p);
   for (int i = 0; i < 4; ++i) {
-    if (!call.wanted[i]) result.grads[i] = TensorHandle();
+    if (!call.wanted_grads[i]) result.grads[i] = TensorHandle();
   }
   return result;
 }
@@ -238,19 +239,20 @@ void carrier_forward(StableIValue* stack, uint64_t, uint64_t) {
   constexpr Schema op = kCarrierForward;
   const TensorHandle q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
                      v = box::to_tensor(stack[op["value"]]), bias = box::to_optional_tensor(stack[op["attn_bias"]]);
-  const TensorHandle taken = bias.defined() ? take_mask(bias.get()) : TensorHandle();
-  const AtenTensorHandle mask = taken.get() != nullptr ? taken.get() : bias.get();
-  refuse_kept(mask);
+  const TensorHandle replaced_mask = bias.defined() ? restore_mask(bias.get()) : TensorHandle();
+  const AtenTensorHandle mask = replaced_mask.get() != nullptr ? replaced_mask.get() : bias.get();
+  reject_kept_mask(mask);
   const Causal causal = box::to<bool>(stack[op["is_causal"]]) ? Causal::kTopLeft : Causal::kNone;
-  const Attention said{q.get(),
-                       k.get(),
-                       v.get(),
-                       mask,
-                       box::to<double>(stack[op["dropout_p"]]),
-                       causal,
-                       box::to_optional_double(stack[op["scale"]])};
-  const ForwardCall call{said, effective_mode(), wants_grad(said),
-                         taken.get() != nullptr ? digest_of(bias.get()) : nullptr, wants_bias_grad(said)};
+  const Attention arguments{q.get(),
+                            k.get(),
+                            v.get(),
+                            mask,
+                            box::to<double>(stack[op["dropout_p"]]),
+                            causal,
+                            box::to_optional_double(stack[op["scale"]])};
+  const ForwardCall call{arguments, effective_mode(), wants_grad(arguments),
+                         replaced_mask.get() != nullptr ? metadata_to_fill(bias.get()) : nullptr,
+                         wants_bias_grad(arguments)};
   ForwardResult result = forward(call);
   int64_t rows = 0, keys = 0;
   check_shim(aoti_torch_get_size(call.q, 2, &rows), "get_size");
@@ -275,7 +277,7 @@ void carrier_backward(StableIValue* stack, uint64_t, uint64_t) {
   const TensorHandle cum_q = box::to_tensor(stack[op["cum_seq_q"]]), cum_k = box::to_tensor(stack[op["cum_seq_k"]]),
                      seed = box::to_tensor(stack[op["philox_seed"]]),
                      offset = box::to_tensor(stack[op["philox_offset"]]);
-  const std::vector<bool> wanted = box::to<std::vector<bool>>(stack[op["grad_input_mask"]]);
+  const std::vector<bool> wanted_grads = box::to<std::vector<bool>>(stack[op["grad_input_mask"]]);
   const std::optional<double> scale = box::to_optional_double(stack[op["scale"]]);
   const Mode mode{(box::to<int64_t>(stack[op["max_q"]]) >> kModeShift) & kModeMask};
   const Causal causal = box::to<bool>(stack[op["is_causal"]]) ? Causal::kTopLeft : Causal::kNone;
@@ -288,7 +290,7 @@ void carrier_backward(StableIValue* stack, uint64_t, uint64_t) {
                     lse.get(),
                     seed.get(),
                     offset.get(),
-                    {wanted[0], wanted[1], wanted[2], wanted[3] && has_mask}};
+                    {wanted_grads[0], wanted_grads[1], wanted_grads[2], wanted_grads[3] && has_mask}};
   BackwardResult result = backward(call);
   for (int i = 0; i < 4; ++i) stack[i] = box::from_tensor(std::move(result.grads[i]));
 }
@@ -300,8 +302,8 @@ void carrier_backward(StableIValue* stack, uint64_t, uint64_t) {
 TensorHandle placeholder(const ForwardCall& call, int32_t dtype) {
   TensorClass query;
   read_class(call.q, &query);
-  const int64_t zero = 0, one = 1;
-  return empty_strided(1, &zero, &one, dtype, query.device_type, query.device_index);
+  const int64_t no_elements = 0, unit_stride = 1;
+  return empty_strided(1, &no_elements, &unit_stride, dtype, query.device_type, query.device_index);
 }
 
 namespace {
@@ -310,7 +312,7 @@ void own_forward(StableIValue* stack, uint64_t, uint64_t) {
   constexpr Schema op = kOwnForward;
   const TensorHandle q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
                      v = box::to_tensor(stack[op["value"]]), mask = box::to_optional_tensor(stack[op["attn_bias"]]);
-  refuse_kept(mask.get());
+  reject_kept_mask(mask.get());
   const Causal causal = own_op_causal(box::to<int64_t>(stack[op["causal_mode"]]), mask.get());
   const ForwardCall call{{q.get(), k.get(), v.get(), mask.get(), box::to<double>(stack[op["dropout_p"]]), causal,
                           box::to_optional_double(stack[op["scale"]])},
@@ -333,7 +335,7 @@ void own_backward(StableIValue* stack, uint64_t, uint64_t) {
   const TensorHandle mask = box::to_optional_tensor(stack[op["attn_bias"]]), out = box::to_tensor(stack[op["out"]]),
                      lse = box::to_tensor(stack[op["lse"]]);
   const TensorHandle seed = box::to_tensor(stack[op["seed"]]), offset = box::to_tensor(stack[op["offset"]]);
-  refuse_kept(mask.get());
+  reject_kept_mask(mask.get());
   const Causal causal = own_op_causal(box::to<int64_t>(stack[op["causal_mode"]]), mask.get());
   const ForwardCall forward_call{{q.get(), k.get(), v.get(), mask.get(), box::to<double>(stack[op["dropout_p"]]),
                                   causal, box::to_optional_double(stack[op["scale"]])},
@@ -376,13 +378,13 @@ void register_ops(const char* dispatch_key, bool own_ops) {
   aten->impl("_scaled_dot_product_fused_attention_overrideable_backward", &carrier_backward);
   libraries().push_back(std::move(aten));
   if (!own_ops) return;
-  auto own =
+  auto library =
       std::make_unique<StableLibrary>(StableLibrary::Kind::IMPL, "torch_flashplug", dispatch_key, kOwner, __LINE__);
-  own->impl("sdpa_fwd", &own_forward);
-  own->impl("sdpa_bwd", &own_backward);
-  register_own_ops(own.get());
-  own->impl("_right_choice", &right_choice_of_call);
-  libraries().push_back(std::move(own));
+  library->impl("sdpa_fwd", &own_forward);
+  library->impl("sdpa_bwd", &own_backward);
+  register_own_ops(library.get());
+  library->impl("_right_choice", &right_choice_of_call);
+  libraries().push_back(std::move(library));
 }
 
 void unregister_ops() { libraries().clear(); }

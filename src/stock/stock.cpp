@@ -80,10 +80,10 @@ void put_operands(const ForwardCall& call, OpCall* to) {
 }
 
 template <const Schema& schema>
-ForwardResult out_and_lse(OpCall* of) {
+ForwardResult out_and_lse(OpCall* op) {
   ForwardResult result;
-  result.out = of->result(schema.result("out"));
-  result.lse = of->result(schema.result("lse"));
+  result.out = op->result(schema.result("out"));
+  result.lse = op->result(schema.result("lse"));
   return result;
 }
 
@@ -103,10 +103,10 @@ TensorHandle pad_lse(AtenTensorHandle lse) {
 
 bool cudnn_forward(const ForwardCall& call, const CallFacts& p, ForwardResult* result) {
   if (!(stock_backends() & kStockCudnn)) return false;
-  RepairedForward raw;
+  CudnnForwardResult raw;
   try {
     const bool causal = call.causal == Causal::kTopLeft;
-    raw = repaired_cudnn_forward({call.q, call.k, call.v, nullptr, true, 0.0, causal, false, call.scale});
+    raw = readable_cudnn_forward({call.q, call.k, call.v, nullptr, true, 0.0, causal, false, call.scale});
   } catch (const std::exception& error) {  // the caller goes on to a different kernel; but no kernel needs less memory
     if (std::strstr(error.what(), "out of memory") != nullptr) throw;
     return false;
@@ -121,7 +121,7 @@ bool cudnn_forward(const ForwardCall& call, const CallFacts& p, ForwardResult* r
   return true;
 }
 
-bool efficient_can_run(const CallFacts& p) { return p.on_cuda && standin() == Standin::kOff && efficient_takes(p); }
+bool efficient_can_run(const CallFacts& p) { return p.on_cuda && cpu_stub() == CpuStub::kOff && efficient_takes(p); }
 
 ForwardResult efficient_forward(const ForwardCall& call, const CallFacts& p) {
   count(Path::kEfficientForward);
@@ -139,10 +139,10 @@ ForwardResult efficient_forward(const ForwardCall& call, const CallFacts& p) {
   op[schema["is_causal"]] = box::from(causal);
   op[schema["scale"]] = box::from_optional_double(call.scale);
   op.run_or([&](StableIValue* results) {
-    AtenTensorHandle made[4];
+    AtenTensorHandle tensors[4];
     if (!(stock_backends() & kStockEfficient)) return false;
-    stock_efficient_forward({q.get(), k.get(), v.get(), nullptr, true, call.dropout_p, causal, call.scale}, made);
-    std::ranges::transform(made, results, [](AtenTensorHandle tensor) { return box::from(tensor); });
+    stock_efficient_forward({q.get(), k.get(), v.get(), nullptr, true, call.dropout_p, causal, call.scale}, tensors);
+    std::ranges::transform(tensors, results, [](AtenTensorHandle tensor) { return box::from(tensor); });
     return true;
   });
   ForwardResult result;
@@ -295,17 +295,17 @@ BackwardResult efficient_backward(const BackwardCall& call, const CallFacts& p) 
   OpCall op(schema);
   for (int i = 0; i < 9; ++i) op[i] = box::from_borrowed(tensors[i].get());
   op[schema["dropout_p"]] = box::from(forward.dropout_p);
-  const bool wanted[4] = {true, true, true, false};
-  op[schema["grad_input_mask"]] = box::from(torch::headeronly::HeaderOnlyArrayRef<bool>(wanted, 4));
+  const bool wanted_grads[4] = {true, true, true, false};
+  op[schema["grad_input_mask"]] = box::from(torch::headeronly::HeaderOnlyArrayRef<bool>(wanted_grads, 4));
   op[schema["is_causal"]] = box::from(forward.causal == Causal::kTopLeft);
   op[schema["scale"]] = box::from_optional_double(forward.scale);
   op.run_or([&](StableIValue* results) {
-    AtenTensorHandle borrowed[9], made[4];
+    AtenTensorHandle borrowed[9], grads[4];
     if (!(stock_backends() & kStockEfficient)) return false;
     std::ranges::transform(tensors, borrowed, &TensorHandle::get);
     stock_efficient_backward(borrowed, forward.dropout_p, {true, true, true, false}, forward.causal == Causal::kTopLeft,
-                             forward.scale, made);
-    std::ranges::transform(made, results, [](AtenTensorHandle tensor) { return box::from(tensor); });
+                             forward.scale, grads);
+    std::ranges::transform(grads, results, [](AtenTensorHandle tensor) { return box::from(tensor); });
     return true;
   });
   BackwardResult result;
@@ -332,7 +332,7 @@ BackwardResult math_backward(const BackwardCall& call) {
   op[schema["causal_mode"]] = box::from(static_cast<int64_t>(forward.causal));
   op[schema["scale"]] = box::from_optional_double(forward.scale);
   op[schema["mode"]] = box::from(forward.mode.word);
-  op[schema["bias_grad"]] = box::from(call.wanted[3]);
+  op[schema["bias_grad"]] = box::from(call.wanted_grads[3]);
   op.run();
   BackwardResult result;
   for (int i = 0; i < 4; ++i) result.grads[i] = op.result(i);

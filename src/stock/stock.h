@@ -73,7 +73,7 @@ void stock_cudnn_backward(const AtenTensorHandle tensors[11], int64_t max_q, int
                           bool is_causal, std::optional<double> scale, AtenTensorHandle grads[3]);
 void stock_flash_backward(const AtenTensorHandle tensors[10], int64_t max_q, int64_t max_k, double dropout_p,
                           bool is_causal, std::optional<double> scale, AtenTensorHandle grads[3]);
-void stock_efficient_backward(const AtenTensorHandle tensors[9], double dropout_p, std::array<bool, 4> wanted,
+void stock_efficient_backward(const AtenTensorHandle tensors[9], double dropout_p, std::array<bool, 4> wanted_grads,
                               bool is_causal, std::optional<double> scale, AtenTensorHandle grads[4]);
 
 // Arguments of stock's flash attention for packed sequences, for (B, S, H, D), and for windows:
@@ -88,13 +88,14 @@ struct VarlenFlashCall {
   AtenTensorHandle used_k, alibi, pages;
   std::optional<int64_t> splits;
 };
-bool has_stock_on_end();
-bool has_stock_on_end_into();
+bool has_stock_varlen_flash();
+bool has_stock_varlen_flash_out();
 // Results: output, logsumexp, rng_state, unused, debug mask.
-void stock_on_end_forward(const VarlenFlashCall& call, AtenTensorHandle results[5]);
-AtenTensorHandle stock_on_end_into(AtenTensorHandle out, const VarlenFlashCall& call);  // returns logsumexp
+void stock_varlen_flash_forward(const VarlenFlashCall& call, AtenTensorHandle results[5]);
+AtenTensorHandle stock_varlen_flash_out(AtenTensorHandle out, const VarlenFlashCall& call);  // returns logsumexp
 // `tensors`: the tensor arguments of the backward, in order. Numbers come from `call`.
-void stock_on_end_backward(const AtenTensorHandle tensors[10], const VarlenFlashCall& call, AtenTensorHandle grads[3]);
+void stock_varlen_flash_backward(const AtenTensorHandle tensors[10], const VarlenFlashCall& call,
+                                 AtenTensorHandle grads[3]);
 
 // Arguments of stock's efficient attention for (B, S, H, D) or packed sequences: aten::_efficient_attention_forward.
 // Tensors from `bias` on may be null. `mask_type`: 0 none, 1 causal from the top left, 2 causal from the bottom right.
@@ -112,14 +113,15 @@ struct EfficientResult {
   AtenTensorHandle tensors[4];  // output, logsumexp, philox_seed, philox_offset
   int64_t max_q, max_k;
 };
-bool has_stock_rows();
-EfficientResult stock_rows_forward(const EfficientCall& call);
+bool has_stock_efficient_op();
+EfficientResult stock_efficient_op_forward(const EfficientCall& call);
 // Further arguments of the backward. Operands, numbers and lengths come from the `EfficientCall`.
 struct EfficientGradients {
   AtenTensorHandle grad_out, out, lse, seed, offset;
   bool bias_grad, one_storage;
   std::optional<int64_t> splits;
 };
-void stock_rows_backward(const EfficientCall& call, const EfficientGradients& given, AtenTensorHandle grads[4]);
+void stock_efficient_op_backward(const EfficientCall& call, const EfficientGradients& gradients,
+                                 AtenTensorHandle grads[4]);
 
 }  // namespace flashplug

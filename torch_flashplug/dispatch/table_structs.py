@@ -46,7 +46,7 @@ class KernelRow(ctypes.Structure):
 
 class ChoiceRow(ctypes.Structure):
     _fields_ = (
-        *_members(c_char_p, "said measured"),
+        *_members(c_char_p, "description measured"),
         *_members(c_double, "ratio"),
         *_members(c_int64, "features elements d_min d_max min_sq max_sq min_sk max_sk min_tiles min_packed max_packed"),
         *_members(c_int32, "kind family grad operands tile_m keys_of_tile serve"),
@@ -62,7 +62,7 @@ class VarlenRow(ctypes.Structure):
 
 
 class FeatureRow(ctypes.Structure):
-    _fields_ = _members(c_char_p, "said words")
+    _fields_ = _members(c_char_p, "description unsupported_reason")
 
 
 class ArgumentRow(ctypes.Structure):
@@ -121,7 +121,7 @@ def of_choice(row: dispatch_table.ChoiceRow) -> ChoiceRow:
     return _same(
         ChoiceRow,
         row,
-        said=row.said.encode(),
+        description=row.said.encode(),
         measured=row.measured.encode(),
         features=features.bits(features.TAGS[row.mask].features),
         elements=sum(1 << _element(name) for name in row.elements),
