@@ -222,8 +222,10 @@ FLASHPLUG_EXPORT void flashplug_set_facts_override(const int64_t* facts) {  // n
 FLASHPLUG_EXPORT void flashplug_clear_rows() {
   Tables& t = changing_tables();
   const uint64_t version = t.version;
+  const LayoutRow layout = t.layout;  // stays: sizes are divided by these numbers
   t = Tables{};
   t.version = version;
+  t.layout = layout;
   forget_kernels();
 }
 FLASHPLUG_EXPORT int flashplug_add_family_row(const FamilyRow* row, size_t size) {
@@ -267,6 +269,9 @@ FLASHPLUG_EXPORT int flashplug_add_feature_row(const FeatureRow* row, size_t siz
 }
 FLASHPLUG_EXPORT int flashplug_add_gate_row(const GateRow* row, size_t size) {
   return pushed(*row, size, [](Tables& t, const GateRow& gate) { t.gate = gate; });
+}
+FLASHPLUG_EXPORT int flashplug_add_layout_row(const LayoutRow* row, size_t size) {
+  return pushed(*row, size, [](Tables& t, const LayoutRow& layout) { t.layout = layout; });
 }
 
 // Write the name of a fact of a call, and its default value. The list ends with an empty name.

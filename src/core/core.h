@@ -79,9 +79,6 @@ struct Mode {
   bool forces_kernels() const { return !is_preference() && is_ours(backend()); }
 };
 constexpr int64_t kModeMask = 0xffffff;
-constexpr int64_t kMaxSplits = 255;  // limit of the mode word
-// unit of fixed_split_size in keys, because a split must be a multiple of any tile_n
-constexpr int64_t kSplitUnit = 128;
 
 // Facts of a device. Facts of a call are in call_facts.h, the tables in tables.h.
 struct DeviceFacts {

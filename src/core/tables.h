@@ -228,6 +228,18 @@ struct GateRow {
   double cluster_share[kMostInCluster + 1];
 };
 
+// Numbers that kernels and this core share: sizes of mask metadata (mask_layout.py, kernel_spec.py), the key order of
+// 8-bit values (quant_recipes.py), and limits of splits (dispatch_table.py).
+struct LayoutRow {
+  int64_t sparse_block;       // query rows and keys of a block of the block-sparse lists
+  int64_t tall_sparse_block;  // query rows of a block of the second set of lists, for tiles with more rows
+  int64_t bitmask_tile;       // query rows and keys of a tile of the bitmask
+  int64_t bitmask_words;      // 32-bit words of a tile of the bitmask
+  int64_t key_order;          // keys that are reordered together
+  int64_t max_splits;         // limit of num_splits; a mode word has 8 bits for the number
+  int64_t split_unit;         // fixed_split_size is a multiple, because a split must be a multiple of any tile_n
+};
+
 struct Tables {
   std::vector<FamilyRow> families;
   std::vector<KernelRow> kernels;
@@ -237,6 +249,7 @@ struct Tables {
   std::vector<FeatureRow> features;
   Signature signatures[kNumKinds];
   GateRow gate = {};
+  LayoutRow layout = {};
   uint64_t version = 1;  // changes with every change of the tables
 
   void add(FamilyRow row);  // throws if there are `kMostFamilies` already

@@ -144,7 +144,7 @@ bool class_may_serve(const CallFacts& p, const DeviceFacts& device, Mode mode, c
 // or -1. `estimate()` returns the expected time in ns. `find_choice_row()` returns the first measured row that holds
 // the call as `tiles` output tiles of the kernel, or -1 for a class without measurements.
 int find_kernel_row(const CallFacts& p, Kind kind, int family, const DeviceFacts& device, const Tables& tables);
-double estimate(const CallFacts& p, const KernelRow& row, const DeviceFacts& device);
+double estimate(const CallFacts& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables);
 int find_choice_row(const CallFacts& p, const KernelRow& kernel, int64_t tiles, const Tables& tables);
 // Range in which a choice row requires a number of the call.
 struct Range {
@@ -195,9 +195,9 @@ double packed_time(const CallFacts& p, const KernelRow& row, const DeviceFacts& 
 Splits best_splits(const CallFacts& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables);
 Splits split_among(const CallFacts& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables,
                    int64_t n);
-int64_t possible_splits(const CallFacts& p, const KernelRow& row, int64_t wanted_grads);
-Splits splits_of_size(const CallFacts& p);                   // for a call with a fixed split size
-int64_t partial_floats(const CallFacts& p, int64_t splits);  // fp32 values in the partial results of all splits
+int64_t possible_splits(const CallFacts& p, const KernelRow& row, const Tables& tables, int64_t requested);
+Splits splits_of_size(const CallFacts& p, const Tables& tables);  // for a call with a fixed split size
+int64_t partial_floats(const CallFacts& p, int64_t splits);       // fp32 values in the partial results of all splits
 // Texts for people (explain.cpp).
 std::string call_text(const CallFacts& p, const Tables& tables);
 // Return a compute capability in NVIDIA's notation: 90 is 9.0.

@@ -16,8 +16,7 @@ namespace flashplug {
 
 namespace {
 
-constexpr int64_t kListedRows = 128;  // query rows of a block in block-sparse lists (spec.LISTED)
-constexpr double kEdgeBlocks = 1;     // cost of the prologue and epilogue of a tile, in KV blocks
+constexpr double kEdgeBlocks = 1;  // cost of the prologue and epilogue of a tile, in KV blocks
 constexpr int64_t kManyRows = 1024, kManyDims = 1024, kManyKeys = 1024;  // larger than the sizes of any tile
 
 // Return true if all rows of the call's tensors start at a sector of L2, the smallest unit of L2 traffic.
@@ -91,8 +90,8 @@ WindowBlocks blocks_of_windows(const CallFacts& p, const KernelRow& row) {
 // Return the rank of a kernel row; `find_kernel_row` takes the row with the smallest rank. A decode reads K and V once
 // for each tile. So the fewest tiles win, then the fewest rows of a tile, then the smallest head dims, then the longest
 // steps as long as every SM has a step. The criteria form a single number, digit after digit.
-double rank(const CallFacts& p, const KernelRow& row, const DeviceFacts& device) {
-  if (row.kind != kDecode) return estimate(p, row, device);
+double rank(const CallFacts& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables) {
+  if (row.kind != kDecode) return estimate(p, row, device, tables);
   const int64_t tiles = packed_tiles(p, row), steps = tiles * ceil_div(p.Sk, row.tile_n);
   const int64_t rows = tiles * kManyRows + row.tile_m, dims = rows * kManyDims + row.d_max + row.dv_max;
   return static_cast<double>(dims * kManyKeys + kManyKeys / 2 + (steps < device.sm_count ? row.tile_n : -row.tile_n));
@@ -103,7 +102,7 @@ double rank(const CallFacts& p, const KernelRow& row, const DeviceFacts& device)
 // Return the time of the whole launch in the unit of `cost`. The SMs fetch tiles from the tile scheduler, longest tile
 // first. So a launch ends when evenly spread work is done, or when the longest tile is done. Tiles of equal length (no
 // causal mask) run in whole waves.
-double estimate(const CallFacts& original, const KernelRow& row, const DeviceFacts& device) {
+double estimate(const CallFacts& original, const KernelRow& row, const DeviceFacts& device, const Tables& tables) {
   const CallFacts p = of_one_length(original);
   const int sm_count = std::max(device.sm_count, 1);
   const double m = row.tile_m, n = row.tile_n;
@@ -116,7 +115,7 @@ double estimate(const CallFacts& original, const KernelRow& row, const DeviceFac
   }
   if ((row.takes & kCausal) == 0) {
     const double waves = std::ceil(heads * num_m / sm_count) * (1.0 - spared / num_m);
-    const bool tall = (row.takes & kMask) != 0 && row.tile_m > kListedRows;
+    const bool tall = (row.takes & kMask) != 0 && row.tile_m > tables.layout.sparse_block;
     return waves * (all_blocks * (tall ? p.tall : 1.0) + kEdgeBlocks) * row.cost;
   }
   // The keys visible to tile i are the first (i + 1) * tile_m, rounded up to whole blocks. On average, rounding adds
@@ -143,7 +142,7 @@ int find_kernel_row(const CallFacts& original, Kind kind, int family, const Devi
     if (best >= 0 && spare > fewest) continue;
     const bool rival = best >= 0 && spare == fewest;
     if (rival && rows_sector_aligned(p, row) && !same_family(row, tables.kernels[best])) continue;
-    const double time = rank(p, row, device);
+    const double time = rank(p, row, device, tables);
     if (rival && time >= least) continue;
     best = i;
     fewest = spare;

@@ -34,13 +34,13 @@ int find_decode_row(const CallFacts& p, const DeviceFacts& device, Mode mode, co
   const int row_index = find_kernel_row(p, kDecode, family, device, tables);
   if (row_index < 0) return -1;
   const KernelRow& row = tables.kernels[row_index];
-  const Splits splits = p.split_size > 0 ? splits_of_size(p)
+  const Splits splits = p.split_size > 0 ? splits_of_size(p, tables)
                         : requested_splits > 0
-                            ? split_among(p, row, device, tables, possible_splits(p, row, requested_splits))
+                            ? split_among(p, row, device, tables, possible_splits(p, row, tables, requested_splits))
                             : best_splits(p, row, device, tables);
   if (!few) {
     plan->packed_ns = packed_time(p, row, device, tables, splits);
-    plan->unpacked_ns = estimate(p, tables.kernels[unpacked], device);
+    plan->unpacked_ns = estimate(p, tables.kernels[unpacked], device, tables);
     if (plan->packed_ns >= plan->unpacked_ns) return -1;
   }
   plan->splits = splits;

@@ -101,16 +101,16 @@ double packed_time(const CallFacts& p, const KernelRow& row, const DeviceFacts& 
 }
 
 // There is at most one split for each block of keys, and kernels must be able to count the partial results in 32 bits.
-int64_t possible_splits(const CallFacts& p, const KernelRow& row, int64_t requested) {
+int64_t possible_splits(const CallFacts& p, const KernelRow& row, const Tables& tables, int64_t requested) {
   const int64_t countable = std::numeric_limits<int32_t>::max() / partial_floats(p, 1);
-  const int64_t most = std::min({ceil_div(keys_of(p), row.tile_n), countable, kMaxSplits});
+  const int64_t most = std::min({ceil_div(keys_of(p), row.tile_n), countable, tables.layout.max_splits});
   return std::clamp<int64_t>(requested, 1, std::max<int64_t>(most, 1));
 }
 
 // The number of splits is enough for the longest possible sequence, whose first block may begin before the window. The
 // number is at least two, because a single split rounds differently.
-Splits splits_of_size(const CallFacts& p) {
-  const int64_t keys = std::min(p.Sk, keys_of(p) + kSplitUnit - 1);
+Splits splits_of_size(const CallFacts& p, const Tables& tables) {
+  const int64_t keys = std::min(p.Sk, keys_of(p) + tables.layout.split_unit - 1);
   return {std::max<int64_t>(ceil_div(keys, p.split_size), 2), 1};
 }
 
@@ -136,7 +136,7 @@ Splits best_of(const CallFacts& p, const KernelRow& row, const DeviceFacts& devi
 // takes longer than this estimate, so the CTAs must save at least `shared_ns`.
 Splits best_splits(const CallFacts& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables) {
   const auto best_with = [&](int64_t ctas) {
-    return best_of(p, row, device, tables, possible_splits(p, row, ctas / packed_tiles(p, row)));
+    return best_of(p, row, device, tables, possible_splits(p, row, tables, ctas / packed_tiles(p, row)));
   };
   const auto time = [&](Splits splits) { return split_time(p, row, device, tables, splits); };
   const Splits alone = best_with(device.sm_count);

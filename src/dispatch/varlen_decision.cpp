@@ -16,7 +16,6 @@ namespace {
 
 constexpr int64_t kMaxDecodeRows = 128;    // torch 2.14 does not use cuDNN for calls of at most so many query rows
 constexpr int64_t kLargestCudnnDim = 128;  // limit of torch 2.15 on Hopper
-constexpr int64_t kLargestDim = 256, kDimStep = 8;
 
 bool is_window(const VarlenCall& call, VarlenWindow window) { return call.window == static_cast<int64_t>(window); }
 
@@ -52,7 +51,7 @@ int find_row(VarlenKernel stock, int64_t facts, int cc, const Tables& tables) {
 }
 
 bool kernels_take(const VarlenCall& call) {
-  const auto fits = [](int64_t dim) { return dim % kDimStep == 0 && dim <= kLargestDim; };
+  const auto fits = [](int64_t dim) { return dim % kVarlenDimStep == 0 && dim <= kMaxVarlenDim; };
   return call.readable != 0 && call.has_cu_k != 0 && call.paged == 0 && (call.splits < 0 || call.splits == 1) &&
          fits(call.D) && fits(call.Dv);
 }
@@ -123,7 +122,7 @@ VarlenDecision decide_varlen(const VarlenCall& call, bool is_on, Mode mode, int 
 }
 
 std::string lacking_text(const VarlenCall& call) {
-  const auto is_odd = [](int64_t dim) { return dim % kDimStep != 0 || dim > kLargestDim; };
+  const auto is_odd = [](int64_t dim) { return dim % kVarlenDimStep != 0 || dim > kMaxVarlenDim; };
   const DTypeFacts& dtype = kDTypes[call.dtype];
   const auto [low, high] = std::minmax(call.D, call.Dv);
   const std::string dims = low == high ? std::to_string(low) : std::to_string(low) + ", " + std::to_string(high);

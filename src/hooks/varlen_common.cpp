@@ -15,6 +15,7 @@
 #include "core/schemas.h"
 #include "core/values.h"
 #include "dispatch/dispatch.h"
+#include "dispatch/varlen_decision.h"
 #include "operands/operands.h"
 #include "ops/ops.h"
 #include "stock/stock.h"
@@ -23,7 +24,6 @@ namespace flashplug {
 
 namespace {
 
-constexpr int64_t kLargestDim = 256, kDimStep = 8;
 // Storage offset of a dropout state made by the plugin's forward; stock's state has offset 0. The state begins at an
 // aligned address, because compiled graphs assert an alignment of 16 bytes.
 constexpr int64_t kMark = 2, kState = 2;
@@ -164,7 +164,8 @@ bool kernels_take(const BoxedArgs& args, int64_t dims) {
       return false;
     constexpr int64_t sixteen = dtype_bit("bfloat16") | dtype_bit("float16");
     const int64_t dim = shape_of(x).size[dims - 1];
-    if ((sixteen >> static_cast<int>(facts.dtype) & 1) == 0 || dim % kDimStep != 0 || dim > kLargestDim) return false;
+    if ((sixteen >> static_cast<int>(facts.dtype) & 1) == 0 || dim % kVarlenDimStep != 0 || dim > kMaxVarlenDim)
+      return false;
   }
   return true;
 }

@@ -30,7 +30,6 @@ namespace flashplug {
 namespace {
 
 constexpr int kMostMaskDims = 4;
-constexpr int64_t kBlock = 128;  // rows and columns of a block of the block-sparse lists
 
 // Return the pointer inside a tensor. A tensor is a single pointer, and the pointer identifies the tensor.
 void*& pointer_in(AtenTensorHandle tensor) { return *reinterpret_cast<void**>(tensor); }
@@ -60,7 +59,9 @@ bool on_this_stack(const void* address) {
 }
 
 // Return the number of mask rows that kernels read: the rows of a single block if all rows are the same.
-int64_t rows_of(const CallFacts& p, const int64_t stride[4]) { return stride[2] == 0 ? std::min(p.Sq, kBlock) : p.Sq; }
+int64_t rows_of(const CallFacts& p, const int64_t stride[4]) {
+  return stride[2] == 0 ? std::min(p.Sq, tables().layout.sparse_block) : p.Sq;
+}
 
 bool has_mask_dims(AtenTensorHandle mask) {
   int64_t dims = 0;
@@ -101,7 +102,7 @@ TensorHandle copy_of(AtenTensorHandle mask, const int64_t size[4], const int64_t
 // metadata may also be block-sparse lists of the call; without gradients, such lists hold only the forward's part.
 MaskArgs kept_metadata(AtenTensorHandle metadata, const CallFacts& p, bool gradients) {
   const Shape shape = shape_of(metadata);
-  int64_t dims = 0, rows = std::min(p.Sq, kBlock);
+  int64_t dims = 0, rows = std::min(p.Sq, tables().layout.sparse_block);
   if (aoti_torch_get_dim(metadata, &dims) != 0 || dims != 3) rows = -1;
   const auto holds = [&](int64_t num_rows, bool all) {
     return shape.size[2] == metadata_numbers(num_rows, p.Sq, p.Sk, all);
@@ -250,11 +251,13 @@ void preprocess_in_torch(const ForwardCall& call, const CallFacts& p, const Tens
 
 // Return the size of a plane's metadata; same formula as `numbers` of kernels/preprocess/mask.py.
 int64_t metadata_numbers(int64_t rows, int64_t Sq, int64_t Sk, bool gradients) {
-  constexpr int64_t kTile = 64, kTall = 192, kWords = 128;
-  const int64_t lines = ceil_div(rows, kBlock), M = ceil_div(Sq, kBlock), N = ceil_div(Sk, kBlock),
-                of_rows = ceil_div(rows, kTile), of_columns = ceil_div(Sk, kTile), tall = ceil_div(Sq, kTall);
-  const int64_t forward = lines * N + 2 * (M + tall) * (N + 1) + of_rows * (of_columns + 1) * kWords;
-  return gradients ? forward + 2 * (N + M * N) + of_columns * (of_rows + 1) * kWords + 2 * M * N : forward;
+  const LayoutRow& layout = tables().layout;
+  const int64_t block = layout.sparse_block, tile = layout.bitmask_tile, words = layout.bitmask_words;
+  const int64_t lines = ceil_div(rows, block), M = ceil_div(Sq, block), N = ceil_div(Sk, block),
+                row_tiles = ceil_div(rows, tile), key_tiles = ceil_div(Sk, tile),
+                tall = ceil_div(Sq, layout.tall_sparse_block);
+  const int64_t forward = lines * N + 2 * (M + tall) * (N + 1) + row_tiles * (key_tiles + 1) * words;
+  return gradients ? forward + 2 * (N + M * N) + key_tiles * (row_tiles + 1) * words + 2 * M * N : forward;
 }
 
 bool can_preprocess_mask(AtenTensorHandle mask, const CallFacts& p) {

@@ -10,8 +10,7 @@ namespace flashplug {
 
 namespace {
 
-constexpr int64_t kAligned = 128,
-                  kKeyOrder = 16;  // ALIGNED of kernels/features/quantized_qkv.py; len(KEY_ORDER) of quant_recipes.py
+constexpr int64_t kAligned = 128;  // ALIGNED of kernels/features/quantized_qkv.py, which needs the compiler
 
 int64_t rounded(int64_t bytes, int64_t unit) { return ceil_div(bytes, unit) * unit; }
 
@@ -23,7 +22,7 @@ int64_t scratch8_bytes(const CallFacts& p, const KernelRow& row) {
   take(queries * row.d_max);
   take(kv_heads * p.Sk * row.d_max);
   const bool values = (row.takes & feature_bit("qk8")) == 0;
-  if (values) take(kv_heads * p.Dv * rounded(p.Sk, kKeyOrder));
+  if (values) take(kv_heads * p.Dv * rounded(p.Sk, tables().layout.key_order));
   take(queries * fp32);
   take(queries * fp32);
   take(kv_heads * ceil_div(p.Sk, row.tile_n) * fp32);

@@ -116,17 +116,18 @@ double read_softcap(double softcap) {
 }
 
 int64_t read_splits(int64_t splits) {
-  if (splits < 0 || splits > kMaxSplits)
+  if (splits < 0 || splits > tables().layout.max_splits)
     throw std::runtime_error("torch_flashplug: num_splits=" + std::to_string(splits) + " is not valid. Pass 1 to " +
-                             std::to_string(kMaxSplits) + ", or 0 for the fastest number.");
+                             std::to_string(tables().layout.max_splits) + ", or 0 for the fastest number.");
   return splits;
 }
 
 int64_t read_split_size(int64_t size, int64_t splits) {
-  if (size < 0 || size % kSplitUnit != 0 || (size != 0 && splits != 0))
-    throw std::runtime_error(
-        "torch_flashplug: fixed_split_size=" + std::to_string(size) + " with num_splits=" + std::to_string(splits) +
-        " is not valid. Pass only num_splits, or a fixed_split_size in multiples of " + std::to_string(kSplitUnit));
+  if (size < 0 || size % tables().layout.split_unit != 0 || (size != 0 && splits != 0))
+    throw std::runtime_error("torch_flashplug: fixed_split_size=" + std::to_string(size) +
+                             " with num_splits=" + std::to_string(splits) +
+                             " is not valid. Pass only num_splits, or a fixed_split_size in multiples of " +
+                             std::to_string(tables().layout.split_unit));
   return std::min(size, int64_t{1} << 30);  // no sequence has twice as many keys, and kernels count in 32 bits
 }
 
@@ -303,10 +304,11 @@ bool can_be_read(const ForwardCall& call, const Facts& facts) {
 // Check the splits of a fixed split size: not more than num_splits may be, and partial results that kernels can count
 // in 32 bits.
 void check_splits(const CallFacts& p, int64_t splits) {
-  if (splits > kMaxSplits)
+  if (splits > tables().layout.max_splits)
     throw std::runtime_error("torch_flashplug: fixed_split_size=" + std::to_string(p.split_size) + " makes " +
                              std::to_string(splits) + " splits of " + std::to_string(p.Sk) +
-                             " keys, but the limit is " + std::to_string(kMaxSplits) + ". Pass a larger size.");
+                             " keys, but the limit is " + std::to_string(tables().layout.max_splits) +
+                             ". Pass a larger size.");
   if (partial_floats(p, splits) > std::numeric_limits<int32_t>::max())
     throw std::runtime_error("torch_flashplug: " + std::to_string(splits) +
                              " splits of fixed_split_size=" + std::to_string(p.split_size) +

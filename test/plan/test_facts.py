@@ -21,7 +21,16 @@ from torch_flashplug.api import startup
 from torch_flashplug.api.backend import DEVICES
 from torch_flashplug.codegen import compiler
 from torch_flashplug.dispatch import bindings, library, table_structs
-from torch_flashplug.registry import architectures, dispatch_table, features, kernel_args, kernel_table, stock_bugs
+from torch_flashplug.ops import mask_preprocess_reference
+from torch_flashplug.registry import (
+    architectures,
+    dispatch_table,
+    features,
+    kernel_args,
+    kernel_spec,
+    kernel_table,
+    stock_bugs,
+)
 from torch_flashplug.registry import dtypes as elements
 from torch_flashplug.registry.architectures import BACKENDS, FAMILIES, KERNEL_BACKENDS, Family
 from torch_flashplug.registry.dispatch_table import ANY
@@ -395,3 +404,26 @@ def test_table_rows_match_the_members_of_cpp_structs(name: str) -> None:
     plain = [(member, getattr(kind, "_type_", kind) if issubclass(kind, ctypes.Array) else kind)
              for member, kind in STRUCTS[name]._fields_]  # fmt: skip
     assert plain == members
+
+
+@pytest.mark.parametrize("block", [kernel_spec.LISTED, 256])
+def test_sizes_of_mask_metadata_follow_the_pushed_numbers(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """C++ restates no number of a layout: a changed block size reaches C++ with the tables."""
+    for module in (table_structs, mask_preprocess_reference):
+        monkeypatch.setattr(module, "LISTED", block)
+    startup.push_tables()
+    count_numbers = library.lib().flashplug_digest_numbers
+    count_numbers.restype, count_numbers.argtypes = ctypes.c_int64, [*[ctypes.c_int64] * 3, ctypes.c_int]
+    for sizes in ((1, 1, 1), (65, 65, 129), (4099, 4099, 333)):
+        for gradients in (False, True):
+            expected = mask_preprocess_reference.numbers_of(*sizes, gradients=gradients)
+            assert count_numbers(*sizes, gradients) == expected
+
+
+def test_limits_of_splits_follow_the_pushed_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem, facts = call((1, 32, 8), (1, 1 << 20), (128, 128)), DEVICES["h100"]
+    mode = BACKENDS.index("fa3") | 255 << 8
+    assert bindings.plan(problem, facts, mode)["splits"] == dispatch_table.MAX_SPLITS
+    monkeypatch.setattr(table_structs, "MAX_SPLITS", 20)
+    startup.push_tables()
+    assert bindings.plan(problem, facts, mode)["splits"] == 20

@@ -10,13 +10,15 @@ from torch.autograd import forward_ad
 
 from ..ops.attention import Window
 from ..ops.quantized_kv import FORMATS, IN_WORDS, multiplied_in
+from ..registry.dispatch_table import MAX_SPLITS as MOST_SPLITS
+from ..registry.dispatch_table import SPLIT_UNIT
 from ..registry.kernel_spec import ROWS_PER_WARPGROUP as FEW_ROWS
 from ..torch_hooks import describe_call, tracing
 
 SIXTEEN_BITS, LARGEST_DIM = (torch.bfloat16, torch.float16), 256
 _LARGEST = torch.finfo(torch.float32).max
 _CAUSAL = (False, True, "bottom_right", "top_left")
-MOST_SPLITS, SPLIT_UNIT = 255, 128  # kMaxSplits and kSplitUnit of src/core/core.h
+
 Scale = Tensor | float
 Scales = tuple[Scale | None, Scale | None]  # (k_scale, v_scale)
 NO_SCALES: Scales = (None, None)

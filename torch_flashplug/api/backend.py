@@ -24,6 +24,7 @@ from ..ops.quantized_kv import QuantizedTensor, readable
 from ..ops.sdpa import never_a_frame
 from ..registry import dispatch_table, kernel_table, quant_recipes, stock_bugs
 from ..registry.architectures import BACKENDS, FAMILIES, KERNEL_BACKENDS
+from ..registry.dispatch_table import MAX_SPLITS
 from ..torch_hooks import describe_call, hook_list, sdpa_composite, stock_workarounds, tracing
 from ..torch_hooks.distributed import dtensor
 from . import startup
@@ -112,7 +113,7 @@ def disable() -> None:
 
 # ---- sdpa_backend ----
 
-SPLITS_SHIFT, MAX_SPLITS = 8, 255  # in a mode word (Mode in src/core/core.h)
+SPLITS_SHIFT = 8  # in a mode word (Mode in src/core/core.h)
 
 
 class _Entered(threading.local):

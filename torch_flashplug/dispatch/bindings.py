@@ -299,6 +299,7 @@ def push_rows(
         "choice": map(table_structs.of_choice, choice_rows),
         "varlen": map(table_structs.of_varlen, varlen_rows),
         "gate": (table_structs.of_gate(gate),),
+        "layout": (table_structs.of_layout(),),
     }
     for name, table in tables.items():
         for row in table:

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING
 
 from ..registry import features, kernel_args
 from ..registry.architectures import FAMILIES
-from ..registry.dispatch_table import OPERANDS, VARLEN_FACTS, VARLEN_KERNELS
+from ..registry.dispatch_table import MAX_SPLITS, OPERANDS, SPLIT_UNIT, VARLEN_FACTS, VARLEN_KERNELS
 from ..registry.dtypes import ELEMENTS, NUMBERS
-from ..registry.kernel_spec import CLUSTER, KINDS
+from ..registry.kernel_spec import CLUSTER, KINDS, LISTED, TALL
+from ..registry.mask_layout import THREADS, TILE
+from ..registry.quant_recipes import KEY_ORDER
 from ..registry.stock_bugs import FACTS
 
 if TYPE_CHECKING:
@@ -75,6 +77,13 @@ class GateRow(ctypes.Structure):
         *_members(c_double, "wide_ns occupancy cluster_ns cluster_rate combine_ns combine_rate read_share shared_ns"),
         *_members(c_double, "unknown_rate"),
         ("cluster_share", c_double * (CLUSTER + 1)),
+    )
+
+
+class LayoutRow(ctypes.Structure):
+    _fields_ = (
+        *_members(c_int64, "sparse_block tall_sparse_block bitmask_tile bitmask_words"),
+        *_members(c_int64, "key_order max_splits split_unit"),
     )
 
 
@@ -160,3 +169,11 @@ def of_arguments() -> Iterator[ArgumentRow]:
 
 def of_gate(gate: dispatch_table.Gate) -> GateRow:
     return _same(GateRow, gate, cluster_share=(c_double * (CLUSTER + 1))(*gate.cluster_share))
+
+
+def of_layout() -> LayoutRow:
+    """Return the numbers that kernels and C++ share. A tile of the bitmask has one word for each thread."""
+    return LayoutRow(
+        sparse_block=LISTED, tall_sparse_block=TALL, bitmask_tile=TILE, bitmask_words=THREADS,
+        key_order=len(KEY_ORDER), max_splits=MAX_SPLITS, split_unit=SPLIT_UNIT,
+    )  # fmt: skip

@@ -53,6 +53,10 @@ class Gate:
     measured_cc: int = 90  # compute capability of the GPUs that CHOICE_ROWS hold for
 
 
+MAX_SPLITS = 255  # limit of num_splits: the bits of a mode word (Mode in src/core/core.h)
+SPLIT_UNIT = 128  # fixed_split_size is a multiple, because a split must be a multiple of any tile_n
+
+
 @dataclass(frozen=True, slots=True)
 class ChoiceRow:
     """A measured class of calls. Auto mode serves the class with a kernel if ratio >= SERVE_RATIO.
