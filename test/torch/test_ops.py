@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import inspect
 import itertools
+import re
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -157,6 +158,14 @@ def test_rows_with_only_low_scores(low: float) -> None:
         torch.autograd.grad(ours, inputs, grad), torch.autograd.grad(stock, inputs, grad_of_other_rows)
     ):
         torch.testing.assert_close(got, want)
+
+
+def test_every_schema_in_cpp_is_compared_with_torch() -> None:
+    """A schema outside of kSchemas could differ from torch's schema, and C++ would then read the wrong argument."""
+    text = (Path(__file__).parents[2] / "src" / "core" / "schemas.h").read_text()
+    named = re.findall(r"inline constexpr Schema (k\w+)\(", text)
+    compared = re.findall(r"\b(k\w+)\.text\(\)", text.partition("kSchemas[] = ")[2])
+    assert sorted(named) == sorted(compared)
 
 
 @pytest.mark.parametrize("schema", bindings.names("schemas"), ids=lambda schema: schema.partition("(")[0])

@@ -140,6 +140,19 @@ def test_invalid_arguments_are_refused(changed: dict[str, object], says: str) ->
         attention(random_tensor(4, 1, HQ, D), pool, pool, **{"block_table": table, "seqused_k": used} | changed)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_scales_of_a_paged_cache_have_the_dims_of_pages(packed: bool) -> None:
+    """The error names pages and rows of a page, because a paged cache has no batch size and no number of keys."""
+    pool, table, used = torch.zeros(8, ROWS, HKV, D).to(torch.int8), torch.zeros(4, 4).int(), torch.ones(4).int()
+    q = random_tensor(4, HQ, D) if packed else random_tensor(4, 1, HQ, D)
+    lengths = {"cu_seqlens_q": torch.tensor([0, 1, 2, 3, 4]).int()} if packed else {}
+    shapes = rf"\(pages, Hkv\) or \(pages, Hkv, rows\).* pages, Hkv, rows = \(8, {HKV}, {ROWS}\), but got \(3,\)"
+    with pytest.raises(ValueError, match=f"v_scale must have shape .*{shapes}"):
+        attention(q, pool, pool, block_table=table, seqused_k=used, k_scale=1.0, v_scale=torch.ones(3), **lengths)
+    with pytest.raises(ValueError, match=r"k_scale must be a number or a tensor .*\(pages, Hkv, rows\) for int8"):
+        attention(q, pool, pool, block_table=table, seqused_k=used, v_scale=1.0, **lengths)
+
+
 @pytest.mark.parametrize("paged", [False, True])
 def test_append_writes_after_the_kv_length(device: str, paged: bool) -> None:
     """Append new keys after the KV length, as far as the cache has capacity; nothing else may be written."""

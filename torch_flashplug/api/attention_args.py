@@ -226,14 +226,18 @@ def are_few_rows(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return few and not differentiated and have_kernels(*read)
 
 
-def scale_of(name: str, scale: Scale | None, x: Tensor) -> Tensor:
-    """Return a scale as fp32 (B, Hkv, Sk), broadcast by strides of 0, for `x` of shape (B, Hkv, Sk, ...)."""
+def scale_of(name: str, scale: Scale | None, x: Tensor, paged: bool = False) -> Tensor:
+    """Return a scale as fp32 (B, Hkv, Sk), broadcast by strides of 0, for `x` of shape (B, Hkv, Sk, ...).
+
+    If `paged`, `x` holds pages, (pages, Hkv, rows, ...), and so does the scale.
+    """
+    batch, keys = ("pages", "rows") if paged else ("B", "Sk")
     wanted = x.shape[:3]
     if scale is None:
         if x.dtype == torch.int8:
             raise ValueError(
-                f"attention: {name} must be a number or a tensor of shape (), (Hkv,), (B, Hkv) or (B, Hkv, Sk) "
-                "for int8, but got None."
+                f"attention: {name} must be a number or a tensor of shape (), (Hkv,), ({batch}, Hkv) or "
+                f"({batch}, Hkv, {keys}) for int8, but got None."
             )
         scale = 1.0
     if not isinstance(scale, Tensor | int | float) or (isinstance(scale, Tensor) and scale.is_complex()):
@@ -245,16 +249,18 @@ def scale_of(name: str, scale: Scale | None, x: Tensor) -> Tensor:
     shape = {0: (1, 1, 1), 1: (1, *scale.shape, 1), 2: (*scale.shape, 1), 3: tuple(scale.shape)}.get(scale.dim())
     if shape is None or any(size not in (1, full) for size, full in zip(shape, wanted, strict=True)):
         raise ValueError(
-            f"attention: {name} must have shape (), (Hkv,), (B, Hkv) or (B, Hkv, Sk), where each dim is 1 or that of "
-            f"B, Hkv, Sk = {tuple(wanted)}, but got {tuple(scale.shape)}."
+            f"attention: {name} must have shape (), (Hkv,), ({batch}, Hkv) or ({batch}, Hkv, {keys}), where each dim "
+            f"is 1 or that of {batch}, Hkv, {keys} = {tuple(wanted)}, but got {tuple(scale.shape)}."
         )
     return scale.to(x.device, torch.float32).reshape(shape).expand(wanted)
 
 
-def scales_of(eight: bool, scales: Scales, key: Tensor, value: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def scales_of(
+    eight: bool, scales: Scales, key: Tensor, value: Tensor, *, paged: bool = False
+) -> tuple[Tensor | None, Tensor | None]:
     """Return fp32 scales of 8-bit keys and values (B, Hkv, Sk, ...), or (None, None) for 16 bits."""
     if eight:
-        return scale_of("k_scale", scales[0], key), scale_of("v_scale", scales[1], value)
+        return scale_of("k_scale", scales[0], key, paged), scale_of("v_scale", scales[1], value, paged)
     if any(x is not None for x in scales):
         raise ValueError(
             f"attention: k_scale and v_scale must be None unless k and v have one of {IN_WORDS}, "

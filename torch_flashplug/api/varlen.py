@@ -145,7 +145,7 @@ def in_pages(  # noqa: PLR0913
     query, *pools = (x.transpose(1, 2) for x in (batch, k, v))
     eight = check_dtypes(batch, k, v)
     check_split_size(seen[-1], seen[:2], query, pools[1], block_table.shape[1] * k.shape[1])
-    found = map(_packed, scales_of(eight, scales, *pools))
+    found = map(_packed, scales_of(eight, scales, *pools, paged=True))
     if not eight:
         query, *pools = describe_call.under_autocast(q.device.type, query, *pools)
     given = (query, *pools, block_table.contiguous(), used_k.contiguous(), *found, as_sinks(sinks, batch))
@@ -179,7 +179,7 @@ def _gathered(
     """
     (q, *pools), (cu_q, used_k) = operands, given
     pools = [x.transpose(1, 2) for x in pools]
-    found = scales_of(check_dtypes(*operands), scales, *pools)
+    found = scales_of(check_dtypes(*operands), scales, *pools, paged=True)
     found = tuple(None if x is None else paged.gathered(x, block_table).T.unsqueeze(0) for x in found)
     keys = block_table.shape[1] * pools[0].shape[2]
     steps = torch.arange(block_table.shape[0] + 1, dtype=torch.int32, device=q.device) * keys
