@@ -120,6 +120,7 @@ const Names kVocabulary[] = {{"backends", kBackendNames},
                              {"schemas", kSchemas},
                              {"exits", kExitNames},
                              {"reasons", kWhyNames},
+                             {"mask obstacles", kMaskObstacleNames},
                              {"varlen rules", kVarlenRuleNames},
                              {"varlen facts", kVarlenFactNames},
                              {"varlen exits", kVarlenExitNames},
@@ -296,6 +297,13 @@ FLASHPLUG_EXPORT void flashplug_read_operands(const int64_t* sizes, const int64_
 FLASHPLUG_EXPORT int flashplug_shapes_fit(const int64_t* sizes, int enable_gqa) {
   const Shape shapes[kNumOperands] = {{sizes}, {sizes + 4}, {sizes + 8}};
   return shapes_fit(shapes, enable_gqa != 0);
+}
+// Return the obstacle of a mask, an index in `kMaskObstacleNames`. `flags` has the first five members of `MaskFacts`.
+// Sizes that are not known are -1.
+FLASHPLUG_EXPORT int flashplug_mask_obstacle(const int64_t* flags, int64_t dims, const int64_t* size,
+                                             const int64_t* stride, const int64_t* scores) {
+  const MaskFacts mask{flags[0] != 0, flags[1] != 0, flags[2] != 0, flags[3] != 0, flags[4] != 0, dims, size, stride};
+  return static_cast<int>(mask_obstacle(mask, scores));
 }
 FLASHPLUG_EXPORT int flashplug_fault_said(int fault, char* out, int capacity) {
   return copy_text(fault_said(fault), out, capacity);

@@ -63,11 +63,6 @@ int64_t rows_of(const CallFacts& p, const int64_t stride[4]) {
   return stride[2] == 0 ? std::min(p.Sq, tables().layout.sparse_block) : p.Sq;
 }
 
-bool has_mask_dims(AtenTensorHandle mask) {
-  int64_t dims = 0;
-  return aoti_torch_get_dim(mask, &dims) == 0 && dims >= 2 && dims <= kMostMaskDims;
-}
-
 bool has_memory(AtenTensorHandle mask) {
   const void* data = nullptr;
   return torch_get_const_data_ptr(mask, &data) == 0 && data != nullptr;
@@ -78,9 +73,28 @@ bool dense(AtenTensorHandle mask) {
   return aoti_torch_get_layout(mask, &layout) == 0 && layout == aoti_torch_layout_strided() && !is_kept(mask);
 }
 
-bool broadcasts(AtenTensorHandle mask, const CallFacts& p) {
-  int64_t size[4], stride[4];
-  return spread(mask, p, size, stride) && ((p.needs & kMask) == 0 || can_preprocess_mask(mask, p));
+// Compute sizes and strides of all four dims of a mask, from plain facts (`spread()`).
+bool spread_dims(int64_t dims, const int64_t* mask_size, const int64_t* mask_stride, const int64_t scores[4],
+                 int64_t size[4], int64_t stride[4]) {
+  const int64_t missing = kMostMaskDims - dims;
+  for (int64_t i = 0; i < kMostMaskDims; ++i) {
+    const int64_t have = i < missing ? 1 : mask_size[i - missing];
+    const bool are_known = have >= 0 && scores[i] >= 0;
+    if (have != 1 && have != scores[i] && are_known) return false;
+    stride[i] = have == 1 ? 0 : mask_stride[i - missing];
+    size[i] = i < 2 && stride[i] == 0 ? 1 : scores[i];
+  }
+  return true;
+}
+
+bool has_mask_dims(int64_t dims) { return dims >= 2 && dims <= kMostMaskDims; }
+
+// Return true if kernels can count the numbers of the metadata: those of a plane in 31 bits, of all planes in 32 bits.
+bool are_numbers_countable(const int64_t size[4], const int64_t stride[4], int64_t Sq, int64_t Sk) {
+  const int64_t rows = stride[2] == 0 ? std::min(Sq, tables().layout.sparse_block) : Sq;
+  const int64_t numbers = metadata_numbers(rows, Sq, Sk, true);
+  return numbers <= std::numeric_limits<int32_t>::max() &&
+         size[0] * size[1] * numbers <= std::numeric_limits<uint32_t>::max();
 }
 
 TensorHandle new_metadata(const int64_t size[4], int64_t numbers, const TensorClass& query) {
@@ -139,16 +153,9 @@ MaskArgs mask_args(const ForwardCall& call, const CallFacts& p, const TensorClas
 bool spread(AtenTensorHandle mask, const CallFacts& p, int64_t size[4], int64_t stride[4]) {
   int64_t dims = 0;
   Shape shape;
-  if (aoti_torch_get_dim(mask, &dims) != 0 || dims < 2 || dims > kMostMaskDims || !read_shape(mask, &shape))
-    return false;
-  const int64_t full_size[4] = {p.B, p.Hq, p.Sq, p.Sk}, missing = kMostMaskDims - dims;
-  for (int64_t i = 0; i < kMostMaskDims; ++i) {
-    const int64_t have = i < missing ? 1 : shape.size[i - missing];
-    if (have != 1 && have != full_size[i]) return false;
-    stride[i] = have == 1 ? 0 : shape.stride[i - missing];
-    size[i] = i < 2 && stride[i] == 0 ? 1 : full_size[i];
-  }
-  return true;
+  const int64_t scores[4] = {p.B, p.Hq, p.Sq, p.Sk};
+  return aoti_torch_get_dim(mask, &dims) == 0 && has_mask_dims(dims) && read_shape(mask, &shape) &&
+         spread_dims(dims, shape.size, shape.stride, scores, size, stride);
 }
 
 bool beside(AtenTensorHandle mask, const TensorClass& query) {
@@ -164,22 +171,55 @@ bool right_dtype(AtenTensorHandle mask, const CallFacts& p) {
   return read_class(mask, &of_mask) && of_mask.dtype == p.dtype[0];
 }
 
+MaskObstacle mask_obstacle(const MaskFacts& mask, const int64_t scores[4]) {
+  if (!mask.is_bool && !mask.is_fp32 && !mask.has_query_dtype) return MaskObstacle::kDtype;
+  if (!mask.is_dense) return MaskObstacle::kLayout;
+  if (!has_mask_dims(mask.dims)) return MaskObstacle::kDims;
+  int64_t size[4], stride[4];
+  const bool are_sizes_known = mask.size != nullptr;
+  if (are_sizes_known && !spread_dims(mask.dims, mask.size, mask.stride, scores, size, stride))
+    return MaskObstacle::kShape;
+  if (!mask.is_on_query_device) return MaskObstacle::kDevice;
+  const bool is_counted =
+      mask.is_bool && are_sizes_known && std::all_of(scores, scores + 4, [](int64_t x) { return x >= 0; });
+  return is_counted && !are_numbers_countable(size, stride, scores[2], scores[3]) ? MaskObstacle::kSize
+                                                                                  : MaskObstacle::kNone;
+}
+
+namespace {
+
+// Return true if a mask breaks no rule. Sizes are read only if the operands have concrete sizes.
+bool has_no_obstacle(AtenTensorHandle mask, const TensorClass& of_mask, const Facts& facts) {
+  const CallFacts& p = facts.problem;
+  const TensorClass& query = facts.operand[0];
+  Shape shape;
+  MaskFacts plain{
+      .is_bool = (p.needs & kMask) != 0,
+      .is_fp32 = (p.needs & feature_bit("bias32")) != 0,
+      .has_query_dtype = right_dtype(mask, p),
+      .is_dense = dense(mask),
+      .is_on_query_device = of_mask.device_type == query.device_type && of_mask.device_index == query.device_index,
+      .dims = of_mask.dim};
+  if (plain.is_dense && facts.shape[kNumOperands - 1].size != nullptr && read_shape(mask, &shape))
+    plain.size = shape.size, plain.stride = shape.stride;
+  const int64_t scores[4] = {p.B, p.Hq, p.Sq, p.Sk};
+  return mask_obstacle(plain, scores) == MaskObstacle::kNone;
+}
+
+}  // namespace
+
 bool mask_fits(AtenTensorHandle mask, const Facts& facts) {
   const TorchSymbols& torch = torch_symbols();
+  TensorClass of_mask;
   const bool is_replaced = (facts.problem.needs & kMask) != 0;  // the router replaces the mask
   if (is_replaced && !on_this_stack(mask)) return false;  // only the caller's own tensor, on the stack, can be replaced
   if (torch.python_dispatch(mask) || torch.wrapped(mask) || !has_memory(mask)) return false;  // no address of its own
-  return dense(mask) && right_dtype(mask, facts.problem) && beside(mask, facts.operand[0]) &&
-         broadcasts(mask, facts.problem);
+  return read_class(mask, &of_mask) && has_no_obstacle(mask, of_mask, facts);
 }
 
 bool traced_mask_fits(AtenTensorHandle mask, const Facts& facts) {
-  Shape shape;
-  if (torch_symbols().nested(mask) || !dense(mask) || !right_dtype(mask, facts.problem) ||
-      !beside(mask, facts.operand[0]))
-    return false;
-  const bool has_sizes = facts.shape[kNumOperands - 1].size != nullptr && read_shape(mask, &shape);
-  return has_sizes ? broadcasts(mask, facts.problem) : has_mask_dims(mask);
+  TensorClass of_mask;
+  return !torch_symbols().nested(mask) && read_class(mask, &of_mask) && has_no_obstacle(mask, of_mask, facts);
 }
 
 bool replace_mask(AtenTensorHandle mask, const Facts& facts) {
@@ -264,10 +304,7 @@ bool can_preprocess_mask(AtenTensorHandle mask, const CallFacts& p) {
   if (is_mask_metadata(mask)) return true;  // made by a plugin forward after the same check
   int64_t size[4], stride[4];
   if (!spread(mask, p, size, stride)) return true;  // refused where the mask is read
-  const int64_t numbers = metadata_numbers(rows_of(p, stride), p.Sq, p.Sk, true);
-  // Kernels count the numbers of a plane in 31 bits, and the numbers of all planes in 32 bits.
-  return numbers <= std::numeric_limits<int32_t>::max() &&
-         size[0] * size[1] * numbers <= std::numeric_limits<uint32_t>::max();
+  return are_numbers_countable(size, stride, p.Sq, p.Sk);
 }
 
 }  // namespace flashplug

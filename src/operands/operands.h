@@ -12,6 +12,7 @@
 #pragma once
 
 #include <cstdint>
+#include <iterator>
 
 #include "core/attention_call.h"
 #include "dispatch/dispatch.h"
@@ -105,6 +106,18 @@ struct MaskArgs {
 // launch.
 MaskArgs pack_mask_args(const ForwardCall& call, const CallFacts& p, const TensorClass& query, bool gradients,
                         Arguments* arguments);
+// The first rule of the kernels that a mask breaks. describe_call.py has a text for each rule.
+enum class MaskObstacle : int { kNone, kDtype, kLayout, kDims, kShape, kDevice, kSize, kCount };
+inline constexpr const char* kMaskObstacleNames[] = {"none", "dtype", "layout", "dims", "shape", "device", "size"};
+static_assert(std::size(kMaskObstacleNames) == static_cast<size_t>(MaskObstacle::kCount));
+// Facts of a mask, from a tensor or from Python. A size or stride of -1 is not known, and is assumed to fit.
+struct MaskFacts {
+  bool is_bool, is_fp32, has_query_dtype, is_dense, is_on_query_device;
+  int64_t dims = 0;
+  const int64_t *size = nullptr, *stride = nullptr;  // null: no size is known
+};
+// `scores`: the sizes (B, Hq, Sq, Sk) of the scores.
+MaskObstacle mask_obstacle(const MaskFacts& mask, const int64_t scores[4]);
 // Compute sizes and strides of all four dims of a mask. Broadcast dims have stride 0, and equal planes count once.
 // Returns false for a mask that kernels do not take.
 bool spread(AtenTensorHandle mask, const CallFacts& p, int64_t size[4], int64_t stride[4]);

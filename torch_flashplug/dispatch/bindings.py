@@ -24,6 +24,8 @@ PRECISION_SHIFT, PRECISION_OF_PROCESS, WHOLE_PRECISION, PRECISION_OF_THREAD = 16
 SCALE_IDS = {"positive": 0, "zero": 1, "negative": 2, "not finite": 3}  # same numbers as Scale in src/core/call_facts.h
 _BACKEND_BITS, PREFERENCE = 0x7F, 0x80  # bits of a mode word (Mode in src/core/core.h)
 STOCK_BACKENDS = ("cudnn", "flash", "efficient")  # same order as StockBackend in src/stock/stock.h
+# Members of struct MaskFacts in src/operands/operands.h, in the same order.
+MASK_FLAGS = ("is_bool", "is_fp32", "has_query_dtype", "is_dense", "is_on_query_device")
 FACTS_FIELDS = ("cc", "sm_count", "smem_bytes", "l2_bytes", "memory_rate")
 NO_DEVICE = dict.fromkeys(FACTS_FIELDS, 0)
 # Counters, in the order of enum class Path.
@@ -361,6 +363,27 @@ def with_operands(
 def shapes_fit(sizes: Sequence[Sequence[int]], enable_gqa: bool) -> bool:
     """Return whether stock neither rejects nor broadcasts the shapes of query, key and value."""
     return bool(lib().flashplug_shapes_fit(ints([size for operand in sizes for size in operand]), int(enable_gqa)))
+
+
+@functools.cache
+def _mask_obstacles() -> tuple[str, ...]:
+    return names("mask obstacles")
+
+
+def mask_obstacle(
+    flags: Mapping[str, bool], sizes: Sequence[int | None], strides: Sequence[int | None], scores: Sequence[int | None]
+) -> str:
+    """Return the first rule of the kernels that a mask breaks, a name of names("mask obstacles"); "none" if no rule.
+
+    Args:
+        flags: a value for each name of MASK_FLAGS.
+        sizes: sizes of the mask; None for a size that depends on data.
+        strides: strides of the mask, in elements.
+        scores: sizes (B, Hq, Sq, Sk) of the scores.
+    """
+    size, stride, score = (ints([-1 if x is None else x for x in numbers]) for numbers in (sizes, strides, scores))
+    ordered = ints([int(flags[name]) for name in MASK_FLAGS])
+    return _mask_obstacles()[lib().flashplug_mask_obstacle(ordered, len(sizes), size, stride, score)]
 
 
 def kind_of_scale(scale: float | None) -> str:

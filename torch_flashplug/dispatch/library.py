@@ -101,6 +101,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.flashplug_dtype.argtypes = [ctypes.c_int, numbers, numbers, *out]
     library.flashplug_read_operands.argtypes = [numbers, numbers, numbers, numbers, reals]
     library.flashplug_shapes_fit.argtypes = [numbers, ctypes.c_int]
+    library.flashplug_mask_obstacle.argtypes = [numbers, ctypes.c_int64, numbers, numbers, numbers]
     library.flashplug_fault_said.argtypes = [ctypes.c_int, *out]
     library.flashplug_scale.argtypes = [ctypes.c_double]
     library.flashplug_kernel_missing.argtypes = call

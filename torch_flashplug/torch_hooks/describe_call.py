@@ -20,7 +20,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from ..dispatch import bindings
 from ..dispatch.table_structs import DTYPE_IDS
-from ..ops import mask_preprocess_reference, sdpa
+from ..ops import sdpa
 from ..registry.dtypes import NUMBERS
 from ..registry.kernel_spec import ROWS_PER_WARPGROUP
 
@@ -154,27 +154,36 @@ def under_autocast(device_type: str, *tensors: Tensor | None) -> tuple[Tensor | 
 def misfit(query: Tensor, key: Tensor, mask: Tensor) -> str | None:
     """Return why kernels do not support a mask; None if kernels support the mask.
 
-    The rules are those of mask_fits in src/operands/mask.cpp. Sizes that depend on data are assumed to be supported.
+    The rules are in src/operands/mask.cpp. Sizes that depend on data are assumed to be supported.
     """
-    if mask.dtype not in {torch.bool, torch.float32, query.dtype}:
+    scores = hints((*query.shape[:3], key.shape[2]))
+    is_dense = mask.layout == torch.strided
+    obstacle = bindings.mask_obstacle(
+        {
+            "is_bool": mask.dtype == torch.bool,
+            "is_fp32": mask.dtype == torch.float32,
+            "has_query_dtype": mask.dtype == query.dtype,
+            "is_dense": is_dense,
+            "is_on_query_device": mask.device == query.device,
+        },
+        hints(mask.shape),
+        hints(mask.stride()) if is_dense else (),  # a sparse mask has no strides, and C++ asks for none
+        scores,
+    )
+    if obstacle == "dtype":
         return f"attn_mask must have dtype bool, fp32 or the query's dtype for the kernels, but has {mask.dtype}"
-    if mask.layout != torch.strided:
+    if obstacle == "layout":
         return f"attn_mask must be dense for the kernels, but has layout {mask.layout}"
-    if not 2 <= mask.dim() <= 4:
+    if obstacle == "dims":
         return f"attn_mask must have 2 to 4 dims for the kernels, but has {mask.dim()} dims, {list(mask.shape)}"
-    wanted = hints((*query.shape[:3], key.shape[2]))
-    pairs = zip(hints(mask.shape), wanted[-mask.dim() :])
-    if not all(None in {have, want} or have in {1, want} for have, want in pairs):
+    if obstacle == "shape":
         return (
-            f"attn_mask must broadcast to (batch, heads, rows, keys), {list(wanted)}, but has shape {list(mask.shape)}"
+            f"attn_mask must broadcast to (batch, heads, rows, keys), {list(scores)}, but has shape {list(mask.shape)}"
         )
-    if mask.device != query.device:
+    if obstacle == "device":
         return f"attn_mask must be on the query's device, {query.device}, but is on {mask.device}"
-    if mask.dtype == torch.bool and None not in wanted:
-        (stride,), (Sq, Sk) = hints(mask.stride()[-2:-1]), wanted[2:]
-        looked_at = mask_preprocess_reference.looked_at(Sq) if stride == 0 or hints(mask.shape)[-2] == 1 else Sq
-        if mask_preprocess_reference.numbers_of(looked_at, Sq, Sk) > mask_preprocess_reference.MOST_NUMBERS[0]:
-            return f"attn_mask {list(mask.shape)} is too large: the kernels cannot index all scores"
+    if obstacle == "size":
+        return f"attn_mask {list(mask.shape)} is too large: the kernels cannot index all scores"
     return None
 
 
