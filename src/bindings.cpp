@@ -135,9 +135,9 @@ DeviceFacts facts_from(const int64_t* f) {
 
 }  // namespace
 
-FLASHPLUG_EXPORT int flashplug_install(int slot) { return install(slot); }
-FLASHPLUG_EXPORT int flashplug_uninstall(int slot) { return uninstall(slot); }
-FLASHPLUG_EXPORT int flashplug_installed(int slot) { return installed(slot); }
+FLASHPLUG_EXPORT int flashplug_install(int stub_index) { return install(stub_index); }
+FLASHPLUG_EXPORT int flashplug_uninstall(int stub_index) { return uninstall(stub_index); }
+FLASHPLUG_EXPORT int flashplug_installed(int stub_index) { return installed(stub_index); }
 FLASHPLUG_EXPORT int flashplug_take_last_exit() { return take_last_exit(); }
 FLASHPLUG_EXPORT int flashplug_register_ops(const char* dispatch_key, int own_ops) {
   return guarded([&] { register_ops(dispatch_key, own_ops != 0); });

@@ -14,7 +14,7 @@ struct ForwardCall : Attention {
   std::optional<bool> grad = {};        // whether autograd will want a backward; graphs do not know
   AtenTensorHandle metadata = nullptr;  // mask metadata to be filled in; null: nobody keeps the metadata
   bool bias_grad = false;               // whether autograd will want the bias gradient, as far as known
-  // output tensor for kernels that can write there: (B, Hq, Sq, Dv) of the query's dtype
+  // Output tensor for kernels that can write there: (B, Hq, Sq, Dv) of the query's dtype.
   AtenTensorHandle out = nullptr;
   AtenTensorHandle lists =
       nullptr;  // tile lists of a plan (varlen_tile_list.cpp); `plan_key` identifies the planned calls

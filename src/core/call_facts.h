@@ -26,12 +26,12 @@ struct Attention {
   double dropout_p = 0.0;
   Causal causal = Causal::kNone;
   std::optional<double> scale = {};
-  // Scales of key and value in 8 bits, (B, Hkv, Sk) fp32. `rotated`: the keys are rotated (quantised.rotate).
+  // Scales of key and value in 8 bits, (B, Hkv, Sk) fp32. `rotated`: the keys are rotated (quantize_reference.py).
   AtenTensorHandle k_scale = nullptr, v_scale = nullptr;
   bool rotated = false;
   std::optional<Window> window = {};
   double softcap = 0.0;  // 0: none
-  // with a window: (Hq,) fp32, an extra logit of each head in the softmax sum of every row
+  // With a window: (Hq,) fp32, an extra logit of each head in the softmax sum of every row.
   AtenTensorHandle sinks = nullptr;
   // Packed sequences, in tensors of batch 1: (sequences + 1,) int32, the start of each sequence and the end of the
   // last.
@@ -128,7 +128,7 @@ struct CallFacts {
   // fixed order.
   bool batch_invariant = false;
   int64_t split_size = 0;  // batch-invariant decode with a split after so many keys of each sequence; 0: no splits
-  // ratio of visited blocks: tiles with more rows than a block of the block-sparse lists, to tiles with as many rows
+  // Ratio of visited blocks: tiles with more rows than a block of the block-sparse lists, to tiles with as many rows.
   double tall = 1.0;
   bool operator==(const CallFacts&) const = default;
   int64_t group() const { return Hkv > 0 ? Hq / Hkv : 0; }  // query heads per KV head

@@ -1,9 +1,9 @@
 // Transport of errors through a shim. A shim returns a code and no exception, and up to torch 2.12 only logs the text.
 //
 // An exception of Python code is thrown again as the original object, with type, value and traceback. The bodies of the
-// project's own ops hand exceptions over (native.held). A TorchDispatchMode leaves an exception set on the thread:
-// torch throws a python_error, which owns nothing yet, and the shim catches the python_error. A C++ exception is found
-// by a second call past the shim, or recognized by the text.
+// project's own ops hand exceptions over (`held()` of dispatch/bindings.py). A TorchDispatchMode leaves an exception
+// set on the thread: torch throws a python_error, which owns nothing yet, and the shim catches the python_error. A C++
+// exception is found by a second call past the shim, or recognized by the text.
 #include "core/errors.h"
 
 #include <dlfcn.h>

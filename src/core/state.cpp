@@ -68,9 +68,9 @@ void Tables::add(const ArgumentRow& row) {
             "torch_flashplug: an argument of a kernel must have at most kMostDims dims, but this argument has more: ") +
         row.name);
   const auto is_named = [&row](const char* name) { return std::strcmp(name, row.name) == 0; };
-  if (const auto name = std::ranges::find_if(kSlotNames, is_named); name != std::end(kSlotNames)) {
-    const Slot slot(static_cast<int>(name - kSlotNames));
-    signature.parameters[slot.number()] = Parameter{row.features, signature.count++, row.rank, row.type};
+  if (const auto name = std::ranges::find_if(kKernelArgNames, is_named); name != std::end(kKernelArgNames)) {
+    const KernelArg arg(static_cast<int>(name - kKernelArgNames));
+    signature.parameters[arg.number()] = Parameter{row.features, signature.count++, row.rank, row.type};
     if (row.features == 0)
       ++signature.always;
     else

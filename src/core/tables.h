@@ -141,21 +141,21 @@ struct FeatureRow {
   const char* unsupported_reason;  // why kernels cannot run the call; {fact} stands for a fact of the call
 };
 
-// Argument slots: values for a kernel beside facts of the call (`visit_facts()`), by name. kernel_args.py describes
-// each slot and lists the slots of each kind of kernel.
-constexpr const char* kSlotNames[] = {
+// Arguments of kernels beside facts of the call (`visit_facts()`), by name. kernel_args.py describes each argument and
+// lists the arguments of each kind of kernel.
+constexpr const char* kKernelArgNames[] = {
     "q",       "k",        "v",          "o",     "do",      "lse",      "dq",       "dk",      "dv",      "rows",
     "scratch", "partials", "scale_log2", "scale", "counter", "num_ctas", "splits",   "cluster", "wanted",  "mask",
     "digest",  "bias",     "bias32",     "seed",  "dbias",   "dbias32",  "scratch8", "k_scale", "v_scale", "rotated",
     "ranges",  "sinks",    "dlse",       "cu_q",  "cu_k",    "used_k",   "lists",    "pages"};
-constexpr int kNumSlots = std::size(kSlotNames);
-// Index of an argument slot. An unknown name does not compile.
-class Slot {
+constexpr int kNumKernelArgs = std::size(kKernelArgNames);
+// Index of a kernel argument. An unknown name does not compile.
+class KernelArg {
  public:
-  consteval Slot(const char* name) {  // NOLINT(google-explicit-constructor): calls say the name
-    while (std::string_view(kSlotNames[number_]) != name) ++number_;
+  consteval KernelArg(const char* name) {  // NOLINT(google-explicit-constructor): calls say the name
+    while (std::string_view(kKernelArgNames[number_]) != name) ++number_;
   }
-  constexpr explicit Slot(int number) : number_(number) {}
+  constexpr explicit KernelArg(int number) : number_(number) {}
   constexpr int number() const { return number_; }
 
  private:
@@ -174,7 +174,7 @@ enum class NumberType : int32_t {
 constexpr const char* kNumberTypeNames[] = {"query", "key", "value", "output", "fp32", "int32", "int64", "bool"};
 struct ArgumentRow {
   const char* name;  // a name of kSlotNames, or of a fact
-  // features that bring the argument; kernels without them get None; 0: all kernels take the argument
+  // Features that bring the argument. Kernels without the features get None. 0: all kernels take the argument.
   int64_t features;
   Kind kind;     // kind of kernel; the order of the rows is the order of the arguments
   int32_t rank;  // 0: a number
@@ -199,11 +199,11 @@ constexpr int kMostDims = 4;  // of a tensor
 // The arguments of a kind of kernels.
 struct Signature {
   int32_t count = 0;
-  Parameter parameters[kNumSlots];
+  Parameter parameters[kNumKernelArgs];
   std::vector<FactParameter> facts;
-  int32_t always = 0;            // number of slots taken by every kernel of the kind
-  std::vector<int64_t> brought;  // features of each remaining slot
-  const Parameter& parameter(Slot slot) const { return parameters[slot.number()]; }
+  int32_t always = 0;            // number of named arguments that every kernel of the kind takes
+  std::vector<int64_t> brought;  // features of each further argument
+  const Parameter& parameter(KernelArg arg) const { return parameters[arg.number()]; }
 };
 
 constexpr int kMostInCluster = 8;
@@ -224,7 +224,7 @@ struct GateRow {
   double read_share;    // share of the memory rate reached by reading K and V
   double shared_ns;     // minimal time to be saved by several CTAs on an SM
   double unknown_rate;  // assumed memory rate of a device with an unknown rate, bytes per ns
-  // share of the SMs to be filled by clusters of so many CTAs, at most; 0: no limit
+  // Largest share of the SMs that clusters of so many CTAs may fill; 0: no limit.
   double cluster_share[kMostInCluster + 1];
 };
 
@@ -254,7 +254,7 @@ struct Tables {
 
   void add(FamilyRow row);  // throws if there are `kMostFamilies` already
   void add(KernelRow row);
-  void add(const ArgumentRow& row);  // throws for an unknown slot
+  void add(const ArgumentRow& row);  // throws for an unknown argument
   // Return the indices of rows of `kernels`, in table order.
   const std::vector<int>& rows(Kind kind, int family, DType query) const {
     return groups[family].rows[kind][static_cast<int>(query)];
@@ -262,7 +262,7 @@ struct Tables {
   // Return the union of the features of a family's kernels. A family without kernels takes every feature and every
   // dtype, because the missing kernel is a separate reason. `takes_dtypes()` asks for the dtypes.
   int64_t features_of(int family) const { return groups[family].features; }
-  // true if some kernel has all needed features and applies no more
+  // Return true if some kernel has all needed features and applies no more.
   bool takes_together(int family, int64_t needs) const;
   bool takes_dtypes(int family, const DType (&dtype)[kNumOperands]) const {
     return groups[family].features < 0 || groups[family].dtypes[index_of(dtype)];

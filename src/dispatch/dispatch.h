@@ -125,7 +125,7 @@ int unsupported(const CallFacts& p, const DeviceFacts& device, const Tables& tab
                 int limit);
 bool head_dims_aligned(const CallFacts& p);                   // head dims fill whole 16-byte units, too
 bool takes_dtypes(const KernelRow& row, const CallFacts& p);  // the kernel takes the call's dtypes
-// the kernel has all needed features and applies no further feature
+// Return true if the kernel has all needed features and applies no further feature.
 bool has_features(const KernelRow& row, int64_t needs);
 bool last_dim_contiguous(const CallFacts& p);  // the last dim of every operand is contiguous
 bool is_16b_aligned(const CallFacts& p);       // rows and addresses fit TMA and vector loads

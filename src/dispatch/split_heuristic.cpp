@@ -132,7 +132,7 @@ Splits best_of(const CallFacts& p, const KernelRow& row, const DeviceFacts& devi
   return best;
 }
 
-// Kernels with `at_once` > 1 read faster with more CTAs than SMs. If a mask hides most keys, combining more splits
+// Kernels with `at_once` > 1 read faster with more CTAs than SMs. If a mask excludes most keys, combining more splits
 // takes longer than this estimate, so the CTAs must save at least `shared_ns`.
 Splits best_splits(const CallFacts& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables) {
   const auto best_with = [&](int64_t ctas) {

@@ -197,7 +197,7 @@ std::unique_ptr<StableLibrary>& library() {
 void open_efficient(const char* dispatch_key) {
   std::lock_guard<std::mutex> lock(mutex);
   library().reset();
-  // torch has no kernel at key CPU, where the CPU stub backend registers
+  // There is no kernel of torch at key CPU, where the CPU stub backend registers.
   if (std::strcmp(dispatch_key, "CPU") != 0) need_stock();
   auto library_of_ops =
       std::make_unique<StableLibrary>(StableLibrary::Kind::IMPL, "aten", dispatch_key, kOwner, __LINE__);

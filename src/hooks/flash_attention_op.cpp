@@ -212,7 +212,7 @@ bool know_flash(const char* schema) {
 
 void open_flash(const char* dispatch_key) {
   std::lock_guard<std::mutex> lock(mutex);
-  // torch has no kernel at key CPU, where the CPU stub backend registers
+  // There is no kernel of torch at key CPU, where the CPU stub backend registers.
   const bool on_cpu = std::strcmp(dispatch_key, "CPU") == 0;
   library().reset();
   if (forward_op.schema.load() == nullptr || backward_op.schema.load() == nullptr ||

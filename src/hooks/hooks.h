@@ -18,9 +18,10 @@ namespace flashplug {
 
 // ---- sdp_choice.cpp, stock_bugs.cpp ----
 
-int install(int slot);    // slot 1: CUDA, slot 0: CPU (tests). 0 = done; else a reason code, text in last_error()
-int uninstall(int slot);  // restores the saved pointer
-bool installed(int slot);
+int install(int stub_index);  // index 1: CUDA, index 0: CPU (tests). Returns 0, or the code of a reason, with the text
+                              // in last_error()
+int uninstall(int stub_index);  // restores the saved pointer
+bool installed(int stub_index);
 // Exits of the router: the places where a call is decided. Exit `planned` has a plan. test_exits meets each exit.
 inline constexpr const char* kExitNames[] = {
     "disabled", "math everywhere", "math",     "not allowed", "other backend", "dims", "device",  "empty",
@@ -64,7 +65,7 @@ bool is_repaired(int backend);  // takes a `StockBackend`; true if `repair()` ha
 // Register kernels at a dispatch key; possible before the import of torch's module, too.
 void register_varlen_ops(const char* dispatch_key);
 void unregister_varlen_ops();
-// sets the schema of the running torch, after the import of the module
+// Set the schema of the running torch, after the import of the module.
 void set_varlen_schema(const char* op, const char* schema);
 void know_varlen_rule(int number);  // sets the `VarlenRule` (varlen_decision.h) of the running torch
 int varlen_rule();
@@ -74,7 +75,7 @@ void set_prepare_callback(PrepareCallback callback);
 
 // ---- flash_attention_op.cpp ----
 
-// sets the schema of the running torch; false: stock cannot be called by such a schema
+// Set the schema of the running torch. Returns false if stock cannot be called by such a schema.
 bool know_flash(const char* schema);
 // Register kernels at a dispatch key, over the kernels of stock and of third parties. Throws if stock could not be
 // called underneath.

@@ -1,4 +1,4 @@
-// The choice function in the CUDA slot of at::native::_fused_sdp_choice_stub, with installation and removal.
+// The choice function for CUDA in at::native::_fused_sdp_choice_stub, with installation and removal.
 //
 // The function answers SDPBackend.OVERRIDEABLE for a call that a plugin kernel serves. For every other call, the
 // function asks the saved stock choice, so that stock behavior (and stock's errors for bad input) stays the same. The
@@ -26,11 +26,11 @@ namespace flashplug {
 
 namespace {
 
-constexpr int kStubSlots = 2;  // pointers at the start of DispatchStubImpl: cpu, cuda
+constexpr int kNumStubs = 2;  // pointers at the start of DispatchStubImpl: cpu, cuda
 
-std::atomic<void*> saved[kStubSlots];  // original content of the slot, restored by uninstall()
-// stock's choice function: the same, or the CPU default where the slot was still unresolved
-std::atomic<void*> stock_functions[kStubSlots];
+std::atomic<void*> saved[kNumStubs];  // original pointers, restored by uninstall()
+// Stock's choice functions: the same, or the CPU default where the pointer was still unresolved.
+std::atomic<void*> stock_functions[kNumStubs];
 std::mutex install_mutex;
 
 struct Call : Attention {
@@ -144,7 +144,7 @@ Decision decide(const Call& call, Mode mode, Facts* facts) {
   if (!enabled()) return {exit_named("disabled")};
   if (process_backend() == Backend::kMath) return {exit_named("math everywhere"), Owner::kMaths};
   const Backend backend = mode.backend();
-  // sdpa_kernel: the plugin's class of backend
+  // torch.nn.attention.sdpa_kernel allows the plugin by the names of two backends.
   const bool allowed = torch.flash_enabled() || torch.overrideable_enabled();
   if (!allowed) return {exit_named("not allowed")};
   if (backend == Backend::kMath && torch.math_enabled()) return {exit_named("math"), Owner::kMaths};
@@ -154,7 +154,7 @@ Decision decide(const Call& call, Mode mode, Facts* facts) {
   return decision;
 }
 
-template <int slot>
+template <int stub_index>
 int64_t choice(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v, const std::optional<void*>* mask,
                double dropout_p, bool is_causal, std::optional<double> scale, bool enable_gqa) {
   // An optional holds its tensor at its own address.
@@ -172,17 +172,17 @@ int64_t choice(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v, const
   // Stock's choice divides by the number of heads. For empty calls, the chosen kernel gives no output, or ends the
   // process.
   if (decision.exit == exit_named("empty") && torch_symbols().math_enabled() && !is_undefined(call)) return kChoiceMath;
-  auto stock = reinterpret_cast<ChoiceFunction>(stock_functions[slot].load(std::memory_order_acquire));
+  auto stock = reinterpret_cast<ChoiceFunction>(stock_functions[stub_index].load(std::memory_order_acquire));
   const int64_t chosen = stock(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa);
   return decision.inspected ? right_choice(chosen, call).choice : chosen;
 }
 
-void* our_choice(int slot) {
-  return slot == 0 ? reinterpret_cast<void*>(&choice<0>) : reinterpret_cast<void*>(&choice<1>);
+void* our_choice(int stub_index) {
+  return stub_index == 0 ? reinterpret_cast<void*>(&choice<0>) : reinterpret_cast<void*>(&choice<1>);
 }
 
-std::atomic<void*>* slot_pointer(int slot) {
-  return reinterpret_cast<std::atomic<void*>*>(static_cast<char*>(torch_symbols().stub) + slot * sizeof(void*));
+std::atomic<void*>* stub_pointer(int stub_index) {
+  return reinterpret_cast<std::atomic<void*>*>(static_cast<char*>(torch_symbols().stub) + stub_index * sizeof(void*));
 }
 
 bool lies_in(void* function, const char* library) {
@@ -199,9 +199,9 @@ int fail(int code, const std::string& text) {
 
 int take_last_exit() { return std::exchange(last_exit, -1); }
 
-bool installed(int slot) {
-  return slot >= 0 && slot < kStubSlots && torch_symbols().stub != nullptr &&
-         slot_pointer(slot)->load(std::memory_order_acquire) == our_choice(slot);
+bool installed(int stub_index) {
+  return stub_index >= 0 && stub_index < kNumStubs && torch_symbols().stub != nullptr &&
+         stub_pointer(stub_index)->load(std::memory_order_acquire) == our_choice(stub_index);
 }
 
 int64_t stock_choice(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v, double dropout_p, bool is_causal,
@@ -211,33 +211,34 @@ int64_t stock_choice(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v,
   return stock == nullptr ? kChoiceMath : stock(q, k, v, &no_mask, dropout_p, is_causal, scale, enable_gqa);
 }
 
-int install(int slot) {
+int install(int stub_index) {
   std::lock_guard<std::mutex> lock(install_mutex);
-  if (slot < 0 || slot >= kStubSlots) return fail(1, "the slot does not exist; use 1 (CUDA) or 0 (CPU, tests)");
+  if (stub_index < 0 || stub_index >= kNumStubs)
+    return fail(1, "the slot does not exist; use 1 (CUDA) or 0 (CPU, tests)");
   const TorchSymbols& torch = torch_symbols();
   if (const char* symbol = torch.lacking())
     return fail(2, std::string("this torch lacks ") + symbol + "; use TORCH_FLASHPLUG_HOOK=composite");
   if (!torch.signature)
     return fail(3, "the choice function of this torch has another signature; use TORCH_FLASHPLUG_HOOK=composite");
-  if (installed(slot)) return 0;
-  void* old = slot_pointer(slot)->load(std::memory_order_acquire);
-  if (slot == 1 && old == nullptr) {
+  if (installed(stub_index)) return 0;
+  void* old = stub_pointer(stub_index)->load(std::memory_order_acquire);
+  if (stub_index == 1 && old == nullptr) {
     if (dlopen("libtorch_cuda.so", RTLD_NOLOAD | RTLD_NOW) == nullptr)
       return fail(4, "this torch is a CPU build; there is nothing to route");
     return fail(5, "the CUDA slot of torch's choice function is empty");
   }
-  if (slot == 1 && !lies_in(old, "libtorch_cuda"))
+  if (stub_index == 1 && !lies_in(old, "libtorch_cuda"))
     return fail(6, "the CUDA slot already holds another plugin's function");
-  saved[slot].store(old, std::memory_order_release);
-  stock_functions[slot].store(old != nullptr ? old : torch.cpu_default, std::memory_order_release);
-  slot_pointer(slot)->store(our_choice(slot), std::memory_order_release);
+  saved[stub_index].store(old, std::memory_order_release);
+  stock_functions[stub_index].store(old != nullptr ? old : torch.cpu_default, std::memory_order_release);
+  stub_pointer(stub_index)->store(our_choice(stub_index), std::memory_order_release);
   return 0;
 }
 
-int uninstall(int slot) {
+int uninstall(int stub_index) {
   std::lock_guard<std::mutex> lock(install_mutex);
-  if (!installed(slot)) return fail(7, "the router is not in place");
-  slot_pointer(slot)->store(saved[slot].load(std::memory_order_acquire), std::memory_order_release);
+  if (!installed(stub_index)) return fail(7, "the router is not in place");
+  stub_pointer(stub_index)->store(saved[stub_index].load(std::memory_order_acquire), std::memory_order_release);
   return 0;
 }
 

@@ -52,7 +52,7 @@ bool has_unmasked_rest(const Attention& call) {
 // mask must be contiguous and not broadcast, boolean (converted by stock to the query's dtype) or of the query's dtype.
 bool efficient_reads(const Attention& call) {
   if (cpu_stub() != CpuStub::kOff) return false;
-  // torch's rule for vmap requires a mask with the query's batching
+  // The rule of torch for vmap requires a mask with the query's batching.
   if (call.mask != nullptr && wrapped(call)) return false;
   Facts facts;
   const CallFacts& p = facts.problem;
@@ -80,7 +80,7 @@ struct StockBug {
 };
 // The first fault of the chosen backend counts.
 constexpr StockBug kFaults[] = {
-    // torch allows any p from 0 to 1
+    // F.sdpa allows any probability from 0 to 1.
     {"rejects dropout_p=1, or returns NaN", drops_everything, {kChoiceCudnn, kChoiceFlash, kChoiceEfficient}, false},
     {"would return NaN with this scale", has_unusual_scale, {kChoiceCudnn, kChoiceFlash}, true},
     {"reads fp32 masks as 16-bit masks, or rejects fp32 masks", has_wide_bias, {kChoiceCudnn, kChoiceEfficient}, false},

@@ -210,7 +210,7 @@ FlashResult to_stock_layout(ForwardResult result, const HookedCall& hooked, Aten
     flash.lse = std::move(result.lse);
   }
   if (may_see_nothing(call, p)) positive_infinities(flash.lse.get());
-  // as with stock, the backward gets no KV lengths and includes all keys
+  // As with stock, the backward gets no KV lengths and includes all keys.
   flash.rng = new_state(facts, call.used_k != nullptr ? 0 : kMark);
   return flash;
 }

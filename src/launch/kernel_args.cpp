@@ -61,26 +61,26 @@ DLDataType Arguments::type_of(const Parameter& parameter) const {
       return {kDLUInt, 8, 1};
     default: {
       const DTypeFacts& facts = facts_of(row_.dtype[static_cast<int>(parameter.type)]);
-      // uint8 for every 8-bit dtype; kernels interpret the bytes themselves (kernels/features/quantized_kv_cache.py)
+      // Kernels interpret the bytes of 8-bit dtypes themselves (kernels/features/quantized_kv_cache.py).
       if (facts.bytes == 1) return {kDLUInt, 8, 1};
       return {facts.dlpack, static_cast<uint8_t>(8 * facts.bytes), 1};
     }
   }
 }
 
-// Return the place for a value of a type; null if the kernel does not take the slot.
-TVMFFIAny* Arguments::value_for(Slot slot, int32_t type_index) {
-  if (!takes(slot)) return nullptr;
-  TVMFFIAny& any = packed_[signature_.parameter(slot).position];
+// Return the packed value of an argument, with a new type; null if the kernel does not take the argument.
+TVMFFIAny* Arguments::value_for(KernelArg arg, int32_t type_index) {
+  if (!takes(arg)) return nullptr;
+  TVMFFIAny& any = packed_[signature_.parameter(arg).position];
   num_missing_ -= any.type_index == kTVMFFINone;
   any = typed(type_index);
   return &any;
 }
 
-void Arguments::tensor(Slot slot, AtenTensorHandle tensor, bool writes) {
-  TVMFFIAny* any = value_for(slot, kTVMFFIDLTensorPtr);
+void Arguments::tensor(KernelArg arg, AtenTensorHandle tensor, bool writes) {
+  TVMFFIAny* any = value_for(arg, kTVMFFIDLTensorPtr);
   if (any == nullptr) return;
-  const Parameter& parameter = signature_.parameter(slot);
+  const Parameter& parameter = signature_.parameter(arg);
   Described& out = described_[parameter.position];
   Shape shape;
   if (!read_shape(tensor, &shape))
@@ -109,22 +109,22 @@ void Arguments::tensor(Slot slot, AtenTensorHandle tensor, bool writes) {
   any->v_ptr = &out.tensor;
 }
 
-void Arguments::global_number(Slot slot, void* address) {
+void Arguments::global_number(KernelArg arg, void* address) {
   static int64_t unit_stride = 1;
-  TVMFFIAny* any = value_for(slot, kTVMFFIDLTensorPtr);
+  TVMFFIAny* any = value_for(arg, kTVMFFIDLTensorPtr);
   if (any == nullptr) return;
-  const Parameter& parameter = signature_.parameter(slot);
+  const Parameter& parameter = signature_.parameter(arg);
   DLTensor& out = described_[parameter.position].tensor;
   out = DLTensor{address, DLDevice{kDLCUDA, device_index_}, 1, type_of(parameter), &unit_stride, &unit_stride, 0};
   any->v_ptr = &out;
 }
 
-void Arguments::integer(Slot slot, int64_t value) {
-  if (TVMFFIAny* any = value_for(slot, kTVMFFIInt)) any->v_int64 = value;
+void Arguments::integer(KernelArg arg, int64_t value) {
+  if (TVMFFIAny* any = value_for(arg, kTVMFFIInt)) any->v_int64 = value;
 }
 
-void Arguments::real(Slot slot, double value) {
-  if (TVMFFIAny* any = value_for(slot, kTVMFFIFloat)) any->v_float64 = value;
+void Arguments::real(KernelArg arg, double value) {
+  if (TVMFFIAny* any = value_for(arg, kTVMFFIFloat)) any->v_float64 = value;
 }
 
 void Arguments::scale(double scale) {
@@ -134,10 +134,10 @@ void Arguments::scale(double scale) {
 
 void Arguments::throw_for_missing() const {
   std::string names;
-  for (int i = 0; i < kNumSlots; ++i) {
-    const Slot slot(i);
-    if (takes(slot) && packed_[signature_.parameter(slot).position].type_index == kTVMFFINone)
-      names += std::string(names.empty() ? "" : ", ") + kSlotNames[i];
+  for (int i = 0; i < kNumKernelArgs; ++i) {
+    const KernelArg arg(i);
+    if (takes(arg) && packed_[signature_.parameter(arg).position].type_index == kTVMFFINone)
+      names += std::string(names.empty() ? "" : ", ") + kKernelArgNames[i];
   }
   throw std::runtime_error("torch_flashplug: the kernel takes " + names +
                            ", but the call does not provide such arguments.");

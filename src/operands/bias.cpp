@@ -95,7 +95,7 @@ BiasGradientPlanes gradient_planes(AtenTensorHandle gradient, const CallFacts& p
   const int64_t tiles =
       like.size[0] * like.size[1] * blocks(like.size[2], p.Sq, row.tile_m) * blocks(like.size[3], p.Sk, row.tile_n);
   BiasGradientPlanes planes = planes_of(gradient);
-  // with so many planes for each plane of the gradient, all SMs are busy
+  // With so many planes for each plane of the gradient, all SMs are busy.
   int64_t planes_to_fill = std::max(sm_count, 1) / tiles;
   const auto share = [&planes_to_fill](int64_t* number, int64_t all) {
     const int64_t most = std::min(planes_to_fill, all / kLeastSummed);

@@ -24,7 +24,7 @@ DropoutSeed draw(const TensorClass& query) {
   random[kRandom["generator"]] = box::from(std::nullopt);
   random.run();
   DropoutSeed drawn{random.result(0), number()};
-  // each call has a seed of its own, so the offset is 0
+  // Each call has a seed of its own, so the offset is 0.
   check_shim(aoti_torch_aten_fill__Scalar(drawn.offset.get(), 0.0), "fill_");
   return drawn;
 }

@@ -227,7 +227,7 @@ bool replace_mask(AtenTensorHandle mask, const Facts& facts) {
     int64_t size[4], stride[4];
     spread(mask, facts.problem, size, stride);
     const CallFacts& p = facts.problem;
-    // nobody keeps the metadata
+    // Without gradients, nobody keeps the metadata.
     const int64_t numbers = p.grad ? metadata_numbers(rows_of(p, stride), p.Sq, p.Sk, true) : 0;
     // Hooks of saved tensors get the replacement before the op fills the metadata, and may copy the replacement. So the
     // hooks get the mask's bytes.

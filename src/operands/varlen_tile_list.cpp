@@ -109,7 +109,7 @@ Lengths pack_varlen_args(const ForwardCall& call, const CallFacts& p, const Kern
   lengths.lists = planned(call, p, row, query);
   const bool is_planned = lengths.lists.get() != nullptr;
   if (!is_planned) lengths.lists = list_of_kernel(new_lists(1, p, query).get(), 0, p);
-  // the size of cu_q tells the kernel that the lists exist
+  // The size of cu_q tells the kernel that the lists exist.
   lengths.used_k = is_planned ? TensorHandle::share(call.cu_q) : lengths_or_empty(call);
   pack_start_args(call, lengths.used_k, lengths.lists, arguments);
   return lengths;

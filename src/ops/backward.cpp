@@ -85,7 +85,7 @@ TensorHandle operand_gradients(Kernel& kernel, const KernelRow& row, const Backw
                                const TensorClass& query, const BackwardInputs& inputs, int64_t parts, int64_t sharing,
                                BackwardResult* result) {
   const ForwardCall& forward = call.forward;
-  // not empty, so that there is an address
+  // The workspace is never empty, so that there is an address.
   const int64_t floats = std::max<int64_t>(scratch_floats(p, row), 4), unit_stride = 1;
   const TensorHandle rows = new_rows(p, row, query);
   const TensorHandle scratch =
@@ -133,9 +133,9 @@ TensorHandle bias_gradient(Kernel& kernel, const KernelRow& row, const BackwardC
   const bool wide = arguments.takes("dbias32");
   inputs.to(&arguments);
   arguments.tensor("rows", rows.get(), true);
-  arguments.tensor(wide ? Slot("dbias32") : Slot("dbias"), written.get(), true);
+  arguments.tensor(wide ? KernelArg("dbias32") : KernelArg("dbias"), written.get(), true);
   if (read.get() != nullptr)
-    arguments.tensor(wide ? Slot("bias32") : Slot("bias"), read.get());
+    arguments.tensor(wide ? KernelArg("bias32") : KernelArg("bias"), read.get());
   else
     read = pack_bias_args(forward, p, query, row, &arguments);
   const TensorHandle seed = pack_dropout_args(call.seed, query, &arguments);
@@ -151,7 +151,7 @@ int64_t batch_ranges(const CallFacts& p, int sm_count) {
   constexpr int64_t kCtasPerSm = 2, kMostWaves = 4;
   const int64_t at_once = std::max(sm_count, 1) * kCtasPerSm;
   int64_t best = 1, fewest_turns = ceil_div(p.Hq, at_once) * p.B;
-  // for a given number of waves, the largest number of ranges is the fastest
+  // For each number of waves, the largest number of ranges is the fastest.
   for (int64_t waves = 1; waves <= kMostWaves; ++waves) {
     const int64_t ranges = std::max<int64_t>(std::min(waves * at_once / p.Hq, p.B), 1);
     const int64_t turns = ceil_div(p.Hq * ranges, at_once) * ceil_div(p.B, ranges);
@@ -194,7 +194,7 @@ void gradients_of_tiles(Kernel& kernel, const KernelRow& row, const BackwardCall
     planes = new_bias_planes(bias.get(), none);
   }
   if (planes.get() != nullptr)
-    arguments.tensor(arguments.takes("dbias32") ? Slot("dbias32") : Slot("dbias"), planes.get(), with_bias);
+    arguments.tensor(arguments.takes("dbias32") ? KernelArg("dbias32") : KernelArg("dbias"), planes.get(), with_bias);
   launch(kernel, arguments);
   pack_scale_sign(result->grads[0].get(), p);
   for (int i = 0; i < 3; ++i) result->grads[i] = laid_out_like(std::move(result->grads[i]), operands[i]);

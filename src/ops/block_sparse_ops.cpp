@@ -21,7 +21,7 @@ namespace {
 // use.
 Facts read_lists(const ForwardCall& call) {
   Facts facts = read_facts(call);
-  // excludes decode kernels, which read masks and no metadata: no decode kernel has gradients
+  // Gradients exclude decode kernels, which read masks and no metadata.
   facts.problem.grad = true;
   if (!is_mask_metadata(call.mask) || !beside(call.mask, facts.operand[0]))
     throw std::runtime_error("torch_flashplug: the block-sparse lists must be int32 on the device of query.");

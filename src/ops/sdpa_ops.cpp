@@ -194,7 +194,7 @@ ForwardResult forward(const ForwardCall& call) {
     return remembered_plan(p, device, call.mode, tables());
   };
   Plan plan = plan_with(call.grad.value_or(false));
-  // the router sent the graph here for both cases
+  // The choice hook sent the graph here for both cases.
   if (!plan.ours() && !call.grad.has_value()) plan = plan_with(true);
   note_plan("op", p, device, call.mode, plan);
   ForwardResult result;

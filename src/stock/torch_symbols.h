@@ -25,7 +25,7 @@ struct TorchSymbols {
   bool deterministic() const;
   bool requires_grad(AtenTensorHandle tensor) const;
   bool nested(AtenTensorHandle tensor) const;  // a strided NestedTensor, which has no sizes
-  // wrapped, for example by functorch: the tensor has no storage of its own
+  // Return true for a tensor wrapped by functorch, for example, which has no storage of its own.
   bool wrapped(AtenTensorHandle tensor) const;
   bool python_dispatch(AtenTensorHandle tensor) const;  // a FakeTensor or a different Python subclass: maybe traced
   bool modes_set() const;    // a TorchDispatchMode is active, so the next op may be replaced; true if unknown
@@ -60,7 +60,7 @@ DeviceFacts query_device(int device_index);
 // Give the thread a CUDA context. Threads without earlier calls of the CUDA runtime, such as autograd's, have no
 // context, and the driver refuses their calls.
 void ensure_context(int device_index);
-// on the current device, never freed; works while a stream is captured; null if memory is short
+// Return zeros on the current device, never freed; null if memory is short. Works while a stream is captured.
 void* device_zeros(size_t bytes);
 // Scope in which failures of shims are expected and handled. Outside such a scope, older libtorch logs every failed
 // shim with a backtrace.
