@@ -62,8 +62,8 @@ def take_last_exit() -> str:
 
     Return "" if no call came since the previous query.
     """
-    place = lib().flashplug_take_last_exit()
-    return names("exits")[place] if place >= 0 else ""
+    number = lib().flashplug_take_last_exit()
+    return names("exits")[number] if number >= 0 else ""
 
 
 def last_error() -> str:
@@ -120,9 +120,9 @@ def held(function: Callable) -> Callable:
     """Return a wrapper for the Python body of an op called by C++. The C++ caller gets the original exception."""
 
     @functools.wraps(function)
-    def run(*given: object) -> object:
+    def run(*arguments: object) -> object:
         try:
-            return function(*given)
+            return function(*arguments)
         except BaseException as error:
             hold_error(error)
             raise
@@ -229,16 +229,16 @@ def set_cpu_stub(on: bool | int) -> None:
     lib().flashplug_set_cpu_stub(int(on))
 
 
-def names(of: str) -> tuple[str, ...]:
+def names(vocabulary: str) -> tuple[str, ...]:
     """Return a list of names in C++, in the order of numbers or bits.
 
     The lists are backends, features, kinds, operands, call facts, number types, schemas of the ops with arguments on
     stacks, exits of the router, and reasons why a family's kernels do not take a call.
     """
-    found: list[str] = []
-    while name := text(lambda out, size: lib().flashplug_name(of.encode(), len(found), out, size)):
-        found.append(name)
-    return tuple(found)
+    cpp_names: list[str] = []
+    while name := text(lambda out, size: lib().flashplug_name(vocabulary.encode(), len(cpp_names), out, size)):
+        cpp_names.append(name)
+    return tuple(cpp_names)
 
 
 def dtypes() -> dict[str, tuple[int, int]]:
@@ -246,11 +246,11 @@ def dtypes() -> dict[str, tuple[int, int]]:
 
     The last entry stands for all other dtypes.
     """
-    found: dict[str, tuple[int, int]] = {}
+    bytes_and_codes: dict[str, tuple[int, int]] = {}
     size, code = ints([0]), ints([0])
-    while name := text(lambda out, room: lib().flashplug_dtype(len(found), size, code, out, room)):
-        found[name] = (size[0], code[0])
-    return found
+    while name := text(lambda out, capacity: lib().flashplug_dtype(len(bytes_and_codes), size, code, out, capacity)):
+        bytes_and_codes[name] = (size[0], code[0])
+    return bytes_and_codes
 
 
 # ---- device facts ----
@@ -329,12 +329,12 @@ def _facts(problem: Mapping[str, float]) -> ctypes.Array[ctypes.c_double]:
 
     Names of features count as facts, too: a true value adds the feature to the needs of the call.
     """
-    known = problem_facts()
-    if unknown := set(problem) - set(known) - set(features.NAMES):
-        raise TypeError(f"unknown facts of a call {sorted(unknown)}; use {', '.join((*known, *features.NAMES))}")
+    defaults = problem_facts()
+    if unknown := set(problem) - set(defaults) - set(features.NAMES):
+        raise TypeError(f"unknown facts of a call {sorted(unknown)}; use {', '.join((*defaults, *features.NAMES))}")
     needs = int(problem.get("needs", 0)) | features.bits(name for name in features.NAMES if problem.get(name))
-    filled = {**known, **problem, "needs": needs}
-    return doubles([filled[name] for name in known])
+    filled = {**defaults, **problem, "needs": needs}
+    return doubles([filled[name] for name in defaults])
 
 
 def with_operands(
@@ -353,11 +353,10 @@ def with_operands(
         addresses: the addresses of the operands in bytes.
         element_bytes: the bytes of an element of each operand.
     """
-    known = problem_facts()
     facts = _facts(problem)
     flat = [ints([number for operand in x for number in operand]) for x in (sizes, strides)]
     lib().flashplug_read_operands(*flat, ints(addresses), ints(element_bytes), facts)
-    return dict(zip(known, facts, strict=True))
+    return dict(zip(problem_facts(), facts, strict=True))
 
 
 def shapes_fit(sizes: Sequence[Sequence[int]], enable_gqa: bool) -> bool:

@@ -87,10 +87,10 @@ class LayoutRow(ctypes.Structure):
     )
 
 
-def _same(structure: type[ctypes.Structure], row: object, **more: object) -> ctypes.Structure:
-    """Return a structure with the equally named attributes of a row, and the members in `more`."""
-    names = [name for name, _ in structure._fields_ if name not in more]
-    return structure(**{name: getattr(row, name) for name in names}, **more)
+def _same(structure: type[ctypes.Structure], row: object, **values: object) -> ctypes.Structure:
+    """Return a structure with the equally named attributes of a row, and the members in `values`."""
+    names = [name for name, _ in structure._fields_ if name not in values]
+    return structure(**{name: getattr(row, name) for name in names}, **values)
 
 
 def of_families() -> Iterator[FamilyRow]:
@@ -136,19 +136,19 @@ def of_choice(row: dispatch_table.ChoiceRow) -> ChoiceRow:
         elements=sum(1 << _element(name) for name in row.elements),
         kind=KINDS.index(row.kind),
         family=_family(row.arch),
-        operands=sum(1 << OPERANDS.index(one) for one in operands),
+        operands=sum(1 << OPERANDS.index(operand) for operand in operands),
     )
 
 
 def of_rescue(row: stock_bugs.Rescue) -> RescueRow:
-    facts, seen = sum(1 << FACTS.index(fact) for fact in row.facts), features.bits(row.features)
-    return RescueRow(row.stock.encode(), row.evidence.encode(), facts, seen)
+    facts = sum(1 << FACTS.index(fact) for fact in row.facts)
+    return RescueRow(row.stock.encode(), row.evidence.encode(), facts, features.bits(row.features))
 
 
 def of_varlen(row: dispatch_table.VarlenRow) -> VarlenRow:
     facts = sum(1 << VARLEN_FACTS.index(fact) for fact in row.facts)
-    told = {"facts": facts, "stock": VARLEN_KERNELS.index(row.stock)}
-    return _same(VarlenRow, row, measured=row.measured.encode(), wrong=row.wrong.encode(), **told)
+    numbers = {"facts": facts, "stock": VARLEN_KERNELS.index(row.stock)}
+    return _same(VarlenRow, row, measured=row.measured.encode(), wrong=row.wrong.encode(), **numbers)
 
 
 def of_features() -> Iterator[FeatureRow]:
@@ -156,15 +156,16 @@ def of_features() -> Iterator[FeatureRow]:
 
 
 def of_arguments() -> Iterator[ArgumentRow]:
-    for kind, taken in kernel_args.OF_KIND.items():
-        for one in taken:
-            bringing = features.bringing(one.name) if one.optional else 0
-            if one.optional and not bringing:
+    for kind, arguments in kernel_args.OF_KIND.items():
+        for argument in arguments:
+            bringing = features.bringing(argument.name) if argument.optional else 0
+            if argument.optional and not bringing:
                 raise ValueError(
-                    f"argument {one.name} must belong to a feature of features.py, because the argument is optional"
+                    f"argument {argument.name} must belong to a feature of features.py, because the argument is "
+                    "optional"
                 )
-            dtype = kernel_args.DTYPES.index(one.dtype)
-            yield ArgumentRow(one.name.encode(), bringing, KINDS.index(kind), one.rank, dtype)
+            dtype = kernel_args.DTYPES.index(argument.dtype)
+            yield ArgumentRow(argument.name.encode(), bringing, KINDS.index(kind), argument.rank, dtype)
 
 
 def of_gate(gate: dispatch_table.Gate) -> GateRow:

@@ -16,7 +16,7 @@ from ..registry.kernel_spec import LISTED, TALL
 from ..registry.mask_layout import FLAGS, HALVES, KIND, MASKED, NONE, THREADS, TILE, WHOLE
 from .bitmask import bits, words
 
-MOST_NUMBERS = (2**31 - 1, 2**32 - 1)  # of one plane, and of all planes: `can_be_digested` in src/operands/mask.cpp
+MOST_NUMBERS = (2**31 - 1, 2**32 - 1)  # of one plane, and of all planes (are_numbers_countable of operands/mask.cpp)
 
 
 def digest(mask: Tensor, numbers: int) -> Tensor:

@@ -66,9 +66,9 @@ def _mask_is_stocks(query: Tensor, key: Tensor, attn_mask: Tensor) -> bool:
     raises the error. Or the mask is a bool mask that a graph records as floats: calls that are not functionalized are
     recorded unchanged, without tracing.py.
     """
-    recorded = get_proxy_mode() is not None and not isinstance(query, FunctionalTensor)
-    lost = recorded and attn_mask.dtype == torch.bool
-    return decides_itself(attn_mask) or lost or misfit(query, key, attn_mask) is not None
+    is_recorded = get_proxy_mode() is not None and not isinstance(query, FunctionalTensor)
+    becomes_floats = is_recorded and attn_mask.dtype == torch.bool
+    return decides_itself(attn_mask) or becomes_floats or misfit(query, key, attn_mask) is not None
 
 
 def takes_math(mode: int) -> bool:
@@ -89,7 +89,9 @@ def kernels_allowed() -> bool:
 def _becomes_floats(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool:
     """Return whether F.sdpa converts a bool mask to floats, also for torch_flashplug kernels.
 
-    F.sdpa does so under functorch and under dispatch modes (`as_floats` of src/hooks/sdp_choice.cpp).
+    F.sdpa does so under functorch and under dispatch modes (`as_floats` of src/hooks/sdp_choice.cpp). C++ cannot answer
+    for explain() and for Plan B: C++ looks at the tensors and modes below all tracing, but this function runs above,
+    where functionalization still wraps the tensors and where the modes of the tracer are active.
     """
     if mask.dtype != torch.bool:
         return False
@@ -192,7 +194,11 @@ def outside_dispatcher(
 ) -> str | None:
     """Return why the dispatcher does not consider this call; None if the dispatcher does.
 
-    Calls for which takes_math() is True must not come here.
+    Calls for which takes_math() is True must not come here. C++ decides about switches, shapes and masks. The remaining
+    questions are about plain facts: dims, devices, elements and the classes of tensors. The choice hook cannot answer
+    them for explain(), for three reasons. explain() describes calls for any device, but the hook stops at tensors
+    outside of a GPU. The hook stops at classes of calls without a measured entry, whose plan explain() shows. And the
+    hook itself asks Python about subclasses and about hints of symbolic sizes (sizes_of_traced()).
     """
     if not bindings.enabled():
         return "the plugin is disabled; call torch_flashplug.enable()"
@@ -217,9 +223,9 @@ def outside_dispatcher(
             "shapes need broadcasting or do not fit (several key heads, and a different number of query heads, need "
             "enable_gqa=True); stock attention decides"
         )
-    unfit = None if attn_mask is None else misfit(query, key, attn_mask)
-    if unfit is not None:
-        return f"{unfit}; stock attention decides"
+    obstacle = None if attn_mask is None else misfit(query, key, attn_mask)
+    if obstacle is not None:
+        return f"{obstacle}; stock attention decides"
     if not kernels_allowed():
         return (
             "torch.nn.attention.sdpa_kernel allows neither FLASH_ATTENTION nor OVERRIDEABLE, "
@@ -255,16 +261,16 @@ def refusal(
         enable_gqa: whether the call permits grouped heads.
         by_math: whether math receives the call. Only math rejects some probabilities, and is_causal with a mask.
     """
-    given = [tensor for tensor in (query, key, value, attn_mask) if tensor is not None]
-    if any(tensor.is_nested for tensor in given) or decides_itself(*given):
+    tensors = [tensor for tensor in (query, key, value, attn_mask) if tensor is not None]
+    if any(tensor.is_nested for tensor in tensors) or decides_itself(*tensors):
         return ""
-    sizes = [hints(tensor.shape) for tensor in given]
-    if any(None in size for size in sizes) or len({tensor.device for tensor in given}) > 1:
+    sizes = [hints(tensor.shape) for tensor in tensors]
+    if any(None in size for size in sizes) or len({tensor.device for tensor in tensors}) > 1:
         return ""
-    shown = [torch.empty(size, dtype=tensor.dtype, device="meta") for size, tensor in zip(sizes, given)]
+    on_meta = [torch.empty(size, dtype=tensor.dtype, device="meta") for size, tensor in zip(sizes, tensors)]
     settings = {"dropout_p": dropout_p, "is_causal": is_causal} if by_math else {}
     try:
-        F.scaled_dot_product_attention(*shown, **settings, enable_gqa=enable_gqa)
+        F.scaled_dot_product_attention(*on_meta, **settings, enable_gqa=enable_gqa)
     except (RuntimeError, IndexError) as error:
         return str(error)
     return ""
@@ -330,14 +336,14 @@ def bias_in_words(query: Tensor, key: Tensor, mask: Tensor, few: bool, hopper: b
     """
     sizes = (*hints(query.shape[:3]), *hints(key.shape[2:3]))
     missing, unit = 4 - mask.dim(), 16 // mask.element_size()
-    given = [(1, 0)] * missing + list(zip(hints(mask.shape), hints(mask.stride())))
-    strides = [0 if have == 1 else stride for have, stride in given]
+    dims = [(1, 0)] * missing + list(zip(hints(mask.shape), hints(mask.stride())))
+    strides = [0 if size == 1 else stride for size, stride in dims]
     aligned = _address(mask) % 16 == 0 and all(stride % unit == 0 for stride in strides[:3])
     shared = not few and strides[2] == 0 and sizes[2] > ROWS_PER_WARPGROUP
     repeats, anywhere = shared and not hopper, hopper and not shared
-    said = f"{str(mask.dtype).removeprefix('torch.')} {list(mask.shape)}, "
+    dtype_and_shape = f"{str(mask.dtype).removeprefix('torch.')} {list(mask.shape)}, "
     if (aligned or anywhere) and not repeats and (strides[3] == 1 or sizes[3] == 1):
-        return f"{said}read in place, without a copy"
+        return f"{dtype_and_shape}read in place, without a copy"
     rows = math.prod(size for size, stride in zip(sizes[:3], strides) if stride != 0)
     copied = rows * (ROWS_PER_WARPGROUP if repeats else 1) * -(-sizes[3] // unit) * 16
     if repeats:
@@ -346,7 +352,7 @@ def bias_in_words(query: Tensor, key: Tensor, mask: Tensor, few: bool, hopper: b
         why = f"strides {list(mask.stride())}, address not a multiple of 16 bytes"
     else:
         why = f"strides {list(mask.stride())}"
-    return f"{said}{why}: first copied to rows of a multiple of 16 bytes, {copied / 1e6:.1f} MB"
+    return f"{dtype_and_shape}{why}: first copied to rows of a multiple of 16 bytes, {copied / 1e6:.1f} MB"
 
 
 def is_asked(mode: int) -> bool:
