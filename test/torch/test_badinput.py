@@ -433,3 +433,33 @@ def test_deterministic_mode_raises_only_where_stock_raises(road: Road, training:
         road.enable()
         got = outcome((road.qkv(), {}), training)
     assert isinstance(got, tuple) == isinstance(want, tuple)
+
+
+_MASKS_WITH_OBSTACLES = {
+    "dtype": ((1, 1, 8, 8), torch.zeros(8, 8, dtype=torch.float64)),
+    "layout": ((1, 1, 8, 8), torch.ones(8, 8, dtype=torch.bool).to_sparse()),
+    "dims": ((1, 1, 8, 8), torch.ones(8, dtype=torch.bool)),
+    "shape": ((1, 1, 8, 8), torch.ones(8, 4, dtype=torch.bool)),
+    "device": ((1, 1, 8, 8), torch.ones(8, 8, dtype=torch.bool, device="meta")),
+    # More than 2^31 - 1 numbers in a plane, and more than 2^32 - 1 in all planes.
+    "size": ((1, 1, 1 << 20, 1 << 20), torch.ones(1 << 20, 1 << 20, dtype=torch.bool, device="meta")),
+    "size of all planes": (
+        (64, 64, 16384, 16384),
+        torch.ones(64, 64, 16384, 16384, dtype=torch.bool, device="meta"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", _MASKS_WITH_OBSTACLES)
+def test_every_obstacle_of_a_mask_has_a_text(name: str) -> None:
+    (B, H, Sq, Sk), mask = _MASKS_WITH_OBSTACLES[name]
+    device = "meta" if name.startswith("size") else "cpu"
+    query, key = (torch.empty(B, H, rows, 64, dtype=torch.bfloat16, device=device) for rows in (Sq, Sk))
+    text = describe_call.misfit(query, key, mask)
+    assert text is not None and text.startswith("attn_mask ")
+    assert ("too large" in text) == name.startswith("size")
+    assert describe_call.misfit(query, key, torch.ones(1, 1, dtype=torch.bool, device=device)) is None
+
+
+def test_every_obstacle_of_a_mask_is_tested() -> None:
+    assert set(bindings.names("mask obstacles")) - {"none"} <= set(_MASKS_WITH_OBSTACLES)

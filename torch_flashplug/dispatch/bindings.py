@@ -17,7 +17,7 @@ from .library import doubles, ints, lib, text
 if TYPE_CHECKING:
     from ..registry import dispatch_table, kernel_table, stock_bugs
 
-CPU_SLOT, CUDA_SLOT = 0, 1  # slots of torch's choice stub; tests use the CPU slot for the CPU stub backend
+CPU_SLOT, CUDA_SLOT = 0, 1  # pointers of torch's choice stub; the CPU stub backend of tests uses the pointer for CPU
 # Precision of a mode word (Mode in src/core/core.h): the shift of the bits, and the values besides the number of a
 # recipe.
 PRECISION_SHIFT, PRECISION_OF_PROCESS, WHOLE_PRECISION, PRECISION_OF_THREAD = 16, 0, 0xFF, 0xFE
@@ -40,7 +40,7 @@ PATHS = (
 
 
 def install(slot: int = CUDA_SLOT) -> int:
-    """Install the choice function of this project in a slot of torch's choice stub.
+    """Install the choice function of this project as a pointer of torch's choice stub.
 
     Returns:
         0, or a code of the reason for the failure. `last_error()` has the text of the reason.
@@ -49,7 +49,7 @@ def install(slot: int = CUDA_SLOT) -> int:
 
 
 def uninstall(slot: int = CUDA_SLOT) -> int:
-    """Restore the saved pointer of a slot exactly."""
+    """Restore the saved pointer of torch's choice stub exactly."""
     return lib().flashplug_uninstall(slot)
 
 
@@ -233,7 +233,7 @@ def names(vocabulary: str) -> tuple[str, ...]:
     """Return a list of names in C++, in the order of numbers or bits.
 
     The lists are backends, features, kinds, operands, call facts, number types, schemas of the ops with arguments on
-    stacks, exits of the router, and reasons why a family's kernels do not take a call.
+    stacks, exits of the router, reasons why a family's kernels do not take a call, and obstacles of a mask.
     """
     cpp_names: list[str] = []
     while name := text(lambda out, size: lib().flashplug_name(vocabulary.encode(), len(cpp_names), out, size)):
