@@ -102,10 +102,10 @@ def run(
                 "WORLD_SIZE": str(world),
                 **(settings or {}).get(rank, {}),
             }
-            with (Path(folder) / f"said{rank}").open("wb") as output:
+            with (Path(folder) / f"output{rank}").open("wb") as output:
                 processes.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output))
         codes = _wait(processes)
-        output = [(Path(folder) / f"said{rank}").read_text(errors="replace")[-4000:] for rank in range(world)]
+        output = [(Path(folder) / f"output{rank}").read_text(errors="replace")[-4000:] for rank in range(world)]
     failures = [
         f"rank {rank} ended with {code}:\n{text}" for rank, (code, text) in enumerate(zip(codes, output)) if code
     ]
