@@ -75,10 +75,10 @@ def test_text_about_the_second_fa3_wheel_equals_the_results():
 
 def test_text_about_sequence_lengths_against_fa3_equals_the_results():
     phrases = []
-    for part, label in (("equal", "equal ones"), ("zipf", "Zipf ones"), ("short", "short ones")):
+    for part, label in (("equal", "equal lengths"), ("zipf", "Zipf lengths"), ("short", "short lengths")):
         rows = [row for row in rows_of("ragged-fa3-h100") if row["case"].startswith(f"fwd_{part}")]
         ratios = [row["peers_ms"]["fa3"] / row["ours_ms"] for row in rows]
-        phrases.append(f"{statistics.geometric_mean(ratios):.2f} ({min(ratios):.2f}) of {label}")
+        phrases.append(f"{statistics.geometric_mean(ratios):.2f} ({min(ratios):.2f}) for {label}")
     assert f"is {', '.join(phrases)}. Below" in " ".join((ROOT / "docs" / "benchmarks.md").read_text().split())
 
 
