@@ -132,7 +132,7 @@ inline constexpr Schema kPagedForwardOut(
     "torch_flashplug::paged_fwd_out(Tensor(a!) out, Tensor query, Tensor key, Tensor value, Tensor block_table, "
     "Tensor seqused_k, Tensor? k_scale, Tensor? v_scale, Tensor? sinks, int left, int right, bool bottom_right, "
     "float softcap, float? scale, int num_splits=0, int fixed_split_size=0, int block_mode=0) -> Tensor lse");
-inline constexpr Schema kDigest("torch_flashplug::_digest(Tensor mask, int numbers) -> Tensor");
+inline constexpr Schema kPreprocessMask("torch_flashplug::_preprocess_mask(Tensor mask, int numbers) -> Tensor");
 inline constexpr Schema kRightChoice(
     "torch_flashplug::_right_choice(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, float dropout_p, "
     "bool is_causal, float? scale, int chosen) -> (int choice, int fault)");
@@ -230,7 +230,7 @@ inline constexpr const char* kSchemas[] = {kCarrierForward.text(),
                                            kPagedForward.text(),
                                            kPagedForwardOut.text(),
                                            kPagedMath.text(),
-                                           kDigest.text(),
+                                           kPreprocessMask.text(),
                                            kAttentionMathForward.text(),
                                            kAttentionMathBackward.text(),
                                            kBlockSparseForward.text(),

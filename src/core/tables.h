@@ -146,7 +146,7 @@ struct FeatureRow {
 constexpr const char* kKernelArgNames[] = {
     "q",       "k",        "v",          "o",     "do",      "lse",      "dq",       "dk",      "dv",      "rows",
     "scratch", "partials", "scale_log2", "scale", "counter", "num_ctas", "splits",   "cluster", "wanted",  "mask",
-    "digest",  "bias",     "bias32",     "seed",  "dbias",   "dbias32",  "scratch8", "k_scale", "v_scale", "rotated",
+    "mask_metadata",  "bias",     "bias32",     "seed",  "dbias",   "dbias32",  "scratch8", "k_scale", "v_scale", "rotated",
     "ranges",  "sinks",    "dlse",       "cu_q",  "cu_k",    "used_k",   "lists",    "pages"};
 constexpr int kNumKernelArgs = std::size(kKernelArgNames);
 // Index of a kernel argument. An unknown name does not compile.

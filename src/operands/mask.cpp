@@ -132,7 +132,7 @@ MaskArgs kept_metadata(AtenTensorHandle metadata, const CallFacts& p, bool gradi
   return {view(metadata, 4, size, stride), TensorHandle::share(metadata)};
 }
 
-// Return the mask arguments of a kernel. `digest`: whether the kernel takes metadata.
+// Return the mask arguments of a kernel. `mask_metadata`: whether the kernel takes metadata.
 MaskArgs mask_args(const ForwardCall& call, const CallFacts& p, const TensorClass& query, bool takes_metadata,
                    bool gradients) {
   if (is_mask_metadata(call.mask)) return kept_metadata(call.mask, p, gradients);
@@ -273,18 +273,18 @@ void reject_kept_mask(AtenTensorHandle mask) {
 MaskArgs pack_mask_args(const ForwardCall& call, const CallFacts& p, const TensorClass& query, bool gradients,
                         Arguments* arguments) {
   if (!arguments->takes("mask")) return {};
-  const bool takes_metadata = arguments->takes("digest");
+  const bool takes_metadata = arguments->takes("mask_metadata");
   MaskArgs mask = mask_args(call, p, query, takes_metadata, gradients);
   arguments->tensor("mask", mask.mask.get());
-  if (takes_metadata) arguments->tensor("digest", mask.metadata.get(), true);
+  if (takes_metadata) arguments->tensor("mask_metadata", mask.metadata.get(), true);
   return mask;
 }
 
 void preprocess_in_torch(const ForwardCall& call, const CallFacts& p, const TensorClass& query) {
   const MaskArgs args = mask_args(call, p, query, false, false);
-  OpCall op(kDigest);
-  op[kDigest["mask"]] = box::from_borrowed(args.mask.get());
-  op[kDigest["numbers"]] = box::from(shape_of(call.metadata).size[2]);
+  OpCall op(kPreprocessMask);
+  op[kPreprocessMask["mask"]] = box::from_borrowed(args.mask.get());
+  op[kPreprocessMask["numbers"]] = box::from(shape_of(call.metadata).size[2]);
   op.run();
   copy_tensor(call.metadata, op.result(0).get());
 }

@@ -31,8 +31,8 @@ Facts read_lists(const ForwardCall& call) {
 void block_sparse_forward(StableIValue* stack, uint64_t, uint64_t) {
   constexpr Schema op = kBlockSparseForward;
   const TensorHandle q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
-                     v = box::to_tensor(stack[op["value"]]), digest = box::to_tensor(stack[op["mask_metadata"]]);
-  ForwardCall call{{q.get(), k.get(), v.get(), digest.get()}, mode_of_op(box::to<int64_t>(stack[op["block_mode"]]))};
+                     v = box::to_tensor(stack[op["value"]]), mask_metadata = box::to_tensor(stack[op["mask_metadata"]]);
+  ForwardCall call{{q.get(), k.get(), v.get(), mask_metadata.get()}, mode_of_op(box::to<int64_t>(stack[op["block_mode"]]))};
   call.scale = box::to_optional_double(stack[op["scale"]]);
   call.tall = box::to<double>(stack[op["cost_ratio_192"]]);
   const Facts facts = read_lists(call);
@@ -46,9 +46,9 @@ void block_sparse_backward(StableIValue* stack, uint64_t, uint64_t) {
   constexpr Schema op = kBlockSparseBackward;
   const TensorHandle grad = box::to_tensor(stack[op["grad_out"]]), q = box::to_tensor(stack[op["query"]]),
                      k = box::to_tensor(stack[op["key"]]), v = box::to_tensor(stack[op["value"]]),
-                     digest = box::to_tensor(stack[op["mask_metadata"]]), out = box::to_tensor(stack[op["out"]]),
+                     mask_metadata = box::to_tensor(stack[op["mask_metadata"]]), out = box::to_tensor(stack[op["out"]]),
                      lse = box::to_tensor(stack[op["lse"]]);
-  ForwardCall forward{{q.get(), k.get(), v.get(), digest.get()},
+  ForwardCall forward{{q.get(), k.get(), v.get(), mask_metadata.get()},
                       mode_of_op(box::to<int64_t>(stack[op["block_mode"]]))};
   forward.scale = box::to_optional_double(stack[op["scale"]]);
   const BackwardCall call{grad.get(), forward, out.get(), lse.get(), nullptr, nullptr, {true, true, true, false}};

@@ -35,7 +35,7 @@ from torch_flashplug.kernels.call_args.fake_tensors import FakeTensors
 from torch_flashplug.kernels.preprocess.mask import MaskMetadata, MaskPreprocess
 
 @cute.jit
-def digest(mask: cute.Tensor, made: cute.Tensor, Sq: Int32, stream: cuda.CUstream):
+def mask_metadata(mask: cute.Tensor, made: cute.Tensor, Sq: Int32, stream: cuda.CUstream):
     MaskPreprocess(tall=True)(mask, MaskMetadata.create(made, mask.shape[2], Sq, mask.shape[3]), stream)
 
 options = "--enable-tvm-ffi --gpu-arch sm_90a --keep-cubin --keep-ptx"
@@ -44,9 +44,9 @@ from torch_flashplug.registry import kernel_args, kernel_table
 
 spec = next(spec for spec in kernel_table.specs(90, "fwd") if spec.mask == "mask")
 tensors = FakeTensors(ELEMENTS["bf16"], spec, elementwise=False)
-mask, metadata = (tensors.create(row) for row in kernel_args.FORWARD if row.name in {"mask", "digest"})
-made = cute.compile(digest, mask, metadata, Int32(1), cute.runtime.make_fake_stream(), options=options)
-file = pathlib.Path(folder) / "digest"
+mask, metadata = (tensors.create(row) for row in kernel_args.FORWARD if row.name in {"mask", "mask_metadata"})
+made = cute.compile(mask_metadata, mask, metadata, Int32(1), cute.runtime.make_fake_stream(), options=options)
+file = pathlib.Path(folder) / "mask_metadata"
 made.export_to_c(f"{file}.o", function_name=file.name, export_only_tvm_ffi_symbols=True)
 pathlib.Path(f"{file}.ptx").write_text(made.__ptx__)
 pathlib.Path(f"{file}.cubin").write_bytes(made.__cubin__)
@@ -58,7 +58,7 @@ print(build_pack.pack([file], file.with_suffix(".so")))
 @pytest.fixture(scope="module")
 def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("cutlass", reason="the DSL is needed to compile kernels")
-    folder = tmp_path_factory.mktemp("digest")
+    folder = tmp_path_factory.mktemp("mask_metadata")
     (folder / "compile.py").write_text(COMPILE)  # the DSL reads the source of compiled functions
     command = [sys.executable, str(folder / "compile.py"), str(ROOT), str(folder)]
     environment = {**os.environ, "CUTE_DSL_ARCH": "sm_90a"}
@@ -187,7 +187,7 @@ def test_mask_preprocessing_matches_plain_torch(pack: Path, name: str, gradients
     P, Sq, Sk = plain.shape
     numbers = mask_preprocessing.metadata_size(rows, Sq, Sk, gradients=gradients)
     scratch = torch.full((P * numbers + 4,), -7, dtype=torch.int32)
-    kernel, output = interpreted_kernels.load_kernel(pack, "digest"), scratch[:-4].view(*mask.shape[:2], numbers)
+    kernel, output = interpreted_kernels.load_kernel(pack, "mask_metadata"), scratch[:-4].view(*mask.shape[:2], numbers)
     kernel(mask[:, :, :rows].view(torch.uint8), output, Sq, ctypes.c_void_p(None))
     check_metadata(scratch, plain, rows, gradients)
 
@@ -207,12 +207,12 @@ def test_reference_preprocessing_matches_plain_torch(name: str, gradients: bool)
     """The mask can also be restored from the result."""
     mask_preprocessing = pytest.importorskip("torch_flashplug.kernels.preprocess.mask", reason="the DSL is needed")
     mask = MASKS[name]()
-    metadata = mask_preprocess_reference.digest(
+    metadata = mask_preprocess_reference.preprocess_mask(
         mask, mask_preprocessing.metadata_size(num_read_rows(mask), *mask.shape[2:], gradients=gradients)
     )
     check_metadata(F.pad(metadata.flatten(), (0, 4), value=-7), mask.flatten(0, 1), num_read_rows(mask), gradients)
     if gradients:
-        assert torch.equal(mask_preprocess_reference.seen(metadata, *mask.shape[2:]), mask)
+        assert torch.equal(mask_preprocess_reference.visible_scores(metadata, *mask.shape[2:]), mask)
 
 
 def num_read_rows(mask: Tensor) -> int:

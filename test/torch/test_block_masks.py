@@ -97,13 +97,16 @@ def test_block_mask_and_dense_mask_give_equal_metadata(
     """
     lists = prepare_block_mask(block_mask(mod, Sq, Sk, block=block))
     visible = make_dense_mask(mod, Sq, Sk)
-    expected = mask_preprocess_reference.digest(visible, mask_preprocess_reference.numbers_of(Sq, Sq, Sk))
-    assert torch.equal(mask_preprocess_reference.seen(lists.metadata, Sq, Sk), visible)
+    expected = mask_preprocess_reference.preprocess_mask(visible, mask_preprocess_reference.numbers_of(Sq, Sq, Sk))
+    assert torch.equal(mask_preprocess_reference.visible_scores(lists.metadata, Sq, Sk), visible)
     assert torch.equal(lists.metadata, expected)
     forward = prepare_block_mask(block_mask(mod, Sq, Sk, block=block), gradients=False)
     numbers = mask_preprocess_reference.numbers_of(Sq, Sq, Sk, gradients=False)
-    assert torch.equal(forward.metadata, mask_preprocess_reference.digest(visible, numbers)) and not forward.gradients
-    assert torch.equal(mask_preprocess_reference.seen(forward.metadata, Sq, Sk), visible)
+    assert (
+        torch.equal(forward.metadata, mask_preprocess_reference.preprocess_mask(visible, numbers))
+        and not forward.gradients
+    )
+    assert torch.equal(mask_preprocess_reference.visible_scores(forward.metadata, Sq, Sk), visible)
 
 
 @pytest.mark.parametrize("mod", MODS.values(), ids=MODS)
@@ -247,7 +250,7 @@ def test_listed_blocks_without_a_mask_mod_are_full() -> None:
     """Without a mask_mod, each listed block is full; block indices beyond the last block are ignored."""
     count, index = torch.tensor([[[1, 2]]]), torch.tensor([[[[1, 7], [0, 1]]]])
     mask = flex.BlockMask.from_kv_blocks(count.int(), index.int(), BLOCK_SIZE=128, seq_lengths=(256, 256))
-    visible = mask_preprocess_reference.seen(prepare_block_mask(mask).metadata, 256, 256)[0, 0]
+    visible = mask_preprocess_reference.visible_scores(prepare_block_mask(mask).metadata, 256, 256)[0, 0]
     expected = torch.zeros(256, 256, dtype=torch.bool)
     expected[:128, 128:] = expected[128:] = True
     assert torch.equal(visible, expected)

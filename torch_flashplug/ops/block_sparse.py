@@ -43,7 +43,7 @@ def _scores(
     Matrix products need the mask, too: rows and keys of unlisted blocks may hold NaN, and kernels never read these.
     """
     check(query, key, mask_metadata)
-    visible = mask_preprocess_reference.seen(mask_metadata, query.shape[2], key.shape[2])
+    visible = mask_preprocess_reference.visible_scores(mask_metadata, query.shape[2], key.shape[2])
     return reference.scores_of(query, key, value, scale).where(visible), visible
 
 

@@ -1,6 +1,6 @@
 """Reference of mask preprocessing in plain torch: a bool mask in the format of kernels, and back.
 
-The format (`digest`) is that of kernels/preprocess/mask.py: block states, block-sparse lists and the bitmask. The code
+`preprocess_mask()` writes the format of kernels/preprocess/mask.py: block states, block-sparse lists and the bitmask. The code
 serves calls planned for kernels that the reference math must run in the end. The host waits for nothing.
 
 A plane is one (batch, head) pair of the mask. A line is one row of blocks of `LISTED` query rows.
@@ -19,7 +19,7 @@ from .bitmask import bits, words
 MOST_NUMBERS = (2**31 - 1, 2**32 - 1)  # of one plane, and of all planes (are_numbers_countable of operands/mask.cpp)
 
 
-def digest(mask: Tensor, numbers: int) -> Tensor:
+def preprocess_mask(mask: Tensor, numbers: int) -> Tensor:
     """Preprocess a mask (B or 1, Hq or 1, Sq, Sk) into int32 (B or 1, Hq or 1, numbers).
 
     The parts for gradients are included if `numbers` is large enough. The accumulation ranks, written by deterministic
@@ -56,19 +56,19 @@ def looked_at(Sq: int) -> int:
     return min(Sq, LISTED)
 
 
-def seen(digest: Tensor, Sq: int, Sk: int) -> Tensor:
-    """Return the bool mask (B or 1, Hq or 1, Sq, Sk) of a digest."""
-    batches, heads, numbers = digest.shape
+def visible_scores(metadata: Tensor, Sq: int, Sk: int) -> Tensor:
+    """Return the bool mask (B or 1, Hq or 1, Sq, Sk) of mask metadata."""
+    batches, heads, numbers = metadata.shape
     rows = looked_at(Sq) if numbers == numbers_of(looked_at(Sq), Sq, Sk) else Sq
     of_rows, of_columns = -(-rows // TILE), -(-Sk // TILE) + 1
     before = batches * heads * (-(-rows // LISTED) * -(-Sk // LISTED) + _lists_of_keys(Sq, Sk))
-    packed = digest.flatten()[before : before + batches * heads * of_rows * of_columns * THREADS]
+    packed = metadata.flatten()[before : before + batches * heads * of_rows * of_columns * THREADS]
     mask = bits(packed.view(batches, heads, of_rows, of_columns, THREADS), rows, Sk)
     return mask if rows == Sq else mask[:, :, :1].expand(-1, -1, Sq, -1)
 
 
 def numbers_of(rows: int, Sq: int, Sk: int, *, gradients: bool = True) -> int:
-    """Return the size of the digest of one plane in 32-bit numbers, as src/operands/mask.cpp does."""
+    """Return the size of the metadata of one plane in 32-bit numbers, as src/operands/mask.cpp does."""
     lines, M, N = (-(-size // LISTED) for size in (rows, Sq, Sk))
     of_rows, of_columns = (-(-size // TILE) for size in (rows, Sk))
     forward = lines * N + _lists_of_keys(Sq, Sk) + of_rows * (of_columns + 1) * THREADS
@@ -94,16 +94,16 @@ def states(planes: Tensor) -> Tensor:
     return state_of(*visible.unflatten(2, (-1, TILE)).any(3).unbind(2), hidden.any(2))
 
 
-def state_of(upper: Tensor, lower: Tensor, hides: Tensor) -> Tensor:
+def state_of(upper: Tensor, lower: Tensor, hides_any: Tensor) -> Tensor:
     """Return block states, int32.
 
     Args:
         upper: True if a score in the upper half of the rows is visible.
         lower: True if a score in the lower half of the rows is visible.
-        hides: True if a score of the block is masked out.
+        hides_any: True if a score of the block is masked out.
     """
     masked = MASKED | (upper.int() | lower.int() << 1) << HALVES
-    return torch.where(upper | lower, torch.where(hides, masked, WHOLE), NONE).int()
+    return torch.where(upper | lower, torch.where(hides_any, masked, WHOLE), NONE).int()
 
 
 def tall(states: Tensor, Sq: int) -> Tensor:

@@ -45,7 +45,7 @@ for _name in ("quantized_kv_fwd", "_quantized_kv_math"):  # implemented in quant
         "bool k_is_rotated, float? scale) -> Tensor",
         tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order),
     )
-_library.define("_digest(Tensor mask, int numbers) -> Tensor")  # implemented in mask_preprocess_reference.py
+_library.define("_preprocess_mask(Tensor mask, int numbers) -> Tensor")  # implemented in mask_preprocess_reference.py
 # Implemented in dropout_reference.py, for tests: the mask of the probabilities kept by a call with the seed.
 _library.define(
     "dropout_mask(Tensor seed, int B, int Hq, int Sq, int Sk, float dropout_p) -> Tensor",
@@ -251,7 +251,7 @@ def _scores(a: ForwardArgs) -> reference.Scores:
     s = reference.scores_of(a.query, a.key, a.value, a.scale)
     bias = a.attn_bias
     if bias is not None and bias.dtype == torch.int32:
-        bias = mask_preprocess_reference.seen(bias, *s.scores.shape[-2:])
+        bias = mask_preprocess_reference.visible_scores(bias, *s.scores.shape[-2:])
     elif bias is not None and bias.dtype == torch.uint8:
         bias = bias.bool()
     if bias is not None and bias.dtype == torch.bool:
@@ -380,7 +380,7 @@ def _register() -> None:
         _library.impl(name, _cached, key)
         torch.library.register_fake(f"torch_flashplug::{name}", _cached_fake, lib=_library)
         torch.library.register_autograd(f"torch_flashplug::{name}", quantized_kv.no_gradient, lib=_library)
-    _library.impl("_digest", held(mask_preprocess_reference.digest), "CompositeExplicitAutograd")
+    _library.impl("_preprocess_mask", held(mask_preprocess_reference.preprocess_mask), "CompositeExplicitAutograd")
     _library.impl("dropout_mask", _dropout_mask, "CompositeExplicitAutograd")
     torch.library.register_fake("torch_flashplug::dropout_mask", _dropout_mask_fake, lib=_library)
     torch.library.register_autograd("torch_flashplug::sdpa_fwd", _backward, setup_context=_setup_context, lib=_library)

@@ -62,7 +62,7 @@ _MASK = (
         "(B or 1, Hq or 1, rows, Sk), stride 0 in broadcast dims; empty: preprocessed",
         is_optional=True,
     ),
-    _tensor("digest", 3, "int32", "(B or 1, Hq or 1, n), metadata of the mask (mask.py)", is_optional=True),
+    _tensor("mask_metadata", 3, "int32", "(B or 1, Hq or 1, n), metadata of the mask (mask.py)", is_optional=True),
 )
 _BIAS_SHAPE = "(B, Hq, Sq, Sk), stride 0 in broadcast dims, last stride 1; sm_80: other strides multiples of 16 bytes"
 _BIAS_GRADIENT_SHAPE = (

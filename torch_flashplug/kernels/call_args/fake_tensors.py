@@ -55,7 +55,7 @@ LAYOUTS = {
     "dlse": Layout("B Hq ?", 4, last_stride=None),
     "rows": Layout("B Hq 2 ?", UNIT, divisibility=4),
     "mask": Layout("? ? ? ?", 1, last_stride=None),
-    "digest": Layout("? ? ?", UNIT),
+    "mask_metadata": Layout("? ? ?", UNIT),
     **dict.fromkeys(("bias", "bias32", "dbias", "dbias32"), BIAS),
     **dict.fromkeys(("k_scale", "v_scale"), Layout("? ? ?", 4, last_stride=None)),
     "sinks": Layout("?", 4, last_stride=None),

@@ -51,4 +51,4 @@ class DeterministicMaskFeature(MaskFeature):
 
 
 def mask_metadata(call: object) -> MaskMetadata:
-    return MaskMetadata.create(call.digest, call.mask.shape[2], call.q.shape[2], call.k.shape[2])
+    return MaskMetadata.create(call.mask_metadata, call.mask.shape[2], call.q.shape[2], call.k.shape[2])

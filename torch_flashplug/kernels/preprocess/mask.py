@@ -66,11 +66,11 @@ class MaskMetadata:
     gradients: cutlass.Boolean
 
     @classmethod
-    def create(cls, digest: cute.Tensor, rows: Int32, Sq: Int32, Sk: Int32) -> MaskMetadata:
-        batches, heads, capacity = digest.shape
+    def create(cls, mask_metadata: cute.Tensor, rows: Int32, Sq: Int32, Sk: Int32) -> MaskMetadata:
+        batches, heads, capacity = mask_metadata.shape
         planes = cutlass.select_(batches > 1, heads, 0), cutlass.select_(heads > 1, 1, 0)
         gradients = capacity > metadata_size(rows, Sq, Sk, gradients=False)
-        return cls(digest.iterator, (batches * heads, Sq, Sk), rows, *planes, gradients)
+        return cls(mask_metadata.iterator, (batches * heads, Sq, Sk), rows, *planes, gradients)
 
     @property
     def blocks(self) -> tuple[Int32, Int32]:
