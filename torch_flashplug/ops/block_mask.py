@@ -284,7 +284,9 @@ def _crosses(tiles: Tensor, mask_scores: _MaskScores) -> Tensor:
 
 
 def _states(has_visible: Tensor, all_visible: Tensor) -> Tensor:
-    """Return the int32 states of LISTED x LISTED blocks from flags of tiles (P, M, N), as `mask_preprocess_reference.states()` does."""
+    """Return the int32 states of LISTED x LISTED blocks from flags of tiles (P, M, N).
+
+    The format is that of `mask_preprocess_reference.states()`."""
     parts = LISTED // TILE
     M, N = (-(-size // parts) * parts for size in has_visible.shape[1:])
     blocks = []

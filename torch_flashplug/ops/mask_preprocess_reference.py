@@ -1,7 +1,8 @@
 """Reference of mask preprocessing in plain torch: a bool mask in the format of kernels, and back.
 
-`preprocess_mask()` writes the format of kernels/preprocess/mask.py: block states, block-sparse lists and the bitmask. The code
-serves calls planned for kernels that the reference math must run in the end. The host waits for nothing.
+`preprocess_mask()` writes the format of kernels/preprocess/mask.py: block states, block-sparse lists and
+the bitmask. The code serves calls planned for kernels that the reference math must run in the end. The host waits for
+nothing.
 
 A plane is one (batch, head) pair of the mask. A line is one row of blocks of `LISTED` query rows.
 """

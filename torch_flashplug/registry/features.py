@@ -47,7 +47,8 @@ FEATURES = (
     Feature(
         "mask", "mask", "with a mask",
         "attn_mask is given, but the kernels of this backend take no mask. Pass is_causal=True if the mask is causal.",
-        arguments=("mask", "mask_metadata"), class_path="mask.MaskFeature", decode_class_path="decode_mask.DecodeMaskFeature",
+        arguments=("mask", "mask_metadata"), class_path="mask.MaskFeature",
+        decode_class_path="decode_mask.DecodeMaskFeature",
         detbwd_class_path="mask.DeterministicMaskFeature", is_unconditional=True, uses_block_lists=True,
     ),
     Feature(
