@@ -96,7 +96,7 @@ def _kernels(case: Case, inputs: Inputs) -> Calls:
     The calls are those of this project, and those of FlashAttention-3 if the FlashAttention-3 wheel is installed.
     """
     found = {recipe: our_call(inputs, case, recipe) for recipe in quant_recipes.RECIPES}
-    found["ours_16bit"] = our_call(inputs, case, quant_recipes.SIXTEEN)
+    found["ours_16bit"] = our_call(inputs, case, quant_recipes.PRECISION_16BIT)
     for name, cast in (("fa3_fp8", by_head), ("fa3_fp8_tensor", _by_tensor)):
         if both := fa3_calls(inputs, case, cast):
             found[name] = both[0]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torch_flashplug import QuantizedTensor, sdpa_backend
 from torch_flashplug.ops.quantize_reference import in_int8, mean_of_finite, rotate
-from torch_flashplug.registry.quant_recipes import LARGEST
+from torch_flashplug.registry.quant_recipes import FORMAT_MAX
 from torch_flashplug.testing import Candidate, Case, Inputs, Timing, make_inputs, time_interleaved
 
 LARGEST_ERROR = {"int8": 0.014, "e4m3": 0.06}  # largest allowed relative error on normally distributed inputs
@@ -30,7 +30,7 @@ def in_e4m3(x: Tensor, shared: tuple[int, ...] = (-1,)) -> tuple[Tensor, Tensor]
 
     All elements along the dims `shared` have a common scale. By default each row has a separate scale.
     """
-    scale = x.float().abs().amax(shared, keepdim=True) / LARGEST["e4m3"]
+    scale = x.float().abs().amax(shared, keepdim=True) / FORMAT_MAX["e4m3"]
     return (x.float() / scale).to(torch.float8_e4m3fn), scale.squeeze(-1).expand(x.shape[:3])
 
 

@@ -67,7 +67,7 @@ def by_head(x: Tensor, kv_heads: int) -> tuple[Tensor, Tensor]:
         The values in e4m3, of shape (B, S, H, D), and the scales, of shape (B, kv_heads).
     """
     grouped = x.transpose(1, 2).unflatten(2, (kv_heads, -1))
-    scale = grouped.abs().amax((1, 3, 4)).float() / quant_recipes.LARGEST["e4m3"]
+    scale = grouped.abs().amax((1, 3, 4)).float() / quant_recipes.FORMAT_MAX["e4m3"]
     return (grouped / scale[:, None, :, None, None]).flatten(2, 3).to(torch.float8_e4m3fn), scale
 
 
@@ -130,7 +130,7 @@ def _measure(bench: Bench, name: str, case: Case, recipe: str) -> None:
     inputs = make_inputs(case, bench.device)
     refused: dict[str, str] = {}
     with torch.no_grad():
-        ours, whole = our_call(inputs, case, recipe), our_call(inputs, case, quant_recipes.SIXTEEN)
+        ours, whole = our_call(inputs, case, recipe), our_call(inputs, case, quant_recipes.PRECISION_16BIT)
         try:
             error = _error(case, inputs, ours())
         except RuntimeError as reason:  # the recipe has no kernel for the head dims of this case

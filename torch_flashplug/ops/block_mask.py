@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..registry.kernel_spec import LISTED, TALL
-from ..registry.mask_layout import KIND, MASKED, NONE, THREADS, TILE, WHOLE
+from ..registry.mask_layout import EMPTY, FULL, PARTIAL, STATE_MASK, TILE, TILE_WORDS
 from . import mask_preprocess_reference
 from .bitmask import words
 
@@ -54,7 +54,7 @@ class _Lists(NamedTuple):
     index: Tensor
 
     def on_grid(self, columns: int, state: int) -> Tensor:
-        """Return (P, rows, columns): `state` for listed blocks, else `NONE`. Indices out of range are skipped."""
+        """Return (P, rows, columns): `state` for listed blocks, else `EMPTY`. Indices out of range are skipped."""
         listed = torch.arange(self.index.shape[-1], device=self.index.device) < self.count.unsqueeze(-1)
         listed = listed & (self.index >= 0) & (self.index < columns)
         found = torch.zeros(*self.index.shape[:2], columns + 1, dtype=torch.int8, device=self.index.device)
@@ -189,8 +189,8 @@ def _made(block_mask: object, gradients: bool) -> BlockLists:
             "attention: block_mask must have no more scores than kernels can count (2^31 - 1 numbers of metadata for "
             f"each head, 2^32 - 1 in total), but got {(*planes, Sq, Sk)}. Pass a mask with one head."
         )
-    pairs = ((block_mask.kv_num_blocks, block_mask.kv_indices, MASKED),
-             (block_mask.full_kv_num_blocks, block_mask.full_kv_indices, WHOLE))  # fmt: skip
+    pairs = ((block_mask.kv_num_blocks, block_mask.kv_indices, PARTIAL),
+             (block_mask.full_kv_num_blocks, block_mask.full_kv_indices, FULL))  # fmt: skip
     grid = torch.zeros(P, rows, -(-Sk // of_k), dtype=torch.int8, device=block_mask.kv_indices.device)
     for count, index, state in pairs:
         if count is not None:
@@ -238,11 +238,11 @@ class _Seen(NamedTuple):
 def _digest(tiles: Tensor, seen: _Seen, gradients: bool) -> tuple[Tensor, float]:
     """Return the metadata for states (P, M, N) of TILE x TILE tiles, and the relative work of tiles of `TALL` rows."""
     P, M, N = tiles.shape
-    some, every = tiles != NONE, tiles == WHOLE
-    uncertain = (tiles == MASKED) | (every & _crosses(tiles, seen))
-    rows = torch.zeros(P, M, N + 1, THREADS, dtype=torch.int32, device=tiles.device)
+    some, every = tiles != EMPTY, tiles == FULL
+    uncertain = (tiles == PARTIAL) | (every & _crosses(tiles, seen))
+    rows = torch.zeros(P, M, N + 1, TILE_WORDS, dtype=torch.int32, device=tiles.device)
     rows[:, :, :N][every] = -1
-    columns = rows.new_zeros(P, N, M + 1, THREADS) if gradients else rows
+    columns = rows.new_zeros(P, N, M + 1, TILE_WORDS) if gradients else rows
     if gradients:
         columns[:, :, :M][every.mT] = -1
     for at in uncertain.nonzero().split(_AT_ONCE):
@@ -259,7 +259,7 @@ def _digest(tiles: Tensor, seen: _Seen, gradients: bool) -> tuple[Tensor, float]
     states = _states(some, every)
     made = mask_preprocess_reference.of_forwards(states, states, seen.Sq, rows)
     made += mask_preprocess_reference.of_gradients(states, columns) if gradients else []
-    work = (int((x & KIND != NONE).sum()) * rows for x, rows in
+    work = (int((x & STATE_MASK != EMPTY).sum()) * rows for x, rows in
             ((mask_preprocess_reference.tall(states, seen.Sq), TALL), (states, LISTED)))  # fmt: skip
     of_tall, of_others = work
     return torch.cat([part.flatten() for part in made]), of_tall / max(of_others, 1)

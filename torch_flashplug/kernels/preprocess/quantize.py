@@ -21,15 +21,15 @@ from cutlass import Float32, Int32
 from ...registry.kernel_spec import WARP
 from ...registry.quant_recipes import (
     CHANNEL_RMS,
-    CLEAR_MEAN,
-    ENDS,
+    FORMAT_MAX,
     KEY_ORDER,
-    LARGEST,
-    LARGEST_SQUARE,
-    LEAST_CHANNEL,
-    LEAST_VARIANCE,
+    MAX_SQUARE,
+    MIN_CHANNEL,
+    MIN_MEAN_SHIFT,
+    MIN_SCALE,
+    MIN_VARIANCE,
+    NUM_ENDS,
     SAMPLES,
-    SMALLEST_SCALE,
     Recipe,
 )
 from ..primitives.dtype import QuantizedElement
@@ -137,7 +137,7 @@ class Quantize:
         self.find_constant(mine, room)
         of.rotate(given, held, block, mine.shape[0], room, keys=True)
         cute.arch.sync_threads()
-        scale = scale_of(of.largest_of_all(room), LARGEST[self.recipe.scores])
+        scale = scale_of(of.largest_of_all(room), FORMAT_MAX[self.recipe.scores])
         if cute.arch.thread_idx()[0] == 0:
             to.k_scale[batch, head, block] = scale
         of.store(held, block, scale, to.k[batch, head, None, None])
@@ -160,7 +160,7 @@ class Quantize:
             if block + 1 < end:
                 self.of_queries.fetch(mine, block + 1, given)
             cute.arch.sync_threads()
-            self.of_queries.store_apart(held, block, LARGEST[self.recipe.scores], target, scales, shifts, room)
+            self.of_queries.store_apart(held, block, FORMAT_MAX[self.recipe.scores], target, scales, shifts, room)
             cute.arch.sync_threads()
 
     @cute.jit
@@ -264,7 +264,7 @@ class Quantize:
         self.sample(v, room, self.dv, squares=True)
         if thread < self.dv:
             mean = self.sampled(room, room.sums, thread, self.dv)
-            square = cute.arch.fmin(self.sampled(room, room.squares, thread, self.dv), Float32(LARGEST_SQUARE))
+            square = cute.arch.fmin(self.sampled(room, room.squares, thread, self.dv), Float32(MAX_SQUARE))
         of_all = square
         for lanes in (1, 2, 4, 8, 16):
             of_all = of_all + cute.arch.shuffle_sync_bfly(of_all, offset=lanes)
@@ -276,12 +276,12 @@ class Quantize:
                 of_all += room.of_warps[warp]
             of_all = of_all / Float32(v.shape[1])
             of_all = cutlass.select_(of_all == 0.0, Float32(CHANNEL_RMS**2), of_all)
-            square = cute.arch.fmax(square, of_all * LEAST_CHANNEL)
-            variance = cute.arch.fmax(square - mean * mean, square * LEAST_VARIANCE)
-            clear = mean * mean > variance * CLEAR_MEAN
+            square = cute.arch.fmax(square, of_all * MIN_CHANNEL)
+            variance = cute.arch.fmax(square - mean * mean, square * MIN_VARIANCE)
+            clear = mean * mean > variance * MIN_MEAN_SHIFT
             mean = cutlass.select_(clear, mean, Float32(0.0))
             variance = cutlass.select_(clear, variance, square)
-            scale = cute.arch.fmax(cute.math.sqrt(variance) / CHANNEL_RMS, Float32(SMALLEST_SCALE))
+            scale = cute.arch.fmax(cute.math.sqrt(variance) / CHANNEL_RMS, Float32(MIN_SCALE))
             room.means[place], room.channels[place] = mean, Float32(1.0) / scale
             if block == 0:
                 scales[thread], means[thread] = scale, mean
@@ -323,9 +323,9 @@ def place_of_sample(i: Int32, S: Int32) -> Int32:
 
     Samples are some of the first and last keys, and evenly spread keys between (quantised.sample).
     """
-    spread = (2 * (i - ENDS) + 1) * S // (2 * (SAMPLES - 2 * ENDS))
+    spread = (2 * (i - NUM_ENDS) + 1) * S // (2 * (SAMPLES - 2 * NUM_ENDS))
     first, last = cutlass.min(i, S - 1), cutlass.max(S - SAMPLES + i, 0)
-    return cutlass.select_(i < ENDS, first, cutlass.select_(i < SAMPLES - ENDS, spread, last))
+    return cutlass.select_(i < NUM_ENDS, first, cutlass.select_(i < SAMPLES - NUM_ENDS, spread, last))
 
 
 def key_of(block: Int32, word: Int32, i: int) -> Int32:
