@@ -278,7 +278,7 @@ def test_single_visible_keys_return_rounded_values() -> None:
 
 
 def test_precision_names_map_to_recipes() -> None:
-    assert quant_recipes.named("fp8") == "8bit" and quant_recipes.named("16bit") == "16bit"
-    assert [quant_recipes.named(name) for name in RECIPES] == list(RECIPES)
+    assert quant_recipes.recipe_name("fp8") == "8bit" and quant_recipes.recipe_name("16bit") == "16bit"
+    assert [quant_recipes.recipe_name(name) for name in RECIPES] == list(RECIPES)
     with pytest.raises(ValueError, match="precision must be one of 16bit, qk8, 8bit, e4m3, fp8, but got 'int4'"):
-        quant_recipes.named("int4")
+        quant_recipes.recipe_name("int4")

@@ -19,7 +19,7 @@ from torch_flashplug.dispatch import library
 from torch_flashplug.ops import mask_preprocess_reference
 from torch_flashplug.ops.bitmask import words
 from torch_flashplug.registry.kernel_spec import LISTED, TALL
-from torch_flashplug.registry.mask_layout import FLAGS, KIND, MASKED, NONE, THREADS, TILE, WHOLE
+from torch_flashplug.registry.mask_layout import EMPTY, FULL, INDEX_BITS, PARTIAL, STATE_MASK, TILE, TILE_WORDS
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPILE = """
@@ -106,7 +106,7 @@ def block_states(mask: Tensor) -> Tensor:
     visible, rows = F.pad(mask, tail), F.pad(torch.ones(P, Sq, N * LISTED, dtype=torch.bool), (0, 0, *tail[2:]))
     blocks = [x.view(P, M, LISTED, N, LISTED) for x in (visible, ~visible & rows)]
     has_visible, has_masked = (x.any(-1).any(2) for x in blocks)
-    return torch.where(has_visible, torch.where(has_masked, MASKED, WHOLE), NONE).int()
+    return torch.where(has_visible, torch.where(has_masked, PARTIAL, FULL), EMPTY).int()
 
 
 def tall_block_states(blocks: Tensor, Sq: int) -> Tensor:
@@ -118,7 +118,7 @@ def tall_block_states(blocks: Tensor, Sq: int) -> Tensor:
     lines = [{m * TALL // LISTED, (min((m + 1) * TALL, Sq) - 1) // LISTED} for m in range(-(-Sq // TALL))]
     parts = [blocks[:, sorted(line_indices)] for line_indices in lines]
     same = [(part == part[:, :1]).all(1) for part in parts]
-    return torch.stack([part[:, 0].where(as_one, MASKED) for part, as_one in zip(parts, same, strict=True)], 1)
+    return torch.stack([part[:, 0].where(as_one, PARTIAL) for part, as_one in zip(parts, same, strict=True)], 1)
 
 
 def visible_parts(mask: Tensor) -> Tensor:
@@ -158,11 +158,11 @@ class MetadataReader:
         if seeing is not None:
             for i, part in itertools.product(range(len(lines)), range(TALL // TILE)):
                 line_entries = entries[0, i, : counts[0][i]]
-                expected = seeing[i, part, line_entries & (1 << FLAGS) - 1]
-                assert ((expected == -1) | (expected == (line_entries >> FLAGS + part & 1))).all()
-            entries[0] &= (1 << FLAGS) - 1
+                expected = seeing[i, part, line_entries & (1 << INDEX_BITS) - 1]
+                assert ((expected == -1) | (expected == (line_entries >> INDEX_BITS + part & 1))).all()
+            entries[0] &= (1 << INDEX_BITS) - 1
         for i, line in enumerate(lines):
-            masked, full = ((line == state).nonzero().flatten().tolist() for state in (MASKED, WHOLE))
+            masked, full = ((line == state).nonzero().flatten().tolist() for state in (PARTIAL, FULL))
             if never_empty and not masked and not full:
                 masked = [0]
             assert entries[0, i, : counts[0][i]].tolist() == masked and entries[1, i, : counts[1][i]].tolist() == full
@@ -229,16 +229,17 @@ def check_metadata(numbers: Tensor, plain: Tensor, rows: int, gradients: bool) -
     read_mask, num_row_tiles, num_column_tiles = plain[:, :rows], -(-rows // TILE), -(-Sk // TILE)
     reader, blocks, lines = MetadataReader(numbers), block_states(plain), -(-rows // LISTED)
     stored_states = reader.take(P, lines, blocks.shape[2])
-    assert torch.equal(stored_states & KIND, blocks[:, :lines])
+    assert torch.equal(stored_states & STATE_MASK, blocks[:, :lines])
     reader.check_lists(blocks, never_empty=True)
     reader.check_lists(tall_block_states(blocks, Sq), never_empty=True, seeing=visible_parts(plain))
-    assert torch.equal(reader.take(P, num_row_tiles, num_column_tiles + 1, THREADS), words(read_mask))
+    assert torch.equal(reader.take(P, num_row_tiles, num_column_tiles + 1, TILE_WORDS), words(read_mask))
     if gradients:
         reader.check_lists(blocks.mT, never_empty=False)
         if rows < Sq:  # the tile behind the last tile has the same content
             read_mask = plain[:, :1].expand(-1, rows + TILE, -1)
         assert torch.equal(
-            reader.take(P, num_column_tiles, num_row_tiles + 1, THREADS), words(read_mask.mT)[:, :, : num_row_tiles + 1]
+            reader.take(P, num_column_tiles, num_row_tiles + 1, TILE_WORDS),
+            words(read_mask.mT)[:, :, : num_row_tiles + 1],
         )
         reader.take(2, *blocks.shape)
     assert reader.numbers.tolist() == [-7] * 4

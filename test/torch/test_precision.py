@@ -16,7 +16,7 @@ import torch_flashplug
 from torch_flashplug import env, sdpa_backend
 from torch_flashplug.api import startup
 from torch_flashplug.dispatch import bindings
-from torch_flashplug.registry.quant_recipes import RECIPES, number_of
+from torch_flashplug.registry.quant_recipes import RECIPES, precision_number
 
 SHIFT = bindings.PRECISION_SHIFT
 
@@ -98,7 +98,7 @@ def test_process_precision_applies_to_all_blocks(reset_process_precision: None) 
 
 def test_environment_sets_the_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(env.PRECISION.name, "fp8")
-    assert startup._process_precision() == number_of("8bit")
+    assert startup._process_precision() == precision_number("8bit")
     monkeypatch.setenv(env.PRECISION.name, "4bit")
     with pytest.raises(ValueError, match="TORCH_FLASHPLUG_PRECISION: precision must be one of 16bit, .* got '4bit'"):
         startup._process_precision()
@@ -160,7 +160,7 @@ def test_blocks_and_process_reach_kernels(kernels_on: str, reset_process_precisi
     inputs = qkv("cpu", D=64, rows=70)
     in_16_bits, in_8_bits = run(kernels_on, inputs, None), run(kernels_on, inputs, "qk8")
     assert not torch.equal(in_16_bits, in_8_bits)
-    bindings.set_process_precision(number_of("qk8"))
+    bindings.set_process_precision(precision_number("qk8"))
     assert torch.equal(run(kernels_on, inputs, "qk8"), in_8_bits)
     for name in (None, "16bit"):  # 8 bits are permitted, but not faster for such a short call
         assert torch.equal(run(kernels_on, inputs, name), in_16_bits)
@@ -198,7 +198,7 @@ def test_graphs_with_gradients_multiply_in_sixteen_bits(kernels_on: str, reset_p
         grads = [x.grad for x in inputs]
     for x in inputs:
         x.grad = None
-    bindings.set_process_precision(number_of("8bit"))
+    bindings.set_process_precision(precision_number("8bit"))
     with sdpa_backend("auto"):
         actual = compiled(*inputs)
         actual.sum().backward()
@@ -211,8 +211,8 @@ def test_direct_op_call_uses_the_precision_of_the_mode_argument(kernels_on: str,
     inputs = [x.to(kernels_on) for x in qkv("cpu", D=64, rows=70)]
     op = torch.ops.torch_flashplug.sdpa_fwd
     fa3 = bindings.BACKENDS.index("fa3")
-    bindings.set_process_precision(number_of("qk8"))
+    bindings.set_process_precision(precision_number("qk8"))
     in_16_bits = op(*inputs, None, 0.0, 0, None, fa3)[0]
     assert torch.equal(in_16_bits, run(kernels_on, inputs, "16bit"))
-    in_8_bits = op(*inputs, None, 0.0, 0, None, fa3 | number_of("8bit") << SHIFT)[0]
+    in_8_bits = op(*inputs, None, 0.0, 0, None, fa3 | precision_number("8bit") << SHIFT)[0]
     assert torch.equal(in_8_bits, run(kernels_on, inputs, "8bit"))

@@ -10,13 +10,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from torch_flashplug.registry.quant_recipes import LARGEST
+from torch_flashplug.registry.quant_recipes import FORMAT_MAX
 from torch_flashplug.testing import Case, Inputs
 
 
 def by_tensor(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize a tensor (B, H, S, D) to e4m3, and return the values and the scale of shape (1, 1, 1, 1)."""
-    scale = x.abs().amax().float() / LARGEST["e4m3"]
+    scale = x.abs().amax().float() / FORMAT_MAX["e4m3"]
     return (x.float() / scale).to(torch.float8_e4m3fn), scale.view(1, 1, 1, 1)
 
 
@@ -41,7 +41,7 @@ def call(inputs: Inputs, case: Case) -> Callable[[], Tensor]:
 def _planned(cudnn, inputs: Inputs, case: Case, dtype: torch.dtype) -> Callable[[], Tensor]:
     q, k, v = (by_tensor(x) for x in inputs)
     unit_scale = torch.ones(1, 1, 1, 1, device=q[0].device)
-    s_scale = unit_scale * LARGEST["e4m3"]  # probabilities are at most 1, so this scale uses the full range of e4m3
+    s_scale = unit_scale * FORMAT_MAX["e4m3"]  # probabilities are at most 1, so this scale uses the full range of e4m3
     operands = {
         "q": q[0], "k": k[0], "v": v[0], "descale_q": q[1], "descale_k": k[1], "descale_v": v[1],
         "descale_s": 1.0 / s_scale, "scale_s": s_scale, "scale_o": unit_scale,

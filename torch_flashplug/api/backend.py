@@ -81,7 +81,7 @@ def enable(*, precision: str | None = None) -> None:
     """
     startup.load()
     if precision is not None:
-        bindings.set_process_precision(quant_recipes.number_of(precision))
+        bindings.set_process_precision(quant_recipes.precision_number(precision))
     bindings.set_enabled(True)
     if torch.version.cuda is None:
         _log.debug("torch is a CPU build: there is nothing to route")
@@ -169,7 +169,7 @@ class sdpa_backend:  # noqa: N801  (named like torch.nn.attention.sdpa_kernel)
         if not is_allowed or (num_splits and backend not in KERNEL_BACKENDS):
             allowed = f"0, or 1 to {MAX_SPLITS} with {_ours_in_words()}"
             raise ValueError(f"sdpa_backend: num_splits must be {allowed}, but got {num_splits!r} with {backend!r}.")
-        field = bindings.PRECISION_OF_PROCESS if precision is None else quant_recipes.number_of(precision)
+        field = bindings.PRECISION_OF_PROCESS if precision is None else quant_recipes.precision_number(precision)
         if field and backend in ("math", "stock"):
             raise ValueError(
                 f"sdpa_backend: precision must be None or '16bit' with {backend!r}, but got {precision!r}. Use 'auto', "
@@ -249,7 +249,7 @@ class Plan:
         lines = [("call", self.call), ("part", self.part), ("backend", self.backend + choice)]
         lines += [("kernel", kernel), ("row", self.row), ("gate", self.gate)]
         if self.precision:
-            lines.append(("precision", f"{self.precision}: {quant_recipes.in_words(self.precision)}"))
+            lines.append(("precision", f"{self.precision}: {quant_recipes.describe(self.precision)}"))
         lines += [
             ("16 bits", self.why_not_8bit),
             ("operands", self.copies),

@@ -36,7 +36,7 @@ def _process_backend() -> int:
 def _process_precision() -> int:
     name = env.PRECISION.get()
     try:
-        return quant_recipes.number_of(name) if name else 0
+        return quant_recipes.precision_number(name) if name else 0
     except ValueError as error:
         raise ValueError(f"{env.PRECISION.name}: {error}") from None
 

@@ -40,8 +40,8 @@ def _scopes(precision: str, on_gpu: bool) -> dict[str, Scope]:
     there are no kernels to force.
     """
     backend = "fa3" if on_gpu else "auto"
-    named = quant_recipes.named(precision)
-    names = [quant_recipes.SIXTEEN] + [named] * (named != quant_recipes.SIXTEEN)
+    named = quant_recipes.recipe_name(precision)
+    names = [quant_recipes.PRECISION_16BIT] + [named] * (named != quant_recipes.PRECISION_16BIT)
     return {name: lambda name=name: torch_flashplug.sdpa_backend(backend, precision=name) for name in names}
 
 
@@ -85,7 +85,7 @@ def run(precision: str, file: str | None = None, *, console: Console | None = No
             with Recorder() as recorder:
                 perplexity, chosen = _read_text(model, text)
             groups = group_calls(recorder.calls, torch_flashplug.explain)
-        calls = sum(group.count for group in groups if (group.plan.precision or quant_recipes.SIXTEEN) == name)
+        calls = sum(group.count for group in groups if (group.plan.precision or quant_recipes.PRECISION_16BIT) == name)
         first = chosen if first is None else first
         same = int((chosen == first).cumprod(0).sum())
         text_start = repr(bytes(chosen[:NUM_BYTES_SHOWN].tolist()))
@@ -95,5 +95,5 @@ def run(precision: str, file: str | None = None, *, console: Console | None = No
         console.print("no GPU here: no product is computed in 8 bits, so that the rows are alike")
     console.print(table)
     for name in scopes:
-        if name != quant_recipes.SIXTEEN:
-            console.print(f"{name}: {quant_recipes.in_words(name)}")
+        if name != quant_recipes.PRECISION_16BIT:
+            console.print(f"{name}: {quant_recipes.describe(name)}")

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..deprecation import renamed_attribute
 from ..registry.kernel_spec import LISTED, TALL
-from ..registry.mask_layout import KIND, MASKED, NONE, THREADS, TILE, WHOLE
+from ..registry.mask_layout import EMPTY, FULL, PARTIAL, STATE_MASK, TILE, TILE_WORDS
 from . import mask_preprocess_reference
 from .bitmask import words
 
@@ -58,7 +58,7 @@ class _BlockLists(NamedTuple):
     index: Tensor
 
     def on_grid(self, columns: int, state: int) -> Tensor:
-        """Return (P, rows, columns): `state` for listed blocks, else `NONE`. Indices out of range are skipped."""
+        """Return (P, rows, columns): `state` for listed blocks, else `EMPTY`. Indices out of range are skipped."""
         listed = torch.arange(self.index.shape[-1], device=self.index.device) < self.count.unsqueeze(-1)
         listed = listed & (self.index >= 0) & (self.index < columns)
         grid = torch.zeros(*self.index.shape[:2], columns + 1, dtype=torch.int8, device=self.index.device)
@@ -199,8 +199,8 @@ def _prepare(block_mask: object, gradients: bool) -> PreparedBlockMask:
             "attention: block_mask must have no more scores than kernels can count (2^31 - 1 numbers of metadata for "
             f"each head, 2^32 - 1 in total), but got {(*planes, Sq, Sk)}. Pass a mask with one head."
         )
-    pairs = ((block_mask.kv_num_blocks, block_mask.kv_indices, MASKED),
-             (block_mask.full_kv_num_blocks, block_mask.full_kv_indices, WHOLE))  # fmt: skip
+    pairs = ((block_mask.kv_num_blocks, block_mask.kv_indices, PARTIAL),
+             (block_mask.full_kv_num_blocks, block_mask.full_kv_indices, FULL))  # fmt: skip
     grid = torch.zeros(P, rows, -(-Sk // of_k), dtype=torch.int8, device=block_mask.kv_indices.device)
     for count, index, state in pairs:
         if count is not None:
@@ -248,11 +248,11 @@ class _MaskScores(NamedTuple):
 def _metadata_of(tiles: Tensor, mask_scores: _MaskScores, gradients: bool) -> tuple[Tensor, float]:
     """Return the metadata for states (P, M, N) of TILE x TILE tiles, and the relative work of tiles of `TALL` rows."""
     P, M, N = tiles.shape
-    has_visible, all_visible = tiles != NONE, tiles == WHOLE
-    uncertain = (tiles == MASKED) | (all_visible & _crosses(tiles, mask_scores))
-    rows = torch.zeros(P, M, N + 1, THREADS, dtype=torch.int32, device=tiles.device)
+    has_visible, all_visible = tiles != EMPTY, tiles == FULL
+    uncertain = (tiles == PARTIAL) | (all_visible & _crosses(tiles, mask_scores))
+    rows = torch.zeros(P, M, N + 1, TILE_WORDS, dtype=torch.int32, device=tiles.device)
     rows[:, :, :N][all_visible] = -1
-    columns = rows.new_zeros(P, N, M + 1, THREADS) if gradients else rows
+    columns = rows.new_zeros(P, N, M + 1, TILE_WORDS) if gradients else rows
     if gradients:
         columns[:, :, :M][all_visible.mT] = -1
     for tile_idx in uncertain.nonzero().split(_TILES_PER_CALL):
@@ -270,7 +270,7 @@ def _metadata_of(tiles: Tensor, mask_scores: _MaskScores, gradients: bool) -> tu
     states = _states(has_visible, all_visible)
     parts = mask_preprocess_reference.of_forwards(states, states, mask_scores.Sq, rows)
     parts += mask_preprocess_reference.of_gradients(states, columns) if gradients else []
-    work = (int((x & KIND != NONE).sum()) * rows for x, rows in
+    work = (int((x & STATE_MASK != EMPTY).sum()) * rows for x, rows in
             ((mask_preprocess_reference.tall(states, mask_scores.Sq), TALL), (states, LISTED)))  # fmt: skip
     of_tall, of_others = work
     return torch.cat([part.flatten() for part in parts]), of_tall / max(of_others, 1)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..registry.kernel_spec import LISTED, TALL
-from ..registry.mask_layout import FLAGS, HALVES, KIND, MASKED, NONE, THREADS, TILE, WHOLE
+from ..registry.mask_layout import EMPTY, FULL, INDEX_BITS, PARTIAL, STATE_BITS, STATE_MASK, TILE, TILE_WORDS
 from .bitmask import bits, words
 
 MOST_NUMBERS = (2**31 - 1, 2**32 - 1)  # of one plane, and of all planes (are_numbers_countable of operands/mask.cpp)
@@ -42,14 +42,14 @@ def preprocess_mask(mask: Tensor, numbers: int) -> Tensor:
 
 def of_forwards(line_states: Tensor, all_states: Tensor, Sq: int, rows: Tensor) -> list[Tensor]:
     """Return the parts for forwards: states, block-sparse lists of all lines, and `rows`, the bitmask by query tile."""
-    lists = _lists(all_states & KIND, never_empty=True)
+    lists = _lists(all_states & STATE_MASK, never_empty=True)
     return [line_states, *lists, *_lists(tall(all_states, Sq), never_empty=True), rows]
 
 
 def of_gradients(all_states: Tensor, columns: Tensor) -> list[Tensor]:
     """Return the parts for gradients, which follow the forward parts. `columns` is the bitmask by key tile."""
     ranks = torch.zeros_like(torch.cat([all_states, all_states]))
-    return [*_lists((all_states & KIND).mT, never_empty=False), columns, ranks]
+    return [*_lists((all_states & STATE_MASK).mT, never_empty=False), columns, ranks]
 
 
 def looked_at(Sq: int) -> int:
@@ -63,8 +63,8 @@ def visible_scores(metadata: Tensor, Sq: int, Sk: int) -> Tensor:
     rows = looked_at(Sq) if numbers == numbers_of(looked_at(Sq), Sq, Sk) else Sq
     of_rows, of_columns = -(-rows // TILE), -(-Sk // TILE) + 1
     before = batches * heads * (-(-rows // LISTED) * -(-Sk // LISTED) + _lists_of_keys(Sq, Sk))
-    packed = metadata.flatten()[before : before + batches * heads * of_rows * of_columns * THREADS]
-    mask = bits(packed.view(batches, heads, of_rows, of_columns, THREADS), rows, Sk)
+    packed = metadata.flatten()[before : before + batches * heads * of_rows * of_columns * TILE_WORDS]
+    mask = bits(packed.view(batches, heads, of_rows, of_columns, TILE_WORDS), rows, Sk)
     return mask if rows == Sq else mask[:, :, :1].expand(-1, -1, Sq, -1)
 
 
@@ -72,8 +72,8 @@ def numbers_of(rows: int, Sq: int, Sk: int, *, gradients: bool = True) -> int:
     """Return the size of the metadata of one plane in 32-bit numbers, as src/operands/mask.cpp does."""
     lines, M, N = (-(-size // LISTED) for size in (rows, Sq, Sk))
     of_rows, of_columns = (-(-size // TILE) for size in (rows, Sk))
-    forward = lines * N + _lists_of_keys(Sq, Sk) + of_rows * (of_columns + 1) * THREADS
-    return forward + (2 * N * (M + 1) + of_columns * (of_rows + 1) * THREADS + 2 * M * N if gradients else 0)
+    forward = lines * N + _lists_of_keys(Sq, Sk) + of_rows * (of_columns + 1) * TILE_WORDS
+    return forward + (2 * N * (M + 1) + of_columns * (of_rows + 1) * TILE_WORDS + 2 * M * N if gradients else 0)
 
 
 def _lists_of_keys(Sq: int, Sk: int) -> int:
@@ -103,32 +103,32 @@ def state_of(upper: Tensor, lower: Tensor, hides_any: Tensor) -> Tensor:
         lower: True if a score in the lower half of the rows is visible.
         hides_any: True if a score of the block is masked out.
     """
-    masked = MASKED | (upper.int() | lower.int() << 1) << HALVES
-    return torch.where(upper | lower, torch.where(hides_any, masked, WHOLE), NONE).int()
+    masked = PARTIAL | (upper.int() | lower.int() << 1) << STATE_BITS
+    return torch.where(upper | lower, torch.where(hides_any, masked, FULL), EMPTY).int()
 
 
 def tall(states: Tensor, Sq: int) -> Tensor:
     """Return the states of blocks of `TALL` query rows, (P, ceil(Sq / TALL), N).
 
-    A block of `TALL` rows lies in two lines. The state is that of the lines if both agree, else `MASKED` (partial). The
-    higher bits of a `MASKED` state say which parts of `TILE` query rows have visible scores.
+    A block of `TALL` rows lies in two lines. The state is that of the lines if both agree, else `PARTIAL`. The
+    higher bits of a `PARTIAL` state say which parts of `TILE` query rows have visible scores.
     """
     begin = torch.arange(0, Sq, TALL, device=states.device)
     first, last = (states[:, (begin + i).clamp(max=Sq - 1) // LISTED] for i in (0, TALL - 1))
-    upper, lower = (torch.where(state == WHOLE, 3, state >> HALVES) for state in (first, last))
+    upper, lower = (torch.where(state == FULL, 3, state >> STATE_BITS) for state in (first, last))
     half = (begin % LISTED // TILE).view(-1, 1).to(states.dtype)
-    masked = MASKED | ((upper | lower << 2) >> half & 7) << HALVES
-    same = (first & KIND) == (last & KIND)
-    return torch.where(same & (first & KIND != MASKED), first, masked).int()
+    masked = PARTIAL | ((upper | lower << 2) >> half & 7) << STATE_BITS
+    same = (first & STATE_MASK) == (last & STATE_MASK)
+    return torch.where(same & (first & STATE_MASK != PARTIAL), first, masked).int()
 
 
 def _lists(states: Tensor, *, never_empty: bool) -> tuple[Tensor, Tensor]:
     """Return counts (2, P * lines) and indices (2, P * lines, capacity) of partial and of full blocks in each line."""
     lines = states.flatten(0, 1)
-    kinds = torch.stack([lines & KIND == kind for kind in (MASKED, WHOLE)])
+    kinds = torch.stack([lines & STATE_MASK == kind for kind in (PARTIAL, FULL)])
     counts = kinds.sum(-1, dtype=torch.int32)
     if never_empty:
         counts[0] += counts.sum(0) == 0
     entries = kinds.int().argsort(dim=-1, descending=True, stable=True)
-    entries[0] |= lines.gather(-1, entries[0]).long() >> HALVES << FLAGS
+    entries[0] |= lines.gather(-1, entries[0]).long() >> STATE_BITS << INDEX_BITS
     return counts, entries.int()

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..ops.quantize_reference import Quantised, in_key_order
-from ..registry.quant_recipes import LARGEST, LONGEST_SUM, RAISED, SLACK, Recipe
+from ..registry.quant_recipes import FORMAT_MAX, LONGEST_SUM, PROB_SCALE_LOG2, SLACK_LOG2, Recipe
 from .oracle import Attention
 
 KEYS_PER_SUM = 32  # keys summed at once by a tensor core in 8 bits
@@ -43,7 +43,7 @@ def attend(
     factor = operands.q_scale.double().unsqueeze(-1) * scale
     k_scale = operands.k_scale.double().repeat_interleave(group, 1)
     row_max = q.new_full((B, Hq, Sq, 1), -math.inf)
-    total, slack, most = torch.zeros_like(row_max), SLACK * math.log(2.0), longest // operands.block
+    total, slack, most = torch.zeros_like(row_max), SLACK_LOG2 * math.log(2.0), longest // operands.block
     out, promoted = (q.new_zeros(B, Hq, Sq, v.shape[3]) for _ in range(2))
     rows = torch.arange(Sq, device=q.device).unsqueeze(-1)
     blocks = range(k_scale.shape[2])
@@ -80,7 +80,7 @@ def attend(
 def _round_weights(weights: Tensor, recipe: Recipe) -> Tensor:
     if recipe.values is None:
         return weights.bfloat16().double()
-    return (weights * 2.0**RAISED).to(torch.float8_e4m3fn).double() / 2.0**RAISED
+    return (weights * 2.0**PROB_SCALE_LOG2).to(torch.float8_e4m3fn).double() / 2.0**PROB_SCALE_LOG2
 
 
 def _add_truncated(out: Tensor, weights: Tensor, values: Tensor, bits: int) -> Tensor:
@@ -98,7 +98,7 @@ def quantize_by_amax(q: Tensor, k: Tensor, v: Tensor, block: int, *, heads: bool
     neither shifted nor rotated.
     """
     dims = (2, 3) if heads else (0, 1, 2, 3)
-    q_scale, k_scale, v_scale = (x.float().abs().amax(dims, keepdim=True) / LARGEST["e4m3"] for x in (q, k, v))
+    q_scale, k_scale, v_scale = (x.float().abs().amax(dims, keepdim=True) / FORMAT_MAX["e4m3"] for x in (q, k, v))
     cast = [(x.float() / scale).to(torch.float8_e4m3fn) for x, scale in ((q, q_scale), (k, k_scale), (v, v_scale))]
     blocks, Sk = -(-k.shape[2] // block), k.shape[2]
     transposed = F.pad(cast[2].view(torch.int8), (0, 0, 0, -Sk % 16)).mT

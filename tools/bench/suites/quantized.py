@@ -42,7 +42,7 @@ from torch_flashplug.demo.precision import CPU_RECIPE, GPU_RECIPE, train_model
 from torch_flashplug.demo.train import random_windows
 from torch_flashplug.ops.quantize_reference import in_int8, mean_of_finite, rotate
 from torch_flashplug.registry import quant_recipes
-from torch_flashplug.registry.quant_recipes import LARGEST
+from torch_flashplug.registry.quant_recipes import FORMAT_MAX
 from torch_flashplug.testing import (
     Candidate,
     Case,
@@ -92,7 +92,7 @@ def by_head(x: Tensor, kv_heads: int) -> tuple[Tensor, Tensor]:
         The values in e4m3, of shape (B, S, H, D), and the scales, of shape (B, kv_heads).
     """
     grouped = x.transpose(1, 2).unflatten(2, (kv_heads, -1))
-    scale = grouped.abs().amax((1, 3, 4)).float() / quant_recipes.LARGEST["e4m3"]
+    scale = grouped.abs().amax((1, 3, 4)).float() / quant_recipes.FORMAT_MAX["e4m3"]
     return (grouped / scale[:, None, :, None, None]).flatten(2, 3).to(torch.float8_e4m3fn), scale
 
 
@@ -155,7 +155,7 @@ def _measure_recipe(bench: Bench, name: str, case: Case, recipe: str) -> None:
     inputs = make_inputs(case, bench.device)
     refused: dict[str, str] = {}
     with torch.no_grad():
-        ours, ours_16bit = our_call(inputs, case, recipe), our_call(inputs, case, quant_recipes.SIXTEEN)
+        ours, ours_16bit = our_call(inputs, case, recipe), our_call(inputs, case, quant_recipes.PRECISION_16BIT)
         try:
             error = _recipe_error(case, inputs, ours())
         except RuntimeError as reason:  # the recipe has no kernel for the head dims of this case
@@ -195,7 +195,7 @@ def in_e4m3(x: Tensor, shared: tuple[int, ...] = (-1,)) -> tuple[Tensor, Tensor]
 
     All elements along the dims `shared` have a common scale. By default each row has a separate scale.
     """
-    scale = x.float().abs().amax(shared, keepdim=True) / LARGEST["e4m3"]
+    scale = x.float().abs().amax(shared, keepdim=True) / FORMAT_MAX["e4m3"]
     return (x.float() / scale).to(torch.float8_e4m3fn), scale.squeeze(-1).expand(x.shape[:3])
 
 
@@ -312,7 +312,7 @@ def _kernels(case: Case, inputs: Inputs) -> Calls:
     The calls are those of this project, and those of FlashAttention-3 if the FlashAttention-3 wheel is installed.
     """
     calls = {recipe: our_call(inputs, case, recipe) for recipe in quant_recipes.RECIPES}
-    calls["ours_16bit"] = our_call(inputs, case, quant_recipes.SIXTEEN)
+    calls["ours_16bit"] = our_call(inputs, case, quant_recipes.PRECISION_16BIT)
     for name, cast in (("fa3_fp8", by_head), ("fa3_fp8_tensor", _by_tensor)):
         if both := fa3_calls(inputs, case, cast):
             calls[name] = both[0]

@@ -25,7 +25,7 @@ from cutlass.base_dsl import Arch
 
 from ...registry.dtypes import ELEMENTS as MADE_OF
 from ...registry.kernel_spec import SLAB, WARP, KernelSpec
-from ...registry.quant_recipes import ROTATION
+from ...registry.quant_recipes import SIGN_BITS
 from ..decode.kv_load import K, KvLoader, KvScaleLoader, V
 from ..primitives import dtype as of_kernels
 from ..primitives import sm80
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 FLOAT, WORD = 4, 4  # bytes of a float, numbers in a register
 GROUP = 16  # columns per step of the product
-SIGNS = tuple(word - (word >> 31 << 32) for word in ROTATION)  # as signed Int32
+SIGNS = tuple(word - (word >> 31 << 32) for word in SIGN_BITS)  # as signed Int32
 # The product P V uses bf16, because scales of values may have any magnitude.
 VALUES = of_kernels.ELEMENTS["bf16"]
 

@@ -7,7 +7,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int64, Uint8
 
-from ...registry.quant_recipes import KEY_ORDER, RAISED, RECIPES, Recipe
+from ...registry.quant_recipes import KEY_ORDER, PROB_SCALE_LOG2, RECIPES, Recipe
 from ..mainloop.scaled_softmax import IntegerScaling, Scaling
 from ..preprocess.quantize import Quantize, QuantizedOperands
 from ..primitives.dtype import EIGHT_BITS, Element, QuantizedElement
@@ -47,7 +47,7 @@ class QuantizedQkv(KernelFeatures):
         quantized = self.quantized_operands(call)
         scores, values = self.element.scores.dtype, self.element.values.dtype
         v = call.v if quantized.v is None else with_dtype(quantized.v, values)
-        raised = RAISED if self.v_is_transposed else 0
+        raised = PROB_SCALE_LOG2 if self.v_is_transposed else 0
         scaling_class, steep = IntegerScaling if self.recipe.scores == "int8" else Scaling, STEEP[self.recipe.scores]
         largest = 65504.0 if self.element.dtype is cutlass.Float16 else None
         scaling = scaling_class(

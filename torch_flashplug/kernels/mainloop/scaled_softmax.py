@@ -10,11 +10,11 @@ Definitions:
   `finish`.
 - LSE: (row_max + log2(row_sum)) / log2(e), plus the amount removed from the row's scores by the constant key.
 
-row_max is the maximum of some block, and later scores may exceed row_max by SLACK. O is rescaled only if a score
+row_max is the maximum of some block, and later scores may exceed row_max by SLACK_LOG2. O is rescaled only if a score
 exceeds row_max by more. The exponent is a single fused multiply-add with an exact product, and the maximum is rounded
-up. Therefore no probability exceeds 2^SLACK. Integer scores contain an offset, and the addend contains offset times
-factor. If the product with the factor would round the addend by more than 2^-9 (FINE), the offset is subtracted from
-the scores first.
+up. Therefore no probability exceeds 2^SLACK_LOG2. Integer scores contain an offset, and the addend contains offset
+times factor. If the product with the factor would round the addend by more than 2^-9 (FINE), the offset is
+subtracted from the scores first.
 
 Beyond COARSE the rounding of the addend would reach powers of two. In this case scores count relative to the largest
 score of their block. The factor is then steep, and so small that the shift is exact. Every score below the largest
@@ -29,7 +29,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from ...registry.quant_recipes import SLACK
+from ...registry.quant_recipes import SLACK_LOG2
 from ..primitives.fragments import LOG2_E, column_of
 from ..primitives.sm90 import OFFSET
 from ..primitives.vector_access import vector_at
@@ -130,8 +130,9 @@ class ScaledSoftmax:
                 hidden = top == -Float32.inf
                 factor = cutlass.select_(hidden, Float32(1.0), factor)
             new_max = rounded_up(top, factor)
-            if cutlass.const_expr(not first):  # the maximum, and so O, stays unchanged unless the growth exceeds SLACK
-                new_max = cutlass.select_(new_max > old_max + SLACK, new_max, old_max)
+            # The maximum, and so O, stays unchanged unless the growth exceeds SLACK_LOG2.
+            if cutlass.const_expr(not first):
+                new_max = cutlass.select_(new_max > old_max + SLACK_LOG2, new_max, old_max)
             self.row_max[r] = new_max
             base = new_max
             if cutlass.const_expr(masked):

@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from ...registry.kernel_spec import WARP
-from ...registry.quant_recipes import ROTATION, SMALLEST_SCALE
+from ...registry.quant_recipes import MIN_SCALE, SIGN_BITS
 from ..primitives.dtype import QuantizedElement
 from ..primitives.vector_access import vector_at
 
@@ -218,10 +218,10 @@ def load_registers(x: cute.Tensor, size: int) -> cute.Tensor:
 
 
 def sign_of(channel: Int32, d: int) -> Float32:
-    """Return the sign of a channel, from ROTATION."""
+    """Return the sign of a channel, from SIGN_BITS."""
     word = Int32(0)
     for i in range(-(-d // 32)):
-        word = cutlass.select_(channel // 32 == i, Int32(ROTATION[i] - (1 << 32) * (ROTATION[i] >> 31)), word)
+        word = cutlass.select_(channel // 32 == i, Int32(SIGN_BITS[i] - (1 << 32) * (SIGN_BITS[i] >> 31)), word)
     return cutlass.select_(word >> channel % 32 & 1 == 1, Float32(-1.0), Float32(1.0))
 
 
@@ -229,4 +229,4 @@ def scale_of(largest: Float32, largest_of_format: float) -> Float32:
     """Return the scale for a largest magnitude. NaN stays NaN, by max.NaN."""
     scale = cutlass.select_(largest == 0.0, Float32(1.0), largest / largest_of_format)
     text = "max.NaN.f32 {$w0}, {$r0}, {$r1};"
-    return cute.arch.inline_ptx(text, write_only_types=[Float32], read_only_args=[scale, Float32(SMALLEST_SCALE)])
+    return cute.arch.inline_ptx(text, write_only_types=[Float32], read_only_args=[scale, Float32(MIN_SCALE)])

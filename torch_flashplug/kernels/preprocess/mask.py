@@ -27,7 +27,17 @@ import cutlass.memory
 from cutlass import Int32, Int64, Uint16
 
 from ...registry.kernel_spec import LISTED, ROWS_PER_WARPGROUP, SHARE, SLAB, TALL, WARP, WARPGROUP
-from ...registry.mask_layout import BITS, FLAGS, HALVES, KIND, MASKED, NONE, THREADS, TILE, WHOLE
+from ...registry.mask_layout import (
+    EMPTY,
+    FULL,
+    INDEX_BITS,
+    PARTIAL,
+    STATE_BITS,
+    STATE_MASK,
+    TILE,
+    TILE_WORDS,
+    WORD_BITS,
+)
 from ..primitives.fragments import single_bit
 from ..primitives.vector_access import vector_at
 from ..score_stages.bitmask import shifted
@@ -45,9 +55,9 @@ def metadata_size(rows: int | Int32, Sq: int | Int32, Sk: int | Int32, *, gradie
     """Return the number of 32-bit values in the metadata of a plane. src/operands/mask.cpp computes the same number."""
     lines, M, N = ((size + LISTED - 1) // LISTED for size in (rows, Sq, Sk))
     of_rows, of_columns, tall = ((size + unit - 1) // unit for size, unit in ((rows, TILE), (Sk, TILE), (Sq, TALL)))
-    count = lines * N + 2 * (M + tall) * (N + 1) + of_rows * (of_columns + 1) * THREADS
+    count = lines * N + 2 * (M + tall) * (N + 1) + of_rows * (of_columns + 1) * TILE_WORDS
     if gradients:
-        count += 2 * (N + M * N) + of_columns * (of_rows + 1) * THREADS + 2 * M * N
+        count += 2 * (N + M * N) + of_columns * (of_rows + 1) * TILE_WORDS + 2 * M * N
     return count
 
 
@@ -102,13 +112,13 @@ class MaskMetadata:
         (M, N), (rows, columns), planes = self.blocks, self.tiles, Int64(self.sizes[0])
         lengths = (
             *(planes * self.lines * N, *(2 * planes * m * (N + 1) for m in (M, self.tall))),
-            planes * rows * (columns + 1) * THREADS,
-            *(2 * planes * N * (M + 1), planes * columns * (rows + 1) * THREADS),  # sections for gradients
+            planes * rows * (columns + 1) * TILE_WORDS,
+            *(2 * planes * N * (M + 1), planes * columns * (rows + 1) * TILE_WORDS),  # sections for gradients
         )
         return tuple(itertools.accumulate(lengths, initial=Int64(0)))
 
     def states(self) -> cute.Tensor:
-        """Return the states (n,) of all blocks of all planes. KIND bits of a state are NONE, MASKED or WHOLE."""
+        """Return the states (n,) of all blocks of all planes. STATE_MASK bits of a state are EMPTY, PARTIAL or FULL."""
         return self.vector(0)
 
     def words(self, transposed: bool) -> cute.Tensor:
@@ -239,9 +249,9 @@ class MaskPreprocess:
         if thread == 0:
             upper, lower = flags[0] | flags[1], flags[2] | flags[3]
             block_flags = upper | lower
-            masked = MASKED | (upper & 1 | (lower & 1) << 1) << HALVES
-            state = cutlass.select_(block_flags == 1, Int32(WHOLE), masked)
-            state = cutlass.select_((block_flags & 1) == 0, Int32(NONE), state)
+            masked = PARTIAL | (upper & 1 | (lower & 1) << 1) << STATE_BITS
+            state = cutlass.select_(block_flags == 1, Int32(FULL), masked)
+            state = cutlass.select_((block_flags & 1) == 0, Int32(EMPTY), state)
             cute.arch.store(metadata.states().iterator + (Int64(line) * metadata.blocks[1] + n), state)
 
     @cute.jit
@@ -266,10 +276,10 @@ class MaskPreprocess:
             word = Int32(0)
             for half, r in [(half, r) for half in range(2) for r in range(2)]:
                 of_row = bits[i * TILE + row + 8 * r, 2 * j + half]
-                word = word | (every_fourth_pair(of_row >> (thread % 4 * 2)) << (BITS // 2 * half + r))
+                word = word | (every_fourth_pair(of_row >> (thread % 4 * 2)) << (WORD_BITS // 2 * half + r))
             tile_row = plane * rows + line * TILES + i
             if line * TILES + i < rows and block * TILES + j <= columns:
-                offset = (Int64(tile_row) * (columns + 1) + block * TILES + j) * THREADS + thread
+                offset = (Int64(tile_row) * (columns + 1) + block * TILES + j) * TILE_WORDS + thread
                 cute.arch.store(words.iterator + offset, word)
             # The tile behind the last tile of a row is zero. Masks with equal rows for all queries are an exception:
             # there the extra tile of a column equals each tile of the column.
@@ -278,7 +288,7 @@ class MaskPreprocess:
                 if cutlass.const_expr(transposed):
                     extra_word = cutlass.select_(metadata.rows < metadata.sizes[1], word, extra_word)
                 if line * TILES + i < rows and (block + 1) * TILES == columns:
-                    offset = (Int64(tile_row) * (columns + 1) + columns) * THREADS + thread
+                    offset = (Int64(tile_row) * (columns + 1) + columns) * TILE_WORDS + thread
                     cute.arch.store(words.iterator + offset, extra_word)
 
     @cute.kernel
@@ -332,24 +342,26 @@ class MaskPreprocess:
         before = (1 << lane) - 1
         num_partial, num_full = Int32(0), Int32(0)
         for begin in cutlass.range(0, count, WARP, unroll=1):
-            nth, lane_kind, entry = begin + lane, Int32(NONE), begin + lane
+            nth, lane_kind, entry = begin + lane, Int32(EMPTY), begin + lane
             if nth < count:
                 offset = Int64(cutlass.min(nth, num_states - 1)) * stride
                 state, second_state = (
                     cute.arch.load(states.iterator + (first_state + offset), Int32) for first_state in first
                 )
-                lane_kind = cutlass.select_((state ^ second_state) & KIND == 0, state & KIND, Int32(MASKED))
+                lane_kind = cutlass.select_(
+                    (state ^ second_state) & STATE_MASK == 0, state & STATE_MASK, Int32(PARTIAL)
+                )
                 if cutlass.const_expr(listed_rows == TALL):
                     visible_halves = seen_halves(state) | seen_halves(second_state) << 2
-                    entry = nth | (visible_halves >> half & (1 << TALL // TILE) - 1) << FLAGS
+                    entry = nth | (visible_halves >> half & (1 << TALL // TILE) - 1) << INDEX_BITS
             partial_lanes, full_lanes = (
-                cute.arch.vote_ballot_sync(lane_kind == block_kind) for block_kind in (MASKED, WHOLE)
+                cute.arch.vote_ballot_sync(lane_kind == block_kind) for block_kind in (PARTIAL, FULL)
             )
-            if lane_kind == MASKED:
+            if lane_kind == PARTIAL:
                 cute.arch.store(
                     lists.partial.iterator + (start + num_partial + cute.arch.popc(partial_lanes & before)), entry
                 )
-            if lane_kind == WHOLE:
+            if lane_kind == FULL:
                 cute.arch.store(lists.full.iterator + (start + num_full + cute.arch.popc(full_lanes & before)), nth)
             num_partial, num_full = num_partial + cute.arch.popc(partial_lanes), num_full + cute.arch.popc(full_lanes)
         if lane == 0:
@@ -399,13 +411,13 @@ class AccumulationRanks:
             for n in cutlass.range(line % N + 1, N, unroll=4):
                 state = cute.arch.load(states.iterator + (first + n), Int32)
                 shares = cutlass.min(cute.ceil_div(metadata.sizes[2] - n * LISTED, SHARE), LISTED // SHARE)
-                later += cutlass.select_(state == NONE, Int32(0), shares)
+                later += cutlass.select_(state == EMPTY, Int32(0), shares)
             cute.arch.store(ranks.iterator + offset, later)
 
 
 def seen_halves(state: Int32) -> Int32:
     """Return a bit for each TILE rows of a block, set if a key is visible to the rows."""
-    return cutlass.select_(state == WHOLE, Int32(3), state >> HALVES)
+    return cutlass.select_(state == FULL, Int32(3), state >> STATE_BITS)
 
 
 def bits_of_bytes(mask: cute.Tensor, place: tuple[Int32, Int32, Int32, Int32]) -> Int32:
@@ -462,4 +474,4 @@ def transpose(bits: cute.Tensor, transposed_bits: cute.Tensor):
         transposed_bits[word * WARP + lane, thread // WARP] = of_column
 
 
-assert ROWS_PER_WARPGROUP == TILE and THREADS == WARPGROUP
+assert ROWS_PER_WARPGROUP == TILE and TILE_WORDS == WARPGROUP

@@ -21,15 +21,15 @@ from cutlass import Float32, Int32
 from ...registry.kernel_spec import WARP
 from ...registry.quant_recipes import (
     CHANNEL_RMS,
-    CLEAR_MEAN,
-    ENDS,
+    FORMAT_MAX,
     KEY_ORDER,
-    LARGEST,
-    LARGEST_SQUARE,
-    LEAST_CHANNEL,
-    LEAST_VARIANCE,
+    MAX_SQUARE,
+    MIN_CHANNEL,
+    MIN_MEAN_SHIFT,
+    MIN_SCALE,
+    MIN_VARIANCE,
+    NUM_ENDS,
     SAMPLES,
-    SMALLEST_SCALE,
     Recipe,
 )
 from ..primitives.dtype import QuantizedElement
@@ -150,7 +150,7 @@ class Quantize:
         self.find_constant(head_k, shared)
         hadamard.rotate(block_values, rotated, block, head_k.shape[0], shared, keys=True)
         cute.arch.sync_threads()
-        scale = scale_of(hadamard.largest_of_all(shared), LARGEST[self.recipe.scores])
+        scale = scale_of(hadamard.largest_of_all(shared), FORMAT_MAX[self.recipe.scores])
         if cute.arch.thread_idx()[0] == 0:
             out.k_scale[batch, head, block] = scale
         hadamard.store(rotated, block, scale, out.k[batch, head, None, None])
@@ -181,7 +181,7 @@ class Quantize:
             if block + 1 < end:
                 self.query_rows.fetch(head_q, block + 1, block_values)
             cute.arch.sync_threads()
-            self.query_rows.store_rows(rotated, block, LARGEST[self.recipe.scores], target, scales, shifts, shared)
+            self.query_rows.store_rows(rotated, block, FORMAT_MAX[self.recipe.scores], target, scales, shifts, shared)
             cute.arch.sync_threads()
 
     @cute.jit
@@ -287,7 +287,7 @@ class Quantize:
         self.sample(v, shared, self.dv, squares=True)
         if thread < self.dv:
             mean = self.sampled(shared, shared.sums, thread, self.dv)
-            square = cute.arch.fmin(self.sampled(shared, shared.squares, thread, self.dv), Float32(LARGEST_SQUARE))
+            square = cute.arch.fmin(self.sampled(shared, shared.squares, thread, self.dv), Float32(MAX_SQUARE))
         mean_square = square
         for lanes in (1, 2, 4, 8, 16):
             mean_square = mean_square + cute.arch.shuffle_sync_bfly(mean_square, offset=lanes)
@@ -299,12 +299,12 @@ class Quantize:
                 mean_square += shared.warp_values[warp]
             mean_square = mean_square / Float32(v.shape[1])
             mean_square = cutlass.select_(mean_square == 0.0, Float32(CHANNEL_RMS**2), mean_square)
-            square = cute.arch.fmax(square, mean_square * LEAST_CHANNEL)
-            variance = cute.arch.fmax(square - mean * mean, square * LEAST_VARIANCE)
-            has_clear_mean = mean * mean > variance * CLEAR_MEAN
+            square = cute.arch.fmax(square, mean_square * MIN_CHANNEL)
+            variance = cute.arch.fmax(square - mean * mean, square * MIN_VARIANCE)
+            has_clear_mean = mean * mean > variance * MIN_MEAN_SHIFT
             mean = cutlass.select_(has_clear_mean, mean, Float32(0.0))
             variance = cutlass.select_(has_clear_mean, variance, square)
-            scale = cute.arch.fmax(cute.math.sqrt(variance) / CHANNEL_RMS, Float32(SMALLEST_SCALE))
+            scale = cute.arch.fmax(cute.math.sqrt(variance) / CHANNEL_RMS, Float32(MIN_SCALE))
             shared.means[coord], shared.channels[coord] = mean, Float32(1.0) / scale
             if block == 0:
                 scales[thread], means[thread] = scale, mean
@@ -350,9 +350,9 @@ def sample_key(i: Int32, S: Int32) -> Int32:
 
     Samples are some of the first and last keys, and evenly spread keys between (quantize_reference.py).
     """
-    spread = (2 * (i - ENDS) + 1) * S // (2 * (SAMPLES - 2 * ENDS))
+    spread = (2 * (i - NUM_ENDS) + 1) * S // (2 * (SAMPLES - 2 * NUM_ENDS))
     first, last = cutlass.min(i, S - 1), cutlass.max(S - SAMPLES + i, 0)
-    return cutlass.select_(i < ENDS, first, cutlass.select_(i < SAMPLES - ENDS, spread, last))
+    return cutlass.select_(i < NUM_ENDS, first, cutlass.select_(i < SAMPLES - NUM_ENDS, spread, last))
 
 
 def key_of(block: Int32, word: Int32, i: int) -> Int32:

@@ -25,7 +25,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from ...registry.kernel_spec import SLAB
-from ...registry.mask_layout import BITS, THREADS, TILE
+from ...registry.mask_layout import TILE, TILE_WORDS, WORD_BITS
 from ..primitives.fragments import single_bit, zero_of
 from .pipeline import ScoreCoord, ScoreStage
 
@@ -92,21 +92,21 @@ class BitmaskTiles(ScoreStage):
             # The backward has few registers, so the address is computed in every step. (In the forward ptxas would
             # serialize every product for such an address.)
             tile_row, row = tile_row + zero_of(block), row + zero_of(block)
-        thread = cute.arch.thread_idx()[0] % THREADS
+        thread = cute.arch.thread_idx()[0] % TILE_WORDS
         if cutlass.const_expr(coord.by_row):
-            thread = (row & (TILE - SLAB)) * (THREADS // TILE) + cute.arch.lane_idx()  # 32 threads hold 16 rows
-        begin = tile_row * (columns + 1) * THREADS + thread
+            thread = (row & (TILE - SLAB)) * (TILE_WORDS // TILE) + cute.arch.lane_idx()  # 32 threads hold 16 rows
+        begin = tile_row * (columns + 1) * TILE_WORDS + thread
         if cutlass.const_expr(coord.block % TILE == 0 and not coord.transposed):
             for i in cutlass.range_constexpr(count):  # no tile is more than one behind the last tile
-                self.next_words[i] = self.word(begin + (first + i) * THREADS)
+                self.next_words[i] = self.word(begin + (first + i) * TILE_WORDS)
         elif cutlass.const_expr(coord.block % TILE == 0):
             for i in cutlass.range_constexpr(count):
-                self.next_words[i] = self.word(begin + cutlass.min(first + i, columns) * THREADS)
+                self.next_words[i] = self.word(begin + cutlass.min(first + i, columns) * TILE_WORDS)
         else:
             shift = block * coord.block % TILE // 2
-            low_word = self.word(begin + cutlass.min(first, columns) * THREADS)
+            low_word = self.word(begin + cutlass.min(first, columns) * TILE_WORDS)
             for i in cutlass.range_constexpr(count):
-                high_word = self.word(begin + cutlass.min(first + i + 1, columns) * THREADS)
+                high_word = self.word(begin + cutlass.min(first + i + 1, columns) * TILE_WORDS)
                 self.next_words[i] = shifted(low_word, high_word, shift)
                 low_word = high_word
         if cutlass.const_expr(coord.by_row and coord.transposed):  # the thread's scores may begin inside a block
@@ -118,7 +118,7 @@ class BitmaskTiles(ScoreStage):
 
     def bit(self, r: int, c: int) -> cutlass.Boolean:
         """Return the bit of score (r, c) of the current block."""
-        word, i = divmod(r + 2 * c, BITS)
+        word, i = divmod(r + 2 * c, WORD_BITS)
         return (self.block_words[word] & single_bit(i)) != 0
 
 

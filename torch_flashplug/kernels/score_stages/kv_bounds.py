@@ -11,7 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from ...registry.mask_layout import BITS
+from ...registry.mask_layout import WORD_BITS
 from ..primitives.fragments import column_of, single_bit
 from .pipeline import ScoreCoord, ScoreStage
 
@@ -39,9 +39,9 @@ def keep_between(S: cute.Tensor, r: cutlass.Constexpr[int], begin: Int32, end: I
     take two instructions per score.
     """
     columns, begin, end = cute.size(S, mode=[1]), scores_before(begin), scores_before(end)
-    for first in cutlass.range_constexpr(0, columns, BITS):
+    for first in cutlass.range_constexpr(0, columns, WORD_BITS):
         bits = bits_between(begin - first, end - first)
-        for i in cutlass.range_constexpr(min(BITS, columns - first)):
+        for i in cutlass.range_constexpr(min(WORD_BITS, columns - first)):
             is_visible = (bits & single_bit(i)) != 0
             S[r, first + i] = cutlass.select_(is_visible, S[r, first + i], -Float32.inf)
 

@@ -18,7 +18,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
 from ...registry.kernel_spec import LISTED, TALL
-from ...registry.mask_layout import FLAGS
+from ...registry.mask_layout import INDEX_BITS
 from ..primitives.fragments import zero_of
 from .block_iterator import BlockIterator, BlockRange, BlockSubrange, KvBlocks
 from .seqlen_info import SeqlenInfo
@@ -325,11 +325,11 @@ class SparseKvBlockRange192(SparseKvBlockRange):
     """
 
     def tile_of(self, listed: Int32, j: Int32) -> Int32:
-        return super().tile_of(listed & (1 << FLAGS) - 1, j)
+        return super().tile_of(listed & (1 << INDEX_BITS) - 1, j)
 
     @cute.jit
     def visible_positions(self, warpgroup: Int32, has_rows: cutlass.Boolean) -> tuple[Int32, Int32]:
-        begin, end, flag = self.count - 1, self.count, Int32(1 << FLAGS) << warpgroup
+        begin, end, flag = self.count - 1, self.count, Int32(1 << INDEX_BITS) << warpgroup
         if has_rows:
             begin = Int32(0)
             while (begin < self.num_masked) & (self.load(self.lists.partial.iterator, begin) & flag == 0):
