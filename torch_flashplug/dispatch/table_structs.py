@@ -15,7 +15,7 @@ from ..registry.architectures import FAMILIES
 from ..registry.dispatch_table import MAX_SPLITS, OPERANDS, SPLIT_UNIT, VARLEN_FACTS, VARLEN_KERNELS
 from ..registry.dtypes import DTYPE_INFO, ELEMENTS
 from ..registry.kernel_spec import CLUSTER, KINDS, LISTED, TALL
-from ..registry.mask_layout import THREADS, TILE
+from ..registry.mask_layout import TILE, TILE_WORDS
 from ..registry.quant_recipes import KEY_ORDER
 from ..registry.stock_bugs import FACTS
 
@@ -177,6 +177,6 @@ def of_gate(gate: dispatch_table.Gate) -> GateRow:
 def of_layout() -> LayoutRow:
     """Return the numbers that kernels and C++ share. A tile of the bitmask has one word for each thread."""
     return LayoutRow(
-        sparse_block=LISTED, tall_sparse_block=TALL, bitmask_tile=TILE, bitmask_words=THREADS,
+        sparse_block=LISTED, tall_sparse_block=TALL, bitmask_tile=TILE, bitmask_words=TILE_WORDS,
         key_order=len(KEY_ORDER), max_splits=MAX_SPLITS, split_unit=SPLIT_UNIT,
     )  # fmt: skip
