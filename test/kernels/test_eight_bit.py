@@ -1,4 +1,4 @@
-"""8-bit attention recipes in torch: quantized operands (quantize_reference.py) and results (testing/eight_bit.py).
+"""8-bit attention recipes in torch: quantized operands (quantize_reference.py) and results (testing/emulation_8bit.py).
 
 Results are compared with fp64 and with the errors of simpler quantizations.
 """

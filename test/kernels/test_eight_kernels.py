@@ -1,7 +1,7 @@
 """8-bit attention kernels: quantized operands, outputs and known pitfalls.
 
 Operands must equal quantize_reference.py bit for bit. Outputs are compared with equal arithmetic in fp64
-(testing/eight_bit.py).
+(testing/emulation_8bit.py).
 """
 
 from __future__ import annotations
