@@ -102,7 +102,7 @@ JIT = Flag(
 HOOK = Flag(
     "TORCH_FLASHPLUG_HOOK",
     "stub",
-    "stub: torch's choice function; composite: a Python kernel instead, the fallback",
+    "stub: torch's choice function; composite: Python instead, the fallback",
     affects_graphs=True,
     values=("stub", "composite"),
 )
@@ -113,7 +113,9 @@ REPAIR = Flag(
     affects_graphs=True,
 )
 
-RING_MARGIN = Flag("TORCH_FLASHPLUG_RING_MARGIN", "0", "SMs that rings leave to NCCL", affects_graphs=False)
+RING_MARGIN = Flag(
+    "TORCH_FLASHPLUG_RING_MARGIN", "0", "number of SMs that ring attention leaves free for NCCL", affects_graphs=False
+)
 
 FLAGS = (ENABLED, BACKEND, PRECISION, CACHE_DIR, JIT, HOOK, REPAIR, RING_MARGIN)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .api.attention import attention, check_before
-from .api.attention_args import is_int, splits_of
+from .api.attention_args import is_int, normalize_num_splits
 from .api.kv_cache import append_kv
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
@@ -25,7 +25,7 @@ def flash_attn_func(  # noqa: PLR0913
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
+    *misplaced: object,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
@@ -50,6 +50,7 @@ def flash_attn_func(  # noqa: PLR0913
         s_aux (Tensor or None): Sinks (Hq,).
         deterministic (bool): No effect.
         return_attn_probs (bool): Also return the LSE.
+        misplaced: Arguments after the last positional one raise TypeError.
         more: Further arguments of flash_attn: `num_splits`, arguments without effect, and unsupported arguments.
 
     Returns:
@@ -61,6 +62,7 @@ def flash_attn_func(  # noqa: PLR0913
         TypeError: An argument does not exist in flash_attn, or has an unsupported type.
         ValueError: `attention()` does not take an argument.
     """
+    _refuse_misplaced("flash_attn_func", misplaced)
     _refuse(more | {"dropout_p": dropout_p})
     settings = _settings(softmax_scale, causal, window_size, softcap, s_aux, more)
     return attention(q, k, v, **settings, return_lse=return_attn_probs)
@@ -74,7 +76,7 @@ def flash_attn_varlen_func(  # noqa: PLR0913
     cu_seqlens_k: Tensor,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
-    *,
+    *misplaced: object,
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
     softmax_scale: float | None = None,
@@ -107,6 +109,7 @@ def flash_attn_varlen_func(  # noqa: PLR0913
         s_aux (Tensor or None): Sinks (Hq,).
         deterministic (bool): No effect.
         return_attn_probs (bool): Also return the LSE.
+        misplaced: Arguments after the last positional one raise TypeError.
         more: Further arguments of flash_attn: `num_splits`, arguments without effect, and unsupported arguments.
 
     Returns:
@@ -118,6 +121,7 @@ def flash_attn_varlen_func(  # noqa: PLR0913
         TypeError: An argument does not exist in flash_attn, or has an unsupported type.
         ValueError: `attention()` does not take an argument.
     """
+    _refuse_misplaced("flash_attn_varlen_func", misplaced)
     _refuse(more | {"seqused_q": seqused_q, "dropout_p": dropout_p})
     settings = _settings(softmax_scale, causal, window_size, softcap, s_aux, more)
     lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k}
@@ -130,7 +134,7 @@ def flash_attn_with_kvcache(  # noqa: PLR0913
     v_cache: Tensor,
     k: Tensor | None = None,
     v: Tensor | None = None,
-    *,
+    *misplaced: object,
     cache_seqlens: Tensor | int | None = None,
     block_table: Tensor | None = None,
     page_table: Tensor | None = None,
@@ -164,6 +168,7 @@ def flash_attn_with_kvcache(  # noqa: PLR0913
         softcap (float): Scores become softcap * tanh(score / softcap). 0.0: no softcap.
         s_aux (Tensor or None): Sinks (Hq,).
         return_softmax_lse (bool): Also return the LSE.
+        misplaced: Arguments after the last positional one raise TypeError.
         more: Further arguments of flash_attn: `num_splits`, arguments without effect, and unsupported arguments.
 
     Returns:
@@ -177,6 +182,7 @@ def flash_attn_with_kvcache(  # noqa: PLR0913
         ValueError: KV lengths, tables or new keys do not fit, or `attention()` does not take an argument. The caches
             are not written then.
     """
+    _refuse_misplaced("flash_attn_with_kvcache", misplaced)
     _refuse(more | {"dropout_p": dropout_p})
     if block_table is not None and page_table is not None:
         raise ValueError(
@@ -226,7 +232,7 @@ def _settings(
     """Return the arguments of `attention()` for these arguments of flash_attn."""
     settings = {"causal": causal, "window": window_size, "softcap": softcap, "sinks": s_aux, "scale": softmax_scale}
     splits = more.get("num_splits") or None
-    splits_of(splits)  # raise errors about num_splits before caches are written
+    normalize_num_splits(splits)  # raise errors about num_splits before caches are written
     return settings | {"num_splits": splits}
 
 
@@ -236,6 +242,15 @@ _NOT_BUILT = {
     *("cache_batch_idx", "cache_leftpad", "rotary_cos", "rotary_sin", "rotary_seqlens"),
     *("cu_seqlens_q", "cu_seqlens_k_new"),
 }
+
+
+def _refuse_misplaced(function: str, misplaced: tuple[object, ...]) -> None:
+    """Raise TypeError for arguments by position, whose order differs between FlashAttention-2 and FlashAttention-3."""
+    if misplaced:
+        raise TypeError(
+            f"{function}: all arguments except tensors and maximal lengths must be passed by name, but got "
+            f"{len(misplaced)} more by position. Name them, such as dropout_p=, softmax_scale=, causal=."
+        )
 
 
 def _refuse(more: dict[str, object]) -> None:

@@ -28,7 +28,7 @@ namespace {
 using Object = void;  // PyObject
 
 // Python's stable C interface. _C is not linked with libpython.
-struct Python {
+struct PythonApi {
   int (*initialized)() = nullptr;
   Object* (*thread_state)() = nullptr;
   int (*ensure)() = nullptr;
@@ -49,9 +49,10 @@ struct Python {
   bool is_complete = true;
 };
 
-const Python& python() {
-  static const Python instance = [] {
-    Python p;
+// Return the functions of Python's C interface, looked up at the first call.
+const PythonApi& python_api() {
+  static const PythonApi instance = [] {
+    PythonApi p;
     void* torch = in_process("libtorch_python.so");
     const auto look = [&](auto& function, const char* name) {
       void* symbol = dlsym(RTLD_DEFAULT, name);
@@ -84,8 +85,8 @@ const Python& python() {
 
 class Gil {
  public:
-  Gil() : state_(python().ensure()) {}
-  ~Gil() { python().release(state_); }
+  Gil() : state_(python_api().ensure()) {}
+  ~Gil() { python_api().release(state_); }
   Gil(const Gil&) = delete;
 
  private:
@@ -93,7 +94,7 @@ class Gil {
 };
 
 std::string text_of(Object* value) {
-  const Python& p = python();
+  const PythonApi& p = python_api();
   Object* text = value == nullptr ? nullptr : p.str(value);
   ptrdiff_t size = 0;
   const char* bytes = text == nullptr ? nullptr : p.utf8(text, &size);
@@ -117,9 +118,9 @@ struct __attribute__((visibility("default"))) python_error : public std::excepti
         message(std::move(other.message)) {}
   python_error(const python_error&) = delete;
   ~python_error() override {
-    if (type == nullptr || flashplug::python().initialized() == 0) return;
+    if (type == nullptr || flashplug::python_api().initialized() == 0) return;
     const flashplug::Gil gil;
-    for (void* object : {type, value, traceback}) flashplug::python().decref(object);
+    for (void* object : {type, value, traceback}) flashplug::python_api().decref(object);
   }
   const char* what() const noexcept override { return message.c_str(); }
 
@@ -134,7 +135,7 @@ namespace {
 
 // Return a python_error with the exception set on the thread. The caller has the GIL.
 python_error fetch_python_error() {
-  const Python& p = python();
+  const PythonApi& p = python_api();
   python_error error;
   p.fetch(&error.type, &error.value, &error.traceback);
   p.normalize(&error.type, &error.value, &error.traceback);
@@ -149,11 +150,11 @@ thread_local Object* held = nullptr;
 void drop_held_error() {
   if (held == nullptr) return;
   const Gil gil;
-  python().decref(std::exchange(held, nullptr));
+  python_api().decref(std::exchange(held, nullptr));
 }
 
 bool has_python() {
-  const Python& p = python();
+  const PythonApi& p = python_api();
   return p.is_complete && p.initialized() != 0;
 }
 
@@ -184,7 +185,7 @@ constexpr Spelled kSpelled[] = {{"CUDA out of memory", "torch", "OutOfMemoryErro
 
 // Throw a Python exception of the given type. Returns if there is no such exception type.
 void raise_as(const char* module_name, const char* type_name, const std::string& text) {
-  const Python& p = python();
+  const PythonApi& p = python_api();
   if (!has_python()) return;
   std::optional<python_error> error;
   {
@@ -255,7 +256,7 @@ AtenTensorHandle empty_strided_again(int dims, const int64_t* size, const int64_
 }  // namespace
 
 void rethrow_python_error() {
-  const Python& p = python();
+  const PythonApi& p = python_api();
   // A thread unknown to Python has no exception set.
   if (!has_python() || p.thread_state() == nullptr) return;
   std::optional<python_error> error;
@@ -279,7 +280,7 @@ void hold_python_error(void* exception) {
   if (waiting == 0 || !has_python()) return;
   drop_held_error();
   const Gil gil;
-  python().incref(exception);
+  python_api().incref(exception);
   held = exception;
 }
 

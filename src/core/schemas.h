@@ -200,7 +200,7 @@ inline constexpr Schema kRowsBackward(
     "Tensor logsumexp, float dropout_p, Tensor philox_seed, Tensor philox_offset, int custom_mask_type, "
     "bool bias_requires_grad, *, float? scale=None, int? num_splits_key=None, int? window_size=None, "
     "bool shared_storage_dqdkdv=False) -> (Tensor, Tensor, Tensor, Tensor)");
-// Every schema above. test_ops.py compares each with torch's own, and checks that none is missing here.
+// Every schema above. test_custom_ops.py compares each with torch's own, and checks that none is missing here.
 inline constexpr const char* kSchemas[] = {kCarrierForward.text(),
                                            kCarrierBackward.text(),
                                            kOwnForward.text(),

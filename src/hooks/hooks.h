@@ -48,12 +48,12 @@ int64_t stock_choice(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v,
 // rest is registered then.
 void repair(int backends);
 
-// Result of stock's cuDNN forward on readable operands. The output has the layout of the original call.
-struct CudnnForwardResult {
+// Results of stock's cuDNN or flash forward on readable operands, with ownership. The output has the layout of the call.
+struct OwnedFusedResult {
   TensorHandle tensors[7];  // in the order of `FusedResult`
   int64_t max_q, max_k;
 };
-CudnnForwardResult readable_cudnn_forward(CudnnForwardCall call);
+OwnedFusedResult readable_cudnn_forward(CudnnForwardCall call);
 // Return a 4-d operand for stock's flash or efficient attention, which read 16 bytes at a time: the operand itself if
 // aligned, else a copy.
 TensorHandle aligned(TensorHandle operand);

@@ -216,7 +216,7 @@ int install(int stub_index) {
   if (stub_index < 0 || stub_index >= kNumStubs)
     return fail(1, "the slot does not exist; use 1 (CUDA) or 0 (CPU, tests)");
   const TorchSymbols& torch = torch_symbols();
-  if (const char* symbol = torch.lacking())
+  if (const char* symbol = torch.first_missing_symbol())
     return fail(2, std::string("this torch lacks ") + symbol + "; use TORCH_FLASHPLUG_HOOK=composite");
   if (!torch.signature)
     return fail(3, "the choice function of this torch has another signature; use TORCH_FLASHPLUG_HOOK=composite");

@@ -63,14 +63,14 @@ bool four_dims(std::initializer_list<AtenTensorHandle> tensors) {
 
 // ---- results of cuDNN and flash ----
 
-CudnnForwardResult take_ownership(const FusedResult& raw) {
-  CudnnForwardResult result{{}, raw.max_q, raw.max_k};
+OwnedFusedResult take_ownership(const FusedResult& raw) {
+  OwnedFusedResult result{{}, raw.max_q, raw.max_k};
   for (size_t i = 0; i < std::size(raw.tensors); ++i) result.tensors[i] = TensorHandle(raw.tensors[i]);
   return result;
 }
 
 // Put the results on the stack. Flash's two dropout results have different names, but the same positions.
-void put_results(CudnnForwardResult result, StableIValue* stack) {
+void put_results(OwnedFusedResult result, StableIValue* stack) {
   constexpr Schema op = kCudnnForward;
   constexpr int places[] = {op.result("output"),         op.result("logsumexp"),   op.result("cum_seq_q"),
                             op.result("cum_seq_k"),      op.result("philox_seed"), op.result("philox_offset"),
@@ -334,13 +334,13 @@ TensorHandle aligned_bias(TensorHandle bias) {
 
 bool is_repaired(int backend) { return (repaired.load() & backend) != 0; }
 
-CudnnForwardResult readable_cudnn_forward(CudnnForwardCall call) {
+OwnedFusedResult readable_cudnn_forward(CudnnForwardCall call) {
   if (!four_dims({call.q, call.k, call.v}) || cudnn_can_read(call.q, call.k, call.v))
     return take_ownership(stock_cudnn_forward(call));
   const AtenTensorHandle query = call.q;
   const TensorHandle q = query_for_cudnn(call.q, call.v), k = readable(call.k), v = readable(call.v);
   call.q = q.get(), call.k = k.get(), call.v = v.get();
-  CudnnForwardResult result = take_ownership(stock_cudnn_forward(call));
+  OwnedFusedResult result = take_ownership(stock_cudnn_forward(call));
   TensorHandle& out = result.tensors[0];
   if (out.defined()) out = in_output_layout(std::move(out), query);  // stock makes no output for empty operands
   return result;

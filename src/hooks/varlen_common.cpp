@@ -184,10 +184,10 @@ bool run_with_kernels(const char* where, const HookedCall& hooked, ForwardResult
     return attend(where, call, facts, by, result);
   };
   if (call.mode.forces_kernels()) {
-    if (!attended(call.mode)) *result = attention_math(call);
+    if (!attended(call.mode)) *result = attention_math(call);  // no elements: attend() raises for all others
     return true;
   }
-  try {  // stock reports all other errors in its own words
+  try {  // without a forced backend, stock serves the call after any error, and raises its own error
     return attended(Mode::forcing(std::max(call.mode.family(), 0)));
   } catch (const std::exception&) {
     return false;
@@ -233,7 +233,7 @@ bool gradients_with_kernels(const BoxedArgs& args, Window window, TensorHandle g
   const BackwardCall call{grad_out.get(),           hooked.call, out.get(), rows.get(), nullptr, nullptr,
                           {true, true, true, false}};
   BackwardResult result;
-  if (!differentiate(call, facts, &result)) {
+  if (!differentiate_attention(call, facts, &result)) {
     // Empty calls: a forced backend takes them as well, and stock's kernels need not.
     if (!is_empty(facts.problem) && cpu_stub() != CpuStub::kMath) return false;
     result = attention_math_backward(call);

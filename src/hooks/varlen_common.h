@@ -25,7 +25,8 @@ bool kernels_support(const BoxedArgs& args, int64_t dims);
 int64_t dims_of(AtenTensorHandle tensor);
 int compute_capability(AtenTensorHandle query);
 
-// Run a plugin kernel. Returns false if stock is to go on. A forced backend raises the obstacle.
+// Run a plugin kernel. Returns false if stock is to serve the call. Under a forced backend no call goes to stock: math
+// serves calls without elements, and a call without a kernel raises.
 bool run_with_kernels(const char* where, const HookedCall& hooked, ForwardResult* result);
 
 // Results of stock's flash attention.

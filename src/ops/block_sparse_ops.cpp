@@ -56,7 +56,7 @@ void block_sparse_backward(StableIValue* stack, uint64_t, uint64_t) {
   const CallFacts& p = facts.problem;
   if (is_16_bit(p)) check_fp32("lse", call.lse, {p.B, p.Hq, p.Sq}, facts);
   BackwardResult result;
-  if (wants_math(forward.mode) || !differentiate(call, facts, &result)) result = listed_math_backward(call);
+  if (wants_math(forward.mode) || !differentiate_attention(call, facts, &result)) result = listed_math_backward(call);
   for (int i = 0; i < 3; ++i) stack[i] = box::from_tensor(std::move(result.grads[i]));
 }
 

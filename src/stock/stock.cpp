@@ -103,7 +103,7 @@ TensorHandle pad_lse(AtenTensorHandle lse) {
 
 bool cudnn_forward(const ForwardCall& call, const CallFacts& p, ForwardResult* result) {
   if (!(stock_backends() & kStockCudnn)) return false;
-  CudnnForwardResult raw;
+  OwnedFusedResult raw;
   try {
     const bool causal = call.causal == Causal::kTopLeft;
     raw = readable_cudnn_forward({call.q, call.k, call.v, nullptr, true, 0.0, causal, false, call.scale});

@@ -240,7 +240,7 @@ uint64_t TorchSymbols::sequence_number() const { return private_symbols().sequen
 uint64_t TorchSymbols::record_thread() const { return private_symbols().record_thread(); }
 void TorchSymbols::evaluated_node(void* returned) const { private_symbols().evaluated_node(returned); }
 
-const char* TorchSymbols::lacking() const {
+const char* TorchSymbols::first_missing_symbol() const {
   const PrivateSymbols& f = private_symbols();
   const std::pair<const char*, bool> needed[] = {{kStub, stub != nullptr},
                                                  {kGlobalContext, f.context != nullptr},

@@ -40,7 +40,7 @@ struct TorchSymbols {
   uint64_t sequence_number() const;
   uint64_t record_thread() const;
   void evaluated_node(void* returned) const;
-  const char* lacking() const;  // first symbol that the hook needs and the running torch lacks; null: none
+  const char* first_missing_symbol() const;  // first symbol that the hook needs and the running torch lacks; null: none
 };
 const TorchSymbols& torch_symbols();
 void* current_cuda_stream(int device_index);

@@ -230,7 +230,10 @@ def test_kernel_files_name_no_feature():
         feature_names = {
             name for name in names - docstrings - INTERFACE if re.search(FEATURES, name.lower().replace("_", " "))
         }
-        assert not feature_names, f"{path.name} names a feature: {feature_names}; ask the walk, the chain or the piece"
+        assert not feature_names, (
+            f"{path.name} names a feature: {feature_names}; ask the block iterator, the score pipeline or the tile "
+            "addressing"
+        )
 
 
 # Functions with parameters of torch's protocols, which pass tuples: autograd functions and overrides of tensors.

@@ -90,7 +90,18 @@ def test_unsupported_arguments_are_refused() -> None:
             lambda: flash_attn_with_kvcache(q, k, v, block_table=random_tensor(2)),
         ),
         (TypeError, "must be those of flash_attn, but got 'sofcap'", lambda: flash_attn_func(q, k, v, sofcap=1.0)),
-        (TypeError, "positional", lambda: flash_attn_func(q, k, v, 0.0)),  # dropout_p of flash_attn 2, or a scale
+        # The first number is dropout_p in FlashAttention-2, and softmax_scale in FlashAttention-3.
+        (
+            TypeError,
+            "flash_attn_func: .* passed by name, but got 3 more",
+            lambda: flash_attn_func(q, k, v, 0.0, None, True),
+        ),
+        (TypeError, "passed by name, but got 1 more", lambda: flash_attn_with_kvcache(q, k, v, q, q, 1.0)),
+        (
+            TypeError,
+            "flash_attn_varlen_func: .* but got 2 more by position",
+            lambda: flash_attn_varlen_func(q, k, v, q, q, 1, 1, 0.0, None),
+        ),
         (
             ValueError,
             "page_table must not be passed together",

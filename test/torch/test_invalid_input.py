@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import torch_flashplug
-from torch_flashplug import sdpa_backend
+from torch_flashplug import attention, explain, sdpa_backend
 from torch_flashplug.api.backend import DEVICES
 from torch_flashplug.dispatch import bindings
 from torch_flashplug.ops import sdpa
@@ -529,3 +530,22 @@ def test_every_obstacle_of_a_mask_has_a_text(name: str) -> None:
 
 def test_every_obstacle_of_a_mask_is_tested() -> None:
     assert set(bindings.names("mask obstacles")) - {"none"} <= set(_MASKS_WITH_OBSTACLES)
+
+
+def test_explain_rejects_operands_that_are_no_tensors() -> None:
+    q = torch.zeros(1, 1, 8, 64)
+    with pytest.raises(TypeError, match="^explain: key must be a torch.Tensor, but got ndarray.$"):
+        explain(q, q.numpy(), q)
+
+
+@pytest.mark.parametrize("name", ["h100", "H100", "RTX4090"])
+def test_explain_takes_device_names_in_any_case(name: str) -> None:
+    q = torch.zeros(1, 1, 8, 64, dtype=torch.bfloat16)
+    assert explain(q, q, q, device=name) == explain(q, q, q, device=name.lower())
+
+
+def test_attention_rejects_a_scale_that_is_no_number() -> None:
+    q = torch.zeros(1, 8, 1, 64)
+    with pytest.raises(TypeError, match="^attention: scale must be a number or None .* but got 'large'.$"):
+        attention(q, q, q, scale="large")
+    assert torch.equal(attention(q, q, q, scale=np.float32(0.5)), attention(q, q, q, scale=0.5))

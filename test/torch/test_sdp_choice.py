@@ -137,7 +137,12 @@ class Exit:
     settings: dict[str, bool | float] = field(default_factory=dict)
 
 
-DIMS, DEVICES, SHAPES = "must have 4 dims", "different devices", "need broadcasting or do not fit"
+DIMS, DEVICES = "must have 4 dims", "different devices"
+HEADS, VALUE_HEADS, BATCHES = (
+    "without enable_gqa=True, but got",
+    "need as many heads of value",
+    "need equal batch sizes",
+)
 ADDS_BATCH_DIM, DATA = describe_call.adds_batch_dim(), "depend on data"
 MASKS, MASK_DIMS = "must broadcast to (batch, heads, rows, keys)", "must have 2 to 4 dims"
 EXITS = {
@@ -164,12 +169,12 @@ EXITS = {
                                lambda tensors: [t[0] for t in as_fake_tensors(None)(tensors)],
                                took=TRACED if ADDS_BATCH_DIM else STOCK),
     "one_head_of_keys": Exit("", change_each(lambda t: t[:, :1], "kv"), took=OURS, backend="fa3"),
-    "some_heads_of_keys": Exit(SHAPES, change_each(lambda t: t[:, :2], "kv"), raises="must match the size"),
-    "one_head_of_values": Exit(SHAPES, change_each(lambda t: t[:, :1], "v")),
-    "one_batch_of_keys": Exit(SHAPES, change_each(lambda t: t[:1], "kv")),
-    "one_batch_of_values": Exit(SHAPES, change_each(lambda t: t[:1], "v")),
-    "fewer_values": Exit(SHAPES, change_each(lambda t: t[:, :, :100], "v"), raises="Expected size"),
-    "narrower_keys": Exit(SHAPES, change_each(lambda t: t[..., :32], "k"), raises="Expected size"),
+    "some_heads_of_keys": Exit(HEADS, change_each(lambda t: t[:, :2], "kv"), raises="must match the size"),
+    "one_head_of_values": Exit(VALUE_HEADS, change_each(lambda t: t[:, :1], "v")),
+    "one_batch_of_keys": Exit(BATCHES, change_each(lambda t: t[:1], "kv")),
+    "one_batch_of_values": Exit(BATCHES, change_each(lambda t: t[:1], "v")),
+    "fewer_values": Exit("many rows of value", change_each(lambda t: t[:, :, :100], "v"), raises="Expected size"),
+    "narrower_keys": Exit("need equal head dims", change_each(lambda t: t[..., :32], "k"), raises="Expected size"),
     "masked": Exit("", with_mask(128, 128), took=OURS, backend="fa3"),
     "mask_of_1_dims": Exit(MASK_DIMS, with_mask(128)),
     "mask_of_5_dims": Exit(MASK_DIMS, with_mask(1, 1, 1, 128, 128)),

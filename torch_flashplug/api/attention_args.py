@@ -63,8 +63,8 @@ def params_of(
     return AttentionParams(
         window=window_of(causal, window),
         softcap=softcap_of(softcap),
-        scale=scale,
-        num_splits=splits_of(num_splits),
+        scale=checked_scale(scale),
+        num_splits=normalize_num_splits(num_splits),
         fixed_split_size=split_size_of(fixed_split_size, num_splits),
     )
 
@@ -83,7 +83,7 @@ def is_int(x: object) -> bool:
     return isinstance(x, int | numbers.Integral) and not isinstance(x, bool)
 
 
-def splits_of(num_splits: int | None) -> int:
+def normalize_num_splits(num_splits: int | None) -> int:
     """Return the checked number of splits as ops take it: 0 for None."""
     if num_splits is None:
         return 0
@@ -115,6 +115,12 @@ def softcap_of(softcap: float) -> float:
     if isinstance(softcap, bool) or not isinstance(softcap, int | float) or not 0.0 <= softcap <= _LARGEST:
         raise ValueError(f"attention: softcap must be a finite number, 0.0 (no softcap) or above, but got {softcap!r}.")
     return float(softcap)
+
+
+def checked_scale(scale: float | None) -> float | None:
+    if not isinstance(scale, numbers.Real | torch.SymFloat | torch.SymInt | Tensor | None):
+        raise TypeError(f"attention: scale must be a number or None (1 / sqrt(D)), but got {scale!r}.")
+    return scale
 
 
 def window_of(causal: bool | str, window: tuple[int | None, int | None] | None) -> Window:

@@ -33,7 +33,7 @@ from .attention_args import is_int
 from .causal_bias import is_causal_bias, is_upper_left, plan_lower_right
 
 _log = logging.getLogger("torch_flashplug")
-# Results of native.install: torch lacks the symbols, or the choice function has an unknown signature.
+# Results of bindings.install: torch lacks the symbols, or the choice function has an unknown signature.
 _NOT_HOOKABLE = (2, 3)
 
 _MIB = 1 << 20
@@ -68,8 +68,8 @@ def enable(*, precision: str | None = None) -> None:
     """Route the F.scaled_dot_product_attention calls of the whole process through the dispatcher.
 
     `import torch_flashplug` calls this function already; `disable()` reverses the effect. If torch's choice function
-    cannot be hooked, a Python kernel on F.sdpa is used instead (Plan B). Bugs of stock attention are repaired for the
-    calls served by stock, unless TORCH_FLASHPLUG_REPAIR=0. Graphs compiled earlier do not change.
+    cannot be hooked, a Python implementation of F.sdpa is used instead (Plan B). Bugs of stock attention are repaired
+    for the calls served by stock, unless TORCH_FLASHPLUG_REPAIR=0. Graphs compiled earlier do not change.
 
     Args:
         precision: the precision permitted in products of all calls of the process outside of `sdpa_backend` blocks
@@ -264,6 +264,24 @@ class Plan:
         return "\n".join(f"{name:<{_NAMES}}{text}" for name, text in lines if text)
 
 
+def device_name(function: str, device: str | None) -> str | None:
+    """Return the key of DEVICES for the argument `device` of a function; upper and lower case are equal."""
+    name = device.lower() if isinstance(device, str) else device
+    if name is not None and name not in DEVICES:
+        raise ValueError(
+            f"{function}: device must be one of {', '.join(DEVICES)}, or None for the tensors' own device, but got "
+            f"{device!r}."
+        )
+    return name
+
+
+def check_tensors(function: str, **tensors: object) -> None:
+    """Check that query, key and value of a function are tensors or QuantizedTensors."""
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor | QuantizedTensor):
+            raise TypeError(f"{function}: {name} must be a torch.Tensor, but got {type(tensor).__name__}.")
+
+
 def explain(
     query: Tensor,
     key: Tensor,
@@ -297,13 +315,11 @@ def explain(
         The plan of the call.
 
     Raises:
+        TypeError: query, key or value is no tensor.
         ValueError: the device is unknown.
     """
-    if device is not None and device not in DEVICES:
-        raise ValueError(
-            f"explain: device must be one of {', '.join(DEVICES)}, or None for the tensors' own device, but got "
-            f"{device!r}."
-        )
+    device = device_name("explain", device)
+    check_tensors("explain", query=query, key=key, value=value)
     startup.load()
     settings = {"scale": scale, "enable_gqa": enable_gqa}
     unusual = _explain_unusual(query, key, value, attn_mask, dropout_p, is_causal, device, settings)
@@ -398,7 +414,7 @@ def _facts_of(query: Tensor, device: str | None) -> dict[str, int]:
 
 
 def _described(device: str | None, *call: object) -> dict[str, float]:
-    """Return the facts of a call from `problem.describe()`, on a GPU if `device` names a preset."""
+    """Return the facts of a call from `describe_call.describe()`, on a GPU if `device` names a preset."""
     return describe_call.describe(*call) | ({"on_cuda": True} if device is not None else {})
 
 

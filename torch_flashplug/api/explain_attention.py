@@ -26,7 +26,7 @@ from ..torch_hooks import describe_call
 from . import startup
 from .attention import attention
 from .attention_args import check_out, window_of
-from .backend import DEVICES, SPLITS_SHIFT, Plan, explain, plan_with_dtypes, sentences
+from .backend import DEVICES, SPLITS_SHIFT, Plan, device_name, explain, plan_with_dtypes, sentences
 from .varlen_plan import check_is_plan
 
 _F_SDPA = F.scaled_dot_product_attention
@@ -73,11 +73,7 @@ def explain_attention(
         TypeError, ValueError, RuntimeError: attention() rejects the arguments.
         ValueError: the device is unknown.
     """
-    if device is not None and device not in DEVICES:
-        raise ValueError(
-            f"explain_attention: device must be one of {', '.join(DEVICES)}, or None for the tensors' own device, but "
-            f"got {device!r}."
-        )
+    device = device_name("explain_attention", device)
     startup.load()
     tensors = (q, k, v)
     if not all(isinstance(x, Tensor) for x in tensors):

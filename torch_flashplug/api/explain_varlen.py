@@ -17,7 +17,7 @@ from ..registry.architectures import KERNEL_BACKENDS
 from ..torch_hooks import describe_call
 from ..torch_hooks import varlen_attn as varlen_hooks
 from . import startup
-from .backend import DEVICES, Plan, sdpa_backend, sentences
+from .backend import DEVICES, Plan, device_name, sdpa_backend, sentences
 from .explain_attention import explain_attention
 
 _SETTINGS = ("scale", "window_size", "enable_gqa", "seqused_k", "block_table", "num_splits", "return_aux", "out")
@@ -69,11 +69,7 @@ def explain_varlen(
             f"explain_varlen: settings must be among {', '.join(_SETTINGS)}, but got {', '.join(sorted(unknown))}. "
             "Pass the arguments of varlen_attn by name."
         )
-    if device is not None and device not in DEVICES:
-        raise ValueError(
-            f"explain_varlen: device must be one of {', '.join(DEVICES)}, or None for the tensors' own device, "
-            f"but got {device!r}."
-        )
+    device = device_name("explain_varlen", device)
     startup.load()
     from torch.nn.attention import varlen  # the import takes a second or more
 
@@ -166,7 +162,7 @@ def _facts(
 
 
 def _number_of(dtype: torch.dtype) -> int:
-    """Return the index of a dtype in native.dtypes(), whose last entry stands for all dtypes not listed."""
+    """Return the index of a dtype in bindings.dtypes(), whose last entry stands for all dtypes not listed."""
     names = list(bindings.dtypes())
     name = str(dtype).removeprefix("torch.")
     return names.index(name) if name in names else len(names) - 1

@@ -125,7 +125,7 @@ def attentions(
     Raises:
         ValueError: no part can be planned, or a value is out of range.
     """
-    _check(config)
+    _check_numbers(config)
     layers: list[AttentionLayer] = []
     skipped: list[Skip] = []
     for part in _parts(config, _Part({}, "", "", False), ""):
@@ -200,7 +200,7 @@ def _as_in_file(value: object) -> str:
     return _short(json.dumps(value))
 
 
-def _check(config: Config, name: str = "") -> None:
+def _check_numbers(config: Config, name: str = "") -> None:
     """Check the range of each number, before any configuration class reads the numbers.
 
     Raises:
@@ -212,7 +212,7 @@ def _check(config: Config, name: str = "") -> None:
             part.number(*names)
     for key, value in config.items():
         if isinstance(value, dict):
-            _check(value, _path(name, key))
+            _check_numbers(value, _path(name, key))
 
 
 def _parts(config: Config, outer: _Part, key: str, raw: object = None) -> Iterator[_Part]:

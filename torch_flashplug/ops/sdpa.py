@@ -67,7 +67,7 @@ def never_a_frame(function: Callable) -> Callable:
 
 
 def held(function: Callable) -> Callable:
-    """Apply both `native.held` and `never_a_frame` to a function."""
+    """Apply both `bindings.held` and `never_a_frame` to a function."""
     return never_a_frame(bindings.held(function))
 
 

@@ -41,7 +41,7 @@ FAMILIES = (  # in the order in which auto mode tries the families
 )
 BY_ARCH = {family.arch: family for family in FAMILIES}
 KERNEL_BACKENDS = tuple(family.backend for family in FAMILIES)
-# Mode ids are positions in this tuple. The enum in src/core/core.h mirrors the tuple, and test_facts compares
+# Mode ids are positions in this tuple. The enum in src/core/core.h mirrors the tuple, and test_call_facts compares
 # both.
 BACKENDS = ("auto", "math", "stock", *KERNEL_BACKENDS)
 # Compilation targets, with the architectures of the kernels that run on each. Kernels for sm_80 (mma.sync, cp.async)

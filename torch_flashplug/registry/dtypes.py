@@ -18,7 +18,7 @@ class DtypeInfo:
     num_bytes: int
 
 
-# All known dtypes. kDTypes of src/core/tensor_facts.h mirrors the table, and test_facts compares both.
+# All known dtypes. kDTypes of src/core/tensor_facts.h mirrors the table, and test_call_facts compares both.
 DTYPE_INFO = {
     "bf16": DtypeInfo("bfloat16", 2),
     "fp16": DtypeInfo("float16", 2),

@@ -10,6 +10,7 @@ no guard is added.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -87,7 +88,7 @@ def kernels_allowed() -> bool:
 
 
 def _becomes_floats(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool:
-    """Return whether F.sdpa converts a bool mask to floats, also for torch_flashplug kernels.
+    """Return whether F.sdpa converts a bool mask to floats before any backend, ours included, gets the mask.
 
     F.sdpa does so under functorch and under dispatch modes (`as_floats` of src/hooks/sdp_choice.cpp). C++ cannot answer
     for explain() and for Plan B: C++ looks at the tensors and modes below all tracing, but this function runs above,
@@ -219,10 +220,7 @@ def outside_dispatcher(
             "with a bool attn_mask only if a backend is forced); otherwise stock attention serves this call"
         )
     if not bindings.shapes_fit(sizes, enable_gqa):
-        return (
-            "shapes need broadcasting or do not fit (several key heads, and a different number of query heads, need "
-            "enable_gqa=True); stock attention decides"
-        )
+        return f"{_shape_obstacle(*sizes, enable_gqa)}; stock attention decides"
     obstacle = None if attn_mask is None else misfit(query, key, attn_mask)
     if obstacle is not None:
         return f"{obstacle}; stock attention decides"
@@ -234,6 +232,24 @@ def outside_dispatcher(
     if bindings.backend_of(mode) == "math":
         return "math is forced, but torch.nn.attention.sdpa_kernel does not allow math; stock attention decides"
     return None
+
+
+def _shape_obstacle(query: Sequence[int], key: Sequence[int], value: Sequence[int], enable_gqa: bool) -> str:
+    """Return which sizes of a 4-dim call do not fit the kernels.
+
+    The rules are those of `shapes_fit` in src/core/call_facts.cpp.
+    """
+    if len({query[0], key[0], value[0]}) > 1:
+        return f"the kernels need equal batch sizes, but got {query[0]}, {key[0]} and {value[0]}"
+    if query[3] != key[3]:
+        return f"the kernels need equal head dims of query and key, but got {query[3]} and {key[3]}"
+    if key[1] != value[1]:
+        return f"the kernels need as many heads of value as of key, but got {value[1]} and {key[1]}"
+    if key[2] != value[2]:
+        return f"the kernels need as many rows of value as of key, but got {value[2]} and {key[2]}"
+    if enable_gqa:
+        return f"the key heads must divide the query heads, but got {key[1]} and {query[1]}"
+    return f"query and key must have as many heads without enable_gqa=True, but got {query[1]} and {key[1]}"
 
 
 def refusal(
@@ -285,7 +301,7 @@ def describe(
     is_causal: bool,
     scale: float | None,
 ) -> dict[str, float]:
-    """Return the facts of a call, as named in native.problem_facts().
+    """Return the facts of a call, as named in bindings.problem_facts().
 
     outside_dispatcher() must have returned None for the call. `on_cuda` is taken from the query.
     """

@@ -300,7 +300,7 @@ def exponentiate(scores: cute.Tensor, lse_log2: cute.Tensor | tuple[Float32, ...
 class ScoreDerivative:
     """Derivative of score modifications, as required by the gradients."""
 
-    slope: Callable  # ScorePipeline.score_derivative
+    slope: Callable  # (P, LSE in base 2) -> factor for dS; from ScorePipeline.score_derivative()
     lse_log2: cute.Tensor | tuple[Float32, ...]  # LSE of each query
 
     @classmethod
@@ -316,7 +316,7 @@ class ScoreDerivative:
 
 
 @cute.jit
-def differentiate(
+def softmax_backward(
     P: cute.Tensor, dP: cute.Tensor, delta: cute.Tensor | tuple[Float32, ...], dS: cute.Tensor, raised: int = 0,
     signed: cutlass.Constexpr[bool] = False, score_derivative: ScoreDerivative | None = None,
 ):  # fmt: skip
@@ -330,7 +330,7 @@ def differentiate(
         delta: delta of each query.
         dS: destination, which may be P or dP.
         raised: P is larger by this power of two.
-        signed: dropped elements of P are negative (ScorePipeline.signed_p_transform), with a dP of 0.
+        signed: dropped elements of P are negative (ScorePipeline.signed_p_transform). Their dP is ignored.
         score_derivative: derivative of the score modifications, if any.
     """
     for query in cutlass.range_constexpr(cute.size(P, mode=[1])):

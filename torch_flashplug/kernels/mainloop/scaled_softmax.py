@@ -142,7 +142,7 @@ class ScaledSoftmax:
             self.correction[r] = 1.0
             if cutlass.const_expr(not first):
                 self.correction[r] = cute.math.exp2(old_max - base, fastmath=True)
-        self.make_exact(S, factors, shifts, tops, offset)
+        self.apply_offset(S, factors, shifts, tops, offset)
         for r in cutlass.range_constexpr(ROWS):
             for c in range(cute.size(S, mode=[1])):
                 S[r, c] = cute.math.exp2(S[r, c] * factors[r] - shifts[r], fastmath=True)
@@ -150,14 +150,15 @@ class ScaledSoftmax:
             self.row_sum[r] = earlier + row_reduce(S, r, lambda a, b: a + b)
 
     @cute.jit
-    def make_exact(
+    def apply_offset(
         self, S: cute.Tensor, factors: cute.Tensor, shifts: cute.Tensor, tops: cute.Tensor,
         offset: cutlass.Constexpr[float],
     ):  # fmt: skip
-        """Adjust shifts and scores so that no exponent is rounded noticeably.
+        """Apply the offset of the scores to the shifts, or subtract the offset from the scores.
 
-        The shifts include the offset. If the offset would round the shifts, the offset is subtracted from the scores
-        instead. Huge shifts are made exact by `coarsen`.
+        On entry S includes the offset, and the shifts do not. The offset times the factor is added to the shifts. If
+        the sum would be rounded noticeably, the offset is subtracted from the scores instead. Huge
+        shifts are made exact by `coarsen`.
         """
         huge = cute.arch.fmax(size_of(shifts[0]), size_of(shifts[1])) > COARSE
         if cutlass.const_expr(offset == 0.0):

@@ -295,13 +295,14 @@ def store_slabs(
 ):
     """Store the accumulator of a warpgroup, in 16 bits, through shared memory to global memory.
 
-    Each warp starts the TMA store of its rows as soon as the rows are in shared memory.
+    Each warp starts the TMA store of its rows as soon as the rows are in shared memory. The caller waits for the bulk
+    group before writing sX again.
 
     Args:
         rX: registers of the accumulator in 16 bits.
         sX: shared-memory buffer (64, columns).
-        out: output operand.
-        first: index of the first slab in the output.
+        out: output operand, restricted to a head.
+        first: index of the warpgroup's first slab, in units of SLAB rows of the output.
         mma: tiled MMA with the accumulator layout.
         column_block: column block of the output, in units of the columns of sX.
     """

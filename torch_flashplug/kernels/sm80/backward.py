@@ -30,8 +30,8 @@ from ..backward.pre_post_process import (
     BackwardPostprocess,
     BackwardPreprocess,
     RowStatsInputs,
-    differentiate,
     exponentiate,
+    softmax_backward,
 )
 from ..backward.workspace import UNITS, DqWorkspace, WorkspaceLayout, count_up
 from ..call_args.kernel_call import KernelArgs, KernelCall, SoftmaxScale
@@ -534,7 +534,7 @@ class BackwardSm80(KernelCall, kind="bwd"):
         for s in cutlass.range_constexpr(len(P)):
             gradients = fragments.rows_and_columns(dP[s])
             slab_stages[s].set_tile(context.coord).apply_backward(gradients, masked=True)
-            differentiate(fragments.rows_and_columns(P[s]), gradients, delta, gradients)
+            softmax_backward(fragments.rows_and_columns(P[s]), gradients, delta, gradients)
             dS.append(fragments.OperandA.create(dP[s], self.element))
             dS[s].convert(dP[s])
         return dS

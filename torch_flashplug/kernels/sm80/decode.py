@@ -84,9 +84,10 @@ class KvStages:
         cute.arch.cp_async_commit_group()
 
     @cute.jit
-    def fill(self):
-        """Fill the pipeline, and wait for the first K and for the queries. Executed by all threads.
+    def load_first_stages(self):
+        """Start the loads of all stages except the last V, which the mainloop loads. Executed by all threads.
 
+        The function then waits for the first K and for the queries.
         The queries belong to the group of the first K. Afterwards they are visible to all threads.
         """
         for nth in cutlass.range_constexpr(self.stages):
@@ -99,7 +100,7 @@ class KvStages:
     def wait_for_oldest(self, everyone: cutlass.Constexpr[bool] = False):
         """Wait until the oldest load is visible to the team, or to all threads.
 
-        Afterwards the team no longer reads the previous contents of the stage.
+        Afterwards the stage that was read before the call may be overwritten: the team no longer reads the stage.
         """
         cute.arch.cp_async_wait_group(2 * self.stages - 2)
         if cutlass.const_expr(everyone or self.copier.threads > WARP):
@@ -253,7 +254,7 @@ class DecodeSm80(KernelCall, kind="decode"):
             tensors.k, tensors.v, decode_tile, bound_iterator, kv_loader, start + q.bytes, team
         )
         self.load_queries(tensors.q, q, decode_tile)
-        kv_stages.fill()
+        kv_stages.load_first_stages()
         kv_loader.transform_queries(q, decode_tile, tensors.q.shape[3], self.element, self.spec.threads // WARP)
         left_q = sm80.LdmatrixView.create(q, self.element.dtype, "A", first_row=slab * SLAB)
         self.attend(kv_stages, left_q, out, softmax, tile_stages, bound_iterator, kv_loader)

@@ -33,10 +33,10 @@ from ..backward.pre_post_process import (
     BackwardPreprocess,
     RowStatsInputs,
     ScoreDerivative,
-    differentiate,
     exponentiate,
     load_rows,
     row_values,
+    softmax_backward,
 )
 from ..backward.workspace import UNITS, DqWorkspace, WorkspaceLayout
 from ..call_args.kernel_call import KernelArgs, KernelCall, SoftmaxScale
@@ -713,7 +713,7 @@ class BackwardSm90(KernelCall, kind="bwd"):
         warpgroup.wait_group(1)
         step.score_pipeline.apply_backward(state.dP.values, masked)
         score_derivative = ScoreDerivative.create(step.score_pipeline, lambda: row_values(state.lse, stage))
-        differentiate(state.S.values, state.dP.values, delta, state.dP.values, score_derivative=score_derivative)
+        softmax_backward(state.S.values, state.dP.values, delta, state.dP.values, score_derivative=score_derivative)
         state.dS.convert(state.dP.acc)
         step.score_pipeline.prefetch(step.next_block, masked)
         state.ds_store.store(step_count)
@@ -749,7 +749,7 @@ class BackwardSm90(KernelCall, kind="bwd"):
         step.score_pipeline.apply_backward(state.dP.values, masked)
         score_derivative = ScoreDerivative.create(step.score_pipeline, lambda: row_values(state.lse, stage))
         values, dP = state.S.values, state.dP.values
-        differentiate(values, dP, row_values(state.delta, stage), dP, score_derivative=score_derivative)
+        softmax_backward(values, dP, row_values(state.delta, stage), dP, score_derivative=score_derivative)
         warpgroup.wait_group(0)
         state.dS.convert(state.dP.acc)
         step.score_pipeline.prefetch(step.next_block, masked)

@@ -31,9 +31,9 @@ from ..backward.pre_post_process import (
     RowStats,
     RowStatsInputs,
     by_query,
-    differentiate,
     exponentiate,
     rows_of_thread,
+    softmax_backward,
 )
 from ..call_args.kernel_call import KernelArgs, KernelCall, SoftmaxScale
 from ..features.base import KernelFeatures
@@ -323,7 +323,7 @@ class BiasGradientSm90(KernelCall, kind="dbias"):
         warpgroup.wait_group(0)
         pairs.consumer_release(2 * count + 1)
         tile_stages.apply_backward(fragments.rows_and_columns(state.dP), masked=True)
-        differentiate(S, dP, row_stats.delta, S)
+        softmax_backward(S, dP, row_stats.delta, S)
         state.sum.store(state.sum.load() + state.S.load())
 
     @cute.jit

@@ -27,7 +27,7 @@ from cutlass.cute.nvgpu import warp, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
 from ...registry.kernel_spec import BACKWARD_WARPGROUPS, FP32_BYTES, ROWS_PER_WARPGROUP, SPLIT_BACKWARD_TILE, HopperSpec
-from ..backward.pre_post_process import ScoreDerivative, differentiate, exponentiate, load_rows, row_values
+from ..backward.pre_post_process import ScoreDerivative, exponentiate, load_rows, row_values, softmax_backward
 from ..call_args.kernel_call import KernelArgs, SoftmaxScale
 from ..features.base import KernelFeatures
 from ..primitives import fragments, sm90
@@ -508,7 +508,7 @@ class KeyGradientsSm90:
         if cutlass.const_expr(state.kept_p is not None):
             state.kept_p.copy_nonnegative(state.weights)
         score_derivative = ScoreDerivative.create(head_stages, lambda: state.lse_of(step_count))
-        differentiate(weights, dP, delta, dP, self.element.raised, state.kept_p is not None, score_derivative)
+        softmax_backward(weights, dP, delta, dP, self.element.raised, state.kept_p is not None, score_derivative)
         state.weights.convert(state.scores.acc)
 
     @cute.jit

@@ -18,7 +18,14 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import warpgroup
 
 from ...registry.kernel_spec import BACKWARD_WARPGROUPS, ROWS_PER_WARPGROUP, SPLIT_BACKWARD_TILE, HopperSpec
-from ..backward.pre_post_process import RowStats, ScoreDerivative, by_query, differentiate, exponentiate, rows_of_thread
+from ..backward.pre_post_process import (
+    RowStats,
+    ScoreDerivative,
+    by_query,
+    exponentiate,
+    rows_of_thread,
+    softmax_backward,
+)
 from ..call_args.kernel_call import KernelArgs, SoftmaxScale
 from ..features.base import KernelFeatures
 from ..primitives import fragments, sm90
@@ -351,7 +358,7 @@ class QueryGradientSm90:
         S, dP = by_query(state.S.acc), by_query(state.dP.acc)
         exponentiate(S, row_stats.lse_log2, row_stats.scale_log2)
         tile_stages.apply_backward(state.dP.values, masked)
-        differentiate(
+        softmax_backward(
             S, dP, row_stats.delta, S, score_derivative=ScoreDerivative.create(tile_stages, lambda: row_stats.lse_log2)
         )
         state.dS.convert(state.S.acc)

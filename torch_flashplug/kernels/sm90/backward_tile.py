@@ -25,7 +25,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from ...registry.kernel_spec import SINGLE_TILE, HopperSpec
 from ..backward.dbias_reduce import write_pair
-from ..backward.pre_post_process import LOST, by_query, differentiate, exponentiate
+from ..backward.pre_post_process import LOST, by_query, exponentiate, softmax_backward
 from ..call_args.kernel_call import KernelArgs, KernelCall, SoftmaxScale
 from ..features.base import KernelFeatures
 from ..primitives import fragments, sm90
@@ -301,7 +301,7 @@ class TileBackwardSm90(KernelCall, kind="tilebwd"):
             state.packed.convert(state.S)
             self.write_weights(state, shared, P)
             warpgroup.wait_group(0)
-            differentiate(by_query(state.S), by_query(state.dP), row_sums(state.S, state.dP), by_query(state.S))
+            softmax_backward(by_query(state.S), by_query(state.dP), row_sums(state.S, state.dP), by_query(state.S))
             state.sum.store(state.sum.load() + state.S.load())
             state.packed.convert(state.S)
             self.write_weights(state, shared, DS)
