@@ -23,7 +23,7 @@ LENGTHS = [(1, 1), (64, 128), (65, 129), (1000, 300), (300, 1000), (2048, 2048)]
 
 def launch_tiles(mask: str, tile: tuple[int, int], lengths: tuple[int, int], section: int = 1):
     """Return the tile order of a launch with 3 x 2 KV heads, and its tiles in launch order."""
-    bound = BANDS[mask]().at(block_iterator.SeqlenInfo(*lengths), *tile)
+    bound = BANDS[mask]().bind(block_iterator.SeqlenInfo(*lengths), *tile)
     order = backward_tile_scheduler.BackwardTileScheduler(
         True, -(-lengths[1] // tile[1]), 2, 6, section, bound, in_order=True
     )

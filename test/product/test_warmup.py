@@ -188,7 +188,7 @@ def test_configurations_are_read(name):
     config, dims, decodes = CONFIGS[name]
     layers = model_config.attentions(config)
     assert [layer.dims for layer in layers] == dims
-    assert decodes is None or {layer.decodes for layer in layers} == {decodes}
+    assert decodes is None or {layer.has_decode_calls for layer in layers} == {decodes}
 
 
 @pytest.mark.parametrize(

@@ -351,7 +351,11 @@ def test_pruning_keeps_the_installed_pack(install):
 DIMS = ((64, 64), (80, 80), (96, 96), (128, 128), (256, 256), (192, 128))
 HEADS = ((32, 8), (12, 12))
 USUAL = tuple((frozenset(plain), frozenset({"mask"})) for plain in (("causal",), ()))
-GRADIENTS = ({}, {"training": True, "decodes": False}, {"training": True, "decodes": False, "deterministic": True})
+GRADIENTS = (
+    {},
+    {"needs_gradients": True, "has_decode_calls": False},
+    {"needs_gradients": True, "has_decode_calls": False, "is_deterministic": True},
+)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])

@@ -192,7 +192,7 @@ FORGETFUL = """
 namespace flashplug {
 void rethrow(const char* call) { throw std::runtime_error("the dispatcher was asked"); }
 void rethrow_python_error() {}
-bool dispatched(const char*, const char*, StableIValue*) { return false; }
+bool dispatch_op(const char*, const char*, StableIValue*) { return false; }
 }
 extern "C" void forget(char* text) try {
   flashplug::OpCall op(flashplug::kSum);
