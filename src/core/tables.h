@@ -238,6 +238,10 @@ struct LayoutRow {
   int64_t key_order;          // keys that are reordered together
   int64_t max_splits;         // limit of num_splits; a mode word has 8 bits for the number
   int64_t split_unit;         // fixed_split_size is a multiple, because a split must be a multiple of any tile_n
+  int64_t max_head_dim;       // largest head dim of the kernels
+  int64_t head_dim_step;      // head dims are multiples, because rows are read in units of 16 bytes
+
+  bool has_head_dim(int64_t dim) const { return dim % head_dim_step == 0 && dim <= max_head_dim; }
 };
 
 struct Tables {

@@ -61,9 +61,6 @@ constexpr const char* kVarlenExitNames[] = {"disabled", "other backend", "not al
                                             "served",   "device",        "unmeasured",  "slower"};
 static_assert(std::size(kVarlenExitNames) == static_cast<size_t>(VarlenDecisionReason::kCount));
 
-// Head dims of the kernels for packed sequences.
-constexpr int64_t kMaxVarlenDim = 256, kVarlenDimStep = 8;
-
 struct VarlenDecision {
   VarlenDecisionReason exit;
   int row = -1;  // row of the table that decided, or -1

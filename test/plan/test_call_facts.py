@@ -415,6 +415,12 @@ def test_table_rows_match_the_members_of_cpp_structs(name: str) -> None:
     assert plain == members
 
 
+def test_head_dim_limit_is_the_largest_head_dim_of_the_kernel_table():
+    specs = [spec for family in FAMILIES for kind in family.kinds for spec in kernel_table.specs(family.arch, kind)]
+    assert max(dim for spec in specs for dim in (spec.d, spec.dv)) == dispatch_table.MAX_HEAD_DIM
+    assert all(dim % dispatch_table.HEAD_DIM_STEP == 0 for spec in specs for dim in (spec.d, spec.dv))
+
+
 @pytest.mark.parametrize("block", [kernel_spec.LISTED, 256])
 def test_sizes_of_mask_metadata_follow_the_pushed_numbers(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """C++ restates no number of a layout: a changed block size reaches C++ with the tables."""

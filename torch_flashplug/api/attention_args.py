@@ -11,11 +11,11 @@ from torch.autograd import forward_ad
 
 from ..ops.attention import Window
 from ..ops.quantized_kv import FORMATS, IN_WORDS, multiplied_in
-from ..registry.dispatch_table import MAX_SPLITS, SPLIT_UNIT
+from ..registry.dispatch_table import HEAD_DIM_STEP, MAX_HEAD_DIM, MAX_SPLITS, SPLIT_UNIT
 from ..registry.kernel_spec import ROWS_PER_WARPGROUP as FEW_ROWS
 from ..torch_hooks import describe_call, tracing
 
-SIXTEEN_BITS, LARGEST_DIM = (torch.bfloat16, torch.float16), 256
+SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 _LARGEST = torch.finfo(torch.float32).max
 _CAUSAL = (False, True, "bottom_right", "top_left")
 Scale = Tensor | float
@@ -265,7 +265,7 @@ def check_same(q: Tensor, k: Tensor, v: Tensor) -> None:
 def has_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
     head_dims = (query.shape[3], value.shape[3])
     has_dtype = query.is_cuda and query.dtype == key.dtype == value.dtype and query.dtype in SIXTEEN_BITS
-    return has_dtype and all(dim % 8 == 0 and dim <= LARGEST_DIM for dim in head_dims)
+    return has_dtype and all(dim % HEAD_DIM_STEP == 0 and dim <= MAX_HEAD_DIM for dim in head_dims)
 
 
 def is_few(Hq: int, Sq: int, Hkv: int) -> bool:

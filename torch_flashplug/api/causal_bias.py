@@ -15,9 +15,8 @@ from torch import Tensor
 from ..dispatch import bindings
 from ..registry import dispatch_table, features
 from ..registry.architectures import BACKENDS, KERNEL_BACKENDS
+from ..registry.dispatch_table import HEAD_DIM_STEP, MAX_HEAD_DIM
 from ..torch_hooks import describe_call
-
-_DIM_STEP, _LARGEST_DIM = 8, 256  # as in varlen_common.cpp
 
 
 def is_causal_bias(mask: object) -> bool:
@@ -73,7 +72,7 @@ def _why_stock(
     """Return why stock serves the call before any kernel is considered; empty if kernels are considered."""
     backend_setting, dims = bindings.backend_of(mode), (query.shape[-1], value.shape[-1])
     is_grouped = query.shape[1] != key.shape[1]
-    max_decode_rows, padded_dims = dispatch_table.GATE.rows, [-(-dim // _DIM_STEP) * _DIM_STEP for dim in dims]
+    max_decode_rows, padded_dims = dispatch_table.GATE.rows, [-(-dim // HEAD_DIM_STEP) * HEAD_DIM_STEP for dim in dims]
     if not bindings.enabled():
         return "the plugin is disabled; call torch_flashplug.enable()"
     if backend_setting in {"math", "stock"}:
@@ -84,8 +83,8 @@ def _why_stock(
         return "with a lower-right mask, kernels support only bf16 and fp16 without dropout; stock serves this call"
     if query.shape[1] % max(key.shape[1], 1):
         return "the number of KV heads does not divide the number of query heads; stock attention rejects the call"
-    if max(padded_dims) > _LARGEST_DIM or (dims[0] != dims[1] and (list(dims) != padded_dims or is_grouped)):
-        return f"stock serves lower-right masks with these heads; kernels support head dims up to {_LARGEST_DIM}"
+    if max(padded_dims) > MAX_HEAD_DIM or (dims[0] != dims[1] and (list(dims) != padded_dims or is_grouped)):
+        return f"stock serves lower-right masks with these heads; kernels support head dims up to {MAX_HEAD_DIM}"
     if query.shape[1] // max(key.shape[1], 1) * query.shape[2] <= max_decode_rows:
         rows = f"at most {max_decode_rows} query rows for each KV head"
         return f"stock, which splits keys, serves lower-right masks with {rows}"

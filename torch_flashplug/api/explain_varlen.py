@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend
 
 from ..dispatch import bindings, varlen_decision
 from ..registry.architectures import KERNEL_BACKENDS
+from ..registry.dispatch_table import HEAD_DIM_STEP, MAX_HEAD_DIM
 from ..torch_hooks import describe_call
 from ..torch_hooks import varlen_attn as varlen_hooks
 from . import startup
@@ -22,7 +23,6 @@ from .explain_attention import explain_attention
 
 _SETTINGS = ("scale", "window_size", "enable_gqa", "seqused_k", "block_table", "num_splits", "return_aux", "out")
 _UNIT = 16  # bytes of cuDNN's loads
-_DIM_STEP, _LARGEST_DIM = 8, 256
 _WINDOWS = {(-1, -1): 0, (-1, 0): 1}  # VarlenWindow of src/dispatch/varlen_decision.h; all other windows: 2
 _STOCK = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 
@@ -170,7 +170,7 @@ def _number_of(dtype: torch.dtype) -> int:
 
 def _is_readable(x: Tensor) -> bool:
     is_supported = x.dtype in (torch.bfloat16, torch.float16) and x.dim() == 3
-    return is_supported and x.shape[-1] % _DIM_STEP == 0 and x.shape[-1] <= _LARGEST_DIM
+    return is_supported and x.shape[-1] % HEAD_DIM_STEP == 0 and x.shape[-1] <= MAX_HEAD_DIM
 
 
 def _lies_as_cudnn_wants(x: Tensor) -> bool:

@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING
 
 from ..registry import features, kernel_args
 from ..registry.architectures import FAMILIES
-from ..registry.dispatch_table import MAX_SPLITS, OPERANDS, SPLIT_UNIT, VARLEN_FACTS, VARLEN_KERNELS
+from ..registry.dispatch_table import (
+    HEAD_DIM_STEP,
+    MAX_HEAD_DIM,
+    MAX_SPLITS,
+    OPERANDS,
+    SPLIT_UNIT,
+    VARLEN_FACTS,
+    VARLEN_KERNELS,
+)
 from ..registry.dtypes import DTYPE_INFO, ELEMENTS
 from ..registry.kernel_spec import CLUSTER, KINDS, LISTED, TALL
 from ..registry.mask_layout import TILE, TILE_WORDS
@@ -83,7 +91,7 @@ class GateRow(ctypes.Structure):
 class LayoutRow(ctypes.Structure):
     _fields_ = (
         *_members(c_int64, "sparse_block tall_sparse_block bitmask_tile bitmask_words"),
-        *_members(c_int64, "key_order max_splits split_unit"),
+        *_members(c_int64, "key_order max_splits split_unit max_head_dim head_dim_step"),
     )
 
 
@@ -179,4 +187,5 @@ def of_layout() -> LayoutRow:
     return LayoutRow(
         sparse_block=LISTED, tall_sparse_block=TALL, bitmask_tile=TILE, bitmask_words=TILE_WORDS,
         key_order=len(KEY_ORDER), max_splits=MAX_SPLITS, split_unit=SPLIT_UNIT,
+        max_head_dim=MAX_HEAD_DIM, head_dim_step=HEAD_DIM_STEP,
     )  # fmt: skip

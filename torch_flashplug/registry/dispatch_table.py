@@ -54,6 +54,7 @@ class Gate:
 
 
 MAX_SPLITS = 255  # limit of num_splits: the bits of a mode word (Mode in src/core/core.h)
+MAX_HEAD_DIM, HEAD_DIM_STEP = 256, 8  # head dims of the kernels; rows are read in units of 16 bytes
 SPLIT_UNIT = 128  # fixed_split_size is a multiple, because a split must be a multiple of any tile_n
 
 
