@@ -183,7 +183,9 @@ FLASHPLUG_EXPORT void flashplug_set_enabled(int on) { state().enabled.store(on !
 FLASHPLUG_EXPORT int flashplug_enabled() { return enabled(); }
 FLASHPLUG_EXPORT int64_t flashplug_set_mode(int64_t word) { return exchange_thread_mode(word); }
 FLASHPLUG_EXPORT void flashplug_set_learn_callback(LearnCallback callback) { set_learn_callback(callback); }
-FLASHPLUG_EXPORT int flashplug_learn_node(int64_t sequence) { return learn_node_layout(static_cast<uint64_t>(sequence)); }
+FLASHPLUG_EXPORT int flashplug_learn_node(int64_t sequence) {
+  return learn_node_layout(static_cast<uint64_t>(sequence));
+}
 FLASHPLUG_EXPORT int64_t flashplug_mode() { return current_thread_mode(); }
 FLASHPLUG_EXPORT int flashplug_set_cta_margin(int ctas) { return exchange_cta_margin(std::max(ctas, 0)); }
 FLASHPLUG_EXPORT int64_t flashplug_effective_mode() { return effective_mode().word; }
@@ -333,7 +335,8 @@ FLASHPLUG_EXPORT int flashplug_kernel_missing(const double* problem, const int64
 }
 FLASHPLUG_EXPORT int flashplug_forced_error(const double* problem, const int64_t* facts, int64_t mode, char* out,
                                             int capacity) {
-  return copy_text(forced_error(call_facts_from_array(problem), device_facts_from_array(facts), Mode{mode}, tables()), out, capacity);
+  return copy_text(forced_error(call_facts_from_array(problem), device_facts_from_array(facts), Mode{mode}, tables()),
+                   out, capacity);
 }
 
 FLASHPLUG_EXPORT void flashplug_counters(int64_t* out, int reset) {

@@ -8,8 +8,9 @@
 // recomputation itself has priority.
 //
 // libtorch has no stable access to the evaluated node. The first recomputation of a process asks Python to run a small
-// backward with a known node. `learn_node_layout()` is called inside and finds the positions of the two numbers (torch 2.11
-// hands out a std::shared_ptr<Node>, 2.13 a c10::intrusive_ptr). If the search fails, the thread's own block counts.
+// backward with a known node. `learn_node_layout()` is called inside and finds the positions of the two numbers
+// (torch 2.11 hands out a std::shared_ptr<Node>, 2.13 a c10::intrusive_ptr). If the search fails, the thread's own
+// block counts.
 #include <algorithm>
 #include <atomic>
 #include <cstddef>

@@ -56,8 +56,8 @@ bool is_mask(AtenTensorHandle tensor);
 bool is_kept(AtenTensorHandle tensor);
 bool is_mask_metadata(AtenTensorHandle tensor);
 
-// `is_traced()`: true if Python dispatches an operand; tracing.py may know better. `has_wrapper()`: true if functorch wraps an
-// operand. Wrapped operands have no address, and asking for the address fails.
+// `is_traced()`: true if Python dispatches an operand; tracing.py may know better. `has_wrapper()`: true if functorch
+// wraps an operand. Wrapped operands have no address, and asking for the address fails.
 bool is_traced(const Attention& call);
 bool has_wrapper(const Attention& call);
 // Return true for a mask of floats wider than the query's dtype: fp32. Stock takes float masks of the query's own

@@ -315,15 +315,16 @@ AtenTensorHandle new_strided(int dims, const int64_t* size, const int64_t* strid
 void copy_tensor(AtenTensorHandle to, AtenTensorHandle from) {
   if (aoti_torch_copy_(to, from, 0) == 0) return;
   rethrow_python_error();
-  static const auto call = find_cpu_function<void* (*)(void*, const void*, bool)>("_ZN2at4_ops5copy_4callERNS_6TensorERKS2_b");
+  static const auto call =
+      find_cpu_function<void* (*)(void*, const void*, bool)>("_ZN2at4_ops5copy_4callERNS_6TensorERKS2_b");
   if (call == nullptr) rethrow("copy_");
   call(to, from, false);
 }
 
 AtenTensorHandle repeat_interleave_again(AtenTensorHandle tensor, int64_t repeats, int64_t dim) {
   using Call = Tensor (*)(const void*, const int64_t*, std::optional<int64_t>, const MaybeSymInt*);
-  static const auto call =
-      find_cpu_function<Call>("_ZN2at4_ops26repeat_interleave_self_int4callERKNS_6TensorEN3c106SymIntESt8optionalIlES7_IS6_E");
+  static const auto call = find_cpu_function<Call>(
+      "_ZN2at4_ops26repeat_interleave_self_int4callERKNS_6TensorEN3c106SymIntESt8optionalIlES7_IS6_E");
   const MaybeSymInt unsaid;
   return call == nullptr ? nullptr : call(tensor, &repeats, dim, &unsaid).handle();
 }

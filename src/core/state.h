@@ -56,8 +56,8 @@ int exchange_cta_margin(int ctas);
 int64_t exchange_thread_mode(int64_t word);
 // Return the mode word of the thread's innermost block; during a recomputation, the mode word of the original forward.
 int64_t current_thread_mode();
-// Callback into Python: runs a small backward that calls `learn_node_layout()` during the evaluation of a node, with the
-// node's number.
+// Callback into Python: runs a small backward that calls `learn_node_layout()` during the evaluation of a node, with
+// the node's number.
 using LearnCallback = void (*)();
 void set_learn_callback(LearnCallback callback);
 bool learn_node_layout(uint64_t sequence);

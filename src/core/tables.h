@@ -144,10 +144,12 @@ struct FeatureRow {
 // Arguments of kernels beside facts of the call (`visit_facts()`), by name. kernel_args.py describes each argument and
 // lists the arguments of each kind of kernel.
 constexpr const char* kKernelArgNames[] = {
-    "q",       "k",        "v",          "o",     "do",      "lse",      "dq",       "dk",      "dv",      "rows",
-    "scratch", "partials", "scale_log2", "scale", "counter", "num_ctas", "splits",   "cluster", "wanted",  "mask",
-    "mask_metadata",  "bias",     "bias32",     "seed",  "dbias",   "dbias32",  "scratch8", "k_scale", "v_scale", "rotated",
-    "ranges",  "sinks",    "dlse",       "cu_q",  "cu_k",    "used_k",   "lists",    "pages"};
+    "q",       "k",        "v",      "o",       "do",       "lse",        "dq",
+    "dk",      "dv",       "rows",   "scratch", "partials", "scale_log2", "scale",
+    "counter", "num_ctas", "splits", "cluster", "wanted",   "mask",       "mask_metadata",
+    "bias",    "bias32",   "seed",   "dbias",   "dbias32",  "scratch8",   "k_scale",
+    "v_scale", "rotated",  "ranges", "sinks",   "dlse",     "cu_q",       "cu_k",
+    "used_k",  "lists",    "pages"};
 constexpr int kNumKernelArgs = std::size(kKernelArgNames);
 // Index of a kernel argument. An unknown name does not compile.
 class KernelArg {

@@ -61,7 +61,8 @@ int find_backward_row(const CallFacts& p, const DeviceFacts& device, const Table
 // Return the number of tiles for each block of keys. If few blocks of keys leave SMs idle, several tiles share the
 // query heads of a KV head. The number is the smallest with the fewest rounds of query heads. The results of the tiles
 // must be added up, so the saved rows must reach `rows_spared`.
-int64_t num_tiles_per_kv_block(const CallFacts& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables) {
+int64_t num_tiles_per_kv_block(const CallFacts& p, const KernelRow& row, const DeviceFacts& device,
+                               const Tables& tables) {
   const int64_t blocks = p.B * p.Hkv * ceil_div(p.Sk, row.tile_n), sms = std::max(device.sm_count, 1);
   const auto heads_in_turn = [&](int64_t sharing) { return ceil_div(blocks * sharing, sms) * (p.group() / sharing); };
   int64_t best = 1;

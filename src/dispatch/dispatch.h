@@ -123,7 +123,7 @@ constexpr int kMaxReasons = 8;
 bool is_empty(const CallFacts& p);  // true if a dimension is 0
 int unsupported(const CallFacts& p, const DeviceFacts& device, const Tables& tables, int family, Reason* reasons,
                 int limit);
-bool head_dims_aligned(const CallFacts& p);                   // head dims fill whole 16-byte units, too
+bool head_dims_aligned(const CallFacts& p);                      // head dims fill whole 16-byte units, too
 bool supports_dtypes(const KernelRow& row, const CallFacts& p);  // the kernel takes the call's dtypes
 // Return true if the kernel has all needed features and applies no further feature.
 bool has_features(const KernelRow& row, int64_t needs);

@@ -293,8 +293,8 @@ std::string copies_text(const CallFacts& p, const Tables& tables) {
     bytes += static_cast<double>(numbers[i] * facts_of(p.dtype[i]).bytes);
     broadcast |= p.layout[i].broadcast;
   }
-  return names + ": copied first into rows aligned to " + number(kUnitBytes) + " bytes, " + format_fixed(bytes / 1e6) + " MB" +
-         (broadcast ? " minus the broadcast part" : "");
+  return names + ": copied first into rows aligned to " + number(kUnitBytes) + " bytes, " + format_fixed(bytes / 1e6) +
+         " MB" + (broadcast ? " minus the broadcast part" : "");
 }
 
 std::string plan_json(const Plan& plan, const CallFacts& original, const DeviceFacts& device, Mode mode,
@@ -329,7 +329,7 @@ std::string plan_json(const Plan& plan, const CallFacts& original, const DeviceF
            quote(kWhyNames[static_cast<int>(plan.why[family].why)]);
   out += "}, \"precision\": " + quote(needs_text(plan.features)) + ", \"why_not_8bit\": " +
          quote(in_16_bits ? reason_text(plan.why_not_8bit, with_requested_precision(original, mode), device, tables)
-                           : "") +
+                          : "") +
          ", \"gate\": " + quote(measured ? gate_text(plan, p, device, tables) : "") +
          ", \"row\": " + quote(row_text(plan.choice_row, tables)) +
          ", \"rescue\": " + quote(rescue_text(plan.rescue_row, tables)) +

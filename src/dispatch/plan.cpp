@@ -48,7 +48,8 @@ int find_decode_row(const CallFacts& p, const DeviceFacts& device, Mode mode, co
 }
 
 // Fill in kernel row, splits and tiles of the plan, or return the reason why the family cannot run the call.
-Reason plan_family(const CallFacts& p, const DeviceFacts& device, Mode mode, const Tables& tables, int family, Plan* plan) {
+Reason plan_family(const CallFacts& p, const DeviceFacts& device, Mode mode, const Tables& tables, int family,
+                   Plan* plan) {
   Reason why;
   if (unsupported(p, device, tables, family, &why, 1) != 0) return why;
   plan->gate = decode_gate(p, device, tables);
@@ -133,8 +134,8 @@ CallFacts with_requested_precision(const CallFacts& p, Mode mode) {
 Plan plan_call(const CallFacts& original, const DeviceFacts& device, Mode mode, const Tables& tables) {
   if (mode.recipe_features() == 0) return plan_with_precision(original, device, mode, tables);
   const bool order = mode.forces_kernels() && !mode.permits();
-  Plan in_8_bits =
-      plan_with_precision(with_requested_precision(original, mode), device, order ? mode : mode.of_any_backend(), tables);
+  Plan in_8_bits = plan_with_precision(with_requested_precision(original, mode), device,
+                                       order ? mode : mode.of_any_backend(), tables);
   const bool served = in_8_bits.ours() && (mode.family() < 0 || in_8_bits.backend == mode.backend());
   if (served) in_8_bits.features = mode.recipe_features();
   if (served || order) return in_8_bits;

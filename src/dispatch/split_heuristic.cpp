@@ -92,7 +92,8 @@ Splits split_among(const CallFacts& p, const KernelRow& row, const DeviceFacts& 
   if (n > largest_cluster(row, tables)) return apart;
   const double share = tables.gate.cluster_share[n];
   const bool fits_gpu = share == 0 || static_cast<double>(n * packed_tiles(p, row)) <= share * device.sm_count;
-  return fits_gpu && combine_time_ns(p, row, tables, together) <= combine_time_ns(p, row, tables, apart) ? together : apart;
+  return fits_gpu && combine_time_ns(p, row, tables, together) <= combine_time_ns(p, row, tables, apart) ? together
+                                                                                                         : apart;
 }
 
 double packed_time(const CallFacts& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables,

@@ -86,7 +86,9 @@ struct ReadableOperands {
   TensorHandle q, k, v, bias;
   EfficientCall call;
   explicit ReadableOperands(const BoxedArgs& args)
-      : q(aligned_operand(args, Arg::kQuery)), k(aligned_operand(args, Arg::kKey)), v(aligned_operand(args, Arg::kValue)) {
+      : q(aligned_operand(args, Arg::kQuery)),
+        k(aligned_operand(args, Arg::kKey)),
+        v(aligned_operand(args, Arg::kValue)) {
     if (const AtenTensorHandle bias_arg = args.tensor(Arg::kBias); bias_arg != nullptr) {
       bias = TensorHandle::share(bias_arg);
       if (is_repaired(kStockEfficient)) bias = aligned_bias(std::move(bias));

@@ -121,7 +121,8 @@ bool should_run_kernel(const BoxedArgs& args, Mode mode, const Window& window) {
   if (!enabled() || (mode.backend() != Backend::kAuto && mode.family() < 0)) return false;
   if (args.real(Arg::kDropout).value_or(0.0) != 0.0 || args.flag(Arg::kDebugMask)) return false;
   const bool cu_q = args.tensor(Arg::kCuQ) != nullptr, cu_k = args.tensor(Arg::kCuK) != nullptr;
-  if (cu_q != cu_k || !kernels_support(args, cu_q ? 3 : 4) || (!cu_q && !needs_window_kernel(args, window))) return false;
+  if (cu_q != cu_k || !kernels_support(args, cu_q ? 3 : 4) || (!cu_q && !needs_window_kernel(args, window)))
+    return false;
   if (!cu_q && args.tensor(Arg::kUsedK) != nullptr) return false;
   if (!has_one_head_dim(args, cu_q ? 2 : 3)) return false;  // torch's fake kernels know no other shape
   return mode.family() >= 0 || flash_is_measured(compute_capability(args.tensor(Arg::kQuery)), tables());

@@ -36,7 +36,7 @@ struct CorrectedChoice {
 };
 CorrectedChoice right_choice(int64_t chosen, const Attention& call);
 bool has_no_elements(const Attention& call);  // as far as known: false for nested tensors and symbolic sizes
-const char* stock_bug_text(int fault);            // "" without a fault
+const char* stock_bug_text(int fault);        // "" without a fault
 // Return stock torch's choice for a call without a mask; math if no router was ever installed.
 int64_t stock_choice(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v, double dropout_p, bool is_causal,
                      std::optional<double> scale, bool enable_gqa);
@@ -48,7 +48,8 @@ int64_t stock_choice(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v,
 // rest is registered then.
 void repair(int backends);
 
-// Results of stock's cuDNN or flash forward on readable operands, with ownership. The output has the layout of the call.
+// Results of stock's cuDNN or flash forward on readable operands, with ownership. The output has the layout of the
+// call.
 struct OwnedFusedResult {
   TensorHandle tensors[7];  // in the order of `FusedResult`
   int64_t max_q, max_k;

@@ -44,7 +44,8 @@ bool has_unmasked_rest(const Attention& call) {
   if (call.mask != nullptr || call.causal != Causal::kNone) return false;
   if (!wants_grad(call) && call.dropout_p == 0.0) return false;
   Facts facts;
-  if (!read_concrete_facts(call, &facts) || device_facts(facts.device_index()).cc != tables().gate.measured_cc) return false;
+  if (!read_concrete_facts(call, &facts) || device_facts(facts.device_index()).cc != tables().gate.measured_cc)
+    return false;
   return facts.problem.Sq == 1 || has_half_key_block(facts.problem);
 }
 

@@ -40,7 +40,8 @@ bool is_ours(AtenTensorHandle rng);
 
 // Compute gradients of query, key and value by plugin kernels, in the layout of torch.empty_like of each operand.
 // Returns false without kernels. `lse`: an LSE of the query's rows alone, if the op's own LSE has more rows.
-bool gradients_with_kernels(const BoxedArgs& args, Window window, TensorHandle grads[3], AtenTensorHandle lse = nullptr);
+bool gradients_with_kernels(const BoxedArgs& args, Window window, TensorHandle grads[3],
+                            AtenTensorHandle lse = nullptr);
 
 // Return a bottom-right window. A bound of -1 means: all keys on that side are visible.
 Window bottom_right(std::optional<int64_t> left, std::optional<int64_t> right, bool is_causal);

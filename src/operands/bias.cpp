@@ -36,13 +36,14 @@ bool is_readable_in_place(AtenTensorHandle bias, const int64_t stride[4], int64_
 
 // Return a bias in a layout that the kernel reads: a view, or a copy.
 TensorHandle make_readable(const ForwardCall& call, const CallFacts& p, const TensorClass& query,
-                             const KernelRow& row) {
+                           const KernelRow& row) {
   const AtenTensorHandle bias = call.mask;
   const int64_t unit = kUnitBytes / element_bytes(bias);
   int64_t size[4], stride[4];
   if (!has_supported_dtype(bias, p))
     throw std::runtime_error("torch_flashplug: attn_mask must be bool, float32 or of the query's dtype.");
-  if (!is_on_device_of(bias, query)) throw std::runtime_error("torch_flashplug: attn_mask must be on the device of query.");
+  if (!is_on_device_of(bias, query))
+    throw std::runtime_error("torch_flashplug: attn_mask must be on the device of query.");
   if (!expand_strides(bias, p, size, stride))
     throw std::runtime_error("torch_flashplug: attn_mask must have 2 to 4 dims that broadcast to (B, Hq, Sq, Sk).");
   if (p.Sk == 1) stride[3] = 1;

@@ -137,7 +137,8 @@ MaskArgs mask_args(const ForwardCall& call, const CallFacts& p, const TensorClas
                    bool gradients) {
   if (is_mask_metadata(call.mask)) return kept_metadata(call.mask, p, gradients);
   int64_t size[4], stride[4];
-  if (!is_on_device_of(call.mask, query)) throw std::runtime_error("torch_flashplug: attn_mask must be on the device of query.");
+  if (!is_on_device_of(call.mask, query))
+    throw std::runtime_error("torch_flashplug: attn_mask must be on the device of query.");
   if (!expand_strides(call.mask, p, size, stride))
     throw std::runtime_error("torch_flashplug: attn_mask must have 2 to 4 dims that broadcast to (B, Hq, Sq, Sk).");
   if (!takes_metadata) return {view(call.mask, 4, size, stride), TensorHandle()};
@@ -212,8 +213,10 @@ bool mask_fits(AtenTensorHandle mask, const Facts& facts) {
   const TorchSymbols& torch = torch_symbols();
   TensorClass of_mask;
   const bool is_replaced = (facts.problem.needs & kMask) != 0;  // the router replaces the mask
-  if (is_replaced && !is_on_thread_stack(mask)) return false;  // only the caller's own tensor, on the stack, can be replaced
-  if (torch.python_dispatch(mask) || torch.has_wrapper(mask) || !has_memory(mask)) return false;  // no address of its own
+  if (is_replaced && !is_on_thread_stack(mask))
+    return false;  // only the caller's own tensor, on the stack, can be replaced
+  if (torch.python_dispatch(mask) || torch.has_wrapper(mask) || !has_memory(mask))
+    return false;  // no address of its own
   return read_class(mask, &of_mask) && has_no_obstacle(mask, of_mask, facts);
 }
 

@@ -121,7 +121,7 @@ MaskObstacle mask_obstacle(const MaskFacts& mask, const int64_t scores[4]);
 // Compute sizes and strides of all four dims of a mask. Broadcast dims have stride 0, and equal planes count once.
 // Returns false for a mask that kernels do not take.
 bool expand_strides(AtenTensorHandle mask, const CallFacts& p, int64_t size[4], int64_t stride[4]);
-bool has_supported_dtype(AtenTensorHandle mask, const CallFacts& p);   // dtype allowed by F.sdpa
+bool has_supported_dtype(AtenTensorHandle mask, const CallFacts& p);    // dtype allowed by F.sdpa
 bool is_on_device_of(AtenTensorHandle mask, const TensorClass& query);  // on the same device
 void preprocess_in_torch(const ForwardCall& call, const CallFacts& p,
                          const TensorClass& query);  // fills the call's metadata

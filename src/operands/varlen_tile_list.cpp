@@ -60,7 +60,8 @@ int64_t plan_key(const CallFacts& p, int forward_row, int backward_row) {
 // Return a plan's lists for the kernel of a row. Returns nothing for a backward kernel without lists in the plan. A
 // plan may be made without gradients, and kernel selection for the backward may have changed since. Throws if the plan
 // was made for a different call.
-TensorHandle tile_lists_of_plan(const ForwardCall& call, const CallFacts& p, const KernelRow& row, const TensorClass& query) {
+TensorHandle tile_lists_of_plan(const ForwardCall& call, const CallFacts& p, const KernelRow& row,
+                                const TensorClass& query) {
   if (!is_defined(call.lists)) return {};
   const int64_t number = &row - tables().kernels.data() + 1;
   const bool backward = row.kind != kFwd;
@@ -127,8 +128,10 @@ void make_lists(Kernel& kernel, const KernelRow& row, const ForwardCall& call, c
   };
   const TensorHandle q = operand(p.Hq, p.Sq, p.D), k = operand(p.Hkv, p.Sk, p.D), v = operand(p.Hkv, p.Sk, p.Dv),
                      o = operand(p.Hq, p.Sq, p.Dv);
-  const TensorHandle lse = make_broadcast_tensor({p.B, p.Hq, p.Sq}, fp32, query), scratch = make_broadcast_tensor({4}, fp32, query);
-  const TensorHandle rows = make_broadcast_tensor({p.B, p.Hq, 2, row.kind == kFwd ? 1 : scratch_rows(p, row)}, fp32, query);
+  const TensorHandle lse = make_broadcast_tensor({p.B, p.Hq, p.Sq}, fp32, query),
+                     scratch = make_broadcast_tensor({4}, fp32, query);
+  const TensorHandle rows =
+      make_broadcast_tensor({p.B, p.Hq, 2, row.kind == kFwd ? 1 : scratch_rows(p, row)}, fp32, query);
   Arguments arguments(row, p, query.device_index);
   arguments.tensor("q", q.get()), arguments.tensor("dq", q.get());
   arguments.tensor("k", k.get()), arguments.tensor("dk", k.get());

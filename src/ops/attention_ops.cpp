@@ -385,7 +385,8 @@ void attention_backward(StableIValue* stack, uint64_t, uint64_t) {
     if (is_defined(call.grad_lse)) check_fp32("grad_lse", call.grad_lse, {p.B, p.Hq, p.Sq}, facts);
   }
   BackwardResult result;
-  if (wants_math(forward.mode) || !differentiate_attention(call, facts, &result)) result = attention_math_backward(call);
+  if (wants_math(forward.mode) || !differentiate_attention(call, facts, &result))
+    result = attention_math_backward(call);
   if (!result.delta.defined()) result.delta = placeholder(forward, aoti_torch_dtype_float32());
   for (int i = 0; i < 3; ++i) stack[i] = box::from_tensor(std::move(result.grads[i]));
   stack[op.result("delta")] = box::from_tensor(std::move(result.delta));

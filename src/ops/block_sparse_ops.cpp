@@ -32,7 +32,8 @@ void block_sparse_forward(StableIValue* stack, uint64_t, uint64_t) {
   constexpr Schema op = kBlockSparseForward;
   const TensorHandle q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
                      v = box::to_tensor(stack[op["value"]]), mask_metadata = box::to_tensor(stack[op["mask_metadata"]]);
-  ForwardCall call{{q.get(), k.get(), v.get(), mask_metadata.get()}, mode_of_op(box::to<int64_t>(stack[op["block_mode"]]))};
+  ForwardCall call{{q.get(), k.get(), v.get(), mask_metadata.get()},
+                   mode_of_op(box::to<int64_t>(stack[op["block_mode"]]))};
   call.scale = box::to_optional_double(stack[op["scale"]]);
   call.tall = box::to<double>(stack[op["cost_ratio_192"]]);
   const Facts facts = read_lists(call);

@@ -34,7 +34,8 @@ void register_own_ops(torch::stable::detail::StableLibrary* library);
 void check_lengths(const ForwardCall& call, const Facts& facts);  // throws if kernels could not read the lengths
 // Run a kernel allowed by the mode `by`. Returns false without a kernel, but throws if the call's mode forces one.
 bool attend(const char* where, const ForwardCall& call, const Facts& facts, Mode by, ForwardResult* result);
-bool differentiate_attention(const BackwardCall& call, const Facts& facts, BackwardResult* result);  // false: no plugin kernel
+bool differentiate_attention(const BackwardCall& call, const Facts& facts,
+                             BackwardResult* result);  // false: no plugin kernel
 bool wants_math(Mode mode);
 bool is_16_bit(const CallFacts& p);  // true for 16-bit queries; the reference math checks all other calls
 // Throw unless a tensor is fp32, has the wanted sizes, and is on the query's device.

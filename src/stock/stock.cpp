@@ -121,7 +121,9 @@ bool cudnn_forward(const ForwardCall& call, const CallFacts& p, ForwardResult* r
   return true;
 }
 
-bool efficient_can_run(const CallFacts& p) { return p.on_cuda && cpu_stub() == CpuStub::kOff && stock_efficient_supports(p); }
+bool efficient_can_run(const CallFacts& p) {
+  return p.on_cuda && cpu_stub() == CpuStub::kOff && stock_efficient_supports(p);
+}
 
 ForwardResult efficient_forward(const ForwardCall& call, const CallFacts& p) {
   count(Path::kEfficientForward);

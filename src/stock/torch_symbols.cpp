@@ -209,7 +209,9 @@ const void* type_of(AtenTensorHandle tensor) {
 }  // namespace
 
 bool TorchSymbols::nested(AtenTensorHandle tensor) const { return type_of(tensor) == private_symbols().nested_type; }
-bool TorchSymbols::has_wrapper(AtenTensorHandle tensor) const { return type_of(tensor) != private_symbols().plain_type; }
+bool TorchSymbols::has_wrapper(AtenTensorHandle tensor) const {
+  return type_of(tensor) != private_symbols().plain_type;
+}
 
 bool TorchSymbols::python_dispatch(AtenTensorHandle tensor) const { return private_symbols().python_dispatch(tensor); }
 
