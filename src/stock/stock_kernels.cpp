@@ -1,5 +1,5 @@
 // Stock's attention kernels for CUDA, called past the dispatcher by their mangled names. The names spell all arguments
-// but no results, so stock_workarounds.py compares the schemas. cuDNN's names were present in torch 2.11 to 2.15. The
+// but no results, so stock_workarounds.py compares the schemas. cuDNN's names were present in all supported versions. The
 // other names were seen in 2.11, and follow from the declarations of 2.13.
 #include <dlfcn.h>
 

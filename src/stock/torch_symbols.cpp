@@ -2,8 +2,8 @@
 // further mangled names.
 //
 // libtorch_cpu.so and libc10.so are in the process already (import torch). libtorch_cuda.so exists only in CUDA builds,
-// and the driver only on GPU machines. The names were present in the Linux libraries of torch 2.11 to 2.15. If a name
-// is missing, install() reports the name, and the caller uses the composite hook.
+// and the driver only on GPU machines. The names were present in the Linux libraries of all supported versions. If a
+// name is missing, install() reports the name, and the caller uses the composite hook.
 #include "stock/torch_symbols.h"
 
 #include <dlfcn.h>

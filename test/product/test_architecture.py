@@ -469,6 +469,11 @@ def test_readme_environment_is_env_py():
         assert (default.strip("`"), text.replace("`", "")) == (flag.default or "-", flag.help.replace("`", ""))
 
 
+def test_install_page_has_the_values_of_each_environment_variable():
+    names = [row[0].strip("`") for row in rows_of_table("docs/install.md", "Environment variables")]
+    assert names == [flag.name for flag in env.FLAGS]
+
+
 def test_tests_are_in_folders_by_concern():
     """Helpers shared by several tests must be in the folder above."""
     for path in (ROOT / "test").rglob("*.py"):
