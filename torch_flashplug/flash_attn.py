@@ -11,6 +11,10 @@ results.
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -21,11 +25,30 @@ from .api.kv_cache import append_kv
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
 
 
+def _check_positional(function: Callable) -> Callable:
+    """Add a clear TypeError for arguments by position, whose order differs between FlashAttention-2 and 3."""
+    kinds = [parameter.kind for parameter in inspect.signature(function).parameters.values()]
+    num_positional = kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+    @functools.wraps(function)
+    def call(*arguments: object, **settings: object) -> object:
+        if len(arguments) > num_positional:
+            raise TypeError(
+                f"{function.__name__}: all arguments except tensors and maximal lengths must be passed by name, but got "
+                f"{len(arguments) - num_positional} more by position. Name them, such as dropout_p=, softmax_scale=, "
+                "causal=."
+            )
+        return function(*arguments, **settings)
+
+    return call
+
+
+@_check_positional
 def flash_attn_func(  # noqa: PLR0913
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *misplaced: object,
+    *,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
@@ -50,7 +73,6 @@ def flash_attn_func(  # noqa: PLR0913
         s_aux (Tensor or None): Sinks (Hq,).
         deterministic (bool): No effect.
         return_attn_probs (bool): Also return the LSE.
-        misplaced: Arguments after the last positional one raise TypeError.
         more: Further arguments of flash_attn: `num_splits`, arguments without effect, and unsupported arguments.
 
     Returns:
@@ -62,12 +84,12 @@ def flash_attn_func(  # noqa: PLR0913
         TypeError: An argument does not exist in flash_attn, or has an unsupported type.
         ValueError: `attention()` does not take an argument.
     """
-    _refuse_misplaced("flash_attn_func", misplaced)
     _refuse(more | {"dropout_p": dropout_p})
     settings = _settings(softmax_scale, causal, window_size, softcap, s_aux, more)
     return attention(q, k, v, **settings, return_lse=return_attn_probs)
 
 
+@_check_positional
 def flash_attn_varlen_func(  # noqa: PLR0913
     q: Tensor,
     k: Tensor,
@@ -76,7 +98,7 @@ def flash_attn_varlen_func(  # noqa: PLR0913
     cu_seqlens_k: Tensor,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
-    *misplaced: object,
+    *,
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
     softmax_scale: float | None = None,
@@ -109,7 +131,6 @@ def flash_attn_varlen_func(  # noqa: PLR0913
         s_aux (Tensor or None): Sinks (Hq,).
         deterministic (bool): No effect.
         return_attn_probs (bool): Also return the LSE.
-        misplaced: Arguments after the last positional one raise TypeError.
         more: Further arguments of flash_attn: `num_splits`, arguments without effect, and unsupported arguments.
 
     Returns:
@@ -121,20 +142,20 @@ def flash_attn_varlen_func(  # noqa: PLR0913
         TypeError: An argument does not exist in flash_attn, or has an unsupported type.
         ValueError: `attention()` does not take an argument.
     """
-    _refuse_misplaced("flash_attn_varlen_func", misplaced)
     _refuse(more | {"seqused_q": seqused_q, "dropout_p": dropout_p})
     settings = _settings(softmax_scale, causal, window_size, softcap, s_aux, more)
     lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k}
     return attention(q, k, v, **settings, **lengths, return_lse=return_attn_probs)
 
 
+@_check_positional
 def flash_attn_with_kvcache(  # noqa: PLR0913
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
     k: Tensor | None = None,
     v: Tensor | None = None,
-    *misplaced: object,
+    *,
     cache_seqlens: Tensor | int | None = None,
     block_table: Tensor | None = None,
     page_table: Tensor | None = None,
@@ -168,7 +189,6 @@ def flash_attn_with_kvcache(  # noqa: PLR0913
         softcap (float): Scores become softcap * tanh(score / softcap). 0.0: no softcap.
         s_aux (Tensor or None): Sinks (Hq,).
         return_softmax_lse (bool): Also return the LSE.
-        misplaced: Arguments after the last positional one raise TypeError.
         more: Further arguments of flash_attn: `num_splits`, arguments without effect, and unsupported arguments.
 
     Returns:
@@ -182,7 +202,6 @@ def flash_attn_with_kvcache(  # noqa: PLR0913
         ValueError: KV lengths, tables or new keys do not fit, or `attention()` does not take an argument. The caches
             are not written then.
     """
-    _refuse_misplaced("flash_attn_with_kvcache", misplaced)
     _refuse(more | {"dropout_p": dropout_p})
     if block_table is not None and page_table is not None:
         raise ValueError(
@@ -242,15 +261,6 @@ _NOT_BUILT = {
     *("cache_batch_idx", "cache_leftpad", "rotary_cos", "rotary_sin", "rotary_seqlens"),
     *("cu_seqlens_q", "cu_seqlens_k_new"),
 }
-
-
-def _refuse_misplaced(function: str, misplaced: tuple[object, ...]) -> None:
-    """Raise TypeError for arguments by position, whose order differs between FlashAttention-2 and FlashAttention-3."""
-    if misplaced:
-        raise TypeError(
-            f"{function}: all arguments except tensors and maximal lengths must be passed by name, but got "
-            f"{len(misplaced)} more by position. Name them, such as dropout_p=, softmax_scale=, causal=."
-        )
 
 
 def _refuse(more: dict[str, object]) -> None:

@@ -242,9 +242,12 @@ struct LayoutRow {
   int64_t split_unit;         // fixed_split_size is a multiple, because a split must be a multiple of any tile_n
   int64_t max_head_dim;       // largest head dim of the kernels
   int64_t head_dim_step;      // head dims are multiples, because rows are read in units of 16 bytes
-
-  bool has_head_dim(int64_t dim) const { return dim % head_dim_step == 0 && dim <= max_head_dim; }
 };
+
+// Return whether some kernels have a head dim, possibly with padding.
+inline bool has_head_dim(const LayoutRow& layout, int64_t dim) {
+  return dim % layout.head_dim_step == 0 && dim <= layout.max_head_dim;
+}
 
 struct Tables {
   std::vector<FamilyRow> families;

@@ -53,7 +53,7 @@ int find_row(VarlenKernel stock, int64_t facts, int cc, const Tables& tables) {
 bool kernels_support(const VarlenCall& call) {
   const LayoutRow& layout = tables().layout;
   return call.readable != 0 && call.has_cu_k != 0 && call.paged == 0 && (call.splits < 0 || call.splits == 1) &&
-         layout.has_head_dim(call.D) && layout.has_head_dim(call.Dv);
+         has_head_dim(layout, call.D) && has_head_dim(layout, call.Dv);
 }
 
 std::string decision_text(const VarlenCall& call, const VarlenDecision& decision, int cc) {
@@ -122,7 +122,7 @@ VarlenDecision decide_varlen(const VarlenCall& call, bool is_on, Mode mode, int 
 }
 
 std::string missing_support_text(const VarlenCall& call) {
-  const auto is_odd = [](int64_t dim) { return !tables().layout.has_head_dim(dim); };
+  const auto is_odd = [](int64_t dim) { return !has_head_dim(tables().layout, dim); };
   const DTypeFacts& dtype = kDTypes[call.dtype];
   const auto [low, high] = std::minmax(call.D, call.Dv);
   const std::string dims = low == high ? std::to_string(low) : std::to_string(low) + ", " + std::to_string(high);

@@ -164,7 +164,7 @@ bool kernels_support(const BoxedArgs& args, int64_t dims) {
       return false;
     constexpr int64_t sixteen = dtype_bit("bfloat16") | dtype_bit("float16");
     const int64_t dim = shape_of(x).size[dims - 1];
-    if ((sixteen >> static_cast<int>(facts.dtype) & 1) == 0 || !tables().layout.has_head_dim(dim)) return false;
+    if ((sixteen >> static_cast<int>(facts.dtype) & 1) == 0 || !has_head_dim(tables().layout, dim)) return false;
   }
   return true;
 }
