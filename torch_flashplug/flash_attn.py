@@ -34,9 +34,8 @@ def _check_positional(function: Callable) -> Callable:
     def call(*arguments: object, **settings: object) -> object:
         if len(arguments) > num_positional:
             raise TypeError(
-                f"{function.__name__}: all arguments except tensors and maximal lengths must be passed by name, but got "
-                f"{len(arguments) - num_positional} more by position. Name them, such as dropout_p=, softmax_scale=, "
-                "causal=."
+                f"{function.__name__}: all arguments except tensors and maximal lengths must be passed by name, but "
+                f"got {len(arguments) - num_positional} more by position. Name them, such as dropout_p= and causal=."
             )
         return function(*arguments, **settings)
 

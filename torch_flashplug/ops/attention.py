@@ -30,7 +30,7 @@ from . import reference
 from .sdpa import empty_results, mathematics, not_twice
 
 _WINDOW = "int left, int right, bool bottom_right, float softcap, float? scale"
-# num_splits=1 and any fixed_split_size select batch-invariant kernels (`Problem::batch_invariant` in
+# num_splits=1 and any fixed_split_size select batch-invariant kernels (`CallFacts::batch_invariant` in
 # src/core/call_facts.h). Other values have an effect in decode kernels only.
 SPLITS = "int num_splits=0, int fixed_split_size=0"
 # Arguments for kernels, unused by the reference math: the plan of varlen_plan.py, and the result of

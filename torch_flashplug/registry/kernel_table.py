@@ -122,8 +122,7 @@ class KernelRow:
 #   (128, 64) and (64, 128), and tiles of 64 rows at head dims 160, (192, 128) and 192.
 # - `cost` of fwd of sm_80: measured 2026-11-22 in the same way; D 64 128x112 from the time at 512 keys.
 # - `cost` of decode: 2026-11-22, fitted together with GATE of dispatch_table.py. Tiles of 128 rows, (192, 128) and 192
-# were
-#   fitted by whether packing pays off (bench --suite decode --filter wide_).
+#   were fitted by whether packing pays off (bench --suite decode --filter wide_).
 # - `at_once`: measured 2026-11-24, H200, D 64 with a mask, 537 MB in 2, 3, 4 splits of 64 tiles: 152, 141, 130 us;
 #   D 128: 242, 281, 250 us.
 # - `cost` of decode of sm_80: 2026-11-22, H100, time over blocks with K and V in L2, on the scale of the Hopper rows;
