@@ -1,6 +1,6 @@
 // Stock's attention kernels for CUDA, called past the dispatcher by their mangled names. The names spell all arguments
-// but no results, so stock_workarounds.py compares the schemas. cuDNN's names were present in all supported versions. The
-// other names were seen in 2.11, and follow from the declarations of 2.13.
+// but no results, so stock_workarounds.py compares the schemas. cuDNN's names were present in all supported versions.
+// The other names were seen in 2.11, and follow from the declarations of 2.13.
 #include <dlfcn.h>
 
 #include <array>
