@@ -2,16 +2,26 @@
 // boundary.
 #include <algorithm>
 #include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
 #include <cstring>
+#include <exception>
+#include <mutex>
+#include <stdexcept>
+#include <string>
 #include <type_traits>
 
+#include "core/core.h"
 #include "core/errors.h"
-#include "core/flashplug.h"
 #include "core/schemas.h"
 #include "core/state.h"
+#include "dispatch/dispatch.h"
 #include "dispatch/varlen_decision.h"
-#include "hooks/varlen_common.h"
-#include "ops/attention.h"
+#include "hooks/hooks.h"
+#include "launch/launch.h"
+#include "operands/operands.h"
+#include "ops/ops.h"
 #include "stock/torch_symbols.h"
 
 using namespace flashplug;
@@ -22,7 +32,7 @@ namespace {
 
 // Run a body. Returns 0; or, after an exception, 1 with the text available from flashplug_last_error.
 template <typename Body>
-int guarded(Body body) {
+int catch_errors(Body body) {
   try {
     body();
     return 0;
@@ -33,7 +43,7 @@ int guarded(Body body) {
 }
 
 // Return the tables for a change. The new version invalidates the plans cached by threads.
-Tables& changing_tables() {
+Tables& begin_table_update() {
   Tables& t = tables();
   ++t.version;
   return t;
@@ -41,14 +51,14 @@ Tables& changing_tables() {
 
 // Add a row, if Python's struct has the same size.
 template <typename Row, typename Add>
-int pushed(const Row& row, size_t size, Add add) {
-  return guarded([&] {
+int add_table_row(const Row& row, size_t size, Add add) {
+  return catch_errors([&] {
     if (size != sizeof(Row))
       throw std::runtime_error(
           "torch_flashplug: _C.so and torch_flashplug/dispatch/table_structs.py must define the same rows, but differ. "
           "Build _C.so "
           "again.");
-    add(changing_tables(), row);
+    add(begin_table_update(), row);
   });
 }
 
@@ -63,10 +73,10 @@ int copy_text(const std::string& text, char* out, int capacity) {
 }
 
 // Return the call described by facts, in the order of `visit_facts()`.
-CallFacts problem_from(const double* facts) {
+CallFacts call_facts_from_array(const double* facts) {
   CallFacts p;
   visit_facts(p, [&facts](const char*, auto& fact) { fact = static_cast<std::decay_t<decltype(fact)>>(*facts++); });
-  p.needs |= needs_of({.dropout_p = p.dropout_p});  // all other needs come from Python by name
+  p.needs |= required_features({.dropout_p = p.dropout_p});  // all other needs come from Python by name
   return p;
 }
 
@@ -75,7 +85,7 @@ void copy_facts(CallFacts p, double* out) {
 }
 
 // Return the default call: bf16 and packed, on a GPU. Sizes have no default and are negative.
-CallFacts plain_call() {
+CallFacts default_call_facts() {
   CallFacts p;
   p.B = p.Hq = p.Hkv = p.Sq = p.Sk = p.D = p.Dv = -1;
   std::fill_n(p.dtype, kNumOperands, DType::kFirst);
@@ -84,12 +94,12 @@ CallFacts plain_call() {
 }
 
 template <typename Row, size_t n>
-constexpr std::array<const char*, n> names_of(const Row (&rows)[n]) {
+constexpr std::array<const char*, n> row_names(const Row (&rows)[n]) {
   std::array<const char*, n> names{};
   for (size_t i = 0; i < n; ++i) names[i] = rows[i].name;
   return names;
 }
-constexpr auto kFeatureNames = names_of(kFeatures);
+constexpr auto kFeatureNames = row_names(kFeatures);
 
 struct Names {
   const char* list;
@@ -110,6 +120,7 @@ const Names kVocabulary[] = {{"backends", kBackendNames},
                              {"schemas", kSchemas},
                              {"exits", kExitNames},
                              {"reasons", kWhyNames},
+                             {"mask obstacles", kMaskObstacleNames},
                              {"varlen rules", kVarlenRuleNames},
                              {"varlen facts", kVarlenFactNames},
                              {"varlen exits", kVarlenExitNames},
@@ -117,32 +128,32 @@ const Names kVocabulary[] = {{"backends", kBackendNames},
                              {"varlen fact bits", kVarlenFactBits}};
 
 // Return the device facts, in the field order of FACTS_FIELDS in bindings.py.
-DeviceFacts facts_from(const int64_t* f) {
+DeviceFacts device_facts_from_array(const int64_t* f) {
   return DeviceFacts{static_cast<int>(f[0]), static_cast<int>(f[1]), static_cast<int>(f[2]), static_cast<int>(f[3]),
                      static_cast<int>(f[4])};
 }
 
 }  // namespace
 
-FLASHPLUG_EXPORT int flashplug_install(int slot) { return install(slot); }
-FLASHPLUG_EXPORT int flashplug_uninstall(int slot) { return uninstall(slot); }
-FLASHPLUG_EXPORT int flashplug_installed(int slot) { return installed(slot); }
+FLASHPLUG_EXPORT int flashplug_install(int stub_index) { return install(stub_index); }
+FLASHPLUG_EXPORT int flashplug_uninstall(int stub_index) { return uninstall(stub_index); }
+FLASHPLUG_EXPORT int flashplug_installed(int stub_index) { return is_installed(stub_index); }
 FLASHPLUG_EXPORT int flashplug_take_last_exit() { return take_last_exit(); }
 FLASHPLUG_EXPORT int flashplug_register_ops(const char* dispatch_key, int own_ops) {
-  return guarded([&] { register_ops(dispatch_key, own_ops != 0); });
+  return catch_errors([&] { register_ops(dispatch_key, own_ops != 0); });
 }
 FLASHPLUG_EXPORT void flashplug_unregister_ops() { unregister_ops(); }
 
-FLASHPLUG_EXPORT int flashplug_repair(int backends) {
-  return guarded([&] { repair(backends); });
+FLASHPLUG_EXPORT int flashplug_enable_stock_workarounds(int backends) {
+  return catch_errors([&] { repair(backends); });
 }
 
 FLASHPLUG_EXPORT int flashplug_register_varlen_ops(const char* dispatch_key) {
-  return guarded([&] { register_varlen_ops(dispatch_key); });
+  return catch_errors([&] { register_varlen_ops(dispatch_key); });
 }
 FLASHPLUG_EXPORT void flashplug_unregister_varlen_ops() { unregister_varlen_ops(); }
 FLASHPLUG_EXPORT int flashplug_set_varlen_schema(const char* op, const char* schema) {
-  return guarded([&] { set_varlen_schema(op, schema); });
+  return catch_errors([&] { set_varlen_schema(op, schema); });
 }
 FLASHPLUG_EXPORT void flashplug_know_varlen_rule(int rule) { know_varlen_rule(rule); }
 FLASHPLUG_EXPORT int flashplug_varlen_rule() { return varlen_rule(); }
@@ -150,35 +161,37 @@ FLASHPLUG_EXPORT int flashplug_varlen_rule() { return varlen_rule(); }
 FLASHPLUG_EXPORT int flashplug_varlen_text(const int64_t* facts, int cc, int64_t mode, char* out, int capacity) {
   VarlenCall call;
   std::memcpy(static_cast<void*>(&call), facts, sizeof call);  // all members are int64_t
-  const VarlenDecision verdict = judge_varlen(call, enabled(), Mode{mode}, cc, tables());
-  return copy_text(varlen_json(call, verdict, Mode{mode}, cc, tables()), out, capacity);
+  const VarlenDecision decision = decide_varlen(call, enabled(), Mode{mode}, cc, tables());
+  return copy_text(varlen_json(call, decision, Mode{mode}, cc, tables()), out, capacity);
 }
 FLASHPLUG_EXPORT void flashplug_set_prepare_callback(PrepareCallback callback) { set_prepare_callback(callback); }
 
 FLASHPLUG_EXPORT void flashplug_hold_error(void* exception) { hold_python_error(exception); }
 
-FLASHPLUG_EXPORT int flashplug_know_flash(const char* schema) { return know_flash(schema); }
-FLASHPLUG_EXPORT int flashplug_open_flash(const char* dispatch_key) {
-  return guarded([&] { open_flash(dispatch_key); });
+FLASHPLUG_EXPORT int flashplug_know_flash(const char* schema) { return set_flash_schema(schema); }
+FLASHPLUG_EXPORT int flashplug_register_flash_op(const char* dispatch_key) {
+  return catch_errors([&] { register_flash_op(dispatch_key); });
 }
-FLASHPLUG_EXPORT void flashplug_close_flash() { close_flash(); }
-FLASHPLUG_EXPORT int flashplug_open_efficient(const char* dispatch_key) {
-  return guarded([&] { open_efficient(dispatch_key); });
+FLASHPLUG_EXPORT void flashplug_close_flash() { unregister_flash_op(); }
+FLASHPLUG_EXPORT int flashplug_register_efficient_op(const char* dispatch_key) {
+  return catch_errors([&] { register_efficient_op(dispatch_key); });
 }
-FLASHPLUG_EXPORT void flashplug_close_efficient() { close_efficient(); }
+FLASHPLUG_EXPORT void flashplug_close_efficient() { unregister_efficient_op(); }
 FLASHPLUG_EXPORT void flashplug_enable_flash_op_decode(int on) { enable_flash_op_decode(on != 0); }
 
 FLASHPLUG_EXPORT void flashplug_set_enabled(int on) { state().enabled.store(on != 0); }
 FLASHPLUG_EXPORT int flashplug_enabled() { return enabled(); }
 FLASHPLUG_EXPORT int64_t flashplug_set_mode(int64_t word) { return exchange_thread_mode(word); }
 FLASHPLUG_EXPORT void flashplug_set_learn_callback(LearnCallback callback) { set_learn_callback(callback); }
-FLASHPLUG_EXPORT int flashplug_learn_node(int64_t sequence) { return learn_node(static_cast<uint64_t>(sequence)); }
+FLASHPLUG_EXPORT int flashplug_learn_node(int64_t sequence) {
+  return learn_node_layout(static_cast<uint64_t>(sequence));
+}
 FLASHPLUG_EXPORT int64_t flashplug_mode() { return current_thread_mode(); }
 FLASHPLUG_EXPORT int flashplug_set_cta_margin(int ctas) { return exchange_cta_margin(std::max(ctas, 0)); }
 FLASHPLUG_EXPORT int64_t flashplug_effective_mode() { return effective_mode().word; }
 FLASHPLUG_EXPORT void flashplug_set_process_precision(int precision) { set_process_precision(precision); }
 FLASHPLUG_EXPORT void flashplug_set_process_backend(int backend) { state().process_backend.store(backend); }
-FLASHPLUG_EXPORT void flashplug_set_cpu_stub(int level) { state().standin.store(static_cast<Standin>(level)); }
+FLASHPLUG_EXPORT void flashplug_set_cpu_stub(int level) { state().cpu_stub.store(static_cast<CpuStub>(level)); }
 
 // Write a name that Python also has. Each list has the order of the numbers or bits, and ends with an empty name. Used
 // by tests.
@@ -204,75 +217,80 @@ FLASHPLUG_EXPORT void flashplug_device_facts(int device_index, int64_t* out) {
 }
 FLASHPLUG_EXPORT void flashplug_set_facts_override(const int64_t* facts) {  // null: restores the real facts
   State& s = state();
-  if (facts != nullptr) s.facts_override = facts_from(facts);
+  if (facts != nullptr) s.facts_override = device_facts_from_array(facts);
   s.facts_overridden.store(facts != nullptr, std::memory_order_release);
 }
 
 // Table rows: the structs of src/core/tables.h, mirrored by table_structs.py with equal sizes. Texts are copied.
 FLASHPLUG_EXPORT void flashplug_clear_rows() {
-  Tables& t = changing_tables();
+  Tables& t = begin_table_update();
   const uint64_t version = t.version;
+  const LayoutRow layout = t.layout;  // stays: sizes are divided by these numbers
   t = Tables{};
   t.version = version;
+  t.layout = layout;
   forget_kernels();
 }
 FLASHPLUG_EXPORT int flashplug_add_family_row(const FamilyRow* row, size_t size) {
-  return pushed(*row, size, [](Tables& t, const FamilyRow& family) { t.add(family); });
+  return add_table_row(*row, size, [](Tables& t, const FamilyRow& family) { t.add(family); });
 }
 FLASHPLUG_EXPORT int flashplug_add_kernel_row(const KernelRow* row, size_t size) {
-  return pushed(*row, size, [](Tables& t, const KernelRow& kernel) {
+  return add_table_row(*row, size, [](Tables& t, const KernelRow& kernel) {
     t.add(kernel);
     expect_kernels(t.kernels.size());
   });
 }
 FLASHPLUG_EXPORT int flashplug_add_argument_row(const ArgumentRow* row, size_t size) {
-  return pushed(*row, size, [](Tables& t, const ArgumentRow& argument) { t.add(argument); });
+  return add_table_row(*row, size, [](Tables& t, const ArgumentRow& argument) { t.add(argument); });
 }
 FLASHPLUG_EXPORT int flashplug_add_choice_row(const ChoiceRow* row, size_t size) {
-  return pushed(*row, size, [](Tables& t, ChoiceRow choice) {
-    choice.said = t.keep(choice.said), choice.measured = t.keep(choice.measured);
+  return add_table_row(*row, size, [](Tables& t, ChoiceRow choice) {
+    choice.description = t.keep(choice.description), choice.measured = t.keep(choice.measured);
     t.choices.push_back(choice);
   });
 }
 FLASHPLUG_EXPORT int flashplug_add_rescue_row(const RescueRow* row, size_t size) {
-  return pushed(*row, size, [](Tables& t, const RescueRow& rescue) {
+  return add_table_row(*row, size, [](Tables& t, const RescueRow& rescue) {
     t.rescues.push_back(rescue);
     t.rescues.back().stock = t.keep(rescue.stock);
     t.rescues.back().evidence = t.keep(rescue.evidence);
   });
 }
 FLASHPLUG_EXPORT int flashplug_add_varlen_row(const VarlenRow* row, size_t size) {
-  return pushed(*row, size, [](Tables& t, VarlenRow varlen) {
+  return add_table_row(*row, size, [](Tables& t, VarlenRow varlen) {
     varlen.measured = t.keep(varlen.measured), varlen.wrong = t.keep(varlen.wrong);
     t.varlen.push_back(varlen);
   });
 }
-FLASHPLUG_EXPORT int64_t flashplug_digest_numbers(int64_t rows, int64_t Sq, int64_t Sk, int gradients) {
-  return digest_numbers(rows, Sq, Sk, gradients != 0);
+FLASHPLUG_EXPORT int64_t flashplug_mask_metadata_size(int64_t rows, int64_t Sq, int64_t Sk, int gradients) {
+  return metadata_numbers(rows, Sq, Sk, gradients != 0);
 }
 FLASHPLUG_EXPORT int flashplug_add_feature_row(const FeatureRow* row, size_t size) {
-  return pushed(*row, size, [](Tables& t, const FeatureRow& feature) {
-    t.features.push_back(FeatureRow{t.keep(feature.said), t.keep(feature.words)});
+  return add_table_row(*row, size, [](Tables& t, const FeatureRow& feature) {
+    t.features.push_back(FeatureRow{t.keep(feature.description), t.keep(feature.unsupported_reason)});
   });
 }
 FLASHPLUG_EXPORT int flashplug_add_gate_row(const GateRow* row, size_t size) {
-  return pushed(*row, size, [](Tables& t, const GateRow& gate) { t.gate = gate; });
+  return add_table_row(*row, size, [](Tables& t, const GateRow& gate) { t.gate = gate; });
+}
+FLASHPLUG_EXPORT int flashplug_add_layout_row(const LayoutRow* row, size_t size) {
+  return add_table_row(*row, size, [](Tables& t, const LayoutRow& layout) { t.layout = layout; });
 }
 
 // Write the name of a fact of a call, and its default value. The list ends with an empty name.
-FLASHPLUG_EXPORT int flashplug_fact(int number, double* plain, char* out, int capacity) {
-  std::string found;
-  CallFacts p = plain_call();
+FLASHPLUG_EXPORT int flashplug_call_fact(int number, double* plain, char* out, int capacity) {
+  std::string fact_name;
+  CallFacts p = default_call_facts();
   visit_facts(p, [&](const char* name, const auto& fact) {
-    if (number-- == 0) found = name, *plain = static_cast<double>(fact);
+    if (number-- == 0) fact_name = name, *plain = static_cast<double>(fact);
   });
-  return copy_text(found, out, capacity);
+  return copy_text(fact_name, out, capacity);
 }
 // Set sizes and layouts of a call whose operands Python holds. Each operand has four sizes, four strides, an address in
 // bytes, and the bytes of an element.
 FLASHPLUG_EXPORT void flashplug_read_operands(const int64_t* sizes, const int64_t* strides, const int64_t* addresses,
                                               const int64_t* element_bytes, double* problem) {
-  CallFacts p = problem_from(problem);
+  CallFacts p = call_facts_from_array(problem);
   const Shape shapes[kNumOperands] = {{sizes, strides}, {sizes + 4, strides + 4}, {sizes + 8, strides + 8}};
   fill_shapes(shapes, &p);
   for (int i = 0; i < kNumOperands; ++i) p.layout[i] = layout_of(shapes[i], addresses[i], element_bytes[i]);
@@ -282,35 +300,43 @@ FLASHPLUG_EXPORT int flashplug_shapes_fit(const int64_t* sizes, int enable_gqa) 
   const Shape shapes[kNumOperands] = {{sizes}, {sizes + 4}, {sizes + 8}};
   return shapes_fit(shapes, enable_gqa != 0);
 }
-FLASHPLUG_EXPORT int flashplug_fault_said(int fault, char* out, int capacity) {
-  return copy_text(fault_said(fault), out, capacity);
+// Return the obstacle of a mask, an index in `kMaskObstacleNames`. `flags` has the first five members of `MaskFacts`.
+// Sizes that are not known are -1.
+FLASHPLUG_EXPORT int flashplug_mask_obstacle(const int64_t* flags, int64_t dims, const int64_t* size,
+                                             const int64_t* stride, const int64_t* scores) {
+  const MaskFacts mask{flags[0] != 0, flags[1] != 0, flags[2] != 0, flags[3] != 0, flags[4] != 0, dims, size, stride};
+  return static_cast<int>(mask_obstacle(mask, scores));
+}
+FLASHPLUG_EXPORT int flashplug_stock_bug_text(int fault, char* out, int capacity) {
+  return copy_text(stock_bug_text(fault), out, capacity);
 }
 FLASHPLUG_EXPORT int flashplug_scale(double scale) { return static_cast<int>(scale_of(scale)); }
 
 // Write the plan of a call as JSON. `remembered`: use the thread's plan cache, as real calls do.
 FLASHPLUG_EXPORT int flashplug_plan_text(const double* problem, const int64_t* facts, int64_t mode, int remembered,
                                          char* out, int capacity) {
-  const CallFacts p = problem_from(problem);
-  const DeviceFacts device = facts_from(facts);
+  const CallFacts p = call_facts_from_array(problem);
+  const DeviceFacts device = device_facts_from_array(facts);
   const Plan plan =
       remembered != 0 ? remembered_plan(p, device, Mode{mode}, tables()) : plan_call(p, device, Mode{mode}, tables());
   return copy_text(plan_json(plan, p, device, Mode{mode}, tables()), out, capacity);
 }
 // Return whether the thread's plan cache has the plan of exactly this call.
-FLASHPLUG_EXPORT int flashplug_is_remembered(const double* problem, const int64_t* facts, int64_t mode) {
-  return is_remembered(problem_from(problem), facts_from(facts), Mode{mode}, tables());
+FLASHPLUG_EXPORT int flashplug_is_plan_cached(const double* problem, const int64_t* facts, int64_t mode) {
+  return is_plan_cached(call_facts_from_array(problem), device_facts_from_array(facts), Mode{mode}, tables());
 }
 FLASHPLUG_EXPORT int64_t flashplug_missing_changes() { return missing_changes(); }
 // Return 1 if a plugin kernel was planned, but an earlier kernel lookup failed.
 FLASHPLUG_EXPORT int flashplug_kernel_missing(const double* problem, const int64_t* facts, int64_t mode) {
-  const CallFacts p = problem_from(problem);
-  const DeviceFacts device = facts_from(facts);
+  const CallFacts p = call_facts_from_array(problem);
+  const DeviceFacts device = device_facts_from_array(facts);
   const Plan& plan = remembered_plan(p, device, Mode{mode}, tables());
   return plan.ours() && kernel_missing(plan.kernel_row, device);
 }
 FLASHPLUG_EXPORT int flashplug_forced_error(const double* problem, const int64_t* facts, int64_t mode, char* out,
                                             int capacity) {
-  return copy_text(forced_error(problem_from(problem), facts_from(facts), Mode{mode}, tables()), out, capacity);
+  return copy_text(forced_error(call_facts_from_array(problem), device_facts_from_array(facts), Mode{mode}, tables()),
+                   out, capacity);
 }
 
 FLASHPLUG_EXPORT void flashplug_counters(int64_t* out, int reset) {
@@ -321,8 +347,8 @@ FLASHPLUG_EXPORT void flashplug_counters(int64_t* out, int reset) {
 }
 FLASHPLUG_EXPORT void flashplug_set_log_callback(LogCallback callback, int log_plans) {
   {
-    std::lock_guard<std::mutex> lock(state().told_mutex);
-    state().told.clear();  // a new listener has heard nothing so far
+    std::lock_guard<std::mutex> lock(state().log_mutex);
+    state().logged_plans.clear();  // a new listener has heard nothing so far
   }
   state().log_plans.store(log_plans != 0);
   state().log_callback.store(callback, std::memory_order_release);

@@ -12,8 +12,8 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 
+import interpreted_kernels
 import nightly
-import on_cpu
 import pytest
 
 OF_A_TEST, OF_A_FILE = 5.0, 60.0
@@ -23,20 +23,19 @@ REFERENCE = 0.0154  # CPU seconds of `loop()` on the machine of the ceilings (AM
 SECONDS: dict[str, float] = {
     "test_build.py::test_changed_kernel_file_recompiles_only_dependent_kernels": 10,  # compiles five kernels
     "test_build.py::test_kernel_sources_equal_imported_modules": 17,  # imports each kind of kernel
-    "test_compile.py::test_inductor": 12,  # the first test that compiles C++ for Inductor builds the headers
-    "test_demo.py::test_demo_of_8_bit_precision": 10,
-    "test_demo.py::test_training_demo": 12,
+    "test_compile.py::test_inductor_graph_equals_eager_mode": 12,  # builds the headers of Inductor
+    "test_demo.py::test_precision_demo_compares_8_bit_kernels": 10,
+    "test_demo.py::test_training_demo_reports_speeds_losses_and_gradients": 12,
     "test_distributed.py": 80,
-    "test_distributed.py::test_demo": 18,
-    "test_distributed.py::test_four_ranks": 18,
+    "test_distributed.py::test_distributed_demo_divides_a_model_in_two_ways": 18,
+    "test_distributed.py::test_cases_on_four_ranks": 18,
     "test_distributed.py::test_plugin_off_on_one_rank": 8,
-    "test_distributed.py::test_two_ranks": 18,
-    "test_flash_door.py::test_unsupported_calls_run_stock": 12,  # compiles C++ that includes torch
+    "test_distributed.py::test_cases_on_two_ranks": 18,
+    "test_flash_attention_op.py::test_unsupported_calls_run_stock": 12,  # compiles C++ that includes torch
     "test_fuzz.py::test_dead_worker_is_reported_and_remaining_work_continues": 10,
-    "test_fuzz.py::test_command_line": 12,
-    "test_mask_road.py::test_cpp_caller_keeps_the_mask_variable": 10,  # compiles C++ that includes torch
-    "test_masked_graphs.py::test_backends": 20,  # like test_inductor
-    "test_seams.py::test_threads_read_the_biases_of_their_scores": 10,  # compiles a kernel
+    "test_fuzz.py::test_fuzz_command_writes_a_report": 12,
+    "test_mask_placeholder.py::test_cpp_caller_keeps_the_mask_variable": 10,  # compiles C++ that includes torch
+    "test_masked_graphs.py::test_masked_graphs_of_each_compile_backend_run_on_kernels": 20,  # as above
     "test_wheel.py::test_concurrent_processes_share_an_unpacked_pack": 10,
 }
 REMEDY = "Shorten the test, give it a row in test/nightly.py, or a ceiling of its own in test/ceilings.py."
@@ -75,7 +74,7 @@ class Ceilings:
         """Build the pack shared by all interpreted tests, so that no test is charged for the build."""
         collects = session.config.getoption("numprocesses", None)  # the process for distributing tests runs no test
         if not collects and any(item.get_closest_marker("interpreted") for item in session.items):
-            on_cpu.pack()
+            interpreted_kernels.pack()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> Iterator[None]:

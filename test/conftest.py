@@ -15,17 +15,17 @@ import zlib
 from collections.abc import Callable, Iterator
 
 import ceilings
+import interpreted_kernels
 import nightly
-import on_cpu
 import pytest
-import standin
 import torch
+from device_backend import DeviceBackend, use_device_backend
 from torch._functorch import config as functorch_config
 
 from torch_flashplug.api import startup
 from torch_flashplug.dispatch import bindings
 from torch_flashplug.registry import kernel_table
-from torch_flashplug.registry.dtypes import WHOLE
+from torch_flashplug.registry.dtypes import ELEMENTS_16BIT
 from torch_flashplug.registry.kernel_spec import KernelSpec
 from torch_flashplug.testing import case_named
 
@@ -36,7 +36,7 @@ INTERPRETED = pytest.param("cpu", marks=pytest.mark.interpreted, id="interpreted
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
-    config.addinivalue_line("markers", "gpu2: needs two of them")
+    config.addinivalue_line("markers", "gpu2: needs two CUDA devices")
     config.addinivalue_line("markers", "interpreted: runs kernels without a GPU; left out where there is one")
     config.addinivalue_line("markers", "isolated(seconds): runs in its own process, killed after that time")
     config.addinivalue_line("markers", "nightly: left out of the short run; ./tools/dev test --all runs it")
@@ -54,7 +54,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     has_gpu, has_two = torch.cuda.is_available(), torch.cuda.device_count() > 1
     left_out = {item for item in items if item.get_closest_marker("interpreted") and (has_gpu or not _is_small(item))}
     named = any("::" in argument for argument in config.args)  # a test named on the command line always runs
-    on_cpu.compiles_on_demand = named
+    interpreted_kernels.compiles_on_demand = named
     if not (config.getoption("--nightly") or config.getoption("--in-isolation") or named):
         left_out |= nightly.left_out([item for item in items if item not in left_out])
     config.hook.pytest_deselected(items=list(left_out))
@@ -76,8 +76,12 @@ def _is_small(item: pytest.Item) -> bool:
     case = case_named(parameters["name"]) if "name" in parameters else parameters.get("case")
     if case is None:
         return True
-    dtype = "bf16" if on_cpu.not_built() else WHOLE[zlib.crc32(case.name.encode()) % len(WHOLE)]
-    return on_cpu.is_small(case) and parameters.get("dtype", dtype) == dtype
+    dtype = (
+        "bf16"
+        if interpreted_kernels.not_built()
+        else ELEMENTS_16BIT[zlib.crc32(case.name.encode()) % len(ELEMENTS_16BIT)]
+    )
+    return interpreted_kernels.is_small(case) and parameters.get("dtype", dtype) == dtype
 
 
 @pytest.hookimpl(wrapper=True)
@@ -86,12 +90,12 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
     Without the missing kernel, the call may have been served by a different kernel or by none.
     """
-    on_cpu.lacked.clear()
+    interpreted_kernels.missing_kernels.clear()
     try:
         return (yield)
     except (Exception, pytest.fail.Exception):
-        if on_cpu.lacked:
-            pytest.skip(f"{on_cpu.lacked[0]}: {on_cpu.NOT_BUILT}")
+        if interpreted_kernels.missing_kernels:
+            pytest.skip(f"{interpreted_kernels.missing_kernels[0]}: {interpreted_kernels.NOT_BUILT}")
         raise
 
 
@@ -132,17 +136,17 @@ def _hard_timeout(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(params=["cpu", CUDA])
-def road(request: pytest.FixtureRequest) -> Iterator[standin.Road]:
+def device_backend(request: pytest.FixtureRequest) -> Iterator[DeviceBackend]:
     """Return the device backend with the router installed: the CPU stub or the real device."""
-    with standin.road_to(request.param) as road:
-        yield road
+    with use_device_backend(request.param) as device_backend:
+        yield device_backend
 
 
 @pytest.fixture(params=["router", "plan_b"])
-def any_road(request: pytest.FixtureRequest, device: str) -> Iterator[standin.Road]:
+def hooked_backend(request: pytest.FixtureRequest, device: str) -> Iterator[DeviceBackend]:
     """Return the device backend with either hook, since both hooks must behave alike."""
-    with standin.road_to(device, request.param) as road:
-        yield road
+    with use_device_backend(device, request.param) as device_backend:
+        yield device_backend
 
 
 @pytest.fixture(params=["cpu", CUDA])
@@ -153,7 +157,7 @@ def device(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(params=[INTERPRETED, CUDA])
 def kernels_on(request: pytest.FixtureRequest) -> Iterator[str]:
     """Return the device for the tensors of our kernels: a GPU, or the CPU with interpreted kernels."""
-    with on_cpu.kernels() if request.param == "cpu" else contextlib.nullcontext():
+    with interpreted_kernels.enabled() if request.param == "cpu" else contextlib.nullcontext():
         yield request.param
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from standin import Road
+from device_backend import DeviceBackend
 from torch import nn
 
 transformers = pytest.importorskip("transformers")
@@ -12,7 +12,7 @@ transformers = pytest.importorskip("transformers")
 VOCABULARY = 256  # bytes
 
 
-def new_llama(road: Road, *, layers: int, hidden_size: int, **settings: object) -> nn.Module:
+def new_llama(device_backend: DeviceBackend, *, layers: int, hidden_size: int, **settings: object) -> nn.Module:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=VOCABULARY,
@@ -25,4 +25,4 @@ def new_llama(road: Road, *, layers: int, hidden_size: int, **settings: object) 
         attn_implementation="sdpa",
         **settings,
     )
-    return transformers.LlamaForCausalLM(config).to(road.device, road.dtype)
+    return transformers.LlamaForCausalLM(config).to(device_backend.device, device_backend.dtype)

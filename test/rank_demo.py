@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from ranks import Rank
 
-from torch_flashplug.demo import llama, several
+from torch_flashplug.demo import llama, multi_gpu
 
-RECIPE = several.Recipe(several.CPU_RECIPE.shape, 64, 4)
+RECIPE = multi_gpu.Recipe(multi_gpu.CPU_RECIPE.shape, 64, 4)
 
 
 def _texts(rank: Rank) -> torch.Tensor:
@@ -18,8 +18,8 @@ def _texts(rank: Rank) -> torch.Tensor:
 
 
 def _train_on_one_device(rank: Rank) -> list[float]:
-    model, losses = llama.build(RECIPE.shape, rank.device, several.SEED), []
-    optimizer = torch.optim.AdamW(model.parameters(), lr=several.LEARNING_RATE / RECIPE.shape.width)
+    model, losses = llama.build(RECIPE.shape, rank.device, multi_gpu.SEED), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=multi_gpu.LEARNING_RATE / RECIPE.shape.width)
     for text in _texts(rank):
         with torch.autocast(rank.device, torch.bfloat16):
             logits = model(text[None, :-1], torch.arange(RECIPE.length, device=rank.device))
@@ -33,8 +33,15 @@ def _train_on_one_device(rank: Rank) -> list[float]:
 
 def case_losses(rank: Rank) -> None:
     expected = _train_on_one_device(rank)
-    for make in (several.ContextParallel, several.TensorParallel):
-        run = several.train(make, rank.mesh(), RECIPE, _texts(rank))
-        assert max(abs(a - b) for a, b in zip(run.losses, expected, strict=True)) < 0.03, (make, run.losses, expected)
-        assert run.took.get("routed_ours") == RECIPE.steps * RECIPE.shape.layers and "routed_stock" not in run.took
-        assert "auto" in several.scopes_here(rank.device == "cuda") and run.step_s > 0
+    for make in (multi_gpu.ContextParallel, multi_gpu.TensorParallel):
+        training = multi_gpu.train(make, rank.mesh(), RECIPE, _texts(rank))
+        assert max(abs(a - b) for a, b in zip(training.losses, expected, strict=True)) < 0.03, (
+            make,
+            training.losses,
+            expected,
+        )
+        assert (
+            training.path_counts.get("routed_ours") == RECIPE.steps * RECIPE.shape.layers
+            and "routed_stock" not in training.path_counts
+        )
+        assert "auto" in multi_gpu.shown_scopes(rank.device == "cuda") and training.step_s > 0

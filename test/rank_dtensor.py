@@ -35,8 +35,8 @@ def _gather_full(*tensors: DTensor) -> list[Tensor]:
     return [x.full_tensor().detach() for x in tensors]
 
 
-def _assert_ours(rank: Rank, calls: int = 1) -> None:
-    took = rank.took()
+def _assert_served_by_plugin(rank: Rank, calls: int = 1) -> None:
+    took = rank.pop_path_counts()
     assert took.get("ours_fwd") == calls and took.get("routed_ours") == calls, took
     assert "routed_stock" not in took, took
 
@@ -47,7 +47,7 @@ def case_placements(rank: Rank) -> None:
             case = make_case(rank.world, (8, 4), batch=4, rows=32, causal=causal)
             inputs = make_full_inputs(case, rank.device)
             out, grads = _attend(case, *_distribute(rank, inputs, placement))
-            _assert_ours(rank)
+            _assert_served_by_plugin(rank)
             assert out.placements == (placement,)
             assert_within_budgets(case, inputs, *(_gather_full(out)), _gather_full(*grads))
 
@@ -61,7 +61,7 @@ def case_mesh_of_two_dims(rank: Rank) -> None:
     inputs, mesh = make_full_inputs(case, rank.device), rank.mesh(rank.world // 2, 2)
     placed = [distribute_tensor(x.detach(), mesh, [BATCH, HEADS]).requires_grad_() for x in (*inputs, inputs.grad_out)]
     out, grads = _attend(case, *placed)
-    _assert_ours(rank)
+    _assert_served_by_plugin(rank)
     assert out.placements == (BATCH, HEADS)
     assert_within_budgets(case, inputs, *(_gather_full(out)), _gather_full(*grads))
 
@@ -70,7 +70,7 @@ def case_uneven_batch(rank: Rank) -> None:
     case = make_case(rank.world, batch=2 * rank.world - 1, rows=32)
     inputs = make_full_inputs(case, rank.device)
     out, grads = _attend(case, *_distribute(rank, inputs, BATCH))
-    _assert_ours(rank)
+    _assert_served_by_plugin(rank)
     assert_within_budgets(case, inputs, *(_gather_full(out)), _gather_full(*grads))
 
 
@@ -107,10 +107,10 @@ def case_heads_that_do_not_divide(rank: Rank) -> None:
         )
         *grads, _ = tracing.OVERRIDEABLE_BACKWARD(*args)
         assert_within_budgets(case, inputs, *(_gather_full(out)), _gather_full(*grads))
-        assert rank.took().get("ours_fwd") == 1
+        assert rank.pop_path_counts().get("ours_fwd") == 1
 
 
-def case_own_ops(rank: Rank) -> None:
+def case_attention_ops(rank: Rank) -> None:
     case = make_case(rank.world, (8, 4), rows=32)
     inputs = make_full_inputs(case, rank.device)
     for placement in (HEADS, Replicate()):
@@ -159,10 +159,10 @@ def case_rows_outside_of_a_ring(rank: Rank) -> None:
         assert "context_parallel" in torch_flashplug.explain(q, k, v, **case.sdpa_kwargs(), device="h100").error
         with pytest.raises(RuntimeError, match="inside the block, or redistribute"):
             F.scaled_dot_product_attention(q, k, v, **case.sdpa_kwargs())
-    assert "ours_fwd" not in rank.took()
+    assert "ours_fwd" not in rank.pop_path_counts()
 
 
-def case_explained(rank: Rank) -> None:
+def case_explain(rank: Rank) -> None:
     """Check that the plan describes the local part of the rank."""
     case = make_case(rank.world, (8, 4), rows=32)
     q, k, v, _ = _distribute(rank, make_full_inputs(case, rank.device), HEADS)
@@ -190,14 +190,14 @@ def case_tensor_parallel(rank: Rank) -> None:
     alone, x = _block(rank)
     expected = alone(x)
     expected.float().square().mean().backward()
-    rank.took()
+    rank.pop_path_counts()
     for local in (True, False):
         for compiled in (False, True):
             block = _tensor_parallel(rank, _block(rank)[0], local)
-            run = torch.compile(block, backend="aot_eager", fullgraph=True) if compiled else block
-            out = run(x)
+            run_block = torch.compile(block, backend="aot_eager", fullgraph=True) if compiled else block
+            out = run_block(x)
             out.float().square().mean().backward()
-            took = rank.took()
+            took = rank.pop_path_counts()
             assert took.get("ours_fwd") == 1 and "routed_stock" not in took, took
             torch.testing.assert_close(out, expected, atol=2e-2, rtol=2e-2)
             for name, weight in block.named_parameters():
@@ -216,5 +216,5 @@ def case_forced_stock(rank: Rank) -> None:
         else:
             with pytest.raises(NotImplementedError, match="flash_attention_for_cpu"):
                 F.scaled_dot_product_attention(q, k, v, **case.sdpa_kwargs())
-    assert "ours_fwd" not in rank.took()
+    assert "ours_fwd" not in rank.pop_path_counts()
     assert bindings.mode() == 0

@@ -2,7 +2,7 @@
 
 On the CPU the ranks use gloo and the CPU stub backend. On GPUs the ranks use NCCL and the kernels.
 
-    PYTHONPATH=.:test python -m ranks rank_rings --ranks 2        # all cases of test/rank_rings.py
+    PYTHONPATH=.:test python -m ranks rank_context_parallel --ranks 2    # all cases of rank_context_parallel.py
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import standin
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from device_backend import DeviceBackend, use_device_backend
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -57,13 +57,13 @@ class Rank:
     number: int
     world: int
     device: str
-    road: standin.Road | None  # None: the plugin is off on the rank
+    device_backend: DeviceBackend | None  # None: the plugin is off on the rank
 
     def mesh(self, *sizes: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
         return init_device_mesh(self.device, sizes or (self.world,), mesh_dim_names=names)
 
-    def took(self) -> dict[str, int]:
-        return {} if self.road is None else self.road.took()
+    def pop_path_counts(self) -> dict[str, int]:
+        return {} if self.device_backend is None else self.device_backend.pop_path_counts()
 
 
 # ---- in the test ----
@@ -102,10 +102,10 @@ def run(
                 "WORLD_SIZE": str(world),
                 **(settings or {}).get(rank, {}),
             }
-            with (Path(folder) / f"said{rank}").open("wb") as output:
+            with (Path(folder) / f"output{rank}").open("wb") as output:
                 processes.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output))
         codes = _wait(processes)
-        output = [(Path(folder) / f"said{rank}").read_text(errors="replace")[-4000:] for rank in range(world)]
+        output = [(Path(folder) / f"output{rank}").read_text(errors="replace")[-4000:] for rank in range(world)]
     failures = [
         f"rank {rank} ended with {code}:\n{text}" for rank, (code, text) in enumerate(zip(codes, output)) if code
     ]
@@ -134,12 +134,12 @@ def _cases(module: str) -> dict[str, Callable[[Rank], None]]:
 
 
 @contextlib.contextmanager
-def _road(device: str) -> Iterator[standin.Road | None]:
-    if env.disabled():
+def _backend_of_rank(device: str) -> Iterator[DeviceBackend | None]:
+    if env.is_disabled():
         yield None
         return
-    with standin.road_to(device) as road:
-        yield road
+    with use_device_backend(device) as device_backend:
+        yield device_backend
 
 
 def _work(module: str, folder: str, device: str, names: Sequence[str]) -> None:
@@ -156,8 +156,8 @@ def _work(module: str, folder: str, device: str, names: Sequence[str]) -> None:
     for name in names or cases:
         begin = time.monotonic()
         try:
-            with _road(device) as road:
-                cases[name](Rank(rank, world, device, road))
+            with _backend_of_rank(device) as device_backend:
+                cases[name](Rank(rank, world, device, device_backend))
             dist.barrier()
         except BaseException:
             traceback.print_exc()

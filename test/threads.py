@@ -8,7 +8,7 @@ from collections.abc import Callable
 LIMIT_S = 60  # for each thread
 
 
-def all_end(work: Callable[[int], None], count: int) -> None:
+def run_threads(work: Callable[[int], None], count: int) -> None:
     """Run `work` in `count` threads, each with the thread number as the argument, and check that all threads end."""
     threads = [threading.Thread(target=work, args=(number,)) for number in range(count)]
     for thread in threads:

@@ -1,8 +1,8 @@
 """Build backend of the project: scikit-build-core, with torch taken from the target environment.
 
 _C uses torch's stable ABI, so the headers of torch are enough. An isolated build finds the torch of the surrounding
-environment (tools/find_dependencies.py). An isolated build cannot compile kernel packs, because the compiler is not
-installed in the isolated environment.
+environment (tools/build/find_dependencies.py). An isolated build cannot compile kernel packs, because the compiler is
+not installed in the isolated environment.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from scikit_build_core import build as _build
 from scikit_build_core.build import *  # noqa: F403
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent / "build"))
 
 import find_dependencies  # noqa: E402
 

@@ -2,8 +2,10 @@
 
     python tools/prose_stats.py                          the package, test and tools of this project
     python tools/prose_stats.py DIR [DIR...]             any trees, such as an installed package
+    python tools/prose_stats.py --markdown [PAGE...]     Markdown pages: README.md and docs, or the pages and folders
 
-The table has one row for each tree. Pronouns are counted per 100 words of comments and docstrings.
+The table has one row for each tree or page. Pronouns are counted per 100 words of comments and docstrings. In Markdown,
+all text counts except code and the targets of links.
 """
 
 from __future__ import annotations
@@ -108,6 +110,33 @@ def add_file(stats: Stats, path: Path) -> None:
     stats.vague += sum(name.lstrip("_") in VAGUE_NAMES for name in names)
 
 
+def text_of_markdown(source: str) -> str:
+    """Return the text of a page without code blocks, inline code, targets of links, and the unit us (microseconds)."""
+    text = re.sub(r"^( *)```.*?^ *```", "", source, flags=re.S | re.M)
+    text = re.sub(r"(\d)\s+us\b|\bUs\b", r"\1", re.sub(r"`[^`]*`", "", text))
+    return re.sub(r"\]\([^)]*\)", "]", text)
+
+
+def markdown_stats(path: Path) -> Stats:
+    """Return the counts of words and pronouns of a Markdown page."""
+    words = re.findall(r"[A-Za-z][A-Za-z']*", text_of_markdown(path.read_text()))
+    return Stats(words=len(words), pronouns=sum(word.lower() in PRONOUNS for word in words))
+
+
+def markdown_pages(*paths: Path) -> list[Path]:
+    """Return the Markdown pages among the paths and in folders among the paths."""
+    return sorted(page for path in paths for page in (path.rglob("*.md") if path.is_dir() else (path,)))
+
+
+def print_pages(*paths: Path) -> None:
+    """Print a table of the words and the pronouns of Markdown pages."""
+    print(f"{'page':40s} {'words':>8s} {'pronouns/100':>13s}")
+    for page in markdown_pages(*(paths or (ROOT / "README.md", ROOT / "docs"))):
+        stats = markdown_stats(page)
+        name = page.relative_to(ROOT) if page.is_relative_to(ROOT) else page
+        print(f"{str(name)[-40:]:40s} {stats.words:8,d} {stats.pronouns_per_100:13.1f}")
+
+
 def stats_of(*folders: Path) -> Stats:
     """Return the counts of all Python files in the folders, except files that this version of Python cannot parse."""
     stats = Stats()
@@ -122,10 +151,14 @@ def stats_of(*folders: Path) -> Stats:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", type=Path, nargs="*", help="trees to count, one row each")
+    parser.add_argument("--markdown", action="store_true", help="count Markdown pages; folders may also be pages")
     args = parser.parse_args()
     for folder in args.folders:
-        if not folder.is_dir():
+        if not (folder.is_dir() or (args.markdown and folder.is_file())):
             parser.error(f"folder must exist, but got {folder}")
+    if args.markdown:
+        print_pages(*args.folders)
+        return
     trees = {str(folder): (folder,) for folder in args.folders}
     if not trees:
         trees = {name: (ROOT / name,) for name in ("torch_flashplug", "test", "tools")}

@@ -6,7 +6,7 @@ dispatcher. The import never imports cutlass. TORCH_FLASHPLUG=0 leaves torch unt
 
 from __future__ import annotations
 
-from . import env
+from . import deprecation, env
 from .version import __version__ as __version__
 
 # While `import torch` runs the entry points of plugins, no program has asked for the package yet. So torch must stay
@@ -22,25 +22,34 @@ if not inert:
     from .api.explain_attention import explain_attention
     from .api.explain_varlen import explain_varlen
     from .api.kv_cache import append_kv
-    from .api.varlen_plan import LengthsPlan, plan
-    from .ops.block_mask import BlockLists, block_lists
+    from .api.varlen_plan import VarlenPlan, plan_varlen
+    from .ops.block_mask import PreparedBlockMask, prepare_block_mask
     from .ops.quantized_kv import QuantizedTensor
 
     __all__ = [
-        "BlockLists",
-        "LengthsPlan",
+        "PreparedBlockMask",
         "QuantizedTensor",
+        "VarlenPlan",
         "append_kv",
         "attention",
-        "block_lists",
         "disable",
         "enable",
         "explain",
         "explain_attention",
         "explain_varlen",
-        "plan",
+        "plan_varlen",
+        "prepare_block_mask",
         "sdpa_backend",
     ]
 
-    if not env.disabled():
+    if not env.is_disabled():
         enable()
+
+
+def __getattr__(name: str) -> object:
+    """Return a public object under the old name, with a DeprecationWarning."""
+    new = deprecation.OLD_NAMES.get(name)
+    if new is None or new not in globals():
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    deprecation.warn_renamed(f"{__name__}.{name}", f"{__name__}.{new}")
+    return globals()[new]

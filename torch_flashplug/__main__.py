@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from . import env
-from .registry.dtypes import WIDE
+from .registry.dtypes import SDPA_DTYPES
 from .version import __version__
 
 
@@ -46,8 +46,8 @@ def _count(text: str) -> int:
 def _mask_shape(text: str) -> tuple[int, ...]:
     sizes = _sizes(text)
     if not 2 <= len(sizes) <= 4:
-        wanted = "2 to 4 sizes that broadcast to batch,heads,queries,keys, such as 1,1,128,8192"
-        raise argparse.ArgumentTypeError(f"must be {wanted}, but got {text!r}")
+        rule = "2 to 4 sizes that broadcast to batch,heads,queries,keys, such as 1,1,128,8192"
+        raise argparse.ArgumentTypeError(f"must be {rule}, but got {text!r}")
     return sizes
 
 
@@ -150,11 +150,11 @@ def _add_options_of_calls(parser: argparse.ArgumentParser) -> None:
         "--device", default="", help="h100, h200, a100, l4 or rtx4090 (default: this machine's GPU, else h100)"
     )
     parser.add_argument(
-        "--dtype", choices=WIDE, help="dtype of the tensors (default: bf16, or the dtype in --model-config)"
+        "--dtype", choices=SDPA_DTYPES, help="dtype of the tensors (default: bf16, or the dtype in --model-config)"
     )
     parser.add_argument("--causal", action="store_true", help="is_causal=True")
     parser.add_argument("--mask", type=_mask_shape, help="shape of attn_mask, such as 1,1,128,8192")
-    parser.add_argument("--mask-dtype", choices=("bool", *WIDE), default="bool")
+    parser.add_argument("--mask-dtype", choices=("bool", *SDPA_DTYPES), default="bool")
     parser.add_argument("--dropout", type=float, default=0.0, help="dropout_p")
     parser.add_argument("--grad", action="store_true", help="the call needs gradients")
 
@@ -183,7 +183,7 @@ def _warmup(options: argparse.Namespace) -> None:
     skipped: list[bool] = []
 
     def on_skip(skip: model_config.Skip) -> None:
-        print(f"warmup: {skip.said}", file=sys.stderr, flush=True)
+        print(f"warmup: {skip.message}", file=sys.stderr, flush=True)
         skipped.append(skip.is_fault)
 
     names = warmup.kernels_of_models(
@@ -202,7 +202,7 @@ def _warmup(options: argparse.Namespace) -> None:
             None if options.prune else "warmup: at least one of --model-config, --shapes and --from-log must be given."
         )
     if not names:
-        sys.exit(f"warmup: no torch_flashplug kernel serves these calls. {warmup.why_none(facts)}")
+        sys.exit(f"warmup: no torch_flashplug kernel serves these calls. {warmup.no_kernel_reason(facts)}")
     if options.list:
         print(*names, sep="\n")
         sys.exit(any(skipped))
@@ -226,23 +226,23 @@ def _check(options: argparse.Namespace) -> None:
 
 def _demo(options: argparse.Namespace) -> None:
     try:
-        from .demo import long, precision, serve, several, show, train
+        from .demo import inference, long_context, multi_gpu, precision, serve, train
     except ModuleNotFoundError as missing:
         if (missing.name or "").split(".")[0] != "rich":
             raise
         sys.exit("demo: the package rich, which prints the tables, must be installed. Run `pip install rich`.")
     if options.long:
-        long.run(options.file)
+        long_context.run(options.file)
     elif options.serve:
         serve.run(options.file)
     elif options.precision:
         precision.run(options.precision, options.file)
     elif options.gpus:
-        several.launch(options.file, options.gpus, options.picture)
+        multi_gpu.launch(options.file, options.gpus, options.picture)
     elif options.train:
         train.run(options.file, rounds=options.rounds, repeats=options.repeats, picture=options.picture)
     else:
-        show.run(options.file, rounds=options.rounds)
+        inference.run(options.file, rounds=options.rounds)
 
 
 def main(arguments: list[str] | None = None) -> None:

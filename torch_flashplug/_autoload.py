@@ -28,7 +28,7 @@ def hook() -> None:
     if not getattr(sys.modules.get(package), "inert", False):
         return  # the program imported the package first, and the package imported torch
     try:
-        if env.autoload():
+        if env.is_autoload():
             importlib.reload(sys.modules[package])
             return
     except Exception as error:

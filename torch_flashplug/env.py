@@ -22,8 +22,8 @@ class Flag:
         name: the name of the variable.
         default: the value if the variable is not set.
         help: the description of the variable.
-        traced: whether the flag affects traced graphs. Cached graphs are then kept separately for each value of the
-            flag (_cache_mark in backend.py).
+        affects_graphs: whether the flag affects traced graphs. Cached graphs are then kept separately for each value
+            of the flag (_cache_mark in backend.py).
         values: all allowed values. An empty value is allowed, too, and means the default. An empty tuple allows every
             value.
     """
@@ -31,7 +31,7 @@ class Flag:
     name: str
     default: str
     help: str
-    traced: bool
+    affects_graphs: bool
     values: tuple[str, ...] = ()
 
     def get(self) -> str:
@@ -73,47 +73,49 @@ ENABLED = Flag(
     "TORCH_FLASHPLUG",
     "",
     "0: leave torch untouched; 1: also load with every `import torch` (entry point)",
-    traced=False,  # without the plugin, the process marks no graphs
+    affects_graphs=False,  # without the plugin, the process marks no graphs
 )
 BACKEND = Flag(
     "TORCH_FLASHPLUG_BACKEND",
     "",
     "fa3, fa2, math or stock for the process's calls; what it cannot run stays stock",
-    traced=True,
+    affects_graphs=True,
 )
 PRECISION = Flag(
     "TORCH_FLASHPLUG_PRECISION",
     "",
     "8bit, qk8, e4m3: calls may be multiplied in 8 bits where that is faster",
-    traced=True,
+    affects_graphs=True,
 )
 CACHE_DIR = Flag(
     "TORCH_FLASHPLUG_CACHE_DIR",
     "",
     "where kernels compiled at run time are kept; empty: the user's cache directory",
-    traced=False,
+    affects_graphs=False,
 )
 JIT = Flag(
     "TORCH_FLASHPLUG_JIT",
     "wait",
     "wait: calls wait for kernels; background: stock serves meanwhile; 0: never compile",
-    traced=False,
+    affects_graphs=False,
 )
 HOOK = Flag(
     "TORCH_FLASHPLUG_HOOK",
     "stub",
-    "stub: torch's choice function; composite: a Python kernel instead, the fallback",
-    traced=True,
+    "stub: torch's choice function; composite: Python instead, the fallback",
+    affects_graphs=True,
     values=("stub", "composite"),
 )
 REPAIR = Flag(
     "TORCH_FLASHPLUG_REPAIR",
     "1",
     "0: leave stock's attention as it is",
-    traced=True,
+    affects_graphs=True,
 )
 
-RING_MARGIN = Flag("TORCH_FLASHPLUG_RING_MARGIN", "0", "SMs that rings leave to NCCL", traced=False)
+RING_MARGIN = Flag(
+    "TORCH_FLASHPLUG_RING_MARGIN", "0", "number of SMs that ring attention leaves free for NCCL", affects_graphs=False
+)
 
 FLAGS = (ENABLED, BACKEND, PRECISION, CACHE_DIR, JIT, HOOK, REPAIR, RING_MARGIN)
 
@@ -131,11 +133,11 @@ def check() -> None:
     RING_MARGIN.count()
 
 
-def disabled() -> bool:
+def is_disabled() -> bool:
     return ENABLED.is_on() is False
 
 
-def autoload() -> bool:
+def is_autoload() -> bool:
     return ENABLED.is_on() is True
 
 
@@ -151,7 +153,7 @@ def torch_is_loading_backends() -> bool:
     return frame is not None
 
 
-def torch_logs_us() -> bool:
+def names_plugin_in_torch_logs() -> bool:
     """Return whether TORCH_LOGS names torch_flashplug.
 
     The levels of the loggers do not tell, because torch sets the levels after importing the packages in TORCH_LOGS.
@@ -193,27 +195,27 @@ def cpp_compiler() -> str:
 _WORKER_PATH = "FLASHPLUG_WORKER_PATH"
 
 
-def for_workers(target: str) -> dict[str, str]:
+def worker_environment(target: str) -> dict[str, str]:
     """Return the environment of a worker process: no GPU, a single target, and the import paths of this process.
 
     Variables of the compiler (CUTE_DSL_...) are left out, because such variables can change the code of kernels.
     """
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("CUTE_DSL_", "PYTHONINSPECT"))}
-    places = [place for place in sys.path if place]
+    import_paths = [path for path in sys.path if path]
     return kept | {
         "CUDA_VISIBLE_DEVICES": "",
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
         "CUTE_DSL_ARCH": target,
-        _WORKER_PATH: os.pathsep.join(places),
+        _WORKER_PATH: os.pathsep.join(import_paths),
     }
 
 
 def extend_path_of_worker() -> None:
     """Append the import paths of the parent process to the import paths of a worker process."""
-    sys.path += [place for place in os.environ.get(_WORKER_PATH, "").split(os.pathsep) if place not in sys.path]
+    sys.path += [path for path in os.environ.get(_WORKER_PATH, "").split(os.pathsep) if path not in sys.path]
 
 
-def compile_workers(most: int, per_host: bool = False) -> int:
+def num_compile_workers(most: int, per_host: bool = False) -> int:
     """Return how many kernels this process, or this host, compiles in parallel.
 
     The ranks of one host (LOCAL_WORLD_SIZE) share the CPUs that a process may use.

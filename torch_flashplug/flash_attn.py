@@ -11,16 +11,38 @@ results.
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from .api.attention import attention, check_before
-from .api.attention_args import splits_of
+from .api.attention_args import is_int, normalize_num_splits
 from .api.kv_cache import append_kv
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
 
 
+def _check_positional(function: Callable) -> Callable:
+    """Add a clear TypeError for arguments by position, whose order differs between FlashAttention-2 and 3."""
+    kinds = [parameter.kind for parameter in inspect.signature(function).parameters.values()]
+    num_positional = kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+    @functools.wraps(function)
+    def call(*arguments: object, **settings: object) -> object:
+        if len(arguments) > num_positional:
+            raise TypeError(
+                f"{function.__name__}: all arguments except tensors and maximal lengths must be passed by name, but "
+                f"got {len(arguments) - num_positional} more by position. Name them, such as dropout_p= and causal=."
+            )
+        return function(*arguments, **settings)
+
+    return call
+
+
+@_check_positional
 def flash_attn_func(  # noqa: PLR0913
     q: Tensor,
     k: Tensor,
@@ -66,6 +88,7 @@ def flash_attn_func(  # noqa: PLR0913
     return attention(q, k, v, **settings, return_lse=return_attn_probs)
 
 
+@_check_positional
 def flash_attn_varlen_func(  # noqa: PLR0913
     q: Tensor,
     k: Tensor,
@@ -124,6 +147,7 @@ def flash_attn_varlen_func(  # noqa: PLR0913
     return attention(q, k, v, **settings, **lengths, return_lse=return_attn_probs)
 
 
+@_check_positional
 def flash_attn_with_kvcache(  # noqa: PLR0913
     q: Tensor,
     k_cache: Tensor,
@@ -172,7 +196,8 @@ def flash_attn_with_kvcache(  # noqa: PLR0913
 
     Raises:
         NotImplementedError: An unsupported feature of flash_attn is requested.
-        TypeError: An argument does not exist in flash_attn, or has an unsupported type.
+        TypeError: An argument does not exist in flash_attn, or has an unsupported type (`cache_seqlens` as a list or a
+            bool, for example).
         ValueError: KV lengths, tables or new keys do not fit, or `attention()` does not take an argument. The caches
             are not written then.
     """
@@ -184,16 +209,7 @@ def flash_attn_with_kvcache(  # noqa: PLR0913
         )
     table = page_table if block_table is None else block_table
     B = q.shape[0]
-    if isinstance(cache_seqlens, int):
-        if cache_seqlens < 0:
-            raise ValueError(f"flash_attn_with_kvcache: cache_seqlens must be 0 or more, but got {cache_seqlens}.")
-        cache_seqlens = torch.full((B,), cache_seqlens, dtype=torch.int32, device=q.device)
-    if cache_seqlens is not None and (cache_seqlens.shape != (B,) or cache_seqlens.dtype != torch.int32):
-        given = f"{cache_seqlens.dtype} {tuple(cache_seqlens.shape)}"
-        raise ValueError(
-            "flash_attn_with_kvcache: cache_seqlens must be an int or an int32 tensor of shape "
-            f"(batch,) = ({B},), but got {given}."
-        )
+    cache_seqlens = _as_lengths(cache_seqlens, B, q.device)
     settings = _settings(softmax_scale, causal, window_size, softcap, s_aux, more)
     if k is not None or v is not None:
         if k is None or v is None or cache_seqlens is None:
@@ -201,12 +217,30 @@ def flash_attn_with_kvcache(  # noqa: PLR0913
                 "flash_attn_with_kvcache: k, v and cache_seqlens must be passed together, because new keys go after "
                 "the first cache_seqlens keys. Pass all three, or leave out k and v."
             )
-        said = {name: x for name, x in settings.items() if name != "num_splits"}
-        check_before(q, k_cache, v_cache, **said, seqused_k=cache_seqlens, block_table=table)
+        check_settings = {name: x for name, x in settings.items() if name != "num_splits"}
+        check_before(q, k_cache, v_cache, **check_settings, seqused_k=cache_seqlens, block_table=table)
         cache_seqlens = append_kv(k, v, k_cache, v_cache, cache_seqlens, table)
     settings |= {"seqused_k": cache_seqlens, "block_table": table, "return_lse": return_softmax_lse}
     with torch.no_grad():
         return attention(q, k_cache, v_cache, **settings)
+
+
+def _as_lengths(cache_seqlens: Tensor | int | None, B: int, device: torch.device) -> Tensor | None:
+    """Return the KV lengths of the caches as int32 (B,), or None."""
+    if cache_seqlens is None:
+        return None
+    if is_int(cache_seqlens):
+        if cache_seqlens < 0:
+            raise ValueError(f"flash_attn_with_kvcache: cache_seqlens must be 0 or more, but got {cache_seqlens}.")
+        return torch.full((B,), int(cache_seqlens), dtype=torch.int32, device=device)
+    is_tensor = isinstance(cache_seqlens, Tensor)
+    if not is_tensor or cache_seqlens.shape != (B,) or cache_seqlens.dtype != torch.int32:
+        actual = f"{cache_seqlens.dtype} {tuple(cache_seqlens.shape)}" if is_tensor else type(cache_seqlens).__name__
+        raise (ValueError if is_tensor else TypeError)(
+            "flash_attn_with_kvcache: cache_seqlens must be an int or an int32 tensor of shape "
+            f"(batch,) = ({B},), but got {actual}."
+        )
+    return cache_seqlens
 
 
 def _settings(
@@ -214,10 +248,10 @@ def _settings(
     more: dict[str, object],
 ) -> dict[str, object]:  # fmt: skip
     """Return the arguments of `attention()` for these arguments of flash_attn."""
-    said = {"causal": causal, "window": window_size, "softcap": softcap, "sinks": s_aux, "scale": softmax_scale}
+    settings = {"causal": causal, "window": window_size, "softcap": softcap, "sinks": s_aux, "scale": softmax_scale}
     splits = more.get("num_splits") or None
-    splits_of(splits)  # raise errors about num_splits before caches are written
-    return said | {"num_splits": splits}
+    normalize_num_splits(splits)  # raise errors about num_splits before caches are written
+    return settings | {"num_splits": splits}
 
 
 _NO_EFFECT = {"pack_gqa", "sm_margin", "scheduler_metadata", "rotary_interleaved", "max_seqlen_q"}

@@ -3,20 +3,22 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdint>
 #include <limits>
+#include <optional>
 
-#include "core/flashplug.h"
+#include "core/core.h"
 #include "stock/torch_symbols.h"
 
 namespace flashplug {
 
 namespace {
 
-bool on_one_device(const TensorClass (&operand)[kNumOperands]) {
-  const TensorClass& first = operand[0];
-  return eligible_device(first.device_type) &&
-         std::all_of(operand, operand + kNumOperands, [&first](const TensorClass& other) {
-           return other.device_type == first.device_type && other.device_index == first.device_index;
+bool on_one_device(const TensorClass (&operands)[kNumOperands]) {
+  const TensorClass& query = operands[0];
+  return eligible_device(query.device_type) &&
+         std::all_of(operands, operands + kNumOperands, [&query](const TensorClass& operand) {
+           return operand.device_type == query.device_type && operand.device_index == query.device_index;
          });
 }
 
@@ -40,9 +42,9 @@ void set_window(const Window& window, CallFacts* p) {
   p->bottom_right = window.bottom_right ? 1 : 0;
 }
 
-bool is_of(AtenTensorHandle tensor, int32_t dtype) {
-  int32_t found = -1;
-  return aoti_torch_get_dtype(tensor, &found) == 0 && found == dtype;
+bool has_dtype(AtenTensorHandle tensor, int32_t dtype) {
+  int32_t tensor_dtype = -1;
+  return aoti_torch_get_dtype(tensor, &tensor_dtype) == 0 && tensor_dtype == dtype;
 }
 
 }  // namespace
@@ -57,29 +59,31 @@ bool is_defined(AtenTensorHandle tensor) {
   return tensor != nullptr && aoti_torch_is_defined(tensor, &defined) == 0 && defined;
 }
 
-bool is_mask(AtenTensorHandle tensor) { return is_of(tensor, aoti_torch_dtype_bool()) || is_kept(tensor); }
+bool is_mask(AtenTensorHandle tensor) { return has_dtype(tensor, aoti_torch_dtype_bool()) || is_kept(tensor); }
 
-bool is_kept(AtenTensorHandle tensor) { return is_digest(tensor) || is_of(tensor, aoti_torch_dtype_uint8()); }
+bool is_kept(AtenTensorHandle tensor) {
+  return is_mask_metadata(tensor) || has_dtype(tensor, aoti_torch_dtype_uint8());
+}
 
-bool is_digest(AtenTensorHandle tensor) { return is_of(tensor, aoti_torch_dtype_int32()); }
+bool is_mask_metadata(AtenTensorHandle tensor) { return has_dtype(tensor, aoti_torch_dtype_int32()); }
 
 bool is_wide_bias(const Attention& call) {
   static const int32_t fp32 = aoti_torch_dtype_float32();
-  return is_of(call.mask, fp32) && !is_of(call.q, fp32);
+  return has_dtype(call.mask, fp32) && !has_dtype(call.q, fp32);
 }
 
-bool traced(const Attention& call) {
+bool is_traced(const Attention& call) {
   const TorchSymbols& torch = torch_symbols();
   return torch.python_dispatch(call.q) || torch.python_dispatch(call.k) || torch.python_dispatch(call.v);
 }
 
-bool wrapped(const Attention& call) {
+bool has_wrapper(const Attention& call) {
   const TorchSymbols& torch = torch_symbols();
-  return torch.wrapped(call.q) || torch.wrapped(call.k) || torch.wrapped(call.v) ||
-         (call.mask != nullptr && torch.wrapped(call.mask));
+  return torch.has_wrapper(call.q) || torch.has_wrapper(call.k) || torch.has_wrapper(call.v) ||
+         (call.mask != nullptr && torch.has_wrapper(call.mask));
 }
 
-int64_t needs_of(const Attention& call) {
+int64_t required_features(const Attention& call) {
   int64_t needs = 0, bit = 1;
   for (const Feature& feature : kFeatures) {
     needs |= feature.needed(call) ? bit : 0;
@@ -96,7 +100,7 @@ bool read_class(const Attention& call, Facts* facts) {
     p.dtype[i] = facts->operand[i].dtype;
   }
   p.on_cuda = on_one_device(facts->operand);
-  p.needs = needs_of(call);
+  p.needs = required_features(call);
   p.dropout_p = call.dropout_p;
   p.softcap = call.softcap;
   p.batch_invariant = call.num_splits == 1 || call.fixed_split_size != 0;
@@ -150,7 +154,7 @@ Scale scale_of(std::optional<double> scale) {
 
 bool eligible_device(int32_t device_type) {
   static const int32_t cuda = aoti_torch_device_type_cuda(), cpu = aoti_torch_device_type_cpu();
-  return device_type == cuda || (device_type == cpu && standin() != Standin::kOff);
+  return device_type == cuda || (device_type == cpu && cpu_stub() != CpuStub::kOff);
 }
 
 bool wants_grad(const Attention& call) {

@@ -26,12 +26,12 @@ struct Attention {
   double dropout_p = 0.0;
   Causal causal = Causal::kNone;
   std::optional<double> scale = {};
-  // Scales of key and value in 8 bits, (B, Hkv, Sk) fp32. `rotated`: the keys are rotated (quantised.rotate).
+  // Scales of key and value in 8 bits, (B, Hkv, Sk) fp32. `rotated`: the keys are rotated (quantize_reference.py).
   AtenTensorHandle k_scale = nullptr, v_scale = nullptr;
   bool rotated = false;
   std::optional<Window> window = {};
   double softcap = 0.0;  // 0: none
-  // with a window: (Hq,) fp32, an extra logit of each head in the softmax sum of every row
+  // With a window: (Hq,) fp32, an extra logit of each head in the softmax sum of every row.
   AtenTensorHandle sinks = nullptr;
   // Packed sequences, in tensors of batch 1: (sequences + 1,) int32, the start of each sequence and the end of the
   // last.
@@ -51,15 +51,15 @@ bool is_defined(AtenTensorHandle tensor);                // neither null nor und
 inline bool is_undefined(const Attention& call) { return call.causal != Causal::kNone && is_defined(call.mask); }
 // `is_mask()`: true for a bool mask, and for the tensor kept by autograd in place of a bool mask (mask.cpp). No foreign
 // code makes masks of the kept dtypes. `is_kept()`: true for a kept tensor, either mask metadata or a copy of the
-// mask's bytes. `is_digest()`: true for mask metadata.
+// mask's bytes. `is_mask_metadata()`: true for mask metadata.
 bool is_mask(AtenTensorHandle tensor);
 bool is_kept(AtenTensorHandle tensor);
-bool is_digest(AtenTensorHandle tensor);
+bool is_mask_metadata(AtenTensorHandle tensor);
 
-// `traced()`: true if Python dispatches an operand; tracing.py may know better. `wrapped()`: true if functorch wraps an
-// operand. Wrapped operands have no address, and asking for the address fails.
-bool traced(const Attention& call);
-bool wrapped(const Attention& call);
+// `is_traced()`: true if Python dispatches an operand; tracing.py may know better. `has_wrapper()`: true if functorch
+// wraps an operand. Wrapped operands have no address, and asking for the address fails.
+bool is_traced(const Attention& call);
+bool has_wrapper(const Attention& call);
 // Return true for a mask of floats wider than the query's dtype: fp32. Stock takes float masks of the query's own
 // dtype, too.
 bool is_wide_bias(const Attention& call);
@@ -88,12 +88,12 @@ inline constexpr Feature kFeatures[] = {
     {"cache8", [](const Attention& call) { return is_defined(call.k_scale); }},
     {"paged", [](const Attention& call) { return is_defined(call.pages); }},
 };
-int64_t needs_of(const Attention& call);  // a sum of feature bits
+int64_t required_features(const Attention& call);  // a sum of feature bits
 // Return the bit of a feature that C++ code knows by name. An unknown name does not compile.
 consteval int64_t feature_bit(std::string_view name) {
-  int place = 0;
-  while (kFeatures[place].name != name) ++place;
-  return int64_t{1} << place;
+  int index = 0;
+  while (kFeatures[index].name != name) ++index;
+  return int64_t{1} << index;
 }
 constexpr int64_t kCausal = feature_bit("causal"), kMask = feature_bit("mask"), kDropout = feature_bit("dropout"),
                   kWindow = feature_bit("window"), kRagged = feature_bit("ragged");
@@ -102,7 +102,7 @@ constexpr int64_t kRecipes[] = {feature_bit("qk8"), feature_bit("8bit"), feature
 constexpr int64_t kEightBits = kRecipes[0] | kRecipes[1] | kRecipes[2];
 constexpr int64_t kBiases = feature_bit("bias") | feature_bit("bias32"), kAnyMask = kMask | kBiases;
 // Sign of the softmax scale. Kernels compute the running maximum of unscaled scores, and therefore take positive scales
-// only. The sign of a different finite scale moves to the query (`SignedScale` in attention.h).
+// only. The sign of a different finite scale moves to the query (`SignedScale` in operands.h).
 enum class Scale : int { kPositive = 0, kZero = 1, kNegative = 2, kNotFinite = 3 };
 inline bool is_unusual(Scale scale) { return scale == Scale::kZero || scale == Scale::kNegative; }
 
@@ -124,10 +124,11 @@ struct CallFacts {
   int64_t left = 0, right = 0, bottom_right = 0;  // of a window; at least one bound is set
   int64_t sequences = 0;                          // number of packed sequences, else 0
   // Batch-invariant: the result of a sequence has the same bits alone and in any batch. Kernels are then selected by
-  // facts of a single sequence (`of_its_kind()`), keys are not split, and gradients are accumulated in a fixed order.
+  // facts of a single sequence (`batch_invariant_facts()`), keys are not split, and gradients are accumulated in a
+  // fixed order.
   bool batch_invariant = false;
   int64_t split_size = 0;  // batch-invariant decode with a split after so many keys of each sequence; 0: no splits
-  // ratio of visited blocks: tiles with more rows than a block of the block-sparse lists, to tiles with as many rows
+  // Ratio of visited blocks: tiles with more rows than a block of the block-sparse lists, to tiles with as many rows.
   double tall = 1.0;
   bool operator==(const CallFacts&) const = default;
   int64_t group() const { return Hkv > 0 ? Hq / Hkv : 0; }  // query heads per KV head

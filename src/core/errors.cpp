@@ -1,19 +1,21 @@
 // Transport of errors through a shim. A shim returns a code and no exception, and up to torch 2.12 only logs the text.
 //
 // An exception of Python code is thrown again as the original object, with type, value and traceback. The bodies of the
-// project's own ops hand exceptions over (native.held). A TorchDispatchMode leaves an exception set on the thread:
-// torch throws a python_error, which owns nothing yet, and the shim catches the python_error. A C++ exception is found
-// by a second call past the shim, or recognized by the text.
+// project's own ops hand exceptions over (`held()` of dispatch/bindings.py). A TorchDispatchMode leaves an exception
+// set on the thread: torch throws a python_error, which owns nothing yet, and the shim catches the python_error. A C++
+// exception is found by a second call past the shim, or recognized by the text.
 #include "core/errors.h"
 
 #include <dlfcn.h>
 
-#include <array>
-#include <cstring>
+#include <cstddef>
+#include <cstdint>
 #include <exception>
 #include <optional>
 #include <stdexcept>
+#include <string>
 #include <string_view>
+#include <type_traits>
 #include <utility>
 
 #include "stock/torch_symbols.h"
@@ -26,7 +28,7 @@ namespace {
 using Object = void;  // PyObject
 
 // Python's stable C interface. _C is not linked with libpython.
-struct Python {
+struct PythonApi {
   int (*initialized)() = nullptr;
   Object* (*thread_state)() = nullptr;
   int (*ensure)() = nullptr;
@@ -44,18 +46,19 @@ struct Python {
   const char* (*utf8)(Object*, ptrdiff_t*) = nullptr;
   Object* (*import)(const char*) = nullptr;
   Object* (*attribute)(Object*, const char*) = nullptr;
-  bool found = true;
+  bool is_complete = true;
 };
 
-const Python& python() {
-  static const Python instance = [] {
-    Python p;
+// Return the functions of Python's C interface, looked up at the first call.
+const PythonApi& python_api() {
+  static const PythonApi instance = [] {
+    PythonApi p;
     void* torch = in_process("libtorch_python.so");
     const auto look = [&](auto& function, const char* name) {
       void* symbol = dlsym(RTLD_DEFAULT, name);
       if (symbol == nullptr && torch != nullptr) symbol = dlsym(torch, name);
       function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(symbol);
-      p.found &= symbol != nullptr;
+      p.is_complete &= symbol != nullptr;
     };
     look(p.initialized, "Py_IsInitialized");
     look(p.thread_state, "PyGILState_GetThisThreadState");
@@ -74,7 +77,7 @@ const Python& python() {
     look(p.utf8, "PyUnicode_AsUTF8AndSize");
     look(p.import, "PyImport_ImportModule");
     look(p.attribute, "PyObject_GetAttrString");
-    p.found = p.found && torch != nullptr;
+    p.is_complete = p.is_complete && torch != nullptr;
     return p;
   }();
   return instance;
@@ -82,8 +85,8 @@ const Python& python() {
 
 class Gil {
  public:
-  Gil() : state_(python().ensure()) {}
-  ~Gil() { python().release(state_); }
+  Gil() : state_(python_api().ensure()) {}
+  ~Gil() { python_api().release(state_); }
   Gil(const Gil&) = delete;
 
  private:
@@ -91,14 +94,14 @@ class Gil {
 };
 
 std::string text_of(Object* value) {
-  const Python& p = python();
+  const PythonApi& p = python_api();
   Object* text = value == nullptr ? nullptr : p.str(value);
   ptrdiff_t size = 0;
   const char* bytes = text == nullptr ? nullptr : p.utf8(text, &size);
-  std::string found = bytes == nullptr ? "an error in Python" : std::string(bytes, size);
+  std::string message = bytes == nullptr ? "an error in Python" : std::string(bytes, size);
   p.decref(text);  // may be null
   p.clear();
-  return found;
+  return message;
 }
 
 }  // namespace
@@ -115,9 +118,9 @@ struct __attribute__((visibility("default"))) python_error : public std::excepti
         message(std::move(other.message)) {}
   python_error(const python_error&) = delete;
   ~python_error() override {
-    if (type == nullptr || flashplug::python().initialized() == 0) return;
+    if (type == nullptr || flashplug::python_api().initialized() == 0) return;
     const flashplug::Gil gil;
-    for (void* object : {type, value, traceback}) flashplug::python().decref(object);
+    for (void* object : {type, value, traceback}) flashplug::python_api().decref(object);
   }
   const char* what() const noexcept override { return message.c_str(); }
 
@@ -131,8 +134,8 @@ namespace flashplug {
 namespace {
 
 // Return a python_error with the exception set on the thread. The caller has the GIL.
-python_error fetched() {
-  const Python& p = python();
+python_error fetch_python_error() {
+  const PythonApi& p = python_api();
   python_error error;
   p.fetch(&error.type, &error.value, &error.traceback);
   p.normalize(&error.type, &error.value, &error.traceback);
@@ -144,27 +147,27 @@ python_error fetched() {
 thread_local int waiting = 0;
 thread_local Object* held = nullptr;
 
-void drop_held() {
+void drop_held_error() {
   if (held == nullptr) return;
   const Gil gil;
-  python().decref(std::exchange(held, nullptr));
+  python_api().decref(std::exchange(held, nullptr));
 }
 
 bool has_python() {
-  const Python& p = python();
-  return p.found && p.initialized() != 0;
+  const PythonApi& p = python_api();
+  return p.is_complete && p.initialized() != 0;
 }
 
 // ---- texts ----
 
 // Return libtorch's text of the last error; empty if the running torch keeps none.
-std::string_view kept_text() {
+std::string_view last_torch_error_text() {
   using What = const char* (*)();
-  static const What what = [] {
+  static const What text_of_error = [] {
     void* cpu = in_process("libtorch_cpu.so");
     return cpu ? reinterpret_cast<What>(dlsym(cpu, "torch_exception_get_what_without_backtrace")) : nullptr;
   }();
-  const char* text = what != nullptr ? what() : nullptr;
+  const char* text = text_of_error != nullptr ? text_of_error() : nullptr;
   return text != nullptr ? text : std::string_view();
 }
 
@@ -182,7 +185,7 @@ constexpr Spelled kSpelled[] = {{"CUDA out of memory", "torch", "OutOfMemoryErro
 
 // Throw a Python exception of the given type. Returns if there is no such exception type.
 void raise_as(const char* module_name, const char* type_name, const std::string& text) {
-  const Python& p = python();
+  const PythonApi& p = python_api();
   if (!has_python()) return;
   std::optional<python_error> error;
   {
@@ -191,7 +194,7 @@ void raise_as(const char* module_name, const char* type_name, const std::string&
     Object* type = module == nullptr ? nullptr : p.attribute(module, type_name);
     if (type != nullptr) {
       p.set_string(type, text.c_str());  // refuses a type that is no exception
-      error.emplace(fetched());
+      error.emplace(fetch_python_error());
     }
     p.clear();
     p.decref(type);
@@ -201,15 +204,15 @@ void raise_as(const char* module_name, const char* type_name, const std::string&
 }
 
 // Throw an exception whose Python type is recognized by the text. Returns if no type is recognized.
-void raise_as_spelled(const std::string& text) {
+void throw_exception_named_in(const std::string& text) {
   for (const Spelled& spelled : kSpelled) {
     if (text.starts_with(spelled.begin)) raise_as(spelled.module, spelled.type, text);
   }
   const size_t places = text.find(kPlaces), colon = text.find(": ");
   if (places == std::string::npos || colon > places) return;
-  const std::string type = text.substr(0, colon), said = text.substr(colon + 2, places - colon - 2);
+  const std::string type = text.substr(0, colon), message = text.substr(colon + 2, places - colon - 2);
   if (!type.ends_with("Error") && !type.ends_with("Exception")) return;
-  for (const char* module : {"builtins", "torch"}) raise_as(module, type.c_str(), said);
+  for (const char* module : {"builtins", "torch"}) raise_as(module, type.c_str(), message);
 }
 
 // ---- throwing entries of libtorch: at::_ops::...::call ----
@@ -233,7 +236,7 @@ using Flag = std::optional<bool>;
 using MaybeSymInt = std::optional<int64_t>;  // c10::SymInt has a destructor, so it is passed by address
 
 template <typename Function>
-Function entry(const char* name) {
+Function find_cpu_function(const char* name) {
   void* cpu = in_process("libtorch_cpu.so");
   return cpu == nullptr ? nullptr : reinterpret_cast<Function>(dlsym(cpu, name));
 }
@@ -241,7 +244,7 @@ Function entry(const char* name) {
 AtenTensorHandle empty_strided_again(int dims, const int64_t* size, const int64_t* stride, int32_t dtype,
                                      int32_t device_type, int32_t device_index) {
   using Call = Tensor (*)(Numbers, Numbers, Byte, Byte, std::optional<Device>, Flag);
-  static const auto call = entry<Call>(
+  static const auto call = find_cpu_function<Call>(
       "_ZN2at4_ops13empty_strided4callEN3c108ArrayRefINS2_6SymIntEEES5_St8optionalINS2_10ScalarTypeEES6_INS2_"
       "6LayoutEES6_INS2_6DeviceEES6_IbE");
   if (call == nullptr) return nullptr;
@@ -253,14 +256,14 @@ AtenTensorHandle empty_strided_again(int dims, const int64_t* size, const int64_
 }  // namespace
 
 void rethrow_python_error() {
-  const Python& p = python();
+  const PythonApi& p = python_api();
   // A thread unknown to Python has no exception set.
   if (!has_python() || p.thread_state() == nullptr) return;
   std::optional<python_error> error;
   {
     const Gil gil;
     if (p.occurred() != nullptr) {
-      error.emplace(fetched());
+      error.emplace(fetch_python_error());
     } else if (held != nullptr) {
       error.emplace();
       error->value = std::exchange(held, nullptr);
@@ -269,58 +272,59 @@ void rethrow_python_error() {
       error->message = text_of(error->value);
     }
   }
-  drop_held();
+  drop_held_error();
   if (error) throw std::move(*error);
 }
 
 void hold_python_error(void* exception) {
   if (waiting == 0 || !has_python()) return;
-  drop_held();
+  drop_held_error();
   const Gil gil;
-  python().incref(exception);
+  python_api().incref(exception);
   held = exception;
 }
 
-bool dispatched(const char* op, const char* overload, StableIValue* stack) {
-  drop_held();  // drops the exception of an inner call after a recovery
+bool dispatch_op(const char* op, const char* overload, StableIValue* stack) {
+  drop_held_error();  // drops the exception of an inner call after a recovery
   ++waiting;
   const bool done = torch_call_dispatcher(op, overload, stack, TORCH_ABI_VERSION) == 0;
   --waiting;
-  if (done) drop_held();
+  if (done) drop_held_error();
   return done;
 }
 
 void rethrow(const char* call) {
   rethrow_python_error();
-  const std::string text(kept_text());
+  const std::string text(last_torch_error_text());
   if (text.empty())
     throw std::runtime_error(std::string("torch_flashplug: ") + call + " failed: the log above has libtorch's message");
-  raise_as_spelled(text);
+  throw_exception_named_in(text);
   throw std::runtime_error(text);
 }
 
 AtenTensorHandle new_strided(int dims, const int64_t* size, const int64_t* stride, int32_t dtype, int32_t device_type,
                              int32_t device_index) {
-  AtenTensorHandle made = nullptr;
-  if (aoti_torch_empty_strided(dims, size, stride, dtype, device_type, device_index, &made) == 0) return made;
+  AtenTensorHandle tensor = nullptr;
+  if (aoti_torch_empty_strided(dims, size, stride, dtype, device_type, device_index, &tensor) == 0) return tensor;
   rethrow_python_error();
-  made = empty_strided_again(dims, size, stride, dtype, device_type, device_index);
-  if (made == nullptr) rethrow("empty_strided");
-  return made;
+  tensor = empty_strided_again(dims, size, stride, dtype, device_type, device_index);
+  if (tensor == nullptr) rethrow("empty_strided");
+  return tensor;
 }
 
-void copy_into(AtenTensorHandle to, AtenTensorHandle from) {
+void copy_tensor(AtenTensorHandle to, AtenTensorHandle from) {
   if (aoti_torch_copy_(to, from, 0) == 0) return;
   rethrow_python_error();
-  static const auto call = entry<void* (*)(void*, const void*, bool)>("_ZN2at4_ops5copy_4callERNS_6TensorERKS2_b");
+  static const auto call =
+      find_cpu_function<void* (*)(void*, const void*, bool)>("_ZN2at4_ops5copy_4callERNS_6TensorERKS2_b");
   if (call == nullptr) rethrow("copy_");
   call(to, from, false);
 }
 
 AtenTensorHandle repeat_interleave_again(AtenTensorHandle tensor, int64_t repeats, int64_t dim) {
   using Call = Tensor (*)(const void*, const int64_t*, std::optional<int64_t>, const MaybeSymInt*);
-  static const auto call =
-      entry<Call>("_ZN2at4_ops26repeat_interleave_self_int4callERKNS_6TensorEN3c106SymIntESt8optionalIlES7_IS6_E");
+  static const auto call = find_cpu_function<Call>(
+      "_ZN2at4_ops26repeat_interleave_self_int4callERKNS_6TensorEN3c106SymIntESt8optionalIlES7_IS6_E");
   const MaybeSymInt unsaid;
   return call == nullptr ? nullptr : call(tensor, &repeats, dim, &unsaid).handle();
 }

@@ -1,5 +1,5 @@
-// Definitions from newer versions of libstdc++ and glibc, absent on older systems (portable.h). The linker hides the
-// definitions from other libraries (exports.map).
+// Definitions from newer versions of libstdc++ and glibc, absent on older systems (portable.h). The linker keeps
+// the definitions local to this library (exports.map).
 #include <new>
 #include <sstream>
 

@@ -1,8 +1,9 @@
-// Schemas of the ops that the plugin implements or calls, as printed by torch (test_ops.py compares them with torch's
-// own). Positions on a stack are looked up by argument name at compile time.
+// Schemas of the ops that the plugin implements or calls, as printed by torch (test_custom_ops.py compares them with
+// torch's own). Positions on a stack are looked up by argument name at compile time.
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
 #include <string_view>
 
 namespace flashplug {
@@ -19,29 +20,29 @@ class Schema {
   const char* name() const { return name_; }
   const char* overload() const { return overload_; }
   int count() const { return count_; }  // number of arguments
-  constexpr std::string_view argument(int place) const { return name_in(between("(", ") -> "), place); }
+  constexpr std::string_view argument(int position) const { return name_in(between("(", ") -> "), position); }
   // Return the position of an argument. An unknown name is no constant expression, so the call does not compile.
-  consteval int operator[](std::string_view name) const { return place(between("(", ") -> "), name); }
-  consteval int result(std::string_view name) const { return place(between(") -> (", ")"), name); }
+  consteval int operator[](std::string_view name) const { return position(between("(", ") -> "), name); }
+  consteval int result(std::string_view name) const { return position(between(") -> (", ")"), name); }
 
  private:
   constexpr std::string_view between(std::string_view begin, std::string_view end) const {
-    const size_t first = text_.find(begin) + begin.size();
-    return text_.substr(first, text_.find(end, first) - first);
+    const size_t start = text_.find(begin) + begin.size();
+    return text_.substr(start, text_.find(end, start) - start);
   }
   // Return an empty name after the last argument.
-  static constexpr std::string_view name_in(std::string_view list, int place) {
+  static constexpr std::string_view name_in(std::string_view list, int position) {
     while (!list.empty()) {
       const size_t comma = list.find(", ");
       const std::string_view item = list.substr(0, comma);
       list = comma == list.npos ? std::string_view() : list.substr(comma + 2);
       if (item == "*") continue;  // following arguments are keyword-only, but have positions as well
       const std::string_view word = item.substr(item.rfind(' ') + 1);
-      if (place-- == 0) return word.substr(0, word.find('='));
+      if (position-- == 0) return word.substr(0, word.find('='));
     }
     return {};
   }
-  static consteval int place(std::string_view list, std::string_view name) {
+  static consteval int position(std::string_view list, std::string_view name) {
     for (int at = 0; !name_in(list, at).empty(); ++at) {
       if (name_in(list, at) == name) return at;
     }
@@ -73,65 +74,65 @@ inline constexpr Schema kOwnBackward(
     "torch_flashplug::sdpa_bwd(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor? attn_bias, Tensor out, "
     "Tensor lse, Tensor seed, Tensor offset, float dropout_p, int causal_mode, float? scale, int mode, "
     "bool bias_grad) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)");
-inline constexpr Schema kCachedForward(
-    "torch_flashplug::cached_fwd(Tensor query, Tensor key, Tensor value, Tensor k_scale, Tensor v_scale, "
-    "Tensor? attn_mask, bool rotated, float? scale) -> Tensor");
-inline constexpr Schema kCachedMath(
-    "torch_flashplug::_cached_math(Tensor query, Tensor key, Tensor value, Tensor k_scale, Tensor v_scale, "
-    "Tensor? attn_mask, bool rotated, float? scale) -> Tensor");
+inline constexpr Schema kQuantizedKvForward(
+    "torch_flashplug::quantized_kv_fwd(Tensor query, Tensor key, Tensor value, Tensor k_scale, Tensor v_scale, "
+    "Tensor? attn_mask, bool k_is_rotated, float? scale) -> Tensor");
+inline constexpr Schema kQuantizedKvMath(
+    "torch_flashplug::_quantized_kv_math(Tensor query, Tensor key, Tensor value, Tensor k_scale, Tensor v_scale, "
+    "Tensor? attn_mask, bool k_is_rotated, float? scale) -> Tensor");
 inline constexpr Schema kPagedForward(
-    "torch_flashplug::paged_fwd(Tensor query, Tensor key, Tensor value, Tensor pages, Tensor used_k, Tensor? k_scale, "
-    "Tensor? v_scale, Tensor? sinks, int left, int right, bool bottom_right, float softcap, float? scale, "
-    "int num_splits=0, int fixed_split_size=0, int block_mode=0) -> (Tensor out, Tensor lse)");
+    "torch_flashplug::paged_fwd(Tensor query, Tensor key, Tensor value, Tensor block_table, Tensor seqused_k, "
+    "Tensor? k_scale, Tensor? v_scale, Tensor? sinks, int left, int right, bool bottom_right, float softcap, "
+    "float? scale, int num_splits=0, int fixed_split_size=0, int block_mode=0) -> (Tensor out, Tensor lse)");
 inline constexpr Schema kPagedMath(
-    "torch_flashplug::_paged_math(Tensor query, Tensor key, Tensor value, Tensor pages, Tensor used_k, "
+    "torch_flashplug::_paged_math(Tensor query, Tensor key, Tensor value, Tensor block_table, Tensor seqused_k, "
     "Tensor? k_scale, Tensor? v_scale, Tensor? sinks, int left, int right, bool bottom_right, float softcap, "
     "float? scale, int num_splits=0, int fixed_split_size=0, int block_mode=0) -> (Tensor out, Tensor lse)");
 inline constexpr Schema kAttentionForward(
-    "torch_flashplug::attention_fwd(Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? cu_q, "
-    "Tensor? cu_k, Tensor? used_k, int left, int right, bool bottom_right, float softcap, float? scale, "
-    "int num_splits=0, int fixed_split_size=0, Tensor? plan=None, SymInt plan_key=0, int block_mode=0) "
-    "-> (Tensor out, Tensor lse)");
+    "torch_flashplug::attention_fwd(Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? cu_seqlens_q, "
+    "Tensor? cu_seqlens_k, Tensor? seqused_k, int left, int right, bool bottom_right, float softcap, float? scale, "
+    "int num_splits=0, int fixed_split_size=0, Tensor? plan=None, SymInt plan_key=0, int block_mode=0) -> (Tensor out, "
+    "Tensor lse)");
 inline constexpr Schema kPlanLists(
-    "torch_flashplug::_plan_lists(Tensor query, Tensor key, Tensor value, Tensor cu_q, Tensor cu_k, Tensor? used_k, "
-    "int left, int right, bool bottom_right, float softcap, float? scale, int num_splits, int fixed_split_size, "
-    "bool gradients) -> (Tensor lists, int key)");
+    "torch_flashplug::_plan_lists(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
+    "Tensor? seqused_k, int left, int right, bool bottom_right, float softcap, float? scale, int num_splits, "
+    "int fixed_split_size, bool gradients) -> (Tensor lists, int key)");
 inline constexpr Schema kAttentionBackward(
     "torch_flashplug::attention_bwd(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
-    "Tensor out, Tensor lse, Tensor? cu_q, Tensor? cu_k, int left, int right, bool bottom_right, float softcap, "
-    "float? scale, bool wants_delta, int num_splits=0, int fixed_split_size=0, Tensor? plan=None, SymInt plan_key=0, "
-    "int block_mode=0) -> (Tensor dq, Tensor dk, Tensor dv, Tensor delta)");
+    "Tensor out, Tensor lse, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, int left, int right, bool bottom_right, "
+    "float softcap, float? scale, bool wants_delta, int num_splits=0, int fixed_split_size=0, Tensor? plan=None, "
+    "SymInt plan_key=0, int block_mode=0) -> (Tensor dq, Tensor dk, Tensor dv, Tensor delta)");
 inline constexpr Schema kAttentionMathForward(
-    "torch_flashplug::_attention_math_fwd(Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? cu_q, "
-    "Tensor? cu_k, Tensor? used_k, int left, int right, bool bottom_right, float softcap, float? scale, "
+    "torch_flashplug::_attention_math_fwd(Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? cu_seqlens_q, "
+    "Tensor? cu_seqlens_k, Tensor? seqused_k, int left, int right, bool bottom_right, float softcap, float? scale, "
     "int num_splits=0, int fixed_split_size=0) -> (Tensor out, Tensor lse)");
 inline constexpr Schema kAttentionMathBackward(
     "torch_flashplug::_attention_math_bwd(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
-    "Tensor out, Tensor lse, Tensor? cu_q, Tensor? cu_k, int left, int right, bool bottom_right, float softcap, "
-    "float? scale, bool wants_delta, int num_splits=0, int fixed_split_size=0) "
-    "-> (Tensor dq, Tensor dk, Tensor dv, Tensor delta)");
-inline constexpr Schema kListedForward(
-    "torch_flashplug::listed_fwd(Tensor query, Tensor key, Tensor value, Tensor digest, float tall, float? scale, "
-    "int block_mode=0) -> (Tensor out, Tensor lse)");
-inline constexpr Schema kListedBackward(
-    "torch_flashplug::listed_bwd(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor digest, Tensor out, "
-    "Tensor lse, float? scale, int block_mode=0) -> (Tensor dq, Tensor dk, Tensor dv)");
-inline constexpr Schema kListedMathForward(
-    "torch_flashplug::_listed_math_fwd(Tensor query, Tensor key, Tensor value, Tensor digest, float? scale) -> (Tensor "
-    "out, Tensor lse)");
-inline constexpr Schema kListedMathBackward(
-    "torch_flashplug::_listed_math_bwd(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor digest, "
-    "Tensor out, Tensor lse, float? scale) -> (Tensor dq, Tensor dk, Tensor dv)");
+    "Tensor out, Tensor lse, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, int left, int right, bool bottom_right, "
+    "float softcap, float? scale, bool wants_delta, int num_splits=0, int fixed_split_size=0) -> (Tensor dq, "
+    "Tensor dk, Tensor dv, Tensor delta)");
+inline constexpr Schema kBlockSparseForward(
+    "torch_flashplug::block_sparse_fwd(Tensor query, Tensor key, Tensor value, Tensor mask_metadata, "
+    "float cost_ratio_192, float? scale, int block_mode=0) -> (Tensor out, Tensor lse)");
+inline constexpr Schema kBlockSparseBackward(
+    "torch_flashplug::block_sparse_bwd(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor mask_metadata, "
+    "Tensor out, Tensor lse, float? scale, int block_mode=0) -> (Tensor dq, Tensor dk, Tensor dv)");
+inline constexpr Schema kBlockSparseMathForward(
+    "torch_flashplug::_block_sparse_math_fwd(Tensor query, Tensor key, Tensor value, Tensor mask_metadata, "
+    "float? scale) -> (Tensor out, Tensor lse)");
+inline constexpr Schema kBlockSparseMathBackward(
+    "torch_flashplug::_block_sparse_math_bwd(Tensor grad_out, Tensor query, Tensor key, Tensor value, "
+    "Tensor mask_metadata, Tensor out, Tensor lse, float? scale) -> (Tensor dq, Tensor dk, Tensor dv)");
 inline constexpr Schema kAttentionForwardOut(
     "torch_flashplug::attention_fwd_out(Tensor(a!) out, Tensor query, Tensor key, Tensor value, Tensor? sinks, "
-    "Tensor? cu_q, Tensor? cu_k, Tensor? used_k, int left, int right, bool bottom_right, float softcap, "
-    "float? scale, int num_splits=0, int fixed_split_size=0, Tensor? plan=None, SymInt plan_key=0, int block_mode=0) "
-    "-> Tensor lse");
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k, int left, int right, bool bottom_right, "
+    "float softcap, float? scale, int num_splits=0, int fixed_split_size=0, Tensor? plan=None, SymInt plan_key=0, "
+    "int block_mode=0) -> Tensor lse");
 inline constexpr Schema kPagedForwardOut(
-    "torch_flashplug::paged_fwd_out(Tensor(a!) out, Tensor query, Tensor key, Tensor value, Tensor pages, "
-    "Tensor used_k, Tensor? k_scale, Tensor? v_scale, Tensor? sinks, int left, int right, bool bottom_right, "
+    "torch_flashplug::paged_fwd_out(Tensor(a!) out, Tensor query, Tensor key, Tensor value, Tensor block_table, "
+    "Tensor seqused_k, Tensor? k_scale, Tensor? v_scale, Tensor? sinks, int left, int right, bool bottom_right, "
     "float softcap, float? scale, int num_splits=0, int fixed_split_size=0, int block_mode=0) -> Tensor lse");
-inline constexpr Schema kDigest("torch_flashplug::_digest(Tensor mask, int numbers) -> Tensor");
+inline constexpr Schema kPreprocessMask("torch_flashplug::_preprocess_mask(Tensor mask, int numbers) -> Tensor");
 inline constexpr Schema kRightChoice(
     "torch_flashplug::_right_choice(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, float dropout_p, "
     "bool is_causal, float? scale, int chosen) -> (int choice, int fault)");
@@ -199,6 +200,7 @@ inline constexpr Schema kRowsBackward(
     "Tensor logsumexp, float dropout_p, Tensor philox_seed, Tensor philox_offset, int custom_mask_type, "
     "bool bias_requires_grad, *, float? scale=None, int? num_splits_key=None, int? window_size=None, "
     "bool shared_storage_dqdkdv=False) -> (Tensor, Tensor, Tensor, Tensor)");
+// Every schema above. test_custom_ops.py compares each with torch's own, and checks that none is missing here.
 inline constexpr const char* kSchemas[] = {kCarrierForward.text(),
                                            kCarrierBackward.text(),
                                            kOwnForward.text(),
@@ -206,8 +208,8 @@ inline constexpr const char* kSchemas[] = {kCarrierForward.text(),
                                            kRightChoice.text(),
                                            kMathForward.text(),
                                            kMathBackward.text(),
-                                           kCachedForward.text(),
-                                           kCachedMath.text(),
+                                           kQuantizedKvForward.text(),
+                                           kQuantizedKvMath.text(),
                                            kCudnnForward.text(),
                                            kCudnnBackward.text(),
                                            kFlashForward.text(),
@@ -225,12 +227,15 @@ inline constexpr const char* kSchemas[] = {kCarrierForward.text(),
                                            kAttentionBackward.text(),
                                            kAttentionForwardOut.text(),
                                            kPlanLists.text(),
+                                           kPagedForward.text(),
                                            kPagedForwardOut.text(),
+                                           kPagedMath.text(),
+                                           kPreprocessMask.text(),
                                            kAttentionMathForward.text(),
                                            kAttentionMathBackward.text(),
-                                           kListedForward.text(),
-                                           kListedBackward.text(),
-                                           kListedMathForward.text(),
-                                           kListedMathBackward.text()};
+                                           kBlockSparseForward.text(),
+                                           kBlockSparseBackward.text(),
+                                           kBlockSparseMathForward.text(),
+                                           kBlockSparseMathBackward.text()};
 
 }  // namespace flashplug

@@ -1,16 +1,19 @@
 // State of the process: switches, tables, counters, and device facts, asked of the driver once per device. The C
 // functions called by Python are in bindings.cpp.
-#include "core/flashplug.h"
+#include "core/state.h"
 
 #include <algorithm>
-#include <array>
+#include <atomic>
+#include <cstdint>
 #include <cstring>
 #include <iterator>
 #include <mutex>
 #include <stdexcept>
+#include <string>
 #include <utility>
+#include <vector>
 
-#include "core/state.h"
+#include "core/core.h"
 #include "stock/torch_symbols.h"
 
 namespace flashplug {
@@ -41,15 +44,15 @@ void Tables::add(FamilyRow row) {
 void Tables::add(KernelRow row) {
   row.name = keep(row.name);
   Group& group = groups.at(row.family);
-  group.of[row.kind][static_cast<int>(row.dtype[0])].push_back(static_cast<int>(kernels.size()));
-  group.taken = std::max<int64_t>(group.taken, 0) | row.takes;
+  group.rows[row.kind][static_cast<int>(row.dtype[0])].push_back(static_cast<int>(kernels.size()));
+  group.features = std::max<int64_t>(group.features, 0) | row.takes;
   if (const Features set{row.takes, row.always}; std::ranges::find(group.sets, set) == group.sets.end())
     group.sets.push_back(set);
-  group.made.set(place_of(row.dtype));
+  group.dtypes.set(index_of(row.dtype));
   kernels.push_back(row);
 }
 
-bool Tables::takes_together(int family, int64_t needs) const {
+bool Tables::has_kernel_with_all(int family, int64_t needs) const {
   const std::vector<Features>& sets = groups[family].sets;
   return sets.empty() || std::ranges::any_of(sets, [needs](const Features& set) { return set.fit(needs); });
 }
@@ -64,10 +67,10 @@ void Tables::add(const ArgumentRow& row) {
         std::string(
             "torch_flashplug: an argument of a kernel must have at most kMostDims dims, but this argument has more: ") +
         row.name);
-  const auto said = [&row](const char* name) { return std::strcmp(name, row.name) == 0; };
-  if (const auto name = std::ranges::find_if(kSlotNames, said); name != std::end(kSlotNames)) {
-    const Slot slot(static_cast<int>(name - kSlotNames));
-    signature.parameters[slot.number()] = Parameter{row.features, signature.count++, row.rank, row.type};
+  const auto is_named = [&row](const char* name) { return std::strcmp(name, row.name) == 0; };
+  if (const auto name = std::ranges::find_if(kKernelArgNames, is_named); name != std::end(kKernelArgNames)) {
+    const KernelArg arg(static_cast<int>(name - kKernelArgNames));
+    signature.parameters[arg.number()] = Parameter{row.features, signature.count++, row.rank, row.type};
     if (row.features == 0)
       ++signature.always;
     else
@@ -77,7 +80,7 @@ void Tables::add(const ArgumentRow& row) {
   int fact = -1, number = 0;
   CallFacts any;
   visit_facts(any, [&](const char* name, const auto&) {
-    if (said(name)) fact = number;
+    if (is_named(name)) fact = number;
     ++number;
   });
   if (fact < 0 || row.rank != 0)
@@ -87,28 +90,28 @@ void Tables::add(const ArgumentRow& row) {
 
 Tables& tables() { return state().tables; }
 bool enabled() { return state().enabled.load(std::memory_order_relaxed); }
-Standin standin() { return state().standin.load(std::memory_order_relaxed); }
+CpuStub cpu_stub() { return state().cpu_stub.load(std::memory_order_relaxed); }
 Backend process_backend() { return static_cast<Backend>(state().process_backend.load(std::memory_order_relaxed)); }
 
 Mode effective_mode() {
   const Backend everywhere = process_backend();
-  const Mode mine{current_thread_mode()};
-  const Mode mode = everywhere != Backend::kAuto ? Mode::preferring(everywhere) : mine;
-  const int asked = mine.precision();
+  const Mode thread_mode{current_thread_mode()};
+  const Mode mode = everywhere != Backend::kAuto ? Mode::preferring(everywhere) : thread_mode;
+  const int requested = thread_mode.precision();
   const int permitted = state().process_precision.load(std::memory_order_relaxed);
-  if (asked == 0) return mode.with_precision(permitted == 0 ? 0 : permitted | kPermitted);
-  return mode.with_precision(asked == kWholePrecision ? 0 : asked);
+  if (requested == 0) return mode.with_precision(permitted == 0 ? 0 : permitted | kPermitted);
+  return mode.with_precision(requested == kWholePrecision ? 0 : requested);
 }
 
-Mode own_op_mode(int64_t baked) {
+Mode mode_of_op(int64_t baked) {
   if (Mode{baked}.family() >= tables().num_families())
     throw std::runtime_error("torch_flashplug: mode=" + std::to_string(baked) +
                              " asks for no backend of torch_flashplug/registry/architectures.py.");
-  const Mode now = effective_mode(), said{baked & kModeMask};
-  const bool as_now = process_backend() != Backend::kAuto || said.with_precision(0).word == 0;
+  const Mode current = effective_mode(), recorded{baked & kModeMask};
+  const bool uses_current = process_backend() != Backend::kAuto || recorded.with_precision(0).word == 0;
   // Only the tracer knows whether gradients are wanted.
-  const int precision = said.precision() == kPrecisionOfThread ? now.precision() : said.precision();
-  return (as_now ? now : said).with_precision(precision == kWholePrecision ? 0 : precision);
+  const int precision = recorded.precision() == kPrecisionOfThread ? current.precision() : recorded.precision();
+  return (uses_current ? current : recorded).with_precision(precision == kWholePrecision ? 0 : precision);
 }
 
 void set_process_precision(int precision) { state().process_precision.store(precision); }
@@ -131,25 +134,19 @@ DeviceFacts device_facts(int device_index) {
 
 void count(Path path) { state().counters[static_cast<int>(path)].fetch_add(1, std::memory_order_relaxed); }
 
-// Log a plan. The function is called for every decision, and costs one load without a listener. Equal texts are logged
-// once.
-void note_plan(const char* where, const CallFacts& p, const DeviceFacts& device, Mode mode, const Plan& plan) {
-  State& s = state();
-  LogCallback callback = s.log_callback.load(std::memory_order_acquire);
-  if (callback == nullptr || !s.log_plans.load(std::memory_order_relaxed)) return;
-  const std::string text =
-      std::string(where) + ": " + call_text(p, s.tables) + " -> " + plan_json(plan, p, device, mode, s.tables);
-  {
-    std::lock_guard<std::mutex> lock(s.told_mutex);
-    if (s.told.size() >= kMostTold) s.told.clear();
-    if (!s.told.insert(text).second) return;
-  }
-  callback(kLogDebug, text.c_str());
-}
-
 bool plans_are_logged() {
   State& s = state();
   return s.log_plans.load(std::memory_order_relaxed) && s.log_callback.load(std::memory_order_relaxed) != nullptr;
+}
+
+void log_plan(const std::string& text) {
+  State& s = state();
+  {
+    std::lock_guard<std::mutex> lock(s.log_mutex);
+    if (s.logged_plans.size() >= kMaxLoggedPlans) s.logged_plans.clear();
+    if (!s.logged_plans.insert(text).second) return;
+  }
+  if (const LogCallback callback = s.log_callback.load(std::memory_order_acquire)) callback(kLogDebug, text.c_str());
 }
 
 void log_warning(const std::string& text) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <bitset>
+#include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <iterator>
@@ -72,11 +73,11 @@ enum Operands : int32_t { kSquare = 1, kMixed = 2, kOddDims = 4, kUnaligned = 8,
 constexpr const char* kOperandsNames[] = {"square", "mixed", "odddims", "unaligned", "columns"};
 
 struct ChoiceRow {
-  const char* said;      // class of calls in words
-  const char* measured;  // date, machine, suite
-  double ratio;          // stock default time / plugin time
-  int64_t features;      // the exact features of the calls
-  int64_t elements;      // bit set of the element types of the measured kernels
+  const char* description;  // class of calls in words
+  const char* measured;     // date, machine, suite
+  double ratio;             // stock default time / plugin time
+  int64_t features;         // the exact features of the calls
+  int64_t elements;         // bit set of the element types of the measured kernels
   int64_t d_min, d_max, min_sq, max_sq, min_sk, max_sk, min_tiles, min_packed, max_packed;
   int32_t kind, family, grad;
   int32_t operands;      // a sum of `Operands`
@@ -136,25 +137,27 @@ struct VarlenRow {
 
 // Words for a feature, in bit order (features.py).
 struct FeatureRow {
-  const char* said;   // description of a call with the feature
-  const char* words;  // why kernels cannot run the call; {fact} stands for a fact of the call
+  const char* description;         // description of a call with the feature
+  const char* unsupported_reason;  // why kernels cannot run the call; {fact} stands for a fact of the call
 };
 
-// Argument slots: values for a kernel beside facts of the call (`visit_facts()`), by name. kernel_args.py describes
-// each slot and lists the slots of each kind of kernel.
-constexpr const char* kSlotNames[] = {
-    "q",       "k",        "v",          "o",     "do",      "lse",      "dq",       "dk",      "dv",      "rows",
-    "scratch", "partials", "scale_log2", "scale", "counter", "num_ctas", "splits",   "cluster", "wanted",  "mask",
-    "digest",  "bias",     "bias32",     "seed",  "dbias",   "dbias32",  "scratch8", "k_scale", "v_scale", "rotated",
-    "ranges",  "sinks",    "dlse",       "cu_q",  "cu_k",    "used_k",   "lists",    "pages"};
-constexpr int kNumSlots = std::size(kSlotNames);
-// Index of an argument slot. An unknown name does not compile.
-class Slot {
+// Arguments of kernels beside facts of the call (`visit_facts()`), by name. kernel_args.py describes each argument and
+// lists the arguments of each kind of kernel.
+constexpr const char* kKernelArgNames[] = {
+    "q",       "k",        "v",      "o",       "do",       "lse",        "dq",
+    "dk",      "dv",       "rows",   "scratch", "partials", "scale_log2", "scale",
+    "counter", "num_ctas", "splits", "cluster", "wanted",   "mask",       "mask_metadata",
+    "bias",    "bias32",   "seed",   "dbias",   "dbias32",  "scratch8",   "k_scale",
+    "v_scale", "rotated",  "ranges", "sinks",   "dlse",     "cu_q",       "cu_k",
+    "used_k",  "lists",    "pages"};
+constexpr int kNumKernelArgs = std::size(kKernelArgNames);
+// Index of a kernel argument. An unknown name does not compile.
+class KernelArg {
  public:
-  consteval Slot(const char* name) {  // NOLINT(google-explicit-constructor): calls say the name
-    while (std::string_view(kSlotNames[number_]) != name) ++number_;
+  consteval KernelArg(const char* name) {  // NOLINT(google-explicit-constructor): calls say the name
+    while (std::string_view(kKernelArgNames[number_]) != name) ++number_;
   }
-  constexpr explicit Slot(int number) : number_(number) {}
+  constexpr explicit KernelArg(int number) : number_(number) {}
   constexpr int number() const { return number_; }
 
  private:
@@ -173,7 +176,7 @@ enum class NumberType : int32_t {
 constexpr const char* kNumberTypeNames[] = {"query", "key", "value", "output", "fp32", "int32", "int64", "bool"};
 struct ArgumentRow {
   const char* name;  // a name of kSlotNames, or of a fact
-  // features that bring the argument; kernels without them get None; 0: all kernels take the argument
+  // Features that bring the argument. Kernels without the features get None. 0: all kernels take the argument.
   int64_t features;
   Kind kind;     // kind of kernel; the order of the rows is the order of the arguments
   int32_t rank;  // 0: a number
@@ -183,14 +186,14 @@ inline bool takes_argument(const KernelRow& kernel, int64_t features) {
   return features == 0 || (kernel.takes & features) != 0;
 }
 struct Parameter {
-  int64_t features = 0;  // as in `ArgumentRow`
-  int32_t place = -1;    // position among the arguments; -1: not taken
+  int64_t features = 0;   // as in `ArgumentRow`
+  int32_t position = -1;  // position among the arguments; -1: not taken
   int32_t rank = 0;
   NumberType type = NumberType::kQuery;
 };
 struct FactParameter {
   int64_t features;
-  int32_t place, fact;
+  int32_t position, fact;
   NumberType type;
 };
 constexpr int kMostArguments = 32;
@@ -198,11 +201,11 @@ constexpr int kMostDims = 4;  // of a tensor
 // The arguments of a kind of kernels.
 struct Signature {
   int32_t count = 0;
-  Parameter parameters[kNumSlots];
+  Parameter parameters[kNumKernelArgs];
   std::vector<FactParameter> facts;
-  int32_t always = 0;            // number of slots taken by every kernel of the kind
-  std::vector<int64_t> brought;  // features of each remaining slot
-  const Parameter& of(Slot slot) const { return parameters[slot.number()]; }
+  int32_t always = 0;            // number of named arguments that every kernel of the kind takes
+  std::vector<int64_t> brought;  // features of each further argument
+  const Parameter& parameter(KernelArg arg) const { return parameters[arg.number()]; }
 };
 
 constexpr int kMostInCluster = 8;
@@ -223,9 +226,28 @@ struct GateRow {
   double read_share;    // share of the memory rate reached by reading K and V
   double shared_ns;     // minimal time to be saved by several CTAs on an SM
   double unknown_rate;  // assumed memory rate of a device with an unknown rate, bytes per ns
-  // share of the SMs to be filled by clusters of so many CTAs, at most; 0: no limit
+  // Largest share of the SMs that clusters of so many CTAs may fill; 0: no limit.
   double cluster_share[kMostInCluster + 1];
 };
+
+// Numbers that kernels and this core share: sizes of mask metadata (mask_layout.py, kernel_spec.py), the key order of
+// 8-bit values (quant_recipes.py), and limits of splits (dispatch_table.py).
+struct LayoutRow {
+  int64_t sparse_block;       // query rows and keys of a block of the block-sparse lists
+  int64_t tall_sparse_block;  // query rows of a block of the second set of lists, for tiles with more rows
+  int64_t bitmask_tile;       // query rows and keys of a tile of the bitmask
+  int64_t bitmask_words;      // 32-bit words of a tile of the bitmask
+  int64_t key_order;          // keys that are reordered together
+  int64_t max_splits;         // limit of num_splits; a mode word has 8 bits for the number
+  int64_t split_unit;         // fixed_split_size is a multiple, because a split must be a multiple of any tile_n
+  int64_t max_head_dim;       // largest head dim of the kernels
+  int64_t head_dim_step;      // head dims are multiples, because rows are read in units of 16 bytes
+};
+
+// Return whether some kernels have a head dim, possibly with padding.
+inline bool has_head_dim(const LayoutRow& layout, int64_t dim) {
+  return dim % layout.head_dim_step == 0 && dim <= layout.max_head_dim;
+}
 
 struct Tables {
   std::vector<FamilyRow> families;
@@ -236,22 +258,23 @@ struct Tables {
   std::vector<FeatureRow> features;
   Signature signatures[kNumKinds];
   GateRow gate = {};
+  LayoutRow layout = {};
   uint64_t version = 1;  // changes with every change of the tables
 
   void add(FamilyRow row);  // throws if there are `kMostFamilies` already
   void add(KernelRow row);
-  void add(const ArgumentRow& row);  // throws for an unknown slot
+  void add(const ArgumentRow& row);  // throws for an unknown argument
   // Return the indices of rows of `kernels`, in table order.
-  const std::vector<int>& of(Kind kind, int family, DType query) const {
-    return groups[family].of[kind][static_cast<int>(query)];
+  const std::vector<int>& rows(Kind kind, int family, DType query) const {
+    return groups[family].rows[kind][static_cast<int>(query)];
   }
   // Return the union of the features of a family's kernels. A family without kernels takes every feature and every
-  // dtype, because the missing kernel is a separate reason. `made_of()` asks for the dtypes.
-  int64_t takes(int family) const { return groups[family].taken; }
-  // true if some kernel has all needed features and applies no more
-  bool takes_together(int family, int64_t needs) const;
-  bool made_of(int family, const DType (&dtype)[kNumOperands]) const {
-    return groups[family].taken < 0 || groups[family].made[place_of(dtype)];
+  // dtype, because the missing kernel is a separate reason. `supports_dtypes()` asks for the dtypes.
+  int64_t features_of(int family) const { return groups[family].features; }
+  // Return true if some kernel has all needed features and applies no more.
+  bool has_kernel_with_all(int family, int64_t needs) const;
+  bool supports_dtypes(int family, const DType (&dtype)[kNumOperands]) const {
+    return groups[family].features < 0 || groups[family].dtypes[index_of(dtype)];
   }
   int num_families() const { return static_cast<int>(families.size()); }
   const char* keep(const char* text) { return texts.emplace_back(text).c_str(); }
@@ -259,17 +282,17 @@ struct Tables {
  private:
   std::deque<std::string> texts;  // storage of the texts in rows
   struct Group {
-    std::vector<int> of[kNumKinds][kNumDTypes];
-    int64_t taken = -1;
-    std::vector<Features> sets;                              // distinct feature sets of the kernels
-    std::bitset<kNumDTypes * kNumDTypes * kNumDTypes> made;  // dtypes of query, key and value of existing kernels
+    std::vector<int> rows[kNumKinds][kNumDTypes];
+    int64_t features = -1;
+    std::vector<Features> sets;                                // distinct feature sets of the kernels
+    std::bitset<kNumDTypes * kNumDTypes * kNumDTypes> dtypes;  // dtypes of query, key and value of existing kernels
   };
   std::vector<Group> groups;  // an entry for each family
-  // Return the index in `made` of a combination of three dtypes.
-  static size_t place_of(const DType* dtype) {
-    size_t place = 0;
-    for (int i = 0; i < kNumOperands; ++i) place = place * kNumDTypes + static_cast<size_t>(dtype[i]);
-    return place;
+  // Return the index in `dtypes` of a combination of three dtypes.
+  static size_t index_of(const DType* dtype) {
+    size_t index = 0;
+    for (int i = 0; i < kNumOperands; ++i) index = index * kNumDTypes + static_cast<size_t>(dtype[i]);
+    return index;
   }
 };
 

@@ -3,14 +3,16 @@
 
 #include <algorithm>
 #include <array>
+#include <cstddef>
+#include <cstdint>
 
 namespace flashplug {
 
 DType dtype_of(int32_t torch) {
   static const auto numbers = [] {
-    std::array<int32_t, kNumDTypes - 1> known;
-    for (size_t i = 0; i < known.size(); ++i) known[i] = kDTypes[i].torch();
-    return known;
+    std::array<int32_t, kNumDTypes - 1> ids;
+    for (size_t i = 0; i < ids.size(); ++i) ids[i] = kDTypes[i].torch();
+    return ids;
   }();
   return static_cast<DType>(std::find(numbers.begin(), numbers.end(), torch) - numbers.begin());
 }

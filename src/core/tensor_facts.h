@@ -9,7 +9,7 @@
 
 namespace flashplug {
 
-// Dtype of a tensor: an index into `kDTypes`, in the order of NUMBERS in dtypes.py. `kOther`: any dtype not listed.
+// Dtype of a tensor: an index into `kDTypes`, in the order of DTYPE_INFO in dtypes.py. `kOther`: any dtype not listed.
 enum class DType : int { kFirst = 0, kOther = 6 };
 struct DTypeFacts {
   const char* name;    // torch's name
@@ -29,9 +29,9 @@ static_assert(static_cast<int>(DType::kOther) == kNumDTypes - 1);
 constexpr const DTypeFacts& facts_of(DType dtype) { return kDTypes[static_cast<int>(dtype)]; }
 // Return the bit of a dtype in a set, for a dtype that C++ code knows by name. An unknown name does not compile.
 consteval int64_t dtype_bit(std::string_view name) {
-  int place = 0;
-  while (kDTypes[place].name != name) ++place;
-  return int64_t{1} << place;
+  int index = 0;
+  while (kDTypes[index].name != name) ++index;
+  return int64_t{1} << index;
 }
 
 constexpr int64_t kUnitBytes = 16;  // TMA and vector loads move units of so many bytes

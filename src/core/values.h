@@ -5,14 +5,14 @@
 #include <torch/csrc/stable/stableivalue_conversions.h>
 
 #include <bit>
+#include <cstdint>
 #include <optional>
 #include <stdexcept>
+#include <string>
 #include <utility>
-#include <vector>
 
 #include "core/errors.h"
 #include "core/schemas.h"
-#include "stock/torch_symbols.h"
 
 namespace flashplug {
 
@@ -20,8 +20,8 @@ namespace flashplug {
 // name.
 inline constexpr const char* kOwner = "torch_flashplug";
 
-inline void check_shim(AOTITorchError error, const char* what) {
-  if (error != 0) rethrow(what);
+inline void check_shim(AOTITorchError error, const char* function) {
+  if (error != 0) rethrow(function);
 }
 
 // A reference to a tensor. An empty `TensorHandle` stands for "no tensor"; `undefined()` makes torch's undefined
@@ -104,9 +104,9 @@ T to(StableIValue value) {
 class OpCall {
  public:
   explicit OpCall(const Schema& op) : op_(op) {}  // the schema must live as long
-  StableIValue& operator[](int place) {
-    given_ |= uint32_t{1} << place;
-    return stack_[place];
+  StableIValue& operator[](int position) {
+    set_arguments_ |= uint32_t{1} << position;
+    return stack_[position];
   }
   void run() {
     if (!called()) rethrow(op_.name());
@@ -124,15 +124,15 @@ class OpCall {
  private:
   bool called() {
     // The dispatcher would take an unset place for the address of a tensor.
-    if (const int missing = std::countr_one(given_); missing < op_.count())
+    if (const int missing = std::countr_one(set_arguments_); missing < op_.count())
       throw std::runtime_error(std::string("torch_flashplug: ") + op_.name() + " without its argument " +
                                std::string(op_.argument(missing)));
-    return dispatched(op_.name(), op_.overload(), stack_);
+    return dispatch_op(op_.name(), op_.overload(), stack_);
   }
 
   const Schema& op_;
   StableIValue stack_[20];
-  uint32_t given_ = 0;  // a bit for each place
+  uint32_t set_arguments_ = 0;  // a bit for each place
 };
 
 }  // namespace flashplug

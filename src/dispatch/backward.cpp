@@ -1,33 +1,37 @@
 // The rule for gradients: a kernel of this project or stock runs the backward after a forward kernel of this project,
 // and which kernel.
+#include "dispatch/dispatch.h"
+
 #include <algorithm>
+#include <cstdint>
 #include <limits>
 
-#include "core/flashplug.h"
+#include "core/core.h"
 
 namespace flashplug {
 
 namespace {
 
-constexpr int64_t kMuchScratch = int64_t{1} << 28;  // bytes
+constexpr int64_t kLargeWorkspace = int64_t{1} << 28;  // bytes
 
 // Return true if the workspace of a fused backward is large and takes more memory than the call's operands, output and
 // gradients. The workspace pads rows to whole blocks, so many short sequences would need many times the memory of the
 // operands.
-bool has_much_scratch(const CallFacts& p, const KernelRow& row) {
+bool has_large_workspace(const CallFacts& p, const KernelRow& row) {
   const int64_t bytes = scratch_floats(p, row) * static_cast<int64_t>(sizeof(float));
   const int64_t of_queries = p.B * p.Hq * p.Sq * (p.D + p.Dv), of_keys = p.B * p.Hkv * p.Sk * (p.D + p.Dv);
-  return bytes > kMuchScratch && bytes > 2 * (of_queries + of_keys) * facts_of(p.dtype[0]).bytes;
+  return bytes > kLargeWorkspace && bytes > 2 * (of_queries + of_keys) * facts_of(p.dtype[0]).bytes;
 }
 
 // Return the kernel row of a single-tile backward, or -1. Such a kernel computes all gradients of sequences that fit
 // into one tile.
-int find_tile_row(const CallFacts& p, const DeviceFacts& device, const Tables& tables, int family, int64_t wanted) {
-  if (wanted != kWantAll || p.batch_invariant || p.group() != 1) return -1;
-  const int found = find_kernel_row(p, kTileBwd, family, device, tables);
-  if (found < 0) return -1;
-  const KernelRow& row = tables.kernels[found];
-  return p.Sq <= row.tile_m && p.Sk <= row.tile_n ? found : -1;
+int find_tile_row(const CallFacts& p, const DeviceFacts& device, const Tables& tables, int family,
+                  int64_t wanted_grads) {
+  if (wanted_grads != kWantAll || p.batch_invariant || p.group() != 1) return -1;
+  const int row_index = find_kernel_row(p, kTileBwd, family, device, tables);
+  if (row_index < 0) return -1;
+  const KernelRow& row = tables.kernels[row_index];
+  return p.Sq <= row.tile_m && p.Sk <= row.tile_n ? row_index : -1;
 }
 
 // Return the kernel row of the backward, or -1. The split backward is chosen in these cases:
@@ -38,16 +42,18 @@ int find_tile_row(const CallFacts& p, const DeviceFacts& device, const Tables& t
 // - the call wants only one part. dQ alone needs three of the seven matrix products, dK and dV need four. Kernels for
 //   narrow head dims lose more time by working on halves of the columns (`dkdv_alone` is false);
 // - the call must be batch-invariant. The split backward has a fixed accumulation order.
-int find_backward_row(const CallFacts& p, const DeviceFacts& device, const Tables& tables, int family, int64_t wanted) {
-  const int tile = find_tile_row(p, device, tables, family, wanted);
+int find_backward_row(const CallFacts& p, const DeviceFacts& device, const Tables& tables, int family,
+                      int64_t wanted_grads) {
+  const int tile = find_tile_row(p, device, tables, family, wanted_grads);
   if (tile >= 0) return tile;
   const int parts = find_kernel_row(p, kPartBwd, family, device, tables);
   if (parts >= 0 && p.batch_invariant) return parts;
-  if (parts >= 0 && (wanted == kWantDq || (wanted == kWantDkDv && tables.kernels[parts].dkdv_alone))) return parts;
+  if (parts >= 0 && (wanted_grads == kWantDq || (wanted_grads == kWantDkDv && tables.kernels[parts].dkdv_alone)))
+    return parts;
   const int fused = find_kernel_row(p, p.deterministic ? kDetBwd : kBwd, family, device, tables);
   if (fused < 0 || scratch_floats(p, tables.kernels[fused]) > std::numeric_limits<int32_t>::max()) return parts;
   if (parts < 0) return fused;
-  if (has_much_scratch(p, tables.kernels[fused])) return parts;
+  if (has_large_workspace(p, tables.kernels[fused])) return parts;
   const int faster = find_parts_row(p, tables.kernels[fused], tables);
   return faster >= 0 && tables.choices[faster].serve ? parts : fused;
 }
@@ -55,7 +61,8 @@ int find_backward_row(const CallFacts& p, const DeviceFacts& device, const Table
 // Return the number of tiles for each block of keys. If few blocks of keys leave SMs idle, several tiles share the
 // query heads of a KV head. The number is the smallest with the fewest rounds of query heads. The results of the tiles
 // must be added up, so the saved rows must reach `rows_spared`.
-int64_t sharing_of(const CallFacts& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables) {
+int64_t num_tiles_per_kv_block(const CallFacts& p, const KernelRow& row, const DeviceFacts& device,
+                               const Tables& tables) {
   const int64_t blocks = p.B * p.Hkv * ceil_div(p.Sk, row.tile_n), sms = std::max(device.sm_count, 1);
   const auto heads_in_turn = [&](int64_t sharing) { return ceil_div(blocks * sharing, sms) * (p.group() / sharing); };
   int64_t best = 1;
@@ -69,27 +76,28 @@ int64_t sharing_of(const CallFacts& p, const KernelRow& row, const DeviceFacts& 
 BackwardPlan refused(Reason why) { return BackwardPlan{-1, -1, why}; }
 
 // Return the backward plan with kernels of a single family, or the reason against the family.
-BackwardPlan attempt(const CallFacts& p, const DeviceFacts& device, const Tables& tables, int family, int64_t wanted) {
+BackwardPlan attempt(const CallFacts& p, const DeviceFacts& device, const Tables& tables, int family,
+                     int64_t wanted_grads) {
   Reason why;
   if (unsupported(p, device, tables, family, &why, 1) != 0) return refused(why);
-  const int row = wanted == 0 ? -1 : find_backward_row(p, device, tables, family, wanted);
+  const int row = wanted_grads == 0 ? -1 : find_backward_row(p, device, tables, family, wanted_grads);
   const int bias_row = p.bias_grad ? find_kernel_row(p, kDBias, family, device, tables) : -1;
-  if (wanted != 0 && row < 0) return refused(Reason{Why::kNoKernel});
+  if (wanted_grads != 0 && row < 0) return refused(Reason{Why::kNoKernel});
   if (p.bias_grad && bias_row < 0) return refused(Reason{Why::kNoBiasGradient});
-  const bool shared = row >= 0 && (wanted & kWantDkDv) != 0;
-  return BackwardPlan{row, bias_row, {}, shared ? sharing_of(p, tables.kernels[row], device, tables) : 1};
+  const bool shared = row >= 0 && (wanted_grads & kWantDkDv) != 0;
+  return BackwardPlan{row, bias_row, {}, shared ? num_tiles_per_kv_block(p, tables.kernels[row], device, tables) : 1};
 }
 
 // Return the backward plan of the requested family, or else of the first family able to run the call.
-BackwardPlan attempt_all(const CallFacts& p, const DeviceFacts& device, const Tables& tables, int asked,
-                         int64_t wanted) {
-  BackwardPlan plan = attempt(p, device, tables, asked, wanted);
+BackwardPlan attempt_all(const CallFacts& p, const DeviceFacts& device, const Tables& tables, int requested,
+                         int64_t wanted_grads) {
+  BackwardPlan plan = attempt(p, device, tables, requested, wanted_grads);
   if (plan.ours()) return plan;
   any_family(tables, [&](int family) {
-    if (family == asked) return false;
-    const BackwardPlan other = attempt(p, device, tables, family, wanted);
-    if (other.ours()) plan = other;
-    return other.ours();
+    if (family == requested) return false;
+    const BackwardPlan candidate = attempt(p, device, tables, family, wanted_grads);
+    if (candidate.ours()) plan = candidate;
+    return candidate.ours();
   });
   return plan;
 }
@@ -114,13 +122,13 @@ int64_t scratch_floats(const CallFacts& p, const KernelRow& row) {
 // A backward kernel of this project runs wherever possible. The alternatives after a forward of this project are the
 // backward of stock's efficient attention, which is slower, and the math backward. On an unmeasured GPU, the auto mode
 // uses a backward kernel of this project only in place of the math backward.
-BackwardPlan plan_backward(const CallFacts& given, const DeviceFacts& device, Mode mode, const Tables& tables,
-                           int64_t wanted) {
+BackwardPlan plan_backward(const CallFacts& original, const DeviceFacts& device, Mode mode, const Tables& tables,
+                           int64_t wanted_grads) {
   if (mode.backend() == Backend::kStock) return refused(Reason{Why::kNoKernel});
-  const CallFacts p = after_copies(given, tables);
-  const BackwardPlan plan = attempt_all(p, device, tables, std::max(mode.family(), 0), wanted);
+  const CallFacts p = after_copies(original, tables);
+  const BackwardPlan plan = attempt_all(p, device, tables, std::max(mode.family(), 0), wanted_grads);
   const bool unmeasured = mode.backend() == Backend::kAuto && device.cc != tables.gate.measured_cc;
-  if (!plan.ours() || !unmeasured || !efficient_takes(p)) return plan;
+  if (!plan.ours() || !unmeasured || !stock_efficient_supports(p)) return plan;
   const int row = std::max(plan.kernel_row, plan.bias_row);  // both rows have the same family
   return refused(Reason{Why::kUnmeasuredDevice, device.cc, tables.kernels[row].family});
 }

@@ -1,18 +1,24 @@
 // Text of plans and reasons: the lines of explain(), the errors of a forced backend, and the lines of the log. A call
 // served by a kernel never runs this code.
-#include "core/flashplug.h"
+#include "dispatch/dispatch.h"
 
 #include <algorithm>
+#include <cstddef>
+#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <iterator>
 #include <limits>
+#include <string>
 #include <type_traits>
+
+#include "core/core.h"
 
 namespace flashplug {
 
 std::string capability(int64_t cc) { return std::to_string(cc / 10) + "." + std::to_string(cc % 10); }
 
-std::string quoted(const std::string& text) {
+std::string quote(const std::string& text) {
   std::string out = "\"";
   for (char c : text) {
     if (c == '"' || c == '\\') out += '\\';
@@ -27,24 +33,24 @@ const char* const kOperandNames[kNumOperands] = {"query", "key", "value"};
 
 std::string number(int64_t value) { return std::to_string(value); }
 
-std::string fixed(double value) {
+std::string format_fixed(double value) {
   char text[32];
   std::snprintf(text, sizeof text, "%.3f", value);
   return text;
 }
 
 // Return the dtypes of the kernels of a family, as far as query, key and value can have the same dtype.
-std::string elements_text(int family, const char* between, const Tables& tables) {
+std::string dtypes_text(int family, const char* between, const Tables& tables) {
   std::string out;
   for (int i = 0; i < kNumDTypes; ++i) {
-    const DType one = static_cast<DType>(i), all[kNumOperands] = {one, one, one};
-    if (tables.made_of(family, all)) out += (out.empty() ? "" : between) + std::string(kDTypes[i].name);
+    const DType dtype = static_cast<DType>(i), all[kNumOperands] = {dtype, dtype, dtype};
+    if (tables.supports_dtypes(family, all)) out += (out.empty() ? "" : between) + std::string(kDTypes[i].name);
   }
   return out;
 }
 
 // Return the shortest decimal text with the same value as a double.
-std::string shortest(double value) {
+std::string format_shortest(double value) {
   char text[32];
   int digits = 0;
   do std::snprintf(text, sizeof text, "%.*g", ++digits, value);
@@ -53,13 +59,13 @@ std::string shortest(double value) {
 }
 
 // Replace each {fact} in a text by the value of the fact with the name between the braces.
-std::string with_facts(std::string words, CallFacts p) {
+std::string fill_in_facts(std::string words, CallFacts p) {
   visit_facts(p, [&words](const char* name, const auto& fact) {
     const std::string hole = "{" + std::string(name) + "}";
     const size_t at = words.find(hole);
     if (at == std::string::npos) return;
     if constexpr (std::is_floating_point_v<std::decay_t<decltype(fact)>>)
-      words.replace(at, hole.size(), shortest(fact));
+      words.replace(at, hole.size(), format_shortest(fact));
     else
       words.replace(at, hole.size(), number(static_cast<int64_t>(fact)));
   });
@@ -75,7 +81,7 @@ std::string needs_text(int64_t needs) {
 }
 
 // Return the reason for a call whose features all have kernels, although no single kernel has all of the features.
-std::string together_reason(int64_t needs) {
+std::string combination_reason(int64_t needs) {
   if (needs == 0)
     return "No kernel matches this call exactly: each candidate applies a feature (for example causal masking) that "
            "the call does not use.";
@@ -95,9 +101,9 @@ std::string unmeasured_reason(int kernel_row, int64_t tiles, const CallFacts& p,
   if (nearest >= 0) {
     for (const Range& range : ranges_of(tables.choices[nearest], p, kernel, tiles)) {
       if (range.holds()) continue;
-      const bool low = range.given < range.low;
-      missed += (missed.empty() ? "" : ", ") + std::string(range.of) + (low ? " >= " : " <= ") +
-                number(low ? range.low : range.high) + " (here " + number(range.given) + ")";
+      const bool low = range.value < range.low;
+      missed += (missed.empty() ? "" : ", ") + std::string(range.name) + (low ? " >= " : " <= ") +
+                number(low ? range.low : range.high) + " (here " + number(range.value) + ")";
     }
   }
   return std::string("No measured entry covers this ") + (missed.empty() ? "class of calls" : "call") +
@@ -124,13 +130,13 @@ std::string gate_text(const Plan& plan, const CallFacts& p, const DeviceFacts& d
   const std::string rows = "Sq*G = " + number(p.Sq) + "*" + number(p.group()) + " = " + number(packed_rows(p));
   std::string why = rows + (gate.decode ? " <= " : " > ") + number(tables.gate.rows);
   if (plan.packed_ns > 0)
-    why += ", <= " + number(tables.gate.wide_rows) + ": about " + fixed(1e-3 * plan.packed_ns) +
-           " us with packed rows, " + fixed(1e-3 * plan.unpacked_ns) + " us without";
+    why += ", <= " + number(tables.gate.wide_rows) + ": about " + format_fixed(1e-3 * plan.packed_ns) +
+           " us with packed rows, " + format_fixed(1e-3 * plan.unpacked_ns) + " us without";
   if (plan.kernel_row >= 0 && tables.kernels[plan.kernel_row].kind == kDecode)
     return why + ": " + split_text(plan, p, device, tables);
   if (!gate.decode) return why + ": not a decode call";
   return why + ": tiles = B*Hkv*ceil(Sq*G/" + number(tables.gate.rows) + ") = " + number(p.B) + "*" + number(p.Hkv) +
-         "*1 = " + number(gate.tiles) + (gate.closed ? " < " : " >= ") + fixed(tables.gate.occupancy) + "*" +
+         "*1 = " + number(gate.tiles) + (gate.closed ? " < " : " >= ") + format_fixed(tables.gate.occupancy) + "*" +
          number(device.sm_count) + " SMs -> " +
          (!gate.closed           ? "open"
           : plan.rescue_row >= 0 ? "closed, but stock attention is wrong for this call"
@@ -142,7 +148,7 @@ std::string row_text(int choice_row, const Tables& tables) {
   if (choice_row < 0) return "";
   const ChoiceRow& row = tables.choices[choice_row];
   const char* than = (row.features & kEightBits) != 0 ? " x the 16-bit kernel (" : " x stock (";
-  return std::string(row.said) + ": " + fixed(row.ratio) + than + row.measured + ")";
+  return std::string(row.description) + ": " + format_fixed(row.ratio) + than + row.measured + ")";
 }
 
 std::string rescue_text(int rescue_row, const Tables& tables) {
@@ -157,19 +163,19 @@ std::string name_of(Backend backend, const Tables& tables) {
 }
 
 // Return why the dispatcher did not examine a backend.
-std::string not_needed(const Plan& plan, Mode mode, const Tables& tables) {
-  const bool asked = mode.backend() != Backend::kAuto;
-  return name_of(asked ? mode.backend() : plan.backend, tables) + (!asked ? " has priority and serves this call."
-                                                                   : mode.is_preference()
-                                                                       ? " is requested by TORCH_FLASHPLUG_BACKEND."
-                                                                       : " is forced.");
+std::string not_examined_reason(const Plan& plan, Mode mode, const Tables& tables) {
+  const bool is_requested = mode.backend() != Backend::kAuto;
+  return name_of(is_requested ? mode.backend() : plan.backend, tables) +
+         (!is_requested          ? " has priority and serves this call."
+          : mode.is_preference() ? " is requested by TORCH_FLASHPLUG_BACKEND."
+                                 : " is forced.");
 }
 
 // Return all reasons against the kernels of a family for a call.
 std::string family_text(int family, const Plan& plan, const CallFacts& p, const DeviceFacts& device, Mode mode,
                         const Tables& tables) {
   const Reason& why = plan.why[family];
-  if (!why) return not_needed(plan, mode, tables);
+  if (!why) return not_examined_reason(plan, mode, tables);
   Reason all[kMaxReasons];
   const int count = unsupported(p, device, tables, family, all, kMaxReasons);
   std::string text = reason_text(why, p, device, tables);
@@ -183,7 +189,7 @@ std::string family_text(int family, const Plan& plan, const CallFacts& p, const 
 #pragma GCC diagnostic push
 #pragma GCC diagnostic error "-Wswitch"
 std::string reason_text(const Reason& reason, const CallFacts& p, const DeviceFacts& device, const Tables& tables) {
-  const std::string name = kOperandNames[reason.operand], given = number(reason.given),
+  const std::string name = kOperandNames[reason.operand], actual = number(reason.actual),
                     allowed = number(reason.allowed);
   switch (reason.why) {
     case Why::kNone:
@@ -193,38 +199,39 @@ std::string reason_text(const Reason& reason, const CallFacts& p, const DeviceFa
       return device.cc == 0 ? "There is no CUDA device. The kernels run on NVIDIA GPUs only."
                             : "The tensors are not all on one CUDA device. Move query, key and value to the same GPU.";
     case Why::kArch:
-      return "The GPU has compute capability " + capability(reason.given) + ", but the kernels of this backend need " +
+      return "The GPU has compute capability " + capability(reason.actual) + ", but the kernels of this backend need " +
              tables.families[reason.allowed].gpus + ". Stock attention serves this device.";
     case Why::kDtype:
       return std::string("query, key and value have dtype ") + facts_of(p.dtype[0]).name + ", but the kernels take " +
-             elements_text(reason.allowed, " or ", tables) + ". Cast the tensors, or use torch.autocast.";
+             dtypes_text(reason.allowed, " or ", tables) + ". Cast the tensors, or use torch.autocast.";
     case Why::kMixedDtype:
       return std::string("query, key and value must have one dtype, but have ") + facts_of(p.dtype[0]).name + ", " +
              facts_of(p.dtype[1]).name + ", " + facts_of(p.dtype[2]).name + ". Cast all of the tensors to " +
-             elements_text(reason.allowed, " or ", tables);
+             dtypes_text(reason.allowed, " or ", tables);
     case Why::kFeature:
-      return with_facts(tables.features[reason.given].words, p);
+      return fill_in_facts(tables.features[reason.actual].unsupported_reason, p);
     case Why::kTogether:
-      return together_reason(reason.given);
+      return combination_reason(reason.actual);
     case Why::kScale:
       return "scale is not finite. Stock attention serves this call.";
     case Why::kProbability:
-      return "dropout_p must be above 0 and at most 1, but got " + shortest(p.dropout_p) +
+      return "dropout_p must be above 0 and at most 1, but got " + format_shortest(p.dropout_p) +
              ". Pass a valid probability: on a GPU, stock attention ends the process with an invalid one.";
     case Why::kEmpty:
       return "A dimension of a tensor is 0. Stock attention handles empty tensors.";
     case Why::kHeadDimStep:
-      return name + " has head dim " + given + ", but the kernels take multiples of " + allowed + ". Pad the head dim.";
+      return name + " has head dim " + actual + ", but the kernels take multiples of " + allowed +
+             ". Pad the head dim.";
     case Why::kHeadDimLimit:
-      return name + " has head dim " + given + ", but the kernels take at most " + allowed +
+      return name + " has head dim " + actual + ", but the kernels take at most " + allowed +
              ". Stock attention serves larger head dims.";
     case Why::kHeadDimOfFeatures:
-      return name + " has head dim " + given + ", but the kernels with " + needs_text(p.needs) + " take at most " +
+      return name + " has head dim " + actual + ", but the kernels with " + needs_text(p.needs) + " take at most " +
              allowed + ". Stock attention serves larger head dims.";
     case Why::kLastStride:
-      return name + " has stride " + given + " in the last dim, but the kernels need stride 1. Call .contiguous().";
+      return name + " has stride " + actual + " in the last dim, but the kernels need stride 1. Call .contiguous().";
     case Why::kAlignment:
-      return name + " is aligned to " + given + " bytes (base address and strides), but the kernels need " + allowed +
+      return name + " is aligned to " + actual + " bytes (base address and strides), but the kernels need " + allowed +
              ". Call .contiguous() or .clone().";
     case Why::kNoKernel:
       return "No kernel " + (p.needs == 0 ? "" : "with " + needs_text(p.needs) + " ") + "takes D=" + number(p.D) +
@@ -232,21 +239,21 @@ std::string reason_text(const Reason& reason, const CallFacts& p, const DeviceFa
              (device.smem_bytes > 0 ? " in " + number(device.smem_bytes) + " bytes of shared memory" : "") +
              ". The kernel table is torch_flashplug/registry/kernel_table.py.";
     case Why::kSplits:
-      return "num_splits=" + given +
+      return "num_splits=" + actual +
              " is not possible, because no kernel splits the keys of this call (with is_causal, no kernel does). Use "
              "num_splits=1.";
     case Why::kUnmeasuredDevice:
-      return "The auto mode serves measured calls only, and no GPU of compute capability " + capability(reason.given) +
+      return "The auto mode serves measured calls only, and no GPU of compute capability " + capability(reason.actual) +
              " was available for measurements. Opt in with TORCH_FLASHPLUG_BACKEND=" +
              tables.families[reason.allowed].backend + " or sdpa_backend('" + tables.families[reason.allowed].backend +
              "').";
     case Why::kNoRow:
-      return unmeasured_reason(static_cast<int>(reason.given), reason.allowed, p, device, tables);
+      return unmeasured_reason(static_cast<int>(reason.actual), reason.allowed, p, device, tables);
     case Why::kSlower:
-      return "Such calls were measured at " + fixed(static_cast<double>(reason.given) / 1000) +
+      return "Such calls were measured at " + format_fixed(static_cast<double>(reason.actual) / 1000) +
              " x the speed of stock attention, below the serve ratio of the dispatch table. Stock attention is faster.";
     case Why::kDecodeGate:
-      return "Decode gate: the call has " + given + " tiles, but " + allowed +
+      return "Decode gate: the call has " + actual + " tiles, but " + allowed +
              " are needed to fill the SMs, and no kernel splits the keys of this call. Stock attention is faster.";
     case Why::kDeterministic:
       return "torch.use_deterministic_algorithms is on, and no deterministic backward kernel takes this call. Use "
@@ -269,13 +276,13 @@ std::string gradients_text(const CallFacts& p, const DeviceFacts& device, Mode m
   const auto name = [&tables](int row) { return std::string(tables.kernels[row].name); };
   const bool in_tiles = plan.kernel_row >= 0 && tables.kernels[plan.kernel_row].kind == kTileBwd;
   if (plan.ours()) return name(plan.kernel_row) + (plan.bias_row < 0 || in_tiles ? "" : " and " + name(plan.bias_row));
-  return std::string(efficient_takes(p) ? "The efficient backward of stock" : "The math backward of stock") +
+  return std::string(stock_efficient_supports(p) ? "The efficient backward of stock" : "The math backward of stock") +
          " follows. The reason: " + reason_text(plan.why, p, device, tables);
 }
 
 // Return the operands copied ahead of a kernel, and the number of bytes.
 std::string copies_text(const CallFacts& p, const Tables& tables) {
-  if (!copies_operands(p, tables)) return "";
+  if (!needs_operand_copies(p, tables)) return "";
   const int64_t numbers[kNumOperands] = {p.B * p.Hq * p.Sq * p.D, p.B * p.Hkv * p.Sk * p.D, p.B * p.Hkv * p.Sk * p.Dv};
   std::string names;
   double bytes = 0;
@@ -286,23 +293,23 @@ std::string copies_text(const CallFacts& p, const Tables& tables) {
     bytes += static_cast<double>(numbers[i] * facts_of(p.dtype[i]).bytes);
     broadcast |= p.layout[i].broadcast;
   }
-  return names + ": copied first into rows aligned to " + number(kUnitBytes) + " bytes, " + fixed(bytes / 1e6) + " MB" +
-         (broadcast ? " minus the broadcast part" : "");
+  return names + ": copied first into rows aligned to " + number(kUnitBytes) + " bytes, " + format_fixed(bytes / 1e6) +
+         " MB" + (broadcast ? " minus the broadcast part" : "");
 }
 
-std::string plan_json(const Plan& plan, const CallFacts& given, const DeviceFacts& device, Mode mode,
+std::string plan_json(const Plan& plan, const CallFacts& original, const DeviceFacts& device, Mode mode,
                       const Tables& tables) {
   // The plan is for 8 bits, or for 16 bits after the 8-bit plan was rejected. `p` has the features of that plan.
-  const bool whole = static_cast<bool>(plan.why_not_8bit);
-  const CallFacts p = whole ? given : with_requested_precision(given, mode);
-  std::string out = "{\"backend\": " + quoted(name_of(plan.backend, tables));
-  out += ", \"kernel\": " + quoted(plan.ours() ? tables.kernels[plan.kernel_row].name : "");
+  const bool in_16_bits = static_cast<bool>(plan.why_not_8bit);
+  const CallFacts p = in_16_bits ? original : with_requested_precision(original, mode);
+  std::string out = "{\"backend\": " + quote(name_of(plan.backend, tables));
+  out += ", \"kernel\": " + quote(plan.ours() ? tables.kernels[plan.kernel_row].name : "");
   out += ", \"splits\": " + number(plan.splits.n) + ", \"cluster\": " + number(plan.splits.cluster) +
          ", \"tiles\": " + number(plan.tiles) + ", \"reasons\": {";
   const char* separator = "";
   auto add = [&](Backend backend, const std::string& text) {
     if (backend == plan.backend) return;
-    out += separator + quoted(name_of(backend, tables)) + ": " + quoted(text);
+    out += separator + quote(name_of(backend, tables)) + ": " + quote(text);
     separator = ", ";
   };
   for (int family = 0; family < tables.num_families(); ++family)
@@ -311,23 +318,24 @@ std::string plan_json(const Plan& plan, const CallFacts& given, const DeviceFact
       plan.backend == Backend::kStock && mode.backend() != Backend::kStock
           ? "The math backend is only used on request or as PyTorch's own fallback. Force the math backend with "
             "sdpa_backend('math')."
-          : not_needed(plan, mode, tables));
-  add(Backend::kStock, not_needed(plan, mode, tables));
+          : not_examined_reason(plan, mode, tables));
+  add(Backend::kStock, not_examined_reason(plan, mode, tables));
   const bool measured =
       device.cc != 0 && (plan.choice_row >= 0 || plan.rescue_row >= 0 || plan.gate.decode || plan.splits.n > 1);
   const bool has_gradients = plan.ours() && p.grad;
   out += "}, \"why\": {";
   for (int family = 0; family < tables.num_families(); ++family)
-    out += (family > 0 ? ", " : "") + quoted(name_of(backend_of(family), tables)) + ": " +
-           quoted(kWhyNames[static_cast<int>(plan.why[family].why)]);
-  out += "}, \"precision\": " + quoted(needs_text(plan.features)) + ", \"whole\": " +
-         quoted(whole ? reason_text(plan.why_not_8bit, with_requested_precision(given, mode), device, tables) : "") +
-         ", \"gate\": " + quoted(measured ? gate_text(plan, p, device, tables) : "") +
-         ", \"row\": " + quoted(row_text(plan.choice_row, tables)) +
-         ", \"rescue\": " + quoted(rescue_text(plan.rescue_row, tables)) +
-         ", \"copies\": " + quoted(plan.ours() ? copies_text(p, tables) : "") +
+    out += (family > 0 ? ", " : "") + quote(name_of(backend_of(family), tables)) + ": " +
+           quote(kWhyNames[static_cast<int>(plan.why[family].why)]);
+  out += "}, \"precision\": " + quote(needs_text(plan.features)) + ", \"why_not_8bit\": " +
+         quote(in_16_bits ? reason_text(plan.why_not_8bit, with_requested_precision(original, mode), device, tables)
+                          : "") +
+         ", \"gate\": " + quote(measured ? gate_text(plan, p, device, tables) : "") +
+         ", \"row\": " + quote(row_text(plan.choice_row, tables)) +
+         ", \"rescue\": " + quote(rescue_text(plan.rescue_row, tables)) +
+         ", \"copies\": " + quote(plan.ours() ? copies_text(p, tables) : "") +
          ", \"sharing\": " + number(has_gradients ? plan_backward(p, device, mode, tables).sharing : 1) +
-         ", \"gradients\": " + quoted(has_gradients ? gradients_text(p, device, mode, tables) : "") + "}";
+         ", \"gradients\": " + quote(has_gradients ? gradients_text(p, device, mode, tables) : "") + "}";
   return out;
 }
 
@@ -337,16 +345,22 @@ std::string call_text(const CallFacts& p, const Tables& tables) {
   };
   std::string needs;
   for (size_t i = 0; i < tables.features.size(); ++i) {
-    const char* said = tables.features[i].said;
-    if ((p.needs >> i & 1) != 0 && *said != 0) needs += std::string(" ") + said;
+    const char* description = tables.features[i].description;
+    if ((p.needs >> i & 1) != 0 && *description != 0) needs += std::string(" ") + description;
   }
   return "query " + shape(p.B, p.Hq, p.Sq, p.D) + " key " + shape(p.B, p.Hkv, p.Sk, p.D) + " value " +
          shape(p.B, p.Hkv, p.Sk, p.Dv) + " " + facts_of(p.dtype[0]).name + needs + (p.grad ? " with grad" : "");
 }
 
-std::string forced_error(const CallFacts& given, const DeviceFacts& device, Mode mode, const Tables& tables) {
-  const CallFacts p = with_requested_precision(given, mode);
-  const Plan plan = plan_call(given, device, mode, tables);
+// Called for every decision: without a listener, the cost is two loads.
+void note_plan(const char* where, const CallFacts& p, const DeviceFacts& device, Mode mode, const Plan& plan) {
+  if (!plans_are_logged()) return;
+  log_plan(std::string(where) + ": " + call_text(p, tables()) + " -> " + plan_json(plan, p, device, mode, tables()));
+}
+
+std::string forced_error(const CallFacts& original, const DeviceFacts& device, Mode mode, const Tables& tables) {
+  const CallFacts p = with_requested_precision(original, mode);
+  const Plan plan = plan_call(original, device, mode, tables);
   const int family = mode.family();
   Reason all[kMaxReasons];
   const int count = unsupported(p, device, tables, family, all, kMaxReasons);

@@ -10,9 +10,12 @@
 // 5. In auto mode: does the decode gate let the call through?
 // 6. In auto mode: does a measured row say that the kernel is at least as fast as stock?
 // The texts of all answers are in explain.cpp.
-#include <algorithm>
+#include "dispatch/dispatch.h"
 
-#include "core/flashplug.h"
+#include <algorithm>
+#include <cstdint>
+
+#include "core/core.h"
 
 namespace flashplug {
 
@@ -24,27 +27,29 @@ namespace {
 int find_decode_row(const CallFacts& p, const DeviceFacts& device, Mode mode, const Tables& tables, int family,
                     int unpacked, Plan* plan) {
   if (p.grad && (p.needs & kMask) != 0) return -1;  // the backward needs mask metadata, and decode makes none
-  const int64_t wanted = p.batch_invariant ? 1 : mode.num_splits();
-  const bool few = plan->gate.decode || wanted > 1;
+  const int64_t requested_splits = p.batch_invariant ? 1 : mode.num_splits();
+  const bool few = plan->gate.decode || requested_splits > 1;
   if (!few && p.batch_invariant) return -1;
   if (!few && (packed_rows(p) > tables.gate.wide_rows || p.grad || unpacked < 0)) return -1;
-  const int found = find_kernel_row(p, kDecode, family, device, tables);
-  if (found < 0) return -1;
-  const KernelRow& row = tables.kernels[found];
-  const Splits splits = p.split_size > 0 ? splits_of_size(p)
-                        : wanted > 0     ? split_among(p, row, device, tables, possible_splits(p, row, wanted))
-                                         : best_splits(p, row, device, tables);
+  const int row_index = find_kernel_row(p, kDecode, family, device, tables);
+  if (row_index < 0) return -1;
+  const KernelRow& row = tables.kernels[row_index];
+  const Splits splits = p.split_size > 0 ? splits_of_size(p, tables)
+                        : requested_splits > 0
+                            ? split_among(p, row, device, tables, possible_splits(p, row, tables, requested_splits))
+                            : best_splits(p, row, device, tables);
   if (!few) {
     plan->packed_ns = packed_time(p, row, device, tables, splits);
-    plan->unpacked_ns = estimate(p, tables.kernels[unpacked], device);
+    plan->unpacked_ns = estimate(p, tables.kernels[unpacked], device, tables);
     if (plan->packed_ns >= plan->unpacked_ns) return -1;
   }
   plan->splits = splits;
-  return found;
+  return row_index;
 }
 
 // Fill in kernel row, splits and tiles of the plan, or return the reason why the family cannot run the call.
-Reason resolve(const CallFacts& p, const DeviceFacts& device, Mode mode, const Tables& tables, int family, Plan* plan) {
+Reason plan_family(const CallFacts& p, const DeviceFacts& device, Mode mode, const Tables& tables, int family,
+                   Plan* plan) {
   Reason why;
   if (unsupported(p, device, tables, family, &why, 1) != 0) return why;
   plan->gate = decode_gate(p, device, tables);
@@ -59,13 +64,13 @@ Reason resolve(const CallFacts& p, const DeviceFacts& device, Mode mode, const T
 }
 
 // Return the reason why an able, unforced family should not serve a call. A preferred backend overrides the measured
-// rows. `given` has the facts of the call as stock receives the tensors.
-Reason unwanted(const CallFacts& p, const CallFacts& given, const DeviceFacts& device, Mode mode, const Tables& tables,
-                Plan* plan) {
+// rows. `original` has the facts of the call as stock receives the tensors.
+Reason unwanted(const CallFacts& p, const CallFacts& original, const DeviceFacts& device, Mode mode,
+                const Tables& tables, Plan* plan) {
   const KernelRow& kernel = tables.kernels[plan->kernel_row];
   const bool measured = mode.backend() == Backend::kAuto;
   if (measured && device.cc != tables.gate.measured_cc) return Reason{Why::kUnmeasuredDevice, device.cc, kernel.family};
-  if (measured) plan->rescue_row = find_rescue(given, tables);
+  if (measured) plan->rescue_row = find_rescue(original, tables);
   const bool rescued = plan->rescue_row >= 0;
   if (rescued && (p.needs & kBiases) == 0) return {};  // a correct result has priority over speed
   // After a forward of this project, a stock backward would be slower than stock for both directions, and its sums may
@@ -80,33 +85,33 @@ Reason unwanted(const CallFacts& p, const CallFacts& given, const DeviceFacts& d
   const bool one_block = p.Sk <= kernel.tile_n;  // a single block of keys cannot be split
   if (plan->gate.closed && kernel.kind != kDecode && !one_block)
     return Reason{Why::kDecodeGate, plan->gate.tiles, plan->gate.needed};
-  plan->choice_row = find_choice_row(given, kernel, plan->tiles, tables);
-  return slower_by_row(*plan, tables);
+  plan->choice_row = find_choice_row(original, kernel, plan->tiles, tables);
+  return slower_reason(*plan, tables);
 }
 
 // Return the plan of a family for a call, or a plan for stock with the reason against the family.
-Plan attempt(const CallFacts& p, const CallFacts& given, const DeviceFacts& device, Mode mode, const Tables& tables,
+Plan attempt(const CallFacts& p, const CallFacts& original, const DeviceFacts& device, Mode mode, const Tables& tables,
              int family) {
   Plan plan;
   Reason& why = plan.why[family];
-  why = resolve(p, device, mode, tables, family, &plan);
-  if (!why && !mode.forces_kernels()) why = unwanted(p, given, device, mode, tables, &plan);
+  why = plan_family(p, device, mode, tables, family, &plan);
+  if (!why && !mode.forces_kernels()) why = unwanted(p, original, device, mode, tables, &plan);
   if (!why) plan.backend = backend_of(family);
   return plan;
 }
 
-Plan plan_exactly(const CallFacts& given, const DeviceFacts& device, Mode mode, const Tables& tables) {
-  const Backend wanted = mode.backend();
-  const CallFacts p = after_copies(given, tables);
-  if (mode.family() >= 0) return attempt(p, given, device, mode, tables, mode.family());
+Plan plan_with_precision(const CallFacts& original, const DeviceFacts& device, Mode mode, const Tables& tables) {
+  const Backend backend = mode.backend();
+  const CallFacts p = after_copies(original, tables);
+  if (mode.family() >= 0) return attempt(p, original, device, mode, tables, mode.family());
   Plan plan;
-  if (wanted != Backend::kAuto) {
-    plan.backend = wanted;
+  if (backend != Backend::kAuto) {
+    plan.backend = backend;
     return plan;
   }
   decltype(plan.why) why;
   any_family(tables, [&](int family) {
-    const Plan next = attempt(p, given, device, mode, tables, family);
+    const Plan next = attempt(p, original, device, mode, tables, family);
     why[family] = next.why[family];
     if (family == 0 || next.ours()) plan = next;
     return next.ours();
@@ -118,25 +123,25 @@ Plan plan_exactly(const CallFacts& given, const DeviceFacts& device, Mode mode, 
 }  // namespace
 
 CallFacts with_requested_precision(const CallFacts& p, Mode mode) {
-  CallFacts asked = p;
-  asked.needs |= mode.asks();
-  return asked;
+  CallFacts requested = p;
+  requested.needs |= mode.recipe_features();
+  return requested;
 }
 
 // The plan is for stock if no family serves the call. Under a forced backend, the op raises an error for a stock plan.
 // A requested 8-bit precision is a permission: calls run in 16 bits if the 8-bit kernels cannot run the call or were
 // not measured to be faster. The precision is an order if a block forces both the precision and the backend.
-Plan plan_call(const CallFacts& given, const DeviceFacts& device, Mode mode, const Tables& tables) {
-  if (mode.asks() == 0) return plan_exactly(given, device, mode, tables);
+Plan plan_call(const CallFacts& original, const DeviceFacts& device, Mode mode, const Tables& tables) {
+  if (mode.recipe_features() == 0) return plan_with_precision(original, device, mode, tables);
   const bool order = mode.forces_kernels() && !mode.permits();
-  Plan asked =
-      plan_exactly(with_requested_precision(given, mode), device, order ? mode : mode.of_any_backend(), tables);
-  const bool served = asked.ours() && (mode.family() < 0 || asked.backend == mode.backend());
-  if (served) asked.features = mode.asks();
-  if (served || order) return asked;
-  Plan whole = plan_exactly(given, device, mode, tables);
-  whole.why_not_8bit = asked.why[std::max(mode.family(), 0)];
-  return whole;
+  Plan in_8_bits = plan_with_precision(with_requested_precision(original, mode), device,
+                                       order ? mode : mode.of_any_backend(), tables);
+  const bool served = in_8_bits.ours() && (mode.family() < 0 || in_8_bits.backend == mode.backend());
+  if (served) in_8_bits.features = mode.recipe_features();
+  if (served || order) return in_8_bits;
+  Plan in_16_bits = plan_with_precision(original, device, mode, tables);
+  in_16_bits.why_not_8bit = in_8_bits.why[std::max(mode.family(), 0)];
+  return in_16_bits;
 }
 
 Plan plan_in_op(const CallFacts& p, const DeviceFacts& device, const Tables& tables, int64_t splits) {

@@ -1,10 +1,13 @@
 // Decode calls: the decode gate, and the number of CTAs among which the keys of a tile of query rows are split. All
 // functions are pure functions of integers.
-#include "core/flashplug.h"
+#include "dispatch/dispatch.h"
 
 #include <algorithm>
 #include <cmath>
+#include <cstdint>
 #include <limits>
+
+#include "core/core.h"
 
 namespace flashplug {
 
@@ -16,12 +19,12 @@ constexpr int64_t kPartialBytes = 2 * kFloatBytes;  // each partial result is wr
 int64_t all_rows(const CallFacts& p) { return p.B * p.Hq * p.Sq; }
 
 // Return the number of keys visible to at least one query.
-int64_t keys_of(const CallFacts& p) {
+int64_t num_visible_keys(const CallFacts& p) {
   return (p.needs & kWindow) != 0 ? std::min(p.Sk, p.left + p.right + p.Sq) : p.Sk;
 }
 
 int64_t kv_bytes(const CallFacts& p, const KernelRow& row) {
-  return p.B * p.Hkv * keys_of(p) * (p.D * facts_of(row.dtype[1]).bytes + p.Dv * facts_of(row.dtype[2]).bytes);
+  return p.B * p.Hkv * num_visible_keys(p) * (p.D * facts_of(row.dtype[1]).bytes + p.Dv * facts_of(row.dtype[2]).bytes);
 }
 
 double partial_ns(const CallFacts& p, const Tables& tables) {
@@ -31,7 +34,7 @@ double partial_ns(const CallFacts& p, const Tables& tables) {
 // Return the time in ns for combining the splits of all tiles. In a cluster, every CTA adds up a share of the tile, and
 // each warpgroup reads `peers_at_once` CTAs at a time. Without a cluster, a second kernel reads the partial results
 // from memory.
-double adding_time(const CallFacts& p, const KernelRow& row, const Tables& tables, Splits splits) {
+double combine_time_ns(const CallFacts& p, const KernelRow& row, const Tables& tables, Splits splits) {
   if (splits.n == 1) return 0;
   if (splits.in_memory()) return tables.gate.combine_ns + static_cast<double>(splits.n) * partial_ns(p, tables);
   const double rows = static_cast<double>(std::min<int64_t>(packed_rows(p), row.tile_m));
@@ -57,9 +60,9 @@ double split_time(const CallFacts& p, const KernelRow& row, const DeviceFacts& d
                   Splits splits) {
   const double rate = device.memory_rate > 0 ? device.memory_rate : tables.gate.unknown_rate;
   const double reading = static_cast<double>(kv_bytes(p, row)) / (tables.gate.read_share * rate);
-  const int64_t blocks = ceil_div(ceil_div(keys_of(p), row.tile_n), splits.n);
+  const int64_t blocks = ceil_div(ceil_div(num_visible_keys(p), row.tile_n), splits.n);
   const double working = waves(p, row, device, splits) * static_cast<double>(blocks * row.cost);
-  return std::hypot(reading, working) + adding_time(p, row, tables, splits);
+  return std::hypot(reading, working) + combine_time_ns(p, row, tables, splits);
 }
 
 }  // namespace
@@ -88,8 +91,9 @@ Splits split_among(const CallFacts& p, const KernelRow& row, const DeviceFacts& 
   const Splits apart{n, 1}, together{n, n};
   if (n > largest_cluster(row, tables)) return apart;
   const double share = tables.gate.cluster_share[n];
-  const bool room = share == 0 || static_cast<double>(n * packed_tiles(p, row)) <= share * device.sm_count;
-  return room && adding_time(p, row, tables, together) <= adding_time(p, row, tables, apart) ? together : apart;
+  const bool fits_gpu = share == 0 || static_cast<double>(n * packed_tiles(p, row)) <= share * device.sm_count;
+  return fits_gpu && combine_time_ns(p, row, tables, together) <= combine_time_ns(p, row, tables, apart) ? together
+                                                                                                         : apart;
 }
 
 double packed_time(const CallFacts& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables,
@@ -98,16 +102,16 @@ double packed_time(const CallFacts& p, const KernelRow& row, const DeviceFacts& 
 }
 
 // There is at most one split for each block of keys, and kernels must be able to count the partial results in 32 bits.
-int64_t possible_splits(const CallFacts& p, const KernelRow& row, int64_t wanted) {
+int64_t possible_splits(const CallFacts& p, const KernelRow& row, const Tables& tables, int64_t requested) {
   const int64_t countable = std::numeric_limits<int32_t>::max() / partial_floats(p, 1);
-  const int64_t most = std::min({ceil_div(keys_of(p), row.tile_n), countable, kMaxSplits});
-  return std::clamp<int64_t>(wanted, 1, std::max<int64_t>(most, 1));
+  const int64_t most = std::min({ceil_div(num_visible_keys(p), row.tile_n), countable, tables.layout.max_splits});
+  return std::clamp<int64_t>(requested, 1, std::max<int64_t>(most, 1));
 }
 
 // The number of splits is enough for the longest possible sequence, whose first block may begin before the window. The
 // number is at least two, because a single split rounds differently.
-Splits splits_of_size(const CallFacts& p) {
-  const int64_t keys = std::min(p.Sk, keys_of(p) + kSplitUnit - 1);
+Splits splits_of_size(const CallFacts& p, const Tables& tables) {
+  const int64_t keys = std::min(p.Sk, num_visible_keys(p) + tables.layout.split_unit - 1);
   return {std::max<int64_t>(ceil_div(keys, p.split_size), 2), 1};
 }
 
@@ -115,11 +119,11 @@ Splits splits_of_size(const CallFacts& p) {
 // where both are equal: at blocks * cost / n = n * partial_ns.
 Splits best_of(const CallFacts& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables,
                int64_t most) {
-  const int64_t blocks = ceil_div(keys_of(p), row.tile_n);
+  const int64_t blocks = ceil_div(num_visible_keys(p), row.tile_n);
   const auto equal = static_cast<int64_t>(std::sqrt(static_cast<double>(blocks * row.cost) / partial_ns(p, tables)));
   Splits best;
-  const auto consider = [&](int64_t wanted) {
-    const int64_t even = ceil_div(blocks, ceil_div(blocks, wanted));
+  const auto consider = [&](int64_t requested) {
+    const int64_t even = ceil_div(blocks, ceil_div(blocks, requested));
     const Splits splits = split_among(p, row, device, tables, even);
     if (split_time(p, row, device, tables, splits) < split_time(p, row, device, tables, best)) best = splits;
   };
@@ -129,16 +133,16 @@ Splits best_of(const CallFacts& p, const KernelRow& row, const DeviceFacts& devi
   return best;
 }
 
-// Kernels with `at_once` > 1 read faster with more CTAs than SMs. If a mask hides most keys, combining more splits
+// Kernels with `at_once` > 1 read faster with more CTAs than SMs. If a mask excludes most keys, combining more splits
 // takes longer than this estimate, so the CTAs must save at least `shared_ns`.
 Splits best_splits(const CallFacts& p, const KernelRow& row, const DeviceFacts& device, const Tables& tables) {
-  const auto of = [&](int64_t ctas) {
-    return best_of(p, row, device, tables, possible_splits(p, row, ctas / packed_tiles(p, row)));
+  const auto best_with = [&](int64_t ctas) {
+    return best_of(p, row, device, tables, possible_splits(p, row, tables, ctas / packed_tiles(p, row)));
   };
   const auto time = [&](Splits splits) { return split_time(p, row, device, tables, splits); };
-  const Splits alone = of(device.sm_count);
+  const Splits alone = best_with(device.sm_count);
   if (row.at_once == 1) return alone;
-  const Splits shared = of(row.at_once * device.sm_count);
+  const Splits shared = best_with(row.at_once * device.sm_count);
   return time(alone) - time(shared) >= tables.gate.shared_ns ? shared : alone;
 }
 

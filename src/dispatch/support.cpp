@@ -1,10 +1,13 @@
 // Checks whether the kernels of an architecture can run a call at all, whatever the speed. The texts are in
 // explain.cpp.
+#include "dispatch/dispatch.h"
+
 #include <algorithm>
 #include <bit>
+#include <cstdint>
 #include <utility>
 
-#include "core/flashplug.h"
+#include "core/core.h"
 
 namespace flashplug {
 
@@ -21,8 +24,8 @@ struct Collector {
   int limit;
   int count = 0;
   bool full() const { return count >= limit; }
-  void add(Why why, int64_t given = 0, int64_t allowed = 0, int operand = 0) {
-    if (!full()) reasons[count++] = Reason{why, given, allowed, operand};
+  void add(Why why, int64_t actual = 0, int64_t allowed = 0, int operand = 0) {
+    if (!full()) reasons[count++] = Reason{why, actual, allowed, operand};
   }
 };
 
@@ -34,15 +37,15 @@ struct HeadDims {
 };
 HeadDims largest_head_dims(const CallFacts& p, int family, bool elementwise, const DeviceFacts& device,
                            const Tables& tables) {
-  const bool cast = !tables.made_of(family, p.dtype), taken = tables.takes_together(family, p.needs);
+  const bool cast = !tables.supports_dtypes(family, p.dtype), together = tables.has_kernel_with_all(family, p.needs);
   HeadDims most;
   for (const Kind kind : {kFwd, kDecode}) {  // some calls have only decode kernels
     if (most.d != 0) break;
     for (int element = 0; element < kNumDTypes; ++element) {
-      for (int i : tables.of(kind, family, static_cast<DType>(element))) {
+      for (int i : tables.rows(kind, family, static_cast<DType>(element))) {
         const KernelRow& row = tables.kernels[i];
         if ((row.elementwise != 0) != elementwise || !smem_fits(row, device)) continue;
-        if ((!cast && !made_of(row, p)) || (taken && !has_features(row, p.needs))) continue;
+        if ((!cast && !supports_dtypes(row, p)) || (together && !has_features(row, p.needs))) continue;
         most = {std::max(most.d, row.d_max), std::max(most.dv, row.dv_max)};
       }
     }
@@ -57,25 +60,25 @@ void add_class_reasons(const CallFacts& p, const DeviceFacts& device, const Tabl
     out->add(Why::kDevice);
   else if (!runs_on(tables.families[family], device.cc))
     out->add(Why::kArch, device.cc, family);
-  if (!tables.made_of(family, p.dtype)) {
+  if (!tables.supports_dtypes(family, p.dtype)) {
     const bool mixed = p.dtype[0] != p.dtype[1] || p.dtype[0] != p.dtype[2];
     out->add(mixed ? Why::kMixedDtype : Why::kDtype, 0, family);
   }
-  const int64_t missing = p.needs & ~tables.takes(family);
+  const int64_t missing = p.needs & ~tables.features_of(family);
   for (int64_t left = missing; left != 0; left &= left - 1)
     out->add(Why::kFeature, std::countr_zero(static_cast<uint64_t>(left)));
-  if (missing == 0 && !tables.takes_together(family, p.needs)) out->add(Why::kTogether, p.needs);
+  if (missing == 0 && !tables.has_kernel_with_all(family, p.needs)) out->add(Why::kTogether, p.needs);
   if ((p.needs & kEightBits) != 0 && p.grad) out->add(Why::kGradientsInEightBits);
   if (p.scale == Scale::kNotFinite) out->add(Why::kScale);
   if ((p.needs & kDropout) != 0 && !(p.dropout_p > 0.0 && p.dropout_p <= 1.0)) out->add(Why::kProbability);
 }
 
-void add_broken_units(const CallFacts& p, Collector* out) {
+void add_alignment_reasons(const CallFacts& p, Collector* out) {
   const int64_t dims[kNumOperands] = {p.D, p.D, p.Dv};
   for (int i = 0; i < kNumOperands; ++i) {
     const int64_t step = unit_elements(p.dtype[i]);
-    const bool said = i == 1 && step == unit_elements(p.dtype[0]);  // already reported for the query
-    if (dims[i] % step != 0 && !said) out->add(Why::kHeadDimStep, dims[i], step, i);
+    const bool is_reported = i == 1 && step == unit_elements(p.dtype[0]);  // already reported for the query
+    if (dims[i] % step != 0 && !is_reported) out->add(Why::kHeadDimStep, dims[i], step, i);
   }
   for (int i = 0; i < kNumOperands; ++i) {
     const Layout& layout = p.layout[i];
@@ -86,7 +89,7 @@ void add_broken_units(const CallFacts& p, Collector* out) {
 
 }  // namespace
 
-bool made_of(const KernelRow& row, const CallFacts& p) {
+bool supports_dtypes(const KernelRow& row, const CallFacts& p) {
   return std::equal(p.dtype, p.dtype + kNumOperands, row.dtype);
 }
 
@@ -106,13 +109,13 @@ bool head_dims_aligned(const CallFacts& p) {
 }
 
 bool is_16b_aligned(const CallFacts& p) {
-  const auto whole = [](const Layout& layout) { return is_16b_aligned(layout); };
-  return head_dims_aligned(p) && std::all_of(p.layout, p.layout + kNumOperands, whole);
+  const auto is_aligned = [](const Layout& layout) { return is_16b_aligned(layout); };
+  return head_dims_aligned(p) && std::all_of(p.layout, p.layout + kNumOperands, is_aligned);
 }
 
 // The kernels of stock get copies as well (stock_workarounds.cpp). Only calls with a strided last dim go to math
 // instead. Plain calls are never copied, whatever rows a table has.
-bool copies_operands(const CallFacts& p, const Tables& tables) {
+bool needs_operand_copies(const CallFacts& p, const Tables& tables) {
   return (p.needs & ~kCausal) != 0 && !is_16b_aligned(p) && head_dims_aligned(p) &&
          std::none_of(tables.kernels.begin(), tables.kernels.end(),
                       [&p](const KernelRow& row) { return row.elementwise != 0 && has_features(row, p.needs); });
@@ -120,7 +123,7 @@ bool copies_operands(const CallFacts& p, const Tables& tables) {
 
 CallFacts after_copies(const CallFacts& p, const Tables& tables) {
   CallFacts read = p;
-  if (!copies_operands(p, tables)) return read;
+  if (!needs_operand_copies(p, tables)) return read;
   for (Layout& layout : read.layout) {
     if (!is_16b_aligned(layout)) layout = Layout{};
   }
@@ -131,9 +134,9 @@ CallFacts after_copies(const CallFacts& p, const Tables& tables) {
 // would return a result without the feature. The efficient attention has dropout, too, but draws other bits than the
 // kernels of this project and math. The tensors do not say whose seed they hold, so no backward could tell. The dtypes
 // below are the only supported dtypes, whatever else is in `kDTypes`.
-bool efficient_takes(const CallFacts& p) {
-  constexpr int64_t made_of = dtype_bit("bfloat16") | dtype_bit("float16") | dtype_bit("float32");
-  return (p.needs & ~kCausal) == 0 && (made_of >> static_cast<int>(p.dtype[0]) & 1) != 0 && p.dtype[0] == p.dtype[1] &&
+bool stock_efficient_supports(const CallFacts& p) {
+  constexpr int64_t dtypes = dtype_bit("bfloat16") | dtype_bit("float16") | dtype_bit("float32");
+  return (p.needs & ~kCausal) == 0 && (dtypes >> static_cast<int>(p.dtype[0]) & 1) != 0 && p.dtype[0] == p.dtype[1] &&
          p.dtype[0] == p.dtype[2] && !is_empty(p) && is_16b_aligned(p) && p.Hq % p.Hkv == 0;
 }
 
@@ -168,7 +171,7 @@ int find_rescue(const CallFacts& p, const Tables& tables) {
   const auto any = [&p](bool Layout::* fact) {
     return std::any_of(p.layout, p.layout + kNumOperands, [fact](const Layout& layout) { return layout.*fact; });
   };
-  const std::pair<CallFact, bool> known[] = {
+  const std::pair<CallFact, bool> shape_facts[] = {
       {kOddBase, any(&Layout::odd_base)},
       {kOddOnes, any(&Layout::odd_ones)},
       {kBroadcastQuery, p.layout[0].broadcast},
@@ -182,13 +185,13 @@ int find_rescue(const CallFacts& p, const Tables& tables) {
       {kHalfKeyBlock, has_half_key_block(p)},
   };
   int64_t facts = facts_of_class(p);
-  for (const auto& [fact, holds] : known) facts |= holds ? static_cast<int64_t>(fact) : 0;
+  for (const auto& [fact, holds] : shape_facts) facts |= holds ? static_cast<int64_t>(fact) : 0;
   return find_rescue_of(p, facts, tables);
 }
 
-int unsupported(const CallFacts& given, const DeviceFacts& device, const Tables& tables, int family, Reason* reasons,
+int unsupported(const CallFacts& original, const DeviceFacts& device, const Tables& tables, int family, Reason* reasons,
                 int limit) {
-  const CallFacts p = after_copies(given, tables);
+  const CallFacts p = after_copies(original, tables);
   Collector out{reasons, limit};
   add_class_reasons(p, device, tables, family, &out);
   if (out.full()) return out.count;
@@ -196,21 +199,21 @@ int unsupported(const CallFacts& given, const DeviceFacts& device, const Tables&
     out.add(Why::kEmpty);
     return out.count;
   }
-  const bool whole = is_16b_aligned(p);
+  const bool aligned = is_16b_aligned(p);
   // If the family does not run on this GPU, the shared memory of the GPU is no limit: the reason is the architecture.
   const DeviceFacts holder = runs_on(tables.families[family], device.cc) ? device : DeviceFacts{};
-  HeadDims most = largest_head_dims(p, family, !whole, holder, tables);
-  if (!whole && most.d == 0) {  // the family has no element-wise kernel
-    add_broken_units(p, &out);
+  HeadDims most = largest_head_dims(p, family, !aligned, holder, tables);
+  if (!aligned && most.d == 0) {  // the family has no element-wise kernel
+    add_alignment_reasons(p, &out);
     most = largest_head_dims(p, family, false, holder, tables);
   }
   if (most.d == 0) out.add(Why::kNoKernel);
-  const auto too_wide = [&](int64_t given, int64_t HeadDims::* of, int operand) {
-    if (most.d == 0 || given <= most.*of) return;
+  const auto too_wide = [&](int64_t original, int64_t HeadDims::* limit_of, int operand) {
+    if (most.d == 0 || original <= most.*limit_of) return;
     CallFacts plain = p;
     plain.needs = 0;
-    const bool narrowed = given <= largest_head_dims(plain, family, !whole, holder, tables).*of;
-    out.add(narrowed ? Why::kHeadDimOfFeatures : Why::kHeadDimLimit, given, most.*of, operand);
+    const bool narrowed = original <= largest_head_dims(plain, family, !aligned, holder, tables).*limit_of;
+    out.add(narrowed ? Why::kHeadDimOfFeatures : Why::kHeadDimLimit, original, most.*limit_of, operand);
   };
   too_wide(p.D, &HeadDims::d, 0);
   too_wide(p.Dv, &HeadDims::dv, 2);
@@ -218,7 +221,7 @@ int unsupported(const CallFacts& given, const DeviceFacts& device, const Tables&
 }
 
 // A requested backend overrides the choice rows, which hold only for the measured GPU.
-bool class_may_serve(const CallFacts& p, const DeviceFacts& device, Mode mode, const Tables& tables) {
+bool may_serve_class(const CallFacts& p, const DeviceFacts& device, Mode mode, const Tables& tables) {
   const auto may_run = [&](int family) {
     Reason why;
     Collector out{&why, 1};

@@ -3,6 +3,12 @@
 #include "dispatch/varlen_decision.h"
 
 #include <algorithm>
+#include <cstdint>
+#include <string>
+#include <utility>
+
+#include "core/core.h"
+#include "dispatch/dispatch.h"
 
 namespace flashplug {
 
@@ -10,7 +16,6 @@ namespace {
 
 constexpr int64_t kMaxDecodeRows = 128;    // torch 2.14 does not use cuDNN for calls of at most so many query rows
 constexpr int64_t kLargestCudnnDim = 128;  // limit of torch 2.15 on Hopper
-constexpr int64_t kLargestDim = 256, kDimStep = 8;
 
 bool is_window(const VarlenCall& call, VarlenWindow window) { return call.window == static_cast<int64_t>(window); }
 
@@ -24,11 +29,11 @@ bool fits_cudnn(const VarlenCall& call) {
 
 // Return true if torch 2.15 can run cuDNN for the call on some machine with a Hopper GPU. The op of torch 2.15 receives
 // the choice as an argument.
-bool may_be_cudnns(const VarlenCall& call) {
+bool may_run_cudnn(const VarlenCall& call) {
   return !is_window(call, VarlenWindow::kOther) && call.splits < 0 && std::max(call.D, call.Dv) <= kLargestCudnnDim;
 }
 
-int64_t facts_of(const VarlenCall& call) {
+int64_t features_of(const VarlenCall& call) {
   return (call.misaligned != 0 ? int64_t{kMisaligned} : 0) |
          (call.unusual_scale != 0 ? int64_t{kUnusualVarlenScale} : 0);
 }
@@ -41,19 +46,19 @@ int find_row(VarlenKernel stock, int64_t facts, int cc, const Tables& tables) {
   const auto holds = [&](const VarlenRow& row) {
     return row.cc == cc && row.stock == stock && (row.facts & ~facts) == 0;
   };
-  const auto found = std::ranges::find_if(tables.varlen, holds);
-  return found == tables.varlen.end() ? -1 : static_cast<int>(found - tables.varlen.begin());
+  const auto first_match = std::ranges::find_if(tables.varlen, holds);
+  return first_match == tables.varlen.end() ? -1 : static_cast<int>(first_match - tables.varlen.begin());
 }
 
-bool kernels_take(const VarlenCall& call) {
-  const auto fits = [](int64_t dim) { return dim % kDimStep == 0 && dim <= kLargestDim; };
+bool kernels_support(const VarlenCall& call) {
+  const LayoutRow& layout = tables().layout;
   return call.readable != 0 && call.has_cu_k != 0 && call.paged == 0 && (call.splits < 0 || call.splits == 1) &&
-         fits(call.D) && fits(call.Dv);
+         has_head_dim(layout, call.D) && has_head_dim(layout, call.Dv);
 }
 
-std::string said(const VarlenCall& call, const VarlenDecision& verdict, int cc) {
-  const std::string stock = kVarlenKernelSaid[stock_varlen(call, cc)];
-  switch (verdict.exit) {
+std::string decision_text(const VarlenCall& call, const VarlenDecision& decision, int cc) {
+  const std::string stock = kVarlenKernelSaid[stock_varlen_kernel(call, cc)];
+  switch (decision.exit) {
     case VarlenDecisionReason::kDisabled:
       return "The plugin is disabled. Call torch_flashplug.enable().";
     case VarlenDecisionReason::kOtherBackend:
@@ -61,7 +66,7 @@ std::string said(const VarlenCall& call, const VarlenDecision& verdict, int cc) 
     case VarlenDecisionReason::kNotAllowed:
       return "torch.nn.attention.sdpa_kernel allows neither FLASH_ATTENTION nor OVERRIDEABLE.";
     case VarlenDecisionReason::kNotTaken:
-      return "The kernels of this project do not support a call with " + lacking_text(call);
+      return "The kernels of this project do not support a call with " + missing_support_text(call);
     case VarlenDecisionReason::kForced:
       return "The backend is forced.";
     case VarlenDecisionReason::kServed:
@@ -83,7 +88,7 @@ std::string said(const VarlenCall& call, const VarlenDecision& verdict, int cc) 
 
 }  // namespace
 
-VarlenKernel stock_varlen(const VarlenCall& call, int cc) {
+VarlenKernel stock_varlen_kernel(const VarlenCall& call, int cc) {
   const bool has_cudnn = cc / 10 == 9 || cc / 10 == 10;  // torch considers cuDNN on these GPUs
   switch (static_cast<VarlenRule>(call.rule)) {
     case VarlenRule::kFlash:
@@ -91,7 +96,7 @@ VarlenKernel stock_varlen(const VarlenCall& call, int cc) {
     case VarlenRule::kShapes:
       return has_cudnn && fits_cudnn(call) ? kVarlenCudnn : kVarlenFlash;
     case VarlenRule::kArgument:
-      if (call.backend < 0) return has_cudnn && may_be_cudnns(call) ? kVarlenCudnn : kVarlenFlash;
+      if (call.backend < 0) return has_cudnn && may_run_cudnn(call) ? kVarlenCudnn : kVarlenFlash;
       return call.backend == kChoiceFlash ? kVarlenFlash : kVarlenCudnn;
     case VarlenRule::kUnknown:
       break;
@@ -104,20 +109,20 @@ bool flash_is_measured(int cc, const Tables& tables) {
   return row >= 0 && tables.varlen[row].serve != 0;
 }
 
-VarlenDecision judge_varlen(const VarlenCall& call, bool is_on, Mode mode, int cc, const Tables& tables) {
+VarlenDecision decide_varlen(const VarlenCall& call, bool is_on, Mode mode, int cc, const Tables& tables) {
   if (!is_on) return {VarlenDecisionReason::kDisabled};
   if (mode.backend() != Backend::kAuto && mode.family() < 0) return {VarlenDecisionReason::kOtherBackend};
   if (call.allowed == 0) return {VarlenDecisionReason::kNotAllowed};
-  if (!kernels_take(call)) return {VarlenDecisionReason::kNotTaken};
+  if (!kernels_support(call)) return {VarlenDecisionReason::kNotTaken};
   if (mode.forces_kernels()) return {VarlenDecisionReason::kForced};
-  const int row = find_row(stock_varlen(call, cc), facts_of(call), cc, tables);
+  const int row = find_row(stock_varlen_kernel(call, cc), features_of(call), cc, tables);
   if (row >= 0)
     return {tables.varlen[row].serve != 0 ? VarlenDecisionReason::kServed : VarlenDecisionReason::kSlower, row};
   return {has_row_of(cc, tables) ? VarlenDecisionReason::kUnmeasured : VarlenDecisionReason::kDevice};
 }
 
-std::string lacking_text(const VarlenCall& call) {
-  const auto is_odd = [](int64_t dim) { return dim % kDimStep != 0 || dim > kLargestDim; };
+std::string missing_support_text(const VarlenCall& call) {
+  const auto is_odd = [](int64_t dim) { return !has_head_dim(tables().layout, dim); };
   const DTypeFacts& dtype = kDTypes[call.dtype];
   const auto [low, high] = std::minmax(call.D, call.Dv);
   const std::string dims = low == high ? std::to_string(low) : std::to_string(low) + ", " + std::to_string(high);
@@ -128,28 +133,28 @@ std::string lacking_text(const VarlenCall& call) {
       {dtype.bytes != 2, std::string("torch.") + dtype.name},
       {is_odd(call.D) || is_odd(call.Dv), "head dims [" + dims + "]"}};
   std::string all;
-  for (const auto& [lacking, what] : lacks) all += lacking ? (all.empty() ? "" : ", ") + what : "";
+  for (const auto& [lacking, property] : lacks) all += lacking ? (all.empty() ? "" : ", ") + property : "";
   return all.empty() ? "these tensors" : all;
 }
 
-std::string varlen_json(const VarlenCall& call, const VarlenDecision& verdict, Mode mode, int cc,
+std::string varlen_json(const VarlenCall& call, const VarlenDecision& decision, Mode mode, int cc,
                         const Tables& tables) {
-  const VarlenRow* row = verdict.row < 0 ? nullptr : &tables.varlen[verdict.row];
-  const bool raises = verdict.exit == VarlenDecisionReason::kNotTaken && mode.forces_kernels();
+  const VarlenRow* row = decision.row < 0 ? nullptr : &tables.varlen[decision.row];
+  const bool raises = decision.exit == VarlenDecisionReason::kNotTaken && mode.forces_kernels();
   const std::pair<const char*, std::string> members[] = {
-      {"exit", kVarlenExitNames[static_cast<int>(verdict.exit)]},
-      {"stock", kVarlenKernelNames[stock_varlen(call, cc)]},
-      {"said", said(call, verdict, cc)},
+      {"exit", kVarlenExitNames[static_cast<int>(decision.exit)]},
+      {"stock", kVarlenKernelNames[stock_varlen_kernel(call, cc)]},
+      {"said", decision_text(call, decision, cc)},
       {"row", row != nullptr ? row->measured : ""},
       {"rescue", row != nullptr ? row->wrong : ""},
       {"error", raises ? forced_varlen_error(call, mode, tables) : ""}};
   std::string json;
-  for (const auto& [name, text] : members) json += (json.empty() ? "{" : ", ") + quoted(name) + ": " + quoted(text);
+  for (const auto& [name, text] : members) json += (json.empty() ? "{" : ", ") + quote(name) + ": " + quote(text);
   return json + "}";
 }
 
 std::string forced_varlen_error(const VarlenCall& call, Mode mode, const Tables& tables) {
-  return "varlen_attn: the forced kernels do not support a call with " + lacking_text(call) +
+  return "varlen_attn: the forced kernels do not support a call with " + missing_support_text(call) +
          ". Call varlen_attn outside of sdpa_backend('" + tables.families[mode.family()].backend + "').";
 }
 

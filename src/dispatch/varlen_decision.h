@@ -2,7 +2,12 @@
 // call. The op (src/hooks/varlen_attn.cpp) and explain_varlen use the rule.
 #pragma once
 
-#include "core/flashplug.h"
+#include <cstddef>
+#include <cstdint>
+#include <iterator>
+#include <string>
+
+#include "core/core.h"
 
 namespace flashplug {
 
@@ -62,13 +67,14 @@ struct VarlenDecision {
   bool ours() const { return exit == VarlenDecisionReason::kForced || exit == VarlenDecisionReason::kServed; }
 };
 
-VarlenKernel stock_varlen(const VarlenCall& call, int cc);  // the kernel of the stock op
-VarlenDecision judge_varlen(const VarlenCall& call, bool is_on, Mode mode, int cc, const Tables& tables);
+VarlenKernel stock_varlen_kernel(const VarlenCall& call, int cc);  // the kernel of the stock op
+VarlenDecision decide_varlen(const VarlenCall& call, bool is_on, Mode mode, int cc, const Tables& tables);
 // Return true if the kernels were measured on the GPU to be as fast as torch's flash attention.
 bool flash_is_measured(int cc, const Tables& tables);
-std::string lacking_text(const VarlenCall& call);  // unsupported properties of the call
+std::string missing_support_text(const VarlenCall& call);  // unsupported properties of the call
 // Return the error text for an unsupported call under a mode that forces kernels.
 std::string forced_varlen_error(const VarlenCall& call, Mode mode, const Tables& tables);
-std::string varlen_json(const VarlenCall& call, const VarlenDecision& verdict, Mode mode, int cc, const Tables& tables);
+std::string varlen_json(const VarlenCall& call, const VarlenDecision& decision, Mode mode, int cc,
+                        const Tables& tables);
 
 }  // namespace flashplug

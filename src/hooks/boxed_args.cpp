@@ -4,8 +4,16 @@
 #include <torch/csrc/stable/c/shim.h>
 
 #include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdint>
 #include <iterator>
+#include <optional>
+#include <stdexcept>
 #include <string>
+#include <string_view>
+
+#include "core/values.h"
 
 namespace flashplug {
 
@@ -65,7 +73,7 @@ T as(StableIValue value) {
 
 }  // namespace
 
-LiveSchema::Boxing LiveSchema::boxing_of(std::string_view type) {
+LiveSchema::Boxing LiveSchema::boxed_type(std::string_view type) {
   const bool maybe = type.ends_with('?'), list = type.find('[') != type.npos;
   const bool tensor = type.starts_with("Tensor");
   if (list && (tensor || !maybe))
@@ -76,7 +84,7 @@ LiveSchema::Boxing LiveSchema::boxing_of(std::string_view type) {
 }
 
 LiveSchema::LiveSchema(std::string_view schema) {
-  place_.fill(-1);
+  positions_.fill(-1);
   const size_t begin = schema.find('(') + 1;
   std::string_view list = schema.substr(begin, schema.find(") -> ") - begin);
   while (!list.empty()) {
@@ -89,10 +97,10 @@ LiveSchema::LiveSchema(std::string_view schema) {
           "torch_flashplug: torch's op must have at most LiveSchema::kMost arguments, but has more.");
     const size_t space = item.rfind(' ');
     const std::string_view name = item.substr(space + 1, item.find('=', space) - space - 1);
-    const auto known =
+    const auto entry =
         std::find_if(std::begin(kNames), std::end(kNames), [&](const Named& x) { return x.name == name; });
-    if (known != std::end(kNames)) place_[static_cast<int>(known->arg)] = count_;
-    boxing_[count_++] = boxing_of(item.substr(0, space));
+    if (entry != std::end(kNames)) positions_[static_cast<int>(entry->arg)] = count_;
+    boxing_[count_++] = boxed_type(item.substr(0, space));
   }
 }
 
@@ -116,13 +124,13 @@ BoxedArgs::BoxedArgs(const LiveSchema& signature, StableIValue* stack, uint64_t 
   if (count != static_cast<uint64_t>(signature.count()))
     throw std::runtime_error(
         "torch_flashplug: torch's op must be called with the arguments of the schema, but got another number.");
-  std::copy_n(stack, count, given_.begin());
+  std::copy_n(stack, count, args_.begin());
 }
 
 const StableIValue* BoxedArgs::at(Arg arg) const {
-  const int place = signature_.place(arg);
-  if (place < 0) return nullptr;
-  return signature_.is_optional(place) ? as<StableIValue*>(given_[place]) : &given_[place];
+  const int position = signature_.position(arg);
+  if (position < 0) return nullptr;
+  return signature_.is_optional(position) ? as<StableIValue*>(args_[position]) : &args_[position];
 }
 
 AtenTensorHandle BoxedArgs::undefined(Arg arg) const {
@@ -131,9 +139,9 @@ AtenTensorHandle BoxedArgs::undefined(Arg arg) const {
 }
 
 AtenTensorHandle BoxedArgs::tensor(Arg arg) const {
-  const AtenTensorHandle found = undefined(arg);
+  const AtenTensorHandle handle = undefined(arg);
   bool defined = false;
-  return found != nullptr && aoti_torch_is_defined(found, &defined) == 0 && defined ? found : nullptr;
+  return handle != nullptr && aoti_torch_is_defined(handle, &defined) == 0 && defined ? handle : nullptr;
 }
 
 std::optional<double> BoxedArgs::real(Arg arg) const {
@@ -164,9 +172,9 @@ std::optional<std::array<int64_t, 2>> BoxedArgs::pair(Arg arg) const {
   return numbers;
 }
 
-void BoxedArgs::go_on_to(const char* op) {
-  given_away_ = true;
-  if (!dispatched(op, "", stack_)) rethrow(op);
+void BoxedArgs::call_stock_op(const char* op) {
+  passed_on_ = true;
+  if (!dispatch_op(op, "", stack_)) rethrow(op);
 }
 
 }  // namespace flashplug

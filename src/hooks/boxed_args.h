@@ -3,6 +3,8 @@
 #pragma once
 
 #include <array>
+#include <cstddef>
+#include <cstdint>
 #include <optional>
 #include <string_view>
 
@@ -52,17 +54,21 @@ class LiveSchema {
  public:
   static constexpr int kMost = 32;  // maximal number of arguments
   explicit LiveSchema(std::string_view schema);
-  int place(Arg arg) const { return place_[static_cast<int>(arg)]; }  // -1: the running torch's op has no such argument
+  int position(Arg arg) const {
+    return positions_[static_cast<int>(arg)];
+  }  // -1: the running torch's op has no such argument
   int count() const { return count_; }
   void free(const StableIValue* arguments) const;
-  bool is_optional(int place) const { return boxing_[place] != Boxing::kPlain && boxing_[place] != Boxing::kTensor; }
+  bool is_optional(int position) const {
+    return boxing_[position] != Boxing::kPlain && boxing_[position] != Boxing::kTensor;
+  }
 
  private:
   enum class Boxing : uint8_t { kPlain, kTensor, kMaybeTensor, kMaybeNumber, kMaybeList };
-  static Boxing boxing_of(std::string_view type);
+  static Boxing boxed_type(std::string_view type);
 
   int count_ = 0;
-  std::array<int, static_cast<size_t>(Arg::kCount)> place_;
+  std::array<int, static_cast<size_t>(Arg::kCount)> positions_;
   std::array<Boxing, kMost> boxing_{};
 };
 
@@ -73,7 +79,7 @@ class BoxedArgs {
   BoxedArgs(const LiveSchema& signature, StableIValue* stack, uint64_t count);
   BoxedArgs(const BoxedArgs&) = delete;
   ~BoxedArgs() {
-    if (!given_away_) signature_.free(given_.data());
+    if (!passed_on_) signature_.free(args_.data());
   }
   bool has(Arg arg) const { return at(arg) != nullptr; }  // present and not None
   AtenTensorHandle tensor(Arg arg) const;                 // null: absent
@@ -83,15 +89,15 @@ class BoxedArgs {
   bool flag(Arg arg) const;                                   // false if the running torch's op has no such flag
   std::optional<std::array<int64_t, 2>> pair(Arg arg) const;  // from a list of two numbers
   // Pass the arguments on to an op with the same schema. The results are on the stack afterwards.
-  void go_on_to(const char* op);
+  void call_stock_op(const char* op);
 
  private:
   const StableIValue* at(Arg arg) const;  // null: absent, or None
 
   const LiveSchema& signature_;
   StableIValue* stack_;
-  std::array<StableIValue, LiveSchema::kMost> given_;
-  bool given_away_ = false;
+  std::array<StableIValue, LiveSchema::kMost> args_;
+  bool passed_on_ = false;
 };
 
 }  // namespace flashplug

@@ -13,12 +13,23 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdint>
 #include <cstring>
+#include <iterator>
 #include <memory>
 #include <mutex>
+#include <stdexcept>
+#include <string>
+#include <utility>
 
+#include "core/attention_call.h"
+#include "core/core.h"
+#include "core/values.h"
 #include "dispatch/varlen_decision.h"
+#include "hooks/hooks.h"
 #include "hooks/varlen_common.h"
+#include "operands/operands.h"
+#include "stock/stock.h"
 
 namespace flashplug {
 
@@ -57,42 +68,42 @@ Op forward_op{"_flash_attention_forward"}, into_op{"_flash_attention_forward_no_
 std::atomic<bool> preferred{false};
 
 // Return the arguments in the form of stock's kernel.
-VarlenFlashCall as_stock_takes_it(const BoxedArgs& given) {
-  return {given.tensor(Arg::kQuery),
-          given.tensor(Arg::kKey),
-          given.tensor(Arg::kValue),
-          given.tensor(Arg::kCuQ),
-          given.tensor(Arg::kCuK),
-          given.integer(Arg::kMaxQ).value_or(0),
-          given.integer(Arg::kMaxK).value_or(0),
-          given.real(Arg::kDropout).value_or(0.0),
-          given.flag(Arg::kCausal),
-          given.flag(Arg::kDebugMask),
-          given.real(Arg::kScale),
-          given.integer(Arg::kLeft),
-          given.integer(Arg::kRight),
-          given.tensor(Arg::kUsedK),
-          given.tensor(Arg::kAlibi),
-          given.tensor(Arg::kPages),
-          given.integer(Arg::kSplits)};
+VarlenFlashCall stock_call(const BoxedArgs& args) {
+  return {args.tensor(Arg::kQuery),
+          args.tensor(Arg::kKey),
+          args.tensor(Arg::kValue),
+          args.tensor(Arg::kCuQ),
+          args.tensor(Arg::kCuK),
+          args.integer(Arg::kMaxQ).value_or(0),
+          args.integer(Arg::kMaxK).value_or(0),
+          args.real(Arg::kDropout).value_or(0.0),
+          args.flag(Arg::kCausal),
+          args.flag(Arg::kDebugMask),
+          args.real(Arg::kScale),
+          args.integer(Arg::kLeft),
+          args.integer(Arg::kRight),
+          args.tensor(Arg::kUsedK),
+          args.tensor(Arg::kAlibi),
+          args.tensor(Arg::kPages),
+          args.integer(Arg::kSplits)};
 }
 
-void need(bool there) {
-  if (!there)
+void require_stock_flash(bool is_available) {
+  if (!is_available)
     throw std::runtime_error(
         "torch_flashplug: this torch has no flash attention here, so stock cannot serve the call.");
 }
 
 // ---- owner of a call ----
 
-Window window_of_call(const BoxedArgs& given) {
-  return bottom_right(given.integer(Arg::kLeft), given.integer(Arg::kRight), given.flag(Arg::kCausal));
+Window window_of_call(const BoxedArgs& args) {
+  return bottom_right(args.integer(Arg::kLeft), args.integer(Arg::kRight), args.flag(Arg::kCausal));
 }
 
 // Return true if a window needs a mask in F.sdpa, and if the call has more rows than a masked call handles better. The
 // same rule holds in attention() (attention.py).
-bool hides_from_many(const BoxedArgs& given, const Window& window) {
-  const Shape q = shape_of(given.tensor(Arg::kQuery)), k = shape_of(given.tensor(Arg::kKey));
+bool needs_window_kernel(const BoxedArgs& args, const Window& window) {
+  const Shape q = shape_of(args.tensor(Arg::kQuery)), k = shape_of(args.tensor(Arg::kKey));
   const int64_t Sq = q.size[1], Sk = k.size[1], group = k.size[2] > 0 ? q.size[2] / k.size[2] : 0;
   const bool left = window.left >= 0 && window.left < Sk - 1, right = window.right >= 0 && window.right < Sq - 1;
   const bool plain = Sq == Sk && window.right == 0 && !left;
@@ -101,79 +112,80 @@ bool hides_from_many(const BoxedArgs& given, const Window& window) {
 }
 
 // Return true if query and value have the same size in dim `last`.
-bool one_dim(const BoxedArgs& given, int last) {
-  return shape_of(given.tensor(Arg::kQuery)).size[last] == shape_of(given.tensor(Arg::kValue)).size[last];
+bool has_one_head_dim(const BoxedArgs& args, int dim) {
+  return shape_of(args.tensor(Arg::kQuery)).size[dim] == shape_of(args.tensor(Arg::kValue)).size[dim];
 }
 
 // Return true if a plugin kernel should run the call: enabled, supported, and either requested or measured.
-bool are_asked(const BoxedArgs& given, Mode mode, const Window& window) {
+bool should_run_kernel(const BoxedArgs& args, Mode mode, const Window& window) {
   if (!enabled() || (mode.backend() != Backend::kAuto && mode.family() < 0)) return false;
-  if (given.real(Arg::kDropout).value_or(0.0) != 0.0 || given.flag(Arg::kDebugMask)) return false;
-  const bool cu_q = given.tensor(Arg::kCuQ) != nullptr, cu_k = given.tensor(Arg::kCuK) != nullptr;
-  if (cu_q != cu_k || !kernels_take(given, cu_q ? 3 : 4) || (!cu_q && !hides_from_many(given, window))) return false;
-  if (!cu_q && given.tensor(Arg::kUsedK) != nullptr) return false;
-  if (!one_dim(given, cu_q ? 2 : 3)) return false;  // torch's fake kernels know no other shape
-  return mode.family() >= 0 || flash_is_measured(compute_capability(given.tensor(Arg::kQuery)), tables());
+  if (args.real(Arg::kDropout).value_or(0.0) != 0.0 || args.flag(Arg::kDebugMask)) return false;
+  const bool cu_q = args.tensor(Arg::kCuQ) != nullptr, cu_k = args.tensor(Arg::kCuK) != nullptr;
+  if (cu_q != cu_k || !kernels_support(args, cu_q ? 3 : 4) || (!cu_q && !needs_window_kernel(args, window)))
+    return false;
+  if (!cu_q && args.tensor(Arg::kUsedK) != nullptr) return false;
+  if (!has_one_head_dim(args, cu_q ? 2 : 3)) return false;  // torch's fake kernels know no other shape
+  return mode.family() >= 0 || flash_is_measured(compute_capability(args.tensor(Arg::kQuery)), tables());
 }
 
-bool ours(const BoxedArgs& given, AtenTensorHandle into, FlashResult* result) {
+bool run_kernel(const BoxedArgs& args, AtenTensorHandle into, FlashResult* result) {
   const Mode mode = effective_mode();
-  const Window window = window_of_call(given);
-  if (!are_asked(given, mode, window)) return false;
-  HookedCall hooked(given, window, into);
+  const Window window = window_of_call(args);
+  if (!should_run_kernel(args, mode, window)) return false;
+  HookedCall hooked(args, window, into);
   if (mode.forces_kernels()) hooked.call.mode = Mode::preferring(mode.backend());
-  ForwardResult found;
-  if (!by_kernels("_flash_attention_forward", hooked, &found)) return false;
-  *result = to_stock_layout(std::move(found), hooked, given.tensor(Arg::kQuery));
+  ForwardResult forward_result;
+  if (!run_with_kernels("_flash_attention_forward", hooked, &forward_result)) return false;
+  *result = to_stock_layout(std::move(forward_result), hooked, args.tensor(Arg::kQuery));
   return true;
 }
 
 // ---- op implementations ----
 
 void forward(StableIValue* stack, uint64_t count, uint64_t) {
-  const BoxedArgs given(*forward_op.schema.load(), stack, count);
+  const BoxedArgs args(*forward_op.schema.load(), stack, count);
   FlashResult result;
-  if (!ours(given, nullptr, &result)) {
-    need(has_stock_on_end());
+  if (!run_kernel(args, nullptr, &result)) {
+    require_stock_flash(has_stock_varlen_flash());
     AtenTensorHandle results[5];
-    stock_on_end_forward(as_stock_takes_it(given), results);
+    stock_varlen_flash_forward(stock_call(args), results);
     for (int i = 0; i < 5; ++i) stack[i] = box::from_tensor(TensorHandle(results[i]));
     return;
   }
   TensorClass query;
-  read_class(given.tensor(Arg::kQuery), &query);
-  const int64_t none = 0, one = 1;
+  read_class(args.tensor(Arg::kQuery), &query);
+  const int64_t no_elements = 0, unit_stride = 1;
   stack[0] = box::from_tensor(std::move(result.out));
   stack[1] = box::from_tensor(std::move(result.lse));
   stack[2] = box::from_tensor(std::move(result.rng));
-  stack[3] =
-      box::from_tensor(empty_strided(0, &none, &one, aoti_torch_dtype_uint64(), query.device_type, query.device_index));
-  stack[4] = box::from_tensor(new_like(given.tensor(Arg::kQuery), 1, &none, &one, nullptr));
+  stack[3] = box::from_tensor(
+      empty_strided(0, &no_elements, &unit_stride, aoti_torch_dtype_uint64(), query.device_type, query.device_index));
+  stack[4] = box::from_tensor(new_like(args.tensor(Arg::kQuery), 1, &no_elements, &unit_stride, nullptr));
 }
 
 void forward_into(StableIValue* stack, uint64_t count, uint64_t) {
-  const BoxedArgs given(*into_op.schema.load(), stack, count);
-  const AtenTensorHandle out = given.tensor(Arg::kOut);
+  const BoxedArgs args(*into_op.schema.load(), stack, count);
+  const AtenTensorHandle out = args.tensor(Arg::kOut);
   FlashResult result;
-  if (!ours(given, out, &result)) {
-    need(has_stock_on_end_into());
-    stack[0] = box::from_tensor(TensorHandle(stock_on_end_into(out, as_stock_takes_it(given))));
+  if (!run_kernel(args, out, &result)) {
+    require_stock_flash(has_stock_varlen_flash_out());
+    stack[0] = box::from_tensor(TensorHandle(stock_varlen_flash_out(out, stock_call(args))));
     return;
   }
-  write_to(out, result.out.get());
+  copy_result(out, result.out.get());
   stack[0] = box::from_tensor(std::move(result.lse));
 }
 
 void backward(StableIValue* stack, uint64_t count, uint64_t) {
-  const BoxedArgs given(*backward_op.schema.load(), stack, count);
+  const BoxedArgs args(*backward_op.schema.load(), stack, count);
   TensorHandle grads[3];
-  if (!is_ours(given.tensor(Arg::kRng)) || !gradients_by_kernels(given, window_of_call(given), grads)) {
-    need(has_stock_on_end());
+  if (!is_ours(args.tensor(Arg::kRng)) || !gradients_with_kernels(args, window_of_call(args), grads)) {
+    require_stock_flash(has_stock_varlen_flash());
     constexpr Arg tensors[] = {Arg::kGradOut, Arg::kQuery, Arg::kKey, Arg::kValue, Arg::kOut,
                                Arg::kLse,     Arg::kCuQ,   Arg::kCuK, Arg::kRng,   Arg::kUnused};
     AtenTensorHandle handles[std::size(tensors)], results[3];
-    std::ranges::transform(tensors, handles, [&given](Arg arg) { return given.undefined(arg); });
-    stock_on_end_backward(handles, as_stock_takes_it(given), results);
+    std::ranges::transform(tensors, handles, [&args](Arg arg) { return args.undefined(arg); });
+    stock_varlen_flash_backward(handles, stock_call(args), results);
     for (int i = 0; i < 3; ++i) grads[i] = TensorHandle(results[i]);
   }
   for (int i = 0; i < 3; ++i) stack[i] = box::from_tensor(std::move(grads[i]));
@@ -187,34 +199,38 @@ std::unique_ptr<StableLibrary>& library() {
 
 }  // namespace
 
-bool know_flash(const char* schema) {
-  const auto known = std::ranges::find_if(kForms, [&](const char* form) { return std::strcmp(form, schema) == 0; });
-  if (known == std::end(kForms)) return false;
+bool set_flash_schema(const char* schema) {
+  const auto known_form =
+      std::ranges::find_if(kForms, [&](const char* form) { return std::strcmp(form, schema) == 0; });
+  if (known_form == std::end(kForms)) return false;
   for (Op* op : {&forward_op, &into_op, &backward_op}) {
     const std::string of_op = std::string("aten::") + op->name + "(";
     if (std::strncmp(schema, of_op.c_str(), of_op.size()) == 0 && op->schema.load() == nullptr)
-      op->schema.store(new LiveSchema(*known));
+      op->schema.store(new LiveSchema(*known_form));
   }
   return true;
 }
 
-void open_flash(const char* dispatch_key) {
+void register_flash_op(const char* dispatch_key) {
   std::lock_guard<std::mutex> lock(mutex);
-  // torch has no kernel at key CPU, where the CPU stub backend registers
+  // There is no kernel of torch at key CPU, where the CPU stub backend registers.
   const bool on_cpu = std::strcmp(dispatch_key, "CPU") == 0;
   library().reset();
-  if (forward_op.schema.load() == nullptr || backward_op.schema.load() == nullptr || !(on_cpu || has_stock_on_end()))
+  if (forward_op.schema.load() == nullptr || backward_op.schema.load() == nullptr ||
+      !(on_cpu || has_stock_varlen_flash()))
     throw std::runtime_error(
         "torch_flashplug: the flash attention of this torch cannot be called: the schema is unknown, or symbols are "
         "missing.");
-  auto made = std::make_unique<StableLibrary>(StableLibrary::Kind::IMPL, "aten", dispatch_key, kOwner, __LINE__);
-  made->impl(forward_op.name, &forward);
-  made->impl(backward_op.name, &backward);
-  if (into_op.schema.load() != nullptr && (on_cpu || has_stock_on_end_into())) made->impl(into_op.name, &forward_into);
-  library() = std::move(made);
+  auto library_of_ops =
+      std::make_unique<StableLibrary>(StableLibrary::Kind::IMPL, "aten", dispatch_key, kOwner, __LINE__);
+  library_of_ops->impl(forward_op.name, &forward);
+  library_of_ops->impl(backward_op.name, &backward);
+  if (into_op.schema.load() != nullptr && (on_cpu || has_stock_varlen_flash_out()))
+    library_of_ops->impl(into_op.name, &forward_into);
+  library() = std::move(library_of_ops);
 }
 
-void close_flash() {
+void unregister_flash_op() {
   std::lock_guard<std::mutex> lock(mutex);
   library().reset();
 }

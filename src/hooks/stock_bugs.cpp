@@ -2,9 +2,13 @@
 // and a different stock backend is right, the router returns the right backend. The composite hook and explain do the
 // same through the op _right_choice.
 #include <algorithm>
+#include <cstdint>
 #include <iterator>
+#include <optional>
 
-#include "core/flashplug.h"
+#include "core/core.h"
+#include "dispatch/dispatch.h"
+#include "hooks/hooks.h"
 #include "stock/torch_symbols.h"
 
 namespace flashplug {
@@ -20,15 +24,15 @@ bool has_wide_bias(const Attention& call) { return is_defined(call.mask) && is_w
 // Return true for a masked call kept from plugin kernels by a mode or a transform. There cuDNN attends to all keys of a
 // row without visible keys, and returns NaN in dQ if 64 rows remain after blocks of 128.
 bool has_mask_in_transform(const Attention& call) {
-  return is_defined(call.mask) && !traced(call) && (wrapped(call) || torch_symbols().modes_set());
+  return is_defined(call.mask) && !is_traced(call) && (has_wrapper(call) || torch_symbols().modes_set());
 }
 
 // Read the facts of a call with concrete sizes, traced or not.
-bool read_sized(const Attention& call, Facts* facts) {
+bool read_concrete_facts(const Attention& call, Facts* facts) {
   if (torch_symbols().nested(call.q)) return false;
-  const bool only_traced = traced(call);
+  const bool only_traced = is_traced(call);
   std::optional<QuietShims> quiet;  // symbolic sizes, no storage
-  if (only_traced || wrapped(call)) quiet.emplace();
+  if (only_traced || has_wrapper(call)) quiet.emplace();
   return read_class(call, facts) && read_shapes(call, memory_of(only_traced), facts);
 }
 
@@ -40,19 +44,20 @@ bool has_unmasked_rest(const Attention& call) {
   if (call.mask != nullptr || call.causal != Causal::kNone) return false;
   if (!wants_grad(call) && call.dropout_p == 0.0) return false;
   Facts facts;
-  if (!read_sized(call, &facts) || device_facts(facts.device_index()).cc != tables().gate.measured_cc) return false;
+  if (!read_concrete_facts(call, &facts) || device_facts(facts.device_index()).cc != tables().gate.measured_cc)
+    return false;
   return facts.problem.Sq == 1 || has_half_key_block(facts.problem);
 }
 
 // Return true if the efficient attention reads the operands unchanged. KV heads must equal query heads. The rows of a
 // mask must be contiguous and not broadcast, boolean (converted by stock to the query's dtype) or of the query's dtype.
 bool efficient_reads(const Attention& call) {
-  if (standin() != Standin::kOff) return false;
-  // torch's rule for vmap requires a mask with the query's batching
-  if (call.mask != nullptr && wrapped(call)) return false;
+  if (cpu_stub() != CpuStub::kOff) return false;
+  // The rule of torch for vmap requires a mask with the query's batching.
+  if (call.mask != nullptr && has_wrapper(call)) return false;
   Facts facts;
   const CallFacts& p = facts.problem;
-  if (!read_sized(call, &facts)) return false;
+  if (!read_concrete_facts(call, &facts)) return false;
   if (call.mask != nullptr) {
     int64_t dims = 0;
     Shape mask;
@@ -69,14 +74,14 @@ bool efficient_reads(const Attention& call) {
 }
 
 struct StockBug {
-  const char* says;  // wrong behavior of the backend
-  bool (*in)(const Attention& call);
-  int64_t of[3];   // backends with the fault; 0, math, has no fault
-  bool efficient;  // the efficient attention is right, where it can read the call
+  const char* description;  // wrong behavior of the backend
+  bool (*holds_for)(const Attention& call);
+  int64_t backends[3];  // backends with the fault; 0, math, has no fault
+  bool efficient;       // the efficient attention is right, where it can read the call
 };
 // The first fault of the chosen backend counts.
 constexpr StockBug kFaults[] = {
-    // torch allows any p from 0 to 1
+    // F.sdpa allows any probability from 0 to 1.
     {"rejects dropout_p=1, or returns NaN", drops_everything, {kChoiceCudnn, kChoiceFlash, kChoiceEfficient}, false},
     {"would return NaN with this scale", has_unusual_scale, {kChoiceCudnn, kChoiceFlash}, true},
     {"reads fp32 masks as 16-bit masks, or rejects fp32 masks", has_wide_bias, {kChoiceCudnn, kChoiceEfficient}, false},
@@ -95,7 +100,7 @@ constexpr StockBug kFaults[] = {
 bool has_no_elements(const Attention& call) {
   if (torch_symbols().nested(call.q)) return false;
   std::optional<QuietShims> quiet;  // symbolic sizes
-  if (traced(call)) quiet.emplace();
+  if (is_traced(call)) quiet.emplace();
   const AtenTensorHandle operands[kNumOperands] = {call.q, call.k, call.v};
   return std::any_of(operands, operands + kNumOperands, [](AtenTensorHandle tensor) {
     int64_t numbers = -1;
@@ -103,19 +108,21 @@ bool has_no_elements(const Attention& call) {
   });
 }
 
-const char* fault_said(int fault) {
-  const bool known = fault >= 0 && fault < static_cast<int>(std::size(kFaults));
-  return known ? kFaults[fault].says : "";
+const char* stock_bug_text(int fault) {
+  const bool exists = fault >= 0 && fault < static_cast<int>(std::size(kFaults));
+  return exists ? kFaults[fault].description : "";
 }
 
 CorrectedChoice right_choice(int64_t chosen, const Attention& call) {
   if (is_undefined(call)) return {chosen};
   for (const StockBug& fault : kFaults) {
-    if (chosen == kChoiceMath || std::ranges::find(fault.of, chosen) == std::end(fault.of) || !fault.in(call)) continue;
-    const int place = static_cast<int>(&fault - kFaults);
+    if (chosen == kChoiceMath || std::ranges::find(fault.backends, chosen) == std::end(fault.backends) ||
+        !fault.holds_for(call))
+      continue;
+    const int index = static_cast<int>(&fault - kFaults);
     if (fault.efficient && torch_symbols().efficient_enabled() && efficient_reads(call))
-      return {kChoiceEfficient, place};
-    return {torch_symbols().math_enabled() ? kChoiceMath : chosen, place};
+      return {kChoiceEfficient, index};
+    return {torch_symbols().math_enabled() ? kChoiceMath : chosen, index};
   }
   return {chosen};
 }

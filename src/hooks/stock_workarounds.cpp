@@ -17,7 +17,7 @@
 //   S, H, D) against (B, H, S, D), gets wrong gradients. Workaround: both tensors are put in a fixed order, dependent
 //   on the query alone. Plans from before the registration must stay out of reach, too. The cache key contains the bits
 //   of dropout_p (as float). So the workaround passes the float next to the caller's value (-0 for 0), and no foreign
-//   call passes such a number. The dropout mask stays the forward's mask (test_repair.py).
+//   call passes such a number. The dropout mask stays the forward's mask (test_stock_workarounds.py).
 // - Gradient of a float mask alone: F.sdpa asks the efficient forward for no LSE, but the backward reads the LSE. The
 //   backward raises or, with one head, reads address 0. Workaround: the LSE is computed in the backward.
 #include <torch/csrc/stable/library.h>
@@ -26,12 +26,23 @@
 #include <array>
 #include <atomic>
 #include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <initializer_list>
+#include <iterator>
 #include <memory>
 #include <mutex>
+#include <optional>
+#include <stdexcept>
+#include <utility>
 #include <vector>
 
+#include "core/core.h"
 #include "core/schemas.h"
-#include "ops/attention.h"
+#include "core/values.h"
+#include "hooks/hooks.h"
+#include "operands/operands.h"
+#include "stock/stock.h"
 
 namespace flashplug {
 
@@ -52,14 +63,14 @@ bool four_dims(std::initializer_list<AtenTensorHandle> tensors) {
 
 // ---- results of cuDNN and flash ----
 
-RepairedForward owned(const FusedResult& raw) {
-  RepairedForward result{{}, raw.max_q, raw.max_k};
+OwnedFusedResult take_ownership(const FusedResult& raw) {
+  OwnedFusedResult result{{}, raw.max_q, raw.max_k};
   for (size_t i = 0; i < std::size(raw.tensors); ++i) result.tensors[i] = TensorHandle(raw.tensors[i]);
   return result;
 }
 
 // Put the results on the stack. Flash's two dropout results have different names, but the same positions.
-void give_back(RepairedForward result, StableIValue* stack) {
+void put_results(OwnedFusedResult result, StableIValue* stack) {
   constexpr Schema op = kCudnnForward;
   constexpr int places[] = {op.result("output"),         op.result("logsumexp"),   op.result("cum_seq_q"),
                             op.result("cum_seq_k"),      op.result("philox_seed"), op.result("philox_offset"),
@@ -80,7 +91,7 @@ bool scatters_rows(AtenTensorHandle query, AtenTensorHandle value) {
 }
 
 // Return true if cuDNN reads the operands correctly.
-bool reads_all(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v) {
+bool cudnn_can_read(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v) {
   return is_readable(q) && is_readable(k) && is_readable(v) && !scatters_rows(q, v);
 }
 
@@ -89,14 +100,14 @@ TensorHandle query_for_cudnn(AtenTensorHandle query, AtenTensorHandle value) {
 }
 
 // Copy a bias of 2 to 4 dims, without repeats of broadcast dims, into rows that begin at units of 16 bytes.
-TensorHandle copy_on_units(AtenTensorHandle bias, int dims) {
+TensorHandle copy_aligned(AtenTensorHandle bias, int dims) {
   constexpr int64_t kPad = 16;  // F.sdpa pads rows to so many elements
   const Shape shape = shape_of(bias);
   int64_t size[4], stride[4];
   for (int i = 0; i < dims; ++i) size[i] = i < dims - 1 && shape.stride[i] == 0 ? 1 : shape.size[i];
   const TensorHandle copy = copy_of_padded_rows(bias, dims, size, shape.stride, kPad);
-  const Shape made = shape_of(copy.get());
-  for (int i = 0; i < dims; ++i) stride[i] = size[i] < shape.size[i] ? 0 : made.stride[i];
+  const Shape copied = shape_of(copy.get());
+  for (int i = 0; i < dims; ++i) stride[i] = size[i] < shape.size[i] ? 0 : copied.stride[i];
   return view(copy.get(), dims, shape.size, stride);
 }
 
@@ -108,7 +119,7 @@ TensorHandle bias_beside_dropout(TensorHandle bias, double dropout_p) {
     return bias;
   check_shim(torch_get_const_data_ptr(bias.get(), &data), "get_const_data_ptr");
   if (reinterpret_cast<int64_t>(data) % kUnitBytes == 0) return bias;
-  return copy_on_units(bias.get(), static_cast<int>(dims));
+  return copy_aligned(bias.get(), static_cast<int>(dims));
 }
 
 void cudnn_forward_kernel(StableIValue* stack, uint64_t, uint64_t) {
@@ -126,7 +137,7 @@ void cudnn_forward_kernel(StableIValue* stack, uint64_t, uint64_t) {
                               box::to<bool>(stack[op["is_causal"]]),
                               box::to<bool>(stack[op["return_debug_mask"]]),
                               box::to_optional_double(stack[op["scale"]])};
-  give_back(repaired_cudnn_forward(call), stack);
+  put_results(readable_cudnn_forward(call), stack);
 }
 
 // The tensors of the backward are its first arguments.
@@ -135,7 +146,7 @@ constexpr int kGradOut = kCudnnBackward["grad_out"], kQuery = kCudnnBackward["qu
               kValue = kCudnnBackward["value"], kOut = kCudnnBackward["out"], kAttnBias = kCudnnBackward["attn_bias"];
 
 // Return the float next to dropout_p, to avoid cached plans of foreign calls (see the file header).
-double its_neighbour(double dropout_p) {
+double adjacent_float(double dropout_p) {
   return dropout_p == 0.0 ? -0.0 : std::nextafter(static_cast<float>(dropout_p), 0.0f);
 }
 
@@ -148,23 +159,23 @@ bool in_order(const TensorHandle (&tensors)[kTensors]) {
 }
 
 // Return true if cuDNN's backward needs copies or a different order of tensors.
-bool needs_mending(const TensorHandle (&t)[kTensors]) {
+bool needs_copies(const TensorHandle (&t)[kTensors]) {
   if (!four_dims({t[kGradOut].get(), t[kQuery].get(), t[kKey].get(), t[kValue].get(), t[kOut].get()})) return false;
-  const bool operands = reads_all(t[kQuery].get(), t[kKey].get(), t[kValue].get());
+  const bool operands = cudnn_can_read(t[kQuery].get(), t[kKey].get(), t[kValue].get());
   return !operands || !in_order(t) || !is_readable(t[kGradOut].get()) || !is_readable(t[kOut].get());
 }
 
 // Replace tensors that cuDNN would read wrongly. Returns the original operands.
-std::array<TensorHandle, 3> mend(TensorHandle (&tensors)[kTensors]) {
-  std::array<TensorHandle, 3> given;
-  for (int i = 0; i < 3; ++i) given[i] = TensorHandle::share(tensors[kQuery + i].get());
-  tensors[kQuery] = query_for_cudnn(given[0].get(), given[2].get());
+std::array<TensorHandle, 3> replace_unreadable(TensorHandle (&tensors)[kTensors]) {
+  std::array<TensorHandle, 3> originals;
+  for (int i = 0; i < 3; ++i) originals[i] = TensorHandle::share(tensors[kQuery + i].get());
+  tensors[kQuery] = query_for_cudnn(originals[0].get(), originals[2].get());
   for (int i : {kKey, kValue}) tensors[i] = readable(tensors[i].get());
   const Shape out = shape_of(tensors[kOut].get());
   int64_t stride[4];
   output_strides(shape_of(tensors[kQuery].get()), out.size, stride);
-  for (int i : {kGradOut, kOut}) tensors[i] = readable(under_strides(tensors[i].get(), stride).get());
-  return given;
+  for (int i : {kGradOut, kOut}) tensors[i] = readable(view_with_strides(tensors[i].get(), stride).get());
+  return originals;
 }
 
 void cudnn_backward_kernel(StableIValue* stack, uint64_t, uint64_t) {
@@ -175,17 +186,17 @@ void cudnn_backward_kernel(StableIValue* stack, uint64_t, uint64_t) {
   const auto dropout_p = box::to<double>(stack[op["dropout_p"]]);
   const auto is_causal = box::to<bool>(stack[op["is_causal"]]);
   const std::optional<double> scale = box::to_optional_double(stack[op["scale"]]);
-  std::array<TensorHandle, 3> given;
-  const bool mending = needs_mending(tensors);
-  if (mending) given = mend(tensors);
+  std::array<TensorHandle, 3> originals;
+  const bool copied = needs_copies(tensors);
+  if (copied) originals = replace_unreadable(tensors);
   tensors[kAttnBias] = bias_beside_dropout(std::move(tensors[kAttnBias]), dropout_p);
   AtenTensorHandle borrowed[kTensors], grads[3];
   for (int i = 0; i < kTensors; ++i) borrowed[i] = tensors[i].get();
-  stock_cudnn_backward(borrowed, max_q, max_k, its_neighbour(dropout_p), is_causal, scale, grads);
+  stock_cudnn_backward(borrowed, max_q, max_k, adjacent_float(dropout_p), is_causal, scale, grads);
   count(Path::kRepairedBackward);
   for (int i = 0; i < 3; ++i) {
     TensorHandle grad(grads[i]);
-    if (mending && grad.defined()) grad = laid_out_like(std::move(grad), given[i].get());
+    if (copied && grad.defined()) grad = in_operand_layout(std::move(grad), originals[i].get());
     stack[i] = box::from_tensor(std::move(grad));
   }
 }
@@ -194,7 +205,7 @@ void cudnn_backward_kernel(StableIValue* stack, uint64_t, uint64_t) {
 
 // Return true if rows with a length in whole units of 16 bytes begin at unaligned addresses. Stock pads or refuses all
 // other rows.
-bool off_units(AtenTensorHandle tensor) {
+bool is_misaligned(AtenTensorHandle tensor) {
   const Shape shape = shape_of(tensor);
   const void* data = nullptr;
   const int64_t bytes = element_bytes(tensor);
@@ -213,51 +224,51 @@ struct StackTensors {
   AtenTensorHandle handles[n];
   StackTensors(const StableIValue* stack, const int (&places)[n], std::initializer_list<int> operands) {
     for (size_t i = 0; i < n; ++i) tensors[i] = box::to_tensor(stack[places[i]]);
-    for (int i : operands) tensors[i] = on_units(std::move(tensors[i]));
+    for (int i : operands) tensors[i] = aligned(std::move(tensors[i]));
     for (size_t i = 0; i < n; ++i) handles[i] = tensors[i].get();
   }
 };
 
 template <size_t n>
-void give_back(const AtenTensorHandle (&tensors)[n], StableIValue* stack) {
+void put_results(const AtenTensorHandle (&tensors)[n], StableIValue* stack) {
   for (size_t i = 0; i < n; ++i) stack[i] = box::from_tensor(TensorHandle(tensors[i]));
 }
 
 void flash_forward_kernel(StableIValue* stack, uint64_t, uint64_t) {
   constexpr Schema op = kFlashForward;
-  const StackTensors taken(stack, {op["query"], op["key"], op["value"]}, {0, 1, 2});
-  const auto [q, k, v] = taken.handles;
-  give_back(owned(stock_flash_forward(
-                {q, k, v, box::to<double>(stack[op["dropout_p"]]), box::to<bool>(stack[op["is_causal"]]),
-                 box::to<bool>(stack[op["return_debug_mask"]]), box::to_optional_double(stack[op["scale"]])})),
-            stack);
+  const StackTensors inputs(stack, {op["query"], op["key"], op["value"]}, {0, 1, 2});
+  const auto [q, k, v] = inputs.handles;
+  put_results(take_ownership(stock_flash_forward(
+                  {q, k, v, box::to<double>(stack[op["dropout_p"]]), box::to<bool>(stack[op["is_causal"]]),
+                   box::to<bool>(stack[op["return_debug_mask"]]), box::to_optional_double(stack[op["scale"]])})),
+              stack);
 }
 
 void efficient_forward_kernel(StableIValue* stack, uint64_t, uint64_t) {
   constexpr Schema op = kEfficientForward;
   TensorHandle bias = box::to_optional_tensor(stack[op["attn_bias"]]);
-  const StackTensors taken(stack, {op["query"], op["key"], op["value"]}, {0, 1, 2});
-  bias = bias_on_units(std::move(bias));
-  const auto [q, k, v] = taken.handles;
+  const StackTensors inputs(stack, {op["query"], op["key"], op["value"]}, {0, 1, 2});
+  bias = aligned_bias(std::move(bias));
+  const auto [q, k, v] = inputs.handles;
   AtenTensorHandle results[4];
   stock_efficient_forward({q, k, v, bias.defined() ? bias.get() : nullptr,
                            box::to<bool>(stack[op["compute_log_sumexp"]]), box::to<double>(stack[op["dropout_p"]]),
                            box::to<bool>(stack[op["is_causal"]]), box::to_optional_double(stack[op["scale"]])},
                           results);
-  give_back(results, stack);
+  put_results(results, stack);
 }
 
 void flash_backward_kernel(StableIValue* stack, uint64_t, uint64_t) {
   constexpr Schema op = kFlashBackward;
-  const StackTensors taken(stack,
-                           {op["grad_out"], op["query"], op["key"], op["value"], op["out"], op["logsumexp"],
-                            op["cum_seq_q"], op["cum_seq_k"], op["philox_seed"], op["philox_offset"]},
-                           {0, 1, 2, 3, 4});
+  const StackTensors inputs(stack,
+                            {op["grad_out"], op["query"], op["key"], op["value"], op["out"], op["logsumexp"],
+                             op["cum_seq_q"], op["cum_seq_k"], op["philox_seed"], op["philox_offset"]},
+                            {0, 1, 2, 3, 4});
   AtenTensorHandle grads[3];
-  stock_flash_backward(taken.handles, box::to<int64_t>(stack[op["max_q"]]), box::to<int64_t>(stack[op["max_k"]]),
+  stock_flash_backward(inputs.handles, box::to<int64_t>(stack[op["max_q"]]), box::to<int64_t>(stack[op["max_k"]]),
                        box::to<double>(stack[op["dropout_p"]]), box::to<bool>(stack[op["is_causal"]]),
                        box::to_optional_double(stack[op["scale"]]), grads);
-  give_back(grads, stack);
+  put_results(grads, stack);
 }
 
 // Compute the LSE that the forward has omitted; undefined if the LSE is present.
@@ -276,25 +287,27 @@ TensorHandle missing_lse(AtenTensorHandle lse, const EfficientForwardCall& call)
 
 void efficient_backward_kernel(StableIValue* stack, uint64_t, uint64_t) {
   constexpr Schema op = kEfficientBackward;
-  StackTensors taken(stack,
-                     {op["grad_out_"], op["query"], op["key"], op["value"], op["attn_bias"], op["out"], op["logsumexp"],
-                      op["philox_seed"], op["philox_offset"]},
-                     {0, 1, 2, 3, 5});
+  StackTensors inputs(stack,
+                      {op["grad_out_"], op["query"], op["key"], op["value"], op["attn_bias"], op["out"],
+                       op["logsumexp"], op["philox_seed"], op["philox_offset"]},
+                      {0, 1, 2, 3, 5});
   constexpr int kBias = 4;
-  taken.tensors[kBias] = bias_on_units(std::move(taken.tensors[kBias]));
-  taken.handles[kBias] = taken.tensors[kBias].get();
+  inputs.tensors[kBias] = aligned_bias(std::move(inputs.tensors[kBias]));
+  inputs.handles[kBias] = inputs.tensors[kBias].get();
   const auto is_causal = box::to<bool>(stack[op["is_causal"]]);
   const std::optional<double> scale = box::to_optional_double(stack[op["scale"]]);
   const auto listed = box::to<std::vector<bool>>(stack[op["grad_input_mask"]]);
-  std::array<bool, 4> wanted{};
-  std::copy_n(listed.begin(), std::min(listed.size(), wanted.size()), wanted.begin());
-  auto& [grad_out, q, k, v, bias, out, lse, seed, offset] = taken.handles;
+  std::array<bool, 4> wanted_grads{};
+  std::copy_n(listed.begin(), std::min(listed.size(), wanted_grads.size()), wanted_grads.begin());
+  auto& [grad_out, q, k, v, bias, out, lse, seed, offset] = inputs.handles;
   // Dropout does not change the LSE.
-  const TensorHandle made = missing_lse(lse, {q, k, v, is_defined(bias) ? bias : nullptr, true, 0.0, is_causal, scale});
-  if (made.defined()) lse = made.get();
+  const TensorHandle recomputed_lse =
+      missing_lse(lse, {q, k, v, is_defined(bias) ? bias : nullptr, true, 0.0, is_causal, scale});
+  if (recomputed_lse.defined()) lse = recomputed_lse.get();
   AtenTensorHandle grads[4];
-  stock_efficient_backward(taken.handles, box::to<double>(stack[op["dropout_p"]]), wanted, is_causal, scale, grads);
-  give_back(grads, stack);
+  stock_efficient_backward(inputs.handles, box::to<double>(stack[op["dropout_p"]]), wanted_grads, is_causal, scale,
+                           grads);
+  put_results(grads, stack);
 }
 
 std::mutex repair_mutex;
@@ -306,28 +319,28 @@ std::unique_ptr<StableLibrary>& library() {
 
 }  // namespace
 
-TensorHandle on_units(TensorHandle tensor) {
+TensorHandle aligned(TensorHandle tensor) {
   if (!four_dims({tensor.get()})) return tensor;
-  return aligned_ones(off_units(tensor.get()) ? dense_copy(tensor.get()) : std::move(tensor));
+  return align_size_one_dims(is_misaligned(tensor.get()) ? dense_copy(tensor.get()) : std::move(tensor));
 }
 
 // Return a bias of 4 dims whose rows begin at units of 16 bytes: the bias itself, or a copy without repeats.
-TensorHandle bias_on_units(TensorHandle bias) {
+TensorHandle aligned_bias(TensorHandle bias) {
   if (!bias.defined() || !four_dims({bias.get()})) return bias;
   const Shape shape = shape_of(bias.get());
   if (shape.stride[3] != 1 || layout_in_memory(bias.get(), shape).align_bytes >= kUnitBytes) return bias;
-  return copy_on_units(bias.get(), 4);
+  return copy_aligned(bias.get(), 4);
 }
 
 bool is_repaired(int backend) { return (repaired.load() & backend) != 0; }
 
-RepairedForward repaired_cudnn_forward(CudnnForwardCall call) {
-  if (!four_dims({call.q, call.k, call.v}) || reads_all(call.q, call.k, call.v))
-    return owned(stock_cudnn_forward(call));
+OwnedFusedResult readable_cudnn_forward(CudnnForwardCall call) {
+  if (!four_dims({call.q, call.k, call.v}) || cudnn_can_read(call.q, call.k, call.v))
+    return take_ownership(stock_cudnn_forward(call));
   const AtenTensorHandle query = call.q;
   const TensorHandle q = query_for_cudnn(call.q, call.v), k = readable(call.k), v = readable(call.v);
   call.q = q.get(), call.k = k.get(), call.v = v.get();
-  RepairedForward result = owned(stock_cudnn_forward(call));
+  OwnedFusedResult result = take_ownership(stock_cudnn_forward(call));
   TensorHandle& out = result.tensors[0];
   if (out.defined()) out = in_output_layout(std::move(out), query);  // stock makes no output for empty operands
   return result;
@@ -341,12 +354,12 @@ void repair(int backends) {
     repaired = 0;
   }
   if (possible != 0 && repaired == 0) {
-    auto made = std::make_unique<StableLibrary>(StableLibrary::Kind::IMPL, "aten", "CUDA", kOwner, __LINE__);
+    auto library_of_ops = std::make_unique<StableLibrary>(StableLibrary::Kind::IMPL, "aten", "CUDA", kOwner, __LINE__);
     const auto put = [&](StockBackend backend, const char* forward, auto forward_kernel, const char* backward,
                          auto backward_kernel) {
       if ((possible & backend) == 0) return;
-      made->impl(forward, forward_kernel);
-      made->impl(backward, backward_kernel);
+      library_of_ops->impl(forward, forward_kernel);
+      library_of_ops->impl(backward, backward_kernel);
     };
     put(kStockCudnn, "_scaled_dot_product_cudnn_attention", &cudnn_forward_kernel,
         "_scaled_dot_product_cudnn_attention_backward", &cudnn_backward_kernel);
@@ -354,7 +367,7 @@ void repair(int backends) {
         "_scaled_dot_product_flash_attention_backward", &flash_backward_kernel);
     put(kStockEfficient, "_scaled_dot_product_efficient_attention", &efficient_forward_kernel,
         "_scaled_dot_product_efficient_attention_backward", &efficient_backward_kernel);
-    library() = std::move(made);
+    library() = std::move(library_of_ops);
     repaired = possible;
   }
   if (possible != backends) throw std::runtime_error("torch_flashplug: this torch lacks CUDA attention to repair.");

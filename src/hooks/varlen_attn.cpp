@@ -6,17 +6,24 @@
 // requested at the first call.
 #include <torch/csrc/stable/library.h>
 
-#include <algorithm>
 #include <array>
 #include <atomic>
+#include <cstdint>
 #include <cstring>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <stdexcept>
+#include <string>
 #include <utility>
 
+#include "core/attention_call.h"
+#include "core/core.h"
+#include "core/values.h"
 #include "dispatch/varlen_decision.h"
+#include "hooks/hooks.h"
 #include "hooks/varlen_common.h"
+#include "operands/operands.h"
 #include "stock/torch_symbols.h"
 
 namespace flashplug {
@@ -41,17 +48,17 @@ constexpr const char* kFlashBackward = "torch_flashplug::_flash_varlen_attn_back
 std::atomic<PrepareCallback> prepare{nullptr};
 
 const LiveSchema& schema_of(Op& op) {
-  const LiveSchema* known = op.schema.load(std::memory_order_acquire);
-  if (known == nullptr) {
+  const LiveSchema* schema = op.schema.load(std::memory_order_acquire);
+  if (schema == nullptr) {
     if (const PrepareCallback callback = prepare.load()) callback();
-    known = op.schema.load(std::memory_order_acquire);
+    schema = op.schema.load(std::memory_order_acquire);
   }
-  if (known == nullptr)
+  if (schema == nullptr)
     throw std::runtime_error(std::string("torch_flashplug: the schema of torch_attn::") + op.name + " is not known.");
-  return *known;
+  return *schema;
 }
 
-void go_on(BoxedArgs& given, const Op& op) { given.go_on_to(op.stock); }
+void run_stock(BoxedArgs& args, const Op& op) { args.call_stock_op(op.stock); }
 
 // ---- owner of a call ----
 
@@ -59,11 +66,11 @@ void go_on(BoxedArgs& given, const Op& op) { given.go_on_to(op.stock); }
 std::atomic<VarlenRule> rule{VarlenRule::kUnknown};
 
 // Return true if cuDNN's varlen attention reads the tensor: whole units of 16 bytes, contiguous rows, no broadcast.
-bool lies_as_cudnn_wants(AtenTensorHandle tensor) {
+bool is_readable_by_cudnn(AtenTensorHandle tensor) {
   const Shape shape = shape_of(tensor);
-  const int64_t bytes = element_bytes(tensor), last = dims_of(tensor) - 1;
-  bool fits = last >= 0 && shape.stride[last] == 1;
-  for (int64_t i = 0; i < last; ++i) {
+  const int64_t bytes = element_bytes(tensor), last_dim = dims_of(tensor) - 1;
+  bool fits = last_dim >= 0 && shape.stride[last_dim] == 1;
+  for (int64_t i = 0; i < last_dim; ++i) {
     const bool is_broadcast = shape.size[i] > 1 && shape.stride[i] == 0;
     fits &= !is_broadcast && shape.stride[i] * bytes % kUnitBytes == 0;
   }
@@ -74,97 +81,97 @@ bool lies_as_cudnn_wants(AtenTensorHandle tensor) {
 
 // Read the facts of a varlen call. `cc`: compute capability of the GPU for plugin kernels; 0 if no plugin kernel reads
 // the tensors.
-VarlenCall facts_of_call(const BoxedArgs& given, int* cc) {
-  const AtenTensorHandle q = given.tensor(Arg::kQuery), k = given.tensor(Arg::kKey), v = given.tensor(Arg::kValue);
+VarlenCall facts_of_call(const BoxedArgs& args, int* cc) {
+  const AtenTensorHandle q = args.tensor(Arg::kQuery), k = args.tensor(Arg::kKey), v = args.tensor(Arg::kValue);
   const auto size = [](AtenTensorHandle tensor, int64_t from_end) {
     const int64_t dims = tensor == nullptr ? 0 : dims_of(tensor);
     return dims < from_end ? int64_t{0} : shape_of(tensor).size[dims - from_end];
   };
   TensorClass query;
   if (q != nullptr) read_class(q, &query);
-  const std::array<int64_t, 2> window = given.pair(Arg::kWindow).value_or(std::array<int64_t, 2>{-1, -1});
-  const bool has_choice = given.has(Arg::kBackend);
+  const std::array<int64_t, 2> window = args.pair(Arg::kWindow).value_or(std::array<int64_t, 2>{-1, -1});
+  const bool has_choice = args.has(Arg::kBackend);
   VarlenCall call;
   call.rule = static_cast<int64_t>(rule.load(std::memory_order_relaxed));
-  call.backend = given.integer(Arg::kBackend).value_or(-1);
+  call.backend = args.integer(Arg::kBackend).value_or(-1);
   // A torch version without the op's `backend` argument does not ask sdpa_kernel either.
   call.allowed = !has_choice || torch_symbols().flash_enabled() || torch_symbols().overrideable_enabled();
-  call.into = given.has(Arg::kOut);
-  call.enable_gqa = given.flag(Arg::kGrouped);
-  call.max_q = given.integer(Arg::kMaxQ).value_or(0);
+  call.into = args.has(Arg::kOut);
+  call.enable_gqa = args.flag(Arg::kGrouped);
+  call.max_q = args.integer(Arg::kMaxQ).value_or(0);
   call.heads_q = size(q, 2), call.heads_k = size(k, 2);
   call.D = size(q, 1), call.Dv = size(v, 1);
   call.dtype = static_cast<int64_t>(query.dtype);
-  const bool whole = window == std::array<int64_t, 2>{-1, -1}, causal = window == std::array<int64_t, 2>{-1, 0};
-  call.window = static_cast<int64_t>(whole    ? VarlenWindow::kNone
-                                     : causal ? VarlenWindow::kCausal
-                                              : VarlenWindow::kOther);
-  call.splits = given.integer(Arg::kSplits).value_or(-1);
-  call.paged = given.tensor(Arg::kPages) != nullptr;
-  call.has_cu_k = given.tensor(Arg::kCuK) != nullptr;
-  call.readable = kernels_take(given, 3);
+  const bool unbounded = window == std::array<int64_t, 2>{-1, -1}, causal = window == std::array<int64_t, 2>{-1, 0};
+  call.window = static_cast<int64_t>(unbounded ? VarlenWindow::kNone
+                                     : causal  ? VarlenWindow::kCausal
+                                               : VarlenWindow::kOther);
+  call.splits = args.integer(Arg::kSplits).value_or(-1);
+  call.paged = args.tensor(Arg::kPages) != nullptr;
+  call.has_cu_k = args.tensor(Arg::kCuK) != nullptr;
+  call.readable = kernels_support(args, 3);
   *cc = call.readable != 0 ? compute_capability(q) : 0;
-  if (call.readable != 0 && stock_varlen(call, *cc) == kVarlenCudnn) {  // only cuDNN depends on these facts
-    call.misaligned = !lies_as_cudnn_wants(q) || !lies_as_cudnn_wants(k) || !lies_as_cudnn_wants(v);
-    call.unusual_scale = scale_of(given.real(Arg::kScale)) != Scale::kPositive;
+  if (call.readable != 0 && stock_varlen_kernel(call, *cc) == kVarlenCudnn) {  // only cuDNN depends on these facts
+    call.misaligned = !is_readable_by_cudnn(q) || !is_readable_by_cudnn(k) || !is_readable_by_cudnn(v);
+    call.unusual_scale = scale_of(args.real(Arg::kScale)) != Scale::kPositive;
   }
   return call;
 }
 
 // Return true if a plugin kernel should run the call. Throws if a forced backend cannot run the call.
-bool are_asked(const BoxedArgs& given) {
-  if (given.has(Arg::kWindow) && !given.pair(Arg::kWindow)) return false;  // stock reports the error
+bool should_run_kernel(const BoxedArgs& args) {
+  if (args.has(Arg::kWindow) && !args.pair(Arg::kWindow)) return false;  // stock reports the error
   const Mode mode = effective_mode();
   if (!enabled()) return false;
   int cc = 0;
-  const VarlenCall call = facts_of_call(given, &cc);
-  const VarlenDecision verdict = judge_varlen(call, true, mode, cc, tables());
-  if (verdict.exit == VarlenDecisionReason::kNotTaken && mode.forces_kernels())
+  const VarlenCall call = facts_of_call(args, &cc);
+  const VarlenDecision decision = decide_varlen(call, true, mode, cc, tables());
+  if (decision.exit == VarlenDecisionReason::kNotTaken && mode.forces_kernels())
     throw std::runtime_error(forced_varlen_error(call, mode, tables()));
-  return verdict.ours();
+  return decision.ours();
 }
 
-Window window_of_call(const BoxedArgs& given) {
-  const auto window = given.pair(Arg::kWindow).value_or(std::array<int64_t, 2>{-1, -1});
-  return bottom_right(window[0], window[1], given.flag(Arg::kCausal));
+Window window_of_call(const BoxedArgs& args) {
+  const auto window = args.pair(Arg::kWindow).value_or(std::array<int64_t, 2>{-1, -1});
+  return bottom_right(window[0], window[1], args.flag(Arg::kCausal));
 }
 
 // Run a plugin kernel if selected. `into`: null, or the output tensor.
-bool ours(const BoxedArgs& given, AtenTensorHandle into, FlashResult* result) {
-  if (!are_asked(given)) return false;
-  const HookedCall hooked(given, window_of_call(given), into);
-  ForwardResult found;
-  if (!by_kernels("varlen_attn", hooked, &found)) return false;
-  *result = to_stock_layout(std::move(found), hooked, given.tensor(Arg::kQuery));
+bool run_kernel(const BoxedArgs& args, AtenTensorHandle into, FlashResult* result) {
+  if (!should_run_kernel(args)) return false;
+  const HookedCall hooked(args, window_of_call(args), into);
+  ForwardResult forward_result;
+  if (!run_with_kernels("varlen_attn", hooked, &forward_result)) return false;
+  *result = to_stock_layout(std::move(forward_result), hooked, args.tensor(Arg::kQuery));
   return true;
 }
 
 // ---- op implementations ----
 
 void forward(StableIValue* stack, uint64_t count, uint64_t) {
-  BoxedArgs given(schema_of(forward_op), stack, count);
+  BoxedArgs args(schema_of(forward_op), stack, count);
   FlashResult result;
-  if (!ours(given, nullptr, &result)) return go_on(given, forward_op);
+  if (!run_kernel(args, nullptr, &result)) return run_stock(args, forward_op);
   stack[0] = box::from_tensor(std::move(result.out));
   stack[1] = box::from_tensor(std::move(result.lse));
   stack[2] = box::from_tensor(std::move(result.rng));
 }
 
 void forward_out(StableIValue* stack, uint64_t count, uint64_t) {
-  BoxedArgs given(schema_of(forward_out_op), stack, count);
+  BoxedArgs args(schema_of(forward_out_op), stack, count);
   FlashResult result;
-  const AtenTensorHandle out = given.tensor(Arg::kOut);
-  if (!ours(given, out, &result)) return go_on(given, forward_out_op);
-  write_to(out, result.out.get());
+  const AtenTensorHandle out = args.tensor(Arg::kOut);
+  if (!run_kernel(args, out, &result)) return run_stock(args, forward_out_op);
+  copy_result(out, result.out.get());
   stack[0] = box::from_tensor(std::move(result.lse));
 }
 
 void backward(StableIValue* stack, uint64_t count, uint64_t) {
-  BoxedArgs given(schema_of(backward_op), stack, count);
+  BoxedArgs args(schema_of(backward_op), stack, count);
   TensorHandle grads[3];
-  if (!is_ours(given.tensor(Arg::kRng))) return go_on(given, backward_op);
+  if (!is_ours(args.tensor(Arg::kRng))) return run_stock(args, backward_op);
   // cuDNN's backward never follows the plugin's forward, whatever torch's body would choose.
-  if (!gradients_by_kernels(given, window_of_call(given), grads)) return given.go_on_to(kFlashBackward);
+  if (!gradients_with_kernels(args, window_of_call(args), grads)) return args.call_stock_op(kFlashBackward);
   for (int i = 0; i < 3; ++i) stack[i] = box::from_tensor(std::move(grads[i]));
 }
 
@@ -179,12 +186,12 @@ Libraries& libraries() {
 
 void register_varlen_ops(const char* dispatch_key) {
   std::lock_guard<std::mutex> lock(mutex);
-  std::unique_ptr<StableLibrary>& made = libraries()[dispatch_key];
-  if (made != nullptr) return;
-  made = std::make_unique<StableLibrary>(StableLibrary::Kind::IMPL, "torch_attn", dispatch_key, kOwner, __LINE__);
-  made->impl(forward_op.name, &forward);
-  made->impl(forward_out_op.name, &forward_out);
-  made->impl(backward_op.name, &backward);
+  std::unique_ptr<StableLibrary>& library = libraries()[dispatch_key];
+  if (library != nullptr) return;
+  library = std::make_unique<StableLibrary>(StableLibrary::Kind::IMPL, "torch_attn", dispatch_key, kOwner, __LINE__);
+  library->impl(forward_op.name, &forward);
+  library->impl(forward_out_op.name, &forward_out);
+  library->impl(backward_op.name, &backward);
 }
 
 void unregister_varlen_ops() {
@@ -193,9 +200,10 @@ void unregister_varlen_ops() {
 }
 
 void set_varlen_schema(const char* op, const char* schema) {
-  for (Op* one : {&forward_op, &forward_out_op, &backward_op}) {
+  for (Op* varlen_op : {&forward_op, &forward_out_op, &backward_op}) {
     // Never freed: other threads may be reading the schema.
-    if (std::strcmp(op, one->name) == 0) one->schema.store(new LiveSchema(schema), std::memory_order_release);
+    if (std::strcmp(op, varlen_op->name) == 0)
+      varlen_op->schema.store(new LiveSchema(schema), std::memory_order_release);
   }
 }
 

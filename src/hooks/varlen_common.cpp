@@ -3,15 +3,27 @@
 #include "hooks/varlen_common.h"
 
 #include <algorithm>
-#include <cmath>
-#include <cstring>
+#include <cstdint>
+#include <exception>
 #include <limits>
+#include <optional>
+#include <stdexcept>
+#include <utility>
+
+#include "core/attention_call.h"
+#include "core/core.h"
+#include "core/schemas.h"
+#include "core/values.h"
+#include "dispatch/dispatch.h"
+#include "dispatch/varlen_decision.h"
+#include "operands/operands.h"
+#include "ops/ops.h"
+#include "stock/stock.h"
 
 namespace flashplug {
 
 namespace {
 
-constexpr int64_t kLargestDim = 256, kDimStep = 8;
 // Storage offset of a dropout state made by the plugin's forward; stock's state has offset 0. The state begins at an
 // aligned address, because compiled graphs assert an alignment of 16 bytes.
 constexpr int64_t kMark = 2, kState = 2;
@@ -21,7 +33,7 @@ struct Strided {
 };
 
 // Swap the two middle dims of a 4-d shape. A 3-d shape counts as a batch of 1.
-Strided turned(const Shape& x, int64_t dims) {
+Strided swap_middle_dims(const Shape& x, int64_t dims) {
   if (dims == 4)
     return {{x.size[0], x.size[2], x.size[1], x.size[3]}, {x.stride[0], x.stride[2], x.stride[1], x.stride[3]}};
   return {{1, x.size[1], x.size[0], x.size[2]}, {x.size[0] * x.stride[0], x.stride[1], x.stride[0], x.stride[2]}};
@@ -29,31 +41,31 @@ Strided turned(const Shape& x, int64_t dims) {
 
 // Return a view with heads before rows.
 TensorHandle heads_first(AtenTensorHandle x) {
-  const Strided seen = turned(shape_of(x), dims_of(x));
-  return view(x, 4, seen.size, seen.stride);
+  const Strided swapped = swap_middle_dims(shape_of(x), dims_of(x));
+  return view(x, 4, swapped.size, swapped.stride);
 }
 
 // Return the inverse view of `heads_first()`, in the layout of torch.empty_like(operand) if sizes are equal.
 TensorHandle rows_first(TensorHandle x, AtenTensorHandle operand) {
   const int64_t dims = dims_of(operand), skipped = 4 - dims;
-  const Strided seen = turned(shape_of(x.get()), 4);
-  const int64_t *size = seen.size + skipped, *stride = seen.stride + skipped;
+  const Strided swapped = swap_middle_dims(shape_of(x.get()), 4);
+  const int64_t *size = swapped.size + skipped, *stride = swapped.stride + skipped;
   const Shape like = shape_of(operand);
-  int64_t wanted[4];
-  std::copy_n(stride, dims, wanted);
-  if (std::equal(size, size + dims, like.size)) dense_strides(like.size, like.stride, static_cast<int>(dims), wanted);
+  int64_t target[4];
+  std::copy_n(stride, dims, target);
+  if (std::equal(size, size + dims, like.size)) dense_strides(like.size, like.stride, static_cast<int>(dims), target);
   bool same = true;
-  for (int64_t i = 0; i < dims; ++i) same &= size[i] == 1 || stride[i] == wanted[i];
-  TensorHandle found = view(x.get(), static_cast<int>(dims), size, same ? wanted : stride);
-  return same ? std::move(found) : new_like(x.get(), static_cast<int>(dims), size, wanted, found.get());
+  for (int64_t i = 0; i < dims; ++i) same &= size[i] == 1 || stride[i] == target[i];
+  TensorHandle viewed = view(x.get(), static_cast<int>(dims), size, same ? target : stride);
+  return same ? std::move(viewed) : new_like(x.get(), static_cast<int>(dims), size, target, viewed.get());
 }
 
-AtenTensorHandle operand(const BoxedArgs& given, Arg arg) {
-  const AtenTensorHandle found = given.tensor(arg);
-  if (found == nullptr)
+AtenTensorHandle operand(const BoxedArgs& args, Arg arg) {
+  const AtenTensorHandle tensor = args.tensor(arg);
+  if (tensor == nullptr)
     throw std::runtime_error(
         "torch_flashplug: torch's attention op must get query, key and value, but an operand is missing.");
-  return found;
+  return tensor;
 }
 
 const void* address(AtenTensorHandle tensor) {
@@ -63,7 +75,7 @@ const void* address(AtenTensorHandle tensor) {
 }
 
 // Return true if a query row may have no visible key.
-bool may_see_nothing(const ForwardCall& call, const CallFacts& p) {
+bool may_have_empty_rows(const ForwardCall& call, const CallFacts& p) {
   if (call.cu_q == nullptr) return p.Sq > p.Sk;
   return call.used_k != nullptr || address(call.cu_q) != address(call.cu_k);
 }
@@ -89,18 +101,18 @@ TensorHandle rows_of(AtenTensorHandle lse, const CallFacts& p) {
   if (skipped < 0 || !std::equal(have.size, have.size + dims, size + skipped))
     throw std::runtime_error(
         "torch_flashplug: the logsumexp must have the shape (B, Hq, Sq) or (Hq, Sq) of the query.");
-  const bool on_end = std::equal(have.stride, have.stride + dims, stride + skipped);
-  const TensorHandle packed =
-      on_end ? TensorHandle::share(lse) : new_like(lse, static_cast<int>(dims), size + skipped, stride + skipped, lse);
+  const bool is_packed = std::equal(have.stride, have.stride + dims, stride + skipped);
+  const TensorHandle packed = is_packed ? TensorHandle::share(lse)
+                                        : new_like(lse, static_cast<int>(dims), size + skipped, stride + skipped, lse);
   return view(packed.get(), 3, size, stride);
 }
 
 // Return a new dropout state at a storage offset.
 TensorHandle new_state(const TensorClass& query, int64_t mark) {
-  const int64_t size = mark + kState, one = 1;
+  const int64_t size = mark + kState, unit_stride = 1;
   const TensorHandle storage =
-      empty_strided(1, &size, &one, aoti_torch_dtype_uint64(), query.device_type, query.device_index);
-  return view(storage.get(), 1, &kState, &one, mark);
+      empty_strided(1, &size, &unit_stride, aoti_torch_dtype_uint64(), query.device_type, query.device_index);
+  return view(storage.get(), 1, &kState, &unit_stride, mark);
 }
 
 // Return true if kernels can write the output to `out`.
@@ -109,7 +121,7 @@ bool is_writable(AtenTensorHandle out, AtenTensorHandle q, AtenTensorHandle v) {
   if (!read_class(out, &of_out) || !read_class(q, &of_q) || of_out.dtype != of_q.dtype || !is_readable(out))
     return false;
   const Shape have = shape_of(out), query = shape_of(q);
-  return beside(out, of_q) && !layout_in_memory(out, have).broadcast &&
+  return is_on_device_of(out, of_q) && !layout_in_memory(out, have).broadcast &&
          std::equal(query.size, query.size + 3, have.size) && have.size[3] == shape_of(v).size[3];
 }
 
@@ -126,33 +138,33 @@ Window bottom_right(std::optional<int64_t> left, std::optional<int64_t> right, b
   return {bound(left), is_causal ? 0 : bound(right), true};
 }
 
-HookedCall::HookedCall(const BoxedArgs& given, Window window, AtenTensorHandle into)
-    : q(heads_first(operand(given, Arg::kQuery))),
-      k(heads_first(operand(given, Arg::kKey))),
-      v(heads_first(operand(given, Arg::kValue))) {
+HookedCall::HookedCall(const BoxedArgs& args, Window window, AtenTensorHandle into)
+    : q(heads_first(operand(args, Arg::kQuery))),
+      k(heads_first(operand(args, Arg::kKey))),
+      v(heads_first(operand(args, Arg::kValue))) {
   call.q = q.get(), call.k = k.get(), call.v = v.get();
   call.mode = effective_mode();
-  call.scale = given.real(Arg::kScale);
+  call.scale = args.real(Arg::kScale);
   call.window = window;
-  call.cu_q = given.tensor(Arg::kCuQ), call.cu_k = given.tensor(Arg::kCuK);
-  call.used_k = given.tensor(Arg::kUsedK);
-  call.num_splits = given.integer(Arg::kSplits).value_or(0);
-  if (into == nullptr || dims_of(into) != dims_of(given.tensor(Arg::kQuery))) return;
+  call.cu_q = args.tensor(Arg::kCuQ), call.cu_k = args.tensor(Arg::kCuK);
+  call.used_k = args.tensor(Arg::kUsedK);
+  call.num_splits = args.integer(Arg::kSplits).value_or(0);
+  if (into == nullptr || dims_of(into) != dims_of(args.tensor(Arg::kQuery))) return;
   this->into = heads_first(into);
   if (is_writable(this->into.get(), call.q, call.v)) call.out = this->into.get();
 }
 
-bool kernels_take(const BoxedArgs& given, int64_t dims) {
-  if (given.tensor(Arg::kPages) != nullptr || given.tensor(Arg::kAlibi) != nullptr) return false;
-  if (given.integer(Arg::kSplits).value_or(1) != 1) return false;
+bool kernels_support(const BoxedArgs& args, int64_t dims) {
+  if (args.tensor(Arg::kPages) != nullptr || args.tensor(Arg::kAlibi) != nullptr) return false;
+  if (args.integer(Arg::kSplits).value_or(1) != 1) return false;
   for (const Arg arg : {Arg::kQuery, Arg::kKey, Arg::kValue}) {
-    const AtenTensorHandle x = given.tensor(arg);
+    const AtenTensorHandle x = args.tensor(arg);
     TensorClass facts;
     if (x == nullptr || !read_class(x, &facts) || facts.dim != dims || !eligible_device(facts.device_type))
       return false;
     constexpr int64_t sixteen = dtype_bit("bfloat16") | dtype_bit("float16");
     const int64_t dim = shape_of(x).size[dims - 1];
-    if ((sixteen >> static_cast<int>(facts.dtype) & 1) == 0 || dim % kDimStep != 0 || dim > kLargestDim) return false;
+    if ((sixteen >> static_cast<int>(facts.dtype) & 1) == 0 || !has_head_dim(tables().layout, dim)) return false;
   }
   return true;
 }
@@ -163,7 +175,7 @@ int compute_capability(AtenTensorHandle query) {
   return device_facts(index).cc;
 }
 
-bool by_kernels(const char* where, const HookedCall& hooked, ForwardResult* result) {
+bool run_with_kernels(const char* where, const HookedCall& hooked, ForwardResult* result) {
   const ForwardCall& call = hooked.call;
   const auto attended = [&](Mode by) {
     const Facts facts = read_facts(call);
@@ -171,10 +183,10 @@ bool by_kernels(const char* where, const HookedCall& hooked, ForwardResult* resu
     return attend(where, call, facts, by, result);
   };
   if (call.mode.forces_kernels()) {
-    if (!attended(call.mode)) *result = attention_math(call);
+    if (!attended(call.mode)) *result = attention_math(call);  // no elements: attend() raises for all others
     return true;
   }
-  try {  // stock reports all other errors in its own words
+  try {  // without a forced backend, stock serves the call after any error, and raises its own error
     return attended(Mode::forcing(std::max(call.mode.family(), 0)));
   } catch (const std::exception&) {
     return false;
@@ -188,22 +200,22 @@ FlashResult to_stock_layout(ForwardResult result, const HookedCall& hooked, Aten
   CallFacts p;
   const Shape shape[kNumOperands] = {shape_of(call.q), shape_of(call.k), shape_of(call.v)};
   fill_shapes(shape, &p);
-  FlashResult left;
-  left.out = rows_first(std::move(result.out), query);
+  FlashResult flash;
+  flash.out = rows_first(std::move(result.out), query);
   if (facts.dim == 3) {
     const int64_t size[2] = {p.Hq, p.Sq}, stride[2] = {p.Sq, 1};
-    left.lse = view(result.lse.get(), 2, size, stride);
+    flash.lse = view(result.lse.get(), 2, size, stride);
   } else {
-    left.lse = std::move(result.lse);
+    flash.lse = std::move(result.lse);
   }
-  if (may_see_nothing(call, p)) positive_infinities(left.lse.get());
-  // as with stock, the backward gets no KV lengths and includes all keys
-  left.rng = new_state(facts, call.used_k != nullptr ? 0 : kMark);
-  return left;
+  if (may_have_empty_rows(call, p)) positive_infinities(flash.lse.get());
+  // As with stock, the backward gets no KV lengths and includes all keys.
+  flash.rng = new_state(facts, call.used_k != nullptr ? 0 : kMark);
+  return flash;
 }
 
-void write_to(AtenTensorHandle out, AtenTensorHandle found) {
-  if (address(out) != address(found)) copy_into(out, found);
+void copy_result(AtenTensorHandle out, AtenTensorHandle result) {
+  if (address(out) != address(result)) copy_tensor(out, result);
 }
 
 bool is_ours(AtenTensorHandle rng) {
@@ -211,23 +223,22 @@ bool is_ours(AtenTensorHandle rng) {
   return rng != nullptr && aoti_torch_get_storage_offset(rng, &offset) == 0 && offset == kMark;
 }
 
-bool gradients_by_kernels(const BoxedArgs& given, Window window, TensorHandle grads[3], AtenTensorHandle lse) {
-  const HookedCall hooked(given, window);
-  const TensorHandle grad_out = heads_first(operand(given, Arg::kGradOut)),
-                     out = heads_first(operand(given, Arg::kOut));
+bool gradients_with_kernels(const BoxedArgs& args, Window window, TensorHandle grads[3], AtenTensorHandle lse) {
+  const HookedCall hooked(args, window);
+  const TensorHandle grad_out = heads_first(operand(args, Arg::kGradOut)), out = heads_first(operand(args, Arg::kOut));
   const Facts facts = read_facts(hooked.call);
   check_lengths(hooked.call, facts);
-  const TensorHandle rows = rows_of(lse != nullptr ? lse : operand(given, Arg::kLse), facts.problem);
+  const TensorHandle rows = rows_of(lse != nullptr ? lse : operand(args, Arg::kLse), facts.problem);
   const BackwardCall call{grad_out.get(),           hooked.call, out.get(), rows.get(), nullptr, nullptr,
                           {true, true, true, false}};
   BackwardResult result;
-  if (!differentiate(call, facts, &result)) {
+  if (!differentiate_attention(call, facts, &result)) {
     // Empty calls: a forced backend takes them as well, and stock's kernels need not.
-    if (!is_empty(facts.problem) && standin() != Standin::kMath) return false;
+    if (!is_empty(facts.problem) && cpu_stub() != CpuStub::kMath) return false;
     result = attention_math_backward(call);
   }
   constexpr Arg operands[3] = {Arg::kQuery, Arg::kKey, Arg::kValue};
-  for (int i = 0; i < 3; ++i) grads[i] = rows_first(std::move(result.grads[i]), given.tensor(operands[i]));
+  for (int i = 0; i < 3; ++i) grads[i] = rows_first(std::move(result.grads[i]), args.tensor(operands[i]));
   return true;
 }
 

@@ -3,71 +3,47 @@
 // are bottom-right. LSE and dropout state have the form of stock's flash attention. All remaining calls go on to stock.
 #pragma once
 
+#include <cstdint>
+#include <optional>
+
+#include "core/attention_call.h"
 #include "hooks/boxed_args.h"
-#include "ops/attention.h"
 
 namespace flashplug {
 
 // The call of an overridden op. The operands are viewed with heads before rows.
 struct HookedCall {
   // `into`: output tensor, or null.
-  HookedCall(const BoxedArgs& given, Window window, AtenTensorHandle into = nullptr);
+  HookedCall(const BoxedArgs& args, Window window, AtenTensorHandle into = nullptr);
   TensorHandle q, k, v, into;
   ForwardCall call;
 };
 
 // Return true if plugin kernels take the arguments, regardless of speed: 16 bits, aligned head dims, no pages, no
 // requested splits. `dims` is 3 for packed sequences, 4 for a batch.
-bool kernels_take(const BoxedArgs& given, int64_t dims);
+bool kernels_support(const BoxedArgs& args, int64_t dims);
 int64_t dims_of(AtenTensorHandle tensor);
 int compute_capability(AtenTensorHandle query);
 
-// Run a plugin kernel. Returns false if stock is to go on. A forced backend raises the obstacle.
-bool by_kernels(const char* where, const HookedCall& hooked, ForwardResult* result);
+// Run a plugin kernel. Returns false if stock is to serve the call. Under a forced backend no call goes to stock: math
+// serves calls without elements, and a call without a kernel raises.
+bool run_with_kernels(const char* where, const HookedCall& hooked, ForwardResult* result);
 
 // Results of stock's flash attention.
 struct FlashResult {
   TensorHandle out, lse, rng;
 };
 FlashResult to_stock_layout(ForwardResult result, const HookedCall& hooked, AtenTensorHandle query);
-void write_to(AtenTensorHandle out, AtenTensorHandle found);  // copies unless `found` is already in `out`
+void copy_result(AtenTensorHandle out, AtenTensorHandle result);  // copies unless `result` is already in `out`
 // Return true if the plugin's forward made the dropout state, so that the plugin's backward must follow.
 bool is_ours(AtenTensorHandle rng);
 
 // Compute gradients of query, key and value by plugin kernels, in the layout of torch.empty_like of each operand.
 // Returns false without kernels. `lse`: an LSE of the query's rows alone, if the op's own LSE has more rows.
-bool gradients_by_kernels(const BoxedArgs& given, Window window, TensorHandle grads[3], AtenTensorHandle lse = nullptr);
+bool gradients_with_kernels(const BoxedArgs& args, Window window, TensorHandle grads[3],
+                            AtenTensorHandle lse = nullptr);
 
 // Return a bottom-right window. A bound of -1 means: all keys on that side are visible.
 Window bottom_right(std::optional<int64_t> left, std::optional<int64_t> right, bool is_causal);
-
-// ---- varlen_attn.cpp ----
-
-// Register kernels at a dispatch key; possible before the import of torch's module, too.
-void register_varlen_ops(const char* dispatch_key);
-void unregister_varlen_ops();
-// sets the schema of the running torch, after the import of the module
-void set_varlen_schema(const char* op, const char* schema);
-void know_varlen_rule(int number);  // sets the `VarlenRule` (varlen_decision.h) of the running torch
-int varlen_rule();
-// Callback into Python: makes schemas and rule known, and makes stock's bodies callable as torch_flashplug::_stock<op>.
-using PrepareCallback = void (*)();
-void set_prepare_callback(PrepareCallback callback);
-
-// ---- flash_attention_op.cpp ----
-
-// sets the schema of the running torch; false: stock cannot be called by such a schema
-bool know_flash(const char* schema);
-// Register kernels at a dispatch key, over the kernels of stock and of third parties. Throws if stock could not be
-// called underneath.
-void open_flash(const char* dispatch_key);
-void close_flash();
-void enable_flash_op_decode(bool on);  // serves decode shapes as well
-
-// ---- efficient_attention_op.cpp ----
-
-// Register kernels at a dispatch key, over stock's kernels. Throws if stock could not be called underneath.
-void open_efficient(const char* dispatch_key);
-void close_efficient();
 
 }  // namespace flashplug

@@ -6,25 +6,28 @@
 // kernels at once. A launch recorded into a CUDA graph may run again at any time, so it gets a counter of its own
 // forever.
 #include <atomic>
+#include <cstdint>
 #include <mutex>
 #include <stdexcept>
 
-#include "core/flashplug.h"
+#include "core/core.h"
+#include "launch/launch.h"
 #include "stock/torch_symbols.h"
 
 namespace flashplug {
 
 namespace {
 
-constexpr uint32_t kRing = 1 << 16;  // a device runs at most 128 kernels at once; a stream queues some thousand more
-constexpr uint32_t kBlock = 16384;   // counters per allocation: 64 KiB
+constexpr uint32_t kRingCounters =
+    1 << 16;  // a device runs at most 128 kernels at once; a stream queues some thousand more
+constexpr uint32_t kBlockCounters = 16384;  // counters per allocation: 64 KiB
 constexpr int64_t kCounterBytes = sizeof(int32_t);
 
 struct DeviceCounters {
-  std::atomic<char*> ring{nullptr};
+  std::atomic<char*> ring_buffer{nullptr};
   std::atomic<uint32_t> next{0};
   char* block = nullptr;  // allocation for counters of recorded launches
-  uint32_t used = kBlock;
+  uint32_t used = kBlockCounters;
 };
 
 DeviceCounters& counters_of(int device_index) {
@@ -48,23 +51,24 @@ char* allocate(uint32_t count) {
 
 void* launch_counter(int device_index, void* stream) {
   static int32_t host_counter = 0;
-  if (standin() != Standin::kOff) return &host_counter;
-  DeviceCounters& own = counters_of(device_index);
+  if (cpu_stub() != CpuStub::kOff) return &host_counter;
+  DeviceCounters& device = counters_of(device_index);
   if (stream_is_capturing(stream)) {
     std::lock_guard<std::mutex> lock(mutex);
-    if (own.used == kBlock) {
-      own.block = allocate(kBlock);
-      own.used = 0;
+    if (device.used == kBlockCounters) {
+      device.block = allocate(kBlockCounters);
+      device.used = 0;
     }
-    return own.block + kCounterBytes * own.used++;
+    return device.block + kCounterBytes * device.used++;
   }
-  char* ring = own.ring.load(std::memory_order_acquire);
-  if (ring == nullptr) {
+  char* ring_buffer = device.ring_buffer.load(std::memory_order_acquire);
+  if (ring_buffer == nullptr) {
     std::lock_guard<std::mutex> lock(mutex);
-    ring = own.ring.load(std::memory_order_acquire);
-    if (ring == nullptr) own.ring.store(ring = allocate(kRing), std::memory_order_release);
+    ring_buffer = device.ring_buffer.load(std::memory_order_acquire);
+    if (ring_buffer == nullptr)
+      device.ring_buffer.store(ring_buffer = allocate(kRingCounters), std::memory_order_release);
   }
-  return ring + kCounterBytes * (own.next.fetch_add(1, std::memory_order_relaxed) % kRing);
+  return ring_buffer + kCounterBytes * (device.next.fetch_add(1, std::memory_order_relaxed) % kRingCounters);
 }
 
 }  // namespace flashplug

@@ -1,9 +1,12 @@
 // Packing of kernel arguments for TVM-FFI: tensors as DLTensors, numbers by value, None for absent arguments.
 #include "launch/kernel_args.h"
 
+#include <cstdint>
 #include <numbers>
+#include <stdexcept>
 #include <string>
 
+#include "core/core.h"
 #include "core/values.h"
 
 namespace flashplug {
@@ -28,14 +31,17 @@ void* mutable_data(AtenTensorHandle tensor) {
 }
 
 Arguments::Arguments(const KernelRow& row, const CallFacts& p, int device_index)
-    : signature_(tables().signatures[row.kind]), row_(row), device_index_(device_index), unsaid_(signature_.always) {
-  for (int64_t features : signature_.brought) unsaid_ += takes_argument(row, features);
+    : signature_(tables().signatures[row.kind]),
+      row_(row),
+      device_index_(device_index),
+      num_missing_(signature_.always) {
+  for (int64_t features : signature_.brought) num_missing_ += takes_argument(row, features);
   for (int i = 0; i < signature_.count; ++i) packed_[i] = typed(kTVMFFINone);
-  for (const FactParameter& one : signature_.facts) {
-    if (!takes_argument(row, one.features)) continue;
-    const bool real = one.type == NumberType::kFp32;
-    TVMFFIAny& any = packed_[one.place] = typed(real ? kTVMFFIFloat : kTVMFFIInt);
-    const double value = fact_of(p, one.fact);
+  for (const FactParameter& fact_parameter : signature_.facts) {
+    if (!takes_argument(row, fact_parameter.features)) continue;
+    const bool real = fact_parameter.type == NumberType::kFp32;
+    TVMFFIAny& any = packed_[fact_parameter.position] = typed(real ? kTVMFFIFloat : kTVMFFIInt);
+    const double value = fact_of(p, fact_parameter.fact);
     if (real)
       any.v_float64 = value;
     else
@@ -55,27 +61,27 @@ DLDataType Arguments::type_of(const Parameter& parameter) const {
       return {kDLUInt, 8, 1};
     default: {
       const DTypeFacts& facts = facts_of(row_.dtype[static_cast<int>(parameter.type)]);
-      // uint8 for every 8-bit dtype; kernels interpret the bytes themselves (kernels/features/quantized_kv_cache.py)
+      // Kernels interpret the bytes of 8-bit dtypes themselves (kernels/features/quantized_kv_cache.py).
       if (facts.bytes == 1) return {kDLUInt, 8, 1};
       return {facts.dlpack, static_cast<uint8_t>(8 * facts.bytes), 1};
     }
   }
 }
 
-// Return the place for a value of a type; null if the kernel does not take the slot.
-TVMFFIAny* Arguments::place_of(Slot slot, int32_t type_index) {
-  if (!takes(slot)) return nullptr;
-  TVMFFIAny& any = packed_[signature_.of(slot).place];
-  unsaid_ -= any.type_index == kTVMFFINone;
+// Return the packed value of an argument, with a new type; null if the kernel does not take the argument.
+TVMFFIAny* Arguments::value_for(KernelArg arg, int32_t type_index) {
+  if (!takes(arg)) return nullptr;
+  TVMFFIAny& any = packed_[signature_.parameter(arg).position];
+  num_missing_ -= any.type_index == kTVMFFINone;
   any = typed(type_index);
   return &any;
 }
 
-void Arguments::tensor(Slot slot, AtenTensorHandle tensor, bool writes) {
-  TVMFFIAny* any = place_of(slot, kTVMFFIDLTensorPtr);
+void Arguments::tensor(KernelArg arg, AtenTensorHandle tensor, bool writes) {
+  TVMFFIAny* any = value_for(arg, kTVMFFIDLTensorPtr);
   if (any == nullptr) return;
-  const Parameter& parameter = signature_.of(slot);
-  Described& out = described_[parameter.place];
+  const Parameter& parameter = signature_.parameter(arg);
+  Described& out = described_[parameter.position];
   Shape shape;
   if (!read_shape(tensor, &shape))
     throw std::runtime_error("torch_flashplug: each tensor of a kernel must have a concrete shape at launch.");
@@ -103,22 +109,22 @@ void Arguments::tensor(Slot slot, AtenTensorHandle tensor, bool writes) {
   any->v_ptr = &out.tensor;
 }
 
-void Arguments::one_number(Slot slot, void* address) {
-  static int64_t one = 1;
-  TVMFFIAny* any = place_of(slot, kTVMFFIDLTensorPtr);
+void Arguments::global_number(KernelArg arg, void* address) {
+  static int64_t unit_stride = 1;
+  TVMFFIAny* any = value_for(arg, kTVMFFIDLTensorPtr);
   if (any == nullptr) return;
-  const Parameter& parameter = signature_.of(slot);
-  DLTensor& out = described_[parameter.place].tensor;
-  out = DLTensor{address, DLDevice{kDLCUDA, device_index_}, 1, type_of(parameter), &one, &one, 0};
+  const Parameter& parameter = signature_.parameter(arg);
+  DLTensor& out = described_[parameter.position].tensor;
+  out = DLTensor{address, DLDevice{kDLCUDA, device_index_}, 1, type_of(parameter), &unit_stride, &unit_stride, 0};
   any->v_ptr = &out;
 }
 
-void Arguments::integer(Slot slot, int64_t value) {
-  if (TVMFFIAny* any = place_of(slot, kTVMFFIInt)) any->v_int64 = value;
+void Arguments::integer(KernelArg arg, int64_t value) {
+  if (TVMFFIAny* any = value_for(arg, kTVMFFIInt)) any->v_int64 = value;
 }
 
-void Arguments::real(Slot slot, double value) {
-  if (TVMFFIAny* any = place_of(slot, kTVMFFIFloat)) any->v_float64 = value;
+void Arguments::real(KernelArg arg, double value) {
+  if (TVMFFIAny* any = value_for(arg, kTVMFFIFloat)) any->v_float64 = value;
 }
 
 void Arguments::scale(double scale) {
@@ -126,19 +132,19 @@ void Arguments::scale(double scale) {
   real("scale", scale);
 }
 
-void Arguments::throw_for_unsaid() const {
+void Arguments::throw_for_missing() const {
   std::string names;
-  for (int i = 0; i < kNumSlots; ++i) {
-    const Slot slot(i);
-    if (takes(slot) && packed_[signature_.of(slot).place].type_index == kTVMFFINone)
-      names += std::string(names.empty() ? "" : ", ") + kSlotNames[i];
+  for (int i = 0; i < kNumKernelArgs; ++i) {
+    const KernelArg arg(i);
+    if (takes(arg) && packed_[signature_.parameter(arg).position].type_index == kTVMFFINone)
+      names += std::string(names.empty() ? "" : ", ") + kKernelArgNames[i];
   }
   throw std::runtime_error("torch_flashplug: the kernel takes " + names +
                            ", but the call does not provide such arguments.");
 }
 
 void Arguments::stream(void* stream) {
-  if (unsaid_ != 0) throw_for_unsaid();
+  if (num_missing_ != 0) throw_for_missing();
   packed_[signature_.count] = typed(kTVMFFIOpaquePtr);
   packed_[signature_.count].v_ptr = stream;
 }

@@ -1,34 +1,36 @@
-// The arguments of a kernel call, packed for TVM-FFI. A call sets values by slot. The slots and positions of each kind
-// of kernel come from a table (torch_flashplug/registry/kernel_args.py). Only kernel_args.h, kernel_args.cpp and
-// launch.cpp know TVM-FFI.
+// The arguments of a kernel call, packed for TVM-FFI. A call sets arguments by name. The arguments of each kind of
+// kernel, and their positions, come from a table (torch_flashplug/registry/kernel_args.py). Only kernel_args.h,
+// kernel_args.cpp and launch.cpp know TVM-FFI.
 #pragma once
 
 #include <tvm/ffi/c_api.h>
 
-#include "core/flashplug.h"
+#include <cstdint>
+
+#include "core/core.h"
 
 namespace flashplug {
 
 // Packed arguments for a call of the kernel in `row`. Arguments named like facts of the call are packed at
-// construction, the rest as soon as set. A slot unknown to the kind of kernel is ignored. A slot of a feature absent
-// from the kernel stays None. The object holds pointers into itself and into the sizes of tensors.
+// construction, the rest as soon as set. An argument unknown to the kind of kernel is ignored. An argument
+// of a feature absent from the kernel stays None. The object holds pointers into itself and into the sizes of tensors.
 class Arguments {
  public:
   Arguments(const KernelRow& row, const CallFacts& p, int device_index);
   Arguments(const Arguments&) = delete;
   Arguments& operator=(const Arguments&) = delete;
 
-  void tensor(Slot slot, AtenTensorHandle tensor, bool writes = false);
-  void one_number(Slot slot, void* address);  // an address in global memory outside any torch tensor
-  void integer(Slot slot, int64_t value);
-  void real(Slot slot, double value);
+  void tensor(KernelArg arg, AtenTensorHandle tensor, bool writes = false);
+  void global_number(KernelArg arg, void* address);  // an address in global memory outside any torch tensor
+  void integer(KernelArg arg, int64_t value);
+  void real(KernelArg arg, double value);
   void scale(double scale);  // softmax scale
-  // Pack the stream, as the last argument. Throws if a slot taken by the kernel was not set.
+  // Pack the stream, as the last argument. Throws if an argument of the kernel was not set.
   void stream(void* stream);
 
-  bool takes(Slot slot) const {
-    const Parameter& one = signature_.of(slot);
-    return one.place >= 0 && takes_argument(row_, one.features);
+  bool takes(KernelArg arg) const {
+    const Parameter& parameter = signature_.parameter(arg);
+    return parameter.position >= 0 && takes_argument(row_, parameter.features);
   }
   int device_index() const { return device_index_; }
   const TVMFFIAny* packed() const { return packed_; }
@@ -40,24 +42,18 @@ class Arguments {
     DLTensor tensor;
     int64_t stride[kMostDims];
   };
-  TVMFFIAny* place_of(Slot slot, int32_t type_index);
-  [[noreturn]] void throw_for_unsaid() const;
+  TVMFFIAny* value_for(KernelArg arg, int32_t type_index);
+  [[noreturn]] void throw_for_missing() const;
   DLDataType type_of(const Parameter& parameter) const;
 
   const Signature& signature_;
   const KernelRow& row_;
   const int device_index_;
-  int32_t unsaid_;  // number of slots of the kernel still to be set
+  int32_t num_missing_;  // number of arguments of the kernel still to be set
   Described described_[kMostArguments];
   TVMFFIAny packed_[kMostArguments + 1];
 };
 
 void* mutable_data(AtenTensorHandle tensor);
-
-// Launch a kernel on its device and on the device's current stream, with a counter for the tile scheduler (launch.cpp).
-// `loads`: parts of the launch may run for the first time, regardless of earlier launches.
-void launch(Kernel& kernel, Arguments& arguments, bool loads = false);
-// Launch only the preprocessing kernels that precede the kernel's own CTAs.
-void launch_what_is_ahead(Kernel& kernel, Arguments& arguments);
 
 }  // namespace flashplug

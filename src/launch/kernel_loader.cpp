@@ -6,14 +6,19 @@
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <mutex>
+#include <stdexcept>
+#include <string>
 #include <vector>
 
-#include "core/flashplug.h"
-#include "core/state.h"
+#include "core/core.h"
+#include "launch/launch.h"
 #include "stock/torch_symbols.h"
 
 namespace flashplug {
@@ -44,7 +49,7 @@ struct Registry {
   std::atomic<int64_t> changes{0};  // number of changes of `missing` flags
   std::vector<Pack> packs;
   std::atomic<CompileCallback> compile{nullptr};
-  // guards packs and writes of entries; never held during a callback, because callbacks wait for the GIL
+  // Guards packs and writes of entries. Never held during a callback, because callbacks wait for the GIL.
   std::mutex mutex;
 };
 
@@ -63,8 +68,8 @@ struct FunctionObject {
 };
 
 Entry& entry_of(int row, const DeviceFacts& device) {
-  const int slot = std::clamp(generation(device.cc) - kOldest, 0, kNumGenerations - 1);
-  return registry().entries[static_cast<size_t>(row) * kNumGenerations + slot];
+  const int generation_index = std::clamp(generation(device.cc) - kOldest, 0, kNumGenerations - 1);
+  return registry().entries[static_cast<size_t>(row) * kNumGenerations + generation_index];
 }
 
 KernelCall find_in_packs(const std::string& name, const DeviceFacts& device, std::string* why) {

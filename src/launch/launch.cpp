@@ -1,8 +1,16 @@
 // Launch of a kernel on a device: stream, counter, lazily loaded modules, errors.
+#include "launch/launch.h"
+
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <optional>
+#include <stdexcept>
+#include <string>
 
+#include "core/core.h"
 #include "core/values.h"
 #include "launch/kernel_args.h"
 #include "stock/torch_symbols.h"
@@ -36,7 +44,7 @@ std::string raised_text() {
 class OnDevice {
  public:
   explicit OnDevice(int device_index) {
-    if (standin() != Standin::kOff) return;
+    if (cpu_stub() != CpuStub::kOff) return;
     int32_t current = -1;
     check_shim(aoti_torch_get_current_device_index(&current), "get_current_device_index");
     if (current != device_index)
@@ -77,7 +85,7 @@ void run_on(Kernel& kernel, const Arguments& arguments) {
 void pack_num_ctas(Arguments& arguments, void* stream, bool none = false) {
   if (!arguments.takes("counter")) return;
   const int device_index = arguments.device_index();
-  arguments.one_number("counter", launch_counter(device_index, stream));
+  arguments.global_number("counter", launch_counter(device_index, stream));
   arguments.integer("num_ctas", none ? 0 : std::max(1, device_facts(device_index).sm_count - cta_margin()));
 }
 
@@ -95,7 +103,7 @@ void launch(Kernel& kernel, Arguments& arguments, bool loads) {
 }
 
 // The rest of the kernel's module may still have to be loaded, so the kernel does not count as used on the device.
-void launch_what_is_ahead(Kernel& kernel, Arguments& arguments) {
+void launch_preprocess(Kernel& kernel, Arguments& arguments) {
   const int device_index = arguments.device_index();
   OnDevice on_device(device_index);
   void* stream = current_cuda_stream(device_index);

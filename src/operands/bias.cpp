@@ -5,9 +5,18 @@
 // number for all keys. Where more than a tile's rows of queries share a mask row, the row begins at a multiple of 16
 // bytes. Kernels for sm_80 get 64 copies of such a row.
 #include <algorithm>
+#include <cstdint>
+#include <optional>
+#include <stdexcept>
+#include <utility>
+#include <vector>
 
+#include "core/attention_call.h"
+#include "core/core.h"
+#include "core/schemas.h"
+#include "core/values.h"
 #include "launch/kernel_args.h"
-#include "ops/attention.h"
+#include "operands/operands.h"
 
 namespace flashplug {
 
@@ -17,7 +26,7 @@ namespace {
 // every score.
 constexpr int64_t kLeastSummed = 8;
 
-bool is_read_where_it_lies(AtenTensorHandle bias, const int64_t stride[4], int64_t unit, bool anywhere) {
+bool is_readable_in_place(AtenTensorHandle bias, const int64_t stride[4], int64_t unit, bool anywhere) {
   if (anywhere) return stride[3] == 1;
   const void* data = nullptr;
   check_shim(torch_get_const_data_ptr(bias, &data), "get_data_ptr");
@@ -26,27 +35,28 @@ bool is_read_where_it_lies(AtenTensorHandle bias, const int64_t stride[4], int64
 }
 
 // Return a bias in a layout that the kernel reads: a view, or a copy.
-TensorHandle as_kernels_read(const ForwardCall& call, const CallFacts& p, const TensorClass& query,
-                             const KernelRow& row) {
+TensorHandle make_readable(const ForwardCall& call, const CallFacts& p, const TensorClass& query,
+                           const KernelRow& row) {
   const AtenTensorHandle bias = call.mask;
   const int64_t unit = kUnitBytes / element_bytes(bias);
   int64_t size[4], stride[4];
-  if (!right_dtype(bias, p))
+  if (!has_supported_dtype(bias, p))
     throw std::runtime_error("torch_flashplug: attn_mask must be bool, float32 or of the query's dtype.");
-  if (!beside(bias, query)) throw std::runtime_error("torch_flashplug: attn_mask must be on the device of query.");
-  if (!spread(bias, p, size, stride))
+  if (!is_on_device_of(bias, query))
+    throw std::runtime_error("torch_flashplug: attn_mask must be on the device of query.");
+  if (!expand_strides(bias, p, size, stride))
     throw std::runtime_error("torch_flashplug: attn_mask must have 2 to 4 dims that broadcast to (B, Hq, Sq, Sk).");
   if (p.Sk == 1) stride[3] = 1;
   const bool hopper = tables().families[row.family].arch >= 90;
   const bool shared = row.kind != kDecode && stride[2] == 0 && p.Sq > row.group_rows;  // all queries share a mask row
   const bool repeats = shared && !hopper;
-  const int64_t whole[4] = {p.B, p.Hq, repeats ? row.group_rows : p.Sq, p.Sk};
-  if (!repeats && is_read_where_it_lies(bias, stride, unit, hopper && !shared)) return view(bias, 4, whole, stride);
-  for (int i = 0; i < 3; ++i) size[i] = stride[i] == 0 && !(repeats && i == 2) ? 1 : whole[i];
+  const int64_t full_size[4] = {p.B, p.Hq, repeats ? row.group_rows : p.Sq, p.Sk};
+  if (!repeats && is_readable_in_place(bias, stride, unit, hopper && !shared)) return view(bias, 4, full_size, stride);
+  for (int i = 0; i < 3; ++i) size[i] = stride[i] == 0 && !(repeats && i == 2) ? 1 : full_size[i];
   const TensorHandle copy = copy_of_padded_rows(bias, 4, size, stride, unit);
   int64_t repeated[4];
   for (int i = 0; i < 4; ++i) repeated[i] = size[i] == 1 && i < 3 ? 0 : shape_of(copy.get()).stride[i];
-  return view(copy.get(), 4, whole, repeated);
+  return view(copy.get(), 4, full_size, repeated);
 }
 
 // Sizes of a bias gradient in all four dims, with the strides of torch.empty_like.
@@ -86,13 +96,13 @@ BiasGradientPlanes gradient_planes(AtenTensorHandle gradient, const CallFacts& p
   const int64_t tiles =
       like.size[0] * like.size[1] * blocks(like.size[2], p.Sq, row.tile_m) * blocks(like.size[3], p.Sk, row.tile_n);
   BiasGradientPlanes planes = planes_of(gradient);
-  // with so many planes for each plane of the gradient, all SMs are busy
-  int64_t wanted = std::max(sm_count, 1) / tiles;
-  const auto share = [&wanted](int64_t* number, int64_t all) {
-    const int64_t most = std::min(wanted, all / kLeastSummed);
+  // With so many planes for each plane of the gradient, all SMs are busy.
+  int64_t planes_to_fill = std::max(sm_count, 1) / tiles;
+  const auto share = [&planes_to_fill](int64_t* number, int64_t all) {
+    const int64_t most = std::min(planes_to_fill, all / kLeastSummed);
     if (*number != 1 || most < 2) return;
     *number = ceil_div(all, ceil_div(all, most));  // no plane without work
-    wanted /= *number;
+    planes_to_fill /= *number;
   };
   share(&planes.batches, p.B);
   share(&planes.heads, p.Hq);
@@ -125,9 +135,9 @@ void sum_bias_planes(TensorHandle planes, AtenTensorHandle gradient) {
   op.result(0);  // frees the second reference to the gradient
 }
 
-TensorHandle laid_out_as_bias(TensorHandle gradient, AtenTensorHandle bias) {
+TensorHandle in_bias_layout(TensorHandle gradient, AtenTensorHandle bias) {
   const Gradient like = gradient_like(bias);
-  const TensorHandle laid_out = under_strides(gradient.get(), like.stride);
+  const TensorHandle laid_out = view_with_strides(gradient.get(), like.stride);
   return view(laid_out.get(), static_cast<int>(4 - like.missing), like.size + like.missing, like.stride + like.missing);
 }
 
@@ -135,7 +145,7 @@ TensorHandle pack_bias_args(const ForwardCall& call, const CallFacts& p, const T
                             Arguments* arguments) {
   const bool wide = arguments->takes("bias32");
   if (!wide && !arguments->takes("bias")) return {};
-  TensorHandle bias = as_kernels_read(call, p, query, row);
+  TensorHandle bias = make_readable(call, p, query, row);
   if (wide)
     arguments->tensor("bias32", bias.get());
   else

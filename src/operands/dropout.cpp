@@ -3,12 +3,19 @@
 // reference math makes the same bits (dropout_reference.py), so any backward can follow any forward.
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_aten.h>
 
+#include <cstdint>
+#include <optional>
+#include <stdexcept>
+
+#include "core/call_facts.h"
+#include "core/schemas.h"
+#include "core/values.h"
 #include "launch/kernel_args.h"
-#include "ops/attention.h"
+#include "operands/operands.h"
 
 namespace flashplug {
 
-DropoutSeed draw(const TensorClass& query) {
+DropoutSeed draw_seed(const TensorClass& query) {
   const auto number = [&query] {
     return empty_strided(0, nullptr, nullptr, aoti_torch_dtype_int64(), query.device_type, query.device_index);
   };
@@ -17,7 +24,7 @@ DropoutSeed draw(const TensorClass& query) {
   random[kRandom["generator"]] = box::from(std::nullopt);
   random.run();
   DropoutSeed drawn{random.result(0), number()};
-  // each call has a seed of its own, so the offset is 0
+  // Each call has a seed of its own, so the offset is 0.
   check_shim(aoti_torch_aten_fill__Scalar(drawn.offset.get(), 0.0), "fill_");
   return drawn;
 }
@@ -33,10 +40,10 @@ TensorHandle pack_dropout_args(AtenTensorHandle seed, const TensorClass& query, 
   if (!read || numbers != 1 || dtype != aoti_torch_dtype_int64() || !beside)
     throw std::runtime_error(
         "torch_flashplug: seed must be a single int64 on the device of query. Pass the seed of the forward.");
-  constexpr int64_t one = 1;
-  TensorHandle given = view(seed, 1, &one, &one);
-  arguments->tensor("seed", given.get());
-  return given;
+  constexpr int64_t single = 1;
+  TensorHandle seed_view = view(seed, 1, &single, &single);
+  arguments->tensor("seed", seed_view.get());
+  return seed_view;
 }
 
 }  // namespace flashplug

@@ -9,12 +9,20 @@
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_aten.h>
 
 #include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <exception>
 #include <limits>
+#include <stdexcept>
+#include <string>
 #include <utility>
 
+#include "core/attention_call.h"
+#include "core/core.h"
 #include "core/schemas.h"
+#include "core/values.h"
 #include "launch/kernel_args.h"
-#include "ops/attention.h"
+#include "operands/operands.h"
 #include "stock/torch_symbols.h"
 
 namespace flashplug {
@@ -22,7 +30,6 @@ namespace flashplug {
 namespace {
 
 constexpr int kMostMaskDims = 4;
-constexpr int64_t kBlock = 128;  // rows and columns of a block of the block-sparse lists
 
 // Return the pointer inside a tensor. A tensor is a single pointer, and the pointer identifies the tensor.
 void*& pointer_in(AtenTensorHandle tensor) { return *reinterpret_cast<void**>(tensor); }
@@ -30,14 +37,14 @@ void*& pointer_in(AtenTensorHandle tensor) { return *reinterpret_cast<void**>(te
 // A replaced mask. Never destroyed: at the end of a thread or of the process, libtorch may be gone.
 struct ReplacedMask {
   AtenTensorHandle mask = nullptr;
-  AtenTensorHandle place = nullptr;  // the caller's tensor
-  void* left = nullptr;              // pointer of the replacement
+  AtenTensorHandle argument = nullptr;  // the caller's tensor
+  void* replacement = nullptr;          // pointer of the replacement
 };
-thread_local ReplacedMask kept;
+thread_local ReplacedMask replaced;
 
 // Return true for an address on the thread's own stack. Torch passes arguments from frame to frame. A tensor elsewhere
 // may be read by different threads meanwhile.
-bool on_this_stack(const void* address) {
+bool is_on_thread_stack(const void* address) {
   thread_local const char* const top = [] {
     pthread_attr_t attributes;
     void* start = nullptr;
@@ -52,11 +59,8 @@ bool on_this_stack(const void* address) {
 }
 
 // Return the number of mask rows that kernels read: the rows of a single block if all rows are the same.
-int64_t rows_of(const CallFacts& p, const int64_t stride[4]) { return stride[2] == 0 ? std::min(p.Sq, kBlock) : p.Sq; }
-
-bool has_mask_dims(AtenTensorHandle mask) {
-  int64_t dims = 0;
-  return aoti_torch_get_dim(mask, &dims) == 0 && dims >= 2 && dims <= kMostMaskDims;
+int64_t rows_of(const CallFacts& p, const int64_t stride[4]) {
+  return stride[2] == 0 ? std::min(p.Sq, tables().layout.sparse_block) : p.Sq;
 }
 
 bool has_memory(AtenTensorHandle mask) {
@@ -64,17 +68,36 @@ bool has_memory(AtenTensorHandle mask) {
   return torch_get_const_data_ptr(mask, &data) == 0 && data != nullptr;
 }
 
-bool dense(AtenTensorHandle mask) {
+bool make_dense(AtenTensorHandle mask) {
   int32_t layout = -1;
   return aoti_torch_get_layout(mask, &layout) == 0 && layout == aoti_torch_layout_strided() && !is_kept(mask);
 }
 
-bool broadcasts(AtenTensorHandle mask, const CallFacts& p) {
-  int64_t size[4], stride[4];
-  return spread(mask, p, size, stride) && ((p.needs & kMask) == 0 || can_be_digested(mask, p));
+// Compute sizes and strides of all four dims of a mask, from plain facts (`expand_strides()`).
+bool spread_dims(int64_t dims, const int64_t* mask_size, const int64_t* mask_stride, const int64_t scores[4],
+                 int64_t size[4], int64_t stride[4]) {
+  const int64_t missing = kMostMaskDims - dims;
+  for (int64_t i = 0; i < kMostMaskDims; ++i) {
+    const int64_t have = i < missing ? 1 : mask_size[i - missing];
+    const bool are_known = have >= 0 && scores[i] >= 0;
+    if (have != 1 && have != scores[i] && are_known) return false;
+    stride[i] = have == 1 ? 0 : mask_stride[i - missing];
+    size[i] = i < 2 && stride[i] == 0 ? 1 : scores[i];
+  }
+  return true;
 }
 
-TensorHandle new_digest(const int64_t size[4], int64_t numbers, const TensorClass& query) {
+bool has_mask_dims(int64_t dims) { return dims >= 2 && dims <= kMostMaskDims; }
+
+// Return true if kernels can count the numbers of the metadata: those of a plane in 31 bits, of all planes in 32 bits.
+bool are_numbers_countable(const int64_t size[4], const int64_t stride[4], int64_t Sq, int64_t Sk) {
+  const int64_t rows = stride[2] == 0 ? std::min(Sq, tables().layout.sparse_block) : Sq;
+  const int64_t numbers = metadata_numbers(rows, Sq, Sk, true);
+  return numbers <= std::numeric_limits<int32_t>::max() &&
+         size[0] * size[1] * numbers <= std::numeric_limits<uint32_t>::max();
+}
+
+TensorHandle new_metadata(const int64_t size[4], int64_t numbers, const TensorClass& query) {
   const int64_t sizes[3] = {size[0], size[1], numbers}, strides[3] = {size[1] * numbers, numbers, 1};
   return empty_strided(3, sizes, strides, aoti_torch_dtype_int32(), query.device_type, query.device_index);
 }
@@ -85,17 +108,19 @@ TensorHandle copy_of(AtenTensorHandle mask, const int64_t size[4], const int64_t
   for (int i = 0; i < 4; ++i) once[i] = stride[i] == 0 ? 1 : size[i];
   pack_strides(once, packed);
   TensorHandle copy = empty_strided(4, once, packed, aoti_torch_dtype_uint8(), query.device_type, query.device_index);
-  copy_into(copy.get(), view(mask, 4, once, stride).get());
+  copy_tensor(copy.get(), view(mask, 4, once, stride).get());
   return copy;
 }
 
 // Return mask metadata kept by an earlier plugin forward: of all rows, or of a block that stands for all rows. The
 // metadata may also be block-sparse lists of the call; without gradients, such lists hold only the forward's part.
-MaskArgs digested_before(AtenTensorHandle digest, const CallFacts& p, bool gradients) {
-  const Shape shape = shape_of(digest);
-  int64_t dims = 0, rows = std::min(p.Sq, kBlock);
-  if (aoti_torch_get_dim(digest, &dims) != 0 || dims != 3) rows = -1;
-  const auto holds = [&](int64_t of, bool all) { return shape.size[2] == digest_numbers(of, p.Sq, p.Sk, all); };
+MaskArgs kept_metadata(AtenTensorHandle metadata, const CallFacts& p, bool gradients) {
+  const Shape shape = shape_of(metadata);
+  int64_t dims = 0, rows = std::min(p.Sq, tables().layout.sparse_block);
+  if (aoti_torch_get_dim(metadata, &dims) != 0 || dims != 3) rows = -1;
+  const auto holds = [&](int64_t num_rows, bool all) {
+    return shape.size[2] == metadata_numbers(num_rows, p.Sq, p.Sk, all);
+  };
   if (rows > 0 && !holds(rows, true)) rows = p.Sq;
   const bool fits = rows > 0 && (shape.size[0] == 1 || shape.size[0] == p.B) &&
                     (shape.size[1] == 1 || shape.size[1] == p.Hq) &&
@@ -104,152 +129,185 @@ MaskArgs digested_before(AtenTensorHandle digest, const CallFacts& p, bool gradi
     throw std::runtime_error(
         "torch_flashplug: attn_bias must be the mask kept by a forward if the dtype is int32, but the shape differs.");
   const int64_t size[4] = {0, 0, rows, 0}, stride[4] = {};
-  return {view(digest, 4, size, stride), TensorHandle::share(digest)};
+  return {view(metadata, 4, size, stride), TensorHandle::share(metadata)};
 }
 
-// Return the mask arguments of a kernel. `digest`: whether the kernel takes metadata.
-MaskArgs masked(const ForwardCall& call, const CallFacts& p, const TensorClass& query, bool digest, bool gradients) {
-  if (is_digest(call.mask)) return digested_before(call.mask, p, gradients);
+// Return the mask arguments of a kernel. `mask_metadata`: whether the kernel takes metadata.
+MaskArgs mask_args(const ForwardCall& call, const CallFacts& p, const TensorClass& query, bool takes_metadata,
+                   bool gradients) {
+  if (is_mask_metadata(call.mask)) return kept_metadata(call.mask, p, gradients);
   int64_t size[4], stride[4];
-  if (!beside(call.mask, query)) throw std::runtime_error("torch_flashplug: attn_mask must be on the device of query.");
-  if (!spread(call.mask, p, size, stride))
+  if (!is_on_device_of(call.mask, query))
+    throw std::runtime_error("torch_flashplug: attn_mask must be on the device of query.");
+  if (!expand_strides(call.mask, p, size, stride))
     throw std::runtime_error("torch_flashplug: attn_mask must have 2 to 4 dims that broadcast to (B, Hq, Sq, Sk).");
-  if (!digest) return {view(call.mask, 4, size, stride), TensorHandle()};
+  if (!takes_metadata) return {view(call.mask, 4, size, stride), TensorHandle()};
   size[2] = rows_of(p, stride);
-  TensorHandle room = call.digest != nullptr ? TensorHandle::share(call.digest)
-                                             : new_digest(size, digest_numbers(size[2], p.Sq, p.Sk, gradients), query);
-  return {view(call.mask, 4, size, stride), std::move(room)};
+  TensorHandle metadata = call.metadata != nullptr
+                              ? TensorHandle::share(call.metadata)
+                              : new_metadata(size, metadata_numbers(size[2], p.Sq, p.Sk, gradients), query);
+  return {view(call.mask, 4, size, stride), std::move(metadata)};
 }
 
 }  // namespace
 
-bool spread(AtenTensorHandle mask, const CallFacts& p, int64_t size[4], int64_t stride[4]) {
+bool expand_strides(AtenTensorHandle mask, const CallFacts& p, int64_t size[4], int64_t stride[4]) {
   int64_t dims = 0;
   Shape shape;
-  if (aoti_torch_get_dim(mask, &dims) != 0 || dims < 2 || dims > kMostMaskDims || !read_shape(mask, &shape))
-    return false;
-  const int64_t wanted[4] = {p.B, p.Hq, p.Sq, p.Sk}, missing = kMostMaskDims - dims;
-  for (int64_t i = 0; i < kMostMaskDims; ++i) {
-    const int64_t have = i < missing ? 1 : shape.size[i - missing];
-    if (have != 1 && have != wanted[i]) return false;
-    stride[i] = have == 1 ? 0 : shape.stride[i - missing];
-    size[i] = i < 2 && stride[i] == 0 ? 1 : wanted[i];
-  }
-  return true;
+  const int64_t scores[4] = {p.B, p.Hq, p.Sq, p.Sk};
+  return aoti_torch_get_dim(mask, &dims) == 0 && has_mask_dims(dims) && read_shape(mask, &shape) &&
+         spread_dims(dims, shape.size, shape.stride, scores, size, stride);
 }
 
-bool beside(AtenTensorHandle mask, const TensorClass& query) {
+bool is_on_device_of(AtenTensorHandle mask, const TensorClass& query) {
   TensorClass of_mask;
   return read_class(mask, &of_mask) && of_mask.device_type == query.device_type &&
          of_mask.device_index == query.device_index;
 }
 
-bool right_dtype(AtenTensorHandle mask, const CallFacts& p) {
+bool has_supported_dtype(AtenTensorHandle mask, const CallFacts& p) {
   TensorClass of_mask;
   if ((p.needs & feature_bit("bias")) == 0) return true;  // bool, or fp32
   if (is_mask(mask) && !is_kept(mask)) return true;       // F.sdpa converts the mask to floats of the query's dtype
   return read_class(mask, &of_mask) && of_mask.dtype == p.dtype[0];
 }
 
+MaskObstacle mask_obstacle(const MaskFacts& mask, const int64_t scores[4]) {
+  if (!mask.is_bool && !mask.is_fp32 && !mask.has_query_dtype) return MaskObstacle::kDtype;
+  if (!mask.is_dense) return MaskObstacle::kLayout;
+  if (!has_mask_dims(mask.dims)) return MaskObstacle::kDims;
+  int64_t size[4], stride[4];
+  const bool are_sizes_known = mask.size != nullptr;
+  if (are_sizes_known && !spread_dims(mask.dims, mask.size, mask.stride, scores, size, stride))
+    return MaskObstacle::kShape;
+  if (!mask.is_on_query_device) return MaskObstacle::kDevice;
+  const bool is_counted =
+      mask.is_bool && are_sizes_known && std::all_of(scores, scores + 4, [](int64_t x) { return x >= 0; });
+  return is_counted && !are_numbers_countable(size, stride, scores[2], scores[3]) ? MaskObstacle::kSize
+                                                                                  : MaskObstacle::kNone;
+}
+
+namespace {
+
+// Return true if a mask breaks no rule. Sizes are read only if the operands have concrete sizes.
+bool has_no_obstacle(AtenTensorHandle mask, const TensorClass& of_mask, const Facts& facts) {
+  const CallFacts& p = facts.problem;
+  const TensorClass& query = facts.operand[0];
+  Shape shape;
+  MaskFacts plain{
+      .is_bool = (p.needs & kMask) != 0,
+      .is_fp32 = (p.needs & feature_bit("bias32")) != 0,
+      .has_query_dtype = has_supported_dtype(mask, p),
+      .is_dense = make_dense(mask),
+      .is_on_query_device = of_mask.device_type == query.device_type && of_mask.device_index == query.device_index,
+      .dims = of_mask.dim};
+  if (plain.is_dense && facts.shape[kNumOperands - 1].size != nullptr && read_shape(mask, &shape))
+    plain.size = shape.size, plain.stride = shape.stride;
+  const int64_t scores[4] = {p.B, p.Hq, p.Sq, p.Sk};
+  return mask_obstacle(plain, scores) == MaskObstacle::kNone;
+}
+
+}  // namespace
+
 bool mask_fits(AtenTensorHandle mask, const Facts& facts) {
   const TorchSymbols& torch = torch_symbols();
-  const bool left = (facts.problem.needs & kMask) != 0;  // the router replaces the mask
-  if (left && !on_this_stack(mask)) return false;        // only the caller's own tensor, on the stack, can be replaced
-  if (torch.python_dispatch(mask) || torch.wrapped(mask) || !has_memory(mask)) return false;  // no address of its own
-  return dense(mask) && right_dtype(mask, facts.problem) && beside(mask, facts.operand[0]) &&
-         broadcasts(mask, facts.problem);
+  TensorClass of_mask;
+  const bool is_replaced = (facts.problem.needs & kMask) != 0;  // the router replaces the mask
+  if (is_replaced && !is_on_thread_stack(mask))
+    return false;  // only the caller's own tensor, on the stack, can be replaced
+  if (torch.python_dispatch(mask) || torch.has_wrapper(mask) || !has_memory(mask))
+    return false;  // no address of its own
+  return read_class(mask, &of_mask) && has_no_obstacle(mask, of_mask, facts);
 }
 
 bool traced_mask_fits(AtenTensorHandle mask, const Facts& facts) {
-  Shape shape;
-  if (torch_symbols().nested(mask) || !dense(mask) || !right_dtype(mask, facts.problem) ||
-      !beside(mask, facts.operand[0]))
-    return false;
-  const bool known = facts.shape[kNumOperands - 1].size != nullptr && read_shape(mask, &shape);
-  return known ? broadcasts(mask, facts.problem) : has_mask_dims(mask);
+  TensorClass of_mask;
+  return !torch_symbols().nested(mask) && read_class(mask, &of_mask) && has_no_obstacle(mask, of_mask, facts);
 }
 
-bool leave_kept(AtenTensorHandle mask, const Facts& facts) {
+bool replace_mask(AtenTensorHandle mask, const Facts& facts) {
   try {
     int64_t size[4], stride[4];
-    spread(mask, facts.problem, size, stride);
+    expand_strides(mask, facts.problem, size, stride);
     const CallFacts& p = facts.problem;
-    // nobody keeps the metadata
-    const int64_t numbers = p.grad ? digest_numbers(rows_of(p, stride), p.Sq, p.Sk, true) : 0;
+    // Without gradients, nobody keeps the metadata.
+    const int64_t numbers = p.grad ? metadata_numbers(rows_of(p, stride), p.Sq, p.Sk, true) : 0;
     // Hooks of saved tensors get the replacement before the op fills the metadata, and may copy the replacement. So the
     // hooks get the mask's bytes.
-    TensorHandle left = p.grad && torch_symbols().saved_hooks() ? copy_of(mask, size, stride, facts.operand[0])
-                                                                : new_digest(size, numbers, facts.operand[0]);
-    if (torch_symbols().wrapped(left.get())) return false;  // inside a transform the op would get a different tensor
-    std::swap(pointer_in(mask), pointer_in(left.get()));
-    kept = {left.release(), mask, pointer_in(mask)};
+    TensorHandle replacement = p.grad && torch_symbols().saved_hooks() ? copy_of(mask, size, stride, facts.operand[0])
+                                                                       : new_metadata(size, numbers, facts.operand[0]);
+    if (torch_symbols().has_wrapper(replacement.get()))
+      return false;  // inside a transform the op would get a different tensor
+    std::swap(pointer_in(mask), pointer_in(replacement.get()));
+    replaced = {replacement.release(), mask, pointer_in(mask)};
     return true;
   } catch (const std::exception&) {
     return false;
   }
 }
 
-void forget_mask() {
-  if (kept.mask != nullptr) TensorHandle{std::exchange(kept.mask, nullptr)};
+void drop_replaced_mask() {
+  if (replaced.mask != nullptr) TensorHandle{std::exchange(replaced.mask, nullptr)};
 }
 
-TensorHandle take_mask(AtenTensorHandle left) {
-  TensorHandle there(std::exchange(kept.mask, nullptr));
-  if (there.get() == nullptr || pointer_in(left) != kept.left || pointer_in(kept.place) != kept.left) return {};
-  TensorHandle mask = TensorHandle::share(there.get());
-  std::swap(pointer_in(there.get()), pointer_in(kept.place));
+TensorHandle restore_mask(AtenTensorHandle replacement) {
+  TensorHandle original(std::exchange(replaced.mask, nullptr));
+  if (original.get() == nullptr || pointer_in(replacement) != replaced.replacement ||
+      pointer_in(replaced.argument) != replaced.replacement)
+    return {};
+  TensorHandle mask = TensorHandle::share(original.get());
+  std::swap(pointer_in(original.get()), pointer_in(replaced.argument));
   return mask;
 }
 
-AtenTensorHandle digest_of(AtenTensorHandle left) {
+AtenTensorHandle metadata_to_fill(AtenTensorHandle replacement) {
   int64_t numbers = 0;
-  check_shim(aoti_torch_get_numel(left, &numbers), "get_numel");
-  return is_digest(left) && numbers > 0 ? left : nullptr;
+  check_shim(aoti_torch_get_numel(replacement, &numbers), "get_numel");
+  return is_mask_metadata(replacement) && numbers > 0 ? replacement : nullptr;
 }
 
-void refuse_kept(AtenTensorHandle mask) {
+void reject_kept_mask(AtenTensorHandle mask) {
   if (mask != nullptr && is_kept(mask))
     throw std::runtime_error(
         std::string("torch_flashplug: attn_mask must be bool, float32 or of the query's dtype, but got ") +
-        (is_digest(mask) ? "int32" : "uint8") + ". Cast the mask.");
+        (is_mask_metadata(mask) ? "int32" : "uint8") + ". Cast the mask.");
 }
 
 MaskArgs pack_mask_args(const ForwardCall& call, const CallFacts& p, const TensorClass& query, bool gradients,
                         Arguments* arguments) {
   if (!arguments->takes("mask")) return {};
-  const bool digest = arguments->takes("digest");
-  MaskArgs given = masked(call, p, query, digest, gradients);
-  arguments->tensor("mask", given.mask.get());
-  if (digest) arguments->tensor("digest", given.digest.get(), true);
-  return given;
+  const bool takes_metadata = arguments->takes("mask_metadata");
+  MaskArgs mask = mask_args(call, p, query, takes_metadata, gradients);
+  arguments->tensor("mask", mask.mask.get());
+  if (takes_metadata) arguments->tensor("mask_metadata", mask.metadata.get(), true);
+  return mask;
 }
 
-void digest_in_torch(const ForwardCall& call, const CallFacts& p, const TensorClass& query) {
-  const MaskArgs given = masked(call, p, query, false, false);
-  OpCall op(kDigest);
-  op[kDigest["mask"]] = box::from_borrowed(given.mask.get());
-  op[kDigest["numbers"]] = box::from(shape_of(call.digest).size[2]);
+void preprocess_in_torch(const ForwardCall& call, const CallFacts& p, const TensorClass& query) {
+  const MaskArgs args = mask_args(call, p, query, false, false);
+  OpCall op(kPreprocessMask);
+  op[kPreprocessMask["mask"]] = box::from_borrowed(args.mask.get());
+  op[kPreprocessMask["numbers"]] = box::from(shape_of(call.metadata).size[2]);
   op.run();
-  copy_into(call.digest, op.result(0).get());
+  copy_tensor(call.metadata, op.result(0).get());
 }
 
-// Return the size of a plane's metadata; same formula as `numbers` of kernels/preprocess/mask.py.
-int64_t digest_numbers(int64_t rows, int64_t Sq, int64_t Sk, bool gradients) {
-  constexpr int64_t kTile = 64, kTall = 192, kWords = 128;
-  const int64_t lines = ceil_div(rows, kBlock), M = ceil_div(Sq, kBlock), N = ceil_div(Sk, kBlock),
-                of_rows = ceil_div(rows, kTile), of_columns = ceil_div(Sk, kTile), tall = ceil_div(Sq, kTall);
-  const int64_t forward = lines * N + 2 * (M + tall) * (N + 1) + of_rows * (of_columns + 1) * kWords;
-  return gradients ? forward + 2 * (N + M * N) + of_columns * (of_rows + 1) * kWords + 2 * M * N : forward;
+// Return the size of a plane's metadata; same formula as `metadata_size` of kernels/preprocess/mask.py.
+int64_t metadata_numbers(int64_t rows, int64_t Sq, int64_t Sk, bool gradients) {
+  const LayoutRow& layout = tables().layout;
+  const int64_t block = layout.sparse_block, tile = layout.bitmask_tile, words = layout.bitmask_words;
+  const int64_t lines = ceil_div(rows, block), M = ceil_div(Sq, block), N = ceil_div(Sk, block),
+                row_tiles = ceil_div(rows, tile), key_tiles = ceil_div(Sk, tile),
+                tall = ceil_div(Sq, layout.tall_sparse_block);
+  const int64_t forward = lines * N + 2 * (M + tall) * (N + 1) + row_tiles * (key_tiles + 1) * words;
+  return gradients ? forward + 2 * (N + M * N) + key_tiles * (row_tiles + 1) * words + 2 * M * N : forward;
 }
 
-bool can_be_digested(AtenTensorHandle mask, const CallFacts& p) {
-  if (is_digest(mask)) return true;  // made by a plugin forward after the same check
+bool can_preprocess_mask(AtenTensorHandle mask, const CallFacts& p) {
+  if (is_mask_metadata(mask)) return true;  // made by a plugin forward after the same check
   int64_t size[4], stride[4];
-  if (!spread(mask, p, size, stride)) return true;  // refused where the mask is read
-  const int64_t numbers = digest_numbers(rows_of(p, stride), p.Sq, p.Sk, true);
-  // Kernels count the numbers of a plane in 31 bits, and the numbers of all planes in 32 bits.
-  return numbers <= std::numeric_limits<int32_t>::max() &&
-         size[0] * size[1] * numbers <= std::numeric_limits<uint32_t>::max();
+  if (!expand_strides(mask, p, size, stride)) return true;  // refused where the mask is read
+  return are_numbers_countable(size, stride, p.Sq, p.Sk);
 }
 
 }  // namespace flashplug

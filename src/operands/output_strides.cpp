@@ -1,8 +1,18 @@
 // Strides of outputs, exactly as torch's meta functions compute them: compiled graphs assert the strides.
 #include <algorithm>
+#include <cstdint>
 #include <cstring>
+#include <optional>
+#include <stdexcept>
+#include <utility>
+#include <vector>
 
-#include "ops/attention.h"
+#include "core/attention_call.h"
+#include "core/core.h"
+#include "core/schemas.h"
+#include "core/values.h"
+#include "dispatch/dispatch.h"
+#include "operands/operands.h"
 
 namespace flashplug {
 
@@ -26,7 +36,7 @@ TensorHandle new_like(AtenTensorHandle like, int dims, const int64_t* size, cons
   check_shim(aoti_torch_get_device_type(like, &device_type), "get_device_type");
   check_shim(aoti_torch_get_device_index(like, &device_index), "get_device_index");
   TensorHandle out = empty_strided(dims, size, stride, dtype, device_type, device_index);
-  if (from != nullptr) copy_into(out.get(), from);
+  if (from != nullptr) copy_tensor(out.get(), from);
   return out;
 }
 
@@ -36,7 +46,7 @@ TensorHandle view(AtenTensorHandle tensor, int dims, const int64_t* size, const 
   return TensorHandle(handle);
 }
 
-TensorHandle under_strides(AtenTensorHandle tensor, const int64_t stride[4]) {
+TensorHandle view_with_strides(AtenTensorHandle tensor, const int64_t stride[4]) {
   const Shape have = shape_of(tensor);
   if (std::memcmp(have.stride, stride, 4 * sizeof *stride) == 0) return TensorHandle::share(tensor);
   bool same = true;
@@ -65,12 +75,13 @@ TensorHandle packed_copy(AtenTensorHandle tensor) {
 
 TensorHandle copy_of_padded_rows(AtenTensorHandle tensor, int dims, const int64_t* size, const int64_t* stride,
                                  int64_t unit) {
-  int64_t room[4] = {1, 1, 1, 1}, padded[4];
-  std::copy_n(size, dims, room);
-  room[dims - 1] = ceil_div(size[dims - 1], unit) * unit;
-  pack_strides(room, padded);
-  TensorHandle copy = view(new_like(tensor, dims, room, padded, nullptr).get(), dims, size, padded);
-  copy_into(copy.get(), view(tensor, dims, size, stride).get());
+  int64_t padded_size[4] = {1, 1, 1, 1}, padded_stride[4];
+  std::copy_n(size, dims, padded_size);
+  padded_size[dims - 1] = ceil_div(size[dims - 1], unit) * unit;
+  pack_strides(padded_size, padded_stride);
+  TensorHandle copy =
+      view(new_like(tensor, dims, padded_size, padded_stride, nullptr).get(), dims, size, padded_stride);
+  copy_tensor(copy.get(), view(tensor, dims, size, stride).get());
   return copy;
 }
 
@@ -91,31 +102,31 @@ namespace {
 
 // Copy a 4-d tensor once, without repeats of broadcast dims, and view the copy with the original sizes. Dims of stride
 // 0 keep stride 0, except the last dim.
-TensorHandle copied_once(AtenTensorHandle tensor) {
+TensorHandle copy_without_repeats(AtenTensorHandle tensor) {
   const Shape shape = shape_of(tensor);
   int64_t size[4], stride[4];
   for (int i = 0; i < 4; ++i) size[i] = i < 3 && shape.stride[i] == 0 ? 1 : shape.size[i];
   const TensorHandle copy = dense_copy(view(tensor, 4, size, shape.stride).get());
-  const int64_t* const made = shape_of(copy.get()).stride;
-  for (int i = 0; i < 4; ++i) stride[i] = size[i] < shape.size[i] ? 0 : made[i];
+  const int64_t* const copy_stride = shape_of(copy.get()).stride;
+  for (int i = 0; i < 4; ++i) stride[i] = size[i] < shape.size[i] ? 0 : copy_stride[i];
   return view(copy.get(), 4, shape.size, stride);
 }
 
 }  // namespace
 
-ReadableCall as_kernels_read(const ForwardCall& call, const CallFacts& p) {
+ReadableCall make_readable(const ForwardCall& call, const CallFacts& p) {
   ReadableCall read{call, {}};
-  if (!copies_operands(p, tables())) return read;
+  if (!needs_operand_copies(p, tables())) return read;
   AtenTensorHandle* operands[kNumOperands] = {&read.call.q, &read.call.k, &read.call.v};
   for (int i = 0; i < kNumOperands; ++i) {
     if (is_readable(*operands[i])) continue;
-    read.copies[i] = copied_once(*operands[i]);
+    read.copies[i] = copy_without_repeats(*operands[i]);
     *operands[i] = read.copies[i].get();
   }
   return read;
 }
 
-TensorHandle aligned_ones(TensorHandle tensor) {
+TensorHandle align_size_one_dims(TensorHandle tensor) {
   constexpr int64_t kWholeElements = 8;  // units of 16 bytes for every dtype of two bytes or more
   const Shape shape = shape_of(tensor.get());
   int64_t stride[4];
@@ -198,16 +209,16 @@ TensorHandle in_output_layout(TensorHandle out, AtenTensorHandle query) {
   const Shape have = shape_of(out.get());
   int64_t want[4];
   output_strides(shape_of(query), have.size, want);
-  return under_strides(out.get(), want);
+  return view_with_strides(out.get(), want);
 }
 
 TensorHandle sum_of_heads(TensorHandle grad, AtenTensorHandle operand) {
-  const Shape like = shape_of(operand), given = shape_of(grad.get());
-  if (given.size[1] == like.size[1]) return grad;
-  const int64_t apart = given.size[1] / like.size[1];
-  const int64_t size[5] = {given.size[0], like.size[1], apart, given.size[2], given.size[3]};
-  const int64_t stride[5] = {given.stride[0], given.stride[1] * apart, given.stride[1], given.stride[2],
-                             given.stride[3]};
+  const Shape like = shape_of(operand), grads = shape_of(grad.get());
+  if (grads.size[1] == like.size[1]) return grad;
+  const int64_t apart = grads.size[1] / like.size[1];
+  const int64_t size[5] = {grads.size[0], like.size[1], apart, grads.size[2], grads.size[3]};
+  const int64_t stride[5] = {grads.stride[0], grads.stride[1] * apart, grads.stride[1], grads.stride[2],
+                             grads.stride[3]};
   int64_t want[4];
   dense_strides(like.size, like.stride, 4, want);
   TensorHandle sum = new_like(operand, 4, like.size, want, nullptr);
@@ -222,11 +233,11 @@ TensorHandle sum_of_heads(TensorHandle grad, AtenTensorHandle operand) {
   return sum;
 }
 
-TensorHandle laid_out_like(TensorHandle grad, AtenTensorHandle operand) {
+TensorHandle in_operand_layout(TensorHandle grad, AtenTensorHandle operand) {
   const Shape like = shape_of(operand);
   int64_t want[4];
   dense_strides(like.size, like.stride, 4, want);
-  return under_strides(grad.get(), want);
+  return view_with_strides(grad.get(), want);
 }
 
 }  // namespace flashplug

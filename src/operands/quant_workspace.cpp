@@ -1,25 +1,28 @@
 // Workspace of kernels that quantize operands to 8 bits. kernels/features/quantized_qkv.py defines the layout.
+#include <cstdint>
+
+#include "core/core.h"
+#include "core/values.h"
 #include "launch/kernel_args.h"
-#include "ops/attention.h"
+#include "operands/operands.h"
 
 namespace flashplug {
 
 namespace {
 
-constexpr int64_t kAligned = 128,
-                  kKeyOrder = 16;  // ALIGNED of kernels/features/quantized_qkv.py; len(KEY_ORDER) of quant_recipes.py
+constexpr int64_t kAligned = 128;  // ALIGNED of kernels/features/quantized_qkv.py, which needs the compiler
 
 int64_t rounded(int64_t bytes, int64_t unit) { return ceil_div(bytes, unit) * unit; }
 
 // Return the size of the workspace, buffer by buffer in the order of kernels/features/quantized_qkv.py.
-int64_t scratch8_bytes(const CallFacts& p, const KernelRow& row) {
+int64_t quant_workspace_bytes(const CallFacts& p, const KernelRow& row) {
   const int64_t queries = p.B * p.Hq * p.Sq, kv_heads = p.B * p.Hkv, fp32 = 4;
   int64_t bytes = 0;
-  const auto take = [&bytes](int64_t more) { bytes += rounded(more, kAligned); };
+  const auto take = [&bytes](int64_t buffer_bytes) { bytes += rounded(buffer_bytes, kAligned); };
   take(queries * row.d_max);
   take(kv_heads * p.Sk * row.d_max);
   const bool values = (row.takes & feature_bit("qk8")) == 0;
-  if (values) take(kv_heads * p.Dv * rounded(p.Sk, kKeyOrder));
+  if (values) take(kv_heads * p.Dv * rounded(p.Sk, tables().layout.key_order));
   take(queries * fp32);
   take(queries * fp32);
   take(kv_heads * ceil_div(p.Sk, row.tile_n) * fp32);
@@ -33,8 +36,8 @@ TensorHandle pack_quant_workspace(const CallFacts& p, const TensorClass& query, 
                                   Arguments* arguments) {
   if (!arguments->takes("scratch8")) return {};
   static const int32_t int32 = aoti_torch_dtype_int32();
-  const int64_t words = scratch8_bytes(p, row) / 4, one = 1;
-  TensorHandle scratch = empty_strided(1, &words, &one, int32, query.device_type, query.device_index);
+  const int64_t words = quant_workspace_bytes(p, row) / 4, unit_stride = 1;
+  TensorHandle scratch = empty_strided(1, &words, &unit_stride, int32, query.device_type, query.device_index);
   arguments->tensor("scratch8", scratch.get(), true);
   return scratch;
 }

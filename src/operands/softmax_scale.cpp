@@ -4,14 +4,19 @@
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_aten.h>
 
 #include <cmath>
+#include <utility>
 
-#include "ops/attention.h"
+#include "core/attention_call.h"
+#include "core/call_facts.h"
+#include "core/schemas.h"
+#include "core/values.h"
+#include "operands/operands.h"
 
 namespace flashplug {
 
 namespace {
 
-void times_sign(AtenTensorHandle tensor, Scale scale) {
+void apply_sign(AtenTensorHandle tensor, Scale scale) {
   if (scale == Scale::kZero) check_shim(aoti_torch_aten_fill__Scalar(tensor, 0.0), "fill_");
   if (scale == Scale::kNegative) {
     OpCall negate(kNegate);
@@ -27,10 +32,10 @@ SignedScale with_positive_scale(const ForwardCall& call, const CallFacts& p) {
   const double scale = call.scale.has_value() ? *call.scale : 1.0 / std::sqrt(static_cast<double>(p.D));
   if (p.scale == Scale::kPositive) return {TensorHandle::share(call.q), scale};
   TensorHandle q = packed_copy(call.q);
-  times_sign(q.get(), p.scale);
+  apply_sign(q.get(), p.scale);
   return {std::move(q), p.scale == Scale::kZero ? 1.0 : std::abs(scale)};
 }
 
-void pack_scale_sign(AtenTensorHandle grad_q, const CallFacts& p) { times_sign(grad_q, p.scale); }
+void pack_scale_sign(AtenTensorHandle grad_q, const CallFacts& p) { apply_sign(grad_q, p.scale); }
 
 }  // namespace flashplug

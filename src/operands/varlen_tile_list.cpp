@@ -2,9 +2,18 @@
 // call, filled by a launch ahead of the kernel, or belong to a plan (varlen_plan.py). A plan's lists are made by a
 // kernel that does nothing else.
 #include <algorithm>
+#include <cstdint>
+#include <initializer_list>
+#include <stdexcept>
 
+#include "core/attention_call.h"
+#include "core/core.h"
+#include "core/values.h"
+#include "dispatch/dispatch.h"
 #include "launch/kernel_args.h"
-#include "ops/attention.h"
+#include "launch/launch.h"
+#include "operands/operands.h"
+#include "ops/ops.h"
 
 namespace flashplug {
 
@@ -15,20 +24,20 @@ constexpr int64_t kSector = 8;  // in 32-bit numbers
 // Return the capacity of the lists, for any kernel. A list has entries for blocks of the smallest size, an extra block
 // for each sequence, and for the rows before the first and after the last sequence. An entry takes a sector, and so
 // does a list's head.
-int64_t numbers_of(const CallFacts& p) {
+int64_t list_capacity(const CallFacts& p) {
   constexpr int64_t most_lists = 3, least = 64;
-  const int64_t room = std::max(p.Sq, p.Sk) / least + p.sequences + 2;
-  return most_lists * kSector * (room + 1);
+  const int64_t num_entries = std::max(p.Sq, p.Sk) / least + p.sequences + 2;
+  return most_lists * kSector * (num_entries + 1);
 }
 
 TensorHandle new_lists(int64_t kernels, const CallFacts& p, const TensorClass& query) {
-  const int64_t size[2] = {kernels, numbers_of(p)}, stride[2] = {size[1], 1};
+  const int64_t size[2] = {kernels, list_capacity(p)}, stride[2] = {size[1], 1};
   return empty_strided(2, size, stride, aoti_torch_dtype_int32(), query.device_type, query.device_index);
 }
 
-TensorHandle of_kernel(AtenTensorHandle lists, int64_t nth, const CallFacts& p) {
-  const int64_t numbers = numbers_of(p), one = 1;
-  return view(lists, 1, &numbers, &one, nth * numbers);
+TensorHandle list_of_kernel(AtenTensorHandle lists, int64_t nth, const CallFacts& p) {
+  const int64_t numbers = list_capacity(p), unit_stride = 1;
+  return view(lists, 1, &numbers, &unit_stride, nth * numbers);
 }
 
 // Identity of a plan in a single number: a kernel row number plus 1 for forward and backward, and a hash of the lists'
@@ -44,33 +53,35 @@ int64_t facts_key(const CallFacts& p) {
   return static_cast<int64_t>(hash >> (2 * kRowBits + 2)) << 2 * kRowBits;
 }
 
-int64_t key_of(const CallFacts& p, int forward_row, int backward_row) {
+int64_t plan_key(const CallFacts& p, int forward_row, int backward_row) {
   return facts_key(p) | (int64_t{forward_row} + 1) << kRowBits | (int64_t{backward_row} + 1);
 }
 
 // Return a plan's lists for the kernel of a row. Returns nothing for a backward kernel without lists in the plan. A
 // plan may be made without gradients, and kernel selection for the backward may have changed since. Throws if the plan
 // was made for a different call.
-TensorHandle planned(const ForwardCall& call, const CallFacts& p, const KernelRow& row, const TensorClass& query) {
+TensorHandle tile_lists_of_plan(const ForwardCall& call, const CallFacts& p, const KernelRow& row,
+                                const TensorClass& query) {
   if (!is_defined(call.lists)) return {};
   const int64_t number = &row - tables().kernels.data() + 1;
   const bool backward = row.kind != kFwd;
-  const int64_t key = call.plan_key, made_for = backward ? key & (kRows - 1) : key >> kRowBits & (kRows - 1);
+  const int64_t key = call.plan_key, planned_row = backward ? key & (kRows - 1) : key >> kRowBits & (kRows - 1);
   const bool of_call = (key >> 2 * kRowBits) == (facts_key(p) >> 2 * kRowBits);
-  if (backward && made_for != number && of_call) return {};
+  if (backward && planned_row != number && of_call) return {};
   Shape shape;
   TensorClass lists;
-  if (!of_call || made_for != number || !read_class(call.lists, &lists) || lists.dim != 2 || !is_digest(call.lists) ||
-      !beside(call.lists, query) || !read_shape(call.lists, &shape) || shape.size[0] <= int64_t{backward} ||
-      shape.size[1] != numbers_of(p) || shape.stride[1] != 1 || shape.stride[0] != shape.size[1])
+  if (!of_call || planned_row != number || !read_class(call.lists, &lists) || lists.dim != 2 ||
+      !is_mask_metadata(call.lists) || !is_on_device_of(call.lists, query) || !read_shape(call.lists, &shape) ||
+      shape.size[0] <= int64_t{backward} || shape.size[1] != list_capacity(p) || shape.stride[1] != 1 ||
+      shape.stride[0] != shape.size[1])
     throw std::runtime_error(
         "torch_flashplug: plan was made for another call: the kernel, the window or the number of rows, keys or "
         "sequences differs. Make the plan with the arguments of this call, under the same sdpa_backend.");
-  return of_kernel(call.lists, backward ? 1 : 0, p);
+  return list_of_kernel(call.lists, backward ? 1 : 0, p);
 }
 
 // Return a tensor of a given size whose rows share the same memory, for a kernel without reads.
-TensorHandle hollow(std::initializer_list<int64_t> size, int32_t dtype, const TensorClass& query) {
+TensorHandle make_broadcast_tensor(std::initializer_list<int64_t> size, int32_t dtype, const TensorClass& query) {
   int64_t stride[kMostDims] = {};
   stride[size.size() - 1] = 1;
   return empty_strided(static_cast<int>(size.size()), size.begin(), stride, dtype, query.device_type,
@@ -85,9 +96,9 @@ void pack_start_args(const ForwardCall& call, const TensorHandle& used_k, const 
   arguments->tensor("lists", lists.get(), true);
 }
 
-TensorHandle used_or_all(const ForwardCall& call) {
-  constexpr int64_t none = 0, one = 1;
-  return is_defined(call.used_k) ? TensorHandle::share(call.used_k) : view(call.cu_k, 1, &none, &one);
+TensorHandle lengths_or_empty(const ForwardCall& call) {
+  constexpr int64_t no_elements = 0, unit_stride = 1;
+  return is_defined(call.used_k) ? TensorHandle::share(call.used_k) : view(call.cu_k, 1, &no_elements, &unit_stride);
 }
 
 }  // namespace
@@ -95,14 +106,14 @@ TensorHandle used_or_all(const ForwardCall& call) {
 Lengths pack_varlen_args(const ForwardCall& call, const CallFacts& p, const KernelRow& row, const TensorClass& query,
                          Arguments* arguments) {
   if (!arguments->takes("lists")) return {};
-  Lengths given;
-  given.lists = planned(call, p, row, query);
-  const bool made = given.lists.get() != nullptr;
-  if (!made) given.lists = of_kernel(new_lists(1, p, query).get(), 0, p);
-  // the size of cu_q tells the kernel that the lists exist
-  given.used_k = made ? TensorHandle::share(call.cu_q) : used_or_all(call);
-  pack_start_args(call, given.used_k, given.lists, arguments);
-  return given;
+  Lengths lengths;
+  lengths.lists = tile_lists_of_plan(call, p, row, query);
+  const bool is_planned = lengths.lists.get() != nullptr;
+  if (!is_planned) lengths.lists = list_of_kernel(new_lists(1, p, query).get(), 0, p);
+  // The size of cu_q tells the kernel that the lists exist.
+  lengths.used_k = is_planned ? TensorHandle::share(call.cu_q) : lengths_or_empty(call);
+  pack_start_args(call, lengths.used_k, lengths.lists, arguments);
+  return lengths;
 }
 
 // Launch only the preprocessing of a kernel, which fills the lists of a plan. All operands have sizes, but share the
@@ -112,13 +123,15 @@ void make_lists(Kernel& kernel, const KernelRow& row, const ForwardCall& call, c
   static const int32_t fp32 = aoti_torch_dtype_float32();
   int32_t dtype = -1;
   check_shim(aoti_torch_get_dtype(call.q, &dtype), "get_dtype");
-  const auto of = [&](int64_t heads, int64_t rows, int64_t columns) {
-    return hollow({p.B, heads, rows, columns}, dtype, query);
+  const auto operand = [&](int64_t heads, int64_t rows, int64_t columns) {
+    return make_broadcast_tensor({p.B, heads, rows, columns}, dtype, query);
   };
-  const TensorHandle q = of(p.Hq, p.Sq, p.D), k = of(p.Hkv, p.Sk, p.D), v = of(p.Hkv, p.Sk, p.Dv),
-                     o = of(p.Hq, p.Sq, p.Dv);
-  const TensorHandle lse = hollow({p.B, p.Hq, p.Sq}, fp32, query), scratch = hollow({4}, fp32, query);
-  const TensorHandle rows = hollow({p.B, p.Hq, 2, row.kind == kFwd ? 1 : scratch_rows(p, row)}, fp32, query);
+  const TensorHandle q = operand(p.Hq, p.Sq, p.D), k = operand(p.Hkv, p.Sk, p.D), v = operand(p.Hkv, p.Sk, p.Dv),
+                     o = operand(p.Hq, p.Sq, p.Dv);
+  const TensorHandle lse = make_broadcast_tensor({p.B, p.Hq, p.Sq}, fp32, query),
+                     scratch = make_broadcast_tensor({4}, fp32, query);
+  const TensorHandle rows =
+      make_broadcast_tensor({p.B, p.Hq, 2, row.kind == kFwd ? 1 : scratch_rows(p, row)}, fp32, query);
   Arguments arguments(row, p, query.device_index);
   arguments.tensor("q", q.get()), arguments.tensor("dq", q.get());
   arguments.tensor("k", k.get()), arguments.tensor("dk", k.get());
@@ -131,9 +144,9 @@ void make_lists(Kernel& kernel, const KernelRow& row, const ForwardCall& call, c
   arguments.scale(1.0);
   const TensorHandle sinks = pack_sink_args(nullptr, lse.get(), &arguments);
   const TensorHandle gradient = pack_dlse(nullptr, lse.get(), p, &arguments);
-  const TensorHandle used_k = used_or_all(call);
+  const TensorHandle used_k = lengths_or_empty(call);
   pack_start_args(call, used_k, lists, &arguments);
-  launch_what_is_ahead(kernel, arguments);
+  launch_preprocess(kernel, arguments);
 }
 
 PlannedLists plan_lists(const ForwardCall& call, const Facts& facts, const Plan& plan, const BackwardPlan& backward) {
@@ -149,12 +162,13 @@ PlannedLists plan_lists(const ForwardCall& call, const Facts& facts, const Plan&
     if (kernels[i] == nullptr) rows[i] = -1;
     if (rows[0] < 0) return {placeholder(call, aoti_torch_dtype_int32()), 0};
   }
-  PlannedLists made{new_lists(rows[1] < 0 ? 1 : 2, p, query), key_of(p, rows[0], rows[1])};
+  PlannedLists planned_lists{new_lists(rows[1] < 0 ? 1 : 2, p, query), plan_key(p, rows[0], rows[1])};
   for (int i = 0; i < 2; ++i) {
     if (kernels[i] != nullptr)
-      make_lists(*kernels[i], tables().kernels[rows[i]], call, p, query, of_kernel(made.lists.get(), i, p));
+      make_lists(*kernels[i], tables().kernels[rows[i]], call, p, query,
+                 list_of_kernel(planned_lists.lists.get(), i, p));
   }
-  return made;
+  return planned_lists;
 }
 
 }  // namespace flashplug

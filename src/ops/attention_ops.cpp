@@ -2,41 +2,55 @@
 // possible, since stock has no kernel to compare with. Otherwise the call runs the reference math that Python registers
 // for each op.
 //
-//   torch_flashplug::cached_fwd: quantized KV cache, key and value in 8 bits (quantized_kv.py)
+//   torch_flashplug::quantized_kv_fwd: quantized KV cache, key and value in 8 bits (quantized_kv.py)
 //   torch_flashplug::attention_fwd / attention_bwd: windows, sinks, differentiable LSE (attention.py)
 //   torch_flashplug::_plan_lists: tile lists shared by calls of attention_fwd and attention_bwd (varlen_plan.py)
 //   torch_flashplug::paged_fwd: paged KV cache (paged.py)
-//   torch_flashplug::listed_fwd / listed_bwd: block-sparse lists (block_sparse_ops.cpp)
+//   torch_flashplug::block_sparse_fwd / block_sparse_bwd: block-sparse lists (block_sparse_ops.cpp)
 //   attention_fwd_out, paged_fwd_out: variants with an output tensor
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
+#include <cstdint>
+#include <initializer_list>
 #include <limits>
+#include <stdexcept>
+#include <string>
+#include <utility>
 
+#include "core/attention_call.h"
+#include "core/core.h"
 #include "core/schemas.h"
-#include "ops/attention.h"
+#include "core/values.h"
+#include "dispatch/dispatch.h"
+#include "operands/operands.h"
+#include "ops/ops.h"
+#include "stock/stock.h"
+#include "stock/torch_symbols.h"
 
 namespace flashplug {
 
-void check_fp32(const char* name, AtenTensorHandle tensor, std::initializer_list<int64_t> wanted, const Facts& facts) {
+void check_fp32(const char* name, AtenTensorHandle tensor, std::initializer_list<int64_t> expected_size,
+                const Facts& facts) {
   static const int32_t fp32 = aoti_torch_dtype_float32();
   int32_t dtype = -1;
   int64_t dims = 0;
   Shape shape;
   check_shim(aoti_torch_get_dtype(tensor, &dtype), "get_dtype");
   check_shim(aoti_torch_get_dim(tensor, &dims), "get_dim");
-  const bool fits = dtype == fp32 && dims == static_cast<int64_t>(wanted.size()) && read_shape(tensor, &shape) &&
-                    beside(tensor, facts.operand[0]) && std::equal(wanted.begin(), wanted.end(), shape.size);
+  const bool fits = dtype == fp32 && dims == static_cast<int64_t>(expected_size.size()) && read_shape(tensor, &shape) &&
+                    is_on_device_of(tensor, facts.operand[0]) &&
+                    std::equal(expected_size.begin(), expected_size.end(), shape.size);
   if (fits) return;
   std::string sizes;
-  for (int64_t size : wanted) sizes += (sizes.empty() ? "" : ", ") + std::to_string(size);
+  for (int64_t size : expected_size) sizes += (sizes.empty() ? "" : ", ") + std::to_string(size);
   throw std::runtime_error(std::string("torch_flashplug: ") + name + " must be float32 [" + sizes +
                            "] on the device of query.");
 }
 
 bool wants_math(Mode mode) { return mode.backend() == Backend::kMath || mode.backend() == Backend::kStock; }
 
-bool are_kernels(const CallFacts& p) { return facts_of(p.dtype[0]).bytes == 2; }
+bool is_16_bit(const CallFacts& p) { return facts_of(p.dtype[0]).bytes == 2; }
 
 namespace {
 
@@ -44,25 +58,25 @@ namespace {
 // must be on the query's device.
 int64_t rows_of_int32(AtenTensorHandle x, int64_t dims, const Facts& facts) {
   int32_t dtype = -1;
-  int64_t found = 0;
+  int64_t tensor_dims = 0;
   Shape shape;
   const bool fits = is_defined(x) && aoti_torch_get_dtype(x, &dtype) == 0 && dtype == aoti_torch_dtype_int32() &&
-                    aoti_torch_get_dim(x, &found) == 0 && found == dims && read_shape(x, &shape) &&
-                    (shape.stride[dims - 1] == 1 || shape.size[dims - 1] <= 1) && beside(x, facts.operand[0]);
+                    aoti_torch_get_dim(x, &tensor_dims) == 0 && tensor_dims == dims && read_shape(x, &shape) &&
+                    (shape.stride[dims - 1] == 1 || shape.size[dims - 1] <= 1) && is_on_device_of(x, facts.operand[0]);
   return fits ? shape.size[0] : -1;
 }
 
-void cached_forward(StableIValue* stack, uint64_t, uint64_t) {
-  constexpr Schema op = kCachedForward;
+void quantized_kv_forward(StableIValue* stack, uint64_t, uint64_t) {
+  constexpr Schema op = kQuantizedKvForward;
   const TensorHandle q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
                      v = box::to_tensor(stack[op["value"]]), k_scale = box::to_tensor(stack[op["k_scale"]]),
                      v_scale = box::to_tensor(stack[op["v_scale"]]),
                      mask = box::to_optional_tensor(stack[op["attn_mask"]]);
-  refuse_kept(mask.get());
+  reject_kept_mask(mask.get());
   ForwardCall call{{q.get(), k.get(), v.get(), mask.get()}, {}};
   call.scale = box::to_optional_double(stack[op["scale"]]);
   call.k_scale = k_scale.get(), call.v_scale = v_scale.get();
-  call.rotated = box::to<bool>(stack[op["rotated"]]);
+  call.rotated = box::to<bool>(stack[op["k_is_rotated"]]);
   const Facts facts = read_facts(call);
   const CallFacts& p = facts.problem;
   check_fp32("k_scale", call.k_scale, {p.B, p.Hkv, p.Sk}, facts);
@@ -70,9 +84,9 @@ void cached_forward(StableIValue* stack, uint64_t, uint64_t) {
   const bool sees = !is_defined(call.mask) || mask_fits(call.mask, facts);  // all other masks are for stock to refuse
   const DeviceFacts device = device_facts(facts.device_index());
   const Plan plan = plan_in_op(p, device, tables());
-  note_plan("cached_fwd", p, device, call.mode, plan);
+  note_plan("quantized_kv_fwd", p, device, call.mode, plan);
   ForwardResult result;
-  if (sees && plan.ours() && standin() != Standin::kMath && our_forward(call, facts, plan, &result)) {
+  if (sees && plan.ours() && cpu_stub() != CpuStub::kMath && our_forward(call, facts, plan, &result)) {
     stack[0] = box::from_tensor(std::move(result.out));
     return;
   }
@@ -81,7 +95,7 @@ void cached_forward(StableIValue* stack, uint64_t, uint64_t) {
 
 // Return the plan under the mode of the thread or the process: a forced backend or the reason against it, else any
 // available kernel. None of these kernels splits keys, whatever num_splits a call has.
-Plan plan_of_own(const CallFacts& p, const DeviceFacts& device, Mode mode) {
+Plan plan_attention_op(const CallFacts& p, const DeviceFacts& device, Mode mode) {
   if (wants_math(mode)) return {};
   return mode.forces_kernels() ? remembered_plan(p, device, Mode::forcing(mode.family()), tables())
                                : plan_in_op(p, device, tables());
@@ -102,17 +116,18 @@ double read_softcap(double softcap) {
 }
 
 int64_t read_splits(int64_t splits) {
-  if (splits < 0 || splits > kMaxSplits)
+  if (splits < 0 || splits > tables().layout.max_splits)
     throw std::runtime_error("torch_flashplug: num_splits=" + std::to_string(splits) + " is not valid. Pass 1 to " +
-                             std::to_string(kMaxSplits) + ", or 0 for the fastest number.");
+                             std::to_string(tables().layout.max_splits) + ", or 0 for the fastest number.");
   return splits;
 }
 
 int64_t read_split_size(int64_t size, int64_t splits) {
-  if (size < 0 || size % kSplitUnit != 0 || (size != 0 && splits != 0))
-    throw std::runtime_error(
-        "torch_flashplug: fixed_split_size=" + std::to_string(size) + " with num_splits=" + std::to_string(splits) +
-        " is not valid. Pass only num_splits, or a fixed_split_size in multiples of " + std::to_string(kSplitUnit));
+  if (size < 0 || size % tables().layout.split_unit != 0 || (size != 0 && splits != 0))
+    throw std::runtime_error("torch_flashplug: fixed_split_size=" + std::to_string(size) +
+                             " with num_splits=" + std::to_string(splits) +
+                             " is not valid. Pass only num_splits, or a fixed_split_size in multiples of " +
+                             std::to_string(tables().layout.split_unit));
   return std::min(size, int64_t{1} << 30);  // no sequence has twice as many keys, and kernels count in 32 bits
 }
 
@@ -136,8 +151,8 @@ void check_lengths(const ForwardCall& call, const Facts& facts) {
   if (starts < 1 || rows_of_int32(call.cu_k, 1, facts) != starts ||
       (is_defined(call.used_k) && rows_of_int32(call.used_k, 1, facts) != starts - 1))
     throw std::runtime_error(
-        "torch_flashplug: cu_q and cu_k must be int32 [sequences + 1], and used_k int32 [sequences], contiguous and on "
-        "the device of query.");
+        "torch_flashplug: cu_seqlens_q and cu_seqlens_k must be int32 [sequences + 1], and seqused_k int32 "
+        "[sequences], contiguous and on the device of query.");
   const CallFacts& p = facts.problem;
   constexpr int64_t most = int64_t{1} << 30;
   if (p.B != 1)
@@ -150,9 +165,9 @@ void check_lengths(const ForwardCall& call, const Facts& facts) {
 bool attend(const char* where, const ForwardCall& call, const Facts& facts, Mode by, ForwardResult* result) {
   const CallFacts& p = facts.problem;
   const DeviceFacts device = device_facts(facts.device_index());
-  const Plan plan = plan_of_own(p, device, by);
+  const Plan plan = plan_attention_op(p, device, by);
   note_plan(where, p, device, by, plan);
-  if (plan.ours() && standin() != Standin::kMath && our_forward(call, facts, plan, result)) return true;
+  if (plan.ours() && cpu_stub() != CpuStub::kMath && our_forward(call, facts, plan, result)) return true;
   // A call without elements needs no backend.
   if (call.mode.forces_kernels() && !is_empty(p))
     throw std::runtime_error(forced_error(p, device, call.mode, tables()));
@@ -163,7 +178,7 @@ namespace {
 
 // Facts and mode of a backward call. Any plugin kernel may run. The current thread's mode does not count, because
 // another thread's mode is not the call's. The deterministic setting is the current setting.
-CallFacts as_differentiated(const Facts& facts) {
+CallFacts backward_facts(const Facts& facts) {
   CallFacts p = facts.problem;
   p.deterministic = torch_symbols().deterministic();
   return p;
@@ -172,8 +187,8 @@ Mode by_any(Mode mode) { return Mode::forcing(std::max(mode.family(), 0)); }
 
 }  // namespace
 
-bool differentiate(const BackwardCall& call, const Facts& facts, BackwardResult* result) {
-  return our_backward(call, as_differentiated(facts), device_facts(facts.device_index()), facts.device_index(),
+bool differentiate_attention(const BackwardCall& call, const Facts& facts, BackwardResult* result) {
+  return our_backward(call, backward_facts(facts), device_facts(facts.device_index()), facts.device_index(),
                       by_any(call.forward.mode), result);
 }
 
@@ -182,17 +197,17 @@ namespace {
 void check_out(const ForwardCall& call, const Facts& facts) {
   if (call.out == nullptr) return;
   const CallFacts& p = facts.problem;
-  const int64_t wanted[4] = {p.B, p.Hq, p.Sq, p.Dv};
+  const int64_t expected_size[4] = {p.B, p.Hq, p.Sq, p.Dv};
   TensorClass out;
   Shape shape;
   if (!read_class(call.out, &out) || out.dtype != p.dtype[0] || out.dim != 4 || !read_shape(call.out, &shape) ||
-      !std::equal(wanted, wanted + 4, shape.size) || !beside(call.out, facts.operand[0]))
+      !std::equal(expected_size, expected_size + 4, shape.size) || !is_on_device_of(call.out, facts.operand[0]))
     throw std::runtime_error("torch_flashplug: out must be [B, Hq, Sq, Dv] in the dtype and on the device of query.");
 }
 
 // Return the LSE, after a copy of the result into the call's own output, if necessary.
-StableIValue lse_beside(AtenTensorHandle out, ForwardResult result) {
-  if (!result.in_place) copy_into(out, result.out.get());
+StableIValue lse_after_copy(AtenTensorHandle out, ForwardResult result) {
+  if (!result.in_place) copy_tensor(out, result.out.get());
   return box::from_tensor(std::move(result.lse));
 }
 
@@ -205,13 +220,13 @@ TensorHandle read_plan(StableIValue* stack, ForwardCall* call) {
 }
 
 template <const Schema& op>
-ForwardResult attend_on_stack(StableIValue* stack, AtenTensorHandle out = nullptr) {
+ForwardResult attention_from_stack(StableIValue* stack, AtenTensorHandle out = nullptr) {
   const TensorHandle q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
                      v = box::to_tensor(stack[op["value"]]), sinks = box::to_optional_tensor(stack[op["sinks"]]);
-  const TensorHandle cu_q = box::to_optional_tensor(stack[op["cu_q"]]),
-                     cu_k = box::to_optional_tensor(stack[op["cu_k"]]),
-                     used_k = box::to_optional_tensor(stack[op["used_k"]]);
-  ForwardCall call{{q.get(), k.get(), v.get()}, own_op_mode(box::to<int64_t>(stack[op["block_mode"]]))};
+  const TensorHandle cu_q = box::to_optional_tensor(stack[op["cu_seqlens_q"]]),
+                     cu_k = box::to_optional_tensor(stack[op["cu_seqlens_k"]]),
+                     used_k = box::to_optional_tensor(stack[op["seqused_k"]]);
+  ForwardCall call{{q.get(), k.get(), v.get()}, mode_of_op(box::to<int64_t>(stack[op["block_mode"]]))};
   read_settings<op>(stack, &call);
   call.out = out;
   call.sinks = sinks.get();
@@ -221,14 +236,14 @@ ForwardResult attend_on_stack(StableIValue* stack, AtenTensorHandle out = nullpt
   check_out(call, facts);
   check_lengths(call, facts);
   const CallFacts& p = facts.problem;
-  if (is_defined(call.sinks) && are_kernels(p)) check_fp32("sinks", call.sinks, {p.Hq}, facts);
+  if (is_defined(call.sinks) && is_16_bit(p)) check_fp32("sinks", call.sinks, {p.Hq}, facts);
   ForwardResult result;
   return attend("attention_fwd", call, facts, call.mode, &result) ? std::move(result) : attention_math(call);
 }
 
 void attention_forward(StableIValue* stack, uint64_t, uint64_t) {
   constexpr Schema op = kAttentionForward;
-  ForwardResult result = attend_on_stack<kAttentionForward>(stack);
+  ForwardResult result = attention_from_stack<kAttentionForward>(stack);
   stack[op.result("out")] = box::from_tensor(std::move(result.out));
   stack[op.result("lse")] = box::from_tensor(std::move(result.lse));
 }
@@ -236,30 +251,31 @@ void attention_forward(StableIValue* stack, uint64_t, uint64_t) {
 void planned_lists(StableIValue* stack, uint64_t, uint64_t) {
   constexpr Schema op = kPlanLists;
   const TensorHandle q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
-                     v = box::to_tensor(stack[op["value"]]), cu_q = box::to_tensor(stack[op["cu_q"]]),
-                     cu_k = box::to_tensor(stack[op["cu_k"]]), used_k = box::to_optional_tensor(stack[op["used_k"]]);
+                     v = box::to_tensor(stack[op["value"]]), cu_q = box::to_tensor(stack[op["cu_seqlens_q"]]),
+                     cu_k = box::to_tensor(stack[op["cu_seqlens_k"]]),
+                     used_k = box::to_optional_tensor(stack[op["seqused_k"]]);
   ForwardCall call{{q.get(), k.get(), v.get()}, effective_mode()};
   read_settings<kPlanLists>(stack, &call);
   call.cu_q = cu_q.get(), call.cu_k = cu_k.get(), call.used_k = used_k.get();
   const Facts facts = read_facts(call);
   check_lengths(call, facts);
   const DeviceFacts device = device_facts(facts.device_index());
-  const bool kernels = standin() != Standin::kMath;
-  const Plan plan = kernels ? plan_of_own(facts.problem, device, call.mode) : Plan{};
+  const bool kernels = cpu_stub() != CpuStub::kMath;
+  const Plan plan = kernels ? plan_attention_op(facts.problem, device, call.mode) : Plan{};
   BackwardPlan backward;
   if (kernels && box::to<bool>(stack[op["gradients"]])) {
-    CallFacts p = as_differentiated(facts);
+    CallFacts p = backward_facts(facts);
     p.grad = true;
     backward = plan_backward(p, device, by_any(call.mode), tables());
   }
-  PlannedLists made = plan_lists(call, facts, plan, backward);
-  stack[op.result("lists")] = box::from_tensor(std::move(made.lists));
-  stack[op.result("key")] = box::from(made.key);
+  PlannedLists lists = plan_lists(call, facts, plan, backward);
+  stack[op.result("lists")] = box::from_tensor(std::move(lists.lists));
+  stack[op.result("key")] = box::from(lists.key);
 }
 
 void attention_forward_out(StableIValue* stack, uint64_t, uint64_t) {
   const TensorHandle out = box::to_tensor(stack[kAttentionForwardOut["out"]]);
-  stack[0] = lse_beside(out.get(), attend_on_stack<kAttentionForwardOut>(stack, out.get()));
+  stack[0] = lse_after_copy(out.get(), attention_from_stack<kAttentionForwardOut>(stack, out.get()));
 }
 
 // Only shapes are checked here; kernels clamp the values on the device.
@@ -267,8 +283,8 @@ void check_pages(const ForwardCall& call, const Facts& facts) {
   const CallFacts& p = facts.problem;
   if (rows_of_int32(call.pages, 2, facts) != p.B || rows_of_int32(call.used_k, 1, facts) != p.B)
     throw std::runtime_error(
-        "torch_flashplug: pages must be int32 [B, n] and used_k int32 [B], with contiguous rows and on the device of "
-        "query.");
+        "torch_flashplug: block_table must be int32 [B, n] and seqused_k int32 [B], with contiguous rows and on the "
+        "device of query.");
   if (is_defined(call.k_scale) != is_defined(call.v_scale))
     throw std::runtime_error("torch_flashplug: k_scale and v_scale must be both given or both None. Pass both scales.");
   if (!is_defined(call.k_scale)) return;
@@ -279,7 +295,7 @@ void check_pages(const ForwardCall& call, const Facts& facts) {
 
 // Return true if kernels can read the pages: rows copied together by a thread lie in the same page
 // (kernels/features/paged_kv.py).
-bool can_be_read(const ForwardCall& call, const Facts& facts) {
+bool are_pages_readable(const ForwardCall& call, const Facts& facts) {
   constexpr int64_t together = 16;
   Shape pages;
   return read_shape(call.pages, &pages) && facts.shape[1].size[0] > 0 &&
@@ -289,10 +305,11 @@ bool can_be_read(const ForwardCall& call, const Facts& facts) {
 // Check the splits of a fixed split size: not more than num_splits may be, and partial results that kernels can count
 // in 32 bits.
 void check_splits(const CallFacts& p, int64_t splits) {
-  if (splits > kMaxSplits)
+  if (splits > tables().layout.max_splits)
     throw std::runtime_error("torch_flashplug: fixed_split_size=" + std::to_string(p.split_size) + " makes " +
                              std::to_string(splits) + " splits of " + std::to_string(p.Sk) +
-                             " keys, but the limit is " + std::to_string(kMaxSplits) + ". Pass a larger size.");
+                             " keys, but the limit is " + std::to_string(tables().layout.max_splits) +
+                             ". Pass a larger size.");
   if (partial_floats(p, splits) > std::numeric_limits<int32_t>::max())
     throw std::runtime_error("torch_flashplug: " + std::to_string(splits) +
                              " splits of fixed_split_size=" + std::to_string(p.split_size) +
@@ -302,12 +319,12 @@ void check_splits(const CallFacts& p, int64_t splits) {
 template <const Schema& op>
 ForwardResult attend_pages(StableIValue* stack, AtenTensorHandle out = nullptr) {
   const TensorHandle q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
-                     v = box::to_tensor(stack[op["value"]]), pages = box::to_tensor(stack[op["pages"]]),
-                     used_k = box::to_tensor(stack[op["used_k"]]);
+                     v = box::to_tensor(stack[op["value"]]), pages = box::to_tensor(stack[op["block_table"]]),
+                     used_k = box::to_tensor(stack[op["seqused_k"]]);
   const TensorHandle k_scale = box::to_optional_tensor(stack[op["k_scale"]]),
                      v_scale = box::to_optional_tensor(stack[op["v_scale"]]),
                      sinks = box::to_optional_tensor(stack[op["sinks"]]);
-  ForwardCall call{{q.get(), k.get(), v.get()}, own_op_mode(box::to<int64_t>(stack[op["block_mode"]]))};
+  ForwardCall call{{q.get(), k.get(), v.get()}, mode_of_op(box::to<int64_t>(stack[op["block_mode"]]))};
   read_settings<op>(stack, &call);
   call.out = out;
   call.pages = pages.get(), call.used_k = used_k.get(), call.sinks = sinks.get();
@@ -317,13 +334,13 @@ ForwardResult attend_pages(StableIValue* stack, AtenTensorHandle out = nullptr) 
   check_out(call, facts);
   check_pages(call, facts);
   const CallFacts& p = facts.problem;
-  if (is_defined(call.sinks) && are_kernels(p)) check_fp32("sinks", call.sinks, {p.Hq}, facts);
+  if (is_defined(call.sinks) && is_16_bit(p)) check_fp32("sinks", call.sinks, {p.Hq}, facts);
   const DeviceFacts device = device_facts(facts.device_index());
-  const bool fits = can_be_read(call, facts);
+  const bool fits = are_pages_readable(call, facts);
   const Plan plan = fits ? plan_in_op(p, device, tables(), call.num_splits) : Plan{};
   if (p.split_size > 0 && plan.ours()) check_splits(p, plan.splits.n);
   note_plan("paged_fwd", p, device, call.mode, plan);
-  const bool math = wants_math(call.mode) || standin() == Standin::kMath;
+  const bool math = wants_math(call.mode) || cpu_stub() == CpuStub::kMath;
   ForwardResult result;
   const bool ours = !math && plan.ours() && our_forward(call, facts, plan, &result);
   return ours ? std::move(result) : paged_math(call);
@@ -338,7 +355,7 @@ void paged_forward(StableIValue* stack, uint64_t, uint64_t) {
 
 void paged_forward_out(StableIValue* stack, uint64_t, uint64_t) {
   const TensorHandle out = box::to_tensor(stack[kPagedForwardOut["out"]]);
-  stack[0] = lse_beside(out.get(), attend_pages<kPagedForwardOut>(stack, out.get()));
+  stack[0] = lse_after_copy(out.get(), attend_pages<kPagedForwardOut>(stack, out.get()));
 }
 
 void attention_backward(StableIValue* stack, uint64_t, uint64_t) {
@@ -347,9 +364,9 @@ void attention_backward(StableIValue* stack, uint64_t, uint64_t) {
                      grad_lse = box::to_optional_tensor(stack[op["grad_lse"]]), q = box::to_tensor(stack[op["query"]]),
                      k = box::to_tensor(stack[op["key"]]), v = box::to_tensor(stack[op["value"]]),
                      out = box::to_tensor(stack[op["out"]]), lse = box::to_tensor(stack[op["lse"]]);
-  const TensorHandle cu_q = box::to_optional_tensor(stack[op["cu_q"]]),
-                     cu_k = box::to_optional_tensor(stack[op["cu_k"]]);
-  ForwardCall forward{{q.get(), k.get(), v.get()}, own_op_mode(box::to<int64_t>(stack[op["block_mode"]]))};
+  const TensorHandle cu_q = box::to_optional_tensor(stack[op["cu_seqlens_q"]]),
+                     cu_k = box::to_optional_tensor(stack[op["cu_seqlens_k"]]);
+  ForwardCall forward{{q.get(), k.get(), v.get()}, mode_of_op(box::to<int64_t>(stack[op["block_mode"]]))};
   read_settings<kAttentionBackward>(stack, &forward);
   forward.cu_q = cu_q.get(), forward.cu_k = cu_k.get();
   const TensorHandle lists = read_plan<kAttentionBackward>(stack, &forward);
@@ -363,12 +380,13 @@ void attention_backward(StableIValue* stack, uint64_t, uint64_t) {
         "torch_flashplug: wants_delta must be False with packed sequences: attention_bwd returns no delta. Leave "
         "wants_delta out.");
   const CallFacts& p = facts.problem;
-  if (are_kernels(p)) {
+  if (is_16_bit(p)) {
     check_fp32("lse", call.lse, {p.B, p.Hq, p.Sq}, facts);
     if (is_defined(call.grad_lse)) check_fp32("grad_lse", call.grad_lse, {p.B, p.Hq, p.Sq}, facts);
   }
   BackwardResult result;
-  if (wants_math(forward.mode) || !differentiate(call, facts, &result)) result = attention_math_backward(call);
+  if (wants_math(forward.mode) || !differentiate_attention(call, facts, &result))
+    result = attention_math_backward(call);
   if (!result.delta.defined()) result.delta = placeholder(forward, aoti_torch_dtype_float32());
   for (int i = 0; i < 3; ++i) stack[i] = box::from_tensor(std::move(result.grads[i]));
   stack[op.result("delta")] = box::from_tensor(std::move(result.delta));
@@ -377,7 +395,7 @@ void attention_backward(StableIValue* stack, uint64_t, uint64_t) {
 }  // namespace
 
 void register_own_ops(torch::stable::detail::StableLibrary* library) {
-  library->impl("cached_fwd", &cached_forward);
+  library->impl("quantized_kv_fwd", &quantized_kv_forward);
   library->impl("attention_fwd", &attention_forward);
   library->impl("attention_bwd", &attention_backward);
   library->impl("attention_fwd_out", &attention_forward_out);

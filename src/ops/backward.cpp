@@ -1,22 +1,30 @@
 // The plugin's backward: workspace, outputs and launches.
 #include <algorithm>
+#include <cstdint>
+#include <utility>
 
+#include "core/attention_call.h"
+#include "core/core.h"
+#include "core/values.h"
+#include "dispatch/dispatch.h"
 #include "launch/kernel_args.h"
-#include "ops/attention.h"
+#include "launch/launch.h"
+#include "operands/operands.h"
+#include "ops/ops.h"
 
 namespace flashplug {
 
 namespace {
 
 // Return grad_out in a layout that a kernel can read. An expanded scalar, as from `.sum().backward()`, is unreadable.
-TensorHandle read_by(const KernelRow& row, AtenTensorHandle tensor) {
+TensorHandle readable_grad_out(const KernelRow& row, AtenTensorHandle tensor) {
   return row.elementwise ? TensorHandle::share(tensor) : readable(tensor);
 }
 
 // Return a new gradient in a layout that a kernel can write. The layout is empty_like(operand) if rows are contiguous
 // there, else packed; element-wise kernels write any layout. `heads`: number of gradient heads for each operand head,
 // in consecutive order.
-TensorHandle gradient_of(AtenTensorHandle operand, bool elementwise, int64_t heads = 1) {
+TensorHandle new_gradient(AtenTensorHandle operand, bool elementwise, int64_t heads = 1) {
   const Shape like = shape_of(operand);
   const int64_t size[4] = {like.size[0], like.size[1] * heads, like.size[2], like.size[3]};
   int64_t stride[4];
@@ -30,10 +38,10 @@ class BackwardInputs {
  public:
   BackwardInputs(const BackwardCall& call, const CallFacts& p, const KernelRow& row)
       : call_(call),
-        read_(as_kernels_read(call.forward, p)),
+        read_(make_readable(call.forward, p)),
         positive_(with_positive_scale(read_.call, p)),
-        out_(read_by(row, call.out)),
-        grad_out_(read_by(row, call.grad_out)) {}
+        out_(readable_grad_out(row, call.out)),
+        grad_out_(readable_grad_out(row, call.grad_out)) {}
 
   void to(Arguments* arguments) const {
     arguments->tensor("q", positive_.q.get());
@@ -74,22 +82,22 @@ TensorHandle delta_of(AtenTensorHandle rows, const CallFacts& p) {
 // Compute dQ, dK and dV, or at least the gradients in `parts`. `sharing`: see `BackwardPlan`. Returns the bias as the
 // kernel reads it.
 TensorHandle operand_gradients(Kernel& kernel, const KernelRow& row, const BackwardCall& call, const CallFacts& p,
-                               const TensorClass& query, const BackwardInputs& given, int64_t parts, int64_t sharing,
+                               const TensorClass& query, const BackwardInputs& inputs, int64_t parts, int64_t sharing,
                                BackwardResult* result) {
   const ForwardCall& forward = call.forward;
-  // not empty, so that there is an address
-  const int64_t floats = std::max<int64_t>(scratch_floats(p, row), 4), one = 1;
+  // The workspace is never empty, so that there is an address.
+  const int64_t floats = std::max<int64_t>(scratch_floats(p, row), 4), unit_stride = 1;
   const TensorHandle rows = new_rows(p, row, query);
   const TensorHandle scratch =
-      empty_strided(1, &floats, &one, aoti_torch_dtype_float32(), query.device_type, query.device_index);
+      empty_strided(1, &floats, &unit_stride, aoti_torch_dtype_float32(), query.device_type, query.device_index);
   const AtenTensorHandle operands[3] = {forward.q, forward.k, forward.v};
   const int64_t written = row.kind == kPartBwd ? parts : kWantAll;
   const auto writes = [written](int i) { return (written & (i == 0 ? kWantDq : kWantDkDv)) != 0; };
   for (int i = 0; i < 3; ++i)  // an unwritten gradient is not read either, so its operand takes the argument's place
-    result->grads[i] = writes(i) ? gradient_of(operands[i], row.elementwise, i == 0 ? 1 : sharing)
-                                 : TensorHandle::share(given.like(i));
+    result->grads[i] = writes(i) ? new_gradient(operands[i], row.elementwise, i == 0 ? 1 : sharing)
+                                 : TensorHandle::share(inputs.like(i));
   Arguments arguments(row, p, query.device_index);
-  given.to(&arguments);
+  inputs.to(&arguments);
   arguments.tensor("dq", result->grads[0].get(), writes(0));
   arguments.tensor("dk", result->grads[1].get(), writes(1));
   arguments.tensor("dv", result->grads[2].get(), writes(2));
@@ -106,7 +114,7 @@ TensorHandle operand_gradients(Kernel& kernel, const KernelRow& row, const Backw
   if (writes(0)) pack_scale_sign(result->grads[0].get(), p);
   for (int i = 0; i < 3; ++i) {
     if (writes(i))
-      result->grads[i] = laid_out_like(sum_of_heads(std::move(result->grads[i]), operands[i]), operands[i]);
+      result->grads[i] = in_operand_layout(sum_of_heads(std::move(result->grads[i]), operands[i]), operands[i]);
   }
   return bias;
 }
@@ -114,7 +122,7 @@ TensorHandle operand_gradients(Kernel& kernel, const KernelRow& row, const Backw
 // Compute the gradient of the caller's bias. `read`: the bias as read by an earlier kernel, copied if necessary; or
 // empty.
 TensorHandle bias_gradient(Kernel& kernel, const KernelRow& row, const BackwardCall& call, const CallFacts& p,
-                           const TensorClass& query, const BackwardInputs& given, TensorHandle read, int sm_count) {
+                           const TensorClass& query, const BackwardInputs& inputs, TensorHandle read, int sm_count) {
   const ForwardCall& forward = call.forward;
   const TensorHandle rows = new_rows(p, row, query);
   TensorHandle gradient = new_bias_gradient(forward.mask);
@@ -123,17 +131,17 @@ TensorHandle bias_gradient(Kernel& kernel, const KernelRow& row, const BackwardC
   TensorHandle written = is_split ? new_bias_planes(gradient.get(), planes) : TensorHandle::share(gradient.get());
   Arguments arguments(row, p, query.device_index);
   const bool wide = arguments.takes("dbias32");
-  given.to(&arguments);
+  inputs.to(&arguments);
   arguments.tensor("rows", rows.get(), true);
-  arguments.tensor(wide ? Slot("dbias32") : Slot("dbias"), written.get(), true);
+  arguments.tensor(wide ? KernelArg("dbias32") : KernelArg("dbias"), written.get(), true);
   if (read.get() != nullptr)
-    arguments.tensor(wide ? Slot("bias32") : Slot("bias"), read.get());
+    arguments.tensor(wide ? KernelArg("bias32") : KernelArg("bias"), read.get());
   else
     read = pack_bias_args(forward, p, query, row, &arguments);
   const TensorHandle seed = pack_dropout_args(call.seed, query, &arguments);
   launch(kernel, arguments);
   if (is_split) sum_bias_planes(std::move(written), gradient.get());
-  return laid_out_as_bias(std::move(gradient), forward.mask);
+  return in_bias_layout(std::move(gradient), forward.mask);
 }
 
 // Return the number of ranges into which the batch is split for kernels of a single tile. Each CTA has one head and one
@@ -143,7 +151,7 @@ int64_t batch_ranges(const CallFacts& p, int sm_count) {
   constexpr int64_t kCtasPerSm = 2, kMostWaves = 4;
   const int64_t at_once = std::max(sm_count, 1) * kCtasPerSm;
   int64_t best = 1, fewest_turns = ceil_div(p.Hq, at_once) * p.B;
-  // for a given number of waves, the largest number of ranges is the fastest
+  // For each number of waves, the largest number of ranges is the fastest.
   for (int64_t waves = 1; waves <= kMostWaves; ++waves) {
     const int64_t ranges = std::max<int64_t>(std::min(waves * at_once / p.Hq, p.B), 1);
     const int64_t turns = ceil_div(p.Hq * ranges, at_once) * ceil_div(p.B, ranges);
@@ -155,18 +163,18 @@ int64_t batch_ranges(const CallFacts& p, int sm_count) {
 // Return true if a bias has a separate number for every query and every key.
 bool has_whole_planes(AtenTensorHandle bias, const CallFacts& p) {
   int64_t size[4], stride[4];
-  return spread(bias, p, size, stride) && (stride[2] != 0 || p.Sq == 1) && (stride[3] != 0 || p.Sk == 1);
+  return expand_strides(bias, p, size, stride) && (stride[2] != 0 || p.Sq == 1) && (stride[3] != 0 || p.Sk == 1);
 }
 
 // Compute all gradients of sequences that fit into a single tile, with the gradient of a bias if wanted.
 void gradients_of_tiles(Kernel& kernel, const KernelRow& row, const BackwardCall& call, const CallFacts& p,
-                        const TensorClass& query, const BackwardInputs& given, bool with_bias, int sm_count,
+                        const TensorClass& query, const BackwardInputs& inputs, bool with_bias, int sm_count,
                         BackwardResult* result) {
   const ForwardCall& forward = call.forward;
   const AtenTensorHandle operands[3] = {forward.q, forward.k, forward.v};
-  for (int i = 0; i < 3; ++i) result->grads[i] = gradient_of(operands[i], row.elementwise);
+  for (int i = 0; i < 3; ++i) result->grads[i] = new_gradient(operands[i], row.elementwise);
   Arguments arguments(row, p, query.device_index);
-  given.to(&arguments);
+  inputs.to(&arguments);
   arguments.tensor("dq", result->grads[0].get(), true);
   arguments.tensor("dk", result->grads[1].get(), true);
   arguments.tensor("dv", result->grads[2].get(), true);
@@ -177,38 +185,38 @@ void gradients_of_tiles(Kernel& kernel, const KernelRow& row, const BackwardCall
   bool is_split = false;
   if (with_bias) {
     gradient = new_bias_gradient(forward.mask);
-    const BiasGradientPlanes wanted = planes_of(gradient.get());
-    const BiasGradientPlanes written{wanted.batches > 1 ? p.B : ranges, p.Hq, p.Sq, p.Sk};
-    is_split = written != wanted;
+    const BiasGradientPlanes bias_planes = planes_of(gradient.get());
+    const BiasGradientPlanes written{bias_planes.batches > 1 ? p.B : ranges, p.Hq, p.Sq, p.Sk};
+    is_split = written != bias_planes;
     planes = is_split ? new_bias_planes(gradient.get(), written) : TensorHandle::share(gradient.get());
   } else if (bias.get() != nullptr) {
     const BiasGradientPlanes none{0, p.Hq, p.Sq, p.Sk};
     planes = new_bias_planes(bias.get(), none);
   }
   if (planes.get() != nullptr)
-    arguments.tensor(arguments.takes("dbias32") ? Slot("dbias32") : Slot("dbias"), planes.get(), with_bias);
+    arguments.tensor(arguments.takes("dbias32") ? KernelArg("dbias32") : KernelArg("dbias"), planes.get(), with_bias);
   launch(kernel, arguments);
   pack_scale_sign(result->grads[0].get(), p);
-  for (int i = 0; i < 3; ++i) result->grads[i] = laid_out_like(std::move(result->grads[i]), operands[i]);
+  for (int i = 0; i < 3; ++i) result->grads[i] = in_operand_layout(std::move(result->grads[i]), operands[i]);
   if (is_split) sum_bias_planes(std::move(planes), gradient.get());
-  if (with_bias) result->grads[3] = laid_out_as_bias(std::move(gradient), forward.mask);
+  if (with_bias) result->grads[3] = in_bias_layout(std::move(gradient), forward.mask);
 }
 
 }  // namespace
 
 bool our_backward(const BackwardCall& call, const CallFacts& p, const DeviceFacts& device, int device_index, Mode mode,
                   BackwardResult* result) {
-  if (standin() == Standin::kMath) return false;
-  if ((p.needs & kMask) != 0 && !can_be_digested(call.forward.mask, p)) return false;
+  if (cpu_stub() == CpuStub::kMath) return false;
+  if ((p.needs & kMask) != 0 && !can_preprocess_mask(call.forward.mask, p)) return false;
   CallFacts problem = p;
   problem.grad = true;
-  problem.bias_grad = call.wanted[3];
-  const bool* wanted = call.wanted;
-  const int64_t parts = (wanted[0] ? kWantDq : 0) + (wanted[1] || wanted[2] ? kWantDkDv : 0);
+  problem.bias_grad = call.wanted_grads[3];
+  const bool* wanted_grads = call.wanted_grads;
+  const int64_t parts = (wanted_grads[0] ? kWantDq : 0) + (wanted_grads[1] || wanted_grads[2] ? kWantDkDv : 0);
   const BackwardPlan plan = plan_backward(problem, device, mode, tables(), parts);
   if (!plan.ours()) return false;
-  const int some = std::max(plan.kernel_row, plan.bias_row);
-  if (some < 0) return true;  // nothing is wanted
+  const int any_row = std::max(plan.kernel_row, plan.bias_row);
+  if (any_row < 0) return true;  // nothing is wanted
   const bool in_tiles = plan.kernel_row >= 0 && tables().kernels[plan.kernel_row].kind == kTileBwd;
   const bool bias_in_tiles = in_tiles && plan.bias_row >= 0 && has_whole_planes(call.forward.mask, p);
   const int planned[2] = {plan.kernel_row, bias_in_tiles ? -1 : plan.bias_row};
@@ -221,14 +229,14 @@ bool our_backward(const BackwardCall& call, const CallFacts& p, const DeviceFact
   TensorClass query;
   read_class(call.forward.q, &query);
   const auto row = [&planned](int i) -> const KernelRow& { return tables().kernels[planned[i]]; };
-  const BackwardInputs given(call, p, tables().kernels[some]);
+  const BackwardInputs inputs(call, p, tables().kernels[any_row]);
   TensorHandle bias;
   if (in_tiles)
-    gradients_of_tiles(*kernels[0], row(0), call, p, query, given, bias_in_tiles, device.sm_count, result);
+    gradients_of_tiles(*kernels[0], row(0), call, p, query, inputs, bias_in_tiles, device.sm_count, result);
   else if (kernels[0] != nullptr)
-    bias = operand_gradients(*kernels[0], row(0), call, p, query, given, parts, plan.sharing, result);
+    bias = operand_gradients(*kernels[0], row(0), call, p, query, inputs, parts, plan.sharing, result);
   if (kernels[1] != nullptr)
-    result->grads[3] = bias_gradient(*kernels[1], row(1), call, p, query, given, std::move(bias), device.sm_count);
+    result->grads[3] = bias_gradient(*kernels[1], row(1), call, p, query, inputs, std::move(bias), device.sm_count);
   count(Path::kOursBackward);
   return true;
 }

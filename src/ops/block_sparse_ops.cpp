@@ -1,8 +1,17 @@
-// Ops of attention() with block-sparse lists (block_sparse.py): torch_flashplug::listed_fwd, listed_bwd.
+// Ops of attention() with block-sparse lists (block_sparse.py): torch_flashplug::block_sparse_fwd, block_sparse_bwd.
 #include <torch/csrc/stable/library.h>
 
+#include <cstdint>
+#include <stdexcept>
+#include <utility>
+
+#include "core/attention_call.h"
+#include "core/core.h"
 #include "core/schemas.h"
-#include "ops/attention.h"
+#include "core/values.h"
+#include "operands/operands.h"
+#include "ops/ops.h"
+#include "stock/stock.h"
 
 namespace flashplug {
 
@@ -12,50 +21,51 @@ namespace {
 // use.
 Facts read_lists(const ForwardCall& call) {
   Facts facts = read_facts(call);
-  // excludes decode kernels, which read masks and no metadata: no decode kernel has gradients
+  // Gradients exclude decode kernels, which read masks and no metadata.
   facts.problem.grad = true;
-  if (!is_digest(call.mask) || !beside(call.mask, facts.operand[0]))
+  if (!is_mask_metadata(call.mask) || !is_on_device_of(call.mask, facts.operand[0]))
     throw std::runtime_error("torch_flashplug: the block-sparse lists must be int32 on the device of query.");
   return facts;
 }
 
-void listed_forward(StableIValue* stack, uint64_t, uint64_t) {
-  constexpr Schema op = kListedForward;
+void block_sparse_forward(StableIValue* stack, uint64_t, uint64_t) {
+  constexpr Schema op = kBlockSparseForward;
   const TensorHandle q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
-                     v = box::to_tensor(stack[op["value"]]), digest = box::to_tensor(stack[op["digest"]]);
-  ForwardCall call{{q.get(), k.get(), v.get(), digest.get()}, own_op_mode(box::to<int64_t>(stack[op["block_mode"]]))};
+                     v = box::to_tensor(stack[op["value"]]), mask_metadata = box::to_tensor(stack[op["mask_metadata"]]);
+  ForwardCall call{{q.get(), k.get(), v.get(), mask_metadata.get()},
+                   mode_of_op(box::to<int64_t>(stack[op["block_mode"]]))};
   call.scale = box::to_optional_double(stack[op["scale"]]);
-  call.tall = box::to<double>(stack[op["tall"]]);
+  call.tall = box::to<double>(stack[op["cost_ratio_192"]]);
   const Facts facts = read_lists(call);
   ForwardResult result;
-  if (!attend("listed_fwd", call, facts, call.mode, &result)) result = listed_math(call);
+  if (!attend("block_sparse_fwd", call, facts, call.mode, &result)) result = listed_math(call);
   stack[op.result("out")] = box::from_tensor(std::move(result.out));
   stack[op.result("lse")] = box::from_tensor(std::move(result.lse));
 }
 
-void listed_backward(StableIValue* stack, uint64_t, uint64_t) {
-  constexpr Schema op = kListedBackward;
+void block_sparse_backward(StableIValue* stack, uint64_t, uint64_t) {
+  constexpr Schema op = kBlockSparseBackward;
   const TensorHandle grad = box::to_tensor(stack[op["grad_out"]]), q = box::to_tensor(stack[op["query"]]),
                      k = box::to_tensor(stack[op["key"]]), v = box::to_tensor(stack[op["value"]]),
-                     digest = box::to_tensor(stack[op["digest"]]), out = box::to_tensor(stack[op["out"]]),
+                     mask_metadata = box::to_tensor(stack[op["mask_metadata"]]), out = box::to_tensor(stack[op["out"]]),
                      lse = box::to_tensor(stack[op["lse"]]);
-  ForwardCall forward{{q.get(), k.get(), v.get(), digest.get()},
-                      own_op_mode(box::to<int64_t>(stack[op["block_mode"]]))};
+  ForwardCall forward{{q.get(), k.get(), v.get(), mask_metadata.get()},
+                      mode_of_op(box::to<int64_t>(stack[op["block_mode"]]))};
   forward.scale = box::to_optional_double(stack[op["scale"]]);
   const BackwardCall call{grad.get(), forward, out.get(), lse.get(), nullptr, nullptr, {true, true, true, false}};
   const Facts facts = read_lists(forward);
   const CallFacts& p = facts.problem;
-  if (are_kernels(p)) check_fp32("lse", call.lse, {p.B, p.Hq, p.Sq}, facts);
+  if (is_16_bit(p)) check_fp32("lse", call.lse, {p.B, p.Hq, p.Sq}, facts);
   BackwardResult result;
-  if (wants_math(forward.mode) || !differentiate(call, facts, &result)) result = listed_math_backward(call);
+  if (wants_math(forward.mode) || !differentiate_attention(call, facts, &result)) result = listed_math_backward(call);
   for (int i = 0; i < 3; ++i) stack[i] = box::from_tensor(std::move(result.grads[i]));
 }
 
 }  // namespace
 
 void register_listed(torch::stable::detail::StableLibrary* library) {
-  library->impl("listed_fwd", &listed_forward);
-  library->impl("listed_bwd", &listed_backward);
+  library->impl("block_sparse_fwd", &block_sparse_forward);
+  library->impl("block_sparse_bwd", &block_sparse_backward);
 }
 
 }  // namespace flashplug

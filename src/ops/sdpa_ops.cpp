@@ -14,14 +14,28 @@
 // mode is 0 in auto mode, so max_q is Sq there.
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_aten.h>
 #include <torch/csrc/stable/library.h>
+
 #include <algorithm>
-
-#include <cstring>
+#include <cstdint>
 #include <memory>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
 
+#include "core/attention_call.h"
+#include "core/core.h"
 #include "core/schemas.h"
+#include "core/values.h"
+#include "dispatch/dispatch.h"
+#include "hooks/hooks.h"
 #include "launch/kernel_args.h"
-#include "ops/attention.h"
+#include "launch/launch.h"
+#include "operands/operands.h"
+#include "ops/ops.h"
+#include "stock/stock.h"
+#include "stock/torch_symbols.h"
 
 namespace flashplug {
 
@@ -61,25 +75,25 @@ Facts read_facts(const ForwardCall& call) {
   return facts;
 }
 
-bool our_forward(const ForwardCall& given, const Facts& facts, const Plan& plan, ForwardResult* result) {
+bool our_forward(const ForwardCall& original, const Facts& facts, const Plan& plan, ForwardResult* result) {
   CallFacts p = facts.problem;
   p.needs |= plan.features;
   const TensorClass& query = facts.operand[0];
-  if ((p.needs & kMask) != 0 && !can_be_digested(given.mask, p)) return false;
-  if (standin() == Standin::kMath) {  // everything but the kernel is real
-    *result = math_forward(given);
-    if (given.digest != nullptr) digest_in_torch(given, p, query);
-    if (given.dropout_p == 0.0) {  // as with kernels: nothing is drawn, so nothing is returned
+  if ((p.needs & kMask) != 0 && !can_preprocess_mask(original.mask, p)) return false;
+  if (cpu_stub() == CpuStub::kMath) {  // everything but the kernel is real
+    *result = math_forward(original);
+    if (original.metadata != nullptr) preprocess_in_torch(original, p, query);
+    if (original.dropout_p == 0.0) {  // as with kernels: nothing is drawn, so nothing is returned
       result->seed = TensorHandle();
       result->offset = TensorHandle();
     }
     count(Path::kOursForward);
     return true;
   }
-  const int circumstances = (given.mode.forces_kernels() ? kRequired : 0) | (facts.problem.grad ? kTraining : 0);
+  const int circumstances = (original.mode.forces_kernels() ? kRequired : 0) | (facts.problem.grad ? kTraining : 0);
   Kernel* kernel = find_kernel(plan.kernel_row, query.device_index, circumstances);
   if (kernel == nullptr) return false;
-  const ReadableCall read = as_kernels_read(given, p);
+  const ReadableCall read = make_readable(original, p);
   const ForwardCall& call = read.call;
   const int64_t out_size[4] = {p.B, p.Hq, p.Sq, p.Dv};
   const int64_t lse_size[3] = {p.B, p.Hq, p.Sq}, lse_stride[3] = {p.Hq * p.Sq, p.Sq, 1};
@@ -97,8 +111,8 @@ bool our_forward(const ForwardCall& given, const Facts& facts, const Plan& plan,
   const SignedScale positive = with_positive_scale(call, p);
   TensorHandle partials;
   if (plan.splits.in_memory()) {
-    const int64_t floats = partial_floats(p, plan.splits.n), one = 1;
-    partials = empty_strided(1, &floats, &one, fp32, query.device_type, query.device_index);
+    const int64_t floats = partial_floats(p, plan.splits.n), unit_stride = 1;
+    partials = empty_strided(1, &floats, &unit_stride, fp32, query.device_type, query.device_index);
   }
   Arguments arguments(row, p, query.device_index);
   arguments.tensor("q", positive.q.get());
@@ -110,12 +124,12 @@ bool our_forward(const ForwardCall& given, const Facts& facts, const Plan& plan,
   if (partials.get() != nullptr)
     arguments.tensor("partials", partials.get(), true);
   else if (arguments.takes("partials"))  // nothing is written to partials, but an address is needed: the LSE's
-    arguments.one_number("partials", mutable_data(result->lse.get()));
-  const TensorHandle eight = pack_quant_workspace(p, query, row, &arguments);
+    arguments.global_number("partials", mutable_data(result->lse.get()));
+  const TensorHandle workspace = pack_quant_workspace(p, query, row, &arguments);
   const MaskArgs mask = pack_mask_args(call, p, query, false, &arguments);
   const TensorHandle bias = pack_bias_args(call, p, query, row, &arguments);
   if (call.dropout_p != 0.0) {
-    DropoutSeed drawn = draw(query);
+    DropoutSeed drawn = draw_seed(query);
     result->seed = std::move(drawn.seed);
     result->offset = std::move(drawn.offset);
   }
@@ -132,14 +146,14 @@ bool our_forward(const ForwardCall& given, const Facts& facts, const Plan& plan,
   arguments.integer("splits", plan.splits.n);
   arguments.integer("cluster", plan.splits.cluster);
   launch(*kernel, arguments, plan.splits.n > 1);
-  if (!writable && !result->in_place) result->out = in_output_layout(std::move(result->out), given.q);
+  if (!writable && !result->in_place) result->out = in_output_layout(std::move(result->out), original.q);
   count(Path::kOursForward);
   return true;
 }
 
 namespace {
 
-ForwardResult counted_math(const ForwardCall& call) {
+ForwardResult math_forward_counted(const ForwardCall& call) {
   count(Path::kMathForward);
   return math_forward(call);
 }
@@ -154,7 +168,7 @@ ForwardResult stock_forward(const ForwardCall& call, const Facts& facts, const D
     return plan.ours() && our_forward(call, facts, plan, &result);
   };
   const bool plain = p.on_cuda && (p.needs & ~kCausal) == 0 && p.scale == Scale::kPositive;
-  if (standin() == Standin::kOff && plain && !is_empty(p)) {
+  if (cpu_stub() == CpuStub::kOff && plain && !is_empty(p)) {
     const int64_t choice =
         stock_choice(call.q, call.k, call.v, 0.0, (p.needs & kCausal) != 0, call.scale, p.Hq != p.Hkv);
     if (choice == kChoiceCudnn && cudnn_forward(call, p, &result)) return result;
@@ -166,7 +180,7 @@ ForwardResult stock_forward(const ForwardCall& call, const Facts& facts, const D
   // kernels.
   if ((p.needs & (kAnyMask | kDropout | kWindow)) != 0 && call.mode.backend() != Backend::kStock && by_ours())
     return result;
-  return efficient_can_run(p) ? efficient_forward(call, p) : counted_math(call);
+  return efficient_can_run(p) ? efficient_forward(call, p) : math_forward_counted(call);
 }
 
 ForwardResult forward(const ForwardCall& call) {
@@ -180,13 +194,14 @@ ForwardResult forward(const ForwardCall& call) {
     return remembered_plan(p, device, call.mode, tables());
   };
   Plan plan = plan_with(call.grad.value_or(false));
-  // the router sent the graph here for both cases
+  // The choice hook sent the graph here for both cases.
   if (!plan.ours() && !call.grad.has_value()) plan = plan_with(true);
   note_plan("op", p, device, call.mode, plan);
   ForwardResult result;
   if (plan.ours() && our_forward(call, facts, plan, &result)) return result;
-  if (call.digest != nullptr) digest_in_torch(call, p, facts.operand[0]);  // the backward may still be the plugin's
-  if (plan.backend == Backend::kMath) return counted_math(call);
+  if (call.metadata != nullptr)
+    preprocess_in_torch(call, p, facts.operand[0]);  // the backward may still be the plugin's
+  if (plan.backend == Backend::kMath) return math_forward_counted(call);
   if (call.mode.forces_kernels()) throw std::runtime_error(forced_error(p, device, call.mode, tables()));
   return stock_forward(call, facts, device);
 }
@@ -204,7 +219,7 @@ BackwardResult backward(const BackwardCall& call) {
   if (math || !our_backward(call, p, device, facts.device_index(), mode, &result))
     result = math || !efficient_can_run(p) ? math_backward(call) : efficient_backward(call, p);
   for (int i = 0; i < 4; ++i) {
-    if (!call.wanted[i]) result.grads[i] = TensorHandle();
+    if (!call.wanted_grads[i]) result.grads[i] = TensorHandle();
   }
   return result;
 }
@@ -220,23 +235,24 @@ Causal own_op_causal(int64_t causal_mode, AtenTensorHandle mask) {
 
 // ---- the overrideable aten op ----
 
-void carrier_forward(StableIValue* stack, uint64_t, uint64_t) {
+void sdpa_op_forward(StableIValue* stack, uint64_t, uint64_t) {
   constexpr Schema op = kCarrierForward;
   const TensorHandle q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
                      v = box::to_tensor(stack[op["value"]]), bias = box::to_optional_tensor(stack[op["attn_bias"]]);
-  const TensorHandle taken = bias.defined() ? take_mask(bias.get()) : TensorHandle();
-  const AtenTensorHandle mask = taken.get() != nullptr ? taken.get() : bias.get();
-  refuse_kept(mask);
+  const TensorHandle replaced_mask = bias.defined() ? restore_mask(bias.get()) : TensorHandle();
+  const AtenTensorHandle mask = replaced_mask.get() != nullptr ? replaced_mask.get() : bias.get();
+  reject_kept_mask(mask);
   const Causal causal = box::to<bool>(stack[op["is_causal"]]) ? Causal::kTopLeft : Causal::kNone;
-  const Attention said{q.get(),
-                       k.get(),
-                       v.get(),
-                       mask,
-                       box::to<double>(stack[op["dropout_p"]]),
-                       causal,
-                       box::to_optional_double(stack[op["scale"]])};
-  const ForwardCall call{said, effective_mode(), wants_grad(said),
-                         taken.get() != nullptr ? digest_of(bias.get()) : nullptr, wants_bias_grad(said)};
+  const Attention arguments{q.get(),
+                            k.get(),
+                            v.get(),
+                            mask,
+                            box::to<double>(stack[op["dropout_p"]]),
+                            causal,
+                            box::to_optional_double(stack[op["scale"]])};
+  const ForwardCall call{arguments, effective_mode(), wants_grad(arguments),
+                         replaced_mask.get() != nullptr ? metadata_to_fill(bias.get()) : nullptr,
+                         wants_bias_grad(arguments)};
   ForwardResult result = forward(call);
   int64_t rows = 0, keys = 0;
   check_shim(aoti_torch_get_size(call.q, 2, &rows), "get_size");
@@ -252,7 +268,7 @@ void carrier_forward(StableIValue* stack, uint64_t, uint64_t) {
   stack[op.result("debug_attn_mask")] = box::from_tensor(TensorHandle());
 }
 
-void carrier_backward(StableIValue* stack, uint64_t, uint64_t) {
+void sdpa_op_backward(StableIValue* stack, uint64_t, uint64_t) {
   constexpr Schema op = kCarrierBackward;
   const TensorHandle grad = box::to_tensor(stack[op["grad_out"]]), q = box::to_tensor(stack[op["query"]]),
                      k = box::to_tensor(stack[op["key"]]), v = box::to_tensor(stack[op["value"]]);
@@ -261,7 +277,7 @@ void carrier_backward(StableIValue* stack, uint64_t, uint64_t) {
   const TensorHandle cum_q = box::to_tensor(stack[op["cum_seq_q"]]), cum_k = box::to_tensor(stack[op["cum_seq_k"]]),
                      seed = box::to_tensor(stack[op["philox_seed"]]),
                      offset = box::to_tensor(stack[op["philox_offset"]]);
-  const std::vector<bool> wanted = box::to<std::vector<bool>>(stack[op["grad_input_mask"]]);
+  const std::vector<bool> wanted_grads = box::to<std::vector<bool>>(stack[op["grad_input_mask"]]);
   const std::optional<double> scale = box::to_optional_double(stack[op["scale"]]);
   const Mode mode{(box::to<int64_t>(stack[op["max_q"]]) >> kModeShift) & kModeMask};
   const Causal causal = box::to<bool>(stack[op["is_causal"]]) ? Causal::kTopLeft : Causal::kNone;
@@ -274,7 +290,7 @@ void carrier_backward(StableIValue* stack, uint64_t, uint64_t) {
                     lse.get(),
                     seed.get(),
                     offset.get(),
-                    {wanted[0], wanted[1], wanted[2], wanted[3] && has_mask}};
+                    {wanted_grads[0], wanted_grads[1], wanted_grads[2], wanted_grads[3] && has_mask}};
   BackwardResult result = backward(call);
   for (int i = 0; i < 4; ++i) stack[i] = box::from_tensor(std::move(result.grads[i]));
 }
@@ -286,21 +302,21 @@ void carrier_backward(StableIValue* stack, uint64_t, uint64_t) {
 TensorHandle placeholder(const ForwardCall& call, int32_t dtype) {
   TensorClass query;
   read_class(call.q, &query);
-  const int64_t zero = 0, one = 1;
-  return empty_strided(1, &zero, &one, dtype, query.device_type, query.device_index);
+  const int64_t no_elements = 0, unit_stride = 1;
+  return empty_strided(1, &no_elements, &unit_stride, dtype, query.device_type, query.device_index);
 }
 
 namespace {
 
-void own_forward(StableIValue* stack, uint64_t, uint64_t) {
+void attention_op_forward(StableIValue* stack, uint64_t, uint64_t) {
   constexpr Schema op = kOwnForward;
   const TensorHandle q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
                      v = box::to_tensor(stack[op["value"]]), mask = box::to_optional_tensor(stack[op["attn_bias"]]);
-  refuse_kept(mask.get());
+  reject_kept_mask(mask.get());
   const Causal causal = own_op_causal(box::to<int64_t>(stack[op["causal_mode"]]), mask.get());
   const ForwardCall call{{q.get(), k.get(), v.get(), mask.get(), box::to<double>(stack[op["dropout_p"]]), causal,
                           box::to_optional_double(stack[op["scale"]])},
-                         own_op_mode(box::to<int64_t>(stack[op["mode"]]))};
+                         mode_of_op(box::to<int64_t>(stack[op["mode"]]))};
   ForwardResult result = forward(call);
   if (call.dropout_p == 0.0) {  // nothing was drawn on any path; the fake kernel of ops/sdpa.py returns the same
     result.seed = placeholder(call, aoti_torch_dtype_int64());
@@ -312,18 +328,18 @@ void own_forward(StableIValue* stack, uint64_t, uint64_t) {
   stack[op.result("offset")] = box::from_tensor(std::move(result.offset));
 }
 
-void own_backward(StableIValue* stack, uint64_t, uint64_t) {
+void attention_op_backward(StableIValue* stack, uint64_t, uint64_t) {
   constexpr Schema op = kOwnBackward;
   const TensorHandle grad = box::to_tensor(stack[op["grad_out"]]), q = box::to_tensor(stack[op["query"]]),
                      k = box::to_tensor(stack[op["key"]]), v = box::to_tensor(stack[op["value"]]);
   const TensorHandle mask = box::to_optional_tensor(stack[op["attn_bias"]]), out = box::to_tensor(stack[op["out"]]),
                      lse = box::to_tensor(stack[op["lse"]]);
   const TensorHandle seed = box::to_tensor(stack[op["seed"]]), offset = box::to_tensor(stack[op["offset"]]);
-  refuse_kept(mask.get());
+  reject_kept_mask(mask.get());
   const Causal causal = own_op_causal(box::to<int64_t>(stack[op["causal_mode"]]), mask.get());
   const ForwardCall forward_call{{q.get(), k.get(), v.get(), mask.get(), box::to<double>(stack[op["dropout_p"]]),
                                   causal, box::to_optional_double(stack[op["scale"]])},
-                                 own_op_mode(box::to<int64_t>(stack[op["mode"]]))};
+                                 mode_of_op(box::to<int64_t>(stack[op["mode"]]))};
   const bool bias_grad = box::to<bool>(stack[op["bias_grad"]]) && mask.defined();
   BackwardCall call{
       grad.get(), forward_call, out.get(), lse.get(), seed.get(), offset.get(), {true, true, true, bias_grad}};
@@ -358,17 +374,17 @@ std::vector<std::unique_ptr<StableLibrary>>& libraries() {
 
 void register_ops(const char* dispatch_key, bool own_ops) {
   auto aten = std::make_unique<StableLibrary>(StableLibrary::Kind::IMPL, "aten", dispatch_key, kOwner, __LINE__);
-  aten->impl("_scaled_dot_product_fused_attention_overrideable", &carrier_forward);
-  aten->impl("_scaled_dot_product_fused_attention_overrideable_backward", &carrier_backward);
+  aten->impl("_scaled_dot_product_fused_attention_overrideable", &sdpa_op_forward);
+  aten->impl("_scaled_dot_product_fused_attention_overrideable_backward", &sdpa_op_backward);
   libraries().push_back(std::move(aten));
   if (!own_ops) return;
-  auto own =
+  auto library =
       std::make_unique<StableLibrary>(StableLibrary::Kind::IMPL, "torch_flashplug", dispatch_key, kOwner, __LINE__);
-  own->impl("sdpa_fwd", &own_forward);
-  own->impl("sdpa_bwd", &own_backward);
-  register_own_ops(own.get());
-  own->impl("_right_choice", &right_choice_of_call);
-  libraries().push_back(std::move(own));
+  library->impl("sdpa_fwd", &attention_op_forward);
+  library->impl("sdpa_bwd", &attention_op_backward);
+  register_own_ops(library.get());
+  library->impl("_right_choice", &right_choice_of_call);
+  libraries().push_back(std::move(library));
 }
 
 void unregister_ops() { libraries().clear(); }

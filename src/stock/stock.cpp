@@ -5,13 +5,25 @@
 // cuDNN and flash forwards return SymInts and cannot be called.) Undefined tensors stand for absent tensors where a
 // schema says Tensor. cuDNN's backward is absent: no forward of the plugin is followed by cuDNN's backward, because
 // cuDNN's backward can be silently wrong (stock_workarounds.cpp).
+#include "stock/stock.h"
+
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_aten.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <cstring>
+#include <exception>
 #include <limits>
+#include <optional>
+#include <utility>
 
-#include "ops/attention.h"
+#include "core/attention_call.h"
+#include "core/core.h"
+#include "core/schemas.h"
+#include "core/values.h"
+#include "dispatch/dispatch.h"
+#include "hooks/hooks.h"
+#include "operands/operands.h"
 
 namespace flashplug {
 
@@ -30,7 +42,7 @@ void rows_before_heads(const int64_t size[4], int64_t stride[4]) {
 
 // Repeat key or value heads for the query heads that share them: [B, Hkv, S, D] -> [B, Hq, S, D].
 TensorHandle repeat_heads(AtenTensorHandle tensor, int64_t group) {
-  if (group == 1) return aligned_ones(TensorHandle::share(tensor));
+  if (group == 1) return align_size_one_dims(TensorHandle::share(tensor));
   OpCall op(kRepeat);
   op[kRepeat["self"]] = box::from_borrowed(tensor);
   op[kRepeat["repeats"]] = box::from(group);
@@ -51,7 +63,7 @@ TensorHandle slice_lse(TensorHandle lse, const CallFacts& p) {
   return new_like(lse.get(), 3, size, stride, view(lse.get(), 3, size, shape.stride).get());
 }
 
-TensorHandle shared(AtenTensorHandle tensor) {
+TensorHandle share_or_undefined(AtenTensorHandle tensor) {
   return tensor == nullptr ? TensorHandle::undefined() : TensorHandle::share(tensor);
 }
 
@@ -68,10 +80,10 @@ void put_operands(const ForwardCall& call, OpCall* to) {
 }
 
 template <const Schema& schema>
-ForwardResult out_and_lse(OpCall* of) {
+ForwardResult out_and_lse(OpCall* op) {
   ForwardResult result;
-  result.out = of->result(schema.result("out"));
-  result.lse = of->result(schema.result("lse"));
+  result.out = op->result(schema.result("out"));
+  result.lse = op->result(schema.result("lse"));
   return result;
 }
 
@@ -85,16 +97,16 @@ TensorHandle pad_lse(AtenTensorHandle lse) {
   const int64_t size[3] = {B, H, padded}, stride[3] = {H * padded, padded, 1};
   TensorHandle out = new_like(lse, 3, size, stride, nullptr);
   check_shim(aoti_torch_aten_fill__Scalar(out.get(), std::numeric_limits<double>::infinity()), "fill_");
-  copy_into(view(out.get(), 3, shape.size, stride).get(), lse);
+  copy_tensor(view(out.get(), 3, shape.size, stride).get(), lse);
   return out;
 }
 
 bool cudnn_forward(const ForwardCall& call, const CallFacts& p, ForwardResult* result) {
   if (!(stock_backends() & kStockCudnn)) return false;
-  RepairedForward raw;
+  OwnedFusedResult raw;
   try {
     const bool causal = call.causal == Causal::kTopLeft;
-    raw = repaired_cudnn_forward({call.q, call.k, call.v, nullptr, true, 0.0, causal, false, call.scale});
+    raw = readable_cudnn_forward({call.q, call.k, call.v, nullptr, true, 0.0, causal, false, call.scale});
   } catch (const std::exception& error) {  // the caller goes on to a different kernel; but no kernel needs less memory
     if (std::strstr(error.what(), "out of memory") != nullptr) throw;
     return false;
@@ -109,12 +121,14 @@ bool cudnn_forward(const ForwardCall& call, const CallFacts& p, ForwardResult* r
   return true;
 }
 
-bool efficient_can_run(const CallFacts& p) { return p.on_cuda && standin() == Standin::kOff && efficient_takes(p); }
+bool efficient_can_run(const CallFacts& p) {
+  return p.on_cuda && cpu_stub() == CpuStub::kOff && stock_efficient_supports(p);
+}
 
 ForwardResult efficient_forward(const ForwardCall& call, const CallFacts& p) {
   count(Path::kEfficientForward);
   constexpr const Schema& schema = kEfficientForward;
-  const TensorHandle q = aligned_ones(TensorHandle::share(call.q)), k = repeat_heads(call.k, p.group()),
+  const TensorHandle q = align_size_one_dims(TensorHandle::share(call.q)), k = repeat_heads(call.k, p.group()),
                      v = repeat_heads(call.v, p.group());
   const bool causal = call.causal == Causal::kTopLeft;
   OpCall op(schema);
@@ -127,10 +141,10 @@ ForwardResult efficient_forward(const ForwardCall& call, const CallFacts& p) {
   op[schema["is_causal"]] = box::from(causal);
   op[schema["scale"]] = box::from_optional_double(call.scale);
   op.run_or([&](StableIValue* results) {
-    AtenTensorHandle made[4];
+    AtenTensorHandle tensors[4];
     if (!(stock_backends() & kStockEfficient)) return false;
-    stock_efficient_forward({q.get(), k.get(), v.get(), nullptr, true, call.dropout_p, causal, call.scale}, made);
-    std::ranges::transform(made, results, [](AtenTensorHandle tensor) { return box::from(tensor); });
+    stock_efficient_forward({q.get(), k.get(), v.get(), nullptr, true, call.dropout_p, causal, call.scale}, tensors);
+    std::ranges::transform(tensors, results, [](AtenTensorHandle tensor) { return box::from(tensor); });
     return true;
   });
   ForwardResult result;
@@ -158,13 +172,13 @@ ForwardResult math_forward(const ForwardCall& call) {
 }
 
 TensorHandle cached_math(const ForwardCall& call) {
-  constexpr const Schema& schema = kCachedMath;
+  constexpr const Schema& schema = kQuantizedKvMath;
   OpCall op(schema);
   put_operands<schema>(call, &op);
   op[schema["k_scale"]] = box::from_borrowed(call.k_scale);
   op[schema["v_scale"]] = box::from_borrowed(call.v_scale);
   op[schema["attn_mask"]] = optional(call.mask);
-  op[schema["rotated"]] = box::from(call.rotated);
+  op[schema["k_is_rotated"]] = box::from(call.rotated);
   op[schema["scale"]] = box::from_optional_double(call.scale);
   op.run();
   return op.result(0);
@@ -187,8 +201,8 @@ void put_window(const ForwardCall& call, OpCall* to) {
 template <const Schema& schema>
 void put_settings(const ForwardCall& call, OpCall* to) {
   OpCall& op = *to;
-  op[schema["cu_q"]] = optional(call.cu_q);
-  op[schema["cu_k"]] = optional(call.cu_k);
+  op[schema["cu_seqlens_q"]] = optional(call.cu_q);
+  op[schema["cu_seqlens_k"]] = optional(call.cu_k);
   put_window<schema>(call, to);
 }
 
@@ -196,8 +210,8 @@ ForwardResult paged_math(const ForwardCall& call) {
   constexpr const Schema& schema = kPagedMath;
   OpCall op(schema);
   put_operands<schema>(call, &op);
-  op[schema["pages"]] = box::from_borrowed(call.pages);
-  op[schema["used_k"]] = box::from_borrowed(call.used_k);
+  op[schema["block_table"]] = box::from_borrowed(call.pages);
+  op[schema["seqused_k"]] = box::from_borrowed(call.used_k);
   op[schema["k_scale"]] = optional(call.k_scale);
   op[schema["v_scale"]] = optional(call.v_scale);
   op[schema["sinks"]] = optional(call.sinks);
@@ -213,7 +227,7 @@ ForwardResult attention_math(const ForwardCall& call) {
   OpCall op(schema);
   put_operands<schema>(call, &op);
   op[schema["sinks"]] = optional(call.sinks);
-  op[schema["used_k"]] = optional(call.used_k);
+  op[schema["seqused_k"]] = optional(call.used_k);
   put_settings<schema>(call, &op);
   op.run();
   return out_and_lse<schema>(&op);
@@ -240,10 +254,10 @@ BackwardResult attention_math_backward(const BackwardCall& call) {
 
 ForwardResult listed_math(const ForwardCall& call) {
   count(Path::kMathForward);
-  constexpr const Schema& schema = kListedMathForward;
+  constexpr const Schema& schema = kBlockSparseMathForward;
   OpCall op(schema);
   put_operands<schema>(call, &op);
-  op[schema["digest"]] = box::from_borrowed(call.mask);
+  op[schema["mask_metadata"]] = box::from_borrowed(call.mask);
   op[schema["scale"]] = box::from_optional_double(call.scale);
   op.run();
   return out_and_lse<schema>(&op);
@@ -251,11 +265,11 @@ ForwardResult listed_math(const ForwardCall& call) {
 
 BackwardResult listed_math_backward(const BackwardCall& call) {
   count(Path::kMathBackward);
-  constexpr const Schema& schema = kListedMathBackward;
+  constexpr const Schema& schema = kBlockSparseMathBackward;
   OpCall op(schema);
   op[schema["grad_out"]] = box::from_borrowed(call.grad_out);
   put_operands<schema>(call.forward, &op);
-  op[schema["digest"]] = box::from_borrowed(call.forward.mask);
+  op[schema["mask_metadata"]] = box::from_borrowed(call.forward.mask);
   op[schema["out"]] = box::from_borrowed(call.out);
   op[schema["lse"]] = box::from_borrowed(call.lse);
   op[schema["scale"]] = box::from_optional_double(call.forward.scale);
@@ -271,35 +285,35 @@ BackwardResult efficient_backward(const BackwardCall& call, const CallFacts& p) 
   int64_t stride[4];
   rows_before_heads(shape_of(call.out).size, stride);
   constexpr const Schema& schema = kEfficientBackward;
-  const TensorHandle tensors[] = {readable(under_strides(call.grad_out, stride).get()),
-                                  aligned_ones(TensorHandle::share(forward.q)),
+  const TensorHandle tensors[] = {readable(view_with_strides(call.grad_out, stride).get()),
+                                  align_size_one_dims(TensorHandle::share(forward.q)),
                                   repeat_heads(forward.k, p.group()),
                                   repeat_heads(forward.v, p.group()),
                                   TensorHandle::undefined(),  // bias
-                                  under_strides(call.out, stride),
+                                  view_with_strides(call.out, stride),
                                   pad_lse(call.lse),
-                                  shared(call.seed),
-                                  shared(call.offset)};
+                                  share_or_undefined(call.seed),
+                                  share_or_undefined(call.offset)};
   OpCall op(schema);
   for (int i = 0; i < 9; ++i) op[i] = box::from_borrowed(tensors[i].get());
   op[schema["dropout_p"]] = box::from(forward.dropout_p);
-  const bool wanted[4] = {true, true, true, false};
-  op[schema["grad_input_mask"]] = box::from(torch::headeronly::HeaderOnlyArrayRef<bool>(wanted, 4));
+  const bool wanted_grads[4] = {true, true, true, false};
+  op[schema["grad_input_mask"]] = box::from(torch::headeronly::HeaderOnlyArrayRef<bool>(wanted_grads, 4));
   op[schema["is_causal"]] = box::from(forward.causal == Causal::kTopLeft);
   op[schema["scale"]] = box::from_optional_double(forward.scale);
   op.run_or([&](StableIValue* results) {
-    AtenTensorHandle borrowed[9], made[4];
+    AtenTensorHandle borrowed[9], grads[4];
     if (!(stock_backends() & kStockEfficient)) return false;
     std::ranges::transform(tensors, borrowed, &TensorHandle::get);
     stock_efficient_backward(borrowed, forward.dropout_p, {true, true, true, false}, forward.causal == Causal::kTopLeft,
-                             forward.scale, made);
-    std::ranges::transform(made, results, [](AtenTensorHandle tensor) { return box::from(tensor); });
+                             forward.scale, grads);
+    std::ranges::transform(grads, results, [](AtenTensorHandle tensor) { return box::from(tensor); });
     return true;
   });
   BackwardResult result;
-  result.grads[0] = laid_out_like(op.result(0), forward.q);
-  result.grads[1] = laid_out_like(sum_of_heads(op.result(1), forward.k), forward.k);
-  result.grads[2] = laid_out_like(sum_of_heads(op.result(2), forward.v), forward.v);
+  result.grads[0] = in_operand_layout(op.result(0), forward.q);
+  result.grads[1] = in_operand_layout(sum_of_heads(op.result(1), forward.k), forward.k);
+  result.grads[2] = in_operand_layout(sum_of_heads(op.result(2), forward.v), forward.v);
   op.result(3);  // the bias gradient, which was not requested
   return result;
 }
@@ -320,7 +334,7 @@ BackwardResult math_backward(const BackwardCall& call) {
   op[schema["causal_mode"]] = box::from(static_cast<int64_t>(forward.causal));
   op[schema["scale"]] = box::from_optional_double(forward.scale);
   op[schema["mode"]] = box::from(forward.mode.word);
-  op[schema["bias_grad"]] = box::from(call.wanted[3]);
+  op[schema["bias_grad"]] = box::from(call.wanted_grads[3]);
   op.run();
   BackwardResult result;
   for (int i = 0; i < 4; ++i) result.grads[i] = op.result(i);

@@ -2,18 +2,23 @@
 // further mangled names.
 //
 // libtorch_cpu.so and libc10.so are in the process already (import torch). libtorch_cuda.so exists only in CUDA builds,
-// and the driver only on GPU machines. The names were present in the Linux libraries of torch 2.11 to 2.15. If a name
-// is missing, install() reports the name, and the caller uses the composite hook.
+// and the driver only on GPU machines. The names were present in the Linux libraries of all supported versions. If a
+// name is missing, install() reports the name, and the caller uses the composite hook.
 #include "stock/torch_symbols.h"
 
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <iterator>
 #include <memory>
 #include <mutex>
 #include <stack>
 #include <stdexcept>
 #include <utility>
+
+#include "core/core.h"
 
 namespace flashplug {
 
@@ -51,7 +56,7 @@ constexpr const char* kLogLevel = "FLAGS_caffe2_log_level";
 using ContextFlag = bool (*)(const void* context);
 using TensorFlag = bool (*)(const void* tensor_impl);
 
-struct Found {
+struct PrivateSymbols {
   void* context = nullptr;
   ContextFlag flash = nullptr, overrideable = nullptr, math = nullptr, efficient = nullptr, deterministic = nullptr;
   TensorFlag requires_grad = nullptr;
@@ -68,14 +73,14 @@ struct Found {
   uint64_t (*record_thread)() = nullptr;
 };
 
-Found& found() {
-  static Found instance;
+PrivateSymbols& private_symbols() {
+  static PrivateSymbols instance;
   return instance;
 }
 
 TorchSymbols look_up() {
   TorchSymbols symbols;
-  Found& f = found();
+  PrivateSymbols& f = private_symbols();
   void* cpu = in_process("libtorch_cpu.so");
   void* c10 = in_process("libc10.so");
   if (cpu == nullptr || c10 == nullptr) return symbols;
@@ -169,11 +174,11 @@ std::mutex quiet_mutex;
 
 QuietShims::QuietShims() {
   quiet_mutex.lock();
-  if (int* level = found().log_level) previous_ = std::exchange(*level, kLogFatal);
+  if (int* level = private_symbols().log_level) previous_ = std::exchange(*level, kLogFatal);
 }
 
 QuietShims::~QuietShims() {
-  if (int* level = found().log_level) *level = previous_;
+  if (int* level = private_symbols().log_level) *level = previous_;
   quiet_mutex.unlock();
 }
 
@@ -182,15 +187,15 @@ const TorchSymbols& torch_symbols() {
   return instance;
 }
 
-bool TorchSymbols::flash_enabled() const { return found().flash(found().context); }
-bool TorchSymbols::overrideable_enabled() const { return found().overrideable(found().context); }
-bool TorchSymbols::math_enabled() const { return found().math(found().context); }
-bool TorchSymbols::efficient_enabled() const { return found().efficient(found().context); }
-bool TorchSymbols::deterministic() const { return found().deterministic(found().context); }
+bool TorchSymbols::flash_enabled() const { return private_symbols().flash(private_symbols().context); }
+bool TorchSymbols::overrideable_enabled() const { return private_symbols().overrideable(private_symbols().context); }
+bool TorchSymbols::math_enabled() const { return private_symbols().math(private_symbols().context); }
+bool TorchSymbols::efficient_enabled() const { return private_symbols().efficient(private_symbols().context); }
+bool TorchSymbols::deterministic() const { return private_symbols().deterministic(private_symbols().context); }
 
 // at::Tensor is an intrusive_ptr<TensorImpl>; a handle points at the at::Tensor.
 bool TorchSymbols::requires_grad(AtenTensorHandle tensor) const {
-  return found().requires_grad(*reinterpret_cast<void**>(tensor));
+  return private_symbols().requires_grad(*reinterpret_cast<void**>(tensor));
 }
 
 namespace {
@@ -203,20 +208,28 @@ const void* type_of(AtenTensorHandle tensor) {
 
 }  // namespace
 
-bool TorchSymbols::nested(AtenTensorHandle tensor) const { return type_of(tensor) == found().nested_type; }
-bool TorchSymbols::wrapped(AtenTensorHandle tensor) const { return type_of(tensor) != found().plain_type; }
+bool TorchSymbols::nested(AtenTensorHandle tensor) const { return type_of(tensor) == private_symbols().nested_type; }
+bool TorchSymbols::has_wrapper(AtenTensorHandle tensor) const {
+  return type_of(tensor) != private_symbols().plain_type;
+}
 
-bool TorchSymbols::python_dispatch(AtenTensorHandle tensor) const { return found().python_dispatch(tensor); }
+bool TorchSymbols::python_dispatch(AtenTensorHandle tensor) const { return private_symbols().python_dispatch(tensor); }
 
-bool TorchSymbols::modes_set() const { return found().modes_set == nullptr || found().modes_set(false); }
+bool TorchSymbols::modes_set() const {
+  return private_symbols().modes_set == nullptr || private_symbols().modes_set(false);
+}
 
-bool TorchSymbols::jit_traced() const { return found().tracing_state != nullptr && found().tracing_state() != nullptr; }
+bool TorchSymbols::jit_traced() const {
+  return private_symbols().tracing_state != nullptr && private_symbols().tracing_state() != nullptr;
+}
 
-bool TorchSymbols::saved_hooks() const { return found().saved_hooks == nullptr || !found().saved_hooks().empty(); }
+bool TorchSymbols::saved_hooks() const {
+  return private_symbols().saved_hooks == nullptr || !private_symbols().saved_hooks().empty();
+}
 
-bool TorchSymbols::knows_nodes() const {
+bool TorchSymbols::can_read_nodes() const {
 #if defined(__x86_64__)
-  const Found& f = found();
+  const PrivateSymbols& f = private_symbols();
   return f.graph_task != nullptr && f.evaluated_node != nullptr && f.sequence_number != nullptr &&
          f.record_thread != nullptr;
 #else
@@ -224,13 +237,13 @@ bool TorchSymbols::knows_nodes() const {
 #endif
 }
 
-int64_t TorchSymbols::graph_task() const { return found().graph_task(); }
-uint64_t TorchSymbols::sequence_number() const { return found().sequence_number(); }
-uint64_t TorchSymbols::record_thread() const { return found().record_thread(); }
-void TorchSymbols::evaluated_node(void* returned) const { found().evaluated_node(returned); }
+int64_t TorchSymbols::graph_task() const { return private_symbols().graph_task(); }
+uint64_t TorchSymbols::sequence_number() const { return private_symbols().sequence_number(); }
+uint64_t TorchSymbols::record_thread() const { return private_symbols().record_thread(); }
+void TorchSymbols::evaluated_node(void* returned) const { private_symbols().evaluated_node(returned); }
 
-const char* TorchSymbols::lacking() const {
-  const Found& f = found();
+const char* TorchSymbols::first_missing_symbol() const {
+  const PrivateSymbols& f = private_symbols();
   const std::pair<const char*, bool> needed[] = {{kStub, stub != nullptr},
                                                  {kGlobalContext, f.context != nullptr},
                                                  {kFlashEnabled, f.flash != nullptr},
@@ -240,12 +253,12 @@ const char* TorchSymbols::lacking() const {
                                                  {kDeterministic, f.deterministic != nullptr},
                                                  {kRequiresGrad, f.requires_grad != nullptr},
                                                  {kPythonDispatch, f.python_dispatch != nullptr}};
-  const auto first = std::ranges::find(needed, false, &std::pair<const char*, bool>::second);
-  return first == std::end(needed) ? nullptr : first->first;
+  const auto missing = std::ranges::find(needed, false, &std::pair<const char*, bool>::second);
+  return missing == std::end(needed) ? nullptr : missing->first;
 }
 
 void* current_cuda_stream(int device_index) {
-  if (standin() != Standin::kOff) return nullptr;
+  if (cpu_stub() != CpuStub::kOff) return nullptr;
   using Shim = AOTITorchError (*)(int32_t, void**);
   static const Shim shim = [] {
     void* cuda = in_process("libtorch_cuda.so");

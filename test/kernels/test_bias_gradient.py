@@ -11,18 +11,18 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-import on_cpu
+import interpreted_kernels
 import pytest
 import torch
 import torch.nn.functional as F
-from splits import plan_of_forced_call
+from forced_splits import plan_of_forced_call
 from torch import Tensor
 
 import torch_flashplug
 from torch_flashplug.dispatch import bindings
 from torch_flashplug.ops import dropout_reference
 from torch_flashplug.registry import kernel_table
-from torch_flashplug.registry.dtypes import WHOLE
+from torch_flashplug.registry.dtypes import ELEMENTS_16BIT
 from torch_flashplug.registry.kernel_args import DBIAS
 from torch_flashplug.registry.kernel_spec import KernelSpec
 from torch_flashplug.testing import (
@@ -38,7 +38,7 @@ from torch_flashplug.testing import (
     plain_grads,
 )
 from torch_flashplug.testing.budget import GRAD_FACTOR, cancelled_bias_sums, cancelled_sums
-from torch_flashplug.testing.direct import in_order
+from torch_flashplug.testing.direct_launch import order_arguments
 
 SEED, CTAS, DROPOUT_P = 20261124, 3, 0.3
 SPECS = {spec.name(): spec for spec in kernel_table.specs(90, "dbias")}
@@ -53,7 +53,7 @@ SHAPES = {
 
 @pytest.fixture(scope="module")
 def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return on_cpu.build(tmp_path_factory.mktemp("dbias"), *SPECS)
+    return interpreted_kernels.build(tmp_path_factory.mktemp("dbias"), *SPECS)
 
 
 def nan_padded_tensor(*sizes: int, dtype: torch.dtype, fill: float = math.nan) -> Tensor:
@@ -109,7 +109,7 @@ class Direct:
         values |= {f"bias{suffix}": expanded_bias, f"dbias{suffix}": self.gradient}
         if "dropout" in spec.features:
             values |= {"seed": torch.tensor([SEED]), "dropout_p": DROPOUT_P}
-        self._values, self._function = in_order(DBIAS, values), function
+        self._values, self._function = order_arguments(DBIAS, values), function
 
     def call(self) -> Tensor:
         self.gradient.fill_(math.nan)
@@ -121,8 +121,8 @@ class Direct:
 def check_dbias(pack: Path, spec: KernelSpec, case: Case, dims: str, seed: int = 0) -> Tensor:
     dtype = torch.float32 if "bias32" in spec.features else case.torch_dtype
     bias, inputs = random_bias(case, dims, dtype), make_inputs(case, "cpu", SEED)
-    on_cpu.set_order_seed(pack, seed)
-    direct = Direct(on_cpu.load_kernel(pack, spec.name()), spec, case, bias)
+    interpreted_kernels.set_order_seed(pack, seed)
+    direct = Direct(interpreted_kernels.load_kernel(pack, spec.name()), spec, case, bias)
     grad = direct.call()
     exact, low = (
         bias_grad_math(
@@ -156,7 +156,7 @@ def test_gradient_of_each_broadcast_shape(pack: Path, kernel: str, shape: str) -
 @pytest.mark.interpreted
 @pytest.mark.parametrize("sizes", [(1, 1), (1, 300), (300, 1), (63, 65), (65, 63), (129, 129), (300, 333), (128, 256)])
 @pytest.mark.parametrize("dims", ["bhqk", "hqk", "qk", "bhk", "hq", ""])
-def test_gradient_of_different_lengths(pack: Path, sizes: tuple[int, int], dims: str) -> None:
+def test_bias_gradient_of_different_lengths(pack: Path, sizes: tuple[int, int], dims: str) -> None:
     spec = SPECS["dbias_sm90_bf16_d64_bias_m128n128s4"]
     check_dbias(pack, spec, new_case(f"{sizes}", (2, 3, 3), sizes, (64, 64)), dims)
 
@@ -261,7 +261,7 @@ def check_gradients(
 @pytest.mark.parametrize("wide", [False, True], ids=["16", "fp32"])
 @pytest.mark.parametrize("bias", BIASES)
 def test_gradient_of_each_bias_layout_through_sdpa(kernels_on: str, bias: str, wide: bool) -> None:
-    case = new_case(f"{bias} {wide}", HEADS, (300, 333), (64, 64), dtype=WHOLE[len(bias) % 2])
+    case = new_case(f"{bias} {wide}", HEADS, (300, 333), (64, 64), dtype=ELEMENTS_16BIT[len(bias) % 2])
     bias_tensor = with_equal_strides(BIASES[bias](), kernels_on, bias_dtype(case, wide))
     dbias = check_gradients(case, bias_tensor, kernels_on)
     assert_bitwise_equal(case.name, check_gradients(case, bias_tensor, kernels_on), dbias)

@@ -54,7 +54,7 @@ def checkout(tmp_path, monkeypatch) -> Path:
 
 def run_aot(checkout: Path, *prelude: str) -> subprocess.CompletedProcess[str]:
     """Run the build tool of a checkout for one kernel."""
-    tool = checkout / "tools" / "aot.py"
+    tool = checkout / "tools" / "build" / "aot.py"
     command = [sys.executable, *(prelude or [tool]), "--arch", "sm_90a", "--out", checkout / "out"]
     command += ["--jobs", "1", "--spec", SPECS[0].name()]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
@@ -69,9 +69,9 @@ def test_build_tool_compiles_the_sources_of_its_own_checkout(checkout):
     for name in ("registry/kernel_table.py", "kernels/sm90/forward.py", "kernels/tiling/block_iterator.py"):
         with (package / name).open("a") as module:
             module.write("\nprint('loaded', __file__, flush=True)\n")
-    run = run_aot(checkout)
-    assert run.returncode == 0, run.stdout + run.stderr
-    loaded = {Path(line.split()[1]) for line in run.stdout.splitlines() if line.startswith("loaded ")}
+    process = run_aot(checkout)
+    assert process.returncode == 0, process.stdout + process.stderr
+    loaded = {Path(line.split()[1]) for line in process.stdout.splitlines() if line.startswith("loaded ")}
     assert loaded == {
         package / name
         for name in ("registry/kernel_table.py", "kernels/sm90/forward.py", "kernels/tiling/block_iterator.py")
@@ -85,11 +85,11 @@ def test_build_tool_rejects_sources_of_a_different_checkout(checkout):
     """The foreign sources were imported before the tool."""
     code = "import runpy, sys; sys.modules['torch_flashplug'] = package = type(sys)('torch_flashplug'); "
     code += f"package.__path__ = [{str(ROOT / 'torch_flashplug')!r}]; import torch_flashplug.registry.kernel_table; "
-    code += f"runpy.run_path({str(checkout / 'tools' / 'aot.py')!r}, run_name='__main__')"
-    run = run_aot(checkout, "-c", code)
-    assert run.returncode != 0
-    assert f"compiles the kernels in {checkout / 'torch_flashplug'}, but this process has" in run.stderr
-    assert str(ROOT / "torch_flashplug" / "registry" / "kernel_table.py") in run.stderr
+    code += f"runpy.run_path({str(checkout / 'tools' / 'build' / 'aot.py')!r}, run_name='__main__')"
+    process = run_aot(checkout, "-c", code)
+    assert process.returncode != 0
+    assert f"compiles the kernels in {checkout / 'torch_flashplug'}, but this process has" in process.stderr
+    assert str(ROOT / "torch_flashplug" / "registry" / "kernel_table.py") in process.stderr
 
 
 # --- objects are kept, and two builds compared
@@ -112,11 +112,8 @@ def test_changed_kernel_file_recompiles_only_dependent_kernels(tmp_path, monkeyp
             lambda spec: spec.arch == 80 or (not spec.features.isdisjoint({"bias", "bias32"}) and not spec.is_decode),
         ),
         ("kernels/features/causal.py", lambda spec: "causal" in spec.features),
-        ("kernels/call_args/forward.py", lambda spec: spec.kind == "fwd"),
-        ("kernels/call_args/decode.py", lambda spec: spec.is_decode),
-        ("kernels/call_args/backward.py", lambda spec: spec.kind in {"bwd", "detbwd", "partbwd"}),
-        ("kernels/call_args/dbias.py", lambda spec: spec.kind == "dbias"),
-        ("kernels/call_args/tile_backward.py", lambda spec: spec.kind == "tilebwd"),
+        ("kernels/call_args/kernel_call.py", lambda spec: True),
+        ("kernels/call_args/fake_tensors.py", lambda spec: True),
         ("kernels/backward/dbias_reduce.py", lambda spec: spec.kind in {"dbias", "tilebwd"}),
         ("registry/kernel_spec.py", lambda spec: True),
         ("registry/features.py", lambda spec: False),  # a kernel depends only on the rows of the kernel
@@ -127,7 +124,7 @@ def test_changed_kernel_file_recompiles_only_dependent_kernels(tmp_path, monkeyp
         changed_kernels = [spec.name() for spec in SPECS if compiler.key(spec, "sm_90a") != before[spec]]
         assert changed_kernels == [spec.name() for spec in SPECS if hits(spec)], changed
         (package / changed).write_text(original)
-    monkeypatch.setitem(fingerprint.OF_KIND, "detbwd", fingerprint.OF_KIND["detbwd"][1:])
+    monkeypatch.setitem(fingerprint.ARGUMENTS_BY_KIND, "detbwd", fingerprint.ARGUMENTS_BY_KIND["detbwd"][1:])
     changed_kernels = {spec.kind for spec in SPECS if compiler.key(spec, "sm_90a") != before[spec]}
     assert changed_kernels == {"detbwd"}
 
@@ -156,7 +153,7 @@ def test_source_fingerprint_changes_only_with_code(tmp_path, change):
     paths = [tmp_path / "old.py", tmp_path / "new.py"]
     for path, text in zip(paths, (old, new), strict=True):
         path.write_text(text)
-    assert (fingerprint._read(paths[0], 0)[0] != fingerprint._read(paths[1], 0)[0]) is counts
+    assert (fingerprint._hash_and_imports(paths[0], 0)[0] != fingerprint._hash_and_imports(paths[1], 0)[0]) is counts
 
 
 def test_comments_and_docstrings_change_no_byte_of_an_object(tmp_path):
@@ -173,19 +170,21 @@ def test_comments_and_docstrings_change_no_byte_of_an_object(tmp_path):
         path.write_text(f"{head}# changed\n\n{future}\n# changed\n\n{rest}\n# changed\n")
     objects = {}
     for tree in (ROOT, tmp_path):
-        command = [sys.executable, tree / "tools" / "aot.py", "--arch", "sm_90a", "--spec", name, "--jobs", "1"]
+        command = [sys.executable, tree / "tools" / "build" / "aot.py", "--arch", "sm_90a"]
+        command += ["--spec", name, "--jobs", "1"]
         out = tmp_path / "out" / tree.name
         subprocess.run([*command, "--out", out], check=True, timeout=300, capture_output=True)
         objects[tree] = {path.name: path.read_bytes() for path in (out / "objects").iterdir() if path.suffix != ".json"}
     assert objects[ROOT] == objects[tmp_path] and len(objects[ROOT]) == 3
 
 
-ONCE_MORE = """
+COMPILE_IN_A_LOADED_PROCESS = """
 import sys
 if sys.argv[2] == "worker":
     sys.modules.update(dict.fromkeys(("torch", "jax", "numpy")))
 sys.path.insert(0, sys.argv[1])
-import aot, cutlass.cute as cute
+from tools.build import aot
+import cutlass.cute as cute
 from pathlib import Path
 plain = cute.compile
 if sys.argv[2] == "worker":
@@ -207,7 +206,7 @@ def test_jit_engine_and_loaded_packages_change_no_byte_of_an_object(tmp_path):
     name = "decode_sm80_bf16_d64_full_m64n128s2"
     files, rows = {}, {}
     for how in ("engine", "none", "worker"):
-        command = [sys.executable, "-c", ONCE_MORE, ROOT / "tools", how, name, tmp_path / how]
+        command = [sys.executable, "-c", COMPILE_IN_A_LOADED_PROCESS, ROOT, how, name, tmp_path / how]
         (tmp_path / how).mkdir()
         subprocess.run(command, check=True, timeout=300, env=os.environ | {"CUTE_DSL_ARCH": "sm_90a"})
         files[how] = {path.suffix: path.read_bytes() for path in (tmp_path / how).iterdir() if path.suffix != ".json"}
@@ -216,10 +215,10 @@ def test_jit_engine_and_loaded_packages_change_no_byte_of_an_object(tmp_path):
     assert rows["none"]["registers"] == rows["engine"]["registers"] > 0
 
 
-KEPT = """
+MEASURE_AGAIN = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
-import aot
+from tools.build import aot
 from pathlib import Path
 found = []
 for name in ("fwd_sm90_bf16_d64_full_m128n128s2", "decode_sm80_bf16_d64_full_m64n128s2"):
@@ -235,7 +234,7 @@ print(found)
 def test_kernels_without_instruction_counts_are_measured_again(tmp_path):
     """A developer's build can share the object folder with a user's build; only Hopper kernels have counts."""
     pytest.importorskip("cutlass")
-    command = [sys.executable, "-c", KEPT, ROOT / "tools", tmp_path]
+    command = [sys.executable, "-c", MEASURE_AGAIN, ROOT, tmp_path]
     output = subprocess.run(command, check=True, timeout=300, capture_output=True, text=True).stdout
     assert json.loads(output.lower()) == [[True, False], [True, True], [True, True], [True, True]]
 
@@ -244,7 +243,8 @@ def test_kernels_without_instruction_counts_are_measured_again(tmp_path):
 LOADED = """
 import os, sys
 sys.path.insert(0, sys.argv[1])
-import aot, cutlass.cute
+from tools.build import aot
+import cutlass.cute
 before = set(sys.modules)
 for name in sys.argv[2:]:
     if os.fork() == 0:
@@ -264,11 +264,11 @@ def test_kernel_sources_equal_imported_modules():
     from torch_flashplug.codegen import fingerprint
 
     specs = {(spec.kind, spec.arch, spec.mask): spec for spec in SPECS}.values()
-    command = [sys.executable, "-c", LOADED, ROOT / "tools", *(spec.name() for spec in specs)]
-    run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    command = [sys.executable, "-c", LOADED, ROOT, *(spec.name() for spec in specs)]
+    process = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     read_before = ("kernel_spec", "kernel_args", "dtypes", "features", "quant_recipes")
     tables = {ROOT / "torch_flashplug" / "registry" / f"{name}.py" for name in read_before}
-    for spec, line in zip(specs, run.stdout.splitlines(), strict=True):
+    for spec, line in zip(specs, process.stdout.splitlines(), strict=True):
         loaded = {Path(file) for file in line.split() if Path(file).name != "__init__.py"}
         assert loaded | tables == set(fingerprint.sources_of(spec)), spec.name()
 
@@ -284,13 +284,24 @@ def test_sass_tool_compares_builds_by_instructions(tmp_path):
     for folder, source in (("old", cubin), ("same", cubin), ("new", different_cubin)):
         (tmp_path / folder).mkdir()
         shutil.copy(source, tmp_path / folder / cubin.name)
-    tool = [sys.executable, ROOT / "tools" / "sass.py", tmp_path / "old"]
+    tool = [sys.executable, ROOT / "tools" / "build" / "sass.py", tmp_path / "old"]
     same, changed = (
         subprocess.run([*tool, tmp_path / folder], capture_output=True, text=True, check=False)
         for folder in ("same", "new")
     )
     assert same.returncode == 0 and "1 kernels compared, 0 differ" in same.stdout
     assert changed.returncode == 1 and "1 kernels compared, 1 differ" in changed.stdout
+
+    hashes = tmp_path / "hashes.json"
+    subprocess.run([*tool, "--save", hashes], check=True)
+    assert list(json.loads(hashes.read_text())) == ["fwd_sm90_bf16_d64_full_m64n128s2 (sm_90a)"]
+    tool[-1] = hashes
+    same, changed = (
+        subprocess.run([*tool, tmp_path / folder], capture_output=True, text=True, check=False)
+        for folder in ("same", "new")
+    )
+    assert same.returncode == 0 and "1 kernels compared, 0 differ" in same.stdout
+    assert changed.returncode == 1 and "the hash differs" in changed.stdout
 
 
 # --- keys of objects
@@ -317,7 +328,7 @@ def test_worker_compiles_a_kernel_outside_of_the_table(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_FLASHPLUG_CACHE_DIR", str(tmp_path))
     name = "fwd_sm90_bf16_d64_full_m128n64s2"
     assert name not in {spec.name() for spec in SPECS}
-    (job,) = compile_pool.Pool(1).request([jit.job(name, "sm_90a")])
+    (job,) = compile_pool.Pool(1).request([jit.compile_job(name, "sm_90a")])
     path = job.result()
     assert path.parent == tmp_path and path.suffix == ".so" and job.seconds > 0.5
     facts = kernel_cache.check(path)
@@ -327,9 +338,9 @@ def test_worker_compiles_a_kernel_outside_of_the_table(tmp_path, monkeypatch):
 def test_uncompilable_kernel_gives_a_reason_of_one_sentence(tmp_path, monkeypatch):
     pytest.importorskip("cutlass")
     from torch_flashplug.codegen import jit
-    from torch_flashplug.codegen.provided import Circumstances
+    from torch_flashplug.codegen.kernel_request import CallConditions
 
     monkeypatch.setenv("TORCH_FLASHPLUG_CACHE_DIR", str(tmp_path))
-    answer = jit.provide("fwd_sm90_bf16_d128_full_m192n256s2", "sm_90a", Circumstances())
-    assert not answer.is_there and not answer.later and "\n" not in answer.why
-    assert re.search(r"could not be compiled: ValueError: .*(shared memory|registers)", answer.why)
+    answer = jit.provide("fwd_sm90_bf16_d128_full_m192n256s2", "sm_90a", CallConditions())
+    assert not answer.has_kernel and not answer.may_change and "\n" not in answer.reason
+    assert re.search(r"could not be compiled: ValueError: .*(shared memory|registers)", answer.reason)

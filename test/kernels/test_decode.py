@@ -2,7 +2,7 @@
 
 Without a GPU, the tests check the splits of traced graphs. On a GPU, the tests check results at the edges of blocks,
 tiles and splits, caches read in place, graphs, streams, chains of calls, and gradients. The number of splits
-is tested in test_gate.py. Named cases with the tag "decode" run in test_numerics.py and test_gradients.py.
+is tested in test_split_heuristic.py. Named cases with the tag "decode" run in test_numerics.py and test_gradients.py.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import CUDA
-from graphs import Recorder, check_against_eager, sdpa
-from splits import CAUSAL_TEXT, MAX_SPLITS, forced_mode, plan_of_forced_call
-from standin import Road
+from device_backend import DeviceBackend
+from forced_splits import CAUSAL_TEXT, MAX_SPLITS, forced_mode, plan_of_forced_call
 from torch import Tensor
 from torch._dynamo.utils import counters
+from traced_graphs import Recorder, check_against_eager, sdpa
 
 from torch_flashplug import sdpa_backend
 from torch_flashplug.dispatch import bindings
@@ -48,38 +48,38 @@ BY_FAMILY = pytest.mark.parametrize("family", FAMILIES.values())
 KERNELS = [spec for arch in FAMILIES for spec in kernel_table.specs(arch, "decode") if not spec.features]
 
 
-# ---- on both roads ----
+# ---- with both device backends ----
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return sdpa(q, k, v, enable_gqa=True)
 
 
-def test_causal_call_with_forced_splits_raises(any_road: Road) -> None:
+def test_causal_call_with_forced_splits_raises(hooked_backend: DeviceBackend) -> None:
     with sdpa_backend("fa3", num_splits=4), pytest.raises(RuntimeError, match=re.escape(CAUSAL_TEXT)):
-        sdpa(*any_road.qkv(), is_causal=True)
+        sdpa(*hooked_backend.qkv(), is_causal=True)
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("grad", [False, True])
-def test_compiled_graph_keeps_the_number_of_splits(any_road: Road, grad: bool) -> None:
+def test_compiled_graph_keeps_the_number_of_splits(hooked_backend: DeviceBackend, grad: bool) -> None:
     recorder, function = Recorder(), sdpa_backend("fa3", num_splits=3)(attend)
     compiled = torch.compile(function, fullgraph=True, backend=recorder)
-    check_against_eager(any_road, function, compiled, grad=grad, rows=200)
+    check_against_eager(hooked_backend, function, compiled, grad=grad, rows=200)
     assert recorder.forwards == [[("fwd", forced_mode(3))]] and recorder.backwards == [[("bwd", forced_mode(3))]] * grad
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("backend", ["auto", "fa3"])
-def test_one_compiled_graph_serves_a_growing_cache(road: Road, backend: str) -> None:
+def test_one_compiled_graph_serves_a_growing_cache(device_backend: DeviceBackend, backend: str) -> None:
     recorder, function = Recorder(), sdpa_backend(backend)(attend)
     compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=recorder)
     for keys in (100, 101, 128, 129, 1000):
-        inputs = road.qkv(rows=1, keys=keys, heads=8, kv_heads=2)
+        inputs = device_backend.qkv(rows=1, keys=keys, heads=8, kv_heads=2)
         expected = function(*inputs)
-        road.took()
+        device_backend.pop_path_counts()
         torch.testing.assert_close(compiled(*inputs), expected, atol=2e-2, rtol=2e-2)
-        assert road.took()["ours_fwd"] == 1
+        assert device_backend.pop_path_counts()["ours_fwd"] == 1
     assert len(recorder.forwards) == 1
 
 
@@ -354,20 +354,23 @@ def test_chained_decode_calls_wait_for_earlier_writes(family, num_splits):
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize("road", [CUDA], indirect=True)
+@pytest.mark.parametrize("device_backend", [CUDA], indirect=True)
 @pytest.mark.parametrize("backend", ("auto", "fa3"))
-def test_eager_compiled_and_captured_decode_are_bitwise_equal(road: Road, backend: str) -> None:
+def test_eager_compiled_and_captured_decode_are_bitwise_equal(device_backend: DeviceBackend, backend: str) -> None:
     function = sdpa_backend(backend)(attend)
     compiled = torch.compile(function, fullgraph=True, dynamic=True)
     counters.clear()
     for keys in (100, 101, 1000, 4097):
-        inputs, case = road.qkv(rows=1, keys=keys, heads=8, kv_heads=2), case_named("decode_h8x2_d64v64_1x4097")
+        inputs, case = (
+            device_backend.qkv(rows=1, keys=keys, heads=8, kv_heads=2),
+            case_named("decode_h8x2_d64v64_1x4097"),
+        )
         with torch.no_grad():
             eager = function(*inputs)
             assert_bitwise_equal(f"{keys} keys compiled", compiled(*inputs), eager)
             assert_bitwise_equal(f"{keys} keys captured", capture_graph(lambda args=inputs: function(*args))(), eager)
         assert_within_budget(f"{keys} keys", eager, oracle(case, inputs).out, plain(case, inputs).out)
-        assert road.took()["ours_fwd"] == 3
+        assert device_backend.pop_path_counts()["ours_fwd"] == 3
     assert counters["stats"]["unique_graphs"] == 1
 
 

@@ -14,15 +14,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.nn.functional as F
-from orders import in_order
-from splits import plan_of_forced_call
+from deterministic import deterministic_gradients
+from forced_splits import plan_of_forced_call
 from torch import Tensor
 
 import torch_flashplug
 from torch_flashplug.dispatch import bindings
 from torch_flashplug.ops import dropout_reference
 from torch_flashplug.registry import kernel_table
-from torch_flashplug.registry.dtypes import WHOLE
+from torch_flashplug.registry.dtypes import ELEMENTS_16BIT
 from torch_flashplug.registry.kernel_spec import KernelSpec
 from torch_flashplug.testing import (
     Case,
@@ -110,7 +110,7 @@ def test_different_seeds_are_uncorrelated() -> None:
 
 
 @pytest.mark.parametrize("p, is_kept", [(1.0, False), (0.0, True), (1e-9, True)])
-def test_certain_dropout_probabilities(p: float, is_kept: bool) -> None:
+def test_probabilities_near_zero_and_one_keep_all_or_no_scores(p: float, is_kept: bool) -> None:
     assert (bits_of(torch.tensor(SEED), 2, 2, 300, 300, p) == is_kept).all()
 
 
@@ -148,7 +148,7 @@ def next_seed(device: str) -> Tensor:
 def assert_kernels_run(*directions: str, order: bool = False, backend: str = "fa3") -> Iterator[None]:
     """Check that exactly one call runs on plugin kernels of the given directions."""
     bindings.counters(reset=True)
-    with torch_flashplug.sdpa_backend(backend), in_order(order):
+    with torch_flashplug.sdpa_backend(backend), deterministic_gradients(order):
         yield
     counts = bindings.counters()
     assert {name: count for name, count in counts.items() if count and not name.startswith("routed")} == dict.fromkeys(
@@ -213,8 +213,8 @@ def test_every_backward_keeps_the_scores_of_its_forward(kernels_on: str, spec: K
     """
     B, Hq, Sq, Sk, p, device = 2, 2, 150, 200, 0.3, kernels_on
     # needed for the plan to choose the kernel, or a split backward
-    order = spec.in_order or (spec.in_parts and "mask" in spec.features)
-    has_all_gradients, backend = order or not spec.in_parts, BACKENDS[spec.arch]
+    order = spec.is_deterministic or (spec.is_split_backward and "mask" in spec.features)
+    has_all_gradients, backend = order or not spec.is_split_backward, BACKENDS[spec.arch]
     if has_all_gradients:
         case = new_case(spec.name(), (B, Hq, Hq), (Sq, Sk), (spec.d, spec.dv), dtype=spec.dtype)
         needed = dict.fromkeys(spec.features - {"dropout"}, 1)
@@ -300,9 +300,11 @@ def check_call(
 @pytest.mark.parametrize("sizes", [(1, 1), (63, 65), (129, 63), (65, 129), (200, 333)])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("d", [64, 128])
-def test_dropout_outputs_and_gradients(kernels_on: str, d: int, causal: bool, sizes: tuple[int, int], p: float) -> None:
+def test_dropout_outputs_and_gradients_match_fp64(
+    kernels_on: str, d: int, causal: bool, sizes: tuple[int, int], p: float
+) -> None:
     tags = ("causal",) * causal
-    case = new_case(f"{d} {sizes} {p}", (2, 2, 1), sizes, (d, d), *tags, dtype=WHOLE[len(str(p)) % 2])
+    case = new_case(f"{d} {sizes} {p}", (2, 2, 1), sizes, (d, d), *tags, dtype=ELEMENTS_16BIT[len(str(p)) % 2])
     check_call(case, p, kernels_on, order=sizes == (200, 333))
 
 
@@ -312,14 +314,14 @@ def test_dropout_outputs_and_gradients(kernels_on: str, d: int, causal: bool, si
 def test_dropout_outputs_and_gradients_on_sm80_kernels(
     kernels_on: str, d: int, causal: bool, p: float, sizes: tuple[int, int]
 ) -> None:  # fmt: skip
-    case = new_case(f"{d} {sizes} {p}", (2, 2, 1), sizes, (d, d), *("causal",) * causal, dtype=WHOLE[causal])
+    case = new_case(f"{d} {sizes} {p}", (2, 2, 1), sizes, (d, d), *("causal",) * causal, dtype=ELEMENTS_16BIT[causal])
     check_call(case, p, kernels_on, backend="fa2")
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dims", [(72, 72), (96, 40), (192, 128), (256, 256)])
 def test_dropout_with_different_head_dims(kernels_on: str, dims: tuple[int, int], causal: bool) -> None:
-    case = new_case(f"{dims}", (1, 2, 2), (150, 140), dims, *("causal",) * causal, dtype=WHOLE[causal])
+    case = new_case(f"{dims}", (1, 2, 2), (150, 140), dims, *("causal",) * causal, dtype=ELEMENTS_16BIT[causal])
     check_call(case, 0.2, kernels_on)
 
 
@@ -328,7 +330,7 @@ def test_dropout_with_different_head_dims(kernels_on: str, dims: tuple[int, int]
     [*((d, order, "fa3") for d in (64, 128, 256) for order in (False, True)), *((d, False, "fa2") for d in (64, 128))],
 )
 def test_dropout_with_a_bool_mask(kernels_on: str, d: int, order: bool, backend: str) -> None:
-    case = new_case(f"masked {d}", HEADS, (200, 300), (d, d), dtype=WHOLE[order])
+    case = new_case(f"masked {d}", HEADS, (200, 300), (d, d), dtype=ELEMENTS_16BIT[order])
     mask = torch.rand(2, 1, 200, 300, generator=torch.Generator().manual_seed(SEED)) < 0.6
     mask[..., 65, :] = mask[..., 128:, 128:256] = False
     mask[..., :64, 128:256] = True
@@ -340,7 +342,7 @@ def test_dropout_with_a_bool_mask(kernels_on: str, d: int, order: bool, backend:
 @pytest.mark.parametrize("d", [64, 128])
 def test_dropout_with_a_bias(kernels_on: str, d: int, order: bool, wide: bool) -> None:
     """The gradient of the bias is tested in test_bias_gradient."""
-    case = new_case(f"biased {d}", HEADS, (200, 300), (d, d), dtype=WHOLE[order])
+    case = new_case(f"biased {d}", HEADS, (200, 300), (d, d), dtype=ELEMENTS_16BIT[order])
     bias = torch.randn(4, 200, 300, generator=torch.Generator().manual_seed(SEED)) * 2
     bias[..., 65, :] = bias[..., 128:, 128:256] = -math.inf
     check_call(case, 0.2, kernels_on, bias.to(kernels_on, torch.float32 if wide else case.torch_dtype), order=order)

@@ -14,8 +14,8 @@ from contextlib import AbstractContextManager
 import pytest
 import torch
 import torch.nn.functional as F
-from orders import in_order
-from splits import plan_of_forced_call
+from deterministic import deterministic_gradients
+from forced_splits import plan_of_forced_call
 from torch import Tensor
 
 import torch_flashplug
@@ -23,7 +23,7 @@ from torch_flashplug.api import startup
 from torch_flashplug.dispatch import bindings
 from torch_flashplug.registry import dispatch_table, kernel_table, stock_bugs
 from torch_flashplug.registry.architectures import FAMILIES, Family
-from torch_flashplug.registry.dtypes import WHOLE
+from torch_flashplug.registry.dtypes import ELEMENTS_16BIT
 from torch_flashplug.testing import (
     CASES,
     ODD_CASES,
@@ -73,14 +73,14 @@ PARTIAL = (case_named("gqa4_d64_causal"), case_named("gqa3_d64"), case_named("re
 def test_every_backward_kernel_is_reached_by_a_case(family: Family) -> None:
     facts = [{"grad": 1, "deterministic": order} for order in (0, 1)]
     calls = [(case, flags) for case in (*GRAD_CASES, *MANY_HEADS) for flags in facts]
-    calls += [(case, flags | {"align_q": 2}) for case in ODD_CASES for flags in facts if not family.tma]
+    calls += [(case, flags | {"align_q": 2}) for case in ODD_CASES for flags in facts if not family.has_tma]
     plans = [
         plan_of_forced_call(case.with_dtype(dtype), backend=family.backend, **flags)
         for case, flags in calls
-        for dtype in WHOLE
+        for dtype in ELEMENTS_16BIT
     ]
     backwards = kernel_table.specs(family.arch, "bwd", "detbwd", "partbwd")
-    # further features: test_masks, test_dropout, ...
+    # further features: test_bool_masks, test_dropout, ...
     rows = [spec for spec in backwards if spec.features <= {"causal"}]
     missing = {spec.name() for spec in rows} - {plan["gradients"] for plan in plans}
     # For D 64 without a mask, the split backward is faster only if dQ alone is wanted:
@@ -89,7 +89,7 @@ def test_every_backward_kernel_is_reached_by_a_case(family: Family) -> None:
 
 
 BY_FAMILY = pytest.mark.parametrize("family", ["fa3", "fa2"])
-ORDERS = pytest.mark.parametrize("order", [contextlib.nullcontext, in_order], ids=["any", "one"])
+ORDERS = pytest.mark.parametrize("order", [contextlib.nullcontext, deterministic_gradients], ids=["any", "one"])
 
 
 def run_forward(case: Case, family: str, device: str = "cuda") -> tuple[Tensor, Inputs]:
@@ -117,14 +117,14 @@ def check_gradients(case: Case, family: str, device: str) -> None:
         assert_within_budget(f"{case.name} {case.dtype} {name}", grad, fp64, yardstick, **budget, seed=SEED)
 
 
-@pytest.mark.parametrize("dtype", WHOLE)
+@pytest.mark.parametrize("dtype", ELEMENTS_16BIT)
 @pytest.mark.parametrize("case", [*GRAD_CASES, *MANY_HEADS], ids=lambda case: case.name)
 @BY_FAMILY
 def test_gradients_match_fp64(kernels_on: str, family: str, case: Case, dtype: str) -> None:
     check_gradients(case.with_dtype(dtype), family, kernels_on)
 
 
-@pytest.mark.parametrize("dtype", WHOLE)
+@pytest.mark.parametrize("dtype", ELEMENTS_16BIT)
 @pytest.mark.parametrize("case", ODD_CASES, ids=lambda case: case.name)
 def test_gradients_of_layouts_without_vector_loads(kernels_on: str, case: Case, dtype: str) -> None:
     """Vector loads cannot read the layouts."""
@@ -162,7 +162,7 @@ def test_query_heads_of_a_key_block_are_shared_among_tiles(
 
     Each tile computes dK and dV of its own heads, and a reduction adds the parts.
     """
-    facts = {"grad": 1, "deterministic": order is in_order}
+    facts = {"grad": 1, "deterministic": order is deterministic_gradients}
     with shared_heads_from(1 if shared else 1 << 40), order():
         assert plan_of_forced_call(case, backend="fa3", **facts)["sharing"] == (case.Hq // case.Hkv if shared else 1)
         check_gradients(case, "fa3", kernels_on)
@@ -240,7 +240,7 @@ def test_subset_of_gradients_is_exact_and_saves_memory(family: str, case: Case, 
 @pytest.mark.parametrize("case", [*GRAD_CASES, *MANY_HEADS], ids=lambda case: case.name)
 @BY_FAMILY
 def test_deterministic_gradients_match_fp64(kernels_on: str, family: str, case: Case) -> None:
-    with in_order():
+    with deterministic_gradients():
         check_gradients(case, family, kernels_on)
 
 
@@ -259,7 +259,7 @@ def test_gradients_are_repeatable_in_1000_runs(family: str, case: Case, order) -
     wrong = torch.zeros(len(NAMES), dtype=torch.int64, device="cuda")
     with order():
         expected = run_backward(out, inputs)
-        slack = 0.0 if order is in_order else 2**-7 * float(expected[0].abs().max())
+        slack = 0.0 if order is deterministic_gradients else 2**-7 * float(expected[0].abs().max())
         torch.cuda.synchronize()
         for i in range(RUNS):
             if i % 3 == 0:

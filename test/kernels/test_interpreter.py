@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-import on_cpu
+import interpreted_kernels
 import pytest
 
 from torch_flashplug.testing import (
@@ -52,7 +52,7 @@ def build_mutant(tmp_path: Path) -> Callable[..., Path]:
     """Return a function for building a pack of a single kernel with optionally changed PTX."""
 
     def build_pack(kernel: str, pattern: str = "", replacement: str = "") -> Path:
-        pack = on_cpu.build(tmp_path, kernel)
+        pack = interpreted_kernels.build(tmp_path, kernel)
         (text,) = pack.with_name(f"{pack.name}.ptx").iterdir()
         changed, count = re.subn(pattern, replacement, text.read_text()) if pattern else (text.read_text(), 1)
         assert count, f"{kernel} has no {pattern}"
@@ -63,14 +63,14 @@ def build_mutant(tmp_path: Path) -> Callable[..., Path]:
 
 
 def run_kernel(pack: Path, kernel: str, seed: int) -> DirectForward:
-    """Run a kernel with several tiles for each of few SMs, and raise if results are wrong.
+    """Run a kernel on a small number of SMs with several tiles each, and raise if results are wrong.
 
     The last tiles extend beyond the ends of the tensors.
     """
     case = new_case("several_tiles", (2, 2, 1), (300, 333), (64, 64), "causal")
     inputs = make_inputs(case, "cpu", 7)
-    on_cpu.set_order_seed(pack, seed)
-    forward = DirectForward(on_cpu.load_kernel(pack, kernel), case, inputs)
+    interpreted_kernels.set_order_seed(pack, seed)
+    forward = DirectForward(interpreted_kernels.load_kernel(pack, kernel), case, inputs)
     forward.call()
     exact, low = oracle(case, inputs), plain(case, inputs)
     assert_within_budget(f"{kernel}, seed {seed}", forward.out, exact.out, low.out, seed=7)

@@ -12,15 +12,15 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from splits import MAX_SPLITS, forced_mode, plan_of_forced_call
-from test_masks import BACKENDS, copy_to_device
-from test_masks import random_mask as random_mask_with_share
+from forced_splits import MAX_SPLITS, forced_mode, plan_of_forced_call
+from test_bool_masks import BACKENDS, copy_to_device
+from test_bool_masks import random_mask as random_mask_with_share
 from torch import Tensor
 
 from torch_flashplug import sdpa_backend
 from torch_flashplug.dispatch import bindings
 from torch_flashplug.registry import kernel_table
-from torch_flashplug.registry.dtypes import WHOLE
+from torch_flashplug.registry.dtypes import ELEMENTS_16BIT
 from torch_flashplug.registry.kernel_spec import KernelSpec
 from torch_flashplug.testing import (
     Case,
@@ -107,7 +107,7 @@ def test_every_masked_decode_kernel(kernels_on: str, spec: KernelSpec) -> None:
 def test_masked_decode_of_each_layout_and_number_of_splits(
     kernels_on: str, Sq: int, mask: str, num_splits: int
 ) -> None:
-    case = new_case(f"{mask} {Sq}", HEADS, (Sq, KEYS), (64, 64), dtype=WHOLE[Sq % 2])
+    case = new_case(f"{mask} {Sq}", HEADS, (Sq, KEYS), (64, 64), dtype=ELEMENTS_16BIT[Sq % 2])
     check_decode(case, make_inputs(case, kernels_on, SEED), copy_to_device(kernels_on, MASKS[mask](Sq)), num_splits)
 
 
@@ -128,7 +128,7 @@ def test_mask_rows_at_any_address(kernels_on: str, Sk: int, heads: int, offset: 
 @pytest.mark.parametrize("mask", MASKS)
 def test_masked_decode_of_each_layout_on_sm80_kernels(kernels_on: str, mask: str, num_splits: int) -> None:
     Sq = (1, 7, 32)[len(mask) % 3]
-    case = new_case(f"{mask} {Sq}", HEADS, (Sq, KEYS), (64, 64), dtype=WHOLE[Sq % 2])
+    case = new_case(f"{mask} {Sq}", HEADS, (Sq, KEYS), (64, 64), dtype=ELEMENTS_16BIT[Sq % 2])
     check_decode(
         case, make_inputs(case, kernels_on, SEED), copy_to_device(kernels_on, MASKS[mask](Sq)), num_splits, "fa2"
     )

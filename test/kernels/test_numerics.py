@@ -10,18 +10,18 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 
-import on_cpu
+import interpreted_kernels
 import pytest
 import torch
 import torch.nn.functional as F
-from splits import plan_of_forced_call
+from forced_splits import plan_of_forced_call
 from torch import Tensor
 
 import torch_flashplug
 from torch_flashplug.dispatch import bindings, library
 from torch_flashplug.registry import kernel_table
 from torch_flashplug.registry.architectures import BACKENDS, FAMILIES
-from torch_flashplug.registry.dtypes import WHOLE, elements_of
+from torch_flashplug.registry.dtypes import ELEMENTS_16BIT, elements_of
 from torch_flashplug.registry.kernel_spec import KernelSpec
 from torch_flashplug.testing import (
     CASES,
@@ -45,11 +45,11 @@ SEED = 20261121
 GIB = 1 << 30
 HUGE = 133120.0  # scores of 1e11: the rounding of scale * score alone is hundreds of powers of two
 ARCHS = {family.backend: family.arch for family in FAMILIES}
-# Kernels that cases can reach; masked kernels are tested in test_masks.
+# Kernels that cases can reach; masked kernels are tested in test_bool_masks.
 FORWARDS = [spec for arch in (90, 80) for spec in kernel_table.specs(arch, "fwd") if spec.features <= {"causal"}]
 BY_FAMILY = pytest.mark.parametrize("family", ARCHS)
 BY_NAME = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-BY_DTYPE = pytest.mark.parametrize("dtype", WHOLE)
+BY_DTYPE = pytest.mark.parametrize("dtype", ELEMENTS_16BIT)
 
 
 def attend(inputs: Inputs, case: Case) -> Tensor:
@@ -93,11 +93,11 @@ def test_every_case_can_run_on_a_kernel(family, dtype):
 
 @BY_FAMILY
 def test_every_forward_kernel_is_reached_by_a_case(family):
-    cases = [(case.with_dtype(dtype), {}) for case in CASES for dtype in WHOLE]
+    cases = [(case.with_dtype(dtype), {}) for case in CASES for dtype in ELEMENTS_16BIT]
     if family == "fa2":
-        cases += [(case.with_dtype(dtype), {"align_q": 2}) for case in ODD_CASES for dtype in WHOLE]
+        cases += [(case.with_dtype(dtype), {"align_q": 2}) for case in ODD_CASES for dtype in ELEMENTS_16BIT]
     reached = {plan_of_forced_call(case, backend=family, **facts)["kernel"] for case, facts in cases}
-    specs = (*FORWARDS, *kernel_table.specs(ARCHS[family], "decode"))  # masked kernels: test_masked_decode, test_biases
+    specs = (*FORWARDS, *kernel_table.specs(ARCHS[family], "decode"))  # masked kernels: test_masked_decode, test_bias
     missed = {spec.name() for spec in specs if spec.arch == ARCHS[family] and not spec.features - {"causal"}} - reached
     assert not missed, f"no case in torch_flashplug/testing/cases.py reaches {sorted(missed)}"
 
@@ -124,7 +124,13 @@ def test_every_kernel_at_its_tile_edges(spec):
 @pytest.mark.parametrize("spec", FORWARDS, ids=KernelSpec.name)
 def test_every_kernel_in_the_interpreter(spec):
     m, n = spec.tile_m, spec.tile_n
-    check_tile_edges(spec, on_cpu.load_kernel(on_cpu.pack(), spec.name()), "cpu", (1, 2, 1), [(m + 1, 2 * n - 1)])
+    check_tile_edges(
+        spec,
+        interpreted_kernels.load_kernel(interpreted_kernels.pack(), spec.name()),
+        "cpu",
+        (1, 2, 1),
+        [(m + 1, 2 * n - 1)],
+    )
 
 
 def check_tile_edges(
@@ -134,11 +140,11 @@ def check_tile_edges(
         dims, seed = (spec.d - less, spec.dv - less), SEED + sq + sk
         case = new_case(f"{spec.name()} {sq}x{sk}", heads, (sq, sk), dims, spec.mask, dtype=spec.dtype)
         inputs = make_inputs(case, device, seed)
-        run = DirectForward(function, case, inputs)
-        run.call()
+        forward = DirectForward(function, case, inputs)
+        forward.call()
         exact, low = oracle(case, inputs), plain(case, inputs)
-        assert_within_budget(case.name, run.out, exact.out, low.out, seed=seed)
-        assert_lse(case.name, run.lse, exact.lse, low.lse, seed=seed)
+        assert_within_budget(case.name, forward.out, exact.out, low.out, seed=seed)
+        assert_lse(case.name, forward.lse, exact.lse, low.lse, seed=seed)
 
 
 @BY_DTYPE

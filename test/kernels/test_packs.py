@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import on_cpu
+import interpreted_kernels
 import pytest
 
 from torch_flashplug.codegen import compiler
@@ -21,8 +21,8 @@ from torch_flashplug.registry.architectures import FAMILIES, TARGETS
 from torch_flashplug.registry.kernel_spec import SMEM_BYTES, KernelSpec
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
-import sass  # noqa: E402
+sys.path.insert(0, str(ROOT))
+from tools.build import sass  # noqa: E402
 
 SPECS = [spec for family in FAMILIES for spec in kernel_table.specs(family.arch)]
 
@@ -31,7 +31,7 @@ def _compiled_elsewhere(spec: KernelSpec) -> bool:
     """Return True if an sm_80 kernel is compiled for targets that have no pack and no GPU for tests."""
     if spec.dtype != "bf16" or spec.d not in {64, 128} or spec.kind == "detbwd" or spec.tile_n == 112:
         return False
-    if on_cpu.not_built():  # the short run compiles a single kernel of each kind
+    if interpreted_kernels.not_built():  # the short run compiles a single kernel of each kind
         return spec == next(x for x in kernel_table.specs(80, spec.kind) if x.dtype == "bf16" and x.d == 64)
     small = spec.kind != "bwd" or spec.d == 64 or spec.elementwise
     return small and spec.features <= {"causal", "mask"}
@@ -63,7 +63,7 @@ def rows_of_report(report: Path) -> dict[str, dict]:
 
 def measured_row(reports: dict[str, dict[str, dict]], target: str, spec: KernelSpec) -> dict:
     """Return the measurements of a kernel."""
-    on_cpu.skip_unless_built(spec.name(), target)
+    interpreted_kernels.skip_unless_built(spec.name(), target)
     return reports[target][spec.name()]
 
 
@@ -76,12 +76,12 @@ def built_pack(pack: kernel_table.Pack) -> Path:
 
 def compile_pack(target: str, out: Path) -> Path:
     """Compile the pack of a target left out by the build; objects are kept with the build's objects."""
-    command = [sys.executable, ROOT / "tools" / "aot.py", "--arch", target, "--out", out]
+    command = [sys.executable, ROOT / "tools" / "build" / "aot.py", "--arch", target, "--out", out]
     command += ["--objects", ROOT / "build" / "objects"]
     for spec in COMPILED_ONLY[target]:
         command += ["--spec", spec.name()]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stdout + run.stderr
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stdout + process.stderr
     return out / f"flashplug_{target.replace('_', '')}.so"
 
 
@@ -116,11 +116,12 @@ def test_samples_cover_every_family_and_feature():
     for pack in kernel_table.PACKS:
         samples, all_specs = (
             {(spec.kind, spec.arch, spec.mask, spec.elementwise) for spec in specs}
-            for specs in (pack.sample(), pack.specs())
+            for specs in (pack.test_sample(), pack.specs())
         )
         assert samples == all_specs, pack.name
     num_samples, num_specs = (
-        sum(map(len, map(take, kernel_table.PACKS))) for take in (kernel_table.Pack.sample, kernel_table.Pack.specs)
+        sum(map(len, map(take, kernel_table.PACKS)))
+        for take in (kernel_table.Pack.test_sample, kernel_table.Pack.specs)
     )
     assert f"{num_samples:,} of {num_specs:,}" in (ROOT / "docs" / "developing.md").read_text()
 
@@ -259,7 +260,7 @@ def test_packs_export_exactly_the_kernels_of_the_table(target, packs):
         ["nm", "-D", "-P", "--defined-only", *packs[target]], capture_output=True, text=True, check=True
     ).stdout
     exported = [line.split()[0] for line in symbols.splitlines() if not line.endswith(":")]
-    table = {spec.name() for built, spec in BUILT if built == target} - on_cpu.not_built(target)
+    table = {spec.name() for built, spec in BUILT if built == target} - interpreted_kernels.not_built(target)
     assert sorted(exported) == sorted(f"__tvm_ffi_{name}" for name in table)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from orders import in_order
+from deterministic import deterministic_gradients
 from torch import Tensor
 
 import torch_flashplug
@@ -24,7 +24,7 @@ LISTS = torch.ops.torch_flashplug._plan_lists
 # Relative errors, root mean square. For gradients, a thousandth of the size of each element is allowed in addition,
 # since some sums cancel. Sinks have few gradients.
 NEAR = {torch.bfloat16: (8e-3, 3e-2), torch.float16: (1.5e-3, 1e-2)}
-FEW = 5e-2
+SINK_TOLERANCE = 5e-2
 LENGTHS = (0, 1, 2, 63, 64, 65, 127, 128, 129)
 SPLITS = ((0, 0), (0, 0), (1, 0), (0, 128))  # num_splits, fixed_split_size
 BOUNDS = ((-1, -1), (-1, 0), (0, 0), (17, 0), (128, 0), (40, 40), (-1, 33), (70, -1))
@@ -104,7 +104,7 @@ def run_op(call: RandomCall, op, device: str, dtype: torch.dtype | None = None, 
 def test_random_attention_calls_match_fp64(kernels_on: str, tenth: int) -> None:
     for seed in range(SEED + CALLS * tenth, SEED + CALLS * (tenth + 1)):
         call = make_random_call(seed)
-        with torch_flashplug.sdpa_backend(call.backend), in_order(call.in_order):
+        with torch_flashplug.sdpa_backend(call.backend), deterministic_gradients(call.in_order):
             results = [x.cpu().double() for x in run_op(call, OP, kernels_on, planned=call.planned)]
         counts = bindings.counters(reset=True)
         assert counts["ours_fwd"] == 1 and counts["ours_bwd"] == call.gradients, (seed, counts)
@@ -118,4 +118,7 @@ def test_random_attention_calls_match_fp64(kernels_on: str, tenth: int) -> None:
         assert not is_visible.any() or float((lse - expected_lse)[is_visible].abs().max()) < 2e-3, seed
         for i, (grad, expected_grad) in enumerate(zip(grads, expected_grads, strict=True)):
             size = float(expected_grad.norm()) + 1e-3 * expected_grad.numel() ** 0.5
-            assert float((grad - expected_grad).norm()) <= (grad_tolerance if i < 3 else FEW) * size, (seed, i)
+            assert float((grad - expected_grad).norm()) <= (grad_tolerance if i < 3 else SINK_TOLERANCE) * size, (
+                seed,
+                i,
+            )

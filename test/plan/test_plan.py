@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import expecttest
 import pytest
-from plans import CALLS, call, made_of, plans_as_text
+from golden_plans import CALLS, call, operand_dtypes, plans_as_text
 
 from torch_flashplug.api import startup
 from torch_flashplug.api.backend import DEVICES
@@ -20,15 +20,15 @@ from torch_flashplug.dispatch.table_structs import DTYPE_IDS
 from torch_flashplug.registry import dispatch_table, kernel_table
 from torch_flashplug.registry.architectures import BACKENDS
 from torch_flashplug.registry.dispatch_table import ANY, ChoiceRow
-from torch_flashplug.registry.dtypes import ELEMENTS, NUMBERS, elements_of
+from torch_flashplug.registry.dtypes import DTYPE_INFO, ELEMENTS, elements_of
 from torch_flashplug.registry.kernel_spec import KernelSpec
 from torch_flashplug.registry.kernel_table import KernelRow
 
 FACTS = {**DEVICES, "none": None}
 # Calls that kernels cannot run, independent of the table.
 REFUSED = {
-    "fp32": call((1, 8, 8), (512, 512), (64, 64), **made_of("fp32")),
-    "mixed_dtypes": call((1, 8, 8), (512, 512), (64, 64), **made_of("bf16", "fp16", "bf16")),
+    "fp32": call((1, 8, 8), (512, 512), (64, 64), **operand_dtypes("fp32")),
+    "mixed_dtypes": call((1, 8, 8), (512, 512), (64, 64), **operand_dtypes("bf16", "fp16", "bf16")),
     "mask": call((1, 8, 8), (512, 512), (64, 64), mask=1),
     "dropout": call((1, 8, 8), (512, 512), (64, 64), dropout_p=0.1),
     "window": call((1, 8, 8), (512, 1024), (64, 64), window=1),
@@ -370,10 +370,10 @@ def test_kernel_name_contains_the_element_type() -> None:
     plain = call((1, 8, 8), (512, 512), (64, 64))
     fa3 = BACKENDS.index("fa3")  # auto may have no measured rows for some dtypes
     for dtype in elements_of("fwd", 90):
-        plan = bindings.plan(plain | made_of(*ELEMENTS[dtype].operands[:3]), DEVICES["h100"], fa3)
+        plan = bindings.plan(plain | operand_dtypes(*ELEMENTS[dtype].operands[:3]), DEVICES["h100"], fa3)
         assert f"_{dtype}_" in plan["kernel"] and KernelSpec.from_name(plan["kernel"]).dtype == dtype
-    for unsupported in {*NUMBERS, "none"} - {element.q for element in ELEMENTS.values()}:
-        rejected = bindings.plan(plain | made_of(unsupported), DEVICES["h100"])
+    for unsupported in {*DTYPE_INFO, "none"} - {element.q for element in ELEMENTS.values()}:
+        rejected = bindings.plan(plain | operand_dtypes(unsupported), DEVICES["h100"])
         assert rejected["backend"] == "stock" and not rejected["kernel"] and "dtype" in rejected["reasons"]["fa3"]
 
 
@@ -407,8 +407,12 @@ def test_every_reason_of_a_refused_call_is_listed() -> None:
     ((4, 8, 8), 1024, 1024, 1),  # no heads to share
     ((1, 8, 2), 128, 2048, 1),  # saves three times 128 rows
 ])  # fmt: skip
-def test_few_key_blocks_share_query_heads_among_tiles(heads: tuple[int, int, int], Sq: int, Sk: int, sharing: int) -> None:
+def test_few_key_blocks_share_query_heads_among_tiles(
+    heads: tuple[int, int, int], Sq: int, Sk: int, sharing: int
+) -> None:
     plan = bindings.plan(call(heads, (Sq, Sk), (64, 64), grad=1), DEVICES["h100"], BACKENDS.index("fa3"))
     assert plan["gradients"].startswith("bwd_sm90_bf16_d64_full_m64n128") and plan["sharing"] == sharing
-    narrow = call(heads, (Sq, Sk), (64, 64), grad=1, **dict.fromkeys(("dtype_q", "dtype_k", "dtype_v"), DTYPE_IDS["fp16"]))
+    narrow = call(
+        heads, (Sq, Sk), (64, 64), grad=1, **dict.fromkeys(("dtype_q", "dtype_k", "dtype_v"), DTYPE_IDS["fp16"])
+    )
     assert bindings.plan(narrow, DEVICES["h100"], BACKENDS.index("fa3"))["sharing"] == 1

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
-from plans import Call, call, made_of
+from golden_plans import Call, call, operand_dtypes
 
 from torch_flashplug.api import startup
 from torch_flashplug.api.backend import DEVICES, sdpa_backend
@@ -15,11 +15,11 @@ from torch_flashplug.dispatch import bindings
 from torch_flashplug.registry import dispatch_table, kernel_table
 from torch_flashplug.registry.dispatch_table import ChoiceRow
 
-PLAIN, LONG, FEW = call((1, 8, 8), (512, 512), (64, 64)), call((4, 16, 16), (4096, 4096), (64, 64)), (1, 1, 1)
+PLAIN, LONG, ONE_HEAD = call((1, 8, 8), (512, 512), (64, 64)), call((4, 16, 16), (4096, 4096), (64, 64)), (1, 1, 1)
 FORWARDS = tuple(row for row in kernel_table.KERNEL_ROWS if row.kind == "fwd")
 LARGE = tuple(row for row in FORWARDS if row.arch == 80 and row.specs()[0].smem_bytes() > DEVICES["l4"]["smem_bytes"])
 NO_BIAS_GRADIENT = tuple(row for row in kernel_table.KERNEL_ROWS if row.kind != "dbias")
-SHUT = dataclasses.replace(dispatch_table.GATE, occupancy=0.8)
+CLOSED_GATE = dataclasses.replace(dispatch_table.GATE, occupancy=0.8)
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ REASON_CASES = {
     "none": ReasonCase(PLAIN),
     "device": ReasonCase(PLAIN | {"on_cuda": 0}),
     "arch": ReasonCase(PLAIN, "a100", sdpa_backend("fa3").mode),
-    "dtype": ReasonCase(PLAIN | made_of("fp32")),
-    "mixed dtype": ReasonCase(PLAIN | made_of("bf16", "fp16", "bf16")),
+    "dtype": ReasonCase(PLAIN | operand_dtypes("fp32")),
+    "mixed dtype": ReasonCase(PLAIN | operand_dtypes("bf16", "fp16", "bf16")),
     "feature": ReasonCase(PLAIN | {"cache8": 1}),
     "scale": ReasonCase(PLAIN | {"scale": bindings.SCALE_IDS["not finite"]}),
     "probability": ReasonCase(PLAIN | {"dropout_p": 1.5}),
@@ -54,13 +54,13 @@ REASON_CASES = {
     "unmeasured gpu": ReasonCase(PLAIN, "a100", family="fa2"),
     "no row": ReasonCase(PLAIN, rows=()),
     "slower": ReasonCase(call((4, 16, 16), (4096, 4096), (192, 128), causal=1, grad=1)),
-    "decode gate": ReasonCase(call(FEW, (16, 640), (64, 64)), kernels=FORWARDS),
+    "decode gate": ReasonCase(call(ONE_HEAD, (16, 640), (64, 64)), kernels=FORWARDS),
     "deterministic": ReasonCase(LONG | {"grad": 1, "deterministic": 1}, kernels=FORWARDS),
     "no backward": ReasonCase(LONG | {"grad": 1}, kernels=FORWARDS),
     "no bias gradient": ReasonCase(LONG | {"bias": 1, "grad": 1, "bias_grad": 1}, kernels=NO_BIAS_GRADIENT),
     "8 bits with gradients": ReasonCase(PLAIN | {"grad": 1}, mode=sdpa_backend("fa3", precision="8bit").mode),
 }
-ELSEWHERE = {"together"}  # tested with a separate table in test_facts.py
+TESTED_IN_CALL_FACTS = {"together"}  # tested with a separate table in test_call_facts.py
 
 
 @pytest.fixture(autouse=True)
@@ -69,13 +69,13 @@ def own_table() -> Iterator[None]:
     startup.push_tables()
 
 
-@pytest.mark.parametrize("reason", [name for name in bindings.names("reasons") if name not in ELSEWHERE])
+@pytest.mark.parametrize("reason", [name for name in bindings.names("reasons") if name not in TESTED_IN_CALL_FACTS])
 def test_every_reason_has_a_call(reason: str) -> None:
-    met = REASON_CASES[reason]
-    bindings.push_rows(met.kernels, met.rows, SHUT)
-    plan = bindings.plan(met.call, DEVICES[met.device], met.mode)
-    assert plan["why"][met.family] == reason
-    assert bool(plan["reasons"].get(met.family)) == (plan["backend"] != met.family)
+    met_reasons = REASON_CASES[reason]
+    bindings.push_rows(met_reasons.kernels, met_reasons.rows, CLOSED_GATE)
+    plan = bindings.plan(met_reasons.call, DEVICES[met_reasons.device], met_reasons.mode)
+    assert plan["why"][met_reasons.family] == reason
+    assert bool(plan["reasons"].get(met_reasons.family)) == (plan["backend"] != met_reasons.family)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_masked_calls_on_sm80_kernels(d: int, facts: dict, device: str, kernel: 
 
 
 BIASED, DROPPED = {"bias": 1}, {"dropout_p": 0.1}
-WANTED = "attn_mask requires a gradient, and no kernel that computes this gradient takes the call."
+MASK_GRADIENT_REASON = "attn_mask requires a gradient, and no kernel that computes this gradient takes the call."
 
 
 @pytest.mark.parametrize(
@@ -145,17 +145,25 @@ WANTED = "attn_mask requires a gradient, and no kernel that computes this gradie
         (64, BIASED, "l4", "fwd_sm80_bf16_d64_bias_m64n64s1", "bwd_sm80_bf16_d64_bias_m64n64s1"),
         (256, BIASED, "a100", "fwd_sm80_bf16_d256_bias_m64n64s1", "bwd_sm80_bf16_d256_bias_m64n64s1"),
         (256, BIASED, "l4", "", "kernels with bias take at most 128"),
-        (96, BIASED | {"bias_grad": 1}, "a100", "fwd_sm80_bf16_d128_bias_m64n64s1", WANTED),
+        (96, BIASED | {"bias_grad": 1}, "a100", "fwd_sm80_bf16_d128_bias_m64n64s1", MASK_GRADIENT_REASON),
         (96, {"bias32": 1}, "a100", "fwd_sm80_bf16_d128_bias32_m64n64s1", "math backward of stock"),
         (64, BIASED | {"grad": 0, "Sq": 4}, "l4", "decode_sm80_bf16_d64_bias_m64n64s3", ""),
         (64, DROPPED, "l4", "fwd_sm80_bf16_d64_dropout_m64n128s1", "bwd_sm80_bf16_d64_dropout_m64n64s1"),
         (96, DROPPED | {"deterministic": 1}, "a100", "fwd_sm80_bf16_d128_dropout_m64n64s1", "math backward of stock"),
-        (128, DROPPED | {"mask": 1}, "a100", "fwd_sm80_bf16_d128_mask+dropout_m64n64s1", "bwd_sm80_bf16_d128_mask+dropout"),
+        (
+            128,
+            DROPPED | {"mask": 1},
+            "a100",
+            "fwd_sm80_bf16_d128_mask+dropout_m64n64s1",
+            "bwd_sm80_bf16_d128_mask+dropout",
+        ),
         (192, DROPPED, "a100", "fwd_sm80_bf16_d256_dropout_m64n64s1", "bwd_sm80_bf16_d256_dropout_m64n64s1"),
         (64, DROPPED | BIASED, "l4", "fwd_sm80_bf16_d64_bias+dropout_m64n64s1", "bwd_sm80_bf16_d64_bias+dropout"),
         (192, DROPPED | BIASED, "a100", "fwd_sm80_bf16_d256_bias+dropout_m64n64s1", "math backward of stock"),
         (64, DROPPED | {"bias32": 1}, "a100", "", "exactly this combination of features: bias32 and dropout."),
     ],
 )
-def test_biased_and_dropout_calls_on_sm80_kernels(d: int, facts: dict, device: str, kernel: str, gradients: str) -> None:
+def test_biased_and_dropout_calls_on_sm80_kernels(
+    d: int, facts: dict, device: str, kernel: str, gradients: str
+) -> None:
     test_masked_calls_on_sm80_kernels(d, {"mask": 0} | facts, device, kernel, gradients)

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "torch_flashplug"
 SOURCE_FOLDERS = ("src", "torch_flashplug", "test", "tools")
 TEST_FOLDERS = ("plan", "kernels", "torch", "product")
-PAGES = ("README.md", "tools/results/LOG.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
+PAGES = ("README.md", *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")))
 TEXT = {".py", ".cpp", ".h", ".c", ".md", ".toml", ".txt", ".yml", ".json", ""}
 
 # Layers from top to bottom: a module imports from its own folder and from rows below its own row, never from above.
@@ -38,7 +38,7 @@ LAYERS = (
     ("codegen",),
     ("kernels",),
     ("registry",),
-    ("env", "version"),
+    ("deprecation", "env", "version"),
 )
 # Layers inside of kernels/, with the rule of LAYERS.
 KERNEL_LAYERS = (
@@ -52,7 +52,7 @@ KERNEL_LAYERS = (
 )
 KERNEL_FILES = ("sm90", "sm80")  # folders of kernels; no kernel imports a second kernel
 COMPOSED = {"sm90/backward_split.py": {"backward_dq", "backward_dkdv"}}  # a call that launches kernels of two files
-STDLIB_ONLY = {"env", "version", "registry"}
+STDLIB_ONLY = {"deprecation", "env", "version", "registry"}
 NO_TORCH = {*STDLIB_ONLY, "dispatch", "codegen", "kernels", "__main__"}
 TORCHLESS_VERBS = {"cli/model_config.py", "cli/config_classes.py"}
 CUTLASS = {"codegen", "kernels"}
@@ -64,16 +64,11 @@ MAX_PARAMETERS, MAX_BOOLS = 10, 3
 # "path" or "path:function" -> why it must break a ceiling
 EXCUSED: dict[str, str] = {
     **{
-        f"torch_flashplug/kernels/call_args/{kind}.py:__call__": "a kernel's ABI: TVM-FFI takes no structs"
-        for kind in ("forward", "decode", "backward", "dbias", "tile_backward")
-    },
-    "test/trials.py:__call__": "the same, and one more",
-    **{
         f"torch_flashplug/torch_hooks/distributed/ring_merge_triton.py:{x}": "Triton takes no structs"
         for x in ("_merge", "_add")
     },
     "torch_flashplug/api/attention.py:attention": "one function for what others have three for, by the field's names",
-    "torch_flashplug/api/varlen_plan.py:plan": "as many of the same arguments as lists depend on",
+    "torch_flashplug/api/varlen_plan.py:plan_varlen": "as many of the same arguments as lists depend on",
     **{
         f"torch_flashplug/flash_attn.py:{name}": "another package's arguments"
         for name in ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache")
@@ -235,7 +230,27 @@ def test_kernel_files_name_no_feature():
         feature_names = {
             name for name in names - docstrings - INTERFACE if re.search(FEATURES, name.lower().replace("_", " "))
         }
-        assert not feature_names, f"{path.name} names a feature: {feature_names}; ask the walk, the chain or the piece"
+        assert not feature_names, (
+            f"{path.name} names a feature: {feature_names}; ask the block iterator, the score pipeline or the tile "
+            "addressing"
+        )
+
+
+# Functions with parameters of torch's protocols, which pass tuples: autograd functions and overrides of tensors.
+_PROTOCOL_PARAMETERS = {"inputs", "output", "args"}
+
+
+def test_host_code_packs_no_parameters_into_tuples() -> None:
+    """Forbid parameters of the bare type `tuple`, and slices of parameters that hold several settings."""
+    for path in [*python_files("torch_flashplug/api", "torch_flashplug/ops"), PACKAGE / "flash_attn.py"]:
+        bare, slices = [], []
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.arg) and node.annotation is not None and node.arg not in _PROTOCOL_PARAMETERS:
+                bare += [node.lineno] * ("tuple" in ast.unparse(node.annotation).split(" | "))
+            if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice):
+                slices += [node.lineno] * (ast.unparse(node.value) in {"params", "settings"})
+        assert not bare, f"{path.name}, lines {bare}: name the values in a dataclass, such as AttentionParams"
+        assert not slices, f"{path.name}, lines {slices}: read the settings by name"
 
 
 def test_kernels_pass_structs_and_no_bare_tuples():
@@ -260,10 +275,10 @@ def kernel_files_of(arch: int) -> list[Path]:
 
 def test_kernel_families_share_no_duplicated_code():
     """Code shared by the kernels for Hopper and the kernels for sm_80 must exist only once, in parts."""
-    run = 6  # lines
+    num_lines = 6  # lines
     families = [
-        {tuple(code[i : i + run]): path.name for path in kernel_files_of(arch)
-         for code in (code_of(path),) for i in range(len(code) - run + 1)}
+        {tuple(code[i : i + num_lines]): path.name for path in kernel_files_of(arch)
+         for code in (code_of(path),) for i in range(len(code) - num_lines + 1)}
         for arch in (80, 90)
     ]  # fmt: skip
     assert all(len(runs) > 100 for runs in families)
@@ -437,11 +452,10 @@ def test_architecture_page_lists_the_folders_and_files():
 
 def test_texts_name_files_that_exist():
     """A path may start at the root, at the package or at a folder inside of it."""
-    names = [*files_on_disk(), *PAGES, *(f"tools/results/{path.name}" for path in (ROOT / "tools/results").iterdir())]
+    names = [*files_on_disk(), *PAGES, "docs/site_hooks.py"]
+    names += [f"tools/results/{path.name}" for path in (ROOT / "tools/results").iterdir()]
     of_torch = re.compile(r"torch/|CMakeFiles/")
     for name, text in _tracked_text():
-        if name.startswith("tools/results"):
-            continue  # entries of the log name the files of their day
         for path in re.findall(r"(?<![\w./<*-])((?:\w+/)+\w+\.(?:py|cpp|h|c))\b", text):
             exists = any(file == path or file.endswith(f"/{path}") for file in names)
             assert exists or of_torch.match(path), f"{name} names {path}, which does not exist"
@@ -453,6 +467,11 @@ def test_readme_environment_is_env_py():
     for flag in env.FLAGS:
         default, text = rows_by_flag[flag.name]
         assert (default.strip("`"), text.replace("`", "")) == (flag.default or "-", flag.help.replace("`", ""))
+
+
+def test_install_page_has_the_values_of_each_environment_variable():
+    names = [row[0].strip("`") for row in rows_of_table("docs/install.md", "Environment variables")]
+    assert names == [flag.name for flag in env.FLAGS]
 
 
 def test_tests_are_in_folders_by_concern():

@@ -22,13 +22,13 @@ import pytest
 from torch_flashplug import env
 from torch_flashplug.cli import env_info, warmup
 from torch_flashplug.codegen import compile_pool, dsl, host_cpu, jit, kernel_cache, linker
-from torch_flashplug.codegen.provided import Circumstances, Provided
+from torch_flashplug.codegen.kernel_request import CallConditions, KernelAnswer
 from torch_flashplug.registry import kernel_table
 
 ROOT = Path(__file__).resolve().parents[2]
 KERNEL, TARGET = "decode_sm80_bf16_d64_full_m64n128s2", "sm_90a"
 OTHER = "fwd_sm90_bf16_d128_causal_m128n128s2"
-CALL = Circumstances()
+CALL = CallConditions()
 
 # Worker without a compiler: copies the shared object of the fixture `code` for each kernel, and logs the name.
 WORKER = """
@@ -90,7 +90,7 @@ class Cache:
         """Write an entry, as a worker does."""
         kernel_cache.prepare(self.folder)
         facts = {"name": name, "seconds": 1.0, "cpu": sorted(host_cpu.features())} | facts
-        return kernel_cache.write(self.folder, jit.job(name, TARGET).key + ".so", self.code.read_bytes(), facts)
+        return kernel_cache.write(self.folder, jit.compile_job(name, TARGET).key + ".so", self.code.read_bytes(), facts)
 
 
 @pytest.fixture
@@ -116,8 +116,8 @@ def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     return lambda: [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def provide(name: str = KERNEL, circumstances: Circumstances = CALL, **more: object) -> Provided:
-    return jit.provide(name, TARGET, circumstances, **more)
+def provide(name: str = KERNEL, conditions: CallConditions = CALL, **more: object) -> KernelAnswer:
+    return jit.provide(name, TARGET, conditions, **more)
 
 
 # ---- working caches ----
@@ -140,8 +140,8 @@ def test_second_process_loads_the_entry_without_the_compiler(cache):
     os.chmod(cache.folder, 0o555)
     program = (
         "import sys, time, torch_flashplug; from torch_flashplug.codegen import jit;"
-        "from torch_flashplug.codegen.provided import Circumstances; start = time.perf_counter();"
-        f"answer = jit.provide({KERNEL!r}, {TARGET!r}, Circumstances());"
+        "from torch_flashplug.codegen.kernel_request import CallConditions; start = time.perf_counter();"
+        f"answer = jit.provide({KERNEL!r}, {TARGET!r}, CallConditions());"
         "print(bool(answer.function), 'cutlass' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
@@ -150,7 +150,7 @@ def test_second_process_loads_the_entry_without_the_compiler(cache):
 
 def test_cache_miss_compiles_the_following_kernels(cache):
     provide(next_kernels=lambda: [OTHER, KERNEL])
-    (job,) = compile_pool.pool().request([jit.job(OTHER, TARGET)])
+    (job,) = compile_pool.pool().request([jit.compile_job(OTHER, TARGET)])
     assert job.result().exists()
     assert sorted(cache.compiled()) == sorted([KERNEL, OTHER])
 
@@ -182,10 +182,10 @@ sys.modules["torch_flashplug"] = package = type(sys)("torch_flashplug")
 package.__path__ = [{package!r}]
 from pathlib import Path
 from torch_flashplug.codegen import compile_pool, dsl, jit
-from torch_flashplug.codegen.provided import Circumstances
+from torch_flashplug.codegen.kernel_request import CallConditions
 compile_pool.WORKER = Path({worker!r})
 dsl.version = lambda: "4.8.1+cu13"
-answers = [jit.provide(name, {target!r}, Circumstances(), lambda: {names!r}) for name in {names!r}]
+answers = [jit.provide(name, {target!r}, CallConditions(), lambda: {names!r}) for name in {names!r}]
 assert all(answer.function for answer in answers), answers
 """
 
@@ -242,7 +242,7 @@ def test_a_broken_entry_is_compiled_again(cache, warnings, fault):
 def test_entry_of_a_different_owner_is_not_loaded(cache, warnings, monkeypatch):
     path = cache.put()
     monkeypatch.setattr(os, "getuid", lambda: 12345)
-    monkeypatch.setattr(kernel_cache, "distrusted", lambda path, real=kernel_cache.distrusted: real(path))
+    monkeypatch.setattr(kernel_cache, "distrust_reason", lambda path, real=kernel_cache.distrust_reason: real(path))
     os.chown(path, 54321, -1)
     os.chown(cache.folder, 12345, -1)
 
@@ -279,7 +279,7 @@ def test_internal_fault_of_the_pool_ends_the_wait(cache, monkeypatch):
 
     monkeypatch.setattr(kernel_cache, "locked", fail)
     answer = provide()
-    assert not answer.is_there and "ModuleNotFoundError: No module named 'filelock'" in answer.why
+    assert not answer.has_kernel and "ModuleNotFoundError: No module named 'filelock'" in answer.reason
 
 
 def test_entry_for_an_unsupported_cpu_is_not_loaded(cache):
@@ -287,7 +287,7 @@ def test_entry_for_an_unsupported_cpu_is_not_loaded(cache):
     cache.put(cpu=["avx10_2"])
     path = next(cache.folder.glob("*.so"))
     path.rename(path.with_name(path.name.replace(host_cpu.tag(), "x86_64-00000000")))
-    assert jit.find(KERNEL, TARGET) is None
+    assert jit.find_entry(KERNEL, TARGET) is None
 
 
 def test_entry_for_a_lesser_cpu_is_loaded(cache):
@@ -299,7 +299,7 @@ def test_entry_for_a_lesser_cpu_is_loaded(cache):
 def test_entries_of_older_sources_are_not_loaded(cache, monkeypatch):
     cache.put()
     monkeypatch.setattr(jit, "_sources", lambda spec: "0123456789abcdef")
-    assert jit.find(KERNEL, TARGET) is None
+    assert jit.find_entry(KERNEL, TARGET) is None
 
 
 def test_unloadable_code_leaves_the_call_to_stock(cache):
@@ -307,7 +307,7 @@ def test_unloadable_code_leaves_the_call_to_stock(cache):
     cache.code = ROOT / "README.md"
     cache.put()
     answer = provide()
-    assert not answer.is_there and "does not load" in answer.why and not cache.compiled()
+    assert not answer.has_kernel and "does not load" in answer.reason and not cache.compiled()
 
 
 def test_file_system_without_execution_is_supported(cache, monkeypatch):
@@ -339,7 +339,7 @@ def test_unwritable_home_uses_the_fallback_folder(cache, monkeypatch):
 def test_unwritable_folders_are_reported(cache, monkeypatch):
     monkeypatch.setattr(kernel_cache, "prepare", lambda folder: "Read-only file system")
     answer = provide()
-    assert not answer.is_there and "no folder for compiled kernels: Read-only file system" in answer.why
+    assert not answer.has_kernel and "no folder for compiled kernels: Read-only file system" in answer.reason
 
 
 def test_full_disk_is_reported(cache):
@@ -350,7 +350,7 @@ def test_full_disk_is_reported(cache):
     full = "(_ for _ in ()).throw(OSError(28, 'No space left on device'))"
     cache.set_worker(fault=f"kernel_cache.os.fsync = lambda handle: {full}")
     answer = provide()
-    assert not answer.is_there and "No space left on device" in answer.why
+    assert not answer.has_kernel and "No space left on device" in answer.reason
     assert not [path for path in cache.folder.iterdir() if path.suffix == ".so" or path.name.startswith(".")]
 
 
@@ -367,7 +367,7 @@ def test_killed_worker_is_restarted(cache):
 def test_repeatedly_dying_worker_is_reported(cache, warnings):
     cache.set_worker(fault="print('no such compiler', file=sys.stderr); os._exit(3)")
     answer = provide()
-    assert not answer.is_there and "the compiling process died with status 3 (no such compiler)" in answer.why
+    assert not answer.has_kernel and "the compiling process died with status 3 (no such compiler)" in answer.reason
 
 
 def test_partial_file_of_a_killed_writer_is_no_entry(cache):
@@ -390,7 +390,7 @@ def lock_holder(folder: Path, key: str) -> Iterator[subprocess.Popen]:
 
 def test_lock_of_a_killed_owner_is_taken(cache):
     kernel_cache.prepare(cache.folder)
-    with lock_holder(cache.folder, jit.job(KERNEL, TARGET).key) as process:
+    with lock_holder(cache.folder, jit.compile_job(KERNEL, TARGET).key) as process:
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
         assert provide().function
@@ -399,7 +399,7 @@ def test_lock_of_a_killed_owner_is_taken(cache):
 def test_stuck_lock_is_ignored(cache, monkeypatch):
     monkeypatch.setattr(compile_pool, "LOCK_SECONDS", 0.3)
     kernel_cache.prepare(cache.folder)
-    with lock_holder(cache.folder, jit.job(KERNEL, TARGET).key):
+    with lock_holder(cache.folder, jit.compile_job(KERNEL, TARGET).key):
         assert provide().function
 
 
@@ -427,8 +427,8 @@ def test_forked_child_compiles_kernels(cache):
 def test_missing_compiler_is_reported(cache, monkeypatch):
     monkeypatch.setattr(dsl, "version", lambda: None)
     answer = provide()
-    assert not answer.is_there and not answer.later
-    assert "no compiler is installed. Run `pip install 'torch_flashplug[jit]'`" in answer.why
+    assert not answer.has_kernel and not answer.may_change
+    assert "no compiler is installed. Run `pip install 'torch_flashplug[jit]'`" in answer.reason
 
 
 def test_cached_entries_serve_without_a_compiler(cache, monkeypatch):
@@ -441,27 +441,27 @@ def test_cached_entries_serve_without_a_compiler(cache, monkeypatch):
 def test_jit_flag_forbids_compiling(cache, monkeypatch):
     monkeypatch.setenv(env.JIT.name, "0")
     answer = provide()
-    assert not answer.is_there and f"{env.JIT.name}=0 forbids compiling" in answer.why and not cache.compiled()
+    assert not answer.has_kernel and f"{env.JIT.name}=0 forbids compiling" in answer.reason and not cache.compiled()
     cache.put()
     assert provide().function
 
 
 def test_nothing_is_compiled_while_a_graph_is_captured(cache):
-    answer = provide(circumstances=Circumstances(capturing=True))
-    assert not answer.is_there and answer.later and "python -m torch_flashplug warmup" in answer.why
+    answer = provide(conditions=CallConditions(is_capturing=True))
+    assert not answer.has_kernel and answer.may_change and "python -m torch_flashplug warmup" in answer.reason
     assert not cache.compiled()
     cache.put()
-    assert provide(circumstances=Circumstances(capturing=True)).function
+    assert provide(conditions=CallConditions(is_capturing=True)).function
 
 
 def test_background_mode_serves_by_stock_first(cache, monkeypatch):
     monkeypatch.setenv(env.JIT.name, "background")
     cache.set_worker(seconds=0.3)
     answer = provide()
-    assert not answer.is_there and answer.later
-    assert provide(OTHER, circumstances=Circumstances(must_wait=True)).function
+    assert not answer.has_kernel and answer.may_change
+    assert provide(OTHER, conditions=CallConditions(must_wait=True)).function
     deadline = time.monotonic() + 20
-    while not (answer := provide()).is_there and time.monotonic() < deadline:
+    while not (answer := provide()).has_kernel and time.monotonic() < deadline:
         time.sleep(0.05)
     assert answer.function and sorted(cache.compiled()) == sorted([KERNEL, OTHER])
 
@@ -481,7 +481,7 @@ def test_interrupt_is_raised_after_the_call_returns(cache, monkeypatch):
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
-            assert provide().later
+            assert provide().may_change
             for _ in range(100):  # the interrupt does not end a sleep
                 time.sleep(0.05)
     finally:
@@ -511,14 +511,15 @@ def test_truncated_pack_is_reported(tmp_path):
     (tmp_path / "pack.so").write_bytes(b"\x7fELF")
     program = f"""
 import torch, torch_flashplug
-from torch_flashplug.api import startup as _start
-from torch_flashplug.dispatch import bindings as native
+from torch_flashplug.api import startup
+from torch_flashplug.dispatch import bindings
 from torch_flashplug.api.backend import DEVICES
-native.set_facts_override(DEVICES["h100"]); native.set_cpu_stub(2); native.clear_packs()
-native.load_pack({str(tmp_path / "pack.so")!r}, "sm_90a"); native.register_ops("CPU"); native.install(native.CPU_SLOT)
+bindings.set_facts_override(DEVICES["h100"]); bindings.set_cpu_stub(2); bindings.clear_packs()
+bindings.load_pack({str(tmp_path / "pack.so")!r}, "sm_90a"); bindings.register_ops("CPU")
+bindings.install(bindings.CPU_SLOT)
 q = torch.randn(1, 8, 256, 64, dtype=torch.bfloat16)
 out = torch.nn.functional.scaled_dot_product_attention(q, q, q)
-native.uninstall(native.CPU_SLOT)
+bindings.uninstall(bindings.CPU_SLOT)
 torch.testing.assert_close(out, torch.nn.functional.scaled_dot_product_attention(q, q, q), atol=0.02, rtol=0)
 """
     done = run_python(program, **{env.JIT.name: "0"})
@@ -553,7 +554,7 @@ def test_files_of_users_stay(cache):
     os.utime(entry, (0, 0))
 
     assert kernel_cache.prune(cache.folder) == [entry]
-    assert warmup.prune() == 0 and list(kernel_cache.find_like("*")) == []
+    assert warmup.prune() == 0 and list(kernel_cache.find_matching("*")) == []
     assert all(file.read_text() == "mine" for file in files)
     assert env_info.collect()["cache"]["kernels"] == 0
 
@@ -578,10 +579,10 @@ def test_entry_names_match_the_pattern(cache):
 
 
 def test_pipe_in_place_of_an_entry_is_not_read(cache, warnings):
-    path = cache.folder / f"{jit.job(KERNEL, TARGET).key}.so"
+    path = cache.folder / f"{jit.compile_job(KERNEL, TARGET).key}.so"
     kernel_cache.prepare(cache.folder)
     os.mkfifo(path)
-    assert jit.find(KERNEL, TARGET) is None
+    assert jit.find_entry(KERNEL, TARGET) is None
     assert "is not a regular file" in warnings()[0]
 
 
@@ -590,12 +591,12 @@ def test_pipe_in_place_of_an_entry_is_not_read(cache, warnings):
 
 def test_out_folder_ignores_kernels_of_the_fallback(cache, monkeypatch):
     """A container receives only the folder of `--out`."""
-    monkeypatch.setattr(kernel_cache, "_exclusive", False)
+    monkeypatch.setattr(kernel_cache, "_is_exclusive", False)
     monkeypatch.setenv(env.CACHE_DIR.name, "")
     fallback = kernel_cache.fallback_folder()
     kernel_cache.prepare(fallback)
     facts = {"name": KERNEL, "seconds": 1.0, "cpu": sorted(host_cpu.features())}
-    kernel_cache.write(fallback, jit.job(KERNEL, TARGET).key + ".so", cache.code.read_bytes(), facts)
+    kernel_cache.write(fallback, jit.compile_job(KERNEL, TARGET).key + ".so", cache.code.read_bytes(), facts)
     assert warmup.missing([KERNEL], TARGET, packs=False) == []
 
     warmup.use_folder(cache.folder)
@@ -641,7 +642,7 @@ def test_unknown_home_uses_the_fallback_folder(cache, folder, monkeypatch):
     writable, reasons = kernel_cache.writable_folders()
     assert writable == [kernel_cache.fallback_folder()] and "home directory" in reasons[0]
     assert env_info.collect()["cache"]["kernels"] == 0
-    assert jit.provide(KERNEL, TARGET, CALL).is_there
+    assert jit.provide(KERNEL, TARGET, CALL).has_kernel
 
 
 @pytest.mark.parametrize("problem", ["denied", "long"])
@@ -664,9 +665,9 @@ def test_compiler_without_output_is_reported(tmp_path, monkeypatch):
     monkeypatch.setenv("CC", "true")
     with pytest.raises(RuntimeError, match=r"true could not link x.so: the compiler wrote no file, with exit status 0"):
         linker.link([], tmp_path / "x.so")
-    assert "true could not link" in linker.failure()
+    assert "true could not link" in linker.link_failure_reason()
     monkeypatch.delenv("CC")
-    assert linker.failure() == ""
+    assert linker.link_failure_reason() == ""
 
 
 def test_object_files_are_replaced_if_a_c_compiler_is_installed(cache, monkeypatch):

@@ -22,8 +22,8 @@ import torch_flashplug
 from torch_flashplug import env
 from torch_flashplug.__main__ import main
 from torch_flashplug.api.backend import DEVICES
-from torch_flashplug.demo import measured, show, train, without_gpu
-from torch_flashplug.demo import model as gpt
+from torch_flashplug.demo import benchmark_table, inference, train, without_gpu
+from torch_flashplug.demo import model as demo_model
 from torch_flashplug.registry.architectures import FAMILIES
 from torch_flashplug.testing import interpreted
 
@@ -74,14 +74,14 @@ def test_demo_without_gpu_shows_plans_a_kernel_and_measured_speeds(text_file):
     assert shown.index(kernel) < shown.index(f"Kernel {kernel}"), "it is the kernel of the plan for an H100"
     assert "2 of the prefill's 2 attention calls ran on this kernel" in shown
     assert set(table_rows(done.stdout, "RMS error against fp64")) == {"prefill, layer 1", "prefill, layer 2"}
-    assert shown.endswith(" ".join(show.ON_H100.split()))
+    assert shown.endswith(" ".join(inference.ON_H100.split()))
 
 
 @pytest.fixture
 def small_prefill():
     """Return a model and a prompt whose prefill would run on one of our kernels on an H100."""
-    model = gpt.build(show.CPU_SHAPE, "cpu", torch.bfloat16)
-    return model, torch.arange(200).view(1, 200) * 37 % gpt.BYTES
+    model = demo_model.build(inference.CPU_SHAPE, "cpu", torch.bfloat16)
+    return model, torch.arange(200).view(1, 200) * 37 % demo_model.BYTES
 
 
 def print_prefill_errors(model, prompt) -> tuple[dict[str, list[str]], str]:
@@ -104,13 +104,13 @@ def test_printed_errors_equal_errors_of_the_interpreted_kernel(small_prefill):
     with torch.inference_mode():
         _, recorder, num_served = without_gpu.prefill_on(pack, model, prompt)
     assert num_served == len(recorder.calls) == len(errors) == 2
-    for (ours, stock, _, ratio), call, out in zip(errors.values(), recorder.calls, recorder.outs, strict=True):
+    for (plugin_error, stock, _, ratio), call, out in zip(errors.values(), recorder.calls, recorder.outs, strict=True):
         with sdpa_kernel(SDPBackend.MATH):
             exact = F.scaled_dot_product_attention(*(x.double() for x in (call.q, call.k, call.v)), **call.kwargs)
-        assert float(ours) == pytest.approx(float((out.double() - exact).square().mean().sqrt()), rel=1e-3)
+        assert float(plugin_error) == pytest.approx(float((out.double() - exact).square().mean().sqrt()), rel=1e-3)
         assert float(stock) == pytest.approx(float((call.run().double() - exact).square().mean().sqrt()), rel=1e-3)
         assert not torch.equal(out, call.run()), "the outputs are stock torch's"
-        assert float(ratio) == pytest.approx(float(ours) / float(stock), abs=2e-3) and 0.8 < float(ratio) < 1.2
+        assert float(ratio) == pytest.approx(float(plugin_error) / float(stock), abs=2e-3) and 0.8 < float(ratio) < 1.2
 
 
 @pytest.mark.interpreted
@@ -145,8 +145,8 @@ def test_calls_served_by_stock_are_not_counted(small_prefill, monkeypatch):
 
 @pytest.mark.interpreted
 def test_demo_explains_a_missing_kernel(small_prefill, monkeypatch, tmp_path):
-    monkeypatch.setattr(interpreted, "TOOL", tmp_path / "interpreted.py")
-    monkeypatch.setattr(measured, "RESULTS", tmp_path)
+    monkeypatch.setattr(interpreted, "TOOL", tmp_path / "build_pack.py")
+    monkeypatch.setattr(benchmark_table, "RESULTS", tmp_path)
 
     errors, text = print_prefill_errors(*small_prefill)
 
@@ -157,19 +157,19 @@ def test_demo_explains_a_missing_kernel(small_prefill, monkeypatch, tmp_path):
 def test_measured_speeds_equal_the_page():
     """Compare with docs/benchmarks.md, which test_results.py compares with the result files."""
     console = Console(width=160, record=True, file=io.StringIO())
-    measured.show(console)
+    benchmark_table.show(console)
 
     shown = {
         cells[-1].removesuffix(".json"): cells[:-2] for cells in table_rows(console.export_text(), "Measured").values()
     }
 
     page = (ROOT / "docs" / "benchmarks.md").read_text()
-    assert set(shown) == {f"{name}-h100" for name in measured.SUITES}
+    assert set(shown) == {f"{name}-h100" for name in benchmark_table.SUITES}
     for name, (calls, stock, stock_lowest, best, best_lowest) in shown.items():
         assert f"| {name} | {calls} | {best} | {best_lowest} | {stock} | {stock_lowest} |" in page
 
 
-def test_long_demo(text_file):
+def test_long_demo_reports_peak_memory(text_file):
     """Check the peak memory: measured on a GPU, and always next to the computed memory of the math backend."""
     done = run_demo(text_file, "--long")
     assert done.returncode == 0, done.stderr
@@ -186,7 +186,7 @@ def table_rows(shown: str, title: str) -> dict[str, list[str]]:
     return {name: cells for name, *cells in filter(None, cut)}
 
 
-def test_training_demo(tmp_path):
+def test_training_demo_reports_speeds_losses_and_gradients(tmp_path):
     """Check speeds, losses and gradients of every attention.
 
     The gradients of our kernels must be as near to fp64 as stock, and the losses must match stock.
@@ -212,10 +212,10 @@ def test_training_demo(tmp_path):
         differences[name] = float(difference)
     assert differences["plugin off"] == 0 < differences["math"]
     assert on_gpu or losses["auto"] == losses["plugin off"]
-    ours = {"auto", "fa3 forced"} & set(gradients)
+    plugin_names = {"auto", "fa3 forced"} & set(gradients)
     errors = {name: [float(cell.rstrip("%")) for cell in cells] for name, cells in gradients.items()}
-    for column, stock_names in enumerate(zip(*(errors[name] for name in errors if name not in ours))):
-        assert all(0 < errors[name][column] <= 1.5 * max(stock_names) for name in ours)
+    for column, stock_names in enumerate(zip(*(errors[name] for name in errors if name not in plugin_names))):
+        assert all(0 < errors[name][column] <= 1.5 * max(stock_names) for name in plugin_names)
     message = "forward by fa3" if on_gpu else "stock's CPU attention runs it, forward and backward"
     assert message in re.sub(r"\s+", " ", shown)
     if importlib.util.find_spec("matplotlib"):
@@ -247,8 +247,8 @@ class WrongKeys(TorchFunctionMode):
 
 
 def test_training_shows_a_wrong_gradient():
-    model = gpt.build(train.CPU_SHAPE, "cpu", torch.float32)
-    text = torch.arange(2 * 65).view(2, 65) * 37 % gpt.BYTES
+    model = demo_model.build(train.CPU_SHAPE, "cpu", torch.float32)
+    text = torch.arange(2 * 65).view(2, 65) * 37 % demo_model.BYTES
     scopes = {train.BASE: contextlib.nullcontext, "wrong": WrongKeys}
     trainer = train.Trainer(model, "cpu")
     errors = train.call_errors(trainer, text, scopes)
@@ -265,8 +265,8 @@ def test_training_counts_steps_with_separate_bands():
 
 
 def test_training_repeats_from_perturbed_weights():
-    model = gpt.build(train.CPU_SHAPE, "cpu", torch.float32)
-    text = torch.arange(3 * 33).view(3, 1, 33) * 37 % gpt.BYTES
+    model = demo_model.build(train.CPU_SHAPE, "cpu", torch.float32)
+    text = torch.arange(3 * 33).view(3, 1, 33) * 37 % demo_model.BYTES
     runs, _ = train.train_all(model, text, {train.BASE: contextlib.nullcontext, "same": contextlib.nullcontext}, 2)
     first_losses, second_losses = (run.losses for run in runs.values())
     assert first_losses.shape == (2, 3) and torch.equal(first_losses, second_losses)
@@ -282,7 +282,7 @@ def test_training_plots_curves_only_with_matplotlib(monkeypatch, tmp_path):
 
 def test_training_skips_unavailable_stock_backends():
     """A stock backend without a kernel is named with the reason; an error of the plugin is raised."""
-    model = gpt.build(train.CPU_SHAPE, "cpu", torch.float32)
+    model = demo_model.build(train.CPU_SHAPE, "cpu", torch.float32)
     text = torch.zeros(1, 1, 9, dtype=torch.int64)
 
     def broken():
@@ -299,18 +299,18 @@ def test_training_and_prefill_give_equal_logits():
 
     The comparison also shows that attention is causal.
     """
-    model = gpt.build(train.CPU_SHAPE, "cpu", torch.float32)
-    texts = torch.arange(2 * 24).view(2, 24) * 37 % gpt.BYTES
+    model = demo_model.build(train.CPU_SHAPE, "cpu", torch.float32)
+    texts = torch.arange(2 * 24).view(2, 24) * 37 % demo_model.BYTES
     with torch.inference_mode():
         logits = model(texts)
         for row, stop in ((0, 24), (1, 24), (1, 5)):
-            last, cache = gpt.prefill(model, texts[row : row + 1, :stop], 24)
+            last, cache = demo_model.prefill(model, texts[row : row + 1, :stop], 24)
             torch.testing.assert_close(logits[row, stop - 1], last[0], rtol=1e-4, atol=1e-4)
             assert cache.length == stop
 
 
 def test_demo_has_a_default_text():
-    from torch_flashplug.demo.text import read_text
+    from torch_flashplug.demo.input_text import read_text
 
     content, origin = read_text(None)
     assert content and origin in {"README.md", "the package's own source"}
@@ -325,7 +325,7 @@ def test_demo_names_a_missing_file():
 
 
 @pytest.mark.gpu
-def test_demo_on_gpu():
+def test_demo_generates_bytes_on_a_gpu():
     done = run_demo("--rounds", "3")
     assert done.returncode == 0, done.stderr
     assert "Greedy bytes" in done.stdout and "fa3" in done.stdout
@@ -339,7 +339,7 @@ def test_explain_prints_backend_and_gate(output):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("forced", (None, *FAMILIES), ids=lambda family: family and family.backend)
 @pytest.mark.parametrize("more", ((), ("--grad",), ("--v", "1,8,8192,64")))
-def test_explain_as_json(output, device, forced, more):
+def test_explain_prints_a_plan_as_json(output, device, forced, more):
     backend_option = ("--backend", forced.backend) if forced else ()
     plan = json.loads(output(*DECODE, *more, *backend_option, "--device", device, "--json"))
     served = forced is not None and forced.runs_on(DEVICES[device]["cc"])
@@ -407,7 +407,7 @@ def test_info_works_without_rich_and_demo_names_rich():
     )
 
 
-def test_demo_of_8_bit_precision():
+def test_precision_demo_compares_8_bit_kernels():
     """Check both rows. On a GPU, every call of the second row runs in 8 bits, with nearly the same quality."""
     done = run_demo("--precision", "fp8")
     assert done.returncode == 0, done.stderr
@@ -424,7 +424,7 @@ def test_demo_of_8_bit_precision():
     )
 
 
-def test_demo_of_serving():
+def test_serving_demo_writes_equal_bytes_on_each_server():
     """All servers must write equal bytes on a CPU; on a GPU, 16-bit rounding may sometimes change a byte."""
     done = run_demo("--serve")
     assert done.returncode == 0, done.stderr

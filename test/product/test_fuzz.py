@@ -1,7 +1,7 @@
-"""Unit tests of tools/fuzz.py on the CPU stub backend.
+"""Unit tests of tools/fuzz/fuzz.py on the CPU stub backend.
 
 Every kind of call is drawn and right in every mode, wrong results are found, and a killed worker is reported. On a GPU,
-run python tools/fuzz.py.
+run python tools/fuzz/fuzz.py.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ import torch
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "tools"))
+sys.path.append(str(ROOT))
 
-import fuzz  # noqa: E402
-import fuzz_calls  # noqa: E402
-import fuzz_check  # noqa: E402
-import fuzz_tensors  # noqa: E402
-from fuzz_calls import Call  # noqa: E402
-from fuzz_check import Verdict, answer, check, hooked, is_stocks  # noqa: E402
-from fuzz_tensors import Posed  # noqa: E402
+from tools.fuzz import calls as fuzz_calls  # noqa: E402
+from tools.fuzz import check as fuzz_check  # noqa: E402
+from tools.fuzz import fuzz  # noqa: E402
+from tools.fuzz import tensors as fuzz_tensors  # noqa: E402
+from tools.fuzz.calls import Call  # noqa: E402
+from tools.fuzz.check import Outcome, answer, check, is_stock_fault, plugin_on  # noqa: E402
+from tools.fuzz.tensors import CallTensors  # noqa: E402
 
 SEED = 20261122
-EACH = 12  # calls of each kind
+CALLS_PER_KIND = 12  # calls of each kind
 WORK = fuzz.WORK["cpu"]
 BY_KIND = pytest.mark.parametrize("kind", fuzz_calls.NAMES)
 
@@ -45,7 +45,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def draw_calls(kind: str, count: int = EACH, work: int = WORK) -> list[Call]:
+def draw_calls(kind: str, count: int = CALLS_PER_KIND, work: int = WORK) -> list[Call]:
     numbers = itertools.islice(fuzz_calls.indices(SEED, [kind]), count)
     return [fuzz_calls.draw(SEED, index, work) for index in numbers]
 
@@ -53,27 +53,27 @@ def draw_calls(kind: str, count: int = EACH, work: int = WORK) -> list[Call]:
 @pytest.mark.interpreted
 @BY_KIND
 def test_interpreted_calls_are_right(kind: str) -> None:
-    """Force kernels, which run or refuse the call; a subset of tools/fuzz.py --device interpreted."""
-    with hooked(fuzz.INTERPRETED) as off:
+    """Force kernels, which run or refuse the call; a subset of tools/fuzz/fuzz.py --device interpreted."""
+    with plugin_on(fuzz.INTERPRETED) as off:
         for call in draw_calls(kind, 3, fuzz.WORK[fuzz.INTERPRETED] // 4):
-            posed = fuzz_tensors.pose(call, "cpu")
-            answers = answer(posed)
+            tensors = fuzz_tensors.make_tensors(call, "cpu")
+            answers = answer(tensors)
             for mode in ("fa3", "fa2"):
-                verdict = check(posed, answers, mode, off)
-                assert not verdict.bad, (mode, verdict, call)
+                outcome = check(tensors, answers, mode, off)
+                assert not outcome.bad, (mode, outcome, call)
 
 
 @BY_KIND
-def test_calls_are_right(kind: str) -> None:
+def test_calls_of_each_kind_are_right_in_every_mode(kind: str) -> None:
     statuses = set()
-    with hooked("cpu") as off:
+    with plugin_on("cpu") as off:
         for call in draw_calls(kind):
-            posed = fuzz_tensors.pose(call, "cpu")
-            answers = answer(posed)
+            tensors = fuzz_tensors.make_tensors(call, "cpu")
+            answers = answer(tensors)
             for mode in fuzz.MODES:
-                verdict = check(posed, answers, mode, off)
-                assert not verdict.bad, (mode, verdict, call)
-                statuses.add((mode, verdict.status))
+                outcome = check(tensors, answers, mode, off)
+                assert not outcome.bad, (mode, outcome, call)
+                statuses.add((mode, outcome.status))
     assert ("auto", "right") in statuses
     assert ("fa2", "refused" if kind in {"mask", "dropout", "wide", "ways"} else "right") in statuses
     assert kind != "dropout" or ("fa3", "right") in statuses
@@ -83,7 +83,7 @@ def test_calls_are_right(kind: str) -> None:
 def test_an_index_determines_a_call(kind: str) -> None:
     calls = draw_calls(kind)
     assert calls == draw_calls(kind) and {call.kind for call in calls} == {kind}
-    assert len(set(calls)) == EACH
+    assert len(set(calls)) == CALLS_PER_KIND
     assert json.loads(json.dumps([call.facts() for call in calls]))
 
 
@@ -91,25 +91,25 @@ def test_an_index_determines_a_call(kind: str) -> None:
 def test_layouts_keep_values_within_nan_guards(kind: str) -> None:
     """Compare with the plain layout, and expect NaN between the stored numbers."""
     for call in draw_calls(kind):
-        posed = fuzz_tensors.pose(call, "cpu")
-        for buffer, stored in posed.guards:
+        tensors = fuzz_tensors.make_tensors(call, "cpu")
+        for buffer, stored in tensors.guards:
             assert int(buffer.isnan().sum()) == buffer.numel() - stored
-        for tensor in (posed.q, posed.k, posed.v, posed.grad_out, posed.first_grad):
+        for tensor in (tensors.q, tensors.k, tensors.v, tensors.grad_out, tensors.first_grad):
             assert not tensor.isnan().any()
-        assert torch.equal(posed.grad_out, posed.first_grad)
+        assert torch.equal(tensors.grad_out, tensors.first_grad)
 
 
 def is_misaligned(tensor: Tensor) -> bool:
     return tensor.storage_offset() * tensor.element_size() % 16 != 0
 
 
-def log_sums(posed: Posed) -> Tensor:
+def log_sums(tensors: CallTensors) -> Tensor:
     """Return the LSE of a call whose keys are all visible."""
-    keys = posed.k.double().repeat_interleave(posed.call.Hq // posed.call.Hkv, dim=1)
-    return (posed.q.double() @ keys.mT * posed.call.D**-0.5).logsumexp(-1)
+    keys = tensors.k.double().repeat_interleave(tensors.call.Hq // tensors.call.Hkv, dim=1)
+    return (tensors.q.double() @ keys.mT * tensors.call.D**-0.5).logsumexp(-1)
 
 
-TRAITS: dict[str, Callable[[Posed], bool]] = {
+TRAITS: dict[str, Callable[[CallTensors], bool]] = {
     "fault2": lambda p: 1 in (p.call.Sq, p.call.Sk) and any(map(is_misaligned, (p.q, p.k, p.v))),
     "fault3": lambda p: p.call.Sq == 1 < p.call.Sk and any(map(is_misaligned, (p.q, p.k, p.v))),
     "fault4": lambda p: p.call.D != p.call.Dv and any(n > 1 and s == 0 for n, s in zip(p.q.shape, p.q.stride())),
@@ -122,7 +122,7 @@ TRAITS: dict[str, Callable[[Posed], bool]] = {
 @pytest.mark.parametrize("kind", TRAITS)
 def test_faults_have_their_trait(kind: str) -> None:
     for call in draw_calls(kind, 50):
-        assert TRAITS[kind](fuzz_tensors.pose(call, "cpu")), call
+        assert TRAITS[kind](fuzz_tensors.make_tensors(call, "cpu")), call
 
 
 # ---- detection of wrong results ----
@@ -158,43 +158,43 @@ def test_wrong_results_are_found(kind: str, monkeypatch: pytest.MonkeyPatch) -> 
     honest = fuzz_check.attend
     monkeypatch.setattr(fuzz_check, "attend", lambda p, g: spoil(p, g, lambda grad: honest(p, grad)))
     call = Call("plain", 1, B=2, Hq=4, Hkv=2, Sq=33, Sk=65, D=64, Dv=64, wants="qkv")
-    posed = fuzz_tensors.pose(call, "cpu")
-    with hooked("cpu") as off:
-        verdict = check(posed, answer(posed), "auto", off)
-    assert verdict.status == ("raised" if kind == "an error" else "wrong")
+    tensors = fuzz_tensors.make_tensors(call, "cpu")
+    with plugin_on("cpu") as off:
+        outcome = check(tensors, answer(tensors), "auto", off)
+    assert outcome.status == ("raised" if kind == "an error" else "wrong")
     with pytest.raises(AssertionError, match=text):
-        raise AssertionError(verdict.detail)
-    assert not is_stocks(call, "auto", verdict)
+        raise AssertionError(outcome.detail)
+    assert not is_stock_fault(call, "auto", outcome)
 
 
 def test_nondeterministic_bits_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     honest, times = fuzz_check.attend, itertools.count()
 
-    def flickering(posed: Posed, grad_out: Tensor) -> dict[str, Tensor]:
-        run = honest(posed, grad_out)
+    def flickering(tensors: CallTensors, grad_out: Tensor) -> dict[str, Tensor]:
+        run = honest(tensors, grad_out)
         run["out"][0, 0, 0, 0] *= 1.0 + 2**-8 * (next(times) % 2)  # the last digit of bf16
         return run
 
     monkeypatch.setattr(fuzz_check, "attend", flickering)
     call = Call("deterministic", 1, B=1, Hq=1, Hkv=1, Sq=8, Sk=8, D=64, Dv=64, deterministic=True)
-    posed = fuzz_tensors.pose(call, "cpu")
-    with hooked("cpu") as off:
-        verdict = check(posed, answer(posed), "auto", off)
-    assert "other bits the second time" in verdict.detail
+    tensors = fuzz_tensors.make_tensors(call, "cpu")
+    with plugin_on("cpu") as off:
+        outcome = check(tensors, answer(tensors), "auto", off)
+    assert "other bits the second time" in outcome.detail
 
 
 def test_known_faults_of_stock_are_recognized() -> None:
     sizes = {"B": 1, "Hq": 1, "Hkv": 1, "Sq": 8, "Sk": 8, "D": 64, "Dv": 64}
     ordered, masked = Call("grad_out", 1, **sizes, deterministic=True), Call("mask", 1, **sizes, mask="float32")
-    refused = Verdict("raised", "RuntimeError: cuDNN has no deterministic backward")
-    assert is_stocks(ordered, "auto", refused) and not is_stocks(ordered, "fa3", refused)
-    assert not is_stocks(ordered, "auto", dataclasses.replace(refused, paths={"ours_fwd": 1}))
-    assert not is_stocks(masked, "auto", refused) and not is_stocks(masked, "auto", Verdict("wrong"))
+    refused = Outcome("raised", "RuntimeError: cuDNN has no deterministic backward")
+    assert is_stock_fault(ordered, "auto", refused) and not is_stock_fault(ordered, "fa3", refused)
+    assert not is_stock_fault(ordered, "auto", dataclasses.replace(refused, paths={"ours_fwd": 1}))
+    assert not is_stock_fault(masked, "auto", refused) and not is_stock_fault(masked, "auto", Outcome("wrong"))
     counted = Call("ways", 1, **sizes, way="flop_counter")
-    uncounted = Verdict("raised", "AssertionError: sdpa_flop_count: query/key/value shapes are incompatible")
+    uncounted = Outcome("raised", "AssertionError: sdpa_flop_count: query/key/value shapes are incompatible")
     grouped = dataclasses.replace(counted, Hq=2)
-    assert is_stocks(grouped, "auto", uncounted) and not is_stocks(counted, "auto", uncounted)
-    assert not is_stocks(grouped, "auto", dataclasses.replace(uncounted, paths={"ours_fwd": 1}))
+    assert is_stock_fault(grouped, "auto", uncounted) and not is_stock_fault(counted, "auto", uncounted)
+    assert not is_stock_fault(grouped, "auto", dataclasses.replace(uncounted, paths={"ours_fwd": 1}))
 
 
 # ---- processes ----
@@ -212,20 +212,20 @@ class Dead:
 
 def test_dead_worker_is_reported_and_remaining_work_continues() -> None:
     index, *other_indices = itertools.islice(fuzz_calls.indices(SEED, ["fault2"]), 3)
-    run = fuzz.Fuzz(SEED, "cpu", fuzz.MODES, iter([]))
+    fuzz_run = fuzz.Fuzz(SEED, "cpu", fuzz.MODES, iter([]))
     remaining_modes = {index: ["auto", "fa3"], other_indices[0]: ["auto", "fa3", "fa2"]}
-    run.bury(fuzz.Hand(Dead(), None, 0, remaining_modes, doing=(index, "auto")), "crash")
-    (finding,) = run.findings
+    fuzz_run.handle_death(fuzz.Worker(Dead(), None, 0, remaining_modes, current=(index, "auto")), "crash")
+    (finding,) = fuzz_run.findings
     assert (finding["status"], finding["index"], finding["mode"]) == ("crash", index, "auto")
-    assert list(run.again) == [(index, ["fa3"]), (other_indices[0], ["auto", "fa3", "fa2"])]
-    while run.questions or run.asking:
-        run.ask()
+    assert list(fuzz_run.again) == [(index, ["fa3"]), (other_indices[0], ["auto", "fa3", "fa2"])]
+    while fuzz_run.repetitions or fuzz_run.running:
+        fuzz_run.repeat_findings()
         time.sleep(0.05)
     assert (finding["alone"], finding["stock"]) == ("right", "right")
 
 
-def test_command_line(tmp_path: Path) -> None:
-    base = [sys.executable, ROOT / "tools" / "fuzz.py"]
+def test_fuzz_command_writes_a_report(tmp_path: Path) -> None:
+    base = [sys.executable, ROOT / "tools" / "fuzz" / "fuzz.py"]
     limits = {"capture_output": True, "text": True, "timeout": 120, "check": False}
     options = ["--device", "cpu", "--workers", "1", "--calls", "60", "--out", tmp_path]
     done = subprocess.run([*base, "60", str(SEED), *options], **limits)  # noqa: PLW1510

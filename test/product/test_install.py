@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import nightly
 import pytest
 
 from torch_flashplug import __main__
@@ -53,11 +52,11 @@ def test_package_accepts_the_tvm_ffi_version_pinned_by_vllm() -> None:
 
 
 def test_pages_name_every_runtime_dependency() -> None:
-    (listed,) = re.findall(r"^dependencies = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(), re.M)
-    requirements = re.findall(r'"([\w-]+)(?:>=([\d.]+))?"', listed)
+    (listed_names,) = re.findall(r"^dependencies = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(), re.M)
+    requirements = re.findall(r'"([\w-]+)(?:>=([\d.]+))?"', listed_names)
     page = " ".join((ROOT / "docs" / "developing.md").read_text().split())
     (sentence,) = re.findall(r"A machine that only runs kernels needs (.*?)\. ", page)
-    assert len(requirements) == len(listed.split(","))
+    assert len(requirements) == len(listed_names.split(","))
     assert not [name for name, _ in requirements if name not in sentence]
     assert f"apache-tvm-ffi ({dict(requirements)['apache-tvm-ffi']} or later" in sentence
 
@@ -120,10 +119,3 @@ def test_dev_script_shows_progress(source: str, tmp_path: Path) -> None:
 
     assert done.returncode == 7
     assert done.stderr == f"  {line.strip()}\n" and not done.stdout
-
-
-def test_nightly_table_names_existing_functions() -> None:
-    for name in nightly.ONE_OF:
-        file, function = name.split("::")
-        (path,) = (ROOT / "test").rglob(file)
-        assert re.search(rf"^def {function}\(", path.read_text(), re.M), name

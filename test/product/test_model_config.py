@@ -63,7 +63,7 @@ PUBLISHED = {
 
 def layer_facts(config: dict[str, object]) -> set[tuple]:
     layers = model_config.attentions(config)
-    return {(*layer.heads[0], layer.dims[0], layer.features[0], layer.decodes) for layer in layers}
+    return {(*layer.heads[0], layer.dims[0], layer.features[0], layer.has_decode_calls) for layer in layers}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -84,7 +84,7 @@ def test_complete_files_need_no_transformers(name, monkeypatch):
 @pytest.mark.parametrize("kind", ["layoutlmv2", "layoutlmv3"])
 def test_relative_positions_use_a_float_bias(kind):
     (layer,) = model_config.attentions({"model_type": kind, "hidden_size": 768, "num_attention_heads": 12})
-    assert {frozenset({"bias"}), frozenset({"bias32"}), MASK} <= set(layer.features) and not layer.decodes
+    assert {frozenset({"bias"}), frozenset({"bias32"}), MASK} <= set(layer.features) and not layer.has_decode_calls
 
 
 def test_default_lengths_limit_no_decoder():
@@ -246,7 +246,7 @@ def test_process_backend_selects_the_kernels(tmp_path, set_preferred_backend, de
 def test_stock_and_math_have_no_kernels(tmp_path, set_preferred_backend, backend):
     set_preferred_backend(backend)
     assert warmup.kernels_of_models([write_config(tmp_path, LLAMA)], H100) == []
-    assert f"TORCH_FLASHPLUG_BACKEND={backend} passes all calls to torch" in warmup.why_none(H100)
+    assert f"TORCH_FLASHPLUG_BACKEND={backend} passes all calls to torch" in warmup.no_kernel_reason(H100)
 
 
 @pytest.mark.parametrize("device", ["a100", "l4", "rtx4090"])

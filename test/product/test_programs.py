@@ -1,4 +1,4 @@
-"""Unit tests of tools/programs.py, on the CPU stub backend.
+"""Unit tests of tools/models/programs.py, on the CPU stub backend.
 
 Unmodified models give results as good with the plugin as without, in both orders. The comparison of the tool must fail
 for wrong results.
@@ -15,14 +15,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from standin import Road, road_to
+from device_backend import DeviceBackend, use_device_backend
 
 pytest.importorskip("transformers")
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
-import growing
-import program_models
-import program_table
-import programs
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tools.models import growing_cache, program_models, program_table, programs
 
 SCENARIOS = ("forward", "train")
 CORRUPTED = "bert.encoder.layer.0.attention.self.value.weight"
@@ -31,19 +28,19 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo", "no_autograd_cache")
 
 
 @pytest.fixture
-def cpu_stub_backend() -> Iterator[Road]:
+def cpu_stub_backend() -> Iterator[DeviceBackend]:
     """Provide the CPU stub backend.
 
     The tool itself checks the errors of a real device, where stock needs a separate process.
     """
-    with road_to("cpu") as road:
-        yield road
+    with use_device_backend("cpu") as device_backend:
+        yield device_backend
 
 
 def compare_program(
-    road: Road, program: str, order: str = "stock_first", scenarios: tuple[str, ...] = SCENARIOS
+    device_backend: DeviceBackend, program: str, order: str = "stock_first", scenarios: tuple[str, ...] = SCENARIOS
 ) -> list[dict]:
-    sides = {"stock": road.off, "ours": contextlib.nullcontext}
+    sides = {"stock": device_backend.disabled, "ours": contextlib.nullcontext}
     if order == "plugin_first":
         sides = dict(reversed(sides.items()))
     records = list(programs.examine(programs.Task(order, program, scenarios, "cpu", quick=True), sides))
@@ -58,7 +55,7 @@ def compare_program(
     "program, order",
     [("bert", "stock_first"), ("bert", "plugin_first"), ("deepseek_v3", "plugin_first")],  # no mask; D != Dv
 )
-def test_errors_are_comparable_to_stock(cpu_stub_backend: Road, program: str, order: str) -> None:
+def test_errors_are_comparable_to_stock(cpu_stub_backend: DeviceBackend, program: str, order: str) -> None:
     forward, train = compare_program(cpu_stub_backend, program, order)
     assert programs.violations([forward, train]) == []
     assert 0 < forward["error_ours"] < 0.05 and 0 < train["mean_ours"] < 0.05
@@ -67,7 +64,7 @@ def test_errors_are_comparable_to_stock(cpu_stub_backend: Road, program: str, or
     assert train["backwards"] == {"math_bwd": 2} and train["reasons"] == {}
 
 
-def test_compiled_and_generated(cpu_stub_backend: Road) -> None:
+def test_compiled_and_generating_programs_are_served(cpu_stub_backend: DeviceBackend) -> None:
     all_rows = compare_program(
         cpu_stub_backend, "phi3", scenarios=("greedy_dynamic", "greedy_static", "compiled_forward")
     )
@@ -78,11 +75,11 @@ def test_compiled_and_generated(cpu_stub_backend: Road) -> None:
     assert compiled["dims"] == "" and compiled["error_ours"] > 0  # the eager twin was not requested
 
 
-def test_a_wrong_gradient_is_a_violation(cpu_stub_backend: Road, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = program_models.run
+def test_a_wrong_gradient_is_a_violation(cpu_stub_backend: DeviceBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_program = program_models.run
 
     def corrupted(*arguments: object) -> dict[str, torch.Tensor]:
-        results = run(*arguments)
+        results = run_program(*arguments)
         if programs.bindings.enabled() and results[CORRUPTED].dtype == torch.bfloat16:  # not the reference
             results[CORRUPTED] = results[CORRUPTED] * 1.1
         return results
@@ -119,7 +116,7 @@ def test_error_of_math_is_reported_and_excuses_nothing() -> None:
         ] * is_violation
 
 
-def test_failing_programs_are_reported(cpu_stub_backend: Road, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_programs_are_reported(cpu_stub_backend: DeviceBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     missing = dataclasses.replace(program_models.PROGRAMS["bert"], model="BertOfTomorrow")
     monkeypatch.setitem(programs.PROGRAMS, "bert", missing)
     with pytest.raises(LookupError, match="has no BertOfTomorrow"):
@@ -163,7 +160,7 @@ def test_new_times_replace_old_times(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_planning_at_every_cache_length_is_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time on a CPU, where a slow call sleeps."""
-    cache = growing.Cache(32, 16, 4, 2, 10)
+    cache = growing_cache.Cache(32, 16, 4, 2, 10)
     attend = torch.nn.functional.scaled_dot_product_attention
     key_counts = []
 
@@ -172,9 +169,9 @@ def test_planning_at_every_cache_length_is_a_violation(monkeypatch: pytest.Monke
         time.sleep(0.01)
         return attend(q, k, v, **options)
 
-    assert growing.violations([{**dataclasses.asdict(cache), "ms": 0.29}]) == []
+    assert growing_cache.violations([{**dataclasses.asdict(cache), "ms": 0.29}]) == []
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", planned)
-    ms = growing.median_ms(cache, "cpu", tokens=3)
-    assert key_counts == list(range(11, 11 + growing.WARMUP + 3))
-    violation = growing.violations([{**dataclasses.asdict(cache), "ms": ms}])[0]
+    ms = growing_cache.median_ms(cache, "cpu", tokens=3)
+    assert key_counts == list(range(11, 11 + growing_cache.WARMUP + 3))
+    violation = growing_cache.violations([{**dataclasses.asdict(cache), "ms": ms}])[0]
     assert violation.startswith("growing cache D 32, Dv 16, 4 heads")

@@ -16,9 +16,9 @@ import prose_stats  # noqa: E402
 # By tree: pronouns per 100 words, percent of docstrings that are fragments, percent of variables with a vague name. The
 # numbers may only go down. The aim is 3.5, 3 and 0.2 for each tree.
 CEILINGS = {
-    "torch_flashplug": (2.0, 0.2, 4.1),
+    "torch_flashplug": (2.0, 0.2, 0.1),
     "test": (2.6, 0.1, 0.1),
-    "tools": (2.8, 0.1, 4.2),
+    "tools": (2.8, 0.1, 0.1),
 }
 
 

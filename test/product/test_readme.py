@@ -30,7 +30,7 @@ def blocks_of(page: Path, language: str) -> list[str]:
 
 BASH = [block for page in PAGES for block in blocks_of(page, "bash")]
 COMMANDS = sorted({line for block in BASH for line in block.splitlines() if line.strip()})
-TOOLS = ("tools/bench.py", "tools/report.py", "tools/programs.py", "tools/fuzz.py")
+TOOLS = ("tools/bench/bench.py", "tools/bench/report.py", "tools/models/programs.py", "tools/fuzz/fuzz.py")
 VERBS = ("torch_flashplug demo", "torch_flashplug warmup")
 
 
@@ -104,15 +104,13 @@ def test_pages_contain_commands():
 @pytest.mark.parametrize(
     "line", [line for line in COMMANDS if re.search("torch_flashplug (explain|info|.*--list)", line)]
 )
-def test_command_runs(line):
+def test_commands_on_pages_run(line):
     done = run(sys.executable, *without_assignments(line)[1:])
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
 
 
-@pytest.mark.parametrize(
-    "line", [line for line in COMMANDS if any(tool in line for tool in (*TOOLS, *VERBS))]
-)
+@pytest.mark.parametrize("line", [line for line in COMMANDS if any(tool in line for tool in (*TOOLS, *VERBS))])
 def test_command_accepts_the_options_shown(line):
     words = without_assignments(line)
     helped = help_of(*(words[1:2] if words[1].endswith(".py") else words[1:4]))

@@ -15,9 +15,9 @@ from statistics import geometric_mean
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "tools"))
+sys.path.append(str(ROOT))
 
-import records  # noqa: E402
+from tools.bench import result_schema  # noqa: E402
 
 RESULTS = ROOT / "tools" / "results"
 FILES = sorted(RESULTS.glob("*.json"))
@@ -75,7 +75,7 @@ def floats_in(value: object) -> list[float]:
 def test_kept_results_equal_the_output_of_the_tools(path):
     """Check one row per line, four significant digits, and no derived values."""
     text = path.read_text()
-    assert text == records.text_of(records.read(path))
+    assert text == result_schema.text_of(result_schema.read(path))
     document = json.loads(text)
     assert all(number == float(f"{number:.4g}") for number in floats_in(document))
     for row in document.get("rows", ()):
@@ -84,15 +84,35 @@ def test_kept_results_equal_the_output_of_the_tools(path):
 
 def test_results_are_small():
     pictures = {path.name: path.stat().st_size for path in RESULTS.glob("*.png")}
-    assert pictures and max(pictures.values()) <= records.PICTURE_BYTES, pictures
+    assert pictures and max(pictures.values()) <= result_schema.PICTURE_BYTES, pictures
     files = [path for path in RESULTS.rglob("*") if path.is_file()]
-    assert sum(path.stat().st_size for path in files) <= records.FOLDER_BYTES
-    assert {path.suffix for path in files} == {".json", ".png", ".md", ".txt"}
+    assert sum(path.stat().st_size for path in files) <= result_schema.FOLDER_BYTES
+    assert {path.suffix for path in files} == {".json", ".png", ".txt"}
 
 
-def test_log_lines_are_short():
-    wide = [line for line in (RESULTS / "LOG.md").read_text().splitlines() if len(line) > 120]
-    assert not wide
+EXPERIMENTS = sorted((ROOT / "docs" / "experiments").glob("*.md"))
+TOPICS = {page.stem for page in EXPERIMENTS} - {"README"}
+
+
+def test_lines_of_experiments_are_short():
+    assert not [line for page in EXPERIMENTS for line in page.read_text().splitlines() if len(line) > 120]
+
+
+def test_decisions_name_a_topic_a_date_and_an_outcome():
+    page = (ROOT / "docs" / "experiments" / "README.md").read_text()
+    table = page.split("## Decisions\n", 1)[1]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line[:5] == "| 202"]
+    dates = [row[0] for row in rows]
+    assert len(rows) > 200 and dates == sorted(dates, reverse=True)
+    assert all(len(row) == 5 and all(row) for row in rows)
+    assert {row[1] for row in rows} == TOPICS and {row[4] for row in rows} == {"yes", "no", "measured"}
+
+
+def test_each_decision_has_an_entry_on_the_page_of_its_topic():
+    page = (ROOT / "docs" / "experiments" / "README.md").read_text()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:5] == "| 202"]
+    texts = {path.stem: " ".join(path.read_text().split()) for path in EXPERIMENTS}
+    assert not [row for row in rows if f"**{row[2]}** ({row[0]})" not in texts[row[1]]]
 
 
 # A row of the harness: two kernels of the plugin, one of them in auto; a peer; both again in deterministic mode.
@@ -108,12 +128,13 @@ ROW = {
 
 
 def test_written_rows_omit_derived_values_and_lose_nothing(tmp_path):
-    path = records.write({"suite": "train", "rounds": 7, "absent": {}, "rows": [ROW, ROW]}, tmp_path / "a" / "b.json")
+    document = {"suite": "train", "rounds": 7, "absent": {}, "rows": [ROW, ROW]}
+    path = result_schema.write(document, tmp_path / "a" / "b.json")
     kept = json.loads(path.read_text())
     assert not {"ours", "all_ms", "best_peer", "d", "s", "flop", "errors", "refused", "bound_ms"} & set(kept["rows"][0])
     assert kept["rows"][0]["other_ms"] == {"ours_fa2": 0.4} and kept["rows"][0]["ours_ms"] == 0.3333
-    expected = {name: value for name, value in records.rounded(ROW).items() if value not in (None, {})}
-    for row in records.read(path)["rows"]:
+    expected = {name: value for name, value in result_schema.rounded(ROW).items() if value not in (None, {})}
+    for row in result_schema.read(path)["rows"]:
         assert expected.items() <= row.items() and list(row["all_ms"]) == list(ROW["all_ms"])
     assert len(path.read_text().splitlines()) == len(
         ("{", "suite", "rounds", "absent", "rows", *kept["rows"], "]", "}")
@@ -121,32 +142,34 @@ def test_written_rows_omit_derived_values_and_lose_nothing(tmp_path):
 
 
 def test_nan_and_infinity_are_written_as_words():
-    assert records.rounded([float("nan"), float("inf"), 12345, 1.23456, True]) == ["nan", "inf", 12345, 1.235, True]
+    rounded = result_schema.rounded([float("nan"), float("inf"), 12345, 1.23456, True])
+    assert rounded == ["nan", "inf", 12345, 1.235, True]
 
 
 @pytest.mark.parametrize("name", ["forward", "fa2", "headdims", "host", "decode", "train", "masks", "accuracy"])
 def test_pictures_are_drawn_only_from_files(name, tmp_path):
     pytest.importorskip("matplotlib")
-    import providers
-    import report
     from matplotlib import pyplot
 
-    picture = report.plot(records.read(RESULTS / f"{name}-h100.json"), providers.labels(), tmp_path / "picture.png")
+    from tools.bench import baselines, report
+
+    document = result_schema.read(RESULTS / f"{name}-h100.json")
+    picture = report.plot(document, baselines.labels(), tmp_path / "picture.png")
     pyplot.close("all")
-    assert 5_000 < picture.stat().st_size <= records.PICTURE_BYTES
+    assert 5_000 < picture.stat().st_size <= result_schema.PICTURE_BYTES
 
 
 # ---- quotes on pages ----
 
 
 def test_quoted_files_are_kept():
-    pages = (ROOT / "README.md", *(ROOT / "docs").glob("*.md"), RESULTS / "LOG.md")
+    pages = (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))
     quoted = {name for page in pages for name in re.findall(r"[\w-]+-h\d00\.(?:json|png|txt)", page.read_text())}
     assert len(quoted) > 10 and not [name for name in quoted if not (RESULTS / name).exists()]
 
 
 def rows_of(name: str) -> list[dict]:
-    return records.read(RESULTS / f"{name}.json")["rows"]
+    return result_schema.read(RESULTS / f"{name}.json")["rows"]
 
 
 def grid_of_masks(gpu: str) -> list[dict]:

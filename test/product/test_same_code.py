@@ -29,7 +29,7 @@ CPP = '// Old words.\nint run(int rows) { return fail("bad // rows", \'"\'); }  
         ("def run(rows)", "def run(keys)", False, False),
     ],
 )
-def test_python_changes(old, new, texts, same):
+def test_python_changes_are_classified(old, new, texts, same):
     changed = PYTHON.replace(old, new)
     assert changed != PYTHON
     assert (same_code.python_code(PYTHON, texts) == same_code.python_code(changed, texts)) is same
@@ -68,7 +68,7 @@ def test_renamed_locals_are_the_same_code(renames, same):
         ("'\"'", "'x'", True, False),
     ],
 )
-def test_cpp_changes(old, new, texts, same):
+def test_cpp_changes_are_classified(old, new, texts, same):
     changed = CPP.replace(old, new)
     assert changed != CPP
     assert (same_code.cpp_code(CPP, texts) == same_code.cpp_code(changed, texts)) is same

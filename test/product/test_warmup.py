@@ -21,7 +21,7 @@ from torch_flashplug.api import startup
 from torch_flashplug.api.backend import DEVICES
 from torch_flashplug.cli import model_config, warmup
 from torch_flashplug.codegen import compile_pool, jit, kernel_cache
-from torch_flashplug.codegen.provided import Circumstances, Provided
+from torch_flashplug.codegen.kernel_request import CallConditions, KernelAnswer
 from torch_flashplug.dispatch import bindings, callbacks, kernel_sets, packs
 from torch_flashplug.registry.kernel_spec import KernelSpec
 
@@ -85,18 +85,18 @@ def requested_kernels() -> Iterator[list[str]]:
     """Record the kernels requested by calls on CPU tensors, as on an H100 with empty packs. Stock serves the calls."""
     names: list[str] = []
 
-    def record(name: str, cc: int, circumstances: Circumstances) -> Provided:
+    def record(name: str, cc: int, circumstances: CallConditions) -> KernelAnswer:
         names.append(name)
-        return Provided(why="recorded", later=True)
+        return KernelAnswer(reason="recorded", may_change=True)
 
     startup.load()
     bindings.set_facts_override(H100)
     bindings.set_cpu_stub(2)
     bindings.clear_packs()
-    callbacks.set_compile(record)
+    callbacks.set_compile_callback(record)
     bindings.register_ops("CPU")
     startup.push_tables()
-    torch._fused_sdp_choice(*torch.empty(3, 1, 1, 8, 8).unbind())  # resolves the CPU slot of the choice stub of torch
+    torch._fused_sdp_choice(*torch.empty(3, 1, 1, 8, 8).unbind())  # resolves the CPU entry of the choice stub of torch
     torch_flashplug.enable()
     assert bindings.install(bindings.CPU_SLOT) == 0, bindings.last_error()
     yield names
@@ -105,7 +105,7 @@ def requested_kernels() -> Iterator[list[str]]:
     bindings.set_facts_override(None)
     bindings.unregister_ops()
     bindings.register_ops("CUDA")
-    callbacks.set_compile(startup.provide)
+    callbacks.set_compile_callback(startup.provide)
     packs.register()
     startup.push_tables()
 
@@ -188,7 +188,7 @@ def test_configurations_are_read(name):
     config, dims, decodes = CONFIGS[name]
     layers = model_config.attentions(config)
     assert [layer.dims for layer in layers] == dims
-    assert decodes is None or {layer.decodes for layer in layers} == {decodes}
+    assert decodes is None or {layer.has_decode_calls for layer in layers} == {decodes}
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_dtype_of_the_configuration_is_used(config_dtype, dtype):
     }
 
 
-BAD = {
+INVALID_CONFIGS = {
     "no_file": (None, "a model's folder, but got .*: "),
     "no_json": ("{", "a model's folder, but got .*: "),
     "a_list": ("[]", "holds list"),
@@ -209,9 +209,9 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("name", INVALID_CONFIGS)
 def test_invalid_configuration_files_are_reported(tmp_path, name):
-    text, message = BAD[name]
+    text, message = INVALID_CONFIGS[name]
     if text is not None:
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(ValueError, match=f"^--model-config must .*{message}"):
@@ -296,7 +296,7 @@ def test_missing_kernels_are_compiled_once(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(compile_pool.Worker, "compile", compile_kernel)
     monkeypatch.setenv(env.CACHE_DIR.name, "")
-    monkeypatch.setattr(kernel_cache, "_exclusive", False)
+    monkeypatch.setattr(kernel_cache, "_is_exclusive", False)
     warmup.use_folder(tmp_path)
     names = [
         "fwd_sm90_bf16_d64_causal_m64n128s2",
@@ -307,10 +307,10 @@ def test_missing_kernels_are_compiled_once(tmp_path, monkeypatch, capsys):
     first = warmup.compile_all(names, 90, packs=False)
     second = warmup.compile_all(names[:2], 90, packs=False)
 
-    assert set(first.compiled) == set(names[:2]) and first.failed == {names[2]: "no"} and first.known == 0
-    assert second.compiled == () and second.known == 2
+    assert set(first.compiled) == set(names[:2]) and first.failed == {names[2]: "no"} and first.num_present == 0
+    assert second.compiled == () and second.num_present == 2
     assert "2 kernels compiled" in warmup.report(first) and f"1 failed. Cache: {tmp_path}" in warmup.report(first)
-    assert "[3/3]" in capsys.readouterr().err and all(jit.find(name, "sm_90a") for name in names[:2])
+    assert "[3/3]" in capsys.readouterr().err and all(jit.find_entry(name, "sm_90a") for name in names[:2])
 
 
 def test_kernels_of_old_versions_are_pruned(tmp_path, monkeypatch):
@@ -318,7 +318,7 @@ def test_kernels_of_old_versions_are_pruned(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
     name = "fwd_sm90_bf16_d64_causal_m64n128s2"
-    current = kernel_cache.write(tmp_path, jit.job(name, "sm_90a").key + ".so", b"", {"cpu": []})
+    current = kernel_cache.write(tmp_path, jit.compile_job(name, "sm_90a").key + ".so", b"", {"cpu": []})
     kernel_cache.write(tmp_path, f"{name}-0123456789abcdef-sm_90a-x-4.8.1+cu13.so", b"", {"cpu": []})
     kernel_cache.write(tmp_path, "no_kernel-0123456789abcdef-sm_90a-x-4.8.1+cu13.so", b"", {"cpu": []})
     assert warmup.prune() == 2 and current.exists()
@@ -328,9 +328,9 @@ def test_cache_miss_lists_the_kernels_of_the_same_model():
     """Use the kernels of Llama, starting from the first kernel of its first prompt."""
     startup.load()
     spec = KernelSpec.from_name("fwd_sm90_bf16_d128_causal_m128n128s2")
-    inference = kernel_sets.following(spec, H100, training=False, deterministic=False)
-    training = kernel_sets.following(spec, H100, training=True, deterministic=True)
+    inference = kernel_sets.kernels_needed_next(spec, H100, training=False, deterministic=False)
+    training = kernel_sets.kernels_needed_next(spec, H100, training=True, deterministic=True)
     assert {KernelSpec.from_name(name).kind for name in inference} == {"fwd", "decode"}
     assert {KernelSpec.from_name(name).kind for name in training} == {"fwd", "detbwd", "partbwd"}
     window = KernelSpec.from_name("fwd_sm90_bf16_d128_window_m128n128s2")
-    assert spec.name() not in kernel_sets.following(window, H100, training=True, deterministic=False)
+    assert spec.name() not in kernel_sets.kernels_needed_next(window, H100, training=True, deterministic=False)

@@ -32,15 +32,14 @@ from torch_flashplug.api import startup
 from torch_flashplug.api.backend import DEVICES
 from torch_flashplug.cli import check, env_info, warmup
 from torch_flashplug.codegen import host_cpu, jit, kernel_cache, linker
-from torch_flashplug.codegen.provided import Circumstances, Provided
+from torch_flashplug.codegen.kernel_request import CallConditions, KernelAnswer
 from torch_flashplug.dispatch import bindings, kernel_sets, library, packs
 from torch_flashplug.registry import kernel_table
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
+sys.path.insert(0, str(ROOT))
 
-import make_wheel  # noqa: E402
-import shared_object  # noqa: E402
+from tools.build import make_wheel, shared_object  # noqa: E402
 
 CEILINGS = make_wheel.CEILINGS
 NEWEST_GCC = 12  # the compiler of machines that build wheels; later headers need a newer libstdc++
@@ -95,7 +94,7 @@ def test_files_without_an_elf_header_are_refused() -> None:
 
 KERNEL, OTHER = "fwd_sm90_bf16_d128_causal_m128n128s2", "fwd_sm90_bf16_d64_causal_m64n128s2"
 TARGET = "sm_90a"
-CALL = Circumstances()
+CALL = CallConditions()
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +143,7 @@ class Install:
 @pytest.fixture
 def install(tmp_path: Path, code: bytes, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
     installation = Install(tmp_path, code)
-    monkeypatch.setattr(library, "built_files", lambda: [installation.built])
+    monkeypatch.setattr(library, "build_folders", lambda: [installation.built])
     monkeypatch.setenv(env.CACHE_DIR.name, str(installation.cache))
     monkeypatch.setattr("tempfile.tempdir", str(installation.second))
     yield installation
@@ -163,7 +162,7 @@ def call(function: int) -> int:
 
 def test_compressed_pack_is_unpacked_at_the_first_kernel(install, warnings):
     pack = install.put()
-    assert packs.unpacked(pack) is None
+    assert packs.unpacked_path(pack) is None
     first = packs.provide(KERNEL, TARGET)
     (path,) = install.unpacked(install.cache)
     changed = path.stat().st_ino
@@ -171,27 +170,27 @@ def test_compressed_pack_is_unpacked_at_the_first_kernel(install, warnings):
     again = packs.provide(KERNEL, TARGET)
 
     assert first is not None and call(first.function) == 7 and again is not None and call(again.function) == 7
-    assert packs.unpacked(pack) == path and path.stat().st_ino == changed and not warnings()
+    assert packs.unpacked_path(pack) == path and path.stat().st_ino == changed and not warnings()
 
 
 def test_kernels_missing_in_packs_are_left_to_the_compiler(install):
     install.put()
     assert packs.provide(OTHER, TARGET) is None and packs.provide(KERNEL, "sm_80") is None
     assert not install.unpacked(install.cache)  # no call needed the pack
-    assert packs.held(TARGET) == {KERNEL} and packs.held("sm_80") == set()
+    assert packs.packed_kernels(TARGET) == {KERNEL} and packs.packed_kernels("sm_80") == set()
 
 
 def test_compressed_packs_are_searched_before_compiling(install, monkeypatch):
     install.put()
     compiler_requests = []
-    monkeypatch.setattr(jit, "provide", lambda name, *more: compiler_requests.append(name) or Provided(why="no"))
+    monkeypatch.setattr(jit, "provide", lambda name, *more: compiler_requests.append(name) or KernelAnswer(reason="no"))
     assert startup.provide(KERNEL, 90, CALL).function and not compiler_requests
-    assert startup.provide(OTHER, 90, CALL).why == "no" and compiler_requests == [OTHER]
+    assert startup.provide(OTHER, 90, CALL).reason == "no" and compiler_requests == [OTHER]
 
 
 def test_following_kernels_held_by_a_pack_are_not_compiled(install, monkeypatch):
     install.put()
-    monkeypatch.setattr(kernel_sets, "following", lambda *facts: [OTHER, KERNEL])
+    monkeypatch.setattr(kernel_sets, "kernels_needed_next", lambda *facts: [OTHER, KERNEL])
     monkeypatch.setattr(bindings, "device_facts", dict)
     monkeypatch.setattr(jit, "provide", lambda name, target, circumstances, following: following())
     assert startup.provide(OTHER, 90, CALL) == [OTHER]
@@ -260,7 +259,7 @@ def test_concurrent_processes_share_an_unpacked_pack(install):
     install.put()
     program = (
         "import sys; from pathlib import Path; from torch_flashplug.dispatch import library, packs;"
-        f"library.built_files = lambda: [Path({str(install.built)!r})];"
+        f"library.build_folders = lambda: [Path({str(install.built)!r})];"
         f"print(bool(packs.provide({KERNEL!r}, {TARGET!r}).function))"
     )
     places = {env.CACHE_DIR.name: str(install.cache), "TMPDIR": str(install.second), env.ENABLED.name: "0"}
@@ -286,7 +285,7 @@ def test_pack_for_an_unsupported_cpu_is_not_loaded(install, warnings, monkeypatc
     assert loaded == [None] * 2 * len(kernel_table.PACKS) and packs.provide(KERNEL, TARGET) is None
     (line,) = warnings()
     assert f"{pack.path.name} is not used: the pack was compiled for a CPU with avx1024, which this CPU lacks" in line
-    assert packs.held(TARGET) == set() and env_info.packs()[0]["unusable"]
+    assert packs.packed_kernels(TARGET) == set() and env_info.packs()[0]["unusable"]
     assert "in 1 pack" not in check.kernels().text
 
 
@@ -294,7 +293,10 @@ def test_unused_cpu_features_are_ignored(install):
     """Packs built on a CPU of one vendor must load on a CPU of a second vendor."""
     assert not {"sse4a", "smep"} & host_cpu.features()
     pack = install.put(cpu=[*sorted(host_cpu.features()), "sse4a", "smep", "hypervisor"])
-    assert not pack.unusable() and host_cpu.lacking(["avx1024", "sse4a", "amx_x"]) == ["amx_x", "avx1024"]
+    assert not pack.unusable_reason() and host_cpu.missing_features(["avx1024", "sse4a", "amx_x"]) == [
+        "amx_x",
+        "avx1024",
+    ]
 
 
 def test_host_code_has_no_vendor_specific_instruction():
@@ -323,7 +325,7 @@ def test_a_pack_without_a_report_is_loaded(install):
     pack = install.put(compressed=False)
     (install.built / "flashplug_sm90a.json").unlink()
     (pack,) = packs.installed()
-    assert not pack.unusable() and pack.kernels() == [KERNEL]
+    assert not pack.unusable_reason() and pack.kernels() == [KERNEL]
 
 
 def test_info_and_check_report_packs(install, capsys):
@@ -332,7 +334,7 @@ def test_info_and_check_report_packs(install, capsys):
     assert facts["kernels"] == [KERNEL] and facts["compressed"] and facts["unpacked"] is None
     env_info.show(env_info.collect())
     assert "flashplug_sm90a.so.xz: 1 kernels, 0.0 MB; unpacked: at first use" in capsys.readouterr().out
-    assert check.kernels() == check.Line(check.PASS, "kernels", "1 in 1 pack, unpacked at first use")
+    assert check.kernels() == check.CheckResult(check.PASS, "kernels", "1 in 1 pack, unpacked at first use")
     packs.provide(KERNEL, TARGET)
     assert Path(env_info.packs()[0]["unpacked"]).parent == install.cache
     assert check.kernels().text == "1 in 1 pack" and env_info.collect()["cache"]["kernels"] == 0
@@ -349,17 +351,23 @@ def test_pruning_keeps_the_installed_pack(install):
 DIMS = ((64, 64), (80, 80), (96, 96), (128, 128), (256, 256), (192, 128))
 HEADS = ((32, 8), (12, 12))
 USUAL = tuple((frozenset(plain), frozenset({"mask"})) for plain in (("causal",), ()))
-GRADIENTS = ({}, {"training": True, "decodes": False}, {"training": True, "decodes": False, "deterministic": True})
+GRADIENTS = (
+    {},
+    {"needs_gradients": True, "has_decode_calls": False},
+    {"needs_gradients": True, "has_decode_calls": False, "is_deterministic": True},
+)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_core_packs_hold_the_kernels_of_usual_layers(dtype):
     """Check prompts, decode and training, for all lengths and batch sizes of kernel_sets."""
     startup.load()
-    core = {spec.name() for pack in kernel_table.PACKS if pack.name in kernel_table.CORE for spec in pack.specs()}
+    core = {
+        spec.name() for pack in kernel_table.PACKS if pack.name in kernel_table.WHEEL_PACKS for spec in pack.specs()
+    }
     kernels_of_layers = set()
     for dims, features, gradients in itertools.product(DIMS, USUAL, GRADIENTS):
-        layer = kernel_sets.Attention(HEADS, dims, dtype, features, **gradients)
+        layer = kernel_sets.AttentionLayer(HEADS, dims, dtype, features, **gradients)
         kernels_of_layers |= set(kernel_sets.kernels_of(layer.calls(), DEVICES["h100"]))
     assert len(kernels_of_layers) > 50 and not kernels_of_layers - core
 
@@ -439,7 +447,7 @@ def developer_build_files() -> dict[Path, int]:
 def build_wheel(folder: Path, *options: str) -> Path:
     """Build a wheel as ./tools/dev wheel does."""
     before = developer_build_files()
-    command = [sys.executable, "tools/make_wheel.py", "--out", str(folder), *options]
+    command = [sys.executable, "tools/build/make_wheel.py", "--out", str(folder), *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert developer_build_files() == before
@@ -502,10 +510,10 @@ def test_the_wheel_without_kernels_runs_in_a_fresh_environment(plain_wheel, tmp_
 PACK_PROGRAM = f"""
 import ctypes, sys
 ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)  # stands in for CUDA's runtime
-from torch_flashplug.api import startup as _start
-from torch_flashplug.codegen.provided import Circumstances
-answer = _start.provide({KERNEL!r}, 90, Circumstances())
-print(bool(answer.function), "cutlass" in sys.modules, answer.why)
+from torch_flashplug.api import startup
+from torch_flashplug.codegen.kernel_request import CallConditions
+answer = startup.provide({KERNEL!r}, 90, CallConditions())
+print(bool(answer.function), "cutlass" in sys.modules, answer.reason)
 """
 
 
@@ -517,7 +525,7 @@ def test_wheel_with_a_pack_loads_kernels_in_a_fresh_environment(plain_wheel, tmp
     """
     folder = tmp_path / "pack"
     words = ("--arch", TARGET, "--spec", KERNEL, "--out", str(folder), "--objects", "build/objects")
-    subprocess.run([sys.executable, "tools/aot.py", *words], cwd=ROOT, check=True, capture_output=True)
+    subprocess.run([sys.executable, "tools/build/aot.py", *words], cwd=ROOT, check=True, capture_output=True)
     pack = folder / "flashplug_sm90a.so"
     environment = Environment(tmp_path, make_wheel.add_packs(plain_wheel, [pack], tmp_path))
     needed = sorted(name for name in shared_object.read_file(pack).unversioned if name.startswith("cuda"))

@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
 import torch_flashplug
-from torch_flashplug import BlockLists, attention, block_lists
+from torch_flashplug import PreparedBlockMask, attention, prepare_block_mask
 from torch_flashplug.dispatch import bindings
 from torch_flashplug.ops import mask_preprocess_reference
 
 SEED = 20261126
-FORWARD, BACKWARD = torch.ops.torch_flashplug.listed_fwd, torch.ops.torch_flashplug.listed_bwd
+FORWARD, BACKWARD = torch.ops.torch_flashplug.block_sparse_fwd, torch.ops.torch_flashplug.block_sparse_bwd
 
 
 def causal(b, h, q, k) -> Tensor:
@@ -95,15 +95,18 @@ def test_block_mask_and_dense_mask_give_equal_metadata(
 
     Each list, each block state and each bitmask word must be equal.
     """
-    lists = block_lists(block_mask(mod, Sq, Sk, block=block))
+    lists = prepare_block_mask(block_mask(mod, Sq, Sk, block=block))
     visible = make_dense_mask(mod, Sq, Sk)
-    expected = mask_preprocess_reference.digest(visible, mask_preprocess_reference.numbers_of(Sq, Sq, Sk))
-    assert torch.equal(mask_preprocess_reference.seen(lists.digest, Sq, Sk), visible)
-    assert torch.equal(lists.digest, expected)
-    forward = block_lists(block_mask(mod, Sq, Sk, block=block), gradients=False)
+    expected = mask_preprocess_reference.preprocess_mask(visible, mask_preprocess_reference.numbers_of(Sq, Sq, Sk))
+    assert torch.equal(mask_preprocess_reference.visible_scores(lists.metadata, Sq, Sk), visible)
+    assert torch.equal(lists.metadata, expected)
+    forward = prepare_block_mask(block_mask(mod, Sq, Sk, block=block), gradients=False)
     numbers = mask_preprocess_reference.numbers_of(Sq, Sq, Sk, gradients=False)
-    assert torch.equal(forward.digest, mask_preprocess_reference.digest(visible, numbers)) and not forward.gradients
-    assert torch.equal(mask_preprocess_reference.seen(forward.digest, Sq, Sk), visible)
+    assert (
+        torch.equal(forward.metadata, mask_preprocess_reference.preprocess_mask(visible, numbers))
+        and not forward.gradients
+    )
+    assert torch.equal(mask_preprocess_reference.visible_scores(forward.metadata, Sq, Sk), visible)
 
 
 @pytest.mark.parametrize("mod", MODS.values(), ids=MODS)
@@ -115,10 +118,10 @@ def test_block_mask_results_equal_dense_mask_results(device: str, mod: Callable,
     torch.testing.assert_close(out, expected_out, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(lse.detach(), expected_lse.detach(), rtol=1e-4, atol=1e-5)
     do = random_tensor(*out.shape).to(device)
-    for got, expected in zip(
+    for actual, expected in zip(
         torch.autograd.grad(out, leaves, do), torch.autograd.grad(expected_out, wide, do), strict=True
     ):
-        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.gpu
@@ -142,8 +145,8 @@ def test_kernel_errors_are_bounded_by_the_formula(mod: Callable, Sq: int, Sk: in
     assert counts["ours_fwd"] == counts["ours_bwd"] == 1
     results = [(out, *grads)]
     for tensors in (low, wide):
-        right, _ = attend_in_dense_scores(*tensors, visible)
-        results.append((right, *torch.autograd.grad(right, tensors, do.to(right.dtype))))
+        expected, _ = attend_in_dense_scores(*tensors, visible)
+        results.append((expected, *torch.autograd.grad(expected, tensors, do.to(expected.dtype))))
     for i, (actual, formula, exact) in enumerate(zip(*results, strict=True)):
         size = exact.norm().clamp(min=1e-30)  # the norm may be 0 if no row has a visible key
         kernel_error, formula_error = (float((x.double() - exact).norm() / size) for x in (actual, formula))
@@ -151,7 +154,7 @@ def test_kernel_errors_are_bounded_by_the_formula(mod: Callable, Sq: int, Sk: in
 
 
 @pytest.mark.gpu
-def test_64k_keys() -> None:
+def test_block_mask_of_64k_keys_needs_no_dense_mask() -> None:
     """Check the sequence length of Path-256: a window and a few fully visible blocks.
 
     A subset of rows is compared with fp64 scores.
@@ -167,23 +170,23 @@ def test_64k_keys() -> None:
     mask = flex.BlockMask.from_kv_blocks(
         *(x[None, None].cuda() for x in lists), BLOCK_SIZE=128, mask_mod=mod, seq_lengths=(S, S)
     )
-    lists = block_lists(mask)
+    lists = prepare_block_mask(mask)
     leaves = [random_tensor(1, S, 2, 64, seed=i, dtype=torch.bfloat16).cuda().requires_grad_() for i in range(3)]
     out = attention(*leaves, block_mask=lists)
     row_indices = torch.randperm(S, generator=torch.Generator().manual_seed(1))[:rows].sort().values.cuda()
     q, k, v = (x.detach().double().transpose(1, 2) for x in leaves)
     scores = q[:, :, row_indices] @ k.mT / 8
     visible = mod(0, 0, row_indices[:, None], torch.arange(S, device="cuda"))
-    right = (scores.masked_fill(~visible, -math.inf).softmax(-1) @ v).transpose(1, 2)
-    assert float((out[:, row_indices].double() - right).norm() / right.norm()) < 6e-3
+    expected_out = (scores.masked_fill(~visible, -math.inf).softmax(-1) @ v).transpose(1, 2)
+    assert float((out[:, row_indices].double() - expected_out).norm() / expected_out.norm()) < 6e-3
     do = torch.zeros_like(out)
     do[:, row_indices] = random_tensor(1, rows, 2, 64, seed=9).to(do)
     dq, dk, dv = torch.autograd.grad(out, leaves, do)
     wide = [x.clone().requires_grad_() for x in (q[:, :, row_indices], k, v)]
     exact = (wide[0] @ wide[1].mT / 8).masked_fill(~visible, -math.inf).softmax(-1) @ wide[2]
     exact = torch.autograd.grad(exact, wide, do[:, row_indices].double().transpose(1, 2))
-    for got, expected in zip((dq[:, row_indices], dk, dv), exact, strict=True):
-        assert float((got.double().transpose(1, 2) - expected).norm() / expected.norm()) < 1e-2
+    for actual, expected in zip((dq[:, row_indices], dk, dv), exact, strict=True):
+        assert float((actual.double().transpose(1, 2) - expected).norm() / expected.norm()) < 1e-2
 
 
 def test_block_mask_call_writes_to_out() -> None:
@@ -196,12 +199,13 @@ def test_block_mask_call_writes_to_out() -> None:
 def test_block_lists_are_cached_per_mask() -> None:
     """Build block lists once per mask; rebuild them after an in-place change or if gradients are needed later."""
     mask = block_mask(sliding, 256, 256)
-    forward_lists = block_lists(mask, gradients=False)
-    assert block_lists(mask, gradients=False) is forward_lists
-    lists_with_gradients = block_lists(mask)
-    assert lists_with_gradients is not forward_lists and block_lists(mask, gradients=False) is lists_with_gradients
+    forward_lists = prepare_block_mask(mask, gradients=False)
+    assert prepare_block_mask(mask, gradients=False) is forward_lists
+    lists_with_gradients = prepare_block_mask(mask)
+    assert lists_with_gradients is not forward_lists
+    assert prepare_block_mask(mask, gradients=False) is lists_with_gradients
     mask.kv_num_blocks.clamp_(max=1)
-    assert block_lists(mask) is not lists_with_gradients
+    assert prepare_block_mask(mask) is not lists_with_gradients
 
 
 def test_changes_of_a_mask_mod_are_detected() -> None:
@@ -213,8 +217,8 @@ def test_changes_of_a_mask_mod_are_detected() -> None:
     mask = block_mask(lambda b, h, q, k: q + offset >= k, 128, 128)
     for diagonal in (0, 1, 90):
         offset.fill_(diagonal)
-        right, _ = attend_in_dense_scores(*tensors, torch.ones(128, 128).tril(diagonal).bool())
-        torch.testing.assert_close(attention(*tensors, block_mask=mask), right)
+        expected, _ = attend_in_dense_scores(*tensors, torch.ones(128, 128).tril(diagonal).bool())
+        torch.testing.assert_close(attention(*tensors, block_mask=mask), expected)
 
     def make_mod(n: int) -> Callable:
         return lambda b, h, q, k: (q >= k) & (q - k < n)
@@ -222,23 +226,23 @@ def test_changes_of_a_mask_mod_are_detected() -> None:
     for width in range(1, 60, 3):
         mask.mask_mod = None
         mask.mask_mod = make_mod(width)
-        right, _ = attend_in_dense_scores(*tensors, torch.ones(128, 128).tril().triu(1 - width).bool())
-        torch.testing.assert_close(attention(*tensors, block_mask=mask), right)
-    old_lists = block_lists(mask)
+        expected, _ = attend_in_dense_scores(*tensors, torch.ones(128, 128).tril().triu(1 - width).bool())
+        torch.testing.assert_close(attention(*tensors, block_mask=mask), expected)
+    old_lists = prepare_block_mask(mask)
     mask.seq_lengths = (100, 128)
-    assert block_lists(mask).Sq == 100 and old_lists.Sq == 128
+    assert prepare_block_mask(mask).Sq == 100 and old_lists.Sq == 128
 
 
-def test_inference_mode() -> None:
+def test_block_masks_made_in_inference_mode() -> None:
     tensors = make_operands(128, 128)
-    right, _ = attend_in_dense_scores(*tensors, make_dense_mask(causal, 128, 128))
+    expected, _ = attend_in_dense_scores(*tensors, make_dense_mask(causal, 128, 128))
     with torch.inference_mode():
         mask = block_mask(causal, 128, 128)
-        torch.testing.assert_close(attention(*tensors, block_mask=mask), right)
-    torch.testing.assert_close(attention(*tensors, block_mask=mask), right)
+        torch.testing.assert_close(attention(*tensors, block_mask=mask), expected)
+    torch.testing.assert_close(attention(*tensors, block_mask=mask), expected)
     mask = block_mask(causal, 128, 128)
     with torch.inference_mode():
-        block_lists(mask)
+        prepare_block_mask(mask)
     attention(tensors[0].requires_grad_(), *tensors[1:], block_mask=mask).sum().backward()
 
 
@@ -246,33 +250,33 @@ def test_listed_blocks_without_a_mask_mod_are_full() -> None:
     """Without a mask_mod, each listed block is full; block indices beyond the last block are ignored."""
     count, index = torch.tensor([[[1, 2]]]), torch.tensor([[[[1, 7], [0, 1]]]])
     mask = flex.BlockMask.from_kv_blocks(count.int(), index.int(), BLOCK_SIZE=128, seq_lengths=(256, 256))
-    visible = mask_preprocess_reference.seen(block_lists(mask).digest, 256, 256)[0, 0]
+    visible = mask_preprocess_reference.visible_scores(prepare_block_mask(mask).metadata, 256, 256)[0, 0]
     expected = torch.zeros(256, 256, dtype=torch.bool)
     expected[:128, 128:] = expected[128:] = True
     assert torch.equal(visible, expected)
 
 
-def test_opcheck() -> None:
+def test_block_sparse_ops_pass_opcheck() -> None:
     q, k, v = (x.transpose(1, 2) for x in make_operands(130, 200))
-    lists = block_lists(block_mask(sliding, 130, 200))
-    torch.library.opcheck(FORWARD, ([x.requires_grad_() for x in (q, k, v)][0], k, v, lists.digest, 1.0, None))
-    out, lse = FORWARD(q, k, v, lists.digest, 1.0, 0.2)
-    arguments = [x.detach() for x in (torch.ones_like(out), q, k, v, lists.digest, out, lse)]
+    lists = prepare_block_mask(block_mask(sliding, 130, 200))
+    torch.library.opcheck(FORWARD, ([x.requires_grad_() for x in (q, k, v)][0], k, v, lists.metadata, 1.0, None))
+    out, lse = FORWARD(q, k, v, lists.metadata, 1.0, 0.2)
+    arguments = [x.detach() for x in (torch.ones_like(out), q, k, v, lists.metadata, out, lse)]
     torch.library.opcheck(BACKWARD, (*arguments, 0.2), test_utils=("test_schema", "test_faketensor"))
 
 
-def test_compiled(fresh_dynamo: None, device: str) -> None:
+def test_compiled_block_mask_call_equals_eager_call(fresh_dynamo: None, device: str) -> None:
     leaves = [x.requires_grad_() for x in make_operands(130, 200, device=device)]
-    lists = block_lists(block_mask(sliding, 130, 200, device))
+    lists = prepare_block_mask(block_mask(sliding, 130, 200, device))
 
-    def loss(q: Tensor, k: Tensor, v: Tensor, lists: BlockLists) -> Tensor:
+    def loss(q: Tensor, k: Tensor, v: Tensor, lists: PreparedBlockMask) -> Tensor:
         out, lse = attention(q, k, v, block_mask=lists, return_lse=True)
         return out.square().sum() + lse.square().sum()
 
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
     grads = torch.autograd.grad(compiled(*leaves, lists), leaves)
-    for got, expected in zip(grads, torch.autograd.grad(loss(*leaves, lists), leaves), strict=True):
-        torch.testing.assert_close(got, expected)
+    for actual, expected in zip(grads, torch.autograd.grad(loss(*leaves, lists), leaves), strict=True):
+        torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("backend", ["math", "stock"])
@@ -293,8 +297,8 @@ def test_forward_runs_on_kernels(kernels_on: str, Sq: int) -> None:
     with torch.no_grad():
         out = attention(*tensors, block_mask=mask)
     assert bindings.counters(reset=True)["ours_fwd"] == 1
-    right, _ = attend_in_dense_scores(*(x.double() for x in tensors), make_dense_mask(sliding, Sq, 200, kernels_on))
-    assert float((out.double() - right).norm() / right.norm()) < 6e-3
+    expected, _ = attend_in_dense_scores(*(x.double() for x in tensors), make_dense_mask(sliding, Sq, 200, kernels_on))
+    assert float((out.double() - expected).norm() / expected.norm()) < 6e-3
 
 
 def test_tile_height_follows_the_block_lists() -> None:
@@ -304,11 +308,11 @@ def test_tile_height_follows_the_block_lists() -> None:
     blocks = torch.arange(S // 128)
     for is_visited, rows in (((blocks[:, None] * 37 + blocks * 11) % 10 == 0, 128), (blocks[:, None] >= blocks, 192)):
         lists = is_visited.sum(1).int(), is_visited.int().argsort(dim=1, descending=True, stable=True).int()
-        sparse_lists = block_lists(flex.BlockMask.from_kv_blocks(
+        sparse_lists = prepare_block_mask(flex.BlockMask.from_kv_blocks(
             *(torch.zeros_like(x)[None, None] for x in lists), *(x[None, None] for x in lists),
             BLOCK_SIZE=128, seq_lengths=(S, S),
         ), gradients=False)  # fmt: skip
-        assert (sparse_lists.tall > 1.4) == (rows == 128)
+        assert (sparse_lists.cost_ratio_192 > 1.4) == (rows == 128)
         plan = torch_flashplug.explain_attention(*tensors, block_mask=sparse_lists, device="h100")
         assert f"_m{rows}n" in plan.kernel
 
@@ -328,17 +332,20 @@ def test_explain_attention_reports_block_masks() -> None:
 def test_gradients_of_the_lse(device: str, mod: Callable, with_out: bool, scale: float | None) -> None:
     leaves = [x.double().requires_grad_() for x in make_operands(130, 200, device=device)]
     out, lse = attention(*leaves, block_mask=block_mask(mod, 130, 200, device), scale=scale, return_lse=True)
-    exact, right = attend_in_dense_scores(*leaves, make_dense_mask(mod, 130, 200, device), scale)
-    grad_out, grad_lse, empty = torch.randn_like(out), torch.randn_like(lse), right == -math.inf
+    exact, expected_out = attend_in_dense_scores(*leaves, make_dense_mask(mod, 130, 200, device), scale)
+    grad_out, grad_lse, empty = torch.randn_like(out), torch.randn_like(lse), expected_out == -math.inf
     assert bool(empty.any()) == (mod is rows_without_keys)
     grads = []
-    for o, x, fill_value in ((out, lse, math.nan), (exact, right, 0.0)):  # gradients of the LSE for rows without keys
+    for o, x, fill_value in (
+        (out, lse, math.nan),
+        (exact, expected_out, 0.0),
+    ):  # gradients of the LSE for rows without keys
         results, grad_outputs = [x], [grad_lse.masked_fill(empty, fill_value)]
         if with_out:
             results, grad_outputs = [o, *results], [grad_out, *grad_outputs]
         grads.append(torch.autograd.grad(results, leaves[:2], grad_outputs))
-    for got, expected in zip(*grads, strict=True):
-        torch.testing.assert_close(got, expected.nan_to_num())
+    for actual, expected in zip(*grads, strict=True):
+        torch.testing.assert_close(actual, expected.nan_to_num())
 
 
 def test_gradients_of_the_lse_stay_in_the_range_of_fp16(device: str) -> None:
@@ -352,14 +359,14 @@ def test_gradients_of_the_lse_stay_in_the_range_of_fp16(device: str) -> None:
     wide = [x.detach().double().requires_grad_() for x in leaves]
     grad_lse = random_tensor(2, 4, 130).to(device) * torch.tensor([1e4, 1e-3], device=device)[:, None, None]
     _, lse = attention(*leaves, block_mask=block_mask(sliding, 130, 200, device), return_lse=True)
-    _, right = attend_in_dense_scores(*wide, make_dense_mask(sliding, 130, 200, device))
-    exact = torch.autograd.grad(right, wide[:2], grad_lse.double())
+    _, expected_out = attend_in_dense_scores(*wide, make_dense_mask(sliding, 130, 200, device))
+    exact = torch.autograd.grad(expected_out, wide[:2], grad_lse.double())
     for first_batch in (grad_lse[0], grad_lse[0] * math.nan):
         batch_grads = torch.stack((first_batch, grad_lse[1]))
-        for got, expected in zip(
+        for actual, expected in zip(
             torch.autograd.grad(lse, leaves[:2], batch_grads, retain_graph=True), exact, strict=True
         ):
-            error = (got[1].double() - expected[1]).norm() / expected[1].norm()
+            error = (actual[1].double() - expected[1]).norm() / expected[1].norm()
             assert float(error) < 5e-3
 
 
@@ -384,7 +391,7 @@ def test_autocast_does_not_cast_reference_math(device: str, inside: bool) -> Non
 
 
 @pytest.mark.parametrize("mod", [lambda b, h, q, k: q >= 10 * h - 100, lambda b, h, q, k: (q >= 600 + h) & (k < 7)])
-def test_no_block_is_partial(device: str, mod: Callable) -> None:
+def test_block_mask_without_partial_blocks_equals_the_dense_mask(device: str, mod: Callable) -> None:
     tensors, sizes = make_operands(256, 256, device=device), (2, 4, 256, 256)
     out = attention(*tensors, block_mask=flex.create_block_mask(mod, *sizes, device=device))
     torch.testing.assert_close(out, attend_in_dense_scores(*tensors, flex.create_mask(mod, *sizes, device=device))[0])
@@ -400,9 +407,11 @@ def test_gradients_of_the_lse_on_kernels(kernels_on: str, size: float, dtype: to
     grads = torch.autograd.grad(lse, leaves[:2], grad_lse / 1e3)
     counts = bindings.counters(reset=True)
     assert (counts["ours_fwd"], counts["ours_bwd"], counts["math_fwd"], counts["math_bwd"]) == (2, 1, 0, 0)
-    _, right = attend_in_dense_scores(*wide, make_dense_mask(sliding, 130, 200, kernels_on))
-    for got, expected in zip(grads, torch.autograd.grad(right, wide[:2], grad_lse.double() / 1e3), strict=True):
-        assert float((got.double() - expected).norm() / expected.norm()) < near
+    _, expected_out = attend_in_dense_scores(*wide, make_dense_mask(sliding, 130, 200, kernels_on))
+    for actual, expected in zip(
+        grads, torch.autograd.grad(expected_out, wide[:2], grad_lse.double() / 1e3), strict=True
+    ):
+        assert float((actual.double() - expected).norm() / expected.norm()) < near
 
 
 def assert_refused(message: str, error: type[Exception] = ValueError, **arguments: object) -> None:
@@ -428,7 +437,7 @@ def test_invalid_arguments_are_refused() -> None:
     assert_refused(
         "must have blocks of multiples of 64, but got 32 x 32", block_mask=block_mask(sliding, 130, 200, block=32)
     )
-    forward_lists = block_lists(block_mask(sliding, 130, 200), gradients=False)
+    forward_lists = prepare_block_mask(block_mask(sliding, 130, 200), gradients=False)
     assert_refused(
         "must be made with gradients",
         block_mask=forward_lists,
@@ -438,5 +447,5 @@ def test_invalid_arguments_are_refused() -> None:
         "must be on the device of q, meta, but is on cpu", operands=[x.to("meta") for x in make_operands(130, 200)]
     )
     q, k, v = (x.transpose(1, 2) for x in make_operands(130, 200))
-    with pytest.raises(RuntimeError, match="digest must be int32 .*, but got torch.int32"):
-        FORWARD(q, k, v, forward_lists.digest[..., :-1], 1.0, None)
+    with pytest.raises(RuntimeError, match="mask_metadata must be int32 .*, but got torch.int32"):
+        FORWARD(q, k, v, forward_lists.metadata[..., :-1], 1.0, None)

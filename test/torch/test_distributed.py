@@ -17,7 +17,7 @@ import ranks
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from standin import Road
+from device_backend import DeviceBackend
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.experimental import context_parallel
@@ -25,36 +25,43 @@ from torch.distributed.tensor.experimental import context_parallel
 import torch_flashplug
 
 ON = [pytest.param("cpu", id="cpu"), pytest.param("cuda", marks=pytest.mark.gpu2)]
-MODULES = ("rank_bench", "rank_blocks", "rank_demo", "rank_dtensor", "rank_plain", "rank_rings")
+MODULES = (
+    "rank_benchmarks",
+    "rank_context_parallel_blocks",
+    "rank_demo",
+    "rank_dtensor",
+    "rank_plain_tensors",
+    "rank_context_parallel",
+)
 OFF = {"TORCH_FLASHPLUG": "0"}
 
 
 @pytest.mark.parametrize("device", ON)
 @pytest.mark.parametrize("module", MODULES)
-def test_two_ranks(module: str, device: str) -> None:
+def test_cases_on_two_ranks(module: str, device: str) -> None:
     ranks.run(module, 2, device)
 
 
 FOUR = {
-    "rank_dtensor": ("mesh_of_two_dims", "heads_that_do_not_divide", "own_ops"),
-    "rank_plain": ("ulysses", "lengths"),
-    "rank_rings": ("both_apis", "heads", "not_balanced", "compiled", "deterministic"),
+    "rank_dtensor": ("mesh_of_two_dims", "heads_that_do_not_divide", "attention_ops"),
+    "rank_plain_tensors": ("ulysses", "lengths"),
+    "rank_context_parallel": ("both_apis", "heads", "not_balanced", "compiled", "deterministic"),
 }
 
 
 @pytest.mark.parametrize("module", FOUR)
-def test_four_ranks(module: str) -> None:
+def test_cases_on_four_ranks(module: str) -> None:
     ranks.run(module, 4, cases=FOUR[module])
 
 
 @pytest.mark.parametrize("device", ON)
 def test_plugin_off_on_one_rank(device: str) -> None:
     """Turn the plugin off on one rank. No decision of the plugin may change the exchanged data."""
-    ranks.run("rank_mixed", 2, device, settings={1: OFF})
+    ranks.run("rank_mixed_plugin", 2, device, settings={1: OFF})
 
 
-def test_off_on_the_first_of_four_ranks() -> None:
-    ranks.run("rank_mixed", 4, cases=("rings",), settings={0: OFF})
+def test_plugin_off_on_the_first_of_four_ranks() -> None:
+    ranks.run("rank_mixed_plugin", 4, cases=("rings",), settings={0: OFF})
 
 
 @pytest.fixture
@@ -65,23 +72,23 @@ def mesh(device: str) -> Iterator[DeviceMesh]:
 
 
 @pytest.mark.parametrize("grad", [False, True])
-def test_one_rank(any_road: Road, mesh: DeviceMesh, grad: bool) -> None:
+def test_dtensors_on_one_rank_with_both_hooks(hooked_backend: DeviceBackend, mesh: DeviceMesh, grad: bool) -> None:
     """Use both hooks."""
-    plain = any_road.qkv(grad=grad)
+    plain = hooked_backend.qkv(grad=grad)
     sharded = [distribute_tensor(tensor.detach(), mesh, [Shard(1)]).requires_grad_(grad) for tensor in plain]
     assert torch_flashplug.explain(*sharded, is_causal=True, device="h100").part
     out = F.scaled_dot_product_attention(*sharded, is_causal=True)
-    assert any_road.took().get("ours_fwd") == 1
-    want = F.scaled_dot_product_attention(*plain, is_causal=True)
-    torch.testing.assert_close(out.full_tensor(), want, atol=2e-2, rtol=2e-2)
+    assert hooked_backend.pop_path_counts().get("ours_fwd") == 1
+    expected = F.scaled_dot_product_attention(*plain, is_causal=True)
+    torch.testing.assert_close(out.full_tensor(), expected, atol=2e-2, rtol=2e-2)
     if grad:
         out.full_tensor().float().square().sum().backward()
-        want.float().square().sum().backward()
+        expected.float().square().sum().backward()
         for sharded_leaf, plain_leaf in zip(sharded, plain):
             torch.testing.assert_close(sharded_leaf.grad.full_tensor(), plain_leaf.grad, atol=6e-2, rtol=6e-2)
 
 
-def test_demo(tmp_path: Path) -> None:
+def test_distributed_demo_divides_a_model_in_two_ways(tmp_path: Path) -> None:
     """Run the demo on the CPU, where stock serves the calls, and check the output for two ways to divide a model."""
     command = [
         sys.executable,
@@ -122,7 +129,7 @@ def test_attention_in_a_context_parallel_block_is_refused() -> None:
     assert torch_flashplug.attention(q, q, q, softcap=2.0).shape == q.shape
 
 
-def test_import_brings_no_dtensor() -> None:
+def test_import_loads_no_dtensor() -> None:
     """An import of DTensor takes a second."""
     code = (
         "import sys, torch; had = set(sys.modules); import torch_flashplug; "

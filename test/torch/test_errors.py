@@ -15,20 +15,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
-import cpp
-import on_cpu
+import compile_cpp
+import interpreted_kernels
 import pytest
 import torch
 import torch.nn.functional as F
-from standin import Road, road_to
+from device_backend import DeviceBackend, use_device_backend
 from torch import Tensor
 from torch.nn.attention import varlen
 
 from torch_flashplug import attention, sdpa_backend
-from torch_flashplug.ops import attention as windowed
+from torch_flashplug.ops import attention as attention_ops
 from torch_flashplug.ops import paged, quantized_kv
-from torch_flashplug.ops import sdpa as ops
-from torch_flashplug.torch_hooks import varlen_attn as varlen_hooks
+from torch_flashplug.ops import sdpa as sdpa_ops
+from torch_flashplug.torch_hooks import varlen_attn as varlen_attn_hook
 
 sdpa = F.scaled_dot_product_attention
 
@@ -50,9 +50,9 @@ RAISED = (
 
 
 @pytest.fixture
-def cpu() -> Iterator[Road]:
-    with road_to("cpu") as road:
-        yield road
+def cpu() -> Iterator[DeviceBackend]:
+    with use_device_backend("cpu") as device_backend:
+        yield device_backend
 
 
 @pytest.fixture(params=RAISED, ids=lambda error: type(error).__name__)
@@ -101,14 +101,14 @@ def cached_call() -> Tensor:
     return attention(random_tensor(1, 3, 2, 64), rows, rows, k_scale=scale, v_scale=scale)
 
 
-def windowed_call() -> Tensor:
+def window_call() -> Tensor:
     x = random_tensor(1, 32, 2, 64)
     return attention(x, x, x, window=(4, 4))
 
 
 FORWARDS = {
-    "sdpa": (lambda: sdpa(*[random_tensor(1, 2, 16, 64)] * 3), ops, "_scores"),
-    "window": (windowed_call, windowed.reference, "scores_of"),
+    "sdpa": (lambda: sdpa(*[random_tensor(1, 2, 16, 64)] * 3), sdpa_ops, "_scores"),
+    "window": (window_call, attention_ops.reference, "scores_of"),
     "pages": (paged_call, paged, "gathered"),
     "cache": (cached_call, quantized_kv, "attend"),
 }
@@ -116,7 +116,7 @@ FORWARDS = {
 
 @pytest.mark.parametrize("name", FORWARDS)
 def test_forward_raises_the_original_error(
-    cpu: Road, monkeypatch: pytest.MonkeyPatch, name: str, error: BaseException
+    cpu: DeviceBackend, monkeypatch: pytest.MonkeyPatch, name: str, error: BaseException
 ) -> None:
     call, module, function = FORWARDS[name]
     call()
@@ -127,14 +127,14 @@ def test_forward_raises_the_original_error(
 
 
 BACKWARDS = {
-    "sdpa": (lambda q: sdpa(q, q, q), ops.reference, "gradients"),
-    "window": (lambda q: attention(q, q, q, window=(4, 4)), windowed.reference, "gradients"),
+    "sdpa": (lambda q: sdpa(q, q, q), sdpa_ops.reference, "gradients"),
+    "window": (lambda q: attention(q, q, q, window=(4, 4)), attention_ops.reference, "gradients"),
 }
 
 
 @pytest.mark.parametrize("name", BACKWARDS)
 def test_backward_raises_the_original_error(
-    cpu: Road, monkeypatch: pytest.MonkeyPatch, name: str, error: BaseException
+    cpu: DeviceBackend, monkeypatch: pytest.MonkeyPatch, name: str, error: BaseException
 ) -> None:
     call, module, function = BACKWARDS[name]
     q = random_tensor(1, 16, 2, 64, grad=True)
@@ -147,10 +147,10 @@ def test_backward_raises_the_original_error(
 
 
 def test_forced_math_raises_the_original_error(
-    cpu: Road, monkeypatch: pytest.MonkeyPatch, error: BaseException
+    cpu: DeviceBackend, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     """Request math explicitly. C++ calls the math op for CPU tensors as for GPU tensors."""
-    monkeypatch.setattr(ops, "_scores", make_raising_function(error))
+    monkeypatch.setattr(sdpa_ops, "_scores", make_raising_function(error))
     with sdpa_backend("math"):
         assert_raises_same_object(
             lambda: torch.ops.torch_flashplug.sdpa_fwd(*[random_tensor(1, 2, 16, 64)] * 3, None, 0.0, 0, None, 1), error
@@ -173,15 +173,17 @@ def test_varlen_attn_of_stock_raises_the_original_error(
     library.impl("_flash_attention_forward", forward, "CPU")
     library.impl("_flash_attention_backward", make_raising_function(error), "CPU")
     try:
-        with on_cpu.installed_at(varlen_hooks, "cpu"):
+        with interpreted_kernels.installed_at(varlen_attn_hook, "cpu"):
             assert_raises_same_object(lambda: varlen.varlen_attn(q, q, q, cu, cu, 16, 16).sum().backward(), error)
     finally:
         library._destroy()
 
 
-def test_errors_are_per_thread(cpu: Road, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_are_per_thread(cpu: DeviceBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     errors = {f"thread {i}": ValueError(f"of {i}") for i in range(4)}
-    monkeypatch.setattr(ops, "_scores", lambda *args: make_raising_function(errors[threading.current_thread().name])())
+    monkeypatch.setattr(
+        sdpa_ops, "_scores", lambda *args: make_raising_function(errors[threading.current_thread().name])()
+    )
     errors_by_thread = {}
 
     def run() -> None:
@@ -199,31 +201,31 @@ def test_errors_are_per_thread(cpu: Road, monkeypatch: pytest.MonkeyPatch) -> No
 # ---- lifetime of errors ----
 
 
-def test_errors_and_operands_are_released(cpu: Road, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_and_operands_are_released(cpu: DeviceBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     """The traceback holds tensors, and a program that catches the error needs the memory of the tensors back."""
     operands = [random_tensor(1, 2, 16, 64)] * 3
     operand_ref = weakref.ref(operands[0])
     with monkeypatch.context() as patch:
-        patch.setattr(ops, "_scores", lambda *args: make_raising_function(ProgramError())())
+        patch.setattr(sdpa_ops, "_scores", lambda *args: make_raising_function(ProgramError())())
         error_ref = weakref.ref(raised_by(lambda: sdpa(*operands)))
-        assert isinstance(raised_by(lambda: ops._math_forward(*operands, None, 0.0, 0, None, 0)), ProgramError)
+        assert isinstance(raised_by(lambda: sdpa_ops._math_forward(*operands, None, 0.0, 0, None, 0)), ProgramError)
     operands.clear()
     gc.collect()
     assert error_ref() is None and operand_ref() is None
 
 
-def test_handled_errors_are_not_raised_later(cpu: Road, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_handled_errors_are_not_raised_later(cpu: DeviceBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     x = random_tensor(1, 2, 16, 64)
-    scores = ops._scores
+    scores = sdpa_ops._scores
 
     def recovers(*args: object) -> object:
         with monkeypatch.context() as patch:
-            patch.setattr(ops, "_scores", make_raising_function(ValueError("recovered from")))
+            patch.setattr(sdpa_ops, "_scores", make_raising_function(ValueError("recovered from")))
             assert isinstance(raised_by(lambda: sdpa(x, x, x)), ValueError)
         return scores(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(ops, "_scores", recovers)
+        patch.setattr(sdpa_ops, "_scores", recovers)
         out = sdpa(x, x, x)
     assert out.isfinite().all() and sdpa(x, x, x).isfinite().all()
 
@@ -232,7 +234,7 @@ def test_handled_errors_are_not_raised_later(cpu: Road, monkeypatch: pytest.Monk
 
 
 @pytest.fixture
-def allocation_errors(cpu: Road) -> Iterator[list[BaseException]]:
+def allocation_errors(cpu: DeviceBackend) -> Iterator[list[BaseException]]:
     """Make aten::empty_strided raise the first error of a list, or allocate as usual if the list is empty."""
     errors, library = [], torch.library.Library("aten", "IMPL")
 
@@ -259,15 +261,15 @@ def test_allocation_in_cpp_raises_the_original_error(
     assert sdpa(x, x, x).isfinite().all()
 
 
-def test_failed_allocation_raises_the_error_of_torch(cpu: Road) -> None:
+def test_failed_allocation_raises_the_error_of_torch(cpu: DeviceBackend) -> None:
     """Allocate more memory than any machine has. The text must be the text of the CPU allocator of torch."""
     q = random_tensor(1, 1, 1, 64).expand(1, 2**20, 2**26, 64)
     with pytest.raises(RuntimeError, match="can't allocate memory: you tried to allocate") as stock:
         torch.empty_like(q)
     for call in (lambda: sdpa(q, q, q), lambda: attention(q, q, q, window=(4, 4))):
-        with pytest.raises(RuntimeError, match="can't allocate memory: you tried to allocate") as ours:
+        with pytest.raises(RuntimeError, match="can't allocate memory: you tried to allocate") as plugin_error:
             call()
-        assert type(ours.value) is type(stock.value) and "torch_flashplug" not in str(ours.value)
+        assert type(plugin_error.value) is type(stock.value) and "torch_flashplug" not in str(plugin_error.value)
 
 
 ASKED = """
@@ -295,7 +297,7 @@ extern "C" void* negate() try {
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="older torch only logs the texts")
 def test_errors_of_dispatched_calls_keep_their_text(tmp_path: Path) -> None:
     """Check errors raised by C++, and errors raised by Python code in the wording of pybind11."""
-    assert cpp.compiles(ASKED, "-shared", "-fPIC", "-o", str(tmp_path / "asked.so"))
+    assert compile_cpp.compiles(ASKED, "-shared", "-fPIC", "-o", str(tmp_path / "asked.so"))
     negate = ctypes.PyDLL(str(tmp_path / "asked.so")).negate
     negate.restype = ctypes.py_object
     with pytest.raises(RuntimeError) as stock:

@@ -10,8 +10,8 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from faults import check, half
-from standin import road_to
+from device_backend import use_device_backend
+from stock_bug_inputs import assert_matches_fp64, random_bf16
 from torch.nn.attention import SDPBackend
 
 from torch_flashplug.api.backend import DEVICES as GPUS
@@ -40,7 +40,7 @@ def test_unmasked_partial_blocks_are_a_cudnn_fault(
     query, key = (torch.empty(2, 4, size, 64, dtype=torch.bfloat16) for size in (rows, keys))
     query.requires_grad_(settings["grad"])
     arguments = (query, key, key, None, settings["dropout_p"], settings["is_causal"], None)
-    with road_to("cpu"):
+    with use_device_backend("cpu"):
         bindings.set_facts_override(GPUS[settings["gpu"]])
         choice, reason = describe_call.right_choice(CUDNN.value, *arguments)
         assert describe_call.right_choice(FLASH.value, *arguments) == (FLASH.value, "")
@@ -64,12 +64,16 @@ def test_gradients_are_right_for_very_negative_lse(name: str, level: float) -> N
     """cuDNN returns NaN below -88.7."""
     heads, (Sq, Sk), (D, Dv) = LOW[name]
     torch.manual_seed(1)
-    q, k, v = half(*heads[:2], Sq, D) * 0.1, half(heads[0], heads[2], Sk, D) * 0.1, half(heads[0], heads[2], Sk, Dv)
+    q, k, v = (
+        random_bf16(*heads[:2], Sq, D) * 0.1,
+        random_bf16(heads[0], heads[2], Sk, D) * 0.1,
+        random_bf16(heads[0], heads[2], Sk, Dv),
+    )
     q[..., 0], k[..., 0] = 1.0, (level - math.log(Sk)) * D**0.5
     leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
     bindings.counters(reset=True)
     out = sdpa(*leaves, enable_gqa=True)
-    inputs = Inputs(*(tensor.detach() for tensor in leaves), half(*out.shape))
+    inputs = Inputs(*(tensor.detach() for tensor in leaves), random_bf16(*out.shape))
     grads = torch.autograd.grad(out, leaves, inputs.grad_out)
     assert bindings.counters()["ours_bwd"] == 1
-    check(name, new_case(name, heads, (Sq, Sk), (D, Dv)), inputs, out.detach(), grads)
+    assert_matches_fp64(name, new_case(name, heads, (Sq, Sk), (D, Dv)), inputs, out.detach(), grads)

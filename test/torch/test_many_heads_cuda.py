@@ -64,8 +64,8 @@ def test_calls_beyond_65535_batches_or_heads_run_on_kernels(shape: tuple[int, ..
         assert all(x.isfinite().all() for x in (out, q.grad, k.grad, v.grad))
         return
     expected = reference(*(last_part(x, shape) for x in (q, k, v, grad, bias, mask)))
-    for tensor, right in zip((out, q.grad, k.grad, v.grad), expected):
-        assert error_of(last_part(tensor, shape), right) < 1e-2
+    for tensor, expected_out in zip((out, q.grad, k.grad, v.grad), expected):
+        assert error_of(last_part(tensor, shape), expected_out) < 1e-2
 
 
 @pytest.mark.parametrize("bias_shape", [(1, 3, 49, 49), (1, 1, 49, 49), (1, 1, 1, 49), (1, 3, 1, 49)])

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from standin import Road
+from device_backend import DeviceBackend
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
@@ -57,7 +57,7 @@ def under_vmap_of_grad(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, grad: Tens
     return tuple(gradient[0] for gradient in mapped)
 
 
-WAYS: dict[str, Callable[..., Gradients]] = {
+TRANSFORMS: dict[str, Callable[..., Gradients]] = {
     "flop counter": under_flop_counter,
     "selective checkpoint": under_selective_checkpoint,
     "grad": under_grad,
@@ -72,21 +72,22 @@ def reference_gradients(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, grad: Ten
     return tuple(leaf.grad for leaf in leaves)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("length", [64, 128, 192])
-def test_left_padded_gradients_run_on_kernels(road: Road, way: str, length: int) -> None:
+def test_left_padded_gradients_run_on_kernels(device_backend: DeviceBackend, transform: str, length: int) -> None:
     """Stock gives NaN in dQ if the last block of 128 rows holds 64 rows."""
     q, k, v, grad = (
-        torch.randn(2, 4, length, 64, device=road.device, dtype=torch.bfloat16).requires_grad_(False) for _ in range(4)
+        torch.randn(2, 4, length, 64, device=device_backend.device, dtype=torch.bfloat16).requires_grad_(False)
+        for _ in range(4)
     )
-    rows = torch.arange(length, device=road.device)
-    padded = torch.tensor([length // 3, 5], device=road.device).view(2, 1, 1, 1)
+    rows = torch.arange(length, device=device_backend.device)
+    padded = torch.tensor([length // 3, 5], device=device_backend.device).view(2, 1, 1, 1)
     mask = (rows >= padded) & (rows <= rows[:, None])
-    road.took()
+    device_backend.pop_path_counts()
 
-    gradients = WAYS[way](q, k, v, mask, grad)
+    gradients = TRANSFORMS[transform](q, k, v, mask, grad)
 
-    assert road.took()["ours_fwd"] >= 1
+    assert device_backend.pop_path_counts()["ours_fwd"] >= 1
     for gradient, expected in zip(gradients, reference_gradients(q, k, v, mask, grad)):
         error = (gradient.double() - expected).norm() / expected.norm()
         assert error < 1e-2

@@ -15,7 +15,7 @@ import torch_flashplug
 from torch_flashplug import attention
 from torch_flashplug.flash_attn import flash_attn_func, flash_attn_with_kvcache
 
-INTO = (torch.ops.torch_flashplug.attention_fwd_out, torch.ops.torch_flashplug.paged_fwd_out)
+OPS_WITH_OUT = (torch.ops.torch_flashplug.attention_fwd_out, torch.ops.torch_flashplug.paged_fwd_out)
 HQ, HKV, D = 4, 2, 32
 
 
@@ -41,17 +41,17 @@ CALLS = {
     "pages_on_end": ((5,), (6, 16), TABLE | {"cu_seqlens_q": int32_tensor(0, 3, 5)}),
     "pages_of_ones": ((2,), (6, 16), TABLE | {"cu_seqlens_q": int32_tensor(0, 1, 2), "max_seqlen_q": 1}),
 }
-EIGHT = {"k_scale": 0.03, "v_scale": torch.tensor([0.02, 0.04])}
+KV_SCALES = {"k_scale": 0.03, "v_scale": torch.tensor([0.02, 0.04])}
 CALLS_OF_8_BITS = {
-    "eight": ((2, 3), (2, 40), EIGHT),
-    "eight_softcap": ((2, 3), (2, 40), EIGHT | {"softcap": 2.0}),
-    "eight_sinks": ((2, 3), (2, 40), EIGHT | {"sinks": random_tensor(HQ)}),
-    "eight_used": ((2, 3), (2, 40), EIGHT | {"seqused_k": int32_tensor(7, 40), "causal": True}),
-    "eight_used_many": ((2, 40), (2, 40), EIGHT | {"seqused_k": int32_tensor(7, 40), "causal": True}),
-    "eight_on_end": ((9,), (9,), EIGHT | {"cu_seqlens_q": int32_tensor(0, 4, 9), "softcap": 2.0}),
-    "eight_pages": ((2, 3), (6, 16), EIGHT | TABLE),
-    "eight_pages_softcap": ((2, 3), (6, 16), EIGHT | TABLE | {"softcap": 2.0, "causal": True}),
-    "eight_pages_on_end": ((5,), (6, 16), EIGHT | TABLE | {"cu_seqlens_q": int32_tensor(0, 3, 5), "softcap": 2.0}),
+    "eight": ((2, 3), (2, 40), KV_SCALES),
+    "eight_softcap": ((2, 3), (2, 40), KV_SCALES | {"softcap": 2.0}),
+    "eight_sinks": ((2, 3), (2, 40), KV_SCALES | {"sinks": random_tensor(HQ)}),
+    "eight_used": ((2, 3), (2, 40), KV_SCALES | {"seqused_k": int32_tensor(7, 40), "causal": True}),
+    "eight_used_many": ((2, 40), (2, 40), KV_SCALES | {"seqused_k": int32_tensor(7, 40), "causal": True}),
+    "eight_on_end": ((9,), (9,), KV_SCALES | {"cu_seqlens_q": int32_tensor(0, 4, 9), "softcap": 2.0}),
+    "eight_pages": ((2, 3), (6, 16), KV_SCALES | TABLE),
+    "eight_pages_softcap": ((2, 3), (6, 16), KV_SCALES | TABLE | {"softcap": 2.0, "causal": True}),
+    "eight_pages_on_end": ((5,), (6, 16), KV_SCALES | TABLE | {"cu_seqlens_q": int32_tensor(0, 3, 5), "softcap": 2.0}),
 }
 
 
@@ -99,8 +99,8 @@ def test_fixed_splits_do_not_change_gradients(device: str, splits: dict[str, int
         leaves = [x.requires_grad_() for x in operands]
         expected = torch.autograd.grad(attention(*leaves, **arguments).sum(), leaves)
         actual = torch.autograd.grad(attention(*leaves, **arguments, **splits).sum(), leaves)
-        for got, exact in zip(actual, expected, strict=True):
-            torch.testing.assert_close(got, exact, rtol=1e-4, atol=1e-5)
+        for result, exact in zip(actual, expected, strict=True):
+            torch.testing.assert_close(result, exact, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("call", CALLS_OF_8_BITS)
@@ -124,10 +124,12 @@ def test_gradients_of_8_bit_calls_are_refused(device: str, call: str) -> None:
         out.sum().backward()
 
 
-@pytest.mark.parametrize("op, road", [(INTO[0], "on_end"), (INTO[1], "pages")], ids=["attention", "paged"])
-def test_opcheck_of_ops_with_out(device: str, op: torch._ops.OpOverloadPacket, road: str) -> None:
-    (q, k, v), arguments = make_call(road, device, torch.float32)
-    if road == "on_end":
+@pytest.mark.parametrize(
+    "op, op_kind", [(OPS_WITH_OUT[0], "on_end"), (OPS_WITH_OUT[1], "pages")], ids=["attention", "paged"]
+)
+def test_ops_with_out_pass_opcheck(device: str, op: torch._ops.OpOverloadPacket, op_kind: str) -> None:
+    (q, k, v), arguments = make_call(op_kind, device, torch.float32)
+    if op_kind == "on_end":
         q, k, v = (x.unsqueeze(0) for x in (q, k, v))
         lengths = (None, arguments["cu_seqlens_q"], arguments["cu_seqlens_q"], None)
     else:
@@ -139,7 +141,7 @@ def test_opcheck_of_ops_with_out(device: str, op: torch._ops.OpOverloadPacket, r
         torch.library.opcheck(op, (torch.empty_like(turned[0]), *turned, *lengths, *settings), test_utils=tests)
 
 
-def test_opcheck_of_dequantization(device: str) -> None:
+def test_dequantization_op_passes_opcheck(device: str) -> None:
     (q, k, _), _ = make_call("eight", device, torch.float16)
     scale = torch.rand(k.shape[:3], device=device)
     torch.library.opcheck(torch.ops.torch_flashplug.dequantise, (q, k, scale))
@@ -241,10 +243,10 @@ def test_num_splits_of_flash_attn_is_passed_on(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(names, "attention", recorded)
     q, k, v = make_call("plain", "cpu", torch.float32)[0]
-    right = flash_attn_func(q, k, v)
+    expected = flash_attn_func(q, k, v)
     for splits in (0, 1, 4):
-        torch.testing.assert_close(flash_attn_func(q, k, v, num_splits=splits), right)
-        torch.testing.assert_close(flash_attn_with_kvcache(q, k, v, num_splits=splits), right)
+        torch.testing.assert_close(flash_attn_func(q, k, v, num_splits=splits), expected)
+        torch.testing.assert_close(flash_attn_with_kvcache(q, k, v, num_splits=splits), expected)
     assert recorded_splits == [None, None, None, 1, 1, 4, 4]
 
 

@@ -9,14 +9,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from graphs import Recorder, causal, sdpa
 from torch import Tensor
+from traced_graphs import Recorder, causal, sdpa
 
 import torch_flashplug
 from torch_flashplug import env, sdpa_backend
 from torch_flashplug.api import startup
 from torch_flashplug.dispatch import bindings
-from torch_flashplug.registry.quant_recipes import RECIPES, number_of
+from torch_flashplug.registry.quant_recipes import RECIPES, precision_number
 
 SHIFT = bindings.PRECISION_SHIFT
 
@@ -44,7 +44,7 @@ def reset_process_precision() -> Iterator[None]:
 def test_forced_backend_uses_the_requested_precision(name: str, precision_in_plan: str) -> None:
     with sdpa_backend("fa3", precision=name):
         plan = explain_on_h100(qkv())
-    assert plan.precision == precision_in_plan and precision_in_plan in plan.kernel and not plan.whole
+    assert plan.precision == precision_in_plan and precision_in_plan in plan.kernel and not plan.why_not_8bit
     assert f"precision   {precision_in_plan}: scores" in str(plan)
 
 
@@ -52,7 +52,7 @@ def test_forced_backend_uses_the_requested_precision(name: str, precision_in_pla
 def test_default_precision_is_16_bits(precision: str | None) -> None:
     with sdpa_backend("fa3", precision=precision):
         plan = explain_on_h100(qkv())
-    assert plan.backend == "fa3" and not plan.precision and "bit" not in plan.kernel and not plan.whole
+    assert plan.backend == "fa3" and not plan.precision and "bit" not in plan.kernel and not plan.why_not_8bit
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -61,7 +61,7 @@ def test_auto_treats_precision_as_a_permission(name: str) -> None:
     with sdpa_backend("auto", precision=name):
         plan = explain_on_h100(qkv())
     assert plan.backend == "fa3" and not plan.precision
-    assert plan.whole.startswith("No measured entry covers this c") and "16 bits     No measured" in str(plan)
+    assert plan.why_not_8bit.startswith("No measured entry covers this c") and "16 bits     No measured" in str(plan)
     assert plan.kernel == explain_on_h100(qkv()).kernel and plan.row == explain_on_h100(qkv()).row
 
 
@@ -82,7 +82,7 @@ def test_process_precision_applies_to_all_blocks(reset_process_precision: None) 
         with sdpa_backend(backend):
             assert explain_on_h100(long_inputs).precision == "qk8"
             plan = explain_on_h100(qkv())
-            assert plan.whole and not plan.precision and not plan.error
+            assert plan.why_not_8bit and not plan.precision and not plan.error
             assert not explain_on_h100(qkv(grad=True)).error
             with sdpa_backend(backend, precision="16bit"):
                 assert not explain_on_h100(long_inputs).precision
@@ -93,12 +93,12 @@ def test_process_precision_applies_to_all_blocks(reset_process_precision: None) 
     with sdpa_backend("fa3", precision="e4m3"):
         assert explain_on_h100(qkv()).precision == "e4m3"
     torch_flashplug.enable(precision="16bit")
-    assert not explain_on_h100(qkv()).whole
+    assert not explain_on_h100(qkv()).why_not_8bit
 
 
 def test_environment_sets_the_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(env.PRECISION.name, "fp8")
-    assert startup._process_precision() == number_of("8bit")
+    assert startup._process_precision() == precision_number("8bit")
     monkeypatch.setenv(env.PRECISION.name, "4bit")
     with pytest.raises(ValueError, match="TORCH_FLASHPLUG_PRECISION: precision must be one of 16bit, .* got '4bit'"):
         startup._process_precision()
@@ -131,16 +131,16 @@ def test_precision_with_masks_and_dropout(arguments: dict, error: str) -> None:
     assert error in plan.error and bool(plan.error) == bool(error)
     with sdpa_backend("auto", precision="8bit"):
         plan = explain_on_h100(qkv(), **arguments)
-    assert plan.backend == "fa3" and not plan.precision and plan.whole
+    assert plan.backend == "fa3" and not plan.precision and plan.why_not_8bit
 
 
-def test_wide_heads_and_gradients() -> None:
+def test_precision_of_wide_heads_and_of_gradients_is_reported() -> None:
     with sdpa_backend("fa3", precision="8bit"):
         assert explain_on_h100(qkv(D=256)).precision == "8bit"
         assert "8-bit attention has no backward" in explain_on_h100(qkv(grad=True)).error
     with sdpa_backend("auto", precision="8bit"):
         plan = explain_on_h100(qkv(grad=True))
-    assert plan.backend == "fa3" and "8-bit attention has no backward" in plan.whole
+    assert plan.backend == "fa3" and "8-bit attention has no backward" in plan.why_not_8bit
     with sdpa_backend("fa2", precision="8bit"):
         assert (
             "precision='8bit' is requested, but the kernels of this backend multiply in 16"
@@ -160,7 +160,7 @@ def test_blocks_and_process_reach_kernels(kernels_on: str, reset_process_precisi
     inputs = qkv("cpu", D=64, rows=70)
     in_16_bits, in_8_bits = run(kernels_on, inputs, None), run(kernels_on, inputs, "qk8")
     assert not torch.equal(in_16_bits, in_8_bits)
-    bindings.set_process_precision(number_of("qk8"))
+    bindings.set_process_precision(precision_number("qk8"))
     assert torch.equal(run(kernels_on, inputs, "qk8"), in_8_bits)
     for name in (None, "16bit"):  # 8 bits are permitted, but not faster for such a short call
         assert torch.equal(run(kernels_on, inputs, name), in_16_bits)
@@ -193,16 +193,16 @@ def test_graphs_with_gradients_multiply_in_sixteen_bits(kernels_on: str, reset_p
     inputs = [x.to(kernels_on).requires_grad_() for x in qkv("cpu", D=64, rows=70)]
     compiled = torch.compile(causal, fullgraph=True, backend=Recorder())
     with sdpa_backend("fa3"):
-        want = causal(*inputs)
-        want.sum().backward()
+        expected = causal(*inputs)
+        expected.sum().backward()
         grads = [x.grad for x in inputs]
     for x in inputs:
         x.grad = None
-    bindings.set_process_precision(number_of("8bit"))
+    bindings.set_process_precision(precision_number("8bit"))
     with sdpa_backend("auto"):
-        got = compiled(*inputs)
-        got.sum().backward()
-    assert torch.equal(got, want)
+        actual = compiled(*inputs)
+        actual.sum().backward()
+    assert torch.equal(actual, expected)
     assert all(torch.equal(x.grad, grad) for x, grad in zip(inputs, grads, strict=True))
 
 
@@ -211,8 +211,8 @@ def test_direct_op_call_uses_the_precision_of_the_mode_argument(kernels_on: str,
     inputs = [x.to(kernels_on) for x in qkv("cpu", D=64, rows=70)]
     op = torch.ops.torch_flashplug.sdpa_fwd
     fa3 = bindings.BACKENDS.index("fa3")
-    bindings.set_process_precision(number_of("qk8"))
+    bindings.set_process_precision(precision_number("qk8"))
     in_16_bits = op(*inputs, None, 0.0, 0, None, fa3)[0]
     assert torch.equal(in_16_bits, run(kernels_on, inputs, "16bit"))
-    in_8_bits = op(*inputs, None, 0.0, 0, None, fa3 | number_of("8bit") << SHIFT)[0]
+    in_8_bits = op(*inputs, None, 0.0, 0, None, fa3 | precision_number("8bit") << SHIFT)[0]
     assert torch.equal(in_8_bits, run(kernels_on, inputs, "8bit"))

@@ -1,7 +1,7 @@
 """Rows and keys outside all packed sequences: attention() must not read them, whatever their values.
 
 The tests cover every tensor of a forward or backward, keys beyond the KV length, and blocks outside the block-sparse
-lists. test_lengths.py checks the numbers of the kernels.
+lists. test_varlen_kernels.py checks the numbers of the kernels.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
 from torch_flashplug import attention, sdpa_backend
-from torch_flashplug.ops import attention as windowed
+from torch_flashplug.ops import attention as attention_ops
 
 SEED, HEADS, KV_HEADS, DIM = 20261127, 4, 2, 64
 AHEAD, BEHIND = 3, 5  # rows and keys before the first sequence, and after the last sequence
@@ -26,7 +26,7 @@ SETTINGS = {
     "window": {"causal": "top_left", "window": (4, -1)},
     "softcap": {"causal": True, "softcap": 1.5},
 }
-BAD = (math.nan, math.inf, -math.inf)
+BAD_VALUES = (math.nan, math.inf, -math.inf)
 NAMES = ("q", "k", "v", "sinks", "do", "dlse")
 Call = dict[str, Tensor]
 
@@ -77,7 +77,7 @@ def attend_in_fp64(call: Call, settings: dict, *, lse: bool = True) -> dict[str,
         [make_cu_seqlens(query) for query in LENGTHS],
     )
     out = torch.zeros_like(wide["do"])
-    window = windowed.Window(
+    window = attention_ops.Window(
         settings.get("window", (-1, -1))[0], 0 if settings.get("causal") else -1, settings.get("causal") != "top_left"
     )
     for i in range(len(LENGTHS[0])):
@@ -86,7 +86,7 @@ def attend_in_fp64(call: Call, settings: dict, *, lse: bool = True) -> dict[str,
         key, value = (x[keys].transpose(0, 1).repeat_interleave(HEADS // KV_HEADS, 0) for x in (k, v))
         scores, cap = query @ key.mT * DIM**-0.5, settings.get("softcap")
         scores = cap * torch.tanh(scores / cap) if cap else scores
-        scores = scores.masked_fill(~window.seen(*scores.shape[1:], torch.device("cpu")), -math.inf)
+        scores = scores.masked_fill(~window.to_mask(*scores.shape[1:], torch.device("cpu")), -math.inf)
         scores = torch.cat((scores, sinks.view(-1, 1, 1).expand(*scores.shape[:2], 1)), -1)
         sequence_out = (scores.softmax(-1)[..., :-1] @ value).transpose(0, 1)
         out[rows] = sequence_out.detach()
@@ -127,7 +127,7 @@ def test_gradients_do_not_read_rows_outside_sequences(
     tolerance = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 3e-2, "atol": 6e-2}
     for name, x in expected.items():
         torch.testing.assert_close(clean[name].cpu().double(), x, **tolerance)
-    for bad in BAD:
+    for bad in BAD_VALUES:
         assert_same_results(run_attention(make_call(dtype, bad), device, arguments, lse=lse), clean)
 
 
@@ -135,7 +135,7 @@ def test_gradients_do_not_read_rows_outside_sequences(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_gradients_without_sinks_do_not_read_rows_outside_sequences(device: str, dtype: torch.dtype) -> None:
     clean = run_attention(make_call(dtype), device, SETTINGS["causal"], sinks=False)
-    for bad in BAD:
+    for bad in BAD_VALUES:
         assert_same_results(run_attention(make_call(dtype, bad), device, SETTINGS["causal"], sinks=False), clean)
 
 
@@ -158,12 +158,12 @@ def test_backward_does_not_read_output_rows_outside_sequences(device: str, op: s
     q, k, v, do = (call[name].transpose(0, 1).unsqueeze(0) for name in ("q", "k", "v", "do"))
     lengths, dlse = [make_cu_seqlens(expected, device) for expected in LENGTHS], call["dlse"].unsqueeze(0)
     window = (-1, 0, True, 0.0, None)
-    out, lse = windowed.namespace.attention_fwd(q, k, v, call["sinks"], *lengths, None, *window)
-    clean = getattr(windowed.namespace, op)(do, dlse, q, k, v, out, lse, *lengths, *window, False)[:3]
-    for bad in BAD:
+    out, lse = attention_ops.namespace.attention_fwd(q, k, v, call["sinks"], *lengths, None, *window)
+    clean = getattr(attention_ops.namespace, op)(do, dlse, q, k, v, out, lse, *lengths, *window, False)[:3]
+    for bad in BAD_VALUES:
         for x in (do, out, lse.unsqueeze(-1), dlse.unsqueeze(-1)):
             x[:, :, :AHEAD] = x[:, :, -BEHIND:] = bad
-        actual = getattr(windowed.namespace, op)(do, dlse, q, k, v, out, lse, *lengths, *window, False)[:3]
+        actual = getattr(attention_ops.namespace, op)(do, dlse, q, k, v, out, lse, *lengths, *window, False)[:3]
         for x, expected in zip(actual, clean, strict=True):
             torch.testing.assert_close(x, expected, rtol=1e-2, atol=1e-3)
 
@@ -205,7 +205,7 @@ def test_keys_beyond_the_kv_length_are_not_read(device: str, dtype: torch.dtype,
     assert all(x.isfinite().all() for x in clean)
     hidden = torch.ones(40, dtype=torch.bool, device=device)
     hidden[COUNT] = False
-    for bad in BAD:
+    for bad in BAD_VALUES:
         call["k"][hidden] = call["v"][hidden] = bad
         for x, expected in zip(forward(*call.values(), **more), clean, strict=True):
             assert torch.equal(x, expected)
@@ -237,7 +237,7 @@ def test_pages_beyond_the_kv_length_are_not_read(device: str, rows: int, packed:
 
     clean_results = forward(True), forward(False)
     assert all(x.isfinite().all() for clean in clean_results for x in clean)
-    for bad in BAD:
+    for bad in BAD_VALUES:
         for page, row in ((0, 0), (2, 0), (1, 4), (4, 5)):
             for scale in scales.values():
                 scale[page, :, row:] = bad
@@ -266,7 +266,7 @@ def test_reference_math_of_block_lists_does_not_read_masked_rows(device: str, na
             return (results[0], *torch.autograd.grad(results, leaves, (call["do"], call["dlse"])))
 
     clean = step()
-    for bad in BAD:
+    for bad in BAD_VALUES:
         (call[name].transpose(1, 2) if name == "dlse" else call[name])[:, used:] = bad
         for x, expected in zip(step(), clean, strict=True):
             torch.testing.assert_close(x[:, :used], expected[:, :used], rtol=1e-5, atol=1e-5)
@@ -286,7 +286,7 @@ def test_compiled_gradients_do_not_read_rows_outside_sequences(dynamic: bool) ->
 
     compiled = torch.compile(loss, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     expected = run_attention(make_call(torch.float32), "cpu", SETTINGS["causal"])
-    for bad in BAD:
+    for bad in BAD_VALUES:
         call = make_call(torch.float32, bad)
         leaves = [call[name].requires_grad_() for name in NAMES[:4]]
         results = compiled(*leaves, *(make_cu_seqlens(lengths) for lengths in LENGTHS))
@@ -325,7 +325,7 @@ def test_captured_gradients_do_not_read_rows_outside_sequences(dtype: torch.dtyp
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         grads = step()
-    for bad in BAD:
+    for bad in BAD_VALUES:
         with torch.no_grad():
             for name, x in make_call(dtype, bad).items():
                 call[name].copy_(x)

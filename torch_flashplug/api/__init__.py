@@ -6,7 +6,7 @@
 - `attention_args`: The checks of the arguments of attention().
 - `varlen`: attention() of packed sequences, KV caches and paged KV caches.
 - `varlen_args`: The checks of cu_seqlens and seqused_k.
-- `varlen_plan`: plan(): tile lists that several calls share.
+- `varlen_plan`: plan_varlen(): tile lists that several calls share.
 - `kv_cache`: append_kv().
 - `block_sparse`: attention() with a block_mask.
 - `explain_attention`: explain_attention().

@@ -13,32 +13,32 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..ops.attention import NO_PLAN, Window
+from ..ops.attention import NO_LENGTHS, NO_PLAN, Window
 from ..torch_hooks import describe_call
 from .attention_args import (
+    AttentionParams,
     Scale,
     Scales,
-    are_few_rows,
-    as_sinks,
+    call_op_with_out,
     check_bound,
     check_dtypes,
     check_operands,
     check_out,
     check_rank,
     check_same,
-    have_kernels,
-    in_16_bits,
+    dequantize_to_16bit,
+    has_kernel,
+    is_decode_call,
+    normalize_kv_scales,
+    normalize_sinks,
+    params_of,
     refuse_forward_mode,
-    scales_of,
     softcap_of,
-    split_size_of,
-    splits_of,
     window_of,
-    written,
 )
-from .block_sparse import of_blocks
-from .varlen import check_pages, in_pages, on_end, some_of_each
-from .varlen_plan import LengthsPlan, check_is_plan
+from .block_sparse import block_sparse_attention
+from .varlen import check_pages, kv_length_attention, paged_attention, varlen_attention
+from .varlen_plan import VarlenPlan, check_is_plan
 
 _F_SDPA = torch._C._nn.scaled_dot_product_attention  # torch's built-in function; context_parallel replaces the name
 
@@ -64,7 +64,7 @@ def attention(  # noqa: PLR0913
     block_mask: object | None = None,
     num_splits: int | None = None,
     fixed_split_size: int | None = None,
-    plan: LengthsPlan | None = None,
+    plan: VarlenPlan | None = None,
     out: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -119,10 +119,11 @@ def attention(  # noqa: PLR0913
             number or a tensor of shape (), (Hkv,), (B, Hkv) or (B, Hkv, Sk), where a dim may be 1; with `block_table`
             (pages, Hkv, rows of a page). None stands for 1, which int8 does not allow.
         v_scale (Tensor, float or None): Factor of 8-bit values, in the form of `k_scale`.
-        block_mask (BlockMask, BlockLists or None): A BlockMask of torch.nn.attention.flex_attention of shape (B or 1,
-            Hq or 1, Sq, Sk), or the result of `block_lists()`. The mask lists the visible blocks of keys for each block
-            of queries, and its `mask_mod` masks scores in partial blocks. No other argument may mask keys then. The
-            result of preprocessing is kept with a BlockMask, so that only the first call waits for the device.
+        block_mask (BlockMask, PreparedBlockMask or None): A BlockMask of torch.nn.attention.flex_attention of shape (B
+            or 1, Hq or 1, Sq, Sk), or the result of `prepare_block_mask()`. The mask lists the visible blocks of keys
+            for each block of queries, and its `mask_mod` masks scores in partial blocks. No other argument may mask
+            keys then. The result of preprocessing is kept with a BlockMask, so only the first call waits for the
+            device.
             Gradients of q, k and v exist; gradients through the LSE cost a second forward and a second backward.
         num_splits (int or None): Number of CTAs among which the keys of decode are split, 1 to 255. None: the fastest
             number. 1 also promises batch-invariant results: a sequence gets the same bits of results and gradients
@@ -137,8 +138,8 @@ def attention(  # noqa: PLR0913
             block in which the window begins. The promise is that of `num_splits=1`, for any width of `block_table`, and
             a long sequence still occupies many CTAs. A different size rounds differently. The capacity of a sequence,
             given by `block_table` or `k`, may be up to 255 splits. Calls of more query rows are not split.
-        plan (LengthsPlan or None): The result of `plan()` for these packed sequences, so that the call does not build
-            the lists of tiles again. The results are bitwise the same.
+        plan (VarlenPlan or None): The result of `plan_varlen()` for these packed sequences, so that the call does not
+            build the lists of tiles again. The results are bitwise the same.
         out (Tensor or None): Tensor with the shape, dtype and device of the result, which is written to and returned.
             `out` may share no memory with any other tensor of the call. Kernels write directly into an `out` whose rows
             are whole multiples of 16 bytes. In all other cases, and without a kernel, the result is copied into `out`.
@@ -162,97 +163,102 @@ def attention(  # noqa: PLR0913
             "hold only the rows of one rank. Call F.scaled_dot_product_attention there."
         )
     check_bound("max_seqlen_q", max_seqlen_q), check_bound("max_seqlen_k", max_seqlen_k)
-    seen = (*window_of(causal, window), softcap_of(softcap), scale)
-    seen = (*seen, splits_of(num_splits), split_size_of(fixed_split_size, num_splits))
+    params = params_of(causal, window, softcap, scale, num_splits, fixed_split_size)
     operands, scales = (q, k, v), (k_scale, v_scale)
-    given = (cu_seqlens_q, cu_seqlens_k, seqused_k)
+    lengths = (cu_seqlens_q, cu_seqlens_k, seqused_k)
     if out is not None:
-        check_out(out, operands, sinks, *scales, *given, block_table)
+        check_out(out, operands, sinks, *scales, *lengths, block_table)
     if plan is not None:
         check_is_plan(plan, cu_seqlens_q is not None and block_table is None and block_mask is None)
     if block_mask is not None:
-        beside = {
-            "causal or window": seen[:2] != (-1, -1), "softcap": softcap != 0.0, "sinks": sinks is not None,
+        other_masks = {
+            "causal or window": params.window.is_bounded, "softcap": softcap != 0.0, "sinks": sinks is not None,
             "k_scale, v_scale": any(x is not None for x in scales), "block_table": block_table is not None,
-            "lengths": any(x is not None for x in given), "num_splits": num_splits is not None,
+            "lengths": any(x is not None for x in lengths), "num_splits": num_splits is not None,
             "fixed_split_size": fixed_split_size is not None,
         }  # fmt: skip
-        found = of_blocks(operands, block_mask, [name for name, asked in beside.items() if asked], scale, out)
-        return found if return_lse else found[0]
+        conflicts = [name for name, is_used in other_masks.items() if is_used]
+        results = block_sparse_attention(operands, block_mask, conflicts, scale, out)
+        return results if return_lse else results[0]
     if block_table is not None:
-        found = in_pages(operands, sinks, block_table, given, scales, seen, max_seqlen_q, out)
+        results = paged_attention(operands, sinks, block_table, lengths, scales, params, max_seqlen_q, out)
     elif cu_seqlens_q is not None or cu_seqlens_k is not None:
-        given = (cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k, seqused_k)
-        found = on_end(operands, sinks, given, seen, scales, out, plan)
+        lengths = (cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k, seqused_k)
+        results = varlen_attention(operands, sinks, lengths, params, scales, out, plan)
     elif seqused_k is not None:
-        found = some_of_each(operands, sinks, seqused_k, seen, scales, out)
+        results = kv_length_attention(operands, sinks, seqused_k, params, scales, out)
     else:
-        found = _batches(operands, sinks, seen, scales, return_lse, out)
-    result = found[0] if out is None else out
-    return (result, found[1]) if return_lse else result
+        results = _dense_attention(operands, sinks, params, scales, return_lse, out)
+    result = results[0] if out is None else out
+    return (result, results[1]) if return_lse else result
 
 
-def _batches(  # noqa: PLR0913
-    operands: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, settings: tuple, scales: Scales, return_lse: bool,
-    into: Tensor | None,
+def _dense_attention(  # noqa: PLR0913
+    operands: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, params: AttentionParams, scales: Scales,
+    return_lse: bool, out_buffer: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Attend to all keys of a dense batch; return (B, Sq, Hq, Dv) and, where the call computes an LSE, (B, Hq, Sq)."""
-    (q, k, v), (*window, softcap, scale, splits, split_size) = operands, settings
-    seen, batch_invariant = Window(*window), splits != 0 or split_size != 0
+    (q, k, v), window, scale = operands, params.window, params.scale
     check_operands(q, k, v)
-    eight = check_dtypes(q, k, v)
+    is_quantized = check_dtypes(q, k, v)
     query, key, value = (x.transpose(1, 2) for x in operands)
-    if batch_invariant and are_few_rows(query, key, value):
-        used = torch.full(k.shape[:1], k.shape[1], dtype=torch.int32, device=k.device)
-        return some_of_each(operands, sinks, used, settings, scales, into)
-    sinks = as_sinks(sinks, q)
-    keys, of_keys = _some_keys(seen, q.shape[1], k.shape[1]), scales_of(eight, scales, key, value)
-    key, value = key[:, :, keys], value[:, :, keys]
-    more = sinks is not None or return_lse or softcap != 0.0 or batch_invariant
-    if more:
+    if params.is_batch_invariant and is_decode_call(query, key, value):
+        kv_lengths = torch.full(k.shape[:1], k.shape[1], dtype=torch.int32, device=k.device)
+        return kv_length_attention(operands, sinks, kv_lengths, params, scales, out_buffer)
+    sinks = normalize_sinks(sinks, q)
+    visible_keys, kv_scales = (
+        _some_keys(window, q.shape[1], k.shape[1]),
+        normalize_kv_scales(is_quantized, scales, key, value),
+    )
+    key, value = key[:, :, visible_keys], value[:, :, visible_keys]
+    needs_attention_op = sinks is not None or return_lse or params.softcap != 0.0 or params.is_batch_invariant
+    if needs_attention_op:
         refuse_forward_mode()
-    if eight:
-        of_keys = tuple(x[:, :, keys] for x in of_keys)
-    if eight and more:
-        query, key, value = in_16_bits(query, key, value, *of_keys)
-    into = None if into is None else into.transpose(1, 2)
+    if is_quantized:
+        kv_scales = tuple(x[:, :, visible_keys] for x in kv_scales)
+    if is_quantized and needs_attention_op:
+        query, key, value = dequantize_to_16bit(query, key, value, *kv_scales)
+    out_buffer = None if out_buffer is None else out_buffer.transpose(1, 2)
     lse, filled = None, False
-    if eight and not more:
-        mask = _as_mask(seen, query, key)
-        out = torch.ops.torch_flashplug.cached_fwd(query, key, value, *of_keys, mask, False, scale)
-    elif more and softcap == 0.0 and are_few_rows(query, key, value):
-        out, lse = _beside_sinks(query, key, value, sinks, _as_mask(seen, query, key), scale)
-    elif more or (_is_for_kernels(seen, query, key, value) and forward_ad._current_level < 0):
-        given = (*describe_call.under_autocast(q.device.type, query, key, value), sinks, None, None, None)
-        (out, lse), filled = written("attention_fwd", into, *given, *settings, *NO_PLAN), into is not None
+    if is_quantized and not needs_attention_op:
+        mask = _as_mask(window, query, key)
+        out = torch.ops.torch_flashplug.quantized_kv_fwd(
+            query, key, value, *kv_scales, attn_mask=mask, k_is_rotated=False, scale=scale
+        )
+    elif needs_attention_op and params.softcap == 0.0 and is_decode_call(query, key, value):
+        out, lse = _beside_sinks(query, key, value, sinks, _as_mask(window, query, key), scale)
+    elif needs_attention_op or (_is_for_kernels(window, query, key, value) and forward_ad._current_level < 0):
+        inputs = describe_call.under_autocast(q.device.type, query, key, value)
+        op_args = (*inputs, sinks, *NO_LENGTHS, *params.op_args(), *NO_PLAN)
+        (out, lse), filled = call_op_with_out("attention_fwd", out_buffer, *op_args), out_buffer is not None
     else:
-        top_left = _is_top_left(seen, query.shape[2], key.shape[2])
-        mask = None if top_left else _as_mask(seen, query, key)
+        top_left = _is_top_left(window, query.shape[2], key.shape[2])
+        mask = None if top_left else _as_mask(window, query, key)
         if query.device.type == "cpu" and isinstance(scale, int | float):
             if not -math.inf < scale < math.inf:
                 # Without a mask, torch's CPU kernel drops the NaN scores of a scale that is not finite.
-                top_left, mask = False, seen.seen(query.shape[2], key.shape[2], query.device)
+                top_left, mask = False, window.to_mask(query.shape[2], key.shape[2], query.device)
             elif top_left and scale <= 0.0:
                 query, scale = _with_positive_scale(query, scale)
-        grouped = _decided(query.shape[1] != key.shape[1])
-        told = {"is_causal": _decided(top_left), "scale": scale, "enable_gqa": grouped}
-        out = F.scaled_dot_product_attention(query, key, value, mask, **told)
-    if into is not None and not filled:
-        into.copy_(out)
+        is_grouped = _decided(query.shape[1] != key.shape[1])
+        sdpa_kwargs = {"is_causal": _decided(top_left), "scale": scale, "enable_gqa": is_grouped}
+        out = F.scaled_dot_product_attention(query, key, value, mask, **sdpa_kwargs)
+    if out_buffer is not None and not filled:
+        out_buffer.copy_(out)
     out = out.transpose(1, 2)
-    return out.to(q.dtype) if eight else out, lse
+    return out.to(q.dtype) if is_quantized else out, lse
 
 
 def check_before(  # noqa: PLR0913
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool | str, window: tuple, softcap: float, sinks: Tensor | None,
-    scale: float | None, seqused_k: Tensor, block_table: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool | str, window: tuple[int, int], softcap: float,
+    sinks: Tensor | None, scale: float | None, seqused_k: Tensor, block_table: Tensor | None,
 ) -> None:  # fmt: skip
     """Raise the errors of attention() for these arguments, before the caller writes into caches."""
     window_of(causal, window), softcap_of(softcap)
     if scale is not None and not isinstance(scale, int | float):
         raise TypeError(f"attention: scale must be a number or None, but got {type(scale).__name__}.")
     check_rank("q", q, 4, "a tensor of shape (batch, length, heads, head dim)")
-    as_sinks(sinks, q)
+    normalize_sinks(sinks, q)
     if block_table is None:
         check_operands(q, k, v)
         check_same(q, k, v)
@@ -264,46 +270,46 @@ def check_before(  # noqa: PLR0913
 # ---- visible keys of a query ----
 
 
-def _some_keys(seen: Window, Sq: int, Sk: int) -> slice:
+def _some_keys(window: Window, Sq: int, Sk: int) -> slice:
     """Return the range of keys visible to at least one query. The window stays valid for this range alone."""
-    if not seen.bottom_right:
-        return slice(0, Sk if seen.right < 0 else min(Sk, Sq + seen.right))
-    return slice(0 if seen.left < 0 else max(0, Sk - Sq - seen.left), Sk)
+    if not window.bottom_right:
+        return slice(0, Sk if window.right < 0 else min(Sk, Sq + window.right))
+    return slice(0 if window.left < 0 else max(0, Sk - Sq - window.left), Sk)
 
 
-def _hides_left(seen: Window, Sq: int, Sk: int) -> bool:
-    last = Sk - 1 if seen.bottom_right else Sq - 1  # position of the last query's own key
-    return 0 <= seen.left < last
+def _hides_left(window: Window, Sq: int, Sk: int) -> bool:
+    last = Sk - 1 if window.bottom_right else Sq - 1  # position of the last query's own key
+    return 0 <= window.left < last
 
 
-def _hides_right(seen: Window, Sq: int, Sk: int) -> bool:
-    first = Sk - Sq if seen.bottom_right else 0
-    return seen.right >= 0 and first + seen.right < Sk - 1
+def _hides_right(window: Window, Sq: int, Sk: int) -> bool:
+    first = Sk - Sq if window.bottom_right else 0
+    return window.right >= 0 and first + window.right < Sk - 1
 
 
-def _is_top_left(seen: Window, Sq: int, Sk: int) -> bool:
+def _is_top_left(window: Window, Sq: int, Sk: int) -> bool:
     """Return True if the window equals `is_causal` of F.scaled_dot_product_attention."""
-    corner = not seen.bottom_right or Sq == Sk
-    return corner and seen.right == 0 and _hides_right(seen, Sq, Sk) and not _hides_left(seen, Sq, Sk)
+    corner = not window.bottom_right or Sq == Sk
+    return corner and window.right == 0 and _hides_right(window, Sq, Sk) and not _hides_left(window, Sq, Sk)
 
 
-def _as_mask(seen: Window, query: Tensor, key: Tensor) -> Tensor | None:
+def _as_mask(window: Window, query: Tensor, key: Tensor) -> Tensor | None:
     """Return the window as a bool mask (Sq, Sk), or None if all keys are visible to all queries."""
     Sq, Sk = query.shape[2], key.shape[2]
-    hides = _hides_left(seen, Sq, Sk) or _hides_right(seen, Sq, Sk)
-    return seen.seen(Sq, Sk, query.device) if hides else None
+    hides = _hides_left(window, Sq, Sk) or _hides_right(window, Sq, Sk)
+    return window.to_mask(Sq, Sk, query.device) if hides else None
 
 
-def _is_for_kernels(seen: Window, query: Tensor, key: Tensor, value: Tensor) -> bool:
+def _is_for_kernels(window: Window, query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Return True if a kernel runs this window without the mask needed by F.scaled_dot_product_attention.
 
     Decode calls are faster with the mask, because the keys of a masked decode call are split.
     """
     Sq, Sk = query.shape[2], key.shape[2]
-    hides = _hides_left(seen, Sq, Sk) or _hides_right(seen, Sq, Sk)
-    if not hides or _is_top_left(seen, Sq, Sk) or not have_kernels(query, key, value):
+    hides = _hides_left(window, Sq, Sk) or _hides_right(window, Sq, Sk)
+    if not hides or _is_top_left(window, Sq, Sk) or not has_kernel(query, key, value):
         return False
-    return not are_few_rows(query, key, value)
+    return not is_decode_call(query, key, value)
 
 
 def _with_positive_scale(query: Tensor, scale: float) -> tuple[Tensor, float]:
@@ -315,12 +321,12 @@ def _with_positive_scale(query: Tensor, scale: float) -> tuple[Tensor, float]:
     return (-query, -scale) if scale < 0.0 else (query * 0.0, 1.0)
 
 
-def _decided(told: bool) -> bool:
+def _decided(flag: bool) -> bool:
     """Return the flag as a plain bool.
 
     A comparison of traced sizes is a symbol, even after bool(), and F.scaled_dot_product_attention takes no symbol.
     """
-    if told:  # noqa: SIM103
+    if flag:  # noqa: SIM103
         return True
     return False
 
@@ -329,7 +335,9 @@ def _beside_sinks(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, mask: Tensor | None, scale: float | None
 ) -> tuple[Tensor, Tensor]:
     """Run an op without sinks, then scale the output by the share of the keys in each row's sum with the sinks."""
-    out, lse, *_ = torch.ops.torch_flashplug.sdpa_fwd(query, key, value, mask, 0.0, 0, scale, 0)
+    out, lse, *_ = torch.ops.torch_flashplug.sdpa_fwd(
+        query, key, value, mask, dropout_p=0.0, causal_mode=0, scale=scale, mode=0
+    )
     if sinks is None:
         return out, lse
     total = torch.logaddexp(lse, sinks.unsqueeze(-1))

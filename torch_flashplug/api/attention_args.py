@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,16 +11,62 @@ from torch.autograd import forward_ad
 
 from ..ops.attention import Window
 from ..ops.quantized_kv import FORMATS, IN_WORDS, multiplied_in
+from ..registry.dispatch_table import HEAD_DIM_STEP, MAX_HEAD_DIM, MAX_SPLITS, SPLIT_UNIT
 from ..registry.kernel_spec import ROWS_PER_WARPGROUP as FEW_ROWS
 from ..torch_hooks import describe_call, tracing
 
-SIXTEEN_BITS, LARGEST_DIM = (torch.bfloat16, torch.float16), 256
+SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 _LARGEST = torch.finfo(torch.float32).max
 _CAUSAL = (False, True, "bottom_right", "top_left")
-MOST_SPLITS, SPLIT_UNIT = 255, 128  # kMaxSplits and kSplitUnit of src/core/flashplug.h
 Scale = Tensor | float
 Scales = tuple[Scale | None, Scale | None]  # (k_scale, v_scale)
 NO_SCALES: Scales = (None, None)
+
+
+@dataclass(frozen=True)
+class AttentionParams:
+    """Checked settings of an attention() call, in the form that ops take."""
+
+    window: Window
+    softcap: float = 0.0  # 0.0: no softcap
+    scale: float | None = None  # None: 1 / sqrt(D)
+    num_splits: int = 0  # 0: the fastest number
+    fixed_split_size: int = 0  # keys of a split; 0: no fixed size
+
+    @property
+    def is_batch_invariant(self) -> bool:
+        return self.num_splits != 0 or self.fixed_split_size != 0
+
+    def op_args(self) -> tuple[int | bool | float | None, ...]:
+        """Return left, right, bottom_right, softcap, scale, num_splits and fixed_split_size, in schema order.
+
+        Ops on the path of attention() are called by position. Measured: 2026-11-28, CPU, torch 2.13: the keywords of
+        attention_fwd cost 3.4 us for each call, 10 % of the Python host path of attention().
+        """
+        return *self.window, self.softcap, self.scale, self.num_splits, self.fixed_split_size
+
+    def op_kwargs(self) -> dict[str, int | bool | float | None]:
+        """Return the values of `op_args` by the names of the arguments, for ops outside of the path of attention()."""
+        return self.window._asdict() | {
+            "softcap": self.softcap,
+            "scale": self.scale,
+            "num_splits": self.num_splits,
+            "fixed_split_size": self.fixed_split_size,
+        }
+
+
+def params_of(
+    causal: bool | str, window: tuple[int | None, int | None] | None, softcap: float, scale: float | None,
+    num_splits: int | None, fixed_split_size: int | None,
+) -> AttentionParams:  # fmt: skip
+    """Check the settings of a call and return them in the form that ops take."""
+    return AttentionParams(
+        window=window_of(causal, window),
+        softcap=softcap_of(softcap),
+        scale=checked_scale(scale),
+        num_splits=normalize_num_splits(num_splits),
+        fixed_split_size=split_size_of(fixed_split_size, num_splits),
+    )
 
 
 def check_bound(name: str, bound: object) -> None:
@@ -36,13 +83,13 @@ def is_int(x: object) -> bool:
     return isinstance(x, int | numbers.Integral) and not isinstance(x, bool)
 
 
-def splits_of(num_splits: int | None) -> int:
+def normalize_num_splits(num_splits: int | None) -> int:
     """Return the checked number of splits as ops take it: 0 for None."""
     if num_splits is None:
         return 0
-    if not is_int(num_splits) or not 1 <= num_splits <= MOST_SPLITS:
+    if not is_int(num_splits) or not 1 <= num_splits <= MAX_SPLITS:
         raise ValueError(
-            f"attention: num_splits must be an int from 1 to {MOST_SPLITS} or None, but got {num_splits!r}."
+            f"attention: num_splits must be an int from 1 to {MAX_SPLITS} or None, but got {num_splits!r}."
         )
     return int(num_splits)
 
@@ -52,8 +99,10 @@ def split_size_of(fixed_split_size: int | None, num_splits: int | None) -> int:
     if fixed_split_size is None:
         return 0
     if not is_int(fixed_split_size) or not 1 <= fixed_split_size < 2**62 or fixed_split_size % SPLIT_UNIT:
-        given = f"{fixed_split_size!r}"
-        raise ValueError(f"attention: fixed_split_size must be a multiple of {SPLIT_UNIT} or None, but got {given}.")
+        size_text = f"{fixed_split_size!r}"
+        raise ValueError(
+            f"attention: fixed_split_size must be a multiple of {SPLIT_UNIT} or None, but got {size_text}."
+        )
     if num_splits is not None:
         raise ValueError(
             "attention: num_splits and fixed_split_size must not be passed together, "
@@ -66,6 +115,12 @@ def softcap_of(softcap: float) -> float:
     if isinstance(softcap, bool) or not isinstance(softcap, int | float) or not 0.0 <= softcap <= _LARGEST:
         raise ValueError(f"attention: softcap must be a finite number, 0.0 (no softcap) or above, but got {softcap!r}.")
     return float(softcap)
+
+
+def checked_scale(scale: float | None) -> float | None:
+    if not isinstance(scale, numbers.Real | torch.SymFloat | torch.SymInt | Tensor | None):
+        raise TypeError(f"attention: scale must be a number or None (1 / sqrt(D)), but got {scale!r}.")
+    return scale
 
 
 def window_of(causal: bool | str, window: tuple[int | None, int | None] | None) -> Window:
@@ -84,29 +139,29 @@ def _is_bound(bound: object) -> bool:
     return bound is None or (is_int(bound) and -1 <= bound < 2**62)
 
 
-def check_split_size(size: int, window: tuple[int, int], query: Tensor, value: Tensor, keys: int) -> None:
+def check_split_size(params: AttentionParams, query: Tensor, value: Tensor, keys: int) -> None:
     """Raise ValueError if a split size makes too many splits, or too many partial results.
 
     The rule is that of `splits_of_size` in src/dispatch/split_heuristic.cpp and of `check_splits` in
     src/ops/attention_ops.cpp.
 
     Args:
-        size: Keys of a split; 0 for calls without a fixed split size.
-        window: Left and right bound.
+        params: Settings of the call.
         query: Queries (B, Hq, Sq, D).
         value: Values (.., Hkv, .., Dv).
         keys: Capacity of a sequence in keys.
     """
     Hkv, Dv = value.shape[1], value.shape[3]
+    size, window = params.fixed_split_size, params.window
     if not size or not is_few(query.shape[1], query.shape[2], Hkv):
         return
-    if min(window) >= 0:
-        keys = min(keys, sum(window) + query.shape[2] + SPLIT_UNIT - 1)
-    if keys > MOST_SPLITS * size:
-        least = -(-keys // (MOST_SPLITS * SPLIT_UNIT)) * SPLIT_UNIT
+    if min(window.left, window.right) >= 0:
+        keys = min(keys, window.left + window.right + query.shape[2] + SPLIT_UNIT - 1)
+    if keys > MAX_SPLITS * size:
+        least = -(-keys // (MAX_SPLITS * SPLIT_UNIT)) * SPLIT_UNIT
         raise ValueError(
             f"attention: fixed_split_size must be at least {least}, because {keys} keys (the capacity of a sequence) "
-            f"may make at most {MOST_SPLITS} splits, but got {size}."
+            f"may make at most {MAX_SPLITS} splits, but got {size}."
         )
     partials = query.shape[:3].numel() * max(-(-keys // size), 2) * (Dv + 2)
     if partials >= 2**31:
@@ -120,10 +175,10 @@ def heads_fit(Hq: int, Hkv: int) -> bool:
     return not Hq % Hkv if Hkv else not Hq
 
 
-def check_rank(name: str, x: object, rank: int, what: str, of: str = "attention") -> None:
+def check_rank(name: str, x: object, rank: int, rule: str, function: str = "attention") -> None:
     if not isinstance(x, Tensor) or x.dim() != rank:
-        given = f"{x.dim()}-D" if isinstance(x, Tensor) else type(x).__name__
-        raise TypeError(f"{of}: {name} must be {what}, but got {given}.")
+        actual = f"{x.dim()}-D" if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"{function}: {name} must be {rule}, but got {actual}.")
 
 
 def check_operands(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -148,24 +203,24 @@ def check_fit(q: Tensor, k: Tensor, v: Tensor, *sizes: tuple[int, ...]) -> None:
     of_q, of_k, of_v = sizes
     (B, _, Hq, D), (_, Sk, Hkv, _) = of_q, of_k
     if of_k != (B, Sk, Hkv, D) or of_v[:3] != (B, Sk, Hkv) or not heads_fit(Hq, Hkv):
-        given = f"q {of_q}, k {of_k}, v {of_v}"
+        shapes = f"q {of_q}, k {of_k}, v {of_v}"
         raise ValueError(
             "attention: q, k and v must have shapes (B, Sq, Hq, D), (B, Sk, Hkv, D) and (B, Sk, Hkv, Dv), "
-            f"Hq a multiple of Hkv, but got {given}. Length comes before heads, and packed sequences have B = 1."
+            f"Hq a multiple of Hkv, but got {shapes}. Length comes before heads, and packed sequences have B = 1."
         )
 
 
-def as_sinks(sinks: Tensor | None, q: Tensor) -> Tensor | None:
+def normalize_sinks(sinks: Tensor | None, q: Tensor) -> Tensor | None:
     """Return the checked sinks on the device of q, in the dtype of the LSE."""
     if sinks is None:
         return None
     fits = isinstance(sinks, Tensor) and sinks.shape == q.shape[-2:-1] and sinks.is_floating_point()
     if not fits or (sinks.is_meta and not q.is_meta):
         is_tensor = isinstance(sinks, Tensor)
-        given = f"{sinks.dtype} {tuple(sinks.shape)} on {sinks.device}" if is_tensor else type(sinks).__name__
+        actual = f"{sinks.dtype} {tuple(sinks.shape)} on {sinks.device}" if is_tensor else type(sinks).__name__
         raise ValueError(
             f"attention: sinks must be a floating-point tensor of shape (Hq,) = ({q.shape[-2]},), "
-            f"on meta only if q is, but got {given}."
+            f"on meta only if q is, but got {actual}."
         )
     return sinks.to(q.device, torch.promote_types(torch.float32, q.dtype))
 
@@ -176,8 +231,10 @@ def check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> bool:
         check_same(q, k, v)
         return False
     if k.dtype != v.dtype or not q.dtype.is_floating_point or q.dtype in FORMATS:
-        given = f"q, k, v of {q.dtype}, {k.dtype}, {v.dtype}"
-        raise ValueError(f"attention: k and v must have one 8-bit dtype of {IN_WORDS}, and q 16 bits, but got {given}.")
+        dtypes = f"q, k, v of {q.dtype}, {k.dtype}, {v.dtype}"
+        raise ValueError(
+            f"attention: k and v must have one 8-bit dtype of {IN_WORDS}, and q 16 bits, but got {dtypes}."
+        )
     if forward_ad._current_level >= 0:
         raise RuntimeError(
             "attention: gradients are not supported for 8-bit key and value, in forward mode either. "
@@ -205,54 +262,60 @@ def check_same(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
 
 
-def have_kernels(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    dims = (query.shape[3], value.shape[3])
-    taken = query.is_cuda and query.dtype == key.dtype == value.dtype and query.dtype in SIXTEEN_BITS
-    return taken and all(dim % 8 == 0 and dim <= LARGEST_DIM for dim in dims)
+def has_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    head_dims = (query.shape[3], value.shape[3])
+    has_dtype = query.is_cuda and query.dtype == key.dtype == value.dtype and query.dtype in SIXTEEN_BITS
+    return has_dtype and all(dim % HEAD_DIM_STEP == 0 and dim <= MAX_HEAD_DIM for dim in head_dims)
 
 
 def is_few(Hq: int, Sq: int, Hkv: int) -> bool:
     return Hkv > 0 and Sq * (Hq // Hkv) <= FEW_ROWS
 
 
-def are_few_rows(query: Tensor, key: Tensor, value: Tensor) -> bool:
+def is_decode_call(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Return True if the decode kernels, which split the keys, take the call: few query rows, forward only."""
     differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     few = is_few(query.shape[1], query.shape[2], key.shape[1])
     # The op paged_fwd knows for which 8-bit dtypes a kernel exists, so that only the query counts there.
     read = (query, query, query) if key.dtype in FORMATS else (query, key, value)
-    return few and not differentiated and have_kernels(*read)
+    return few and not differentiated and has_kernel(*read)
 
 
-def scale_of(name: str, scale: Scale | None, x: Tensor) -> Tensor:
-    """Return a scale as fp32 (B, Hkv, Sk), broadcast by strides of 0, for `x` of shape (B, Hkv, Sk, ...)."""
-    wanted = x.shape[:3]
+def scale_of(name: str, scale: Scale | None, x: Tensor, paged: bool = False) -> Tensor:
+    """Return a scale as fp32 (B, Hkv, Sk), broadcast by strides of 0, for `x` of shape (B, Hkv, Sk, ...).
+
+    If `paged`, `x` holds pages, (pages, Hkv, rows, ...), and so does the scale.
+    """
+    batch, keys = ("pages", "rows") if paged else ("B", "Sk")
+    full_shape = x.shape[:3]
     if scale is None:
         if x.dtype == torch.int8:
             raise ValueError(
-                f"attention: {name} must be a number or a tensor of shape (), (Hkv,), (B, Hkv) or (B, Hkv, Sk) "
-                "for int8, but got None."
+                f"attention: {name} must be a number or a tensor of shape (), (Hkv,), ({batch}, Hkv) or "
+                f"({batch}, Hkv, {keys}) for int8, but got None."
             )
         scale = 1.0
     if not isinstance(scale, Tensor | int | float) or (isinstance(scale, Tensor) and scale.is_complex()):
         raise TypeError(f"attention: {name} must be a number or a real tensor, but got {type(scale).__name__}.")
     if not isinstance(scale, Tensor):
-        return torch.full((1, 1, 1), float(scale), dtype=torch.float32, device=x.device).expand(wanted)
+        return torch.full((1, 1, 1), float(scale), dtype=torch.float32, device=x.device).expand(full_shape)
     if scale.device != x.device and scale.dim() > 0:
         raise ValueError(f"attention: {name} must be on the device of k and v, {x.device}, but is on {scale.device}.")
     shape = {0: (1, 1, 1), 1: (1, *scale.shape, 1), 2: (*scale.shape, 1), 3: tuple(scale.shape)}.get(scale.dim())
-    if shape is None or any(size not in (1, full) for size, full in zip(shape, wanted, strict=True)):
+    if shape is None or any(size not in (1, full) for size, full in zip(shape, full_shape, strict=True)):
         raise ValueError(
-            f"attention: {name} must have shape (), (Hkv,), (B, Hkv) or (B, Hkv, Sk), where each dim is 1 or that of "
-            f"B, Hkv, Sk = {tuple(wanted)}, but got {tuple(scale.shape)}."
+            f"attention: {name} must have shape (), (Hkv,), ({batch}, Hkv) or ({batch}, Hkv, {keys}), where each dim "
+            f"is 1 or that of {batch}, Hkv, {keys} = {tuple(full_shape)}, but got {tuple(scale.shape)}."
         )
-    return scale.to(x.device, torch.float32).reshape(shape).expand(wanted)
+    return scale.to(x.device, torch.float32).reshape(shape).expand(full_shape)
 
 
-def scales_of(eight: bool, scales: Scales, key: Tensor, value: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def normalize_kv_scales(
+    eight: bool, scales: Scales, key: Tensor, value: Tensor, *, paged: bool = False
+) -> tuple[Tensor | None, Tensor | None]:
     """Return fp32 scales of 8-bit keys and values (B, Hkv, Sk, ...), or (None, None) for 16 bits."""
     if eight:
-        return scale_of("k_scale", scales[0], key), scale_of("v_scale", scales[1], value)
+        return scale_of("k_scale", scales[0], key, paged), scale_of("v_scale", scales[1], value, paged)
     if any(x is not None for x in scales):
         raise ValueError(
             f"attention: k_scale and v_scale must be None unless k and v have one of {IN_WORDS}, "
@@ -261,7 +324,7 @@ def scales_of(eight: bool, scales: Scales, key: Tensor, value: Tensor) -> tuple[
     return None, None
 
 
-def in_16_bits(
+def dequantize_to_16bit(
     query: Tensor, key: Tensor, value: Tensor, k_scale: Tensor | None, v_scale: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Dequantize 8-bit keys and values and apply autocast, for ops without support for either."""
@@ -288,21 +351,21 @@ def check_out(out: Tensor, operands: tuple[Tensor, Tensor, Tensor], *more: objec
         return
     eight = v.dtype in FORMATS
     dtype = q.dtype if eight else describe_call.under_autocast(q.device.type, q)[0].dtype
-    wanted = ((*q.shape[:-1], v.shape[-1]), dtype, q.device)
-    if not isinstance(out, Tensor) or (tuple(out.shape), out.dtype, out.device) != wanted:
-        given = f"{out.dtype} {tuple(out.shape)} on {out.device}" if isinstance(out, Tensor) else type(out).__name__
-        raise ValueError(f"attention: out must be {dtype} {wanted[0]} on {q.device}, but got {given}.")
-    given = (out, *operands, *(x for x in more if isinstance(x, Tensor)))
+    expected = ((*q.shape[:-1], v.shape[-1]), dtype, q.device)
+    if not isinstance(out, Tensor) or (tuple(out.shape), out.dtype, out.device) != expected:
+        actual = f"{out.dtype} {tuple(out.shape)} on {out.device}" if isinstance(out, Tensor) else type(out).__name__
+        raise ValueError(f"attention: out must be {dtype} {expected[0]} on {q.device}, but got {actual}.")
+    tensors = (out, *operands, *(x for x in more if isinstance(x, Tensor)))
     if not torch.compiler.is_compiling():
         if out.is_neg():
             raise ValueError(
                 "attention: out must not be a lazily negated view (out.is_neg()). Pass a tensor that owns its memory."
             )
-        if _meets_itself(out) or any(_overlap(out, x) for x in given[1:]):
+        if _meets_itself(out) or any(_overlap(out, x) for x in tensors[1:]):
             raise ValueError(
                 "attention: out must own its memory, but shares memory with itself or an operand. Pass a new tensor."
             )
-    if torch.is_grad_enabled() and any(x.requires_grad for x in given):
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         raise RuntimeError(
             "attention: gradients are not supported with out, but a tensor of the call requires a gradient. "
             "Call attention() under torch.no_grad(), or without out."
@@ -328,18 +391,21 @@ def _overlap(x: Tensor, y: Tensor) -> bool:
     """
     if x.is_meta or y.is_meta or x.device != y.device or not (x.numel() and y.numel()):
         return False
-    low, other = x.untyped_storage(), y.untyped_storage()
-    if low.data_ptr() + low.nbytes() <= other.data_ptr() or other.data_ptr() + other.nbytes() <= low.data_ptr():
+    x_start, y_start = x.untyped_storage(), y.untyped_storage()
+    if (
+        x_start.data_ptr() + x_start.nbytes() <= y_start.data_ptr()
+        or y_start.data_ptr() + y_start.nbytes() <= x_start.data_ptr()
+    ):
         return False
-    (low, dims), (other, others) = ((t.data_ptr(), _dims_in_bytes(t)) for t in (x, y))
-    apart = other - low
-    if apart >= _extent(dims) or -apart >= _extent(others):
+    (x_start, x_dims), (y_start, y_dims) = ((t.data_ptr(), _dims_in_bytes(t)) for t in (x, y))
+    distance = y_start - x_start
+    if distance >= _extent(x_dims) or -distance >= _extent(y_dims):
         return False
-    for step in {stride for stride, _ in (*dims, *others)}:
-        inner, within = ([dim for dim in all_dims if dim[0] < step] for all_dims in (dims, others))
-        outer = [stride for stride, _ in (*dims, *others) if stride >= step]
-        place = apart % step
-        if not any(stride % step for stride in outer) and _extent(inner) <= place <= step - _extent(within):
+    for step in {stride for stride, _ in (*x_dims, *y_dims)}:
+        inner, within = ([dim for dim in all_dims if dim[0] < step] for all_dims in (x_dims, y_dims))
+        outer = [stride for stride, _ in (*x_dims, *y_dims) if stride >= step]
+        offset = distance % step
+        if not any(stride % step for stride in outer) and _extent(inner) <= offset <= step - _extent(within):
             return False
     return True
 
@@ -363,25 +429,27 @@ def _is_plain(query: Tensor, more: tuple[object, ...]) -> bool:
     return not query.requires_grad and not any(isinstance(x, Tensor) and x.requires_grad for x in more)
 
 
-def written(op: str, into: Tensor | None, query: Tensor, *more: object) -> tuple[Tensor, Tensor]:
+def call_op_with_out(
+    op: str, out_buffer: Tensor | None, query: Tensor, *op_args: object
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Call the op attention_fwd or paged_fwd and return the output and the LSE.
 
     Args:
         op: Name of the op.
-        into: Tensor (B, Hq, Sq, Dv) for the output, or None for a new tensor.
+        out_buffer: Tensor (B, Hq, Sq, Dv) for the output, or None for a new tensor.
         query: First argument of the op.
-        more: Arguments after `query` in schema order, without the mode.
+        op_args: Arguments after `query` in schema order, without the mode (`AttentionParams.op_args` says why).
     """
     namespace, mode = torch.ops.torch_flashplug, tracing.mode_of_block()
-    if into is None or into.dtype != query.dtype:
-        if _is_plain(query, more):
+    if out_buffer is None or out_buffer.dtype != query.dtype:
+        if _is_plain(query, op_args):
             # The Python autograd rule would take 6 us a call, only to find no work.
             with torch._C._AutoDispatchBelowAutograd():
-                out, lse = getattr(namespace, op)(query, *more, mode)
+                out, lse = getattr(namespace, op)(query, *op_args, mode)
         else:
-            out, lse = getattr(namespace, op)(query, *more, mode)
-        return out if into is None else into.copy_(out), lse
-    lse = getattr(namespace, f"{op}_out")(into, query, *more, mode)
-    if not torch.compiler.is_compiling() and not into.is_inference():
-        torch.autograd.graph.increment_version(into)  # no kernel of the op increments the version
-    return into, lse
+            out, lse = getattr(namespace, op)(query, *op_args, mode)
+        return out if out_buffer is None else out_buffer.copy_(out), lse
+    lse = getattr(namespace, f"{op}_out")(out_buffer, query, *op_args, mode)
+    if not torch.compiler.is_compiling() and not out_buffer.is_inference():
+        torch.autograd.graph.increment_version(out_buffer)  # no kernel of the op increments the version
+    return out_buffer, lse

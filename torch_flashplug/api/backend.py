@@ -10,7 +10,7 @@ import functools
 import logging
 import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -19,11 +19,13 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from .. import env
+from ..deprecation import renamed_attribute
 from ..dispatch import bindings
 from ..ops.quantized_kv import QuantizedTensor, readable
 from ..ops.sdpa import never_a_frame
 from ..registry import dispatch_table, kernel_table, quant_recipes, stock_bugs
 from ..registry.architectures import BACKENDS, FAMILIES, KERNEL_BACKENDS
+from ..registry.dispatch_table import MAX_SPLITS
 from ..torch_hooks import describe_call, hook_list, sdpa_composite, stock_workarounds, tracing
 from ..torch_hooks.distributed import dtensor
 from . import startup
@@ -31,7 +33,7 @@ from .attention_args import is_int
 from .causal_bias import is_causal_bias, is_upper_left, plan_lower_right
 
 _log = logging.getLogger("torch_flashplug")
-# Results of native.install: torch lacks the symbols, or the choice function has an unknown signature.
+# Results of bindings.install: torch lacks the symbols, or the choice function has an unknown signature.
 _NOT_HOOKABLE = (2, 3)
 
 _MIB = 1 << 20
@@ -58,7 +60,7 @@ def _cache_mark() -> str:
         repr((FAMILIES, kernel_table.KERNEL_ROWS, dispatch_table.CHOICE_ROWS, stock_bugs.RESCUES)).encode()
     )
     table = zlib.crc32(Path(tracing.__file__).read_bytes(), table)
-    flags = ":".join(flag.get() for flag in env.FLAGS if flag.traced)
+    flags = ":".join(flag.get() for flag in env.FLAGS if flag.affects_graphs)
     return f"|torch_flashplug:{flags}:{table:08x}"
 
 
@@ -66,8 +68,8 @@ def enable(*, precision: str | None = None) -> None:
     """Route the F.scaled_dot_product_attention calls of the whole process through the dispatcher.
 
     `import torch_flashplug` calls this function already; `disable()` reverses the effect. If torch's choice function
-    cannot be hooked, a Python kernel on F.sdpa is used instead (Plan B). Bugs of stock attention are repaired for the
-    calls served by stock, unless TORCH_FLASHPLUG_REPAIR=0. Graphs compiled earlier do not change.
+    cannot be hooked, a Python implementation of F.sdpa is used instead (Plan B). Bugs of stock attention are repaired
+    for the calls served by stock, unless TORCH_FLASHPLUG_REPAIR=0. Graphs compiled earlier do not change.
 
     Args:
         precision: the precision permitted in products of all calls of the process outside of `sdpa_backend` blocks
@@ -79,7 +81,7 @@ def enable(*, precision: str | None = None) -> None:
     """
     startup.load()
     if precision is not None:
-        bindings.set_process_precision(quant_recipes.number_of(precision))
+        bindings.set_process_precision(quant_recipes.precision_number(precision))
     bindings.set_enabled(True)
     if torch.version.cuda is None:
         _log.debug("torch is a CPU build: there is nothing to route")
@@ -112,7 +114,7 @@ def disable() -> None:
 
 # ---- sdpa_backend ----
 
-SPLITS_SHIFT, MAX_SPLITS = 8, 255  # in a mode word (Mode in src/core/flashplug.h)
+SPLITS_SHIFT = 8  # in a mode word (Mode in src/core/core.h)
 
 
 class _Entered(threading.local):
@@ -167,7 +169,7 @@ class sdpa_backend:  # noqa: N801  (named like torch.nn.attention.sdpa_kernel)
         if not is_allowed or (num_splits and backend not in KERNEL_BACKENDS):
             allowed = f"0, or 1 to {MAX_SPLITS} with {_ours_in_words()}"
             raise ValueError(f"sdpa_backend: num_splits must be {allowed}, but got {num_splits!r} with {backend!r}.")
-        field = bindings.PRECISION_OF_PROCESS if precision is None else quant_recipes.number_of(precision)
+        field = bindings.PRECISION_OF_PROCESS if precision is None else quant_recipes.precision_number(precision)
         if field and backend in ("math", "stock"):
             raise ValueError(
                 f"sdpa_backend: precision must be None or '16bit' with {backend!r}, but got {precision!r}. Use 'auto', "
@@ -229,7 +231,7 @@ class Plan:
     gate: str = ""  # the arithmetic of the decode gate
     row: str = ""  # the measured entry of the dispatch table that decided
     precision: str = ""  # the 8-bit recipe of the products; empty: the products have 16 bits
-    whole: str = ""  # why the products have 16 bits although 8 are permitted
+    why_not_8bit: str = ""  # why the products have 16 bits although 8 are permitted
     mask: str = ""  # how torch_flashplug kernels read a float mask
     copies: str = ""  # operands that are copied first, because no kernel reads the present layout
     rescue: str = ""  # what stock would do wrong with this call, where the stock bug decided
@@ -239,20 +241,45 @@ class Plan:
     error: str = ""  # the error that the call raises, from a forced backend, from stock or from math
     stock_choice: str = ""  # stock's own choice of a backend for this call (real CUDA tensors only)
 
+    whole = renamed_attribute("Plan", "whole", "why_not_8bit")
+
     def __str__(self) -> str:
-        taken = self.backend + (f" ({self.stock_choice})" if self.backend == "stock" and self.stock_choice else "")
+        choice = f" ({self.stock_choice})" if self.backend == "stock" and self.stock_choice else ""
         kernel = f"{self.kernel}, splits {self.splits}" if self.kernel else ""
-        lines = [("call", self.call), ("part", self.part), ("backend", taken), ("kernel", kernel), ("row", self.row)]
-        lines.append(("gate", self.gate))
+        lines = [("call", self.call), ("part", self.part), ("backend", self.backend + choice)]
+        lines += [("kernel", kernel), ("row", self.row), ("gate", self.gate)]
         if self.precision:
-            lines.append(("precision", f"{self.precision}: {quant_recipes.in_words(self.precision)}"))
-        lines += [("16 bits", self.whole), ("operands", self.copies), ("mask", self.mask), ("stock would", self.rescue)]
+            lines.append(("precision", f"{self.precision}: {quant_recipes.describe(self.precision)}"))
+        lines += [
+            ("16 bits", self.why_not_8bit),
+            ("operands", self.copies),
+            ("mask", self.mask),
+            ("stock would", self.rescue),
+        ]
         shared = f"; {self.sharing} tiles share the query heads of a KV head" * (self.sharing > 1)
         lines += [("gradients", self.gradients + shared), ("raises", self.error)]
         lines += [(f"not {name}", reason) for name, reason in self.reasons.items()]
         if self.backend != "stock" and self.stock_choice:
             lines.append(("stock is", self.stock_choice))
         return "\n".join(f"{name:<{_NAMES}}{text}" for name, text in lines if text)
+
+
+def device_name(function: str, device: str | None) -> str | None:
+    """Return the key of DEVICES for the argument `device` of a function; upper and lower case are equal."""
+    name = device.lower() if isinstance(device, str) else device
+    if name is not None and name not in DEVICES:
+        raise ValueError(
+            f"{function}: device must be one of {', '.join(DEVICES)}, or None for the tensors' own device, but got "
+            f"{device!r}."
+        )
+    return name
+
+
+def check_tensors(function: str, **tensors: object) -> None:
+    """Check that query, key and value of a function are tensors or QuantizedTensors."""
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor | QuantizedTensor):
+            raise TypeError(f"{function}: {name} must be a torch.Tensor, but got {type(tensor).__name__}.")
 
 
 def explain(
@@ -288,24 +315,26 @@ def explain(
         The plan of the call.
 
     Raises:
+        TypeError: query, key or value is no tensor.
         ValueError: the device is unknown.
     """
-    if device is not None and device not in DEVICES:
-        raise ValueError(
-            f"explain: device must be one of {', '.join(DEVICES)}, or None for the tensors' own device, but got "
-            f"{device!r}."
-        )
+    device = device_name("explain", device)
+    check_tensors("explain", query=query, key=key, value=value)
     startup.load()
     settings = {"scale": scale, "enable_gqa": enable_gqa}
     unusual = _explain_unusual(query, key, value, attn_mask, dropout_p, is_causal, device, settings)
     if unusual is not None:
         return unusual
     several = dtensor
-    given = _as_hook_gets(query, key, value, attn_mask)
-    if several.part_of(*given, dropout_p) is not None:
-        parts = (None if x is None else x.to_local() for x in given)
+    hook_tensors = _as_hook_gets(query, key, value, attn_mask)
+    if several.local_part(*hook_tensors, dropout_p) is not None:
+        parts = (None if x is None else x.to_local() for x in hook_tensors)
         plan = explain(*parts, dropout_p, is_causal, **settings, device=device)
-        return replace(plan, part=several.in_words(given[0]), error=several.refusal(given[0]) or plan.error)
+        return replace(
+            plan,
+            part=several.describe(hook_tensors[0]),
+            error=several.forced_backend_error(hook_tensors[0]) or plan.error,
+        )
     device_type = "cuda" if device is not None else query.device.type
     query, key, value, attn_mask = describe_call.under_autocast(device_type, query, key, value, attn_mask)
     call = _in_one_line(query, key, value, attn_mask, dropout_p, is_causal)
@@ -313,16 +342,15 @@ def explain(
     query, key, value, attn_mask = _as_hook_gets(query, key, value, attn_mask)
     choice, raised = _UNKNOWN, ""
     # Only calls on CUDA tensors reach the hook. So a forced backend has no effect on other devices.
-    wanted = bindings.effective_mode()
-    mode = wanted if device is not None or query.is_cuda else 0
-    known = device is None and query.is_cuda and torch.backends.cuda.is_built()
-    known = known and not describe_call.decides_itself(query, key, value)
-    if known and describe_call.has_no_elements(
-        query, key, value
-    ):  # stock's choice can abort the process for empty tensors
+    requested_mode = bindings.effective_mode()
+    mode = requested_mode if device is not None or query.is_cuda else 0
+    can_ask_stock = device is None and query.is_cuda and torch.backends.cuda.is_built()
+    can_ask_stock = can_ask_stock and not describe_call.decides_itself(query, key, value)
+    # Stock's choice can abort the process for empty tensors.
+    if can_ask_stock and describe_call.has_no_elements(query, key, value):
         if describe_call.is_asked(mode) and describe_call.math_takes_empty(attn_mask, is_causal):
             choice = SDPBackend.MATH.value
-    elif known:
+    elif can_ask_stock:
         # The op calls stock's choice function directly, and bypasses the dispatcher's hook.
         try:
             choice = torch._fused_sdp_choice(*asked, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
@@ -336,29 +364,31 @@ def explain(
         right = _right(choice, SDPBackend.MATH.value if in_math else becomes, fault)
     of_stock = functools.partial(refusal, by_math=choice == SDPBackend.MATH.value)
     if describe_call.takes_math(mode):
-        why = f"asked for by {env.BACKEND.name}" if bindings.is_preference(mode) else "forced"
-        reasons = dict.fromkeys((*KERNEL_BACKENDS, "stock"), f"math is {why}")
+        why = f"requested by {env.BACKEND.name}" if bindings.is_preference(mode) else "forced"
+        reasons = dict.fromkeys((*KERNEL_BACKENDS, "stock"), f"math is {why}.")
         return Plan(call, "math", reasons=reasons, error=refusal(by_math=True), stock_choice=_name(choice))
     outside = describe_call.outside_dispatcher(query, key, value, attn_mask, enable_gqa, mode)
     if outside is describe_call.SUBCLASS and several.is_dtensor(query, key, value, attn_mask):
-        outside = several.why_not(query, key, value, attn_mask, dropout_p)
+        outside = several.fallback_reason(query, key, value, attn_mask, dropout_p)
     if outside is not None:
-        left = "; even with a forced backend, stock serves such calls" if bindings.forced_kernels(wanted) else ""
-        reasons = dict.fromkeys((*KERNEL_BACKENDS, "math"), outside + left)
+        is_forced = bindings.forced_kernels(requested_mode)
+        note = "Stock serves such calls even with a forced backend." if is_forced else ""
+        reasons = dict.fromkeys((*KERNEL_BACKENDS, "math"), sentences(outside, note))
         mended = describe_call.is_asked(mode) and not sdpa_composite.installed()  # Plan B changes only calls of F.sdpa
         stocks = right if mended else _name(choice)
         return Plan(call, "stock", reasons=reasons, error=of_stock() or raised, stock_choice=stocks)
     facts = _facts_of(query, device)
     described = _described(device, query, key, value, attn_mask, dropout_p, is_causal, scale)
-    made = bindings.plan(described, facts, mode)
-    fields = {name: made[name] for name in Plan.__dataclass_fields__ if name in made}
-    fields["reasons"] |= _ignored(wanted, fields["reasons"], query) if mode != wanted else {}
-    if attn_mask is not None and attn_mask.dtype != torch.bool and made["kernel"]:
-        few, hopper = made["kernel"].startswith("decode"), "_sm90_" in made["kernel"]
+    kernel_plan = plan_with_dtypes(described, facts, mode, (query, key, value))
+    fields = {name: kernel_plan[name] for name in Plan.__dataclass_fields__ if name in kernel_plan}
+    fields["reasons"] |= _ignored(requested_mode, fields["reasons"], query) if mode != requested_mode else {}
+    if attn_mask is not None and attn_mask.dtype != torch.bool and kernel_plan["kernel"]:
+        few, hopper = kernel_plan["kernel"].startswith("decode"), "_sm90_" in kernel_plan["kernel"]
         fields["mask"] = describe_call.bias_in_words(query, key, attn_mask, few, hopper)
-    impossible = bindings.forced_kernels(mode) not in (None, made["backend"])
-    stocks = made["backend"] == "stock" and not impossible
+    impossible = bindings.forced_kernels(mode) not in (None, kernel_plan["backend"])
+    stocks = kernel_plan["backend"] == "stock" and not impossible
     error = bindings.forced_error(described, facts, mode) if impossible else (of_stock() or raised) if stocks else ""
+    error = name_dtypes(error, (query, key, value))
     mended = describe_call.is_asked(mode) and stocks
     return Plan(call, **fields, error=error, stock_choice=right if mended else _name(choice))
 
@@ -373,8 +403,8 @@ def _as_hook_gets(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
 
 def _ignored(mode: int, reasons: dict[str, str], query: Tensor) -> dict[str, str]:
     """Return the reason of a forced backend that has no effect, because the tensors are not on a GPU."""
-    why = f"; forcing a backend has no effect for tensors on {query.device.type}"
-    return {name: said + why for name, said in reasons.items() if name == bindings.backend_of(mode)}
+    note = f"Forcing a backend has no effect for tensors on {query.device.type}."
+    return {name: sentences(reason, note) for name, reason in reasons.items() if name == bindings.backend_of(mode)}
 
 
 def _facts_of(query: Tensor, device: str | None) -> dict[str, int]:
@@ -384,7 +414,7 @@ def _facts_of(query: Tensor, device: str | None) -> dict[str, int]:
 
 
 def _described(device: str | None, *call: object) -> dict[str, float]:
-    """Return the facts of a call from `problem.describe()`, on a GPU if `device` names a preset."""
+    """Return the facts of a call from `describe_call.describe()`, on a GPU if `device` names a preset."""
     return describe_call.describe(*call) | ({"on_cuda": True} if device is not None else {})
 
 
@@ -416,27 +446,52 @@ def _explain_cached(
     A kernel that reads 8 bits serves the call, no matter which backend is requested. If there is no such kernel, the
     plan is that of the call with dequantized 16-bit key and value.
     """
-    given = readable(query, key, value, attn_mask, dropout_p, is_causal, **settings)
-    why = "because of dropout, gradients, or tensors of different dtypes or classes"
-    if given is not None:
-        q, k, v, _, _, mask, rotated, scale = given
+    op_args = readable(query, key, value, attn_mask, dropout_p, is_causal, **settings)
+    reason = "The call has dropout, gradients, or tensors of different dtypes or classes."
+    if op_args is not None:
+        q, k, v, _, _, mask, rotated, scale = op_args
         described = _described(device, q, k, v, mask, 0.0, False, scale) | {"cache8": True}
         facts, reasons = _facts_of(query, device), {}
         for backend in KERNEL_BACKENDS:
-            made = bindings.plan(described, facts, BACKENDS.index(backend))
-            if made["backend"] == backend:
-                read = f"key and value are read as {_dtype_name(k)}{' (rotated)' * rotated}; the products have 16 bits"
+            kernel_plan = bindings.plan(described, facts, BACKENDS.index(backend))
+            if kernel_plan["backend"] == backend:
+                stored = f"{_dtype_name(k)}{' (rotated)' * rotated}"
+                read = f"Key and value are read as {stored}. The products have 16 bits."
                 call = _in_one_line(query, key, value, attn_mask, dropout_p, is_causal)
-                fields = {name: made[name] for name in ("kernel", "splits", "gate")}
+                fields = {name: kernel_plan[name] for name in ("kernel", "splits", "gate")}
                 return Plan(call, backend, **fields, reasons=reasons, copies=read)
             # The first reason can be the 8-bit dtypes themselves, which say nothing new.
-            reasons[backend] = made["reasons"].get(backend, "").rpartition("Also: ")[2]
-        why = reasons[KERNEL_BACKENDS[-1]]
+            reasons[backend] = kernel_plan["reasons"].get(backend, "").rpartition("Also: ")[2]
+        reason = reasons[KERNEL_BACKENDS[-1]]
         if query.shape[1] // max(key.shape[1], 1) * query.shape[2] > dispatch_table.GATE.rows:
-            why = f"more than {dispatch_table.GATE.rows} query rows for each KV head"
-    whole = [x.dequantize() if isinstance(x, QuantizedTensor) else x for x in (key, value)]
-    plan = explain(query, *whole, attn_mask, dropout_p, is_causal, **settings, device=device)
-    return replace(plan, whole=f"key and value are converted to 16 bits first ({why})")
+            reason = f"The call has more than {dispatch_table.GATE.rows} query rows for each KV head."
+    dequantized = [x.dequantize() if isinstance(x, QuantizedTensor) else x for x in (key, value)]
+    plan = explain(query, *dequantized, attn_mask, dropout_p, is_causal, **settings, device=device)
+    return replace(plan, why_not_8bit=sentences("Key and value are converted to 16 bits first", reason))
+
+
+def sentences(*texts: str) -> str:
+    """Join texts as sentences, each with a period at the end. Empty texts are left out."""
+    return " ".join(text if text.endswith(".") else f"{text}." for text in texts if text)
+
+
+def plan_with_dtypes(
+    described: dict[str, float], facts: dict[str, int], mode: int, operands: Sequence[Tensor]
+) -> dict[str, object]:  # fmt: skip
+    """Return the plan of `bindings.plan`, with the dtypes of query, key and value named in the reasons."""
+    kernel_plan = bindings.plan(described, facts, mode)
+    reasons = {name: name_dtypes(text, operands) for name, text in kernel_plan["reasons"].items()}
+    return kernel_plan | {"reasons": reasons}
+
+
+def name_dtypes(text: str, operands: Sequence[Tensor]) -> str:
+    """Return a reason with the names of dtypes that C++ code calls "other"."""
+    if "other" not in text:
+        return text
+    names = [_dtype_name(x) for x in operands]
+    listed = [name if name in bindings.dtypes() else "other" for name in names]
+    text = text.replace("have dtype other,", f"have dtype {names[0]},")
+    return text.replace(f"but have {', '.join(listed)}.", f"but have {', '.join(names)}.")
 
 
 def _name(choice: int) -> str:
@@ -456,8 +511,8 @@ def _right(choice: int, right: int, fault: str) -> str:
 def _in_one_line(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool
 ) -> str:
-    given = (("q", query), ("k", key), ("v", value))
-    parts = [f"{name} {'nested' if tensor.is_nested else list(tensor.shape)}" for name, tensor in given]
+    named_tensors = (("q", query), ("k", key), ("v", value))
+    parts = [f"{name} {'nested' if tensor.is_nested else list(tensor.shape)}" for name, tensor in named_tensors]
     parts.append(_dtype_name(query))
     parts += ["causal"] * is_causal
     parts += [f"mask {_dtype_name(attn_mask)} {list(attn_mask.shape)}"] if attn_mask is not None else []

@@ -15,9 +15,8 @@ from torch import Tensor
 from ..dispatch import bindings
 from ..registry import dispatch_table, features
 from ..registry.architectures import BACKENDS, KERNEL_BACKENDS
+from ..registry.dispatch_table import HEAD_DIM_STEP, MAX_HEAD_DIM
 from ..torch_hooks import describe_call
-
-_DIM_STEP, _LARGEST_DIM = 8, 256  # as in varlen_common.cpp
 
 
 def is_causal_bias(mask: object) -> bool:
@@ -47,21 +46,23 @@ def plan_lower_right(
         facts: the facts of the GPU.
     """
     mode = bindings.effective_mode()
-    why = _why_stock(query, key, value, dropout_p, facts, mode)
-    if why:
-        return {"backend": "stock", "reasons": dict.fromkeys(KERNEL_BACKENDS, why)}
+    stock_reason = _why_stock(query, key, value, dropout_p, facts, mode)
+    if stock_reason:
+        return {"backend": "stock", "reasons": dict.fromkeys(KERNEL_BACKENDS, f"{stock_reason}.")}
     described = describe_call.describe(query, key, value, None, 0.0, False, scale)
     described |= {"window": 1, "needs": features.bits(["window"]), "on_cuda": True}
     described |= {"left": query.shape[2] + key.shape[2], "right": 0, "bottom_right": True}
-    asked, reasons = bindings.backend_of(mode), {}
-    if asked == "auto" and query.shape[-1] != value.shape[-1]:  # the efficient attention op decides by measured entries
-        made = bindings.plan(described, facts, BACKENDS.index(asked))
-        return {name: made[name] for name in ("backend", "kernel", "row", "copies", "gradients", "reasons")}
-    for backend in (asked,) if asked in KERNEL_BACKENDS else KERNEL_BACKENDS:
-        made = bindings.plan(described, facts, BACKENDS.index(backend))
-        if made["backend"] == backend:
-            return {name: made[name] for name in ("backend", "kernel", "copies", "gradients")} | {"reasons": reasons}
-        reasons[backend] = made["reasons"].get(backend, "")
+    backend_setting, reasons = bindings.backend_of(mode), {}
+    # With different head dims, the efficient attention op decides by measured entries.
+    if backend_setting == "auto" and query.shape[-1] != value.shape[-1]:
+        kernel_plan = bindings.plan(described, facts, BACKENDS.index(backend_setting))
+        return {name: kernel_plan[name] for name in ("backend", "kernel", "row", "copies", "gradients", "reasons")}
+    for backend in (backend_setting,) if backend_setting in KERNEL_BACKENDS else KERNEL_BACKENDS:
+        kernel_plan = bindings.plan(described, facts, BACKENDS.index(backend))
+        if kernel_plan["backend"] == backend:
+            fields = {name: kernel_plan[name] for name in ("backend", "kernel", "copies", "gradients")}
+            return fields | {"reasons": reasons}
+        reasons[backend] = kernel_plan["reasons"].get(backend, "")
     return {"backend": "stock", "reasons": reasons}
 
 
@@ -69,23 +70,24 @@ def _why_stock(
     query: Tensor, key: Tensor, value: Tensor, dropout_p: float, facts: dict[str, int], mode: int
 ) -> str:  # fmt: skip
     """Return why stock serves the call before any kernel is considered; empty if kernels are considered."""
-    asked, dims = bindings.backend_of(mode), (query.shape[-1], value.shape[-1])
-    grouped = query.shape[1] != key.shape[1]
-    few, whole = dispatch_table.GATE.rows, [-(-dim // _DIM_STEP) * _DIM_STEP for dim in dims]
+    backend_setting, dims = bindings.backend_of(mode), (query.shape[-1], value.shape[-1])
+    is_grouped = query.shape[1] != key.shape[1]
+    max_decode_rows, padded_dims = dispatch_table.GATE.rows, [-(-dim // HEAD_DIM_STEP) * HEAD_DIM_STEP for dim in dims]
     if not bindings.enabled():
         return "the plugin is disabled; call torch_flashplug.enable()"
-    if asked in {"math", "stock"}:
-        return f"{asked} is forced, so that stock serves calls with a lower-right mask"
+    if backend_setting in {"math", "stock"}:
+        return f"{backend_setting} is forced, so that stock serves calls with a lower-right mask"
     if not describe_call.kernels_allowed():
         return "torch.nn.attention.sdpa_kernel allows neither FLASH_ATTENTION nor OVERRIDEABLE"
     if dropout_p != 0.0 or query.dtype not in {torch.bfloat16, torch.float16}:
         return "with a lower-right mask, kernels support only bf16 and fp16 without dropout; stock serves this call"
     if query.shape[1] % max(key.shape[1], 1):
         return "the number of KV heads does not divide the number of query heads; stock attention rejects the call"
-    if max(whole) > _LARGEST_DIM or (dims[0] != dims[1] and (list(dims) != whole or grouped)):
-        return f"stock serves lower-right masks with these heads; kernels support head dims up to {_LARGEST_DIM}"
-    if query.shape[1] // max(key.shape[1], 1) * query.shape[2] <= few:
-        return f"stock, which splits keys, serves lower-right masks with at most {few} query rows for each KV head"
-    if asked == "auto" and facts["cc"] != dispatch_table.GATE.measured_cc:
+    if max(padded_dims) > MAX_HEAD_DIM or (dims[0] != dims[1] and (list(dims) != padded_dims or is_grouped)):
+        return f"stock serves lower-right masks with these heads; kernels support head dims up to {MAX_HEAD_DIM}"
+    if query.shape[1] // max(key.shape[1], 1) * query.shape[2] <= max_decode_rows:
+        rows = f"at most {max_decode_rows} query rows for each KV head"
+        return f"stock, which splits keys, serves lower-right masks with {rows}"
+    if backend_setting == "auto" and facts["cc"] != dispatch_table.GATE.measured_cc:
         return "auto selects only measured kernels, and measurements are from GPUs of compute capability 9.0"
     return ""

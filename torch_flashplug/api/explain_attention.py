@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,25 +18,34 @@ from torch.utils._pytree import tree_map_only
 
 from ..dispatch import bindings
 from ..ops import paged
-from ..ops.attention import Window, namespace
-from ..ops.block_mask import BlockLists, block_lists
+from ..ops.attention import AttentionForwardArgs, namespace
+from ..ops.block_mask import PreparedBlockMask, prepare_block_mask
 from ..registry import features
 from ..registry.architectures import BACKENDS, KERNEL_BACKENDS
 from ..torch_hooks import describe_call
 from . import startup
 from .attention import attention
 from .attention_args import check_out, window_of
-from .backend import DEVICES, SPLITS_SHIFT, Plan, explain
+from .backend import DEVICES, SPLITS_SHIFT, Plan, device_name, explain, plan_with_dtypes, sentences
 from .varlen_plan import check_is_plan
 
 _F_SDPA = F.scaled_dot_product_attention
 _IS_CUDA, _DEVICE = torch.Tensor.is_cuda.__get__, torch.Tensor.device.__get__
-_ENDS = (
-    *(namespace.attention_fwd, namespace.paged_fwd, namespace.cached_fwd, namespace.listed_fwd, namespace.sdpa_fwd),
+_RECORDED_OPS = (
+    *(
+        namespace.attention_fwd,
+        namespace.paged_fwd,
+        namespace.quantized_kv_fwd,
+        namespace.block_sparse_fwd,
+        namespace.sdpa_fwd,
+    ),
 )
 _NEVER_NONE = {name for name, x in inspect.signature(attention).parameters.items() if x.default is not None}
-_WHOLE = "key and value are converted to 16 bits first"
-_TOGETHER = 16  # kernels read pages of a multiple of this many rows in place: can_be_read of src/ops/attention_ops.cpp
+_CONVERTED = "Key and value are converted to 16 bits first."
+_GATHERED = "Pages are gathered first."
+_ROWS_READ_TOGETHER = (
+    16  # kernels read pages of a multiple of this many rows in place: can_be_read of src/ops/attention_ops.cpp
+)
 
 
 def explain_attention(
@@ -45,8 +53,8 @@ def explain_attention(
 ) -> Plan:  # fmt: skip
     """Return the plan of an attention() call without running the call.
 
-    No kernel is launched, and the only synchronization is the synchronization inside block_lists(). The plan depends on
-    autograd, autocast and `sdpa_backend`, as the call itself does. The backend of the plan is "math" if no
+    No kernel is launched, and the only synchronization is the synchronization inside prepare_block_mask(). The plan
+    depends on autograd, autocast and `sdpa_backend`, as the call itself does. The backend of the plan is "math" if no
     torch_flashplug kernel runs the call. The backend is "stock" if attention() passes the call to
     F.scaled_dot_product_attention, and stock serves the call.
 
@@ -62,40 +70,38 @@ def explain_attention(
         The plan of the call.
 
     Raises:
-        TypeError, ValueError, RuntimeError: attention() rejects the arguments, except that a `plan` made for a
-            different kernel is not noticed.
+        TypeError, ValueError, RuntimeError: attention() rejects the arguments.
         ValueError: the device is unknown.
     """
-    if device is not None and device not in DEVICES:
-        raise ValueError(
-            f"explain_attention: device must be one of {', '.join(DEVICES)}, or None for the tensors' own device, but "
-            f"got {device!r}."
-        )
+    device = device_name("explain_attention", device)
     startup.load()
-    given = (q, k, v)
-    if not all(isinstance(x, Tensor) for x in given):
-        attention(*given, **arguments)  # raises the error
+    tensors = (q, k, v)
+    if not all(isinstance(x, Tensor) for x in tensors):
+        attention(*tensors, **arguments)  # raises the error
     if (out := arguments.pop("out", None)) is not None:
-        check_out(out, given, *arguments.values())
+        check_out(out, tensors, *arguments.values())
     arguments = {name: x for name, x in arguments.items() if x is not None or name in _NEVER_NONE}
-    lists = arguments.pop("plan", None)  # the kernel does not depend on the plan
-    if "block_mask" in arguments and not isinstance(arguments["block_mask"], BlockLists):
-        arguments["block_mask"] = block_lists(arguments["block_mask"], gradients=describe_call.wants_grad(*given))
-    road = _Road(q.device if device is None else torch.device("cuda"), device)
-    operands, told = [road.faked(x) for x in given], {name: road.faked(x) for name, x in arguments.items()}
-    plan = road.follow(lambda: attention(*operands, **told))
-    if lists is not None:
-        _check_lists(lists, given, arguments)
+    varlen_plan = arguments.pop("plan", None)  # the choice of the kernel does not depend on the plan
+    if "block_mask" in arguments and not isinstance(arguments["block_mask"], PreparedBlockMask):
+        arguments["block_mask"] = prepare_block_mask(
+            arguments["block_mask"], gradients=describe_call.wants_grad(*tensors)
+        )
+    recorder = _OpRecorder(q.device if device is None else torch.device("cuda"), device)
+    operands = [recorder.as_meta(x) for x in tensors]
+    meta_arguments = {name: recorder.as_meta(x) for name, x in arguments.items()}
+    plan = recorder.plan_of_call(lambda: attention(*operands, **meta_arguments))
+    if varlen_plan is not None:
+        _check_plan_argument(varlen_plan, tensors, arguments, plan)
     if plan is None:
-        plan = _of_sdpa(road, given, device)
-        plan = _behind(_WHOLE, plan) if road.dequantises else plan
-    elif "block_table" in arguments and road.ends[0] is namespace.attention_fwd:
-        plan = _behind("pages are gathered first", plan)
-    return replace(plan, call=_in_one_line(given, arguments))
+        plan = _of_sdpa(recorder, tensors, device)
+        plan = _with_copies(plan, _CONVERTED) if recorder.dequantizes else plan
+    elif "block_table" in arguments and recorder.recorded_ops[0] is namespace.attention_fwd:
+        plan = _with_copies(plan, _GATHERED)
+    return replace(plan, call=_in_one_line(tensors, arguments))
 
 
-class _Road(TorchFunctionMode):
-    """Mode that records which op of `_ENDS` an attention() call reaches, and the arguments of the op.
+class _OpRecorder(TorchFunctionMode):
+    """Mode that records which op of `_RECORDED_OPS` an attention() call reaches, and the arguments of the op.
 
     If an op calls a second op, both are recorded. The tensors are meta tensors that report the device of the call's
     tensors.
@@ -104,12 +110,12 @@ class _Road(TorchFunctionMode):
     def __init__(self, where: torch.device, device: str | None):
         super().__init__()
         self.where, self.device = where, device
-        self.ends, self.args, self.dequantises = [], (), False
+        self.recorded_ops, self.args, self.dequantizes = [], (), False
 
-    def faked(self, x: object) -> object:
+    def as_meta(self, x: object) -> object:
         """Return a meta tensor with the layout of a tensor of the call; return other objects unchanged."""
-        if isinstance(x, BlockLists):
-            return x._replace(digest=self.faked(x.digest))
+        if isinstance(x, PreparedBlockMask):
+            return x._replace(metadata=self.as_meta(x.metadata))
         if not isinstance(x, Tensor):
             return x
         like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
@@ -121,53 +127,54 @@ class _Road(TorchFunctionMode):
             where = getattr(args[0], "lies_on", self.where)
             return where if func == _DEVICE else where.type == "cuda"
         args, kwargs = tree_map_only(torch.device, lambda _: torch.device("meta"), (args, kwargs or {}))
-        self.dequantises |= func is namespace.dequantise
-        if func is _F_SDPA or func in _ENDS:
-            self.ends.append(func)
+        self.dequantizes |= func is namespace.dequantise
+        if func is _F_SDPA or func in _RECORDED_OPS:
+            self.recorded_ops.append(func)
             self.args = (*args, *kwargs.values())
         if func is _F_SDPA:
             query, _, value, *_ = args
             return query.new_empty(*query.shape[:3], value.shape[3])
         return func(*args, **kwargs)
 
-    def follow(self, call: Callable[[], object]) -> Plan | None:
+    def plan_of_call(self, call: Callable[[], object]) -> Plan | None:
         """Run the call, and return the plan of the recorded op.
 
         Return None if F.scaled_dot_product_attention, or the op of F.scaled_dot_product_attention, decides.
         """
         with self:
             call()
-        end = self.ends[-1]
-        if end is namespace.paged_fwd:
+        op = self.recorded_ops[-1]
+        if op is namespace.paged_fwd:
             plan = self._of_pages()
-        elif end is namespace.attention_fwd:
-            given = _Given(*self.args)
-            plan = self._of_op(self.args, given.needs(given.key.shape[2]), 0, forced=True)  # keys are never split here
-        elif end is namespace.cached_fwd:
+        elif op is namespace.attention_fwd:
+            a = AttentionForwardArgs(*self.args)
+            plan = self._of_op(self.args, _call_facts(a, a.key.shape[2]), 0, forced=True)  # keys are never split here
+        elif op is namespace.quantized_kv_fwd:
             plan = self._of_op(self.args, {"cache8": 1, "mask": self.args[5] is not None}, 0, mode=0)
             if not plan.kernel:
-                plan = _behind(_WHOLE, replace(plan, backend="stock"))
-        elif end is namespace.listed_fwd:
+                plan = _with_copies(replace(plan, backend="stock"), _CONVERTED)
+        elif op is namespace.block_sparse_fwd:
             plan = self._of_op(self.args, {"mask": 1, "grad": 1, "tall": self.args[4]}, 0, forced=True)
         else:
             return None
-        return _behind(_WHOLE, plan) if self.dequantises else plan
+        return _with_copies(plan, _CONVERTED) if self.dequantizes else plan
 
     def _of_pages(self) -> Plan:
-        q, k, v, pages, used, k_scale, _, sinks, *settings, _ = given = self.args
-        keys, told = pages.shape[1] * k.shape[2], _Given(q, k, v, sinks, None, None, used, *settings)
-        needs = told.needs(keys) | {"paged": 1, "cache8": k_scale is not None, "Sk": keys}
-        plan = self._of_op(given, needs, told.num_splits)
-        whole = len(k) and (k.shape[2] % _TOGETHER == 0 or pages.shape[1] == 1)
-        if plan.kernel and whole:
+        a = paged.PagedForwardArgs(*self.args)
+        keys = a.block_table.shape[1] * a.key.shape[2]
+        facts = _call_facts(a.as_attention(), keys)
+        facts |= {"paged": 1, "cache8": a.k_scale is not None, "Sk": keys}
+        plan = self._of_op(self.args, facts, a.num_splits)
+        is_read_in_place = len(a.key) and (a.key.shape[2] % _ROWS_READ_TOGETHER == 0 or a.block_table.shape[1] == 1)
+        if plan.kernel and is_read_in_place:
             return plan
-        why = (
-            f"pages have {k.shape[2]} rows"
-            if plan.kernel
-            else plan.reasons.get(KERNEL_BACKENDS[-1], "math is asked for")
-        )
-        made = " and converted to 16 bits" * (k_scale is not None)
-        return _behind(f"pages are gathered first{made}: {why}", self.follow(lambda: paged._math(*given)))
+        reason = plan.reasons.get(KERNEL_BACKENDS[-1], "The math backend is requested.")
+        if plan.kernel:
+            rule = f"a multiple of {_ROWS_READ_TOGETHER} rows"
+            reason = f"The pages have {a.key.shape[2]} rows, but kernels read pages of {rule} in place."
+        is_quantized = a.k_scale is not None
+        gathered = "Pages are gathered first and converted to 16 bits." if is_quantized else _GATHERED
+        return _with_copies(self.plan_of_call(lambda: paged._math(*a)), gathered, reason)
 
     def _of_op(
         self, args: tuple, needs: dict[str, float], splits: int, *, forced: bool = False, mode: int | None = None
@@ -186,16 +193,19 @@ class _Road(TorchFunctionMode):
         described |= {"softcap": needs.get("softcap", 0.0), "on_cuda": self._is_cuda()}
         mode, facts, reasons, error = self._mode() if mode is None else mode, self._facts(), {}, ""
         if bindings.backend_of(mode) in {"math", "stock"}:
-            return Plan("", "math", reasons=dict.fromkeys(KERNEL_BACKENDS, f"{bindings.backend_of(mode)} is asked for"))
+            reason = f"The {bindings.backend_of(mode)} backend is requested."
+            return Plan("", "math", reasons=dict.fromkeys(KERNEL_BACKENDS, reason))
         only = bindings.forced_kernels(mode) if forced else None
         for backend in KERNEL_BACKENDS if only is None else (only,):
             word = BACKENDS.index(backend) | splits << SPLITS_SHIFT
-            made = bindings.plan(described, facts, word)
-            if made["backend"] == backend:
-                fields = {name: made[name] for name in ("kernel", "splits", "copies", "gradients", "sharing")}
-                gate = made["gate"] if made["kernel"].startswith("decode") else ""  # only decode kernels have a gate
+            kernel_plan = plan_with_dtypes(described, facts, word, args[:3])
+            if kernel_plan["backend"] == backend:
+                fields = {name: kernel_plan[name] for name in ("kernel", "splits", "copies", "gradients", "sharing")}
+                gate = (
+                    kernel_plan["gate"] if kernel_plan["kernel"].startswith("decode") else ""
+                )  # only decode kernels have a gate
                 return Plan("", backend, **fields, gate=gate, reasons=reasons)
-            reasons[backend] = made["reasons"].get(backend, "")
+            reasons[backend] = kernel_plan["reasons"].get(backend, "")
             error = "" if only is None else bindings.forced_error(described, facts, word)
         return Plan("", "math", reasons=reasons, error=error)
 
@@ -211,63 +221,58 @@ class _Road(TorchFunctionMode):
         return self.where.type == "cuda"
 
 
-class _Given(NamedTuple):
-    """Arguments of attention_fwd, in schema order."""
+def _call_facts(a: AttentionForwardArgs, keys: int) -> dict[str, float]:
+    """Return the facts of a call of attention_fwd besides the facts of the tensors.
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    sinks: Tensor | None
-    cu_q: Tensor | None
-    cu_k: Tensor | None
-    used_k: Tensor | None
-    left: int
-    right: int
-    bottom_right: bool
-    softcap: float
-    scale: float | None
-    num_splits: int = 0
-    fixed_split_size: int = 0
-    plan: Tensor | None = None
-    plan_key: int = 0
-    mode: int = 0  # not read here: `_Road._mode()` has the mode
-
-    def needs(self, keys: int) -> dict[str, float]:
-        """Return the facts of the call besides the facts of the tensors.
-
-        Args:
-            keys: the number of keys.
-        """
-        rows = self.query.shape[2]
-        bounds = (rows + keys if bound < 0 else min(bound, rows + keys) for bound in (self.left, self.right))
-        said = dict(zip(Window._fields, (*bounds, self.bottom_right), strict=True))
-        said |= {"window": 1, "softcap": self.softcap, "ragged": self.cu_q is not None}
-        said |= {
-            "batch_invariant": self.num_splits == 1 or self.fixed_split_size > 0,
-            "split_size": self.fixed_split_size,
-        }
-        return said | {"sequences": 0 if self.cu_q is None else len(self.cu_q) - 1}
+    Args:
+        a: the arguments of the op.
+        keys: the number of keys.
+    """
+    rows = a.query.shape[2]
+    left, right = (rows + keys if bound < 0 else min(bound, rows + keys) for bound in (a.left, a.right))
+    return {
+        "left": left,
+        "right": right,
+        "bottom_right": a.bottom_right,
+        "window": 1,
+        "softcap": a.softcap,
+        "ragged": a.cu_seqlens_q is not None,
+        "batch_invariant": a.num_splits == 1 or a.fixed_split_size > 0,
+        "split_size": a.fixed_split_size,
+        "sequences": 0 if a.cu_seqlens_q is None else len(a.cu_seqlens_q) - 1,
+    }
 
 
-def _check_lists(plan: object, given: tuple[Tensor, ...], arguments: dict[str, object]) -> None:
-    """Check the argument `plan` as attention() does, except for the kernel that the plan was made for."""
-    cu_q, cu_k, used = (arguments.get(name) for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k"))
-    check_is_plan(plan, cu_q is not None and "block_table" not in arguments and "block_mask" not in arguments)
+def _check_plan_argument(
+    varlen_plan: object, tensors: tuple[Tensor, ...], arguments: dict[str, object], plan: Plan | None
+) -> None:  # fmt: skip
+    """Check the argument `plan` against the arguments and the kernel of the call, as attention() does."""
+    cu_seqlens_q, cu_seqlens_k, seqused_k = (
+        arguments.get(name) for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
+    )
+    check_is_plan(
+        varlen_plan, cu_seqlens_q is not None and "block_table" not in arguments and "block_mask" not in arguments
+    )
     window = window_of(arguments.get("causal", False), arguments.get("window"))
-    plan.check(*given[:2], (cu_q, cu_q if cu_k is None else cu_k, used), window)
+    q, k, _ = tensors
+    lengths = (cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k, seqused_k)
+    varlen_plan.check(q, k, lengths, window)
+    if plan is not None and plan.kernel:
+        varlen_plan.check_kernel(startup.kernel_names().index(plan.kernel))
 
 
-def _behind(first: str, plan: Plan) -> Plan:
-    return replace(plan, copies="; ".join(x for x in (first, plan.copies) if x))
+def _with_copies(plan: Plan, *texts: str) -> Plan:
+    """Return a plan that reports further copies of operands, ahead of the copies of the kernel."""
+    return replace(plan, copies=sentences(*texts, plan.copies))
 
 
-def _of_sdpa(road: _Road, given: tuple[Tensor, ...], device: str | None) -> Plan:
+def _of_sdpa(recorder: _OpRecorder, tensors: tuple[Tensor, ...], device: str | None) -> Plan:
     """Return the plan of the F.scaled_dot_product_attention call, with the addresses of the caller's tensors."""
-    query, key, value, mask, *more = road.args
-    twins = [_twin(x, like) for x, like in zip(given, (query, key, value), strict=True)]
+    query, key, value, mask, *more = recorder.args
+    twins = [_twin(x, like) for x, like in zip(tensors, (query, key, value), strict=True)]
     if mask is not None:
         mask = torch.empty(mask.shape, dtype=mask.dtype, device=twins[0].device)
-    causal, scale = (more[0], more[1]) if road.ends[-1] is _F_SDPA else (False, more[2])
+    causal, scale = (more[0], more[1]) if recorder.recorded_ops[-1] is _F_SDPA else (False, more[2])
     grouped = twins[0].shape[1] != twins[1].shape[1]
     return explain(*twins, mask, 0.0, causal, scale=scale, enable_gqa=grouped, device=device)
 
@@ -279,9 +284,9 @@ def _twin(x: Tensor, like: Tensor) -> Tensor:
     return x.as_strided(like.shape, like.stride(), x.storage_offset() + like.storage_offset())
 
 
-def _in_one_line(given: tuple[Tensor, ...], arguments: dict[str, object]) -> str:
-    parts = [f"{name} {list(x.shape)}" for name, x in zip("qkv", given, strict=True)]
-    parts.append("/".join(dict.fromkeys(str(x.dtype).removeprefix("torch.") for x in given)))
-    arguments = {name: x.digest if isinstance(x, BlockLists) else x for name, x in arguments.items()}
+def _in_one_line(tensors: tuple[Tensor, ...], arguments: dict[str, object]) -> str:
+    parts = [f"{name} {list(x.shape)}" for name, x in zip("qkv", tensors, strict=True)]
+    parts.append("/".join(dict.fromkeys(str(x.dtype).removeprefix("torch.") for x in tensors)))
+    arguments = {name: x.metadata if isinstance(x, PreparedBlockMask) else x for name, x in arguments.items()}
     parts += [f"{name} {list(x.shape)}" if isinstance(x, Tensor) else f"{name}={x}" for name, x in arguments.items()]
-    return ", ".join(parts + ["grad"] * describe_call.wants_grad(*given))
+    return ", ".join(parts + ["grad"] * describe_call.wants_grad(*tensors))

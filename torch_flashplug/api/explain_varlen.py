@@ -14,15 +14,15 @@ from torch.nn.attention import SDPBackend
 
 from ..dispatch import bindings, varlen_decision
 from ..registry.architectures import KERNEL_BACKENDS
+from ..registry.dispatch_table import HEAD_DIM_STEP, MAX_HEAD_DIM
 from ..torch_hooks import describe_call
 from ..torch_hooks import varlen_attn as varlen_hooks
 from . import startup
-from .backend import DEVICES, Plan, sdpa_backend
+from .backend import DEVICES, Plan, device_name, sdpa_backend, sentences
 from .explain_attention import explain_attention
 
 _SETTINGS = ("scale", "window_size", "enable_gqa", "seqused_k", "block_table", "num_splits", "return_aux", "out")
 _UNIT = 16  # bytes of cuDNN's loads
-_DIM_STEP, _LARGEST_DIM = 8, 256
 _WINDOWS = {(-1, -1): 0, (-1, 0): 1}  # VarlenWindow of src/dispatch/varlen_decision.h; all other windows: 2
 _STOCK = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 
@@ -69,11 +69,7 @@ def explain_varlen(
             f"explain_varlen: settings must be among {', '.join(_SETTINGS)}, but got {', '.join(sorted(unknown))}. "
             "Pass the arguments of varlen_attn by name."
         )
-    if device is not None and device not in DEVICES:
-        raise ValueError(
-            f"explain_varlen: device must be one of {', '.join(DEVICES)}, or None for the tensors' own device, "
-            f"but got {device!r}."
-        )
+    device = device_name("explain_varlen", device)
     startup.load()
     from torch.nn.attention import varlen  # the import takes a second or more
 
@@ -81,28 +77,28 @@ def explain_varlen(
     settings = {"window_size": (-1, -1), **settings}
     call = _in_one_line((query, key, value), (cu_seq_q, cu_seq_k), (max_q, max_k), settings)
     if device is None and not query.is_cuda:
-        return _stocks(call, f"the tensors are on {query.device.type}")
+        return _stocks(call, f"The tensors are on {query.device.type}.")
     if (place := varlen_hooks.other_owner()) and bindings.enabled():
-        return _stocks(call, f"torch's op runs the kernels of another library, registered at {place}")
+        return _stocks(call, f"The op of torch runs the kernels of another library, registered at {place}")
     try:
         backend = _backend(varlen, (query, key, value, cu_seq_q, cu_seq_k), max_q, settings, device)
     except (RuntimeError, ValueError) as refused:
-        return replace(_stocks(call, "torch rejects the call before the op runs"), error=str(refused))
+        return replace(_stocks(call, "The call is rejected by torch before the op runs."), error=str(refused))
     facts = _facts((query, key, value), cu_seq_k, max_q, settings) | {"backend": backend}
     cc = DEVICES[device]["cc"] if device is not None else bindings.device_facts(query.device.index or 0)["cc"]
     mode = bindings.effective_mode()
-    verdict = varlen_decision.varlen_verdict(facts, cc, mode)
+    verdict = varlen_decision.decide_varlen(facts, cc, mode)
     stock = _STOCK[verdict["stock"]].name
     if verdict["exit"] not in {"served", "forced"}:
         return replace(_stocks(call, verdict["said"]), error=verdict["error"], stock_choice=stock)
-    told = {"scale": settings.get("scale"), "window": tuple(settings["window_size"])}
-    told |= {"seqused_k": settings.get("seqused_k"), "num_splits": settings.get("num_splits")}
-    told |= {"cu_seqlens_q": cu_seq_q, "cu_seqlens_k": cu_seq_k}
+    attention_args = {"scale": settings.get("scale"), "window": tuple(settings["window_size"])}
+    attention_args |= {"seqused_k": settings.get("seqused_k"), "num_splits": settings.get("num_splits")}
+    attention_args |= {"cu_seqlens_q": cu_seq_q, "cu_seqlens_k": cu_seq_k}
     forced = bindings.forced_kernels(mode)
-    asked = bindings.backend_of(mode) if bindings.backend_of(mode) in KERNEL_BACKENDS else KERNEL_BACKENDS[0]
+    kernel_backend = bindings.backend_of(mode) if bindings.backend_of(mode) in KERNEL_BACKENDS else KERNEL_BACKENDS[0]
     try:
-        with sdpa_backend(asked):
-            plan = explain_attention(query, key, value, device=device, **told)
+        with sdpa_backend(kernel_backend):
+            plan = explain_attention(query, key, value, device=device, **attention_args)
     except (TypeError, ValueError) as refused:  # in auto, stock raises an error in its own words
         return replace(_stocks(call, str(refused)), error=str(refused) if forced else "", stock_choice=stock)
     if not plan.kernel and not forced:
@@ -113,10 +109,12 @@ def explain_varlen(
 
 
 def _stocks(call: str, why: str) -> Plan:
-    return Plan(call, "stock", reasons=dict.fromkeys(KERNEL_BACKENDS, why))
+    return Plan(call, "stock", reasons=dict.fromkeys(KERNEL_BACKENDS, sentences(why)))
 
 
-def _backend(varlen: object, tensors: tuple, max_q: int, settings: dict[str, object], device: str | None) -> int:
+def _backend(
+    varlen: object, tensors: tuple[Tensor | None, ...], max_q: int, settings: dict[str, object], device: str | None
+) -> int:  # fmt: skip
     """Return the number of the SDPBackend that torch passes to the op of varlen_attn.
 
     The number is -1 if torch passes none, or if the number is not known here.
@@ -164,23 +162,23 @@ def _facts(
 
 
 def _number_of(dtype: torch.dtype) -> int:
-    """Return the index of a dtype in native.dtypes(), whose last entry stands for all dtypes not listed."""
+    """Return the index of a dtype in bindings.dtypes(), whose last entry stands for all dtypes not listed."""
     names = list(bindings.dtypes())
     name = str(dtype).removeprefix("torch.")
     return names.index(name) if name in names else len(names) - 1
 
 
 def _is_readable(x: Tensor) -> bool:
-    whole = x.dtype in (torch.bfloat16, torch.float16) and x.dim() == 3
-    return whole and x.shape[-1] % _DIM_STEP == 0 and x.shape[-1] <= _LARGEST_DIM
+    is_supported = x.dtype in (torch.bfloat16, torch.float16) and x.dim() == 3
+    return is_supported and x.shape[-1] % HEAD_DIM_STEP == 0 and x.shape[-1] <= MAX_HEAD_DIM
 
 
 def _lies_as_cudnn_wants(x: Tensor) -> bool:
     *strides, last = x.stride()
     is_broadcast = any(size > 1 and stride == 0 for size, stride in zip(x.shape[:-1], strides, strict=True))
-    whole = all(stride * x.element_size() % _UNIT == 0 for stride in strides)
+    is_aligned = all(stride * x.element_size() % _UNIT == 0 for stride in strides)
     address = 0 if x.is_meta else x.data_ptr()
-    return last == 1 and whole and not is_broadcast and address % _UNIT == 0
+    return last == 1 and is_aligned and not is_broadcast and address % _UNIT == 0
 
 
 def _in_one_line(
@@ -190,6 +188,6 @@ def _in_one_line(
     parts.append(str(operands[0].dtype).removeprefix("torch."))
     parts += [f"cu_seq_{name} {list(x.shape)}" for name, x in zip("qk", starts, strict=True) if x is not None]
     parts += [f"max_{name}={number}" for name, number in zip("qk", longest, strict=True)]
-    given = {name: x for name, x in settings.items() if x is not None}
-    parts += [f"{name} {list(x.shape)}" if isinstance(x, Tensor) else f"{name}={x}" for name, x in given.items()]
+    passed = {name: x for name, x in settings.items() if x is not None}
+    parts += [f"{name} {list(x.shape)}" if isinstance(x, Tensor) else f"{name}={x}" for name, x in passed.items()]
     return ", ".join(parts + ["grad"] * describe_call.wants_grad(*operands))

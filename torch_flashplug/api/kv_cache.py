@@ -35,31 +35,31 @@ def append_kv(
         ValueError: Shapes, dtypes or devices do not fit. Nothing is written then.
     """
     _check_appended(k, v, k_cache, v_cache, seqused_k, block_table)
-    B, new, rows = k.shape[0], k.shape[1], k_cache.shape[1]
-    of_sequence = 1 if block_table is None else block_table.shape[1]
-    used = seqused_k.long().clamp(0, rows * of_sequence).unsqueeze(1)
-    if not B * new * rows * of_sequence * len(k_cache):
-        return used.squeeze(1).int()
-    place = used + torch.arange(new, device=k.device)
-    there, nth = place < rows * of_sequence, (place // rows).clamp(max=of_sequence - 1)
+    B, num_new, rows = k.shape[0], k.shape[1], k_cache.shape[1]
+    pages_per_sequence = 1 if block_table is None else block_table.shape[1]
+    kv_lengths = seqused_k.long().clamp(0, rows * pages_per_sequence).unsqueeze(1)
+    if not B * num_new * rows * pages_per_sequence * len(k_cache):
+        return kv_lengths.squeeze(1).int()
+    position = kv_lengths + torch.arange(num_new, device=k.device)
+    fits_in_cache = position < rows * pages_per_sequence
+    page_column = (position // rows).clamp(max=pages_per_sequence - 1)
     if block_table is None:
-        number = torch.arange(B, device=k.device).unsqueeze(1).expand(B, new)
+        page_index = torch.arange(B, device=k.device).unsqueeze(1).expand(B, num_new)
     else:
-        number = block_table.long().gather(1, nth)
-        there = there & (number >= 0) & (number < len(k_cache))
-    there = there.cumprod(1).bool()
-    # A dropped token repeats the write of a token with a place, because the number of writes is fixed. If the call has
-    # no token with a place, each write stores the current contents of some place.
-    flat = (number.clamp(0, len(k_cache) - 1) * rows + place % rows).flatten()
-    some = (
-        there.flatten().int().argmax(0, keepdim=True)
-    )  # shape (1,), because the host would wait for an index without dims
-    flat = torch.where(there.flatten(), flat, flat[some])
+        page_index = block_table.long().gather(1, page_column)
+        fits_in_cache = fits_in_cache & (page_index >= 0) & (page_index < len(k_cache))
+    fits_in_cache = fits_in_cache.cumprod(1).bool()
+    # The number of writes is fixed, so a dropped token repeats the write of a token that fits into the cache. If no
+    # token of the call fits, each write stores the current contents of a position.
+    flat_position = (page_index.clamp(0, len(k_cache) - 1) * rows + position % rows).flatten()
+    is_kept = fits_in_cache.flatten()
+    first_kept = is_kept.int().argmax(0, keepdim=True)  # shape (1,): the host would wait for an index without dims
+    flat_position = torch.where(is_kept, flat_position, flat_position[first_kept])
     for x, cache in ((k, k_cache), (v, v_cache)):
-        given, page, row = x.flatten(0, 1), flat // rows, flat % rows
-        again = torch.where(there.any(), given[some], cache[page[some], row[some]])
-        cache[page, row] = torch.where(there.flatten()[:, None, None], given, again)
-    return (used.squeeze(1) + there.sum(1)).int()
+        new_rows, page, row = x.flatten(0, 1), flat_position // rows, flat_position % rows
+        repeated_row = torch.where(fits_in_cache.any(), new_rows[first_kept], cache[page[first_kept], row[first_kept]])
+        cache[page, row] = torch.where(is_kept[:, None, None], new_rows, repeated_row)
+    return (kv_lengths.squeeze(1) + fits_in_cache.sum(1)).int()
 
 
 def _check_appended(
@@ -67,14 +67,14 @@ def _check_appended(
 ) -> None:  # fmt: skip
     tensors = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache}
     for name, x in tensors.items():
-        check_rank(name, x, 4, "a tensor of shape (batch or pages, rows, heads, head dim)", of="append_kv")
+        check_rank(name, x, 4, "a tensor of shape (batch or pages, rows, heads, head dim)", function="append_kv")
     numbers = {"seqused_k": (seqused_k, 1)} | ({} if block_table is None else {"block_table": (block_table, 2)})
     for name, (x, rank) in numbers.items():
         if not isinstance(x, Tensor) or x.dtype != torch.int32 or x.dim() != rank or x.shape[0] != k.shape[0]:
-            given = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            actual = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(
                 f"append_kv: {name} must be an int32 tensor with one row for each of {k.shape[0]} sequences, "
-                f"but got {given}."
+                f"but got {actual}."
             )
     if len({x.device for x in (*tensors.values(), *(x for x, _ in numbers.values()))}) > 1:
         named = tensors | {name: x for name, (x, _) in numbers.items()}

@@ -9,13 +9,13 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from .. import env
 from ..codegen import compiler, jit
-from ..codegen.provided import Circumstances, Provided
+from ..codegen.kernel_request import CallConditions, KernelAnswer
 from ..dispatch import bindings, callbacks, kernel_sets, packs
 from ..registry import dispatch_table, kernel_table, quant_recipes, stock_bugs
 from ..registry.architectures import BACKENDS
@@ -36,18 +36,18 @@ def _process_backend() -> int:
 def _process_precision() -> int:
     name = env.PRECISION.get()
     try:
-        return quant_recipes.number_of(name) if name else 0
+        return quant_recipes.precision_number(name) if name else 0
     except ValueError as error:
         raise ValueError(f"{env.PRECISION.name}: {error}") from None
 
 
-def provide(name: str, cc: int, given: Circumstances) -> Provided:
+def provide(name: str, cc: int, conditions: CallConditions) -> KernelAnswer:
     """Return a kernel that no open pack holds: from a compressed pack, from the disk cache, or compiled now.
 
     Args:
         name: the name of a `KernelSpec`.
         cc: the compute capability of the GPU; 90 is 9.0.
-        given: the conditions of the call, such as a running graph capture.
+        conditions: the conditions of the call, such as a running graph capture.
     """
     target = compiler.target_of(cc)
     if packed := packs.provide(name, target):
@@ -56,14 +56,32 @@ def provide(name: str, cc: int, given: Circumstances) -> Provided:
     # Stock cannot serve these calls meanwhile, because stock's result differs: different dropout masks, a different
     # order of sums, or a backward for a forward that ran on a torch_flashplug kernel.
     deterministic = torch.are_deterministic_algorithms_enabled()
-    given = replace(given, must_wait=given.must_wait or spec.is_backward or "dropout" in spec.features or deterministic)
+    must_wait = conditions.must_wait or spec.is_backward or "dropout" in spec.features or deterministic
+    conditions = replace(conditions, must_wait=must_wait)
 
     def following() -> list[str]:
-        names = kernel_sets.following(spec, bindings.device_facts(), given.training, deterministic)
-        packed = packs.held(target)
+        names = kernel_sets.kernels_needed_next(
+            spec, bindings.device_facts(), conditions.needs_gradients, deterministic
+        )
+        packed = packs.packed_kernels(target)
         return [name for name in names if name not in packed]
 
-    return jit.provide(name, target, given, following)
+    return jit.provide(name, target, conditions, following)
+
+
+@dataclass
+class _PushedTables:
+    """Tables that `_C` has now."""
+
+    kernels: Sequence[kernel_table.KernelRow] = kernel_table.KERNEL_ROWS
+
+
+_pushed = _PushedTables()
+
+
+def kernel_names() -> list[str]:
+    """Return the names of the kernels of `_C`, in the order of the kernel table in `_C`."""
+    return [spec.name() for row in _pushed.kernels for spec in row.specs()]
 
 
 def push_tables(kernels: Sequence[kernel_table.KernelRow] | None = None) -> None:
@@ -73,6 +91,7 @@ def push_tables(kernels: Sequence[kernel_table.KernelRow] | None = None) -> None
         kernels: rows of the kernel table; None for all rows of `configs.KERNEL_ROWS`.
     """
     kernels = kernel_table.KERNEL_ROWS if kernels is None else kernels
+    _pushed.kernels = kernels
     bindings.push_rows(
         kernels, dispatch_table.CHOICE_ROWS, dispatch_table.GATE, stock_bugs.RESCUES, dispatch_table.VARLEN_ROWS
     )
@@ -84,11 +103,11 @@ def _load_core() -> None:
     bindings.set_process_backend(_process_backend())
     bindings.set_process_precision(_process_precision())
     packs.register()
-    callbacks.set_compile(provide)
-    callbacks.set_learn(recomputation.run_probe)
-    callbacks.set_trace(describe_call.sizes_of_traced, dtensor.part_of)
-    plans = _plan_log.isEnabledFor(logging.DEBUG) or env.torch_logs_us()
-    callbacks.set_log(_plan_log.log, plans=plans)
+    callbacks.set_compile_callback(provide)
+    callbacks.set_learn_callback(recomputation.run_probe)
+    callbacks.set_trace_callback(describe_call.sizes_of_traced, dtensor.local_part)
+    plans = _plan_log.isEnabledFor(logging.DEBUG) or env.names_plugin_in_torch_logs()
+    callbacks.set_log_callback(_plan_log.log, plans=plans)
 
 
 @functools.cache

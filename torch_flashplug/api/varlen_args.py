@@ -15,28 +15,32 @@ from .attention_args import (
 Lengths = tuple[Tensor | None, Tensor | None, Tensor | None]  # cu_seqlens_q, cu_seqlens_k, seqused_k
 
 
-def check_on_end(operands: tuple[Tensor, Tensor, Tensor], given: Lengths) -> bool:
+def check_varlen(operands: tuple[Tensor, Tensor, Tensor], lengths: Lengths) -> bool:
     """Check packed operands and their lengths; return True if k and v have 8 bits."""
     for name, x in zip("qkv", operands, strict=True):
         check_rank(name, x, 3, "a tensor of shape (tokens, heads, head dim) with cu_seqlens_q")
-    q, (cu_q, cu_k, used_k) = operands[0], given
-    check_numbers("cu_seqlens_q", cu_q, "sequences + 1", q.device)
-    check_numbers("cu_seqlens_k", cu_k, "sequences + 1", q.device)
-    if used_k is not None:
-        check_numbers("seqused_k", used_k, "sequences", q.device)
-    if cu_q.shape != cu_k.shape or not cu_q.shape[0] or (used_k is not None and used_k.shape[0] + 1 != cu_q.shape[0]):
-        shapes = ", ".join(str(tuple(x.shape)) for x in given if x is not None)
+    q, (cu_seqlens_q, cu_seqlens_k, seqused_k) = operands[0], lengths
+    check_int32_vector("cu_seqlens_q", cu_seqlens_q, "sequences + 1", q.device)
+    check_int32_vector("cu_seqlens_k", cu_seqlens_k, "sequences + 1", q.device)
+    if seqused_k is not None:
+        check_int32_vector("seqused_k", seqused_k, "sequences", q.device)
+    if (
+        cu_seqlens_q.shape != cu_seqlens_k.shape
+        or not cu_seqlens_q.shape[0]
+        or (seqused_k is not None and seqused_k.shape[0] + 1 != cu_seqlens_q.shape[0])
+    ):
+        shapes = ", ".join(str(tuple(x.shape)) for x in lengths if x is not None)
         raise ValueError(
             "attention: cu_seqlens_q, cu_seqlens_k and seqused_k must describe the same number of sequences, "
             f"but have shapes {shapes}. cu_seqlens have one number more than there are sequences."
         )
-    eight = check_dtypes(*operands)
+    is_quantized = check_dtypes(*operands)
     refuse_forward_mode()
     check_fit(*operands, *((1, *x.shape) for x in operands))
-    return eight
+    return is_quantized
 
 
-def check_numbers(name: str, x: object, size: str, device: torch.device) -> None:
+def check_int32_vector(name: str, x: object, size: str, device: torch.device) -> None:
     if not isinstance(x, Tensor) or x.dim() != 1 or x.dtype != torch.int32 or x.device != device:
-        given = f"{x.dtype} {tuple(x.shape)} on {x.device}" if isinstance(x, Tensor) else type(x).__name__
-        raise ValueError(f"attention: {name} must be an int32 tensor of shape ({size},) on {device}, but got {given}.")
+        actual = f"{x.dtype} {tuple(x.shape)} on {x.device}" if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"attention: {name} must be an int32 tensor of shape ({size},) on {device}, but got {actual}.")

@@ -1,4 +1,4 @@
-"""The public function `plan()`: lists of tiles shared by several calls of `attention()` with packed sequences.
+"""The public function `plan_varlen()`: lists of tiles shared by several calls of `attention()` with packed sequences.
 
 Kernels iterate over lists of tiles. Without a plan, each call builds the lists from the sequence lengths just before
 the kernel (kernels/features/varlen.py). Calls with the same lengths, such as the layers of a model, can reuse one plan.
@@ -12,22 +12,25 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ..deprecation import renamed_attribute
 from ..ops import attention
 from ..ops.attention import Window
 from ..ops.quantized_kv import multiplied_in
 from ..torch_hooks import describe_call
-from .attention_args import softcap_of, split_size_of, splits_of, window_of
-from .varlen_args import Lengths, check_on_end
+from .attention_args import AttentionParams, params_of
+from .varlen_args import Lengths, check_varlen
+
+KEY_ROW_BITS = 12  # kRowBits of src/operands/varlen_tile_list.cpp
 
 
-class _Seen(NamedTuple):
+class TensorVersion(NamedTuple):
     """Identity and version of a tensor, as far as the host can know both."""
 
-    place: tuple[int | None, torch.Size, tuple[int, ...]]  # address (None for fake tensors), shape, strides
+    layout: tuple[int | None, torch.Size, tuple[int, ...]]  # address (None for fake tensors), shape, strides
     version: int | None  # autograd's count of writes; None for inference tensors, whose writes nothing counts
 
     @classmethod
-    def now(cls, x: Tensor | None) -> _Seen | None:
+    def of(cls, x: Tensor | None) -> TensorVersion | None:
         if x is None:
             return None
         try:
@@ -41,8 +44,8 @@ def _version(x: Tensor) -> int | None:
     return None if x.is_inference() else x._version
 
 
-class LengthsPlan(NamedTuple):
-    """Lists of tiles for packed sequences: the result of `plan()`, an argument of `attention()`."""
+class VarlenPlan(NamedTuple):
+    """Lists of tiles for packed sequences: the result of `plan_varlen()`, an argument of `attention()`."""
 
     lists: Tensor | None  # (1 or 2, n) int32, for the forward kernel and the backward kernel; None: no kernel runs
     key: int  # the kernels, and a hash of the other facts behind the lists: src/operands/varlen_tile_list.cpp
@@ -50,49 +53,65 @@ class LengthsPlan(NamedTuple):
     keys: int
     window: Window
     lengths: Lengths  # the caller's tensors
-    seen_as: tuple[_Seen | None, ...]  # identities and versions of `lengths` when the plan was made
+    versions: tuple[TensorVersion | None, ...]  # identities and versions of `lengths` when the plan was made
+
+    seen_as = renamed_attribute("VarlenPlan", "seen_as", "versions")
 
     @property
-    def of_op(self) -> tuple[Tensor | None, int]:
+    def op_args(self) -> tuple[Tensor | None, int]:
         return self.lists, self.key
 
-    def check(self, q: Tensor, k: Tensor, given: Lengths, window: tuple[int, int, bool]) -> None:
+    def check(self, q: Tensor, k: Tensor, lengths: Lengths, window: Window) -> None:
         """Raise ValueError if the plan belongs to a different call, as far as the host knows.
 
         Compiled graphs compare sizes and the window, but no tensors.
         """
-        for what, made_for, now in (
+        for fact, planned, actual in (
             ("q.shape[0]", self.rows, q.shape[0]),
             ("k.shape[0]", self.keys, k.shape[0]),
             ("the window (left, right, bottom_right)", tuple(self.window), tuple(window)),
         ):
-            if made_for != now:
+            if planned != actual:
                 raise ValueError(
-                    f"attention: plan must be made for this call, but {what} was {made_for} and is {now} now. "
+                    f"attention: plan must be made for this call, but {fact} was {planned} and is {actual} now. "
                     "Create a new plan."
                 )
         if torch.compiler.is_compiling():
             return
         names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k")
-        for name, x, made_of, then in zip(names, given, self.lengths, self.seen_as, strict=True):
-            now = _Seen.now(x)
-            if (now and now.place) != (then and then.place):
+        for name, x, planned_tensor, recorded in zip(names, lengths, self.lengths, self.versions, strict=True):
+            current = TensorVersion.of(x)
+            if (current and current.layout) != (recorded and recorded.layout):
                 raise ValueError(
                     f"attention: plan was created from a different {name} tensor. "
                     "Pass the same tensor, or create a new plan."
                 )
             # `x.data` has a version counter of its own, so both tensors are compared.
-            if now and not now.version == then.version == _version(made_of):
+            if current and not current.version == recorded.version == _version(planned_tensor):
                 raise ValueError(f"attention: {name} was written to after plan was created. Create a new plan.")
 
+    def check_kernel(self, kernel_row: int) -> None:
+        """Raise ValueError if the plan has lists, but for a different forward kernel.
 
-def check_is_plan(plan: object, on_end: bool) -> None:
+        Args:
+            kernel_row: Index of the kernel in the kernel table of `_C`.
+        """
+        planned_row = (self.key >> KEY_ROW_BITS) % (1 << KEY_ROW_BITS) - 1
+        if self.lists is not None and planned_row != kernel_row:
+            raise ValueError(  # the text of src/operands/varlen_tile_list.cpp
+                "attention: plan was made for another call: the kernel, the window or the number of rows, keys or "
+                "sequences differs. Make the plan with the arguments of this call, under the same sdpa_backend."
+            )
+
+
+def check_is_plan(plan: object, is_varlen: bool) -> None:
     """Check the type of a plan, and that the call has packed sequences."""
-    if not isinstance(plan, LengthsPlan):
+    if not isinstance(plan, VarlenPlan):
         raise TypeError(
-            f"attention: plan must be the result of torch_flashplug.plan() or None, but got {type(plan).__name__}."
+            "attention: plan must be the result of torch_flashplug.plan_varlen() or None, "
+            f"but got {type(plan).__name__}."
         )
-    if not on_end:
+    if not is_varlen:
         raise ValueError(
             "attention: plan must be used with cu_seqlens_q, and without block_table and block_mask. Leave plan out."
         )
@@ -100,12 +119,19 @@ def check_is_plan(plan: object, on_end: bool) -> None:
 
 @torch.inference_mode(False)  # later calls with gradients may use the kept tensors
 @torch.no_grad()
-def _lists(operands: list[Tensor], lengths: Lengths, seen: tuple, gradients: bool) -> tuple[Tensor, int]:
-    return attention.namespace._plan_lists(*operands, *(None if x is None else x.contiguous() for x in lengths), *seen,
-                                          gradients)  # fmt: skip
+def _lists(operands: list[Tensor], lengths: Lengths, params: AttentionParams, gradients: bool) -> tuple[Tensor, int]:
+    cu_seqlens_q, cu_seqlens_k, seqused_k = (None if x is None else x.contiguous() for x in lengths)
+    return attention.namespace._plan_lists(
+        *operands,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        seqused_k=seqused_k,
+        **params.op_kwargs(),
+        gradients=gradients,
+    )
 
 
-def plan(  # noqa: PLR0913
+def plan_varlen(  # noqa: PLR0913
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -119,13 +145,13 @@ def plan(  # noqa: PLR0913
     num_splits: int | None = None,
     fixed_split_size: int | None = None,
     gradients: bool | None = None,
-) -> LengthsPlan:
+) -> VarlenPlan:
     """Build the lists of tiles of packed sequences once, for all calls of `attention()` with the same lengths.
 
     The work is one or two launches on the current stream, and the host waits for nothing. Calls may differ in sinks and
     scale. `attention()` raises ValueError for a call with a different window, kernel, number of query rows or keys, or
     with different tensors of lengths. The kernel depends on heads, head dims, dtype, softcap, splits and
-    `sdpa_backend`. `attention()` also raises ValueError if the tensors of lengths were written to after plan().
+    `sdpa_backend`. `attention()` also raises ValueError if the tensors of lengths were written to after plan_varlen().
 
     Autograd counts writes. Writes through `.data`, NumPy or DLPack, and writes to tensors created in
     torch.inference_mode, stay unnoticed. The lists are then those of the old lengths. Make a new plan for every batch
@@ -134,11 +160,11 @@ def plan(  # noqa: PLR0913
     If no kernel runs the call (on a CPU, in fp32, under "math"), the plan has no lists, changes nothing, and kernels
     are not compared.
 
-    A CUDA graph with a captured plan() builds the lists in every replay. Lists built before the capture stay those of
-    the old lengths, and the plan must live as long as the graph, as every tensor read by replays. A plan is made
-    outside of torch.compile and passed to the compiled function as an argument. Dynamo treats an attribute of a module
-    as a constant and compiles again for each plan. Compiled code compares rows, keys, window and kernels (RuntimeError
-    for kernels). Compiled code does not compare the identity of the tensors of lengths.
+    A CUDA graph with a captured plan_varlen() builds the lists in every replay. Lists built before the capture stay
+    those of the old lengths, and the plan must live as long as the graph, as every tensor read by replays. A plan is
+    made outside of torch.compile and passed to the compiled function as an argument. Dynamo treats an attribute of a
+    module as a constant and compiles again for each plan. Compiled code compares rows, keys, window and kernels
+    (RuntimeError for kernels). Compiled code does not compare the identity of the tensors of lengths.
 
     Args:
         q (Tensor): Packed queries (T, Hq, D). No values of `q`, `k` and `v` are read, so that the tensors of a model's
@@ -166,31 +192,31 @@ def plan(  # noqa: PLR0913
     """
     if torch.compiler.is_compiling():
         raise RuntimeError(
-            "plan: plan() must be called outside of torch.compile. Pass the plan to the compiled function."
+            "plan_varlen: plan_varlen() must be called outside of torch.compile. "
+            "Pass the plan to the compiled function."
         )
-    splits = splits_of(num_splits), split_size_of(fixed_split_size, num_splits)
-    seen = (*window_of(causal, window), softcap_of(softcap), None, *splits)
-    given = (cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k, seqused_k)
-    eight = check_on_end((q, k, v), given)
+    params = params_of(causal, window, softcap, None, num_splits, fixed_split_size)
+    lengths = (cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k, seqused_k)
+    is_quantized = check_varlen((q, k, v), lengths)
     operands = [x.unsqueeze(0).transpose(1, 2) for x in (q, k, v)]
-    lists, key = _lists(_as_multiplied(operands, eight), given, seen, _wants(gradients, operands))
-    seen_as, window = tuple(map(_Seen.now, given)), Window(*seen[:3])
-    return LengthsPlan(lists if key else None, key, q.shape[0], k.shape[0], window, given, seen_as)
+    lists, key = _lists(_as_multiplied(operands, is_quantized), lengths, params, _wants(gradients, operands))
+    versions = tuple(map(TensorVersion.of, lengths))
+    return VarlenPlan(lists if key else None, key, q.shape[0], k.shape[0], params.window, lengths, versions)
 
 
 def _wants(gradients: bool | None, operands: list[Tensor]) -> bool:
     if gradients is not None and not isinstance(gradients, bool):
-        raise TypeError(f"plan: gradients must be True, False or None, but got {type(gradients).__name__}.")
+        raise TypeError(f"plan_varlen: gradients must be True, False or None, but got {type(gradients).__name__}.")
     return describe_call.wants_grad(*operands) if gradients is None else gradients
 
 
-def _as_multiplied(operands: list[Tensor], eight: bool) -> list[Tensor]:
+def _as_multiplied(operands: list[Tensor], is_quantized: bool) -> list[Tensor]:
     """Return operands in the dtypes of ops. A tensor of a converted dtype is empty, as nothing reads the values."""
-    told = [x.to("meta") for x in operands]
-    if eight:
-        told = [x.to(multiplied_in(told[0])) for x in told]
-    told = describe_call.under_autocast(operands[0].device.type, *told)
+    meta_operands = [x.to("meta") for x in operands]
+    if is_quantized:
+        meta_operands = [x.to(multiplied_in(meta_operands[0])) for x in meta_operands]
+    meta_operands = describe_call.under_autocast(operands[0].device.type, *meta_operands)
     return [
         x if x.dtype == like.dtype else torch.empty(x.shape, dtype=like.dtype, device=x.device)
-        for x, like in zip(operands, told, strict=True)
+        for x, like in zip(operands, meta_operands, strict=True)
     ]

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 _ABSENT = "transformers, which knows the defaults of many model types, is not installed"
 
 
-def completed(config: Mapping[str, object]) -> dict[str, object] | None:
+def complete_config(config: Mapping[str, object]) -> dict[str, object] | None:
     """Return a configuration completed with the defaults of the configuration class, including all parts.
 
     Args:
@@ -26,17 +26,17 @@ def completed(config: Mapping[str, object]) -> dict[str, object] | None:
     """
     try:
         with _quiet():
-            made = _class_of(config)
-            return None if made is None else _facts_of(made.from_dict(copy.deepcopy(dict(config))))
+            config_class = _class_of(config)
+            return None if config_class is None else _facts_of(config_class.from_dict(copy.deepcopy(dict(config))))
     except Exception:  # configuration classes check values, and raise exceptions of any type
         return None
 
 
-def why_unknown(config: Mapping[str, object]) -> str:
+def unknown_reason(config: Mapping[str, object]) -> str:
     """Return why the defaults of a configuration are unknown.
 
     Args:
-        config: a configuration for which completed() returned None.
+        config: a configuration for which complete_config() returned None.
     """
     if _class_of({"model_type": "llama"}) is None:
         return _ABSENT
@@ -75,14 +75,14 @@ def _quiet() -> Iterator[None]:
             logging.set_verbosity(before)
 
 
-def _facts_of(made: object) -> dict[str, object]:
+def _facts_of(config_object: object) -> dict[str, object]:
     """Return the values of a configuration object, under the object's own names and under the usual names."""
-    facts = made.to_dict()
-    for usual, own in made.attribute_map.items():
-        if own in facts:
-            facts.setdefault(usual, facts[own])
-    for name in made.sub_configs:
-        part = getattr(made, name, None)
+    facts = config_object.to_dict()
+    for usual, attribute in config_object.attribute_map.items():
+        if attribute in facts:
+            facts.setdefault(usual, facts[attribute])
+    for name in config_object.sub_configs:
+        part = getattr(config_object, name, None)
         if hasattr(part, "to_dict") and hasattr(part, "sub_configs"):
             facts[name] = _facts_of(part)
     return facts

@@ -43,31 +43,31 @@ def _devices_by_cuda_python() -> list[dict[str, object]] | None:
         return answer[0] if answer else None
 
     attribute = driver.CUdevice_attribute
-    wanted = {
+    attributes = {
         "sm_count": attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT,
         "smem_bytes": attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN,
         "l2_bytes": attribute.CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE,
         "clock_khz": attribute.CU_DEVICE_ATTRIBUTE_CLOCK_RATE,
     }
     major, minor = (getattr(attribute, f"CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_{part}") for part in ("MAJOR", "MINOR"))
-    found = []
+    devices = []
     try:
         ask(driver.cuInit, 0)
         for index in range(ask(driver.cuDeviceGetCount)):
             device = ask(driver.cuDeviceGet, index)
             name = ask(driver.cuDeviceGetName, 128, device).split(b"\0")[0].decode()
             cc = 10 * ask(driver.cuDeviceGetAttribute, major, device) + ask(driver.cuDeviceGetAttribute, minor, device)
-            facts = {key: ask(driver.cuDeviceGetAttribute, which, device) for key, which in wanted.items()}
-            found.append({"name": name, "cc": cc, **facts, "driver": ask(driver.cuDriverGetVersion)})
+            facts = {key: ask(driver.cuDeviceGetAttribute, which, device) for key, which in attributes.items()}
+            devices.append({"name": name, "cc": cc, **facts, "driver": ask(driver.cuDriverGetVersion)})
     except RuntimeError:  # no driver or no device: reported as no GPU
         return None
-    return found
+    return devices
 
 
 def _devices() -> list[dict[str, object]]:
-    found = _devices_by_cuda_python()
-    if found is not None:
-        return found
+    devices = _devices_by_cuda_python()
+    if devices is not None:
+        return devices
     if not torch.cuda.is_available():
         return []
     return [
@@ -80,16 +80,16 @@ def packs() -> list[dict[str, object]]:
 
     The entry "unusable" says why this machine must not load the pack; an empty text means that loading is allowed.
     """
-    found = []
+    facts_of_packs = []
     for pack in installed_packs.installed():
         kernels = pack.kernels()
         facts = {"path": str(pack.path), "target": pack.target, "bytes": pack.path.stat().st_size}
-        facts |= {"compressed": pack.is_compressed, "unusable": pack.unusable()}
+        facts |= {"compressed": pack.is_compressed, "unusable": pack.unusable_reason()}
         if pack.is_compressed:
-            place = installed_packs.unpacked(pack)
+            place = installed_packs.unpacked_path(pack)
             facts["unpacked"] = str(place) if place else None
-        found.append(facts | {"symbols": len(kernels), "kernels": kernels})
-    return found
+        facts_of_packs.append(facts | {"symbols": len(kernels), "kernels": kernels})
+    return facts_of_packs
 
 
 def _cache() -> dict[str, object]:
@@ -112,7 +112,7 @@ def _facts_of_folder(folder: Path) -> dict[str, object]:
 
 def hook() -> dict[str, object]:
     """Return whether calls of F.scaled_dot_product_attention reach the dispatcher, in which mode, and why not."""
-    if env.disabled() and not bindings.enabled():  # a later enable() overrides the variable
+    if env.is_disabled() and not bindings.enabled():  # a later enable() overrides the variable
         return {"installed": False, "enabled": False, "why": f"{env.ENABLED.name}={env.ENABLED.get()}"}
     from ..torch_hooks import sdpa_composite
 
@@ -167,7 +167,7 @@ def collect() -> dict[str, object]:
     }
 
 
-def _said(pack: dict[str, object]) -> str:
+def _describe_pack(pack: dict[str, object]) -> str:
     text = f"{pack['symbols']} kernels, {pack['bytes'] / 1e6:.1f} MB"
     if pack["unusable"]:
         return f"{text}; not used: {pack['unusable']}"
@@ -190,7 +190,7 @@ def _lines(facts: dict[str, object]) -> list[tuple[str, str]]:
     lines.append(("hook", ", ".join(f"{key} {value}" for key, value in facts["hook"].items() if value != "")))
     lines += [("not ours", f"{op}: kernels registered at {place}") for op, place in facts["kept_by_others"].items()]
     for pack in facts["packs"]:
-        lines.append(("kernel pack", f"{pack['path']}: {_said(pack)}"))
+        lines.append(("kernel pack", f"{pack['path']}: {_describe_pack(pack)}"))
     if not facts["packs"]:
         lines.append(("kernel pack", "none: kernels come from the cache, or are compiled at first use"))
     kept = facts["cache"]

@@ -40,8 +40,14 @@ def _check(shapes: Shapes) -> None:
         ValueError: a tensor, or the scores, would have 2^58 elements or more.
     """
     scores = (*shapes.q[:3], *shapes.k[2:3])
-    given = {"query": shapes.q, "key": shapes.k, "value": shapes.v, "attn_mask": shapes.mask or (), "scores": scores}
-    for name, shape in given.items():
+    shapes_by_name = {
+        "query": shapes.q,
+        "key": shapes.k,
+        "value": shapes.v,
+        "attn_mask": shapes.mask or (),
+        "scores": scores,
+    }
+    for name, shape in shapes_by_name.items():
         if math.prod(max(size, 1) for size in shape) >= 1 << _LIMIT:
             raise ValueError(
                 f"{name} must have fewer than 2^{_LIMIT} elements, but got the shape {','.join(map(str, shape))}. "
@@ -49,7 +55,7 @@ def _check(shapes: Shapes) -> None:
             )
 
 
-def _place(device: str) -> tuple[str, str | None]:
+def _device_and_preset(device: str) -> tuple[str, str | None]:
     """Return the device of the tensors, and the `device` argument for explain()."""
     if device:
         return "meta", device
@@ -83,12 +89,12 @@ def plan(
         ValueError: an argument is out of range, or this machine's GPU has too little memory for the tensors.
     """
     _check(shapes)
-    where, preset = _place(device)
+    tensor_device, preset = _device_and_preset(device)
     kind = torch.bool if mask_dtype == "bool" else DTYPES[mask_dtype]
     try:
-        mask = None if shapes.mask is None else torch.empty(shapes.mask, dtype=kind, device=where)
+        mask = None if shapes.mask is None else torch.empty(shapes.mask, dtype=kind, device=tensor_device)
         q, k, v = (
-            torch.empty(shape, dtype=DTYPES[dtype], device=where, requires_grad=grad)
+            torch.empty(shape, dtype=DTYPES[dtype], device=tensor_device, requires_grad=grad)
             for shape in (shapes.q, shapes.k, shapes.v)
         )
     except torch.OutOfMemoryError:

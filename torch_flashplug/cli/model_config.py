@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from ..dispatch.kernel_sets import LENGTHS, Attention
+from ..dispatch.kernel_sets import LENGTHS, AttentionLayer
 from . import config_classes
 
 Config = Mapping[str, object]
@@ -28,14 +28,14 @@ _LENGTH = ("max_position_embeddings", "n_positions", "max_sequence_length", "n_c
 _DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout")
 _SMALL = (*_HEADS, *_KV_HEADS, *_HEAD_DIM, *_LATENT, *_GLOBAL_HEAD_DIM)
 _MAY_BE_ZERO = {*_HEAD_DIM, *_LATENT}  # a head dim of 0 means the same as a missing head dim
-_MOST_SMALL, _MOST = 1 << 16, 1 << 53
+_MAX_SMALL_NUMBER, _MAX_NUMBER = 1 << 16, 1 << 53
 # If one of these facts is true, the scores have a float bias.
 _RELATIVE = (
     *("has_relative_attention_bias", "has_spatial_attention_bias"),
     *("use_relative_position_bias", "use_shared_relative_position_bias"),
 )
 _NO_PARTS = {"quantization_config", "compression_config", "generation_config"}
-_MOST_NESTED = 32
+_MAX_NESTED = 32
 # Model types, with underscores. Text towers such as CLIP's are causal, but generate nothing.
 _CAUSAL_TEXT = re.compile(r"^(clip|clipseg|owlvit|owlv2|groupvit|x_?clip|metaclip_2|aimv2)_text")
 _ENCODERS = re.compile(
@@ -51,11 +51,11 @@ class Skip(NamedTuple):
     """Part of a model for which no kernels are planned.
 
     Attributes:
-        said: the name of the part and the reason, in a sentence or two.
+        message: the name of the part and the reason, in a sentence or two.
         is_fault: whether the part may have attention.
     """
 
-    said: str
+    message: str
     is_fault: bool
 
 
@@ -82,7 +82,7 @@ def read(path: Path) -> dict[str, object]:
         ) from None
     if is_deep:
         raise ValueError(
-            f"--model-config must be nested at most {_MOST_NESTED} levels deep, but {_short(str(file))} is nested "
+            f"--model-config must be nested at most {_MAX_NESTED} levels deep, but {_short(str(file))} is nested "
             "deeper. Pass a model's config.json."
         )
     if not isinstance(config, dict):
@@ -93,9 +93,9 @@ def read(path: Path) -> dict[str, object]:
 def _is_deep(config: object) -> bool:
     """Return whether objects and lists are nested deeper than in any real configuration."""
     layer = [config]
-    for _ in range(_MOST_NESTED):
+    for _ in range(_MAX_NESTED):
         inner = (value.values() if isinstance(value, dict) else value for value in layer)
-        layer = [one for values in inner for one in values if isinstance(one, (dict, list))]
+        layer = [item for values in inner for item in values if isinstance(item, (dict, list))]
         if not layer:
             return False
     return True
@@ -112,7 +112,7 @@ def attentions(
     training: bool = False,
     deterministic: bool = False,
     on_skip: Callable[[Skip], None] = lambda _: None,
-) -> list[Attention]:
+) -> list[AttentionLayer]:
     """Return the kinds of attention layers of a model.
 
     Args:
@@ -125,8 +125,8 @@ def attentions(
     Raises:
         ValueError: no part can be planned, or a value is out of range.
     """
-    _check(config)
-    found: list[Attention] = []
+    _check_numbers(config)
+    layers: list[AttentionLayer] = []
     skipped: list[Skip] = []
     for part in _parts(config, _Part({}, "", "", False), ""):
         if (skip := _skip_of(part)) is not None:
@@ -136,16 +136,16 @@ def attentions(
             str(_first(part.facts, "dtype", "torch_dtype") or _first(config, "dtype", "torch_dtype")), "bf16"
         )
         for layer in _layers(part, element, training, deterministic):
-            if layer not in found:
-                found.append(layer)
-    last = skipped.pop().said if skipped and not found else ""
+            if layer not in layers:
+                layers.append(layer)
+    last = skipped.pop().message if skipped and not layers else ""
     for skip in skipped:
         on_skip(skip)
     if last:
         raise ValueError(last)
-    if not found:
+    if not layers:
         raise ValueError(f"--model-config must name attention heads, but has none of {', '.join(_HEADS)}.")
-    return found
+    return layers
 
 
 class _Part(NamedTuple):
@@ -166,7 +166,7 @@ class _Part(NamedTuple):
     length: int = 0
 
     @property
-    def in_words(self) -> str:
+    def description(self) -> str:
         return self.name or "the model"
 
     def key(self, *names: str) -> str:
@@ -182,7 +182,7 @@ class _Part(NamedTuple):
 def _number(config: Config, key: str, name: str) -> int:
     value = config[key]
     value = value[0] if isinstance(value, list) and value else value
-    least, most = int(key not in _MAY_BE_ZERO), _MOST_SMALL if key in _SMALL else _MOST
+    least, most = int(key not in _MAY_BE_ZERO), _MAX_SMALL_NUMBER if key in _SMALL else _MAX_NUMBER
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not (is_number and least <= value <= most and value == int(value)):
         raise ValueError(
@@ -200,7 +200,7 @@ def _as_in_file(value: object) -> str:
     return _short(json.dumps(value))
 
 
-def _check(config: Config, name: str = "") -> None:
+def _check_numbers(config: Config, name: str = "") -> None:
     """Check the range of each number, before any configuration class reads the numbers.
 
     Raises:
@@ -208,11 +208,11 @@ def _check(config: Config, name: str = "") -> None:
     """
     part = _Part(config, name, "", False)
     if part.key(*_HEADS, "model_type"):
-        for names in (_HEADS, _KV_HEADS, _HEAD_DIM, *((one,) for one in _LATENT), _GLOBAL_HEAD_DIM, _HIDDEN, _LENGTH):
+        for names in (_HEADS, _KV_HEADS, _HEAD_DIM, *((dim,) for dim in _LATENT), _GLOBAL_HEAD_DIM, _HIDDEN, _LENGTH):
             part.number(*names)
     for key, value in config.items():
         if isinstance(value, dict):
-            _check(value, _path(name, key))
+            _check_numbers(value, _path(name, key))
 
 
 def _parts(config: Config, outer: _Part, key: str, raw: object = None) -> Iterator[_Part]:
@@ -228,7 +228,7 @@ def _parts(config: Config, outer: _Part, key: str, raw: object = None) -> Iterat
     """
     name = _path(outer.name, key) if key else ""
     kind = str(config.get("model_type") or config.get("_class_name") or f"{outer.kind}_{key}")
-    full = config if outer.is_known else config_classes.completed(config)
+    full = config if outer.is_known else config_classes.complete_config(config)
     raw = config if not outer.is_known else raw if isinstance(raw, dict) else {}
     facts = config if full is None else full
     length = _Part(raw, name, "", False).number(*_LENGTH)
@@ -238,10 +238,10 @@ def _parts(config: Config, outer: _Part, key: str, raw: object = None) -> Iterat
     ):  # for example the configuration of some layers
         part = part._replace(facts={**outer.facts, **config})
     inner = [
-        one
+        nested
         for key, value in facts.items()
         if isinstance(value, dict) and key not in _NO_PARTS
-        for one in _parts(value, part, key, raw.get(key))
+        for nested in _parts(value, part, key, raw.get(key))
     ]
     is_part = facts.get("model_type") or (not outer.is_known and name.endswith(("_config", "_cfg")))
     if part.key(*_HEADS) or (is_part and not inner):
@@ -251,21 +251,21 @@ def _parts(config: Config, outer: _Part, key: str, raw: object = None) -> Iterat
 
 def _skip_of(part: _Part) -> Skip | None:
     """Return why a part cannot be planned; None if it can."""
-    where = f"--model-config: {part.in_words}"
+    where = f"--model-config: {part.description}"
     if not part.key(*_HEADS):
         if part.is_known:
             kind = _short(str(part.facts.get("model_type")))
             return Skip(
                 f"{where} ({kind}) names no attention heads, so that no kernels are planned for that part.", False
             )
-        lacks = _HEADS
+        names = _HEADS
     elif part.key(*_HEAD_DIM, *_HIDDEN) or (part.key(_LATENT[0]) and part.key(_LATENT[2])):
         return None
     else:
-        lacks = (*_HIDDEN, *_HEAD_DIM)
-    why = "" if part.is_known else f"; {config_classes.why_unknown(part.facts)}"
+        names = (*_HIDDEN, *_HEAD_DIM)
+    why = "" if part.is_known else f"; {config_classes.unknown_reason(part.facts)}"
     return Skip(
-        f"{where} must name {lacks[0]}, but has none of {', '.join(lacks)}{why}. Add the key, or describe the calls of "
+        f"{where} must name {names[0]}, but has none of {', '.join(names)}{why}. Add the key, or describe the calls of "
         "that part with --shapes.",
         True,
     )
@@ -275,30 +275,30 @@ def _first(config: Config, *names: str) -> object:
     return next((config[name] for name in names if config.get(name) is not None), None)
 
 
-def _layers(part: _Part, dtype: str, training: bool, deterministic: bool) -> Iterator[Attention]:
+def _layers(part: _Part, dtype: str, training: bool, deterministic: bool) -> Iterator[AttentionLayer]:
     config = part.facts
     heads, kv_heads = _heads(part)
-    causal, decodes = _kind(part)
+    causal, decodes = _is_causal_and_decodes(part)
     features = [frozenset({"causal"}) if causal else frozenset(), frozenset({"mask"})]
     if config.get("is_encoder_decoder"):
         features.insert(0, frozenset())
-    relative = _is_relative(part)
-    if relative or config.get("alibi"):
+    has_relative_bias = _has_relative_bias(part)
+    if has_relative_bias or config.get("alibi"):
         features += [frozenset({"bias"}), frozenset({"bias32"})]
     if training and any(_dropout(part, name) > 0 for name in _DROPOUT):
-        features += [wanted | {"dropout"} for wanted in features]
+        features += [call_features | {"dropout"} for call_features in features]
     for dims in _dims(part, heads):
-        yield Attention(
+        yield AttentionLayer(
             # Programs pass K and V either with KV heads, or repeated for the query heads.
             tuple(dict.fromkeys(((heads, kv_heads), (heads, heads)))),
             dims,
             dtype,
             tuple(features),
-            decodes=decodes and not training,
-            cross_attention=bool(config.get("is_encoder_decoder")),
-            training=training,
-            bias_grad=relative,
-            deterministic=deterministic,
+            has_decode_calls=decodes and not training,
+            has_cross_attention=bool(config.get("is_encoder_decoder")),
+            needs_gradients=training,
+            needs_bias_gradient=has_relative_bias,
+            is_deterministic=deterministic,
             max_length=min(_length(part, decodes) or LENGTHS[-1], LENGTHS[-1]),
         )
 
@@ -332,7 +332,7 @@ def _dropout(part: _Part, key: str) -> float:
     return float(value)
 
 
-def _is_relative(part: _Part) -> bool:
+def _has_relative_bias(part: _Part) -> bool:
     """Return whether the scores have a learned float bias that depends on the distance of tokens."""
     if "relative_attention_num_buckets" in part.facts or any(part.facts.get(name) for name in _RELATIVE):
         return True
@@ -340,7 +340,7 @@ def _is_relative(part: _Part) -> bool:
     return bool(by_default) and not part.key("has_relative_attention_bias", "has_spatial_attention_bias")
 
 
-def _kind(part: _Part) -> tuple[bool, bool]:
+def _is_causal_and_decodes(part: _Part) -> tuple[bool, bool]:
     """Return whether the attention is causal, and whether decode calls follow the prefill."""
     config = part.facts
     if config.get("is_decoder") or config.get("is_encoder_decoder"):
@@ -351,8 +351,8 @@ def _kind(part: _Part) -> tuple[bool, bool]:
         return False, False
     if _CAUSAL_TEXT.search(part.kind):
         return True, False
-    listens = "encoder_layers" in config and "decoder_layers" not in config  # for example audio encoders
-    decodes = "decoder" in part.kind or not (listens or _ENCODERS.search(part.kind))
+    is_audio_encoder = "encoder_layers" in config and "decoder_layers" not in config  # for example audio encoders
+    decodes = "decoder" in part.kind or not (is_audio_encoder or _ENCODERS.search(part.kind))
     return decodes, decodes
 
 
@@ -370,5 +370,5 @@ def _dims(part: _Part, heads: int) -> Iterator[tuple[int, int]]:
             f"--model-config: {_path(part.name, part.key(*hidden))} must be {part.key(*_HEADS)} or more, but got "
             f"{part.number(*hidden)} and {heads}. Correct the file."
         )
-    for one in dict.fromkeys((dim, part.number(*_GLOBAL_HEAD_DIM) or dim)):
-        yield one, one
+    for head_dim in dict.fromkeys((dim, part.number(*_GLOBAL_HEAD_DIM) or dim)):
+        yield head_dim, head_dim

@@ -22,7 +22,7 @@ from ..dispatch import packs as installed_packs
 from ..registry import dispatch_table
 from . import explain, model_config
 
-_OBJECTS_ALONE = (
+_NO_C_COMPILER = (
     "no C compiler is installed. Kernels are kept as object files (.o), which load only where the kernel compiler is "
     "installed. Install gcc, or set CC."
 )
@@ -34,41 +34,41 @@ class Outcome:
 
     Attributes:
         compiled: names of the kernels compiled by this process.
-        known: number of kernels that the packs or the cache had already.
+        num_present: number of kernels that the packs or the cache had already.
         failed: names of the kernels that could not be compiled, with the reasons.
         seconds: time from the first kernel to the last.
-        by_others: names of the kernels compiled by different processes meanwhile.
+        compiled_elsewhere: names of the kernels compiled by different processes meanwhile.
         folders: folders of the cache that hold the kernels.
     """
 
     compiled: tuple[str, ...]
-    known: int
+    num_present: int
     failed: dict[str, str]
     seconds: float
-    by_others: tuple[str, ...] = ()
+    compiled_elsewhere: tuple[str, ...] = ()
     folders: tuple[Path, ...] = ()
 
 
-def kernels_of_models(paths: Iterable[Path], facts: dict[str, int], **wanted: object) -> list[str]:
+def kernels_of_models(paths: Iterable[Path], facts: dict[str, int], **options: object) -> list[str]:
     """Return the kernels of models, as determined by configuration files and the backend of this process.
 
     Args:
         paths: config.json files, or folders of models.
         facts: the facts of the GPU.
-        wanted: keyword arguments for model_config.attentions().
+        options: keyword arguments for model_config.attentions().
 
     Raises:
         ValueError: a file is not the configuration of a model with attention.
     """
     startup.load()
-    layers = [layer for path in paths for layer in model_config.attentions(model_config.read(path), **wanted)]
+    layers = [layer for path in paths for layer in model_config.attentions(model_config.read(path), **options)]
     mode = bindings.effective_mode()
     if bindings.backend_of(mode) in {"math", "stock"}:
         return []
     return list(dict.fromkeys(name for layer in layers for name in kernel_sets.kernels_of(layer.calls(), facts, mode)))
 
 
-def why_none(facts: dict[str, int]) -> str:
+def no_kernel_reason(facts: dict[str, int]) -> str:
     """Return the reason why no torch_flashplug kernel serves the calls, with a remedy.
 
     Args:
@@ -87,14 +87,14 @@ def why_none(facts: dict[str, int]) -> str:
 
 
 def kernels_of_shapes(
-    calls: Iterable[Sequence[tuple[int, ...]]], mask: tuple[int, ...] | None = None, **wanted: object
+    calls: Iterable[Sequence[tuple[int, ...]]], mask: tuple[int, ...] | None = None, **options: object
 ) -> list[str]:
     """Return the kernels of calls described by shapes.
 
     Args:
         calls: for each call, the shapes of query, key and optionally value, each (batch, heads, length, head dim).
         mask: the shape of attn_mask, or None.
-        wanted: keyword arguments for what_if.plan().
+        options: keyword arguments for explain.plan().
 
     Raises:
         ValueError: a call has not 2 or 3 shapes.
@@ -103,8 +103,8 @@ def kernels_of_shapes(
     for shapes in calls:
         if len(shapes) not in (2, 3):
             raise ValueError(f"--shapes must be 2 or 3 shapes (query, key, value), but got {len(shapes)}.")
-        plan = explain.plan(explain.Shapes(shapes[0], shapes[1], shapes[-1], mask), **wanted)
-        names += kernel_sets.names_in(f"{plan.kernel} {plan.gradients}")
+        plan = explain.plan(explain.Shapes(shapes[0], shapes[1], shapes[-1], mask), **options)
+        names += kernel_sets.kernel_names_in(f"{plan.kernel} {plan.gradients}")
     return names
 
 
@@ -117,7 +117,7 @@ def kernels_of_logs(files: Iterable[Path]) -> list[str]:
     names = []
     for file in files:
         try:
-            names += kernel_sets.names_in(file.read_text(errors="replace"))
+            names += kernel_sets.kernel_names_in(file.read_text(errors="replace"))
         except OSError as error:
             raise ValueError(f"--from-log must be a readable file, but got {file}: {error.strerror}") from None
     return names
@@ -156,9 +156,9 @@ def missing(names: Sequence[str], target: str, packs: bool = True) -> list[str]:
 
 def _entries(names: Sequence[str], target: str, packs: bool) -> dict[str, Path | None]:
     """Return the cache entry of each kernel; None for a missing kernel by the rules of missing()."""
-    packed = installed_packs.held(target) if packs else set()
+    packed = installed_packs.packed_kernels(target) if packs else set()
     suffixes = {kernel_cache.SHARED, *(() if linker.c_compiler() else (kernel_cache.OBJECT,))}
-    entries = {name: jit.find(name, target) for name in names if name not in packed}
+    entries = {name: jit.find_entry(name, target) for name in names if name not in packed}
     return {name: entry.path if entry and entry.path.suffix in suffixes else None for name, entry in entries.items()}
 
 
@@ -176,20 +176,20 @@ def compile_all(names: Sequence[str], cc: int, workers: int = 0, packs: bool = T
     """
     target = compiler.target_of(cc)
     entries = _entries(names, target, packs)
-    wanted = [name for name, path in entries.items() if path is None]
-    known_in = [path.parent for path in entries.values() if path is not None]
-    if not wanted:
-        return Outcome((), len(names), {}, 0.0, folders=tuple(dict.fromkeys(known_in)))
+    missing_names = [name for name, path in entries.items() if path is None]
+    folders = [path.parent for path in entries.values() if path is not None]
+    if not missing_names:
+        return Outcome((), len(names), {}, 0.0, folders=tuple(dict.fromkeys(folders)))
     if dsl.version() is None:
         raise ValueError(f"no compiler is installed. {dsl.INSTALL}")
     writable, reasons = kernel_cache.writable_folders()
     if not writable:
         raise ValueError("; ".join(reasons))
     if linker.c_compiler() is None:
-        print(f"warmup: {_OBJECTS_ALONE}", file=sys.stderr)
+        print(f"warmup: {_NO_C_COMPILER}", file=sys.stderr)
     start = time.monotonic()
     pool = compile_pool.Pool(workers)
-    jobs = pool.request([jit.job(name, target) for name in wanted])
+    jobs = pool.request([jit.compile_job(name, target) for name in missing_names])
     bar = _Bar(len(jobs))
     failed: dict[str, str] = {}
     waiting = list(jobs)
@@ -202,14 +202,14 @@ def compile_all(names: Sequence[str], cc: int, workers: int = 0, packs: bool = T
         bar.show()
         time.sleep(0.1)
     bar.end()
-    made = [job for job in jobs if job.path is not None]
+    finished = [job for job in jobs if job.path is not None]
     return Outcome(
-        compiled=tuple(job.name for job in made if job.seconds),
-        known=len(names) - len(wanted),
+        compiled=tuple(job.name for job in finished if job.seconds),
+        num_present=len(names) - len(missing_names),
         failed=failed,
         seconds=time.monotonic() - start,
-        by_others=tuple(job.name for job in made if not job.seconds),
-        folders=tuple(dict.fromkeys([*known_in, *(job.path.parent for job in made)])),
+        compiled_elsewhere=tuple(job.name for job in finished if not job.seconds),
+        folders=tuple(dict.fromkeys([*folders, *(job.path.parent for job in finished)])),
     )
 
 
@@ -266,13 +266,13 @@ def use_folder(folder: Path) -> None:
     Raises:
         ValueError: the folder is not writable.
     """
-    if reason := kernel_cache.use_alone(folder.absolute()):
+    if reason := kernel_cache.use_only_folder(folder.absolute()):
         raise ValueError(f"--out must be a writable folder, but got {folder}: {reason}")
 
 
 def prune() -> int:
     """Delete the cache entries of outdated kernel versions, and return the number of deleted entries."""
-    paths = [entry.path for entry in kernel_cache.find_like("*")]
+    paths = [entry.path for entry in kernel_cache.find_matching("*")]
     outdated = [path for path in paths if not (jit.is_current(path) or installed_packs.is_current(path))]
     for path in outdated:
         path.unlink(missing_ok=True)
@@ -282,7 +282,7 @@ def prune() -> int:
 def report(outcome: Outcome) -> str:
     """Return a sentence that describes the outcome."""
     folders = ", ".join(map(str, outcome.folders or kernel_cache.folders()[:1]))
-    others = f", {len(outcome.by_others)} by other processes" if outcome.by_others else ""
+    by_others = f", {len(outcome.compiled_elsewhere)} by other processes" if outcome.compiled_elsewhere else ""
     failed = f", {len(outcome.failed)} failed" if outcome.failed else ""
     compiled = f"{len(outcome.compiled)} kernels compiled in {outcome.seconds:.1f} s"
-    return f"{compiled}{others}, {outcome.known} were there{failed}. Cache: {folders}"
+    return f"{compiled}{by_others}, {outcome.num_present} were there{failed}. Cache: {folders}"

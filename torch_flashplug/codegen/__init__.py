@@ -9,6 +9,6 @@
 - `kernel_cache`: The compiled kernels on disk.
 - `worker`: A process that compiles kernels for another process.
 - `compile_pool`: The workers of this process.
-- `provided`: The question for a kernel, and the answer.
+- `kernel_request`: The request for a kernel that no pack holds, and the answer.
 - `jit`: Kernels at their first use.
 """

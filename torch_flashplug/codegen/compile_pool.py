@@ -1,8 +1,8 @@
 """Pool of worker processes for compiling requested kernels in parallel, without access to a GPU.
 
 Each worker thread owns a worker process (worker.py). A thread takes the first kernel not being compiled by a different
-process of the host. So ranks with requests for the same kernels share the work. Slots limit the number of kernels
-compiled in parallel on a host. Kernels and slots are file locks in the kernel cache.
+process of the host. So ranks with requests for the same kernels share the work. Permits limit the number of kernels
+compiled in parallel on a host. Kernels and permits are file locks in the kernel cache.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Job:
         error: the reason of a failure.
         traceback: the traceback of a failure.
         seconds: the compilation time in a worker of the own process; 0 if a different process compiled the kernel.
-        tried: the time of the first attempt to compile the kernel (monotonic seconds); infinite before.
+        first_attempt_time: the time of the first attempt to compile the kernel (monotonic seconds); infinite before.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Job:
     error: str = ""
     traceback: str = ""
     seconds: float = 0.0
-    tried: float = math.inf
+    first_attempt_time: float = math.inf
 
     def finish(self, path: Path | None, error: str = "", traceback: str = "", seconds: float = 0.0) -> None:
         """Set the outcome, and wake all waiting threads."""
@@ -112,7 +112,7 @@ class Worker:
             self._process = subprocess.Popen(
                 [sys.executable, "-S", str(WORKER)],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True,
-                env=env.for_workers(target), start_new_session=True,
+                env=env.worker_environment(target), start_new_session=True,
             )  # fmt: skip
         return self._process
 
@@ -146,7 +146,7 @@ class Pool:
         Args:
             workers: number of kernels compiled in parallel; 0 for the number of CPUs of the process, at most 8.
         """
-        self._workers = workers or env.compile_workers(MAX_WORKERS)
+        self._workers = workers or env.num_compile_workers(MAX_WORKERS)
         self._condition = threading.Condition()
         self._waiting: list[Job] = []  # in the order of need
         self._running: dict[str, Job] = {}
@@ -163,15 +163,15 @@ class Pool:
             For each kernel, the job to wait for.
         """
         with self._condition:
-            known = {job.key: job for job in (*self._waiting, *self._running.values())}
-            answers = [known.get(job.key, job) for job in jobs]
-            new = [job for job in answers if job.key not in known]
+            jobs_by_key = {job.key: job for job in (*self._waiting, *self._running.values())}
+            answers = [jobs_by_key.get(job.key, job) for job in jobs]
+            new_jobs = [job for job in answers if job.key not in jobs_by_key]
             if first:
-                asked = {job.key for job in answers}
-                others = [job for job in self._waiting if job.key not in asked]
-                self._waiting = [job for job in answers if job.key not in self._running] + others
+                requested_keys = {job.key for job in answers}
+                later_jobs = [job for job in self._waiting if job.key not in requested_keys]
+                self._waiting = [job for job in answers if job.key not in self._running] + later_jobs
             else:
-                self._waiting += new
+                self._waiting += new_jobs
             for _ in range(min(self._workers, len(self._waiting) + len(self._running)) - self._threads):
                 self._threads += 1
                 threading.Thread(target=self._serve, name="flashplug-compile", daemon=True).start()
@@ -214,16 +214,18 @@ class Pool:
     def _serve_one(self, candidates: Sequence[Job], worker: Worker, folders: Sequence[Path]) -> bool:
         """Provide the first kernel that can be provided now; return False if there is none."""
         with contextlib.ExitStack() as locks:
-            has_slot = self._lock(locks, folders[0], *_slots())
-            return any(self._try(job, worker, folders, has_slot) for job in candidates)
+            has_permit = self._lock(locks, folders[0], *_permit_names())
+            return any(self._try(job, worker, folders, has_permit) for job in candidates)
 
-    def _try(self, job: Job, worker: Worker, folders: Sequence[Path], has_slot: bool) -> bool:
+    def _try(self, job: Job, worker: Worker, folders: Sequence[Path], has_permit: bool) -> bool:
         """Provide a kernel. Return False if a different process or thread does, or if the host is busy."""
-        job.tried = min(job.tried, time.monotonic())
-        is_stuck = time.monotonic() - job.tried > LOCK_SECONDS  # locks of different processes then no longer count
+        job.first_attempt_time = min(job.first_attempt_time, time.monotonic())
+        is_stuck = (
+            time.monotonic() - job.first_attempt_time > LOCK_SECONDS
+        )  # locks of different processes then no longer count
         with contextlib.ExitStack() as locks:
             if (entry := kernel_cache.find(job.key)) is None:
-                if not is_stuck and not (has_slot and self._lock(locks, folders[0], job.key)):
+                if not is_stuck and not (has_permit and self._lock(locks, folders[0], job.key)):
                     return False
                 entry = kernel_cache.find(job.key)  # a process may have written the entry before the lock was taken
             if not self._take(job):
@@ -254,9 +256,9 @@ class Pool:
             self._running.pop(job.key, None)
 
 
-def _slots() -> list[str]:
+def _permit_names() -> list[str]:
     """Return the names of the locks for limiting the number of kernels compiled in parallel on a host."""
-    return [f"slot-{number}" for number in range(env.compile_workers(MAX_PER_HOST, per_host=True))]
+    return [f"slot-{number}" for number in range(env.num_compile_workers(MAX_PER_HOST, per_host=True))]
 
 
 _pool = Pool()

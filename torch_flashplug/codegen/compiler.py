@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..registry.architectures import TARGETS, targets_of
-from ..registry.dtypes import misfit
+from ..registry.dtypes import unsupported_element_reason
 from ..registry.kernel_spec import KernelSpec
 from . import dsl
 from .fingerprint import fingerprint
@@ -66,14 +66,14 @@ def target_of(cc: int) -> str:
     )
 
 
-def _misfit(spec: KernelSpec, target: str) -> str | None:
+def _unsupported_reason(spec: KernelSpec, target: str) -> str | None:
     """Return why a kernel cannot be compiled for a target; None if the kernel can be compiled."""
     if target not in TARGETS:
         return f"target must be one of {', '.join(TARGETS)}, but got {target!r}."
     if spec.arch not in TARGETS[target]:
         archs = ", ".join(f"sm_{arch}" for arch in TARGETS[target])
         return f"{spec.name()}: {target} runs kernels that are written for {archs}"
-    return misfit(spec.dtype, spec.kind, spec.arch, spec.mask) or spec.check()
+    return unsupported_element_reason(spec.dtype, spec.kind, spec.arch, spec.mask) or spec.check()
 
 
 def _ptxas_level(spec: KernelSpec, target: str) -> str:
@@ -82,18 +82,18 @@ def _ptxas_level(spec: KernelSpec, target: str) -> str:
     return PTXAS.get((*key, spec.dtype)) or PTXAS.get(key, "")
 
 
-def compile_spec(spec: KernelSpec, target: str, keep: bool = False) -> Compiled:
+def compile_spec(spec: KernelSpec, target: str, keep_code: bool = False) -> Compiled:
     """Compile one kernel spec.
 
     Args:
         spec: the kernel.
         target: a key of TARGETS.
-        keep: whether the result also has the cubin and the PTX. The DSL then also writes both to CUTE_DSL_DUMP_DIR.
+        keep_code: whether the result also has the cubin and the PTX. The DSL also writes both to CUTE_DSL_DUMP_DIR.
 
     Raises:
         ValueError: the tile of the kernel cannot be built, or not for this target.
     """
-    if reason := _misfit(spec, target):
+    if reason := _unsupported_reason(spec, target):
         raise ValueError(reason)
     # DSL ops check the architecture in the constructor. The DSL reads this variable once, at the import of the DSL.
     # So a process compiles for one target, unless ops are constructed under the options below.
@@ -105,13 +105,13 @@ def compile_spec(spec: KernelSpec, target: str, keep: bool = False) -> Compiled:
 
     start = time.perf_counter()
     kernel = builder(spec)
-    options = f"--enable-tvm-ffi --gpu-arch {target}" + (" --keep-cubin --keep-ptx" if keep else "")
+    options = f"--enable-tvm-ffi --gpu-arch {target}" + (" --keep-cubin --keep-ptx" if keep_code else "")
     if level := _ptxas_level(spec, target):
         options += f" --ptxas-options='{level}'"
     # no_jit_engine leaves out the engine for running the kernel in this process. The objects are the same, and
     # compilation takes a tenth less time.
     function = cute.compile(kernel, *kernel.fake_arguments(), options=options, no_jit_engine=True)
-    cubin, ptx = (bytes(function.__cubin__), function.__ptx__) if keep else (None, None)
+    cubin, ptx = (bytes(function.__cubin__), function.__ptx__) if keep_code else (None, None)
     return Compiled(spec, function, time.perf_counter() - start, cubin, ptx)
 
 

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..registry import features
-from ..registry.dtypes import ELEMENTS, NUMBERS
-from ..registry.kernel_args import OF_KIND
+from ..registry.dtypes import DTYPE_INFO, ELEMENTS
+from ..registry.kernel_args import ARGUMENTS_BY_KIND
 from ..registry.kernel_spec import KernelSpec
 
 _PACKAGE = Path(__file__).resolve().parent.parent
@@ -29,12 +29,20 @@ def fingerprint(spec: KernelSpec) -> str:
     unrelated kernels.
     """
     operands = ELEMENTS[spec.dtype].operands
-    rows = [(operands, *(NUMBERS[name] for name in operands))]
+    rows = [(operands, *(DTYPE_INFO[name] for name in operands))]
     rows += [
-        (x.tag, x.part_of(spec.kind), x.arguments, x.always, x.score_bytes, x.key_bytes, *filter(None, (x.ahead,)))
-        for x in features.of(spec.features)
+        (
+            x.tag,
+            x.class_path_of(spec.kind),
+            x.arguments,
+            x.is_unconditional,
+            x.score_bytes,
+            x.key_bytes,
+            *filter(None, (x.launch_class_path,)),
+        )
+        for x in features.select(spec.features)
     ]
-    rows += [(x.name, x.dtype, x.scalar, x.optional) for x in OF_KIND[spec.kind]]
+    rows += [(x.name, x.dtype, x.is_scalar, x.is_optional) for x in ARGUMENTS_BY_KIND[spec.kind]]
     return _hash_of([path for path in sources_of(spec) if path not in _tables()], repr(rows))
 
 
@@ -60,17 +68,17 @@ def sources_of(spec: KernelSpec) -> list[Path]:
     from ..kernels import BUILDERS
 
     module, _ = BUILDERS[spec.kind, spec.arch]
-    names = [feature.part_of(spec.kind) for feature in features.of(spec.features)]
+    names = [feature.class_path_of(spec.kind) for feature in features.select(spec.features)]
     parts = [name.rpartition(".")[0].split(".") for name in names if name]
-    found: set[Path] = set()
-    waiting = [_PACKAGE.joinpath("kernels", *module.split(".")).with_suffix(".py")]
-    waiting += [_PACKAGE.joinpath("kernels", "features", *part).with_suffix(".py") for part in parts]
-    while waiting:
-        path = waiting.pop()
-        if path not in found:
-            found.add(path)
-            waiting += _read(path, path.stat().st_mtime_ns)[1]
-    return sorted(found)
+    sources: set[Path] = set()
+    pending = [_PACKAGE.joinpath("kernels", *module.split(".")).with_suffix(".py")]
+    pending += [_PACKAGE.joinpath("kernels", "features", *part).with_suffix(".py") for part in parts]
+    while pending:
+        path = pending.pop()
+        if path not in sources:
+            sources.add(path)
+            pending += _hash_and_imports(path, path.stat().st_mtime_ns)[1]
+    return sorted(sources)
 
 
 def _tables() -> list[Path]:
@@ -83,12 +91,12 @@ def _all_sources() -> list[Path]:
 
 
 def _hash_of(files: list[Path], more: str = "") -> str:
-    digests = sorted(_read(path, path.stat().st_mtime_ns)[0] for path in files)
+    digests = sorted(_hash_and_imports(path, path.stat().st_mtime_ns)[0] for path in files)
     return hashlib.sha256("\n".join([more, *digests]).encode()).hexdigest()[:16]
 
 
 @functools.cache
-def _read(path: Path, changed: int) -> tuple[str, list[Path]]:
+def _hash_and_imports(path: Path, changed: int) -> tuple[str, list[Path]]:
     """Return the hash of a source file, and the imported source files of this package.
 
     The result is cached, because a build reads the same few files hundreds of times.
@@ -101,16 +109,16 @@ def _read(path: Path, changed: int) -> tuple[str, list[Path]]:
     files = []
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.level:
-            place = path.parents[node.level - 1].joinpath(*(node.module or "").split("."))
-            files += [place.with_suffix(".py"), *(place / f"{alias.name}.py" for alias in node.names)]
-    text = "".join(_words(tree))
+            module_path = path.parents[node.level - 1].joinpath(*(node.module or "").split("."))
+            files += [module_path.with_suffix(".py"), *(module_path / f"{alias.name}.py" for alias in node.names)]
+    text = "".join(_tree_text(tree))
     return hashlib.sha256(text.encode()).hexdigest(), [file for file in files if file.is_file()]
 
 
 _OPENERS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
-def _words(node: object) -> Iterator[str]:
+def _tree_text(node: object) -> Iterator[str]:
     """Yield the syntax tree as text.
 
     Empty fields are left out, because newer versions of Python have additional, empty fields.
@@ -118,7 +126,7 @@ def _words(node: object) -> Iterator[str]:
     if isinstance(node, list):
         yield "["
         for item in node:
-            yield from _words(item)
+            yield from _tree_text(item)
         yield "]"
     elif not isinstance(node, ast.AST):
         yield f"{node!r},"
@@ -131,5 +139,5 @@ def _words(node: object) -> Iterator[str]:
             if name == "body" and isinstance(node, _OPENERS) and ast.get_docstring(node, clean=False) is not None:
                 value = value[1:]  # noqa: PLW2901
             yield f"{name}="
-            yield from _words(value)
+            yield from _tree_text(value)
         yield ")"

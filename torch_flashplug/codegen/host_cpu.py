@@ -36,13 +36,13 @@ def features() -> frozenset[str]:
     return frozenset(word for word in (line[1].split() if line else ()) if _EXTENSIONS.fullmatch(word))
 
 
-def lacking(wanted: Iterable[str]) -> list[str]:
+def missing_features(needed: Iterable[str]) -> list[str]:
     """Return the sorted extensions missing on this CPU. Words other than names of extensions are ignored.
 
     Args:
         wanted: the features of the compiling machine's CPU, from features() on the compiling machine.
     """
-    return sorted(word for word in set(wanted) - features() if _EXTENSIONS.fullmatch(word))
+    return sorted(word for word in set(needed) - features() if _EXTENSIONS.fullmatch(word))
 
 
 @functools.cache

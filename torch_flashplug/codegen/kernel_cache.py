@@ -42,7 +42,7 @@ _OTHER_NAME = re.compile(
     r"sources-[0-9a-f]{64}\.json|slot-\d+\.lock|[\w+]+-[0-9a-f]{16}\S*\.lock|\.(?:writing|probe)-\S{8}"
 )
 UNUSED_DAYS = 90  # an entry not loaded for this number of days is deleted
-_exclusive = False  # whether the chosen folder has no fallback; use_alone() sets it
+_is_exclusive = False  # whether the chosen folder has no fallback; use_only_folder() sets it
 
 
 class BrokenEntry(Exception):
@@ -98,19 +98,19 @@ def fallback_folder() -> Path:
 
 def folders() -> list[Path]:
     """Return the folders of the cache, in the order of reading and writing."""
-    return [chosen_folder()] if _exclusive else [chosen_folder(), fallback_folder()]
+    return [chosen_folder()] if _is_exclusive else [chosen_folder(), fallback_folder()]
 
 
-def use_alone(folder: Path) -> str:
+def use_only_folder(folder: Path) -> str:
     """Make a folder the cache of this process and the worker processes, without a fallback.
 
     Returns:
         The reason why entries cannot be written to the folder; empty if entries can be written.
     """
-    global _exclusive  # noqa: PLW0603
+    global _is_exclusive  # noqa: PLW0603
     if not (reason := prepare(folder)):
         env.set_cache_dir(str(folder))
-        _exclusive = True
+        _is_exclusive = True
     return reason
 
 
@@ -141,17 +141,17 @@ def prepare(folder: Path) -> str:
         return f"the home directory in {folder} is unknown"
     try:
         folder.mkdir(mode=0o755, parents=True, exist_ok=True)
-        if reason := distrusted(folder):
+        if reason := distrust_reason(folder):
             return reason
         handle, probe = tempfile.mkstemp(dir=folder, prefix=".probe-")
         os.close(handle)
         os.unlink(probe)
     except OSError as error:
-        return _said(error)
+        return _error_text(error)
     return ""
 
 
-def distrusted(path: Path) -> str:
+def distrust_reason(path: Path) -> str:
     """Return why code from a file or folder must not be loaded; empty if loading is allowed.
 
     Raises:
@@ -167,7 +167,7 @@ def distrusted(path: Path) -> str:
     return ""
 
 
-def _said(error: OSError) -> str:
+def _error_text(error: OSError) -> str:
     return f"{error.strerror or type(error).__name__}: {error.filename or ''}".rstrip(": ")
 
 
@@ -183,12 +183,12 @@ def find(key: str) -> Entry | None:
     return next(_checked(folder / name for folder in folders() for name in names), None)
 
 
-def find_like(pattern: str) -> Iterator[Entry]:
+def find_matching(pattern: str) -> Iterator[Entry]:
     """Yield the entries with keys that match an fnmatch pattern, the newest entry of a folder first."""
     for folder in folders():
         with contextlib.suppress(OSError):
-            found = [path for path in folder.glob(pattern) if is_entry(path)]
-            yield from _checked(sorted(found, key=lambda path: path.stat().st_mtime, reverse=True))
+            paths = [path for path in folder.glob(pattern) if is_entry(path)]
+            yield from _checked(sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True))
 
 
 def _checked(paths: Iterable[Path]) -> Iterator[Entry]:
@@ -215,7 +215,7 @@ def check(path: Path) -> dict[str, object]:
         BrokenEntry: the content differs from the written content.
         OSError: the entry cannot be read.
     """
-    if reason := distrusted(path.parent) or distrusted(path):
+    if reason := distrust_reason(path.parent) or distrust_reason(path):
         raise DistrustedEntry(reason)
     data = path.read_bytes()
     if data[-_TAIL:][: len(_MAGIC)] != _MAGIC:

@@ -18,8 +18,8 @@ ERROR_REPORTERS = Path(__file__).parent / "pack_error.c"
 
 def c_compiler() -> str | None:
     """Return the C compiler: the variable CC, Python's own compiler, or cc; None if no compiler is installed."""
-    asked = env.c_compiler() or (sysconfig.get_config_var("CC") or "").split()
-    return next((name for name in (*asked[:1], "cc", "gcc", "clang") if shutil.which(name)), None)
+    command = env.c_compiler() or (sysconfig.get_config_var("CC") or "").split()
+    return next((name for name in (*command[:1], "cc", "gcc", "clang") if shutil.which(name)), None)
 
 
 def tvm_ffi_library() -> Path:
@@ -58,11 +58,11 @@ def link(objects: Sequence[Path], target: Path, more: Sequence[str | Path] = ())
     command += [ERROR_REPORTERS, *objects, *more, dsl.runtime_archive(), tvm_ffi_library(), "-ldl"]
     done = subprocess.run(list(map(str, command)), check=False, capture_output=True, text=True)
     if done.returncode != 0 or not Path(target).is_file():
-        said = done.stderr.strip()[-2000:] or f"the compiler wrote no file, with exit status {done.returncode}"
-        raise RuntimeError(f"{compiler} could not link {Path(target).name}: {said}")
+        message = done.stderr.strip()[-2000:] or f"the compiler wrote no file, with exit status {done.returncode}"
+        raise RuntimeError(f"{compiler} could not link {Path(target).name}: {message}")
 
 
-def failure() -> str:
+def link_failure_reason() -> str:
     """Return why linking fails on this machine; empty if linking a small shared object succeeds."""
     with tempfile.TemporaryDirectory() as scratch:
         try:

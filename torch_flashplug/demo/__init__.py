@@ -4,15 +4,15 @@ The model calls F.scaled_dot_product_attention only. Without a GPU, one kernel i
 
 - `model`: The model.
 - `llama`: A model in the style of Llama, for several GPUs.
-- `text`: The text file.
+- `input_text`: The text file.
 - `train`: Training.
 - `serve`: Sampling from a KV cache.
-- `long`: Long contexts.
+- `long_context`: Long contexts.
 - `precision`: 8-bit attention.
-- `several`: Several GPUs.
-- `record`: The record of all attention calls.
+- `multi_gpu`: Several GPUs.
+- `call_recorder`: The record of all attention calls.
 - `scopes`: Switches the plugin off and on.
-- `show`: Tables.
-- `measured`: Numbers measured on an H100, read from tools/results.
+- `inference`: The main demo: attention calls, errors and times of a prompt.
+- `benchmark_table`: Numbers measured on an H100, read from tools/results.
 - `without_gpu`: The demo on a machine without a GPU.
 """

@@ -26,8 +26,8 @@ class Block(nn.Module):
         sizes = {"q": (width, width), "out": (width, width), "down": (3 * width, width)}
         sizes |= dict.fromkeys(("k", "v"), (width, shape.kv_heads * shape.head_dim))
         sizes |= dict.fromkeys(("gate", "up"), (width, 3 * width))
-        for name, (taken, given) in sizes.items():
-            self.add_module(name, nn.Linear(taken, given, bias=False))
+        for name, (in_features, out_features) in sizes.items():
+            self.add_module(name, nn.Linear(in_features, out_features, bias=False))
         self.norm_attention, self.norm_mlp = nn.RMSNorm(width), nn.RMSNorm(width)
 
     def forward(self, x: Tensor, positions: Tensor | None) -> Tensor:

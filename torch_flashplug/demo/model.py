@@ -146,13 +146,13 @@ def prefill(model: ByteGPT, prompt: Tensor, capacity: int) -> tuple[Tensor, Cach
 
 def decode(model: ByteGPT, logits: Tensor, cache: Cache, steps: int) -> tuple[Tensor, Tensor]:
     """Return `steps` greedily chosen bytes (steps,), and the logits (steps, 256) of each choice."""
-    chosen, seen = [], []
+    chosen, logits_of_choices = [], []
     for _ in range(steps):
         token = logits.argmax(-1)
         chosen.append(token)
-        seen.append(logits)
+        logits_of_choices.append(logits)
         logits = model(token[:, None], cache)[:, -1]
-    return torch.cat(chosen), torch.cat(seen)
+    return torch.cat(chosen), torch.cat(logits_of_choices)
 
 
 def next_byte_loss(model: ByteGPT, text: Tensor) -> Tensor:

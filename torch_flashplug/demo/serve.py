@@ -20,15 +20,15 @@ from torch import Tensor
 import torch_flashplug
 
 from . import model as gpt
+from .input_text import as_tokens, read_text, repeated
 from .scopes import plugin_off
-from .text import as_tokens, read_text, repeated
 
-ROWS = 64  # rows of a page
+PAGE_ROWS = 64  # rows of a page
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # layer, q, k, v (..., heads, D) -> (..., heads, D)
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class Workload:
     """Workload: `prompts` prompts of `shortest` to `longest` bytes, each continued by `steps` bytes."""
 
     shape: gpt.Shape
@@ -43,8 +43,8 @@ class Load:
         return (self.shortest + draw * (self.longest - self.shortest)).int().tolist()
 
 
-GPU_LOAD = Load(gpt.Shape(layers=4, heads=16, kv_heads=4, head_dim=128), 64, 64, 4096, 64)
-CPU_LOAD = Load(gpt.Shape(layers=2, heads=4, kv_heads=2, head_dim=32), 6, 5, 120, 8)
+GPU_WORKLOAD = Workload(gpt.Shape(layers=4, heads=16, kv_heads=4, head_dim=128), 64, 64, 4096, 64)
+CPU_WORKLOAD = Workload(gpt.Shape(layers=2, heads=4, kv_heads=2, head_dim=32), 6, 5, 120, 8)
 
 
 def _states(model: gpt.ByteGPT, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
@@ -53,14 +53,14 @@ def _states(model: gpt.ByteGPT, tokens: Tensor, positions: Tensor, attend: Atten
     heads = (shape.heads, shape.kv_heads, shape.kv_heads)
     for layer, block in enumerate(model.blocks):
         q, k, v = block.qkv(block.norm_attention(x)).unflatten(-1, (-1, shape.head_dim)).split(heads, dim=-2)
-        of_heads = positions.unsqueeze(-1)
-        out = attend(layer, gpt.rotate(q, of_heads), gpt.rotate(k, of_heads), v)
+        head_positions = positions.unsqueeze(-1)
+        out = attend(layer, gpt.rotate(q, head_positions), gpt.rotate(k, head_positions), v)
         x = x + block.out(out.flatten(-2))
         x = x + block.down(F.gelu(block.up(block.norm_mlp(x))))
     return x
 
 
-def _next(model: gpt.ByteGPT, x: Tensor) -> Tensor:
+def _next_tokens(model: gpt.ByteGPT, x: Tensor) -> Tensor:
     return model.head(model.norm(x)).argmax(-1)
 
 
@@ -71,38 +71,38 @@ class Padded:
         self.model, self.device = model, prompts[0].device
         self.used = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
         self.tokens = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)
-        room = (len(prompts), self.tokens.shape[1] + steps, model.shape.kv_heads, model.shape.head_dim)
-        self.caches = [[model.embed.weight.new_zeros(room) for _ in range(2)] for _ in model.blocks]
+        cache_shape = (len(prompts), self.tokens.shape[1] + steps, model.shape.kv_heads, model.shape.head_dim)
+        self.caches = [[model.embed.weight.new_zeros(cache_shape) for _ in range(2)] for _ in model.blocks]
 
     def _sdpa(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        turned = (x.transpose(1, 2) for x in (q, k, v))
-        return F.scaled_dot_product_attention(*turned, attn_mask=mask, enable_gqa=True).transpose(1, 2)
+        transposed = (x.transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(*transposed, attn_mask=mask, enable_gqa=True).transpose(1, 2)
 
     def read(self) -> Tensor:
         length = self.tokens.shape[1]
-        place = torch.arange(length, device=self.device)
-        mask = (place.unsqueeze(1) >= place) & (place < self.used.view(-1, 1, 1, 1))
+        positions = torch.arange(length, device=self.device)
+        mask = (positions.unsqueeze(1) >= positions) & (positions < self.used.view(-1, 1, 1, 1))
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             for cache, x in zip(self.caches[layer], (k, v), strict=True):
                 cache[:, :length] = x
             return self._sdpa(q, k, v, mask)
 
-        x = _states(self.model, self.tokens, place.expand_as(self.tokens), attend)
-        return _next(self.model, x[torch.arange(len(x), device=self.device), self.used - 1])
+        x = _states(self.model, self.tokens, positions.expand_as(self.tokens), attend)
+        return _next_tokens(self.model, x[torch.arange(len(x), device=self.device), self.used - 1])
 
     def step(self, tokens: Tensor) -> Tensor:
-        batch, place = torch.arange(len(tokens), device=self.device), self.used
-        mask = (torch.arange(self.caches[0][0].shape[1], device=self.device) <= place.unsqueeze(1))[:, None, None]
+        batch, positions = torch.arange(len(tokens), device=self.device), self.used
+        mask = (torch.arange(self.caches[0][0].shape[1], device=self.device) <= positions.unsqueeze(1))[:, None, None]
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             for cache, x in zip(self.caches[layer], (k, v), strict=True):
-                cache[batch, place] = x[:, 0]
+                cache[batch, positions] = x[:, 0]
             return self._sdpa(q, *self.caches[layer], mask)
 
-        x = _states(self.model, tokens.unsqueeze(1), place.unsqueeze(1), attend)
+        x = _states(self.model, tokens.unsqueeze(1), positions.unsqueeze(1), attend)
         self.used = self.used + 1
-        return _next(self.model, x[:, 0])
+        return _next_tokens(self.model, x[:, 0])
 
 
 class Paged:
@@ -114,43 +114,43 @@ class Paged:
         self.tokens, self.lengths = torch.cat(prompts), lengths.to(self.device)
         self.starts = F.pad(lengths.cumsum(0), (1, 0)).int().to(self.device)
         self.used = torch.zeros(len(prompts), dtype=torch.int32, device=self.device)
-        pages = -(-(lengths + steps) // ROWS)
-        of_all = torch.randperm(int(pages.sum()), generator=torch.Generator().manual_seed(0)).int()
+        pages = -(-(lengths + steps) // PAGE_ROWS)
+        page_ids = torch.randperm(int(pages.sum()), generator=torch.Generator().manual_seed(0)).int()
         self.table = torch.zeros(len(prompts), int(pages.max()), dtype=torch.int32)
-        for i, mine in enumerate(of_all.split(pages.tolist())):
-            self.table[i, : len(mine)] = mine
+        for i, pages_of_prompt in enumerate(page_ids.split(pages.tolist())):
+            self.table[i, : len(pages_of_prompt)] = pages_of_prompt
         self.table = self.table.to(self.device)
-        room = (len(of_all), ROWS, model.shape.kv_heads, model.shape.head_dim)
-        self.pools = [[model.embed.weight.new_zeros(room) for _ in range(2)] for _ in model.blocks]
+        pool_shape = (len(page_ids), PAGE_ROWS, model.shape.kv_heads, model.shape.head_dim)
+        self.pools = [[model.embed.weight.new_zeros(pool_shape) for _ in range(2)] for _ in model.blocks]
 
     def read(self) -> Tensor:
-        place = torch.arange(len(self.tokens), device=self.device)
-        of = torch.repeat_interleave(torch.arange(len(self.lengths), device=self.device), self.lengths)
-        place = place - self.starts[of]
-        page, row = self.table[of, place // ROWS], place % ROWS
+        positions = torch.arange(len(self.tokens), device=self.device)
+        prompt_idx = torch.repeat_interleave(torch.arange(len(self.lengths), device=self.device), self.lengths)
+        positions = positions - self.starts[prompt_idx]
+        page, row = self.table[prompt_idx, positions // PAGE_ROWS], positions % PAGE_ROWS
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             for pool, x in zip(self.pools[layer], (k, v), strict=True):
                 pool[page, row] = x
             return torch_flashplug.attention(q, k, v, causal=True, cu_seqlens_q=self.starts)
 
-        x = _states(self.model, self.tokens, place, attend)
+        x = _states(self.model, self.tokens, positions, attend)
         self.used = self.lengths.int()
-        return _next(self.model, x[self.starts[1:] - 1])
+        return _next_tokens(self.model, x[self.starts[1:] - 1])
 
     def step(self, tokens: Tensor) -> Tensor:
-        place = self.used.long()
-        page, row = self.table.gather(1, (place // ROWS).unsqueeze(1)).squeeze(1), place % ROWS
+        positions = self.used.long()
+        page, row = self.table.gather(1, (positions // PAGE_ROWS).unsqueeze(1)).squeeze(1), positions % PAGE_ROWS
         self.used = self.used + 1
-        pages = {"block_table": self.table, "seqused_k": self.used}
+        paged_kv = {"block_table": self.table, "seqused_k": self.used}
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             for pool, x in zip(self.pools[layer], (k, v), strict=True):
                 pool[page, row] = x[:, 0]
-            return torch_flashplug.attention(q, *self.pools[layer], causal=True, **pages)
+            return torch_flashplug.attention(q, *self.pools[layer], causal=True, **paged_kv)
 
-        x = _states(self.model, tokens.unsqueeze(1), place.unsqueeze(1), attend)
-        return _next(self.model, x[:, 0])
+        x = _states(self.model, tokens.unsqueeze(1), positions.unsqueeze(1), attend)
+        return _next_tokens(self.model, x[:, 0])
 
 
 SERVERS: dict[str, tuple[type[Padded | Paged], Callable[[], AbstractContextManager]]] = {
@@ -162,48 +162,50 @@ SERVERS: dict[str, tuple[type[Padded | Paged], Callable[[], AbstractContextManag
 
 @torch.inference_mode()
 def serve(
-    kind: type[Padded | Paged], model: gpt.ByteGPT, prompts: list[Tensor], steps: int
+    server_class: type[Padded | Paged], model: gpt.ByteGPT, prompts: list[Tensor], steps: int
 ) -> tuple[Tensor, list[float]]:
     """Return the generated bytes (prompts, steps), and the seconds of reading and of generating."""
     wait = torch.cuda.synchronize if prompts[0].is_cuda else lambda: None
-    server, times, written = kind(model, prompts, steps), [], []
+    server, times, tokens = server_class(model, prompts, steps), [], []
     for read in (True, False):
         wait()
-        began = time.perf_counter()
+        start = time.perf_counter()
         if read:
-            written.append(server.read())
+            tokens.append(server.read())
         else:
             for _ in range(steps - 1):
-                written.append(server.step(written[-1]))
+                tokens.append(server.step(tokens[-1]))
         wait()
-        times.append(time.perf_counter() - began)
-    return torch.stack(written, 1), times
+        times.append(time.perf_counter() - start)
+    return torch.stack(tokens, 1), times
 
 
 def run(file: str | None = None, *, console: Console | None = None) -> None:
     """Serve the workload in each way, and print the table."""
     console = console or Console(width=max(Console().width, 120))
     on_gpu = torch.cuda.is_available()
-    device, load = ("cuda", GPU_LOAD) if on_gpu else ("cpu", CPU_LOAD)
-    model = gpt.build(load.shape, device, torch.bfloat16 if on_gpu else torch.float32)
+    device, workload = ("cuda", GPU_WORKLOAD) if on_gpu else ("cpu", CPU_WORKLOAD)
+    model = gpt.build(workload.shape, device, torch.bfloat16 if on_gpu else torch.float32)
     content, origin = read_text(file)
-    lengths = load.lengths()
+    lengths = workload.lengths()
     text = as_tokens(repeated(content, sum(lengths))).to(device)
     prompts = list(text.split(lengths))
-    title = f"{load.prompts} prompts of {min(lengths)} to {max(lengths)} bytes of {origin}, {load.steps} bytes each"
+    title = (
+        f"{workload.prompts} prompts of {min(lengths)} to {max(lengths)} bytes of {origin}, {workload.steps} bytes each"
+    )
     table = Table(title=title, min_width=len(title))
     rates = ("read, bytes/s", "written, bytes/s") if on_gpu else ()
     for column in ("served", *rates, "equal bytes"):
         table.add_column(column, justify="left" if column == "served" else "right")
     first = None
-    for name, (kind, scope) in SERVERS.items():
+    for name, (server_class, scope) in SERVERS.items():
         with scope():
-            serve(kind, model, prompts, 2)  # warm-up: kernels are compiled, loaded and selected here
-            written, (reading, writing) = serve(kind, model, prompts, load.steps)
-        first = written if first is None else first
-        same = int((written == first).cumprod(1).sum())
-        speeds = (sum(lengths) / reading, load.prompts * (load.steps - 1) / writing) if on_gpu else ()
-        table.add_row(name, *(f"{speed:,.0f}" for speed in speeds), f"{same} of {written.numel()}")
+            serve(server_class, model, prompts, 2)  # warm-up: kernels are compiled, loaded and selected here
+            tokens, (reading, writing) = serve(server_class, model, prompts, workload.steps)
+        first = tokens if first is None else first
+        same = int((tokens == first).cumprod(1).sum())
+        speeds = (sum(lengths) / reading, workload.prompts * (workload.steps - 1) / writing) if on_gpu else ()
+        table.add_row(name, *(f"{speed:,.0f}" for speed in speeds), f"{same} of {tokens.numel()}")
     console.print(f"[bold]torch_flashplug {torch_flashplug.__version__}[/] demo, serving, torch {torch.__version__}")
     if not on_gpu:
         console.print("no GPU here: torch's CPU attention and plain math serve every call, and nothing is timed")

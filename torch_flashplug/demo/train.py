@@ -12,7 +12,7 @@ Two measurements distinguish rounding from a wrong gradient:
 * Gradients. Every attention computes dq, dk and dv of the same calls, with the q, k, v and dout of a step. The errors
   are taken against fp64 math. Nothing is fed back, so that no error grows. A gradient wrong by 2 % has an error of 2 %,
   and rounding causes less than about 1 %. The gradients of the weights are compared with a model computed in fp32.
-  Weight gradients show how rounding errors grow through the layers, and do not judge an attention.
+  Weight gradients show how rounding errors grow through the layers, and say nothing about a single attention call.
 * Repeats. Every attention trains several times, from weights perturbed by about 2^-20. The perturbation is almost
   invisible in bf16, but changes roundings. So the band of the runs of an attention shows the effect of rounding. Run r
   of all attentions starts from the same weights. If only rounding differs, the runs of two attentions are samples of
@@ -39,10 +39,10 @@ import torch_flashplug
 
 from ..testing import Candidate, Masking, Timing, grads_math, paired_ratio, time_interleaved
 from . import model as gpt
-from .record import Call, OutputRecorder, Recorder, distinct
+from .call_recorder import Call, OutputRecorder, Recorder, group_calls
+from .inference import CPU_SHAPE, GPU_ROUNDS, calls_table
+from .input_text import as_tokens, read_text, repeated
 from .scopes import CPU_STOCK, STOCK, Scope, all_scopes, stock_backend
-from .show import CPU_SHAPE, GPU_ROUNDS, calls_table
-from .text import as_tokens, read_text, repeated
 
 SEED = 0
 # Divided by the width of the model. AdamW moves all terms of a sum over the width by the same amount, so that the sum
@@ -88,9 +88,9 @@ class Run:
         """Smallest and largest loss of each step."""
         return self.losses.amin(0), self.losses.amax(0)
 
-    def steps_apart(self, other: Run) -> int:
+    def steps_apart(self, reference: Run) -> int:
         """Return the number of steps at which the bands of two runs are disjoint."""
-        (low, high), (other_low, other_high) = self.band, other.band
+        (low, high), (other_low, other_high) = self.band, reference.band
         return int(((low > other_high) | (high < other_low)).sum())
 
 
@@ -124,7 +124,7 @@ class Trainer:
             weight.mul_(1 + PERTURBATION * noise)
 
 
-def windows(content: bytes, recipe: Recipe) -> Tensor:
+def random_windows(content: bytes, recipe: Recipe) -> Tensor:
     """Return windows of the text at random positions, (steps, B, S + 1)."""
     tokens = as_tokens(repeated(content, max(len(content), 2 * recipe.length)))
     generator = torch.Generator().manual_seed(SEED)
@@ -225,17 +225,17 @@ def _show_calls(console: Console, model: gpt.ByteGPT, text: Tensor) -> None:
     """Print the attention calls of one step, and the kernels that run forward and backward."""
     with Recorder() as recorder:
         Trainer(model, text.device.type).loss(text)
-    kinds = distinct(recorder.calls, torch_flashplug.explain)
-    calls_table(console, kinds, text.is_cuda)
-    for kind in kinds:
-        plan = kind.plan
+    groups = group_calls(recorder.calls, torch_flashplug.explain)
+    calls_table(console, groups, text.is_cuda)
+    for group in groups:
+        plan = group.plan
         if not text.is_cuda:
             took = "stock's CPU attention runs it, forward and backward, with the plugin or without"
         elif plan.backend == "stock":
             took = f"stock ({plan.stock_choice}) runs it, forward and backward"
         else:
             took = f"forward by {plan.backend}, {plan.kernel}; backward by {plan.gradients}"
-        console.print(f"{kind.label()}: {took}.")
+        console.print(f"{group.label()}: {took}.")
 
 
 def _table(title: str, columns: Sequence[str], rows: Mapping[str, Sequence[str]]) -> Table:
@@ -299,7 +299,7 @@ def _gradient_table(model: gpt.ByteGPT, batches: Tensor, scopes: Mapping[str, Sc
             trainer.step(text)
     end = measure(batches[-1])
     rows = {name: start[name] + end[name] for name in scopes}
-    columns = [f"{when}: {what}" for when in ("start", "end") for what in ("dq", "dk", "dv", "weights")]
+    columns = [f"{when}: {tensor}" for when in ("start", "end") for tensor in ("dq", "dk", "dv", "weights")]
     return _table("Errors of gradients (relative L2)", columns, rows)
 
 
@@ -313,15 +313,15 @@ def plot(runs: Mapping[str, Run], path: Path) -> str:
         from matplotlib.figure import Figure
     except ImportError:
         return "No picture: matplotlib is not installed."
-    base, others = runs[BASE], {name: run for name, run in runs.items() if name != BASE}
-    columns = -(-(1 + len(others)) // 2)
+    base, compared = runs[BASE], {name: run for name, run in runs.items() if name != BASE}
+    columns = -(-(1 + len(compared)) // 2)
     figure = Figure(figsize=(4.5 * columns, 8))
     curves, *panels = figure.subplots(2, columns, squeeze=False).flat
     for name, run in runs.items():
         curves.plot(run.mean, label=name, linewidth=1.2)
     curves.set(title="Mean loss of the byte-level GPT", xlabel="step", ylabel="nats per byte")
     curves.legend(fontsize=8)
-    for panel, (name, run) in zip(panels, others.items()):
+    for panel, (name, run) in zip(panels, compared.items()):
         panel.sharey(panels[0])
         for label, shown, color in ((BASE, base, "0.4"), (name, run, "C0")):
             low, high = shown.band
@@ -329,7 +329,7 @@ def plot(runs: Mapping[str, Run], path: Path) -> str:
             panel.plot(shown.mean - base.mean, color=color, label=label, linewidth=1.2)
         panel.set(title=f"{name}: loss minus mean loss, {BASE}", xlabel="step")
         panel.legend(fontsize=8)
-    for panel in panels[len(others) :]:
+    for panel in panels[len(compared) :]:
         panel.set_axis_off()
     for axis in (curves, *panels):
         axis.grid(alpha=0.3)
@@ -363,7 +363,7 @@ def run(
         f"[bold]torch_flashplug {torch_flashplug.__version__}[/] demo, training, torch {torch.__version__}; {where}"
     )
     model = gpt.build(recipe.shape, device, torch.float32, SEED)
-    batches = windows(content, recipe).to(device)
+    batches = random_windows(content, recipe).to(device)
     console.print(
         f"byte-level GPT, {recipe.shape.layers} layers, {recipe.shape.heads} heads over {recipe.shape.kv_heads} KV "
         f"heads of {recipe.shape.head_dim}, {sum(p.numel() for p in model.parameters()) / 1e6:.1f} million fp32 "

@@ -15,16 +15,16 @@ from torch import Tensor
 
 from ..dispatch import bindings
 from ..testing import Masking, attention_math, interpreted, measure_error
-from . import measured
+from . import benchmark_table
 from . import model as gpt
-from .record import Call, OutputRecorder
+from .call_recorder import Call, OutputRecorder
 from .scopes import plugin_off
 
 
 def show(console: Console, model: gpt.ByteGPT, prompt: Tensor, closing: str) -> None:
     """Print the errors of an interpreted kernel, the measured speeds, and the closing sentence."""
     _show_kernel(console, model, prompt)
-    measured.show(console)
+    benchmark_table.show(console)
     console.print(closing)
 
 

@@ -17,13 +17,15 @@ from .library import doubles, ints, lib, text
 if TYPE_CHECKING:
     from ..registry import dispatch_table, kernel_table, stock_bugs
 
-CPU_SLOT, CUDA_SLOT = 0, 1  # slots of torch's choice stub; tests use the CPU slot for the CPU stub backend
-# Precision of a mode word (Mode in src/core/flashplug.h): the shift of the bits, and the values besides the number of a
+CPU_SLOT, CUDA_SLOT = 0, 1  # pointers of torch's choice stub; the CPU stub backend of tests uses the pointer for CPU
+# Precision of a mode word (Mode in src/core/core.h): the shift of the bits, and the values besides the number of a
 # recipe.
 PRECISION_SHIFT, PRECISION_OF_PROCESS, WHOLE_PRECISION, PRECISION_OF_THREAD = 16, 0, 0xFF, 0xFE
 SCALE_IDS = {"positive": 0, "zero": 1, "negative": 2, "not finite": 3}  # same numbers as Scale in src/core/call_facts.h
-_BACKEND_BITS, PREFERENCE = 0x7F, 0x80  # bits of a mode word (Mode in src/core/flashplug.h)
-STOCK_BACKENDS = ("cudnn", "flash", "efficient")  # same order as StockBackend in src/stock/torch_symbols.h
+_BACKEND_BITS, PREFERENCE = 0x7F, 0x80  # bits of a mode word (Mode in src/core/core.h)
+STOCK_BACKENDS = ("cudnn", "flash", "efficient")  # same order as StockBackend in src/stock/stock.h
+# Members of struct MaskFacts in src/operands/operands.h, in the same order.
+MASK_FLAGS = ("is_bool", "is_fp32", "has_query_dtype", "is_dense", "is_on_query_device")
 FACTS_FIELDS = ("cc", "sm_count", "smem_bytes", "l2_bytes", "memory_rate")
 NO_DEVICE = dict.fromkeys(FACTS_FIELDS, 0)
 # Counters, in the order of enum class Path.
@@ -38,7 +40,7 @@ PATHS = (
 
 
 def install(slot: int = CUDA_SLOT) -> int:
-    """Install the choice function of this project in a slot of torch's choice stub.
+    """Install the choice function of this project as a pointer of torch's choice stub.
 
     Returns:
         0, or a code of the reason for the failure. `last_error()` has the text of the reason.
@@ -47,7 +49,7 @@ def install(slot: int = CUDA_SLOT) -> int:
 
 
 def uninstall(slot: int = CUDA_SLOT) -> int:
-    """Restore the saved pointer of a slot exactly."""
+    """Restore the saved pointer of torch's choice stub exactly."""
     return lib().flashplug_uninstall(slot)
 
 
@@ -60,8 +62,8 @@ def take_last_exit() -> str:
 
     Return "" if no call came since the previous query.
     """
-    place = lib().flashplug_take_last_exit()
-    return names("exits")[place] if place >= 0 else ""
+    number = lib().flashplug_take_last_exit()
+    return names("exits")[number] if number >= 0 else ""
 
 
 def last_error() -> str:
@@ -85,7 +87,7 @@ def repair(*backends: str) -> bool:
 
     Return False if the running torch lacks some of the backends.
     """
-    return lib().flashplug_repair(sum(1 << STOCK_BACKENDS.index(name) for name in backends)) == 0
+    return lib().flashplug_enable_stock_workarounds(sum(1 << STOCK_BACKENDS.index(name) for name in backends)) == 0
 
 
 # ---- torch's ops for packed sequences ----
@@ -118,9 +120,9 @@ def held(function: Callable) -> Callable:
     """Return a wrapper for the Python body of an op called by C++. The C++ caller gets the original exception."""
 
     @functools.wraps(function)
-    def run(*given: object) -> object:
+    def run(*arguments: object) -> object:
         try:
-            return function(*given)
+            return function(*arguments)
         except BaseException as error:
             hold_error(error)
             raise
@@ -141,7 +143,7 @@ def open_flash(dispatch_key: str) -> bool:
 
     Return False if the flash attention of the running torch cannot be called below the kernels.
     """
-    return lib().flashplug_open_flash(dispatch_key.encode()) == 0
+    return lib().flashplug_register_flash_op(dispatch_key.encode()) == 0
 
 
 def close_flash() -> None:
@@ -227,16 +229,16 @@ def set_cpu_stub(on: bool | int) -> None:
     lib().flashplug_set_cpu_stub(int(on))
 
 
-def names(of: str) -> tuple[str, ...]:
+def names(vocabulary: str) -> tuple[str, ...]:
     """Return a list of names in C++, in the order of numbers or bits.
 
     The lists are backends, features, kinds, operands, call facts, number types, schemas of the ops with arguments on
-    stacks, exits of the router, and reasons why a family's kernels do not take a call.
+    stacks, exits of the router, reasons why a family's kernels do not take a call, and obstacles of a mask.
     """
-    found: list[str] = []
-    while name := text(lambda out, size: lib().flashplug_name(of.encode(), len(found), out, size)):
-        found.append(name)
-    return tuple(found)
+    cpp_names: list[str] = []
+    while name := text(lambda out, size: lib().flashplug_name(vocabulary.encode(), len(cpp_names), out, size)):
+        cpp_names.append(name)
+    return tuple(cpp_names)
 
 
 def dtypes() -> dict[str, tuple[int, int]]:
@@ -244,11 +246,11 @@ def dtypes() -> dict[str, tuple[int, int]]:
 
     The last entry stands for all other dtypes.
     """
-    found: dict[str, tuple[int, int]] = {}
+    bytes_and_codes: dict[str, tuple[int, int]] = {}
     size, code = ints([0]), ints([0])
-    while name := text(lambda out, room: lib().flashplug_dtype(len(found), size, code, out, room)):
-        found[name] = (size[0], code[0])
-    return found
+    while name := text(lambda out, capacity: lib().flashplug_dtype(len(bytes_and_codes), size, code, out, capacity)):
+        bytes_and_codes[name] = (size[0], code[0])
+    return bytes_and_codes
 
 
 # ---- device facts ----
@@ -299,6 +301,7 @@ def push_rows(
         "choice": map(table_structs.of_choice, choice_rows),
         "varlen": map(table_structs.of_varlen, varlen_rows),
         "gate": (table_structs.of_gate(gate),),
+        "layout": (table_structs.of_layout(),),
     }
     for name, table in tables.items():
         for row in table:
@@ -316,7 +319,7 @@ def problem_facts() -> dict[str, float]:
     are negative here.
     """
     plain, facts = doubles([0.0]), {}
-    while name := text(lambda out, size: lib().flashplug_fact(len(facts), plain, out, size)):
+    while name := text(lambda out, size: lib().flashplug_call_fact(len(facts), plain, out, size)):
         facts[name] = plain[0]
     return facts
 
@@ -326,12 +329,12 @@ def _facts(problem: Mapping[str, float]) -> ctypes.Array[ctypes.c_double]:
 
     Names of features count as facts, too: a true value adds the feature to the needs of the call.
     """
-    known = problem_facts()
-    if unknown := set(problem) - set(known) - set(features.NAMES):
-        raise TypeError(f"unknown facts of a call {sorted(unknown)}; use {', '.join((*known, *features.NAMES))}")
+    defaults = problem_facts()
+    if unknown := set(problem) - set(defaults) - set(features.NAMES):
+        raise TypeError(f"unknown facts of a call {sorted(unknown)}; use {', '.join((*defaults, *features.NAMES))}")
     needs = int(problem.get("needs", 0)) | features.bits(name for name in features.NAMES if problem.get(name))
-    filled = {**known, **problem, "needs": needs}
-    return doubles([filled[name] for name in known])
+    filled = {**defaults, **problem, "needs": needs}
+    return doubles([filled[name] for name in defaults])
 
 
 def with_operands(
@@ -350,16 +353,36 @@ def with_operands(
         addresses: the addresses of the operands in bytes.
         element_bytes: the bytes of an element of each operand.
     """
-    known = problem_facts()
     facts = _facts(problem)
     flat = [ints([number for operand in x for number in operand]) for x in (sizes, strides)]
     lib().flashplug_read_operands(*flat, ints(addresses), ints(element_bytes), facts)
-    return dict(zip(known, facts, strict=True))
+    return dict(zip(problem_facts(), facts, strict=True))
 
 
 def shapes_fit(sizes: Sequence[Sequence[int]], enable_gqa: bool) -> bool:
     """Return whether stock neither rejects nor broadcasts the shapes of query, key and value."""
     return bool(lib().flashplug_shapes_fit(ints([size for operand in sizes for size in operand]), int(enable_gqa)))
+
+
+@functools.cache
+def _mask_obstacles() -> tuple[str, ...]:
+    return names("mask obstacles")
+
+
+def mask_obstacle(
+    flags: Mapping[str, bool], sizes: Sequence[int | None], strides: Sequence[int | None], scores: Sequence[int | None]
+) -> str:
+    """Return the first rule of the kernels that a mask breaks, a name of names("mask obstacles"); "none" if no rule.
+
+    Args:
+        flags: a value for each name of MASK_FLAGS.
+        sizes: sizes of the mask; None for a size that depends on data.
+        strides: strides of the mask, in elements.
+        scores: sizes (B, Hq, Sq, Sk) of the scores.
+    """
+    size, stride, score = (ints([-1 if x is None else x for x in numbers]) for numbers in (sizes, strides, scores))
+    ordered = ints([int(flags[name]) for name in MASK_FLAGS])
+    return _mask_obstacles()[lib().flashplug_mask_obstacle(ordered, len(sizes), size, stride, score)]
 
 
 def kind_of_scale(scale: float | None) -> str:
@@ -370,7 +393,7 @@ def kind_of_scale(scale: float | None) -> str:
 
 def fault_said(fault: int) -> str:
     """Return the text of a fault of a stock backend, by the number from ops.right_choice(), or "" for no fault."""
-    return text(lambda out, size: lib().flashplug_fault_said(fault, out, size))
+    return text(lambda out, size: lib().flashplug_stock_bug_text(fault, out, size))
 
 
 # ---- plans ----
@@ -414,7 +437,7 @@ def plan(problem: Mapping[str, float], facts: Mapping[str, int] | None, mode_wor
 
 def is_remembered(problem: Mapping[str, float], facts: Mapping[str, int] | None, mode_word: int = 0) -> bool:
     """Return whether this thread's plan cache holds the plan of exactly the given call."""
-    return bool(lib().flashplug_is_remembered(*_call_arguments(problem, facts, mode_word)))
+    return bool(lib().flashplug_is_plan_cached(*_call_arguments(problem, facts, mode_word)))
 
 
 def missing_changes() -> int:

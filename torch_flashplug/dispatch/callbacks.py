@@ -9,15 +9,15 @@ import contextlib
 import ctypes
 from collections.abc import Callable, Sequence
 
-from ..codegen.provided import Circumstances, Provided
+from ..codegen.kernel_request import CallConditions, KernelAnswer
 from .library import lib
 
 _COMPILE_TYPE = ctypes.CFUNCTYPE(
     *(ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_int),
     *(ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_char), ctypes.c_int),
 )
-_KERNEL, _NONE, _NOT_YET = range(3)  # numbers of enum class Provided in src/core/flashplug.h
-_CAPTURING, _REQUIRED, _TRAINING = 1, 2, 4  # bits of enum Circumstances in src/core/flashplug.h
+_KERNEL, _NONE, _NOT_YET = range(3)  # numbers of enum class Provided in src/launch/launch.h
+_CAPTURING, _REQUIRED, _TRAINING = 1, 2, 4  # bits of enum Circumstances in src/launch/launch.h
 _LOG_TYPE = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p)
 _TRACE_TYPE = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4, ctypes.POINTER(ctypes.c_int64 * 12))
 _LEARN_TYPE = ctypes.CFUNCTYPE(None)
@@ -27,11 +27,11 @@ _WRAP_TYPE = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p)
 _keep: dict[str, object] = {}  # keeps the callbacks alive that C holds
 
 
-def set_compile(provide: Callable[[str, int, Circumstances], Provided | str] | None) -> None:
+def set_compile_callback(provide: Callable[[str, int, CallConditions], KernelAnswer | str] | None) -> None:
     """Set the callback for kernels outside the packs.
 
     Args:
-        provide: takes the name of a kernel, the compute capability of the GPU (90 is 9.0) and the circumstances of the
+        provide: takes the name of a kernel, the compute capability of the GPU (90 is 9.0) and the conditions of the
             call. Returns the kernel, or the reason for a missing kernel. A plain text is a permanent reason, and an
             exception of `provide` counts as a plain text. None removes the callback.
     """
@@ -48,25 +48,25 @@ def set_compile(provide: Callable[[str, int, Circumstances], Provided | str] | N
         why: ctypes._Pointer,
         why_bytes: int,
     ) -> int:
-        given = Circumstances(*(bool(bits & bit) for bit in (_CAPTURING, _REQUIRED, _TRAINING)))
+        conditions = CallConditions(*(bool(bits & bit) for bit in (_CAPTURING, _REQUIRED, _TRAINING)))
         try:
-            answer = provide(name.decode(), cc, given)
+            answer = provide(name.decode(), cc, conditions)
         except BaseException as problem:
             answer = f"{type(problem).__name__}: {problem}"
         if isinstance(answer, str):
-            answer = Provided(why=answer)
-        if answer.is_there:
+            answer = KernelAnswer(reason=answer)
+        if answer.has_kernel:
             function[0], handle[0] = answer.function or None, answer.handle or None
             return _KERNEL
-        text = answer.why.encode()[: why_bytes - 1] + b"\0"
+        text = answer.reason.encode()[: why_bytes - 1] + b"\0"
         ctypes.memmove(why, text, len(text))
-        return _NOT_YET if answer.later else _NONE
+        return _NOT_YET if answer.may_change else _NONE
 
     _keep["compile"] = _COMPILE_TYPE(up_call)
     lib().flashplug_set_compile_callback(_keep["compile"])
 
 
-def set_learn(run_probe: Callable[[], None]) -> None:
+def set_learn_callback(run_probe: Callable[[], None]) -> None:
     """Set the callback that runs a small backward with a call of learn_node().
 
     The first recomputation of a process that has entered sdpa_backend calls the callback once. Exceptions are dropped.
@@ -80,13 +80,13 @@ def set_learn(run_probe: Callable[[], None]) -> None:
     lib().flashplug_set_learn_callback(_keep["learn"])
 
 
-_STOCKS, _SIZED, _SIZES_LATER, _PART, _STEP = range(5)  # numbers of enum class Traced in src/core/flashplug.h
+_FALLBACK, _SIZED, _SIZES_LATER, _PART, _STEP = range(5)  # numbers of enum class Traced in src/core/core.h
 Sizes = Sequence[Sequence[int | None]]
 
 
-def set_trace(
+def set_trace_callback(
     sizes_of: Callable[[object, object, object, object], Sizes | None],
-    part_of: Callable[[object, object, object, object], tuple[Sizes, bool] | None] = lambda *given: None,
+    part_of: Callable[[object, object, object, object], tuple[Sizes, bool] | None] = lambda *tensors: None,
 ) -> None:
     """Set the callback for operands that Python dispatches.
 
@@ -104,18 +104,18 @@ def set_trace(
     wrap = _WRAP_TYPE(address)
 
     def up_call(q: int, k: int, v: int, mask: int | None, out: ctypes._Pointer) -> int:
-        given, answer = (wrap(q), wrap(k), wrap(v), None if mask is None else wrap(mask)), _SIZED
+        tensors, answer = (wrap(q), wrap(k), wrap(v), None if mask is None else wrap(mask)), _SIZED
         try:
-            sizes = sizes_of(*given)
-            if sizes is None and (part := part_of(*given)) is not None:
+            sizes = sizes_of(*tensors)
+            if sizes is None and (part := part_of(*tensors)) is not None:
                 sizes, answer = part[0], _STEP if part[1] else _PART
         except Exception:
-            return _STOCKS
+            return _FALLBACK
         if sizes is None:
-            return _STOCKS
+            return _FALLBACK
         flat = [size for operand in sizes for size in operand]
         if None in flat:
-            return _SIZES_LATER if answer == _SIZED else _STOCKS
+            return _SIZES_LATER if answer == _SIZED else _FALLBACK
         out.contents[:] = flat
         return answer
 
@@ -123,7 +123,7 @@ def set_trace(
     lib().flashplug_set_trace_callback(_keep["trace"])
 
 
-def set_prepare(prepare: Callable[[], None]) -> None:
+def set_prepare_callback(prepare: Callable[[], None]) -> None:
     """Set the callback for the first call of a varlen_attn op. C++ reports each schema still unknown afterward."""
 
     def up_call() -> None:
@@ -136,7 +136,7 @@ def set_prepare(prepare: Callable[[], None]) -> None:
     lib().flashplug_set_prepare_callback(_keep["prepare"])
 
 
-def set_log(write: Callable[[int, str], None] | None, plans: bool = False) -> None:
+def set_log_callback(write: Callable[[int, str], None] | None, plans: bool = False) -> None:
     """Set write(level, text) as the log function for warnings and, with `plans`, for each new decision (debug)."""
     if write is None:
         lib().flashplug_set_log_callback(ctypes.cast(None, _LOG_TYPE), 0)

@@ -22,7 +22,7 @@ class NotBuilt(ImportError):
     """Error for a missing `_C`: neither an install nor a developer build has put the file into a known directory."""
 
 
-def built_files() -> list[Path]:
+def build_folders() -> list[Path]:
     """Return the directories to search for `_C` and the kernel packs, in the order of the search.
 
     An install puts the files beside library.py. A source tree has the files in the build directory. An editable
@@ -37,7 +37,7 @@ def built_files() -> list[Path]:
 
 def find_built(name: str) -> Path | None:
     """Return the full path of a built file, or None."""
-    return next((place / name for place in built_files() if (place / name).is_file()), None)
+    return next((place / name for place in build_folders() if (place / name).is_file()), None)
 
 
 def _preload_tvm_ffi() -> None:
@@ -54,9 +54,9 @@ def lib() -> ctypes.CDLL:
         NotBuilt: no directory holds `_C`.
     """
     suffixes = [".so", *importlib.machinery.EXTENSION_SUFFIXES]
-    path = next((found for found in (find_built(f"_C{suffix}") for suffix in suffixes) if found), None)
+    path = next((file for file in (find_built(f"_C{suffix}") for suffix in suffixes) if file), None)
     if path is None:
-        places = ", ".join(str(place) for place in built_files())
+        places = ", ".join(str(place) for place in build_folders())
         raise NotBuilt(f"torch_flashplug: _C.so is in none of {places}. Install the package, or run ./tools/dev build.")
     _preload_tvm_ffi()
     return _declare(ctypes.CDLL(str(path)))
@@ -92,19 +92,20 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.flashplug_set_learn_callback.restype = None
     library.flashplug_device_facts.argtypes = [ctypes.c_int, numbers]
     library.flashplug_set_facts_override.argtypes = [numbers]
-    for row in ("family", "kernel", "choice", "rescue", "varlen", "feature", "argument", "gate"):
+    for row in ("family", "kernel", "choice", "rescue", "varlen", "feature", "argument", "gate", "layout"):
         getattr(library, f"flashplug_add_{row}_row").argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     library.flashplug_set_trace_callback.restype = None
     library.flashplug_wrap_function.restype = ctypes.c_void_p
     call, out = (reals, numbers, ctypes.c_int64), (string, ctypes.c_int)
-    library.flashplug_fact.argtypes = [ctypes.c_int, reals, *out]
+    library.flashplug_call_fact.argtypes = [ctypes.c_int, reals, *out]
     library.flashplug_dtype.argtypes = [ctypes.c_int, numbers, numbers, *out]
     library.flashplug_read_operands.argtypes = [numbers, numbers, numbers, numbers, reals]
     library.flashplug_shapes_fit.argtypes = [numbers, ctypes.c_int]
-    library.flashplug_fault_said.argtypes = [ctypes.c_int, *out]
+    library.flashplug_mask_obstacle.argtypes = [numbers, ctypes.c_int64, numbers, numbers, numbers]
+    library.flashplug_stock_bug_text.argtypes = [ctypes.c_int, *out]
     library.flashplug_scale.argtypes = [ctypes.c_double]
     library.flashplug_kernel_missing.argtypes = call
-    library.flashplug_is_remembered.argtypes = call
+    library.flashplug_is_plan_cached.argtypes = call
     library.flashplug_plan_text.argtypes = [*call, ctypes.c_int, *out]
     library.flashplug_forced_error.argtypes = [*call, *out]
     library.flashplug_varlen_text.argtypes = [numbers, ctypes.c_int, ctypes.c_int64, *out]

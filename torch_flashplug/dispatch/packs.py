@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..codegen import host_cpu, kernel_cache
-from ..codegen.provided import Provided
+from ..codegen.kernel_request import KernelAnswer
 from ..registry import kernel_table
 from . import bindings, library
 
@@ -67,10 +67,11 @@ class InstalledPack:
             return sorted(row["name"] for row in self.report.get("kernels", ()))
         return sorted({match.decode() for match in _SYMBOL.findall(self.path.read_bytes())})
 
-    def unusable(self) -> str:
+    def unusable_reason(self) -> str:
         """Return why loading the pack is forbidden on this machine; empty if loading is allowed."""
-        lacking = host_cpu.lacking(self.report.get("cpu", ()))
-        return f"the pack was compiled for a CPU with {', '.join(lacking)}, which this CPU lacks" if lacking else ""
+        if missing := host_cpu.missing_features(self.report.get("cpu", ())):
+            return f"the pack was compiled for a CPU with {', '.join(missing)}, which this CPU lacks"
+        return ""
 
 
 def installed() -> list[InstalledPack]:
@@ -98,7 +99,7 @@ def register() -> None:
     """Register the uncompressed packs beside `_C` with C++, which opens a pack when a kernel is first needed."""
     usable = {}
     for pack in installed():
-        if reason := pack.unusable():
+        if reason := pack.unusable_reason():
             _report(pack.path, reason)
         elif not pack.is_compressed:
             usable[pack.name] = pack.path
@@ -106,7 +107,7 @@ def register() -> None:
         bindings.load_pack(usable.get(pack.name), pack.target)
 
 
-def provide(name: str, target: str) -> Provided | None:
+def provide(name: str, target: str) -> KernelAnswer | None:
     """Return a kernel of a compressed pack, which is unpacked at the first use; None if no such pack has the kernel.
 
     Args:
@@ -118,19 +119,19 @@ def provide(name: str, target: str) -> Provided | None:
             opened = _open(pack.path)
             if opened is not None:
                 with contextlib.suppress(AttributeError):
-                    return Provided.of_library(opened, name)
+                    return KernelAnswer.of_library(opened, name)
     return None
 
 
-def held(target: str) -> set[str]:
+def packed_kernels(target: str) -> set[str]:
     """Return the names of the kernels of a target in all packs that this machine may load."""
-    usable = [pack for pack in installed() if pack.target == target and not pack.unusable()]
+    usable = [pack for pack in installed() if pack.target == target and not pack.unusable_reason()]
     return {name for pack in usable for name in pack.kernels()}
 
 
 @functools.cache
 def _compressed() -> list[InstalledPack]:
-    return [pack for pack in installed() if pack.is_compressed and not pack.unusable()]
+    return [pack for pack in installed() if pack.is_compressed and not pack.unusable_reason()]
 
 
 @functools.cache
@@ -144,7 +145,7 @@ def _open(path: Path) -> ctypes.CDLL | None:
         return None
 
 
-def unpacked(pack: InstalledPack) -> Path | None:
+def unpacked_path(pack: InstalledPack) -> Path | None:
     """Return the path of the unpacked form of a compressed pack, unchecked; None if there is no such file."""
     places = (folder / (pack.key + kernel_cache.SHARED) for folder in kernel_cache.folders())
     return next((place for place in places if place.is_file()), None)

@@ -12,15 +12,25 @@ from typing import TYPE_CHECKING
 
 from ..registry import features, kernel_args
 from ..registry.architectures import FAMILIES
-from ..registry.dispatch_table import OPERANDS, VARLEN_FACTS, VARLEN_KERNELS
-from ..registry.dtypes import ELEMENTS, NUMBERS
-from ..registry.kernel_spec import CLUSTER, KINDS
+from ..registry.dispatch_table import (
+    HEAD_DIM_STEP,
+    MAX_HEAD_DIM,
+    MAX_SPLITS,
+    OPERANDS,
+    SPLIT_UNIT,
+    VARLEN_FACTS,
+    VARLEN_KERNELS,
+)
+from ..registry.dtypes import DTYPE_INFO, ELEMENTS
+from ..registry.kernel_spec import CLUSTER, KINDS, LISTED, TALL
+from ..registry.mask_layout import TILE, TILE_WORDS
+from ..registry.quant_recipes import KEY_ORDER
 from ..registry.stock_bugs import FACTS
 
 if TYPE_CHECKING:
     from ..registry import dispatch_table, kernel_table, stock_bugs
 
-DTYPE_IDS = {name: number for number, name in enumerate(NUMBERS)}  # a dtype without an entry gets the next number
+DTYPE_IDS = {name: number for number, name in enumerate(DTYPE_INFO)}  # a dtype without an entry gets the next number
 
 
 def _members(kind: type, names: str) -> list[tuple[str, type]]:
@@ -46,7 +56,7 @@ class KernelRow(ctypes.Structure):
 
 class ChoiceRow(ctypes.Structure):
     _fields_ = (
-        *_members(c_char_p, "said measured"),
+        *_members(c_char_p, "description measured"),
         *_members(c_double, "ratio"),
         *_members(c_int64, "features elements d_min d_max min_sq max_sq min_sk max_sk min_tiles min_packed max_packed"),
         *_members(c_int32, "kind family grad operands tile_m keys_of_tile serve"),
@@ -62,7 +72,7 @@ class VarlenRow(ctypes.Structure):
 
 
 class FeatureRow(ctypes.Structure):
-    _fields_ = _members(c_char_p, "said words")
+    _fields_ = _members(c_char_p, "description unsupported_reason")
 
 
 class ArgumentRow(ctypes.Structure):
@@ -78,10 +88,17 @@ class GateRow(ctypes.Structure):
     )
 
 
-def _same(structure: type[ctypes.Structure], row: object, **more: object) -> ctypes.Structure:
-    """Return a structure with the equally named attributes of a row, and the members in `more`."""
-    names = [name for name, _ in structure._fields_ if name not in more]
-    return structure(**{name: getattr(row, name) for name in names}, **more)
+class LayoutRow(ctypes.Structure):
+    _fields_ = (
+        *_members(c_int64, "sparse_block tall_sparse_block bitmask_tile bitmask_words"),
+        *_members(c_int64, "key_order max_splits split_unit max_head_dim head_dim_step"),
+    )
+
+
+def _same(structure: type[ctypes.Structure], row: object, **values: object) -> ctypes.Structure:
+    """Return a structure with the equally named attributes of a row, and the members in `values`."""
+    names = [name for name, _ in structure._fields_ if name not in values]
+    return structure(**{name: getattr(row, name) for name in names}, **values)
 
 
 def of_families() -> Iterator[FamilyRow]:
@@ -104,7 +121,7 @@ def of_kernels(row: kernel_table.KernelRow) -> Iterator[KernelRow]:
             row,
             name=spec.name().encode(),
             takes=features.bits(spec.features),
-            always=features.always(spec.features),
+            always=features.unconditional_bits(spec.features),
             kind=KINDS.index(row.kind),
             family=_family(row.arch),
             element=_element(spec.dtype),
@@ -121,42 +138,54 @@ def of_choice(row: dispatch_table.ChoiceRow) -> ChoiceRow:
     return _same(
         ChoiceRow,
         row,
-        said=row.said.encode(),
+        description=row.description.encode(),
         measured=row.measured.encode(),
         features=features.bits(features.TAGS[row.mask].features),
         elements=sum(1 << _element(name) for name in row.elements),
         kind=KINDS.index(row.kind),
         family=_family(row.arch),
-        operands=sum(1 << OPERANDS.index(one) for one in operands),
+        operands=sum(1 << OPERANDS.index(operand) for operand in operands),
     )
 
 
 def of_rescue(row: stock_bugs.Rescue) -> RescueRow:
-    facts, seen = sum(1 << FACTS.index(fact) for fact in row.facts), features.bits(row.features)
-    return RescueRow(row.stock.encode(), row.evidence.encode(), facts, seen)
+    facts = sum(1 << FACTS.index(fact) for fact in row.facts)
+    return RescueRow(row.stock.encode(), row.evidence.encode(), facts, features.bits(row.features))
 
 
 def of_varlen(row: dispatch_table.VarlenRow) -> VarlenRow:
     facts = sum(1 << VARLEN_FACTS.index(fact) for fact in row.facts)
-    told = {"facts": facts, "stock": VARLEN_KERNELS.index(row.stock)}
-    return _same(VarlenRow, row, measured=row.measured.encode(), wrong=row.wrong.encode(), **told)
+    numbers = {"facts": facts, "stock": VARLEN_KERNELS.index(row.stock)}
+    return _same(VarlenRow, row, measured=row.measured.encode(), wrong=row.wrong.encode(), **numbers)
 
 
 def of_features() -> Iterator[FeatureRow]:
-    return (FeatureRow(feature.said.encode(), feature.words.encode()) for feature in features.FEATURES)
+    return (
+        FeatureRow(feature.description.encode(), feature.unsupported_reason.encode()) for feature in features.FEATURES
+    )
 
 
 def of_arguments() -> Iterator[ArgumentRow]:
-    for kind, taken in kernel_args.OF_KIND.items():
-        for one in taken:
-            bringing = features.bringing(one.name) if one.optional else 0
-            if one.optional and not bringing:
+    for kind, arguments in kernel_args.ARGUMENTS_BY_KIND.items():
+        for argument in arguments:
+            bringing = features.bits_of_argument(argument.name) if argument.is_optional else 0
+            if argument.is_optional and not bringing:
                 raise ValueError(
-                    f"argument {one.name} must belong to a feature of features.py, because the argument is optional"
+                    f"argument {argument.name} must belong to a feature of features.py, because the argument is "
+                    "optional"
                 )
-            dtype = kernel_args.DTYPES.index(one.dtype)
-            yield ArgumentRow(one.name.encode(), bringing, KINDS.index(kind), one.rank, dtype)
+            dtype = kernel_args.DTYPES.index(argument.dtype)
+            yield ArgumentRow(argument.name.encode(), bringing, KINDS.index(kind), argument.rank, dtype)
 
 
 def of_gate(gate: dispatch_table.Gate) -> GateRow:
     return _same(GateRow, gate, cluster_share=(c_double * (CLUSTER + 1))(*gate.cluster_share))
+
+
+def of_layout() -> LayoutRow:
+    """Return the numbers that kernels and C++ share. A tile of the bitmask has one word for each thread."""
+    return LayoutRow(
+        sparse_block=LISTED, tall_sparse_block=TALL, bitmask_tile=TILE, bitmask_words=TILE_WORDS,
+        key_order=len(KEY_ORDER), max_splits=MAX_SPLITS, split_unit=SPLIT_UNIT,
+        max_head_dim=MAX_HEAD_DIM, head_dim_step=HEAD_DIM_STEP,
+    )  # fmt: skip

@@ -14,52 +14,52 @@ from . import bindings
 from .library import ints, lib, text
 
 
-def know_varlen_rule(rule: str) -> None:
+def set_varlen_rule(rule: str) -> None:
     """Set the running torch's rule for selecting the kernel of varlen_attn.
 
     Args:
-        rule: one of native.names("varlen rules").
+        rule: one of bindings.names("varlen rules").
     """
     lib().flashplug_know_varlen_rule(bindings.names("varlen rules").index(rule))
 
 
 def varlen_rule() -> str:
-    """Return the rule set by know_varlen_rule(); "unknown" before the first such call."""
+    """Return the rule set by set_varlen_rule(); "unknown" before the first such call."""
     return bindings.names("varlen rules")[lib().flashplug_varlen_rule()]
 
 
-def varlen_verdict(facts: Mapping[str, int], cc: int, mode_word: int) -> dict[str, str]:
+def decide_varlen(facts: Mapping[str, int], cc: int, mode_word: int) -> dict[str, str]:
     """Return the decision about a varlen_attn call.
 
     Args:
-        facts: the facts of the call, with exactly the names in native.names("varlen facts").
+        facts: the facts of the call, with exactly the names in bindings.names("varlen facts").
         cc: the compute capability of the GPU; 90 is 9.0.
         mode_word: the mode word of `sdpa_backend`.
 
     Returns:
-        "exit": one of native.names("varlen exits"). "stock": the kernel for stock torch. "said": the reason in words.
+        "exit": one of bindings.names("varlen exits"). "stock": the kernel for stock torch. "said": the reason in words.
         "row": the deciding measurement. "rescue": the deciding bug of stock. "error": the error raised by the call. The
         last three entries are empty where not applicable.
 
     Raises:
         TypeError: a fact is missing or unknown.
     """
-    known = bindings.names("varlen facts")
-    if unlike := set(known) ^ set(facts):
-        raise TypeError(f"varlen_verdict: facts must be {', '.join(known)}, but {', '.join(sorted(unlike))} differ.")
-    values = ints([int(facts[name]) for name in known])
+    names = bindings.names("varlen facts")
+    if differing := set(names) ^ set(facts):
+        raise TypeError(f"decide_varlen: facts must be {', '.join(names)}, but {', '.join(sorted(differing))} differ.")
+    values = ints([int(facts[name]) for name in names])
     return json.loads(text(lambda out, size: lib().flashplug_varlen_text(values, cc, mode_word, out, size)))
 
 
-def open_efficient(dispatch_key: str) -> bool:
+def register_efficient_ops(dispatch_key: str) -> bool:
     """Register kernels for torch's efficient attention op at a dispatch key.
 
     Returns:
-        False if torch's own kernel of the op cannot be called as the fallback; native.last_error() then has the reason.
+        False if torch's own kernel of the op cannot be called as the fallback. bindings.last_error() has the reason.
     """
-    return lib().flashplug_open_efficient(dispatch_key.encode()) == 0
+    return lib().flashplug_register_efficient_op(dispatch_key.encode()) == 0
 
 
-def close_efficient() -> None:
+def unregister_efficient_ops() -> None:
     """Restore torch's own kernels of the efficient attention op."""
     lib().flashplug_close_efficient()

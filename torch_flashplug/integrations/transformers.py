@@ -95,9 +95,11 @@ def attend(
 
 
 def _is_ours(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, more: dict[str, object]) -> bool:
-    grouped = query.dim() == 4 and query.shape[1] != key.shape[1]
-    taken = mask is not None and mask.dtype == torch.bool and max(query.shape[-1], value.shape[-1]) <= MOST_HEAD_DIM
-    return grouped and taken and query.device.type in DEVICES and all(more.get(name) is None for name in _PLAIN)
+    is_grouped = query.dim() == 4 and query.shape[1] != key.shape[1]
+    is_bool_mask = mask is not None and mask.dtype == torch.bool
+    is_supported = is_bool_mask and max(query.shape[-1], value.shape[-1]) <= MOST_HEAD_DIM
+    is_plain = all(more.get(name) is None for name in _PLAIN)
+    return is_grouped and is_supported and query.device.type in DEVICES and is_plain
 
 
 # ---- flash attention: lengths, windows, softcaps and sinks, which "sdpa" cannot express ----

@@ -37,9 +37,15 @@ BUILDERS = {
 
 def builder(spec):
     """Return the kernel object of a spec: callable by cute.compile, with the method `fake_arguments()`."""
-    from .features.base import part_named
+    from .features.base import feature_class
 
     module, name = BUILDERS[spec.kind, spec.arch]
-    own = getattr(importlib.import_module(f".{module}", __name__), name)
-    ahead = [part_named(feature.ahead) for feature in feature_table.of(spec.features) if feature.ahead]
-    return (type(name, (*ahead, own), {"__module__": own.__module__}) if ahead else own)(spec)
+    kernel_class = getattr(importlib.import_module(f".{module}", __name__), name)
+    launch_mixins = [
+        feature_class(feature.launch_class_path)
+        for feature in feature_table.select(spec.features)
+        if feature.launch_class_path
+    ]
+    if launch_mixins:
+        kernel_class = type(name, (*launch_mixins, kernel_class), {"__module__": kernel_class.__module__})
+    return kernel_class(spec)

@@ -5,7 +5,6 @@
 - `paged`: Paged KV caches.
 - `block_sparse`: Block-sparse attention.
 - `block_mask`: The conversion of a FlexAttention BlockMask.
-- `block_sparse_order`: The accumulation order of the deterministic block-sparse backward.
 - `quantized_kv`: 8-bit keys and values.
 - `reference`: Attention in plain torch.
 - `dropout_reference`: The dropout mask in plain torch.

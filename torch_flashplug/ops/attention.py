@@ -11,10 +11,10 @@ has the sink in addition to the keys, and the sink has no value (Xiao et al., ar
 includes the sink. With p = exp(sink - LSE), the gradient of the sink is -p delta, summed over rows, where delta =
 rowsum(dO O) - dLSE.
 
-Packed sequences are one batch (1, H, T, D). Rows cu_q[i] to cu_q[i + 1] belong to sequence i, and keys cu_k[i] to
-cu_k[i + 1]. If `used_k` is given, only the first used_k[i] keys are visible (no gradients then). Rows and keys outside
-of all sequences lie before the first sequence or after the last sequence. The contents there are never read, neither in
-operands nor in the inputs of the backward.
+Packed sequences are one batch (1, H, T, D). Rows cu_seqlens_q[i] to cu_seqlens_q[i + 1] belong to sequence i, and so do
+keys cu_seqlens_k[i] to cu_seqlens_k[i + 1]. If `seqused_k` is not None, only the first seqused_k[i] keys are visible,
+and there are no gradients. Rows and keys outside of all sequences lie before the first sequence or after the last
+sequence. The contents there are never read, neither in operands nor in the inputs of the backward.
 """
 
 from __future__ import annotations
@@ -30,35 +30,36 @@ from . import reference
 from .sdpa import empty_results, mathematics, not_twice
 
 _WINDOW = "int left, int right, bool bottom_right, float softcap, float? scale"
-# num_splits=1 and any fixed_split_size select batch-invariant kernels (`Problem::batch_invariant` in
+# num_splits=1 and any fixed_split_size select batch-invariant kernels (`CallFacts::batch_invariant` in
 # src/core/call_facts.h). Other values have an effect in decode kernels only.
 SPLITS = "int num_splits=0, int fixed_split_size=0"
 # Arguments for kernels, unused by the reference math: the plan of varlen_plan.py, and the result of
 # tracing.mode_of_block().
 _KERNELS = ", Tensor? plan=None, SymInt plan_key=0, int block_mode=0"
-NO_PLAN = (None, 0)
+NO_PLAN = (None, 0)  # plan and plan_key
+NO_LENGTHS = (None, None, None)  # cu_seqlens_q, cu_seqlens_k and seqused_k
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 
 _library = torch.library.Library("torch_flashplug", "FRAGMENT")
 for _name, _more in (("attention_fwd", _KERNELS), ("_attention_math_fwd", "")):
     _library.define(
-        f"{_name}(Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? cu_q, Tensor? cu_k, "
-        f"Tensor? used_k, {_WINDOW}, {SPLITS}{_more}) -> (Tensor out, Tensor lse)",
+        f"{_name}(Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
+        f"Tensor? seqused_k, {_WINDOW}, {SPLITS}{_more}) -> (Tensor out, Tensor lse)",
         tags=_TAGS,
     )
 _library.define(
-    "attention_fwd_out(Tensor(a!) out, Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? cu_q, "
-    f"Tensor? cu_k, Tensor? used_k, {_WINDOW}, {SPLITS}{_KERNELS}) -> Tensor lse",
+    "attention_fwd_out(Tensor(a!) out, Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? cu_seqlens_q, "
+    f"Tensor? cu_seqlens_k, Tensor? seqused_k, {_WINDOW}, {SPLITS}{_KERNELS}) -> Tensor lse",
     tags=_TAGS,
 )
 _library.define(
-    f"_plan_lists(Tensor query, Tensor key, Tensor value, Tensor cu_q, Tensor cu_k, Tensor? used_k, {_WINDOW}, "
-    "int num_splits, int fixed_split_size, bool gradients) -> (Tensor lists, int key)"
+    "_plan_lists(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
+    f"Tensor? seqused_k, {_WINDOW}, int num_splits, int fixed_split_size, bool gradients) -> (Tensor lists, int key)"
 )
 for _name, _more in (("attention_bwd", _KERNELS), ("_attention_math_bwd", "")):
     _library.define(
         f"{_name}(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
-        f"Tensor? cu_q, Tensor? cu_k, {_WINDOW}, bool wants_delta, {SPLITS}{_more}) "
+        f"Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, {_WINDOW}, bool wants_delta, {SPLITS}{_more}) "
         "-> (Tensor dq, Tensor dk, Tensor dv, Tensor delta)",
         tags=_TAGS,
     )
@@ -73,49 +74,57 @@ class Window(NamedTuple):
     right: int = -1
     bottom_right: bool = True
 
-    def seen(self, Sq: int, Sk: int, device: torch.device) -> Tensor:
+    @property
+    def is_bounded(self) -> bool:
+        return (self.left, self.right) != (-1, -1)
+
+    def to_mask(self, Sq: int, Sk: int, device: torch.device) -> Tensor:
         """Return the window as a bool mask (Sq, Sk), True for visible keys."""
-        own = torch.arange(Sq, device=device).unsqueeze(1) + (Sk - Sq if self.bottom_right else 0)
-        behind = torch.arange(Sk, device=device) - own
-        return self.inside(behind, Sq + Sk)
+        own_key = torch.arange(Sq, device=device).unsqueeze(1) + (Sk - Sq if self.bottom_right else 0)
+        distance = torch.arange(Sk, device=device) - own_key
+        return self.inside(distance, Sq + Sk)
 
-    def inside(self, behind: Tensor, all_keys: int) -> Tensor:
-        """Return a bool tensor, True for visible keys. `behind` is the distance from a query's own key to a key."""
+    def inside(self, distance: Tensor, all_keys: int) -> Tensor:
+        """Return a bool tensor, True for visible keys. `distance` is the offset from a query's own key to a key."""
         left, right = (bound if bound >= 0 else all_keys for bound in (self.left, self.right))
-        return (behind >= -left) & (behind <= right)
+        return (distance >= -left) & (distance <= right)
 
-    def seen_on_end(self, on_end: OnEnd, rows: int, keys: int) -> Tensor:
+    def to_varlen_mask(self, packed: PackedLengths, rows: int, keys: int) -> Tensor:
         """Return the window within packed sequences as a bool mask (rows, keys)."""
-        cu_q, cu_k, _ = on_end
-        (of_row, row), (of_key, key) = (_places(cu, size) for cu, size in ((cu_q, rows), (cu_k, keys)))
-        if len(cu_q) == 1:
-            return torch.zeros(rows, keys, dtype=torch.bool, device=cu_q.device)
+        cu_seqlens_q, cu_seqlens_k, _ = packed
+        (of_row, row), (of_key, key) = (_places(cu, size) for cu, size in ((cu_seqlens_q, rows), (cu_seqlens_k, keys)))
+        if len(cu_seqlens_q) == 1:
+            return torch.zeros(rows, keys, dtype=torch.bool, device=cu_seqlens_q.device)
         if self.bottom_right:
-            row = row + (on_end.used - cu_q.diff())[of_row.clamp(max=len(cu_q) - 2)]
-        same = (of_row.unsqueeze(1) == of_key) & on_end.keys_that_count(keys)
+            row = row + (packed.used - cu_seqlens_q.diff())[of_row.clamp(max=len(cu_seqlens_q) - 2)]
+        same = (of_row.unsqueeze(1) == of_key) & packed.visible_keys(keys)
         return same & self.inside(key - row.unsqueeze(1), rows + keys)
 
 
-class OnEnd(NamedTuple):
+class PackedLengths(NamedTuple):
     """Cumulative lengths of packed sequences, and the KV lengths."""
 
-    cu_q: Tensor  # (sequences + 1,) int32
-    cu_k: Tensor
-    used_k: Tensor | None = None  # (sequences,) int32
+    cu_seqlens_q: Tensor  # (sequences + 1,) int32
+    cu_seqlens_k: Tensor
+    seqused_k: Tensor | None = None  # (sequences,) int32
 
     @property
     def used(self) -> Tensor:
-        return self.cu_k.diff() if self.used_k is None else torch.minimum(self.cu_k.diff(), self.used_k)
+        return (
+            self.cu_seqlens_k.diff()
+            if self.seqused_k is None
+            else torch.minimum(self.cu_seqlens_k.diff(), self.seqused_k)
+        )
 
-    def rows_that_count(self, rows: int) -> Tensor:
+    def rows_in_sequences(self, rows: int) -> Tensor:
         """Return (rows,) bool, True for rows of a sequence. Reads no value on the host."""
-        number = torch.arange(rows, device=self.cu_q.device)
-        return (self.cu_q[0] <= number) & (number < self.cu_q[-1])
+        number = torch.arange(rows, device=self.cu_seqlens_q.device)
+        return (self.cu_seqlens_q[0] <= number) & (number < self.cu_seqlens_q[-1])
 
-    def keys_that_count(self, keys: int) -> Tensor:
-        sequence, key = _places(self.cu_k, keys)
+    def visible_keys(self, keys: int) -> Tensor:
+        sequence, key = _places(self.cu_seqlens_k, keys)
         used = torch.cat((self.used, self.used.new_zeros(1)))  # 0 keys for the rows outside of all sequences
-        return (sequence < len(self.cu_k) - 1) & (key < used[sequence])
+        return (sequence < len(self.cu_seqlens_k) - 1) & (key < used[sequence])
 
 
 def _places(cu: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -129,6 +138,32 @@ def _places(cu: Tensor, size: int) -> tuple[Tensor, Tensor]:
     return sequence, number - starts[sequence]
 
 
+class AttentionForwardArgs(NamedTuple):
+    """Arguments of attention_fwd, in schema order."""
+
+    query: Tensor  # (B, Hq, Sq, D)
+    key: Tensor  # (B, Hkv, Sk, D)
+    value: Tensor  # (B, Hkv, Sk, Dv)
+    sinks: Tensor | None  # (Hq,)
+    cu_seqlens_q: Tensor | None  # (sequences + 1,) int32
+    cu_seqlens_k: Tensor | None
+    seqused_k: Tensor | None  # (sequences,) int32
+    left: int
+    right: int
+    bottom_right: bool
+    softcap: float  # 0: none
+    scale: float | None  # None: 1 / sqrt(D)
+    num_splits: int = 0
+    fixed_split_size: int = 0
+    plan: Tensor | None = None
+    plan_key: int = 0
+    block_mode: int = 0
+
+    @property
+    def window(self) -> Window:
+        return Window(self.left, self.right, self.bottom_right)
+
+
 class BackwardArgs(NamedTuple):
     """Arguments of attention_bwd, in schema order."""
 
@@ -139,8 +174,8 @@ class BackwardArgs(NamedTuple):
     value: Tensor  # (B, Hkv, Sk, Dv)
     out: Tensor  # (B, Hq, Sq, Dv)
     lse: Tensor  # (B, Hq, Sq) fp32 (fp64 for fp64), natural log
-    cu_q: Tensor | None  # (sequences + 1,) int32
-    cu_k: Tensor | None
+    cu_seqlens_q: Tensor | None  # (sequences + 1,) int32
+    cu_seqlens_k: Tensor | None
     left: int
     right: int
     bottom_right: bool
@@ -154,9 +189,9 @@ class BackwardArgs(NamedTuple):
     mode: int = 0  # the mode passed to the forward
 
     @property
-    def seen(self) -> Tensor:
-        on_end = None if self.cu_q is None else OnEnd(self.cu_q, self.cu_k)
-        return _seen(self.query, self.key, on_end, Window(self.left, self.right, self.bottom_right))
+    def visible(self) -> Tensor:
+        packed = None if self.cu_seqlens_q is None else PackedLengths(self.cu_seqlens_q, self.cu_seqlens_k)
+        return _visible_mask(self.query, self.key, packed, Window(self.left, self.right, self.bottom_right))
 
     @property
     def operands(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -174,23 +209,23 @@ def _backward_fake(*args) -> tuple[Tensor, ...]:
 # ---- reference math ----
 
 
-def _seen(query: Tensor, key: Tensor, on_end: OnEnd | None, window: Window) -> Tensor:
-    """Return the bool mask (Sq, Sk) of a window, within packed sequences if `on_end` is given."""
-    if on_end is None:
-        return window.seen(query.shape[2], key.shape[2], query.device)
-    return window.seen_on_end(on_end, query.shape[2], key.shape[2])
+def _visible_mask(query: Tensor, key: Tensor, packed: PackedLengths | None, window: Window) -> Tensor:
+    """Return the bool mask (Sq, Sk) of a window, within packed sequences if `packed` is not None."""
+    if packed is None:
+        return window.to_mask(query.shape[2], key.shape[2], query.device)
+    return window.to_varlen_mask(packed, query.shape[2], key.shape[2])
 
 
-def _that_count(on_end: OnEnd | None, rows: Tensor, *keys: Tensor) -> tuple[Tensor, ...]:
+def _zero_outside_sequences(packed: PackedLengths | None, rows: Tensor, *keys: Tensor) -> tuple[Tensor, ...]:
     """Return rows and keys with zeros outside of all sequences.
 
     The contents there may be NaN or infinite, and matrix products would spread such values.
     """
-    if on_end is None:
+    if packed is None:
         return rows, *keys
-    mine = on_end.rows_that_count(rows.shape[2]).unsqueeze(-1)
-    met = on_end.keys_that_count(keys[0].shape[2]).unsqueeze(-1)
-    return rows.where(mine, 0.0), *(x.where(met, 0.0) for x in keys)
+    in_sequence = packed.rows_in_sequences(rows.shape[2]).unsqueeze(-1)
+    is_visible = packed.visible_keys(keys[0].shape[2]).unsqueeze(-1)
+    return rows.where(in_sequence, 0.0), *(x.where(is_visible, 0.0) for x in keys)
 
 
 class _Rows(NamedTuple):
@@ -201,33 +236,34 @@ class _Rows(NamedTuple):
     lse: Tensor  # (B, Hq, Sq)
     grad_lse: Tensor | None  # (B, Hq, Sq)
 
-    def of_sequences(self, on_end: OnEnd | None) -> _Rows:
+    def of_sequences(self, packed: PackedLengths | None) -> _Rows:
         """Return the inputs with neutral values in rows outside of all sequences.
 
         The contents of such rows may be NaN or infinite. An LSE of -inf stands for a row without probabilities, in
         which the sink has no share either.
         """
-        if on_end is None:
+        if packed is None:
             return self
-        mine = on_end.rows_that_count(self.lse.shape[2])
-        grad_out, out = (x.where(mine.unsqueeze(-1), 0.0) for x in self[:2])
-        grad_lse = None if self.grad_lse is None else self.grad_lse.where(mine, 0.0)
-        return _Rows(grad_out, out, self.lse.where(mine, -math.inf), grad_lse)
+        in_sequence = packed.rows_in_sequences(self.lse.shape[2])
+        grad_out, out = (x.where(in_sequence.unsqueeze(-1), 0.0) for x in self[:2])
+        grad_lse = None if self.grad_lse is None else self.grad_lse.where(in_sequence, 0.0)
+        return _Rows(grad_out, out, self.lse.where(in_sequence, -math.inf), grad_lse)
 
 
-def check_lengths(query: Tensor, given: tuple[Tensor | None, Tensor | None, Tensor | None]) -> OnEnd | None:
-    """Check the lengths of packed sequences, as far as the host knows, and return `OnEnd` or None."""
-    if all(x is None for x in given):
+def check_lengths(a: AttentionForwardArgs) -> PackedLengths | None:
+    """Check the lengths of packed sequences, as far as the host knows, and return them; None for a dense batch."""
+    lengths = (a.cu_seqlens_q, a.cu_seqlens_k, a.seqused_k)
+    if all(x is None for x in lengths):
         return None
-    cu_q, cu_k, used_k = given
-    numbers = [x for x in given if x is not None]
+    has_starts = a.cu_seqlens_q is not None and a.cu_seqlens_k is not None
+    is_int32 = all(x.dim() == 1 and x.dtype == torch.int32 for x in lengths if x is not None)
     torch._check(
-        cu_q is not None and cu_k is not None and all(x.dim() == 1 and x.dtype == torch.int32 for x in numbers)
-        and len(cu_q) == len(cu_k) > 0 and (used_k is None or len(used_k) == len(cu_q) - 1) and query.shape[0] == 1,
-        lambda: "attention_fwd: packed sequences must be one batch, with cu_q and cu_k (sequences + 1,) and used_k "
-        "(sequences,) of int32.",
+        has_starts and is_int32 and len(a.cu_seqlens_q) == len(a.cu_seqlens_k) > 0 and a.query.shape[0] == 1
+        and (a.seqused_k is None or len(a.seqused_k) == len(a.cu_seqlens_q) - 1),
+        lambda: "attention_fwd: packed sequences must be one batch, with cu_seqlens_q and cu_seqlens_k of shape "
+        "(sequences + 1,) and seqused_k of shape (sequences,), all int32.",
     )  # fmt: skip
-    return OnEnd(*given)
+    return PackedLengths(*lengths)
 
 
 def check(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, window: Window) -> None:
@@ -235,13 +271,17 @@ def check(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, windo
     shapes = tuple(tuple(x.shape) for x in (query, key, value))
     torch._check(
         all(len(shape) == 4 for shape in shapes) and bindings.shapes_fit(shapes, enable_gqa=True),
-        lambda: "attention_fwd: query, key and value must have shapes (B, Hq, Sq, D), (B, Hkv, Sk, D) and "
-        "(B, Hkv, Sk, Dv), Hq a multiple of Hkv, but got {}, {} and {}.".format(*shapes),
+        lambda: (
+            "attention_fwd: query, key and value must have shapes (B, Hq, Sq, D), (B, Hkv, Sk, D) and "
+            "(B, Hkv, Sk, Dv), Hq a multiple of Hkv, but got {}, {} and {}.".format(*shapes)
+        ),
     )
     torch._check(
         query.dtype == key.dtype == value.dtype and query.dtype.is_floating_point,
-        lambda: "attention_fwd: query, key and value must have one floating-point dtype, "
-        f"but got {query.dtype}, {key.dtype} and {value.dtype}.",
+        lambda: (
+            "attention_fwd: query, key and value must have one floating-point dtype, "
+            f"but got {query.dtype}, {key.dtype} and {value.dtype}."
+        ),
     )
     torch._check(
         sinks is None or sinks.shape == query.shape[1:2],
@@ -254,97 +294,96 @@ def check(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, windo
 
 
 @mathematics
-def _math_forward(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, *more: Tensor | int | float | None
-) -> tuple[Tensor, Tensor]:
-    """Compute the output and the LSE of attention_fwd.
-
-    `more` has the fields of OnEnd and of Window, the softcap and the scale. Splits, plan and mode may follow; these are
-    for kernels.
-    """
-    lengths, (*bounds, softcap, scale) = more[:3], more[3:8]
-    window = Window(*bounds)
-    check(query, key, value, sinks, window)
-    on_end = check_lengths(query, lengths)
-    query, key, value = _that_count(on_end, query, key, value)
+def _math_forward(*args: Tensor | int | float | None) -> tuple[Tensor, Tensor]:
+    """Compute the output and the LSE of attention_fwd. Only kernels read the splits, the plan and the mode."""
+    a = AttentionForwardArgs(*args)
+    check(a.query, a.key, a.value, a.sinks, a.window)
+    packed = check_lengths(a)
+    query, key, value = _zero_outside_sequences(packed, a.query, a.key, a.value)
     torch._check(
-        0.0 <= softcap < math.inf,
-        lambda: f"attention_fwd: softcap must be finite, 0 (no softcap) or above, but got {softcap}.",
+        0.0 <= a.softcap < math.inf,
+        lambda: f"attention_fwd: softcap must be finite, 0 (no softcap) or above, but got {a.softcap}.",
     )
-    seen = _seen(query, key, on_end, window)
-    s = reference.scores_of(query, key, value, scale).capped(softcap).where(seen)
+    visible = _visible_mask(query, key, packed, a.window)
+    s = reference.scores_of(query, key, value, a.scale).capped(a.softcap).where(visible)
     probabilities, lse = s.softmax()
-    if sinks is not None:
-        of_keys, lse = lse, torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))
+    if a.sinks is not None:
+        of_keys, lse = lse, torch.logaddexp(lse, a.sinks.to(lse.dtype).unsqueeze(-1))
         share = torch.exp(of_keys - lse).masked_fill(of_keys == -math.inf, 0.0)
         probabilities = probabilities * share.unsqueeze(-1)
     out, _ = empty_results(query, key, value)
-    return out.copy_(reference.product_of_seen(probabilities, s.value, seen)), lse
+    return out.copy_(reference.product_of_visible(probabilities, s.value, visible)), lse
 
 
-def _math_forward_out(out: Tensor, *given: object) -> Tensor:
-    found, lse = _math_forward(*given)
-    out.copy_(found)
+def _math_forward_out(out: Tensor, *args: object) -> Tensor:
+    result, lse = _math_forward(*args)
+    out.copy_(result)
     return lse
 
 
-def _forward_out_fake(out: Tensor, *given: object) -> Tensor:
-    return empty_results(*given)[1]
+def _forward_out_fake(out: Tensor, *args: object) -> Tensor:
+    return empty_results(*args)[1]
 
 
 @mathematics
 def _math_backward(*args) -> tuple[Tensor, ...]:
     a = BackwardArgs(*args)
-    on_end = None if a.cu_q is None else OnEnd(a.cu_q, a.cu_k)
-    operands = _that_count(on_end, *a.operands)
-    s, seen = reference.scores_of(*operands, a.scale).capped(a.softcap), a.seen
-    rows = _Rows(a.grad_out, a.out, a.lse, a.grad_lse).of_sequences(on_end)
-    known = reference.Known(*rows[:3], grad_lse=rows.grad_lse, softcap=a.softcap)
-    found = reference.gradients(s.where(seen), *operands, known, seen)
-    return *found[:3], found.delta.contiguous() if a.wants_delta else a.lse.new_empty(0)
+    packed = None if a.cu_seqlens_q is None else PackedLengths(a.cu_seqlens_q, a.cu_seqlens_k)
+    operands = _zero_outside_sequences(packed, *a.operands)
+    s, visible = reference.scores_of(*operands, a.scale).capped(a.softcap), a.visible
+    rows = _Rows(a.grad_out, a.out, a.lse, a.grad_lse).of_sequences(packed)
+    inputs = reference.BackwardInputs(*rows[:3], grad_lse=rows.grad_lse, softcap=a.softcap)
+    grads = reference.gradients(s.where(visible), *operands, inputs, visible)
+    return *grads[:3], grads.delta.contiguous() if a.wants_delta else a.lse.new_empty(0)
 
 
 # ---- autograd ----
 
 
+# Settings that a forward passes to its backward.
+_SETTINGS = ("left", "right", "bottom_right", "softcap", "scale", "num_splits", "fixed_split_size", "plan_key")
+
+
 def _setup_context(ctx, inputs: tuple, output: tuple) -> None:
-    query, key, value, sinks, cu_q, cu_k, used_k, *settings, plan, plan_key, mode = inputs
-    ctx.save_for_backward(query, key, value, sinks, *output, cu_q, cu_k, plan)
-    ctx.plan_key, ctx.mode = plan_key, mode
-    ctx.settings, ctx.some_keys = settings, used_k is not None
+    a = AttentionForwardArgs(*inputs)
+    ctx.save_for_backward(a.query, a.key, a.value, a.sinks, *output, a.cu_seqlens_q, a.cu_seqlens_k, a.plan)
+    ctx.settings = {name: getattr(a, name) for name in _SETTINGS} | {"mode": a.block_mode}
+    ctx.has_seqused_k = a.seqused_k is not None
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple:
-    query, key, value, sinks, out, lse, cu_q, cu_k, plan = ctx.saved_tensors
-    unasked = (None,) * (3 + len(ctx.settings) + 3)
-    if ctx.some_keys:
+    query, key, value, sinks, out, lse, cu_seqlens_q, cu_seqlens_k, plan = ctx.saved_tensors
+    no_grads = (None,) * (len(AttentionForwardArgs._fields) - 4)
+    if ctx.has_seqused_k:
         raise RuntimeError(
             "attention: gradients are not supported with seqused_k. "
             "Call attention() under torch.no_grad(), or pass cu_seqlens_k with the lengths of all visible keys."
         )
     if grad_out is None and grad_lse is None:
-        return None, None, None, None, *unasked
-    grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-    tensors, of_sinks = (grad_out, grad_lse, query, key, value, out, lse, cu_q, cu_k), ctx.needs_input_grad[3]
-    *window, splits, split_size = ctx.settings
-    kernels = (splits, split_size, plan, ctx.plan_key, ctx.mode)
-    dq, dk, dv, delta = namespace.attention_bwd(*tensors, *window, of_sinks and cu_q is None, *kernels)
-    if of_sinks and cu_q is not None:  # kernels store delta by sequence, not by row
-        delta, lse = _delta(_Rows(grad_out, out, lse, grad_lse), OnEnd(cu_q, cu_k))
-    return dq, dk, dv, _of_sinks(sinks, lse, delta) if of_sinks else None, *unasked
+        return None, None, None, None, *no_grads
+    grad_out, of_sinks = torch.zeros_like(out) if grad_out is None else grad_out, ctx.needs_input_grad[3]
+    args = BackwardArgs(
+        grad_out=grad_out, grad_lse=grad_lse, query=query, key=key, value=value, out=out, lse=lse,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **ctx.settings,
+        wants_delta=of_sinks and cu_seqlens_q is None, plan=plan,
+    )  # fmt: skip
+    dq, dk, dv, delta = namespace.attention_bwd(*args)
+    if of_sinks and cu_seqlens_q is not None:  # kernels store delta by sequence, not by row
+        delta, lse = _delta(_Rows(grad_out, out, lse, grad_lse), PackedLengths(cu_seqlens_q, cu_seqlens_k))
+    return dq, dk, dv, _of_sinks(sinks, lse, delta) if of_sinks else None, *no_grads
 
 
-def _delta(rows: _Rows, on_end: OnEnd) -> tuple[Tensor, Tensor]:
+def _delta(rows: _Rows, packed: PackedLengths) -> tuple[Tensor, Tensor]:
     """Return delta = rowsum(dO O) - dLSE and the LSE, with 0 and -inf in rows outside of all sequences.
 
     Rows outside of all sequences may hold NaN. Delta is masked after the sum, because masking dO and O costs more.
     """
-    mine = on_end.rows_that_count(rows.lse.shape[2])
+    in_sequence = packed.rows_in_sequences(rows.lse.shape[2])
     delta = (rows.grad_out.to(rows.lse.dtype) * rows.out.to(rows.lse.dtype)).sum(-1)
     if rows.grad_lse is not None:
         delta = delta - rows.grad_lse
-    return delta.where(mine, 0.0), rows.lse.where(mine, -math.inf)
+    return delta.where(in_sequence, 0.0), rows.lse.where(in_sequence, -math.inf)
 
 
 def _of_sinks(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:

@@ -34,8 +34,8 @@ def factor(dropout_p: float) -> float:
 def threshold(dropout_p: float) -> tuple[int, int]:
     """Return the threshold of kept draws: the integer part in units of 1/256, and the remainder in units of 2^-32."""
     scaled = share_of(dropout_p) * (1 << DIGITS)
-    whole = min(int(scaled), (1 << DIGITS) - 1)
-    return whole, int(min((scaled - whole) * 2.0**BITS, 2.0**BITS - 2.0**8))
+    integer_part = min(int(scaled), (1 << DIGITS) - 1)
+    return integer_part, int(min((scaled - integer_part) * 2.0**BITS, 2.0**BITS - 2.0**8))
 
 
 def dropout_mask(seed: Tensor, B: int, Hq: int, Sq: int, Sk: int, dropout_p: float) -> Tensor:
@@ -51,15 +51,15 @@ def dropout_mask(seed: Tensor, B: int, Hq: int, Sq: int, Sk: int, dropout_p: flo
     return places.reshape(B, Hq, rows * ROWS, keys * KEYS)[..., :Sq, :Sk].contiguous()
 
 
-def _words(seed: Tensor, head: Tensor, pair: Tensor, keys: Tensor, whole: int, coin: int) -> Tensor:
+def _words(seed: Tensor, head: Tensor, pair: Tensor, keys: Tensor, integer_part: int, remainder: int) -> Tensor:
     key = seed & ALL, seed >> BITS & ALL
     mixed = head * COIN_HEAD + key[0] + pair * COIN_ROW & ALL
     mixed = (mixed ^ mixed >> 16) * COIN_MIX & ALL
     toss = (mixed ^ mixed >> 13 ^ key[1]) + keys * COIN_KEYS & ALL
-    words = torch.where(toss < coin, ALL, 0)
+    words = torch.where(toss < remainder, ALL, 0)
     for call in range(DIGITS // 4):
         for i, drawn in enumerate(_philox((keys, pair, head, torch.full_like(seed, call)), key)):
-            words = words | drawn if whole >> (4 * call + i) & 1 else words & drawn
+            words = words | drawn if integer_part >> (4 * call + i) & 1 else words & drawn
     return words
 
 

@@ -1,7 +1,8 @@
 """Reference of mask preprocessing in plain torch: a bool mask in the format of kernels, and back.
 
-The format (`digest`) is that of kernels/preprocess/mask.py: block states, block-sparse lists and the bitmask. The code
-serves calls planned for kernels that the reference math must run in the end. The host waits for nothing.
+`preprocess_mask()` writes the format of kernels/preprocess/mask.py: block states, block-sparse lists and
+the bitmask. The code serves calls planned for kernels that the reference math must run in the end. The host waits for
+nothing.
 
 A plane is one (batch, head) pair of the mask. A line is one row of blocks of `LISTED` query rows.
 """
@@ -13,13 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..registry.kernel_spec import LISTED, TALL
-from ..registry.mask_layout import FLAGS, HALVES, KIND, MASKED, NONE, THREADS, TILE, WHOLE
+from ..registry.mask_layout import EMPTY, FULL, INDEX_BITS, PARTIAL, STATE_BITS, STATE_MASK, TILE, TILE_WORDS
 from .bitmask import bits, words
 
-MOST_NUMBERS = (2**31 - 1, 2**32 - 1)  # of one plane, and of all planes: `can_be_digested` in src/operands/mask.cpp
+MOST_NUMBERS = (2**31 - 1, 2**32 - 1)  # of one plane, and of all planes (are_numbers_countable of operands/mask.cpp)
 
 
-def digest(mask: Tensor, numbers: int) -> Tensor:
+def preprocess_mask(mask: Tensor, numbers: int) -> Tensor:
     """Preprocess a mask (B or 1, Hq or 1, Sq, Sk) into int32 (B or 1, Hq or 1, numbers).
 
     The parts for gradients are included if `numbers` is large enough. The accumulation ranks, written by deterministic
@@ -28,25 +29,27 @@ def digest(mask: Tensor, numbers: int) -> Tensor:
     Sq, Sk = mask.shape[2:]
     rows = looked_at(Sq) if mask.stride(2) == 0 else Sq
     planes = mask[:, :, :rows].flatten(0, 1)
-    found = states(planes)
-    of_all = found if rows == Sq else found.expand(-1, -(-Sq // LISTED), -1)
-    made = of_forwards(found, of_all, Sq, words(planes))
-    if sum(part.numel() for part in made) < numbers * len(planes):
+    line_states = states(planes)
+    all_states = line_states if rows == Sq else line_states.expand(-1, -(-Sq // LISTED), -1)
+    parts = of_forwards(line_states, all_states, Sq, words(planes))
+    if sum(part.numel() for part in parts) < numbers * len(planes):
         columns = words(planes.mT)
         if rows < Sq:
             columns[..., -1, :] = columns[..., 0, :]
-        made += of_gradients(of_all, columns)
-    return torch.cat([part.flatten() for part in made]).view(*mask.shape[:2], numbers)
+        parts += of_gradients(all_states, columns)
+    return torch.cat([part.flatten() for part in parts]).view(*mask.shape[:2], numbers)
 
 
-def of_forwards(found: Tensor, of_all: Tensor, Sq: int, rows: Tensor) -> list[Tensor]:
+def of_forwards(line_states: Tensor, all_states: Tensor, Sq: int, rows: Tensor) -> list[Tensor]:
     """Return the parts for forwards: states, block-sparse lists of all lines, and `rows`, the bitmask by query tile."""
-    return [found, *_lists(of_all & KIND, never_empty=True), *_lists(tall(of_all, Sq), never_empty=True), rows]
+    lists = _lists(all_states & STATE_MASK, never_empty=True)
+    return [line_states, *lists, *_lists(tall(all_states, Sq), never_empty=True), rows]
 
 
-def of_gradients(of_all: Tensor, columns: Tensor) -> list[Tensor]:
+def of_gradients(all_states: Tensor, columns: Tensor) -> list[Tensor]:
     """Return the parts for gradients, which follow the forward parts. `columns` is the bitmask by key tile."""
-    return [*_lists((of_all & KIND).mT, never_empty=False), columns, torch.zeros_like(torch.cat([of_all, of_all]))]
+    ranks = torch.zeros_like(torch.cat([all_states, all_states]))
+    return [*_lists((all_states & STATE_MASK).mT, never_empty=False), columns, ranks]
 
 
 def looked_at(Sq: int) -> int:
@@ -54,23 +57,23 @@ def looked_at(Sq: int) -> int:
     return min(Sq, LISTED)
 
 
-def seen(digest: Tensor, Sq: int, Sk: int) -> Tensor:
-    """Return the bool mask (B or 1, Hq or 1, Sq, Sk) of a digest."""
-    batches, heads, numbers = digest.shape
+def visible_scores(metadata: Tensor, Sq: int, Sk: int) -> Tensor:
+    """Return the bool mask (B or 1, Hq or 1, Sq, Sk) of mask metadata."""
+    batches, heads, numbers = metadata.shape
     rows = looked_at(Sq) if numbers == numbers_of(looked_at(Sq), Sq, Sk) else Sq
     of_rows, of_columns = -(-rows // TILE), -(-Sk // TILE) + 1
     before = batches * heads * (-(-rows // LISTED) * -(-Sk // LISTED) + _lists_of_keys(Sq, Sk))
-    packed = digest.flatten()[before : before + batches * heads * of_rows * of_columns * THREADS]
-    found = bits(packed.view(batches, heads, of_rows, of_columns, THREADS), rows, Sk)
-    return found if rows == Sq else found[:, :, :1].expand(-1, -1, Sq, -1)
+    packed = metadata.flatten()[before : before + batches * heads * of_rows * of_columns * TILE_WORDS]
+    mask = bits(packed.view(batches, heads, of_rows, of_columns, TILE_WORDS), rows, Sk)
+    return mask if rows == Sq else mask[:, :, :1].expand(-1, -1, Sq, -1)
 
 
 def numbers_of(rows: int, Sq: int, Sk: int, *, gradients: bool = True) -> int:
-    """Return the size of the digest of one plane in 32-bit numbers, as src/operands/mask.cpp does."""
+    """Return the size of the metadata of one plane in 32-bit numbers, as src/operands/mask.cpp does."""
     lines, M, N = (-(-size // LISTED) for size in (rows, Sq, Sk))
     of_rows, of_columns = (-(-size // TILE) for size in (rows, Sk))
-    forward = lines * N + _lists_of_keys(Sq, Sk) + of_rows * (of_columns + 1) * THREADS
-    return forward + (2 * N * (M + 1) + of_columns * (of_rows + 1) * THREADS + 2 * M * N if gradients else 0)
+    forward = lines * N + _lists_of_keys(Sq, Sk) + of_rows * (of_columns + 1) * TILE_WORDS
+    return forward + (2 * N * (M + 1) + of_columns * (of_rows + 1) * TILE_WORDS + 2 * M * N if gradients else 0)
 
 
 def _lists_of_keys(Sq: int, Sk: int) -> int:
@@ -85,47 +88,47 @@ def states(planes: Tensor) -> Tensor:
     """
     P, Sq, Sk = planes.shape
     tail = (0, -Sk % LISTED, 0, -Sq % LISTED)
-    there = F.pad(torch.ones(Sq, 1, dtype=torch.bool, device=planes.device), (0, 0, *tail[2:]))
+    exists = F.pad(torch.ones(Sq, 1, dtype=torch.bool, device=planes.device), (0, 0, *tail[2:]))
     padded = F.pad(planes, tail)
-    blocks = [x.unflatten(2, (-1, LISTED)).unflatten(1, (-1, LISTED)) for x in (padded, ~padded & there)]
-    some, hidden = (x.any(-1) for x in blocks)  # (P, M, LISTED, N)
-    return state_of(*some.unflatten(2, (-1, TILE)).any(3).unbind(2), hidden.any(2))
+    blocks = [x.unflatten(2, (-1, LISTED)).unflatten(1, (-1, LISTED)) for x in (padded, ~padded & exists)]
+    visible, hidden = (x.any(-1) for x in blocks)  # (P, M, LISTED, N)
+    return state_of(*visible.unflatten(2, (-1, TILE)).any(3).unbind(2), hidden.any(2))
 
 
-def state_of(upper: Tensor, lower: Tensor, hides: Tensor) -> Tensor:
+def state_of(upper: Tensor, lower: Tensor, hides_any: Tensor) -> Tensor:
     """Return block states, int32.
 
     Args:
         upper: True if a score in the upper half of the rows is visible.
         lower: True if a score in the lower half of the rows is visible.
-        hides: True if a score of the block is masked out.
+        hides_any: True if a score of the block is masked out.
     """
-    masked = MASKED | (upper.int() | lower.int() << 1) << HALVES
-    return torch.where(upper | lower, torch.where(hides, masked, WHOLE), NONE).int()
+    masked = PARTIAL | (upper.int() | lower.int() << 1) << STATE_BITS
+    return torch.where(upper | lower, torch.where(hides_any, masked, FULL), EMPTY).int()
 
 
 def tall(states: Tensor, Sq: int) -> Tensor:
     """Return the states of blocks of `TALL` query rows, (P, ceil(Sq / TALL), N).
 
-    A block of `TALL` rows lies in two lines. The state is that of the lines if both agree, else `MASKED` (partial). The
-    higher bits of a `MASKED` state say which parts of `TILE` query rows have visible scores.
+    A block of `TALL` rows lies in two lines. The state is that of the lines if both agree, else `PARTIAL`. The
+    higher bits of a `PARTIAL` state say which parts of `TILE` query rows have visible scores.
     """
     begin = torch.arange(0, Sq, TALL, device=states.device)
     first, last = (states[:, (begin + i).clamp(max=Sq - 1) // LISTED] for i in (0, TALL - 1))
-    upper, lower = (torch.where(of == WHOLE, 3, of >> HALVES) for of in (first, last))
+    upper, lower = (torch.where(state == FULL, 3, state >> STATE_BITS) for state in (first, last))
     half = (begin % LISTED // TILE).view(-1, 1).to(states.dtype)
-    masked = MASKED | ((upper | lower << 2) >> half & 7) << HALVES
-    same = (first & KIND) == (last & KIND)
-    return torch.where(same & (first & KIND != MASKED), first, masked).int()
+    masked = PARTIAL | ((upper | lower << 2) >> half & 7) << STATE_BITS
+    same = (first & STATE_MASK) == (last & STATE_MASK)
+    return torch.where(same & (first & STATE_MASK != PARTIAL), first, masked).int()
 
 
 def _lists(states: Tensor, *, never_empty: bool) -> tuple[Tensor, Tensor]:
     """Return counts (2, P * lines) and indices (2, P * lines, capacity) of partial and of full blocks in each line."""
     lines = states.flatten(0, 1)
-    kinds = torch.stack([lines & KIND == kind for kind in (MASKED, WHOLE)])
+    kinds = torch.stack([lines & STATE_MASK == kind for kind in (PARTIAL, FULL)])
     counts = kinds.sum(-1, dtype=torch.int32)
     if never_empty:
         counts[0] += counts.sum(0) == 0
     entries = kinds.int().argsort(dim=-1, descending=True, stable=True)
-    entries[0] |= lines.gather(-1, entries[0]).long() >> HALVES << FLAGS
+    entries[0] |= lines.gather(-1, entries[0]).long() >> STATE_BITS << INDEX_BITS
     return counts, entries.int()

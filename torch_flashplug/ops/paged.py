@@ -1,19 +1,21 @@
 """The op torch_flashplug::paged_fwd: attention to a paged KV cache (vLLM, arXiv 2309.06180), forward only.
 
-Each sequence has its pages, and the first used_k[i] keys of sequence i are visible. A decode kernel reads the pages in
-place, in 16 or 8 bits (src/ops/attention_ops.cpp). For more query rows, and on a CPU, the pages are first gathered into
-contiguous tensors for the kernels of packed sequences. There are no gradients.
+Each sequence has its pages, and the first seqused_k[i] keys of sequence i are visible. A decode kernel reads the pages
+in place, in 16 or 8 bits (src/ops/attention_ops.cpp). For more query rows, and on a CPU, the pages are first gathered
+into contiguous tensors for the kernels of packed sequences. There are no gradients.
 
-A pool is (pages, Hkv, rows of a page, D). The argument `pages` (B, n) int32 is the block table: the page numbers of
-each sequence. Page numbers outside the pool, and page numbers after the visible keys, may have any value.
+A pool is (pages, Hkv, rows of a page, D). The argument `block_table` (B, n) int32 has the page numbers of each
+sequence. Page numbers outside the pool, and page numbers after the visible keys, may have any value.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from .attention import NO_PLAN, SPLITS, namespace
+from .attention import SPLITS, AttentionForwardArgs, namespace
 from .quantized_kv import dequantised, multiplied_in
 from .sdpa import empty_in_layout_of, empty_results, held, never_a_frame
 
@@ -21,31 +23,60 @@ _library = torch.library.Library("torch_flashplug", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 for _name in ("paged_fwd", "_paged_math"):
     _library.define(
-        f"{_name}(Tensor query, Tensor key, Tensor value, Tensor pages, Tensor used_k, Tensor? k_scale, "
+        f"{_name}(Tensor query, Tensor key, Tensor value, Tensor block_table, Tensor seqused_k, Tensor? k_scale, "
         "Tensor? v_scale, Tensor? sinks, int left, int right, bool bottom_right, float softcap, float? scale, "
         f"{SPLITS}, int block_mode=0) -> (Tensor out, Tensor lse)",
         tags=_TAGS,
     )
 _library.define(
-    "paged_fwd_out(Tensor(a!) out, Tensor query, Tensor key, Tensor value, Tensor pages, Tensor used_k, "
+    "paged_fwd_out(Tensor(a!) out, Tensor query, Tensor key, Tensor value, Tensor block_table, Tensor seqused_k, "
     "Tensor? k_scale, Tensor? v_scale, Tensor? sinks, int left, int right, bool bottom_right, float softcap, "
     f"float? scale, {SPLITS}, int block_mode=0) -> Tensor lse",
     tags=_TAGS,
 )
 
 
-def gathered(pool: Tensor, pages: Tensor) -> Tensor:
+class PagedForwardArgs(NamedTuple):
+    """Arguments of paged_fwd, in schema order."""
+
+    query: Tensor  # (B, Hq, Sq, D)
+    key: Tensor  # (pages, Hkv, rows of a page, D)
+    value: Tensor  # (pages, Hkv, rows of a page, Dv)
+    block_table: Tensor  # (B, n) int32
+    seqused_k: Tensor  # (B,) int32
+    k_scale: Tensor | None  # (pages, Hkv, rows of a page) fp32
+    v_scale: Tensor | None
+    sinks: Tensor | None  # (Hq,)
+    left: int
+    right: int
+    bottom_right: bool
+    softcap: float  # 0: none
+    scale: float | None  # None: 1 / sqrt(D)
+    num_splits: int = 0
+    fixed_split_size: int = 0
+    block_mode: int = 0
+
+    def as_attention(self, **packed: object) -> AttentionForwardArgs:
+        """Return the arguments of attention_fwd for the settings of this call, and for the tensors in `packed`."""
+        tensors = {"query": self.query, "key": self.key, "value": self.value, "sinks": self.sinks}
+        lengths = {"cu_seqlens_q": None, "cu_seqlens_k": None, "seqused_k": self.seqused_k}
+        settings = {name: getattr(self, name) for name in PagedForwardArgs._fields[8:]}
+        return AttentionForwardArgs(**tensors | lengths | settings | packed)
+
+
+def gathered(pool: Tensor, block_table: Tensor) -> Tensor:
     """Copy pages of a pool (pages, Hkv, rows of a page, ...) into (B * n * rows, Hkv, ...), sequence by sequence."""
     if not pool.shape[0]:
-        return pool.new_zeros(pages.numel() * pool.shape[2], pool.shape[1], *pool.shape[3:])
+        return pool.new_zeros(block_table.numel() * pool.shape[2], pool.shape[1], *pool.shape[3:])
     rows = pool.transpose(1, 2)
     rows = rows.view(torch.uint8) if rows.element_size() == 1 else rows  # index_select supports few 8-bit dtypes
-    found = rows.index_select(0, pages.flatten().long().clamp(0, pool.shape[0] - 1))
-    return found.view(pool.dtype).flatten(0, 1)
+    rows = rows.index_select(0, block_table.flatten().long().clamp(0, pool.shape[0] - 1))
+    return rows.view(pool.dtype).flatten(0, 1)
 
 
-def _check(query: Tensor, key: Tensor, value: Tensor, pages: Tensor, used_k: Tensor) -> None:
+def _check(a: PagedForwardArgs) -> None:
     """Raise RuntimeError if the arguments do not fit together. Reads sizes, hence for real tensors only."""
+    query, key, value = a.query, a.key, a.value
     torch._check(
         query.dim() == key.dim() == value.dim() == 4 and key.shape[:3] == value.shape[:3]
         and query.shape[3] == key.shape[3] and key.shape[1] > 0 and query.shape[1] % key.shape[1] == 0,
@@ -53,54 +84,53 @@ def _check(query: Tensor, key: Tensor, value: Tensor, pages: Tensor, used_k: Ten
         "(pages, Hkv, rows, Dv), Hq a multiple of Hkv, "
         f"but got {tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}.",
     )  # fmt: skip
+    table, lengths = a.block_table, a.seqused_k
     torch._check(
-        pages.dim() == 2 and used_k.shape == pages.shape[:1] == query.shape[:1]
-        and pages.dtype == used_k.dtype == torch.int32,
-        lambda: f"paged_fwd: pages and used_k must be int32 (B, n) and (B,) with B = {query.shape[0]}, "
-        f"but got {pages.dtype} {tuple(pages.shape)} and {used_k.dtype} {tuple(used_k.shape)}.",
+        table.dim() == 2 and lengths.shape == table.shape[:1] == query.shape[:1]
+        and table.dtype == lengths.dtype == torch.int32,
+        lambda: f"paged_fwd: block_table and seqused_k must be int32 (B, n) and (B,) with B = {query.shape[0]}, "
+        f"but got {table.dtype} {tuple(table.shape)} and {lengths.dtype} {tuple(lengths.shape)}.",
     )  # fmt: skip
 
 
 @held
 @never_a_frame
-def _math(
-    query: Tensor, key: Tensor, value: Tensor, pages: Tensor, used_k: Tensor, k_scale: Tensor | None,
-    v_scale: Tensor | None, sinks: Tensor | None, *settings: object,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute paged_fwd by gathering all pages.
-
-    `settings` are the fields of windowed.Window, softcap, scale, num_splits and fixed_split_size, and a mode other than
-    0.
-    """
-    _check(query, key, value, pages, used_k)
-    B, Hq, Sq, _ = query.shape
-    keys = pages.shape[1] * key.shape[2]
-    k, v = (gathered(x, pages) for x in (key, value))
-    wide = query
-    if k_scale is not None:
-        dtype = multiplied_in(query)
-        k, v = (dequantised(x, gathered(s, pages), dtype) for x, s in ((k, k_scale), (v, v_scale)))
-        wide = query.to(dtype)
-    steps = torch.arange(B + 1, dtype=torch.int32, device=query.device)
-    q = wide.transpose(0, 1).flatten(1, 2).unsqueeze(0)
-    on_end = (x.transpose(0, 1).unsqueeze(0) for x in (k, v))
-    found, lse = namespace.attention_fwd(
-        q, *on_end, sinks, steps * Sq, steps * keys, used_k.clamp(0, keys if len(key) else 0), *settings[:7],
-        *((*NO_PLAN, *settings[7:]) if settings[7:] else ()),
-    )  # fmt: skip
-    out = empty_in_layout_of(query, (B, Hq, Sq, value.shape[3]))
-    out.copy_(found.squeeze(0).unflatten(1, (B, Sq)).transpose(0, 1))
+def _math(*args: Tensor | int | float | None) -> tuple[Tensor, Tensor]:
+    """Compute paged_fwd by gathering all pages."""
+    a = PagedForwardArgs(*args)
+    _check(a)
+    B, Hq, Sq, _ = a.query.shape
+    keys = a.block_table.shape[1] * a.key.shape[2]
+    k, v = (gathered(x, a.block_table) for x in (a.key, a.value))
+    cast_query = a.query
+    if a.k_scale is not None:
+        dtype = multiplied_in(a.query)
+        scales = (gathered(s, a.block_table) for s in (a.k_scale, a.v_scale))
+        k, v = (dequantised(x, s, dtype) for x, s in zip((k, v), scales, strict=True))
+        cast_query = a.query.to(dtype)
+    sequence_idx = torch.arange(B + 1, dtype=torch.int32, device=a.query.device)
+    packed_args = a.as_attention(
+        query=cast_query.transpose(0, 1).flatten(1, 2).unsqueeze(0),
+        key=k.transpose(0, 1).unsqueeze(0),
+        value=v.transpose(0, 1).unsqueeze(0),
+        cu_seqlens_q=sequence_idx * Sq,
+        cu_seqlens_k=sequence_idx * keys,
+        seqused_k=a.seqused_k.clamp(0, keys if len(a.key) else 0),
+    )
+    result, lse = namespace.attention_fwd(*packed_args)
+    out = empty_in_layout_of(a.query, (B, Hq, Sq, a.value.shape[3]))
+    out.copy_(result.squeeze(0).unflatten(1, (B, Sq)).transpose(0, 1))
     return out, lse.squeeze(0).unflatten(1, (B, Sq)).transpose(0, 1).contiguous()
 
 
-def _math_out(out: Tensor, *given: object) -> Tensor:
-    found, lse = _math(*given)
-    out.copy_(found)
+def _math_out(out: Tensor, *args: object) -> Tensor:
+    result, lse = _math(*args)
+    out.copy_(result)
     return lse
 
 
-def _out_fake(out: Tensor, *given: object) -> Tensor:
-    return empty_results(*given)[1]
+def _out_fake(out: Tensor, *args: object) -> Tensor:
+    return empty_results(*args)[1]
 
 
 def _setup_context(ctx, inputs: tuple, output: tuple) -> None:

@@ -26,16 +26,16 @@ from torch import Tensor
 
 from ..registry.quant_recipes import (
     CHANNEL_RMS,
-    CLEAR_MEAN,
-    ENDS,
+    FORMAT_MAX,
     KEY_ORDER,
-    LARGEST,
-    LARGEST_SQUARE,
-    LEAST_CHANNEL,
-    LEAST_VARIANCE,
-    ROTATION,
+    MAX_SQUARE,
+    MIN_CHANNEL,
+    MIN_MEAN_SHIFT,
+    MIN_SCALE,
+    MIN_VARIANCE,
+    NUM_ENDS,
     SAMPLES,
-    SMALLEST_SCALE,
+    SIGN_BITS,
     Recipe,
 )
 
@@ -94,8 +94,8 @@ def quantise(q: Tensor, k: Tensor, v: Tensor, recipe: Recipe, block: int) -> Qua
     shift = mean_of_finite(sample(k.float()))
     group = q.shape[1] // k.shape[1]
     rotated_q, rotated_k = rotate(q.float()), rotate(k.float() - shift)
-    q_scale = _scale(rotated_q.abs().amax(-1), LARGEST[recipe.scores])
-    k_scale = _scale(_blocks(rotated_k.abs().amax(-1), block).amax(-1), LARGEST[recipe.scores])
+    q_scale = _scale(rotated_q.abs().amax(-1), FORMAT_MAX[recipe.scores])
+    k_scale = _scale(_blocks(rotated_k.abs().amax(-1), block).amax(-1), FORMAT_MAX[recipe.scores])
     of_keys = k_scale.repeat_interleave(block, -1)[..., : k.shape[2]]
     row_shift = (q.float() * shift.repeat_interleave(group, 1)).sum(-1)
     values, v_scale, v_mean = (v, None, None) if recipe.values is None else _values(v.float(), recipe.values)
@@ -109,8 +109,8 @@ def quantise(q: Tensor, k: Tensor, v: Tensor, recipe: Recipe, block: int) -> Qua
 def rotate(x: Tensor, by: Tensor | None = None) -> Tensor:
     """Rotate rows of D numbers. Lengths and products of rows stay.
 
-    The rotation multiplies by the signs of `ROTATION` (or by the signs `by`, if given), then by a block-diagonal matrix
-    of Hadamard matrices. The size of each is the largest power of two dividing D.
+    The rotation multiplies by the signs of `SIGN_BITS` (or by the signs `by`, if given), then by a block-diagonal
+    matrix of Hadamard matrices. The size of each is the largest power of two dividing D.
     """
     return _transformed(x * (signs(int(x.shape[-1]), x.device) if by is None else by))
 
@@ -123,7 +123,7 @@ def unrotate(x: Tensor) -> Tensor:
 def in_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize rows (..., D) to INT8 with fp32 scales (...) of rows; NaN for a row with a non-finite number."""
     x = x.float()
-    scale = _scale(x.abs().amax(-1), LARGEST["int8"])
+    scale = _scale(x.abs().amax(-1), FORMAT_MAX["int8"])
     return _rounded(x * (1.0 / scale.unsqueeze(-1)), "int8"), scale
 
 
@@ -141,7 +141,7 @@ def _transformed(x: Tensor) -> Tensor:
 
 def signs(D: int, device: torch.device | str = "cpu") -> Tensor:
     """Return 1.0 or -1.0 for each of D channels, with a period of 256 channels."""
-    words = (ROTATION * -(-D // 256))[: -(-D // 32)]
+    words = (SIGN_BITS * -(-D // 256))[: -(-D // 32)]
     places = torch.arange(32, device=device)  # no copy to the device, so that a CUDA graph can record the call
     bits = torch.cat([torch.bitwise_right_shift(word, places) for word in words])[:D] & 1
     return 1.0 - 2.0 * bits.float()
@@ -150,13 +150,13 @@ def signs(D: int, device: torch.device | str = "cpu") -> Tensor:
 def sample(x: Tensor) -> Tensor:
     """Return a sample of rows, (B, H, SAMPLES, D).
 
-    The sample has the first `ENDS` rows, the last `ENDS` rows, and rows spread evenly over all S. If S is too small,
-    rows occur more than once.
+    The sample has the first `NUM_ENDS` rows, the last `NUM_ENDS` rows, and rows spread evenly over all S. If S is too
+    small, rows occur more than once.
     """
-    S, between = x.shape[2], SAMPLES - 2 * ENDS
-    first = torch.arange(ENDS, device=x.device)
+    S, between = x.shape[2], SAMPLES - 2 * NUM_ENDS
+    first = torch.arange(NUM_ENDS, device=x.device)
     spread = (2 * torch.arange(between, device=x.device) + 1) * S // (2 * between)
-    return x[:, :, torch.cat((first.clamp_max(S - 1), spread, (first + S - ENDS).clamp_min(0)))]
+    return x[:, :, torch.cat((first.clamp_max(S - 1), spread, (first + S - NUM_ENDS).clamp_min(0)))]
 
 
 def in_key_order(rows: Tensor) -> Tensor:
@@ -179,7 +179,7 @@ def mean_of_finite(rows: Tensor) -> Tensor:
 
 
 def _scale(largest: Tensor, of_format: float) -> Tensor:
-    scale = torch.where(largest == 0.0, 1.0, largest / of_format).clamp_min(SMALLEST_SCALE)
+    scale = torch.where(largest == 0.0, 1.0, largest / of_format).clamp_min(MIN_SCALE)
     return torch.where(largest.isfinite(), scale, math.nan)
 
 
@@ -190,16 +190,16 @@ def _blocks(x: Tensor, block: int) -> Tensor:
 
 def _values(v: Tensor, number: str) -> tuple[Tensor, Tensor, Tensor]:
     """Return V^T with keys in `KEY_ORDER`, and the scales and means of the channels."""
-    found = sample(v)
-    mean, finite = mean_of_finite(found).squeeze(2), found.isfinite()
-    square = found.masked_fill(~finite, 0.0).square().sum(2) / finite.sum(2).clamp_min(1)
-    square = square.clamp_max(LARGEST_SQUARE)  # the square of a finite number may be inf
+    sampled = sample(v)
+    mean, finite = mean_of_finite(sampled).squeeze(2), sampled.isfinite()
+    square = sampled.masked_fill(~finite, 0.0).square().sum(2) / finite.sum(2).clamp_min(1)
+    square = square.clamp_max(MAX_SQUARE)  # the square of a finite number may be inf
     of_all = square.mean(-1, keepdim=True)
-    square = torch.maximum(square, torch.where(of_all > 0.0, of_all, CHANNEL_RMS**2) * LEAST_CHANNEL)
-    variance = torch.maximum(square - mean.square(), square * LEAST_VARIANCE)
-    clear = mean.square() > variance * CLEAR_MEAN
+    square = torch.maximum(square, torch.where(of_all > 0.0, of_all, CHANNEL_RMS**2) * MIN_CHANNEL)
+    variance = torch.maximum(square - mean.square(), square * MIN_VARIANCE)
+    clear = mean.square() > variance * MIN_MEAN_SHIFT
     mean, variance = torch.where(clear, mean, 0.0), torch.where(clear, variance, square)
-    scale = (variance.sqrt() / CHANNEL_RMS).clamp_min(SMALLEST_SCALE)
+    scale = (variance.sqrt() / CHANNEL_RMS).clamp_min(MIN_SCALE)
     return turned(v, scale, mean, number), scale, mean
 
 
@@ -211,7 +211,7 @@ def turned(v: Tensor, scale: Tensor, mean: Tensor, number: str) -> Tensor:
 
 def _rounded(x: Tensor, number: str) -> Tensor:
     """Round to nearest, ties to even. Numbers beyond the range of the format become the end of the range."""
-    largest = LARGEST[number]
+    largest = FORMAT_MAX[number]
     if number == "int8":
         return x.nan_to_num(0.0).round().clamp(-largest, largest).to(torch.int8)
     return x.masked_fill(~x.isfinite(), math.nan).clamp(-largest, largest).to(_DTYPES[number])

@@ -1,4 +1,4 @@
-"""Key and value in 8 bits: reference math of the op cached_fwd, and `QuantizedTensor`.
+"""Key and value in 8 bits: reference math of the op quantized_kv_fwd, and `QuantizedTensor`.
 
 F.scaled_dot_product_attention takes a QuantizedTensor directly as key and value. The value of a cached element is its
 8-bit number times the scale of the row; for keys, a constant row of the head is added. Keys may be rotated first
@@ -69,15 +69,15 @@ def seen(Sq: int, Sk: int, device: torch.device) -> Tensor:
 
 def attend(
     query: Tensor, key: Tensor, value: Tensor, k_scale: Tensor, v_scale: Tensor, attn_mask: Tensor | None,
-    rotated: bool, scale: float | None,
+    k_is_rotated: bool, scale: float | None,
 ) -> Tensor:  # fmt: skip
-    """Compute cached_fwd by F.scaled_dot_product_attention on dequantized K and V.
+    """Compute quantized_kv_fwd by F.scaled_dot_product_attention on dequantized K and V.
 
     This path serves CPU tensors and calls without a kernel for 8 bits.
     """
     check(query, key, value, k_scale, v_scale)
     dtype = multiplied_in(query)
-    q = (rotate(query.float()) if rotated else query).to(dtype)
+    q = (rotate(query.float()) if k_is_rotated else query).to(dtype)
     k, v = dequantised(key, k_scale, dtype), dequantised(value, v_scale, dtype)
     if attn_mask is not None and attn_mask.dtype == query.dtype:
         attn_mask = attn_mask.to(dtype)
@@ -88,29 +88,33 @@ def check(query: Tensor, key: Tensor, value: Tensor, k_scale: Tensor, v_scale: T
     """Raise RuntimeError if the arguments do not fit together. Reads sizes, hence for real tensors only."""
     torch._check(
         query.dim() == key.dim() == value.dim() == 4,
-        lambda: "cached_fwd: query, key and value must have 4 dims: (B, Hq, Sq, D), (B, Hkv, Sk, D), (B, Hkv, Sk, Dv).",
+        lambda: (
+            "quantized_kv_fwd: query, key and value must have 4 dims: "
+            "(B, Hq, Sq, D), (B, Hkv, Sk, D), (B, Hkv, Sk, Dv)."
+        ),
     )
     B, Hq, _, D = query.shape
     _, Hkv, Sk, _ = key.shape
     torch._check(
         key.shape == (B, Hkv, Sk, D) and value.shape[:3] == (B, Hkv, Sk) and Hkv > 0 and Hq % Hkv == 0,
         lambda: (
-            "cached_fwd: query, key and value must have shapes (B, Hq, Sq, D), (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv), "
-            f"Hq a multiple of Hkv, but got {tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}."
+            "quantized_kv_fwd: query, key and value must have shapes (B, Hq, Sq, D), (B, Hkv, Sk, D) and "
+            "(B, Hkv, Sk, Dv), Hq a multiple of Hkv, "
+            f"but got {tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}."
         ),
     )
     torch._check(
         query.dtype.is_floating_point and query.dtype not in FORMATS and key.dtype == value.dtype in FORMATS,
         lambda: (
-            f"cached_fwd: key and value must have one dtype of {IN_WORDS}, and query 16 bits, "
+            f"quantized_kv_fwd: key and value must have one dtype of {IN_WORDS}, and query 16 bits, "
             f"but got query, key and value of {query.dtype}, {key.dtype} and {value.dtype}."
         ),
     )
     torch._check(
         all(s.shape == (B, Hkv, Sk) and s.dtype == torch.float32 for s in (k_scale, v_scale)),
         lambda: (
-            f"cached_fwd: k_scale and v_scale must be float32 {(B, Hkv, Sk)} (broadcast by strides of 0), but got "
-            f"{k_scale.dtype} {tuple(k_scale.shape)} and {v_scale.dtype} {tuple(v_scale.shape)}."
+            f"quantized_kv_fwd: k_scale and v_scale must be float32 {(B, Hkv, Sk)} (broadcast by strides of 0), "
+            f"but got {k_scale.dtype} {tuple(k_scale.shape)} and {v_scale.dtype} {tuple(v_scale.shape)}."
         ),
     )
 
@@ -147,9 +151,9 @@ class QuantizedTensor(Tensor):
         cls, data8: Tensor, scale: Tensor, dtype: torch.dtype, shift: Tensor | None = None, rotated: bool = False
     ) -> QuantizedTensor:
         if data8.dtype not in FORMATS or data8.dim() != 4 or scale.shape != data8.shape[:3]:
-            given = f"data8 {data8.dtype} {tuple(data8.shape)}, scale {tuple(scale.shape)}"
+            actual = f"data8 {data8.dtype} {tuple(data8.shape)}, scale {tuple(scale.shape)}"
             raise ValueError(
-                f"QuantizedTensor: data8 must be (B, Hkv, S, D) of {IN_WORDS}, and scale (B, Hkv, S), but got {given}."
+                f"QuantizedTensor: data8 must be (B, Hkv, S, D) of {IN_WORDS}, and scale (B, Hkv, S), but got {actual}."
             )
         B, Hkv, _, D = data8.shape
         if not dtype.is_floating_point or (shift is not None and shift.shape != (B, Hkv, 1, D)):
@@ -165,8 +169,8 @@ class QuantizedTensor(Tensor):
         return self
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
-        made = f"{self.data8.dtype}, {'rotated, ' * self.rotated}{'shifted, ' * (self.shift is not None)}"
-        return f"QuantizedTensor({tuple(self.shape)}, {made}says {self.dtype}, device={self.device})"
+        properties = f"{self.data8.dtype}, {'rotated, ' * self.rotated}{'shifted, ' * (self.shift is not None)}"
+        return f"QuantizedTensor({tuple(self.shape)}, {properties}says {self.dtype}, device={self.device})"
 
     def dequantize(self) -> Tensor:
         """Return the numbers (B, Hkv, S, D) as an ordinary tensor of `dtype`."""
@@ -189,15 +193,15 @@ class QuantizedTensor(Tensor):
 
     @staticmethod
     def __tensor_unflatten__(
-        inner: dict[str, Tensor], made: tuple[torch.dtype, bool], outer_size: object, outer_stride: object
+        inner: dict[str, Tensor], metadata: tuple[torch.dtype, bool], outer_size: object, outer_stride: object
     ) -> QuantizedTensor:
-        dtype, rotated = made
+        dtype, rotated = metadata
         return QuantizedTensor(inner["data8"], inner["scale"], dtype, inner.get("shift"), rotated)
 
     @classmethod
     def __torch_function__(cls, func: object, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
         if func is _SDPA and (call := readable(*args, **(kwargs or {}))) is not None:
-            return torch.ops.torch_flashplug.cached_fwd(*call)
+            return torch.ops.torch_flashplug.quantized_kv_fwd(*call)
         if func is Tensor.__setitem__ and isinstance(args[0], cls):
             raise RuntimeError(f"item assignment: {_NO_WRITES}")
         with torch._C.DisableTorchFunctionSubclass():
@@ -207,13 +211,13 @@ class QuantizedTensor(Tensor):
     def __torch_dispatch__(cls, func: object, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
         """Apply copies and moves between devices to the parts; dequantize to 16 bits for any other operation."""
         kwargs = kwargs or {}
-        for place, said in enumerate(func._schema.arguments):
-            given = args[place] if place < len(args) else kwargs.get(said.name)
-            if isinstance(given, cls) and said.alias_info is not None and said.alias_info.is_write:
+        for position, argument in enumerate(func._schema.arguments):
+            operand = args[position] if position < len(args) else kwargs.get(argument.name)
+            if isinstance(operand, cls) and argument.alias_info is not None and argument.alias_info.is_write:
                 raise RuntimeError(f"{func}: {_NO_WRITES}")
         same = kwargs.get("dtype") in (None, args[0].dtype) if args and isinstance(args[0], cls) else False
         if func in _COPIES and same:
-            kwargs = {name: said for name, said in kwargs.items() if name not in {"dtype", "memory_format"}}
+            kwargs = {name: value for name, value in kwargs.items() if name not in {"dtype", "memory_format"}}
             return args[0].map(lambda x: func(x, *args[1:], **kwargs))
         args, kwargs = tree_map_only(QuantizedTensor, QuantizedTensor.dequantize, (args, kwargs))
         return func(*args, **kwargs)
@@ -223,9 +227,9 @@ def readable(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> tuple | None:  # fmt: skip
-    """Return the arguments of cached_fwd for a call of F.scaled_dot_product_attention, or None.
+    """Return the arguments of quantized_kv_fwd for a call of F.scaled_dot_product_attention, or None.
 
-    None means that cached_fwd does not support the call. The call then runs in 16 bits, with the errors of stock
+    None means that quantized_kv_fwd does not support the call. The call then runs in 16 bits, with the errors of stock
     PyTorch.
     """
     pair = isinstance(key, QuantizedTensor) and isinstance(value, QuantizedTensor)

@@ -32,9 +32,9 @@ class Scores(NamedTuple):
     scores: Tensor  # (B, Hq, Sq, Sk), scaled and masked
     scale: float
 
-    def where(self, seen: Tensor) -> Scores:
-        """Return scores with -inf where `seen` (bool, broadcasts to the scores) is False."""
-        return self._replace(scores=self.scores.masked_fill(~seen, -math.inf))
+    def where(self, visible: Tensor) -> Scores:
+        """Return scores with -inf where `visible` (bool, broadcasts to the scores) is False."""
+        return self._replace(scores=self.scores.masked_fill(~visible, -math.inf))
 
     def capped(self, softcap: float) -> Scores:
         """Return scores limited by a softcap; a softcap of 0 changes nothing."""
@@ -60,21 +60,21 @@ class Scores(NamedTuple):
         return torch.exp(shifted).masked_fill(none, 0.0)
 
 
-def product_of_seen(weights: Tensor, values: Tensor, seen: Tensor) -> Tensor:
+def product_of_visible(weights: Tensor, values: Tensor, visible: Tensor) -> Tensor:
     """Return weights (B, H, Sq, Sk) @ values (B, H, Sk, D), where NaN and inf reach only rows with access to the value.
 
-    Weights of hidden keys are 0, and 0 times NaN would be NaN. `seen` (bool) marks the visible pairs and broadcasts to
-    the weights.
+    Weights of hidden keys are 0, and 0 times NaN would be NaN. `visible` (bool) marks the visible pairs and broadcasts
+    to the weights.
     """
-    whole = values.isfinite()
-    if values.device.type == "cpu" and whole.all():
+    is_finite = values.isfinite()
+    if values.device.type == "cpu" and is_finite.all():
         return weights @ values
     kinds = torch.stack((values.isnan(), values == math.inf, values == -math.inf))
-    met = (seen.to(values.dtype) @ kinds.to(values.dtype)) > 0
-    found = weights @ values.where(whole, 0.0)
-    for kind, which in zip((math.nan, math.inf, -math.inf), met, strict=True):
-        found = torch.where(which, found + kind, found)
-    return found
+    reached = (visible.to(values.dtype) @ kinds.to(values.dtype)) > 0
+    product = weights @ values.where(is_finite, 0.0)
+    for special_value, is_reached in zip((math.nan, math.inf, -math.inf), reached, strict=True):
+        product = torch.where(is_reached, product + special_value, product)
+    return product
 
 
 def scores_of(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Scores:
@@ -86,7 +86,7 @@ def scores_of(query: Tensor, key: Tensor, value: Tensor, scale: float | None) ->
     return Scores(query, key, value, query @ key.transpose(-2, -1), scale)
 
 
-class Known(NamedTuple):
+class BackwardInputs(NamedTuple):
     """Results of the forward and gradients from autograd: the inputs of a backward."""
 
     grad_out: Tensor  # (B, Hq, Sq, Dv)
@@ -108,7 +108,7 @@ class Gradients(NamedTuple):
 
 
 def gradients(
-    s: Scores, query: Tensor, key: Tensor, value: Tensor, known: Known, seen: Tensor | None = None
+    s: Scores, query: Tensor, key: Tensor, value: Tensor, inputs: BackwardInputs, visible: Tensor | None = None
 ) -> Gradients:  # fmt: skip
     """Return the gradients of attention.
 
@@ -120,25 +120,25 @@ def gradients(
         query: query (B, Hq, Sq, D), which gives the shape and layout of dQ.
         key: key (B, Hkv, Sk, D), which gives the shape and layout of dK.
         value: value (B, Hkv, Sk, Dv), which gives the shape and layout of dV.
-        known: results of the forward and gradients from autograd.
-        seen: bool mask of the visible pairs, broadcasts to the scores. NaN and inf then reach visible pairs alone
-            (`product_of_seen`). None applies no such limit.
+        inputs: results of the forward and gradients from autograd.
+        visible: bool mask of the visible pairs, broadcasts to the scores. NaN and inf then reach visible pairs alone
+            (`product_of_visible`). None applies no such limit.
     """
-    grad_out, kept = known.grad_out.to(s.value.dtype), 1.0 if known.factors is None else known.factors
-    probabilities = s.probabilities(known.lse)
-    delta = (grad_out * known.out.to(grad_out.dtype)).sum(-1)
-    if known.grad_lse is not None:
-        delta = delta - known.grad_lse
-    grad_scores = probabilities * ((grad_out @ s.value.transpose(-2, -1)) * kept - delta.unsqueeze(-1))
-    if known.softcap:
-        grad_scores = grad_scores * (1.0 - (s.scores.nan_to_num(neginf=0.0) / known.softcap).square())
+    grad_out, dropout_factors = inputs.grad_out.to(s.value.dtype), 1.0 if inputs.factors is None else inputs.factors
+    probabilities = s.probabilities(inputs.lse)
+    delta = (grad_out * inputs.out.to(grad_out.dtype)).sum(-1)
+    if inputs.grad_lse is not None:
+        delta = delta - inputs.grad_lse
+    grad_scores = probabilities * ((grad_out @ s.value.transpose(-2, -1)) * dropout_factors - delta.unsqueeze(-1))
+    if inputs.softcap:
+        grad_scores = grad_scores * (1.0 - (s.scores.nan_to_num(neginf=0.0) / inputs.softcap).square())
     by_row = by_key = torch.matmul
-    if seen is not None:
-        probabilities, grad_scores = (x.masked_fill(~seen, 0.0) for x in (probabilities, grad_scores))
-        by_row, by_key = (functools.partial(product_of_seen, seen=x) for x in (seen, seen.mT))
+    if visible is not None:
+        probabilities, grad_scores = (x.masked_fill(~visible, 0.0) for x in (probabilities, grad_scores))
+        by_row, by_key = (functools.partial(product_of_visible, visible=x) for x in (visible, visible.mT))
     dq = by_row(grad_scores, s.key) * s.scale
     dk = _sum_groups(by_key(grad_scores.transpose(-2, -1), s.query), key)
-    dv = _sum_groups(by_key((probabilities * kept).transpose(-2, -1), grad_out), value)
+    dv = _sum_groups(by_key((probabilities * dropout_factors).transpose(-2, -1), grad_out), value)
     return Gradients(like(dq, query), like(dk, key), like(dv, value), grad_scores, delta)
 
 

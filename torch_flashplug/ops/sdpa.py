@@ -39,13 +39,13 @@ _library.define(
     "_right_choice(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, float dropout_p, bool is_causal, "
     "float? scale, int chosen) -> (int choice, int fault)"
 )
-for _name in ("cached_fwd", "_cached_math"):  # implemented in quantized_kv.py
+for _name in ("quantized_kv_fwd", "_quantized_kv_math"):  # implemented in quantized_kv.py
     _library.define(
         f"{_name}(Tensor query, Tensor key, Tensor value, Tensor k_scale, Tensor v_scale, Tensor? attn_mask, "
-        "bool rotated, float? scale) -> Tensor",
+        "bool k_is_rotated, float? scale) -> Tensor",
         tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order),
     )
-_library.define("_digest(Tensor mask, int numbers) -> Tensor")  # implemented in mask_preprocess_reference.py
+_library.define("_preprocess_mask(Tensor mask, int numbers) -> Tensor")  # implemented in mask_preprocess_reference.py
 # Implemented in dropout_reference.py, for tests: the mask of the probabilities kept by a call with the seed.
 _library.define(
     "dropout_mask(Tensor seed, int B, int Hq, int Sq, int Sk, float dropout_p) -> Tensor",
@@ -67,7 +67,7 @@ def never_a_frame(function: Callable) -> Callable:
 
 
 def held(function: Callable) -> Callable:
-    """Apply both `native.held` and `never_a_frame` to a function."""
+    """Apply both `bindings.held` and `never_a_frame` to a function."""
     return never_a_frame(bindings.held(function))
 
 
@@ -251,7 +251,7 @@ def _scores(a: ForwardArgs) -> reference.Scores:
     s = reference.scores_of(a.query, a.key, a.value, a.scale)
     bias = a.attn_bias
     if bias is not None and bias.dtype == torch.int32:
-        bias = mask_preprocess_reference.seen(bias, *s.scores.shape[-2:])
+        bias = mask_preprocess_reference.visible_scores(bias, *s.scores.shape[-2:])
     elif bias is not None and bias.dtype == torch.uint8:
         bias = bias.bool()
     if bias is not None and bias.dtype == torch.bool:
@@ -310,11 +310,11 @@ def _math_backward(*args) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     factors = None
     if a.dropout_p > 0.0:
         factors = _dropout_factors(a.seed, s.scores, a.dropout_p)
-    found = reference.gradients(s, a.query, a.key, a.value, reference.Known(a.grad_out, a.out, a.lse, factors))
+    grads = reference.gradients(s, a.query, a.key, a.value, reference.BackwardInputs(a.grad_out, a.out, a.lse, factors))
     dbias = a.query.new_empty(0)
     if a.bias_grad:
-        dbias = reference.like(found.scores.sum_to_size(a.attn_bias.shape), a.attn_bias)
-    return found.query, found.key, found.value, dbias
+        dbias = reference.like(grads.scores.sum_to_size(a.attn_bias.shape), a.attn_bias)
+    return grads.query, grads.key, grads.value, dbias
 
 
 # ---- quantized KV caches: key and value in 8 bits ----
@@ -376,11 +376,11 @@ def _register() -> None:
         torch.library.register_fake(
             f"torch_flashplug::{name}", _forward_fake if forward else _backward_fake, lib=_library
         )
-    for name, key in (("cached_fwd", "CPU"), ("_cached_math", "CompositeExplicitAutograd")):
+    for name, key in (("quantized_kv_fwd", "CPU"), ("_quantized_kv_math", "CompositeExplicitAutograd")):
         _library.impl(name, _cached, key)
         torch.library.register_fake(f"torch_flashplug::{name}", _cached_fake, lib=_library)
         torch.library.register_autograd(f"torch_flashplug::{name}", quantized_kv.no_gradient, lib=_library)
-    _library.impl("_digest", held(mask_preprocess_reference.digest), "CompositeExplicitAutograd")
+    _library.impl("_preprocess_mask", held(mask_preprocess_reference.preprocess_mask), "CompositeExplicitAutograd")
     _library.impl("dropout_mask", _dropout_mask, "CompositeExplicitAutograd")
     torch.library.register_fake("torch_flashplug::dropout_mask", _dropout_mask_fake, lib=_library)
     torch.library.register_autograd("torch_flashplug::sdpa_fwd", _backward, setup_context=_setup_context, lib=_library)

@@ -16,10 +16,11 @@ class Family:
     arch: int  # 90: compute capability 9.0
     later: bool  # later GPUs run the kernels, too; else only GPUs of `arch`
     gpus: str  # GPUs able to run the kernels, as text for a reason of explain()
-    tma: bool = False  # TMA loads the operands in boxes of rows
-    clusters: bool = False  # CTAs of a cluster add up results in each other's shared memory
+    has_tma: bool = False  # TMA loads the operands in boxes of rows
+    supports_clusters: bool = False  # CTAs of a cluster add up results in each other's shared memory
     shares_heads: bool = False  # tiles of a backward may share the query heads of a KV head
-    wgmma: bool = False  # warpgroups share registers unevenly, so reports of packs count the registers of both kinds
+    # Warpgroups share registers unevenly, so reports of packs count the registers of both kinds.
+    has_wgmma: bool = False
 
     def runs_on(self, cc: int) -> bool:
         return cc >= self.arch if self.later else cc == self.arch
@@ -27,21 +28,28 @@ class Family:
 
 FAMILIES = (  # in the order in which auto mode tries the families
     Family(
-        "fa3", 90, later=False, gpus="exactly 9.0 (H100, H200)", tma=True, clusters=True, shares_heads=True, wgmma=True
+        "fa3",
+        90,
+        later=False,
+        gpus="exactly 9.0 (H100, H200)",
+        has_tma=True,
+        supports_clusters=True,
+        shares_heads=True,
+        has_wgmma=True,
     ),
     Family("fa2", 80, later=True, gpus="8.0 or more"),
 )
 BY_ARCH = {family.arch: family for family in FAMILIES}
 KERNEL_BACKENDS = tuple(family.backend for family in FAMILIES)
-# Mode ids are positions in this tuple. The enum in src/core/flashplug.h mirrors the tuple, and test_facts compares
+# Mode ids are positions in this tuple. The enum in src/core/core.h mirrors the tuple, and test_call_facts compares
 # both.
 BACKENDS = ("auto", "math", "stock", *KERNEL_BACKENDS)
 # Compilation targets, with the architectures of the kernels that run on each. Kernels for sm_80 (mma.sync, cp.async)
 # run on every GPU since sm_80. Kernels for sm_90 (wgmma, TMA) run only on Hopper.
-_CC = {"sm_80": 80, "sm_90a": 90, "sm_100": 100, "sm_120": 120}
-TARGETS = {target: tuple(family.arch for family in FAMILIES if family.runs_on(cc)) for target, cc in _CC.items()}
+_TARGET_CC = {"sm_80": 80, "sm_90a": 90, "sm_100": 100, "sm_120": 120}
+TARGETS = {target: tuple(family.arch for family in FAMILIES if family.runs_on(cc)) for target, cc in _TARGET_CC.items()}
 
 
 def targets_of(cc: int) -> list[str]:
     """Return the target of the same major compute capability (90 is 9.0) in a list, or an empty list."""
-    return [target for target, of in _CC.items() if of // 10 == cc // 10]
+    return [target for target, target_cc in _TARGET_CC.items() if target_cc // 10 == cc // 10]

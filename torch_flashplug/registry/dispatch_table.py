@@ -15,7 +15,7 @@ from .kernel_spec import CLUSTER
 # addresses or strides that are no multiple of 16 bytes ("unaligned"), and a strided last dim ("columns"). "vectors" in
 # a row stands for the first two classes.
 OPERANDS = ("square", "mixed", "odddims", "unaligned", "columns")
-_OPERANDS_SAID = {
+_OPERANDS_DESCRIPTION = {
     **{"vectors": "", "square": "D = Dv", "mixed": "D != Dv", "odddims": "D or Dv no multiple of 8"},
     **{"unaligned": "misaligned", "columns": "last dim not contiguous"},
 }
@@ -53,6 +53,11 @@ class Gate:
     measured_cc: int = 90  # compute capability of the GPUs that CHOICE_ROWS hold for
 
 
+MAX_SPLITS = 255  # limit of num_splits: the bits of a mode word (Mode in src/core/core.h)
+MAX_HEAD_DIM, HEAD_DIM_STEP = 256, 8  # head dims of the kernels; rows are read in units of 16 bytes
+SPLIT_UNIT = 128  # fixed_split_size is a multiple, because a split must be a multiple of any tile_n
+
+
 @dataclass(frozen=True, slots=True)
 class ChoiceRow:
     """A measured class of calls. Auto mode serves the class with a kernel if ratio >= SERVE_RATIO.
@@ -86,7 +91,7 @@ class ChoiceRow:
         return self.ratio >= SERVE_RATIO
 
     @property
-    def said(self) -> str:
+    def description(self) -> str:
         """Text of the class. The text does not depend on the position of the row in the table."""
         ranges = (
             ("D", self.d_min, self.d_max),
@@ -95,8 +100,8 @@ class ChoiceRow:
             ("tiles", self.min_tiles, ANY),
             ("packed rows", self.min_packed, self.max_packed),
         )
-        words = [self.kind, self.mask, _OPERANDS_SAID[self.operands], "gradients" if self.grad else ""]
-        words += [said for what, low, high in ranges if (said := _range(what, low, high))]
+        words = [self.kind, self.mask, _OPERANDS_DESCRIPTION[self.operands], "gradients" if self.grad else ""]
+        words += [text for name, low, high in ranges if (text := _range(name, low, high))]
         words += [f"tiles of {self.tile_m} rows" if self.tile_m else ""]
         return ", ".join(filter(None, words))
 
@@ -135,17 +140,17 @@ class VarlenRow:
         return bool(self.wrong) or self.ratio >= SERVE_RATIO
 
 
-def _range(what: str, low: int, high: int) -> str:
+def _range(name: str, low: int, high: int) -> str:
     """Return the text of a range of numbers, or "" for a range without limits."""
     if high == ANY:
-        return f"{what} >= {low}" if low > 1 else ""
-    return f"{what} {low}" if low == high else f"{what} {low} to {high}" if low > 1 else f"{what} <= {high}"
+        return f"{name} >= {low}" if low > 1 else ""
+    return f"{name} {low}" if low == high else f"{name} {low} to {high}" if low > 1 else f"{name} <= {high}"
 
 
 # Fitted 2026-11-22 on H100 and H200, together with `cost` of the decode kernels' rows, to 1443 times of 101 calls on
-# each machine (tools/tune.py gate: numbers of splits, in a cluster or not, K and V from memory and from L2). `wide_ns`
-# is fitted to 108 calls, with packed rows and without. The constants are meaningful only together, because reading and
-# computing overlap.
+# each machine (tools/tune/tune.py gate: numbers of splits, in a cluster or not, K and V from memory and from L2).
+# `wide_ns` is fitted to 108 calls, with packed rows and without. The constants are meaningful only together, because
+# reading and computing overlap.
 GATE = Gate(
     rows=64, wide_rows=256, wide_ns=5500, occupancy=0.8, cluster_ns=50, cluster_rate=8.7, combine_ns=590,
     combine_rate=10000, read_share=0.876,
@@ -159,17 +164,17 @@ _WIDE = _GRAD.replace("2026-11-21", "2026-11-22")
 _GROUPED = "2026-11-23 H200, torch 2.11 + cuDNN 9.19, bench --suite grad"
 _FEW = "2026-11-24 H200, torch 2.11 + cuDNN 9.19, bench --suite grad"
 _FORWARD = "2026-11-21 H100, torch 2.11 + cuDNN 9.19, bench --suite forward"
-_PARTS = "2026-11-21 H100, bursts, B*S 16384, H*D 2048, square (tools/results/LOG.md)"
+_PARTS = "2026-11-21 H100, bursts, B*S 16384, H*D 2048, square (docs/experiments/backward.md)"
 _ODD = "2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite odd"
 _DECODE = "2026-11-22 H100, torch 2.11 + cuDNN 9.19, bench --suite decode"
 _GROWING = "2026-11-27 H100, torch 2.11 + cuDNN 9.19, one more key per call: stock plans anew, 36 to 75 ms of host time"
-_REGROUPED = "2026-11-27 H100, torch 2.11 + cuDNN 9.19, D 104 to 120, groups of 4, 5 and 8 (tools/results/LOG.md)"
-_SHORT = "2026-11-27 H100, torch 2.11 + cuDNN 9.19, D 32, 40, 64, 200 to 256 rows and keys (tools/results/LOG.md)"
+_REGROUPED = "2026-11-27 H100, torch 2.11, cuDNN 9.19, D 104 to 120, groups of 4, 5, 8 (docs/experiments/backward.md)"
+_SHORT = "2026-11-27 H100, torch 2.11, cuDNN 9.19, D 32, 40, 64, 200 to 256 rows and keys (docs/experiments/forward.md)"
 _EIGHT = "2026-11-26 H100 and H200, torch 2.11, bench --suite eightbit"
-_WINDOWS = "2026-11-26 H100, 16k tokens, by the profiler (tools/results/LOG.md)"
+_WINDOWS = "2026-11-26 H100, 16k tokens, by the profiler (docs/experiments/varlen.md)"
 _MASKS = "2026-11-24 H200, torch 2.11 + cuDNN 9.19, bench --suite masks"
 _BF16 = ("bf16",)
-_LOWER = "2026-11-27 H100, torch 2.11, causal_lower_right, D 64 and 128 (tools/results/LOG.md)"
+_LOWER = "2026-11-27 H100, torch 2.11, causal_lower_right, D 64 and 128 (docs/experiments/masks.md)"
 _CACHES = "2026-11-24 H200, torch 2.11 + cuDNN 9.19, bench --suite maskdecode"
 # Calls with fewer query rows are decode calls. If such calls come to these rows (is_causal), no suite measured the
 # calls.
@@ -206,8 +211,8 @@ CHOICE_ROWS: tuple[ChoiceRow, ...] = (
     ChoiceRow("decode", "square", 90, False, "full", 193, 248, 1, ANY, 1, ANY, 0, 0.926, _DECODE, max_packed=16),
     ChoiceRow("decode", "square", 90, False, "full", 249, 256, 1, ANY, 1, ANY, 0, 1.067, _DECODE),
     ChoiceRow("decode", "square", 90, False, "full", 1, 256, 1, ANY, 1, ANY, 0, 655, _GROWING, min_packed=17),
-    # D != Dv: (64, 128), (128, 64), (192, 128). 2026-11-28: growing caches of 13 pairs of head dims (tools/growing.py
-    # --unequal), 38 to 66 ms of host time.
+    # D != Dv: (64, 128), (128, 64), (192, 128). 2026-11-28: growing caches of 13 pairs of head dims
+    # (tools/models/growing_cache.py --unequal), 38 to 66 ms of host time.
     ChoiceRow("decode", "mixed", 90, False, "full", 65, 128, 1, ANY, 1, 1024, 0, 1.068, _DECODE, max_packed=16),
     ChoiceRow("decode", "mixed", 90, False, "full", 129, 192, 1, ANY, 1, ANY, 0, 1.110, _DECODE, max_packed=16),
     ChoiceRow("decode", "mixed", 90, False, "full", 1, 256, 1, ANY, 1, ANY, 0, 707, _GROWING),
@@ -303,11 +308,11 @@ CHOICE_ROWS: tuple[ChoiceRow, ...] = (
     ChoiceRow("partbwd", "vectors", 90, True, "window+ragged", 1, 64, 1, ANY, 1, 128, 0, 1.523, _WINDOWS),
     ChoiceRow("partbwd", "vectors", 90, True, "window+ragged", 65, 128, 1, ANY, 1, 256, 0, 1.683, _WINDOWS),
     # Gradients: forward and backward by kernels of this project. 280 shapes have head dims up to 128. 168 shapes have
-    # head dims without a separate kernel (except for a disturbed cell, tools/results/LOG.md). 278 shapes have larger
+    # head dims without a separate kernel (docs/experiments/backward.md names a disturbed cell). 278 shapes have larger
     # head dims or D != Dv. Tiles are blocks of 128 keys. With few query steps, loading K and V does not pay off, and
     # few tiles do not fill the GPU.
     #
-    # Few rows, with a decode kernel as the forward: 64 rows with 64 keys (12 cells) and with 384 keys (12 cells).
+    # Short queries, with a decode kernel as the forward: 64 rows with 64 keys (12 cells) and with 384 keys (12 cells).
     ChoiceRow("decode", "square", 90, True, "full", 1, 256, 33, 64, 1, 384, 0, 1.117, _FEW),
     ChoiceRow("fwd", "square", 90, True, "full", 1, 128, _MIN_SQ, 256, 1025, ANY, 0, 0.890, _GRAD),
     ChoiceRow("fwd", "square", 90, True, "full", 1, 128, 1025, ANY, 1, 1024, 64, 1.042, _GRAD),

@@ -11,27 +11,27 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Number:
+class DtypeInfo:
     """A dtype of tensors."""
 
-    torch: str  # name of the torch dtype
-    bytes: int
+    torch_name: str  # name of the torch dtype
+    num_bytes: int
 
 
-# All known dtypes. kDTypes of src/core/tensor_facts.h mirrors the table, and test_facts compares both.
-NUMBERS = {
-    "bf16": Number("bfloat16", 2),
-    "fp16": Number("float16", 2),
-    "fp32": Number("float32", 4),
-    "int8": Number("int8", 1),
-    "e4m3": Number("float8_e4m3fn", 1),
-    "e5m2": Number("float8_e5m2", 1),
+# All known dtypes. kDTypes of src/core/tensor_facts.h mirrors the table, and test_call_facts compares both.
+DTYPE_INFO = {
+    "bf16": DtypeInfo("bfloat16", 2),
+    "fp16": DtypeInfo("float16", 2),
+    "fp32": DtypeInfo("float32", 4),
+    "int8": DtypeInfo("int8", 1),
+    "e4m3": DtypeInfo("float8_e4m3fn", 1),
+    "e5m2": DtypeInfo("float8_e5m2", 1),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Element:
-    """The dtypes of a kernel's operands and output, as names of NUMBERS."""
+    """The dtypes of a kernel's operands and output, as names of DTYPE_INFO."""
 
     q: str
     k: str
@@ -44,42 +44,44 @@ class Element:
     def operands(self) -> tuple[str, str, str, str]:
         return self.q, self.k, self.v, self.o
 
-    def of(self, kind: str, arch: int, tag: str = "") -> bool:
+    def supports(self, kind: str, arch: int, tag: str = "") -> bool:
         """Return whether kernels of a kind exist in the dtypes. `tag` has the features, as in names of kernels."""
-        brought = tag.split("+") if tag else ()
-        fits = self.feature in brought if self.feature else not brought_by_elements(brought)
+        tags = tag.split("+") if tag else ()
+        fits = self.feature in tags if self.feature else not changes_elements(tags)
         return fits and (self.kinds is None or kind in self.kinds.get(arch, ()))
 
-    def bytes(self, operand: str) -> int:
+    def num_bytes(self, operand: str) -> int:
         """Return the bytes of an element of "q", "k", "v" or "o"."""
-        return NUMBERS[getattr(self, operand)].bytes
+        return DTYPE_INFO[getattr(self, operand)].num_bytes
 
 
-WIDE = tuple(name for name, number in NUMBERS.items() if number.bytes > 1)  # dtypes of F.sdpa
+SDPA_DTYPES = tuple(name for name, info in DTYPE_INFO.items() if info.num_bytes > 1)  # dtypes of F.sdpa
 
-CACHED = "cache8"  # the feature of kernels that read 8-bit K and V
-FORMATS = ("int8", "e4m3", "e5m2")  # dtypes of a quantized KV cache
+QUANTIZED_KV_FEATURE = "cache8"  # the feature of kernels that read 8-bit K and V
+QUANTIZED_KV_DTYPES = ("int8", "e4m3", "e5m2")  # dtypes of a quantized KV cache
 ELEMENTS = {name: Element(name, name, name, name) for name in ("bf16", "fp16")} | {
-    f"{q}_{kv}": Element(q, kv, kv, q, {80: ("decode",)}, CACHED) for q in ("bf16", "fp16") for kv in FORMATS
+    f"{q}_{kv}": Element(q, kv, kv, q, {80: ("decode",)}, QUANTIZED_KV_FEATURE)
+    for q in ("bf16", "fp16")
+    for kv in QUANTIZED_KV_DTYPES
 }
 DTYPES = tuple(ELEMENTS)
-WHOLE = tuple(name for name, element in ELEMENTS.items() if not element.feature)  # elements with only 16-bit dtypes
+ELEMENTS_16BIT = tuple(name for name, element in ELEMENTS.items() if not element.feature)  # no 8-bit dtypes
 
 
-def brought_by_elements(tags: Iterable[str]) -> bool:
+def changes_elements(tags: Iterable[str]) -> bool:
     """Return whether kernels with the given features have dtypes of a feature, such as 8-bit K and V."""
     return any(element.feature in tags for element in ELEMENTS.values())
 
 
 def elements_of(kind: str, arch: int, tag: str = "") -> tuple[str, ...]:
     """Return the names of the elements of kernels of a kind. `tag` has the features, as in names of kernels."""
-    return tuple(name for name, element in ELEMENTS.items() if element.of(kind, arch, tag))
+    return tuple(name for name, element in ELEMENTS.items() if element.supports(kind, arch, tag))
 
 
-def misfit(name: str, kind: str, arch: int, tag: str = "") -> str | None:
+def unsupported_element_reason(name: str, kind: str, arch: int, tag: str = "") -> str | None:
     """Return the reason why no kernel of a kind has the element, or None if a kernel may have the element."""
-    known = elements_of(kind, arch, tag)
-    if name in known:
+    names = elements_of(kind, arch, tag)
+    if name in names:
         return None
-    beside = f" with {tag}" * brought_by_elements(tag.split("+"))
-    return f"{name}: a {kind} kernel of sm_{arch}{beside} must have the dtypes {' or '.join(known)} (dtypes.py)"
+    with_features = f" with {tag}" * changes_elements(tag.split("+"))
+    return f"{name}: a {kind} kernel of sm_{arch}{with_features} must have the dtypes {' or '.join(names)} (dtypes.py)"

@@ -19,100 +19,100 @@ class Feature:
 
     name: str
     tag: str  # the feature in names of kernels
-    said: str  # description for a call with the feature; empty: the description of a call leaves the feature out
-    words: str  # reason of a kernel without the feature, and the remedy; {fact} stands for a fact of the call
+    description: str  # description for a call with the feature; empty: the description of a call leaves the feature out
+    unsupported_reason: str  # reason of a kernel without the feature, and the remedy; {fact}: a fact of the call
     arguments: tuple[str, ...] = ()  # optional kernel arguments (kernel_args.py) of kernels with the feature
-    part: str = ""  # module and class under kernels/features with the code of the feature (base.py)
-    decode: str = ""  # the class for decode kernels, if different
-    detbwd: str = ""  # the class for deterministic backward kernels, if different
-    ahead: str = ""  # class of the same module, ahead of the kernel's own class: changes the launch
-    always: bool = False  # no value means "none", so kernels with the feature run no call without the feature
+    class_path: str = ""  # module and class under kernels/features with the code of the feature (base.py)
+    decode_class_path: str = ""  # the class for decode kernels, if different
+    detbwd_class_path: str = ""  # the class for deterministic backward kernels, if different
+    launch_class_path: str = ""  # class of the same module, ahead of the kernel's own class: changes the launch
+    is_unconditional: bool = False  # no value means "none", so kernels with the feature run no call without the feature
     score_bytes: int = 0  # shared memory that the kernels need for every score of a block
     key_bytes: int = 0  # shared memory that the kernels need for every key of a block, in addition to K and V
     recipe: str = ""  # name of a recipe (quant_recipes.py): the formats in which the kernels multiply
-    lists: bool = False  # the kernels iterate over block-sparse lists; a tile is a part of a listed block
-    short: bool = False  # calls can have many small tiles, whose time is mostly prologue and epilogue
+    uses_block_lists: bool = False  # the kernels iterate over block-sparse lists; a tile is a part of a listed block
+    has_short_tiles: bool = False  # calls can have many small tiles, whose time is mostly prologue and epilogue
 
-    def part_of(self, kind: str) -> str:
-        """Return the module and class with the code of the feature for a kind of kernels (spec.KINDS)."""
-        return {"decode": self.decode, "detbwd": self.detbwd}.get(kind) or self.part
+    def class_path_of(self, kind: str) -> str:
+        """Return the module and class with the code of the feature for a kind of kernels (kernel_spec.KINDS)."""
+        return {"decode": self.decode_class_path, "detbwd": self.detbwd_class_path}.get(kind) or self.class_path
 
 
 FEATURES = (
     Feature(
         "causal", "causal", "causal",
         "is_causal is given, but the kernels of this backend have no causal mask. Use the math backend.",
-        part="causal.CausalFeature", always=True,
+        class_path="causal.CausalFeature", is_unconditional=True,
     ),
     Feature(
         "mask", "mask", "with a mask",
         "attn_mask is given, but the kernels of this backend take no mask. Pass is_causal=True if the mask is causal.",
-        arguments=("mask", "digest"), part="mask.MaskFeature", decode="decode_mask.DecodeMaskFeature",
-        detbwd="mask.DeterministicMaskFeature",
-        always=True, lists=True,
+        arguments=("mask", "mask_metadata"), class_path="mask.MaskFeature",
+        decode_class_path="decode_mask.DecodeMaskFeature",
+        detbwd_class_path="mask.DeterministicMaskFeature", is_unconditional=True, uses_block_lists=True,
     ),
     Feature(
         "bias", "bias", "with a bias",
         "attn_mask has a floating-point dtype, but the kernels of this backend take no float mask. Pass a bool mask if "
         "attn_mask holds only 0 and -inf.",
-        arguments=("bias", "dbias"), part="bias.BiasFeature", decode="decode_bias.DecodeBiasFeature", always=True,
-        score_bytes=2,
+        arguments=("bias", "dbias"), class_path="bias.BiasFeature", decode_class_path="decode_bias.DecodeBiasFeature",
+        is_unconditional=True, score_bytes=2,
     ),
     Feature(
         "bias32", "bias32", "with an fp32 bias",
         "attn_mask has dtype float32, but the kernels of this backend take no float32 mask. Pass a bool mask if "
         "attn_mask holds only 0 and -inf.",
-        arguments=("bias32", "dbias32"), part="bias.BiasFeature", decode="decode_bias.DecodeBiasFeature", always=True,
-        score_bytes=4,
+        arguments=("bias32", "dbias32"), class_path="bias.BiasFeature",
+        decode_class_path="decode_bias.DecodeBiasFeature", is_unconditional=True, score_bytes=4,
     ),
     Feature(
         "window", "window", "with a window",
         "The call has a sliding window or a bottom-right causal mask, but the kernels of this backend support neither. "
         "Use the math backend.",
-        arguments=("left", "right", "bottom_right", "sinks", "dlse"), part="window.WindowFeature",
-        decode="decode_window.DecodeWindowFeature", always=True,
+        arguments=("left", "right", "bottom_right", "sinks", "dlse"), class_path="window.WindowFeature",
+        decode_class_path="decode_window.DecodeWindowFeature", is_unconditional=True,
     ),
     Feature(
         "softcap", "softcap", "with a softcap",
         "softcap={softcap} is given, but the kernels of this backend have no softcap. Use the math backend.",
-        arguments=("softcap",), part="softcap.SoftcapFeature", always=True,
+        arguments=("softcap",), class_path="softcap.SoftcapFeature", is_unconditional=True,
     ),
     Feature(
         "ragged", "ragged", "with packed sequences",
         "The call has packed sequences (cu_seqlens), but the kernels of this backend take a single length for all "
         "sequences. Pad the batch, or use the math backend.",
-        arguments=("cu_q", "cu_k", "used_k", "lists"), part="varlen.VarlenFeature",
-        ahead="varlen.TileListsThenKernel", always=True, short=True,
+        arguments=("cu_q", "cu_k", "used_k", "lists"), class_path="varlen.VarlenFeature",
+        launch_class_path="varlen.TileListsThenKernel", is_unconditional=True, has_short_tiles=True,
     ),
     Feature(
         "dropout", "dropout", "with dropout",
         "dropout_p={dropout_p} is given, but the kernels of this backend have no dropout. Pass dropout_p=0.",
-        arguments=("seed", "dropout_p"), part="dropout.DropoutFeature",
+        arguments=("seed", "dropout_p"), class_path="dropout.DropoutFeature",
     ),
     *(
         Feature(
             name, name, f"with precision {name}",
             f"precision={name!r} is requested, but the kernels of this backend multiply in 16 bits.",
-            arguments=("scratch8",), part=f"quantized_qkv.{part}", always=True, recipe=name,
+            arguments=("scratch8",), class_path=f"quantized_qkv.{class_name}", is_unconditional=True, recipe=name,
         )
-        for name, part in (("qk8", "Int8ScoresFeature"), ("8bit", "Int8Feature"), ("e4m3", "E4m3Feature"))
+        for name, class_name in (("qk8", "Int8ScoresFeature"), ("8bit", "Int8Feature"), ("e4m3", "E4m3Feature"))
     ),
     Feature(
         "cache8", "cache8", "with 8-bit key and value",
         "key and value have 8 bits and scales, but the kernels of this backend support neither. Dequantize key and "
         "value first.",
-        arguments=("k_scale", "v_scale", "rotated"), decode="quantized_kv_cache.QuantizedKvCacheFeature",
-        always=True, key_bytes=8,
+        arguments=("k_scale", "v_scale", "rotated"), decode_class_path="quantized_kv_cache.QuantizedKvCacheFeature",
+        is_unconditional=True, key_bytes=8,
     ),
     Feature(
         "paged", "paged", "with a paged KV cache",
         "key and value are in a paged KV cache, or in caches with KV lengths, but the kernels of this backend read "
         "contiguous rows. Gather the rows first.",
-        arguments=("pages", "used_k", "split_size"), decode="paged_kv.PagedKvFeature", always=True,
+        arguments=("pages", "used_k", "split_size"), decode_class_path="paged_kv.PagedKvFeature", is_unconditional=True,
     ),
 )  # fmt: skip
 NAMES = tuple(feature.name for feature in FEATURES)
-NONE = "full"  # the tag of kernels without features
+NO_FEATURES = "full"  # the tag of kernels without features
 
 Features = frozenset[str]
 
@@ -122,9 +122,9 @@ class Combination:
     """A set of features that a kernel may have, with the kinds of kernels that have the set, by architecture."""
 
     features: Features
-    kinds: dict[int, tuple[str, ...]]  # kinds of spec.KINDS, by architecture
+    kinds: dict[int, tuple[str, ...]]  # kinds of kernel_spec.KINDS, by architecture
 
-    def of(self, kind: str, arch: int) -> bool:
+    def supports(self, kind: str, arch: int) -> bool:
         return kind in self.kinds.get(arch, ())
 
 
@@ -145,66 +145,67 @@ COMBINATIONS = (
     Combination(frozenset({"mask", "dropout"}), {90: ("fwd", "bwd", "partbwd"), 80: ("fwd", "bwd")}),
     Combination(frozenset({"window"}), {90: _LONG[90], 80: ("fwd", "bwd")}),
     *(
-        Combination(frozenset({"window", *beside}), {90: ("fwd", "bwd", "partbwd"), 80: ("fwd",)})
-        for beside in (("ragged",), ("softcap",), ("softcap", "ragged"))
+        Combination(frozenset({"window", *more}), {90: ("fwd", "bwd", "partbwd"), 80: ("fwd",)})
+        for more in (("ragged",), ("softcap",), ("softcap", "ragged"))
     ),
     *(
-        Combination(frozenset({*beside, name}), {90: ("fwd",)})
-        for name in RECIPES for beside in ((), ("causal",), ("mask",))
+        Combination(frozenset({*more, name}), {90: ("fwd",)})
+        for name in RECIPES
+        for more in ((), ("causal",), ("mask",))
     ),
-    *(Combination(frozenset({*beside, "cache8"}), {80: ("decode",)}) for beside in ((), ("mask",))),
+    *(Combination(frozenset({*more, "cache8"}), {80: ("decode",)}) for more in ((), ("mask",))),
     *(
-        Combination(frozenset({"window", *beside, "paged"}), {80: ("decode",)})
-        for beside in ((), ("softcap",), ("cache8",))
+        Combination(frozenset({"window", *more, "paged"}), {80: ("decode",)})
+        for more in ((), ("softcap",), ("cache8",))
     ),
 )
 
 
-def of(features: Iterable[str]) -> tuple[Feature, ...]:
+def select(features: Iterable[str]) -> tuple[Feature, ...]:
     """Return the features with the given names, in the order of FEATURES."""
-    wanted = set(features)
-    return tuple(feature for feature in FEATURES if feature.name in wanted)
+    names = set(features)
+    return tuple(feature for feature in FEATURES if feature.name in names)
 
 
 def bits(features: Iterable[str]) -> int:
     return sum(1 << NAMES.index(name) for name in set(features))
 
 
-def always(features: Iterable[str]) -> int:
+def unconditional_bits(features: Iterable[str]) -> int:
     """Return the bits of the features that kernels apply to every call."""
-    return bits(feature.name for feature in of(features) if feature.always)
+    return bits(feature.name for feature in select(features) if feature.is_unconditional)
 
 
-def bringing(argument: str) -> int:
+def bits_of_argument(argument: str) -> int:
     """Return the bits of the features whose kernels take an optional argument."""
     return bits(feature.name for feature in FEATURES if argument in feature.arguments)
 
 
 def score_bytes(features: Iterable[str]) -> int:
     """Return the bytes of shared memory for every score of a block."""
-    return sum(feature.score_bytes for feature in of(features))
+    return sum(feature.score_bytes for feature in select(features))
 
 
 def key_bytes(features: Iterable[str]) -> int:
     """Return the bytes of shared memory for every key of a block, in addition to K and V."""
-    return sum(feature.key_bytes for feature in of(features))
+    return sum(feature.key_bytes for feature in select(features))
 
 
 def recipe_of(features: Iterable[str]) -> Recipe | None:
-    return next((RECIPES[feature.recipe] for feature in of(features) if feature.recipe), None)
+    return next((RECIPES[feature.recipe] for feature in select(features) if feature.recipe), None)
 
 
-def walks_lists(features: Iterable[str]) -> bool:
-    return any(feature.lists for feature in of(features))
+def uses_block_lists(features: Iterable[str]) -> bool:
+    return any(feature.uses_block_lists for feature in select(features))
 
 
 def has_short_tiles(features: Iterable[str]) -> bool:
-    return any(feature.short for feature in of(features))
+    return any(feature.has_short_tiles for feature in select(features))
 
 
 def tag_of(features: Iterable[str]) -> str:
     """Return the part of a kernel's name that names the features."""
-    return "+".join(feature.tag for feature in of(features)) or NONE
+    return "+".join(feature.tag for feature in select(features)) or NO_FEATURES
 
 
 TAGS = {tag_of(combination.features): combination for combination in COMBINATIONS}  # the combination of each tag

@@ -13,27 +13,27 @@ from dataclasses import dataclass
 class Argument:
     """An argument of a kernel: a tensor in global memory, or a number."""
 
-    name: str  # a slot of src/core/tables.h, filled by a call, or a fact of src/core/call_facts.h, filled automatically
+    name: str  # filled by a call (src/core/tables.h), or a fact of src/core/call_facts.h, filled automatically
     rank: int  # number of dims of a tensor; 0 for a number
     dtype: str  # a name of DTYPES: the operand with the same dtype, or a fixed dtype
-    scalar: bool  # passed by value
-    optional: bool  # belongs to a feature (features.py); kernels without the feature get TVM-FFI's None
-    what: str  # shape of a tensor, the provider, and the meaning
+    is_scalar: bool  # passed by value
+    is_optional: bool  # belongs to a feature (features.py); kernels without the feature get TVM-FFI's None
+    description: str  # shape of a tensor, the provider, and the meaning
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES or self.scalar != (self.rank == 0):
+        if self.dtype not in DTYPES or self.is_scalar != (self.rank == 0):
             raise ValueError(f"argument {self.name}: dtype {self.dtype!r}, rank {self.rank}; numbers have rank 0")
 
 
 DTYPES = ("query", "key", "value", "output", "fp32", "int32", "int64", "bool")
 
 
-def _tensor(name: str, rank: int, dtype: str, what: str, *, optional: bool = False) -> Argument:
-    return Argument(name, rank, dtype, scalar=False, optional=optional, what=what)
+def _tensor(name: str, rank: int, dtype: str, description: str, *, is_optional: bool = False) -> Argument:
+    return Argument(name, rank, dtype, is_scalar=False, is_optional=is_optional, description=description)
 
 
-def _number(name: str, dtype: str, what: str, *, optional: bool = False) -> Argument:
-    return Argument(name, 0, dtype, scalar=True, optional=optional, what=what)
+def _number(name: str, dtype: str, description: str, *, is_optional: bool = False) -> Argument:
+    return Argument(name, 0, dtype, is_scalar=True, is_optional=is_optional, description=description)
 
 
 _OPERANDS = (
@@ -47,7 +47,7 @@ _RESULTS = (
 )
 _SCALE = _number("scale", "fp32", "scale of the scores")
 _SCALES = (_number("scale_log2", "fp32", "scale * log2(e)"), _SCALE)
-_DRAWN = (
+_TILE_SCHEDULER = (
     _tensor(
         "counter", 1, "int32", "(1,), zero, from src/launch/counters.cpp; used by no other launch at the same time"
     ),
@@ -56,52 +56,73 @@ _DRAWN = (
 
 _MASK = (
     _tensor(
-        "mask", 4, "bool", "(B or 1, Hq or 1, rows, Sk), stride 0 in broadcast dims; empty: preprocessed", optional=True
+        "mask",
+        4,
+        "bool",
+        "(B or 1, Hq or 1, rows, Sk), stride 0 in broadcast dims; empty: preprocessed",
+        is_optional=True,
     ),
-    _tensor("digest", 3, "int32", "(B or 1, Hq or 1, n), metadata of the mask (mask.py)", optional=True),
+    _tensor("mask_metadata", 3, "int32", "(B or 1, Hq or 1, n), metadata of the mask (mask.py)", is_optional=True),
 )
-_WHERE = "(B, Hq, Sq, Sk), stride 0 in broadcast dims, last stride 1; sm_80: other strides multiples of 16 bytes"
-_SUMMED = "(1 to B, 1 to Hq, Sq or 1, Sk or 1), allocated by the op; summed along broadcast dims of the bias"
+_BIAS_SHAPE = "(B, Hq, Sq, Sk), stride 0 in broadcast dims, last stride 1; sm_80: other strides multiples of 16 bytes"
+_BIAS_GRADIENT_SHAPE = (
+    "(1 to B, 1 to Hq, Sq or 1, Sk or 1), allocated by the op; summed along broadcast dims of the bias"
+)
 _BIAS = (
-    _tensor("bias", 4, "query", _WHERE, optional=True),
-    _tensor("bias32", 4, "fp32", f"{_WHERE}; instead of bias", optional=True),
+    _tensor("bias", 4, "query", _BIAS_SHAPE, is_optional=True),
+    _tensor("bias32", 4, "fp32", f"{_BIAS_SHAPE}; instead of bias", is_optional=True),
 )
 _BIAS_GRADIENT = (
-    _tensor("dbias", 4, "query", f"{_SUMMED}; strides as in bias", optional=True),
-    _tensor("dbias32", 4, "fp32", f"{_SUMMED}; instead of dbias", optional=True),
+    _tensor("dbias", 4, "query", f"{_BIAS_GRADIENT_SHAPE}; strides as in bias", is_optional=True),
+    _tensor("dbias32", 4, "fp32", f"{_BIAS_GRADIENT_SHAPE}; instead of dbias", is_optional=True),
 )
 _DROPOUT = (
-    _tensor("seed", 1, "int64", "(1,), seed of the dropout bits", optional=True),
-    _number("dropout_p", "fp32", "probability of dropping a score", optional=True),
+    _tensor("seed", 1, "int64", "(1,), seed of the dropout bits", is_optional=True),
+    _number("dropout_p", "fp32", "probability of dropping a score", is_optional=True),
 )
 _WINDOW = (
-    _number("left", "int32", "number of visible keys before the key of the query's position", optional=True),
-    _number("right", "int32", "number of visible keys behind the key of the query's position", optional=True),
-    _number("bottom_right", "int32", "1: query i has key i + Sk - Sq; 0: key i", optional=True),
+    _number("left", "int32", "number of visible keys before the key of the query's position", is_optional=True),
+    _number("right", "int32", "number of visible keys behind the key of the query's position", is_optional=True),
+    _number("bottom_right", "int32", "1: query i has key i + Sk - Sq; 0: key i", is_optional=True),
 )
-_SOFTCAP = _number("softcap", "fp32", "softcap of the scaled scores", optional=True)
+_SOFTCAP = _number("softcap", "fp32", "softcap of the scaled scores", is_optional=True)
 _LENGTHS = (
-    _tensor("cu_q", 1, "int32", "(sequences + 1,), starts of the query rows, and the end; B is 1", optional=True),
-    _tensor("cu_k", 1, "int32", "(sequences + 1,), starts of the keys, and the end", optional=True),
-    _tensor("used_k", 1, "int32", "(sequences,), KV length of each sequence; (0,): all keys", optional=True),
-    _tensor("lists", 1, "int32", "(n,), workspace of the op: lists of tiles (varlen.py)", optional=True),
+    _tensor("cu_q", 1, "int32", "(sequences + 1,), starts of the query rows, and the end; B is 1", is_optional=True),
+    _tensor("cu_k", 1, "int32", "(sequences + 1,), starts of the keys, and the end", is_optional=True),
+    _tensor("used_k", 1, "int32", "(sequences,), KV length of each sequence; (0,): all keys", is_optional=True),
+    _tensor("lists", 1, "int32", "(n,), workspace of the op: lists of tiles (varlen.py)", is_optional=True),
 )
 _PAGES = _tensor("pages", 2, "int32", "(B, n), block table; k and v are (pages, Hkv, rows of a page, D)",
-                 optional=True)  # fmt: skip
-_SPLIT_SIZE = _number("split_size", "int32", "keys of a split, a multiple of tile_n; 0: equal splits", optional=True)
-_SINKS = _tensor("sinks", 1, "fp32", "(Hq,), a further logit in the softmax of each row; (0,): none", optional=True)
-_OF_LSE = _tensor("dlse", 3, "fp32", "(B, Hq, Sq), gradient of the LSE, from autograd; (B, Hq, 0): none", optional=True)
-_EIGHT = _tensor(
-    "scratch8", 1, "int32", "(n,), workspace of the op: operands in 8 bits (quantized_qkv.py)", optional=True
+                 is_optional=True)  # fmt: skip
+_SPLIT_SIZE = _number("split_size", "int32", "keys of a split, a multiple of tile_n; 0: equal splits", is_optional=True)
+_SINKS = _tensor("sinks", 1, "fp32", "(Hq,), a further logit in the softmax of each row; (0,): none", is_optional=True)
+_LSE_GRADIENT = _tensor(
+    "dlse", 3, "fp32", "(B, Hq, Sq), gradient of the LSE, from autograd; (B, Hq, 0): none", is_optional=True
+)
+_QUANT_WORKSPACE = _tensor(
+    "scratch8", 1, "int32", "(n,), workspace of the op: operands in 8 bits (quantized_qkv.py)", is_optional=True
 )
 _CACHE = (
-    _tensor("k_scale", 3, "fp32", "(B, Hkv, Sk), scale of each key, stride 0 in broadcast dims", optional=True),
-    _tensor("v_scale", 3, "fp32", "(B, Hkv, Sk), scale of each value, stride 0 in broadcast dims", optional=True),
-    _number("rotated", "int32", "1: keys are rotated (quantised.rotate), so queries are rotated, too", optional=True),
+    _tensor("k_scale", 3, "fp32", "(B, Hkv, Sk), scale of each key, stride 0 in broadcast dims", is_optional=True),
+    _tensor("v_scale", 3, "fp32", "(B, Hkv, Sk), scale of each value, stride 0 in broadcast dims", is_optional=True),
+    _number(
+        "rotated", "int32", "1: keys are rotated (quantize_reference.py), so queries are rotated, too", is_optional=True
+    ),
 )
 _FEATURES = (*_MASK, *_BIAS, *_DROPOUT)
 
-FORWARD = (*_OPERANDS, *_RESULTS, *_SCALES, *_DRAWN, *_FEATURES, _EIGHT, *_WINDOW, _SINKS, _SOFTCAP, *_LENGTHS)
+FORWARD = (
+    *_OPERANDS,
+    *_RESULTS,
+    *_SCALES,
+    *_TILE_SCHEDULER,
+    *_FEATURES,
+    _QUANT_WORKSPACE,
+    *_WINDOW,
+    _SINKS,
+    _SOFTCAP,
+    *_LENGTHS,
+)
 DECODE = (
     *_OPERANDS,
     *_RESULTS,
@@ -120,43 +141,43 @@ DECODE = (
     _LENGTHS[2],
     _SPLIT_SIZE,
 )
-_GIVEN = (
+_FORWARD_RESULTS = (
     _tensor("o", 4, "output", "(B, Hq, Sq, Dv), output of the forward"),
     _tensor("do", 4, "output", "(B, Hq, Sq, Dv), gradient of the output, from autograd"),
     _tensor("lse", 3, "fp32", "(B, Hq, Sq), LSE of the forward"),
 )
-_OF_ROWS = "(B, Hq, 2, Sq rounded up to scratch_rows), workspace: LSE * log2(e) (inf: no visible key), delta"
-_ROWS = _tensor("rows", 4, "fp32", _OF_ROWS)
+_ROW_STATS_SHAPE = "(B, Hq, 2, Sq rounded up to scratch_rows), workspace: LSE * log2(e) (inf: no visible key), delta"
+_ROW_STATS = _tensor("rows", 4, "fp32", _ROW_STATS_SHAPE)
 BACKWARD = (
     *_OPERANDS,
-    *_GIVEN,
+    *_FORWARD_RESULTS,
     _tensor("dq", 4, "query", "(B, Hq, Sq, D), allocated by the op; any tensor of the shape if not wanted"),
     _tensor("dk", 4, "key", "(B, Hkv, Sk, D), like dq; Hopper: a multiple of Hkv heads if tiles share query heads"),
     _tensor("dv", 4, "value", "(B, Hkv, Sk, Dv), like dk"),
-    _ROWS,
+    _ROW_STATS,
     _tensor("scratch", 1, "fp32", "(n,), workspace: dQ in register order, and counters; unused by the split backward"),
     *_SCALES,
-    *_DRAWN,
+    *_TILE_SCHEDULER,
     _number("wanted", "int32", "sum of 1 (dQ) and 2 (dK and dV); a single part only for the split backward"),
     *_FEATURES,
     *_WINDOW,
-    _OF_LSE,
+    _LSE_GRADIENT,
     _SOFTCAP,
     *_LENGTHS,
 )
 DBIAS = (
     *_OPERANDS,
-    *_GIVEN,
-    _ROWS,
+    *_FORWARD_RESULTS,
+    _ROW_STATS,
     *_SCALES,
-    *_DRAWN,
+    *_TILE_SCHEDULER,
     *_BIAS,
     *_BIAS_GRADIENT,
     *_DROPOUT,
 )
 TILE_BACKWARD = (
     *_OPERANDS,
-    *_GIVEN[1:],
+    *_FORWARD_RESULTS[1:],
     _tensor("dq", 4, "query", "(B, Hq, Sq, D), allocated by the op"),
     _tensor("dk", 4, "key", "(B, Hq, Sk, D), allocated by the op"),
     _tensor("dv", 4, "value", "(B, Hq, Sk, Dv), allocated by the op"),
@@ -165,8 +186,8 @@ TILE_BACKWARD = (
     *_BIAS,
     *_BIAS_GRADIENT,
 )
-# Arguments of each kind of kernel (spec.KINDS).
-OF_KIND = {
+# Arguments of each kind of kernel (kernel_spec.KINDS).
+ARGUMENTS_BY_KIND = {
     **{"fwd": FORWARD, "decode": DECODE, "bwd": BACKWARD, "detbwd": BACKWARD, "partbwd": BACKWARD},
     "dbias": DBIAS,
     "tilebwd": TILE_BACKWARD,

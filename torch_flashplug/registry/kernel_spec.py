@@ -17,11 +17,11 @@ from .dtypes import DTYPES, ELEMENTS
 # - bwd: fused backward.
 # - detbwd: deterministic backward, with the same accumulation order in every run.
 # - partbwd: split backward in two parts, dQ and dK with dV. A part may be left out. The order is always the same.
-# - decode: forward of few query rows, whose keys may be split.
+# - decode: forward of short queries, whose keys may be split.
 # - dbias: gradient of a bias, summed along broadcast dims, together with any backward or alone.
 # - tilebwd: single-tile backward: all gradients, with the gradient of a bias, of sequences that fit into a tile.
 KINDS = ("fwd", "bwd", "detbwd", "partbwd", "decode", "dbias", "tilebwd")
-MASKS = tuple(features.TAGS)
+FEATURE_TAGS = tuple(features.TAGS)
 
 WARP, WARPGROUP = 32, 128  # threads
 SLAB = 16  # rows of an mma.sync, and rows of a warp in a wgmma
@@ -34,8 +34,8 @@ SCRATCH_UNITS = 8  # units of a block of rows in the backward workspace (UNITS o
 PEERS_AT_ONCE = 4  # CTAs of a cluster whose results a decode reads at a time (AT_ONCE of kernels/decode/split_kv.py)
 REGISTER_FILE = 65536
 BACKWARD_TILE = (64, 128)  # tile_m, tile_n: preprocess and postprocess of the backward rely on the sizes
-PARTS_TILE = (64, 64)  # tile of a split backward, and of a backward with four warps for the columns of 32 keys
-TILE_BACKWARD = (64, 64)  # tile of a single-tile backward: the largest numbers of queries and keys of a sequence
+SPLIT_BACKWARD_TILE = (64, 64)  # tile of a split backward, and of a backward with four warps for the columns of 32 keys
+SINGLE_TILE = (64, 64)  # tile of a single-tile backward: the largest numbers of queries and keys of a sequence
 BIAS_TILES = ((128, 64), (128, 128))  # tiles of dbias
 LISTED, SHARE = 128, 64  # block-sparse lists: rows and keys of a block; keys in a unit of the accumulation order
 # Query rows of a block in the second set of block-sparse lists. Tiles of 192 rows use the set, because 192 is no
@@ -45,13 +45,13 @@ TALL = 192
 # Hopper
 ROWS_PER_WARPGROUP = 64  # rows of a wgmma
 CLUSTER = 8  # largest cluster that every Hopper GPU can place (clusters of 16 ran slower if placed)
-Q_TILES = 3  # largest number of Q tiles in shared memory: in use, arriving, and leaving as O
+MAX_Q_TILES = 3  # largest number of Q tiles in shared memory: in use, arriving, and leaving as O
 BARRIER_BYTES = 1024  # bytes of mbarriers, rounded up to the alignment of swizzled tiles
 # Registers per thread after the register split: {number of consumer warpgroups: (producer, consumer)}. The total
 # 128 * (producer + number of consumers * consumer) is at most 65536.
 REGISTER_SPLIT = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
-SPLIT_OF_BIAS = (40, 232)  # register split of dbias, whose producer computes the most
-SPLIT_OF_TWO = (40, 216)  # register split of CTAs with a single consumer warpgroup, with two CTAs per SM
+DBIAS_REGISTER_SPLIT = (40, 232)  # register split of dbias, whose producer computes the most
+TWO_CTA_REGISTER_SPLIT = (40, 216)  # register split of CTAs with a single consumer warpgroup, with two CTAs per SM
 REGISTER_OVERHEAD = 28  # registers for addresses, row state and loop counters of a consumer, as seen in SASS
 COPY_UNIT = 16  # bytes: copies of a bias move multiples of the unit (kernels/score_stages/bias_load.py)
 SWIZZLED_LINE = 128  # bytes of a line in the TMA swizzle
@@ -72,8 +72,9 @@ AMPERE_COLUMNS = 64  # columns of dK and dV of 32 keys, held by a backward warp
 AMPERE_SCORES = 32  # registers of the scores, the gradient of the scores, or dQ in a backward
 # decode with 8-bit caches: smallest shared memory of a CTA, so that a Hopper SM has two CTAs. With three CTAs on some
 # SMs, a cache of 512 MB took 110 us; with two CTAs per SM, 97 us (H100).
-CACHED_BYTES = 76 << 10
-RESULT_PAD = 8  # decode: floats between rows of results, so that eight rows of an accumulator are in different banks
+QUANTIZED_KV_MIN_SMEM_BYTES = 76 << 10
+# decode: floats between rows of results, so that eight rows of an accumulator are in different banks
+RESULT_ROW_PADDING = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,7 @@ class KernelSpec:
     dtype: str  # a name of DTYPES
     d: int  # head dim of Q and K in the tile; smaller head dims are padded with zeros
     dv: int  # head dim of V and O in the tile; smaller head dims are padded with zeros
-    mask: str  # a name of MASKS: the tag of the features
+    mask: str  # a name of FEATURE_TAGS: the tag of the features
     tile_m: int  # query rows of a CTA (fwd) or of a step (bwd)
     tile_n: int  # keys of a step (fwd) or of a CTA (bwd)
     stages: int  # pipeline stages: steps in flight in shared memory
@@ -101,11 +102,11 @@ class KernelSpec:
 
     def __new__(cls, kind: str = "", arch: int = 0, *rest: object, **named: object) -> KernelSpec:
         """Create an instance of the class for `arch`. Unpickling calls the method without arguments."""
-        return object.__new__(_FAMILIES.get(arch, cls) if cls is KernelSpec else cls)
+        return object.__new__(_SPEC_CLASSES.get(arch, cls) if cls is KernelSpec else cls)
 
     def __post_init__(self) -> None:
-        if type(self) is not _FAMILIES.get(self.arch):
-            archs = ", ".join(f"{arch} ({family.__name__})" for arch, family in _FAMILIES.items())
+        if type(self) is not _SPEC_CLASSES.get(self.arch):
+            archs = ", ".join(f"{arch} ({family.__name__})" for arch, family in _SPEC_CLASSES.items())
             raise ValueError(f"a {type(self).__name__} of arch={self.arch}; KernelSpec(...) makes {archs}")
 
     def name(self) -> str:
@@ -117,7 +118,7 @@ class KernelSpec:
     def from_name(cls, name: str) -> KernelSpec:
         """Return the spec of a kernel name, the inverse of `name()`. Raise ValueError for any other text."""
         match = _NAME.fullmatch(name)
-        if not match or int(match[2]) not in _FAMILIES:
+        if not match or int(match[2]) not in _SPEC_CLASSES:
             raise ValueError(f"{name!r} is not a kernel name; one looks like fwd_sm90_bf16_d128_causal_m128n128s2")
         kind, arch, dtype, d, dv, mask, *tile, elements = match.groups()
         return KernelSpec(kind, int(arch), dtype, int(d), int(dv or d), mask, *map(int, tile), elements == "e")
@@ -135,16 +136,16 @@ class KernelSpec:
         return self.kind == "decode"
 
     @property
-    def in_parts(self) -> bool:
+    def is_split_backward(self) -> bool:
         return self.kind == "partbwd"
 
     @property
-    def of_one_tile(self) -> bool:
+    def is_single_tile(self) -> bool:
         """True for a single-tile backward, which takes sequences that fit into a tile."""
         return self.kind == "tilebwd"
 
     @property
-    def in_order(self) -> bool:
+    def is_deterministic(self) -> bool:
         """True for a deterministic backward: all key blocks add to a query in the same order in every run."""
         return self.kind == "detbwd"
 
@@ -154,7 +155,7 @@ class KernelSpec:
 
         With block-sparse lists, kernels visit all parts of a listed block, also parts behind the last row.
         """
-        return LISTED if features.walks_lists(self.features) else self.tile_m
+        return LISTED if features.uses_block_lists(self.features) else self.tile_m
 
     @property
     def listed_rows(self) -> int:
@@ -182,7 +183,7 @@ class KernelSpec:
         """Return the bytes of an element of an operand in the format that kernels multiply."""
         recipe = features.recipe_of(self.features)
         eight = recipe is not None and (operand in "qk" or (operand == "v" and recipe.values is not None))
-        return 1 if eight else ELEMENTS[self.dtype].bytes(operand)
+        return 1 if eight else ELEMENTS[self.dtype].num_bytes(operand)
 
     def kv_bytes(self) -> int:
         beside = features.key_bytes(self.features)
@@ -198,7 +199,7 @@ class KernelSpec:
 
     def _keys_bytes(self) -> int:
         """Return the bytes of K, V and two dS buffers of a backward, or of K, V, P and dS."""
-        weights = 2 * self.tile_m * ELEMENTS[self.dtype].bytes("q")
+        weights = 2 * self.tile_m * ELEMENTS[self.dtype].num_bytes("q")
         return self.tile_n * (self.row_bytes("k") + self.row_bytes("v") + weights)
 
     def check(self) -> str | None:
@@ -206,13 +207,13 @@ class KernelSpec:
         illegal = self.illegal_shape()
         if illegal is None and self.is_decode and self.elementwise:
             illegal = "a decode kernel must use vector loads, but is element-wise"
-        if illegal is None and not features.TAGS[self.mask].of(self.kind, self.arch):
-            tags = (tag for tag, known in features.TAGS.items() if known.of(self.kind, self.arch))
+        if illegal is None and not features.TAGS[self.mask].supports(self.kind, self.arch):
+            tags = (tag for tag, combination in features.TAGS.items() if combination.supports(self.kind, self.arch))
             illegal = (
                 f"features {self.mask}; a {self.kind} of sm_{self.arch} must have {' or '.join(tags)} (features.py)"
             )
         in_blocks = self.listed_rows % self.tile_m == 0 and LISTED % self.tile_n == 0
-        if illegal is None and features.walks_lists(self.features) and not in_blocks:
+        if illegal is None and features.uses_block_lists(self.features) and not in_blocks:
             tall = f", or {TALL} rows" * (self.kind == "fwd")
             illegal = f"tile {self.tile_m}x{self.tile_n}; with {self.mask}, use divisors of {LISTED} for both{tall}"
         if illegal is not None:
@@ -233,7 +234,7 @@ class HopperSpec(KernelSpec):
     @property
     def warpgroups(self) -> int:
         """Number of consumer warpgroups. Each owns 64 rows of the CTA, or half of the columns."""
-        if self.is_backward and not self.of_one_tile:
+        if self.is_backward and not self.is_single_tile:
             return BACKWARD_WARPGROUPS
         return self.tile_m // ROWS_PER_WARPGROUP
 
@@ -244,37 +245,37 @@ class HopperSpec(KernelSpec):
     @property
     def q_columns(self) -> int:
         """Number of columns of a Q tile in shared memory. O leaves through the Q tile of the same rows."""
-        return max(self.d, self.dv) if self.out_in_q else self.d
+        return max(self.d, self.dv) if self.stores_out_in_q else self.d
 
     @property
-    def out_in_q(self) -> bool:
+    def stores_out_in_q(self) -> bool:
         return self.bytes_of("q") == self.bytes_of("o")
 
     @property
-    def q_slots(self) -> int:
-        """Number of 64-row parts of Q in shared memory: 1 to Q_TILES for each warpgroup, as K and V leave space."""
+    def num_q_buffers(self) -> int:
+        """Number of 64-row parts of Q in shared memory: 1 to MAX_Q_TILES for each warpgroup, as K and V leave space."""
         limit = _HALF_SMEM if self.shares_sm else SMEM_BYTES[self.arch]
         free = limit - BARRIER_BYTES - self.kv_bytes() - self._stage_bytes(self.tile_m, self.tile_n)
         free -= self._out_bytes()
-        return max(self.warpgroups, min(Q_TILES * self.warpgroups, free // self._q_slot_bytes()))
+        return max(self.warpgroups, min(MAX_Q_TILES * self.warpgroups, free // self._q_buffer_bytes()))
 
     @property
     def shares_sm(self) -> bool:
         """True if an SM has two forward CTAs. With small tiles, a CTA computes while the other CTA waits."""
-        least = self.kv_bytes() + self._q_slot_bytes() + BARRIER_BYTES
+        least = self.kv_bytes() + self._q_buffer_bytes() + BARRIER_BYTES
         short = self.kind == "fwd" and features.has_short_tiles(self.features)
         return short and self.warpgroups == 1 and least <= _HALF_SMEM
 
     @property
     def ctas_per_sm(self) -> int:
-        return KernelSpec.ctas_per_sm.fget(self) if self.is_decode else 1 + (self.shares_sm or self.of_one_tile)
+        return KernelSpec.ctas_per_sm.fget(self) if self.is_decode else 1 + (self.shares_sm or self.is_single_tile)
 
     @property
     def register_split(self) -> tuple[int, int]:
         """Registers of a thread of the producer warpgroup, and of a thread of a consumer warpgroup."""
-        if self.shares_sm or self.of_one_tile:
-            return SPLIT_OF_TWO
-        return SPLIT_OF_BIAS if self.kind == "dbias" else REGISTER_SPLIT[self.warpgroups]
+        if self.shares_sm or self.is_single_tile:
+            return TWO_CTA_REGISTER_SPLIT
+        return DBIAS_REGISTER_SPLIT if self.kind == "dbias" else REGISTER_SPLIT[self.warpgroups]
 
     def _stage_bytes(self, rows: int, columns: int) -> int:
         """Return the bytes that score stages keep for a block, with a copy unit behind each row of a bias.
@@ -284,13 +285,13 @@ class HopperSpec(KernelSpec):
         held = KernelSpec._stage_bytes(self, rows, columns)
         return held + rows * COPY_UNIT if held else 0
 
-    def _q_slot_bytes(self) -> int:
+    def _q_buffer_bytes(self) -> int:
         q, o = self.row_bytes("q"), self.row_bytes("o")
-        return ROWS_PER_WARPGROUP * (max(q, o) if self.out_in_q else q)
+        return ROWS_PER_WARPGROUP * (max(q, o) if self.stores_out_in_q else q)
 
     def _out_bytes(self) -> int:
         """Return the bytes of O, or 0 if O leaves through the buffers of Q."""
-        return 0 if self.out_in_q or self.is_decode else self.tile_m * self.row_bytes("o")
+        return 0 if self.stores_out_in_q or self.is_decode else self.tile_m * self.row_bytes("o")
 
     @property
     def early_rescale(self) -> bool:
@@ -314,13 +315,13 @@ class HopperSpec(KernelSpec):
         if self.kind == "dbias":
             pairs = self.stages * (self.tile_m * self.row_bytes("q") + self.tile_n * self.row_bytes("k"))
             return pairs + self._stage_bytes(self.tile_m, self.tile_n) + BARRIER_BYTES  # pairs also hold column sums
-        if self.of_one_tile:
+        if self.is_single_tile:
             return self._tile_bytes()
-        if self.in_parts:
-            return max(self._dq_bytes(self.dq_stages_v, self.dq_has_room), self._dkdv_bytes() + BARRIER_BYTES)
+        if self.is_split_backward:
+            return max(self._dq_bytes(self.dq_stages_v, self.dq_has_stage_smem), self._dkdv_bytes() + BARRIER_BYTES)
         if self.is_backward:
             return self._bwd_bytes() + self.dq_writer_units * DQ_WRITERS * self._dq_unit_bytes()
-        q_bytes = self.tile_m * self.row_bytes("q") if self.is_decode else self.q_slots * self._q_slot_bytes()
+        q_bytes = self.tile_m * self.row_bytes("q") if self.is_decode else self.num_q_buffers * self._q_buffer_bytes()
         held = self.kv_bytes() + self._stage_bytes(self.tile_m, self.tile_n) + self._out_bytes()
         return q_bytes + held + BARRIER_BYTES
 
@@ -352,14 +353,14 @@ class HopperSpec(KernelSpec):
         return 2 if self._dq_bytes(2) <= SMEM_BYTES[self.arch] else 1
 
     @property
-    def dq_has_room(self) -> bool:
+    def dq_has_stage_smem(self) -> bool:
         """True if score stages of the dQ kernel fit into shared memory. Otherwise, stages read global memory."""
         return self._dq_bytes(1) <= SMEM_BYTES[self.arch]
 
-    def _dq_bytes(self, stages_v: int, has_room: bool = True) -> int:
+    def _dq_bytes(self, stages_v: int, has_stage_smem: bool = True) -> int:
         """Return the bytes of the dQ kernel: Q and dO of all warpgroups, two K blocks, V, score stages, barriers."""
         q, k, v, do = (self.row_bytes(operand) for operand in "qkvo")
-        held = has_room * self._stage_bytes(BACKWARD_WARPGROUPS * ROWS_PER_WARPGROUP, self.tile_n)
+        held = has_stage_smem * self._stage_bytes(BACKWARD_WARPGROUPS * ROWS_PER_WARPGROUP, self.tile_n)
         return ROWS_PER_WARPGROUP * (2 * q + 2 * k + 2 * do + stages_v * v) + held + BARRIER_BYTES
 
     def _dkdv_bytes(self) -> int:
@@ -376,9 +377,9 @@ class HopperSpec(KernelSpec):
         """
         if self.kind == "dbias":
             return 3 * self.tile_n // 2
-        if self.of_one_tile:
+        if self.is_single_tile:
             return self.tile_n // 2 + max(self.tile_n, 3 * self.d // 2) + self.tile_n // 4
-        if self.in_parts:
+        if self.is_split_backward:
             weights = self.tile_m // 4
             return max(self.d // 2 + self.tile_n, (self.d + self.dv) // 4 + self.tile_m // 2) + weights
         if self.is_backward:
@@ -391,7 +392,7 @@ class HopperSpec(KernelSpec):
         return self.accumulator_registers() + REGISTER_OVERHEAD, has
 
     def illegal_shape(self) -> str | None:
-        tiles = {"dbias": BIAS_TILES, "partbwd": (PARTS_TILE,), "tilebwd": (TILE_BACKWARD,)}
+        tiles = {"dbias": BIAS_TILES, "partbwd": (SPLIT_BACKWARD_TILE,), "tilebwd": (SINGLE_TILE,)}
         tiles = tiles.get(self.kind, (BACKWARD_TILE,))
         if self.elementwise:
             return "Hopper kernels must use TMA, which moves 16-byte units; only sm_80 kernels are element-wise"
@@ -409,12 +410,12 @@ class HopperSpec(KernelSpec):
             return f"head dims ({self.d}, {self.dv}); use multiples of 64, or the same multiple of 16 for both"
         if self.row_bytes("k") % EIGHT_BIT_DEPTH or (self.bytes_of("v") == 1 and self.tile_n % EIGHT_BIT_DEPTH):
             return f"head dim {self.d}, tile_n={self.tile_n}; 8-bit products need multiples of {EIGHT_BIT_DEPTH}"
-        whole = self.in_parts or self.of_one_tile
-        if self.is_backward and not whole and (self.d % 64 or self.dv % 64):
+        has_own_dim_rule = self.is_split_backward or self.is_single_tile
+        if self.is_backward and not has_own_dim_rule and (self.d % 64 or self.dv % 64):
             return f"head dims ({self.d}, {self.dv}); a {self.kind} must have multiples of 64"
-        if self.in_parts and (self.stages == 1 or self.d % 32 or self.dv % 32):
+        if self.is_split_backward and (self.stages == 1 or self.d % 32 or self.dv % 32):
             return "use 2 or 4 stages (the next step is in flight) and multiples of 32 for head dims"
-        if self.of_one_tile and (self.d != self.dv or self.d % 32 or self.stages != 2):
+        if self.is_single_tile and (self.d != self.dv or self.d % 32 or self.stages != 2):
             return f"head dims ({self.d}, {self.dv}), stages={self.stages}; use equal multiples of 32, and 2 stages"
         if self.kind == "dbias" and (self.d != self.dv or self.stages == 1):
             return f"head dims ({self.d}, {self.dv}), stages={self.stages}; a dbias has equal dims, and 2 or more"
@@ -429,10 +430,10 @@ class AmpereSpec(KernelSpec):
 
     @property
     def column_parts(self) -> int:
-        """Number of backward warps that share the columns of dK and dV of 32 keys; tiles of few keys use the most."""
-        widest = max(self.d, self.dv)
-        fewest = 4 if (self.tile_m, self.tile_n) == PARTS_TILE else 1
-        return next(parts for parts in (1, 2, 4) if parts >= fewest and widest <= parts * AMPERE_COLUMNS)
+        """Number of backward warps that share the columns of dK and dV of 32 keys."""
+        max_dim = max(self.d, self.dv)
+        min_parts = 4 if (self.tile_m, self.tile_n) == SPLIT_BACKWARD_TILE else 1
+        return next(parts for parts in (1, 2, 4) if parts >= min_parts and max_dim <= parts * AMPERE_COLUMNS)
 
     @property
     def slabs(self) -> int:
@@ -451,12 +452,12 @@ class AmpereSpec(KernelSpec):
         return self.tile_m // (SLAB * self.slabs) * WARP * self.teams
 
     def smem_bytes(self) -> int:
-        return self.operand_bytes() + self.has_room * self._stage_bytes(self.tile_m, self.tile_n)
+        return self.operand_bytes() + self.has_stage_smem * self._stage_bytes(self.tile_m, self.tile_n)
 
     @property
-    def has_room(self) -> bool:
+    def has_stage_smem(self) -> bool:
         """True if score stages of a forward keep blocks of 16-bit elements; stages read fp32 in global memory."""
-        return self.kind == "fwd" and features.score_bytes(self.features) == ELEMENTS[self.dtype].bytes("q")
+        return self.kind == "fwd" and features.score_bytes(self.features) == ELEMENTS[self.dtype].num_bytes("q")
 
     def operand_bytes(self) -> int:
         """Return the shared memory of the operands in bytes.
@@ -468,8 +469,8 @@ class AmpereSpec(KernelSpec):
         if self.is_backward:
             return self.stages * self._step_bytes() + self._keys_bytes()
         if self.is_decode:
-            results = self.teams * self.tile_m * (self.dv + RESULT_PAD + 2) * FP32_BYTES
-            least = CACHED_BYTES if features.key_bytes(self.features) else 0
+            results = self.teams * self.tile_m * (self.dv + RESULT_ROW_PADDING + 2) * FP32_BYTES
+            least = QUANTIZED_KV_MIN_SMEM_BYTES if features.key_bytes(self.features) else 0
             return max(self.tile_m * self.row_bytes("q") + self.kv_bytes(), results, least)
         return self.tile_m * max(self.row_bytes("q"), self.row_bytes("o")) + self.kv_bytes()
 
@@ -502,19 +503,21 @@ class AmpereSpec(KernelSpec):
         return None
 
     def _illegal_backward(self) -> str | None:
-        if self.in_parts:
+        if self.is_split_backward:
             return "sm_80 has no split backward (partbwd); use bwd or detbwd"
-        few = self.elementwise or max(self.d, self.dv) > 2 * AMPERE_COLUMNS  # element-wise loads need registers
-        tiles = {PARTS_TILE: 1} if few else {PARTS_TILE: 1, BACKWARD_TILE: 2}
+        is_restricted = (
+            self.elementwise or max(self.d, self.dv) > 2 * AMPERE_COLUMNS
+        )  # element-wise loads need registers
+        tiles = {SPLIT_BACKWARD_TILE: 1} if is_restricted else {SPLIT_BACKWARD_TILE: 1, BACKWARD_TILE: 2}
         if tiles.get((self.tile_m, self.tile_n)) != self.stages:
-            given = f"tile {self.tile_m}x{self.tile_n}, stages={self.stages}"
-            has = " or ".join(f"{tile} and {stages}" for tile, stages in tiles.items())
-            return f"{given}; a backward with these head dims must have {has} stages"
+            actual = f"tile {self.tile_m}x{self.tile_n}, stages={self.stages}"
+            legal = " or ".join(f"{tile} and {stages}" for tile, stages in tiles.items())
+            return f"{actual}; a backward with these head dims must have {legal} stages"
         if (self.d % 64 or self.dv % 64) and ((self.d, self.dv) != (96, 96) or self.column_parts == 4):
             return f"head dims ({self.d}, {self.dv}); use multiples of 64, or 96 for both with vector loads"
         return None
 
 
-_FAMILIES = {80: AmpereSpec, 90: HopperSpec}
-_TAGS = "|".join(map(re.escape, MASKS))
-_NAME = re.compile(rf"([a-z]+)_sm(\d+)_({'|'.join(DTYPES)})_d(\d+)(?:v(\d+))?_({_TAGS})_m(\d+)n(\d+)s(\d+)(e?)")
+_SPEC_CLASSES = {80: AmpereSpec, 90: HopperSpec}
+_TAG_PATTERN = "|".join(map(re.escape, FEATURE_TAGS))
+_NAME = re.compile(rf"([a-z]+)_sm(\d+)_({'|'.join(DTYPES)})_d(\d+)(?:v(\d+))?_({_TAG_PATTERN})_m(\d+)n(\d+)s(\d+)(e?)")

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from . import features
 from .architectures import BY_ARCH, TARGETS
-from .dtypes import ELEMENTS, brought_by_elements, elements_of, misfit
+from .dtypes import ELEMENTS, changes_elements, elements_of, unsupported_element_reason
 from .kernel_spec import CLUSTER, PEERS_AT_ONCE, ROWS_PER_WARPGROUP, SCRATCH_UNITS, KernelSpec
 
 # Sets of features (features.py), by the tags in names of kernels.
@@ -35,7 +35,7 @@ IN_8BIT, IN_E4M3 = (tuple(mask + recipe for mask in ("", "causal+")) for recipe 
 FAST = IN_8BIT + IN_E4M3
 MASK_QK8, MASK_FAST = ("mask+qk8",), ("mask+8bit", "mask+e4m3")
 CACHED, MASK_CACHED = ("cache8",), ("mask+cache8",)
-NARROW = ("fp16",)  # dtypes with a narrow range; the largest fp16 number is 65504
+NARROW_RANGE_DTYPES = ("fp16",)  # dtypes with a narrow range; the largest fp16 number is 65504
 SECTOR_BYTES = 32  # size of a sector, the smallest unit of L2 traffic
 BOX_BYTES = (128, 64)  # bytes of a row in a TMA box: the first number that divides the row; else a sector
 # `last_tile` of tiles with three warpgroups. In the last tile of a head, warpgroups without rows take part only in a
@@ -68,7 +68,9 @@ class KernelRow:
     def specs(self) -> list[KernelSpec]:
         """Return the kernels of the row. Raise ValueError for an element without such kernels."""
         named = [(name, tag) for name in self.elements for tag in self.features]
-        if reasons := [reason for name, tag in named if (reason := misfit(name, self.kind, self.arch, tag))]:
+        if reasons := [
+            reason for name, tag in named if (reason := unsupported_element_reason(name, self.kind, self.arch, tag))
+        ]:
             raise ValueError("; ".join(dict.fromkeys(reasons)))
         head, tile = (self.d_max, self.dv_max), (self.tile_m, self.tile_n, self.stages)
         return [
@@ -80,7 +82,7 @@ class KernelRow:
     @property
     def sector_bytes(self) -> int:
         """Bytes of a sector, or 1 without TMA. If rows start inside a sector, every TMA box touches one more sector."""
-        return SECTOR_BYTES if BY_ARCH[self.arch].tma else 1
+        return SECTOR_BYTES if BY_ARCH[self.arch].has_tma else 1
 
     def rows_sector_aligned(self, spec: KernelSpec) -> bool:
         """Return whether the kernel is only for calls whose rows start at sectors, because the TMA boxes are narrow.
@@ -90,7 +92,7 @@ class KernelRow:
         """
         wide, half = (spec.row_bytes("k") % box == 0 for box in BOX_BYTES)
         shared = half and self.tile_m == 3 * ROWS_PER_WARPGROUP
-        return BY_ARCH[self.arch].tma and not wide and not shared
+        return BY_ARCH[self.arch].has_tma and not wide and not shared
 
     @property
     def group_rows(self) -> int:
@@ -98,7 +100,7 @@ class KernelRow:
 
     @property
     def max_cluster(self) -> int:
-        return CLUSTER if BY_ARCH[self.arch].clusters else 1
+        return CLUSTER if BY_ARCH[self.arch].supports_clusters else 1
 
     @property
     def peers_at_once(self) -> int:
@@ -106,7 +108,7 @@ class KernelRow:
 
     def shares_heads(self, spec: KernelSpec) -> bool:
         """Return whether tiles of the backward may share query heads. With fp16, a partial sum could overflow."""
-        return BY_ARCH[self.arch].shares_heads and spec.dtype not in NARROW
+        return BY_ARCH[self.arch].shares_heads and spec.dtype not in NARROW_RANGE_DTYPES
 
     @property
     def counters(self) -> int:
@@ -115,13 +117,12 @@ class KernelRow:
 
 
 # Small tiles fill more SMs, and large tiles reuse K and V more. Wide blocks (tile_n) suit long keys.
-# - `cost` of fwd: measured 2026-11-21, H100, tools/tune.py, S 4096 (d 256: 2048, tile 128x64: 4096), full: kernel time
-#   / (waves of tiles * (KV blocks + 1)). Some costs were not measured, but taken from neighboring rows: head dims
+# - `cost` of fwd: measured 2026-11-21, H100, tools/tune/tune.py, S 4096 (d 256: 2048, tile 128x64: 4096), full: kernel
+#   time / (waves of tiles * (KV blocks + 1)). Some costs were not measured, but taken from neighboring rows: head dims
 #   (128, 64) and (64, 128), and tiles of 64 rows at head dims 160, (192, 128) and 192.
 # - `cost` of fwd of sm_80: measured 2026-11-22 in the same way; D 64 128x112 from the time at 512 keys.
 # - `cost` of decode: 2026-11-22, fitted together with GATE of dispatch_table.py. Tiles of 128 rows, (192, 128) and 192
-# were
-#   fitted by whether packing pays off (bench --suite decode --filter wide_).
+#   were fitted by whether packing pays off (bench --suite decode --filter wide_).
 # - `at_once`: measured 2026-11-24, H200, D 64 with a mask, 537 MB in 2, 3, 4 splits of 64 tiles: 152, 141, 130 us;
 #   D 128: 242, 281, 250 us.
 # - `cost` of decode of sm_80: 2026-11-22, H100, time over blocks with K and V in L2, on the scale of the Hopper rows;
@@ -197,7 +198,7 @@ KERNEL_ROWS = (
     KernelRow("fwd", 90, 192, 192, RAGGED, 64, 96, 2, 1300),
     KernelRow("fwd", 90, 256, 256, WINDOW + RAGGED + SOFTCAP, 128, 80, 2, 1900),
     KernelRow("fwd", 90, 256, 256, RAGGED, 64, 80, 2, 1330),
-    # 8-bit precision: the fastest of two or three tiles each (tools/results/LOG.md).
+    # 8-bit precision: the fastest of two or three tiles each (docs/experiments/eight_bit.md).
     KernelRow("fwd", 90, 64, 64, QK8, 192, 128, 2),
     KernelRow("fwd", 90, 96, 96, QK8, 128, 128, 2),
     KernelRow("fwd", 90, 128, 128, QK8, 128, 128, 2),
@@ -327,35 +328,35 @@ class Pack:
 
     name: str
     target: str  # a target of TARGETS
-    holds: Callable[[KernelSpec], bool]  # True for the kernels of the pack, among the kernels for the target
+    contains: Callable[[KernelSpec], bool]  # True for the kernels of the pack, among the kernels for the target
 
     @property
     def file(self) -> str:
         return f"flashplug_{self.name}.so"
 
     def specs(self) -> list[KernelSpec]:
-        return [spec for arch in TARGETS[self.target] for spec in specs(arch) if self.holds(spec)]
+        return [spec for arch in TARGETS[self.target] for spec in specs(arch) if self.contains(spec)]
 
-    def sample(self) -> list[KernelSpec]:
+    def test_sample(self) -> list[KernelSpec]:
         """Return the kernels to compile for tests if nobody needs the rest: about a quarter by compile time."""
-        return [spec for spec in self.specs() if SAMPLES[self.target](spec)]
+        return [spec for spec in self.specs() if TEST_SAMPLES[self.target](spec)]
 
 
-def _drops(spec: KernelSpec) -> bool:
+def _has_dropout(spec: KernelSpec) -> bool:
     return "dropout" in spec.features
 
 
-def _in_eight_bits(spec: KernelSpec) -> bool:
-    return features.recipe_of(spec.features) is not None or brought_by_elements(spec.features)
+def _uses_8bit(spec: KernelSpec) -> bool:
+    return features.recipe_of(spec.features) is not None or changes_elements(spec.features)
 
 
-def _only_forced(spec: KernelSpec) -> bool:
+def _needs_forced_backend(spec: KernelSpec) -> bool:
     """Return whether no choice row serves the kernel on Hopper, so that only a forced backend runs the kernel.
 
     Such kernels are the kernels for every GPU since sm_80 for long calls with vector loads, and for all calls with a
     mask, a bias or dropout.
     """
-    few = spec.is_decode and (spec.features <= {"window", "softcap", "paged"} or brought_by_elements(spec.features))
+    few = spec.is_decode and (spec.features <= {"window", "softcap", "paged"} or changes_elements(spec.features))
     return BY_ARCH[spec.arch].later and not spec.elementwise and not few
 
 
@@ -363,8 +364,8 @@ def _has_bias(spec: KernelSpec) -> bool:
     return not spec.features.isdisjoint({"bias", "bias32"})
 
 
-def _in_a_window(spec: KernelSpec) -> bool:
-    return "window" in spec.features and not _in_eight_bits(spec)
+def _has_window(spec: KernelSpec) -> bool:
+    return "window" in spec.features and not _uses_8bit(spec)
 
 
 @functools.cache
@@ -372,22 +373,24 @@ def _smallest_tiles() -> dict[tuple, tuple[int, int]]:
     """Return the smallest tile of all kernels for the same calls, by the calls of each kernel."""
     tiles: dict[tuple, tuple[int, int]] = {}
     for spec in (spec for arch in BY_ARCH for spec in specs(arch)):
-        tiles[_calls_of(spec)] = min(tiles.get(_calls_of(spec), (spec.tile_m, spec.tile_n)), (spec.tile_m, spec.tile_n))
+        tiles[_served_calls(spec)] = min(
+            tiles.get(_served_calls(spec), (spec.tile_m, spec.tile_n)), (spec.tile_m, spec.tile_n)
+        )
     return tiles
 
 
-def _calls_of(spec: KernelSpec) -> tuple:
+def _served_calls(spec: KernelSpec) -> tuple:
     return spec.kind, spec.arch, spec.dtype, spec.d, spec.dv, spec.mask, spec.elementwise
 
 
 def _is_smallest(spec: KernelSpec) -> bool:
     """Return whether the kernel has the smallest tile for its calls. Tests interpret small calls on such tiles."""
-    return (spec.tile_m, spec.tile_n) == _smallest_tiles()[_calls_of(spec)]
+    return (spec.tile_m, spec.tile_n) == _smallest_tiles()[_served_calls(spec)]
 
 
-def _is_first(spec: KernelSpec) -> bool:
+def _is_first_with_its_features(spec: KernelSpec) -> bool:
     """Return whether the kernel is the first with the same kind and features, among kernels at D 64 with bf16."""
-    alike = (x for x in specs(spec.arch, spec.kind) if _of_bf16(x) and x.d == 64)
+    alike = (x for x in specs(spec.arch, spec.kind) if _is_bf16(x) and x.d == 64)
     return spec == next(x for x in alike if (x.mask, x.elementwise) == (spec.mask, spec.elementwise))
 
 
@@ -395,57 +398,63 @@ def _is_plain(spec: KernelSpec) -> bool:
     return spec.features <= {"causal"} and not spec.elementwise
 
 
-def _in_fp16(spec: KernelSpec) -> bool:
+def _is_sampled_in_fp16(spec: KernelSpec) -> bool:
     return (
         spec.dtype == "fp16" and spec.d == spec.dv == 64 and _is_plain(spec) and spec.kind in {"fwd", "decode", "bwd"}
     )
 
 
-def _of_bf16(spec: KernelSpec) -> bool:
+def _is_bf16(spec: KernelSpec) -> bool:
     return "bf16" in ELEMENTS[spec.dtype].operands
 
 
-def _of_tested_dims(spec: KernelSpec) -> bool:
+def _has_tested_dims(spec: KernelSpec) -> bool:
     """Return whether the short test run calls such kernels with the same head dims.
 
     The tested head dims are the usual head dims of models. Only 64 is tested if a kernel is only forced, is
     element-wise, or combines a mask or a bias with another feature.
     """
     combined = len(spec.features & {"mask", "bias", "bias32", "dropout", "cache8"}) > 1
-    if spec.elementwise or combined or _only_forced(spec):
+    if spec.elementwise or combined or _needs_forced_backend(spec):
         return spec.d == 64
     usual = spec.d in {64, 128}
     return usual or (spec.features <= {"causal"} and (spec.d, spec.dv) in {(192, 128), (256, 256)})
 
 
-def _of_sm_90a(spec: KernelSpec) -> bool:
-    wanted = (_of_bf16(spec) and _of_tested_dims(spec)) or _in_fp16(spec)
-    return wanted and (spec.kind != "fwd" or not _is_plain(spec) or _is_smallest(spec))
+def _is_sampled_for_sm_90a(spec: KernelSpec) -> bool:
+    is_sampled = (_is_bf16(spec) and _has_tested_dims(spec)) or _is_sampled_in_fp16(spec)
+    return is_sampled and (spec.kind != "fwd" or not _is_plain(spec) or _is_smallest(spec))
 
 
 # Kernels compiled by the short test run, by target. The code of a kernel depends little on the element and on the size
 # of the tile. So most kernels have one element of two, and the tile that small calls use. Tests interpret the kernels
 # of sm_90a. The kernels of sm_80 differ from the same kernels for sm_90a only by the work of ptxas, so a single kernel
 # of each kind with each set of features is compiled. `./tools/dev test --all` compiles all kernels.
-SAMPLES: dict[str, Callable[[KernelSpec], bool]] = {
-    "sm_90a": _of_sm_90a,
-    "sm_80": lambda spec: _of_bf16(spec) and spec.d == 64 and _is_first(spec),
+TEST_SAMPLES: dict[str, Callable[[KernelSpec], bool]] = {
+    "sm_90a": _is_sampled_for_sm_90a,
+    "sm_80": lambda spec: _is_bf16(spec) and spec.d == 64 and _is_first_with_its_features(spec),
 }
 
-ELSEWHERE = (_only_forced, _has_bias, _drops, _in_a_window, _in_eight_bits)
+OUTSIDE_OF_BASE_PACK = (_needs_forced_backend, _has_bias, _has_dropout, _has_window, _uses_8bit)
 # The first pack of each target is the pack that every call needs.
 PACKS = (
-    Pack("sm90a", "sm_90a", lambda spec: not any(of(spec) for of in ELSEWHERE)),
-    Pack("sm90a_bias", "sm_90a", lambda spec: not _only_forced(spec) and _has_bias(spec) and not _drops(spec)),
-    Pack("sm90a_fa2", "sm_90a", _only_forced),  # sdpa_backend("fa2") on Hopper, and tests
-    Pack("sm90a_dropout", "sm_90a", lambda spec: not _only_forced(spec) and _drops(spec)),
-    Pack("sm90a_window", "sm_90a", lambda spec: not _only_forced(spec) and _in_a_window(spec)),
-    Pack("sm90a_8bit", "sm_90a", lambda spec: not _only_forced(spec) and _in_eight_bits(spec)),
+    Pack(
+        "sm90a", "sm_90a", lambda spec: not any(belongs_elsewhere(spec) for belongs_elsewhere in OUTSIDE_OF_BASE_PACK)
+    ),
+    Pack(
+        "sm90a_bias",
+        "sm_90a",
+        lambda spec: not _needs_forced_backend(spec) and _has_bias(spec) and not _has_dropout(spec),
+    ),
+    Pack("sm90a_fa2", "sm_90a", _needs_forced_backend),  # sdpa_backend("fa2") on Hopper, and tests
+    Pack("sm90a_dropout", "sm_90a", lambda spec: not _needs_forced_backend(spec) and _has_dropout(spec)),
+    Pack("sm90a_window", "sm_90a", lambda spec: not _needs_forced_backend(spec) and _has_window(spec)),
+    Pack("sm90a_8bit", "sm_90a", lambda spec: not _needs_forced_backend(spec) and _uses_8bit(spec)),
     Pack("sm80", "sm_80", lambda spec: True),
 )
 
 # The packs in a wheel with kernels: the kernels for unmodified models in auto mode (test_wheel.py).
-CORE = ("sm90a",)
+WHEEL_PACKS = ("sm90a",)
 
 
 def specs(arch: int, *kinds: str) -> list[KernelSpec]:

@@ -7,14 +7,14 @@ Product code never imports this folder. Most files import torch and the standard
 - `budget`: The error budget, and the comparison with the oracle.
 - `timing`: Interleaved timing.
 - `activations`: Operands distributed as in real models.
-- `eight_bit`: The arithmetic of 8-bit kernels in fp64.
-- `direct`: The launch of one kernel by name, without the dispatcher.
+- `emulation_8bit`: The arithmetic of 8-bit kernels in fp64.
+- `direct_launch`: The launch of one kernel by name, without the dispatcher.
 - `interpreted`: Kernels that run on a CPU, for `check`, the demo and tests.
 """
 
 from .budget import ErrorReport, assert_bitwise_equal, assert_lse, assert_within_budget, measure_error
 from .cases import CASES, ODD_CASES, Case, Inputs, case_named, make_inputs, make_lookup, new_case
-from .direct import DirectForward, load_pack
+from .direct_launch import DirectForward, load_pack
 from .oracle import Masking, attention_math, bias_grad_math, grads_math, oracle, oracle_grads, plain, plain_grads
 from .timing import Candidate, Timing, captured, event_time, paired_ratio, time_host, time_interleaved
 

@@ -48,8 +48,8 @@ def _outliers(draw: Draw) -> tuple[Tensor, Tensor, Tensor]:
     """Draw N(0, 1), plus N(0, 100) in 1 of 1,000 elements (FlashAttention-3, arXiv 2407.08608, section 4.3)."""
 
     def with_outliers(x: Tensor) -> Tensor:
-        there = torch.rand(x.shape, generator=draw.generator, dtype=torch.float64) < 1e-3
-        return x + 10.0 * draw.normal(*x.shape) * there
+        is_outlier = torch.rand(x.shape, generator=draw.generator, dtype=torch.float64) < 1e-3
+        return x + 10.0 * draw.normal(*x.shape) * is_outlier
 
     q, k, v = (with_outliers(x) for x in draw.operands())
     return q, k, v

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..registry.dtypes import NUMBERS
+from ..registry.dtypes import DTYPE_INFO
 
-DTYPES = {name: getattr(torch, number.torch) for name, number in NUMBERS.items()}
+DTYPES = {name: getattr(torch, info.torch_name) for name, info in DTYPE_INFO.items()}
 
 GUARD = 8  # elements of NaN around a "slice" layout: a multiple of 16 bytes, so TMA can still read the view
 

@@ -2,8 +2,8 @@
 
 Such a call takes the path of a call on an H100, from F.sdpa to the last store of the kernel. Only the device is
 missing. So the numbers are the numbers of the kernel, and the times mean nothing. The interpreter is part of a
-checkout. tools/interpreted.py, run in a separate process, compiles the interpreter and a kernel, and links both into
-a pack. `check`, the demo and test/on_cpu.py use `interpreted`.
+checkout. tools/ptx_interpreter/build_pack.py, run in a separate process, compiles the interpreter and a kernel, and
+links both into a pack. `check`, the demo and test/interpreted_kernels.py use `interpreted`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import torch
 from .. import env
 from ..api import backend, startup
 from ..codegen import dsl
-from ..codegen.provided import Circumstances, Provided
+from ..codegen.kernel_request import CallConditions, KernelAnswer
 from ..dispatch import bindings, callbacks, packs
 
 ROOT = Path(__file__).resolve().parents[2]
-TOOL = ROOT / "tools" / "interpreted.py"
+TOOL = ROOT / "tools" / "ptx_interpreter" / "build_pack.py"
 PACKS = ROOT / "build" / "interpreted"
 DEVICE, TARGET = "h100", "sm_90a"  # the GPU of the plans, and the compile target of the GPU
-PROGRESS = "[aot] "  # prefix of the progress lines of tools/aot.py
+PROGRESS = "[aot] "  # prefix of the progress lines of tools/build/aot.py
 
 
 class BuildError(RuntimeError):
@@ -79,16 +79,16 @@ def build(kernel: str, progress: Callable[[str], None] = lambda line: None) -> P
 @contextlib.contextmanager
 def kernels(
     pack: Path,
-    provide: Callable[[str, int, Circumstances], Provided | str] = lambda *_: "the kernel is not in the pack",
+    provide: Callable[[str, int, CallConditions], KernelAnswer | str] = lambda *_: "the kernel is not in the pack",
 ) -> Iterator[None]:
     """Run F.sdpa calls on CPU tensors with the kernels of a pack, as if this machine had an H100.
 
     At the end, the changed state is restored: packs, device facts, the registered ops, and whether the plugin is on.
 
     Args:
-        pack: a shared object linked by tools/interpreted.py.
-        provide: a function that provides kernels outside of the pack, as for up_calls.set_compile. By default, there
-            are no such kernels.
+        pack: a shared object linked by tools/ptx_interpreter/build_pack.py.
+        provide: a function that provides kernels outside of the pack, as for set_compile_callback(). By default,
+            there are no such kernels.
 
     Raises:
         RuntimeError: torch's choice function for CPU tensors cannot be hooked.
@@ -99,12 +99,12 @@ def kernels(
     bindings.set_cpu_stub(2)
     bindings.clear_packs()
     bindings.load_pack(pack, TARGET)
-    callbacks.set_compile(provide)
+    callbacks.set_compile_callback(provide)
     bindings.register_ops("CPU")
     startup.push_tables()  # makes C++ search the kernels again
     torch._fused_sdp_choice(
         *torch.empty(3, 1, 1, 8, 8).unbind()
-    )  # makes torch resolve the CPU slot of the dispatch stub
+    )  # makes torch resolve the CPU entry of the dispatch stub
     try:
         backend.enable()
         if bindings.install(bindings.CPU_SLOT) != 0:
@@ -117,7 +117,7 @@ def kernels(
         bindings.unregister_ops()
         bindings.register_ops("CUDA")
         bindings.clear_packs()
-        callbacks.set_compile(startup.provide)
+        callbacks.set_compile_callback(startup.provide)
         packs.register()
         startup.push_tables()
         if not was_enabled:

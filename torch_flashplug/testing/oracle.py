@@ -45,7 +45,7 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _ScoreBlock:
     """Part of the problem: flat heads [h], query rows [m], and the visible parts of k and v."""
 
     h: slice
@@ -63,7 +63,7 @@ class _Piece:
         return x if self.kept is None else x * self.kept / self.kept_share
 
 
-def _cuts(heads: int, sq: int, sk: int, width: int) -> Iterator[tuple[slice, slice]]:
+def _block_slices(heads: int, sq: int, sk: int, width: int) -> Iterator[tuple[slice, slice]]:
     """Yield slices of flat heads and query rows with bounded memory.
 
     The bound is on the scores and on the copies of the operands (D + Dv = width).
@@ -75,13 +75,13 @@ def _cuts(heads: int, sq: int, sk: int, width: int) -> Iterator[tuple[slice, sli
             yield slice(h, min(h + group, heads)), slice(m, min(m + rows, sq))
 
 
-def _pieces(q, k, v, scale: float | None, mask: Masking, dtype: torch.dtype) -> Iterator[_Piece]:
+def _score_blocks(q, k, v, scale: float | None, mask: Masking, dtype: torch.dtype) -> Iterator[_ScoreBlock]:
     (B, Hq, Sq, D), (Hkv, Sk), Dv = q.shape, k.shape[1:3], v.shape[-1]
     scale = 1.0 / math.sqrt(D) if scale is None else scale
     flat_q, flat_k, flat_v = q.reshape(B * Hq, Sq, D), k.reshape(B * Hkv, Sk, D), v.reshape(B * Hkv, Sk, Dv)
     bias, kept = (None if x is None else x.expand(B, Hq, Sq, Sk) for x in (mask.bias, mask.kept))
     columns = torch.arange(Sk, device=q.device)
-    for h, m in _cuts(B * Hq, Sq, Sk, D + Dv):
+    for h, m in _block_slices(B * Hq, Sq, Sk, D + Dv):
         heads = torch.arange(h.start, h.stop, device=q.device)
         kv_index = heads // Hq * Hkv + heads % Hq // (Hq // Hkv)
         qp, kp, vp = flat_q[h, m].to(dtype), flat_k[kv_index].to(dtype), flat_v[kv_index].to(dtype)
@@ -93,7 +93,7 @@ def _pieces(q, k, v, scale: float | None, mask: Masking, dtype: torch.dtype) -> 
             last = torch.arange(m.start, m.stop, device=q.device) + (Sk - Sq if mask.causal_mode == 2 else 0)
             scores = scores.masked_fill(columns > last[:, None], -math.inf)
         kept_part = None if kept is None else kept[heads // Hq, heads % Hq, m]
-        yield _Piece(h, m, qp, kp, vp, kv_index, scores, kept_part, mask.kept_share)
+        yield _ScoreBlock(h, m, qp, kp, vp, kv_index, scores, kept_part, mask.kept_share)
 
 
 def _softmax(scores: torch.Tensor) -> torch.Tensor:
@@ -114,9 +114,9 @@ def attention_math(
     out = torch.zeros(B * Hq, Sq, v.shape[-1], dtype=dtype, device=q.device)
     lse = torch.full((B * Hq, Sq), -math.inf, dtype=dtype, device=q.device)
     if k.shape[2]:
-        for piece in _pieces(q, k, v, scale, mask, dtype):
-            out[piece.h, piece.m] = piece.drop(_softmax(piece.scores)) @ piece.v
-            lse[piece.h, piece.m] = piece.scores.logsumexp(-1)
+        for block in _score_blocks(q, k, v, scale, mask, dtype):
+            out[block.h, block.m] = block.drop(_softmax(block.scores)) @ block.v
+            lse[block.h, block.m] = block.scores.logsumexp(-1)
     return Attention(out.reshape(B, Hq, Sq, v.shape[-1]), lse.reshape(B, Hq, Sq))
 
 
@@ -132,14 +132,14 @@ def grads_math(
     dk = torch.zeros(B * k.shape[1], *k.shape[2:], dtype=wide, device=q.device)
     dv = torch.zeros(B * v.shape[1], *v.shape[2:], dtype=wide, device=q.device)
     flat_do = grad_out.reshape(B * Hq, Sq, v.shape[-1])
-    for piece in _pieces(q, k, v, scale, mask, dtype):
-        do = flat_do[piece.h, piece.m].to(dtype)
-        p = _softmax(piece.scores)
-        dp = piece.drop(do @ piece.v.transpose(1, 2))
+    for block in _score_blocks(q, k, v, scale, mask, dtype):
+        do = flat_do[block.h, block.m].to(dtype)
+        p = _softmax(block.scores)
+        dp = block.drop(do @ block.v.transpose(1, 2))
         ds = p * (dp - (p * dp).sum(-1, keepdim=True)) * scale
-        dq[piece.h, piece.m] = ds @ piece.k
-        dk.index_add_(0, piece.kv_index, (ds.transpose(1, 2) @ piece.q).to(wide))
-        dv.index_add_(0, piece.kv_index, (piece.drop(p).transpose(1, 2) @ do).to(wide))
+        dq[block.h, block.m] = ds @ block.k
+        dk.index_add_(0, block.kv_index, (ds.transpose(1, 2) @ block.q).to(wide))
+        dv.index_add_(0, block.kv_index, (block.drop(p).transpose(1, 2) @ do).to(wide))
     return dq.reshape(q.shape), dk.to(dtype).reshape(k.shape), dv.to(dtype).reshape(v.shape)
 
 
@@ -152,14 +152,14 @@ def bias_grad_math(
     b, h, rows, keys = shape = (*(1,) * (4 - mask.bias.dim()), *mask.bias.shape)
     wide = dtype if dtype == torch.float64 else torch.float32
     total = torch.zeros(shape, dtype=wide, device=q.device)
-    for piece in _pieces(q, k, v, scale, mask, dtype):
-        dp = piece.drop(flat_do[piece.h, piece.m].to(dtype) @ piece.v.transpose(1, 2))
-        p = _softmax(piece.scores)
+    for block in _score_blocks(q, k, v, scale, mask, dtype):
+        dp = block.drop(flat_do[block.h, block.m].to(dtype) @ block.v.transpose(1, 2))
+        p = _softmax(block.scores)
         ds = (p * (dp - (p * dp).sum(-1, keepdim=True))).to(wide)
         ds = ds.sum(-1, keepdim=True) if keys == 1 else ds
         ds = ds.sum(-2, keepdim=True) if rows == 1 else ds
-        for head, part in zip(range(piece.h.start, piece.h.stop), ds, strict=True):
-            total[head // Hq % b, head % Hq % h, slice(0, 1) if rows == 1 else piece.m] += part
+        for head, part in zip(range(block.h.start, block.h.stop), ds, strict=True):
+            total[head // Hq % b, head % Hq % h, slice(0, 1) if rows == 1 else block.m] += part
     return total.to(dtype).reshape(mask.bias.shape)
 
 

@@ -1,4 +1,4 @@
-"""Facts of an F.sdpa call read from Python tensors, for native.plan().
+"""Facts of an F.sdpa call read from Python tensors, for bindings.plan().
 
 explain() and Plan B use this module. For served calls, C++ reads the tensors. C++ also computes the facts of a call
 from the values collected here (src/core/call_facts.h).
@@ -10,6 +10,7 @@ no guard is added.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -20,11 +21,11 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from ..dispatch import bindings
 from ..dispatch.table_structs import DTYPE_IDS
-from ..ops import mask_preprocess_reference, sdpa
-from ..registry.dtypes import NUMBERS
+from ..ops import sdpa
+from ..registry.dtypes import DTYPE_INFO
 from ..registry.kernel_spec import ROWS_PER_WARPGROUP
 
-DTYPES = {name: getattr(torch, number.torch) for name, number in NUMBERS.items()}
+DTYPES = {name: getattr(torch, info.torch_name) for name, info in DTYPE_INFO.items()}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _OTHER_DTYPE = len(DTYPE_IDS)
 _RIGHT_CHOICE = sdpa.namespace._right_choice.default
@@ -66,9 +67,9 @@ def _mask_is_stocks(query: Tensor, key: Tensor, attn_mask: Tensor) -> bool:
     raises the error. Or the mask is a bool mask that a graph records as floats: calls that are not functionalized are
     recorded unchanged, without tracing.py.
     """
-    recorded = get_proxy_mode() is not None and not isinstance(query, FunctionalTensor)
-    lost = recorded and attn_mask.dtype == torch.bool
-    return decides_itself(attn_mask) or lost or misfit(query, key, attn_mask) is not None
+    is_recorded = get_proxy_mode() is not None and not isinstance(query, FunctionalTensor)
+    becomes_floats = is_recorded and attn_mask.dtype == torch.bool
+    return decides_itself(attn_mask) or becomes_floats or misfit(query, key, attn_mask) is not None
 
 
 def takes_math(mode: int) -> bool:
@@ -87,9 +88,11 @@ def kernels_allowed() -> bool:
 
 
 def _becomes_floats(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool:
-    """Return whether F.sdpa converts a bool mask to floats, also for torch_flashplug kernels.
+    """Return whether F.sdpa converts a bool mask to floats before any backend, ours included, gets the mask.
 
-    F.sdpa does so under functorch and under dispatch modes (`as_floats` of src/hooks/sdp_choice.cpp).
+    F.sdpa does so under functorch and under dispatch modes (`as_floats` of src/hooks/sdp_choice.cpp). C++ cannot answer
+    for explain() and for Plan B: C++ looks at the tensors and modes below all tracing, but this function runs above,
+    where functionalization still wraps the tensors and where the modes of the tracer are active.
     """
     if mask.dtype != torch.bool:
         return False
@@ -154,27 +157,36 @@ def under_autocast(device_type: str, *tensors: Tensor | None) -> tuple[Tensor | 
 def misfit(query: Tensor, key: Tensor, mask: Tensor) -> str | None:
     """Return why kernels do not support a mask; None if kernels support the mask.
 
-    The rules are those of mask_fits in src/operands/mask.cpp. Sizes that depend on data are assumed to be supported.
+    The rules are in src/operands/mask.cpp. Sizes that depend on data are assumed to be supported.
     """
-    if mask.dtype not in {torch.bool, torch.float32, query.dtype}:
+    scores = hints((*query.shape[:3], key.shape[2]))
+    is_dense = mask.layout == torch.strided
+    obstacle = bindings.mask_obstacle(
+        {
+            "is_bool": mask.dtype == torch.bool,
+            "is_fp32": mask.dtype == torch.float32,
+            "has_query_dtype": mask.dtype == query.dtype,
+            "is_dense": is_dense,
+            "is_on_query_device": mask.device == query.device,
+        },
+        hints(mask.shape),
+        hints(mask.stride()) if is_dense else (),  # a sparse mask has no strides, and C++ asks for none
+        scores,
+    )
+    if obstacle == "dtype":
         return f"attn_mask must have dtype bool, fp32 or the query's dtype for the kernels, but has {mask.dtype}"
-    if mask.layout != torch.strided:
+    if obstacle == "layout":
         return f"attn_mask must be dense for the kernels, but has layout {mask.layout}"
-    if not 2 <= mask.dim() <= 4:
+    if obstacle == "dims":
         return f"attn_mask must have 2 to 4 dims for the kernels, but has {mask.dim()} dims, {list(mask.shape)}"
-    wanted = hints((*query.shape[:3], key.shape[2]))
-    pairs = zip(hints(mask.shape), wanted[-mask.dim() :])
-    if not all(None in {have, want} or have in {1, want} for have, want in pairs):
+    if obstacle == "shape":
         return (
-            f"attn_mask must broadcast to (batch, heads, rows, keys), {list(wanted)}, but has shape {list(mask.shape)}"
+            f"attn_mask must broadcast to (batch, heads, rows, keys), {list(scores)}, but has shape {list(mask.shape)}"
         )
-    if mask.device != query.device:
+    if obstacle == "device":
         return f"attn_mask must be on the query's device, {query.device}, but is on {mask.device}"
-    if mask.dtype == torch.bool and None not in wanted:
-        (stride,), (Sq, Sk) = hints(mask.stride()[-2:-1]), wanted[2:]
-        looked_at = mask_preprocess_reference.looked_at(Sq) if stride == 0 or hints(mask.shape)[-2] == 1 else Sq
-        if mask_preprocess_reference.numbers_of(looked_at, Sq, Sk) > mask_preprocess_reference.MOST_NUMBERS[0]:
-            return f"attn_mask {list(mask.shape)} is too large: the kernels cannot index all scores"
+    if obstacle == "size":
+        return f"attn_mask {list(mask.shape)} is too large: the kernels cannot index all scores"
     return None
 
 
@@ -183,7 +195,11 @@ def outside_dispatcher(
 ) -> str | None:
     """Return why the dispatcher does not consider this call; None if the dispatcher does.
 
-    Calls for which takes_math() is True must not come here.
+    Calls for which takes_math() is True must not come here. C++ decides about switches, shapes and masks. The remaining
+    questions are about plain facts: dims, devices, elements and the classes of tensors. The choice hook cannot answer
+    them for explain(), for three reasons. explain() describes calls for any device, but the hook stops at tensors
+    outside of a GPU. The hook stops at classes of calls without a measured entry, whose plan explain() shows. And the
+    hook itself asks Python about subclasses and about hints of symbolic sizes (sizes_of_traced()).
     """
     if not bindings.enabled():
         return "the plugin is disabled; call torch_flashplug.enable()"
@@ -204,13 +220,10 @@ def outside_dispatcher(
             "with a bool attn_mask only if a backend is forced); otherwise stock attention serves this call"
         )
     if not bindings.shapes_fit(sizes, enable_gqa):
-        return (
-            "shapes need broadcasting or do not fit (several key heads, and a different number of query heads, need "
-            "enable_gqa=True); stock attention decides"
-        )
-    unfit = None if attn_mask is None else misfit(query, key, attn_mask)
-    if unfit is not None:
-        return f"{unfit}; stock attention decides"
+        return f"{_shape_obstacle(*sizes, enable_gqa)}; stock attention decides"
+    obstacle = None if attn_mask is None else misfit(query, key, attn_mask)
+    if obstacle is not None:
+        return f"{obstacle}; stock attention decides"
     if not kernels_allowed():
         return (
             "torch.nn.attention.sdpa_kernel allows neither FLASH_ATTENTION nor OVERRIDEABLE, "
@@ -219,6 +232,24 @@ def outside_dispatcher(
     if bindings.backend_of(mode) == "math":
         return "math is forced, but torch.nn.attention.sdpa_kernel does not allow math; stock attention decides"
     return None
+
+
+def _shape_obstacle(query: Sequence[int], key: Sequence[int], value: Sequence[int], enable_gqa: bool) -> str:
+    """Return which sizes of a 4-dim call do not fit the kernels.
+
+    The rules are those of `shapes_fit` in src/core/call_facts.cpp.
+    """
+    if len({query[0], key[0], value[0]}) > 1:
+        return f"the kernels need equal batch sizes, but got {query[0]}, {key[0]} and {value[0]}"
+    if query[3] != key[3]:
+        return f"the kernels need equal head dims of query and key, but got {query[3]} and {key[3]}"
+    if key[1] != value[1]:
+        return f"the kernels need as many heads of value as of key, but got {value[1]} and {key[1]}"
+    if key[2] != value[2]:
+        return f"the kernels need as many rows of value as of key, but got {value[2]} and {key[2]}"
+    if enable_gqa:
+        return f"the key heads must divide the query heads, but got {key[1]} and {query[1]}"
+    return f"query and key must have as many heads without enable_gqa=True, but got {query[1]} and {key[1]}"
 
 
 def refusal(
@@ -246,16 +277,16 @@ def refusal(
         enable_gqa: whether the call permits grouped heads.
         by_math: whether math receives the call. Only math rejects some probabilities, and is_causal with a mask.
     """
-    given = [tensor for tensor in (query, key, value, attn_mask) if tensor is not None]
-    if any(tensor.is_nested for tensor in given) or decides_itself(*given):
+    tensors = [tensor for tensor in (query, key, value, attn_mask) if tensor is not None]
+    if any(tensor.is_nested for tensor in tensors) or decides_itself(*tensors):
         return ""
-    sizes = [hints(tensor.shape) for tensor in given]
-    if any(None in size for size in sizes) or len({tensor.device for tensor in given}) > 1:
+    sizes = [hints(tensor.shape) for tensor in tensors]
+    if any(None in size for size in sizes) or len({tensor.device for tensor in tensors}) > 1:
         return ""
-    shown = [torch.empty(size, dtype=tensor.dtype, device="meta") for size, tensor in zip(sizes, given)]
+    on_meta = [torch.empty(size, dtype=tensor.dtype, device="meta") for size, tensor in zip(sizes, tensors)]
     settings = {"dropout_p": dropout_p, "is_causal": is_causal} if by_math else {}
     try:
-        F.scaled_dot_product_attention(*shown, **settings, enable_gqa=enable_gqa)
+        F.scaled_dot_product_attention(*on_meta, **settings, enable_gqa=enable_gqa)
     except (RuntimeError, IndexError) as error:
         return str(error)
     return ""
@@ -270,7 +301,7 @@ def describe(
     is_causal: bool,
     scale: float | None,
 ) -> dict[str, float]:
-    """Return the facts of a call, as named in native.problem_facts().
+    """Return the facts of a call, as named in bindings.problem_facts().
 
     outside_dispatcher() must have returned None for the call. `on_cuda` is taken from the query.
     """
@@ -321,14 +352,14 @@ def bias_in_words(query: Tensor, key: Tensor, mask: Tensor, few: bool, hopper: b
     """
     sizes = (*hints(query.shape[:3]), *hints(key.shape[2:3]))
     missing, unit = 4 - mask.dim(), 16 // mask.element_size()
-    given = [(1, 0)] * missing + list(zip(hints(mask.shape), hints(mask.stride())))
-    strides = [0 if have == 1 else stride for have, stride in given]
+    dims = [(1, 0)] * missing + list(zip(hints(mask.shape), hints(mask.stride())))
+    strides = [0 if size == 1 else stride for size, stride in dims]
     aligned = _address(mask) % 16 == 0 and all(stride % unit == 0 for stride in strides[:3])
     shared = not few and strides[2] == 0 and sizes[2] > ROWS_PER_WARPGROUP
     repeats, anywhere = shared and not hopper, hopper and not shared
-    said = f"{str(mask.dtype).removeprefix('torch.')} {list(mask.shape)}, "
+    dtype_and_shape = f"{str(mask.dtype).removeprefix('torch.')} {list(mask.shape)}, "
     if (aligned or anywhere) and not repeats and (strides[3] == 1 or sizes[3] == 1):
-        return f"{said}read in place, without a copy"
+        return f"{dtype_and_shape}read in place, without a copy"
     rows = math.prod(size for size, stride in zip(sizes[:3], strides) if stride != 0)
     copied = rows * (ROWS_PER_WARPGROUP if repeats else 1) * -(-sizes[3] // unit) * 16
     if repeats:
@@ -337,7 +368,7 @@ def bias_in_words(query: Tensor, key: Tensor, mask: Tensor, few: bool, hopper: b
         why = f"strides {list(mask.stride())}, address not a multiple of 16 bytes"
     else:
         why = f"strides {list(mask.stride())}"
-    return f"{said}{why}: first copied to rows of a multiple of 16 bytes, {copied / 1e6:.1f} MB"
+    return f"{dtype_and_shape}{why}: first copied to rows of a multiple of 16 bytes, {copied / 1e6:.1f} MB"
 
 
 def is_asked(mode: int) -> bool:

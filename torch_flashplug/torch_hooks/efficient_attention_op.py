@@ -12,7 +12,7 @@ import logging
 import torch
 
 from ..dispatch import bindings, varlen_decision
-from .op_owners import first_other_owner, spend_warning
+from .op_owners import first_other_owner, suppress_override_warning
 
 _OPS = ("aten::_efficient_attention_forward", "aten::_efficient_attention_backward")
 _log = logging.getLogger("torch_flashplug")
@@ -23,19 +23,19 @@ def install(device: str = "CUDA") -> None:
 
     "CPU" serves the CPU stub backend of the tests.
     """
-    known = {schema.partition("(")[0]: schema for schema in bindings.names("schemas")}
+    schemas = {schema.partition("(")[0]: schema for schema in bindings.names("schemas")}
     for name in _OPS:
         packet = getattr(torch.ops.aten, name.removeprefix("aten::"), None)
-        if packet is None or str(packet.default._schema) != known[name]:
+        if packet is None or str(packet.default._schema) != schemas[name]:
             _log.debug("efficient attention falls back to stock: schema of %s is unknown", name)
             return
     if device != "CPU" and (place := first_other_owner(*_OPS)):
         _log.info("efficient attention: kernels are left to the library that registered kernels at %s", place)
         return
-    spend_warning()
-    if not varlen_decision.open_efficient(device):
+    suppress_override_warning()
+    if not varlen_decision.register_efficient_ops(device):
         _log.debug("efficient attention falls back to stock: %s", bindings.last_error())
 
 
 def uninstall() -> None:
-    varlen_decision.close_efficient()
+    varlen_decision.unregister_efficient_ops()

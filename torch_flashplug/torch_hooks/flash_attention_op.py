@@ -11,7 +11,7 @@ import logging
 import torch
 
 from ..dispatch import bindings
-from .op_owners import first_other_owner, spend_warning
+from .op_owners import first_other_owner, suppress_override_warning
 
 NAME = "FLASHPLUG"  # name in the registry of torch.nn.attention
 _OPS = ("_flash_attention_forward", "_flash_attention_forward_no_dropout_inplace", "_flash_attention_backward")
@@ -36,7 +36,7 @@ def install(device: str = "CUDA", *, over_others: bool = False) -> None:
         if packet is not None and not bindings.know_flash(schema := str(packet.default._schema)):
             _log.debug("flash attention falls back to stock: unknown schema %s", schema)
             return
-    spend_warning()
+    suppress_override_warning()
     if not bindings.open_flash(device):
         _log.debug("flash attention falls back to stock: %s", bindings.last_error())
 

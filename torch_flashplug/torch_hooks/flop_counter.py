@@ -9,27 +9,29 @@ from . import tracing
 
 
 def register() -> None:
-    own = (sdpa.namespace.sdpa_fwd, sdpa.namespace.cached_fwd, attention.namespace.attention_fwd)
-    for forward in (tracing.OVERRIDEABLE, *own):
+    custom_ops = (sdpa.namespace.sdpa_fwd, sdpa.namespace.quantized_kv_fwd, attention.namespace.attention_fwd)
+    for forward in (tracing.OVERRIDEABLE, *custom_ops):
         register_flop_formula(forward)(_forward)
     for backward in (tracing.OVERRIDEABLE_BACKWARD, sdpa.namespace.sdpa_bwd):
         register_flop_formula(backward)(_backward)
-    register_flop_formula(attention.namespace.attention_fwd_out)(lambda out, *given, **told: _forward(*given, **told))
+    register_flop_formula(attention.namespace.attention_fwd_out)(
+        lambda out, *args, **settings: _forward(*args, **settings)
+    )
     register_flop_formula(attention.namespace.attention_bwd)(_windowed_backward)
 
 
 def _forward(query: tuple, key: tuple, value: tuple, *unused, **unused_settings) -> int:
-    return sdpa_flop_count(query, *_per_query_head(query, key, value))
+    return sdpa_flop_count(query, *_repeat_kv_heads(query, key, value))
 
 
 def _backward(grad_out: tuple, query: tuple, key: tuple, value: tuple, *unused, **unused_settings) -> int:
-    return sdpa_backward_flop_count(grad_out, query, *_per_query_head(query, key, value))
+    return sdpa_backward_flop_count(grad_out, query, *_repeat_kv_heads(query, key, value))
 
 
 def _windowed_backward(grad_out: tuple, grad_lse: tuple | None, *operands, **unused) -> int:
     return _backward(grad_out, *operands)
 
 
-def _per_query_head(query: tuple, key: tuple, value: tuple) -> tuple[tuple, tuple]:
+def _repeat_kv_heads(query: tuple, key: tuple, value: tuple) -> tuple[tuple, tuple]:
     """Return the shapes of key and value with the query's number of heads, as torch's formulas require."""
     return tuple((*shape[:1], query[1], *shape[2:]) for shape in (key, value))

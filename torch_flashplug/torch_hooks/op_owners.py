@@ -12,7 +12,7 @@ _TORCHS = "aten/src/ATen/"  # part of the path of each file that registers torch
 
 
 @functools.cache
-def spend_warning() -> None:
+def suppress_override_warning() -> None:
     """Use up torch's warning about overridden kernels.
 
     torch warns once in a process when a registration replaces a kernel. torch_flashplug replaces kernels on purpose.

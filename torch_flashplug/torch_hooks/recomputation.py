@@ -1,4 +1,4 @@
-"""Small backward to show C++ where libtorch stores the numbers of an evaluated node (src/hooks/block_mode.cpp)."""
+"""Small backward to show C++ where libtorch stores the numbers of an evaluated node (src/core/block_mode.cpp)."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from .distributed import dtensor
 from .tracing import kept_mask
 
 _SDPA = torch.ops.aten.scaled_dot_product_attention.default
-_CARRIER = torch.ops.aten._scaled_dot_product_fused_attention_overrideable.default
+_FUSED_OP = torch.ops.aten._scaled_dot_product_fused_attention_overrideable.default
 _MATH = torch.ops.aten._scaled_dot_product_attention_math.default
 
 _libraries: dict[str, torch.library.Library] = {}  # by device type
@@ -38,17 +38,17 @@ def install(device: str = "CUDA") -> None:
     for key in (device, f"Autograd{device}"):
         library.impl(_SDPA.name(), _sdpa, key)
     _libraries[device.lower()] = library
-    _forget_decisions()
+    _clear_caches()
 
 
 def uninstall() -> None:
     """Restore stock's composite op."""
     while _libraries:
         _libraries.popitem()[1]._destroy()
-    _forget_decisions()
+    _clear_caches()
 
 
-def _forget_decisions() -> None:
+def _clear_caches() -> None:
     _planned_backend.cache_clear()
     _SDPA._dispatch_cache.clear()  # torch caches the kernel of each dispatch key in Python
 
@@ -81,7 +81,7 @@ def _sdpa(
         # Stock keeps a copy of the mask, because the caller may change the mask before the backward. A graph keeps
         # values, so a functional tensor needs no copy.
         attn_mask = attn_mask if isinstance(attn_mask, FunctionalTensor) else kept_mask(attn_mask)
-    return _CARRIER(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)[0]
+    return _FUSED_OP(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)[0]
 
 
 def _backend(
@@ -96,12 +96,12 @@ def _backend(
 ) -> str:
     mode, device = bindings.effective_mode(), query.device
     if describe_call.takes_math(mode):
-        return "math" if _math_can(query, key, value, attn_mask) else "stock"
+        return "math" if _math_accepts(query, key, value, attn_mask) else "stock"
     if not describe_call.is_asked(mode):
         return "stock"
-    part = dtensor.part_of(query, key, value, attn_mask, dropout_p)
+    part = dtensor.local_part(query, key, value, attn_mask, dropout_p)
     if part is not None:
-        query, key, value = dtensor.shown(part, query, key, value)
+        query, key, value = dtensor.local_meta_tensors(part, query, key, value)
     if describe_call.has_no_elements(query, key, value):  # stock's choice function divides by the number of heads
         return "math" if describe_call.math_takes_empty(attn_mask, is_causal) else "stock"
     if describe_call.outside_dispatcher(query, key, value, attn_mask, enable_gqa, mode):
@@ -116,17 +116,17 @@ def _backend(
         return planned
     if not torch.backends.cuda.math_sdp_enabled():
         return "stock"
-    given = (query, key, value, attn_mask, dropout_p, is_causal)
-    choice = torch._fused_sdp_choice(*given, scale=scale, enable_gqa=enable_gqa)
-    _, fault = describe_call.right_choice(choice, *given, scale)
+    call_args = (query, key, value, attn_mask, dropout_p, is_causal)
+    choice = torch._fused_sdp_choice(*call_args, scale=scale, enable_gqa=enable_gqa)
+    _, fault = describe_call.right_choice(choice, *call_args, scale)
     return "math" if fault else "stock"
 
 
-def _math_can(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> bool:
+def _math_accepts(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> bool:
     """Return whether the math op accepts the operands; stock raises for all other operands."""
-    alike = query.dtype == key.dtype == value.dtype and query.device == key.device == value.device
-    masked = attn_mask is None or attn_mask.dtype in {torch.bool, torch.float32, query.dtype}
-    return alike and masked and min(tensor.dim() for tensor in (query, key, value)) > 1
+    is_uniform = query.dtype == key.dtype == value.dtype and query.device == key.device == value.device
+    has_valid_mask = attn_mask is None or attn_mask.dtype in {torch.bool, torch.float32, query.dtype}
+    return is_uniform and has_valid_mask and min(tensor.dim() for tensor in (query, key, value)) > 1
 
 
 @functools.lru_cache(maxsize=1024)

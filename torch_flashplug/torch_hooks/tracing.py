@@ -11,7 +11,9 @@ import contextlib
 import math
 import threading
 import weakref
+from collections.abc import Sequence
 from contextvars import ContextVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -100,7 +102,7 @@ def traced_mode() -> int:
     return _traced.blocks[-1][0] if _traced.blocks and _is_current() else 0
 
 
-def _baked_mode() -> int:
+def _graph_mode() -> int:
     """Return the mode word stored in a graph.
 
     A graph that may need gradients multiplies in the operands' own 16 bits, because the tracer cannot tell whether
@@ -121,7 +123,7 @@ def mode_of_block() -> int:
 
     With 0, the ops use the block around the run.
     """
-    return _baked_mode() if _traced.blocks and _is_current() else 0
+    return _graph_mode() if _traced.blocks and _is_current() else 0
 
 
 # Same mark as torch.compiler.assume_constant_result sets, without loading Dynamo: Dynamo then runs the function while
@@ -144,29 +146,65 @@ def _trace_forward(
     *,
     scale: float | None = None,
 ) -> tuple:
-    mask = _mask_behind(mode, attn_bias)
+    mask = _bool_mask_of(mode, attn_bias)
     if mask is not attn_bias and _may_change(mode, mask):
         with mode:
             mask = sdpa.namespace.kept_mask(mask)
     with mode:
         out, lse, seed, offset = sdpa.namespace.sdpa_fwd(
-            query, key, value, mask, dropout_p, int(is_causal), scale, _baked_mode()
+            query, key, value, mask, dropout_p, int(is_causal), scale, _graph_mode()
         )
     return out, lse, None, None, query.size(2), key.size(2), seed, offset, None
 
 
+class AtenBackwardArgs(NamedTuple):
+    """Positional arguments of OVERRIDEABLE_BACKWARD, in schema order."""
+
+    grad_out: Tensor
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_bias: Tensor | None
+    grad_input_mask: Sequence[bool]  # query, key, value, attn_bias
+    out: Tensor
+    lse: Tensor
+    cum_seq_q: Tensor | None
+    cum_seq_k: Tensor | None
+    max_q: int
+    max_k: int
+    dropout_p: float
+    is_causal: bool
+    seed: Tensor
+    offset: Tensor
+
+
 def _trace_backward(mode: ProxyTorchDispatchMode, *args, scale: float | None = None) -> tuple:
-    grad_out, query, key, value, attn_bias, grad_input_mask, out, lse = args[:8]
-    dropout_p, is_causal, seed, offset = args[12:]
-    forward = _forward_of(mode, offset)
-    if forward is None:  # compiled autograd of an eager forward: mode in max_q, mask possibly preprocessed (a digest)
+    backward = AtenBackwardArgs(*args)
+    forward = _forward_args_of(mode, backward.offset)
+    if forward is None:  # compiled autograd of an eager forward: mode in max_q, mask possibly preprocessed
         return proxy_call(mode, OVERRIDEABLE_BACKWARD.default, mode.pre_dispatch, args, {"scale": scale})
-    bias_grad = attn_bias is not None and grad_input_mask[3]
-    settings = (dropout_p, int(is_causal), scale, forward.mode, bias_grad)
-    mask = attn_bias if bias_grad or _mask_behind(mode, attn_bias) is attn_bias else _given_by(mode, forward.attn_bias)
+    mask = backward.attn_bias
+    bias_grad = mask is not None and backward.grad_input_mask[3]
+    if not bias_grad and _bool_mask_of(mode, mask) is not mask:
+        mask = _tensor_of_node(mode, forward.attn_bias)
     with mode:
         dq, dk, dv, dbias = sdpa.namespace.sdpa_bwd(
-            grad_out, query, key, value, mask, out, lse, seed, offset, *settings
+            *sdpa.BackwardArgs(
+                grad_out=backward.grad_out,
+                query=backward.query,
+                key=backward.key,
+                value=backward.value,
+                attn_bias=mask,
+                out=backward.out,
+                lse=backward.lse,
+                seed=backward.seed,
+                offset=backward.offset,
+                dropout_p=backward.dropout_p,
+                causal_mode=int(backward.is_causal),
+                scale=scale,
+                mode=forward.mode,
+                bias_grad=bias_grad,
+            )
         )
     return dq, dk, dv, dbias if bias_grad else None
 
@@ -174,7 +212,7 @@ def _trace_backward(mode: ProxyTorchDispatchMode, *args, scale: float | None = N
 _PASS_THROUGH = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
-def _node_behind(mode: ProxyTorchDispatchMode, tensor: Tensor | None) -> torch.fx.Node | None:
+def _producer_node(mode: ProxyTorchDispatchMode, tensor: Tensor | None) -> torch.fx.Node | None:
     """Return the node of the traced graph that produced the tensor."""
     slot = None if tensor is None else get_proxy_slot(tensor, mode.tracer, None)
     node = None if slot is None else slot.proxy.node
@@ -183,27 +221,27 @@ def _node_behind(mode: ProxyTorchDispatchMode, tensor: Tensor | None) -> torch.f
     return node
 
 
-def _mask_behind(mode: ProxyTorchDispatchMode, bias: Tensor | None) -> Tensor | None:
+def _bool_mask_of(mode: ProxyTorchDispatchMode, bias: Tensor | None) -> Tensor | None:
     """Return the bool mask behind a bias that F.sdpa created by where(mask, 0, -inf); else the bias.
 
     No other node reads the float bias then, so the graph drops the float bias.
     """
-    node = _node_behind(mode, bias)
+    node = _producer_node(mode, bias)
     if node is None or node.target is not torch.ops.aten.where.self:
         return bias
     mask, shown, hidden = node.args
-    known = mask.meta.get("val") if isinstance(mask, torch.fx.Node) else None
-    is_bool = isinstance(known, Tensor) and known.dtype == torch.bool
+    mask_value = mask.meta.get("val") if isinstance(mask, torch.fx.Node) else None
+    is_bool = isinstance(mask_value, Tensor) and mask_value.dtype == torch.bool
     if not is_bool or not _is_number(shown, 0.0) or not _is_number(hidden, -math.inf):
         return bias
-    return _given_by(mode, mask)
+    return _tensor_of_node(mode, mask)
 
 
-def _given_by(mode: ProxyTorchDispatchMode, node: torch.fx.Node) -> Tensor:
+def _tensor_of_node(mode: ProxyTorchDispatchMode, node: torch.fx.Node) -> Tensor:
     """Return a tensor of the graph for the node that produces the tensor."""
-    found = node.meta["val"].detach()  # a new tensor for the node: the graph keeps none of its own tensors
-    set_proxy_slot(found, mode.tracer, _ProxyTensor(mode.tracer.proxy(node), None))
-    return found
+    tensor = node.meta["val"].detach()  # a new tensor for the node: the graph keeps none of its own tensors
+    set_proxy_slot(tensor, mode.tracer, _ProxyTensor(mode.tracer.proxy(node), None))
+    return tensor
 
 
 def _may_change(mode: ProxyTorchDispatchMode, mask: Tensor) -> bool:
@@ -212,7 +250,7 @@ def _may_change(mode: ProxyTorchDispatchMode, mask: Tensor) -> bool:
     The write may come between forward and backward. With F.sdpa, the mask has become floats by then, and torch's
     checks cover these floats alone.
     """
-    is_input = _node_behind(mode, mask).op == "placeholder"
+    is_input = _producer_node(mode, mask).op == "placeholder"
     return is_input and torch.is_grad_enabled() and not torch.compiler.is_exporting()
 
 
@@ -221,13 +259,13 @@ def _is_number(node: object, number: float) -> bool:
     return is_scalar and node.args[0] == number
 
 
-def _forward_of(mode: ProxyTorchDispatchMode, offset: Tensor | None) -> sdpa.ForwardArgs | None:
+def _forward_args_of(mode: ProxyTorchDispatchMode, offset: Tensor | None) -> sdpa.ForwardArgs | None:
     """Return the arguments of the sdpa_fwd node that produced `offset`, such as the mode.
 
     The backward is traced after the block of the forward has been left. The result is None if the forward is in no
     graph or in a different graph.
     """
-    node = _node_behind(mode, offset)
+    node = _producer_node(mode, offset)
     if node is None or node.op != "call_function" or not node.args or not isinstance(node.args[0], torch.fx.Node):
         return None
     forward = node.args[0]  # node is getitem(forward, 3)
@@ -235,9 +273,10 @@ def _forward_of(mode: ProxyTorchDispatchMode, offset: Tensor | None) -> sdpa.For
 
 
 def _backward_meta(*args, scale: float | None = None) -> tuple:
-    grad_out, query, key, value, attn_bias, grad_input_mask = args[:6]
-    dbias = torch.empty_like(attn_bias) if attn_bias is not None and grad_input_mask[3] else None
-    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), dbias
+    backward = AtenBackwardArgs(*args)
+    bias = backward.attn_bias
+    dbias = torch.empty_like(bias) if bias is not None and backward.grad_input_mask[3] else None
+    return *map(torch.empty_like, (backward.query, backward.key, backward.value)), dbias
 
 
 # ---- compile caches: a graph traced with the plugin must not serve a process without it, nor the reverse ----
@@ -297,8 +336,8 @@ def kept_mask(mask: Tensor) -> Tensor:
     at that time.
     """
     broadcast = [isinstance(stride, int) and stride == 0 for stride in mask.stride()]
-    once = mask[tuple(slice(0, 1) if one else slice(None) for one in broadcast)]
-    return once.clone().expand(mask.shape)
+    stored = mask[tuple(slice(0, 1) if is_broadcast else slice(None) for is_broadcast in broadcast)]
+    return stored.clone().expand(mask.shape)
 
 
 def register() -> None:

@@ -26,9 +26,9 @@ _MODULE = "torch.nn.attention.varlen"
 _BACKWARD = "_varlen_attn_backward"
 _OPS = ("_varlen_attn", "_varlen_attn_out", _BACKWARD)
 _OLDEST_CUDNN = 91800  # oldest cuDNN used by torch 2.14 and later for varlen_attn
-_bodies = torch.library.Library("torch_flashplug", "FRAGMENT")
-_once = threading.Lock()
-_known: set[str] = set()
+_stock_bodies = torch.library.Library("torch_flashplug", "FRAGMENT")
+_prepare_lock = threading.Lock()
+_prepared_ops: set[str] = set()
 _log = logging.getLogger("torch_flashplug")
 
 
@@ -38,7 +38,7 @@ def install(device: str = "CUDA") -> None:
     "CPU" serves the CPU stub backend of the tests. Kernels of a different library at the ops, such as cudnn.torch, stay
     in force, and no kernel is registered.
     """
-    callbacks.set_prepare(prepare)
+    callbacks.set_prepare_callback(prepare)
     if place := other_owner(device):
         _log.info("varlen_attn: kernels are left to the library that registered kernels at %s", place)
         return
@@ -59,27 +59,27 @@ def prepare() -> None:
 
     The caller of the first call has imported torch's module.
     """
-    with _once:
+    with _prepare_lock:
         for name in _OPS:
             packet = getattr(torch.ops.torch_attn, name, None)
-            if packet is None or name in _known:
+            if packet is None or name in _prepared_ops:
                 continue
             schema = str(packet.default._schema)
-            _define(f"_stock{name}", schema, _body(name))
+            _define(f"_stock{name}", schema, _stock_body(name))
             if name == _BACKWARD:
                 _define(f"_flash{name}", schema, _flash_backward(packet.default))
-            varlen_decision.know_varlen_rule(_rule(schema))
+            varlen_decision.set_varlen_rule(_selection_rule(schema))
             bindings.set_varlen_schema(name, schema)
-            _known.add(name)
+            _prepared_ops.add(name)
 
 
 def _define(name: str, schema: str, body: Callable) -> None:
-    _bodies.define(f"{name}({schema.partition('(')[2]}")
-    _bodies.impl(name, body, "CompositeExplicitAutograd")
+    _stock_bodies.define(f"{name}({schema.partition('(')[2]}")
+    _stock_bodies.impl(name, body, "CompositeExplicitAutograd")
 
 
-def _rule(schema: str) -> str:
-    """Return the rule by which the installed torch selects the kernel of the body, for doors.know_varlen_rule()."""
+def _selection_rule(schema: str) -> str:
+    """Return the rule by which the installed torch selects the kernel of the body, for set_varlen_rule()."""
     if "int backend" in schema.lower().replace("symint", "int"):
         return "argument"
     if torch.__version__ < (2, 14):
@@ -90,13 +90,13 @@ def _rule(schema: str) -> str:
     return "shapes" if version is not None and version >= _OLDEST_CUDNN else "flash"
 
 
-def _body(name: str) -> Callable:
+def _stock_body(name: str) -> Callable:
     """Return a function with torch's body of an op, looked up again in every call."""
 
     @bindings.held
     @functools.wraps(getattr(sys.modules[_MODULE], name)._init_fn)
-    def body(*given: object) -> object:
-        return getattr(sys.modules[_MODULE], name)._init_fn(*given)
+    def body(*args: object) -> object:
+        return getattr(sys.modules[_MODULE], name)._init_fn(*args)
 
     return body
 
@@ -109,20 +109,22 @@ def _flash_backward(op: torch._ops.OpOverload) -> Callable:
     names = [argument.name for argument in op._schema.arguments]
 
     @bindings.held
-    def body(*given: object) -> tuple[torch.Tensor, ...]:
-        told = dict(zip(names, given, strict=False))
-        operands = [told[name] for name in ("grad_out", "query", "key", "value", "out", "lse", "cu_seq_q", "cu_seq_k")]
-        left, right = told.get("window_size") or (-1, -1)
-        unused = torch.empty(0, device=told["query"].device)
+    def body(*args: object) -> tuple[torch.Tensor, ...]:
+        values = dict(zip(names, args, strict=False))
+        operands = [
+            values[name] for name in ("grad_out", "query", "key", "value", "out", "lse", "cu_seq_q", "cu_seq_k")
+        ]
+        left, right = values.get("window_size") or (-1, -1)
+        unused = torch.empty(0, device=values["query"].device)
         return torch.ops.aten._flash_attention_backward(
             *operands,
-            told["max_q"],
-            told["max_k"],
+            values["max_q"],
+            values["max_k"],
             0.0,
-            told["is_causal"],
-            told["rng_state"],
+            values["is_causal"],
+            values["rng_state"],
             unused,
-            scale=told.get("scale"),
+            scale=values.get("scale"),
             window_size_left=left,
             window_size_right=right,
         )

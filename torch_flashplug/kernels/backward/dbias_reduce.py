@@ -108,8 +108,8 @@ def write_pair(plane: cute.Tensor, row: Int32, column: Int32, low: Float32, high
     pair[0], pair[1] = low.to(dtype), high.to(dtype)
     address = (plane.iterator + Int64(row) * plane.stride[0] + column).toint()
     if (column + 1 < plane.shape[1]) & (address & (dtype.width // 4 - 1) == 0):
-        there = cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=dtype.width // 4)
-        cute.autovec_copy(pair, cute.make_tensor(there, cute.make_layout(2)))
+        target = cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=dtype.width // 4)
+        cute.autovec_copy(pair, cute.make_tensor(target, cute.make_layout(2)))
     else:
         for i in cutlass.range_constexpr(2):
             if column + i < plane.shape[1]:

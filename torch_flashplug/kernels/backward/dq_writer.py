@@ -4,7 +4,7 @@ dQ writers clear the dQ workspace before the steps that add to it, and convert t
 deterministic mode, accumulator warps add to the workspace instead of the consumers.
 
 dQ writers work while the workspace is in L2, in parallel with the tensor-core work of the consumers. Separate kernels
-would move the whole workspace through device memory: a third of the time at 512 keys (tools/results/LOG.md).
+would move the whole workspace through device memory: a third of the time at 512 keys (docs/experiments/backward.md).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..primitives.vector_access import QUAD, vector_at
 from ..tiling.tile import TileAddressing
 from .workspace import ADDED, CLEARED, UNITS, DqWorkspace, WorkspaceLayout, clear, count_up, wait_for_count
 
-ADDED_SLOTS = 4  # consumers may be two tiles ahead of a dQ writer
+ADDED_STAGES = 4  # consumers may be two tiles ahead of a dQ writer
 
 
 @dataclass(frozen=True)
@@ -41,94 +41,97 @@ class WorkspaceUnits:
 class DqWriter:
     """dQ writer: one of DQ_WRITERS warps, or the view of a warp that waits for the writers."""
 
-    scratch: DqWorkspace
-    ahead: WorkspaceLayout
+    workspace: DqWorkspace
+    layout: WorkspaceLayout
     kv_heads: Int32  # over the whole batch
     scale: Float32
     dQ: sm90.TmaOperand  # the operand's shared-memory buffer: (16, columns of a unit) for each writer
     matrices: cute.TiledCopy  # copies an accumulator with the columns of a unit into shared memory
     element: Element
-    ring: sm90.Pipeline  # pipeline of a single writer
-    slots: cute.Tensor  # (floats of a unit, stage)
-    pieces: TileAddressing
+    pipeline: sm90.Pipeline  # pipeline of a single writer
+    unit_stages: cute.Tensor  # (floats of a unit, stage)
+    addressing: TileAddressing
     added: sm90.Pipeline  # pipeline without bytes: consumers release a stage once the last dQ of a tile has been added
 
     @property
     def num_m_blocks(self) -> Int32:
-        return self.scratch.num_m_blocks
+        return self.workspace.num_m_blocks
 
     @cute.jit
-    def arrive(self, kv_head: Int32, which: int):
+    def increment_counter(self, kv_head: Int32, which: int):
         """Increment a counter of a KV head. A single warp calls `arrive`."""
         with cute.arch.elect_one():
-            count_up(self.scratch.counter(kv_head, which))
+            count_up(self.workspace.counter(kv_head, which))
 
     @cute.jit
-    def wait(self, kv_head: Int32, which: int, expected: Int32):
+    def wait_for_counter(self, kv_head: Int32, which: int, expected: Int32):
         """Wait for a counter of a KV head. The warp then passes the counted data on to TMA."""
-        wait_for_count(self.scratch.counter(kv_head, which), expected)
+        wait_for_count(self.workspace.counter(kv_head, which), expected)
         cute.arch.fence_proxy("async")
         cute.arch.sync_warp()
 
     @cute.jit
     def wait_cleared(self, kv_head: Int32):
         """Wait until the workspace of a KV head is cleared, before anything is added."""
-        self.wait(kv_head, CLEARED, self.ahead.portions * DQ_WRITERS)
+        self.wait_for_counter(kv_head, CLEARED, self.layout.portions * DQ_WRITERS)
 
     @cute.jit
-    def run(self, queue: sm90.DynamicTileScheduler, place: Callable, writer: Int32):
+    def run(self, tile_scheduler: sm90.DynamicTileScheduler, tile_coord: Callable, writer: Int32):
         """Run a dQ writer, one of DQ_WRITERS warps.
 
         Args:
-            queue: tile scheduler.
-            place: function from tile index to (n_block, KV head, batch).
+            tile_scheduler: tile scheduler.
+            tile_coord: function from tile index to (n_block, KV head, batch).
             writer: index of the writer.
         """
-        blocks = self.num_m_blocks * self.ahead.group  # blocks per KV head
-        nth, fetched, number = Int32(0), Int32(0), queue.receive(Int32(0))
-        while number < queue.total:
-            mine, portion = number // self.ahead.portions, number % self.ahead.portions
-            begin, end = blocks * portion // self.ahead.portions, blocks * (portion + 1) // self.ahead.portions
-            behind, before = mine >= self.ahead.heads, (mine - self.ahead.heads) * blocks
-            units = WorkspaceUnits(Int64(before + begin) * UNITS, writer, (end - begin) * UNITS, fetched)
-            if behind:
-                self.wait(mine - self.ahead.heads, ADDED, self.ahead.portions)
+        blocks = self.num_m_blocks * self.layout.group  # blocks per KV head
+        tile_count, fetched, tile_idx = Int32(0), Int32(0), tile_scheduler.receive(Int32(0))
+        while tile_idx < tile_scheduler.total:
+            kv_head, portion = tile_idx // self.layout.portions, tile_idx % self.layout.portions
+            begin, end = blocks * portion // self.layout.portions, blocks * (portion + 1) // self.layout.portions
+            has_output, first_block = kv_head >= self.layout.heads, (kv_head - self.layout.heads) * blocks
+            units = WorkspaceUnits(Int64(first_block + begin) * UNITS, writer, (end - begin) * UNITS, fetched)
+            if has_output:
+                self.wait_for_counter(kv_head - self.layout.heads, ADDED, self.layout.portions)
                 self.fetch_first(units)
-            if mine + self.ahead.heads < self.kv_heads:  # overlaps the latency of the loads above
-                head = mine + self.ahead.heads
-                start = self.scratch.unit((Int64(head) * blocks + begin) * UNITS)
+            if kv_head + self.layout.heads < self.kv_heads:  # overlaps the latency of the loads above
+                head = kv_head + self.layout.heads
+                start = self.workspace.unit((Int64(head) * blocks + begin) * UNITS)
                 thread = writer * sm90.WARP + cute.arch.lane_idx()
-                floats = (end - begin) * (UNITS * self.scratch.unit_floats)
+                floats = (end - begin) * (UNITS * self.workspace.unit_floats)
                 clear(start, floats, thread, DQ_WRITERS * sm90.WARP)
                 cute.arch.fence_proxy("async")
                 cute.arch.sync_warp()
-                self.arrive(head, CLEARED)
-            if behind:
-                fetched = self.write(units, before + begin)
-            self.added.producer_wait(nth + ADDED_SLOTS)  # wait for the consumers of the tile
+                self.increment_counter(head, CLEARED)
+            if has_output:
+                fetched = self.write(units, first_block + begin)
+            self.added.producer_wait(tile_count + ADDED_STAGES)  # wait for the consumers of the tile
             if writer == 0:
-                _, head, batch = place(number)
-                self.arrive(batch * (self.dQ.m.shape[2] // self.ahead.group) + head, ADDED)
-            nth += 1
-            number = queue.receive(nth)
+                _, head, batch = tile_coord(tile_idx)
+                self.increment_counter(batch * (self.dQ.m.shape[2] // self.layout.group) + head, ADDED)
+            tile_count += 1
+            tile_idx = tile_scheduler.receive(tile_count)
         cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory must outlive the last store
 
     @cute.jit
     def fetch_first(self, units: WorkspaceUnits):
         """Load as many units as there are stages."""
-        for n in cutlass.range_constexpr(self.ring.stages):
+        for n in cutlass.range_constexpr(self.pipeline.stages):
             self.fetch(units, units.begin + n * DQ_WRITERS, units.fetched + n)
 
     @cute.jit
     def fetch(self, units: WorkspaceUnits, unit: Int32, count: Int32):
         """Load a unit of the workspace, if the unit exists, into stage number `count`."""
         if unit < units.end:
-            self.ring.producer_acquire(count)
+            self.pipeline.producer_acquire(count)
             with cute.arch.elect_one():
-                source = vector_at(self.scratch.unit(units.first + unit), Float32, self.scratch.unit_floats)
+                source = vector_at(self.workspace.unit(units.first + unit), Float32, self.workspace.unit_floats)
                 atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
                 cute.copy(
-                    atom, source, self.slots[None, self.ring.stage_index(count)], mbar_ptr=self.ring.arrival(count)
+                    atom,
+                    source,
+                    self.unit_stages[None, self.pipeline.stage_index(count)],
+                    mbar_ptr=self.pipeline.arrival(count),
                 )
 
     @cute.jit
@@ -136,16 +139,16 @@ class DqWriter:
         """Write dQ of the units, and return the number of stages filled so far."""
         count = units.fetched
         for unit in cutlass.range(units.begin, units.end, DQ_WRITERS, unroll=1):
-            self.ring.consumer_wait(count)
+            self.pipeline.consumer_wait(count)
             cute.arch.cp_async_bulk_wait_group(0, read=True)  # the previous unit has left shared memory
             cute.arch.sync_warp()
-            self.convert(self.slots[None, self.ring.stage_index(count)])
+            self.convert(self.unit_stages[None, self.pipeline.stage_index(count)])
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.sync_warp()
-            self.ring.consumer_release(count)
-            self.fetch(units, unit + self.ring.stages * DQ_WRITERS, count + self.ring.stages)
+            self.pipeline.consumer_release(count)
+            self.fetch(units, unit + self.pipeline.stages * DQ_WRITERS, count + self.pipeline.stages)
             block = first_block + unit // UNITS
-            head, tile = block // self.num_m_blocks, self.pieces.block_of_scratch(block % self.num_m_blocks)
+            head, tile = block // self.num_m_blocks, self.addressing.workspace_block(block % self.num_m_blocks)
             slab = tile.block * (UNITS // 2) + unit % (UNITS // 2)
             out = tile.rows_of(self.dQ, head % self.dQ.m.shape[2], head // self.dQ.m.shape[2])
             tQsQ, tQgQ = out.tiles(self.dQ.s.shape, (None, None))
@@ -164,8 +167,8 @@ class DqWriter:
             pairs = cute.make_rmem_tensor((QUAD,), Int32)
             for half in cutlass.range_constexpr(2):
                 four = cute.make_rmem_tensor((QUAD,), Float32)
-                at = unit.iterator + (2 * i + half) * sm90.WARP * QUAD + lane * QUAD
-                cute.autovec_copy(cute.make_tensor(at, cute.make_layout(QUAD)), four)
+                source = unit.iterator + (2 * i + half) * sm90.WARP * QUAD + lane * QUAD
+                cute.autovec_copy(cute.make_tensor(source, cute.make_layout(QUAD)), four)
                 for r in cutlass.range_constexpr(2):
                     low, high = four[2 * r] * self.scale, four[2 * r + 1] * self.scale
                     pairs[2 * half + r] = self.element.pack_pair(low, high)
@@ -174,48 +177,50 @@ class DqWriter:
 
 
 @cute.jit
-def add_in_order(scratch: DqWorkspace, staged: sm90.Pipeline, staging: cute.Tensor, work, wg: Int32):
+def run_accumulator_warp(workspace: DqWorkspace, staged: sm90.Pipeline, staging: cute.Tensor, work, wg: Int32):
     """Run an accumulator warp, one per consumer warpgroup, in deterministic mode.
 
     The warp adds the four units of a step once all earlier KV blocks have added to these units. A step later, when the
     four units have arrived, the warp allows the next KV block to add.
 
     Args:
-        scratch: dQ workspace.
+        workspace: dQ workspace.
         staged: pipeline of the staging buffers.
         staging: shared memory (floats, warp).
-        work: object with queue, pieces, group and run(tile).
+        work: object with tile_scheduler, tile_grid, group and query_range(tile).
         wg: index of the consumer warpgroup.
     """
     lane = cute.arch.lane_idx()
-    nth, done, number = Int32(0), Int32(0), work.queue.receive(Int32(0))
-    while number < work.pieces.total:
-        tile = work.pieces.tile(number, work.group)
-        run = work.run(tile)
-        before, unit = done, Int32(0)
+    tile_count, step_count, tile_idx = Int32(0), Int32(0), work.tile_scheduler.receive(Int32(0))
+    while tile_idx < work.tile_grid.total:
+        tile = work.tile_grid.tile(tile_idx, work.group)
+        query_range = work.query_range(tile)
+        first_step, unit = step_count, Int32(0)
         for g in cutlass.range(work.group, unroll=1):
-            first_block = scratch.first_block(tile, g, work.pieces.order.heads)
-            mine = run.of_head(g)
-            whole = mine.whole()
-            for j in cutlass.range(whole.begin, whole.end, unroll=1):
-                step = mine.nth(j)
-                last, unit = unit, (first_block + step) * UNITS + wg * 4 + lane
+            first_block = workspace.first_block(tile, g, work.tile_grid.order.heads)
+            head_range = query_range.of_head(g)
+            subrange = head_range.all_blocks()
+            for j in cutlass.range(subrange.begin, subrange.end, unroll=1):
+                m_block = head_range.nth(j)
+                last_unit, unit = unit, (first_block + m_block) * UNITS + wg * 4 + lane
                 if lane < 4:
-                    wait_for_count(scratch.turn(unit), work.pieces.order.turn(tile.block, mine, j))
+                    wait_for_count(
+                        workspace.unit_counter(unit), work.tile_grid.order.accumulation_rank(tile.block, head_range, j)
+                    )
                     cute.arch.fence_proxy("async")
                 cute.arch.sync_warp()
-                staged.producer_wait(done + 1)  # the unit has been written to the staging buffer
+                staged.producer_wait(step_count + 1)  # the unit has been written to the staging buffer
                 if lane < 4:
-                    scratch.add(unit, staging[None, wg * 4 + lane])
+                    workspace.add(unit, staging[None, wg * 4 + lane])
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
                 cute.arch.sync_warp()
-                staged.producer_commit(done)
-                if lane < 4 and done > before:
+                staged.producer_commit(step_count)
+                if lane < 4 and step_count > first_step:
                     cute.arch.cp_async_bulk_wait_group(1)
-                    count_up(scratch.turn(last))
-                done += 1
-        if lane < 4 and done > before:
+                    count_up(workspace.unit_counter(last_unit))
+                step_count += 1
+        if lane < 4 and step_count > first_step:
             cute.arch.cp_async_bulk_wait_group(0)
-            count_up(scratch.turn(unit))
-        nth += 1
-        number = work.queue.receive(nth)
+            count_up(workspace.unit_counter(unit))
+        tile_count += 1
+        tile_idx = work.tile_scheduler.receive(tile_count)

@@ -1,7 +1,7 @@
-"""Backward preprocess and postprocess kernels: row statistics before the main kernel (bwd_sm90, bwd_sm80), dQ after it.
+"""Backward preprocess and postprocess kernels, before and after the main kernel (sm90/backward.py, sm80/backward.py).
 
-The postprocess kernel converts dQ to 16 bits. Both kernels work on blocks of TILE_M query rows of a head, equal to the
-steps of the main kernel.
+The preprocess kernel computes the row statistics. The postprocess kernel converts dQ to 16 bits. Both
+kernels work on blocks of TILE_M query rows of a head, equal to the steps of the main kernel.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LOST = float(2**24)
 class WorkspaceClear:
     """Workspace to clear before the main kernel: the counters, and the dQ workspace of the first heads."""
 
-    scratch: cute.Tensor
+    workspace: cute.Tensor
     heads: Int32  # KV heads over the whole batch; the main kernel clears the remaining heads
     group: Int32
     portions: Int32
@@ -72,61 +72,69 @@ class BackwardPreprocess:
     @cute.jit
     def __call__(
         self,
-        given: RowStatsInputs,
+        inputs: RowStatsInputs,
         mRows: cute.Tensor,  # (B, Hq, 2, blocks * TILE_M) fp32
-        mScratch: cute.Tensor | None,  # workspace of the main kernel (scratch.Scratch)
-        ahead: WorkspaceLayout | None,
-        kept: DropoutScale | None,  # kept share of P (Chain)
-        pieces: TileAddressing,
+        mScratch: cute.Tensor | None,  # dQ workspace (DqWorkspace)
+        workspace_layout: WorkspaceLayout | None,
+        keep_probability: DropoutScale | None,  # kept share of P
+        addressing: TileAddressing,
         stream: cuda.CUstream,
     ):
-        B, Hq = given.lse.shape[0], given.lse.shape[1]
-        clearing = None if ahead is None else WorkspaceClear(mScratch, ahead.heads, ahead.group, ahead.portions)
-        self.kernel(given, mRows, clearing, kept, pieces).launch(
+        B, Hq = inputs.lse.shape[0], inputs.lse.shape[1]
+        clearing = (
+            None
+            if workspace_layout is None
+            else WorkspaceClear(mScratch, workspace_layout.heads, workspace_layout.group, workspace_layout.portions)
+        )
+        self.kernel(inputs, mRows, clearing, keep_probability, addressing).launch(
             # The first grid dimension has a limit of 2^31 - 1 CTAs. The limit of the further dimensions is 65535, and B
             # or Hq may exceed this limit.
-            grid=(mRows.shape[3] // TILE_M * Hq * B, 1, 1), block=(WARPGROUP, 1, 1), stream=stream
+            grid=(mRows.shape[3] // TILE_M * Hq * B, 1, 1),
+            block=(WARPGROUP, 1, 1),
+            stream=stream,
         )
 
     @cute.kernel
     def kernel(
         self,
-        given: RowStatsInputs,
+        inputs: RowStatsInputs,
         mRows: cute.Tensor,
         clearing: WorkspaceClear | None,
-        kept: DropoutScale | None,
-        pieces: TileAddressing,
+        keep_probability: DropoutScale | None,
+        addressing: TileAddressing,
     ):
         heads, blocks = mRows.shape[1], mRows.shape[3] // TILE_M
-        linear, number = cute.arch.block_idx()[0] // blocks, cute.arch.block_idx()[0] % blocks
+        linear, workspace_block = cute.arch.block_idx()[0] // blocks, cute.arch.block_idx()[0] % blocks
         batch, head = linear // heads, linear % heads
         thread = cute.arch.thread_idx()[0]
         if cutlass.const_expr(clearing is not None):
-            self.clear(clearing, linear, number, blocks)
+            self.clear(clearing, linear, workspace_block, blocks)
 
-        mO, mdO, Sq, Dv = given.o, given.do, given.o.shape[2], given.o.shape[3]
-        tile = pieces.block_of_scratch(number, head, batch, SeqlenInfo(Sq, Sq))
+        mO, mdO, Sq, Dv = inputs.o, inputs.do, inputs.o.shape[2], inputs.o.shape[3]
+        tile = addressing.workspace_block(workspace_block, head, batch, SeqlenInfo(Sq, Sq))
         for part in cutlass.range_constexpr(TILE_M * LANES // WARPGROUP):
             row = tile.block * TILE_M + part * (WARPGROUP // LANES) + thread // LANES
             delta, lse = Float32(0.0), Float32(Float32.inf)
             if row < tile.sizes.Sq:
-                place = tile.place(row)
+                coord = tile.lse_coord(row)
                 if cutlass.const_expr(self.elementwise):
                     for column in cutlass.range(thread % LANES, Dv, LANES, unroll=1):
-                        delta += mO[(*place, column)].to(Float32) * mdO[(*place, column)].to(Float32)
+                        delta += mO[(*coord, column)].to(Float32) * mdO[(*coord, column)].to(Float32)
                 else:
-                    delta = self.product(mO[(*place, None)], mdO[(*place, None)], thread % LANES)
-                lse = given.lse[place] * fragments.LOG2_E
+                    delta = self.product(mO[(*coord, None)], mdO[(*coord, None)], thread % LANES)
+                lse = inputs.lse[coord] * fragments.LOG2_E
                 lse = cutlass.select_(abs(lse) > LOST, Float32.inf, lse)  # no visible key: exp2(S - inf) = 0
             for lanes in (1, 2, 4):
                 delta = delta + cute.arch.shuffle_sync_bfly(delta, offset=lanes)
-            if cutlass.const_expr(given.dlse is not None):
-                if row < cutlass.min(given.dlse.shape[2], tile.sizes.Sq):
-                    delta = delta - given.dlse[tile.place(row)]
+            if cutlass.const_expr(inputs.dlse is not None):
+                if row < cutlass.min(inputs.dlse.shape[2], tile.sizes.Sq):
+                    delta = delta - inputs.dlse[tile.lse_coord(row)]
             if thread % LANES == 0:
-                row = number * TILE_M + part * (WARPGROUP // LANES) + thread // LANES
+                row = workspace_block * TILE_M + part * (WARPGROUP // LANES) + thread // LANES
                 mRows[batch, head, 0, row] = lse
-                mRows[batch, head, 1, row] = delta if cutlass.const_expr(kept is None) else delta * kept.share
+                mRows[batch, head, 1, row] = (
+                    delta if cutlass.const_expr(keep_probability is None) else delta * keep_probability.keep_probability
+                )
 
     @cute.jit
     def product(self, gO: cute.Tensor, gdO: cute.Tensor, lane: Int32) -> Float32:
@@ -150,23 +158,23 @@ class BackwardPreprocess:
         """
         thread = cute.arch.thread_idx()[0]
         heads = cute.arch.grid_dim()[0] // blocks
-        scratch = DqWorkspace(clearing.scratch.iterator, blocks, heads, self.unit_floats)
+        workspace = DqWorkspace(clearing.workspace.iterator, blocks, heads, self.unit_floats)
         first = (linear * blocks + block) * UNITS
         kv_head, early = linear // clearing.group, linear // clearing.group < clearing.heads
         if early:
-            clear(scratch.unit(first), UNITS * self.unit_floats, thread, WARPGROUP)
+            clear(workspace.unit(first), UNITS * self.unit_floats, thread, WARPGROUP)
         if thread < UNITS:
-            cute.arch.store(scratch.turn(first + thread), Int32(0))
+            cute.arch.store(workspace.unit_counter(first + thread), Int32(0))
         if linear % clearing.group == 0 and block == 0 and thread == 0:
             cleared = clearing.portions * DQ_WRITERS if early else Int32(0)
-            cute.arch.store(scratch.counter(kv_head, CLEARED), cleared)
-            cute.arch.store(scratch.counter(kv_head, ADDED), Int32(0))
+            cute.arch.store(workspace.counter(kv_head, CLEARED), cleared)
+            cute.arch.store(workspace.counter(kv_head, ADDED), Int32(0))
 
 
 class BackwardPostprocess:
     """Backward postprocess: dQ = scale * workspace, from register order into rows, for the last heads or for all heads.
 
-    In a unit of the workspace (scratch.Scratch) the four lanes of a quad hold all eight columns of two rows: 64
+    In a unit of the workspace (DqWorkspace) the four lanes of a quad hold all eight columns of two rows: 64
     consecutive bytes.
     """
 
@@ -184,41 +192,41 @@ class BackwardPostprocess:
     def __call__(
         self,
         mScratch: cute.Tensor,
-        mRows: cute.Tensor,  # as in PrepareBackward
+        mRows: cute.Tensor,  # (B, Hq, 2, blocks * TILE_M) fp32
         mdQ: cute.Tensor,
         scale: Float32,
-        ahead: WorkspaceLayout,
-        pieces: TileAddressing,
+        workspace_layout: WorkspaceLayout,
+        addressing: TileAddressing,
         stream: cuda.CUstream,
     ):
         B, Hq, _, rows = mRows.shape
-        heads, blocks = ahead.heads * ahead.group, rows // TILE_M
-        self.kernel(mScratch, blocks, mdQ, scale, B * Hq - heads, pieces).launch(
+        heads, blocks = workspace_layout.heads * workspace_layout.group, rows // TILE_M
+        self.kernel(mScratch, blocks, mdQ, scale, B * Hq - heads, addressing).launch(
             grid=(blocks * heads, 1, 1), block=(WARPGROUPS * WARPGROUP, 1, 1), stream=stream
         )
 
     @cute.kernel
     def kernel(
         self, mScratch: cute.Tensor, blocks: Int32, mdQ: cute.Tensor, scale: Float32, first_head: Int32,
-        pieces: TileAddressing
+        addressing: TileAddressing
     ):  # fmt: skip
-        number = cute.arch.block_idx()[0]
-        block, linear = number % blocks, number // blocks + first_head
+        cta = cute.arch.block_idx()[0]
+        block, linear = cta % blocks, cta // blocks + first_head
         batch, head = linear // mdQ.shape[1], linear % mdQ.shape[1]
         start = (Int64(linear) * blocks + block) * (WARPGROUPS * self.chunks * WARPGROUP * 4)
-        tile = pieces.block_of_scratch(block, head, batch)
+        tile = addressing.workspace_block(block, head, batch)
         # A task is a quad's eight columns of two rows. Neighboring threads take neighboring columns, so that rows are
         # written in whole sectors.
         for part in cutlass.range_constexpr(cute.ceil_div(self.chunks, 4)):
             task = part * (WARPGROUPS * WARPGROUP) + cute.arch.thread_idx()[0]
             chunk, quad, warp = task % self.chunks, task // self.chunks % 8, task // (self.chunks * 8)  # of 8 warps
-            at = start + ((warp * self.chunks + chunk) * 8 + quad) * 16
+            source = start + ((warp * self.chunks + chunk) * 8 + quad) * 16
             row = tile.block * TILE_M + warp % 4 * 16 + quad
             column = (warp // 4 * self.chunks + chunk) * VECTOR
             if cutlass.const_expr((part + 1) * 4 <= self.chunks):
-                self.write(mScratch.iterator + at, tile.rows(mdQ), row, column, scale)
+                self.write(mScratch.iterator + source, tile.rows(mdQ), row, column, scale)
             elif warp < UNITS:  # the last tasks do not need all threads
-                self.write(mScratch.iterator + at, tile.rows(mdQ), row, column, scale)
+                self.write(mScratch.iterator + source, tile.rows(mdQ), row, column, scale)
 
     @cute.jit
     def write(self, floats: cute.Pointer, gdQ: cute.Tensor, row: Int32, column: Int32, scale: Float32):
@@ -228,22 +236,22 @@ class BackwardPostprocess:
             pairs = cute.make_rmem_tensor((4,), Int32)
             for i in cutlass.range_constexpr(4):
                 pairs[i] = self.element.pack_pair(fours[i][2 * r] * scale, fours[i][2 * r + 1] * scale)
-            there = row + 8 * r < gdQ.shape[0]
+            row_exists = row + 8 * r < gdQ.shape[0]
             if cutlass.const_expr(self.elementwise):
                 values = cute.make_tensor(cute.recast_ptr(pairs.iterator, dtype=gdQ.element_type), cute.make_layout(8))
                 for c in cutlass.range_constexpr(VECTOR):
-                    if there and column + c < gdQ.shape[1]:
+                    if row_exists and column + c < gdQ.shape[1]:
                         gdQ[row + 8 * r, column + c] = values[c]
-            elif there and column < gdQ.shape[1]:
+            elif row_exists and column < gdQ.shape[1]:
                 cute.autovec_copy(pairs, vector_at(gdQ[row + 8 * r, None].iterator + column, Int32, 4))
 
 
 @cute.jit
-def load_rows(gRow: cute.Tensor, sRow: cute.Tensor, ring: sm90.Pipeline, count: Int32):
+def load_rows(gRow: cute.Tensor, sRow: cute.Tensor, pipeline: sm90.Pipeline, count: Int32):
     """Load an fp32 value per query row. The bytes are included in the bytes of the stage (producer warp)."""
     with cute.arch.elect_one():
         atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32)
-        cute.copy(atom, gRow, sRow, mbar_ptr=ring.arrival(count))
+        cute.copy(atom, gRow, sRow, mbar_ptr=pipeline.arrival(count))
 
 
 @dataclass(frozen=True)
@@ -292,23 +300,23 @@ def exponentiate(scores: cute.Tensor, lse_log2: cute.Tensor | tuple[Float32, ...
 class ScoreDerivative:
     """Derivative of score modifications, as required by the gradients."""
 
-    slope: Callable  # Chain.slope
+    slope: Callable  # (P, LSE in base 2) -> factor for dS; from ScorePipeline.score_derivative()
     lse_log2: cute.Tensor | tuple[Float32, ...]  # LSE of each query
 
     @classmethod
-    def of(cls, chain: ScorePipeline, lse_log2: Callable) -> ScoreDerivative | None:
+    def create(cls, score_pipeline: ScorePipeline, lse_log2: Callable) -> ScoreDerivative | None:
         """Return the derivative, or None if no score stage has a derivative.
 
         Args:
-            chain: the score stages.
+            score_pipeline: the score stages.
             lse_log2: function that returns the LSE, called only if required.
         """
-        slope = chain.slope()
+        slope = score_pipeline.score_derivative()
         return None if slope is None else cls(slope, lse_log2())
 
 
 @cute.jit
-def differentiate(
+def softmax_backward(
     P: cute.Tensor, dP: cute.Tensor, delta: cute.Tensor | tuple[Float32, ...], dS: cute.Tensor, raised: int = 0,
     signed: cutlass.Constexpr[bool] = False, score_derivative: ScoreDerivative | None = None,
 ):  # fmt: skip
@@ -322,7 +330,7 @@ def differentiate(
         delta: delta of each query.
         dS: destination, which may be P or dP.
         raised: P is larger by this power of two.
-        signed: dropped elements of P are negative (Chain.signed), with a dP of 0.
+        signed: dropped elements of P are negative (ScorePipeline.signed_p_transform). Their dP is ignored.
         score_derivative: derivative of the score modifications, if any.
     """
     for query in cutlass.range_constexpr(cute.size(P, mode=[1])):
@@ -331,16 +339,16 @@ def differentiate(
             if cutlass.const_expr(score_derivative is not None):
                 weight = weight * score_derivative.slope(weight, score_derivative.lse_log2[query])
             if cutlass.const_expr(signed):
-                kept = cute.arch.fmax(weight, Float32(0.0))
-                dS[key, query] = kept * dP[key, query] - abs(weight) * delta[query]
+                kept_weight = cute.arch.fmax(weight, Float32(0.0))
+                dS[key, query] = kept_weight * dP[key, query] - abs(weight) * delta[query]
             else:
                 dS[key, query] = weight * (dP[key, query] - delta[query])
 
 
-def row_values(sRow: cute.Tensor, slot: Int32) -> cute.Tensor:
+def row_values(sRow: cute.Tensor, stage: Int32) -> cute.Tensor:
     """Return LSE or delta of the queries of the thread's columns, in registers."""
-    row, lane = sRow[None, slot], cute.arch.lane_idx()
-    mine = cute.make_rmem_tensor(cute.size(row) // 4, Float32)
-    for c in range(cute.size(mine)):
-        mine[c] = row[fragments.column_of(c) + lane % 4 * 2]
-    return mine
+    row, lane = sRow[None, stage], cute.arch.lane_idx()
+    values = cute.make_rmem_tensor(cute.size(row) // 4, Float32)
+    for c in range(cute.size(values)):
+        values[c] = row[fragments.column_of(c) + lane % 4 * 2]
+    return values

@@ -20,7 +20,7 @@ CLEARED, ADDED = 0, 1  # counters of a KV head
 
 @dataclass(frozen=True)
 class WorkspaceLayout:
-    """Distance in KV heads between the dQ writers and the steps. The writers clear ahead and write behind.
+    """Distance in KV heads between the dQ writers and the steps. The writers clear later heads and write earlier heads.
 
     Tile number c belongs to about KV head c // portions, because tiles are ordered within L2 groups of heads. The
     writers of tile c clear a portion of the workspace of head c // portions + heads, and write the same portion of head
@@ -74,20 +74,20 @@ class DqWorkspace:
         cute.arch.inline_ptx(text, read_only_args=[target, floats.iterator.toint(), size])
         cute.arch.cp_async_bulk_commit_group()
 
-    def turn(self, unit: Int32 | Int64) -> cute.Pointer:
+    def unit_counter(self, unit: Int32 | Int64) -> cute.Pointer:
         """Return the pointer to the counter of a unit."""
         return cute.recast_ptr(self.unit(self.units), dtype=Int32) + unit
 
     def counter(self, kv_head: Int32, which: int) -> cute.Pointer:
-        return self.turn(self.units) + (2 * kv_head + which)
+        return self.unit_counter(self.units) + (2 * kv_head + which)
 
 
 @cute.jit
 def wait_for_count(counter: cute.Pointer, expected: Int32):
     """Wait until the counter reaches `expected`. Earlier writes of the counting threads are then visible."""
-    seen = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
-    while seen < expected:
-        seen = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
+    count = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
+    while count < expected:
+        count = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
 
 
 @cute.jit
@@ -106,5 +106,3 @@ def clear(floats: cute.Pointer, count: Int32, thread: Int32, threads: int):
     zeros.fill(0.0)
     for i in cutlass.range(thread, count // QUAD, threads, unroll=1):
         cute.autovec_copy(zeros, vector_at(floats + i * QUAD, Float32, QUAD))
-
-

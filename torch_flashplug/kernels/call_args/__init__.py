@@ -1,9 +1,5 @@
-"""The kernel ABI in the DSL. Arguments follow the order of registry/kernel_args.py.
+"""The kernel ABI in the DSL, generated from the rows of registry/kernel_args.py.
 
-- `operands`: Arguments that several kernel kinds share.
-- `forward`: The forward.
-- `backward`: The backward.
-- `decode`: Decode.
-- `dbias`: The gradient of a bias.
-- `tile_backward`: The backward of one tile.
+- `kernel_call`: The signature of a kernel, the struct of arguments, and the base class of kernels.
+- `fake_tensors`: The tensor arguments for cute.compile.
 """

@@ -26,21 +26,21 @@ K, V = 0, 1
 class KvScaleLoader:
     """Loader of additional data per key, such as scales. This class loads nothing."""
 
-    def load(self, which: int, first: Int32, slot: Int32, threads: int) -> None:
+    def load(self, which: int, first: Int32, stage: Int32, threads: int) -> None:
         """Start loading the data of a block into a stage.
 
         Args:
             which: K or V.
             first: first key of the block.
-            slot: stage index.
+            stage: stage index.
             threads: threads of the team that loads the block.
         """
 
-    def scale(self, S: cute.Tensor, slot: Int32) -> None:
+    def scale(self, S: cute.Tensor, stage: Int32) -> None:
         """Multiply the scores (2, columns) of a block by the scales of K, if any."""
 
-    def weights(self, slot: Int32, columns: int) -> object:
-        """Return the function applied to probabilities before the product with V, or None (OperandA.take)."""
+    def weights(self, stage: Int32, columns: int) -> object:
+        """Return the function applied to probabilities before the product with V, or None (OperandA.convert)."""
 
 
 @dataclass(frozen=True)
@@ -51,29 +51,32 @@ class KvLoader:
         """Return the number of 16-bit columns in shared memory for a row of `dim` numbers."""
         return dim
 
-    def of_head(self, part: DecodeTile, x: cute.Tensor) -> cute.Tensor:
+    def of_head(self, decode_tile: DecodeTile, x: cute.Tensor) -> cute.Tensor:
         """Return K or V of the part's KV head, (Sk, columns of 16 bits)."""
-        return part.of_head(x)
+        return decode_tile.of_head(x)
 
     def load(self, mover: sm80.SmemCopier, x: cute.Tensor, first_row: Int32, tile: sm80.SmemTile) -> None:
-        """Load rows of a tensor returned by `of_head`, as Mover.load."""
+        """Load rows of a tensor returned by `of_head`, as `SmemCopier.load`."""
         mover.load(x, first_row, tile)
 
-    def beside(self, part: DecodeTile, start: Int32, keys: int, stages: int) -> KvScaleLoader:
+    def scale_loader(self, decode_tile: DecodeTile, start: Int32, keys: int, stages: int) -> KvScaleLoader:
         """Return the loader of additional data per key.
 
         Args:
-            part: the part of the decode problem.
+            decode_tile: tile of packed rows, and split of the keys.
             start: shared-memory address of the team's data.
             keys: keys of a stage.
             stages: number of stages.
         """
         return KvScaleLoader()
 
-    def turn(self, q: sm80.SmemTile, part: DecodeTile, D: Int32, element: Element, warps: int) -> None:
-        """Transform the queries in shared memory to the layout required by the product with K. All threads call `turn`.
+    def transform_queries(
+        self, q: sm80.SmemTile, decode_tile: DecodeTile, D: Int32, element: Element, warps: int
+    ) -> None:
+        """Transform the queries in shared memory to the layout required by the product with K.
 
-        The queries must be visible to all threads before the call, and are visible to all threads afterwards.
+        All threads call `transform_queries`. The queries must be visible to all threads before
+        the call, and are visible to all threads afterwards.
         """
 
     def product(self, element: Element) -> sm80.MmaProduct:
@@ -83,7 +86,7 @@ class KvLoader:
         """Return registers for P with the columns of an accumulator."""
         return OperandA.create(acc, element)
 
-    def pieces(self, output: cute.Tensor, row: int) -> list[tuple[Int32, list]]:
+    def output_columns(self, output: cute.Tensor, row: int) -> list[tuple[Int32, list]]:
         """Return the columns of an O row held by a thread.
 
         Args:

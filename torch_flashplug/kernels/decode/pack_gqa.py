@@ -27,7 +27,7 @@ class DecodeTile:
 
     @classmethod
     def of_cta(
-        cls, pieces: TileAddressing, sizes: SeqlenInfo, Hq: Int32, Hkv: Int32, tile_m: int, splits: Int32
+        cls, addressing: TileAddressing, sizes: SeqlenInfo, Hq: Int32, Hkv: Int32, tile_m: int, splits: Int32
     ) -> DecodeTile:
         """Return the decode tile of a CTA.
 
@@ -35,11 +35,11 @@ class DecodeTile:
         keys.
         """
         group = Hq // Hkv
-        m_tiles = pieces.most_blocks_of_rows(group * sizes.Sq, tile_m)
+        m_tiles = addressing.max_blocks_of_rows(group * sizes.Sq, tile_m)
         number, split = cute.arch.block_idx()[0] // splits, cute.arch.block_idx()[0] % splits
-        kv, tile = number // m_tiles, pieces.block_of_rows(number % m_tiles, sizes)
+        kv, tile = number // m_tiles, addressing.block_of_rows(number % m_tiles, sizes)
         first_row = tile.block * tile_m
-        tile = pieces.of_batch(tile, kv % Hkv, kv // Hkv)
+        tile = addressing.of_batch(tile, kv % Hkv, kv // Hkv)
         return cls(tile, first_row, group * tile.sizes.Sq, split, splits, sizes.Sq)
 
     @property
@@ -55,15 +55,15 @@ class DecodeTile:
         """Last packed row, or the first row if there is none."""
         return cutlass.max(self.rows, 1) - 1 if self.sizes.may_be_empty else self.rows - 1
 
-    def keys(self, walk: BoundBlocks) -> SplitKvRange:
+    def keys(self, blocks: BoundBlocks) -> SplitKvRange:
         """Return the KV blocks of the split."""
-        return walk.share(self.split, self.splits)
+        return blocks.split_range(self.split, self.splits)
 
     def of_head(self, x: sm90.TmaOperand | cute.Tensor) -> sm90.TmaOperand | cute.Tensor:
         """Return the slice of K or V for the KV head."""
         return self.tile.keys(x)
 
-    def place(self, row: Int32) -> tuple[Int32, Int32]:
+    def unpack_row(self, row: Int32) -> tuple[Int32, Int32]:
         """Return the query head and the query, in the tensors, of a packed row."""
         Sq = cutlass.max(self.sizes.Sq, 1) if self.sizes.may_be_empty else self.sizes.Sq
         group = self.rows // Sq

@@ -108,10 +108,10 @@ class ClusterPartials:
         value = cute.arch.load(self.at_peer(self.output(row) + column, peer), quad.load().type, ss="cluster")
         quad.store(cute.TensorSSA(value, (QUAD,), Float32))
 
-    def at_peer(self, mine: cute.Pointer, peer: Int32) -> cute.Pointer:
+    def at_peer(self, pointer: cute.Pointer, peer: Int32) -> cute.Pointer:
         """Return the address of the same location in CTA `peer`, for loads from the shared memory of the cluster."""
-        there = cute.arch.map_dsmem_ptr(mine, peer)
-        return cute.make_ptr(Float32, there.toint(), cute.AddressSpace.smem, assumed_align=4)
+        peer_pointer = cute.arch.map_dsmem_ptr(pointer, peer)
+        return cute.make_ptr(Float32, peer_pointer.toint(), cute.AddressSpace.smem, assumed_align=4)
 
 
 class SplitKvCombine:
@@ -125,8 +125,8 @@ class SplitKvCombine:
 
     @cute.jit
     def __call__(
-        self, mO: cute.Tensor, mLSE: cute.Tensor, partials: WorkspacePartials, scale: Float32, chain: ScorePipeline,
-        stream: cuda.CUstream, split_size: Int32 | None = None,
+        self, mO: cute.Tensor, mLSE: cute.Tensor, partials: WorkspacePartials, scale: Float32,
+        score_pipeline: ScorePipeline, stream: cuda.CUstream, split_size: Int32 | None = None,
     ):  # fmt: skip
         """Launch the kernel.
 
@@ -135,14 +135,14 @@ class SplitKvCombine:
             mLSE: LSE (B, Hq, Sq) in fp32.
             partials: the partial results.
             scale: scale of the maxima.
-            chain: score stages of the kernel that computed the partial results.
+            score_pipeline: score stages of the kernel that computed the partial results.
             stream: CUDA stream.
-            split_size: see `added_like`.
+            split_size: see `order_splits_of`.
         """
-        rows, like = partials.rows, added_like(partials.splits, split_size)
-        rows_of_cta = cutlass.select_(like >= MANY, Int32(1), Int32(WARPS))
-        columns = cutlass.select_(like <= FEW, Int32(WARP * QUAD), Int32(COLUMN_LANES * QUAD))
-        self.kernel(mO, mLSE, partials.start, partials.splits, scale, chain.sinks, split_size).launch(
+        rows, order_splits = partials.rows, order_splits_of(partials.splits, split_size)
+        rows_of_cta = cutlass.select_(order_splits >= MANY, Int32(1), Int32(WARPS))
+        columns = cutlass.select_(order_splits <= FEW, Int32(WARP * QUAD), Int32(COLUMN_LANES * QUAD))
+        self.kernel(mO, mLSE, partials.start, partials.splits, scale, score_pipeline.sinks, split_size).launch(
             grid=(cute.ceil_div(rows, rows_of_cta), cute.ceil_div(partials.Dv, columns), 1),
             block=(WARPS * WARP, 1, 1),
             stream=stream,
@@ -162,35 +162,35 @@ class SplitKvCombine:
         lane = cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         block, chunk, _ = cute.arch.block_idx()
-        like = added_like(splits, split_size)
-        few, many = like <= FEW, like >= MANY
-        row = cutlass.select_(many, block, block * WARPS + warp)
-        lanes = cutlass.select_(few, Int32(WARP), Int32(COLUMN_LANES))
+        order_splits = order_splits_of(splits, split_size)
+        is_few_splits, is_many_splits = order_splits <= FEW, order_splits >= MANY
+        row = cutlass.select_(is_many_splits, block, block * WARPS + warp)
+        lanes = cutlass.select_(is_few_splits, Int32(WARP), Int32(COLUMN_LANES))
         column = (chunk * lanes + lane % lanes) * QUAD
-        begin = lane // lanes + cutlass.select_(many, warp * (WARP // COLUMN_LANES), Int32(0))
-        step = cutlass.select_(many, Int32(WARPS), Int32(1)) * (WARP // lanes)
+        begin = lane // lanes + cutlass.select_(is_many_splits, warp * (WARP // COLUMN_LANES), Int32(0))
+        step = cutlass.select_(is_many_splits, Int32(WARPS), Int32(1)) * (WARP // lanes)
 
         follow()
-        part = PartialResult.create(scale)
+        partial = PartialResult.create(scale)
         if row < partials.rows:
             for first in cutlass.range(begin, splits, step * AT_ONCE, unroll=1):
-                part.add(partials, row, first, step, cutlass.min(column, Dv - QUAD))
-        if like > FEW:
-            part.join_lanes()
-        if many:
-            part.join_warps(shared, warp)
-        writes = (lane < lanes) & (row < partials.rows) & ((warp == 0) | (like < MANY))
+                partial.add(partials, row, first, step, cutlass.min(column, Dv - QUAD))
+        if order_splits > FEW:
+            partial.join_lanes()
+        if is_many_splits:
+            partial.join_warps(shared, warp)
+        writes = (lane < lanes) & (row < partials.rows) & ((warp == 0) | (order_splits < MANY))
         if writes:
             index, query = row // Sq, row % Sq
             batch, head = index // Hq, index % Hq
-            lse = part.close(sinks, head)
+            lse = partial.finalize(sinks, head)
             if column < Dv:
-                part.write(mO[batch, head, query, None].iterator + column, self.element)
+                partial.write(mO[batch, head, query, None].iterator + column, self.element)
             if column == 0:
                 mLSE[batch, head, query] = lse
 
 
-def added_like(splits: Int32, split_size: Int32 | None) -> Int32:
+def order_splits_of(splits: Int32, split_size: Int32 | None) -> Int32:
     """Return the number of splits that determines the accumulation order.
 
     Splits of a fixed size (more than 0) always have the same order. In this order, empty splits behind the rest change
@@ -218,9 +218,9 @@ def follow() -> None:
         cute.arch.griddepcontrol_launch_dependents()
 
 
-def loaded(place: cute.Pointer, **how: str) -> tuple[Float32, Float32]:
+def loaded(pointer: cute.Pointer, **load_options: str) -> tuple[Float32, Float32]:
     """Load two consecutive floats."""
-    return tuple(cute.arch.load(place + i, Float32, **how) for i in range(2))
+    return tuple(cute.arch.load(pointer + i, Float32, **load_options) for i in range(2))
 
 
 @dataclass(frozen=True)
@@ -250,11 +250,11 @@ class PartialResult:
         out = cute.make_rmem_tensor((QUAD, AT_ONCE), Float32)
         for i in cutlass.range_constexpr(AT_ONCE):
             split = first + i * step
-            there = cutlass.min(split, partials.splits - 1)
-            highest, weight = partials.weight_of(row, there)
+            clamped_split = cutlass.min(split, partials.splits - 1)
+            highest, weight = partials.weight_of(row, clamped_split)
             top[i] = cutlass.select_(split < partials.splits, highest, -Float32.inf)
             total[i] = cutlass.select_(split < partials.splits, weight, Float32(0.0))
-            partials.load_quad(row, there, column, out[None, i])
+            partials.load_quad(row, clamped_split, column, out[None, i])
             for c in cutlass.range_constexpr(QUAD):  # an output may be inf, and 0 * inf is NaN
                 out[c, i] = cutlass.select_(split < partials.splits, out[c, i], Float32(0.0))
         for i in cutlass.range_constexpr(AT_ONCE):
@@ -267,21 +267,21 @@ class PartialResult:
         """Merge a second partial result of the same columns."""
         highest, scale_log2 = cute.arch.fmax(self.top[0], top), self.scale * LOG2_E
         base = 0.0 if highest == -Float32.inf else highest
-        mine = cute.math.exp2((self.top[0] - base) * scale_log2, fastmath=True)
-        theirs = cute.math.exp2((top - base) * scale_log2, fastmath=True)
+        own_factor = cute.math.exp2((self.top[0] - base) * scale_log2, fastmath=True)
+        merged_factor = cute.math.exp2((top - base) * scale_log2, fastmath=True)
         self.top[0] = highest
-        self.total[0] = self.total[0] * mine + total * theirs
+        self.total[0] = self.total[0] * own_factor + total * merged_factor
         for i in cutlass.range_constexpr(QUAD):
-            self.out[i] = self.out[i] * mine + out[i] * theirs
+            self.out[i] = self.out[i] * own_factor + out[i] * merged_factor
 
     def lse(self) -> Float32:
         return self.top[0] * self.scale + cute.math.log(self.total[0], fastmath=True)
 
-    def close_of(self, chain: ScorePipeline, head: Int32) -> Float32:
-        return self.close(chain.sinks, head)
+    def finalize_row(self, score_pipeline: ScorePipeline, head: Int32) -> Float32:
+        return self.finalize(score_pipeline.sinks, head)
 
     @cute.jit
-    def close(self, sinks: cute.Tensor | None, head: Int32) -> Float32:
+    def finalize(self, sinks: cute.Tensor | None, head: Int32) -> Float32:
         """Finish the sum and return the LSE.
 
         Args:
@@ -310,13 +310,13 @@ class PartialResult:
     def write(self, target: cute.Pointer, element: cutlass.Constexpr[Element]):
         """Write the columns of the normalized output in 16 bits."""
         inverse = 0.0 if self.total[0] == 0.0 else cute.arch.rcp_approx(self.total[0])
-        place = cute.make_ptr(Int32, target.toint(), cute.AddressSpace.gmem, assumed_align=8)
-        pairs = cute.make_tensor(place, cute.make_layout(2))
+        pair_pointer = cute.make_ptr(Int32, target.toint(), cute.AddressSpace.gmem, assumed_align=8)
+        pairs = cute.make_tensor(pair_pointer, cute.make_layout(2))
         for i in cutlass.range_constexpr(2):
             pairs[i] = element.pack_pair(self.out[2 * i] * inverse, self.out[2 * i + 1] * inverse)
 
     @cute.jit
-    def leave(self, partials: WorkspacePartials, row: Int32, split: Int32, column: Int32):
+    def store_partial(self, partials: WorkspacePartials, row: Int32, split: Int32, column: Int32):
         """Store the columns of the normalized output, and once per row the maximum and the sum, as a partial result."""
         inverse = 0.0 if self.total[0] == 0.0 else cute.arch.rcp_approx(self.total[0])
         for i in cutlass.range_constexpr(QUAD):
@@ -330,12 +330,12 @@ class PartialResult:
     def join_lanes(self):
         """Merge the lanes with the same columns. Afterwards all lanes have the sum."""
         for bits in (COLUMN_LANES, 2 * COLUMN_LANES):
-            other = cute.make_rmem_tensor((QUAD,), Float32)
+            peer_out = cute.make_rmem_tensor((QUAD,), Float32)
             top = cute.arch.shuffle_sync_bfly(self.top[0], offset=bits)
             total = cute.arch.shuffle_sync_bfly(self.total[0], offset=bits)
             for i in cutlass.range_constexpr(QUAD):
-                other[i] = cute.arch.shuffle_sync_bfly(self.out[i], offset=bits)
-            self.merge(top, total, other)
+                peer_out[i] = cute.arch.shuffle_sync_bfly(self.out[i], offset=bits)
+            self.merge(top, total, peer_out)
 
     @cute.jit
     def join_warps(self, shared: cute.Tensor, warp: Int32):
@@ -353,7 +353,7 @@ class PartialResult:
         cute.arch.sync_threads()
         if warp == 0 and lane < COLUMN_LANES:
             for w in cutlass.range_constexpr(1, WARPS):
-                other = cute.make_rmem_tensor((QUAD,), Float32)
+                warp_out = cute.make_rmem_tensor((QUAD,), Float32)
                 for i in cutlass.range_constexpr(QUAD):
-                    other[i] = shared[2 + i, lane, w]
-                self.merge(shared[0, lane, w], shared[1, lane, w], other)
+                    warp_out[i] = shared[2 + i, lane, w]
+                self.merge(shared[0, lane, w], shared[1, lane, w], warp_out)

@@ -1,16 +1,16 @@
 """One file for each feature. `base` has the interface; registry/features.py names the classes.
 
 - `base`: The interface between a kernel and its features.
-- `causal`: CausalFeature masks.
+- `causal`: Causal masks.
 - `mask`: Bool masks.
 - `bias`: Float masks.
 - `window`: Sliding windows.
-- `softcap`: SoftcapStage.
+- `softcap`: Soft capping.
 - `varlen`: Packed sequences.
-- `dropout`: DropoutStage.
+- `dropout`: Dropout.
 - `quantized_qkv`: 8-bit products.
 - `quantized_kv_cache`: 8-bit KV caches.
-- `paged_kv`: PagedKvFeature KV caches.
+- `paged_kv`: Paged KV caches.
 - `decode_mask`: Bool masks in decode.
 - `decode_bias`: Float masks in decode.
 - `decode_window`: Windows in decode.

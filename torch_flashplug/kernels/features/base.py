@@ -30,72 +30,73 @@ class ProductOperands:
     q: cute.Tensor  # (B, Hq, Sq, D)
     k: cute.Tensor  # (B, Hkv, Sk, D)
     v: cute.Tensor  # (B, Hkv, Sk, Dv), or (B, Hkv, Dv, Sk) if `v_is_transposed`
-    scaling: object  # softmax.NoScaling or scaled.Scaling
+    scaling: object  # softmax.NoScaling or scaled_softmax.Scaling
 
 
 class KernelFeatures:
     """Features of a kernel. The base class describes a kernel without features.
 
-    The class of a feature (Feature.part) inherits from `KernelFeatures` and overrides the affected methods. The classes
-    of all features of a kernel are combined in the order of features.py. The methods take the runtime arguments from
-    the call.
+    The class of a feature (Feature.class_path) inherits from `KernelFeatures` and overrides the affected methods. The
+    classes of all features of a kernel are combined in the order of features.py. The methods take the runtime arguments
+    from the call.
     """
 
     tile_lengths_vary = False  # True if rows of a tile may see different numbers of keys
-    has_small_tiles = False  # True if many tiles have few rows
+    has_small_tiles = False  # True if many tiles have a small number of rows
     has_score_derivative = False  # True if score modifications with a derivative apply to all scores
-    v_is_transposed = False  # True if V is given as (B, Hkv, Dv, Sk)
+    v_is_transposed = False  # True if V has the shape (B, Hkv, Dv, Sk)
 
     def __init__(self, element: Element, spec: KernelSpec, transposed: bool):
         self.element, self.spec, self.transposed, self.listed_rows = element, spec, transposed, spec.listed_rows
 
     @staticmethod
-    def of(spec: KernelSpec, *, transposed: bool = False) -> KernelFeatures:
+    def from_spec(spec: KernelSpec, *, transposed: bool = False) -> KernelFeatures:
         """Return the features of a spec.
 
         Args:
             spec: the kernel spec.
             transposed: True if scores of the kernel are (keys, queries).
         """
-        names = [feature.part_of(spec.kind) for feature in features.of(spec.features)]
-        parts = [part_named(name) for name in names if name]
-        kind = type("Seams", (*reversed(parts), KernelFeatures), {}) if parts else KernelFeatures
-        return kind(ELEMENTS[MADE_OF[spec.dtype].q], spec, transposed)
+        names = [feature.class_path_of(spec.kind) for feature in features.select(spec.features)]
+        classes = [feature_class(name) for name in names if name]
+        combined = type("CombinedFeatures", (*reversed(classes), KernelFeatures), {}) if classes else KernelFeatures
+        return combined(ELEMENTS[MADE_OF[spec.dtype].q], spec, transposed)
 
-    def pieces(self, call: object) -> TileAddressing:
+    def tile_addressing(self, call: object) -> TileAddressing:
         return DenseAddressing()
 
-    def walk(self, call: object) -> BlockIterator:
+    def block_iterator(self, call: object) -> BlockIterator:
         return FullBlocks()
 
     def operands(self, call: object) -> ProductOperands:
         """Return the operands of both products."""
         return ProductOperands(call.q, call.k, call.v, NoScaling())
 
-    def stored(self, call: object) -> object:
-        """Decode: return the KV loader (stored.Stored), or None if K and V need no conversion."""
+    def kv_loader(self, call: object) -> object:
+        """Decode: return the KV loader (decode/kv_load.py), or None if K and V need no conversion."""
 
-    def visible(self, call: object) -> ScoreStage:
-        """Return the stage to mask invisible scores. Every chain contains such a stage."""
+    def masking_stage(self, call: object) -> ScoreStage:
+        """Return the stage to mask invisible scores. Every score pipeline contains such a stage."""
         return KvBoundsStage()
 
-    def chain(self, call: object) -> ScorePipeline:
-        return ScorePipeline((self.visible(call),))
+    def score_pipeline(self, call: object) -> ScorePipeline:
+        return ScorePipeline((self.masking_stage(call),))
 
     def launch_preprocess(self, call: object, stream: cuda.CUstream) -> None:
-        """Launch the preprocess kernels, ahead of the kernel."""
+        """Launch the preprocess kernels, before the kernel."""
 
-    overlaps_preprocess = False  # True if the kernel starts while the preprocess kernels still run, and waits in `wait`
+    overlaps_preprocess = False  # True if the kernel starts while the preprocess kernels still run, and waits in
+    # `wait_for_preprocess`
 
-    def wait(self) -> None:
-        """Wait for the preprocess kernels. All threads call `wait` before reading the results."""
+    def wait_for_preprocess(self) -> None:
+        """Wait for the preprocess kernels. All threads call `wait_for_preprocess` before reading the results."""
 
 
-def part_named(part: str) -> type[KernelFeatures]:
+def feature_class(path: str) -> type[KernelFeatures]:
     """Return the class of a feature.
 
     The module is imported only for kernels with the feature. A change of the module then recompiles no kernels without
     the feature (compile.sources_of).
     """
-    module, _, name = part.rpartition(".")
+    module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(f".{module}", __package__), name)

@@ -10,9 +10,9 @@ from .base import KernelFeatures
 class BiasFeature(KernelFeatures):
     """Kernel feature for float attention masks: adds the bias stage."""
 
-    def chain(self, call: object) -> ScorePipeline:
+    def score_pipeline(self, call: object) -> ScorePipeline:
         """Return the score stages with the bias stage first.
 
         Later stages mask scores. A bias stage behind such a stage could negate the masked scores.
         """
-        return ScorePipeline((Added(call.bias, call.scales.natural), *super().chain(call).stages))
+        return ScorePipeline((Added(call.bias_any_dtype, call.scales.natural), *super().score_pipeline(call).stages))

@@ -12,8 +12,8 @@ class CausalFeature(KernelFeatures):
 
     tile_lengths_vary = True
 
-    def walk(self, call: object) -> CausalBlocks:
+    def block_iterator(self, call: object) -> CausalBlocks:
         return CausalBlocks()
 
-    def visible(self, call: object) -> CausalStage:
+    def masking_stage(self, call: object) -> CausalStage:
         return CausalStage()

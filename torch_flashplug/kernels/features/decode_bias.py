@@ -1,4 +1,4 @@
-"""Decode with a bias: the kernel reads the bias directly, because decode has too few rows for TMA boxes of 64 rows."""
+"""Decode with a bias: the kernel reads the bias directly, because TMA boxes have 64 rows, more than a decode tile."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
 from ...registry.kernel_spec import SLAB, WARP
-from ..score_stages.bias_read import DirectBias, RowBias, room, starts_of
+from ..score_stages.bias_read import DirectBias, RowBias, allocate_rows, starts_of
 from ..score_stages.natural_units import add
 from ..score_stages.pipeline import ScoreCoord, ScorePipeline, ScoreStage
 from ..tiling.block_iterator import BlockIterator, BoundBlocks, FullBlocks, SplitKvRange
@@ -20,19 +20,19 @@ from .base import KernelFeatures
 class DecodeBiasFeature(KernelFeatures):
     """Kernel feature for decode with a bias."""
 
-    def walk(self, call: object) -> BlockIterator:
+    def block_iterator(self, call: object) -> BlockIterator:
         return AllBlocks()
 
-    def chain(self, call: object) -> ScorePipeline:
-        """Return the score stages with the bias stage first, as in parts.bias."""
-        return ScorePipeline((DecodeDirectBias(call.bias, call.scale), *super().chain(call).stages))
+    def score_pipeline(self, call: object) -> ScorePipeline:
+        """Return the score stages with the bias stage first, as in features/bias.py."""
+        return ScorePipeline((DecodeDirectBias(call.bias_any_dtype, call.scale), *super().score_pipeline(call).stages))
 
 
 @dataclass(frozen=True)
 class AllBlocks(FullBlocks):
     """Block iterator over all KV blocks. Score stages apply in every block."""
 
-    def at(self, sizes: SeqlenInfo, tile_m: int, tile_n: int) -> BoundAllBlocks:
+    def bind(self, sizes: SeqlenInfo, tile_m: int, tile_n: int) -> BoundAllBlocks:
         return BoundAllBlocks(self.causal, sizes, tile_m, tile_n)
 
 
@@ -49,40 +49,40 @@ class BoundAllBlocks(BoundBlocks):
 class DecodeDirectBias(DirectBias):
     """Bias stage for packed rows. The bias is loaded one block ahead."""
 
-    now: cute.Tensor | None = None  # (2, columns of a thread) registers
+    bias_values: cute.Tensor | None = None  # (2, columns of a thread) registers
 
     applies_to_full_blocks = False
 
-    def hold(self, columns: int) -> ScoreStage:
-        return replace(self, now=room(self.bias, columns // 4))
+    def allocate_registers(self, columns: int) -> ScoreStage:
+        return replace(self, bias_values=allocate_rows(self.bias, columns // 4))
 
-    def at(self, place: ScoreCoord) -> ScoreStage:
+    def set_tile(self, coord: ScoreCoord) -> ScoreStage:
         """Return the stage for a tile.
 
         Args:
-            place: place of the first row of the tile. The head is the first head of the tile. Results of rows beyond
-                the last row are discarded.
+            coord: coordinate of the first row of the tile. The head is the first head of the tile. Results of rows
+                beyond the last row are discarded.
         """
-        row, (_, heads, Sq, _) = place.row + cute.arch.thread_idx()[0] // WARP * SLAB, self.bias.shape
+        row, (_, heads, Sq, _) = coord.row + cute.arch.thread_idx()[0] // WARP * SLAB, self.bias.shape
         row = row + cute.arch.lane_idx() // 4
         lines = []
         for r in range(2):
-            head, query = cutlass.min(place.head + (row + 8 * r) // Sq, heads - 1), (row + 8 * r) % Sq
-            lines.append((place.batch, head, query))
-        return DecodeRowBias(self.bias, self.scale, place, starts_of(lines, self.bias), self.now)
+            head, query = cutlass.min(coord.head + (row + 8 * r) // Sq, heads - 1), (row + 8 * r) % Sq
+            lines.append((coord.batch, head, query))
+        return DecodeRowBias(self.bias, self.scale, coord, starts_of(lines, self.bias), self.bias_values)
 
 
 @dataclass(frozen=True)
 class DecodeRowBias(RowBias):
-    """Bias rows of a tile of packed rows. `now` holds the bias of the current block in registers."""
+    """Bias rows of a tile of packed rows. `bias_values` holds the bias of the current block in registers."""
 
-    now: cute.Tensor
+    bias_values: cute.Tensor
     applies_to_full_blocks = False
 
     def begin(self, block: Int32) -> None:
         """Start loading the bias of a block. The first use of the values waits."""
-        self.read(block, self.now)
+        self.read(block, self.bias_values)
 
     @cute.jit
     def apply(self, S: cute.Tensor, block: Int32, count: Int32 | None):
-        add(S, self.scale, self.now)
+        add(S, self.scale, self.bias_values)

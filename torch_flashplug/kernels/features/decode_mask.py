@@ -30,7 +30,7 @@ from .base import KernelFeatures
 if TYPE_CHECKING:
     from ..decode.pack_gqa import DecodeTile
 
-# Capacity of the list, stored beside the barriers (spec.BARRIER_BYTES). A longer list would leave space for only a
+# Capacity of the list, stored beside the barriers (kernel_spec.py). A longer list would leave space for only a
 # single CTA per SM instead of two.
 GROUPS = 352
 LANES = 4  # lanes of a warp at the keys of a block. The lanes of a quad hold the same score rows
@@ -43,10 +43,10 @@ TRUES = 0x01010101  # a word of four visible keys
 class DecodeMaskFeature(KernelFeatures):
     """Kernel feature for decode with a bool mask."""
 
-    def walk(self, call: object) -> DecodeMaskIterator:
+    def block_iterator(self, call: object) -> DecodeMaskIterator:
         return DecodeMaskIterator(call.mask)
 
-    def visible(self, call: object) -> ScoreStage:
+    def masking_stage(self, call: object) -> ScoreStage:
         """Return the stage that applies the mask. No byte is loaded for keys beyond the end."""
         return DecodeMaskStage(call.mask)
 
@@ -61,7 +61,7 @@ class MaskRow:
     query: Int32
 
     @classmethod
-    def of(cls, mask: cute.Tensor, batch: Int32, head: Int32, query: Int32) -> MaskRow:
+    def create(cls, mask: cute.Tensor, batch: Int32, head: Int32, query: Int32) -> MaskRow:
         """Return a row of the mask.
 
         A head beyond the last uses the last head, and a single-head mask serves every head.
@@ -124,7 +124,7 @@ class DecodeMaskIterator(BlockIterator):
 
     mask: cute.Tensor
 
-    def at(self, sizes: SeqlenInfo, tile_m: int, tile_n: int) -> BoundDecodeMask:
+    def bind(self, sizes: SeqlenInfo, tile_m: int, tile_n: int) -> BoundDecodeMask:
         return BoundDecodeMask(self.mask, sizes, tile_m, tile_n)
 
 
@@ -137,17 +137,17 @@ class BoundDecodeMask:
     tile_m: int
     tile_n: int
     # Shared memory, indexed by group:
-    seen: cute.Tensor | None = None  # (GROUPS / 32,) bits: whether some row sees a key of the group
-    hidden: cute.Tensor | None = None  # (GROUPS / 32,) bits: whether a key of the group is masked for some row
+    visible: cute.Tensor | None = None  # (GROUPS / 32,) bits: whether some row sees a key of the group
+    masked: cute.Tensor | None = None  # (GROUPS / 32,) bits: whether a key of the group is masked for some row
     groups: cute.Tensor | None = None  # (GROUPS,) visited groups: index times two, plus one if a key is masked
     count: cute.Tensor | None = None  # (1,) number of blocks in the visited groups
     may_mask = True
 
-    def shared(self, smem: cutlass.memory.SmemAllocator) -> BoundDecodeMask:
-        seen, hidden = (smem.allocate_tensor(Int32, cute.make_layout(GROUPS // WARP), 4) for _ in range(2))
+    def allocate_smem(self, smem: cutlass.memory.SmemAllocator) -> BoundDecodeMask:
+        visible, masked = (smem.allocate_tensor(Int32, cute.make_layout(GROUPS // WARP), 4) for _ in range(2))
         count = smem.allocate_tensor(Int32, cute.make_layout(1), 4)
         groups = smem.allocate_tensor(Uint16, cute.make_layout(GROUPS), 2)
-        return replace(self, seen=seen, hidden=hidden, groups=groups, count=count)
+        return replace(self, visible=visible, masked=masked, groups=groups, count=count)
 
     def blocks(self, split: Int32, splits: Int32) -> Int32:
         """Return the number of blocks of a split: split, split + splits, and so on; at least one."""
@@ -158,114 +158,116 @@ class BoundDecodeMask:
         return INT_BITS - cute.arch.clz((blocks - 1) // GROUPS)
 
     @cute.jit
-    def find(self, part: DecodeTile):
-        """Scan the mask and build the list of visited groups. Every thread calls `find` before roles part."""
-        blocks, thread = self.blocks(part.split, part.splits), cute.arch.thread_idx()[0]
+    def scan(self, decode_tile: DecodeTile):
+        """Scan the mask and build the list of visited groups. Every thread calls `scan` before roles part."""
+        blocks, thread = self.blocks(decode_tile.split, decode_tile.splits), cute.arch.thread_idx()[0]
         log, warp = self.log_size(blocks), cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if thread < GROUPS // WARP:
-            self.seen[thread] = self.hidden[thread] = 0
+            self.visible[thread] = self.masked[thread] = 0
         cute.arch.sync_threads()
         if by_vectors(self.mask):
             if one_for_all(self.mask):
-                self.scan_mask_of_row(part, blocks, log)
+                self.scan_mask_of_row(decode_tile, blocks, log)
             else:
-                self.scan_mask(part, blocks, log, vectors=True)
+                self.scan_mask(decode_tile, blocks, log, vectors=True)
         else:
-            self.scan_mask(part, blocks, log, vectors=False)
+            self.scan_mask(decode_tile, blocks, log, vectors=False)
         cute.arch.sync_threads()
         if warp == 0:
-            self.sort((blocks + (1 << log) - 1) >> log, log)
+            self.list_groups((blocks + (1 << log) - 1) >> log, log)
         cute.arch.sync_threads()
 
     @cute.jit
-    def scan_mask_of_row(self, part: DecodeTile, blocks: Int32, log: Int32):
+    def scan_mask_of_row(self, decode_tile: DecodeTile, blocks: Int32, log: Int32):
         """Scan a mask with the same row for the whole batch entry, as `scan_mask`.
 
         Little code is fetched and executed before the first loads are in flight.
         """
-        line, lane = MaskRow.of(self.mask, part.batch, Int32(0), Int32(0)), cute.arch.lane_idx()
+        mask_row, lane = MaskRow.create(self.mask, decode_tile.batch, Int32(0), Int32(0)), cute.arch.lane_idx()
         warp, warps = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.block_dim()[0] // WARP
         steps = self.tile_n // (LANES * BYTES)
-        found = cute.make_rmem_tensor((BYTES // 4, AT_ONCE, steps), Int32)
-        for at in cutlass.range(warp * BLOCKS, blocks, warps * AT_ONCE * BLOCKS, unroll=1):
+        mask_words = cute.make_rmem_tensor((BYTES // 4, AT_ONCE, steps), Int32)
+        for first in cutlass.range(warp * BLOCKS, blocks, warps * AT_ONCE * BLOCKS, unroll=1):
             for i in cutlass.range_constexpr(AT_ONCE):
-                nth = at + i * warps * BLOCKS + lane // LANES
-                first = (nth * part.splits + part.split) * self.tile_n + lane % LANES * BYTES
+                block = first + i * warps * BLOCKS + lane // LANES
+                first_key = (block * decode_tile.splits + decode_tile.split) * self.tile_n + lane % LANES * BYTES
                 for step in cutlass.range_constexpr(steps):
-                    line.load(first + step * LANES * BYTES, found[None, i, step], vectors=True)
+                    mask_row.load(first_key + step * LANES * BYTES, mask_words[None, i, step], vectors=True)
             for i in cutlass.range_constexpr(AT_ONCE):
-                if at + i * warps * BLOCKS < blocks:
-                    self.record_block(found[None, i, None], at + i * warps * BLOCKS + lane // LANES, blocks, log)
+                if first + i * warps * BLOCKS < blocks:
+                    self.record_block(
+                        mask_words[None, i, None], first + i * warps * BLOCKS + lane // LANES, blocks, log
+                    )
 
     @cute.jit
-    def scan_mask(self, part: DecodeTile, blocks: Int32, log: Int32, vectors: cutlass.Constexpr[bool]):
+    def scan_mask(self, decode_tile: DecodeTile, blocks: Int32, log: Int32, vectors: cutlass.Constexpr[bool]):
         """Scan the mask rows. Each warp handles BLOCKS blocks of a row, with LANES lanes per block."""
         by_head = self.mask.shape[1] > 1
-        begin = cutlass.select_(by_head, part.first_row, Int32(0))
-        end = cutlass.select_(by_head, cutlass.min(part.rows, begin + self.tile_m), self.sizes.Sq)
-        lines = cutlass.select_(one_for_all(self.mask), Int32(1), end - begin)
+        begin = cutlass.select_(by_head, decode_tile.first_row, Int32(0))
+        end = cutlass.select_(by_head, cutlass.min(decode_tile.rows, begin + self.tile_m), self.sizes.Sq)
+        num_rows = cutlass.select_(one_for_all(self.mask), Int32(1), end - begin)
         lane, warp = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        looks, warps = cute.ceil_div(blocks, BLOCKS) * lines, cute.arch.block_dim()[0] // WARP
+        num_tasks, warps = cute.ceil_div(blocks, BLOCKS) * num_rows, cute.arch.block_dim()[0] // WARP
         steps = self.tile_n // (LANES * BYTES)
-        found = cute.make_rmem_tensor((BYTES // 4, AT_ONCE, steps), Int32)
-        for first in cutlass.range(warp, looks, warps * AT_ONCE, unroll=1):
+        mask_words = cute.make_rmem_tensor((BYTES // 4, AT_ONCE, steps), Int32)
+        for first in cutlass.range(warp, num_tasks, warps * AT_ONCE, unroll=1):
             for i in cutlass.range_constexpr(AT_ONCE):
-                number = first + i * warps
-                head, query = part.place(begin + number % lines)
-                line = MaskRow.of(self.mask, part.batch, head, query)
-                block = (number // lines * BLOCKS + lane // LANES) * part.splits + part.split
+                task = first + i * warps
+                head, query = decode_tile.unpack_row(begin + task % num_rows)
+                mask_row = MaskRow.create(self.mask, decode_tile.batch, head, query)
+                block = (task // num_rows * BLOCKS + lane // LANES) * decode_tile.splits + decode_tile.split
                 for step in cutlass.range_constexpr(steps):
                     key = block * self.tile_n + (step * LANES + lane % LANES) * BYTES
-                    line.load(key, found[None, i, step], vectors)
+                    mask_row.load(key, mask_words[None, i, step], vectors)
             for i in cutlass.range_constexpr(AT_ONCE):
-                nth = (first + i * warps) // lines * BLOCKS + lane // LANES
-                self.record_block(found[None, i, None], nth, blocks, log)
+                split_block = (first + i * warps) // num_rows * BLOCKS + lane // LANES
+                self.record_block(mask_words[None, i, None], split_block, blocks, log)
 
     @cute.jit
-    def record_block(self, found: cute.Tensor, nth: Int32, blocks: Int32, log: Int32):
+    def record_block(self, mask_words: cute.Tensor, block: Int32, blocks: Int32, log: Int32):
         """Record the scan result of a warp in the group bits.
 
         Args:
-            found: (4, steps) mask words per lane. A quad of lanes holds the same block.
-            nth: index of the block in the split.
+            mask_words: (4, steps) mask words per lane. A quad of lanes holds the same block.
+            block: index of the block in the split.
             blocks: number of blocks of the split.
             log: log2 of the group size.
         """
         lane, quad = cute.arch.lane_idx(), (1 << LANES) - 1
-        words = [found[i] for i in range(cute.size(found))]
-        some, all_ = (functools.reduce(op, words) for op in (operator.or_, operator.and_))
+        words = [mask_words[i] for i in range(cute.size(mask_words))]
+        any_, all_ = (functools.reduce(op, words) for op in (operator.or_, operator.and_))
         # A byte with any higher bit set also means true. Such a byte counts as masked here. The only effect is to make
         # the kernel read the bits of the group.
-        seen = cute.arch.vote_ballot_sync(some != 0) >> lane & quad
-        hidden = cute.arch.vote_ballot_sync(all_ & TRUES != TRUES) >> lane & quad
-        if lane % LANES == 0 and nth < blocks:
-            word, bit = (nth >> log) // WARP, Int32(1) << (nth >> log) % WARP
-            if seen != 0:
-                cute.arch.atomic_or(self.seen.iterator + word, bit, sem="relaxed", scope="cta")
-            if hidden != 0:
-                cute.arch.atomic_or(self.hidden.iterator + word, bit, sem="relaxed", scope="cta")
+        visible = cute.arch.vote_ballot_sync(any_ != 0) >> lane & quad
+        masked = cute.arch.vote_ballot_sync(all_ & TRUES != TRUES) >> lane & quad
+        if lane % LANES == 0 and block < blocks:
+            word, bit = (block >> log) // WARP, Int32(1) << (block >> log) % WARP
+            if visible != 0:
+                cute.arch.atomic_or(self.visible.iterator + word, bit, sem="relaxed", scope="cta")
+            if masked != 0:
+                cute.arch.atomic_or(self.masked.iterator + word, bit, sem="relaxed", scope="cta")
 
     @cute.jit
-    def sort(self, groups: Int32, log: Int32):
+    def list_groups(self, groups: Int32, log: Int32):
         """Build the list of groups with visible keys, in order. A single warp calls `sort`.
 
         Without any visible key, the list contains a single group, whose bits mask all scores.
         """
-        lane, taken = cute.arch.lane_idx(), Int32(0)
+        lane, num_visible = cute.arch.lane_idx(), Int32(0)
         for first in cutlass.range(0, groups, WARP, unroll=1):
-            seen, hidden = self.seen[first // WARP], self.hidden[first // WARP] >> lane & 1
-            if (seen >> lane & 1) != 0:
-                before = cute.arch.popc(seen & ((Int32(1) << lane) - 1))
-                self.groups[taken + before] = Uint16((first + lane) * 2 + hidden)
-            taken = taken + cute.arch.popc(seen)
+            visible, masked = self.visible[first // WARP], self.masked[first // WARP] >> lane & 1
+            if (visible >> lane & 1) != 0:
+                before = cute.arch.popc(visible & ((Int32(1) << lane) - 1))
+                self.groups[num_visible + before] = Uint16((first + lane) * 2 + masked)
+            num_visible = num_visible + cute.arch.popc(visible)
         if lane == 0:
-            if taken == 0:
+            if num_visible == 0:
                 self.groups[0] = Uint16(1)
-            self.count[0] = cutlass.max(taken, 1) << log
+            self.count[0] = cutlass.max(num_visible, 1) << log
 
-    def share(self, number: Int32, parts: Int32) -> DecodeMaskKvRange:
-        log = self.log_size(self.blocks(number, parts))
-        return DecodeMaskKvRange(Int32(0), self.count[0], self.groups, log, number, parts)
+    def split_range(self, split: Int32, splits: Int32) -> DecodeMaskKvRange:
+        log = self.log_size(self.blocks(split, splits))
+        return DecodeMaskKvRange(Int32(0), self.count[0], self.groups, log, split, splits)
 
     def masks(self, keys: DecodeMaskKvRange, j: Int32) -> Boolean:
         return keys.group(j) & 1 != 0
@@ -297,25 +299,27 @@ class DecodeMaskStage(ScoreStage):
     """Score stage for the mask: masked scores become -inf. Each thread of a quad loads 16 keys of the quad's rows."""
 
     mask: cute.Tensor
-    now: cute.Tensor | None = None  # (4, 2, words of a block / 2) registers: mask bytes of the two rows of a thread
-    place: ScoreCoord | None = None
+    mask_words: cute.Tensor | None = (
+        None  # (4, 2, words of a block / 2) registers: mask bytes of the two rows of a thread
+    )
+    coord: ScoreCoord | None = None
 
-    def hold(self, columns: int) -> ScoreStage:
+    def allocate_registers(self, columns: int) -> ScoreStage:
         assert columns % (2 * WARP) == 0, "threads of a row have 16 keys each"
-        return replace(self, now=cute.make_rmem_tensor((BYTES // 4, 2, columns // (2 * WARP)), Int32))
+        return replace(self, mask_words=cute.make_rmem_tensor((BYTES // 4, 2, columns // (2 * WARP)), Int32))
 
-    def at(self, place: ScoreCoord) -> ScoreStage:
+    def set_tile(self, coord: ScoreCoord) -> ScoreStage:
         """Return the stage for a tile.
 
         Args:
-            place: place of the first row of the tile. Rows are packed, and the head is the first head of the tile.
+            coord: coordinate of the first row of the tile. Rows are packed, and the head is the first head of the tile.
         """
-        return replace(self, place=place)
+        return replace(self, coord=coord)
 
-    def line(self, row: Int32) -> MaskRow:
+    def mask_row(self, row: Int32) -> MaskRow:
         """Return the mask row of a packed row. Results of rows beyond the last row are discarded."""
-        Sq = self.place.sizes.Sq
-        return MaskRow.of(self.mask, self.place.batch, self.place.head + row // Sq, row % Sq)
+        Sq = self.coord.sizes.Sq
+        return MaskRow.create(self.mask, self.coord.batch, self.coord.head + row // Sq, row % Sq)
 
     @cute.jit
     def begin(self, block: Int32):
@@ -328,28 +332,28 @@ class DecodeMaskStage(ScoreStage):
     @cute.jit
     def fetch(self, block: Int32, vectors: cutlass.Constexpr[bool]):
         lane = cute.arch.lane_idx()
-        row = self.place.row + cute.arch.thread_idx()[0] // WARP * SLAB + lane // LANES
-        for part in cutlass.range_constexpr(cute.size(self.now, mode=[2])):
-            key = block * self.place.block + part * 2 * WARP + lane % LANES * BYTES
-            self.line(row).load(key, self.now[None, 0, part], vectors)
+        row = self.coord.row + cute.arch.thread_idx()[0] // WARP * SLAB + lane // LANES
+        for part in cutlass.range_constexpr(cute.size(self.mask_words, mode=[2])):
+            key = block * self.coord.block + part * 2 * WARP + lane % LANES * BYTES
+            self.mask_row(row).load(key, self.mask_words[None, 0, part], vectors)
             if not one_for_all(self.mask):
-                self.line(row + SLAB // 2).load(key, self.now[None, 1, part], vectors)
+                self.mask_row(row + SLAB // 2).load(key, self.mask_words[None, 1, part], vectors)
 
     @cute.jit
     def words(self, r: int, part: int) -> tuple[Int32, Int32]:
         """Return the bits of 64 keys of a row, from the four parts that a quad holds."""
-        lane, bytes_ = cute.arch.lane_idx(), [self.now[word, r, part] for word in range(BYTES // 4)]
+        lane, bytes_ = cute.arch.lane_idx(), [self.mask_words[word, r, part] for word in range(BYTES // 4)]
         bits = bits_of_words(bytes_)
-        other = cute.arch.shuffle_sync_bfly(bits, offset=1)
-        low, high = (cutlass.select_(lane % 2 == 0, a, b) for a, b in ((bits, other), (other, bits)))
-        mine = low | high << BYTES
-        other = cute.arch.shuffle_sync_bfly(mine, offset=2)
-        return tuple(cutlass.select_(lane % LANES < 2, a, b) for a, b in ((mine, other), (other, mine)))
+        peer_bits = cute.arch.shuffle_sync_bfly(bits, offset=1)
+        low, high = (cutlass.select_(lane % 2 == 0, a, b) for a, b in ((bits, peer_bits), (peer_bits, bits)))
+        own_bits = low | high << BYTES
+        peer_bits = cute.arch.shuffle_sync_bfly(own_bits, offset=2)
+        return tuple(cutlass.select_(lane % LANES < 2, a, b) for a, b in ((own_bits, peer_bits), (peer_bits, own_bits)))
 
     @cute.jit
     def apply(self, S: cute.Tensor, block: Int32, count: Int32 | None):
         columns = WARP // 4  # columns of a thread per word
-        for part in cutlass.range_constexpr(cute.size(self.now, mode=[2])):
+        for part in cutlass.range_constexpr(cute.size(self.mask_words, mode=[2])):
             of_rows = cute.make_rmem_tensor((2, 2), Int32)
             of_rows[0, 0], of_rows[0, 1] = self.words(0, part)
             if one_for_all(self.mask):
@@ -357,7 +361,7 @@ class DecodeMaskStage(ScoreStage):
             else:
                 of_rows[1, 0], of_rows[1, 1] = self.words(1, part)
             for r, word in [(r, word) for r in range(2) for word in range(2)]:
-                bits = of_rows[r, word] >> self.place.column
+                bits = of_rows[r, word] >> self.coord.column
                 for c in cutlass.range_constexpr((2 * part + word) * columns, (2 * part + word + 1) * columns):
                     bit = column_of(c) % WARP
                     S[r, c] = cutlass.select_((bits & Int32(1 << bit)) != 0, S[r, c], -Float32.inf)

@@ -25,11 +25,11 @@ from .window import WindowFeature
 class DecodeWindowFeature(WindowFeature):
     """Kernel feature for decode with a sliding window."""
 
-    def walk(self, call: object) -> SlidingWindow:
-        return DecodeWindowIterator(call.limits.left, call.limits.right, call.limits.bottom_right, call.split_size)
+    def block_iterator(self, call: object) -> SlidingWindow:
+        return DecodeWindowIterator(call.left, call.right, call.bottom_right, call.split_size)
 
-    def visible(self, call: object) -> SlidingWindowStage:
-        return DecodeWindowStage(super().walk(call), call.sinks)
+    def masking_stage(self, call: object) -> SlidingWindowStage:
+        return DecodeWindowStage(super().block_iterator(call), call.sinks)
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class DecodeWindowIterator(SlidingWindow):
 
     split_size: Int32  # in keys; 0: splits have equal shares
 
-    def at(self, sizes: SeqlenInfo, tile_m: int, tile_n: int) -> BoundDecodeWindow:
-        return BoundDecodeWindow(self.of(sizes), sizes, tile_n, self.split_size // tile_n)
+    def bind(self, sizes: SeqlenInfo, tile_m: int, tile_n: int) -> BoundDecodeWindow:
+        return BoundDecodeWindow(self.reach(sizes), sizes, tile_n, self.split_size // tile_n)
 
 
 @dataclass(frozen=True)
@@ -55,14 +55,14 @@ class BoundDecodeWindow:
     split_blocks: Int32
     may_mask = True
 
-    def shared(self, smem: cutlass.memory.SmemAllocator) -> BoundDecodeWindow:
+    def allocate_smem(self, smem: cutlass.memory.SmemAllocator) -> BoundDecodeWindow:
         return self
 
-    def find(self, part: object) -> None:
+    def scan(self, part: object) -> None:
         """Decode: scan for visible blocks (nothing to do here)."""
 
-    def share(self, number: Int32, parts: Int32) -> SplitKvRange:
-        """Return the KV blocks of split `number` of `parts` splits.
+    def split_range(self, split_idx: Int32, num_splits: Int32) -> SplitKvRange:
+        """Return the KV blocks of split `split_idx` of `num_splits` splits.
 
         A split without blocks gets the block behind all keys. Splits of a fixed size count from the first visible block
         of the sequence. A sequence therefore has the same splits in any batch and with block tables of any width.
@@ -71,15 +71,15 @@ class BoundDecodeWindow:
         _, behind = self.window.keys(self.sizes.Sq - 1)
         end = cute.ceil_div(cutlass.min(cutlass.max(behind, 1), self.sizes.seqlen_k_at_least_one), self.tile_n)
         begin = cutlass.min(cutlass.max(first, 0) // self.tile_n, end - 1)
-        mine = self.split_of(end - begin, number, parts)
+        split = self.split_of(end - begin, split_idx, num_splits)
         beyond = cute.ceil_div(self.sizes.seqlen_k_at_least_one, self.tile_n)
-        return SplitKvRange(begin + mine.begin, begin + mine.end).or_block(beyond)
+        return SplitKvRange(begin + split.begin, begin + split.end).or_block(beyond)
 
-    def split_of(self, blocks: Int32, number: Int32, parts: Int32) -> SplitKvRange:
-        alike, size = SplitKvRange.create(blocks, number, parts), self.split_blocks
-        ends = (cutlass.min((number + i) * size, blocks) for i in range(2))
-        of_size = zip(ends, (alike.begin, alike.end), strict=True)
-        return SplitKvRange(*(cutlass.select_(size > 0, mine, other) for mine, other in of_size))
+    def split_of(self, blocks: Int32, split_idx: Int32, num_splits: Int32) -> SplitKvRange:
+        equal_split, size = SplitKvRange.create(blocks, split_idx, num_splits), self.split_blocks
+        ends = (cutlass.min((split_idx + i) * size, blocks) for i in range(2))
+        ends_of_both = zip(ends, (equal_split.begin, equal_split.end), strict=True)
+        return SplitKvRange(*(cutlass.select_(size > 0, fixed_end, equal_end) for fixed_end, equal_end in ends_of_both))
 
     def masks(self, keys: SplitKvRange, j: Int32) -> cutlass.Boolean:
         """Return whether some query cannot see all keys of the block at position j."""
@@ -95,23 +95,23 @@ class DecodeWindowStage(SlidingWindowStage):
 
     columns: int = 0  # columns of a block that belong to a team
 
-    def hold(self, columns: int) -> ScoreStage:
+    def allocate_registers(self, columns: int) -> ScoreStage:
         return replace(self, columns=columns)
 
-    def at(self, place: ScoreCoord) -> ScoreStage:
+    def set_tile(self, coord: ScoreCoord) -> ScoreStage:
         """Return the stage for a tile. Each warp of a team has 16 rows.
 
         Args:
-            place: place of the first row of the tile.
+            coord: coordinate of the first row of the tile.
         """
-        warps = WARPGROUP // WARP * self.columns // place.block
-        row = place.row + cute.arch.warp_idx() % warps * SLAB + cute.arch.lane_idx() // 4
-        return DecodeWindowQueries(self.window.of(place.sizes), replace(place, row=row))
+        warps = WARPGROUP // WARP * self.columns // coord.block
+        row = coord.row + cute.arch.warp_idx() % warps * SLAB + cute.arch.lane_idx() // 4
+        return DecodeWindowQueries(self.window.reach(coord.sizes), replace(coord, row=row))
 
 
 class DecodeWindowQueries(WindowOfKeys):
     """Score stage of a sliding window, in which the query of a packed row is the row modulo Sq."""
 
-    def seen(self, row: Int32) -> tuple[Int32, Int32]:
+    def visible_columns(self, row: Int32) -> tuple[Int32, Int32]:
         """Return the first visible column of a packed row, and the first column behind."""
-        return super().seen(row % cutlass.max(self.place.sizes.Sq, 1))
+        return super().visible_columns(row % cutlass.max(self.coord.sizes.Sq, 1))

@@ -10,5 +10,7 @@ from .base import KernelFeatures
 class DropoutFeature(KernelFeatures):
     """Kernel feature for dropout: adds the dropout stage behind all stages."""
 
-    def chain(self, call: object) -> ScorePipeline:
-        return ScorePipeline((*super().chain(call).stages, DropoutStage.of(call.drawn, call.q.shape[1])))
+    def score_pipeline(self, call: object) -> ScorePipeline:
+        return ScorePipeline(
+            (*super().score_pipeline(call).stages, DropoutStage.create(call.seed, call.dropout_p, call.q.shape[1]))
+        )

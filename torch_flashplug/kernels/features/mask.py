@@ -1,6 +1,6 @@
 """Bool masks as a kernel feature: empty blocks are skipped, full blocks need no mask, partial blocks use a bitmask.
 
-Lists and bitmask are created from the mask by mask preprocessing, ahead of the kernel.
+Lists and bitmask are created from the mask by mask preprocessing, before the kernel.
 """
 
 from __future__ import annotations
@@ -27,19 +27,21 @@ class MaskFeature(KernelFeatures):
     def launch_preprocess(self, call: object, stream: cuda.CUstream):
         """Launch mask preprocessing. A mask without elements was preprocessed earlier."""
         if call.mask.shape[3] > 0:
-            MaskPreprocess(tall=self.listed_rows == TALL)(call.mask, digested(call), stream)
+            MaskPreprocess(tall=self.listed_rows == TALL)(call.mask, mask_metadata(call), stream)
         if cutlass.const_expr(self.ordered):
-            AccumulationRanks()(digested(call), stream)
+            AccumulationRanks()(mask_metadata(call), stream)
 
-    def walk(self, call: object) -> BlockSparseIterator:
-        lists = digested(call).lists(self.transposed, self.ordered, self.listed_rows)
-        kind = BlockSparse192Iterator if self.listed_rows == TALL else BlockSparseIterator
-        return kind(lists, lists)  # a kernel visits blocks in a single direction
+    def block_iterator(self, call: object) -> BlockSparseIterator:
+        lists = mask_metadata(call).lists(self.transposed, self.ordered, self.listed_rows)
+        iterator_class = BlockSparse192Iterator if self.listed_rows == TALL else BlockSparseIterator
+        return iterator_class(lists, lists)  # a kernel visits blocks in a single direction
 
-    def visible(self, call: object) -> ScoreStage:
+    def masking_stage(self, call: object) -> ScoreStage:
         """Return the bitmask stage. The bitmask also masks keys beyond the last key."""
-        of = digested(call)
-        return BlockSparseBitmaskStage(of.words(self.transposed), of.of_batch, of.of_head, of.rows)
+        metadata = mask_metadata(call)
+        return BlockSparseBitmaskStage(
+            metadata.words(self.transposed), metadata.of_batch, metadata.of_head, metadata.rows
+        )
 
 
 class DeterministicMaskFeature(MaskFeature):
@@ -48,5 +50,5 @@ class DeterministicMaskFeature(MaskFeature):
     ordered = True
 
 
-def digested(call: object) -> MaskMetadata:
-    return MaskMetadata.create(call.digest, call.mask.shape[2], call.q.shape[2], call.k.shape[2])
+def mask_metadata(call: object) -> MaskMetadata:
+    return MaskMetadata.create(call.mask_metadata, call.mask.shape[2], call.q.shape[2], call.k.shape[2])

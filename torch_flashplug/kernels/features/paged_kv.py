@@ -36,23 +36,23 @@ GROUP = 16
 class PageTable:
     """Block table and KV lengths of all sequences."""
 
-    numbers: cute.Tensor  # (B, n)
-    used: cute.Tensor  # (B,)
+    page_indices: cute.Tensor  # (B, n)
+    kv_lens: cute.Tensor  # (B,)
     rows: Int32  # rows of a page
 
     def keys(self, batch: Int32) -> Int32:
         """Return the KV length of a sequence."""
-        return cutlass.min(cutlass.max(self.used[batch], 0), self.numbers.shape[1] * self.rows)
+        return cutlass.min(cutlass.max(self.kv_lens[batch], 0), self.page_indices.shape[1] * self.rows)
 
 
 @dataclass(frozen=True)
 class PagedAddressing(DenseAddressing):
     """Tile addressing of a paged KV cache. The number of keys of a tile is the KV length of the sequence."""
 
-    pages: PageTable
+    page_table: PageTable
 
     def of_batch(self, tile: Tile, kv_head: Int32, batch: Int32) -> Tile:
-        keys = self.pages.keys(batch)
+        keys = self.page_table.keys(batch)
         sizes = VarlenSeqlenInfo(tile.sizes.Sq, keys, cutlass.max(keys, 1))
         return replace(tile, kv_head=kv_head, batch=batch, sizes=sizes)
 
@@ -62,68 +62,69 @@ class PagedRows:
     """Rows of a head in a pool, in the order of a sequence."""
 
     pool: cute.Tensor  # (pages, rows of a page, columns)
-    numbers: cute.Tensor  # (n,)
+    page_indices: cute.Tensor  # (n,)
     length: Int32
 
-    def place(self, row: Int32) -> Int64:
+    def offset_of(self, row: Int32) -> Int64:
         """Return the offset of an existing row from the start of the pool, in elements."""
         rows = self.pool.shape[1]
-        nth = cutlass.min(row // rows, self.numbers.shape[0] - 1)
-        number = cutlass.min(cutlass.max(self.numbers[nth], 0), self.pool.shape[0] - 1)
-        return Int64(number) * self.pool.stride[0] + Int64(row - nth * rows) * self.pool.stride[1]
+        table_idx = cutlass.min(row // rows, self.page_indices.shape[0] - 1)
+        page = cutlass.min(cutlass.max(self.page_indices[table_idx], 0), self.pool.shape[0] - 1)
+        return Int64(page) * self.pool.stride[0] + Int64(row - table_idx * rows) * self.pool.stride[1]
 
     @cute.jit
-    def load(self, mover: cutlass.Constexpr[sm80.SmemCopier], first_row: Int32, tile: sm80.SmemTile):
-        """Load rows from `first_row` on, a multiple of GROUP, as Mover.load, with zeros beyond the last row."""
-        thread = cute.arch.lane_idx() if mover.threads == WARP else cute.arch.thread_idx()[0]
-        row, unit, step = mover.place(tile, thread)
-        place, columns = tile.unit(row, unit), self.pool.shape[2] - unit * sm80.VECTOR
+    def load(self, copier: cutlass.Constexpr[sm80.SmemCopier], first_row: Int32, tile: sm80.SmemTile):
+        """Load rows from `first_row` on, a multiple of GROUP, as SmemCopier.load, with zeros beyond the last row."""
+        thread = cute.arch.lane_idx() if copier.threads == WARP else cute.arch.thread_idx()[0]
+        row, unit, step = copier.partition(tile, thread)
+        first_target, columns = tile.unit(row, unit), self.pool.shape[2] - unit * sm80.VECTOR
         last = cutlass.max(self.length - 1, 0) // GROUP * GROUP
         for group in cutlass.range_constexpr(0, tile.rows, max(step, GROUP)):
             first = cutlass.min(first_row + (group + row // GROUP * GROUP), last)
-            start = self.pool.iterator.toint() + (self.place(first) + unit * sm80.VECTOR) * 2
+            start = self.pool.iterator.toint() + (self.offset_of(first) + unit * sm80.VECTOR) * 2
             for r in cutlass.range_constexpr(group, group + max(step, GROUP), step):
-                there = first_row + row + r < self.length
-                here = start + Int64(row % GROUP + (r - group)) * self.pool.stride[1] * 2
-                target = (place ^ (r % 8 * sm80.VECTOR_BYTES)) + r * tile.row_bytes
-                sm80.copy_row(here, target, tile, columns, there)
+                row_exists = first_row + row + r < self.length
+                source = start + Int64(row % GROUP + (r - group)) * self.pool.stride[1] * 2
+                target = (first_target ^ (r % 8 * sm80.VECTOR_BYTES)) + r * tile.row_bytes
+                sm80.copy_row(source, target, tile, columns, row_exists)
 
 
 @dataclass(frozen=True)
 class PagedKvLoader(KvLoader):
     """KV loader for a paged KV cache in 16 bits."""
 
-    pages: PageTable
+    page_table: PageTable
 
-    def of_head(self, part: DecodeTile, x: cute.Tensor) -> PagedRows:
-        pool = x[None, part.tile.kv_head, None, None]
-        return PagedRows(pool, self.pages.numbers[part.batch, None], part.sizes.Sk)
+    def of_head(self, decode_tile: DecodeTile, x: cute.Tensor) -> PagedRows:
+        pool = x[None, decode_tile.tile.kv_head, None, None]
+        return PagedRows(pool, self.page_table.page_indices[decode_tile.batch, None], decode_tile.sizes.Sk)
 
-    def load(self, mover: sm80.SmemCopier, rows: PagedRows, first_row: Int32, tile: sm80.SmemTile) -> None:
-        rows.load(mover, first_row, tile)
+    def load(self, copier: sm80.SmemCopier, rows: PagedRows, first_row: Int32, tile: sm80.SmemTile) -> None:
+        rows.load(copier, first_row, tile)
 
 
 @dataclass(frozen=True)
 class PagedQuantizedKvLoader(QuantizedKvLoader):
     """KV loader for a paged KV cache in 8 bits. The scales are paged, too: (pages, Hkv, rows of a page)."""
 
-    pages: PageTable
+    page_table: PageTable
 
-    def of_head(self, part: DecodeTile, x: cute.Tensor) -> PagedRows:
-        mine = x[None, part.tile.kv_head, None, None]
-        (many, rows, columns), (between, stride, _) = mine.shape, mine.stride
-        layout = cute.make_layout((many, rows, columns // 2), stride=(between // 2, stride // 2, 1))
-        pool = cute.make_tensor(cute.recast_ptr(mine.iterator, dtype=Int16), layout)
-        return PagedRows(pool, self.pages.numbers[part.batch, None], part.sizes.Sk)
+    def of_head(self, decode_tile: DecodeTile, x: cute.Tensor) -> PagedRows:
+        head_rows = x[None, decode_tile.tile.kv_head, None, None]
+        (num_pages, rows, columns), (page_stride, row_stride, _) = head_rows.shape, head_rows.stride
+        layout = cute.make_layout((num_pages, rows, columns // 2), stride=(page_stride // 2, row_stride // 2, 1))
+        pool = cute.make_tensor(cute.recast_ptr(head_rows.iterator, dtype=Int16), layout)
+        return PagedRows(pool, self.page_table.page_indices[decode_tile.batch, None], decode_tile.sizes.Sk)
 
-    def load(self, mover: sm80.SmemCopier, rows: PagedRows, first_row: Int32, tile: sm80.SmemTile) -> None:
-        rows.load(mover, first_row, tile)
+    def load(self, copier: sm80.SmemCopier, rows: PagedRows, first_row: Int32, tile: sm80.SmemTile) -> None:
+        rows.load(copier, first_row, tile)
 
-    def beside(self, part: DecodeTile, start: Int32, keys: int, stages: int) -> PagedKvScales:
-        numbers = self.pages.numbers[part.batch, None]
+    def scale_loader(self, decode_tile: DecodeTile, start: Int32, keys: int, stages: int) -> PagedKvScales:
+        page_indices = self.page_table.page_indices[decode_tile.batch, None]
         k, v = (
-            PagedRows(x[None, part.tile.kv_head, None], numbers, part.sizes.Sk) for x in (self.k_scale, self.v_scale)
-        )  # fmt: skip
+            PagedRows(x[None, decode_tile.tile.kv_head, None], page_indices, decode_tile.sizes.Sk)
+            for x in (self.k_scale, self.v_scale)
+        )
         return PagedKvScales(k, v, start, keys, stages)
 
 
@@ -131,30 +132,31 @@ class PagedKvScales(QuantizedKvScales):
     """Loader of the scales of a paged 8-bit KV cache."""
 
     @cute.jit
-    def load(self, which: cutlass.Constexpr[int], first: Int32, slot: Int32, threads: cutlass.Constexpr[int]):
+    def load(self, which: cutlass.Constexpr[int], first: Int32, stage: Int32, threads: cutlass.Constexpr[int]):
         thread = cute.arch.lane_idx() if threads == WARP else cute.arch.thread_idx()[0]
         scales = self.k if which == K else self.v
         text = "cp.async.ca.shared.global [{$r0}], [{$r1}], 4, {$r2};"
         for key in cutlass.range_constexpr(0, self.keys, threads):
-            mine = key + thread
-            if mine < self.keys:
-                row = cutlass.min(first + mine, cutlass.max(scales.length - 1, 0))
-                size = cutlass.select_(first + mine < scales.length, Int32(FLOAT), Int32(0))
-                target, source = self.stage_index(which, slot) + mine * FLOAT, scales.pool.iterator + scales.place(row)
+            key_of_thread = key + thread
+            if key_of_thread < self.keys:
+                row = cutlass.min(first + key_of_thread, cutlass.max(scales.length - 1, 0))
+                size = cutlass.select_(first + key_of_thread < scales.length, Int32(FLOAT), Int32(0))
+                target = self.stage_index(which, stage) + key_of_thread * FLOAT
+                source = scales.pool.iterator + scales.offset_of(row)
                 cute.arch.inline_ptx(text, read_only_args=[target, source.toint(), size])
 
 
 class PagedKvFeature(KernelFeatures):
     """Kernel feature for decode with a paged KV cache."""
 
-    def pages(self, call: object) -> PageTable:
+    def page_table(self, call: object) -> PageTable:
         return PageTable(call.pages, call.used_k, call.k.shape[2])
 
-    def pieces(self, call: object) -> PagedAddressing:
-        return PagedAddressing(self.pages(call))
+    def tile_addressing(self, call: object) -> PagedAddressing:
+        return PagedAddressing(self.page_table(call))
 
-    def stored(self, call: object) -> KvLoader:
+    def kv_loader(self, call: object) -> KvLoader:
         """Return the KV loader for 8 or 16 bits, depending on the features before this feature."""
-        if super().stored(call) is None:
-            return PagedKvLoader(self.pages(call))
-        return PagedQuantizedKvLoader(call.k_scale, call.v_scale, call.rotated, self.pages(call))
+        if super().kv_loader(call) is None:
+            return PagedKvLoader(self.page_table(call))
+        return PagedQuantizedKvLoader(call.k_scale, call.v_scale, call.rotated, self.page_table(call))

@@ -6,11 +6,11 @@ registers, and products use 16-bit operands.
 In global and shared memory, a pair of 8-bit numbers is treated as a single 16-bit element, so copies and ldmatrix stay
 unchanged. A register with four numbers of a key is converted to two registers of the right operand. Thread t of four
 holds columns 4t ... 4t + 3 of sixteen, while the product expects 2t, 2t + 1, 2t + 8 and 2t + 9. Queries lie in shared
-memory in the matching order (`place_of_pair`). A register with adjacent columns of V for two keys is converted to a
+memory in the matching order (`permuted_column`). A register with adjacent columns of V for two keys is converted to a
 pair of keys for each column. A thread then holds four consecutive columns of O.
 
 Scales of K are multiplied into the scores, and scales of V into the probabilities, in fp32. Rotated keys
-(quantised.rotate) need rotated queries, which this module computes.
+(quantize_reference.py) need rotated queries, which this module computes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from cutlass.base_dsl import Arch
 
 from ...registry.dtypes import ELEMENTS as MADE_OF
 from ...registry.kernel_spec import SLAB, WARP, KernelSpec
-from ...registry.quant_recipes import ROTATION
+from ...registry.quant_recipes import SIGN_BITS
 from ..decode.kv_load import K, KvLoader, KvScaleLoader, V
 from ..primitives import dtype as of_kernels
 from ..primitives import sm80
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 FLOAT, WORD = 4, 4  # bytes of a float, numbers in a register
 GROUP = 16  # columns per step of the product
-SIGNS = tuple(word - (word >> 31 << 32) for word in ROTATION)  # as signed Int32
+SIGNS = tuple(word - (word >> 31 << 32) for word in SIGN_BITS)  # as signed Int32
 # The product P V uses bf16, because scales of values may have any magnitude.
 VALUES = of_kernels.ELEMENTS["bf16"]
 
@@ -55,41 +55,43 @@ class QuantizedKvScales(KvScaleLoader):
     keys: int
     stages: int
 
-    def stage_index(self, which: int, slot: Int32) -> Int32:
+    def stage_index(self, which: int, stage: Int32) -> Int32:
         """Return the shared-memory address of the scales of a stage, of K or V."""
-        return self.start + (which * self.stages + slot) * (self.keys * FLOAT)
+        return self.start + (which * self.stages + stage) * (self.keys * FLOAT)
 
     @cute.jit
-    def load(self, which: cutlass.Constexpr[int], first: Int32, slot: Int32, threads: cutlass.Constexpr[int]):
+    def load(self, which: cutlass.Constexpr[int], first: Int32, stage: Int32, threads: cutlass.Constexpr[int]):
         thread = cute.arch.lane_idx() if threads == WARP else cute.arch.thread_idx()[0]
         scales = self.k if which == K else self.v
         text = "cp.async.ca.shared.global [{$r0}], [{$r1}], 4, {$r2};"
         for key in cutlass.range_constexpr(0, self.keys, threads):
-            mine = key + thread
-            if mine < self.keys:
-                there = first + mine < scales.shape[0]
-                source = scales.iterator + Int64(cutlass.min(first + mine, scales.shape[0] - 1)) * scales.stride[0]
-                size = cutlass.select_(there, Int32(FLOAT), Int32(0))  # zeros beyond the last key
-                target = self.stage_index(which, slot) + mine * FLOAT
+            key_of_thread = key + thread
+            if key_of_thread < self.keys:
+                key_exists = first + key_of_thread < scales.shape[0]
+                source = (
+                    scales.iterator + Int64(cutlass.min(first + key_of_thread, scales.shape[0] - 1)) * scales.stride[0]
+                )
+                size = cutlass.select_(key_exists, Int32(FLOAT), Int32(0))  # zeros beyond the last key
+                target = self.stage_index(which, stage) + key_of_thread * FLOAT
                 cute.arch.inline_ptx(text, read_only_args=[target, source.toint(), size])
 
-    def of(self, which: int, slot: Int32, columns: int) -> list[Float32]:
+    def scales_of(self, which: int, stage: Int32, columns: int) -> list[Float32]:
         """Return the scales for a thread's columns of a block (fragments.column_of)."""
-        start, found = self.stage_index(which, slot) + cute.arch.lane_idx() % 4 * (2 * FLOAT), []
+        start, scales = self.stage_index(which, stage) + cute.arch.lane_idx() % 4 * (2 * FLOAT), []
         for c in range(0, columns, 2):
-            place = cute.make_ptr(Float32, start + column_of(c) * FLOAT, cute.AddressSpace.smem, assumed_align=8)
+            source = cute.make_ptr(Float32, start + column_of(c) * FLOAT, cute.AddressSpace.smem, assumed_align=8)
             pair = cute.make_rmem_tensor((2,), Float32)
-            cute.autovec_copy(cute.make_tensor(place, cute.make_layout(2)), pair)
-            found += [pair[0], pair[1]]
-        return found
+            cute.autovec_copy(cute.make_tensor(source, cute.make_layout(2)), pair)
+            scales += [pair[0], pair[1]]
+        return scales
 
-    def scale(self, S: cute.Tensor, slot: Int32) -> None:
-        for c, scale in enumerate(self.of(K, slot, cute.size(S, mode=[1]))):
+    def scale(self, S: cute.Tensor, stage: Int32) -> None:
+        for c, scale in enumerate(self.scales_of(K, stage, cute.size(S, mode=[1]))):
             for r in range(2):
                 S[r, c] = S[r, c] * scale
 
-    def weights(self, slot: Int32, columns: int) -> object:
-        scales = self.of(V, slot, columns)
+    def weights(self, stage: Int32, columns: int) -> object:
+        scales = self.scales_of(V, stage, columns)
         return lambda r, c, value: value * scales[c]
 
 
@@ -100,42 +102,42 @@ class Rotation:
     The size of a matrix is the largest power of two that divides D.
     """
 
-    wanted: Int32  # 0: rows stay unchanged
+    is_enabled: Int32  # 0: rows stay unchanged
     D: Int32
 
     @cute.jit
     def apply(self, row: cute.Tensor):
         """Rotate a row, distributed over a warp. Each lane holds an equal number of adjacent values."""
-        if self.wanted != 0:
-            lane, own, size = cute.arch.lane_idx(), cute.size(row), self.D & -self.D
+        if self.is_enabled != 0:
+            lane, values_per_lane, size = cute.arch.lane_idx(), cute.size(row), self.D & -self.D
             bits = Int32(0)
-            for word in cutlass.range_constexpr(own):
-                bits = cutlass.select_(lane * own // WARP == word, Int32(SIGNS[word]), bits)
-            for i in cutlass.range_constexpr(own):
-                row[i] = cutlass.select_((bits >> (lane * own % WARP + i) & 1) != 0, -row[i], row[i])
-            for step in cutlass.range_constexpr(own.bit_length() - 1):
-                self.exchange_own(row, 1 << step, (1 << step) < size)
+            for word in cutlass.range_constexpr(values_per_lane):
+                bits = cutlass.select_(lane * values_per_lane // WARP == word, Int32(SIGNS[word]), bits)
+            for i in cutlass.range_constexpr(values_per_lane):
+                row[i] = cutlass.select_((bits >> (lane * values_per_lane % WARP + i) & 1) != 0, -row[i], row[i])
+            for step in cutlass.range_constexpr(values_per_lane.bit_length() - 1):
+                self.exchange_in_lane(row, 1 << step, (1 << step) < size)
             for step in cutlass.range_constexpr(WARP.bit_length() - 1):
-                self.exchange(row, 1 << step, (own << step) < size)
+                self.exchange_across_lanes(row, 1 << step, (values_per_lane << step) < size)
             factor = cute.math.exp2(Float32(31 - cute.arch.clz(size)) * -0.5, fastmath=True)  # size**-0.5
-            for i in cutlass.range_constexpr(own):
+            for i in cutlass.range_constexpr(values_per_lane):
                 row[i] = row[i] * factor
 
     @cute.jit
-    def exchange_own(self, row: cute.Tensor, away: cutlass.Constexpr[int], there: cutlass.Boolean):
-        if there:
+    def exchange_in_lane(self, row: cute.Tensor, distance: cutlass.Constexpr[int], is_active: cutlass.Boolean):
+        if is_active:
             for i in cutlass.range_constexpr(cute.size(row)):
-                if cutlass.const_expr(i & away == 0):
-                    low, high = row[i], row[i + away]
-                    row[i], row[i + away] = low + high, low - high
+                if cutlass.const_expr(i & distance == 0):
+                    low, high = row[i], row[i + distance]
+                    row[i], row[i + distance] = low + high, low - high
 
     @cute.jit
-    def exchange(self, row: cute.Tensor, away: cutlass.Constexpr[int], there: cutlass.Boolean):
-        if there:
-            upper = (cute.arch.lane_idx() & away) != 0
+    def exchange_across_lanes(self, row: cute.Tensor, distance: cutlass.Constexpr[int], is_active: cutlass.Boolean):
+        if is_active:
+            upper = (cute.arch.lane_idx() & distance) != 0
             for i in cutlass.range_constexpr(cute.size(row)):
-                other = cute.arch.shuffle_sync_bfly(row[i], offset=away)
-                row[i] = other + cutlass.select_(upper, -row[i], row[i])
+                peer_value = cute.arch.shuffle_sync_bfly(row[i], offset=distance)
+                row[i] = peer_value + cutlass.select_(upper, -row[i], row[i])
 
 
 @dataclass(frozen=True)
@@ -149,39 +151,48 @@ class QuantizedKvLoader(KvLoader):
     def columns(self, dim: int) -> int:
         return dim // 2
 
-    def of_head(self, part: DecodeTile, x: cute.Tensor) -> cute.Tensor:
-        mine = part.of_head(x)
-        (rows, columns), (stride, _) = mine.shape, mine.stride
-        pairs = cute.recast_ptr(mine.iterator, dtype=cutlass.Int16)
+    def of_head(self, decode_tile: DecodeTile, x: cute.Tensor) -> cute.Tensor:
+        head_rows = decode_tile.of_head(x)
+        (rows, columns), (stride, _) = head_rows.shape, head_rows.stride
+        pairs = cute.recast_ptr(head_rows.iterator, dtype=cutlass.Int16)
         return cute.make_tensor(pairs, cute.make_layout((rows, columns // 2), stride=(stride // 2, 1)))
 
-    def beside(self, part: DecodeTile, start: Int32, keys: int, stages: int) -> QuantizedKvScales:
-        k, v = (x[part.batch, part.tile.kv_head, None] for x in (self.k_scale, self.v_scale))
+    def scale_loader(self, decode_tile: DecodeTile, start: Int32, keys: int, stages: int) -> QuantizedKvScales:
+        k, v = (x[decode_tile.batch, decode_tile.tile.kv_head, None] for x in (self.k_scale, self.v_scale))
         return QuantizedKvScales(k, v, start, keys, stages)
 
     @cute.jit
-    def turn(
-        self, q: sm80.SmemTile, part: DecodeTile, D: Int32, element: QuantizedKvElement, warps: cutlass.Constexpr[int]
+    def transform_queries(
+        self,
+        q: sm80.SmemTile,
+        decode_tile: DecodeTile,
+        D: Int32,
+        element: QuantizedKvElement,
+        warps: cutlass.Constexpr[int],
     ):
-        rows = cutlass.min(part.rows - part.first_row, q.rows)
+        rows = cutlass.min(decode_tile.rows - decode_tile.first_row, q.rows)
         for r in cutlass.range(cute.arch.warp_idx(), rows, warps, unroll=1):
-            self.turn_row(q, r, D, element)
+            self.rotate_row(q, r, D, element)
         cute.arch.sync_threads()
 
     @cute.jit
-    def turn_row(self, q: sm80.SmemTile, r: Int32, D: Int32, element: QuantizedKvElement):
+    def rotate_row(self, q: sm80.SmemTile, row: Int32, D: Int32, element: QuantizedKvElement):
         """Rotate a row of queries and reorder its columns. A warp handles a row."""
-        own = q.columns // WARP
-        given, row = (cute.make_rmem_tensor((own,), dtype) for dtype in (element.dtype, Float32))
-        column = cute.arch.lane_idx() * own
-        place = cute.make_ptr(element.dtype, place_of(q, r, column), cute.AddressSpace.smem, assumed_align=2 * own)
-        cute.autovec_copy(cute.make_tensor(place, cute.make_layout(own)), given)
-        for i in cutlass.range_constexpr(own):
-            row[i] = given[i].to(Float32)
-        Rotation(self.rotated, D).apply(row)
+        values_per_lane = q.columns // WARP
+        query, rotated = (cute.make_rmem_tensor((values_per_lane,), dtype) for dtype in (element.dtype, Float32))
+        column = cute.arch.lane_idx() * values_per_lane
+        source = cute.make_ptr(
+            element.dtype, element_address(q, row, column), cute.AddressSpace.smem, assumed_align=2 * values_per_lane
+        )
+        cute.autovec_copy(cute.make_tensor(source, cute.make_layout(values_per_lane)), query)
+        for i in cutlass.range_constexpr(values_per_lane):
+            rotated[i] = query[i].to(Float32)
+        Rotation(self.rotated, D).apply(rotated)
         cute.arch.sync_warp()
-        for i in cutlass.range_constexpr(0, own, 2):
-            sm80.put_packed(place_of(q, r, place_of_pair(column + i)), element.pack_pair(row[i], row[i + 1]))
+        for i in cutlass.range_constexpr(0, values_per_lane, 2):
+            sm80.store_packed(
+                element_address(q, row, permuted_column(column + i)), element.pack_pair(rotated[i], rotated[i + 1])
+            )
 
     def product(self, element: QuantizedKvElement) -> DequantizedFragment:
         scores, values = (sm80.MmaProduct.create(x.dtype) for x in (element, VALUES))
@@ -190,18 +201,18 @@ class QuantizedKvLoader(KvLoader):
     def left_operand(self, acc: cute.Tensor, element: QuantizedKvElement) -> OperandA:
         return OperandA.create(acc, VALUES)
 
-    def pieces(self, output: cute.Tensor, row: int) -> list[tuple[Int32, list]]:
+    def output_columns(self, output: cute.Tensor, row: int) -> list[tuple[Int32, list]]:
         first, columns = cute.arch.lane_idx() % 4 * WORD, range(0, cute.size(output, mode=[1]), WORD)
         return [(first + c // WORD * GROUP, [output[row, c + i] for i in (0, 2, 1, 3)]) for c in columns]
 
 
-def place_of(tile: sm80.SmemTile, row: Int32, column: Int32) -> Int32:
+def element_address(tile: sm80.SmemTile, row: Int32, column: Int32) -> Int32:
     """Return the shared-memory address of an element of a row."""
     unit = tile.unit(row, column % tile.panel // sm80.VECTOR)
     return unit + column // tile.panel * tile.panel_bytes + column % sm80.VECTOR * 2
 
 
-def place_of_pair(column: Int32) -> Int32:
+def permuted_column(column: Int32) -> Int32:
     """Return the column at which the product expects the query elements of an even column and the next column."""
     pair = column % GROUP // 2
     return column - column % GROUP + pair // 2 * 2 + pair % 2 * 8
@@ -211,38 +222,40 @@ def place_of_pair(column: Int32) -> Int32:
 class DequantizedFragment:
     """Product acc += A B on a warp, as sm80.MmaProduct, for one slab of rows and an 8-bit B."""
 
-    of_scores: sm80.MmaProduct
-    of_values: sm80.MmaProduct
+    qk_product: sm80.MmaProduct
+    pv_product: sm80.MmaProduct
     pack: str  # PTX type of packed pairs in score operands
     format: QuantizedFormat
 
     def scores(self, accs: sm80.Accumulators, left: sm80.LdmatrixView, right: sm80.LdmatrixView) -> None:
-        (acc,), dtype = accs, self.of_scores.dtype
+        (acc,), dtype = accs, self.qk_product.dtype
         lefts = tuple(sm80.allocate_fragment(dtype) for _ in range(2))
-        (found, fetched), (words, operand) = (registers(dtype) for _ in range(2))
+        (kv_words, fetched), (words, operand) = (registers(dtype) for _ in range(2))
         acc.fill(0.0)
         for column in range(0, right.tile.columns, sm80.PAIR):
-            for unit, mine in enumerate(lefts):
-                left.fetch(0, 2 * column + GROUP * unit, mine)
+            for unit, left_fragment in enumerate(lefts):
+                left.fetch(0, 2 * column + GROUP * unit, left_fragment)
             for row in range(0, cute.size(acc) * 2, SLAB):
                 right.fetch(row, column, fetched)
-                for unit, mine in enumerate(lefts):
+                for unit, left_fragment in enumerate(lefts):
                     for half in range(2):  # eight keys per half
-                        pairs = self.format.pairs(found[2 * half + unit], (0, 1), (2, 3), self.pack)
+                        pairs = self.format.pairs(kv_words[2 * half + unit], (0, 1), (2, 3), self.pack)
                         words[2 * half], words[2 * half + 1] = pairs
-                    self.of_scores.step(accs, (mine,), operand, row)
+                    self.qk_product.step(accs, (left_fragment,), operand, row)
 
     def accumulate(self, accs: sm80.Accumulators, lefts: sm80.Fragments, right: sm80.LdmatrixView, row: int) -> None:
-        dtype, first = self.of_values.dtype, 0
-        (found, fetched), (words, operand) = (registers(of) for of in (self.of_scores.dtype, dtype))
+        dtype, first = self.pv_product.dtype, 0
+        (kv_words, fetched), (words, operand) = (
+            registers(dtype_of_words) for dtype_of_words in (self.qk_product.dtype, dtype)
+        )
         for panel in range(0, right.tile.columns, right.tile.panel):
             for pair in range(len(right.addresses)):
                 right.fetch(row, panel + pair * sm80.PAIR, fetched)
                 for unit in range(2):
                     for half in range(2):  # eight keys per half
-                        even, odd = self.format.pairs(found[2 * unit + half], (0, 2), (1, 3), VALUES.pack)
+                        even, odd = self.format.pairs(kv_words[2 * unit + half], (0, 2), (1, 3), VALUES.pack)
                         words[half], words[2 + half] = even, odd
-                    self.of_values.step(accs, lefts, operand, first)
+                    self.pv_product.step(accs, lefts, operand, first)
                     first += GROUP
 
 
@@ -265,7 +278,7 @@ class QuantizedFormat:
         Args:
             places: positions of the two bytes.
             into: name of the destination register.
-            work: name of a scratch register.
+            work: name of a temporary register.
         """
         raise NotImplementedError
 
@@ -358,8 +371,8 @@ FORMATS = {"int8": Int8(), "e4m3": E4m3(), "e5m2": E5m2()}
 class QuantizedKvElement(of_kernels.Element):
     """Element type with Q and O in 16 bits, and K and V in an 8-bit format."""
 
-    def __init__(self, whole: of_kernels.Element, format: QuantizedFormat):
-        super().__init__(whole.dtype, whole.pack, whole.raised)
+    def __init__(self, element: of_kernels.Element, format: QuantizedFormat):
+        super().__init__(element.dtype, element.pack, element.raised)
         self.format = format
 
     @property
@@ -374,5 +387,5 @@ class QuantizedKvCacheFeature(KernelFeatures):
     def __init__(self, element: of_kernels.Element, spec: KernelSpec, transposed: bool):
         super().__init__(QuantizedKvElement(element, FORMATS[MADE_OF[spec.dtype].k]), spec, transposed)
 
-    def stored(self, call: object) -> QuantizedKvLoader:
+    def kv_loader(self, call: object) -> QuantizedKvLoader:
         return QuantizedKvLoader(call.k_scale, call.v_scale, call.rotated)

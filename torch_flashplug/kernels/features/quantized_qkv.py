@@ -1,4 +1,4 @@
-"""Quantized QK and PV products (quant_recipes.py). Q, K and V are quantized into the workspace ahead of the kernel."""
+"""Quantized QK and PV products (quant_recipes.py). Q, K and V are quantized into the workspace before the kernel."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int64, Uint8
 
-from ...registry.quant_recipes import KEY_ORDER, RAISED, RECIPES, Recipe
+from ...registry.quant_recipes import KEY_ORDER, PROB_SCALE_LOG2, RECIPES, Recipe
 from ..mainloop.scaled_softmax import IntegerScaling, Scaling
 from ..preprocess.quantize import Quantize, QuantizedOperands
 from ..primitives.dtype import EIGHT_BITS, Element, QuantizedElement
@@ -20,7 +20,7 @@ ALIGNED = 128  # alignment in bytes of every tensor in the workspace
 class QuantizedQkv(KernelFeatures):
     """Kernel feature for quantized products. Subclasses select a recipe.
 
-    The quantization kernel runs ahead of the main kernel, which starts early and waits in `wait`.
+    The quantization kernel runs before the main kernel, which starts early and waits in `wait_for_preprocess`.
     """
 
     recipe: Recipe
@@ -38,34 +38,45 @@ class QuantizedQkv(KernelFeatures):
     @cute.jit
     def quantize(self, call: object, stream: cuda.CUstream):
         kernel = Quantize(self.element, self.recipe, self.spec.d, self.spec.dv, self.spec.tile_n)
-        kernel(call.q, call.k, call.v, self.made(call), call.num_ctas, stream)
+        kernel(call.q, call.k, call.v, self.quantized_operands(call), call.num_ctas, stream)
 
-    def wait(self) -> None:
+    def wait_for_preprocess(self) -> None:
         cute.arch.griddepcontrol_wait()
 
     def operands(self, call: object) -> ProductOperands:
-        made = self.made(call)
+        quantized = self.quantized_operands(call)
         scores, values = self.element.scores.dtype, self.element.values.dtype
-        v = call.v if made.v is None else of_type(made.v, values)
-        raised = RAISED if self.v_is_transposed else 0
-        kind, steep = IntegerScaling if self.recipe.scores == "int8" else Scaling, STEEP[self.recipe.scores]
+        v = call.v if quantized.v is None else with_dtype(quantized.v, values)
+        raised = PROB_SCALE_LOG2 if self.v_is_transposed else 0
+        scaling_class, steep = IntegerScaling if self.recipe.scores == "int8" else Scaling, STEEP[self.recipe.scores]
         largest = 65504.0 if self.element.dtype is cutlass.Float16 else None
-        scaling = kind(made.q_scale, made.k_scale, made.v_scale, made.row_shift, made.v_mean, largest, raised, steep)
-        return ProductOperands(of_type(made.q, scores), of_type(made.k, scores), v, scaling)
+        scaling = scaling_class(
+            quantized.q_scale,
+            quantized.k_scale,
+            quantized.v_scale,
+            quantized.row_shift,
+            quantized.v_mean,
+            largest,
+            raised,
+            steep,
+        )
+        return ProductOperands(with_dtype(quantized.q, scores), with_dtype(quantized.k, scores), v, scaling)
 
-    def made(self, call: object) -> QuantizedOperands:
+    def quantized_operands(self, call: object) -> QuantizedOperands:
         """Return the quantized operands in the workspace.
 
         src/operands/quant_workspace.cpp computes the same number of bytes.
         """
         B, Hq, Sq, _ = call.q.shape
         _, Hkv, Sk, _ = call.k.shape
-        Dv, room = call.v.shape[3], QuantWorkspace(call.scratch8.iterator)
-        q, k = (room.rows(Uint8, B, heads, S, self.spec.d) for heads, S in ((Hq, Sq), (Hkv, Sk)))
-        v = room.rows(Uint8, B, Hkv, Dv, cute.round_up(Sk, len(KEY_ORDER))) if self.v_is_transposed else None
-        q_scale, row_shift = (room.rows(Float32, B, Hq, Sq) for _ in range(2))
-        k_scale = room.rows(Float32, B, Hkv, cute.ceil_div(Sk, self.spec.tile_n))
-        v_scale, v_mean = (room.rows(Float32, B, Hkv, self.spec.dv) if self.v_is_transposed else None for _ in range(2))
+        Dv, workspace = call.v.shape[3], QuantWorkspace(call.scratch8.iterator)
+        q, k = (workspace.allocate(Uint8, B, heads, S, self.spec.d) for heads, S in ((Hq, Sq), (Hkv, Sk)))
+        v = workspace.allocate(Uint8, B, Hkv, Dv, cute.round_up(Sk, len(KEY_ORDER))) if self.v_is_transposed else None
+        q_scale, row_shift = (workspace.allocate(Float32, B, Hq, Sq) for _ in range(2))
+        k_scale = workspace.allocate(Float32, B, Hkv, cute.ceil_div(Sk, self.spec.tile_n))
+        v_scale, v_mean = (
+            workspace.allocate(Float32, B, Hkv, self.spec.dv) if self.v_is_transposed else None for _ in range(2)
+        )
         return QuantizedOperands(q, k, v, q_scale, k_scale, v_scale, row_shift, v_mean)
 
 
@@ -73,9 +84,9 @@ class QuantWorkspace:
     """Allocator of tensors from the start of the workspace."""
 
     def __init__(self, start: cute.Pointer):
-        self.start, self.taken = start.toint(), Int64(0)
+        self.start, self.used_bytes = start.toint(), Int64(0)
 
-    def rows(self, dtype: type[cutlass.Numeric], *shape: object) -> cute.Tensor:
+    def allocate(self, dtype: type[cutlass.Numeric], *shape: object) -> cute.Tensor:
         """Return a packed tensor of a shape. Rows of 8-bit tensors are multiples of 16 bytes."""
         stride, strides = 1, []
         for size in reversed(shape):
@@ -83,12 +94,12 @@ class QuantWorkspace:
             stride = stride * (Int64(size) if strides[1:] else size)
             if dtype.width == 8:
                 stride = cute.assume(Int64(stride), divby=16)
-        pointer = cute.make_ptr(dtype, self.start + self.taken, cute.AddressSpace.gmem, assumed_align=16)
-        self.taken += cute.round_up(stride * (dtype.width // 8), ALIGNED)
+        pointer = cute.make_ptr(dtype, self.start + self.used_bytes, cute.AddressSpace.gmem, assumed_align=16)
+        self.used_bytes += cute.round_up(stride * (dtype.width // 8), ALIGNED)
         return cute.make_tensor(pointer, cute.make_layout(shape, stride=tuple(strides)))
 
 
-def of_type(x: cute.Tensor, dtype: type[cutlass.Numeric]) -> cute.Tensor:
+def with_dtype(x: cute.Tensor, dtype: type[cutlass.Numeric]) -> cute.Tensor:
     return cute.make_tensor(cute.recast_ptr(x.iterator, dtype=dtype), x.layout)
 
 

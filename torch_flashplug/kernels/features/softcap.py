@@ -19,8 +19,8 @@ class SoftcapFeature(KernelFeatures):
 
     has_score_derivative = True
 
-    def chain(self, call: object) -> ScorePipeline:
+    def score_pipeline(self, call: object) -> ScorePipeline:
         """Return the score stages with soft capping before the masking stages."""
         return ScorePipeline(
-            (SoftcapStage(call.scales.natural / call.softcap, call.softcap), *super().chain(call).stages)
+            (SoftcapStage(call.scales.natural / call.softcap, call.softcap), *super().score_pipeline(call).stages)
         )

@@ -1,11 +1,12 @@
-"""Tile lists of packed sequences (varlen.py), created on the device by a small launch ahead of the kernel.
+"""Tile lists of packed sequences (varlen.py), created on the device by a small launch before the kernel.
 
-No step waits for the host, and a CUDA graph follows the lengths of each replay. Calls with equal lengths may share
-lists. A separate call creates the lists and does nothing else (AfterLists). The remaining calls find the lists ready.
+No step waits for the host, and a CUDA graph follows the lengths of each replay. Calls with equal lengths may use the
+same lists. A separate call creates the lists and does nothing else (TileListsThenKernel). The remaining calls find the
+lists ready.
 
-A single CTA creates each list. The warps of the CTA take 32 sequences at a time, a sequence per lane. Each lane then
-takes a tile of the 32 sequences. A counting sort orders the tiles by the number of visited blocks, largest first. The
-first pass counts tiles by class, and the second pass places each tile behind the start of its class.
+A single CTA creates each list. A warp processes 32 sequences at a time, a sequence per lane. Each lane then processes a
+tile of the 32 sequences. A counting sort orders the tiles by the number of visited blocks, largest first. The first
+pass counts tiles by class, and the second pass places each tile behind the start of its class.
 
 Decreasing `cu_seqlens` values, or values beyond the tensor, are clamped. The result is then undefined, but no memory
 outside the tensors is accessed.
@@ -25,55 +26,40 @@ from .base import KernelFeatures
 assert CLASSES == THREADS, "a thread has a class"
 
 
-
-
-
-
-
-
-
-
-
-
-
-
-
-
 class VarlenFeature(KernelFeatures):
     """Kernel feature for packed sequences."""
 
     has_small_tiles = overlaps_preprocess = True
 
-    def wait(self) -> None:
+    def wait_for_preprocess(self) -> None:
         cute.arch.griddepcontrol_wait()
 
     @property
-    def wanted(self) -> tuple[TileListSpec, ...]:
+    def tile_list_specs(self) -> tuple[TileListSpec, ...]:
         """Tile lists required by the tile addressing of the kernel kind."""
-        keys, scratch = (
-            TileListSpec("keys", True, self.spec.tile_n),
-            TileListSpec("scratch", False, BLOCK, is_sorted=False),
-        )
+        key_list = TileListSpec("keys", True, self.spec.tile_n)
+        workspace_list = TileListSpec("workspace", False, BLOCK, is_sorted=False)
         if not self.spec.is_backward:
             return (TileListSpec("rows", False, self.spec.tile_m),)
-        return (TileListSpec("rows", False, WARPGROUP), keys, scratch) if self.spec.in_parts else (keys, scratch)
+        rows = (TileListSpec("rows", False, WARPGROUP),) if self.spec.is_split_backward else ()
+        return (*rows, key_list, workspace_list)
 
-    def given(self, call: object) -> VarlenInputs:
-        return VarlenInputs(call.lengths.cu_q, call.lengths.cu_k, call.lengths.used_k, call.q.shape[2], call.k.shape[2])
+    def varlen_inputs(self, call: object) -> VarlenInputs:
+        return VarlenInputs(call.cu_q, call.cu_k, call.used_k, call.q.shape[2], call.k.shape[2])
 
-    def pieces(self, call: object) -> VarlenAddressing:
+    def tile_addressing(self, call: object) -> VarlenAddressing:
         """Return the tile addressing. The lists lie one behind the next in the workspace of the call.
 
         Each list has a head of a sector, followed by the entries.
         """
-        given, start, lists = self.given(call), call.lengths.lists.iterator, {}
-        for one in self.wanted:
-            room = (given.keys if one.of_keys else given.rows) // one.size + given.sequences
-            first = cute.make_ptr(Int32, (start + ENTRY).toint(), cute.AddressSpace.gmem, assumed_align=16)
-            entries = cute.make_tensor(first, cute.make_layout((room, ENTRY), stride=(ENTRY, 1)))
-            lists[one.name] = VarlenTileList(entries, cute.make_tensor(start, cute.make_layout(2)))
-            start = start + (room + 1) * ENTRY
-        return VarlenAddressing(**lists, total_keys=given.keys)
+        inputs, start, lists = self.varlen_inputs(call), call.lists.iterator, {}
+        for list_spec in self.tile_list_specs:
+            capacity = (inputs.keys if list_spec.of_keys else inputs.rows) // list_spec.size + inputs.sequences
+            first_entry = cute.make_ptr(Int32, (start + ENTRY).toint(), cute.AddressSpace.gmem, assumed_align=16)
+            entries = cute.make_tensor(first_entry, cute.make_layout((capacity, ENTRY), stride=(ENTRY, 1)))
+            lists[list_spec.name] = VarlenTileList(entries, cute.make_tensor(start, cute.make_layout(2)))
+            start = start + (capacity + 1) * ENTRY
+        return VarlenAddressing(**lists, total_keys=inputs.keys)
 
 
 class TileListsThenKernel:
@@ -84,8 +70,10 @@ class TileListsThenKernel:
 
     @cute.jit
     def launch(self, call: object, stream: cuda.CUstream):
-        of = self.seams
-        TileListKernel(of.wanted)(of.given(call), of.pieces(call), of.walk(call), stream)
+        features = self.features
+        TileListKernel(features.tile_list_specs)(
+            features.varlen_inputs(call), features.tile_addressing(call), features.block_iterator(call), stream
+        )
         if call.num_ctas > 0:
             # `super` has explicit arguments, because the DSL compiles a copy of this function, and the copy belongs to
             # no class.

@@ -21,8 +21,8 @@ class WindowFeature(KernelFeatures):
 
     tile_lengths_vary = True
 
-    def walk(self, call: object) -> SlidingWindow:
-        return SlidingWindow(call.limits.left, call.limits.right, call.limits.bottom_right)
+    def block_iterator(self, call: object) -> SlidingWindow:
+        return SlidingWindow(call.left, call.right, call.bottom_right)
 
-    def visible(self, call: object) -> SlidingWindowStage:
-        return SlidingWindowStage(self.walk(call), None if self.spec.is_backward else call.sinks)
+    def masking_stage(self, call: object) -> SlidingWindowStage:
+        return SlidingWindowStage(self.block_iterator(call), None if self.spec.is_backward else call.sinks)

@@ -39,8 +39,8 @@ class OutputAccumulator:
         """Accumulator values of a thread, as (2, columns)."""
         return rows_and_columns(self.acc)
 
-    def clear(self, run: BlockRange) -> None:
-        """Reset O for the next tile, whose KV blocks are given by `run`. The previous O has already been stored."""
+    def clear(self, kv_range: BlockRange) -> None:
+        """Reset O for the next tile, whose KV blocks are `kv_range`. The previous O has already been stored."""
         self.acc.fill(0.0)
 
     def add(self, P: cute.Tensor, V: cute.Tensor) -> None:
@@ -56,30 +56,32 @@ class OutputAccumulator:
         """
         rows.rescale(self.values)
 
-    def close(self, run: BlockRange) -> None:
+    def finish(self, kv_range: BlockRange) -> None:
         """Finish O after the last product."""
 
 
 @dataclass(frozen=True)
 class PromotedOutput(OutputAccumulator):
-    """Output accumulator for 8-bit products, promoted to a second sum after few keys (recipes.LONGEST_SUM).
+    """Output accumulator for 8-bit products, promoted to a second sum after few keys (quant_recipes.LONGEST_SUM).
 
     The sum lies in shared memory, in bf16. The rounding error of each addition stays in the tensor-core accumulator.
     Otherwise whole partial sums would vanish beside a sum of many keys.
     """
 
     total: cute.Tensor  # (words, vectors) Int32 of a thread, in the buffer through which O is later stored
-    kept: cute.Tensor  # (2,): factor for the rows of the total
-    most: int  # maximum number of blocks between promotions
+    total_scale: cute.Tensor  # (2,): factor for the rows of the total
+    max_blocks: int  # maximum number of blocks between promotions
 
     @classmethod
-    def create(cls, make_pv: Callable[[], cute.TiledMma], dv: int, room: cute.Tensor, tile_n: int) -> PromotedOutput:
+    def create(
+        cls, make_pv: Callable[[], cute.TiledMma], dv: int, smem_out: cute.Tensor, tile_n: int
+    ) -> PromotedOutput:
         """Create the accumulator.
 
         Args:
             make_pv: returns the tiled MMA of the product P V.
             dv: head dim of V.
-            room: shared-memory buffer through which O is later stored.
+            smem_out: shared-memory buffer through which O is later stored.
             tile_n: keys of a block.
         """
         plain = OutputAccumulator.create(make_pv, dv)
@@ -87,17 +89,17 @@ class PromotedOutput(OutputAccumulator):
         thread = cute.arch.thread_idx()[0] % sm90.WARPGROUP
         # Each warp's rows are contiguous, and each warp stores its rows independently.
         warp, lane = thread // sm90.WARP, thread % sm90.WARP
-        start = cute.recast_ptr(room.iterator, dtype=Int32).toint() + (warp * pairs * sm90.WARP + lane * WORDS) * 4
+        start = cute.recast_ptr(smem_out.iterator, dtype=Int32).toint() + (warp * pairs * sm90.WARP + lane * WORDS) * 4
         pointer = cute.make_ptr(Int32, start, cute.AddressSpace.smem, assumed_align=16)
         layout = cute.make_layout((WORDS, pairs // WORDS), stride=(1, sm90.WARP * WORDS))
-        total, kept = cute.make_tensor(pointer, layout), cute.make_rmem_tensor((ROWS,), Float32)
-        return cls(plain.product, plain.acc, total, kept, LONGEST_SUM // tile_n)
+        total, total_scale = cute.make_tensor(pointer, layout), cute.make_rmem_tensor((ROWS,), Float32)
+        return cls(plain.product, plain.acc, total, total_scale, LONGEST_SUM // tile_n)
 
     @cute.jit
-    def clear(self, run: BlockRange):
+    def clear(self, kv_range: BlockRange):
         self.acc.fill(0.0)
-        self.kept.fill(1.0)
-        if run.count > self.most:
+        self.total_scale.fill(1.0)
+        if kv_range.count > self.max_blocks:
             words = cute.make_rmem_tensor((WORDS,), Int32)
             words.fill(0)
             for i in cutlass.range_constexpr(cute.size(self.total, mode=[1])):
@@ -105,36 +107,36 @@ class PromotedOutput(OutputAccumulator):
 
     @cute.jit
     def rescale_output(self, rows: Rows, blocks: Int32):
-        if (blocks % self.most == 0) & (blocks > 0):
-            self.drain()
-            self.kept.fill(1.0)
+        if (blocks % self.max_blocks == 0) & (blocks > 0):
+            self.promote()
+            self.total_scale.fill(1.0)
         rows.rescale(self.values)
         for r in cutlass.range_constexpr(ROWS):
-            self.kept[r] = self.kept[r] * rows.correction[r]
+            self.total_scale[r] = self.total_scale[r] * rows.correction[r]
 
     @cute.jit
-    def drain(self):
+    def promote(self):
         """Promote the accumulator: add it to the total, and keep the rounding error in the accumulator."""
         words = cute.make_rmem_tensor((WORDS,), Int32)
         for i in cutlass.range_constexpr(cute.size(self.total, mode=[1])):
             cute.autovec_copy(self.total[None, i], words)
             for w in cutlass.range_constexpr(WORDS):
                 pair = i * WORDS + w
-                low, high = self.added(words[w], pair)
+                low, high = self.promoted_pair(words[w], pair)
                 words[w] = ELEMENTS["bf16"].pack_pair(low, high)
                 rounded = unpacked(words[w])
                 self.pairs[0, pair], self.pairs[1, pair] = low - rounded[0], high - rounded[1]
             cute.autovec_copy(words, self.total[None, i])
 
     @cute.jit
-    def close(self, run: BlockRange):
-        if run.count > self.most:
+    def finish(self, kv_range: BlockRange):
+        if kv_range.count > self.max_blocks:
             words = cute.make_rmem_tensor((WORDS,), Int32)
             for i in cutlass.range_constexpr(cute.size(self.total, mode=[1])):
                 cute.autovec_copy(self.total[None, i], words)
                 for w in cutlass.range_constexpr(WORDS):
                     pair = i * WORDS + w
-                    self.pairs[0, pair], self.pairs[1, pair] = self.added(words[w], pair)
+                    self.pairs[0, pair], self.pairs[1, pair] = self.promoted_pair(words[w], pair)
             cute.arch.sync_warp()  # further lanes store O over the total of the current lane
 
     @property
@@ -142,10 +144,10 @@ class PromotedOutput(OutputAccumulator):
         """Accumulator as (2, pairs). Every other pair belongs to the second row."""
         return cute.make_tensor(self.acc.iterator, cute.make_layout((2, cute.size(self.acc) // 2)))
 
-    def added(self, word: Int32, pair: int) -> tuple[Float32, Float32]:
+    def promoted_pair(self, word: Int32, pair: int) -> tuple[Float32, Float32]:
         """Return the sum of a packed pair of the total and the matching pair of the accumulator."""
-        kept, (low, high) = self.kept[pair % ROWS], unpacked(word)
-        return low * kept + self.pairs[0, pair], high * kept + self.pairs[1, pair]
+        total_scale, (low, high) = self.total_scale[pair % ROWS], unpacked(word)
+        return low * total_scale + self.pairs[0, pair], high * total_scale + self.pairs[1, pair]
 
 
 def unpacked(word: Int32) -> tuple[Float32, Float32]:

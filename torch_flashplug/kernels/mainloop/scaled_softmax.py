@@ -10,11 +10,11 @@ Definitions:
   `finish`.
 - LSE: (row_max + log2(row_sum)) / log2(e), plus the amount removed from the row's scores by the constant key.
 
-row_max is the maximum of some block, and later scores may exceed row_max by SLACK. O is rescaled only if a score
+row_max is the maximum of some block, and later scores may exceed row_max by SLACK_LOG2. O is rescaled only if a score
 exceeds row_max by more. The exponent is a single fused multiply-add with an exact product, and the maximum is rounded
-up. Therefore no probability exceeds 2^SLACK. Integer scores contain an offset, and the addend contains offset times
-factor. If the product with the factor would round the addend by more than 2^-9 (FINE), the offset is subtracted from
-the scores first.
+up. Therefore no probability exceeds 2^SLACK_LOG2. Integer scores contain an offset, and the addend contains offset
+times factor. If the product with the factor would round the addend by more than 2^-9 (FINE), the offset is
+subtracted from the scores first.
 
 Beyond COARSE the rounding of the addend would reach powers of two. In this case scores count relative to the largest
 score of their block. The factor is then steep, and so small that the shift is exact. Every score below the largest
@@ -29,7 +29,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from ...registry.quant_recipes import SLACK
+from ...registry.quant_recipes import SLACK_LOG2
 from ..primitives.fragments import LOG2_E, column_of
 from ..primitives.sm90 import OFFSET
 from ..primitives.vector_access import vector_at
@@ -57,7 +57,7 @@ class Scaling:
     steep: float  # powers of two between adjacent scores; the largest score times `steep` is below 2^26
     offset = 0.0  # offset contained in scores, in blocks without masked scores
 
-    def softmax(self, scale_log2: Float32, chain: ScorePipeline) -> ScaledSoftmax:
+    def softmax(self, scale_log2: Float32, score_pipeline: ScorePipeline) -> ScaledSoftmax:
         row_max, row_sum, correction, row_scale = (cute.make_rmem_tensor((ROWS,), Float32) for _ in range(4))
         row_max.fill(-Float32.inf)
         row_sum.fill(0.0)
@@ -88,18 +88,18 @@ class ScaledSoftmax:
     k_scales: cute.Tensor | None = None  # (blocks,)
 
     @cute.jit
-    def at(self, tile: Tile, row: Int32, pieces: TileGrid) -> ScaledSoftmax:
+    def set_tile(self, tile: Tile, row: Int32, tile_grid: TileGrid) -> ScaledSoftmax:
         """Return the softmax state for the rows `row` and `row` + 8 of a tile.
 
         Args:
             tile: the tile.
             row: first row of the thread.
-            pieces: tile grid of the tile.
+            tile_grid: tile grid of the tile.
         """
         for r in cutlass.range_constexpr(ROWS):
-            batch, head, place = tile.place(cutlass.min(row + 8 * r, tile.sizes.Sq - 1))
-            self.row_scale[r] = self.scaling.q[batch, head, place] * self.scale_log2
-        tile = replace(tile, group=pieces.group)
+            batch, head, tensor_row = tile.lse_coord(cutlass.min(row + 8 * r, tile.sizes.Sq - 1))
+            self.row_scale[r] = self.scaling.q[batch, head, tensor_row] * self.scale_log2
+        tile = replace(tile, group=tile_grid.group)
         k_scales = self.scaling.k[tile.batch, tile.head_of_keys(), None]
         return replace(self, tile=tile, row=row, k_scales=k_scales)
 
@@ -110,7 +110,7 @@ class ScaledSoftmax:
 
     @cute.jit
     def step(
-        self, S: cute.Tensor, first: cutlass.Constexpr[bool], masked: cutlass.Constexpr[bool], given: cute.Tensor
+        self, S: cute.Tensor, first: cutlass.Constexpr[bool], masked: cutlass.Constexpr[bool], max_values: cute.Tensor
     ):  # fmt: skip
         """Convert a block of scores to probabilities, and update the running state and `correction`.
 
@@ -118,20 +118,21 @@ class ScaledSoftmax:
             S: (2, cols), scores before the call and probabilities after the call.
             first: True for the first block of a tile.
             masked: True if scores may be -inf.
-            given: scores as the product left them, used in blocks without masked scores.
+            max_values: scores as the product left them, used in blocks without masked scores.
         """
         offset = self.offset(masked)
         factors, shifts, tops = (cute.make_rmem_tensor((ROWS,), Float32) for _ in range(3))
         for r in cutlass.range_constexpr(ROWS):
             factor, old_max = self.row_scale[r] * self.block_scale[0], self.row_max[r]
-            top = largest(S if cutlass.const_expr(masked) else given, r) - offset
+            top = largest(S if cutlass.const_expr(masked) else max_values, r) - offset
             # A row without visible keys in the block stays unchanged, whatever its scale.
             if cutlass.const_expr(masked):
                 hidden = top == -Float32.inf
                 factor = cutlass.select_(hidden, Float32(1.0), factor)
             new_max = rounded_up(top, factor)
-            if cutlass.const_expr(not first):  # the maximum, and so O, stays unchanged unless the growth exceeds SLACK
-                new_max = cutlass.select_(new_max > old_max + SLACK, new_max, old_max)
+            # The maximum, and so O, stays unchanged unless the growth exceeds SLACK_LOG2.
+            if cutlass.const_expr(not first):
+                new_max = cutlass.select_(new_max > old_max + SLACK_LOG2, new_max, old_max)
             self.row_max[r] = new_max
             base = new_max
             if cutlass.const_expr(masked):
@@ -141,7 +142,7 @@ class ScaledSoftmax:
             self.correction[r] = 1.0
             if cutlass.const_expr(not first):
                 self.correction[r] = cute.math.exp2(old_max - base, fastmath=True)
-        self.make_exact(S, factors, shifts, tops, offset)
+        self.apply_offset(S, factors, shifts, tops, offset)
         for r in cutlass.range_constexpr(ROWS):
             for c in range(cute.size(S, mode=[1])):
                 S[r, c] = cute.math.exp2(S[r, c] * factors[r] - shifts[r], fastmath=True)
@@ -149,14 +150,15 @@ class ScaledSoftmax:
             self.row_sum[r] = earlier + row_reduce(S, r, lambda a, b: a + b)
 
     @cute.jit
-    def make_exact(
+    def apply_offset(
         self, S: cute.Tensor, factors: cute.Tensor, shifts: cute.Tensor, tops: cute.Tensor,
         offset: cutlass.Constexpr[float],
     ):  # fmt: skip
-        """Adjust shifts and scores so that no exponent is rounded noticeably.
+        """Apply the offset of the scores to the shifts, or subtract the offset from the scores.
 
-        The shifts include the offset. If the offset would round the shifts, the offset is subtracted from the scores
-        instead. Huge shifts are made exact by `coarsen`.
+        On entry S includes the offset, and the shifts do not. The offset times the factor is added to the shifts. If
+        the sum would be rounded noticeably, the offset is subtracted from the scores instead. Huge
+        shifts are made exact by `coarsen`.
         """
         huge = cute.arch.fmax(size_of(shifts[0]), size_of(shifts[1])) > COARSE
         if cutlass.const_expr(offset == 0.0):
@@ -193,27 +195,29 @@ class ScaledSoftmax:
                     acc_O[r, c] = acc_O[r, c] * self.correction[r]
 
     @cute.jit
-    def finish(self, acc_O: cute.Tensor, scale: Float32, chain: ScorePipeline) -> cute.Tensor:
+    def finish(self, acc_O: cute.Tensor, scale: Float32, score_pipeline: ScorePipeline) -> cute.Tensor:
         """Normalize O and return the LSE.
 
         Args:
             acc_O: output (2, cols).
             scale: softmax scale.
-            chain: stages of the scores.
+            score_pipeline: stages of the scores.
 
         Returns:
             The LSE (2,), natural log.
         """
-        assert chain.keep_probability is None and chain.extra_logit() is None, "in 8 bits nothing is dropped or added"
+        assert score_pipeline.keep_probability is None and score_pipeline.extra_logit() is None, (
+            "in 8 bits nothing is dropped or added"
+        )
         lse, inverse = (cute.make_rmem_tensor((ROWS,), Float32) for _ in range(2))
         for r in cutlass.range_constexpr(ROWS):
             total = self.row_sum[r]
             total = total + cute.arch.shuffle_sync_bfly(total, offset=1)
             total = total + cute.arch.shuffle_sync_bfly(total, offset=2)
             inverse[r] = 0.0 if total == 0.0 else cute.arch.rcp_approx(total)
-            batch, head, place = self.tile.place(cutlass.min(self.row + 8 * r, self.tile.sizes.Sq - 1))
+            batch, head, tensor_row = self.tile.lse_coord(cutlass.min(self.row + 8 * r, self.tile.sizes.Sq - 1))
             powers = self.row_max[r] - self.scaling.raised + cute.math.log2(total, fastmath=True)
-            shifted = powers * (1.0 / LOG2_E) + self.scaling.row_shift[batch, head, place] * scale
+            shifted = powers * (1.0 / LOG2_E) + self.scaling.row_shift[batch, head, tensor_row] * scale
             lse[r] = cutlass.select_(total == 0.0, -Float32.inf, shifted)
         if cutlass.const_expr(self.scaling.v is None):
             for r in cutlass.range_constexpr(ROWS):
@@ -229,13 +233,13 @@ class ScaledSoftmax:
         scale, mean = (cute.make_rmem_tensor((PAIR,), Float32) for _ in range(2))
         first = self.tile.batch, self.tile.head_of_keys(), cute.arch.lane_idx() % 4 * PAIR
         for c in cutlass.range_constexpr(0, cute.size(acc_O, mode=[1]), PAIR):
-            for of, into in ((self.scaling.v, scale), (self.scaling.v_mean, mean)):
-                place = of.iterator + cute.crd2idx(first, of.layout) + column_of(c)
-                cute.autovec_copy(vector_at(place, Float32, PAIR), into)
+            for channels, registers in ((self.scaling.v, scale), (self.scaling.v_mean, mean)):
+                source = channels.iterator + cute.crd2idx(first, channels.layout) + column_of(c)
+                cute.autovec_copy(vector_at(source, Float32, PAIR), registers)
             for r in cutlass.range_constexpr(ROWS):
                 for i in cutlass.range_constexpr(PAIR):
-                    seen = cutlass.select_(inverse[r] == 0.0, Float32(0.0), mean[i])
-                    out = acc_O[r, c + i] * (inverse[r] * scale[i]) + seen
+                    visible_mean = cutlass.select_(inverse[r] == 0.0, Float32(0.0), mean[i])
+                    out = acc_O[r, c + i] * (inverse[r] * scale[i]) + visible_mean
                     if cutlass.const_expr(self.scaling.largest is not None):
                         out = bounded(out, self.scaling.largest)
                     acc_O[r, c + i] = out

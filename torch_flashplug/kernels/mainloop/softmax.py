@@ -41,13 +41,13 @@ SIGN_AND_EXPONENT = -(2**23)  # 0xFF800000 as Int32
 
 @dataclass(frozen=True)
 class NoScaling:
-    """Scaling configuration for operands without scales. Quantized operands use scaled.Scaling.
+    """Scaling configuration for operands without scales. Quantized operands use scaled_softmax.Scaling.
 
     The class has no fields, so a kernel needs no argument.
     """
 
-    def softmax(self, scale_log2: Float32, chain: ScorePipeline) -> OnlineSoftmax:
-        return OnlineSoftmax.create(scale_log2, chain)
+    def softmax(self, scale_log2: Float32, score_pipeline: ScorePipeline) -> OnlineSoftmax:
+        return OnlineSoftmax.create(scale_log2, score_pipeline)
 
 
 @dataclass(frozen=True)
@@ -56,26 +56,26 @@ class OnlineSoftmax:
 
     row_max: cute.Tensor  # (2,) fp32
     row_sum: cute.Tensor  # (2,) fp32
-    correction: cute.Tensor  # (2,) fp32: factor for the rows of O; after `grows`, the new maximum
+    correction: cute.Tensor  # (2,) fp32: factor for the rows of O; after `needs_rescale`, the new maximum
     scale_log2: Float32
     coarse_scale: Float32  # scale_log2 rounded down to a power of two
     natural_units: bool  # True if scores are in natural units
 
     @classmethod
-    def create(cls, scale_log2: Float32, chain: ScorePipeline) -> OnlineSoftmax:
+    def create(cls, scale_log2: Float32, score_pipeline: ScorePipeline) -> OnlineSoftmax:
         row_max, row_sum, correction = (cute.make_rmem_tensor((ROWS,), Float32) for _ in range(3))
         row_max.fill(-Float32.inf)
         row_sum.fill(0.0)
         coarse_scale = (scale_log2.bitcast(Int32) & SIGN_AND_EXPONENT).bitcast(Float32)
-        return cls(row_max, row_sum, correction, scale_log2, coarse_scale, chain.natural_units)
+        return cls(row_max, row_sum, correction, scale_log2, coarse_scale, score_pipeline.natural_units)
 
-    def at(self, tile: Tile, row: Int32, pieces: TileGrid) -> OnlineSoftmax:
+    def set_tile(self, tile: Tile, row: Int32, tile_grid: TileGrid) -> OnlineSoftmax:
         """Return the softmax state for the rows `row` and `row` + 8 of a tile.
 
         Args:
             tile: the tile.
             row: first row of the thread.
-            pieces: tile grid of the tile.
+            tile_grid: tile grid of the tile.
         """
         return self
 
@@ -84,7 +84,11 @@ class OnlineSoftmax:
 
     @cute.jit
     def step(
-        self, acc_S: cute.Tensor, first: cutlass.Constexpr[bool], masked: cutlass.Constexpr[bool], given: object = None
+        self,
+        acc_S: cute.Tensor,
+        first: cutlass.Constexpr[bool],
+        masked: cutlass.Constexpr[bool],
+        max_values: object = None,
     ):
         """Convert a block of scores to probabilities, and update the running state and `correction`.
 
@@ -92,7 +96,7 @@ class OnlineSoftmax:
             acc_S: (2, cols), scores before the call and probabilities after the call.
             first: True for the first block of a tile.
             masked: True if scores may be -inf.
-            given: see scaled.ScaledSoftmax.
+            max_values: see scaled_softmax.ScaledSoftmax.
         """
         for r in cutlass.range_constexpr(ROWS):
             old_max = self.row_max[r]
@@ -107,7 +111,7 @@ class OnlineSoftmax:
             base = new_max
             if cutlass.const_expr(masked):
                 base = 0.0 if new_max == -Float32.inf else new_max
-            block_sum = self.weigh_row(acc_S, r, base)
+            block_sum = self.exponentiate_row(acc_S, r, base)
             if cutlass.const_expr(first):
                 self.row_sum[r] = block_sum
                 self.correction[r] = 1.0
@@ -117,8 +121,10 @@ class OnlineSoftmax:
                 self.row_sum[r] = self.row_sum[r] * correction + block_sum
 
     @cute.jit
-    def grows(self, acc_S: cute.Tensor) -> cutlass.Boolean:
-        """Return whether `raise_to` must follow: a row of the block exceeds its running maximum by more than SLACK.
+    def needs_rescale(self, acc_S: cute.Tensor) -> cutlass.Boolean:
+        """Return whether some row of the block exceeds its running maximum by more than SLACK.
+
+        If so, the caller must call `rescale_to_new_max`.
 
         Any lane of the warp may hold the row.
 
@@ -135,8 +141,8 @@ class OnlineSoftmax:
         return grown
 
     @cute.jit
-    def raise_to(self, acc_O: cute.Tensor):
-        """Rescale O (2, cols) and the sum to the maximum found by `grows`."""
+    def rescale_to_new_max(self, acc_O: cute.Tensor):
+        """Rescale O (2, cols) and the sum to the maximum found by `needs_rescale`."""
         for r in cutlass.range_constexpr(ROWS):
             top = self.correction[r]
             base = 0.0 if top == -Float32.inf else top
@@ -146,13 +152,13 @@ class OnlineSoftmax:
         self.rescale(acc_O)
 
     @cute.jit
-    def weigh(self, acc_S: cute.Tensor):
+    def exponentiate(self, acc_S: cute.Tensor):
         """Convert scores (2, cols) to probabilities of up to 2^SLACK, in place."""
         for r in cutlass.range_constexpr(ROWS):
             base = 0.0 if self.row_max[r] == -Float32.inf else self.row_max[r]
-            self.row_sum[r] = self.row_sum[r] + self.weigh_row(acc_S, r, base)
+            self.row_sum[r] = self.row_sum[r] + self.exponentiate_row(acc_S, r, base)
 
-    def weigh_row(self, acc_S: cute.Tensor, row: int, base: Float32) -> Float32:
+    def exponentiate_row(self, acc_S: cute.Tensor, row: int, base: Float32) -> Float32:
         """Convert the scores of a row to probabilities relative to `base`, and return their sum."""
         if self.natural_units:
             for c in range(cute.size(acc_S, mode=[1])):
@@ -173,18 +179,20 @@ class OnlineSoftmax:
                 acc_O[r, c] = acc_O[r, c] * self.correction[r]
 
     @cute.jit
-    def finish(self, acc_O: cute.Tensor, scale: Float32, chain: ScorePipeline) -> cute.Tensor:
+    def finish(self, acc_O: cute.Tensor, scale: Float32, score_pipeline: ScorePipeline) -> cute.Tensor:
         """Normalize O and return the LSE.
 
         Args:
             acc_O: output (2, cols).
             scale: softmax scale.
-            chain: stages of the scores.
+            score_pipeline: stages of the scores.
 
         Returns:
             The LSE (2,), natural log.
         """
-        lse, kept, extra = cute.make_rmem_tensor((ROWS,), Float32), chain.keep_probability, chain.extra_logit()
+        lse = cute.make_rmem_tensor((ROWS,), Float32)
+        keep_probability = score_pipeline.keep_probability
+        extra = score_pipeline.extra_logit()
         for r in cutlass.range_constexpr(ROWS):
             total, top, share = self.total(r), self.row_max[r] * scale, Float32(1.0)
             if cutlass.const_expr(extra is not None):
@@ -193,15 +201,15 @@ class OnlineSoftmax:
                 share = cute.math.exp(top - base, fastmath=True)  # weight of the keys relative to the new maximum
                 total, top = total * share + cute.math.exp(extra - base, fastmath=True), base
             inverse = 0.0 if total == 0.0 else cute.arch.rcp_approx(total) * share
-            if cutlass.const_expr(kept is not None):
-                inverse = inverse * kept.inverse
+            if cutlass.const_expr(keep_probability is not None):
+                inverse = inverse * keep_probability.inverse
             lse[r] = top + cute.math.log(total, fastmath=True)
             for c in cutlass.range_constexpr(cute.size(acc_O, mode=[1])):
                 acc_O[r, c] = acc_O[r, c] * inverse
         return lse
 
     @cute.jit
-    def part(self, acc_O: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
+    def finish_split(self, acc_O: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
         """Normalize O for a split of the keys, and return the maxima and the sums.
 
         A row without visible keys gets zeros, whatever values V held there.
@@ -230,12 +238,12 @@ class OnlineSoftmax:
 
 
 def row_reduce(acc: cute.Tensor, row: int, combine):
-    """Reduce one row of a thread's fragment in four independent chains, so that latencies overlap."""
+    """Reduce one row of a thread's fragment in four independent partial results, so that latencies overlap."""
     columns = cute.size(acc, mode=[1])
-    chains = [acc[row, c] for c in range(4)]
+    partials = [acc[row, c] for c in range(4)]
     for c in range(4, columns):
-        chains[c % 4] = combine(chains[c % 4], acc[row, c])
-    return combine(combine(chains[0], chains[1]), combine(chains[2], chains[3]))
+        partials[c % 4] = combine(partials[c % 4], acc[row, c])
+    return combine(combine(partials[0], partials[1]), combine(partials[2], partials[3]))
 
 
 @cute.jit
@@ -251,4 +259,4 @@ def write_lse(mLSE: cute.Tensor, lse: cute.Tensor, tile: Tile, row: Int32):
     writes = cute.arch.lane_idx() % 4 == 0
     for r in cutlass.range_constexpr(2):
         if writes and row + 8 * r < tile.sizes.Sq:
-            mLSE[tile.place(row + 8 * r)] = lse[r]
+            mLSE[tile.lse_coord(row + 8 * r)] = lse[r]

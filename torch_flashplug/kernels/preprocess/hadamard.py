@@ -1,4 +1,4 @@
-"""Rotation and quantization of rows of Q or K to 8 bits, by a CTA of the quantization kernel (quantised.rotate).
+"""Rotation and quantization of rows of Q or K to 8 bits, by a CTA of the quantization kernel (quantize_reference.py).
 
 Rows are held in units of 16 numbers, distributed over consecutive threads. The first four steps of the Hadamard
 transform stay within a unit, and the further steps exchange units between lanes.
@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from ...registry.kernel_spec import WARP
-from ...registry.quant_recipes import ROTATION, SMALLEST_SCALE
+from ...registry.quant_recipes import MIN_SCALE, SIGN_BITS
 from ..primitives.dtype import QuantizedElement
 from ..primitives.vector_access import vector_at
 
@@ -35,7 +35,7 @@ class HadamardSmem:
     signs: cute.Tensor  # (UNIT, units)
     largest: cute.Tensor  # (units,)
     dots: cute.Tensor  # (units,): products with the constant key
-    of_warps: cute.Tensor  # (warps,)
+    warp_values: cute.Tensor  # (warps,)
 
 
 class HadamardRows:
@@ -48,158 +48,160 @@ class HadamardRows:
         self.rounds = -(-rows * self.units // threads)
 
     @property
-    def room(self) -> int:
+    def num_units(self) -> int:
         """Units of a block."""
         return self.rows * self.units
 
-    def given(self) -> cute.Tensor:
+    def block_registers(self) -> cute.Tensor:
         """Return registers for an unmodified block."""
         return cute.make_rmem_tensor((UNIT, self.rounds), self.element.dtype)
 
-    def held(self) -> cute.Tensor:
+    def rotated_registers(self) -> cute.Tensor:
         """Return registers for a rotated block."""
         return cute.make_rmem_tensor((self.rounds, UNIT), Float32)
 
-    def unit_of(self, turn: int, block: Int32, S: Int32) -> tuple[Int32, Int32, Int32, cutlass.Boolean]:
+    def unit_of(self, round_idx: int, block: Int32, S: Int32) -> tuple[Int32, Int32, Int32, cutlass.Boolean]:
         """Return a thread's unit: index in the block, row, first column, and whether the unit exists."""
-        unit = turn * self.threads + cute.arch.thread_idx()[0]
+        unit = round_idx * self.threads + cute.arch.thread_idx()[0]
         row = block * self.rows + unit // self.units
-        return unit, row, unit % self.units * UNIT, (unit < self.room) & (row < S)
+        return unit, row, unit % self.units * UNIT, (unit < self.num_units) & (row < S)
 
     @cute.jit
-    def fetch(self, x: cute.Tensor, block: Int32, given: cute.Tensor):
-        """Load a block into `given` (UNIT, rounds), with zeros outside of the tensor."""
-        given.fill(self.element.dtype(0.0))
-        for turn in cutlass.range_constexpr(self.rounds):
-            _, row, first, there = self.unit_of(turn, block, x.shape[0])
+    def fetch(self, x: cute.Tensor, block: Int32, block_values: cute.Tensor):
+        """Load a block into `block_values` (UNIT, rounds), with zeros outside of the tensor."""
+        block_values.fill(self.element.dtype(0.0))
+        for round_idx in cutlass.range_constexpr(self.rounds):
+            _, row, first_column, is_valid = self.unit_of(round_idx, block, x.shape[0])
             for part in cutlass.range_constexpr(UNIT // VECTOR):
-                column = first + part * VECTOR
-                if there & (column < x.shape[1]):
-                    found = vector_at(x[row, None].iterator + column, self.element.dtype, VECTOR)
-                    place = given[None, turn].iterator + part * VECTOR
-                    cute.autovec_copy(found, cute.make_tensor(place, cute.make_layout(VECTOR)))
+                column = first_column + part * VECTOR
+                if is_valid & (column < x.shape[1]):
+                    source = vector_at(x[row, None].iterator + column, self.element.dtype, VECTOR)
+                    target = block_values[None, round_idx].iterator + part * VECTOR
+                    cute.autovec_copy(source, cute.make_tensor(target, cute.make_layout(VECTOR)))
 
     @cute.jit
     def rotate(
         self,
-        given: cute.Tensor,
-        held: cute.Tensor,
+        block_values: cute.Tensor,
+        rotated: cute.Tensor,
         block: Int32,
         S: Int32,
-        room: HadamardSmem,
+        shared: HadamardSmem,
         keys: cutlass.Constexpr[bool],
     ):
-        """Rotate a block into `held` (rounds, UNIT), and store the largest magnitude of each unit.
+        """Rotate a block into `rotated` (rounds, UNIT), and store the largest magnitude of each unit.
 
         The magnitude is NaN if the unit contains NaN.
         """
-        for turn in cutlass.range_constexpr(self.rounds):
-            unit, _, first, there = self.unit_of(turn, block, S)
+        for round_idx in cutlass.range_constexpr(self.rounds):
+            unit, _, first_column, is_valid = self.unit_of(round_idx, block, S)
             dot = Float32(0.0)
-            shifts, signs = (taken(x[None, first // UNIT], UNIT) for x in (room.channels, room.signs))
+            shifts, signs = (
+                load_registers(x[None, first_column // UNIT], UNIT) for x in (shared.channels, shared.signs)
+            )
             for i in cutlass.range_constexpr(UNIT):
-                number = given[i, turn].to(Float32)
+                number = block_values[i, round_idx].to(Float32)
                 if cutlass.const_expr(keys):
-                    number = cutlass.select_(there, number - shifts[i], Float32(0.0))
+                    number = cutlass.select_(is_valid, number - shifts[i], Float32(0.0))
                 else:
                     dot += number * shifts[i]
-                held[turn, i] = number * signs[i]
-            self.transform(held[turn, None])
-            largest, spoiled = Float32(0.0), Float32(0.0)
+                rotated[round_idx, i] = number * signs[i]
+            self.transform(rotated[round_idx, None])
+            largest, nan_marker = Float32(0.0), Float32(0.0)
             for i in cutlass.range_constexpr(UNIT):
-                largest = cute.arch.fmax(largest, abs(held[turn, i]))
-                spoiled += held[turn, i] * 0.0  # NaN for non-finite numbers, which fmax would ignore
-            if unit < self.room:
-                room.largest[unit] = largest + spoiled
-                room.dots[unit] = dot
+                largest = cute.arch.fmax(largest, abs(rotated[round_idx, i]))
+                nan_marker += rotated[round_idx, i] * 0.0  # NaN for non-finite numbers, which fmax would ignore
+            if unit < self.num_units:
+                shared.largest[unit] = largest + nan_marker
+                shared.dots[unit] = dot
 
-    def transform(self, held: cute.Tensor) -> None:
+    def transform(self, units: cute.Tensor) -> None:
         """Multiply the units of a row by Hadamard matrices on the diagonal, in steps from adjacent numbers outwards."""
         step = 1
         while step < min(self.size, UNIT):
             for i in range(UNIT):
                 if i & step == 0:
-                    low, high = held[i], held[i + step]
-                    held[i], held[i + step] = low + high, low - high
+                    low, high = units[i], units[i + step]
+                    units[i], units[i + step] = low + high, low - high
             step *= 2
         lanes = 1
         while lanes * UNIT < self.size:
             upper = cute.arch.lane_idx() & lanes != 0
             for i in range(UNIT):
-                other = cute.arch.shuffle_sync_bfly(held[i], offset=lanes)
-                held[i] = cutlass.select_(upper, other - held[i], held[i] + other)
+                peer_value = cute.arch.shuffle_sync_bfly(units[i], offset=lanes)
+                units[i] = cutlass.select_(upper, peer_value - units[i], units[i] + peer_value)
             lanes *= 2
         for i in range(UNIT):
-            held[i] = held[i] * self.size**-0.5
+            units[i] = units[i] * self.size**-0.5
 
     @cute.jit
-    def largest_of_all(self, room: HadamardSmem) -> Float32:
+    def largest_of_all(self, shared: HadamardSmem) -> Float32:
         """Return the largest magnitude of the units of a CTA, NaN if any unit contains NaN."""
-        thread, largest, spoiled = cute.arch.thread_idx()[0], Float32(0.0), Float32(0.0)
+        thread, largest, nan_marker = cute.arch.thread_idx()[0], Float32(0.0), Float32(0.0)
         for u in cutlass.range_constexpr(self.rounds):
             unit = u * self.threads + thread
-            if unit < self.room:
-                largest = cute.arch.fmax(largest, room.largest[unit])
-                spoiled += room.largest[unit] * 0.0
+            if unit < self.num_units:
+                largest = cute.arch.fmax(largest, shared.largest[unit])
+                nan_marker += shared.largest[unit] * 0.0
         for lanes in (1, 2, 4, 8, 16):
             largest = cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, offset=lanes))
-            spoiled = spoiled + cute.arch.shuffle_sync_bfly(spoiled, offset=lanes)
-        room.of_warps[thread // WARP] = largest + spoiled
+            nan_marker = nan_marker + cute.arch.shuffle_sync_bfly(nan_marker, offset=lanes)
+        shared.warp_values[thread // WARP] = largest + nan_marker
         cute.arch.sync_threads()
-        largest, spoiled = Float32(0.0), Float32(0.0)
+        largest, nan_marker = Float32(0.0), Float32(0.0)
         for warp in cutlass.range_constexpr(self.threads // WARP):
-            largest = cute.arch.fmax(largest, room.of_warps[warp])
-            spoiled += room.of_warps[warp] * 0.0
-        return largest + spoiled
+            largest = cute.arch.fmax(largest, shared.warp_values[warp])
+            nan_marker += shared.warp_values[warp] * 0.0
+        return largest + nan_marker
 
-    def of_row(self, room: HadamardSmem, unit: Int32) -> tuple[Float32, Float32]:
+    def row_statistics(self, shared: HadamardSmem, unit: Int32) -> tuple[Float32, Float32]:
         """Return the largest magnitude of a row, and the product of the row with the constant key.
 
         The magnitude is NaN if the row contains NaN.
 
         Args:
-            room: shared memory of the CTA.
+            shared: shared memory of the CTA.
             unit: first unit of the row.
         """
-        largest, spoiled, dot = Float32(0.0), Float32(0.0), Float32(0.0)
+        largest, nan_marker, dot = Float32(0.0), Float32(0.0), Float32(0.0)
         for i in range(self.units):
-            largest = cute.arch.fmax(largest, room.largest[unit + i])
-            spoiled, dot = spoiled + room.largest[unit + i] * 0.0, dot + room.dots[unit + i]
-        return largest + spoiled, dot
+            largest = cute.arch.fmax(largest, shared.largest[unit + i])
+            nan_marker, dot = nan_marker + shared.largest[unit + i] * 0.0, dot + shared.dots[unit + i]
+        return largest + nan_marker, dot
 
     @cute.jit
-    def store(self, held: cute.Tensor, block: Int32, scale: Float32, out: cute.Tensor):
+    def store(self, rotated: cute.Tensor, block: Int32, scale: Float32, out: cute.Tensor):
         """Store a block in 8 bits, with a single scale."""
-        for turn in cutlass.range_constexpr(self.rounds):
-            _, row, first, there = self.unit_of(turn, block, out.shape[0])
-            if there:
-                self.store_unit(held[turn, None], Float32(1.0) / scale, out[row, None], first)
+        for round_idx in cutlass.range_constexpr(self.rounds):
+            _, row, first_column, is_valid = self.unit_of(round_idx, block, out.shape[0])
+            if is_valid:
+                self.store_unit(rotated[round_idx, None], Float32(1.0) / scale, out[row, None], first_column)
 
     @cute.jit
-    def store_apart(
-        self, held: cute.Tensor, block: Int32, of_format: float, out: cute.Tensor, scales: cute.Tensor,
-        shifts: cute.Tensor, room: HadamardSmem,
+    def store_rows(
+        self, rotated: cute.Tensor, block: Int32, largest_of_format: float, out: cute.Tensor, scales: cute.Tensor,
+        shifts: cute.Tensor, shared: HadamardSmem,
     ):  # fmt: skip
         """Store each row in 8 bits with a separate scale.
 
         The scales are written to `scales`, and the products with the constant key to `shifts`.
         """
-        for turn in cutlass.range_constexpr(self.rounds):
-            unit, row, first, there = self.unit_of(turn, block, out.shape[0])
-            if there:
-                largest, dot = self.of_row(room, unit - unit % self.units)
-                scale = scale_of(largest, of_format)
-                if first == 0:
+        for round_idx in cutlass.range_constexpr(self.rounds):
+            unit, row, first_column, is_valid = self.unit_of(round_idx, block, out.shape[0])
+            if is_valid:
+                largest, dot = self.row_statistics(shared, unit - unit % self.units)
+                scale = scale_of(largest, largest_of_format)
+                if first_column == 0:
                     scales[row] = scale
                     shifts[row] = dot
-                self.store_unit(held[turn, None], Float32(1.0) / scale, out[row, None], first)
+                self.store_unit(rotated[round_idx, None], Float32(1.0) / scale, out[row, None], first_column)
 
-    def store_unit(self, held: cute.Tensor, inverse: Float32, out: cute.Tensor, first: Int32) -> None:
+    def store_unit(self, unit: cute.Tensor, inverse: Float32, out: cute.Tensor, first_column: Int32) -> None:
         """Store a unit in 8 bits."""
         words = cute.make_rmem_tensor((UNIT // WORD,), Int32)
         for w in range(UNIT // WORD):
-            words[w] = self.element.scores.pack_four([held[w * WORD + i] * inverse for i in range(WORD)])
-        cute.autovec_copy(words, vector_at(out.iterator + first, Int32, UNIT // WORD))
+            words[w] = self.element.scores.pack_four([unit[w * WORD + i] * inverse for i in range(WORD)])
+        cute.autovec_copy(words, vector_at(out.iterator + first_column, Int32, UNIT // WORD))
 
 
 def shared_vector(pointer: cute.Pointer, dtype: type[cutlass.Numeric], size: int) -> cute.Tensor:
@@ -208,23 +210,23 @@ def shared_vector(pointer: cute.Pointer, dtype: type[cutlass.Numeric], size: int
     return cute.make_tensor(aligned, cute.make_layout(size))
 
 
-def taken(x: cute.Tensor, size: int) -> cute.Tensor:
+def load_registers(x: cute.Tensor, size: int) -> cute.Tensor:
     """Load `size` consecutive numbers from shared memory into registers."""
-    found = cute.make_rmem_tensor((size,), x.element_type)
-    cute.autovec_copy(shared_vector(x.iterator, x.element_type, size), found)
-    return found
+    registers = cute.make_rmem_tensor((size,), x.element_type)
+    cute.autovec_copy(shared_vector(x.iterator, x.element_type, size), registers)
+    return registers
 
 
 def sign_of(channel: Int32, d: int) -> Float32:
-    """Return the sign of a channel, from ROTATION."""
+    """Return the sign of a channel, from SIGN_BITS."""
     word = Int32(0)
     for i in range(-(-d // 32)):
-        word = cutlass.select_(channel // 32 == i, Int32(ROTATION[i] - (1 << 32) * (ROTATION[i] >> 31)), word)
+        word = cutlass.select_(channel // 32 == i, Int32(SIGN_BITS[i] - (1 << 32) * (SIGN_BITS[i] >> 31)), word)
     return cutlass.select_(word >> channel % 32 & 1 == 1, Float32(-1.0), Float32(1.0))
 
 
-def scale_of(largest: Float32, of_format: float) -> Float32:
+def scale_of(largest: Float32, largest_of_format: float) -> Float32:
     """Return the scale for a largest magnitude. NaN stays NaN, by max.NaN."""
-    scale = cutlass.select_(largest == 0.0, Float32(1.0), largest / of_format)
+    scale = cutlass.select_(largest == 0.0, Float32(1.0), largest / largest_of_format)
     text = "max.NaN.f32 {$w0}, {$r0}, {$r1};"
-    return cute.arch.inline_ptx(text, write_only_types=[Float32], read_only_args=[scale, Float32(SMALLEST_SCALE)])
+    return cute.arch.inline_ptx(text, write_only_types=[Float32], read_only_args=[scale, Float32(MIN_SCALE)])

@@ -21,20 +21,31 @@ from cutlass import Float32, Int32
 from ...registry.kernel_spec import WARP
 from ...registry.quant_recipes import (
     CHANNEL_RMS,
-    CLEAR_MEAN,
-    ENDS,
+    FORMAT_MAX,
     KEY_ORDER,
-    LARGEST,
-    LARGEST_SQUARE,
-    LEAST_CHANNEL,
-    LEAST_VARIANCE,
+    MAX_SQUARE,
+    MIN_CHANNEL,
+    MIN_MEAN_SHIFT,
+    MIN_SCALE,
+    MIN_VARIANCE,
+    NUM_ENDS,
     SAMPLES,
-    SMALLEST_SCALE,
     Recipe,
 )
 from ..primitives.dtype import QuantizedElement
 from ..primitives.vector_access import vector_at
-from .hadamard import PITCH, UNIT, VECTOR, WORD, HadamardRows, HadamardSmem, scale_of, shared_vector, sign_of, taken
+from .hadamard import (
+    PITCH,
+    UNIT,
+    VECTOR,
+    WORD,
+    HadamardRows,
+    HadamardSmem,
+    load_registers,
+    scale_of,
+    shared_vector,
+    sign_of,
+)
 
 # Threads of a CTA, and limit of K units per thread. A CTA needing more units per thread gets more threads.
 THREADS, MOST_ROUNDS = 256, 4
@@ -50,7 +61,7 @@ LARGEST_FLOAT = 3.4028234663852886e38
 
 @dataclass(frozen=True)
 class QuantizedOperands:
-    """Quantized operands (quantised.Quantised). Rows of q and k, and channels of v, are multiples of 16 bytes."""
+    """Quantized operands (quantize_reference.py). Rows of q and k, and channels of v, are multiples of 16 bytes."""
 
     q: cute.Tensor  # (B, Hq, Sq, d) 8 bits
     k: cute.Tensor  # (B, Hkv, Sk, d)
@@ -72,32 +83,32 @@ class Quantize:
         self.element, self.recipe, self.d, self.dv = element, recipe, d, dv
         units = d // UNIT
         # The mapping of threads to units needs registers, too, if the number of units is not a power of two.
-        more = 2 * THREADS if units & units - 1 == 0 else 3 * THREADS // 2
-        self.threads = more if block * units > MOST_ROUNDS * THREADS else THREADS
-        self.of_keys = HadamardRows(element, d, block, self.threads)
-        self.of_queries = HadamardRows(element, d, ROUNDS_OF_QUERIES * self.threads // units, self.threads)
+        more_threads = 2 * THREADS if units & units - 1 == 0 else 3 * THREADS // 2
+        self.threads = more_threads if block * units > MOST_ROUNDS * THREADS else THREADS
+        self.key_rows = HadamardRows(element, d, block, self.threads)
+        self.query_rows = HadamardRows(element, d, ROUNDS_OF_QUERIES * self.threads // units, self.threads)
         self.widest = max(d, dv)
 
     @cute.jit
     def __call__(
-        self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, to: QuantizedOperands, num_sms: Int32,
+        self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, out: QuantizedOperands, num_sms: Int32,
         stream: cuda.CUstream
     ):  # fmt: skip
         B, Hq, Sq, _ = q.shape
         _, Hkv, Sk, _ = k.shape
-        blocks = cute.ceil_div(Sq, self.of_queries.rows)
-        each = cutlass.max(cutlass.min(B * Hq * blocks // (ENOUGH // self.threads * num_sms), MOST_BLOCKS), 1)
-        keys, queries = B * Hkv * cute.ceil_div(Sk, self.of_keys.rows), B * Hq * cute.ceil_div(blocks, each)
-        values = Int32(0) if to.v is None else B * Hkv * cute.ceil_div(Sk, KEYS)
+        blocks = cute.ceil_div(Sq, self.query_rows.rows)
+        blocks_per_cta = cutlass.max(cutlass.min(B * Hq * blocks // (ENOUGH // self.threads * num_sms), MOST_BLOCKS), 1)
+        keys, queries = B * Hkv * cute.ceil_div(Sk, self.key_rows.rows), B * Hq * cute.ceil_div(blocks, blocks_per_cta)
+        values = Int32(0) if out.v is None else B * Hkv * cute.ceil_div(Sk, KEYS)
         grid = (keys + values + queries, 1, 1)
-        self.kernel(q, k, v, to, each).launch(grid=grid, block=(self.threads, 1, 1), stream=stream)
+        self.kernel(q, k, v, out, blocks_per_cta).launch(grid=grid, block=(self.threads, 1, 1), stream=stream)
 
     @cute.kernel
-    def kernel(self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, to: QuantizedOperands, each: Int32):
+    def kernel(self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, out: QuantizedOperands, blocks_per_cta: Int32):
         """Run the part of the CTA: K, V or Q.
 
         Args:
-            each: blocks of queries per CTA.
+            blocks_per_cta: blocks of queries per CTA.
         """
         # The CTAs of the dependent kernel start once all CTAs of this grid have started.
         cute.arch.griddepcontrol_launch_dependents()
@@ -107,76 +118,86 @@ class Quantize:
             return smem.allocate_tensor(Float32, cute.make_layout(shape, stride=stride), 16)
 
         lanes = self.threads // (min(self.d, self.dv) // VECTOR)
-        units = max(self.of_keys.room, self.of_queries.room)
-        room = HadamardSmem(
+        units = max(self.key_rows.num_units, self.query_rows.num_units)
+        shared = HadamardSmem(
             *(floats((lanes, self.widest), (self.widest, 1)) for _ in range(3)),
             *(floats((UNIT, self.widest // UNIT), (1, PITCH)) for _ in range(3)),
             *(floats((units,)) for _ in range(2)), floats((self.threads // WARP,)),
         )  # fmt: skip
         B, Hkv, Sk, _ = k.shape
-        number, keys = cute.arch.block_idx()[0], B * Hkv * cute.ceil_div(Sk, self.of_keys.rows)
-        if number < keys:
-            self.quantize_keys(number, k, to, room)
+        cta, keys = cute.arch.block_idx()[0], B * Hkv * cute.ceil_div(Sk, self.key_rows.rows)
+        if cta < keys:
+            self.quantize_keys(cta, k, out, shared)
         else:
-            number -= keys
+            cta -= keys
             if cutlass.const_expr(self.recipe.values is not None):
                 values = B * Hkv * cute.ceil_div(Sk, KEYS)
-                if number < values:
-                    self.quantize_values(number, v, to, smem, room)
-                number -= values
-            if number >= 0:
-                self.quantize_queries(number, each, q, k, to, room)
+                if cta < values:
+                    self.quantize_values(cta, v, out, smem, shared)
+                cta -= values
+            if cta >= 0:
+                self.quantize_queries(cta, blocks_per_cta, q, k, out, shared)
 
     @cute.jit
-    def quantize_keys(self, number: Int32, k: cute.Tensor, to: QuantizedOperands, room: HadamardSmem):
+    def quantize_keys(self, cta: Int32, k: cute.Tensor, out: QuantizedOperands, shared: HadamardSmem):
         """Quantize a block of keys with a single scale."""
-        of = self.of_keys
-        block, head, batch = place_of(number, cute.ceil_div(k.shape[2], of.rows), k.shape[1])
-        mine, given, held = k[batch, head, None, None], of.given(), of.held()
-        of.fetch(mine, block, given)  # the loads are in flight during the sampling
-        self.find_constant(mine, room)
-        of.rotate(given, held, block, mine.shape[0], room, keys=True)
+        hadamard = self.key_rows
+        block, head, batch = block_coord(cta, cute.ceil_div(k.shape[2], hadamard.rows), k.shape[1])
+        head_k = k[batch, head, None, None]
+        block_values = hadamard.block_registers()
+        rotated = hadamard.rotated_registers()
+        hadamard.fetch(head_k, block, block_values)  # the loads are in flight during the sampling
+        self.find_constant(head_k, shared)
+        hadamard.rotate(block_values, rotated, block, head_k.shape[0], shared, keys=True)
         cute.arch.sync_threads()
-        scale = scale_of(of.largest_of_all(room), LARGEST[self.recipe.scores])
+        scale = scale_of(hadamard.largest_of_all(shared), FORMAT_MAX[self.recipe.scores])
         if cute.arch.thread_idx()[0] == 0:
-            to.k_scale[batch, head, block] = scale
-        of.store(held, block, scale, to.k[batch, head, None, None])
+            out.k_scale[batch, head, block] = scale
+        hadamard.store(rotated, block, scale, out.k[batch, head, None, None])
 
     @cute.jit
     def quantize_queries(
-        self, number: Int32, each: Int32, q: cute.Tensor, k: cute.Tensor, to: QuantizedOperands, room: HadamardSmem
+        self,
+        cta: Int32,
+        blocks_per_cta: Int32,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        out: QuantizedOperands,
+        shared: HadamardSmem,
     ):
         """Quantize blocks of query rows with a scale per row."""
-        of = self.of_queries
-        blocks = cute.ceil_div(q.shape[2], of.rows)
-        share, head, batch = place_of(number, cute.ceil_div(blocks, each), q.shape[1])
-        mine, target = q[batch, head, None, None], to.q[batch, head, None, None]
-        scales, shifts = to.q_scale[batch, head, None], to.row_shift[batch, head, None]
-        given, held, end = of.given(), of.held(), cutlass.min(share * each + each, blocks)
-        of.fetch(mine, share * each, given)
-        self.find_constant(k[batch, head // (q.shape[1] // k.shape[1]), None, None], room)
-        for block in cutlass.range(share * each, end, unroll=1):
-            self.of_queries.rotate(given, held, block, mine.shape[0], room, keys=False)
+        hadamard = self.query_rows
+        blocks = cute.ceil_div(q.shape[2], hadamard.rows)
+        block_range, head, batch = block_coord(cta, cute.ceil_div(blocks, blocks_per_cta), q.shape[1])
+        head_q, target = q[batch, head, None, None], out.q[batch, head, None, None]
+        scales, shifts = out.q_scale[batch, head, None], out.row_shift[batch, head, None]
+        block_values = hadamard.block_registers()
+        rotated = hadamard.rotated_registers()
+        end = cutlass.min(block_range * blocks_per_cta + blocks_per_cta, blocks)
+        hadamard.fetch(head_q, block_range * blocks_per_cta, block_values)
+        self.find_constant(k[batch, head // (q.shape[1] // k.shape[1]), None, None], shared)
+        for block in cutlass.range(block_range * blocks_per_cta, end, unroll=1):
+            self.query_rows.rotate(block_values, rotated, block, head_q.shape[0], shared, keys=False)
             if block + 1 < end:
-                self.of_queries.fetch(mine, block + 1, given)
+                self.query_rows.fetch(head_q, block + 1, block_values)
             cute.arch.sync_threads()
-            self.of_queries.store_apart(held, block, LARGEST[self.recipe.scores], target, scales, shifts, room)
+            self.query_rows.store_rows(rotated, block, FORMAT_MAX[self.recipe.scores], target, scales, shifts, shared)
             cute.arch.sync_threads()
 
     @cute.jit
-    def find_constant(self, k: cute.Tensor, room: HadamardSmem):
+    def find_constant(self, k: cute.Tensor, shared: HadamardSmem):
         """Compute the constant key of a head from K (Sk, D), and the signs of the channels."""
         thread = cute.arch.thread_idx()[0]
         if thread < self.d:
-            room.signs[thread % UNIT, thread // UNIT] = sign_of(thread, self.d)
-        self.sample(k, room, self.d, squares=False)
+            shared.signs[thread % UNIT, thread // UNIT] = sign_of(thread, self.d)
+        self.sample(k, shared, self.d, squares=False)
         if thread < self.d:
-            room.channels[thread % UNIT, thread // UNIT] = self.sampled(room, room.sums, thread, self.d)
+            shared.channels[thread % UNIT, thread // UNIT] = self.sampled(shared, shared.sums, thread, self.d)
         cute.arch.sync_threads()
 
     @cute.jit
     def sample(
-        self, x: cute.Tensor, room: HadamardSmem, width: cutlass.Constexpr[int], squares: cutlass.Constexpr[bool]
+        self, x: cute.Tensor, shared: HadamardSmem, width: cutlass.Constexpr[int], squares: cutlass.Constexpr[bool]
     ):
         """Sum over SAMPLES rows of a head (S, D), per lane: the finite numbers, and the squares of these numbers."""
         groups = width // VECTOR
@@ -185,147 +206,153 @@ class Quantize:
         group, lane = thread % groups, thread // groups
         if lane < lanes:
             sums, sums_of_squares, counts = (cute.make_rmem_tensor((VECTOR,), Float32) for _ in range(3))
-            for found in (sums, sums_of_squares, counts):
-                found.fill(0.0)
-            turns = -(-SAMPLES // lanes)
-            raw = cute.make_rmem_tensor((VECTOR, turns), self.element.dtype)
-            for turn in cutlass.range_constexpr(turns):
-                row = place_of_sample(lane + turn * lanes, x.shape[0])
-                if (lane + turn * lanes < SAMPLES) & (group * VECTOR < x.shape[1]):
-                    at = x[row, None].iterator + group * VECTOR
-                    cute.autovec_copy(vector_at(at, self.element.dtype, VECTOR), raw[None, turn])
-            for turn in cutlass.range_constexpr(turns):
-                there = (lane + turn * lanes < SAMPLES) & (group * VECTOR < x.shape[1])
+            for statistic in (sums, sums_of_squares, counts):
+                statistic.fill(0.0)
+            rounds = -(-SAMPLES // lanes)
+            samples = cute.make_rmem_tensor((VECTOR, rounds), self.element.dtype)
+            for round_idx in cutlass.range_constexpr(rounds):
+                row = sample_key(lane + round_idx * lanes, x.shape[0])
+                if (lane + round_idx * lanes < SAMPLES) & (group * VECTOR < x.shape[1]):
+                    source = x[row, None].iterator + group * VECTOR
+                    cute.autovec_copy(vector_at(source, self.element.dtype, VECTOR), samples[None, round_idx])
+            for round_idx in cutlass.range_constexpr(rounds):
+                is_valid = (lane + round_idx * lanes < SAMPLES) & (group * VECTOR < x.shape[1])
                 for i in cutlass.range_constexpr(VECTOR):
-                    number = raw[i, turn].to(Float32)
-                    finite = there & (abs(number) <= LARGEST_FLOAT)
-                    number = cutlass.select_(finite, number, Float32(0.0))
-                    sums[i] = sums[i] + number
+                    value = samples[i, round_idx].to(Float32)
+                    finite = is_valid & (abs(value) <= LARGEST_FLOAT)
+                    value = cutlass.select_(finite, value, Float32(0.0))
+                    sums[i] = sums[i] + value
                     if cutlass.const_expr(squares):
-                        sums_of_squares[i] = sums_of_squares[i] + number * number
+                        sums_of_squares[i] = sums_of_squares[i] + value * value
                     counts[i] = counts[i] + cutlass.select_(finite, Float32(1.0), Float32(0.0))
-            for found, into in ((sums, room.sums), (sums_of_squares, room.squares), (counts, room.counts)):
-                cute.autovec_copy(found, shared_vector(into[lane, None].iterator + group * VECTOR, Float32, VECTOR))
+            for statistic, target in ((sums, shared.sums), (sums_of_squares, shared.squares), (counts, shared.counts)):
+                cute.autovec_copy(
+                    statistic, shared_vector(target[lane, None].iterator + group * VECTOR, Float32, VECTOR)
+                )
         cute.arch.sync_threads()
 
-    def sampled(self, room: HadamardSmem, sums: cute.Tensor, channel: Int32, width: int) -> Float32:
+    def sampled(self, shared: HadamardSmem, sums: cute.Tensor, channel: Int32, width: int) -> Float32:
         """Return the mean of a channel."""
         total, count = Float32(0.0), Float32(0.0)
         for lane in range(self.threads // (width // VECTOR)):
-            total, count = total + sums[lane, channel], count + room.counts[lane, channel]
+            total, count = total + sums[lane, channel], count + shared.counts[lane, channel]
         return total / cute.arch.fmax(count, Float32(1.0))
 
     @cute.jit
     def quantize_values(
-        self, number: Int32, v: cute.Tensor, to: QuantizedOperands, smem: cutlass.memory.SmemAllocator,
-        room: HadamardSmem
+        self, cta: Int32, v: cute.Tensor, out: QuantizedOperands, smem: cutlass.memory.SmemAllocator,
+        shared: HadamardSmem
     ):  # fmt: skip
         """Quantize and transpose KEYS keys of V."""
         layout = cute.make_layout((WORD, FOURS, self.dv), stride=(1, WORD, WORD * FOURS))
-        turned = smem.allocate_tensor(Int32, layout, 16)
-        block, head, batch = place_of(number, cute.ceil_div(v.shape[2], KEYS), v.shape[1])
-        mine = v[batch, head, None, None]
-        given = cute.make_rmem_tensor((VECTOR, WORD, self.turns), self.element.dtype)
-        self.fetch_values(mine, block, given)
-        self.scale_values(mine, block, to.v_scale[batch, head, None], to.v_mean[batch, head, None], room)
-        self.turn_values(given, turned, room, block, mine.shape[0])
+        transposed = smem.allocate_tensor(Int32, layout, 16)
+        block, head, batch = block_coord(cta, cute.ceil_div(v.shape[2], KEYS), v.shape[1])
+        head_v = v[batch, head, None, None]
+        block_values = cute.make_rmem_tensor((VECTOR, WORD, self.rounds), self.element.dtype)
+        self.fetch_values(head_v, block, block_values)
+        self.scale_values(head_v, block, out.v_scale[batch, head, None], out.v_mean[batch, head, None], shared)
+        self.transpose_values(block_values, transposed, shared, block, head_v.shape[0])
         cute.arch.sync_threads()
-        self.store_values(turned, block, to.v[batch, head, None, None])
+        self.store_values(transposed, block, out.v[batch, head, None, None])
 
     @property
-    def turns(self) -> int:
+    def rounds(self) -> int:
         """Number of rounds in which the threads of a CTA cover all tasks.
 
         A task is four keys of a group of channels.
         """
         return -(-(KEYS // WORD * (self.dv // VECTOR)) // self.threads)
 
-    def task_of(self, turn: int) -> tuple[Int32, Int32]:
+    def task_of(self, round_idx: int) -> tuple[Int32, Int32]:
         """Return the word of keys and the group of channels of a thread."""
-        task, groups = cute.arch.thread_idx()[0] + turn * self.threads, self.dv // VECTOR
+        task, groups = cute.arch.thread_idx()[0] + round_idx * self.threads, self.dv // VECTOR
         return task // groups, task % groups
 
     @cute.jit
-    def fetch_values(self, v: cute.Tensor, block: Int32, given: cute.Tensor):
-        """Load V into `given` (VECTOR, WORD, turns), with zeros outside of the tensor."""
-        given.fill(self.element.dtype(0.0))
-        for turn in cutlass.range_constexpr(self.turns):
-            word, group = self.task_of(turn)
+    def fetch_values(self, v: cute.Tensor, block: Int32, block_values: cute.Tensor):
+        """Load V into `block_values` (VECTOR, WORD, rounds), with zeros outside of the tensor."""
+        block_values.fill(self.element.dtype(0.0))
+        for round_idx in cutlass.range_constexpr(self.rounds):
+            word, group = self.task_of(round_idx)
             for i in cutlass.range_constexpr(WORD):
                 key = key_of(block, word, i)
                 if (word < KEYS // WORD) & (key < v.shape[0]) & (group * VECTOR < v.shape[1]):
-                    found = vector_at(v[key, None].iterator + group * VECTOR, self.element.dtype, VECTOR)
-                    cute.autovec_copy(found, given[None, i, turn])
+                    source = vector_at(v[key, None].iterator + group * VECTOR, self.element.dtype, VECTOR)
+                    cute.autovec_copy(source, block_values[None, i, round_idx])
 
     @cute.jit
-    def scale_values(self, v: cute.Tensor, block: Int32, scales: cute.Tensor, means: cute.Tensor, room: HadamardSmem):
-        """Compute the scale and the mean of every channel. `room` then holds the inverse scales and the means."""
+    def scale_values(self, v: cute.Tensor, block: Int32, scales: cute.Tensor, means: cute.Tensor, shared: HadamardSmem):
+        """Compute the scale and the mean of every channel. `shared` then holds the inverse scales and the means."""
         thread, mean, square = cute.arch.thread_idx()[0], Float32(0.0), Float32(0.0)
-        self.sample(v, room, self.dv, squares=True)
+        self.sample(v, shared, self.dv, squares=True)
         if thread < self.dv:
-            mean = self.sampled(room, room.sums, thread, self.dv)
-            square = cute.arch.fmin(self.sampled(room, room.squares, thread, self.dv), Float32(LARGEST_SQUARE))
-        of_all = square
+            mean = self.sampled(shared, shared.sums, thread, self.dv)
+            square = cute.arch.fmin(self.sampled(shared, shared.squares, thread, self.dv), Float32(MAX_SQUARE))
+        mean_square = square
         for lanes in (1, 2, 4, 8, 16):
-            of_all = of_all + cute.arch.shuffle_sync_bfly(of_all, offset=lanes)
-        room.of_warps[thread // WARP] = of_all
+            mean_square = mean_square + cute.arch.shuffle_sync_bfly(mean_square, offset=lanes)
+        shared.warp_values[thread // WARP] = mean_square
         cute.arch.sync_threads()
         if thread < self.dv:
-            of_all, place = Float32(0.0), (thread % UNIT, thread // UNIT)
+            mean_square, coord = Float32(0.0), (thread % UNIT, thread // UNIT)
             for warp in cutlass.range_constexpr(self.threads // WARP):
-                of_all += room.of_warps[warp]
-            of_all = of_all / Float32(v.shape[1])
-            of_all = cutlass.select_(of_all == 0.0, Float32(CHANNEL_RMS**2), of_all)
-            square = cute.arch.fmax(square, of_all * LEAST_CHANNEL)
-            variance = cute.arch.fmax(square - mean * mean, square * LEAST_VARIANCE)
-            clear = mean * mean > variance * CLEAR_MEAN
-            mean = cutlass.select_(clear, mean, Float32(0.0))
-            variance = cutlass.select_(clear, variance, square)
-            scale = cute.arch.fmax(cute.math.sqrt(variance) / CHANNEL_RMS, Float32(SMALLEST_SCALE))
-            room.means[place], room.channels[place] = mean, Float32(1.0) / scale
+                mean_square += shared.warp_values[warp]
+            mean_square = mean_square / Float32(v.shape[1])
+            mean_square = cutlass.select_(mean_square == 0.0, Float32(CHANNEL_RMS**2), mean_square)
+            square = cute.arch.fmax(square, mean_square * MIN_CHANNEL)
+            variance = cute.arch.fmax(square - mean * mean, square * MIN_VARIANCE)
+            has_clear_mean = mean * mean > variance * MIN_MEAN_SHIFT
+            mean = cutlass.select_(has_clear_mean, mean, Float32(0.0))
+            variance = cutlass.select_(has_clear_mean, variance, square)
+            scale = cute.arch.fmax(cute.math.sqrt(variance) / CHANNEL_RMS, Float32(MIN_SCALE))
+            shared.means[coord], shared.channels[coord] = mean, Float32(1.0) / scale
             if block == 0:
                 scales[thread], means[thread] = scale, mean
         cute.arch.sync_threads()
 
     @cute.jit
-    def turn_values(self, given: cute.Tensor, turned: cute.Tensor, room: HadamardSmem, block: Int32, S: Int32):
+    def transpose_values(
+        self, block_values: cute.Tensor, transposed: cute.Tensor, shared: HadamardSmem, block: Int32, S: Int32
+    ):
         """Convert and transpose V.
 
         The result has words of four keys, swizzled groups of four words, and channels.
         """
-        for turn in cutlass.range_constexpr(self.turns):
-            word, group = self.task_of(turn)
+        for round_idx in cutlass.range_constexpr(self.rounds):
+            word, group = self.task_of(round_idx)
             if word < KEYS // WORD:
                 for c in cutlass.range_constexpr(VECTOR):
                     channel = group * VECTOR + c
-                    place = channel % UNIT, channel // UNIT
-                    inverse, mean = room.channels[place], room.means[place]
-                    four = [(given[c, i, turn].to(Float32) - mean) * inverse for i in range(WORD)]
+                    coord = channel % UNIT, channel // UNIT
+                    inverse, mean = shared.channels[coord], shared.means[coord]
+                    four = [(block_values[c, i, round_idx].to(Float32) - mean) * inverse for i in range(WORD)]
                     # Saturation of e4m3 also covers infinities.
                     four = [cutlass.select_(abs(x) <= LARGEST_FLOAT, x, Float32.nan) for x in four]
-                    there = [key_of(block, word, i) < S for i in range(WORD)]
-                    four = [cutlass.select_(is_, x, Float32(0.0)) for is_, x in zip(there, four, strict=True)]
-                    turned[word % WORD, word // WORD ^ group % FOURS, channel] = self.element.values.pack_four(four)
+                    exists = [key_of(block, word, i) < S for i in range(WORD)]
+                    four = [
+                        cutlass.select_(key_exists, x, Float32(0.0)) for key_exists, x in zip(exists, four, strict=True)
+                    ]
+                    transposed[word % WORD, word // WORD ^ group % FOURS, channel] = self.element.values.pack_four(four)
 
     @cute.jit
-    def store_values(self, turned: cute.Tensor, block: Int32, out: cute.Tensor):
+    def store_values(self, transposed: cute.Tensor, block: Int32, v_out: cute.Tensor):
         parts = KEYS // UNIT
         for task in cutlass.range(cute.arch.thread_idx()[0], self.dv * parts, self.threads, unroll=1):
             channel, part = task // parts, task % parts
             column = block * KEYS + part * UNIT
-            if (channel < out.shape[0]) & (column < out.shape[1]):
-                words = taken(turned[None, part ^ channel // VECTOR % FOURS, channel], WORD)
-                cute.autovec_copy(words, vector_at(out[channel, None].iterator + column, Int32, WORD))
+            if (channel < v_out.shape[0]) & (column < v_out.shape[1]):
+                words = load_registers(transposed[None, part ^ channel // VECTOR % FOURS, channel], WORD)
+                cute.autovec_copy(words, vector_at(v_out[channel, None].iterator + column, Int32, WORD))
 
 
-def place_of_sample(i: Int32, S: Int32) -> Int32:
+def sample_key(i: Int32, S: Int32) -> Int32:
     """Return the key index of sample i.
 
-    Samples are some of the first and last keys, and evenly spread keys between (quantised.sample).
+    Samples are some of the first and last keys, and evenly spread keys between (quantize_reference.py).
     """
-    spread = (2 * (i - ENDS) + 1) * S // (2 * (SAMPLES - 2 * ENDS))
+    spread = (2 * (i - NUM_ENDS) + 1) * S // (2 * (SAMPLES - 2 * NUM_ENDS))
     first, last = cutlass.min(i, S - 1), cutlass.max(S - SAMPLES + i, 0)
-    return cutlass.select_(i < ENDS, first, cutlass.select_(i < SAMPLES - ENDS, spread, last))
+    return cutlass.select_(i < NUM_ENDS, first, cutlass.select_(i < SAMPLES - NUM_ENDS, spread, last))
 
 
 def key_of(block: Int32, word: Int32, i: int) -> Int32:
@@ -333,6 +360,6 @@ def key_of(block: Int32, word: Int32, i: int) -> Int32:
     return block * KEYS + word // WORD * len(KEY_ORDER) + word % WORD * 2 + KEY_ORDER[i]
 
 
-def place_of(number: Int32, blocks: Int32, heads: Int32) -> tuple[Int32, Int32, Int32]:
+def block_coord(cta: Int32, blocks: Int32, heads: Int32) -> tuple[Int32, Int32, Int32]:
     """Return block, head and batch of a CTA."""
-    return number % blocks, number // blocks % heads, number // blocks // heads
+    return cta % blocks, cta // blocks % heads, cta // blocks // heads

@@ -16,7 +16,7 @@ from ..primitives.fragments import target_from
 from ..primitives.vector_access import vector_at
 from ..tiling.block_iterator import BlockIterator
 from ..tiling.tile import Tile
-from ..tiling.varlen import ENTRY, MOST_WORTH, VarlenAddressing, VarlenSeqlenInfo, VarlenTileList
+from ..tiling.varlen import ENTRY, MAX_RELATIVE_WORK, VarlenAddressing, VarlenSeqlenInfo, VarlenTileList
 
 THREADS, CLASSES = 1024, 1024
 WARPS = THREADS // WARP
@@ -40,7 +40,7 @@ class VarlenInputs:
     cu_q: cute.Tensor  # (sequences + 1,) Int32: first row of each sequence, and the end of the last sequence
     cu_k: cute.Tensor
     # (sequences,) Int32: KV length of each sequence, or (0,). A size equal to the size of `cu_q` marks
-    # existing lists (`are_made`).
+    # existing lists (`lists_exist`).
     used_k: cute.Tensor
     rows: Int32  # rows of all sequences together
     keys: Int32
@@ -55,7 +55,7 @@ class VarlenInputs:
         return self.cu_q.shape[0] + 1
 
     @property
-    def are_made(self) -> cutlass.Boolean:
+    def lists_exist(self) -> cutlass.Boolean:
         """True if the lists already exist.
 
         Existing lists already contain the KV lengths. A tensor of the size of `cu_q` then replaces `used_k`.
@@ -63,31 +63,31 @@ class VarlenInputs:
         return self.used_k.shape[0] == self.cu_q.shape[0]
 
     @property
-    def blocks_of_scratch(self) -> Int32:
+    def num_workspace_blocks(self) -> Int32:
         return self.rows // BLOCK + self.sequences
 
-    def own(self, number: Int32, of_keys: bool) -> tuple[Int32, Int32]:
+    def own_range(self, sequence: Int32, of_keys: bool) -> tuple[Int32, Int32]:
         """Return the first row (or key) and the length of a sequence. A nonexistent sequence has length 0."""
         starts, total = (self.cu_k, self.keys) if of_keys else (self.cu_q, self.rows)
         last = self.sequences - 1
-        start = cutlass.select_(number > 0, starts[cutlass.min(cutlass.max(number - 1, 0), last - 1)], 0)
-        end = cutlass.select_(number < last, starts[cutlass.min(number, last - 1)], total)
+        start = cutlass.select_(sequence > 0, starts[cutlass.min(cutlass.max(sequence - 1, 0), last - 1)], 0)
+        end = cutlass.select_(sequence < last, starts[cutlass.min(sequence, last - 1)], total)
         start = cutlass.min(cutlass.max(start, 0), total)
         length = cutlass.min(cutlass.max(end, start), total) - start
-        return start, cutlass.select_(number <= last, length, 0)
+        return start, cutlass.select_(sequence <= last, length, 0)
 
-    def others(self, number: Int32, of_keys: bool) -> tuple[Int32, Int32]:
+    def opposite_range(self, sequence: Int32, of_keys: bool) -> tuple[Int32, Int32]:
         """Return the first row (or key) and the length of the opposite side of a sequence."""
-        start, length = self.own(number, of_keys)
+        start, length = self.own_range(sequence, of_keys)
         if of_keys:
-            length = self.used(number - 1, length)
-        return start, cutlass.select_((number > 0) & (number < self.sequences - 1), length, 0)
+            length = self.kv_len(sequence - 1, length)
+        return start, cutlass.select_((sequence > 0) & (sequence < self.sequences - 1), length, 0)
 
     @cute.jit
-    def used(self, number: Int32, length: Int32) -> Int32:
+    def kv_len(self, sequence: Int32, length: Int32) -> Int32:
         """Return the KV length of a sequence with `length` keys in the tensor."""
-        if (number >= 0) & (number < self.used_k.shape[0]):
-            length = cutlass.min(length, cutlass.max(self.used_k[number], 0))
+        if (sequence >= 0) & (sequence < self.used_k.shape[0]):
+            length = cutlass.min(length, cutlass.max(self.used_k[sequence], 0))
         return length
 
 
@@ -97,16 +97,19 @@ class LaneSequence:
 
     start: Int32
     length: Int32
-    other_start: Int32
-    other_length: Int32
-    scratch: Int32  # number of workspace blocks of the sequence
+    opposite_start: Int32
+    opposite_length: Int32
+    workspace_blocks: Int32  # number of workspace blocks of the sequence
     tiles: Int32
 
     @classmethod
-    def create(cls, given: VarlenInputs, number: Int32, wanted: TileListSpec) -> LaneSequence:
-        own, other = given.own(number, wanted.of_keys), given.others(number, not wanted.of_keys)
-        rows = given.own(number, of_keys=False)[1]  # sequences without an opposite side have workspace blocks, too
-        return cls(*own, *other, cute.ceil_div(rows, BLOCK), cute.ceil_div(own[1], wanted.size))
+    def create(cls, inputs: VarlenInputs, sequence: Int32, list_spec: TileListSpec) -> LaneSequence:
+        own_range = inputs.own_range(sequence, list_spec.of_keys)
+        opposite_range = inputs.opposite_range(sequence, not list_spec.of_keys)
+        rows = inputs.own_range(sequence, of_keys=False)[
+            1
+        ]  # sequences without an opposite side have workspace blocks, too
+        return cls(*own_range, *opposite_range, cute.ceil_div(rows, BLOCK), cute.ceil_div(own_range[1], list_spec.size))
 
 
 def warp_sum(value: Int32 | Float32) -> Int32 | Float32:
@@ -127,51 +130,61 @@ def sum_to(value: Int32) -> Int32:
 class TileListKernel:
     """Launcher of the kernel for tile lists. Nothing is launched if the lists already exist."""
 
-    def __init__(self, wanted: tuple[TileListSpec, ...]):
-        self.wanted = wanted
+    def __init__(self, list_specs: tuple[TileListSpec, ...]):
+        self.list_specs = list_specs
 
     @cute.jit
-    def __call__(self, given: VarlenInputs, ragged: VarlenAddressing, walk: BlockIterator, stream: cuda.CUstream):
-        if not given.are_made:
-            self.kernel(given, ragged, walk).launch(grid=(len(self.wanted), 1, 1), block=(THREADS, 1, 1), stream=stream)
+    def __call__(
+        self, inputs: VarlenInputs, addressing: VarlenAddressing, block_iterator: BlockIterator, stream: cuda.CUstream
+    ):
+        if not inputs.lists_exist:
+            self.kernel(inputs, addressing, block_iterator).launch(
+                grid=(len(self.list_specs), 1, 1), block=(THREADS, 1, 1), stream=stream
+            )
 
     @cute.kernel
-    def kernel(self, given: VarlenInputs, ragged: VarlenAddressing, walk: BlockIterator):
+    def kernel(self, inputs: VarlenInputs, addressing: VarlenAddressing, block_iterator: BlockIterator):
         if cutlass.const_expr(target_from(Arch.sm_90)):
             cute.arch.griddepcontrol_launch_dependents()
         smem = cutlass.memory.SmemAllocator()
         counts = smem.allocate_tensor(Int32, cute.make_layout(CLASSES), 16)
         sums = smem.allocate_tensor(Int32, cute.make_layout((WARPS, 2)), 16)
         work = smem.allocate_tensor(Float32, cute.make_layout(WARPS), 16)
-        number = cute.arch.block_idx()[0]
-        for i in cutlass.range_constexpr(len(self.wanted)):
-            if number == i:
+        list_idx = cute.arch.block_idx()[0]
+        for i in cutlass.range_constexpr(len(self.list_specs)):
+            if list_idx == i:
                 TileListBuilder(
-                    given, getattr(ragged, self.wanted[i].name), walk, self.wanted[i], counts, sums, work
-                ).make()
+                    inputs,
+                    getattr(addressing, self.list_specs[i].name),
+                    block_iterator,
+                    self.list_specs[i],
+                    counts,
+                    sums,
+                    work,
+                ).build()
 
 
 class TileListBuilder:
     """Builder of a tile list. A single CTA runs the builder."""
 
     def __init__(
-        self, given: VarlenInputs, made: VarlenTileList, walk: BlockIterator, wanted: TileListSpec,
+        self, inputs: VarlenInputs, tile_list: VarlenTileList, block_iterator: BlockIterator, list_spec: TileListSpec,
         counts: cute.Tensor, sums: cute.Tensor,
         work: cute.Tensor,
     ):  # fmt: skip
-        self.given, self.made, self.walk, self.wanted = given, made, walk, wanted
+        self.inputs, self.tile_list, self.block_iterator, self.list_spec = inputs, tile_list, block_iterator, list_spec
         self.counts, self.sums, self.work = counts, sums, work
         self.warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         self.lane, self.thread = cute.arch.lane_idx(), cute.arch.thread_idx()[0]
-        groups = cute.ceil_div(given.sequences, WARP)
+        groups = cute.ceil_div(inputs.sequences, WARP)
         self.begin, self.end = (groups * (self.warp + i) // WARPS for i in range(2))
 
     @cute.jit
-    def make(self):
+    def build(self):
         tiles, blocks = Int32(0), Int32(0)
         for group in cutlass.range(self.begin, self.end, unroll=1):
-            some = LaneSequence.create(self.given, group * WARP + self.lane, self.wanted)
-            tiles, blocks = tiles + some.tiles, blocks + some.scratch
+            sequence = LaneSequence.create(self.inputs, group * WARP + self.lane, self.list_spec)
+            tiles, blocks = tiles + sequence.tiles, blocks + sequence.workspace_blocks
         tiles, blocks = warp_sum(tiles), warp_sum(blocks)
         sums = self.sums
         if self.lane == 0:
@@ -180,128 +193,151 @@ class TileListBuilder:
         cute.arch.sync_threads()
         total = warp_sum(self.sums[self.lane, 0])
         before = (cutlass.select_(self.lane < self.warp, self.sums[self.lane, i], 0) for i in range(2))
-        first, scratch = map(warp_sum, before)
-        if cutlass.const_expr(self.wanted.is_sorted):
-            self.go_over(first, scratch, placing=False)
+        first_tile, first_workspace_block = map(warp_sum, before)
+        if cutlass.const_expr(self.list_spec.is_sorted):
+            self.visit_tiles(first_tile, first_workspace_block, placing=False)
             cute.arch.sync_threads()
             self.begin_classes()
-        self.go_over(first, scratch, placing=True)
-        self.fill(cutlass.min(cutlass.max(total, 0), self.made.room()))
+        self.visit_tiles(first_tile, first_workspace_block, placing=True)
+        self.fill(cutlass.min(cutlass.max(total, 0), self.tile_list.capacity()))
 
     @cute.jit
     def begin_classes(self):
         """Convert the tile counts of classes to start positions, largest class first, and store the total work."""
-        mine = CLASSES - 1 - self.thread
-        found = self.counts[mine]
-        upto, one = sum_to(found), Float32(mine + 1)
-        sums, work, of_warp = self.sums, self.work, warp_sum(Float32(found) * one)
+        class_of_thread = CLASSES - 1 - self.thread
+        num_tiles = self.counts[class_of_thread]
+        inclusive_sum, class_work = sum_to(num_tiles), Float32(class_of_thread + 1)
+        sums, work, warp_work = self.sums, self.work, warp_sum(Float32(num_tiles) * class_work)
         if self.lane == WARP - 1:
-            sums[self.warp, 0], work[self.warp] = upto, of_warp
+            sums[self.warp, 0], work[self.warp] = inclusive_sum, warp_work
         cute.arch.sync_threads()
         before = warp_sum(cutlass.select_(self.lane < self.warp, self.sums[self.lane, 0], 0))
-        place, all_work = before + upto - found, warp_sum(self.work[self.lane])
-        self.counts[mine] = place
-        if (place == 0) & (found > 0):
-            cute.arch.store(self.made.head.iterator + 1, Int32(cute.arch.fmin(all_work / one, float(MOST_WORTH))))
+        position, all_work = before + inclusive_sum - num_tiles, warp_sum(self.work[self.lane])
+        self.counts[class_of_thread] = position
+        if (position == 0) & (num_tiles > 0):
+            cute.arch.store(
+                self.tile_list.header.iterator + 1,
+                Int32(cute.arch.fmin(all_work / class_work, float(MAX_RELATIVE_WORK))),
+            )
         cute.arch.sync_threads()
 
     @cute.jit
-    def go_over(self, first: Int32, scratch: Int32, placing: cutlass.Constexpr[bool]):
+    def visit_tiles(self, first_tile: Int32, workspace_block: Int32, placing: cutlass.Constexpr[bool]):
         """Count the tiles by class, or place the tiles in the list.
 
         Args:
-            first: index of the warp's first tile.
-            scratch: index of the warp's first workspace block.
+            first_tile: index of the warp's first tile.
+            workspace_block: index of the warp's first workspace block.
             placing: True to place tiles, False to count tiles.
         """
         for group in cutlass.range(self.begin, self.end, unroll=1):
-            number = group * WARP + self.lane
-            some = LaneSequence.create(self.given, number, self.wanted)
-            upto, blocks = sum_to(some.tiles), sum_to(some.scratch)
-            last = cute.arch.shuffle_sync(upto, WARP - 1)
-            values = (some.start, some.length, some.other_start, some.other_length, scratch + blocks - some.scratch)
-            if cute.arch.vote_any_sync(some.tiles > 1):
-                for at in cutlass.range(0, last, WARP, unroll=1):
-                    nth, owner = at + self.lane, Int32(0)
-                    for step in (16, 8, 4, 2, 1):  # binary search: first lane with tiles ending behind `nth`
-                        ends = cute.arch.shuffle_sync(upto, owner + (step - 1))
-                        owner = cutlass.select_(ends <= nth, owner + step, owner)
-                    of_owner = tuple(cute.arch.shuffle_sync(value, owner) for value in values)
-                    block = nth - cute.arch.shuffle_sync(upto - some.tiles, owner)
-                    entry = self.entry(block, group * WARP + owner, *of_owner)
-                    self.take(entry, first + nth, nth < last, placing)
+            sequence_idx = group * WARP + self.lane
+            sequence = LaneSequence.create(self.inputs, sequence_idx, self.list_spec)
+            inclusive_sum, blocks = sum_to(sequence.tiles), sum_to(sequence.workspace_blocks)
+            last = cute.arch.shuffle_sync(inclusive_sum, WARP - 1)
+            values = (
+                sequence.start,
+                sequence.length,
+                sequence.opposite_start,
+                sequence.opposite_length,
+                workspace_block + blocks - sequence.workspace_blocks,
+            )
+            if cute.arch.vote_any_sync(sequence.tiles > 1):
+                for begin in cutlass.range(0, last, WARP, unroll=1):
+                    tile, owner = begin + self.lane, Int32(0)
+                    for step in (16, 8, 4, 2, 1):  # binary search: first lane with tiles ending behind `tile`
+                        ends = cute.arch.shuffle_sync(inclusive_sum, owner + (step - 1))
+                        owner = cutlass.select_(ends <= tile, owner + step, owner)
+                    owner_values = tuple(cute.arch.shuffle_sync(value, owner) for value in values)
+                    block = tile - cute.arch.shuffle_sync(inclusive_sum - sequence.tiles, owner)
+                    entry = self.entry(block, group * WARP + owner, *owner_values)
+                    self.add_tile(entry, first_tile + tile, tile < last, placing)
             else:
-                entry = self.entry(Int32(0), number, *values)
-                self.take(entry, first + upto - some.tiles, some.tiles > 0, placing)
-            first, scratch = first + last, scratch + cute.arch.shuffle_sync(blocks, WARP - 1)
+                entry = self.entry(Int32(0), sequence_idx, *values)
+                self.add_tile(entry, first_tile + inclusive_sum - sequence.tiles, sequence.tiles > 0, placing)
+            first_tile, workspace_block = first_tile + last, workspace_block + cute.arch.shuffle_sync(blocks, WARP - 1)
 
     def entry(
-        self, block: Int32, number: Int32, own: Int32, length: Int32, other: Int32, met: Int32, of_scratch: Int32
+        self, block: Int32, sequence: Int32, own_start: Int32, length: Int32, opposite_start: Int32,
+        opposite_length: Int32, workspace_block: Int32
     ) -> tuple[Int32, ...]:  # fmt: skip
         """Return the eight values of an entry.
 
         If `cu_seqlens` values decrease, there may be more blocks than the workspace has capacity for. The excess blocks
         get no rows.
         """
-        queries = met if self.wanted.of_keys else length
-        there = of_scratch + cute.ceil_div(queries, BLOCK) <= self.given.blocks_of_scratch
-        there = there & (of_scratch >= 0)
-        if self.wanted.of_keys:
-            met = cutlass.select_(there, met, 0)
+        queries = opposite_length if self.list_spec.of_keys else length
+        fits = workspace_block + cute.ceil_div(queries, BLOCK) <= self.inputs.num_workspace_blocks
+        fits = fits & (workspace_block >= 0)
+        if self.list_spec.of_keys:
+            opposite_length = cutlass.select_(fits, opposite_length, 0)
         else:
-            length = cutlass.select_(there, length, 0)
-        return block, number, own, length, other, met, of_scratch, cutlass.max(met, 1)
+            length = cutlass.select_(fits, length, 0)
+        return (
+            block,
+            sequence,
+            own_start,
+            length,
+            opposite_start,
+            opposite_length,
+            workspace_block,
+            cutlass.max(opposite_length, 1),
+        )
 
     @cute.jit
-    def take(
-        self, entry: tuple[Int32, ...], place: Int32, there: cutlass.Boolean, placing: cutlass.Constexpr[bool]
+    def add_tile(
+        self, entry: tuple[Int32, ...], position: Int32, is_valid: cutlass.Boolean, placing: cutlass.Constexpr[bool]
     ):  # fmt: skip
         """Count or place a tile for each lane with a tile.
 
         If all tiles of the warp belong to a single class, as with short sequences, the lanes reserve positions
         together.
         """
-        if cutlass.const_expr(self.wanted.is_sorted):
-            kind = cutlass.select_(there, self.class_of(*entry[:6]), -1)
-            lanes, of_first = cute.arch.vote_ballot_sync(there), cute.arch.shuffle_sync(kind, 0)
-            alone = cute.arch.vote_any_sync(there & (kind != of_first))
-            if alone:
-                if there:
-                    place = self.places(kind, Int32(1))
+        if cutlass.const_expr(self.list_spec.is_sorted):
+            class_idx = cutlass.select_(is_valid, self.class_of(*entry[:6]), -1)
+            lanes, first_class = cute.arch.vote_ballot_sync(is_valid), cute.arch.shuffle_sync(class_idx, 0)
+            classes_differ = cute.arch.vote_any_sync(is_valid & (class_idx != first_class))
+            if classes_differ:
+                if is_valid:
+                    position = self.reserve_positions(class_idx, Int32(1))
             else:
                 if (self.lane == 0) & (lanes != 0):
-                    place = self.places(kind, cute.arch.popc(lanes))
+                    position = self.reserve_positions(class_idx, cute.arch.popc(lanes))
                 before = cute.arch.popc(lanes & ((Int32(1) << self.lane) - 1))
-                place = cute.arch.shuffle_sync(place, 0) + before
+                position = cute.arch.shuffle_sync(position, 0) + before
         if cutlass.const_expr(placing):
-            if there & (place >= 0) & (place < self.made.room()):
-                self.store(place, entry)
+            if is_valid & (position >= 0) & (position < self.tile_list.capacity()):
+                self.store(position, entry)
 
-    def places(self, kind: Int32, count: Int32) -> Int32:
-        """Reserve the next `count` positions of class `kind`."""
-        return cute.arch.atomic_add(self.counts.iterator + kind, count, sem="relaxed", scope="cta")
+    def reserve_positions(self, class_idx: Int32, count: Int32) -> Int32:
+        """Reserve the next `count` positions of class `class_idx`."""
+        return cute.arch.atomic_add(self.counts.iterator + class_idx, count, sem="relaxed", scope="cta")
 
-    def class_of(self, block: Int32, _: Int32, own: Int32, length: Int32, other: Int32, met: Int32) -> Int32:
+    def class_of(
+        self, block: Int32, _: Int32, own_start: Int32, length: Int32, opposite_start: Int32, opposite_length: Int32
+    ) -> Int32:
         """Return the class of a tile, from the number of blocks visited on the opposite side."""
-        rows, keys = (met, length) if self.wanted.of_keys else (length, met)
+        rows, keys = (opposite_length, length) if self.list_spec.of_keys else (length, opposite_length)
         tile = Tile(block, None, None, VarlenSeqlenInfo(rows, keys, cutlass.max(keys, 1)))
-        if self.wanted.of_keys:
-            work, total = self.walk.at(tile.sizes, BLOCK, self.wanted.size).queries(tile).total(1), self.given.rows
+        if self.list_spec.of_keys:
+            work = self.block_iterator.bind(tile.sizes, BLOCK, self.list_spec.size).queries(tile).total(1)
+            total = self.inputs.rows
         else:
-            work, total = self.walk.at(tile.sizes, self.wanted.size, BLOCK).keys(tile).count, self.given.keys
+            work = self.block_iterator.bind(tile.sizes, self.list_spec.size, BLOCK).keys(tile).count
+            total = self.inputs.keys
         unit = cute.ceil_div(cute.ceil_div(total, BLOCK), CLASSES)
         return cutlass.min(work // cutlass.max(unit, 1), CLASSES - 1)
 
     @cute.jit
     def fill(self, total: Int32):
         """Fill the list behind the last tile with entries without rows."""
-        for place in cutlass.range(total + self.thread, self.made.room(), THREADS, unroll=1):
-            self.store(place, (0, 0, 0, 0, 0, 0, 0, 1))
+        for position in cutlass.range(total + self.thread, self.tile_list.capacity(), THREADS, unroll=1):
+            self.store(position, (0, 0, 0, 0, 0, 0, 0, 1))
         if self.thread == 0:
-            cute.arch.store(self.made.head.iterator, total)
+            cute.arch.store(self.tile_list.header.iterator, total)
 
-    def store(self, place: Int32, entry: tuple[Int32 | int, ...]) -> None:
+    def store(self, position: Int32, entry: tuple[Int32 | int, ...]) -> None:
         values = cute.make_rmem_tensor((ENTRY,), Int32)
         for i, value in enumerate(entry):
             values[i] = value
-        cute.autovec_copy(values, vector_at(self.made.entries.iterator + place * ENTRY, Int32, ENTRY))
+        cute.autovec_copy(values, vector_at(self.tile_list.entries.iterator + position * ENTRY, Int32, ENTRY))

@@ -92,9 +92,9 @@ class EightBitFormat:
 class QuantizedElement(Element):
     """Element type with operands and O in 16 bits, and 8-bit products of scores and perhaps of values."""
 
-    def __init__(self, whole: Element, scores: EightBitFormat, values: EightBitFormat | None):
-        super().__init__(whole.dtype, whole.pack, whole.raised)
-        self.eight, self.of_values = scores, values or whole
+    def __init__(self, operand_element: Element, scores: EightBitFormat, values: EightBitFormat | None):
+        super().__init__(operand_element.dtype, operand_element.pack, operand_element.raised)
+        self.eight, self.of_values = scores, values or operand_element
 
     @property
     def scores(self) -> EightBitFormat:

@@ -53,24 +53,24 @@ class OperandA:
         fragment = cute.make_tensor(cute.recast_ptr(pairs.iterator, dtype=element.dtype), layout)
         return cls(pairs, fragment, element)
 
-    def take(self, acc: cute.Tensor, through: Callable | None = None) -> None:
+    def convert(self, acc: cute.Tensor, transform: Callable | None = None) -> None:
         """Convert an accumulator, with rounding to nearest even. Missing columns of a narrow accumulator become 0.
 
         Args:
             acc: the accumulator.
-            through: function applied to each value, (r, c, value) -> value, with r and c as in `rows_and_columns`.
+            transform: function applied to each value, (r, c, value) -> value, with r and c as in `rows_and_columns`.
         """
         flat = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
         for i in range(cute.size(acc) // 2, cute.size(self.pairs)):
             self.pairs[i] = Int32(0)
         for i in range(cute.size(acc) // 2):
             low, high = flat[2 * i], flat[2 * i + 1]
-            if through is not None:
+            if transform is not None:
                 r, c = i % 2, i // 2 * 2  # the column pair is mode 0 of a fragment, the row pair mode 1
-                low, high = through(r, c, low), through(r, c + 1, high)
+                low, high = transform(r, c, low), transform(r, c + 1, high)
             self.pairs[i] = self.element.pack_pair(low, high)
 
-    def keep(self, signed: OperandA) -> None:
+    def copy_nonnegative(self, signed: OperandA) -> None:
         """Copy the nonnegative elements of `signed`, and replace negative elements by 0.
 
         `signed` may be the same operand.
@@ -98,7 +98,7 @@ class QuantizedOperandA:
         layout = cute.make_layout(((4, 2, 2), 1, cute.size(acc) // 16), stride=((1, 4, 8), 0, 16))
         return cls(quads, cute.make_tensor(cute.recast_ptr(quads.iterator, dtype=element.dtype), layout), element)
 
-    def take(self, acc: cute.Tensor, through: Callable | None = None) -> None:
+    def convert(self, acc: cute.Tensor, transform: Callable | None = None) -> None:
         """Convert an accumulator, with rounding to nearest even. Missing columns of a narrow accumulator become 0.
 
         Of sixteen columns a thread has eight scores: a pair of each row from the first eight columns, then a pair of
@@ -106,7 +106,7 @@ class QuantizedOperandA:
 
         Args:
             acc: the accumulator.
-            through: function applied to each value, (r, c, value) -> value, with r and c as in `rows_and_columns`.
+            transform: function applied to each value, (r, c, value) -> value, with r and c as in `rows_and_columns`.
         """
         values = rows_and_columns(acc)
         for i in range(cute.size(acc) // 4, cute.size(self.quads)):
@@ -114,8 +114,8 @@ class QuantizedOperandA:
         for i in range(cute.size(acc) // 4):
             r, first = i % 2, i // 4 * 8 + i // 2 % 2 * 4
             four = [values[r, first + c] for c in range(4)]
-            if through is not None:
-                four = [through(r, first + c, value) for c, value in enumerate(four)]
+            if transform is not None:
+                four = [transform(r, first + c, value) for c, value in enumerate(four)]
             self.quads[i] = self.element.pack_four(four)
 
 

@@ -64,12 +64,12 @@ class SmemTile:
         The same row of a further panel is a multiple of `panel_bytes` away. The same unit of row + 8 n is 8 n *
         `row_bytes` away.
         """
-        turned = row % 8 if self.panel == WIDE else row // 2 % 4
-        return self.start + row * self.row_bytes + (unit ^ turned) * VECTOR_BYTES
+        swizzle = row % 8 if self.panel == WIDE else row // 2 % 4
+        return self.start + row * self.row_bytes + (unit ^ swizzle) * VECTOR_BYTES
 
-    def moved(self, away: Int32 | int) -> SmemTile:
-        """Return an equal tile, `away` bytes further on."""
-        return SmemTile(self.start + away, self.rows, self.columns)
+    def at_offset(self, num_bytes: Int32 | int) -> SmemTile:
+        """Return an equal tile, `num_bytes` further on."""
+        return SmemTile(self.start + num_bytes, self.rows, self.columns)
 
     def offset(self, row: int, column: int) -> int:
         """Return the offset from a lane's address to a row of a slab and the panel that holds the column."""
@@ -111,41 +111,43 @@ class LdmatrixView:
         addresses = tuple(start ^ (32 * pair) for pair in range(tile.panel // PAIR))
         return cls(tile, addresses, cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transposed, 4), dtype))
 
-    def over(self, tile: SmemTile, transposed: bool) -> LdmatrixView:
+    def retarget(self, tile: SmemTile, transposed: bool) -> LdmatrixView:
         """Return a view of the same locations in a second tile with equally wide panels.
 
         If `transposed` differs, rows and columns are exchanged: an operand A becomes operands B. All addresses derive
         from a single address, so that a loop over changing tiles keeps a single register.
         """
-        here = self.addresses[0] + (tile.start - self.tile.start)
-        first = cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[here])
-        addresses = tuple(first ^ (32 * pair) for pair in range(len(self.addresses)))
+        address = self.addresses[0] + (tile.start - self.tile.start)
+        opaque_address = cute.arch.inline_ptx(
+            "mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[address]
+        )
+        addresses = tuple(opaque_address ^ (32 * pair) for pair in range(len(self.addresses)))
         return LdmatrixView(
             tile, addresses, cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transposed, 4), self.atom.value_type)
         )
 
-    def beside(self, tile: SmemTile) -> LdmatrixView:
+    def rebase(self, tile: SmemTile) -> LdmatrixView:
         """Return a view of the same locations in a tile at a constant distance."""
         away = tile.start - self.tile.start
         return LdmatrixView(tile, tuple(a + away for a in self.addresses), self.atom)
 
-    def below(self, rows: Int32) -> LdmatrixView:
+    def skip_rows(self, rows: Int32) -> LdmatrixView:
         """Return a view in which rows count from `rows` on, a multiple of 8."""
         return LdmatrixView(self.tile, tuple(a + rows * self.tile.row_bytes for a in self.addresses), self.atom)
 
-    def share(self, nth: Int32, pairs: int) -> LdmatrixView:
+    def panel_slice(self, nth: Int32, pairs: int) -> LdmatrixView:
         """Return a view of part number `nth` of every panel row, where a part has `pairs` pairs of units.
 
         Columns count from the start of the part.
         """
-        turn = nth * (32 * pairs)
-        return LdmatrixView(self.tile, tuple((self.addresses[0] ^ turn) ^ (32 * p) for p in range(pairs)), self.atom)
+        swizzle = nth * (32 * pairs)
+        return LdmatrixView(self.tile, tuple((self.addresses[0] ^ swizzle) ^ (32 * p) for p in range(pairs)), self.atom)
 
     def fetch(self, row: int, column: int, fragment: cute.Tensor) -> None:
         """Load 16 rows and 16 columns from (row, column) on into `fragment`, created by `allocate_fragment`."""
         address = self.addresses[column % self.tile.panel // PAIR] + self.tile.offset(row, column)
-        place = cute.make_ptr(fragment.element_type, address, cute.AddressSpace.smem, assumed_align=VECTOR_BYTES)
-        cute.copy(self.atom, cute.make_tensor(place, cute.make_layout((VECTOR, 1))), fragment)
+        pointer = cute.make_ptr(fragment.element_type, address, cute.AddressSpace.smem, assumed_align=VECTOR_BYTES)
+        cute.copy(self.atom, cute.make_tensor(pointer, cute.make_layout((VECTOR, 1))), fragment)
 
 
 def allocate_fragment(dtype) -> cute.Tensor:
@@ -177,8 +179,8 @@ class MmaProduct:
         for acc, left in zip(accs, lefts, strict=True):
             a = cute.make_tensor(left.iterator, cute.make_layout(((2, 2, 2), 1), stride=((1, 2, 4), 0)))
             layout = cute.make_layout(((2, 2), 1, 2), stride=((1, 2), 0, 4))
-            part = cute.make_tensor(acc.iterator + first // 2, layout)
-            cute.gemm(self.mma, part, a, b, part)
+            acc_columns = cute.make_tensor(acc.iterator + first // 2, layout)
+            cute.gemm(self.mma, acc_columns, a, b, acc_columns)
 
     def scores(self, accs: Accumulators, left: LdmatrixView, right: LdmatrixView, first: int = 0) -> None:
         """Compute acc = A B^T for each slab.
@@ -190,8 +192,8 @@ class MmaProduct:
         for acc in accs:
             acc.fill(0.0)
         for column in range(0, left.tile.columns, PAIR):
-            for s, mine in enumerate(lefts):
-                left.fetch(s * SLAB, column, mine)
+            for s, left_fragment in enumerate(lefts):
+                left.fetch(s * SLAB, column, left_fragment)
             for row in range(0, cute.size(accs[0]) * 2, SLAB):
                 right.fetch(first + row, column, fragment)
                 self.step(accs, lefts, fragment, row)
@@ -231,41 +233,41 @@ class SmemCopier:
     element: Element
     elementwise: bool  # copy element by element, for any addresses and strides
 
-    def place(self, tile: SmemTile, thread: Int32) -> tuple[Int32, Int32, int]:
+    def partition(self, tile: SmemTile, thread: Int32) -> tuple[Int32, Int32, int]:
         """Return the thread's row and unit, and the number of rows to the thread's next row."""
         units = tile.panel // VECTOR
         return thread // units, thread % units, self.threads // units
 
     @cute.jit
-    def load(self, gX: cute.Tensor, first_row: Int32, tile: SmemTile, whole: cutlass.Constexpr[bool] = False):
+    def load(self, gX: cute.Tensor, first_row: Int32, tile: SmemTile, all_rows_exist: cutlass.Constexpr[bool] = False):
         """Start loading rows of gX (rows, columns) into shared memory, with zeros beyond the ends.
 
         Args:
             gX: global tensor.
             first_row: first row to load.
             tile: destination.
-            whole: True if all rows of the tile exist in gX.
+            all_rows_exist: True if all rows of the tile exist in gX.
         """
         thread = cute.arch.lane_idx() if self.threads == WARP else cute.arch.thread_idx()[0]
-        row, unit, step = self.place(tile, thread)
-        place, source = tile.unit(row, unit), first_row + row
+        row, unit, step = self.partition(tile, thread)
+        unit_address, source = tile.unit(row, unit), first_row + row
         if cutlass.const_expr(self.elementwise):
             # The loop is not unrolled: eight loads in flight are enough for the registers.
             for r in cutlass.range(0, tile.rows - row, step, unroll=1):
                 for p in cutlass.range(tile.columns // tile.panel, unroll=1):
-                    target = place + r * tile.row_bytes + p * tile.panel_bytes
+                    target = unit_address + r * tile.row_bytes + p * tile.panel_bytes
                     self.gather(gX, source + r, unit * VECTOR + p * tile.panel, target)
         else:
             start = gX.iterator.toint() + (Int64(source) * gX.stride[0] + unit * VECTOR) * 2
             for r in cutlass.range_constexpr(0, tile.rows, step):
-                there = cutlass.Boolean(True) if whole else source < gX.shape[0] - r
+                row_exists = cutlass.Boolean(True) if all_rows_exist else source < gX.shape[0] - r
                 # The row step of a warp may be four; bit 2 of the row index then changes.
-                turned = place ^ (r % 8 * VECTOR_BYTES)
-                here, target = start + gX.stride[0] * (2 * r), turned + r * tile.row_bytes
+                swizzled = unit_address ^ (r % 8 * VECTOR_BYTES)
+                row_address, target = start + gX.stride[0] * (2 * r), swizzled + r * tile.row_bytes
                 if cutlass.const_expr(r + step <= tile.rows):
-                    copy_row(here, target, tile, gX.shape[1] - unit * VECTOR, there)
+                    copy_row(row_address, target, tile, gX.shape[1] - unit * VECTOR, row_exists)
                 elif row < tile.rows - r:  # the last rows do not need all threads
-                    copy_row(here, target, tile, gX.shape[1] - unit * VECTOR, there)
+                    copy_row(row_address, target, tile, gX.shape[1] - unit * VECTOR, row_exists)
 
     @cute.jit
     def gather(self, gX: cute.Tensor, row: Int32, column: Int32, target: Int32):
@@ -274,8 +276,8 @@ class SmemCopier:
         unit = cute.make_rmem_tensor((VECTOR,), self.element.dtype)
         for i in cutlass.range_constexpr(VECTOR):
             value = gX[cutlass.min(row, rows - 1), cutlass.min(column + i, columns - 1)]
-            there = (row < rows) & (column + i < columns)
-            unit[i] = cutlass.select_(there, value, self.element.dtype(0.0))
+            is_inside = (row < rows) & (column + i < columns)
+            unit[i] = cutlass.select_(is_inside, value, self.element.dtype(0.0))
         cute.autovec_copy(unit, shared_vector(target, self.element.dtype))
 
     @cute.jit
@@ -289,7 +291,7 @@ class SmemCopier:
             store_elements(values, gX, row)
         else:
             cute.arch.sync_warp()  # all lanes have finished reading the slab
-            put_share(acc, tile, slab * SLAB, 0, tile.panel // PAIR, self.element)
+            store_panel_slice(acc, tile, slab * SLAB, 0, tile.panel // PAIR, self.element)
             cute.arch.sync_warp()
             lane, units = cute.arch.lane_idx(), tile.panel // VECTOR
             r0, unit = lane // units, lane % units
@@ -303,9 +305,9 @@ class SmemCopier:
                         cute.autovec_copy(shared_vector(start + p * tile.panel_bytes, self.element.dtype), target)
 
     @cute.jit
-    def unload(self, tile: SmemTile, gX: cute.Tensor, first_row: Int32):
+    def store_tile(self, tile: SmemTile, gX: cute.Tensor, first_row: Int32):
         """Store a tile to the existing rows of gX from `first_row` on."""
-        row, unit, step = self.place(tile, cute.arch.thread_idx()[0])
+        row, unit, step = self.partition(tile, cute.arch.thread_idx()[0])
         rows, columns = gX.shape
         for r in cutlass.range(row, tile.rows, step, unroll=1):
             for p in cutlass.range_constexpr(tile.columns // tile.panel):
@@ -321,7 +323,7 @@ class SmemCopier:
 
 
 @cute.jit
-def copy_row(source: Int64, target: Int32, tile: SmemTile, columns: Int32, there: cutlass.Boolean):
+def copy_row(source: Int64, target: Int32, tile: SmemTile, columns: Int32, row_exists: cutlass.Boolean):
     """Copy a thread's units of a row, one unit per panel, from a global to a shared address.
 
     The units are zeros if the row does not exist, or has too few columns from the thread's first column on.
@@ -331,10 +333,10 @@ def copy_row(source: Int64, target: Int32, tile: SmemTile, columns: Int32, there
         target: shared-memory address.
         tile: the destination tile.
         columns: number of columns from the thread's first column on.
-        there: whether the row exists.
+        row_exists: whether the row exists.
     """
     for p in cutlass.range_constexpr(tile.columns // tile.panel):
-        size = cutlass.select_(there & (p * tile.panel < columns), Int32(VECTOR_BYTES), Int32(0))
+        size = cutlass.select_(row_exists & (p * tile.panel < columns), Int32(VECTOR_BYTES), Int32(0))
         copy_unit(source + p * tile.row_bytes, target + p * tile.panel_bytes, size)
 
 
@@ -346,8 +348,8 @@ def copy_unit(source: Int64, target: Int32, size: Int32) -> None:
 
 def shared_vector(address: Int32, dtype) -> cute.Tensor:
     """Return a unit of shared memory as a tensor."""
-    place = cute.make_ptr(dtype, address, cute.AddressSpace.smem, assumed_align=VECTOR_BYTES)
-    return cute.make_tensor(place, cute.make_layout(VECTOR))
+    pointer = cute.make_ptr(dtype, address, cute.AddressSpace.smem, assumed_align=VECTOR_BYTES)
+    return cute.make_tensor(pointer, cute.make_layout(VECTOR))
 
 
 @cute.jit
@@ -357,12 +359,12 @@ def store_elements(values: cute.Tensor, gX: cute.Tensor, row: Int32):
     rows, columns = gX.shape
     for r in cutlass.range_constexpr(2):
         for c in cutlass.range_constexpr(cute.size(values, mode=[1])):
-            place = row + lane // 4 + 8 * r, c // 2 * 8 + lane % 4 * 2 + c % 2
-            if place[0] < rows and place[1] < columns:
-                gX[place] = values[r, c].to(gX.element_type)
+            coord = row + lane // 4 + 8 * r, c // 2 * 8 + lane % 4 * 2 + c % 2
+            if coord[0] < rows and coord[1] < columns:
+                gX[coord] = values[r, c].to(gX.element_type)
 
 
-def put_share(
+def store_panel_slice(
     acc: cute.Tensor, tile: SmemTile, first_row: Int32, nth: Int32 | int, pairs: int, element: Element
 ) -> None:
     """Write a warp's 16 rows in 16 bits into part number `nth` of every panel of a tile.
@@ -375,32 +377,32 @@ def put_share(
         for p in range(tile.columns // tile.panel):
             for r in range(2):
                 c = 2 * (p * 2 * pairs + u)
-                place = start + tile.offset(8 * r, p * tile.panel)
-                put_packed(place, element.pack_pair(values[r, c], values[r, c + 1]))
+                pair_address = start + tile.offset(8 * r, p * tile.panel)
+                store_packed(pair_address, element.pack_pair(values[r, c], values[r, c + 1]))
 
 
-def put_operand(weights: OperandA, tile: SmemTile, first_row: Int32, first: int) -> None:
+def store_operand(weights: OperandA, tile: SmemTile, first_row: Int32, first: int) -> None:
     """Write a warp's 16 rows, already in 16 bits, into a tile with a single panel, from column `first` on."""
     lane = cute.arch.lane_idx()
     start = tile.unit(first_row + lane // 4, 0) + lane % 4 * 4
     for i in range(cute.size(weights.pairs)):
-        put_packed((start ^ (first * 2 + i // 2 * VECTOR_BYTES)) + tile.offset(i % 2 * 8, 0), weights.pairs[i])
+        store_packed((start ^ (first * 2 + i // 2 * VECTOR_BYTES)) + tile.offset(i % 2 * 8, 0), weights.pairs[i])
 
 
-def put_packed(address: Int32, pair: Int32) -> None:
+def store_packed(address: Int32, pair: Int32) -> None:
     """Write two elements into shared memory."""
     cute.arch.store(cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=4), pair)
 
 
 @cute.jit
-def arrive(later: cutlass.Constexpr[int] = 0):
-    """Wait for all copies into shared memory, except for the last `later` groups, and synchronize the CTA.
+def wait_for_copies(num_pending: cutlass.Constexpr[int] = 0):
+    """Wait for all copies into shared memory, except for the last `num_pending` groups, and synchronize the CTA.
 
-    Every thread calls `arrive`. Afterwards the copied data is visible to all threads, and no thread still reads the
-    previous data.
+    Every thread calls `wait_for_copies`. Afterwards the copied data is visible to all threads, and no thread still
+    reads the previous data.
     """
     cute.arch.cp_async_commit_group()
-    cute.arch.cp_async_wait_group(later)
+    cute.arch.cp_async_wait_group(num_pending)
     cute.arch.sync_threads()
 
 
@@ -419,11 +421,11 @@ def add_quad(target: Int64, quad: tuple[Float32, ...]) -> None:
 
 
 @cute.jit
-def wait_for_turn(counter: cute.Pointer, expected: Int32):
+def spin_until_count(counter: cute.Pointer, expected: Int32):
     """Wait until a counter reaches `expected`.
 
-    In contrast to scratch.wait_for_count, there is no load ahead of the loop. With such a load, the ordered backward of
-    D 192 spills registers.
+    In contrast to workspace.wait_for_count, there is no load ahead of the loop. With such a load, the deterministic
+    backward of D 192 spills registers.
     """
     while cute.arch.load(counter, Int32, sem="acquire", scope="gpu") < expected:
         pass

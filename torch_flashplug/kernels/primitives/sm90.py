@@ -1,8 +1,8 @@
 """Hopper primitives: shared-memory pipelines, the tile scheduler, the warpgroup order barrier, and wgmma products.
 
 A product covers the 64 rows of a warpgroup. All waits and arrivals of a kernel go through `Pipeline`,
-`DynamicTileScheduler`,
-`WarpgroupOrder`, `sync_warpgroup` and `sync_warpgroups`. A kernel never touches a barrier directly.
+`DynamicTileScheduler`, `WarpgroupOrder`, `sync_warpgroup` and `sync_warpgroups`. A kernel never touches a barrier
+directly.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class Pipeline:
     stage_bytes: int
 
     @classmethod
-    def create(cls, smem: cutlass.memory.SmemAllocator, stages: int, slot_bytes: int) -> Pipeline:
+    def create(cls, smem: cutlass.memory.SmemAllocator, stages: int, stage_bytes: int) -> Pipeline:
         barriers = smem.allocate_array(cutlass.Int64, 2 * stages)
-        return cls(barriers, barriers + stages, stages, slot_bytes)
+        return cls(barriers, barriers + stages, stages, stage_bytes)
 
-    def part(self, index: Int32, stages: int) -> Pipeline:
+    def sub_pipeline(self, index: Int32, stages: int) -> Pipeline:
         """Return pipeline number `index` of several pipelines created together.
 
         Args:
@@ -61,9 +61,9 @@ class Pipeline:
 
     def init(self, consumer_warps: int, producer_warps: int = 1):
         """Initialize the barriers. A single thread calls `init` before any thread waits."""
-        for slot in range(self.stages):
-            cute.arch.mbarrier_init(self.full + slot, producer_warps)
-            cute.arch.mbarrier_init(self.empty + slot, consumer_warps)
+        for stage in range(self.stages):
+            cute.arch.mbarrier_init(self.full + stage, producer_warps)
+            cute.arch.mbarrier_init(self.empty + stage, consumer_warps)
 
     @property
     def power_of_two(self) -> bool:
@@ -170,23 +170,23 @@ class TmaLoadConfig:
     element: Element
     rows: int
     columns: int
-    slots: int
+    stages: int
     layout: cute.ComposedLayout  # (rows, columns, stage)
 
     @classmethod
-    def create(cls, element: Element, rows: int, columns: int, slots: int, major: str = "rows") -> TmaLoadConfig:
+    def create(cls, element: Element, rows: int, columns: int, stages: int, major: str = "rows") -> TmaLoadConfig:
         """Create the configuration.
 
         Args:
             element: element type of the operand.
             rows: rows of a box.
             columns: columns of a box.
-            slots: stages in shared memory.
+            stages: stages in shared memory.
             major: "rows" or "columns", the direction in which elements are contiguous in global memory.
         """
         order = {"rows": LayoutEnum.ROW_MAJOR, "columns": LayoutEnum.COL_MAJOR}[major]
         sizes = (ROWS_PER_WARPGROUP, rows, columns)
-        return cls(element, rows, columns, slots, hopper.make_smem_layout_b(order, sizes, element.dtype, slots))
+        return cls(element, rows, columns, stages, hopper.make_smem_layout_b(order, sizes, element.dtype, stages))
 
     @property
     def bytes(self) -> int:
@@ -195,10 +195,10 @@ class TmaLoadConfig:
 
     def tma(self, m: cute.Tensor) -> tuple[cute.CopyAtom, cute.Tensor]:
         """Return the atom to load boxes of `m` (rows, columns, heads, batch), and the TMA coordinates of `m`."""
-        one, box = cute.slice_(self.layout, (None, None, 0)), (self.rows, self.columns)
-        return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), m, one, box)
+        stage_layout, box = cute.slice_(self.layout, (None, None, 0)), (self.rows, self.columns)
+        return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), m, stage_layout, box)
 
-    def ring(self, smem: cutlass.memory.SmemAllocator, boxes: int = 1, more_bytes: int = 0) -> Pipeline:
+    def create_pipeline(self, smem: cutlass.memory.SmemAllocator, boxes: int = 1, more_bytes: int = 0) -> Pipeline:
         """Create a pipeline for the stages of the operand.
 
         Args:
@@ -206,7 +206,7 @@ class TmaLoadConfig:
             boxes: boxes per pipeline stage.
             more_bytes: bytes of further data landing together with the boxes of a stage.
         """
-        return Pipeline.create(smem, self.slots // boxes, boxes * self.bytes + more_bytes)
+        return Pipeline.create(smem, self.stages // boxes, boxes * self.bytes + more_bytes)
 
     def buffer(self, smem: cutlass.memory.SmemAllocator) -> cute.Tensor:
         return smem.allocate_tensor(self.element.dtype, self.layout.outer, 1024, self.layout.inner)
@@ -226,8 +226,9 @@ def output_tma(element: Element, m: cute.Tensor, columns: int) -> tuple[cute.Cop
 
 def create_tile_index_pipeline(smem: cutlass.memory.SmemAllocator) -> tuple[cute.Tensor, Pipeline]:
     """Create the tile-index pipeline of a `DynamicTileScheduler`: the buffer of tile indices and the barriers."""
-    ring = Pipeline.create(smem, TILE_INDEX_STAGES, 0)
-    return cute.make_tensor(smem.allocate_array(Int32, TILE_INDEX_STAGES), cute.make_layout(TILE_INDEX_STAGES)), ring
+    pipeline = Pipeline.create(smem, TILE_INDEX_STAGES, 0)
+    array = smem.allocate_array(Int32, TILE_INDEX_STAGES)
+    return cute.make_tensor(array, cute.make_layout(TILE_INDEX_STAGES)), pipeline
 
 
 def rows_first(t: cute.Tensor) -> cute.Tensor:
@@ -256,7 +257,7 @@ def load_block(
     atom: cute.CopyAtom,
     tXgX: cute.Tensor,
     tXsX: cute.Tensor,
-    ring: Pipeline,
+    pipeline: Pipeline,
     block: Int32,
     count: Int32,
     policy: cutlass.Int64 | None = None,
@@ -269,14 +270,14 @@ def load_block(
         atom: TMA atom of the operand.
         tXgX: global tiles (TMA, tiles).
         tXsX: shared tiles (TMA, stage).
-        ring: pipeline of the operand.
+        pipeline: pipeline of the operand.
         block: index of the global tile.
         count: running count of blocks in the pipeline.
         policy: L2 cache policy.
     """
-    ring.producer_acquire(count)
-    slot, arrival = tXsX[None, ring.stage_index(count)], ring.arrival(count)
-    cute.copy(atom, tXgX[None, block], slot, tma_bar_ptr=arrival, cache_policy=policy)
+    pipeline.producer_acquire(count)
+    stage, arrival = tXsX[None, pipeline.stage_index(count)], pipeline.arrival(count)
+    cute.copy(atom, tXgX[None, block], stage, tma_bar_ptr=arrival, cache_policy=policy)
 
 
 def slab_layout(dtype: type[cutlass.Numeric], rows: int, columns: int) -> cute.ComposedLayout:
@@ -294,13 +295,14 @@ def store_slabs(
 ):
     """Store the accumulator of a warpgroup, in 16 bits, through shared memory to global memory.
 
-    Each warp starts the TMA store of its rows as soon as the rows are in shared memory.
+    Each warp starts the TMA store of its rows as soon as the rows are in shared memory. The caller waits for the bulk
+    group before writing sX again.
 
     Args:
         rX: registers of the accumulator in 16 bits.
         sX: shared-memory buffer (64, columns).
-        out: output operand.
-        first: index of the first slab in the output.
+        out: output operand, restricted to a head.
+        first: index of the warpgroup's first slab, in units of SLAB rows of the output.
         mma: tiled MMA with the accumulator layout.
         column_block: column block of the output, in units of the columns of sX.
     """
@@ -327,16 +329,16 @@ class DynamicTileScheduler:
     Every tile is followed by exactly one fetch. Fetch number `total` is therefore the last fetch, and the warp behind
     this fetch resets the counter to zero. A launch leaves the counter unchanged, and the host never clears it.
 
-    In kernels whose tiles wait for earlier tiles, a CTA fetches the first tile, too (`first_drawn`). Every tile before
-    a fetched tile then belongs to a running CTA. If the first tiles were assigned statically, an earlier tile could
-    belong to a CTA waiting for an SM forever.
+    In kernels whose tiles wait for earlier tiles, a CTA fetches the first tile, too (`fetches_first_tile`). Every tile
+    before a fetched tile then belongs to a running CTA. If the first tiles were assigned statically, an earlier tile
+    could belong to a CTA waiting for an SM forever.
     """
 
     counter: cute.Pointer  # global Int32
-    mail: cute.Tensor  # (MAIL_SLOTS,) Int32 in shared memory
-    ring: Pipeline  # pipeline of the tile indices
+    tile_indices: cute.Tensor  # (TILE_INDEX_STAGES,) Int32 in shared memory
+    pipeline: Pipeline  # pipeline of the tile indices
     total: Int32
-    first_drawn: bool = False
+    fetches_first_tile: bool = False
 
     @cute.jit
     def fetch_next(self) -> Int32:
@@ -344,41 +346,41 @@ class DynamicTileScheduler:
 
         The value may still be on the way from memory until `publish` reads it.
         """
-        ticket = Int32(0)
+        counter_value = Int32(0)
         if cute.arch.lane_idx() == 0:
-            ticket = cute.arch.atomic_add(self.counter, Int32(1), sem="relaxed", scope="gpu")
-        return ticket
+            counter_value = cute.arch.atomic_add(self.counter, Int32(1), sem="relaxed", scope="gpu")
+        return counter_value
 
     @cute.jit
-    def publish(self, nth: Int32, ticket: Int32) -> Int32:
+    def publish(self, nth: Int32, counter_value: Int32) -> Int32:
         """Publish the tile index of a fetched counter value as tile number `nth` of the CTA (producer warp).
 
         Returns:
             The tile index. A value of `total` or more means: no tile is left.
         """
-        ticket = cute.arch.shuffle_sync(ticket, 0)
+        counter_value = cute.arch.shuffle_sync(counter_value, 0)
         last = self.total - 1
-        if cutlass.const_expr(self.first_drawn):
+        if cutlass.const_expr(self.fetches_first_tile):
             last += cute.arch.grid_dim()[0]
         # All lanes store. With a branch for a single lane, ptxas lays out every wait of the kernel worse (-2 %).
-        if ticket == last:
+        if counter_value == last:
             cute.arch.store(self.counter, Int32(0))
-        number = ticket
-        if cutlass.const_expr(not self.first_drawn):
-            number = cute.arch.grid_dim()[0] + ticket
-        self.ring.producer_wait(nth)
+        number = counter_value
+        if cutlass.const_expr(not self.fetches_first_tile):
+            number = cute.arch.grid_dim()[0] + counter_value
+        self.pipeline.producer_wait(nth)
         with cute.arch.elect_one():
-            self.mail[self.ring.stage_index(nth)] = number
-            cute.arch.mbarrier_arrive(self.ring.arrival(nth))
+            self.tile_indices[self.pipeline.stage_index(nth)] = number
+            cute.arch.mbarrier_arrive(self.pipeline.arrival(nth))
         return number
 
     @cute.jit
     def receive(self, nth: Int32) -> Int32:
         """Receive the tile index of tile number `nth` of the CTA (consumer warp)."""
-        self.ring.consumer_wait(nth)
-        number = self.mail[self.ring.stage_index(nth)]
+        self.pipeline.consumer_wait(nth)
+        number = self.tile_indices[self.pipeline.stage_index(nth)]
         cute.arch.sync_warp()
-        self.ring.consumer_release(nth)
+        self.pipeline.consumer_release(nth)
         return cute.arch.make_warp_uniform(number)
 
 
@@ -448,21 +450,21 @@ def sync_cluster():
 
 
 @cute.jit
-def start_cta(warp_idx: Int32, atoms: tuple[cute.CopyAtom, ...], rings: tuple[tuple, ...]):
+def start_cta(warp_idx: Int32, atoms: tuple[cute.CopyAtom, ...], pipelines: tuple[tuple, ...]):
     """Prefetch the TMA descriptors and initialize the barriers. Every thread calls `start_cta` before roles part.
 
     Args:
         warp_idx: index of the warp in the CTA.
         atoms: TMA atoms whose descriptors are prefetched.
-        rings: (pipeline, consumer warps) or (pipeline, consumer warps, producer warps). The default is a single
+        pipelines: (pipeline, consumer warps) or (pipeline, consumer warps, producer warps). The default is a single
             producer warp.
     """
     if warp_idx == 0:
         for atom in atoms:
             cpasync.prefetch_descriptor(atom)
         with cute.arch.elect_one():
-            for ring, *warps in rings:
-                ring.init(*warps)
+            for pipeline, *warps in pipelines:
+                pipeline.init(*warps)
     cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()
 
@@ -543,13 +545,13 @@ class StageProduct:
         """Accumulator values of a thread, as (2, columns)."""
         return rows_and_columns(self.acc)
 
-    def start(self, slot: Int32) -> None:
+    def start(self, stage: Int32) -> None:
         """Overwrite the accumulator with the product. The wgmmas form one committed group."""
-        self.product.issue(self.acc, self.left, self.right[None, None, None, slot], accumulate=False)
+        self.product.issue(self.acc, self.left, self.right[None, None, None, stage], accumulate=False)
 
-    def add(self, slot: Int32) -> None:
+    def add(self, stage: Int32) -> None:
         """Add the product to the accumulator. The wgmmas form one committed group."""
-        self.product.issue(self.acc, self.left, self.right[None, None, None, slot], accumulate=True)
+        self.product.issue(self.acc, self.left, self.right[None, None, None, stage], accumulate=True)
 
 
 def zeros(mma: cute.TiledMma, shape: tuple[int, int], sums: type[cutlass.Numeric] = Float32) -> cute.Tensor:

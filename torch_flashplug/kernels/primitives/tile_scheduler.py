@@ -6,7 +6,7 @@ the tile index.
 Heads are processed in L2 groups: groups of heads whose K and V together fit in L2. Within a group, causal tiles of all
 heads run longest first, so that the last tiles are short. Full tiles of a head run consecutively, for L2 reuse. Dynamic
 scheduling beats static scheduling: with a static round robin, causal attention at 16k keys was 20 % slower
-(tools/results/LOG.md).
+(docs/experiments/forward.md).
 
 Tiles of the backward are KV blocks, in the same groups of heads. There, L2 must hold Q, dO and dQ.
 """
@@ -23,26 +23,26 @@ from cutlass import Int32
 # budget. Measured on an H100, causal, smaller against larger budget: S 512 1.05 against 0.92 x cuDNN; S 8k 1.24 against
 # 1.27. Packed sequences of any lengths get the smaller budget, too. Measured at D 128 with 32, 16 and 8 MB: 32 x 512
 # took 139, 121 and 116 us; lengths of texts took 246, 263 and 272 us.
-L2_SECTION_BYTES = 32 * 2**20
-L2_SECTION_BYTES_SHORT = 16 * 2**20
+L2_GROUP_BYTES = 32 * 2**20
+L2_GROUP_BYTES_SHORT = 16 * 2**20
 LONG_HEAD_TILES = 10
 
 
 @dataclass(frozen=True)
 class TileScheduler:
-    """Tile scheduler: sizes of the launch. `section` is the number of query heads per L2 group over the whole batch."""
+    """Tile scheduler: sizes of the launch."""
 
     longest_first: bool
     num_m_blocks: Int32
     heads: Int32  # Hq
     total_heads: Int32  # B * Hq
-    section: Int32
+    l2_group_heads: Int32  # query heads per L2 group, over the whole batch
 
-    in_order = False  # True if tiles accumulate in a fixed order (key_order.KeyOrder)
+    in_order = False  # True if tiles accumulate in a fixed order (BackwardTileScheduler)
 
     @staticmethod
     def heads_per_l2_group(
-        kv_head_bytes: cutlass.Int64, num_m_blocks: Int32, group: Int32, total_heads: Int32, on_end: bool = False
+        kv_head_bytes: cutlass.Int64, num_m_blocks: Int32, group: Int32, total_heads: Int32, is_varlen: bool = False
     ) -> Int32:
         """Return the number of query heads per L2 group, in whole groups of a KV head; at least one such group.
 
@@ -53,15 +53,15 @@ class TileScheduler:
             num_m_blocks: tiles per query head.
             group: query heads per KV head.
             total_heads: query heads over the whole batch.
-            on_end: True for packed sequences.
+            is_varlen: True for packed sequences.
         """
         budget = cutlass.select_(
-            num_m_blocks >= LONG_HEAD_TILES, cutlass.Int64(L2_SECTION_BYTES), cutlass.Int64(L2_SECTION_BYTES_SHORT)
+            num_m_blocks >= LONG_HEAD_TILES, cutlass.Int64(L2_GROUP_BYTES), cutlass.Int64(L2_GROUP_BYTES_SHORT)
         )
-        budget = cutlass.Int64(L2_SECTION_BYTES_SHORT) if on_end else budget
+        budget = cutlass.Int64(L2_GROUP_BYTES_SHORT) if is_varlen else budget
         groups, fitting = total_heads // group, cutlass.max(Int32(budget // kv_head_bytes), 1)
-        sections = cutlass.max((groups + fitting // 2) // fitting, 1)
-        return (groups + sections - 1) // sections * group
+        num_groups = cutlass.max((groups + fitting // 2) // fitting, 1)
+        return (groups + num_groups - 1) // num_groups * group
 
     @property
     def total(self) -> Int32:
@@ -71,12 +71,12 @@ class TileScheduler:
     def tile(self, number: Int32) -> tuple[Int32, Int32, Int32]:
         """Return (m_block, head, batch) of a linear tile index."""
         if self.longest_first:
-            per_section = self.section * self.num_m_blocks
-            first_head = number // per_section * self.section
-            heads_here = cutlass.min(self.section, self.total_heads - first_head)
-            rest = number % per_section
-            m_block = self.num_m_blocks - 1 - rest // heads_here
-            head = first_head + rest % heads_here
+            tiles_per_group = self.l2_group_heads * self.num_m_blocks
+            first_head = number // tiles_per_group * self.l2_group_heads
+            heads_in_group = cutlass.min(self.l2_group_heads, self.total_heads - first_head)
+            rest = number % tiles_per_group
+            m_block = self.num_m_blocks - 1 - rest // heads_in_group
+            head = first_head + rest % heads_in_group
         else:
             m_block = number % self.num_m_blocks
             head = number // self.num_m_blocks

@@ -7,8 +7,8 @@ rows of the bias begin. A consumer reads the values of its scores (fragments.py)
 16 bits, with ordinary loads from a swizzled tile of fp32, and element by element from other tiles.
 
 Scores leave in natural units, so that any scale is allowed, and the softmax continues with scale 1. The bias stage
-comes first, since a zero or negative scale would turn the -inf of later stages around. An entry of -inf hides a score;
-a row may be empty.
+comes first, since a zero or negative scale would turn the -inf of later stages around. An entry of -inf masks out a
+score; a row may be empty.
 
 A bias has shape (B, Hq, Sq, Sk). The last stride is 1; the other strides are arbitrary, and 0 where the bias is
 broadcast. Kernels of sm_80 need rows that begin at multiples of 16 bytes (cp.async). A row shared by all queries is
@@ -38,7 +38,7 @@ from .natural_units import add, natural
 from .pipeline import ScoreCoord, ScoreLayout, ScoreStage, SlabScoreLayout
 
 if TYPE_CHECKING:
-    from ..call_args.operands import SoftmaxScale
+    from ..call_args.kernel_call import SoftmaxScale
 
 ROWS = sm90.ROWS_PER_WARPGROUP
 CHUNK = 32  # columns of scores that are read at once; a backward has no registers for more
@@ -49,17 +49,19 @@ class BiasConfig(DirectBias):
     """Bias as an argument of a kernel; kernels without shared memory for tiles read each value from global memory."""
 
     def tma(self, form: ScoreLayout) -> ScoreStage:
-        """Return the stage for TMA loads, or the stage itself if shared memory has no room for tiles."""
-        if not form.room:
+        """Return the stage for TMA loads, or the stage itself if shared memory has no space for tiles."""
+        if not form.has_smem_space:
             return self
-        return TmaBias(*BiasTileLayout.of(form, self.bias.element_type).tma(self.bias), self.bias, self.scale)
+        return TmaBias(
+            *BiasTileLayout.for_warpgroup(form, self.bias.element_type).tma(self.bias), self.bias, self.scale
+        )
 
-    def shared(self, smem: cutlass.memory.SmemAllocator, form: ScoreLayout | SlabScoreLayout) -> ScoreStage:
+    def allocate_smem(self, smem: cutlass.memory.SmemAllocator, form: ScoreLayout | SlabScoreLayout) -> ScoreStage:
         """Return the stage with a tile in shared memory, for sm_80 kernels, which use no TMA.
 
-        If shared memory has no room for tiles, the stage itself is returned.
+        If shared memory has no space for tiles, the stage itself is returned.
         """
-        return SlabBiasLoad.create(smem, form, self) if form.room else self
+        return SlabBiasLoad.create(smem, form, self) if form.has_smem_space else self
 
 
 @dataclass(frozen=True)
@@ -71,11 +73,12 @@ class TmaBias(ScoreStage):
     bias: cute.Tensor  # (B, Hq, Sq, Sk)
     scale: Float32
 
-    def shared(self, smem: cutlass.memory.SmemAllocator, form: ScoreLayout) -> ScoreStage:
+    def allocate_smem(self, smem: cutlass.memory.SmemAllocator, form: ScoreLayout) -> ScoreStage:
         """Return the stage with its pipeline and its buffer, a stage per warpgroup."""
-        tiles = BiasTileLayout.of(form, self.bias.element_type)
-        ring, buffer = sm90.Pipeline.create(smem, form.warpgroups, tiles.box_bytes), tiles.buffer(smem, form.warpgroups)
-        return BiasTileLoad(form, tiles, self.atom, self.m, ring, buffer, self.bias, self.scale)
+        tiles = BiasTileLayout.for_warpgroup(form, self.bias.element_type)
+        pipeline = sm90.Pipeline.create(smem, form.warpgroups, tiles.box_bytes)
+        buffer = tiles.buffer(smem, form.warpgroups)
+        return BiasTileLoad(form, tiles, self.atom, self.m, pipeline, buffer, self.bias, self.scale)
 
 
 @dataclass(frozen=True)
@@ -86,12 +89,12 @@ class BiasTileLoad(ScoreStage):
     tiles: BiasTileLayout
     atom: cute.CopyAtom
     m: cute.Tensor  # (Sq, Sk, Hq, B)
-    ring: sm90.Pipeline  # pipelines of all warpgroups, created as one
+    pipeline: sm90.Pipeline  # pipelines of all warpgroups, created as one
     buffer: cute.Tensor  # (elements of a stage, warpgroup)
     bias: cute.Tensor  # (B, Hq, Sq, Sk)
     scale: Float32
     wg: Int32 | None = None  # warpgroup of a consumer
-    place: ScoreCoord | None = None
+    coord: ScoreCoord | None = None
     plane: BiasPlane | None = None
     applies_to_full_blocks = natural_units = True
 
@@ -100,14 +103,14 @@ class BiasTileLoad(ScoreStage):
         return (self.atom,)
 
     @property
-    def rings(self) -> tuple[tuple, ...]:
-        return ((self.ring, sm90.WARPGROUP // sm90.WARP),)
+    def pipelines(self) -> tuple[tuple, ...]:
+        return ((self.pipeline, sm90.WARPGROUP // sm90.WARP),)
 
-    def ring_of(self, wg: Int32 | int) -> sm90.Pipeline:
+    def pipeline_of(self, wg: Int32 | int) -> sm90.Pipeline:
         """Return the single-stage pipeline of a warpgroup."""
-        return self.ring.part(wg, 1)
+        return self.pipeline.sub_pipeline(wg, 1)
 
-    def slot_of(self, wg: Int32 | int) -> cute.Pointer:
+    def stage_of(self, wg: Int32 | int) -> cute.Pointer:
         """Return the pointer to the stage of a warpgroup."""
         return self.buffer[None, wg].iterator
 
@@ -119,22 +122,22 @@ class BiasTileLoad(ScoreStage):
             self, tile.block * self.form.warpgroups, BiasPlane(self.tiles, self.bias, tile.sequence, head)
         )
 
-    def hold(self, columns: int) -> ScoreStage:
+    def allocate_registers(self, columns: int) -> ScoreStage:
         wg = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // sm90.WARPGROUP - 1)
         return replace(self, wg=wg)
 
-    def at(self, place: ScoreCoord) -> ScoreStage:
-        here = replace(self, place=place)
-        return here if place.head is None else here.of_head(place.head)
+    def set_tile(self, coord: ScoreCoord) -> ScoreStage:
+        stage = replace(self, coord=coord)
+        return stage if coord.head is None else stage.of_head(coord.head)
 
     def of_head(self, head: Int32) -> ScoreStage:
-        return replace(self, plane=BiasPlane(self.tiles, self.bias, self.place.batch, head))
+        return replace(self, plane=BiasPlane(self.tiles, self.bias, self.coord.batch, head))
 
     @cute.jit
     def skip_kv_blocks(self, count: Int32):
-        ring = self.ring_of(self.wg)
-        ring.consumer_wait(count)
-        ring.consumer_release(count)
+        pipeline = self.pipeline_of(self.wg)
+        pipeline.consumer_wait(count)
+        pipeline.consumer_release(count)
 
     @cute.jit
     def apply(self, S: cute.Tensor, block: Int32, count: Int32 | None):
@@ -143,14 +146,14 @@ class BiasTileLoad(ScoreStage):
         Both kinds of tiles are read into the same words, and added outside of the branch. With an addition in each
         branch ptxas waits for all products ahead of the softmax (forward D 256: 13 % longer, on an H100).
         """
-        ring, slot, dtype = self.ring_of(self.wg), self.slot_of(self.wg), self.tiles.dtype
-        ring.consumer_wait(count)
+        pipeline, stage, dtype = self.pipeline_of(self.wg), self.stage_of(self.wg), self.tiles.dtype
+        pipeline.consumer_wait(count)
         for first in cutlass.range_constexpr(0, cute.size(S, mode=[1]), CHUNK // 4):
             words = cute.make_rmem_tensor((CHUNK // 2 * dtype.width // 32,), Int32)
-            if self.tiles.in_units(self.bias):
-                self.read_units(words, self.tiles.tile(slot), first * 4 // CHUNK)
+            if self.tiles.is_unit_aligned(self.bias):
+                self.read_units(words, self.tiles.tile(stage), first * 4 // CHUNK)
             else:
-                self.read_elements(words, self.slot_of(opaque(self.wg)), first)
+                self.read_elements(words, self.stage_of(opaque(self.wg)), first)
             values = cute.make_rmem_tensor((CHUNK // 2,), dtype)
             for i in cutlass.range_constexpr(cute.size(words)):
                 as_words(values)[i] = opaque(words[i])  # Otherwise LLVM would unpack elements in the branch.
@@ -165,7 +168,7 @@ class BiasTileLoad(ScoreStage):
         # before the last of these loads (D 64, where the next tile is requested at once, on an H100).
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
-        self.ring_of(self.wg).consumer_release(count)
+        self.pipeline_of(self.wg).consumer_release(count)
 
     def read_units(self, words: cute.Tensor, tile: cute.Tensor, chunk: int) -> None:
         """Read a chunk of columns, in an accumulator's order, from a swizzled tile."""
@@ -183,13 +186,13 @@ class BiasTileLoad(ScoreStage):
         for i in range(cute.size(words)):
             words[i] = as_words(values)[i]
 
-    def read_elements(self, words: cute.Tensor, slot: cute.Pointer, first: int) -> None:
+    def read_elements(self, words: cute.Tensor, stage: cute.Pointer, first: int) -> None:
         """Read a chunk element by element from a tile of shifted rows, from the thread's column `first` on.
 
         The parts of the addresses are hidden from LLVM. Computed ahead of the loop, the addresses would take registers,
         of which the backward of D 128 has none left.
         """
-        row, column, pitch = opaque(self.place.row % ROWS), opaque(self.place.column), self.tiles.pitch
+        row, column, pitch = opaque(self.coord.row % ROWS), opaque(self.coord.column), self.tiles.pitch
         if self.form.transposed:
             starts = [(column + i) * pitch + self.plane.shift(column + i) + row for i in (0, 1)]
             by_row, by_column = 8, pitch
@@ -197,10 +200,10 @@ class BiasTileLoad(ScoreStage):
             starts = [row * pitch + self.plane.shift(row) + column + i for i in (0, 1)]
             by_row, by_column = 8 * pitch, 1
         wide = self.tiles.wide
-        memory = cute.recast_ptr(slot, dtype=Int32 if wide else Uint16)
+        memory = cute.recast_ptr(stage, dtype=Int32 if wide else Uint16)
         for pair in range(CHUNK // 4):
-            ahead = column_of(first + pair // 2 * 2) * by_column + pair % 2 * by_row
-            low, high = (cute.make_tensor(memory + start + ahead, cute.make_layout(1))[0] for start in starts)
+            offset = column_of(first + pair // 2 * 2) * by_column + pair % 2 * by_row
+            low, high = (cute.make_tensor(memory + start + offset, cute.make_layout(1))[0] for start in starts)
             if wide:
                 words[2 * pair], words[2 * pair + 1] = low, high
             else:
@@ -211,17 +214,19 @@ class BiasTileLoad(ScoreStage):
 class BiasProducer(ScoreStage):
     """Producer's view of the bias for a tile and a query head."""
 
-    of: BiasTileLoad
+    tile_load: BiasTileLoad
     first: Int32  # first part of the tile; a part has 64 rows of scores
     plane: BiasPlane
 
     @cute.jit
     def load(self, block: Int32, count: Int32):
         """Load the bias of a block, a tile per warpgroup."""
-        of = self.of
-        for w in cutlass.range(of.form.warpgroups, unroll_full=of.tiles.roomy):
-            queries, keys = (block, self.first + w) if of.form.transposed else (self.first + w, block)
-            self.plane.load(queries, keys, (of.atom, of.m), of.slot_of(w), of.ring_of(w), count)
+        tile_load = self.tile_load
+        for w in cutlass.range(tile_load.form.warpgroups, unroll_full=tile_load.tiles.has_spare_registers):
+            queries, keys = (block, self.first + w) if tile_load.form.transposed else (self.first + w, block)
+            self.plane.load(
+                queries, keys, (tile_load.atom, tile_load.m), tile_load.stage_of(w), tile_load.pipeline_of(w), count
+            )
 
 
 @dataclass(frozen=True)
@@ -236,13 +241,13 @@ class SlabBiasLoad(ScoreStage):
     applies_to_full_blocks = natural_units = True
 
     @classmethod
-    def create(cls, smem: cutlass.memory.SmemAllocator, form: SlabScoreLayout, of: BiasConfig) -> SlabBiasLoad:
+    def create(cls, smem: cutlass.memory.SmemAllocator, form: SlabScoreLayout, config: BiasConfig) -> SlabBiasLoad:
         """Allocate the tile of a block in shared memory."""
         tile = sm80.SmemTile(Int32(0), form.rows, form.columns)
         assert form.columns % tile.panel == 0, "blocks of keys are panels of shared memory"
         assert ROWS % form.rows == 0, "one that all queries share has as many"
-        tile = tile.moved(Int32(smem.allocate(tile.bytes, 128).toint()))
-        return cls(form, tile, of.bias, of.scale)
+        tile = tile.at_offset(Int32(smem.allocate(tile.bytes, 128).toint()))
+        return cls(form, tile, config.bias, config.scale)
 
     def scales(self, scales: SoftmaxScale) -> SoftmaxScale:
         return natural(scales)
@@ -251,8 +256,8 @@ class SlabBiasLoad(ScoreStage):
         plane, rows = self.bias[tile.sequence, head, None, None], self.form.rows
         return SlabBiasProducer(self, plane, cutlass.min(tile.block, cute.ceil_div(plane.shape[0], rows) - 1) * rows)
 
-    def at(self, place: ScoreCoord) -> ScoreStage:
-        slab = place.row % self.form.rows // sm80.SLAB * sm80.SLAB
+    def set_tile(self, coord: ScoreCoord) -> ScoreStage:
+        slab = coord.row % self.form.rows // sm80.SLAB * sm80.SLAB
         matrices = sm80.LdmatrixView.create(self.tile, self.form.element.dtype, "A", first_row=slab)
         return replace(self, matrices=matrices)
 
@@ -260,8 +265,8 @@ class SlabBiasLoad(ScoreStage):
     def apply(self, S: cute.Tensor, block: Int32, count: Int32 | None):
         values = cute.make_rmem_tensor((cute.size(S),), self.form.element.dtype)
         for column in cutlass.range_constexpr(0, self.tile.columns, sm80.PAIR):
-            some = cute.make_tensor(values.iterator + column // 2, cute.make_layout((sm80.VECTOR, 1)))
-            self.matrices.fetch(0, column, some)
+            fragment = cute.make_tensor(values.iterator + column // 2, cute.make_layout((sm80.VECTOR, 1)))
+            self.matrices.fetch(0, column, fragment)
         add(S, self.scale, rows_and_columns(values))
 
 
@@ -269,18 +274,20 @@ class SlabBiasLoad(ScoreStage):
 class SlabBiasProducer(ScoreStage):
     """Producer's view of the bias for a tile in sm_80 kernels, used by all threads."""
 
-    of: SlabBiasLoad
+    tile_load: SlabBiasLoad
     plane: cute.Tensor  # (Sq, Sk)
     first_row: Int32
 
     @cute.jit
     def load(self, block: Int32, count: Int32):
         """Start the load of the bias of a block."""
-        form, first = self.of.form, block * self.of.form.columns
+        form, first = self.tile_load.form, block * self.tile_load.form.columns
         rows, columns = self.plane.shape
         layout = cute.make_layout((rows, columns - first), stride=self.plane.stride)
-        there = cute.make_tensor(self.plane.iterator + first * self.plane.stride[1], layout)
-        sm80.SmemCopier(form.threads, form.element, form.elementwise).load(there, self.first_row, self.of.tile)
+        block_bias = cute.make_tensor(self.plane.iterator + first * self.plane.stride[1], layout)
+        sm80.SmemCopier(form.threads, form.element, form.elementwise).load(
+            block_bias, self.first_row, self.tile_load.tile
+        )
 
 
 def chunk_mma(form: ScoreLayout) -> cute.TiledMma:

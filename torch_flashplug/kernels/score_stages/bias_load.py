@@ -40,13 +40,13 @@ class BiasTileLayout:
     transposed: bool  # True in a backward, whose scores are (keys, queries)
 
     @classmethod
-    def of(cls, form: ScoreLayout, dtype: type[cutlass.Numeric]) -> BiasTileLayout:
+    def for_warpgroup(cls, form: ScoreLayout, dtype: type[cutlass.Numeric]) -> BiasTileLayout:
         """Return the tile sizes of a warpgroup's part of a block."""
         sizes = (sm90.ROWS_PER_WARPGROUP, form.columns)
         return cls(dtype, *(reversed(sizes) if form.transposed else sizes), form.transposed)
 
     @property
-    def roomy(self) -> bool:
+    def has_spare_registers(self) -> bool:
         """True if the producer warp has registers for several copies at once."""
         return not self.transposed
 
@@ -91,15 +91,15 @@ class BiasTileLayout:
         return self.rows * self.columns * self.element_bytes
 
     def buffer(self, smem: cutlass.memory.SmemAllocator, warpgroups: int) -> cute.Tensor:
-        """Allocate (elements of a stage, warpgroup); a stage has room for either layout."""
-        assert self.bytes % SWIZZLE_ALIGNMENT == 0, "every slot begins where a swizzled tile may"
+        """Allocate (elements of a stage, warpgroup); a stage has space for either layout."""
+        assert self.bytes % SWIZZLE_ALIGNMENT == 0, "every stage begins where a swizzled tile may"
         layout = cute.make_layout((self.rows * self.pitch, warpgroups))
         return smem.allocate_tensor(self.dtype, layout, SWIZZLE_ALIGNMENT)
 
-    def tile(self, slot: cute.Pointer) -> cute.Tensor:
+    def tile(self, stage: cute.Pointer) -> cute.Tensor:
         """Return the tensor (rows, columns) of a tile loaded by TMA."""
         layout = self.swizzled
-        return cute.make_tensor(cute.recast_ptr(slot, layout.inner, dtype=self.dtype), layout.outer)
+        return cute.make_tensor(cute.recast_ptr(stage, layout.inner, dtype=self.dtype), layout.outer)
 
     @property
     def rows_read(self) -> tuple[int, ...]:
@@ -129,7 +129,7 @@ class BiasTileLayout:
         """
         by_row = Int64(bias.stride[2])
         by_row = Int32(by_row) | Int32(by_row >> 32)
-        return (by_row if self.roomy else opaque(by_row)) == 0
+        return (by_row if self.has_spare_registers else opaque(by_row)) == 0
 
     def tma(self, bias: cute.Tensor) -> tuple[cute.CopyAtom, cute.Tensor]:
         """Return the TMA atom that loads tiles of a bias (B, Hq, Sq, Sk), and its coordinates (Sq, Sk, Hq, B).
@@ -147,7 +147,7 @@ class BiasTileLayout:
         op, size = cpasync.CopyBulkTensorTileG2SOp(), (self.rows, self.columns)
         return cpasync.make_tiled_tma_atom(op, sm90.rows_first(m), self.swizzled, size)
 
-    def in_units(self, bias: cute.Tensor) -> cutlass.Boolean:
+    def is_unit_aligned(self, bias: cute.Tensor) -> cutlass.Boolean:
         """Return True if every row begins at a unit."""
         low = Int32(bias.iterator.toint() & (COPY_UNIT - 1))
         for stride in bias.stride[:3]:
@@ -187,53 +187,53 @@ class BiasPlane:
 
     @cute.jit
     def load(
-        self, row: Int32, column: Int32, tma: tuple[cute.CopyAtom, cute.Tensor], slot: cute.Pointer,
-        ring: sm90.Pipeline,
+        self, row: Int32, column: Int32, tma: tuple[cute.CopyAtom, cute.Tensor], stage: cute.Pointer,
+        pipeline: sm90.Pipeline,
         count: Int32,
     ):  # fmt: skip
         """Load the tile at a row and a column of tiles, executed by the producer warp."""
         tiles, (_, _, queries, keys) = self.tiles, self.bias.shape
-        if tiles.in_units(self.bias):
+        if tiles.is_unit_aligned(self.bias):
             if tiles.is_one_row(self.bias):
-                ring.producer_wait(count)
-                self.copy_row(column, tiles.tile(slot))
-                ring.producer_commit_after_copies(count)
+                pipeline.producer_wait(count)
+                self.copy_row(column, tiles.tile(stage))
+                pipeline.producer_commit_after_copies(count)
             else:
                 atom, m = tma
-                ring.producer_acquire(count)
-                operand = sm90.TmaOperand(atom, m, tiles.tile(slot)).head(self.head, self.batch)
+                pipeline.producer_acquire(count)
+                operand = sm90.TmaOperand(atom, m, tiles.tile(stage)).head(self.head, self.batch)
                 to, boxes = operand.tiles((tiles.rows, tiles.columns), (None, None))
-                cute.copy(atom, boxes[None, row, column], to, tma_bar_ptr=ring.arrival(count))
+                cute.copy(atom, boxes[None, row, column], to, tma_bar_ptr=pipeline.arrival(count))
         else:
-            ring.producer_wait(count)
+            pipeline.producer_wait(count)
             query, key = row * tiles.rows, column * tiles.columns
             # Inside of the bias every unit exists, including the unit behind each row, and no unit is cut off.
             inside = (query + tiles.rows <= queries) & (key + tiles.pitch <= keys)
-            if cutlass.const_expr(not tiles.roomy):
-                self.copy_rows(query, key, slot, whole=False)
+            if cutlass.const_expr(not tiles.has_spare_registers):
+                self.copy_rows(query, key, stage, is_inside=False)
             elif inside:
-                self.copy_rows(query, key, slot, whole=True)
+                self.copy_rows(query, key, stage, is_inside=True)
             else:
-                self.copy_rows(query, key, slot, whole=False)
-            ring.producer_commit_after_copies(count)
+                self.copy_rows(query, key, stage, is_inside=False)
+            pipeline.producer_commit_after_copies(count)
 
     @cute.jit
     def copy_row(self, column: Int32, tile: cute.Tensor):
         """Copy the row that all queries share into the tile rows that are read, executed by all lanes."""
         tiles, keys = self.tiles, self.bias.shape[3]
         units = tiles.columns // tiles.unit
-        for turn in cutlass.range_constexpr(0, units, sm90.WARP):
-            unit = turn + opaque(cute.arch.lane_idx())
+        for first_unit in cutlass.range_constexpr(0, units, sm90.WARP):
+            unit = first_unit + opaque(cute.arch.lane_idx())
             if unit < units:
                 key = opaque(column) * tiles.columns + unit * tiles.unit
-                here = replace(self, batch=opaque(self.batch), head=opaque(self.head))
-                source = here.start + key * tiles.element_bytes
+                plane = replace(self, batch=opaque(self.batch), head=opaque(self.head))
+                source = plane.start + key * tiles.element_bytes
                 size = cutlass.min(cutlass.max((keys - key) * tiles.element_bytes, 0), COPY_UNIT)
                 for row in cutlass.range_constexpr(len(tiles.rows_read)):
                     copy_unit(unit_address(tile, tiles.rows_read[row], unit), source, size)
 
     @cute.jit
-    def copy_rows(self, query: Int32, key: Int32, slot: cute.Pointer, whole: cutlass.Constexpr[bool]):
+    def copy_rows(self, query: Int32, key: Int32, stage: cute.Pointer, is_inside: cutlass.Constexpr[bool]):
         """Copy the units of the tile's width, then the unit behind each row, executed by all lanes.
 
         Neighboring lanes copy neighboring units.
@@ -241,26 +241,26 @@ class BiasPlane:
         units = self.tiles.columns // self.tiles.unit
         lanes, lane = 1 << (units - 1).bit_length(), opaque(cute.arch.lane_idx())
         if lane % lanes < units:
-            self.copy(query, lane // lanes, sm90.WARP // lanes, lane % lanes, key, slot, whole)
-        self.copy(query, lane, sm90.WARP, Int32(units), key, slot, whole)
+            self.copy(query, lane // lanes, sm90.WARP // lanes, lane % lanes, key, stage, is_inside)
+        self.copy(query, lane, sm90.WARP, Int32(units), key, stage, is_inside)
 
     @cute.jit
     def copy(
-        self, query: Int32, first: Int32, step: cutlass.Constexpr[int], unit: Int32, key: Int32, slot: cute.Pointer,
-        whole: cutlass.Constexpr[bool],
+        self, query: Int32, first: Int32, step: cutlass.Constexpr[int], unit: Int32, key: Int32, stage: cute.Pointer,
+        is_inside: cutlass.Constexpr[bool],
     ):  # fmt: skip
         """Copy a unit of every step-th tile row, from row `first` on, executed by a single lane."""
         tiles, (_, _, queries, keys) = self.tiles, self.bias.shape
-        row, target = query + first, slot.toint() + first * tiles.pitch_bytes + unit * COPY_UNIT
+        row, target = query + first, stage.toint() + first * tiles.pitch_bytes + unit * COPY_UNIT
         address = self.start + (Int64(row) * self.stride + key) * tiles.element_bytes + unit * COPY_UNIT
-        left = cutlass.min(keys - key, tiles.columns) * tiles.element_bytes - unit * COPY_UNIT
-        there = queries - row
-        for turn in cutlass.range(tiles.rows // step, unroll=4 if tiles.roomy else 1):
+        num_bytes = cutlass.min(keys - key, tiles.columns) * tiles.element_bytes - unit * COPY_UNIT
+        num_rows = queries - row
+        for i in cutlass.range(tiles.rows // step, unroll=4 if tiles.has_spare_registers else 1):
             size = Int32(COPY_UNIT)
-            if cutlass.const_expr(not whole):
-                size = cutlass.min(cutlass.max(left + (Int32(address) & (COPY_UNIT - 1)), 0), COPY_UNIT)
-                size = cutlass.select_(turn * step < there, size, 0)
-            copy_unit(target + turn * (step * tiles.pitch_bytes), address & -COPY_UNIT, size)
+            if cutlass.const_expr(not is_inside):
+                size = cutlass.min(cutlass.max(num_bytes + (Int32(address) & (COPY_UNIT - 1)), 0), COPY_UNIT)
+                size = cutlass.select_(i * step < num_rows, size, 0)
+            copy_unit(target + i * (step * tiles.pitch_bytes), address & -COPY_UNIT, size)
             address += step * self.stride * tiles.element_bytes
 
 

@@ -25,7 +25,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from ...registry.kernel_spec import SLAB
-from ...registry.mask_layout import BITS, THREADS, TILE
+from ...registry.mask_layout import TILE, TILE_WORDS, WORD_BITS
 from ..primitives.fragments import single_bit, zero_of
 from .pipeline import ScoreCoord, ScoreStage
 
@@ -44,73 +44,73 @@ class BitmaskTiles(ScoreStage):
     planes_of_head: Int32
     # Number of queries with words; later queries use the last tile; None: all queries have words.
     queries: Int32 | None = None
-    now: cute.Tensor | None = None  # (words of a block,) registers: words of the current block
-    coming: cute.Tensor | None = None  # (words of a block,) registers: words of the block loaded last
-    place: ScoreCoord | None = None
-    line: Int32 | None = None  # index of the thread's row of tiles, over all planes
+    block_words: cute.Tensor | None = None  # (words of a block,) registers: words of the current block
+    next_words: cute.Tensor | None = None  # (words of a block,) registers: words of the block loaded last
+    coord: ScoreCoord | None = None
+    tile_row: Int32 | None = None  # index of the thread's row of tiles, over all planes
 
-    def hold(self, columns: int) -> ScoreStage:
-        now, coming = (cute.make_rmem_tensor((-(-columns // TILE),), Int32) for _ in range(2))
-        return replace(self, now=now, coming=coming)
+    def allocate_registers(self, columns: int) -> ScoreStage:
+        words, next_words = (cute.make_rmem_tensor((-(-columns // TILE),), Int32) for _ in range(2))
+        return replace(self, block_words=words, next_words=next_words)
 
-    def at(self, place: ScoreCoord) -> ScoreStage:
-        stage = replace(self, place=place)
-        return stage if place.head is None else stage.of_head(place.head)
+    def set_tile(self, coord: ScoreCoord) -> ScoreStage:
+        stage = replace(self, coord=coord)
+        return stage if coord.head is None else stage.of_head(coord.head)
 
     def of_head(self, head: Int32) -> ScoreStage:
         rows, _ = self.tiles()
-        plane = self.place.batch * self.planes_of_batch + head * self.planes_of_head
-        return replace(self, line=plane * rows + cutlass.min(self.place.row // TILE, rows - 1))
+        plane = self.coord.batch * self.planes_of_batch + head * self.planes_of_head
+        return replace(self, tile_row=plane * rows + cutlass.min(self.coord.row // TILE, rows - 1))
 
     def tiles(self) -> tuple[Int32, Int32]:
         """Return the number of tile rows and of tile columns of a plane."""
-        queries, keys = self.place.sizes.Sq if self.queries is None else self.queries, self.place.sizes.Sk
-        rows, columns = (keys, queries) if self.place.transposed else (queries, keys)
+        queries, keys = self.coord.sizes.Sq if self.queries is None else self.queries, self.coord.sizes.Sk
+        rows, columns = (keys, queries) if self.coord.transposed else (queries, keys)
         return cute.ceil_div(rows, TILE), cute.ceil_div(columns, TILE)
 
     def begin(self, block: Int32) -> None:
         self.fetch(cutlass.max(block, 0))  # a section without blocks may begin before the first block
 
-    def ahead(self, block: Int32) -> None:
+    def prefetch(self, block: Int32) -> None:
         self.fetch(block)
 
     def prepare_stage(self, block: Int32) -> None:
-        for i in range(cute.size(self.now)):
-            word = self.coming[i]
+        for i in range(cute.size(self.block_words)):
+            word = self.next_words[i]
             # A tile of keys beyond the last has no words, and the loaded words belong to another tile.
-            if self.place.transposed:
-                word = cutlass.select_(self.place.row < self.place.sizes.Sk, word, Int32(0))
-            self.now[i] = word
+            if self.coord.transposed:
+                word = cutlass.select_(self.coord.row < self.coord.sizes.Sk, word, Int32(0))
+            self.block_words[i] = word
 
     @cute.jit
     def fetch(self, block: Int32):
         """Start the loads of a block's words."""
-        place, count = self.place, cute.size(self.coming)
+        coord, count = self.coord, cute.size(self.next_words)
         _, columns = self.tiles()
-        first, line, row = block * place.block // TILE, self.line, place.row
-        if cutlass.const_expr(place.transposed):
+        first, tile_row, row = block * coord.block // TILE, self.tile_row, coord.row
+        if cutlass.const_expr(coord.transposed):
             # The backward has few registers, so the address is computed in every step. (In the forward ptxas would
             # serialize every product for such an address.)
-            line, row = line + zero_of(block), row + zero_of(block)
-        thread = cute.arch.thread_idx()[0] % THREADS
-        if cutlass.const_expr(place.by_row):
-            thread = (row & (TILE - SLAB)) * (THREADS // TILE) + cute.arch.lane_idx()  # 32 threads hold 16 rows
-        begin = line * (columns + 1) * THREADS + thread
-        if cutlass.const_expr(place.block % TILE == 0 and not place.transposed):
+            tile_row, row = tile_row + zero_of(block), row + zero_of(block)
+        thread = cute.arch.thread_idx()[0] % TILE_WORDS
+        if cutlass.const_expr(coord.by_row):
+            thread = (row & (TILE - SLAB)) * (TILE_WORDS // TILE) + cute.arch.lane_idx()  # 32 threads hold 16 rows
+        begin = tile_row * (columns + 1) * TILE_WORDS + thread
+        if cutlass.const_expr(coord.block % TILE == 0 and not coord.transposed):
             for i in cutlass.range_constexpr(count):  # no tile is more than one behind the last tile
-                self.coming[i] = self.word(begin + (first + i) * THREADS)
-        elif cutlass.const_expr(place.block % TILE == 0):
+                self.next_words[i] = self.word(begin + (first + i) * TILE_WORDS)
+        elif cutlass.const_expr(coord.block % TILE == 0):
             for i in cutlass.range_constexpr(count):
-                self.coming[i] = self.word(begin + cutlass.min(first + i, columns) * THREADS)
+                self.next_words[i] = self.word(begin + cutlass.min(first + i, columns) * TILE_WORDS)
         else:
-            shift = block * place.block % TILE // 2
-            below = self.word(begin + cutlass.min(first, columns) * THREADS)
+            shift = block * coord.block % TILE // 2
+            low_word = self.word(begin + cutlass.min(first, columns) * TILE_WORDS)
             for i in cutlass.range_constexpr(count):
-                above = self.word(begin + cutlass.min(first + i + 1, columns) * THREADS)
-                self.coming[i] = shifted(below, above, shift)
-                below = above
-        if cutlass.const_expr(place.by_row and place.transposed):  # the thread's scores may begin inside a block
-            self.coming[0] = self.coming[0] >> ((place.column & -8) >> 1)
+                high_word = self.word(begin + cutlass.min(first + i + 1, columns) * TILE_WORDS)
+                self.next_words[i] = shifted(low_word, high_word, shift)
+                low_word = high_word
+        if cutlass.const_expr(coord.by_row and coord.transposed):  # the thread's scores may begin inside a block
+            self.next_words[0] = self.next_words[0] >> ((coord.column & -8) >> 1)
 
     def word(self, nth: Int32) -> Int32:
         """Load word `nth`. There are fewer than 2^32 words."""
@@ -118,8 +118,8 @@ class BitmaskTiles(ScoreStage):
 
     def bit(self, r: int, c: int) -> cutlass.Boolean:
         """Return the bit of score (r, c) of the current block."""
-        word, i = divmod(r + 2 * c, BITS)
-        return (self.now[word] & single_bit(i)) != 0
+        word, i = divmod(r + 2 * c, WORD_BITS)
+        return (self.block_words[word] & single_bit(i)) != 0
 
 
 def shifted(low: Int32, high: Int32, count: Int32) -> Int32:

@@ -27,7 +27,6 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, Uint64
 
 from ...registry.kernel_spec import SLAB
-from ..call_args.operands import DropoutArgs
 from ..primitives.fragments import single_bit, zero_of
 from .pipeline import DropoutScale, ScoreCoord, ScoreStage
 
@@ -48,75 +47,78 @@ class DropoutThreshold:
     coin: Uint32  # remainder, in units of 2^-32
 
     @staticmethod
-    def of(share: Float32) -> DropoutThreshold:
-        """Return the threshold of a kept share."""
-        scaled = share * Float32(1 << DIGITS)
-        # A p below half a rounding of 1 gives share 1; the integer part is then 255, and the coin covers the rest.
-        whole = cutlass.min(Int32(scaled), (1 << DIGITS) - 1)
-        rest = (scaled - Float32(whole)) * Float32(2.0**BITS)
+    def from_keep_probability(keep_probability: Float32) -> DropoutThreshold:
+        """Return the threshold of a probability to keep a score."""
+        scaled = keep_probability * Float32(1 << DIGITS)
+        # A p below half a rounding of 1 gives probability 1. The integer part is then 255, and the coin covers the
+        # rest.
+        integer_part = cutlass.min(Int32(scaled), (1 << DIGITS) - 1)
+        rest = (scaled - Float32(integer_part)) * Float32(2.0**BITS)
         coin = Uint32(cutlass.min(rest, Float32(2.0**BITS - 2.0**8)))
-        return DropoutThreshold(tuple(Int32(0) - ((whole >> i) & 1) for i in range(DIGITS)), coin)
+        return DropoutThreshold(tuple(Int32(0) - ((integer_part >> i) & 1) for i in range(DIGITS)), coin)
 
 
 @dataclass(frozen=True)
 class DropoutStage(ScoreStage):
-    """Dropout stage with bits Z and kept share 1 - p.
+    """Dropout stage with bits Z. Each score is kept with probability c = 1 - p.
 
-    O = (Z * P) V / share, dV = (Z * P)^T dO / share, and dS = P * (Z * dP / share - rowsum(dO * O)) = P * (Z * dP -
-    share * rowsum(dO * O)) / share.
+    O = (Z * P) V / c, dV = (Z * P)^T dO / c, and dS = P * (Z * dP / c - rowsum(dO * O)) = P * (Z * dP - c * rowsum(dO *
+    O)) / c.
     """
 
     seed: cute.Tensor  # (1,) Int64
     threshold: DropoutThreshold
     heads: Int32  # query heads of a batch entry
     keep_probability: DropoutScale
-    now: cute.Tensor | None = None  # registers of a block's words: bytes of four words, needed by the thread's scores
-    place: ScoreCoord | None = None
+    # Registers of a block's words: bytes of four words, needed by the thread's scores.
+    block_words: cute.Tensor | None = None
+    coord: ScoreCoord | None = None
     head: Uint32 | None = None  # query head, counted over the batch
     applies_to_full_blocks = True
     may_mask = False
 
     @staticmethod
-    def of(drawn: DropoutArgs, heads: Int32) -> DropoutStage:
+    def create(seed: cute.Tensor, dropout_p: Float32, heads: Int32) -> DropoutStage:
         """Return the stage of a call; `heads` is the number of query heads of a batch entry."""
-        share = Float32(1.0) - drawn.p
-        inverse = cutlass.select_(share > Float32(0.0), Float32(1.0) / share, Float32(0.0))
-        return DropoutStage(drawn.seed, DropoutThreshold.of(share), heads, DropoutScale(share, inverse))
+        keep_probability = Float32(1.0) - dropout_p
+        inverse = cutlass.select_(keep_probability > Float32(0.0), Float32(1.0) / keep_probability, Float32(0.0))
+        threshold = DropoutThreshold.from_keep_probability(keep_probability)
+        return DropoutStage(seed, threshold, heads, DropoutScale(keep_probability, inverse))
 
-    def hold(self, columns: int) -> ScoreStage:
-        return replace(self, now=cute.make_rmem_tensor((-(-columns // (4 * KEYS_OF_WORD)),), Int32))
+    def allocate_registers(self, columns: int) -> ScoreStage:
+        return replace(self, block_words=cute.make_rmem_tensor((-(-columns // (4 * KEYS_OF_WORD)),), Int32))
 
-    def at(self, place: ScoreCoord) -> ScoreStage:
-        stage = replace(self, place=place)
-        return stage if place.head is None else stage.of_head(place.head)
+    def set_tile(self, coord: ScoreCoord) -> ScoreStage:
+        stage = replace(self, coord=coord)
+        return stage if coord.head is None else stage.of_head(coord.head)
 
     def of_head(self, head: Int32) -> ScoreStage:
-        return replace(self, head=Uint32(self.place.batch * self.heads + head))
+        return replace(self, head=Uint32(self.coord.batch * self.heads + head))
 
     @cute.jit
     def prepare_stage(self, block: Int32):
         """Draw the words of a block."""
-        place = self.place
+        coord = self.coord
         # The backward has few registers, so no value derived from the lane and no address stays in a register across
         # steps.
-        zero = zero_of(block) if cutlass.const_expr(place.transposed) else Int32(0)
+        zero = zero_of(block) if cutlass.const_expr(coord.transposed) else Int32(0)
         lane, seed = cute.arch.lane_idx() + zero, self.seed[zero]
         key = Uint32(Uint64(seed)), Uint32(Uint64(seed) >> BITS)
-        first = block * (place.block // SLAB)
-        for i in cutlass.range_constexpr(cute.size(self.now)):
-            if cutlass.const_expr(place.transposed):
+        first = block * (coord.block // SLAB)
+        for i in cutlass.range_constexpr(cute.size(self.block_words)):
+            if cutlass.const_expr(coord.transposed):
                 # This thread draws the word of two query rows of the warp, whichever rows these are. The words needed
                 # by a thread belong to the lanes with the same columns: lanes exchange bits in pairs, then bytes in
                 # groups of four.
                 rows = (first + 4 * i + lane // 8) * 8 + lane % 4 * 2 + lane // 4 % 2
-                word = self.word(key, Uint32(rows), Uint32(place.row // SLAB))
-                self.now[i] = turn_bytes(turn_bits(word, lane, 4), lane, 8)
-                if cutlass.const_expr(place.by_row):  # the thread's scores may begin inside a block
-                    self.now[i] = self.now[i] >> ((place.column & -8) >> 1)
+                word = self.word(key, Uint32(rows), Uint32(coord.row // SLAB))
+                self.block_words[i] = exchange_bytes(exchange_bits(word, lane, 4), lane, 8)
+                if cutlass.const_expr(coord.by_row):  # the thread's scores may begin inside a block
+                    self.block_words[i] = self.block_words[i] >> ((coord.column & -8) >> 1)
             else:
-                rows = place.row // SLAB * 8 + place.row % 8
+                rows = coord.row // SLAB * 8 + coord.row % 8
                 word = self.word(key, Uint32(rows), Uint32(first + 4 * i + lane % 4))
-                self.now[i] = turn_bytes(word, lane, 1)
+                self.block_words[i] = exchange_bytes(word, lane, 1)
 
     def word(self, key: tuple[Uint32, Uint32], rows: Uint32, keys: Uint32) -> Int32:
         """Return a word of 32 bits: a bit is 1 where the score is kept."""
@@ -124,9 +126,9 @@ class DropoutStage(ScoreStage):
         coin = coin + keys * Uint32(COIN_KEYS)
         bits = Uint32(cutlass.select_(coin < self.threshold.coin, Int32(-1), Int32(0)))
         for call in range(DIGITS // 4):
-            for i, drawn in enumerate(philox((keys, rows, self.head, Uint32(call)), key)):
+            for i, random_word in enumerate(philox((keys, rows, self.head, Uint32(call)), key)):
                 digit = Uint32(self.threshold.digits[4 * call + i])
-                bits = (bits & drawn) | (digit & (bits | drawn))
+                bits = (bits & random_word) | (digit & (bits | random_word))
         return Int32(bits)
 
     def bit(self, r: int, c: int, swapped: bool = False) -> cutlass.Boolean:
@@ -136,8 +138,8 @@ class DropoutStage(ScoreStage):
             swapped: read the bit from the word with exchanged halves.
         """
         word, c = divmod(c, KEYS_OF_WORD)
-        i = c // 4 * 8 + (c % 4 // 2 * 4 + r * 2 + c % 2 if self.place.transposed else r * 4 + c % 4)
-        value = self.now[word]
+        i = c // 4 * 8 + (c % 4 // 2 * 4 + r * 2 + c % 2 if self.coord.transposed else r * 4 + c % 4)
+        value = self.block_words[word]
         if swapped:
             value, i = exchanged(value), (i + BITS // 2) % BITS
         return (value & single_bit(i)) != 0
@@ -168,31 +170,31 @@ def mixed(x: Uint32) -> Uint32:
     return x ^ (x >> Uint32(13))
 
 
-def turn_bits(word: Int32, lane: Int32, apart: int) -> Int32:
+def exchange_bits(word: Int32, lane: Int32, apart: int) -> Int32:
     """Exchange bits between two lanes that are `apart` lanes from each other.
 
     The lower lane gets the even bits of both words, the upper lane the odd bits. Each bit pair of a result holds the
     bit of the lower lane, then the bit of the upper lane.
     """
-    other = cute.arch.shuffle_sync_bfly(word, offset=apart)
+    peer_word = cute.arch.shuffle_sync_bfly(word, offset=apart)
     upper = (lane & apart) != 0
-    own = cutlass.select_(upper, Int32(-0x55555556), Int32(0x55555555))
-    by = cutlass.select_(upper, Int32(31), Int32(1))
+    kept_bits = cutlass.select_(upper, Int32(-0x55555556), Int32(0x55555555))
+    shift = cutlass.select_(upper, Int32(31), Int32(1))
     text = "shf.l.wrap.b32 {$w0}, {$r0}, {$r0}, {$r1};"
-    other = cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=[other, by])
-    return (word & own) | (other & ~own)
+    peer_word = cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=[peer_word, shift])
+    return (word & kept_bits) | (peer_word & ~kept_bits)
 
 
-def turn_bytes(word: Int32, lane: Int32, apart: int) -> Int32:
+def exchange_bytes(word: Int32, lane: Int32, apart: int) -> Int32:
     """Exchange bytes between four lanes, `apart` lanes from each other: lane i gets byte i of all four words.
 
     The bytes are in the order of lanes.
     """
     for step, lower, upper in ((apart, 0x6240, 0x3715), (2 * apart, 0x5410, 0x3276)):
-        other = cute.arch.shuffle_sync_bfly(word, offset=step)
-        which = cutlass.select_((lane & step) != 0, Int32(upper), Int32(lower))
+        peer_word = cute.arch.shuffle_sync_bfly(word, offset=step)
+        selector = cutlass.select_((lane & step) != 0, Int32(upper), Int32(lower))
         text = "prmt.b32 {$w0}, {$r0}, {$r1}, {$r2};"
-        word = cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=[word, other, which])
+        word = cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=[word, peer_word, selector])
     return word
 
 

@@ -15,7 +15,7 @@ from cutlass import Float32
 from ..primitives.fragments import LOG2_E
 
 if TYPE_CHECKING:
-    from ..call_args.operands import SoftmaxScale
+    from ..call_args.kernel_call import SoftmaxScale
 
 
 def natural(scales: SoftmaxScale) -> SoftmaxScale:

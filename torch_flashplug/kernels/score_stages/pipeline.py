@@ -1,45 +1,45 @@
 """Score modification: stages applied to scores between the product and the packing into 16 bits.
 
-A kernel has a chain of stages as an argument and names no stage. The kernel calls the chain in this order:
+A kernel has a `ScorePipeline` as an argument and names no stage. The kernel calls the pipeline in this order:
 
-chain.tma(form)                      launch, Hopper: TMA descriptors of the tensors that stages load
-chain.shared(smem, form)             kernel, ahead of its own buffers: pipelines and buffers that stages own
-chain.atoms, chain.rings             Hopper: TMA atoms and pipelines for start_cta
-chain.bring(tile, head)              producer: once per tile, in the backward once per query head
-brings.load(block, count)            producer, behind the kernel's own loads for a block: data of the stages
+pipeline.tma(form)                         launch, Hopper: TMA descriptors of the tensors that stages load
+pipeline.allocate_smem(smem, form)         kernel, ahead of its own buffers: pipelines and buffers that stages own
+pipeline.atoms, pipeline.pipelines         Hopper: TMA atoms and shared-memory pipelines for start_cta
+pipeline.begin_tile_load(tile, head)       producer: once per tile, in the backward once per query head
+producer.load(block, count)                producer, behind the kernel's own loads for a block: data of the stages
 
-chain.hold(columns)                  every consumer, once: registers that stages own; columns: of a block
-chain.scales(scales)                 softmax scales of the scores behind the stages
-chain.unit(scale)                    decode, in launch: the natural softmax scale of the scores behind the stages
-chain.sinks                          decode: None, or (Hq,), extra logits in the row sums
-chain.everywhere                     decode: True if some stage also applies to full blocks
-chain.at(place)                      once per tile
-here.of_head(head)                   backward: once per query head
-here.pass_over(count)                for a block that the warpgroup skips
-here.begin(block, masked)            once per section: start the loads of the section's first block
-here.make_ready(block, masked)       except decode: once per block, before apply: work that needs no scores
-here.apply(S, block, masked, count)  modify the scores, before the exponential
-here.hides(masked)                   True if scores can be -inf now
-here.kept(masked)                    None, or (r, c, value) -> value: P on the way to the next product; P itself stays
-here.signed(masked)                  dK and dV kernel of the split backward: P is handed on once, as -P where P is not
-                                     kept; `apply_backward` is not called in this kernel
-here.slope()                         backward: None, or (P, LSE * log2 e) -> factor of dS of a score
-here.extra_logit()                   forward, behind the last block: None, or an extra logit in the row sum
-here.derive(dP, masked)              backward: modify dP in place, before dS = P * (dP - delta)
-here.ahead(block, masked)            once per step, behind make_ready: start the loads of the next block
+pipeline.allocate_registers(columns)       every consumer, once: registers that stages own; columns: of a block
+pipeline.scales(scales)                    softmax scales of the scores behind the stages
+pipeline.natural_scale(scale)              decode, in launch: the natural softmax scale of the scores behind the stages
+pipeline.sinks                             decode: None, or (Hq,), extra logits in the row sums
+pipeline.applies_to_full_blocks            decode: True if some stage also applies to full blocks
+pipeline.set_tile(coord)                   once per tile
+stages.of_head(head)                       backward: once per query head
+stages.skip_kv_blocks(count)               for a block that the warpgroup skips
+stages.begin(block, masked)                once per section: start the loads of the section's first block
+stages.prepare_stage(block, masked)        except decode: once per block, before apply: work that needs no scores
+stages.apply(S, block, masked, count)      modify the scores, before the exponential
+stages.may_mask(masked)                    True if scores can be -inf afterwards
+stages.p_transform(masked)                 None, or (r, c, value) -> value: P for the next product; P itself stays
+stages.signed_p_transform(masked)          dK and dV kernel of the split backward: P is passed on once, as -P for
+                                           dropped scores; `apply_backward` is not called in this kernel
+stages.score_derivative()                  backward: None, or (P, LSE * log2 e) -> factor of dS of a score
+stages.extra_logit()                       forward, behind the last block: None, or an extra logit in the row sum
+stages.apply_backward(dP, masked)          backward: modify dP in place, before dS = P * (dP - delta)
+stages.prefetch(block, masked)             once per step, behind prepare_stage: start the loads of the next block
 
 `count` is the number of a block among all blocks of a CTA, from which the stages and phases of pipelines follow. The
 count is the same for the producer and for the consumers. Every loaded block is read, or skipped with `skip_kv_blocks`,
 by all consumers. Therefore a stage with a pipeline applies to every block. The data that stages hold of a block takes
-room from the kernel's own buffers: `Feature.score_bytes` of features.py, which kernel_spec.py counts. Decode and the
-backward of sm_80 load no tiles and pass no count. Kernels of sm_80 have a single loop, and call `begin`,
+shared memory from the kernel's own buffers: `Feature.score_bytes` of features.py, which kernel_spec.py counts. Decode
+and the backward of sm_80 load no tiles and pass no count. Kernels of sm_80 have a single loop, and call `begin`,
 `prepare_stage` and `apply` for each block.
 
 `masked` is True for partial blocks, and a compile-time constant: loops over full blocks contain no code of stages that
 do not apply there. The backward of D 128 has few registers left, so a stage may keep only a single register across a
-step. Therefore the backward calls `ahead` behind the last use, and the next value takes the place of the used value.
-The forward calls `ahead` as soon as S is complete. With a load behind the forward's later waits, ptxas waited for all
-products before the first exponential.
+step. Therefore the backward calls `prefetch` behind the last use, and the next value takes the place of the used
+value. The forward calls `prefetch` as soon as S is complete. With a load behind the forward's later waits, ptxas waited
+for all products before the first exponential.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from ..primitives.dtype import Element
 from ..tiling.seqlen_info import SeqlenInfo
 
 if TYPE_CHECKING:
-    from ..call_args.operands import SoftmaxScale
+    from ..call_args.kernel_call import SoftmaxScale
     from ..tiling.tile import Tile
 
 
@@ -69,7 +69,7 @@ class ScoreLayout:
     warpgroups: int  # consumer warpgroups that hold scores
     columns: int  # columns of a block
     transposed: bool = False  # True for scores (keys, queries), as in `ScoreCoord`
-    room: bool = True  # True if shared memory has room for the data that stages hold of a block
+    has_smem_space: bool = True  # True if shared memory has space for the data that stages hold of a block
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class SlabScoreLayout:
     rows: int
     columns: int
     elementwise: bool  # True if tensors may have any strides and any address
-    room: bool = True
+    has_smem_space: bool = True
 
 
 @dataclass(frozen=True)
@@ -105,12 +105,12 @@ class ScoreCoord:
 
 @dataclass(frozen=True)
 class DropoutScale:
-    """Share of P that dropout keeps, and the inverse of the share.
+    """Probability with which dropout keeps a score, and the inverse of the probability.
 
     The inverse is an argument, because a division in a kernel would keep the quotient in a register.
     """
 
-    share: Float32
+    keep_probability: Float32
     inverse: Float32
 
 
@@ -120,16 +120,16 @@ class ScoreStage:
     applies_to_full_blocks = False  # True if the stage also applies to full blocks
     may_mask = True  # True if the stage can set scores to -inf where it applies
     natural_units = False  # True if scores leave the stage in natural units
-    keep_probability: DropoutScale | None = None  # share of P that reaches the next product
+    keep_probability: DropoutScale | None = None  # probability with which P reaches the next product
     sinks: cute.Tensor | None = None  # decode: (Hq,) extra logits in the row sums, in natural units
     atoms: tuple[cute.CopyAtom, ...] = ()
-    rings: tuple[tuple, ...] = ()  # (pipeline, consumer warps), in the form of start_cta
+    pipelines: tuple[tuple, ...] = ()  # (pipeline, consumer warps), in the form of start_cta
 
     def tma(self, form: ScoreLayout) -> ScoreStage:
         """Return the stage with the TMA descriptors of its tensors."""
         return self
 
-    def shared(self, smem: cutlass.memory.SmemAllocator, form: ScoreLayout | SlabScoreLayout) -> ScoreStage:
+    def allocate_smem(self, smem: cutlass.memory.SmemAllocator, form: ScoreLayout | SlabScoreLayout) -> ScoreStage:
         """Return the stage with its shared-memory buffers and pipelines."""
         return self
 
@@ -145,15 +145,15 @@ class ScoreStage:
         """Return the softmax scales of the scores behind the stage."""
         return scales
 
-    def unit(self, scale: Float32) -> Float32:
+    def natural_scale(self, scale: Float32) -> Float32:
         """Return the natural softmax scale of the scores behind the stage."""
         return scale
 
-    def hold(self, columns: int) -> ScoreStage:
+    def allocate_registers(self, columns: int) -> ScoreStage:
         """Return the stage with registers for blocks of `columns` columns."""
         return self
 
-    def at(self, place: ScoreCoord) -> ScoreStage:
+    def set_tile(self, coord: ScoreCoord) -> ScoreStage:
         """Return the stage for a thread's place in a tile."""
         return self
 
@@ -163,17 +163,17 @@ class ScoreStage:
 
     def begin(self, block: Int32) -> None: ...
 
-    def ahead(self, block: Int32) -> None: ...
+    def prefetch(self, block: Int32) -> None: ...
 
     def prepare_stage(self, block: Int32) -> None: ...
 
     def apply(self, S: cute.Tensor, block: Int32, count: Int32 | None) -> None: ...
 
     def keeps(self, r: int, c: int) -> cutlass.Boolean:
-        """Return True if P of score (r, c) reaches the next product; called for stages with a kept_share."""
+        """Return True if P of score (r, c) reaches the next product; called for stages with a keep_probability."""
         raise NotImplementedError
 
-    def slope(self) -> Callable | None:
+    def score_derivative(self) -> Callable | None:
         """Return the derivative of a stage that transforms scores, everywhere; None for other stages."""
         return None
 
@@ -190,23 +190,23 @@ class ScorePipeline:
 
     stages: tuple[ScoreStage, ...]
 
-    def asked(self, masked: bool) -> tuple[ScoreStage, ...]:
+    def stages_applied(self, masked: bool) -> tuple[ScoreStage, ...]:
         """Return the stages that apply to partial blocks (`masked`), or to full blocks."""
         return tuple(stage for stage in self.stages if masked or stage.applies_to_full_blocks)
 
     def tma(self, form: ScoreLayout) -> ScorePipeline:
         return ScorePipeline(tuple(stage.tma(form) for stage in self.stages))
 
-    def shared(self, smem: cutlass.memory.SmemAllocator, form: ScoreLayout | SlabScoreLayout) -> ScorePipeline:
-        return ScorePipeline(tuple(stage.shared(smem, form) for stage in self.stages))
+    def allocate_smem(self, smem: cutlass.memory.SmemAllocator, form: ScoreLayout | SlabScoreLayout) -> ScorePipeline:
+        return ScorePipeline(tuple(stage.allocate_smem(smem, form) for stage in self.stages))
 
     @property
     def atoms(self) -> tuple[cute.CopyAtom, ...]:
         return tuple(atom for stage in self.stages for atom in stage.atoms)
 
     @property
-    def rings(self) -> tuple[tuple, ...]:
-        return tuple(ring for stage in self.stages for ring in stage.rings)
+    def pipelines(self) -> tuple[tuple, ...]:
+        return tuple(pipeline for stage in self.stages for pipeline in stage.pipelines)
 
     def begin_tile_load(self, tile: Tile, head: Int32) -> ScorePipeline:
         return ScorePipeline(tuple(stage.begin_tile_load(tile, head) for stage in self.stages))
@@ -224,52 +224,52 @@ class ScorePipeline:
             scales = stage.scales(scales)
         return scales
 
-    def unit(self, scale: Float32) -> Float32:
+    def natural_scale(self, scale: Float32) -> Float32:
         for stage in self.stages:
-            scale = stage.unit(scale)
+            scale = stage.natural_scale(scale)
         return scale
 
-    def hold(self, columns: int) -> ScorePipeline:
-        return ScorePipeline(tuple(stage.hold(columns) for stage in self.stages))
+    def allocate_registers(self, columns: int) -> ScorePipeline:
+        return ScorePipeline(tuple(stage.allocate_registers(columns) for stage in self.stages))
 
-    def at(self, place: ScoreCoord) -> ScorePipeline:
-        return ScorePipeline(tuple(stage.at(place) for stage in self.stages))
+    def set_tile(self, coord: ScoreCoord) -> ScorePipeline:
+        return ScorePipeline(tuple(stage.set_tile(coord) for stage in self.stages))
 
     def of_head(self, head: Int32) -> ScorePipeline:
         return ScorePipeline(tuple(stage.of_head(head) for stage in self.stages))
 
     def begin(self, block: Int32, masked: bool) -> None:
-        for stage in self.asked(masked):
+        for stage in self.stages_applied(masked):
             stage.begin(block)
 
-    def ahead(self, block: Int32, masked: bool) -> None:
-        for stage in self.asked(masked):
-            stage.ahead(block)
+    def prefetch(self, block: Int32, masked: bool) -> None:
+        for stage in self.stages_applied(masked):
+            stage.prefetch(block)
 
     def prepare_stage(self, block: Int32, masked: bool) -> None:
-        for stage in self.asked(masked):
+        for stage in self.stages_applied(masked):
             stage.prepare_stage(block)
 
     def apply(self, S: cute.Tensor, block: Int32, masked: bool, count: Int32 | None = None) -> None:
         """Apply the stages to scores S, (2, columns) of a thread, in place."""
-        for stage in self.asked(masked):
+        for stage in self.stages_applied(masked):
             stage.apply(S, block, count)
 
     def may_mask(self, masked: bool) -> bool:
         """Return True if an applied stage can set scores to -inf."""
-        return any(stage.may_mask for stage in self.asked(masked))
+        return any(stage.may_mask for stage in self.stages_applied(masked))
 
-    def kept(self, masked: bool) -> Callable | None:
+    def p_transform(self, masked: bool) -> Callable | None:
         """Return (r, c, value) -> P or 0, or None if every stage leaves P unchanged."""
-        return self.chosen(masked, lambda value: Float32(0.0))
+        return self.select_kept(masked, lambda value: Float32(0.0))
 
-    def signed(self, masked: bool) -> Callable | None:
+    def signed_p_transform(self, masked: bool) -> Callable | None:
         """Return (r, c, value) -> P, or -P for values that are not kept; None if every stage leaves P unchanged."""
-        return self.chosen(masked, lambda value: -value)
+        return self.select_kept(masked, lambda value: -value)
 
-    def chosen(self, masked: bool, otherwise: Callable) -> Callable | None:
+    def select_kept(self, masked: bool, otherwise: Callable) -> Callable | None:
         """Return (r, c, value) -> P for kept values and `otherwise(value)` for dropped values."""
-        stages = [stage for stage in self.asked(masked) if stage.keep_probability is not None]
+        stages = [stage for stage in self.stages_applied(masked) if stage.keep_probability is not None]
         if not stages:
             return None
 
@@ -281,26 +281,26 @@ class ScorePipeline:
 
         return choose
 
-    def slope(self) -> Callable | None:
+    def score_derivative(self) -> Callable | None:
         """Return the score derivative of the only stage that has one, or None."""
-        found = [slope for stage in self.stages if (slope := stage.slope()) is not None]
-        assert len(found) < 2, "two stages bend scores: multiply their slopes here"
-        return found[0] if found else None
+        derivatives = [derivative for stage in self.stages if (derivative := stage.score_derivative()) is not None]
+        assert len(derivatives) < 2, "two stages have a score derivative: multiply the derivatives here"
+        return derivatives[0] if derivatives else None
 
     def extra_logit(self) -> Float32 | None:
         """Return the extra logit of the only stage that has one, or None."""
-        found = [logit for stage in self.stages if (logit := stage.extra_logit()) is not None]
-        assert len(found) < 2, "two stages add to a row's sum: add up what they add here"
-        return found[0] if found else None
+        logits = [logit for stage in self.stages if (logit := stage.extra_logit()) is not None]
+        assert len(logits) < 2, "two stages have an extra logit of the row sum: add up the logits here"
+        return logits[0] if logits else None
 
     def apply_backward(self, dP: cute.Tensor, masked: bool) -> None:
         """Apply the stages' backward to dP, (2, columns) of a thread, in place."""
-        for stage in self.asked(masked):
+        for stage in self.stages_applied(masked):
             stage.apply_backward(dP)
 
     @property
     def natural_units(self) -> bool:
-        """True if scores leave the chain in natural units."""
+        """True if scores leave the pipeline in natural units."""
         return any(stage.natural_units for stage in self.stages)
 
     @property
@@ -315,14 +315,14 @@ class ScorePipeline:
 
     @property
     def keep_probability(self) -> DropoutScale | None:
-        """The share of P that is kept; None if all of P is kept.
+        """The probability with which dropout keeps a score; None if all of P is kept.
 
-        Mainloops do not use the share. Results are scaled instead, and the delta of the backward is rowsum(dO * O)
-        times the share.
+        Mainloops do not use the probability. Results are scaled instead, and the delta of the backward is rowsum(dO *
+        O) times the probability.
         """
-        shares = [stage.keep_probability for stage in self.stages if stage.keep_probability is not None]
-        assert len(shares) < 2, "two stages drop scores: multiply their shares here"
-        return shares[0] if shares else None
+        probabilities = [stage.keep_probability for stage in self.stages if stage.keep_probability is not None]
+        assert len(probabilities) < 2, "two stages drop scores: multiply the probabilities here"
+        return probabilities[0] if probabilities else None
 
     def scaled(self, factor: Float32) -> Float32:
         """Return the factor of a result that was multiplied with the kept P."""

@@ -1,4 +1,4 @@
-"""Score stage that hides keys outside of a sliding window."""
+"""Score stage that masks out keys outside of a sliding window."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class SlidingWindowStage(ScoreStage):
     window: SlidingWindow
     sinks: cute.Tensor | None = None  # only in the forward
 
-    def at(self, place: ScoreCoord) -> ScoreStage:
-        reach = self.window.of(place.sizes)
-        if place.transposed:
-            return WindowOfQueries(reach, place)
-        return WindowOfKeys(reach, place, self.sinks)
+    def set_tile(self, coord: ScoreCoord) -> ScoreStage:
+        reach = self.window.reach(coord.sizes)
+        if coord.transposed:
+            return WindowOfQueries(reach, coord)
+        return WindowOfKeys(reach, coord, self.sinks)
 
 
 @dataclass(frozen=True)
@@ -36,26 +36,26 @@ class WindowOfKeys(ScoreStage):
     """Score stage that sets scores of a KV block outside of the window to -inf."""
 
     window: WindowReach
-    place: ScoreCoord
+    coord: ScoreCoord
     sinks: cute.Tensor | None = None
 
     @cute.jit
     def extra_logit(self) -> Float32:
         logit = -Float32.inf
-        if self.place.head < self.sinks.shape[0]:
-            logit = self.sinks[self.place.head]
+        if self.coord.head < self.sinks.shape[0]:
+            logit = self.sinks[self.coord.head]
         return logit
 
-    def seen(self, row: Int32) -> tuple[Int32, Int32]:
+    def visible_columns(self, row: Int32) -> tuple[Int32, Int32]:
         """Return the first visible column of a row, and the first column behind. Both may lie outside of the block."""
         begin, end = self.window.keys(row)
-        return begin, cutlass.min(end, self.place.sizes.Sk)
+        return begin, cutlass.min(end, self.coord.sizes.Sk)
 
     @cute.jit
     def apply(self, S: cute.Tensor, block: Int32, count: Int32 | None):
-        first = block * self.place.block + self.place.column
+        first = block * self.coord.block + self.coord.column
         for r in cutlass.range_constexpr(cute.size(S, mode=[0])):
-            begin, end = self.seen(self.place.row + 8 * r)
+            begin, end = self.visible_columns(self.coord.row + 8 * r)
             keep_between(S, r, begin - first, end - first)
 
 
@@ -63,6 +63,6 @@ class WindowOfKeys(ScoreStage):
 class WindowOfQueries(WindowOfKeys):
     """Score stage of the backward for scores (keys, queries) of a query block: masks scores outside of the window."""
 
-    def seen(self, row: Int32) -> tuple[Int32, Int32]:
+    def visible_columns(self, row: Int32) -> tuple[Int32, Int32]:
         begin, end = self.window.queries(row)
-        return begin, cutlass.select_(row < self.place.sizes.Sk, end, begin)
+        return begin, cutlass.select_(row < self.coord.sizes.Sk, end, begin)

@@ -13,7 +13,7 @@ from ..primitives.fragments import LOG2_E
 from .pipeline import ScoreStage
 
 if TYPE_CHECKING:
-    from ..call_args.operands import SoftmaxScale
+    from ..call_args.kernel_call import SoftmaxScale
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class SoftcapStage(ScoreStage):
     def scales(self, scales: SoftmaxScale) -> SoftmaxScale:
         return replace(scales, log2=self.cap * LOG2_E, natural=self.cap)
 
-    def unit(self, scale: Float32) -> Float32:
+    def natural_scale(self, scale: Float32) -> Float32:
         return self.cap
 
     @cute.jit
@@ -37,7 +37,7 @@ class SoftcapStage(ScoreStage):
             for c in cutlass.range_constexpr(cute.size(S, mode=[1])):
                 S[r, c] = cute.math.tanh(S[r, c] * self.scale, fastmath=True)
 
-    def slope(self) -> SoftcapDerivative:
+    def score_derivative(self) -> SoftcapDerivative:
         return SoftcapDerivative(1.0 / (self.cap * LOG2_E))
 
 
@@ -56,5 +56,5 @@ class SoftcapDerivative:
             weight: P.
             lse_log2: LSE of the query, in base 2.
         """
-        bent = (cute.math.log2(weight, fastmath=True) + lse_log2) * self.inverse
-        return cute.arch.fmax(1.0 - bent * bent, Float32(0.0))
+        capped = (cute.math.log2(weight, fastmath=True) + lse_log2) * self.inverse
+        return cute.arch.fmax(1.0 - capped * capped, Float32(0.0))

@@ -19,9 +19,8 @@ import cutlass.cute as cute
 import cutlass.memory
 from cutlass import Float32, Int32
 
-from ...registry.kernel_spec import RESULT_PAD, SLAB, WARP, AmpereSpec
-from ..call_args.decode import DecodeArgs, DecodeCall
-from ..call_args.operands import SoftmaxScale
+from ...registry.kernel_spec import RESULT_ROW_PADDING, SLAB, WARP, AmpereSpec
+from ..call_args.kernel_call import KernelArgs, KernelCall, SoftmaxScale
 from ..decode.kv_load import K, KvLoader, KvScaleLoader, V
 from ..decode.pack_gqa import DecodeTile
 from ..decode.split_kv import PartialResult, SplitKvCombine, WorkspacePartials, follow, loaded, starts_early
@@ -37,12 +36,12 @@ from ..tiling.tile import TileAddressing
 
 @dataclass(frozen=True)
 class KvStages:
-    """Pipeline of a team's share of K and V of every block, filled with cp.async.
+    """Pipeline of a team's part of K and V of every block, filled with cp.async.
 
     K and V have `stages` stages each in shared memory. The nth block of a split uses stage nth % stages.
     """
 
-    mover: sm80.SmemCopier  # copies of the team's warps
+    copier: sm80.SmemCopier  # copies of the team's warps
     gK: cute.Tensor  # (Sk, D)
     gV: cute.Tensor  # (Sk, Dv)
     k: sm80.SmemTile  # stage 0 of K; stage 0 of V follows
@@ -50,8 +49,8 @@ class KvStages:
     stages: int
     keys: SplitKvRange  # KV blocks of the CTA
     first_key: Int32  # the team's first key in a block
-    stored: KvLoader  # loader of K and V
-    beside: KvScaleLoader  # loader of per-key data, such as the scales of a quantized cache
+    kv_loader: KvLoader  # loader of K and V
+    scale_loader: KvScaleLoader  # loader of per-key data, such as the scales of a quantized cache
     block: int  # keys of a block, over all teams
 
     @property
@@ -60,8 +59,8 @@ class KvStages:
         return self.keys.end - self.keys.begin
 
     def stage_index(self, tile: sm80.SmemTile, nth: Int32 | int) -> sm80.SmemTile:
-        """Return the tile of stage nth % stages, given the tile of stage 0."""
-        return tile.moved(nth % self.stages * tile.bytes)
+        """Return the tile of stage nth % stages. `tile` is the tile of stage 0."""
+        return tile.at_offset(nth % self.stages * tile.bytes)
 
     def load_k(self, nth: Int32 | int) -> None:
         """Start the load of K of the split's nth block."""
@@ -80,30 +79,31 @@ class KvStages:
         """
         if nth < self.blocks:
             first = self.keys.nth(self.keys.begin + nth) * self.block + self.first_key
-            self.stored.load(self.mover, gX, first, self.stage_index(tile, nth))
-            self.beside.load(which, first, nth % self.stages, self.mover.threads)
+            self.kv_loader.load(self.copier, gX, first, self.stage_index(tile, nth))
+            self.scale_loader.load(which, first, nth % self.stages, self.copier.threads)
         cute.arch.cp_async_commit_group()
 
     @cute.jit
-    def start(self):
-        """Fill the pipeline, and wait for the first K and for the queries. Executed by all threads.
+    def load_first_stages(self):
+        """Start the loads of all stages except the last V, which the mainloop loads. Executed by all threads.
 
+        The function then waits for the first K and for the queries.
         The queries belong to the group of the first K. Afterwards they are visible to all threads.
         """
         for nth in cutlass.range_constexpr(self.stages):
             self.load_k(nth)
             if cutlass.const_expr(nth < self.stages - 1):
                 self.load_v(nth)
-        self.arrive(everyone=True)
+        self.wait_for_oldest(everyone=True)
 
     @cute.jit
-    def arrive(self, everyone: cutlass.Constexpr[bool] = False):
+    def wait_for_oldest(self, everyone: cutlass.Constexpr[bool] = False):
         """Wait until the oldest load is visible to the team, or to all threads.
 
-        Afterwards the team no longer reads the previous contents of the stage.
+        Afterwards the stage that was read before the call may be overwritten: the team no longer reads the stage.
         """
         cute.arch.cp_async_wait_group(2 * self.stages - 2)
-        if cutlass.const_expr(everyone or self.mover.threads > WARP):
+        if cutlass.const_expr(everyone or self.copier.threads > WARP):
             cute.arch.sync_threads()
         else:
             cute.arch.sync_warp()
@@ -111,7 +111,7 @@ class KvStages:
 
 @dataclass(frozen=True)
 class TeamPartials:
-    """Results of every team in shared memory, reduced by `combine.Share`.
+    """Results of every team in shared memory, reduced by `split_kv.PartialResult`.
 
     The fp32 outputs of the rows are `pitch` floats apart. Maxima and sums follow.
     """
@@ -149,14 +149,14 @@ class DecodeGmem:
     lse: cute.Tensor  # (B, Hq, Sq) fp32
 
 
-class DecodeSm80(DecodeCall):
+class DecodeSm80(KernelCall, kind="decode"):
     """Builder of the sm_80 decode kernel of a spec. All sizes below are compile-time constants.
 
     Computes O = softmax(scale * Q K^T) V and the LSE for few query rows.
 
     Inputs: q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv). With a paged KV cache, k and v are (pages, Hkv,
     rows of a page, D or Dv). Outputs: o (B, Hq, Sq, Dv), lse (B, Hq, Sq) in fp32. Workspace: fp32 partial results of
-    the splits (`combine.Partials`), if there are several splits.
+    the splits (`split_kv.WorkspacePartials`), if there are several splits.
 
     Warp roles: four warps, each of which loads and multiplies. Up to 16 rows every warp is a team. With 64 rows the
     four warps are a single team, and each owns 16 of the rows.
@@ -168,23 +168,28 @@ class DecodeSm80(DecodeCall):
     """
 
     def __init__(self, spec: AmpereSpec):
-        self.spec, self.seams = spec, KernelFeatures.of(spec)
-        self.element = self.seams.element
+        self.spec, self.features = spec, KernelFeatures.from_spec(spec)
+        self.element = self.features.element
         self.tile_m, self.tile_n, self.d, self.dv, self.stages = spec.tile_m, spec.tile_n, spec.d, spec.dv, spec.stages
         self.team_warps = spec.tile_m // SLAB
         self.keys = spec.tile_n // spec.teams  # keys of a team in every block
 
     @cute.jit
-    def launch(self, call: DecodeArgs, stream: cuda.CUstream):
+    def launch(self, call: KernelArgs, stream: cuda.CUstream):
         """Launch the decode kernel and, with several splits, the `SplitKvCombine` kernel."""
         B, Hq, Sq, Dv = call.o.shape
         Hkv = call.k.shape[1]
-        pieces = self.seams.pieces(call)
-        m_tiles = pieces.most_blocks_of_rows(Hq // Hkv * Sq, self.tile_m)
+        addressing = self.features.tile_addressing(call)
+        m_tiles = addressing.max_blocks_of_rows(Hq // Hkv * Sq, self.tile_m)
         partials = WorkspacePartials(call.partials.iterator, B * Hq * Sq, call.splits, Dv)
         tensors = DecodeGmem(call.q, call.k, call.v, call.o, call.lse)
-        seams = (pieces, self.seams.walk(call), self.seams.chain(call), self.stored(call))
-        self.kernel(tensors, partials.start, call.scale, call.splits, *seams).launch(
+        feature_args = (
+            addressing,
+            self.features.block_iterator(call),
+            self.features.score_pipeline(call),
+            self.kv_loader(call),
+        )
+        self.kernel(tensors, partials.start, call.scale, call.splits, *feature_args).launch(
             grid=(m_tiles * call.splits * Hkv * B, 1, 1),
             block=(self.spec.threads, 1, 1),
             stream=stream,
@@ -194,15 +199,21 @@ class DecodeSm80(DecodeCall):
             use_pdl=starts_early(),
         )
         if call.splits > 1:
-            chain = self.seams.chain(call)
+            score_pipeline = self.features.score_pipeline(call)
             SplitKvCombine(self.element)(
-                call.o, call.lse, partials, chain.unit(call.scale), chain, stream, call.split_size
+                call.o,
+                call.lse,
+                partials,
+                score_pipeline.natural_scale(call.scale),
+                score_pipeline,
+                stream,
+                call.split_size,
             )
 
-    def stored(self, call: DecodeArgs) -> KvLoader:
+    def kv_loader(self, call: KernelArgs) -> KvLoader:
         """Return the loader of K and V of the spec's features."""
-        found = self.seams.stored(call)
-        return KvLoader() if found is None else found
+        kv_loader = self.features.kv_loader(call)
+        return KvLoader() if kv_loader is None else kv_loader
 
     @cute.kernel
     def kernel(
@@ -211,10 +222,10 @@ class DecodeSm80(DecodeCall):
         partials: cute.Pointer,
         scale: Float32,
         splits: Int32,
-        pieces: TileAddressing,
-        walk: BlockIterator,
-        chain: ScorePipeline,
-        stored: KvLoader,
+        addressing: TileAddressing,
+        block_iterator: BlockIterator,
+        score_pipeline: ScorePipeline,
+        kv_loader: KvLoader,
     ):
         """Process a tile of packed rows against the keys of a split."""
         smem = cutlass.memory.SmemAllocator()
@@ -222,133 +233,141 @@ class DecodeSm80(DecodeCall):
         warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
         team, slab = warp // self.team_warps, warp % self.team_warps
         sizes = SeqlenInfo(tensors.q.shape[2], tensors.k.shape[2])
-        part = DecodeTile.of_cta(pieces, sizes, tensors.q.shape[1], tensors.k.shape[1], self.tile_m, splits)
+        decode_tile = DecodeTile.of_cta(addressing, sizes, tensors.q.shape[1], tensors.k.shape[1], self.tile_m, splits)
         q = sm80.SmemTile(start, self.tile_m, self.d)
-        bound = walk.at(part.sizes, self.tile_m, self.tile_n).shared(smem)
-        first_head, _ = part.place(Int32(0))
-        scales = chain.scales(SoftmaxScale(scale * fragments.LOG2_E, scale))
-        out, softmax = sm80.accumulator(self.dv), OnlineSoftmax.create(scales.log2, chain)
+        bound_iterator = block_iterator.bind(decode_tile.sizes, self.tile_m, self.tile_n).allocate_smem(smem)
+        first_head, _ = decode_tile.unpack_row(Int32(0))
+        scales = score_pipeline.scales(SoftmaxScale(scale * fragments.LOG2_E, scale))
+        out, softmax = sm80.accumulator(self.dv), OnlineSoftmax.create(scales.log2, score_pipeline)
         column = team * self.keys + lane % 4 * 2
-        here = chain.hold(self.keys).at(  # the row of this place is the first packed row of the tile
-            ScoreCoord(part.sizes, self.tile_n, part.first_row, column, part.tile.sequence, first_head)
+        tile_stages = score_pipeline.allocate_registers(
+            self.keys
+        ).set_tile(  # the coordinate has the first packed row of the tile
+            ScoreCoord(
+                decode_tile.sizes, self.tile_n, decode_tile.first_row, column, decode_tile.tile.sequence, first_head
+            )
         )
 
         follow()
-        bound.find(part)
-        ring = self.my_ring(tensors.k, tensors.v, part, bound, stored, start + q.bytes, team)
-        self.load_queries(tensors.q, q, part)
-        ring.start()
-        stored.turn(q, part, tensors.q.shape[3], self.element, self.spec.threads // WARP)
+        bound_iterator.scan(decode_tile)
+        kv_stages = self.make_kv_stages(
+            tensors.k, tensors.v, decode_tile, bound_iterator, kv_loader, start + q.bytes, team
+        )
+        self.load_queries(tensors.q, q, decode_tile)
+        kv_stages.load_first_stages()
+        kv_loader.transform_queries(q, decode_tile, tensors.q.shape[3], self.element, self.spec.threads // WARP)
         left_q = sm80.LdmatrixView.create(q, self.element.dtype, "A", first_row=slab * SLAB)
-        self.attend(ring, left_q, out, softmax, here, bound, stored)
-        weights = softmax.part(fragments.rows_and_columns(out))
+        self.attend(kv_stages, left_q, out, softmax, tile_stages, bound_iterator, kv_loader)
+        weights = softmax.finish_split(fragments.rows_and_columns(out))
 
         cute.arch.sync_threads()  # no warp reads shared memory any more where the results go
         floats = cute.make_ptr(Float32, start, cute.AddressSpace.smem, assumed_align=16)
-        teams = TeamPartials(floats, self.tile_m, self.dv + RESULT_PAD, Int32(self.spec.teams))
-        leave(fragments.rows_and_columns(out), weights, teams, team, slab * SLAB + lane // 4, stored)
+        teams = TeamPartials(floats, self.tile_m, self.dv + RESULT_ROW_PADDING, Int32(self.spec.teams))
+        store_team_results(fragments.rows_and_columns(out), weights, teams, team, slab * SLAB + lane // 4, kv_loader)
         cute.arch.sync_threads()
-        self.add_up(teams, part, tensors.o, tensors.lse, partials, scales.natural, chain)
+        self.reduce_teams(teams, decode_tile, tensors.o, tensors.lse, partials, scales.natural, score_pipeline)
 
-    def my_ring(
-        self, mK: cute.Tensor, mV: cute.Tensor, part: DecodeTile, walk: BoundBlocks, stored: KvLoader, start: Int32,
-        team: Int32
+    def make_kv_stages(
+        self, mK: cute.Tensor, mV: cute.Tensor, decode_tile: DecodeTile, bound_iterator: BoundBlocks,
+        kv_loader: KvLoader, start: Int32, team: Int32
     ) -> KvStages:  # fmt: skip
         """Return the K and V pipeline of this warp's team."""
-        keys = part.keys(walk)
-        away = team * (self.spec.kv_bytes() // self.spec.teams)
-        k = sm80.SmemTile(start + away, self.keys, stored.columns(self.d))
-        v = sm80.SmemTile(start + (away + self.stages * k.bytes), self.keys, stored.columns(self.dv))
-        beside = stored.beside(part, v.start + self.stages * v.bytes, self.keys, self.stages)
-        mover = sm80.SmemCopier(self.team_warps * WARP, self.element, elementwise=False)
-        # (Sk, D) and (Sk, Dv), or the form of K and V that `stored` loads from.
-        gK, gV = stored.of_head(part, mK), stored.of_head(part, mV)
-        return KvStages(mover, gK, gV, k, v, self.stages, keys, team * self.keys, stored, beside, self.tile_n)
+        keys = decode_tile.keys(bound_iterator)
+        team_offset = team * (self.spec.kv_bytes() // self.spec.teams)
+        k = sm80.SmemTile(start + team_offset, self.keys, kv_loader.columns(self.d))
+        v = sm80.SmemTile(start + (team_offset + self.stages * k.bytes), self.keys, kv_loader.columns(self.dv))
+        scale_loader = kv_loader.scale_loader(decode_tile, v.start + self.stages * v.bytes, self.keys, self.stages)
+        copier = sm80.SmemCopier(self.team_warps * WARP, self.element, elementwise=False)
+        # (Sk, D) and (Sk, Dv), or the form of K and V that `kv_loader` loads from.
+        gK, gV = kv_loader.of_head(decode_tile, mK), kv_loader.of_head(decode_tile, mV)
+        return KvStages(copier, gK, gV, k, v, self.stages, keys, team * self.keys, kv_loader, scale_loader, self.tile_n)
 
     @cute.jit
-    def load_queries(self, mQ: cute.Tensor, q: sm80.SmemTile, part: DecodeTile):
+    def load_queries(self, mQ: cute.Tensor, q: sm80.SmemTile, decode_tile: DecodeTile):
         """Start the load of the tile's rows, executed by all threads.
 
         The rows may belong to several heads. Rows beyond the last become zeros.
         """
-        mover = sm80.SmemCopier(self.spec.threads, self.element, elementwise=False)
-        row, unit, step = mover.place(q, cute.arch.thread_idx()[0])
+        copier = sm80.SmemCopier(self.spec.threads, self.element, elementwise=False)
+        row, unit, step = copier.partition(q, cute.arch.thread_idx()[0])
         for r in cutlass.range_constexpr(0, q.rows, step):
-            number = part.first_row + row + r
-            head, query = part.place(cutlass.min(number, part.last_row))
-            source = mQ[part.batch, head, query, None].iterator.toint() + unit * sm80.VECTOR_BYTES
-            place = q.unit(row, unit) + r * q.row_bytes
-            sm80.copy_row(source, place, q, mQ.shape[3] - unit * sm80.VECTOR, number < part.rows)
+            packed_row = decode_tile.first_row + row + r
+            head, query = decode_tile.unpack_row(cutlass.min(packed_row, decode_tile.last_row))
+            source = mQ[decode_tile.batch, head, query, None].iterator.toint() + unit * sm80.VECTOR_BYTES
+            target = q.unit(row, unit) + r * q.row_bytes
+            sm80.copy_row(source, target, q, mQ.shape[3] - unit * sm80.VECTOR, packed_row < decode_tile.rows)
 
     @cute.jit
     def attend(
-        self, ring: KvStages, left_q: sm80.LdmatrixView, out: cute.Tensor, softmax: OnlineSoftmax, here: ScorePipeline,
-        walk: BoundBlocks, stored: KvLoader,
+        self, kv_stages: KvStages, left_q: sm80.LdmatrixView, out: cute.Tensor, softmax: OnlineSoftmax,
+        tile_stages: ScorePipeline, bound_iterator: BoundBlocks, kv_loader: KvLoader,
     ):  # fmt: skip
         """Run the mainloop: a warp's 16 rows against the team's keys of this split's blocks."""
-        product = stored.product(self.element)
-        right_k = sm80.LdmatrixView.create(ring.k, self.element.dtype, "B")
-        right_v = sm80.LdmatrixView.create(ring.v, self.element.dtype, "B", transposed=True)
+        product = kv_loader.product(self.element)
+        right_k = sm80.LdmatrixView.create(kv_stages.k, self.element.dtype, "B")
+        right_v = sm80.LdmatrixView.create(kv_stages.v, self.element.dtype, "B", transposed=True)
         acc_S = sm80.accumulator(self.keys)  # 16 x keys of a team
         S, output = fragments.rows_and_columns(acc_S), fragments.rows_and_columns(out)
-        P = stored.left_operand(acc_S, self.element)
-        for nth in cutlass.range(ring.blocks, unroll=1):
-            j = ring.keys.begin + nth
-            ring.load_v(nth + self.stages - 1)
-            if walk.masks(ring.keys, j):
-                here.begin(ring.keys.nth(j), masked=True)
-            product.scores((acc_S,), left_q, right_k.over(ring.stage_index(ring.k, nth), transposed=False))
-            ring.beside.scale(S, nth % self.stages)
-            ring.arrive()
-            ring.load_k(nth + self.stages)
-            if cutlass.const_expr(here.applies_to_full_blocks):
-                if walk.masks(ring.keys, j):
-                    here.apply(S, ring.keys.nth(j), masked=True)
+        P = kv_loader.left_operand(acc_S, self.element)
+        for nth in cutlass.range(kv_stages.blocks, unroll=1):
+            j = kv_stages.keys.begin + nth
+            kv_stages.load_v(nth + self.stages - 1)
+            if bound_iterator.masks(kv_stages.keys, j):
+                tile_stages.begin(kv_stages.keys.nth(j), masked=True)
+            product.scores(
+                (acc_S,), left_q, right_k.retarget(kv_stages.stage_index(kv_stages.k, nth), transposed=False)
+            )
+            kv_stages.scale_loader.scale(S, nth % self.stages)
+            kv_stages.wait_for_oldest()
+            kv_stages.load_k(nth + self.stages)
+            if cutlass.const_expr(tile_stages.applies_to_full_blocks):
+                if bound_iterator.masks(kv_stages.keys, j):
+                    tile_stages.apply(S, kv_stages.keys.nth(j), masked=True)
                 else:
-                    here.apply(S, ring.keys.nth(j), masked=False)
-            elif walk.masks(ring.keys, j):
-                here.apply(S, ring.keys.nth(j), masked=True)
-            if cute.arch.vote_any_sync(softmax.grows(S)):
-                softmax.raise_to(output)
-            softmax.weigh(S)
-            P.take(acc_S, ring.beside.weights(nth % self.stages, cute.size(S, mode=[1])))
-            values = right_v.over(ring.stage_index(ring.v, nth), transposed=True)
+                    tile_stages.apply(S, kv_stages.keys.nth(j), masked=False)
+            elif bound_iterator.masks(kv_stages.keys, j):
+                tile_stages.apply(S, kv_stages.keys.nth(j), masked=True)
+            if cute.arch.vote_any_sync(softmax.needs_rescale(S)):
+                softmax.rescale_to_new_max(output)
+            softmax.exponentiate(S)
+            P.convert(acc_S, kv_stages.scale_loader.weights(nth % self.stages, cute.size(S, mode=[1])))
+            values = right_v.retarget(kv_stages.stage_index(kv_stages.v, nth), transposed=True)
             for key in cutlass.range_constexpr(0, self.keys, SLAB):
                 product.accumulate((out,), (P.fragment[None, 0, key // SLAB],), values, key)
-            ring.arrive()
+            kv_stages.wait_for_oldest()
 
     @cute.jit
-    def add_up(
-        self, teams: TeamPartials, part: DecodeTile, mO: cute.Tensor, mLSE: cute.Tensor, partials: cute.Pointer,
+    def reduce_teams(
+        self, teams: TeamPartials, decode_tile: DecodeTile, mO: cute.Tensor, mLSE: cute.Tensor, partials: cute.Pointer,
         scale: Float32,
-        chain: ScorePipeline,
+        score_pipeline: ScorePipeline,
     ):  # fmt: skip
         """Reduce the teams' results, executed by all threads.
 
         The rows go to O and LSE if keys are not split, and to the partial results otherwise.
         """
         B, Hq, Sq, Dv = mO.shape
-        parts, quads = WorkspacePartials(partials, B * Hq * Sq, part.splits, Dv), Dv // QUAD
-        total = cutlass.min(part.rows - part.first_row, self.tile_m) * quads
-        for unit in cutlass.range(cute.arch.thread_idx()[0], total, self.spec.threads, unroll=1):
+        split_partials, quads = WorkspacePartials(partials, B * Hq * Sq, decode_tile.splits, Dv), Dv // QUAD
+        num_units = cutlass.min(decode_tile.rows - decode_tile.first_row, self.tile_m) * quads
+        for unit in cutlass.range(cute.arch.thread_idx()[0], num_units, self.spec.threads, unroll=1):
             row, column = unit // quads, unit % quads * QUAD
-            share = PartialResult.create(scale)
-            share.add(teams, row, 0, 1, column)
-            head, query = part.place(part.first_row + row)
-            if part.splits == 1:
-                lse = share.close_of(chain, head)
-                share.write(mO[part.batch, head, query, None].iterator + column, self.element)
+            result = PartialResult.create(scale)
+            result.add(teams, row, 0, 1, column)
+            head, query = decode_tile.unpack_row(decode_tile.first_row + row)
+            if decode_tile.splits == 1:
+                lse = result.finalize_row(score_pipeline, head)
+                result.write(mO[decode_tile.batch, head, query, None].iterator + column, self.element)
                 if column == 0:
-                    mLSE[part.batch, head, query] = lse
+                    mLSE[decode_tile.batch, head, query] = lse
             else:
-                index = (part.batch * Hq + head) * Sq + query
-                share.leave(parts, index, part.split, column)
+                index = (decode_tile.batch * Hq + head) * Sq + query
+                result.store_partial(split_partials, index, decode_tile.split, column)
 
 
 @cute.jit
-def leave(
+def store_team_results(
     output: cute.Tensor, weights: tuple[cute.Tensor, cute.Tensor], teams: TeamPartials, team: Int32, row: Int32,
-    stored: KvLoader
+    kv_loader: KvLoader
 ):  # fmt: skip
     """Write a thread's two rows, with their maxima and sums, to the results of its team.
 
@@ -358,17 +377,17 @@ def leave(
     lane = cute.arch.lane_idx()
     for r in cutlass.range_constexpr(2):
         start = teams.output(row + 8 * r, team)
-        for column, values in stored.pieces(output, r):
-            piece = cute.make_rmem_tensor((len(values),), Float32)
+        for column, values in kv_loader.output_columns(output, r):
+            registers = cute.make_rmem_tensor((len(values),), Float32)
             for i, value in enumerate(values):
-                piece[i] = value
-            cute.autovec_copy(piece, shared_floats(start + column, len(values)))
+                registers[i] = value
+            cute.autovec_copy(registers, shared_floats(start + column, len(values)))
         if lane % 4 == 0:
             for i, of_row in enumerate(weights):
                 cute.arch.store(teams.weight(row + 8 * r, team) + i, of_row[r])
 
 
-def shared_floats(place: cute.Pointer, size: int) -> cute.Tensor:
+def shared_floats(address: cute.Pointer, size: int) -> cute.Tensor:
     """Return a tensor of `size` floats in shared memory, aligned for a single access."""
-    aligned = cute.make_ptr(Float32, place.toint(), cute.AddressSpace.smem, assumed_align=size * 4)
+    aligned = cute.make_ptr(Float32, address.toint(), cute.AddressSpace.smem, assumed_align=size * 4)
     return cute.make_tensor(aligned, cute.make_layout(size))

@@ -16,8 +16,7 @@ import cutlass.memory
 from cutlass import Float32, Int32, Int64
 
 from ...registry.kernel_spec import SLAB, AmpereSpec
-from ..call_args.forward import ForwardArgs, ForwardCall
-from ..call_args.operands import SoftmaxScale
+from ..call_args.kernel_call import KernelArgs, KernelCall, SoftmaxScale
 from ..features.base import KernelFeatures
 from ..mainloop.softmax import OnlineSoftmax, write_lse
 from ..primitives import fragments, sm80
@@ -33,23 +32,23 @@ from ..tiling.tile import Tile, TileAddressing
 class KvStages:
     """Loads of K and V of a head, block by block."""
 
-    mover: sm80.SmemCopier
+    copier: sm80.SmemCopier
     gK: cute.Tensor  # (Sk, D)
     gV: cute.Tensor  # (Sk, Dv)
     k: sm80.SmemTile  # (tile_n, D) in shared memory
     v: sm80.SmemTile  # (tile_n, Dv) in shared memory
     stages: ScorePipeline  # score stages, with the data that they load
 
-    def load_k(self, block: Int32, whole: bool) -> None:
+    def load_k(self, block: Int32, all_rows_exist: bool) -> None:
         """Start the load of a block of K."""
-        self.mover.load(self.gK, block * self.k.rows, self.k, whole)
+        self.copier.load(self.gK, block * self.k.rows, self.k, all_rows_exist)
 
-    def load_v(self, block: Int32, count: Int32, whole: bool) -> None:
+    def load_v(self, block: Int32, count: Int32, all_rows_exist: bool) -> None:
         """Start the load of a block of V and of the data of the score stages.
 
         Both loads have landed behind the scores, and are read before those of the next block.
         """
-        self.mover.load(self.gV, block * self.v.rows, self.v, whole)
+        self.copier.load(self.gV, block * self.v.rows, self.v, all_rows_exist)
         self.stages.load(block, count)
 
 
@@ -61,16 +60,23 @@ class WarpRows:
     out: cute.Tensor  # 16 x Dv output
     P: fragments.OperandA  # P in 16 bits
     softmax: OnlineSoftmax
-    chain: ScorePipeline
+    score_pipeline: ScorePipeline
     row: Int32  # first row of the thread
 
     @classmethod
     def create(
-        cls, element: Element, tile_n: int, dv: int, scale_log2: Float32, chain: ScorePipeline, row: Int32
+        cls, element: Element, tile_n: int, dv: int, scale_log2: Float32, score_pipeline: ScorePipeline, row: Int32
     ) -> WarpRows:
         """Create cleared accumulators and the softmax state of a slab."""
         S, out = sm80.accumulator(tile_n), sm80.accumulator(dv)
-        return cls(S, out, fragments.OperandA.create(S, element), OnlineSoftmax.create(scale_log2, chain), chain, row)
+        return cls(
+            S,
+            out,
+            fragments.OperandA.create(S, element),
+            OnlineSoftmax.create(scale_log2, score_pipeline),
+            score_pipeline,
+            row,
+        )
 
     @property
     def scores(self) -> cute.Tensor:
@@ -83,7 +89,7 @@ class WarpRows:
         return fragments.rows_and_columns(self.out)
 
 
-class ForwardSm80(ForwardCall):
+class ForwardSm80(KernelCall, kind="fwd"):
     """Builder of the sm_80 forward kernel of a spec. All sizes below are compile-time constants.
 
     Computes O = softmax(scale * Q K^T) V and the LSE (natural logarithm).
@@ -101,28 +107,28 @@ class ForwardSm80(ForwardCall):
     """
 
     def __init__(self, spec: AmpereSpec):
-        self.spec, self.elementwise, self.seams = spec, spec.elementwise, KernelFeatures.of(spec)
-        self.element = self.seams.element
+        self.spec, self.elementwise, self.features = spec, spec.elementwise, KernelFeatures.from_spec(spec)
+        self.element = self.features.element
         self.tile_m, self.tile_n, self.d, self.dv = spec.tile_m, spec.tile_n, spec.d, spec.dv
-        self.form = SlabScoreLayout(
-            self.element, spec.threads, self.tile_m, self.tile_n, self.elementwise, spec.has_room
+        self.score_layout = SlabScoreLayout(
+            self.element, spec.threads, self.tile_m, self.tile_n, self.elementwise, spec.has_stage_smem
         )
 
     @cute.jit
-    def launch(self, call: ForwardArgs, stream: cuda.CUstream):
+    def launch(self, call: KernelArgs, stream: cuda.CUstream):
         """Launch the preprocessing kernels of the features, then the forward kernel with a CTA per tile.
 
         The tile counter and the number of CTAs in the call are for the Hopper kernels and are not used.
         """
         B, Hq, Sq = call.lse.shape
-        pieces = self.seams.pieces(call)
-        num_m_blocks = pieces.most_blocks_of_rows(Sq, self.tile_m)
+        addressing = self.features.tile_addressing(call)
+        num_m_blocks = addressing.max_blocks_of_rows(Sq, self.tile_m)
         kv_head_bytes = Int64(call.k.shape[2]) * ((self.d + self.dv) * self.element.bytes)
         section = TileScheduler.heads_per_l2_group(kv_head_bytes, num_m_blocks, Hq // call.k.shape[1], B * Hq)
         tensors = (call.q, call.k, call.v, call.o, call.lse)
-        seams = (pieces, self.seams.walk(call), self.seams.chain(call))
-        self.seams.launch_preprocess(call, stream)
-        self.kernel(*tensors, call.scales, section, *seams).launch(
+        feature_args = (addressing, self.features.block_iterator(call), self.features.score_pipeline(call))
+        self.features.launch_preprocess(call, stream)
+        self.kernel(*tensors, call.scales, section, *feature_args).launch(
             grid=(num_m_blocks * B * Hq, 1, 1), block=(self.spec.threads, 1, 1), stream=stream
         )
 
@@ -136,19 +142,17 @@ class ForwardSm80(ForwardCall):
         mLSE: cute.Tensor,
         scales: SoftmaxScale,
         section: Int32,
-        pieces: TileAddressing,
-        walk: BlockIterator,
-        chain: ScorePipeline,
+        addressing: TileAddressing,
+        block_iterator: BlockIterator,
+        score_pipeline: ScorePipeline,
     ):
         """Compute a tile: load Q, run the mainloop, and store O and LSE."""
         B, Hq, Sq = mLSE.shape
-        num_m_blocks, longest_first = (
-            pieces.blocks_of_rows(Sq, self.tile_m),
-            walk.tile_lengths_vary or pieces.tile_lengths_vary,
-        )
+        num_m_blocks = addressing.blocks_of_rows(Sq, self.tile_m)
+        longest_first = block_iterator.tile_lengths_vary or addressing.tile_lengths_vary
         order = TileScheduler(longest_first, num_m_blocks, Hq, B * Hq, section)
-        launch = pieces.of_rows(order, SeqlenInfo(Sq, mK.shape[2]), mK.shape[1])
-        tile = launch.only_tile(cute.arch.block_idx()[0])
+        tile_grid = addressing.of_rows(order, SeqlenInfo(Sq, mK.shape[2]), mK.shape[1])
+        tile = tile_grid.only_tile(cute.arch.block_idx()[0])
         first_row = tile.block * self.tile_m
 
         smem = cutlass.memory.SmemAllocator()
@@ -156,78 +160,82 @@ class ForwardSm80(ForwardCall):
         q, o = sm80.SmemTile(start, self.tile_m, self.d), sm80.SmemTile(start, self.tile_m, self.dv)
         k = sm80.SmemTile(start + max(q.bytes, o.bytes), self.tile_n, self.d)
         v = sm80.SmemTile(k.start + k.bytes, self.tile_n, self.dv)
-        mover = sm80.SmemCopier(self.spec.threads, self.element, self.elementwise)
-        chain = chain.shared(smem, self.form)
-        keys = KvStages(mover, tile.keys(mK), tile.keys(mV), k, v, chain.begin_tile_load(tile, tile.head))
+        copier = sm80.SmemCopier(self.spec.threads, self.element, self.elementwise)
+        score_pipeline = score_pipeline.allocate_smem(smem, self.score_layout)
+        kv_stages = KvStages(
+            copier, tile.keys(mK), tile.keys(mV), k, v, score_pipeline.begin_tile_load(tile, tile.head)
+        )
 
         slab = cute.arch.make_warp_uniform(cute.arch.warp_idx()) * self.spec.slabs  # the warp's first slab
-        lane, scales = cute.arch.lane_idx(), chain.scales(scales)
+        lane, scales = cute.arch.lane_idx(), score_pipeline.scales(scales)
         slabs = []
         for i in cutlass.range_constexpr(self.spec.slabs):
             row = first_row + (slab + i) * SLAB + lane // 4
-            here = chain.hold(self.tile_n)
-            here = here.at(
+            tile_stages = score_pipeline.allocate_registers(self.tile_n)
+            tile_stages = tile_stages.set_tile(
                 ScoreCoord(tile.sizes, self.tile_n, row, lane % 4 * 2, tile.sequence, tile.head, by_row=True)
             )
-            slabs.append(WarpRows.create(self.element, self.tile_n, self.dv, scales.log2, here, row))
+            slabs.append(WarpRows.create(self.element, self.tile_n, self.dv, scales.log2, tile_stages, row))
         left_q = sm80.LdmatrixView.create(q, self.element.dtype, "A", first_row=slab * SLAB)
 
-        mover.load(tile.rows(mQ), first_row, q)
-        self.attend(walk.at(tile.sizes, self.tile_m, self.tile_n), tile, keys, first_row, left_q, slabs)
+        copier.load(tile.rows(mQ), first_row, q)
+        self.attend(
+            block_iterator.bind(tile.sizes, self.tile_m, self.tile_n), tile, kv_stages, first_row, left_q, slabs
+        )
 
         for i in cutlass.range_constexpr(self.spec.slabs):
-            lse = slabs[i].softmax.finish(slabs[i].output, scales.natural, slabs[i].chain)
+            lse = slabs[i].softmax.finish(slabs[i].output, scales.natural, slabs[i].score_pipeline)
             write_lse(mLSE, lse, tile, slabs[i].row)
             row = first_row + (slab + i) * SLAB
-            mover.store(slabs[i].out, tile.rows(mO), row, o, slab + i)
+            copier.store(slabs[i].out, tile.rows(mO), row, o, slab + i)
 
     @cute.jit
     def attend(
-        self, walk: BoundBlocks, tile: Tile, keys: KvStages, first_row: Int32, left_q: sm80.LdmatrixView,
+        self, bound_iterator: BoundBlocks, tile: Tile, kv_stages: KvStages, first_row: Int32, left_q: sm80.LdmatrixView,
         slabs: list[WarpRows]
     ):  # fmt: skip
         """Run the mainloop over all KV blocks visible to a row of the tile: the partial blocks first."""
         product = sm80.MmaProduct.create(self.element.dtype)
-        right_k = sm80.LdmatrixView.create(keys.k, self.element.dtype, "B")
-        right_v = sm80.LdmatrixView.create(keys.v, self.element.dtype, "B", transposed=True)
-        run = walk.keys_of_rows(tile, first_row)
-        masked = run.num_masked
-        keys.load_k(run.nth(0), whole=False)
-        sm80.arrive()
-        for j in cutlass.range(run.count, unroll=1):
-            block = run.nth(j)
-            keys.load_v(block, j, whole=False)
+        right_k = sm80.LdmatrixView.create(kv_stages.k, self.element.dtype, "B")
+        right_v = sm80.LdmatrixView.create(kv_stages.v, self.element.dtype, "B", transposed=True)
+        kv_range = bound_iterator.keys_of_rows(tile, first_row)
+        num_masked = kv_range.num_masked
+        kv_stages.load_k(kv_range.nth(0), all_rows_exist=False)
+        sm80.wait_for_copies()
+        for j in cutlass.range(kv_range.count, unroll=1):
+            block = kv_range.nth(j)
+            kv_stages.load_v(block, j, all_rows_exist=False)
             product.scores(tuple(slab.S for slab in slabs), left_q, right_k)
-            sm80.arrive()
-            if run.more(j):
-                keys.load_k(run.after(j), whole=run.tail_first)
-            if j < masked:
-                ask(slabs, block, j, masked=True)
+            sm80.wait_for_copies()
+            if kv_range.has_next(j):
+                kv_stages.load_k(kv_range.after(j), all_rows_exist=kv_range.tail_first)
+            if j < num_masked:
+                apply_score_stages(slabs, block, j, masked=True)
             else:
-                ask(slabs, block, j, masked=False)
+                apply_score_stages(slabs, block, j, masked=False)
             grown = cutlass.Boolean(False)
             for i in cutlass.range_constexpr(len(slabs)):
-                grown = grown | slabs[i].softmax.grows(slabs[i].scores)
+                grown = grown | slabs[i].softmax.needs_rescale(slabs[i].scores)
             if cute.arch.vote_any_sync(grown):
                 for i in cutlass.range_constexpr(len(slabs)):
-                    slabs[i].softmax.raise_to(slabs[i].output)
+                    slabs[i].softmax.rescale_to_new_max(slabs[i].output)
             for i in cutlass.range_constexpr(len(slabs)):
-                slabs[i].softmax.weigh(slabs[i].scores)
-                slabs[i].P.take(slabs[i].S, slabs[i].chain.kept(masked=True))
+                slabs[i].softmax.exponentiate(slabs[i].scores)
+                slabs[i].P.convert(slabs[i].S, slabs[i].score_pipeline.p_transform(masked=True))
             for key in cutlass.range_constexpr(0, self.tile_n, SLAB):
                 lefts = tuple(slab.P.fragment[None, 0, key // SLAB] for slab in slabs)
                 product.accumulate(tuple(slab.out for slab in slabs), lefts, right_v, key)
-            sm80.arrive()
+            sm80.wait_for_copies()
 
 
-def ask(slabs: list[WarpRows], block: Int32, count: Int32, masked: bool) -> None:
+def apply_score_stages(slabs: list[WarpRows], block: Int32, count: Int32, masked: bool) -> None:
     """Apply the score stages to a block's scores.
 
     Score stages have no registers across blocks in these kernels. Therefore `begin` and `prepare_stage` are called
     directly before `apply`.
     """
     for slab in slabs:
-        slab.chain.begin(block, masked)
-        slab.chain.prepare_stage(block, masked)
+        slab.score_pipeline.begin(block, masked)
+        slab.score_pipeline.prepare_stage(block, masked)
     for slab in slabs:
-        slab.chain.apply(slab.scores, block, masked, count)
+        slab.score_pipeline.apply(slab.scores, block, masked, count)

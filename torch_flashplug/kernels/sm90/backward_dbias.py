@@ -31,12 +31,11 @@ from ..backward.pre_post_process import (
     RowStats,
     RowStatsInputs,
     by_query,
-    differentiate,
     exponentiate,
     rows_of_thread,
+    softmax_backward,
 )
-from ..call_args.dbias import BiasGradientArgs, BiasGradientCall
-from ..call_args.operands import SoftmaxScale
+from ..call_args.kernel_call import KernelArgs, KernelCall, SoftmaxScale
 from ..features.base import KernelFeatures
 from ..primitives import fragments, sm90
 from ..score_stages.pipeline import ScoreCoord, ScoreLayout, ScorePipeline
@@ -74,8 +73,8 @@ class DbiasWork:
     """Pipelines, tiles and blocks of scores shared by the producer warp and the consumer warpgroups."""
 
     pairs: sm90.Pipeline
-    queue: sm90.DynamicTileScheduler
-    summed: DbiasReduce
+    tile_scheduler: sm90.DynamicTileScheduler
+    reduction: DbiasReduce
     sizes: SeqlenInfo
     group: Int32  # query heads of a KV head
 
@@ -96,13 +95,13 @@ class DbiasConsumerState:
     dP: cute.Tensor  # dP = dO V^T
     sum: cute.Tensor  # sum of dS over the blocks of the tile
 
-    def multiply(self, acc: cute.Tensor, slot: Int32) -> None:
+    def multiply(self, acc: cute.Tensor, stage: Int32) -> None:
         """Issue the product of a pair as a committed group of wgmmas."""
-        rows, keys = self.rows[None, None, None, slot * WARPGROUPS + self.wg], self.keys[None, None, None, slot]
+        rows, keys = self.rows[None, None, None, stage * WARPGROUPS + self.wg], self.keys[None, None, None, stage]
         self.product.issue(acc, rows, keys, accumulate=False)
 
 
-class BiasGradientSm90(BiasGradientCall):
+class BiasGradientSm90(KernelCall, kind="dbias"):
     """Builder of the two bias-gradient kernels of a spec: the row statistics, and the gradient.
 
     Computes dbias = sum of dS over the dimensions in which the bias is broadcast, deterministically.
@@ -123,11 +122,11 @@ class BiasGradientSm90(BiasGradientCall):
     """
 
     def __init__(self, spec: HopperSpec):
-        self.spec, self.seams = spec, KernelFeatures.of(spec)
-        self.element, self.d, self.tile_n, self.stages = self.seams.element, spec.d, spec.tile_n, spec.stages
+        self.spec, self.features = spec, KernelFeatures.from_spec(spec)
+        self.element, self.d, self.tile_n, self.stages = self.features.element, spec.d, spec.tile_n, spec.stages
         self.producer_registers, self.consumer_registers = spec.register_split
-        self.form = ScoreLayout(self.element, WARPGROUPS, self.tile_n)
-        self.prepare = BackwardPreprocess(self.element)
+        self.score_layout = ScoreLayout(self.element, WARPGROUPS, self.tile_n)
+        self.preprocess = BackwardPreprocess(self.element)
 
     @property
     def inputs(self) -> tuple[sm90.TmaLoadConfig, sm90.TmaLoadConfig]:
@@ -138,20 +137,26 @@ class BiasGradientSm90(BiasGradientCall):
         )
 
     @cute.jit
-    def launch(self, call: BiasGradientArgs, stream: cuda.CUstream):
+    def launch(self, call: KernelArgs, stream: cuda.CUstream):
         """Launch the features' preprocessing kernels, then the kernels of the row statistics and of the gradient."""
-        self.seams.launch_preprocess(call, stream)
-        pieces, chain = self.seams.pieces(call), self.seams.chain(call)
-        given = RowStatsInputs(call.o, call.do, call.lse)
-        self.prepare(given, call.rows, None, None, chain.keep_probability, pieces, stream)
+        self.features.launch_preprocess(call, stream)
+        addressing, score_pipeline = self.features.tile_addressing(call), self.features.score_pipeline(call)
+        row_stats_inputs = RowStatsInputs(call.o, call.do, call.lse)
+        self.preprocess(row_stats_inputs, call.rows, None, None, score_pipeline.keep_probability, addressing, stream)
         rows, keys = self.inputs
         q, k, v, do = (
             x.tma(sm90.rows_first(m)) for x, m in ((rows, call.q), (keys, call.k), (keys, call.v), (rows, call.do))
         )
         atoms, tensors = (DbiasOperands(q[i], k[i], v[i], do[i]) for i in (0, 1))
-        tiles = self.summed(call.q, call.k, call.dbias).tiles.total
+        tiles = self.make_reduction(call.q, call.k, call.dbias_any_dtype).tiles.total
         self.kernel(
-            atoms, tensors, call.rows, call.scales, call.counter, call.dbias, chain.tma(self.form)
+            atoms,
+            tensors,
+            call.rows,
+            call.scales,
+            call.counter,
+            call.dbias_any_dtype,
+            score_pipeline.tma(self.score_layout),
         ).launch(
             grid=(cutlass.min(tiles, call.num_ctas), 1, 1),
             block=((WARPGROUPS + 1) * sm90.WARPGROUP, 1, 1),
@@ -159,7 +164,7 @@ class BiasGradientSm90(BiasGradientCall):
             min_blocks_per_mp=1,
         )  # fmt: skip
 
-    def summed(self, mQ: cute.Tensor, mK: cute.Tensor, gradient: cute.Tensor) -> DbiasReduce:
+    def make_reduction(self, mQ: cute.Tensor, mK: cute.Tensor, gradient: cute.Tensor) -> DbiasReduce:
         """Return the blocks of scores that each tile sums.
 
         Args:
@@ -179,25 +184,27 @@ class BiasGradientSm90(BiasGradientCall):
         scales: SoftmaxScale,
         mCounter: cute.Tensor,
         mdBias: cute.Tensor,
-        chain: ScorePipeline,
+        score_pipeline: ScorePipeline,
     ):
         """Assign the warp roles: warp 0 loads, and the consumer warpgroups multiply."""
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = cutlass.memory.SmemAllocator()
         rows, keys = self.inputs
         pairs = sm90.Pipeline.create(smem, self.stages, WARPGROUPS * rows.bytes + keys.bytes)
-        mail, ring_mail = sm90.create_tile_index_pipeline(smem)
+        tile_indices, tile_index_pipeline = sm90.create_tile_index_pipeline(smem)
         columns = smem.allocate_tensor(Float32, cute.make_layout(self.tile_n), 16)
-        chain = chain.shared(smem, self.form)
+        score_pipeline = score_pipeline.allocate_smem(smem, self.score_layout)
         shared = DbiasSmem(rows.buffer(smem), keys.buffer(smem), columns)
         Sq, _, Hq, B = tensors.q.shape
         Sk, _, Hkv, _ = tensors.k.shape
         blocks = DbiasBlock(cute.ceil_div(Sk, self.tile_n), cute.ceil_div(Sq, TILE_M), Hq, B)
-        summed = DbiasReduce.create(blocks, mdBias)
-        queue = sm90.DynamicTileScheduler(mCounter.iterator, mail, ring_mail, summed.tiles.total)
-        work = DbiasWork(pairs, queue, summed, SeqlenInfo(Sq, Sk), Hq // Hkv)
-        counted = ((pairs, WARPS), (ring_mail, WARPS), *chain.rings)
-        sm90.start_cta(warp_idx, (atoms.q, atoms.k, atoms.v, atoms.do, *chain.atoms), counted)
+        reduction = DbiasReduce.create(blocks, mdBias)
+        tile_scheduler = sm90.DynamicTileScheduler(
+            mCounter.iterator, tile_indices, tile_index_pipeline, reduction.tiles.total
+        )
+        work = DbiasWork(pairs, tile_scheduler, reduction, SeqlenInfo(Sq, Sk), Hq // Hkv)
+        pipelines_and_warps = ((pairs, WARPS), (tile_index_pipeline, WARPS), *score_pipeline.pipelines)
+        sm90.start_cta(warp_idx, (atoms.q, atoms.k, atoms.v, atoms.do, *score_pipeline.atoms), pipelines_and_warps)
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp_idx == 0:
@@ -207,31 +214,31 @@ class BiasGradientSm90(BiasGradientCall):
                     sm90.TmaOperand(atoms.v, tensors.v, shared.keys),
                     sm90.TmaOperand(atoms.do, tensors.do, shared.rows),
                     work,
-                    chain,
+                    score_pipeline,
                 )
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
-            self.consume(shared, work, mdBias, mRows, scales, chain)
+            self.consume(shared, work, mdBias, mRows, scales, score_pipeline)
 
     @cute.jit
     def load(
         self, q: sm90.TmaOperand, k: sm90.TmaOperand, v: sm90.TmaOperand, do: sm90.TmaOperand, work: DbiasWork,
-        chain: ScorePipeline
+        score_pipeline: ScorePipeline
     ):  # fmt: skip
         """Run the producer warp: load both pairs of every step, and between them the data of the score stages."""
-        nth, done, number = Int32(0), Int32(0), cute.arch.block_idx()[0]
-        while number < work.queue.total:
-            first = work.summed.tile(number)
-            block, steps = first, work.summed.steps(first)
+        tile_count, step_count, tile_idx = Int32(0), Int32(0), cute.arch.block_idx()[0]
+        while tile_idx < work.tile_scheduler.total:
+            first_block = work.reduction.tile(tile_idx)
+            block, steps = first_block, work.reduction.steps(first_block)
             for _ in cutlass.range(steps, unroll=1):
                 rows = work.rows_of(block)
-                self.load_pair(q, k, rows, block.n, work.pairs, 2 * done)
-                chain.begin_tile_load(rows, block.head).load(block.n, done)
-                self.load_pair(do, v, rows, block.n, work.pairs, 2 * done + 1)
-                block = work.summed.after(block)
-                done += 1
-            number = work.queue.publish(nth, work.queue.fetch_next())
-            nth += 1
+                self.load_pair(q, k, rows, block.n, work.pairs, 2 * step_count)
+                score_pipeline.begin_tile_load(rows, block.head).load(block.n, step_count)
+                self.load_pair(do, v, rows, block.n, work.pairs, 2 * step_count + 1)
+                block = work.reduction.after(block)
+                step_count += 1
+            tile_idx = work.tile_scheduler.publish(tile_count, work.tile_scheduler.fetch_next())
+            tile_count += 1
 
     @cute.jit
     def load_pair(
@@ -242,13 +249,13 @@ class BiasGradientSm90(BiasGradientCall):
         tXsX, tXgX = tile.rows(rows).tiles((ROWS, self.d), (None, 0))
         tYsY, tYgY = tile.keys(keys).tiles((self.tile_n, self.d), (None, 0))
         pairs.producer_acquire(count)
-        slot, arrival = pairs.stage_index(count), pairs.arrival(count)
+        stage, arrival = pairs.stage_index(count), pairs.arrival(count)
         for w in cutlass.range_constexpr(WARPGROUPS):
-            part = tXgX[None, tile.block * WARPGROUPS + w]
-            cute.copy(rows.atom, part, tXsX[None, slot * WARPGROUPS + w], tma_bar_ptr=arrival)
-        cute.copy(keys.atom, tYgY[None, n_block], tYsY[None, slot], tma_bar_ptr=arrival)
+            wg_rows = tXgX[None, tile.block * WARPGROUPS + w]
+            cute.copy(rows.atom, wg_rows, tXsX[None, stage * WARPGROUPS + w], tma_bar_ptr=arrival)
+        cute.copy(keys.atom, tYgY[None, n_block], tYsY[None, stage], tma_bar_ptr=arrival)
 
-    def hold(self, shared: DbiasSmem, wg: Int32, thread: Int32) -> DbiasConsumerState:
+    def make_consumer_state(self, shared: DbiasSmem, wg: Int32, thread: Int32) -> DbiasConsumerState:
         """Return the operands and accumulators of a consumer warpgroup."""
         product = sm90.WgmmaProduct.create(lambda: sm90.make_mma(self.element.dtype, self.tile_n, "rows", "rows"))
         mma = product.add.get_slice(thread)
@@ -259,39 +266,44 @@ class BiasGradientSm90(BiasGradientCall):
     @cute.jit
     def consume(
         self, shared: DbiasSmem, work: DbiasWork, mdBias: cute.Tensor, mRows: cute.Tensor, scales: SoftmaxScale,
-        chain: ScorePipeline
+        score_pipeline: ScorePipeline
     ):  # fmt: skip
         """Run a consumer warpgroup: compute the sums of 64 rows of every tile, step after step."""
         tidx = cute.arch.thread_idx()[0] - sm90.WARPGROUP
         wg, thread = cute.arch.make_warp_uniform(tidx // sm90.WARPGROUP), tidx % sm90.WARPGROUP
         lane = thread % sm90.WARP
-        own_row = wg * ROWS + thread // sm90.WARP * SLAB + lane // 4  # first row of the thread in a tile
-        my, chain = self.hold(shared, wg, thread), chain.hold(self.tile_n)
-        scale_log2 = chain.scales(scales).log2
-        nth, done, number = Int32(0), Int32(0), cute.arch.block_idx()[0]
-        while number < work.queue.total:
-            first = work.summed.tile(number)
-            block, steps = first, work.summed.steps(first)
-            my.sum.fill(0.0)
-            for count in cutlass.range(done, done + steps, unroll=1):
-                rows, row = work.rows_of(block), block.m * TILE_M + own_row
-                here = chain.at(ScoreCoord(work.sizes, self.tile_n, row, lane % 4 * 2, block.batch, block.head))
-                two = rows_of_thread(mRows, rows, row, scale_log2)
-                here.begin(block.n, masked=True)
-                self.step(my, two, here, block.n, work.pairs, count)
-                block = work.summed.after(block)
-            done += steps
-            my.sum.store(my.sum.load() * chain.scaled(Float32(1.0)))
-            self.store(my.sum, mdBias, work, first, own_row, shared.columns)
-            number = work.queue.receive(nth)
-            nth += 1
+        row_in_tile = wg * ROWS + thread // sm90.WARP * SLAB + lane // 4  # first row of the thread in a tile
+        state, score_pipeline = (
+            self.make_consumer_state(shared, wg, thread),
+            score_pipeline.allocate_registers(self.tile_n),
+        )
+        scale_log2 = score_pipeline.scales(scales).log2
+        tile_count, step_count, tile_idx = Int32(0), Int32(0), cute.arch.block_idx()[0]
+        while tile_idx < work.tile_scheduler.total:
+            first_block = work.reduction.tile(tile_idx)
+            block, steps = first_block, work.reduction.steps(first_block)
+            state.sum.fill(0.0)
+            for count in cutlass.range(step_count, step_count + steps, unroll=1):
+                rows, row = work.rows_of(block), block.m * TILE_M + row_in_tile
+                tile_stages = score_pipeline.set_tile(
+                    ScoreCoord(work.sizes, self.tile_n, row, lane % 4 * 2, block.batch, block.head)
+                )
+                row_stats = rows_of_thread(mRows, rows, row, scale_log2)
+                tile_stages.begin(block.n, masked=True)
+                self.step(state, row_stats, tile_stages, block.n, work.pairs, count)
+                block = work.reduction.after(block)
+            step_count += steps
+            state.sum.store(state.sum.load() * score_pipeline.scaled(Float32(1.0)))
+            self.store(state.sum, mdBias, work, first_block, row_in_tile, shared.columns)
+            tile_idx = work.tile_scheduler.receive(tile_count)
+            tile_count += 1
 
     @cute.jit
     def step(
         self,
-        my: DbiasConsumerState,
-        two: RowStats,
-        here: ScorePipeline,
+        state: DbiasConsumerState,
+        row_stats: RowStats,
+        tile_stages: ScorePipeline,
         n_block: Int32,
         pairs: sm90.Pipeline,
         count: Int32,
@@ -299,67 +311,67 @@ class BiasGradientSm90(BiasGradientCall):
         """Add dS of a block to the sum. P is computed while dP is multiplied."""
         warpgroup.fence()
         pairs.consumer_wait(2 * count)
-        my.multiply(my.S, pairs.stage_index(2 * count))
+        state.multiply(state.S, pairs.stage_index(2 * count))
         pairs.consumer_wait(2 * count + 1)
-        my.multiply(my.dP, pairs.stage_index(2 * count + 1))
-        here.prepare_stage(n_block, masked=True)
+        state.multiply(state.dP, pairs.stage_index(2 * count + 1))
+        tile_stages.prepare_stage(n_block, masked=True)
         warpgroup.wait_group(1)
         pairs.consumer_release(2 * count)
-        here.apply(fragments.rows_and_columns(my.S), n_block, masked=True, count=count)
-        S, dP = by_query(my.S), by_query(my.dP)
-        exponentiate(S, two.lse_log2, two.scale_log2)
+        tile_stages.apply(fragments.rows_and_columns(state.S), n_block, masked=True, count=count)
+        S, dP = by_query(state.S), by_query(state.dP)
+        exponentiate(S, row_stats.lse_log2, row_stats.scale_log2)
         warpgroup.wait_group(0)
         pairs.consumer_release(2 * count + 1)
-        here.apply_backward(fragments.rows_and_columns(my.dP), masked=True)
-        differentiate(S, dP, two.delta, S)
-        my.sum.store(my.sum.load() + my.S.load())
+        tile_stages.apply_backward(fragments.rows_and_columns(state.dP), masked=True)
+        softmax_backward(S, dP, row_stats.delta, S)
+        state.sum.store(state.sum.load() + state.S.load())
 
     @cute.jit
     def store(
-        self, sums: cute.Tensor, mdBias: cute.Tensor, work: DbiasWork, first: DbiasBlock, own_row: Int32,
+        self, sums: cute.Tensor, mdBias: cute.Tensor, work: DbiasWork, first_block: DbiasBlock, row_in_tile: Int32,
         columns: cute.Tensor
     ):  # fmt: skip
         """Write a tile of the gradient, or the sums of its rows, of its columns or of the whole tile."""
-        plane, mine = mdBias[(*work.summed.plane(first), None, None)], fragments.rows_and_columns(sums)
-        row, lane = first.m * TILE_M + own_row, cute.arch.lane_idx()
-        column = first.n * self.tile_n + lane % 4 * 2
+        plane, values = mdBias[(*work.reduction.plane(first_block), None, None)], fragments.rows_and_columns(sums)
+        row, lane = first_block.m * TILE_M + row_in_tile, cute.arch.lane_idx()
+        column = first_block.n * self.tile_n + lane % 4 * 2
         over_queries = plane.shape[0] < work.sizes.Sq
         over_keys = plane.shape[1] < work.sizes.Sk
         if over_keys:
             for r in cutlass.range_constexpr(2):
                 total = Float32(0.0)
-                for c in cutlass.range_constexpr(cute.size(mine, mode=[1])):
-                    total += mine[r, c]
-                    mine[r, c] = Float32(0.0)
+                for c in cutlass.range_constexpr(cute.size(values, mode=[1])):
+                    total += values[r, c]
+                    values[r, c] = Float32(0.0)
                 for lanes in (1, 2):
                     total = total + cute.arch.shuffle_sync_bfly(total, offset=lanes)
-                mine[r, 0] = cutlass.select_(lane % 4 == 0, total, Float32(0.0))
+                values[r, 0] = cutlass.select_(lane % 4 == 0, total, Float32(0.0))
         if over_queries:
-            self.add_rows(mine, columns)
+            self.add_rows(values, columns)
             thread = cute.arch.thread_idx()[0] - sm90.WARPGROUP
-            there = first.n * self.tile_n + thread
-            if thread < self.tile_n and there < plane.shape[1]:
-                plane[0, there] = columns[thread].to(plane.element_type)
+            key = first_block.n * self.tile_n + thread
+            if thread < self.tile_n and key < plane.shape[1]:
+                plane[0, key] = columns[thread].to(plane.element_type)
         else:
             for r in cutlass.range_constexpr(2):
                 if row + 8 * r < plane.shape[0]:
-                    for c in cutlass.range_constexpr(0, cute.size(mine, mode=[1]), 2):
-                        write_pair(plane, row + 8 * r, column + fragments.column_of(c), mine[r, c], mine[r, c + 1])
+                    for c in cutlass.range_constexpr(0, cute.size(values, mode=[1]), 2):
+                        write_pair(plane, row + 8 * r, column + fragments.column_of(c), values[r, c], values[r, c + 1])
 
     @cute.jit
-    def add_rows(self, mine: cute.Tensor, columns: cute.Tensor):
+    def add_rows(self, values: cute.Tensor, columns: cute.Tensor):
         """Sum all rows of a tile into shared memory, warp after warp, so that the order is the same in every run."""
         thread, lane = cute.arch.thread_idx()[0] - sm90.WARPGROUP, cute.arch.lane_idx()
         if thread < self.tile_n:
             columns[thread] = Float32(0.0)
         sm90.sync_warpgroups(JOIN, WARPGROUPS)
-        for c in cutlass.range_constexpr(cute.size(mine, mode=[1])):
-            total = mine[0, c] + mine[1, c]
+        for c in cutlass.range_constexpr(cute.size(values, mode=[1])):
+            total = values[0, c] + values[1, c]
             for lanes in (4, 8, 16):
                 total = total + cute.arch.shuffle_sync_bfly(total, offset=lanes)
-            mine[0, c] = total
-        for turn in cutlass.range(WARPS, unroll=1):
-            if thread // sm90.WARP == turn and lane < 4:
-                for c in cutlass.range_constexpr(cute.size(mine, mode=[1])):
-                    columns[lane * 2 + fragments.column_of(c)] += mine[0, c]
+            values[0, c] = total
+        for warp_idx in cutlass.range(WARPS, unroll=1):
+            if thread // sm90.WARP == warp_idx and lane < 4:
+                for c in cutlass.range_constexpr(cute.size(values, mode=[1])):
+                    columns[lane * 2 + fragments.column_of(c)] += values[0, c]
             sm90.sync_warpgroups(JOIN, WARPGROUPS)

@@ -26,21 +26,20 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warp, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from ...registry.kernel_spec import BACKWARD_WARPGROUPS, FP32_BYTES, PARTS_TILE, ROWS_PER_WARPGROUP, HopperSpec
-from ..backward.pre_post_process import ScoreDerivative, differentiate, exponentiate, load_rows, row_values
-from ..call_args.backward import BackwardArgs
-from ..call_args.operands import SoftmaxScale
+from ...registry.kernel_spec import BACKWARD_WARPGROUPS, FP32_BYTES, ROWS_PER_WARPGROUP, SPLIT_BACKWARD_TILE, HopperSpec
+from ..backward.pre_post_process import ScoreDerivative, exponentiate, load_rows, row_values, softmax_backward
+from ..call_args.kernel_call import KernelArgs, SoftmaxScale
 from ..features.base import KernelFeatures
 from ..primitives import fragments, sm90
 from ..score_stages.pipeline import ScoreCoord, ScoreLayout, ScorePipeline
-from ..tiling.backward_tile_scheduler import BackwardTileScheduler, heads_in_turn
+from ..tiling.backward_tile_scheduler import BackwardTileScheduler, kv_heads_per_l2_group
 from ..tiling.block_iterator import BlockIterator, BlockSubrange
 from ..tiling.seqlen_info import SeqlenInfo
 from ..tiling.tile import TileAddressing, TileGrid
 
 ROWS, SLAB = ROWS_PER_WARPGROUP, sm90.SLAB
 WARPGROUPS = BACKWARD_WARPGROUPS
-TILE_M, TILE_N = PARTS_TILE
+TILE_M, TILE_N = SPLIT_BACKWARD_TILE
 # Buffers of the weights in shared memory: P, written by the first warpgroup, and dS, written by the second.
 P, DS = 0, 1
 JOIN = 1  # named barrier of warpgroup w: JOIN + w
@@ -67,7 +66,7 @@ class DkdvSmem:
     k: cute.Tensor  # (TILE_N, D, 1)
     v: cute.Tensor  # (TILE_N, Dv, 1)
     do: cute.Tensor  # (TILE_M, Dv, stage)
-    crossing: cute.Tensor  # (queries, keys, P or dS)
+    weights: cute.Tensor  # (queries, keys, P or dS)
     lse: cute.Tensor  # (TILE_M, stage): LSE * log2(e) of the queries of a step
     delta: cute.Tensor  # (TILE_M, stage)
 
@@ -80,17 +79,17 @@ class DkdvPipelines:
     do: sm90.Pipeline
     k: sm90.Pipeline
     v: sm90.Pipeline
-    crossing: tuple[sm90.Pipeline, sm90.Pipeline]  # pipelines of P and dS, a single stage each
+    weights: tuple[sm90.Pipeline, sm90.Pipeline]  # pipelines of P and dS, a single stage each
 
 
 @dataclass(frozen=True)
 class DkdvWork:
     """Pipelines, tiles and mainloop steps shared by all warp roles."""
 
-    rings: DkdvPipelines
-    queue: sm90.DynamicTileScheduler
-    pieces: TileGrid
-    walk: BlockIterator
+    pipelines: DkdvPipelines
+    tile_scheduler: sm90.DynamicTileScheduler
+    tile_grid: TileGrid
+    block_iterator: BlockIterator
     group: Int32  # query heads visited by a tile
     sharing: Int32  # tiles of a block of keys; all of them read the K and V of the same KV head
 
@@ -100,13 +99,13 @@ class DkdvConsumerState:
     """State of a consumer warpgroup: its product of whole rows, its weights, and its columns of dK and dV."""
 
     wg: int  # 0 computes P, 1 computes dS
-    rings: DkdvPipelines
+    pipelines: DkdvPipelines
     scores: sm90.StageProduct  # S^T = K Q^T, or dP^T = V dO^T
     weights: fragments.OperandA  # P^T or dS^T in 16 bits
     values: cute.Tensor  # the registers of `weights`, in the order of the scores
     # P for dV in kernels with dropout, where P crosses shared memory with signs that mark the kept values.
-    kept: fragments.OperandA | None
-    facts: cute.Tensor  # (TILE_M, stage): LSE * log2(e) or delta of the queries of a step
+    kept_p: fragments.OperandA | None
+    row_stats: cute.Tensor  # (TILE_M, stage): LSE * log2(e) or delta of the queries of a step
     lse: cute.Tensor  # (TILE_M, stage): LSE * log2(e)
     dV: sm90.StageProduct  # dV += P^T dO: the warpgroup's half of the columns
     dK: sm90.StageProduct  # dK += dS^T Q: the warpgroup's half of the columns
@@ -114,61 +113,61 @@ class DkdvConsumerState:
     load: Callable  # loads P from shared memory
 
     @property
-    def ring(self) -> sm90.Pipeline:
+    def operand_pipeline(self) -> sm90.Pipeline:
         """Pipeline of the right operand of `scores`: Q with LSE, or dO with delta."""
-        return self.rings.do if self.wg else self.rings.q
+        return self.pipelines.do if self.wg else self.pipelines.q
 
-    def lse_of(self, done: Int32) -> cute.Tensor:
-        """Return LSE * log2(e) of step `done`; callable by either warpgroup."""
-        self.rings.q.consumer_wait(done)
-        return row_values(self.lse, self.rings.q.stage_index(done))
+    def lse_of(self, step_count: Int32) -> cute.Tensor:
+        """Return LSE * log2(e) of step `step_count`; callable by either warpgroup."""
+        self.pipelines.q.consumer_wait(step_count)
+        return row_values(self.lse, self.pipelines.q.stage_index(step_count))
 
     @cute.jit
-    def issue_next_scores(self, done: Int32, end: Int32):
-        """Issue the S or dP product of step `done`.
+    def issue_next_scores(self, step_count: Int32, end: Int32):
+        """Issue the S or dP product of step `step_count`.
 
         Beyond the last step of a tile nobody reads the result, and a branch around the product would cost more.
         """
-        if done < end:
-            self.ring.consumer_wait(done)
-        self.scores.start(self.ring.stage_index(done))
+        if step_count < end:
+            self.operand_pipeline.consumer_wait(step_count)
+        self.scores.start(self.operand_pipeline.stage_index(step_count))
 
     @cute.jit
-    def hand_over(self, done: Int32):
-        """Store the weights of step `done` to shared memory for the peer warpgroup."""
-        ring = self.rings.crossing[self.wg]
-        ring.producer_wait(done)
+    def send_weights(self, step_count: Int32):
+        """Store the weights of step `step_count` to shared memory for the peer warpgroup."""
+        pipeline = self.pipelines.weights[self.wg]
+        pipeline.producer_wait(step_count)
         self.store(self.values)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
-        ring.producer_commit(done)
-        if cutlass.const_expr(self.wg == 0 and self.kept is not None):
-            self.kept.keep(self.weights)
+        pipeline.producer_commit(step_count)
+        if cutlass.const_expr(self.wg == 0 and self.kept_p is not None):
+            self.kept_p.copy_nonnegative(self.weights)
 
     @cute.jit
-    def add_up(self, done: Int32, end: Int32):
-        """Issue dV and dK of step `done`, with own weights in registers, and the next step's S or dP between them."""
-        p, ds = self.rings.crossing
-        slot = self.rings.q.stage_index(done)  # the dO pipeline has as many stages as the Q pipeline
+    def accumulate_dkdv(self, step_count: Int32, end: Int32):
+        """Issue dV and dK of a step, with own weights in registers, and the next step's S or dP between them."""
+        p, ds = self.pipelines.weights
+        stage = self.pipelines.q.stage_index(step_count)  # the dO pipeline has as many stages as the Q pipeline
         if cutlass.const_expr(self.wg == 0):
-            self.rings.do.consumer_wait(done)
+            self.pipelines.do.consumer_wait(step_count)
         warpgroup.fence()
-        self.dV.add(slot)
-        self.issue_next_scores(done + 1, end)
+        self.dV.add(stage)
+        self.issue_next_scores(step_count + 1, end)
         if cutlass.const_expr(self.wg == 0):
-            ds.consumer_wait(done)
+            ds.consumer_wait(step_count)
         else:
-            self.rings.q.consumer_wait(done)
+            self.pipelines.q.consumer_wait(step_count)
         warpgroup.fence()
-        self.dK.add(slot)
+        self.dK.add(stage)
         warpgroup.wait_group(2)  # wait for dV; the next S or dP and dK may still be in flight
-        self.rings.do.consumer_release(done)
+        self.pipelines.do.consumer_release(step_count)
         if cutlass.const_expr(self.wg == 1):
-            p.consumer_release(done)
+            p.consumer_release(step_count)
         warpgroup.wait_group(0)
-        self.rings.q.consumer_release(done)
+        self.pipelines.q.consumer_release(step_count)
         if cutlass.const_expr(self.wg == 0):
-            ds.consumer_release(done)
+            ds.consumer_release(step_count)
 
 
 class KeyGradientsSm90:
@@ -196,56 +195,64 @@ class KeyGradientsSm90:
     """
 
     def __init__(self, spec: HopperSpec):
-        self.spec, self.seams = spec, KernelFeatures.of(spec, transposed=True)
-        self.element, self.d, self.dv, self.stages = self.seams.element, spec.d, spec.dv, spec.stages
+        self.spec, self.features = spec, KernelFeatures.from_spec(spec, transposed=True)
+        self.element, self.d, self.dv, self.stages = self.features.element, spec.d, spec.dv, spec.stages
         self.producer_registers, self.consumer_registers = spec.register_split
-        self.form = ScoreLayout(self.element, 1, TILE_M, transposed=True)  # only the first warpgroup holds scores
+        self.score_layout = ScoreLayout(
+            self.element, 1, TILE_M, transposed=True
+        )  # only the first warpgroup holds scores
 
     @property
     def inputs(self) -> tuple[sm90.TmaLoadConfig, sm90.TmaLoadConfig, sm90.TmaLoadConfig, sm90.TmaLoadConfig]:
         """TMA load configurations of Q, K, V and dO, swizzled so that half of the columns are whole atoms."""
         return tuple(
-            sm90.TmaLoadConfig(self.element, ROWS, columns, slots, self.operand_layout(columns, slots))
-            for columns, slots in ((self.d, self.stages), (self.d, 1), (self.dv, 1), (self.dv, self.stages))
+            sm90.TmaLoadConfig(self.element, ROWS, columns, num_stages, self.operand_layout(columns, num_stages))
+            for columns, num_stages in ((self.d, self.stages), (self.d, 1), (self.dv, 1), (self.dv, self.stages))
         )
 
     @cute.jit
-    def __call__(self, call: BackwardArgs, stream: cuda.CUstream):
+    def __call__(self, call: KernelArgs, stream: cuda.CUstream):
         """Launch the dK and dV kernel."""
-        pieces = self.seams.pieces(call)
-        tensors = (pieces.rows_first(x) for x in (call.q, call.k, call.v, call.do))
+        addressing = self.features.tile_addressing(call)
+        tensors = (addressing.rows_first(x) for x in (call.q, call.k, call.v, call.do))
         loads = tuple(x.tma(m) for x, m in zip(self.inputs, tensors, strict=True))
         stores = tuple(
-            sm90.output_tma(self.element, pieces.rows_first(x), staged_columns(columns))
+            sm90.output_tma(self.element, addressing.rows_first(x), staged_columns(columns))
             for x, columns in ((call.dk, self.d), (call.dv, self.dv))
         )
         atoms, tensors = (DkdvOperands(*(x[i] for x in (*loads, *stores))) for i in (0, 1))
         B, shares, Sk, _ = call.dk.shape
-        num_n_blocks, group = pieces.most_blocks_of_keys(Sk, TILE_N), call.q.shape[1] // shares
-        walk, chain = self.seams.walk(call), self.seams.chain(call).tma(self.form)
-        bound = walk.at(SeqlenInfo(call.q.shape[2], Sk), TILE_M, TILE_N)
-        section = heads_in_turn(bound, group, B * shares, (self.d + self.dv) * self.element.bytes)
-        self.kernel(atoms, tensors, call.rows, call.scales, call.counter, section, pieces, walk, chain).launch(
+        num_n_blocks, group = addressing.max_blocks_of_keys(Sk, TILE_N), call.q.shape[1] // shares
+        block_iterator = self.features.block_iterator(call)
+        score_pipeline = self.features.score_pipeline(call).tma(self.score_layout)
+        bound_iterator = block_iterator.bind(SeqlenInfo(call.q.shape[2], Sk), TILE_M, TILE_N)
+        section = kv_heads_per_l2_group(bound_iterator, group, B * shares, (self.d + self.dv) * self.element.bytes)
+        self.kernel(
+            atoms, tensors, call.rows, call.scales, call.counter, section, addressing, block_iterator, score_pipeline
+        ).launch(
             grid=(cutlass.min(num_n_blocks * B * shares, call.num_ctas), 1, 1),
             block=((WARPGROUPS + 1) * sm90.WARPGROUP, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
         )
 
-    def operand_layout(self, columns: int, slots: int) -> cute.ComposedLayout:
+    def operand_layout(self, columns: int, num_stages: int) -> cute.ComposedLayout:
         """Return the swizzled layout (64, columns, stage) of an operand in shared memory."""
         kind = hopper.get_smem_layout_atom(LayoutEnum.ROW_MAJOR, self.element.dtype, columns // WARPGROUPS)
         atom = warpgroup.make_smem_layout_atom(kind, self.element.dtype)
-        return cute.tile_to_shape(atom, (ROWS, columns, slots), order=(0, 1, 2))
+        return cute.tile_to_shape(atom, (ROWS, columns, num_stages), order=(0, 1, 2))
 
-    def rings(self, smem: cutlass.memory.SmemAllocator) -> DkdvPipelines:
+    def create_pipelines(self, smem: cutlass.memory.SmemAllocator) -> DkdvPipelines:
         """Create the pipelines. A stage of Q includes its LSE, and a stage of dO includes its delta."""
-        (q, k, v, do), facts = self.inputs, TILE_M * FP32_BYTES
-        steps = (q.ring(smem, more_bytes=facts), do.ring(smem, more_bytes=facts))
-        keys = (k.ring(smem), v.ring(smem))
+        (q, k, v, do), row_stats_bytes = self.inputs, TILE_M * FP32_BYTES
+        steps = (
+            q.create_pipeline(smem, more_bytes=row_stats_bytes),
+            do.create_pipeline(smem, more_bytes=row_stats_bytes),
+        )
+        keys = (k.create_pipeline(smem), v.create_pipeline(smem))
         return DkdvPipelines(*steps, *keys, tuple(sm90.Pipeline.create(smem, 1, 0) for _ in (P, DS)))
 
-    def shared(self, smem: cutlass.memory.SmemAllocator) -> DkdvSmem:
+    def allocate_smem(self, smem: cutlass.memory.SmemAllocator) -> DkdvSmem:
         """Allocate all buffers of a CTA."""
         dtype, operands = self.element.dtype, (x.buffer(smem) for x in self.inputs)
         q, k, v, do = operands
@@ -264,97 +271,118 @@ class KeyGradientsSm90:
         scales: SoftmaxScale,
         mCounter: cute.Tensor,
         section: Int32,
-        pieces: TileAddressing,
-        walk: BlockIterator,
-        chain: ScorePipeline,
+        addressing: TileAddressing,
+        block_iterator: BlockIterator,
+        score_pipeline: ScorePipeline,
     ):
         """Assign the warp roles: two producer warps load, and two consumer warpgroups multiply."""
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = cutlass.memory.SmemAllocator()
-        rings = self.rings(smem)
-        mail, ring_mail = sm90.create_tile_index_pipeline(smem)
-        chain = chain.shared(smem, self.form)
-        shared = self.shared(smem)
+        pipelines = self.create_pipelines(smem)
+        tile_indices, tile_index_pipeline = sm90.create_tile_index_pipeline(smem)
+        score_pipeline = score_pipeline.allocate_smem(smem, self.score_layout)
+        shared = self.allocate_smem(smem)
 
         Sk, _, Hkv, _ = tensors.k.shape
-        sizes, num_n_blocks = SeqlenInfo(tensors.q.shape[0], Sk), pieces.blocks_of_keys(Sk, TILE_N)
+        sizes, num_n_blocks = SeqlenInfo(tensors.q.shape[0], Sk), addressing.blocks_of_keys(Sk, TILE_N)
         shares = tensors.dk.shape[2]
-        all_shares = pieces.batch(tensors.k) * shares
-        section = pieces.section(section, all_shares, 1, of_keys=True)
-        order = BackwardTileScheduler(True, num_n_blocks, shares, all_shares, section, walk.at(sizes, TILE_M, TILE_N))
-        queue = sm90.DynamicTileScheduler(mCounter.iterator, mail, ring_mail, order.total)
+        all_shares = addressing.batch(tensors.k) * shares
+        section = addressing.heads_per_l2_group(section, all_shares, 1, of_keys=True)
+        order = BackwardTileScheduler(
+            True, num_n_blocks, shares, all_shares, section, block_iterator.bind(sizes, TILE_M, TILE_N)
+        )
+        tile_scheduler = sm90.DynamicTileScheduler(mCounter.iterator, tile_indices, tile_index_pipeline, order.total)
         heads = (tensors.q.shape[2] // shares, shares // Hkv)
-        work = DkdvWork(rings, queue, pieces.of_keys(order, sizes), walk, *heads)
+        work = DkdvWork(pipelines, tile_scheduler, addressing.of_keys(order, sizes), block_iterator, *heads)
         consumers = 4 * WARPGROUPS
-        streams, keys = ((ring, consumers) for ring in (rings.q, rings.do)), ((ring, 4) for ring in (rings.k, rings.v))
-        crossing = ((ring, 4, 4) for ring in rings.crossing)
-        all_atoms = (atoms.q, atoms.k, atoms.v, atoms.do, atoms.dk, atoms.dv, *chain.atoms)
-        counted = (*streams, *keys, *crossing, (ring_mail, consumers + 1), *chain.rings)
-        sm90.start_cta(warp_idx, all_atoms, counted)
+        query_pipelines = ((pipeline, consumers) for pipeline in (pipelines.q, pipelines.do))
+        kv_pipelines = ((pipeline, 4) for pipeline in (pipelines.k, pipelines.v))
+        weight_pipelines = ((pipeline, 4, 4) for pipeline in pipelines.weights)
+        all_atoms = (atoms.q, atoms.k, atoms.v, atoms.do, atoms.dk, atoms.dv, *score_pipeline.atoms)
+        pipelines_and_warps = (
+            *query_pipelines,
+            *kv_pipelines,
+            *weight_pipelines,
+            (tile_index_pipeline, consumers + 1),
+            *score_pipeline.pipelines,
+        )
+        sm90.start_cta(warp_idx, all_atoms, pipelines_and_warps)
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp_idx == 0:
                 q, do = sm90.TmaOperand(atoms.q, tensors.q, shared.q), sm90.TmaOperand(atoms.do, tensors.do, shared.do)
-                self.load_queries(q, do, mRows, shared, work, chain)
+                self.load_queries(q, do, mRows, shared, work, score_pipeline)
             elif warp_idx == 1:
                 k, v = sm90.TmaOperand(atoms.k, tensors.k, shared.k), sm90.TmaOperand(atoms.v, tensors.v, shared.v)
                 self.load_keys(k, v, work)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
-            dk = sm90.TmaOperand(atoms.dk, tensors.dk, shared.crossing)
-            dv = sm90.TmaOperand(atoms.dv, tensors.dv, shared.crossing)
+            dk = sm90.TmaOperand(atoms.dk, tensors.dk, shared.weights)
+            dv = sm90.TmaOperand(atoms.dv, tensors.dv, shared.weights)
             if warp_idx < 8:
-                self.consume(self.hold(0, shared, rings, chain), dk, dv, work, scales, chain)
+                self.consume(
+                    self.make_consumer_state(0, shared, pipelines, score_pipeline), dk, dv, work, scales, score_pipeline
+                )
             else:
-                self.consume(self.hold(1, shared, rings, chain), dk, dv, work, scales, chain)
+                self.consume(
+                    self.make_consumer_state(1, shared, pipelines, score_pipeline), dk, dv, work, scales, score_pipeline
+                )
 
     @cute.jit
     def load_queries(
         self, q: sm90.TmaOperand, do: sm90.TmaOperand, mRows: cute.Tensor, shared: DkdvSmem, work: DkdvWork,
-        chain: ScorePipeline
+        score_pipeline: ScorePipeline
     ):  # fmt: skip
         """Run the first producer warp: load Q with LSE, dO with delta and the score stages' data, step by step.
 
         This warp also fetches the tiles.
         """
-        nth, done, number = Int32(0), Int32(0), cute.arch.block_idx()[0]
-        while number < work.pieces.total:
-            tile = work.pieces.tile(number, work.group)
-            run = work.walk.at(tile.sizes, TILE_M, TILE_N).queries(tile)
+        tile_count, step_count, tile_idx = Int32(0), Int32(0), cute.arch.block_idx()[0]
+        while tile_idx < work.tile_grid.total:
+            tile = work.tile_grid.tile(tile_idx, work.group)
+            query_range = work.block_iterator.bind(tile.sizes, TILE_M, TILE_N).queries(tile)
             for g in cutlass.range(work.group, unroll=1):
-                gRows = tile.facts(mRows, g, TILE_M)
+                gRows = tile.row_stats(mRows, g, TILE_M)
                 tQsQ, tQgQ = tile.queries(q, g).tiles((TILE_M, self.d), (None, 0))
                 tOsO, tOgO = tile.queries(do, g).tiles((TILE_M, self.dv), (None, 0))
-                mine, stages = run.of_head(g), chain.begin_tile_load(tile, tile.query_head(g))
-                whole = mine.whole()
-                for j in cutlass.range(whole.begin, whole.end, unroll=1):
-                    step = mine.nth(j)
-                    for x, g_, s_, ring, which, sRow in (
-                        (q, tQgQ, tQsQ, work.rings.q, 0, shared.lse),
-                        (do, tOgO, tOsO, work.rings.do, 1, shared.delta),
+                head_range = query_range.of_head(g)
+                stage_loads = score_pipeline.begin_tile_load(tile, tile.query_head(g))
+                subrange = head_range.all_blocks()
+                for j in cutlass.range(subrange.begin, subrange.end, unroll=1):
+                    m_block = head_range.nth(j)
+                    for x, g_, s_, pipeline, which, sRow in (
+                        (q, tQgQ, tQsQ, work.pipelines.q, 0, shared.lse),
+                        (do, tOgO, tOsO, work.pipelines.do, 1, shared.delta),
                     ):
-                        sm90.load_block(x.atom, g_, s_, ring, step, done)
-                        load_rows(gRows[0, None, which, step], sRow[None, ring.stage_index(done)], ring, done)
-                    stages.load(step, done)
-                    done += 1
-            number = work.queue.publish(nth, work.queue.fetch_next())
-            nth += 1
+                        sm90.load_block(x.atom, g_, s_, pipeline, m_block, step_count)
+                        load_rows(
+                            gRows[0, None, which, m_block],
+                            sRow[None, pipeline.stage_index(step_count)],
+                            pipeline,
+                            step_count,
+                        )
+                    stage_loads.load(m_block, step_count)
+                    step_count += 1
+            tile_idx = work.tile_scheduler.publish(tile_count, work.tile_scheduler.fetch_next())
+            tile_count += 1
 
     @cute.jit
     def load_keys(self, k: sm90.TmaOperand, v: sm90.TmaOperand, work: DkdvWork):
         """Run the second producer warp: load K and V of each tile as soon as the previous tile has released them."""
-        nth, number = Int32(0), cute.arch.block_idx()[0]
-        while number < work.pieces.total:
-            tile = work.pieces.tile(number)
-            for x, ring, columns in ((k, work.rings.k, self.d), (v, work.rings.v, self.dv)):
+        tile_count, tile_idx = Int32(0), cute.arch.block_idx()[0]
+        while tile_idx < work.tile_grid.total:
+            tile = work.tile_grid.tile(tile_idx)
+            for x, pipeline, columns in ((k, work.pipelines.k, self.d), (v, work.pipelines.v, self.dv)):
                 tXsX, tXgX = tile.rows_of_shared(x, work.sharing).tiles((ROWS, columns), (None, 0))
-                sm90.load_block(x.atom, tXgX, tXsX, ring, tile.block, nth)
-            number = work.queue.receive(nth)
-            nth += 1
+                sm90.load_block(x.atom, tXgX, tXsX, pipeline, tile.block, tile_count)
+            tile_idx = work.tile_scheduler.receive(tile_count)
+            tile_count += 1
 
-    def hold(self, wg: int, shared: DkdvSmem, rings: DkdvPipelines, chain: ScorePipeline) -> DkdvConsumerState:
+    def make_consumer_state(
+        self, wg: int, shared: DkdvSmem, pipelines: DkdvPipelines, score_pipeline: ScorePipeline
+    ) -> DkdvConsumerState:
         """Return the operands and accumulators of consumer warpgroup `wg`."""
-        keys, rows, facts = (shared.v, shared.do, shared.delta) if wg else (shared.k, shared.q, shared.lse)
+        keys, rows, row_stats = (shared.v, shared.do, shared.delta) if wg else (shared.k, shared.q, shared.lse)
         thread = cute.arch.thread_idx()[0] % sm90.WARPGROUP
         product = sm90.WgmmaProduct.create(lambda: sm90.make_mma(self.element.dtype, TILE_M, "rows", "rows"))
         mma = product.add.get_slice(thread)
@@ -363,27 +391,27 @@ class KeyGradientsSm90:
         scores = sm90.StageProduct(product, left, right, sm90.zeros(mma, (ROWS, TILE_M)))
         weights = fragments.OperandA.create(scores.acc, self.element)
         values = cute.make_tensor(cute.recast_ptr(weights.pairs.iterator, dtype=self.element.dtype), scores.acc.layout)
-        kept = None
-        if chain.keep_probability is not None:
-            kept = weights if wg == 0 else fragments.OperandA.create(scores.acc, self.element)
-        crossing = sm90.transposed(shared.crossing)  # (keys, queries, P or dS)
+        kept_p = None
+        if score_pipeline.keep_probability is not None:
+            kept_p = weights if wg == 0 else fragments.OperandA.create(scores.acc, self.element)
+        crossing = sm90.transposed(shared.weights)  # (keys, queries, P or dS)
 
         def make_sum(
-            which: int, columns: int, sRight: cute.Tensor, own: fragments.OperandA | None
+            which: int, columns: int, sRight: cute.Tensor, register_operands: fragments.OperandA | None
         ) -> sm90.StageProduct:  # fmt: skip
-            source = "columns" if own is None else "registers"
+            source = "columns" if register_operands is None else "registers"
             product = sm90.WgmmaProduct.create(lambda: sm90.make_mma(self.element.dtype, columns, source, "columns"))
-            part = product.add.get_slice(thread)
-            left = part.make_fragment_A(part.partition_A(crossing[None, None, which]))
+            thread_mma = product.add.get_slice(thread)
+            left = thread_mma.make_fragment_A(thread_mma.partition_A(crossing[None, None, which]))
             # (columns, TILE_M, stage)
             half = cute.local_tile(sm90.transposed(sRight), (columns, TILE_M, self.stages), (wg, 0, 0))
-            right = part.make_fragment_B(part.partition_B(half))
-            left = left if own is None else own.fragment
-            return sm90.StageProduct(product, left, right, sm90.zeros(part, (ROWS, columns)))
+            right = thread_mma.make_fragment_B(thread_mma.partition_B(half))
+            left = left if register_operands is None else register_operands.fragment
+            return sm90.StageProduct(product, left, right, sm90.zeros(thread_mma, (ROWS, columns)))
 
-        own = (weights if wg == 0 else kept), (weights if wg == 1 else None)
-        dV = make_sum(P, self.dv // WARPGROUPS, shared.do, own[P])
-        dK = make_sum(DS, self.d // WARPGROUPS, shared.q, own[DS])
+        register_operands = (weights if wg == 0 else kept_p), (weights if wg == 1 else None)
+        dV = make_sum(P, self.dv // WARPGROUPS, shared.do, register_operands[P])
+        dK = make_sum(DS, self.d // WARPGROUPS, shared.q, register_operands[DS])
         to_smem, from_smem = (
             cute.make_tiled_copy_C(cute.make_copy_atom(op(True, 4), self.element.dtype), product.add).get_slice(thread)
             for op in (warp.StMatrix8x8x16bOp, warp.LdMatrix8x8x16bOp)
@@ -395,102 +423,108 @@ class KeyGradientsSm90:
         def load(values):
             cute.copy(from_smem, from_smem.partition_S(crossing[None, None, P]), from_smem.retile(values))
 
-        return DkdvConsumerState(wg, rings, scores, weights, values, kept, facts, shared.lse, dV, dK, store, load)
+        return DkdvConsumerState(
+            wg, pipelines, scores, weights, values, kept_p, row_stats, shared.lse, dV, dK, store, load
+        )
 
     @cute.jit
     def consume(
-        self, my: DkdvConsumerState, dk: sm90.TmaOperand, dv: sm90.TmaOperand, work: DkdvWork, scales: SoftmaxScale,
-        chain: ScorePipeline
+        self, state: DkdvConsumerState, dk: sm90.TmaOperand, dv: sm90.TmaOperand, work: DkdvWork, scales: SoftmaxScale,
+        score_pipeline: ScorePipeline
     ):  # fmt: skip
         """Run a consumer warpgroup: compute half of the columns of dK and dV of every tile."""
-        rings = work.rings
-        keys = rings.v if my.wg else rings.k
+        pipelines = work.pipelines
+        keys = pipelines.v if state.wg else pipelines.k
         lane, warp_in_group = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4
-        chain, scale_log2 = chain.hold(TILE_M), chain.scales(scales).log2
-        nth, done, number = Int32(0), Int32(0), cute.arch.block_idx()[0]
-        while number < work.pieces.total:
-            tile = work.pieces.tile(number, work.group)
-            run = work.walk.at(tile.sizes, TILE_M, TILE_N).queries(tile)
-            end = done + run.total(work.group)
+        score_pipeline, scale_log2 = score_pipeline.allocate_registers(TILE_M), score_pipeline.scales(scales).log2
+        tile_count, step_count, tile_idx = Int32(0), Int32(0), cute.arch.block_idx()[0]
+        while tile_idx < work.tile_grid.total:
+            tile = work.tile_grid.tile(tile_idx, work.group)
+            query_range = work.block_iterator.bind(tile.sizes, TILE_M, TILE_N).queries(tile)
+            end = step_count + query_range.total(work.group)
             key = tile.block * TILE_N + warp_in_group * SLAB + lane // 4
-            of_tile = chain.at(ScoreCoord(tile.sizes, TILE_M, key, lane % 4 * 2, tile.sequence, None, transposed=True))
-            my.dK.acc.fill(0.0)
-            my.dV.acc.fill(0.0)
-            keys.consumer_wait(nth)
+            tile_stages = score_pipeline.set_tile(
+                ScoreCoord(tile.sizes, TILE_M, key, lane % 4 * 2, tile.sequence, None, transposed=True)
+            )
+            state.dK.acc.fill(0.0)
+            state.dV.acc.fill(0.0)
+            keys.consumer_wait(tile_count)
             warpgroup.fence()
-            my.issue_next_scores(done, end)
+            state.issue_next_scores(step_count, end)
             warpgroup.wait_group(0)
-            self.reclaim(my.wg)
+            self.wait_for_stores(state.wg)
             for g in cutlass.range(work.group, unroll=1):
-                mine, here = run.of_head(g), of_tile.of_head(tile.query_head(g))
-                for section in mine.sections() if my.wg == 0 else (mine.whole(),):
-                    if cutlass.const_expr(my.wg == 0):
-                        here.begin(mine.nth(section.begin), section.masked)
-                    for j in cutlass.range(section.begin, section.end, unroll=1):
-                        if cutlass.const_expr(my.wg == 0):
-                            self.weigh(my, done, here, mine.nth(j), section, scale_log2)
-                            here.ahead(mine.next(j, section), section.masked)
+                head_range, head_stages = query_range.of_head(g), tile_stages.of_head(tile.query_head(g))
+                for subrange in head_range.sections() if state.wg == 0 else (head_range.all_blocks(),):
+                    if cutlass.const_expr(state.wg == 0):
+                        head_stages.begin(head_range.nth(subrange.begin), subrange.masked)
+                    for j in cutlass.range(subrange.begin, subrange.end, unroll=1):
+                        if cutlass.const_expr(state.wg == 0):
+                            self.compute_p(state, step_count, head_stages, head_range.nth(j), subrange, scale_log2)
+                            head_stages.prefetch(head_range.next(j, subrange), subrange.masked)
                         else:
-                            self.differentiate(my, done, here)
-                        my.hand_over(done)
-                        my.add_up(done, end)
-                        done += 1
-            keys.consumer_release(nth)
-            rings.crossing[my.wg].producer_wait(done)  # the outputs leave through this buffer
+                            self.compute_ds(state, step_count, head_stages)
+                        state.send_weights(step_count)
+                        state.accumulate_dkdv(step_count, end)
+                        step_count += 1
+            keys.consumer_release(tile_count)
+            pipelines.weights[state.wg].producer_wait(step_count)  # the outputs leave through this buffer
             slab = tile.block * (TILE_N // SLAB)
-            self.store(my, my.dV.acc, chain.scaled(Float32(2.0**-self.element.raised)), tile.rows(dv), slab)
-            self.store(my, my.dK.acc, chain.scaled(scales.natural), tile.rows(dk), slab)
-            number = work.queue.receive(nth)
-            nth += 1
+            self.store(
+                state, state.dV.acc, score_pipeline.scaled(Float32(2.0**-self.element.raised)), tile.rows(dv), slab
+            )
+            self.store(state, state.dK.acc, score_pipeline.scaled(scales.natural), tile.rows(dk), slab)
+            tile_idx = work.tile_scheduler.receive(tile_count)
+            tile_count += 1
         # Shared memory must stay allocated until the last store has read from it.
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def weigh(
+    def compute_p(
         self,
-        my: DkdvConsumerState,
-        done: Int32,
-        here: ScorePipeline,
-        step: Int32,
-        section: BlockSubrange,
+        state: DkdvConsumerState,
+        step_count: Int32,
+        head_stages: ScorePipeline,
+        m_block: Int32,
+        subrange: BlockSubrange,
         scale_log2: Float32,
     ):
         """Compute P of a step in the first warpgroup, and pack P into 16 bits."""
-        scores, lse_log2 = my.scores.values, row_values(my.facts, my.rings.q.stage_index(done))
+        scores, lse_log2 = state.scores.values, row_values(state.row_stats, state.pipelines.q.stage_index(step_count))
         if cutlass.const_expr(self.element.raised != 0):
             lse_log2.store(lse_log2.load() - Float32(self.element.raised))
-        here.prepare_stage(step, section.masked)
-        here.apply(scores, step, section.masked, done)
+        head_stages.prepare_stage(m_block, subrange.masked)
+        head_stages.apply(scores, m_block, subrange.masked, step_count)
         exponentiate(scores, lse_log2, scale_log2)
-        my.weights.take(my.scores.acc, here.signed(section.masked))
+        state.weights.convert(state.scores.acc, head_stages.signed_p_transform(subrange.masked))
 
     @cute.jit
-    def differentiate(self, my: DkdvConsumerState, done: Int32, here: ScorePipeline):
+    def compute_ds(self, state: DkdvConsumerState, step_count: Int32, head_stages: ScorePipeline):
         """Compute dS = P * (dP - delta) of a step in the second warpgroup; the scale is applied to dK."""
-        delta = row_values(my.facts, my.rings.do.stage_index(done))
-        my.rings.crossing[P].consumer_wait(done)
-        my.load(my.values)
-        weights, dP = fragments.rows_and_columns(my.values), my.scores.values
-        if cutlass.const_expr(my.kept is not None):
-            my.kept.keep(my.weights)
-        score_derivative = ScoreDerivative.of(here, lambda: my.lse_of(done))
-        differentiate(weights, dP, delta, dP, self.element.raised, my.kept is not None, score_derivative)
-        my.weights.take(my.scores.acc)
+        delta = row_values(state.row_stats, state.pipelines.do.stage_index(step_count))
+        state.pipelines.weights[P].consumer_wait(step_count)
+        state.load(state.values)
+        weights, dP = fragments.rows_and_columns(state.values), state.scores.values
+        if cutlass.const_expr(state.kept_p is not None):
+            state.kept_p.copy_nonnegative(state.weights)
+        score_derivative = ScoreDerivative.create(head_stages, lambda: state.lse_of(step_count))
+        softmax_backward(weights, dP, delta, dP, self.element.raised, state.kept_p is not None, score_derivative)
+        state.weights.convert(state.scores.acc)
 
     @cute.jit
-    def reclaim(self, wg: int):
+    def wait_for_stores(self, wg: int):
         """Wait until the outputs of the previous tile have left the weights' buffer, for all four warps."""
         cute.arch.cp_async_bulk_wait_group(0, read=True)
         sm90.sync_warpgroup(JOIN, wg)
 
     @cute.jit
-    def store(self, my: DkdvConsumerState, acc: cute.Tensor, factor: Float32, out: sm90.TmaOperand, slab: Int32):
+    def store(self, state: DkdvConsumerState, acc: cute.Tensor, factor: Float32, out: sm90.TmaOperand, slab: Int32):
         """Store the warpgroup's columns of an output through the buffer of its weights, `staged_columns` at a time."""
         columns = staged_columns(cute.size(acc) * 2 * WARPGROUPS)
         parts = cute.size(acc) * 2 // columns
         mma = sm90.make_mma(self.element.dtype, columns, "rows", "columns")
         layout = sm90.slab_layout(self.element.dtype, ROWS, columns)
-        start = out.s[None, None, my.wg].iterator
+        start = out.s[None, None, state.wg].iterator
         if cutlass.const_expr(columns < STAGED_COLUMNS):
             # Each warp uses the same place for dV and for dK, although the slabs of their layouts may be smaller than
             # STAGED_COLUMNS.
@@ -504,10 +538,10 @@ class KeyGradientsSm90:
             rX.store((registers.load() * factor).to(self.element.dtype))
             cute.arch.cp_async_bulk_wait_group(0, read=True)  # the previous contents of the warp's part have been read
             cute.arch.sync_warp()
-            sm90.store_slabs(rX, cute.make_tensor(start, layout.outer), out, slab, mma, my.wg * parts + part)
+            sm90.store_slabs(rX, cute.make_tensor(start, layout.outer), out, slab, mma, state.wg * parts + part)
 
 
 def staged_columns(columns: int) -> int:
     """Return the number of columns of a warpgroup's half of an output that leave at once: all or half of them."""
-    mine = columns // WARPGROUPS
-    return mine if mine <= STAGED_COLUMNS else mine // 2
+    wg_columns = columns // WARPGROUPS
+    return wg_columns if wg_columns <= STAGED_COLUMNS else wg_columns // 2

@@ -2,8 +2,8 @@
 
 The kernel is persistent. A CTA stays on its SM and fetches tiles of 128 query rows of a single head from a dynamic tile
 scheduler. Each of the two consumer warpgroups owns 64 of the rows and keeps their dQ in registers. A warpgroup issues
-dQ += dS K, the next block's scores and the next block's dP back to back. The warpgroup turns these products into dS
-while its peer multiplies.
+dQ += dS K, the next block's scores and the next block's dP back to back. The warpgroup computes dS from these
+products while its peer multiplies.
 """
 
 from __future__ import annotations
@@ -17,10 +17,16 @@ import cutlass.memory
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import warpgroup
 
-from ...registry.kernel_spec import BACKWARD_WARPGROUPS, PARTS_TILE, ROWS_PER_WARPGROUP, HopperSpec
-from ..backward.pre_post_process import RowStats, ScoreDerivative, by_query, differentiate, exponentiate, rows_of_thread
-from ..call_args.backward import BackwardArgs
-from ..call_args.operands import SoftmaxScale
+from ...registry.kernel_spec import BACKWARD_WARPGROUPS, ROWS_PER_WARPGROUP, SPLIT_BACKWARD_TILE, HopperSpec
+from ..backward.pre_post_process import (
+    RowStats,
+    ScoreDerivative,
+    by_query,
+    exponentiate,
+    rows_of_thread,
+    softmax_backward,
+)
+from ..call_args.kernel_call import KernelArgs, SoftmaxScale
 from ..features.base import KernelFeatures
 from ..primitives import fragments, sm90
 from ..primitives.tile_scheduler import TileScheduler
@@ -31,7 +37,7 @@ from ..tiling.tile import TileAddressing, TileGrid
 
 ROWS, SLAB = ROWS_PER_WARPGROUP, sm90.SLAB
 WARPGROUPS = BACKWARD_WARPGROUPS
-TILE_M, TILE_N = WARPGROUPS * ROWS, PARTS_TILE[1]  # query rows of a CTA, keys of a step
+TILE_M, TILE_N = WARPGROUPS * ROWS, SPLIT_BACKWARD_TILE[1]  # query rows of a CTA, keys of a step
 JOIN = 1  # named barrier of warpgroup w: JOIN + w
 
 
@@ -70,17 +76,17 @@ class DqPipelines:
 class DqWork:
     """Pipelines, tiles and KV blocks shared by the producer warp and the consumer warpgroups."""
 
-    rings: DqPipelines
-    queue: sm90.DynamicTileScheduler
-    pieces: TileGrid
-    walk: BlockIterator
+    pipelines: DqPipelines
+    tile_scheduler: sm90.DynamicTileScheduler
+    tile_grid: TileGrid
+    block_iterator: BlockIterator
 
 
 @dataclass(frozen=True)
 class DqConsumerState:
     """State of a consumer warpgroup: its rows of Q and dO, the K and V stages, and the accumulators."""
 
-    rings: DqPipelines
+    pipelines: DqPipelines
     S: sm90.StageProduct  # S = Q K^T, then P, then dS
     dP: sm90.StageProduct  # dP = dO V^T
     dQ: sm90.StageProduct  # dQ += dS K
@@ -88,9 +94,9 @@ class DqConsumerState:
 
     def issue_scores(self, count: Int32) -> None:
         """Wait for block `count` of K and V, and issue S and dP, a committed group each."""
-        for product, ring in ((self.S, self.rings.k), (self.dP, self.rings.v)):
-            ring.consumer_wait(count)
-            product.start(ring.stage_index(count))
+        for product, pipeline in ((self.S, self.pipelines.k), (self.dP, self.pipelines.v)):
+            pipeline.consumer_wait(count)
+            product.start(pipeline.stage_index(count))
 
 
 class QueryGradientSm90:
@@ -116,11 +122,11 @@ class QueryGradientSm90:
     """
 
     def __init__(self, spec: HopperSpec):
-        self.spec, self.seams = spec, KernelFeatures.of(spec)
-        self.element, self.d, self.dv = self.seams.element, spec.d, spec.dv
+        self.spec, self.features = spec, KernelFeatures.from_spec(spec)
+        self.element, self.d, self.dv = self.features.element, spec.d, spec.dv
         self.producer_registers, self.consumer_registers = spec.register_split
         self.stages_k, self.stages_v = 2, spec.dq_stages_v
-        self.form = ScoreLayout(self.element, WARPGROUPS, TILE_N, room=spec.dq_has_room)
+        self.score_layout = ScoreLayout(self.element, WARPGROUPS, TILE_N, has_smem_space=spec.dq_has_stage_smem)
 
     @property
     def inputs(self) -> tuple[sm90.TmaLoadConfig, sm90.TmaLoadConfig, sm90.TmaLoadConfig, sm90.TmaLoadConfig]:
@@ -133,30 +139,36 @@ class QueryGradientSm90:
         )
 
     @cute.jit
-    def __call__(self, call: BackwardArgs, stream: cuda.CUstream):
+    def __call__(self, call: KernelArgs, stream: cuda.CUstream):
         """Launch the dQ kernel."""
-        pieces = self.seams.pieces(call)
-        tensors = (pieces.rows_first(x) for x in (call.q, call.k, call.v, call.do))
+        addressing = self.features.tile_addressing(call)
+        tensors = (addressing.rows_first(x) for x in (call.q, call.k, call.v, call.do))
         loads = tuple(x.tma(m) for x, m in zip(self.inputs, tensors, strict=True))
-        out = sm90.output_tma(self.element, pieces.rows_first(call.dq), self.d)
+        out = sm90.output_tma(self.element, addressing.rows_first(call.dq), self.d)
         atoms, tensors = (DqOperands(*(x[i] for x in (*loads, out))) for i in (0, 1))
         B, Hq, Sq, _ = call.q.shape
         Hkv, Sk = call.k.shape[1], call.k.shape[2]
-        num_m_blocks = pieces.most_blocks_of_rows(Sq, TILE_M)
+        num_m_blocks = addressing.max_blocks_of_rows(Sq, TILE_M)
         head_bytes = Int64(Sk) * ((self.d + self.dv) * self.element.bytes)
         section = TileScheduler.heads_per_l2_group(head_bytes, num_m_blocks, Hq // Hkv, Hq * B)
-        seams = (pieces, self.seams.walk(call), self.seams.chain(call).tma(self.form))
-        self.kernel(atoms, tensors, call.rows, call.scales, call.counter, section, *seams).launch(
+        feature_args = (
+            addressing,
+            self.features.block_iterator(call),
+            self.features.score_pipeline(call).tma(self.score_layout),
+        )
+        self.kernel(atoms, tensors, call.rows, call.scales, call.counter, section, *feature_args).launch(
             grid=(cutlass.min(num_m_blocks * Hq * B, call.num_ctas), 1, 1),
             block=((WARPGROUPS + 1) * sm90.WARPGROUP, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
         )
 
-    def rings(self, smem: cutlass.memory.SmemAllocator) -> DqPipelines:
+    def create_pipelines(self, smem: cutlass.memory.SmemAllocator) -> DqPipelines:
         """Create the pipelines of Q, dO, K and V."""
         q, k, v, do = self.inputs
-        return DqPipelines(q.ring(smem), do.ring(smem), k.ring(smem), v.ring(smem))
+        return DqPipelines(
+            q.create_pipeline(smem), do.create_pipeline(smem), k.create_pipeline(smem), v.create_pipeline(smem)
+        )
 
     @cute.kernel
     def kernel(
@@ -167,31 +179,35 @@ class QueryGradientSm90:
         scales: SoftmaxScale,
         mCounter: cute.Tensor,
         section: Int32,
-        pieces: TileAddressing,
-        walk: BlockIterator,
-        chain: ScorePipeline,
+        addressing: TileAddressing,
+        block_iterator: BlockIterator,
+        score_pipeline: ScorePipeline,
     ):
         """Assign the warp roles: warp 0 loads, and the consumer warpgroups multiply."""
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = cutlass.memory.SmemAllocator()
-        rings = self.rings(smem)
-        mail, ring_mail = sm90.create_tile_index_pipeline(smem)
-        chain = chain.shared(smem, self.form)
+        pipelines = self.create_pipelines(smem)
+        tile_indices, tile_index_pipeline = sm90.create_tile_index_pipeline(smem)
+        score_pipeline = score_pipeline.allocate_smem(smem, self.score_layout)
         shared = DqSmem(*(x.buffer(smem) for x in self.inputs))
         Sq, _, Hq, _ = tensors.q.shape
         Sk, _, Hkv, _ = tensors.k.shape
-        num_m_blocks, longest_first = (
-            pieces.blocks_of_rows(Sq, TILE_M),
-            walk.tile_lengths_vary or pieces.tile_lengths_vary,
-        )
-        heads = Hq * pieces.batch(tensors.q)
-        section = pieces.section(section, heads, Hq // Hkv)
+        num_m_blocks = addressing.blocks_of_rows(Sq, TILE_M)
+        longest_first = block_iterator.tile_lengths_vary or addressing.tile_lengths_vary
+        heads = Hq * addressing.batch(tensors.q)
+        section = addressing.heads_per_l2_group(section, heads, Hq // Hkv)
         order = TileScheduler(longest_first, num_m_blocks, Hq, heads, section)
-        queue = sm90.DynamicTileScheduler(mCounter.iterator, mail, ring_mail, order.total)
-        work = DqWork(rings, queue, pieces.of_rows(order, SeqlenInfo(Sq, Sk), Hkv), walk)
-        own, by_all = (rings.q, rings.do), (rings.k, rings.v, ring_mail)
-        counted = (*((ring, 4) for ring in own), *((ring, 4 * WARPGROUPS) for ring in by_all), *chain.rings)
-        sm90.start_cta(warp_idx, (atoms.q, atoms.k, atoms.v, atoms.do, atoms.dq, *chain.atoms), counted)
+        tile_scheduler = sm90.DynamicTileScheduler(mCounter.iterator, tile_indices, tile_index_pipeline, order.total)
+        work = DqWork(pipelines, tile_scheduler, addressing.of_rows(order, SeqlenInfo(Sq, Sk), Hkv), block_iterator)
+        wg_pipelines, shared_pipelines = (pipelines.q, pipelines.do), (pipelines.k, pipelines.v, tile_index_pipeline)
+        pipelines_and_warps = (
+            *((pipeline, 4) for pipeline in wg_pipelines),
+            *((pipeline, 4 * WARPGROUPS) for pipeline in shared_pipelines),
+            *score_pipeline.pipelines,
+        )
+        sm90.start_cta(
+            warp_idx, (atoms.q, atoms.k, atoms.v, atoms.do, atoms.dq, *score_pipeline.atoms), pipelines_and_warps
+        )
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp_idx == 0:
@@ -201,52 +217,52 @@ class QueryGradientSm90:
                     sm90.TmaOperand(atoms.v, tensors.v, shared.v),
                     sm90.TmaOperand(atoms.do, tensors.do, shared.do),
                     work,
-                    chain,
+                    score_pipeline,
                 )
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
             out = sm90.TmaOperand(atoms.dq, tensors.dq, shared.q)
-            self.consume(shared, work, out, mRows, scales, chain)
+            self.consume(shared, work, out, mRows, scales, score_pipeline)
 
     @cute.jit
     def load(
         self, q: sm90.TmaOperand, k: sm90.TmaOperand, v: sm90.TmaOperand, do: sm90.TmaOperand, work: DqWork,
-        chain: ScorePipeline
+        score_pipeline: ScorePipeline
     ):  # fmt: skip
         """Run the producer warp: load all tiles of the CTA.
 
         Q and dO of a tile are loaded behind the first K and V. Then K and V follow block after block, each with the
         data that the score stages need for the block.
         """
-        rings, group = work.rings, work.pieces.group
-        nth, done, number = Int32(0), Int32(0), cute.arch.block_idx()[0]
-        while number < work.pieces.total:
-            tile = work.pieces.tile(number, group)
-            run = work.walk.at(tile.sizes, TILE_M, TILE_N).keys(tile)
+        pipelines, group = work.pipelines, work.tile_grid.group
+        tile_count, block_count, tile_idx = Int32(0), Int32(0), cute.arch.block_idx()[0]
+        while tile_idx < work.tile_grid.total:
+            tile = work.tile_grid.tile(tile_idx, group)
+            kv_range = work.block_iterator.bind(tile.sizes, TILE_M, TILE_N).keys(tile)
             tQsQ, tQgQ = tile.rows(q).tiles((ROWS, self.d), (None, 0))
             tOsO, tOgO = tile.rows(do).tiles((ROWS, self.dv), (None, 0))
             tKsK, tKgK = tile.keys(k).tiles((TILE_N, self.d), (None, 0))
             tVsV, tVgV = tile.keys(v).tiles((TILE_N, self.dv), (None, 0))
-            stages = chain.begin_tile_load(tile, tile.head)
-            block = run.nth(0)
+            stage_loads = score_pipeline.begin_tile_load(tile, tile.head)
+            block = kv_range.nth(0)
             # K goes first, because the stage of Q may have to wait for the store of a dQ.
-            sm90.load_block(k.atom, tKgK, tKsK, rings.k, block, done)
-            sm90.load_block(v.atom, tVgV, tVsV, rings.v, block, done)
+            sm90.load_block(k.atom, tKgK, tKsK, pipelines.k, block, block_count)
+            sm90.load_block(v.atom, tVgV, tVsV, pipelines.v, block, block_count)
             for w in cutlass.range_constexpr(WARPGROUPS):
-                part, count = tile.block * WARPGROUPS + w, nth * WARPGROUPS + w
-                sm90.load_block(do.atom, tOgO, tOsO, rings.do, part, count)
-                sm90.load_block(q.atom, tQgQ, tQsQ, rings.q, part, count)
-            stages.load(block, done)
-            for j in cutlass.range(1, run.count, unroll=1):
-                block = run.nth(j)
-                sm90.load_block(k.atom, tKgK, tKsK, rings.k, block, done + j)
-                sm90.load_block(v.atom, tVgV, tVsV, rings.v, block, done + j)
-                stages.load(block, done + j)
-            number = work.queue.publish(nth, work.queue.fetch_next())
-            nth += 1
-            done += run.count
+                q_block, count = tile.block * WARPGROUPS + w, tile_count * WARPGROUPS + w
+                sm90.load_block(do.atom, tOgO, tOsO, pipelines.do, q_block, count)
+                sm90.load_block(q.atom, tQgQ, tQsQ, pipelines.q, q_block, count)
+            stage_loads.load(block, block_count)
+            for j in cutlass.range(1, kv_range.count, unroll=1):
+                block = kv_range.nth(j)
+                sm90.load_block(k.atom, tKgK, tKsK, pipelines.k, block, block_count + j)
+                sm90.load_block(v.atom, tVgV, tVsV, pipelines.v, block, block_count + j)
+                stage_loads.load(block, block_count + j)
+            tile_idx = work.tile_scheduler.publish(tile_count, work.tile_scheduler.fetch_next())
+            tile_count += 1
+            block_count += kv_range.count
 
-    def hold(self, shared: DqSmem, rings: DqPipelines, wg: Int32, thread: Int32) -> DqConsumerState:
+    def make_consumer_state(self, shared: DqSmem, pipelines: DqPipelines, wg: Int32, thread: Int32) -> DqConsumerState:
         """Return the operands and accumulators of a consumer warpgroup."""
         scores = sm90.WgmmaProduct.create(lambda: sm90.make_mma(self.element.dtype, TILE_N, "rows", "rows"))
         sums = sm90.WgmmaProduct.create(lambda: sm90.make_mma(self.element.dtype, self.d, "registers", "columns"))
@@ -259,93 +275,102 @@ class QueryGradientSm90:
         S, dP = (sm90.StageProduct(scores, rows[i], keys[i], sm90.zeros(mma_s, (ROWS, TILE_N))) for i in range(2))
         dS = fragments.OperandA.create(S.acc, self.element)
         dQ = sm90.StageProduct(sums, dS.fragment, columns, sm90.zeros(mma_q, (ROWS, self.d)))
-        return DqConsumerState(rings, S, dP, dQ, dS)
+        return DqConsumerState(pipelines, S, dP, dQ, dS)
 
     @cute.jit
     def consume(
         self, shared: DqSmem, work: DqWork, out: sm90.TmaOperand, mRows: cute.Tensor, scales: SoftmaxScale,
-        chain: ScorePipeline
+        score_pipeline: ScorePipeline
     ):  # fmt: skip
         """Run a consumer warpgroup: compute dQ of 64 rows of every tile, block after block of the block iterator."""
-        rings = work.rings
+        pipelines = work.pipelines
         tidx = cute.arch.thread_idx()[0] - sm90.WARPGROUP
         wg, thread = cute.arch.make_warp_uniform(tidx // sm90.WARPGROUP), tidx % sm90.WARPGROUP
         lane = thread % sm90.WARP
-        my, chain = self.hold(shared, rings, wg, thread), chain.hold(TILE_N)
-        nth, done, number = Int32(0), Int32(0), cute.arch.block_idx()[0]
-        while number < work.pieces.total:
-            tile = work.pieces.tile(number)
-            wg_tile, nth_q = tile.block * WARPGROUPS + wg, nth * WARPGROUPS + wg
+        state, score_pipeline = (
+            self.make_consumer_state(shared, pipelines, wg, thread),
+            score_pipeline.allocate_registers(TILE_N),
+        )
+        tile_count, block_count, tile_idx = Int32(0), Int32(0), cute.arch.block_idx()[0]
+        while tile_idx < work.tile_grid.total:
+            tile = work.tile_grid.tile(tile_idx)
+            wg_tile, count_q = tile.block * WARPGROUPS + wg, tile_count * WARPGROUPS + wg
             row = wg_tile * ROWS + thread // sm90.WARP * SLAB + lane // 4
-            here = chain.at(ScoreCoord(tile.sizes, TILE_N, row, lane % 4 * 2, tile.sequence, tile.head))
-            two = rows_of_thread(mRows, tile, row, chain.scales(scales).log2)
-            walk = work.walk.at(tile.sizes, TILE_M, TILE_N)
-            others, run = walk.kv_range_for_warpgroup(tile, wg_tile * ROWS, ROWS, walk.tile_lengths_vary)
-            for count in cutlass.range(done, done + others, unroll=1):
-                for ring in (rings.k, rings.v):
-                    ring.consumer_wait(count)
-                    ring.consumer_release(count)
-                here.skip_kv_blocks(count)
-            done += others
-            my.dQ.acc.fill(0.0)
-            rings.q.consumer_wait(nth_q)
-            rings.do.consumer_wait(nth_q)
+            tile_stages = score_pipeline.set_tile(
+                ScoreCoord(tile.sizes, TILE_N, row, lane % 4 * 2, tile.sequence, tile.head)
+            )
+            row_stats = rows_of_thread(mRows, tile, row, score_pipeline.scales(scales).log2)
+            bound_iterator = work.block_iterator.bind(tile.sizes, TILE_M, TILE_N)
+            skipped_blocks, kv_range = bound_iterator.kv_range_for_warpgroup(
+                tile, wg_tile * ROWS, ROWS, bound_iterator.tile_lengths_vary
+            )
+            for count in cutlass.range(block_count, block_count + skipped_blocks, unroll=1):
+                for pipeline in (pipelines.k, pipelines.v):
+                    pipeline.consumer_wait(count)
+                    pipeline.consumer_release(count)
+                tile_stages.skip_kv_blocks(count)
+            block_count += skipped_blocks
+            state.dQ.acc.fill(0.0)
+            pipelines.q.consumer_wait(count_q)
+            pipelines.do.consumer_wait(count_q)
             warpgroup.fence()
-            my.issue_scores(done)
+            state.issue_scores(block_count)
             warpgroup.wait_group(0)
-            rings.v.consumer_release(done)
-            for section in run.sections_before_last():
-                here.begin(run.nth(section.begin), section.masked)
-                for j in cutlass.range(section.begin, section.end, unroll=1):
-                    self.weigh(my, two, here, run.nth(j), done + j, section.masked)
-                    here.ahead(run.next(j, section), section.masked)
+            pipelines.v.consumer_release(block_count)
+            for subrange in kv_range.sections_before_last():
+                tile_stages.begin(kv_range.nth(subrange.begin), subrange.masked)
+                for j in cutlass.range(subrange.begin, subrange.end, unroll=1):
+                    self.compute_ds(state, row_stats, tile_stages, kv_range.nth(j), block_count + j, subrange.masked)
+                    tile_stages.prefetch(kv_range.next(j, subrange), subrange.masked)
                     warpgroup.fence()
-                    my.dQ.add(rings.k.stage_index(done + j))
-                    my.issue_scores(done + j + 1)
+                    state.dQ.add(pipelines.k.stage_index(block_count + j))
+                    state.issue_scores(block_count + j + 1)
                     warpgroup.wait_group(2)  # wait for dQ
-                    rings.k.consumer_release(done + j)
+                    pipelines.k.consumer_release(block_count + j)
                     warpgroup.wait_group(0)
-                    rings.v.consumer_release(done + j + 1)
-            rings.do.consumer_release(nth_q)
-            done += run.count - 1
-            here.begin(run.last(), masked=True)
-            self.weigh(my, two, here, run.last(), done, masked=True)
+                    pipelines.v.consumer_release(block_count + j + 1)
+            pipelines.do.consumer_release(count_q)
+            block_count += kv_range.count - 1
+            tile_stages.begin(kv_range.last(), masked=True)
+            self.compute_ds(state, row_stats, tile_stages, kv_range.last(), block_count, masked=True)
             warpgroup.fence()
-            my.dQ.add(rings.k.stage_index(done))
+            state.dQ.add(pipelines.k.stage_index(block_count))
             warpgroup.wait_group(0)
-            rings.k.consumer_release(done)
-            done += 1
+            pipelines.k.consumer_release(block_count)
+            block_count += 1
             if cutlass.const_expr(tile.sizes.may_be_empty):
                 # Rows that belong to no sequence have no keys. Their dO may be NaN, and 0 * NaN is NaN.
                 if tile.sizes.Sk == 0:
-                    my.dQ.acc.fill(0.0)
-            self.store(my, tile.rows(out), wg, wg_tile, chain.scaled(scales.natural))
-            rings.q.consumer_release(nth_q)
-            number = work.queue.receive(nth)
-            nth += 1
+                    state.dQ.acc.fill(0.0)
+            self.store(state, tile.rows(out), wg, wg_tile, score_pipeline.scaled(scales.natural))
+            pipelines.q.consumer_release(count_q)
+            tile_idx = work.tile_scheduler.receive(tile_count)
+            tile_count += 1
 
     @cute.jit
-    def weigh(
-        self, my: DqConsumerState, two: RowStats, here: ScorePipeline, n_block: Int32, count: Int32,
+    def compute_ds(
+        self, state: DqConsumerState, row_stats: RowStats, tile_stages: ScorePipeline, n_block: Int32, count: Int32,
         masked: cutlass.Constexpr[bool]
     ):  # fmt: skip
         """Compute dS of a block from S and dP, and pack dS into 16 bits."""
-        here.prepare_stage(n_block, masked)
-        here.apply(my.S.values, n_block, masked, count)
-        S, dP = by_query(my.S.acc), by_query(my.dP.acc)
-        exponentiate(S, two.lse_log2, two.scale_log2)
-        here.apply_backward(my.dP.values, masked)
-        differentiate(S, dP, two.delta, S, score_derivative=ScoreDerivative.of(here, lambda: two.lse_log2))
-        my.dS.take(my.S.acc)
+        tile_stages.prepare_stage(n_block, masked)
+        tile_stages.apply(state.S.values, n_block, masked, count)
+        S, dP = by_query(state.S.acc), by_query(state.dP.acc)
+        exponentiate(S, row_stats.lse_log2, row_stats.scale_log2)
+        tile_stages.apply_backward(state.dP.values, masked)
+        softmax_backward(
+            S, dP, row_stats.delta, S, score_derivative=ScoreDerivative.create(tile_stages, lambda: row_stats.lse_log2)
+        )
+        state.dS.convert(state.S.acc)
 
     @cute.jit
-    def store(self, my: DqConsumerState, out: sm90.TmaOperand, wg: Int32, wg_tile: Int32, scale: Float32):
+    def store(self, state: DqConsumerState, out: sm90.TmaOperand, wg: Int32, wg_tile: Int32, scale: Float32):
         """Store dQ in 16 bits through the stage of its Q, and wait until the stage is free again."""
-        rdQ = cute.make_rmem_tensor_like(my.dQ.acc, self.element.dtype)
-        rdQ.store((my.dQ.acc.load() * scale).to(self.element.dtype))
+        rdQ = cute.make_rmem_tensor_like(state.dQ.acc, self.element.dtype)
+        rdQ.store((state.dQ.acc.load() * scale).to(self.element.dtype))
         start = cute.slice_(out.s, (None, None, wg)).iterator
         sdQ = cute.make_tensor(start, sm90.slab_layout(self.element.dtype, ROWS, self.d).outer)
         sm90.sync_warpgroup(JOIN, wg)  # no warp of the warpgroup may still be reading Q
-        sm90.store_slabs(rdQ, sdQ, out, wg_tile * (ROWS // SLAB), my.dQ.product.add)
+        sm90.store_slabs(rdQ, sdQ, out, wg_tile * (ROWS // SLAB), state.dQ.product.add)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.sync_warp()

@@ -3,7 +3,7 @@
 The split backward has seven products instead of five. In return, no dQ workspace is needed, the bits are the same in
 every run, and either part can be left out. The split backward is also the faster way for head dims above 128. There,
 registers hold dK and dV of 64 keys. A fused kernel would send the fp32 sums of dQ from the SMs to L2 once for every 64
-keys. The kernel would wait for these sums half of the time (tools/results/LOG.md).
+keys. The kernel would wait for these sums half of the time (docs/experiments/backward.md).
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import cutlass.cute as cute
 
 from ...registry.kernel_spec import HopperSpec
 from ..backward.pre_post_process import BackwardPreprocess, RowStatsInputs
-from ..call_args.backward import WANT_DKDV, WANT_DQ, BackwardArgs, BackwardCall
+from ..call_args.kernel_call import WANT_DKDV, WANT_DQ, KernelArgs, KernelCall
 from ..features.base import KernelFeatures
 from .backward_dkdv import KeyGradientsSm90
 from .backward_dq import QueryGradientSm90
 
 
-class SplitBackwardSm90(BackwardCall):
+class SplitBackwardSm90(KernelCall, kind="partbwd"):
     """Builder of the three kernels of a split backward, which a call launches in sequence.
 
     Computes dQ, dK and dV, deterministically.
@@ -35,18 +35,19 @@ class SplitBackwardSm90(BackwardCall):
     """
 
     def __init__(self, spec: HopperSpec):
-        self.spec, self.seams = spec, KernelFeatures.of(spec)
-        self.element = self.seams.element
-        self.prepare = BackwardPreprocess(self.element)
+        self.spec, self.features = spec, KernelFeatures.from_spec(spec)
+        self.element = self.features.element
+        self.preprocess = BackwardPreprocess(self.element)
         self.query_gradient, self.key_gradients = QueryGradientSm90(spec), KeyGradientsSm90(spec)
 
     @cute.jit
-    def launch(self, call: BackwardArgs, stream: cuda.CUstream):
+    def launch(self, call: KernelArgs, stream: cuda.CUstream):
         """Launch the preprocessing kernels of the features, then the kernels of the requested gradients."""
-        self.seams.launch_preprocess(call, stream)
-        pieces, kept = self.seams.pieces(call), self.seams.chain(call).keep_probability
-        given = RowStatsInputs(call.o, call.do, call.lse, call.dlse)
-        self.prepare(given, call.rows, None, None, kept, pieces, stream)
+        self.features.launch_preprocess(call, stream)
+        addressing = self.features.tile_addressing(call)
+        keep_probability = self.features.score_pipeline(call).keep_probability
+        row_stats_inputs = RowStatsInputs(call.o, call.do, call.lse, call.dlse)
+        self.preprocess(row_stats_inputs, call.rows, None, None, keep_probability, addressing, stream)
         if call.wanted & WANT_DQ != 0:
             self.query_gradient(call, stream)
         if call.wanted & WANT_DKDV != 0:

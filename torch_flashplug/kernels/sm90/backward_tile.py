@@ -23,18 +23,17 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warp, warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
-from ...registry.kernel_spec import TILE_BACKWARD, HopperSpec
+from ...registry.kernel_spec import SINGLE_TILE, HopperSpec
 from ..backward.dbias_reduce import write_pair
-from ..backward.pre_post_process import LOST, by_query, differentiate, exponentiate
-from ..call_args.operands import SoftmaxScale
-from ..call_args.tile_backward import TileBackwardArgs, TileBackwardCall
+from ..backward.pre_post_process import LOST, by_query, exponentiate, softmax_backward
+from ..call_args.kernel_call import KernelArgs, KernelCall, SoftmaxScale
 from ..features.base import KernelFeatures
 from ..primitives import fragments, sm90
 from ..score_stages.pipeline import ScoreCoord, ScoreLayout, ScorePipeline
 from ..tiling.seqlen_info import SeqlenInfo
 from ..tiling.tile import Tile
 
-TILE_M, TILE_N = TILE_BACKWARD  # largest numbers of queries and keys of a sequence
+TILE_M, TILE_N = SINGLE_TILE  # largest numbers of queries and keys of a sequence
 P, DS = 0, 1  # buffers of the weights in shared memory
 JOIN = 1  # named barrier of the consumer warpgroup
 
@@ -74,7 +73,7 @@ class SequenceRange:
     """Sequences of a CTA: a single head, and the batch indices from `begin` to before `end`."""
 
     head: Int32
-    number: Int32  # index of the range
+    range_idx: Int32  # index of the range
     begin: Int32
     end: Int32
     sizes: SeqlenInfo
@@ -83,10 +82,10 @@ class SequenceRange:
     @cute.jit
     def of_cta(heads: Int32, batches: Int32, ranges: Int32, sizes: SeqlenInfo) -> SequenceRange:
         """Return the range of this CTA. `ranges` is the number of ranges of the batch."""
-        number, head = cute.arch.block_idx()[0] // heads, cute.arch.block_idx()[0] % heads
+        range_idx, head = cute.arch.block_idx()[0] // heads, cute.arch.block_idx()[0] % heads
         length = cute.ceil_div(batches, ranges)
-        begin = cutlass.min(number * length, batches)
-        return SequenceRange(head, number, begin, cutlass.min(begin + length, batches), sizes)
+        begin = cutlass.min(range_idx * length, batches)
+        return SequenceRange(head, range_idx, begin, cutlass.min(begin + length, batches), sizes)
 
     def tile(self, batch: Int32) -> Tile:
         """Return the only tile of a sequence."""
@@ -113,21 +112,21 @@ class TileConsumerState:
     dV: cute.Tensor
     sum: cute.Tensor  # (64, 64) sum of dS over the sequences of the range
 
-    def multiply_scores(self, slot: Int32) -> None:
+    def multiply_scores(self, stage: Int32) -> None:
         """Start S and dP of a stage; one committed group each."""
         for i, acc in enumerate((self.S, self.dP)):
-            left, right = self.rows[i][None, None, None, slot], self.keys[i][None, None, None, slot]
+            left, right = self.rows[i][None, None, None, stage], self.keys[i][None, None, None, stage]
             self.scores.issue(acc, left, right, accumulate=False)
 
-    def multiply_sums(self, slot: Int32) -> None:
+    def multiply_sums(self, stage: Int32) -> None:
         """Start dV, dK and dQ of a stage; one committed group each."""
-        q, do, k = (x[None, None, None, slot] for x in self.columns)
+        q, do, k = (x[None, None, None, stage] for x in self.columns)
         self.over_queries.issue(self.dV, self.weights[None, None, None, P], do, accumulate=False)
         self.over_queries.issue(self.dK, self.weights[None, None, None, DS], q, accumulate=False)
         self.over_keys.issue(self.dQ, self.packed.fragment, k, accumulate=False)
 
 
-class TileBackwardSm90(TileBackwardCall):
+class TileBackwardSm90(KernelCall, kind="tilebwd"):
     """Builder of the single-tile backward kernel of a spec.
 
     Computes dQ, dK, dV and, if requested, the bias gradient, deterministically.
@@ -146,10 +145,10 @@ class TileBackwardSm90(TileBackwardCall):
     """
 
     def __init__(self, spec: HopperSpec):
-        self.spec, self.seams = spec, KernelFeatures.of(spec)
-        self.element, self.d, self.stages = self.seams.element, spec.d, spec.stages
+        self.spec, self.features = spec, KernelFeatures.from_spec(spec)
+        self.element, self.d, self.stages = self.features.element, spec.d, spec.stages
         self.producer_registers, self.consumer_registers = spec.register_split
-        self.form = ScoreLayout(self.element, 1, TILE_N)
+        self.score_layout = ScoreLayout(self.element, 1, TILE_N)
 
     @property
     def input(self) -> sm90.TmaLoadConfig:
@@ -157,14 +156,14 @@ class TileBackwardSm90(TileBackwardCall):
         return sm90.TmaLoadConfig.create(self.element, TILE_M, self.d, self.stages)
 
     @cute.jit
-    def launch(self, call: TileBackwardArgs, stream: cuda.CUstream):
+    def launch(self, call: KernelArgs, stream: cuda.CUstream):
         """Launch the preprocessing kernels of the features, then the kernel."""
-        self.seams.launch_preprocess(call, stream)
+        self.features.launch_preprocess(call, stream)
         loads = tuple(self.input.tma(sm90.rows_first(x)) for x in (call.q, call.k, call.v, call.do))
         stores = tuple(sm90.output_tma(self.element, sm90.rows_first(x), self.d) for x in (call.dq, call.dk, call.dv))
         atoms, tensors = (TileOperands(*(x[i] for x in (*loads, *stores))) for i in (0, 1))
-        chain = self.seams.chain(call).tma(self.form)
-        self.kernel(atoms, tensors, call.lse, call.scales, call.ranges, call.dbias, chain).launch(
+        score_pipeline = self.features.score_pipeline(call).tma(self.score_layout)
+        self.kernel(atoms, tensors, call.lse, call.scales, call.ranges, call.dbias_any_dtype, score_pipeline).launch(
             grid=(call.q.shape[1] * call.ranges, 1, 1),
             block=(2 * sm90.WARPGROUP, 1, 1),
             stream=stream,
@@ -172,7 +171,7 @@ class TileBackwardSm90(TileBackwardCall):
             preferred_smem_carveout=100,  # percent; without a value the DSL would query a GPU
         )
 
-    def shared(self, smem: cutlass.memory.SmemAllocator) -> TileSmem:
+    def allocate_smem(self, smem: cutlass.memory.SmemAllocator) -> TileSmem:
         """Allocate all buffers of a CTA."""
         dtype, operands = self.element.dtype, tuple(self.input.buffer(smem) for _ in range(4))
         layout = hopper.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (TILE_M, TILE_M, TILE_N), dtype, len((P, DS)))
@@ -189,24 +188,28 @@ class TileBackwardSm90(TileBackwardCall):
         scales: SoftmaxScale,
         ranges: Int32,
         mdBias: cute.Tensor | None,
-        chain: ScorePipeline,
+        score_pipeline: ScorePipeline,
     ):
         """Assign the warp roles: warp 0 loads, and the consumer warpgroup multiplies."""
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = cutlass.memory.SmemAllocator()
-        ring = sm90.Pipeline.create(smem, self.stages, 4 * self.input.bytes)
-        chain = chain.shared(smem, self.form)
-        shared = self.shared(smem)
+        pipeline = sm90.Pipeline.create(smem, self.stages, 4 * self.input.bytes)
+        score_pipeline = score_pipeline.allocate_smem(smem, self.score_layout)
+        shared = self.allocate_smem(smem)
         Sq, _, heads, batches = tensors.q.shape
-        mine = SequenceRange.of_cta(heads, batches, ranges, SeqlenInfo(Sq, tensors.k.shape[0]))
-        sm90.start_cta(warp_idx, (*atoms.all, *chain.atoms), ((ring, sm90.WARPGROUP // sm90.WARP), *chain.rings))
+        sequence_range = SequenceRange.of_cta(heads, batches, ranges, SeqlenInfo(Sq, tensors.k.shape[0]))
+        sm90.start_cta(
+            warp_idx,
+            (*atoms.all, *score_pipeline.atoms),
+            ((pipeline, sm90.WARPGROUP // sm90.WARP), *score_pipeline.pipelines),
+        )
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp_idx == 0:
-                self.load(atoms, tensors, shared, ring, mine, chain)
+                self.load(atoms, tensors, shared, pipeline, sequence_range, score_pipeline)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
-            self.consume(atoms, tensors, shared, ring, mine, mLSE, scales, mdBias, chain)
+            self.consume(atoms, tensors, shared, pipeline, sequence_range, mLSE, scales, mdBias, score_pipeline)
 
     @cute.jit
     def load(
@@ -214,15 +217,15 @@ class TileBackwardSm90(TileBackwardCall):
         atoms: TileOperands,
         tensors: TileOperands,
         shared: TileSmem,
-        ring: sm90.Pipeline,
-        mine: SequenceRange,
-        chain: ScorePipeline,
+        pipeline: sm90.Pipeline,
+        sequence_range: SequenceRange,
+        score_pipeline: ScorePipeline,
     ):
         """Run the producer warp: load Q, K, V and dO of every sequence, and the data of the score stages."""
-        for batch in cutlass.range(mine.begin, mine.end, unroll=1):
-            tile, nth = mine.tile(batch), batch - mine.begin
-            ring.producer_acquire(nth)
-            slot, arrival = ring.stage_index(nth), ring.arrival(nth)
+        for batch in cutlass.range(sequence_range.begin, sequence_range.end, unroll=1):
+            tile, sequence_count = sequence_range.tile(batch), batch - sequence_range.begin
+            pipeline.producer_acquire(sequence_count)
+            stage, arrival = pipeline.stage_index(sequence_count), pipeline.arrival(sequence_count)
             for atom, m, s in (
                 (atoms.q, tensors.q, shared.q),
                 (atoms.k, tensors.k, shared.k),
@@ -230,35 +233,35 @@ class TileBackwardSm90(TileBackwardCall):
                 (atoms.do, tensors.do, shared.do),
             ):
                 tXsX, tXgX = tile.rows(sm90.TmaOperand(atom, m, s)).tiles((TILE_M, self.d), (None, 0))
-                cute.copy(atom, tXgX[None, 0], tXsX[None, slot], tma_bar_ptr=arrival)
-            chain.begin_tile_load(tile, tile.head).load(Int32(0), nth)
+                cute.copy(atom, tXgX[None, 0], tXsX[None, stage], tma_bar_ptr=arrival)
+            score_pipeline.begin_tile_load(tile, tile.head).load(Int32(0), sequence_count)
 
-    def hold(self, shared: TileSmem) -> TileConsumerState:
+    def make_consumer_state(self, shared: TileSmem) -> TileConsumerState:
         """Return the products, operands and accumulators of the consumer warpgroup."""
         dtype, thread = self.element.dtype, cute.arch.thread_idx()[0] % sm90.WARPGROUP
         scores, over_queries, over_keys = (
             sm90.WgmmaProduct.create(lambda x=x: sm90.make_mma(dtype, *x))
             for x in ((TILE_N, "rows", "rows"), (self.d, "columns", "columns"), (self.d, "registers", "columns"))
         )
-        of_scores, of_queries, of_keys = (x.add.get_slice(thread) for x in (scores, over_queries, over_keys))
-        S, dP, total = (sm90.zeros(of_scores, (TILE_M, TILE_N)) for _ in range(3))  # (TILE_M, TILE_N) each
-        dK, dV = (sm90.zeros(of_queries, (TILE_N, self.d)) for _ in range(2))  # (TILE_N, D) each
+        scores_mma, queries_mma, keys_mma = (x.add.get_slice(thread) for x in (scores, over_queries, over_keys))
+        S, dP, total = (sm90.zeros(scores_mma, (TILE_M, TILE_N)) for _ in range(3))  # (TILE_M, TILE_N) each
+        dK, dV = (sm90.zeros(queries_mma, (TILE_N, self.d)) for _ in range(2))  # (TILE_N, D) each
         right = tuple(
             mma.make_fragment_B(mma.partition_B(sm90.transposed(x)))
-            for mma, x in ((of_queries, shared.q), (of_queries, shared.do), (of_keys, shared.k))
+            for mma, x in ((queries_mma, shared.q), (queries_mma, shared.do), (keys_mma, shared.k))
         )
         return TileConsumerState(
             scores,
             over_queries,
             over_keys,
-            tuple(of_scores.make_fragment_A(of_scores.partition_A(x)) for x in (shared.q, shared.do)),
-            tuple(of_scores.make_fragment_B(of_scores.partition_B(x)) for x in (shared.k, shared.v)),
-            of_queries.make_fragment_A(of_queries.partition_A(sm90.transposed(shared.weights))),
+            tuple(scores_mma.make_fragment_A(scores_mma.partition_A(x)) for x in (shared.q, shared.do)),
+            tuple(scores_mma.make_fragment_B(scores_mma.partition_B(x)) for x in (shared.k, shared.v)),
+            queries_mma.make_fragment_A(queries_mma.partition_A(sm90.transposed(shared.weights))),
             right,
             S,
             dP,
             fragments.OperandA.create(S, self.element),
-            sm90.zeros(of_keys, (TILE_M, self.d)),
+            sm90.zeros(keys_mma, (TILE_M, self.d)),
             dK,
             dV,
             total,
@@ -266,51 +269,53 @@ class TileBackwardSm90(TileBackwardCall):
 
     @cute.jit
     def consume(
-        self, atoms: TileOperands, tensors: TileOperands, shared: TileSmem, ring: sm90.Pipeline, mine: SequenceRange,
-        mLSE: cute.Tensor,
-        scales: SoftmaxScale, mdBias: cute.Tensor | None, chain: ScorePipeline,
+        self, atoms: TileOperands, tensors: TileOperands, shared: TileSmem, pipeline: sm90.Pipeline,
+        sequence_range: SequenceRange, mLSE: cute.Tensor, scales: SoftmaxScale, mdBias: cute.Tensor | None,
+        score_pipeline: ScorePipeline,
     ):  # fmt: skip
         """Run the consumer warpgroup: compute the gradients of every sequence of the range."""
         thread = cute.arch.thread_idx()[0] % sm90.WARPGROUP
         lane = thread % sm90.WARP
         row, column = thread // sm90.WARP * sm90.SLAB + lane // 4, lane % 4 * 2
-        my, chain = self.hold(shared), chain.hold(TILE_N)
-        scale_log2 = chain.scales(scales).log2
-        my.sum.fill(0.0)
-        lse = self.lse_of(mLSE, mine, mine.begin, row)
-        for batch in cutlass.range(mine.begin, mine.end, unroll=1):
-            tile, nth = mine.tile(batch), batch - mine.begin
-            here = chain.at(ScoreCoord(mine.sizes, TILE_N, row, column, tile.sequence, tile.head))
-            here.begin(Int32(0), masked=True)
-            ring.consumer_wait(nth)
+        state, score_pipeline = self.make_consumer_state(shared), score_pipeline.allocate_registers(TILE_N)
+        scale_log2 = score_pipeline.scales(scales).log2
+        state.sum.fill(0.0)
+        lse = self.lse_of(mLSE, sequence_range, sequence_range.begin, row)
+        for batch in cutlass.range(sequence_range.begin, sequence_range.end, unroll=1):
+            tile, sequence_count = sequence_range.tile(batch), batch - sequence_range.begin
+            tile_stages = score_pipeline.set_tile(
+                ScoreCoord(sequence_range.sizes, TILE_N, row, column, tile.sequence, tile.head)
+            )
+            tile_stages.begin(Int32(0), masked=True)
+            pipeline.consumer_wait(sequence_count)
             warpgroup.fence()
-            my.multiply_scores(ring.stage_index(nth))
-            here.prepare_stage(Int32(0), masked=True)
+            state.multiply_scores(pipeline.stage_index(sequence_count))
+            tile_stages.prepare_stage(Int32(0), masked=True)
             warpgroup.wait_group(1)
-            here.apply(fragments.rows_and_columns(my.S), Int32(0), masked=True, count=nth)
-            exponentiate(by_query(my.S), (lse[0], lse[1]), scale_log2)
-            lse.store(self.lse_of(mLSE, mine, cutlass.min(batch + 1, mine.end - 1), row).load())
+            tile_stages.apply(fragments.rows_and_columns(state.S), Int32(0), masked=True, count=sequence_count)
+            exponentiate(by_query(state.S), (lse[0], lse[1]), scale_log2)
+            lse.store(self.lse_of(mLSE, sequence_range, cutlass.min(batch + 1, sequence_range.end - 1), row).load())
             # The previous gradients of this warp have left shared memory.
             cute.arch.cp_async_bulk_wait_group(0, read=True)
             sm90.sync_warpgroup(JOIN, Int32(0))  # Now the gradients of all warps have left shared memory.
-            my.packed.take(my.S)
-            self.write_weights(my, shared, P)
+            state.packed.convert(state.S)
+            self.write_weights(state, shared, P)
             warpgroup.wait_group(0)
-            differentiate(by_query(my.S), by_query(my.dP), row_sums(my.S, my.dP), by_query(my.S))
-            my.sum.store(my.sum.load() + my.S.load())
-            my.packed.take(my.S)
-            self.write_weights(my, shared, DS)
+            softmax_backward(by_query(state.S), by_query(state.dP), row_sums(state.S, state.dP), by_query(state.S))
+            state.sum.store(state.sum.load() + state.S.load())
+            state.packed.convert(state.S)
+            self.write_weights(state, shared, DS)
             cute.arch.fence_proxy("async.shared", space="cta")  # Products read shared memory written by stmatrix.
             sm90.sync_warpgroup(JOIN, Int32(0))
             warpgroup.fence()
-            my.multiply_sums(ring.stage_index(nth))
+            state.multiply_sums(pipeline.stage_index(sequence_count))
             if cutlass.const_expr(mdBias is not None):
                 # The batch does not share the bias.
                 if mdBias.shape[0] > cute.arch.grid_dim()[0] // tensors.q.shape[2]:
-                    write_plane(mdBias[batch, mine.head, None, None], my.sum, row, column)
-                    my.sum.fill(0.0)
+                    write_plane(mdBias[batch, sequence_range.head, None, None], state.sum, row, column)
+                    state.sum.fill(0.0)
             warpgroup.wait_group(0)
-            ring.consumer_release(nth)
+            pipeline.consumer_release(sequence_count)
             sm90.sync_warpgroup(JOIN, Int32(0))  # No warp reads the weights any longer.
             out = TileOperands(*(None,) * 4, *(
                 sm90.TmaOperand(atom, m, s)
@@ -320,39 +325,39 @@ class TileBackwardSm90(TileBackwardCall):
                     (atoms.dv, tensors.dv, self.staging_in(shared, P)),
                 )
             ))  # fmt: skip
-            self.store(my.dV, my.over_queries, Float32(1.0), tile.rows(out.dv))
-            self.store(my.dK, my.over_queries, scales.natural, tile.rows(out.dk))
-            self.store(my.dQ, my.over_keys, scales.natural, tile.rows(out.dq))
+            self.store(state.dV, state.over_queries, Float32(1.0), tile.rows(out.dv))
+            self.store(state.dK, state.over_queries, scales.natural, tile.rows(out.dk))
+            self.store(state.dQ, state.over_keys, scales.natural, tile.rows(out.dq))
         if cutlass.const_expr(mdBias is not None):
             if mdBias.shape[0] == cute.arch.grid_dim()[0] // tensors.q.shape[2]:
-                write_plane(mdBias[mine.number, mine.head, None, None], my.sum, row, column)
+                write_plane(mdBias[sequence_range.range_idx, sequence_range.head, None, None], state.sum, row, column)
         # Shared memory must stay allocated until the last store has read from it.
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def lse_of(self, mLSE: cute.Tensor, mine: SequenceRange, batch: Int32, row: Int32) -> cute.Tensor:
+    def lse_of(self, mLSE: cute.Tensor, sequence_range: SequenceRange, batch: Int32, row: Int32) -> cute.Tensor:
         """Return LSE * log2(e) of this thread's two rows; inf if a row does not exist or sees no key."""
         lse = cute.make_rmem_tensor((2,), Float32)  # (2,)
         for r in cutlass.range_constexpr(2):
             lse[r] = Float32.inf
-            if row + 8 * r < mine.sizes.Sq:
-                given = mLSE[batch, mine.head, row + 8 * r] * fragments.LOG2_E
-                lse[r] = cutlass.select_(abs(given) > LOST, Float32.inf, given)
+            if row + 8 * r < sequence_range.sizes.Sq:
+                lse_log2 = mLSE[batch, sequence_range.head, row + 8 * r] * fragments.LOG2_E
+                lse[r] = cutlass.select_(abs(lse_log2) > LOST, Float32.inf, lse_log2)
         return lse
 
-    def write_weights(self, my: TileConsumerState, shared: TileSmem, slot: int) -> None:
+    def write_weights(self, state: TileConsumerState, shared: TileSmem, buffer: int) -> None:
         """Write P or dS from `packed` to shared memory, as (queries, keys)."""
         thread = cute.arch.thread_idx()[0] % sm90.WARPGROUP
         matrices = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.element.dtype)
-        copy = cute.make_tiled_copy_C(matrices, my.scores.add).get_slice(thread)
-        pairs = cute.recast_ptr(my.packed.pairs.iterator, dtype=self.element.dtype)
-        source = copy.retile(cute.make_tensor(pairs, my.S.layout))
-        cute.copy(copy, source, copy.partition_D(shared.weights[None, None, slot]))
+        copy = cute.make_tiled_copy_C(matrices, state.scores.add).get_slice(thread)
+        pairs = cute.recast_ptr(state.packed.pairs.iterator, dtype=self.element.dtype)
+        source = copy.retile(cute.make_tensor(pairs, state.S.layout))
+        cute.copy(copy, source, copy.partition_D(shared.weights[None, None, buffer]))
 
-    def staging_in(self, shared: TileSmem, slot: int) -> cute.Tensor:
-        """Return the buffer of the weights `stage_index` as a staging buffer (64, D) of a gradient."""
+    def staging_in(self, shared: TileSmem, buffer: int) -> cute.Tensor:
+        """Return buffer `buffer` of the weights (P or DS) as a staging buffer (64, D) of a gradient."""
         layout = sm90.slab_layout(self.element.dtype, TILE_M, self.d)
-        start = shared.weights[None, None, slot].iterator
+        start = shared.weights[None, None, buffer].iterator
         return cute.make_tensor(cute.recast_ptr(start, layout.inner, dtype=self.element.dtype), layout.outer)
 
     @cute.jit

@@ -23,8 +23,7 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import warpgroup
 
 from ...registry.kernel_spec import L2_BYTES, ROWS_PER_WARPGROUP, HopperSpec
-from ..call_args.decode import DecodeArgs, DecodeCall
-from ..call_args.operands import SoftmaxScale
+from ..call_args.kernel_call import KernelArgs, KernelCall, SoftmaxScale
 from ..decode.pack_gqa import DecodeTile
 from ..decode.split_kv import AT_ONCE, ClusterPartials, PartialResult, SplitKvCombine, WorkspacePartials, follow
 from ..features.base import KernelFeatures
@@ -44,7 +43,7 @@ PAIR = 2  # neighboring columns of a thread
 class DecodeBarrier(enum.IntEnum):
     """Named barriers of the consumer warpgroups; barrier 0 is `sync_threads`."""
 
-    Q_THERE = 1  # Q_THERE + w: the 64 rows of Q of warpgroup w are in shared memory
+    Q_LOADED = 1  # Q_LOADED + w: the 64 rows of Q of warpgroup w are in shared memory
     V_READ = 4  # all warpgroups have read V
 
 
@@ -92,23 +91,23 @@ class SoftmaxRows:
 class DecodeWork:
     """Part of the problem of a CTA, and the pipelines between the producer warp and the consumer warpgroups."""
 
-    part: DecodeTile
-    walk: BoundBlocks
-    ring_k: sm90.Pipeline
-    ring_v: sm90.Pipeline
+    decode_tile: DecodeTile
+    block_iterator: BoundBlocks
+    pipeline_k: sm90.Pipeline
+    pipeline_v: sm90.Pipeline
 
     def keys(self) -> SplitKvRange:
         """Return the KV blocks of this CTA."""
-        return self.part.keys(self.walk)
+        return self.decode_tile.keys(self.block_iterator)
 
 
-class DecodeSm90(DecodeCall):
+class DecodeSm90(KernelCall, kind="decode"):
     """Builder of the Hopper decode kernel of a spec. All sizes below are compile-time constants.
 
     Computes O = softmax(scale * Q K^T) V and the LSE for few query rows.
 
     Inputs: q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv). Outputs: o (B, Hq, Sq, Dv), lse (B, Hq, Sq) in
-    fp32. Workspace: fp32 partial results of the splits (`combine.Partials`), if splits are not reduced in a cluster.
+    fp32. Workspace: fp32 partial results of the splits (`WorkspacePartials`), if splits are not reduced in a cluster.
 
     Warp roles: the first tile_m / 64 warpgroups are consumers. The warp behind them is the producer warp. There is no
     register split.
@@ -121,8 +120,8 @@ class DecodeSm90(DecodeCall):
     """
 
     def __init__(self, spec: HopperSpec):
-        self.spec, self.seams = spec, KernelFeatures.of(spec)
-        self.element = self.seams.element
+        self.spec, self.features = spec, KernelFeatures.from_spec(spec)
+        self.element = self.features.element
         self.tile_m, self.tile_n, self.d, self.dv, self.stages = spec.tile_m, spec.tile_n, spec.d, spec.dv, spec.stages
         self.warpgroups = spec.warpgroups
 
@@ -136,19 +135,26 @@ class DecodeSm90(DecodeCall):
         )
 
     @cute.jit
-    def launch(self, call: DecodeArgs, stream: cuda.CUstream):
+    def launch(self, call: KernelArgs, stream: cuda.CUstream):
         """Launch the decode kernel and, if the splits are not reduced in a cluster, the `SplitKvCombine` kernel."""
         B, Hq, Sq, Dv = call.o.shape
         Hkv = call.k.shape[1]
         _, k, v = self.inputs
-        pieces = self.seams.pieces(call)
-        tma_k, mK = k.tma(pieces.rows_first(call.k))
-        tma_v, mVt = v.tma(pieces.columns_first(call.v))
-        m_tiles = pieces.most_blocks_of_rows(Hq // Hkv * Sq, self.tile_m)
+        addressing = self.features.tile_addressing(call)
+        tma_k, mK = k.tma(addressing.rows_first(call.k))
+        tma_v, mVt = v.tma(addressing.columns_first(call.v))
+        m_tiles = addressing.max_blocks_of_rows(Hq // Hkv * Sq, self.tile_m)
         partials = WorkspacePartials(call.partials.iterator, B * Hq * Sq, call.splits, Dv)
-        outside = DecodeGmem(call.q, call.o, call.lse, partials.start)
-        seams = (pieces, self.seams.walk(call), self.seams.chain(call))
-        arguments = (DecodeOperands(tma_k, tma_v), DecodeOperands(mK, mVt), outside, call.scale, call.splits, *seams)
+        gmem = DecodeGmem(call.q, call.o, call.lse, partials.start)
+        feature_args = (addressing, self.features.block_iterator(call), self.features.score_pipeline(call))
+        arguments = (
+            DecodeOperands(tma_k, tma_v),
+            DecodeOperands(mK, mVt),
+            gmem,
+            call.scale,
+            call.splits,
+            *feature_args,
+        )
         launch = {
             "grid": (m_tiles * call.splits * Hkv * B, 1, 1),
             "block": (self.spec.threads, 1, 1),
@@ -163,75 +169,86 @@ class DecodeSm90(DecodeCall):
         else:
             self.kernel(*arguments, clustered=False).launch(**launch)
         if call.splits > call.cluster:
-            chain = self.seams.chain(call)
-            SplitKvCombine(self.element)(call.o, call.lse, partials, chain.unit(call.scale), chain, stream)
+            score_pipeline = self.features.score_pipeline(call)
+            SplitKvCombine(self.element)(
+                call.o, call.lse, partials, score_pipeline.natural_scale(call.scale), score_pipeline, stream
+            )
 
     @cute.kernel
     def kernel(
         self,
         atoms: DecodeOperands,
         tensors: DecodeOperands,
-        outside: DecodeGmem,
+        gmem: DecodeGmem,
         scale: Float32,
         splits: Int32,
-        pieces: TileAddressing,
-        walk: BlockIterator,
-        chain: ScorePipeline,
+        addressing: TileAddressing,
+        block_iterator: BlockIterator,
+        score_pipeline: ScorePipeline,
         clustered: cutlass.Constexpr[bool],
     ):
         """Assign the warp roles, and reduce the splits of a cluster behind the mainloop."""
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = cutlass.memory.SmemAllocator()
-        _, ring_k, ring_v = (x.ring(smem) if i else None for i, x in enumerate(self.inputs))
-        sizes = SeqlenInfo(outside.q.shape[2], tensors.k.shape[0])
-        part = DecodeTile.of_cta(pieces, sizes, outside.q.shape[1], tensors.k.shape[2], self.tile_m, splits)
-        work = DecodeWork(part, walk.at(part.sizes, self.tile_m, self.tile_n).shared(smem), ring_k, ring_v)
+        _, pipeline_k, pipeline_v = (x.create_pipeline(smem) if i else None for i, x in enumerate(self.inputs))
+        sizes = SeqlenInfo(gmem.q.shape[2], tensors.k.shape[0])
+        decode_tile = DecodeTile.of_cta(addressing, sizes, gmem.q.shape[1], tensors.k.shape[2], self.tile_m, splits)
+        work = DecodeWork(
+            decode_tile,
+            block_iterator.bind(decode_tile.sizes, self.tile_m, self.tile_n).allocate_smem(smem),
+            pipeline_k,
+            pipeline_v,
+        )
         shared = DecodeSmem(*(x.buffer(smem) for x in self.inputs))
-        sm90.start_cta(warp_idx, (atoms.k, atoms.v), tuple((ring, 4 * self.warpgroups) for ring in (ring_k, ring_v)))
+        sm90.start_cta(
+            warp_idx,
+            (atoms.k, atoms.v),
+            tuple((pipeline, 4 * self.warpgroups) for pipeline in (pipeline_k, pipeline_v)),
+        )
         follow()
-        work.walk.find(part)
+        work.block_iterator.scan(decode_tile)
         if warp_idx == 4 * self.warpgroups:
             k, v = sm90.TmaOperand(atoms.k, tensors.k, shared.k), sm90.TmaOperand(atoms.v, tensors.v, shared.v)
-            self.load(k, v, work, pieces)
+            self.load(k, v, work, addressing)
         else:
-            self.consume(shared, work, outside, scale, chain, clustered)
+            self.consume(shared, work, gmem, scale, score_pipeline, clustered)
         if cutlass.const_expr(clustered):
             sm90.sync_cluster()
             if warp_idx < 4 * self.warpgroups:
-                self.add_up(shared.v, part, outside, chain.unit(scale))
+                self.reduce_cluster(shared.v, decode_tile, gmem, score_pipeline.natural_scale(scale))
             sm90.sync_cluster()  # a peer CTA may still read from this CTA's shared memory
 
     @cute.jit
-    def load(self, k: sm90.TmaOperand, v: sm90.TmaOperand, work: DecodeWork, pieces: TileAddressing):
+    def load(self, k: sm90.TmaOperand, v: sm90.TmaOperand, work: DecodeWork, addressing: TileAddressing):
         """Run the producer warp: load K and V of this split's blocks."""
-        tKsK, tKgK = work.part.of_head(k).tiles((self.tile_n, self.d), (None, 0))
-        tVsV, tVgV = work.part.of_head(v).tiles((self.dv, self.tile_n), (0, None))
-        keys, policy = work.keys(), self.policy(k.m, v.m, pieces)
+        tKsK, tKgK = work.decode_tile.of_head(k).tiles((self.tile_n, self.d), (None, 0))
+        tVsV, tVgV = work.decode_tile.of_head(v).tiles((self.dv, self.tile_n), (0, None))
+        keys, policy = work.keys(), self.policy(k.m, v.m, addressing)
         for j in cutlass.range(keys.begin, keys.end, unroll=1):
             block = keys.nth(j)
-            sm90.load_block(k.atom, tKgK, tKsK, work.ring_k, block, j - keys.begin, policy)
-            sm90.load_block(v.atom, tVgV, tVsV, work.ring_v, block, j - keys.begin, policy)
+            sm90.load_block(k.atom, tKgK, tKsK, work.pipeline_k, block, j - keys.begin, policy)
+            sm90.load_block(v.atom, tVgV, tVsV, work.pipeline_v, block, j - keys.begin, policy)
 
-    def policy(self, mK: cute.Tensor, mVt: cute.Tensor, pieces: TileAddressing) -> Int64:
+    def policy(self, mK: cute.Tensor, mVt: cute.Tensor, addressing: TileAddressing) -> Int64:
         """Return the L2 eviction policy of the K and V loads.
 
         K and V that fit into L2 may still be in L2 when they are read again. Larger K and V only push out other data,
         which costs 3 %.
         """
         _, D, heads, _ = mK.shape
-        many = (
-            Int64(pieces.all_keys(mK)) * heads * pieces.batch(mK) * (D + mVt.shape[0]) * self.element.bytes
+        exceeds_l2 = (
+            Int64(addressing.all_keys(mK)) * heads * addressing.batch(mK) * (D + mVt.shape[0]) * self.element.bytes
             > L2_BYTES[self.spec.arch]
         )
-        return Int64(cutlass.select_(many, Int64(sm90.EVICT_FIRST), Int64(sm90.EVICT_NORMAL)))
+        return Int64(cutlass.select_(exceeds_l2, Int64(sm90.EVICT_FIRST), Int64(sm90.EVICT_NORMAL)))
 
     @cute.jit
     def consume(
-        self, shared: DecodeSmem, work: DecodeWork, outside: DecodeGmem, scale: Float32, chain: ScorePipeline,
+        self, shared: DecodeSmem, work: DecodeWork, gmem: DecodeGmem, scale: Float32, score_pipeline: ScorePipeline,
         clustered: cutlass.Constexpr[bool],
     ):  # fmt: skip
         """Run a consumer warpgroup: process 64 packed rows against this split's keys."""
-        part, walk = work.part, work.walk
+        decode_tile, block_iterator = work.decode_tile, work.block_iterator
         tidx = cute.arch.thread_idx()[0]
         wg, thread = cute.arch.make_warp_uniform(tidx // sm90.WARPGROUP), tidx % sm90.WARPGROUP
         lane = thread % sm90.WARP
@@ -243,134 +260,143 @@ class DecodeSm90(DecodeCall):
         tOrV = pv.make_fragment_B(pv.partition_B(shared.v))  # (MMA, 1, tile_n/16, stage)
         acc_S, acc_O = sm90.zeros(qk, (ROWS, self.tile_n)), sm90.zeros(pv, (ROWS, self.dv))  # (64, tile_n) and (64, Dv)
         P = fragments.OperandA.create(acc_S, self.element)
-        scores, sums = (
-            sm90.StageProduct(times_k, my_Q, tSrK, acc_S),
-            sm90.StageProduct(times_v, P.fragment, tOrV, acc_O),
+        scores = sm90.StageProduct(times_k, my_Q, tSrK, acc_S)
+        sums = sm90.StageProduct(times_v, P.fragment, tOrV, acc_O)
+        scales = score_pipeline.scales(SoftmaxScale(scale * fragments.LOG2_E, scale))
+        softmax = OnlineSoftmax.create(scales.log2, score_pipeline)
+        first_head, _ = decode_tile.unpack_row(Int32(0))
+        tile_stages = score_pipeline.allocate_registers(
+            self.tile_n
+        ).set_tile(  # the coordinate has the first packed row of the tile
+            ScoreCoord(
+                decode_tile.sizes,
+                self.tile_n,
+                decode_tile.first_row,
+                lane % 4 * 2,
+                decode_tile.tile.sequence,
+                first_head,
+            )
         )
-        scales = chain.scales(SoftmaxScale(scale * fragments.LOG2_E, scale))
-        softmax = OnlineSoftmax.create(scales.log2, chain)
-        first_head, _ = part.place(Int32(0))
-        here = chain.hold(self.tile_n).at(  # the row of this place is the first packed row of the tile
-            ScoreCoord(part.sizes, self.tile_n, part.first_row, lane % 4 * 2, part.tile.sequence, first_head)
-        )
-        first_row = part.first_row + wg * ROWS
+        first_row = decode_tile.first_row + wg * ROWS
 
-        self.fetch_queries(outside.q, shared.q[None, None, wg], part, first_row)
+        self.fetch_queries(gmem.q, shared.q[None, None, wg], decode_tile, first_row)
         cute.arch.fence_proxy("async.shared", space="cta")  # wgmma reads shared memory written by plain stores
-        sm90.sync_warpgroup(DecodeBarrier.Q_THERE, wg)
+        sm90.sync_warpgroup(DecodeBarrier.Q_LOADED, wg)
         keys = work.keys()
-        self.prepare(here, walk, keys, keys.begin)
-        work.ring_k.consumer_wait(0)
+        self.begin_stages(tile_stages, block_iterator, keys, keys.begin)
+        work.pipeline_k.consumer_wait(0)
         warpgroup.fence()
         scores.start(0)
         warpgroup.wait_group(0)
-        work.ring_k.consumer_release(0)
-        self.weigh(scores.values, softmax, here, walk, keys, keys.begin, first=True)
-        P.take(acc_S)
+        work.pipeline_k.consumer_release(0)
+        self.softmax_block(scores.values, softmax, tile_stages, block_iterator, keys, keys.begin, first=True)
+        P.convert(acc_S)
         # The scores of block j run under the output of block j-1.
         for j in cutlass.range(keys.begin + 1, keys.end, unroll=1):
-            nth, before = j - keys.begin, j - keys.begin - 1
-            self.prepare(here, walk, keys, j)
-            work.ring_k.consumer_wait(nth)
+            count, previous = j - keys.begin, j - keys.begin - 1
+            self.begin_stages(tile_stages, block_iterator, keys, j)
+            work.pipeline_k.consumer_wait(count)
             warpgroup.fence()
-            scores.start(work.ring_k.stage_index(nth))
-            work.ring_v.consumer_wait(before)
-            sums.add(work.ring_v.stage_index(before))
+            scores.start(work.pipeline_k.stage_index(count))
+            work.pipeline_v.consumer_wait(previous)
+            sums.add(work.pipeline_v.stage_index(previous))
             warpgroup.wait_group(1)
-            work.ring_k.consumer_release(nth)
-            self.weigh(scores.values, softmax, here, walk, keys, j, first=False)
+            work.pipeline_k.consumer_release(count)
+            self.softmax_block(scores.values, softmax, tile_stages, block_iterator, keys, j, first=False)
             warpgroup.wait_group(0)
-            work.ring_v.consumer_release(before)
-            P.take(acc_S)
+            work.pipeline_v.consumer_release(previous)
+            P.convert(acc_S)
             softmax.rescale(sums.values)
-        last = keys.end - keys.begin - 1
-        work.ring_v.consumer_wait(last)
+        last_count = keys.end - keys.begin - 1
+        work.pipeline_v.consumer_wait(last_count)
         warpgroup.fence()
-        sums.add(work.ring_v.stage_index(last))
+        sums.add(work.pipeline_v.stage_index(last_count))
         warpgroup.wait_group(0)
-        weights = SoftmaxRows(*softmax.part(sums.values), scales.natural)
+        weights = SoftmaxRows(*softmax.finish_split(sums.values), scales.natural)
         if cutlass.const_expr(clustered):
             sm90.sync_warpgroups(DecodeBarrier.V_READ, self.warpgroups)  # V lay where the results go
         row = wg * ROWS + thread // sm90.WARP * SLAB + lane // 4
-        self.leave(part, row, sums.values, weights, shared.v, outside, clustered)
+        self.store_rows(decode_tile, row, sums.values, weights, shared.v, gmem, clustered)
 
     @cute.jit
-    def leave(
+    def store_rows(
         self,
-        part: DecodeTile,
+        decode_tile: DecodeTile,
         row: Int32,  # row in the tile: the thread's first row; the second is eight rows below
         output: cute.Tensor,
         weights: SoftmaxRows,
         sVt: cute.Tensor,  # the V stages, no longer in use
-        outside: DecodeGmem,
+        gmem: DecodeGmem,
         clustered: cutlass.Constexpr[bool],
     ):
         """Write the results of a thread's two rows.
 
         The results go to the cluster's shared memory, to O and LSE if keys are not split, or to the partial results.
         """
-        mO, mLSE = outside.o, outside.lse
-        parts = WorkspacePartials(
-            outside.partials, mLSE.shape[0] * mLSE.shape[1] * part.queries, part.splits, mO.shape[3]
+        mO, mLSE = gmem.o, gmem.lse
+        partials = WorkspacePartials(
+            gmem.partials, mLSE.shape[0] * mLSE.shape[1] * decode_tile.queries, decode_tile.splits, mO.shape[3]
         )  # fmt: skip
-        peers = ClusterPartials.create(sVt, self.tile_m, self.dv, part.splits)
+        peers = ClusterPartials.create(sVt, self.tile_m, self.dv, decode_tile.splits)
         head_of_row = cute.arch.lane_idx() % 4 == 0
         for r in cutlass.range_constexpr(2):
-            if part.first_row + row + 8 * r < part.rows:
-                head, query = part.place(part.first_row + row + 8 * r)
+            if decode_tile.first_row + row + 8 * r < decode_tile.rows:
+                head, query = decode_tile.unpack_row(decode_tile.first_row + row + 8 * r)
                 if cutlass.const_expr(clustered):
                     self.write_row(peers.output(row + 8 * r), output, r, mO.shape[3], narrow=False)
                     if head_of_row:
-                        place = cute.make_tensor(peers.weight(row + 8 * r), cute.make_layout(2))
-                        place[0], place[1] = weights.tops[r], weights.totals[r]
-                elif part.splits == 1:
-                    self.write_row(mO[part.batch, head, query, None].iterator, output, r, mO.shape[3], narrow=True)
+                        maximum_and_sum = cute.make_tensor(peers.weight(row + 8 * r), cute.make_layout(2))
+                        maximum_and_sum[0], maximum_and_sum[1] = weights.tops[r], weights.totals[r]
+                elif decode_tile.splits == 1:
+                    self.write_row(
+                        mO[decode_tile.batch, head, query, None].iterator, output, r, mO.shape[3], narrow=True
+                    )
                     if head_of_row:
-                        mLSE[part.batch, head, query] = weights.lse(r)
+                        mLSE[decode_tile.batch, head, query] = weights.lse(r)
                 else:
-                    index = (part.batch * mLSE.shape[1] + head) * part.queries + query
-                    self.write_row(parts.output(index, part.split), output, r, mO.shape[3], narrow=False)
+                    index = (decode_tile.batch * mLSE.shape[1] + head) * decode_tile.queries + query
+                    self.write_row(partials.output(index, decode_tile.split), output, r, mO.shape[3], narrow=False)
                     if head_of_row:
-                        cute.arch.store(parts.weight(index, part.split), weights.tops[r])
-                        cute.arch.store(parts.weight(index, part.split) + 1, weights.totals[r])
+                        cute.arch.store(partials.weight(index, decode_tile.split), weights.tops[r])
+                        cute.arch.store(partials.weight(index, decode_tile.split) + 1, weights.totals[r])
 
     @cute.jit
-    def add_up(self, sVt: cute.Tensor, part: DecodeTile, outside: DecodeGmem, scale: Float32):
-        """Reduce the splits of a cluster: every CTA's consumers write a share of the tile's output columns."""
-        mO, mLSE = outside.o, outside.lse
-        peers, quads = ClusterPartials.create(sVt, self.tile_m, self.dv, part.splits), mO.shape[3] // QUAD
-        total = cutlass.min(part.rows - part.first_row, self.tile_m) * quads
-        mine, threads = cute.ceil_div(total, part.splits), sm90.WARPGROUP * self.warpgroups
-        first, end = part.split * mine, cutlass.min((part.split + 1) * mine, total)
+    def reduce_cluster(self, sVt: cute.Tensor, decode_tile: DecodeTile, gmem: DecodeGmem, scale: Float32):
+        """Reduce the splits of a cluster: every CTA's consumers write a part of the tile's output columns."""
+        mO, mLSE = gmem.o, gmem.lse
+        peers, quads = ClusterPartials.create(sVt, self.tile_m, self.dv, decode_tile.splits), mO.shape[3] // QUAD
+        num_units = cutlass.min(decode_tile.rows - decode_tile.first_row, self.tile_m) * quads
+        units_per_cta, threads = cute.ceil_div(num_units, decode_tile.splits), sm90.WARPGROUP * self.warpgroups
+        first, end = decode_tile.split * units_per_cta, cutlass.min((decode_tile.split + 1) * units_per_cta, num_units)
         for unit in cutlass.range(first + cute.arch.thread_idx()[0], end, threads, unroll=1):
             row, column = unit // quads, unit % quads * QUAD
-            share = PartialResult.create(scale)
-            for peer in cutlass.range(0, part.splits, AT_ONCE, unroll=1):
-                share.add(peers, row, peer, 1, column)
-            head, query = part.place(part.first_row + row)
-            share.write(mO[part.batch, head, query, None].iterator + column, self.element)
+            result = PartialResult.create(scale)
+            for peer in cutlass.range(0, decode_tile.splits, AT_ONCE, unroll=1):
+                result.add(peers, row, peer, 1, column)
+            head, query = decode_tile.unpack_row(decode_tile.first_row + row)
+            result.write(mO[decode_tile.batch, head, query, None].iterator + column, self.element)
             if column == 0:
-                mLSE[part.batch, head, query] = share.lse()
+                mLSE[decode_tile.batch, head, query] = result.lse()
 
     @cute.jit
-    def prepare(self, here: ScorePipeline, walk: BoundBlocks, keys: SplitKvRange, j: Int32):
-        """Prepare the score stages for a block, ahead of the block's scores."""
-        if walk.masks(keys, j):
-            here.begin(keys.nth(j), masked=True)
+    def begin_stages(self, tile_stages: ScorePipeline, block_iterator: BoundBlocks, keys: SplitKvRange, j: Int32):
+        """Start the loads of the score stages for a block, before the block's scores."""
+        if block_iterator.masks(keys, j):
+            tile_stages.begin(keys.nth(j), masked=True)
 
     @cute.jit
-    def weigh(
-        self, S: cute.Tensor, softmax: OnlineSoftmax, here: ScorePipeline, walk: BoundBlocks, keys: SplitKvRange,
-        j: Int32,
+    def softmax_block(
+        self, S: cute.Tensor, softmax: OnlineSoftmax, tile_stages: ScorePipeline, block_iterator: BoundBlocks,
+        keys: SplitKvRange, j: Int32,
         first: cutlass.Constexpr[bool],
     ):  # fmt: skip
-        """Turn the scores of a block into probabilities."""
-        if walk.masks(keys, j):
-            here.apply(S, keys.nth(j), masked=True)
-        softmax.step(S, first=first, masked=walk.may_mask)
+        """Convert the scores of a block to probabilities, in place."""
+        if block_iterator.masks(keys, j):
+            tile_stages.apply(S, keys.nth(j), masked=True)
+        softmax.step(S, first=first, masked=block_iterator.may_mask)
 
     @cute.jit
-    def fetch_queries(self, mQ: cute.Tensor, sQ: cute.Tensor, part: DecodeTile, first_row: Int32):
+    def fetch_queries(self, mQ: cute.Tensor, sQ: cute.Tensor, decode_tile: DecodeTile, first_row: Int32):
         """Load the 64 rows of a consumer warpgroup into shared memory, with all loads in flight at once.
 
         The rows may belong to several heads. Columns beyond the last are zeros. Rows beyond the last repeat the last
@@ -381,14 +407,14 @@ class DecodeSm90(DecodeCall):
         loads = ROWS * vectors // sm90.WARPGROUP
         values = cute.make_rmem_tensor((VECTOR // 2, loads), Int32)  # (pairs of a vector, loads)
         for i in cutlass.range_constexpr(loads):
-            number = i * sm90.WARPGROUP + thread
-            head, query = part.place(cutlass.min(first_row + number // vectors, part.last_row))
-            column = cutlass.min(number % vectors * VECTOR, D - VECTOR)
-            source = vector_at(mQ[part.batch, head, query, None].iterator + column, Int32, VECTOR // 2)
+            vector_idx = i * sm90.WARPGROUP + thread
+            head, query = decode_tile.unpack_row(cutlass.min(first_row + vector_idx // vectors, decode_tile.last_row))
+            column = cutlass.min(vector_idx % vectors * VECTOR, D - VECTOR)
+            source = vector_at(mQ[decode_tile.batch, head, query, None].iterator + column, Int32, VECTOR // 2)
             cute.autovec_copy(source, values[None, i])
         for i in cutlass.range_constexpr(loads):
-            number = i * sm90.WARPGROUP + thread
-            row, chunk = number // vectors, number % vectors
+            vector_idx = i * sm90.WARPGROUP + thread
+            row, chunk = vector_idx // vectors, vector_idx % vectors
             for pair in cutlass.range_constexpr(VECTOR // 2):
                 values[pair, i] = cutlass.select_(chunk * VECTOR < D, values[pair, i], Int32(0))
             target = cute.local_tile(sQ, (1, VECTOR), (row, chunk))
@@ -401,13 +427,13 @@ class DecodeSm90(DecodeCall):
         """Write the thread's columns of row `r` in 16 bits (narrow) or in fp32."""
         column = cute.arch.lane_idx() % 4 * PAIR
         for c in cutlass.range_constexpr(0, self.dv // 4, PAIR):
-            at = column + fragments.column_of(c)
-            if at < Dv:
+            column_of_pair = column + fragments.column_of(c)
+            if column_of_pair < Dv:
                 if cutlass.const_expr(narrow):
                     pair = self.element.pack_pair(output[r, c], output[r, c + 1])
-                    cute.arch.store(cute.recast_ptr(start + at, dtype=Int32), pair)
+                    cute.arch.store(cute.recast_ptr(start + column_of_pair, dtype=Int32), pair)
                 else:
                     both = cute.make_rmem_tensor((PAIR,), Float32)
                     both[0], both[1] = output[r, c], output[r, c + 1]
-                    place = cute.make_ptr(Float32, (start + at).toint(), start.memspace, assumed_align=8)
-                    cute.autovec_copy(both, cute.make_tensor(place, cute.make_layout(PAIR)))
+                    target = cute.make_ptr(Float32, (start + column_of_pair).toint(), start.memspace, assumed_align=8)
+                    cute.autovec_copy(both, cute.make_tensor(target, cute.make_layout(PAIR)))

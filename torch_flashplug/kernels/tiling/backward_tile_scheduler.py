@@ -26,19 +26,19 @@ STEPS_BEHIND = 3  # steps by which a KV block follows the previous block
 class BackwardTileScheduler(TileScheduler):
     """Backward tile scheduler with KV blocks of KV heads as tiles."""
 
-    walk: BoundBlocks
+    blocks: BoundBlocks
     in_order: bool = False
 
     @property
     def last_first(self) -> bool:
-        return self.in_order and self.walk.tile_lengths_vary
+        return self.in_order and self.blocks.tile_lengths_vary
 
     def tile(self, number: Int32) -> tuple[Int32, Int32, Int32]:
         """Return (n_block, KV head, batch) of a linear tile index."""
         n_block, head, batch = super().tile(number)
         return n_block if self.last_first else self.num_m_blocks - 1 - n_block, head, batch
 
-    def turn(self, n_block: Int32, run: QueryBlockRange, j: Int32) -> Int32:
+    def accumulation_rank(self, n_block: Int32, run: QueryBlockRange, j: Int32) -> Int32:
         """Return the accumulation rank: the number of KV blocks added to a query block before `n_block`.
 
         Args:
@@ -46,27 +46,27 @@ class BackwardTileScheduler(TileScheduler):
             run: query blocks of the KV block.
             j: position of the query block in `run`.
         """
-        return self.walk.turn(n_block, run, j, self.num_m_blocks) if self.last_first else n_block
+        return self.blocks.accumulation_rank(n_block, run, j, self.num_m_blocks) if self.last_first else n_block
 
 
-def heads_in_turn(
-    walk: BoundBlocks, group: Int32, kv_heads: Int32, row_bytes: int, num_ctas: Int32 | None = None
+def kv_heads_per_l2_group(
+    blocks: BoundBlocks, group: Int32, kv_heads: Int32, row_bytes: int, num_ctas: Int32 | None = None
 ) -> Int32:
     """Return the number of KV heads per L2 group. Tiles of these heads take turns.
 
     Args:
-        walk: block iterator of the call.
+        blocks: block iterator of the call.
         group: query heads per KV head.
         kv_heads: KV heads over the whole batch.
         row_bytes: bytes read and accumulated by the steps per query row of a head.
         num_ctas: number of concurrent CTAs, given in deterministic mode.
     """
-    Sq, Sk = walk.sizes.Sq, walk.sizes.Sk
-    if walk.tile_lengths_vary:
+    Sq, Sk = blocks.sizes.Sq, blocks.sizes.Sk
+    if blocks.tile_lengths_vary:
         head_bytes = Int64(Sq) * group * row_bytes
-        return TileScheduler.heads_per_l2_group(head_bytes, cute.ceil_div(Sk, walk.tile_n), 1, kv_heads)
+        return TileScheduler.heads_per_l2_group(head_bytes, cute.ceil_div(Sk, blocks.tile_n), 1, kv_heads)
     if num_ctas is not None:
         # Enough heads to start all CTAs, successively, in the time of a tile.
-        steps = cute.ceil_div(Sq, walk.tile_m) * group
+        steps = cute.ceil_div(Sq, blocks.tile_m) * group
         return cutlass.min(cute.ceil_div(num_ctas * STEPS_BEHIND, steps), kv_heads)
     return Int32(1)

@@ -3,7 +3,7 @@
 An iterator also tells the ranges of blocks with masking. Producer warps, consumer warpgroups and reduction code use
 the same object, so that all roles agree on the blocks.
 
-A kernel receives a `BlockIterator` as an argument and binds the sizes of a tile: `walk.at(sizes, tile_m, tile_n)`.
+A kernel receives a `BlockIterator` as an argument and binds the sizes of a tile with `bind(sizes, tile_m, tile_n)`.
 Class attributes and Python values hold facts known at trace time. Fields hold the runtime arguments of a call. A range
 of blocks (`BlockRange`) provides `sections()`, the bounds of the loops, and `nth(j)`, the index of the block at
 position j.
@@ -23,8 +23,6 @@ from .seqlen_info import SeqlenInfo
 
 if TYPE_CHECKING:
     from .tile import Tile
-
-
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ class FullBlocks(BlockIterator):
 
     causal = False
 
-    def at(self, sizes: SeqlenInfo, tile_m: int, tile_n: int) -> BoundBlocks:
+    def bind(self, sizes: SeqlenInfo, tile_m: int, tile_n: int) -> BoundBlocks:
         return BoundBlocks(self.causal, sizes, tile_m, tile_n)
 
 
@@ -123,36 +121,37 @@ class BoundBlocks:
             The number of leading KV blocks needed only by the remaining rows of the tile, and the KV blocks of the
                 part.
         """
-        blocks = self.num_blocks((tile.block + 1) * self.tile_m)
+        tile_blocks = self.num_blocks((tile.block + 1) * self.tile_m)
         if not uneven:
-            return Int32(0), KvBlockRange(self, blocks, first_row)
-        mine = cutlass.select_(first_row < self.sizes.Sq, self.num_blocks(first_row + rows), 1)
-        mine = cute.arch.make_warp_uniform(mine)  # Without a uniform value, ptxas recomputes `mine` for every block.
-        return blocks - mine, KvBlockRange(self, mine, first_row)
+            return Int32(0), KvBlockRange(self, tile_blocks, first_row)
+        num_blocks = cutlass.select_(first_row < self.sizes.Sq, self.num_blocks(first_row + rows), 1)
+        # Without a uniform value, ptxas recomputes `num_blocks` for every block.
+        num_blocks = cute.arch.make_warp_uniform(num_blocks)
+        return tile_blocks - num_blocks, KvBlockRange(self, num_blocks, first_row)
 
     def all_keys(self) -> Int32:
         """Return the number of KV blocks visible to some query."""
         return self.num_blocks(self.sizes.Sq)
 
-    def shared(self, smem: cutlass.memory.SmemAllocator) -> BoundBlocks:
+    def allocate_smem(self, smem: cutlass.memory.SmemAllocator) -> BoundBlocks:
         """Decode: return the iterator with shared memory for the results of a scan (none is needed here)."""
         return self
 
-    def find(self, part: object) -> None:
-        """Decode: scan for visible blocks (nothing to do here). Every thread calls `find` before roles part.
+    def scan(self, decode_tile: object) -> None:
+        """Decode: scan for visible blocks (nothing to do here). Every thread calls `scan` before roles part.
 
         Args:
-            part: a `packed.Part`.
+            decode_tile: a `pack_gqa.DecodeTile`.
         """
 
-    def share(self, number: Int32, parts: Int32) -> SplitKvRange:
-        """Decode: return the KV blocks of split `number` of `parts` splits.
+    def split_range(self, split: Int32, num_splits: Int32) -> SplitKvRange:
+        """Decode: return the KV blocks of split `split` of `num_splits` splits.
 
         A split without blocks gets the block behind the last block, if the sequence may be empty.
         """
         total = self.all_keys()
-        mine = SplitKvRange.create(total, number, parts)
-        return mine.or_block(total) if self.sizes.may_be_empty else mine
+        split_range = SplitKvRange.create(total, split, num_splits)
+        return split_range.or_block(total) if self.sizes.may_be_empty else split_range
 
     def masks(self, keys: SplitKvRange, j: Int32) -> cutlass.Boolean:
         """Decode: return whether some row cannot see all keys of the block at position j."""
@@ -177,7 +176,7 @@ class BoundBlocks:
         middle = cutlass.select_(first_key + self.tile_n > self.sizes.Sk, end, middle)
         return QueryBlockRange(begin, middle, end)
 
-    def turn(self, n_block: Int32, run: QueryBlockRange, j: Int32, num_n_blocks: Int32) -> Int32:
+    def accumulation_rank(self, n_block: Int32, run: QueryBlockRange, j: Int32, num_n_blocks: Int32) -> Int32:
         """Return the accumulation rank of a KV block for a query block, in an order that begins with the last KV block.
 
         Args:
@@ -211,7 +210,7 @@ class KvBlocks(BlockRange):
         """Return the block at position j - 1. The caller has already called `nth(j)`."""
         return self.nth(j - 1)
 
-    def more(self, j: Int32) -> cutlass.Boolean:
+    def has_next(self, j: Int32) -> cutlass.Boolean:
         """Return whether a position follows j.
 
         If so, `after(j)` returns the block there, before `nth(j + 1)` is called.
@@ -251,13 +250,13 @@ class KvBlockRange(KvBlocks):
     def nth(self, j: Int32) -> Int32:
         return self.count - 1 - j
 
-    # Overrides of RunOfKeys with the same results, in a form that needs fewer instructions. The compiler does not find
+    # Overrides of KvBlocks with the same results, in a form that needs fewer instructions. The compiler does not find
     # the shorter form.
 
     def before(self, j: Int32) -> Int32:
         return self.count - j
 
-    def more(self, j: Int32) -> cutlass.Boolean:
+    def has_next(self, j: Int32) -> cutlass.Boolean:
         return self.nth(j) > 0
 
     def after(self, j: Int32) -> Int32:
@@ -306,25 +305,25 @@ class QueryBlockRange(BlockRange):
     def sections(self) -> tuple[BlockSubrange, BlockSubrange]:
         return BlockSubrange(True, self.begin, self.middle), BlockSubrange(False, self.middle, self.end)
 
-    def whole(self) -> BlockSubrange:
+    def all_blocks(self) -> BlockSubrange:
         """Return the whole range as one unmasked section, for roles without scores."""
         return BlockSubrange(False, self.begin, self.end)
 
-    def first(self, head: Int32, there: cutlass.Boolean) -> QueryBlockStep:
+    def first(self, head: Int32, is_valid: cutlass.Boolean) -> QueryBlockStep:
         """Return the first step of a single loop over all query heads, from `head` on.
 
         Args:
             head: first query head.
-            there: whether there is a step.
+            is_valid: whether there is a step.
         """
         return QueryBlockStep(head, self.begin)
 
-    def after(self, step: QueryBlockStep, there: cutlass.Boolean) -> QueryBlockStep:
+    def after(self, step: QueryBlockStep, is_valid: cutlass.Boolean) -> QueryBlockStep:
         """Return the step after `step`: all blocks of a head, then the blocks of the next head."""
         last = step.j + 1 >= self.end
         return QueryBlockStep(step.head + Int32(last), cutlass.select_(last, self.begin, step.j + 1))
 
-    def at(self, step: QueryBlockStep) -> QueryBlockRange:
+    def range_of(self, step: QueryBlockStep) -> QueryBlockRange:
         """Return the block range of the head of `step`."""
         return self
 
@@ -355,14 +354,14 @@ class SplitKvRange:
     end: Int32
 
     @classmethod
-    def create(cls, total: Int32, number: Int32, parts: Int32) -> SplitKvRange:
-        """Return split `number` of `parts` splits of `total` blocks. Sizes differ by at most a block."""
-        return cls(total * number // parts, total * (number + 1) // parts)
+    def create(cls, total: Int32, split: Int32, num_splits: Int32) -> SplitKvRange:
+        """Return split `split` of `num_splits` splits of `total` blocks. Sizes differ by at most a block."""
+        return cls(total * split // num_splits, total * (split + 1) // num_splits)
 
     def or_block(self, beyond: Int32) -> SplitKvRange:
         """Return the range, or the single block `beyond` if the range is empty."""
-        none = self.begin == self.end
-        begin, end = (cutlass.select_(none, beyond + i, at) for i, at in enumerate((self.begin, self.end)))
+        is_empty = self.begin == self.end
+        begin, end = (cutlass.select_(is_empty, beyond + i, bound) for i, bound in enumerate((self.begin, self.end)))
         return SplitKvRange(begin, end)
 
     def nth(self, j: Int32) -> Int32:

@@ -18,7 +18,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
 
 from ...registry.kernel_spec import LISTED, TALL
-from ...registry.mask_layout import FLAGS
+from ...registry.mask_layout import INDEX_BITS
 from ..primitives.fragments import zero_of
 from .block_iterator import BlockIterator, BlockRange, BlockSubrange, KvBlocks
 from .seqlen_info import SeqlenInfo
@@ -34,30 +34,30 @@ class BlockSparseLists:
     Plane (batch, head) begins at row batch * rows_of_batch + head * rows_of_head. A factor of 0 broadcasts the plane.
     """
 
-    masked_count: cute.Tensor  # (R,) Int32
-    masked: cute.Tensor  # (R, C) Int32
-    whole_count: cute.Tensor  # (R,) Int32
-    whole: cute.Tensor  # (R, C) Int32
+    partial_count: cute.Tensor  # (R,) Int32
+    partial: cute.Tensor  # (R, C) Int32
+    full_count: cute.Tensor  # (R,) Int32
+    full: cute.Tensor  # (R, C) Int32
     rows_of_batch: Int32
     rows_of_head: Int32
     # Set if KV blocks accumulate in a fixed order. Each value counts the later ranges of SHARE keys with the same block
     # in the list.
-    masked_turn: cute.Tensor | None = None
-    whole_turn: cute.Tensor | None = None
+    partial_rank: cute.Tensor | None = None
+    full_rank: cute.Tensor | None = None
 
     def row(self, batch: Int32, head: Int32, row: Int32) -> Int32:
         """Return the index of a block row among the rows of all planes."""
         return batch * self.rows_of_batch + head * self.rows_of_head + row
 
-    def counts(self, row: Int32, parts: int) -> tuple[Int32, Int32]:
+    def counts(self, row: Int32, tiles_per_block: int) -> tuple[Int32, Int32]:
         """Return the number of partial blocks and the number of all blocks in a row, in units of the visited tiles.
 
         Args:
             row: index of the block row among all planes.
-            parts: visited tiles per listed block.
+            tiles_per_block: visited tiles per listed block.
         """
-        masked, whole = (cute.arch.load(x.iterator + row, Int32) for x in (self.masked_count, self.whole_count))
-        return masked * parts, (masked + whole) * parts
+        partial, full = (cute.arch.load(x.iterator + row, Int32) for x in (self.partial_count, self.full_count))
+        return partial * tiles_per_block, (partial + full) * tiles_per_block
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class BlockSparseIterator(BlockIterator):
     rows = LISTED  # query rows of a block
     tile_lengths_vary = True
 
-    def at(self, sizes: SeqlenInfo, tile_m: int, tile_n: int) -> BoundBlockSparse:
+    def bind(self, sizes: SeqlenInfo, tile_m: int, tile_n: int) -> BoundBlockSparse:
         return BoundBlockSparse(self, sizes, tile_m, tile_n)
 
 
@@ -84,16 +84,16 @@ class BlockSparse192Iterator(BlockSparseIterator):
 class BoundBlockSparse:
     """Block-sparse block iterator bound to the sequence lengths and tile sizes."""
 
-    of: BlockSparseIterator
+    block_iterator: BlockSparseIterator
     sizes: SeqlenInfo
     tile_m: int
     tile_n: int
     tile_lengths_vary = True
 
     def keys(self, tile: Tile) -> SparseKvBlockRange:
-        kind, rows = (SparseKvBlockRange192, TALL) if self.of.rows == TALL else (SparseKvBlockRange, LISTED)
-        row = self.of.keys.row(tile.sequence, tile.head, tile.block // (rows // self.tile_m))
-        return kind.create(self.of.keys, row, LISTED // self.tile_n)
+        kind, rows = (SparseKvBlockRange192, TALL) if self.block_iterator.rows == TALL else (SparseKvBlockRange, LISTED)
+        row = self.block_iterator.keys.row(tile.sequence, tile.head, tile.block // (rows // self.tile_m))
+        return kind.create(self.block_iterator.keys, row, LISTED // self.tile_n)
 
     def keys_of_rows(self, tile: Tile, first_row: Int32) -> SparseKvBlockRange:
         return self.keys(tile)
@@ -119,20 +119,20 @@ class BoundBlockSparse:
         run = self.keys(tile)
         if not uneven:
             return Int32(0), run
-        there = first_row < self.sizes.Sq
-        begin, end = run.seen_by(first_row // rows - tile.block * (self.tile_m // rows), there)
+        has_rows = first_row < self.sizes.Sq
+        begin, end = run.visible_positions(first_row // rows - tile.block * (self.tile_m // rows), has_rows)
         return begin, run.between(begin, end)
 
     def queries(self, tile: Tile) -> SparseQueryBlocksOfHeads:
         return SparseQueryBlocksOfHeads(self, tile)
 
-    def turn(self, n_block: Int32, run: SparseQueryBlockRange, j: Int32, num_n_blocks: Int32) -> Int32:
+    def accumulation_rank(self, n_block: Int32, run: SparseQueryBlockRange, j: Int32, num_n_blocks: Int32) -> Int32:
         """Return the accumulation rank: the number of KV blocks added to a query block before KV block `n_block`.
 
         The rank counts the KV tiles of later listed blocks, from ranges of SHARE keys (kernel_spec.py), and then the
         later tiles of the same listed block.
         """
-        later = run.turn(j)
+        later = run.num_later_ranges(j)
         if self.tile_n == LISTED:
             return (later + 1) >> 1
         return later + cutlass.min(1 - n_block % 2, num_n_blocks - 1 - n_block)
@@ -142,16 +142,16 @@ class BoundBlockSparse:
 class SparseQueryBlocksOfHeads:
     """Query blocks of a KV tile, with a separate list for every query head."""
 
-    walk: BoundBlockSparse
+    blocks: BoundBlockSparse
     tile: Tile
 
     def of_head(self, nth: Int32) -> SparseQueryBlockRange:
         return self.of_query_head(self.tile.query_head(nth))
 
     def of_query_head(self, head: Int32) -> SparseQueryBlockRange:
-        walk, tile = self.walk, self.tile
-        row = walk.of.queries.row(tile.sequence, head, tile.block // (LISTED // walk.tile_n))
-        return SparseQueryBlockRange.create(walk.of.queries, row, LISTED // walk.tile_m)
+        blocks, tile = self.blocks, self.tile
+        row = blocks.block_iterator.queries.row(tile.sequence, head, tile.block // (LISTED // blocks.tile_n))
+        return SparseQueryBlockRange.create(blocks.block_iterator.queries, row, LISTED // blocks.tile_m)
 
     @cute.jit
     def total(self, heads: Int32) -> Int32:
@@ -161,39 +161,39 @@ class SparseQueryBlocksOfHeads:
             steps += self.of_head(nth).count
         return steps
 
-    def first(self, head: Int32, there: cutlass.Boolean) -> SparseBlockStep:
+    def first(self, head: Int32, is_valid: cutlass.Boolean) -> SparseBlockStep:
         """Return the first step of a single loop over all query heads, from `head` on.
 
         Args:
             head: first query head.
-            there: whether there is a step.
+            is_valid: whether there is a step.
         """
-        return self.seek(head, Int32(0), there)
+        return self.seek(head, Int32(0), is_valid)
 
-    def after(self, step: SparseBlockStep, there: cutlass.Boolean) -> SparseBlockStep:
+    def after(self, step: SparseBlockStep, is_valid: cutlass.Boolean) -> SparseBlockStep:
         """Return the step after `step`: all blocks of a head, then the blocks of the next head with any block."""
-        return self.seek(step.head, step.j + 1, there)
+        return self.seek(step.head, step.j + 1, is_valid)
 
     @cute.jit
-    def seek(self, head: Int32, j: Int32, there: cutlass.Boolean) -> SparseBlockStep:
+    def seek(self, head: Int32, j: Int32, is_valid: cutlass.Boolean) -> SparseBlockStep:
         """Return the step (head, j), or the first step of the next head with any block if (head, j) does not exist.
 
         Args:
             head: query head.
             j: position in the block range of the head.
-            there: whether there is such a step at all.
+            is_valid: whether there is such a step at all.
         """
         run, block = self.of_query_head(head), Int32(0)
         row, masked, count = run.row, run.num_masked, run.count
-        if there:
+        if is_valid:
             while j >= count:
                 head, j = head + 1, Int32(0)
-                other = self.of_query_head(head)
-                row, masked, count = other.row, other.num_masked, other.count
-            block = SparseQueryBlockRange(run.lists, row, masked, count, run.parts).nth(j)
+                next_range = self.of_query_head(head)
+                row, masked, count = next_range.row, next_range.num_masked, next_range.count
+            block = SparseQueryBlockRange(run.lists, row, masked, count, run.tiles_per_block).nth(j)
         return SparseBlockStep(head, j, block, j < masked)
 
-    def at(self, step: SparseBlockStep) -> SparseQueryBlockRange:
+    def range_of(self, step: SparseBlockStep) -> SparseQueryBlockRange:
         """Return the block range of the head of `step`."""
         return self.of_query_head(step.head)
 
@@ -203,7 +203,7 @@ class SparseQueryBlocksOfHeads:
 
 @dataclass(frozen=True)
 class SparseBlockStep:
-    """Step over the lists of all query heads, as `walk.Step`. The list values are kept in few registers."""
+    """Step over the lists of all query heads, as `QueryBlockStep`. The list values are kept in few registers."""
 
     head: Int32
     j: Int32
@@ -219,60 +219,60 @@ class SparseBlockRange(BlockRange):
     row: Int32
     num_masked: Int32
     count: Int32
-    parts: int
+    tiles_per_block: int
     skipped: Int32 | int = 0  # number of partial blocks skipped ahead of the first position
 
     @classmethod
-    def create(cls, lists: BlockSparseLists, row: Int32, parts: int) -> SparseBlockRange:
-        return cls(lists, row, *lists.counts(row, parts), parts)
+    def create(cls, lists: BlockSparseLists, row: Int32, tiles_per_block: int) -> SparseBlockRange:
+        return cls(lists, row, *lists.counts(row, tiles_per_block), tiles_per_block)
 
     def nth(self, j: Int32) -> Int32:
         """Return the block at position j. Each call is a load.
 
         Callers with an early use of the block request the block a step ahead with `next`.
         """
-        return self.part(self.entry(j, self.lists.masked, self.lists.whole), j)
+        return self.tile_of(self.entry(j, self.lists.partial, self.lists.full), j)
 
     def next(self, j: Int32, section: BlockSubrange) -> Int32:
         """Return the block of the step after j. All blocks of a section are in the same list."""
         j = cutlass.min(j + 1, section.end - 1)
-        masked, whole = (self.lists.masked, j + self.skipped), (self.lists.whole, j - self.num_masked)
-        of, position = masked if section.masked else whole
-        return self.part(self.load(of.iterator, position), j)
+        partial, full = (self.lists.partial, j + self.skipped), (self.lists.full, j - self.num_masked)
+        entries, position = partial if section.masked else full
+        return self.tile_of(self.load(entries.iterator, position), j)
 
-    def part(self, listed: Int32, j: Int32) -> Int32:
+    def tile_of(self, listed: Int32, j: Int32) -> Int32:
         """Return the tile at position j within the tiles of a listed block."""
-        return listed * self.parts + (j & self.parts - 1)
+        return listed * self.tiles_per_block + (j & self.tiles_per_block - 1)
 
-    def entry(self, j: Int32, masked: cute.Tensor, whole: cute.Tensor) -> Int32:
+    def entry(self, j: Int32, partial: cute.Tensor, full: cute.Tensor) -> Int32:
         """Return the value at position j of tensors laid out as the lists."""
-        behind = j >= self.num_masked
-        start = cutlass.select_(behind, *(x.iterator.toint() for x in (whole, masked)))
-        of = cute.make_ptr(Int32, start, cute.AddressSpace.gmem, assumed_align=4)
-        return self.load(of, cutlass.select_(behind, j - self.num_masked, j + self.skipped))
+        is_full = j >= self.num_masked
+        start = cutlass.select_(is_full, *(x.iterator.toint() for x in (full, partial)))
+        entries = cute.make_ptr(Int32, start, cute.AddressSpace.gmem, assumed_align=4)
+        return self.load(entries, cutlass.select_(is_full, j - self.num_masked, j + self.skipped))
 
-    def load(self, of: cute.Pointer, position: Int32) -> Int32:
+    def load(self, entries: cute.Pointer, position: Int32) -> Int32:
         """Load a value of a list.
 
         The address is computed in every step, from an index below 2^32.
         """
         row = self.row + zero_of(position)
-        nth = row * self.lists.masked.shape[1] + (position >> self.parts.bit_length() - 1)
-        return cute.arch.load(of + Int64(Uint32(nth)), Int32)
+        nth = row * self.lists.partial.shape[1] + (position >> self.tiles_per_block.bit_length() - 1)
+        return cute.arch.load(entries + Int64(Uint32(nth)), Int32)
 
 
 @dataclass(frozen=True)
 class SparseQueryBlockRange(SparseBlockRange):
     """Range of the listed query blocks of a KV tile."""
 
-    def turn(self, j: Int32) -> Int32:
+    def num_later_ranges(self, j: Int32) -> Int32:
         """Return the number of ranges of SHARE keys with earlier accumulation."""
-        return self.entry(j, self.lists.masked_turn, self.lists.whole_turn)
+        return self.entry(j, self.lists.partial_rank, self.lists.full_rank)
 
     def sections(self) -> tuple[BlockSubrange, BlockSubrange]:
         return BlockSubrange(True, Int32(0), self.num_masked), BlockSubrange(False, self.num_masked, self.count)
 
-    def whole(self) -> BlockSubrange:
+    def all_blocks(self) -> BlockSubrange:
         """Return the whole range as one unmasked section, for roles without scores."""
         return BlockSubrange(False, Int32(0), self.count)
 
@@ -290,22 +290,22 @@ class SparseKvBlockRange(SparseBlockRange, KvBlocks):
         A range with a single block gets sections from position 0 to position 0, because the list may have no further
         entry.
         """
-        more = cutlass.min(self.count - 1, 1)
-        masked = cutlass.max(self.num_masked, 1) * more
-        return BlockSubrange(True, more, masked), BlockSubrange(False, masked, self.count * more)
+        has_more = cutlass.min(self.count - 1, 1)
+        masked = cutlass.max(self.num_masked, 1) * has_more
+        return BlockSubrange(True, has_more, masked), BlockSubrange(False, masked, self.count * has_more)
 
     def columns_of_first(self, rows: int) -> Int32:
         """Return a number larger than any block. The result means all keys of the first block."""
         return Int32(LISTED)
 
-    def seen_by(self, part: Int32, there: cutlass.Boolean) -> tuple[Int32, Int32]:
+    def visible_positions(self, warpgroup: Int32, has_rows: cutlass.Boolean) -> tuple[Int32, Int32]:
         """Return the positions of the blocks visible to a part of the rows, as (begin, end).
 
         Args:
-            part: index of the part in the tile.
-            there: whether the part has any rows.
+            warpgroup: index of the part in the tile.
+            has_rows: whether the part has any rows.
         """
-        return cutlass.select_(there, 0, self.count - 1), self.count
+        return cutlass.select_(has_rows, 0, self.count - 1), self.count
 
     def between(self, begin: Int32, end: Int32) -> SparseKvBlockRange:
         """Return the range restricted to the positions from `begin` to `end`.
@@ -324,18 +324,18 @@ class SparseKvBlockRange192(SparseKvBlockRange):
     The bits above the block index of a partial entry mark the visible parts: three bits, a bit for each 64 queries.
     """
 
-    def part(self, listed: Int32, j: Int32) -> Int32:
-        return super().part(listed & (1 << FLAGS) - 1, j)
+    def tile_of(self, listed: Int32, j: Int32) -> Int32:
+        return super().tile_of(listed & (1 << INDEX_BITS) - 1, j)
 
     @cute.jit
-    def seen_by(self, part: Int32, there: cutlass.Boolean) -> tuple[Int32, Int32]:
-        begin, end, flag = self.count - 1, self.count, Int32(1 << FLAGS) << part
-        if there:
+    def visible_positions(self, warpgroup: Int32, has_rows: cutlass.Boolean) -> tuple[Int32, Int32]:
+        begin, end, flag = self.count - 1, self.count, Int32(1 << INDEX_BITS) << warpgroup
+        if has_rows:
             begin = Int32(0)
-            while (begin < self.num_masked) & (self.load(self.lists.masked.iterator, begin) & flag == 0):
+            while (begin < self.num_masked) & (self.load(self.lists.partial.iterator, begin) & flag == 0):
                 begin += 1
             if self.num_masked == self.count:
                 begin = cutlass.min(begin, self.count - 1)
-                while (end > begin + 1) & (self.load(self.lists.masked.iterator, end - 1) & flag == 0):
+                while (end > begin + 1) & (self.load(self.lists.partial.iterator, end - 1) & flag == 0):
                     end -= 1
         return begin, end

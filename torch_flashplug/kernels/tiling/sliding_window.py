@@ -22,10 +22,10 @@ class SlidingWindow(BlockIterator):
     bottom_right: Int32  # 1 or 0
     tile_lengths_vary = True
 
-    def at(self, sizes: SeqlenInfo, tile_m: int, tile_n: int) -> BoundSlidingWindow:
-        return BoundSlidingWindow(self.of(sizes), sizes, tile_m, tile_n)
+    def bind(self, sizes: SeqlenInfo, tile_m: int, tile_n: int) -> BoundSlidingWindow:
+        return BoundSlidingWindow(self.reach(sizes), sizes, tile_m, tile_n)
 
-    def of(self, sizes: SeqlenInfo) -> WindowReach:
+    def reach(self, sizes: SeqlenInfo) -> WindowReach:
         """Return the window of a sequence."""
         return WindowReach(self.left, self.right, self.bottom_right * (sizes.Sk - sizes.Sq))
 
@@ -83,14 +83,14 @@ class BoundSlidingWindow:
         Returns:
             The number of leading KV blocks to skip, and the KV blocks of the part.
         """
-        of_tile = self.keys(tile)
+        tile_range = self.keys(tile)
         if not uneven:
-            return Int32(0), replace(of_tile, first_row=first_row)
-        _, mine = self.bounds(first_row, rows)
-        mine = cutlass.select_(first_row < self.sizes.Sq, mine, 0)
-        others = cute.arch.make_warp_uniform(of_tile.end - cutlass.max(mine, of_tile.begin + 1))
-        end, right = of_tile.end - others, of_tile.right - others
-        return others, replace(of_tile, first_row=first_row, end=end, right=right)
+            return Int32(0), replace(tile_range, first_row=first_row)
+        _, end_block = self.bounds(first_row, rows)
+        end_block = cutlass.select_(first_row < self.sizes.Sq, end_block, 0)
+        num_skipped = cute.arch.make_warp_uniform(tile_range.end - cutlass.max(end_block, tile_range.begin + 1))
+        end, right = tile_range.end - num_skipped, tile_range.right - num_skipped
+        return num_skipped, replace(tile_range, first_row=first_row, end=end, right=right)
 
     def bounds(self, first_row: Int32, rows: int) -> tuple[Int32, Int32]:
         """Return the first KV block visible to some of the rows, and the end of the visible blocks.
@@ -106,8 +106,8 @@ class BoundSlidingWindow:
         begin, end = self.bounds(first_row, rows)
         _, end_of_first = self.window.keys(first_row)
         begin_of_last, _ = self.window.keys(first_row + rows - 1)
-        whole_end = cutlass.min(cutlass.max(end_of_first, 0), self.sizes.Sk) // self.tile_n
-        right = cutlass.min(cutlass.max(end - whole_end, 1), end - begin)
+        full_end = cutlass.min(cutlass.max(end_of_first, 0), self.sizes.Sk) // self.tile_n
+        right = cutlass.min(cutlass.max(end - full_end, 1), end - begin)
         left = cutlass.max(cute.ceil_div(cutlass.max(begin_of_last, 0), self.tile_n) - begin, 0)
         return WindowKvBlockRange(self, first_row, begin, end, right, cutlass.min(left, end - begin - right))
 
@@ -127,7 +127,7 @@ class BoundSlidingWindow:
         behind = cutlass.min(cutlass.max(cutlass.max(end_of_first, 0) // self.tile_m, middle), end)
         return WindowQueryBlockRange(begin, middle, end, behind)
 
-    def turn(self, n_block: Int32, run: WindowQueryBlockRange, j: Int32, num_n_blocks: Int32) -> Int32:
+    def accumulation_rank(self, n_block: Int32, run: WindowQueryBlockRange, j: Int32, num_n_blocks: Int32) -> Int32:
         """Return the accumulation rank: the number of KV blocks added to a query block before this block.
 
         The order begins with the last KV block.
@@ -171,9 +171,9 @@ class WindowKvBlockRange(KvBlocks):
         return cutlass.max(self.right + self.left, 1)
 
     def nth(self, j: Int32) -> Int32:
-        whole = self.count - self.right - self.left
-        moved = cutlass.select_(j < self.right, 0, cutlass.select_(j < self.right + self.left, -whole, self.left))
-        return self.end - 1 - j + moved
+        num_full = self.count - self.right - self.left
+        offset = cutlass.select_(j < self.right, 0, cutlass.select_(j < self.right + self.left, -num_full, self.left))
+        return self.end - 1 - j + offset
 
     def columns_of_first(self, rows: int) -> Int32:
         """Return the number of keys of the first block that some of `rows` rows may see.

@@ -73,7 +73,7 @@ class Tile:
         """Return the row index in the tensors for a row of the sequence."""
         return row
 
-    def place(self, row: Int32) -> tuple[Int32, Int32, Int32]:
+    def lse_coord(self, row: Int32) -> tuple[Int32, Int32, Int32]:
         """Return the coordinate of the LSE of a row, in (batch, heads, rows)."""
         return self.batch, self.head, self.row(row)
 
@@ -89,7 +89,7 @@ class Tile:
         """
         return self.batch, self.head, which, row
 
-    def facts(self, x: cute.Tensor, nth: Int32, size: int) -> cute.Tensor:
+    def row_stats(self, x: cute.Tensor, nth: Int32, size: int) -> cute.Tensor:
         """Return the row statistics of query head number `nth` of a block of keys, in blocks of `size` rows.
 
         Args:
@@ -188,18 +188,18 @@ class DenseAddressing(TileAddressing):
         """Return the number of tiles of a KV head."""
         return cute.ceil_div(Sk, size)
 
-    def section(self, section: Int32, heads: Int32, group: Int32, of_keys: bool = False) -> Int32:
+    def heads_per_l2_group(self, fitting_heads: Int32, heads: Int32, group: Int32, of_keys: bool = False) -> Int32:
         """Return the number of heads per L2 group for the tile scheduler.
 
         Args:
-            section: number of heads whose data fits in L2.
+            fitting_heads: number of heads whose data fits in L2.
             heads: heads of all batches.
             group: heads to be kept together.
             of_keys: True if the tiles are blocks of keys.
         """
-        return section
+        return fitting_heads
 
-    most_blocks_of_rows, most_blocks_of_keys = blocks_of_rows, blocks_of_keys  # upper bounds known to the host
+    max_blocks_of_rows, max_blocks_of_keys = blocks_of_rows, blocks_of_keys  # upper bounds known to the host
 
     def of_rows(self, order: TileScheduler, sizes: SeqlenInfo, kv_heads: Int32) -> TileGrid:
         """Return the tile grid of query heads in the given tile order."""
@@ -217,7 +217,7 @@ class DenseAddressing(TileAddressing):
         """Return the number of keys of a KV head in a TMA operand, summed over all sequences in the tensor."""
         return x.shape[0]
 
-    def block_of_scratch(
+    def workspace_block(
         self, number: Int32, head: Int32 | None = None, batch: Int32 | None = None, sizes: SeqlenInfo | None = None
     ) -> Tile:
         """Return a workspace block of rows of a query head, with the fields needed by callers."""

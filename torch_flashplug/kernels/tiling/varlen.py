@@ -28,7 +28,7 @@ from .tile import Tile, TileAddressing, TileGrid
 
 ENTRY = 8  # Int32 values of an entry, 32 bytes: a sector
 REACH = 1 << 30  # maximum number of rows of all sequences together
-MOST_WORTH = 1 << 16  # limit of `VarlenTileList.worth`, in tiles. A larger value has no further effect.
+MAX_RELATIVE_WORK = 1 << 16  # limit of `VarlenTileList.relative_work`, in tiles. A larger value has no further effect.
 
 
 @dataclass(frozen=True)
@@ -108,8 +108,8 @@ class VarlenSeqlenInfo(SeqlenInfo):
 class VarlenTile(Tile):
     """Tile coordinate in packed sequences. The tensors have a single batch with all sequences."""
 
-    own: SequenceSlice | None = None  # row range of the tile's own side: rows, or keys for a block of keys
-    others: SequenceSlice | None = None  # row range of the opposite side: keys, or rows for a block of keys
+    own_slice: SequenceSlice | None = None  # row range of the tile's own side: rows, or keys for a block of keys
+    opposite_slice: SequenceSlice | None = None  # row range of the opposite side: keys, or rows for a block of keys
     number: Int32 | None = None  # sequence index
     first_block: Int32 | None = None
 
@@ -118,22 +118,22 @@ class VarlenTile(Tile):
         return self.number
 
     def rows_of(self, x: sm90.TmaOperand | cute.Tensor, head: Int32, batch: Int32) -> sm90.TmaOperand | cute.Tensor:
-        return self.own.of_head(x, head)
+        return self.own_slice.of_head(x, head)
 
     def keys(self, x: sm90.TmaOperand | cute.Tensor) -> sm90.TmaOperand | cute.Tensor:
-        return self.others.of_head(x, self.head_of_keys())
+        return self.opposite_slice.of_head(x, self.head_of_keys())
 
     def queries(self, x: sm90.TmaOperand | cute.Tensor, nth: Int32) -> sm90.TmaOperand | cute.Tensor:
-        return self.others.of_head(x, self.query_head(nth))
+        return self.opposite_slice.of_head(x, self.query_head(nth))
 
     def row(self, row: Int32) -> Int32:
-        return self.own.start + row
+        return self.own_slice.start + row
 
     def row_stats_coord(self, which: int, row: Int32) -> tuple[Int32, Int32, int, Int32]:
         return self.batch, self.head, which, self.first_block * BACKWARD_TILE[0] + row
 
-    def facts(self, x: cute.Tensor, nth: Int32, size: int) -> cute.Tensor:
-        return cute.domain_offset((0, 0, 0, self.first_block), super().facts(x, nth, size))
+    def row_stats(self, x: cute.Tensor, nth: Int32, size: int) -> cute.Tensor:
+        return cute.domain_offset((0, 0, 0, self.first_block), super().row_stats(x, nth, size))
 
 
 @dataclass(frozen=True)
@@ -153,17 +153,17 @@ class VarlenTileList:
     entries: cute.Tensor
     # (2,) Int32: number of entries, and, for a sorted list, the total work as a multiple of the work of the first
     # entry.
-    head: cute.Tensor
+    header: cute.Tensor
 
-    def room(self) -> Int32:
+    def capacity(self) -> Int32:
         return self.entries.shape[0]
 
     def count(self) -> Int32:
-        return cute.arch.make_warp_uniform(self.head[0])
+        return cute.arch.make_warp_uniform(self.header[0])
 
-    def worth(self) -> Int32:
+    def relative_work(self) -> Int32:
         """Return the total work as a multiple of the longest tile. The result is at least 1, even without tiles."""
-        return cutlass.min(cutlass.max(cute.arch.make_warp_uniform(self.head[1]), 1), MOST_WORTH)
+        return cutlass.min(cutlass.max(cute.arch.make_warp_uniform(self.header[1]), 1), MAX_RELATIVE_WORK)
 
     def load(self, number: Int32) -> tuple[Int32, ...]:
         entry = cute.make_rmem_tensor((ENTRY,), Int32)
@@ -172,11 +172,17 @@ class VarlenTileList:
 
     def tile(self, number: Int32, head: Int32, batch: Int32, group: Int32 | None, of_keys: bool) -> VarlenTile:
         """Return the block of an entry, for one head."""
-        block, sequence, *spans, first_block, some = self.load(number)
-        own, others = SequenceSlice(*spans[:2]), SequenceSlice(*spans[2:])
-        sizes = (others.length, own.length, own.length) if of_keys else (own.length, others.length, some)
-        place = (block, head, batch, VarlenSeqlenInfo(*sizes), group)
-        return VarlenTile(*place, own=own, others=others, number=sequence, first_block=first_block)
+        block, sequence, *spans, first_block, seqlen_k_at_least_one = self.load(number)
+        own_slice, opposite_slice = SequenceSlice(*spans[:2]), SequenceSlice(*spans[2:])
+        sizes = (
+            (opposite_slice.length, own_slice.length, own_slice.length)
+            if of_keys
+            else (own_slice.length, opposite_slice.length, seqlen_k_at_least_one)
+        )
+        coord = (block, head, batch, VarlenSeqlenInfo(*sizes), group)
+        return VarlenTile(
+            *coord, own_slice=own_slice, opposite_slice=opposite_slice, number=sequence, first_block=first_block
+        )
 
 
 @dataclass(frozen=True)
@@ -192,7 +198,10 @@ class VarlenTileGrid(TileGrid):
     def entry(self, number: Int32) -> tuple[Int32, Int32]:
         """Return the entry index and the head of a tile."""
         nth, head, _ = self.order.tile(number)
-        return nth if self.of_keys else self.order.num_m_blocks - 1 - nth, head  # TileOrder begins with the last block
+        return (
+            nth if self.of_keys else self.order.num_m_blocks - 1 - nth,
+            head,
+        )  # TileScheduler begins with the last block
 
     def tile(self, number: Int32, group: Int32 | None = None) -> VarlenTile:
         nth, head = self.entry(number)
@@ -218,7 +227,7 @@ class VarlenAddressing(TileAddressing):
 
     rows: VarlenTileList | None = None
     keys: VarlenTileList | None = None
-    scratch: VarlenTileList | None = None
+    workspace: VarlenTileList | None = None
     total_keys: Int32 | None = None
     tile_lengths_vary = True
 
@@ -232,33 +241,33 @@ class VarlenAddressing(TileAddressing):
     def batch(self, x: cute.Tensor) -> int:
         return 1
 
-    def most_blocks_of_rows(self, Sq: Int32, size: int) -> Int32:
-        return self.rows.room()
+    def max_blocks_of_rows(self, Sq: Int32, size: int) -> Int32:
+        return self.rows.capacity()
 
     def blocks_of_rows(self, Sq: Int32, size: int) -> Int32:
         return self.rows.count()
 
-    def section(self, section: Int32, heads: Int32, group: Int32, of_keys: bool = False) -> Int32:
+    def heads_per_l2_group(self, fitting_heads: Int32, heads: Int32, group: Int32, of_keys: bool = False) -> Int32:
         """Return the number of heads per L2 group, large enough to keep the last tile from running on alone.
 
         A tile longer than the whole last L2 group would run on alone. The sizes change if such a time exceeds a tenth
         of the launch, about the benefit of L2 reuse. The result then has as many groups as possible. The last group
         must still take as long as the longest tile.
         """
-        worth, groups = (self.keys if of_keys else self.rows).worth(), heads // group
+        work, groups = (self.keys if of_keys else self.rows).relative_work(), heads // group
         ctas = cute.arch.grid_dim()[0]
-        alone = ctas * 10 > worth * (heads + 10 * section)
+        runs_alone = ctas * 10 > work * (heads + 10 * fitting_heads)
         # Number of query groups with 0.9 of the time of the longest tile.
-        least = cute.ceil_div(ctas * 9, 10 * worth * group)
-        most, found = groups // least, groups
+        least = cute.ceil_div(ctas * 9, 10 * work * group)
+        most, chosen_size = groups // least, groups
         for fewer in (2, 1, 0):
             size = cute.ceil_div(groups, cutlass.max(most - fewer, 1))
             last = groups - (cute.ceil_div(groups, size) - 1) * size
-            found = cutlass.select_(last >= least, size, found)
-        return cutlass.select_(alone, cutlass.max(section, found * group), section)
+            chosen_size = cutlass.select_(last >= least, size, chosen_size)
+        return cutlass.select_(runs_alone, cutlass.max(fitting_heads, chosen_size * group), fitting_heads)
 
-    def most_blocks_of_keys(self, Sk: Int32, size: int) -> Int32:
-        return self.keys.room()
+    def max_blocks_of_keys(self, Sk: Int32, size: int) -> Int32:
+        return self.keys.capacity()
 
     def blocks_of_keys(self, Sk: Int32, size: int) -> Int32:
         return self.keys.count()
@@ -277,7 +286,7 @@ class VarlenAddressing(TileAddressing):
     def all_keys(self, x: cute.Tensor) -> Int32:
         return self.total_keys
 
-    def block_of_scratch(
+    def workspace_block(
         self, number: Int32, head: Int32 | None = None, batch: Int32 | None = None, sizes: SeqlenInfo | None = None
     ) -> VarlenTile:
-        return self.scratch.tile(number, head, batch, None, of_keys=False)
+        return self.workspace.tile(number, head, batch, None, of_keys=False)

@@ -44,40 +44,40 @@ class _Chunks:
     def __init__(self, settings: Settings, query: Tensor, key: Tensor) -> None:
         ring_attention.check(settings, query, key)
         self.group = dist.distributed_c10d._resolve_process_group(settings.group)
-        self.ranks, self.rank = dist.get_world_size(self.group), dist.get_rank(self.group)
+        self.num_ranks, self.rank = dist.get_world_size(self.group), dist.get_rank(self.group)
         self.settings = settings
-        last = 2 * self.ranks - 1
-        held = [(r, last - r) if settings.balanced else (r,) for r in range(self.ranks)]
-        self.mine, in_turn = held[self.rank], [chunk for chunks in held for chunk in chunks]
+        last = 2 * self.num_ranks - 1
+        held = [(r, last - r) if settings.balanced else (r,) for r in range(self.num_ranks)]
+        self.local_chunks, chunk_order = held[self.rank], [chunk for chunks in held for chunk in chunks]
         # Positions of the ordered chunks in the gathered tensor.
-        self._places = sorted(range(len(in_turn)), key=in_turn.__getitem__)
-        self._in_turn, self.count = in_turn, len(in_turn)
+        self._positions = sorted(range(len(chunk_order)), key=chunk_order.__getitem__)
+        self._chunk_order, self.num_chunks = chunk_order, len(chunk_order)
 
     def calls(self, rows: int, keys: int) -> Iterator[tuple[slice, slice]]:
         """Yield the rows of each chunk on this rank and the ordered keys visible to the chunk."""
-        rows, keys = rows // len(self.mine), keys * self.ranks // self.count
-        for place, chunk in enumerate(self.mine):
-            seen = chunk + 1 if self.settings.is_causal else self.count
-            yield slice(place * rows, (place + 1) * rows), slice(0, seen * keys)
+        rows, keys = rows // len(self.local_chunks), keys * self.num_ranks // self.num_chunks
+        for position, chunk in enumerate(self.local_chunks):
+            num_visible = chunk + 1 if self.settings.is_causal else self.num_chunks
+            yield slice(position * rows, (position + 1) * rows), slice(0, num_visible * keys)
 
     def gather(self, x: Tensor) -> Tensor:
         """Gather (B, H, S / W, D) from all ranks and return (B, H, S, D) in order."""
-        parts = torch.stack(x.chunk(len(self.mine), 2))  # (chunks of the rank, B, H, rows, D)
-        found = parts.new_empty(self.count, *parts.shape[1:])
-        _ALL_GATHER(found, parts, group=self.group)
-        return torch.cat([found[place] for place in self._places], dim=2)
+        parts = torch.stack(x.chunk(len(self.local_chunks), 2))  # (chunks of the rank, B, H, rows, D)
+        gathered = parts.new_empty(self.num_chunks, *parts.shape[1:])
+        _ALL_GATHER(gathered, parts, group=self.group)
+        return torch.cat([gathered[position] for position in self._positions], dim=2)
 
     def scatter(self, sum_: Tensor, like: Tensor) -> Tensor:
         """Sum a tensor (B, H, S, D) over all ranks and return the rows of this rank in the layout of `like`."""
-        chunks = sum_.chunk(self.count, 2)
-        parts = torch.stack([chunks[number] for number in self._in_turn])
-        found = parts.new_empty(len(self.mine), *parts.shape[1:])
-        _REDUCE_SCATTER(found, parts, group=self.group)
-        return reference.like(torch.cat(found.unbind(0), dim=2), like)
+        chunks = sum_.chunk(self.num_chunks, 2)
+        parts = torch.stack([chunks[number] for number in self._chunk_order])
+        scattered = parts.new_empty(len(self.local_chunks), *parts.shape[1:])
+        _REDUCE_SCATTER(scattered, parts, group=self.group)
+        return reference.like(torch.cat(scattered.unbind(0), dim=2), like)
 
 
 @contextlib.contextmanager
-def _in_mode(mode: int) -> Iterator[None]:
+def _mode_scope(mode: int) -> Iterator[None]:
     before = bindings.set_mode(mode)
     try:
         yield
@@ -89,38 +89,40 @@ def _window(is_causal: bool) -> attention.Window:
     return _WINDOW if is_causal else attention.Window()
 
 
-def _forward(query: Tensor, key: Tensor, value: Tensor, *given: object) -> tuple[Tensor, Tensor]:
-    s = Settings(*given)
-    ring_attention.check_balance(s)
-    chunks = _Chunks(s, query, key)
+def _forward(query: Tensor, key: Tensor, value: Tensor, *setting_args: object) -> tuple[Tensor, Tensor]:
+    settings = Settings(*setting_args)
+    ring_attention.check_balance(settings)
+    chunks = _Chunks(settings, query, key)
     keys, values = map(chunks.gather, (key, value))
     out = sdpa.empty_in_layout_of(query, (*query.shape[:3], value.shape[3]))
     lse = query.new_empty(query.shape[:3], dtype=torch.float32)
-    with _in_mode(s.mode):
-        for rows, seen in chunks.calls(query.shape[2], key.shape[2]):
-            operands = query[:, :, rows], keys[:, :, seen], values[:, :, seen]
-            found = namespace.attention_fwd(*operands, *(None,) * 4, *_window(s.is_causal), 0.0, s.scale)
-            for whole, part in zip((out, lse), found):
-                whole[:, :, rows] = part
+    with _mode_scope(settings.mode):
+        for rows, visible in chunks.calls(query.shape[2], key.shape[2]):
+            operands = query[:, :, rows], keys[:, :, visible], values[:, :, visible]
+            results = namespace.attention_fwd(
+                *operands, *(None,) * 4, *_window(settings.is_causal), 0.0, settings.scale
+            )
+            for total, part in zip((out, lse), results):
+                total[:, :, rows] = part
     return out, lse
 
 
 def _backward(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *given: object
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *setting_args: object
 ) -> tuple[Tensor, Tensor, Tensor]:
-    s = Settings(*given)
-    chunks = _Chunks(s, query, key)
+    settings = Settings(*setting_args)
+    chunks = _Chunks(settings, query, key)
     keys, values = map(chunks.gather, (key, value))
     dq = torch.empty_like(query)
-    sums = [torch.zeros_like(x, dtype=torch.float32 if s.wide else x.dtype) for x in (keys, values)]
-    with _in_mode(s.mode):
-        for rows, seen in chunks.calls(query.shape[2], key.shape[2]):
-            known = out[:, :, rows], lse[:, :, rows].contiguous(), None, None
-            operands = query[:, :, rows], keys[:, :, seen], values[:, :, seen], *known
-            settings = *_window(s.is_causal), 0.0, s.scale, False
-            dq[:, :, rows], *found, _ = namespace.attention_bwd(grad_out[:, :, rows], None, *operands, *settings)
-            for sum_, part in zip(sums, found):
-                sum_[:, :, seen] += part
+    sums = [torch.zeros_like(x, dtype=torch.float32 if settings.wide else x.dtype) for x in (keys, values)]
+    with _mode_scope(settings.mode):
+        for rows, visible in chunks.calls(query.shape[2], key.shape[2]):
+            forward_results = out[:, :, rows], lse[:, :, rows].contiguous(), None, None
+            operands = query[:, :, rows], keys[:, :, visible], values[:, :, visible], *forward_results
+            op_settings = *_window(settings.is_causal), 0.0, settings.scale, False
+            dq[:, :, rows], *kv_grads, _ = namespace.attention_bwd(grad_out[:, :, rows], None, *operands, *op_settings)
+            for sum_, part in zip(sums, kv_grads):
+                sum_[:, :, visible] += part
     return dq, *map(chunks.scatter, sums, (key, value))
 
 

@@ -26,14 +26,16 @@ from . import allgather_kv, ring_attention
 
 _log = logging.getLogger("torch_flashplug")
 _MODULE = "torch.distributed.tensor.experimental._context_parallel._attention"
-_SEQ = 2  # dim of the sequence
-_STOCKS = torch.ops.aten._scaled_dot_product_flash_attention.default
+_SEQUENCE_DIM = 2  # dim of the sequence
+_STOCK_OP = torch.ops.aten._scaled_dot_product_flash_attention.default
 _FORWARD, _BACKWARD = tracing.OVERRIDEABLE.default, tracing.OVERRIDEABLE_BACKWARD.default
-_WORD = (1 << bindings.PRECISION_SHIFT) - 1  # bits of a mode word below the precision: ring steps use 16 bits
+_MODE_WITHOUT_PRECISION = (
+    1 << bindings.PRECISION_SHIFT
+) - 1  # bits of a mode word below the precision: ring steps use 16 bits
 _NAMES = ("query", "key", "value", "attn_bias", "dropout_p", "is_causal")  # arguments of the op
 _DEFAULTS = {"attn_bias": None, "dropout_p": 0.0, "is_causal": False, "scale": None}
 # Names in torch's module: the parameters of a function, the members of a class.
-_KNOWN = {
+_NEEDED_NAMES = {
     "_create_rotater": ("pg", "seq_dim", "method"),
     "_cp_options": ("enable_load_balance", "rotate_method", "convert_to_f32"),
     "_RotateMethod": ("ALL_TO_ALL", "ALL_GATHER"),
@@ -49,28 +51,28 @@ def _handlers() -> dict:
 
 def is_on() -> bool:
     """Return whether context parallelism is on; the caller must have a DTensor."""
-    return _STOCKS in _handlers()
+    return _STOCK_OP in _handlers()
 
 
-def unknown(torchs: object) -> str | None:
+def first_unknown_name(torch_module: object) -> str | None:
     """Return the first unknown part of torch's module, or None."""
-    if not isinstance(getattr(torchs, "custom_ops", None), dict):
+    if not isinstance(getattr(torch_module, "custom_ops", None), dict):
         return "custom_ops is no dict"
-    for name, wanted in _KNOWN.items():
-        found = getattr(torchs, name, None)
-        has = tuple(inspect.signature(found).parameters) if inspect.isfunction(found) else dir(found)
-        if lacking := [part for part in wanted if part not in has]:
-            return f"{name} has no {', '.join(lacking)}"
+    for name, needed_names in _NEEDED_NAMES.items():
+        member = getattr(torch_module, name, None)
+        names = tuple(inspect.signature(member).parameters) if inspect.isfunction(member) else dir(member)
+        if missing := [part for part in needed_names if part not in names]:
+            return f"{name} has no {', '.join(missing)}"
     return None
 
 
 @functools.cache
-def why_not() -> str | None:
+def fallback_reason() -> str | None:
     """Return the reason for the fallback of rings to stock, or None, and warn once where torch has changed."""
-    torchs = sys.modules.get(_MODULE)
-    if torchs is None:
+    torch_module = sys.modules.get(_MODULE)
+    if torch_module is None:
         return "torch's context_parallel module is unknown, so stock serves the call"
-    if (changed := unknown(torchs)) is None:
+    if (changed := first_unknown_name(torch_module)) is None:
         return None
     _log.warning("context_parallel falls back to stock: in torch %s %s", torch.__version__, changed)
     return f"torch's context_parallel has changed: {changed}"
@@ -78,17 +80,17 @@ def why_not() -> str | None:
 
 def register() -> None:
     """Put the handlers into torch's table, and into DTensor's table if context parallelism is on already."""
-    if why_not() is not None:
+    if fallback_reason() is not None:
         return
-    ours = {_FORWARD: _forward, _BACKWARD: _backward}
-    sys.modules[_MODULE].custom_ops.update(ours)
+    handlers = {_FORWARD: _forward, _BACKWARD: _backward}
+    sys.modules[_MODULE].custom_ops.update(handlers)
     if is_on():
-        _handlers().update(ours)
+        _handlers().update(handlers)
 
 
-def _on_rows(*tensors: Tensor) -> bool:
+def _are_sharded_over_rows(*tensors: Tensor) -> bool:
     shard = sys.modules["torch.distributed.tensor"].Shard
-    return all(tuple(x.placements) == (shard(_SEQ),) for x in tensors)
+    return all(tuple(x.placements) == (shard(_SEQUENCE_DIM),) for x in tensors)
 
 
 def _local(x: Tensor | None) -> Tensor | None:
@@ -98,23 +100,27 @@ def _local(x: Tensor | None) -> Tensor | None:
 def _wrap(x: Tensor | None, like: Tensor, placements: tuple | None = None) -> Tensor | None:
     if x is None:
         return None
-    own = like._local_tensor
-    if placements is None and (x.shape, x.stride(), x.dtype) == (own.shape, own.stride(), own.dtype):
+    like_local = like._local_tensor
+    if placements is None and (x.shape, x.stride(), x.dtype) == (
+        like_local.shape,
+        like_local.stride(),
+        like_local.dtype,
+    ):
         return type(like)(x, like._spec, requires_grad=x.requires_grad)  # from_local costs 0.1 ms of host time
     return type(like).from_local(x, like.device_mesh, placements or like.placements, run_check=False)
 
 
-def _check(query: Tensor, *others: Tensor) -> bool:
+def _check(query: Tensor, *key_value: Tensor) -> bool:
     """Return whether rows are sharded; else check that the part of each rank is a separate call.
 
     Raises:
         RuntimeError: the placements of the operands are mixed or unsupported.
     """
-    operands = (query, *others)
-    if _on_rows(*operands):
+    operands = (query, *key_value)
+    if _are_sharded_over_rows(*operands):
         return True
-    alike = all(x.placements == query.placements for x in others)
-    if alike and all(p.is_replicate() or p.is_shard(0) or p.is_shard(1) for p in query.placements):
+    have_equal_placements = all(x.placements == query.placements for x in key_value)
+    if have_equal_placements and all(p.is_replicate() or p.is_shard(0) or p.is_shard(1) for p in query.placements):
         return False
     placed = ", ".join(str(list(x.placements)) for x in operands)
     raise RuntimeError(
@@ -164,7 +170,7 @@ def _mode_of(x: Tensor) -> int:
     A backend of the process results in 0, because each step reads that backend.
     """
     mode = tracing.traced_mode() if _is_traced(x) else bindings.effective_mode()
-    return 0 if bindings.is_preference(mode) else mode & _WORD
+    return 0 if bindings.is_preference(mode) else mode & _MODE_WITHOUT_PRECISION
 
 
 def _settings(
@@ -180,12 +186,12 @@ def _settings(
 
 
 def _forward(op: object, args: tuple, kwargs: dict) -> tuple:
-    given = _DEFAULTS | dict(zip(_NAMES, args)) | kwargs
-    query, key, value, bias, dropout_p, is_causal = (given[name] for name in _NAMES)
-    scale, local = given["scale"], tuple(map(_local, (query, key, value)))
+    named_args = _DEFAULTS | dict(zip(_NAMES, args)) | kwargs
+    query, key, value, bias, dropout_p, is_causal = (named_args[name] for name in _NAMES)
+    scale, local = named_args["scale"], tuple(map(_local, (query, key, value)))
     if not _check(query, key, value):
-        given = (*local, _local(bias), dropout_p, is_causal, False)
-        out, lse, _, _, max_q, max_k, *drawn, _ = _FORWARD(*given, scale=scale)
+        op_args = (*local, _local(bias), dropout_p, is_causal, False)
+        out, lse, _, _, max_q, max_k, *seeds, _ = _FORWARD(*op_args, scale=scale)
     elif bias is not None or dropout_p:
         raise NotImplementedError("torch_flashplug: context_parallel supports neither attn_mask nor dropout.")
     else:
@@ -193,7 +199,7 @@ def _forward(op: object, args: tuple, kwargs: dict) -> tuple:
         max_q, max_k = _mode_of(local[0]), int(sys.modules[_MODULE]._cp_options.enable_load_balance)
         out, lse = _METHODS[_method][0](*local, *_settings(query, is_causal, scale, max_q, bool(max_k)))
         # No dropout seed is drawn, but a graph needs tensors as results.
-        drawn = [out.new_empty(0, dtype=torch.int64) if _is_traced(out) else None for _ in range(2)]
+        seeds = [out.new_empty(0, dtype=torch.int64) if _is_traced(out) else None for _ in range(2)]
     return (
         _wrap(out, query),
         _wrap(lse, query),
@@ -201,20 +207,32 @@ def _forward(op: object, args: tuple, kwargs: dict) -> tuple:
         None,
         max_q,
         max_k,
-        *(_wrap(x, query, _replicated(query)) for x in drawn),
+        *(_wrap(x, query, _replicated(query)) for x in seeds),
         None,
     )
 
 
 def _backward(op: object, args: tuple, kwargs: dict) -> tuple:
-    grad, query, key, value, bias, wanted, out, lse, _, _, max_q, max_k, dropout_p, is_causal, *drawn = args
+    grad, query, key, value, bias, grad_input_mask, out, lse, _, _, max_q, max_k, dropout_p, is_causal, *seeds = args
     scale = kwargs.get("scale")
     if grad.placements != query.placements:
         grad = grad.redistribute(query.device_mesh, query.placements)
     local = tuple(map(_local, (grad, query, key, value)))
-    known = tuple(map(_local, (out, lse)))
+    forward_results = tuple(map(_local, (out, lse)))
     if _check(query, key, value):
-        grads = _METHODS[_method][1](*local, *known, *_settings(query, is_causal, scale, max_q, bool(max_k)))
+        grads = _METHODS[_method][1](*local, *forward_results, *_settings(query, is_causal, scale, max_q, bool(max_k)))
         return (*(_wrap(x, query) for x in grads), None)
-    given = (*local, _local(bias), wanted, *known, None, None, max_q, max_k, dropout_p, is_causal, *map(_local, drawn))
-    return tuple(_wrap(x, query) for x in _BACKWARD(*given, scale=scale))
+    op_args = (
+        *local,
+        _local(bias),
+        grad_input_mask,
+        *forward_results,
+        None,
+        None,
+        max_q,
+        max_k,
+        dropout_p,
+        is_causal,
+        *map(_local, seeds),
+    )
+    return tuple(_wrap(x, query) for x in _BACKWARD(*op_args, scale=scale))

@@ -38,7 +38,7 @@ _SEVERAL_DIMS = (
 )
 
 
-class Part(NamedTuple):
+class LocalPart(NamedTuple):
     """Operand sizes on one rank, for a call on several ranks."""
 
     sizes: tuple[tuple[int | None, ...], ...]  # of query, key and value
@@ -47,30 +47,34 @@ class Part(NamedTuple):
 
 def module():
     """Return the module torch.distributed.tensor if some code has imported the module; else None."""
-    found = sys.modules.get("torch.distributed.tensor")
-    return found if hasattr(found, "DTensor") else None
+    tensor_module = sys.modules.get("torch.distributed.tensor")
+    return tensor_module if hasattr(tensor_module, "DTensor") else None
 
 
 def is_dtensor(*tensors: Tensor | None) -> bool:
     """Return whether all tensors, apart from None, are DTensors."""
-    known = module()
-    return known is not None and all(tensor is None or isinstance(tensor, known.DTensor) for tensor in tensors)
+    tensor_module = module()
+    return tensor_module is not None and all(
+        tensor is None or isinstance(tensor, tensor_module.DTensor) for tensor in tensors
+    )
 
 
-def part_of(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float = 0.0) -> Part | None:
+def local_part(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float = 0.0
+) -> LocalPart | None:
     """Return the operand sizes of one rank, or None for a call that falls back to stock.
 
-    up_calls.set_trace() calls the function without dropout_p.
+    callbacks.set_trace_callback() calls the function without dropout_p.
     """
     if not is_dtensor(query, key, value, mask):
         return None
     register()
-    if why_not(query, key, value, mask, dropout_p) is not None:
+    if fallback_reason(query, key, value, mask, dropout_p) is not None:
         return None
-    return Part(tuple(map(_sizes_of_part, (query, key, value))), _is_step(query))
+    return LocalPart(tuple(map(_local_sizes, (query, key, value))), _is_step(query))
 
 
-def shown(part: Part, *operands: DTensor) -> list[Tensor]:
+def local_meta_tensors(part: LocalPart, *operands: DTensor) -> list[Tensor]:
     """Return meta tensors in the sizes of the operands on one rank."""
     return [
         torch.empty(sizes, dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
@@ -78,11 +82,11 @@ def shown(part: Part, *operands: DTensor) -> list[Tensor]:
     ]
 
 
-def why_not(query: DTensor, key: DTensor, value: DTensor, mask: DTensor | None, dropout_p: float) -> str | None:
+def fallback_reason(query: DTensor, key: DTensor, value: DTensor, mask: DTensor | None, dropout_p: float) -> str | None:
     """Return the reason for the fallback of DTensors to stock; None: a kernel may serve the call."""
     if any(x.device_mesh != query.device_mesh or x.placements != query.placements for x in (key, value)):
-        said = ", ".join(f"{name} {list(x.placements)}" for name, x in zip("qkv", (query, key, value)))
-        return f"query, key and value must have the same placements, but got {said}. Redistribute the operands."
+        placements = ", ".join(f"{name} {list(x.placements)}" for name, x in zip("qkv", (query, key, value)))
+        return f"query, key and value must have the same placements, but got {placements}. Redistribute the operands."
     if mask is not None and (
         mask.dtype.is_floating_point is False or describe_call.misfit(query, key, mask) is not None
     ):
@@ -90,12 +94,12 @@ def why_not(query: DTensor, key: DTensor, value: DTensor, mask: DTensor | None, 
     if _is_step(query) and (mask is not None or dropout_p):
         return "context_parallel supports neither attn_mask nor gradients of dropout. Stock attention answers the call."
     if _is_step(query):
-        return context_parallel.why_not()
+        return context_parallel.fallback_reason()
     if _is_sharded(query, ROWS):  # a forced backend raises: stock would gather the rows
-        return None if bindings.forced_kernels(bindings.effective_mode()) else _of_rows()
+        return None if bindings.forced_kernels(bindings.effective_mode()) else _sharded_rows_reason()
     if not all(p.is_replicate() or _shards(p, _BATCH) or _shards(p, _HEADS) for p in query.placements):
         return f"query placements must be Replicate(), Shard(0) or Shard(1), but got {list(query.placements)}."
-    return _uneven(query, key)
+    return _uneven_heads_reason(query, key)
 
 
 def _shards(placement: Placement, dim: int) -> bool:
@@ -110,23 +114,23 @@ def _is_step(query: DTensor) -> bool:
     return len(query.placements) == 1 and _is_sharded(query, ROWS) and context_parallel.is_on()
 
 
-def _uneven(query: DTensor, key: DTensor) -> str | None:
+def _uneven_heads_reason(query: DTensor, key: DTensor) -> str | None:
     """Return the reason against heads that do not divide among the ranks, or None.
 
     DTensor permits uneven shards. The query heads of a rank would then meet key heads of a different rank.
     """
     ranks = math.prod(n for n, p in zip(query.device_mesh.shape, query.placements) if _shards(p, _HEADS))
-    heads = _heads_of(query.shape, key.shape)
+    heads = _num_heads(query.shape, key.shape)
     if all(n is not None and n % ranks == 0 for n in heads):
         return None
     return f"The numbers of query and key heads must be multiples of {ranks} ranks, but got {heads[0]} and {heads[1]}."
 
 
-def _heads_of(*shapes: tuple) -> list[int | None]:
+def _num_heads(*shapes: tuple) -> list[int | None]:
     return [describe_call.hints(shape)[_HEADS] for shape in shapes]
 
 
-def _sizes_of_part(tensor: DTensor) -> tuple[int | None, ...]:
+def _local_sizes(tensor: DTensor) -> tuple[int | None, ...]:
     """Return the sizes of the largest part of a DTensor on a rank."""
     sizes = list(describe_call.hints(tensor.shape))
     for ranks, placement in zip(tensor.device_mesh.shape, tensor.placements):
@@ -135,17 +139,17 @@ def _sizes_of_part(tensor: DTensor) -> tuple[int | None, ...]:
     return tuple(sizes)
 
 
-def refusal(query: DTensor) -> str:
+def forced_backend_error(query: DTensor) -> str:
     """Return the text of the error raised for a call with a forced backend; an empty text means no error."""
-    return _of_rows() if _is_sharded(query, ROWS) and not _is_step(query) else ""
+    return _sharded_rows_reason() if _is_sharded(query, ROWS) and not _is_step(query) else ""
 
 
-def _of_rows() -> str:
+def _sharded_rows_reason() -> str:
     """Return the reason against sharded rows outside a ring."""
     return _SEVERAL_DIMS if context_parallel.is_on() else _OUTSIDE
 
 
-def in_words(query: DTensor) -> str:
+def describe(query: DTensor) -> str:
     """Return the description of the rank's part in explain()."""
     ranks = query.device_mesh.size()
     if _is_step(query):
@@ -163,8 +167,8 @@ def register() -> None:
 
     register_sharding(tracing.OVERRIDEABLE.default)(_aten_forward)
     register_sharding(tracing.OVERRIDEABLE_BACKWARD.default)(_aten_backward)
-    register_sharding(sdpa.namespace.sdpa_fwd.default)(_own_forward)
-    register_sharding(sdpa.namespace.sdpa_bwd.default)(_own_backward)
+    register_sharding(sdpa.namespace.sdpa_fwd.default)(_custom_op_forward)
+    register_sharding(sdpa.namespace.sdpa_bwd.default)(_custom_op_backward)
     context_parallel.register()
 
 
@@ -175,14 +179,14 @@ def _placements(query, key) -> Iterator[Placement]:  # arguments: DTensorSpec
         raise RuntimeError(f"torch_flashplug: {_OUTSIDE}")
     yield tensor.Replicate()
     yield tensor.Shard(_BATCH)
-    sharded = [n for n, *found in zip(query.mesh.shape, query.placements, key.placements)
-               if any(_shards(placement, _HEADS) for placement in found)]  # fmt: skip
+    sharded = [n for n, *pair in zip(query.mesh.shape, query.placements, key.placements)
+               if any(_shards(placement, _HEADS) for placement in pair)]  # fmt: skip
     ranks = math.prod(sharded) if sharded else query.mesh.size()
-    if all(n is not None and n % ranks == 0 for n in _heads_of(query.tensor_meta.shape, key.tensor_meta.shape)):
+    if all(n is not None and n % ranks == 0 for n in _num_heads(query.tensor_meta.shape, key.tensor_meta.shape)):
         yield tensor.Shard(_HEADS)
 
 
-def _of_bias(bias, placement: Placement) -> Placement | None:
+def _bias_placement(bias, placement: Placement) -> Placement | None:
     """Return the placement of a bias; a broadcast dim is replicated on all ranks."""
     if bias is None:
         return None
@@ -193,51 +197,67 @@ def _of_bias(bias, placement: Placement) -> Placement | None:
     return tensor.Shard(dim) if dim >= 0 and shape[dim] != 1 else tensor.Replicate()
 
 
-def _of_gradient(bias, placement: Placement) -> Placement | None:
+def _bias_gradient_placement(bias, placement: Placement) -> Placement | None:
     """Return the placement of a bias gradient; over a broadcast dim each rank has a partial sum."""
-    found = _of_bias(bias, placement)
-    return module().Partial() if found is not None and found.is_replicate() and placement.is_shard() else found
+    bias_placement = _bias_placement(bias, placement)
+    is_summed = bias_placement is not None and bias_placement.is_replicate() and placement.is_shard()
+    return module().Partial() if is_summed else bias_placement
 
 
-def _drawn(*given: object) -> list[Placement | None]:
+def _replicated_or_none(*tensors: object) -> list[Placement | None]:
     """Return the placements of seeds, offsets and lengths: replicated, or None without a tensor."""
-    return [None if x is None else module().Replicate() for x in given]
+    return [None if x is None else module().Replicate() for x in tensors]
 
 
 def _aten_forward(
     query, key, value, attn_bias=None, dropout_p=0.0, is_causal=False, return_debug_mask=False, scale=None
 ):
     return [
-        ([p, p, None, None, None, None, *_drawn(p, p), None], [p, p, p, _of_bias(attn_bias, p), None, None, None])
-        for p in _placements(query, key)
-    ]
-
-
-def _aten_backward(grad_out, query, key, value, attn_bias, grad_input_mask, *more, scale=None):
-    _, _, cum_q, cum_k, _, _, _, _, seed, offset = more
-    return [
         (
-            [p, p, p, _of_gradient(attn_bias, p) if grad_input_mask[3] else None],
-            [p, p, p, p, _of_bias(attn_bias, p), None, p, p, *_drawn(cum_q, cum_k), *(None,) * 4]
-            + _drawn(seed, offset),
+            [p, p, None, None, None, None, *_replicated_or_none(p, p), None],
+            [p, p, p, _bias_placement(attn_bias, p), None, None, None],
         )
         for p in _placements(query, key)
     ]
 
 
-def _own_forward(query, key, value, attn_bias, *settings):
+def _aten_backward(*args, scale=None):
+    backward = tracing.AtenBackwardArgs(*args)
+    bias = backward.attn_bias
+    lengths = _replicated_or_none(backward.cum_seq_q, backward.cum_seq_k)
+    seeds = _replicated_or_none(backward.seed, backward.offset)
     return [
-        ([p, p, *_drawn(p, p)], [p, p, p, _of_bias(attn_bias, p), *(None,) * len(settings)])
+        (
+            [p, p, p, _bias_gradient_placement(bias, p) if backward.grad_input_mask[3] else None],
+            [p, p, p, p, _bias_placement(bias, p), None, p, p, *lengths, *(None,) * 4, *seeds],
+        )
+        for p in _placements(backward.query, backward.key)
+    ]
+
+
+def _custom_op_forward(query, key, value, attn_bias, *settings):
+    return [
+        ([p, p, *_replicated_or_none(p, p)], [p, p, p, _bias_placement(attn_bias, p), *(None,) * len(settings)])
         for p in _placements(query, key)
     ]
 
 
-def _own_backward(grad_out, query, key, value, attn_bias, out, lse, seed, offset, *settings):
+def _custom_op_backward(grad_out, query, key, value, attn_bias, out, lse, seed, offset, *settings):
     bias_grad = settings[-1]
     return [
         (
-            [p, p, p, _of_gradient(attn_bias, p) if bias_grad else module().Replicate()],
-            [p, p, p, p, _of_bias(attn_bias, p), p, p, *_drawn(seed, offset), *(None,) * len(settings)],
+            [p, p, p, _bias_gradient_placement(attn_bias, p) if bias_grad else module().Replicate()],
+            [
+                p,
+                p,
+                p,
+                p,
+                _bias_placement(attn_bias, p),
+                p,
+                p,
+                *_replicated_or_none(seed, offset),
+                *(None,) * len(settings),
+            ],
         )
         for p in _placements(query, key)
     ]

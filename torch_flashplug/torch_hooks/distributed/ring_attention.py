@@ -62,17 +62,17 @@ class Step(NamedTuple):
 def steps_of(rank: int, ranks: int, is_causal: bool, balanced: bool) -> list[Step | None]:
     """Return the steps of a rank; a step without visible keys is None."""
 
-    def step(turn: int) -> Step | None:
-        if turn == 0 or not is_causal:
+    def step(step_idx: int) -> Step | None:
+        if step_idx == 0 or not is_causal:
             return Step(is_causal)
         if balanced:
-            return Step(half_of_keys=turn <= rank, half_of_rows=turn > rank)
-        return Step() if turn <= rank else None
+            return Step(half_of_keys=step_idx <= rank, half_of_rows=step_idx > rank)
+        return Step() if step_idx <= rank else None
 
-    return [step(turn) for turn in range(ranks)]
+    return [step(step_idx) for step_idx in range(ranks)]
 
 
-class _Cut:
+class _StepSlices:
     """Slices of the query rows and keys in a step."""
 
     def __init__(self, step: Step, rows: int, keys: int) -> None:
@@ -80,55 +80,59 @@ class _Cut:
         self.first = rows // 2 if step.half_of_rows else 0
         self.keys = keys // 2 if step.half_of_keys else keys
 
-    def of_rows(self, x: Tensor) -> Tensor:
+    def select_rows(self, x: Tensor) -> Tensor:
         return x.narrow(2, self.first, x.shape[2] - self.first)
 
-    def of_keys(self, x: Tensor) -> Tensor:
+    def select_keys(self, x: Tensor) -> Tensor:
         return x.narrow(2, 0, self.keys)
 
 
-class _Pair:
+class _KvBuffer:
     """Key and value, or the gradients of key and value, in one buffer for the exchange between ranks."""
 
     def __init__(self, key: Tensor, value: Tensor, dtype: torch.dtype | None = None) -> None:
         self._shapes = key.shape, value.shape
-        self._cut = key.numel()
+        self._key_numel = key.numel()
         self.buffer = key.new_empty(key.numel() + value.numel(), dtype=dtype or key.dtype)
         for to, x in zip(self.views(), (key, value)):
             to.copy_(x)
 
     def views(self) -> tuple[Tensor, Tensor]:
-        parts = self.buffer[: self._cut], self.buffer[self._cut :]
+        parts = self.buffer[: self._key_numel], self.buffer[self._key_numel :]
         return tuple(part.view(shape) for part, shape in zip(parts, self._shapes))
 
 
 class _Ring:
-    def __init__(self, settings: Settings, query: Tensor, key: Tensor) -> None:
-        from torch.distributed.tensor.experimental._context_parallel import _attention as torchs
+    """Steps of the ring on this rank, and the exchange of keys and values between the steps."""
 
-        self._torchs, self._rotate = torchs, settings.rotate
+    def __init__(self, settings: Settings, query: Tensor, key: Tensor) -> None:
+        from torch.distributed.tensor.experimental._context_parallel import _attention as torch_module
+
+        self._torch_module, self._rotate = torch_module, settings.rotate
         self._group = dist.distributed_c10d._resolve_process_group(settings.group)
-        self.ranks = dist.get_world_size(self._group)
+        self.num_ranks = dist.get_world_size(self._group)
         check(settings, query, key)
         rank = dist.get_rank(self._group)
-        steps = steps_of(rank, self.ranks, settings.is_causal, settings.balanced)
+        steps = steps_of(rank, self.num_ranks, settings.is_causal, settings.balanced)
         rows, keys = query.shape[2], key.shape[2]
-        self.cuts = [None if step is None else _Cut(step, rows, keys) for step in steps]
-        self.made = sum(cut is not None for cut in self.cuts)  # number of computed steps
+        self.slices_by_step = [None if step is None else _StepSlices(step, rows, keys) for step in steps]
+        self.num_computed = sum(slices is not None for slices in self.slices_by_step)
 
     def rotater(self, rotate: str = ""):  # noqa: ANN201  (torch's _RingRotater)
-        return self._torchs._create_rotater(self._group, 2, self._torchs._RotateMethod[rotate or self._rotate])
+        return self._torch_module._create_rotater(
+            self._group, 2, self._torch_module._RotateMethod[rotate or self._rotate]
+        )
 
-    def turns(self, key: Tensor, value: Tensor) -> Iterator[tuple[int, _Cut | None, Tensor, Tensor]]:
+    def steps(self, key: Tensor, value: Tensor) -> Iterator[tuple[int, _StepSlices | None, Tensor, Tensor]]:
         """Yield the keys and values of each step, while the exchange for the next step is running."""
-        rotater, pair = self.rotater(), _Pair(key, value) if self.ranks > 1 else None
-        for turn, cut in enumerate(self.cuts):
-            if turn > 0:
-                pair.buffer = rotater.next_buffer()
-                key, value = pair.views()
-            if turn + 1 < self.ranks:
-                rotater.exchange_buffers(pair.buffer)
-            yield turn, cut, key, value
+        rotater, kv_buffer = self.rotater(), _KvBuffer(key, value) if self.num_ranks > 1 else None
+        for step_idx, slices in enumerate(self.slices_by_step):
+            if step_idx > 0:
+                kv_buffer.buffer = rotater.next_buffer()
+                key, value = kv_buffer.views()
+            if step_idx + 1 < self.num_ranks:
+                rotater.exchange_buffers(kv_buffer.buffer)
+            yield step_idx, slices, key, value
 
 
 def check(settings: Settings, query: Tensor, key: Tensor) -> None:
@@ -150,7 +154,7 @@ def check(settings: Settings, query: Tensor, key: Tensor) -> None:
 
 
 @contextlib.contextmanager
-def _room_for_collectives() -> Iterator[None]:
+def _cta_margin_for_collectives() -> Iterator[None]:
     before = bindings.set_cta_margin(env.RING_MARGIN.count())
     try:
         yield
@@ -164,66 +168,72 @@ def check_balance(settings: Settings) -> None:
     A graph keeps the load balance of the compilation. The rows are distributed by torch's current option. A backward
     keeps the load balance of the forward, whatever torch's option is by then.
     """
-    from torch.distributed.tensor.experimental._context_parallel import _attention as torchs
+    from torch.distributed.tensor.experimental._context_parallel import _attention as torch_module
 
-    if settings.balanced != torchs._cp_options.enable_load_balance:
-        made, now = ("with", "without") if settings.balanced else ("without", "with")
+    if settings.balanced != torch_module._cp_options.enable_load_balance:
+        compiled, current = ("with", "without") if settings.balanced else ("without", "with")
         raise RuntimeError(
-            f"context_parallel: this graph was compiled {made} load balance, but the rows are distributed {now} load "
-            "balance. Call torch.compiler.reset() after a change of _cp_options.enable_load_balance, on all ranks."
+            f"context_parallel: this graph was compiled {compiled} load balance, but the rows are distributed "
+            f"{current} load balance. Call torch.compiler.reset() after a change of _cp_options.enable_load_balance, "
+            "on all ranks."
         )
 
 
-def _forward(query: Tensor, key: Tensor, value: Tensor, *given: object) -> tuple[Tensor, Tensor]:
-    s = Settings(*given)
-    check_balance(s)
-    ring, out, lse = _Ring(s, query, key), None, None
-    with _room_for_collectives():
-        for _, cut, k, v in ring.turns(key, value):
-            if cut is None:
+def _forward(query: Tensor, key: Tensor, value: Tensor, *setting_args: object) -> tuple[Tensor, Tensor]:
+    settings = Settings(*setting_args)
+    check_balance(settings)
+    ring, out, lse = _Ring(settings, query, key), None, None
+    with _cta_margin_for_collectives():
+        for _, slices, k, v in ring.steps(key, value):
+            if slices is None:
                 continue
-            operands = cut.of_rows(query), cut.of_keys(k), cut.of_keys(v)
-            step = (None, 0.0, int(cut.step.is_causal), s.scale, s.mode)
+            operands = slices.select_rows(query), slices.select_keys(k), slices.select_keys(v)
+            step = (None, 0.0, int(slices.step.is_causal), settings.scale, settings.mode)
             step_out, step_lse, _, _ = namespace.sdpa_fwd(*operands, *step)
             if out is None:  # fp32 only for more than 2 steps: one sum needs no more digits than the terms have
-                out, lse = step_out.float() if ring.made > 2 else step_out, step_lse
+                out, lse = step_out.float() if ring.num_computed > 2 else step_out, step_lse
             else:
-                ring_merge.namespace.ring_merge(out, lse, step_out, step_lse, cut.first)
+                ring_merge.namespace.ring_merge(out, lse, step_out, step_lse, slices.first)
     return out.to(query.dtype), lse
 
 
 def _backward(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *given: object
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *setting_args: object
 ) -> tuple[Tensor, Tensor, Tensor]:
-    s = Settings(*given)
-    ring = _Ring(s, query, key)
-    rotater, total, pair = ring.rotater("ALL_TO_ALL"), None, None
-    with _room_for_collectives():
-        for turn, cut, k, v in ring.turns(key, value):
+    settings = Settings(*setting_args)
+    ring = _Ring(settings, query, key)
+    rotater, total, kv_buffer = ring.rotater("ALL_TO_ALL"), None, None
+    with _cta_margin_for_collectives():
+        for step_idx, slices, k, v in ring.steps(key, value):
             dq = dk = dv = None
-            if cut is not None:
-                known = (cut.of_rows(out), cut.of_rows(lse).contiguous(), *_nothing_drawn(query))
-                operands = cut.of_rows(grad_out), cut.of_rows(query), cut.of_keys(k), cut.of_keys(v)
-                step = (0.0, int(cut.step.is_causal), s.scale, s.mode, False)
-                dq, dk, dv, _ = namespace.sdpa_bwd(*operands, None, *known, *step)
-            if turn == 0:
-                pair = _Pair(dk, dv, torch.float32 if s.wide else None)
-                total = dq.float() if ring.made > 2 else dq
+            if slices is not None:
+                forward_results = (slices.select_rows(out), slices.select_rows(lse).contiguous(), *_empty_seeds(query))
+                operands = (
+                    slices.select_rows(grad_out),
+                    slices.select_rows(query),
+                    slices.select_keys(k),
+                    slices.select_keys(v),
+                )
+                step = (0.0, int(slices.step.is_causal), settings.scale, settings.mode, False)
+                dq, dk, dv, _ = namespace.sdpa_bwd(*operands, None, *forward_results, *step)
+            if step_idx == 0:
+                kv_buffer = _KvBuffer(dk, dv, torch.float32 if settings.wide else None)
+                total = dq.float() if ring.num_computed > 2 else dq
             else:
-                pair.buffer = rotater.next_buffer()
-                if cut is not None:
-                    for sum_, part in zip(pair.views(), (dk, dv)):
+                kv_buffer.buffer = rotater.next_buffer()
+                if slices is not None:
+                    for sum_, part in zip(kv_buffer.views(), (dk, dv)):
                         ring_merge.namespace.ring_add(sum_, part, 0)
-                    ring_merge.namespace.ring_add(total, dq, cut.first)
-            if ring.ranks > 1:
-                rotater.exchange_buffers(pair.buffer)
-        if ring.ranks > 1:
-            pair.buffer = rotater.next_buffer()
-    dk, dv = map(reference.like, pair.views(), (key, value))
+                    ring_merge.namespace.ring_add(total, dq, slices.first)
+            if ring.num_ranks > 1:
+                rotater.exchange_buffers(kv_buffer.buffer)
+        if ring.num_ranks > 1:
+            kv_buffer.buffer = rotater.next_buffer()
+    dk, dv = map(reference.like, kv_buffer.views(), (key, value))
     return total.to(query.dtype), dk, dv
 
 
-def _nothing_drawn(query: Tensor) -> tuple[Tensor, Tensor]:
+def _empty_seeds(query: Tensor) -> tuple[Tensor, Tensor]:
     empty = query.new_empty(0, dtype=torch.int64)
     return empty, empty
 

@@ -23,7 +23,7 @@ namespace = torch.ops.torch_flashplug
 _log = logging.getLogger("torch_flashplug")
 
 
-def merged_in_torch(out: Tensor, lse: Tensor, step_out: Tensor, step_lse: Tensor, first: int) -> None:
+def merge_in_torch(out: Tensor, lse: Tensor, step_out: Tensor, step_lse: Tensor, first: int) -> None:
     """Merge a step's output and LSE into `out` and `lse`, in place.
 
     Rows without visible keys in all steps keep the LSE -inf, and zeros.
@@ -43,7 +43,7 @@ def merged_in_torch(out: Tensor, lse: Tensor, step_out: Tensor, step_lse: Tensor
     lse.copy_(both)
 
 
-def added_in_torch(total: Tensor, part: Tensor, first: int) -> None:
+def add_in_torch(total: Tensor, part: Tensor, first: int) -> None:
     """Add `part` to the rows of `total` (B, H, S, D) from `first` on, in place."""
     rows = total.narrow(2, first, part.shape[2])
     rows.copy_(rows.float() + part.float())
@@ -64,30 +64,30 @@ def _triton() -> ModuleType | None:
     return ring_merge_triton
 
 
-def _are_rows(*tensors: Tensor) -> bool:
+def _can_use_triton(*tensors: Tensor) -> bool:
     """Return whether the rows of all tensors are contiguous and not empty, and Triton is usable."""
     return _triton() is not None and all(x.stride(3) == 1 and x.numel() > 0 for x in tensors)
 
 
-def _merged(out: Tensor, lse: Tensor, step_out: Tensor, step_lse: Tensor, first: int) -> None:
-    if not _are_rows(out, step_out) or not (lse.is_contiguous() and step_lse.is_contiguous()):
-        return merged_in_torch(out, lse, step_out, step_lse, first)
+def _merge(out: Tensor, lse: Tensor, step_out: Tensor, step_lse: Tensor, first: int) -> None:
+    if not _can_use_triton(out, step_out) or not (lse.is_contiguous() and step_lse.is_contiguous()):
+        return merge_in_torch(out, lse, step_out, step_lse, first)
     return _triton().merge(out, lse, step_out, step_lse, first)
 
 
-def _added(total: Tensor, part: Tensor, first: int) -> None:
-    return _triton().add(total, part, first) if _are_rows(total, part) else added_in_torch(total, part, first)
+def _add(total: Tensor, part: Tensor, first: int) -> None:
+    return _triton().add(total, part, first) if _can_use_triton(total, part) else add_in_torch(total, part, first)
 
 
-def _nothing(*given: object) -> None:
+def _fake(*args: object) -> None:
     """Do nothing: an in-place op keeps the shape of the tensors."""
 
 
 def _register() -> None:
-    for name, in_torch, fused in (("ring_merge", merged_in_torch, _merged), ("ring_add", added_in_torch, _added)):
+    for name, in_torch, fused in (("ring_merge", merge_in_torch, _merge), ("ring_add", add_in_torch, _add)):
         _library.impl(name, in_torch, "CPU")
         _library.impl(name, fused, "CUDA")
-        torch.library.register_fake(f"torch_flashplug::{name}", _nothing, lib=_library)
+        torch.library.register_fake(f"torch_flashplug::{name}", _fake, lib=_library)
 
 
 _register()

@@ -23,22 +23,24 @@ def _merge(
     b, h = head // heads, head % heads
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     dim = tl.arange(0, DIMS)
-    at = head * all_rows + first + row
-    old = tl.load(lse + at, mask=row < rows, other=0.0)
+    lse_index = head * all_rows + first + row
+    old = tl.load(lse + lse_index, mask=row < rows, other=0.0)
     new = tl.load(step_lse + head * rows + row, mask=row < rows, other=0.0)
-    top = tl.maximum(old, new)
-    top = tl.where(top == float("-inf"), 0.0, top)
-    old_sum, new_sum = tl.exp(old - top), tl.exp(new - top)
-    both = old_sum + new_sum
-    seen = both > 0.0
-    share = tl.where(seen, new_sum / tl.where(seen, both, 1.0), 0.0)
-    tl.store(lse + at, tl.where(seen, top + tl.log(both), float("-inf")), mask=row < rows)
-    inside = (row < rows)[:, None] & (dim < dims)[None, :]
-    to = out + b * out_b + h * out_h + (first + row).to(tl.int64)[:, None] * out_s + dim[None, :]
-    of = step_out + b * step_b + h * step_h + row.to(tl.int64)[:, None] * step_s + dim[None, :]
-    before = tl.load(to, mask=inside, other=0.0).to(tl.float32)
-    found = tl.load(of, mask=inside, other=0.0).to(tl.float32)
-    tl.store(to, (before + share[:, None] * (found - before)).to(out.dtype.element_ty), mask=inside)
+    max_lse = tl.maximum(old, new)
+    max_lse = tl.where(max_lse == float("-inf"), 0.0, max_lse)
+    old_sum, new_sum = tl.exp(old - max_lse), tl.exp(new - max_lse)
+    sum_ = old_sum + new_sum
+    is_visible = sum_ > 0.0
+    weight = tl.where(is_visible, new_sum / tl.where(is_visible, sum_, 1.0), 0.0)
+    tl.store(lse + lse_index, tl.where(is_visible, max_lse + tl.log(sum_), float("-inf")), mask=row < rows)
+    in_bounds = (row < rows)[:, None] & (dim < dims)[None, :]
+    out_address = out + b * out_b + h * out_h + (first + row).to(tl.int64)[:, None] * out_s + dim[None, :]
+    step_address = step_out + b * step_b + h * step_h + row.to(tl.int64)[:, None] * step_s + dim[None, :]
+    out_value = tl.load(out_address, mask=in_bounds, other=0.0).to(tl.float32)
+    step_value = tl.load(step_address, mask=in_bounds, other=0.0).to(tl.float32)
+    tl.store(
+        out_address, (out_value + weight[:, None] * (step_value - out_value)).to(out.dtype.element_ty), mask=in_bounds
+    )
 
 
 @triton.jit
@@ -50,11 +52,13 @@ def _add(
     b, h = head // heads, head % heads
     row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     dim = tl.arange(0, DIMS)
-    inside = (row < rows)[:, None] & (dim < dims)[None, :]
-    to = total + b * total_b + h * total_h + (first + row)[:, None] * total_s + dim[None, :]
-    of = part + b * part_b + h * part_h + row[:, None] * part_s + dim[None, :]
-    sum_ = tl.load(to, mask=inside, other=0.0).to(tl.float32) + tl.load(of, mask=inside, other=0.0).to(tl.float32)
-    tl.store(to, sum_.to(total.dtype.element_ty), mask=inside)
+    in_bounds = (row < rows)[:, None] & (dim < dims)[None, :]
+    total_address = total + b * total_b + h * total_h + (first + row)[:, None] * total_s + dim[None, :]
+    part_address = part + b * part_b + h * part_h + row[:, None] * part_s + dim[None, :]
+    sum_ = tl.load(total_address, mask=in_bounds, other=0.0).to(tl.float32) + tl.load(
+        part_address, mask=in_bounds, other=0.0
+    ).to(tl.float32)
+    tl.store(total_address, sum_.to(total.dtype.element_ty), mask=in_bounds)
 
 
 def _grid(part: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
@@ -65,7 +69,7 @@ def _grid(part: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
 
 
 def merge(out: Tensor, lse: Tensor, step_out: Tensor, step_lse: Tensor, first: int) -> None:
-    """Merge a step's output and LSE in place by the Triton kernel; the arguments are explained at merged_in_torch."""
+    """Merge a step's output and LSE in place by the Triton kernel; the arguments are explained at merge_in_torch."""
     _, H, S, D = step_out.shape
     grid, sizes = _grid(step_out)
     with torch.cuda.device_of(out):

@@ -1,0 +1,56 @@
+// The ops that torch calls: outputs, fallback to stock, backward. src/ops/ offers:
+//
+// - sdpa_ops.cpp: the overrideable aten op, and sdpa_fwd and sdpa_bwd of traced graphs;
+// - attention_ops.cpp and block_sparse_ops.cpp: the ops of attention();
+// - backward.cpp: gradients by kernels of the plugin.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+
+#include <cstdint>
+#include <initializer_list>
+
+#include "core/attention_call.h"
+#include "dispatch/dispatch.h"
+
+namespace flashplug {
+
+// ---- sdpa_ops.cpp ----
+
+void register_ops(const char* dispatch_key, bool own_ops);  // "CUDA", or "CPU" for the CPU stub backend
+void unregister_ops();
+
+// Read the facts of a call with real tensors. Throws for unsupported tensors.
+Facts read_facts(const ForwardCall& call);
+// Run a plugin kernel: two allocations (three with split-KV), copies of unreadable operands, and one kernel call.
+// Returns false without an available kernel; auto mode then falls back to stock.
+bool our_forward(const ForwardCall& original, const Facts& facts, const Plan& plan, ForwardResult* result);
+// Return a tensor without elements: no memory, no launch.
+TensorHandle placeholder(const ForwardCall& call, int32_t dtype);
+
+// ---- attention_ops.cpp: ops of attention() ----
+
+void register_own_ops(torch::stable::detail::StableLibrary* library);
+void check_lengths(const ForwardCall& call, const Facts& facts);  // throws if kernels could not read the lengths
+// Run a kernel allowed by the mode `by`. Returns false without a kernel, but throws if the call's mode forces one.
+bool attend(const char* where, const ForwardCall& call, const Facts& facts, Mode by, ForwardResult* result);
+bool differentiate_attention(const BackwardCall& call, const Facts& facts,
+                             BackwardResult* result);  // false: no plugin kernel
+bool wants_math(Mode mode);
+bool is_16_bit(const CallFacts& p);  // true for 16-bit queries; the reference math checks all other calls
+// Throw unless a tensor is fp32, has the wanted sizes, and is on the query's device.
+void check_fp32(const char* name, AtenTensorHandle tensor, std::initializer_list<int64_t> expected_size,
+                const Facts& facts);
+
+// ---- block_sparse_ops.cpp ----
+
+void register_listed(torch::stable::detail::StableLibrary* library);
+
+// ---- backward.cpp: gradients by plugin kernels ----
+
+// Run the plugin's backward. Returns false if a different backward must follow: no plugin kernel, or a GPU on which
+// auto mode takes none.
+bool our_backward(const BackwardCall& call, const CallFacts& p, const DeviceFacts& device, int device_index, Mode mode,
+                  BackwardResult* result);
+
+}  // namespace flashplug
