@@ -20,6 +20,7 @@ import functools
 import hashlib
 import importlib.metadata
 import json
+import operator
 import re
 import subprocess
 import sys
@@ -142,19 +143,15 @@ def main() -> int:
         return 0
     if args.new is None:
         parser.error("NEW must be a folder of cubins, but is missing. Give NEW or --save.")
-    if args.old.is_file():
-        old, new = hashes(args.old), hashes(args.new)
-    else:
-        old, new = cubins(args.old), cubins(args.new)
+    has_hashes = args.old.is_file()
+    read, compare = (hashes, operator.ne) if has_hashes else (cubins, differing)
+    old, new = read(args.old), read(args.new)
     both = [name for name in new if name in old and args.filter in name]
-    if args.old.is_file():
-        counts = {name: int(old[name] != new[name]) for name in both}
-    else:
-        with concurrent.futures.ThreadPoolExecutor() as pool:
-            counts = dict(zip(both, pool.map(lambda name: differing(old[name], new[name]), both), strict=True))
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        counts = dict(zip(both, pool.map(lambda name: compare(old[name], new[name]), both), strict=True))
     for name, count in counts.items():
         if count:
-            print(f"{name}: {'the hash differs' if args.old.is_file() else f'{count} lines differ'}")
+            print(f"{name}: {'the hash differs' if has_hashes else f'{count} lines differ'}")
     different = sum(count > 0 for count in counts.values())
     alone = [name for name in {*old, *new} if args.filter in name and (name in old) != (name in new)]
     print(f"{len(both)} kernels compared, {different} differ; {len(alone)} in one folder only")

@@ -17,6 +17,7 @@ from ..torch_hooks import describe_call, tracing
 
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 _LARGEST = torch.finfo(torch.float32).max
+_SCALE_TYPES = (float, int, torch.SymFloat, torch.SymInt, Tensor, numbers.Real)  # NumPy scalars are Real
 _CAUSAL = (False, True, "bottom_right", "top_left")
 Scale = Tensor | float
 Scales = tuple[Scale | None, Scale | None]  # (k_scale, v_scale)
@@ -99,9 +100,8 @@ def split_size_of(fixed_split_size: int | None, num_splits: int | None) -> int:
     if fixed_split_size is None:
         return 0
     if not is_int(fixed_split_size) or not 1 <= fixed_split_size < 2**62 or fixed_split_size % SPLIT_UNIT:
-        size_text = f"{fixed_split_size!r}"
         raise ValueError(
-            f"attention: fixed_split_size must be a multiple of {SPLIT_UNIT} or None, but got {size_text}."
+            f"attention: fixed_split_size must be a multiple of {SPLIT_UNIT} or None, but got {fixed_split_size!r}."
         )
     if num_splits is not None:
         raise ValueError(
@@ -118,7 +118,7 @@ def softcap_of(softcap: float) -> float:
 
 
 def checked_scale(scale: float | None) -> float | None:
-    if not isinstance(scale, numbers.Real | torch.SymFloat | torch.SymInt | Tensor | None):
+    if scale is not None and not isinstance(scale, _SCALE_TYPES):
         raise TypeError(f"attention: scale must be a number or None (1 / sqrt(D)), but got {scale!r}.")
     return scale
 

@@ -47,10 +47,10 @@ class CallGroup:
     def label(self) -> str:
         s, keys = self.first.shape, sorted({self.first.shape["Sk"], self.last.shape["Sk"]})
         phase = "training" if self.first.q.requires_grad else "decode" if s["Sq"] == 1 else "prefill"
-        texts = f"{s['B']} sequences, " if s["B"] > 1 else ""
+        num_sequences = f"{s['B']} sequences, " if s["B"] > 1 else ""
         num_keys = "..".join(map(str, keys))
         heads = f"{s['Hq']}/{s['Hkv']} heads" if s["Hq"] != s["Hkv"] else f"{s['Hq']} heads"
-        return f"{phase}: {texts}{heads}, {s['Sq']} x {num_keys}, D {s['D']}" + (
+        return f"{phase}: {num_sequences}{heads}, {s['Sq']} x {num_keys}, D {s['D']}" + (
             ", causal" if self.first.causal else ""
         )
 

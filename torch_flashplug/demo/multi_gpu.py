@@ -91,10 +91,10 @@ class Program:
         """Yield one loss, inside the context in which the backward must run."""
         raise NotImplementedError
 
-    def step(self, text: Tensor) -> float:
-        """Train on `text` (length + 1,), and return the mean loss of all ranks."""
-        tokens, labels = text[None, :-1].clone(), text[None, 1:].clone()
-        for loss in self.losses(tokens, labels, torch.arange(tokens.shape[1], device=text.device)):
+    def step(self, sequence: Tensor) -> float:
+        """Train on `sequence` (length + 1,), and return the mean loss of all ranks."""
+        tokens, labels = sequence[None, :-1].clone(), sequence[None, 1:].clone()
+        for loss in self.losses(tokens, labels, torch.arange(tokens.shape[1], device=sequence.device)):
             self.optimizer.zero_grad()
             loss.backward()
             self.optimizer.step()
@@ -157,7 +157,7 @@ class Run:
     path_counts: Mapping[str, int]  # counters of the dispatch paths of this rank's attention calls
 
 
-def train(make: type[Program], mesh: DeviceMesh, recipe: Recipe, texts: Tensor) -> Run:
+def train(make: type[Program], mesh: DeviceMesh, recipe: Recipe, sequences: Tensor) -> Run:
     on_gpu = mesh.device_type == "cuda"
     wait: Callable[[], object] = torch.cuda.synchronize if on_gpu else lambda: None
     gc.collect()  # FSDP's modules form reference cycles, so that the memory of the previous training would count
@@ -165,10 +165,10 @@ def train(make: type[Program], mesh: DeviceMesh, recipe: Recipe, texts: Tensor) 
         torch.cuda.reset_peak_memory_stats()
     program, losses, spans = make(mesh, recipe), [], []
     bindings.counters(reset=True)
-    for text in texts:
+    for sequence in sequences:
         faulthandler.dump_traceback_later(HANG_S, exit=True)
         begin = time.perf_counter()
-        losses.append(program.step(text))
+        losses.append(program.step(sequence))
         wait()
         spans.append(time.perf_counter() - begin)
     path_counts = {path: n for path, n in bindings.counters().items() if n}
@@ -238,7 +238,7 @@ def show(file: str | None, picture: Path, device: str) -> None:
     recipe = GPU_RECIPE if on_gpu else CPU_RECIPE
     content, origin = read_text(file)
     tokens = as_tokens(repeated(content, recipe.steps * recipe.length + 1)).to(device)
-    texts = torch.stack([tokens[i * recipe.length : (i + 1) * recipe.length + 1] for i in range(recipe.steps)])
+    sequences = torch.stack([tokens[i * recipe.length : (i + 1) * recipe.length + 1] for i in range(recipe.steps)])
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     console = Console(width=120, quiet=not first)
     where = torch.cuda.get_device_name() if on_gpu else "process on the CPU (stock serves every call, nothing is timed)"
@@ -251,7 +251,7 @@ def show(file: str | None, picture: Path, device: str) -> None:
         runs_by_program[name] = {}
         for attention, scope in shown_scopes(on_gpu).items():
             with scope():
-                runs_by_program[name][attention] = train(make, mesh, recipe, texts)
+                runs_by_program[name][attention] = train(make, mesh, recipe, sequences)
         console.print(table(name, recipe, runs_by_program[name]))
     if first:
         console.print(plot(runs_by_program, picture))
