@@ -145,7 +145,7 @@ FLASHPLUG_EXPORT int flashplug_register_ops(const char* dispatch_key, int own_op
 FLASHPLUG_EXPORT void flashplug_unregister_ops() { unregister_ops(); }
 
 FLASHPLUG_EXPORT int flashplug_enable_stock_workarounds(int backends) {
-  return catch_errors([&] { repair(backends); });
+  return catch_errors([&] { enable_stock_workarounds(backends); });
 }
 
 FLASHPLUG_EXPORT int flashplug_register_varlen_ops(const char* dispatch_key) {
@@ -155,7 +155,7 @@ FLASHPLUG_EXPORT void flashplug_unregister_varlen_ops() { unregister_varlen_ops(
 FLASHPLUG_EXPORT int flashplug_set_varlen_schema(const char* op, const char* schema) {
   return catch_errors([&] { set_varlen_schema(op, schema); });
 }
-FLASHPLUG_EXPORT void flashplug_know_varlen_rule(int rule) { know_varlen_rule(rule); }
+FLASHPLUG_EXPORT void flashplug_set_varlen_rule(int rule) { set_varlen_rule(rule); }
 FLASHPLUG_EXPORT int flashplug_varlen_rule() { return varlen_rule(); }
 // Write the decision about a varlen call as JSON. `facts` has the values of `kVarlenFactNames`, in order.
 FLASHPLUG_EXPORT int flashplug_varlen_text(const int64_t* facts, int cc, int64_t mode, char* out, int capacity) {
@@ -168,15 +168,15 @@ FLASHPLUG_EXPORT void flashplug_set_prepare_callback(PrepareCallback callback) {
 
 FLASHPLUG_EXPORT void flashplug_hold_error(void* exception) { hold_python_error(exception); }
 
-FLASHPLUG_EXPORT int flashplug_know_flash(const char* schema) { return set_flash_schema(schema); }
+FLASHPLUG_EXPORT int flashplug_set_flash_schema(const char* schema) { return set_flash_schema(schema); }
 FLASHPLUG_EXPORT int flashplug_register_flash_op(const char* dispatch_key) {
   return catch_errors([&] { register_flash_op(dispatch_key); });
 }
-FLASHPLUG_EXPORT void flashplug_close_flash() { unregister_flash_op(); }
+FLASHPLUG_EXPORT void flashplug_unregister_flash_op() { unregister_flash_op(); }
 FLASHPLUG_EXPORT int flashplug_register_efficient_op(const char* dispatch_key) {
   return catch_errors([&] { register_efficient_op(dispatch_key); });
 }
-FLASHPLUG_EXPORT void flashplug_close_efficient() { unregister_efficient_op(); }
+FLASHPLUG_EXPORT void flashplug_unregister_efficient_op() { unregister_efficient_op(); }
 FLASHPLUG_EXPORT void flashplug_enable_flash_op_decode(int on) { enable_flash_op_decode(on != 0); }
 
 FLASHPLUG_EXPORT void flashplug_set_enabled(int on) { state().enabled.store(on != 0); }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch_flashplug import sdpa_backend
 from torch_flashplug.api.backend import DEVICES
 from torch_flashplug.dispatch import bindings, table_structs
-from torch_flashplug.registry.dtypes import ELEMENTS
+from torch_flashplug.registry.dtypes import KERNEL_DTYPES
 from torch_flashplug.testing import Case
 
 MAX_SPLITS = 255  # maximum number of splits in a mode word
@@ -32,6 +32,6 @@ def plan_of_forced_call(
         backend: the forced backend.
         facts: further facts of the operands (`bindings.problem_facts()`).
     """
-    operand_dtypes = zip("qkv", ELEMENTS[case.dtype].operands)
+    operand_dtypes = zip("qkv", KERNEL_DTYPES[case.dtype].operands)
     dtypes = {f"dtype_{operand}": table_structs.DTYPE_IDS[number] for operand, number in operand_dtypes}
     return bindings.plan(case.sizes() | dtypes | facts, device, forced_mode(num_splits, backend))

@@ -134,7 +134,7 @@ inline constexpr Schema kPagedForwardOut(
     "float softcap, float? scale, int num_splits=0, int fixed_split_size=0, int block_mode=0) -> Tensor lse");
 inline constexpr Schema kPreprocessMask("torch_flashplug::_preprocess_mask(Tensor mask, int numbers) -> Tensor");
 inline constexpr Schema kRightChoice(
-    "torch_flashplug::_right_choice(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, float dropout_p, "
+    "torch_flashplug::_corrected_choice(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, float dropout_p, "
     "bool is_causal, float? scale, int chosen) -> (int choice, int fault)");
 inline constexpr Schema kMathForward(
     "torch_flashplug::_math_fwd(Tensor query, Tensor key, Tensor value, Tensor? attn_bias, float dropout_p, "

@@ -48,7 +48,7 @@ struct KernelRow {
   int64_t always;  // subset of `takes`: features applied to every call
   Kind kind;
   int32_t family;                 // index of a row of `families`
-  int32_t element;                // element type: index in ELEMENTS of dtypes.py
+  int32_t element;                // element type: index in KERNEL_DTYPES of dtypes.py
   DType dtype[kNumOperands + 1];  // of query, key, value and output
   int32_t tile_m, tile_n, stages;
   int32_t cost;          // ns for a single KV block of a single tile on one SM

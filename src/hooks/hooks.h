@@ -34,7 +34,7 @@ struct CorrectedChoice {
   int64_t choice;
   int fault = -1;
 };
-CorrectedChoice right_choice(int64_t chosen, const Attention& call);
+CorrectedChoice corrected_choice(int64_t chosen, const Attention& call);
 bool has_no_elements(const Attention& call);  // as far as known: false for nested tensors and symbolic sizes
 const char* stock_bug_text(int fault);        // "" without a fault
 // Return stock torch's choice for a call without a mask; math if no router was ever installed.
@@ -46,7 +46,7 @@ int64_t stock_choice(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v,
 // Register kernels over stock's attention ops, to hand stock operands in a readable layout (stock_workarounds.cpp).
 // `backends` is a sum of `StockBackend`; 0 unregisters. Throws if the running torch lacks some of the backends; the
 // rest is registered then.
-void repair(int backends);
+void enable_stock_workarounds(int backends);
 
 // Results of stock's cuDNN or flash forward on readable operands, with ownership. The output has the layout of the
 // call.
@@ -59,7 +59,7 @@ OwnedFusedResult readable_cudnn_forward(CudnnForwardCall call);
 // aligned, else a copy.
 TensorHandle aligned(TensorHandle operand);
 TensorHandle aligned_bias(TensorHandle bias);
-bool is_repaired(int backend);  // takes a `StockBackend`; true if `repair()` has registered kernels for it
+bool is_repaired(int backend);  // takes a `StockBackend`; true if `enable_stock_workarounds()` has registered kernels for it
 
 // ---- varlen_attn.cpp ----
 
@@ -68,7 +68,7 @@ void register_varlen_ops(const char* dispatch_key);
 void unregister_varlen_ops();
 // Set the schema of the running torch, after the import of the module.
 void set_varlen_schema(const char* op, const char* schema);
-void know_varlen_rule(int number);  // sets the `VarlenRule` (varlen_decision.h) of the running torch
+void set_varlen_rule(int number);  // sets the `VarlenRule` (varlen_decision.h) of the running torch
 int varlen_rule();
 // Callback into Python: makes schemas and rule known, and makes stock's bodies callable as torch_flashplug::_stock<op>.
 using PrepareCallback = void (*)();

@@ -174,7 +174,7 @@ int64_t choice(AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v, const
   if (decision.exit == exit_index("empty") && torch_symbols().math_enabled() && !is_undefined(call)) return kChoiceMath;
   auto stock = reinterpret_cast<ChoiceFunction>(stock_functions[stub_index].load(std::memory_order_acquire));
   const int64_t chosen = stock(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa);
-  return decision.inspected ? right_choice(chosen, call).choice : chosen;
+  return decision.inspected ? corrected_choice(chosen, call).choice : chosen;
 }
 
 void* choice_function(int stub_index) {

@@ -1,6 +1,6 @@
 // Known faults of stock backends, for calls that stay with stock. If stock chooses a backend that is wrong for a call
 // and a different stock backend is right, the router returns the right backend. The composite hook and explain do the
-// same through the op _right_choice.
+// same through the op _corrected_choice.
 #include <algorithm>
 #include <cstdint>
 #include <iterator>
@@ -113,7 +113,7 @@ const char* stock_bug_text(int fault) {
   return exists ? kFaults[fault].description : "";
 }
 
-CorrectedChoice right_choice(int64_t chosen, const Attention& call) {
+CorrectedChoice corrected_choice(int64_t chosen, const Attention& call) {
   if (is_undefined(call)) return {chosen};
   for (const StockBug& fault : kFaults) {
     if (chosen == kChoiceMath || std::ranges::find(fault.backends, chosen) == std::end(fault.backends) ||

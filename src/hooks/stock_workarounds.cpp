@@ -346,7 +346,7 @@ OwnedFusedResult readable_cudnn_forward(CudnnForwardCall call) {
   return result;
 }
 
-void repair(int backends) {
+void enable_stock_workarounds(int backends) {
   std::lock_guard<std::mutex> lock(repair_mutex);
   const int possible = backends & stock_backends();
   if (possible != repaired) {

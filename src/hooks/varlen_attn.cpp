@@ -207,7 +207,7 @@ void set_varlen_schema(const char* op, const char* schema) {
   }
 }
 
-void know_varlen_rule(int number) { rule.store(static_cast<VarlenRule>(number), std::memory_order_relaxed); }
+void set_varlen_rule(int number) { rule.store(static_cast<VarlenRule>(number), std::memory_order_relaxed); }
 int varlen_rule() { return static_cast<int>(rule.load(std::memory_order_relaxed)); }
 
 void set_prepare_callback(PrepareCallback callback) { prepare.store(callback); }

@@ -352,13 +352,13 @@ void attention_op_backward(StableIValue* stack, uint64_t, uint64_t) {
   for (int i = 0; i < 4; ++i) stack[i] = box::from_tensor(std::move(result.grads[i]));
 }
 
-void right_choice_of_call(StableIValue* stack, uint64_t, uint64_t) {
+void corrected_choice_of_call(StableIValue* stack, uint64_t, uint64_t) {
   constexpr Schema op = kRightChoice;
   const TensorHandle q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
                      v = box::to_tensor(stack[op["value"]]), mask = box::to_optional_tensor(stack[op["attn_mask"]]);
   const Causal causal = box::to<bool>(stack[op["is_causal"]]) ? Causal::kTopLeft : Causal::kNone;
   const CorrectedChoice right =
-      right_choice(box::to<int64_t>(stack[op["chosen"]]),
+      corrected_choice(box::to<int64_t>(stack[op["chosen"]]),
                    {q.get(), k.get(), v.get(), mask.get(), box::to<double>(stack[op["dropout_p"]]), causal,
                     box::to_optional_double(stack[op["scale"]])});
   stack[op.result("choice")] = box::from(right.choice);
@@ -383,7 +383,7 @@ void register_ops(const char* dispatch_key, bool own_ops) {
   library->impl("sdpa_fwd", &attention_op_forward);
   library->impl("sdpa_bwd", &attention_op_backward);
   register_own_ops(library.get());
-  library->impl("_right_choice", &right_choice_of_call);
+  library->impl("_corrected_choice", &corrected_choice_of_call);
   libraries().push_back(std::move(library));
 }
 

@@ -13,7 +13,7 @@ import pytest
 
 from torch_flashplug.registry import features, kernel_args, kernel_table
 from torch_flashplug.registry.architectures import FAMILIES
-from torch_flashplug.registry.dtypes import ELEMENTS, QUANTIZED_KV_DTYPES
+from torch_flashplug.registry.dtypes import KERNEL_DTYPES, QUANTIZED_KV_DTYPES
 from torch_flashplug.registry.kernel_spec import KernelSpec
 from torch_flashplug.testing import direct_launch
 
@@ -78,7 +78,7 @@ def test_direct_calls_order_arguments_by_the_kernel_abi_table():
 @pytest.mark.parametrize("spec", COMPILED_SPECS.values(), ids=KernelSpec.name)
 def test_kernels_compile_with_the_ranks_and_types_of_the_kernel_abi_table(spec):
     """Arguments of missing features are compiled as None."""
-    operands = zip(("query", "key", "value", "output"), ELEMENTS[spec.dtype].operands)
+    operands = zip(("query", "key", "value", "output"), KERNEL_DTYPES[spec.dtype].operands)
     types = {name: CUTLASS[number] for name, number in operands} | CUTLASS
     *values, _ = builder(spec).fake_arguments()
     for argument, value in zip(kernel_args.ARGUMENTS_BY_KIND[spec.kind], values, strict=True):

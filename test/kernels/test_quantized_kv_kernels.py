@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torch_flashplug.dispatch import bindings
 from torch_flashplug.ops.quantize_reference import in_int8, rotate
-from torch_flashplug.ops.quantized_kv import dequantised
+from torch_flashplug.ops.quantized_kv import dequantized
 from torch_flashplug.registry import kernel_table
 from torch_flashplug.registry.dtypes import QUANTIZED_KV_DTYPES
 from torch_flashplug.registry.kernel_spec import KernelSpec
@@ -55,7 +55,7 @@ class CachedCall:
     def reference(self) -> Tensor:
         """Return the reference output in fp64."""
         group = self.q.shape[1] // self.k.shape[1]
-        k, v = (dequantised(x, s.double(), torch.float64) for x, s in ((self.k, self.k_scale), (self.v, self.v_scale)))
+        k, v = (dequantized(x, s.double(), torch.float64) for x, s in ((self.k, self.k_scale), (self.v, self.v_scale)))
         q = rotate(self.q.float()) if self.rotated else self.q
         scores = q.double() @ k.repeat_interleave(group, 1).mT * self.q.shape[3] ** -0.5
         if self.mask is not None:

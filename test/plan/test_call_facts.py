@@ -81,7 +81,7 @@ def test_dtypes_agree_in_python_and_cpp() -> None:
 def test_stock_efficient_attention_supports_only_named_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A new dtype with plugin kernels is not thereby supported by stock's efficient attention."""
     for name in dtypes.DTYPE_INFO:
-        monkeypatch.setitem(dtypes.ELEMENTS, name, dtypes.Element(name, name, name, name))
+        monkeypatch.setitem(dtypes.KERNEL_DTYPES, name, dtypes.KernelDtypes(name, name, name, name))
     bindings.push_rows((KernelRow("fwd", 90, 64, 64, ("full",), 64, 64, 2),), (), dispatch_table.GATE)
 
     def backward(name: str) -> str:
@@ -206,8 +206,8 @@ def test_element_type_is_limited_to_its_kernels(monkeypatch: pytest.MonkeyPatch)
 
     An unknown element is an error in the table and in the compiler.
     """
-    kinds, plain = {90: ("fwd",)}, {name for name, element in dtypes.ELEMENTS.items() if element.kinds is None}
-    monkeypatch.setitem(dtypes.ELEMENTS, "half", dtypes.Element("fp16", "bf16", "bf16", "fp16", kinds))
+    kinds, plain = {90: ("fwd",)}, {name for name, element in dtypes.KERNEL_DTYPES.items() if element.kinds is None}
+    monkeypatch.setitem(dtypes.KERNEL_DTYPES, "half", dtypes.KernelDtypes("fp16", "bf16", "bf16", "fp16", kinds))
     operand_dtypes = {
         (kind, arch): {spec.dtype for spec in KernelRow(kind, arch, 64, 64, ("full",), 64, 128, 2).specs()}
         for kind in ("fwd", "bwd") for arch in (90, 80)
@@ -279,7 +279,7 @@ def test_limits_follow_the_element_type_of_the_call() -> None:
 
 def test_sectors_are_counted_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of 72 columns of 4 bytes start at a sector; rows of 72 columns of 2 bytes or 76 columns of 4 bytes do not."""
-    monkeypatch.setitem(dtypes.ELEMENTS, "fp32", dtypes.Element("fp32", "fp32", "fp32", "fp32"))
+    monkeypatch.setitem(dtypes.KERNEL_DTYPES, "fp32", dtypes.KernelDtypes("fp32", "fp32", "fp32", "fp32"))
     bindings.push_rows((KernelRow("fwd", 90, 80, 80, ("full",), 64, 64, 2),), (), dispatch_table.GATE)
 
     def kernel(d: int, name: str) -> str:

@@ -20,7 +20,7 @@ from torch_flashplug.dispatch.table_structs import DTYPE_IDS
 from torch_flashplug.registry import dispatch_table, kernel_table
 from torch_flashplug.registry.architectures import BACKENDS
 from torch_flashplug.registry.dispatch_table import ANY, ChoiceRow
-from torch_flashplug.registry.dtypes import DTYPE_INFO, ELEMENTS, elements_of
+from torch_flashplug.registry.dtypes import DTYPE_INFO, KERNEL_DTYPES, elements_of
 from torch_flashplug.registry.kernel_spec import KernelSpec
 from torch_flashplug.registry.kernel_table import KernelRow
 
@@ -370,9 +370,9 @@ def test_kernel_name_contains_the_element_type() -> None:
     plain = call((1, 8, 8), (512, 512), (64, 64))
     fa3 = BACKENDS.index("fa3")  # auto may have no measured rows for some dtypes
     for dtype in elements_of("fwd", 90):
-        plan = bindings.plan(plain | operand_dtypes(*ELEMENTS[dtype].operands[:3]), DEVICES["h100"], fa3)
+        plan = bindings.plan(plain | operand_dtypes(*KERNEL_DTYPES[dtype].operands[:3]), DEVICES["h100"], fa3)
         assert f"_{dtype}_" in plan["kernel"] and KernelSpec.from_name(plan["kernel"]).dtype == dtype
-    for unsupported in {*DTYPE_INFO, "none"} - {element.q for element in ELEMENTS.values()}:
+    for unsupported in {*DTYPE_INFO, "none"} - {element.q for element in KERNEL_DTYPES.values()}:
         rejected = bindings.plan(plain | operand_dtypes(unsupported), DEVICES["h100"])
         assert rejected["backend"] == "stock" and not rejected["kernel"] and "dtype" in rejected["reasons"]["fa3"]
 

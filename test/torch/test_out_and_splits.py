@@ -144,8 +144,8 @@ def test_ops_with_out_pass_opcheck(device: str, op: torch._ops.OpOverloadPacket,
 def test_dequantization_op_passes_opcheck(device: str) -> None:
     (q, k, _), _ = make_call("eight", device, torch.float16)
     scale = torch.rand(k.shape[:3], device=device)
-    torch.library.opcheck(torch.ops.torch_flashplug.dequantise, (q, k, scale))
-    assert torch.ops.torch_flashplug.dequantise(q, k, scale).dtype == torch.bfloat16
+    torch.library.opcheck(torch.ops.torch_flashplug.dequantize, (q, k, scale))
+    assert torch.ops.torch_flashplug.dequantize(q, k, scale).dtype == torch.bfloat16
 
 
 @pytest.mark.usefixtures("fresh_dynamo")

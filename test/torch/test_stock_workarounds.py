@@ -163,7 +163,7 @@ def test_errors_of_stock_pass_through_the_workaround() -> None:
     none = torch.tensor([])
     texts, arguments = [], (none, none, None, none, none, 128, 128, 0.0, False)
     for is_repaired in (False, True):  # in this order, because a workaround stays installed
-        bindings.repair(*bindings.STOCK_BACKENDS[: 3 * is_repaired])
+        bindings.enable_stock_workarounds(*bindings.STOCK_BACKENDS[: 3 * is_repaired])
         with pytest.raises(Exception) as raised:  # cuDNN attention does not support fp64
             op(q.double(), q.double(), q.double(), q.double(), q.double(), lse, *arguments)
         texts.append((type(raised.value), str(raised.value).splitlines()[0]))
@@ -194,9 +194,9 @@ def test_dropout_gradients_do_not_depend_on_the_order_of_grad_out() -> None:
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA")
 def test_no_workaround_is_installed_without_cuda() -> None:
-    assert stock_workarounds.install() == "" and bindings.repair()
+    assert stock_workarounds.install() == "" and bindings.enable_stock_workarounds()
     for backends in (("cudnn",), bindings.STOCK_BACKENDS):
-        assert not bindings.repair(*backends) and "lacks CUDA attention" in bindings.last_error()
+        assert not bindings.enable_stock_workarounds(*backends) and "lacks CUDA attention" in bindings.last_error()
 
 
 def test_ops_with_changed_schemas_get_no_workaround(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,7 +213,7 @@ def test_ops_with_changed_schemas_get_no_workaround(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     for schemas, repaired in ((old_schemas, bindings.STOCK_BACKENDS), (new_schemas, ("cudnn",))):
         monkeypatch.setattr(bindings, "names", lambda name, schemas=schemas: tuple(schemas))
-        monkeypatch.setattr(bindings, "repair", lambda *backends: requests.append(backends) or True)
+        monkeypatch.setattr(bindings, "enable_stock_workarounds", lambda *backends: requests.append(backends) or True)
         message = stock_workarounds.install()
         stock_workarounds.set_graph_workaround(False)
         assert requests.pop() == repaired

@@ -197,7 +197,7 @@ def print_rows(family: Family, trials: list[Trial], device: str) -> None:
         m, n = trial.spec.tile_m, trial.spec.tile_n
         waves, blocks = -(-case.B * case.Hq * -(-case.Sq // m) // sms), -(-case.Sk // n)
         cost = round(trial.ms[COST_LENGTH] * 1e6 / (waves * (blocks + 1)))
-        tile = f"{m}, {n}, {trial.spec.stages}, {cost}" + (", last_tile=THIRDS" if m == 192 else "")
+        tile = f"{m}, {n}, {trial.spec.stages}, {cost}" + (", last_tile=LAST_TILE_OF_192_ROWS" if m == 192 else "")
         row = f'KernelRow("fwd", 90, {family.d}, {family.dv}, BOTH, {tile}),'
         print(f"    {row}  # {date.today()}, {device}, {trial.pack}: {lead:.3f} of the best tile at its best length")
 

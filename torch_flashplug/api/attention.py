@@ -202,7 +202,7 @@ def _dense_attention(  # noqa: PLR0913
     check_operands(q, k, v)
     is_quantized = check_dtypes(q, k, v)
     query, key, value = (x.transpose(1, 2) for x in operands)
-    if params.is_batch_invariant and is_decode_call(query, key, value):
+    if params.requests_splits and is_decode_call(query, key, value):
         kv_lengths = torch.full(k.shape[:1], k.shape[1], dtype=torch.int32, device=k.device)
         return kv_length_attention(operands, sinks, kv_lengths, params, scales, out_buffer)
     sinks = normalize_sinks(sinks, q)
@@ -211,7 +211,7 @@ def _dense_attention(  # noqa: PLR0913
         normalize_kv_scales(is_quantized, scales, key, value),
     )
     key, value = key[:, :, visible_keys], value[:, :, visible_keys]
-    needs_attention_op = sinks is not None or return_lse or params.softcap != 0.0 or params.is_batch_invariant
+    needs_attention_op = sinks is not None or return_lse or params.softcap != 0.0 or params.requests_splits
     if needs_attention_op:
         refuse_forward_mode()
     if is_quantized:

@@ -35,7 +35,7 @@ class AttentionParams:
     fixed_split_size: int = 0  # keys of a split; 0: no fixed size
 
     @property
-    def is_batch_invariant(self) -> bool:
+    def requests_splits(self) -> bool:
         return self.num_splits != 0 or self.fixed_split_size != 0
 
     def op_args(self) -> tuple[int | bool | float | None, ...]:
@@ -329,8 +329,8 @@ def dequantize_to_16bit(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Dequantize 8-bit keys and values and apply autocast, for ops without support for either."""
     if k_scale is not None:
-        dequantise = torch.ops.torch_flashplug.dequantise
-        key, value = dequantise(query, key, k_scale), dequantise(query, value, v_scale)
+        dequantize = torch.ops.torch_flashplug.dequantize
+        key, value = dequantize(query, key, k_scale), dequantize(query, value, v_scale)
         query = query.to(multiplied_in(query))
     return describe_call.under_autocast(query.device.type, query, key, value)
 

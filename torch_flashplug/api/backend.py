@@ -91,8 +91,8 @@ def enable(*, precision: str | None = None) -> None:
         _log.warning("%s", bindings.last_error())
     if unrepaired := stock_workarounds.install():
         _log.warning("%s", unrepaired)
-    for satellite in hook_list.SWITCHED:
-        satellite.install()
+    for hook in hook_list.SWITCHED:
+        hook.install()
     tracing.cache_tag.set_process_mark(_cache_mark())
 
 
@@ -107,8 +107,8 @@ def disable() -> None:
         bindings.uninstall(bindings.CUDA_SLOT)
     sdpa_composite.uninstall()
     stock_workarounds.uninstall()
-    for satellite in hook_list.SWITCHED:
-        satellite.uninstall()
+    for hook in hook_list.SWITCHED:
+        hook.uninstall()
     tracing.cache_tag.set_process_mark("")
 
 
@@ -325,72 +325,146 @@ def explain(
     unusual = _explain_unusual(query, key, value, attn_mask, dropout_p, is_causal, device, settings)
     if unusual is not None:
         return unusual
-    several = dtensor
     hook_tensors = _as_hook_gets(query, key, value, attn_mask)
-    if several.local_part(*hook_tensors, dropout_p) is not None:
+    if dtensor.local_part(*hook_tensors, dropout_p) is not None:
         parts = (None if x is None else x.to_local() for x in hook_tensors)
         plan = explain(*parts, dropout_p, is_causal, **settings, device=device)
         return replace(
             plan,
-            part=several.describe(hook_tensors[0]),
-            error=several.forced_backend_error(hook_tensors[0]) or plan.error,
+            part=dtensor.describe(hook_tensors[0]),
+            error=dtensor.forced_backend_error(hook_tensors[0]) or plan.error,
         )
     device_type = "cuda" if device is not None else query.device.type
-    query, key, value, attn_mask = describe_call.under_autocast(device_type, query, key, value, attn_mask)
-    call = _in_one_line(query, key, value, attn_mask, dropout_p, is_causal)
-    asked = describe_call.as_router_gets(query, key, value, attn_mask)
-    query, key, value, attn_mask = _as_hook_gets(query, key, value, attn_mask)
-    choice, raised = _UNKNOWN, ""
-    # Only calls on CUDA tensors reach the hook. So a forced backend has no effect on other devices.
-    requested_mode = bindings.effective_mode()
-    mode = requested_mode if device is not None or query.is_cuda else 0
-    can_ask_stock = device is None and query.is_cuda and torch.backends.cuda.is_built()
-    can_ask_stock = can_ask_stock and not describe_call.decides_itself(query, key, value)
-    # Stock's choice can abort the process for empty tensors.
-    if can_ask_stock and describe_call.has_no_elements(query, key, value):
-        if describe_call.is_asked(mode) and describe_call.math_takes_empty(attn_mask, is_causal):
-            choice = SDPBackend.MATH.value
-    elif can_ask_stock:
-        # The op calls stock's choice function directly, and bypasses the dispatcher's hook.
-        try:
-            choice = torch._fused_sdp_choice(*asked, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-        except RuntimeError as error:  # sdpa_kernel allows no backend that can run the call
-            raised = str(error).splitlines()[0]
-    refusal = functools.partial(describe_call.refusal, query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
-    right = ""
-    if choice != _UNKNOWN:
-        becomes, fault = describe_call.right_choice(choice, *asked, dropout_p, is_causal, scale)
-        in_math = sdpa_composite.installed() and becomes != choice  # math is the only replacement that Plan B can make
-        right = _right(choice, SDPBackend.MATH.value if in_math else becomes, fault)
-    of_stock = functools.partial(refusal, by_math=choice == SDPBackend.MATH.value)
-    if describe_call.takes_math(mode):
-        why = f"requested by {env.BACKEND.name}" if bindings.is_preference(mode) else "forced"
+    tensors = describe_call.under_autocast(device_type, query, key, value, attn_mask)
+    call = _SdpaCall(*tensors, dropout_p, is_causal, scale, enable_gqa, device)
+    stock = call.stock_choice()
+    return call.plan_of_math(stock) or call.plan_outside(stock) or call.plan_of_dispatcher(stock)
+
+
+@dataclass(frozen=True)
+class _StockChoice:
+    """Stock's choice of a backend for a call."""
+
+    number: int = _UNKNOWN  # a value of SDPBackend
+    corrected: str = ""  # the choice as corrected by the dispatcher, in words
+    error: str = ""  # the error of stock's choice function, if sdpa_kernel allows no backend that can run the call
+
+    @property
+    def is_math(self) -> bool:
+        return self.number == SDPBackend.MATH.value
+
+    @property
+    def text(self) -> str:
+        return _name(self.number)
+
+
+@dataclass(frozen=True)
+class _SdpaCall:
+    """Call of F.scaled_dot_product_attention, after autocast, as `explain` describes the call."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None
+    dropout_p: float
+    is_causal: bool
+    scale: float | None
+    enable_gqa: bool
+    device: str | None  # a preset, or None for the tensors' own device
+
+    @property
+    def text(self) -> str:
+        return _in_one_line(self.query, self.key, self.value, self.attn_mask, self.dropout_p, self.is_causal)
+
+    @functools.cached_property
+    def hook_tensors(self) -> tuple[Tensor | None, ...]:
+        """Query, key, value and mask with the dims that the dispatcher receives."""
+        return _as_hook_gets(self.query, self.key, self.value, self.attn_mask)
+
+    @functools.cached_property
+    def mode(self) -> int:
+        """Mode word of the call. Only calls on CUDA tensors reach the hook, so elsewhere no backend can be forced."""
+        return bindings.effective_mode() if self.device is not None or self.query.is_cuda else 0
+
+    def refusal(self, by_math: bool) -> str:
+        """Return the error of stock for the call, or "" for a call that stock accepts."""
+        return describe_call.refusal(
+            *self.hook_tensors, self.dropout_p, self.is_causal, self.enable_gqa, by_math=by_math
+        )
+
+    def stock_choice(self) -> _StockChoice:
+        """Ask stock for a backend. The choice is unknown without a GPU, and for calls whose class decides itself."""
+        query, key, value, attn_mask = self.hook_tensors
+        can_ask = self.device is None and query.is_cuda and torch.backends.cuda.is_built()
+        if not can_ask or describe_call.decides_itself(query, key, value):
+            return _StockChoice()
+        choice_args = describe_call.as_hook_gets(self.query, self.key, self.value, self.attn_mask)
+        # Stock's choice can abort the process for empty tensors.
+        if describe_call.has_no_elements(query, key, value):
+            is_math = describe_call.is_asked(self.mode) and describe_call.math_takes_empty(attn_mask, self.is_causal)
+            choice = SDPBackend.MATH.value if is_math else _UNKNOWN
+        else:
+            settings = {"scale": self.scale, "enable_gqa": self.enable_gqa}
+            try:  # the op calls stock's choice function directly, and bypasses the dispatcher's hook
+                choice = torch._fused_sdp_choice(*choice_args, self.dropout_p, self.is_causal, **settings)
+            except RuntimeError as error:
+                return _StockChoice(error=str(error).splitlines()[0])
+        if choice == _UNKNOWN:
+            return _StockChoice()
+        corrected, fault = describe_call.corrected_choice(
+            choice, *choice_args, self.dropout_p, self.is_causal, self.scale
+        )
+        if sdpa_composite.installed() and corrected != choice:
+            corrected = SDPBackend.MATH.value  # the only replacement that the composite hook can make
+        return _StockChoice(choice, _corrected_text(choice, corrected, fault))
+
+    def plan_of_math(self, stock: _StockChoice) -> Plan | None:
+        """Return the plan of a call with math as the requested backend, or None."""
+        if not describe_call.takes_math(self.mode):
+            return None
+        why = f"requested by {env.BACKEND.name}" if bindings.is_preference(self.mode) else "forced"
         reasons = dict.fromkeys((*KERNEL_BACKENDS, "stock"), f"math is {why}.")
-        return Plan(call, "math", reasons=reasons, error=refusal(by_math=True), stock_choice=_name(choice))
-    outside = describe_call.outside_dispatcher(query, key, value, attn_mask, enable_gqa, mode)
-    if outside is describe_call.SUBCLASS and several.is_dtensor(query, key, value, attn_mask):
-        outside = several.fallback_reason(query, key, value, attn_mask, dropout_p)
-    if outside is not None:
-        is_forced = bindings.forced_kernels(requested_mode)
+        return Plan(self.text, "math", reasons=reasons, error=self.refusal(by_math=True), stock_choice=stock.text)
+
+    def plan_outside(self, stock: _StockChoice) -> Plan | None:
+        """Return the plan of a call that does not reach the dispatcher, such as a call of nested tensors, or None."""
+        query, key, value, attn_mask = self.hook_tensors
+        reason = describe_call.outside_dispatcher(query, key, value, attn_mask, self.enable_gqa, self.mode)
+        if reason is describe_call.SUBCLASS and dtensor.is_dtensor(query, key, value, attn_mask):
+            reason = dtensor.fallback_reason(query, key, value, attn_mask, self.dropout_p)
+        if reason is None:
+            return None
+        is_forced = bindings.forced_kernels(bindings.effective_mode())
         note = "Stock serves such calls even with a forced backend." if is_forced else ""
-        reasons = dict.fromkeys((*KERNEL_BACKENDS, "math"), sentences(outside, note))
-        mended = describe_call.is_asked(mode) and not sdpa_composite.installed()  # Plan B changes only calls of F.sdpa
-        stocks = right if mended else _name(choice)
-        return Plan(call, "stock", reasons=reasons, error=of_stock() or raised, stock_choice=stocks)
-    facts = _facts_of(query, device)
-    described = _described(device, query, key, value, attn_mask, dropout_p, is_causal, scale)
-    kernel_plan = plan_with_dtypes(described, facts, mode, (query, key, value))
-    fields = {name: kernel_plan[name] for name in Plan.__dataclass_fields__ if name in kernel_plan}
-    fields["reasons"] |= _ignored(requested_mode, fields["reasons"], query) if mode != requested_mode else {}
-    if attn_mask is not None and attn_mask.dtype != torch.bool and kernel_plan["kernel"]:
-        few, hopper = kernel_plan["kernel"].startswith("decode"), "_sm90_" in kernel_plan["kernel"]
-        fields["mask"] = describe_call.bias_in_words(query, key, attn_mask, few, hopper)
-    impossible = bindings.forced_kernels(mode) not in (None, kernel_plan["backend"])
-    stocks = kernel_plan["backend"] == "stock" and not impossible
-    error = bindings.forced_error(described, facts, mode) if impossible else (of_stock() or raised) if stocks else ""
-    error = name_dtypes(error, (query, key, value))
-    mended = describe_call.is_asked(mode) and stocks
-    return Plan(call, **fields, error=error, stock_choice=right if mended else _name(choice))
+        reasons = dict.fromkeys((*KERNEL_BACKENDS, "math"), sentences(reason, note))
+        # The composite hook changes only calls of F.scaled_dot_product_attention.
+        is_corrected = describe_call.is_asked(self.mode) and not sdpa_composite.installed()
+        choice = stock.corrected if is_corrected else stock.text
+        error = self.refusal(by_math=stock.is_math) or stock.error
+        return Plan(self.text, "stock", reasons=reasons, error=error, stock_choice=choice)
+
+    def plan_of_dispatcher(self, stock: _StockChoice) -> Plan:
+        """Return the dispatcher's plan."""
+        query, key, value, attn_mask = operands = self.hook_tensors
+        facts = _facts_of(query, self.device)
+        described = _described(self.device, *operands, self.dropout_p, self.is_causal, self.scale)
+        kernel_plan = plan_with_dtypes(described, facts, self.mode, operands[:3])
+        fields = {name: kernel_plan[name] for name in Plan.__dataclass_fields__ if name in kernel_plan}
+        requested_mode = bindings.effective_mode()
+        fields["reasons"] |= _ignored(requested_mode, fields["reasons"], query) if self.mode != requested_mode else {}
+        if attn_mask is not None and attn_mask.dtype != torch.bool and kernel_plan["kernel"]:
+            few, hopper = kernel_plan["kernel"].startswith("decode"), "_sm90_" in kernel_plan["kernel"]
+            fields["mask"] = describe_call.bias_in_words(query, key, attn_mask, few, hopper)
+        forced_backend_fails = bindings.forced_kernels(self.mode) not in (None, kernel_plan["backend"])
+        stock_serves = kernel_plan["backend"] == "stock" and not forced_backend_fails
+        error = ""
+        if forced_backend_fails:
+            error = bindings.forced_error(described, facts, self.mode)
+        elif stock_serves:
+            error = self.refusal(by_math=stock.is_math) or stock.error
+        is_corrected = describe_call.is_asked(self.mode) and stock_serves
+        choice = stock.corrected if is_corrected else stock.text
+        return Plan(self.text, **fields, error=name_dtypes(error, operands[:3]), stock_choice=choice)
 
 
 def _as_hook_gets(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -398,7 +472,7 @@ def _as_hook_gets(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
 
     Plan B receives the caller's tensors, because Plan B runs before torch adds a batch dim to 3-D operands.
     """
-    return tensors if sdpa_composite.installed() else describe_call.as_router_gets(*tensors)
+    return tensors if sdpa_composite.installed() else describe_call.as_hook_gets(*tensors)
 
 
 def _ignored(mode: int, reasons: dict[str, str], query: Tensor) -> dict[str, str]:
@@ -498,14 +572,14 @@ def _name(choice: int) -> str:
     return "" if choice == _UNKNOWN else SDPBackend(choice).name
 
 
-def _right(choice: int, right: int, fault: str) -> str:
+def _corrected_text(choice: int, corrected: int, fault: str) -> str:
     """Return stock's choice as corrected by the dispatcher, with the reason, in words."""
     if not fault:
         return _name(choice)
     wrong = f"{_name(choice)} {fault}"
-    if right == choice:
+    if corrected == choice:
         return f"{wrong}, and torch.nn.attention.sdpa_kernel allows no correct backend"
-    return f"{_name(right)}; {wrong}"
+    return f"{_name(corrected)}; {wrong}"
 
 
 def _in_one_line(

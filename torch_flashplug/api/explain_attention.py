@@ -127,7 +127,7 @@ class _OpRecorder(TorchFunctionMode):
             where = getattr(args[0], "lies_on", self.where)
             return where if func == _DEVICE else where.type == "cuda"
         args, kwargs = tree_map_only(torch.device, lambda _: torch.device("meta"), (args, kwargs or {}))
-        self.dequantizes |= func is namespace.dequantise
+        self.dequantizes |= func is namespace.dequantize
         if func is _F_SDPA or func in _RECORDED_OPS:
             self.recorded_ops.append(func)
             self.args = (*args, *kwargs.values())
@@ -148,13 +148,18 @@ class _OpRecorder(TorchFunctionMode):
             plan = self._of_pages()
         elif op is namespace.attention_fwd:
             a = AttentionForwardArgs(*self.args)
-            plan = self._of_op(self.args, _call_facts(a, a.key.shape[2]), 0, forced=True)  # keys are never split here
+            facts = _call_facts(a, a.key.shape[2])
+            plan = self._of_op(self.args, facts, 0, scale=a.scale, forced=True)  # keys are never split here
         elif op is namespace.quantized_kv_fwd:
-            plan = self._of_op(self.args, {"cache8": 1, "mask": self.args[5] is not None}, 0, mode=0)
+            plan = self._of_op(
+                self.args, {"cache8": 1, "mask": self.args[5] is not None}, 0, scale=self.args[7], mode=0
+            )
             if not plan.kernel:
                 plan = _with_copies(replace(plan, backend="stock"), _CONVERTED)
         elif op is namespace.block_sparse_fwd:
-            plan = self._of_op(self.args, {"mask": 1, "grad": 1, "tall": self.args[4]}, 0, forced=True)
+            # Gradients exclude decode kernels, which read no mask metadata; block_sparse_ops.cpp does the same.
+            facts = {"mask": 1, "grad": 1, "tall": self.args[4]}
+            plan = self._of_op(self.args, facts, 0, scale=self.args[5], forced=True)
         else:
             return None
         return _with_copies(plan, _CONVERTED) if self.dequantizes else plan
@@ -164,7 +169,7 @@ class _OpRecorder(TorchFunctionMode):
         keys = a.block_table.shape[1] * a.key.shape[2]
         facts = _call_facts(a.as_attention(), keys)
         facts |= {"paged": 1, "cache8": a.k_scale is not None, "Sk": keys}
-        plan = self._of_op(self.args, facts, a.num_splits)
+        plan = self._of_op(self.args, facts, a.num_splits, scale=a.scale)
         is_read_in_place = len(a.key) and (a.key.shape[2] % _ROWS_READ_TOGETHER == 0 or a.block_table.shape[1] == 1)
         if plan.kernel and is_read_in_place:
             return plan
@@ -177,18 +182,20 @@ class _OpRecorder(TorchFunctionMode):
         return _with_copies(self.plan_of_call(lambda: paged._math(*a)), gathered, reason)
 
     def _of_op(
-        self, args: tuple, needs: dict[str, float], splits: int, *, forced: bool = False, mode: int | None = None
-    ) -> Plan:
+        self, args: tuple, needs: dict[str, float], splits: int, *, scale: float | None, forced: bool = False,
+        mode: int | None = None,
+    ) -> Plan:  # fmt: skip
         """Return the plan of an op: the first kernel family that can run the op, or the mode's family, else math.
 
         Args:
             args: the arguments of the op; the first three are query, key and value.
             needs: facts of the call in addition to the facts of the three tensors.
             splits: the requested number of splits; 0 leaves the number to the dispatcher.
+            scale: the factor of the scores; None for 1 / sqrt(D).
             forced: whether a call that the kernels of a forced mode cannot run raises an error.
             mode: the mode word of an op that ignores the mode of the process and thread; None for all other ops.
         """
-        described = describe_call.describe(*args[:3], None, 0.0, False, None) | needs
+        described = describe_call.describe(*args[:3], None, 0.0, False, scale) | needs
         described |= {"needs": features.bits(name for name in features.NAMES if needs.get(name))}
         described |= {"softcap": needs.get("softcap", 0.0), "on_cuda": self._is_cuda()}
         mode, facts, reasons, error = self._mode() if mode is None else mode, self._facts(), {}, ""
@@ -201,9 +208,8 @@ class _OpRecorder(TorchFunctionMode):
             kernel_plan = plan_with_dtypes(described, facts, word, args[:3])
             if kernel_plan["backend"] == backend:
                 fields = {name: kernel_plan[name] for name in ("kernel", "splits", "copies", "gradients", "sharing")}
-                gate = (
-                    kernel_plan["gate"] if kernel_plan["kernel"].startswith("decode") else ""
-                )  # only decode kernels have a gate
+                is_decode = kernel_plan["kernel"].startswith("decode")
+                gate = kernel_plan["gate"] if is_decode else ""
                 return Plan("", backend, **fields, gate=gate, reasons=reasons)
             reasons[backend] = kernel_plan["reasons"].get(backend, "")
             error = "" if only is None else bindings.forced_error(described, facts, word)

@@ -88,7 +88,7 @@ def push_tables(kernels: Sequence[kernel_table.KernelRow] | None = None) -> None
     """Pass the measured tables to `_C`.
 
     Args:
-        kernels: rows of the kernel table; None for all rows of `configs.KERNEL_ROWS`.
+        kernels: rows of the kernel table; None for all rows of `kernel_table.KERNEL_ROWS`.
     """
     kernels = kernel_table.KERNEL_ROWS if kernels is None else kernels
     _pushed.kernels = kernels
@@ -119,5 +119,5 @@ def load() -> None:
     _load_core()
     bindings.register_ops("CUDA")
     tracing.register()
-    for satellite in hook_list.REGISTERED_ONCE:
-        satellite.register()
+    for hook in hook_list.REGISTERED_ONCE:
+        hook.register()

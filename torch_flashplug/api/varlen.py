@@ -1,4 +1,4 @@
-"""Variants of `attention()`: packed sequences, KV caches with KV lengths, paged KV caches; and `append_kv()`."""
+"""Variants of `attention()`: packed sequences, KV caches with KV lengths, paged KV caches."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..registry import features
-from ..registry.dtypes import DTYPE_INFO, ELEMENTS
+from ..registry.dtypes import DTYPE_INFO, KERNEL_DTYPES
 from ..registry.kernel_args import ARGUMENTS_BY_KIND
 from ..registry.kernel_spec import KernelSpec
 
@@ -28,7 +28,7 @@ def fingerprint(spec: KernelSpec) -> str:
     the kernel's rows of the tables. A change of a kernel file or of a feature does not change the hashes of
     unrelated kernels.
     """
-    operands = ELEMENTS[spec.dtype].operands
+    operands = KERNEL_DTYPES[spec.dtype].operands
     rows = [(operands, *(DTYPE_INFO[name] for name in operands))]
     rows += [
         (

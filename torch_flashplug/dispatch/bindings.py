@@ -82,7 +82,7 @@ def unregister_ops() -> None:
     lib().flashplug_unregister_ops()
 
 
-def repair(*backends: str) -> bool:
+def enable_stock_workarounds(*backends: str) -> bool:
     """Install the workarounds for the given STOCK_BACKENDS, and remove the workarounds for all others.
 
     Return False if the running torch lacks some of the backends.
@@ -130,15 +130,15 @@ def held(function: Callable) -> Callable:
     return run
 
 
-def know_flash(schema: str) -> bool:
+def set_flash_schema(schema: str) -> bool:
     """Set the schema of a flash attention op of torch.
 
     Return False if the stock kernel cannot be called by the schema.
     """
-    return bool(lib().flashplug_know_flash(schema.encode()))
+    return bool(lib().flashplug_set_flash_schema(schema.encode()))
 
 
-def open_flash(dispatch_key: str) -> bool:
+def register_flash_op(dispatch_key: str) -> bool:
     """Register kernels for torch's flash attention ops at a single dispatch key.
 
     Return False if the flash attention of the running torch cannot be called below the kernels.
@@ -146,8 +146,8 @@ def open_flash(dispatch_key: str) -> bool:
     return lib().flashplug_register_flash_op(dispatch_key.encode()) == 0
 
 
-def close_flash() -> None:
-    lib().flashplug_close_flash()
+def unregister_flash_op() -> None:
+    lib().flashplug_unregister_flash_op()
 
 
 def enable_flash_op_decode(on: bool) -> None:
@@ -216,7 +216,7 @@ def set_process_backend(backend: int) -> None:
 
 
 def set_process_precision(number: int) -> None:
-    """Set the number of the recipe (recipes.number_of) for calls without a precision in the mode."""
+    """Set the number of the recipe (quant_recipes.precision_number) for calls without a precision in the mode."""
     lib().flashplug_set_process_precision(number)
 
 
@@ -392,7 +392,7 @@ def kind_of_scale(scale: float | None) -> str:
 
 
 def fault_said(fault: int) -> str:
-    """Return the text of a fault of a stock backend, by the number from ops.right_choice(), or "" for no fault."""
+    """Return the text of a fault of a stock backend, by the number from ops.corrected_choice(), or "" for no fault."""
     return text(lambda out, size: lib().flashplug_stock_bug_text(fault, out, size))
 
 
@@ -418,8 +418,8 @@ def plan_text(
 ) -> str:
     """Return the plan of a call on a device as JSON.
 
-    The members are {backend, kernel, splits, cluster, tiles, reasons{}, why{} (names of the reasons), precision, whole,
-    gate, row, rescue, copies, sharing, gradients}.
+    The members are {backend, kernel, splits, cluster, tiles, reasons{}, why{} (names of the reasons), precision,
+    why_not_8bit, gate, row, rescue, copies, sharing, gradients}.
 
     Args:
         problem: facts of problem_facts() and names of the needed features; missing facts have the default values.
@@ -467,7 +467,7 @@ def counters(reset: bool = False) -> dict[str, int]:
 
 
 def load_pack(path: Path | None, target: str) -> None:
-    """Register the kernel pack of a target (families.TARGETS). The first use of a kernel opens the pack.
+    """Register the kernel pack of a target (architectures.TARGETS). The first use of a kernel opens the pack.
 
     A path of None says that the pack is not installed, and messages say how to build the pack.
     """

@@ -62,56 +62,71 @@ def lib() -> ctypes.CDLL:
     return _declare(ctypes.CDLL(str(path)))
 
 
-def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
-    numbers, string = ctypes.POINTER(ctypes.c_int64), ctypes.c_char_p
-    reals = ctypes.POINTER(ctypes.c_double)
-    for name in ("set_mode", "mode", "effective_mode", "missing_changes"):
-        getattr(library, f"flashplug_{name}").restype = ctypes.c_int64
-    for name in (
-        "set_enabled",
-        "set_process_backend",
-        "set_process_precision",
-        "set_cpu_stub",
-        "unregister_ops",
-        "device_facts",
-        "set_facts_override",
+_NUMBERS, _REALS, _STRING = ctypes.POINTER(ctypes.c_int64), ctypes.POINTER(ctypes.c_double), ctypes.c_char_p
+_CALL = (_REALS, _NUMBERS, ctypes.c_int64)  # facts of the call, facts of the device, mode word
+_TEXT = (_STRING, ctypes.c_int)  # a buffer for a text, and the size of the buffer
+_ROW_KINDS = ("family", "kernel", "choice", "rescue", "varlen", "feature", "argument", "gate", "layout")
+# Types of the arguments of the C functions, for functions whose arguments ctypes cannot infer.
+_ARGUMENT_TYPES: dict[str, tuple[object, ...]] = {
+    "hold_error": (ctypes.py_object,),
+    "set_mode": (ctypes.c_int64,),
+    "learn_node": (ctypes.c_int64,),
+    "device_facts": (ctypes.c_int, _NUMBERS),
+    "set_facts_override": (_NUMBERS,),
+    "call_fact": (ctypes.c_int, _REALS, *_TEXT),
+    "dtype": (ctypes.c_int, _NUMBERS, _NUMBERS, *_TEXT),
+    "read_operands": (_NUMBERS, _NUMBERS, _NUMBERS, _NUMBERS, _REALS),
+    "shapes_fit": (_NUMBERS, ctypes.c_int),
+    "mask_obstacle": (_NUMBERS, ctypes.c_int64, _NUMBERS, _NUMBERS, _NUMBERS),
+    "stock_bug_text": (ctypes.c_int, *_TEXT),
+    "scale": (ctypes.c_double,),
+    "kernel_missing": _CALL,
+    "is_plan_cached": _CALL,
+    "plan_text": (*_CALL, ctypes.c_int, *_TEXT),
+    "forced_error": (*_CALL, *_TEXT),
+    "varlen_text": (_NUMBERS, ctypes.c_int, ctypes.c_int64, *_TEXT),
+    "counters": (_NUMBERS, ctypes.c_int),
+    "load_pack": (_STRING, _STRING),
+} | {f"add_{row}_row": (ctypes.c_void_p, ctypes.c_size_t) for row in _ROW_KINDS}
+# Types of the results. All other functions return an int, where 0 usually means success.
+_RESULT_TYPES: dict[object, tuple[str, ...]] = {
+    ctypes.c_int64: ("set_mode", "mode", "effective_mode", "missing_changes"),
+    ctypes.c_void_p: ("wrap_function",),
+    None: (
+        "clear_packs",
         "clear_rows",
-        "read_operands",
-        "unregister_varlen_ops",
-        "set_prepare_callback",
-        "close_flash",
-        "close_efficient",
+        "counters",
+        "device_facts",
         "enable_flash_op_decode",
         "hold_error",
-    ):
-        getattr(library, f"flashplug_{name}").restype = None
-    for name in ("counters", "set_log_callback", "set_compile_callback", "load_pack", "clear_packs"):
-        getattr(library, f"flashplug_{name}").restype = None
-    library.flashplug_hold_error.argtypes = [ctypes.py_object]
-    library.flashplug_set_mode.argtypes = library.flashplug_learn_node.argtypes = [ctypes.c_int64]
-    library.flashplug_set_learn_callback.restype = None
-    library.flashplug_device_facts.argtypes = [ctypes.c_int, numbers]
-    library.flashplug_set_facts_override.argtypes = [numbers]
-    for row in ("family", "kernel", "choice", "rescue", "varlen", "feature", "argument", "gate", "layout"):
-        getattr(library, f"flashplug_add_{row}_row").argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    library.flashplug_set_trace_callback.restype = None
-    library.flashplug_wrap_function.restype = ctypes.c_void_p
-    call, out = (reals, numbers, ctypes.c_int64), (string, ctypes.c_int)
-    library.flashplug_call_fact.argtypes = [ctypes.c_int, reals, *out]
-    library.flashplug_dtype.argtypes = [ctypes.c_int, numbers, numbers, *out]
-    library.flashplug_read_operands.argtypes = [numbers, numbers, numbers, numbers, reals]
-    library.flashplug_shapes_fit.argtypes = [numbers, ctypes.c_int]
-    library.flashplug_mask_obstacle.argtypes = [numbers, ctypes.c_int64, numbers, numbers, numbers]
-    library.flashplug_stock_bug_text.argtypes = [ctypes.c_int, *out]
-    library.flashplug_scale.argtypes = [ctypes.c_double]
-    library.flashplug_kernel_missing.argtypes = call
-    library.flashplug_is_plan_cached.argtypes = call
-    library.flashplug_plan_text.argtypes = [*call, ctypes.c_int, *out]
-    library.flashplug_forced_error.argtypes = [*call, *out]
-    library.flashplug_varlen_text.argtypes = [numbers, ctypes.c_int, ctypes.c_int64, *out]
-    library.flashplug_know_varlen_rule.restype = None
-    library.flashplug_counters.argtypes = [numbers, ctypes.c_int]
-    library.flashplug_load_pack.argtypes = [string, string]
+        "load_pack",
+        "read_operands",
+        "set_compile_callback",
+        "set_cpu_stub",
+        "set_enabled",
+        "set_facts_override",
+        "set_learn_callback",
+        "set_log_callback",
+        "set_prepare_callback",
+        "set_process_backend",
+        "set_process_precision",
+        "set_trace_callback",
+        "set_varlen_rule",
+        "unregister_efficient_op",
+        "unregister_flash_op",
+        "unregister_ops",
+        "unregister_varlen_ops",
+    ),
+}
+
+
+def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
+    """Declare the types of the arguments and results of the C functions."""
+    for name, types in _ARGUMENT_TYPES.items():
+        getattr(library, f"flashplug_{name}").argtypes = types
+    for result, names in _RESULT_TYPES.items():
+        for name in names:
+            getattr(library, f"flashplug_{name}").restype = result
     return library
 
 

@@ -21,7 +21,7 @@ from ..registry.dispatch_table import (
     VARLEN_FACTS,
     VARLEN_KERNELS,
 )
-from ..registry.dtypes import DTYPE_INFO, ELEMENTS
+from ..registry.dtypes import DTYPE_INFO, KERNEL_DTYPES
 from ..registry.kernel_spec import CLUSTER, KINDS, LISTED, TALL
 from ..registry.mask_layout import TILE, TILE_WORDS
 from ..registry.quant_recipes import KEY_ORDER
@@ -110,7 +110,7 @@ def _family(arch: int) -> int:
 
 
 def _element(name: str) -> int:
-    return list(ELEMENTS).index(name)
+    return list(KERNEL_DTYPES).index(name)
 
 
 def of_kernels(row: kernel_table.KernelRow) -> Iterator[KernelRow]:
@@ -125,7 +125,7 @@ def of_kernels(row: kernel_table.KernelRow) -> Iterator[KernelRow]:
             kind=KINDS.index(row.kind),
             family=_family(row.arch),
             element=_element(spec.dtype),
-            dtype=(c_int32 * 4)(*(DTYPE_IDS[name] for name in ELEMENTS[spec.dtype].operands)),
+            dtype=(c_int32 * 4)(*(DTYPE_IDS[name] for name in KERNEL_DTYPES[spec.dtype].operands)),
             smem_bytes=spec.smem_bytes(),
             rows_sector_aligned=row.rows_sector_aligned(spec),
             shares_heads=row.shares_heads(spec),

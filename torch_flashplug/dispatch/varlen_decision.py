@@ -20,7 +20,7 @@ def set_varlen_rule(rule: str) -> None:
     Args:
         rule: one of bindings.names("varlen rules").
     """
-    lib().flashplug_know_varlen_rule(bindings.names("varlen rules").index(rule))
+    lib().flashplug_set_varlen_rule(bindings.names("varlen rules").index(rule))
 
 
 def varlen_rule() -> str:
@@ -60,6 +60,6 @@ def register_efficient_ops(dispatch_key: str) -> bool:
     return lib().flashplug_register_efficient_op(dispatch_key.encode()) == 0
 
 
-def unregister_efficient_ops() -> None:
+def unregister_efficient_op() -> None:
     """Restore torch's own kernels of the efficient attention op."""
-    lib().flashplug_close_efficient()
+    lib().flashplug_unregister_efficient_op()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .attention import SPLITS, AttentionForwardArgs, namespace
-from .quantized_kv import dequantised, multiplied_in
+from .quantized_kv import dequantized, multiplied_in
 from .sdpa import empty_in_layout_of, empty_results, held, never_a_frame
 
 _library = torch.library.Library("torch_flashplug", "FRAGMENT")
@@ -106,7 +106,7 @@ def _math(*args: Tensor | int | float | None) -> tuple[Tensor, Tensor]:
     if a.k_scale is not None:
         dtype = multiplied_in(a.query)
         scales = (gathered(s, a.block_table) for s in (a.k_scale, a.v_scale))
-        k, v = (dequantised(x, s, dtype) for x, s in zip((k, v), scales, strict=True))
+        k, v = (dequantized(x, s, dtype) for x, s in zip((k, v), scales, strict=True))
         cast_query = a.query.to(dtype)
     sequence_idx = torch.arange(B + 1, dtype=torch.int32, device=a.query.device)
     packed_args = a.as_attention(

@@ -27,14 +27,14 @@ _aten = torch.ops.aten
 _COPIES = {_aten.detach.default, _aten.alias.default, _aten.clone.default, _aten._to_copy.default}
 
 
-def dequantised(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def dequantized(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Return 8-bit numbers (B, Hkv, S, D) of `FORMATS` times the scale (B, Hkv, S), in `dtype`."""
     return (x.float() * scale.unsqueeze(-1)).to(dtype)
 
 
 _library = torch.library.Library("torch_flashplug", "FRAGMENT")
 _library.define(
-    "dequantise(Tensor query, Tensor x, Tensor scale) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
+    "dequantize(Tensor query, Tensor x, Tensor scale) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
 )  # fmt: skip
 
 
@@ -48,7 +48,7 @@ def _dequantise(query: Tensor, x: Tensor, scale: Tensor) -> Tensor:
 
     The function is an op with the query as an argument, so that autograd stops here with an error: `x` has no gradient.
     """
-    return dequantised(x, scale, multiplied_in(query))
+    return dequantized(x, scale, multiplied_in(query))
 
 
 def _setup_context(ctx, inputs: tuple, output: Tensor) -> None:
@@ -78,7 +78,7 @@ def attend(
     check(query, key, value, k_scale, v_scale)
     dtype = multiplied_in(query)
     q = (rotate(query.float()) if k_is_rotated else query).to(dtype)
-    k, v = dequantised(key, k_scale, dtype), dequantised(value, v_scale, dtype)
+    k, v = dequantized(key, k_scale, dtype), dequantized(value, v_scale, dtype)
     if attn_mask is not None and attn_mask.dtype == query.dtype:
         attn_mask = attn_mask.to(dtype)
     return _SDPA(q, k, v, attn_mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1]).to(query.dtype)
@@ -174,7 +174,7 @@ class QuantizedTensor(Tensor):
 
     def dequantize(self) -> Tensor:
         """Return the numbers (B, Hkv, S, D) as an ordinary tensor of `dtype`."""
-        x = dequantised(self.data8, self.scale, torch.float32)
+        x = dequantized(self.data8, self.scale, torch.float32)
         x = unrotate(x) if self.rotated else x
         return (x if self.shift is None else x + self.shift.float()).to(self.dtype)
 
@@ -249,6 +249,6 @@ def readable(
     return query, key.data8, value.data8, key.scale, value.scale, attn_mask, key.rotated, scale
 
 
-_library.impl("dequantise", _dequantise, "CompositeExplicitAutograd")
-torch.library.register_fake("torch_flashplug::dequantise", _dequantise, lib=_library)
-torch.library.register_autograd("torch_flashplug::dequantise", no_gradient, setup_context=_setup_context, lib=_library)
+_library.impl("dequantize", _dequantise, "CompositeExplicitAutograd")
+torch.library.register_fake("torch_flashplug::dequantize", _dequantise, lib=_library)
+torch.library.register_autograd("torch_flashplug::dequantize", no_gradient, setup_context=_setup_context, lib=_library)

@@ -30,7 +30,7 @@ DTYPE_INFO = {
 
 
 @dataclass(frozen=True, slots=True)
-class Element:
+class KernelDtypes:
     """The dtypes of a kernel's operands and output, as names of DTYPE_INFO."""
 
     q: str
@@ -59,23 +59,23 @@ SDPA_DTYPES = tuple(name for name, info in DTYPE_INFO.items() if info.num_bytes 
 
 QUANTIZED_KV_FEATURE = "cache8"  # the feature of kernels that read 8-bit K and V
 QUANTIZED_KV_DTYPES = ("int8", "e4m3", "e5m2")  # dtypes of a quantized KV cache
-ELEMENTS = {name: Element(name, name, name, name) for name in ("bf16", "fp16")} | {
-    f"{q}_{kv}": Element(q, kv, kv, q, {80: ("decode",)}, QUANTIZED_KV_FEATURE)
+KERNEL_DTYPES = {name: KernelDtypes(name, name, name, name) for name in ("bf16", "fp16")} | {
+    f"{q}_{kv}": KernelDtypes(q, kv, kv, q, {80: ("decode",)}, QUANTIZED_KV_FEATURE)
     for q in ("bf16", "fp16")
     for kv in QUANTIZED_KV_DTYPES
 }
-DTYPES = tuple(ELEMENTS)
-ELEMENTS_16BIT = tuple(name for name, element in ELEMENTS.items() if not element.feature)  # no 8-bit dtypes
+DTYPES = tuple(KERNEL_DTYPES)
+ELEMENTS_16BIT = tuple(name for name, element in KERNEL_DTYPES.items() if not element.feature)  # no 8-bit dtypes
 
 
 def changes_elements(tags: Iterable[str]) -> bool:
     """Return whether kernels with the given features have dtypes of a feature, such as 8-bit K and V."""
-    return any(element.feature in tags for element in ELEMENTS.values())
+    return any(element.feature in tags for element in KERNEL_DTYPES.values())
 
 
 def elements_of(kind: str, arch: int, tag: str = "") -> tuple[str, ...]:
     """Return the names of the elements of kernels of a kind. `tag` has the features, as in names of kernels."""
-    return tuple(name for name, element in ELEMENTS.items() if element.supports(kind, arch, tag))
+    return tuple(name for name, element in KERNEL_DTYPES.items() if element.supports(kind, arch, tag))
 
 
 def unsupported_element_reason(name: str, kind: str, arch: int, tag: str = "") -> str | None:

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 
 from . import features
-from .dtypes import DTYPES, ELEMENTS
+from .dtypes import DTYPES, KERNEL_DTYPES
 
 # Kinds of kernels:
 # - fwd: forward.
@@ -183,7 +183,7 @@ class KernelSpec:
         """Return the bytes of an element of an operand in the format that kernels multiply."""
         recipe = features.recipe_of(self.features)
         eight = recipe is not None and (operand in "qk" or (operand == "v" and recipe.values is not None))
-        return 1 if eight else ELEMENTS[self.dtype].num_bytes(operand)
+        return 1 if eight else KERNEL_DTYPES[self.dtype].num_bytes(operand)
 
     def kv_bytes(self) -> int:
         beside = features.key_bytes(self.features)
@@ -199,7 +199,7 @@ class KernelSpec:
 
     def _keys_bytes(self) -> int:
         """Return the bytes of K, V and two dS buffers of a backward, or of K, V, P and dS."""
-        weights = 2 * self.tile_m * ELEMENTS[self.dtype].num_bytes("q")
+        weights = 2 * self.tile_m * KERNEL_DTYPES[self.dtype].num_bytes("q")
         return self.tile_n * (self.row_bytes("k") + self.row_bytes("v") + weights)
 
     def check(self) -> str | None:
@@ -457,7 +457,7 @@ class AmpereSpec(KernelSpec):
     @property
     def has_stage_smem(self) -> bool:
         """True if score stages of a forward keep blocks of 16-bit elements; stages read fp32 in global memory."""
-        return self.kind == "fwd" and features.score_bytes(self.features) == ELEMENTS[self.dtype].num_bytes("q")
+        return self.kind == "fwd" and features.score_bytes(self.features) == KERNEL_DTYPES[self.dtype].num_bytes("q")
 
     def operand_bytes(self) -> int:
         """Return the shared memory of the operands in bytes.

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from . import features
 from .architectures import BY_ARCH, TARGETS
-from .dtypes import ELEMENTS, changes_elements, elements_of, unsupported_element_reason
+from .dtypes import KERNEL_DTYPES, changes_elements, elements_of, unsupported_element_reason
 from .kernel_spec import CLUSTER, PEERS_AT_ONCE, ROWS_PER_WARPGROUP, SCRATCH_UNITS, KernelSpec
 
 # Sets of features (features.py), by the tags in names of kernels.
@@ -24,23 +24,23 @@ BOTH, BIASES = FULL + CAUSAL, BIAS + BIAS32
 DROPPED, MASK_DROPPED = ("dropout", "causal+dropout"), ("mask+dropout",)
 BIAS_DROPPED, BIAS32_DROPPED = ("bias+dropout",), ("bias32+dropout",)
 BIASES_DROPPED = BIAS_DROPPED + BIAS32_DROPPED
-ANY_DROPPED = DROPPED + MASK_DROPPED + BIAS_DROPPED
-ALL_DROPPED = ANY_DROPPED + BIAS32_DROPPED
+DROPPED_16BIT_BIAS = DROPPED + MASK_DROPPED + BIAS_DROPPED
+DROPPED_ANY_BIAS = DROPPED_16BIT_BIAS + BIAS32_DROPPED
 WINDOW, RAGGED = ("window",), ("window+ragged",)
 SOFTCAP = ("window+softcap", "window+softcap+ragged")
 PAGED, PAGED_CACHED = ("window+paged", "window+softcap+paged"), ("window+cache8+paged",)
 WITHOUT_SPILLS = ("bf16_int8", "bf16_e5m2", "fp16_int8", "fp16_e5m2")  # e4m3 on sm_80 needs more registers
 QK8 = ("qk8", "causal+qk8")
 IN_8BIT, IN_E4M3 = (tuple(mask + recipe for mask in ("", "causal+")) for recipe in ("8bit", "e4m3"))
-FAST = IN_8BIT + IN_E4M3
-MASK_QK8, MASK_FAST = ("mask+qk8",), ("mask+8bit", "mask+e4m3")
+BOTH_PRODUCTS_8BIT = IN_8BIT + IN_E4M3
+MASK_QK8, MASK_BOTH_8BIT = ("mask+qk8",), ("mask+8bit", "mask+e4m3")
 CACHED, MASK_CACHED = ("cache8",), ("mask+cache8",)
 NARROW_RANGE_DTYPES = ("fp16",)  # dtypes with a narrow range; the largest fp16 number is 65504
 SECTOR_BYTES = 32  # size of a sector, the smallest unit of L2 traffic
 BOX_BYTES = (128, 64)  # bytes of a row in a TMA box: the first number that divides the row; else a sector
 # `last_tile` of tiles with three warpgroups. In the last tile of a head, warpgroups without rows take part only in a
 # single block, and the remaining warpgroups have the SM alone. From the costs of 64, 128 and 192 rows.
-THIRDS = 0.35
+LAST_TILE_OF_192_ROWS = 0.35
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,13 +131,13 @@ class KernelRow:
 # fmt: off
 KERNEL_ROWS = (
     #         kind  arch d_max dv_max features tile_m tile_n stages cost
-    KernelRow("fwd", 90, 64, 64, BOTH, 192, 128, 2, 1532, last_tile=THIRDS),
+    KernelRow("fwd", 90, 64, 64, BOTH, 192, 128, 2, 1532, last_tile=LAST_TILE_OF_192_ROWS),
     KernelRow("fwd", 90, 64, 64, BOTH, 128, 128, 2, 1220),
     KernelRow("fwd", 90, 64, 64, BOTH, 64, 128, 2, 811),
-    KernelRow("fwd", 90, 80, 80, BOTH, 192, 112, 2, 1583, last_tile=THIRDS),
+    KernelRow("fwd", 90, 80, 80, BOTH, 192, 112, 2, 1583, last_tile=LAST_TILE_OF_192_ROWS),
     KernelRow("fwd", 90, 80, 80, BOTH, 128, 128, 2, 1351),
     KernelRow("fwd", 90, 80, 80, BOTH, 64, 128, 2, 985),
-    KernelRow("fwd", 90, 96, 96, BOTH, 192, 112, 2, 1753, last_tile=THIRDS),
+    KernelRow("fwd", 90, 96, 96, BOTH, 192, 112, 2, 1753, last_tile=LAST_TILE_OF_192_ROWS),
     KernelRow("fwd", 90, 96, 96, BOTH, 128, 128, 2, 1459),
     KernelRow("fwd", 90, 96, 96, BOTH, 64, 128, 2, 1093),
     KernelRow("fwd", 90, 128, 64, BOTH, 128, 128, 2, 1450),
@@ -163,15 +163,15 @@ KERNEL_ROWS = (
     # ours_tall) take 8 to 26 % less time for dense blocks, but visit more blocks of masks that hide much. The cost of
     # such tiles is set so that calls of 2048 rows and more use the tiles: there, all kinds of masks together gain
     # (2026-11-25, H100).
-    KernelRow("fwd", 90, 64, 64, MASK, 192, 128, 2, 1950, last_tile=THIRDS),
+    KernelRow("fwd", 90, 64, 64, MASK, 192, 128, 2, 1950, last_tile=LAST_TILE_OF_192_ROWS),
     KernelRow("fwd", 90, 64, 64, MASK, 128, 128, 2, 1460),
     KernelRow("fwd", 90, 128, 128, MASK, 128, 128, 2, 1820),
     KernelRow("fwd", 90, 256, 256, MASK, 128, 64, 2, 1700),
     # Dropout: a single tile for each head dim, with a mask, too. The costs are not measured.
-    KernelRow("fwd", 90, 64, 64, ALL_DROPPED, 128, 128, 2, 2000),
-    KernelRow("fwd", 90, 128, 128, ANY_DROPPED, 128, 128, 2, 2400),
+    KernelRow("fwd", 90, 64, 64, DROPPED_ANY_BIAS, 128, 128, 2, 2000),
+    KernelRow("fwd", 90, 128, 128, DROPPED_16BIT_BIAS, 128, 128, 2, 2400),
     KernelRow("fwd", 90, 128, 128, BIAS32_DROPPED, 128, 64, 2, 2000),
-    KernelRow("fwd", 90, 256, 256, ANY_DROPPED, 128, 64, 2, 2000),
+    KernelRow("fwd", 90, 256, 256, DROPPED_16BIT_BIAS, 128, 64, 2, 2000),
     # An fp32 bias takes twice the registers and the shared memory: narrower blocks, and a split backward.
     KernelRow("fwd", 90, 64, 64, BIASES, 128, 128, 2, 1800),
     KernelRow("fwd", 90, 64, 64, BIASES, 64, 128, 2, 1200),
@@ -205,22 +205,22 @@ KERNEL_ROWS = (
     KernelRow("fwd", 90, 192, 128, QK8, 128, 128, 2),
     KernelRow("fwd", 90, 192, 192, QK8, 128, 96, 2),
     KernelRow("fwd", 90, 256, 256, QK8, 128, 80, 2),
-    KernelRow("fwd", 90, 64, 64, FAST, 192, 128, 2),
-    KernelRow("fwd", 90, 96, 96, FAST, 192, 128, 2),
+    KernelRow("fwd", 90, 64, 64, BOTH_PRODUCTS_8BIT, 192, 128, 2),
+    KernelRow("fwd", 90, 96, 96, BOTH_PRODUCTS_8BIT, 192, 128, 2),
     KernelRow("fwd", 90, 128, 128, IN_8BIT, 192, 96, 2),
     KernelRow("fwd", 90, 128, 128, IN_E4M3, 128, 224, 2),
-    KernelRow("fwd", 90, 192, 128, FAST, 128, 160, 2),
-    KernelRow("fwd", 90, 192, 192, FAST, 128, 160, 2),
-    KernelRow("fwd", 90, 256, 256, FAST, 128, 128, 2),
+    KernelRow("fwd", 90, 192, 128, BOTH_PRODUCTS_8BIT, 128, 160, 2),
+    KernelRow("fwd", 90, 192, 192, BOTH_PRODUCTS_8BIT, 128, 160, 2),
+    KernelRow("fwd", 90, 256, 256, BOTH_PRODUCTS_8BIT, 128, 128, 2),
     # 8-bit precision with a mask: tiles divide the blocks of the mask.
-    KernelRow("fwd", 90, 64, 64, MASK_QK8 + MASK_FAST, 192, 128, 2),
-    KernelRow("fwd", 90, 128, 128, MASK_QK8 + MASK_FAST, 128, 128, 2),
+    KernelRow("fwd", 90, 64, 64, MASK_QK8 + MASK_BOTH_8BIT, 192, 128, 2),
+    KernelRow("fwd", 90, 128, 128, MASK_QK8 + MASK_BOTH_8BIT, 128, 128, 2),
     KernelRow("fwd", 90, 192, 192, MASK_QK8, 128, 64, 2),
-    KernelRow("fwd", 90, 192, 192, MASK_FAST, 128, 128, 2),
+    KernelRow("fwd", 90, 192, 192, MASK_BOTH_8BIT, 128, 128, 2),
     KernelRow("fwd", 90, 256, 256, MASK_QK8, 128, 64, 2),
-    KernelRow("fwd", 90, 256, 256, MASK_FAST, 128, 128, 2),
+    KernelRow("fwd", 90, 256, 256, MASK_BOTH_8BIT, 128, 128, 2),
     KernelRow("bwd", 90, 64, 64, BOTH + WINDOW + RAGGED + SOFTCAP, 64, 128, 4),
-    KernelRow("bwd", 90, 64, 64, MASK + BIASES + ALL_DROPPED, 64, 128, 4),
+    KernelRow("bwd", 90, 64, 64, MASK + BIASES + DROPPED_ANY_BIAS, 64, 128, 4),
     KernelRow("bwd", 90, 128, 128, BOTH + WINDOW + RAGGED + SOFTCAP, 64, 128, 2),
     KernelRow("bwd", 90, 128, 128, MASK + BIAS + DROPPED, 64, 128, 2),
     KernelRow("detbwd", 90, 64, 64, BOTH + WINDOW + MASK + DROPPED, 64, 128, 4),
@@ -234,9 +234,9 @@ KERNEL_ROWS = (
     KernelRow("decode", 90, 192, 192, FULL + MASK, 64, 64, 4, 1500),
     KernelRow("decode", 90, 256, 256, FULL + MASK + BIASES, 64, 64, 3, 1250),
     KernelRow("partbwd", 90, 64, 64, BOTH + WINDOW + RAGGED + SOFTCAP, 64, 64, 4, dkdv_alone=False),
-    KernelRow("partbwd", 90, 64, 64, MASK + BIASES + ALL_DROPPED, 64, 64, 4, dkdv_alone=False),
+    KernelRow("partbwd", 90, 64, 64, MASK + BIASES + DROPPED_ANY_BIAS, 64, 64, 4, dkdv_alone=False),
     KernelRow("partbwd", 90, 128, 128, BOTH + WINDOW + RAGGED + SOFTCAP, 64, 64, 2),
-    KernelRow("partbwd", 90, 128, 128, MASK + BIASES + ALL_DROPPED, 64, 64, 2),
+    KernelRow("partbwd", 90, 128, 128, MASK + BIASES + DROPPED_ANY_BIAS, 64, 64, 2),
     KernelRow("partbwd", 90, 192, 128, BOTH + WINDOW + RAGGED, 64, 64, 2),
     KernelRow("partbwd", 90, 192, 192, BOTH + WINDOW + RAGGED, 64, 64, 2),
     KernelRow("partbwd", 90, 256, 256, BOTH + WINDOW + RAGGED + SOFTCAP, 64, 64, 2),
@@ -291,10 +291,12 @@ KERNEL_ROWS = (
     # keys, and for a softcap with packed sequences at 48 keys.
     KernelRow("fwd", 80, 128, 128, WINDOW + SOFTCAP[:1], 64, 48, 1, 700),
     KernelRow("fwd", 80, 128, 128, SOFTCAP[1:], 64, 32, 1, 550),
-    KernelRow("fwd", 80, 128, 128, BOTH + RAGGED + MASK + BIASES + ANY_DROPPED, 64, 64, 1, 841),
+    KernelRow("fwd", 80, 128, 128, BOTH + RAGGED + MASK + BIASES + DROPPED_16BIT_BIAS, 64, 64, 1, 841),
     KernelRow("fwd", 80, 192, 128, BOTH, 64, 64, 1, 990),
     KernelRow("fwd", 80, 192, 192, BOTH, 64, 64, 1, 1210),
-    KernelRow("fwd", 80, 256, 256, BOTH + WINDOW + RAGGED + SOFTCAP + MASK + BIASES + ANY_DROPPED, 64, 64, 1, 1670),
+    KernelRow(
+        "fwd", 80, 256, 256, BOTH + WINDOW + RAGGED + SOFTCAP + MASK + BIASES + DROPPED_16BIT_BIAS, 64, 64, 1, 1670
+    ),
     KernelRow("fwd", 80, 64, 64, BOTH, 64, 64, 1, elementwise=True),
     KernelRow("fwd", 80, 128, 128, BOTH, 64, 64, 1, elementwise=True),
     KernelRow("fwd", 80, 256, 256, BOTH, 64, 64, 1, elementwise=True),
@@ -302,8 +304,8 @@ KERNEL_ROWS = (
     KernelRow("bwd", 80, 96, 96, BOTH, 64, 128, 2),
     KernelRow("bwd", 80, 128, 128, BOTH, 64, 128, 2),
     # Score stages need registers. Warps with a quarter of the columns have enough registers.
-    KernelRow("bwd", 80, 64, 64, WINDOW + MASK + BIAS + ANY_DROPPED, 64, 64, 1),
-    KernelRow("bwd", 80, 128, 128, WINDOW + MASK + BIAS + ANY_DROPPED, 64, 64, 1),
+    KernelRow("bwd", 80, 64, 64, WINDOW + MASK + BIAS + DROPPED_16BIT_BIAS, 64, 64, 1),
+    KernelRow("bwd", 80, 128, 128, WINDOW + MASK + BIAS + DROPPED_16BIT_BIAS, 64, 64, 1),
     KernelRow("bwd", 80, 192, 128, BOTH, 64, 64, 1),
     KernelRow("bwd", 80, 192, 192, BOTH, 64, 64, 1),
     KernelRow("bwd", 80, 256, 256, BOTH + WINDOW + MASK + BIAS + DROPPED + MASK_DROPPED, 64, 64, 1),
@@ -405,7 +407,7 @@ def _is_sampled_in_fp16(spec: KernelSpec) -> bool:
 
 
 def _is_bf16(spec: KernelSpec) -> bool:
-    return "bf16" in ELEMENTS[spec.dtype].operands
+    return "bf16" in KERNEL_DTYPES[spec.dtype].operands
 
 
 def _has_tested_dims(spec: KernelSpec) -> bool:

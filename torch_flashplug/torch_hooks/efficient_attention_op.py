@@ -38,4 +38,4 @@ def install(device: str = "CUDA") -> None:
 
 
 def uninstall() -> None:
-    varlen_decision.unregister_efficient_ops()
+    varlen_decision.unregister_efficient_op()

@@ -33,16 +33,16 @@ def install(device: str = "CUDA", *, over_others: bool = False) -> None:
         return
     for name in _OPS:
         packet = getattr(torch.ops.aten, name, None)  # torch 2.11 lacks an op
-        if packet is not None and not bindings.know_flash(schema := str(packet.default._schema)):
+        if packet is not None and not bindings.set_flash_schema(schema := str(packet.default._schema)):
             _log.debug("flash attention falls back to stock: unknown schema %s", schema)
             return
     suppress_override_warning()
-    if not bindings.open_flash(device):
+    if not bindings.register_flash_op(device):
         _log.debug("flash attention falls back to stock: %s", bindings.last_error())
 
 
 def uninstall() -> None:
-    bindings.close_flash()
+    bindings.unregister_flash_op()
 
 
 def other_owner() -> str:

@@ -17,7 +17,7 @@ def register() -> None:
     register_flop_formula(attention.namespace.attention_fwd_out)(
         lambda out, *args, **settings: _forward(*args, **settings)
     )
-    register_flop_formula(attention.namespace.attention_bwd)(_windowed_backward)
+    register_flop_formula(attention.namespace.attention_bwd)(_attention_backward)
 
 
 def _forward(query: tuple, key: tuple, value: tuple, *unused, **unused_settings) -> int:
@@ -28,7 +28,7 @@ def _backward(grad_out: tuple, query: tuple, key: tuple, value: tuple, *unused, 
     return sdpa_backward_flop_count(grad_out, query, *_repeat_kv_heads(query, key, value))
 
 
-def _windowed_backward(grad_out: tuple, grad_lse: tuple | None, *operands, **unused) -> int:
+def _attention_backward(grad_out: tuple, grad_lse: tuple | None, *operands, **unused) -> int:
     return _backward(grad_out, *operands)
 
 

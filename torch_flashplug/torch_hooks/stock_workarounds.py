@@ -109,7 +109,7 @@ def install() -> str:
     backends = [name for name in backends if name not in owners]
     suppress_override_warning()
     set_graph_workaround("cudnn" in backends)
-    if not bindings.repair(*backends):
+    if not bindings.enable_stock_workarounds(*backends):
         return bindings.last_error()
     return f"stock is not repaired: schemas differ from src/core/schemas.h: {', '.join(changed)}" if changed else ""
 
@@ -117,4 +117,4 @@ def install() -> str:
 def uninstall() -> None:
     """Restore stock's own kernels."""
     set_graph_workaround(False)
-    bindings.repair()
+    bindings.enable_stock_workarounds()

@@ -19,8 +19,8 @@ def register() -> None:
     torch.library.register_vmap("torch_flashplug::sdpa_fwd", _custom_op_forward)
     torch.library.register_vmap("torch_flashplug::sdpa_bwd", _custom_op_backward)
     torch.library.register_vmap("torch_flashplug::quantized_kv_fwd", _quantized_kv_forward)
-    torch.library.register_vmap("torch_flashplug::attention_fwd", _windowed_forward)
-    torch.library.register_vmap("torch_flashplug::attention_bwd", _windowed_backward)
+    torch.library.register_vmap("torch_flashplug::attention_fwd", _attention_forward)
+    torch.library.register_vmap("torch_flashplug::attention_bwd", _attention_backward)
     torch.library.register_vmap(tracing.OVERRIDEABLE.default, _aten_forward)
     torch.library.register_vmap(tracing.OVERRIDEABLE_BACKWARD.default, _aten_backward)
 
@@ -66,7 +66,7 @@ def _quantized_kv_forward(info, in_dims: tuple, *args) -> tuple[Tensor, int]:
     return fold.unfold_tensor(sdpa.namespace.quantized_kv_fwd(*folded, mask, rotated, scale)), 0
 
 
-def _windowed_forward(info, in_dims: tuple, *args) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+def _attention_forward(info, in_dims: tuple, *args) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
     op, tensors = attention.namespace.attention_fwd, 7
     query, key, value, sinks, cu_q, *settings = args
     if cu_q is not None or (sinks is not None and in_dims[_FORWARD_TENSORS] is not None):
@@ -87,7 +87,7 @@ def _run_per_entry(op: Callable, info, in_dims: tuple, args: tuple, tensors: int
     return tuple(map(torch.stack, zip(*results, strict=True))), (0,) * len(results[0])
 
 
-def _windowed_backward(info, in_dims: tuple, *args) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
+def _attention_backward(info, in_dims: tuple, *args) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
     tensors, cu_q = 9, args[7]
     if cu_q is not None:
         return _run_per_entry(attention.namespace.attention_bwd, info, in_dims, args, tensors)

@@ -13,7 +13,7 @@ import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 
 from ...registry import features
-from ...registry.dtypes import ELEMENTS as MADE_OF
+from ...registry.dtypes import KERNEL_DTYPES
 from ...registry.kernel_spec import KernelSpec
 from ..mainloop.softmax import NoScaling
 from ..primitives.dtype import ELEMENTS, Element
@@ -60,7 +60,7 @@ class KernelFeatures:
         names = [feature.class_path_of(spec.kind) for feature in features.select(spec.features)]
         classes = [feature_class(name) for name in names if name]
         combined = type("CombinedFeatures", (*reversed(classes), KernelFeatures), {}) if classes else KernelFeatures
-        return combined(ELEMENTS[MADE_OF[spec.dtype].q], spec, transposed)
+        return combined(ELEMENTS[KERNEL_DTYPES[spec.dtype].q], spec, transposed)
 
     def tile_addressing(self, call: object) -> TileAddressing:
         return DenseAddressing()

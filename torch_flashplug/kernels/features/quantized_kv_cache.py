@@ -23,11 +23,11 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.base_dsl import Arch
 
-from ...registry.dtypes import ELEMENTS as MADE_OF
+from ...registry.dtypes import KERNEL_DTYPES
 from ...registry.kernel_spec import SLAB, WARP, KernelSpec
 from ...registry.quant_recipes import SIGN_BITS
 from ..decode.kv_load import K, KvLoader, KvScaleLoader, V
-from ..primitives import dtype as of_kernels
+from ..primitives import dtype as dsl_dtypes
 from ..primitives import sm80
 from ..primitives.fragments import OperandA, column_of, target_from
 from .base import KernelFeatures
@@ -39,7 +39,7 @@ FLOAT, WORD = 4, 4  # bytes of a float, numbers in a register
 GROUP = 16  # columns per step of the product
 SIGNS = tuple(word - (word >> 31 << 32) for word in SIGN_BITS)  # as signed Int32
 # The product P V uses bf16, because scales of values may have any magnitude.
-VALUES = of_kernels.ELEMENTS["bf16"]
+VALUES = dsl_dtypes.ELEMENTS["bf16"]
 
 
 @dataclass(frozen=True)
@@ -368,10 +368,10 @@ class E5m2(QuantizedFormat):
 FORMATS = {"int8": Int8(), "e4m3": E4m3(), "e5m2": E5m2()}
 
 
-class QuantizedKvElement(of_kernels.Element):
+class QuantizedKvElement(dsl_dtypes.Element):
     """Element type with Q and O in 16 bits, and K and V in an 8-bit format."""
 
-    def __init__(self, element: of_kernels.Element, format: QuantizedFormat):
+    def __init__(self, element: dsl_dtypes.Element, format: QuantizedFormat):
         super().__init__(element.dtype, element.pack, element.raised)
         self.format = format
 
@@ -384,8 +384,8 @@ class QuantizedKvElement(of_kernels.Element):
 class QuantizedKvCacheFeature(KernelFeatures):
     """Kernel feature for decode with K and V in 8 bits."""
 
-    def __init__(self, element: of_kernels.Element, spec: KernelSpec, transposed: bool):
-        super().__init__(QuantizedKvElement(element, FORMATS[MADE_OF[spec.dtype].k]), spec, transposed)
+    def __init__(self, element: dsl_dtypes.Element, spec: KernelSpec, transposed: bool):
+        super().__init__(QuantizedKvElement(element, FORMATS[KERNEL_DTYPES[spec.dtype].k]), spec, transposed)
 
     def kv_loader(self, call: object) -> QuantizedKvLoader:
         return QuantizedKvLoader(call.k_scale, call.v_scale, call.rotated)
