@@ -272,3 +272,11 @@ def test_reason_names_mixed_dtypes() -> None:
     reason = explain(q, k, k, device="h100").reasons["fa3"]
 
     assert reason.startswith("query, key and value must have one dtype, but have float64, bfloat16, bfloat16. Cast")
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_infinite_scale_is_reported(implementation: str) -> None:
+    """Kernels take finite scales only, and the dispatcher sends a call with an infinite scale to math."""
+    operands, arguments, *_ = IMPLEMENTATIONS[implementation]
+    plan = explain_attention(*operands, **arguments, scale=float("inf"), device="h100")
+    assert not plan.kernel and "scale" in " ".join(plan.reasons.values())

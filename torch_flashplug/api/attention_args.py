@@ -11,8 +11,7 @@ from torch.autograd import forward_ad
 
 from ..ops.attention import Window
 from ..ops.quantized_kv import FORMATS, IN_WORDS, multiplied_in
-from ..registry.dispatch_table import HEAD_DIM_STEP, MAX_HEAD_DIM, MAX_SPLITS, SPLIT_UNIT
-from ..registry.kernel_spec import ROWS_PER_WARPGROUP as FEW_ROWS
+from ..registry.dispatch_table import GATE, HEAD_DIM_STEP, MAX_HEAD_DIM, MAX_SPLITS, SPLIT_UNIT
 from ..torch_hooks import describe_call, tracing
 
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
@@ -269,7 +268,8 @@ def has_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def is_few(Hq: int, Sq: int, Hkv: int) -> bool:
-    return Hkv > 0 and Sq * (Hq // Hkv) <= FEW_ROWS
+    """Return True if the query rows of a KV head fit a tile of the decode kernels."""
+    return Hkv > 0 and Sq * (Hq // Hkv) <= GATE.rows
 
 
 def is_decode_call(query: Tensor, key: Tensor, value: Tensor) -> bool:
