@@ -29,12 +29,14 @@ def _check_positional(function: Callable) -> Callable:
     """Add a clear TypeError for arguments by position, whose order differs between FlashAttention-2 and 3."""
     kinds = [parameter.kind for parameter in inspect.signature(function).parameters.values()]
     num_positional = kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    has_lengths = "max_seqlen_q" in inspect.signature(function).parameters
+    exceptions = "tensors and maximal lengths" if has_lengths else "tensors"
 
     @functools.wraps(function)
     def call(*arguments: object, **settings: object) -> object:
         if len(arguments) > num_positional:
             raise TypeError(
-                f"{function.__name__}: all arguments except tensors and maximal lengths must be passed by name, but "
+                f"{function.__name__}: all arguments except {exceptions} must be passed by name, but "
                 f"got {len(arguments) - num_positional} more by position. Name them, such as dropout_p= and causal=."
             )
         return function(*arguments, **settings)
@@ -83,7 +85,7 @@ def flash_attn_func(  # noqa: PLR0913
         TypeError: An argument does not exist in flash_attn, or has an unsupported type.
         ValueError: `attention()` does not take an argument.
     """
-    _refuse(more | {"dropout_p": dropout_p})
+    _refuse(flash_attn_func, more | {"dropout_p": dropout_p})
     settings = _settings(softmax_scale, causal, window_size, softcap, s_aux, more)
     return attention(q, k, v, **settings, return_lse=return_attn_probs)
 
@@ -141,7 +143,7 @@ def flash_attn_varlen_func(  # noqa: PLR0913
         TypeError: An argument does not exist in flash_attn, or has an unsupported type.
         ValueError: `attention()` does not take an argument.
     """
-    _refuse(more | {"seqused_q": seqused_q, "dropout_p": dropout_p})
+    _refuse(flash_attn_varlen_func, more | {"seqused_q": seqused_q, "dropout_p": dropout_p})
     settings = _settings(softmax_scale, causal, window_size, softcap, s_aux, more)
     lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k}
     return attention(q, k, v, **settings, **lengths, return_lse=return_attn_probs)
@@ -201,7 +203,7 @@ def flash_attn_with_kvcache(  # noqa: PLR0913
         ValueError: KV lengths, tables or new keys do not fit, or `attention()` does not take an argument. The caches
             are not written then.
     """
-    _refuse(more | {"dropout_p": dropout_p})
+    _refuse(flash_attn_with_kvcache, more | {"dropout_p": dropout_p})
     if block_table is not None and page_table is not None:
         raise ValueError(
             "flash_attn_with_kvcache: block_table and page_table must not be passed together, "
@@ -255,20 +257,38 @@ def _settings(
 
 
 _NO_EFFECT = {"pack_gqa", "sm_margin", "scheduler_metadata", "rotary_interleaved", "max_seqlen_q"}
-_NOT_BUILT = {
-    *("dropout_p", "alibi_slopes", "qv", "q_descale", "k_descale", "v_descale", "attention_chunk", "seqused_q"),
-    *("cache_batch_idx", "cache_leftpad", "rotary_cos", "rotary_sin", "rotary_seqlens"),
-    *("cu_seqlens_q", "cu_seqlens_k_new"),
+_CALL_FLASH_ATTN = "Call the flash_attn package."
+_ROTATE_FIRST = "Rotate q and k before the call."
+_SCALE_CACHES = "Call torch_flashplug.attention with k_scale and v_scale."
+# Arguments of flash_attn without support, and the remedy for each. Values that switch the feature off are accepted.
+_REMEDIES = {
+    "dropout_p": "Call torch.nn.functional.scaled_dot_product_attention. In transformers, use attn_implementation='sdpa'.",
+    "alibi_slopes": "Call torch.nn.functional.scaled_dot_product_attention with a float mask.",
+    "qv": _CALL_FLASH_ATTN,
+    "q_descale": _SCALE_CACHES,
+    "k_descale": _SCALE_CACHES,
+    "v_descale": _SCALE_CACHES,
+    "attention_chunk": "Call the flash_attn package, or torch_flashplug.attention with a block mask.",
+    "seqused_q": "Pack only the used rows.",
+    "block_table": "Call torch_flashplug.attention with cu_seqlens_q, block_table and seqused_k.",
+    "cache_batch_idx": "Select the caches before the call, or pass block_table.",
+    "cache_leftpad": _CALL_FLASH_ATTN,
+    "rotary_cos": _ROTATE_FIRST,
+    "rotary_sin": _ROTATE_FIRST,
+    "rotary_seqlens": _ROTATE_FIRST,
+    "cu_seqlens_q": "Call torch_flashplug.attention with cu_seqlens_q and block_table.",
+    "cu_seqlens_k_new": "Call torch_flashplug.append_kv for each sequence.",
 }
 
 
-def _refuse(more: dict[str, object]) -> None:
+def _refuse(function: Callable, more: dict[str, object]) -> None:
     """Raise TypeError for arguments unknown to flash_attn, and NotImplementedError for unsupported features."""
     for name, value in more.items():
-        if name not in _NOT_BUILT | _NO_EFFECT | {"num_splits"}:
-            raise TypeError(f"torch_flashplug.flash_attn: arguments must be those of flash_attn, but got {name!r}.")
+        if name not in _REMEDIES and name not in _NO_EFFECT and name != "num_splits":
+            raise TypeError(f"{function.__name__}: arguments must be those of flash_attn, but got {name!r}.")
         is_off = value is None or (not isinstance(value, Tensor) and value == 0)
-        if name in _NOT_BUILT and not is_off:
+        if name in _REMEDIES and not is_off:
+            actual = "a tensor" if isinstance(value, Tensor) else repr(value)
             raise NotImplementedError(
-                f"torch_flashplug.flash_attn: {name} is not supported. Leave it out, or call the flash_attn package."
+                f"{function.__name__}: {name} must be None, 0 or False, but got {actual}. {_REMEDIES[name]}"
             )

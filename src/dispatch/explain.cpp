@@ -215,7 +215,7 @@ std::string reason_text(const Reason& reason, const CallFacts& p, const DeviceFa
     case Why::kScale:
       return "scale is not finite. Stock attention serves this call.";
     case Why::kProbability:
-      return "dropout_p must be above 0 and at most 1, but got " + format_shortest(p.dropout_p) +
+      return "dropout_p must be from 0 to 1, but got " + format_shortest(p.dropout_p) +
              ". Pass a valid probability: on a GPU, stock attention ends the process with an invalid one.";
     case Why::kEmpty:
       return "A dimension of a tensor is 0. Stock attention handles empty tensors.";

@@ -67,10 +67,10 @@ def planned_spec(
     return KernelSpec.from_name(plan.kernel)
 
 
-def quantized_operands(name: str, spec: KernelSpec, q: Tensor, k: Tensor, v: Tensor) -> quantize_reference.Quantised:
+def quantized_operands(name: str, spec: KernelSpec, q: Tensor, k: Tensor, v: Tensor) -> quantize_reference.Quantized:
     """Return the quantized operands of a kernel, with padded head dims."""
     padded = [F.pad(x, (0, spec.d - x.shape[3])) for x in (q, k)]
-    return quantize_reference.quantise(*padded, v, RECIPES[name], spec.tile_n)
+    return quantize_reference.quantize(*padded, v, RECIPES[name], spec.tile_n)
 
 
 def relative_error(out: Tensor, expected: Tensor) -> float:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torch_flashplug.ops import quantize_reference
-from torch_flashplug.ops.quantize_reference import KEY_ORDER, SAMPLES, Quantised, quantise, rotate
+from torch_flashplug.ops.quantize_reference import KEY_ORDER, SAMPLES, Quantized, quantize, rotate
 from torch_flashplug.registry import quant_recipes
 from torch_flashplug.registry.quant_recipes import RECIPES, Recipe
 from torch_flashplug.testing import Case, Masking, attention_math, new_case
@@ -47,7 +47,7 @@ def relative_error(out: Tensor, expected: Tensor) -> float:
 
 
 def quantized_attention(q: Tensor, k: Tensor, v: Tensor, recipe: Recipe, scale: float, **settings: object) -> Tensor:
-    return attend(quantise(q, k, v, recipe, BLOCK), recipe, scale, accumulator_bits=TENSOR_CORES, **settings).out
+    return attend(quantize(q, k, v, recipe, BLOCK), recipe, scale, accumulator_bits=TENSOR_CORES, **settings).out
 
 
 def random_tensor(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = SEED) -> Tensor:
@@ -106,7 +106,7 @@ def test_long_sums_are_split_into_partial_sums() -> None:
     k[:, :, ::2] = -20.0 * q[:, :, :1]  # these keys get no weight
     q = q[:, :, :1].expand(q.shape)
     expected, _ = exact_attention(q, k, v, 0.125)
-    operands = quantise(q, k, v, RECIPES["8bit"], BLOCK)
+    operands = quantize(q, k, v, RECIPES["8bit"], BLOCK)
     settings = {"scale": 0.125, "accumulator_bits": TENSOR_CORES}
     lost = [
         float(1.0 - attend(operands, RECIPES["8bit"], **longest, **settings).out.mean() / expected.mean())
@@ -134,7 +134,7 @@ def test_logsumexp_includes_the_subtracted_mean_key(name: str, causal: bool) -> 
     q, k, v = random_qkv(300, rows=300)
     k = (k.double() + 3.0).bfloat16()
     out, lse = exact_attention(q, k, v, 0.125, causal=causal)
-    operands = quantise(q, k, v, RECIPES[name], BLOCK)
+    operands = quantize(q, k, v, RECIPES[name], BLOCK)
     results = attend(operands, RECIPES[name], 0.125, causal=causal)
     assert float((results.lse - lse).abs().max()) < (0.15 if name == "e4m3" else 0.03)
     assert float((operands.row_shift * 0.125).abs().max()) > 1.0 and relative_error(results.out, out) < 0.08
@@ -172,7 +172,7 @@ def test_quantization_of_any_number_of_keys(Sk: int) -> None:
     q, k, v = random_qkv(Sk)
     k[:, :, -1] *= 50.0
     for recipe in RECIPES.values():
-        operands = quantise(q, k, v, recipe, BLOCK)
+        operands = quantize(q, k, v, recipe, BLOCK)
         assert operands.k_scale.shape == (1, 2, -(-Sk // BLOCK))
         if recipe.values is not None:
             assert operands.v.shape == (1, 2, 64, -(-Sk // 16) * 16)
@@ -204,7 +204,7 @@ def test_quantization_of_zeros() -> None:
     zeros = tuple(torch.zeros_like(x) for x in (q, k, v))
     for operands in ((q, k, v), zeros):
         for recipe in RECIPES.values():
-            quantized = quantise(*operands, recipe, BLOCK)
+            quantized = quantize(*operands, recipe, BLOCK)
             scales = [scale for scale in (quantized.q_scale, quantized.k_scale, quantized.v_scale) if scale is not None]
             assert all((scale > 0.0).all() and scale.isfinite().all() for scale in scales)
             out = attend(quantized, recipe, 0.125, causal=True).out
@@ -240,11 +240,11 @@ def test_nonfinite_inputs_spread_as_in_math(name: str, number: float) -> None:
     recipe = RECIPES[name]
     spoiled = [x.clone() for x in (q, k, v)]
     spoiled[0][0, 0, 7, 2] = spoiled[1][0, 0, 300, 2] = spoiled[2][0, 0, 300, 2] = number
-    out = attend(quantise(spoiled[0], k, v, recipe, BLOCK), recipe, 0.125, causal=True).out
+    out = attend(quantize(spoiled[0], k, v, recipe, BLOCK), recipe, 0.125, causal=True).out
     assert out[0, 0, 7].isnan().all() and out.isnan().sum() == 64
-    out = attend(quantise(q, spoiled[1], v, recipe, BLOCK), recipe, 0.125, causal=True).out
+    out = attend(quantize(q, spoiled[1], v, recipe, BLOCK), recipe, 0.125, causal=True).out
     assert out[0, 0, 300:].isnan().all() and out[0, 0, :256].isfinite().all() and out[0, 1].isfinite().all()
-    values = quantise(q, k, spoiled[2], recipe, BLOCK).values()
+    values = quantize(q, k, spoiled[2], recipe, BLOCK).values()
     assert not values[0, 0, 300, 2].isfinite() and values.isfinite().sum() == values.numel() - 1
 
 
@@ -253,7 +253,7 @@ def test_rotated_fp16_maximum_stays_finite() -> None:
     q, k, v = (torch.full((1, 1, n, 256), 65504.0, dtype=torch.float16) for n in (16, 130, 130))
     k[:, :, ::2] *= -1.0
     for recipe in RECIPES.values():
-        quantized = quantise(q * 1e-4, k, v, recipe, BLOCK)
+        quantized = quantize(q * 1e-4, k, v, recipe, BLOCK)
         assert quantized.k_scale.isfinite().all() and quantized.k.double().abs().max() > 100.0
         assert attend(quantized, recipe, 1e-6).out.isfinite().all()
 
@@ -271,7 +271,7 @@ def test_single_visible_keys_return_rounded_values() -> None:
     k = F.pad(8.0 * torch.eye(48).bfloat16(), (0, 16)).view(1, 1, 48, 64)
     v = random_tensor(1, 1, 48, 64)
     for recipe in RECIPES.values():
-        quantized: Quantised = quantise(8.0 * k, k, v, recipe, BLOCK)
+        quantized: Quantized = quantize(8.0 * k, k, v, recipe, BLOCK)
         torch.testing.assert_close(
             attend(quantized, recipe, 8.0).out, quantized.values() + quantized.constant(), atol=1e-6, rtol=1e-6
         )

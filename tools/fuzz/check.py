@@ -29,7 +29,7 @@ from torch_flashplug import env
 from torch_flashplug.demo.scopes import plugin_off
 from torch_flashplug.dispatch import bindings
 from torch_flashplug.ops import dropout_reference
-from torch_flashplug.ops.quantize_reference import Quantised, quantise
+from torch_flashplug.ops.quantize_reference import Quantized, quantize
 from torch_flashplug.ops.sdpa import empty_in_layout_of
 from torch_flashplug.registry.kernel_spec import KernelSpec
 from torch_flashplug.registry.quant_recipes import RECIPES
@@ -296,7 +296,7 @@ def _faults(
         yield "other bits the second time"
 
 
-def _moved(quantized: Quantised, scale: float, causal: bool, mask: Tensor | None, cut: float) -> float:
+def _moved(quantized: Quantized, scale: float, causal: bool, mask: Tensor | None, cut: float) -> float:
     """Return the allowed distance from the result of exact scores, as the root of the sum of squares over all elements.
 
     A score is a sum of products. The error of a score is `cut` times the sum of the magnitudes of the products, with a
@@ -329,7 +329,7 @@ def _faults_of_recipe(tensors: CallTensors, runs: list[dict[str, Tensor]], mode:
     with in_mode(call, mode):
         spec = KernelSpec.from_name(torch_flashplug.explain(*qkv, attn_mask=tensors.mask, **settings(call)).kernel)
     padded = (F.pad(x, (0, spec.d - call.D)) for x in qkv[:2])
-    quantized = quantise(*padded, tensors.v, recipe, spec.tile_n)
+    quantized = quantize(*padded, tensors.v, recipe, spec.tile_n)
     right = emulate(quantized, recipe, _softmax_scale(call), causal=call.causal, mask=tensors.mask).out
     cut = CUT.get(recipe.scores)
     moved = _moved(quantized, _softmax_scale(call), call.causal, tensors.mask, cut) if cut else 0.0

@@ -81,7 +81,7 @@ def enable(*, precision: str | None = None) -> None:
     """
     startup.load()
     if precision is not None:
-        bindings.set_process_precision(quant_recipes.precision_number(precision))
+        bindings.set_process_precision(quant_recipes.precision_number(precision, "enable"))
     bindings.set_enabled(True)
     if torch.version.cuda is None:
         _log.debug("torch is a CPU build: there is nothing to route")
@@ -169,11 +169,15 @@ class sdpa_backend:  # noqa: N801  (named like torch.nn.attention.sdpa_kernel)
         if not is_allowed or (num_splits and backend not in KERNEL_BACKENDS):
             allowed = f"0, or 1 to {MAX_SPLITS} with {_ours_in_words()}"
             raise ValueError(f"sdpa_backend: num_splits must be {allowed}, but got {num_splits!r} with {backend!r}.")
-        field = bindings.PRECISION_OF_PROCESS if precision is None else quant_recipes.precision_number(precision)
+        field = (
+            bindings.PRECISION_OF_PROCESS
+            if precision is None
+            else quant_recipes.precision_number(precision, "sdpa_backend")
+        )
         if field and backend in ("math", "stock"):
             raise ValueError(
-                f"sdpa_backend: precision must be None or '16bit' with {backend!r}, but got {precision!r}. Use 'auto', "
-                f"{_ours_in_words()} for 8 bits."
+                f"sdpa_backend: precision must be None or '16bit' with {backend!r}, but got {precision!r}. Use "
+                "'auto' or 'fa3' for 8 bits."
             )
         if precision is not None and not field:
             field = bindings.WHOLE_PRECISION

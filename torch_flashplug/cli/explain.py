@@ -57,8 +57,10 @@ def _check(shapes: Shapes) -> None:
 
 def _device_and_preset(device: str) -> tuple[str, str | None]:
     """Return the device of the tensors, and the `device` argument for explain()."""
+    if device.lower() in DEVICES:
+        return "meta", device.lower()
     if device:
-        return "meta", device
+        raise ValueError(f"--device must be one of {', '.join(DEVICES)}, but got {device!r}.")
     return ("cuda", None) if torch.cuda.is_available() else ("meta", next(iter(DEVICES)))
 
 

@@ -135,9 +135,10 @@ def facts_of(device: str) -> dict[str, int]:
     if not device and torch.cuda.is_available():
         startup.load()
         return bindings.device_facts()
-    if (device or "h100") not in DEVICES:
+    name = (device or "h100").lower()
+    if name not in DEVICES:
         raise ValueError(f"--device must be one of {', '.join(DEVICES)}, but got {device!r}.")
-    return DEVICES[device or "h100"]
+    return DEVICES[name]
 
 
 def missing(names: Sequence[str], target: str, packs: bool = True) -> list[str]:

@@ -43,7 +43,7 @@ _DTYPES = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}
 
 
 @dataclass(frozen=True, slots=True)
-class Quantised:
+class Quantized:
     """Quantized operands of a call.
 
     Scores are (q . k * q_scale * k_scale + row_shift), times the softmax scale of the call.
@@ -79,7 +79,7 @@ class Quantised:
         return self.v_mean.double().unsqueeze(2)
 
 
-def quantise(q: Tensor, k: Tensor, v: Tensor, recipe: Recipe, block: int) -> Quantised:
+def quantize(q: Tensor, k: Tensor, v: Tensor, recipe: Recipe, block: int) -> Quantized:
     """Quantize the operands of a call.
 
     A row of q or a block of k with a non-finite number gets NaN as scale. Non-finite numbers of v become NaN.
@@ -99,7 +99,7 @@ def quantise(q: Tensor, k: Tensor, v: Tensor, recipe: Recipe, block: int) -> Qua
     of_keys = k_scale.repeat_interleave(block, -1)[..., : k.shape[2]]
     row_shift = (q.float() * shift.repeat_interleave(group, 1)).sum(-1)
     values, v_scale, v_mean = (v, None, None) if recipe.values is None else _values(v.float(), recipe.values)
-    return Quantised(
+    return Quantized(
         _rounded(rotated_q * (1.0 / q_scale.unsqueeze(-1)), recipe.scores),
         _rounded(rotated_k * (1.0 / of_keys.unsqueeze(-1)), recipe.scores),
         values, q_scale, k_scale, v_scale, v_mean, row_shift, block,

@@ -2,7 +2,7 @@
 
 F.scaled_dot_product_attention takes a QuantizedTensor directly as key and value. The value of a cached element is its
 8-bit number times the scale of the row; for keys, a constant row of the head is added. Keys may be rotated first
-(`quantised.rotate`), so that no channel has outliers: INT8 with a scale for each token is then 4 to 15 times more
+(`quantized.rotate`), so that no channel has outliers: INT8 with a scale for each token is then 4 to 15 times more
 accurate than e4m3. Queries are rotated in the same way. A constant key moves all scores of a row by the same amount, so
 that attention can use the keys without the constant.
 """
@@ -43,7 +43,7 @@ def multiplied_in(query: Tensor) -> torch.dtype:
     return torch.bfloat16 if query.dtype == torch.float16 else query.dtype
 
 
-def _dequantise(query: Tensor, x: Tensor, scale: Tensor) -> Tensor:
+def _dequantize(query: Tensor, x: Tensor, scale: Tensor) -> Tensor:
     """Dequantize `x` to the dtype in which the query is multiplied.
 
     The function is an op with the query as an argument, so that autograd stops here with an error: `x` has no gradient.
@@ -134,7 +134,7 @@ class QuantizedTensor(Tensor):
         scale (Tensor): (B, Hkv, S), factor of each row; stored as fp32.
         dtype (torch.dtype): The dtype presented to callers, torch.bfloat16 or torch.float16.
         shift (Tensor or None): (B, Hkv, 1, D), a constant subtracted from all keys before quantization.
-        rotated (bool): True if keys were rotated by `quantised.rotate` after the subtraction of `shift`.
+        rotated (bool): True if keys were rotated by `torch_flashplug.ops.quantize_reference.rotate` after the subtraction of `shift`.
 
     Raises:
         ValueError: Shapes, dtypes or devices do not fit.
@@ -156,7 +156,7 @@ class QuantizedTensor(Tensor):
                 f"QuantizedTensor: data8 must be (B, Hkv, S, D) of {IN_WORDS}, and scale (B, Hkv, S), but got {actual}."
             )
         B, Hkv, _, D = data8.shape
-        if not dtype.is_floating_point or (shift is not None and shift.shape != (B, Hkv, 1, D)):
+        if not dtype.is_floating_point or dtype.itemsize != 2 or (shift is not None and shift.shape != (B, Hkv, 1, D)):
             shifted = None if shift is None else tuple(shift.shape)
             raise ValueError(
                 "QuantizedTensor: dtype must be floating-point with 16 bits, and shift (B, Hkv, 1, D) or None, "
@@ -249,6 +249,6 @@ def readable(
     return query, key.data8, value.data8, key.scale, value.scale, attn_mask, key.rotated, scale
 
 
-_library.impl("dequantize", _dequantise, "CompositeExplicitAutograd")
-torch.library.register_fake("torch_flashplug::dequantize", _dequantise, lib=_library)
+_library.impl("dequantize", _dequantize, "CompositeExplicitAutograd")
+torch.library.register_fake("torch_flashplug::dequantize", _dequantize, lib=_library)
 torch.library.register_autograd("torch_flashplug::dequantize", no_gradient, setup_context=_setup_context, lib=_library)

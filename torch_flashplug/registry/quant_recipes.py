@@ -59,19 +59,28 @@ RECIPES = {
 ALIASES = {"fp8": "8bit"}  # a common name for 8-bit precision
 
 
-def recipe_name(precision: str) -> str:
-    """Return the name of a recipe for a name or an alias. Raise ValueError for an unknown name."""
+def recipe_name(precision: str, function: str = "torch_flashplug") -> str:
+    """Return the name of a recipe for a name or an alias. Raise ValueError of `function` for an unknown name."""
     name = ALIASES.get(precision, precision)
     if name != PRECISION_16BIT and name not in RECIPES:
         raise ValueError(
-            f"precision must be one of {', '.join((PRECISION_16BIT, *RECIPES, *ALIASES))}, but got {precision!r}."
+            f"{function}: precision must be one of {', '.join((PRECISION_16BIT, *RECIPES, *ALIASES))}, "
+            f"but got {precision!r}."
         )
     return name
 
 
-def precision_number(precision: str) -> int:
-    """Return the number of a precision in a mode word; 0 stands for 16 bits. Raise ValueError for an unknown name."""
-    return (PRECISION_16BIT, *RECIPES).index(recipe_name(precision))
+def precision_number(precision: str, function: str = "torch_flashplug") -> int:
+    """Return the number of a precision in a mode word; 0 stands for 16 bits.
+
+    Args:
+        precision: a name or an alias.
+        function: the function that the error names.
+
+    Raises:
+        ValueError: the name is unknown.
+    """
+    return (PRECISION_16BIT, *RECIPES).index(recipe_name(precision, function))
 
 
 def describe(name: str) -> str:

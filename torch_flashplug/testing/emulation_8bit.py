@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..ops.quantize_reference import Quantised, in_key_order
+from ..ops.quantize_reference import Quantized, in_key_order
 from ..registry.quant_recipes import FORMAT_MAX, LONGEST_SUM, PROB_SCALE_LOG2, SLACK_LOG2, Recipe
 from .oracle import Attention
 
@@ -19,7 +19,7 @@ KEYS_PER_SUM = 32  # keys summed at once by a tensor core in 8 bits
 
 
 def attend(
-    operands: Quantised, recipe: Recipe, scale: float, *, causal: bool = False, mask: Tensor | None = None,
+    operands: Quantized, recipe: Recipe, scale: float, *, causal: bool = False, mask: Tensor | None = None,
     longest: int = LONGEST_SUM, accumulator_bits: int | None = None,
 ) -> Attention:  # fmt: skip
     """Compute attention of 8-bit operands with the roundings of the kernels.
@@ -91,7 +91,7 @@ def _add_truncated(out: Tensor, weights: Tensor, values: Tensor, bits: int) -> T
     return out
 
 
-def quantize_by_amax(q: Tensor, k: Tensor, v: Tensor, block: int, *, heads: bool = False) -> Quantised:
+def quantize_by_amax(q: Tensor, k: Tensor, v: Tensor, block: int, *, heads: bool = False) -> Quantized:
     """Quantize to e4m3 by the largest absolute entry of each tensor, or of each head with `heads`.
 
     The scales by head follow the interface of FlashAttention-3, with a descale for each KV head. The operands are
@@ -102,7 +102,7 @@ def quantize_by_amax(q: Tensor, k: Tensor, v: Tensor, block: int, *, heads: bool
     cast = [(x.float() / scale).to(torch.float8_e4m3fn) for x, scale in ((q, q_scale), (k, k_scale), (v, v_scale))]
     blocks, Sk = -(-k.shape[2] // block), k.shape[2]
     transposed = F.pad(cast[2].view(torch.int8), (0, 0, 0, -Sk % 16)).mT
-    return Quantised(
+    return Quantized(
         cast[0], cast[1], in_key_order(transposed).view(torch.float8_e4m3fn),
         q_scale.squeeze(-1).expand(q.shape[:3]), k_scale.squeeze(-1).expand(*k.shape[:2], blocks),
         v_scale.squeeze(2).expand(*v.shape[:2], v.shape[3]), None, torch.zeros(q.shape[:3], device=q.device), block,

@@ -59,7 +59,7 @@ from torch_flashplug.testing.emulation_8bit import attend, quantize_by_amax
 
 # ---- suite eightbit ----
 
-QUANTIZATION_KERNELS = "quantise"  # text in the names of this project's quantization kernels
+QUANTIZATION_KERNELS = "quantize"  # text in the names of this project's quantization kernels
 # Largest allowed relative errors on normally distributed inputs: above, a result is wrong.
 LARGEST_ERROR = {"qk8": 0.03, "8bit": 0.06, "e4m3": 0.08}
 ROUND_MS = 8.0  # time per candidate and round
