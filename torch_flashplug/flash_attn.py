@@ -262,7 +262,8 @@ _ROTATE_FIRST = "Rotate q and k before the call."
 _SCALE_CACHES = "Call torch_flashplug.attention with k_scale and v_scale."
 # Arguments of flash_attn without support, and the remedy for each. Values that switch the feature off are accepted.
 _REMEDIES = {
-    "dropout_p": "Call torch.nn.functional.scaled_dot_product_attention. In transformers, use attn_implementation='sdpa'.",
+    "dropout_p": "Call torch.nn.functional.scaled_dot_product_attention. "
+    "In transformers, use attn_implementation='sdpa'.",
     "alibi_slopes": "Call torch.nn.functional.scaled_dot_product_attention with a float mask.",
     "qv": _CALL_FLASH_ATTN,
     "q_descale": _SCALE_CACHES,

@@ -77,13 +77,26 @@ def test_kvcache_function_takes_a_numpy_int() -> None:
 def test_unsupported_arguments_are_refused() -> None:
     q, k, v = make_operands()
     for error, message, call in (
-        (NotImplementedError, "dropout_p is not supported", lambda: flash_attn_func(q, k, v, dropout_p=0.1)),
         (
             NotImplementedError,
-            "alibi_slopes is not supported",
+            "flash_attn_func: dropout_p must be None, 0 or False, but got 0.1. Call torch",
+            lambda: flash_attn_func(q, k, v, dropout_p=0.1),
+        ),
+        (
+            NotImplementedError,
+            "alibi_slopes must be None, 0 or False, but got a tensor. Call torch",
             lambda: flash_attn_func(q, k, v, alibi_slopes=random_tensor(4)),
         ),
-        (NotImplementedError, "attention_chunk is not", lambda: flash_attn_func(q, k, v, attention_chunk=4)),
+        (
+            NotImplementedError,
+            "attention_chunk must be .* but got 4. Call the flash_attn package",
+            lambda: flash_attn_func(q, k, v, attention_chunk=4),
+        ),
+        (
+            NotImplementedError,
+            "flash_attn_varlen_func: block_table must be .* with cu_seqlens_q, block_table and seqused_k",
+            lambda: flash_attn_varlen_func(q, k, v, q, q, block_table=q),
+        ),
         (
             ValueError,
             "block_table must be an int32",

@@ -35,7 +35,7 @@ RETIRED = {
     r"\bstand-?ins?\b": "CPU stub backend",
     r"\bin the mean\b": "on average",
     r"\bseams?\b": "kernel features",
-    r"\bquantiz\w+|\bnormalis\w+|\bspecialis\w+|\bsynchronis\w+": "American spelling",
+    r"\bquantis\w+|\bnormalis\w+|\bspecialis\w+|\bsynchronis\w+": "American spelling",
 }
 # Uses by tree.
 ALLOWED = {"torch_flashplug": 0, "src": 0, "test": 0, "tools": 0, "docs": 0}

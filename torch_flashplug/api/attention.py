@@ -256,7 +256,7 @@ def check_before(  # noqa: PLR0913
     """Raise the errors of attention() for these arguments, before the caller writes into caches."""
     window_of(causal, window), softcap_of(softcap)
     if scale is not None and not isinstance(scale, int | float):
-        raise TypeError(f"attention: scale must be a number or None, but got {type(scale).__name__}.")
+        raise TypeError(f"attention: scale must be a number or None (1 / sqrt(D)), but got {scale!r}.")
     check_rank("q", q, 4, "a tensor of shape (batch, length, heads, head dim)")
     normalize_sinks(sinks, q)
     if block_table is None:

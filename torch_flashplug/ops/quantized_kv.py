@@ -2,7 +2,7 @@
 
 F.scaled_dot_product_attention takes a QuantizedTensor directly as key and value. The value of a cached element is its
 8-bit number times the scale of the row; for keys, a constant row of the head is added. Keys may be rotated first
-(`quantized.rotate`), so that no channel has outliers: INT8 with a scale for each token is then 4 to 15 times more
+(`quantize_reference.rotate`), so that no channel has outliers: INT8 with a scale for each token is then 4 to 15 times more
 accurate than e4m3. Queries are rotated in the same way. A constant key moves all scores of a row by the same amount, so
 that attention can use the keys without the constant.
 """
@@ -134,7 +134,8 @@ class QuantizedTensor(Tensor):
         scale (Tensor): (B, Hkv, S), factor of each row; stored as fp32.
         dtype (torch.dtype): The dtype presented to callers, torch.bfloat16 or torch.float16.
         shift (Tensor or None): (B, Hkv, 1, D), a constant subtracted from all keys before quantization.
-        rotated (bool): True if keys were rotated by `torch_flashplug.ops.quantize_reference.rotate` after the subtraction of `shift`.
+        rotated (bool): True if the keys were rotated by `torch_flashplug.ops.quantize_reference.rotate` after the
+            subtraction of `shift`. The query must not be rotated: kernels rotate the query.
 
     Raises:
         ValueError: Shapes, dtypes or devices do not fit.
