@@ -176,7 +176,7 @@ TensorHandle pack_dlse(AtenTensorHandle gradient, AtenTensorHandle lse, const Ca
 // the plan's, or a workspace for lists made by the kernel. The result must live until the launch. Throws if the plan
 // belongs to a different call.
 struct Lengths {
-  TensorHandle lists, used_k;
+  TensorHandle tile_lists, seqused_k;
 };
 Lengths pack_varlen_args(const ForwardCall& call, const CallFacts& p, const KernelRow& row, const TensorClass& query,
                          Arguments* arguments);

@@ -341,7 +341,7 @@ def test_module_has_a_docstring(path):
 
 # Constants shared by kernels and the host: file and name in kernels/ -> name in kernel_spec.py.
 SHARED_NUMBERS = {
-    ("backward/workspace", "UNITS"): "SCRATCH_UNITS",
+    ("backward/workspace", "UNITS"): "WORKSPACE_UNITS",
     ("decode/split_kv", "AT_ONCE"): "PEERS_AT_ONCE",
 }
 

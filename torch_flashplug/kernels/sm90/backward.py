@@ -57,7 +57,7 @@ DS_STAGES = 2  # stages of dS: a warpgroup writes the next dS while its peer may
 class BackwardWorkspaceTensors:
     """Workspace in global memory that the three kernels of a call share."""
 
-    rows: cute.Tensor  # (B, Hq, 2, rows) fp32: LSE * log2(e) and delta, padded to whole blocks
+    row_stats: cute.Tensor  # (B, Hq, 2, rows) fp32: LSE * log2(e) and delta, padded to whole blocks
     dq_workspace: cute.Tensor  # dQ in fp32, then the Int32 counters
 
 
@@ -256,7 +256,7 @@ class BackwardSm90(KernelCall, kind="bwd"):
 
     Inputs: q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv), o and do (B, Hq, Sq, Dv), lse (B, Hq, Sq) in fp32.
     Outputs: dq (B, Hq, Sq, D), dk (B, shares, Sk, D), dv (B, shares, Sk, Dv), where `shares` is Hkv or a multiple of
-    Hkv. Workspace: rows (B, Hq, 2, padded Sq) in fp32, and the dQ workspace (`DqWorkspace`).
+    Hkv. Workspace: row_stats (B, Hq, 2, padded Sq) in fp32, and the dQ workspace (`DqWorkspace`).
 
     Warp roles of the main kernel: warpgroup 0 gives its registers away. Its warp 0 loads Q and dO and fetches tiles.
     Its warp 1 loads K and V. Its warps 2 and 3 are dQ writers, or accumulator warps if the spec is deterministic.
@@ -323,11 +323,17 @@ class BackwardSm90(KernelCall, kind="bwd"):
         score_pipeline = self.features.score_pipeline(call)
         row_inputs = RowStatsInputs(call.o, call.do, call.lse, call.dlse)
         self.preprocess(
-            row_inputs, call.rows, call.scratch, layout, score_pipeline.keep_probability, addressing, stream
+            row_inputs, call.row_stats, call.dq_workspace, layout, score_pipeline.keep_probability, addressing, stream
         )
         self.launch_main_kernel(call, section, layout, stream)
         self.postprocess(
-            call.scratch, call.rows, call.dq, score_pipeline.scaled(call.scales.natural), layout, addressing, stream
+            call.dq_workspace,
+            call.row_stats,
+            call.dq,
+            score_pipeline.scaled(call.scales.natural),
+            layout,
+            addressing,
+            stream,
         )
 
     @cute.jit
@@ -349,7 +355,7 @@ class BackwardSm90(KernelCall, kind="bwd"):
             self.features.block_iterator(call),
             self.features.score_pipeline(call).tma(self.score_layout),
         )
-        workspace = BackwardWorkspaceTensors(call.rows, call.scratch)
+        workspace = BackwardWorkspaceTensors(call.row_stats, call.dq_workspace)
         self.kernel(operands, workspace, call.scales, call.counter, section, layout.heads, *feature_args).launch(
             grid=(cutlass.min(layout.portions * call.dk.shape[1] * call.dk.shape[0], call.num_ctas), 1, 1),
             block=((WARPGROUPS + 1) * sm90.WARPGROUP, 1, 1),
@@ -454,7 +460,7 @@ class BackwardSm90(KernelCall, kind="bwd"):
         dq_writer = DqWriter(
             workspace=DqWorkspace(
                 workspace.dq_workspace.iterator,
-                workspace.rows.shape[3] // self.tile_m,
+                workspace.row_stats.shape[3] // self.tile_m,
                 Hq * addressing.batch(mQ),
                 self.unit,
             ),
@@ -473,7 +479,7 @@ class BackwardSm90(KernelCall, kind="bwd"):
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp_idx == 0:
                 q, do = operands.with_smem(q=shared.q, do=shared.do)
-                self.load_queries(q, do, workspace.rows, shared, work, dq_writer, score_pipeline)
+                self.load_queries(q, do, workspace.row_stats, shared, work, dq_writer, score_pipeline)
             elif warp_idx == 1:
                 self.load_keys(*operands.with_smem(k=shared.k, v=shared.v), work)
             elif cutlass.const_expr(self.in_order):
@@ -489,7 +495,7 @@ class BackwardSm90(KernelCall, kind="bwd"):
 
     @cute.jit
     def load_queries(
-        self, q: sm90.TmaOperand, do: sm90.TmaOperand, mRows: cute.Tensor, shared: BackwardSmem, work: BackwardWork,
+        self, q: sm90.TmaOperand, do: sm90.TmaOperand, mRowStats: cute.Tensor, shared: BackwardSmem, work: BackwardWork,
         dq_writer: DqWriter, score_pipeline: ScorePipeline,
     ):  # fmt: skip
         """Run the first producer warp: load Q with LSE, dO with delta and the score stages' data, step by step.
@@ -508,7 +514,7 @@ class BackwardSm90(KernelCall, kind="bwd"):
             for g in cutlass.range(work.group, unroll=1):
                 tQsQ, tQgQ = tile.queries(q, g).tiles((self.tile_m, self.d), (None, 0))
                 tOsO, tOgO = tile.queries(do, g).tiles((self.tile_m, self.dv), (None, 0))
-                gRows = tile.row_stats(mRows, g, self.tile_m)
+                gRowStats = tile.row_stats(mRowStats, g, self.tile_m)
                 head_range = query_range.of_head(g)
                 stage_loads = score_pipeline.begin_tile_load(tile, tile.query_head(g))
                 subrange = head_range.all_blocks()
@@ -516,11 +522,14 @@ class BackwardSm90(KernelCall, kind="bwd"):
                     block = head_range.nth(j)
                     sm90.load_block(q.atom, tQgQ, tQsQ, pipeline_q, block, count)
                     load_rows(
-                        gRows[0, None, 0, block], shared.lse[None, pipeline_q.stage_index(count)], pipeline_q, count
+                        gRowStats[0, None, 0, block], shared.lse[None, pipeline_q.stage_index(count)], pipeline_q, count
                     )
                     sm90.load_block(do.atom, tOgO, tOsO, pipeline_do, block, count)
                     load_rows(
-                        gRows[0, None, 1, block], shared.delta[None, pipeline_do.stage_index(count)], pipeline_do, count
+                        gRowStats[0, None, 1, block],
+                        shared.delta[None, pipeline_do.stage_index(count)],
+                        pipeline_do,
+                        count,
                     )
                     stage_loads.load(block, count)
                     count += 1

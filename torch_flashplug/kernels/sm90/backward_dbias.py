@@ -133,7 +133,9 @@ class BiasGradientSm90(KernelCall, kind="dbias"):
         self.features.launch_preprocess(call, stream)
         addressing, score_pipeline = self.features.tile_addressing(call), self.features.score_pipeline(call)
         row_stats_inputs = RowStatsInputs(call.o, call.do, call.lse)
-        self.preprocess(row_stats_inputs, call.rows, None, None, score_pipeline.keep_probability, addressing, stream)
+        self.preprocess(
+            row_stats_inputs, call.row_stats, None, None, score_pipeline.keep_probability, addressing, stream
+        )
         rows, keys = self.inputs
         operands = TmaOperands.create(
             q=rows.tma(sm90.rows_first(call.q)),
@@ -144,7 +146,7 @@ class BiasGradientSm90(KernelCall, kind="dbias"):
         tiles = self.make_reduction(call.q, call.k, call.dbias_any_dtype).tiles.total
         self.kernel(
             operands,
-            call.rows,
+            call.row_stats,
             call.scales,
             call.counter,
             call.dbias_any_dtype,
@@ -171,7 +173,7 @@ class BiasGradientSm90(KernelCall, kind="dbias"):
     def kernel(
         self,
         operands: TmaOperands,
-        mRows: cute.Tensor,
+        mRowStats: cute.Tensor,
         scales: SoftmaxScale,
         mCounter: cute.Tensor,
         mdBias: cute.Tensor,
@@ -203,7 +205,7 @@ class BiasGradientSm90(KernelCall, kind="dbias"):
                 self.load(*loads, work, score_pipeline)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
-            self.consume(shared, work, mdBias, mRows, scales, score_pipeline)
+            self.consume(shared, work, mdBias, mRowStats, scales, score_pipeline)
 
     @cute.jit
     def load(
@@ -250,7 +252,7 @@ class BiasGradientSm90(KernelCall, kind="dbias"):
 
     @cute.jit
     def consume(
-        self, shared: DbiasSmem, work: DbiasWork, mdBias: cute.Tensor, mRows: cute.Tensor, scales: SoftmaxScale,
+        self, shared: DbiasSmem, work: DbiasWork, mdBias: cute.Tensor, mRowStats: cute.Tensor, scales: SoftmaxScale,
         score_pipeline: ScorePipeline
     ):  # fmt: skip
         """Run a consumer warpgroup: compute the sums of 64 rows of every tile, step after step."""
@@ -273,7 +275,7 @@ class BiasGradientSm90(KernelCall, kind="dbias"):
                 tile_stages = score_pipeline.set_tile(
                     ScoreCoord(work.sizes, self.tile_n, row, lane % 4 * 2, block.batch, block.head)
                 )
-                row_stats = rows_of_thread(mRows, rows, row, scale_log2)
+                row_stats = rows_of_thread(mRowStats, rows, row, scale_log2)
                 tile_stages.begin(block.n, masked=True)
                 self.step(state, row_stats, tile_stages, block.n, work.pairs, count)
                 block = work.reduction.after(block)

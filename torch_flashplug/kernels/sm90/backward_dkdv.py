@@ -164,9 +164,9 @@ class KeyGradientsSm90:
 
     Computes dV = P^T dO and dK = scale * dS^T Q, deterministically.
 
-    Inputs: q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv), do (B, Hq, Sq, Dv). Row statistics: rows (B, Hq, 2,
-    padded Sq) in fp32, LSE * log2(e) and delta. Outputs: dk (B, shares, Sk, D), dv (B, shares, Sk, Dv), where `shares`
-    is Hkv or a multiple of Hkv.
+    Inputs: q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv), do (B, Hq, Sq, Dv). Row statistics: row_stats
+    (B, Hq, 2, padded Sq) in fp32, LSE * log2(e) and delta. Outputs: dk (B, shares, Sk, D), dv (B, shares, Sk, Dv),
+    where `shares` is Hkv or a multiple of Hkv.
 
     Warp roles: warpgroup 0 gives its registers away. Its warp 0 loads Q and dO and fetches tiles. Its warp 1 loads K
     and V. Warpgroup 1 computes S and P, warpgroup 2 computes dP and dS, and each adds its half of the columns of dK and
@@ -219,7 +219,7 @@ class KeyGradientsSm90:
         bound_iterator = block_iterator.bind(SeqlenInfo(call.q.shape[2], Sk), TILE_M, TILE_N)
         section = kv_heads_per_l2_group(bound_iterator, group, B * shares, (self.d + self.dv) * self.element.bytes)
         self.kernel(
-            operands, call.rows, call.scales, call.counter, section, addressing, block_iterator, score_pipeline
+            operands, call.row_stats, call.scales, call.counter, section, addressing, block_iterator, score_pipeline
         ).launch(
             grid=(cutlass.min(num_n_blocks * B * shares, call.num_ctas), 1, 1),
             block=((WARPGROUPS + 1) * sm90.WARPGROUP, 1, 1),
@@ -257,7 +257,7 @@ class KeyGradientsSm90:
     def kernel(
         self,
         operands: TmaOperands,
-        mRows: cute.Tensor,
+        mRowStats: cute.Tensor,
         scales: SoftmaxScale,
         mCounter: cute.Tensor,
         section: Int32,
@@ -301,7 +301,9 @@ class KeyGradientsSm90:
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp_idx == 0:
-                self.load_queries(*operands.with_smem(q=shared.q, do=shared.do), mRows, shared, work, score_pipeline)
+                self.load_queries(
+                    *operands.with_smem(q=shared.q, do=shared.do), mRowStats, shared, work, score_pipeline
+                )
             elif warp_idx == 1:
                 self.load_keys(*operands.with_smem(k=shared.k, v=shared.v), work)
         else:
@@ -318,7 +320,7 @@ class KeyGradientsSm90:
 
     @cute.jit
     def load_queries(
-        self, q: sm90.TmaOperand, do: sm90.TmaOperand, mRows: cute.Tensor, shared: DkdvSmem, work: DkdvWork,
+        self, q: sm90.TmaOperand, do: sm90.TmaOperand, mRowStats: cute.Tensor, shared: DkdvSmem, work: DkdvWork,
         score_pipeline: ScorePipeline
     ):  # fmt: skip
         """Run the first producer warp: load Q with LSE, dO with delta and the score stages' data, step by step.
@@ -330,7 +332,7 @@ class KeyGradientsSm90:
             tile = work.tile_grid.tile(tile_idx, work.group)
             query_range = work.block_iterator.bind(tile.sizes, TILE_M, TILE_N).queries(tile)
             for g in cutlass.range(work.group, unroll=1):
-                gRows = tile.row_stats(mRows, g, TILE_M)
+                gRowStats = tile.row_stats(mRowStats, g, TILE_M)
                 tQsQ, tQgQ = tile.queries(q, g).tiles((TILE_M, self.d), (None, 0))
                 tOsO, tOgO = tile.queries(do, g).tiles((TILE_M, self.dv), (None, 0))
                 head_range = query_range.of_head(g)
@@ -344,7 +346,7 @@ class KeyGradientsSm90:
                     ):
                         sm90.load_block(x.atom, g_, s_, pipeline, m_block, step_count)
                         load_rows(
-                            gRows[0, None, which, m_block],
+                            gRowStats[0, None, which, m_block],
                             sRow[None, pipeline.stage_index(step_count)],
                             pipeline,
                             step_count,

@@ -94,8 +94,8 @@ class QueryGradientSm90:
 
     Computes dQ = scale * dS K with dS = P * (dP - delta), deterministically.
 
-    Inputs: q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv), do (B, Hq, Sq, Dv). Row statistics: rows (B, Hq, 2,
-    padded Sq) in fp32, LSE * log2(e) and delta. Output: dq (B, Hq, Sq, D).
+    Inputs: q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv), do (B, Hq, Sq, Dv). Row statistics: row_stats
+    (B, Hq, 2, padded Sq) in fp32, LSE * log2(e) and delta. Output: dq (B, Hq, Sq, D).
 
     Warp roles: warpgroup 0 gives its registers away, and its warp 0 is the producer warp. Warpgroups 1 and 2 are
     consumers.
@@ -150,7 +150,7 @@ class QueryGradientSm90:
             self.features.block_iterator(call),
             self.features.score_pipeline(call).tma(self.score_layout),
         )
-        self.kernel(operands, call.rows, call.scales, call.counter, section, *feature_args).launch(
+        self.kernel(operands, call.row_stats, call.scales, call.counter, section, *feature_args).launch(
             grid=(cutlass.min(num_m_blocks * Hq * B, call.num_ctas), 1, 1),
             block=((WARPGROUPS + 1) * sm90.WARPGROUP, 1, 1),
             stream=stream,
@@ -168,7 +168,7 @@ class QueryGradientSm90:
     def kernel(
         self,
         operands: TmaOperands,
-        mRows: cute.Tensor,
+        mRowStats: cute.Tensor,
         scales: SoftmaxScale,
         mCounter: cute.Tensor,
         section: Int32,
@@ -208,7 +208,7 @@ class QueryGradientSm90:
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
             (out,) = operands.with_smem(dq=shared.q)
-            self.consume(shared, work, out, mRows, scales, score_pipeline)
+            self.consume(shared, work, out, mRowStats, scales, score_pipeline)
 
     @cute.jit
     def load(
@@ -265,7 +265,7 @@ class QueryGradientSm90:
 
     @cute.jit
     def consume(
-        self, shared: DqSmem, work: DqWork, out: sm90.TmaOperand, mRows: cute.Tensor, scales: SoftmaxScale,
+        self, shared: DqSmem, work: DqWork, out: sm90.TmaOperand, mRowStats: cute.Tensor, scales: SoftmaxScale,
         score_pipeline: ScorePipeline
     ):  # fmt: skip
         """Run a consumer warpgroup: compute dQ of 64 rows of every tile, block after block of the block iterator."""
@@ -285,7 +285,7 @@ class QueryGradientSm90:
             tile_stages = score_pipeline.set_tile(
                 ScoreCoord(tile.sizes, TILE_N, row, lane % 4 * 2, tile.sequence, tile.head)
             )
-            row_stats = rows_of_thread(mRows, tile, row, score_pipeline.scales(scales).log2)
+            row_stats = rows_of_thread(mRowStats, tile, row, score_pipeline.scales(scales).log2)
             bound_iterator = work.block_iterator.bind(tile.sizes, TILE_M, TILE_N)
             skipped_blocks, kv_range = bound_iterator.kv_range_for_warpgroup(
                 tile, wg_tile * ROWS, ROWS, bound_iterator.tile_lengths_vary
