@@ -121,11 +121,13 @@ bool read_shapes(const Attention& call, Memory memory, Facts* facts) {
     if (!read_shape(tensors[i], &facts->shape[i])) return false;
   }
   fill_shapes(facts->shape, &facts->problem);
-  Shape pages;
-  if (is_defined(call.pages) && read_shape(call.pages, &pages)) facts->problem.Sk *= pages.size[1];
+  Shape block_table;
+  if (is_defined(call.block_table) && read_shape(call.block_table, &block_table))
+    facts->problem.Sk *= block_table.size[1];
   if (const std::optional<Window> window = window_of(call)) set_window(*window, &facts->problem);
   int64_t starts = 0;
-  if (is_defined(call.cu_q) && aoti_torch_get_numel(call.cu_q, &starts) == 0) facts->problem.sequences = starts - 1;
+  if (is_defined(call.cu_seqlens_q) && aoti_torch_get_numel(call.cu_seqlens_q, &starts) == 0)
+    facts->problem.sequences = starts - 1;
   for (int i = 0; i < kNumOperands; ++i) {
     const int64_t bytes = facts_of(facts->problem.dtype[i]).bytes;
     facts->problem.layout[i] = layout_of(facts->shape[i], address_of(tensors[i], memory, bytes), bytes);

@@ -26,19 +26,20 @@ struct Attention {
   double dropout_p = 0.0;
   Causal causal = Causal::kNone;
   std::optional<double> scale = {};
-  // Scales of key and value in 8 bits, (B, Hkv, Sk) fp32. `rotated`: the keys are rotated (quantize_reference.py).
+  // Scales of key and value in 8 bits, (B, Hkv, Sk) fp32. `k_is_rotated`: the keys are rotated (quantize_reference.py).
   AtenTensorHandle k_scale = nullptr, v_scale = nullptr;
-  bool rotated = false;
+  bool k_is_rotated = false;
   std::optional<Window> window = {};
   double softcap = 0.0;  // 0: none
   // With a window: (Hq,) fp32, an extra logit of each head in the softmax sum of every row.
   AtenTensorHandle sinks = nullptr;
   // Packed sequences, in tensors of batch 1: (sequences + 1,) int32, the start of each sequence and the end of the
   // last.
-  AtenTensorHandle cu_q = nullptr, cu_k = nullptr, used_k = nullptr;  // (sequences,): KV length of each; or null
+  AtenTensorHandle cu_seqlens_q = nullptr, cu_seqlens_k = nullptr;
+  AtenTensorHandle seqused_k = nullptr;  // (sequences,): KV length of each; or null
   // Paged KV cache: (B, n) int32 page numbers of each batch. Key and value are (pages, Hkv, rows, D), and a page holds
-  // (rows, D) of each head. With pages, `used_k` is (B,).
-  AtenTensorHandle pages = nullptr;
+  // (rows, D) of each head. With a block table, `seqused_k` is (B,).
+  AtenTensorHandle block_table = nullptr;
   // Number of CTAs for the split keys of a decode call of attention(); 0: automatic. The value 1 also makes the call
   // batch-invariant (`CallFacts::batch_invariant`).
   int64_t num_splits = 0;
@@ -79,14 +80,14 @@ inline constexpr Feature kFeatures[] = {
     {"bias32", [](const Attention& call) { return is_defined(call.mask) && is_wide_bias(call); }},
     {"window", [](const Attention& call) { return window_of(call).has_value(); }},
     {"softcap", [](const Attention& call) { return call.softcap != 0.0; }},
-    {"ragged", [](const Attention& call) { return is_defined(call.cu_q); }},
+    {"ragged", [](const Attention& call) { return is_defined(call.cu_seqlens_q); }},
     {"dropout", [](const Attention& call) { return call.dropout_p != 0.0; }},
     // Features requested by a mode, invisible in the tensors.
     {"qk8", [](const Attention&) { return false; }},
     {"8bit", [](const Attention&) { return false; }},
     {"e4m3", [](const Attention&) { return false; }},
     {"cache8", [](const Attention& call) { return is_defined(call.k_scale); }},
-    {"paged", [](const Attention& call) { return is_defined(call.pages); }},
+    {"paged", [](const Attention& call) { return is_defined(call.block_table); }},
 };
 int64_t required_features(const Attention& call);  // a sum of feature bits
 // Return the bit of a feature that C++ code knows by name. An unknown name does not compile.

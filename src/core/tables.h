@@ -55,16 +55,16 @@ struct KernelRow {
   int32_t elementwise;   // reads any addresses and strides, and runs only calls with a need for element-wise access
   int32_t smem_bytes;    // of a CTA
   int32_t sector_bytes;  // L2 sector size for rows fetched by TMA in boxes; 1: no boxes
-  int32_t rows_sector_aligned;  // only for calls whose rows begin at a sector
-  int32_t group_rows;           // rows of a tile for each group of threads
-  int32_t max_cluster;          // maximal number of CTAs of a cluster for sums in shared memory
-  int32_t peers_at_once;        // in a cluster: number of peer results read at the same time
-  int32_t counters;             // counters for each block of rows of a backward's workspace; 0: no workspace
-  int32_t scratch_rows;         // rows of a backward's workspace are rounded up to a multiple of `scratch_rows`
-  int32_t shares_heads;         // tiles of a backward may share the query heads of a KV head
-  int32_t dkdv_alone;           // split backward: faster than the fused kernel where dQ is not wanted
-  int32_t at_once;              // decode: number of CTAs of an SM that read faster than a single CTA
-  double last_tile;             // smallest cost of a head's last tile, as a fraction of a full tile's time
+  int32_t rows_sector_aligned;   // only for calls whose rows begin at a sector
+  int32_t group_rows;            // rows of a tile for each group of threads
+  int32_t max_cluster;           // maximal number of CTAs of a cluster for sums in shared memory
+  int32_t peers_at_once;         // in a cluster: number of peer results read at the same time
+  int32_t counters;              // counters for each block of rows of a backward's workspace; 0: no workspace
+  int32_t workspace_block_rows;  // query rows of a backward's workspace are rounded up to a multiple of this number
+  int32_t shares_heads;          // tiles of a backward may share the query heads of a KV head
+  int32_t dkdv_alone;            // split backward: faster than the fused kernel where dQ is not wanted
+  int32_t at_once;               // decode: number of CTAs of an SM that read faster than a single CTA
+  double last_tile;              // smallest cost of a head's last tile, as a fraction of a full tile's time
 };
 
 // Alignment class of the operands, from the selected kernel's view (OPERANDS of dispatch_table.py). Operands are
@@ -143,13 +143,44 @@ struct FeatureRow {
 
 // Arguments of kernels beside facts of the call (`visit_facts()`), by name. kernel_args.py describes each argument and
 // lists the arguments of each kind of kernel.
-constexpr const char* kKernelArgNames[] = {
-    "q",       "k",        "v",      "o",       "do",       "lse",        "dq",
-    "dk",      "dv",       "rows",   "scratch", "partials", "scale_log2", "scale",
-    "counter", "num_ctas", "splits", "cluster", "wanted",   "mask",       "mask_metadata",
-    "bias",    "bias32",   "seed",   "dbias",   "dbias32",  "scratch8",   "k_scale",
-    "v_scale", "rotated",  "ranges", "sinks",   "dlse",     "cu_q",       "cu_k",
-    "used_k",  "lists",    "pages"};
+constexpr const char* kKernelArgNames[] = {"q",
+                                           "k",
+                                           "v",
+                                           "o",
+                                           "do",
+                                           "lse",
+                                           "dq",
+                                           "dk",
+                                           "dv",
+                                           "row_stats",
+                                           "dq_workspace",
+                                           "partials",
+                                           "scale_log2",
+                                           "scale",
+                                           "counter",
+                                           "num_ctas",
+                                           "splits",
+                                           "cluster",
+                                           "needs_grad",
+                                           "mask",
+                                           "mask_metadata",
+                                           "bias",
+                                           "bias32",
+                                           "seed",
+                                           "dbias",
+                                           "dbias32",
+                                           "quant_workspace",
+                                           "k_scale",
+                                           "v_scale",
+                                           "k_is_rotated",
+                                           "ranges",
+                                           "sinks",
+                                           "dlse",
+                                           "cu_seqlens_q",
+                                           "cu_seqlens_k",
+                                           "seqused_k",
+                                           "tile_lists",
+                                           "block_table"};
 constexpr int kNumKernelArgs = std::size(kKernelArgNames);
 // Index of a kernel argument. An unknown name does not compile.
 class KernelArg {

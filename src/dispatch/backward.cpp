@@ -18,7 +18,7 @@ constexpr int64_t kLargeWorkspace = int64_t{1} << 28;  // bytes
 // gradients. The workspace pads rows to whole blocks, so many short sequences would need many times the memory of the
 // operands.
 bool has_large_workspace(const CallFacts& p, const KernelRow& row) {
-  const int64_t bytes = scratch_floats(p, row) * static_cast<int64_t>(sizeof(float));
+  const int64_t bytes = workspace_floats(p, row) * static_cast<int64_t>(sizeof(float));
   const int64_t of_queries = p.B * p.Hq * p.Sq * (p.D + p.Dv), of_keys = p.B * p.Hkv * p.Sk * (p.D + p.Dv);
   return bytes > kLargeWorkspace && bytes > 2 * (of_queries + of_keys) * facts_of(p.dtype[0]).bytes;
 }
@@ -27,7 +27,7 @@ bool has_large_workspace(const CallFacts& p, const KernelRow& row) {
 // into one tile.
 int find_tile_row(const CallFacts& p, const DeviceFacts& device, const Tables& tables, int family,
                   int64_t wanted_grads) {
-  if (wanted_grads != kWantAll || p.batch_invariant || p.group() != 1) return -1;
+  if (wanted_grads != kNeedsAll || p.batch_invariant || p.group() != 1) return -1;
   const int row_index = find_kernel_row(p, kTileBwd, family, device, tables);
   if (row_index < 0) return -1;
   const KernelRow& row = tables.kernels[row_index];
@@ -48,10 +48,10 @@ int find_backward_row(const CallFacts& p, const DeviceFacts& device, const Table
   if (tile >= 0) return tile;
   const int parts = find_kernel_row(p, kPartBwd, family, device, tables);
   if (parts >= 0 && p.batch_invariant) return parts;
-  if (parts >= 0 && (wanted_grads == kWantDq || (wanted_grads == kWantDkDv && tables.kernels[parts].dkdv_alone)))
+  if (parts >= 0 && (wanted_grads == kNeedsDq || (wanted_grads == kNeedsDkDv && tables.kernels[parts].dkdv_alone)))
     return parts;
   const int fused = find_kernel_row(p, p.deterministic ? kDetBwd : kBwd, family, device, tables);
-  if (fused < 0 || scratch_floats(p, tables.kernels[fused]) > std::numeric_limits<int32_t>::max()) return parts;
+  if (fused < 0 || workspace_floats(p, tables.kernels[fused]) > std::numeric_limits<int32_t>::max()) return parts;
   if (parts < 0) return fused;
   if (has_large_workspace(p, tables.kernels[fused])) return parts;
   const int faster = find_parts_row(p, tables.kernels[fused], tables);
@@ -84,7 +84,7 @@ BackwardPlan attempt(const CallFacts& p, const DeviceFacts& device, const Tables
   const int bias_row = p.bias_grad ? find_kernel_row(p, kDBias, family, device, tables) : -1;
   if (wanted_grads != 0 && row < 0) return refused(Reason{Why::kNoKernel});
   if (p.bias_grad && bias_row < 0) return refused(Reason{Why::kNoBiasGradient});
-  const bool shared = row >= 0 && (wanted_grads & kWantDkDv) != 0;
+  const bool shared = row >= 0 && (wanted_grads & kNeedsDkDv) != 0;
   return BackwardPlan{row, bias_row, {}, shared ? num_tiles_per_kv_block(p, tables.kernels[row], device, tables) : 1};
 }
 
@@ -104,18 +104,19 @@ BackwardPlan attempt_all(const CallFacts& p, const DeviceFacts& device, const Ta
 
 }  // namespace
 
-int64_t scratch_rows(const CallFacts& p, const KernelRow& row) {
+int64_t workspace_rows(const CallFacts& p, const KernelRow& row) {
   // Each packed sequence has separate blocks, and so have the rows of no sequence (kernels/features/varlen.py).
   const bool on_end = (p.needs & kRagged) != 0;
-  const int64_t blocks = on_end ? p.Sq / row.scratch_rows + p.sequences + 2 : ceil_div(p.Sq, row.scratch_rows);
-  return blocks * row.scratch_rows;
+  const int64_t blocks =
+      on_end ? p.Sq / row.workspace_block_rows + p.sequences + 2 : ceil_div(p.Sq, row.workspace_block_rows);
+  return blocks * row.workspace_block_rows;
 }
 
-int64_t scratch_floats(const CallFacts& p, const KernelRow& row) {
+int64_t workspace_floats(const CallFacts& p, const KernelRow& row) {
   if (row.counters == 0) return 0;
   // The workspace holds dQ in fp32, a counter for each half of the columns of sixteen rows, and two counters for each
   // KV head.
-  const int64_t rows = scratch_rows(p, row), counters = rows / row.tile_m * row.counters + 2;
+  const int64_t rows = workspace_rows(p, row), counters = rows / row.tile_m * row.counters + 2;
   return p.B * p.Hq * (rows * row.d_max + counters);
 }
 

@@ -179,11 +179,11 @@ struct BackwardPlan {
 };
 // Gradients wanted from a backward call beside the bias gradient: dQ, dK and dV, or both
 // (kernels/call_args/kernel_call.py).
-constexpr int64_t kWantDq = 1, kWantDkDv = 2, kWantAll = 3;
+constexpr int64_t kNeedsDq = 1, kNeedsDkDv = 2, kNeedsAll = 3;
 BackwardPlan plan_backward(const CallFacts& p, const DeviceFacts& device, Mode mode, const Tables& tables,
-                           int64_t wanted_grads = kWantAll);
-int64_t scratch_rows(const CallFacts& p, const KernelRow& row);  // rows of a query head in a backward's workspace
-int64_t scratch_floats(const CallFacts& p, const KernelRow& row);
+                           int64_t wanted_grads = kNeedsAll);
+int64_t workspace_rows(const CallFacts& p, const KernelRow& row);  // rows of a query head in a backward's workspace
+int64_t workspace_floats(const CallFacts& p, const KernelRow& row);
 // Decode calls and split-KV (split_heuristic.cpp). `decode_gate()` tells whether a call has few query rows. The
 // remaining functions choose the number of CTAs for the split keys of a tile.
 Gate decode_gate(const CallFacts& p, const DeviceFacts& device, const Tables& tables);

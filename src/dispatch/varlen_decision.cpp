@@ -52,7 +52,7 @@ int find_row(VarlenKernel stock, int64_t facts, int cc, const Tables& tables) {
 
 bool kernels_support(const VarlenCall& call) {
   const LayoutRow& layout = tables().layout;
-  return call.readable != 0 && call.has_cu_k != 0 && call.paged == 0 && (call.splits < 0 || call.splits == 1) &&
+  return call.readable != 0 && call.has_cu_seqlens_k != 0 && call.paged == 0 && (call.splits < 0 || call.splits == 1) &&
          has_head_dim(layout, call.D) && has_head_dim(layout, call.Dv);
 }
 
@@ -127,7 +127,7 @@ std::string missing_support_text(const VarlenCall& call) {
   const auto [low, high] = std::minmax(call.D, call.Dv);
   const std::string dims = low == high ? std::to_string(low) : std::to_string(low) + ", " + std::to_string(high);
   const std::pair<bool, std::string> lacks[] = {
-      {call.has_cu_k == 0, "no cu_seq_k"},
+      {call.has_cu_seqlens_k == 0, "no cu_seq_k"},
       {call.paged != 0, "block_table"},
       {call.splits >= 0 && call.splits != 1, "num_splits=" + std::to_string(call.splits)},
       {dtype.bytes != 2, std::string("torch.") + dtype.name},

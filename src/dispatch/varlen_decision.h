@@ -35,14 +35,14 @@ struct VarlenCall {
   int64_t dtype = 0;    // dtype of the query
   int64_t window = 0;   // VarlenWindow
   int64_t splits = -1;  // num_splits; -1: not given
-  int64_t paged = 0, has_cu_k = 1;
+  int64_t paged = 0, has_cu_seqlens_k = 1;
   int64_t readable = 1;       // the kernels can read the tensors: three dims, the same 16-bit dtype, on a GPU
   int64_t misaligned = 0;     // cuDNN cannot read a tensor in place, because of address, strides or broadcast dims
   int64_t unusual_scale = 0;  // the scale is zero, negative or not finite
 };
 constexpr const char* kVarlenFactNames[] = {
-    "rule", "backend", "allowed", "into",   "enable_gqa", "max_q",    "heads_q",  "heads_k",    "D",
-    "Dv",   "dtype",   "window",  "splits", "paged",      "has_cu_k", "readable", "misaligned", "unusual_scale"};
+    "rule",  "backend", "allowed", "into",  "enable_gqa",       "max_q",    "heads_q",    "heads_k",      "D", "Dv",
+    "dtype", "window",  "splits",  "paged", "has_cu_seqlens_k", "readable", "misaligned", "unusual_scale"};
 static_assert(sizeof(VarlenCall) == std::size(kVarlenFactNames) * sizeof(int64_t));
 
 enum class VarlenDecisionReason : int {

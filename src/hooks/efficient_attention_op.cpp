@@ -58,7 +58,7 @@ bool should_run_kernel(const BoxedArgs& args, bool gradients) {
   if (args.integer(Arg::kMaskType).value_or(0) != kBottomRight || args.real(Arg::kDropout).value_or(0.0) != 0.0 ||
       args.integer(Arg::kWindow).value_or(0) != 0 || args.flag(Arg::kBiasGrad) || args.flag(Arg::kOneStorage))
     return false;
-  for (const Arg arg : {Arg::kBias, Arg::kCuQ, Arg::kCuK, Arg::kUsedK}) {
+  for (const Arg arg : {Arg::kBias, Arg::kCuSeqlensQ, Arg::kCuSeqlensK, Arg::kSeqUsedK}) {
     if (args.tensor(arg) != nullptr) return false;
   }
   if (!kernels_support(args, 4)) return false;
@@ -97,15 +97,15 @@ struct ReadableOperands {
             k.get(),
             v.get(),
             bias.get(),
-            args.tensor(Arg::kCuQ),
-            args.tensor(Arg::kCuK),
+            args.tensor(Arg::kCuSeqlensQ),
+            args.tensor(Arg::kCuSeqlensK),
             args.integer(Arg::kMaxQ),
             args.integer(Arg::kMaxK),
             args.real(Arg::kDropout).value_or(0.0),
             args.integer(Arg::kMaskType).value_or(0),
             args.flag(Arg::kNeedsLse),
             args.real(Arg::kScale),
-            args.tensor(Arg::kUsedK),
+            args.tensor(Arg::kSeqUsedK),
             args.integer(Arg::kWindow)};
   }
   static TensorHandle aligned_operand(const BoxedArgs& args, Arg arg) {

@@ -72,8 +72,8 @@ VarlenFlashCall stock_call(const BoxedArgs& args) {
   return {args.tensor(Arg::kQuery),
           args.tensor(Arg::kKey),
           args.tensor(Arg::kValue),
-          args.tensor(Arg::kCuQ),
-          args.tensor(Arg::kCuK),
+          args.tensor(Arg::kCuSeqlensQ),
+          args.tensor(Arg::kCuSeqlensK),
           args.integer(Arg::kMaxQ).value_or(0),
           args.integer(Arg::kMaxK).value_or(0),
           args.real(Arg::kDropout).value_or(0.0),
@@ -82,9 +82,9 @@ VarlenFlashCall stock_call(const BoxedArgs& args) {
           args.real(Arg::kScale),
           args.integer(Arg::kLeft),
           args.integer(Arg::kRight),
-          args.tensor(Arg::kUsedK),
+          args.tensor(Arg::kSeqUsedK),
           args.tensor(Arg::kAlibi),
-          args.tensor(Arg::kPages),
+          args.tensor(Arg::kBlockTable),
           args.integer(Arg::kSplits)};
 }
 
@@ -120,11 +120,13 @@ bool has_one_head_dim(const BoxedArgs& args, int dim) {
 bool should_run_kernel(const BoxedArgs& args, Mode mode, const Window& window) {
   if (!enabled() || (mode.backend() != Backend::kAuto && mode.family() < 0)) return false;
   if (args.real(Arg::kDropout).value_or(0.0) != 0.0 || args.flag(Arg::kDebugMask)) return false;
-  const bool cu_q = args.tensor(Arg::kCuQ) != nullptr, cu_k = args.tensor(Arg::kCuK) != nullptr;
-  if (cu_q != cu_k || !kernels_support(args, cu_q ? 3 : 4) || (!cu_q && !needs_window_kernel(args, window)))
+  const bool has_cu_seqlens_q = args.tensor(Arg::kCuSeqlensQ) != nullptr,
+             has_cu_seqlens_k = args.tensor(Arg::kCuSeqlensK) != nullptr;
+  if (has_cu_seqlens_q != has_cu_seqlens_k || !kernels_support(args, has_cu_seqlens_q ? 3 : 4) ||
+      (!has_cu_seqlens_q && !needs_window_kernel(args, window)))
     return false;
-  if (!cu_q && args.tensor(Arg::kUsedK) != nullptr) return false;
-  if (!has_one_head_dim(args, cu_q ? 2 : 3)) return false;  // torch's fake kernels know no other shape
+  if (!has_cu_seqlens_q && args.tensor(Arg::kSeqUsedK) != nullptr) return false;
+  if (!has_one_head_dim(args, has_cu_seqlens_q ? 2 : 3)) return false;  // torch's fake kernels know no other shape
   return mode.family() >= 0 || flash_is_measured(compute_capability(args.tensor(Arg::kQuery)), tables());
 }
 
@@ -181,8 +183,8 @@ void backward(StableIValue* stack, uint64_t count, uint64_t) {
   TensorHandle grads[3];
   if (!is_ours(args.tensor(Arg::kRng)) || !gradients_with_kernels(args, window_of_call(args), grads)) {
     require_stock_flash(has_stock_varlen_flash());
-    constexpr Arg tensors[] = {Arg::kGradOut, Arg::kQuery, Arg::kKey, Arg::kValue, Arg::kOut,
-                               Arg::kLse,     Arg::kCuQ,   Arg::kCuK, Arg::kRng,   Arg::kUnused};
+    constexpr Arg tensors[] = {Arg::kGradOut, Arg::kQuery,      Arg::kKey,        Arg::kValue, Arg::kOut,
+                               Arg::kLse,     Arg::kCuSeqlensQ, Arg::kCuSeqlensK, Arg::kRng,   Arg::kUnused};
     AtenTensorHandle handles[std::size(tensors)], results[3];
     std::ranges::transform(tensors, handles, [&args](Arg arg) { return args.undefined(arg); });
     stock_varlen_flash_backward(handles, stock_call(args), results);

@@ -107,8 +107,8 @@ VarlenCall facts_of_call(const BoxedArgs& args, int* cc) {
                                      : causal  ? VarlenWindow::kCausal
                                                : VarlenWindow::kOther);
   call.splits = args.integer(Arg::kSplits).value_or(-1);
-  call.paged = args.tensor(Arg::kPages) != nullptr;
-  call.has_cu_k = args.tensor(Arg::kCuK) != nullptr;
+  call.paged = args.tensor(Arg::kBlockTable) != nullptr;
+  call.has_cu_seqlens_k = args.tensor(Arg::kCuSeqlensK) != nullptr;
   call.readable = kernels_support(args, 3);
   *cc = call.readable != 0 ? compute_capability(q) : 0;
   if (call.readable != 0 && stock_varlen_kernel(call, *cc) == kVarlenCudnn) {  // only cuDNN depends on these facts

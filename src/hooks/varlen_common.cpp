@@ -76,8 +76,8 @@ const void* address(AtenTensorHandle tensor) {
 
 // Return true if a query row may have no visible key.
 bool may_have_empty_rows(const ForwardCall& call, const CallFacts& p) {
-  if (call.cu_q == nullptr) return p.Sq > p.Sk;
-  return call.used_k != nullptr || address(call.cu_q) != address(call.cu_k);
+  if (call.cu_seqlens_q == nullptr) return p.Sq > p.Sk;
+  return call.seqused_k != nullptr || address(call.cu_seqlens_q) != address(call.cu_seqlens_k);
 }
 
 // Replace -inf by +inf.
@@ -146,8 +146,8 @@ HookedCall::HookedCall(const BoxedArgs& args, Window window, AtenTensorHandle in
   call.mode = effective_mode();
   call.scale = args.real(Arg::kScale);
   call.window = window;
-  call.cu_q = args.tensor(Arg::kCuQ), call.cu_k = args.tensor(Arg::kCuK);
-  call.used_k = args.tensor(Arg::kUsedK);
+  call.cu_seqlens_q = args.tensor(Arg::kCuSeqlensQ), call.cu_seqlens_k = args.tensor(Arg::kCuSeqlensK);
+  call.seqused_k = args.tensor(Arg::kSeqUsedK);
   call.num_splits = args.integer(Arg::kSplits).value_or(0);
   if (into == nullptr || dims_of(into) != dims_of(args.tensor(Arg::kQuery))) return;
   this->into = heads_first(into);
@@ -155,7 +155,7 @@ HookedCall::HookedCall(const BoxedArgs& args, Window window, AtenTensorHandle in
 }
 
 bool kernels_support(const BoxedArgs& args, int64_t dims) {
-  if (args.tensor(Arg::kPages) != nullptr || args.tensor(Arg::kAlibi) != nullptr) return false;
+  if (args.tensor(Arg::kBlockTable) != nullptr || args.tensor(Arg::kAlibi) != nullptr) return false;
   if (args.integer(Arg::kSplits).value_or(1) != 1) return false;
   for (const Arg arg : {Arg::kQuery, Arg::kKey, Arg::kValue}) {
     const AtenTensorHandle x = args.tensor(arg);
@@ -210,7 +210,7 @@ FlashResult to_stock_layout(ForwardResult result, const HookedCall& hooked, Aten
   }
   if (may_have_empty_rows(call, p)) positive_infinities(flash.lse.get());
   // As with stock, the backward gets no KV lengths and includes all keys.
-  flash.rng = new_state(facts, call.used_k != nullptr ? 0 : kMark);
+  flash.rng = new_state(facts, call.seqused_k != nullptr ? 0 : kMark);
   return flash;
 }
 

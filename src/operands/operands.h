@@ -6,7 +6,7 @@
 // - mask.cpp: bool masks, and the metadata that kernels read instead;
 // - bias.cpp: float masks;
 // - dropout.cpp: seeds of dropout;
-// - sinks.cpp: sinks, pages and the gradient of the LSE;
+// - sinks.cpp: sinks, the block table and the gradient of the LSE;
 // - varlen_tile_list.cpp: packed sequences, and the tile lists of a plan;
 // - quant_workspace.cpp: the workspace of kernels that quantize operands.
 #pragma once
@@ -164,8 +164,9 @@ TensorHandle pack_dropout_args(AtenTensorHandle seed, const TensorClass& query, 
 
 // ---- sinks.cpp: arguments of windows and pages ----
 
-// Pack sinks, pages or the LSE gradient for a kernel that takes the argument. Absent sinks and an absent gradient are
-// replaced by a view without elements, at the address of `lse`. The result must live until the kernel is launched.
+// Pack sinks, the block table or the LSE gradient for a kernel that takes the argument. Absent sinks and an absent
+// gradient are replaced by a view without elements, at the address of `lse`. The result must live until the kernel is
+// launched.
 TensorHandle pack_sink_args(AtenTensorHandle sinks, AtenTensorHandle lse, Arguments* arguments);
 void pack_page_args(const ForwardCall& call, Arguments* arguments);
 TensorHandle pack_dlse(AtenTensorHandle gradient, AtenTensorHandle lse, const CallFacts& p, Arguments* arguments);
@@ -176,7 +177,7 @@ TensorHandle pack_dlse(AtenTensorHandle gradient, AtenTensorHandle lse, const Ca
 // the plan's, or a workspace for lists made by the kernel. The result must live until the launch. Throws if the plan
 // belongs to a different call.
 struct Lengths {
-  TensorHandle lists, used_k;
+  TensorHandle tile_lists, seqused_k;
 };
 Lengths pack_varlen_args(const ForwardCall& call, const CallFacts& p, const KernelRow& row, const TensorClass& query,
                          Arguments* arguments);

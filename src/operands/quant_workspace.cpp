@@ -34,12 +34,12 @@ int64_t quant_workspace_bytes(const CallFacts& p, const KernelRow& row) {
 
 TensorHandle pack_quant_workspace(const CallFacts& p, const TensorClass& query, const KernelRow& row,
                                   Arguments* arguments) {
-  if (!arguments->takes("scratch8")) return {};
+  if (!arguments->takes("quant_workspace")) return {};
   static const int32_t int32 = aoti_torch_dtype_int32();
   const int64_t words = quant_workspace_bytes(p, row) / 4, unit_stride = 1;
-  TensorHandle scratch = empty_strided(1, &words, &unit_stride, int32, query.device_type, query.device_index);
-  arguments->tensor("scratch8", scratch.get(), true);
-  return scratch;
+  TensorHandle workspace = empty_strided(1, &words, &unit_stride, int32, query.device_type, query.device_index);
+  arguments->tensor("quant_workspace", workspace.get(), true);
+  return workspace;
 }
 
 }  // namespace flashplug

@@ -27,9 +27,9 @@ TensorHandle pack_dlse(AtenTensorHandle gradient, AtenTensorHandle lse, const Ca
 }
 
 void pack_page_args(const ForwardCall& call, Arguments* arguments) {
-  if (!arguments->takes("pages")) return;
-  arguments->tensor("pages", call.pages);
-  arguments->tensor("used_k", call.used_k);
+  if (!arguments->takes("block_table")) return;
+  arguments->tensor("block_table", call.block_table);
+  arguments->tensor("seqused_k", call.seqused_k);
 }
 
 }  // namespace flashplug

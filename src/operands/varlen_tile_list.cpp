@@ -62,7 +62,7 @@ int64_t plan_key(const CallFacts& p, int forward_row, int backward_row) {
 // was made for a different call.
 TensorHandle tile_lists_of_plan(const ForwardCall& call, const CallFacts& p, const KernelRow& row,
                                 const TensorClass& query) {
-  if (!is_defined(call.lists)) return {};
+  if (!is_defined(call.tile_lists)) return {};
   const int64_t number = &row - tables().kernels.data() + 1;
   const bool backward = row.kind != kFwd;
   const int64_t key = call.plan_key, planned_row = backward ? key & (kRows - 1) : key >> kRowBits & (kRows - 1);
@@ -70,14 +70,14 @@ TensorHandle tile_lists_of_plan(const ForwardCall& call, const CallFacts& p, con
   if (backward && planned_row != number && of_call) return {};
   Shape shape;
   TensorClass lists;
-  if (!of_call || planned_row != number || !read_class(call.lists, &lists) || lists.dim != 2 ||
-      !is_mask_metadata(call.lists) || !is_on_device_of(call.lists, query) || !read_shape(call.lists, &shape) ||
-      shape.size[0] <= int64_t{backward} || shape.size[1] != list_capacity(p) || shape.stride[1] != 1 ||
-      shape.stride[0] != shape.size[1])
+  if (!of_call || planned_row != number || !read_class(call.tile_lists, &lists) || lists.dim != 2 ||
+      !is_mask_metadata(call.tile_lists) || !is_on_device_of(call.tile_lists, query) ||
+      !read_shape(call.tile_lists, &shape) || shape.size[0] <= int64_t{backward} || shape.size[1] != list_capacity(p) ||
+      shape.stride[1] != 1 || shape.stride[0] != shape.size[1])
     throw std::runtime_error(
         "torch_flashplug: plan was made for another call: the kernel, the window or the number of rows, keys or "
         "sequences differs. Make the plan with the arguments of this call, under the same sdpa_backend.");
-  return list_of_kernel(call.lists, backward ? 1 : 0, p);
+  return list_of_kernel(call.tile_lists, backward ? 1 : 0, p);
 }
 
 // Return a tensor of a given size whose rows share the same memory, for a kernel without reads.
@@ -88,38 +88,39 @@ TensorHandle make_broadcast_tensor(std::initializer_list<int64_t> size, int32_t 
                        query.device_index);
 }
 
-void pack_start_args(const ForwardCall& call, const TensorHandle& used_k, const TensorHandle& lists,
+void pack_start_args(const ForwardCall& call, const TensorHandle& seqused_k, const TensorHandle& tile_lists,
                      Arguments* arguments) {
-  arguments->tensor("cu_q", call.cu_q);
-  arguments->tensor("cu_k", call.cu_k);
-  arguments->tensor("used_k", used_k.get());
-  arguments->tensor("lists", lists.get(), true);
+  arguments->tensor("cu_seqlens_q", call.cu_seqlens_q);
+  arguments->tensor("cu_seqlens_k", call.cu_seqlens_k);
+  arguments->tensor("seqused_k", seqused_k.get());
+  arguments->tensor("tile_lists", tile_lists.get(), true);
 }
 
 TensorHandle lengths_or_empty(const ForwardCall& call) {
   constexpr int64_t no_elements = 0, unit_stride = 1;
-  return is_defined(call.used_k) ? TensorHandle::share(call.used_k) : view(call.cu_k, 1, &no_elements, &unit_stride);
+  return is_defined(call.seqused_k) ? TensorHandle::share(call.seqused_k)
+                                    : view(call.cu_seqlens_k, 1, &no_elements, &unit_stride);
 }
 
 }  // namespace
 
 Lengths pack_varlen_args(const ForwardCall& call, const CallFacts& p, const KernelRow& row, const TensorClass& query,
                          Arguments* arguments) {
-  if (!arguments->takes("lists")) return {};
+  if (!arguments->takes("tile_lists")) return {};
   Lengths lengths;
-  lengths.lists = tile_lists_of_plan(call, p, row, query);
-  const bool is_planned = lengths.lists.get() != nullptr;
-  if (!is_planned) lengths.lists = list_of_kernel(new_lists(1, p, query).get(), 0, p);
-  // The size of cu_q tells the kernel that the lists exist.
-  lengths.used_k = is_planned ? TensorHandle::share(call.cu_q) : lengths_or_empty(call);
-  pack_start_args(call, lengths.used_k, lengths.lists, arguments);
+  lengths.tile_lists = tile_lists_of_plan(call, p, row, query);
+  const bool is_planned = lengths.tile_lists.get() != nullptr;
+  if (!is_planned) lengths.tile_lists = list_of_kernel(new_lists(1, p, query).get(), 0, p);
+  // The size of cu_seqlens_q tells the kernel that the lists exist.
+  lengths.seqused_k = is_planned ? TensorHandle::share(call.cu_seqlens_q) : lengths_or_empty(call);
+  pack_start_args(call, lengths.seqused_k, lengths.tile_lists, arguments);
   return lengths;
 }
 
 // Launch only the preprocessing of a kernel, which fills the lists of a plan. All operands have sizes, but share the
 // memory of their rows.
 void make_lists(Kernel& kernel, const KernelRow& row, const ForwardCall& call, const CallFacts& p,
-                const TensorClass& query, const TensorHandle& lists) {
+                const TensorClass& query, const TensorHandle& tile_lists) {
   static const int32_t fp32 = aoti_torch_dtype_float32();
   int32_t dtype = -1;
   check_shim(aoti_torch_get_dtype(call.q, &dtype), "get_dtype");
@@ -129,23 +130,23 @@ void make_lists(Kernel& kernel, const KernelRow& row, const ForwardCall& call, c
   const TensorHandle q = operand(p.Hq, p.Sq, p.D), k = operand(p.Hkv, p.Sk, p.D), v = operand(p.Hkv, p.Sk, p.Dv),
                      o = operand(p.Hq, p.Sq, p.Dv);
   const TensorHandle lse = make_broadcast_tensor({p.B, p.Hq, p.Sq}, fp32, query),
-                     scratch = make_broadcast_tensor({4}, fp32, query);
-  const TensorHandle rows =
-      make_broadcast_tensor({p.B, p.Hq, 2, row.kind == kFwd ? 1 : scratch_rows(p, row)}, fp32, query);
+                     dq_workspace = make_broadcast_tensor({4}, fp32, query);
+  const TensorHandle row_stats =
+      make_broadcast_tensor({p.B, p.Hq, 2, row.kind == kFwd ? 1 : workspace_rows(p, row)}, fp32, query);
   Arguments arguments(row, p, query.device_index);
   arguments.tensor("q", q.get()), arguments.tensor("dq", q.get());
   arguments.tensor("k", k.get()), arguments.tensor("dk", k.get());
   arguments.tensor("v", v.get()), arguments.tensor("dv", v.get());
   arguments.tensor("o", o.get()), arguments.tensor("do", o.get());
   arguments.tensor("lse", lse.get());
-  arguments.tensor("rows", rows.get());
-  arguments.tensor("scratch", scratch.get());
-  arguments.integer("wanted", kWantAll);
+  arguments.tensor("row_stats", row_stats.get());
+  arguments.tensor("dq_workspace", dq_workspace.get());
+  arguments.integer("needs_grad", kNeedsAll);
   arguments.scale(1.0);
   const TensorHandle sinks = pack_sink_args(nullptr, lse.get(), &arguments);
   const TensorHandle gradient = pack_dlse(nullptr, lse.get(), p, &arguments);
-  const TensorHandle used_k = lengths_or_empty(call);
-  pack_start_args(call, used_k, lists, &arguments);
+  const TensorHandle seqused_k = lengths_or_empty(call);
+  pack_start_args(call, seqused_k, tile_lists, &arguments);
   launch_preprocess(kernel, arguments);
 }
 

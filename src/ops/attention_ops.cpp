@@ -76,7 +76,7 @@ void quantized_kv_forward(StableIValue* stack, uint64_t, uint64_t) {
   ForwardCall call{{q.get(), k.get(), v.get(), mask.get()}, {}};
   call.scale = box::to_optional_double(stack[op["scale"]]);
   call.k_scale = k_scale.get(), call.v_scale = v_scale.get();
-  call.rotated = box::to<bool>(stack[op["k_is_rotated"]]);
+  call.k_is_rotated = box::to<bool>(stack[op["k_is_rotated"]]);
   const Facts facts = read_facts(call);
   const CallFacts& p = facts.problem;
   check_fp32("k_scale", call.k_scale, {p.B, p.Hkv, p.Sk}, facts);
@@ -146,10 +146,10 @@ void read_settings(StableIValue* stack, ForwardCall* call) {
 
 // Only shapes are checked here; kernels clamp the values on the device.
 void check_lengths(const ForwardCall& call, const Facts& facts) {
-  if (!is_defined(call.cu_q) && !is_defined(call.cu_k) && !is_defined(call.used_k)) return;
-  const int64_t starts = rows_of_int32(call.cu_q, 1, facts);
-  if (starts < 1 || rows_of_int32(call.cu_k, 1, facts) != starts ||
-      (is_defined(call.used_k) && rows_of_int32(call.used_k, 1, facts) != starts - 1))
+  if (!is_defined(call.cu_seqlens_q) && !is_defined(call.cu_seqlens_k) && !is_defined(call.seqused_k)) return;
+  const int64_t starts = rows_of_int32(call.cu_seqlens_q, 1, facts);
+  if (starts < 1 || rows_of_int32(call.cu_seqlens_k, 1, facts) != starts ||
+      (is_defined(call.seqused_k) && rows_of_int32(call.seqused_k, 1, facts) != starts - 1))
     throw std::runtime_error(
         "torch_flashplug: cu_seqlens_q and cu_seqlens_k must be int32 [sequences + 1], and seqused_k int32 "
         "[sequences], contiguous and on the device of query.");
@@ -213,25 +213,25 @@ StableIValue lse_after_copy(AtenTensorHandle out, ForwardResult result) {
 
 template <const Schema& op>
 TensorHandle read_plan(StableIValue* stack, ForwardCall* call) {
-  TensorHandle lists = box::to_optional_tensor(stack[op["plan"]]);
-  call->lists = lists.get();
+  TensorHandle tile_lists = box::to_optional_tensor(stack[op["plan"]]);
+  call->tile_lists = tile_lists.get();
   call->plan_key = box::to<int64_t>(stack[op["plan_key"]]);
-  return lists;
+  return tile_lists;
 }
 
 template <const Schema& op>
 ForwardResult attention_from_stack(StableIValue* stack, AtenTensorHandle out = nullptr) {
   const TensorHandle q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
                      v = box::to_tensor(stack[op["value"]]), sinks = box::to_optional_tensor(stack[op["sinks"]]);
-  const TensorHandle cu_q = box::to_optional_tensor(stack[op["cu_seqlens_q"]]),
-                     cu_k = box::to_optional_tensor(stack[op["cu_seqlens_k"]]),
-                     used_k = box::to_optional_tensor(stack[op["seqused_k"]]);
+  const TensorHandle cu_seqlens_q = box::to_optional_tensor(stack[op["cu_seqlens_q"]]),
+                     cu_seqlens_k = box::to_optional_tensor(stack[op["cu_seqlens_k"]]),
+                     seqused_k = box::to_optional_tensor(stack[op["seqused_k"]]);
   ForwardCall call{{q.get(), k.get(), v.get()}, mode_of_op(box::to<int64_t>(stack[op["block_mode"]]))};
   read_settings<op>(stack, &call);
   call.out = out;
   call.sinks = sinks.get();
-  call.cu_q = cu_q.get(), call.cu_k = cu_k.get(), call.used_k = used_k.get();
-  const TensorHandle lists = read_plan<op>(stack, &call);
+  call.cu_seqlens_q = cu_seqlens_q.get(), call.cu_seqlens_k = cu_seqlens_k.get(), call.seqused_k = seqused_k.get();
+  const TensorHandle tile_lists = read_plan<op>(stack, &call);
   const Facts facts = read_facts(call);
   check_out(call, facts);
   check_lengths(call, facts);
@@ -251,12 +251,12 @@ void attention_forward(StableIValue* stack, uint64_t, uint64_t) {
 void planned_lists(StableIValue* stack, uint64_t, uint64_t) {
   constexpr Schema op = kPlanLists;
   const TensorHandle q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
-                     v = box::to_tensor(stack[op["value"]]), cu_q = box::to_tensor(stack[op["cu_seqlens_q"]]),
-                     cu_k = box::to_tensor(stack[op["cu_seqlens_k"]]),
-                     used_k = box::to_optional_tensor(stack[op["seqused_k"]]);
+                     v = box::to_tensor(stack[op["value"]]), cu_seqlens_q = box::to_tensor(stack[op["cu_seqlens_q"]]),
+                     cu_seqlens_k = box::to_tensor(stack[op["cu_seqlens_k"]]),
+                     seqused_k = box::to_optional_tensor(stack[op["seqused_k"]]);
   ForwardCall call{{q.get(), k.get(), v.get()}, effective_mode()};
   read_settings<kPlanLists>(stack, &call);
-  call.cu_q = cu_q.get(), call.cu_k = cu_k.get(), call.used_k = used_k.get();
+  call.cu_seqlens_q = cu_seqlens_q.get(), call.cu_seqlens_k = cu_seqlens_k.get(), call.seqused_k = seqused_k.get();
   const Facts facts = read_facts(call);
   check_lengths(call, facts);
   const DeviceFacts device = device_facts(facts.device_index());
@@ -281,7 +281,7 @@ void attention_forward_out(StableIValue* stack, uint64_t, uint64_t) {
 // Only shapes are checked here; kernels clamp the values on the device.
 void check_pages(const ForwardCall& call, const Facts& facts) {
   const CallFacts& p = facts.problem;
-  if (rows_of_int32(call.pages, 2, facts) != p.B || rows_of_int32(call.used_k, 1, facts) != p.B)
+  if (rows_of_int32(call.block_table, 2, facts) != p.B || rows_of_int32(call.seqused_k, 1, facts) != p.B)
     throw std::runtime_error(
         "torch_flashplug: block_table must be int32 [B, n] and seqused_k int32 [B], with contiguous rows and on the "
         "device of query.");
@@ -297,9 +297,9 @@ void check_pages(const ForwardCall& call, const Facts& facts) {
 // (kernels/features/paged_kv.py).
 bool are_pages_readable(const ForwardCall& call, const Facts& facts) {
   constexpr int64_t together = 16;
-  Shape pages;
-  return read_shape(call.pages, &pages) && facts.shape[1].size[0] > 0 &&
-         (pages.size[1] == 1 || facts.shape[1].size[2] % together == 0);
+  Shape block_table;
+  return read_shape(call.block_table, &block_table) && facts.shape[1].size[0] > 0 &&
+         (block_table.size[1] == 1 || facts.shape[1].size[2] % together == 0);
 }
 
 // Check the splits of a fixed split size: not more than num_splits may be, and partial results that kernels can count
@@ -319,15 +319,15 @@ void check_splits(const CallFacts& p, int64_t splits) {
 template <const Schema& op>
 ForwardResult attend_pages(StableIValue* stack, AtenTensorHandle out = nullptr) {
   const TensorHandle q = box::to_tensor(stack[op["query"]]), k = box::to_tensor(stack[op["key"]]),
-                     v = box::to_tensor(stack[op["value"]]), pages = box::to_tensor(stack[op["block_table"]]),
-                     used_k = box::to_tensor(stack[op["seqused_k"]]);
+                     v = box::to_tensor(stack[op["value"]]), block_table = box::to_tensor(stack[op["block_table"]]),
+                     seqused_k = box::to_tensor(stack[op["seqused_k"]]);
   const TensorHandle k_scale = box::to_optional_tensor(stack[op["k_scale"]]),
                      v_scale = box::to_optional_tensor(stack[op["v_scale"]]),
                      sinks = box::to_optional_tensor(stack[op["sinks"]]);
   ForwardCall call{{q.get(), k.get(), v.get()}, mode_of_op(box::to<int64_t>(stack[op["block_mode"]]))};
   read_settings<op>(stack, &call);
   call.out = out;
-  call.pages = pages.get(), call.used_k = used_k.get(), call.sinks = sinks.get();
+  call.block_table = block_table.get(), call.seqused_k = seqused_k.get(), call.sinks = sinks.get();
   if (is_defined(k_scale.get())) call.k_scale = k_scale.get();
   if (is_defined(v_scale.get())) call.v_scale = v_scale.get();
   const Facts facts = read_facts(call);
@@ -364,18 +364,18 @@ void attention_backward(StableIValue* stack, uint64_t, uint64_t) {
                      grad_lse = box::to_optional_tensor(stack[op["grad_lse"]]), q = box::to_tensor(stack[op["query"]]),
                      k = box::to_tensor(stack[op["key"]]), v = box::to_tensor(stack[op["value"]]),
                      out = box::to_tensor(stack[op["out"]]), lse = box::to_tensor(stack[op["lse"]]);
-  const TensorHandle cu_q = box::to_optional_tensor(stack[op["cu_seqlens_q"]]),
-                     cu_k = box::to_optional_tensor(stack[op["cu_seqlens_k"]]);
+  const TensorHandle cu_seqlens_q = box::to_optional_tensor(stack[op["cu_seqlens_q"]]),
+                     cu_seqlens_k = box::to_optional_tensor(stack[op["cu_seqlens_k"]]);
   ForwardCall forward{{q.get(), k.get(), v.get()}, mode_of_op(box::to<int64_t>(stack[op["block_mode"]]))};
   read_settings<kAttentionBackward>(stack, &forward);
-  forward.cu_q = cu_q.get(), forward.cu_k = cu_k.get();
-  const TensorHandle lists = read_plan<kAttentionBackward>(stack, &forward);
+  forward.cu_seqlens_q = cu_seqlens_q.get(), forward.cu_seqlens_k = cu_seqlens_k.get();
+  const TensorHandle tile_lists = read_plan<kAttentionBackward>(stack, &forward);
   BackwardCall call{grad.get(), forward, out.get(), lse.get(), nullptr, nullptr, {true, true, true, false}};
   call.grad_lse = grad_lse.get();
   call.wants_delta = box::to<bool>(stack[op["wants_delta"]]);
   const Facts facts = read_facts(forward);
   check_lengths(forward, facts);
-  if (call.wants_delta && is_defined(forward.cu_q))
+  if (call.wants_delta && is_defined(forward.cu_seqlens_q))
     throw std::runtime_error(
         "torch_flashplug: wants_delta must be False with packed sequences: attention_bwd returns no delta. Leave "
         "wants_delta out.");

@@ -66,17 +66,17 @@ class BackwardInputs {
   const TensorHandle out_, grad_out_;
 };
 
-TensorHandle new_rows(const CallFacts& p, const KernelRow& row, const TensorClass& query) {
-  const int64_t padded = scratch_rows(p, row);
+TensorHandle new_row_stats(const CallFacts& p, const KernelRow& row, const TensorClass& query) {
+  const int64_t padded = workspace_rows(p, row);
   const int64_t size[4] = {p.B, p.Hq, 2, padded}, stride[4] = {p.Hq * 2 * padded, 2 * padded, padded, 1};
   return empty_strided(4, size, stride, aoti_torch_dtype_float32(), query.device_type, query.device_index);
 }
 
 // Return a copy of delta, the second of the two row statistics in the workspace.
-TensorHandle delta_of(AtenTensorHandle rows, const CallFacts& p) {
-  const int64_t padded = shape_of(rows).size[3], size[3] = {p.B, p.Hq, p.Sq};
+TensorHandle delta_of(AtenTensorHandle row_stats, const CallFacts& p) {
+  const int64_t padded = shape_of(row_stats).size[3], size[3] = {p.B, p.Hq, p.Sq};
   const int64_t from[3] = {p.Hq * 2 * padded, 2 * padded, 1}, stride[3] = {p.Hq * p.Sq, p.Sq, 1};
-  return new_like(rows, 3, size, stride, view(rows, 3, size, from, padded).get());
+  return new_like(row_stats, 3, size, stride, view(row_stats, 3, size, from, padded).get());
 }
 
 // Compute dQ, dK and dV, or at least the gradients in `parts`. `sharing`: see `BackwardPlan`. Returns the bias as the
@@ -86,13 +86,13 @@ TensorHandle operand_gradients(Kernel& kernel, const KernelRow& row, const Backw
                                BackwardResult* result) {
   const ForwardCall& forward = call.forward;
   // The workspace is never empty, so that there is an address.
-  const int64_t floats = std::max<int64_t>(scratch_floats(p, row), 4), unit_stride = 1;
-  const TensorHandle rows = new_rows(p, row, query);
-  const TensorHandle scratch =
+  const int64_t floats = std::max<int64_t>(workspace_floats(p, row), 4), unit_stride = 1;
+  const TensorHandle row_stats = new_row_stats(p, row, query);
+  const TensorHandle dq_workspace =
       empty_strided(1, &floats, &unit_stride, aoti_torch_dtype_float32(), query.device_type, query.device_index);
   const AtenTensorHandle operands[3] = {forward.q, forward.k, forward.v};
-  const int64_t written = row.kind == kPartBwd ? parts : kWantAll;
-  const auto writes = [written](int i) { return (written & (i == 0 ? kWantDq : kWantDkDv)) != 0; };
+  const int64_t written = row.kind == kPartBwd ? parts : kNeedsAll;
+  const auto writes = [written](int i) { return (written & (i == 0 ? kNeedsDq : kNeedsDkDv)) != 0; };
   for (int i = 0; i < 3; ++i)  // an unwritten gradient is not read either, so its operand takes the argument's place
     result->grads[i] = writes(i) ? new_gradient(operands[i], row.elementwise, i == 0 ? 1 : sharing)
                                  : TensorHandle::share(inputs.like(i));
@@ -101,16 +101,16 @@ TensorHandle operand_gradients(Kernel& kernel, const KernelRow& row, const Backw
   arguments.tensor("dq", result->grads[0].get(), writes(0));
   arguments.tensor("dk", result->grads[1].get(), writes(1));
   arguments.tensor("dv", result->grads[2].get(), writes(2));
-  arguments.tensor("rows", rows.get(), true);
-  arguments.tensor("scratch", scratch.get(), true);
-  arguments.integer("wanted", written);
+  arguments.tensor("row_stats", row_stats.get(), true);
+  arguments.tensor("dq_workspace", dq_workspace.get(), true);
+  arguments.integer("needs_grad", written);
   const MaskArgs mask = pack_mask_args(forward, p, query, true, &arguments);
   TensorHandle bias = pack_bias_args(forward, p, query, row, &arguments);
   const TensorHandle seed = pack_dropout_args(call.seed, query, &arguments);
   const TensorHandle grad_lse = pack_dlse(call.grad_lse, call.lse, p, &arguments);
   const Lengths lengths = pack_varlen_args(forward, p, row, query, &arguments);
-  launch(kernel, arguments, written != kWantAll);
-  if (call.wants_delta) result->delta = delta_of(rows.get(), p);
+  launch(kernel, arguments, written != kNeedsAll);
+  if (call.wants_delta) result->delta = delta_of(row_stats.get(), p);
   if (writes(0)) pack_scale_sign(result->grads[0].get(), p);
   for (int i = 0; i < 3; ++i) {
     if (writes(i))
@@ -124,7 +124,7 @@ TensorHandle operand_gradients(Kernel& kernel, const KernelRow& row, const Backw
 TensorHandle bias_gradient(Kernel& kernel, const KernelRow& row, const BackwardCall& call, const CallFacts& p,
                            const TensorClass& query, const BackwardInputs& inputs, TensorHandle read, int sm_count) {
   const ForwardCall& forward = call.forward;
-  const TensorHandle rows = new_rows(p, row, query);
+  const TensorHandle row_stats = new_row_stats(p, row, query);
   TensorHandle gradient = new_bias_gradient(forward.mask);
   const BiasGradientPlanes planes = gradient_planes(gradient.get(), p, row, sm_count);
   const bool is_split = planes != planes_of(gradient.get());
@@ -132,7 +132,7 @@ TensorHandle bias_gradient(Kernel& kernel, const KernelRow& row, const BackwardC
   Arguments arguments(row, p, query.device_index);
   const bool wide = arguments.takes("dbias32");
   inputs.to(&arguments);
-  arguments.tensor("rows", rows.get(), true);
+  arguments.tensor("row_stats", row_stats.get(), true);
   arguments.tensor(wide ? KernelArg("dbias32") : KernelArg("dbias"), written.get(), true);
   if (read.get() != nullptr)
     arguments.tensor(wide ? KernelArg("bias32") : KernelArg("bias"), read.get());
@@ -212,7 +212,7 @@ bool our_backward(const BackwardCall& call, const CallFacts& p, const DeviceFact
   problem.grad = true;
   problem.bias_grad = call.wanted_grads[3];
   const bool* wanted_grads = call.wanted_grads;
-  const int64_t parts = (wanted_grads[0] ? kWantDq : 0) + (wanted_grads[1] || wanted_grads[2] ? kWantDkDv : 0);
+  const int64_t parts = (wanted_grads[0] ? kNeedsDq : 0) + (wanted_grads[1] || wanted_grads[2] ? kNeedsDkDv : 0);
   const BackwardPlan plan = plan_backward(problem, device, mode, tables(), parts);
   if (!plan.ours()) return false;
   const int any_row = std::max(plan.kernel_row, plan.bias_row);

@@ -60,7 +60,7 @@ Facts read_facts(const ForwardCall& call) {
   Shape shape[kNumOperands] = {facts.shape[0], facts.shape[1], facts.shape[2]};
   int64_t sizes[kNumOperands][4];
   const bool pooled =
-      is_defined(call.pages) && shape[1].size[0] == shape[2].size[0];  // as many key pages as value pages
+      is_defined(call.block_table) && shape[1].size[0] == shape[2].size[0];  // as many key pages as value pages
   for (int i = 0; i < kNumOperands; ++i) {
     std::copy_n(shape[i].size, 4, sizes[i]);
     if (pooled) sizes[i][0] = p.B;
@@ -137,7 +137,7 @@ bool our_forward(const ForwardCall& original, const Facts& facts, const Plan& pl
   if (call.k_scale != nullptr) {
     arguments.tensor("k_scale", call.k_scale);
     arguments.tensor("v_scale", call.v_scale);
-    arguments.integer("rotated", call.rotated);
+    arguments.integer("k_is_rotated", call.k_is_rotated);
   }
   const TensorHandle sinks = pack_sink_args(call.sinks, result->lse.get(), &arguments);
   const Lengths lengths = pack_varlen_args(call, p, row, query, &arguments);

@@ -178,7 +178,7 @@ TensorHandle cached_math(const ForwardCall& call) {
   op[schema["k_scale"]] = box::from_borrowed(call.k_scale);
   op[schema["v_scale"]] = box::from_borrowed(call.v_scale);
   op[schema["attn_mask"]] = optional(call.mask);
-  op[schema["k_is_rotated"]] = box::from(call.rotated);
+  op[schema["k_is_rotated"]] = box::from(call.k_is_rotated);
   op[schema["scale"]] = box::from_optional_double(call.scale);
   op.run();
   return op.result(0);
@@ -201,8 +201,8 @@ void put_window(const ForwardCall& call, OpCall* to) {
 template <const Schema& schema>
 void put_settings(const ForwardCall& call, OpCall* to) {
   OpCall& op = *to;
-  op[schema["cu_seqlens_q"]] = optional(call.cu_q);
-  op[schema["cu_seqlens_k"]] = optional(call.cu_k);
+  op[schema["cu_seqlens_q"]] = optional(call.cu_seqlens_q);
+  op[schema["cu_seqlens_k"]] = optional(call.cu_seqlens_k);
   put_window<schema>(call, to);
 }
 
@@ -210,8 +210,8 @@ ForwardResult paged_math(const ForwardCall& call) {
   constexpr const Schema& schema = kPagedMath;
   OpCall op(schema);
   put_operands<schema>(call, &op);
-  op[schema["block_table"]] = box::from_borrowed(call.pages);
-  op[schema["seqused_k"]] = box::from_borrowed(call.used_k);
+  op[schema["block_table"]] = box::from_borrowed(call.block_table);
+  op[schema["seqused_k"]] = box::from_borrowed(call.seqused_k);
   op[schema["k_scale"]] = optional(call.k_scale);
   op[schema["v_scale"]] = optional(call.v_scale);
   op[schema["sinks"]] = optional(call.sinks);
@@ -227,7 +227,7 @@ ForwardResult attention_math(const ForwardCall& call) {
   OpCall op(schema);
   put_operands<schema>(call, &op);
   op[schema["sinks"]] = optional(call.sinks);
-  op[schema["seqused_k"]] = optional(call.used_k);
+  op[schema["seqused_k"]] = optional(call.seqused_k);
   put_settings<schema>(call, &op);
   op.run();
   return out_and_lse<schema>(&op);

@@ -77,15 +77,15 @@ void stock_efficient_backward(const AtenTensorHandle tensors[9], double dropout_
                               bool is_causal, std::optional<double> scale, AtenTensorHandle grads[4]);
 
 // Arguments of stock's flash attention for packed sequences, for (B, S, H, D), and for windows:
-// aten::_flash_attention_forward, called below any override. Tensors from `cu_q` on may be null.
+// aten::_flash_attention_forward, called below any override. Tensors from `cu_seqlens_q` on may be null.
 struct VarlenFlashCall {
-  AtenTensorHandle q, k, v, cu_q, cu_k;
+  AtenTensorHandle q, k, v, cu_seqlens_q, cu_seqlens_k;
   int64_t max_q, max_k;
   double dropout_p;
   bool is_causal, returns_debug_mask;
   std::optional<double> scale;
   std::optional<int64_t> left, right;
-  AtenTensorHandle used_k, alibi, pages;
+  AtenTensorHandle seqused_k, alibi, block_table;
   std::optional<int64_t> splits;
 };
 bool has_stock_varlen_flash();
@@ -100,13 +100,13 @@ void stock_varlen_flash_backward(const AtenTensorHandle tensors[10], const Varle
 // Arguments of stock's efficient attention for (B, S, H, D) or packed sequences: aten::_efficient_attention_forward.
 // Tensors from `bias` on may be null. `mask_type`: 0 none, 1 causal from the top left, 2 causal from the bottom right.
 struct EfficientCall {
-  AtenTensorHandle q, k, v, bias, cu_q, cu_k;
+  AtenTensorHandle q, k, v, bias, cu_seqlens_q, cu_seqlens_k;
   std::optional<int64_t> max_q, max_k;
   double dropout_p;
   int64_t mask_type;
   bool needs_lse;
   std::optional<double> scale;
-  AtenTensorHandle used_k;
+  AtenTensorHandle seqused_k;
   std::optional<int64_t> window;
 };
 struct EfficientResult {

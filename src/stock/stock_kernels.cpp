@@ -211,25 +211,28 @@ bool has_stock_varlen_flash() {
 bool has_stock_varlen_flash_out() { return stock_kernels().varlen_flash_out != nullptr; }
 
 void stock_varlen_flash_forward(const VarlenFlashCall& c, AtenTensorHandle results[5]) {
-  const auto cu_q = optional_tensor(c.cu_q), cu_k = optional_tensor(c.cu_k), used_k = optional_tensor(c.used_k),
-             alibi = optional_tensor(c.alibi), pages = optional_tensor(c.pages);
+  const auto cu_seqlens_q = optional_tensor(c.cu_seqlens_q), cu_seqlens_k = optional_tensor(c.cu_seqlens_k),
+             seqused_k = optional_tensor(c.seqused_k), alibi = optional_tensor(c.alibi),
+             block_table = optional_tensor(c.block_table);
   const StockKernels& stock = stock_kernels();
   if (stock.paged_varlen_flash_forward)
-    return to_handles(stock.paged_varlen_flash_forward(c.q, c.k, c.v, &cu_q, &cu_k, c.max_q, c.max_k, c.dropout_p,
-                                                       c.is_causal, c.returns_debug_mask, c.scale, c.left, c.right,
-                                                       &used_k, &alibi, &pages, c.splits),
+    return to_handles(stock.paged_varlen_flash_forward(c.q, c.k, c.v, &cu_seqlens_q, &cu_seqlens_k, c.max_q, c.max_k,
+                                                       c.dropout_p, c.is_causal, c.returns_debug_mask, c.scale, c.left,
+                                                       c.right, &seqused_k, &alibi, &block_table, c.splits),
                       results);
-  to_handles(stock.varlen_flash_forward(c.q, c.k, c.v, &cu_q, &cu_k, c.max_q, c.max_k, c.dropout_p, c.is_causal,
-                                        c.returns_debug_mask, c.scale, c.left, c.right, &used_k, &alibi),
-             results);
+  to_handles(
+      stock.varlen_flash_forward(c.q, c.k, c.v, &cu_seqlens_q, &cu_seqlens_k, c.max_q, c.max_k, c.dropout_p,
+                                 c.is_causal, c.returns_debug_mask, c.scale, c.left, c.right, &seqused_k, &alibi),
+      results);
 }
 
 AtenTensorHandle stock_varlen_flash_out(AtenTensorHandle out, const VarlenFlashCall& c) {
-  const auto cu_q = optional_tensor(c.cu_q), cu_k = optional_tensor(c.cu_k), used_k = optional_tensor(c.used_k),
-             alibi = optional_tensor(c.alibi), pages = optional_tensor(c.pages);
+  const auto cu_seqlens_q = optional_tensor(c.cu_seqlens_q), cu_seqlens_k = optional_tensor(c.cu_seqlens_k),
+             seqused_k = optional_tensor(c.seqused_k), alibi = optional_tensor(c.alibi),
+             block_table = optional_tensor(c.block_table);
   return stock_kernels()
-      .varlen_flash_out(out, c.q, c.k, c.v, &cu_q, &cu_k, c.max_q, c.max_k, c.dropout_p, c.is_causal,
-                        c.returns_debug_mask, c.scale, c.left, c.right, &used_k, &alibi, &pages, c.splits)
+      .varlen_flash_out(out, c.q, c.k, c.v, &cu_seqlens_q, &cu_seqlens_k, c.max_q, c.max_k, c.dropout_p, c.is_causal,
+                        c.returns_debug_mask, c.scale, c.left, c.right, &seqused_k, &alibi, &block_table, c.splits)
       .handle();
 }
 
@@ -242,11 +245,11 @@ void stock_varlen_flash_backward(const AtenTensorHandle t[10], const VarlenFlash
 bool has_stock_efficient_op() { return stock_kernels().efficient_op_forward && stock_kernels().efficient_op_backward; }
 
 EfficientResult stock_efficient_op_forward(const EfficientCall& c) {
-  const auto bias = optional_tensor(c.bias), cu_q = optional_tensor(c.cu_q), cu_k = optional_tensor(c.cu_k),
-             used_k = optional_tensor(c.used_k);
+  const auto bias = optional_tensor(c.bias), cu_seqlens_q = optional_tensor(c.cu_seqlens_q),
+             cu_seqlens_k = optional_tensor(c.cu_seqlens_k), seqused_k = optional_tensor(c.seqused_k);
   const auto results =
-      stock_kernels().efficient_op_forward(c.q, c.k, c.v, &bias, &cu_q, &cu_k, c.max_q, c.max_k, c.dropout_p,
-                                           c.mask_type, c.needs_lse, c.scale, &used_k, c.window);
+      stock_kernels().efficient_op_forward(c.q, c.k, c.v, &bias, &cu_seqlens_q, &cu_seqlens_k, c.max_q, c.max_k,
+                                           c.dropout_p, c.mask_type, c.needs_lse, c.scale, &seqused_k, c.window);
   const auto& [out, lse, seed, offset, max_q, max_k] = results;
   EfficientResult handles{{}, max_q.number, max_k.number};
   to_handles(std::tie(out, lse, seed, offset), handles.tensors);
@@ -254,10 +257,12 @@ EfficientResult stock_efficient_op_forward(const EfficientCall& c) {
 }
 
 void stock_efficient_op_backward(const EfficientCall& c, const EfficientGradients& g, AtenTensorHandle grads[4]) {
-  const auto bias = optional_tensor(c.bias), cu_q = optional_tensor(c.cu_q), cu_k = optional_tensor(c.cu_k);
-  to_handles(stock_kernels().efficient_op_backward(
-                 g.grad_out, c.q, c.k, c.v, &bias, g.out, &cu_q, &cu_k, c.max_q.value_or(0), c.max_k.value_or(0), g.lse,
-                 c.dropout_p, g.seed, g.offset, c.mask_type, g.bias_grad, c.scale, g.splits, c.window, g.one_storage),
+  const auto bias = optional_tensor(c.bias), cu_seqlens_q = optional_tensor(c.cu_seqlens_q),
+             cu_seqlens_k = optional_tensor(c.cu_seqlens_k);
+  to_handles(stock_kernels().efficient_op_backward(g.grad_out, c.q, c.k, c.v, &bias, g.out, &cu_seqlens_q,
+                                                   &cu_seqlens_k, c.max_q.value_or(0), c.max_k.value_or(0), g.lse,
+                                                   c.dropout_p, g.seed, g.offset, c.mask_type, g.bias_grad, c.scale,
+                                                   g.splits, c.window, g.one_storage),
              grads);
 }
 

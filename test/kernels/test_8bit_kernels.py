@@ -82,7 +82,7 @@ def relative_error(out: Tensor, expected: Tensor) -> float:
 SIZES = (((1, 2, 1), (5, 70)), ((2, 4, 2), (130, 200)), ((1, 1, 1), (33, 515)))
 
 
-def read_workspace(spec: KernelSpec, scratch: Tensor, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tensor]:
+def read_workspace(spec: KernelSpec, workspace: Tensor, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tensor]:
     """Return the operands that the kernel left in the workspace (kernels/features/quantized_qkv.py)."""
     (B, Hq, Sq, _), (_, Hkv, Sk, Dv) = q.shape, v.shape
     recipe = RECIPES[next(name for name in RECIPES if name in spec.features)]
@@ -97,7 +97,7 @@ def read_workspace(spec: KernelSpec, scratch: Tensor, q: Tensor, k: Tensor, v: T
         ("k_scale", torch.float32, (B, Hkv, -(-Sk // spec.tile_n))),
         *((part, torch.float32 if recipe.values else None, (B, Hkv, spec.dv)) for part in ("v_scale", "v_mean")),
     )
-    operands_by_name, offset, memory = {}, 0, scratch.view(torch.int8)
+    operands_by_name, offset, memory = {}, 0, workspace.view(torch.int8)
     for part, dtype, shape in parts:
         if dtype is not None:
             size = math.prod(shape) * dtype.itemsize
@@ -127,12 +127,12 @@ def test_quantized_operands_match_the_torch_reference(spec: KernelSpec) -> None:
         B, Hq, Sq, _ = q.shape
         out, lse = torch.empty(B, Hq, Sq, v.shape[3], dtype=q.dtype), torch.empty(B, Hq, Sq)
         memory = torch.full((1 << 20,), POISON, dtype=torch.int32)
-        scratch = memory[-memory.data_ptr() % 128 // 4 :]
+        workspace = memory[-memory.data_ptr() % 128 // 4 :]
         counter = torch.zeros(1, dtype=torch.int32)
-        function(q, k, v, out, lse, 0.1, 0.07, counter, 3, *[None] * 6, scratch, *[None] * 9, ctypes.c_void_p(None))
+        function(q, k, v, out, lse, 0.1, 0.07, counter, 3, *[None] * 6, workspace, *[None] * 9, ctypes.c_void_p(None))
         expected_operands, actual_operands = (
             quantized_operands(name, spec, q, k, v),
-            read_workspace(spec, scratch, q, k, v),
+            read_workspace(spec, workspace, q, k, v),
         )
         for part, actual in actual_operands.items():
             expected = getattr(expected_operands, part)

@@ -89,7 +89,7 @@ class Direct:
     def __init__(self, function: Callable[..., None], spec: KernelSpec, case: Case, bias: Tensor):
         inputs = make_inputs(case, "cpu", SEED)
         forward_results = attention_math(*inputs, scale=case.scale, mask=reference_masking(spec, case, bias))
-        rows = -(-case.Sq // spec.scratch_rows) * spec.scratch_rows
+        rows = -(-case.Sq // spec.workspace_block_rows) * spec.workspace_block_rows
         scale = case.D**-0.5 if case.scale is None else case.scale
         self.gradient = nan_padded_tensor(*bias.shape, dtype=bias.dtype)
         suffix = "32" * ("bias32" in spec.features)
@@ -104,7 +104,7 @@ class Direct:
             "lse": forward_results.lse.float(),
             "counter": self._counter,
         }
-        values |= {"rows": torch.full((case.B, case.Hq, 2, rows), math.nan), "num_ctas": CTAS}
+        values |= {"row_stats": torch.full((case.B, case.Hq, 2, rows), math.nan), "num_ctas": CTAS}
         values |= {"scale_log2": scale * math.log2(math.e), "scale": scale}
         values |= {f"bias{suffix}": expanded_bias, f"dbias{suffix}": self.gradient}
         if "dropout" in spec.features:

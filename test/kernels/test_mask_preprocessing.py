@@ -186,10 +186,10 @@ def test_mask_preprocessing_matches_plain_torch(pack: Path, name: str, gradients
     plain, rows = mask.view(torch.uint8).ne(0).flatten(0, 1), num_read_rows(mask)
     P, Sq, Sk = plain.shape
     numbers = mask_preprocessing.metadata_size(rows, Sq, Sk, gradients=gradients)
-    scratch = torch.full((P * numbers + 4,), -7, dtype=torch.int32)
-    kernel, output = interpreted_kernels.load_kernel(pack, "mask_metadata"), scratch[:-4].view(*mask.shape[:2], numbers)
+    buffer = torch.full((P * numbers + 4,), -7, dtype=torch.int32)
+    kernel, output = interpreted_kernels.load_kernel(pack, "mask_metadata"), buffer[:-4].view(*mask.shape[:2], numbers)
     kernel(mask[:, :, :rows].view(torch.uint8), output, Sq, ctypes.c_void_p(None))
-    check_metadata(scratch, plain, rows, gradients)
+    check_metadata(buffer, plain, rows, gradients)
 
 
 @pytest.mark.parametrize("Sq", [129, 300, 4096])

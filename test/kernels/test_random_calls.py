@@ -34,7 +34,7 @@ BOUNDS = ((-1, -1), (-1, 0), (0, 0), (17, 0), (128, 0), (40, 40), (-1, 33), (70,
 class RandomCall:
     tensors: tuple[Tensor, Tensor, Tensor]  # q, k, v (B, H, S, D)
     sinks: Tensor | None
-    lengths: tuple[Tensor | None, Tensor | None, Tensor | None]  # cu_q, cu_k, used_k
+    lengths: tuple[Tensor | None, Tensor | None, Tensor | None]  # cu_seqlens_q, cu_seqlens_k, seqused_k
     settings: tuple[int, int, bool, float, float | None, int, int]  # window, softcap, scale, splits
     gradients: bool
     in_order: bool

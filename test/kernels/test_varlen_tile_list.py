@@ -21,7 +21,7 @@ from torch_flashplug.kernels.tiling import (
     varlen,  # noqa: E402
 )
 
-HEADS, KV_HEADS, SCRATCH = 4, 2, 64
+HEADS, KV_HEADS, WORKSPACE_BLOCK = 4, 2, 64
 LENGTHS = [[0], [1], [64, 0, 65, 128], [0, 0, 300], [5] * 40, [1000, 1, 0, 127, 128, 129]]
 LENGTHS += [[random.Random(seed).choice([0, 1, 63, 64, 65, 200, 700]) for _ in range(9)] for seed in range(6)]
 
@@ -51,13 +51,14 @@ def entries_of_sequences(
     own_lengths: list[int], kv_lengths: list[int], queries: list[int], size: int
 ) -> list[tuple[int, ...]]:
     """Return the expected entries in the order of sequences."""
-    entries, start, kv_start, scratch = [], 0, 0, 0
+    entries, start, kv_start, workspace_block = [], 0, 0, 0
     for sequence, (length, kv_length) in enumerate(zip(own_lengths, kv_lengths, strict=True)):
         entries += [
-            (b, sequence, start, length, kv_start, kv_length, scratch, max(kv_length, 1))
+            (b, sequence, start, length, kv_start, kv_length, workspace_block, max(kv_length, 1))
             for b in range(-(-length // size))
         ]
-        start, kv_start, scratch = start + length, kv_start + kv_length, scratch - (-queries[sequence] // SCRATCH)
+        start, kv_start = start + length, kv_start + kv_length
+        workspace_block -= -queries[sequence] // WORKSPACE_BLOCK
     return entries
 
 

@@ -182,7 +182,7 @@ def test_launch_packs_the_abi_of_decode(fake_pack: ctypes.CDLL) -> None:
 
 
 def test_launch_packs_the_abi_of_the_backward(fake_pack: ctypes.CDLL) -> None:
-    """Check the backward kernel for all gradients, and the split backward with the `wanted` flag for dQ alone."""
+    """Check the backward kernel for all gradients, and the split backward with the `needs_grad` flag for dQ alone."""
     backward_rows = (
         KernelRow("bwd", 90, 64, 64, ("full",), 64, 128, 4),
         KernelRow("partbwd", 90, 64, 64, ("full",), 64, 64, 4),
@@ -190,12 +190,12 @@ def test_launch_packs_the_abi_of_the_backward(fake_pack: ctypes.CDLL) -> None:
     bindings.push_rows((*KERNELS, *backward_rows), (), dispatch_table.GATE)
     row_strides, key_strides = [17920, 64, 256, 1], [25600, 12800, 64, 1]
     strides = dict.fromkeys(("q", "o", "do", "dq"), row_strides) | dict.fromkeys(("k", "v", "dk", "dv"), key_strides)
-    strides |= {"lse": [280, 70, 1], "rows": [1024, 256, 128, 1], "scratch": [1], "counter": [1]}
+    strides |= {"lse": [280, 70, 1], "row_stats": [1024, 256, 128, 1], "dq_workspace": [1], "counter": [1]}
     for keys_too, wanted_flag in ((True, 3), (False, 1)):
         query, grad = (torch.zeros(2, 70, 4, 64, dtype=torch.bfloat16).transpose(1, 2) for _ in range(2))
         key, value = (torch.zeros(2, 2, 200, 64, dtype=torch.bfloat16, requires_grad=keys_too) for _ in range(2))
         OVERRIDEABLE_OP(query.requires_grad_(), key, value, scale=0.5)[0].backward(grad)
-        numbers = {"num_ctas": DEVICES["h100"]["sm_count"], "wanted": wanted_flag}
+        numbers = {"num_ctas": DEVICES["h100"]["sm_count"], "needs_grad": wanted_flag}
         assert_recorded(fake_pack, expected_record(BACKWARD, strides, numbers))
         assert list((ctypes.c_double * 2).in_dll(fake_pack, "scales")) == pytest.approx([0.5 * 1.4426950408889634, 0.5])
 
@@ -239,8 +239,8 @@ def test_kernel_receives_each_argument_of_its_signature(record_of_first_argument
     An argument that no launch provides, or that the current launch does not provide, is an error.
     """
     assert record_of_first_argument(kernel_args._number("Sq", "int32", "a fact")) == [COUNT, INTEGER, 5]
-    with pytest.raises(RuntimeError, match="takes scratch, but the call does not provide"):
-        record_of_first_argument(kernel_args._tensor("scratch", 1, "fp32", "no forward's"))
+    with pytest.raises(RuntimeError, match="takes dq_workspace, but the call does not provide"):
+        record_of_first_argument(kernel_args._tensor("dq_workspace", 1, "fp32", "no forward's"))
     with pytest.raises(RuntimeError, match="no call has an argument named fnord"):
         record_of_first_argument(kernel_args._number("fnord", "int32", "no call's"))
 
@@ -250,17 +250,17 @@ def test_feature_argument_is_none_for_kernels_without_the_feature(
 ) -> None:
     fact = kernel_args._number("dropout_p", "fp32", "filled by itself", is_optional=True)
     splits = kernel_args._number("splits", "int32", "said by every forward", is_optional=True)
-    scratch = kernel_args._tensor("scratch", 1, "fp32", "said by none", is_optional=True)
+    workspace = kernel_args._tensor("dq_workspace", 1, "fp32", "said by none", is_optional=True)
     assert (
         record_of_first_argument(fact)
         == record_of_first_argument(splits)
-        == record_of_first_argument(scratch)
+        == record_of_first_argument(workspace)
         == [COUNT, NONE, TENSOR]
     )
     assert record_of_first_argument(fact, dropout=True) == [COUNT, REAL, TENSOR]
     assert record_of_first_argument(splits, dropout=True) == [COUNT, INTEGER, 1]
-    with pytest.raises(RuntimeError, match="takes scratch, but the call does not provide"):
-        record_of_first_argument(scratch, dropout=True)
+    with pytest.raises(RuntimeError, match="takes dq_workspace, but the call does not provide"):
+        record_of_first_argument(workspace, dropout=True)
 
 
 def test_kernel_errors_contain_the_kernel_name(fake_pack: ctypes.CDLL) -> None:

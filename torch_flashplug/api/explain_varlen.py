@@ -154,7 +154,7 @@ def _facts(
         "window": _WINDOWS.get(tuple(settings["window_size"]), 2),
         "splits": -1 if settings.get("num_splits") is None else settings["num_splits"],
         "paged": settings.get("block_table") is not None,
-        "has_cu_k": cu_seq_k is not None,
+        "has_cu_seqlens_k": cu_seq_k is not None,
         "readable": all(map(_is_readable, operands)),
         "misaligned": not all(map(_lies_as_cudnn_wants, operands)),
         "unusual_scale": bindings.kind_of_scale(settings.get("scale")) != "positive",

@@ -49,7 +49,7 @@ class KernelRow(ctypes.Structure):
         ("dtype", c_int32 * 4),
         *_members(c_int32, "tile_m tile_n stages cost elementwise"),
         *_members(c_int32, "smem_bytes sector_bytes rows_sector_aligned group_rows max_cluster peers_at_once counters"),
-        *_members(c_int32, "scratch_rows shares_heads dkdv_alone at_once"),
+        *_members(c_int32, "workspace_block_rows shares_heads dkdv_alone at_once"),
         *_members(c_double, "last_tile"),
     )
 
@@ -129,7 +129,7 @@ def of_kernels(row: kernel_table.KernelRow) -> Iterator[KernelRow]:
             smem_bytes=spec.smem_bytes(),
             rows_sector_aligned=row.rows_sector_aligned(spec),
             shares_heads=row.shares_heads(spec),
-            scratch_rows=spec.scratch_rows,
+            workspace_block_rows=spec.workspace_block_rows,
         )
 
 

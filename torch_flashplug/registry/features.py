@@ -81,7 +81,7 @@ FEATURES = (
         "ragged", "ragged", "with packed sequences",
         "The call has packed sequences (cu_seqlens), but the kernels of this backend take a single length for all "
         "sequences. Pad the batch, or use the math backend.",
-        arguments=("cu_q", "cu_k", "used_k", "lists"), class_path="varlen.VarlenFeature",
+        arguments=("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "tile_lists"), class_path="varlen.VarlenFeature",
         launch_class_path="varlen.TileListsThenKernel", is_unconditional=True, has_short_tiles=True,
     ),
     Feature(
@@ -93,7 +93,8 @@ FEATURES = (
         Feature(
             name, name, f"with precision {name}",
             f"precision={name!r} is requested, but the kernels of this backend multiply in 16 bits.",
-            arguments=("scratch8",), class_path=f"quantized_qkv.{class_name}", is_unconditional=True, recipe=name,
+            arguments=("quant_workspace",), class_path=f"quantized_qkv.{class_name}", is_unconditional=True,
+            recipe=name,
         )
         for name, class_name in (("qk8", "Int8ScoresFeature"), ("8bit", "Int8Feature"), ("e4m3", "E4m3Feature"))
     ),
@@ -101,14 +102,15 @@ FEATURES = (
         "cache8", "cache8", "with 8-bit key and value",
         "key and value have 8 bits and scales, but the kernels of this backend support neither. Dequantize key and "
         "value first.",
-        arguments=("k_scale", "v_scale", "rotated"), decode_class_path="quantized_kv_cache.QuantizedKvCacheFeature",
-        is_unconditional=True, key_bytes=8,
+        arguments=("k_scale", "v_scale", "k_is_rotated"),
+        decode_class_path="quantized_kv_cache.QuantizedKvCacheFeature", is_unconditional=True, key_bytes=8,
     ),
     Feature(
         "paged", "paged", "with a paged KV cache",
         "key and value are in a paged KV cache, or in caches with KV lengths, but the kernels of this backend read "
         "contiguous rows. Gather the rows first.",
-        arguments=("pages", "used_k", "split_size"), decode_class_path="paged_kv.PagedKvFeature", is_unconditional=True,
+        arguments=("block_table", "seqused_k", "split_size"), decode_class_path="paged_kv.PagedKvFeature",
+        is_unconditional=True,
     ),
 )  # fmt: skip
 NAMES = tuple(feature.name for feature in FEATURES)

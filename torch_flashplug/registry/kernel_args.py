@@ -87,12 +87,14 @@ _WINDOW = (
 )
 _SOFTCAP = _number("softcap", "fp32", "softcap of the scaled scores", is_optional=True)
 _LENGTHS = (
-    _tensor("cu_q", 1, "int32", "(sequences + 1,), starts of the query rows, and the end; B is 1", is_optional=True),
-    _tensor("cu_k", 1, "int32", "(sequences + 1,), starts of the keys, and the end", is_optional=True),
-    _tensor("used_k", 1, "int32", "(sequences,), KV length of each sequence; (0,): all keys", is_optional=True),
-    _tensor("lists", 1, "int32", "(n,), workspace of the op: lists of tiles (varlen.py)", is_optional=True),
+    _tensor(
+        "cu_seqlens_q", 1, "int32", "(sequences + 1,), starts of the query rows, and the end; B is 1", is_optional=True
+    ),
+    _tensor("cu_seqlens_k", 1, "int32", "(sequences + 1,), starts of the keys, and the end", is_optional=True),
+    _tensor("seqused_k", 1, "int32", "(sequences,), KV length of each sequence; (0,): all keys", is_optional=True),
+    _tensor("tile_lists", 1, "int32", "(n,), workspace of the op: tile lists (varlen.py)", is_optional=True),
 )
-_PAGES = _tensor("pages", 2, "int32", "(B, n), block table; k and v are (pages, Hkv, rows of a page, D)",
+_BLOCK_TABLE = _tensor("block_table", 2, "int32", "(B, n), page indices; k and v are (pages, Hkv, rows of a page, D)",
                  is_optional=True)  # fmt: skip
 _SPLIT_SIZE = _number("split_size", "int32", "keys of a split, a multiple of tile_n; 0: equal splits", is_optional=True)
 _SINKS = _tensor("sinks", 1, "fp32", "(Hq,), a further logit in the softmax of each row; (0,): none", is_optional=True)
@@ -100,13 +102,16 @@ _LSE_GRADIENT = _tensor(
     "dlse", 3, "fp32", "(B, Hq, Sq), gradient of the LSE, from autograd; (B, Hq, 0): none", is_optional=True
 )
 _QUANT_WORKSPACE = _tensor(
-    "scratch8", 1, "int32", "(n,), workspace of the op: operands in 8 bits (quantized_qkv.py)", is_optional=True
+    "quant_workspace", 1, "int32", "(n,), workspace of the op: operands in 8 bits (quantized_qkv.py)", is_optional=True
 )
 _CACHE = (
     _tensor("k_scale", 3, "fp32", "(B, Hkv, Sk), scale of each key, stride 0 in broadcast dims", is_optional=True),
     _tensor("v_scale", 3, "fp32", "(B, Hkv, Sk), scale of each value, stride 0 in broadcast dims", is_optional=True),
     _number(
-        "rotated", "int32", "1: keys are rotated (quantize_reference.py), so queries are rotated, too", is_optional=True
+        "k_is_rotated",
+        "int32",
+        "1: keys are rotated (quantize_reference.py), so queries are rotated, too",
+        is_optional=True,
     ),
 )
 _FEATURES = (*_MASK, *_BIAS, *_DROPOUT)
@@ -137,7 +142,7 @@ DECODE = (
     *_WINDOW,
     _SINKS,
     _SOFTCAP,
-    _PAGES,
+    _BLOCK_TABLE,
     _LENGTHS[2],
     _SPLIT_SIZE,
 )
@@ -146,19 +151,27 @@ _FORWARD_RESULTS = (
     _tensor("do", 4, "output", "(B, Hq, Sq, Dv), gradient of the output, from autograd"),
     _tensor("lse", 3, "fp32", "(B, Hq, Sq), LSE of the forward"),
 )
-_ROW_STATS_SHAPE = "(B, Hq, 2, Sq rounded up to scratch_rows), workspace: LSE * log2(e) (inf: no visible key), delta"
-_ROW_STATS = _tensor("rows", 4, "fp32", _ROW_STATS_SHAPE)
+_ROW_STATS_SHAPE = (
+    "(B, Hq, 2, Sq rounded up to workspace_block_rows), workspace: LSE * log2(e) (inf: no visible key), delta"
+)
+_ROW_STATS = _tensor("row_stats", 4, "fp32", _ROW_STATS_SHAPE)
 BACKWARD = (
     *_OPERANDS,
     *_FORWARD_RESULTS,
-    _tensor("dq", 4, "query", "(B, Hq, Sq, D), allocated by the op; any tensor of the shape if not wanted"),
+    _tensor("dq", 4, "query", "(B, Hq, Sq, D), allocated by the op; any tensor of the shape if not needed"),
     _tensor("dk", 4, "key", "(B, Hkv, Sk, D), like dq; Hopper: a multiple of Hkv heads if tiles share query heads"),
     _tensor("dv", 4, "value", "(B, Hkv, Sk, Dv), like dk"),
     _ROW_STATS,
-    _tensor("scratch", 1, "fp32", "(n,), workspace: dQ in register order, and counters; unused by the split backward"),
+    _tensor(
+        "dq_workspace", 1, "fp32", "(n,), workspace: dQ in register order, and counters; unused by the split backward"
+    ),
     *_SCALES,
     *_TILE_SCHEDULER,
-    _number("wanted", "int32", "sum of 1 (dQ) and 2 (dK and dV); a single part only for the split backward"),
+    _number(
+        "needs_grad",
+        "int32",
+        "gradients to compute: sum of 1 (dQ) and 2 (dK and dV); a single part only for the split backward",
+    ),
     *_FEATURES,
     *_WINDOW,
     _LSE_GRADIENT,

@@ -30,7 +30,7 @@ SMEM_BYTES = {80: 166912, 90: 232448}  # usable shared memory of one CTA, by arc
 SMEM_RESERVED = 1024  # further shared memory that every CTA takes
 L2_BYTES = {90: 50 << 20}
 MAX_REGISTERS = 255  # largest number of registers of a thread
-SCRATCH_UNITS = 8  # units of a block of rows in the backward workspace (UNITS of kernels/backward/workspace.py)
+WORKSPACE_UNITS = 8  # units of a block of rows in the backward workspace (UNITS of kernels/backward/workspace.py)
 PEERS_AT_ONCE = 4  # CTAs of a cluster whose results a decode reads at a time (AT_ONCE of kernels/decode/split_kv.py)
 REGISTER_FILE = 65536
 BACKWARD_TILE = (64, 128)  # tile_m, tile_n: preprocess and postprocess of the backward rely on the sizes
@@ -150,7 +150,7 @@ class KernelSpec:
         return self.kind == "detbwd"
 
     @property
-    def scratch_rows(self) -> int:
+    def workspace_block_rows(self) -> int:
         """Number that the rows in the backward workspace are rounded up to a multiple of.
 
         With block-sparse lists, kernels visit all parts of a listed block, also parts behind the last row.

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from . import features
 from .architectures import BY_ARCH, TARGETS
 from .dtypes import KERNEL_DTYPES, changes_elements, elements_of, unsupported_element_reason
-from .kernel_spec import CLUSTER, PEERS_AT_ONCE, ROWS_PER_WARPGROUP, SCRATCH_UNITS, KernelSpec
+from .kernel_spec import CLUSTER, PEERS_AT_ONCE, ROWS_PER_WARPGROUP, WORKSPACE_UNITS, KernelSpec
 
 # Sets of features (features.py), by the tags in names of kernels.
 FULL, CAUSAL, MASK, BIAS, BIAS32 = (("full",), ("causal",), ("mask",), ("bias",), ("bias32",))
@@ -113,7 +113,7 @@ class KernelRow:
     @property
     def counters(self) -> int:
         """Number of counters for a block of rows of the backward workspace; 0 if the kernel needs none."""
-        return SCRATCH_UNITS if self.kind in {"bwd", "detbwd"} else 0
+        return WORKSPACE_UNITS if self.kind in {"bwd", "detbwd"} else 0
 
 
 # Small tiles fill more SMs, and large tiles reuse K and V more. Wide blocks (tile_n) suit long keys.

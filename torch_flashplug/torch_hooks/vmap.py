@@ -68,12 +68,12 @@ def _quantized_kv_forward(info, in_dims: tuple, *args) -> tuple[Tensor, int]:
 
 def _attention_forward(info, in_dims: tuple, *args) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
     op, tensors = attention.namespace.attention_fwd, 7
-    query, key, value, sinks, cu_q, *settings = args
-    if cu_q is not None or (sinks is not None and in_dims[_FORWARD_TENSORS] is not None):
+    query, key, value, sinks, cu_seqlens_q, *settings = args
+    if cu_seqlens_q is not None or (sinks is not None and in_dims[_FORWARD_TENSORS] is not None):
         return _run_per_entry(op, info, in_dims, args, tensors)
     fold = _BatchFold(info, 0.0)
     folded = (fold.fold_tensor(x, dim) for x, dim in zip((query, key, value), in_dims))
-    return tuple(map(fold.unfold_tensor, op(*folded, sinks, cu_q, *settings))), (0, 0)
+    return tuple(map(fold.unfold_tensor, op(*folded, sinks, cu_seqlens_q, *settings))), (0, 0)
 
 
 def _run_per_entry(op: Callable, info, in_dims: tuple, args: tuple, tensors: int) -> tuple[tuple, tuple]:
@@ -88,8 +88,8 @@ def _run_per_entry(op: Callable, info, in_dims: tuple, args: tuple, tensors: int
 
 
 def _attention_backward(info, in_dims: tuple, *args) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
-    tensors, cu_q = 9, args[7]
-    if cu_q is not None:
+    tensors, cu_seqlens_q = 9, args[7]
+    if cu_seqlens_q is not None:
         return _run_per_entry(attention.namespace.attention_bwd, info, in_dims, args, tensors)
     fold = _BatchFold(info, 0.0)
     folded = [None if x is None else fold.fold_tensor(x, dim) for x, dim in zip(args[:tensors], in_dims)]

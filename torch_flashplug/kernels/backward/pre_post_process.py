@@ -73,8 +73,8 @@ class BackwardPreprocess:
     def __call__(
         self,
         inputs: RowStatsInputs,
-        mRows: cute.Tensor,  # (B, Hq, 2, blocks * TILE_M) fp32
-        mScratch: cute.Tensor | None,  # dQ workspace (DqWorkspace)
+        mRowStats: cute.Tensor,  # (B, Hq, 2, blocks * TILE_M) fp32
+        mDqWorkspace: cute.Tensor | None,  # dQ workspace (DqWorkspace)
         workspace_layout: WorkspaceLayout | None,
         keep_probability: DropoutScale | None,  # kept share of P
         addressing: TileAddressing,
@@ -84,12 +84,12 @@ class BackwardPreprocess:
         clearing = (
             None
             if workspace_layout is None
-            else WorkspaceClear(mScratch, workspace_layout.heads, workspace_layout.group, workspace_layout.portions)
+            else WorkspaceClear(mDqWorkspace, workspace_layout.heads, workspace_layout.group, workspace_layout.portions)
         )
-        self.kernel(inputs, mRows, clearing, keep_probability, addressing).launch(
+        self.kernel(inputs, mRowStats, clearing, keep_probability, addressing).launch(
             # The first grid dimension has a limit of 2^31 - 1 CTAs. The limit of the further dimensions is 65535, and B
             # or Hq may exceed this limit.
-            grid=(mRows.shape[3] // TILE_M * Hq * B, 1, 1),
+            grid=(mRowStats.shape[3] // TILE_M * Hq * B, 1, 1),
             block=(WARPGROUP, 1, 1),
             stream=stream,
         )
@@ -98,12 +98,12 @@ class BackwardPreprocess:
     def kernel(
         self,
         inputs: RowStatsInputs,
-        mRows: cute.Tensor,
+        mRowStats: cute.Tensor,
         clearing: WorkspaceClear | None,
         keep_probability: DropoutScale | None,
         addressing: TileAddressing,
     ):
-        heads, blocks = mRows.shape[1], mRows.shape[3] // TILE_M
+        heads, blocks = mRowStats.shape[1], mRowStats.shape[3] // TILE_M
         linear, workspace_block = cute.arch.block_idx()[0] // blocks, cute.arch.block_idx()[0] % blocks
         batch, head = linear // heads, linear % heads
         thread = cute.arch.thread_idx()[0]
@@ -131,8 +131,8 @@ class BackwardPreprocess:
                     delta = delta - inputs.dlse[tile.lse_coord(row)]
             if thread % LANES == 0:
                 row = workspace_block * TILE_M + part * (WARPGROUP // LANES) + thread // LANES
-                mRows[batch, head, 0, row] = lse
-                mRows[batch, head, 1, row] = (
+                mRowStats[batch, head, 0, row] = lse
+                mRowStats[batch, head, 1, row] = (
                     delta if cutlass.const_expr(keep_probability is None) else delta * keep_probability.keep_probability
                 )
 
@@ -191,23 +191,23 @@ class BackwardPostprocess:
     @cute.jit
     def __call__(
         self,
-        mScratch: cute.Tensor,
-        mRows: cute.Tensor,  # (B, Hq, 2, blocks * TILE_M) fp32
+        mDqWorkspace: cute.Tensor,
+        mRowStats: cute.Tensor,  # (B, Hq, 2, blocks * TILE_M) fp32
         mdQ: cute.Tensor,
         scale: Float32,
         workspace_layout: WorkspaceLayout,
         addressing: TileAddressing,
         stream: cuda.CUstream,
     ):
-        B, Hq, _, rows = mRows.shape
+        B, Hq, _, rows = mRowStats.shape
         heads, blocks = workspace_layout.heads * workspace_layout.group, rows // TILE_M
-        self.kernel(mScratch, blocks, mdQ, scale, B * Hq - heads, addressing).launch(
+        self.kernel(mDqWorkspace, blocks, mdQ, scale, B * Hq - heads, addressing).launch(
             grid=(blocks * heads, 1, 1), block=(WARPGROUPS * WARPGROUP, 1, 1), stream=stream
         )
 
     @cute.kernel
     def kernel(
-        self, mScratch: cute.Tensor, blocks: Int32, mdQ: cute.Tensor, scale: Float32, first_head: Int32,
+        self, mDqWorkspace: cute.Tensor, blocks: Int32, mdQ: cute.Tensor, scale: Float32, first_head: Int32,
         addressing: TileAddressing
     ):  # fmt: skip
         cta = cute.arch.block_idx()[0]
@@ -224,9 +224,9 @@ class BackwardPostprocess:
             row = tile.block * TILE_M + warp % 4 * 16 + quad
             column = (warp // 4 * self.chunks + chunk) * VECTOR
             if cutlass.const_expr((part + 1) * 4 <= self.chunks):
-                self.write(mScratch.iterator + source, tile.rows(mdQ), row, column, scale)
+                self.write(mDqWorkspace.iterator + source, tile.rows(mdQ), row, column, scale)
             elif warp < UNITS:  # the last tasks do not need all threads
-                self.write(mScratch.iterator + source, tile.rows(mdQ), row, column, scale)
+                self.write(mDqWorkspace.iterator + source, tile.rows(mdQ), row, column, scale)
 
     @cute.jit
     def write(self, floats: cute.Pointer, gdQ: cute.Tensor, row: Int32, column: Int32, scale: Float32):
@@ -264,14 +264,14 @@ class RowStats:
 
 
 @cute.jit
-def rows_of_thread(mRows: cute.Tensor, tile: Tile, row: Int32, scale_log2: Float32) -> RowStats:
+def rows_of_thread(mRowStats: cute.Tensor, tile: Tile, row: Int32, scale_log2: Float32) -> RowStats:
     """Load LSE and delta of the rows `row` and `row` + 8."""
     values = cute.make_rmem_tensor((2, 2), Float32)
     for r in cutlass.range_constexpr(2):
         values[r, 0], values[r, 1] = Float32.inf, Float32(0.0)
         if row + 8 * r < tile.sizes.Sq:
             for which in cutlass.range_constexpr(2):
-                values[r, which] = mRows[tile.row_stats_coord(which, row + 8 * r)]
+                values[r, which] = mRowStats[tile.row_stats_coord(which, row + 8 * r)]
     return RowStats((values[0, 0], values[1, 0]), (values[0, 1], values[1, 1]), scale_log2)
 
 

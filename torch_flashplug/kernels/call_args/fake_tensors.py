@@ -53,18 +53,18 @@ LAYOUTS = {
     "dv": operand("B shares Sk Dv"),
     "lse": Layout("B Hq Sq", 4),
     "dlse": Layout("B Hq ?", 4, last_stride=None),
-    "rows": Layout("B Hq 2 ?", UNIT, divisibility=4),
+    "row_stats": Layout("B Hq 2 ?", UNIT, divisibility=4),
     "mask": Layout("? ? ? ?", 1, last_stride=None),
     "mask_metadata": Layout("? ? ?", UNIT),
     **dict.fromkeys(("bias", "bias32", "dbias", "dbias32"), BIAS),
     **dict.fromkeys(("k_scale", "v_scale"), Layout("? ? ?", 4, last_stride=None)),
     "sinks": Layout("?", 4, last_stride=None),
-    "pages": Layout("? ?"),
-    **dict.fromkeys(("partials", "scratch", "scratch8", "lists"), vector(align=UNIT)),
+    "block_table": Layout("? ?"),
+    **dict.fromkeys(("partials", "dq_workspace", "quant_workspace", "tile_lists"), vector(align=UNIT)),
     "counter": vector("1"),
     "seed": vector("1", align=8),
-    **dict.fromkeys(("cu_q", "cu_k"), vector("sequences_plus_1")),
-    "used_k": vector(),
+    **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), vector("sequences_plus_1")),
+    "seqused_k": vector(),
 }
 # Layouts of a kernel kind that differ from LAYOUTS.
 LAYOUTS_OF_KIND = {

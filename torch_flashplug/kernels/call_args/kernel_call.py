@@ -23,7 +23,7 @@ from ..primitives.fragments import LOG2_E
 from .fake_tensors import FakeTensors
 
 NUMBERS = {"fp32": Float32, "int32": Int32}
-WANT_DQ, WANT_DKDV = 1, 2  # bits of the argument `wanted`: kWantDq, kWantDkDv of src/dispatch/dispatch.h
+NEEDS_DQ, NEEDS_DKDV = 1, 2  # bits of the argument `needs_grad`: kNeedsDq, kNeedsDkDv of src/dispatch/dispatch.h
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Paged KV cache (vLLM, arXiv 2309.06180): K and V in a pool (pages, Hkv, rows of a page, D), and a block table.
 
-The block table has the page indices of each sequence. Keys of a sequence count up to used_k[batch]. Memory behind the
-last key is never read.
+The block table has the page indices of each sequence. Keys of a sequence count up to seqused_k[batch]. Memory behind
+the last key is never read.
 
 A sequence with a single page may have a page of any number of rows. With several pages, the number of rows of a page is
 a multiple of GROUP. A thread copies rows of a group of GROUP adjacent rows, which then lie in a single page, so that
@@ -150,7 +150,7 @@ class PagedKvFeature(KernelFeatures):
     """Kernel feature for decode with a paged KV cache."""
 
     def page_table(self, call: object) -> PageTable:
-        return PageTable(call.pages, call.used_k, call.k.shape[2])
+        return PageTable(call.block_table, call.seqused_k, call.k.shape[2])
 
     def tile_addressing(self, call: object) -> PagedAddressing:
         return PagedAddressing(self.page_table(call))
@@ -159,4 +159,4 @@ class PagedKvFeature(KernelFeatures):
         """Return the KV loader for 8 or 16 bits, depending on the features before this feature."""
         if super().kv_loader(call) is None:
             return PagedKvLoader(self.page_table(call))
-        return PagedQuantizedKvLoader(call.k_scale, call.v_scale, call.rotated, self.page_table(call))
+        return PagedQuantizedKvLoader(call.k_scale, call.v_scale, call.k_is_rotated, self.page_table(call))

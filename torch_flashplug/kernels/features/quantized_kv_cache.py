@@ -146,7 +146,7 @@ class QuantizedKvLoader(KvLoader):
 
     k_scale: cute.Tensor  # (B, Hkv, Sk)
     v_scale: cute.Tensor
-    rotated: Int32
+    k_is_rotated: Int32
 
     def columns(self, dim: int) -> int:
         return dim // 2
@@ -187,7 +187,7 @@ class QuantizedKvLoader(KvLoader):
         cute.autovec_copy(cute.make_tensor(source, cute.make_layout(values_per_lane)), query)
         for i in cutlass.range_constexpr(values_per_lane):
             rotated[i] = query[i].to(Float32)
-        Rotation(self.rotated, D).apply(rotated)
+        Rotation(self.k_is_rotated, D).apply(rotated)
         cute.arch.sync_warp()
         for i in cutlass.range_constexpr(0, values_per_lane, 2):
             sm80.store_packed(
@@ -388,4 +388,4 @@ class QuantizedKvCacheFeature(KernelFeatures):
         super().__init__(QuantizedKvElement(element, FORMATS[KERNEL_DTYPES[spec.dtype].k]), spec, transposed)
 
     def kv_loader(self, call: object) -> QuantizedKvLoader:
-        return QuantizedKvLoader(call.k_scale, call.v_scale, call.rotated)
+        return QuantizedKvLoader(call.k_scale, call.v_scale, call.k_is_rotated)

@@ -69,7 +69,7 @@ class QuantizedQkv(KernelFeatures):
         """
         B, Hq, Sq, _ = call.q.shape
         _, Hkv, Sk, _ = call.k.shape
-        Dv, workspace = call.v.shape[3], QuantWorkspace(call.scratch8.iterator)
+        Dv, workspace = call.v.shape[3], QuantWorkspace(call.quant_workspace.iterator)
         q, k = (workspace.allocate(Uint8, B, heads, S, self.spec.d) for heads, S in ((Hq, Sq), (Hkv, Sk)))
         v = workspace.allocate(Uint8, B, Hkv, Dv, cute.round_up(Sk, len(KEY_ORDER))) if self.v_is_transposed else None
         q_scale, row_shift = (workspace.allocate(Float32, B, Hq, Sq) for _ in range(2))

@@ -45,14 +45,14 @@ class VarlenFeature(KernelFeatures):
         return (*rows, key_list, workspace_list)
 
     def varlen_inputs(self, call: object) -> VarlenInputs:
-        return VarlenInputs(call.cu_q, call.cu_k, call.used_k, call.q.shape[2], call.k.shape[2])
+        return VarlenInputs(call.cu_seqlens_q, call.cu_seqlens_k, call.seqused_k, call.q.shape[2], call.k.shape[2])
 
     def tile_addressing(self, call: object) -> VarlenAddressing:
         """Return the tile addressing. The lists lie one behind the next in the workspace of the call.
 
         Each list has a head of a sector, followed by the entries.
         """
-        inputs, start, lists = self.varlen_inputs(call), call.lists.iterator, {}
+        inputs, start, lists = self.varlen_inputs(call), call.tile_lists.iterator, {}
         for list_spec in self.tile_list_specs:
             capacity = (inputs.keys if list_spec.of_keys else inputs.rows) // list_spec.size + inputs.sequences
             first_entry = cute.make_ptr(Int32, (start + ENTRY).toint(), cute.AddressSpace.gmem, assumed_align=16)

@@ -37,11 +37,11 @@ class TileListSpec:
 class VarlenInputs:
     """Arguments of a call with packed sequences."""
 
-    cu_q: cute.Tensor  # (sequences + 1,) Int32: first row of each sequence, and the end of the last sequence
-    cu_k: cute.Tensor
-    # (sequences,) Int32: KV length of each sequence, or (0,). A size equal to the size of `cu_q` marks
+    cu_seqlens_q: cute.Tensor  # (sequences + 1,) Int32: first row of each sequence, and the end of the last sequence
+    cu_seqlens_k: cute.Tensor
+    # (sequences,) Int32: KV length of each sequence, or (0,). A size equal to the size of `cu_seqlens_q` marks
     # existing lists (`lists_exist`).
-    used_k: cute.Tensor
+    seqused_k: cute.Tensor
     rows: Int32  # rows of all sequences together
     keys: Int32
 
@@ -52,15 +52,15 @@ class VarlenInputs:
         The extra sequences are the rows before the first sequence and the rows behind the last sequence. They have
         rows without keys, and keys without rows. The results there are zeros.
         """
-        return self.cu_q.shape[0] + 1
+        return self.cu_seqlens_q.shape[0] + 1
 
     @property
     def lists_exist(self) -> cutlass.Boolean:
         """True if the lists already exist.
 
-        Existing lists already contain the KV lengths. A tensor of the size of `cu_q` then replaces `used_k`.
+        Existing lists already contain the KV lengths. A tensor of the size of `cu_seqlens_q` then replaces `seqused_k`.
         """
-        return self.used_k.shape[0] == self.cu_q.shape[0]
+        return self.seqused_k.shape[0] == self.cu_seqlens_q.shape[0]
 
     @property
     def num_workspace_blocks(self) -> Int32:
@@ -68,7 +68,7 @@ class VarlenInputs:
 
     def own_range(self, sequence: Int32, of_keys: bool) -> tuple[Int32, Int32]:
         """Return the first row (or key) and the length of a sequence. A nonexistent sequence has length 0."""
-        starts, total = (self.cu_k, self.keys) if of_keys else (self.cu_q, self.rows)
+        starts, total = (self.cu_seqlens_k, self.keys) if of_keys else (self.cu_seqlens_q, self.rows)
         last = self.sequences - 1
         start = cutlass.select_(sequence > 0, starts[cutlass.min(cutlass.max(sequence - 1, 0), last - 1)], 0)
         end = cutlass.select_(sequence < last, starts[cutlass.min(sequence, last - 1)], total)
@@ -86,8 +86,8 @@ class VarlenInputs:
     @cute.jit
     def kv_len(self, sequence: Int32, length: Int32) -> Int32:
         """Return the KV length of a sequence with `length` keys in the tensor."""
-        if (sequence >= 0) & (sequence < self.used_k.shape[0]):
-            length = cutlass.min(length, cutlass.max(self.used_k[sequence], 0))
+        if (sequence >= 0) & (sequence < self.seqused_k.shape[0]):
+            length = cutlass.min(length, cutlass.max(self.seqused_k[sequence], 0))
         return length
 
 

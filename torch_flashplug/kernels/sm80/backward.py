@@ -57,7 +57,7 @@ class QueryStages:
     copier: sm80.SmemCopier
     mQ: cute.Tensor  # (Hq, Sq, D)
     mdO: cute.Tensor  # (Hq, Sq, Dv)
-    mRows: cute.Tensor  # (Hq, 2, padded Sq): LSE * log2(e) and delta
+    mRowStats: cute.Tensor  # (Hq, 2, padded Sq): LSE * log2(e) and delta
     q: sm80.SmemTile  # Q of stage 0
     do: sm80.SmemTile
     stage_bytes: int
@@ -74,7 +74,7 @@ class QueryStages:
     def load_q(self, head: Int32, block: Int32, stage: Int32) -> None:
         """Start the load of a block of Q with its LSE and delta into stage `stage`."""
         self.copier.load(self.of_head(self.mQ, head), block * self.q.rows, self.stage_index(self.q, stage))
-        self.load_rows(self.mRows[head, None, None], block * self.q.rows, self.rows + stage * self.stage_bytes)
+        self.load_rows(self.mRowStats[head, None, None], block * self.q.rows, self.rows + stage * self.stage_bytes)
 
     def load_do(self, head: Int32, block: Int32, stage: Int32) -> None:
         """Start the load of a block of dO into stage `stage`."""
@@ -94,13 +94,13 @@ class QueryStages:
         return cute.make_tensor(gX.iterator, cute.make_layout(gX.shape, stride=stride))
 
     @cute.jit
-    def load_rows(self, gRows: cute.Tensor, first: Int32, target: Int32):
+    def load_rows(self, gRowStats: cute.Tensor, first: Int32, target: Int32):
         """Start the load of LSE and delta of a block of queries."""
         thread, units = cute.arch.thread_idx()[0], self.q.rows // QUAD
         if thread < ROW_STATS * units:
             row = first + thread % units * QUAD
-            source = gRows.iterator.toint() + (Int64(thread // units) * gRows.stride[0] + row) * FP32_BYTES
-            size = cutlass.select_(row < gRows.shape[1], Int32(sm80.VECTOR_BYTES), Int32(0))
+            source = gRowStats.iterator.toint() + (Int64(thread // units) * gRowStats.stride[0] + row) * FP32_BYTES
+            size = cutlass.select_(row < gRowStats.shape[1], Int32(sm80.VECTOR_BYTES), Int32(0))
             sm80.copy_unit(source, target + thread * sm80.VECTOR_BYTES, size)
 
     def row_stats(self, which: int, stage: Int32, first: Int32 | int) -> cute.Tensor:
@@ -271,8 +271,8 @@ class BackwardSm80(KernelCall, kind="bwd"):
     3. `BackwardPostprocess` converts dQ to 16 bits.
 
     Inputs: q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv), o and do (B, Hq, Sq, Dv), lse (B, Hq, Sq) in fp32.
-    Outputs: dq, dk and dv, with the shapes of q, k and v. Workspace: rows (B, Hq, 2, padded Sq) in fp32, and the dQ
-    workspace (`DqWorkspace`).
+    Outputs: dq, dk and dv, with the shapes of q, k and v. Workspace: row_stats (B, Hq, 2, padded Sq) in fp32, and the
+    dQ workspace (`DqWorkspace`).
 
     Warp roles: every warp loads and multiplies. `column_parts` (1, 2 or 4) warps share the columns of dK and dV of 32
     keys.
@@ -311,7 +311,7 @@ class BackwardSm80(KernelCall, kind="bwd"):
         bound_iterator = block_iterator.bind(SeqlenInfo(call.q.shape[2], Sk), self.tile_m, self.tile_n)
         section = kv_heads_per_l2_group(bound_iterator, group, B * Hkv, row_bytes, num_ctas)
         workspace_layout = WorkspaceLayout(B * Hkv, group, num_n_blocks)
-        workspace = (call.rows, call.scratch)
+        workspace = (call.row_stats, call.dq_workspace)
         self.features.launch_preprocess(call, stream)
         row_stats_inputs = RowStatsInputs(call.o, call.do, call.lse, call.dlse)
         self.preprocess(
@@ -322,8 +322,8 @@ class BackwardSm80(KernelCall, kind="bwd"):
             grid=(num_n_blocks * B * Hkv, 1, 1), block=(self.spec.threads, 1, 1), stream=stream
         )
         self.postprocess(
-            call.scratch,
-            call.rows,
+            call.dq_workspace,
+            call.row_stats,
             call.dq,
             score_pipeline.scaled(call.scales.natural),
             workspace_layout,
@@ -335,8 +335,8 @@ class BackwardSm80(KernelCall, kind="bwd"):
     def kernel(
         self,
         tensors: BackwardGmem,
-        mRows: cute.Tensor,
-        mScratch: cute.Tensor,
+        mRowStats: cute.Tensor,
+        mDqWorkspace: cute.Tensor,
         scales: SoftmaxScale,
         section: Int32,
         addressing: TileAddressing,
@@ -362,12 +362,14 @@ class BackwardSm80(KernelCall, kind="bwd"):
         do = sm80.SmemTile(q.start + q.bytes, self.tile_m, self.dv)
         stage_bytes = q.bytes + do.bytes + ROW_STATS * self.tile_m * FP32_BYTES
         copier = sm80.SmemCopier(self.spec.threads, self.element, self.elementwise)
-        batch_tensors = tuple(x[tile.batch, None, None, None] for x in (tensors.q, tensors.do, mRows))
+        batch_tensors = tuple(x[tile.batch, None, None, None] for x in (tensors.q, tensors.do, mRowStats))
         queries = QueryStages(copier, *batch_tensors, q, do, stage_bytes)
 
         copier.load(tile.rows(tensors.k), first_key, k)
         copier.load(tile.rows(tensors.v), first_key, v)
-        workspace = DqWorkspace(mScratch.iterator, mRows.shape[3] // self.tile_m, B * Hq, self.tile_m * self.d // UNITS)
+        workspace = DqWorkspace(
+            mDqWorkspace.iterator, mRowStats.shape[3] // self.tile_m, B * Hq, self.tile_m * self.d // UNITS
+        )
         tiles, group = BackwardSmem(k, v, weights), Hq // Hkv
         kv_block = KvBlock(replace(tile, group=group), tile.head * group, tile.batch * Hq, group)
         if cutlass.const_expr(self.parts == 4):

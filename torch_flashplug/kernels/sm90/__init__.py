@@ -1,5 +1,6 @@
 """Kernels for Hopper: TMA, WGMMA and warp specialization.
 
+- `common`: Arguments that all kernels share.
 - `forward`: The forward.
 - `backward`: The backward, one kernel.
 - `backward_split`: The backward in two kernels, backward_dq and backward_dkdv.

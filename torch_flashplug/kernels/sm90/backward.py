@@ -47,34 +47,17 @@ from ..tiling.backward_tile_scheduler import BackwardTileScheduler, kv_heads_per
 from ..tiling.block_iterator import BlockIterator, QueryBlockRange
 from ..tiling.seqlen_info import SeqlenInfo
 from ..tiling.tile import Tile, TileAddressing, TileGrid
+from .common import TmaOperands
 
 ROWS, SLAB = ROWS_PER_WARPGROUP, sm90.SLAB  # keys of a warpgroup, keys of a warp
 DS_STAGES = 2  # stages of dS: a warpgroup writes the next dS while its peer may still multiply with the previous dS
 
 
 @dataclass(frozen=True)
-class BackwardOperands:
-    """TMA atoms, or TMA coordinates (rows, columns, heads, batch), of the tensors moved by TMA."""
-
-    q: cute.CopyAtom | cute.Tensor
-    do: cute.CopyAtom | cute.Tensor
-    k: cute.CopyAtom | cute.Tensor
-    v: cute.CopyAtom | cute.Tensor
-    dk: cute.CopyAtom | cute.Tensor
-    dv: cute.CopyAtom | cute.Tensor
-    dq: cute.CopyAtom | cute.Tensor
-
-    @property
-    def all(self) -> tuple:
-        """All atoms or coordinates, in the order of the fields."""
-        return self.q, self.do, self.k, self.v, self.dk, self.dv, self.dq
-
-
-@dataclass(frozen=True)
 class BackwardWorkspaceTensors:
     """Workspace in global memory that the three kernels of a call share."""
 
-    rows: cute.Tensor  # (B, Hq, 2, rows) fp32: LSE * log2(e) and delta, padded to whole blocks
+    row_stats: cute.Tensor  # (B, Hq, 2, rows) fp32: LSE * log2(e) and delta, padded to whole blocks
     dq_workspace: cute.Tensor  # dQ in fp32, then the Int32 counters
 
 
@@ -273,7 +256,7 @@ class BackwardSm90(KernelCall, kind="bwd"):
 
     Inputs: q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv), o and do (B, Hq, Sq, Dv), lse (B, Hq, Sq) in fp32.
     Outputs: dq (B, Hq, Sq, D), dk (B, shares, Sk, D), dv (B, shares, Sk, Dv), where `shares` is Hkv or a multiple of
-    Hkv. Workspace: rows (B, Hq, 2, padded Sq) in fp32, and the dQ workspace (`DqWorkspace`).
+    Hkv. Workspace: row_stats (B, Hq, 2, padded Sq) in fp32, and the dQ workspace (`DqWorkspace`).
 
     Warp roles of the main kernel: warpgroup 0 gives its registers away. Its warp 0 loads Q and dO and fetches tiles.
     Its warp 1 loads K and V. Its warps 2 and 3 are dQ writers, or accumulator warps if the spec is deterministic.
@@ -340,31 +323,40 @@ class BackwardSm90(KernelCall, kind="bwd"):
         score_pipeline = self.features.score_pipeline(call)
         row_inputs = RowStatsInputs(call.o, call.do, call.lse, call.dlse)
         self.preprocess(
-            row_inputs, call.rows, call.scratch, layout, score_pipeline.keep_probability, addressing, stream
+            row_inputs, call.row_stats, call.dq_workspace, layout, score_pipeline.keep_probability, addressing, stream
         )
         self.launch_main_kernel(call, section, layout, stream)
         self.postprocess(
-            call.scratch, call.rows, call.dq, score_pipeline.scaled(call.scales.natural), layout, addressing, stream
+            call.dq_workspace,
+            call.row_stats,
+            call.dq,
+            score_pipeline.scaled(call.scales.natural),
+            layout,
+            addressing,
+            stream,
         )
 
     @cute.jit
     def launch_main_kernel(self, call: KernelArgs, section: Int32, layout: WorkspaceLayout, stream: cuda.CUstream):
         """Launch the main kernel."""
         addressing = self.features.tile_addressing(call)
-        tensors = (addressing.rows_first(x) for x in (call.q, call.do, call.k, call.v))
-        loads = tuple(x.tma(m) for x, m in zip(self.inputs, tensors, strict=True))
-        stores = tuple(
-            sm90.output_tma(self.element, addressing.rows_first(x), columns)
-            for x, columns in ((call.dk, self.d), (call.dv, self.dv), (call.dq, self.half))
+        q, do, k, v = self.inputs
+        operands = TmaOperands.create(
+            q=q.tma(addressing.rows_first(call.q)),
+            do=do.tma(addressing.rows_first(call.do)),
+            k=k.tma(addressing.rows_first(call.k)),
+            v=v.tma(addressing.rows_first(call.v)),
+            dk=sm90.output_tma(self.element, addressing.rows_first(call.dk), self.d),
+            dv=sm90.output_tma(self.element, addressing.rows_first(call.dv), self.dv),
+            dq=sm90.output_tma(self.element, addressing.rows_first(call.dq), self.half),
         )
-        atoms, tensors = (BackwardOperands(*(x[i] for x in (*loads, *stores))) for i in (0, 1))
         feature_args = (
             addressing,
             self.features.block_iterator(call),
             self.features.score_pipeline(call).tma(self.score_layout),
         )
-        workspace = BackwardWorkspaceTensors(call.rows, call.scratch)
-        self.kernel(atoms, tensors, workspace, call.scales, call.counter, section, layout.heads, *feature_args).launch(
+        workspace = BackwardWorkspaceTensors(call.row_stats, call.dq_workspace)
+        self.kernel(operands, workspace, call.scales, call.counter, section, layout.heads, *feature_args).launch(
             grid=(cutlass.min(layout.portions * call.dk.shape[1] * call.dk.shape[0], call.num_ctas), 1, 1),
             block=((WARPGROUPS + 1) * sm90.WARPGROUP, 1, 1),
             stream=stream,
@@ -410,7 +402,7 @@ class BackwardSm90(KernelCall, kind="bwd"):
     def start_cta(
         self,
         warp_idx: Int32,
-        atoms: BackwardOperands,
+        operands: TmaOperands,
         pipelines: BackwardPipelines,
         tile_index_pipeline: sm90.Pipeline,
         score_pipeline: ScorePipeline,
@@ -425,13 +417,12 @@ class BackwardSm90(KernelCall, kind="bwd"):
             *(((pipelines.staged, 4),) if self.in_order else ()),
             *score_pipeline.pipelines,
         )
-        sm90.start_cta(warp_idx, (*atoms.all, *score_pipeline.atoms), pipelines_and_warps)
+        sm90.start_cta(warp_idx, (*operands.atoms, *score_pipeline.atoms), pipelines_and_warps)
 
     @cute.kernel
     def kernel(
         self,
-        atoms: BackwardOperands,
-        tensors: BackwardOperands,
+        operands: TmaOperands,
         workspace: BackwardWorkspaceTensors,
         scales: SoftmaxScale,
         mCounter: cute.Tensor,
@@ -447,12 +438,13 @@ class BackwardSm90(KernelCall, kind="bwd"):
         pipelines, tile_indices, tile_index_pipeline = self.create_pipelines(smem)
         score_pipeline = score_pipeline.allocate_smem(smem, self.score_layout)
         shared = self.allocate_smem(smem)
-        self.start_cta(warp_idx, atoms, pipelines, tile_index_pipeline, score_pipeline)
+        self.start_cta(warp_idx, operands, pipelines, tile_index_pipeline, score_pipeline)
 
-        Sq, _, Hq, _ = tensors.q.shape
-        Sk, _, Hkv, _ = tensors.k.shape
-        shares = tensors.dk.shape[2]
-        num_n_blocks, all_shares = addressing.blocks_of_keys(Sk, self.tile_n), shares * addressing.batch(tensors.k)
+        mQ, mK = operands.tensor("q"), operands.tensor("k")
+        Sq, _, Hq, _ = mQ.shape
+        Sk, _, Hkv, _ = mK.shape
+        shares = operands.tensor("dk").shape[2]
+        num_n_blocks, all_shares = addressing.blocks_of_keys(Sk, self.tile_n), shares * addressing.batch(mK)
         sizes = SeqlenInfo(Sq, Sk)
         bound_iterator = block_iterator.bind(sizes, self.tile_m, self.tile_n)
         order = BackwardTileScheduler(True, num_n_blocks, shares, all_shares, section, bound_iterator, self.in_order)
@@ -464,17 +456,18 @@ class BackwardSm90(KernelCall, kind="bwd"):
         writer = warp_idx % DQ_WRITERS
         matrices = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.element.dtype)
         unit_mma = sm90.make_mma(self.element.dtype, self.half, "rows", "columns")
+        (dQ,) = operands.with_smem(dq=cute.local_tile(shared.dq_out, (SLAB, self.half), (writer, 0)))
         dq_writer = DqWriter(
             workspace=DqWorkspace(
                 workspace.dq_workspace.iterator,
-                workspace.rows.shape[3] // self.tile_m,
-                Hq * addressing.batch(tensors.q),
+                workspace.row_stats.shape[3] // self.tile_m,
+                Hq * addressing.batch(mQ),
                 self.unit,
             ),
             layout=WorkspaceLayout(heads_ahead, work.group, num_n_blocks),
             kv_heads=all_shares,
             scale=score_pipeline.scaled(scales.natural),
-            dQ=sm90.TmaOperand(atoms.dq, tensors.dq, cute.local_tile(shared.dq_out, (SLAB, self.half), (writer, 0))),
+            dQ=dQ,
             matrices=cute.make_tiled_copy_C(matrices, unit_mma),
             element=self.element,
             pipeline=pipelines.workspace_units.sub_pipeline(writer, self.writer_stages),
@@ -485,11 +478,10 @@ class BackwardSm90(KernelCall, kind="bwd"):
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp_idx == 0:
-                q, do = sm90.TmaOperand(atoms.q, tensors.q, shared.q), sm90.TmaOperand(atoms.do, tensors.do, shared.do)
-                self.load_queries(q, do, workspace.rows, shared, work, dq_writer, score_pipeline)
+                q, do = operands.with_smem(q=shared.q, do=shared.do)
+                self.load_queries(q, do, workspace.row_stats, shared, work, dq_writer, score_pipeline)
             elif warp_idx == 1:
-                k, v = sm90.TmaOperand(atoms.k, tensors.k, shared.k), sm90.TmaOperand(atoms.v, tensors.v, shared.v)
-                self.load_keys(k, v, work)
+                self.load_keys(*operands.with_smem(k=shared.k, v=shared.v), work)
             elif cutlass.const_expr(self.in_order):
                 run_accumulator_warp(
                     dq_writer.workspace, pipelines.staged.sub_pipeline(writer, 1), shared.staging, work, writer
@@ -498,13 +490,12 @@ class BackwardSm90(KernelCall, kind="bwd"):
                 dq_writer.run(tile_scheduler, order.tile, writer)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
-            dk = sm90.TmaOperand(atoms.dk, tensors.dk, shared.staging)
-            dv = sm90.TmaOperand(atoms.dv, tensors.dv, shared.staging)
+            dk, dv = operands.with_smem(dk=shared.staging, dv=shared.staging)
             self.consume(shared, dk, dv, dq_writer, work, scales, score_pipeline)
 
     @cute.jit
     def load_queries(
-        self, q: sm90.TmaOperand, do: sm90.TmaOperand, mRows: cute.Tensor, shared: BackwardSmem, work: BackwardWork,
+        self, q: sm90.TmaOperand, do: sm90.TmaOperand, mRowStats: cute.Tensor, shared: BackwardSmem, work: BackwardWork,
         dq_writer: DqWriter, score_pipeline: ScorePipeline,
     ):  # fmt: skip
         """Run the first producer warp: load Q with LSE, dO with delta and the score stages' data, step by step.
@@ -523,7 +514,7 @@ class BackwardSm90(KernelCall, kind="bwd"):
             for g in cutlass.range(work.group, unroll=1):
                 tQsQ, tQgQ = tile.queries(q, g).tiles((self.tile_m, self.d), (None, 0))
                 tOsO, tOgO = tile.queries(do, g).tiles((self.tile_m, self.dv), (None, 0))
-                gRows = tile.row_stats(mRows, g, self.tile_m)
+                gRowStats = tile.row_stats(mRowStats, g, self.tile_m)
                 head_range = query_range.of_head(g)
                 stage_loads = score_pipeline.begin_tile_load(tile, tile.query_head(g))
                 subrange = head_range.all_blocks()
@@ -531,11 +522,14 @@ class BackwardSm90(KernelCall, kind="bwd"):
                     block = head_range.nth(j)
                     sm90.load_block(q.atom, tQgQ, tQsQ, pipeline_q, block, count)
                     load_rows(
-                        gRows[0, None, 0, block], shared.lse[None, pipeline_q.stage_index(count)], pipeline_q, count
+                        gRowStats[0, None, 0, block], shared.lse[None, pipeline_q.stage_index(count)], pipeline_q, count
                     )
                     sm90.load_block(do.atom, tOgO, tOsO, pipeline_do, block, count)
                     load_rows(
-                        gRows[0, None, 1, block], shared.delta[None, pipeline_do.stage_index(count)], pipeline_do, count
+                        gRowStats[0, None, 1, block],
+                        shared.delta[None, pipeline_do.stage_index(count)],
+                        pipeline_do,
+                        count,
                     )
                     stage_loads.load(block, count)
                     count += 1

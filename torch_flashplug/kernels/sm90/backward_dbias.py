@@ -41,22 +41,13 @@ from ..primitives import fragments, sm90
 from ..score_stages.pipeline import ScoreCoord, ScoreLayout, ScorePipeline
 from ..tiling.seqlen_info import SeqlenInfo
 from ..tiling.tile import Tile
+from .common import TmaOperands
 
 ROWS, SLAB = ROWS_PER_WARPGROUP, sm90.SLAB
 WARPGROUPS = BACKWARD_WARPGROUPS
 TILE_M = WARPGROUPS * ROWS
 WARPS = WARPGROUPS * sm90.WARPGROUP // sm90.WARP  # consumer warps
 JOIN = 1  # named barrier of all consumer warpgroups
-
-
-@dataclass(frozen=True)
-class DbiasOperands:
-    """TMA atoms, or TMA coordinates (rows, columns, heads, batch), of the tensors loaded by TMA."""
-
-    q: cute.CopyAtom | cute.Tensor
-    k: cute.CopyAtom | cute.Tensor
-    v: cute.CopyAtom | cute.Tensor
-    do: cute.CopyAtom | cute.Tensor
 
 
 @dataclass(frozen=True)
@@ -142,17 +133,20 @@ class BiasGradientSm90(KernelCall, kind="dbias"):
         self.features.launch_preprocess(call, stream)
         addressing, score_pipeline = self.features.tile_addressing(call), self.features.score_pipeline(call)
         row_stats_inputs = RowStatsInputs(call.o, call.do, call.lse)
-        self.preprocess(row_stats_inputs, call.rows, None, None, score_pipeline.keep_probability, addressing, stream)
-        rows, keys = self.inputs
-        q, k, v, do = (
-            x.tma(sm90.rows_first(m)) for x, m in ((rows, call.q), (keys, call.k), (keys, call.v), (rows, call.do))
+        self.preprocess(
+            row_stats_inputs, call.row_stats, None, None, score_pipeline.keep_probability, addressing, stream
         )
-        atoms, tensors = (DbiasOperands(q[i], k[i], v[i], do[i]) for i in (0, 1))
+        rows, keys = self.inputs
+        operands = TmaOperands.create(
+            q=rows.tma(sm90.rows_first(call.q)),
+            k=keys.tma(sm90.rows_first(call.k)),
+            v=keys.tma(sm90.rows_first(call.v)),
+            do=rows.tma(sm90.rows_first(call.do)),
+        )
         tiles = self.make_reduction(call.q, call.k, call.dbias_any_dtype).tiles.total
         self.kernel(
-            atoms,
-            tensors,
-            call.rows,
+            operands,
+            call.row_stats,
             call.scales,
             call.counter,
             call.dbias_any_dtype,
@@ -178,9 +172,8 @@ class BiasGradientSm90(KernelCall, kind="dbias"):
     @cute.kernel
     def kernel(
         self,
-        atoms: DbiasOperands,
-        tensors: DbiasOperands,
-        mRows: cute.Tensor,
+        operands: TmaOperands,
+        mRowStats: cute.Tensor,
         scales: SoftmaxScale,
         mCounter: cute.Tensor,
         mdBias: cute.Tensor,
@@ -195,8 +188,8 @@ class BiasGradientSm90(KernelCall, kind="dbias"):
         columns = smem.allocate_tensor(Float32, cute.make_layout(self.tile_n), 16)
         score_pipeline = score_pipeline.allocate_smem(smem, self.score_layout)
         shared = DbiasSmem(rows.buffer(smem), keys.buffer(smem), columns)
-        Sq, _, Hq, B = tensors.q.shape
-        Sk, _, Hkv, _ = tensors.k.shape
+        Sq, _, Hq, B = operands.tensor("q").shape
+        Sk, _, Hkv, _ = operands.tensor("k").shape
         blocks = DbiasBlock(cute.ceil_div(Sk, self.tile_n), cute.ceil_div(Sq, TILE_M), Hq, B)
         reduction = DbiasReduce.create(blocks, mdBias)
         tile_scheduler = sm90.DynamicTileScheduler(
@@ -204,21 +197,15 @@ class BiasGradientSm90(KernelCall, kind="dbias"):
         )
         work = DbiasWork(pairs, tile_scheduler, reduction, SeqlenInfo(Sq, Sk), Hq // Hkv)
         pipelines_and_warps = ((pairs, WARPS), (tile_index_pipeline, WARPS), *score_pipeline.pipelines)
-        sm90.start_cta(warp_idx, (atoms.q, atoms.k, atoms.v, atoms.do, *score_pipeline.atoms), pipelines_and_warps)
+        sm90.start_cta(warp_idx, (*operands.atoms, *score_pipeline.atoms), pipelines_and_warps)
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp_idx == 0:
-                self.load(
-                    sm90.TmaOperand(atoms.q, tensors.q, shared.rows),
-                    sm90.TmaOperand(atoms.k, tensors.k, shared.keys),
-                    sm90.TmaOperand(atoms.v, tensors.v, shared.keys),
-                    sm90.TmaOperand(atoms.do, tensors.do, shared.rows),
-                    work,
-                    score_pipeline,
-                )
+                loads = operands.with_smem(q=shared.rows, k=shared.keys, v=shared.keys, do=shared.rows)
+                self.load(*loads, work, score_pipeline)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
-            self.consume(shared, work, mdBias, mRows, scales, score_pipeline)
+            self.consume(shared, work, mdBias, mRowStats, scales, score_pipeline)
 
     @cute.jit
     def load(
@@ -265,7 +252,7 @@ class BiasGradientSm90(KernelCall, kind="dbias"):
 
     @cute.jit
     def consume(
-        self, shared: DbiasSmem, work: DbiasWork, mdBias: cute.Tensor, mRows: cute.Tensor, scales: SoftmaxScale,
+        self, shared: DbiasSmem, work: DbiasWork, mdBias: cute.Tensor, mRowStats: cute.Tensor, scales: SoftmaxScale,
         score_pipeline: ScorePipeline
     ):  # fmt: skip
         """Run a consumer warpgroup: compute the sums of 64 rows of every tile, step after step."""
@@ -288,7 +275,7 @@ class BiasGradientSm90(KernelCall, kind="dbias"):
                 tile_stages = score_pipeline.set_tile(
                     ScoreCoord(work.sizes, self.tile_n, row, lane % 4 * 2, block.batch, block.head)
                 )
-                row_stats = rows_of_thread(mRows, rows, row, scale_log2)
+                row_stats = rows_of_thread(mRowStats, rows, row, scale_log2)
                 tile_stages.begin(block.n, masked=True)
                 self.step(state, row_stats, tile_stages, block.n, work.pairs, count)
                 block = work.reduction.after(block)

@@ -36,6 +36,7 @@ from ..tiling.backward_tile_scheduler import BackwardTileScheduler, kv_heads_per
 from ..tiling.block_iterator import BlockIterator, BlockSubrange
 from ..tiling.seqlen_info import SeqlenInfo
 from ..tiling.tile import TileAddressing, TileGrid
+from .common import TmaOperands
 
 ROWS, SLAB = ROWS_PER_WARPGROUP, sm90.SLAB
 WARPGROUPS = BACKWARD_WARPGROUPS
@@ -44,18 +45,6 @@ TILE_M, TILE_N = SPLIT_BACKWARD_TILE
 P, DS = 0, 1
 JOIN = 1  # named barrier of warpgroup w: JOIN + w
 STAGED_COLUMNS = 64  # largest number of columns of dK or dV that a warp stores at once
-
-
-@dataclass(frozen=True)
-class DkdvOperands:
-    """TMA atoms, or TMA coordinates (rows, columns, heads, batch), of the tensors moved by TMA."""
-
-    q: cute.CopyAtom | cute.Tensor
-    k: cute.CopyAtom | cute.Tensor
-    v: cute.CopyAtom | cute.Tensor
-    do: cute.CopyAtom | cute.Tensor
-    dk: cute.CopyAtom | cute.Tensor
-    dv: cute.CopyAtom | cute.Tensor
 
 
 @dataclass(frozen=True)
@@ -175,9 +164,9 @@ class KeyGradientsSm90:
 
     Computes dV = P^T dO and dK = scale * dS^T Q, deterministically.
 
-    Inputs: q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv), do (B, Hq, Sq, Dv). Row statistics: rows (B, Hq, 2,
-    padded Sq) in fp32, LSE * log2(e) and delta. Outputs: dk (B, shares, Sk, D), dv (B, shares, Sk, Dv), where `shares`
-    is Hkv or a multiple of Hkv.
+    Inputs: q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv), do (B, Hq, Sq, Dv). Row statistics: row_stats
+    (B, Hq, 2, padded Sq) in fp32, LSE * log2(e) and delta. Outputs: dk (B, shares, Sk, D), dv (B, shares, Sk, Dv),
+    where `shares` is Hkv or a multiple of Hkv.
 
     Warp roles: warpgroup 0 gives its registers away. Its warp 0 loads Q and dO and fetches tiles. Its warp 1 loads K
     and V. Warpgroup 1 computes S and P, warpgroup 2 computes dP and dS, and each adds its half of the columns of dK and
@@ -214,13 +203,15 @@ class KeyGradientsSm90:
     def __call__(self, call: KernelArgs, stream: cuda.CUstream):
         """Launch the dK and dV kernel."""
         addressing = self.features.tile_addressing(call)
-        tensors = (addressing.rows_first(x) for x in (call.q, call.k, call.v, call.do))
-        loads = tuple(x.tma(m) for x, m in zip(self.inputs, tensors, strict=True))
-        stores = tuple(
-            sm90.output_tma(self.element, addressing.rows_first(x), staged_columns(columns))
-            for x, columns in ((call.dk, self.d), (call.dv, self.dv))
+        q, k, v, do = self.inputs
+        operands = TmaOperands.create(
+            q=q.tma(addressing.rows_first(call.q)),
+            k=k.tma(addressing.rows_first(call.k)),
+            v=v.tma(addressing.rows_first(call.v)),
+            do=do.tma(addressing.rows_first(call.do)),
+            dk=sm90.output_tma(self.element, addressing.rows_first(call.dk), staged_columns(self.d)),
+            dv=sm90.output_tma(self.element, addressing.rows_first(call.dv), staged_columns(self.dv)),
         )
-        atoms, tensors = (DkdvOperands(*(x[i] for x in (*loads, *stores))) for i in (0, 1))
         B, shares, Sk, _ = call.dk.shape
         num_n_blocks, group = addressing.max_blocks_of_keys(Sk, TILE_N), call.q.shape[1] // shares
         block_iterator = self.features.block_iterator(call)
@@ -228,7 +219,7 @@ class KeyGradientsSm90:
         bound_iterator = block_iterator.bind(SeqlenInfo(call.q.shape[2], Sk), TILE_M, TILE_N)
         section = kv_heads_per_l2_group(bound_iterator, group, B * shares, (self.d + self.dv) * self.element.bytes)
         self.kernel(
-            atoms, tensors, call.rows, call.scales, call.counter, section, addressing, block_iterator, score_pipeline
+            operands, call.row_stats, call.scales, call.counter, section, addressing, block_iterator, score_pipeline
         ).launch(
             grid=(cutlass.min(num_n_blocks * B * shares, call.num_ctas), 1, 1),
             block=((WARPGROUPS + 1) * sm90.WARPGROUP, 1, 1),
@@ -265,9 +256,8 @@ class KeyGradientsSm90:
     @cute.kernel
     def kernel(
         self,
-        atoms: DkdvOperands,
-        tensors: DkdvOperands,
-        mRows: cute.Tensor,
+        operands: TmaOperands,
+        mRowStats: cute.Tensor,
         scales: SoftmaxScale,
         mCounter: cute.Tensor,
         section: Int32,
@@ -283,22 +273,23 @@ class KeyGradientsSm90:
         score_pipeline = score_pipeline.allocate_smem(smem, self.score_layout)
         shared = self.allocate_smem(smem)
 
-        Sk, _, Hkv, _ = tensors.k.shape
-        sizes, num_n_blocks = SeqlenInfo(tensors.q.shape[0], Sk), addressing.blocks_of_keys(Sk, TILE_N)
-        shares = tensors.dk.shape[2]
-        all_shares = addressing.batch(tensors.k) * shares
+        mK = operands.tensor("k")
+        Sk, _, Hkv, _ = mK.shape
+        Sq, _, Hq, _ = operands.tensor("q").shape
+        sizes, num_n_blocks = SeqlenInfo(Sq, Sk), addressing.blocks_of_keys(Sk, TILE_N)
+        shares = operands.tensor("dk").shape[2]
+        all_shares = addressing.batch(mK) * shares
         section = addressing.heads_per_l2_group(section, all_shares, 1, of_keys=True)
         order = BackwardTileScheduler(
             True, num_n_blocks, shares, all_shares, section, block_iterator.bind(sizes, TILE_M, TILE_N)
         )
         tile_scheduler = sm90.DynamicTileScheduler(mCounter.iterator, tile_indices, tile_index_pipeline, order.total)
-        heads = (tensors.q.shape[2] // shares, shares // Hkv)
+        heads = (Hq // shares, shares // Hkv)
         work = DkdvWork(pipelines, tile_scheduler, addressing.of_keys(order, sizes), block_iterator, *heads)
         consumers = 4 * WARPGROUPS
         query_pipelines = ((pipeline, consumers) for pipeline in (pipelines.q, pipelines.do))
         kv_pipelines = ((pipeline, 4) for pipeline in (pipelines.k, pipelines.v))
         weight_pipelines = ((pipeline, 4, 4) for pipeline in pipelines.weights)
-        all_atoms = (atoms.q, atoms.k, atoms.v, atoms.do, atoms.dk, atoms.dv, *score_pipeline.atoms)
         pipelines_and_warps = (
             *query_pipelines,
             *kv_pipelines,
@@ -306,19 +297,18 @@ class KeyGradientsSm90:
             (tile_index_pipeline, consumers + 1),
             *score_pipeline.pipelines,
         )
-        sm90.start_cta(warp_idx, all_atoms, pipelines_and_warps)
+        sm90.start_cta(warp_idx, (*operands.atoms, *score_pipeline.atoms), pipelines_and_warps)
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp_idx == 0:
-                q, do = sm90.TmaOperand(atoms.q, tensors.q, shared.q), sm90.TmaOperand(atoms.do, tensors.do, shared.do)
-                self.load_queries(q, do, mRows, shared, work, score_pipeline)
+                self.load_queries(
+                    *operands.with_smem(q=shared.q, do=shared.do), mRowStats, shared, work, score_pipeline
+                )
             elif warp_idx == 1:
-                k, v = sm90.TmaOperand(atoms.k, tensors.k, shared.k), sm90.TmaOperand(atoms.v, tensors.v, shared.v)
-                self.load_keys(k, v, work)
+                self.load_keys(*operands.with_smem(k=shared.k, v=shared.v), work)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
-            dk = sm90.TmaOperand(atoms.dk, tensors.dk, shared.weights)
-            dv = sm90.TmaOperand(atoms.dv, tensors.dv, shared.weights)
+            dk, dv = operands.with_smem(dk=shared.weights, dv=shared.weights)
             if warp_idx < 8:
                 self.consume(
                     self.make_consumer_state(0, shared, pipelines, score_pipeline), dk, dv, work, scales, score_pipeline
@@ -330,7 +320,7 @@ class KeyGradientsSm90:
 
     @cute.jit
     def load_queries(
-        self, q: sm90.TmaOperand, do: sm90.TmaOperand, mRows: cute.Tensor, shared: DkdvSmem, work: DkdvWork,
+        self, q: sm90.TmaOperand, do: sm90.TmaOperand, mRowStats: cute.Tensor, shared: DkdvSmem, work: DkdvWork,
         score_pipeline: ScorePipeline
     ):  # fmt: skip
         """Run the first producer warp: load Q with LSE, dO with delta and the score stages' data, step by step.
@@ -342,7 +332,7 @@ class KeyGradientsSm90:
             tile = work.tile_grid.tile(tile_idx, work.group)
             query_range = work.block_iterator.bind(tile.sizes, TILE_M, TILE_N).queries(tile)
             for g in cutlass.range(work.group, unroll=1):
-                gRows = tile.row_stats(mRows, g, TILE_M)
+                gRowStats = tile.row_stats(mRowStats, g, TILE_M)
                 tQsQ, tQgQ = tile.queries(q, g).tiles((TILE_M, self.d), (None, 0))
                 tOsO, tOgO = tile.queries(do, g).tiles((TILE_M, self.dv), (None, 0))
                 head_range = query_range.of_head(g)
@@ -356,7 +346,7 @@ class KeyGradientsSm90:
                     ):
                         sm90.load_block(x.atom, g_, s_, pipeline, m_block, step_count)
                         load_rows(
-                            gRows[0, None, which, m_block],
+                            gRowStats[0, None, which, m_block],
                             sRow[None, pipeline.stage_index(step_count)],
                             pipeline,
                             step_count,

@@ -34,22 +34,12 @@ from ..score_stages.pipeline import ScoreCoord, ScoreLayout, ScorePipeline
 from ..tiling.block_iterator import BlockIterator
 from ..tiling.seqlen_info import SeqlenInfo
 from ..tiling.tile import TileAddressing, TileGrid
+from .common import TmaOperands
 
 ROWS, SLAB = ROWS_PER_WARPGROUP, sm90.SLAB
 WARPGROUPS = BACKWARD_WARPGROUPS
 TILE_M, TILE_N = WARPGROUPS * ROWS, SPLIT_BACKWARD_TILE[1]  # query rows of a CTA, keys of a step
 JOIN = 1  # named barrier of warpgroup w: JOIN + w
-
-
-@dataclass(frozen=True)
-class DqOperands:
-    """TMA atoms, or TMA coordinates (rows, columns, heads, batch), of the tensors moved by TMA."""
-
-    q: cute.CopyAtom | cute.Tensor
-    k: cute.CopyAtom | cute.Tensor
-    v: cute.CopyAtom | cute.Tensor
-    do: cute.CopyAtom | cute.Tensor
-    dq: cute.CopyAtom | cute.Tensor
 
 
 @dataclass(frozen=True)
@@ -104,8 +94,8 @@ class QueryGradientSm90:
 
     Computes dQ = scale * dS K with dS = P * (dP - delta), deterministically.
 
-    Inputs: q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv), do (B, Hq, Sq, Dv). Row statistics: rows (B, Hq, 2,
-    padded Sq) in fp32, LSE * log2(e) and delta. Output: dq (B, Hq, Sq, D).
+    Inputs: q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv), do (B, Hq, Sq, Dv). Row statistics: row_stats
+    (B, Hq, 2, padded Sq) in fp32, LSE * log2(e) and delta. Output: dq (B, Hq, Sq, D).
 
     Warp roles: warpgroup 0 gives its registers away, and its warp 0 is the producer warp. Warpgroups 1 and 2 are
     consumers.
@@ -142,10 +132,14 @@ class QueryGradientSm90:
     def __call__(self, call: KernelArgs, stream: cuda.CUstream):
         """Launch the dQ kernel."""
         addressing = self.features.tile_addressing(call)
-        tensors = (addressing.rows_first(x) for x in (call.q, call.k, call.v, call.do))
-        loads = tuple(x.tma(m) for x, m in zip(self.inputs, tensors, strict=True))
-        out = sm90.output_tma(self.element, addressing.rows_first(call.dq), self.d)
-        atoms, tensors = (DqOperands(*(x[i] for x in (*loads, out))) for i in (0, 1))
+        q, k, v, do = self.inputs
+        operands = TmaOperands.create(
+            q=q.tma(addressing.rows_first(call.q)),
+            k=k.tma(addressing.rows_first(call.k)),
+            v=v.tma(addressing.rows_first(call.v)),
+            do=do.tma(addressing.rows_first(call.do)),
+            dq=sm90.output_tma(self.element, addressing.rows_first(call.dq), self.d),
+        )
         B, Hq, Sq, _ = call.q.shape
         Hkv, Sk = call.k.shape[1], call.k.shape[2]
         num_m_blocks = addressing.max_blocks_of_rows(Sq, TILE_M)
@@ -156,7 +150,7 @@ class QueryGradientSm90:
             self.features.block_iterator(call),
             self.features.score_pipeline(call).tma(self.score_layout),
         )
-        self.kernel(atoms, tensors, call.rows, call.scales, call.counter, section, *feature_args).launch(
+        self.kernel(operands, call.row_stats, call.scales, call.counter, section, *feature_args).launch(
             grid=(cutlass.min(num_m_blocks * Hq * B, call.num_ctas), 1, 1),
             block=((WARPGROUPS + 1) * sm90.WARPGROUP, 1, 1),
             stream=stream,
@@ -173,9 +167,8 @@ class QueryGradientSm90:
     @cute.kernel
     def kernel(
         self,
-        atoms: DqOperands,
-        tensors: DqOperands,
-        mRows: cute.Tensor,
+        operands: TmaOperands,
+        mRowStats: cute.Tensor,
         scales: SoftmaxScale,
         mCounter: cute.Tensor,
         section: Int32,
@@ -190,11 +183,12 @@ class QueryGradientSm90:
         tile_indices, tile_index_pipeline = sm90.create_tile_index_pipeline(smem)
         score_pipeline = score_pipeline.allocate_smem(smem, self.score_layout)
         shared = DqSmem(*(x.buffer(smem) for x in self.inputs))
-        Sq, _, Hq, _ = tensors.q.shape
-        Sk, _, Hkv, _ = tensors.k.shape
+        mQ = operands.tensor("q")
+        Sq, _, Hq, _ = mQ.shape
+        Sk, _, Hkv, _ = operands.tensor("k").shape
         num_m_blocks = addressing.blocks_of_rows(Sq, TILE_M)
         longest_first = block_iterator.tile_lengths_vary or addressing.tile_lengths_vary
-        heads = Hq * addressing.batch(tensors.q)
+        heads = Hq * addressing.batch(mQ)
         section = addressing.heads_per_l2_group(section, heads, Hq // Hkv)
         order = TileScheduler(longest_first, num_m_blocks, Hq, heads, section)
         tile_scheduler = sm90.DynamicTileScheduler(mCounter.iterator, tile_indices, tile_index_pipeline, order.total)
@@ -205,24 +199,16 @@ class QueryGradientSm90:
             *((pipeline, 4 * WARPGROUPS) for pipeline in shared_pipelines),
             *score_pipeline.pipelines,
         )
-        sm90.start_cta(
-            warp_idx, (atoms.q, atoms.k, atoms.v, atoms.do, atoms.dq, *score_pipeline.atoms), pipelines_and_warps
-        )
+        sm90.start_cta(warp_idx, (*operands.atoms, *score_pipeline.atoms), pipelines_and_warps)
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp_idx == 0:
-                self.load(
-                    sm90.TmaOperand(atoms.q, tensors.q, shared.q),
-                    sm90.TmaOperand(atoms.k, tensors.k, shared.k),
-                    sm90.TmaOperand(atoms.v, tensors.v, shared.v),
-                    sm90.TmaOperand(atoms.do, tensors.do, shared.do),
-                    work,
-                    score_pipeline,
-                )
+                loads = operands.with_smem(q=shared.q, k=shared.k, v=shared.v, do=shared.do)
+                self.load(*loads, work, score_pipeline)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
-            out = sm90.TmaOperand(atoms.dq, tensors.dq, shared.q)
-            self.consume(shared, work, out, mRows, scales, score_pipeline)
+            (out,) = operands.with_smem(dq=shared.q)
+            self.consume(shared, work, out, mRowStats, scales, score_pipeline)
 
     @cute.jit
     def load(
@@ -279,7 +265,7 @@ class QueryGradientSm90:
 
     @cute.jit
     def consume(
-        self, shared: DqSmem, work: DqWork, out: sm90.TmaOperand, mRows: cute.Tensor, scales: SoftmaxScale,
+        self, shared: DqSmem, work: DqWork, out: sm90.TmaOperand, mRowStats: cute.Tensor, scales: SoftmaxScale,
         score_pipeline: ScorePipeline
     ):  # fmt: skip
         """Run a consumer warpgroup: compute dQ of 64 rows of every tile, block after block of the block iterator."""
@@ -299,7 +285,7 @@ class QueryGradientSm90:
             tile_stages = score_pipeline.set_tile(
                 ScoreCoord(tile.sizes, TILE_N, row, lane % 4 * 2, tile.sequence, tile.head)
             )
-            row_stats = rows_of_thread(mRows, tile, row, score_pipeline.scales(scales).log2)
+            row_stats = rows_of_thread(mRowStats, tile, row, score_pipeline.scales(scales).log2)
             bound_iterator = work.block_iterator.bind(tile.sizes, TILE_M, TILE_N)
             skipped_blocks, kv_range = bound_iterator.kv_range_for_warpgroup(
                 tile, wg_tile * ROWS, ROWS, bound_iterator.tile_lengths_vary

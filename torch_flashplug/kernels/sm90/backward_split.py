@@ -13,7 +13,7 @@ import cutlass.cute as cute
 
 from ...registry.kernel_spec import HopperSpec
 from ..backward.pre_post_process import BackwardPreprocess, RowStatsInputs
-from ..call_args.kernel_call import WANT_DKDV, WANT_DQ, KernelArgs, KernelCall
+from ..call_args.kernel_call import NEEDS_DKDV, NEEDS_DQ, KernelArgs, KernelCall
 from ..features.base import KernelFeatures
 from .backward_dkdv import KeyGradientsSm90
 from .backward_dq import QueryGradientSm90
@@ -30,8 +30,8 @@ class SplitBackwardSm90(KernelCall, kind="partbwd"):
 
     Inputs: q (B, Hq, Sq, D), k (B, Hkv, Sk, D), v (B, Hkv, Sk, Dv), o and do (B, Hq, Sq, Dv), lse (B, Hq, Sq) in fp32.
     Outputs: dq (B, Hq, Sq, D), dk (B, shares, Sk, D), dv (B, shares, Sk, Dv), where `shares` is Hkv or a multiple of
-    Hkv. Workspace: rows (B, Hq, 2, padded Sq) in fp32. The kernel classes describe warp roles, pipelines and shared
-    memory.
+    Hkv. Workspace: row_stats (B, Hq, 2, padded Sq) in fp32. The kernel classes describe warp roles, pipelines and
+    shared memory.
     """
 
     def __init__(self, spec: HopperSpec):
@@ -47,8 +47,8 @@ class SplitBackwardSm90(KernelCall, kind="partbwd"):
         addressing = self.features.tile_addressing(call)
         keep_probability = self.features.score_pipeline(call).keep_probability
         row_stats_inputs = RowStatsInputs(call.o, call.do, call.lse, call.dlse)
-        self.preprocess(row_stats_inputs, call.rows, None, None, keep_probability, addressing, stream)
-        if call.wanted & WANT_DQ != 0:
+        self.preprocess(row_stats_inputs, call.row_stats, None, None, keep_probability, addressing, stream)
+        if call.needs_grad & NEEDS_DQ != 0:
             self.query_gradient(call, stream)
-        if call.wanted & WANT_DKDV != 0:
+        if call.needs_grad & NEEDS_DKDV != 0:
             self.key_gradients(call, stream)

@@ -32,28 +32,11 @@ from ..primitives import fragments, sm90
 from ..score_stages.pipeline import ScoreCoord, ScoreLayout, ScorePipeline
 from ..tiling.seqlen_info import SeqlenInfo
 from ..tiling.tile import Tile
+from .common import TmaOperands
 
 TILE_M, TILE_N = SINGLE_TILE  # largest numbers of queries and keys of a sequence
 P, DS = 0, 1  # buffers of the weights in shared memory
 JOIN = 1  # named barrier of the consumer warpgroup
-
-
-@dataclass(frozen=True)
-class TileOperands:
-    """TMA atoms, or TMA coordinates (rows, columns, heads, batch), of the tensors moved by TMA."""
-
-    q: cute.CopyAtom | cute.Tensor
-    k: cute.CopyAtom | cute.Tensor
-    v: cute.CopyAtom | cute.Tensor
-    do: cute.CopyAtom | cute.Tensor
-    dq: cute.CopyAtom | cute.Tensor
-    dk: cute.CopyAtom | cute.Tensor
-    dv: cute.CopyAtom | cute.Tensor
-
-    @property
-    def all(self) -> tuple:
-        """All atoms or coordinates, in the order of the fields."""
-        return self.q, self.k, self.v, self.do, self.dq, self.dk, self.dv
 
 
 @dataclass(frozen=True)
@@ -159,11 +142,17 @@ class TileBackwardSm90(KernelCall, kind="tilebwd"):
     def launch(self, call: KernelArgs, stream: cuda.CUstream):
         """Launch the preprocessing kernels of the features, then the kernel."""
         self.features.launch_preprocess(call, stream)
-        loads = tuple(self.input.tma(sm90.rows_first(x)) for x in (call.q, call.k, call.v, call.do))
-        stores = tuple(sm90.output_tma(self.element, sm90.rows_first(x), self.d) for x in (call.dq, call.dk, call.dv))
-        atoms, tensors = (TileOperands(*(x[i] for x in (*loads, *stores))) for i in (0, 1))
+        operands = TmaOperands.create(
+            q=self.input.tma(sm90.rows_first(call.q)),
+            k=self.input.tma(sm90.rows_first(call.k)),
+            v=self.input.tma(sm90.rows_first(call.v)),
+            do=self.input.tma(sm90.rows_first(call.do)),
+            dq=sm90.output_tma(self.element, sm90.rows_first(call.dq), self.d),
+            dk=sm90.output_tma(self.element, sm90.rows_first(call.dk), self.d),
+            dv=sm90.output_tma(self.element, sm90.rows_first(call.dv), self.d),
+        )
         score_pipeline = self.features.score_pipeline(call).tma(self.score_layout)
-        self.kernel(atoms, tensors, call.lse, call.scales, call.ranges, call.dbias_any_dtype, score_pipeline).launch(
+        self.kernel(operands, call.lse, call.scales, call.ranges, call.dbias_any_dtype, score_pipeline).launch(
             grid=(call.q.shape[1] * call.ranges, 1, 1),
             block=(2 * sm90.WARPGROUP, 1, 1),
             stream=stream,
@@ -182,8 +171,7 @@ class TileBackwardSm90(KernelCall, kind="tilebwd"):
     @cute.kernel
     def kernel(
         self,
-        atoms: TileOperands,
-        tensors: TileOperands,
+        operands: TmaOperands,
         mLSE: cute.Tensor,
         scales: SoftmaxScale,
         ranges: Int32,
@@ -196,27 +184,27 @@ class TileBackwardSm90(KernelCall, kind="tilebwd"):
         pipeline = sm90.Pipeline.create(smem, self.stages, 4 * self.input.bytes)
         score_pipeline = score_pipeline.allocate_smem(smem, self.score_layout)
         shared = self.allocate_smem(smem)
-        Sq, _, heads, batches = tensors.q.shape
-        sequence_range = SequenceRange.of_cta(heads, batches, ranges, SeqlenInfo(Sq, tensors.k.shape[0]))
+        Sq, _, heads, batches = operands.tensor("q").shape
+        Sk = operands.tensor("k").shape[0]
+        sequence_range = SequenceRange.of_cta(heads, batches, ranges, SeqlenInfo(Sq, Sk))
         sm90.start_cta(
             warp_idx,
-            (*atoms.all, *score_pipeline.atoms),
+            (*operands.atoms, *score_pipeline.atoms),
             ((pipeline, sm90.WARPGROUP // sm90.WARP), *score_pipeline.pipelines),
         )
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp_idx == 0:
-                self.load(atoms, tensors, shared, pipeline, sequence_range, score_pipeline)
+                loads = operands.with_smem(q=shared.q, k=shared.k, v=shared.v, do=shared.do)
+                self.load(loads, pipeline, sequence_range, score_pipeline)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
-            self.consume(atoms, tensors, shared, pipeline, sequence_range, mLSE, scales, mdBias, score_pipeline)
+            self.consume(operands, shared, pipeline, sequence_range, mLSE, scales, mdBias, score_pipeline)
 
     @cute.jit
     def load(
         self,
-        atoms: TileOperands,
-        tensors: TileOperands,
-        shared: TileSmem,
+        loads: tuple[sm90.TmaOperand, ...],
         pipeline: sm90.Pipeline,
         sequence_range: SequenceRange,
         score_pipeline: ScorePipeline,
@@ -226,14 +214,9 @@ class TileBackwardSm90(KernelCall, kind="tilebwd"):
             tile, sequence_count = sequence_range.tile(batch), batch - sequence_range.begin
             pipeline.producer_acquire(sequence_count)
             stage, arrival = pipeline.stage_index(sequence_count), pipeline.arrival(sequence_count)
-            for atom, m, s in (
-                (atoms.q, tensors.q, shared.q),
-                (atoms.k, tensors.k, shared.k),
-                (atoms.v, tensors.v, shared.v),
-                (atoms.do, tensors.do, shared.do),
-            ):
-                tXsX, tXgX = tile.rows(sm90.TmaOperand(atom, m, s)).tiles((TILE_M, self.d), (None, 0))
-                cute.copy(atom, tXgX[None, 0], tXsX[None, stage], tma_bar_ptr=arrival)
+            for x in loads:
+                tXsX, tXgX = tile.rows(x).tiles((TILE_M, self.d), (None, 0))
+                cute.copy(x.atom, tXgX[None, 0], tXsX[None, stage], tma_bar_ptr=arrival)
             score_pipeline.begin_tile_load(tile, tile.head).load(Int32(0), sequence_count)
 
     def make_consumer_state(self, shared: TileSmem) -> TileConsumerState:
@@ -269,7 +252,7 @@ class TileBackwardSm90(KernelCall, kind="tilebwd"):
 
     @cute.jit
     def consume(
-        self, atoms: TileOperands, tensors: TileOperands, shared: TileSmem, pipeline: sm90.Pipeline,
+        self, operands: TmaOperands, shared: TileSmem, pipeline: sm90.Pipeline,
         sequence_range: SequenceRange, mLSE: cute.Tensor, scales: SoftmaxScale, mdBias: cute.Tensor | None,
         score_pipeline: ScorePipeline,
     ):  # fmt: skip
@@ -311,25 +294,20 @@ class TileBackwardSm90(KernelCall, kind="tilebwd"):
             state.multiply_sums(pipeline.stage_index(sequence_count))
             if cutlass.const_expr(mdBias is not None):
                 # The batch does not share the bias.
-                if mdBias.shape[0] > cute.arch.grid_dim()[0] // tensors.q.shape[2]:
+                if mdBias.shape[0] > cute.arch.grid_dim()[0] // operands.tensor("q").shape[2]:
                     write_plane(mdBias[batch, sequence_range.head, None, None], state.sum, row, column)
                     state.sum.fill(0.0)
             warpgroup.wait_group(0)
             pipeline.consumer_release(sequence_count)
             sm90.sync_warpgroup(JOIN, Int32(0))  # No warp reads the weights any longer.
-            out = TileOperands(*(None,) * 4, *(
-                sm90.TmaOperand(atom, m, s)
-                for atom, m, s in (
-                    (atoms.dq, tensors.dq, shared.staging),
-                    (atoms.dk, tensors.dk, self.staging_in(shared, DS)),
-                    (atoms.dv, tensors.dv, self.staging_in(shared, P)),
-                )
-            ))  # fmt: skip
-            self.store(state.dV, state.over_queries, Float32(1.0), tile.rows(out.dv))
-            self.store(state.dK, state.over_queries, scales.natural, tile.rows(out.dk))
-            self.store(state.dQ, state.over_keys, scales.natural, tile.rows(out.dq))
+            dq, dk, dv = operands.with_smem(
+                dq=shared.staging, dk=self.staging_in(shared, DS), dv=self.staging_in(shared, P)
+            )
+            self.store(state.dV, state.over_queries, Float32(1.0), tile.rows(dv))
+            self.store(state.dK, state.over_queries, scales.natural, tile.rows(dk))
+            self.store(state.dQ, state.over_keys, scales.natural, tile.rows(dq))
         if cutlass.const_expr(mdBias is not None):
-            if mdBias.shape[0] == cute.arch.grid_dim()[0] // tensors.q.shape[2]:
+            if mdBias.shape[0] == cute.arch.grid_dim()[0] // operands.tensor("q").shape[2]:
                 write_plane(mdBias[sequence_range.range_idx, sequence_range.head, None, None], state.sum, row, column)
         # Shared memory must stay allocated until the last store has read from it.
         cute.arch.cp_async_bulk_wait_group(0, read=True)

@@ -34,6 +34,7 @@ from ..score_stages.pipeline import ScoreCoord, ScorePipeline
 from ..tiling.block_iterator import BlockIterator, BoundBlocks, SplitKvRange
 from ..tiling.seqlen_info import SeqlenInfo
 from ..tiling.tile import TileAddressing
+from .common import TmaOperands
 
 ROWS, SLAB = ROWS_PER_WARPGROUP, sm90.SLAB
 VECTOR = 8  # elements of a 16-byte access
@@ -45,14 +46,6 @@ class DecodeBarrier(enum.IntEnum):
 
     Q_LOADED = 1  # Q_LOADED + w: the 64 rows of Q of warpgroup w are in shared memory
     V_READ = 4  # all warpgroups have read V
-
-
-@dataclass(frozen=True)
-class DecodeOperands:
-    """TMA atoms, or TMA coordinates, of the tensors moved by TMA."""
-
-    k: cute.CopyAtom | cute.Tensor
-    v: cute.CopyAtom | cute.Tensor
 
 
 @dataclass(frozen=True)
@@ -141,15 +134,13 @@ class DecodeSm90(KernelCall, kind="decode"):
         Hkv = call.k.shape[1]
         _, k, v = self.inputs
         addressing = self.features.tile_addressing(call)
-        tma_k, mK = k.tma(addressing.rows_first(call.k))
-        tma_v, mVt = v.tma(addressing.columns_first(call.v))
+        operands = TmaOperands.create(k=k.tma(addressing.rows_first(call.k)), v=v.tma(addressing.columns_first(call.v)))
         m_tiles = addressing.max_blocks_of_rows(Hq // Hkv * Sq, self.tile_m)
         partials = WorkspacePartials(call.partials.iterator, B * Hq * Sq, call.splits, Dv)
         gmem = DecodeGmem(call.q, call.o, call.lse, partials.start)
         feature_args = (addressing, self.features.block_iterator(call), self.features.score_pipeline(call))
         arguments = (
-            DecodeOperands(tma_k, tma_v),
-            DecodeOperands(mK, mVt),
+            operands,
             gmem,
             call.scale,
             call.splits,
@@ -177,8 +168,7 @@ class DecodeSm90(KernelCall, kind="decode"):
     @cute.kernel
     def kernel(
         self,
-        atoms: DecodeOperands,
-        tensors: DecodeOperands,
+        operands: TmaOperands,
         gmem: DecodeGmem,
         scale: Float32,
         splits: Int32,
@@ -191,8 +181,9 @@ class DecodeSm90(KernelCall, kind="decode"):
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = cutlass.memory.SmemAllocator()
         _, pipeline_k, pipeline_v = (x.create_pipeline(smem) if i else None for i, x in enumerate(self.inputs))
-        sizes = SeqlenInfo(gmem.q.shape[2], tensors.k.shape[0])
-        decode_tile = DecodeTile.of_cta(addressing, sizes, gmem.q.shape[1], tensors.k.shape[2], self.tile_m, splits)
+        mK = operands.tensor("k")
+        sizes = SeqlenInfo(gmem.q.shape[2], mK.shape[0])
+        decode_tile = DecodeTile.of_cta(addressing, sizes, gmem.q.shape[1], mK.shape[2], self.tile_m, splits)
         work = DecodeWork(
             decode_tile,
             block_iterator.bind(decode_tile.sizes, self.tile_m, self.tile_n).allocate_smem(smem),
@@ -202,14 +193,13 @@ class DecodeSm90(KernelCall, kind="decode"):
         shared = DecodeSmem(*(x.buffer(smem) for x in self.inputs))
         sm90.start_cta(
             warp_idx,
-            (atoms.k, atoms.v),
+            operands.atoms,
             tuple((pipeline, 4 * self.warpgroups) for pipeline in (pipeline_k, pipeline_v)),
         )
         follow()
         work.block_iterator.scan(decode_tile)
         if warp_idx == 4 * self.warpgroups:
-            k, v = sm90.TmaOperand(atoms.k, tensors.k, shared.k), sm90.TmaOperand(atoms.v, tensors.v, shared.v)
-            self.load(k, v, work, addressing)
+            self.load(*operands.with_smem(k=shared.k, v=shared.v), work, addressing)
         else:
             self.consume(shared, work, gmem, scale, score_pipeline, clustered)
         if cutlass.const_expr(clustered):

@@ -33,6 +33,7 @@ from ..score_stages.pipeline import ScoreCoord, ScoreLayout, ScorePipeline
 from ..tiling.block_iterator import BlockIterator
 from ..tiling.seqlen_info import SeqlenInfo
 from ..tiling.tile import TileAddressing, TileGrid
+from .common import TmaOperands
 
 ROWS, SLAB = ROWS_PER_WARPGROUP, sm90.SLAB
 SHORT = 4  # KV blocks: a tile with at most this count ends within the latency of the tile scheduler's atomic
@@ -43,16 +44,6 @@ class ForwardBarrier(enum.IntEnum):
 
     ORDER = 1  # warpgroup order barrier; the barrier of warpgroup w is ORDER + w
     Q_READ = 4  # Q_READ + w: all warps of warpgroup w have finished the last product with Q
-
-
-@dataclass(frozen=True)
-class ForwardOperands:
-    """TMA atoms, or TMA coordinates (rows, columns, heads, batch), of the tensors moved by TMA."""
-
-    q: cute.CopyAtom | cute.Tensor
-    k: cute.CopyAtom | cute.Tensor
-    v: cute.CopyAtom | cute.Tensor  # coordinates: (columns, rows, heads, batch), unless V is given transposed
-    o: cute.CopyAtom | cute.Tensor
 
 
 @dataclass(frozen=True)
@@ -216,27 +207,25 @@ class ForwardSm90(KernelCall, kind="fwd"):
         self.features.launch_preprocess(call, stream)
         q, k, v = self.inputs
         addressing, operands = self.features.tile_addressing(call), self.features.operands(call)
-        tma_q, mQ = q.tma(addressing.rows_first(operands.q))
-        tma_k, mK = k.tma(addressing.rows_first(operands.k))
-        tma_v, mVt = v.tma(
-            (addressing.rows_first if self.features.v_is_transposed else addressing.columns_first)(operands.v)
+        v_layout = addressing.rows_first if self.features.v_is_transposed else addressing.columns_first
+        tma_operands = TmaOperands.create(
+            q=q.tma(addressing.rows_first(operands.q)),
+            k=k.tma(addressing.rows_first(operands.k)),
+            v=v.tma(v_layout(operands.v)),
+            o=sm90.output_tma(self.element, addressing.rows_first(call.o), self.dv),
         )
-        tma_o, mO = sm90.output_tma(self.element, addressing.rows_first(call.o), self.dv)
 
         B, Hq, Sq = call.lse.shape
         num_m_blocks, total_heads = addressing.max_blocks_of_rows(Sq, self.tile_m), B * Hq
         kv_head_bytes = cutlass.Int64(call.k.shape[2]) * (self.spec.row_bytes("k") + self.spec.row_bytes("v"))
-        sizes = (kv_head_bytes, num_m_blocks, Hq // mK.shape[2], total_heads)
+        sizes = (kv_head_bytes, num_m_blocks, Hq // tma_operands.tensor("k").shape[2], total_heads)
         section = TileScheduler.heads_per_l2_group(*sizes, is_varlen=self.features.has_small_tiles)
-        atoms, tensors = ForwardOperands(tma_q, tma_k, tma_v, tma_o), ForwardOperands(mQ, mK, mVt, mO)
         feature_args = (
             addressing,
             self.features.block_iterator(call),
             self.features.score_pipeline(call).tma(self.score_layout),
         )
-        self.kernel(
-            atoms, tensors, call.lse, call.scales, operands.scaling, call.counter, section, *feature_args
-        ).launch(
+        self.kernel(tma_operands, call.lse, call.scales, operands.scaling, call.counter, section, *feature_args).launch(
             grid=(cutlass.min(num_m_blocks * total_heads, call.num_ctas * self.spec.ctas_per_sm), 1, 1),
             block=(self.spec.threads, 1, 1),
             stream=stream,
@@ -277,8 +266,7 @@ class ForwardSm90(KernelCall, kind="fwd"):
     @cute.kernel
     def kernel(
         self,
-        atoms: ForwardOperands,
-        tensors: ForwardOperands,
+        operands: TmaOperands,
         mLSE: cute.Tensor,
         scales: SoftmaxScale,
         scaling: NoScaling | Scaling,
@@ -304,12 +292,12 @@ class ForwardSm90(KernelCall, kind="fwd"):
         shared_pipelines = (
             (pipeline, 4 * self.warpgroups) for pipeline in (pipeline_k, pipeline_v, tile_index_pipeline)
         )
-        all_atoms = (atoms.q, atoms.k, atoms.v, atoms.o, *score_pipeline.atoms)
-        sm90.start_cta(warp_idx, all_atoms, ((pipeline_q, 4), *shared_pipelines, *score_pipeline.pipelines))
+        pipelines_and_warps = ((pipeline_q, 4), *shared_pipelines, *score_pipeline.pipelines)
+        sm90.start_cta(warp_idx, (*operands.atoms, *score_pipeline.atoms), pipelines_and_warps)
         self.features.wait_for_preprocess()
 
         B, Hq, Sq = mLSE.shape
-        Sk, _, Hkv, _ = tensors.k.shape
+        Sk, _, Hkv, _ = operands.tensor("k").shape
         num_m_blocks = addressing.blocks_of_rows(Sq, self.tile_m)
         longest_first = block_iterator.tile_lengths_vary or addressing.tile_lengths_vary
         section = addressing.heads_per_l2_group(section, B * Hq, Hq // Hkv)
@@ -327,18 +315,11 @@ class ForwardSm90(KernelCall, kind="fwd"):
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(self.producer_registers)
             if warp_idx == 0:
-                self.load(
-                    sm90.TmaOperand(atoms.q, tensors.q, shared.q),
-                    sm90.TmaOperand(atoms.k, tensors.k, shared.k),
-                    sm90.TmaOperand(atoms.v, tensors.v, shared.v),
-                    work,
-                    score_pipeline,
-                )
+                self.load(*operands.with_smem(q=shared.q, k=shared.k, v=shared.v), work, score_pipeline)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
-            self.consume(
-                shared, work, sm90.TmaOperand(atoms.o, tensors.o, smem_out), mLSE, scales, scaling, score_pipeline
-            )
+            (out,) = operands.with_smem(o=smem_out)
+            self.consume(shared, work, out, mLSE, scales, scaling, score_pipeline)
 
     @cute.jit
     def load(

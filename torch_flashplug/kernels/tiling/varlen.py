@@ -221,7 +221,7 @@ class VarlenTileGrid(TileGrid):
 class VarlenAddressing(TileAddressing):
     """Tile addressing of packed sequences.
 
-    Each kernel has only the required lists. `rows` and `keys` are tile lists, with the longest tiles first. `scratch`
+    Each kernel has only the required lists. `rows` and `keys` are tile lists, with the longest tiles first. `workspace`
     lists the workspace blocks of rows, in the order of sequences, equal to the order in memory.
     """
 
