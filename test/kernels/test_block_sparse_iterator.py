@@ -104,9 +104,9 @@ def test_tile_parts_visit_exactly_their_visible_blocks(name: str) -> None:
             ]
             assert set(visible_blocks) <= set(visited)
             start = block_iterator.BlockSubrange(True, 0, 1)
-            for section in (start, *part_run.sections()):
-                for j in range(section.begin, section.end - 1):
-                    assert part_run.next(j, section) == visited[j + 1]
+            for subrange in (start, *part_run.subranges()):
+                for j in range(subrange.begin, subrange.end - 1):
+                    assert part_run.next(j, subrange) == visited[j + 1]
             if not visible_blocks:
                 assert part_run.count == 1
             elif part_run.num_masked > 0:

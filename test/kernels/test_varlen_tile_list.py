@@ -82,21 +82,21 @@ def test_tile_list_entries_are_the_blocks_of_sequences(rows, size):
         assert all(entry == [0] * 7 + [1] for entry in tile_list.entries[len(expected_entries) :].tolist())
 
 
-def make_launches(tile_lists_pair: tuple[PythonTileList, PythonTileList], section: int):
+def make_launches(tile_lists_pair: tuple[PythonTileList, PythonTileList], l2_group_heads: int):
     """Return the launches of rows and of keys in kernel order, each with the number of heads."""
     counts = [int(tile_list.header[0]) for tile_list in tile_lists_pair]
-    order = tile_scheduler.TileScheduler(True, counts[0], HEADS, HEADS, section)
+    order = tile_scheduler.TileScheduler(True, counts[0], HEADS, HEADS, l2_group_heads)
     bound = block_iterator.FullBlocks().bind(block_iterator.SeqlenInfo(0, 0), 64, 64)
     key_order_of_launch = backward_tile_scheduler.BackwardTileScheduler(
-        True, counts[1], KV_HEADS, KV_HEADS, section, bound
+        True, counts[1], KV_HEADS, KV_HEADS, l2_group_heads, bound
     )
     addressing = varlen.VarlenAddressing(*tile_lists_pair)
     return (addressing.of_rows(order, None, KV_HEADS), HEADS), (addressing.of_keys(key_order_of_launch, None), KV_HEADS)
 
 
 @pytest.mark.parametrize("rows", LENGTHS, ids=str)
-@pytest.mark.parametrize("section", [1, 2, 4])
-def test_each_block_and_head_is_launched_once_with_the_longest_first(rows, section):
+@pytest.mark.parametrize("l2_group_heads", [1, 2, 4])
+def test_each_block_and_head_is_launched_once_with_the_longest_first(rows, l2_group_heads):
     keys, size = rows[::-1], 64
 
     def work(block, own_length, kv_length):
@@ -104,7 +104,7 @@ def test_each_block_and_head_is_launched_once_with_the_longest_first(rows, secti
 
     sides = (rows, keys), (keys, rows)
     for (launch, heads), (own_lengths, kv_lengths) in zip(
-        make_launches(make_tile_lists(rows, keys, size, work), section), sides, strict=True
+        make_launches(make_tile_lists(rows, keys, size, work), l2_group_heads), sides, strict=True
     ):
         expected_entries = [entry[:6] for entry in entries_of_sequences(own_lengths, kv_lengths, rows, size)]
         tiles = [launch.tile(number, HEADS // KV_HEADS) for number in range(launch.total)]
@@ -145,15 +145,15 @@ def test_longest_tile_rarely_runs_alone(rows, heads, group, monkeypatch):
     )
     tiles, heads = [(b + 1) * 128 for n in rows for b in range(-(-n // 128))], heads // group * group
     addressing = varlen.VarlenAddressing(PythonTileList(entries, head.tolist()))
-    section = addressing.heads_per_l2_group(group, heads, group)
-    assert section % group == 0 and group <= section <= heads
+    l2_group_heads = addressing.heads_per_l2_group(group, heads, group)
+    assert l2_group_heads % group == 0 and group <= l2_group_heads <= heads
     # share of a launch during which the longest tile would run alone
     alone_share = (132 * max(tiles) / sum(tiles) - group) / heads
-    last_section = heads - (-(-heads // section) - 1) * section
-    assert alone_share > 0.09 or section == group
-    assert alone_share < 0.11 or section == heads or last_section * sum(tiles) >= 0.85 * max(tiles) * 132
+    last_group_heads = heads - (-(-heads // l2_group_heads) - 1) * l2_group_heads
+    assert alone_share > 0.09 or l2_group_heads == group
+    assert alone_share < 0.11 or l2_group_heads == heads or last_group_heads * sum(tiles) >= 0.85 * max(tiles) * 132
     if sum(tiles) >= 2 * max(tiles) * 132 / (heads // group // 2 * group):
-        assert section < heads  # not larger than necessary
+        assert l2_group_heads < heads  # not larger than necessary
     assert addressing.heads_per_l2_group(heads, heads, group) == heads  # when L2 holds all heads
 
 

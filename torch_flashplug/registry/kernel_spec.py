@@ -56,6 +56,7 @@ REGISTER_OVERHEAD = 28  # registers for addresses, row state and loop counters o
 COPY_UNIT = 16  # bytes: copies of a bias move multiples of the unit (kernels/score_stages/bias_load.py)
 SWIZZLED_LINE = 128  # bytes of a line in the TMA swizzle
 BACKWARD_WARPGROUPS = 2
+DQ_TILE_M = BACKWARD_WARPGROUPS * ROWS_PER_WARPGROUP  # query rows of a CTA of the split backward's dQ kernel
 DQ_WRITERS = 2  # idle warps of a backward CTA that clear the dQ workspace and write dQ
 DQ_WRITER_BYTES = 12 * 1024  # bytes of the workspace in flight for each dQ writer
 KV_IN_REGISTERS_D = 64  # up to this head dim, the five matrix products of a backward step have separate registers

@@ -96,7 +96,7 @@ def feature_class(path: str) -> type[KernelFeatures]:
     """Return the class of a feature.
 
     The module is imported only for kernels with the feature. A change of the module then recompiles no kernels without
-    the feature (compile.sources_of).
+    the feature (fingerprint.sources_of).
     """
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(f".{module}", __package__), name)

@@ -249,7 +249,7 @@ class BoundDecodeMask:
 
     @cute.jit
     def list_groups(self, groups: Int32, log: Int32):
-        """Build the list of groups with visible keys, in order. A single warp calls `sort`.
+        """Build the list of groups with visible keys, in order. Called by a single warp.
 
         Without any visible key, the list contains a single group, whose bits mask all scores.
         """

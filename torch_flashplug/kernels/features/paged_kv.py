@@ -141,7 +141,7 @@ class PagedKvScales(QuantizedKvScales):
             if key_of_thread < self.keys:
                 row = cutlass.min(first + key_of_thread, cutlass.max(scales.length - 1, 0))
                 size = cutlass.select_(first + key_of_thread < scales.length, Int32(FLOAT), Int32(0))
-                target = self.stage_index(which, stage) + key_of_thread * FLOAT
+                target = self.stage_address(which, stage) + key_of_thread * FLOAT
                 source = scales.pool.iterator + scales.offset_of(row)
                 cute.arch.inline_ptx(text, read_only_args=[target, source.toint(), size])
 

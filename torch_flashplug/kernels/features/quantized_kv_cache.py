@@ -55,7 +55,7 @@ class QuantizedKvScales(KvScaleLoader):
     keys: int
     stages: int
 
-    def stage_index(self, which: int, stage: Int32) -> Int32:
+    def stage_address(self, which: int, stage: Int32) -> Int32:
         """Return the shared-memory address of the scales of a stage, of K or V."""
         return self.start + (which * self.stages + stage) * (self.keys * FLOAT)
 
@@ -72,12 +72,12 @@ class QuantizedKvScales(KvScaleLoader):
                     scales.iterator + Int64(cutlass.min(first + key_of_thread, scales.shape[0] - 1)) * scales.stride[0]
                 )
                 size = cutlass.select_(key_exists, Int32(FLOAT), Int32(0))  # zeros beyond the last key
-                target = self.stage_index(which, stage) + key_of_thread * FLOAT
+                target = self.stage_address(which, stage) + key_of_thread * FLOAT
                 cute.arch.inline_ptx(text, read_only_args=[target, source.toint(), size])
 
     def scales_of(self, which: int, stage: Int32, columns: int) -> list[Float32]:
         """Return the scales for a thread's columns of a block (fragments.column_of)."""
-        start, scales = self.stage_index(which, stage) + cute.arch.lane_idx() % 4 * (2 * FLOAT), []
+        start, scales = self.stage_address(which, stage) + cute.arch.lane_idx() % 4 * (2 * FLOAT), []
         for c in range(0, columns, 2):
             source = cute.make_ptr(Float32, start + column_of(c) * FLOAT, cute.AddressSpace.smem, assumed_align=8)
             pair = cute.make_rmem_tensor((2,), Float32)

@@ -122,11 +122,10 @@ class OnlineSoftmax:
 
     @cute.jit
     def needs_rescale(self, acc_S: cute.Tensor) -> cutlass.Boolean:
-        """Return whether some row of the block exceeds its running maximum by more than SLACK.
+        """Return whether one of this thread's two rows exceeds its running maximum by more than SLACK.
 
-        If so, the caller must call `rescale_to_new_max`.
-
-        Any lane of the warp may hold the row.
+        The four lanes of a quad share the two rows and get the same result. Callers vote over the warp, and then all
+        lanes call `rescale_to_new_max`.
 
         Args:
             acc_S: scores (2, cols).

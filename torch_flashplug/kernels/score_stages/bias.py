@@ -244,8 +244,10 @@ class SlabBiasLoad(ScoreStage):
     def create(cls, smem: cutlass.memory.SmemAllocator, form: SlabScoreLayout, config: BiasConfig) -> SlabBiasLoad:
         """Allocate the tile of a block in shared memory."""
         tile = sm80.SmemTile(Int32(0), form.rows, form.columns)
-        assert form.columns % tile.panel == 0, "blocks of keys are panels of shared memory"
-        assert ROWS % form.rows == 0, "one that all queries share has as many"
+        assert form.columns % tile.panel == 0, "block columns must be whole panels of shared memory"
+        assert ROWS % form.rows == 0, (
+            f"a row shared by all queries is passed as {ROWS} copies, so a tile must divide {ROWS} rows"
+        )
         tile = tile.at_offset(Int32(smem.allocate(tile.bytes, 128).toint()))
         return cls(form, tile, config.bias, config.scale)
 

@@ -69,7 +69,7 @@ class BitmaskTiles(ScoreStage):
         return cute.ceil_div(rows, TILE), cute.ceil_div(columns, TILE)
 
     def begin(self, block: Int32) -> None:
-        self.fetch(cutlass.max(block, 0))  # a section without blocks may begin before the first block
+        self.fetch(cutlass.max(block, 0))  # a subrange without blocks may begin before the first block
 
     def prefetch(self, block: Int32) -> None:
         self.fetch(block)

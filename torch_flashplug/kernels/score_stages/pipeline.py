@@ -16,7 +16,7 @@ pipeline.applies_to_full_blocks            decode: True if some stage also appli
 pipeline.set_tile(coord)                   once per tile
 stages.of_head(head)                       backward: once per query head
 stages.skip_kv_blocks(count)               for a block that the warpgroup skips
-stages.begin(block, masked)                once per section: start the loads of the section's first block
+stages.begin(block, masked)                once per subrange: start the loads of the subrange's first block
 stages.prepare_stage(block, masked)        except decode: once per block, before apply: work that needs no scores
 stages.apply(S, block, masked, count)      modify the scores, before the exponential
 stages.may_mask(masked)                    True if scores can be -inf afterwards

@@ -58,7 +58,7 @@ class KvStages:
         """Number of KV blocks of the CTA."""
         return self.keys.end - self.keys.begin
 
-    def stage_index(self, tile: sm80.SmemTile, nth: Int32 | int) -> sm80.SmemTile:
+    def stage_tile(self, tile: sm80.SmemTile, nth: Int32 | int) -> sm80.SmemTile:
         """Return the tile of stage nth % stages. `tile` is the tile of stage 0."""
         return tile.at_offset(nth % self.stages * tile.bytes)
 
@@ -79,7 +79,7 @@ class KvStages:
         """
         if nth < self.blocks:
             first = self.keys.nth(self.keys.begin + nth) * self.block + self.first_key
-            self.kv_loader.load(self.copier, gX, first, self.stage_index(tile, nth))
+            self.kv_loader.load(self.copier, gX, first, self.stage_tile(tile, nth))
             self.scale_loader.load(which, first, nth % self.stages, self.copier.threads)
         cute.arch.cp_async_commit_group()
 
@@ -314,9 +314,7 @@ class DecodeSm80(KernelCall, kind="decode"):
             kv_stages.load_v(nth + self.stages - 1)
             if bound_iterator.masks(kv_stages.keys, j):
                 tile_stages.begin(kv_stages.keys.nth(j), masked=True)
-            product.scores(
-                (acc_S,), left_q, right_k.retarget(kv_stages.stage_index(kv_stages.k, nth), transposed=False)
-            )
+            product.scores((acc_S,), left_q, right_k.retarget(kv_stages.stage_tile(kv_stages.k, nth), transposed=False))
             kv_stages.scale_loader.scale(S, nth % self.stages)
             kv_stages.wait_for_oldest()
             kv_stages.load_k(nth + self.stages)
@@ -331,7 +329,7 @@ class DecodeSm80(KernelCall, kind="decode"):
                 softmax.rescale_to_new_max(output)
             softmax.exponentiate(S)
             P.convert(acc_S, kv_stages.scale_loader.weights(nth % self.stages, cute.size(S, mode=[1])))
-            values = right_v.retarget(kv_stages.stage_index(kv_stages.v, nth), transposed=True)
+            values = right_v.retarget(kv_stages.stage_tile(kv_stages.v, nth), transposed=True)
             for key in cutlass.range_constexpr(0, self.keys, SLAB):
                 product.accumulate((out,), (P.fragment[None, 0, key // SLAB],), values, key)
             kv_stages.wait_for_oldest()

@@ -143,16 +143,20 @@ class DqProduct:
 
     @cute.jit
     def send(self, unit: Int32, earlier_steps: Int32, count: Int32):
-        """Add the product, the nth of the CTA, to a unit of the dQ workspace.
+        """Add the product to a unit of the dQ workspace.
 
-        A count of 0 means that no dS of the tile has been multiplied yet. Nothing is sent then.
+        Args:
+            unit: unit of the dQ workspace.
+            earlier_steps: steps of the tile before this step. With 0, no dS of the tile has been multiplied yet, and
+                nothing is sent.
+            count: number of the dS among all steps of the CTA.
         """
         if earlier_steps > 0:
             self.wait_for_staging(count)
-            quarters = cute.size(self.acc) // 4
-            lane_layout = cute.make_layout((4, quarters), stride=(1, sm90.WARP * 4))
+            quads = cute.size(self.acc) // 4
+            lane_layout = cute.make_layout((4, quads), stride=(1, sm90.WARP * 4))
             lanes = cute.make_tensor(self.staging.iterator + cute.arch.lane_idx() * 4, lane_layout)
-            cute.autovec_copy(cute.make_tensor(self.acc.iterator, cute.make_layout((4, quarters))), lanes)
+            cute.autovec_copy(cute.make_tensor(self.acc.iterator, cute.make_layout((4, quads))), lanes)
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.sync_warp()
             if cutlass.const_expr(self.staged is not None):
@@ -176,7 +180,7 @@ class PendingDq:
     """Product dQ of the previous step, which still has to be added to the workspace."""
 
     unit: Int32  # unit of the dQ workspace
-    count: Int32  # earlier steps of the same tile
+    earlier_steps: Int32  # steps of the same tile before this step
 
 
 @dataclass(frozen=True)
@@ -318,20 +322,24 @@ class BackwardSm90(KernelCall, kind="bwd"):
         # Bytes per query row: Q, dO and dQ in fp32.
         row_bytes = (self.d + self.dv) * self.element.bytes + self.d * FP32_BYTES
         num_ctas = call.num_ctas if self.in_order else None
-        section = kv_heads_per_l2_group(bound_iterator, group, B * shares, row_bytes, num_ctas)
-        layout = WorkspaceLayout.create(B * shares if self.in_order else section, num_n_blocks, B * shares, group)
+        l2_group_heads = kv_heads_per_l2_group(bound_iterator, group, B * shares, row_bytes, num_ctas)
+        layout = WorkspaceLayout.create(
+            B * shares if self.in_order else l2_group_heads, num_n_blocks, B * shares, group
+        )
         score_pipeline = self.features.score_pipeline(call)
         row_inputs = RowStatsInputs(call.o, call.do, call.lse, call.dlse)
         self.preprocess(
             row_inputs, call.rows, call.scratch, layout, score_pipeline.keep_probability, addressing, stream
         )
-        self.launch_main_kernel(call, section, layout, stream)
+        self.launch_main_kernel(call, l2_group_heads, layout, stream)
         self.postprocess(
             call.scratch, call.rows, call.dq, score_pipeline.scaled(call.scales.natural), layout, addressing, stream
         )
 
     @cute.jit
-    def launch_main_kernel(self, call: KernelArgs, section: Int32, layout: WorkspaceLayout, stream: cuda.CUstream):
+    def launch_main_kernel(
+        self, call: KernelArgs, l2_group_heads: Int32, layout: WorkspaceLayout, stream: cuda.CUstream
+    ):
         """Launch the main kernel."""
         addressing = self.features.tile_addressing(call)
         q, do, k, v = self.inputs
@@ -350,7 +358,7 @@ class BackwardSm90(KernelCall, kind="bwd"):
             self.features.score_pipeline(call).tma(self.score_layout),
         )
         workspace = BackwardWorkspaceTensors(call.rows, call.scratch)
-        self.kernel(operands, workspace, call.scales, call.counter, section, layout.heads, *feature_args).launch(
+        self.kernel(operands, workspace, call.scales, call.counter, l2_group_heads, layout.heads, *feature_args).launch(
             grid=(cutlass.min(layout.portions * call.dk.shape[1] * call.dk.shape[0], call.num_ctas), 1, 1),
             block=((WARPGROUPS + 1) * sm90.WARPGROUP, 1, 1),
             stream=stream,
@@ -420,7 +428,7 @@ class BackwardSm90(KernelCall, kind="bwd"):
         workspace: BackwardWorkspaceTensors,
         scales: SoftmaxScale,
         mCounter: cute.Tensor,
-        section: Int32,
+        l2_group_heads: Int32,
         heads_ahead: Int32,
         addressing: TileAddressing,
         block_iterator: BlockIterator,
@@ -441,7 +449,9 @@ class BackwardSm90(KernelCall, kind="bwd"):
         num_n_blocks, all_shares = addressing.blocks_of_keys(Sk, self.tile_n), shares * addressing.batch(mK)
         sizes = SeqlenInfo(Sq, Sk)
         bound_iterator = block_iterator.bind(sizes, self.tile_m, self.tile_n)
-        order = BackwardTileScheduler(True, num_n_blocks, shares, all_shares, section, bound_iterator, self.in_order)
+        order = BackwardTileScheduler(
+            True, num_n_blocks, shares, all_shares, l2_group_heads, bound_iterator, self.in_order
+        )
         tile_scheduler = sm90.DynamicTileScheduler(
             mCounter.iterator, tile_indices, tile_index_pipeline, order.total, fetches_first_tile=True
         )
@@ -635,7 +645,7 @@ class BackwardSm90(KernelCall, kind="bwd"):
             for g in cutlass.range(work.group, unroll=1):
                 first_block = workspace.first_block(tile, g, work.tile_grid.order.heads)
                 head_range, head_stages = query_range.of_head(g), tile_stages.of_head(tile.query_head(g))
-                for subrange in head_range.sections():
+                for subrange in head_range.subranges():
                     head_stages.begin(head_range.nth(subrange.begin), subrange.masked)
                     for j in cutlass.range(subrange.begin, subrange.end, unroll=1):
                         step = StepContext(
@@ -704,7 +714,7 @@ class BackwardSm90(KernelCall, kind="bwd"):
         state.ds_store.store(step_count)
         warpgroup.fence()
         state.dK.add(stage)
-        state.dQ.send(pending_dq.unit, pending_dq.count, step_count - 1)
+        state.dQ.send(pending_dq.unit, pending_dq.earlier_steps, step_count - 1)
         warpgroup.wait_group(0)
 
     @cute.jit
@@ -725,7 +735,7 @@ class BackwardSm90(KernelCall, kind="bwd"):
         exponentiate(state.S.values, lse, scale_log2)
         state.P.convert(state.S.acc, step.score_pipeline.p_transform(masked))
         warpgroup.wait_group(0)  # wait for dQ
-        state.dQ.send(pending_dq.unit, pending_dq.count, step_count - 1)
+        state.dQ.send(pending_dq.unit, pending_dq.earlier_steps, step_count - 1)
         state.pipelines.do.consumer_wait(step_count)
         warpgroup.fence()
         state.dP.start(stage)

@@ -217,9 +217,11 @@ class KeyGradientsSm90:
         block_iterator = self.features.block_iterator(call)
         score_pipeline = self.features.score_pipeline(call).tma(self.score_layout)
         bound_iterator = block_iterator.bind(SeqlenInfo(call.q.shape[2], Sk), TILE_M, TILE_N)
-        section = kv_heads_per_l2_group(bound_iterator, group, B * shares, (self.d + self.dv) * self.element.bytes)
+        l2_group_heads = kv_heads_per_l2_group(
+            bound_iterator, group, B * shares, (self.d + self.dv) * self.element.bytes
+        )
         self.kernel(
-            operands, call.rows, call.scales, call.counter, section, addressing, block_iterator, score_pipeline
+            operands, call.rows, call.scales, call.counter, l2_group_heads, addressing, block_iterator, score_pipeline
         ).launch(
             grid=(cutlass.min(num_n_blocks * B * shares, call.num_ctas), 1, 1),
             block=((WARPGROUPS + 1) * sm90.WARPGROUP, 1, 1),
@@ -260,7 +262,7 @@ class KeyGradientsSm90:
         mRows: cute.Tensor,
         scales: SoftmaxScale,
         mCounter: cute.Tensor,
-        section: Int32,
+        l2_group_heads: Int32,
         addressing: TileAddressing,
         block_iterator: BlockIterator,
         score_pipeline: ScorePipeline,
@@ -279,9 +281,9 @@ class KeyGradientsSm90:
         sizes, num_n_blocks = SeqlenInfo(Sq, Sk), addressing.blocks_of_keys(Sk, TILE_N)
         shares = operands.tensor("dk").shape[2]
         all_shares = addressing.batch(mK) * shares
-        section = addressing.heads_per_l2_group(section, all_shares, 1, of_keys=True)
+        l2_group_heads = addressing.heads_per_l2_group(l2_group_heads, all_shares, 1, of_keys=True)
         order = BackwardTileScheduler(
-            True, num_n_blocks, shares, all_shares, section, block_iterator.bind(sizes, TILE_M, TILE_N)
+            True, num_n_blocks, shares, all_shares, l2_group_heads, block_iterator.bind(sizes, TILE_M, TILE_N)
         )
         tile_scheduler = sm90.DynamicTileScheduler(mCounter.iterator, tile_indices, tile_index_pipeline, order.total)
         heads = (Hq // shares, shares // Hkv)
@@ -443,7 +445,7 @@ class KeyGradientsSm90:
             self.wait_for_stores(state.wg)
             for g in cutlass.range(work.group, unroll=1):
                 head_range, head_stages = query_range.of_head(g), tile_stages.of_head(tile.query_head(g))
-                for subrange in head_range.sections() if state.wg == 0 else (head_range.all_blocks(),):
+                for subrange in head_range.subranges() if state.wg == 0 else (head_range.all_blocks(),):
                     if cutlass.const_expr(state.wg == 0):
                         head_stages.begin(head_range.nth(subrange.begin), subrange.masked)
                     for j in cutlass.range(subrange.begin, subrange.end, unroll=1):

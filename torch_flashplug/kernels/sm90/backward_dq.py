@@ -17,7 +17,7 @@ import cutlass.memory
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import warpgroup
 
-from ...registry.kernel_spec import BACKWARD_WARPGROUPS, ROWS_PER_WARPGROUP, SPLIT_BACKWARD_TILE, HopperSpec
+from ...registry.kernel_spec import BACKWARD_WARPGROUPS, DQ_TILE_M, ROWS_PER_WARPGROUP, SPLIT_BACKWARD_TILE, HopperSpec
 from ..backward.pre_post_process import (
     RowStats,
     ScoreDerivative,
@@ -38,7 +38,7 @@ from .common import TmaOperands
 
 ROWS, SLAB = ROWS_PER_WARPGROUP, sm90.SLAB
 WARPGROUPS = BACKWARD_WARPGROUPS
-TILE_M, TILE_N = WARPGROUPS * ROWS, SPLIT_BACKWARD_TILE[1]  # query rows of a CTA, keys of a step
+TILE_M, TILE_N = DQ_TILE_M, SPLIT_BACKWARD_TILE[1]  # query rows of a CTA, keys of a step
 JOIN = 1  # named barrier of warpgroup w: JOIN + w
 
 
@@ -144,13 +144,13 @@ class QueryGradientSm90:
         Hkv, Sk = call.k.shape[1], call.k.shape[2]
         num_m_blocks = addressing.max_blocks_of_rows(Sq, TILE_M)
         head_bytes = Int64(Sk) * ((self.d + self.dv) * self.element.bytes)
-        section = TileScheduler.heads_per_l2_group(head_bytes, num_m_blocks, Hq // Hkv, Hq * B)
+        l2_group_heads = TileScheduler.heads_per_l2_group(head_bytes, num_m_blocks, Hq // Hkv, Hq * B)
         feature_args = (
             addressing,
             self.features.block_iterator(call),
             self.features.score_pipeline(call).tma(self.score_layout),
         )
-        self.kernel(operands, call.rows, call.scales, call.counter, section, *feature_args).launch(
+        self.kernel(operands, call.rows, call.scales, call.counter, l2_group_heads, *feature_args).launch(
             grid=(cutlass.min(num_m_blocks * Hq * B, call.num_ctas), 1, 1),
             block=((WARPGROUPS + 1) * sm90.WARPGROUP, 1, 1),
             stream=stream,
@@ -171,7 +171,7 @@ class QueryGradientSm90:
         mRows: cute.Tensor,
         scales: SoftmaxScale,
         mCounter: cute.Tensor,
-        section: Int32,
+        l2_group_heads: Int32,
         addressing: TileAddressing,
         block_iterator: BlockIterator,
         score_pipeline: ScorePipeline,
@@ -187,10 +187,10 @@ class QueryGradientSm90:
         Sq, _, Hq, _ = mQ.shape
         Sk, _, Hkv, _ = operands.tensor("k").shape
         num_m_blocks = addressing.blocks_of_rows(Sq, TILE_M)
-        longest_first = block_iterator.tile_lengths_vary or addressing.tile_lengths_vary
+        longest_first = block_iterator.tile_lengths_vary or addressing.sequence_lengths_vary
         heads = Hq * addressing.batch(mQ)
-        section = addressing.heads_per_l2_group(section, heads, Hq // Hkv)
-        order = TileScheduler(longest_first, num_m_blocks, Hq, heads, section)
+        l2_group_heads = addressing.heads_per_l2_group(l2_group_heads, heads, Hq // Hkv)
+        order = TileScheduler(longest_first, num_m_blocks, Hq, heads, l2_group_heads)
         tile_scheduler = sm90.DynamicTileScheduler(mCounter.iterator, tile_indices, tile_index_pipeline, order.total)
         work = DqWork(pipelines, tile_scheduler, addressing.of_rows(order, SeqlenInfo(Sq, Sk), Hkv), block_iterator)
         wg_pipelines, shared_pipelines = (pipelines.q, pipelines.do), (pipelines.k, pipelines.v, tile_index_pipeline)
@@ -303,7 +303,7 @@ class QueryGradientSm90:
             state.issue_scores(block_count)
             warpgroup.wait_group(0)
             pipelines.v.consumer_release(block_count)
-            for subrange in kv_range.sections_before_last():
+            for subrange in kv_range.subranges_before_last():
                 tile_stages.begin(kv_range.nth(subrange.begin), subrange.masked)
                 for j in cutlass.range(subrange.begin, subrange.end, unroll=1):
                     self.compute_ds(state, row_stats, tile_stages, kv_range.nth(j), block_count + j, subrange.masked)

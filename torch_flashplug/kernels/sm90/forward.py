@@ -36,7 +36,8 @@ from ..tiling.tile import TileAddressing, TileGrid
 from .common import TmaOperands
 
 ROWS, SLAB = ROWS_PER_WARPGROUP, sm90.SLAB
-SHORT = 4  # KV blocks: a tile with at most this count ends within the latency of the tile scheduler's atomic
+MAX_SHORT_TILE_BLOCKS = 4  # KV blocks: a tile of at most these ends within the latency of the tile scheduler's atomic
+MAX_D_WITHOUT_HALF_PRODUCT = 64  # up to this D, a kernel with a score derivative has no half product
 
 
 class ForwardBarrier(enum.IntEnum):
@@ -167,21 +168,21 @@ class ForwardSm90(KernelCall, kind="fwd"):
         # If two tiles of Q do not fit, the next Q has to wait until O has left shared memory. Then each warpgroup waits
         # for the store of its O at once, at the end of the tile.
         self.small_smem = spec.num_q_buffers < 2 * self.warpgroups
-        # Half of a diagonal block is 64 keys wide. Every second warpgroup sees no more of the block than this half, so
-        # a product with half of the columns is enough. The half product is not built for Dv > D, for 8-bit scores and
-        # for scores of D up to 64 with a score derivative: ptxas would serialize every product there.
-        halves = self.features.tile_lengths_vary and spec.tile_n == 2 * ROWS and spec.dv <= spec.d
+        # Half of a diagonal block has as many keys as a warpgroup has rows. Every second warpgroup sees no more of the
+        # block than this half, so a product with half of the columns is enough. The half product is not built for
+        # Dv > D, for 8-bit scores and for small D with a score derivative: ptxas would serialize every product there.
+        halves = self.features.tile_lengths_vary and spec.tile_n // 2 == ROWS and spec.dv <= spec.d
         self.halves = (
             halves
             and self.element.scores is self.element
-            and not (self.features.has_score_derivative and spec.d <= ROWS)
+            and not (self.features.has_score_derivative and spec.d <= MAX_D_WITHOUT_HALF_PRODUCT)
         )
         self.producer_registers, self.consumer_registers = spec.register_split
         self.out_in_q = spec.stores_out_in_q
         self.score_layout = ScoreLayout(self.element, self.warpgroups, self.tile_n)
 
     @property
-    def tile_lengths_vary(self) -> bool:
+    def warpgroup_ranges_differ(self) -> bool:
         """True if the first warpgroups of a tile may see fewer blocks than the last, or the last often has no rows."""
         diagonal = self.features.tile_lengths_vary and self.tile_n % self.tile_m != 0
         return self.warpgroups > 1 and (diagonal or self.warpgroups == 3 or self.features.has_small_tiles)
@@ -219,13 +220,15 @@ class ForwardSm90(KernelCall, kind="fwd"):
         num_m_blocks, total_heads = addressing.max_blocks_of_rows(Sq, self.tile_m), B * Hq
         kv_head_bytes = cutlass.Int64(call.k.shape[2]) * (self.spec.row_bytes("k") + self.spec.row_bytes("v"))
         sizes = (kv_head_bytes, num_m_blocks, Hq // tma_operands.tensor("k").shape[2], total_heads)
-        section = TileScheduler.heads_per_l2_group(*sizes, is_varlen=self.features.has_small_tiles)
+        l2_group_heads = TileScheduler.heads_per_l2_group(*sizes, is_varlen=self.features.has_small_tiles)
         feature_args = (
             addressing,
             self.features.block_iterator(call),
             self.features.score_pipeline(call).tma(self.score_layout),
         )
-        self.kernel(tma_operands, call.lse, call.scales, operands.scaling, call.counter, section, *feature_args).launch(
+        self.kernel(
+            tma_operands, call.lse, call.scales, operands.scaling, call.counter, l2_group_heads, *feature_args
+        ).launch(
             grid=(cutlass.min(num_m_blocks * total_heads, call.num_ctas * self.spec.ctas_per_sm), 1, 1),
             block=(self.spec.threads, 1, 1),
             stream=stream,
@@ -271,7 +274,7 @@ class ForwardSm90(KernelCall, kind="fwd"):
         scales: SoftmaxScale,
         scaling: NoScaling | Scaling,
         mCounter: cute.Tensor,
-        section: Int32,
+        l2_group_heads: Int32,
         addressing: TileAddressing,
         block_iterator: BlockIterator,
         score_pipeline: ScorePipeline,
@@ -299,9 +302,9 @@ class ForwardSm90(KernelCall, kind="fwd"):
         B, Hq, Sq = mLSE.shape
         Sk, _, Hkv, _ = operands.tensor("k").shape
         num_m_blocks = addressing.blocks_of_rows(Sq, self.tile_m)
-        longest_first = block_iterator.tile_lengths_vary or addressing.tile_lengths_vary
-        section = addressing.heads_per_l2_group(section, B * Hq, Hq // Hkv)
-        order = TileScheduler(longest_first, num_m_blocks, Hq, B * Hq, section)
+        longest_first = block_iterator.tile_lengths_vary or addressing.sequence_lengths_vary
+        l2_group_heads = addressing.heads_per_l2_group(l2_group_heads, B * Hq, Hq // Hkv)
+        order = TileScheduler(longest_first, num_m_blocks, Hq, B * Hq, l2_group_heads)
         tile_scheduler = sm90.DynamicTileScheduler(mCounter.iterator, tile_indices, tile_index_pipeline, order.total)
         work = ForwardWork(
             pipeline_q,
@@ -345,7 +348,7 @@ class ForwardSm90(KernelCall, kind="fwd"):
             kv_range = work.block_iterator.bind(tile.sizes, self.tile_m, self.tile_n).keys(tile)
             fetched_idx = Int32(0)
             if cutlass.const_expr(self.features.has_small_tiles):
-                if kv_range.count <= SHORT:  # the tile ends within the latency of the scheduler's atomic
+                if kv_range.count <= MAX_SHORT_TILE_BLOCKS:
                     fetched_idx = work.tile_scheduler.fetch_next()
             tQsQ, tQgQ = tile.rows(q).tiles((ROWS, self.q_columns), (None, 0))
             tKsK, tKgK = tile.keys(k).tiles((self.tile_n, self.d), (None, 0))
@@ -368,11 +371,11 @@ class ForwardSm90(KernelCall, kind="fwd"):
             # the loads of the next tile must not wait for the atomic.
             if cutlass.const_expr(self.features.has_small_tiles):
                 last_v_load = (v.atom, tVgV, tVsV, pipeline_v, kv_range.last(), block_count + kv_range.count - 1)
-                if kv_range.count > SHORT:
+                if kv_range.count > MAX_SHORT_TILE_BLOCKS:
                     fetched_idx = work.tile_scheduler.fetch_next()
                     sm90.load_block(*last_v_load)
                 tile_idx = work.tile_scheduler.publish(tile_count, fetched_idx)
-                if kv_range.count <= SHORT:
+                if kv_range.count <= MAX_SHORT_TILE_BLOCKS:
                     sm90.load_block(*last_v_load)
             else:
                 fetched_idx = work.tile_scheduler.fetch_next()
@@ -416,13 +419,13 @@ class ForwardSm90(KernelCall, kind="fwd"):
             row_softmax = softmax.set_tile(tile, row, work.tile_grid)
             bound_iterator = work.block_iterator.bind(tile.sizes, self.tile_m, self.tile_n)
             skipped_blocks, kv_range = bound_iterator.kv_range_for_warpgroup(
-                tile, wg_tile * ROWS, ROWS, self.tile_lengths_vary
+                tile, wg_tile * ROWS, ROWS, self.warpgroup_ranges_differ
             )
             block_count = skip_kv_blocks(
                 skipped_blocks, pipeline_k, pipeline_v, order_barrier, tile_stages, block_count
             )
             # `count_q` is the running count of Q stages.
-            subranges, count_q = kv_range.sections(), tile_count * self.warpgroups + wg
+            subranges, count_q = kv_range.subranges(), tile_count * self.warpgroups + wg
             my_Q = tSrQ[None, None, None, pipeline_q.stage_index(count_q)]
             pipeline_q.consumer_wait(count_q)
             first_block = FirstBlock(

@@ -5,7 +5,7 @@ the same object, so that all roles agree on the blocks.
 
 A kernel receives a `BlockIterator` as an argument and binds the sizes of a tile with `bind(sizes, tile_m, tile_n)`.
 Class attributes and Python values hold facts known at trace time. Fields hold the runtime arguments of a call. A range
-of blocks (`BlockRange`) provides `sections()`, the bounds of the loops, and `nth(j)`, the index of the block at
+of blocks (`BlockRange`) provides `subranges()`, the bounds of the loops, and `nth(j)`, the index of the block at
 position j.
 """
 
@@ -105,7 +105,7 @@ class BoundBlocks:
         return KvBlockRange(self, self.num_blocks(first_row + self.tile_m), first_row)
 
     def kv_range_for_warpgroup(
-        self, tile: Tile, first_row: Int32, rows: int, uneven: bool
+        self, tile: Tile, first_row: Int32, rows: int, warpgroup_ranges_differ: bool
     ) -> tuple[Int32, KvBlockRange]:
         """Return the KV blocks for one warpgroup's part of a tile.
 
@@ -115,14 +115,14 @@ class BoundBlocks:
             tile: the tile.
             first_row: first row of the part.
             rows: number of rows of the part.
-            uneven: True if some parts of the tile may see fewer blocks than the rest of the tile.
+            warpgroup_ranges_differ: True if some parts of the tile may see fewer blocks than the rest of the tile.
 
         Returns:
             The number of leading KV blocks needed only by the remaining rows of the tile, and the KV blocks of the
                 part.
         """
         tile_blocks = self.num_blocks((tile.block + 1) * self.tile_m)
-        if not uneven:
+        if not warpgroup_ranges_differ:
             return Int32(0), KvBlockRange(self, tile_blocks, first_row)
         num_blocks = cutlass.select_(first_row < self.sizes.Sq, self.num_blocks(first_row + rows), 1)
         # Without a uniform value, ptxas recomputes `num_blocks` for every block.
@@ -194,9 +194,9 @@ class BoundBlocks:
 class BlockRange:
     """Base class of block ranges. `nth(j)` returns the block at position j."""
 
-    def next(self, j: Int32, section: BlockSubrange) -> Int32:
-        """Return the block of the step after j. At the last step of a section, return the block of step j."""
-        return self.nth(cutlass.min(j + 1, section.end - 1))
+    def next(self, j: Int32, subrange: BlockSubrange) -> Int32:
+        """Return the block of the step after j. At the last step of a subrange, return the block of step j."""
+        return self.nth(cutlass.min(j + 1, subrange.end - 1))
 
 
 class KvBlocks(BlockRange):
@@ -224,12 +224,12 @@ class KvBlocks(BlockRange):
         """Return the block at the last position. The caller has already called `nth` for the last position."""
         return self.nth(self.count - 1)
 
-    def sections(self) -> tuple[BlockSubrange, BlockSubrange]:
+    def subranges(self) -> tuple[BlockSubrange, BlockSubrange]:
         """Return the subranges after the first block: masked, then unmasked."""
         masked = self.num_masked
         return BlockSubrange(True, 1, masked), BlockSubrange(False, masked, self.count)
 
-    def sections_before_last(self) -> tuple[BlockSubrange, BlockSubrange]:
+    def subranges_before_last(self) -> tuple[BlockSubrange, BlockSubrange]:
         """Return the subranges of all blocks except the last block, which counts as masked."""
         last = self.count - 1
         masked = cutlass.min(self.num_masked, last)
@@ -302,11 +302,11 @@ class QueryBlockRange(BlockRange):
     def of_head(self, head: Int32) -> QueryBlockRange:
         return self
 
-    def sections(self) -> tuple[BlockSubrange, BlockSubrange]:
+    def subranges(self) -> tuple[BlockSubrange, BlockSubrange]:
         return BlockSubrange(True, self.begin, self.middle), BlockSubrange(False, self.middle, self.end)
 
     def all_blocks(self) -> BlockSubrange:
-        """Return the whole range as one unmasked section, for roles without scores."""
+        """Return the whole range as one unmasked subrange, for roles without scores."""
         return BlockSubrange(False, self.begin, self.end)
 
     def first(self, head: Int32, is_valid: cutlass.Boolean) -> QueryBlockStep:

@@ -99,7 +99,7 @@ class BoundBlockSparse:
         return self.keys(tile)
 
     def kv_range_for_warpgroup(
-        self, tile: Tile, first_row: Int32, rows: int, uneven: bool
+        self, tile: Tile, first_row: Int32, rows: int, warpgroup_ranges_differ: bool
     ) -> tuple[Int32, SparseKvBlockRange]:
         """Return the KV blocks for one warpgroup's part of a tile.
 
@@ -111,13 +111,13 @@ class BoundBlockSparse:
             tile: the tile.
             first_row: first row of the part.
             rows: number of rows of the part.
-            uneven: True if some parts of the tile may see fewer blocks than the rest of the tile.
+            warpgroup_ranges_differ: True if some parts of the tile may see fewer blocks than the rest of the tile.
 
         Returns:
             The number of leading KV blocks to skip, and the KV blocks of the part.
         """
         run = self.keys(tile)
-        if not uneven:
+        if not warpgroup_ranges_differ:
             return Int32(0), run
         has_rows = first_row < self.sizes.Sq
         begin, end = run.visible_positions(first_row // rows - tile.block * (self.tile_m // rows), has_rows)
@@ -233,11 +233,11 @@ class SparseBlockRange(BlockRange):
         """
         return self.tile_of(self.entry(j, self.lists.partial, self.lists.full), j)
 
-    def next(self, j: Int32, section: BlockSubrange) -> Int32:
-        """Return the block of the step after j. All blocks of a section are in the same list."""
-        j = cutlass.min(j + 1, section.end - 1)
+    def next(self, j: Int32, subrange: BlockSubrange) -> Int32:
+        """Return the block of the step after j. All blocks of a subrange are in the same list."""
+        j = cutlass.min(j + 1, subrange.end - 1)
         partial, full = (self.lists.partial, j + self.skipped), (self.lists.full, j - self.num_masked)
-        entries, position = partial if section.masked else full
+        entries, position = partial if subrange.masked else full
         return self.tile_of(self.load(entries.iterator, position), j)
 
     def tile_of(self, listed: Int32, j: Int32) -> Int32:
@@ -269,11 +269,11 @@ class SparseQueryBlockRange(SparseBlockRange):
         """Return the number of ranges of SHARE keys with earlier accumulation."""
         return self.entry(j, self.lists.partial_rank, self.lists.full_rank)
 
-    def sections(self) -> tuple[BlockSubrange, BlockSubrange]:
+    def subranges(self) -> tuple[BlockSubrange, BlockSubrange]:
         return BlockSubrange(True, Int32(0), self.num_masked), BlockSubrange(False, self.num_masked, self.count)
 
     def all_blocks(self) -> BlockSubrange:
-        """Return the whole range as one unmasked section, for roles without scores."""
+        """Return the whole range as one unmasked subrange, for roles without scores."""
         return BlockSubrange(False, Int32(0), self.count)
 
 
@@ -284,10 +284,10 @@ class SparseKvBlockRange(SparseBlockRange, KvBlocks):
     behind: Int32 | int = 0
     tail_first = False
 
-    def sections(self) -> tuple[BlockSubrange, BlockSubrange]:
+    def subranges(self) -> tuple[BlockSubrange, BlockSubrange]:
         """Return the subranges after the first block: masked, then unmasked.
 
-        A range with a single block gets sections from position 0 to position 0, because the list may have no further
+        A range with a single block gets subranges from position 0 to position 0, because the list may have no further
         entry.
         """
         has_more = cutlass.min(self.count - 1, 1)

@@ -67,7 +67,7 @@ class BoundSlidingWindow:
         return self.keys_of(first_row, self.tile_m)
 
     def kv_range_for_warpgroup(
-        self, tile: Tile, first_row: Int32, rows: int, uneven: bool
+        self, tile: Tile, first_row: Int32, rows: int, warpgroup_ranges_differ: bool
     ) -> tuple[Int32, WindowKvBlockRange]:
         """Return the KV blocks for one warpgroup's part of a tile.
 
@@ -78,13 +78,13 @@ class BoundSlidingWindow:
             tile: the tile.
             first_row: first row of the part.
             rows: number of rows of the part.
-            uneven: True if some parts of the tile may see fewer blocks than the rest of the tile.
+            warpgroup_ranges_differ: True if some parts of the tile may see fewer blocks than the rest of the tile.
 
         Returns:
             The number of leading KV blocks to skip, and the KV blocks of the part.
         """
         tile_range = self.keys(tile)
-        if not uneven:
+        if not warpgroup_ranges_differ:
             return Int32(0), replace(tile_range, first_row=first_row)
         _, end_block = self.bounds(first_row, rows)
         end_block = cutlass.select_(first_row < self.sizes.Sq, end_block, 0)
@@ -196,7 +196,7 @@ class WindowQueryBlockRange(QueryBlockRange):
     def masked(self, step) -> cutlass.Boolean:
         return (step.j < self.middle) | (step.j >= self.behind)
 
-    def sections(self) -> tuple[BlockSubrange, ...]:
+    def subranges(self) -> tuple[BlockSubrange, ...]:
         return (
             BlockSubrange(True, self.begin, self.middle),
             BlockSubrange(False, self.middle, self.behind),

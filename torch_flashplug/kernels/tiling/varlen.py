@@ -221,7 +221,7 @@ class VarlenTileGrid(TileGrid):
 class VarlenAddressing(TileAddressing):
     """Tile addressing of packed sequences.
 
-    Each kernel has only the required lists. `rows` and `keys` are tile lists, with the longest tiles first. `scratch`
+    Each kernel has only the required lists. `rows` and `keys` are tile lists, with the longest tiles first. `workspace`
     lists the workspace blocks of rows, in the order of sequences, equal to the order in memory.
     """
 
@@ -229,7 +229,7 @@ class VarlenAddressing(TileAddressing):
     keys: VarlenTileList | None = None
     workspace: VarlenTileList | None = None
     total_keys: Int32 | None = None
-    tile_lengths_vary = True
+    sequence_lengths_vary = True
 
     def rows_first(self, t: cute.Tensor) -> cute.Tensor:
         return bounded_tma_view(sm90.rows_first(t))
@@ -280,7 +280,9 @@ class VarlenAddressing(TileAddressing):
 
     def of_keys(self, order: TileScheduler, sizes: SeqlenInfo) -> VarlenTileGrid:
         if order.in_order:
-            raise NotImplementedError("blocks of keys of one sequence add in order if their list is in that order")
+            raise NotImplementedError(
+                "a deterministic backward of packed sequences needs a tile list in the order of sequences"
+            )
         return VarlenTileGrid(order, sizes, entries=self.keys)
 
     def all_keys(self, x: cute.Tensor) -> Int32:
