@@ -41,7 +41,7 @@ class KeyPositionStage(ScoreStage):
 
     @cute.jit
     def apply(self, S: cute.Tensor, block: Int32, count: Int32 | None):
-        first_key = block * self.coord.block + self.coord.column
+        first_key = block * self.coord.block_columns + self.coord.column
         for r in cutlass.range_constexpr(cute.size(S, mode=[0])):
             for c in cutlass.range_constexpr(cute.size(S, mode=[1])):
                 S[r, c] = S[r, c] + Float32(first_key + column_of(c)) * SLOPE

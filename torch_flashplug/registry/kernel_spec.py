@@ -44,7 +44,7 @@ TALL = 192
 
 # Hopper
 ROWS_PER_WARPGROUP = 64  # rows of a wgmma
-CLUSTER = 8  # largest cluster that every Hopper GPU can place (clusters of 16 ran slower if placed)
+MAX_CLUSTER_SIZE = 8  # largest cluster that every Hopper GPU can place (clusters of 16 ran slower if placed)
 MAX_Q_TILES = 3  # largest number of Q tiles in shared memory: in use, arriving, and leaving as O
 BARRIER_BYTES = 1024  # bytes of mbarriers, rounded up to the alignment of swizzled tiles
 # Registers per thread after the register split: {number of consumer warpgroups: (producer, consumer)}. The total

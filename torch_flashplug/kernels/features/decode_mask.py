@@ -319,7 +319,7 @@ class DecodeMaskStage(ScoreStage):
     def mask_row(self, row: Int32) -> MaskRow:
         """Return the mask row of a packed row. Results of rows beyond the last row are discarded."""
         Sq = self.coord.sizes.Sq
-        return MaskRow.create(self.mask, self.coord.batch, self.coord.head + row // Sq, row % Sq)
+        return MaskRow.create(self.mask, self.coord.sequence, self.coord.head + row // Sq, row % Sq)
 
     @cute.jit
     def begin(self, block: Int32):
@@ -334,7 +334,7 @@ class DecodeMaskStage(ScoreStage):
         lane = cute.arch.lane_idx()
         row = self.coord.row + cute.arch.thread_idx()[0] // WARP * SLAB + lane // LANES
         for part in cutlass.range_constexpr(cute.size(self.mask_words, mode=[2])):
-            key = block * self.coord.block + part * 2 * WARP + lane % LANES * BYTES
+            key = block * self.coord.block_columns + part * 2 * WARP + lane % LANES * BYTES
             self.mask_row(row).load(key, self.mask_words[None, 0, part], vectors)
             if not one_for_all(self.mask):
                 self.mask_row(row + SLAB // 2).load(key, self.mask_words[None, 1, part], vectors)

@@ -104,7 +104,7 @@ class DecodeWindowStage(SlidingWindowStage):
         Args:
             coord: coordinate of the first row of the tile.
         """
-        warps = WARPGROUP // WARP * self.columns // coord.block
+        warps = WARPGROUP // WARP * self.columns // coord.block_columns
         row = coord.row + cute.arch.warp_idx() % warps * SLAB + cute.arch.lane_idx() // 4
         return DecodeWindowQueries(self.window.reach(coord.sizes), replace(coord, row=row))
 

@@ -372,7 +372,7 @@ class QuantizedKvElement(of_kernels.Element):
     """Element type with Q and O in 16 bits, and K and V in an 8-bit format."""
 
     def __init__(self, element: of_kernels.Element, format: QuantizedFormat):
-        super().__init__(element.dtype, element.pack, element.raised)
+        super().__init__(element.dtype, element.pack, element.p_scale_log2)
         self.format = format
 
     @property

@@ -190,7 +190,7 @@ class OnlineSoftmax:
             The LSE (2,), natural log.
         """
         lse = cute.make_rmem_tensor((ROWS,), Float32)
-        keep_probability = score_pipeline.keep_probability
+        dropout_scale = score_pipeline.dropout_scale
         extra = score_pipeline.extra_logit()
         for r in cutlass.range_constexpr(ROWS):
             total, top, share = self.total(r), self.row_max[r] * scale, Float32(1.0)
@@ -200,8 +200,8 @@ class OnlineSoftmax:
                 share = cute.math.exp(top - base, fastmath=True)  # weight of the keys relative to the new maximum
                 total, top = total * share + cute.math.exp(extra - base, fastmath=True), base
             inverse = 0.0 if total == 0.0 else cute.arch.rcp_approx(total) * share
-            if cutlass.const_expr(keep_probability is not None):
-                inverse = inverse * keep_probability.inverse
+            if cutlass.const_expr(dropout_scale is not None):
+                inverse = inverse * dropout_scale.inverse
             lse[r] = top + cute.math.log(total, fastmath=True)
             for c in cutlass.range_constexpr(cute.size(acc_O, mode=[1])):
                 acc_O[r, c] = acc_O[r, c] * inverse
@@ -220,14 +220,14 @@ class OnlineSoftmax:
             The raw maxima (2,) and the sums (2,). For large scores, a single LSE value would lose the digits of the
                 sum.
         """
-        tops, totals = (cute.make_rmem_tensor((ROWS,), Float32) for _ in range(2))
+        maxima, sums = (cute.make_rmem_tensor((ROWS,), Float32) for _ in range(2))
         for r in cutlass.range_constexpr(ROWS):
             total = self.total(r)
-            tops[r], totals[r] = self.row_max[r], total
+            maxima[r], sums[r] = self.row_max[r], total
             inverse = cute.arch.rcp_approx(total)
             for c in cutlass.range_constexpr(cute.size(acc_O, mode=[1])):
                 acc_O[r, c] = cutlass.select_(total == 0.0, Float32(0.0), acc_O[r, c] * inverse)
-        return tops, totals
+        return maxima, sums
 
     def total(self, row: int) -> Float32:
         """Return the sum of a row over the four threads that share the row."""

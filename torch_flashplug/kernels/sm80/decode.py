@@ -23,7 +23,14 @@ from ...registry.kernel_spec import RESULT_ROW_PADDING, SLAB, WARP, AmpereSpec
 from ..call_args.kernel_call import KernelArgs, KernelCall, SoftmaxScale
 from ..decode.kv_load import K, KvLoader, KvScaleLoader, V
 from ..decode.pack_gqa import DecodeTile
-from ..decode.split_kv import PartialResult, SplitKvCombine, WorkspacePartials, follow, loaded, starts_early
+from ..decode.split_kv import (
+    PartialResult,
+    SplitKvCombine,
+    WorkspacePartials,
+    loaded,
+    starts_early,
+    wait_for_previous_kernel,
+)
 from ..features.base import KernelFeatures
 from ..mainloop.softmax import OnlineSoftmax
 from ..primitives import fragments, sm80
@@ -248,7 +255,7 @@ class DecodeSm80(KernelCall, kind="decode"):
             )
         )
 
-        follow()
+        wait_for_previous_kernel()
         bound_iterator.scan(decode_tile)
         kv_stages = self.make_kv_stages(
             tensors.k, tensors.v, decode_tile, bound_iterator, kv_loader, start + q.bytes, team
@@ -258,12 +265,12 @@ class DecodeSm80(KernelCall, kind="decode"):
         kv_loader.transform_queries(q, decode_tile, tensors.q.shape[3], self.element, self.spec.threads // WARP)
         left_q = sm80.LdmatrixView.create(q, self.element.dtype, "A", first_row=slab * SLAB)
         self.attend(kv_stages, left_q, out, softmax, tile_stages, bound_iterator, kv_loader)
-        weights = softmax.finish_split(fragments.rows_and_columns(out))
+        row_stats = softmax.finish_split(fragments.rows_and_columns(out))
 
         cute.arch.sync_threads()  # no warp reads shared memory any more where the results go
         floats = cute.make_ptr(Float32, start, cute.AddressSpace.smem, assumed_align=16)
         teams = TeamPartials(floats, self.tile_m, self.dv + RESULT_ROW_PADDING, Int32(self.spec.teams))
-        store_team_results(fragments.rows_and_columns(out), weights, teams, team, slab * SLAB + lane // 4, kv_loader)
+        store_team_results(fragments.rows_and_columns(out), row_stats, teams, team, slab * SLAB + lane // 4, kv_loader)
         cute.arch.sync_threads()
         self.reduce_teams(teams, decode_tile, tensors.o, tensors.lse, partials, scales.natural, score_pipeline)
 
@@ -364,7 +371,7 @@ class DecodeSm80(KernelCall, kind="decode"):
 
 @cute.jit
 def store_team_results(
-    output: cute.Tensor, weights: tuple[cute.Tensor, cute.Tensor], teams: TeamPartials, team: Int32, row: Int32,
+    output: cute.Tensor, row_stats: tuple[cute.Tensor, cute.Tensor], teams: TeamPartials, team: Int32, row: Int32,
     kv_loader: KvLoader
 ):  # fmt: skip
     """Write a thread's two rows, with their maxima and sums, to the results of its team.
@@ -381,7 +388,7 @@ def store_team_results(
                 registers[i] = value
             cute.autovec_copy(registers, shared_floats(start + column, len(values)))
         if lane % 4 == 0:
-            for i, of_row in enumerate(weights):
+            for i, of_row in enumerate(row_stats):
                 cute.arch.store(teams.weight(row + 8 * r, team) + i, of_row[r])
 
 

@@ -92,7 +92,7 @@ class DbiasConsumerState:
         self.product.issue(acc, rows, keys, accumulate=False)
 
 
-class BiasGradientSm90(KernelCall, kind="dbias"):
+class BackwardDbiasSm90(KernelCall, kind="dbias"):
     """Builder of the two bias-gradient kernels of a spec: the row statistics, and the gradient.
 
     Computes dbias = sum of dS over the dimensions in which the bias is broadcast, deterministically.
@@ -133,7 +133,7 @@ class BiasGradientSm90(KernelCall, kind="dbias"):
         self.features.launch_preprocess(call, stream)
         addressing, score_pipeline = self.features.tile_addressing(call), self.features.score_pipeline(call)
         row_stats_inputs = RowStatsInputs(call.o, call.do, call.lse)
-        self.preprocess(row_stats_inputs, call.rows, None, None, score_pipeline.keep_probability, addressing, stream)
+        self.preprocess(row_stats_inputs, call.rows, None, None, score_pipeline.dropout_scale, addressing, stream)
         rows, keys = self.inputs
         operands = TmaOperands.create(
             q=rows.tma(sm90.rows_first(call.q)),

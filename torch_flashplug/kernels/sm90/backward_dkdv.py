@@ -159,7 +159,7 @@ class DkdvConsumerState:
             ds.consumer_release(step_count)
 
 
-class KeyGradientsSm90:
+class BackwardDkdvSm90:
     """Builder of the dK and dV kernel of a split backward spec.
 
     Computes dV = P^T dO and dK = scale * dS^T Q, deterministically.
@@ -382,7 +382,7 @@ class KeyGradientsSm90:
         weights = fragments.OperandA.create(scores.acc, self.element)
         values = cute.make_tensor(cute.recast_ptr(weights.pairs.iterator, dtype=self.element.dtype), scores.acc.layout)
         kept_p = None
-        if score_pipeline.keep_probability is not None:
+        if score_pipeline.dropout_scale is not None:
             kept_p = weights if wg == 0 else fragments.OperandA.create(scores.acc, self.element)
         crossing = sm90.transposed(shared.weights)  # (keys, queries, P or dS)
 
@@ -461,7 +461,11 @@ class KeyGradientsSm90:
             pipelines.weights[state.wg].producer_wait(step_count)  # the outputs leave through this buffer
             slab = tile.block * (TILE_N // SLAB)
             self.store(
-                state, state.dV.acc, score_pipeline.scaled(Float32(2.0**-self.element.raised)), tile.rows(dv), slab
+                state,
+                state.dV.acc,
+                score_pipeline.scaled(Float32(2.0**-self.element.p_scale_log2)),
+                tile.rows(dv),
+                slab,
             )
             self.store(state, state.dK.acc, score_pipeline.scaled(scales.natural), tile.rows(dk), slab)
             tile_idx = work.tile_scheduler.receive(tile_count)
@@ -481,8 +485,8 @@ class KeyGradientsSm90:
     ):
         """Compute P of a step in the first warpgroup, and pack P into 16 bits."""
         scores, lse_log2 = state.scores.values, row_values(state.row_stats, state.pipelines.q.stage_index(step_count))
-        if cutlass.const_expr(self.element.raised != 0):
-            lse_log2.store(lse_log2.load() - Float32(self.element.raised))
+        if cutlass.const_expr(self.element.p_scale_log2 != 0):
+            lse_log2.store(lse_log2.load() - Float32(self.element.p_scale_log2))
         head_stages.prepare_stage(m_block, subrange.masked)
         head_stages.apply(scores, m_block, subrange.masked, step_count)
         exponentiate(scores, lse_log2, scale_log2)
@@ -498,7 +502,7 @@ class KeyGradientsSm90:
         if cutlass.const_expr(state.kept_p is not None):
             state.kept_p.copy_nonnegative(state.weights)
         score_derivative = ScoreDerivative.create(head_stages, lambda: state.lse_of(step_count))
-        softmax_backward(weights, dP, delta, dP, self.element.raised, state.kept_p is not None, score_derivative)
+        softmax_backward(weights, dP, delta, dP, self.element.p_scale_log2, state.kept_p is not None, score_derivative)
         state.weights.convert(state.scores.acc)
 
     @cute.jit

@@ -89,7 +89,7 @@ class DqConsumerState:
             product.start(pipeline.stage_index(count))
 
 
-class QueryGradientSm90:
+class BackwardDqSm90:
     """Builder of the dQ kernel of a split backward spec.
 
     Computes dQ = scale * dS K with dS = P * (dP - delta), deterministically.

@@ -5,9 +5,9 @@ tiles are fewer than SMs, the keys of each tile are split among several CTAs (sp
 A producer warp keeps many stages of K and V in flight. Consumer warpgroups of 64 rows follow with time to spare, so
 padding rows are harmless.
 
-With a single split a CTA writes O itself. Up to CLUSTER splits can form a cluster, whose CTAs reduce their results in
-each other's shared memory. Otherwise the CTAs leave fp32 partial results for the `SplitKvCombine` kernel, which is
-launched early and waits.
+With a single split a CTA writes O itself. Up to `kernel_spec.MAX_CLUSTER_SIZE` splits can form a cluster, whose CTAs
+reduce their results in each other's shared memory. Otherwise the CTAs leave fp32 partial results for the
+`SplitKvCombine` kernel, which is launched early and waits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,14 @@ from cutlass.cute.nvgpu import warpgroup
 from ...registry.kernel_spec import L2_BYTES, ROWS_PER_WARPGROUP, HopperSpec
 from ..call_args.kernel_call import KernelArgs, KernelCall, SoftmaxScale
 from ..decode.pack_gqa import DecodeTile
-from ..decode.split_kv import AT_ONCE, ClusterPartials, PartialResult, SplitKvCombine, WorkspacePartials, follow
+from ..decode.split_kv import (
+    AT_ONCE,
+    ClusterPartials,
+    PartialResult,
+    SplitKvCombine,
+    WorkspacePartials,
+    wait_for_previous_kernel,
+)
 from ..features.base import KernelFeatures
 from ..mainloop.softmax import OnlineSoftmax
 from ..primitives import fragments, sm90
@@ -68,16 +75,16 @@ class DecodeGmem:
 
 
 @dataclass(frozen=True)
-class SoftmaxRows:
+class SoftmaxRowStats:
     """Softmax maxima and sums of a thread's two rows."""
 
-    tops: cute.Tensor  # (2,): largest raw scores
-    totals: cute.Tensor  # (2,): sums of exponentials
+    row_max: cute.Tensor  # (2,): largest raw scores
+    row_sum: cute.Tensor  # (2,): sums of exponentials
     scale: Float32
 
     def lse(self, r: int) -> Float32:
         """Return the LSE (natural logarithm) of row `r` of the thread."""
-        return self.tops[r] * self.scale + cute.math.log(self.totals[r], fastmath=True)
+        return self.row_max[r] * self.scale + cute.math.log(self.row_sum[r], fastmath=True)
 
 
 @dataclass(frozen=True)
@@ -196,7 +203,7 @@ class DecodeSm90(KernelCall, kind="decode"):
             operands.atoms,
             tuple((pipeline, 4 * self.warpgroups) for pipeline in (pipeline_k, pipeline_v)),
         )
-        follow()
+        wait_for_previous_kernel()
         work.block_iterator.scan(decode_tile)
         if warp_idx == 4 * self.warpgroups:
             self.load(*operands.with_smem(k=shared.k, v=shared.v), work, addressing)
@@ -302,11 +309,11 @@ class DecodeSm90(KernelCall, kind="decode"):
         warpgroup.fence()
         sums.add(work.pipeline_v.stage_index(last_count))
         warpgroup.wait_group(0)
-        weights = SoftmaxRows(*softmax.finish_split(sums.values), scales.natural)
+        row_stats = SoftmaxRowStats(*softmax.finish_split(sums.values), scales.natural)
         if cutlass.const_expr(clustered):
             sm90.sync_warpgroups(DecodeBarrier.V_READ, self.warpgroups)  # V lay where the results go
         row = wg * ROWS + thread // sm90.WARP * SLAB + lane // 4
-        self.store_rows(decode_tile, row, sums.values, weights, shared.v, gmem, clustered)
+        self.store_rows(decode_tile, row, sums.values, row_stats, shared.v, gmem, clustered)
 
     @cute.jit
     def store_rows(
@@ -314,7 +321,7 @@ class DecodeSm90(KernelCall, kind="decode"):
         decode_tile: DecodeTile,
         row: Int32,  # row in the tile: the thread's first row; the second is eight rows below
         output: cute.Tensor,
-        weights: SoftmaxRows,
+        row_stats: SoftmaxRowStats,
         sVt: cute.Tensor,  # the V stages, no longer in use
         gmem: DecodeGmem,
         clustered: cutlass.Constexpr[bool],
@@ -328,27 +335,27 @@ class DecodeSm90(KernelCall, kind="decode"):
             gmem.partials, mLSE.shape[0] * mLSE.shape[1] * decode_tile.queries, decode_tile.splits, mO.shape[3]
         )  # fmt: skip
         peers = ClusterPartials.create(sVt, self.tile_m, self.dv, decode_tile.splits)
-        head_of_row = cute.arch.lane_idx() % 4 == 0
+        is_first_lane_of_row = cute.arch.lane_idx() % 4 == 0
         for r in cutlass.range_constexpr(2):
             if decode_tile.first_row + row + 8 * r < decode_tile.rows:
                 head, query = decode_tile.unpack_row(decode_tile.first_row + row + 8 * r)
                 if cutlass.const_expr(clustered):
                     self.write_row(peers.output(row + 8 * r), output, r, mO.shape[3], narrow=False)
-                    if head_of_row:
+                    if is_first_lane_of_row:
                         maximum_and_sum = cute.make_tensor(peers.weight(row + 8 * r), cute.make_layout(2))
-                        maximum_and_sum[0], maximum_and_sum[1] = weights.tops[r], weights.totals[r]
+                        maximum_and_sum[0], maximum_and_sum[1] = row_stats.row_max[r], row_stats.row_sum[r]
                 elif decode_tile.splits == 1:
                     self.write_row(
                         mO[decode_tile.batch, head, query, None].iterator, output, r, mO.shape[3], narrow=True
                     )
-                    if head_of_row:
-                        mLSE[decode_tile.batch, head, query] = weights.lse(r)
+                    if is_first_lane_of_row:
+                        mLSE[decode_tile.batch, head, query] = row_stats.lse(r)
                 else:
                     index = (decode_tile.batch * mLSE.shape[1] + head) * decode_tile.queries + query
                     self.write_row(partials.output(index, decode_tile.split), output, r, mO.shape[3], narrow=False)
-                    if head_of_row:
-                        cute.arch.store(partials.weight(index, decode_tile.split), weights.tops[r])
-                        cute.arch.store(partials.weight(index, decode_tile.split) + 1, weights.totals[r])
+                    if is_first_lane_of_row:
+                        cute.arch.store(partials.weight(index, decode_tile.split), row_stats.row_max[r])
+                        cute.arch.store(partials.weight(index, decode_tile.split) + 1, row_stats.row_sum[r])
 
     @cute.jit
     def reduce_cluster(self, sVt: cute.Tensor, decode_tile: DecodeTile, gmem: DecodeGmem, scale: Float32):
