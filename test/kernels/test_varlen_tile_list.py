@@ -163,10 +163,12 @@ def test_tma_coordinates_stop_at_the_end_of_a_sequence(element_bytes, stride):
     """Row coordinates are applied to the dims and strides of a TMA descriptor."""
     for start, length in ((0, 1), (5, 64), (17, 0), (2**30 - 1000, 999)):
         row_coordinate, (end, sequence_coordinate) = varlen.SequenceSlice(start, length).coordinates()
-        assert end < varlen.REACH and sequence_coordinate < 2 * varlen.REACH - 1 < 2**31  # within the dims
+        assert (
+            end < varlen.MAX_TOTAL_ROWS and sequence_coordinate < 2 * varlen.MAX_TOTAL_ROWS - 1 < 2**31
+        )  # within the dims
         for row in (0, 1, length, length + 127):
-            elements = (row_coordinate + row + end) * stride + sequence_coordinate * varlen.around(
+            elements = (row_coordinate + row + end) * stride + sequence_coordinate * varlen.wrap_stride(
                 stride, element_bytes
             )
             assert elements * element_bytes % 2**64 == (start + row) * stride * element_bytes % 2**64
-            assert (row_coordinate + row < varlen.REACH) == (row < length)
+            assert (row_coordinate + row < varlen.MAX_TOTAL_ROWS) == (row < length)

@@ -57,7 +57,7 @@ def test_query_tiles_visit_the_key_blocks_of_their_window(bound_window):
     num_blocks = -(-Sk // bound.tile_n)
     for block in range(-(-Sq // bound.tile_m)):
         tile = tile_addressing.Tile(block, 0, 0, bound.sizes)
-        runs = [(0, block * bound.tile_m, bound.tile_m, bound.keys(tile))]
+        runs = [(0, block * bound.tile_m, bound.tile_m, bound.kv_blocks(tile))]
         for rows in (64,) if bound.tile_m == 128 else ():
             for first_row in range(block * bound.tile_m, (block + 1) * bound.tile_m, rows):
                 for warpgroup_ranges_differ in (True, False):
@@ -112,7 +112,7 @@ def test_key_blocks_visit_the_query_blocks_of_their_window_in_rank_order(bound_w
         queries = lambda m: range(m * bound.tile_m, min((m + 1) * bound.tile_m, Sq))  # noqa: E731
         is_visible = lambda m: any(j < Sk and sees(i, j) for i in queries(m) for j in keys)  # noqa: B023, E731
         is_full = lambda m: all(j < Sk and sees(i, j) for i in queries(m) for j in keys)  # noqa: B023, E731
-        block_range = bound.queries(tile_addressing.Tile(n, 0, 0, bound.sizes))
+        block_range = bound.query_blocks(tile_addressing.Tile(n, 0, 0, bound.sizes))
         if block_range.total(1) == 0:
             assert not any(is_visible(m) for m in range(num_m))
             continue

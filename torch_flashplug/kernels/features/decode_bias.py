@@ -41,7 +41,7 @@ class BoundAllBlocks(BoundBlocks):
 
     may_mask = True
 
-    def masks(self, keys: SplitKvRange, j: Int32) -> Boolean:
+    def masks(self, kv_range: SplitKvRange, j: Int32) -> Boolean:
         return Boolean(True)
 
 

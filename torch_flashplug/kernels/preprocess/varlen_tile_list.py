@@ -16,7 +16,7 @@ from ..primitives.fragments import target_from
 from ..primitives.vector_access import vector_at
 from ..tiling.block_iterator import BlockIterator
 from ..tiling.tile import Tile
-from ..tiling.varlen import ENTRY, MAX_RELATIVE_WORK, VarlenAddressing, VarlenSeqlenInfo, VarlenTileList
+from ..tiling.varlen import ENTRY_INTS, MAX_RELATIVE_WORK, VarlenAddressing, VarlenSeqlenInfo, VarlenTileList
 
 THREADS, CLASSES = 1024, 1024
 WARPS = THREADS // WARP
@@ -320,10 +320,10 @@ class TileListBuilder:
         rows, keys = (opposite_length, length) if self.list_spec.of_keys else (length, opposite_length)
         tile = Tile(block, None, None, VarlenSeqlenInfo(rows, keys, cutlass.max(keys, 1)))
         if self.list_spec.of_keys:
-            work = self.block_iterator.bind(tile.sizes, BLOCK, self.list_spec.size).queries(tile).total(1)
+            work = self.block_iterator.bind(tile.sizes, BLOCK, self.list_spec.size).query_blocks(tile).total(1)
             total = self.inputs.rows
         else:
-            work = self.block_iterator.bind(tile.sizes, self.list_spec.size, BLOCK).keys(tile).count
+            work = self.block_iterator.bind(tile.sizes, self.list_spec.size, BLOCK).kv_blocks(tile).count
             total = self.inputs.keys
         unit = cute.ceil_div(cute.ceil_div(total, BLOCK), CLASSES)
         return cutlass.min(work // cutlass.max(unit, 1), CLASSES - 1)
@@ -337,7 +337,7 @@ class TileListBuilder:
             cute.arch.store(self.tile_list.header.iterator, total)
 
     def store(self, position: Int32, entry: tuple[Int32 | int, ...]) -> None:
-        values = cute.make_rmem_tensor((ENTRY,), Int32)
+        values = cute.make_rmem_tensor((ENTRY_INTS,), Int32)
         for i, value in enumerate(entry):
             values[i] = value
-        cute.autovec_copy(values, vector_at(self.tile_list.entries.iterator + position * ENTRY, Int32, ENTRY))
+        cute.autovec_copy(values, vector_at(self.tile_list.entries.iterator + position * ENTRY_INTS, Int32, ENTRY_INTS))

@@ -437,7 +437,7 @@ class BackwardSm80(KernelCall, kind="bwd"):
         column, scale_log2 = lane % 4 * 2 + part * HALF, score_pipeline.scales(scales).log2
         coord = ScoreCoord(order.blocks.sizes, self.tile_m, key, column, kv_block.tile.sequence, None, transposed=True)
 
-        query_range = order.blocks.queries(kv_block.tile)
+        query_range = order.blocks.query_blocks(kv_block.tile)
         num_steps = query_range.total(kv_block.group)
         step, last_block = query_range.first(kv_block.first_head, num_steps > 0), Int32(0)
         last_step = replace(step, j=Int32(0))  # placeholder: no step has ended yet
@@ -642,7 +642,7 @@ class BackwardSm80(KernelCall, kind="bwd"):
         coord = ScoreCoord(order.blocks.sizes, self.tile_m, key, column, kv_block.tile.sequence, None, transposed=True)
         left = sm80.LdmatrixView.create(weights, self.element.dtype, "A", first_row=first_slab * SLAB)
 
-        query_range = order.blocks.queries(kv_block.tile)
+        query_range = order.blocks.query_blocks(kv_block.tile)
         num_steps = query_range.total(kv_block.group)
         step = query_range.first(kv_block.first_head, num_steps > 0)
         queries.load_q(step.head, step.block, Int32(0))

@@ -54,7 +54,7 @@ class KvStages:
     k: sm80.SmemTile  # stage 0 of K; stage 0 of V follows
     v: sm80.SmemTile
     stages: int
-    keys: SplitKvRange  # KV blocks of the CTA
+    kv_range: SplitKvRange  # KV blocks of the CTA
     first_key: Int32  # the team's first key in a block
     kv_loader: KvLoader  # loader of K and V
     scale_loader: KvScaleLoader  # loader of per-key data, such as the scales of a quantized cache
@@ -63,7 +63,7 @@ class KvStages:
     @property
     def blocks(self) -> Int32:
         """Number of KV blocks of the CTA."""
-        return self.keys.end - self.keys.begin
+        return self.kv_range.end - self.kv_range.begin
 
     def stage_tile(self, tile: sm80.SmemTile, nth: Int32 | int) -> sm80.SmemTile:
         """Return the tile of stage nth % stages. `tile` is the tile of stage 0."""
@@ -85,7 +85,7 @@ class KvStages:
         same, so that the number of groups in flight is a constant.
         """
         if nth < self.blocks:
-            first = self.keys.nth(self.keys.begin + nth) * self.block + self.first_key
+            first = self.kv_range.nth(self.kv_range.begin + nth) * self.block + self.first_key
             self.kv_loader.load(self.copier, gX, first, self.stage_tile(tile, nth))
             self.scale_loader.load(which, first, nth % self.stages, self.copier.threads)
         cute.arch.cp_async_commit_group()
@@ -279,7 +279,7 @@ class DecodeSm80(KernelCall, kind="decode"):
         kv_loader: KvLoader, start: Int32, team: Int32
     ) -> KvStages:  # fmt: skip
         """Return the K and V pipeline of this warp's team."""
-        keys = decode_tile.keys(bound_iterator)
+        kv_range = decode_tile.kv_range(bound_iterator)
         team_offset = team * (self.spec.kv_bytes() // self.spec.teams)
         k = sm80.SmemTile(start + team_offset, self.keys, kv_loader.columns(self.d))
         v = sm80.SmemTile(start + (team_offset + self.stages * k.bytes), self.keys, kv_loader.columns(self.dv))
@@ -287,7 +287,9 @@ class DecodeSm80(KernelCall, kind="decode"):
         copier = sm80.SmemCopier(self.team_warps * WARP, self.element, elementwise=False)
         # (Sk, D) and (Sk, Dv), or the form of K and V that `kv_loader` loads from.
         gK, gV = kv_loader.of_head(decode_tile, mK), kv_loader.of_head(decode_tile, mV)
-        return KvStages(copier, gK, gV, k, v, self.stages, keys, team * self.keys, kv_loader, scale_loader, self.tile_n)
+        return KvStages(
+            copier, gK, gV, k, v, self.stages, kv_range, team * self.keys, kv_loader, scale_loader, self.tile_n
+        )
 
     @cute.jit
     def load_queries(self, mQ: cute.Tensor, q: sm80.SmemTile, decode_tile: DecodeTile):
@@ -317,21 +319,21 @@ class DecodeSm80(KernelCall, kind="decode"):
         S, output = fragments.rows_and_columns(acc_S), fragments.rows_and_columns(out)
         P = kv_loader.left_operand(acc_S, self.element)
         for nth in cutlass.range(kv_stages.blocks, unroll=1):
-            j = kv_stages.keys.begin + nth
+            j = kv_stages.kv_range.begin + nth
             kv_stages.load_v(nth + self.stages - 1)
-            if bound_iterator.masks(kv_stages.keys, j):
-                tile_stages.begin(kv_stages.keys.nth(j), masked=True)
+            if bound_iterator.masks(kv_stages.kv_range, j):
+                tile_stages.begin(kv_stages.kv_range.nth(j), masked=True)
             product.scores((acc_S,), left_q, right_k.retarget(kv_stages.stage_tile(kv_stages.k, nth), transposed=False))
             kv_stages.scale_loader.scale(S, nth % self.stages)
             kv_stages.wait_for_oldest()
             kv_stages.load_k(nth + self.stages)
             if cutlass.const_expr(tile_stages.applies_to_full_blocks):
-                if bound_iterator.masks(kv_stages.keys, j):
-                    tile_stages.apply(S, kv_stages.keys.nth(j), masked=True)
+                if bound_iterator.masks(kv_stages.kv_range, j):
+                    tile_stages.apply(S, kv_stages.kv_range.nth(j), masked=True)
                 else:
-                    tile_stages.apply(S, kv_stages.keys.nth(j), masked=False)
-            elif bound_iterator.masks(kv_stages.keys, j):
-                tile_stages.apply(S, kv_stages.keys.nth(j), masked=True)
+                    tile_stages.apply(S, kv_stages.kv_range.nth(j), masked=False)
+            elif bound_iterator.masks(kv_stages.kv_range, j):
+                tile_stages.apply(S, kv_stages.kv_range.nth(j), masked=True)
             if cute.arch.vote_any_sync(softmax.needs_rescale(S)):
                 softmax.rescale_to_new_max(output)
             softmax.exponentiate(S)

@@ -198,7 +198,7 @@ class ForwardSm80(KernelCall, kind="fwd"):
         product = sm80.MmaProduct.create(self.element.dtype)
         right_k = sm80.LdmatrixView.create(kv_stages.k, self.element.dtype, "B")
         right_v = sm80.LdmatrixView.create(kv_stages.v, self.element.dtype, "B", transposed=True)
-        kv_range = bound_iterator.keys_of_rows(tile, first_row)
+        kv_range = bound_iterator.kv_blocks_of_rows(tile, first_row)
         num_masked = kv_range.num_masked
         kv_stages.load_k(kv_range.nth(0), all_rows_exist=False)
         sm80.wait_for_copies()

@@ -107,7 +107,7 @@ class BackwardWork:
 
     def query_range(self, tile: Tile) -> QueryBlockRange:
         """Return the query blocks that a tile visits."""
-        return self.block_iterator.bind(tile.sizes, self.tile_m, self.tile_n).queries(tile)
+        return self.block_iterator.bind(tile.sizes, self.tile_m, self.tile_n).query_blocks(tile)
 
 
 @dataclass(frozen=True)

@@ -330,7 +330,7 @@ class BackwardDkdvSm90:
         tile_count, step_count, tile_idx = Int32(0), Int32(0), cute.arch.block_idx()[0]
         while tile_idx < work.tile_grid.total:
             tile = work.tile_grid.tile(tile_idx, work.group)
-            query_range = work.block_iterator.bind(tile.sizes, TILE_M, TILE_N).queries(tile)
+            query_range = work.block_iterator.bind(tile.sizes, TILE_M, TILE_N).query_blocks(tile)
             for g in cutlass.range(work.group, unroll=1):
                 gRows = tile.row_stats(mRows, g, TILE_M)
                 tQsQ, tQgQ = tile.queries(q, g).tiles((TILE_M, self.d), (None, 0))
@@ -430,7 +430,7 @@ class BackwardDkdvSm90:
         tile_count, step_count, tile_idx = Int32(0), Int32(0), cute.arch.block_idx()[0]
         while tile_idx < work.tile_grid.total:
             tile = work.tile_grid.tile(tile_idx, work.group)
-            query_range = work.block_iterator.bind(tile.sizes, TILE_M, TILE_N).queries(tile)
+            query_range = work.block_iterator.bind(tile.sizes, TILE_M, TILE_N).query_blocks(tile)
             end = step_count + query_range.total(work.group)
             key = tile.block * TILE_N + warp_in_group * SLAB + lane // 4
             tile_stages = score_pipeline.set_tile(

@@ -224,7 +224,7 @@ class BackwardDqSm90:
         tile_count, block_count, tile_idx = Int32(0), Int32(0), cute.arch.block_idx()[0]
         while tile_idx < work.tile_grid.total:
             tile = work.tile_grid.tile(tile_idx, group)
-            kv_range = work.block_iterator.bind(tile.sizes, TILE_M, TILE_N).keys(tile)
+            kv_range = work.block_iterator.bind(tile.sizes, TILE_M, TILE_N).kv_blocks(tile)
             tQsQ, tQgQ = tile.rows(q).tiles((ROWS, self.d), (None, 0))
             tOsO, tOgO = tile.rows(do).tiles((ROWS, self.dv), (None, 0))
             tKsK, tKgK = tile.keys(k).tiles((TILE_N, self.d), (None, 0))

@@ -96,9 +96,9 @@ class DecodeWork:
     pipeline_k: sm90.Pipeline
     pipeline_v: sm90.Pipeline
 
-    def keys(self) -> SplitKvRange:
+    def kv_range(self) -> SplitKvRange:
         """Return the KV blocks of this CTA."""
-        return self.decode_tile.keys(self.block_iterator)
+        return self.decode_tile.kv_range(self.block_iterator)
 
 
 class DecodeSm90(KernelCall, kind="decode"):
@@ -220,11 +220,11 @@ class DecodeSm90(KernelCall, kind="decode"):
         """Run the producer warp: load K and V of this split's blocks."""
         tKsK, tKgK = work.decode_tile.of_head(k).tiles((self.tile_n, self.d), (None, 0))
         tVsV, tVgV = work.decode_tile.of_head(v).tiles((self.dv, self.tile_n), (0, None))
-        keys, policy = work.keys(), self.policy(k.m, v.m, addressing)
-        for j in cutlass.range(keys.begin, keys.end, unroll=1):
-            block = keys.nth(j)
-            sm90.load_block(k.atom, tKgK, tKsK, work.pipeline_k, block, j - keys.begin, policy)
-            sm90.load_block(v.atom, tVgV, tVsV, work.pipeline_v, block, j - keys.begin, policy)
+        kv_range, policy = work.kv_range(), self.policy(k.m, v.m, addressing)
+        for j in cutlass.range(kv_range.begin, kv_range.end, unroll=1):
+            block = kv_range.nth(j)
+            sm90.load_block(k.atom, tKgK, tKsK, work.pipeline_k, block, j - kv_range.begin, policy)
+            sm90.load_block(v.atom, tVgV, tVsV, work.pipeline_v, block, j - kv_range.begin, policy)
 
     def policy(self, mK: cute.Tensor, mVt: cute.Tensor, addressing: TileAddressing) -> Int64:
         """Return the L2 eviction policy of the K and V loads.
@@ -279,19 +279,19 @@ class DecodeSm90(KernelCall, kind="decode"):
         self.fetch_queries(gmem.q, shared.q[None, None, wg], decode_tile, first_row)
         cute.arch.fence_proxy("async.shared", space="cta")  # wgmma reads shared memory written by plain stores
         sm90.sync_warpgroup(DecodeBarrier.Q_LOADED, wg)
-        keys = work.keys()
-        self.begin_stages(tile_stages, block_iterator, keys, keys.begin)
+        kv_range = work.kv_range()
+        self.begin_stages(tile_stages, block_iterator, kv_range, kv_range.begin)
         work.pipeline_k.consumer_wait(0)
         warpgroup.fence()
         scores.start(0)
         warpgroup.wait_group(0)
         work.pipeline_k.consumer_release(0)
-        self.softmax_block(scores.values, softmax, tile_stages, block_iterator, keys, keys.begin, first=True)
+        self.softmax_block(scores.values, softmax, tile_stages, block_iterator, kv_range, kv_range.begin, first=True)
         P.convert(acc_S)
         # The scores of block j run under the output of block j-1.
-        for j in cutlass.range(keys.begin + 1, keys.end, unroll=1):
-            count, previous = j - keys.begin, j - keys.begin - 1
-            self.begin_stages(tile_stages, block_iterator, keys, j)
+        for j in cutlass.range(kv_range.begin + 1, kv_range.end, unroll=1):
+            count, previous = j - kv_range.begin, j - kv_range.begin - 1
+            self.begin_stages(tile_stages, block_iterator, kv_range, j)
             work.pipeline_k.consumer_wait(count)
             warpgroup.fence()
             scores.start(work.pipeline_k.stage_index(count))
@@ -299,12 +299,12 @@ class DecodeSm90(KernelCall, kind="decode"):
             sums.add(work.pipeline_v.stage_index(previous))
             warpgroup.wait_group(1)
             work.pipeline_k.consumer_release(count)
-            self.softmax_block(scores.values, softmax, tile_stages, block_iterator, keys, j, first=False)
+            self.softmax_block(scores.values, softmax, tile_stages, block_iterator, kv_range, j, first=False)
             warpgroup.wait_group(0)
             work.pipeline_v.consumer_release(previous)
             P.convert(acc_S)
             softmax.rescale(sums.values)
-        last_count = keys.end - keys.begin - 1
+        last_count = kv_range.end - kv_range.begin - 1
         work.pipeline_v.consumer_wait(last_count)
         warpgroup.fence()
         sums.add(work.pipeline_v.stage_index(last_count))
@@ -376,20 +376,20 @@ class DecodeSm90(KernelCall, kind="decode"):
                 mLSE[decode_tile.batch, head, query] = result.lse()
 
     @cute.jit
-    def begin_stages(self, tile_stages: ScorePipeline, block_iterator: BoundBlocks, keys: SplitKvRange, j: Int32):
+    def begin_stages(self, tile_stages: ScorePipeline, block_iterator: BoundBlocks, kv_range: SplitKvRange, j: Int32):
         """Start the loads of the score stages for a block, before the block's scores."""
-        if block_iterator.masks(keys, j):
-            tile_stages.begin(keys.nth(j), masked=True)
+        if block_iterator.masks(kv_range, j):
+            tile_stages.begin(kv_range.nth(j), masked=True)
 
     @cute.jit
     def softmax_block(
         self, S: cute.Tensor, softmax: OnlineSoftmax, tile_stages: ScorePipeline, block_iterator: BoundBlocks,
-        keys: SplitKvRange, j: Int32,
+        kv_range: SplitKvRange, j: Int32,
         first: cutlass.Constexpr[bool],
     ):  # fmt: skip
         """Convert the scores of a block to probabilities, in place."""
-        if block_iterator.masks(keys, j):
-            tile_stages.apply(S, keys.nth(j), masked=True)
+        if block_iterator.masks(kv_range, j):
+            tile_stages.apply(S, kv_range.nth(j), masked=True)
         softmax.step(S, first=first, masked=block_iterator.may_mask)
 
     @cute.jit

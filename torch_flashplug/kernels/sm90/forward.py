@@ -345,7 +345,7 @@ class ForwardSm90(KernelCall, kind="fwd"):
         tile_idx = cute.arch.block_idx()[0]
         while tile_idx < work.tile_grid.total:
             tile = work.tile_grid.tile(tile_idx, group)
-            kv_range = work.block_iterator.bind(tile.sizes, self.tile_m, self.tile_n).keys(tile)
+            kv_range = work.block_iterator.bind(tile.sizes, self.tile_m, self.tile_n).kv_blocks(tile)
             fetched_idx = Int32(0)
             if cutlass.const_expr(self.features.has_small_tiles):
                 if kv_range.count <= MAX_SHORT_TILE_BLOCKS:
@@ -474,9 +474,9 @@ class ForwardSm90(KernelCall, kind="fwd"):
             warpgroup.wait_group(0)
             pipeline_v.consumer_release(block_count - 1)
             output.finish(kv_range)
-            if cutlass.const_expr(not isinstance(kv_range.behind, int)):
+            if cutlass.const_expr(kv_range.may_skip_trailing):
                 block_count = skip_kv_blocks(
-                    kv_range.behind, pipeline_k, pipeline_v, order_barrier, tile_stages, block_count
+                    kv_range.num_trailing_skipped, pipeline_k, pipeline_v, order_barrier, tile_stages, block_count
                 )
             write_lse(mLSE, row_softmax.finish(output.values, scales.natural, tile_stages), tile, row)
             stage = pipeline_q.stage_index(count_q) if self.out_in_q else wg

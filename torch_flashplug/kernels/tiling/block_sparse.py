@@ -90,13 +90,13 @@ class BoundBlockSparse:
     tile_n: int
     tile_lengths_vary = True
 
-    def keys(self, tile: Tile) -> SparseKvBlockRange:
+    def kv_blocks(self, tile: Tile) -> SparseKvBlockRange:
         kind, rows = (SparseKvBlockRange192, TALL) if self.block_iterator.rows == TALL else (SparseKvBlockRange, LISTED)
         row = self.block_iterator.keys.row(tile.sequence, tile.head, tile.block // (rows // self.tile_m))
         return kind.create(self.block_iterator.keys, row, LISTED // self.tile_n)
 
-    def keys_of_rows(self, tile: Tile, first_row: Int32) -> SparseKvBlockRange:
-        return self.keys(tile)
+    def kv_blocks_of_rows(self, tile: Tile, first_row: Int32) -> SparseKvBlockRange:
+        return self.kv_blocks(tile)
 
     def kv_range_for_warpgroup(
         self, tile: Tile, first_row: Int32, rows: int, warpgroup_ranges_differ: bool
@@ -116,23 +116,25 @@ class BoundBlockSparse:
         Returns:
             The number of leading KV blocks to skip, and the KV blocks of the part.
         """
-        run = self.keys(tile)
+        kv_range = self.kv_blocks(tile)
         if not warpgroup_ranges_differ:
-            return Int32(0), run
+            return Int32(0), kv_range
         has_rows = first_row < self.sizes.Sq
-        begin, end = run.visible_positions(first_row // rows - tile.block * (self.tile_m // rows), has_rows)
-        return begin, run.between(begin, end)
+        begin, end = kv_range.visible_positions(first_row // rows - tile.block * (self.tile_m // rows), has_rows)
+        return begin, kv_range.between(begin, end)
 
-    def queries(self, tile: Tile) -> SparseQueryBlocksOfHeads:
+    def query_blocks(self, tile: Tile) -> SparseQueryBlocksOfHeads:
         return SparseQueryBlocksOfHeads(self, tile)
 
-    def accumulation_rank(self, n_block: Int32, run: SparseQueryBlockRange, j: Int32, num_n_blocks: Int32) -> Int32:
+    def accumulation_rank(
+        self, n_block: Int32, query_range: SparseQueryBlockRange, j: Int32, num_n_blocks: Int32
+    ) -> Int32:
         """Return the accumulation rank: the number of KV blocks added to a query block before KV block `n_block`.
 
         The rank counts the KV tiles of later listed blocks, from ranges of SHARE keys (kernel_spec.py), and then the
         later tiles of the same listed block.
         """
-        later = run.num_later_ranges(j)
+        later = query_range.num_later_ranges(j)
         if self.tile_n == LISTED:
             return (later + 1) >> 1
         return later + cutlass.min(1 - n_block % 2, num_n_blocks - 1 - n_block)
@@ -183,14 +185,14 @@ class SparseQueryBlocksOfHeads:
             j: position in the block range of the head.
             is_valid: whether there is such a step at all.
         """
-        run, block = self.of_query_head(head), Int32(0)
-        row, masked, count = run.row, run.num_masked, run.count
+        block_range, block = self.of_query_head(head), Int32(0)
+        row, masked, count = block_range.row, block_range.num_masked, block_range.count
         if is_valid:
             while j >= count:
                 head, j = head + 1, Int32(0)
                 next_range = self.of_query_head(head)
                 row, masked, count = next_range.row, next_range.num_masked, next_range.count
-            block = SparseQueryBlockRange(run.lists, row, masked, count, run.tiles_per_block).nth(j)
+            block = SparseQueryBlockRange(block_range.lists, row, masked, count, block_range.tiles_per_block).nth(j)
         return SparseBlockStep(head, j, block, j < masked)
 
     def range_of(self, step: SparseBlockStep) -> SparseQueryBlockRange:
@@ -281,7 +283,7 @@ class SparseQueryBlockRange(SparseBlockRange):
 class SparseKvBlockRange(SparseBlockRange, KvBlocks):
     """Range of the listed KV blocks of a tile of queries."""
 
-    behind: Int32 | int = 0
+    num_trailing_skipped: Int32 | int = 0
     tail_first = False
 
     def subranges(self) -> tuple[BlockSubrange, BlockSubrange]:
@@ -314,7 +316,7 @@ class SparseKvBlockRange(SparseBlockRange, KvBlocks):
         """
         begin, end = (cute.arch.make_warp_uniform(position) for position in (begin, end))
         masked = cute.arch.make_warp_uniform(cutlass.max(cutlass.min(self.num_masked, end) - begin, 0))
-        return replace(self, num_masked=masked, count=end - begin, skipped=begin, behind=self.count - end)
+        return replace(self, num_masked=masked, count=end - begin, skipped=begin, num_trailing_skipped=self.count - end)
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,8 @@ from ..primitives.vector_access import vector_at
 from .seqlen_info import SeqlenInfo
 from .tile import Tile, TileAddressing, TileGrid
 
-ENTRY = 8  # Int32 values of an entry, 32 bytes: a sector
-REACH = 1 << 30  # maximum number of rows of all sequences together
+ENTRY_INTS = 8  # Int32 values of an entry, 32 bytes: a sector
+MAX_TOTAL_ROWS = 1 << 30  # maximum number of rows of all sequences together
 MAX_RELATIVE_WORK = 1 << 16  # limit of `VarlenTileList.relative_work`, in tiles. A larger value has no further effect.
 
 
@@ -54,54 +54,52 @@ class SequenceSlice:
     def of_coordinates(self, m: cute.Tensor, head: Int32) -> cute.Tensor:
         """Return a head of a view created by `bounded_tma_view`, or of the transposed view."""
         first, rest = self.coordinates()
-        # The mode of rows has the static size REACH. The number of columns is not known at trace time.
+        # The mode of rows has the static size MAX_TOTAL_ROWS. The number of columns is not known at trace time.
         rows_lead = type(m.shape[0]) is int
         return cute.domain_offset((first, 0) if rows_lead else (0, first), m[None, None, head, rest])
 
     def coordinates(self) -> tuple[Int32, tuple[Int32, int]]:
         """Return the TMA coordinates of the first row of the sequence, in a view created by `bounded_tma_view`."""
-        return REACH - self.length, (self.start + self.length, REACH)
+        return MAX_TOTAL_ROWS - self.length, (self.start + self.length, MAX_TOTAL_ROWS)
 
 
 def bounded_tma_view(t: cute.Tensor) -> cute.Tensor:
     """Return a TMA view with a stop at the end of any sequence.
 
     The batch dimension of `t` (rows, columns, heads, 1) is replaced by two dimensions. Consider a sequence of `length`
-    rows ending before row `end` of the packed tensor. Row r of the sequence is at (REACH - length + r, ..., (end,
-    REACH)). Rows from `length` on lie beyond the first dimension: loads return zeros and stores are dropped.
+    rows ending before row `end` of the packed tensor. Row r of the sequence is at (MAX_TOTAL_ROWS - length + r, ...,
+    (end, MAX_TOTAL_ROWS)). Rows from `length` on lie beyond the first dimension. There, loads return zeros and stores
+    are dropped.
 
-    The last coordinate subtracts REACH rows from the address by wrapping around 2^64. A descriptor with a base
+    The last coordinate subtracts MAX_TOTAL_ROWS rows from the address by wrapping around 2^64. A descriptor with a base
     address so far below the tensor could not load.
     """
     row, column, head, _ = t.stride
-    wrap = around(row, t.element_type.width // 8)
-    shape = (REACH, t.shape[1], t.shape[2], (REACH, 2 * REACH - 1))
+    wrap = wrap_stride(row, t.element_type.width // 8)
+    shape = (MAX_TOTAL_ROWS, t.shape[1], t.shape[2], (MAX_TOTAL_ROWS, 2 * MAX_TOTAL_ROWS - 1))
     return cute.make_tensor(t.iterator, cute.make_layout(shape, stride=(row, column, head, (row, wrap))))
 
 
-def around(row: Int64, element_bytes: int) -> Int64:
-    """Return the stride by which REACH steps wrap around 2^64 and subtract REACH rows from an address.
+def wrap_stride(row: Int64, element_bytes: int) -> Int64:
+    """Return the stride whose MAX_TOTAL_ROWS steps wrap around 2^64 and subtract MAX_TOTAL_ROWS rows from an address.
 
     Args:
         row: stride of a row, in elements.
         element_bytes: bytes of an element.
     """
-    return (1 << 64) // REACH // element_bytes - row
+    return (1 << 64) // MAX_TOTAL_ROWS // element_bytes - row
 
 
 @dataclass(frozen=True)
 class VarlenSeqlenInfo(SeqlenInfo):
     """Sequence lengths of a sequence, perhaps without rows or keys.
 
-    `or_one` is loaded from memory. If the forward kernel computed the maximum instead, ptxas would serialize products.
+    `seqlen_k_at_least_one` is loaded from memory. If the forward kernel computed the maximum instead, ptxas would
+    serialize products.
     """
 
     may_be_empty = True
-    or_one: Int32 | None = None  # number of keys, at least one
-
-    @property
-    def seqlen_k_at_least_one(self) -> Int32:
-        return self.or_one
+    seqlen_k_at_least_one: Int32 | None = None  # number of keys, at least one; overrides the property of the base class
 
 
 @dataclass(frozen=True)
@@ -110,12 +108,12 @@ class VarlenTile(Tile):
 
     own_slice: SequenceSlice | None = None  # row range of the tile's own side: rows, or keys for a block of keys
     opposite_slice: SequenceSlice | None = None  # row range of the opposite side: keys, or rows for a block of keys
-    number: Int32 | None = None  # sequence index
+    sequence_idx: Int32 | None = None
     first_block: Int32 | None = None
 
     @property
     def sequence(self) -> Int32:
-        return self.number
+        return self.sequence_idx
 
     def rows_of(self, x: sm90.TmaOperand | cute.Tensor, head: Int32, batch: Int32) -> sm90.TmaOperand | cute.Tensor:
         return self.own_slice.of_head(x, head)
@@ -149,7 +147,8 @@ class VarlenTileList:
     - number of rows on the opposite side, at least one
     """
 
-    # (capacity, ENTRY) Int32, 16-byte aligned. Entries behind the last entry are zero, except for a last value of 1.
+    # (capacity, ENTRY_INTS) Int32, 16-byte aligned. Entries behind the last entry are zero, except for a last value of
+    # 1.
     entries: cute.Tensor
     # (2,) Int32: number of entries, and, for a sorted list, the total work as a multiple of the work of the first
     # entry.
@@ -166,9 +165,9 @@ class VarlenTileList:
         return cutlass.min(cutlass.max(cute.arch.make_warp_uniform(self.header[1]), 1), MAX_RELATIVE_WORK)
 
     def load(self, number: Int32) -> tuple[Int32, ...]:
-        entry = cute.make_rmem_tensor((ENTRY,), Int32)
-        cute.autovec_copy(vector_at(self.entries.iterator + number * ENTRY, Int32, ENTRY), entry)
-        return tuple(cute.arch.make_warp_uniform(entry[i]) for i in range(ENTRY))
+        entry = cute.make_rmem_tensor((ENTRY_INTS,), Int32)
+        cute.autovec_copy(vector_at(self.entries.iterator + number * ENTRY_INTS, Int32, ENTRY_INTS), entry)
+        return tuple(cute.arch.make_warp_uniform(entry[i]) for i in range(ENTRY_INTS))
 
     def tile(self, number: Int32, head: Int32, batch: Int32, group: Int32 | None, of_keys: bool) -> VarlenTile:
         """Return the block of an entry, for one head."""
@@ -181,7 +180,7 @@ class VarlenTileList:
         )
         coord = (block, head, batch, VarlenSeqlenInfo(*sizes), group)
         return VarlenTile(
-            *coord, own_slice=own_slice, opposite_slice=opposite_slice, number=sequence, first_block=first_block
+            *coord, own_slice=own_slice, opposite_slice=opposite_slice, sequence_idx=sequence, first_block=first_block
         )
 
 
