@@ -43,8 +43,8 @@ def cu_seqlens_from(lengths: list[int]) -> Tensor:
 class PythonTileList(varlen.VarlenTileList):
     """Tile list with Python integers."""
 
-    def load(self, number: int) -> tuple[int, ...]:
-        return tuple(self.entries[number].tolist())
+    def load(self, number: int) -> varlen.TileListEntry:
+        return varlen.TileListEntry(*self.entries[number].tolist())
 
 
 def entries_of_sequences(

@@ -23,6 +23,7 @@ largest score is powers of two below in any case.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, replace
 
 import cutlass
@@ -30,7 +31,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from ...registry.quant_recipes import SLACK_LOG2
-from ..primitives.fragments import LOG2_E, column_of
+from ..primitives.fragments import LOG2_E, column_of, quad_reduce
 from ..primitives.sm90 import OFFSET
 from ..primitives.vector_access import vector_at
 from ..score_stages.pipeline import ScorePipeline
@@ -147,7 +148,7 @@ class ScaledSoftmax:
             for c in range(cute.size(S, mode=[1])):
                 S[r, c] = cute.math.exp2(S[r, c] * factors[r] - shifts[r], fastmath=True)
             earlier = 0.0 if cutlass.const_expr(first) else self.row_sum[r] * self.correction[r]
-            self.row_sum[r] = earlier + row_reduce(S, r, lambda a, b: a + b)
+            self.row_sum[r] = earlier + row_reduce(S, r, operator.add)
 
     @cute.jit
     def apply_offset(
@@ -211,9 +212,7 @@ class ScaledSoftmax:
         )
         lse, inverse = (cute.make_rmem_tensor((ROWS,), Float32) for _ in range(2))
         for r in cutlass.range_constexpr(ROWS):
-            total = self.row_sum[r]
-            total = total + cute.arch.shuffle_sync_bfly(total, offset=1)
-            total = total + cute.arch.shuffle_sync_bfly(total, offset=2)
+            total = quad_reduce(self.row_sum[r], operator.add)
             inverse[r] = 0.0 if total == 0.0 else cute.arch.rcp_approx(total)
             batch, head, tensor_row = self.tile.lse_coord(cutlass.min(self.row + 8 * r, self.tile.sizes.Sq - 1))
             powers = self.row_max[r] - self.scaling.p_scale_log2 + cute.math.log2(total, fastmath=True)
@@ -254,9 +253,7 @@ def row_max_of(S: cute.Tensor, row: int) -> Float32:
         top = row_reduce(S, row, cute.arch.fmax)
     else:
         top = row_reduce(S, row, cutlass.max).bitcast(Float32)
-    for lanes in (1, 2):
-        top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=lanes))
-    return top
+    return quad_reduce(top, cute.arch.fmax)
 
 
 def magnitude(x: Float32) -> Float32:

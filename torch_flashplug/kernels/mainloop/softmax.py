@@ -24,12 +24,14 @@ exactly 1 at every magnitude.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from ..primitives.fragments import quad_reduce
 from ..score_stages.pipeline import ScorePipeline
 from ..tiling.tile import Tile, TileGrid
 
@@ -103,8 +105,7 @@ class OnlineSoftmax:
             new_max = row_reduce(acc_S, r, cute.arch.fmax)
             if cutlass.const_expr(not first):
                 new_max = cute.arch.fmax(new_max, old_max)
-            new_max = cute.arch.fmax(new_max, cute.arch.shuffle_sync_bfly(new_max, offset=1))
-            new_max = cute.arch.fmax(new_max, cute.arch.shuffle_sync_bfly(new_max, offset=2))
+            new_max = quad_reduce(new_max, cute.arch.fmax)
             self.row_max[r] = new_max
             # -inf minus -inf is NaN. A row without a visible key so far subtracts 0, and all exponentials of the row
             # are 0.
@@ -132,9 +133,7 @@ class OnlineSoftmax:
         """
         grown = cutlass.Boolean(False)
         for r in cutlass.range_constexpr(ROWS):
-            top = row_reduce(acc_S, r, cute.arch.fmax)
-            top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=1))
-            top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=2))
+            top = quad_reduce(row_reduce(acc_S, r, cute.arch.fmax), cute.arch.fmax)
             self.correction[r] = cute.arch.fmax(top, self.row_max[r])
             grown = grown | ((top - self.row_max[r]) * self.scale_log2 > SLACK)
         return grown
@@ -162,13 +161,13 @@ class OnlineSoftmax:
         if self.natural_units:
             for c in range(cute.size(acc_S, mode=[1])):
                 acc_S[row, c] = cute.math.exp2((acc_S[row, c] - base) * self.scale_log2, fastmath=True)
-            return row_reduce(acc_S, row, lambda a, b: a + b)
+            return row_reduce(acc_S, row, operator.add)
         shift = base * self.scale_log2
         factor = cutlass.select_(cute.arch.fmax(shift, -shift) > COARSE_SHIFT, self.coarse_scale, self.scale_log2)
         shift = base * factor
         for c in range(cute.size(acc_S, mode=[1])):
             acc_S[row, c] = cute.math.exp2(acc_S[row, c] * factor - shift, fastmath=True)
-        return row_reduce(acc_S, row, lambda a, b: a + b)
+        return row_reduce(acc_S, row, operator.add)
 
     @cute.jit
     def rescale(self, acc_O: cute.Tensor):
@@ -231,9 +230,7 @@ class OnlineSoftmax:
 
     def total(self, row: int) -> Float32:
         """Return the sum of a row over the four threads that share the row."""
-        total = self.row_sum[row]
-        total = total + cute.arch.shuffle_sync_bfly(total, offset=1)
-        return total + cute.arch.shuffle_sync_bfly(total, offset=2)
+        return quad_reduce(self.row_sum[row], operator.add)
 
 
 def row_reduce(acc: cute.Tensor, row: int, combine):

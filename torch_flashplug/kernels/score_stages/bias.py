@@ -105,8 +105,8 @@ class BiasTileLoad(ScoreStage):
         return (self.atom,)
 
     @property
-    def pipelines(self) -> tuple[tuple, ...]:
-        return ((self.pipeline, sm90.WARPGROUP // sm90.WARP),)
+    def pipelines(self) -> tuple[sm90.PipelineWarps, ...]:
+        return (sm90.PipelineWarps(self.pipeline, sm90.WARPGROUP // sm90.WARP),)
 
     def pipeline_of(self, wg: Int32 | int) -> sm90.Pipeline:
         """Return the single-stage pipeline of a warpgroup."""

@@ -58,6 +58,7 @@ from ..tiling.seqlen_info import SeqlenInfo
 
 if TYPE_CHECKING:
     from ..call_args.kernel_call import SoftmaxScale
+    from ..primitives import sm90
     from ..tiling.tile import Tile
 
 
@@ -123,7 +124,7 @@ class ScoreStage:
     dropout_scale: DropoutScale | None = None  # probability with which P reaches the next product, and its inverse
     sinks: cute.Tensor | None = None  # decode: (Hq,) extra logits in the row sums, in natural units
     atoms: tuple[cute.CopyAtom, ...] = ()
-    pipelines: tuple[tuple, ...] = ()  # (pipeline, consumer warps), in the form of start_cta
+    pipelines: tuple[sm90.PipelineWarps, ...] = ()  # pipelines for start_cta
 
     def tma(self, score_layout: ScoreLayout) -> ScoreStage:
         """Return the stage with the TMA descriptors of its tensors."""
@@ -209,7 +210,7 @@ class ScorePipeline:
         return tuple(atom for stage in self.stages for atom in stage.atoms)
 
     @property
-    def pipelines(self) -> tuple[tuple, ...]:
+    def pipelines(self) -> tuple[sm90.PipelineWarps, ...]:
         return tuple(pipeline for stage in self.stages for pipeline in stage.pipelines)
 
     def begin_tile_load(self, tile: Tile, head: Int32) -> ScorePipeline:

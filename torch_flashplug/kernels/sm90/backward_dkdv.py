@@ -14,6 +14,7 @@ result of a step into 16 bits, the warpgroup issues its S or dP of the next step
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -43,8 +44,13 @@ WARPGROUPS = BACKWARD_WARPGROUPS
 TILE_M, TILE_N = SPLIT_BACKWARD_TILE
 # Buffers of the weights in shared memory: P, written by the first warpgroup, and dS, written by the second.
 P, DS = 0, 1
-JOIN = 1  # named barrier of warpgroup w: JOIN + w
 STAGED_COLUMNS = 64  # largest number of columns of dK or dV that a warp stores at once
+
+
+class DkdvBarrier(enum.IntEnum):
+    """Named barriers of the consumer warpgroups; barrier 0 is `sync_threads`."""
+
+    OUTPUT_STORED = 1  # OUTPUT_STORED + w: the outputs of all warps of warpgroup w have left shared memory
 
 
 @dataclass(frozen=True)
@@ -271,7 +277,7 @@ class BackwardDkdvSm90:
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = cutlass.memory.SmemAllocator()
         pipelines = self.create_pipelines(smem)
-        tile_indices, tile_index_pipeline = sm90.create_tile_index_pipeline(smem)
+        tile_index = sm90.TileIndexPipeline.create(smem)
         score_pipeline = score_pipeline.allocate_smem(smem, self.score_layout)
         shared = self.allocate_smem(smem)
 
@@ -285,18 +291,18 @@ class BackwardDkdvSm90:
         order = BackwardTileScheduler(
             True, num_n_blocks, shares, all_shares, l2_group_heads, block_iterator.bind(sizes, TILE_M, TILE_N)
         )
-        tile_scheduler = sm90.DynamicTileScheduler(mCounter.iterator, tile_indices, tile_index_pipeline, order.total)
+        tile_scheduler = sm90.DynamicTileScheduler(mCounter.iterator, tile_index, order.total)
         heads = (Hq // shares, shares // Hkv)
         work = DkdvWork(pipelines, tile_scheduler, addressing.of_keys(order, sizes), block_iterator, *heads)
         consumers = 4 * WARPGROUPS
-        query_pipelines = ((pipeline, consumers) for pipeline in (pipelines.q, pipelines.do))
-        kv_pipelines = ((pipeline, 4) for pipeline in (pipelines.k, pipelines.v))
-        weight_pipelines = ((pipeline, 4, 4) for pipeline in pipelines.weights)
+        query_pipelines = (sm90.PipelineWarps(pipeline, consumers) for pipeline in (pipelines.q, pipelines.do))
+        kv_pipelines = (sm90.PipelineWarps(pipeline, 4) for pipeline in (pipelines.k, pipelines.v))
+        weight_pipelines = (sm90.PipelineWarps(pipeline, 4, 4) for pipeline in pipelines.weights)
         pipelines_and_warps = (
             *query_pipelines,
             *kv_pipelines,
             *weight_pipelines,
-            (tile_index_pipeline, consumers + 1),
+            sm90.PipelineWarps(tile_index.pipeline, consumers + 1),
             *score_pipeline.pipelines,
         )
         sm90.start_cta(warp_idx, (*operands.atoms, *score_pipeline.atoms), pipelines_and_warps)
@@ -509,7 +515,7 @@ class BackwardDkdvSm90:
     def wait_for_stores(self, wg: int):
         """Wait until the outputs of the previous tile have left the weights' buffer, for all four warps."""
         cute.arch.cp_async_bulk_wait_group(0, read=True)
-        sm90.sync_warpgroup(JOIN, wg)
+        sm90.sync_warpgroup(DkdvBarrier.OUTPUT_STORED, wg)
 
     @cute.jit
     def store(self, state: DkdvConsumerState, acc: cute.Tensor, factor: Float32, out: sm90.TmaOperand, slab: Int32):

@@ -8,6 +8,7 @@ products while its peer multiplies.
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 import cuda.bindings.driver as cuda
@@ -39,7 +40,12 @@ from .common import TmaOperands
 ROWS, SLAB = ROWS_PER_WARPGROUP, sm90.SLAB
 WARPGROUPS = BACKWARD_WARPGROUPS
 TILE_M, TILE_N = DQ_TILE_M, SPLIT_BACKWARD_TILE[1]  # query rows of a CTA, keys of a step
-JOIN = 1  # named barrier of warpgroup w: JOIN + w
+
+
+class DqBarrier(enum.IntEnum):
+    """Named barriers of the consumer warpgroups; barrier 0 is `sync_threads`."""
+
+    Q_READ = 1  # Q_READ + w: all warps of warpgroup w have finished the last product with Q
 
 
 @dataclass(frozen=True)
@@ -180,7 +186,7 @@ class BackwardDqSm90:
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = cutlass.memory.SmemAllocator()
         pipelines = self.create_pipelines(smem)
-        tile_indices, tile_index_pipeline = sm90.create_tile_index_pipeline(smem)
+        tile_index = sm90.TileIndexPipeline.create(smem)
         score_pipeline = score_pipeline.allocate_smem(smem, self.score_layout)
         shared = DqSmem(*(x.buffer(smem) for x in self.inputs))
         mQ = operands.tensor("q")
@@ -191,12 +197,12 @@ class BackwardDqSm90:
         heads = Hq * addressing.batch(mQ)
         l2_group_heads = addressing.heads_per_l2_group(l2_group_heads, heads, Hq // Hkv)
         order = TileScheduler(longest_first, num_m_blocks, Hq, heads, l2_group_heads)
-        tile_scheduler = sm90.DynamicTileScheduler(mCounter.iterator, tile_indices, tile_index_pipeline, order.total)
+        tile_scheduler = sm90.DynamicTileScheduler(mCounter.iterator, tile_index, order.total)
         work = DqWork(pipelines, tile_scheduler, addressing.of_rows(order, SeqlenInfo(Sq, Sk), Hkv), block_iterator)
-        wg_pipelines, shared_pipelines = (pipelines.q, pipelines.do), (pipelines.k, pipelines.v, tile_index_pipeline)
+        wg_pipelines, shared_pipelines = (pipelines.q, pipelines.do), (pipelines.k, pipelines.v, tile_index.pipeline)
         pipelines_and_warps = (
-            *((pipeline, 4) for pipeline in wg_pipelines),
-            *((pipeline, 4 * WARPGROUPS) for pipeline in shared_pipelines),
+            *(sm90.PipelineWarps(pipeline, 4) for pipeline in wg_pipelines),
+            *(sm90.PipelineWarps(pipeline, 4 * WARPGROUPS) for pipeline in shared_pipelines),
             *score_pipeline.pipelines,
         )
         sm90.start_cta(warp_idx, (*operands.atoms, *score_pipeline.atoms), pipelines_and_warps)
@@ -356,7 +362,7 @@ class BackwardDqSm90:
         rdQ.store((state.dQ.acc.load() * scale).to(self.element.dtype))
         start = cute.slice_(out.s, (None, None, wg)).iterator
         sdQ = cute.make_tensor(start, sm90.slab_layout(self.element.dtype, ROWS, self.d).outer)
-        sm90.sync_warpgroup(JOIN, wg)  # no warp of the warpgroup may still be reading Q
+        sm90.sync_warpgroup(DqBarrier.Q_READ, wg)  # no warp of the warpgroup may still be reading Q
         sm90.store_slabs(rdQ, sdQ, out, wg_tile * (ROWS // SLAB), state.dQ.product.add)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.sync_warp()

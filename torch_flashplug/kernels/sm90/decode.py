@@ -201,7 +201,7 @@ class DecodeSm90(KernelCall, kind="decode"):
         sm90.start_cta(
             warp_idx,
             operands.atoms,
-            tuple((pipeline, 4 * self.warpgroups) for pipeline in (pipeline_k, pipeline_v)),
+            tuple(sm90.PipelineWarps(pipeline, 4 * self.warpgroups) for pipeline in (pipeline_k, pipeline_v)),
         )
         wait_for_previous_kernel()
         work.block_iterator.scan(decode_tile)

@@ -283,7 +283,7 @@ class ForwardSm90(KernelCall, kind="fwd"):
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = cutlass.memory.SmemAllocator()
         pipeline_q, pipeline_k, pipeline_v = (x.create_pipeline(smem) for x in self.inputs)
-        tile_indices, tile_index_pipeline = sm90.create_tile_index_pipeline(smem)
+        tile_index = sm90.TileIndexPipeline.create(smem)
         score_pipeline = score_pipeline.allocate_smem(smem, self.score_layout)
         has_integer_scores = self.element.scores.sums is not Float32
         shared = ForwardSmem(
@@ -293,9 +293,10 @@ class ForwardSm90(KernelCall, kind="fwd"):
         smem_out = shared.q if self.out_in_q else out_config.buffer(smem)
 
         shared_pipelines = (
-            (pipeline, 4 * self.warpgroups) for pipeline in (pipeline_k, pipeline_v, tile_index_pipeline)
+            sm90.PipelineWarps(pipeline, 4 * self.warpgroups)
+            for pipeline in (pipeline_k, pipeline_v, tile_index.pipeline)
         )
-        pipelines_and_warps = ((pipeline_q, 4), *shared_pipelines, *score_pipeline.pipelines)
+        pipelines_and_warps = (sm90.PipelineWarps(pipeline_q, 4), *shared_pipelines, *score_pipeline.pipelines)
         sm90.start_cta(warp_idx, (*operands.atoms, *score_pipeline.atoms), pipelines_and_warps)
         self.features.wait_for_preprocess()
 
@@ -305,7 +306,7 @@ class ForwardSm90(KernelCall, kind="fwd"):
         longest_first = block_iterator.tile_lengths_vary or addressing.sequence_lengths_vary
         l2_group_heads = addressing.heads_per_l2_group(l2_group_heads, B * Hq, Hq // Hkv)
         order = TileScheduler(longest_first, num_m_blocks, Hq, B * Hq, l2_group_heads)
-        tile_scheduler = sm90.DynamicTileScheduler(mCounter.iterator, tile_indices, tile_index_pipeline, order.total)
+        tile_scheduler = sm90.DynamicTileScheduler(mCounter.iterator, tile_index, order.total)
         work = ForwardWork(
             pipeline_q,
             pipeline_k,

@@ -12,7 +12,7 @@ position j.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -106,7 +106,7 @@ class BoundBlocks:
 
     def kv_range_for_warpgroup(
         self, tile: Tile, first_row: Int32, rows: int, warpgroup_ranges_differ: bool
-    ) -> tuple[Int32, KvBlockRange]:
+    ) -> WarpgroupKvRange:
         """Return the KV blocks for one warpgroup's part of a tile.
 
         Rows beyond the last row of the sequence take part in a single block. The results of such rows are discarded.
@@ -118,16 +118,15 @@ class BoundBlocks:
             warpgroup_ranges_differ: True if some parts of the tile may see fewer blocks than the rest of the tile.
 
         Returns:
-            The number of leading KV blocks needed only by the remaining rows of the tile, and the KV blocks of the
-                part.
+            The KV blocks of the part, and the number of skipped leading KV blocks.
         """
         tile_blocks = self.num_blocks((tile.block + 1) * self.tile_m)
         if not warpgroup_ranges_differ:
-            return Int32(0), KvBlockRange(self, tile_blocks, first_row)
+            return WarpgroupKvRange(Int32(0), KvBlockRange(self, tile_blocks, first_row))
         num_blocks = cutlass.select_(first_row < self.sizes.Sq, self.num_blocks(first_row + rows), 1)
         # Without a uniform value, ptxas recomputes `num_blocks` for every block.
         num_blocks = cute.arch.make_warp_uniform(num_blocks)
-        return tile_blocks - num_blocks, KvBlockRange(self, num_blocks, first_row)
+        return WarpgroupKvRange(tile_blocks - num_blocks, KvBlockRange(self, num_blocks, first_row))
 
     def num_kv_blocks(self) -> Int32:
         """Return the number of KV blocks visible to some query."""
@@ -189,6 +188,13 @@ class BoundBlocks:
             The number of KV blocks accumulated into the query block before KV block `n_block`.
         """
         return cutlass.min(query_range.nth(j) * self.tile_m // self.tile_n, num_n_blocks - 1) - n_block
+
+
+class WarpgroupKvRange(NamedTuple):
+    """KV blocks for one warpgroup's part of a tile."""
+
+    num_leading_skipped: Int32  # leading KV blocks of the tile, needed only by the remaining rows of the tile
+    kv_range: KvBlocks
 
 
 class BlockRange:

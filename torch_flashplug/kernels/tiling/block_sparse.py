@@ -20,7 +20,7 @@ from cutlass import Int32, Int64, Uint32
 from ...registry.kernel_spec import LISTED, TALL
 from ...registry.mask_layout import INDEX_BITS
 from ..primitives.fragments import zero_of
-from .block_iterator import BlockIterator, BlockRange, BlockSubrange, KvBlocks
+from .block_iterator import BlockIterator, BlockRange, BlockSubrange, KvBlocks, WarpgroupKvRange
 from .seqlen_info import SeqlenInfo
 from .tile import Tile
 
@@ -100,7 +100,7 @@ class BoundBlockSparse:
 
     def kv_range_for_warpgroup(
         self, tile: Tile, first_row: Int32, rows: int, warpgroup_ranges_differ: bool
-    ) -> tuple[Int32, SparseKvBlockRange]:
+    ) -> WarpgroupKvRange:
         """Return the KV blocks for one warpgroup's part of a tile.
 
         In a tile of TALL rows, a part skips the blocks before its first visible block and the blocks behind its last
@@ -114,14 +114,14 @@ class BoundBlockSparse:
             warpgroup_ranges_differ: True if some parts of the tile may see fewer blocks than the rest of the tile.
 
         Returns:
-            The number of leading KV blocks to skip, and the KV blocks of the part.
+            The KV blocks of the part, and the number of skipped leading KV blocks.
         """
         kv_range = self.kv_blocks(tile)
         if not warpgroup_ranges_differ:
-            return Int32(0), kv_range
+            return WarpgroupKvRange(Int32(0), kv_range)
         has_rows = first_row < self.sizes.Sq
         begin, end = kv_range.visible_positions(first_row // rows - tile.block * (self.tile_m // rows), has_rows)
-        return begin, kv_range.between(begin, end)
+        return WarpgroupKvRange(begin, kv_range.between(begin, end))
 
     def query_blocks(self, tile: Tile) -> SparseQueryBlocksOfHeads:
         return SparseQueryBlocksOfHeads(self, tile)

@@ -8,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from .block_iterator import BlockIterator, BlockSubrange, KvBlocks, QueryBlockRange
+from .block_iterator import BlockIterator, BlockSubrange, KvBlocks, QueryBlockRange, WarpgroupKvRange
 from .seqlen_info import SeqlenInfo
 from .tile import Tile
 
@@ -68,7 +68,7 @@ class BoundSlidingWindow:
 
     def kv_range_for_warpgroup(
         self, tile: Tile, first_row: Int32, rows: int, warpgroup_ranges_differ: bool
-    ) -> tuple[Int32, WindowKvBlockRange]:
+    ) -> WarpgroupKvRange:
         """Return the KV blocks for one warpgroup's part of a tile.
 
         The remaining rows of the tile may see further blocks on the right, which come first and are skipped. Blocks on
@@ -81,16 +81,16 @@ class BoundSlidingWindow:
             warpgroup_ranges_differ: True if some parts of the tile may see fewer blocks than the rest of the tile.
 
         Returns:
-            The number of leading KV blocks to skip, and the KV blocks of the part.
+            The KV blocks of the part, and the number of skipped leading KV blocks.
         """
         tile_range = self.kv_blocks(tile)
         if not warpgroup_ranges_differ:
-            return Int32(0), replace(tile_range, first_row=first_row)
+            return WarpgroupKvRange(Int32(0), replace(tile_range, first_row=first_row))
         _, end_block = self.bounds(first_row, rows)
         end_block = cutlass.select_(first_row < self.sizes.Sq, end_block, 0)
         num_skipped = cute.arch.make_warp_uniform(tile_range.end - cutlass.max(end_block, tile_range.begin + 1))
         end, right = tile_range.end - num_skipped, tile_range.right - num_skipped
-        return num_skipped, replace(tile_range, first_row=first_row, end=end, right=right)
+        return WarpgroupKvRange(num_skipped, replace(tile_range, first_row=first_row, end=end, right=right))
 
     def bounds(self, first_row: Int32, rows: int) -> tuple[Int32, Int32]:
         """Return the first KV block visible to some of the rows, and the end of the visible blocks.

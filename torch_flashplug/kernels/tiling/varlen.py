@@ -14,6 +14,7 @@ TMA stops at the end of a sequence. Memory behind the end, perhaps NaN, is never
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -26,9 +27,24 @@ from ..primitives.vector_access import vector_at
 from .seqlen_info import SeqlenInfo
 from .tile import Tile, TileAddressing, TileGrid
 
-ENTRY_INTS = 8  # Int32 values of an entry, 32 bytes: a sector
 MAX_TOTAL_ROWS = 1 << 30  # maximum number of rows of all sequences together
 MAX_RELATIVE_WORK = 1 << 16  # limit of `VarlenTileList.relative_work`, in tiles. A larger value has no further effect.
+
+
+class TileListEntry(NamedTuple):
+    """Entry of a tile list: a block of rows or of keys, with the values in memory order."""
+
+    block: Int32  # index of the block in the sequence
+    sequence_idx: Int32
+    own_start: Int32  # first row on the side of the block
+    own_length: Int32  # number of rows on the side of the block
+    opposite_start: Int32  # first row on the opposite side
+    opposite_length: Int32  # number of rows on the opposite side
+    first_workspace_block: Int32  # index of the first workspace block of the sequence
+    opposite_length_at_least_one: Int32
+
+
+ENTRY_INTS = len(TileListEntry._fields)  # Int32 values of an entry, 32 bytes: a sector
 
 
 @dataclass(frozen=True)
@@ -136,16 +152,7 @@ class VarlenTile(Tile):
 
 @dataclass(frozen=True)
 class VarlenTileList:
-    """List of the blocks of all sequences. All heads share the list.
-
-    The eight values of an entry are:
-    - index of the block in the sequence
-    - sequence index
-    - first row and number of rows on the side of the block
-    - first row and number of rows on the opposite side
-    - index of the first workspace block of the sequence
-    - number of rows on the opposite side, at least one
-    """
+    """List of the blocks of all sequences (`TileListEntry`). All heads share the list."""
 
     # (capacity, ENTRY_INTS) Int32, 16-byte aligned. Entries behind the last entry are zero, except for a last value of
     # 1.
@@ -164,23 +171,28 @@ class VarlenTileList:
         """Return the total work as a multiple of the longest tile. The result is at least 1, even without tiles."""
         return cutlass.min(cutlass.max(cute.arch.make_warp_uniform(self.header[1]), 1), MAX_RELATIVE_WORK)
 
-    def load(self, number: Int32) -> tuple[Int32, ...]:
+    def load(self, number: Int32) -> TileListEntry:
         entry = cute.make_rmem_tensor((ENTRY_INTS,), Int32)
         cute.autovec_copy(vector_at(self.entries.iterator + number * ENTRY_INTS, Int32, ENTRY_INTS), entry)
-        return tuple(cute.arch.make_warp_uniform(entry[i]) for i in range(ENTRY_INTS))
+        return TileListEntry(*(cute.arch.make_warp_uniform(entry[i]) for i in range(ENTRY_INTS)))
 
     def tile(self, number: Int32, head: Int32, batch: Int32, group: Int32 | None, of_keys: bool) -> VarlenTile:
         """Return the block of an entry, for one head."""
-        block, sequence, *spans, first_block, seqlen_k_at_least_one = self.load(number)
-        own_slice, opposite_slice = SequenceSlice(*spans[:2]), SequenceSlice(*spans[2:])
+        entry = self.load(number)
+        own_slice = SequenceSlice(entry.own_start, entry.own_length)
+        opposite_slice = SequenceSlice(entry.opposite_start, entry.opposite_length)
         sizes = (
             (opposite_slice.length, own_slice.length, own_slice.length)
             if of_keys
-            else (own_slice.length, opposite_slice.length, seqlen_k_at_least_one)
+            else (own_slice.length, opposite_slice.length, entry.opposite_length_at_least_one)
         )
-        coord = (block, head, batch, VarlenSeqlenInfo(*sizes), group)
+        coord = (entry.block, head, batch, VarlenSeqlenInfo(*sizes), group)
         return VarlenTile(
-            *coord, own_slice=own_slice, opposite_slice=opposite_slice, sequence_idx=sequence, first_block=first_block
+            *coord,
+            own_slice=own_slice,
+            opposite_slice=opposite_slice,
+            sequence_idx=entry.sequence_idx,
+            first_block=entry.first_workspace_block,
         )
 
 
