@@ -66,9 +66,7 @@ REGISTER_SPLIT = {  # by the number of consumer warpgroups
     3: RegisterSplit(32, 160),
 }
 DBIAS_REGISTER_SPLIT = RegisterSplit(40, 232)  # register split of dbias, whose producer computes the most
-TWO_CTA_REGISTER_SPLIT = RegisterSplit(
-    40, 216
-)  # register split of CTAs with a single consumer warpgroup, with two CTAs per SM
+TWO_CTA_REGISTER_SPLIT = RegisterSplit(40, 216)  # of CTAs with one consumer warpgroup, with two CTAs per SM
 REGISTER_OVERHEAD = 28  # registers for addresses, row state and loop counters of a consumer, as seen in SASS
 COPY_UNIT = 16  # bytes: copies of a bias move multiples of the unit (kernels/score_stages/bias_load.py)
 SWIZZLED_LINE = 128  # bytes of a line in the TMA swizzle
@@ -530,9 +528,8 @@ class AmpereSpec(KernelSpec):
     def _illegal_backward(self) -> str | None:
         if self.is_split_backward:
             return "sm_80 has no split backward (partbwd); use bwd or detbwd"
-        is_restricted = (
-            self.elementwise or max(self.d, self.dv) > 2 * AMPERE_COLUMNS
-        )  # element-wise loads need registers
+        # Element-wise loads need registers.
+        is_restricted = self.elementwise or max(self.d, self.dv) > 2 * AMPERE_COLUMNS
         tiles = {SPLIT_BACKWARD_TILE: 1} if is_restricted else {SPLIT_BACKWARD_TILE: 1, BACKWARD_TILE: 2}
         if tiles.get((self.tile_m, self.tile_n)) != self.stages:
             actual = f"tile {self.tile_m}x{self.tile_n}, stages={self.stages}"

@@ -85,8 +85,8 @@ class KernelFeatures:
     def launch_preprocess(self, call: object, stream: cuda.CUstream) -> None:
         """Launch the preprocess kernels, before the kernel."""
 
-    overlaps_preprocess = False  # True if the kernel starts while the preprocess kernels still run, and waits in
-    # `wait_for_preprocess`
+    # True if the kernel starts while the preprocess kernels still run, and waits in `wait_for_preprocess`.
+    overlaps_preprocess = False
 
     def wait_for_preprocess(self) -> None:
         """Wait for the preprocess kernels. All threads call `wait_for_preprocess` before reading the results."""

@@ -93,7 +93,7 @@ class BoundDecodeWindow:
 class DecodeWindowStage(SlidingWindowStage):
     """Score stage of a sliding window for packed rows."""
 
-    columns: int = 0  # columns of a block that belong to a team
+    columns: int = 0  # columns of a block that belong to a team: warps that share a part of the keys of a block
 
     def allocate_registers(self, columns: int) -> ScoreStage:
         return replace(self, columns=columns)

@@ -46,7 +46,7 @@ VALUES = of_kernels.ELEMENTS["bf16"]
 class QuantizedKvScales(KvScaleLoader):
     """Scales of a KV head in shared memory: for each stage the scales of K, then for each stage the scales of V.
 
-    A stage holds one fp32 scale for each key of a team.
+    A stage holds one fp32 scale for each key of a team (warps that share a part of the keys of a block).
     """
 
     k: cute.Tensor  # (Sk,)

@@ -69,17 +69,14 @@ class RowBias(DirectBias):
     def read(self, block: Int32, values: cute.Tensor):
         """Read the bias of a block into `values` (2, columns), in pairs where alignment and bounds allow."""
         keys, first = self.bias.shape[3], block * self.coord.block_columns + self.coord.column
-        is_full_block, pair_bytes = (
-            (block + 1) * self.coord.block_columns <= keys,
-            PAIR * self.bias.element_type.width // 8,
-        )
+        is_full_block = (block + 1) * self.coord.block_columns <= keys
+        pair_bytes = PAIR * self.bias.element_type.width // 8
         for r in cutlass.range_constexpr(2):
             row_start = self.bias.iterator + self.starts[r]
             in_pairs = is_full_block
             if cutlass.const_expr(self.bias.iterator.alignment < pair_bytes):
-                in_pairs = is_full_block & (
-                    row_start.toint() & (pair_bytes - 1) == 0
-                )  # a thread's first column is even
+                # A thread's first column is even.
+                in_pairs = is_full_block & (row_start.toint() & (pair_bytes - 1) == 0)
             for c in cutlass.range_constexpr(0, cute.size(values, mode=[1]), PAIR):
                 key = first + column_of(c)
                 if in_pairs:

@@ -247,13 +247,11 @@ class DecodeSm80(KernelCall, kind="decode"):
         scales = score_pipeline.scales(SoftmaxScale(scale * fragments.LOG2_E, scale))
         out, softmax = sm80.accumulator(self.dv), OnlineSoftmax.create(scales.log2, score_pipeline)
         column = team * self.keys + lane % 4 * 2
-        tile_stages = score_pipeline.allocate_registers(
-            self.keys
-        ).set_tile(  # the coordinate has the first packed row of the tile
-            ScoreCoord(
-                decode_tile.sizes, self.tile_n, decode_tile.first_row, column, decode_tile.tile.sequence, first_head
-            )
+        # The row of the coordinate is the first packed row of the tile.
+        coord = ScoreCoord(
+            decode_tile.sizes, self.tile_n, decode_tile.first_row, column, decode_tile.tile.sequence, first_head
         )
+        tile_stages = score_pipeline.allocate_registers(self.keys).set_tile(coord)
 
         wait_for_previous_kernel()
         bound_iterator.scan(decode_tile)

@@ -696,9 +696,8 @@ class BackwardSm90(KernelCall, kind="bwd"):
         state.S.start(stage)
         state.pipelines.do.consumer_wait(step_count)
         state.dP.start(stage)
-        lse = row_values(
-            state.lse, stage
-        )  # LSE is read before more products are issued: behind them the read costs 10 %
+        # LSE is read before more products are issued: behind them the read costs 10 %.
+        lse = row_values(state.lse, stage)
         state.dQ.multiply(step_count - 1)
         step.score_pipeline.prepare_stage(step.block, masked)
         warpgroup.wait_group(2)  # wait for S

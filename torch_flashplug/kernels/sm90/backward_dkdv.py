@@ -193,9 +193,8 @@ class BackwardDkdvSm90:
         self.spec, self.features = spec, KernelFeatures.from_spec(spec, transposed=True)
         self.element, self.d, self.dv, self.stages = self.features.element, spec.d, spec.dv, spec.stages
         self.producer_registers, self.consumer_registers = spec.register_split
-        self.score_layout = ScoreLayout(
-            self.element, 1, TILE_M, transposed=True
-        )  # only the first warpgroup holds scores
+        # Only the first warpgroup holds scores.
+        self.score_layout = ScoreLayout(self.element, 1, TILE_M, transposed=True)
 
     @property
     def inputs(self) -> tuple[sm90.TmaLoadConfig, sm90.TmaLoadConfig, sm90.TmaLoadConfig, sm90.TmaLoadConfig]:

@@ -285,11 +285,9 @@ class TileBackwardSm90(KernelCall, kind="tilebwd"):
             tile_stages.apply(fragments.rows_and_columns(state.S), Int32(0), masked=True, count=sequence_count)
             exponentiate(by_query(state.S), (lse[0], lse[1]), scale_log2)
             lse.store(self.lse_of(mLSE, sequence_range, cutlass.min(batch + 1, sequence_range.end - 1), row).load())
-            # The previous gradients of this warp have left shared memory.
+            # Wait until the previous gradients have left shared memory: first those of this warp, then of all warps.
             cute.arch.cp_async_bulk_wait_group(0, read=True)
-            sm90.sync_warpgroup(
-                TileBarrier.CONSUMERS, Int32(0)
-            )  # Now the gradients of all warps have left shared memory.
+            sm90.sync_warpgroup(TileBarrier.CONSUMERS, Int32(0))
             state.packed.convert(state.S)
             self.write_weights(state, shared, P)
             warpgroup.wait_group(0)

@@ -262,18 +262,11 @@ class DecodeSm90(KernelCall, kind="decode"):
         scales = score_pipeline.scales(SoftmaxScale(scale * fragments.LOG2_E, scale))
         softmax = OnlineSoftmax.create(scales.log2, score_pipeline)
         first_head, _ = decode_tile.unpack_row(Int32(0))
-        tile_stages = score_pipeline.allocate_registers(
-            self.tile_n
-        ).set_tile(  # the coordinate has the first packed row of the tile
-            ScoreCoord(
-                decode_tile.sizes,
-                self.tile_n,
-                decode_tile.first_row,
-                lane % 4 * 2,
-                decode_tile.tile.sequence,
-                first_head,
-            )
+        # The row of the coordinate is the first packed row of the tile.
+        coord = ScoreCoord(
+            decode_tile.sizes, self.tile_n, decode_tile.first_row, lane % 4 * 2, decode_tile.tile.sequence, first_head
         )
+        tile_stages = score_pipeline.allocate_registers(self.tile_n).set_tile(coord)
         first_row = decode_tile.first_row + wg * ROWS
 
         self.fetch_queries(gmem.q, shared.q[None, None, wg], decode_tile, first_row)

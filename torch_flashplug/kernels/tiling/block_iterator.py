@@ -41,9 +41,8 @@ class BlockSubrange:
 class BlockIterator:
     """Base class of the block iterators accepted by kernels as arguments."""
 
-    tile_lengths_vary = (
-        False  # True if rows of a tile may see different numbers of keys. Tiles then differ in length, too.
-    )
+    # True if rows of a tile may see different numbers of keys. Tiles then differ in length, too.
+    tile_lengths_vary = False
 
 
 @dataclass(frozen=True)

@@ -209,10 +209,8 @@ class VarlenTileGrid(TileGrid):
     def entry(self, number: Int32) -> tuple[Int32, Int32]:
         """Return the entry index and the head of a tile."""
         nth, head, _ = self.order.tile(number)
-        return (
-            nth if self.of_keys else self.order.num_m_blocks - 1 - nth,
-            head,
-        )  # TileScheduler begins with the last block
+        # TileScheduler begins with the last block of rows.
+        return (nth if self.of_keys else self.order.num_m_blocks - 1 - nth), head
 
     def tile(self, number: Int32, group: Int32 | None = None) -> VarlenTile:
         nth, head = self.entry(number)
