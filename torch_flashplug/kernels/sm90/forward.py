@@ -30,7 +30,7 @@ from ..mainloop.softmax import NoScaling, OnlineSoftmax, write_lse
 from ..primitives import fragments, sm90
 from ..primitives.tile_scheduler import TileScheduler
 from ..score_stages.pipeline import ScoreCoord, ScoreLayout, ScorePipeline
-from ..tiling.block_iterator import BlockIterator
+from ..tiling.block_iterator import BlockIterator, BlockSubrange, KvBlocks
 from ..tiling.seqlen_info import SeqlenInfo
 from ..tiling.tile import TileAddressing, TileGrid
 from .common import TmaOperands
@@ -133,6 +133,30 @@ class FirstBlock:
         self.score_pipeline.apply(values, self.n_block, masked=True, count=self.count)
         self.softmax.step(values, True, True, max_values)
         self.P.convert(acc, self.score_pipeline.p_transform(masked=True))
+
+
+@dataclass(frozen=True)
+class ForwardConsumerState:
+    """State of a consumer warpgroup: pipelines, products and accumulators."""
+
+    pipeline_k: sm90.Pipeline
+    pipeline_v: sm90.Pipeline
+    order_barrier: sm90.WarpgroupOrder
+    S: ScoreProduct
+    P: fragments.OperandA | fragments.QuantizedOperandA
+    tOrV: cute.Tensor  # (MMA, 1, tile_n/16, stage)
+    output: OutputAccumulator
+
+
+@dataclass(frozen=True)
+class ForwardConsumerTile:
+    """The 64 rows of a consumer warpgroup in a tile, with their KV blocks, score stages and softmax."""
+
+    my_Q: cute.Tensor
+    kv_range: KvBlocks
+    first_count: Int32  # running count of the first KV block
+    tile_stages: ScorePipeline
+    softmax: OnlineSoftmax | ScaledSoftmax
 
 
 class ForwardSm90(KernelCall, kind="fwd"):
@@ -407,6 +431,7 @@ class ForwardSm90(KernelCall, kind="fwd"):
         order_barrier = sm90.WarpgroupOrder(ForwardBarrier.ORDER, wg, self.warpgroups)
         softmax = scaling.softmax(scales.log2, score_pipeline)
         order_barrier.start()
+        state = ForwardConsumerState(pipeline_k, pipeline_v, order_barrier, S, P, tOrV, output)
         score_pipeline = score_pipeline.allocate_registers(self.tile_n)  # score stages with their registers
 
         tile_count, block_count, tile_idx = Int32(0), Int32(0), cute.arch.block_idx()[0]
@@ -437,34 +462,11 @@ class ForwardSm90(KernelCall, kind="fwd"):
                 release_q_stage(pipeline_q, count_q - self.warpgroups)
             output.clear(kv_range)
 
+            consumer_tile = ForwardConsumerTile(my_Q, kv_range, block_count, tile_stages, row_softmax)
             for subrange in subranges:
                 tile_stages.begin(kv_range.nth(subrange.begin), subrange.masked)
                 for j in cutlass.range(subrange.begin, subrange.end, unroll=1):
-                    count, previous = block_count + j, block_count + j - 1
-                    row_softmax.fetch(kv_range.nth(j))
-                    S.init_accumulator()
-                    pipeline_k.consumer_wait(count)
-                    order_barrier.wait_turn()
-                    warpgroup.fence()
-                    S.issue(my_Q, pipeline_k.stage_index(count))
-                    if cutlass.const_expr(self.early_rescale):
-                        output.rescale_output(row_softmax, j - 1)
-                        warpgroup.fence()
-                    pipeline_v.consumer_wait(previous)
-                    output.add(P.fragment, tOrV[None, None, None, pipeline_v.stage_index(previous)])
-                    order_barrier.signal_next()
-                    tile_stages.prepare_stage(kv_range.nth(j), subrange.masked)
-                    warpgroup.wait_group(1)
-                    pipeline_k.consumer_release(count)
-                    tile_stages.prefetch(kv_range.next(j, subrange), subrange.masked)
-                    acc, values, max_values = S.read_scores(tile_stages.may_mask(subrange.masked))
-                    tile_stages.apply(values, kv_range.nth(j), subrange.masked, count)
-                    row_softmax.step(values, False, tile_stages.may_mask(subrange.masked), max_values)
-                    warpgroup.wait_group(0)
-                    pipeline_v.consumer_release(previous)
-                    P.convert(acc, tile_stages.p_transform(subrange.masked))
-                    if cutlass.const_expr(not self.early_rescale):
-                        output.rescale_output(row_softmax, j)
+                    self.step(state, consumer_tile, subrange, j)
 
             block_count += kv_range.count
             if cutlass.const_expr(self.early_rescale):
@@ -488,6 +490,36 @@ class ForwardSm90(KernelCall, kind="fwd"):
             tile_count += 1
         # Shared memory must stay allocated until the last store has read from it.
         cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def step(self, state: ForwardConsumerState, tile: ForwardConsumerTile, subrange: BlockSubrange, j: Int32):
+        """Issue the scores of block j and the output of block j - 1 together, and compute P of block j."""
+        S, P, output, kv_range, tile_stages = state.S, state.P, state.output, tile.kv_range, tile.tile_stages
+        count, previous, masked = tile.first_count + j, tile.first_count + j - 1, subrange.masked
+        tile.softmax.fetch(kv_range.nth(j))
+        S.init_accumulator()
+        state.pipeline_k.consumer_wait(count)
+        state.order_barrier.wait_turn()
+        warpgroup.fence()
+        S.issue(tile.my_Q, state.pipeline_k.stage_index(count))
+        if cutlass.const_expr(self.early_rescale):
+            output.rescale_output(tile.softmax, j - 1)
+            warpgroup.fence()
+        state.pipeline_v.consumer_wait(previous)
+        output.add(P.fragment, state.tOrV[None, None, None, state.pipeline_v.stage_index(previous)])
+        state.order_barrier.signal_next()
+        tile_stages.prepare_stage(kv_range.nth(j), masked)
+        warpgroup.wait_group(1)
+        state.pipeline_k.consumer_release(count)
+        tile_stages.prefetch(kv_range.next(j, subrange), masked)
+        acc, values, max_values = S.read_scores(tile_stages.may_mask(masked))
+        tile_stages.apply(values, kv_range.nth(j), masked, count)
+        tile.softmax.step(values, False, tile_stages.may_mask(masked), max_values)
+        warpgroup.wait_group(0)
+        state.pipeline_v.consumer_release(previous)
+        P.convert(acc, tile_stages.p_transform(masked))
+        if cutlass.const_expr(not self.early_rescale):
+            output.rescale_output(tile.softmax, j)
 
     @cute.jit
     def first_block_softmax(self, first_block: FirstBlock, S: ScoreProduct, half: ScoreProduct, visible_columns: Int32):
