@@ -76,7 +76,7 @@ class BackwardPreprocess:
         mRows: cute.Tensor,  # (B, Hq, 2, blocks * TILE_M) fp32
         mScratch: cute.Tensor | None,  # dQ workspace (DqWorkspace)
         workspace_layout: WorkspaceLayout | None,
-        dropout_scale: DropoutScale | None,  # kept share of P
+        keep_scale: DropoutScale | None,  # kept share of P
         addressing: TileAddressing,
         stream: cuda.CUstream,
     ):
@@ -86,7 +86,7 @@ class BackwardPreprocess:
             if workspace_layout is None
             else WorkspaceClear(mScratch, workspace_layout.heads, workspace_layout.group, workspace_layout.portions)
         )
-        self.kernel(inputs, mRows, clearing, dropout_scale, addressing).launch(
+        self.kernel(inputs, mRows, clearing, keep_scale, addressing).launch(
             # The first grid dimension has a limit of 2^31 - 1 CTAs. The limit of the further dimensions is 65535, and B
             # or Hq may exceed this limit.
             grid=(mRows.shape[3] // TILE_M * Hq * B, 1, 1),
@@ -100,7 +100,7 @@ class BackwardPreprocess:
         inputs: RowStatsInputs,
         mRows: cute.Tensor,
         clearing: WorkspaceClear | None,
-        dropout_scale: DropoutScale | None,
+        keep_scale: DropoutScale | None,
         addressing: TileAddressing,
     ):
         heads, blocks = mRows.shape[1], mRows.shape[3] // TILE_M
@@ -133,7 +133,7 @@ class BackwardPreprocess:
                 row = workspace_block * TILE_M + part * (WARPGROUP // LANES) + thread // LANES
                 mRows[batch, head, 0, row] = lse
                 mRows[batch, head, 1, row] = (
-                    delta if cutlass.const_expr(dropout_scale is None) else delta * dropout_scale.keep_probability
+                    delta if cutlass.const_expr(keep_scale is None) else delta * keep_scale.keep_probability
                 )
 
     @cute.jit

@@ -207,7 +207,7 @@ class ScaledSoftmax:
         Returns:
             The LSE (2,), natural log.
         """
-        assert score_pipeline.dropout_scale is None and score_pipeline.extra_logit() is None, (
+        assert score_pipeline.keep_scale is None and score_pipeline.extra_logit() is None, (
             "in 8 bits nothing is dropped or added"
         )
         lse, inverse = (cute.make_rmem_tensor((ROWS,), Float32) for _ in range(2))

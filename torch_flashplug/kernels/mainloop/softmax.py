@@ -189,7 +189,7 @@ class OnlineSoftmax:
             The LSE (2,), natural log.
         """
         lse = cute.make_rmem_tensor((ROWS,), Float32)
-        dropout_scale = score_pipeline.dropout_scale
+        keep_scale = score_pipeline.keep_scale
         extra = score_pipeline.extra_logit()
         for r in cutlass.range_constexpr(ROWS):
             total, top, share = self.total(r), self.row_max[r] * scale, Float32(1.0)
@@ -199,8 +199,8 @@ class OnlineSoftmax:
                 share = cute.math.exp(top - base, fastmath=True)  # weight of the keys relative to the new maximum
                 total, top = total * share + cute.math.exp(extra - base, fastmath=True), base
             inverse = 0.0 if total == 0.0 else cute.arch.rcp_approx(total) * share
-            if cutlass.const_expr(dropout_scale is not None):
-                inverse = inverse * dropout_scale.inverse
+            if cutlass.const_expr(keep_scale is not None):
+                inverse = inverse * keep_scale.inverse
             lse[r] = top + cute.math.log(total, fastmath=True)
             for c in cutlass.range_constexpr(cute.size(acc_O, mode=[1])):
                 acc_O[r, c] = acc_O[r, c] * inverse

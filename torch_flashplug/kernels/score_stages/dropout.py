@@ -69,7 +69,7 @@ class DropoutStage(ScoreStage):
     seed: cute.Tensor  # (1,) Int64
     threshold: DropoutThreshold
     heads: Int32  # query heads of a batch entry
-    dropout_scale: DropoutScale
+    keep_scale: DropoutScale
     # Registers of a block's words: bytes of four words, needed by the thread's scores.
     block_words: cute.Tensor | None = None
     coord: ScoreCoord | None = None

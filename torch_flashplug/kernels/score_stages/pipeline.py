@@ -121,7 +121,7 @@ class ScoreStage:
     applies_to_full_blocks = False  # True if the stage also applies to full blocks
     may_mask = True  # True if the stage can set scores to -inf where it applies
     natural_units = False  # True if scores leave the stage in natural units
-    dropout_scale: DropoutScale | None = None  # probability with which P reaches the next product, and its inverse
+    keep_scale: DropoutScale | None = None  # probability with which P reaches the next product, and its inverse
     sinks: cute.Tensor | None = None  # decode: (Hq,) extra logits in the row sums, in natural units
     atoms: tuple[cute.CopyAtom, ...] = ()
     pipelines: tuple[sm90.PipelineWarps, ...] = ()  # pipelines for start_cta
@@ -173,7 +173,7 @@ class ScoreStage:
     def apply(self, S: cute.Tensor, block: Int32, count: Int32 | None) -> None: ...
 
     def keeps(self, r: int, c: int) -> cutlass.Boolean:
-        """Return True if P of score (r, c) reaches the next product; called for stages with a `dropout_scale`."""
+        """Return True if P of score (r, c) reaches the next product; called for stages with a `keep_scale`."""
         raise NotImplementedError
 
     def score_derivative(self) -> Callable | None:
@@ -274,7 +274,7 @@ class ScorePipeline:
 
     def select_kept(self, masked: bool, otherwise: Callable) -> Callable | None:
         """Return (r, c, value) -> P for kept values and `otherwise(value)` for dropped values."""
-        stages = [stage for stage in self.stages_applied(masked) if stage.dropout_scale is not None]
+        stages = [stage for stage in self.stages_applied(masked) if stage.keep_scale is not None]
         if not stages:
             return None
 
@@ -319,16 +319,16 @@ class ScorePipeline:
         return next((stage.sinks for stage in self.stages if stage.sinks is not None), None)
 
     @property
-    def dropout_scale(self) -> DropoutScale | None:
+    def keep_scale(self) -> DropoutScale | None:
         """The probability with which dropout keeps a score, and its inverse; None if all of P is kept.
 
         Mainloops do not use the probability. Results are scaled instead, and the delta of the backward is rowsum(dO *
         O) times the probability.
         """
-        scales = [stage.dropout_scale for stage in self.stages if stage.dropout_scale is not None]
+        scales = [stage.keep_scale for stage in self.stages if stage.keep_scale is not None]
         assert len(scales) < 2, "two stages drop scores: multiply the scales here"
         return scales[0] if scales else None
 
     def scaled(self, factor: Float32) -> Float32:
         """Return the factor of a result that was multiplied with the kept P."""
-        return factor if self.dropout_scale is None else factor * self.dropout_scale.inverse
+        return factor if self.keep_scale is None else factor * self.keep_scale.inverse

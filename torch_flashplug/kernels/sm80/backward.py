@@ -314,9 +314,7 @@ class BackwardSm80(KernelCall, kind="bwd"):
         workspace = (call.rows, call.scratch)
         self.features.launch_preprocess(call, stream)
         row_stats_inputs = RowStatsInputs(call.o, call.do, call.lse, call.dlse)
-        self.preprocess(
-            row_stats_inputs, *workspace, workspace_layout, score_pipeline.dropout_scale, addressing, stream
-        )
+        self.preprocess(row_stats_inputs, *workspace, workspace_layout, score_pipeline.keep_scale, addressing, stream)
         tensors = BackwardGmem(call.q, call.k, call.v, call.do, call.dk, call.dv)
         self.kernel(
             tensors, *workspace, call.scales, l2_group_heads, addressing, block_iterator, score_pipeline
@@ -480,7 +478,7 @@ class BackwardSm80(KernelCall, kind="bwd"):
         part: Int32,
     ) -> None:
         """Write a warp's dK and dV to the tiles in shared memory."""
-        of_dV = None if score_pipeline.dropout_scale is None else score_pipeline.scaled(Float32(1.0))
+        of_dV = None if score_pipeline.keep_scale is None else score_pipeline.scaled(Float32(1.0))
         for accs, tile, factor in (
             (state.dK, tiles.k, score_pipeline.scaled(scales.natural)),
             (state.dV, tiles.v, of_dV),

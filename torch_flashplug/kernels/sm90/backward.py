@@ -329,7 +329,7 @@ class BackwardSm90(KernelCall, kind="bwd"):
         )
         score_pipeline = self.features.score_pipeline(call)
         row_inputs = RowStatsInputs(call.o, call.do, call.lse, call.dlse)
-        self.preprocess(row_inputs, call.rows, call.scratch, layout, score_pipeline.dropout_scale, addressing, stream)
+        self.preprocess(row_inputs, call.rows, call.scratch, layout, score_pipeline.keep_scale, addressing, stream)
         self.launch_main_kernel(call, l2_group_heads, layout, stream)
         self.postprocess(
             call.scratch, call.rows, call.dq, score_pipeline.scaled(call.scales.natural), layout, addressing, stream

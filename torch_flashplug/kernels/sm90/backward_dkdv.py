@@ -387,7 +387,7 @@ class BackwardDkdvSm90:
         weights = fragments.OperandA.create(scores.acc, self.element)
         values = cute.make_tensor(cute.recast_ptr(weights.pairs.iterator, dtype=self.element.dtype), scores.acc.layout)
         kept_p = None
-        if score_pipeline.dropout_scale is not None:
+        if score_pipeline.keep_scale is not None:
             kept_p = weights if wg == 0 else fragments.OperandA.create(scores.acc, self.element)
         crossing = sm90.transposed(shared.weights)  # (keys, queries, P or dS)
 

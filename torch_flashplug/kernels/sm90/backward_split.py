@@ -45,9 +45,9 @@ class SplitBackwardSm90(KernelCall, kind="partbwd"):
         """Launch the preprocessing kernels of the features, then the kernels of the requested gradients."""
         self.features.launch_preprocess(call, stream)
         addressing = self.features.tile_addressing(call)
-        dropout_scale = self.features.score_pipeline(call).dropout_scale
+        keep_scale = self.features.score_pipeline(call).keep_scale
         row_stats_inputs = RowStatsInputs(call.o, call.do, call.lse, call.dlse)
-        self.preprocess(row_stats_inputs, call.rows, None, None, dropout_scale, addressing, stream)
+        self.preprocess(row_stats_inputs, call.rows, None, None, keep_scale, addressing, stream)
         if call.wanted & WANT_DQ != 0:
             self.query_gradient(call, stream)
         if call.wanted & WANT_DKDV != 0:
