@@ -345,8 +345,9 @@ class BackwardDqSm90:
     @cute.jit
     def step(self, state: DqConsumerState, tile: DqConsumerTile, subrange: BlockSubrange, j: Int32):
         """Compute dS of block j, add dS K to dQ, and issue S and dP of block j + 1."""
-        pipelines, count, n_block = state.pipelines, tile.first_count + j, tile.kv_range.nth(j)
+        n_block, count = tile.kv_range.nth(j), tile.first_count + j
         self.compute_ds(state, tile.row_stats, tile.tile_stages, n_block, count, subrange.masked)
+        pipelines = state.pipelines
         tile.tile_stages.prefetch(tile.kv_range.next(j, subrange), subrange.masked)
         warpgroup.fence()
         state.dQ.add(pipelines.k.stage_index(count))
