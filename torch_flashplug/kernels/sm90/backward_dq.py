@@ -32,7 +32,7 @@ from ..features.base import KernelFeatures
 from ..primitives import fragments, sm90
 from ..primitives.tile_scheduler import TileScheduler
 from ..score_stages.pipeline import ScoreCoord, ScoreLayout, ScorePipeline
-from ..tiling.block_iterator import BlockIterator, BlockSubrange, KvBlocks
+from ..tiling.block_iterator import BlockIterator
 from ..tiling.seqlen_info import SeqlenInfo
 from ..tiling.tile import TileAddressing, TileGrid
 from .common import TmaOperands
@@ -93,16 +93,6 @@ class DqConsumerState:
         for product, pipeline in ((self.S, self.pipelines.k), (self.dP, self.pipelines.v)):
             pipeline.consumer_wait(count)
             product.start(pipeline.stage_index(count))
-
-
-@dataclass(frozen=True)
-class DqConsumerTile:
-    """The 64 rows of a consumer warpgroup in a tile, with their KV blocks, row statistics and score stages."""
-
-    kv_range: KvBlocks
-    first_count: Int32  # running count of the first KV block
-    row_stats: RowStats
-    tile_stages: ScorePipeline
 
 
 class BackwardDqSm90:
@@ -319,11 +309,18 @@ class BackwardDqSm90:
             state.issue_scores(block_count)
             warpgroup.wait_group(0)
             pipelines.v.consumer_release(block_count)
-            consumer_tile = DqConsumerTile(kv_range, block_count, row_stats, tile_stages)
             for subrange in kv_range.subranges_before_last():
                 tile_stages.begin(kv_range.nth(subrange.begin), subrange.masked)
                 for j in cutlass.range(subrange.begin, subrange.end, unroll=1):
-                    self.step(state, consumer_tile, subrange, j)
+                    self.compute_ds(state, row_stats, tile_stages, kv_range.nth(j), block_count + j, subrange.masked)
+                    tile_stages.prefetch(kv_range.next(j, subrange), subrange.masked)
+                    warpgroup.fence()
+                    state.dQ.add(pipelines.k.stage_index(block_count + j))
+                    state.issue_scores(block_count + j + 1)
+                    warpgroup.wait_group(2)  # wait for dQ
+                    pipelines.k.consumer_release(block_count + j)
+                    warpgroup.wait_group(0)
+                    pipelines.v.consumer_release(block_count + j + 1)
             pipelines.do.consumer_release(count_q)
             block_count += kv_range.count - 1
             tile_stages.begin(kv_range.last(), masked=True)
@@ -341,21 +338,6 @@ class BackwardDqSm90:
             pipelines.q.consumer_release(count_q)
             tile_idx = work.tile_scheduler.receive(tile_count)
             tile_count += 1
-
-    @cute.jit
-    def step(self, state: DqConsumerState, tile: DqConsumerTile, subrange: BlockSubrange, j: Int32):
-        """Compute dS of block j, add dS K to dQ, and issue S and dP of block j + 1."""
-        n_block, count = tile.kv_range.nth(j), tile.first_count + j
-        self.compute_ds(state, tile.row_stats, tile.tile_stages, n_block, count, subrange.masked)
-        pipelines = state.pipelines
-        tile.tile_stages.prefetch(tile.kv_range.next(j, subrange), subrange.masked)
-        warpgroup.fence()
-        state.dQ.add(pipelines.k.stage_index(count))
-        state.issue_scores(count + 1)
-        warpgroup.wait_group(2)  # wait for dQ
-        pipelines.k.consumer_release(count)
-        warpgroup.wait_group(0)
-        pipelines.v.consumer_release(count + 1)
 
     @cute.jit
     def compute_ds(
