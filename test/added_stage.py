@@ -36,12 +36,12 @@ class KeyPositionStage(ScoreStage):
     applies_to_full_blocks = True
     may_mask = False
 
-    def at(self, place: ScoreCoord) -> ScoreStage:
-        return replace(self, coord=place)
+    def set_tile(self, coord: ScoreCoord) -> ScoreStage:
+        return replace(self, coord=coord)
 
     @cute.jit
     def apply(self, S: cute.Tensor, block: Int32, count: Int32 | None):
-        first_key = block * self.coord.block + self.coord.column
+        first_key = block * self.coord.block_columns + self.coord.column
         for r in cutlass.range_constexpr(cute.size(S, mode=[0])):
             for c in cutlass.range_constexpr(cute.size(S, mode=[1])):
                 S[r, c] = S[r, c] + Float32(first_key + column_of(c)) * SLOPE
@@ -52,8 +52,8 @@ def add_stage(kernel: object) -> None:
     base = type(kernel.features)
 
     class Features(base):
-        def chain(self, call: object) -> ScorePipeline:
-            return ScorePipeline((*super().chain(call).stages, KeyPositionStage()))
+        def score_pipeline(self, call: object) -> ScorePipeline:
+            return ScorePipeline((*super().score_pipeline(call).stages, KeyPositionStage()))
 
     kernel.features.__class__ = Features
 

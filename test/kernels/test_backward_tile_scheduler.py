@@ -21,11 +21,11 @@ TILES = [(64, 128), (64, 64)]  # tile_m, tile_n: kernel_spec.BACKWARD_TILE, PART
 LENGTHS = [(1, 1), (64, 128), (65, 129), (1000, 300), (300, 1000), (2048, 2048)]
 
 
-def launch_tiles(mask: str, tile: tuple[int, int], lengths: tuple[int, int], section: int = 1):
+def launch_tiles(mask: str, tile: tuple[int, int], lengths: tuple[int, int], l2_group_heads: int = 1):
     """Return the tile order of a launch with 3 x 2 KV heads, and its tiles in launch order."""
     bound = BANDS[mask]().bind(block_iterator.SeqlenInfo(*lengths), *tile)
     order = backward_tile_scheduler.BackwardTileScheduler(
-        True, -(-lengths[1] // tile[1]), 2, 6, section, bound, in_order=True
+        True, -(-lengths[1] // tile[1]), 2, 6, l2_group_heads, bound, in_order=True
     )
     return order, [order.tile(number) for number in range(order.total)]
 
@@ -33,10 +33,10 @@ def launch_tiles(mask: str, tile: tuple[int, int], lengths: tuple[int, int], sec
 @pytest.mark.parametrize("mask", ["full", "causal"])
 @pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-@pytest.mark.parametrize("section", [1, 2, 4])
-def test_accumulation_ranks_follow_the_launch_order(mask, tile, lengths, section):
+@pytest.mark.parametrize("l2_group_heads", [1, 2, 4])
+def test_accumulation_ranks_follow_the_launch_order(mask, tile, lengths, l2_group_heads):
     """The key blocks that visit a block of queries have accumulation ranks 0, 1, 2, ... in launch order."""
-    order, tiles = launch_tiles(mask, tile, lengths, section)
+    order, tiles = launch_tiles(mask, tile, lengths, l2_group_heads)
     assert len(set(tiles)) == order.total
     for step in range(-(-lengths[0] // tile[0])):
         last_query, block_range = (

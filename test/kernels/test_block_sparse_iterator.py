@@ -39,13 +39,15 @@ def use_plain_integers(monkeypatch: pytest.MonkeyPatch) -> None:
         block_sparse.SparseKvBlockRange192.visible_positions.__wrapped__,
     )
     monkeypatch.setattr(block_sparse.SparseBlockRange, "entry", read_entry)
-    monkeypatch.setattr(block_sparse.SparseBlockRange, "load", lambda run, lists, position: lists[run.row][position])
+    monkeypatch.setattr(
+        block_sparse.SparseBlockRange, "load", lambda block_range, lists, position: lists[block_range.row][position]
+    )
 
 
-def read_entry(run: object, j: int, masked: SimpleNamespace, whole: SimpleNamespace) -> int:
-    is_full = j >= run.num_masked
-    entries, position = (whole, j - run.num_masked) if is_full else (masked, j + run.skipped)
-    return entries.iterator[run.row][position]
+def read_entry(block_range: object, j: int, masked: SimpleNamespace, whole: SimpleNamespace) -> int:
+    is_full = j >= block_range.num_masked
+    entries, position = (whole, j - block_range.num_masked) if is_full else (masked, j + block_range.skipped)
+    return entries.iterator[block_range.row][position]
 
 
 def tall_lists(mask: Tensor) -> SimpleNamespace:
@@ -89,11 +91,13 @@ def test_tile_parts_visit_exactly_their_visible_blocks(name: str) -> None:
     bound = block_sparse.BlockSparse192Iterator(lists, lists).bind(sizes, TALL, LISTED)
     for block in range(-(-Sq // TALL)):
         tile = tile_addressing.Tile(block, 0, 0, sizes)
-        block_range = bound.keys(tile)
+        block_range = bound.kv_blocks(tile)
         blocks = [block_range.nth(j) for j in range(block_range.count)]
         for first_row in range(block * TALL, (block + 1) * TALL, TILE):
             num_skipped, part_run = bound.kv_range_for_warpgroup(tile, first_row, TILE, True)
-            assert num_skipped + part_run.count + part_run.behind == block_range.count and part_run.count > 0
+            assert (
+                num_skipped + part_run.count + part_run.num_trailing_skipped == block_range.count and part_run.count > 0
+            )
             if first_row >= Sq:  # nonexistent rows
                 assert part_run.count == 1
                 continue
@@ -104,9 +108,9 @@ def test_tile_parts_visit_exactly_their_visible_blocks(name: str) -> None:
             ]
             assert set(visible_blocks) <= set(visited)
             start = block_iterator.BlockSubrange(True, 0, 1)
-            for section in (start, *part_run.sections()):
-                for j in range(section.begin, section.end - 1):
-                    assert part_run.next(j, section) == visited[j + 1]
+            for subrange in (start, *part_run.subranges()):
+                for j in range(subrange.begin, subrange.end - 1):
+                    assert part_run.next(j, subrange) == visited[j + 1]
             if not visible_blocks:
                 assert part_run.count == 1
             elif part_run.num_masked > 0:

@@ -38,7 +38,7 @@ SEED = 20261124
 KERNELS = [spec for arch in (90, 80) for spec in kernel_table.specs(arch, "decode") if spec.features == {"mask"}]
 HEADS = (2, 4, 2)  # B, Hq, Hkv
 KEYS = 333
-GROUPS = 352  # capacity of a CTA's list (kernels/features/decode_mask.py); machines with a GPU may have no DSL
+MAX_GROUPS = 352  # capacity of a CTA's list (kernels/features/decode_mask.py); machines with a GPU may have no DSL
 
 
 random_mask = functools.partial(random_mask_with_share, share=0.3)
@@ -153,13 +153,13 @@ def test_block_list_capacity_matches_the_kernel() -> None:
     pytest.importorskip("cutlass")
     from torch_flashplug.kernels.features import decode_mask
 
-    assert decode_mask.GROUPS == GROUPS
+    assert decode_mask.MAX_GROUPS == MAX_GROUPS
 
 
 @pytest.mark.parametrize("num_splits", [1, 2])
 def test_long_masks_list_groups_of_blocks(kernels_on: str, num_splits: int) -> None:
     """The list holds groups of blocks, because there are more blocks than a list can hold."""
-    keys = 64 * (2 * GROUPS + 40) + 1
+    keys = 64 * (2 * MAX_GROUPS + 40) + 1
     case = new_case("long", (1, 1, 1), (1, keys), (64, 64))
     mask = torch.zeros(1, keys, dtype=torch.bool)
     mask[:, 0] = mask[:, 5000:5100] = mask[:, -1] = True

@@ -43,8 +43,8 @@ def cu_seqlens_from(lengths: list[int]) -> Tensor:
 class PythonTileList(varlen.VarlenTileList):
     """Tile list with Python integers."""
 
-    def load(self, number: int) -> tuple[int, ...]:
-        return tuple(self.entries[number].tolist())
+    def load(self, number: int) -> varlen.TileListEntry:
+        return varlen.TileListEntry(*self.entries[number].tolist())
 
 
 def entries_of_sequences(
@@ -83,21 +83,21 @@ def test_tile_list_entries_are_the_blocks_of_sequences(rows, size):
         assert all(entry == [0] * 7 + [1] for entry in tile_list.entries[len(expected_entries) :].tolist())
 
 
-def make_launches(tile_lists_pair: tuple[PythonTileList, PythonTileList], section: int):
+def make_launches(tile_lists_pair: tuple[PythonTileList, PythonTileList], l2_group_heads: int):
     """Return the launches of rows and of keys in kernel order, each with the number of heads."""
     counts = [int(tile_list.header[0]) for tile_list in tile_lists_pair]
-    order = tile_scheduler.TileScheduler(True, counts[0], HEADS, HEADS, section)
+    order = tile_scheduler.TileScheduler(True, counts[0], HEADS, HEADS, l2_group_heads)
     bound = block_iterator.FullBlocks().bind(block_iterator.SeqlenInfo(0, 0), 64, 64)
     key_order_of_launch = backward_tile_scheduler.BackwardTileScheduler(
-        True, counts[1], KV_HEADS, KV_HEADS, section, bound
+        True, counts[1], KV_HEADS, KV_HEADS, l2_group_heads, bound
     )
     addressing = varlen.VarlenAddressing(*tile_lists_pair)
     return (addressing.of_rows(order, None, KV_HEADS), HEADS), (addressing.of_keys(key_order_of_launch, None), KV_HEADS)
 
 
 @pytest.mark.parametrize("rows", LENGTHS, ids=str)
-@pytest.mark.parametrize("section", [1, 2, 4])
-def test_each_block_and_head_is_launched_once_with_the_longest_first(rows, section):
+@pytest.mark.parametrize("l2_group_heads", [1, 2, 4])
+def test_each_block_and_head_is_launched_once_with_the_longest_first(rows, l2_group_heads):
     keys, size = rows[::-1], 64
 
     def work(block, own_length, kv_length):
@@ -105,7 +105,7 @@ def test_each_block_and_head_is_launched_once_with_the_longest_first(rows, secti
 
     sides = (rows, keys), (keys, rows)
     for (launch, heads), (own_lengths, kv_lengths) in zip(
-        make_launches(make_tile_lists(rows, keys, size, work), section), sides, strict=True
+        make_launches(make_tile_lists(rows, keys, size, work), l2_group_heads), sides, strict=True
     ):
         expected_entries = [entry[:6] for entry in entries_of_sequences(own_lengths, kv_lengths, rows, size)]
         tiles = [launch.tile(number, HEADS // KV_HEADS) for number in range(launch.total)]
@@ -146,15 +146,15 @@ def test_longest_tile_rarely_runs_alone(rows, heads, group, monkeypatch):
     )
     tiles, heads = [(b + 1) * 128 for n in rows for b in range(-(-n // 128))], heads // group * group
     addressing = varlen.VarlenAddressing(PythonTileList(entries, head.tolist()))
-    section = addressing.heads_per_l2_group(group, heads, group)
-    assert section % group == 0 and group <= section <= heads
+    l2_group_heads = addressing.heads_per_l2_group(group, heads, group)
+    assert l2_group_heads % group == 0 and group <= l2_group_heads <= heads
     # share of a launch during which the longest tile would run alone
     alone_share = (132 * max(tiles) / sum(tiles) - group) / heads
-    last_section = heads - (-(-heads // section) - 1) * section
-    assert alone_share > 0.09 or section == group
-    assert alone_share < 0.11 or section == heads or last_section * sum(tiles) >= 0.85 * max(tiles) * 132
+    last_group_heads = heads - (-(-heads // l2_group_heads) - 1) * l2_group_heads
+    assert alone_share > 0.09 or l2_group_heads == group
+    assert alone_share < 0.11 or l2_group_heads == heads or last_group_heads * sum(tiles) >= 0.85 * max(tiles) * 132
     if sum(tiles) >= 2 * max(tiles) * 132 / (heads // group // 2 * group):
-        assert section < heads  # not larger than necessary
+        assert l2_group_heads < heads  # not larger than necessary
     assert addressing.heads_per_l2_group(heads, heads, group) == heads  # when L2 holds all heads
 
 
@@ -164,10 +164,12 @@ def test_tma_coordinates_stop_at_the_end_of_a_sequence(element_bytes, stride):
     """Row coordinates are applied to the dims and strides of a TMA descriptor."""
     for start, length in ((0, 1), (5, 64), (17, 0), (2**30 - 1000, 999)):
         row_coordinate, (end, sequence_coordinate) = varlen.SequenceSlice(start, length).coordinates()
-        assert end < varlen.REACH and sequence_coordinate < 2 * varlen.REACH - 1 < 2**31  # within the dims
+        assert (
+            end < varlen.MAX_TOTAL_ROWS and sequence_coordinate < 2 * varlen.MAX_TOTAL_ROWS - 1 < 2**31
+        )  # within the dims
         for row in (0, 1, length, length + 127):
-            elements = (row_coordinate + row + end) * stride + sequence_coordinate * varlen.around(
+            elements = (row_coordinate + row + end) * stride + sequence_coordinate * varlen.wrap_stride(
                 stride, element_bytes
             )
             assert elements * element_bytes % 2**64 == (start + row) * stride * element_bytes % 2**64
-            assert (row_coordinate + row < varlen.REACH) == (row < length)
+            assert (row_coordinate + row < varlen.MAX_TOTAL_ROWS) == (row < length)

@@ -1,6 +1,6 @@
 """Blocks of a sliding window, on plain integers. No GPU.
 
-Each visible score is in a visited block, sections of full blocks mask nothing out, and no block is visited twice.
+Each visible score is in a visited block, subranges of full blocks mask nothing out, and no block is visited twice.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def bound_window(request, monkeypatch):
     return bound, Sq, Sk, lambda i, j: i + diagonal - left <= j <= i + diagonal + right
 
 
-def check_sections(sections, blocks, is_visible, candidates, is_full) -> None:
-    """Check sections: they are consecutive, visit each needed block once, and full sections mask nothing out."""
-    positions = [(section, j) for section in sections for j in range(section.begin, section.end)]
+def check_subranges(subranges, blocks, is_visible, candidates, is_full) -> None:
+    """Check subranges: they are consecutive, visit each needed block once, and full subranges mask nothing out."""
+    positions = [(subrange, j) for subrange in subranges for j in range(subrange.begin, subrange.end)]
     assert [j for _, j in positions] == list(range(positions[0][1], positions[0][1] + len(positions)))
     visited = [blocks(j) for _, j in positions]
     assert (
@@ -48,8 +48,8 @@ def check_sections(sections, blocks, is_visible, candidates, is_full) -> None:
         and set(visited) <= set(candidates)
         and {b for b in candidates if is_visible(b)} <= set(visited)
     )
-    for section, j in positions:
-        assert section.masked or is_full(blocks(j))
+    for subrange, j in positions:
+        assert subrange.masked or is_full(blocks(j))
 
 
 def test_query_tiles_visit_the_key_blocks_of_their_window(bound_window):
@@ -57,12 +57,16 @@ def test_query_tiles_visit_the_key_blocks_of_their_window(bound_window):
     num_blocks = -(-Sk // bound.tile_n)
     for block in range(-(-Sq // bound.tile_m)):
         tile = tile_addressing.Tile(block, 0, 0, bound.sizes)
-        runs = [(0, block * bound.tile_m, bound.tile_m, bound.keys(tile))]
+        runs = [(0, block * bound.tile_m, bound.tile_m, bound.kv_blocks(tile))]
         for rows in (64,) if bound.tile_m == 128 else ():
             for first_row in range(block * bound.tile_m, (block + 1) * bound.tile_m, rows):
-                for uneven in (True, False):
-                    num_skipped, block_range = bound.kv_range_for_warpgroup(tile, first_row, rows, uneven)
-                    assert num_skipped + block_range.count == runs[0][-1].count and (uneven or num_skipped == 0)
+                for warpgroup_ranges_differ in (True, False):
+                    num_skipped, block_range = bound.kv_range_for_warpgroup(
+                        tile, first_row, rows, warpgroup_ranges_differ
+                    )
+                    assert num_skipped + block_range.count == runs[0][-1].count and (
+                        warpgroup_ranges_differ or num_skipped == 0
+                    )
                     runs.append((num_skipped, first_row, rows, block_range))
         blocks = [runs[0][-1].nth(j) for j in range(runs[0][-1].count)]
         for num_skipped, first_row, rows, block_range in runs:
@@ -71,13 +75,13 @@ def test_query_tiles_visit_the_key_blocks_of_their_window(bound_window):
             is_visible = lambda n: any(sees(i, j) for i in queries for j in keys(n) if j < Sk)  # noqa: B023, E731
             is_full = lambda n: all(j < Sk and sees(i, j) for i in queries for j in keys(n))  # noqa: B023, E731
             start = block_iterator.BlockSubrange(True, 0, 1)
-            check_sections((start, *block_range.sections()), block_range.nth, is_visible, range(num_blocks), is_full)
+            check_subranges((start, *block_range.subranges()), block_range.nth, is_visible, range(num_blocks), is_full)
             end = block_iterator.BlockSubrange(True, block_range.count - 1, block_range.count)
-            check_sections(
-                (*block_range.sections_before_last(), end), block_range.nth, is_visible, range(num_blocks), is_full
+            check_subranges(
+                (*block_range.subranges_before_last(), end), block_range.nth, is_visible, range(num_blocks), is_full
             )
-            for section in (start, *block_range.sections()):
-                assert all((j < block_range.num_masked) == section.masked for j in range(section.begin, section.end))
+            for subrange in (start, *block_range.subranges()):
+                assert all((j < block_range.num_masked) == subrange.masked for j in range(subrange.begin, subrange.end))
             assert [block_range.nth(j) for j in range(block_range.count)] == blocks[
                 num_skipped:
             ]  # in the producer's order
@@ -108,14 +112,14 @@ def test_key_blocks_visit_the_query_blocks_of_their_window_in_rank_order(bound_w
         queries = lambda m: range(m * bound.tile_m, min((m + 1) * bound.tile_m, Sq))  # noqa: E731
         is_visible = lambda m: any(j < Sk and sees(i, j) for i in queries(m) for j in keys)  # noqa: B023, E731
         is_full = lambda m: all(j < Sk and sees(i, j) for i in queries(m) for j in keys)  # noqa: B023, E731
-        block_range = bound.queries(tile_addressing.Tile(n, 0, 0, bound.sizes))
+        block_range = bound.query_blocks(tile_addressing.Tile(n, 0, 0, bound.sizes))
         if block_range.total(1) == 0:
             assert not any(is_visible(m) for m in range(num_m))
             continue
-        check_sections(block_range.sections(), block_range.nth, is_visible, range(num_m), is_full)
-        for section in block_range.sections():
-            for j in range(section.begin, section.end):
-                assert block_range.masked(block_iterator.QueryBlockStep(0, j)) == section.masked
+        check_subranges(block_range.subranges(), block_range.nth, is_visible, range(num_m), is_full)
+        for subrange in block_range.subranges():
+            for j in range(subrange.begin, subrange.end):
+                assert block_range.masked(block_iterator.QueryBlockStep(0, j)) == subrange.masked
         for j in range(block_range.begin, block_range.end):
             rank = ranks[j] = ranks.get(j, -1) + 1
             assert order.accumulation_rank(n, block_range, j) == rank

@@ -34,7 +34,7 @@ from torch_flashplug.registry import (
 )
 from torch_flashplug.registry.architectures import BACKENDS, FAMILIES, KERNEL_BACKENDS, Family
 from torch_flashplug.registry.dispatch_table import ANY
-from torch_flashplug.registry.kernel_spec import CLUSTER, KINDS
+from torch_flashplug.registry.kernel_spec import KINDS, MAX_CLUSTER_SIZE
 from torch_flashplug.registry.kernel_table import KernelRow
 
 
@@ -198,7 +198,7 @@ def test_tma_and_clusters_are_properties_of_the_family(monkeypatch: pytest.Monke
     assert asked() == (1, 1, False)
     used = dataclasses.replace(architectures.BY_ARCH[80], has_tma=True, supports_clusters=True)
     monkeypatch.setitem(architectures.BY_ARCH, 80, used)
-    assert asked() == (kernel_table.SECTOR_BYTES, CLUSTER, True)
+    assert asked() == (kernel_table.SECTOR_BYTES, MAX_CLUSTER_SIZE, True)
 
 
 def test_element_type_is_limited_to_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

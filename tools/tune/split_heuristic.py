@@ -22,7 +22,7 @@ from torch_flashplug import sdpa_backend
 from torch_flashplug.dispatch import bindings
 from torch_flashplug.registry import dispatch_table, kernel_table
 from torch_flashplug.registry.dispatch_table import Gate
-from torch_flashplug.registry.kernel_spec import CLUSTER
+from torch_flashplug.registry.kernel_spec import MAX_CLUSTER_SIZE
 from torch_flashplug.registry.kernel_table import KernelRow
 from torch_flashplug.testing import Case
 
@@ -66,7 +66,7 @@ def measure(facts: dict[str, int], rounds: int) -> dict[str, dict[str, dict[str,
             inputs = [make_inputs(case, "cuda", seed) for seed in range(copies)]
             calls = [partial(F.scaled_dot_product_attention, *which, **case.sdpa_kwargs()) for which in inputs]
             runs = {}
-            for limit, num_splits in itertools.product((CLUSTER, 1), SPLITS):
+            for limit, num_splits in itertools.product((MAX_CLUSTER_SIZE, 1), SPLITS):
                 # With these constants the dispatcher selects a cluster if a cluster is possible.
                 bindings.push_rows(
                     kernel_table.KERNEL_ROWS, (), replace(packing(dispatch_table.GATE), cluster=limit, combine_ns=1e9)

@@ -22,7 +22,7 @@ from ..registry.dispatch_table import (
     VARLEN_KERNELS,
 )
 from ..registry.dtypes import DTYPE_INFO, KERNEL_DTYPES
-from ..registry.kernel_spec import CLUSTER, KINDS, LISTED, TALL
+from ..registry.kernel_spec import KINDS, LISTED, MAX_CLUSTER_SIZE, TALL
 from ..registry.mask_layout import TILE, TILE_WORDS
 from ..registry.quant_recipes import KEY_ORDER
 from ..registry.stock_bugs import FACTS
@@ -84,7 +84,7 @@ class GateRow(ctypes.Structure):
         *_members(c_int64, "measured_cc rows wide_rows rows_spared cluster"),
         *_members(c_double, "wide_ns occupancy cluster_ns cluster_rate combine_ns combine_rate read_share shared_ns"),
         *_members(c_double, "unknown_rate"),
-        ("cluster_share", c_double * (CLUSTER + 1)),
+        ("cluster_share", c_double * (MAX_CLUSTER_SIZE + 1)),
     )
 
 
@@ -179,7 +179,7 @@ def of_arguments() -> Iterator[ArgumentRow]:
 
 
 def of_gate(gate: dispatch_table.Gate) -> GateRow:
-    return _same(GateRow, gate, cluster_share=(c_double * (CLUSTER + 1))(*gate.cluster_share))
+    return _same(GateRow, gate, cluster_share=(c_double * (MAX_CLUSTER_SIZE + 1))(*gate.cluster_share))
 
 
 def of_layout() -> LayoutRow:

@@ -29,7 +29,7 @@ BUILDERS = {
     ("detbwd", 90): ("sm90.backward", "BackwardSm90"),
     ("partbwd", 90): ("sm90.backward_split", "SplitBackwardSm90"),
     ("tilebwd", 90): ("sm90.backward_tile", "TileBackwardSm90"),
-    ("dbias", 90): ("sm90.backward_dbias", "BiasGradientSm90"),
+    ("dbias", 90): ("sm90.backward_dbias", "BackwardDbiasSm90"),
     ("decode", 80): ("sm80.decode", "DecodeSm80"),
     ("decode", 90): ("sm90.decode", "DecodeSm90"),
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .kernel_spec import CLUSTER
+from .kernel_spec import MAX_CLUSTER_SIZE
 
 # Classes of operands. Kernels with vector loads distinguish D == Dv ("square") and D != Dv ("mixed"). Element-wise
 # kernels distinguish the property that rules out vector loads: head dims that are no multiple of 8 ("odddims"),
@@ -44,11 +44,11 @@ class Gate:
     # sums take 6 us.
     rows_spared: int = 512
     shared_ns: float = 1700  # ns that CTAs must save by sharing SMs; more splits wait longer if most keys are hidden
-    cluster: int = CLUSTER  # largest number of CTAs of a cluster
+    cluster: int = MAX_CLUSTER_SIZE  # largest number of CTAs of a cluster
     # Share of the SMs that clusters of so many CTAs may fill; 0: no limit. The GPU places clusters of more than two
     # CTAs next to each other on some SMs, while other SMs idle. Clusters of three keep three quarters of the SMs evenly
     # busy, larger clusters keep half.
-    cluster_share: tuple[float, ...] = (0, 0, 0, 0.75, *[0.5] * (CLUSTER - 3))
+    cluster_share: tuple[float, ...] = (0, 0, 0, 0.75, *[0.5] * (MAX_CLUSTER_SIZE - 3))
     unknown_rate: float = 3352  # bytes per ns assumed for a device with an unknown memory rate: the rate of an H100
     measured_cc: int = 90  # compute capability of the GPUs that CHOICE_ROWS hold for
 

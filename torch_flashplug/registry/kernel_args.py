@@ -135,7 +135,7 @@ DECODE = (
     _tensor("partials", 1, "fp32", "(B * Hq * Sq * splits * (Dv + 2),) if splits > cluster; workspace of the op"),
     _SCALE,
     _number("splits", "int32", "CTAs that share the keys of a tile; at most one for each block of keys"),
-    _number("cluster", "int32", "CTAs that combine in shared memory: all splits of a tile, at most CLUSTER; or 1"),
+    _number("cluster", "int32", "CTAs that combine in shared memory: all splits (<= MAX_CLUSTER_SIZE), or 1"),
     _MASK[0],
     *_BIAS,
     *_CACHE,

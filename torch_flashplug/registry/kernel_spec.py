@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from . import features
 from .dtypes import DTYPES, KERNEL_DTYPES
@@ -44,18 +45,33 @@ TALL = 192
 
 # Hopper
 ROWS_PER_WARPGROUP = 64  # rows of a wgmma
-CLUSTER = 8  # largest cluster that every Hopper GPU can place (clusters of 16 ran slower if placed)
+MAX_CLUSTER_SIZE = 8  # largest cluster that every Hopper GPU can place (clusters of 16 ran slower if placed)
 MAX_Q_TILES = 3  # largest number of Q tiles in shared memory: in use, arriving, and leaving as O
 BARRIER_BYTES = 1024  # bytes of mbarriers, rounded up to the alignment of swizzled tiles
-# Registers per thread after the register split: {number of consumer warpgroups: (producer, consumer)}. The total
-# 128 * (producer + number of consumers * consumer) is at most 65536.
-REGISTER_SPLIT = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
-DBIAS_REGISTER_SPLIT = (40, 232)  # register split of dbias, whose producer computes the most
-TWO_CTA_REGISTER_SPLIT = (40, 216)  # register split of CTAs with a single consumer warpgroup, with two CTAs per SM
+
+
+class RegisterSplit(NamedTuple):
+    """Registers per thread after the register split.
+
+    The total 128 * (producer + number of consumer warpgroups * consumer) is at most 65536.
+    """
+
+    producer: int  # registers of a thread of the producer warpgroup
+    consumer: int  # registers of a thread of a consumer warpgroup
+
+
+REGISTER_SPLIT = {  # by the number of consumer warpgroups
+    1: RegisterSplit(56, 256),
+    2: RegisterSplit(24, 240),
+    3: RegisterSplit(32, 160),
+}
+DBIAS_REGISTER_SPLIT = RegisterSplit(40, 232)  # register split of dbias, whose producer computes the most
+TWO_CTA_REGISTER_SPLIT = RegisterSplit(40, 216)  # of CTAs with one consumer warpgroup, with two CTAs per SM
 REGISTER_OVERHEAD = 28  # registers for addresses, row state and loop counters of a consumer, as seen in SASS
 COPY_UNIT = 16  # bytes: copies of a bias move multiples of the unit (kernels/score_stages/bias_load.py)
 SWIZZLED_LINE = 128  # bytes of a line in the TMA swizzle
 BACKWARD_WARPGROUPS = 2
+DQ_TILE_M = BACKWARD_WARPGROUPS * ROWS_PER_WARPGROUP  # query rows of a CTA of the split backward's dQ kernel
 DQ_WRITERS = 2  # idle warps of a backward CTA that clear the dQ workspace and write dQ
 DQ_WRITER_BYTES = 12 * 1024  # bytes of the workspace in flight for each dQ writer
 KV_IN_REGISTERS_D = 64  # up to this head dim, the five matrix products of a backward step have separate registers
@@ -77,6 +93,13 @@ QUANTIZED_KV_MIN_SMEM_BYTES = 76 << 10
 RESULT_ROW_PADDING = 8
 
 
+class RegisterBudget(NamedTuple):
+    """Registers of a thread that multiplies."""
+
+    needed: int  # approximate number of registers that the thread needs
+    available: int
+
+
 @dataclass(frozen=True, slots=True)
 class KernelSpec:
     """The identity of a compiled kernel. Equal specs share an object file.
@@ -85,7 +108,7 @@ class KernelSpec:
     define these members:
     - `threads` and `smem_bytes()`: the threads and the shared memory of a CTA.
     - `accumulator_registers()`: the accumulator registers of a thread that multiplies.
-    - `register_budget()`: the approximate number of registers that such a thread needs, and the available number.
+    - `register_budget()`: the registers that such a thread needs, and the available registers.
     - `illegal_shape()`: None, or the property of the tile that no kernel can have, with the legal values.
     """
 
@@ -169,7 +192,7 @@ class KernelSpec:
         With two CTAs, a CTA starts or ends while the other CTA streams.
         """
         two_fit = 2 * (self.smem_bytes() + SMEM_RESERVED) <= SMEM_BYTES[self.arch] + SMEM_RESERVED
-        return 1 + (two_fit and self.register_budget()[0] <= self._decode_registers(2))
+        return 1 + (two_fit and self.register_budget().needed <= self._decode_registers(2))
 
     def _decode_registers(self, ctas: int) -> int:
         """Return the registers of a thread without register split. Each scheduler has a quarter of the registers."""
@@ -221,9 +244,10 @@ class KernelSpec:
         need, limit = self.smem_bytes(), SMEM_BYTES[self.arch]
         if need > limit:
             return f"{self.name()}: needs {need} B of shared memory, sm_{self.arch} has {limit}; lower stages or tile_n"
-        registers, budget = self.register_budget()
-        if registers > budget:
-            return f"{self.name()}: needs about {registers} registers, a thread has {budget}; lower tile_n or tile_m"
+        registers = self.register_budget()
+        if registers.needed > registers.available:
+            need, limit = registers
+            return f"{self.name()}: needs about {need} registers, a thread has {limit}; lower tile_n or tile_m"
         return None
 
 
@@ -271,8 +295,7 @@ class HopperSpec(KernelSpec):
         return KernelSpec.ctas_per_sm.fget(self) if self.is_decode else 1 + (self.shares_sm or self.is_single_tile)
 
     @property
-    def register_split(self) -> tuple[int, int]:
-        """Registers of a thread of the producer warpgroup, and of a thread of a consumer warpgroup."""
+    def register_split(self) -> RegisterSplit:
         if self.shares_sm or self.is_single_tile:
             return TWO_CTA_REGISTER_SPLIT
         return DBIAS_REGISTER_SPLIT if self.kind == "dbias" else REGISTER_SPLIT[self.warpgroups]
@@ -387,9 +410,9 @@ class HopperSpec(KernelSpec):
             return keys + self.kv_in_registers * (self.tile_m // 4 + self.d // 4 + (self.d + self.dv) // 4)
         return self.tile_n // 2 + self.tile_n * self.bytes_of("v") // 8 + self.dv // 2
 
-    def register_budget(self) -> tuple[int, int]:
-        has = self._decode_registers(1) if self.is_decode else self.register_split[1]
-        return self.accumulator_registers() + REGISTER_OVERHEAD, has
+    def register_budget(self) -> RegisterBudget:
+        available = self._decode_registers(1) if self.is_decode else self.register_split.consumer
+        return RegisterBudget(self.accumulator_registers() + REGISTER_OVERHEAD, available)
 
     def illegal_shape(self) -> str | None:
         tiles = {"dbias": BIAS_TILES, "partbwd": (SPLIT_BACKWARD_TILE,), "tilebwd": (SINGLE_TILE,)}
@@ -484,8 +507,8 @@ class AmpereSpec(KernelSpec):
             return self.tile_n * (self.d + self.dv + self.tile_m) // self.threads + AMPERE_SCORES
         return self.slabs * (self.tile_n // self.teams // 2 + self.dv // 2)
 
-    def register_budget(self) -> tuple[int, int]:
-        return self.accumulator_registers() + AMPERE_OVERHEAD, MAX_REGISTERS
+    def register_budget(self) -> RegisterBudget:
+        return RegisterBudget(self.accumulator_registers() + AMPERE_OVERHEAD, MAX_REGISTERS)
 
     def illegal_shape(self) -> str | None:
         if self.is_backward:
@@ -505,9 +528,8 @@ class AmpereSpec(KernelSpec):
     def _illegal_backward(self) -> str | None:
         if self.is_split_backward:
             return "sm_80 has no split backward (partbwd); use bwd or detbwd"
-        is_restricted = (
-            self.elementwise or max(self.d, self.dv) > 2 * AMPERE_COLUMNS
-        )  # element-wise loads need registers
+        # Element-wise loads need registers.
+        is_restricted = self.elementwise or max(self.d, self.dv) > 2 * AMPERE_COLUMNS
         tiles = {SPLIT_BACKWARD_TILE: 1} if is_restricted else {SPLIT_BACKWARD_TILE: 1, BACKWARD_TILE: 2}
         if tiles.get((self.tile_m, self.tile_n)) != self.stages:
             actual = f"tile {self.tile_m}x{self.tile_n}, stages={self.stages}"

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from . import features
 from .architectures import BY_ARCH, TARGETS
 from .dtypes import KERNEL_DTYPES, changes_elements, elements_of, unsupported_element_reason
-from .kernel_spec import CLUSTER, PEERS_AT_ONCE, ROWS_PER_WARPGROUP, WORKSPACE_UNITS, KernelSpec
+from .kernel_spec import MAX_CLUSTER_SIZE, PEERS_AT_ONCE, ROWS_PER_WARPGROUP, WORKSPACE_UNITS, KernelSpec
 
 # Sets of features (features.py), by the tags in names of kernels.
 FULL, CAUSAL, MASK, BIAS, BIAS32 = (("full",), ("causal",), ("mask",), ("bias",), ("bias32",))
@@ -100,7 +100,7 @@ class KernelRow:
 
     @property
     def max_cluster(self) -> int:
-        return CLUSTER if BY_ARCH[self.arch].supports_clusters else 1
+        return MAX_CLUSTER_SIZE if BY_ARCH[self.arch].supports_clusters else 1
 
     @property
     def peers_at_once(self) -> int:

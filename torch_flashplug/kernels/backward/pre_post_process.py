@@ -76,7 +76,7 @@ class BackwardPreprocess:
         mRowStats: cute.Tensor,  # (B, Hq, 2, blocks * TILE_M) fp32
         mDqWorkspace: cute.Tensor | None,  # dQ workspace (DqWorkspace)
         workspace_layout: WorkspaceLayout | None,
-        keep_probability: DropoutScale | None,  # kept share of P
+        keep_scale: DropoutScale | None,  # kept share of P
         addressing: TileAddressing,
         stream: cuda.CUstream,
     ):
@@ -86,7 +86,7 @@ class BackwardPreprocess:
             if workspace_layout is None
             else WorkspaceClear(mDqWorkspace, workspace_layout.heads, workspace_layout.group, workspace_layout.portions)
         )
-        self.kernel(inputs, mRowStats, clearing, keep_probability, addressing).launch(
+        self.kernel(inputs, mRowStats, clearing, keep_scale, addressing).launch(
             # The first grid dimension has a limit of 2^31 - 1 CTAs. The limit of the further dimensions is 65535, and B
             # or Hq may exceed this limit.
             grid=(mRowStats.shape[3] // TILE_M * Hq * B, 1, 1),
@@ -100,7 +100,7 @@ class BackwardPreprocess:
         inputs: RowStatsInputs,
         mRowStats: cute.Tensor,
         clearing: WorkspaceClear | None,
-        keep_probability: DropoutScale | None,
+        keep_scale: DropoutScale | None,
         addressing: TileAddressing,
     ):
         heads, blocks = mRowStats.shape[1], mRowStats.shape[3] // TILE_M
@@ -133,7 +133,7 @@ class BackwardPreprocess:
                 row = workspace_block * TILE_M + part * (WARPGROUP // LANES) + thread // LANES
                 mRowStats[batch, head, 0, row] = lse
                 mRowStats[batch, head, 1, row] = (
-                    delta if cutlass.const_expr(keep_probability is None) else delta * keep_probability.keep_probability
+                    delta if cutlass.const_expr(keep_scale is None) else delta * keep_scale.keep_probability
                 )
 
     @cute.jit
@@ -317,7 +317,7 @@ class ScoreDerivative:
 
 @cute.jit
 def softmax_backward(
-    P: cute.Tensor, dP: cute.Tensor, delta: cute.Tensor | tuple[Float32, ...], dS: cute.Tensor, raised: int = 0,
+    P: cute.Tensor, dP: cute.Tensor, delta: cute.Tensor | tuple[Float32, ...], dS: cute.Tensor, p_scale_log2: int = 0,
     signed: cutlass.Constexpr[bool] = False, score_derivative: ScoreDerivative | None = None,
 ):  # fmt: skip
     """Compute dS = P * (dP - delta), for tensors (keys, queries).
@@ -329,13 +329,13 @@ def softmax_backward(
         dP: gradient of the probabilities.
         delta: delta of each query.
         dS: destination, which may be P or dP.
-        raised: P is larger by this power of two.
+        p_scale_log2: P is larger by this power of two.
         signed: dropped elements of P are negative (ScorePipeline.signed_p_transform). Their dP is ignored.
         score_derivative: derivative of the score modifications, if any.
     """
     for query in cutlass.range_constexpr(cute.size(P, mode=[1])):
         for key in cutlass.range_constexpr(cute.size(P, mode=[0])):
-            weight = P[key, query].to(Float32) * 2.0**-raised
+            weight = P[key, query].to(Float32) * 2.0**-p_scale_log2
             if cutlass.const_expr(score_derivative is not None):
                 weight = weight * score_derivative.slope(weight, score_derivative.lse_log2[query])
             if cutlass.const_expr(signed):

@@ -35,8 +35,8 @@ class WorkspaceLayout:
     portions: Int32  # tiles per KV head
 
     @classmethod
-    def create(cls, section: Int32, portions: Int32, kv_heads: Int32, group: Int32) -> WorkspaceLayout:
-        return cls(cutlass.min(section + cute.ceil_div(CTAS_AHEAD, portions), kv_heads), group, portions)
+    def create(cls, l2_group_heads: Int32, portions: Int32, kv_heads: Int32, group: Int32) -> WorkspaceLayout:
+        return cls(cutlass.min(l2_group_heads + cute.ceil_div(CTAS_AHEAD, portions), kv_heads), group, portions)
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ class DecodeTile:
         """Last packed row, or the first row if there is none."""
         return cutlass.max(self.rows, 1) - 1 if self.sizes.may_be_empty else self.rows - 1
 
-    def keys(self, blocks: BoundBlocks) -> SplitKvRange:
+    def kv_range(self, blocks: BoundBlocks) -> SplitKvRange:
         """Return the KV blocks of the split."""
         return blocks.split_range(self.split, self.splits)
 

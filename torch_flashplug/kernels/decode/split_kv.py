@@ -170,7 +170,7 @@ class SplitKvCombine:
         begin = lane // lanes + cutlass.select_(is_many_splits, warp * (WARP // COLUMN_LANES), Int32(0))
         step = cutlass.select_(is_many_splits, Int32(WARPS), Int32(1)) * (WARP // lanes)
 
-        follow()
+        wait_for_previous_kernel()
         partial = PartialResult.create(scale)
         if row < partials.rows:
             for first in cutlass.range(begin, splits, step * AT_ONCE, unroll=1):
@@ -207,7 +207,7 @@ def starts_early() -> bool:
     return target_from(Arch.sm_90)
 
 
-def follow() -> None:
+def wait_for_previous_kernel() -> None:
     """Wait for the results of the previous kernel, then allow the next kernel to start.
 
     The next kernel waits in turn.

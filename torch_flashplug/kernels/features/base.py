@@ -85,8 +85,8 @@ class KernelFeatures:
     def launch_preprocess(self, call: object, stream: cuda.CUstream) -> None:
         """Launch the preprocess kernels, before the kernel."""
 
-    overlaps_preprocess = False  # True if the kernel starts while the preprocess kernels still run, and waits in
-    # `wait_for_preprocess`
+    # True if the kernel starts while the preprocess kernels still run, and waits in `wait_for_preprocess`.
+    overlaps_preprocess = False
 
     def wait_for_preprocess(self) -> None:
         """Wait for the preprocess kernels. All threads call `wait_for_preprocess` before reading the results."""
@@ -96,7 +96,7 @@ def feature_class(path: str) -> type[KernelFeatures]:
     """Return the class of a feature.
 
     The module is imported only for kernels with the feature. A change of the module then recompiles no kernels without
-    the feature (compile.sources_of).
+    the feature (fingerprint.sources_of).
     """
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(f".{module}", __package__), name)

@@ -41,7 +41,7 @@ class BoundAllBlocks(BoundBlocks):
 
     may_mask = True
 
-    def masks(self, keys: SplitKvRange, j: Int32) -> Boolean:
+    def masks(self, kv_range: SplitKvRange, j: Int32) -> Boolean:
         return Boolean(True)
 
 
@@ -68,7 +68,7 @@ class DecodeDirectBias(DirectBias):
         lines = []
         for r in range(2):
             head, query = cutlass.min(coord.head + (row + 8 * r) // Sq, heads - 1), (row + 8 * r) % Sq
-            lines.append((coord.batch, head, query))
+            lines.append((coord.sequence, head, query))
         return DecodeRowBias(self.bias, self.scale, coord, starts_of(lines, self.bias), self.bias_values)
 
 

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 # Capacity of the list, stored beside the barriers (kernel_spec.py). A longer list would leave space for only a
 # single CTA per SM instead of two.
-GROUPS = 352
-LANES = 4  # lanes of a warp at the keys of a block. The lanes of a quad hold the same score rows
-BLOCKS = WARP // LANES
+MAX_GROUPS = 352
+LANES_PER_BLOCK = 4  # lanes of a warp at the keys of a block. The lanes of a quad hold the same score rows.
+BLOCKS_PER_WARP = WARP // LANES_PER_BLOCK
 AT_ONCE = 4  # mask loads in flight per warp
 INT_BITS = 32
 TRUES = 0x01010101  # a word of four visible keys
@@ -137,16 +137,18 @@ class BoundDecodeMask:
     tile_m: int
     tile_n: int
     # Shared memory, indexed by group:
-    visible: cute.Tensor | None = None  # (GROUPS / 32,) bits: whether some row sees a key of the group
-    masked: cute.Tensor | None = None  # (GROUPS / 32,) bits: whether a key of the group is masked for some row
-    groups: cute.Tensor | None = None  # (GROUPS,) visited groups: index times two, plus one if a key is masked
+    visible: cute.Tensor | None = None  # (MAX_GROUPS // INT_BITS,) bits: whether some row sees a key of the group
+    masked: cute.Tensor | None = (
+        None  # (MAX_GROUPS // INT_BITS,) bits: whether a key of the group is masked for some row
+    )
+    groups: cute.Tensor | None = None  # (MAX_GROUPS,) visited groups: index times two, plus one if a key is masked
     count: cute.Tensor | None = None  # (1,) number of blocks in the visited groups
     may_mask = True
 
     def allocate_smem(self, smem: cutlass.memory.SmemAllocator) -> BoundDecodeMask:
-        visible, masked = (smem.allocate_tensor(Int32, cute.make_layout(GROUPS // WARP), 4) for _ in range(2))
+        visible, masked = (smem.allocate_tensor(Int32, cute.make_layout(MAX_GROUPS // INT_BITS), 4) for _ in range(2))
         count = smem.allocate_tensor(Int32, cute.make_layout(1), 4)
-        groups = smem.allocate_tensor(Uint16, cute.make_layout(GROUPS), 2)
+        groups = smem.allocate_tensor(Uint16, cute.make_layout(MAX_GROUPS), 2)
         return replace(self, visible=visible, masked=masked, groups=groups, count=count)
 
     def blocks(self, split: Int32, splits: Int32) -> Int32:
@@ -155,101 +157,111 @@ class BoundDecodeMask:
 
     def log_size(self, blocks: Int32) -> Int32:
         """Return the log2 of the group size: the smallest size for which the list has enough capacity."""
-        return INT_BITS - cute.arch.clz((blocks - 1) // GROUPS)
+        return INT_BITS - cute.arch.clz((blocks - 1) // MAX_GROUPS)
 
     @cute.jit
     def scan(self, decode_tile: DecodeTile):
         """Scan the mask and build the list of visited groups. Every thread calls `scan` before roles part."""
         blocks, thread = self.blocks(decode_tile.split, decode_tile.splits), cute.arch.thread_idx()[0]
-        log, warp = self.log_size(blocks), cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        if thread < GROUPS // WARP:
+        log2_group_size, warp = self.log_size(blocks), cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if thread < MAX_GROUPS // INT_BITS:
             self.visible[thread] = self.masked[thread] = 0
         cute.arch.sync_threads()
         if by_vectors(self.mask):
             if one_for_all(self.mask):
-                self.scan_mask_of_row(decode_tile, blocks, log)
+                self.scan_mask_of_row(decode_tile, blocks, log2_group_size)
             else:
-                self.scan_mask(decode_tile, blocks, log, vectors=True)
+                self.scan_mask(decode_tile, blocks, log2_group_size, vectors=True)
         else:
-            self.scan_mask(decode_tile, blocks, log, vectors=False)
+            self.scan_mask(decode_tile, blocks, log2_group_size, vectors=False)
         cute.arch.sync_threads()
         if warp == 0:
-            self.list_groups((blocks + (1 << log) - 1) >> log, log)
+            self.list_groups((blocks + (1 << log2_group_size) - 1) >> log2_group_size, log2_group_size)
         cute.arch.sync_threads()
 
     @cute.jit
-    def scan_mask_of_row(self, decode_tile: DecodeTile, blocks: Int32, log: Int32):
+    def scan_mask_of_row(self, decode_tile: DecodeTile, blocks: Int32, log2_group_size: Int32):
         """Scan a mask with the same row for the whole batch entry, as `scan_mask`.
 
         Little code is fetched and executed before the first loads are in flight.
         """
         mask_row, lane = MaskRow.create(self.mask, decode_tile.batch, Int32(0), Int32(0)), cute.arch.lane_idx()
         warp, warps = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.block_dim()[0] // WARP
-        steps = self.tile_n // (LANES * BYTES)
+        steps = self.tile_n // (LANES_PER_BLOCK * BYTES)
         mask_words = cute.make_rmem_tensor((BYTES // 4, AT_ONCE, steps), Int32)
-        for first in cutlass.range(warp * BLOCKS, blocks, warps * AT_ONCE * BLOCKS, unroll=1):
+        for first in cutlass.range(warp * BLOCKS_PER_WARP, blocks, warps * AT_ONCE * BLOCKS_PER_WARP, unroll=1):
             for i in cutlass.range_constexpr(AT_ONCE):
-                block = first + i * warps * BLOCKS + lane // LANES
-                first_key = (block * decode_tile.splits + decode_tile.split) * self.tile_n + lane % LANES * BYTES
+                block = first + i * warps * BLOCKS_PER_WARP + lane // LANES_PER_BLOCK
+                first_key = (
+                    block * decode_tile.splits + decode_tile.split
+                ) * self.tile_n + lane % LANES_PER_BLOCK * BYTES
                 for step in cutlass.range_constexpr(steps):
-                    mask_row.load(first_key + step * LANES * BYTES, mask_words[None, i, step], vectors=True)
+                    mask_row.load(first_key + step * LANES_PER_BLOCK * BYTES, mask_words[None, i, step], vectors=True)
             for i in cutlass.range_constexpr(AT_ONCE):
-                if first + i * warps * BLOCKS < blocks:
+                if first + i * warps * BLOCKS_PER_WARP < blocks:
                     self.record_block(
-                        mask_words[None, i, None], first + i * warps * BLOCKS + lane // LANES, blocks, log
+                        mask_words[None, i, None],
+                        first + i * warps * BLOCKS_PER_WARP + lane // LANES_PER_BLOCK,
+                        blocks,
+                        log2_group_size,
                     )
 
     @cute.jit
-    def scan_mask(self, decode_tile: DecodeTile, blocks: Int32, log: Int32, vectors: cutlass.Constexpr[bool]):
-        """Scan the mask rows. Each warp handles BLOCKS blocks of a row, with LANES lanes per block."""
+    def scan_mask(
+        self, decode_tile: DecodeTile, blocks: Int32, log2_group_size: Int32, vectors: cutlass.Constexpr[bool]
+    ):
+        """Scan the mask rows. Each warp handles BLOCKS_PER_WARP blocks of a row."""
         by_head = self.mask.shape[1] > 1
         begin = cutlass.select_(by_head, decode_tile.first_row, Int32(0))
         end = cutlass.select_(by_head, cutlass.min(decode_tile.rows, begin + self.tile_m), self.sizes.Sq)
         num_rows = cutlass.select_(one_for_all(self.mask), Int32(1), end - begin)
         lane, warp = cute.arch.lane_idx(), cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        num_tasks, warps = cute.ceil_div(blocks, BLOCKS) * num_rows, cute.arch.block_dim()[0] // WARP
-        steps = self.tile_n // (LANES * BYTES)
+        num_tasks, warps = cute.ceil_div(blocks, BLOCKS_PER_WARP) * num_rows, cute.arch.block_dim()[0] // WARP
+        steps = self.tile_n // (LANES_PER_BLOCK * BYTES)
         mask_words = cute.make_rmem_tensor((BYTES // 4, AT_ONCE, steps), Int32)
         for first in cutlass.range(warp, num_tasks, warps * AT_ONCE, unroll=1):
             for i in cutlass.range_constexpr(AT_ONCE):
                 task = first + i * warps
                 head, query = decode_tile.unpack_row(begin + task % num_rows)
                 mask_row = MaskRow.create(self.mask, decode_tile.batch, head, query)
-                block = (task // num_rows * BLOCKS + lane // LANES) * decode_tile.splits + decode_tile.split
+                block = (
+                    task // num_rows * BLOCKS_PER_WARP + lane // LANES_PER_BLOCK
+                ) * decode_tile.splits + decode_tile.split
                 for step in cutlass.range_constexpr(steps):
-                    key = block * self.tile_n + (step * LANES + lane % LANES) * BYTES
+                    key = block * self.tile_n + (step * LANES_PER_BLOCK + lane % LANES_PER_BLOCK) * BYTES
                     mask_row.load(key, mask_words[None, i, step], vectors)
             for i in cutlass.range_constexpr(AT_ONCE):
-                split_block = (first + i * warps) // num_rows * BLOCKS + lane // LANES
-                self.record_block(mask_words[None, i, None], split_block, blocks, log)
+                split_block = (first + i * warps) // num_rows * BLOCKS_PER_WARP + lane // LANES_PER_BLOCK
+                self.record_block(mask_words[None, i, None], split_block, blocks, log2_group_size)
 
     @cute.jit
-    def record_block(self, mask_words: cute.Tensor, block: Int32, blocks: Int32, log: Int32):
+    def record_block(self, mask_words: cute.Tensor, block: Int32, blocks: Int32, log2_group_size: Int32):
         """Record the scan result of a warp in the group bits.
 
         Args:
             mask_words: (4, steps) mask words per lane. A quad of lanes holds the same block.
             block: index of the block in the split.
             blocks: number of blocks of the split.
-            log: log2 of the group size.
+            log2_group_size: log2 of the group size.
         """
-        lane, quad = cute.arch.lane_idx(), (1 << LANES) - 1
+        lane, quad_mask = cute.arch.lane_idx(), (1 << LANES_PER_BLOCK) - 1
         words = [mask_words[i] for i in range(cute.size(mask_words))]
         any_, all_ = (functools.reduce(op, words) for op in (operator.or_, operator.and_))
         # A byte with any higher bit set also means true. Such a byte counts as masked here. The only effect is to make
         # the kernel read the bits of the group.
-        visible = cute.arch.vote_ballot_sync(any_ != 0) >> lane & quad
-        masked = cute.arch.vote_ballot_sync(all_ & TRUES != TRUES) >> lane & quad
-        if lane % LANES == 0 and block < blocks:
-            word, bit = (block >> log) // WARP, Int32(1) << (block >> log) % WARP
+        visible = cute.arch.vote_ballot_sync(any_ != 0) >> lane & quad_mask
+        masked = cute.arch.vote_ballot_sync(all_ & TRUES != TRUES) >> lane & quad_mask
+        if lane % LANES_PER_BLOCK == 0 and block < blocks:
+            group = block >> log2_group_size
+            word, bit = group // INT_BITS, Int32(1) << group % INT_BITS
             if visible != 0:
                 cute.arch.atomic_or(self.visible.iterator + word, bit, sem="relaxed", scope="cta")
             if masked != 0:
                 cute.arch.atomic_or(self.masked.iterator + word, bit, sem="relaxed", scope="cta")
 
     @cute.jit
-    def list_groups(self, groups: Int32, log: Int32):
-        """Build the list of groups with visible keys, in order. A single warp calls `sort`.
+    def list_groups(self, groups: Int32, log2_group_size: Int32):
+        """Build the list of groups with visible keys, in order. Called by a single warp.
 
         Without any visible key, the list contains a single group, whose bits mask all scores.
         """
@@ -263,14 +275,14 @@ class BoundDecodeMask:
         if lane == 0:
             if num_visible == 0:
                 self.groups[0] = Uint16(1)
-            self.count[0] = cutlass.max(num_visible, 1) << log
+            self.count[0] = cutlass.max(num_visible, 1) << log2_group_size
 
     def split_range(self, split: Int32, splits: Int32) -> DecodeMaskKvRange:
-        log = self.log_size(self.blocks(split, splits))
-        return DecodeMaskKvRange(Int32(0), self.count[0], self.groups, log, split, splits)
+        log2_group_size = self.log_size(self.blocks(split, splits))
+        return DecodeMaskKvRange(Int32(0), self.count[0], self.groups, log2_group_size, split, splits)
 
-    def masks(self, keys: DecodeMaskKvRange, j: Int32) -> Boolean:
-        return keys.group(j) & 1 != 0
+    def masks(self, kv_range: DecodeMaskKvRange, j: Int32) -> Boolean:
+        return kv_range.group(j) & 1 != 0
 
 
 @dataclass(frozen=True)
@@ -278,16 +290,16 @@ class DecodeMaskKvRange(SplitKvRange):
     """Listed KV blocks of a split. Blocks of the last group may lie behind the last key."""
 
     groups: cute.Tensor
-    log: Int32
+    log2_group_size: Int32
     split: Int32
     splits: Int32
 
     def group(self, j: Int32) -> Int32:
         """Return the list entry of the group at position j."""
-        return self.groups[j >> self.log].to(Int32)
+        return self.groups[j >> self.log2_group_size].to(Int32)
 
     def nth(self, j: Int32) -> Int32:
-        nth = (self.group(j) >> 1 << self.log) + (j & ((1 << self.log) - 1))
+        nth = (self.group(j) >> 1 << self.log2_group_size) + (j & ((1 << self.log2_group_size) - 1))
         return nth * self.splits + self.split
 
 
@@ -319,7 +331,7 @@ class DecodeMaskStage(ScoreStage):
     def mask_row(self, row: Int32) -> MaskRow:
         """Return the mask row of a packed row. Results of rows beyond the last row are discarded."""
         Sq = self.coord.sizes.Sq
-        return MaskRow.create(self.mask, self.coord.batch, self.coord.head + row // Sq, row % Sq)
+        return MaskRow.create(self.mask, self.coord.sequence, self.coord.head + row // Sq, row % Sq)
 
     @cute.jit
     def begin(self, block: Int32):
@@ -332,9 +344,9 @@ class DecodeMaskStage(ScoreStage):
     @cute.jit
     def fetch(self, block: Int32, vectors: cutlass.Constexpr[bool]):
         lane = cute.arch.lane_idx()
-        row = self.coord.row + cute.arch.thread_idx()[0] // WARP * SLAB + lane // LANES
+        row = self.coord.row + cute.arch.thread_idx()[0] // WARP * SLAB + lane // LANES_PER_BLOCK
         for part in cutlass.range_constexpr(cute.size(self.mask_words, mode=[2])):
-            key = block * self.coord.block + part * 2 * WARP + lane % LANES * BYTES
+            key = block * self.coord.block_columns + part * 2 * WARP + lane % LANES_PER_BLOCK * BYTES
             self.mask_row(row).load(key, self.mask_words[None, 0, part], vectors)
             if not one_for_all(self.mask):
                 self.mask_row(row + SLAB // 2).load(key, self.mask_words[None, 1, part], vectors)
@@ -348,7 +360,9 @@ class DecodeMaskStage(ScoreStage):
         low, high = (cutlass.select_(lane % 2 == 0, a, b) for a, b in ((bits, peer_bits), (peer_bits, bits)))
         own_bits = low | high << BYTES
         peer_bits = cute.arch.shuffle_sync_bfly(own_bits, offset=2)
-        return tuple(cutlass.select_(lane % LANES < 2, a, b) for a, b in ((own_bits, peer_bits), (peer_bits, own_bits)))
+        return tuple(
+            cutlass.select_(lane % LANES_PER_BLOCK < 2, a, b) for a, b in ((own_bits, peer_bits), (peer_bits, own_bits))
+        )
 
     @cute.jit
     def apply(self, S: cute.Tensor, block: Int32, count: Int32 | None):

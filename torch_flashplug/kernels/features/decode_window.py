@@ -81,9 +81,9 @@ class BoundDecodeWindow:
         ends_of_both = zip(ends, (equal_split.begin, equal_split.end), strict=True)
         return SplitKvRange(*(cutlass.select_(size > 0, fixed_end, equal_end) for fixed_end, equal_end in ends_of_both))
 
-    def masks(self, keys: SplitKvRange, j: Int32) -> cutlass.Boolean:
+    def masks(self, kv_range: SplitKvRange, j: Int32) -> cutlass.Boolean:
         """Return whether some query cannot see all keys of the block at position j."""
-        key = keys.nth(j) * self.tile_n
+        key = kv_range.nth(j) * self.tile_n
         _, behind_first = self.window.keys(Int32(0))
         first_of_last, _ = self.window.keys(self.sizes.Sq - 1)
         return (key + self.tile_n > cutlass.min(behind_first, self.sizes.Sk)) | (key < first_of_last)
@@ -93,7 +93,7 @@ class BoundDecodeWindow:
 class DecodeWindowStage(SlidingWindowStage):
     """Score stage of a sliding window for packed rows."""
 
-    columns: int = 0  # columns of a block that belong to a team
+    columns: int = 0  # columns of a block that belong to a team: warps that share a part of the keys of a block
 
     def allocate_registers(self, columns: int) -> ScoreStage:
         return replace(self, columns=columns)
@@ -104,7 +104,7 @@ class DecodeWindowStage(SlidingWindowStage):
         Args:
             coord: coordinate of the first row of the tile.
         """
-        warps = WARPGROUP // WARP * self.columns // coord.block
+        warps = WARPGROUP // WARP * self.columns // coord.block_columns
         row = coord.row + cute.arch.warp_idx() % warps * SLAB + cute.arch.lane_idx() // 4
         return DecodeWindowQueries(self.window.reach(coord.sizes), replace(coord, row=row))
 

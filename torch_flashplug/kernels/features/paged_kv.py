@@ -24,7 +24,7 @@ from ..primitives import sm80
 from ..tiling.tile import DenseAddressing, Tile
 from ..tiling.varlen import VarlenSeqlenInfo
 from .base import KernelFeatures
-from .quantized_kv_cache import FLOAT, QuantizedKvLoader, QuantizedKvScales
+from .quantized_kv_cache import FLOAT_BYTES, QuantizedKvLoader, QuantizedKvScales
 
 if TYPE_CHECKING:
     from ..decode.pack_gqa import DecodeTile
@@ -140,8 +140,8 @@ class PagedKvScales(QuantizedKvScales):
             key_of_thread = key + thread
             if key_of_thread < self.keys:
                 row = cutlass.min(first + key_of_thread, cutlass.max(scales.length - 1, 0))
-                size = cutlass.select_(first + key_of_thread < scales.length, Int32(FLOAT), Int32(0))
-                target = self.stage_index(which, stage) + key_of_thread * FLOAT
+                size = cutlass.select_(first + key_of_thread < scales.length, Int32(FLOAT_BYTES), Int32(0))
+                target = self.stage_address(which, stage) + key_of_thread * FLOAT_BYTES
                 source = scales.pool.iterator + scales.offset_of(row)
                 cute.arch.inline_ptx(text, read_only_args=[target, source.toint(), size])
 

@@ -35,7 +35,7 @@ from .base import KernelFeatures
 if TYPE_CHECKING:
     from ..decode.pack_gqa import DecodeTile
 
-FLOAT, WORD = 4, 4  # bytes of a float, numbers in a register
+FLOAT_BYTES, NUMBERS_PER_WORD = 4, 4  # bytes of a float, numbers in a register
 GROUP = 16  # columns per step of the product
 SIGNS = tuple(word - (word >> 31 << 32) for word in SIGN_BITS)  # as signed Int32
 # The product P V uses bf16, because scales of values may have any magnitude.
@@ -46,7 +46,7 @@ VALUES = dsl_dtypes.ELEMENTS["bf16"]
 class QuantizedKvScales(KvScaleLoader):
     """Scales of a KV head in shared memory: for each stage the scales of K, then for each stage the scales of V.
 
-    A stage holds one fp32 scale for each key of a team.
+    A stage holds one fp32 scale for each key of a team (warps that share a part of the keys of a block).
     """
 
     k: cute.Tensor  # (Sk,)
@@ -55,9 +55,9 @@ class QuantizedKvScales(KvScaleLoader):
     keys: int
     stages: int
 
-    def stage_index(self, which: int, stage: Int32) -> Int32:
+    def stage_address(self, which: int, stage: Int32) -> Int32:
         """Return the shared-memory address of the scales of a stage, of K or V."""
-        return self.start + (which * self.stages + stage) * (self.keys * FLOAT)
+        return self.start + (which * self.stages + stage) * (self.keys * FLOAT_BYTES)
 
     @cute.jit
     def load(self, which: cutlass.Constexpr[int], first: Int32, stage: Int32, threads: cutlass.Constexpr[int]):
@@ -71,15 +71,15 @@ class QuantizedKvScales(KvScaleLoader):
                 source = (
                     scales.iterator + Int64(cutlass.min(first + key_of_thread, scales.shape[0] - 1)) * scales.stride[0]
                 )
-                size = cutlass.select_(key_exists, Int32(FLOAT), Int32(0))  # zeros beyond the last key
-                target = self.stage_index(which, stage) + key_of_thread * FLOAT
+                size = cutlass.select_(key_exists, Int32(FLOAT_BYTES), Int32(0))  # zeros beyond the last key
+                target = self.stage_address(which, stage) + key_of_thread * FLOAT_BYTES
                 cute.arch.inline_ptx(text, read_only_args=[target, source.toint(), size])
 
     def scales_of(self, which: int, stage: Int32, columns: int) -> list[Float32]:
         """Return the scales for a thread's columns of a block (fragments.column_of)."""
-        start, scales = self.stage_index(which, stage) + cute.arch.lane_idx() % 4 * (2 * FLOAT), []
+        start, scales = self.stage_address(which, stage) + cute.arch.lane_idx() % 4 * (2 * FLOAT_BYTES), []
         for c in range(0, columns, 2):
-            source = cute.make_ptr(Float32, start + column_of(c) * FLOAT, cute.AddressSpace.smem, assumed_align=8)
+            source = cute.make_ptr(Float32, start + column_of(c) * FLOAT_BYTES, cute.AddressSpace.smem, assumed_align=8)
             pair = cute.make_rmem_tensor((2,), Float32)
             cute.autovec_copy(cute.make_tensor(source, cute.make_layout(2)), pair)
             scales += [pair[0], pair[1]]
@@ -202,8 +202,11 @@ class QuantizedKvLoader(KvLoader):
         return OperandA.create(acc, VALUES)
 
     def output_columns(self, output: cute.Tensor, row: int) -> list[tuple[Int32, list]]:
-        first, columns = cute.arch.lane_idx() % 4 * WORD, range(0, cute.size(output, mode=[1]), WORD)
-        return [(first + c // WORD * GROUP, [output[row, c + i] for i in (0, 2, 1, 3)]) for c in columns]
+        first, columns = (
+            cute.arch.lane_idx() % 4 * NUMBERS_PER_WORD,
+            range(0, cute.size(output, mode=[1]), NUMBERS_PER_WORD),
+        )
+        return [(first + c // NUMBERS_PER_WORD * GROUP, [output[row, c + i] for i in (0, 2, 1, 3)]) for c in columns]
 
 
 def element_address(tile: sm80.SmemTile, row: Int32, column: Int32) -> Int32:
@@ -261,7 +264,7 @@ class DequantizedFragment:
 
 def registers(dtype: type[cutlass.Numeric]) -> tuple[cute.Tensor, cute.Tensor]:
     """Return four registers, and the same registers in the layout of ldmatrix and products."""
-    words = cute.make_rmem_tensor((WORD,), Int32)
+    words = cute.make_rmem_tensor((NUMBERS_PER_WORD,), Int32)
     layout = cute.make_layout((sm80.VECTOR, 1))
     return words, cute.make_tensor(cute.recast_ptr(words.iterator, dtype=dtype), layout)
 
@@ -372,7 +375,7 @@ class QuantizedKvElement(dsl_dtypes.Element):
     """Element type with Q and O in 16 bits, and K and V in an 8-bit format."""
 
     def __init__(self, element: dsl_dtypes.Element, format: QuantizedFormat):
-        super().__init__(element.dtype, element.pack, element.raised)
+        super().__init__(element.dtype, element.pack, element.p_scale_log2)
         self.format = format
 
     @property

@@ -47,17 +47,17 @@ class QuantizedQkv(KernelFeatures):
         quantized = self.quantized_operands(call)
         scores, values = self.element.scores.dtype, self.element.values.dtype
         v = call.v if quantized.v is None else with_dtype(quantized.v, values)
-        raised = PROB_SCALE_LOG2 if self.v_is_transposed else 0
+        p_scale_log2 = PROB_SCALE_LOG2 if self.v_is_transposed else 0
         scaling_class, steep = IntegerScaling if self.recipe.scores == "int8" else Scaling, STEEP[self.recipe.scores]
-        largest = 65504.0 if self.element.dtype is cutlass.Float16 else None
+        output_max = 65504.0 if self.element.dtype is cutlass.Float16 else None
         scaling = scaling_class(
             quantized.q_scale,
             quantized.k_scale,
             quantized.v_scale,
             quantized.row_shift,
             quantized.v_mean,
-            largest,
-            raised,
+            output_max,
+            p_scale_log2,
             steep,
         )
         return ProductOperands(with_dtype(quantized.q, scores), with_dtype(quantized.k, scores), v, scaling)

@@ -18,9 +18,9 @@ import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 from cutlass import Int32
 
-from ...registry.kernel_spec import WARPGROUP
+from ...registry.kernel_spec import DQ_TILE_M
 from ..preprocess.varlen_tile_list import BLOCK, CLASSES, THREADS, TileListKernel, TileListSpec, VarlenInputs
-from ..tiling.varlen import ENTRY, VarlenAddressing, VarlenTileList
+from ..tiling.varlen import ENTRY_INTS, VarlenAddressing, VarlenTileList
 from .base import KernelFeatures
 
 assert CLASSES == THREADS, "a thread has a class"
@@ -41,7 +41,7 @@ class VarlenFeature(KernelFeatures):
         workspace_list = TileListSpec("workspace", False, BLOCK, is_sorted=False)
         if not self.spec.is_backward:
             return (TileListSpec("rows", False, self.spec.tile_m),)
-        rows = (TileListSpec("rows", False, WARPGROUP),) if self.spec.is_split_backward else ()
+        rows = (TileListSpec("rows", False, DQ_TILE_M),) if self.spec.is_split_backward else ()
         return (*rows, key_list, workspace_list)
 
     def varlen_inputs(self, call: object) -> VarlenInputs:
@@ -55,10 +55,10 @@ class VarlenFeature(KernelFeatures):
         inputs, start, lists = self.varlen_inputs(call), call.tile_lists.iterator, {}
         for list_spec in self.tile_list_specs:
             capacity = (inputs.keys if list_spec.of_keys else inputs.rows) // list_spec.size + inputs.sequences
-            first_entry = cute.make_ptr(Int32, (start + ENTRY).toint(), cute.AddressSpace.gmem, assumed_align=16)
-            entries = cute.make_tensor(first_entry, cute.make_layout((capacity, ENTRY), stride=(ENTRY, 1)))
+            first_entry = cute.make_ptr(Int32, (start + ENTRY_INTS).toint(), cute.AddressSpace.gmem, assumed_align=16)
+            entries = cute.make_tensor(first_entry, cute.make_layout((capacity, ENTRY_INTS), stride=(ENTRY_INTS, 1)))
             lists[list_spec.name] = VarlenTileList(entries, cute.make_tensor(start, cute.make_layout(2)))
-            start = start + (capacity + 1) * ENTRY
+            start = start + (capacity + 1) * ENTRY_INTS
         return VarlenAddressing(**lists, total_keys=inputs.keys)
 
 

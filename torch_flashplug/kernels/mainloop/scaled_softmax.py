@@ -6,23 +6,24 @@ Definitions:
 - S: scores as returned by the product.
 - factor: scale of the row * scale of the block * softmax scale * log2(e).
 - row_max: running maximum of S * factor, in powers of two, or slightly less.
-- row_sum: sum of exp2(S * factor - row_max), raised by 2^raised as P is. Each thread holds a partial sum until
+- row_sum: sum of exp2(S * factor - row_max) * 2^p_scale_log2, in the units of P. Each thread holds a partial sum until
   `finish`.
 - LSE: (row_max + log2(row_sum)) / log2(e), plus the amount removed from the row's scores by the constant key.
 
 row_max is the maximum of some block, and later scores may exceed row_max by SLACK_LOG2. O is rescaled only if a score
 exceeds row_max by more. The exponent is a single fused multiply-add with an exact product, and the maximum is rounded
 up. Therefore no probability exceeds 2^SLACK_LOG2. Integer scores contain an offset, and the addend contains offset
-times factor. If the product with the factor would round the addend by more than 2^-9 (FINE), the offset is
+times factor. If the product with the factor would round the addend by more than 2^-9 (MAX_OFFSET_SHIFT), the offset is
 subtracted from the scores first.
 
-Beyond COARSE the rounding of the addend would reach powers of two. In this case scores count relative to the largest
-score of their block. The factor is then steep, and so small that the shift is exact. Every score below the largest
-score is powers of two below in any case.
+Beyond MAX_EXACT_SHIFT the rounding of the addend would reach powers of two. In this case scores count relative to the
+largest score of their block. The factor is then steep, and so small that the shift is exact. Every score below the
+largest score is powers of two below in any case.
 """
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, replace
 
 import cutlass
@@ -30,15 +31,15 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from ...registry.quant_recipes import SLACK_LOG2
-from ..primitives.fragments import LOG2_E, column_of
+from ..primitives.fragments import LOG2_E, column_of, quad_reduce
 from ..primitives.sm90 import OFFSET
 from ..primitives.vector_access import vector_at
 from ..score_stages.pipeline import ScorePipeline
 from ..tiling.tile import Tile, TileGrid
 from .softmax import ROWS, row_reduce
 
-COARSE = float(2**24)
-FINE = float(2**15)  # beyond this, the offset of scores shifts exponents by so much that they are rounded by 2^-9
+MAX_EXACT_SHIFT = float(2**24)  # largest addend of an exponent that fp32 rounds by less than a power of two
+MAX_OFFSET_SHIFT = float(2**15)  # largest product of offset and factor that fp32 rounds by less than 2^-9
 PAIR = 2  # adjacent columns of a thread
 
 
@@ -52,8 +53,8 @@ class Scaling:
     row_shift: cute.Tensor  # (B, Hq, Sq)
     v_mean: cute.Tensor | None  # (B, Hkv, dv): mean removed from the values
     # Largest number of O's format, which rounding could exceed; None if the format needs no bound.
-    largest: float | None
-    raised: int  # powers of two by which P is larger as an operand of the PV product
+    output_max: float | None
+    p_scale_log2: int  # powers of two by which P is larger as an operand of the PV product
     steep: float  # powers of two between adjacent scores; the largest score times `steep` is below 2^26
     offset = 0.0  # offset contained in scores, in blocks without masked scores
 
@@ -124,12 +125,12 @@ class ScaledSoftmax:
         factors, shifts, tops = (cute.make_rmem_tensor((ROWS,), Float32) for _ in range(3))
         for r in cutlass.range_constexpr(ROWS):
             factor, old_max = self.row_scale[r] * self.block_scale[0], self.row_max[r]
-            top = largest(S if cutlass.const_expr(masked) else max_values, r) - offset
+            top = row_max_of(S if cutlass.const_expr(masked) else max_values, r) - offset
             # A row without visible keys in the block stays unchanged, whatever its scale.
             if cutlass.const_expr(masked):
                 hidden = top == -Float32.inf
                 factor = cutlass.select_(hidden, Float32(1.0), factor)
-            new_max = rounded_up(top, factor)
+            new_max = product_rounded_up(top, factor)
             # The maximum, and so O, stays unchanged unless the growth exceeds SLACK_LOG2.
             if cutlass.const_expr(not first):
                 new_max = cutlass.select_(new_max > old_max + SLACK_LOG2, new_max, old_max)
@@ -138,7 +139,7 @@ class ScaledSoftmax:
             if cutlass.const_expr(masked):
                 base = 0.0 if new_max == -Float32.inf else new_max
                 top = cutlass.select_(hidden, Float32(0.0), top)
-            factors[r], shifts[r], tops[r] = factor, base - self.scaling.raised, top
+            factors[r], shifts[r], tops[r] = factor, base - self.scaling.p_scale_log2, top
             self.correction[r] = 1.0
             if cutlass.const_expr(not first):
                 self.correction[r] = cute.math.exp2(old_max - base, fastmath=True)
@@ -147,7 +148,7 @@ class ScaledSoftmax:
             for c in range(cute.size(S, mode=[1])):
                 S[r, c] = cute.math.exp2(S[r, c] * factors[r] - shifts[r], fastmath=True)
             earlier = 0.0 if cutlass.const_expr(first) else self.row_sum[r] * self.correction[r]
-            self.row_sum[r] = earlier + row_reduce(S, r, lambda a, b: a + b)
+            self.row_sum[r] = earlier + row_reduce(S, r, operator.add)
 
     @cute.jit
     def apply_offset(
@@ -160,11 +161,11 @@ class ScaledSoftmax:
         the sum would be rounded noticeably, the offset is subtracted from the scores instead. Huge
         shifts are made exact by `coarsen`.
         """
-        huge = cute.arch.fmax(size_of(shifts[0]), size_of(shifts[1])) > COARSE
+        huge = cute.arch.fmax(magnitude(shifts[0]), magnitude(shifts[1])) > MAX_EXACT_SHIFT
         if cutlass.const_expr(offset == 0.0):
             if huge:
                 self.coarsen(factors, shifts, tops)
-        elif huge | (cute.arch.fmax(factors[0], factors[1]) > FINE / offset):
+        elif huge | (cute.arch.fmax(factors[0], factors[1]) > MAX_OFFSET_SHIFT / offset):
             self.coarsen(factors, shifts, tops)
             for r in cutlass.range_constexpr(ROWS):
                 for c in cutlass.range_constexpr(cute.size(S, mode=[1])):
@@ -180,9 +181,9 @@ class ScaledSoftmax:
     def coarsen(self, factors: cute.Tensor, shifts: cute.Tensor, tops: cute.Tensor) -> None:
         """Make scores of rows with a huge maximum relative to the largest score of the block, held in `tops`."""
         for r in range(ROWS):
-            behind = self.row_max[r] - rounded_up(tops[r], factors[r])
-            huge = size_of(shifts[r]) > COARSE
-            shift = tops[r] * self.scaling.steep + behind - self.scaling.raised
+            behind = self.row_max[r] - product_rounded_up(tops[r], factors[r])
+            huge = magnitude(shifts[r]) > MAX_EXACT_SHIFT
+            shift = tops[r] * self.scaling.steep + behind - self.scaling.p_scale_log2
             shifts[r] = cutlass.select_(huge, shift, shifts[r])
             factors[r] = cutlass.select_(huge, Float32(self.scaling.steep), factors[r])
 
@@ -206,17 +207,15 @@ class ScaledSoftmax:
         Returns:
             The LSE (2,), natural log.
         """
-        assert score_pipeline.keep_probability is None and score_pipeline.extra_logit() is None, (
+        assert score_pipeline.keep_scale is None and score_pipeline.extra_logit() is None, (
             "in 8 bits nothing is dropped or added"
         )
         lse, inverse = (cute.make_rmem_tensor((ROWS,), Float32) for _ in range(2))
         for r in cutlass.range_constexpr(ROWS):
-            total = self.row_sum[r]
-            total = total + cute.arch.shuffle_sync_bfly(total, offset=1)
-            total = total + cute.arch.shuffle_sync_bfly(total, offset=2)
+            total = quad_reduce(self.row_sum[r], operator.add)
             inverse[r] = 0.0 if total == 0.0 else cute.arch.rcp_approx(total)
             batch, head, tensor_row = self.tile.lse_coord(cutlass.min(self.row + 8 * r, self.tile.sizes.Sq - 1))
-            powers = self.row_max[r] - self.scaling.raised + cute.math.log2(total, fastmath=True)
+            powers = self.row_max[r] - self.scaling.p_scale_log2 + cute.math.log2(total, fastmath=True)
             shifted = powers * (1.0 / LOG2_E) + self.scaling.row_shift[batch, head, tensor_row] * scale
             lse[r] = cutlass.select_(total == 0.0, -Float32.inf, shifted)
         if cutlass.const_expr(self.scaling.v is None):
@@ -240,12 +239,12 @@ class ScaledSoftmax:
                 for i in cutlass.range_constexpr(PAIR):
                     visible_mean = cutlass.select_(inverse[r] == 0.0, Float32(0.0), mean[i])
                     out = acc_O[r, c + i] * (inverse[r] * scale[i]) + visible_mean
-                    if cutlass.const_expr(self.scaling.largest is not None):
-                        out = bounded(out, self.scaling.largest)
+                    if cutlass.const_expr(self.scaling.output_max is not None):
+                        out = bounded(out, self.scaling.output_max)
                     acc_O[r, c + i] = out
 
 
-def largest(S: cute.Tensor, row: int) -> Float32:
+def row_max_of(S: cute.Tensor, row: int) -> Float32:
     """Return the largest score of a row, shared by four threads.
 
     Integer scores are compared as the bits of positive fp32 numbers.
@@ -254,21 +253,19 @@ def largest(S: cute.Tensor, row: int) -> Float32:
         top = row_reduce(S, row, cute.arch.fmax)
     else:
         top = row_reduce(S, row, cutlass.max).bitcast(Float32)
-    for lanes in (1, 2):
-        top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=lanes))
-    return top
+    return quad_reduce(top, cute.arch.fmax)
 
 
-def size_of(x: Float32) -> Float32:
+def magnitude(x: Float32) -> Float32:
     return cute.arch.fmax(x, -x)
 
 
-def bounded(x: Float32, largest: Float32) -> Float32:
-    """Return x, limited to the range from -largest to largest. NaN stays NaN."""
+def bounded(x: Float32, limit: Float32) -> Float32:
+    """Return x, limited to the range from -limit to limit. NaN stays NaN."""
     text = "{ .reg .f32 low; min.NaN.f32 low, {$r0}, {$r1}; max.NaN.f32 {$w0}, low, {$r2}; }"
-    return cute.arch.inline_ptx(text, write_only_types=[Float32], read_only_args=[x, largest, -largest])
+    return cute.arch.inline_ptx(text, write_only_types=[Float32], read_only_args=[x, limit, -limit])
 
 
-def rounded_up(a: Float32, b: Float32) -> Float32:
+def product_rounded_up(a: Float32, b: Float32) -> Float32:
     """Return a * b, rounded up. No product of b with a number up to a exceeds the result."""
     return cute.arch.inline_ptx("mul.rp.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])

@@ -24,12 +24,14 @@ exactly 1 at every magnitude.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from ..primitives.fragments import quad_reduce
 from ..score_stages.pipeline import ScorePipeline
 from ..tiling.tile import Tile, TileGrid
 
@@ -103,8 +105,7 @@ class OnlineSoftmax:
             new_max = row_reduce(acc_S, r, cute.arch.fmax)
             if cutlass.const_expr(not first):
                 new_max = cute.arch.fmax(new_max, old_max)
-            new_max = cute.arch.fmax(new_max, cute.arch.shuffle_sync_bfly(new_max, offset=1))
-            new_max = cute.arch.fmax(new_max, cute.arch.shuffle_sync_bfly(new_max, offset=2))
+            new_max = quad_reduce(new_max, cute.arch.fmax)
             self.row_max[r] = new_max
             # -inf minus -inf is NaN. A row without a visible key so far subtracts 0, and all exponentials of the row
             # are 0.
@@ -122,20 +123,17 @@ class OnlineSoftmax:
 
     @cute.jit
     def needs_rescale(self, acc_S: cute.Tensor) -> cutlass.Boolean:
-        """Return whether some row of the block exceeds its running maximum by more than SLACK.
+        """Return whether one of this thread's two rows exceeds its running maximum by more than SLACK.
 
-        If so, the caller must call `rescale_to_new_max`.
-
-        Any lane of the warp may hold the row.
+        The four lanes of a quad share the two rows and get the same result. Callers vote over the warp, and then all
+        lanes call `rescale_to_new_max`.
 
         Args:
             acc_S: scores (2, cols).
         """
         grown = cutlass.Boolean(False)
         for r in cutlass.range_constexpr(ROWS):
-            top = row_reduce(acc_S, r, cute.arch.fmax)
-            top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=1))
-            top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=2))
+            top = quad_reduce(row_reduce(acc_S, r, cute.arch.fmax), cute.arch.fmax)
             self.correction[r] = cute.arch.fmax(top, self.row_max[r])
             grown = grown | ((top - self.row_max[r]) * self.scale_log2 > SLACK)
         return grown
@@ -163,13 +161,13 @@ class OnlineSoftmax:
         if self.natural_units:
             for c in range(cute.size(acc_S, mode=[1])):
                 acc_S[row, c] = cute.math.exp2((acc_S[row, c] - base) * self.scale_log2, fastmath=True)
-            return row_reduce(acc_S, row, lambda a, b: a + b)
+            return row_reduce(acc_S, row, operator.add)
         shift = base * self.scale_log2
         factor = cutlass.select_(cute.arch.fmax(shift, -shift) > COARSE_SHIFT, self.coarse_scale, self.scale_log2)
         shift = base * factor
         for c in range(cute.size(acc_S, mode=[1])):
             acc_S[row, c] = cute.math.exp2(acc_S[row, c] * factor - shift, fastmath=True)
-        return row_reduce(acc_S, row, lambda a, b: a + b)
+        return row_reduce(acc_S, row, operator.add)
 
     @cute.jit
     def rescale(self, acc_O: cute.Tensor):
@@ -191,7 +189,7 @@ class OnlineSoftmax:
             The LSE (2,), natural log.
         """
         lse = cute.make_rmem_tensor((ROWS,), Float32)
-        keep_probability = score_pipeline.keep_probability
+        keep_scale = score_pipeline.keep_scale
         extra = score_pipeline.extra_logit()
         for r in cutlass.range_constexpr(ROWS):
             total, top, share = self.total(r), self.row_max[r] * scale, Float32(1.0)
@@ -201,8 +199,8 @@ class OnlineSoftmax:
                 share = cute.math.exp(top - base, fastmath=True)  # weight of the keys relative to the new maximum
                 total, top = total * share + cute.math.exp(extra - base, fastmath=True), base
             inverse = 0.0 if total == 0.0 else cute.arch.rcp_approx(total) * share
-            if cutlass.const_expr(keep_probability is not None):
-                inverse = inverse * keep_probability.inverse
+            if cutlass.const_expr(keep_scale is not None):
+                inverse = inverse * keep_scale.inverse
             lse[r] = top + cute.math.log(total, fastmath=True)
             for c in cutlass.range_constexpr(cute.size(acc_O, mode=[1])):
                 acc_O[r, c] = acc_O[r, c] * inverse
@@ -221,20 +219,18 @@ class OnlineSoftmax:
             The raw maxima (2,) and the sums (2,). For large scores, a single LSE value would lose the digits of the
                 sum.
         """
-        tops, totals = (cute.make_rmem_tensor((ROWS,), Float32) for _ in range(2))
+        maxima, sums = (cute.make_rmem_tensor((ROWS,), Float32) for _ in range(2))
         for r in cutlass.range_constexpr(ROWS):
             total = self.total(r)
-            tops[r], totals[r] = self.row_max[r], total
+            maxima[r], sums[r] = self.row_max[r], total
             inverse = cute.arch.rcp_approx(total)
             for c in cutlass.range_constexpr(cute.size(acc_O, mode=[1])):
                 acc_O[r, c] = cutlass.select_(total == 0.0, Float32(0.0), acc_O[r, c] * inverse)
-        return tops, totals
+        return maxima, sums
 
     def total(self, row: int) -> Float32:
         """Return the sum of a row over the four threads that share the row."""
-        total = self.row_sum[row]
-        total = total + cute.arch.shuffle_sync_bfly(total, offset=1)
-        return total + cute.arch.shuffle_sync_bfly(total, offset=2)
+        return quad_reduce(self.row_sum[row], operator.add)
 
 
 def row_reduce(acc: cute.Tensor, row: int, combine):

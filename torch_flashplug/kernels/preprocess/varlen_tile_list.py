@@ -16,11 +16,19 @@ from ..primitives.fragments import target_from
 from ..primitives.vector_access import vector_at
 from ..tiling.block_iterator import BlockIterator
 from ..tiling.tile import Tile
-from ..tiling.varlen import ENTRY, MAX_RELATIVE_WORK, VarlenAddressing, VarlenSeqlenInfo, VarlenTileList
+from ..tiling.varlen import (
+    ENTRY_INTS,
+    MAX_RELATIVE_WORK,
+    TileListEntry,
+    VarlenAddressing,
+    VarlenSeqlenInfo,
+    VarlenTileList,
+)
 
 THREADS, CLASSES = 1024, 1024
 WARPS = THREADS // WARP
 BLOCK = BACKWARD_TILE[0]  # rows of a workspace block, and the unit of work
+EMPTY_ENTRY = TileListEntry(0, 0, 0, 0, 0, 0, 0, opposite_length_at_least_one=1)  # entry without rows
 
 
 @dataclass(frozen=True)
@@ -260,8 +268,8 @@ class TileListBuilder:
     def entry(
         self, block: Int32, sequence: Int32, own_start: Int32, length: Int32, opposite_start: Int32,
         opposite_length: Int32, workspace_block: Int32
-    ) -> tuple[Int32, ...]:  # fmt: skip
-        """Return the eight values of an entry.
+    ) -> TileListEntry:  # fmt: skip
+        """Return an entry.
 
         If `cu_seqlens` values decrease, there may be more blocks than the workspace has capacity for. The excess blocks
         get no rows.
@@ -273,7 +281,7 @@ class TileListBuilder:
             opposite_length = cutlass.select_(fits, opposite_length, 0)
         else:
             length = cutlass.select_(fits, length, 0)
-        return (
+        return TileListEntry(
             block,
             sequence,
             own_start,
@@ -286,7 +294,7 @@ class TileListBuilder:
 
     @cute.jit
     def add_tile(
-        self, entry: tuple[Int32, ...], position: Int32, is_valid: cutlass.Boolean, placing: cutlass.Constexpr[bool]
+        self, entry: TileListEntry, position: Int32, is_valid: cutlass.Boolean, placing: cutlass.Constexpr[bool]
     ):  # fmt: skip
         """Count or place a tile for each lane with a tile.
 
@@ -294,7 +302,7 @@ class TileListBuilder:
         together.
         """
         if cutlass.const_expr(self.list_spec.is_sorted):
-            class_idx = cutlass.select_(is_valid, self.class_of(*entry[:6]), -1)
+            class_idx = cutlass.select_(is_valid, self.class_of(entry), -1)
             lanes, first_class = cute.arch.vote_ballot_sync(is_valid), cute.arch.shuffle_sync(class_idx, 0)
             classes_differ = cute.arch.vote_any_sync(is_valid & (class_idx != first_class))
             if classes_differ:
@@ -313,17 +321,16 @@ class TileListBuilder:
         """Reserve the next `count` positions of class `class_idx`."""
         return cute.arch.atomic_add(self.counts.iterator + class_idx, count, sem="relaxed", scope="cta")
 
-    def class_of(
-        self, block: Int32, _: Int32, own_start: Int32, length: Int32, opposite_start: Int32, opposite_length: Int32
-    ) -> Int32:
+    def class_of(self, entry: TileListEntry) -> Int32:
         """Return the class of a tile, from the number of blocks visited on the opposite side."""
-        rows, keys = (opposite_length, length) if self.list_spec.of_keys else (length, opposite_length)
-        tile = Tile(block, None, None, VarlenSeqlenInfo(rows, keys, cutlass.max(keys, 1)))
+        own_length, opposite_length = entry.own_length, entry.opposite_length
+        rows, keys = (opposite_length, own_length) if self.list_spec.of_keys else (own_length, opposite_length)
+        tile = Tile(entry.block, None, None, VarlenSeqlenInfo(rows, keys, cutlass.max(keys, 1)))
         if self.list_spec.of_keys:
-            work = self.block_iterator.bind(tile.sizes, BLOCK, self.list_spec.size).queries(tile).total(1)
+            work = self.block_iterator.bind(tile.sizes, BLOCK, self.list_spec.size).query_blocks(tile).total(1)
             total = self.inputs.rows
         else:
-            work = self.block_iterator.bind(tile.sizes, self.list_spec.size, BLOCK).keys(tile).count
+            work = self.block_iterator.bind(tile.sizes, self.list_spec.size, BLOCK).kv_blocks(tile).count
             total = self.inputs.keys
         unit = cute.ceil_div(cute.ceil_div(total, BLOCK), CLASSES)
         return cutlass.min(work // cutlass.max(unit, 1), CLASSES - 1)
@@ -332,12 +339,12 @@ class TileListBuilder:
     def fill(self, total: Int32):
         """Fill the list behind the last tile with entries without rows."""
         for position in cutlass.range(total + self.thread, self.tile_list.capacity(), THREADS, unroll=1):
-            self.store(position, (0, 0, 0, 0, 0, 0, 0, 1))
+            self.store(position, EMPTY_ENTRY)
         if self.thread == 0:
             cute.arch.store(self.tile_list.header.iterator, total)
 
-    def store(self, position: Int32, entry: tuple[Int32 | int, ...]) -> None:
-        values = cute.make_rmem_tensor((ENTRY,), Int32)
+    def store(self, position: Int32, entry: TileListEntry) -> None:
+        values = cute.make_rmem_tensor((ENTRY_INTS,), Int32)
         for i, value in enumerate(entry):
             values[i] = value
-        cute.autovec_copy(values, vector_at(self.tile_list.entries.iterator + position * ENTRY, Int32, ENTRY))
+        cute.autovec_copy(values, vector_at(self.tile_list.entries.iterator + position * ENTRY_INTS, Int32, ENTRY_INTS))

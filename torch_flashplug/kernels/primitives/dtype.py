@@ -18,7 +18,7 @@ class Element:
 
     sums = Float32  # accumulator type of products
 
-    def __init__(self, dtype: type[cutlass.Numeric], pack: str, raised: int = 0):
+    def __init__(self, dtype: type[cutlass.Numeric], pack: str, p_scale_log2: int = 0):
         """Initialize the element type.
 
         fp16 has no small numbers: P of a row with many keys would lose bits, or vanish. bf16 has the exponent range of
@@ -27,10 +27,10 @@ class Element:
         Args:
             dtype: 16-bit type.
             pack: PTX type of two packed elements.
-            raised: power of two by which P is larger as an operand of sums over many rows.
+            p_scale_log2: power of two by which P is larger as an operand of sums over many rows.
         """
         assert dtype.width == 16, f"{dtype}: kernels take operands of 16 bits"
-        self.dtype, self.pack, self.raised = dtype, pack, raised
+        self.dtype, self.pack, self.p_scale_log2 = dtype, pack, p_scale_log2
 
     @property
     def bytes(self) -> int:
@@ -93,7 +93,7 @@ class QuantizedElement(Element):
     """Element type with operands and O in 16 bits, and 8-bit products of scores and perhaps of values."""
 
     def __init__(self, operand_element: Element, scores: EightBitFormat, values: EightBitFormat | None):
-        super().__init__(operand_element.dtype, operand_element.pack, operand_element.raised)
+        super().__init__(operand_element.dtype, operand_element.pack, operand_element.p_scale_log2)
         self.eight, self.of_values = scores, values or operand_element
 
     @property
@@ -122,5 +122,5 @@ EIGHT_BITS = {
 }
 ELEMENTS = {  # by the names in spec.DTYPES
     "bf16": Element(cutlass.BFloat16, "bf16x2"),
-    "fp16": Element(cutlass.Float16, "f16x2", raised=12),
+    "fp16": Element(cutlass.Float16, "f16x2", p_scale_log2=12),
 }

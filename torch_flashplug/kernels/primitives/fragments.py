@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Float32, Int32
 from cutlass.base_dsl import Arch
 from cutlass.cutlass_dsl import BaseDSL
 
@@ -122,6 +122,13 @@ class QuantizedOperandA:
 def left_operand(acc: cute.Tensor, element: Element | EightBitFormat) -> OperandA | QuantizedOperandA:
     """Return registers for P with the columns of an accumulator."""
     return (QuantizedOperandA if element.bytes == 1 else OperandA).create(acc, element)
+
+
+def quad_reduce(value: Float32, combine: Callable) -> Float32:
+    """Combine the values of the four lanes of a quad, which share two rows. All four lanes get the result."""
+    for distance in (1, 2):
+        value = combine(value, cute.arch.shuffle_sync_bfly(value, offset=distance))
+    return value
 
 
 def zero_of(step: Int32) -> Int32:

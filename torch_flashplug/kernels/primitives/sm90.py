@@ -59,7 +59,7 @@ class Pipeline:
         """
         return Pipeline(self.full + index * stages, self.empty + index * stages, stages, self.stage_bytes)
 
-    def init(self, consumer_warps: int, producer_warps: int = 1):
+    def init(self, consumer_warps: int, producer_warps: int):
         """Initialize the barriers. A single thread calls `init` before any thread waits."""
         for stage in range(self.stages):
             cute.arch.mbarrier_init(self.full + stage, producer_warps)
@@ -224,11 +224,30 @@ def output_tma(element: Element, m: cute.Tensor, columns: int) -> tuple[cute.Cop
     return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), m, layout, (SLAB, columns))
 
 
-def create_tile_index_pipeline(smem: cutlass.memory.SmemAllocator) -> tuple[cute.Tensor, Pipeline]:
-    """Create the tile-index pipeline of a `DynamicTileScheduler`: the buffer of tile indices and the barriers."""
-    pipeline = Pipeline.create(smem, TILE_INDEX_STAGES, 0)
-    array = smem.allocate_array(Int32, TILE_INDEX_STAGES)
-    return cute.make_tensor(array, cute.make_layout(TILE_INDEX_STAGES)), pipeline
+@dataclass(frozen=True)
+class PipelineWarps:
+    """Pipeline with the numbers of warps that arrive at its barriers."""
+
+    pipeline: Pipeline
+    consumers: int
+    producers: int = 1
+
+    def init(self) -> None:
+        self.pipeline.init(self.consumers, self.producers)
+
+
+@dataclass(frozen=True)
+class TileIndexPipeline:
+    """Pipeline of the tile indices that a `DynamicTileScheduler` publishes."""
+
+    indices: cute.Tensor  # (TILE_INDEX_STAGES,) Int32 in shared memory
+    pipeline: Pipeline
+
+    @classmethod
+    def create(cls, smem: cutlass.memory.SmemAllocator) -> TileIndexPipeline:
+        pipeline = Pipeline.create(smem, TILE_INDEX_STAGES, 0)
+        array = smem.allocate_array(Int32, TILE_INDEX_STAGES)
+        return cls(cute.make_tensor(array, cute.make_layout(TILE_INDEX_STAGES)), pipeline)
 
 
 def rows_first(t: cute.Tensor) -> cute.Tensor:
@@ -335,8 +354,7 @@ class DynamicTileScheduler:
     """
 
     counter: cute.Pointer  # global Int32
-    tile_indices: cute.Tensor  # (TILE_INDEX_STAGES,) Int32 in shared memory
-    pipeline: Pipeline  # pipeline of the tile indices
+    tile_index: TileIndexPipeline
     total: Int32
     fetches_first_tile: bool = False
 
@@ -368,19 +386,21 @@ class DynamicTileScheduler:
         number = counter_value
         if cutlass.const_expr(not self.fetches_first_tile):
             number = cute.arch.grid_dim()[0] + counter_value
-        self.pipeline.producer_wait(nth)
+        pipeline = self.tile_index.pipeline
+        pipeline.producer_wait(nth)
         with cute.arch.elect_one():
-            self.tile_indices[self.pipeline.stage_index(nth)] = number
-            cute.arch.mbarrier_arrive(self.pipeline.arrival(nth))
+            self.tile_index.indices[pipeline.stage_index(nth)] = number
+            cute.arch.mbarrier_arrive(pipeline.arrival(nth))
         return number
 
     @cute.jit
     def receive(self, nth: Int32) -> Int32:
         """Receive the tile index of tile number `nth` of the CTA (consumer warp)."""
-        self.pipeline.consumer_wait(nth)
-        number = self.tile_indices[self.pipeline.stage_index(nth)]
+        pipeline = self.tile_index.pipeline
+        pipeline.consumer_wait(nth)
+        number = self.tile_index.indices[pipeline.stage_index(nth)]
         cute.arch.sync_warp()
-        self.pipeline.consumer_release(nth)
+        pipeline.consumer_release(nth)
         return cute.arch.make_warp_uniform(number)
 
 
@@ -450,21 +470,20 @@ def sync_cluster():
 
 
 @cute.jit
-def start_cta(warp_idx: Int32, atoms: tuple[cute.CopyAtom, ...], pipelines: tuple[tuple, ...]):
+def start_cta(warp_idx: Int32, atoms: tuple[cute.CopyAtom, ...], pipelines: tuple[PipelineWarps, ...]):
     """Prefetch the TMA descriptors and initialize the barriers. Every thread calls `start_cta` before roles part.
 
     Args:
         warp_idx: index of the warp in the CTA.
         atoms: TMA atoms whose descriptors are prefetched.
-        pipelines: (pipeline, consumer warps) or (pipeline, consumer warps, producer warps). The default is a single
-            producer warp.
+        pipelines: pipelines of the CTA, with the numbers of their warps.
     """
     if warp_idx == 0:
         for atom in atoms:
             cpasync.prefetch_descriptor(atom)
         with cute.arch.elect_one():
-            for pipeline, *warps in pipelines:
-                pipeline.init(*warps)
+            for pipeline_warps in pipelines:
+                pipeline_warps.init()
     cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()
 

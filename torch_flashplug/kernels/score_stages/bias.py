@@ -48,20 +48,22 @@ CHUNK = 32  # columns of scores that are read at once; a backward has no registe
 class BiasConfig(DirectBias):
     """Bias as an argument of a kernel; kernels without shared memory for tiles read each value from global memory."""
 
-    def tma(self, form: ScoreLayout) -> ScoreStage:
+    def tma(self, score_layout: ScoreLayout) -> ScoreStage:
         """Return the stage for TMA loads, or the stage itself if shared memory has no space for tiles."""
-        if not form.has_smem_space:
+        if not score_layout.has_smem_space:
             return self
         return TmaBias(
-            *BiasTileLayout.for_warpgroup(form, self.bias.element_type).tma(self.bias), self.bias, self.scale
+            *BiasTileLayout.for_warpgroup(score_layout, self.bias.element_type).tma(self.bias), self.bias, self.scale
         )
 
-    def allocate_smem(self, smem: cutlass.memory.SmemAllocator, form: ScoreLayout | SlabScoreLayout) -> ScoreStage:
+    def allocate_smem(
+        self, smem: cutlass.memory.SmemAllocator, score_layout: ScoreLayout | SlabScoreLayout
+    ) -> ScoreStage:
         """Return the stage with a tile in shared memory, for sm_80 kernels, which use no TMA.
 
         If shared memory has no space for tiles, the stage itself is returned.
         """
-        return SlabBiasLoad.create(smem, form, self) if form.has_smem_space else self
+        return SlabBiasLoad.create(smem, score_layout, self) if score_layout.has_smem_space else self
 
 
 @dataclass(frozen=True)
@@ -73,19 +75,19 @@ class TmaBias(ScoreStage):
     bias: cute.Tensor  # (B, Hq, Sq, Sk)
     scale: Float32
 
-    def allocate_smem(self, smem: cutlass.memory.SmemAllocator, form: ScoreLayout) -> ScoreStage:
+    def allocate_smem(self, smem: cutlass.memory.SmemAllocator, score_layout: ScoreLayout) -> ScoreStage:
         """Return the stage with its pipeline and its buffer, a stage per warpgroup."""
-        tiles = BiasTileLayout.for_warpgroup(form, self.bias.element_type)
-        pipeline = sm90.Pipeline.create(smem, form.warpgroups, tiles.box_bytes)
-        buffer = tiles.buffer(smem, form.warpgroups)
-        return BiasTileLoad(form, tiles, self.atom, self.m, pipeline, buffer, self.bias, self.scale)
+        tiles = BiasTileLayout.for_warpgroup(score_layout, self.bias.element_type)
+        pipeline = sm90.Pipeline.create(smem, score_layout.warpgroups, tiles.box_bytes)
+        buffer = tiles.buffer(smem, score_layout.warpgroups)
+        return BiasTileLoad(score_layout, tiles, self.atom, self.m, pipeline, buffer, self.bias, self.scale)
 
 
 @dataclass(frozen=True)
 class BiasTileLoad(ScoreStage):
     """Bias tiles of a CTA in shared memory: a pipeline stage for each warpgroup."""
 
-    form: ScoreLayout
+    score_layout: ScoreLayout
     tiles: BiasTileLayout
     atom: cute.CopyAtom
     m: cute.Tensor  # (Sq, Sk, Hq, B)
@@ -103,8 +105,8 @@ class BiasTileLoad(ScoreStage):
         return (self.atom,)
 
     @property
-    def pipelines(self) -> tuple[tuple, ...]:
-        return ((self.pipeline, sm90.WARPGROUP // sm90.WARP),)
+    def pipelines(self) -> tuple[sm90.PipelineWarps, ...]:
+        return (sm90.PipelineWarps(self.pipeline, sm90.WARPGROUP // sm90.WARP),)
 
     def pipeline_of(self, wg: Int32 | int) -> sm90.Pipeline:
         """Return the single-stage pipeline of a warpgroup."""
@@ -119,7 +121,7 @@ class BiasTileLoad(ScoreStage):
 
     def begin_tile_load(self, tile: Tile, head: Int32) -> ScoreStage:
         return BiasProducer(
-            self, tile.block * self.form.warpgroups, BiasPlane(self.tiles, self.bias, tile.sequence, head)
+            self, tile.block * self.score_layout.warpgroups, BiasPlane(self.tiles, self.bias, tile.sequence, head)
         )
 
     def allocate_registers(self, columns: int) -> ScoreStage:
@@ -131,7 +133,7 @@ class BiasTileLoad(ScoreStage):
         return stage if coord.head is None else stage.of_head(coord.head)
 
     def of_head(self, head: Int32) -> ScoreStage:
-        return replace(self, plane=BiasPlane(self.tiles, self.bias, self.coord.batch, head))
+        return replace(self, plane=BiasPlane(self.tiles, self.bias, self.coord.sequence, head))
 
     @cute.jit
     def skip_kv_blocks(self, count: Int32):
@@ -172,16 +174,16 @@ class BiasTileLoad(ScoreStage):
 
     def read_units(self, words: cute.Tensor, tile: cute.Tensor, chunk: int) -> None:
         """Read a chunk of columns, in an accumulator's order, from a swizzled tile."""
-        if self.form.transposed:
+        if self.score_layout.transposed:
             tile = cute.make_tensor(tile.iterator, cute.select(tile.layout, mode=[1, 0]))
         tile = cute.local_tile(tile, (ROWS, CHUNK), (0, chunk))
         thread = self.tiles.reader(cute.arch.thread_idx()[0] % sm90.WARPGROUP, self.bias)
-        dtype, mma = self.tiles.dtype, chunk_mma(self.form)
+        dtype, mma = self.tiles.dtype, chunk_mma(self.score_layout)
         values = cute.make_rmem_tensor(mma.partition_shape_C((ROWS, CHUNK)), dtype)
         if self.tiles.wide:
             cute.autovec_copy(mma.get_slice(thread).partition_C(tile), values)
         else:
-            copy = matrices(self.form, thread)
+            copy = matrices(self.score_layout, thread)
             cute.copy(copy, copy.partition_S(tile), copy.retile(values))
         for i in range(cute.size(words)):
             words[i] = as_words(values)[i]
@@ -193,7 +195,7 @@ class BiasTileLoad(ScoreStage):
         of which the backward of D 128 has none left.
         """
         row, column, pitch = opaque(self.coord.row % ROWS), opaque(self.coord.column), self.tiles.pitch
-        if self.form.transposed:
+        if self.score_layout.transposed:
             starts = [(column + i) * pitch + self.plane.shift(column + i) + row for i in (0, 1)]
             by_row, by_column = 8, pitch
         else:
@@ -222,8 +224,8 @@ class BiasProducer(ScoreStage):
     def load(self, block: Int32, count: Int32):
         """Load the bias of a block, a tile per warpgroup."""
         tile_load = self.tile_load
-        for w in cutlass.range(tile_load.form.warpgroups, unroll_full=tile_load.tiles.has_spare_registers):
-            queries, keys = (block, self.first + w) if tile_load.form.transposed else (self.first + w, block)
+        for w in cutlass.range(tile_load.score_layout.warpgroups, unroll_full=tile_load.tiles.has_spare_registers):
+            queries, keys = (block, self.first + w) if tile_load.score_layout.transposed else (self.first + w, block)
             self.plane.load(
                 queries, keys, (tile_load.atom, tile_load.m), tile_load.stage_of(w), tile_load.pipeline_of(w), count
             )
@@ -233,7 +235,7 @@ class BiasProducer(ScoreStage):
 class SlabBiasLoad(ScoreStage):
     """Bias stage of sm_80 kernels: all threads load a block of all rows with cp.async, and warps read slabs."""
 
-    form: SlabScoreLayout
+    score_layout: SlabScoreLayout
     tile: sm80.SmemTile
     bias: cute.Tensor  # (B, Hq, Sq, Sk)
     scale: Float32
@@ -241,29 +243,33 @@ class SlabBiasLoad(ScoreStage):
     applies_to_full_blocks = natural_units = True
 
     @classmethod
-    def create(cls, smem: cutlass.memory.SmemAllocator, form: SlabScoreLayout, config: BiasConfig) -> SlabBiasLoad:
+    def create(
+        cls, smem: cutlass.memory.SmemAllocator, score_layout: SlabScoreLayout, config: BiasConfig
+    ) -> SlabBiasLoad:
         """Allocate the tile of a block in shared memory."""
-        tile = sm80.SmemTile(Int32(0), form.rows, form.columns)
-        assert form.columns % tile.panel == 0, "blocks of keys are panels of shared memory"
-        assert ROWS % form.rows == 0, "one that all queries share has as many"
+        tile = sm80.SmemTile(Int32(0), score_layout.rows, score_layout.columns)
+        assert score_layout.columns % tile.panel == 0, "block columns must be whole panels of shared memory"
+        assert ROWS % score_layout.rows == 0, (
+            f"a row shared by all queries is passed as {ROWS} copies, so a tile must divide {ROWS} rows"
+        )
         tile = tile.at_offset(Int32(smem.allocate(tile.bytes, 128).toint()))
-        return cls(form, tile, config.bias, config.scale)
+        return cls(score_layout, tile, config.bias, config.scale)
 
     def scales(self, scales: SoftmaxScale) -> SoftmaxScale:
         return natural(scales)
 
     def begin_tile_load(self, tile: Tile, head: Int32) -> ScoreStage:
-        plane, rows = self.bias[tile.sequence, head, None, None], self.form.rows
+        plane, rows = self.bias[tile.sequence, head, None, None], self.score_layout.rows
         return SlabBiasProducer(self, plane, cutlass.min(tile.block, cute.ceil_div(plane.shape[0], rows) - 1) * rows)
 
     def set_tile(self, coord: ScoreCoord) -> ScoreStage:
-        slab = coord.row % self.form.rows // sm80.SLAB * sm80.SLAB
-        matrices = sm80.LdmatrixView.create(self.tile, self.form.element.dtype, "A", first_row=slab)
+        slab = coord.row % self.score_layout.rows // sm80.SLAB * sm80.SLAB
+        matrices = sm80.LdmatrixView.create(self.tile, self.score_layout.element.dtype, "A", first_row=slab)
         return replace(self, matrices=matrices)
 
     @cute.jit
     def apply(self, S: cute.Tensor, block: Int32, count: Int32 | None):
-        values = cute.make_rmem_tensor((cute.size(S),), self.form.element.dtype)
+        values = cute.make_rmem_tensor((cute.size(S),), self.score_layout.element.dtype)
         for column in cutlass.range_constexpr(0, self.tile.columns, sm80.PAIR):
             fragment = cute.make_tensor(values.iterator + column // 2, cute.make_layout((sm80.VECTOR, 1)))
             self.matrices.fetch(0, column, fragment)
@@ -281,24 +287,24 @@ class SlabBiasProducer(ScoreStage):
     @cute.jit
     def load(self, block: Int32, count: Int32):
         """Start the load of the bias of a block."""
-        form, first = self.tile_load.form, block * self.tile_load.form.columns
+        score_layout, first = self.tile_load.score_layout, block * self.tile_load.score_layout.columns
         rows, columns = self.plane.shape
         layout = cute.make_layout((rows, columns - first), stride=self.plane.stride)
         block_bias = cute.make_tensor(self.plane.iterator + first * self.plane.stride[1], layout)
-        sm80.SmemCopier(form.threads, form.element, form.elementwise).load(
+        sm80.SmemCopier(score_layout.threads, score_layout.element, score_layout.elementwise).load(
             block_bias, self.first_row, self.tile_load.tile
         )
 
 
-def chunk_mma(form: ScoreLayout) -> cute.TiledMma:
+def chunk_mma(score_layout: ScoreLayout) -> cute.TiledMma:
     """Return an MMA whose accumulator has a chunk of columns."""
-    return sm90.make_mma(form.element.dtype, CHUNK, "rows", "rows")
+    return sm90.make_mma(score_layout.element.dtype, CHUNK, "rows", "rows")
 
 
-def matrices(form: ScoreLayout, thread: Int32 | int) -> cute.TiledCopy:
+def matrices(score_layout: ScoreLayout, thread: Int32 | int) -> cute.TiledCopy:
     """Return the copy with which a thread reads (64, CHUNK) biases of 16 bits in an accumulator's order."""
-    atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(form.transposed, 4), form.element.dtype)
-    return cute.make_tiled_copy_C(atom, chunk_mma(form)).get_slice(thread)
+    atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(score_layout.transposed, 4), score_layout.element.dtype)
+    return cute.make_tiled_copy_C(atom, chunk_mma(score_layout)).get_slice(thread)
 
 
 def as_words(values: cute.Tensor) -> cute.Tensor:

@@ -40,10 +40,10 @@ class BiasTileLayout:
     transposed: bool  # True in a backward, whose scores are (keys, queries)
 
     @classmethod
-    def for_warpgroup(cls, form: ScoreLayout, dtype: type[cutlass.Numeric]) -> BiasTileLayout:
+    def for_warpgroup(cls, score_layout: ScoreLayout, dtype: type[cutlass.Numeric]) -> BiasTileLayout:
         """Return the tile sizes of a warpgroup's part of a block."""
-        sizes = (sm90.ROWS_PER_WARPGROUP, form.columns)
-        return cls(dtype, *(reversed(sizes) if form.transposed else sizes), form.transposed)
+        sizes = (sm90.ROWS_PER_WARPGROUP, score_layout.columns)
+        return cls(dtype, *(reversed(sizes) if score_layout.transposed else sizes), score_layout.transposed)
 
     @property
     def has_spare_registers(self) -> bool:

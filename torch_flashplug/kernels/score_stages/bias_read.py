@@ -43,7 +43,7 @@ class DirectBias(ScoreStage):
         if coord.transposed:
             return ColumnBias(self.bias, self.scale, coord, coord.head)
         last = self.bias.shape[2] - 1
-        rows = ((coord.batch, coord.head, cutlass.min(coord.row + 8 * r, last)) for r in range(2))
+        rows = ((coord.sequence, coord.head, cutlass.min(coord.row + 8 * r, last)) for r in range(2))
         return RowBias(self.bias, self.scale, coord, starts_of(rows, self.bias))
 
 
@@ -68,15 +68,15 @@ class RowBias(DirectBias):
     @cute.jit
     def read(self, block: Int32, values: cute.Tensor):
         """Read the bias of a block into `values` (2, columns), in pairs where alignment and bounds allow."""
-        keys, first = self.bias.shape[3], block * self.coord.block + self.coord.column
-        is_full_block, pair_bytes = (block + 1) * self.coord.block <= keys, PAIR * self.bias.element_type.width // 8
+        keys, first = self.bias.shape[3], block * self.coord.block_columns + self.coord.column
+        is_full_block = (block + 1) * self.coord.block_columns <= keys
+        pair_bytes = PAIR * self.bias.element_type.width // 8
         for r in cutlass.range_constexpr(2):
             row_start = self.bias.iterator + self.starts[r]
             in_pairs = is_full_block
             if cutlass.const_expr(self.bias.iterator.alignment < pair_bytes):
-                in_pairs = is_full_block & (
-                    row_start.toint() & (pair_bytes - 1) == 0
-                )  # a thread's first column is even
+                # A thread's first column is even.
+                in_pairs = is_full_block & (row_start.toint() & (pair_bytes - 1) == 0)
             for c in cutlass.range_constexpr(0, cute.size(values, mode=[1]), PAIR):
                 key = first + column_of(c)
                 if in_pairs:
@@ -112,10 +112,10 @@ class ColumnBias(DirectBias):
     @cute.jit
     def apply(self, S: cute.Tensor, block: Int32, count: Int32 | None):
         _, _, queries, keys = self.bias.shape
-        plane = self.bias[self.coord.batch, self.head, None, None]
+        plane = self.bias[self.coord.sequence, self.head, None, None]
         values = allocate_rows(self.bias, cute.size(S, mode=[1]))
         for c in cutlass.range_constexpr(cute.size(S, mode=[1])):
-            query = cutlass.min(block * self.coord.block + self.coord.column + column_of(c), queries - 1)
+            query = cutlass.min(block * self.coord.block_columns + self.coord.column + column_of(c), queries - 1)
             for r in cutlass.range_constexpr(2):
                 values[r, c] = plane[query, cutlass.min(self.coord.row + 8 * r, keys - 1)]
         add(S, self.scale, values)

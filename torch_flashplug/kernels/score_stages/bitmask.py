@@ -59,7 +59,7 @@ class BitmaskTiles(ScoreStage):
 
     def of_head(self, head: Int32) -> ScoreStage:
         rows, _ = self.tiles()
-        plane = self.coord.batch * self.planes_of_batch + head * self.planes_of_head
+        plane = self.coord.sequence * self.planes_of_batch + head * self.planes_of_head
         return replace(self, tile_row=plane * rows + cutlass.min(self.coord.row // TILE, rows - 1))
 
     def tiles(self) -> tuple[Int32, Int32]:
@@ -69,7 +69,7 @@ class BitmaskTiles(ScoreStage):
         return cute.ceil_div(rows, TILE), cute.ceil_div(columns, TILE)
 
     def begin(self, block: Int32) -> None:
-        self.fetch(cutlass.max(block, 0))  # a section without blocks may begin before the first block
+        self.fetch(cutlass.max(block, 0))  # a subrange without blocks may begin before the first block
 
     def prefetch(self, block: Int32) -> None:
         self.fetch(block)
@@ -87,7 +87,7 @@ class BitmaskTiles(ScoreStage):
         """Start the loads of a block's words."""
         coord, count = self.coord, cute.size(self.next_words)
         _, columns = self.tiles()
-        first, tile_row, row = block * coord.block // TILE, self.tile_row, coord.row
+        first, tile_row, row = block * coord.block_columns // TILE, self.tile_row, coord.row
         if cutlass.const_expr(coord.transposed):
             # The backward has few registers, so the address is computed in every step. (In the forward ptxas would
             # serialize every product for such an address.)
@@ -96,14 +96,14 @@ class BitmaskTiles(ScoreStage):
         if cutlass.const_expr(coord.by_row):
             thread = (row & (TILE - SLAB)) * (TILE_WORDS // TILE) + cute.arch.lane_idx()  # 32 threads hold 16 rows
         begin = tile_row * (columns + 1) * TILE_WORDS + thread
-        if cutlass.const_expr(coord.block % TILE == 0 and not coord.transposed):
+        if cutlass.const_expr(coord.block_columns % TILE == 0 and not coord.transposed):
             for i in cutlass.range_constexpr(count):  # no tile is more than one behind the last tile
                 self.next_words[i] = self.word(begin + (first + i) * TILE_WORDS)
-        elif cutlass.const_expr(coord.block % TILE == 0):
+        elif cutlass.const_expr(coord.block_columns % TILE == 0):
             for i in cutlass.range_constexpr(count):
                 self.next_words[i] = self.word(begin + cutlass.min(first + i, columns) * TILE_WORDS)
         else:
-            shift = block * coord.block % TILE // 2
+            shift = block * coord.block_columns % TILE // 2
             low_word = self.word(begin + cutlass.min(first, columns) * TILE_WORDS)
             for i in cutlass.range_constexpr(count):
                 high_word = self.word(begin + cutlass.min(first + i + 1, columns) * TILE_WORDS)

@@ -69,7 +69,7 @@ class DropoutStage(ScoreStage):
     seed: cute.Tensor  # (1,) Int64
     threshold: DropoutThreshold
     heads: Int32  # query heads of a batch entry
-    keep_probability: DropoutScale
+    keep_scale: DropoutScale
     # Registers of a block's words: bytes of four words, needed by the thread's scores.
     block_words: cute.Tensor | None = None
     coord: ScoreCoord | None = None
@@ -93,7 +93,7 @@ class DropoutStage(ScoreStage):
         return stage if coord.head is None else stage.of_head(coord.head)
 
     def of_head(self, head: Int32) -> ScoreStage:
-        return replace(self, head=Uint32(self.coord.batch * self.heads + head))
+        return replace(self, head=Uint32(self.coord.sequence * self.heads + head))
 
     @cute.jit
     def prepare_stage(self, block: Int32):
@@ -104,7 +104,7 @@ class DropoutStage(ScoreStage):
         zero = zero_of(block) if cutlass.const_expr(coord.transposed) else Int32(0)
         lane, seed = cute.arch.lane_idx() + zero, self.seed[zero]
         key = Uint32(Uint64(seed)), Uint32(Uint64(seed) >> BITS)
-        first = block * (coord.block // SLAB)
+        first = block * (coord.block_columns // SLAB)
         for i in cutlass.range_constexpr(cute.size(self.block_words)):
             if cutlass.const_expr(coord.transposed):
                 # This thread draws the word of two query rows of the warp, whichever rows these are. The words needed

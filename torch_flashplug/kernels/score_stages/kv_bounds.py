@@ -79,7 +79,7 @@ class KvBoundsOfKeys(ScoreStage):
             limit = self.coord.sizes.Sk
             if cutlass.const_expr(self.causal):
                 limit = cutlass.min(limit, self.coord.row + 8 * r + 1)
-            limit = limit - block * self.coord.block - self.coord.column
+            limit = limit - block * self.coord.block_columns - self.coord.column
             for c in cutlass.range_constexpr(cute.size(S, mode=[1])):
                 S[r, c] = cutlass.select_(column_of(c) < limit, S[r, c], -Float32.inf)
 
@@ -93,12 +93,12 @@ class KvBoundsOfQueries(ScoreStage):
 
     @cute.jit
     def apply(self, S: cute.Tensor, block: Int32, count: Int32 | None):
-        query = block * self.coord.block + self.coord.column
+        query = block * self.coord.block_columns + self.coord.column
         for r in cutlass.range_constexpr(cute.size(S, mode=[0])):
             key = self.coord.row + 8 * r
             # The first query that sees this key, counted from the thread's first query. The block size stands for no
             # query of the block.
-            first = key - query if cutlass.const_expr(self.causal) else Int32(-self.coord.block)
-            first = cutlass.select_(key < self.coord.sizes.Sk, first, self.coord.block)
+            first = key - query if cutlass.const_expr(self.causal) else Int32(-self.coord.block_columns)
+            first = cutlass.select_(key < self.coord.sizes.Sk, first, self.coord.block_columns)
             for c in cutlass.range_constexpr(cute.size(S, mode=[1])):
                 S[r, c] = cutlass.select_(column_of(c) >= first, S[r, c], -Float32.inf)

@@ -2,8 +2,8 @@
 
 A kernel has a `ScorePipeline` as an argument and names no stage. The kernel calls the pipeline in this order:
 
-pipeline.tma(form)                         launch, Hopper: TMA descriptors of the tensors that stages load
-pipeline.allocate_smem(smem, form)         kernel, ahead of its own buffers: pipelines and buffers that stages own
+pipeline.tma(score_layout)                 launch, Hopper: TMA descriptors of the tensors that stages load
+pipeline.allocate_smem(smem, score_layout) kernel, ahead of its own buffers: pipelines and buffers that stages own
 pipeline.atoms, pipeline.pipelines         Hopper: TMA atoms and shared-memory pipelines for start_cta
 pipeline.begin_tile_load(tile, head)       producer: once per tile, in the backward once per query head
 producer.load(block, count)                producer, behind the kernel's own loads for a block: data of the stages
@@ -16,7 +16,7 @@ pipeline.applies_to_full_blocks            decode: True if some stage also appli
 pipeline.set_tile(coord)                   once per tile
 stages.of_head(head)                       backward: once per query head
 stages.skip_kv_blocks(count)               for a block that the warpgroup skips
-stages.begin(block, masked)                once per section: start the loads of the section's first block
+stages.begin(block, masked)                once per subrange: start the loads of the subrange's first block
 stages.prepare_stage(block, masked)        except decode: once per block, before apply: work that needs no scores
 stages.apply(S, block, masked, count)      modify the scores, before the exponential
 stages.may_mask(masked)                    True if scores can be -inf afterwards
@@ -58,6 +58,7 @@ from ..tiling.seqlen_info import SeqlenInfo
 
 if TYPE_CHECKING:
     from ..call_args.kernel_call import SoftmaxScale
+    from ..primitives import sm90
     from ..tiling.tile import Tile
 
 
@@ -93,10 +94,10 @@ class ScoreCoord:
     """
 
     sizes: SeqlenInfo
-    block: int  # columns of a block
+    block_columns: int
     row: Int32  # first row of the thread; the second is eight rows below
     column: Int32  # first column of the thread in a block
-    batch: Int32
+    sequence: Int32  # sequence index
     head: Int32 | None  # query head; None in a backward, where `of_head` sets the head
     transposed: bool = False
     # True if the index of a thread among the threads of 64 rows follows from `row`, not from the thread index.
@@ -120,16 +121,18 @@ class ScoreStage:
     applies_to_full_blocks = False  # True if the stage also applies to full blocks
     may_mask = True  # True if the stage can set scores to -inf where it applies
     natural_units = False  # True if scores leave the stage in natural units
-    keep_probability: DropoutScale | None = None  # probability with which P reaches the next product
+    keep_scale: DropoutScale | None = None  # probability with which P reaches the next product, and its inverse
     sinks: cute.Tensor | None = None  # decode: (Hq,) extra logits in the row sums, in natural units
     atoms: tuple[cute.CopyAtom, ...] = ()
-    pipelines: tuple[tuple, ...] = ()  # (pipeline, consumer warps), in the form of start_cta
+    pipelines: tuple[sm90.PipelineWarps, ...] = ()  # pipelines for start_cta
 
-    def tma(self, form: ScoreLayout) -> ScoreStage:
+    def tma(self, score_layout: ScoreLayout) -> ScoreStage:
         """Return the stage with the TMA descriptors of its tensors."""
         return self
 
-    def allocate_smem(self, smem: cutlass.memory.SmemAllocator, form: ScoreLayout | SlabScoreLayout) -> ScoreStage:
+    def allocate_smem(
+        self, smem: cutlass.memory.SmemAllocator, score_layout: ScoreLayout | SlabScoreLayout
+    ) -> ScoreStage:
         """Return the stage with its shared-memory buffers and pipelines."""
         return self
 
@@ -170,7 +173,7 @@ class ScoreStage:
     def apply(self, S: cute.Tensor, block: Int32, count: Int32 | None) -> None: ...
 
     def keeps(self, r: int, c: int) -> cutlass.Boolean:
-        """Return True if P of score (r, c) reaches the next product; called for stages with a keep_probability."""
+        """Return True if P of score (r, c) reaches the next product; called for stages with a `keep_scale`."""
         raise NotImplementedError
 
     def score_derivative(self) -> Callable | None:
@@ -194,18 +197,20 @@ class ScorePipeline:
         """Return the stages that apply to partial blocks (`masked`), or to full blocks."""
         return tuple(stage for stage in self.stages if masked or stage.applies_to_full_blocks)
 
-    def tma(self, form: ScoreLayout) -> ScorePipeline:
-        return ScorePipeline(tuple(stage.tma(form) for stage in self.stages))
+    def tma(self, score_layout: ScoreLayout) -> ScorePipeline:
+        return ScorePipeline(tuple(stage.tma(score_layout) for stage in self.stages))
 
-    def allocate_smem(self, smem: cutlass.memory.SmemAllocator, form: ScoreLayout | SlabScoreLayout) -> ScorePipeline:
-        return ScorePipeline(tuple(stage.allocate_smem(smem, form) for stage in self.stages))
+    def allocate_smem(
+        self, smem: cutlass.memory.SmemAllocator, score_layout: ScoreLayout | SlabScoreLayout
+    ) -> ScorePipeline:
+        return ScorePipeline(tuple(stage.allocate_smem(smem, score_layout) for stage in self.stages))
 
     @property
     def atoms(self) -> tuple[cute.CopyAtom, ...]:
         return tuple(atom for stage in self.stages for atom in stage.atoms)
 
     @property
-    def pipelines(self) -> tuple[tuple, ...]:
+    def pipelines(self) -> tuple[sm90.PipelineWarps, ...]:
         return tuple(pipeline for stage in self.stages for pipeline in stage.pipelines)
 
     def begin_tile_load(self, tile: Tile, head: Int32) -> ScorePipeline:
@@ -269,7 +274,7 @@ class ScorePipeline:
 
     def select_kept(self, masked: bool, otherwise: Callable) -> Callable | None:
         """Return (r, c, value) -> P for kept values and `otherwise(value)` for dropped values."""
-        stages = [stage for stage in self.stages_applied(masked) if stage.keep_probability is not None]
+        stages = [stage for stage in self.stages_applied(masked) if stage.keep_scale is not None]
         if not stages:
             return None
 
@@ -314,16 +319,16 @@ class ScorePipeline:
         return next((stage.sinks for stage in self.stages if stage.sinks is not None), None)
 
     @property
-    def keep_probability(self) -> DropoutScale | None:
-        """The probability with which dropout keeps a score; None if all of P is kept.
+    def keep_scale(self) -> DropoutScale | None:
+        """The probability with which dropout keeps a score, and its inverse; None if all of P is kept.
 
         Mainloops do not use the probability. Results are scaled instead, and the delta of the backward is rowsum(dO *
         O) times the probability.
         """
-        probabilities = [stage.keep_probability for stage in self.stages if stage.keep_probability is not None]
-        assert len(probabilities) < 2, "two stages drop scores: multiply the probabilities here"
-        return probabilities[0] if probabilities else None
+        scales = [stage.keep_scale for stage in self.stages if stage.keep_scale is not None]
+        assert len(scales) < 2, "two stages drop scores: multiply the scales here"
+        return scales[0] if scales else None
 
     def scaled(self, factor: Float32) -> Float32:
         """Return the factor of a result that was multiplied with the kept P."""
-        return factor if self.keep_probability is None else factor * self.keep_probability.inverse
+        return factor if self.keep_scale is None else factor * self.keep_scale.inverse

@@ -53,7 +53,7 @@ class WindowOfKeys(ScoreStage):
 
     @cute.jit
     def apply(self, S: cute.Tensor, block: Int32, count: Int32 | None):
-        first = block * self.coord.block + self.coord.column
+        first = block * self.coord.block_columns + self.coord.column
         for r in cutlass.range_constexpr(cute.size(S, mode=[0])):
             begin, end = self.visible_columns(self.coord.row + 8 * r)
             keep_between(S, r, begin - first, end - first)

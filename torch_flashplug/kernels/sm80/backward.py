@@ -67,18 +67,18 @@ class QueryStages:
         """Shared-memory address of LSE and delta of stage 0."""
         return self.do.start + self.do.bytes
 
-    def stage_index(self, tile: sm80.SmemTile, stage: Int32) -> sm80.SmemTile:
+    def stage_tile(self, tile: sm80.SmemTile, stage: Int32) -> sm80.SmemTile:
         """Return the tile of stage `stage`. `tile` is the tile of stage 0."""
         return tile.at_offset(stage * self.stage_bytes)
 
     def load_q(self, head: Int32, block: Int32, stage: Int32) -> None:
         """Start the load of a block of Q with its LSE and delta into stage `stage`."""
-        self.copier.load(self.of_head(self.mQ, head), block * self.q.rows, self.stage_index(self.q, stage))
+        self.copier.load(self.of_head(self.mQ, head), block * self.q.rows, self.stage_tile(self.q, stage))
         self.load_rows(self.mRowStats[head, None, None], block * self.q.rows, self.rows + stage * self.stage_bytes)
 
     def load_do(self, head: Int32, block: Int32, stage: Int32) -> None:
         """Start the load of a block of dO into stage `stage`."""
-        self.copier.load(self.of_head(self.mdO, head), block * self.do.rows, self.stage_index(self.do, stage))
+        self.copier.load(self.of_head(self.mdO, head), block * self.do.rows, self.stage_tile(self.do, stage))
 
     def of_head(self, mX: cute.Tensor, head: Int32) -> cute.Tensor:
         """Return the matrix (rows, columns) of a head.
@@ -309,18 +309,16 @@ class BackwardSm80(KernelCall, kind="bwd"):
         row_bytes = (self.d + self.dv) * self.element.bytes + self.d * FP32_BYTES
         num_ctas = call.num_ctas if self.in_order else None
         bound_iterator = block_iterator.bind(SeqlenInfo(call.q.shape[2], Sk), self.tile_m, self.tile_n)
-        section = kv_heads_per_l2_group(bound_iterator, group, B * Hkv, row_bytes, num_ctas)
+        l2_group_heads = kv_heads_per_l2_group(bound_iterator, group, B * Hkv, row_bytes, num_ctas)
         workspace_layout = WorkspaceLayout(B * Hkv, group, num_n_blocks)
         workspace = (call.row_stats, call.dq_workspace)
         self.features.launch_preprocess(call, stream)
         row_stats_inputs = RowStatsInputs(call.o, call.do, call.lse, call.dlse)
-        self.preprocess(
-            row_stats_inputs, *workspace, workspace_layout, score_pipeline.keep_probability, addressing, stream
-        )
+        self.preprocess(row_stats_inputs, *workspace, workspace_layout, score_pipeline.keep_scale, addressing, stream)
         tensors = BackwardGmem(call.q, call.k, call.v, call.do, call.dk, call.dv)
-        self.kernel(tensors, *workspace, call.scales, section, addressing, block_iterator, score_pipeline).launch(
-            grid=(num_n_blocks * B * Hkv, 1, 1), block=(self.spec.threads, 1, 1), stream=stream
-        )
+        self.kernel(
+            tensors, *workspace, call.scales, l2_group_heads, addressing, block_iterator, score_pipeline
+        ).launch(grid=(num_n_blocks * B * Hkv, 1, 1), block=(self.spec.threads, 1, 1), stream=stream)
         self.postprocess(
             call.dq_workspace,
             call.row_stats,
@@ -338,7 +336,7 @@ class BackwardSm80(KernelCall, kind="bwd"):
         mRowStats: cute.Tensor,
         mDqWorkspace: cute.Tensor,
         scales: SoftmaxScale,
-        section: Int32,
+        l2_group_heads: Int32,
         addressing: TileAddressing,
         block_iterator: BlockIterator,
         score_pipeline: ScorePipeline,
@@ -348,7 +346,7 @@ class BackwardSm80(KernelCall, kind="bwd"):
         Hq, Sq = tensors.q.shape[1], tensors.q.shape[2]
         bound_iterator = block_iterator.bind(SeqlenInfo(Sq, Sk), self.tile_m, self.tile_n)
         order = BackwardTileScheduler(
-            True, cute.ceil_div(Sk, self.tile_n), Hkv, B * Hkv, section, bound_iterator, self.in_order
+            True, cute.ceil_div(Sk, self.tile_n), Hkv, B * Hkv, l2_group_heads, bound_iterator, self.in_order
         )
         tile = addressing.of_keys(order, bound_iterator.sizes).tile(cute.arch.block_idx()[0])
         first_key = tile.block * self.tile_n
@@ -439,7 +437,7 @@ class BackwardSm80(KernelCall, kind="bwd"):
         column, scale_log2 = lane % 4 * 2 + part * HALF, score_pipeline.scales(scales).log2
         coord = ScoreCoord(order.blocks.sizes, self.tile_m, key, column, kv_block.tile.sequence, None, transposed=True)
 
-        query_range = order.blocks.queries(kv_block.tile)
+        query_range = order.blocks.query_blocks(kv_block.tile)
         num_steps = query_range.total(kv_block.group)
         step, last_block = query_range.first(kv_block.first_head, num_steps > 0), Int32(0)
         last_step = replace(step, j=Int32(0))  # placeholder: no step has ended yet
@@ -482,7 +480,7 @@ class BackwardSm80(KernelCall, kind="bwd"):
         part: Int32,
     ) -> None:
         """Write a warp's dK and dV to the tiles in shared memory."""
-        of_dV = None if score_pipeline.keep_probability is None else score_pipeline.scaled(Float32(1.0))
+        of_dV = None if score_pipeline.keep_scale is None else score_pipeline.scaled(Float32(1.0))
         for accs, tile, factor in (
             (state.dK, tiles.k, score_pipeline.scaled(scales.natural)),
             (state.dV, tiles.v, of_dV),
@@ -549,7 +547,7 @@ class BackwardSm80(KernelCall, kind="bwd"):
     ):  # fmt: skip
         """Add a block of queries to the warp's dK and dV, and write the warp's dS to shared memory."""
         k, v, weights = tiles.k, tiles.v, tiles.weights
-        q, do = queries.stage_index(queries.q, stage), queries.stage_index(queries.do, stage)
+        q, do = queries.stage_tile(queries.q, stage), queries.stage_tile(queries.do, stage)
         target = weights.at_offset(stage * weights.bytes)
         for first in cutlass.range_constexpr(0, self.tile_m, HALF):
             S, dP = (tuple(sm80.accumulator(HALF) for _ in range(SLABS)) for _ in range(2))
@@ -581,7 +579,7 @@ class BackwardSm80(KernelCall, kind="bwd"):
         Each warp first computes the scores of half of the queries, then sums all queries for half of the columns. P,
         and then dS in the same place, cross shared memory.
         """
-        q, do = queries.stage_index(queries.q, stage), queries.stage_index(queries.do, stage)
+        q, do = queries.stage_tile(queries.q, stage), queries.stage_tile(queries.do, stage)
         rows, target = state.rows.retarget(q, False), tiles.weights.at_offset(stage * tiles.weights.bytes)
         S, dP = (tuple(sm80.accumulator(HALF) for _ in range(SLABS)) for _ in range(2))
         state.product.scores(S, state.keys, rows)
@@ -644,7 +642,7 @@ class BackwardSm80(KernelCall, kind="bwd"):
         coord = ScoreCoord(order.blocks.sizes, self.tile_m, key, column, kv_block.tile.sequence, None, transposed=True)
         left = sm80.LdmatrixView.create(weights, self.element.dtype, "A", first_row=first_slab * SLAB)
 
-        query_range = order.blocks.queries(kv_block.tile)
+        query_range = order.blocks.query_blocks(kv_block.tile)
         num_steps = query_range.total(kv_block.group)
         step = query_range.first(kv_block.first_head, num_steps > 0)
         queries.load_q(step.head, step.block, Int32(0))

@@ -23,7 +23,14 @@ from ...registry.kernel_spec import RESULT_ROW_PADDING, SLAB, WARP, AmpereSpec
 from ..call_args.kernel_call import KernelArgs, KernelCall, SoftmaxScale
 from ..decode.kv_load import K, KvLoader, KvScaleLoader, V
 from ..decode.pack_gqa import DecodeTile
-from ..decode.split_kv import PartialResult, SplitKvCombine, WorkspacePartials, follow, loaded, starts_early
+from ..decode.split_kv import (
+    PartialResult,
+    SplitKvCombine,
+    WorkspacePartials,
+    loaded,
+    starts_early,
+    wait_for_previous_kernel,
+)
 from ..features.base import KernelFeatures
 from ..mainloop.softmax import OnlineSoftmax
 from ..primitives import fragments, sm80
@@ -47,7 +54,7 @@ class KvStages:
     k: sm80.SmemTile  # stage 0 of K; stage 0 of V follows
     v: sm80.SmemTile
     stages: int
-    keys: SplitKvRange  # KV blocks of the CTA
+    kv_range: SplitKvRange  # KV blocks of the CTA
     first_key: Int32  # the team's first key in a block
     kv_loader: KvLoader  # loader of K and V
     scale_loader: KvScaleLoader  # loader of per-key data, such as the scales of a quantized cache
@@ -56,9 +63,9 @@ class KvStages:
     @property
     def blocks(self) -> Int32:
         """Number of KV blocks of the CTA."""
-        return self.keys.end - self.keys.begin
+        return self.kv_range.end - self.kv_range.begin
 
-    def stage_index(self, tile: sm80.SmemTile, nth: Int32 | int) -> sm80.SmemTile:
+    def stage_tile(self, tile: sm80.SmemTile, nth: Int32 | int) -> sm80.SmemTile:
         """Return the tile of stage nth % stages. `tile` is the tile of stage 0."""
         return tile.at_offset(nth % self.stages * tile.bytes)
 
@@ -78,8 +85,8 @@ class KvStages:
         same, so that the number of groups in flight is a constant.
         """
         if nth < self.blocks:
-            first = self.keys.nth(self.keys.begin + nth) * self.block + self.first_key
-            self.kv_loader.load(self.copier, gX, first, self.stage_index(tile, nth))
+            first = self.kv_range.nth(self.kv_range.begin + nth) * self.block + self.first_key
+            self.kv_loader.load(self.copier, gX, first, self.stage_tile(tile, nth))
             self.scale_loader.load(which, first, nth % self.stages, self.copier.threads)
         cute.arch.cp_async_commit_group()
 
@@ -240,15 +247,13 @@ class DecodeSm80(KernelCall, kind="decode"):
         scales = score_pipeline.scales(SoftmaxScale(scale * fragments.LOG2_E, scale))
         out, softmax = sm80.accumulator(self.dv), OnlineSoftmax.create(scales.log2, score_pipeline)
         column = team * self.keys + lane % 4 * 2
-        tile_stages = score_pipeline.allocate_registers(
-            self.keys
-        ).set_tile(  # the coordinate has the first packed row of the tile
-            ScoreCoord(
-                decode_tile.sizes, self.tile_n, decode_tile.first_row, column, decode_tile.tile.sequence, first_head
-            )
+        # The row of the coordinate is the first packed row of the tile.
+        coord = ScoreCoord(
+            decode_tile.sizes, self.tile_n, decode_tile.first_row, column, decode_tile.tile.sequence, first_head
         )
+        tile_stages = score_pipeline.allocate_registers(self.keys).set_tile(coord)
 
-        follow()
+        wait_for_previous_kernel()
         bound_iterator.scan(decode_tile)
         kv_stages = self.make_kv_stages(
             tensors.k, tensors.v, decode_tile, bound_iterator, kv_loader, start + q.bytes, team
@@ -258,12 +263,12 @@ class DecodeSm80(KernelCall, kind="decode"):
         kv_loader.transform_queries(q, decode_tile, tensors.q.shape[3], self.element, self.spec.threads // WARP)
         left_q = sm80.LdmatrixView.create(q, self.element.dtype, "A", first_row=slab * SLAB)
         self.attend(kv_stages, left_q, out, softmax, tile_stages, bound_iterator, kv_loader)
-        weights = softmax.finish_split(fragments.rows_and_columns(out))
+        row_stats = softmax.finish_split(fragments.rows_and_columns(out))
 
         cute.arch.sync_threads()  # no warp reads shared memory any more where the results go
         floats = cute.make_ptr(Float32, start, cute.AddressSpace.smem, assumed_align=16)
         teams = TeamPartials(floats, self.tile_m, self.dv + RESULT_ROW_PADDING, Int32(self.spec.teams))
-        store_team_results(fragments.rows_and_columns(out), weights, teams, team, slab * SLAB + lane // 4, kv_loader)
+        store_team_results(fragments.rows_and_columns(out), row_stats, teams, team, slab * SLAB + lane // 4, kv_loader)
         cute.arch.sync_threads()
         self.reduce_teams(teams, decode_tile, tensors.o, tensors.lse, partials, scales.natural, score_pipeline)
 
@@ -272,7 +277,7 @@ class DecodeSm80(KernelCall, kind="decode"):
         kv_loader: KvLoader, start: Int32, team: Int32
     ) -> KvStages:  # fmt: skip
         """Return the K and V pipeline of this warp's team."""
-        keys = decode_tile.keys(bound_iterator)
+        kv_range = decode_tile.kv_range(bound_iterator)
         team_offset = team * (self.spec.kv_bytes() // self.spec.teams)
         k = sm80.SmemTile(start + team_offset, self.keys, kv_loader.columns(self.d))
         v = sm80.SmemTile(start + (team_offset + self.stages * k.bytes), self.keys, kv_loader.columns(self.dv))
@@ -280,7 +285,9 @@ class DecodeSm80(KernelCall, kind="decode"):
         copier = sm80.SmemCopier(self.team_warps * WARP, self.element, elementwise=False)
         # (Sk, D) and (Sk, Dv), or the form of K and V that `kv_loader` loads from.
         gK, gV = kv_loader.of_head(decode_tile, mK), kv_loader.of_head(decode_tile, mV)
-        return KvStages(copier, gK, gV, k, v, self.stages, keys, team * self.keys, kv_loader, scale_loader, self.tile_n)
+        return KvStages(
+            copier, gK, gV, k, v, self.stages, kv_range, team * self.keys, kv_loader, scale_loader, self.tile_n
+        )
 
     @cute.jit
     def load_queries(self, mQ: cute.Tensor, q: sm80.SmemTile, decode_tile: DecodeTile):
@@ -310,28 +317,26 @@ class DecodeSm80(KernelCall, kind="decode"):
         S, output = fragments.rows_and_columns(acc_S), fragments.rows_and_columns(out)
         P = kv_loader.left_operand(acc_S, self.element)
         for nth in cutlass.range(kv_stages.blocks, unroll=1):
-            j = kv_stages.keys.begin + nth
+            j = kv_stages.kv_range.begin + nth
             kv_stages.load_v(nth + self.stages - 1)
-            if bound_iterator.masks(kv_stages.keys, j):
-                tile_stages.begin(kv_stages.keys.nth(j), masked=True)
-            product.scores(
-                (acc_S,), left_q, right_k.retarget(kv_stages.stage_index(kv_stages.k, nth), transposed=False)
-            )
+            if bound_iterator.masks(kv_stages.kv_range, j):
+                tile_stages.begin(kv_stages.kv_range.nth(j), masked=True)
+            product.scores((acc_S,), left_q, right_k.retarget(kv_stages.stage_tile(kv_stages.k, nth), transposed=False))
             kv_stages.scale_loader.scale(S, nth % self.stages)
             kv_stages.wait_for_oldest()
             kv_stages.load_k(nth + self.stages)
             if cutlass.const_expr(tile_stages.applies_to_full_blocks):
-                if bound_iterator.masks(kv_stages.keys, j):
-                    tile_stages.apply(S, kv_stages.keys.nth(j), masked=True)
+                if bound_iterator.masks(kv_stages.kv_range, j):
+                    tile_stages.apply(S, kv_stages.kv_range.nth(j), masked=True)
                 else:
-                    tile_stages.apply(S, kv_stages.keys.nth(j), masked=False)
-            elif bound_iterator.masks(kv_stages.keys, j):
-                tile_stages.apply(S, kv_stages.keys.nth(j), masked=True)
+                    tile_stages.apply(S, kv_stages.kv_range.nth(j), masked=False)
+            elif bound_iterator.masks(kv_stages.kv_range, j):
+                tile_stages.apply(S, kv_stages.kv_range.nth(j), masked=True)
             if cute.arch.vote_any_sync(softmax.needs_rescale(S)):
                 softmax.rescale_to_new_max(output)
             softmax.exponentiate(S)
             P.convert(acc_S, kv_stages.scale_loader.weights(nth % self.stages, cute.size(S, mode=[1])))
-            values = right_v.retarget(kv_stages.stage_index(kv_stages.v, nth), transposed=True)
+            values = right_v.retarget(kv_stages.stage_tile(kv_stages.v, nth), transposed=True)
             for key in cutlass.range_constexpr(0, self.keys, SLAB):
                 product.accumulate((out,), (P.fragment[None, 0, key // SLAB],), values, key)
             kv_stages.wait_for_oldest()
@@ -366,7 +371,7 @@ class DecodeSm80(KernelCall, kind="decode"):
 
 @cute.jit
 def store_team_results(
-    output: cute.Tensor, weights: tuple[cute.Tensor, cute.Tensor], teams: TeamPartials, team: Int32, row: Int32,
+    output: cute.Tensor, row_stats: tuple[cute.Tensor, cute.Tensor], teams: TeamPartials, team: Int32, row: Int32,
     kv_loader: KvLoader
 ):  # fmt: skip
     """Write a thread's two rows, with their maxima and sums, to the results of its team.
@@ -383,7 +388,7 @@ def store_team_results(
                 registers[i] = value
             cute.autovec_copy(registers, shared_floats(start + column, len(values)))
         if lane % 4 == 0:
-            for i, of_row in enumerate(weights):
+            for i, of_row in enumerate(row_stats):
                 cute.arch.store(teams.weight(row + 8 * r, team) + i, of_row[r])
 
 

@@ -124,11 +124,11 @@ class ForwardSm80(KernelCall, kind="fwd"):
         addressing = self.features.tile_addressing(call)
         num_m_blocks = addressing.max_blocks_of_rows(Sq, self.tile_m)
         kv_head_bytes = Int64(call.k.shape[2]) * ((self.d + self.dv) * self.element.bytes)
-        section = TileScheduler.heads_per_l2_group(kv_head_bytes, num_m_blocks, Hq // call.k.shape[1], B * Hq)
+        l2_group_heads = TileScheduler.heads_per_l2_group(kv_head_bytes, num_m_blocks, Hq // call.k.shape[1], B * Hq)
         tensors = (call.q, call.k, call.v, call.o, call.lse)
         feature_args = (addressing, self.features.block_iterator(call), self.features.score_pipeline(call))
         self.features.launch_preprocess(call, stream)
-        self.kernel(*tensors, call.scales, section, *feature_args).launch(
+        self.kernel(*tensors, call.scales, l2_group_heads, *feature_args).launch(
             grid=(num_m_blocks * B * Hq, 1, 1), block=(self.spec.threads, 1, 1), stream=stream
         )
 
@@ -141,7 +141,7 @@ class ForwardSm80(KernelCall, kind="fwd"):
         mO: cute.Tensor,
         mLSE: cute.Tensor,
         scales: SoftmaxScale,
-        section: Int32,
+        l2_group_heads: Int32,
         addressing: TileAddressing,
         block_iterator: BlockIterator,
         score_pipeline: ScorePipeline,
@@ -149,8 +149,8 @@ class ForwardSm80(KernelCall, kind="fwd"):
         """Compute a tile: load Q, run the mainloop, and store O and LSE."""
         B, Hq, Sq = mLSE.shape
         num_m_blocks = addressing.blocks_of_rows(Sq, self.tile_m)
-        longest_first = block_iterator.tile_lengths_vary or addressing.tile_lengths_vary
-        order = TileScheduler(longest_first, num_m_blocks, Hq, B * Hq, section)
+        longest_first = block_iterator.tile_lengths_vary or addressing.sequence_lengths_vary
+        order = TileScheduler(longest_first, num_m_blocks, Hq, B * Hq, l2_group_heads)
         tile_grid = addressing.of_rows(order, SeqlenInfo(Sq, mK.shape[2]), mK.shape[1])
         tile = tile_grid.only_tile(cute.arch.block_idx()[0])
         first_row = tile.block * self.tile_m
@@ -198,7 +198,7 @@ class ForwardSm80(KernelCall, kind="fwd"):
         product = sm80.MmaProduct.create(self.element.dtype)
         right_k = sm80.LdmatrixView.create(kv_stages.k, self.element.dtype, "B")
         right_v = sm80.LdmatrixView.create(kv_stages.v, self.element.dtype, "B", transposed=True)
-        kv_range = bound_iterator.keys_of_rows(tile, first_row)
+        kv_range = bound_iterator.kv_blocks_of_rows(tile, first_row)
         num_masked = kv_range.num_masked
         kv_stages.load_k(kv_range.nth(0), all_rows_exist=False)
         sm80.wait_for_copies()

@@ -70,6 +70,7 @@ class BackwardPipelines:
     k: sm90.Pipeline  # K of a tile: a single stage for both warpgroups
     v: sm90.Pipeline  # V of a tile: a single stage for both warpgroups
     ds: sm90.Pipeline  # dS: DS_STAGES stages
+    tile_index: sm90.TileIndexPipeline
     workspace_units: sm90.Pipeline  # units of the dQ workspace on the way to the dQ writers
     added: sm90.Pipeline  # from consumers to dQ writers, without bytes: dQ of a tile has been added
     # The dQ staging buffer, if accumulator warps do the adding; released when written by a consumer.
@@ -107,7 +108,7 @@ class BackwardWork:
 
     def query_range(self, tile: Tile) -> QueryBlockRange:
         """Return the query blocks that a tile visits."""
-        return self.block_iterator.bind(tile.sizes, self.tile_m, self.tile_n).queries(tile)
+        return self.block_iterator.bind(tile.sizes, self.tile_m, self.tile_n).query_blocks(tile)
 
 
 @dataclass(frozen=True)
@@ -143,16 +144,20 @@ class DqProduct:
 
     @cute.jit
     def send(self, unit: Int32, earlier_steps: Int32, count: Int32):
-        """Add the product, the nth of the CTA, to a unit of the dQ workspace.
+        """Add the product to a unit of the dQ workspace.
 
-        A count of 0 means that no dS of the tile has been multiplied yet. Nothing is sent then.
+        Args:
+            unit: unit of the dQ workspace.
+            earlier_steps: steps of the tile before this step. With 0, no dS of the tile has been multiplied yet, and
+                nothing is sent.
+            count: number of the dS among all steps of the CTA.
         """
         if earlier_steps > 0:
             self.wait_for_staging(count)
-            quarters = cute.size(self.acc) // 4
-            lane_layout = cute.make_layout((4, quarters), stride=(1, sm90.WARP * 4))
+            quads = cute.size(self.acc) // 4
+            lane_layout = cute.make_layout((4, quads), stride=(1, sm90.WARP * 4))
             lanes = cute.make_tensor(self.staging.iterator + cute.arch.lane_idx() * 4, lane_layout)
-            cute.autovec_copy(cute.make_tensor(self.acc.iterator, cute.make_layout((4, quarters))), lanes)
+            cute.autovec_copy(cute.make_tensor(self.acc.iterator, cute.make_layout((4, quads))), lanes)
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.sync_warp()
             if cutlass.const_expr(self.staged is not None):
@@ -176,7 +181,7 @@ class PendingDq:
     """Product dQ of the previous step, which still has to be added to the workspace."""
 
     unit: Int32  # unit of the dQ workspace
-    count: Int32  # earlier steps of the same tile
+    earlier_steps: Int32  # steps of the same tile before this step
 
 
 @dataclass(frozen=True)
@@ -318,14 +323,14 @@ class BackwardSm90(KernelCall, kind="bwd"):
         # Bytes per query row: Q, dO and dQ in fp32.
         row_bytes = (self.d + self.dv) * self.element.bytes + self.d * FP32_BYTES
         num_ctas = call.num_ctas if self.in_order else None
-        section = kv_heads_per_l2_group(bound_iterator, group, B * shares, row_bytes, num_ctas)
-        layout = WorkspaceLayout.create(B * shares if self.in_order else section, num_n_blocks, B * shares, group)
+        l2_group_heads = kv_heads_per_l2_group(bound_iterator, group, B * shares, row_bytes, num_ctas)
+        layout = WorkspaceLayout.create(
+            B * shares if self.in_order else l2_group_heads, num_n_blocks, B * shares, group
+        )
         score_pipeline = self.features.score_pipeline(call)
         row_inputs = RowStatsInputs(call.o, call.do, call.lse, call.dlse)
-        self.preprocess(
-            row_inputs, call.row_stats, call.dq_workspace, layout, score_pipeline.keep_probability, addressing, stream
-        )
-        self.launch_main_kernel(call, section, layout, stream)
+        self.preprocess(row_inputs, call.row_stats, call.dq_workspace, layout, score_pipeline.keep_scale, addressing, stream)
+        self.launch_main_kernel(call, l2_group_heads, layout, stream)
         self.postprocess(
             call.dq_workspace,
             call.row_stats,
@@ -337,7 +342,9 @@ class BackwardSm90(KernelCall, kind="bwd"):
         )
 
     @cute.jit
-    def launch_main_kernel(self, call: KernelArgs, section: Int32, layout: WorkspaceLayout, stream: cuda.CUstream):
+    def launch_main_kernel(
+        self, call: KernelArgs, l2_group_heads: Int32, layout: WorkspaceLayout, stream: cuda.CUstream
+    ):
         """Launch the main kernel."""
         addressing = self.features.tile_addressing(call)
         q, do, k, v = self.inputs
@@ -356,17 +363,15 @@ class BackwardSm90(KernelCall, kind="bwd"):
             self.features.score_pipeline(call).tma(self.score_layout),
         )
         workspace = BackwardWorkspaceTensors(call.row_stats, call.dq_workspace)
-        self.kernel(operands, workspace, call.scales, call.counter, section, layout.heads, *feature_args).launch(
+        self.kernel(operands, workspace, call.scales, call.counter, l2_group_heads, layout.heads, *feature_args).launch(
             grid=(cutlass.min(layout.portions * call.dk.shape[1] * call.dk.shape[0], call.num_ctas), 1, 1),
             block=((WARPGROUPS + 1) * sm90.WARPGROUP, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
         )
 
-    def create_pipelines(
-        self, smem: cutlass.memory.SmemAllocator
-    ) -> tuple[BackwardPipelines, cute.Tensor, sm90.Pipeline]:
-        """Create all pipelines of a CTA and the tile-index pipeline.
+    def create_pipelines(self, smem: cutlass.memory.SmemAllocator) -> BackwardPipelines:
+        """Create all pipelines of a CTA.
 
         A stage of Q includes its LSE, and a stage of dO includes its delta.
         """
@@ -377,11 +382,11 @@ class BackwardSm90(KernelCall, kind="bwd"):
         )
         keys = (k.create_pipeline(smem, boxes=WARPGROUPS), v.create_pipeline(smem, boxes=WARPGROUPS))
         ds = sm90.Pipeline.create(smem, DS_STAGES, 0)
-        tile_indices, tile_index_pipeline = sm90.create_tile_index_pipeline(smem)
+        tile_index = sm90.TileIndexPipeline.create(smem)
         workspace_units = sm90.Pipeline.create(smem, self.writer_stages * DQ_WRITERS, self.unit * FP32_BYTES)
         added = sm90.Pipeline.create(smem, ADDED_STAGES, 0)
         staged = sm90.Pipeline.create(smem, WARPGROUPS, 0) if self.in_order else None
-        return BackwardPipelines(*steps, *keys, ds, workspace_units, added, staged), tile_indices, tile_index_pipeline
+        return BackwardPipelines(*steps, *keys, ds, tile_index, workspace_units, added, staged)
 
     def allocate_smem(self, smem: cutlass.memory.SmemAllocator) -> BackwardSmem:
         """Allocate all buffers of a CTA."""
@@ -391,7 +396,7 @@ class BackwardSm90(KernelCall, kind="bwd"):
         ds = smem.allocate_tensor(dtype, ds_layout.outer, 1024, ds_layout.inner)
         row_layout = cute.make_layout((self.tile_m, self.stages))  # (tile_m, stage)
         lse, delta = (smem.allocate_tensor(Float32, row_layout, 128) for _ in range(2))
-        staging = smem.allocate_tensor(Float32, cute.make_layout((self.half * 16, 4 * WARPGROUPS)), 1024)
+        staging = smem.allocate_tensor(Float32, cute.make_layout((self.unit, 4 * WARPGROUPS)), 1024)
         workspace_units = smem.allocate_tensor(
             Float32, cute.make_layout((self.unit, self.writer_stages * DQ_WRITERS)), 128
         )
@@ -404,17 +409,16 @@ class BackwardSm90(KernelCall, kind="bwd"):
         warp_idx: Int32,
         operands: TmaOperands,
         pipelines: BackwardPipelines,
-        tile_index_pipeline: sm90.Pipeline,
         score_pipeline: ScorePipeline,
     ) -> None:
         """Prefetch the TMA descriptors and initialize the mbarriers; all threads take part."""
         consumers = 4 * WARPGROUPS
         shared_pipelines = (pipelines.q, pipelines.do, pipelines.k, pipelines.v, pipelines.ds, pipelines.added)
         pipelines_and_warps = (
-            *((pipeline, consumers) for pipeline in shared_pipelines),
-            (tile_index_pipeline, consumers + 1 + DQ_WRITERS),
-            (pipelines.workspace_units, 1),
-            *(((pipelines.staged, 4),) if self.in_order else ()),
+            *(sm90.PipelineWarps(pipeline, consumers) for pipeline in shared_pipelines),
+            sm90.PipelineWarps(pipelines.tile_index.pipeline, consumers + 1 + DQ_WRITERS),
+            sm90.PipelineWarps(pipelines.workspace_units, 1),
+            *((sm90.PipelineWarps(pipelines.staged, 4),) if self.in_order else ()),
             *score_pipeline.pipelines,
         )
         sm90.start_cta(warp_idx, (*operands.atoms, *score_pipeline.atoms), pipelines_and_warps)
@@ -426,7 +430,7 @@ class BackwardSm90(KernelCall, kind="bwd"):
         workspace: BackwardWorkspaceTensors,
         scales: SoftmaxScale,
         mCounter: cute.Tensor,
-        section: Int32,
+        l2_group_heads: Int32,
         heads_ahead: Int32,
         addressing: TileAddressing,
         block_iterator: BlockIterator,
@@ -435,10 +439,10 @@ class BackwardSm90(KernelCall, kind="bwd"):
         """Assign the warp roles of the main kernel."""
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = cutlass.memory.SmemAllocator()
-        pipelines, tile_indices, tile_index_pipeline = self.create_pipelines(smem)
+        pipelines = self.create_pipelines(smem)
         score_pipeline = score_pipeline.allocate_smem(smem, self.score_layout)
         shared = self.allocate_smem(smem)
-        self.start_cta(warp_idx, operands, pipelines, tile_index_pipeline, score_pipeline)
+        self.start_cta(warp_idx, operands, pipelines, score_pipeline)
 
         mQ, mK = operands.tensor("q"), operands.tensor("k")
         Sq, _, Hq, _ = mQ.shape
@@ -447,9 +451,11 @@ class BackwardSm90(KernelCall, kind="bwd"):
         num_n_blocks, all_shares = addressing.blocks_of_keys(Sk, self.tile_n), shares * addressing.batch(mK)
         sizes = SeqlenInfo(Sq, Sk)
         bound_iterator = block_iterator.bind(sizes, self.tile_m, self.tile_n)
-        order = BackwardTileScheduler(True, num_n_blocks, shares, all_shares, section, bound_iterator, self.in_order)
+        order = BackwardTileScheduler(
+            True, num_n_blocks, shares, all_shares, l2_group_heads, bound_iterator, self.in_order
+        )
         tile_scheduler = sm90.DynamicTileScheduler(
-            mCounter.iterator, tile_indices, tile_index_pipeline, order.total, fetches_first_tile=True
+            mCounter.iterator, pipelines.tile_index, order.total, fetches_first_tile=True
         )
         tile_grid, heads = addressing.of_keys(order, sizes), (Hq // shares, shares // Hkv)
         work = BackwardWork(pipelines, tile_scheduler, tile_grid, block_iterator, *heads, self.tile_m, self.tile_n)
@@ -570,8 +576,9 @@ class BackwardSm90(KernelCall, kind="bwd"):
         mma_s, mma_v, mma_k, mma_q = (x.add.get_slice(thread) for x in (scores, for_dV, for_dK, for_dQ))
         (K, V), fetches = self.kv_operands((shared.k[None, None, wg], shared.v[None, None, wg]), scores.add, thread)
         # Right operands of S^T and dP^T: (MMA, 1, K/16, stage)
-        rows = tuple(mma_s.make_fragment_B(mma_s.partition_B(x)) for x in (shared.q, shared.do))
-        columns = tuple(
+        tSrQ, tdPrdO = (mma_s.make_fragment_B(mma_s.partition_B(x)) for x in (shared.q, shared.do))
+        # Right operands of dK and dV: (MMA, 1, tile_m/16, stage)
+        tdKrQ, tdVrdO = (
             m.make_fragment_B(m.partition_B(sm90.transposed(x))) for m, x in ((mma_k, shared.q), (mma_v, shared.do))
         )
         acc_S, acc_dP = (sm90.zeros(mma_s, (ROWS, self.tile_m)) for _ in range(2))  # 64 keys x tile_m queries each
@@ -582,38 +589,45 @@ class BackwardSm90(KernelCall, kind="bwd"):
             dS, acc_dQ = fragments.OperandA.create(acc_S, self.element), sm90.zeros(mma_q, (ROWS, self.half))
         # (D/2, 64, 2)
         wg_columns = cute.local_tile(sm90.transposed(shared.k), (self.half, ROWS, WARPGROUPS), (wg, 0, 0))
-        tQrK = mma_q.make_fragment_B(mma_q.partition_B(wg_columns))  # (MMA, 1, 64/16, warpgroup)
-        tQrS = mma_q.make_fragment_A(mma_q.partition_A(shared.ds))  # (MMA, 1, 64/16, stage and warpgroup)
+        tdQrK = mma_q.make_fragment_B(mma_q.partition_B(wg_columns))  # (MMA, 1, 64/16, warpgroup)
+        tdQrdS = mma_q.make_fragment_A(mma_q.partition_A(shared.ds))  # (MMA, 1, 64/16, stage and warpgroup)
         staging = shared.staging[None, cute.arch.make_warp_uniform(tidx // sm90.WARP)]
         staged = None if pipelines.staged is None else pipelines.staged.sub_pipeline(wg, 1)
         return ConsumerState(
             wg,
             pipelines,
-            sm90.StageProduct(scores, K, rows[0], acc_S),
-            sm90.StageProduct(scores, V, rows[1], acc_dP),
-            sm90.StageProduct(for_dV, P.fragment, columns[1], acc_dV),
-            sm90.StageProduct(for_dK, dS.fragment, columns[0], acc_dK),
-            DqProduct(for_dQ, tQrS, tQrK, pipelines.ds, acc_dQ, staging, workspace, staged),
+            sm90.StageProduct(scores, K, tSrQ, acc_S),
+            sm90.StageProduct(scores, V, tdPrdO, acc_dP),
+            sm90.StageProduct(for_dV, P.fragment, tdVrdO, acc_dV),
+            sm90.StageProduct(for_dK, dS.fragment, tdKrQ, acc_dK),
+            DqProduct(for_dQ, tdQrdS, tdQrK, pipelines.ds, acc_dQ, staging, workspace, staged),
             P,
             dS,
             fetches,
-            DsSmemStore(pipelines.ds, *self.ds_smem_copy(dS, acc_S, shared.ds, scores.add, thread), wg),
+            self.make_ds_store(pipelines.ds, dS, acc_S, shared.ds, scores.add, thread, wg),
             shared.lse,
             shared.delta,
         )
 
-    def ds_smem_copy(
-        self, dS: fragments.OperandA, like: cute.Tensor, sdS: cute.Tensor, mma: cute.TiledMma, thread: Int32
-    ) -> tuple[cute.TiledCopy, cute.Tensor, cute.Tensor]:
-        """Return the copy, source and target of the dS store to shared memory.
+    def make_ds_store(
+        self, pipeline: sm90.Pipeline, dS: fragments.OperandA, like: cute.Tensor, sdS: cute.Tensor, mma: cute.TiledMma,
+        thread: Int32, wg: Int32,
+    ) -> DsSmemStore:  # fmt: skip
+        """Return the store of dS to shared memory.
 
         Args:
+            pipeline: pipeline of dS.
+            dS: the warpgroup's half of dS in registers.
             like: accumulator with the element order of dS.
+            sdS: dS in shared memory.
+            mma: product with the layout of dS.
+            thread: thread of the warpgroup.
+            wg: index of the warpgroup.
         """
         matrices = cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), self.element.dtype)
         copy = cute.make_tiled_copy_C(matrices, mma).get_slice(thread)
         halves = cute.make_tensor(cute.recast_ptr(dS.pairs.iterator, dtype=self.element.dtype), like.layout)
-        return copy, copy.retile(halves), copy.partition_D(sm90.transposed(sdS))
+        return DsSmemStore(pipeline, copy, copy.retile(halves), copy.partition_D(sm90.transposed(sdS)), wg)
 
     @cute.jit
     def consume(
@@ -644,7 +658,7 @@ class BackwardSm90(KernelCall, kind="bwd"):
             for g in cutlass.range(work.group, unroll=1):
                 first_block = workspace.first_block(tile, g, work.tile_grid.order.heads)
                 head_range, head_stages = query_range.of_head(g), tile_stages.of_head(tile.query_head(g))
-                for subrange in head_range.sections():
+                for subrange in head_range.subranges():
                     head_stages.begin(head_range.nth(subrange.begin), subrange.masked)
                     for j in cutlass.range(subrange.begin, subrange.end, unroll=1):
                         step = StepContext(
@@ -691,9 +705,8 @@ class BackwardSm90(KernelCall, kind="bwd"):
         state.S.start(stage)
         state.pipelines.do.consumer_wait(step_count)
         state.dP.start(stage)
-        lse = row_values(
-            state.lse, stage
-        )  # LSE is read before more products are issued: behind them the read costs 10 %
+        # LSE is read before more products are issued: behind them the read costs 10 %.
+        lse = row_values(state.lse, stage)
         state.dQ.multiply(step_count - 1)
         step.score_pipeline.prepare_stage(step.block, masked)
         warpgroup.wait_group(2)  # wait for S
@@ -713,7 +726,7 @@ class BackwardSm90(KernelCall, kind="bwd"):
         state.ds_store.store(step_count)
         warpgroup.fence()
         state.dK.add(stage)
-        state.dQ.send(pending_dq.unit, pending_dq.count, step_count - 1)
+        state.dQ.send(pending_dq.unit, pending_dq.earlier_steps, step_count - 1)
         warpgroup.wait_group(0)
 
     @cute.jit
@@ -734,7 +747,7 @@ class BackwardSm90(KernelCall, kind="bwd"):
         exponentiate(state.S.values, lse, scale_log2)
         state.P.convert(state.S.acc, step.score_pipeline.p_transform(masked))
         warpgroup.wait_group(0)  # wait for dQ
-        state.dQ.send(pending_dq.unit, pending_dq.count, step_count - 1)
+        state.dQ.send(pending_dq.unit, pending_dq.earlier_steps, step_count - 1)
         state.pipelines.do.consumer_wait(step_count)
         warpgroup.fence()
         state.dP.start(stage)

@@ -15,6 +15,8 @@ keys beyond the last in every block costs nothing beside the L2 traffic.
 
 from __future__ import annotations
 
+import enum
+import operator
 from dataclasses import dataclass
 
 import cuda.bindings.driver as cuda
@@ -47,7 +49,12 @@ ROWS, SLAB = ROWS_PER_WARPGROUP, sm90.SLAB
 WARPGROUPS = BACKWARD_WARPGROUPS
 TILE_M = WARPGROUPS * ROWS
 WARPS = WARPGROUPS * sm90.WARPGROUP // sm90.WARP  # consumer warps
-JOIN = 1  # named barrier of all consumer warpgroups
+
+
+class DbiasBarrier(enum.IntEnum):
+    """Named barriers of the consumer warpgroups; barrier 0 is `sync_threads`."""
+
+    CONSUMERS = 1  # all consumer warpgroups
 
 
 @dataclass(frozen=True)
@@ -92,7 +99,7 @@ class DbiasConsumerState:
         self.product.issue(acc, rows, keys, accumulate=False)
 
 
-class BiasGradientSm90(KernelCall, kind="dbias"):
+class BackwardDbiasSm90(KernelCall, kind="dbias"):
     """Builder of the two bias-gradient kernels of a spec: the row statistics, and the gradient.
 
     Computes dbias = sum of dS over the dimensions in which the bias is broadcast, deterministically.
@@ -134,7 +141,7 @@ class BiasGradientSm90(KernelCall, kind="dbias"):
         addressing, score_pipeline = self.features.tile_addressing(call), self.features.score_pipeline(call)
         row_stats_inputs = RowStatsInputs(call.o, call.do, call.lse)
         self.preprocess(
-            row_stats_inputs, call.row_stats, None, None, score_pipeline.keep_probability, addressing, stream
+            row_stats_inputs, call.row_stats, None, None, score_pipeline.keep_scale, addressing, stream
         )
         rows, keys = self.inputs
         operands = TmaOperands.create(
@@ -184,7 +191,7 @@ class BiasGradientSm90(KernelCall, kind="dbias"):
         smem = cutlass.memory.SmemAllocator()
         rows, keys = self.inputs
         pairs = sm90.Pipeline.create(smem, self.stages, WARPGROUPS * rows.bytes + keys.bytes)
-        tile_indices, tile_index_pipeline = sm90.create_tile_index_pipeline(smem)
+        tile_index = sm90.TileIndexPipeline.create(smem)
         columns = smem.allocate_tensor(Float32, cute.make_layout(self.tile_n), 16)
         score_pipeline = score_pipeline.allocate_smem(smem, self.score_layout)
         shared = DbiasSmem(rows.buffer(smem), keys.buffer(smem), columns)
@@ -192,11 +199,13 @@ class BiasGradientSm90(KernelCall, kind="dbias"):
         Sk, _, Hkv, _ = operands.tensor("k").shape
         blocks = DbiasBlock(cute.ceil_div(Sk, self.tile_n), cute.ceil_div(Sq, TILE_M), Hq, B)
         reduction = DbiasReduce.create(blocks, mdBias)
-        tile_scheduler = sm90.DynamicTileScheduler(
-            mCounter.iterator, tile_indices, tile_index_pipeline, reduction.tiles.total
-        )
+        tile_scheduler = sm90.DynamicTileScheduler(mCounter.iterator, tile_index, reduction.tiles.total)
         work = DbiasWork(pairs, tile_scheduler, reduction, SeqlenInfo(Sq, Sk), Hq // Hkv)
-        pipelines_and_warps = ((pairs, WARPS), (tile_index_pipeline, WARPS), *score_pipeline.pipelines)
+        pipelines_and_warps = (
+            sm90.PipelineWarps(pairs, WARPS),
+            sm90.PipelineWarps(tile_index.pipeline, WARPS),
+            *score_pipeline.pipelines,
+        )
         sm90.start_cta(warp_idx, (*operands.atoms, *score_pipeline.atoms), pipelines_and_warps)
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(self.producer_registers)
@@ -330,8 +339,7 @@ class BiasGradientSm90(KernelCall, kind="dbias"):
                 for c in cutlass.range_constexpr(cute.size(values, mode=[1])):
                     total += values[r, c]
                     values[r, c] = Float32(0.0)
-                for lanes in (1, 2):
-                    total = total + cute.arch.shuffle_sync_bfly(total, offset=lanes)
+                total = fragments.quad_reduce(total, operator.add)
                 values[r, 0] = cutlass.select_(lane % 4 == 0, total, Float32(0.0))
         if over_queries:
             self.add_rows(values, columns)
@@ -351,7 +359,7 @@ class BiasGradientSm90(KernelCall, kind="dbias"):
         thread, lane = cute.arch.thread_idx()[0] - sm90.WARPGROUP, cute.arch.lane_idx()
         if thread < self.tile_n:
             columns[thread] = Float32(0.0)
-        sm90.sync_warpgroups(JOIN, WARPGROUPS)
+        sm90.sync_warpgroups(DbiasBarrier.CONSUMERS, WARPGROUPS)
         for c in cutlass.range_constexpr(cute.size(values, mode=[1])):
             total = values[0, c] + values[1, c]
             for lanes in (4, 8, 16):
@@ -361,4 +369,4 @@ class BiasGradientSm90(KernelCall, kind="dbias"):
             if thread // sm90.WARP == warp_idx and lane < 4:
                 for c in cutlass.range_constexpr(cute.size(values, mode=[1])):
                     columns[lane * 2 + fragments.column_of(c)] += values[0, c]
-            sm90.sync_warpgroups(JOIN, WARPGROUPS)
+            sm90.sync_warpgroups(DbiasBarrier.CONSUMERS, WARPGROUPS)

@@ -14,6 +14,7 @@ result of a step into 16 bits, the warpgroup issues its S or dP of the next step
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -43,8 +44,13 @@ WARPGROUPS = BACKWARD_WARPGROUPS
 TILE_M, TILE_N = SPLIT_BACKWARD_TILE
 # Buffers of the weights in shared memory: P, written by the first warpgroup, and dS, written by the second.
 P, DS = 0, 1
-JOIN = 1  # named barrier of warpgroup w: JOIN + w
 STAGED_COLUMNS = 64  # largest number of columns of dK or dV that a warp stores at once
+
+
+class DkdvBarrier(enum.IntEnum):
+    """Named barriers of the consumer warpgroups; barrier 0 is `sync_threads`."""
+
+    OUTPUT_STORED = 1  # OUTPUT_STORED + w: the outputs of all warps of warpgroup w have left shared memory
 
 
 @dataclass(frozen=True)
@@ -159,7 +165,7 @@ class DkdvConsumerState:
             ds.consumer_release(step_count)
 
 
-class KeyGradientsSm90:
+class BackwardDkdvSm90:
     """Builder of the dK and dV kernel of a split backward spec.
 
     Computes dV = P^T dO and dK = scale * dS^T Q, deterministically.
@@ -187,9 +193,8 @@ class KeyGradientsSm90:
         self.spec, self.features = spec, KernelFeatures.from_spec(spec, transposed=True)
         self.element, self.d, self.dv, self.stages = self.features.element, spec.d, spec.dv, spec.stages
         self.producer_registers, self.consumer_registers = spec.register_split
-        self.score_layout = ScoreLayout(
-            self.element, 1, TILE_M, transposed=True
-        )  # only the first warpgroup holds scores
+        # Only the first warpgroup holds scores.
+        self.score_layout = ScoreLayout(self.element, 1, TILE_M, transposed=True)
 
     @property
     def inputs(self) -> tuple[sm90.TmaLoadConfig, sm90.TmaLoadConfig, sm90.TmaLoadConfig, sm90.TmaLoadConfig]:
@@ -217,9 +222,11 @@ class KeyGradientsSm90:
         block_iterator = self.features.block_iterator(call)
         score_pipeline = self.features.score_pipeline(call).tma(self.score_layout)
         bound_iterator = block_iterator.bind(SeqlenInfo(call.q.shape[2], Sk), TILE_M, TILE_N)
-        section = kv_heads_per_l2_group(bound_iterator, group, B * shares, (self.d + self.dv) * self.element.bytes)
+        l2_group_heads = kv_heads_per_l2_group(
+            bound_iterator, group, B * shares, (self.d + self.dv) * self.element.bytes
+        )
         self.kernel(
-            operands, call.row_stats, call.scales, call.counter, section, addressing, block_iterator, score_pipeline
+            operands, call.row_stats, call.scales, call.counter, l2_group_heads, addressing, block_iterator, score_pipeline
         ).launch(
             grid=(cutlass.min(num_n_blocks * B * shares, call.num_ctas), 1, 1),
             block=((WARPGROUPS + 1) * sm90.WARPGROUP, 1, 1),
@@ -260,7 +267,7 @@ class KeyGradientsSm90:
         mRowStats: cute.Tensor,
         scales: SoftmaxScale,
         mCounter: cute.Tensor,
-        section: Int32,
+        l2_group_heads: Int32,
         addressing: TileAddressing,
         block_iterator: BlockIterator,
         score_pipeline: ScorePipeline,
@@ -269,7 +276,7 @@ class KeyGradientsSm90:
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = cutlass.memory.SmemAllocator()
         pipelines = self.create_pipelines(smem)
-        tile_indices, tile_index_pipeline = sm90.create_tile_index_pipeline(smem)
+        tile_index = sm90.TileIndexPipeline.create(smem)
         score_pipeline = score_pipeline.allocate_smem(smem, self.score_layout)
         shared = self.allocate_smem(smem)
 
@@ -279,22 +286,22 @@ class KeyGradientsSm90:
         sizes, num_n_blocks = SeqlenInfo(Sq, Sk), addressing.blocks_of_keys(Sk, TILE_N)
         shares = operands.tensor("dk").shape[2]
         all_shares = addressing.batch(mK) * shares
-        section = addressing.heads_per_l2_group(section, all_shares, 1, of_keys=True)
+        l2_group_heads = addressing.heads_per_l2_group(l2_group_heads, all_shares, 1, of_keys=True)
         order = BackwardTileScheduler(
-            True, num_n_blocks, shares, all_shares, section, block_iterator.bind(sizes, TILE_M, TILE_N)
+            True, num_n_blocks, shares, all_shares, l2_group_heads, block_iterator.bind(sizes, TILE_M, TILE_N)
         )
-        tile_scheduler = sm90.DynamicTileScheduler(mCounter.iterator, tile_indices, tile_index_pipeline, order.total)
+        tile_scheduler = sm90.DynamicTileScheduler(mCounter.iterator, tile_index, order.total)
         heads = (Hq // shares, shares // Hkv)
         work = DkdvWork(pipelines, tile_scheduler, addressing.of_keys(order, sizes), block_iterator, *heads)
         consumers = 4 * WARPGROUPS
-        query_pipelines = ((pipeline, consumers) for pipeline in (pipelines.q, pipelines.do))
-        kv_pipelines = ((pipeline, 4) for pipeline in (pipelines.k, pipelines.v))
-        weight_pipelines = ((pipeline, 4, 4) for pipeline in pipelines.weights)
+        query_pipelines = (sm90.PipelineWarps(pipeline, consumers) for pipeline in (pipelines.q, pipelines.do))
+        kv_pipelines = (sm90.PipelineWarps(pipeline, 4) for pipeline in (pipelines.k, pipelines.v))
+        weight_pipelines = (sm90.PipelineWarps(pipeline, 4, 4) for pipeline in pipelines.weights)
         pipelines_and_warps = (
             *query_pipelines,
             *kv_pipelines,
             *weight_pipelines,
-            (tile_index_pipeline, consumers + 1),
+            sm90.PipelineWarps(tile_index.pipeline, consumers + 1),
             *score_pipeline.pipelines,
         )
         sm90.start_cta(warp_idx, (*operands.atoms, *score_pipeline.atoms), pipelines_and_warps)
@@ -330,7 +337,7 @@ class KeyGradientsSm90:
         tile_count, step_count, tile_idx = Int32(0), Int32(0), cute.arch.block_idx()[0]
         while tile_idx < work.tile_grid.total:
             tile = work.tile_grid.tile(tile_idx, work.group)
-            query_range = work.block_iterator.bind(tile.sizes, TILE_M, TILE_N).queries(tile)
+            query_range = work.block_iterator.bind(tile.sizes, TILE_M, TILE_N).query_blocks(tile)
             for g in cutlass.range(work.group, unroll=1):
                 gRowStats = tile.row_stats(mRowStats, g, TILE_M)
                 tQsQ, tQgQ = tile.queries(q, g).tiles((TILE_M, self.d), (None, 0))
@@ -382,7 +389,7 @@ class KeyGradientsSm90:
         weights = fragments.OperandA.create(scores.acc, self.element)
         values = cute.make_tensor(cute.recast_ptr(weights.pairs.iterator, dtype=self.element.dtype), scores.acc.layout)
         kept_p = None
-        if score_pipeline.keep_probability is not None:
+        if score_pipeline.keep_scale is not None:
             kept_p = weights if wg == 0 else fragments.OperandA.create(scores.acc, self.element)
         crossing = sm90.transposed(shared.weights)  # (keys, queries, P or dS)
 
@@ -430,7 +437,7 @@ class KeyGradientsSm90:
         tile_count, step_count, tile_idx = Int32(0), Int32(0), cute.arch.block_idx()[0]
         while tile_idx < work.tile_grid.total:
             tile = work.tile_grid.tile(tile_idx, work.group)
-            query_range = work.block_iterator.bind(tile.sizes, TILE_M, TILE_N).queries(tile)
+            query_range = work.block_iterator.bind(tile.sizes, TILE_M, TILE_N).query_blocks(tile)
             end = step_count + query_range.total(work.group)
             key = tile.block * TILE_N + warp_in_group * SLAB + lane // 4
             tile_stages = score_pipeline.set_tile(
@@ -445,7 +452,7 @@ class KeyGradientsSm90:
             self.wait_for_stores(state.wg)
             for g in cutlass.range(work.group, unroll=1):
                 head_range, head_stages = query_range.of_head(g), tile_stages.of_head(tile.query_head(g))
-                for subrange in head_range.sections() if state.wg == 0 else (head_range.all_blocks(),):
+                for subrange in head_range.subranges() if state.wg == 0 else (head_range.all_blocks(),):
                     if cutlass.const_expr(state.wg == 0):
                         head_stages.begin(head_range.nth(subrange.begin), subrange.masked)
                     for j in cutlass.range(subrange.begin, subrange.end, unroll=1):
@@ -461,7 +468,11 @@ class KeyGradientsSm90:
             pipelines.weights[state.wg].producer_wait(step_count)  # the outputs leave through this buffer
             slab = tile.block * (TILE_N // SLAB)
             self.store(
-                state, state.dV.acc, score_pipeline.scaled(Float32(2.0**-self.element.raised)), tile.rows(dv), slab
+                state,
+                state.dV.acc,
+                score_pipeline.scaled(Float32(2.0**-self.element.p_scale_log2)),
+                tile.rows(dv),
+                slab,
             )
             self.store(state, state.dK.acc, score_pipeline.scaled(scales.natural), tile.rows(dk), slab)
             tile_idx = work.tile_scheduler.receive(tile_count)
@@ -481,8 +492,8 @@ class KeyGradientsSm90:
     ):
         """Compute P of a step in the first warpgroup, and pack P into 16 bits."""
         scores, lse_log2 = state.scores.values, row_values(state.row_stats, state.pipelines.q.stage_index(step_count))
-        if cutlass.const_expr(self.element.raised != 0):
-            lse_log2.store(lse_log2.load() - Float32(self.element.raised))
+        if cutlass.const_expr(self.element.p_scale_log2 != 0):
+            lse_log2.store(lse_log2.load() - Float32(self.element.p_scale_log2))
         head_stages.prepare_stage(m_block, subrange.masked)
         head_stages.apply(scores, m_block, subrange.masked, step_count)
         exponentiate(scores, lse_log2, scale_log2)
@@ -498,14 +509,14 @@ class KeyGradientsSm90:
         if cutlass.const_expr(state.kept_p is not None):
             state.kept_p.copy_nonnegative(state.weights)
         score_derivative = ScoreDerivative.create(head_stages, lambda: state.lse_of(step_count))
-        softmax_backward(weights, dP, delta, dP, self.element.raised, state.kept_p is not None, score_derivative)
+        softmax_backward(weights, dP, delta, dP, self.element.p_scale_log2, state.kept_p is not None, score_derivative)
         state.weights.convert(state.scores.acc)
 
     @cute.jit
     def wait_for_stores(self, wg: int):
         """Wait until the outputs of the previous tile have left the weights' buffer, for all four warps."""
         cute.arch.cp_async_bulk_wait_group(0, read=True)
-        sm90.sync_warpgroup(JOIN, wg)
+        sm90.sync_warpgroup(DkdvBarrier.OUTPUT_STORED, wg)
 
     @cute.jit
     def store(self, state: DkdvConsumerState, acc: cute.Tensor, factor: Float32, out: sm90.TmaOperand, slab: Int32):

@@ -8,6 +8,7 @@ products while its peer multiplies.
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 import cuda.bindings.driver as cuda
@@ -17,7 +18,7 @@ import cutlass.memory
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import warpgroup
 
-from ...registry.kernel_spec import BACKWARD_WARPGROUPS, ROWS_PER_WARPGROUP, SPLIT_BACKWARD_TILE, HopperSpec
+from ...registry.kernel_spec import BACKWARD_WARPGROUPS, DQ_TILE_M, ROWS_PER_WARPGROUP, SPLIT_BACKWARD_TILE, HopperSpec
 from ..backward.pre_post_process import (
     RowStats,
     ScoreDerivative,
@@ -38,8 +39,13 @@ from .common import TmaOperands
 
 ROWS, SLAB = ROWS_PER_WARPGROUP, sm90.SLAB
 WARPGROUPS = BACKWARD_WARPGROUPS
-TILE_M, TILE_N = WARPGROUPS * ROWS, SPLIT_BACKWARD_TILE[1]  # query rows of a CTA, keys of a step
-JOIN = 1  # named barrier of warpgroup w: JOIN + w
+TILE_M, TILE_N = DQ_TILE_M, SPLIT_BACKWARD_TILE[1]  # query rows of a CTA, keys of a step
+
+
+class DqBarrier(enum.IntEnum):
+    """Named barriers of the consumer warpgroups; barrier 0 is `sync_threads`."""
+
+    Q_READ = 1  # Q_READ + w: all warps of warpgroup w have finished the last product with Q
 
 
 @dataclass(frozen=True)
@@ -89,7 +95,7 @@ class DqConsumerState:
             product.start(pipeline.stage_index(count))
 
 
-class QueryGradientSm90:
+class BackwardDqSm90:
     """Builder of the dQ kernel of a split backward spec.
 
     Computes dQ = scale * dS K with dS = P * (dP - delta), deterministically.
@@ -144,13 +150,13 @@ class QueryGradientSm90:
         Hkv, Sk = call.k.shape[1], call.k.shape[2]
         num_m_blocks = addressing.max_blocks_of_rows(Sq, TILE_M)
         head_bytes = Int64(Sk) * ((self.d + self.dv) * self.element.bytes)
-        section = TileScheduler.heads_per_l2_group(head_bytes, num_m_blocks, Hq // Hkv, Hq * B)
+        l2_group_heads = TileScheduler.heads_per_l2_group(head_bytes, num_m_blocks, Hq // Hkv, Hq * B)
         feature_args = (
             addressing,
             self.features.block_iterator(call),
             self.features.score_pipeline(call).tma(self.score_layout),
         )
-        self.kernel(operands, call.row_stats, call.scales, call.counter, section, *feature_args).launch(
+        self.kernel(operands, call.row_stats, call.scales, call.counter, l2_group_heads, *feature_args).launch(
             grid=(cutlass.min(num_m_blocks * Hq * B, call.num_ctas), 1, 1),
             block=((WARPGROUPS + 1) * sm90.WARPGROUP, 1, 1),
             stream=stream,
@@ -171,7 +177,7 @@ class QueryGradientSm90:
         mRowStats: cute.Tensor,
         scales: SoftmaxScale,
         mCounter: cute.Tensor,
-        section: Int32,
+        l2_group_heads: Int32,
         addressing: TileAddressing,
         block_iterator: BlockIterator,
         score_pipeline: ScorePipeline,
@@ -180,23 +186,23 @@ class QueryGradientSm90:
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = cutlass.memory.SmemAllocator()
         pipelines = self.create_pipelines(smem)
-        tile_indices, tile_index_pipeline = sm90.create_tile_index_pipeline(smem)
+        tile_index = sm90.TileIndexPipeline.create(smem)
         score_pipeline = score_pipeline.allocate_smem(smem, self.score_layout)
         shared = DqSmem(*(x.buffer(smem) for x in self.inputs))
         mQ = operands.tensor("q")
         Sq, _, Hq, _ = mQ.shape
         Sk, _, Hkv, _ = operands.tensor("k").shape
         num_m_blocks = addressing.blocks_of_rows(Sq, TILE_M)
-        longest_first = block_iterator.tile_lengths_vary or addressing.tile_lengths_vary
+        longest_first = block_iterator.tile_lengths_vary or addressing.sequence_lengths_vary
         heads = Hq * addressing.batch(mQ)
-        section = addressing.heads_per_l2_group(section, heads, Hq // Hkv)
-        order = TileScheduler(longest_first, num_m_blocks, Hq, heads, section)
-        tile_scheduler = sm90.DynamicTileScheduler(mCounter.iterator, tile_indices, tile_index_pipeline, order.total)
+        l2_group_heads = addressing.heads_per_l2_group(l2_group_heads, heads, Hq // Hkv)
+        order = TileScheduler(longest_first, num_m_blocks, Hq, heads, l2_group_heads)
+        tile_scheduler = sm90.DynamicTileScheduler(mCounter.iterator, tile_index, order.total)
         work = DqWork(pipelines, tile_scheduler, addressing.of_rows(order, SeqlenInfo(Sq, Sk), Hkv), block_iterator)
-        wg_pipelines, shared_pipelines = (pipelines.q, pipelines.do), (pipelines.k, pipelines.v, tile_index_pipeline)
+        wg_pipelines, shared_pipelines = (pipelines.q, pipelines.do), (pipelines.k, pipelines.v, tile_index.pipeline)
         pipelines_and_warps = (
-            *((pipeline, 4) for pipeline in wg_pipelines),
-            *((pipeline, 4 * WARPGROUPS) for pipeline in shared_pipelines),
+            *(sm90.PipelineWarps(pipeline, 4) for pipeline in wg_pipelines),
+            *(sm90.PipelineWarps(pipeline, 4 * WARPGROUPS) for pipeline in shared_pipelines),
             *score_pipeline.pipelines,
         )
         sm90.start_cta(warp_idx, (*operands.atoms, *score_pipeline.atoms), pipelines_and_warps)
@@ -224,7 +230,7 @@ class QueryGradientSm90:
         tile_count, block_count, tile_idx = Int32(0), Int32(0), cute.arch.block_idx()[0]
         while tile_idx < work.tile_grid.total:
             tile = work.tile_grid.tile(tile_idx, group)
-            kv_range = work.block_iterator.bind(tile.sizes, TILE_M, TILE_N).keys(tile)
+            kv_range = work.block_iterator.bind(tile.sizes, TILE_M, TILE_N).kv_blocks(tile)
             tQsQ, tQgQ = tile.rows(q).tiles((ROWS, self.d), (None, 0))
             tOsO, tOgO = tile.rows(do).tiles((ROWS, self.dv), (None, 0))
             tKsK, tKgK = tile.keys(k).tiles((TILE_N, self.d), (None, 0))
@@ -303,7 +309,7 @@ class QueryGradientSm90:
             state.issue_scores(block_count)
             warpgroup.wait_group(0)
             pipelines.v.consumer_release(block_count)
-            for subrange in kv_range.sections_before_last():
+            for subrange in kv_range.subranges_before_last():
                 tile_stages.begin(kv_range.nth(subrange.begin), subrange.masked)
                 for j in cutlass.range(subrange.begin, subrange.end, unroll=1):
                     self.compute_ds(state, row_stats, tile_stages, kv_range.nth(j), block_count + j, subrange.masked)
@@ -356,7 +362,7 @@ class QueryGradientSm90:
         rdQ.store((state.dQ.acc.load() * scale).to(self.element.dtype))
         start = cute.slice_(out.s, (None, None, wg)).iterator
         sdQ = cute.make_tensor(start, sm90.slab_layout(self.element.dtype, ROWS, self.d).outer)
-        sm90.sync_warpgroup(JOIN, wg)  # no warp of the warpgroup may still be reading Q
+        sm90.sync_warpgroup(DqBarrier.Q_READ, wg)  # no warp of the warpgroup may still be reading Q
         sm90.store_slabs(rdQ, sdQ, out, wg_tile * (ROWS // SLAB), state.dQ.product.add)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.sync_warp()

@@ -12,6 +12,8 @@ holds two CTAs: one multiplies while the other waits. Sums have the same order i
 
 from __future__ import annotations
 
+import enum
+import operator
 from dataclasses import dataclass
 
 import cuda.bindings.driver as cuda
@@ -36,7 +38,12 @@ from .common import TmaOperands
 
 TILE_M, TILE_N = SINGLE_TILE  # largest numbers of queries and keys of a sequence
 P, DS = 0, 1  # buffers of the weights in shared memory
-JOIN = 1  # named barrier of the consumer warpgroup
+
+
+class TileBarrier(enum.IntEnum):
+    """Named barriers of the consumer warpgroups; barrier 0 is `sync_threads`."""
+
+    CONSUMERS = 1  # all warps of the consumer warpgroup
 
 
 @dataclass(frozen=True)
@@ -190,7 +197,7 @@ class TileBackwardSm90(KernelCall, kind="tilebwd"):
         sm90.start_cta(
             warp_idx,
             (*operands.atoms, *score_pipeline.atoms),
-            ((pipeline, sm90.WARPGROUP // sm90.WARP), *score_pipeline.pipelines),
+            (sm90.PipelineWarps(pipeline, sm90.WARPGROUP // sm90.WARP), *score_pipeline.pipelines),
         )
         if warp_idx < 4:
             cute.arch.setmaxregister_decrease(self.producer_registers)
@@ -278,9 +285,9 @@ class TileBackwardSm90(KernelCall, kind="tilebwd"):
             tile_stages.apply(fragments.rows_and_columns(state.S), Int32(0), masked=True, count=sequence_count)
             exponentiate(by_query(state.S), (lse[0], lse[1]), scale_log2)
             lse.store(self.lse_of(mLSE, sequence_range, cutlass.min(batch + 1, sequence_range.end - 1), row).load())
-            # The previous gradients of this warp have left shared memory.
+            # Wait until the previous gradients have left shared memory: first those of this warp, then of all warps.
             cute.arch.cp_async_bulk_wait_group(0, read=True)
-            sm90.sync_warpgroup(JOIN, Int32(0))  # Now the gradients of all warps have left shared memory.
+            sm90.sync_warpgroup(TileBarrier.CONSUMERS, Int32(0))
             state.packed.convert(state.S)
             self.write_weights(state, shared, P)
             warpgroup.wait_group(0)
@@ -289,7 +296,7 @@ class TileBackwardSm90(KernelCall, kind="tilebwd"):
             state.packed.convert(state.S)
             self.write_weights(state, shared, DS)
             cute.arch.fence_proxy("async.shared", space="cta")  # Products read shared memory written by stmatrix.
-            sm90.sync_warpgroup(JOIN, Int32(0))
+            sm90.sync_warpgroup(TileBarrier.CONSUMERS, Int32(0))
             warpgroup.fence()
             state.multiply_sums(pipeline.stage_index(sequence_count))
             if cutlass.const_expr(mdBias is not None):
@@ -299,7 +306,7 @@ class TileBackwardSm90(KernelCall, kind="tilebwd"):
                     state.sum.fill(0.0)
             warpgroup.wait_group(0)
             pipeline.consumer_release(sequence_count)
-            sm90.sync_warpgroup(JOIN, Int32(0))  # No warp reads the weights any longer.
+            sm90.sync_warpgroup(TileBarrier.CONSUMERS, Int32(0))  # No warp reads the weights any longer.
             dq, dk, dv = operands.with_smem(
                 dq=shared.staging, dk=self.staging_in(shared, DS), dv=self.staging_in(shared, P)
             )
@@ -355,10 +362,7 @@ def row_sums(P: cute.Tensor, dP: cute.Tensor) -> tuple[Float32, Float32]:
         parts = [weights[r, c] * gradients[r, c] for c in range(4)]
         for c in cutlass.range_constexpr(4, cute.size(weights, mode=[1])):
             parts[c % 4] = parts[c % 4] + weights[r, c] * gradients[r, c]
-        total = (parts[0] + parts[1]) + (parts[2] + parts[3])
-        for lanes in cutlass.range_constexpr(1, 3):
-            total = total + cute.arch.shuffle_sync_bfly(total, offset=lanes)
-        sums[r] = total
+        sums[r] = fragments.quad_reduce((parts[0] + parts[1]) + (parts[2] + parts[3]), operator.add)
     return sums[0], sums[1]
 
 

@@ -5,9 +5,9 @@ tiles are fewer than SMs, the keys of each tile are split among several CTAs (sp
 A producer warp keeps many stages of K and V in flight. Consumer warpgroups of 64 rows follow with time to spare, so
 padding rows are harmless.
 
-With a single split a CTA writes O itself. Up to CLUSTER splits can form a cluster, whose CTAs reduce their results in
-each other's shared memory. Otherwise the CTAs leave fp32 partial results for the `SplitKvCombine` kernel, which is
-launched early and waits.
+With a single split a CTA writes O itself. Up to `kernel_spec.MAX_CLUSTER_SIZE` splits can form a cluster, whose CTAs
+reduce their results in each other's shared memory. Otherwise the CTAs leave fp32 partial results for the
+`SplitKvCombine` kernel, which is launched early and waits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,14 @@ from cutlass.cute.nvgpu import warpgroup
 from ...registry.kernel_spec import L2_BYTES, ROWS_PER_WARPGROUP, HopperSpec
 from ..call_args.kernel_call import KernelArgs, KernelCall, SoftmaxScale
 from ..decode.pack_gqa import DecodeTile
-from ..decode.split_kv import AT_ONCE, ClusterPartials, PartialResult, SplitKvCombine, WorkspacePartials, follow
+from ..decode.split_kv import (
+    AT_ONCE,
+    ClusterPartials,
+    PartialResult,
+    SplitKvCombine,
+    WorkspacePartials,
+    wait_for_previous_kernel,
+)
 from ..features.base import KernelFeatures
 from ..mainloop.softmax import OnlineSoftmax
 from ..primitives import fragments, sm90
@@ -68,16 +75,16 @@ class DecodeGmem:
 
 
 @dataclass(frozen=True)
-class SoftmaxRows:
+class SoftmaxRowStats:
     """Softmax maxima and sums of a thread's two rows."""
 
-    tops: cute.Tensor  # (2,): largest raw scores
-    totals: cute.Tensor  # (2,): sums of exponentials
+    row_max: cute.Tensor  # (2,): largest raw scores
+    row_sum: cute.Tensor  # (2,): sums of exponentials
     scale: Float32
 
     def lse(self, r: int) -> Float32:
         """Return the LSE (natural logarithm) of row `r` of the thread."""
-        return self.tops[r] * self.scale + cute.math.log(self.totals[r], fastmath=True)
+        return self.row_max[r] * self.scale + cute.math.log(self.row_sum[r], fastmath=True)
 
 
 @dataclass(frozen=True)
@@ -89,9 +96,9 @@ class DecodeWork:
     pipeline_k: sm90.Pipeline
     pipeline_v: sm90.Pipeline
 
-    def keys(self) -> SplitKvRange:
+    def kv_range(self) -> SplitKvRange:
         """Return the KV blocks of this CTA."""
-        return self.decode_tile.keys(self.block_iterator)
+        return self.decode_tile.kv_range(self.block_iterator)
 
 
 class DecodeSm90(KernelCall, kind="decode"):
@@ -194,9 +201,9 @@ class DecodeSm90(KernelCall, kind="decode"):
         sm90.start_cta(
             warp_idx,
             operands.atoms,
-            tuple((pipeline, 4 * self.warpgroups) for pipeline in (pipeline_k, pipeline_v)),
+            tuple(sm90.PipelineWarps(pipeline, 4 * self.warpgroups) for pipeline in (pipeline_k, pipeline_v)),
         )
-        follow()
+        wait_for_previous_kernel()
         work.block_iterator.scan(decode_tile)
         if warp_idx == 4 * self.warpgroups:
             self.load(*operands.with_smem(k=shared.k, v=shared.v), work, addressing)
@@ -213,11 +220,11 @@ class DecodeSm90(KernelCall, kind="decode"):
         """Run the producer warp: load K and V of this split's blocks."""
         tKsK, tKgK = work.decode_tile.of_head(k).tiles((self.tile_n, self.d), (None, 0))
         tVsV, tVgV = work.decode_tile.of_head(v).tiles((self.dv, self.tile_n), (0, None))
-        keys, policy = work.keys(), self.policy(k.m, v.m, addressing)
-        for j in cutlass.range(keys.begin, keys.end, unroll=1):
-            block = keys.nth(j)
-            sm90.load_block(k.atom, tKgK, tKsK, work.pipeline_k, block, j - keys.begin, policy)
-            sm90.load_block(v.atom, tVgV, tVsV, work.pipeline_v, block, j - keys.begin, policy)
+        kv_range, policy = work.kv_range(), self.policy(k.m, v.m, addressing)
+        for j in cutlass.range(kv_range.begin, kv_range.end, unroll=1):
+            block = kv_range.nth(j)
+            sm90.load_block(k.atom, tKgK, tKsK, work.pipeline_k, block, j - kv_range.begin, policy)
+            sm90.load_block(v.atom, tVgV, tVsV, work.pipeline_v, block, j - kv_range.begin, policy)
 
     def policy(self, mK: cute.Tensor, mVt: cute.Tensor, addressing: TileAddressing) -> Int64:
         """Return the L2 eviction policy of the K and V loads.
@@ -255,36 +262,29 @@ class DecodeSm90(KernelCall, kind="decode"):
         scales = score_pipeline.scales(SoftmaxScale(scale * fragments.LOG2_E, scale))
         softmax = OnlineSoftmax.create(scales.log2, score_pipeline)
         first_head, _ = decode_tile.unpack_row(Int32(0))
-        tile_stages = score_pipeline.allocate_registers(
-            self.tile_n
-        ).set_tile(  # the coordinate has the first packed row of the tile
-            ScoreCoord(
-                decode_tile.sizes,
-                self.tile_n,
-                decode_tile.first_row,
-                lane % 4 * 2,
-                decode_tile.tile.sequence,
-                first_head,
-            )
+        # The row of the coordinate is the first packed row of the tile.
+        coord = ScoreCoord(
+            decode_tile.sizes, self.tile_n, decode_tile.first_row, lane % 4 * 2, decode_tile.tile.sequence, first_head
         )
+        tile_stages = score_pipeline.allocate_registers(self.tile_n).set_tile(coord)
         first_row = decode_tile.first_row + wg * ROWS
 
         self.fetch_queries(gmem.q, shared.q[None, None, wg], decode_tile, first_row)
         cute.arch.fence_proxy("async.shared", space="cta")  # wgmma reads shared memory written by plain stores
         sm90.sync_warpgroup(DecodeBarrier.Q_LOADED, wg)
-        keys = work.keys()
-        self.begin_stages(tile_stages, block_iterator, keys, keys.begin)
+        kv_range = work.kv_range()
+        self.begin_stages(tile_stages, block_iterator, kv_range, kv_range.begin)
         work.pipeline_k.consumer_wait(0)
         warpgroup.fence()
         scores.start(0)
         warpgroup.wait_group(0)
         work.pipeline_k.consumer_release(0)
-        self.softmax_block(scores.values, softmax, tile_stages, block_iterator, keys, keys.begin, first=True)
+        self.softmax_block(scores.values, softmax, tile_stages, block_iterator, kv_range, kv_range.begin, first=True)
         P.convert(acc_S)
         # The scores of block j run under the output of block j-1.
-        for j in cutlass.range(keys.begin + 1, keys.end, unroll=1):
-            count, previous = j - keys.begin, j - keys.begin - 1
-            self.begin_stages(tile_stages, block_iterator, keys, j)
+        for j in cutlass.range(kv_range.begin + 1, kv_range.end, unroll=1):
+            count, previous = j - kv_range.begin, j - kv_range.begin - 1
+            self.begin_stages(tile_stages, block_iterator, kv_range, j)
             work.pipeline_k.consumer_wait(count)
             warpgroup.fence()
             scores.start(work.pipeline_k.stage_index(count))
@@ -292,21 +292,21 @@ class DecodeSm90(KernelCall, kind="decode"):
             sums.add(work.pipeline_v.stage_index(previous))
             warpgroup.wait_group(1)
             work.pipeline_k.consumer_release(count)
-            self.softmax_block(scores.values, softmax, tile_stages, block_iterator, keys, j, first=False)
+            self.softmax_block(scores.values, softmax, tile_stages, block_iterator, kv_range, j, first=False)
             warpgroup.wait_group(0)
             work.pipeline_v.consumer_release(previous)
             P.convert(acc_S)
             softmax.rescale(sums.values)
-        last_count = keys.end - keys.begin - 1
+        last_count = kv_range.end - kv_range.begin - 1
         work.pipeline_v.consumer_wait(last_count)
         warpgroup.fence()
         sums.add(work.pipeline_v.stage_index(last_count))
         warpgroup.wait_group(0)
-        weights = SoftmaxRows(*softmax.finish_split(sums.values), scales.natural)
+        row_stats = SoftmaxRowStats(*softmax.finish_split(sums.values), scales.natural)
         if cutlass.const_expr(clustered):
             sm90.sync_warpgroups(DecodeBarrier.V_READ, self.warpgroups)  # V lay where the results go
         row = wg * ROWS + thread // sm90.WARP * SLAB + lane // 4
-        self.store_rows(decode_tile, row, sums.values, weights, shared.v, gmem, clustered)
+        self.store_rows(decode_tile, row, sums.values, row_stats, shared.v, gmem, clustered)
 
     @cute.jit
     def store_rows(
@@ -314,7 +314,7 @@ class DecodeSm90(KernelCall, kind="decode"):
         decode_tile: DecodeTile,
         row: Int32,  # row in the tile: the thread's first row; the second is eight rows below
         output: cute.Tensor,
-        weights: SoftmaxRows,
+        row_stats: SoftmaxRowStats,
         sVt: cute.Tensor,  # the V stages, no longer in use
         gmem: DecodeGmem,
         clustered: cutlass.Constexpr[bool],
@@ -328,27 +328,27 @@ class DecodeSm90(KernelCall, kind="decode"):
             gmem.partials, mLSE.shape[0] * mLSE.shape[1] * decode_tile.queries, decode_tile.splits, mO.shape[3]
         )  # fmt: skip
         peers = ClusterPartials.create(sVt, self.tile_m, self.dv, decode_tile.splits)
-        head_of_row = cute.arch.lane_idx() % 4 == 0
+        is_first_lane_of_row = cute.arch.lane_idx() % 4 == 0
         for r in cutlass.range_constexpr(2):
             if decode_tile.first_row + row + 8 * r < decode_tile.rows:
                 head, query = decode_tile.unpack_row(decode_tile.first_row + row + 8 * r)
                 if cutlass.const_expr(clustered):
                     self.write_row(peers.output(row + 8 * r), output, r, mO.shape[3], narrow=False)
-                    if head_of_row:
+                    if is_first_lane_of_row:
                         maximum_and_sum = cute.make_tensor(peers.weight(row + 8 * r), cute.make_layout(2))
-                        maximum_and_sum[0], maximum_and_sum[1] = weights.tops[r], weights.totals[r]
+                        maximum_and_sum[0], maximum_and_sum[1] = row_stats.row_max[r], row_stats.row_sum[r]
                 elif decode_tile.splits == 1:
                     self.write_row(
                         mO[decode_tile.batch, head, query, None].iterator, output, r, mO.shape[3], narrow=True
                     )
-                    if head_of_row:
-                        mLSE[decode_tile.batch, head, query] = weights.lse(r)
+                    if is_first_lane_of_row:
+                        mLSE[decode_tile.batch, head, query] = row_stats.lse(r)
                 else:
                     index = (decode_tile.batch * mLSE.shape[1] + head) * decode_tile.queries + query
                     self.write_row(partials.output(index, decode_tile.split), output, r, mO.shape[3], narrow=False)
-                    if head_of_row:
-                        cute.arch.store(partials.weight(index, decode_tile.split), weights.tops[r])
-                        cute.arch.store(partials.weight(index, decode_tile.split) + 1, weights.totals[r])
+                    if is_first_lane_of_row:
+                        cute.arch.store(partials.weight(index, decode_tile.split), row_stats.row_max[r])
+                        cute.arch.store(partials.weight(index, decode_tile.split) + 1, row_stats.row_sum[r])
 
     @cute.jit
     def reduce_cluster(self, sVt: cute.Tensor, decode_tile: DecodeTile, gmem: DecodeGmem, scale: Float32):
@@ -369,20 +369,20 @@ class DecodeSm90(KernelCall, kind="decode"):
                 mLSE[decode_tile.batch, head, query] = result.lse()
 
     @cute.jit
-    def begin_stages(self, tile_stages: ScorePipeline, block_iterator: BoundBlocks, keys: SplitKvRange, j: Int32):
+    def begin_stages(self, tile_stages: ScorePipeline, block_iterator: BoundBlocks, kv_range: SplitKvRange, j: Int32):
         """Start the loads of the score stages for a block, before the block's scores."""
-        if block_iterator.masks(keys, j):
-            tile_stages.begin(keys.nth(j), masked=True)
+        if block_iterator.masks(kv_range, j):
+            tile_stages.begin(kv_range.nth(j), masked=True)
 
     @cute.jit
     def softmax_block(
         self, S: cute.Tensor, softmax: OnlineSoftmax, tile_stages: ScorePipeline, block_iterator: BoundBlocks,
-        keys: SplitKvRange, j: Int32,
+        kv_range: SplitKvRange, j: Int32,
         first: cutlass.Constexpr[bool],
     ):  # fmt: skip
         """Convert the scores of a block to probabilities, in place."""
-        if block_iterator.masks(keys, j):
-            tile_stages.apply(S, keys.nth(j), masked=True)
+        if block_iterator.masks(kv_range, j):
+            tile_stages.apply(S, kv_range.nth(j), masked=True)
         softmax.step(S, first=first, masked=block_iterator.may_mask)
 
     @cute.jit

@@ -30,13 +30,14 @@ from ..mainloop.softmax import NoScaling, OnlineSoftmax, write_lse
 from ..primitives import fragments, sm90
 from ..primitives.tile_scheduler import TileScheduler
 from ..score_stages.pipeline import ScoreCoord, ScoreLayout, ScorePipeline
-from ..tiling.block_iterator import BlockIterator
+from ..tiling.block_iterator import BlockIterator, BlockSubrange, KvBlocks
 from ..tiling.seqlen_info import SeqlenInfo
 from ..tiling.tile import TileAddressing, TileGrid
 from .common import TmaOperands
 
 ROWS, SLAB = ROWS_PER_WARPGROUP, sm90.SLAB
-SHORT = 4  # KV blocks: a tile with at most this count ends within the latency of the tile scheduler's atomic
+MAX_SHORT_TILE_BLOCKS = 4  # KV blocks: a tile of at most these ends within the latency of the tile scheduler's atomic
+MAX_D_WITHOUT_HALF_PRODUCT = 64  # up to this D, a kernel with a score derivative has no half product
 
 
 class ForwardBarrier(enum.IntEnum):
@@ -134,6 +135,30 @@ class FirstBlock:
         self.P.convert(acc, self.score_pipeline.p_transform(masked=True))
 
 
+@dataclass(frozen=True)
+class ForwardConsumerState:
+    """State of a consumer warpgroup: pipelines, products and accumulators."""
+
+    pipeline_k: sm90.Pipeline
+    pipeline_v: sm90.Pipeline
+    order_barrier: sm90.WarpgroupOrder
+    S: ScoreProduct
+    P: fragments.OperandA | fragments.QuantizedOperandA
+    tOrV: cute.Tensor  # (MMA, 1, tile_n/16, stage)
+    output: OutputAccumulator
+
+
+@dataclass(frozen=True)
+class ForwardConsumerTile:
+    """The 64 rows of a consumer warpgroup in a tile, with their KV blocks, score stages and softmax."""
+
+    my_Q: cute.Tensor
+    kv_range: KvBlocks
+    first_count: Int32  # running count of the first KV block
+    tile_stages: ScorePipeline
+    softmax: OnlineSoftmax | ScaledSoftmax
+
+
 class ForwardSm90(KernelCall, kind="fwd"):
     """Builder of the Hopper forward kernel of a spec. All sizes below are compile-time constants.
 
@@ -167,21 +192,21 @@ class ForwardSm90(KernelCall, kind="fwd"):
         # If two tiles of Q do not fit, the next Q has to wait until O has left shared memory. Then each warpgroup waits
         # for the store of its O at once, at the end of the tile.
         self.small_smem = spec.num_q_buffers < 2 * self.warpgroups
-        # Half of a diagonal block is 64 keys wide. Every second warpgroup sees no more of the block than this half, so
-        # a product with half of the columns is enough. The half product is not built for Dv > D, for 8-bit scores and
-        # for scores of D up to 64 with a score derivative: ptxas would serialize every product there.
-        halves = self.features.tile_lengths_vary and spec.tile_n == 2 * ROWS and spec.dv <= spec.d
+        # Half of a diagonal block has as many keys as a warpgroup has rows. Every second warpgroup sees no more of the
+        # block than this half, so a product with half of the columns is enough. The half product is not built for
+        # Dv > D, for 8-bit scores and for small D with a score derivative: ptxas would serialize every product there.
+        halves = self.features.tile_lengths_vary and spec.tile_n // 2 == ROWS and spec.dv <= spec.d
         self.halves = (
             halves
             and self.element.scores is self.element
-            and not (self.features.has_score_derivative and spec.d <= ROWS)
+            and not (self.features.has_score_derivative and spec.d <= MAX_D_WITHOUT_HALF_PRODUCT)
         )
         self.producer_registers, self.consumer_registers = spec.register_split
         self.out_in_q = spec.stores_out_in_q
         self.score_layout = ScoreLayout(self.element, self.warpgroups, self.tile_n)
 
     @property
-    def tile_lengths_vary(self) -> bool:
+    def warpgroup_ranges_differ(self) -> bool:
         """True if the first warpgroups of a tile may see fewer blocks than the last, or the last often has no rows."""
         diagonal = self.features.tile_lengths_vary and self.tile_n % self.tile_m != 0
         return self.warpgroups > 1 and (diagonal or self.warpgroups == 3 or self.features.has_small_tiles)
@@ -219,13 +244,15 @@ class ForwardSm90(KernelCall, kind="fwd"):
         num_m_blocks, total_heads = addressing.max_blocks_of_rows(Sq, self.tile_m), B * Hq
         kv_head_bytes = cutlass.Int64(call.k.shape[2]) * (self.spec.row_bytes("k") + self.spec.row_bytes("v"))
         sizes = (kv_head_bytes, num_m_blocks, Hq // tma_operands.tensor("k").shape[2], total_heads)
-        section = TileScheduler.heads_per_l2_group(*sizes, is_varlen=self.features.has_small_tiles)
+        l2_group_heads = TileScheduler.heads_per_l2_group(*sizes, is_varlen=self.features.has_small_tiles)
         feature_args = (
             addressing,
             self.features.block_iterator(call),
             self.features.score_pipeline(call).tma(self.score_layout),
         )
-        self.kernel(tma_operands, call.lse, call.scales, operands.scaling, call.counter, section, *feature_args).launch(
+        self.kernel(
+            tma_operands, call.lse, call.scales, operands.scaling, call.counter, l2_group_heads, *feature_args
+        ).launch(
             grid=(cutlass.min(num_m_blocks * total_heads, call.num_ctas * self.spec.ctas_per_sm), 1, 1),
             block=(self.spec.threads, 1, 1),
             stream=stream,
@@ -271,7 +298,7 @@ class ForwardSm90(KernelCall, kind="fwd"):
         scales: SoftmaxScale,
         scaling: NoScaling | Scaling,
         mCounter: cute.Tensor,
-        section: Int32,
+        l2_group_heads: Int32,
         addressing: TileAddressing,
         block_iterator: BlockIterator,
         score_pipeline: ScorePipeline,
@@ -280,7 +307,7 @@ class ForwardSm90(KernelCall, kind="fwd"):
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = cutlass.memory.SmemAllocator()
         pipeline_q, pipeline_k, pipeline_v = (x.create_pipeline(smem) for x in self.inputs)
-        tile_indices, tile_index_pipeline = sm90.create_tile_index_pipeline(smem)
+        tile_index = sm90.TileIndexPipeline.create(smem)
         score_pipeline = score_pipeline.allocate_smem(smem, self.score_layout)
         has_integer_scores = self.element.scores.sums is not Float32
         shared = ForwardSmem(
@@ -290,19 +317,20 @@ class ForwardSm90(KernelCall, kind="fwd"):
         smem_out = shared.q if self.out_in_q else out_config.buffer(smem)
 
         shared_pipelines = (
-            (pipeline, 4 * self.warpgroups) for pipeline in (pipeline_k, pipeline_v, tile_index_pipeline)
+            sm90.PipelineWarps(pipeline, 4 * self.warpgroups)
+            for pipeline in (pipeline_k, pipeline_v, tile_index.pipeline)
         )
-        pipelines_and_warps = ((pipeline_q, 4), *shared_pipelines, *score_pipeline.pipelines)
+        pipelines_and_warps = (sm90.PipelineWarps(pipeline_q, 4), *shared_pipelines, *score_pipeline.pipelines)
         sm90.start_cta(warp_idx, (*operands.atoms, *score_pipeline.atoms), pipelines_and_warps)
         self.features.wait_for_preprocess()
 
         B, Hq, Sq = mLSE.shape
         Sk, _, Hkv, _ = operands.tensor("k").shape
         num_m_blocks = addressing.blocks_of_rows(Sq, self.tile_m)
-        longest_first = block_iterator.tile_lengths_vary or addressing.tile_lengths_vary
-        section = addressing.heads_per_l2_group(section, B * Hq, Hq // Hkv)
-        order = TileScheduler(longest_first, num_m_blocks, Hq, B * Hq, section)
-        tile_scheduler = sm90.DynamicTileScheduler(mCounter.iterator, tile_indices, tile_index_pipeline, order.total)
+        longest_first = block_iterator.tile_lengths_vary or addressing.sequence_lengths_vary
+        l2_group_heads = addressing.heads_per_l2_group(l2_group_heads, B * Hq, Hq // Hkv)
+        order = TileScheduler(longest_first, num_m_blocks, Hq, B * Hq, l2_group_heads)
+        tile_scheduler = sm90.DynamicTileScheduler(mCounter.iterator, tile_index, order.total)
         work = ForwardWork(
             pipeline_q,
             pipeline_k,
@@ -342,10 +370,10 @@ class ForwardSm90(KernelCall, kind="fwd"):
         tile_idx = cute.arch.block_idx()[0]
         while tile_idx < work.tile_grid.total:
             tile = work.tile_grid.tile(tile_idx, group)
-            kv_range = work.block_iterator.bind(tile.sizes, self.tile_m, self.tile_n).keys(tile)
+            kv_range = work.block_iterator.bind(tile.sizes, self.tile_m, self.tile_n).kv_blocks(tile)
             fetched_idx = Int32(0)
             if cutlass.const_expr(self.features.has_small_tiles):
-                if kv_range.count <= SHORT:  # the tile ends within the latency of the scheduler's atomic
+                if kv_range.count <= MAX_SHORT_TILE_BLOCKS:
                     fetched_idx = work.tile_scheduler.fetch_next()
             tQsQ, tQgQ = tile.rows(q).tiles((ROWS, self.q_columns), (None, 0))
             tKsK, tKgK = tile.keys(k).tiles((self.tile_n, self.d), (None, 0))
@@ -368,11 +396,11 @@ class ForwardSm90(KernelCall, kind="fwd"):
             # the loads of the next tile must not wait for the atomic.
             if cutlass.const_expr(self.features.has_small_tiles):
                 last_v_load = (v.atom, tVgV, tVsV, pipeline_v, kv_range.last(), block_count + kv_range.count - 1)
-                if kv_range.count > SHORT:
+                if kv_range.count > MAX_SHORT_TILE_BLOCKS:
                     fetched_idx = work.tile_scheduler.fetch_next()
                     sm90.load_block(*last_v_load)
                 tile_idx = work.tile_scheduler.publish(tile_count, fetched_idx)
-                if kv_range.count <= SHORT:
+                if kv_range.count <= MAX_SHORT_TILE_BLOCKS:
                     sm90.load_block(*last_v_load)
             else:
                 fetched_idx = work.tile_scheduler.fetch_next()
@@ -403,6 +431,7 @@ class ForwardSm90(KernelCall, kind="fwd"):
         order_barrier = sm90.WarpgroupOrder(ForwardBarrier.ORDER, wg, self.warpgroups)
         softmax = scaling.softmax(scales.log2, score_pipeline)
         order_barrier.start()
+        state = ForwardConsumerState(pipeline_k, pipeline_v, order_barrier, S, P, tOrV, output)
         score_pipeline = score_pipeline.allocate_registers(self.tile_n)  # score stages with their registers
 
         tile_count, block_count, tile_idx = Int32(0), Int32(0), cute.arch.block_idx()[0]
@@ -416,13 +445,13 @@ class ForwardSm90(KernelCall, kind="fwd"):
             row_softmax = softmax.set_tile(tile, row, work.tile_grid)
             bound_iterator = work.block_iterator.bind(tile.sizes, self.tile_m, self.tile_n)
             skipped_blocks, kv_range = bound_iterator.kv_range_for_warpgroup(
-                tile, wg_tile * ROWS, ROWS, self.tile_lengths_vary
+                tile, wg_tile * ROWS, ROWS, self.warpgroup_ranges_differ
             )
             block_count = skip_kv_blocks(
                 skipped_blocks, pipeline_k, pipeline_v, order_barrier, tile_stages, block_count
             )
             # `count_q` is the running count of Q stages.
-            subranges, count_q = kv_range.sections(), tile_count * self.warpgroups + wg
+            subranges, count_q = kv_range.subranges(), tile_count * self.warpgroups + wg
             my_Q = tSrQ[None, None, None, pipeline_q.stage_index(count_q)]
             pipeline_q.consumer_wait(count_q)
             first_block = FirstBlock(
@@ -433,34 +462,11 @@ class ForwardSm90(KernelCall, kind="fwd"):
                 release_q_stage(pipeline_q, count_q - self.warpgroups)
             output.clear(kv_range)
 
+            consumer_tile = ForwardConsumerTile(my_Q, kv_range, block_count, tile_stages, row_softmax)
             for subrange in subranges:
                 tile_stages.begin(kv_range.nth(subrange.begin), subrange.masked)
                 for j in cutlass.range(subrange.begin, subrange.end, unroll=1):
-                    count, previous = block_count + j, block_count + j - 1
-                    row_softmax.fetch(kv_range.nth(j))
-                    S.init_accumulator()
-                    pipeline_k.consumer_wait(count)
-                    order_barrier.wait_turn()
-                    warpgroup.fence()
-                    S.issue(my_Q, pipeline_k.stage_index(count))
-                    if cutlass.const_expr(self.early_rescale):
-                        output.rescale_output(row_softmax, j - 1)
-                        warpgroup.fence()
-                    pipeline_v.consumer_wait(previous)
-                    output.add(P.fragment, tOrV[None, None, None, pipeline_v.stage_index(previous)])
-                    order_barrier.signal_next()
-                    tile_stages.prepare_stage(kv_range.nth(j), subrange.masked)
-                    warpgroup.wait_group(1)
-                    pipeline_k.consumer_release(count)
-                    tile_stages.prefetch(kv_range.next(j, subrange), subrange.masked)
-                    acc, values, max_values = S.read_scores(tile_stages.may_mask(subrange.masked))
-                    tile_stages.apply(values, kv_range.nth(j), subrange.masked, count)
-                    row_softmax.step(values, False, tile_stages.may_mask(subrange.masked), max_values)
-                    warpgroup.wait_group(0)
-                    pipeline_v.consumer_release(previous)
-                    P.convert(acc, tile_stages.p_transform(subrange.masked))
-                    if cutlass.const_expr(not self.early_rescale):
-                        output.rescale_output(row_softmax, j)
+                    self.step(state, consumer_tile, subrange, j)
 
             block_count += kv_range.count
             if cutlass.const_expr(self.early_rescale):
@@ -471,9 +477,9 @@ class ForwardSm90(KernelCall, kind="fwd"):
             warpgroup.wait_group(0)
             pipeline_v.consumer_release(block_count - 1)
             output.finish(kv_range)
-            if cutlass.const_expr(not isinstance(kv_range.behind, int)):
+            if cutlass.const_expr(kv_range.may_skip_trailing):
                 block_count = skip_kv_blocks(
-                    kv_range.behind, pipeline_k, pipeline_v, order_barrier, tile_stages, block_count
+                    kv_range.num_trailing_skipped, pipeline_k, pipeline_v, order_barrier, tile_stages, block_count
                 )
             write_lse(mLSE, row_softmax.finish(output.values, scales.natural, tile_stages), tile, row)
             stage = pipeline_q.stage_index(count_q) if self.out_in_q else wg
@@ -484,6 +490,36 @@ class ForwardSm90(KernelCall, kind="fwd"):
             tile_count += 1
         # Shared memory must stay allocated until the last store has read from it.
         cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def step(self, state: ForwardConsumerState, tile: ForwardConsumerTile, subrange: BlockSubrange, j: Int32):
+        """Issue the scores of block j and the output of block j - 1 together, and compute P of block j."""
+        S, P, output, kv_range, tile_stages = state.S, state.P, state.output, tile.kv_range, tile.tile_stages
+        count, previous, masked = tile.first_count + j, tile.first_count + j - 1, subrange.masked
+        tile.softmax.fetch(kv_range.nth(j))
+        S.init_accumulator()
+        state.pipeline_k.consumer_wait(count)
+        state.order_barrier.wait_turn()
+        warpgroup.fence()
+        S.issue(tile.my_Q, state.pipeline_k.stage_index(count))
+        if cutlass.const_expr(self.early_rescale):
+            output.rescale_output(tile.softmax, j - 1)
+            warpgroup.fence()
+        state.pipeline_v.consumer_wait(previous)
+        output.add(P.fragment, state.tOrV[None, None, None, state.pipeline_v.stage_index(previous)])
+        state.order_barrier.signal_next()
+        tile_stages.prepare_stage(kv_range.nth(j), masked)
+        warpgroup.wait_group(1)
+        state.pipeline_k.consumer_release(count)
+        tile_stages.prefetch(kv_range.next(j, subrange), masked)
+        acc, values, max_values = S.read_scores(tile_stages.may_mask(masked))
+        tile_stages.apply(values, kv_range.nth(j), masked, count)
+        tile.softmax.step(values, False, tile_stages.may_mask(masked), max_values)
+        warpgroup.wait_group(0)
+        state.pipeline_v.consumer_release(previous)
+        P.convert(acc, tile_stages.p_transform(masked))
+        if cutlass.const_expr(not self.early_rescale):
+            output.rescale_output(tile.softmax, j)
 
     @cute.jit
     def first_block_softmax(self, first_block: FirstBlock, S: ScoreProduct, half: ScoreProduct, visible_columns: Int32):

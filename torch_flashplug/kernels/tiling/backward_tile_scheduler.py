@@ -38,15 +38,15 @@ class BackwardTileScheduler(TileScheduler):
         n_block, head, batch = super().tile(number)
         return n_block if self.last_first else self.num_m_blocks - 1 - n_block, head, batch
 
-    def accumulation_rank(self, n_block: Int32, run: QueryBlockRange, j: Int32) -> Int32:
+    def accumulation_rank(self, n_block: Int32, query_range: QueryBlockRange, j: Int32) -> Int32:
         """Return the accumulation rank: the number of KV blocks added to a query block before `n_block`.
 
         Args:
             n_block: index of the KV block.
-            run: query blocks of the KV block.
-            j: position of the query block in `run`.
+            query_range: query blocks of the KV block.
+            j: position of the query block in `query_range`.
         """
-        return self.blocks.accumulation_rank(n_block, run, j, self.num_m_blocks) if self.last_first else n_block
+        return self.blocks.accumulation_rank(n_block, query_range, j, self.num_m_blocks) if self.last_first else n_block
 
 
 def kv_heads_per_l2_group(

@@ -5,14 +5,14 @@ the same object, so that all roles agree on the blocks.
 
 A kernel receives a `BlockIterator` as an argument and binds the sizes of a tile with `bind(sizes, tile_m, tile_n)`.
 Class attributes and Python values hold facts known at trace time. Fields hold the runtime arguments of a call. A range
-of blocks (`BlockRange`) provides `sections()`, the bounds of the loops, and `nth(j)`, the index of the block at
+of blocks (`BlockRange`) provides `subranges()`, the bounds of the loops, and `nth(j)`, the index of the block at
 position j.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -41,9 +41,8 @@ class BlockSubrange:
 class BlockIterator:
     """Base class of the block iterators accepted by kernels as arguments."""
 
-    tile_lengths_vary = (
-        False  # True if rows of a tile may see different numbers of keys. Tiles then differ in length, too.
-    )
+    # True if rows of a tile may see different numbers of keys. Tiles then differ in length, too.
+    tile_lengths_vary = False
 
 
 @dataclass(frozen=True)
@@ -93,11 +92,11 @@ class BoundBlocks:
         """Return the number of KV blocks with a key visible to some row before `end_row`, at least one."""
         return cute.ceil_div(self.num_visible_keys(end_row), self.tile_n)
 
-    def keys(self, tile: Tile) -> KvBlockRange:
+    def kv_blocks(self, tile: Tile) -> KvBlockRange:
         """Return the KV blocks of a tile of `tile_m` rows."""
         return KvBlockRange(self, self.num_blocks((tile.block + 1) * self.tile_m), tile.block * self.tile_m)
 
-    def keys_of_rows(self, tile: Tile, first_row: Int32) -> KvBlockRange:
+    def kv_blocks_of_rows(self, tile: Tile, first_row: Int32) -> KvBlockRange:
         """Return the KV blocks of a tile of `tile_m` rows from `first_row` on.
 
         Row indices are computed from `first_row`, in kernels with the value at hand.
@@ -105,8 +104,8 @@ class BoundBlocks:
         return KvBlockRange(self, self.num_blocks(first_row + self.tile_m), first_row)
 
     def kv_range_for_warpgroup(
-        self, tile: Tile, first_row: Int32, rows: int, uneven: bool
-    ) -> tuple[Int32, KvBlockRange]:
+        self, tile: Tile, first_row: Int32, rows: int, warpgroup_ranges_differ: bool
+    ) -> WarpgroupKvRange:
         """Return the KV blocks for one warpgroup's part of a tile.
 
         Rows beyond the last row of the sequence take part in a single block. The results of such rows are discarded.
@@ -115,21 +114,20 @@ class BoundBlocks:
             tile: the tile.
             first_row: first row of the part.
             rows: number of rows of the part.
-            uneven: True if some parts of the tile may see fewer blocks than the rest of the tile.
+            warpgroup_ranges_differ: True if some parts of the tile may see fewer blocks than the rest of the tile.
 
         Returns:
-            The number of leading KV blocks needed only by the remaining rows of the tile, and the KV blocks of the
-                part.
+            The KV blocks of the part, and the number of skipped leading KV blocks.
         """
         tile_blocks = self.num_blocks((tile.block + 1) * self.tile_m)
-        if not uneven:
-            return Int32(0), KvBlockRange(self, tile_blocks, first_row)
+        if not warpgroup_ranges_differ:
+            return WarpgroupKvRange(Int32(0), KvBlockRange(self, tile_blocks, first_row))
         num_blocks = cutlass.select_(first_row < self.sizes.Sq, self.num_blocks(first_row + rows), 1)
         # Without a uniform value, ptxas recomputes `num_blocks` for every block.
         num_blocks = cute.arch.make_warp_uniform(num_blocks)
-        return tile_blocks - num_blocks, KvBlockRange(self, num_blocks, first_row)
+        return WarpgroupKvRange(tile_blocks - num_blocks, KvBlockRange(self, num_blocks, first_row))
 
-    def all_keys(self) -> Int32:
+    def num_kv_blocks(self) -> Int32:
         """Return the number of KV blocks visible to some query."""
         return self.num_blocks(self.sizes.Sq)
 
@@ -149,62 +147,74 @@ class BoundBlocks:
 
         A split without blocks gets the block behind the last block, if the sequence may be empty.
         """
-        total = self.all_keys()
+        total = self.num_kv_blocks()
         split_range = SplitKvRange.create(total, split, num_splits)
         return split_range.or_block(total) if self.sizes.may_be_empty else split_range
 
-    def masks(self, keys: SplitKvRange, j: Int32) -> cutlass.Boolean:
+    def masks(self, kv_range: SplitKvRange, j: Int32) -> cutlass.Boolean:
         """Decode: return whether some row cannot see all keys of the block at position j."""
-        return (keys.nth(j) + 1) * self.tile_n > self.sizes.Sk
+        return (kv_range.nth(j) + 1) * self.tile_n > self.sizes.Sk
 
     @property
     def may_mask(self) -> bool:
         """Decode: True if a row may see no key of a block."""
         return self.sizes.may_be_empty
 
-    def queries(self, tile: Tile) -> QueryBlockRange:
+    def query_blocks(self, tile: Tile) -> QueryBlockRange:
         """Return the query blocks with visible keys in a KV block.
 
         If the KV block extends beyond the last key, every step is masked. Otherwise only the steps on the diagonal are
         masked.
         """
         first_key, end = tile.block * self.tile_n, cute.ceil_div(self.sizes.Sq, self.tile_m)
-        begin = middle = Int32(0)
+        begin = masked_end = Int32(0)
         if self.causal:
             begin = cutlass.min(first_key // self.tile_m, end)
-            middle = cutlass.min(cute.ceil_div(first_key + self.tile_n - 1, self.tile_m), end)
-        middle = cutlass.select_(first_key + self.tile_n > self.sizes.Sk, end, middle)
-        return QueryBlockRange(begin, middle, end)
+            masked_end = cutlass.min(cute.ceil_div(first_key + self.tile_n - 1, self.tile_m), end)
+        masked_end = cutlass.select_(first_key + self.tile_n > self.sizes.Sk, end, masked_end)
+        return QueryBlockRange(begin, masked_end, end)
 
-    def accumulation_rank(self, n_block: Int32, run: QueryBlockRange, j: Int32, num_n_blocks: Int32) -> Int32:
+    def accumulation_rank(self, n_block: Int32, query_range: QueryBlockRange, j: Int32, num_n_blocks: Int32) -> Int32:
         """Return the accumulation rank of a KV block for a query block, in an order that begins with the last KV block.
 
         Args:
             n_block: index of the KV block.
-            run: query blocks of the KV block.
-            j: position of the query block in `run`.
+            query_range: query blocks of the KV block.
+            j: position of the query block in `query_range`.
             num_n_blocks: number of KV blocks.
 
         Returns:
             The number of KV blocks accumulated into the query block before KV block `n_block`.
         """
-        return cutlass.min(run.nth(j) * self.tile_m // self.tile_n, num_n_blocks - 1) - n_block
+        return cutlass.min(query_range.nth(j) * self.tile_m // self.tile_n, num_n_blocks - 1) - n_block
+
+
+class WarpgroupKvRange(NamedTuple):
+    """KV blocks for one warpgroup's part of a tile."""
+
+    num_leading_skipped: Int32  # leading KV blocks of the tile, needed only by the remaining rows of the tile
+    kv_range: KvBlocks
 
 
 class BlockRange:
     """Base class of block ranges. `nth(j)` returns the block at position j."""
 
-    def next(self, j: Int32, section: BlockSubrange) -> Int32:
-        """Return the block of the step after j. At the last step of a section, return the block of step j."""
-        return self.nth(cutlass.min(j + 1, section.end - 1))
+    def next(self, j: Int32, subrange: BlockSubrange) -> Int32:
+        """Return the block of the step after j. At the last step of a subrange, return the block of step j."""
+        return self.nth(cutlass.min(j + 1, subrange.end - 1))
 
 
 class KvBlocks(BlockRange):
     """Range of `count` KV blocks of some rows. The first `num_masked` blocks are masked."""
 
     tail_first = True  # True if only the first block may have keys beyond the last key
-    # Blocks of the tile behind the last block of the range, needed only by the remaining rows of the tile.
-    behind: Int32 | int = 0
+    # Number of blocks of the tile behind the last block of the range, needed only by the remaining rows of the tile.
+    num_trailing_skipped: Int32 | int = 0
+
+    @property
+    def may_skip_trailing(self) -> bool:
+        """True if the tile may have blocks behind the last block of the range, a fact known at trace time."""
+        return not isinstance(self.num_trailing_skipped, int)
 
     def before(self, j: Int32) -> Int32:
         """Return the block at position j - 1. The caller has already called `nth(j)`."""
@@ -224,12 +234,12 @@ class KvBlocks(BlockRange):
         """Return the block at the last position. The caller has already called `nth` for the last position."""
         return self.nth(self.count - 1)
 
-    def sections(self) -> tuple[BlockSubrange, BlockSubrange]:
+    def subranges(self) -> tuple[BlockSubrange, BlockSubrange]:
         """Return the subranges after the first block: masked, then unmasked."""
         masked = self.num_masked
         return BlockSubrange(True, 1, masked), BlockSubrange(False, masked, self.count)
 
-    def sections_before_last(self) -> tuple[BlockSubrange, BlockSubrange]:
+    def subranges_before_last(self) -> tuple[BlockSubrange, BlockSubrange]:
         """Return the subranges of all blocks except the last block, which counts as masked."""
         last = self.count - 1
         masked = cutlass.min(self.num_masked, last)
@@ -243,7 +253,7 @@ class KvBlockRange(KvBlocks):
     The first block always counts as masked, because its code exists in any case.
     """
 
-    band: BoundBlocks
+    bound_blocks: BoundBlocks
     count: Int32
     first_row: Int32
 
@@ -268,9 +278,10 @@ class KvBlockRange(KvBlocks):
     @property
     def num_masked(self) -> Int32:
         """Number of leading positions that count as masked."""
-        if not self.band.causal:
+        if not self.bound_blocks.causal:
             return Int32(1)
-        full = cutlass.min(self.band.sizes.Sk, self.first_row + 1) // self.band.tile_n  # blocks visible to every row
+        # Number of blocks visible to every row.
+        full = cutlass.min(self.bound_blocks.sizes.Sk, self.first_row + 1) // self.bound_blocks.tile_n
         return cutlass.max(self.count - full, 1)
 
     def columns_of_first(self, rows: int) -> Int32:
@@ -278,7 +289,7 @@ class KvBlockRange(KvBlocks):
 
         A result larger than the block means all keys of the block.
         """
-        return self.band.num_visible_keys(self.first_row + rows) - (self.count - 1) * self.band.tile_n
+        return self.bound_blocks.num_visible_keys(self.first_row + rows) - (self.count - 1) * self.bound_blocks.tile_n
 
 
 @dataclass(frozen=True)
@@ -289,7 +300,7 @@ class QueryBlockRange(BlockRange):
     """
 
     begin: Int32
-    middle: Int32
+    masked_end: Int32
     end: Int32
 
     def nth(self, j: Int32) -> Int32:
@@ -302,11 +313,11 @@ class QueryBlockRange(BlockRange):
     def of_head(self, head: Int32) -> QueryBlockRange:
         return self
 
-    def sections(self) -> tuple[BlockSubrange, BlockSubrange]:
-        return BlockSubrange(True, self.begin, self.middle), BlockSubrange(False, self.middle, self.end)
+    def subranges(self) -> tuple[BlockSubrange, BlockSubrange]:
+        return BlockSubrange(True, self.begin, self.masked_end), BlockSubrange(False, self.masked_end, self.end)
 
     def all_blocks(self) -> BlockSubrange:
-        """Return the whole range as one unmasked section, for roles without scores."""
+        """Return the whole range as one unmasked subrange, for roles without scores."""
         return BlockSubrange(False, self.begin, self.end)
 
     def first(self, head: Int32, is_valid: cutlass.Boolean) -> QueryBlockStep:
@@ -328,7 +339,7 @@ class QueryBlockRange(BlockRange):
         return self
 
     def masked(self, step: QueryBlockStep) -> cutlass.Boolean:
-        return step.j < self.middle
+        return step.j < self.masked_end
 
 
 @dataclass(frozen=True)

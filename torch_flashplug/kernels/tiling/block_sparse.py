@@ -20,7 +20,7 @@ from cutlass import Int32, Int64, Uint32
 from ...registry.kernel_spec import LISTED, TALL
 from ...registry.mask_layout import INDEX_BITS
 from ..primitives.fragments import zero_of
-from .block_iterator import BlockIterator, BlockRange, BlockSubrange, KvBlocks
+from .block_iterator import BlockIterator, BlockRange, BlockSubrange, KvBlocks, WarpgroupKvRange
 from .seqlen_info import SeqlenInfo
 from .tile import Tile
 
@@ -90,17 +90,17 @@ class BoundBlockSparse:
     tile_n: int
     tile_lengths_vary = True
 
-    def keys(self, tile: Tile) -> SparseKvBlockRange:
+    def kv_blocks(self, tile: Tile) -> SparseKvBlockRange:
         kind, rows = (SparseKvBlockRange192, TALL) if self.block_iterator.rows == TALL else (SparseKvBlockRange, LISTED)
         row = self.block_iterator.keys.row(tile.sequence, tile.head, tile.block // (rows // self.tile_m))
         return kind.create(self.block_iterator.keys, row, LISTED // self.tile_n)
 
-    def keys_of_rows(self, tile: Tile, first_row: Int32) -> SparseKvBlockRange:
-        return self.keys(tile)
+    def kv_blocks_of_rows(self, tile: Tile, first_row: Int32) -> SparseKvBlockRange:
+        return self.kv_blocks(tile)
 
     def kv_range_for_warpgroup(
-        self, tile: Tile, first_row: Int32, rows: int, uneven: bool
-    ) -> tuple[Int32, SparseKvBlockRange]:
+        self, tile: Tile, first_row: Int32, rows: int, warpgroup_ranges_differ: bool
+    ) -> WarpgroupKvRange:
         """Return the KV blocks for one warpgroup's part of a tile.
 
         In a tile of TALL rows, a part skips the blocks before its first visible block and the blocks behind its last
@@ -111,28 +111,30 @@ class BoundBlockSparse:
             tile: the tile.
             first_row: first row of the part.
             rows: number of rows of the part.
-            uneven: True if some parts of the tile may see fewer blocks than the rest of the tile.
+            warpgroup_ranges_differ: True if some parts of the tile may see fewer blocks than the rest of the tile.
 
         Returns:
-            The number of leading KV blocks to skip, and the KV blocks of the part.
+            The KV blocks of the part, and the number of skipped leading KV blocks.
         """
-        run = self.keys(tile)
-        if not uneven:
-            return Int32(0), run
+        kv_range = self.kv_blocks(tile)
+        if not warpgroup_ranges_differ:
+            return WarpgroupKvRange(Int32(0), kv_range)
         has_rows = first_row < self.sizes.Sq
-        begin, end = run.visible_positions(first_row // rows - tile.block * (self.tile_m // rows), has_rows)
-        return begin, run.between(begin, end)
+        begin, end = kv_range.visible_positions(first_row // rows - tile.block * (self.tile_m // rows), has_rows)
+        return WarpgroupKvRange(begin, kv_range.between(begin, end))
 
-    def queries(self, tile: Tile) -> SparseQueryBlocksOfHeads:
+    def query_blocks(self, tile: Tile) -> SparseQueryBlocksOfHeads:
         return SparseQueryBlocksOfHeads(self, tile)
 
-    def accumulation_rank(self, n_block: Int32, run: SparseQueryBlockRange, j: Int32, num_n_blocks: Int32) -> Int32:
+    def accumulation_rank(
+        self, n_block: Int32, query_range: SparseQueryBlockRange, j: Int32, num_n_blocks: Int32
+    ) -> Int32:
         """Return the accumulation rank: the number of KV blocks added to a query block before KV block `n_block`.
 
         The rank counts the KV tiles of later listed blocks, from ranges of SHARE keys (kernel_spec.py), and then the
         later tiles of the same listed block.
         """
-        later = run.num_later_ranges(j)
+        later = query_range.num_later_ranges(j)
         if self.tile_n == LISTED:
             return (later + 1) >> 1
         return later + cutlass.min(1 - n_block % 2, num_n_blocks - 1 - n_block)
@@ -183,14 +185,14 @@ class SparseQueryBlocksOfHeads:
             j: position in the block range of the head.
             is_valid: whether there is such a step at all.
         """
-        run, block = self.of_query_head(head), Int32(0)
-        row, masked, count = run.row, run.num_masked, run.count
+        block_range, block = self.of_query_head(head), Int32(0)
+        row, masked, count = block_range.row, block_range.num_masked, block_range.count
         if is_valid:
             while j >= count:
                 head, j = head + 1, Int32(0)
                 next_range = self.of_query_head(head)
                 row, masked, count = next_range.row, next_range.num_masked, next_range.count
-            block = SparseQueryBlockRange(run.lists, row, masked, count, run.tiles_per_block).nth(j)
+            block = SparseQueryBlockRange(block_range.lists, row, masked, count, block_range.tiles_per_block).nth(j)
         return SparseBlockStep(head, j, block, j < masked)
 
     def range_of(self, step: SparseBlockStep) -> SparseQueryBlockRange:
@@ -233,11 +235,11 @@ class SparseBlockRange(BlockRange):
         """
         return self.tile_of(self.entry(j, self.lists.partial, self.lists.full), j)
 
-    def next(self, j: Int32, section: BlockSubrange) -> Int32:
-        """Return the block of the step after j. All blocks of a section are in the same list."""
-        j = cutlass.min(j + 1, section.end - 1)
+    def next(self, j: Int32, subrange: BlockSubrange) -> Int32:
+        """Return the block of the step after j. All blocks of a subrange are in the same list."""
+        j = cutlass.min(j + 1, subrange.end - 1)
         partial, full = (self.lists.partial, j + self.skipped), (self.lists.full, j - self.num_masked)
-        entries, position = partial if section.masked else full
+        entries, position = partial if subrange.masked else full
         return self.tile_of(self.load(entries.iterator, position), j)
 
     def tile_of(self, listed: Int32, j: Int32) -> Int32:
@@ -269,11 +271,11 @@ class SparseQueryBlockRange(SparseBlockRange):
         """Return the number of ranges of SHARE keys with earlier accumulation."""
         return self.entry(j, self.lists.partial_rank, self.lists.full_rank)
 
-    def sections(self) -> tuple[BlockSubrange, BlockSubrange]:
+    def subranges(self) -> tuple[BlockSubrange, BlockSubrange]:
         return BlockSubrange(True, Int32(0), self.num_masked), BlockSubrange(False, self.num_masked, self.count)
 
     def all_blocks(self) -> BlockSubrange:
-        """Return the whole range as one unmasked section, for roles without scores."""
+        """Return the whole range as one unmasked subrange, for roles without scores."""
         return BlockSubrange(False, Int32(0), self.count)
 
 
@@ -281,13 +283,13 @@ class SparseQueryBlockRange(SparseBlockRange):
 class SparseKvBlockRange(SparseBlockRange, KvBlocks):
     """Range of the listed KV blocks of a tile of queries."""
 
-    behind: Int32 | int = 0
+    num_trailing_skipped: Int32 | int = 0
     tail_first = False
 
-    def sections(self) -> tuple[BlockSubrange, BlockSubrange]:
+    def subranges(self) -> tuple[BlockSubrange, BlockSubrange]:
         """Return the subranges after the first block: masked, then unmasked.
 
-        A range with a single block gets sections from position 0 to position 0, because the list may have no further
+        A range with a single block gets subranges from position 0 to position 0, because the list may have no further
         entry.
         """
         has_more = cutlass.min(self.count - 1, 1)
@@ -314,7 +316,7 @@ class SparseKvBlockRange(SparseBlockRange, KvBlocks):
         """
         begin, end = (cute.arch.make_warp_uniform(position) for position in (begin, end))
         masked = cute.arch.make_warp_uniform(cutlass.max(cutlass.min(self.num_masked, end) - begin, 0))
-        return replace(self, num_masked=masked, count=end - begin, skipped=begin, behind=self.count - end)
+        return replace(self, num_masked=masked, count=end - begin, skipped=begin, num_trailing_skipped=self.count - end)
 
 
 @dataclass(frozen=True)

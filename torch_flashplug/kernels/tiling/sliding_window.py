@@ -8,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from .block_iterator import BlockIterator, BlockSubrange, KvBlocks, QueryBlockRange
+from .block_iterator import BlockIterator, BlockSubrange, KvBlocks, QueryBlockRange, WarpgroupKvRange
 from .seqlen_info import SeqlenInfo
 from .tile import Tile
 
@@ -60,15 +60,15 @@ class BoundSlidingWindow:
     tile_n: int
     tile_lengths_vary = True
 
-    def keys(self, tile: Tile) -> WindowKvBlockRange:
-        return self.keys_of(tile.block * self.tile_m, self.tile_m)
+    def kv_blocks(self, tile: Tile) -> WindowKvBlockRange:
+        return self.kv_range_of_rows(tile.block * self.tile_m, self.tile_m)
 
-    def keys_of_rows(self, tile: Tile, first_row: Int32) -> WindowKvBlockRange:
-        return self.keys_of(first_row, self.tile_m)
+    def kv_blocks_of_rows(self, tile: Tile, first_row: Int32) -> WindowKvBlockRange:
+        return self.kv_range_of_rows(first_row, self.tile_m)
 
     def kv_range_for_warpgroup(
-        self, tile: Tile, first_row: Int32, rows: int, uneven: bool
-    ) -> tuple[Int32, WindowKvBlockRange]:
+        self, tile: Tile, first_row: Int32, rows: int, warpgroup_ranges_differ: bool
+    ) -> WarpgroupKvRange:
         """Return the KV blocks for one warpgroup's part of a tile.
 
         The remaining rows of the tile may see further blocks on the right, which come first and are skipped. Blocks on
@@ -78,19 +78,19 @@ class BoundSlidingWindow:
             tile: the tile.
             first_row: first row of the part.
             rows: number of rows of the part.
-            uneven: True if some parts of the tile may see fewer blocks than the rest of the tile.
+            warpgroup_ranges_differ: True if some parts of the tile may see fewer blocks than the rest of the tile.
 
         Returns:
-            The number of leading KV blocks to skip, and the KV blocks of the part.
+            The KV blocks of the part, and the number of skipped leading KV blocks.
         """
-        tile_range = self.keys(tile)
-        if not uneven:
-            return Int32(0), replace(tile_range, first_row=first_row)
+        tile_range = self.kv_blocks(tile)
+        if not warpgroup_ranges_differ:
+            return WarpgroupKvRange(Int32(0), replace(tile_range, first_row=first_row))
         _, end_block = self.bounds(first_row, rows)
         end_block = cutlass.select_(first_row < self.sizes.Sq, end_block, 0)
         num_skipped = cute.arch.make_warp_uniform(tile_range.end - cutlass.max(end_block, tile_range.begin + 1))
         end, right = tile_range.end - num_skipped, tile_range.right - num_skipped
-        return num_skipped, replace(tile_range, first_row=first_row, end=end, right=right)
+        return WarpgroupKvRange(num_skipped, replace(tile_range, first_row=first_row, end=end, right=right))
 
     def bounds(self, first_row: Int32, rows: int) -> tuple[Int32, Int32]:
         """Return the first KV block visible to some of the rows, and the end of the visible blocks.
@@ -102,7 +102,7 @@ class BoundSlidingWindow:
         end = cute.ceil_div(cutlass.min(cutlass.max(end, 1), self.sizes.seqlen_k_at_least_one), self.tile_n)
         return cutlass.min(cutlass.max(first, 0) // self.tile_n, end - 1), end
 
-    def keys_of(self, first_row: Int32, rows: int) -> WindowKvBlockRange:
+    def kv_range_of_rows(self, first_row: Int32, rows: int) -> WindowKvBlockRange:
         begin, end = self.bounds(first_row, rows)
         _, end_of_first = self.window.keys(first_row)
         begin_of_last, _ = self.window.keys(first_row + rows - 1)
@@ -111,7 +111,7 @@ class BoundSlidingWindow:
         left = cutlass.max(cute.ceil_div(cutlass.max(begin_of_last, 0), self.tile_n) - begin, 0)
         return WindowKvBlockRange(self, first_row, begin, end, right, cutlass.min(left, end - begin - right))
 
-    def queries(self, tile: Tile) -> WindowQueryBlockRange:
+    def query_blocks(self, tile: Tile) -> WindowQueryBlockRange:
         """Return the query blocks that see some key of a KV block.
 
         If the KV block extends beyond the last key, every step is masked.
@@ -122,23 +122,25 @@ class BoundSlidingWindow:
         begin = cutlass.min(cutlass.max(first, 0) // self.tile_m, num_blocks)
         end = cutlass.min(cute.ceil_div(cutlass.max(end, 0), self.tile_m), num_blocks)
         end = cutlass.max(end, begin)
-        middle = cutlass.min(cutlass.max(cute.ceil_div(cutlass.max(first_of_last, 0), self.tile_m), begin), end)
-        middle = cutlass.select_(last_key < self.sizes.Sk, middle, end)
-        behind = cutlass.min(cutlass.max(cutlass.max(end_of_first, 0) // self.tile_m, middle), end)
-        return WindowQueryBlockRange(begin, middle, end, behind)
+        masked_end = cutlass.min(cutlass.max(cute.ceil_div(cutlass.max(first_of_last, 0), self.tile_m), begin), end)
+        masked_end = cutlass.select_(last_key < self.sizes.Sk, masked_end, end)
+        masked_tail_begin = cutlass.min(cutlass.max(cutlass.max(end_of_first, 0) // self.tile_m, masked_end), end)
+        return WindowQueryBlockRange(begin, masked_end, end, masked_tail_begin)
 
-    def accumulation_rank(self, n_block: Int32, run: WindowQueryBlockRange, j: Int32, num_n_blocks: Int32) -> Int32:
+    def accumulation_rank(
+        self, n_block: Int32, query_range: WindowQueryBlockRange, j: Int32, num_n_blocks: Int32
+    ) -> Int32:
         """Return the accumulation rank: the number of KV blocks added to a query block before this block.
 
         The order begins with the last KV block.
 
         Args:
             n_block: index of the KV block.
-            run: query blocks of the KV block.
-            j: position of the query block in `run`.
+            query_range: query blocks of the KV block.
+            j: position of the query block in `query_range`.
             num_n_blocks: number of KV blocks.
         """
-        _, end = self.window.keys(run.nth(j) * self.tile_m + self.tile_m - 1)
+        _, end = self.window.keys(query_range.nth(j) * self.tile_m + self.tile_m - 1)
         return cutlass.min((end - 1) // self.tile_n, num_n_blocks - 1) - n_block
 
 
@@ -188,17 +190,17 @@ class WindowKvBlockRange(KvBlocks):
 class WindowQueryBlockRange(QueryBlockRange):
     """Range of the query blocks of a KV block, in increasing order.
 
-    Blocks before `middle` and from `behind` on are masked.
+    Blocks before `masked_end` and from `masked_tail_begin` on are masked.
     """
 
-    behind: Int32
+    masked_tail_begin: Int32
 
     def masked(self, step) -> cutlass.Boolean:
-        return (step.j < self.middle) | (step.j >= self.behind)
+        return (step.j < self.masked_end) | (step.j >= self.masked_tail_begin)
 
-    def sections(self) -> tuple[BlockSubrange, ...]:
+    def subranges(self) -> tuple[BlockSubrange, ...]:
         return (
-            BlockSubrange(True, self.begin, self.middle),
-            BlockSubrange(False, self.middle, self.behind),
-            BlockSubrange(True, self.behind, self.end),
+            BlockSubrange(True, self.begin, self.masked_end),
+            BlockSubrange(False, self.masked_end, self.masked_tail_begin),
+            BlockSubrange(True, self.masked_tail_begin, self.end),
         )

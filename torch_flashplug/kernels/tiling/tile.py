@@ -1,8 +1,8 @@
 """Mapping of linear tile indices to tiles: block, head and batch indices, and slices of the global tensors.
 
 The slices are taken from tensors in global memory or from TMA operands. A kernel receives a `TileAddressing` object as
-an argument and requests the tiles of a launch: `pieces.of_rows(order, ...)`. `DenseAddressing` addresses sequences as
-dimensions of tensors. varlen.py addresses packed sequences.
+an argument and requests the tiles of a launch: `addressing.of_rows(order, ...)`. `DenseAddressing` addresses sequences
+as dimensions of tensors. varlen.py addresses packed sequences.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class DenseAddressing(TileAddressing):
     The class has no fields, so a kernel needs no argument.
     """
 
-    tile_lengths_vary = False  # True if tiles differ in length under every block iterator
+    sequence_lengths_vary = False  # True if tiles differ in length under every block iterator
 
     def rows_first(self, t: cute.Tensor) -> cute.Tensor:
         """Return a (rows, columns, heads, batch) view of (batch, heads, rows, columns), the order read by TMA."""

@@ -14,6 +14,7 @@ TMA stops at the end of a sequence. Memory behind the end, perhaps NaN, is never
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -26,9 +27,24 @@ from ..primitives.vector_access import vector_at
 from .seqlen_info import SeqlenInfo
 from .tile import Tile, TileAddressing, TileGrid
 
-ENTRY = 8  # Int32 values of an entry, 32 bytes: a sector
-REACH = 1 << 30  # maximum number of rows of all sequences together
+MAX_TOTAL_ROWS = 1 << 30  # maximum number of rows of all sequences together
 MAX_RELATIVE_WORK = 1 << 16  # limit of `VarlenTileList.relative_work`, in tiles. A larger value has no further effect.
+
+
+class TileListEntry(NamedTuple):
+    """Entry of a tile list: a block of rows or of keys, with the values in memory order."""
+
+    block: Int32  # index of the block in the sequence
+    sequence_idx: Int32
+    own_start: Int32  # first row on the side of the block
+    own_length: Int32  # number of rows on the side of the block
+    opposite_start: Int32  # first row on the opposite side
+    opposite_length: Int32  # number of rows on the opposite side
+    first_workspace_block: Int32  # index of the first workspace block of the sequence
+    opposite_length_at_least_one: Int32
+
+
+ENTRY_INTS = len(TileListEntry._fields)  # Int32 values of an entry, 32 bytes: a sector
 
 
 @dataclass(frozen=True)
@@ -54,54 +70,52 @@ class SequenceSlice:
     def of_coordinates(self, m: cute.Tensor, head: Int32) -> cute.Tensor:
         """Return a head of a view created by `bounded_tma_view`, or of the transposed view."""
         first, rest = self.coordinates()
-        # The mode of rows has the static size REACH. The number of columns is not known at trace time.
+        # The mode of rows has the static size MAX_TOTAL_ROWS. The number of columns is not known at trace time.
         rows_lead = type(m.shape[0]) is int
         return cute.domain_offset((first, 0) if rows_lead else (0, first), m[None, None, head, rest])
 
     def coordinates(self) -> tuple[Int32, tuple[Int32, int]]:
         """Return the TMA coordinates of the first row of the sequence, in a view created by `bounded_tma_view`."""
-        return REACH - self.length, (self.start + self.length, REACH)
+        return MAX_TOTAL_ROWS - self.length, (self.start + self.length, MAX_TOTAL_ROWS)
 
 
 def bounded_tma_view(t: cute.Tensor) -> cute.Tensor:
     """Return a TMA view with a stop at the end of any sequence.
 
     The batch dimension of `t` (rows, columns, heads, 1) is replaced by two dimensions. Consider a sequence of `length`
-    rows ending before row `end` of the packed tensor. Row r of the sequence is at (REACH - length + r, ..., (end,
-    REACH)). Rows from `length` on lie beyond the first dimension: loads return zeros and stores are dropped.
+    rows ending before row `end` of the packed tensor. Row r of the sequence is at (MAX_TOTAL_ROWS - length + r, ...,
+    (end, MAX_TOTAL_ROWS)). Rows from `length` on lie beyond the first dimension. There, loads return zeros and stores
+    are dropped.
 
-    The last coordinate subtracts REACH rows from the address by wrapping around 2^64. A descriptor with a base
+    The last coordinate subtracts MAX_TOTAL_ROWS rows from the address by wrapping around 2^64. A descriptor with a base
     address so far below the tensor could not load.
     """
     row, column, head, _ = t.stride
-    wrap = around(row, t.element_type.width // 8)
-    shape = (REACH, t.shape[1], t.shape[2], (REACH, 2 * REACH - 1))
+    wrap = wrap_stride(row, t.element_type.width // 8)
+    shape = (MAX_TOTAL_ROWS, t.shape[1], t.shape[2], (MAX_TOTAL_ROWS, 2 * MAX_TOTAL_ROWS - 1))
     return cute.make_tensor(t.iterator, cute.make_layout(shape, stride=(row, column, head, (row, wrap))))
 
 
-def around(row: Int64, element_bytes: int) -> Int64:
-    """Return the stride by which REACH steps wrap around 2^64 and subtract REACH rows from an address.
+def wrap_stride(row: Int64, element_bytes: int) -> Int64:
+    """Return the stride whose MAX_TOTAL_ROWS steps wrap around 2^64 and subtract MAX_TOTAL_ROWS rows from an address.
 
     Args:
         row: stride of a row, in elements.
         element_bytes: bytes of an element.
     """
-    return (1 << 64) // REACH // element_bytes - row
+    return (1 << 64) // MAX_TOTAL_ROWS // element_bytes - row
 
 
 @dataclass(frozen=True)
 class VarlenSeqlenInfo(SeqlenInfo):
     """Sequence lengths of a sequence, perhaps without rows or keys.
 
-    `or_one` is loaded from memory. If the forward kernel computed the maximum instead, ptxas would serialize products.
+    `seqlen_k_at_least_one` is loaded from memory. If the forward kernel computed the maximum instead, ptxas would
+    serialize products.
     """
 
     may_be_empty = True
-    or_one: Int32 | None = None  # number of keys, at least one
-
-    @property
-    def seqlen_k_at_least_one(self) -> Int32:
-        return self.or_one
+    seqlen_k_at_least_one: Int32 | None = None  # number of keys, at least one; overrides the property of the base class
 
 
 @dataclass(frozen=True)
@@ -110,12 +124,12 @@ class VarlenTile(Tile):
 
     own_slice: SequenceSlice | None = None  # row range of the tile's own side: rows, or keys for a block of keys
     opposite_slice: SequenceSlice | None = None  # row range of the opposite side: keys, or rows for a block of keys
-    number: Int32 | None = None  # sequence index
+    sequence_idx: Int32 | None = None
     first_block: Int32 | None = None
 
     @property
     def sequence(self) -> Int32:
-        return self.number
+        return self.sequence_idx
 
     def rows_of(self, x: sm90.TmaOperand | cute.Tensor, head: Int32, batch: Int32) -> sm90.TmaOperand | cute.Tensor:
         return self.own_slice.of_head(x, head)
@@ -138,18 +152,10 @@ class VarlenTile(Tile):
 
 @dataclass(frozen=True)
 class VarlenTileList:
-    """List of the blocks of all sequences. All heads share the list.
+    """List of the blocks of all sequences (`TileListEntry`). All heads share the list."""
 
-    The eight values of an entry are:
-    - index of the block in the sequence
-    - sequence index
-    - first row and number of rows on the side of the block
-    - first row and number of rows on the opposite side
-    - index of the first workspace block of the sequence
-    - number of rows on the opposite side, at least one
-    """
-
-    # (capacity, ENTRY) Int32, 16-byte aligned. Entries behind the last entry are zero, except for a last value of 1.
+    # (capacity, ENTRY_INTS) Int32, 16-byte aligned. Entries behind the last entry are zero, except for a last value of
+    # 1.
     entries: cute.Tensor
     # (2,) Int32: number of entries, and, for a sorted list, the total work as a multiple of the work of the first
     # entry.
@@ -165,23 +171,28 @@ class VarlenTileList:
         """Return the total work as a multiple of the longest tile. The result is at least 1, even without tiles."""
         return cutlass.min(cutlass.max(cute.arch.make_warp_uniform(self.header[1]), 1), MAX_RELATIVE_WORK)
 
-    def load(self, number: Int32) -> tuple[Int32, ...]:
-        entry = cute.make_rmem_tensor((ENTRY,), Int32)
-        cute.autovec_copy(vector_at(self.entries.iterator + number * ENTRY, Int32, ENTRY), entry)
-        return tuple(cute.arch.make_warp_uniform(entry[i]) for i in range(ENTRY))
+    def load(self, number: Int32) -> TileListEntry:
+        entry = cute.make_rmem_tensor((ENTRY_INTS,), Int32)
+        cute.autovec_copy(vector_at(self.entries.iterator + number * ENTRY_INTS, Int32, ENTRY_INTS), entry)
+        return TileListEntry(*(cute.arch.make_warp_uniform(entry[i]) for i in range(ENTRY_INTS)))
 
     def tile(self, number: Int32, head: Int32, batch: Int32, group: Int32 | None, of_keys: bool) -> VarlenTile:
         """Return the block of an entry, for one head."""
-        block, sequence, *spans, first_block, seqlen_k_at_least_one = self.load(number)
-        own_slice, opposite_slice = SequenceSlice(*spans[:2]), SequenceSlice(*spans[2:])
+        entry = self.load(number)
+        own_slice = SequenceSlice(entry.own_start, entry.own_length)
+        opposite_slice = SequenceSlice(entry.opposite_start, entry.opposite_length)
         sizes = (
             (opposite_slice.length, own_slice.length, own_slice.length)
             if of_keys
-            else (own_slice.length, opposite_slice.length, seqlen_k_at_least_one)
+            else (own_slice.length, opposite_slice.length, entry.opposite_length_at_least_one)
         )
-        coord = (block, head, batch, VarlenSeqlenInfo(*sizes), group)
+        coord = (entry.block, head, batch, VarlenSeqlenInfo(*sizes), group)
         return VarlenTile(
-            *coord, own_slice=own_slice, opposite_slice=opposite_slice, number=sequence, first_block=first_block
+            *coord,
+            own_slice=own_slice,
+            opposite_slice=opposite_slice,
+            sequence_idx=entry.sequence_idx,
+            first_block=entry.first_workspace_block,
         )
 
 
@@ -198,10 +209,8 @@ class VarlenTileGrid(TileGrid):
     def entry(self, number: Int32) -> tuple[Int32, Int32]:
         """Return the entry index and the head of a tile."""
         nth, head, _ = self.order.tile(number)
-        return (
-            nth if self.of_keys else self.order.num_m_blocks - 1 - nth,
-            head,
-        )  # TileScheduler begins with the last block
+        # TileScheduler begins with the last block of rows.
+        return (nth if self.of_keys else self.order.num_m_blocks - 1 - nth), head
 
     def tile(self, number: Int32, group: Int32 | None = None) -> VarlenTile:
         nth, head = self.entry(number)
@@ -229,7 +238,7 @@ class VarlenAddressing(TileAddressing):
     keys: VarlenTileList | None = None
     workspace: VarlenTileList | None = None
     total_keys: Int32 | None = None
-    tile_lengths_vary = True
+    sequence_lengths_vary = True
 
     def rows_first(self, t: cute.Tensor) -> cute.Tensor:
         return bounded_tma_view(sm90.rows_first(t))
@@ -280,7 +289,9 @@ class VarlenAddressing(TileAddressing):
 
     def of_keys(self, order: TileScheduler, sizes: SeqlenInfo) -> VarlenTileGrid:
         if order.in_order:
-            raise NotImplementedError("blocks of keys of one sequence add in order if their list is in that order")
+            raise NotImplementedError(
+                "a deterministic backward of packed sequences needs a tile list in the order of sequences"
+            )
         return VarlenTileGrid(order, sizes, entries=self.keys)
 
     def all_keys(self, x: cute.Tensor) -> Int32:
