@@ -2,7 +2,7 @@
 
 On the CPU the ranks use gloo and the CPU stub backend. On GPUs the ranks use NCCL and the kernels.
 
-    PYTHONPATH=.:test python -m ranks rank_context_parallel --ranks 2    # all cases of rank_context_parallel.py
+    PYTHONPATH=.:test/helpers python -m ranks rank_context_parallel --ranks 2    # all cases of rank_context_parallel.py
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ from torch_flashplug.testing import (
 )
 from torch_flashplug.testing.budget import GRAD_FACTOR, cancelled_sums
 
-ROOT = Path(__file__).resolve().parents[1]
+HELPERS = Path(__file__).resolve().parent
+ROOT = HELPERS.parents[1]
 LIMIT_S = 85  # for all cases of a module; then each process prints its stack and ends
 GROUP_S = 45  # limit of a collective
 GRACE_S = 5  # for all remaining ranks, after a rank has ended with an error
@@ -95,7 +96,7 @@ def run(
         for rank in range(world):
             environment = {
                 **os.environ,
-                "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "test"), os.environ.get("PYTHONPATH", ""))),
+                "PYTHONPATH": os.pathsep.join((str(ROOT), str(HELPERS), os.environ.get("PYTHONPATH", ""))),
                 "OMP_NUM_THREADS": "1",
                 "NCCL_NVLS_ENABLE": "0",
                 "RANK": str(rank),
