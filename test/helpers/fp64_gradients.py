@@ -1,4 +1,4 @@
-"""Comparison of gradients with fp64, for calls with sinks."""
+"""Comparison of gradients with fp64."""
 
 from __future__ import annotations
 
@@ -8,8 +8,41 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from torch_flashplug.testing import assert_within_budget
+from torch_flashplug.testing import Case, Inputs, Masking, assert_within_budget, oracle_grads, plain_grads
 from torch_flashplug.testing.budget import GRAD_FACTOR, assert_of_sinks, cancelled_sums
+
+NAMES = ("dq", "dk", "dv")
+
+
+def check_gradients_of_case(
+    label: str,
+    case: Case,
+    inputs: Inputs,
+    grads: Mapping[str, Tensor],
+    masking: Masking | None = None,
+    *,
+    cancelled: Mapping[str, float] | None = None,
+    seed: int = 0,
+) -> None:
+    """Check that the gradients of a call of F.sdpa are within the error budget.
+
+    Args:
+        label: name of the call in error messages.
+        case: sizes and scale of the call.
+        inputs: q, k, v and dO.
+        grads: gradients of our kernels by name (dq, dk, dv); names may be left out.
+        masking: mask and dropout of the call; by default, those of the case.
+        cancelled: magnitudes of cancelled fp32 sums by name, if different from `cancelled_sums`.
+        seed: seed of the inputs, for error messages.
+    """
+    exact, low = (
+        dict(zip(NAMES, reference(case, inputs, masking), strict=True)) for reference in (oracle_grads, plain_grads)
+    )
+    if cancelled is None:
+        cancelled = cancelled_sums(*inputs, inputs.grad_out, case.scale)
+    for name, grad in grads.items():
+        budget = {"factor": GRAD_FACTOR, "cancelled": float(cancelled[name])}
+        assert_within_budget(f"{label} {name}", grad, exact[name], low[name], **budget, seed=seed)
 
 
 class ExactResults(Protocol):
