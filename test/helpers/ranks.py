@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from device_backend import DeviceBackend, use_device_backend
+from fp64_gradients import NAMES, check_gradients_of_case
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -37,11 +38,8 @@ from torch_flashplug.testing import (
     make_inputs,
     new_case,
     oracle,
-    oracle_grads,
     plain,
-    plain_grads,
 )
-from torch_flashplug.testing.budget import GRAD_FACTOR, cancelled_sums
 
 HELPERS = Path(__file__).resolve().parent
 ROOT = HELPERS.parents[1]
@@ -194,10 +192,7 @@ def assert_within_budgets(case: Case, inputs: Inputs, out: Tensor, grads: Sequen
     assert_within_budget(f"{case.name} out", out, oracle(case, inputs).out, plain(case, inputs).out)
     if not grads:
         return
-    names, cancelled = ("dq", "dk", "dv"), cancelled_sums(*inputs, inputs.grad_out, case.scale)
-    for name, grad, exact, low in zip(names, grads, oracle_grads(case, inputs), plain_grads(case, inputs), strict=True):
-        limits = {"factor": GRAD_FACTOR, "cancelled": float(cancelled[name])}
-        assert_within_budget(f"{case.name} {name}", grad, exact, low, **limits)
+    check_gradients_of_case(case.name, case, inputs, dict(zip(NAMES, grads, strict=True)))
 
 
 # ---- a program ----

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 import torch.nn.functional as F
+from fp64_gradients import NAMES, check_gradients_of_case
 from threads import run_threads
 from torch import Tensor
 
@@ -25,11 +26,9 @@ from torch_flashplug.testing import (
     make_inputs,
     new_case,
     oracle,
-    oracle_grads,
     plain,
-    plain_grads,
 )
-from torch_flashplug.testing.budget import GRAD_FACTOR, assert_dropped_alike, cancelled_sums
+from torch_flashplug.testing.budget import GRAD_FACTOR, assert_dropped_alike
 
 pytestmark = pytest.mark.gpu
 
@@ -65,11 +64,7 @@ def assert_near_fp64(
     assert_within_budget(case_name, out, exact.out, low.out, seed=SEED)
     if not grads:
         return
-    cancelled = cancelled_sums(*inputs, inputs.grad_out, case.scale)
-    expected, yardstick = (function(case, inputs, rule) for function in (oracle_grads, plain_grads))
-    for name, actual, *two in zip(("dq", "dk", "dv"), grads, expected, yardstick, strict=True):
-        budget = {"factor": GRAD_FACTOR, "cancelled": float(cancelled[name])}
-        assert_within_budget(f"{case_name} {name}", actual, *two, **budget, seed=SEED)
+    check_gradients_of_case(case_name, case, inputs, dict(zip(NAMES, grads, strict=True)), rule, seed=SEED)
 
 
 # ---- graphs ----
