@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -45,16 +45,17 @@ def check_gradients_of_case(
         assert_within_budget(f"{label} {name}", grad, exact[name], low[name], **budget, seed=seed)
 
 
-class ExactResults(Protocol):
-    """Reference results of a call, in fp64."""
+@dataclass(frozen=True)
+class Results:
+    """Results of a call, with gradients by name (dq, dk, dv, dsinks)."""
 
     out: Tensor
     lse: Tensor
-    grads: Mapping[str, Tensor]
+    grads: dict[str, Tensor]
 
 
 def check_gradients(
-    label: str, grads: Mapping[str, Tensor], exact: ExactResults, low: Mapping[str, Tensor], operands: Sequence[Tensor],
+    label: str, grads: Mapping[str, Tensor], exact: Results, low: Mapping[str, Tensor], operands: Sequence[Tensor],
     sinks: Tensor | None,
 ) -> None:  # fmt: skip
     """Check that each gradient is within the error budget.
