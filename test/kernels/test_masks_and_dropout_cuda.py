@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 import torch.nn.functional as F
+from cuda_graphs import call_on_side_stream
 from fp64_gradients import NAMES, check_gradients_of_case
 from threads import run_threads
 from torch import Tensor
@@ -95,12 +96,7 @@ def test_graph_replay_reads_the_current_mask(kind: str, sizes: tuple[int, int], 
         return (out, *(torch.autograd.grad(out, leaves, buffers.grad_out) if grad else ()))
 
     with sdpa_backend("fa3"):
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(2):
-                call()
-        torch.cuda.current_stream().wait_stream(side)
+        call_on_side_stream(call, 2)
         graph = torch.cuda.CUDAGraph()
         bindings.counters(reset=True)
         with torch.cuda.graph(graph):
