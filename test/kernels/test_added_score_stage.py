@@ -36,7 +36,7 @@ def compiled(tmp_path_factory) -> tuple[Path, dict[str, list[dict[str, int]]]]:
     """Compile the kernels with the stage in a separate process; see added_stage.py for the results."""
     pytest.importorskip("cutlass", reason="the DSL is needed to compile kernels")
     folder = tmp_path_factory.mktemp("added_stage")
-    paths = os.pathsep.join(str(ROOT / name) for name in (".", "test"))
+    paths = os.pathsep.join(str(ROOT / name) for name in (".", "test/helpers"))
     environment = {**os.environ, "PYTHONPATH": paths, "CUTE_DSL_DUMP_DIR": str(folder), "CUTE_DSL_ARCH": "sm_90a"}
     command = [sys.executable, "-m", "added_stage", str(folder), *KERNELS]
     process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)

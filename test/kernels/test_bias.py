@@ -11,8 +11,18 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from deterministic import deterministic_gradients
-from forced_splits import MAX_SPLITS, forced_mode, plan_of_forced_call
+from forced_splits import MAX_SPLITS, plan_of_forced_call
+from masked_calls import (
+    BACKENDS,
+    HEADS,
+    SEED,
+    bias_dtype,
+    check_decode,
+    check_gradients,
+    copy_with_strides,
+    random_bias,
+    run_with_references,
+)
 from torch import Tensor
 
 import torch_flashplug
@@ -20,30 +30,10 @@ from torch_flashplug.dispatch import bindings
 from torch_flashplug.registry import kernel_table
 from torch_flashplug.registry.dtypes import ELEMENTS_16BIT
 from torch_flashplug.registry.kernel_spec import KernelSpec
-from torch_flashplug.testing import (
-    Case,
-    Masking,
-    assert_lse,
-    assert_within_budget,
-    attention_math,
-    make_inputs,
-    new_case,
-    oracle,
-    oracle_grads,
-    plain,
-    plain_grads,
-)
-from torch_flashplug.testing.budget import GRAD_FACTOR, cancelled_sums
+from torch_flashplug.testing import assert_within_budget, make_inputs, new_case
 
-SEED = 20261124
-HEADS = (2, 4, 2)  # B, Hq, Hkv
-BACKENDS = {90: "fa3", 80: "fa2"}
 # Kernels with further features are tested in test_dropout.
 BIASED = [spec for arch in BACKENDS for spec in kernel_table.specs(arch) if spec.features in ({"bias"}, {"bias32"})]
-
-
-def random_bias(*sizes: int) -> Tensor:
-    return torch.randn(sizes, generator=torch.Generator().manual_seed(SEED)) * 2
 
 
 def mask_out(bias: Tensor) -> Tensor:
@@ -72,35 +62,11 @@ BIASES: dict[str, Callable[[], Tensor]] = {
 }  # fmt: skip
 
 
-def with_equal_strides(bias: Tensor, device: str, dtype: torch.dtype) -> Tensor:
-    """Return the bias with equal strides and offset in a different dtype."""
-    memory = torch.empty(0, dtype=bias.dtype).set_(bias.untyped_storage()).to(device, dtype)
-    return memory.as_strided(bias.size(), bias.stride(), bias.storage_offset())
-
-
-def bias_dtype(case: Case, wide: bool) -> torch.dtype:
-    return torch.float32 if wide else case.torch_dtype
-
-
-def run_with_references(case: Case, bias: Tensor, device: str, backend: str = "fa3") -> tuple[Tensor, Tensor, Tensor]:
-    """Return the outputs of the plugin kernel, of fp64 and of plain torch."""
-    inputs = make_inputs(case, device, SEED)
-    bindings.counters(reset=True)
-    with torch_flashplug.sdpa_backend(backend):
-        out = F.scaled_dot_product_attention(*inputs, attn_mask=bias, enable_gqa=case.gqa, scale=case.scale)
-    assert bindings.counters()["ours_fwd"] == 1
-    exact, low = (
-        attention_math(*inputs, scale=case.scale, mask=Masking(bias=bias), dtype=dtype).out
-        for dtype in (torch.float64, case.torch_dtype)
-    )
-    return out, exact, low
-
-
 @pytest.mark.parametrize("wide", [False, True], ids=["16", "fp32"])
 @pytest.mark.parametrize("bias", BIASES)
 def test_output_of_each_bias_layout(kernels_on: str, bias: str, wide: bool) -> None:
     case = new_case(f"{bias} {wide}", HEADS, (300, 336), (64, 64), dtype=ELEMENTS_16BIT[len(bias) % 2])
-    bias_tensor = with_equal_strides(BIASES[bias](), kernels_on, bias_dtype(case, wide))
+    bias_tensor = copy_with_strides(BIASES[bias](), kernels_on, bias_dtype(case, wide))
     assert_within_budget(case.name, *run_with_references(case, bias_tensor, kernels_on), seed=SEED)
 
 
@@ -108,7 +74,7 @@ def test_output_of_each_bias_layout(kernels_on: str, bias: str, wide: bool) -> N
 def test_output_of_each_bias_layout_on_sm80_kernels(kernels_on: str, bias: str) -> None:
     d, wide = (64, 128, 256)[len(bias) % 3], len(bias) % 2 == 0
     case = new_case(f"{bias} {d}", HEADS, (300, 336), (d, d), dtype=ELEMENTS_16BIT[len(bias) // 2 % 2])
-    bias_tensor = with_equal_strides(BIASES[bias](), kernels_on, bias_dtype(case, wide))
+    bias_tensor = copy_with_strides(BIASES[bias](), kernels_on, bias_dtype(case, wide))
     assert_within_budget(case.name, *run_with_references(case, bias_tensor, kernels_on, "fa2"), seed=SEED)
 
 
@@ -193,30 +159,14 @@ DECODE_BIASES: dict[str, Callable[[int], Tensor]] = {
 }
 
 
-def check_decode(case: Case, bias: Tensor, device: str, num_splits: int = 0, backend: str = "fa3") -> None:
-    """Check output and LSE of our op, served by a decode kernel."""
-    fact = "bias32" if bias.dtype == torch.float32 else "bias"
-    assert plan_of_forced_call(case, num_splits, backend=backend, **{fact: 1})["kernel"].startswith("decode_")
-    inputs = make_inputs(case, device, SEED)
-    bindings.counters(reset=True)
-    operands = (*inputs, bias, 0.0, 0, case.scale, forced_mode(num_splits, backend))
-    out, lse = torch.ops.torch_flashplug.sdpa_fwd(*operands)[:2]
-    assert bindings.counters()["ours_fwd"] == 1
-    exact, low = (reference(case, inputs, Masking(bias=bias)) for reference in (oracle, plain))
-    name = f"{case.name} in {num_splits} splits"
-    assert_within_budget(name, out, exact.out, low.out, seed=SEED)
-    assert_lse(name, lse, exact.lse, low.lse, seed=SEED)
-
-
 @pytest.mark.parametrize("spec", [spec for spec in BIASED if spec.is_decode], ids=KernelSpec.name)
 def test_every_biased_decode_kernel(kernels_on: str, spec: KernelSpec) -> None:
     wide, backend = "bias32" in spec.features, BACKENDS[spec.arch]
     for Sq, keys in ((1, 1), (3, 64), (2, 200), (5, 129)):
         case = new_case(f"{spec.name()} {Sq}x{keys}", HEADS, (Sq, keys), (spec.d, spec.dv), dtype=spec.dtype)
         assert plan_of_forced_call(case, backend=backend, **{"bias32" if wide else "bias": 1})["kernel"] == spec.name()
-        check_decode(
-            case, random_bias(2, 1, Sq, keys).to(kernels_on, bias_dtype(case, wide)), kernels_on, backend=backend
-        )
+        bias = random_bias(2, 1, Sq, keys).to(kernels_on, bias_dtype(case, wide))
+        check_decode(case, make_inputs(case, kernels_on, SEED), bias, backend=backend)
 
 
 @pytest.mark.parametrize("num_splits", [0, 1, 3, MAX_SPLITS])
@@ -227,9 +177,8 @@ def test_biased_decode_of_each_layout_and_number_of_splits(
 ) -> None:
     wide = (len(bias) + Sq) % 2 == 0
     case = new_case(f"{bias} {Sq}", HEADS, (Sq, 333), (64, 64), dtype=ELEMENTS_16BIT[Sq % 2])
-    check_decode(
-        case, with_equal_strides(DECODE_BIASES[bias](Sq), kernels_on, bias_dtype(case, wide)), kernels_on, num_splits
-    )
+    bias_tensor = copy_with_strides(DECODE_BIASES[bias](Sq), kernels_on, bias_dtype(case, wide))
+    check_decode(case, make_inputs(case, kernels_on, SEED), bias_tensor, num_splits)
 
 
 @pytest.mark.parametrize("num_splits", [1, 3])
@@ -237,8 +186,8 @@ def test_biased_decode_of_each_layout_and_number_of_splits(
 def test_biased_decode_of_each_layout_on_sm80_kernels(kernels_on: str, bias: str, num_splits: int) -> None:
     Sq = (1, 7, 32)[len(bias) % 3]
     case = new_case(f"{bias} {Sq}", HEADS, (Sq, 333), (64, 64), dtype=ELEMENTS_16BIT[Sq % 2])
-    bias_tensor = with_equal_strides(DECODE_BIASES[bias](Sq), kernels_on, case.torch_dtype)
-    check_decode(case, bias_tensor, kernels_on, num_splits, "fa2")
+    bias_tensor = copy_with_strides(DECODE_BIASES[bias](Sq), kernels_on, case.torch_dtype)
+    check_decode(case, make_inputs(case, kernels_on, SEED), bias_tensor, num_splits, "fa2")
 
 
 @pytest.mark.parametrize("backend, num_splits", [("fa3", 1), ("fa3", 3), ("fa3", 21), ("fa2", 1), ("fa2", 3)])
@@ -298,23 +247,6 @@ def gradients_with_bias_row(device: str, backend: str, entry: float, key: object
         return torch.autograd.grad(out, leaves, grad_out)
 
 
-def check_gradients(case: Case, bias: Tensor, device: str, *, order: bool = False, backend: str = "fa3") -> None:
-    """Check the gradients of query, key and value from a plugin backward."""
-    inputs = make_inputs(case, device, SEED)
-    leaves = [tensor.requires_grad_() for tensor in inputs]
-    bindings.counters(reset=True)
-    with torch_flashplug.sdpa_backend(backend), deterministic_gradients(order):
-        out = F.scaled_dot_product_attention(*inputs, attn_mask=bias, enable_gqa=case.gqa)
-        grads = torch.autograd.grad(out, leaves, inputs.grad_out)
-    counts = bindings.counters()
-    assert counts["ours_fwd"] == counts["ours_bwd"] == 1
-    exact, low = (grads_of(case, inputs, Masking(bias=bias)) for grads_of in (oracle_grads, plain_grads))
-    cancelled = cancelled_sums(*inputs, inputs.grad_out, case.scale)
-    for name, grad, exact_grad, low_grad in zip(("dq", "dk", "dv"), grads, exact, low, strict=True):
-        budget = {"factor": GRAD_FACTOR, "cancelled": float(cancelled[name])}
-        assert_within_budget(f"{case.name} {name}", grad, exact_grad, low_grad, **budget, seed=SEED)
-
-
 @pytest.mark.parametrize("spec", [s for s in BIASED if s.kind in {"bwd", "partbwd"}], ids=KernelSpec.name)
 def test_every_biased_backward_kernel(kernels_on: str, spec: KernelSpec) -> None:
     wide, backend = "bias32" in spec.features, BACKENDS[spec.arch]
@@ -329,7 +261,7 @@ def test_every_biased_backward_kernel(kernels_on: str, spec: KernelSpec) -> None
 def test_gradients_of_bias_layouts_on_sm80_kernels(kernels_on: str, bias: str) -> None:
     d = (64, 128, 256)[len(bias) % 3]
     case = new_case(f"{bias} gradients {d}", HEADS, (300, 336), (d, d), dtype=ELEMENTS_16BIT[len(bias) % 2])
-    check_gradients(case, with_equal_strides(BIASES[bias](), kernels_on, case.torch_dtype), kernels_on, backend="fa2")
+    check_gradients(case, copy_with_strides(BIASES[bias](), kernels_on, case.torch_dtype), kernels_on, backend="fa2")
 
 
 @pytest.mark.parametrize("order", [False, True])
@@ -338,7 +270,7 @@ def test_gradients_of_each_bias_layout(kernels_on: str, bias: str, order: bool) 
     wide = len(bias) % 3 == 0
     case = new_case(f"{bias} gradients", HEADS, (300, 336), (64, 64), dtype=ELEMENTS_16BIT[len(bias) % 2])
     check_gradients(
-        case, with_equal_strides(BIASES[bias](), kernels_on, bias_dtype(case, wide)), kernels_on, order=order
+        case, copy_with_strides(BIASES[bias](), kernels_on, bias_dtype(case, wide)), kernels_on, order=order
     )
 
 
@@ -356,7 +288,7 @@ def test_gradients_with_wide_head_dims(kernels_on: str, dims: tuple[int, int], b
     """The dQ kernel has no room for bias tiles at these head dims, so threads read the bias from global memory."""
     wide = (len(bias) + dims[0]) % 3 == 0
     case = new_case(f"{bias} {dims}", HEADS, (300, 336), dims, dtype=ELEMENTS_16BIT[len(bias) % 2])
-    check_gradients(case, with_equal_strides(BIASES[bias](), kernels_on, bias_dtype(case, wide)), kernels_on)
+    check_gradients(case, copy_with_strides(BIASES[bias](), kernels_on, bias_dtype(case, wide)), kernels_on)
 
 
 # query heads, KV heads, rows, keys, head dim; each row sees one key, alone or among keys masked out by -inf

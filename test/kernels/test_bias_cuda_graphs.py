@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.nn.functional as F
+from cuda_graphs import call_on_side_stream
 from torch import Tensor
 
 import torch_flashplug
@@ -60,12 +61,7 @@ def assert_equal_results(call: str, results: tuple[Tensor, ...], expected: tuple
 def test_biased_calls_alternate_in_one_cuda_graph() -> None:
     """New inputs are copied into the captured memory before each replay."""
     inputs_of_calls = {call: random_inputs(call, 0) for call in CALLS}
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for call in (*CALLS, *CALLS):
-            run_forward_and_backward(*inputs_of_calls[call])
-    torch.cuda.current_stream().wait_stream(side)
+    call_on_side_stream(lambda: [run_forward_and_backward(*inputs) for inputs in inputs_of_calls.values()], 2)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         outputs = [(call, run_forward_and_backward(*inputs_of_calls[call])) for call in (*CALLS, *reversed(CALLS))]

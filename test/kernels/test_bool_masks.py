@@ -5,42 +5,31 @@ The tests cover rows without visible keys, NaN in masked-out keys, and memory la
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 
 import interpreted_kernels
+import masked_calls
 import pytest
 import torch
 import torch.nn.functional as F
 from deterministic import deterministic_gradients
 from forced_splits import plan_of_forced_call
+from fp64_gradients import NAMES
+from masked_calls import BACKENDS, HEADS, copy_with_strides, random_mask
 from torch import Tensor
 
 import torch_flashplug
 from torch_flashplug.api import startup
-from torch_flashplug.dispatch import bindings
 from torch_flashplug.registry import kernel_table
 from torch_flashplug.registry.dtypes import ELEMENTS_16BIT
 from torch_flashplug.registry.kernel_spec import LISTED, TALL, KernelSpec
-from torch_flashplug.testing import (
-    Case,
-    Masking,
-    assert_bitwise_equal,
-    assert_within_budget,
-    attention_math,
-    make_inputs,
-    new_case,
-    oracle_grads,
-    plain_grads,
-)
-from torch_flashplug.testing.budget import GRAD_FACTOR, cancelled_sums
+from torch_flashplug.testing import Case, Inputs, assert_bitwise_equal, assert_within_budget, make_inputs, new_case
 
-SEED = 20261123
-HEADS = (2, 4, 2)  # B, Hq, Hkv
-
-
-def random_mask(*sizes: int, share: float = 0.6) -> Tensor:
-    return torch.rand(sizes, generator=torch.Generator().manual_seed(SEED)) < share
+SEED = masked_calls.BOOL_MASK_SEED
+run_with_references = functools.partial(masked_calls.run_with_references, seed=SEED)
+check_gradients = functools.partial(masked_calls.check_gradients, seed=SEED)
 
 
 def with_holes(mask: Tensor) -> Tensor:
@@ -77,48 +66,23 @@ MASKS: dict[str, Callable[[], Tensor]] = {
 }  # fmt: skip
 
 
-def copy_to_device(device: str, mask: Tensor) -> Tensor:
-    """Copy a mask to a device with an equal memory layout."""
-    memory = torch.empty(0, dtype=torch.bool).set_(mask.untyped_storage()).to(device)
-    return memory.as_strided(mask.size(), mask.stride(), mask.storage_offset())
-
-
-def run_with_references(
-    case: Case, mask: Tensor, device: str, poison: bool = False, backend: str = "fa3"
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the outputs of the plugin kernel, of fp64 and of plain torch.
-
-    Args:
-        case: sizes of the call.
-        mask: the bool mask.
-        device: device of the tensors.
-        poison: put NaN into keys and values of blocks hidden from all rows.
-        backend: the forced backend.
-    """
+def inputs_with_hidden_nans(case: Case, mask: Tensor, device: str) -> Inputs:
+    """Return inputs with NaN in keys and values of blocks hidden from all rows."""
     inputs = make_inputs(case, device, SEED)
-    if poison:
-        is_seen = mask.expand(case.B, case.Hq, case.Sq, case.Sk).any(2).view(case.B, case.Hkv, -1, case.Sk).any(2)
-        blocks = F.pad(is_seen, (0, -case.Sk % LISTED)).unflatten(-1, (-1, LISTED)).any(-1)
-        blocks[..., 0] = True  # rows without visible keys read the first block
-        hidden = ~blocks.repeat_interleave(LISTED, -1)[..., : case.Sk]
-        for tensor in (inputs.k, inputs.v):
-            tensor[hidden] = math.nan
-    bindings.counters(reset=True)
-    with torch_flashplug.sdpa_backend(backend):
-        out = F.scaled_dot_product_attention(*inputs, attn_mask=mask, enable_gqa=case.gqa)
-    assert bindings.counters()["ours_fwd"] == 1
-    clean = [tensor.nan_to_num() for tensor in inputs]
-    exact, low = (
-        attention_math(*clean, mask=Masking(bias=mask), dtype=dtype).out for dtype in (torch.float64, case.torch_dtype)
-    )
-    return out, exact, low
+    is_seen = mask.expand(case.B, case.Hq, case.Sq, case.Sk).any(2).view(case.B, case.Hkv, -1, case.Sk).any(2)
+    blocks = F.pad(is_seen, (0, -case.Sk % LISTED)).unflatten(-1, (-1, LISTED)).any(-1)
+    blocks[..., 0] = True  # rows without visible keys read the first block
+    hidden = ~blocks.repeat_interleave(LISTED, -1)[..., : case.Sk]
+    for tensor in (inputs.k, inputs.v):
+        tensor[hidden] = math.nan
+    return inputs
 
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_output_of_each_mask_layout(kernels_on: str, mask: str, d: int) -> None:
     case = new_case(f"{mask} {d}", HEADS, (300, 333), (d, d), dtype=ELEMENTS_16BIT[len(mask) % 2])
-    visible = copy_to_device(kernels_on, MASKS[mask]())
+    visible = copy_with_strides(MASKS[mask](), kernels_on)
     out, exact, low = run_with_references(case, visible, kernels_on)
     assert_within_budget(case.name, out, exact, low, seed=SEED)
     blind = ~visible.expand(case.B, case.Hq, case.Sq, case.Sk).any(-1)
@@ -129,7 +93,7 @@ def test_output_of_each_mask_layout(kernels_on: str, mask: str, d: int) -> None:
 def test_output_of_each_mask_layout_on_sm80_kernels(kernels_on: str, mask: str) -> None:
     d = (64, 128, 256)[len(mask) % 3]
     case = new_case(f"{mask} {d}", HEADS, (300, 333), (d, d), dtype=ELEMENTS_16BIT[len(mask) % 2])
-    visible = copy_to_device(kernels_on, MASKS[mask]())
+    visible = copy_with_strides(MASKS[mask](), kernels_on)
     out, exact, low = run_with_references(case, visible, kernels_on, backend="fa2")
     assert_within_budget(case.name, out, exact, low, seed=SEED)
     blind = ~visible.expand(case.B, case.Hq, case.Sq, case.Sk).any(-1)
@@ -184,35 +148,13 @@ def test_saved_metadata_of_a_broadcast_mask_row_is_small(kernels_on: str, rows: 
 def test_fully_masked_blocks_are_not_read(kernels_on: str, mask: str) -> None:
     case = new_case(mask, (2, 2, 2), (300, 600), (64, 64))
     visible = F.pad(MASKS[mask]().expand(2, 1, 300, 333), (0, 600 - 333)).to(kernels_on)
-    out, exact, low = run_with_references(case, visible, kernels_on, poison=True)
+    out, exact, low = run_with_references(
+        case, visible, kernels_on, inputs=inputs_with_hidden_nans(case, visible, kernels_on)
+    )
     assert_within_budget(mask, out, exact, low, seed=SEED)
 
 
-NAMES = ("dq", "dk", "dv")
-MASKED = [spec for arch in (90, 80) for spec in kernel_table.specs(arch) if spec.features == {"mask"}]
-BACKENDS = {90: "fa3", 80: "fa2"}
-
-
-def check_gradients(
-    case: Case, mask: Tensor, device: str, *, order: bool = False, leaf_names: str = "qkv", backend: str = "fa3"
-) -> None:
-    """Check the wanted gradients of a plugin backward."""
-    inputs = make_inputs(case, device, SEED)
-    leaves = [getattr(inputs, name).requires_grad_() for name in leaf_names]
-    bindings.counters(reset=True)
-    with torch_flashplug.sdpa_backend(backend), deterministic_gradients(order):
-        out = F.scaled_dot_product_attention(*inputs, attn_mask=mask, enable_gqa=case.gqa)
-        grads = torch.autograd.grad(out, leaves, inputs.grad_out)
-    counts = bindings.counters()
-    assert counts["ours_fwd"] == counts["ours_bwd"] == 1
-    masking = Masking(bias=mask)
-    exact, low = (
-        dict(zip(NAMES, reference(case, inputs, masking), strict=True)) for reference in (oracle_grads, plain_grads)
-    )
-    cancelled = cancelled_sums(*inputs, inputs.grad_out, case.scale)
-    for name, grad in zip((f"d{operand}" for operand in leaf_names), grads, strict=True):
-        budget = {"factor": GRAD_FACTOR, "cancelled": float(cancelled[name])}
-        assert_within_budget(f"{case.name} {name}", grad, exact[name], low[name], **budget, seed=SEED)
+MASKED = [spec for arch in BACKENDS for spec in kernel_table.specs(arch) if spec.features == {"mask"}]
 
 
 @pytest.fixture
@@ -256,7 +198,7 @@ def test_tiles_of_192_rows_with_each_mask_layout(
     """A block of a tall tile spans parts of two block rows of the mask metadata; the backwards have no tall tiles."""
     case = new_case(f"{spec.name()} {mask}", HEADS, (300, 333), (spec.d, spec.dv), dtype=spec.dtype)
     push_forward(spec)
-    visible = copy_to_device(kernels_on, MASKS[mask]())
+    visible = copy_with_strides(MASKS[mask](), kernels_on)
     out, exact, low = run_with_references(case, visible, kernels_on)
     assert_within_budget(case.name, out, exact, low, seed=SEED)
     check_gradients(case, visible, kernels_on, order=len(mask) % 2 == 0)
@@ -270,7 +212,9 @@ def test_tiles_of_192_rows_with_different_lengths(
     case = new_case(f"tall {Sq}", (1, 2, 1), (Sq, 300), (spec.d, spec.dv), dtype=spec.dtype)
     push_forward(spec)
     visible = (band_mask(Sq, 300, 100) & random_mask(2, Sq, 300, share=0.9)).to(kernels_on)
-    out, exact, low = run_with_references(case, visible, kernels_on, poison=True)
+    out, exact, low = run_with_references(
+        case, visible, kernels_on, inputs=inputs_with_hidden_nans(case, visible, kernels_on)
+    )
     assert_within_budget(case.name, out, exact, low, seed=SEED)
 
 
@@ -313,7 +257,7 @@ def test_deterministic_backward_is_bitwise_equal(kernels_on: str, spec: KernelSp
 @pytest.mark.parametrize("mask", MASKS)
 def test_gradients_of_each_mask_layout(kernels_on: str, mask: str, order: bool) -> None:
     case = new_case(f"{mask} gradients", HEADS, (300, 333), (64, 64), dtype=ELEMENTS_16BIT[len(mask) % 2])
-    check_gradients(case, copy_to_device(kernels_on, MASKS[mask]()), kernels_on, order=order)
+    check_gradients(case, copy_with_strides(MASKS[mask](), kernels_on), kernels_on, order=order)
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -321,7 +265,7 @@ def test_gradients_of_each_mask_layout_on_sm80_kernels(kernels_on: str, mask: st
     d = (64, 128, 256)[len(mask) % 3]
     case = new_case(f"{mask} gradients {d}", HEADS, (300, 333), (d, d), dtype=ELEMENTS_16BIT[len(mask) % 2])
     check_gradients(
-        case, copy_to_device(kernels_on, MASKS[mask]()), kernels_on, order=len(mask) % 2 == 0, backend="fa2"
+        case, copy_with_strides(MASKS[mask](), kernels_on), kernels_on, order=len(mask) % 2 == 0, backend="fa2"
     )
 
 

@@ -15,6 +15,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import CUDA
+from cuda_graphs import capture_graph
 from device_backend import DeviceBackend
 from forced_splits import CAUSAL_TEXT, MAX_SPLITS, forced_mode, plan_of_forced_call
 from torch import Tensor
@@ -264,23 +265,6 @@ REPEATED = pytest.mark.parametrize(
     "name, num_splits", [("decode_1x8k_d128_gqa4", 0), ("decode_1x8k_d128_gqa4", 1), ("decode_h8x2_d72v40_7x1000", 3),
                          ("decode_h8x2_d256v256_1x4097", 33), ("gqa8_d64", 4)],
 )  # fmt: skip
-
-
-def capture_graph(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """Return a function for replaying a captured call.
-
-    Each replay returns the same output tensor, poisoned before the replay.
-    """
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = call()
-
-    def replay() -> Tensor:
-        out.fill_(torch.nan)
-        graph.replay()
-        return out
-
-    return replay
 
 
 @pytest.mark.gpu

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from deterministic import deterministic_gradients
 from forced_splits import plan_of_forced_call
+from fp64_gradients import NAMES, check_gradients_of_case
+from masked_calls import BACKENDS, HEADS, SEED
 from torch import Tensor
 
 import torch_flashplug
@@ -30,17 +32,12 @@ from torch_flashplug.testing import (
     Masking,
     assert_bitwise_equal,
     assert_within_budget,
-    attention_math,
     make_inputs,
     new_case,
-    oracle_grads,
-    plain_grads,
+    oracle,
+    plain,
 )
-from torch_flashplug.testing.budget import GRAD_FACTOR, cancelled_sums
 
-SEED = 20261124
-HEADS = (2, 4, 2)  # B, Hq, Hkv
-BACKENDS = {90: "fa3", 80: "fa2"}
 DROPPED = [
     spec
     for arch in BACKENDS
@@ -176,11 +173,7 @@ def dtype_of(spec: KernelSpec) -> torch.dtype:
     return {"bf16": torch.bfloat16, "fp16": torch.float16}[spec.dtype]
 
 
-def spec_id(spec: KernelSpec) -> str:
-    return spec.name()
-
-
-@pytest.mark.parametrize("spec", [spec for spec in DROPPED if not spec.is_backward], ids=spec_id)
+@pytest.mark.parametrize("spec", [spec for spec in DROPPED if not spec.is_backward], ids=KernelSpec.name)
 def test_every_forward_keeps_the_scores_of_the_dropout_mask_op(kernels_on: str, spec: KernelSpec) -> None:
     """All scores are equal, and each value encodes its key, so the output shows the kept bits."""
     (B, Hq, Hkv), Sq, Sk, p = HEADS, 150, 200, 0.3
@@ -200,11 +193,7 @@ def test_every_forward_keeps_the_scores_of_the_dropout_mask_op(kernels_on: str, 
         assert torch.equal(out[..., : len(keys)] != 0, kept_scores[..., keys])
 
 
-def configs_dtype(spec: KernelSpec) -> torch.dtype:
-    return {"bf16": torch.bfloat16, "fp16": torch.float16}[spec.dtype]
-
-
-@pytest.mark.parametrize("spec", [spec for spec in DROPPED if spec.is_backward], ids=spec_id)
+@pytest.mark.parametrize("spec", [spec for spec in DROPPED if spec.is_backward], ids=KernelSpec.name)
 def test_every_backward_keeps_the_scores_of_its_forward(kernels_on: str, spec: KernelSpec) -> None:
     """All scores are equal, so dV and dQ show the kept bits.
 
@@ -280,17 +269,11 @@ def check_call(
             *inputs, attn_mask=mask, dropout_p=p, is_causal=case.causal, enable_gqa=case.gqa
         )
         grads = torch.autograd.grad(out, leaves, inputs.grad_out)
-    exact, low = (
-        attention_math(*inputs, mask=masking_rule, dtype=dtype).out for dtype in (torch.float64, case.torch_dtype)
-    )  # fmt: skip
+    exact, low = (reference(case, inputs, masking_rule).out for reference in (oracle, plain))
     assert_within_budget(case.name, out.detach(), exact, low, seed=SEED)
-    exact, low = (reference(case, inputs, masking_rule) for reference in (oracle_grads, plain_grads))
-    cancelled = cancelled_sums(*inputs, inputs.grad_out, case.scale)
-    if case.Sk == 1:
-        cancelled = rounded_outputs(case, inputs, out.detach())
-    for name, *numbers in zip(("dq", "dk", "dv"), grads, exact, low, strict=True):
-        budget = {"factor": GRAD_FACTOR, "cancelled": float(cancelled[name])}
-        assert_within_budget(f"{case.name} {name}", *numbers, **budget, seed=SEED)
+    cancelled = rounded_outputs(case, inputs, out.detach()) if case.Sk == 1 else None
+    grads_by_name = dict(zip(NAMES, grads, strict=True))
+    check_gradients_of_case(case.name, case, inputs, grads_by_name, masking_rule, cancelled=cancelled, seed=SEED)
     if p == 1.0:
         assert all((tensor == 0).all() for tensor in (out, *grads))
     return inputs
@@ -354,7 +337,7 @@ def test_decode_shape_with_dropout_runs_a_forward_kernel(kernels_on: str) -> Non
     inputs, rule = make_inputs(case, kernels_on, SEED), reference_masking(case, 0.4, None, kernels_on)
     with assert_kernels_run("ours_fwd"):
         out = F.scaled_dot_product_attention(*inputs, dropout_p=0.4, enable_gqa=True)
-    exact, low = (attention_math(*inputs, mask=rule, dtype=dtype).out for dtype in (torch.float64, case.torch_dtype))
+    exact, low = (reference(case, inputs, rule).out for reference in (oracle, plain))
     assert_within_budget("few", out, exact, low)
 
 
@@ -364,9 +347,7 @@ def test_dropout_with_nonpositive_softmax_scales(kernels_on: str, scale: float) 
     inputs, rule = make_inputs(case, kernels_on, SEED), reference_masking(case, 0.4, None, kernels_on)
     with assert_kernels_run("ours_fwd"):
         out = F.scaled_dot_product_attention(*inputs, dropout_p=0.4, scale=scale)
-    exact, low = (
-        attention_math(*inputs, scale=scale, mask=rule, dtype=dtype).out for dtype in (torch.float64, case.torch_dtype)
-    )
+    exact, low = (reference(case, inputs, rule).out for reference in (oracle, plain))
     assert_within_budget(case.name, out, exact, low)
 
 

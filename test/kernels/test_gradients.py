@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from deterministic import deterministic_gradients
 from forced_splits import plan_of_forced_call
+from fp64_gradients import NAMES, check_gradients_of_case
 from torch import Tensor
 
 import torch_flashplug
@@ -29,18 +30,13 @@ from torch_flashplug.testing import (
     ODD_CASES,
     Case,
     Inputs,
-    assert_within_budget,
     case_named,
     make_inputs,
     new_case,
-    oracle_grads,
-    plain_grads,
 )
-from torch_flashplug.testing.budget import GRAD_FACTOR, cancelled_sums
 
 SEED = 20261121
 RUNS = 1000
-NAMES = ("dq", "dk", "dv")
 Order = Callable[[], AbstractContextManager]
 # Every fourth case, all cases with unusual heads or layouts, and all cases with the tag "grad".
 GRAD_CASES = [c for i, c in enumerate(CASES) if i % 4 == 0 or c.gqa or c.layout != "bshd" or "grad" in c.tags]
@@ -108,13 +104,9 @@ def run_backward(out: Tensor, inputs: Inputs) -> tuple[Tensor, ...]:
 def check_gradients(case: Case, family: str, device: str) -> None:
     """Check three gradients against the error budget of plain math."""
     out, inputs = run_forward(case, family, device)
-    grads = run_backward(out, inputs)
+    grads = dict(zip(NAMES, run_backward(out, inputs), strict=True))
     assert bindings.counters()["ours_bwd"] == 1
-    exact, low = oracle_grads(case, inputs), plain_grads(case, inputs)
-    cancelled = cancelled_sums(*inputs, inputs.grad_out, case.scale)
-    for name, grad, fp64, yardstick in zip(NAMES, grads, exact, low, strict=True):
-        budget = {"factor": GRAD_FACTOR, "cancelled": float(cancelled[name])}
-        assert_within_budget(f"{case.name} {case.dtype} {name}", grad, fp64, yardstick, **budget, seed=SEED)
+    check_gradients_of_case(f"{case.name} {case.dtype}", case, inputs, grads, seed=SEED)
 
 
 @pytest.mark.parametrize("dtype", ELEMENTS_16BIT)
@@ -222,13 +214,8 @@ def test_subset_of_gradients_is_exact_and_saves_memory(family: str, case: Case, 
     grads = torch.autograd.grad(out, leaves, inputs.grad_out)
     num_bytes = torch.cuda.max_memory_allocated() - before
     assert bindings.counters()["ours_bwd"] == 1
-    everything = make_inputs(case, "cuda", SEED, requires_grad=True)
-    exact, low = oracle_grads(case, everything), plain_grads(case, everything)
-    cancelled = cancelled_sums(*inputs, inputs.grad_out, case.scale)
-    for name, grad in zip(leaf_names, grads, strict=True):
-        idx = "qkv".index(name)
-        budget = {"factor": GRAD_FACTOR, "cancelled": float(cancelled[NAMES[idx]])}
-        assert_within_budget(f"{case.name} {NAMES[idx]}", grad, exact[idx], low[idx], **budget, seed=SEED)
+    grads_by_name = dict(zip((f"d{name}" for name in leaf_names), grads, strict=True))
+    check_gradients_of_case(case.name, case, inputs, grads_by_name, seed=SEED)
     if family == "fa2" or set(leaf_names) & set("kv") and ("q" in leaf_names or case.D <= 64):
         return  # a fused kernel computes all three gradients
     written = ("q" if "q" in leaf_names else "") + ("kv" if set(leaf_names) & set("kv") else "")

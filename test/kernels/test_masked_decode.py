@@ -9,12 +9,12 @@ import functools
 import math
 from collections.abc import Callable
 
+import masked_calls
 import pytest
 import torch
 import torch.nn.functional as F
-from forced_splits import MAX_SPLITS, forced_mode, plan_of_forced_call
-from test_bool_masks import BACKENDS, copy_to_device
-from test_bool_masks import random_mask as random_mask_with_share
+from forced_splits import MAX_SPLITS, plan_of_forced_call
+from masked_calls import BACKENDS, HEADS, SEED, check_decode, copy_with_strides, reference_results
 from torch import Tensor
 
 from torch_flashplug import sdpa_backend
@@ -22,26 +22,14 @@ from torch_flashplug.dispatch import bindings
 from torch_flashplug.registry import kernel_table
 from torch_flashplug.registry.dtypes import ELEMENTS_16BIT
 from torch_flashplug.registry.kernel_spec import KernelSpec
-from torch_flashplug.testing import (
-    Case,
-    Inputs,
-    Masking,
-    assert_lse,
-    assert_within_budget,
-    make_inputs,
-    new_case,
-    oracle,
-    plain,
-)
+from torch_flashplug.testing import assert_within_budget, make_inputs, new_case
 
-SEED = 20261124
 KERNELS = [spec for arch in (90, 80) for spec in kernel_table.specs(arch, "decode") if spec.features == {"mask"}]
-HEADS = (2, 4, 2)  # B, Hq, Hkv
 KEYS = 333
 MAX_GROUPS = 352  # capacity of a CTA's list (kernels/features/decode_mask.py); machines with a GPU may have no DSL
 
 
-random_mask = functools.partial(random_mask_with_share, share=0.3)
+random_mask = functools.partial(masked_calls.random_mask, share=0.3)
 
 
 def hide_last_row(mask: Tensor) -> Tensor:
@@ -69,27 +57,6 @@ MASKS: dict[str, Callable[[int], Tensor]] = {
 }
 
 
-def reference_results(case: Case, inputs: Inputs, mask: Tensor) -> tuple:
-    """Return the results of fp64 and of plain torch, with NaN replaced, because masked-out NaN must not be read."""
-    clean, masking = [tensor.nan_to_num() for tensor in inputs], Masking(bias=mask)
-    return oracle(case, clean, masking), plain(case, clean, masking)
-
-
-def check_decode(case: Case, inputs: Inputs, mask: Tensor, num_splits: int = 0, backend: str = "fa3") -> None:
-    """Check output and LSE of the plugin op."""
-    assert plan_of_forced_call(case, num_splits, backend=backend, mask=1)["kernel"].startswith("decode_")
-    bindings.counters(reset=True)
-    operands = (*inputs, mask, 0.0, 0, case.scale, forced_mode(num_splits, backend))
-    out, lse = torch.ops.torch_flashplug.sdpa_fwd(*operands)[:2]
-    assert bindings.counters()["ours_fwd"] == 1
-    visible = mask.expand(case.B, case.Hq, case.Sq, case.Sk)
-    exact, low = reference_results(case, inputs, visible)
-    name = f"{case.name} in {num_splits} splits"
-    assert_within_budget(name, out, exact.out, low.out, seed=SEED)
-    assert_lse(name, lse, exact.lse, low.lse, seed=SEED)
-    assert (out[~visible.any(-1)] == 0).all()
-
-
 @pytest.mark.parametrize("spec", KERNELS, ids=KernelSpec.name)
 def test_every_masked_decode_kernel(kernels_on: str, spec: KernelSpec) -> None:
     for Sq, keys in ((1, 1), (3, 64), (2, 200), (5, 129)):
@@ -108,7 +75,7 @@ def test_masked_decode_of_each_layout_and_number_of_splits(
     kernels_on: str, Sq: int, mask: str, num_splits: int
 ) -> None:
     case = new_case(f"{mask} {Sq}", HEADS, (Sq, KEYS), (64, 64), dtype=ELEMENTS_16BIT[Sq % 2])
-    check_decode(case, make_inputs(case, kernels_on, SEED), copy_to_device(kernels_on, MASKS[mask](Sq)), num_splits)
+    check_decode(case, make_inputs(case, kernels_on, SEED), copy_with_strides(MASKS[mask](Sq), kernels_on), num_splits)
 
 
 @pytest.mark.parametrize("backend", BACKENDS.values())
@@ -121,7 +88,7 @@ def test_mask_rows_at_any_address(kernels_on: str, Sk: int, heads: int, offset: 
     around = torch.ones(2 * heads * 2 * Sk + 8, dtype=torch.bool)
     rows = around[offset : offset + 2 * heads * 2 * Sk].view(2, heads, 2, Sk)
     rows.copy_(random_mask(2, heads, 2, Sk))
-    check_decode(case, make_inputs(case, kernels_on, SEED), copy_to_device(kernels_on, rows), 1, backend)
+    check_decode(case, make_inputs(case, kernels_on, SEED), copy_with_strides(rows, kernels_on), 1, backend)
 
 
 @pytest.mark.parametrize("num_splits", [1, 3])
@@ -130,7 +97,7 @@ def test_masked_decode_of_each_layout_on_sm80_kernels(kernels_on: str, mask: str
     Sq = (1, 7, 32)[len(mask) % 3]
     case = new_case(f"{mask} {Sq}", HEADS, (Sq, KEYS), (64, 64), dtype=ELEMENTS_16BIT[Sq % 2])
     check_decode(
-        case, make_inputs(case, kernels_on, SEED), copy_to_device(kernels_on, MASKS[mask](Sq)), num_splits, "fa2"
+        case, make_inputs(case, kernels_on, SEED), copy_with_strides(MASKS[mask](Sq), kernels_on), num_splits, "fa2"
     )
 
 
@@ -138,7 +105,7 @@ def test_masked_decode_of_each_layout_on_sm80_kernels(kernels_on: str, mask: str
 def test_masked_decode_through_sdpa_keeps_the_mask(kernels_on: str, mask: str) -> None:
     """No preprocessed mask is saved, and the caller's mask is unchanged."""
     case = new_case(mask, HEADS, (5, KEYS), (128, 128))
-    inputs, mask_tensor = make_inputs(case, kernels_on, SEED), copy_to_device(kernels_on, MASKS[mask](5))
+    inputs, mask_tensor = make_inputs(case, kernels_on, SEED), copy_with_strides(MASKS[mask](5), kernels_on)
     before = mask_tensor.clone()
     bindings.counters(reset=True)
     with sdpa_backend("fa3"):

@@ -14,6 +14,7 @@ import interpreted_kernels
 import pytest
 import torch
 import torch.nn.functional as F
+from cuda_graphs import capture_graph
 from forced_splits import plan_of_forced_call
 from torch import Tensor
 
@@ -298,26 +299,13 @@ def test_forwards_on_three_concurrent_streams(name, replayed, family):
         torch.cuda.synchronize()
         calls = [lambda inputs=inputs: attend(inputs, case) for inputs in inputs_of_streams]
         if replayed:
-            calls = [_capture_graph(call) for call in calls]
+            calls = [capture_graph(call) for call in calls]
         for _ in range(100):
             for i, stream in enumerate(streams):
                 with torch.cuda.stream(stream):
                     wrong[i] += (calls[i]() != expected[i]).sum()
         torch.cuda.synchronize()
     assert wrong.tolist() == [0] * len(streams)
-
-
-def _capture_graph(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """Return a function for replaying a captured call; the output is the same tensor each time."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = call()
-
-    def replay() -> Tensor:
-        graph.replay()
-        return out
-
-    return replay
 
 
 @pytest.mark.gpu
@@ -329,7 +317,7 @@ def test_graph_replay_equals_eager_mode(name, family):
     with torch.no_grad(), torch_flashplug.sdpa_backend(family):
         expected, expected_new = attend(inputs, case), attend(new_inputs, case)
         torch.cuda.synchronize()
-        replay = _capture_graph(lambda: attend(inputs, case))
+        replay = capture_graph(lambda: attend(inputs, case))
     assert_bitwise_equal(f"{name} replay", replay(), expected)
     for captured, replacement in zip(inputs, new_inputs, strict=True):
         captured.copy_(replacement)

@@ -10,7 +10,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from test_bias import HEADS, SEED, bias_dtype, check_decode, check_gradients, random_bias, run_with_references
+from masked_calls import HEADS, SEED, bias_dtype, check_decode, check_gradients, random_bias, run_with_references
 from torch import Tensor
 
 import torch_flashplug
@@ -95,4 +95,5 @@ def test_unaligned_bias_rows_with_wide_head_dims(kernels_on: str, rows: str, dim
 def test_unaligned_bias_rows_in_decode(kernels_on: str, rows: str, Sq: int, wide: bool) -> None:
     """Decode kernels serve the calls."""
     case = new_case(f"{rows} {Sq}", HEADS, (Sq, ANY_ROWS[rows][0]), (64, 64), dtype=ELEMENTS_16BIT[Sq % 2])
-    check_decode(case, bias_among_nans((2, 4), Sq, rows, kernels_on, bias_dtype(case, wide)), kernels_on)
+    bias = bias_among_nans((2, 4), Sq, rows, kernels_on, bias_dtype(case, wide))
+    check_decode(case, make_inputs(case, kernels_on, SEED), bias)

@@ -13,7 +13,7 @@ from itertools import accumulate
 import pytest
 import torch
 from deterministic import deterministic_gradients
-from fp64_gradients import check_gradients
+from fp64_gradients import Results, check_gradients
 from torch import Tensor
 
 import torch_flashplug
@@ -80,8 +80,7 @@ def make_packed_call(
         dims: head dims (D, Dv).
         dtype: "bf16" or "fp16".
         poison: put NaN and inf into rows and keys of no sequence, and into the output gradients of such rows. Put NaN
-            into
-            rows of sequences without keys, and into keys of sequences without rows.
+            into rows of sequences without keys, and into keys of sequences without rows.
     """
     sequences, generator = LENGTHS[lengths], torch.Generator().manual_seed(SEED + dims[0])
     T, Tk = (AHEAD + sum(sequence[side] for sequence in sequences) + BEHIND for side in (0, 1))
@@ -104,13 +103,6 @@ def make_packed_call(
             tensors["q"][:, :, unused] = tensors["do"][:, :, unused] = math.nan
             tensors["k"][:, :, unused] = tensors["v"][:, :, unused] = tensors["dlse"][..., unused] = math.inf
     return call
-
-
-@dataclass(frozen=True)
-class Results:
-    out: Tensor
-    lse: Tensor
-    grads: dict[str, Tensor]
 
 
 def run_kernels(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from cuda_graphs import call_on_side_stream
 from deterministic import deterministic_gradients
 from test_varlen_kernels import AHEAD, BACKENDS, BEHIND, SEED, SPECS, make_packed_call
 from torch import Tensor
@@ -220,11 +221,7 @@ def test_plan_inside_and_outside_of_a_cuda_graph(ahead: bool) -> None:
         second_out = attention(first_out, *leaves[1:], **call.settings, plan=tile_plan)
         return first_out, second_out, *torch.autograd.grad(second_out, leaves, call.grads[0])
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        layers()
-    torch.cuda.current_stream().wait_stream(side)
+    call_on_side_stream(layers)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = layers()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from deterministic import deterministic_gradients
-from fp64_gradients import check_gradients
+from fp64_gradients import Results, check_gradients
 from torch import Tensor
 
 import torch_flashplug
@@ -94,13 +94,6 @@ def make_window_call(
 def with_softcap(spec: KernelSpec, call: WindowCall) -> WindowCall:
     """Add a low softcap if the kernel has one."""
     return replace(call, softcap=2.0) if "softcap" in spec.features else call
-
-
-@dataclass(frozen=True)
-class Results:
-    out: Tensor
-    lse: Tensor
-    grads: dict[str, Tensor]
 
 
 def run_kernels(

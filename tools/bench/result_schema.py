@@ -24,7 +24,7 @@ COLORS = 64  # a picture keeps the 64 most frequent colors
 DPI = (80, 65, 50)  # the first resolution with a small enough picture is used
 GRADIENT_FLOP = {"bwd": 2.5, "train": 3.5}  # FLOP relative to forward: five and seven matrix products instead of two
 OURS = ("ours_fa3", "ours_fa2", "ours_auto", "ours_tall")  # the first timed name is compared with the peers
-PLAIN = "ours_plain"  # ours without the feature of the suite: neither a peer nor checked
+WITHOUT_FEATURE = "ours_without_feature"  # ours without the feature of the suite: neither a peer nor checked
 REQUIRED_COLUMNS = ("case", "ours_ms", "peers_ms", "ratio", "spread")  # columns of every benchmark row
 
 

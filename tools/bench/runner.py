@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tools.bench import baselines, report
-from tools.bench.result_schema import OURS, PLAIN
+from tools.bench.result_schema import OURS, WITHOUT_FEATURE
 from torch_flashplug.testing import (
     Candidate,
     Case,
@@ -232,7 +232,8 @@ def time_with_peers(  # noqa: PLR0913
         calls: number of calls in each graph.
 
     Returns:
-        The timings of a single call, the timing of PLAIN (separately), the errors, and the reasons of refusals.
+        The timings of a single call, the timing of WITHOUT_FEATURE (separately), the errors, and the reasons of
+        refusals.
     """
     candidates, errors, refused = {}, {}, {}
     for peer, make in makers.items():
@@ -242,7 +243,7 @@ def time_with_peers(  # noqa: PLR0913
                 attend = make()
                 with torch.no_grad():
                     out = attend()
-                    if peer != PLAIN:
+                    if peer != WITHOUT_FEATURE:
                         errors[peer] = error_of(out)
                 candidates[peer] = graphed(Candidate(partial(once, attend), scope), calls)
         except Exception as reason:  # any exception is noted as a refusal, and the remaining candidates are measured
@@ -254,5 +255,5 @@ def time_with_peers(  # noqa: PLR0913
         raise SystemExit(f"{name}: wrong, nothing is timed: {errors}, {refused}")
     timings = time_interleaved(candidates, rounds=bench.rounds, device=bench.device, round_ms=round_ms)
     timings = {peer: Timing(tuple(ms / calls for ms in t.rounds)) for peer, t in timings.items()}
-    refused.pop(PLAIN, None)
-    return timings, timings.pop(PLAIN, None), errors, refused
+    refused.pop(WITHOUT_FEATURE, None)
+    return timings, timings.pop(WITHOUT_FEATURE, None), errors, refused

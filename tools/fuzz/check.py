@@ -397,9 +397,9 @@ def is_stock_fault(call: Call, mode: str, outcome: Outcome) -> bool:
 def plugin_on(device: str, mode: str = "auto") -> Iterator[Off]:
     """Route calls to the plugin, and yield a context manager that disables the plugin.
 
-    On CUDA the plugin receives the calls without help. For CPU tensors, test/device_backend.py provides a CPU stub
-    backend. If kernels are interpreted, test/interpreted_kernels.py provides the backend. For mode "stock" the plugin
-    is disabled permanently.
+    On CUDA the plugin receives the calls without help. For CPU tensors, test/helpers/device_backend.py provides a CPU
+    stub backend. If kernels are interpreted, test/helpers/interpreted_kernels.py provides the backend. For mode "stock"
+    the plugin is disabled permanently.
     """
     if mode == "stock":
         if not env.is_disabled():
@@ -408,7 +408,7 @@ def plugin_on(device: str, mode: str = "auto") -> Iterator[Off]:
     elif device == "cuda":
         yield plugin_off
     else:
-        if (tests := str(report.ROOT / "test")) not in sys.path:
+        if (tests := str(report.ROOT / "test" / "helpers")) not in sys.path:
             sys.path.append(tests)
         import interpreted_kernels
         from device_backend import use_device_backend

@@ -177,7 +177,7 @@ def _sides(mode: str, device: str, stack: ExitStack) -> dict[str, Scope]:
         return {"stock": nullcontext, "math": functools.partial(sdpa_kernel, SDPBackend.MATH)}
     off: Scope = plugin_off
     if device == "cpu":
-        sys.path.insert(0, str(report.ROOT / "test"))
+        sys.path.insert(0, str(report.ROOT / "test" / "helpers"))
         from device_backend import use_device_backend
 
         off = stack.enter_context(use_device_backend("cpu")).disabled

@@ -3,7 +3,7 @@
 Such a call takes the path of a call on an H100, from F.sdpa to the last store of the kernel. Only the device is
 missing. So the numbers are the numbers of the kernel, and the times mean nothing. The interpreter is part of a
 checkout. tools/ptx_interpreter/build_pack.py, run in a separate process, compiles the interpreter and a kernel, and
-links both into a pack. `check`, the demo and test/interpreted_kernels.py use `interpreted`.
+links both into a pack. `check`, the demo and test/helpers/interpreted_kernels.py use `interpreted`.
 """
 
 from __future__ import annotations

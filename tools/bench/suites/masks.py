@@ -6,8 +6,8 @@ bool masks to floats, and this project computes a bitmask and block-sparse lists
 created before the timing.
 
 Suite blocks compares torch_flashplug.attention(block_mask=) with FlexAttention on equal masks. The suite also times the
-project's kernel without a mask (PLAIN). `rate` is the speed of the masked call, counted over visible blocks, as a
-fraction of the speed without a mask. All times of this suite are device times of replayed CUDA graphs.
+project's kernel without a mask (WITHOUT_FEATURE). `rate` is the speed of the masked call, counted over visible blocks,
+as a fraction of the speed without a mask. All times of this suite are device times of replayed CUDA graphs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from tools.bench import baselines, workloads
-from tools.bench.result_schema import GRADIENT_FLOP, PLAIN
+from tools.bench.result_schema import GRADIENT_FLOP, WITHOUT_FEATURE
 from tools.bench.runner import Bench, complete_call, facts_of, row_of, time_calls, time_with_peers
 from torch_flashplug import attention, prepare_block_mask
 from torch_flashplug.testing import (
@@ -300,7 +300,7 @@ def _measure_blocks(bench: Bench, call: BlockMaskCall) -> None:
     lists = prepare_block_mask(mask, gradients=call.direction == "train")
     makers = {
         "ours_fa3": lambda: lambda: attention(*leaves, block_mask=lists),
-        PLAIN: lambda: lambda: attention(*leaves),
+        WITHOUT_FEATURE: lambda: lambda: attention(*leaves),
         "flex": lambda: lambda: baselines._flex(*(x.transpose(1, 2) for x in leaves), block_mask=mask).transpose(1, 2),
     }
     timings, plain, errors, refused = time_with_peers(
@@ -312,7 +312,7 @@ def _measure_blocks(bench: Bench, call: BlockMaskCall) -> None:
     facts = call.facts(visible_fraction) | {"errors": errors, "refused": refused, "grad": call.direction == "train"}
     row = row_of(call.name, timings, **facts)
     if plain is not None:
-        row["all_ms"] |= {PLAIN: plain.ms}
+        row["all_ms"] |= {WITHOUT_FEATURE: plain.ms}
         row["rate"] = round(plain.ms * visible_fraction / timings["ours_fa3"].ms, 4)
     bench.add(row)
 

@@ -125,7 +125,7 @@ PEERS = {
 def _makers(bench: Bench, inputs: list[Inputs]) -> dict[str, Callable[[], list[Attend]]]:
     """Return a function for each candidate that makes the candidate's calls, one for each copy of the operands."""
     paged_copies = {rows: [_paged_copy(copy, rows) for copy in inputs] for rows in PAGES.values()}
-    of_all = {"ours_on_end": (_contiguous, inputs)}
+    of_all = {"ours_contiguous": (_contiguous, inputs)}
     of_all |= {name: (_ours, paged_copies[rows]) for name, rows in PAGES.items()}
     of_all |= {name: (functools.partial(_ours, **splits), paged_copies[PAGE]) for name, splits in SPLITS.items()}
     of_all |= {"ours_lengths": (_with_lengths, inputs)}

@@ -1,7 +1,7 @@
 """Suites varlen, window, softcap and sinks: torch_flashplug.attention compared with all peers that support the calls.
 
-The suites also time the project's kernels without the feature of the suite (`ours_plain`), and with tile lists from a
-plan (`ours_plan`). All times are device times of replayed CUDA graphs.
+The suites also time the project's kernels without the feature of the suite (`ours_without_feature`), and with tile
+lists from a plan (`ours_plan`). All times are device times of replayed CUDA graphs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn.attention import varlen
 from torch.nn.attention.flex_attention import create_block_mask
 
 from tools.bench import baselines
-from tools.bench.result_schema import GRADIENT_FLOP, PLAIN
+from tools.bench.result_schema import GRADIENT_FLOP, WITHOUT_FEATURE
 from tools.bench.runner import Bench, complete_call, row_of, time_with_peers
 from torch_flashplug import attention, plan_varlen, sdpa_backend
 
@@ -259,7 +259,7 @@ def _flex(call: Call, x: Operands) -> Attend:
 
 
 FUNCTIONS = {
-    **{"ours_fa3": _ours, PLAIN: _plain, PLANNED: _planned},
+    **{"ours_fa3": _ours, WITHOUT_FEATURE: _plain, PLANNED: _planned},
     **{"varlen": _varlen, "fa3": _fa3, "fa4": _fa4, "flex": _flex},
 }
 PEERS = {"fa3", "fa4", "flex"}  # peers that --providers can leave out
@@ -297,7 +297,7 @@ def _measure(bench: Bench, call: Call) -> None:
     )  # fmt: skip
     planned = timings.pop(PLANNED, None)
     row = row_of(call.name, timings, **call.facts(), errors=errors, refused=refused, grad=call.direction == "train")
-    variants = {PLAIN: plain, PLANNED: planned}
+    variants = {WITHOUT_FEATURE: plain, PLANNED: planned}
     row["all_ms"] |= {name: timing.ms for name, timing in variants.items() if timing is not None}
     bench.add(row)
 

@@ -34,7 +34,7 @@ def case_suite(rank: Rank) -> None:
         multi_gpu.Call("train_blocks_small", s, "blocks"),
     ]
     bench = Bench(rank.device, 2, time.monotonic() + 60, "", True, {}, {})
-    quiet = {"restart_watchdog": lambda: None}  # test/ranks.py has a watchdog
+    quiet = {"restart_watchdog": lambda: None}  # test/helpers/ranks.py has a watchdog
     with mock.patch.multiple(multi_gpu, calls=lambda: calls, **quiet, **SMALL), mock.patch("builtins.print"):
         with mock.patch.multiple(ranks, ROUND_MS=1.0, **quiet):
             multi_gpu.suite_multi(bench)

@@ -19,7 +19,7 @@ from torch_flashplug.registry import kernel_spec
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "torch_flashplug"
 SOURCE_FOLDERS = ("src", "torch_flashplug", "test", "tools")
-TEST_FOLDERS = ("plan", "kernels", "torch", "product")
+TEST_ROOT = {"conftest.py", "ceilings.py", "nightly.py"}  # files beside the folders of tests
 PAGES = ("README.md", *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")))
 TEXT = {".py", ".cpp", ".h", ".c", ".md", ".toml", ".txt", ".yml", ".json", ""}
 
@@ -475,9 +475,13 @@ def test_install_page_has_the_values_of_each_environment_variable():
     assert names == [flag.name for flag in env.FLAGS]
 
 
-def test_tests_are_in_folders_by_concern():
-    """Helpers shared by several tests must be in the folder above."""
-    for path in (ROOT / "test").rglob("*.py"):
-        assert path.name.startswith("test_") == (path.parent.name in TEST_FOLDERS), path
-    names = [path.name for path in (ROOT / "test").rglob("test_*.py")]
-    assert len(names) == len(set(names))
+def test_tests_and_helpers_are_in_separate_folders():
+    """Modules shared by several test files must be in test/helpers/."""
+    paths = list((ROOT / "test").rglob("*.py"))
+    for path in paths:
+        folder = path.parent.relative_to(ROOT / "test").as_posix()
+        is_test = folder not in {".", "helpers"}
+        assert path.name.startswith("test_") == is_test, path
+        assert folder != "." or path.name in TEST_ROOT, path
+    names = [path.name for path in paths]
+    assert len(names) == len(set(names)), "pytest and the tables of nightly.py name files without their folder"

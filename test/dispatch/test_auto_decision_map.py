@@ -4,7 +4,7 @@ A hole in the rows of dispatch_table.py, or between rows, shows as a dot among d
 
 A change of rows shows as a diff here. After reading the diff, run:
 
-    EXPECTTEST_ACCEPT=1 pytest test/plan/test_auto_decision_map.py
+    EXPECTTEST_ACCEPT=1 pytest test/dispatch/test_auto_decision_map.py
 """
 
 from __future__ import annotations

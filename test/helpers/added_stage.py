@@ -1,6 +1,6 @@
 """Kernels with one additional score stage, compiled into an interpreted pack.
 
-    PYTHONPATH=.:test python -m added_stage FOLDER KERNEL...
+    PYTHONPATH=.:test/helpers python -m added_stage FOLDER KERNEL...
 
 The program prints JSON: the path of the pack, and the resources of each kernel without and with the stage.
 test_added_score_stage.py runs it in a separate process, because the DSL reads its environment at import time.

@@ -2,7 +2,7 @@
 
 A change of the rule or the table shows as a diff here. After reading the diff, run:
 
-    EXPECTTEST_ACCEPT=1 pytest test/plan/test_plan.py
+    EXPECTTEST_ACCEPT=1 pytest test/dispatch/test_plan.py
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from cuda_graphs import call_on_side_stream
 from threads import run_threads
 from torch import Tensor
 
@@ -103,15 +104,6 @@ def copy_into(target: Operands, source: Operands) -> None:
         target[name].copy_(x)
 
 
-def warm_up(call: Callable[[], object]) -> None:
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-
-
 @pytest.mark.parametrize("splits", [{}, *SAME_BITS], ids=str)
 @pytest.mark.parametrize("into", [False, True], ids=["made", "given"])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -122,7 +114,7 @@ def test_graph_replay_reads_current_tables_and_lengths(implementation: str, into
     def call() -> Tensor:
         return attend(buffers, **splits, out=out)
 
-    warm_up(call)
+    call_on_side_stream(call, 2)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         result = call()
@@ -139,7 +131,7 @@ def test_graph_replay_reads_moved_pages() -> None:
     """Move pages as a server swaps pages; the result must have the same bits."""
     buffers = make_state("pages", 1)
     before = attend(buffers, num_splits=1)
-    warm_up(lambda: attend(buffers, num_splits=1))
+    call_on_side_stream(lambda: attend(buffers, num_splits=1), 2)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = attend(buffers, num_splits=1)
@@ -164,7 +156,7 @@ def test_training_step_graph_is_replayed_with_new_lengths() -> None:
         out = attend(buffers)
         return out, *torch.autograd.grad(out, leaves, grad_out)
 
-    warm_up(call)
+    call_on_side_stream(call, 2)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         results = call()

@@ -1,7 +1,7 @@
 """Several ranks: DTensors, context_parallel, and plain tensors divided by torch.
 
-Each rank is a process; test/rank_*.py hold the cases. On the CPU, the tests use gloo and the CPU stub backend; on two
-GPUs, the tests use the kernels.
+Each rank is a process; test/helpers/rank_*.py hold the cases. On the CPU, the tests use gloo and the CPU stub backend;
+on two GPUs, the tests use the kernels.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 On the CPU the ranks use gloo and the CPU stub backend. On GPUs the ranks use NCCL and the kernels.
 
-    PYTHONPATH=.:test python -m ranks rank_context_parallel --ranks 2    # all cases of rank_context_parallel.py
+    PYTHONPATH=.:test/helpers python -m ranks rank_context_parallel --ranks 2    # all cases of rank_context_parallel.py
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from device_backend import DeviceBackend, use_device_backend
+from fp64_gradients import NAMES, check_gradients_of_case
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -37,13 +38,11 @@ from torch_flashplug.testing import (
     make_inputs,
     new_case,
     oracle,
-    oracle_grads,
     plain,
-    plain_grads,
 )
-from torch_flashplug.testing.budget import GRAD_FACTOR, cancelled_sums
 
-ROOT = Path(__file__).resolve().parents[1]
+HELPERS = Path(__file__).resolve().parent
+ROOT = HELPERS.parents[1]
 LIMIT_S = 85  # for all cases of a module; then each process prints its stack and ends
 GROUP_S = 45  # limit of a collective
 GRACE_S = 5  # for all remaining ranks, after a rank has ended with an error
@@ -95,7 +94,7 @@ def run(
         for rank in range(world):
             environment = {
                 **os.environ,
-                "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "test"), os.environ.get("PYTHONPATH", ""))),
+                "PYTHONPATH": os.pathsep.join((str(ROOT), str(HELPERS), os.environ.get("PYTHONPATH", ""))),
                 "OMP_NUM_THREADS": "1",
                 "NCCL_NVLS_ENABLE": "0",
                 "RANK": str(rank),
@@ -193,10 +192,7 @@ def assert_within_budgets(case: Case, inputs: Inputs, out: Tensor, grads: Sequen
     assert_within_budget(f"{case.name} out", out, oracle(case, inputs).out, plain(case, inputs).out)
     if not grads:
         return
-    names, cancelled = ("dq", "dk", "dv"), cancelled_sums(*inputs, inputs.grad_out, case.scale)
-    for name, grad, exact, low in zip(names, grads, oracle_grads(case, inputs), plain_grads(case, inputs), strict=True):
-        limits = {"factor": GRAD_FACTOR, "cancelled": float(cancelled[name])}
-        assert_within_budget(f"{case.name} {name}", grad, exact, low, **limits)
+    check_gradients_of_case(case.name, case, inputs, dict(zip(NAMES, grads, strict=True)))
 
 
 # ---- a program ----

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from cuda_graphs import call_on_side_stream
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
@@ -312,11 +313,7 @@ def test_captured_gradients_do_not_read_rows_outside_sequences(dtype: torch.dtyp
         results = attention(*leaves[:3], sinks=leaves[3], cu_seqlens_q=cu[0], cu_seqlens_k=cu[1], return_lse=True)
         return torch.autograd.grad(results, leaves, (call["do"], call["dlse"]))
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        clean = [x.clone() for x in step()]
-    torch.cuda.current_stream().wait_stream(side)
+    clean = call_on_side_stream(lambda: [x.clone() for x in step()])
     torch.cuda.set_sync_debug_mode("error")
     try:
         step()

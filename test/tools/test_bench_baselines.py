@@ -98,7 +98,7 @@ class StubFlashInferWrapper:
 def test_paged_suite_without_a_peer():
     row = run_suite("paged", paged.suite_paged)
     assert row["ratio"] is None and row["peers_ms"] == {} and set(row["refused"]) == {"flashinfer", "flashinfer_mma"}
-    assert set(row["all_ms"]) == {*paged.PAGES, *paged.SPLITS, "ours_lengths", "ours_on_end"}
+    assert set(row["all_ms"]) == {*paged.PAGES, *paged.SPLITS, "ours_lengths", "ours_contiguous"}
 
 
 def test_paged_peer_receives_the_call_and_a_wrong_peer_is_not_timed(monkeypatch):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 import torch
+from fp64_gradients import NAMES, check_gradients_of_case
 from torch import Tensor
 
-from torch_flashplug.testing import Case, Inputs, assert_within_budget, oracle, oracle_grads, plain, plain_grads
-from torch_flashplug.testing.budget import GRAD_FACTOR, cancelled_sums
+from torch_flashplug.testing import Case, Inputs, assert_within_budget, oracle, plain
 
 ORDERS = ("bshd", "bhsd")  # memory layouts
 
@@ -30,11 +30,7 @@ def assert_matches_fp64(
     if out is not None:
         assert_within_budget(label + " out", out, oracle(case, inputs).out, plain(case, inputs).out)
     if grads:
-        cancelled = cancelled_sums(*inputs, inputs.grad_out, case.scale)
-        answers = zip(cancelled, grads, oracle_grads(case, inputs), plain_grads(case, inputs), strict=True)
-        for name, grad, exact, low in answers:
-            budget = {"factor": GRAD_FACTOR, "cancelled": float(cancelled[name])}
-            assert_within_budget(f"{label} {name}", grad, exact, low, **budget)
+        check_gradients_of_case(label, case, inputs, dict(zip(NAMES, grads, strict=True)))
 
 
 def misaligned(shape: tuple[int, ...], offset: int = 1) -> Tensor:

@@ -419,7 +419,7 @@ def test_torch_logs_shows_each_plan_once() -> None:
     """
     code = """
 import sys
-sys.path.insert(0, "test")
+sys.path.insert(0, "test/helpers")
 import torch, torch_flashplug
 from device_backend import use_device_backend
 with use_device_backend("cpu") as device_backend:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 TORCH = Path(torch.__file__).parent
-OPTIONS = ("-std=c++20", "-DTORCH_TARGET_VERSION=0x020B000000000000", f"-I{Path(__file__).parents[1] / 'src'}",
+OPTIONS = ("-std=c++20", "-DTORCH_TARGET_VERSION=0x020B000000000000", f"-I{Path(__file__).parents[2] / 'src'}",
            "-isystem", str(TORCH / "include"), f"-L{TORCH / 'lib'}", f"-Wl,-rpath,{TORCH / 'lib'}")  # fmt: skip
 
 

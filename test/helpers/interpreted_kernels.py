@@ -24,7 +24,7 @@ from torch_flashplug.registry import kernel_table
 from torch_flashplug.registry.kernel_table import Pack
 from torch_flashplug.testing import Case, interpreted, load_pack
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 TARGET = "sm_90a"  # packs of sm_90a hold the kernels of both families
 MOST_FLOP = 1.5e8  # of a case: half a second; half of this limit after a build of samples
 

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 import torch.nn.functional as F
+from cuda_graphs import call_on_side_stream
+from fp64_gradients import NAMES, check_gradients_of_case
 from threads import run_threads
 from torch import Tensor
 
@@ -25,11 +27,9 @@ from torch_flashplug.testing import (
     make_inputs,
     new_case,
     oracle,
-    oracle_grads,
     plain,
-    plain_grads,
 )
-from torch_flashplug.testing.budget import GRAD_FACTOR, assert_dropped_alike, cancelled_sums
+from torch_flashplug.testing.budget import GRAD_FACTOR, assert_dropped_alike
 
 pytestmark = pytest.mark.gpu
 
@@ -65,11 +65,7 @@ def assert_near_fp64(
     assert_within_budget(case_name, out, exact.out, low.out, seed=SEED)
     if not grads:
         return
-    cancelled = cancelled_sums(*inputs, inputs.grad_out, case.scale)
-    expected, yardstick = (function(case, inputs, rule) for function in (oracle_grads, plain_grads))
-    for name, actual, *two in zip(("dq", "dk", "dv"), grads, expected, yardstick, strict=True):
-        budget = {"factor": GRAD_FACTOR, "cancelled": float(cancelled[name])}
-        assert_within_budget(f"{case_name} {name}", actual, *two, **budget, seed=SEED)
+    check_gradients_of_case(case_name, case, inputs, dict(zip(NAMES, grads, strict=True)), rule, seed=SEED)
 
 
 # ---- graphs ----
@@ -100,12 +96,7 @@ def test_graph_replay_reads_the_current_mask(kind: str, sizes: tuple[int, int], 
         return (out, *(torch.autograd.grad(out, leaves, buffers.grad_out) if grad else ()))
 
     with sdpa_backend("fa3"):
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(2):
-                call()
-        torch.cuda.current_stream().wait_stream(side)
+        call_on_side_stream(call, 2)
         graph = torch.cuda.CUDAGraph()
         bindings.counters(reset=True)
         with torch.cuda.graph(graph):

@@ -312,11 +312,11 @@ def test_schemas_of_flash_ops_are_known_to_cpp() -> None:
 )
 def test_unsupported_calls_run_stock(tmp_path: Path) -> None:
     """Run in a process that loads the library of stock at start-up."""
-    library, test_folder = tmp_path / "libtorch_cuda.so", Path(__file__).parents[1]
+    library, helpers = tmp_path / "libtorch_cuda.so", Path(__file__).parents[1] / "helpers"
     options = ("-UTORCH_TARGET_VERSION", "-O1", "-shared", "-fPIC", "-Wl,-soname,libtorch_cuda.so", "-o", str(library))
-    assert compile_cpp.compiles((test_folder / "stub_libtorch_cuda.cpp").read_text(), *options, "-lc10")
-    paths = os.pathsep.join(map(str, (test_folder.parent, test_folder)))
-    command, environment = [sys.executable, str(test_folder / "flash_op_over_stock.py"), str(library)], os.environ
+    assert compile_cpp.compiles((helpers / "stub_libtorch_cuda.cpp").read_text(), *options, "-lc10")
+    paths = os.pathsep.join(map(str, (helpers.parents[1], helpers)))
+    command, environment = [sys.executable, str(helpers / "flash_op_over_stock.py"), str(library)], os.environ
     done = subprocess.run(
         command, env=environment | {"PYTHONPATH": paths}, capture_output=True, text=True, timeout=300, check=False
     )
