@@ -2,9 +2,9 @@
 
 F.scaled_dot_product_attention takes a QuantizedTensor directly as key and value. The value of a cached element is its
 8-bit number times the scale of the row; for keys, a constant row of the head is added. Keys may be rotated first
-(`quantize_reference.rotate`), so that no channel has outliers: INT8 with a scale for each token is then 4 to 15 times more
-accurate than e4m3. Queries are rotated in the same way. A constant key moves all scores of a row by the same amount, so
-that attention can use the keys without the constant.
+(`quantize_reference.rotate`), so that no channel has outliers: INT8 with a scale for each token is then 4 to 15 times
+more accurate than e4m3. Queries are rotated in the same way. A constant key moves all scores of a row by the same
+amount, so that attention can use the keys without the constant.
 """
 
 from __future__ import annotations

@@ -329,7 +329,9 @@ class BackwardSm90(KernelCall, kind="bwd"):
         )
         score_pipeline = self.features.score_pipeline(call)
         row_inputs = RowStatsInputs(call.o, call.do, call.lse, call.dlse)
-        self.preprocess(row_inputs, call.row_stats, call.dq_workspace, layout, score_pipeline.keep_scale, addressing, stream)
+        self.preprocess(
+            row_inputs, call.row_stats, call.dq_workspace, layout, score_pipeline.keep_scale, addressing, stream
+        )
         self.launch_main_kernel(call, l2_group_heads, layout, stream)
         self.postprocess(
             call.dq_workspace,

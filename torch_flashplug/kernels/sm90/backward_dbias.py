@@ -140,9 +140,7 @@ class BackwardDbiasSm90(KernelCall, kind="dbias"):
         self.features.launch_preprocess(call, stream)
         addressing, score_pipeline = self.features.tile_addressing(call), self.features.score_pipeline(call)
         row_stats_inputs = RowStatsInputs(call.o, call.do, call.lse)
-        self.preprocess(
-            row_stats_inputs, call.row_stats, None, None, score_pipeline.keep_scale, addressing, stream
-        )
+        self.preprocess(row_stats_inputs, call.row_stats, None, None, score_pipeline.keep_scale, addressing, stream)
         rows, keys = self.inputs
         operands = TmaOperands.create(
             q=rows.tma(sm90.rows_first(call.q)),

@@ -226,7 +226,14 @@ class BackwardDkdvSm90:
             bound_iterator, group, B * shares, (self.d + self.dv) * self.element.bytes
         )
         self.kernel(
-            operands, call.row_stats, call.scales, call.counter, l2_group_heads, addressing, block_iterator, score_pipeline
+            operands,
+            call.row_stats,
+            call.scales,
+            call.counter,
+            l2_group_heads,
+            addressing,
+            block_iterator,
+            score_pipeline,
         ).launch(
             grid=(cutlass.min(num_n_blocks * B * shares, call.num_ctas), 1, 1),
             block=((WARPGROUPS + 1) * sm90.WARPGROUP, 1, 1),
