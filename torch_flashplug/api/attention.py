@@ -13,10 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..ops.attention import NO_LENGTHS, NO_PLAN, Window
+from ..ops.attention import NO_LENGTHS, NO_PLAN, AttentionParams, Window
 from ..torch_hooks import describe_call
 from .attention_args import (
-    AttentionParams,
     Scale,
     Scales,
     call_op_with_out,
@@ -229,7 +228,7 @@ def _dense_attention(  # noqa: PLR0913
         out, lse = _beside_sinks(query, key, value, sinks, _as_mask(window, query, key), scale)
     elif needs_attention_op or (_is_for_kernels(window, query, key, value) and forward_ad._current_level < 0):
         inputs = describe_call.under_autocast(q.device.type, query, key, value)
-        op_args = (*inputs, sinks, *NO_LENGTHS, *params.op_args(), *NO_PLAN)
+        op_args = (*inputs, sinks, *NO_LENGTHS, *params, *NO_PLAN)
         (out, lse), filled = call_op_with_out("attention_fwd", out_buffer, *op_args), out_buffer is not None
     else:
         top_left = _is_top_left(window, query.shape[2], key.shape[2])

@@ -15,29 +15,30 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .attention import SPLITS, AttentionForwardArgs, namespace
+from .attention import (
+    NUM_PARAMS,
+    OPTIONAL_PARAMS,
+    REQUIRED_PARAMS,
+    AttentionForwardArgs,
+    AttentionParams,
+    namespace,
+)
 from .quantized_kv import dequantised, multiplied_in
 from .sdpa import empty_in_layout_of, empty_results, held, never_a_frame
 
 _library = torch.library.Library("torch_flashplug", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
-for _name in ("paged_fwd", "_paged_math"):
-    _library.define(
-        f"{_name}(Tensor query, Tensor key, Tensor value, Tensor block_table, Tensor seqused_k, Tensor? k_scale, "
-        "Tensor? v_scale, Tensor? sinks, int left, int right, bool bottom_right, float softcap, float? scale, "
-        f"{SPLITS}, int block_mode=0) -> (Tensor out, Tensor lse)",
-        tags=_TAGS,
-    )
-_library.define(
-    "paged_fwd_out(Tensor(a!) out, Tensor query, Tensor key, Tensor value, Tensor block_table, Tensor seqused_k, "
-    "Tensor? k_scale, Tensor? v_scale, Tensor? sinks, int left, int right, bool bottom_right, float softcap, "
-    f"float? scale, {SPLITS}, int block_mode=0) -> Tensor lse",
-    tags=_TAGS,
+_ARGS = (
+    "Tensor query, Tensor key, Tensor value, Tensor block_table, Tensor seqused_k, Tensor? k_scale, Tensor? v_scale, "
+    f"Tensor? sinks, {REQUIRED_PARAMS}, {OPTIONAL_PARAMS}, int block_mode=0"
 )
+for _name in ("paged_fwd", "_paged_math"):
+    _library.define(f"{_name}({_ARGS}) -> (Tensor out, Tensor lse)", tags=_TAGS)
+_library.define(f"paged_fwd_out(Tensor(a!) out, {_ARGS}) -> Tensor lse", tags=_TAGS)
 
 
 class PagedForwardArgs(NamedTuple):
-    """Arguments of paged_fwd, in schema order."""
+    """Arguments of paged_fwd, in schema order, with the settings as one field."""
 
     query: Tensor  # (B, Hq, Sq, D)
     key: Tensor  # (pages, Hkv, rows of a page, D)
@@ -47,21 +48,21 @@ class PagedForwardArgs(NamedTuple):
     k_scale: Tensor | None  # (pages, Hkv, rows of a page) fp32
     v_scale: Tensor | None
     sinks: Tensor | None  # (Hq,)
-    left: int
-    right: int
-    bottom_right: bool
-    softcap: float  # 0: none
-    scale: float | None  # None: 1 / sqrt(D)
-    num_splits: int = 0
-    fixed_split_size: int = 0
+    params: AttentionParams
     block_mode: int = 0
 
-    def as_attention(self, **packed: object) -> AttentionForwardArgs:
+    @classmethod
+    def from_op(cls, *args: Tensor | int | float | None) -> PagedForwardArgs:
+        """Return the arguments of a call of the op, which may lack defaults at the end."""
+        tensors, end = 8, 8 + NUM_PARAMS
+        return cls(*args[:tensors], AttentionParams(*args[tensors:end]), *args[end:])
+
+    def as_attention(self, **packed: Tensor) -> AttentionForwardArgs:
         """Return the arguments of attention_fwd for the settings of this call, and for the tensors in `packed`."""
         tensors = {"query": self.query, "key": self.key, "value": self.value, "sinks": self.sinks}
         lengths = {"cu_seqlens_q": None, "cu_seqlens_k": None, "seqused_k": self.seqused_k}
-        settings = {name: getattr(self, name) for name in PagedForwardArgs._fields[8:]}
-        return AttentionForwardArgs(**tensors | lengths | settings | packed)
+        args = tensors | lengths | packed
+        return AttentionForwardArgs(**args, params=self.params, block_mode=self.block_mode)
 
 
 def gathered(pool: Tensor, block_table: Tensor) -> Tensor:
@@ -97,7 +98,7 @@ def _check(a: PagedForwardArgs) -> None:
 @never_a_frame
 def _math(*args: Tensor | int | float | None) -> tuple[Tensor, Tensor]:
     """Compute paged_fwd by gathering all pages."""
-    a = PagedForwardArgs(*args)
+    a = PagedForwardArgs.from_op(*args)
     _check(a)
     B, Hq, Sq, _ = a.query.shape
     keys = a.block_table.shape[1] * a.key.shape[2]
@@ -117,7 +118,7 @@ def _math(*args: Tensor | int | float | None) -> tuple[Tensor, Tensor]:
         cu_seqlens_k=sequence_idx * keys,
         seqused_k=a.seqused_k.clamp(0, keys if len(a.key) else 0),
     )
-    result, lse = namespace.attention_fwd(*packed_args)
+    result, lse = namespace.attention_fwd(*packed_args.to_op())
     out = empty_in_layout_of(a.query, (B, Hq, Sq, a.value.shape[3]))
     out.copy_(result.squeeze(0).unflatten(1, (B, Sq)).transpose(0, 1))
     return out, lse.squeeze(0).unflatten(1, (B, Sq)).transpose(0, 1).contiguous()
