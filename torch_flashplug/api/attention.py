@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..ops.attention import NO_LENGTHS, NO_PLAN, AttentionParams, Window
+from ..ops.paged import check_page_numbers
 from ..torch_hooks import describe_call
 from .attention_args import (
     Scale,
@@ -264,6 +265,7 @@ def check_before(  # noqa: PLR0913
     else:
         check_pages(q, k, v, block_table, seqused_k, q.shape[0])
         check_dtypes(q, k, v)
+        check_page_numbers(block_table, seqused_k, *k.shape[:2])
 
 
 # ---- visible keys of a query ----

@@ -178,6 +178,7 @@ def _gather_pages_then_attend(
     Sequences may have any number of query rows.
     """
     (q, *pools), (cu_seqlens_q, seqused_k) = operands, lengths
+    paged.check_page_numbers(block_table, seqused_k, *pools[0].shape[:2])
     pools = [x.transpose(1, 2) for x in pools]
     kv_scales = normalize_kv_scales(check_dtypes(*operands), scales, *pools, paged=True)
     kv_scales = tuple(None if x is None else paged.gathered(x, block_table).T.unsqueeze(0) for x in kv_scales)

@@ -5,7 +5,8 @@ in place, in 16 or 8 bits (src/ops/attention_ops.cpp). For more query rows, and 
 into contiguous tensors for the kernels of packed sequences. There are no gradients.
 
 A pool is (pages, Hkv, rows of a page, D). The argument `block_table` (B, n) int32 has the page numbers of each
-sequence. Page numbers outside the pool, and page numbers after the visible keys, may have any value.
+sequence. Page numbers after the visible keys may have any value. On a CPU, a page number of a visible key outside the
+pool raises ValueError. On a GPU such a number gives wrong results, but no access outside the pool.
 """
 
 from __future__ import annotations
@@ -75,6 +76,24 @@ def gathered(pool: Tensor, block_table: Tensor) -> Tensor:
     return rows.view(pool.dtype).flatten(0, 1)
 
 
+def check_page_numbers(block_table: Tensor, seqused_k: Tensor, num_pages: int, page_rows: int) -> None:
+    """Raise ValueError if a page of visible keys is outside the pool. Checks plain CPU tensors only.
+
+    On a GPU the host would wait for the values, and tracers know no values. A pool without pages has no visible keys.
+    """
+    is_plain = type(block_table) is Tensor and block_table.device.type == "cpu" and not torch.compiler.is_compiling()
+    is_traced = torch._C._len_torch_dispatch_stack() > 0 or torch._C._functorch.is_functorch_wrapped_tensor(block_table)
+    if not num_pages or not is_plain or is_traced:
+        return
+    first_key = torch.arange(block_table.shape[1], device=block_table.device) * page_rows
+    is_outside = (first_key < seqused_k.unsqueeze(1)) & ((block_table < 0) | (block_table >= num_pages))
+    if is_outside.any():
+        raise ValueError(
+            f"attention: block_table must have page numbers from 0 to {num_pages - 1} for the first seqused_k keys, "
+            f"but got {int(block_table[is_outside][0])}. Page numbers after these keys may have any value."
+        )
+
+
 def _check(a: PagedForwardArgs) -> None:
     """Raise RuntimeError if the arguments do not fit together. Reads sizes, hence for real tensors only."""
     query, key, value = a.query, a.key, a.value
@@ -100,6 +119,7 @@ def _math(*args: Tensor | int | float | None) -> tuple[Tensor, Tensor]:
     """Compute paged_fwd by gathering all pages."""
     a = PagedForwardArgs.from_op(*args)
     _check(a)
+    check_page_numbers(a.block_table, a.seqused_k, a.key.shape[0], a.key.shape[2])
     B, Hq, Sq, _ = a.query.shape
     keys = a.block_table.shape[1] * a.key.shape[2]
     k, v = (gathered(x, a.block_table) for x in (a.key, a.value))
