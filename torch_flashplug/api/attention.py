@@ -26,6 +26,7 @@ from .attention_args import (
     check_out,
     check_rank,
     check_same,
+    checked_scale,
     dequantize_to_16bit,
     has_kernel,
     is_decode_call,
@@ -254,9 +255,7 @@ def check_before(  # noqa: PLR0913
     sinks: Tensor | None, scale: float | None, seqused_k: Tensor, block_table: Tensor | None,
 ) -> None:  # fmt: skip
     """Raise the errors of attention() for these arguments, before the caller writes into caches."""
-    window_of(causal, window), softcap_of(softcap)
-    if scale is not None and not isinstance(scale, int | float):
-        raise TypeError(f"attention: scale must be a number or None, but got {type(scale).__name__}.")
+    window_of(causal, window), softcap_of(softcap), checked_scale(scale)
     check_rank("q", q, 4, "a tensor of shape (batch, length, heads, head dim)")
     normalize_sinks(sinks, q)
     if block_table is None:

@@ -84,9 +84,14 @@ def softcap_of(softcap: float) -> float:
     return float(softcap)
 
 
-def checked_scale(scale: float | None) -> float | None:
-    if scale is not None and not isinstance(scale, _SCALE_TYPES):
-        raise TypeError(f"attention: scale must be a number or None (1 / sqrt(D)), but got {scale!r}.")
+def checked_scale(scale: float | None, function: str = "attention") -> float | None:
+    """Return the scale. A tensor must be real and have no dims, as for F.scaled_dot_product_attention."""
+    if scale is None or type(scale) is float:
+        return scale
+    is_tensor = isinstance(scale, Tensor)
+    if not isinstance(scale, _SCALE_TYPES) or (is_tensor and (scale.dim() > 0 or scale.is_complex())):
+        actual = f"a tensor of {scale.dtype} {tuple(scale.shape)}" if is_tensor else repr(scale)
+        raise TypeError(f"{function}: scale must be a number or None (1 / sqrt(D)), but got {actual}.")
     return scale
 
 
