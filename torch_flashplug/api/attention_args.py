@@ -79,9 +79,14 @@ def split_size_of(fixed_split_size: int | None, num_splits: int | None) -> int:
 
 
 def softcap_of(softcap: float) -> float:
-    if isinstance(softcap, bool) or not isinstance(softcap, int | float) or not 0.0 <= softcap <= _LARGEST:
-        raise ValueError(f"attention: softcap must be a finite number, 0.0 (no softcap) or above, but got {softcap!r}.")
-    return float(softcap)
+    return finite_number("softcap", softcap, 0.0, "0.0 (no softcap) or above")
+
+
+def finite_number(name: str, x: float, least: float, rule: str) -> float:
+    """Return a numeric setting as a float, or raise ValueError. `rule` names the valid numbers in words."""
+    if isinstance(x, bool) or not isinstance(x, int | float) or not least <= x <= _LARGEST:
+        raise ValueError(f"attention: {name} must be a finite number, {rule}, but got {x!r}.")
+    return float(x)
 
 
 def checked_scale(scale: float | None, function: str = "attention") -> float | None:
