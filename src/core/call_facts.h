@@ -4,9 +4,13 @@
 
 #include <torch/csrc/stable/c/shim.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <string_view>
+#include <tuple>
+#include <type_traits>
+#include <utility>
 
 #include "core/tensor_facts.h"
 
@@ -46,6 +50,51 @@ struct Attention {
   int64_t fixed_split_size = 0;  // alternative to `num_splits`: `CallFacts::split_size`
   double tall = 1.0;             // for block-sparse lists: `CallFacts::tall`
 };
+// A setting of attention(): an argument of ops that is no tensor. `declaration` is the text in schemas, and `member` is
+// the place of the value in a call.
+template <typename Owner, typename T>
+struct Setting {
+  std::string_view declaration;
+  T Owner::* member;
+  consteval Setting(std::string_view declaration, T Owner::* member) : declaration(declaration), member(member) {
+    if (declaration.substr(0, declaration.find(' ')) != schema_type()) throw "the member has a different type";
+  }
+  static constexpr std::string_view schema_type() {
+    if constexpr (std::is_same_v<T, bool>) return "bool";
+    if constexpr (std::is_same_v<T, int64_t>) return "int";
+    if constexpr (std::is_same_v<T, double>) return "float";
+    if constexpr (std::is_same_v<T, std::optional<double>>) return "float?";
+  }
+  constexpr bool has_default() const { return declaration.find('=') != declaration.npos; }
+  constexpr std::string_view without_default() const { return declaration.substr(0, declaration.find('=')); }
+  constexpr std::string_view name() const { return without_default().substr(declaration.find(' ') + 1); }
+  // Return the value in a call. A setting of the window needs a call with a window.
+  template <typename Call>
+  constexpr auto& value_in(Call& call) const {
+    if constexpr (std::is_same_v<Owner, Window>)
+      return (*call.window).*member;
+    else
+      return call.*member;
+  }
+};
+// The settings of attention_fwd, attention_bwd and paged_fwd, in the order of the schemas. The schemas, the readers and
+// the writers of these ops are made of the list. A new setting is a member of `Attention` and a row here; the list of
+// Python is `AttentionParams` in ops/attention.py.
+inline constexpr std::tuple kSettings(Setting("int left", &Window::left), Setting("int right", &Window::right),
+                                      Setting("bool bottom_right", &Window::bottom_right),
+                                      Setting("float softcap", &Attention::softcap),
+                                      Setting("float? scale", &Attention::scale),
+                                      Setting("int num_splits=0", &Attention::num_splits),
+                                      Setting("int fixed_split_size=0", &Attention::fixed_split_size));
+// Call `visit` for each setting. The template argument is the index in `kSettings`, a constant.
+template <typename Visit>
+constexpr void visit_settings(Visit visit) {
+  constexpr size_t count = std::tuple_size_v<decltype(kSettings)>;
+  [&visit]<size_t... index>(std::index_sequence<index...>) {
+    (visit.template operator()<index>(), ...);
+  }(std::make_index_sequence<count>());
+}
+
 std::optional<Window> window_of(const Attention& call);  // also gives the window of `causal`
 bool is_defined(AtenTensorHandle tensor);                // neither null nor undefined
 // Return true for is_causal with a mask: torch does not define the combination, and the math backend raises.

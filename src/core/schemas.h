@@ -1,22 +1,35 @@
 // Schemas of the ops that the plugin implements or calls, as printed by torch (test_custom_ops.py compares them with
 // torch's own). Positions on a stack are looked up by argument name at compile time.
+//
+// Three placeholders stand for the settings of attention() (`kSettings` in call_facts.h): {required} for those without
+// a default, {optional} for those with a default, and {settings} for all of them without defaults.
 #pragma once
 
 #include <algorithm>
 #include <cstddef>
 #include <string_view>
 
+#include "core/call_facts.h"
+
 namespace flashplug {
 
 class Schema {
  public:
-  consteval explicit Schema(const char* text) : text_(text) {
-    const size_t end = text_.find('('), dot = text_.substr(0, end).find('.');
-    text_.substr(0, std::min(dot, end)).copy(name_, sizeof name_ - 1);
-    if (dot < end) text_.substr(dot + 1, end - dot - 1).copy(overload_, sizeof overload_ - 1);
+  consteval explicit Schema(std::string_view pattern) {
+    for (size_t begin = pattern.find('{'); begin != pattern.npos; begin = pattern.find('{')) {
+      const size_t end = pattern.find('}');
+      append(pattern.substr(0, begin));
+      append_settings(pattern.substr(begin + 1, end - begin - 1));
+      pattern.remove_prefix(end + 1);
+    }
+    append(pattern);
+    const std::string_view text = text_;
+    const size_t end = text.find('('), dot = text.substr(0, end).find('.');
+    text.substr(0, std::min(dot, end)).copy(name_, sizeof name_ - 1);
+    if (dot < end) text.substr(dot + 1, end - dot - 1).copy(overload_, sizeof overload_ - 1);
     while (!argument(count_).empty()) ++count_;
   }
-  constexpr const char* text() const { return text_.data(); }
+  constexpr const char* text() const { return text_; }
   const char* name() const { return name_; }
   const char* overload() const { return overload_; }
   int count() const { return count_; }  // number of arguments
@@ -26,9 +39,25 @@ class Schema {
   consteval int result(std::string_view name) const { return position(between(") -> (", ")"), name); }
 
  private:
+  constexpr void append(std::string_view part) {
+    if (length_ + part.size() >= sizeof text_) throw "the schema is longer than text_";
+    part.copy(text_ + length_, part.size());
+    length_ += part.size();
+  }
+  constexpr void append_settings(std::string_view placeholder) {
+    std::string_view separator = "";
+    visit_settings([&]<size_t index>() {
+      constexpr auto setting = std::get<index>(kSettings);
+      if (placeholder != "settings" && setting.has_default() != (placeholder == "optional")) return;
+      append(separator);
+      append(placeholder == "optional" ? setting.declaration : setting.without_default());
+      separator = ", ";
+    });
+  }
   constexpr std::string_view between(std::string_view begin, std::string_view end) const {
-    const size_t start = text_.find(begin) + begin.size();
-    return text_.substr(start, text_.find(end, start) - start);
+    const std::string_view text = text_;
+    const size_t start = text.find(begin) + begin.size();
+    return text.substr(start, text.find(end, start) - start);
   }
   // Return an empty name after the last argument.
   static constexpr std::string_view name_in(std::string_view list, int position) {
@@ -49,8 +78,8 @@ class Schema {
     throw "the schema has no such name";
   }
 
-  std::string_view text_;
-  char name_[96] = {}, overload_[32] = {};
+  char text_[640] = {}, name_[96] = {}, overload_[32] = {};
+  size_t length_ = 0;
   int count_ = 0;
 };
 
@@ -82,35 +111,31 @@ inline constexpr Schema kQuantizedKvMath(
     "Tensor? attn_mask, bool k_is_rotated, float? scale) -> Tensor");
 inline constexpr Schema kPagedForward(
     "torch_flashplug::paged_fwd(Tensor query, Tensor key, Tensor value, Tensor block_table, Tensor seqused_k, "
-    "Tensor? k_scale, Tensor? v_scale, Tensor? sinks, int left, int right, bool bottom_right, float softcap, "
-    "float? scale, int num_splits=0, int fixed_split_size=0, int block_mode=0) -> (Tensor out, Tensor lse)");
+    "Tensor? k_scale, Tensor? v_scale, Tensor? sinks, {required}, {optional}, int block_mode=0) -> (Tensor out, "
+    "Tensor lse)");
 inline constexpr Schema kPagedMath(
     "torch_flashplug::_paged_math(Tensor query, Tensor key, Tensor value, Tensor block_table, Tensor seqused_k, "
-    "Tensor? k_scale, Tensor? v_scale, Tensor? sinks, int left, int right, bool bottom_right, float softcap, "
-    "float? scale, int num_splits=0, int fixed_split_size=0, int block_mode=0) -> (Tensor out, Tensor lse)");
+    "Tensor? k_scale, Tensor? v_scale, Tensor? sinks, {required}, {optional}, int block_mode=0) -> (Tensor out, "
+    "Tensor lse)");
 inline constexpr Schema kAttentionForward(
     "torch_flashplug::attention_fwd(Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? cu_seqlens_q, "
-    "Tensor? cu_seqlens_k, Tensor? seqused_k, int left, int right, bool bottom_right, float softcap, float? scale, "
-    "int num_splits=0, int fixed_split_size=0, Tensor? plan=None, SymInt plan_key=0, int block_mode=0) -> (Tensor out, "
-    "Tensor lse)");
+    "Tensor? cu_seqlens_k, Tensor? seqused_k, {required}, {optional}, Tensor? plan=None, SymInt plan_key=0, "
+    "int block_mode=0) -> (Tensor out, Tensor lse)");
 inline constexpr Schema kPlanLists(
     "torch_flashplug::_plan_lists(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
-    "Tensor? seqused_k, int left, int right, bool bottom_right, float softcap, float? scale, int num_splits, "
-    "int fixed_split_size, bool gradients) -> (Tensor lists, int key)");
+    "Tensor? seqused_k, {settings}, bool gradients) -> (Tensor lists, int key)");
 inline constexpr Schema kAttentionBackward(
     "torch_flashplug::attention_bwd(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
-    "Tensor out, Tensor lse, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, int left, int right, bool bottom_right, "
-    "float softcap, float? scale, bool wants_delta, int num_splits=0, int fixed_split_size=0, Tensor? plan=None, "
-    "SymInt plan_key=0, int block_mode=0) -> (Tensor dq, Tensor dk, Tensor dv, Tensor delta)");
+    "Tensor out, Tensor lse, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, {required}, bool wants_delta, {optional}, "
+    "Tensor? plan=None, SymInt plan_key=0, int block_mode=0) -> (Tensor dq, Tensor dk, Tensor dv, Tensor delta)");
 inline constexpr Schema kAttentionMathForward(
-    "torch_flashplug::_attention_math_fwd(Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? cu_seqlens_q, "
-    "Tensor? cu_seqlens_k, Tensor? seqused_k, int left, int right, bool bottom_right, float softcap, float? scale, "
-    "int num_splits=0, int fixed_split_size=0) -> (Tensor out, Tensor lse)");
+    "torch_flashplug::_attention_math_fwd(Tensor query, Tensor key, Tensor value, Tensor? sinks, "
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k, {required}, {optional}) -> (Tensor out, "
+    "Tensor lse)");
 inline constexpr Schema kAttentionMathBackward(
     "torch_flashplug::_attention_math_bwd(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
-    "Tensor out, Tensor lse, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, int left, int right, bool bottom_right, "
-    "float softcap, float? scale, bool wants_delta, int num_splits=0, int fixed_split_size=0) -> (Tensor dq, "
-    "Tensor dk, Tensor dv, Tensor delta)");
+    "Tensor out, Tensor lse, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, {required}, bool wants_delta, "
+    "{optional}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor delta)");
 inline constexpr Schema kBlockSparseForward(
     "torch_flashplug::block_sparse_fwd(Tensor query, Tensor key, Tensor value, Tensor mask_metadata, "
     "float cost_ratio_192, float? scale, int block_mode=0) -> (Tensor out, Tensor lse)");
@@ -125,13 +150,12 @@ inline constexpr Schema kBlockSparseMathBackward(
     "Tensor mask_metadata, Tensor out, Tensor lse, float? scale) -> (Tensor dq, Tensor dk, Tensor dv)");
 inline constexpr Schema kAttentionForwardOut(
     "torch_flashplug::attention_fwd_out(Tensor(a!) out, Tensor query, Tensor key, Tensor value, Tensor? sinks, "
-    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k, int left, int right, bool bottom_right, "
-    "float softcap, float? scale, int num_splits=0, int fixed_split_size=0, Tensor? plan=None, SymInt plan_key=0, "
-    "int block_mode=0) -> Tensor lse");
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k, {required}, {optional}, Tensor? plan=None, "
+    "SymInt plan_key=0, int block_mode=0) -> Tensor lse");
 inline constexpr Schema kPagedForwardOut(
     "torch_flashplug::paged_fwd_out(Tensor(a!) out, Tensor query, Tensor key, Tensor value, Tensor block_table, "
-    "Tensor seqused_k, Tensor? k_scale, Tensor? v_scale, Tensor? sinks, int left, int right, bool bottom_right, "
-    "float softcap, float? scale, int num_splits=0, int fixed_split_size=0, int block_mode=0) -> Tensor lse");
+    "Tensor seqused_k, Tensor? k_scale, Tensor? v_scale, Tensor? sinks, {required}, {optional}, int block_mode=0) -> "
+    "Tensor lse");
 inline constexpr Schema kPreprocessMask("torch_flashplug::_preprocess_mask(Tensor mask, int numbers) -> Tensor");
 inline constexpr Schema kRightChoice(
     "torch_flashplug::_corrected_choice(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, float dropout_p, "

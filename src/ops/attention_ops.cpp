@@ -11,11 +11,14 @@
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <initializer_list>
 #include <limits>
 #include <stdexcept>
 #include <string>
+#include <tuple>
+#include <type_traits>
 #include <utility>
 
 #include "core/attention_call.h"
@@ -101,45 +104,38 @@ Plan plan_attention_op(const CallFacts& p, const DeviceFacts& device, Mode mode)
                                : plan_in_op(p, device, tables());
 }
 
-Window read_window(int64_t left, int64_t right, bool bottom_right) {
+// Raise an error for settings that no op takes.
+void check_settings(const ForwardCall& call) {
+  const auto [left, right, bottom_right] = *call.window;
   if (left < -1 || right < -1)
     throw std::runtime_error("torch_flashplug: the bounds of a window must be -1 (no bound) or more, but got (" +
                              std::to_string(left) + ", " + std::to_string(right) + ").");
-  return {left, right, bottom_right};
-}
-
-double read_softcap(double softcap) {
-  if (!(softcap >= 0.0 && softcap <= std::numeric_limits<float>::max()))
+  if (!(call.softcap >= 0.0 && call.softcap <= std::numeric_limits<float>::max()))
     throw std::runtime_error("torch_flashplug: softcap must be 0 (no softcap) or a positive finite number, but got " +
-                             std::to_string(softcap) + ".");
-  return softcap;
-}
-
-int64_t read_splits(int64_t splits) {
+                             std::to_string(call.softcap) + ".");
+  const int64_t splits = call.num_splits, size = call.fixed_split_size;
   if (splits < 0 || splits > tables().layout.max_splits)
     throw std::runtime_error("torch_flashplug: num_splits=" + std::to_string(splits) + " is not valid. Pass 1 to " +
                              std::to_string(tables().layout.max_splits) + ", or 0 for the fastest number.");
-  return splits;
-}
-
-int64_t read_split_size(int64_t size, int64_t splits) {
   if (size < 0 || size % tables().layout.split_unit != 0 || (size != 0 && splits != 0))
     throw std::runtime_error("torch_flashplug: fixed_split_size=" + std::to_string(size) +
                              " with num_splits=" + std::to_string(splits) +
                              " is not valid. Pass only num_splits, or a fixed_split_size in multiples of " +
                              std::to_string(tables().layout.split_unit));
-  return std::min(size, int64_t{1} << 30);  // no sequence has twice as many keys, and kernels count in 32 bits
 }
 
 // Read the settings of attention_fwd, attention_bwd and paged_fwd, beside tensors.
 template <const Schema& op>
 void read_settings(StableIValue* stack, ForwardCall* call) {
-  call->scale = box::to_optional_double(stack[op["scale"]]);
-  call->window = read_window(box::to<int64_t>(stack[op["left"]]), box::to<int64_t>(stack[op["right"]]),
-                             box::to<bool>(stack[op["bottom_right"]]));
-  call->softcap = read_softcap(box::to<double>(stack[op["softcap"]]));
-  call->num_splits = read_splits(box::to<int64_t>(stack[op["num_splits"]]));
-  call->fixed_split_size = read_split_size(box::to<int64_t>(stack[op["fixed_split_size"]]), call->num_splits);
+  call->window.emplace();
+  visit_settings([&]<size_t index>() {
+    constexpr auto setting = std::get<index>(kSettings);
+    auto& value = setting.value_in(*call);
+    value = box::to<std::remove_reference_t<decltype(value)>>(stack[op[setting.name()]]);
+  });
+  check_settings(*call);
+  // No sequence has twice as many keys, and kernels count in 32 bits.
+  call->fixed_split_size = std::min(call->fixed_split_size, int64_t{1} << 30);
 }
 
 }  // namespace

@@ -10,11 +10,13 @@
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_aten.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <exception>
 #include <limits>
 #include <optional>
+#include <tuple>
 #include <utility>
 
 #include "core/attention_call.h"
@@ -184,26 +186,22 @@ TensorHandle cached_math(const ForwardCall& call) {
   return op.result(0);
 }
 
-// Set the settings of the ops of attention.py and paged.py, beside tensors.
-template <const Schema& schema>
-void put_window(const ForwardCall& call, OpCall* to) {
-  OpCall& op = *to;
-  op[schema["left"]] = box::from(call.window->left);
-  op[schema["right"]] = box::from(call.window->right);
-  op[schema["bottom_right"]] = box::from(call.window->bottom_right);
-  op[schema["softcap"]] = box::from(call.softcap);
-  op[schema["scale"]] = box::from_optional_double(call.scale);
-  op[schema["num_splits"]] = box::from(call.num_splits);
-  op[schema["fixed_split_size"]] = box::from(call.fixed_split_size);
-}
-
-// Set the settings of both ops of attention.py, beside operands and results.
+// Set the settings of attention(), all arguments beside tensors (`kSettings`).
 template <const Schema& schema>
 void put_settings(const ForwardCall& call, OpCall* to) {
+  visit_settings([&]<size_t index>() {
+    constexpr auto setting = std::get<index>(kSettings);
+    (*to)[schema[setting.name()]] = box::from(setting.value_in(call));
+  });
+}
+
+// Set the sequence lengths and the settings of both ops of attention.py.
+template <const Schema& schema>
+void put_lengths_and_settings(const ForwardCall& call, OpCall* to) {
   OpCall& op = *to;
   op[schema["cu_seqlens_q"]] = optional(call.cu_seqlens_q);
   op[schema["cu_seqlens_k"]] = optional(call.cu_seqlens_k);
-  put_window<schema>(call, to);
+  put_settings<schema>(call, to);
 }
 
 ForwardResult paged_math(const ForwardCall& call) {
@@ -215,7 +213,7 @@ ForwardResult paged_math(const ForwardCall& call) {
   op[schema["k_scale"]] = optional(call.k_scale);
   op[schema["v_scale"]] = optional(call.v_scale);
   op[schema["sinks"]] = optional(call.sinks);
-  put_window<schema>(call, &op);
+  put_settings<schema>(call, &op);
   op[schema["block_mode"]] = box::from(call.mode.word & kModeMask);
   op.run();
   return out_and_lse<schema>(&op);
@@ -228,7 +226,7 @@ ForwardResult attention_math(const ForwardCall& call) {
   put_operands<schema>(call, &op);
   op[schema["sinks"]] = optional(call.sinks);
   op[schema["seqused_k"]] = optional(call.seqused_k);
-  put_settings<schema>(call, &op);
+  put_lengths_and_settings<schema>(call, &op);
   op.run();
   return out_and_lse<schema>(&op);
 }
@@ -243,7 +241,7 @@ BackwardResult attention_math_backward(const BackwardCall& call) {
   put_operands<schema>(forward, &op);
   op[schema["out"]] = box::from_borrowed(call.out);
   op[schema["lse"]] = box::from_borrowed(call.lse);
-  put_settings<schema>(forward, &op);
+  put_lengths_and_settings<schema>(forward, &op);
   op[schema["wants_delta"]] = box::from(call.wants_delta);
   op.run();
   BackwardResult result;

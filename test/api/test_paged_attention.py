@@ -140,6 +140,20 @@ def test_invalid_arguments_are_refused(changed: dict[str, object], says: str) ->
         attention(random_tensor(4, 1, HQ, D), pool, pool, **{"block_table": table, "seqused_k": used} | changed)
 
 
+@pytest.mark.parametrize("lengths", [{}, {"cu_seqlens_q": (0, 2, 3)}, {"cu_seqlens_q": (0, 1, 2), "max_seqlen_q": 1}])
+@pytest.mark.parametrize("number", [-1, 8])
+def test_used_page_numbers_outside_the_pool_are_refused_on_a_cpu(number: int, lengths: dict[str, object]) -> None:
+    """Page numbers after the KV length may have any value."""
+    pool, q = random_tensor(8, ROWS, HKV, D), random_tensor(2, 1, HQ, D)
+    if "cu_seqlens_q" in lengths:
+        lengths = lengths | {"cu_seqlens_q": torch.tensor(lengths["cu_seqlens_q"]).int()}
+        q = random_tensor(int(lengths["cu_seqlens_q"][-1]), HQ, D)
+    table = torch.tensor([[3, number, number], [5, 6, number]]).int()
+    attention(q, pool, pool, block_table=table, seqused_k=torch.tensor([ROWS, 2 * ROWS]).int(), **lengths)
+    with pytest.raises(ValueError, match=f"page numbers from 0 to 7 for the first seqused_k keys, but got {number}"):
+        attention(q, pool, pool, block_table=table, seqused_k=torch.tensor([ROWS, 2 * ROWS + 1]).int(), **lengths)
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_scales_of_a_paged_cache_have_the_dims_of_pages(packed: bool) -> None:
     """The error names pages and rows of a page, because a paged cache has no batch size and no number of keys."""
@@ -231,7 +245,7 @@ def test_cache_is_unchanged_after_an_error() -> None:
     pool, table = torch.zeros(4, 4, HKV, D), torch.zeros(2, 2).long()
     for changed in (
         {"window_size": (-2, 1)}, {"num_splits": 256}, {"softcap": -1}, {"causal": 1}, {"s_aux": torch.zeros(3)},
-        {"block_table": table},
+        {"block_table": table}, {"block_table": table.int() + 4},
     ):  # fmt: skip
         cache_of_call = pool if "block_table" in changed else cache
         with pytest.raises(ValueError, match="attention: "):

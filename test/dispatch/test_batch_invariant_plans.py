@@ -15,10 +15,10 @@ import torch
 from golden_plans import Call, call, operand_dtypes
 from torch import Tensor
 
-from torch_flashplug.api.attention_args import MAX_SPLITS, SPLIT_UNIT, AttentionParams, check_split_size
+from torch_flashplug.api.attention_args import MAX_SPLITS, SPLIT_UNIT, check_split_size
 from torch_flashplug.api.backend import DEVICES
 from torch_flashplug.dispatch import bindings
-from torch_flashplug.ops.attention import Window
+from torch_flashplug.ops.attention import AttentionParams
 from torch_flashplug.registry import kernel_table
 from torch_flashplug.registry.architectures import BACKENDS
 
@@ -183,7 +183,7 @@ def test_smallest_split_size_named_by_the_error_is_accepted(window: tuple[int, i
 def least_accepted_size(size: int, window: tuple[int, int], q: Tensor, keys: int) -> int | None:
     """Return None if the split size is accepted, or the least accepted size that the error names."""
     try:
-        params = AttentionParams(window=Window(*window), fixed_split_size=size)
+        params = AttentionParams(*window, fixed_split_size=size)
         check_split_size(params, q, torch.empty(1, 2, keys, 64, device="meta"), keys)
     except ValueError as error:
         return int(re.search(r"at least (\d+)", str(error))[1])

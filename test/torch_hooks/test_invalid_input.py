@@ -19,11 +19,13 @@ from device_backend import DeviceBackend, use_device_backend
 from stock_bug_inputs import strides
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask
 
 import torch_flashplug
-from torch_flashplug import attention, explain, sdpa_backend
+from torch_flashplug import attention, explain, explain_varlen, sdpa_backend
 from torch_flashplug.api.backend import DEVICES
 from torch_flashplug.dispatch import bindings
+from torch_flashplug.flash_attn import flash_attn_with_kvcache
 from torch_flashplug.ops import sdpa
 from torch_flashplug.registry.architectures import KERNEL_BACKENDS
 from torch_flashplug.torch_hooks import describe_call
@@ -544,8 +546,23 @@ def test_explain_takes_device_names_in_any_case(name: str) -> None:
     assert explain(q, q, q, device=name) == explain(q, q, q, device=name.lower())
 
 
-def test_attention_rejects_a_scale_that_is_no_number() -> None:
-    q = torch.zeros(1, 8, 1, 64)
-    with pytest.raises(TypeError, match="^attention: scale must be a number or None .* but got 'large'.$"):
-        attention(q, q, q, scale="large")
+def test_a_scale_that_is_no_number_is_refused() -> None:
+    q, cu = torch.zeros(1, 128, 1, 64), torch.tensor([0, 128]).int()
+    cache = torch.zeros(1, 256, 1, 64)
+    mask = create_block_mask(lambda b, h, i, j: i >= j, 1, 1, 128, 128, device="cpu")
+    for function, call in {
+        "attention": lambda scale: attention(q, q, q, scale=scale),
+        "attention (block mask)": lambda scale: attention(q, q, q, scale=scale, block_mask=mask),
+        "attention (explained)": lambda scale: torch_flashplug.explain_attention(q, q, q, scale=scale),
+        "attention (appended)": lambda scale: flash_attn_with_kvcache(
+            q, cache, cache, q, q, cache_seqlens=4, softmax_scale=scale
+        ),
+        "explain": lambda scale: explain(q, q, q, scale=scale),
+        "explain_varlen": lambda scale: explain_varlen(q[0], q[0], q[0], cu, cu, 128, 128, scale=scale),
+    }.items():
+        with pytest.raises(TypeError, match=f"^{function.split()[0]}: scale must be a number .* but got 'large'.$"):
+            call("large")
+        with pytest.raises(TypeError, match=r"scale must be a number .* but got a tensor of torch.float32 \(2,\).$"):
+            call(torch.ones(2))
+    assert not cache.any()
     assert torch.equal(attention(q, q, q, scale=np.float32(0.5)), attention(q, q, q, scale=0.5))

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..ops.attention import NO_LENGTHS, NO_PLAN, Window
+from ..ops.attention import NO_LENGTHS, NO_PLAN, AttentionParams, Window
+from ..ops.paged import check_page_numbers
 from ..torch_hooks import describe_call
 from .attention_args import (
-    AttentionParams,
     Scale,
     Scales,
     call_op_with_out,
@@ -26,6 +26,7 @@ from .attention_args import (
     check_out,
     check_rank,
     check_same,
+    checked_scale,
     dequantize_to_16bit,
     has_kernel,
     is_decode_call,
@@ -229,7 +230,7 @@ def _dense_attention(  # noqa: PLR0913
         out, lse = _beside_sinks(query, key, value, sinks, _as_mask(window, query, key), scale)
     elif needs_attention_op or (_is_for_kernels(window, query, key, value) and forward_ad._current_level < 0):
         inputs = describe_call.under_autocast(q.device.type, query, key, value)
-        op_args = (*inputs, sinks, *NO_LENGTHS, *params.op_args(), *NO_PLAN)
+        op_args = (*inputs, sinks, *NO_LENGTHS, *params, *NO_PLAN)
         (out, lse), filled = call_op_with_out("attention_fwd", out_buffer, *op_args), out_buffer is not None
     else:
         top_left = _is_top_left(window, query.shape[2], key.shape[2])
@@ -254,9 +255,7 @@ def check_before(  # noqa: PLR0913
     sinks: Tensor | None, scale: float | None, seqused_k: Tensor, block_table: Tensor | None,
 ) -> None:  # fmt: skip
     """Raise the errors of attention() for these arguments, before the caller writes into caches."""
-    window_of(causal, window), softcap_of(softcap)
-    if scale is not None and not isinstance(scale, int | float):
-        raise TypeError(f"attention: scale must be a number or None (1 / sqrt(D)), but got {scale!r}.")
+    window_of(causal, window), softcap_of(softcap), checked_scale(scale)
     check_rank("q", q, 4, "a tensor of shape (batch, length, heads, head dim)")
     normalize_sinks(sinks, q)
     if block_table is None:
@@ -265,6 +264,7 @@ def check_before(  # noqa: PLR0913
     else:
         check_pages(q, k, v, block_table, seqused_k, q.shape[0])
         check_dtypes(q, k, v)
+        check_page_numbers(block_table, seqused_k, *k.shape[:2])
 
 
 # ---- visible keys of a query ----

@@ -29,7 +29,7 @@ from ..registry.dispatch_table import MAX_SPLITS
 from ..torch_hooks import describe_call, hook_list, sdpa_composite, stock_workarounds, tracing
 from ..torch_hooks.distributed import dtensor
 from . import startup
-from .attention_args import is_int
+from .attention_args import checked_scale, is_int
 from .causal_bias import is_causal_bias, is_upper_left, plan_lower_right
 
 _log = logging.getLogger("torch_flashplug")
@@ -319,11 +319,12 @@ def explain(
         The plan of the call.
 
     Raises:
-        TypeError: query, key or value is no tensor.
+        TypeError: query, key or value is no tensor, or the scale is no number.
         ValueError: the device is unknown.
     """
     device = device_name("explain", device)
     check_tensors("explain", query=query, key=key, value=value)
+    checked_scale(scale, "explain")
     startup.load()
     settings = {"scale": scale, "enable_gqa": enable_gqa}
     unusual = _explain_unusual(query, key, value, attn_mask, dropout_p, is_causal, device, settings)

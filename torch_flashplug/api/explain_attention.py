@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..dispatch import bindings
 from ..ops import paged
-from ..ops.attention import AttentionForwardArgs, namespace
+from ..ops.attention import AttentionForwardArgs, AttentionParams, namespace
 from ..ops.block_mask import PreparedBlockMask, prepare_block_mask
 from ..registry import features
 from ..registry.architectures import BACKENDS, KERNEL_BACKENDS
@@ -147,7 +147,7 @@ class _OpRecorder(TorchFunctionMode):
         if op is namespace.paged_fwd:
             plan = self._of_pages()
         elif op is namespace.attention_fwd:
-            a = AttentionForwardArgs(*self.args)
+            a = AttentionForwardArgs.from_op(*self.args)
             facts = _call_facts(a, a.key.shape[2])
             plan = self._of_op(self.args, facts, 0, scale=a.scale, forced=True)  # keys are never split here
         elif op is namespace.quantized_kv_fwd:
@@ -165,11 +165,11 @@ class _OpRecorder(TorchFunctionMode):
         return _with_copies(plan, _CONVERTED) if self.dequantizes else plan
 
     def _of_pages(self) -> Plan:
-        a = paged.PagedForwardArgs(*self.args)
+        args, a = self.args, paged.PagedForwardArgs.from_op(*self.args)
         keys = a.block_table.shape[1] * a.key.shape[2]
         facts = _call_facts(a.as_attention(), keys)
         facts |= {"paged": 1, "cache8": a.k_scale is not None, "Sk": keys}
-        plan = self._of_op(self.args, facts, a.num_splits, scale=a.scale)
+        plan = self._of_op(self.args, facts, a.params.num_splits, scale=a.scale)
         is_read_in_place = len(a.key) and (a.key.shape[2] % _ROWS_READ_TOGETHER == 0 or a.block_table.shape[1] == 1)
         if plan.kernel and is_read_in_place:
             return plan
@@ -179,7 +179,7 @@ class _OpRecorder(TorchFunctionMode):
             reason = f"The pages have {a.key.shape[2]} rows, but kernels read pages of {rule} in place."
         is_quantized = a.k_scale is not None
         gathered = "Pages are gathered first and converted to 16 bits." if is_quantized else _GATHERED
-        return _with_copies(self.plan_of_call(lambda: paged._math(*a)), gathered, reason)
+        return _with_copies(self.plan_of_call(lambda: paged._math(*args)), gathered, reason)
 
     def _of_op(
         self, args: tuple, needs: dict[str, float], splits: int, *, scale: float | None, forced: bool = False,
@@ -234,19 +234,22 @@ def _call_facts(a: AttentionForwardArgs, keys: int) -> dict[str, float]:
         a: the arguments of the op.
         keys: the number of keys.
     """
-    rows = a.query.shape[2]
-    left, right = (rows + keys if bound < 0 else min(bound, rows + keys) for bound in (a.left, a.right))
-    return {
+    params, most = a.params, a.query.shape[2] + keys
+    left, right = (most if bound < 0 else min(bound, most) for bound in (params.left, params.right))
+    needs = {
         "left": left,
         "right": right,
-        "bottom_right": a.bottom_right,
+        "bottom_right": params.bottom_right,
         "window": 1,
-        "softcap": a.softcap,
         "ragged": a.cu_seqlens_q is not None,
-        "batch_invariant": a.num_splits == 1 or a.fixed_split_size > 0,
-        "split_size": a.fixed_split_size,
+        "batch_invariant": params.num_splits == 1 or params.fixed_split_size > 0,
+        "split_size": params.fixed_split_size,
         "sequences": 0 if a.cu_seqlens_q is None else len(a.cu_seqlens_q) - 1,
     }
+    # A setting with the name of a feature, such as softcap, needs the feature unless the setting has its default.
+    defaults = AttentionParams._field_defaults
+    is_set = {name: x for name, x in params._asdict().items() if x != defaults[name] and name in features.NAMES}
+    return needs | is_set
 
 
 def _check_plan_argument(

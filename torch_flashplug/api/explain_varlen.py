@@ -18,6 +18,7 @@ from ..registry.dispatch_table import HEAD_DIM_STEP, MAX_HEAD_DIM
 from ..torch_hooks import describe_call
 from ..torch_hooks import varlen_attn as varlen_hooks
 from . import startup
+from .attention_args import checked_scale
 from .backend import DEVICES, Plan, device_name, sdpa_backend, sentences
 from .explain_attention import explain_attention
 
@@ -61,7 +62,7 @@ def explain_varlen(
         The plan of the call.
 
     Raises:
-        TypeError: a setting is no argument of varlen_attn.
+        TypeError: a setting is no argument of varlen_attn, or the scale is no number.
         ValueError: the device is unknown.
     """
     if unknown := set(settings) - set(_SETTINGS):
@@ -70,6 +71,7 @@ def explain_varlen(
             "Pass the arguments of varlen_attn by name."
         )
     device = device_name("explain_varlen", device)
+    checked_scale(settings.get("scale"), "explain_varlen")
     startup.load()
     from torch.nn.attention import varlen  # the import takes a second or more
 

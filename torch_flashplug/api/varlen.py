@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from ..ops import paged
-from ..ops.attention import NO_PLAN
+from ..ops.attention import NO_PLAN, AttentionParams
 from ..torch_hooks import describe_call
 from .attention_args import (
     NO_SCALES,
-    AttentionParams,
     Scales,
     call_op_with_out,
     check_dtypes,
@@ -49,7 +48,7 @@ def varlen_attention(
     query, *pair = (x.transpose(1, 2) for x in batch)
     out_buffer = None if out_buffer is None else out_buffer.unsqueeze(0).transpose(1, 2)
     batch = dequantize_to_16bit(query, *pair, *normalize_kv_scales(is_quantized, scales, *pair))
-    out, lse = _attended(plan, out_buffer, *batch, normalize_sinks(sinks, q), *contiguous_lengths, *params.op_args())
+    out, lse = _attended(plan, out_buffer, *batch, normalize_sinks(sinks, q), *contiguous_lengths, *params)
     out = out.transpose(1, 2).squeeze(0)
     return out.to(q.dtype) if is_quantized else out, lse.squeeze(0)
 
@@ -88,7 +87,7 @@ def kv_length_attention(
         pages = torch.arange(q.shape[0], dtype=torch.int32, device=q.device).unsqueeze(1)
         out_buffer = None if out_buffer is None else out_buffer.transpose(1, 2)
         op_args = (*transposed, pages, kv_lengths.contiguous(), *map(_packed, kv_scales), normalize_sinks(sinks, q))
-        out, lse = call_op_with_out("paged_fwd", out_buffer, *op_args, *params.op_args())
+        out, lse = call_op_with_out("paged_fwd", out_buffer, *op_args, *params)
         return out.transpose(1, 2), lse
     transposed = dequantize_to_16bit(*transposed, *kv_scales)
     rows, *keys = (x.transpose(1, 2) for x in transposed)
@@ -149,7 +148,7 @@ def paged_attention(  # noqa: PLR0913
     if not is_quantized:
         query, *pools = describe_call.under_autocast(q.device.type, query, *pools)
     tables = (block_table.contiguous(), seqused_k.contiguous())
-    op_args = (query, *pools, *tables, *kv_scales, normalize_sinks(sinks, batch), *params.op_args())
+    op_args = (query, *pools, *tables, *kv_scales, normalize_sinks(sinks, batch), *params)
     if out_buffer is not None:
         out_buffer = (out_buffer if cu_seqlens_q is None else out_buffer.unsqueeze(1)).transpose(1, 2)
     out, lse = call_op_with_out("paged_fwd", out_buffer, *op_args)
@@ -179,6 +178,7 @@ def _gather_pages_then_attend(
     Sequences may have any number of query rows.
     """
     (q, *pools), (cu_seqlens_q, seqused_k) = operands, lengths
+    paged.check_page_numbers(block_table, seqused_k, *pools[0].shape[:2])
     pools = [x.transpose(1, 2) for x in pools]
     kv_scales = normalize_kv_scales(check_dtypes(*operands), scales, *pools, paged=True)
     kv_scales = tuple(None if x is None else paged.gathered(x, block_table).T.unsqueeze(0) for x in kv_scales)

@@ -14,10 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..deprecation import renamed_attribute
 from ..ops import attention
-from ..ops.attention import Window
+from ..ops.attention import AttentionParams, Window
 from ..ops.quantized_kv import multiplied_in
 from ..torch_hooks import describe_call
-from .attention_args import AttentionParams, params_of
+from .attention_args import params_of
 from .varlen_args import Lengths, check_varlen
 
 KEY_ROW_BITS = 12  # kRowBits of src/operands/varlen_tile_list.cpp
@@ -126,7 +126,7 @@ def _lists(operands: list[Tensor], lengths: Lengths, params: AttentionParams, gr
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
         seqused_k=seqused_k,
-        **params.op_kwargs(),
+        **params._asdict(),
         gradients=gradients,
     )
 

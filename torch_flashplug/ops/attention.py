@@ -20,7 +20,7 @@ sequence. The contents there are never read, neither in operands nor in the inpu
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
@@ -29,40 +29,8 @@ from ..dispatch import bindings
 from . import reference
 from .sdpa import empty_results, mathematics, not_twice
 
-_WINDOW = "int left, int right, bool bottom_right, float softcap, float? scale"
-# num_splits=1 and any fixed_split_size select batch-invariant kernels (`CallFacts::batch_invariant` in
-# src/core/call_facts.h). Other values have an effect in decode kernels only.
-SPLITS = "int num_splits=0, int fixed_split_size=0"
-# Arguments for kernels, unused by the reference math: the plan of varlen_plan.py, and the result of
-# tracing.mode_of_block().
-_KERNELS = ", Tensor? plan=None, SymInt plan_key=0, int block_mode=0"
 NO_PLAN = (None, 0)  # plan and plan_key
 NO_LENGTHS = (None, None, None)  # cu_seqlens_q, cu_seqlens_k and seqused_k
-_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
-
-_library = torch.library.Library("torch_flashplug", "FRAGMENT")
-for _name, _more in (("attention_fwd", _KERNELS), ("_attention_math_fwd", "")):
-    _library.define(
-        f"{_name}(Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
-        f"Tensor? seqused_k, {_WINDOW}, {SPLITS}{_more}) -> (Tensor out, Tensor lse)",
-        tags=_TAGS,
-    )
-_library.define(
-    "attention_fwd_out(Tensor(a!) out, Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? cu_seqlens_q, "
-    f"Tensor? cu_seqlens_k, Tensor? seqused_k, {_WINDOW}, {SPLITS}{_KERNELS}) -> Tensor lse",
-    tags=_TAGS,
-)
-_library.define(
-    "_plan_lists(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
-    f"Tensor? seqused_k, {_WINDOW}, int num_splits, int fixed_split_size, bool gradients) -> (Tensor lists, int key)"
-)
-for _name, _more in (("attention_bwd", _KERNELS), ("_attention_math_bwd", "")):
-    _library.define(
-        f"{_name}(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
-        f"Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, {_WINDOW}, bool wants_delta, {SPLITS}{_more}) "
-        "-> (Tensor dq, Tensor dk, Tensor dv, Tensor delta)",
-        tags=_TAGS,
-    )
 
 namespace = torch.ops.torch_flashplug
 
@@ -138,8 +106,77 @@ def _places(cu: Tensor, size: int) -> tuple[Tensor, Tensor]:
     return sequence, number - starts[sequence]
 
 
+class AttentionParams(NamedTuple):
+    """Checked settings of attention() in schema order: the arguments of ops that are no tensors.
+
+    The schemas and the arguments of ops are made of these fields, so a new setting is a line here. `kSettings` in
+    src/core/call_facts.h is the list for C++, and test_custom_ops compares the schemas of both lists.
+    """
+
+    left: int = -1
+    right: int = -1
+    bottom_right: bool = True
+    softcap: float = 0.0  # 0.0: no softcap
+    scale: float | None = None  # None: 1 / sqrt(D)
+    # num_splits=1 and any fixed_split_size select batch-invariant kernels (`CallFacts::batch_invariant` in
+    # src/core/call_facts.h). Other values have an effect in decode kernels only.
+    num_splits: int = 0  # 0: the fastest number
+    fixed_split_size: int = 0  # keys of a split; 0: no fixed size
+
+    @property
+    def window(self) -> Window:
+        return Window(self.left, self.right, self.bottom_right)
+
+    @property
+    def requests_splits(self) -> bool:
+        return self.num_splits != 0 or self.fixed_split_size != 0
+
+
+NUM_PARAMS = len(AttentionParams._fields)
+# Settings from num_splits on have a default in schemas, as a setting that is added later must have.
+_NUM_REQUIRED = AttentionParams._fields.index("num_splits")
+
+
+def _declare_params() -> tuple[list[str], list[str]]:
+    """Return the declaration of each setting in schemas, without and with the default."""
+    schema_types = {int: "int", bool: "bool", float: "float", float | None: "float?"}
+    types, defaults = get_type_hints(AttentionParams), AttentionParams._field_defaults
+    plain = {name: f"{schema_types[types[name]]} {name}" for name in AttentionParams._fields}
+    return list(plain.values()), [f"{text}={defaults[name]}" for name, text in plain.items()]
+
+
+_PLAIN, _WITH_DEFAULTS = _declare_params()
+REQUIRED_PARAMS = ", ".join(_PLAIN[:_NUM_REQUIRED])  # int left, int right, ...
+OPTIONAL_PARAMS = ", ".join(_WITH_DEFAULTS[_NUM_REQUIRED:])  # int num_splits=0, ...
+_ALL_PARAMS = ", ".join(_PLAIN)
+# Arguments for kernels, unused by the reference math: the plan of varlen_plan.py, and the result of
+# tracing.mode_of_block().
+_KERNELS = ", Tensor? plan=None, SymInt plan_key=0, int block_mode=0"
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
+
+_library = torch.library.Library("torch_flashplug", "FRAGMENT")
+_FORWARD = (
+    "Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
+    f"Tensor? seqused_k, {REQUIRED_PARAMS}, {OPTIONAL_PARAMS}"
+)
+_library.define(f"attention_fwd({_FORWARD}{_KERNELS}) -> (Tensor out, Tensor lse)", tags=_TAGS)
+_library.define(f"_attention_math_fwd({_FORWARD}) -> (Tensor out, Tensor lse)", tags=_TAGS)
+_library.define(f"attention_fwd_out(Tensor(a!) out, {_FORWARD}{_KERNELS}) -> Tensor lse", tags=_TAGS)
+_library.define(
+    "_plan_lists(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
+    f"Tensor? seqused_k, {_ALL_PARAMS}, bool gradients) -> (Tensor lists, int key)"
+)
+for _name, _more in (("attention_bwd", _KERNELS), ("_attention_math_bwd", "")):
+    _library.define(
+        f"{_name}(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
+        f"Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, {REQUIRED_PARAMS}, bool wants_delta, {OPTIONAL_PARAMS}{_more}) "
+        "-> (Tensor dq, Tensor dk, Tensor dv, Tensor delta)",
+        tags=_TAGS,
+    )
+
+
 class AttentionForwardArgs(NamedTuple):
-    """Arguments of attention_fwd, in schema order."""
+    """Arguments of attention_fwd, in schema order, with the settings as one field."""
 
     query: Tensor  # (B, Hq, Sq, D)
     key: Tensor  # (B, Hkv, Sk, D)
@@ -148,24 +185,24 @@ class AttentionForwardArgs(NamedTuple):
     cu_seqlens_q: Tensor | None  # (sequences + 1,) int32
     cu_seqlens_k: Tensor | None
     seqused_k: Tensor | None  # (sequences,) int32
-    left: int
-    right: int
-    bottom_right: bool
-    softcap: float  # 0: none
-    scale: float | None  # None: 1 / sqrt(D)
-    num_splits: int = 0
-    fixed_split_size: int = 0
+    params: AttentionParams
     plan: Tensor | None = None
     plan_key: int = 0
     block_mode: int = 0
 
-    @property
-    def window(self) -> Window:
-        return Window(self.left, self.right, self.bottom_right)
+    @classmethod
+    def from_op(cls, *args: Tensor | int | float | None) -> AttentionForwardArgs:
+        """Return the arguments of a call of the op, which may lack defaults at the end."""
+        tensors, end = 7, 7 + NUM_PARAMS
+        return cls(*args[:tensors], AttentionParams(*args[tensors:end]), *args[end:])
+
+    def to_op(self) -> tuple[Tensor | int | float | None, ...]:
+        """Return the arguments of the op, by position."""
+        return *self[:7], *self.params, self.plan, self.plan_key, self.block_mode
 
 
 class BackwardArgs(NamedTuple):
-    """Arguments of attention_bwd, in schema order."""
+    """Arguments of attention_bwd, with the settings as one field."""
 
     grad_out: Tensor  # (B, Hq, Sq, Dv)
     grad_lse: Tensor | None  # (B, Hq, Sq)
@@ -176,22 +213,31 @@ class BackwardArgs(NamedTuple):
     lse: Tensor  # (B, Hq, Sq) fp32 (fp64 for fp64), natural log
     cu_seqlens_q: Tensor | None  # (sequences + 1,) int32
     cu_seqlens_k: Tensor | None
-    left: int
-    right: int
-    bottom_right: bool
-    softcap: float  # 0: none
-    scale: float | None  # None: 1 / sqrt(D)
+    params: AttentionParams
     wants_delta: bool
-    num_splits: int = 0
-    fixed_split_size: int = 0
     plan: Tensor | None = None  # the plan passed to the forward
     plan_key: int = 0
     mode: int = 0  # the mode passed to the forward
 
+    @classmethod
+    def from_op(cls, *args: Tensor | int | float | None) -> BackwardArgs:
+        """Return the arguments of a call of the op, which may lack defaults at the end.
+
+        The op has `wants_delta` between the settings without a default and those with a default.
+        """
+        tensors, delta, end = 9, 9 + _NUM_REQUIRED, 10 + NUM_PARAMS
+        params = AttentionParams(*args[tensors:delta], *args[delta + 1 : end])
+        return cls(*args[:tensors], params, args[delta], *args[end:])
+
+    def to_op(self) -> tuple[Tensor | int | float | None, ...]:
+        """Return the arguments of the op, by position."""
+        required, optional = self.params[:_NUM_REQUIRED], self.params[_NUM_REQUIRED:]
+        return *self[:9], *required, self.wants_delta, *optional, self.plan, self.plan_key, self.mode
+
     @property
     def visible(self) -> Tensor:
         packed = None if self.cu_seqlens_q is None else PackedLengths(self.cu_seqlens_q, self.cu_seqlens_k)
-        return _visible_mask(self.query, self.key, packed, Window(self.left, self.right, self.bottom_right))
+        return _visible_mask(self.query, self.key, packed, self.params.window)
 
     @property
     def operands(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -202,7 +248,7 @@ class BackwardArgs(NamedTuple):
 
 
 def _backward_fake(*args) -> tuple[Tensor, ...]:
-    a = BackwardArgs(*args)
+    a = BackwardArgs.from_op(*args)
     return (*map(torch.empty_like, a.operands), a.lse.new_empty(a.lse.shape if a.wants_delta else (0,)))
 
 
@@ -296,16 +342,17 @@ def check(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, windo
 @mathematics
 def _math_forward(*args: Tensor | int | float | None) -> tuple[Tensor, Tensor]:
     """Compute the output and the LSE of attention_fwd. Only kernels read the splits, the plan and the mode."""
-    a = AttentionForwardArgs(*args)
-    check(a.query, a.key, a.value, a.sinks, a.window)
+    a = AttentionForwardArgs.from_op(*args)
+    softcap, window = a.params.softcap, a.params.window
+    check(a.query, a.key, a.value, a.sinks, window)
     packed = check_lengths(a)
     query, key, value = _zero_outside_sequences(packed, a.query, a.key, a.value)
     torch._check(
-        0.0 <= a.softcap < math.inf,
-        lambda: f"attention_fwd: softcap must be finite, 0 (no softcap) or above, but got {a.softcap}.",
+        0.0 <= softcap < math.inf,
+        lambda: f"attention_fwd: softcap must be finite, 0 (no softcap) or above, but got {softcap}.",
     )
-    visible = _visible_mask(query, key, packed, a.window)
-    s = reference.scores_of(query, key, value, a.scale).capped(a.softcap).where(visible)
+    visible = _visible_mask(query, key, packed, window)
+    s = reference.scores_of(query, key, value, a.params.scale).capped(softcap).where(visible)
     probabilities, lse = s.softmax()
     if a.sinks is not None:
         of_keys, lse = lse, torch.logaddexp(lse, a.sinks.to(lse.dtype).unsqueeze(-1))
@@ -327,12 +374,13 @@ def _forward_out_fake(out: Tensor, *args: object) -> Tensor:
 
 @mathematics
 def _math_backward(*args) -> tuple[Tensor, ...]:
-    a = BackwardArgs(*args)
+    a = BackwardArgs.from_op(*args)
     packed = None if a.cu_seqlens_q is None else PackedLengths(a.cu_seqlens_q, a.cu_seqlens_k)
     operands = _zero_outside_sequences(packed, *a.operands)
-    s, visible = reference.scores_of(*operands, a.scale).capped(a.softcap), a.visible
+    softcap, visible = a.params.softcap, a.visible
+    s = reference.scores_of(*operands, a.params.scale).capped(softcap)
     rows = _Rows(a.grad_out, a.out, a.lse, a.grad_lse).of_sequences(packed)
-    inputs = reference.BackwardInputs(*rows[:3], grad_lse=rows.grad_lse, softcap=a.softcap)
+    inputs = reference.BackwardInputs(*rows[:3], grad_lse=rows.grad_lse, softcap=softcap)
     grads = reference.gradients(s.where(visible), *operands, inputs, visible)
     return *grads[:3], grads.delta.contiguous() if a.wants_delta else a.lse.new_empty(0)
 
@@ -340,21 +388,20 @@ def _math_backward(*args) -> tuple[Tensor, ...]:
 # ---- autograd ----
 
 
-# Settings that a forward passes to its backward.
-_SETTINGS = ("left", "right", "bottom_right", "softcap", "scale", "num_splits", "fixed_split_size", "plan_key")
+_NUM_INPUTS = len(AttentionForwardArgs._fields) - 1 + NUM_PARAMS  # of attention_fwd; only the first 4 have gradients
 
 
 def _setup_context(ctx, inputs: tuple, output: tuple) -> None:
-    a = AttentionForwardArgs(*inputs)
+    a = AttentionForwardArgs.from_op(*inputs)
     ctx.save_for_backward(a.query, a.key, a.value, a.sinks, *output, a.cu_seqlens_q, a.cu_seqlens_k, a.plan)
-    ctx.settings = {name: getattr(a, name) for name in _SETTINGS} | {"mode": a.block_mode}
+    ctx.params, ctx.plan_key, ctx.mode = a.params, a.plan_key, a.block_mode
     ctx.has_seqused_k = a.seqused_k is not None
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple:
     query, key, value, sinks, out, lse, cu_seqlens_q, cu_seqlens_k, plan = ctx.saved_tensors
-    no_grads = (None,) * (len(AttentionForwardArgs._fields) - 4)
+    no_grads = (None,) * (_NUM_INPUTS - 4)
     if ctx.has_seqused_k:
         raise RuntimeError(
             "attention: gradients are not supported with seqused_k. "
@@ -365,10 +412,10 @@ def _backward(ctx, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple:
     grad_out, of_sinks = torch.zeros_like(out) if grad_out is None else grad_out, ctx.needs_input_grad[3]
     args = BackwardArgs(
         grad_out=grad_out, grad_lse=grad_lse, query=query, key=key, value=value, out=out, lse=lse,
-        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **ctx.settings,
-        wants_delta=of_sinks and cu_seqlens_q is None, plan=plan,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, params=ctx.params,
+        wants_delta=of_sinks and cu_seqlens_q is None, plan=plan, plan_key=ctx.plan_key, mode=ctx.mode,
     )  # fmt: skip
-    dq, dk, dv, delta = namespace.attention_bwd(*args)
+    dq, dk, dv, delta = namespace.attention_bwd(*args.to_op())
     if of_sinks and cu_seqlens_q is not None:  # kernels store delta by sequence, not by row
         delta, lse = _delta(_Rows(grad_out, out, lse, grad_lse), PackedLengths(cu_seqlens_q, cu_seqlens_k))
     return dq, dk, dv, _of_sinks(sinks, lse, delta) if of_sinks else None, *no_grads

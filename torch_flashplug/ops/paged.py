@@ -5,7 +5,8 @@ in place, in 16 or 8 bits (src/ops/attention_ops.cpp). For more query rows, and 
 into contiguous tensors for the kernels of packed sequences. There are no gradients.
 
 A pool is (pages, Hkv, rows of a page, D). The argument `block_table` (B, n) int32 has the page numbers of each
-sequence. Page numbers outside the pool, and page numbers after the visible keys, may have any value.
+sequence. Page numbers after the visible keys may have any value. On a CPU, a page number of a visible key outside the
+pool raises ValueError. On a GPU such a number gives wrong results, but no access outside the pool.
 """
 
 from __future__ import annotations
@@ -15,29 +16,30 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .attention import SPLITS, AttentionForwardArgs, namespace
+from .attention import (
+    NUM_PARAMS,
+    OPTIONAL_PARAMS,
+    REQUIRED_PARAMS,
+    AttentionForwardArgs,
+    AttentionParams,
+    namespace,
+)
 from .quantized_kv import dequantized, multiplied_in
 from .sdpa import empty_in_layout_of, empty_results, held, never_a_frame
 
 _library = torch.library.Library("torch_flashplug", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
-for _name in ("paged_fwd", "_paged_math"):
-    _library.define(
-        f"{_name}(Tensor query, Tensor key, Tensor value, Tensor block_table, Tensor seqused_k, Tensor? k_scale, "
-        "Tensor? v_scale, Tensor? sinks, int left, int right, bool bottom_right, float softcap, float? scale, "
-        f"{SPLITS}, int block_mode=0) -> (Tensor out, Tensor lse)",
-        tags=_TAGS,
-    )
-_library.define(
-    "paged_fwd_out(Tensor(a!) out, Tensor query, Tensor key, Tensor value, Tensor block_table, Tensor seqused_k, "
-    "Tensor? k_scale, Tensor? v_scale, Tensor? sinks, int left, int right, bool bottom_right, float softcap, "
-    f"float? scale, {SPLITS}, int block_mode=0) -> Tensor lse",
-    tags=_TAGS,
+_ARGS = (
+    "Tensor query, Tensor key, Tensor value, Tensor block_table, Tensor seqused_k, Tensor? k_scale, Tensor? v_scale, "
+    f"Tensor? sinks, {REQUIRED_PARAMS}, {OPTIONAL_PARAMS}, int block_mode=0"
 )
+for _name in ("paged_fwd", "_paged_math"):
+    _library.define(f"{_name}({_ARGS}) -> (Tensor out, Tensor lse)", tags=_TAGS)
+_library.define(f"paged_fwd_out(Tensor(a!) out, {_ARGS}) -> Tensor lse", tags=_TAGS)
 
 
 class PagedForwardArgs(NamedTuple):
-    """Arguments of paged_fwd, in schema order."""
+    """Arguments of paged_fwd, in schema order, with the settings as one field."""
 
     query: Tensor  # (B, Hq, Sq, D)
     key: Tensor  # (pages, Hkv, rows of a page, D)
@@ -47,21 +49,21 @@ class PagedForwardArgs(NamedTuple):
     k_scale: Tensor | None  # (pages, Hkv, rows of a page) fp32
     v_scale: Tensor | None
     sinks: Tensor | None  # (Hq,)
-    left: int
-    right: int
-    bottom_right: bool
-    softcap: float  # 0: none
-    scale: float | None  # None: 1 / sqrt(D)
-    num_splits: int = 0
-    fixed_split_size: int = 0
+    params: AttentionParams
     block_mode: int = 0
 
-    def as_attention(self, **packed: object) -> AttentionForwardArgs:
+    @classmethod
+    def from_op(cls, *args: Tensor | int | float | None) -> PagedForwardArgs:
+        """Return the arguments of a call of the op, which may lack defaults at the end."""
+        tensors, end = 8, 8 + NUM_PARAMS
+        return cls(*args[:tensors], AttentionParams(*args[tensors:end]), *args[end:])
+
+    def as_attention(self, **packed: Tensor) -> AttentionForwardArgs:
         """Return the arguments of attention_fwd for the settings of this call, and for the tensors in `packed`."""
         tensors = {"query": self.query, "key": self.key, "value": self.value, "sinks": self.sinks}
         lengths = {"cu_seqlens_q": None, "cu_seqlens_k": None, "seqused_k": self.seqused_k}
-        settings = {name: getattr(self, name) for name in PagedForwardArgs._fields[8:]}
-        return AttentionForwardArgs(**tensors | lengths | settings | packed)
+        args = tensors | lengths | packed
+        return AttentionForwardArgs(**args, params=self.params, block_mode=self.block_mode)
 
 
 def gathered(pool: Tensor, block_table: Tensor) -> Tensor:
@@ -72,6 +74,24 @@ def gathered(pool: Tensor, block_table: Tensor) -> Tensor:
     rows = rows.view(torch.uint8) if rows.element_size() == 1 else rows  # index_select supports few 8-bit dtypes
     rows = rows.index_select(0, block_table.flatten().long().clamp(0, pool.shape[0] - 1))
     return rows.view(pool.dtype).flatten(0, 1)
+
+
+def check_page_numbers(block_table: Tensor, seqused_k: Tensor, num_pages: int, page_rows: int) -> None:
+    """Raise ValueError if a page of visible keys is outside the pool. Checks plain CPU tensors only.
+
+    On a GPU the host would wait for the values, and tracers know no values. A pool without pages has no visible keys.
+    """
+    is_plain = type(block_table) is Tensor and block_table.device.type == "cpu" and not torch.compiler.is_compiling()
+    is_traced = torch._C._len_torch_dispatch_stack() > 0 or torch._C._functorch.is_functorch_wrapped_tensor(block_table)
+    if not num_pages or not is_plain or is_traced:
+        return
+    first_key = torch.arange(block_table.shape[1], device=block_table.device) * page_rows
+    is_outside = (first_key < seqused_k.unsqueeze(1)) & ((block_table < 0) | (block_table >= num_pages))
+    if is_outside.any():
+        raise ValueError(
+            f"attention: block_table must have page numbers from 0 to {num_pages - 1} for the first seqused_k keys, "
+            f"but got {int(block_table[is_outside][0])}. Page numbers after these keys may have any value."
+        )
 
 
 def _check(a: PagedForwardArgs) -> None:
@@ -97,8 +117,9 @@ def _check(a: PagedForwardArgs) -> None:
 @never_a_frame
 def _math(*args: Tensor | int | float | None) -> tuple[Tensor, Tensor]:
     """Compute paged_fwd by gathering all pages."""
-    a = PagedForwardArgs(*args)
+    a = PagedForwardArgs.from_op(*args)
     _check(a)
+    check_page_numbers(a.block_table, a.seqused_k, a.key.shape[0], a.key.shape[2])
     B, Hq, Sq, _ = a.query.shape
     keys = a.block_table.shape[1] * a.key.shape[2]
     k, v = (gathered(x, a.block_table) for x in (a.key, a.value))
@@ -117,7 +138,7 @@ def _math(*args: Tensor | int | float | None) -> tuple[Tensor, Tensor]:
         cu_seqlens_k=sequence_idx * keys,
         seqused_k=a.seqused_k.clamp(0, keys if len(a.key) else 0),
     )
-    result, lse = namespace.attention_fwd(*packed_args)
+    result, lse = namespace.attention_fwd(*packed_args.to_op())
     out = empty_in_layout_of(a.query, (B, Hq, Sq, a.value.shape[3]))
     out.copy_(result.squeeze(0).unflatten(1, (B, Sq)).transpose(0, 1))
     return out, lse.squeeze(0).unflatten(1, (B, Sq)).transpose(0, 1).contiguous()
