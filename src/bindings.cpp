@@ -1,7 +1,6 @@
 // C functions bound by torch_flashplug/dispatch/bindings.py with ctypes. No Python object and no exception crosses the
 // boundary.
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -93,26 +92,14 @@ CallFacts default_call_facts() {
   return p;
 }
 
-template <typename Row, size_t n>
-constexpr std::array<const char*, n> row_names(const Row (&rows)[n]) {
-  std::array<const char*, n> names{};
-  for (size_t i = 0; i < n; ++i) names[i] = rows[i].name;
-  return names;
-}
-constexpr auto kFeatureNames = row_names(kFeatures);
-
 struct Names {
   const char* list;
   const char* const* names;
   int count;
   template <int n>
   constexpr Names(const char* list, const char* const (&names)[n]) : list(list), names(names), count(n) {}
-  template <size_t n>
-  constexpr Names(const char* list, const std::array<const char*, n>& names)
-      : list(list), names(names.data()), count(n) {}
 };
 const Names kVocabulary[] = {{"backends", kBackendNames},
-                             {"features", kFeatureNames},
                              {"kinds", kKindNames},
                              {"operands", kOperandsNames},
                              {"call facts", kCallFactNames},
@@ -203,11 +190,13 @@ FLASHPLUG_EXPORT int flashplug_name(const char* list, int number, char* out, int
   return copy_text("", out, capacity);
 }
 
-// Write the name of a dtype, with the bytes of an element and the DLPack code. The list ends with an empty name.
+// Write the name of a dtype, with the bytes of an element and the DLPack code. The last name stands for all dtypes
+// without a row. The list ends with an empty name.
 FLASHPLUG_EXPORT int flashplug_dtype(int number, int64_t* bytes, int64_t* dlpack, char* out, int capacity) {
-  if (number < 0 || number >= kNumDTypes) return copy_text("", out, capacity);
-  *bytes = kDTypes[number].bytes, *dlpack = kDTypes[number].dlpack;
-  return copy_text(kDTypes[number].name, out, capacity);
+  if (number < 0 || number > num_dtypes()) return copy_text("", out, capacity);
+  const DTypeFacts& facts = facts_of(static_cast<DType>(number));
+  *bytes = facts.bytes, *dlpack = facts.dlpack;
+  return copy_text(facts.name, out, capacity);
 }
 
 FLASHPLUG_EXPORT void flashplug_device_facts(int device_index, int64_t* out) {
@@ -226,6 +215,7 @@ FLASHPLUG_EXPORT void flashplug_clear_rows() {
   Tables& t = begin_table_update();
   const uint64_t version = t.version;
   const LayoutRow layout = t.layout;  // stays: sizes are divided by these numbers
+  clear_dtypes();                     // the names lie in the tables
   t = Tables{};
   t.version = version;
   t.layout = layout;
@@ -266,9 +256,10 @@ FLASHPLUG_EXPORT int64_t flashplug_mask_metadata_size(int64_t rows, int64_t Sq, 
   return metadata_numbers(rows, Sq, Sk, gradients != 0);
 }
 FLASHPLUG_EXPORT int flashplug_add_feature_row(const FeatureRow* row, size_t size) {
-  return add_table_row(*row, size, [](Tables& t, const FeatureRow& feature) {
-    t.features.push_back(FeatureRow{t.keep(feature.description), t.keep(feature.unsupported_reason)});
-  });
+  return add_table_row(*row, size, [](Tables& t, const FeatureRow& feature) { t.add(feature); });
+}
+FLASHPLUG_EXPORT int flashplug_add_dtype_row(const DTypeRow* row, size_t size) {
+  return add_table_row(*row, size, [](Tables& t, const DTypeRow& dtype) { t.add(dtype); });
 }
 FLASHPLUG_EXPORT int flashplug_add_gate_row(const GateRow* row, size_t size) {
   return add_table_row(*row, size, [](Tables& t, const GateRow& gate) { t.gate = gate; });

@@ -85,7 +85,7 @@ bool has_wrapper(const Attention& call) {
 
 int64_t required_features(const Attention& call) {
   int64_t needs = 0, bit = 1;
-  for (const Feature& feature : kFeatures) {
+  for (const FeatureReader& feature : kFeatureReaders) {
     needs |= feature.needed(call) ? bit : 0;
     bit <<= 1;
   }

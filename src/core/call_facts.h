@@ -5,6 +5,7 @@
 #include <torch/csrc/stable/c/shim.h>
 
 #include <cstdint>
+#include <iterator>
 #include <optional>
 #include <string_view>
 
@@ -64,15 +65,18 @@ bool has_wrapper(const Attention& call);
 // dtype, too.
 bool is_wide_bias(const Attention& call);
 
-// A feature: a need of a call beyond softmax(Q K^T) V, served by kernels. `needed` tells whether a call needs the
-// feature. The bit of a feature is the index in the order of features.py.
-struct Feature {
+// Reader of a feature. A feature is a need of a call beyond softmax(Q K^T) V, served by kernels. `needed` tells whether
+// the arguments of a call show the feature.
+struct FeatureReader {
   using Needed = bool (*)(const Attention& call);
-  consteval Feature(const char* name, Needed needed) : name(name), needed(needed) {}  // no feature without a reader
+  consteval FeatureReader(const char* name, Needed needed) : name(name), needed(needed) {}
   const char* name;
   Needed needed;
 };
-inline constexpr Feature kFeatures[] = {
+// The readers. The list of features is FEATURES of features.py, and the bit of a feature is its index there. FEATURES
+// begins with the features below, in the same order (`Tables::add()`). Further features need no entry here: a mode
+// requests them, or Python names them.
+inline constexpr FeatureReader kFeatureReaders[] = {
     {"causal", [](const Attention& call) { return call.causal == Causal::kTopLeft; }},
     {"mask", [](const Attention& call) { return is_defined(call.mask) && is_mask(call.mask); }},
     {"bias", [](const Attention& call) { return is_defined(call.mask) && !is_mask(call.mask) && !is_wide_bias(call); }},
@@ -81,25 +85,19 @@ inline constexpr Feature kFeatures[] = {
     {"softcap", [](const Attention& call) { return call.softcap != 0.0; }},
     {"ragged", [](const Attention& call) { return is_defined(call.cu_q); }},
     {"dropout", [](const Attention& call) { return call.dropout_p != 0.0; }},
-    // Features requested by a mode, invisible in the tensors.
-    {"qk8", [](const Attention&) { return false; }},
-    {"8bit", [](const Attention&) { return false; }},
-    {"e4m3", [](const Attention&) { return false; }},
     {"cache8", [](const Attention& call) { return is_defined(call.k_scale); }},
     {"paged", [](const Attention& call) { return is_defined(call.pages); }},
 };
+constexpr int kNumFeatureReaders = std::size(kFeatureReaders);
 int64_t required_features(const Attention& call);  // a sum of feature bits
 // Return the bit of a feature that C++ code knows by name. An unknown name does not compile.
 consteval int64_t feature_bit(std::string_view name) {
   int index = 0;
-  while (kFeatures[index].name != name) ++index;
+  while (kFeatureReaders[index].name != name) ++index;
   return int64_t{1} << index;
 }
 constexpr int64_t kCausal = feature_bit("causal"), kMask = feature_bit("mask"), kDropout = feature_bit("dropout"),
                   kWindow = feature_bit("window"), kRagged = feature_bit("ragged");
-// Features by precision of a mode, from 1 on: RECIPES of quant_recipes.py.
-constexpr int64_t kRecipes[] = {feature_bit("qk8"), feature_bit("8bit"), feature_bit("e4m3")};
-constexpr int64_t kEightBits = kRecipes[0] | kRecipes[1] | kRecipes[2];
 constexpr int64_t kBiases = feature_bit("bias") | feature_bit("bias32"), kAnyMask = kMask | kBiases;
 // Sign of the softmax scale. Kernels compute the running maximum of unscaled scores, and therefore take positive scales
 // only. The sign of a different finite scale moves to the query (`SignedScale` in operands.h).
@@ -114,7 +112,7 @@ struct CallFacts {
   int64_t B = 0, Hq = 0, Hkv = 0, Sq = 0, Sk = 0, D = 0, Dv = 0;
   DType dtype[kNumOperands] = {DType::kOther, DType::kOther, DType::kOther};
   Layout layout[kNumOperands];
-  int64_t needs = 0;       // a sum of bits of `kFeatures`
+  int64_t needs = 0;       // a sum of feature bits
   bool on_cuda = false;    // all operands on one CUDA device (or on the CPU, with the CPU stub backend of the tests)
   bool grad = false;       // autograd will want a backward
   bool bias_grad = false;  // and in the backward the gradient of a bias

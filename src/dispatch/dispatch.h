@@ -161,7 +161,8 @@ Reason slower_reason(const Plan& plan, const Tables& tables);
 // Return the plan of a call by the complete rule, as the router and explain apply it. Measured rows and the decode gate
 // decide between plugin kernels and stock.
 Plan plan_call(const CallFacts& p, const DeviceFacts& device, Mode mode, const Tables& tables);
-CallFacts with_requested_precision(const CallFacts& p, Mode mode);  // facts with the features that the mode asks for
+// Return the facts with the features that the mode asks for.
+CallFacts with_requested_precision(const CallFacts& p, Mode mode, const Tables& tables);
 // Return the plan of `plan_call()`, from the thread's cache of recent plans if present (plan_cache.cpp). The reference
 // is valid until the thread's next call.
 const Plan& remembered_plan(const CallFacts& p, const DeviceFacts& device, Mode mode, const Tables& tables);

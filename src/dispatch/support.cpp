@@ -41,7 +41,7 @@ HeadDims largest_head_dims(const CallFacts& p, int family, bool elementwise, con
   HeadDims most;
   for (const Kind kind : {kFwd, kDecode}) {  // some calls have only decode kernels
     if (most.d != 0) break;
-    for (int element = 0; element < kNumDTypes; ++element) {
+    for (int element = 0; element < num_dtypes(); ++element) {
       for (int i : tables.rows(kind, family, static_cast<DType>(element))) {
         const KernelRow& row = tables.kernels[i];
         if ((row.elementwise != 0) != elementwise || !smem_fits(row, device)) continue;
@@ -68,7 +68,7 @@ void add_class_reasons(const CallFacts& p, const DeviceFacts& device, const Tabl
   for (int64_t left = missing; left != 0; left &= left - 1)
     out->add(Why::kFeature, std::countr_zero(static_cast<uint64_t>(left)));
   if (missing == 0 && !tables.has_kernel_with_all(family, p.needs)) out->add(Why::kTogether, p.needs);
-  if ((p.needs & kEightBits) != 0 && p.grad) out->add(Why::kGradientsInEightBits);
+  if ((p.needs & tables.recipe_features) != 0 && p.grad) out->add(Why::kGradientsInEightBits);
   if (p.scale == Scale::kNotFinite) out->add(Why::kScale);
   if ((p.needs & kDropout) != 0 && !(p.dropout_p > 0.0 && p.dropout_p <= 1.0)) out->add(Why::kProbability);
 }
@@ -130,14 +130,13 @@ CallFacts after_copies(const CallFacts& p, const Tables& tables) {
   return read;
 }
 
-// Stock's efficient attention supports a causal mask and no other feature of `kFeatures`; a call with another feature
+// Stock's efficient attention supports a causal mask and no other feature; a call with another feature
 // would return a result without the feature. The efficient attention has dropout, too, but draws other bits than the
 // kernels of this project and math. The tensors do not say whose seed they hold, so no backward could tell. The dtypes
-// below are the only supported dtypes, whatever else is in `kDTypes`.
+// below are the only supported dtypes, whatever else is in dtypes.py.
 bool stock_efficient_supports(const CallFacts& p) {
-  constexpr int64_t dtypes = dtype_bit("bfloat16") | dtype_bit("float16") | dtype_bit("float32");
-  return (p.needs & ~kCausal) == 0 && (dtypes >> static_cast<int>(p.dtype[0]) & 1) != 0 && p.dtype[0] == p.dtype[1] &&
-         p.dtype[0] == p.dtype[2] && !is_empty(p) && is_16b_aligned(p) && p.Hq % p.Hkv == 0;
+  return (p.needs & ~kCausal) == 0 && is_one_of(p.dtype[0], {"bfloat16", "float16", "float32"}) &&
+         p.dtype[0] == p.dtype[1] && p.dtype[0] == p.dtype[2] && !is_empty(p) && is_16b_aligned(p) && p.Hq % p.Hkv == 0;
 }
 
 namespace {

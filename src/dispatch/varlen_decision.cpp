@@ -123,7 +123,7 @@ VarlenDecision decide_varlen(const VarlenCall& call, bool is_on, Mode mode, int 
 
 std::string missing_support_text(const VarlenCall& call) {
   const auto is_odd = [](int64_t dim) { return !has_head_dim(tables().layout, dim); };
-  const DTypeFacts& dtype = kDTypes[call.dtype];
+  const DTypeFacts& dtype = facts_of(static_cast<DType>(call.dtype));
   const auto [low, high] = std::minmax(call.D, call.Dv);
   const std::string dims = low == high ? std::to_string(low) : std::to_string(low) + ", " + std::to_string(high);
   const std::pair<bool, std::string> lacks[] = {

@@ -10,7 +10,7 @@ import functools
 import logging
 import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -379,7 +379,7 @@ def explain(
         return Plan(call, "stock", reasons=reasons, error=of_stock() or raised, stock_choice=stocks)
     facts = _facts_of(query, device)
     described = _described(device, query, key, value, attn_mask, dropout_p, is_causal, scale)
-    kernel_plan = plan_with_dtypes(described, facts, mode, (query, key, value))
+    kernel_plan = bindings.plan(described, facts, mode)
     fields = {name: kernel_plan[name] for name in Plan.__dataclass_fields__ if name in kernel_plan}
     fields["reasons"] |= _ignored(requested_mode, fields["reasons"], query) if mode != requested_mode else {}
     if attn_mask is not None and attn_mask.dtype != torch.bool and kernel_plan["kernel"]:
@@ -388,7 +388,6 @@ def explain(
     impossible = bindings.forced_kernels(mode) not in (None, kernel_plan["backend"])
     stocks = kernel_plan["backend"] == "stock" and not impossible
     error = bindings.forced_error(described, facts, mode) if impossible else (of_stock() or raised) if stocks else ""
-    error = name_dtypes(error, (query, key, value))
     mended = describe_call.is_asked(mode) and stocks
     return Plan(call, **fields, error=error, stock_choice=right if mended else _name(choice))
 
@@ -473,25 +472,6 @@ def _explain_cached(
 def sentences(*texts: str) -> str:
     """Join texts as sentences, each with a period at the end. Empty texts are left out."""
     return " ".join(text if text.endswith(".") else f"{text}." for text in texts if text)
-
-
-def plan_with_dtypes(
-    described: dict[str, float], facts: dict[str, int], mode: int, operands: Sequence[Tensor]
-) -> dict[str, object]:  # fmt: skip
-    """Return the plan of `bindings.plan`, with the dtypes of query, key and value named in the reasons."""
-    kernel_plan = bindings.plan(described, facts, mode)
-    reasons = {name: name_dtypes(text, operands) for name, text in kernel_plan["reasons"].items()}
-    return kernel_plan | {"reasons": reasons}
-
-
-def name_dtypes(text: str, operands: Sequence[Tensor]) -> str:
-    """Return a reason with the names of dtypes that C++ code calls "other"."""
-    if "other" not in text:
-        return text
-    names = [_dtype_name(x) for x in operands]
-    listed = [name if name in bindings.dtypes() else "other" for name in names]
-    text = text.replace("have dtype other,", f"have dtype {names[0]},")
-    return text.replace(f"but have {', '.join(listed)}.", f"but have {', '.join(names)}.")
 
 
 def _name(choice: int) -> str:

@@ -26,7 +26,7 @@ from ..torch_hooks import describe_call
 from . import startup
 from .attention import attention
 from .attention_args import check_out, window_of
-from .backend import DEVICES, SPLITS_SHIFT, Plan, device_name, explain, plan_with_dtypes, sentences
+from .backend import DEVICES, SPLITS_SHIFT, Plan, device_name, explain, sentences
 from .varlen_plan import check_is_plan
 
 _F_SDPA = F.scaled_dot_product_attention
@@ -198,7 +198,7 @@ class _OpRecorder(TorchFunctionMode):
         only = bindings.forced_kernels(mode) if forced else None
         for backend in KERNEL_BACKENDS if only is None else (only,):
             word = BACKENDS.index(backend) | splits << SPLITS_SHIFT
-            kernel_plan = plan_with_dtypes(described, facts, word, args[:3])
+            kernel_plan = bindings.plan(described, facts, word)
             if kernel_plan["backend"] == backend:
                 fields = {name: kernel_plan[name] for name in ("kernel", "splits", "copies", "gradients", "sharing")}
                 gate = (

@@ -232,7 +232,7 @@ def set_cpu_stub(on: bool | int) -> None:
 def names(vocabulary: str) -> tuple[str, ...]:
     """Return a list of names in C++, in the order of numbers or bits.
 
-    The lists are backends, features, kinds, operands, call facts, number types, schemas of the ops with arguments on
+    The lists are backends, kinds, operands, call facts, number types, schemas of the ops with arguments on
     stacks, exits of the router, reasons why a family's kernels do not take a call, and obstacles of a mask.
     """
     cpp_names: list[str] = []
@@ -242,9 +242,9 @@ def names(vocabulary: str) -> tuple[str, ...]:
 
 
 def dtypes() -> dict[str, tuple[int, int]]:
-    """Return the bytes and the DLPack code of each dtype known to C++, in the order of numbers.
+    """Return the bytes and the DLPack code of each dtype in the tables of C++, in the order of numbers.
 
-    The last entry stands for all other dtypes.
+    The last entry, "other", stands for all dtypes without a row.
     """
     bytes_and_codes: dict[str, tuple[int, int]] = {}
     size, code = ints([0]), ints([0])
@@ -293,6 +293,7 @@ def push_rows(
     """Replace the tables in C++."""
     clear_rows()
     tables = {
+        "dtype": table_structs.of_dtypes(),
         "feature": table_structs.of_features(),
         "argument": table_structs.of_arguments(),
         "family": table_structs.of_families(),

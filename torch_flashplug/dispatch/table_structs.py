@@ -21,20 +21,25 @@ from ..registry.dispatch_table import (
     VARLEN_FACTS,
     VARLEN_KERNELS,
 )
-from ..registry.dtypes import DTYPE_INFO, ELEMENTS
+from ..registry.dtypes import DTYPE_INFO, ELEMENTS, NAMED_DTYPES
 from ..registry.kernel_spec import CLUSTER, KINDS, LISTED, TALL
 from ..registry.mask_layout import TILE, TILE_WORDS
-from ..registry.quant_recipes import KEY_ORDER
+from ..registry.quant_recipes import KEY_ORDER, RECIPES, WORKSPACE_ALIGNMENT, precision_number
 from ..registry.stock_bugs import FACTS
 
 if TYPE_CHECKING:
     from ..registry import dispatch_table, kernel_table, stock_bugs
 
-DTYPE_IDS = {name: number for number, name in enumerate(DTYPE_INFO)}  # a dtype without an entry gets the next number
+_DTYPES = DTYPE_INFO | NAMED_DTYPES
+DTYPE_IDS = {name: number for number, name in enumerate(_DTYPES)}  # a dtype without an entry gets the next number
 
 
 def _members(kind: type, names: str) -> list[tuple[str, type]]:
     return [(name, kind) for name in names.split()]
+
+
+class DTypeRow(ctypes.Structure):
+    _fields_ = (*_members(c_char_p, "name"), *_members(c_int64, "bytes"), *_members(c_int32, "dlpack"))
 
 
 class FamilyRow(ctypes.Structure):
@@ -72,7 +77,10 @@ class VarlenRow(ctypes.Structure):
 
 
 class FeatureRow(ctypes.Structure):
-    _fields_ = _members(c_char_p, "description unsupported_reason")
+    _fields_ = (
+        *_members(c_char_p, "name description unsupported_reason"),
+        *_members(c_int32, "recipe quantizes_values"),
+    )
 
 
 class ArgumentRow(ctypes.Structure):
@@ -91,7 +99,7 @@ class GateRow(ctypes.Structure):
 class LayoutRow(ctypes.Structure):
     _fields_ = (
         *_members(c_int64, "sparse_block tall_sparse_block bitmask_tile bitmask_words"),
-        *_members(c_int64, "key_order max_splits split_unit max_head_dim head_dim_step"),
+        *_members(c_int64, "key_order max_splits split_unit max_head_dim head_dim_step workspace_alignment"),
     )
 
 
@@ -99,6 +107,10 @@ def _same(structure: type[ctypes.Structure], row: object, **values: object) -> c
     """Return a structure with the equally named attributes of a row, and the members in `values`."""
     names = [name for name, _ in structure._fields_ if name not in values]
     return structure(**{name: getattr(row, name) for name in names}, **values)
+
+
+def of_dtypes() -> Iterator[DTypeRow]:
+    return (DTypeRow(info.torch_name.encode(), info.num_bytes, info.dlpack_code) for info in _DTYPES.values())
 
 
 def of_families() -> Iterator[FamilyRow]:
@@ -160,9 +172,11 @@ def of_varlen(row: dispatch_table.VarlenRow) -> VarlenRow:
 
 
 def of_features() -> Iterator[FeatureRow]:
-    return (
-        FeatureRow(feature.description.encode(), feature.unsupported_reason.encode()) for feature in features.FEATURES
-    )
+    for feature in features.FEATURES:
+        words = (feature.name, feature.description, feature.unsupported_reason)
+        recipe = precision_number(feature.recipe) if feature.recipe else 0
+        quantizes_values = bool(feature.recipe) and RECIPES[feature.recipe].values is not None
+        yield FeatureRow(*(text.encode() for text in words), recipe, quantizes_values)
 
 
 def of_arguments() -> Iterator[ArgumentRow]:
@@ -188,4 +202,5 @@ def of_layout() -> LayoutRow:
         sparse_block=LISTED, tall_sparse_block=TALL, bitmask_tile=TILE, bitmask_words=TILE_WORDS,
         key_order=len(KEY_ORDER), max_splits=MAX_SPLITS, split_unit=SPLIT_UNIT,
         max_head_dim=MAX_HEAD_DIM, head_dim_step=HEAD_DIM_STEP,
+        workspace_alignment=WORKSPACE_ALIGNMENT,
     )  # fmt: skip

@@ -22,12 +22,13 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from ..dispatch import bindings
 from ..dispatch.table_structs import DTYPE_IDS
 from ..ops import sdpa
-from ..registry.dtypes import DTYPE_INFO
+from ..registry.dtypes import DTYPE_INFO, NAMED_DTYPES
 from ..registry.kernel_spec import ROWS_PER_WARPGROUP
 
 DTYPES = {name: getattr(torch, info.torch_name) for name, info in DTYPE_INFO.items()}
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_OTHER_DTYPE = len(DTYPE_IDS)
+# The number of each dtype in the tables of C++; any other dtype has the next number.
+_DTYPE_IDS = {getattr(torch, info.torch_name): DTYPE_IDS[name] for name, info in (DTYPE_INFO | NAMED_DTYPES).items()}
+_OTHER_DTYPE = len(_DTYPE_IDS)
 _RIGHT_CHOICE = sdpa.namespace._right_choice.default
 _AT_CUDA = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
 # Computed at import, so that tracing is_autocast() does not trace is_autocast_available().
@@ -322,7 +323,7 @@ def describe(
         "deterministic": torch.are_deterministic_algorithms_enabled(),
     }
     for letter, tensor in zip("qkv", operands):
-        problem[f"dtype_{letter}"] = DTYPE_IDS.get(_NAMES.get(tensor.dtype, ""), _OTHER_DTYPE)
+        problem[f"dtype_{letter}"] = _DTYPE_IDS.get(tensor.dtype, _OTHER_DTYPE)
     return bindings.with_operands(
         problem,
         [hints(tensor.shape) for tensor in operands],
