@@ -10,6 +10,7 @@
 #include <stdexcept>
 #include <string>
 #include <type_traits>
+#include <vector>
 
 #include "core/core.h"
 #include "core/errors.h"
@@ -107,6 +108,7 @@ const Names kVocabulary[] = {{"backends", kBackendNames},
                              {"schemas", kSchemas},
                              {"exits", kExitNames},
                              {"reasons", kWhyNames},
+                             {"shape obstacles", kShapeObstacleNames},
                              {"mask obstacles", kMaskObstacleNames},
                              {"varlen rules", kVarlenRuleNames},
                              {"varlen facts", kVarlenFactNames},
@@ -287,9 +289,10 @@ FLASHPLUG_EXPORT void flashplug_read_operands(const int64_t* sizes, const int64_
   for (int i = 0; i < kNumOperands; ++i) p.layout[i] = layout_of(shapes[i], addresses[i], element_bytes[i]);
   copy_facts(p, problem);
 }
-FLASHPLUG_EXPORT int flashplug_shapes_fit(const int64_t* sizes, int enable_gqa) {
+// Return the obstacle of the shapes of query, key and value, an index in `kShapeObstacleNames`.
+FLASHPLUG_EXPORT int flashplug_shape_obstacle(const int64_t* sizes, int enable_gqa) {
   const Shape shapes[kNumOperands] = {{sizes}, {sizes + 4}, {sizes + 8}};
-  return shapes_fit(shapes, enable_gqa != 0);
+  return static_cast<int>(shape_obstacle(shapes, enable_gqa != 0));
 }
 // Return the obstacle of a mask, an index in `kMaskObstacleNames`. `flags` has the first five members of `MaskFacts`.
 // Sizes that are not known are -1.
@@ -297,6 +300,20 @@ FLASHPLUG_EXPORT int flashplug_mask_obstacle(const int64_t* flags, int64_t dims,
                                              const int64_t* stride, const int64_t* scores) {
   const MaskFacts mask{flags[0] != 0, flags[1] != 0, flags[2] != 0, flags[3] != 0, flags[4] != 0, dims, size, stride};
   return static_cast<int>(mask_obstacle(mask, scores));
+}
+// Return how a kernel reads a float mask: 0 in place, 1 from a copy, 2 from a copy with repeated rows. `copy` gets the
+// sizes of the copy in elements.
+FLASHPLUG_EXPORT int flashplug_bias_read(const char* kernel, int64_t dims, const int64_t* size, const int64_t* stride,
+                                         int64_t address, int64_t element_bytes, const int64_t* scores, int64_t* copy) {
+  CallFacts p;
+  p.B = scores[0], p.Hq = scores[1], p.Sq = scores[2], p.Sk = scores[3];
+  const std::vector<KernelRow>& kernels = tables().kernels;
+  const auto row =
+      std::ranges::find_if(kernels, [kernel](const KernelRow& k) { return std::strcmp(k.name, kernel) == 0; });
+  if (row == kernels.end()) return 0;
+  const BiasRead read = bias_read(dims, size, stride, address, element_bytes, p, *row);
+  std::copy_n(read.copy_size, 4, copy);
+  return read.in_place ? 0 : read.repeats_rows ? 2 : 1;
 }
 FLASHPLUG_EXPORT int flashplug_stock_bug_text(int fault, char* out, int capacity) {
   return copy_text(stock_bug_text(fault), out, capacity);

@@ -4,6 +4,7 @@
 
 #include <torch/csrc/stable/c/shim.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <iterator>
 #include <optional>
@@ -188,9 +189,17 @@ inline Memory memory_of(bool only_traced) { return only_traced ? Memory::kTraced
 bool read_shapes(const Attention& call, Memory memory, Facts* facts);
 void fill_shapes(const Shape (&shape)[kNumOperands], CallFacts* p);  // sizes only
 
-// Return true for shapes that stock neither rejects nor broadcasts. A single KV head, shared by all query heads, is
-// allowed. Several KV heads, fewer than the query's, are allowed only with `enable_gqa`.
-bool shapes_fit(const Shape (&shape)[kNumOperands], bool enable_gqa);
+// The first rule of the kernels that the shapes of query, key and value break. describe_call.py has a text for each
+// rule. The kernels take only shapes that stock neither rejects nor broadcasts. A single KV head, shared by all query
+// heads, is allowed. Several KV heads, fewer than the query's, are allowed only with `enable_gqa` (`kGroups`).
+enum class ShapeObstacle : int { kNone, kBatch, kHeadDim, kValueHeads, kValueRows, kGroups, kHeads, kCount };
+inline constexpr const char* kShapeObstacleNames[] = {"none",       "batch",  "head dim", "value heads",
+                                                      "value rows", "groups", "heads"};
+static_assert(std::size(kShapeObstacleNames) == static_cast<size_t>(ShapeObstacle::kCount));
+ShapeObstacle shape_obstacle(const Shape (&shape)[kNumOperands], bool enable_gqa);
+inline bool shapes_fit(const Shape (&shape)[kNumOperands], bool enable_gqa) {
+  return shape_obstacle(shape, enable_gqa) == ShapeObstacle::kNone;
+}
 
 // Return true if kernels take the mask and stock does not reject the mask: same device, 2 to 4 dims that broadcast
 // (mask.cpp).

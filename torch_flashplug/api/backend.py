@@ -383,8 +383,7 @@ def explain(
     fields = {name: kernel_plan[name] for name in Plan.__dataclass_fields__ if name in kernel_plan}
     fields["reasons"] |= _ignored(requested_mode, fields["reasons"], query) if mode != requested_mode else {}
     if attn_mask is not None and attn_mask.dtype != torch.bool and kernel_plan["kernel"]:
-        few, hopper = kernel_plan["kernel"].startswith("decode"), "_sm90_" in kernel_plan["kernel"]
-        fields["mask"] = describe_call.bias_in_words(query, key, attn_mask, few, hopper)
+        fields["mask"] = describe_call.bias_in_words(query, key, attn_mask, kernel_plan["kernel"])
     impossible = bindings.forced_kernels(mode) not in (None, kernel_plan["backend"])
     stocks = kernel_plan["backend"] == "stock" and not impossible
     error = bindings.forced_error(described, facts, mode) if impossible else (of_stock() or raised) if stocks else ""

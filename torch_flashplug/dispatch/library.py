@@ -100,8 +100,10 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.flashplug_call_fact.argtypes = [ctypes.c_int, reals, *out]
     library.flashplug_dtype.argtypes = [ctypes.c_int, numbers, numbers, *out]
     library.flashplug_read_operands.argtypes = [numbers, numbers, numbers, numbers, reals]
-    library.flashplug_shapes_fit.argtypes = [numbers, ctypes.c_int]
+    library.flashplug_shape_obstacle.argtypes = [numbers, ctypes.c_int]
     library.flashplug_mask_obstacle.argtypes = [numbers, ctypes.c_int64, numbers, numbers, numbers]
+    bias = (ctypes.c_int64, numbers, numbers, ctypes.c_int64, ctypes.c_int64)
+    library.flashplug_bias_read.argtypes = [string, *bias, numbers, numbers]
     library.flashplug_stock_bug_text.argtypes = [ctypes.c_int, *out]
     library.flashplug_scale.argtypes = [ctypes.c_double]
     library.flashplug_kernel_missing.argtypes = call
