@@ -112,11 +112,6 @@ FEATURES = (
         )
         for name, class_name in (("qk8", "Int8ScoresFeature"), ("8bit", "Int8Feature"), ("e4m3", "E4m3Feature"))
     ),
-    Feature(
-        "dilated", "dilated", "that is dilated",
-        "The call has a dilated window, but the kernels of this backend have none. Use the math backend.",
-        class_path="dilated_window.DilatedWindowFeature", is_unconditional=True,
-    ),
 )  # fmt: skip
 NAMES = tuple(feature.name for feature in FEATURES)
 NO_FEATURES = "full"  # the tag of kernels without features
@@ -151,7 +146,6 @@ COMBINATIONS = (
     Combination(frozenset({"bias32", "dropout"}), {90: ("fwd", "bwd", "partbwd", "dbias")}),
     Combination(frozenset({"mask", "dropout"}), {90: ("fwd", "bwd", "partbwd"), 80: ("fwd", "bwd")}),
     Combination(frozenset({"window"}), {90: _LONG[90], 80: ("fwd", "bwd")}),
-    Combination(frozenset({"window", "dilated"}), {90: ("fwd",)}),
     *(
         Combination(frozenset({"window", *more}), {90: ("fwd", "bwd", "partbwd"), 80: ("fwd",)})
         for more in (("ragged",), ("softcap",), ("softcap", "ragged"))

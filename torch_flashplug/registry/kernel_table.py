@@ -188,7 +188,6 @@ KERNEL_ROWS = (
     KernelRow("fwd", 90, 64, 64, WINDOW + RAGGED, 192, 128, 2, 1430),
     KernelRow("fwd", 90, 64, 64, WINDOW + RAGGED + SOFTCAP, 128, 128, 2, 1240),
     KernelRow("fwd", 90, 64, 64, RAGGED, 64, 64, 2, 520),
-    KernelRow("fwd", 90, 64, 64, ("window+dilated",), 128, 128, 2),
     KernelRow("fwd", 90, 96, 96, RAGGED, 192, 112, 2, 1640),
     KernelRow("fwd", 90, 96, 96, RAGGED, 128, 128, 2, 1370),
     KernelRow("fwd", 90, 96, 96, RAGGED, 64, 64, 2, 560),
