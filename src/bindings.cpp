@@ -241,11 +241,11 @@ FLASHPLUG_EXPORT int flashplug_add_choice_row(const ChoiceRow* row, size_t size)
     t.choices.push_back(choice);
   });
 }
-FLASHPLUG_EXPORT int flashplug_add_rescue_row(const RescueRow* row, size_t size) {
-  return add_table_row(*row, size, [](Tables& t, const RescueRow& rescue) {
-    t.rescues.push_back(rescue);
-    t.rescues.back().stock = t.keep(rescue.stock);
-    t.rescues.back().evidence = t.keep(rescue.evidence);
+FLASHPLUG_EXPORT int flashplug_add_stock_bug_row(const StockBugRow* row, size_t size) {
+  return add_table_row(*row, size, [](Tables& t, const StockBugRow& bug) {
+    t.stock_bugs.push_back(bug);
+    t.stock_bugs.back().stock = t.keep(bug.stock);
+    t.stock_bugs.back().evidence = t.keep(bug.evidence);
   });
 }
 FLASHPLUG_EXPORT int flashplug_add_varlen_row(const VarlenRow* row, size_t size) {

@@ -101,11 +101,7 @@ bool read_class(const Attention& call, Facts* facts) {
   }
   p.on_cuda = on_one_device(facts->operand);
   p.needs = required_features(call);
-  p.dropout_p = call.dropout_p;
-  p.softcap = call.softcap;
-  p.batch_invariant = call.num_splits == 1 || call.fixed_split_size != 0;
-  p.split_size = call.fixed_split_size;
-  p.tall = call.tall;
+  read_numbers(call, &p);
   p.scale = scale_of(call.scale);
   return true;
 }

@@ -45,7 +45,7 @@ struct Attention {
   // batch-invariant (`CallFacts::batch_invariant`).
   int64_t num_splits = 0;
   int64_t fixed_split_size = 0;  // alternative to `num_splits`: `CallFacts::split_size`
-  double tall = 1.0;             // for block-sparse lists: `CallFacts::tall`
+  double cost_ratio_192 = 1.0;   // for block-sparse lists: `CallFacts::cost_ratio_192`
 };
 std::optional<Window> window_of(const Attention& call);  // also gives the window of `causal`
 bool is_defined(AtenTensorHandle tensor);                // neither null nor undefined
@@ -127,8 +127,8 @@ struct CallFacts {
   // fixed order.
   bool batch_invariant = false;
   int64_t split_size = 0;  // batch-invariant decode with a split after so many keys of each sequence; 0: no splits
-  // Ratio of visited blocks: tiles with more rows than a block of the block-sparse lists, to tiles with as many rows.
-  double tall = 1.0;
+  // Ratio of visited blocks: tiles of 192 rows, with lists of their own, to tiles that divide the 128 rows of a block.
+  double cost_ratio_192 = 1.0;
   bool operator==(const CallFacts&) const = default;
   int64_t group() const { return Hkv > 0 ? Hq / Hkv : 0; }  // query heads per KV head
   // Return true if the call counts as a call with gradients. With dropout, a reentrant checkpoint may run a forward
@@ -142,7 +142,7 @@ struct CallFacts {
 template <typename Visit>
 void visit_facts(CallFacts& p, Visit&& visit) {
   auto& [B, Hq, Hkv, Sq, Sk, D, Dv, dtype, layout, needs, on_cuda, grad, bias_grad, deterministic, scale, dropout_p,
-         softcap, left, right, bottom_right, sequences, batch_invariant, split_size, tall] = p;
+         softcap, left, right, bottom_right, sequences, batch_invariant, split_size, cost_ratio_192] = p;
   visit("B", B), visit("Hq", Hq), visit("Hkv", Hkv), visit("Sq", Sq), visit("Sk", Sk), visit("D", D), visit("Dv", Dv);
   visit("dtype_q", dtype[0]), visit("dtype_k", dtype[1]), visit("dtype_v", dtype[2]);
   const auto of_operand = [&visit](const char* const(&names)[5], Layout& x) {
@@ -157,7 +157,16 @@ void visit_facts(CallFacts& p, Visit&& visit) {
   visit("deterministic", deterministic), visit("scale", scale), visit("dropout_p", dropout_p),
       visit("softcap", softcap);
   visit("left", left), visit("right", right), visit("bottom_right", bottom_right), visit("sequences", sequences);
-  visit("batch_invariant", batch_invariant), visit("split_size", split_size), visit("tall", tall);
+  visit("batch_invariant", batch_invariant), visit("split_size", split_size), visit("cost_ratio_192", cost_ratio_192);
+}
+
+// Read the facts that are numbers of a call.
+inline void read_numbers(const Attention& call, CallFacts* p) {
+  p->dropout_p = call.dropout_p;
+  p->softcap = call.softcap;
+  p->batch_invariant = call.num_splits == 1 || call.fixed_split_size != 0;
+  p->split_size = call.fixed_split_size;
+  p->cost_ratio_192 = call.cost_ratio_192;
 }
 
 inline double fact_of(CallFacts p, int number) {

@@ -95,7 +95,7 @@ struct ChoiceRow {
 
 // Calls on which stock is known to crash, raise or return wrong results. Auto mode serves such calls regardless of
 // speed. A row holds for a call if all facts of the row are true.
-struct RescueRow {
+struct StockBugRow {
   const char* stock;     // behavior of stock
   const char* evidence;  // date, machine, kind of observation
   int64_t facts;         // a sum of `CallFact`
@@ -245,7 +245,7 @@ struct GateRow {
 // 8-bit values (quant_recipes.py), and limits of splits (dispatch_table.py).
 struct LayoutRow {
   int64_t sparse_block;         // query rows and keys of a block of the block-sparse lists
-  int64_t tall_sparse_block;    // query rows of a block of the second set of lists, for tiles with more rows
+  int64_t sparse_block_m_192;   // query rows of a block of the second set of lists, for tiles of 192 rows
   int64_t bitmask_tile;         // query rows and keys of a tile of the bitmask
   int64_t bitmask_words;        // 32-bit words of a tile of the bitmask
   int64_t key_order;            // keys that are reordered together
@@ -265,7 +265,7 @@ struct Tables {
   std::vector<FamilyRow> families;
   std::vector<KernelRow> kernels;
   std::vector<ChoiceRow> choices;
-  std::vector<RescueRow> rescues;
+  std::vector<StockBugRow> stock_bugs;
   std::vector<VarlenRow> varlen;
   std::vector<FeatureRow> features;
   std::vector<int64_t> recipes;  // feature bit of each precision of a mode, from 1 on

@@ -137,10 +137,10 @@ std::string gate_text(const Plan& plan, const CallFacts& p, const DeviceFacts& d
   return why + ": tiles = B*Hkv*ceil(Sq*G/" + number(tables.gate.rows) + ") = " + number(p.B) + "*" + number(p.Hkv) +
          "*1 = " + number(gate.tiles) + (gate.closed ? " < " : " >= ") + format_fixed(tables.gate.occupancy) + "*" +
          number(device.sm_count) + " SMs -> " +
-         (!gate.closed           ? "open"
-          : plan.rescue_row >= 0 ? "closed, but stock attention is wrong for this call"
-          : plan.ours()          ? "closed, but the backend is requested"
-                                 : "stock");
+         (!gate.closed              ? "open"
+          : plan.stock_bug_row >= 0 ? "closed, but stock attention is wrong for this call"
+          : plan.ours()             ? "closed, but the backend is requested"
+                                    : "stock");
 }
 
 std::string row_text(int choice_row, const Tables& tables) {
@@ -150,9 +150,9 @@ std::string row_text(int choice_row, const Tables& tables) {
   return std::string(row.description) + ": " + format_fixed(row.ratio) + than + row.measured + ")";
 }
 
-std::string rescue_text(int rescue_row, const Tables& tables) {
-  if (rescue_row < 0) return "";
-  const RescueRow& row = tables.rescues[rescue_row];
+std::string stock_bug_row_text(int stock_bug_row, const Tables& tables) {
+  if (stock_bug_row < 0) return "";
+  const StockBugRow& row = tables.stock_bugs[stock_bug_row];
   return std::string(row.stock) + " (" + row.evidence + ")";
 }
 
@@ -296,6 +296,14 @@ std::string copies_text(const CallFacts& p, const Tables& tables) {
          " MB" + (broadcast ? " minus the broadcast part" : "");
 }
 
+// Return a note on the alignment of a causal mask. Users of flash-attn expect the bottom right.
+std::string causal_note(const CallFacts& p) {
+  if ((p.needs & kCausal) == 0 || p.Sq == p.Sk) return "";
+  return "is_causal aligns the mask to the top left: query i attends keys 0 to i, with Sq " + number(p.Sq) + ", Sk " +
+         number(p.Sk) + ". For the bottom right, as in flash-attn, pass attn_mask=causal_lower_right(Sq, Sk) of " +
+         "torch.nn.attention.bias.";
+}
+
 std::string plan_json(const Plan& plan, const CallFacts& original, const DeviceFacts& device, Mode mode,
                       const Tables& tables) {
   // The plan is for 8 bits, or for 16 bits after the 8-bit plan was rejected. `p` has the features of that plan.
@@ -320,7 +328,7 @@ std::string plan_json(const Plan& plan, const CallFacts& original, const DeviceF
           : not_examined_reason(plan, mode, tables));
   add(Backend::kStock, not_examined_reason(plan, mode, tables));
   const bool measured =
-      device.cc != 0 && (plan.choice_row >= 0 || plan.rescue_row >= 0 || plan.gate.decode || plan.splits.n > 1);
+      device.cc != 0 && (plan.choice_row >= 0 || plan.stock_bug_row >= 0 || plan.gate.decode || plan.splits.n > 1);
   const bool has_gradients = plan.ours() && p.grad;
   out += "}, \"why\": {";
   for (int family = 0; family < tables.num_families(); ++family)
@@ -332,8 +340,8 @@ std::string plan_json(const Plan& plan, const CallFacts& original, const DeviceF
                    : "") +
          ", \"gate\": " + quote(measured ? gate_text(plan, p, device, tables) : "") +
          ", \"row\": " + quote(row_text(plan.choice_row, tables)) +
-         ", \"rescue\": " + quote(rescue_text(plan.rescue_row, tables)) +
-         ", \"copies\": " + quote(plan.ours() ? copies_text(p, tables) : "") +
+         ", \"stock_bug\": " + quote(stock_bug_row_text(plan.stock_bug_row, tables)) +
+         ", \"note\": " + quote(causal_note(p)) + ", \"copies\": " + quote(plan.ours() ? copies_text(p, tables) : "") +
          ", \"sharing\": " + number(has_gradients ? plan_backward(p, device, mode, tables).sharing : 1) +
          ", \"gradients\": " + quote(has_gradients ? gradients_text(p, device, mode, tables) : "") + "}";
   return out;

@@ -70,9 +70,9 @@ Reason unwanted(const CallFacts& p, const CallFacts& original, const DeviceFacts
   const KernelRow& kernel = tables.kernels[plan->kernel_row];
   const bool measured = mode.backend() == Backend::kAuto;
   if (measured && device.cc != tables.gate.measured_cc) return Reason{Why::kUnmeasuredDevice, device.cc, kernel.family};
-  if (measured) plan->rescue_row = find_rescue(original, tables);
-  const bool rescued = plan->rescue_row >= 0;
-  if (rescued && (p.needs & kBiases) == 0) return {};  // a correct result has priority over speed
+  if (measured) plan->stock_bug_row = find_stock_bug(original, tables);
+  const bool has_stock_bug = plan->stock_bug_row >= 0;
+  if (has_stock_bug && (p.needs & kBiases) == 0) return {};  // a correct result has priority over speed
   // After a forward of this project, a stock backward would be slower than stock for both directions, and its sums may
   // not be deterministic. For a bias, the math backward would follow, which needs memory for every score.
   const bool grad = p.as_with_gradients();
@@ -80,7 +80,7 @@ Reason unwanted(const CallFacts& p, const CallFacts& original, const DeviceFacts
     if (ours.why.why == Why::kNoBiasGradient) return ours.why;
     return Reason{p.deterministic ? Why::kDeterministic : Why::kNoBackward};
   }
-  if (rescued) return {};
+  if (has_stock_bug) return {};
   if (!measured) return {};
   const bool one_block = p.Sk <= kernel.tile_n;  // a single block of keys cannot be split
   if (plan->gate.closed && kernel.kind != kDecode && !one_block)

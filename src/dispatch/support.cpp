@@ -156,17 +156,18 @@ int64_t facts_of_class(const CallFacts& p) {
 
 constexpr int64_t kMostOfGrid = 65535;  // limit of CTAs along the second and third dim of a grid
 
-// Return the first rescue row for a call, or -1. `facts` has the call facts that hold, or may hold.
-int find_rescue_of(const CallFacts& p, int64_t facts, const Tables& tables) {
-  const auto row = std::find_if(tables.rescues.begin(), tables.rescues.end(), [facts, &p](const RescueRow& rescue) {
-    return (facts & rescue.facts) == rescue.facts && (p.needs & ~rescue.features) == 0;
-  });
-  return row == tables.rescues.end() ? -1 : static_cast<int>(row - tables.rescues.begin());
+// Return the first row of stock_bugs.py for a call, or -1. `facts` has the call facts that hold, or may hold.
+int find_stock_bug_row(const CallFacts& p, int64_t facts, const Tables& tables) {
+  const auto row =
+      std::find_if(tables.stock_bugs.begin(), tables.stock_bugs.end(), [facts, &p](const StockBugRow& bug) {
+        return (facts & bug.facts) == bug.facts && (p.needs & ~bug.features) == 0;
+      });
+  return row == tables.stock_bugs.end() ? -1 : static_cast<int>(row - tables.stock_bugs.begin());
 }
 
 }  // namespace
 
-int find_rescue(const CallFacts& p, const Tables& tables) {
+int find_stock_bug(const CallFacts& p, const Tables& tables) {
   const auto any = [&p](bool Layout::* fact) {
     return std::any_of(p.layout, p.layout + kNumOperands, [fact](const Layout& layout) { return layout.*fact; });
   };
@@ -185,7 +186,7 @@ int find_rescue(const CallFacts& p, const Tables& tables) {
   };
   int64_t facts = facts_of_class(p);
   for (const auto& [fact, holds] : shape_facts) facts |= holds ? static_cast<int64_t>(fact) : 0;
-  return find_rescue_of(p, facts, tables);
+  return find_stock_bug_row(p, facts, tables);
 }
 
 int unsupported(const CallFacts& original, const DeviceFacts& device, const Tables& tables, int family, Reason* reasons,
@@ -232,7 +233,7 @@ bool may_serve_class(const CallFacts& p, const DeviceFacts& device, Mode mode, c
   const bool chosen = std::any_of(tables.choices.begin(), tables.choices.end(), [&p](const ChoiceRow& row) {
     return row.kind != kPartBwd && row.serve && (row.grad != 0) == p.as_with_gradients() && row.features == p.needs;
   });
-  return chosen || find_rescue_of(p, facts_of_class(p) | ~kFactsOfClass, tables) >= 0;
+  return chosen || find_stock_bug_row(p, facts_of_class(p) | ~kFactsOfClass, tables) >= 0;
 }
 
 }  // namespace flashplug

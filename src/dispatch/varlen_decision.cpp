@@ -146,7 +146,7 @@ std::string varlen_json(const VarlenCall& call, const VarlenDecision& decision, 
       {"stock", kVarlenKernelNames[stock_varlen_kernel(call, cc)]},
       {"said", decision_text(call, decision, cc)},
       {"row", row != nullptr ? row->measured : ""},
-      {"rescue", row != nullptr ? row->wrong : ""},
+      {"stock_bug", row != nullptr ? row->wrong : ""},
       {"error", raises ? forced_varlen_error(call, mode, tables) : ""}};
   std::string json;
   for (const auto& [name, text] : members) json += (json.empty() ? "{" : ", ") + quote(name) + ": " + quote(text);

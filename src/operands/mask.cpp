@@ -297,8 +297,8 @@ int64_t metadata_numbers(int64_t rows, int64_t Sq, int64_t Sk, bool gradients) {
   const int64_t block = layout.sparse_block, tile = layout.bitmask_tile, words = layout.bitmask_words;
   const int64_t lines = ceil_div(rows, block), M = ceil_div(Sq, block), N = ceil_div(Sk, block),
                 row_tiles = ceil_div(rows, tile), key_tiles = ceil_div(Sk, tile),
-                tall = ceil_div(Sq, layout.tall_sparse_block);
-  const int64_t forward = lines * N + 2 * (M + tall) * (N + 1) + row_tiles * (key_tiles + 1) * words;
+                M_192 = ceil_div(Sq, layout.sparse_block_m_192);
+  const int64_t forward = lines * N + 2 * (M + M_192) * (N + 1) + row_tiles * (key_tiles + 1) * words;
   return gradients ? forward + 2 * (N + M * N) + key_tiles * (row_tiles + 1) * words + 2 * M * N : forward;
 }
 

@@ -149,7 +149,7 @@ def test_reason_without_a_text_does_not_compile() -> None:
 
 def test_table_rows_of_a_wrong_size_are_rejected() -> None:
     with pytest.raises(RuntimeError, match="table_structs.py must define the same rows, but differ"):
-        bindings._push(library.lib().flashplug_add_gate_row, table_structs.RescueRow())
+        bindings._push(library.lib().flashplug_add_gate_row, table_structs.StockBugRow())
 
 
 def test_selected_kernel_has_exactly_the_needed_features(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -390,7 +390,7 @@ ONE_FACT_OF_FORCED = {
     "sequences": (call((1, 8, 8), (16384, 16384), (128, 128), **_WINDOW, ragged=1, sequences=1), 1023),
     "batch_invariant": (call((1, 8, 8), (16384, 16384), (128, 128), **_WINDOW, ragged=1, sequences=1024), 1),
     "split_size": (call((1, 32, 8), (1, 8192), (128, 128)), 1024),
-    "tall": (call((4, 16, 16), (8192, 8192), (64, 64), mask=1), 2.0),
+    "cost_ratio_192": (call((4, 16, 16), (8192, 8192), (64, 64), mask=1), 2.0),
 }
 FA3 = BACKENDS.index("fa3")
 

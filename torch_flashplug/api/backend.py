@@ -57,7 +57,7 @@ def _cache_mark() -> str:
     The text covers the dispatch tables, the flags that affect tracing, and the source of the tracing module.
     """
     table = zlib.crc32(
-        repr((FAMILIES, kernel_table.KERNEL_ROWS, dispatch_table.CHOICE_ROWS, stock_bugs.RESCUES)).encode()
+        repr((FAMILIES, kernel_table.KERNEL_ROWS, dispatch_table.CHOICE_ROWS, stock_bugs.STOCK_BUGS)).encode()
     )
     table = zlib.crc32(Path(tracing.__file__).read_bytes(), table)
     flags = ":".join(flag.get() for flag in env.FLAGS if flag.affects_graphs)
@@ -234,7 +234,8 @@ class Plan:
     why_not_8bit: str = ""  # why the products have 16 bits although 8 are permitted
     mask: str = ""  # how torch_flashplug kernels read a float mask
     copies: str = ""  # operands that are copied first, because no kernel reads the present layout
-    rescue: str = ""  # what stock would do wrong with this call, where the stock bug decided
+    stock_bug: str = ""  # what stock would do wrong with this call, where the stock bug decided
+    note: str = ""  # a note on the meaning of the call: the alignment of is_causal where Sq and Sk differ
     gradients: str = ""  # the backward of a torch_flashplug forward, and why; empty without gradients
     sharing: int = 1  # number of tiles of a KV block in the backward, which share the query heads of a KV head
     part: str = ""  # for a call on several devices, the part of the call that the plan describes
@@ -242,19 +243,21 @@ class Plan:
     stock_choice: str = ""  # stock's own choice of a backend for this call (real CUDA tensors only)
 
     whole = renamed_attribute("Plan", "whole", "why_not_8bit")
+    rescue = renamed_attribute("Plan", "rescue", "stock_bug")
 
     def __str__(self) -> str:
         choice = f" ({self.stock_choice})" if self.backend == "stock" and self.stock_choice else ""
         kernel = f"{self.kernel}, splits {self.splits}" if self.kernel else ""
         lines = [("call", self.call), ("part", self.part), ("backend", self.backend + choice)]
         lines += [("kernel", kernel), ("row", self.row), ("gate", self.gate)]
+        lines.append(("note", self.note))
         if self.precision:
             lines.append(("precision", f"{self.precision}: {quant_recipes.describe(self.precision)}"))
         lines += [
             ("16 bits", self.why_not_8bit),
             ("operands", self.copies),
             ("mask", self.mask),
-            ("stock would", self.rescue),
+            ("stock would", self.stock_bug),
         ]
         shared = f"; {self.sharing} tiles share the query heads of a KV head" * (self.sharing > 1)
         lines += [("gradients", self.gradients + shared), ("raises", self.error)]

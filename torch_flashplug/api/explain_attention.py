@@ -154,7 +154,7 @@ class _OpRecorder(TorchFunctionMode):
             if not plan.kernel:
                 plan = _with_copies(replace(plan, backend="stock"), _CONVERTED)
         elif op is namespace.block_sparse_fwd:
-            plan = self._of_op(self.args, {"mask": 1, "grad": 1, "tall": self.args[4]}, 0, forced=True)
+            plan = self._of_op(self.args, {"mask": 1, "grad": 1, "cost_ratio_192": self.args[4]}, 0, forced=True)
         else:
             return None
         return _with_copies(plan, _CONVERTED) if self.dequantizes else plan

@@ -287,7 +287,7 @@ def push_rows(
     kernel_rows: Sequence[kernel_table.KernelRow],
     choice_rows: Sequence[dispatch_table.ChoiceRow],
     gate: dispatch_table.Gate,
-    rescue_rows: Sequence[stock_bugs.Rescue] = (),
+    stock_bug_rows: Sequence[stock_bugs.StockBug] = (),
     varlen_rows: Sequence[dispatch_table.VarlenRow] = (),
 ) -> None:
     """Replace the tables in C++."""
@@ -298,7 +298,7 @@ def push_rows(
         "argument": table_structs.of_arguments(),
         "family": table_structs.of_families(),
         "kernel": (kernel for row in kernel_rows for kernel in table_structs.of_kernels(row)),
-        "rescue": map(table_structs.of_rescue, rescue_rows),
+        "stock_bug": map(table_structs.of_stock_bug, stock_bug_rows),
         "choice": map(table_structs.of_choice, choice_rows),
         "varlen": map(table_structs.of_varlen, varlen_rows),
         "gate": (table_structs.of_gate(gate),),
@@ -461,7 +461,7 @@ def plan_text(
     """Return the plan of a call on a device as JSON.
 
     The members are {backend, kernel, splits, cluster, tiles, reasons{}, why{} (names of the reasons), precision, whole,
-    gate, row, rescue, copies, sharing, gradients}.
+    gate, row, stock_bug, note, copies, sharing, gradients}.
 
     Args:
         problem: facts of problem_facts() and names of the needed features; missing facts have the default values.

@@ -68,7 +68,7 @@ class ChoiceRow(ctypes.Structure):
     )
 
 
-class RescueRow(ctypes.Structure):
+class StockBugRow(ctypes.Structure):
     _fields_ = (*_members(c_char_p, "stock evidence"), *_members(c_int64, "facts features"))
 
 
@@ -98,7 +98,7 @@ class GateRow(ctypes.Structure):
 
 class LayoutRow(ctypes.Structure):
     _fields_ = (
-        *_members(c_int64, "sparse_block tall_sparse_block bitmask_tile bitmask_words"),
+        *_members(c_int64, "sparse_block sparse_block_m_192 bitmask_tile bitmask_words"),
         *_members(c_int64, "key_order max_splits split_unit max_head_dim head_dim_step workspace_alignment"),
     )
 
@@ -160,9 +160,9 @@ def of_choice(row: dispatch_table.ChoiceRow) -> ChoiceRow:
     )
 
 
-def of_rescue(row: stock_bugs.Rescue) -> RescueRow:
+def of_stock_bug(row: stock_bugs.StockBug) -> StockBugRow:
     facts = sum(1 << FACTS.index(fact) for fact in row.facts)
-    return RescueRow(row.stock.encode(), row.evidence.encode(), facts, features.bits(row.features))
+    return StockBugRow(row.stock.encode(), row.evidence.encode(), facts, features.bits(row.features))
 
 
 def of_varlen(row: dispatch_table.VarlenRow) -> VarlenRow:
@@ -199,7 +199,7 @@ def of_gate(gate: dispatch_table.Gate) -> GateRow:
 def of_layout() -> LayoutRow:
     """Return the numbers that kernels and C++ share. A tile of the bitmask has one word for each thread."""
     return LayoutRow(
-        sparse_block=LISTED, tall_sparse_block=TALL, bitmask_tile=TILE, bitmask_words=TILE_WORDS,
+        sparse_block=LISTED, sparse_block_m_192=TALL, bitmask_tile=TILE, bitmask_words=TILE_WORDS,
         key_order=len(KEY_ORDER), max_splits=MAX_SPLITS, split_unit=SPLIT_UNIT,
         max_head_dim=MAX_HEAD_DIM, head_dim_step=HEAD_DIM_STEP,
         workspace_alignment=WORKSPACE_ALIGNMENT,
