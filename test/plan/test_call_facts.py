@@ -452,11 +452,11 @@ def test_head_dim_limit_is_the_largest_head_dim_of_the_kernel_table():
     assert all(dim % dispatch_table.HEAD_DIM_STEP == 0 for spec in specs for dim in (spec.d, spec.dv))
 
 
-@pytest.mark.parametrize("block", [kernel_spec.LISTED, 256])
+@pytest.mark.parametrize("block", [kernel_spec.SPARSE_BLOCK, 256])
 def test_sizes_of_mask_metadata_follow_the_pushed_numbers(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """C++ restates no number of a layout: a changed block size reaches C++ with the tables."""
     for module in (table_structs, mask_preprocess_reference):
-        monkeypatch.setattr(module, "LISTED", block)
+        monkeypatch.setattr(module, "SPARSE_BLOCK", block)
     startup.push_tables()
     count_numbers = library.lib().flashplug_mask_metadata_size
     count_numbers.restype, count_numbers.argtypes = ctypes.c_int64, [*[ctypes.c_int64] * 3, ctypes.c_int]

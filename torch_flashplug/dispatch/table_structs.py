@@ -22,7 +22,7 @@ from ..registry.dispatch_table import (
     VARLEN_KERNELS,
 )
 from ..registry.dtypes import DTYPE_INFO, ELEMENTS, NAMED_DTYPES
-from ..registry.kernel_spec import CLUSTER, KINDS, LISTED, TALL
+from ..registry.kernel_spec import CLUSTER, KINDS, SPARSE_BLOCK, SPARSE_BLOCK_M_192
 from ..registry.mask_layout import TILE, TILE_WORDS
 from ..registry.quant_recipes import KEY_ORDER, RECIPES, WORKSPACE_ALIGNMENT, precision_number
 from ..registry.stock_bugs import FACTS
@@ -199,7 +199,7 @@ def of_gate(gate: dispatch_table.Gate) -> GateRow:
 def of_layout() -> LayoutRow:
     """Return the numbers that kernels and C++ share. A tile of the bitmask has one word for each thread."""
     return LayoutRow(
-        sparse_block=LISTED, sparse_block_m_192=TALL, bitmask_tile=TILE, bitmask_words=TILE_WORDS,
+        sparse_block=SPARSE_BLOCK, sparse_block_m_192=SPARSE_BLOCK_M_192, bitmask_tile=TILE, bitmask_words=TILE_WORDS,
         key_order=len(KEY_ORDER), max_splits=MAX_SPLITS, split_unit=SPLIT_UNIT,
         max_head_dim=MAX_HEAD_DIM, head_dim_step=HEAD_DIM_STEP,
         workspace_alignment=WORKSPACE_ALIGNMENT,

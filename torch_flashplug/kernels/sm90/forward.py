@@ -34,7 +34,7 @@ from ..tiling.block_iterator import BlockIterator
 from ..tiling.seqlen_info import SeqlenInfo
 from ..tiling.tile import TileAddressing, TileGrid
 
-ROWS, SLAB = ROWS_PER_WARPGROUP, sm90.SLAB
+ROWS, ROWS_PER_WARP = ROWS_PER_WARPGROUP, sm90.ROWS_PER_WARP
 SHORT = 4  # KV blocks: a tile with at most this count ends within the latency of the tile scheduler's atomic
 
 
@@ -428,7 +428,7 @@ class ForwardSm90(KernelCall, kind="fwd"):
         while tile_idx < work.tile_grid.total:
             tile = work.tile_grid.tile(tile_idx)
             wg_tile = tile.block * self.warpgroups + wg
-            row = wg_tile * ROWS + thread // sm90.WARP * SLAB + lane // 4
+            row = wg_tile * ROWS + thread // sm90.WARP * ROWS_PER_WARP + lane // 4
             tile_stages = score_pipeline.set_tile(
                 ScoreCoord(tile.sizes, self.tile_n, row, lane % 4 * 2, tile.sequence, tile.head)
             )
@@ -528,7 +528,7 @@ class ForwardSm90(KernelCall, kind="fwd"):
         sO = cute.make_tensor(stage_start, sm90.slab_layout(self.element.dtype, ROWS, self.dv).outer)  # (64, Dv)
         if cutlass.const_expr(self.out_in_q):
             sm90.sync_warpgroup(ForwardBarrier.Q_READ, wg)  # no warp of the warpgroup may still be reading Q
-        sm90.store_slabs(rO, sO, out, wg_tile * (ROWS // SLAB), mma_pv)
+        sm90.store_slabs(rO, sO, out, wg_tile * (ROWS // ROWS_PER_WARP), mma_pv)
 
 
 @cute.jit
