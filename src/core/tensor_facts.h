@@ -25,6 +25,7 @@ void add_dtype(const DTypeFacts& facts);  // throws for a name that the running 
 int num_dtypes();                         // number of rows
 // Return true if torch's name of a dtype is one of `names`.
 bool is_one_of(DType dtype, std::initializer_list<std::string_view> names);
+inline bool is_16_bit_float(DType dtype) { return is_one_of(dtype, {"bfloat16", "float16"}); }
 
 constexpr int64_t kUnitBytes = 16;  // TMA and vector loads move units of so many bytes
 inline int64_t unit_elements(DType dtype) { return kUnitBytes / facts_of(dtype).bytes; }

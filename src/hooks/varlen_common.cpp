@@ -163,7 +163,7 @@ bool kernels_support(const BoxedArgs& args, int64_t dims) {
     if (x == nullptr || !read_class(x, &facts) || facts.dim != dims || !eligible_device(facts.device_type))
       return false;
     const int64_t dim = shape_of(x).size[dims - 1];
-    if (!is_one_of(facts.dtype, {"bfloat16", "float16"}) || !has_head_dim(tables().layout, dim)) return false;
+    if (!is_16_bit_float(facts.dtype) || !has_head_dim(tables().layout, dim)) return false;
   }
   return true;
 }
